@@ -38,7 +38,6 @@ from lmkit.qtensor import Linears, QTensor, QuantScheme
 
 _FIELDS: Fields = (
     ("bits", "w_bit", (4,)),
-    ("version", "format", ("gemm",)),
     ("zero_point", "zero_point", (True, None)),
     ("desc_act", "desc_act", (False, None)),
     ("lm_head", "lm_head", (False, None)),
@@ -58,27 +57,15 @@ class AwqFormat:
     name = "awq"
 
     def accepts(self, config: dict[str, Any]) -> str | None:
-        if problem := method_problem(config, "awq"):
-            return problem
-        entry = config["quantization_config"]
-        return (
-            field_problem(entry, _FIELDS, _READ | _NOTES | AUTO_ROUND_NOTES)
-            or _group_size_problem(entry)
-            or names_problem("modules_to_not_convert", entry.get("modules_to_not_convert"))
-        )
+        return entry_problem(config, ("gemm",))
 
     def activations(self, config: dict[str, Any]) -> Activations:
         return "none"
 
     def read_linear(self, reader: CheckpointReader, module: str) -> Tensor | QTensor:
-        entry = reader.config["quantization_config"]
-        if not reader.has(module + ".qweight"):
-            return read_dense(reader, module)
-        refuse_beside(reader, module, "qweight", ("weight", "g_idx"))
-        if name := listed(module, entry.get("modules_to_not_convert")):
-            raise CheckpointError(f"{reader.path}: {module} has a qweight, but modules_to_not_convert lists {name!r}")
-        scheme = QuantScheme(bits=4, group_size=_group_size(entry))
-        return _read(reader, module, scheme)
+        if (weight := read_if_dense(reader, module)) is not None:
+            return weight
+        return _read(reader, module, QuantScheme(bits=4, group_size=group_size(reader.config["quantization_config"])))
 
     def can_write(self, shape: tuple[int, int], scheme: QuantScheme) -> str | None:
         return can_write(shape, scheme)
@@ -113,6 +100,36 @@ class AwqFormat:
         }
 
 
+def entry_problem(config: dict[str, Any], versions: tuple[str, ...]) -> str | None:
+    """The reason why a checkpoint with this config.json is not in one of these versions of AWQ; None if it is."""
+    if problem := method_problem(config, "awq"):
+        return problem
+    entry = config["quantization_config"]
+    return (
+        field_problem(entry, (("version", "format", versions), *_FIELDS), _READ | _NOTES | AUTO_ROUND_NOTES)
+        or _group_size_problem(entry)
+        or names_problem("modules_to_not_convert", entry.get("modules_to_not_convert"))
+    )
+
+
+def awq_version(config: dict[str, Any]) -> str:
+    """The version of a checkpoint in AWQ; empty if it is in another format."""
+    if method_problem(config, "awq"):
+        return ""
+    entry = config["quantization_config"]
+    return str(entry.get("version", entry.get("format"))).lower()
+
+
+def read_if_dense(reader: CheckpointReader, module: str) -> Tensor | None:
+    """The weight of a module that is not quantized, None for one that is. Raises CheckpointError."""
+    if not reader.has(module + ".qweight"):
+        return read_dense(reader, module)
+    refuse_beside(reader, module, "qweight", ("weight", "g_idx"))
+    if name := listed(module, reader.config["quantization_config"].get("modules_to_not_convert")):
+        raise CheckpointError(f"{reader.path}: {module} has a qweight, but modules_to_not_convert lists {name!r}")
+    return None
+
+
 def can_write(shape: tuple[int, int], scheme: QuantScheme) -> str | None:
     """None if a weight [out, in] quantized by `scheme` can be stored, else the reason why it must stay dense."""
     out_features, in_features = shape
@@ -140,12 +157,13 @@ def _read(reader: CheckpointReader, module: str, scheme: QuantScheme) -> QTensor
     return QTensor(codes, scales, zeros, scheme)
 
 
-def _group_size(entry: dict[str, Any]) -> Any:
+def group_size(entry: dict[str, Any]) -> Any:
+    """The entry's group size, under either of its names."""
     return entry.get("group_size", entry.get("q_group_size"))
 
 
 def _group_size_problem(entry: dict[str, Any]) -> str | None:
-    size = _group_size(entry)
+    size = group_size(entry)
     if problem := size_problem(size):
         return problem
     if entry.get("q_group_size", size) != size:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from lmkit.errors import UnsupportedError
 from lmkit.formats.awq import AwqFormat
+from lmkit.formats.awq_gemv import AwqGemvFormat
 from lmkit.formats.bitsandbytes import BitsAndBytesFormat
 from lmkit.formats.checkpoint import CheckpointReader, CheckpointWriter
 from lmkit.formats.compressed_tensors import CompressedTensorsFormat
@@ -58,7 +59,7 @@ class WeightFormat(Protocol):
 
 FORMATS: tuple[WeightFormat, ...] = (
     DenseFormat(), AwqFormat(), GptqFormat("gptq"), GptqFormat("gptq_v2"), CompressedTensorsFormat(), Fp8Format(),
-    Mxfp4Format(), ModelOptFormat(), BitsAndBytesFormat(),
+    AwqGemvFormat("awq_gemv"), AwqGemvFormat("awq_gemv_fast"), Mxfp4Format(), ModelOptFormat(), BitsAndBytesFormat(),
 )  # fmt: skip
 
 

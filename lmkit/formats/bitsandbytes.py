@@ -21,11 +21,10 @@ import msgspec
 import torch
 from torch import Tensor
 
-from lmkit.errors import CheckpointError, UnsupportedError
-from lmkit.formats.checkpoint import CheckpointReader, CheckpointWriter
+from lmkit.errors import CheckpointError
+from lmkit.formats.checkpoint import CheckpointReader
 from lmkit.formats.dense import read_dense
 from lmkit.formats.parts import (
-    Activations,
     Fields,
     field_problem,
     matrix_shape,
@@ -34,9 +33,9 @@ from lmkit.formats.parts import (
     read_part,
     read_scales,
 )
-from lmkit.qtensor import Linears, QTensor, QuantScheme
+from lmkit.formats.read_only import ReadOnlyFormat
+from lmkit.qtensor import QTensor, QuantScheme
 
-READ_ONLY = "bitsandbytes weights are read, and not written"
 BYTES = QuantScheme(8, -1, symmetric=True)
 STATE = ".weight.quant_state.bitsandbytes__"
 MAX_STATE_BYTES = 1 << 16
@@ -65,7 +64,7 @@ class State(msgspec.Struct, frozen=True):
     nested_offset: float = 0.0
 
 
-class BitsAndBytesFormat:
+class BitsAndBytesFormat(ReadOnlyFormat):
     name = "bitsandbytes"
 
     def accepts(self, config: dict[str, Any]) -> str | None:
@@ -76,27 +75,11 @@ class BitsAndBytesFormat:
             "llm_int8_skip_modules", entry.get("llm_int8_skip_modules")
         )
 
-    def activations(self, config: dict[str, Any]) -> Activations:
-        return "none"
-
     def read_linear(self, reader: CheckpointReader, module: str) -> Tensor | QTensor:
         if reader.has(module + ".SCB"):
             return _read_bytes(reader, module)
         kind = next((kind for kind in ("nf4", "fp4") if reader.has(module + STATE + kind)), None)
         return read_dense(reader, module) if kind is None else _read_table(reader, module, kind)
-
-    def can_write(self, shape: tuple[int, int], scheme: QuantScheme) -> str | None:
-        return READ_ONLY
-
-    def write_linear(
-        self, writer: CheckpointWriter, module: str, weight: Tensor | QTensor, *, activations: Activations = "none"
-    ) -> None:
-        raise UnsupportedError(f"{module}: {READ_ONLY}")
-
-    def config_entry(
-        self, linears: Linears, *, activations: Activations = "none", kv_cache_scheme: dict[str, Any] | None = None
-    ) -> dict[str, Any] | None:
-        raise UnsupportedError(READ_ONLY)
 
 
 def _read_bytes(reader: CheckpointReader, module: str) -> QTensor:

@@ -15,7 +15,17 @@ from lmkit.formats.parts import FLOATS, MARKS
 from lmkit.formats.verify import verify, weight_digest
 from lmkit.qtensor import Linears, QTensor, QuantScheme
 
-PARTS = (*MARKS, "weight", "qzeros", "scales", "g_idx", "weight_zero_point", "weight_shape", "weight_g_idx")
+PARTS = (
+    *MARKS,
+    "weight",
+    "qzeros",
+    "scaled_zeros",
+    "scales",
+    "g_idx",
+    "weight_zero_point",
+    "weight_shape",
+    "weight_g_idx",
+)
 STATIC = ("input_scale", "input_zero_point")
 Progress = Callable[[int, int], None]  # (modules done, of how many)
 

@@ -14,20 +14,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lmkit.errors import CheckpointError, UnsupportedError
-from lmkit.formats.checkpoint import CheckpointReader, CheckpointWriter
+from lmkit.errors import CheckpointError
+from lmkit.formats.checkpoint import CheckpointReader
 from lmkit.formats.dense import read_dense
-from lmkit.formats.parts import Activations, method_problem, names_problem, read_part
-from lmkit.qtensor import Linears, QTensor, QuantScheme
+from lmkit.formats.parts import method_problem, names_problem, read_part
+from lmkit.formats.read_only import ReadOnlyFormat
+from lmkit.qtensor import QTensor, QuantScheme
 
 BLOCKS, SCALES = "mxfp4_blocks", "mxfp4_scales"
 SCHEME = QuantScheme(8, 32, symmetric=True)
 TWICE = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12], dtype=torch.int16)
 CODES = torch.cat([TWICE, -TWICE]) + 128
-READ_ONLY = "mxfp4 is read, and not written"
 
 
-class Mxfp4Format:
+class Mxfp4Format(ReadOnlyFormat):
     name = "mxfp4"
 
     def accepts(self, config: dict[str, Any]) -> str | None:
@@ -37,9 +37,6 @@ class Mxfp4Format:
         if unknown := sorted(entry.keys() - {"quant_method", "modules_to_not_convert", "dequantize"}):
             return f"quantization_config has unknown fields {', '.join(unknown)}"
         return names_problem("modules_to_not_convert", entry.get("modules_to_not_convert"))
-
-    def activations(self, config: dict[str, Any]) -> Activations:
-        return "none"
 
     def read_linear(self, reader: CheckpointReader, module: str) -> Tensor | QTensor:
         name = f"{module}.{BLOCKS}"
@@ -57,16 +54,3 @@ class Mxfp4Format:
         scales = torch.ldexp(ones, exponents.to(torch.int32) - 128)  # half of the file's, as codes are twice the values
         zeros = torch.full(exponents.shape, 128, dtype=torch.uint8)
         return QTensor(CODES[nibbles.long()].to(torch.uint8), scales, zeros, SCHEME)
-
-    def can_write(self, shape: tuple[int, int], scheme: QuantScheme) -> str | None:
-        return READ_ONLY
-
-    def write_linear(
-        self, writer: CheckpointWriter, module: str, weight: Tensor | QTensor, *, activations: Activations = "none"
-    ) -> None:
-        raise UnsupportedError(f"{module}: {READ_ONLY}")
-
-    def config_entry(
-        self, linears: Linears, *, activations: Activations = "none", kv_cache_scheme: dict[str, Any] | None = None
-    ) -> dict[str, Any] | None:
-        raise UnsupportedError(READ_ONLY)

@@ -16,12 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lmkit.errors import CheckpointError, UnsupportedError
-from lmkit.formats.checkpoint import CheckpointReader, CheckpointWriter
+from lmkit.errors import CheckpointError
+from lmkit.formats.checkpoint import CheckpointReader
 from lmkit.formats.dense import read_dense
 from lmkit.formats.mxfp4 import CODES
 from lmkit.formats.parts import (
-    Activations,
     Fields,
     field_problem,
     matrix_shape,
@@ -30,10 +29,10 @@ from lmkit.formats.parts import (
     read_float8,
     read_scales,
 )
-from lmkit.qtensor import Linears, QTensor, QuantScheme
+from lmkit.formats.read_only import ReadOnlyFormat
+from lmkit.qtensor import QTensor
 
 GROUP_SIZE = 16
-READ_ONLY = "NVFP4 is read, and not written"
 VALUES = (CODES - 128).float() / 2
 _FIELDS: Fields = (
     ("quant_algo", "quant_algo", ("nvfp4",)),
@@ -43,7 +42,7 @@ _FIELDS: Fields = (
 _READ = {"quant_method", "config_groups", "ignore", "exclude_modules", "producer", "kv_cache_scheme"}
 
 
-class ModelOptFormat:
+class ModelOptFormat(ReadOnlyFormat):
     name = "modelopt"
 
     def accepts(self, config: dict[str, Any]) -> str | None:
@@ -52,26 +51,10 @@ class ModelOptFormat:
         entry = config["quantization_config"]
         return field_problem(entry, _FIELDS, _READ) or names_problem("ignore", entry.get("ignore"))
 
-    def activations(self, config: dict[str, Any]) -> Activations:
-        return "none"
-
     def read_linear(self, reader: CheckpointReader, module: str) -> Tensor | QTensor:
         if not reader.has(module + ".weight_scale_2"):
             return read_dense(reader, module)
         return read_nvfp4(reader, module, "weight", _factor(reader, module + ".weight_scale_2"))
-
-    def can_write(self, shape: tuple[int, int], scheme: QuantScheme) -> str | None:
-        return READ_ONLY
-
-    def write_linear(
-        self, writer: CheckpointWriter, module: str, weight: Tensor | QTensor, *, activations: Activations = "none"
-    ) -> None:
-        raise UnsupportedError(f"{module}: {READ_ONLY}")
-
-    def config_entry(
-        self, linears: Linears, *, activations: Activations = "none", kv_cache_scheme: dict[str, Any] | None = None
-    ) -> dict[str, Any] | None:
-        raise UnsupportedError(READ_ONLY)
 
 
 def read_compressed(reader: CheckpointReader, module: str) -> Tensor:

@@ -28,6 +28,7 @@ FLOATS = ("F16", "BF16", "F32")
 MAX_GROUP_SIZE = 1 << 17
 # (tensors of which a module has any, tensors that it then needs); weight_scale also goes with an 8-bit weight
 _NEEDED = (
+    (("scaled_zeros",), ("qweight", "scaled_zeros", "scales")),
     (("qweight", "qzeros", "scales"), ("qweight", "qzeros", "scales")),
     (("weight_global_scale",), ("weight_packed", "weight_scale", "weight_global_scale")),
     (("weight_packed", "weight_shape"), ("weight_packed", "weight_scale", "weight_shape")),

@@ -35,7 +35,11 @@ class View:
 
 
 # The axis of the outputs in the tensors of a linear, if it is not the first. None: a tensor that all outputs share.
-AXES = {"qweight": 1, "qzeros": 1, "scales": 1, "g_idx": None, "weight_g_idx": None, "input_scale": None}
+AXES = {
+    "qweight": 1, "qzeros": 1, "scaled_zeros": 1, "scales": 1, "g_idx": None, "weight_g_idx": None, "input_scale": None,
+}  # fmt: skip
+# Where a version of AWQ differs.
+VERSIONS = {"gemv": {"qweight": 0, "qzeros": 0, "scales": 0}, "gemv_fast": {"qweight": 0}, "llm-awq": {"qweight": 0}}
 SUFFIXES = (
     "weight", "bias", *AXES, "weight_packed", "weight_scale", "weight_scale_inv", "weight_zero_point", "weight_shape",
 )  # fmt: skip
@@ -46,12 +50,12 @@ def named(source: str, shape: tuple[int, ...]) -> View:
     return View(source, shape, lambda tensor: tensor)
 
 
-def rows_of(source: str, shape: tuple[int, ...], rows: Rows, outputs: int) -> View:
-    """Some outputs of a tensor of a fused linear with so many `outputs`, of any weight format. Raises CheckpointError
-    if a word or a block of the format crosses the border.
+def rows_of(source: str, shape: tuple[int, ...], rows: Rows, outputs: int, *, version: str = "") -> View:
+    """Some outputs of a tensor of a fused linear with so many `outputs`, of any weight format. `version` is that of
+    AWQ. Raises CheckpointError if a word or a block of the format crosses the border.
     """
     suffix = source.rpartition(".")[2]
-    axis = AXES.get(suffix, 0)
+    axis = (AXES | VERSIONS.get(version, {})).get(suffix, 0)
     if suffix == "weight_shape":
         return View(source, shape, lambda tensor: _fewer_rows(tensor, rows))
     if axis is None or len(shape) <= axis or shape[axis] == 1:

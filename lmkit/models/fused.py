@@ -19,6 +19,7 @@ from fractions import Fraction
 from itertools import pairwise, product
 
 from lmkit.errors import CheckpointError
+from lmkit.formats.awq import awq_version
 from lmkit.formats.checkpoint import CheckpointReader
 from lmkit.formats.mxfp4 import BLOCKS, SCALES
 from lmkit.formats.views import SUFFIXES, Rows, View, expert_of, named, rows_of
@@ -60,12 +61,14 @@ def views(reader: CheckpointReader, spec: ModelSpec) -> dict[str, View]:
 
 
 def _linears(reader: CheckpointReader, index: int, layer: LayerSpec) -> Iterator[tuple[str, View]]:
+    version = awq_version(reader.config)
     for module, parts in _fused(layer).items():
         for suffix in SUFFIXES:
             if reader.has(source := f"{roles.layer_prefix(index)}{module}.{suffix}"):
                 shape, outputs = reader.info(source).shape, sum(layer.linears[role][0] for role in parts)
                 for role, rows in parts.items():
-                    yield f"{layer.module_name(index, role)}.{suffix}", rows_of(source, shape, rows, outputs)
+                    view = rows_of(source, shape, rows, outputs, version=version)
+                    yield f"{layer.module_name(index, role)}.{suffix}", view
 
 
 def _fused(layer: LayerSpec) -> dict[str, dict[str, Rows]]:

@@ -31,7 +31,7 @@ from lmkit.qtensor import QTensor, QuantScheme, dequantize, quantize
 
 HEAD_SCHEME = QuantScheme(bits=8, group_size=128)  # of lm_head int8
 QUANTIZED_ROWS = 2048
-SCALES = (".scales", ".weight_scale", ".weight_scale_inv", ".input_scale")
+SCALES = (".scales", ".qzeros", ".scaled_zeros", ".weight_scale", ".weight_scale_inv", ".input_scale")
 
 
 class ModelSource:

@@ -200,7 +200,7 @@ def test_config_accepted(changes: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"version": "gemv"}, "awq: version is 'gemv', expected 'gemm'"),
+        ({"version": "marlin"}, "awq: version is 'marlin', expected 'gemm'"),
         ({"version": "absent"}, "awq: version is None"),
         ({"version": "gemm", "format": "gemv"}, "awq: format is 'gemv'"),
         ({"bits": 3}, "awq: bits is 3, expected 4"),
@@ -267,7 +267,8 @@ def test_dense(tmp_path: Path) -> None:
 
 def test_formats_by_name() -> None:
     assert {weight_format.name for weight_format in FORMATS} == {
-        "dense", "awq", "gptq", "gptq_v2", "compressed-tensors", "fp8", "mxfp4", "bitsandbytes", "modelopt",
+        "dense", "awq", "awq_gemv", "awq_gemv_fast", "gptq", "gptq_v2", "compressed-tensors", "fp8", "mxfp4",
+        "bitsandbytes", "modelopt",
     }  # fmt: skip
     with pytest.raises(UnsupportedError, match="'gguf' is not one of dense, awq"):
         get_format("gguf")

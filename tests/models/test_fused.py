@@ -20,23 +20,28 @@ from lmkit.quant.kv.fit import fold
 from lmkit.quant.layer.layer import Geometry
 from lmkit.turbo.engine.engine import Engine
 from lmkit.turbo.request import Request, SamplingParams
+from tests.formats.awq_gemv import repacked
 from tests.models import tiny
 from tests.models.test_formats import BLOCK, CHANNEL, EIGHT, FOUR, SHAPE, logits, rewritten
 from tests.models.test_gemma2 import divergence
 
 NAMES = ["phi3", "phi3-long", "glm4", "internlm2", "mixtral-fused", "qwen2-moe-fused", "gpt-oss"]
 PROMPT = torch.randint(0, 199, (30,), generator=torch.Generator().manual_seed(8)).tolist()
-FORMATS = [("awq", FOUR), ("gptq", QuantScheme(4, 32, True)), ("gptq_v2", EIGHT), ("compressed-tensors", FOUR),
-           ("compressed-tensors", EIGHT), ("fp8", BLOCK), ("compressed-tensors", CHANNEL)]  # fmt: skip
+FORMATS = [
+    ("awq", FOUR), ("awq-gemv", FOUR), ("awq-gemv_fast", FOUR), ("gptq", QuantScheme(4, 32, True)), ("gptq_v2", EIGHT),
+    ("compressed-tensors", FOUR), ("compressed-tensors", EIGHT), ("fp8", BLOCK), ("compressed-tensors", CHANNEL),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("family", "name", "scheme"), [*(("phi3", *case) for case in FORMATS), ("glm4", *FORMATS[0]), ("glm4", *FORMATS[5])]
+    ("family", "name", "scheme"), [*(("phi3", *case) for case in FORMATS), ("glm4", *FORMATS[0]), ("glm4", *FORMATS[7])]
 )
 def test_fused_linears_of_every_format(tmp_path: Path, family: str, name: str, scheme: QuantScheme) -> None:
     wide = SHAPE | {"head_dim": 64, "hidden_size": 256, "intermediate_size": 128, "num_key_value_heads": 2}
     tiny.make(tmp_path / "plain", family, **wide)
-    quantized, dense = rewritten(tmp_path / "plain", tmp_path, name, {"_proj": scheme})
+    quantized, dense = rewritten(tmp_path / "plain", tmp_path, name.partition("-g")[0], {"_proj": scheme})
+    if name.startswith("awq-"):
+        quantized = repacked(quantized, tmp_path / name, name.removeprefix("awq-"))
     with CheckpointReader(quantized) as reader:
         assert not any(".up_proj" in name for name in reader.names())
     expected = logits(load_model(dense))
