@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, Self, overload
 from lmkit.api import names
 from lmkit.api.generation import GenConfigs, GenerationConfig
 from lmkit.api.progress import progress_bar
-from lmkit.api.prompts import Prompt, names_ours
+from lmkit.api.prompts import Prompt, Tools, names_ours
 from lmkit.api.requests import Batch, RequestMaker, embedding_of, engine_config, mean_nll, open_session
-from lmkit.api.response import Response, Session, failed, refused, response
+from lmkit.api.response import Response, Session, failed, refused
 from lmkit.config import EngineConfig, checked_level
 from lmkit.errors import RequestError
 from lmkit.formats.hub import resolve_model_path
@@ -99,6 +99,11 @@ class AsyncPipeline:
         priority: int = 0,
         timeout: float | None = None,
         adapter_name: str = "",
+        tools: Tools | None = None,
+        tool_choice: str | Mapping[str, Any] | None = None,
+        parallel_tool_calls: bool | None = None,
+        separate_reasoning: bool | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         progress: bool = False,
         use_tqdm: bool = False,
     ) -> Response: ...
@@ -113,6 +118,11 @@ class AsyncPipeline:
         priority: int = 0,
         timeout: float | None = None,
         adapter_name: str = "",
+        tools: Tools | None = None,
+        tool_choice: str | Mapping[str, Any] | None = None,
+        parallel_tool_calls: bool | None = None,
+        separate_reasoning: bool | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         progress: bool = False,
         use_tqdm: bool = False,
     ) -> list[Response]: ...
@@ -127,11 +137,28 @@ class AsyncPipeline:
         priority: int = 0,
         timeout: float | None = None,
         adapter_name: str = "",
+        tools: Tools | None = None,
+        tool_choice: str | Mapping[str, Any] | None = None,
+        parallel_tool_calls: bool | None = None,
+        separate_reasoning: bool | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         progress: bool = False,
         use_tqdm: bool = False,
     ) -> Any:
         """A Response for one prompt, or a list of Responses for several, as Pipeline gives them."""
-        batch = await self._batch(prompts, gen_config, do_preprocess, priority, timeout, adapter_name)
+        batch = await self._batch(
+            prompts,
+            gen_config,
+            do_preprocess,
+            priority,
+            timeout,
+            adapter_name,
+            tools=tools,
+            tool_choice=tool_choice,
+            parallel_tool_calls=parallel_tool_calls,
+            separate_reasoning=separate_reasoning,
+            chat_template_kwargs=chat_template_kwargs,
+        )
         with progress_bar(len(batch.responses), progress or use_tqdm) as advance:
             async with aclosing(self._parts(batch)) as parts:
                 async for part in parts:
@@ -151,10 +178,29 @@ class AsyncPipeline:
         priority: int = 0,
         timeout: float | None = None,
         adapter_name: str = "",
+        tools: Tools | None = None,
+        tool_choice: str | Mapping[str, Any] | None = None,
+        parallel_tool_calls: bool | None = None,
+        separate_reasoning: bool | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> AsyncGenerator[Response, None]:
         """Parts of the answers as they are generated. The last part of each answer has its finish_reason."""
         async with aclosing(
-            self._parts(await self._batch(prompts, gen_config, do_preprocess, priority, timeout, adapter_name))
+            self._parts(
+                await self._batch(
+                    prompts,
+                    gen_config,
+                    do_preprocess,
+                    priority,
+                    timeout,
+                    adapter_name,
+                    tools=tools,
+                    tool_choice=tool_choice,
+                    parallel_tool_calls=parallel_tool_calls,
+                    separate_reasoning=separate_reasoning,
+                    chat_template_kwargs=chat_template_kwargs,
+                )
+            )
         ) as parts:
             async for part in parts:
                 yield part
@@ -218,15 +264,15 @@ class AsyncPipeline:
             raise RequestError("engine_unavailable", "this pipeline is closed; open another one")
         return self._maker
 
-    async def _batch(self, *arguments: Any) -> Batch:
-        return await asyncio.to_thread(self.maker.batch, *arguments)
+    async def _batch(self, *arguments: Any, **chat_options: Any) -> Batch:
+        return await asyncio.to_thread(self.maker.batch, *arguments, **chat_options)
 
     async def _parts(self, batch: Batch) -> AsyncGenerator[Response, None]:
         for part in batch.refused:
             yield part
         async with aclosing(self._run(batch.requests)) as outputs:
             async for index, output in outputs:
-                yield response(index, output)
+                yield batch.part(index, output)
 
     async def _run(self, requests: Mapping[int, Request]) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         """Outputs of `requests` as they arrive, each with the index of its request.

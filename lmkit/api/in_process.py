@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any, Literal, Self, overload
 from lmkit.api import names
 from lmkit.api.generation import GenConfigs, GenerationConfig
 from lmkit.api.progress import progress_bar
-from lmkit.api.prompts import Prompt, names_ours
+from lmkit.api.prompts import Prompt, Tools, names_ours
 from lmkit.api.requests import Batch, RequestMaker, embedding_of, engine_config, mean_nll, open_session
-from lmkit.api.response import Response, Session, failed, refused, response
+from lmkit.api.response import Response, Session, failed, refused
 from lmkit.config import EngineConfig
 from lmkit.errors import EngineLostError, RequestError
 from lmkit.log import get_logger, setup
@@ -80,6 +80,11 @@ class Pipeline:
         priority: int = 0,
         timeout: float | None = None,
         adapter_name: str = "",
+        tools: Tools | None = None,
+        tool_choice: str | Mapping[str, Any] | None = None,
+        parallel_tool_calls: bool | None = None,
+        separate_reasoning: bool | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         progress: bool = False,
         use_tqdm: bool = False,
     ) -> Response: ...
@@ -94,6 +99,11 @@ class Pipeline:
         priority: int = 0,
         timeout: float | None = None,
         adapter_name: str = "",
+        tools: Tools | None = None,
+        tool_choice: str | Mapping[str, Any] | None = None,
+        parallel_tool_calls: bool | None = None,
+        separate_reasoning: bool | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         progress: bool = False,
         use_tqdm: bool = False,
     ) -> list[Response]: ...
@@ -108,6 +118,11 @@ class Pipeline:
         priority: int = 0,
         timeout: float | None = None,
         adapter_name: str = "",
+        tools: Tools | None = None,
+        tool_choice: str | Mapping[str, Any] | None = None,
+        parallel_tool_calls: bool | None = None,
+        separate_reasoning: bool | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         progress: bool = False,
         use_tqdm: bool = False,
     ) -> Any:
@@ -117,10 +132,26 @@ class Pipeline:
         `do_preprocess` off, or without a chat template, the model continues the text itself. A prompt that cannot run
         gives a Response with finish_reason "error"; the other prompts run. `priority` (lower is sooner) and `timeout`
         (seconds after the engine takes the prompt) apply to each prompt. `progress` shows a progress bar on stderr;
-        `use_tqdm` is another name for it. `adapter_name` is one of EngineConfig.adapters. Raises ConfigError or
-        RequestError for arguments of wrong types.
+        `use_tqdm` is another name for it. `adapter_name` is one of EngineConfig.adapters.
+
+        `tools`, `tool_choice` and `parallel_tool_calls` are OpenAI's: the answers may call these functions, and a
+        grammar holds the calls. With tools, or with `separate_reasoning`, an answer has its reasoning apart from its
+        text. `chat_template_kwargs` are variables of the chat template. Raises ConfigError or RequestError for
+        arguments of wrong types.
         """
-        batch = self._batch(prompts, gen_config, do_preprocess, priority, timeout, adapter_name)
+        batch = self._batch(
+            prompts,
+            gen_config,
+            do_preprocess,
+            priority,
+            timeout,
+            adapter_name,
+            tools=tools,
+            tool_choice=tool_choice,
+            parallel_tool_calls=parallel_tool_calls,
+            separate_reasoning=separate_reasoning,
+            chat_template_kwargs=chat_template_kwargs,
+        )
         with progress_bar(len(batch.responses), progress or use_tqdm) as advance:
             for part in self._parts(batch):
                 batch.add(part)
@@ -139,9 +170,28 @@ class Pipeline:
         priority: int = 0,
         timeout: float | None = None,
         adapter_name: str = "",
+        tools: Tools | None = None,
+        tool_choice: str | Mapping[str, Any] | None = None,
+        parallel_tool_calls: bool | None = None,
+        separate_reasoning: bool | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> Generator[Response, None, None]:
         """Parts of the answers as they are generated. The last part of each answer has its finish_reason."""
-        return self._parts(self._batch(prompts, gen_config, do_preprocess, priority, timeout, adapter_name))
+        return self._parts(
+            self._batch(
+                prompts,
+                gen_config,
+                do_preprocess,
+                priority,
+                timeout,
+                adapter_name,
+                tools=tools,
+                tool_choice=tool_choice,
+                parallel_tool_calls=parallel_tool_calls,
+                separate_reasoning=separate_reasoning,
+                chat_template_kwargs=chat_template_kwargs,
+            )
+        )
 
     @overload
     def chat(
@@ -247,14 +297,14 @@ class Pipeline:
         if self._is_closed:
             raise RequestError("engine_unavailable", "this pipeline is closed; open another one")
 
-    def _batch(self, prompts: Any, *arguments: Any) -> Batch:
+    def _batch(self, prompts: Any, *arguments: Any, **chat_options: Any) -> Batch:
         self._check_open()
-        return self.maker.batch(prompts, *arguments)
+        return self.maker.batch(prompts, *arguments, **chat_options)
 
     def _parts(self, batch: Batch) -> Generator[Response, None, None]:
         yield from batch.refused
         for index, output in self._run(batch.requests):
-            yield response(index, output)
+            yield batch.part(index, output)
 
     def _run(self, requests: Mapping[int, Request]) -> Iterator[tuple[int, RequestOutput]]:
         """Outputs of `requests` as they arrive, each with the index of its request."""

@@ -17,6 +17,7 @@ from lmkit.errors import ConfigError, RequestError
 Message = Mapping[str, Any]
 Messages = list[dict[str, Any]]
 Prompt = str | Message | Sequence[Message]  # a text, a lone message, or a conversation
+Tools = Sequence[Mapping[str, Any]]  # as in OpenAI's API: {"type": "function", "function": {...}}
 F = TypeVar("F", bound=Callable[..., Any])
 
 

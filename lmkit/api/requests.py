@@ -6,7 +6,8 @@ import itertools
 import math
 import os
 from collections.abc import Sequence
-from typing import Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 from lmkit.api.generation import GenerationConfig, configs_for
 from lmkit.api.prompts import Messages, check_call, id_rows, prompt_list
@@ -17,6 +18,9 @@ from lmkit.text import Tokenizer
 from lmkit.text.messages import plain_messages
 from lmkit.turbo.request import EngineInfo, Request, StepOutput
 from lmkit.turbo.transport.output import AssistantTurn, RequestOutput
+
+if TYPE_CHECKING:
+    from lmkit.api.chats import Chats, Reader
 
 
 def engine_config(model: Any, backend_config: Any, options: dict[str, Any]) -> EngineConfig:
@@ -37,9 +41,15 @@ class Batch:
 
     def __init__(self, size: int, is_single: bool) -> None:
         self.requests: dict[int, Request] = {}
+        self.readers: dict[int, Reader] = {}  # of answers that are more than one text
         self.refused: list[Response] = []
         self.responses = [Response(index=index) for index in range(size)]
         self._is_single = is_single
+
+    def part(self, index: int, output: RequestOutput) -> Response:
+        """What an output adds to its answer."""
+        part, reader = response(index, output), self.readers.get(index)
+        return part if reader is None else reader.take(part, output)
 
     def add(self, part: Response) -> None:
         self.responses[part.index].extend(part)
@@ -64,21 +74,37 @@ class RequestMaker:
         priority: int,
         timeout: float | None,
         adapter_name: str = "",
+        **chat_options: Any,
     ) -> Batch:
         """Raises ConfigError or RequestError for arguments of wrong types; a prompt that cannot run is refused."""
         check_call(priority, timeout, adapter_name)
         items, is_single = prompt_list(prompts)
+        asked = {name: value for name, value in chat_options.items() if value is not None}
+        if asked and not do_preprocess:
+            raise ConfigError(f"{next(iter(asked))} needs the chat template; leave do_preprocess on")
         batch = Batch(len(items), is_single)
+        fields = {"priority": priority, "timeout": timeout, "adapter": adapter_name}
+        has_chats = bool(asked) or not all(isinstance(prompt, str) for prompt in items)
+        options = self._chats.options(asked) if has_chats else None
         for index, (prompt, config) in enumerate(zip(items, configs_for(gen_config, len(items)), strict=True)):
             try:
-                text, add_special_tokens = self._text(prompt, do_preprocess)
-                self._tokenizer.check_length(text, self._info.max_model_len, "prompt")
-                ids = self._tokenizer.encode(text, add_special_tokens)
-                fields = {"priority": priority, "timeout": timeout, "adapter": adapter_name}
-                batch.requests[index] = self.request(ids, config, **fields)
+                if options is None or (isinstance(prompt, str) and not asked):
+                    batch.requests[index] = self.request(self._text_ids(str(prompt), do_preprocess), config, **fields)
+                    continue
+                conversation = self._chats.open(prompt, options)
+                request = self.request(self._encode(conversation.text, False), config, **fields)
+                batch.requests[index] = conversation.completed(request, config, self._info.vocab_size)
+                if (reader := conversation.reader()) is not None:
+                    batch.readers[index] = reader
             except RequestError as error:
                 batch.refused.append(refused(index, error))
         return batch
+
+    @cached_property
+    def _chats(self) -> Chats:
+        from lmkit.api.chats import Chats  # takes 0.2 s, and texts do not need it
+
+        return Chats(self._tokenizer)
 
     def scoring(self, inputs: Any) -> list[Request]:
         """Requests for the log-probabilities of texts or lists of token ids. Raises RequestError."""
@@ -100,13 +126,16 @@ class RequestMaker:
             self._tokenizer.grammars(self._info.vocab_size).check(params.grammar, "response_format")
         return Request(request_id=f"pipeline-{next(self._ids)}", prompt_ids=prompt_ids, params=params, **fields)
 
-    def _text(self, prompt: str | list[Any], do_preprocess: bool) -> tuple[str, bool]:
-        """(the text to continue, whether the tokenizer adds special tokens: a chat template writes its own)."""
-        if isinstance(prompt, str):
-            if not do_preprocess or self._tokenizer.chat_template is None:
-                return prompt, True
-            prompt = [{"role": "user", "content": prompt}]
-        return self._tokenizer.render_chat(plain_messages(prompt)), False
+    def _text_ids(self, prompt: str, do_preprocess: bool) -> list[int]:
+        """The tokens of a text, or of a user's message with it."""
+        if not do_preprocess or self._tokenizer.chat_template is None:
+            return self._encode(prompt, True)
+        return self._encode(self._tokenizer.render_chat([{"role": "user", "content": prompt}]), False)
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        """A chat template writes its own special tokens."""
+        self._tokenizer.check_length(text, self._info.max_model_len, "prompt")
+        return self._tokenizer.encode(text, add_special_tokens)
 
     def turn(self, prompt: Any, session: Session, gen_config: Any) -> Turn:
         """The next turn of a conversation. Raises RequestError if it cannot run."""

@@ -20,15 +20,19 @@ from lmkit.turbo.transport.output import RequestOutput, TextLogprobs
 class Response:
     """An answer, or the new part of it in a stream. `index` is the index of its prompt.
 
-    In a stream `text`, `token_ids` and `logprobs` are those of the part, and the numbers of tokens those so far.
+    In a stream `text`, `reasoning`, `token_ids` and `logprobs` are those of the part, and the numbers of tokens those
+    so far. `tool_calls` are then deltas as OpenAI has them: the first of a call has its `id` and name, and the others
+    have more of its arguments.
     """
 
     text: str = ""
+    reasoning: str = ""  # apart from the text with tools or separate_reasoning
+    tool_calls: list[dict[str, Any]] = field(default_factory=list)  # as in OpenAI's messages
     token_ids: list[int] = field(default_factory=list)
     input_token_len: int = 0
     generate_token_len: int = 0  # tokens generated so far, also in a part of a stream
     cached_token_len: int = 0  # input tokens reused from the KV cache
-    finish_reason: str | None = None  # stop, length, abort or error; None before the end
+    finish_reason: str | None = None  # stop, tool_calls, length, abort or error; None before the end
     logprobs: list[TextLogprobs] = field(default_factory=list)
     index: int = 0
     error_code: str | None = None
@@ -42,11 +46,24 @@ class Response:
     def extend(self, part: Response) -> None:
         """Append the next part of a stream."""
         self.text += part.text
+        self.reasoning += part.reasoning
+        for delta in part.tool_calls:
+            if "id" in delta:
+                call = {name: value for name, value in delta.items() if name != "index"}
+                self.tool_calls.append(call | {"function": dict(call["function"])})
+            else:
+                self.tool_calls[delta["index"]]["function"]["arguments"] += delta["function"]["arguments"]
         self.token_ids += part.token_ids
         self.logprobs += part.logprobs
         self.input_token_len, self.generate_token_len = part.input_token_len, part.generate_token_len
         self.cached_token_len, self.finish_reason = part.cached_token_len, part.finish_reason
         self.error_code, self.error_message = part.error_code, part.error_message
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """A whole answer as a message of a conversation, which can go on with the results of its calls."""
+        parts = {"reasoning_content": self.reasoning, "tool_calls": self.tool_calls}
+        return {"role": "assistant", "content": self.text} | {name: value for name, value in parts.items() if value}
 
 
 @dataclass

@@ -10,8 +10,8 @@ from starlette.requests import Request
 
 from lmkit.errors import RequestError
 from lmkit.serve.choose import shared
-from lmkit.serve.protocol import validate
 from lmkit.serve.resume import resumption
+from lmkit.strict import validate
 from lmkit.web.budget import Share
 from lmkit.web.receive import decode_json, read_body
 

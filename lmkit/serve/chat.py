@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 import msgspec
 from fastapi import APIRouter, Request, Response
 
-from lmkit.serve.answer_events import AnswerEvents, MessageDeltas, message
 from lmkit.serve.auth import Owner
 from lmkit.serve.collect import Collected
 from lmkit.serve.protocol import (
@@ -26,6 +25,7 @@ from lmkit.serve.serving import MIN_LOGPROB, Serving
 from lmkit.serve.streaming import DONE
 from lmkit.serve.to_request import chat_requests
 from lmkit.text import TokenHistory
+from lmkit.text.chat.answer_events import AnswerEvents, MessageDeltas, message
 from lmkit.text.dialects import Event
 from lmkit.turbo import request as engine
 from lmkit.turbo.transport.output import AssistantTurn, RequestOutput, TextLogprobs, TokenText

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from lmkit.serve.strict import Strict
+from lmkit.strict import Strict
 
 
 class ModelCommand(Strict):

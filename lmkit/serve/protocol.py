@@ -16,18 +16,15 @@ import msgspec
 from msgspec import UNSET, UnsetType
 from pydantic import (
     AfterValidator,
-    BaseModel,
     BeforeValidator,
     Field,
     PlainValidator,
-    ValidationError,
 )
 
 from lmkit import neutral
-from lmkit.errors import RequestError
 from lmkit.formats.generation_config import TOP_K_OFF
-from lmkit.serve.conversation import MAX_TOOLS, Messages, Tool, ToolChoice
-from lmkit.serve.strict import Strict
+from lmkit.strict import Strict
+from lmkit.text.chat.conversation import MAX_TOOLS, Chat, Messages, TemplateVariables, Tool
 from lmkit.turbo.request import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOPS
 
 MAX_PROMPTS = 256
@@ -76,18 +73,6 @@ def _biases(value: Any) -> dict[int, float]:
     return {int(key): float(bias) for key, bias in value.items()}
 
 
-def _template_variables(value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict) or len(value) > 32:
-        raise ValueError("expected an object of at most 32 variables")
-    if not all(item is None or isinstance(item, bool | int | float | str) for item in value.values()):
-        raise ValueError("a variable must be a string, a number, a boolean or null")
-    return value
-
-
-Scalar: TypeAlias = bool | int | float | str | None
-TemplateVariables = Annotated[
-    dict[str, Any], PlainValidator(_template_variables, json_schema_input_type=dict[str, Scalar])
-]
 NewTokens = Annotated[int, Field(ge=-1, lt=1 << 31)]  # -1 = until the context is full
 
 
@@ -167,23 +152,13 @@ class _Sampling(Extensions):
     grammar: str | None = None
 
 
-class ChatCompletionRequest(_Sampling, ChatExtensions):
+class ChatCompletionRequest(_Sampling, ChatExtensions, Chat):
     absent = {**neutral.GENERATION, **neutral.CHAT}
 
-    messages: Messages
-    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
-    tool_choice: ToolChoice | None = None  # default auto
-    parallel_tool_calls: bool | None = None  # default true
-    reasoning_effort: Annotated[str, Field(max_length=16)] | None = None  # a variable of the chat template
-    thinking_token_budget: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None  # vLLM's: tokens of reasoning
-    include_reasoning: bool | None = None  # false: the answer leaves the reasoning out
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     truncation_side: Literal["left"] | None = None  # at its right is where the answer begins
     prompt_cache_key: Annotated[str, Field(max_length=1024)] | None = None  # any value is accepted, see above
-    # not OpenAI's
-    add_generation_prompt: bool | None = None  # default true
-    continue_final_message: bool | None = None  # vLLM's: the answer goes on with the last message, the assistant's
     echo: bool | None = None  # vLLM's, with continue_final_message: the answer begins with the text of that message
 
     @property
@@ -274,22 +249,6 @@ class DetokenizeRequest(Strict):
     model: str | None = None
     tokens: Annotated[list[int], Field(fail_fast=True)]
     skip_special_tokens: bool = False
-
-
-M = TypeVar("M", bound=BaseModel)
-
-
-def validate(data: Any, model: type[M]) -> M:
-    """Plain JSON data as a request. Raises RequestError naming the first field at fault."""
-    if not isinstance(data, dict):
-        raise RequestError("invalid_request", "the body must be a JSON object")
-    try:
-        return model.model_validate(data)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        where = "".join(f"[{part}]" if isinstance(part, int) else f".{part[:64]}" for part in first["loc"]).lstrip(".")
-        message = f"{where}: {first['msg'].removeprefix('Value error, ')}"
-        raise RequestError("invalid_request", message, str(first["loc"][0]) if first["loc"] else None) from None
 
 
 # ---- responses

@@ -25,9 +25,9 @@ from lmkit.serve.metrics import Metrics
 from lmkit.serve.protocol import CompletionTokensDetails, PromptTokensDetails, Usage
 from lmkit.serve.resume import replayed
 from lmkit.serve.sessions import Sessions
-from lmkit.serve.style import Style
 from lmkit.serve.text_pool import TextPool
 from lmkit.text import Tokenizer
+from lmkit.text.chat.style import Style
 from lmkit.turbo.request import EngineInfo, Request, Siblings
 from lmkit.turbo.transport.async_engine import AsyncEngine
 from lmkit.turbo.transport.output import OutputProcessor, RequestOutput

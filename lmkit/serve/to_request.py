@@ -20,9 +20,9 @@ from lmkit.formats.generation_config import RANGES
 from lmkit.serve.auth import NOBODY, Owner
 from lmkit.serve.constraint import constraint
 from lmkit.serve.protocol import MAX_SEQUENCES, ChatCompletionRequest, CompletionRequest, Placed
-from lmkit.serve.style import Style, called_tools
 from lmkit.serve.truncate import cut, cut_text, room
 from lmkit.text import EncodedTurn, TokenHistory, Tokenizer
+from lmkit.text.chat.style import Style, called_tools
 from lmkit.turbo.request import EngineInfo, Request, SamplingParams
 
 DEFAULT_TEMPERATURE = 1.0

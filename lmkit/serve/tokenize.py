@@ -14,10 +14,10 @@ from fastapi import APIRouter, Request, Response
 from lmkit.errors import RequestError
 from lmkit.serve.body import read_json
 from lmkit.serve.choose import choose, shared
-from lmkit.serve.conversation import ChatMessage
 from lmkit.serve.protocol import DetokenizeRequest, EncodeRequest, TemplateRequest, TokenizeRequest
 from lmkit.serve.serving import Serving
 from lmkit.serve.to_request import check_ids
+from lmkit.text.chat.conversation import ChatMessage
 
 router = APIRouter()
 

@@ -16,8 +16,9 @@ from starlette.requests import Request as HttpRequest
 
 from lmkit.errors import RequestError
 from lmkit.serve.choose import choose
-from lmkit.serve.protocol import ChatCompletionRequest, ChatExtensions, validate
+from lmkit.serve.protocol import ChatCompletionRequest, ChatExtensions
 from lmkit.serve.to_request import chat_prompt
+from lmkit.strict import validate
 
 
 def chat_request(body: ChatExtensions, fields: Mapping[str, Any], names: Mapping[str, str]) -> ChatCompletionRequest:

@@ -95,7 +95,7 @@ def test_a_malformed_message_names_its_place(message: Any, error: str) -> None:
 def test_an_empty_conversation_is_refused(pipe: Pipeline) -> None:
     for prompt in ([[]], [()]):
         (response,) = pipe(prompt, SHORT)
-        assert response.error_message == "messages: expected at least one message"
+        assert response.error_message == "messages: List should have at least 1 item after validation, not 0"
 
 
 def test_messages_as_clients_send_them_back() -> None:

@@ -12,8 +12,9 @@ import psutil
 import pytest
 
 from lmkit.errors import RequestError
-from lmkit.serve.protocol import ChatCompletionRequest, CompletionRequest, validate
+from lmkit.serve.protocol import ChatCompletionRequest, CompletionRequest
 from lmkit.serve.to_request import chat_requests, completion_requests
+from lmkit.strict import validate
 from lmkit.web.receive import decode_json
 from tests.fuzz.mutations import SIZES, mutated_bytes, mutated_json, survives
 from tests.serve.in_process import INFO, TOKENIZER

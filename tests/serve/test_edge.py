@@ -14,8 +14,9 @@ import pytest
 from lmkit.config import EngineConfig, ServerConfig
 from lmkit.errors import RequestError
 from lmkit.serve import body as body_module
-from lmkit.serve.protocol import ChatCompletionRequest, CompletionRequest, validate
+from lmkit.serve.protocol import ChatCompletionRequest, CompletionRequest
 from lmkit.serve.to_request import chat_requests, completion_requests
+from lmkit.strict import validate
 from lmkit.turbo.request import Request, SamplingParams, StepOutput
 from lmkit.turbo.transport.async_engine import AsyncEngine
 from tests.serve.fake_engine import DEMO

@@ -10,8 +10,9 @@ import pytest
 from lmkit import neutral
 from lmkit.errors import RequestError
 from lmkit.formats.generation_config import SamplingDefaults
-from lmkit.serve.protocol import ChatCompletionRequest, CompletionRequest, validate
+from lmkit.serve.protocol import ChatCompletionRequest, CompletionRequest
 from lmkit.serve.to_request import chat_requests, completion_requests
+from lmkit.strict import validate
 from lmkit.text.template import ChatTemplate
 from lmkit.turbo.request import Request
 from tests.serve.in_process import CHAT, CHAT_PATH, INFO, TEXT, TEXT_PATH, TOKENIZER, App, ScriptedEngine

@@ -10,8 +10,8 @@ import pytest
 
 from lmkit.config import ServerConfig
 from lmkit.serve.protocol import ChatCompletionRequest
-from lmkit.serve.style import Style
 from lmkit.text import ChatTemplate, Tokenizer
+from lmkit.text.chat.style import Style
 from lmkit.text.dialects import DIALECTS
 from lmkit.turbo.request import Request, SamplingParams, StepOutput
 from lmkit.turbo.transport.output import OutputProcessor

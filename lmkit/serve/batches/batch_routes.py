@@ -16,7 +16,7 @@ from lmkit.serve.batches.files import FILE_SECONDS
 from lmkit.serve.batches.listing import page, query, reply
 from lmkit.serve.batches.runner import batches
 from lmkit.serve.body import read_json
-from lmkit.serve.strict import Strict
+from lmkit.strict import Strict
 
 MAX_WINDOW_HOURS = 14 * 24
 

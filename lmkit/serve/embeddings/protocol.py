@@ -8,9 +8,9 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from lmkit import neutral
 from lmkit.errors import RequestError
-from lmkit.serve.conversation import Messages
 from lmkit.serve.embeddings.encoding import DType, Endianness
-from lmkit.serve.protocol import CutTo, GivenPrompts, ModelName, Placed, TemplateVariables, prompts
+from lmkit.serve.protocol import CutTo, GivenPrompts, ModelName, Placed, prompts
+from lmkit.text.chat.conversation import Messages, TemplateVariables
 
 MAX_TEXTS = 2048  # as OpenAI
 NOTHING = (None, False, "float32", "native", "little")  # values of fields that change nothing

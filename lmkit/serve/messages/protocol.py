@@ -12,9 +12,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from lmkit import neutral
-from lmkit.serve.conversation import MAX_MESSAGES, MAX_TOOLS, check_parts
 from lmkit.serve.protocol import ChatExtensions
-from lmkit.serve.strict import LAZY, Nullable
+from lmkit.strict import LAZY, Nullable
+from lmkit.text.chat.conversation import MAX_MESSAGES, MAX_TOOLS, check_parts
 from lmkit.turbo.request import MAX_STOPS
 
 Id = Annotated[str, Field(max_length=256)]

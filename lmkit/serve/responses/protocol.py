@@ -8,9 +8,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from lmkit import neutral
-from lmkit.serve.conversation import MAX_MESSAGES, MAX_TOOLS, check_parts
 from lmkit.serve.protocol import ChatExtensions, ModelName
-from lmkit.serve.strict import LAZY, Nullable
+from lmkit.strict import LAZY, Nullable
+from lmkit.text.chat.conversation import MAX_MESSAGES, MAX_TOOLS, check_parts
 
 MAX_METADATA = 16
 Status = Literal["in_progress", "completed", "incomplete"]

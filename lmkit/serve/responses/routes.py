@@ -13,15 +13,14 @@ from lmkit.errors import RequestError
 from lmkit.serve.auth import owner
 from lmkit.serve.body import read_json
 from lmkit.serve.choose import choose, shared
-from lmkit.serve.protocol import validate
 from lmkit.serve.response import answer
 from lmkit.serve.responses.answer import Exchange, ResponsesAnswer
 from lmkit.serve.responses.background import OPEN, Background
 from lmkit.serve.responses.protocol import NAMES, Item, ListQuery, Prompt, ResponsesRequest, RetrieveQuery
 from lmkit.serve.responses.store import ResponseStore, Stored
 from lmkit.serve.responses.translate import to_chat
-from lmkit.serve.strict import LAZY
 from lmkit.serve.translated import num_prompt_tokens
+from lmkit.strict import LAZY, validate
 
 PATH = "/v1/responses"
 router = APIRouter()

@@ -1,4 +1,4 @@
-"""How the served model writes reasoning and calls of tools, and what of both a request asks for."""
+"""How a model writes reasoning and calls of tools, and what of both a request asks for."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lmkit.errors import RequestError
-from lmkit.serve.answer_events import AnswerEvents
-from lmkit.serve.conversation import AllowedTools, ChatMessage, NamedFunction, Tool
-from lmkit.serve.protocol import ChatCompletionRequest
 from lmkit.text import Tokenizer
+from lmkit.text.chat.answer_events import AnswerEvents
+from lmkit.text.chat.conversation import AllowedTools, Chat, ChatMessage, NamedFunction, Tool, ToolOptions
 from lmkit.text.dialects import DIALECTS, THOUGHTS, Dialect, Parser, Thought, dialect_of, thought_of
 from lmkit.text.dialects.prompt import with_texts
 from lmkit.text.dialects.table import PLAIN
@@ -49,7 +48,7 @@ class Style:
         ids = {self._tokenizer.backend.token_to_id(mark) for mark in marks}
         return tuple(sorted(token for token in ids if token is not None and token in self._tokenizer.special_ids))
 
-    def render(self, body: ChatCompletionRequest, variables: dict[str, Any]) -> str:
+    def render(self, body: Chat, variables: dict[str, Any]) -> str:
         """The conversation as the model's template writes it. Raises RequestError."""
         variables = self._with_effort(body.reasoning_effort, variables)
         return self.write(
@@ -110,7 +109,7 @@ class Style:
         """Whether a prompt ends with the mark that begins the reasoning."""
         return self.thought is not None and prompt_end.rstrip().endswith(self.thought.begin)
 
-    def parser(self, body: ChatCompletionRequest, *, is_thinking: bool) -> Parser | None:
+    def parser(self, body: Chat, *, is_thinking: bool) -> Parser | None:
         """A parser of one answer; None if all of it is content."""
         tools = called_tools(body)
         if not tools and self.thought is None:
@@ -118,7 +117,7 @@ class Style:
         schemas = {tool.function.name: tool.function.parameters for tool in tools}
         return Parser(self.dialect if tools else None, self.thought, is_thinking=is_thinking, parameters=schemas)
 
-    def grammar(self, body: ChatCompletionRequest, content: str, vocab_size: int, *, is_thinking: bool) -> str:
+    def grammar(self, body: Chat, content: str, vocab_size: int, *, is_thinking: bool) -> str:
         """The grammar of the answer; `content` is that of its content. "" for any answer. Raises RequestError."""
         tools, budget = called_tools(body), body.thinking_token_budget
         if content and tools and must_call(body):
@@ -155,7 +154,7 @@ class Style:
             return
         raise RequestError("unsupported_parameter", f"thinking_token_budget: {reason}", "thinking_token_budget")
 
-    def answer(self, body: ChatCompletionRequest, *, is_thinking: bool) -> AnswerEvents:
+    def answer(self, body: Chat, *, is_thinking: bool) -> AnswerEvents:
         """A reader of one answer to the request."""
         thought, dialect = self.thought, self.dialect or PLAIN
         return AnswerEvents(
@@ -200,12 +199,12 @@ def plain_message(message: ChatMessage) -> dict[str, Any]:
     return plain
 
 
-def shown_tools(body: ChatCompletionRequest) -> list[Tool]:
+def shown_tools(body: ToolOptions) -> list[Tool]:
     """The tools that the prompt describes."""
     return [] if body.tool_choice == "none" else list(body.tools or ())
 
 
-def called_tools(body: ChatCompletionRequest) -> list[Tool]:
+def called_tools(body: ToolOptions) -> list[Tool]:
     """The tools that the answer may call. Raises RequestError if the choice names others."""
     tools, choice = shown_tools(body), body.tool_choice
     if choice not in (None, "none", "auto") and not tools:
@@ -223,7 +222,7 @@ def called_tools(body: ChatCompletionRequest) -> list[Tool]:
     return [tool for tool in tools if tool.function.name in wanted]
 
 
-def must_call(body: ChatCompletionRequest) -> bool:
+def must_call(body: ToolOptions) -> bool:
     choice = body.tool_choice
     if isinstance(choice, AllowedTools):
         return choice.allowed_tools.mode == "required"

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from lmkit import neutral
 from lmkit.errors import RequestError
 from lmkit.other_names import HTTP, hint
+
+M = TypeVar("M", bound=BaseModel)
 
 
 class Strict(BaseModel):
@@ -61,3 +63,16 @@ def _drop_neutral(data: dict[str, Any], absent: Mapping[str, neutral.Values]) ->
             raise RequestError("unsupported_parameter", message, name)
     return {name: value for name, value in data.items()
             if name not in absent and not neutral.is_neutral(value, neutral.UNSET.get(name, ()))}  # fmt: skip
+
+
+def validate(data: Any, model: type[M]) -> M:
+    """Plain JSON data as a request. Raises RequestError naming the first field at fault."""
+    if not isinstance(data, dict):
+        raise RequestError("invalid_request", "the body must be a JSON object")
+    try:
+        return model.model_validate(data)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        where = "".join(f"[{part}]" if isinstance(part, int) else f".{part[:64]}" for part in first["loc"]).lstrip(".")
+        message = f"{where}: {first['msg'].removeprefix('Value error, ')}"
+        raise RequestError("invalid_request", message, str(first["loc"][0]) if first["loc"] else None) from None

@@ -1,14 +1,14 @@
-"""The messages and tools of a chat request."""
+"""The messages and tools of a chat."""
 
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, PlainValidator, model_validator
 
 from lmkit import neutral
-from lmkit.serve.strict import Nullable, Strict
+from lmkit.strict import Nullable, Strict
 from lmkit.text.messages import MAX_NAME_CHARS, Role, joined_parts
 
 MAX_MESSAGES = 4096
@@ -133,3 +133,37 @@ class AllowedTools(Strict):
 
 
 ToolChoice = Literal["none", "auto", "required"] | Annotated[NamedFunction | AllowedTools, Field(discriminator="type")]
+
+
+def _template_variables(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict) or len(value) > 32:
+        raise ValueError("expected an object of at most 32 variables")
+    if not all(item is None or isinstance(item, bool | int | float | str) for item in value.values()):
+        raise ValueError("a variable must be a string, a number, a boolean or null")
+    return value
+
+
+Scalar: TypeAlias = bool | int | float | str | None
+TemplateVariables = Annotated[
+    dict[str, Any], PlainValidator(_template_variables, json_schema_input_type=dict[str, Scalar])
+]
+
+
+class ToolOptions(Strict):
+    """The tools of a chat, and how an answer may call them. None means the default."""
+
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: ToolChoice | None = None  # default auto
+    parallel_tool_calls: bool | None = None  # default true
+
+
+class Chat(ToolOptions):
+    """A conversation, and what its answer may have. None means the default."""
+
+    messages: Messages
+    reasoning_effort: Annotated[str, Field(max_length=16)] | None = None  # a variable of the chat template
+    thinking_token_budget: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None  # vLLM's: tokens of reasoning
+    include_reasoning: bool | None = None  # false: the answer leaves the reasoning out
+    # not OpenAI's
+    add_generation_prompt: bool | None = None  # default true
+    continue_final_message: bool | None = None  # vLLM's: the answer goes on with the last message

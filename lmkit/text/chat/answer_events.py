@@ -6,10 +6,21 @@ import random
 import secrets
 import string
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from lmkit.text.dialects import Event, Parser
-from lmkit.turbo.transport.output import RequestOutput
+
+
+class Output(Protocol):
+    """What one step of an engine adds to an answer."""
+
+    @property
+    def text(self) -> str: ...
+    @property
+    def token_ids(self) -> Sequence[int]: ...
+    @property
+    def finish_reason(self) -> str | None: ...
+
 
 _ALPHABET = string.ascii_letters + string.digits
 
@@ -39,7 +50,7 @@ class AnswerEvents:
         self._has_reasoned = False
         self.random: random.Random = secrets.SystemRandom()  # of ids
 
-    def take(self, output: RequestOutput) -> list[Event]:
+    def take(self, output: Output) -> list[Event]:
         if self._parser is None:
             return [Event("content", output.text)] if output.text else []
         events = self._parser.feed(output.text)
@@ -65,7 +76,7 @@ class AnswerEvents:
             ids = next(ids[:end] for end in range(first + 1, len(ids) + 1) if self._end in self._decode(ids[:end]))
         self._num_before_end += len(ids) - first
 
-    def finish_reason(self, output: RequestOutput) -> str | None:
+    def finish_reason(self, output: Output) -> str | None:
         """That of the output, with OpenAI's name for an end behind calls."""
         called = self._parser is not None and self._parser.num_calls and output.finish_reason == "stop"
         return "tool_calls" if called else output.finish_reason
