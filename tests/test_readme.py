@@ -28,7 +28,7 @@ FP8 = {
 # A column -> the formats of lmkit in it, and a recipe's sections that make the first of them.
 COLUMNS = {
     "dense": (("dense",), None),
-    "AWQ": (("awq",), {"format": "awq"}),
+    "AWQ": (("awq", "awq_gemv", "awq_gemv_fast"), {"format": "awq"}),
     "GPTQ": (("gptq", "gptq_v2"), {"format": "gptq", "scheme": {"group_size": 32, "symmetric": True}}),
     "compressed-tensors": (("compressed-tensors",), CT_SCHEME),
     "FP8 blocks": (("fp8",), FP8),
