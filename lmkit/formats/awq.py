@@ -19,6 +19,7 @@ from lmkit.formats.dense import read_dense
 from lmkit.formats.packing import pack_awq, unpack_awq
 from lmkit.formats.parts import (
     AUTO_ROUND_NOTES,
+    HEAD,
     Activations,
     Fields,
     field_problem,
@@ -40,7 +41,7 @@ _FIELDS: Fields = (
     ("bits", "w_bit", (4,)),
     ("zero_point", "zero_point", (True, None)),
     ("desc_act", "desc_act", (False, None)),
-    ("lm_head", "lm_head", (False, None)),
+    ("lm_head", "lm_head", (True, False, None)),
     ("data_type", "data_type", ("int", None)),
     ("modules_in_block_to_quantize", "modules_in_block_to_quantize", (None,)),
 )
@@ -97,7 +98,7 @@ class AwqFormat:
             "zero_point": True,  # a symmetric weight is stored with zeros of 8: no engine reads files without them
             "version": "gemm",
             "modules_to_not_convert": sorted(skipped) or None,
-        }
+        } | ({"lm_head": True} if linears.get(HEAD) else {})
 
 
 def entry_problem(config: dict[str, Any], versions: tuple[str, ...]) -> str | None:

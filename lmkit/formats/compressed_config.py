@@ -18,13 +18,13 @@ from typing import Any, Literal
 
 from lmkit.config import StrictStruct, parse
 from lmkit.errors import ConfigError, UnsupportedError
-from lmkit.formats.parts import Activations, size_problem
+from lmkit.formats.parts import HEAD, Activations, size_problem
 from lmkit.formats.patterns import names_pattern, pattern_problem
 from lmkit.qtensor import Linears, QuantScheme
 
 Storage = Literal["pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "nvfp4-pack-quantized"]
 NVFP4 = QuantScheme(4, 16, symmetric=True, kind="float")
-HEAD, EVERY_LINEAR = "lm_head", "Linear"
+EVERY_LINEAR = "Linear"
 
 
 class Args(StrictStruct, frozen=True):

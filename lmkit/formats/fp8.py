@@ -18,6 +18,7 @@ from lmkit.errors import CheckpointError, UnsupportedError
 from lmkit.formats.checkpoint import CheckpointReader, CheckpointWriter
 from lmkit.formats.dense import read_dense
 from lmkit.formats.parts import (
+    HEAD,
     MAX_GROUP_SIZE,
     Activations,
     Fields,
@@ -105,10 +106,11 @@ class Fp8Format:
         if kv_cache_scheme is not None:
             raise UnsupportedError("fp8 has no place for a kv_cache_scheme; use compressed-tensors")
         scheme = one_scheme(linears, "fp8")
+        every = {HEAD: None, **linears}
         return {
             "quant_method": "fp8",
             "fmt": "e4m3",
             "activation_scheme": "dynamic",
             "weight_block_size": [scheme.rows, scheme.group_size],
-            "modules_to_not_convert": sorted({"lm_head", *(m for m, scheme in linears.items() if scheme is None)}),
+            "modules_to_not_convert": sorted(module for module, scheme in every.items() if scheme is None),
         }

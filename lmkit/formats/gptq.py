@@ -32,6 +32,7 @@ from lmkit.formats.dense import read_dense
 from lmkit.formats.packing import pack_words, unpack_words
 from lmkit.formats.parts import (
     AUTO_ROUND_NOTES,
+    HEAD,
     Activations,
     Fields,
     by_input,
@@ -54,7 +55,7 @@ _FIELDS: Fields = (
     ("bits", "bits", (2, 3, 4, 8)),
     ("sym", "sym", (True, False)),
     ("desc_act", "desc_act", (False, True, None)),
-    ("lm_head", "lm_head", (False, None)),
+    ("lm_head", "lm_head", (True, False, None)),
     ("data_type", "data_type", ("int", None)),
     ("pack_dtype", "pack_dtype", ("int32", None)),
     ("is_marlin_format", "is_marlin_format", (False, None)),
@@ -174,7 +175,7 @@ class GptqFormat:
             "sym": scheme.symmetric,
             "checkpoint_format": self.name,
             "pack_dtype": "int32",
-            "lm_head": False,
+            "lm_head": linears.get(HEAD) is not None,
             "dynamic": {f"-:{pattern}": {} for pattern in names_pattern(dense)},
         }
 
@@ -215,9 +216,9 @@ def _dynamic_problem(dynamic: Any) -> str | None:
         if problem := pattern_problem(pattern):
             return f"dynamic: {problem}"
         if sign == "+":
-            if not isinstance(changes, dict) or changes.keys() - _OVERRIDES:
+            if not isinstance(changes, dict) or changes.keys() - _OVERRIDES - _NOTES:
                 return f"dynamic: {key!r} changes other fields than {', '.join(sorted(_OVERRIDES))}"
-            if problem := _override_problem(changes):
+            if problem := _override_problem({name: changes[name] for name in changes.keys() & _OVERRIDES}):
                 return f"dynamic: {key!r}: {problem}"
     return None
 

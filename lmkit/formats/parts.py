@@ -26,6 +26,7 @@ AUTO_ROUND_NOTES = {
 }  # fmt: skip
 FLOATS = ("F16", "BF16", "F32")
 MAX_GROUP_SIZE = 1 << 17
+HEAD = "lm_head"  # the module of a model's output head
 # (tensors of which a module has any, tensors that it then needs); weight_scale also goes with an 8-bit weight
 _NEEDED = (
     (("scaled_zeros",), ("qweight", "scaled_zeros", "scales")),

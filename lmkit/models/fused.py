@@ -47,9 +47,9 @@ def stored_name(spec: ModelSpec, index: int, role: str) -> str:
 def views(reader: CheckpointReader, spec: ModelSpec) -> dict[str, View]:
     """The tensors of the model that the checkpoint holds inside others. Raises CheckpointError if they do not fit."""
     found = {}
-    for old, new in OUTER.items():
-        if reader.has(source := old + ".weight"):
-            found[new + ".weight"] = named(source, reader.info(source).shape)
+    for (old, new), suffix in product(OUTER.items(), SUFFIXES):
+        if reader.has(source := f"{old}.{suffix}"):
+            found[f"{new}.{suffix}"] = named(source, reader.info(source).shape)
     for index, layer in enumerate(spec.layers):
         found |= dict(_linears(reader, index, layer))
         for role in layer.vectors.keys() & UNSUFFIXED:

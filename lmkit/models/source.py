@@ -16,7 +16,7 @@ from lmkit.formats.base import WeightFormat, resolve_format
 from lmkit.formats.checkpoint import CheckpointReader
 from lmkit.formats.mxfp4 import BLOCKS
 from lmkit.formats.mxfp4 import SCALES as MX_SCALES
-from lmkit.formats.parts import FLOATS, missing_parts
+from lmkit.formats.parts import FLOATS, MARKS, missing_parts
 from lmkit.formats.safetensors_file import DTYPES
 from lmkit.kernels.cuda.module import tensor_device
 from lmkit.layers.linear import MergedLinear, Weights
@@ -52,6 +52,8 @@ class ModelSource:
                 f"quantize={rounding}: {self.reader.path} is quantized already ({self.format.name}); leave quantize out"
             )
         self.reader.show(views(self.reader, self.spec))
+        if self.spec.tie_embeddings and any(self.reader.has(f"{roles.LM_HEAD}.{mark}") for mark in MARKS):
+            self.spec = replace(self.spec, tie_embeddings=False)  # a head of its own: embeddings are not quantized
         self.has_head = self.spec.tie_embeddings or not self._lacks_head()
         if not self.has_head:
             self.spec = replace(self.spec, tie_embeddings=True)  # what computes logits has some head; nobody sees them

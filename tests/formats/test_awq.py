@@ -211,7 +211,7 @@ def test_config_accepted(changes: dict[str, Any]) -> None:
         ({"zero_point": False}, "awq: zero_point is False"),
         ({"zero_point": 1}, "awq: zero_point is 1"),
         ({"desc_act": True}, "awq: desc_act is True"),
-        ({"lm_head": True}, "awq: lm_head is True"),
+        ({"lm_head": 1}, "awq: lm_head is 1"),
         ({"group_size": 0}, "awq: group_size is 0"),
         ({"group_size": "128"}, "awq: group_size is '128'"),
         ({"group_size": "absent"}, "awq: group_size is None"),

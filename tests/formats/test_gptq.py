@@ -196,7 +196,7 @@ def test_dynamic_overrides(tmp_path: Path) -> None:
         ({"checkpoint_format": "gptq_v2", "bits": 6}, "gptq_v2: bits is 6"),
         ({"format": "gptq_v2"}, "checkpoint_format is 'gptq'"),
         ({"sym": None}, "sym is None"),
-        ({"lm_head": True}, "lm_head is True"),
+        ({"lm_head": 1}, "lm_head is 1"),
         ({"pack_dtype": "int8"}, "pack_dtype is 'int8'"),
         ({"group_size": 0}, "group_size is 0"),
         ({"rotation": "hadamard"}, "rotation is 'hadamard'"),
@@ -214,8 +214,13 @@ def test_config_refused(changes: dict[str, Any], message: str) -> None:
         resolve_format({"quantization_config": ENTRY | changes})
 
 
-@pytest.mark.parametrize("changes", [{}, {"format": "gptq"}, {"checkpoint_format": "gptq_v2"}, {"damp_percent": 0.1},
-                                     {"desc_act": True}, {"dynamic": {}}, {"bits": 8, "group_size": -1}])  # fmt: skip
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {}, {"format": "gptq"}, {"checkpoint_format": "gptq_v2"}, {"damp_percent": 0.1}, {"lm_head": True},
+        {"desc_act": True}, {"dynamic": {}}, {"bits": 8, "group_size": -1}, {"dynamic": {"lm_head": {"mse": 2.4}}},
+    ],
+)  # fmt: skip
 def test_config_accepted(changes: dict[str, Any]) -> None:
     entry = ENTRY | changes
     assert resolve_format({"quantization_config": entry}).name == entry["checkpoint_format"]

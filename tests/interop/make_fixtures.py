@@ -84,6 +84,7 @@ def gptqmodel(out: Path, version: str) -> torch.Tensor:
         "v1": lambda: GPTQConfig(format=FORMAT.GPTQ, sym=True, **grid),
         "v2": lambda: GPTQConfig(format=FORMAT.GPTQ_V2, sym=False, **grid),
         "act-order": lambda: GPTQConfig(format=FORMAT.GPTQ, sym=True, desc_act=True, **grid),
+        "head": lambda: GPTQConfig(format=FORMAT.GPTQ, sym=True, lm_head=True, **grid),
         "awq": lambda: AWQConfig(format=FORMAT.GEMM, sym=False, **grid),
     }[version]()
     with tempfile.TemporaryDirectory() as source:
@@ -121,6 +122,7 @@ FIXTURES: dict[str, Callable[[Path], torch.Tensor]] = {
     "gptqmodel-v1": lambda out: gptqmodel(out, "v1"),
     "gptqmodel-v2": lambda out: gptqmodel(out, "v2"),
     "gptqmodel-act-order": lambda out: gptqmodel(out, "act-order"),
+    "gptqmodel-head": lambda out: gptqmodel(out, "head"),
     "gptqmodel-awq": lambda out: gptqmodel(out, "awq"),
     "auto-round-gptq": lambda out: auto_round(out, "auto_gptq"),
     "auto-round-awq": lambda out: auto_round(out, "auto_awq"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from lmkit.formats.base import get_format
 from lmkit.formats.checkpoint import CheckpointReader, CheckpointWriter
 from lmkit.formats.convert import convert
 from lmkit.formats.parts import Activations
+from lmkit.kernels.ops import Norm
 from lmkit.kv_dtype import FLOAT32
 from lmkit.layers.batch import allocate_kv, whole_batch
 from lmkit.models.decoder import Decoder
@@ -23,6 +25,7 @@ from lmkit.models.loader import load_model
 from lmkit.models.shard import Shard
 from lmkit.models.source import ModelSource
 from lmkit.qtensor import QTensor, QuantScheme, dequantize
+from tests.formats.awq_gemv import repacked
 from tests.formats.linears import rounded
 from tests.models import tiny
 
@@ -148,6 +151,44 @@ def test_activation_order_in_groups_of_128(tmp_path: Path) -> None:
     with torch.no_grad():
         expected = torch.cat([model(torch.tensor([prompt])).logits[0] for prompt in PROMPTS])
     torch.testing.assert_close(logits(load_model(quantized, activations="exact")), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    ("name", "scheme"),
+    [
+        ("gptq", QuantScheme(4, 32, True)),
+        ("gptq_v2", QuantScheme(8, 32, act_order=True)),
+        ("awq", FOUR),
+        ("awq-gemv_fast", FOUR),
+        ("fp8", BLOCK),
+        ("compressed-tensors", EIGHT),
+    ],
+)
+def test_a_quantized_head(tmp_path: Path, name: str, scheme: QuantScheme, tied: bool) -> None:
+    """Beside embeddings that are not, even if config.json ties them. Two ranks have half of it each."""
+    tiny.make(tmp_path / "plain", "llama-tied-bias", **SHAPE, vocab_size=200, tie_word_embeddings=False)
+    kind, _, version = name.partition("-g")
+    quantized, dense = rewritten(tmp_path / "plain", tmp_path, kind, {"lm_head": scheme, "q_proj": scheme})
+    if version:
+        quantized = repacked(quantized, tmp_path / "gemv", "g" + version)
+    if tied:
+        config = json.loads((quantized / "config.json").read_text())
+        (quantized / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    expected = logits(load_model(dense))
+    for cached in (False, True):
+        found = logits(load_model(quantized, activations="exact", packed_cache=cached))
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    if not scheme.act_order:
+        first, second = (load_model(quantized, activations="exact", shard=Shard(rank, 2)).lm_head for rank in (0, 1))
+        x, norm = torch.randn(3, 64), Norm(torch.ones(64), 1e-5)
+        whole = load_model(quantized, activations="exact").lm_head(x, norm)
+        assert torch.equal(torch.cat([first(x, norm), second(x, norm)], 1), whole)
+    if kind in ("gptq", "awq"):
+        convert(quantized, tmp_path / "converted", "gptq_v2")
+        entry = json.loads((tmp_path / "converted" / "config.json").read_text())["quantization_config"]
+        assert entry["lm_head"] is True
+        assert torch.equal(logits(load_model(tmp_path / "converted", activations="exact")), found)
 
 
 def test_ranks_refuse_inputs_in_activation_order(plain: Path, tmp_path: Path) -> None:
