@@ -18,6 +18,7 @@ Token t of a sequence lives in slot block_table[t // block_size] * block_size + 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -276,6 +277,78 @@ def draw(
     min_p. top_k is int64 [n], the others are float64 [n]; share is in [0, 1), temperature is above 0. A drawn row has a
     finite greatest logit and no NaN. Result int64 [n]; a row's result does not depend on other rows.
     """
+
+
+@dataclass(frozen=True)
+class Routing:
+    """How a token's experts are chosen from its logits. layers.mlp_spec.MoESpec says what the fields mean."""
+
+    experts_per_token: int
+    normalize: bool
+    sigmoid: bool
+    num_groups: int
+    groups_per_token: int
+    group_top: int
+    scale: float
+
+
+TINY = 1e-20  # added to a sum of scores: sigmoids may all be 0
+
+
+@op
+def route(logits: Tensor, routing: Routing, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(weights float32 [T, k], experts int64 [T, k], ascending) from logits float32 [T, E]; bias float32 [E].
+
+    A token's experts are those with the greatest scores, see MoESpec. Of equal ones the lower numbers win.
+    """
+
+
+@dataclass(frozen=True)
+class Places:
+    """The pairs (token, expert) of T tokens with k experts each, by expert, then by token."""
+
+    tokens: Tensor  # int64 [T * k], the token of each place
+    of_token: Tensor  # int64 [T, k], the places of each token, ascending
+    active: Tensor  # int64 [1 + 3 * min(E, T * k)]: n; expert, first place, end, of each of the n experts with tokens
+
+    @property
+    def max_active(self) -> int:
+        return len(self.active) // 3
+
+
+@op
+def expert_places(experts: Tensor, num_experts: int) -> Places:
+    """The places of experts int64 [T, k]."""
+
+
+@op
+def sum_places(y: Tensor, weights: Tensor, places: Places, out: Tensor) -> None:
+    """out [T, N] = the sum over a token's places p, ascending, of weight * y[p]. y float32 [T * k, N]."""
+
+
+@op
+def add_rows(out: Tensor, tokens: Tensor, y: Tensor, factors: Tensor) -> None:
+    """out[tokens[i]] += factors[i] * y[i], in place. out float32 [T, N], y [R, N], tokens int64 [R], each once, factors
+    float32 [R]. Added place by place, the bits are those of `sum_places`."""
+
+
+@op
+def add_shared(out: Tensor, y: Tensor, logits: Tensor | None) -> None:
+    """out += y * sigmoid(logits), in place; with no logits, out += y. out and y float32 [T, N], logits [T, 1]."""
+
+
+@dataclass(frozen=True)
+class ExpertLinears:
+    """What an implementation of a linear has for the linears of many experts.
+
+    `table` puts packed weights and biases of one shape together; None: it cannot. `multiply(x, places, table,
+    by_token)` gives float32 [T * k, N]: the product of each place's row with its expert's weight. Rows of x are those
+    of places, or with `by_token` those of tokens. The bits are those of a call for each expert.
+    """
+
+    table: Callable[[list[tuple[Any, Tensor | None]]], Any]
+    multiply: Callable[[Tensor, Places, Any, bool], Tensor]
+    max_rows: int | None = None  # of an expert; with more on average, a call for each expert is faster
 
 
 # Every linear: `pack(weight, activation=None)`; x [T, K] -> [T, N] in x's dtype, accumulated in float32.

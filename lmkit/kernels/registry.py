@@ -39,6 +39,7 @@ class Implementation:
     pack: Callable[..., Any] = _no_pack
     priority: int = 0
     epilogue: bool = False  # of a linear: takes `dtype` and `residual`
+    of_experts: Any = None  # of a linear: see ops.ExpertLinears
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         return self.run(*args, **options)

@@ -200,6 +200,43 @@ def _checked(order: Tensor) -> Tensor:
     return order
 
 
+class LinearsOfExperts:
+    """The packed linears of many experts, as one kernel multiplies with them. `of` makes them."""
+
+    def __init__(self, kernel: ops.ExpertLinears, table: Any, count: int) -> None:
+        self._kernel, self._table, self._count = kernel, table, count
+
+    @classmethod
+    def of(cls, linears: list[MergedLinear]) -> LinearsOfExperts | None:
+        """None: the linears have no such kernel, or differ in their kinds."""
+        fused = [linear._fused for linear in linears]
+        known = [packed for packed in fused if packed is not None]
+        implementation, first, first_bias = known[0] if known else (None, None, None)
+        if implementation is None or implementation.of_experts is None or len(known) < len(linears):
+            return None
+        outline = _outline(first), first_bias is None
+        if any(i is not implementation or (_outline(p), bias is None) != outline for i, p, bias in known):
+            return None
+        table = implementation.of_experts.table([(packed, bias) for _, packed, bias in known])
+        return None if table is None else cls(implementation.of_experts, table, len(linears))
+
+    def suits(self, num_places: int) -> bool:
+        """Whether this is the fast way for so many pairs of token and expert."""
+        return self._kernel.max_rows is None or num_places <= self._kernel.max_rows * self._count
+
+    def __call__(self, x: Tensor, places: ops.Places, *, by_token: bool = False) -> Tensor:
+        return self._kernel.multiply(x.float(), places, self._table, by_token)
+
+
+def _outline(packed: Any) -> Any:
+    """What a kernel's packed weight is but for its numbers."""
+    if isinstance(packed, Tensor):
+        return packed.shape, packed.dtype
+    if not dataclasses.is_dataclass(packed) or isinstance(packed, type):
+        return packed
+    return type(packed), *(_outline(getattr(packed, field.name)) for field in dataclasses.fields(packed))
+
+
 def _replace_tensors(packed: Any, name: str, replace: Callable[[str, Tensor], Tensor]) -> Any:
     """A copy of a kernel's packed weight (a tensor, or a dataclass of tensors and numbers) with replaced tensors."""
     if isinstance(packed, Tensor):

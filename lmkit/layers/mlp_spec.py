@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 SCORE_BIAS = "mlp.score_bias"
+MAX_PLACES = 4096  # pairs (token, expert) that are computed together; more share no weights, and need memory
 
 
 @dataclass(frozen=True)

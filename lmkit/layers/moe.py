@@ -5,23 +5,24 @@
     x --shared expert--> * sigmoid(shared router), or 1 ---------------------------+
 
 A token's sum runs over its experts by ascending number, then the shared expert. It does not depend on the other tokens
-of the step.
+of the step. If a kernel can multiply with the linears of many experts, all experts are a few jobs, whichever they are.
+Otherwise each expert is called by itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from lmkit.kernels import ops
-from lmkit.kernels.ops import Norm
-from lmkit.layers.linear import MergedLinear, Weights
+from lmkit.kernels.cpu import workspace
+from lmkit.kernels.ops import Norm, Routing
+from lmkit.layers.linear import LinearsOfExperts, MergedLinear, Weights
 from lmkit.layers.mlp import GatedMLP
-from lmkit.layers.mlp_spec import SCORE_BIAS, MoESpec
-
-TINY = 1e-20  # added to a sum of scores: sigmoids may all be 0
+from lmkit.layers.mlp_spec import MAX_PLACES, SCORE_BIAS, MoESpec
 
 
 class MoE:
@@ -39,13 +40,29 @@ class MoE:
         self.router = MergedLinear(tuple(spec.routers), weights, device)
         self.shared = mlps.pop("mlp.shared", None)
         self.experts = list(mlps.values())
+        self._routing = Routing(
+            spec.experts_per_token, spec.normalize, spec.sigmoid, spec.num_groups, spec.groups_per_token,
+            spec.group_top, spec.scale,
+        )  # fmt: skip
         self._rms_norm = ops.rms_norm.select(device)
         self._gather = ops.embedding.select(device)
+        self._route = ops.route.select(device)
+        self._places = ops.expert_places.select(device)
+        self._sum_places = ops.sum_places.select(device)
+        self._add_rows = ops.add_rows.select(device)
+        self._add_shared = ops.add_shared.select(device)
 
     @property
     def linears(self) -> tuple[MergedLinear, ...]:
         mlps = self.experts if self.shared is None else [*self.experts, self.shared]
         return self.router, *(linear for mlp in mlps for linear in mlp.linears)
+
+    @cached_property
+    def _together(self) -> tuple[LinearsOfExperts, LinearsOfExperts] | None:
+        """Gate and up, and down, of all experts, once they are packed."""
+        gate_up = LinearsOfExperts.of([expert.gate_up for expert in self.experts])
+        down = LinearsOfExperts.of([expert.down for expert in self.experts])
+        return None if gate_up is None or down is None else (gate_up, down)
 
     def __call__(self, x: Tensor, norm: Norm | None = None) -> Tensor:
         """x [T, hidden], normalized if `norm` is None -> the block's contribution float32 [T, hidden]."""
@@ -54,61 +71,43 @@ class MoE:
         num_experts = self.spec.num_experts
         logits, bias = self.router(x).float(), self.weights.get(SCORE_BIAS)
         assert bias is None or isinstance(bias, Tensor)
-        weights, experts = route(logits[:, :num_experts], self.spec, bias, shown=self._num_shown)
+        weights, experts = self._route(logits[:, :num_experts], self._routing, bias)
+        together = self._together if self.router.packed is not None else None
+        if together is not None and all(linears.suits(experts.numel()) for linears in together):
+            out = self._computed_together(x, weights, experts, *together)
+        else:
+            out = self._computed_apart(x, weights, experts)
+        if self.shared is not None:
+            self._add_shared(out, self.shared(x), logits[:, num_experts:] if self.spec.shared_router else None)
+        return out
+
+    def _computed_together(
+        self, x: Tensor, weights: Tensor, experts: Tensor, gate_up: LinearsOfExperts, down: LinearsOfExperts
+    ) -> Tensor:
+        out = workspace.empty(*x.shape)
+        step = max(1, MAX_PLACES // self.spec.experts_per_token)
+        for start in range(0, len(x), step):
+            part = slice(start, start + step)
+            places = self._places(experts[part], self.spec.num_experts)
+            y = down(gate_up(x[part], places, by_token=True), places)
+            self._sum_places(y, weights[part], places, out[part])
+        return out
+
+    def _computed_apart(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+        if self.all_tokens:
+            everyone = torch.zeros(len(x), self.spec.num_experts, device=x.device)
+            weights = everyone.scatter_(1, experts, weights)
+            experts = torch.arange(self.spec.num_experts, device=x.device).expand_as(weights)
         factors, out = weights.flatten(), torch.zeros_like(x, dtype=torch.float32)
         for expert, places in by_expert(experts):
-            tokens = places // self._num_shown
+            tokens = places // experts.shape[1]
             y = self.experts[expert](self._gather(x, tokens).to(x.dtype))
-            out.index_add_(0, tokens, y * factors[places, None])
-        if self.shared is not None:
-            y = self.shared(x)
-            out += y * sigmoid(logits[:, num_experts:]) if self.spec.shared_router else y
+            self._add_rows(out, tokens, y, factors[places])
         return out
 
     def add_to(self, stream: Tensor, x: Tensor, norm: Norm) -> tuple[Tensor, Tensor | None]:
         """As GatedMLP.add_to."""
         return self(x, norm), stream
-
-    @property
-    def _num_shown(self) -> int:
-        """The number of experts that compute a token."""
-        return self.spec.num_experts if self.all_tokens else self.spec.experts_per_token
-
-
-def route(
-    logits: Tensor, moe: MoESpec, bias: Tensor | None = None, *, shown: int | None = None
-) -> tuple[Tensor, Tensor]:
-    """(weights float32 [T, shown], experts int64 [T, shown]) from logits float32 [T, num_experts].
-
-    Experts are those with the highest scores, see MoESpec; of equal ones the lower numbers win. `shown` (default: all
-    that a token has) - experts_per_token more experts follow with weight 0.
-    """
-    count = moe.experts_per_token
-    scores = sigmoid(logits) if moe.sigmoid else logits.softmax(-1)
-    wanted = scores if bias is None else scores + bias
-    if moe.num_groups > 1:
-        wanted = _in_best_groups(wanted, moe)
-    experts = wanted.sort(dim=-1, descending=True, stable=True).indices[:, : count if shown is None else shown]
-    weights = scores.gather(1, experts)
-    weights[:, count:] = 0
-    if moe.normalize:
-        weights /= weights.sum(-1, keepdim=True) + TINY
-    return weights * moe.scale, experts
-
-
-def _in_best_groups(scores: Tensor, moe: MoESpec) -> Tensor:
-    """Scores, those of experts outside a token's groups -inf."""
-    groups = scores.unflatten(1, (moe.num_groups, -1))
-    best = groups.topk(moe.group_top, -1).values
-    ordered = (
-        (best[..., 0] + best[..., 1] if moe.group_top == 2 else best[..., 0])
-        .sort(dim=-1, descending=True, stable=True)
-        .indices
-    )
-    others = torch.ones(groups.shape[:2], dtype=torch.bool, device=scores.device)
-    others.scatter_(1, ordered[:, : moe.groups_per_token], False)
-    wanted: Tensor = groups.masked_fill(others[..., None], -torch.inf)
-    return wanted.flatten(1)
 
 
 def by_expert(experts: Tensor) -> Iterator[tuple[int, Tensor]]:
@@ -117,10 +116,3 @@ def by_expert(experts: Tensor) -> Iterator[tuple[int, Tensor]]:
     order = flat.argsort(stable=True)
     numbers, counts = flat[order].unique_consecutive(return_counts=True)
     return zip(numbers.tolist(), order.split(counts.tolist()), strict=True)
-
-
-def sigmoid(x: Tensor) -> Tensor:
-    """sigmoid of x, computed as the softmax of x and 0. torch's softmax computes each row alone, while the rounding of
-    its sigmoid depends on an element's place among the others."""
-    both = torch.stack([x, torch.zeros_like(x)], -1).softmax(-1)
-    return both[..., 0].contiguous()

@@ -13,7 +13,7 @@ from functools import cached_property
 from lmkit.attention_spec import AttentionSpec
 from lmkit.kv_dtype import KVDtype
 from lmkit.layers.latent_spec import LatentSpec
-from lmkit.layers.mlp_spec import MLPSpec, MoESpec
+from lmkit.layers.mlp_spec import MAX_PLACES, MLPSpec, MoESpec
 from lmkit.layers.rope_spec import RopeSpec
 from lmkit.models import roles
 
@@ -193,6 +193,14 @@ class LayerSpec:
             per_expert = 32 if self.mlp.sigmoid else 16  # its scores, and those by which it is chosen
             widest = max(widest, per_stream * hidden + per_inner * inner + per_expert * self.mlp.num_experts)
         return widest
+
+    def places_bytes(self, num_tokens: int) -> int:
+        """Bytes of a step while a CPU computes all experts together, all in float32: the stream, and for each pair of a
+        token and an expert inputs, activated gates before and after rounding, and outputs."""
+        if not isinstance(self.mlp, MoESpec):
+            return 0
+        places = min(num_tokens * self.mlp.experts_per_token, MAX_PLACES)
+        return 24 * num_tokens * self.hidden_size + 8 * places * (self.hidden_size + self.mlp.expert.intermediate_size)
 
     def kv_token_bytes(self, k: KVDtype, v: KVDtype) -> int:
         """Bytes of one token's keys and values in these storage types, including their parameters."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lmkit.kernels.cpu import threads, tiles, workspace
 from lmkit.kernels.cpu.elementwise import SERIAL_VALUES, NormArgs, norm_arguments, normed_row
-from lmkit.kernels.cpu.intrinsics import pointer, tile
+from lmkit.kernels.cpu.intrinsics import copy, pointer, tile, unpack
 from lmkit.kernels.cpu.jit import Task
 from lmkit.kernels.cpu.packed_weight import PackedWeight
 from lmkit.kernels.cpu.structs import numbers, read
@@ -85,6 +85,32 @@ def quantize_task(wide: bool) -> Task:
                 carray(pointer(a.quantized.scales + 4 * of_group), 1, np.float32)[0] = step
 
     return Task(quantize)
+
+
+def _gather_codes(args: int, scratch: int, index: int) -> None:
+    """Copy the row of place `index`: its codes, scales and sums."""
+    tokens, row_bytes, group_bytes, codes, scales, sums, to_codes, to_scales, to_sums = unpack(args, 9)
+    token = carray(pointer(tokens), index + 1, np.int64)[index]
+    copy(codes + token * row_bytes, to_codes + index * row_bytes, row_bytes)
+    copy(scales + token * group_bytes, to_scales + index * group_bytes, group_bytes)
+    copy(sums + token * group_bytes, to_sums + index * group_bytes, group_bytes)
+
+
+GATHER_CODES = Task(_gather_codes)
+
+
+def gather_codes(x: Activations, tokens: Tensor, groups: int) -> tuple[Tensor, Activations]:
+    """(the memory, the rows in it) of rows `tokens` int64 [P] of x, in blocks of one row."""
+    count, group_bytes = len(tokens), 4 * groups
+    memory = workspace.empty(count * (x.row_bytes + 2 * group_bytes), dtype=torch.uint8)
+    codes = memory.data_ptr()
+    scales = codes + count * x.row_bytes
+    rows = Activations(codes, x.row_bytes, scales, scales + count * group_bytes)
+    args = (
+        tokens.data_ptr(), x.row_bytes, group_bytes, x.codes, x.scales, x.sums, rows.codes, rows.scales, rows.sums
+    )  # fmt: skip
+    threads.run(GATHER_CODES, count, args, parallel=memory.numel() > 4 * SERIAL_VALUES)
+    return memory, rows
 
 
 def quantize(

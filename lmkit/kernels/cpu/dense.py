@@ -18,27 +18,30 @@ from torch import Tensor
 
 from lmkit.kernels.cpu import tiles, workspace
 from lmkit.kernels.cpu.amx import dense as amx_dense
-from lmkit.kernels.cpu.elementwise import rms_norm
-from lmkit.kernels.cpu.intrinsics import pointer, tile
+from lmkit.kernels.cpu.elementwise import embedding, rms_norm
+from lmkit.kernels.cpu.intrinsics import pointer, tile, unpack
 from lmkit.kernels.cpu.isa import Isa
 from lmkit.kernels.cpu.jit import Task
 from lmkit.kernels.cpu.packed_dense import CODE_BITS, KINDS, PackedDense, pack_codes, pack_dense
 from lmkit.kernels.cpu.panels import (
     CHUNK_BYTES,
+    NO_EXPERTS,
     ROW_BLOCK,
     Blocks,
+    Experts,
+    ExpertTable,
     Results,
     address,
     as_float,
     as_type,
-    block_of,
     panels_per_task,
     results,
+    rows_of,
     run_blocks,
     store_panels,
 )
 from lmkit.kernels.cpu.structs import read
-from lmkit.kernels.ops import Norm
+from lmkit.kernels.ops import ExpertLinears, Norm, Places
 from lmkit.kernels.registry import Implementation
 
 DIRECT_ROWS = 6  # more rows share weights that are widened once
@@ -46,6 +49,7 @@ DIRECT_ROWS = 6  # more rows share weights that are widened once
 
 class ProductArgs(NamedTuple):
     blocks: Blocks
+    experts: Experts
     x: int
     x_stride: int  # bytes
     weight: int
@@ -61,7 +65,7 @@ class ProductArgs(NamedTuple):
 
 @functools.cache
 def product_task(isa: Isa, kind: str) -> Task:
-    """The task of one block of rows times a few panels."""
+    """The task of one block of rows, or of one expert's rows, times a few panels."""
     multiply, width, is_coded = tiles.float_tile(isa).name, isa.float_tile, kind in CODE_BITS
     direct = tiles.float_tile(isa, "float32" if is_coded else kind).name
     stored_bytes, code_bits = 4 if kind == "float32" else 2, CODE_BITS.get(kind, 0)
@@ -71,36 +75,42 @@ def product_task(isa: Isa, kind: str) -> Task:
     def product(args: int, scratch: int, index: int) -> None:
         a = read(args, ProductArgs)
         group, chunk = a.group, a.chunk
-        first, row, num_panels, num_rows = block_of(a.blocks, index)
-        sums_bytes = 4 * num_rows * width
-        carray(pointer(scratch), num_panels * num_rows * width, np.float32)[:] = 0
-        for k in range(0, a.inputs, chunk):
-            count = min(chunk, a.inputs - k)
-            for p in range(num_panels):
-                panel = a.weight + (first + p) * a.panel_bytes
-                values = scratch + num_panels * sums_bytes
-                is_direct, ldw = stored_bytes == 4 or (not is_coded and num_rows <= DIRECT_ROWS), 4 * width
-                if is_direct:
-                    values, ldw = panel + stored_bytes * k * width, stored_row
-                elif is_coded:
-                    first_group = (first + p) * a.groups
-                    start = k
-                    while start < k + count:  # group by group
-                        g = start // group
-                        stop = min(k + count, (g + 1) * group)
-                        at = 4 * (first_group + g) * width
-                        target = values + 4 * (start - k) * width
-                        source = panel + start * width * code_bits // 8
-                        tile(widen, 1, (source, target, stop - start, a.scales + at, a.zeros + at))
-                        start = stop
-                else:
-                    tile(widen, 1, (panel + 2 * k * width, values, count, 0, 0))
-                r = 0
-                while r < num_rows:
-                    rows_at, sums = a.x + (row + r) * a.x_stride + 4 * k, scratch + p * sums_bytes + 4 * r * width
-                    given = (rows_at, a.x_stride, values, ldw, sums, 4 * width, count)
-                    r += tile(direct, num_rows - r, given) if is_direct else tile(multiply, num_rows - r, given)
-        store_panels(a.results, scratch, width, row, num_rows, first, num_panels)
+        entry, first, num_panels, row, end = rows_of(a.blocks, a.experts, index)
+        weight, scales, zeros, bias = a.weight, a.scales, a.zeros, a.results.bias
+        if entry:
+            weight, scales, zeros, bias = unpack(entry, 4)
+        while row < end:
+            num_rows = min(a.blocks.row_block, end - row)
+            sums_bytes = 4 * num_rows * width
+            carray(pointer(scratch), num_panels * num_rows * width, np.float32)[:] = 0
+            for k in range(0, a.inputs, chunk):
+                count = min(chunk, a.inputs - k)
+                for p in range(num_panels):
+                    panel = weight + (first + p) * a.panel_bytes
+                    values = scratch + num_panels * sums_bytes
+                    is_direct, ldw = stored_bytes == 4 or (not is_coded and num_rows <= DIRECT_ROWS), 4 * width
+                    if is_direct:
+                        values, ldw = panel + stored_bytes * k * width, stored_row
+                    elif is_coded:
+                        first_group = (first + p) * a.groups
+                        start = k
+                        while start < k + count:  # group by group
+                            g = start // group
+                            stop = min(k + count, (g + 1) * group)
+                            at = 4 * (first_group + g) * width
+                            target = values + 4 * (start - k) * width
+                            source = panel + start * width * code_bits // 8
+                            tile(widen, 1, (source, target, stop - start, scales + at, zeros + at))
+                            start = stop
+                    else:
+                        tile(widen, 1, (panel + 2 * k * width, values, count, 0, 0))
+                    r = 0
+                    while r < num_rows:
+                        rows_at, sums = a.x + (row + r) * a.x_stride + 4 * k, scratch + p * sums_bytes + 4 * r * width
+                        given = (rows_at, a.x_stride, values, ldw, sums, 4 * width, count)
+                        r += tile(direct, num_rows - r, given) if is_direct else tile(multiply, num_rows - r, given)
+            store_panels(a.results, bias, scratch, width, row, num_rows, first, num_panels)
+            row += num_rows
 
     return Task(product)
 
@@ -116,20 +126,46 @@ def linear(isa: Isa, x: Tensor, packed: PackedDense, bias: Tensor | None, norm: 
     return as_type(out, dtype)
 
 
-def _multiply(isa: Isa, x: Tensor, packed: PackedDense, bias: Tensor | None, out: Tensor) -> None:
+def of_experts(isa: Isa, x: Tensor, places: Places, table: ExpertTable, by_token: bool) -> Tensor:
+    """See ops.ExpertLinears."""
+    packed: PackedDense = table.packed
+    features = packed.out_features // 2 if packed.activation else packed.out_features
+    out = workspace.empty(len(places.tokens), features)
+    rows = embedding(x, places.tokens) if by_token else x
+    _multiply(isa, rows, packed, None, out, table.at(places), places.max_active)
+    return out
+
+
+def _multiply(
+    isa: Isa, x: Tensor, packed: PackedDense, bias: Tensor | None, out: Tensor, experts: Experts = NO_EXPERTS,
+    max_active: int = 0,
+) -> None:  # fmt: skip
     rows, panels, width = x.shape[0], packed.data.shape[0], isa.float_tile
     panel_bytes = packed.data[0].nbytes
     row_block, chunk = max(1, min(rows, ROW_BLOCK)), CHUNK_BYTES // (4 * width)
     per_task = panels_per_task(panel_bytes, panels, packed.activation is not None)
     blocks = Blocks(rows, panels, per_task, row_block)
     args = ProductArgs(
-        blocks, x=x.data_ptr(), x_stride=4 * x.stride(0), weight=packed.data.data_ptr(), panel_bytes=panel_bytes,
+        blocks, experts, x=x.data_ptr(), x_stride=4 * x.stride(0), weight=packed.data.data_ptr(),
+        panel_bytes=panel_bytes,
         scales=address(packed.scales), zeros=address(packed.zeros), groups=packed.groups, group=packed.group_size,
         inputs=packed.in_features, chunk=chunk,
         results=results(out, bias, packed.activation),
     )  # fmt: skip
     scratch = 4 * width * (per_task * row_block + chunk)
-    run_blocks(product_task(isa, packed.kind), blocks, args, panel_size=width * packed.in_features, scratch=scratch)
+    sizes = {"panel_size": width * packed.in_features, "scratch": scratch, "max_active": max_active}
+    run_blocks(product_task(isa, packed.kind), blocks, args, **sizes)
+
+
+def _table(isa: Isa, parts: list[tuple[PackedDense, Tensor | None]]) -> ExpertTable | None:
+    """Tile registers round inputs, so there all products of a weight must be theirs."""
+    if isa.tiles and amx_dense.fits(parts[0][0]):
+        return None
+    return ExpertTable.of(parts, lambda packed: [packed.data, packed.scales, packed.zeros])
+
+
+def _of_experts(isa: Isa) -> ExpertLinears:
+    return ExpertLinears(functools.partial(_table, isa), functools.partial(of_experts, isa))
 
 
 def _accepts_dense(*, dtype: torch.dtype, **traits: Any) -> str | None:
@@ -145,10 +181,12 @@ def _accepts_codes(kind: str, /, *, group_size: int, bits: int | None = None, **
 
 def dense_implementation(isa: Isa) -> Implementation:
     run, pack = functools.partial(linear, isa), functools.partial(pack_dense, isa)
-    return Implementation(f"cpu.{isa.name}", "cpu", run, _accepts_dense, pack, priority=20)
+    name, experts = f"cpu.{isa.name}", _of_experts(isa)
+    return Implementation(name, "cpu", run, _accepts_dense, pack, priority=20, of_experts=experts)
 
 
 def codes_implementation(isa: Isa, kind: str) -> Implementation:
     """The implementation for codes. `kind` is one of CODE_BITS."""
     run, pack = functools.partial(linear, isa), functools.partial(pack_codes, isa, kind)
-    return Implementation(f"cpu.{isa.name}", "cpu", run, functools.partial(_accepts_codes, kind), pack, priority=20)
+    name, experts, accepts = f"cpu.{isa.name}", _of_experts(isa), functools.partial(_accepts_codes, kind)
+    return Implementation(name, "cpu", run, accepts, pack, priority=20, of_experts=experts)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,9 +14,10 @@ from torch import Tensor
 
 from lmkit.kernels import ops
 from lmkit.kernels.cpu import threads
-from lmkit.kernels.cpu.intrinsics import exp, fma, pointer
+from lmkit.kernels.cpu.intrinsics import exp, fma, pointer, unpack
 from lmkit.kernels.cpu.jit import Task, inline
 from lmkit.kernels.cpu.structs import numbers
+from lmkit.kernels.ops import Places
 
 ROW_BLOCK = 96  # rows that share a panel prepared in the cache
 CHUNK_BYTES = 16 << 10  # of such a panel: half of a first-level cache
@@ -75,6 +78,36 @@ class Blocks(NamedTuple):
     row_block: int
 
 
+class Experts(NamedTuple):
+    """Addresses for the linears of many experts; 0: there is one linear."""
+
+    active: int = 0  # of ops.Places
+    table: int = 0  # int64 [experts, ENTRY]: the addresses of each one's weight, scales, zeros and bias
+
+
+ENTRY = 4
+NO_EXPERTS = Experts()
+
+
+@dataclass(frozen=True)
+class ExpertTable:
+    """The packed weights of many experts. `packed` is one of them: all have its shape."""
+
+    packed: Any
+    addresses: Tensor  # see Experts
+    kept: list[Any]  # what lies at the addresses
+
+    @classmethod
+    def of(cls, parts: list[tuple[Any, Tensor | None]], tensors: Callable[[Any], list[Tensor | None]]) -> ExpertTable:
+        """`tensors` gives the weight, the scales and the zeros of a packed weight."""
+        filled = [(packed, None if bias is None else bias.float().contiguous()) for packed, bias in parts]
+        entries = [[address(tensor) for tensor in (*tensors(packed), bias)] for packed, bias in filled]
+        return cls(parts[0][0], torch.from_numpy(np.array(entries, np.int64)), filled)
+
+    def at(self, places: Places) -> Experts:
+        return Experts(places.active.data_ptr(), self.addresses.data_ptr())
+
+
 class Results(NamedTuple):
     """The destination of a product: float32 [rows, features]."""
 
@@ -88,11 +121,14 @@ def results(out: Tensor, bias: Tensor | None, activation: str | None) -> Results
     return Results(out.data_ptr(), out.shape[1], address(bias), ACTIVATION_NUMBERS[activation])
 
 
-def run_blocks(task: Task, blocks: Blocks, args: tuple[Any, ...], *, panel_size: int, scratch: int) -> None:
-    """Run a task for each block. `panel_size` is the number of weights in a panel, `args` the task's struct."""
+def run_blocks(
+    task: Task, blocks: Blocks, args: tuple[Any, ...], *, panel_size: int, scratch: int, max_active: int = 0
+) -> None:
+    """Run a task for each block. `panel_size` is the number of weights in a panel, `args` the task's struct. With
+    `max_active` experts, a task computes all rows of one of them."""
     threads.run(
         task,
-        -(-blocks.panels // blocks.per_task) * -(-blocks.rows // blocks.row_block),
+        -(-blocks.panels // blocks.per_task) * (max_active or -(-blocks.rows // blocks.row_block)),
         numbers(args),
         parallel=blocks.rows * blocks.panels * panel_size > SERIAL_PRODUCTS,
         scratch=scratch,
@@ -105,6 +141,22 @@ def block_of(blocks: Blocks, index: int) -> Any:
     tasks = (blocks.panels + blocks.per_task - 1) // blocks.per_task
     first, row = index % tasks * blocks.per_task, index // tasks * blocks.row_block
     return first, row, min(blocks.per_task, blocks.panels - first), min(blocks.row_block, blocks.rows - row)
+
+
+@inline
+def rows_of(blocks: Blocks, experts: Experts, index: int) -> Any:
+    """(address of the expert's entry or 0, first panel, number of panels, first row, end of the rows) of task `index`.
+    There are no rows if fewer experts than that have any."""
+    if experts.active == 0:
+        first, row, num_panels, num_rows = block_of(blocks, index)
+        return 0, first, num_panels, row, row + num_rows
+    tasks = (blocks.panels + blocks.per_task - 1) // blocks.per_task
+    first, nth = index % tasks * blocks.per_task, index // tasks
+    num_panels = min(blocks.per_task, blocks.panels - first)
+    if nth >= carray(pointer(experts.active), 1, np.int64)[0]:
+        return 0, first, num_panels, 0, 0
+    expert, row, end = unpack(experts.active + 8 + 24 * nth, 3)
+    return experts.table + 8 * ENTRY * expert, first, num_panels, row, end
 
 
 @inline
@@ -159,11 +211,13 @@ def _store_gated(gates: int, values: int, width: int, rows: int, start: int, fea
 
 
 @inline
-def store_panels(results: Results, sums: int, width: int, row: int, rows: int, first: int, count: int) -> None:
+def store_panels(
+    results: Results, bias: int, sums: int, width: int, row: int, rows: int, first: int, count: int
+) -> None:
     """Store the sums of `count` panels from `first` on, float32 [count, rows, width], to the rows from `row` on. The
     first panel of a gated weight is one of gates.
     """
-    features, bias, activation = results.features, results.bias, results.activation
+    features, activation = results.features, results.activation
     out, sums_bytes = results.out + 4 * row * features, 4 * rows * width
     if activation:
         for p in range(0, count, 2):

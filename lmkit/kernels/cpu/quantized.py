@@ -18,28 +18,31 @@ from numba import carray
 from torch import Tensor
 
 from lmkit.kernels.cpu import tiles, workspace
-from lmkit.kernels.cpu.activations import Activations, Layout, quantize
+from lmkit.kernels.cpu.activations import Activations, Layout, gather_codes, quantize
 from lmkit.kernels.cpu.amx import quantized as on_tiles
 from lmkit.kernels.cpu.dots import BLOCK, dot_for
-from lmkit.kernels.cpu.intrinsics import pointer, tile
+from lmkit.kernels.cpu.intrinsics import pointer, tile, unpack
 from lmkit.kernels.cpu.isa import Isa
 from lmkit.kernels.cpu.jit import Task
 from lmkit.kernels.cpu.packed_weight import PackedWeight, accepts, pack
 from lmkit.kernels.cpu.panels import (
     CHUNK_BYTES,
+    NO_EXPERTS,
     ROW_BLOCK,
     Blocks,
+    Experts,
+    ExpertTable,
     Results,
     as_float,
     as_type,
-    block_of,
     panels_per_task,
     results,
+    rows_of,
     run_blocks,
     store_panels,
 )
 from lmkit.kernels.cpu.structs import read
-from lmkit.kernels.ops import Norm
+from lmkit.kernels.ops import ExpertLinears, Norm, Places
 from lmkit.kernels.registry import Implementation
 
 SPREAD = 6  # in micro-kernels' rows; with fewer rows, unpacking in registers each time costs less than stores
@@ -50,52 +53,62 @@ AHEAD = 0 if llvm.get_host_cpu_name().startswith("znver") else 2048
 
 class ProductArgs(NamedTuple):
     blocks: Blocks
+    experts: Experts
     activations: Activations
     codes: int
     scales: int
     zeros: int
     groups: int
     group_blocks: int  # blocks of 32 inputs in a group
-    chunk: int  # groups computed at a time
-    spread: int  # 1: the weights are unpacked to bytes first
+    chunk: int  # groups that many rows compute at a time
     results: Results
 
 
 @functools.cache
 def product_task(isa: Isa, bits: int, half_scales: bool) -> Task:
-    """The task of one block of rows times a few panels."""
+    """The task of one block of rows, or of one expert's rows, times a few panels."""
     of_packed = tiles.int_tile(isa, bits, packed=bits == 4, half_scales=half_scales).name
     of_bytes = tiles.int_tile(isa, bits, packed=False, half_scales=half_scales).name
     to_bytes = tiles.unpack_tile(isa).name
     width, quad, per_byte = isa.int_tile, isa.int_tile * dot_for(isa, bits).inputs, 8 // bits
     scale_bytes, input_bytes = 2 if half_scales else 4, dot_for(isa, bits).input_bytes
+    few_rows, spread_rows = isa.packed_rows[0], SPREAD * isa.packed_rows[0] if bits == 4 else 1 << 62
 
     def product(args: int, scratch: int, index: int) -> None:
         a = read(args, ProductArgs)
-        x, groups, blocks, chunk, spread = a.activations, a.groups, a.group_blocks, a.chunk, a.spread
-        first, row, num_panels, num_rows = block_of(a.blocks, index)
-        group_bytes, sums_bytes = blocks * BLOCK * width // per_byte, 4 * num_rows * width
-        carray(pointer(scratch), num_panels * num_rows * width, np.float32)[:] = 0
-        for p in range(num_panels):
-            for g in range(0, groups, chunk):
-                count, at = min(chunk, groups - g), (first + p) * groups + g
-                source, unpacked = a.codes + at * group_bytes, scratch + num_panels * sums_bytes
-                if spread:
-                    tile(to_bytes, 1, (source, unpacked, count * group_bytes // quad))
-                r = 0
-                while r < num_rows:
-                    # The first rows prefetch what they read themselves, unless that is bytes, the others what follows.
-                    ahead = source + (count * group_bytes if r or spread else AHEAD)
-                    of_row, of_group = (row + r) * groups + g, at * width
-                    activations = x.codes + of_row * blocks * BLOCK * input_bytes
-                    sums, left = scratch + p * sums_bytes + 4 * r * width, num_rows - r
-                    step, total = x.scales + 4 * of_row, x.sums + 4 * of_row
-                    scale, zero = a.scales + of_group * scale_bytes, a.zeros + of_group
-                    panel = unpacked if spread else source
-                    of_x, of_panel = (activations, x.row_bytes, panel, step, total, 4 * groups), (scale, zero, sums)
-                    given = (*of_x, *of_panel, count, blocks, ahead)
-                    r += tile(of_bytes, left, given) if spread else tile(of_packed, left, given)
-        store_panels(a.results, scratch, width, row, num_rows, first, num_panels)
+        x, groups, blocks = a.activations, a.groups, a.group_blocks
+        entry, first, num_panels, row, end = rows_of(a.blocks, a.experts, index)
+        codes, scales, zeros, bias = a.codes, a.scales, a.zeros, a.results.bias
+        if entry:
+            codes, scales, zeros, bias = unpack(entry, 4)
+        group_bytes = blocks * BLOCK * width // per_byte
+        while row < end:
+            num_rows = min(a.blocks.row_block, end - row)
+            sums_bytes, spread = 4 * num_rows * width, num_rows > spread_rows
+            chunk = a.chunk if num_rows > few_rows else groups
+            carray(pointer(scratch), num_panels * num_rows * width, np.float32)[:] = 0
+            for p in range(num_panels):
+                for g in range(0, groups, chunk):
+                    count, at = min(chunk, groups - g), (first + p) * groups + g
+                    source, unpacked = codes + at * group_bytes, scratch + num_panels * sums_bytes
+                    if spread:
+                        tile(to_bytes, 1, (source, unpacked, count * group_bytes // quad))
+                    r = 0
+                    while r < num_rows:
+                        # The first rows prefetch what they read themselves, unless that is bytes, the others what
+                        # follows.
+                        ahead = source + (count * group_bytes if r or spread else AHEAD)
+                        of_row, of_group = (row + r) * groups + g, at * width
+                        activations = x.codes + of_row * blocks * BLOCK * input_bytes
+                        sums, left = scratch + p * sums_bytes + 4 * r * width, num_rows - r
+                        step, total = x.scales + 4 * of_row, x.sums + 4 * of_row
+                        scale, zero = scales + of_group * scale_bytes, zeros + of_group
+                        panel = unpacked if spread else source
+                        of_x, of_panel = (activations, x.row_bytes, panel, step, total, 4 * groups), (scale, zero, sums)
+                        given = (*of_x, *of_panel, count, blocks, ahead)
+                        r += tile(of_bytes, left, given) if spread else tile(of_packed, left, given)
+            store_panels(a.results, bias, scratch, width, row, num_rows, first, num_panels)
+            row += num_rows
 
     return Task(product)
 
@@ -115,27 +128,44 @@ def linear(
     return as_type(out, dtype)
 
 
+def of_experts(isa: Isa, bits: int, x: Tensor, places: Places, table: ExpertTable, by_token: bool) -> Tensor:
+    """See ops.ExpertLinears."""
+    packed: PackedWeight = table.packed
+    wide = dot_for(isa, bits).input_bytes == 2
+    _memory, activations = quantize(x, packed, None, Layout(1, packed.group_size), wide=wide)
+    if by_token:
+        _gathered, activations = gather_codes(activations, places.tokens, packed.scales.shape[1])
+    features = packed.out_features // 2 if packed.activation else packed.out_features
+    out = workspace.empty(len(places.tokens), features)
+    _multiply(isa, bits, activations, packed, None, out, table.at(places), places.max_active)
+    return out
+
+
 def _multiply(
-    isa: Isa, bits: int, activations: Activations, packed: PackedWeight, bias: Tensor | None, out: Tensor
-) -> None:
+    isa: Isa, bits: int, activations: Activations, packed: PackedWeight, bias: Tensor | None, out: Tensor,
+    experts: Experts = NO_EXPERTS, max_active: int = 0,
+) -> None:  # fmt: skip
     rows, width = out.shape[0], isa.int_tile
     (panels, groups), group = packed.scales.shape[:2], packed.group_size
-    spread = bits == 4 and rows > SPREAD * isa.packed_rows[0]
-    row_block = max(1, min(rows, ROW_BLOCK))
-    chunk = min(groups, max(1, CHUNK_BYTES // (width * group))) if rows > isa.packed_rows[0] else groups
+    row_block, chunk = max(1, min(rows, ROW_BLOCK)), min(groups, max(1, CHUNK_BYTES // (width * group)))
     per_task = panels_per_task(width * groups * group * bits // 8, panels, packed.activation is not None)
     blocks = Blocks(rows, panels, per_task, row_block)
     args = ProductArgs(
-        blocks, activations, packed.codes.data_ptr(), packed.scales.data_ptr(), packed.zeros.data_ptr(),
-        groups=groups, group_blocks=group // BLOCK, chunk=chunk, spread=spread,
+        blocks, experts, activations, packed.codes.data_ptr(), packed.scales.data_ptr(), packed.zeros.data_ptr(),
+        groups=groups, group_blocks=group // BLOCK, chunk=chunk,
         results=results(out, bias, packed.activation),
     )  # fmt: skip
     task = product_task(isa, bits, packed.scales.dtype == torch.float16)
     scratch = 4 * per_task * row_block * width + width * chunk * group
-    run_blocks(task, blocks, args, panel_size=width * groups * group, scratch=scratch)
+    run_blocks(task, blocks, args, panel_size=width * groups * group, scratch=scratch, max_active=max_active)
+
+
+def _table(parts: list[tuple[PackedWeight, Tensor | None]]) -> ExpertTable:
+    return ExpertTable.of(parts, lambda packed: [packed.codes, packed.scales, packed.zeros])
 
 
 def implementation(isa: Isa, bits: int) -> Implementation:
+    max_rows = isa.packed_rows[0] if isa.tiles else None
     return Implementation(
         f"cpu.{isa.name}",
         "cpu",
@@ -143,4 +173,5 @@ def implementation(isa: Isa, bits: int) -> Implementation:
         functools.partial(accepts, bits),
         functools.partial(pack, isa),
         20,
+        of_experts=ExpertLinears(_table, functools.partial(of_experts, isa, bits), max_rows),
     )

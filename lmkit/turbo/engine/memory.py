@@ -168,10 +168,12 @@ def plan_memory(
 
 
 def _workspace_bytes(spec: ModelSpec, config: EngineConfig) -> int:
-    """float32 activations of the widest point of a layer, and two copies of the step's logits."""
+    """float32 activations of the widest point of a layer, of experts, and two copies of the step's logits."""
+    tokens = config.tokens_per_step
     widest = max(layer.activation_bytes() for layer in spec.kinds)
-    rows = min(config.max_batch_size, config.tokens_per_step)
-    return config.tokens_per_step * widest + 4 * 2 * rows * spec.vocab_size
+    of_experts = max(layer.places_bytes(tokens) for layer in spec.kinds)
+    rows = min(config.max_batch_size, tokens)
+    return max(tokens * widest, of_experts) + 4 * 2 * rows * spec.vocab_size
 
 
 def _gpu_workspace_bytes(spec: ModelSpec, config: EngineConfig, num_groups: int) -> int:

@@ -170,7 +170,16 @@ def product_task(isa: Isa, kind: str) -> Task:
         if is_last:
             for t in range(tokens):
                 left = min(rows, num_rows - rows * t)
-                store_panels(a.results, sums + 2 * SUM_ROW * rows * t, WIDTH, row + rows * t, left, first, num_panels)
+                store_panels(
+                    a.results,
+                    a.results.bias,
+                    sums + 2 * SUM_ROW * rows * t,
+                    WIDTH,
+                    row + rows * t,
+                    left,
+                    first,
+                    num_panels,
+                )
 
     return Task(product)
 

@@ -107,7 +107,7 @@ def product_task(isa: Isa, bits: int, half: bool, cut: Grouping) -> Task:
                         if not late:
                             tile(finish, count, (left, *before))
         tile(release, 1, (scratch,))
-        store_panels(a.results, sums, WIDTH, row, num_rows, first, num_panels)
+        store_panels(a.results, a.results.bias, sums, WIDTH, row, num_rows, first, num_panels)
 
     return Task(product)
 
