@@ -1,9 +1,8 @@
-"""Checkpoints with fused linears, heads in pairs of neighbours, and RoPE by length: formats, engine, emulated GPU."""
+"""Checkpoints with fused linears, heads in pairs of neighbours, and RoPE by length: formats, emulated GPU."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ import torch
 from lmkit.config import EngineConfig
 from lmkit.errors import CheckpointError
 from lmkit.formats.checkpoint import CheckpointReader
-from lmkit.kv_dtype import BFLOAT16, FLOAT32
+from lmkit.kv_dtype import BFLOAT16
 from lmkit.layers.batch import allocate_kv, whole_batch
 from lmkit.models.loader import load_model
 from lmkit.models.source import ModelSource
@@ -19,14 +18,13 @@ from lmkit.qtensor import QuantScheme
 from lmkit.quant.kv.fit import fold
 from lmkit.quant.layer.layer import Geometry
 from lmkit.turbo.engine.engine import Engine
-from lmkit.turbo.request import Request, SamplingParams
 from tests.formats.awq_gemv import repacked
 from tests.models import tiny
+from tests.models.test_engine_tokens import PROMPT, greedy
 from tests.models.test_formats import BLOCK, CHANNEL, EIGHT, FOUR, SHAPE, logits, rewritten
 from tests.models.test_gemma2 import divergence
 
 NAMES = ["phi3", "phi3-long", "glm4", "internlm2", "mixtral-fused", "qwen2-moe-fused", "gpt-oss"]
-PROMPT = torch.randint(0, 199, (30,), generator=torch.Generator().manual_seed(8)).tolist()
 FORMATS = [
     ("awq", FOUR), ("awq-gemv", FOUR), ("awq-gemv_fast", FOUR), ("gptq", QuantScheme(4, 32, True)), ("gptq_v2", EIGHT),
     ("compressed-tensors", FOUR), ("compressed-tensors", EIGHT), ("fp8", BLOCK), ("compressed-tensors", CHANNEL),
@@ -55,40 +53,6 @@ def test_a_block_over_the_border_of_two_linears_is_refused(tmp_path: Path) -> No
     quantized, _ = rewritten(tmp_path / "plain", tmp_path, "fp8", {"gate_up_proj": BLOCK})
     with pytest.raises(CheckpointError, match=r"gate_up_proj.weight_scale_inv.*borders"):
         ModelSource(quantized)
-
-
-def greedy(engine: Engine, prompts: list[list[int]], count: int = 16) -> list[list[int]]:
-    for number, prompt in enumerate(prompts):
-        params = SamplingParams(max_tokens=count, ignore_eos=True)
-        engine.add(Request(request_id=str(number), prompt_ids=prompt, params=params))
-    found: dict[str, list[int]] = {str(number): [] for number in range(len(prompts))}
-    while engine.has_work():
-        for output in engine.step():
-            found[output.request_id] += output.token_ids
-    return list(found.values())
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_the_engine_gives_the_tokens_of_transformers(tmp_path: Path, name: str) -> None:
-    """Also when a sequence is preempted and computed again, and when a prefix is found in the cache."""
-    model = tiny.make(tmp_path, name)
-    decoder = load_model(tmp_path)
-    memory = 9 * 8 * sum(layer.kv_token_bytes(FLOAT32, FLOAT32) for layer in decoder.spec.layers)
-    sizes: dict[str, Any] = {"block_size": 8, "max_batch_size": 2, "max_step_tokens": 16, "max_model_len": 48}
-    engine = Engine.of(decoder, EngineConfig(**sizes, kv_dtype="float32", kv_memory=memory))
-    prompts = [PROMPT, PROMPT[3:]]
-    together = greedy(engine, prompts)
-    assert engine.stats().preemptions or any(decoder.spec.windows)  # nine blocks do not hold both
-    again = greedy(engine, prompts[:1])
-    assert engine.stats().prefix_hits
-    engine.close()
-    assert again == together[:1]
-    for prompt, got in zip(prompts, together, strict=True):
-        with torch.no_grad():
-            rows = model(torch.tensor([prompt + got])).logits[0, len(prompt) - 1 : -1]
-        best = rows.topk(2).values
-        assert (best[:, 0] - best[:, 1]).min() > 1e-4  # else a last bit could decide
-        assert got == rows.argmax(-1).tolist()
 
 
 def test_long_prompts_share_a_prefix_and_short_ones_do_not(tmp_path: Path) -> None:

@@ -17,7 +17,6 @@ from torch import Tensor
 from transformers.masking_utils import eager_mask
 from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward
 
-from lmkit.config import EngineConfig
 from lmkit.kernels import ops
 from lmkit.kernels.reference.attention import rounded_queries
 from lmkit.kernels.reference.kv import read_blocks
@@ -26,9 +25,8 @@ from lmkit.layers.batch import KVLayer, allocate_kv, whole_batch
 from lmkit.models.decoder import Decoder
 from lmkit.models.loader import load_model
 from lmkit.quant.run import prepare
-from lmkit.turbo.engine.engine import Engine
 from lmkit.turbo.plan import Chunk, NewSequence
-from lmkit.turbo.request import Request, SamplingParams
+from lmkit.turbo.request import SamplingParams
 from lmkit.turbo.runners.batch import PersistentBatch
 from tests.models import tiny
 from tests.quant.helpers import CLIP, SCALE, recipe, tiny_checkpoint
@@ -123,23 +121,6 @@ def test_distributions_on_an_emulated_gpu(tmp_path: Path, dtype: KVDtype, sizes:
         assert got.isfinite().all()
         assert divergence(got, want[position]) < tolerance
         assert divergence(got.roll(1), want[position]) > 10 * tolerance
-
-
-def test_the_engine_gives_the_greedy_tokens_of_transformers(tmp_path: Path) -> None:
-    """With a table of blocks for each class of layers, and captured steps."""
-    model = tiny.make(tmp_path, "gemma2")
-    config = EngineConfig(block_size=8, max_batch_size=2, max_step_tokens=16, max_model_len=64, kv_dtype="float32")
-    engine = Engine.of(load_model(tmp_path), config)
-    engine.add(Request(request_id="a", prompt_ids=ROW[:31], params=SamplingParams(max_tokens=12, ignore_eos=True)))
-    got: list[int] = []
-    while engine.has_work():
-        got += [token for output in engine.step() for token in output.token_ids]
-    engine.close()
-    with torch.no_grad():
-        logits = model(torch.tensor([ROW[:31] + got])).logits[0, 30:-1]
-    best = logits.topk(2).values
-    assert (best[:, 0] - best[:, 1]).min() > TOLERANCE  # else a last bit could decide
-    assert got == logits.argmax(-1).tolist()
 
 
 def test_a_quantized_checkpoint_reads_back(tmp_path: Path) -> None:
