@@ -21,6 +21,7 @@ NOT_NEEDED = "lmkit needs no such setting; leave it out"
 NOT_OUTPUT = "lmkit does not return it"
 NOT_SAMPLED = "lmkit has no such sampling; use temperature, top_k, top_p or min_p"
 ONE_DEVICE = "an engine runs on one device; start one for each and route between them with `lmkit proxy`"
+REPLICAS = "use dp of `lmkit serve`, which runs several engines behind one address"
 SEVERAL = "give the prompt several times, each with a seed; over HTTP use n"
 TEXT_ONLY = "lmkit runs text models only"
 
@@ -78,9 +79,10 @@ ENGINE: Mapping[str, str] = {
     **each(NOT_NEEDED, "max_lora_rank"),
     **each(
         ONE_DEVICE,
-        "communicator cp data_parallel_size devices distributed_executor_backend dp ep "
+        "communicator cp devices distributed_executor_backend ep "
         "main_gpu nnodes pipeline_parallel_size role tensor_split",
     ),
+    **each(REPLICAS, "data_parallel_size dp"),
     **each("use tp", "attn_tp_size tensor_parallel_size"),
     "block_seq_len": "use block_size",
     "cache_block_seq_len": "use block_size",

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
+from lmkit.cli import replicas
 from lmkit.cli.engine_options import checked, engine_options, size
 from lmkit.cli.model_list import ListedModel, listed_models
 from lmkit.cli.options import takes
@@ -133,6 +134,9 @@ def serve(
         str | None, _server("Where the proxy reaches this server; default where it is called from.", metavar="<url>")
     ] = None,
     node_tag: Annotated[list[str] | None, _server("Its class, for the proxy's rules; repeatable.")] = None,
+    dp: Annotated[
+        int, _server("Replicas of the model behind this address, each an engine of its own.", min=1, max=1000)
+    ] = 1,
     log_level: Annotated[LogLevel, _server("How much is logged.", case_sensitive=False)] = _SERVER.log_level,
     log_format: Annotated[LogFormat, _server("json: an object a line.")] = _SERVER.log_format,
     otlp_traces_endpoint: Annotated[
@@ -148,6 +152,8 @@ def serve(
     if print_config:
         print(resolved(context))
         return
+    if dp > 1:
+        replicas.check(context)
     if proxy and (api_key or api_key_file):
         api_key = [*(api_key or []), f"{secrets.token_urlsafe(32)} role=proxy"]  # with which the proxies call
     keys = parse_keys(api_key or []) + (read_keys(api_key_file) if api_key_file else [])
@@ -192,6 +198,9 @@ def serve(
         log_format=log_format,
         otlp_traces_endpoint=otlp_traces_endpoint,
     )
+    if dp > 1:
+        replicas.run(replicas.cluster(context, server_config))
+        return
     models = listed_models([model, *(more_models or [])], engine_config, server_config, revision)
     raise typer.Exit(_run(models, server_config, engine))
 

@@ -60,9 +60,13 @@ class Cluster:
     """`await Cluster(...).run()` ends after a drain: the first signal starts it, a second one cuts it short."""
 
     def __init__(
-        self, load: Callable[[], ClusterConfig], path: Path, say: Say, on_ready: Callable[[str], None]
+        self, load: Callable[[], ClusterConfig], path: Path | None, say: Say, on_ready: Callable[[str], None]
     ) -> None:
-        """`load` reads the file at `path`. Raises ConfigError for a mistake in it."""
+        """`load` reads the file at `path`. Raises ConfigError for a mistake in it.
+
+        With a file the cluster is ready when its proxy is. Without one nobody can mend the configuration: it is ready
+        when its first replica is, and a replica that ends before ends the cluster.
+        """
         self._load, self._path, self._say, self._on_ready = load, path, say, on_ready
         self._seen = _version(path)
         self.config = load()
@@ -71,10 +75,11 @@ class Cluster:
         self._numbers = Counter[str]()  # of the replicas of a group so far
         self._proxy_backoff = Backoff()
         self._proxy_since = 0.0
+        self._was_ready = False  # any replica
         self._stopping, self._killing, self._changed = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
     async def run(self) -> None:
-        """Raises LMKitError if the proxy does not start, or Ray cannot be reached."""
+        """Raises LMKitError if the proxy does not start, Ray cannot be reached, or without a file no replica starts."""
         self._take_signals()
         with tempfile.TemporaryDirectory(prefix="lmkit-up-") as folder:  # others may not look into it
             self._proxy = ProxyProcess(self.config, Path(folder), self._say)
@@ -83,7 +88,8 @@ class Cluster:
                 self._proxy_since = time.monotonic()
                 self._launcher = self._make_launcher()
                 self._take_signals()  # Ray takes them for itself
-                self._on_ready(self._proxy.url)
+                if self._path is not None:
+                    self._on_ready(self._proxy.url)
                 while not self._stopping.is_set():
                     await self._step()
                     await self._sleep()
@@ -165,6 +171,8 @@ class Cluster:
                     log.info("%s has ended", replica.id)
                 else:
                     log.error("%s %s", replica.id, ended)
+                    if self._path is None and not self._was_ready:
+                        raise LMKitError(f"{replica.id} {ended} before it was ready; its lines above say why")
                     ready = 0.0 if replica.ready_at is None else now - replica.ready_at
                     self._scale(replica.group).backoff.failed(ready, now)
                 continue
@@ -173,6 +181,10 @@ class Cluster:
             if status is not None and replica.state != "draining":
                 well = node is not None and node.healthy
                 replica.become("ready" if well else "starting" if replica.ready_at is None else "lost", now)
+                if well and not self._was_ready:
+                    self._was_ready = True
+                    if self._path is None:
+                        self._on_ready(self._proxy.url)
             if now - replica.since > self._limits[replica.state]:
                 log.error("%s is killed: %s for %.0f s", replica.id, replica.state, now - replica.since)
                 replica.process.kill()
@@ -225,6 +237,9 @@ class Cluster:
     def _options(self, id: str, group: Group) -> dict[str, Any]:
         options = {name.replace("-", "_"): value for name, value in group.options.items()}
         tags = options.get("node_tag") or []
+        proxy = self.config.proxy
+        if len(proxy.api_keys) < 2 and proxy.key_store is None:  # one client has the replica's cache and queue
+            options = {"cache_quota": 1.0, "queue_quota": 1.0} | options
         return options | {
             "model": group.model,
             "served_model_name": group.called,
@@ -262,7 +277,9 @@ class Cluster:
             await asyncio.sleep(0.05)
 
 
-def _version(path: Path) -> tuple[int, int, int] | None:
+def _version(path: Path | None) -> tuple[int, int, int] | None:
+    if path is None:
+        return None
     try:
         found = os.stat(path)
     except OSError:

@@ -19,7 +19,7 @@ from lmkit.proxy.rules import ModelName
 # Options of `lmkit serve` that `lmkit up` itself gives to each replica.
 OWN_OPTIONS = frozenset({
     "model", "more_models", "served_model_name", "config", "print_config", "host", "port", "grpc_port", "tls_cert",
-    "tls_key", "api_key", "api_key_file", "proxy", "node_key", "node_url", "drain_seconds",
+    "tls_key", "api_key", "api_key_file", "proxy", "node_key", "node_url", "drain_seconds", "dp",
 })  # fmt: skip
 _OWN_FIELDS = ("nodes", "on_demand", "mixed_weights", "state_file")  # of the proxy
 

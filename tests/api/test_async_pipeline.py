@@ -90,7 +90,7 @@ def test_before_and_after(demo_model: Path, tmp_path: Path) -> None:
         await pipe.close()
         with pytest.raises(CheckpointError, match=str(tmp_path)):
             await AsyncPipeline(tmp_path).start()
-        with pytest.raises(ConfigError, match="one device"):
+        with pytest.raises(ConfigError, match="use dp of `lmkit serve`"):
             AsyncPipeline("demo", dp=2)
         async with AsyncPipeline(demo_model, **OPTIONS) as pipe:
             running = asyncio.create_task(pipe("hi", LONG))

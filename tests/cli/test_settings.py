@@ -178,7 +178,7 @@ def test_options_of_other_servers_tell_ours(words: list[str], part: str) -> None
 LMDEPLOY = """
 allow_credentials allow_headers allow_methods allow_origins allow_terminate_by_client allowed_media_domains
 api_keys backend cache_block_seq_len cache_max_entry_count communicator cp disable_fastapi_docs
-disable_metrics dist_init_addr distributed_executor_backend dllm_block_length download_dir dp dp_rank eager_mode
+disable_metrics dist_init_addr distributed_executor_backend dllm_block_length download_dir dp_rank eager_mode
 enable_abort_handling enable_eplb enable_microbatch enable_prefix_caching ep hf_overrides language_model_only
 logprobs_mode max_concurrent_requests max_log_len max_prefill_iters max_prefill_token_num migration_backend model_format
 model_name nnodes node_rank num_tokens_per_iter proxy_url quant_policy role

@@ -32,7 +32,7 @@ class Server:
         self._lines: queue.Queue[str] = queue.Queue()
         self.log = ""
         threading.Thread(target=self._read, daemon=True).start()
-        line = self.wait_for_line(r"serving \S+ on http|lmkit: ", 240)  # kernels may have to be compiled first
+        line = self.wait_for_line(r"^(serving \S+ on http|lmkit: )", 240)  # kernels may have to be compiled first
         found = re.search(r"on (https?://\S+)", line)
         self.url = found[1] if found else ""
 

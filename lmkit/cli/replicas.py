@@ -1,0 +1,113 @@
+"""`lmkit serve --dp N`: replicas of one model behind one address. It is a cluster of one group, without a file."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import typer
+
+from lmkit.cli.settings import origin
+from lmkit.config import ServerConfig, default_num_threads, parse
+from lmkit.errors import ConfigError
+
+if TYPE_CHECKING:
+    from lmkit.cluster.config import ClusterConfig
+
+# Options with which replicas make no sense, and what to do.
+_REFUSED = {
+    "more_models": "replicas are of one model; describe several in a file for `lmkit up`",
+    "grpc_port": "the address of replicas has no gRPC; start one server without --dp",
+    "tls_cert": "use `lmkit up`, whose file says by which name replicas reach the address",
+    "tls_key": "use `lmkit up`, whose file says by which name replicas reach the address",
+    "api_key_file": "give the keys by --api-key",
+    "data_dir": "replicas cannot share a folder; each keeps its own for as long as it runs",
+    "kv_disk_path": "replicas cannot share a folder; use --kv-host-memory",
+    "proxy": "replicas have a proxy of their own; start servers without --dp to register them with yours",
+    "node_key": "replicas have a proxy of their own",
+    "node_url": "replicas have a proxy of their own",
+    "node_tag": "replicas have a proxy of their own",
+}
+_OF_THE_ADDRESS = (
+    "model", "served_model_name", "config", "print_config", "host", "port", "api_key", "cors_origin", "chat_page",
+    "max_connections_per_address", "drain_seconds", "dp", "num_threads",
+)  # fmt: skip
+_SHARED = ("kv_memory", "kv_host_memory", "memory_budget")  # each replica has its part
+
+
+def check(context: typer.Context) -> None:
+    """Raise ConfigError for options of `lmkit serve` that do not go together with replicas."""
+    given, model = _given(context), str(context.params["model"])
+    if model.endswith((".yaml", ".yml")):
+        raise ConfigError(f"--dp: {model} has several models; describe their replicas in a file for `lmkit up`")
+    params: dict[str, Any] = {str(param.name): param for param in context.command.params}
+    for name in given.keys() & _REFUSED.keys():
+        raise ConfigError(f"{origin(context, params[name])} does not go together with --dp: {_REFUSED[name]}")
+    if not given.get("kv_events", ":0").endswith(":0"):
+        raise ConfigError("--kv-events: each replica needs an address of its own; port 0 takes free ones")
+
+
+def cluster(context: typer.Context, server: ServerConfig) -> ClusterConfig:
+    """The cluster that the options of `lmkit serve` describe. Raises ConfigError."""
+    from lmkit.cluster.config import ClusterConfig, Group
+
+    given, count, model = _given(context), context.params["dp"], context.params["model"]
+    threads = context.params["num_threads"] or default_num_threads()
+    options = {name: value for name, value in given.items() if name not in _OF_THE_ADDRESS}
+    options |= {name: options[name] // count for name in _SHARED if options.get(name)}
+    names = server.served_model_name
+    group = Group(
+        model=model,
+        name=names[0] if names else None,
+        replicas=count,
+        cores=max(1, threads // count),
+        options=options,
+    )
+    proxy = {
+        "host": server.host,
+        "port": server.port,
+        "api_keys": server.api_keys,
+        "cors_origins": server.cors_origins,
+        "chat_page": server.chat_page,
+        "max_connections_per_address": server.max_connections_per_address,
+        "max_body_bytes": server.max_body_bytes,
+        "body_memory": server.body_memory,
+        "aliases": dict.fromkeys(names[1:], names[0]) if names else {},
+        "drain_seconds": server.drain_seconds,
+        "log_level": server.log_level,
+        "log_format": server.log_format,
+        "otlp_traces_endpoint": server.otlp_traces_endpoint,
+    }
+    fields = {"models": [group], "proxy": proxy, "drain_seconds": max(server.drain_seconds, 1e-3)}
+    return parse(msgspec.to_builtins(fields), ClusterConfig, "--dp")
+
+
+def _given(context: typer.Context) -> dict[str, Any]:
+    """The options that the user gave, wherever they stand."""
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    given = {name for name, source in sources.items() if source is not None and source.name != "DEFAULT"}
+    return {name: value for name, value in context.params.items() if name in given and value not in (None, [], ())}
+
+
+def run(config: ClusterConfig) -> None:
+    """Run the replicas until a signal. Raises LMKitError if the first ones cannot start."""
+    import asyncio
+
+    from lmkit import log
+    from lmkit.cluster.cluster import Cluster
+    from lmkit.formats.hub import resolve_model_path
+    from lmkit.web.running import registered
+
+    (group,) = config.models
+    log.setup(config.proxy.log_level, log_format=config.proxy.log_format)
+    resolve_model_path(group.model, revision=group.options.get("revision"))  # once, before replicas look for it
+    with registered("serve", group.called, config.proxy.drain_seconds + config.drain_seconds) as tell:
+
+        def on_ready(url: str) -> None:
+            tell(url)
+            print(f"serving {group.called} on {url}", flush=True)
+
+        def say(id: str, line: str) -> None:
+            print(f"{id} | {line}", flush=True)
+
+        asyncio.run(Cluster(lambda: config, None, say, on_ready).run())
