@@ -208,16 +208,17 @@ class LinearsOfExperts:
 
     @classmethod
     def of(cls, linears: list[MergedLinear]) -> LinearsOfExperts | None:
-        """None: the linears have no such kernel, or differ in their kinds."""
+        """None: the linears have no such kernel, differ in their kinds, or gather their inputs."""
         fused = [linear._fused for linear in linears]
         known = [packed for packed in fused if packed is not None]
-        implementation, first, first_bias = known[0] if known else (None, None, None)
-        if implementation is None or implementation.of_experts is None or len(known) < len(linears):
+        if not known or len(known) < len(linears) or any(packed.order is not None for packed in known):
             return None
-        outline = _outline(first), first_bias is None
-        if any(i is not implementation or (_outline(p), bias is None) != outline for i, p, bias in known):
+        implementation, outline = known[0].implementation, _outline_of(known[0])
+        if implementation.of_experts is None or any(
+            packed.implementation is not implementation or _outline_of(packed) != outline for packed in known
+        ):
             return None
-        table = implementation.of_experts.table([(packed, bias) for _, packed, bias in known])
+        table = implementation.of_experts.table([(packed.weight, packed.bias) for packed in known])
         return None if table is None else cls(implementation.of_experts, table, len(linears))
 
     def suits(self, num_places: int) -> bool:
@@ -226,6 +227,10 @@ class LinearsOfExperts:
 
     def __call__(self, x: Tensor, places: ops.Places, *, by_token: bool = False) -> Tensor:
         return self._kernel.multiply(x.float(), places, self._table, by_token)
+
+
+def _outline_of(packed: Packed) -> Any:
+    return _outline(packed.weight), packed.bias is None
 
 
 def _outline(packed: Any) -> Any:
