@@ -18,7 +18,6 @@ Token t of a sequence lives in slot block_table[t // block_size] * block_size + 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -335,20 +334,6 @@ def add_rows(out: Tensor, tokens: Tensor, y: Tensor, factors: Tensor) -> None:
 @op
 def add_shared(out: Tensor, y: Tensor, logits: Tensor | None) -> None:
     """out += y * sigmoid(logits), in place; with no logits, out += y. out and y float32 [T, N], logits [T, 1]."""
-
-
-@dataclass(frozen=True)
-class ExpertLinears:
-    """What an implementation of a linear has for the linears of many experts.
-
-    `table` puts packed weights and biases of one shape together; None: it cannot. `multiply(x, places, table,
-    by_token)` gives float32 [T * k, N]: the product of each place's row with its expert's weight. Rows of x are those
-    of places, or with `by_token` those of tokens. The bits are those of a call for each expert.
-    """
-
-    table: Callable[[list[tuple[Any, Tensor | None]]], Any]
-    multiply: Callable[[Tensor, Places, Any, bool], Tensor]
-    max_rows: int | None = None  # of an expert; with more on average, a call for each expert is faster
 
 
 # Every linear: `pack(weight, activation=None)`; x [T, K] -> [T, N] in x's dtype, accumulated in float32.

@@ -29,6 +29,20 @@ def _no_pack(*args: Any) -> Any:
 
 
 @dataclass(frozen=True)
+class ExpertLinears:
+    """What an implementation of a linear has for the linears of many experts.
+
+    `table` puts weights and biases of one shape together; None: it cannot. `multiply(x, places, table, by_token)`
+    gives float32 [T * k, N]: the product of the row of each of ops.Places with its expert's weight. Rows of x are those
+    of places, or with `by_token` those of tokens. The bits are those of a call for each expert.
+    """
+
+    table: Callable[..., Any]
+    multiply: Callable[..., Any]
+    max_rows: int | None = None  # of an expert; with more on average, a call for each expert is faster
+
+
+@dataclass(frozen=True)
 class Implementation:
     """One way to run an op. `accepts(**traits)` returns None, or the reason why it cannot."""
 
@@ -39,7 +53,7 @@ class Implementation:
     pack: Callable[..., Any] = _no_pack
     priority: int = 0
     epilogue: bool = False  # of a linear: takes `dtype` and `residual`
-    of_experts: Any = None  # of a linear: see ops.ExpertLinears
+    of_experts: ExpertLinears | None = None  # of a linear, for mixtures of experts
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         return self.run(*args, **options)

@@ -13,7 +13,7 @@ from torch import Tensor
 from lmkit.errors import CheckpointError, UnsupportedError
 from lmkit.kernels import ops
 from lmkit.kernels.ops import Columns, Norm
-from lmkit.kernels.registry import Implementation, Op
+from lmkit.kernels.registry import ExpertLinears, Implementation, Op
 from lmkit.layers.adapters import LinearAdapters, RowNumbers, gated, without_activation
 from lmkit.layers.outline import WeightKind, kind_of, packed_outline
 from lmkit.log import get_logger
@@ -203,34 +203,27 @@ def _checked(order: Tensor) -> Tensor:
 class LinearsOfExperts:
     """The packed linears of many experts, as one kernel multiplies with them. `of` makes them."""
 
-    def __init__(self, kernel: ops.ExpertLinears, table: Any, count: int) -> None:
+    def __init__(self, kernel: ExpertLinears, table: Any, count: int) -> None:
         self._kernel, self._table, self._count = kernel, table, count
 
     @classmethod
     def of(cls, linears: list[MergedLinear]) -> LinearsOfExperts | None:
-        """None: the linears have no such kernel, differ in their kinds, or gather their inputs."""
+        """None: the linears have no such kernel, differ in their kinds, or have an order of their own."""
         fused = [linear._fused for linear in linears]
-        known = [packed for packed in fused if packed is not None]
-        if not known or len(known) < len(linears) or any(packed.order is not None for packed in known):
+        known = [packed for packed in fused if packed is not None and packed.order is None]
+        if len(known) < len(linears) or (kernel := known[0].implementation.of_experts) is None:
             return None
-        implementation, outline = known[0].implementation, _outline_of(known[0])
-        if implementation.of_experts is None or any(
-            packed.implementation is not implementation or _outline_of(packed) != outline for packed in known
-        ):
-            return None
-        table = implementation.of_experts.table([(packed.weight, packed.bias) for packed in known])
-        return None if table is None else cls(implementation.of_experts, table, len(linears))
+        kinds = {(id(one.implementation), _outline(one.weight), one.bias is None) for one in known}
+        table = kernel.table([(one.weight, one.bias) for one in known]) if len(kinds) == 1 else None
+        return None if table is None else cls(kernel, table, len(linears))
 
     def suits(self, num_places: int) -> bool:
         """Whether this is the fast way for so many pairs of token and expert."""
         return self._kernel.max_rows is None or num_places <= self._kernel.max_rows * self._count
 
     def __call__(self, x: Tensor, places: ops.Places, *, by_token: bool = False) -> Tensor:
-        return self._kernel.multiply(x.float(), places, self._table, by_token)
-
-
-def _outline_of(packed: Packed) -> Any:
-    return _outline(packed.weight), packed.bias is None
+        y: Tensor = self._kernel.multiply(x.float(), places, self._table, by_token)
+        return y
 
 
 def _outline(packed: Any) -> Any:

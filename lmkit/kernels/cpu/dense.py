@@ -41,8 +41,8 @@ from lmkit.kernels.cpu.panels import (
     store_panels,
 )
 from lmkit.kernels.cpu.structs import read
-from lmkit.kernels.ops import ExpertLinears, Norm, Places
-from lmkit.kernels.registry import Implementation
+from lmkit.kernels.ops import Norm, Places
+from lmkit.kernels.registry import ExpertLinears, Implementation
 
 DIRECT_ROWS = 6  # more rows share weights that are widened once
 
@@ -127,7 +127,7 @@ def linear(isa: Isa, x: Tensor, packed: PackedDense, bias: Tensor | None, norm: 
 
 
 def of_experts(isa: Isa, x: Tensor, places: Places, table: ExpertTable, by_token: bool) -> Tensor:
-    """See ops.ExpertLinears."""
+    """See registry.ExpertLinears."""
     packed: PackedDense = table.packed
     features = packed.out_features // 2 if packed.activation else packed.out_features
     out = workspace.empty(len(places.tokens), features)

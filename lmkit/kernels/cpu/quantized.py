@@ -42,8 +42,8 @@ from lmkit.kernels.cpu.panels import (
     store_panels,
 )
 from lmkit.kernels.cpu.structs import read
-from lmkit.kernels.ops import ExpertLinears, Norm, Places
-from lmkit.kernels.registry import Implementation
+from lmkit.kernels.ops import Norm, Places
+from lmkit.kernels.registry import ExpertLinears, Implementation
 
 SPREAD = 6  # in micro-kernels' rows; with fewer rows, unpacking in registers each time costs less than stores
 # Bytes between the weights that are read and those that are prefetched. AMD's processors do this by themselves: there,
@@ -129,7 +129,7 @@ def linear(
 
 
 def of_experts(isa: Isa, bits: int, x: Tensor, places: Places, table: ExpertTable, by_token: bool) -> Tensor:
-    """See ops.ExpertLinears."""
+    """See registry.ExpertLinears."""
     packed: PackedWeight = table.packed
     wide = dot_for(isa, bits).input_bytes == 2
     _memory, activations = quantize(x, packed, None, Layout(1, packed.group_size), wide=wide)
