@@ -11,7 +11,7 @@ from typing import ClassVar, Literal, NamedTuple
 from lmkit.serve.auth import Owner
 from lmkit.serve.chat import ChatBuilder
 from lmkit.serve.collect import num_bytes
-from lmkit.serve.protocol import ChatCompletionRequest
+from lmkit.serve.protocol import ChatCompletionRequest, PromptProgress
 from lmkit.serve.serving import Serving
 from lmkit.turbo.transport.output import RequestOutput, TextLogprobs
 from lmkit.web.budget import Share
@@ -35,13 +35,17 @@ class Block:
         return "".join(self.parts)
 
 
-class Step(NamedTuple):
-    """What became of a block: it was opened, it grew by `text`, or it was closed."""
+NO_BLOCK = Block("", "text", -1)
 
-    what: Literal["open", "grow", "close"]
-    block: Block
+
+class Step(NamedTuple):
+    """What became of a block: it was opened, it grew by `text`, or it was closed. Or the prompt was not done yet."""
+
+    what: Literal["open", "grow", "close", "wait"]
+    block: Block = NO_BLOCK
     text: str = ""
     logprobs: tuple[TextLogprobs, ...] = ()
+    progress: PromptProgress | None = None
 
 
 class Blocks:
@@ -118,6 +122,8 @@ class BlockBuilder(ChatBuilder):
 
     def taken(self, output: RequestOutput) -> Iterator[Step]:
         """What an output adds."""
+        for report in self.progress(output):
+            yield Step("wait", progress=report)
         self._held += output.logprobs
         for kind, text in self.answers[0].take(output):
             match kind:

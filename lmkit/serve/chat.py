@@ -134,6 +134,8 @@ class _ChatResponse(ChatBuilder):
                     for event in self._echo:
                         yield self._chunk([ChatChunkChoice(index=idx, delta=deltas[idx].of(event))])
                 self.note(idx, output)
+                for report in self.progress(output):
+                    yield self._chunk([ChatChunkChoice(index=idx, delta={})], prompt_progress=report)
                 logprobs = ChatLogprobs(content=list(map(self.logprob, output.logprobs))) if output.logprobs else None
                 ids = output.token_ids if self.body.return_token_ids else None
                 events = self.answers[idx].take(output)

@@ -72,6 +72,10 @@ class CompletionResponse(ResponseBuilder[CompletionRequest]):
         async with aclosing(self.outputs()) as outputs:
             async for idx, output in outputs:
                 self.note(idx, output)
+                for report in self.progress(output):
+                    yield self.chunk(Completion(**self.head, choices=[], prompt_progress=report))
+                if output.num_computed is not None:
+                    continue
                 choice = self._choice(idx, output, first=not started[idx])
                 started[idx] = True
                 if choice.text or choice.logprobs or choice.token_ids or choice.finish_reason is not None:

@@ -29,6 +29,11 @@ NAMES = {
 }
 LOGPROBS = ("return_logprob", "top_logprobs_num", "logprob_start_len")  # SGLang's
 HERE = ("sampling_params", "return_text_in_logprobs", *LOGPROBS)  # not fields of /v1/completions
+ELSEWHERE = {  # fields of /v1/completions that this route has no place for
+    "stream_options": "each event has the numbers of tokens",
+    "return_tokens_as_token_ids": "logprobs here have the ids of tokens",
+    "return_progress": "/v1/completions and chat have it",
+}
 
 router = APIRouter()
 
@@ -55,11 +60,9 @@ def completion_fields(data: Any) -> Any:
         if ours in fields:
             raise _invalid(f"{name}: {ours} is given twice; send one of them", name)
         fields[ours] = value
-    if "stream_options" in fields:
-        raise _invalid("stream_options: leave it out; each event has the numbers of tokens", "stream_options")
-    if "return_tokens_as_token_ids" in fields:
-        message = "return_tokens_as_token_ids: leave it out; logprobs here have the ids of tokens"
-        raise _invalid(message, "return_tokens_as_token_ids")
+    for name, why in ELSEWHERE.items():
+        if fields.get(name, False) is not False:
+            raise _invalid(f"{name}: leave it out; {why}", name)
     if "prompt" not in fields:
         raise _invalid("send text or input_ids", "text")
     return fields | _logprobs(data, fields)

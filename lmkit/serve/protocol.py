@@ -138,6 +138,7 @@ class _Sampling(Extensions):
     truncation_side: Literal["left", "right"] | None = None  # of the prompt, where it is cut; default left
     return_tokens_as_token_ids: bool | None = None  # vLLM's: the tokens of logprobs are shown as "token_id:5"
     timings_per_token: bool | None = None  # llama.cpp's: the answer and each chunk with text have `timings`
+    return_progress: bool | None = None  # llama.cpp's, in a stream: chunks with `prompt_progress` before the answer
     # the answer follows a schema, a pattern or a grammar, see serve.constraint: OpenAI's field, then others' names
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
@@ -292,6 +293,15 @@ class Timings(_Part):
     predicted_per_second: float
 
 
+class PromptProgress(_Part):
+    """llama.cpp's."""
+
+    total: int  # tokens of the prompt
+    cache: int  # of them, those whose KV was reused
+    processed: int  # of them, those whose KV is there
+    time_ms: int  # since the request's admission, behind the queue
+
+
 class TopLogprob(_Part):
     token: str
     logprob: float
@@ -345,6 +355,7 @@ class ChatCompletionChunk(_Response, kw_only=True):
     choices: list[ChatChunkChoice]
     usage: Asked[Usage | None] = UNSET
     timings: Asked[Timings] = UNSET
+    prompt_progress: Asked[PromptProgress] = UNSET
     prompt_token_ids: Asked[list[int] | None] = UNSET  # with the first chunk
 
 
@@ -355,3 +366,4 @@ class Completion(_Response, kw_only=True):
     choices: list[CompletionChoice]
     usage: Asked[Usage | None] = UNSET
     timings: Asked[Timings] = UNSET
+    prompt_progress: Asked[PromptProgress] = UNSET

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -23,6 +23,7 @@ from lmkit.serve.protocol import (
     ChatCompletionRequest,
     Completion,
     CompletionRequest,
+    PromptProgress,
     Timings,
 )
 from lmkit.serve.resume import Resumption
@@ -44,6 +45,7 @@ class ResponseBuilder(ABC, Generic[B]):
     requests: list[engine.Request]
     count: UsageCount
     last: RequestOutput | None = None  # the one that was noted last
+    _processed: int | None = None  # tokens of the prompt, as the client knows
     identity: Identity | None = None  # what a proxy chose, the same at each node
     resumption: Resumption | None = None  # another node may take over
     repeats_logprobs: ClassVar[bool] = False  # the end of a stream has all log-probabilities again
@@ -66,6 +68,9 @@ class ResponseBuilder(ABC, Generic[B]):
         if self.body.timings_per_token and len(self.requests) > 1:
             message = "timings_per_token: it goes with one prompt and one choice"
             raise RequestError("invalid_request", message, "timings_per_token")
+        if self.body.return_progress and (len(self.requests) > 1 or not self.body.stream):
+            message = "return_progress: it goes with stream, one prompt and one choice"
+            raise RequestError("invalid_request", message, "return_progress")
         limit = self.server.answers.each
         check_output(
             self.requests, self.choices_per_prompt, self.server.info, stream=bool(self.body.stream), limit=limit
@@ -98,7 +103,7 @@ class ResponseBuilder(ABC, Generic[B]):
     def is_movable(self) -> bool:
         """Whether another node can go on with the answer. What it cannot know are times and log-probabilities."""
         body = self.body
-        lost = body.timings_per_token or (self.repeats_logprobs and body.logprobs)
+        lost = body.timings_per_token or body.return_progress or (self.repeats_logprobs and body.logprobs)
         return bool(body.stream and not lost and not self.server.hooks.sees_answers)
 
     @property
@@ -178,6 +183,19 @@ class ResponseBuilder(ABC, Generic[B]):
         if options and options.include_usage:
             chunk.usage = self.count.usage() if last or options.continuous_usage_stats else None
         return event(msgspec.json.encode(chunk).decode())
+
+    def progress(self, output: RequestOutput) -> Iterator[PromptProgress]:
+        """What is new of the prompt's way: first what the cache had, and last the whole prompt."""
+        total, cache = output.num_prompt_tokens, output.num_cached_tokens
+        now = total if output.num_computed is None else output.num_computed
+        if not self.body.return_progress or self._processed == total:
+            return
+        if self._processed is None:
+            self._processed = cache
+            yield PromptProgress(total, cache, cache, 0)
+        if now > self._processed:
+            self._processed = now
+            yield PromptProgress(total, cache, now, round(1e3 * output.prompt_seconds))
 
     def asked(self, token_ids: list[int] | None) -> Asked[list[int] | None]:
         """Token ids of a chunk, if the body asks for them."""

@@ -274,6 +274,7 @@ def _request(
         logprobs_start=logprobs_start,
         session_id=body.session_id and owner.own(body.session_id),
         speculate=_or(body.speculate, True),
+        progress=bool(body.return_progress),
         **placement(body, owner),
     )
 

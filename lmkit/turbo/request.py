@@ -115,6 +115,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0  # lower = sooner; see turbo.scheduling.policy
     timeout: float | None = None  # seconds from its arrival at the engine; then it ends with an error
     speculate: bool = True  # whether guesses at its tokens may be computed; its tokens are the same
+    progress: bool = False  # outputs before the first token say how much of the prompt is computed
     known_ids: list[int] = []  # the answer's first tokens: it goes on behind them, as after a preemption
 
 
@@ -155,7 +156,8 @@ class StepOutput(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: list[TokenLogprobs] = []  # with the first output: one for each prompt token after logprobs_start
     embedding: bytes = b""  # on request, with the last output: float32 [hidden], not normalized
     stop_token: int | None = None  # the eos or stop id of token_ids that ended the request, if one did
-    cached_tokens: int = 0  # with the first output: prompt tokens whose KV was found and not computed
+    num_computed: int | None = None  # of the prompt's tokens, in an output before the first token, on request
+    cached_tokens: int = 0  # with the first output, and those before it: prompt tokens whose KV was found
     queue_seconds: float = 0.0  # with the first output: that the request waited until it was admitted
     error: str | None = None  # with finish_reason "error"
     error_code: str = "engine_error"  # the code of `error`, one of errors.HTTP_STATUS

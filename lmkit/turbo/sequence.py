@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 import numpy as np
+from msgspec.structs import replace
 
 from lmkit.turbo.plan import NewSequence
-from lmkit.turbo.request import FinishReason, Request, TokenLogprobs
+from lmkit.turbo.request import FinishReason, Request, StepOutput, TokenLogprobs
 
 FAILED_TOKEN = -2  # as SampledToken.token_id: the logits were unusable and the sequence ends with finish_reason "error"
 
@@ -101,6 +102,14 @@ class Sequence:
         It is false once there are outputs, so a preempted sequence does not score its prompt again.
         """
         return self.request.prompt_logprobs and not self.num_outputs
+
+    def progress(self) -> list[StepOutput]:
+        """An output that says how much of the prompt is computed, if the request asks for it and none has come."""
+        if not self.request.progress or self.num_outputs or self.status is not Status.RUNNING:
+            return []
+        cached, queued = self.cached_tokens or 0, self.queue_seconds or 0.0
+        known = StepOutput(request_id=self.request_id, token_ids=[], cached_tokens=cached, queue_seconds=queued)
+        return [replace(known, num_computed=self.num_completed)]
 
     @property
     def max_cached(self) -> int:

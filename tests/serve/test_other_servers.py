@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from collections.abc import AsyncGenerator
 from typing import Any
 
+import msgspec
 import pytest
 
 from lmkit.config import ServerConfig
@@ -97,6 +100,8 @@ def test_echo_shows_the_prompt_that_was_computed() -> None:
         ({"truncate_prompt_tokens": 4, "truncation_side": "middle"}, "truncation_side"),
         ({"truncation_side": "left"}, "truncation_side"),
         ({"timings_per_token": True, "n": 2}, "timings_per_token"),
+        ({"return_progress": True}, "return_progress"),
+        ({"return_progress": True, "stream": True, "n": 2}, "return_progress"),
         ({"seed": 1 << 63}, "seed"),
     ],
 )
@@ -144,6 +149,59 @@ def test_timings_are_shown_on_request() -> None:
         assert all("timings" in chunk for chunk in chunks[path == CHAT_PATH :])  # the first of a chat is its role
     about = App(ScriptedEngine()).post("/generate", {"text": "Hi", "timings_per_token": True}).json()["meta_info"]
     assert about["timings"]["predicted_n"] == 2
+
+
+class ChunkingEngine(ScriptedEngine):
+    """Computes prompts eight tokens at a time, behind four that the cache had."""
+
+    async def generate(self, request: Request) -> AsyncGenerator[StepOutput]:
+        for num in range(12, len(request.prompt_ids), 8):
+            assert request.progress
+            yield StepOutput(request_id=request.request_id, token_ids=[], num_computed=num, cached_tokens=4)
+            await asyncio.sleep(0)
+        async for step in super().generate(request):
+            yield msgspec.structs.replace(step, cached_tokens=4)
+
+
+def check_way(processed: list[int], total: int) -> None:
+    """The cached tokens, then ends of chunks, and the whole prompt. Chunks that come at once are told once."""
+    assert processed == sorted(set(processed))
+    assert processed[0] == 4
+    assert processed[-1] == total
+    assert len(processed) > 2
+    assert set(processed[1:-1]) <= set(range(12, total, 8))
+
+
+def test_the_progress_of_a_prompt_is_streamed() -> None:
+    chat = CHAT | {"messages": [{"role": "user", "content": LONG * 3}]}
+    for path, body in ((CHAT_PATH, chat), (TEXT_PATH, TEXT | {"prompt": LONG * 4, "echo": True})):
+        plain = events(App(ScriptedEngine()).post(path, body | {"stream": True, "seed": 1}).text)
+        body |= {"stream": True, "seed": 1, "return_progress": True, "stream_options": {"include_usage": True}}
+        found = events(App(ChunkingEngine()).post(path, body).text)
+        reports = [event["prompt_progress"] for event in found if "prompt_progress" in event]
+        total = found[-1]["usage"]["prompt_tokens"]
+        check_way([report["processed"] for report in reports], total)
+        assert {(report["total"], report["cache"]) for report in reports} == {(total, 4)}
+        assert found[-1]["usage"]["prompt_tokens_details"]["cached_tokens"] == 4
+        shown = [event["choices"] for event in found if event["choices"] and "prompt_progress" not in event]
+        assert shown == [event["choices"] for event in plain]
+        once = events(App(ScriptedEngine()).post(path, body).text)
+        assert [event["prompt_progress"]["processed"] for event in once if "prompt_progress" in event] == [0, total]
+    assert App(ScriptedEngine()).post("/generate", {"text": "Hi", "return_progress": True}).status_code == 400
+
+
+def test_the_progress_of_a_response_is_streamed() -> None:
+    body = {"input": LONG * 3, "stream": True, "return_progress": True, "timings_per_token": True, "store": False}
+    text = App(ChunkingEngine()).post("/v1/responses", body).text
+    found = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+    reports = [event["prompt_progress"] for event in found if "prompt_progress" in event]
+    total = found[-1]["response"]["usage"]["input_tokens"]
+    check_way([report["processed"] for report in reports], total)
+    assert {event["type"] for event in found if "prompt_progress" in event} == {"response.in_progress"}
+    assert [event["sequence_number"] for event in found] == list(range(len(found)))
+    timed = [event for event in found if "timings" in event]
+    assert {event["type"] for event in timed} == {"response.output_text.delta", found[-1]["type"]}
+    assert timed[-1]["timings"]["predicted_n"] == 2
 
 
 @pytest.mark.parametrize(

@@ -106,7 +106,7 @@ class MessagesAnswer(BlockBuilder):
         return sealed(block.text) if self._hides else SIGNATURE
 
     def _written(self, step: Step) -> Iterator[str]:
-        what, block, text, _ = step
+        what, block, text, *_ = step
         match what, block.kind:
             case "open", "reasoning":
                 yield self._opens(block, {"type": "thinking", "thinking": "", "signature": ""})

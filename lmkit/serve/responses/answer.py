@@ -11,7 +11,8 @@ import msgspec
 from lmkit.errors import RequestError
 from lmkit.serve.auth import Owner
 from lmkit.serve.blocks import Block, BlockBuilder, Step
-from lmkit.serve.protocol import ChatCompletionRequest
+from lmkit.serve.protocol import ChatCompletionRequest, Timings
+from lmkit.serve.response import timings
 from lmkit.serve.responses.protocol import NAMES, Item, ResponsesRequest
 from lmkit.serve.responses.store import ResponseStore, Stored
 from lmkit.serve.serving import Serving, new_id
@@ -68,7 +69,11 @@ class ResponsesAnswer(BlockBuilder):
             for text in self._written(step):
                 yield text
         response = await self.keep(self._finished())
-        yield self._event(f"response.{response['status']}", response=response)
+        yield self._event(f"response.{response['status']}", response=response, **self._times())
+
+    def _times(self) -> dict[str, Timings]:
+        """llama.cpp's field of an event, if the request asks for it."""
+        return {"timings": timings(self.last)} if self.body.timings_per_token else {}
 
     @property
     def failed(self) -> Failed:
@@ -182,7 +187,10 @@ class ResponsesAnswer(BlockBuilder):
 
     def _written(self, step: Step) -> Iterator[str]:
         """The events of a step."""
-        what, block, text, logprobs = step
+        what, block, text, logprobs, progress = step
+        if progress is not None:
+            yield self._event("response.in_progress", response=self.response("in_progress"), prompt_progress=progress)
+            return
         at = {"item_id": block.id, "output_index": block.index}
         if block.kind == "call":
             yield from self._call_written(step, at)
@@ -195,7 +203,7 @@ class ResponsesAnswer(BlockBuilder):
                 yield self._item_event("added", block, "in_progress")
                 yield self._event("response.content_part.added", **inside, part=self._part(block))
             case "grow":
-                yield self._event(f"{kind}.delta", **inside, delta=text, **shown)
+                yield self._event(f"{kind}.delta", **inside, delta=text, **shown, **self._times())
             case "close":
                 if shown:
                     shown = {"logprobs": self._logprobs(block.logprobs)}

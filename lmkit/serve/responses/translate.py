@@ -43,6 +43,8 @@ def to_chat(body: Prompt, items: Sequence[Item]) -> ChatCompletionRequest:
             "logprobs": "message.output_text.logprobs" in (body.include or ()) or None,
             "top_logprobs": body.top_logprobs,
             "user": body.user,
+            "timings_per_token": body.timings_per_token,
+            "return_progress": body.return_progress,
         }
     return chat_request(body, fields, NAMES)
 

@@ -278,8 +278,8 @@ class Scheduler:
             seq.gather_prompt_logprobs(chunk.start, result.prompt_logprobs)
         if seq.status is Status.RUNNING and chunk.start < seq.num_prompt_tokens:
             self.kv.publish(seq, min(seq.num_completed, seq.num_prompt_tokens), partial=chunk.num_sampled > 0)
-        tokens = result.tokens
-        if not tokens:
+        if not (tokens := result.tokens):
+            self._outputs += seq.progress()
             return
         has_failed = tokens[-1].token_id == FAILED_TOKEN or (seq.request.pooling is not None and not result.embedding)
         if has_failed:

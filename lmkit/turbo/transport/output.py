@@ -41,6 +41,7 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):
     stop_reason: str | int | None = None  # the stop string or stop_token_ids entry that ended it; None for an eos
     num_prompt_tokens: int
     num_cached_tokens: int = 0  # prompt tokens found in the cache, known from the first output on
+    num_computed: int | None = None  # of the prompt's tokens, in an output before the first token, on request
     num_output_tokens: int  # so far
     num_steps: int = 0  # so far: steps that gave tokens; fewer than tokens if guesses were right
     queue_seconds: float = 0.0  # with the first output: that the request waited in the engine's queue
@@ -98,6 +99,8 @@ class OutputProcessor:
 
     def process(self, step: StepOutput) -> RequestOutput:
         """Return the output of one step. A step after the last one was already on its way; it adds nothing."""
+        if step.num_computed is not None:
+            return self._on_the_way(step)
         texts: list[str] = []
         logprobs: list[TextLogprobs] = []
         first_token = self._num_tokens
@@ -141,6 +144,19 @@ class OutputProcessor:
             decode_seconds=self._decode_seconds,
             error=step.error,
             error_code=step.error_code,
+        )
+
+    def _on_the_way(self, step: StepOutput) -> RequestOutput:
+        """An output before the first token."""
+        return RequestOutput(
+            request_id=self._request.request_id,
+            text="",
+            token_ids=[],
+            num_prompt_tokens=len(self._request.prompt_ids),
+            num_cached_tokens=step.cached_tokens,
+            num_computed=step.num_computed,
+            num_output_tokens=0,
+            prompt_seconds=max(0.0, self._clock() - self._start - step.queue_seconds),
         )
 
     def _time(self, step: StepOutput, *, is_later: bool) -> None:

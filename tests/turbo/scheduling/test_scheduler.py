@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from lmkit.turbo.request import Request, SamplingParams
@@ -30,6 +31,22 @@ def test_a_long_prompt_is_computed_in_chunks() -> None:
     engine.add(request("a", 40, max_tokens=1))
     assert [shape(engine) for _ in range(3)] == [[(0, 16)], [(16, 16)], [(32, 8)]]
     assert [o.finish_reason for o in engine.outputs["a"]] == ["length"]
+
+
+def test_a_prompt_on_its_way_is_told_on_request() -> None:
+    engine = FakeEngine()
+    engine.add(msgspec.structs.replace(request("a", 40, max_tokens=2), progress=True))
+    engine.add(request("b", 40, max_tokens=2))
+    while engine.step():
+        pass
+    told = [output.num_computed for output in engine.outputs["a"]]
+    assert told[-2:] == [None, None]
+    assert len(told) > 3
+    assert told[:-2] == sorted(set(told[:-2]))
+    assert told[-3] < 40
+    assert [output.token_ids for output in engine.outputs["a"]][:-2] == [[]] * (len(told) - 2)
+    assert [output.num_computed for output in engine.outputs["b"]] == [None, None]
+    assert engine.tokens("a") == solo(request("a", 40, max_tokens=2), LIMITS)[0]
 
 
 def test_max_tokens_is_clipped_at_the_context() -> None:
