@@ -1,4 +1,4 @@
-"""LowRank: what an adapter adds to one linear."""
+"""LowRank: what an adapter adds to one linear; LowRanks: what several add."""
 
 from __future__ import annotations
 
@@ -22,3 +22,22 @@ class LowRank:
     def product(self) -> Tensor:
         """What it adds to the weight, float32 [out, in]."""
         return self.scale * (self.b.float().T @ self.a.float())
+
+
+class LowRanks:
+    """The additions of several adapters to one linear, by the adapter's number. Kernels read `addresses`."""
+
+    FIELDS = 5  # of an entry: A or 0, B, rank, number of the dtype, bits of the scale
+
+    def __init__(self, count: int) -> None:
+        self.entries: list[LowRank | None] = [None] * count
+        self.addresses = torch.zeros(count, self.FIELDS, dtype=torch.int64)
+
+    def set(self, number: int, entry: LowRank | None) -> None:
+        self.entries[number] = entry
+        self.addresses[number] = 0
+        if entry is not None:
+            kind = DTYPES.index(entry.a.dtype)
+            scale = int(torch.tensor(entry.scale, dtype=torch.float32).view(torch.int32))
+            fields = [entry.a.data_ptr(), entry.b.data_ptr(), len(entry.a), kind, scale]
+            self.addresses[number] = torch.tensor(fields)

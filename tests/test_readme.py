@@ -60,8 +60,9 @@ ROWS = {
     "dots.llm1": ("Dots1ForCausalLM", "dots1"),
     "DeepSeek-V2, V2-Lite": ("DeepseekV2ForCausalLM", "deepseek-v2"),
     "DeepSeek-V3, R1": ("DeepseekV3ForCausalLM", "deepseek-v3"),
+    "OPT": ("OPTForCausalLM", "opt"),
 }
-LATENT = {"DeepSeek-V2, V2-Lite", "DeepSeek-V3, R1"}  # rows that run on a CPU alone, and dense
+CPU_ALONE = {"DeepSeek-V2, V2-Lite", "DeepSeek-V3, R1", "OPT"}  # rows that run on a CPU alone, and dense
 
 
 def cells() -> dict[str, list[str]]:
@@ -77,7 +78,7 @@ def test_every_family_and_format_has_a_place() -> None:
     assert matrix.pop("any other") == ["no"] * len(COLUMNS)
     assert list(matrix) == list(ROWS)
     for name, row in matrix.items():
-        assert row == (["CPU", "no", "no", "no", "no"] if name in LATENT else ["CPU, GPU"] * len(COLUMNS))
+        assert row == (["CPU", "no", "no", "no", "no"] if name in CPU_ALONE else ["CPU, GPU"] * len(COLUMNS))
     with pytest.raises(Exception, match="architecture"):
         registry.load_spec({"architectures": ["NobodysForCausalLM"]})
     assert {architecture for architecture, _ in ROWS.values()} == set(registry.FAMILIES)
@@ -92,7 +93,7 @@ def test_every_family_and_format_has_a_place() -> None:
 def _cases() -> Iterator[Any]:
     """All cells. The short run has one of each row, and of each column at least one."""
     for i, row in enumerate(ROWS):
-        if row in LATENT:
+        if row in CPU_ALONE:
             yield pytest.param(row, "dense")
             continue
         for j, column in enumerate(COLUMNS):

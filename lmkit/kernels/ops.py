@@ -24,11 +24,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lmkit import low_rank
 from lmkit.attention_spec import AttentionSpec
 from lmkit.kernels.registry import op
 from lmkit.kv_dtype import KVDtype
-from lmkit.low_rank import LowRank
+from lmkit.low_rank import LowRanks
 
 FP8_MAX = 448.0
 ACTIVATIONS = ("silu", "gelu_tanh", "clamped_swish")  # of gated linears
@@ -81,17 +80,22 @@ class KVTensor:
 
 @dataclass(frozen=True)
 class Norm:
-    """An RMSNorm. With a residual, the sum x + residual is normalized, and the residual becomes that sum."""
+    """An RMSNorm, or with a bias a LayerNorm. With a residual, the sum x + residual is normalized, and the residual
+    becomes that sum."""
 
     weight: Tensor  # [H]
     eps: float
     residual: Tensor | None = None  # [T, H] in x's dtype or float32, overwritten
     dtype: torch.dtype | None = None  # of the result; None = x's
+    bias: Tensor | None = None  # [H]
 
 
 @op
 def rms_norm(x: Tensor, norm: Norm) -> Tensor:
-    """y = s / sqrt(mean(s^2, -1) + eps) * weight, s = x or x + residual. x and y [..., H], any leading shape."""
+    """y = s / sqrt(mean(s^2, -1) + eps) * weight, s = x or x + residual. x and y [..., H], any leading shape.
+
+    With a bias, s is replaced by s - mean(s, -1), and the bias is added to y (LayerNorm, arXiv 1607.06450).
+    """
 
 
 @op
@@ -102,6 +106,16 @@ def embedding(table: Tensor, rows: Tensor, scale: float = 1.0) -> Tensor:
 @op
 def gather_columns(x: Tensor, order: Tensor) -> Tensor:
     """y[t, j] = x[t, order[j]]. x and y [T, K], of one dtype; order int32 [K] in 0 .. K - 1."""
+
+
+@op
+def add_positions(x: Tensor, table: Tensor, positions: Tensor) -> None:
+    """x[t] += table[positions[t]], in place. x float32 [T, H], table float32 [P, H], positions int32 [T] below P."""
+
+
+@op
+def relu(x: Tensor) -> Tensor:
+    """x <- max(x, 0), in place. x [T, I]; returns x."""
 
 
 @op
@@ -153,25 +167,6 @@ def gated_panels(gate_up: Tensor, activation: str, width: int, size: int) -> Ten
     """`gated_activation` of gate and up in turns of `width` columns: gate, up, gate, up. gate_up [T, C] has a multiple
     of 2 * width columns; result [T, size]. Columns beyond `size` of each half are padding.
     """
-
-
-class LowRanks:
-    """The additions of several adapters to one linear, by the adapter's number. Kernels read `addresses`."""
-
-    FIELDS = 5  # of an entry: A or 0, B, rank, number of the dtype, bits of the scale
-
-    def __init__(self, count: int) -> None:
-        self.entries: list[LowRank | None] = [None] * count
-        self.addresses = torch.zeros(count, self.FIELDS, dtype=torch.int64)
-
-    def set(self, number: int, entry: LowRank | None) -> None:
-        self.entries[number] = entry
-        self.addresses[number] = 0
-        if entry is not None:
-            kind = low_rank.DTYPES.index(entry.a.dtype)
-            scale = int(torch.tensor(entry.scale, dtype=torch.float32).view(torch.int32))
-            fields = [entry.a.data_ptr(), entry.b.data_ptr(), len(entry.a), kind, scale]
-            self.addresses[number] = torch.tensor(fields)
 
 
 @dataclass(frozen=True)

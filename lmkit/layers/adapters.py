@@ -14,9 +14,9 @@ from torch import Tensor
 
 from lmkit.kernels import ops
 from lmkit.kernels.cpu.panels import interleave
-from lmkit.kernels.ops import Columns, LowRanks
+from lmkit.kernels.ops import Columns
 from lmkit.kernels.registry import Implementation
-from lmkit.low_rank import LowRank
+from lmkit.low_rank import LowRank, LowRanks
 
 
 class RowNumbers:

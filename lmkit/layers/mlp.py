@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from lmkit.kernels import ops
 from lmkit.kernels.ops import Norm
 from lmkit.layers.linear import MergedLinear, Weights
 from lmkit.layers.mlp_spec import MLPSpec
 
 
 class GatedMLP:
-    """A gated MLP as an MLPSpec describes it. `weights` has `<role>.gate`, `<role>.up` and `<role>.down`."""
+    """An MLP as an MLPSpec describes it. `weights` has `<role>.gate` if it is gated, `<role>.up` and `<role>.down`."""
 
     def __init__(self, role: str, spec: MLPSpec, weights: Weights, device: str = "cpu") -> None:
-        roles = f"{role}.gate", f"{role}.up"
-        self.gate_up = MergedLinear(roles, weights, device, activation=spec.activation)
+        roles = tuple(f"{role}.{part}" for part in spec.inputs)
+        is_gated = len(roles) == 2
+        self.gate_up = MergedLinear(roles, weights, device, activation=spec.activation if is_gated else None)
+        self.relu = None if is_gated else ops.relu.select(device)
         self.down = MergedLinear((f"{role}.down",), weights, device)
 
     @property
@@ -23,8 +26,13 @@ class GatedMLP:
 
     def __call__(self, x: Tensor, norm: Norm | None = None) -> Tensor:
         """x [T, hidden], normalized if `norm` is None -> the MLP's contribution [T, hidden]."""
-        return self.down(self.gate_up(x, norm))
+        return self.down(self.inner(x, norm))
+
+    def inner(self, x: Tensor, norm: Norm | None = None) -> Tensor:
+        """The input of `down` [T, intermediate size]."""
+        y = self.gate_up(x, norm)
+        return y if self.relu is None else self.relu(y)
 
     def add_to(self, stream: Tensor, x: Tensor, norm: Norm) -> tuple[Tensor, Tensor | None]:
         """Add the MLP of x to `stream` float32 [T, hidden]; returns a pair as MergedLinear.add_to does."""
-        return self.down.add_to(stream, self.gate_up(x, norm))
+        return self.down.add_to(stream, self.inner(x, norm))

@@ -11,11 +11,16 @@ MAX_PLACES = 4096  # pairs (token, expert) that are computed together; more shar
 @dataclass(frozen=True)
 class MLPSpec:
     """A gated MLP: down(activation(gate(x)) * up(x)). `activation`: silu or gelu_tanh, or clamped_swish, which changes
-    up(x) too (ops.gated_activation)."""
+    up(x) too (ops.gated_activation). With relu there is no gate: down(relu(up(x)))."""
 
     intermediate_size: int
     activation: str = "silu"
     bias: bool = False  # on gate, up and down
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """The last parts of the roles that read x."""
+        return ("up",) if self.activation == "relu" else ("gate", "up")
 
     @property
     def parts(self) -> dict[str, MLPSpec]:

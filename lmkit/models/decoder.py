@@ -250,10 +250,11 @@ class DecoderLayer:
         return x if self.spec.pre_norms else x.to(self.dtype)
 
     def norm(self, role: str, residual: Tensor | None = None) -> Norm:
-        """The RMSNorm of a role, `norm.attn` for example."""
-        weight = self.weights[role]
+        """The norm of a role, `norm.attn` for example."""
+        weight, bias = self.weights[role], self.weights.get(role + ".bias")
         assert isinstance(weight, Tensor)
-        return Norm(weight, self.spec.norm_eps, residual, self.dtype)
+        assert bias is None or isinstance(bias, Tensor)
+        return Norm(weight, self.spec.norm_eps, residual, self.dtype, bias)
 
 
 def _with_halves(weight: Tensor | QTensor, spec: LayerSpec) -> Tensor | QTensor:
@@ -269,7 +270,9 @@ def _with_halves(weight: Tensor | QTensor, spec: LayerSpec) -> Tensor | QTensor:
 
 
 class Decoder:
-    """A whole model. `embed_tokens` [vocab, hidden] and `final_norm` [hidden] are plain; `lm_head` is a linear."""
+    """A whole model. `embed_tokens` [vocab, hidden] and `final_norm` [hidden] are plain; `lm_head` is a linear. A
+    final LayerNorm has a `final_bias`. `positions` [max_position, hidden], if there are any, are added to embeddings.
+    """
 
     def __init__(
         self,
@@ -279,9 +282,13 @@ class Decoder:
         final_norm: Tensor,
         lm_head: MergedLinear,
         dtype: torch.dtype = torch.float32,
+        *,
+        final_bias: Tensor | None = None,
+        positions: Tensor | None = None,
     ) -> None:
         self.spec = spec
         self.embed_tokens = embed_tokens
+        self.final_bias, self.positions = final_bias, positions
         self.layers = layers
         self.final_norm = final_norm
         self.lm_head = lm_head
@@ -290,6 +297,7 @@ class Decoder:
         device = lm_head.device
         self.ropes = {rope: Rope(rope, device) for rope in dict.fromkeys(layer.rope for layer in spec.layers)}
         self.embedding = ops.embedding.select(device)
+        self.add_positions = ops.add_positions.select(device)
         self.rms_norm = ops.rms_norm.select(device)
         self.softcap = ops.softcap.select(device) if spec.final_softcap else None
         self.row_adapters = RowNumbers()  # see models.adapters
@@ -316,7 +324,7 @@ class Decoder:
 
     def final_states(self, delta: Tensor, residual: Tensor | None) -> Tensor:
         """The residual stream's pair [R, hidden] -> the final norm's result float32 [R, hidden]. Keeps the pair."""
-        norm = Norm(self.final_norm, self.spec.norm_eps, None, torch.float32)
+        norm = Norm(self.final_norm, self.spec.norm_eps, None, torch.float32, self.final_bias)
         states: Tensor = self.rms_norm(joined(delta, residual), norm)
         return states if self.spec.logit_scale == 1 else states / self.spec.logit_scale
 
@@ -330,6 +338,8 @@ class Decoder:
         self.row_adapters.set(batch.adapters, batch.logit_adapters)
         angles = {spec: rope(batch) for spec, rope in self.ropes.items()}
         delta: Tensor = self.embed(batch.token_ids)
+        if self.positions is not None:
+            self.add_positions(delta, self.positions, batch.positions)
         residual: Tensor | None = None
         for layer, kv_layer in zip(self.layers, kv, strict=True):
             of_rows = logits_only and layer is self.layers[-1]
@@ -347,7 +357,8 @@ class Decoder:
 
     def head(self, delta: Tensor, residual: Tensor | None) -> Tensor:
         """The residual stream's pair [R, hidden] -> logits float32 [R, vocab]; `residual` is overwritten."""
-        logits = self.lm_head.float32(delta, Norm(self.final_norm, self.spec.norm_eps, residual, self.dtype))
+        norm = Norm(self.final_norm, self.spec.norm_eps, residual, self.dtype, self.final_bias)
+        logits = self.lm_head.float32(delta, norm)
         if self.ranks is not None:
             logits = self.ranks.side_by_side(logits)
         return logits if self.softcap is None else self.softcap(logits, self.spec.final_softcap)

@@ -31,7 +31,13 @@ from lmkit.models.spec import ModelSpec
 WHOLE = Rows(Fraction(0), Fraction(1))
 HALVES = Rows(Fraction(0), Fraction(1, 2)), Rows(Fraction(1, 2), Fraction(1))
 # Other names of the parts before and behind the layers.
-OUTER = {"model.tok_embeddings": roles.EMBED, "output": roles.LM_HEAD}
+OUTER = {
+    "model.tok_embeddings": roles.EMBED,
+    "output": roles.LM_HEAD,
+    "model.decoder.embed_tokens": roles.EMBED,
+    "model.decoder.embed_positions": roles.POSITIONS,
+    "model.decoder.final_layer_norm": roles.FINAL_NORM,
+}
 EXPERTS = {"mlp.experts.gate_up_proj": ("gate", "up"), "mlp.experts.down_proj": ("down",)}
 # What ends the name of such a tensor, and the name of an expert's.
 ENDINGS = {"": "weight", "_bias": "bias", "_blocks": BLOCKS, "_scales": SCALES}

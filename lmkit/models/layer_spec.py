@@ -45,6 +45,8 @@ class LayerSpec:
     latent: LatentSpec | None = None  # latent attention: one KV head, whose row is both key and value
     pre_norms: bool = True
     post_norms: bool = False
+    norm_bias: bool = False  # norms are LayerNorms
+    prefix: str = "model.layers"  # of the names in a checkpoint
     names: Mapping[str, str] = field(default_factory=lambda: roles.LLAMA_NAMES, hash=False)  # see models.roles
 
     @property
@@ -79,7 +81,7 @@ class LayerSpec:
             shapes = self.latent.linears(hidden, self.num_heads)
         for name, mlp in self.mlps.items():
             inner = mlp.intermediate_size
-            shapes |= {f"{name}.gate": (inner, hidden), f"{name}.up": (inner, hidden), f"{name}.down": (hidden, inner)}
+            shapes |= {f"{name}.{part}": (inner, hidden) for part in mlp.inputs} | {f"{name}.down": (hidden, inner)}
         return shapes
 
     @cached_property
@@ -98,6 +100,8 @@ class LayerSpec:
         before = ("norm.attn", "norm.mlp") if self.pre_norms else ()
         behind = ("norm.attn_out", "norm.mlp_out") if self.post_norms else ()
         sizes = dict.fromkeys((*before, *behind), self.hidden_size)
+        if self.norm_bias:
+            sizes |= {f"{role}.bias": self.hidden_size for role in sizes}
         if self.qk_norm:
             q, k = (self.q_size, self.kv_size) if self.joint_qk_norm else (self.head_dim, self.head_dim)
             sizes |= {"attn.q_norm": q, "attn.k_norm": k}
@@ -127,13 +131,13 @@ class LayerSpec:
         """`attn.q` of layer 3 -> `model.layers.3.self_attn.q_proj`."""
         expert = roles.expert_of(role)
         pattern = role if expert is None else role.replace(f".{expert}.", ".{}.")
-        return roles.layer_prefix(index) + self.names[pattern].format(expert)
+        return f"{self.prefix}.{index}.{self.names[pattern].format(expert)}"
 
     @cached_property
     def fused(self) -> tuple[tuple[str, ...], ...]:
         """Linears that read the same input and become one product when their formats agree."""
         inputs = self.latent.inputs if self.latent else roles.QKV
-        return (inputs, *((f"{mlp}.gate", f"{mlp}.up") for mlp in self.mlps))
+        return (inputs, *(tuple(f"{name}.{part}" for part in mlp.inputs) for name, mlp in self.mlps.items()))
 
     @cached_property
     def smooth(self) -> tuple[tuple[str, tuple[str, ...]], ...]:
@@ -142,7 +146,7 @@ class LayerSpec:
 
         Routers read the norm's output. They are multiplied too, or tokens would go to other experts.
         """
-        behind_norm = (*self.routers, *(f"{mlp}.{part}" for mlp in self.mlps for part in ("gate", "up")))
+        behind_norm = (*self.routers, *(f"{name}.{part}" for name, mlp in self.mlps.items() for part in mlp.inputs))
         inner = (name for name, mlp in self.mlps.items() if mlp.activation != "clamped_swish")  # not linear in up(x)
         pairs = (*roles.SMOOTH[:2], ("norm.mlp", behind_norm), *((f"{mlp}.up", (f"{mlp}.down",)) for mlp in inner))
         return pairs if self.pre_norms else tuple(pair for pair in pairs if not pair[0].startswith("norm."))

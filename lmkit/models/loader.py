@@ -149,4 +149,5 @@ def _decoder(
     source.reader.release()
     at = tensor_device(model.packing.device)
     final_norm = source.final_norm().clone().to(at)
-    return Decoder(model.spec, embed.to(at), layers, final_norm, lm_head, model.activation_dtype)
+    extras = {"final_bias": source.final_bias(), "positions": source.positions()}
+    return Decoder(model.spec, embed.to(at), layers, final_norm, lm_head, model.activation_dtype, **extras)

@@ -116,8 +116,12 @@ def resolved(
     """
     source = ModelSource(path, attention_sinks=attention_sinks, rounding=quantize)
     try:
-        if device != "cpu" and any(layer.latent for layer in source.spec.kinds):
-            raise UnsupportedError(f"{path}: latent attention runs on device cpu alone")
+        for what, found in (
+            ("latent attention", any(layer.latent for layer in source.spec.kinds)),
+            ("LayerNorm", any(layer.norm_bias for layer in source.spec.kinds)),
+        ):
+            if found and device != "cpu":
+                raise UnsupportedError(f"{path}: {what} runs on device cpu alone")
         weight_dtype = resolve_dtype(dtype, source.spec.dtype, device)
         asked = resolve_activations(activations, device)
         packing = Packing(device, weight_dtype, asked, lm_head, shard.rank, shard.size, quantize)

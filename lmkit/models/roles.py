@@ -63,7 +63,18 @@ MIXTRAL_EXPERTS = {
     "mlp.experts.{}.up": "block_sparse_moe.experts.{}.w3",
     "mlp.experts.{}.down": "block_sparse_moe.experts.{}.w2",
 }
+OPT_NAMES = {
+    "norm.attn": "self_attn_layer_norm",
+    "attn.q": "self_attn.q_proj",
+    "attn.k": "self_attn.k_proj",
+    "attn.v": "self_attn.v_proj",
+    "attn.o": "self_attn.out_proj",
+    "norm.mlp": "final_layer_norm",
+    "mlp.up": "fc1",
+    "mlp.down": "fc2",
+}
 EMBED, FINAL_NORM, LM_HEAD = "model.embed_tokens", "model.norm", "lm_head"
+POSITIONS = "model.embed_positions"
 
 QKV = ("attn.q", "attn.k", "attn.v")
 LINEARS = (*QKV, "attn.o", "mlp.gate", "mlp.up", "mlp.down")  # of a dense layer

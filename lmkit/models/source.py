@@ -67,17 +67,19 @@ class ModelSource:
     def _check_names(self) -> None:
         """Check that every weight of the specification exists and that dense vectors fit, before anything is read."""
         spec, reader = self.spec, self.reader
-        dense = {roles.EMBED: spec.head_shape, roles.FINAL_NORM: (spec.hidden_size,)}
+        dense = {roles.EMBED + ".weight": spec.head_shape, roles.FINAL_NORM + ".weight": (spec.hidden_size,)}
+        if spec.layers[-1].norm_bias:
+            dense[roles.FINAL_NORM + ".bias"] = (spec.hidden_size,)
+        if spec.first_position is not None:
+            dense[roles.POSITIONS + ".weight"] = (spec.first_position + spec.max_position, spec.hidden_size)
         for index, layer in enumerate(spec.layers):
-            dense |= {layer.module_name(index, role): (size,) for role, size in layer.vectors.items()}
-        if missing := [name for module in dense if not reader.has(name := module + ".weight")] + self._missing():
+            dense |= {spec.tensor_name(index, role): (size,) for role, size in layer.vectors.items()}
+        if missing := [name for name in dense if not reader.has(name)] + self._missing():
             more = f", and {len(missing) - 1} more" if len(missing) > 1 else ""
             raise CheckpointError(f"{reader.path}: tensor {missing[0]} is missing{more}")
-        for module, shape in dense.items():
-            if (found := reader.info(module + ".weight").shape) != shape:
-                raise CheckpointError(
-                    f"{reader.path}: {module}.weight is {list(found)}, config.json says {list(shape)}"
-                )
+        for name, shape in dense.items():
+            if (found := reader.info(name).shape) != shape:
+                raise CheckpointError(f"{reader.path}: {name} is {list(found)}, config.json says {list(shape)}")
 
     def _missing(self) -> list[str]:
         """Tensors of the layers' linears and of the head that the checkpoint lacks."""
@@ -144,7 +146,17 @@ class ModelSource:
 
     def final_norm(self) -> Tensor:
         """The final norm's factor, times the model's factor on logits."""
-        return self._vector(roles.FINAL_NORM, torch.float32) * self.spec.logit_scale
+        return self._vector(roles.FINAL_NORM + ".weight", torch.float32) * self.spec.logit_scale
+
+    def final_bias(self) -> Tensor | None:
+        """The final LayerNorm's bias; None if it is an RMSNorm."""
+        has_bias = self.spec.layers[-1].norm_bias
+        return self._plain(roles.FINAL_NORM + ".bias", torch.float32) if has_bias else None
+
+    def positions(self) -> Tensor | None:
+        """What is added to the embedding of the token at each position, float32 [max_position, hidden]; None = RoPE."""
+        first = self.spec.first_position
+        return None if first is None else self._plain(roles.POSITIONS + ".weight", torch.float32)[first:]
 
     def lm_head(self, dtype: torch.dtype | None = None, device: str = "cpu", storage: str = "auto") -> MergedLinear:
         """The head as a plain linear. Tied embeddings also serve as the head.
@@ -176,7 +188,7 @@ class ModelSource:
         """(role, vector or matrix). Biases that choose experts stay as stored: rounded ones would choose others."""
         spec = self.spec.layers[index]
         for role in spec.vectors:
-            yield role, self._vector(spec.module_name(index, role), None if role == SCORE_BIAS else dtype)
+            yield role, self._vector(self.spec.tensor_name(index, role), None if role == SCORE_BIAS else dtype)
         for role, shape in spec.matrices.items():
             yield role, self._matrix(spec.module_name(index, role), shape)
 
@@ -189,9 +201,9 @@ class ModelSource:
             raise CheckpointError(f"{path}: {module} is {list(matrix.shape)}, config.json says {list(expected)}")
         return matrix
 
-    def _vector(self, module: str, dtype: torch.dtype | None) -> Tensor:
+    def _vector(self, name: str, dtype: torch.dtype | None) -> Tensor:
         """A norm's factor: the stored weight plus the model's norm_offset. A short type could not hold the sum."""
-        weight, offset = self._plain(module + ".weight", dtype), self.spec.norm_offset
+        weight, offset = self._plain(name, dtype), self.spec.norm_offset
         return weight.float() + offset if offset else weight
 
     def _plain(self, name: str, dtype: torch.dtype | None) -> Tensor:

@@ -53,7 +53,7 @@ def run(implementation: Implementation, case: Case, device: str = "cpu") -> list
         return [implementation(x, implementation.pack(weight, activation), bias, norm), *streams]
     result = implementation(*args)
     if result is None:  # the op writes into its arguments
-        changed = args[:2] if case.op is ops.rope_append else ()
+        changed = {ops.rope_append.name: args[:2], ops.add_positions.name: args[:1]}.get(case.op.name, ())
         caches = [arg for arg in args if isinstance(arg, KVTensor)]
         return [*changed, *(part for cache in caches for part in (cache.data, cache.params))]
     return [*result] if isinstance(result, tuple) else [result, *streams]
@@ -64,7 +64,8 @@ def _to(value: Any, device: str) -> Any:
         return value.to(device)
     if isinstance(value, Norm):
         residual = None if value.residual is None else value.residual.to(device)
-        return Norm(value.weight.to(device), value.eps, residual, value.dtype)
+        bias = None if value.bias is None else value.bias.to(device)
+        return Norm(value.weight.to(device), value.eps, residual, value.dtype, bias)
     if isinstance(value, KVTensor):
         mean = value.mean and KeyMean(*(part.to(device) for part in vars(value.mean).values()))
         scales = None if value.scales is None else value.scales.to(device)
@@ -120,12 +121,17 @@ def elementwise_cases() -> Iterator[Case]:
             def gated(activation: str, shape: tuple[int, ...] = shape, dtype: torch.dtype = dtype) -> tuple[Any, ...]:
                 return (torch.randn(shape[0], 2 * shape[-1]) * 60).to(dtype), activation
 
+            def layer_norm(make: Any = add_norm) -> tuple[Any, ...]:
+                x, norm = make()
+                return x, replace(norm, bias=torch.randn(x.shape[-1]))
+
             yield Case(ops.rms_norm, name, _seeded(norm), {}, tolerance)
             for activation in ops.ACTIVATIONS:
                 make = functools.partial(gated, activation)
                 yield Case(ops.gated_activation, f"{activation}-{name}", _seeded(make), {}, tolerance)
             if len(shape) == 2:
                 yield Case(ops.rms_norm, f"{name}-residual", _seeded(add_norm), {}, tolerance)
+                yield Case(ops.rms_norm, f"{name}-bias", _seeded(layer_norm), {}, tolerance)
     yield Case(ops.rms_norm, "strided", _seeded(_strided_heads), {})
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
 
@@ -137,6 +143,9 @@ def elementwise_cases() -> Iterator[Case]:
         yield Case(ops.embedding, f"{dtype}-scaled", scaled, {}, 0)
         gather = _seeded(lambda dtype=dtype: (torch.randn(7, 130).to(dtype), torch.randperm(130).int()))
         yield Case(ops.gather_columns, str(dtype), gather, {}, 0)
+    yield Case(ops.relu, "relu", _seeded(lambda: (torch.randn(7, 130),)), {}, 0)
+    rows = _seeded(lambda: (torch.randn(7, 30), torch.randn(40, 30), torch.randint(40, (7,)).int()))
+    yield Case(ops.add_positions, "positions", rows, {}, 0)
     for shape in ((1, 4096), (3, 199), (0, 7)):
         yield Case(ops.softcap, str(shape), _seeded(lambda shape=shape: (torch.randn(shape) * 40, 30.0)), {}, 1e-5)
     yield Case(ops.softcap, "extremes", lambda: (torch.tensor([[0.0, 1e-6, -1e30, 1e30, 3.0]]), 2.0), {}, 1e-5)

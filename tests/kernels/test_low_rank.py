@@ -7,9 +7,9 @@ import torch
 
 import lmkit.kernels  # noqa: F401  (registers)
 from lmkit.kernels import ops
-from lmkit.kernels.ops import Columns, LowRanks
+from lmkit.kernels.ops import Columns
 from lmkit.kernels.registry import Implementation, Op
-from lmkit.low_rank import DTYPES, LowRank
+from lmkit.low_rank import DTYPES, LowRank, LowRanks
 
 
 def both(op: Op) -> tuple[Implementation, Implementation]:

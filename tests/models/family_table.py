@@ -20,14 +20,16 @@ HEADER = "| model | architecture | norms | attention | MLP | `lmkit quantize` | 
 
 def norms(layer: LayerSpec) -> str:
     where = {(True, False): "before", (True, True): "before and behind", (False, True): "behind"}
-    return where[layer.pre_norms, layer.post_norms] + (", on q and k" if layer.qk_norm else "")
+    kind = ", LayerNorm" if layer.norm_bias else ""
+    return where[layer.pre_norms, layer.post_norms] + (", on q and k" if layer.qk_norm else "") + kind
 
 
 def attention(spec: ModelSpec) -> str:
     parts = ["latent"] if spec.layers[0].latent else []
     parts += ["sliding windows"] if any(spec.windows) else []
-    parts += ["some layers without RoPE"] if any(x.rope.kind == "none" for x in spec.kinds) else []
-    layer = spec.layers[0]
+    layer, unturned = spec.layers[0], any(x.rope.kind == "none" for x in spec.kinds)
+    if unturned:
+        parts.append("some layers without RoPE" if spec.first_position is None else "learned positions")
     parts += ["RoPE on a part"] if not layer.latent and layer.rope.rotary_dim < layer.head_dim else []
     parts += ["pairs of neighbours"] if layer.rope.interleaved else []
     parts += ["soft cap"] if layer.attention.softcap else []
@@ -45,7 +47,7 @@ def mlp(spec: ModelSpec) -> str:
 
 def steps(spec: ModelSpec) -> str:
     """As turbo.runners.cuda_captured says."""
-    if spec.layers[0].latent:
+    if spec.layers[0].latent or spec.layers[0].norm_bias:
         return "none"
     fixed = all(layer.pre_norms and not layer.is_sparse for layer in spec.layers) and not spec.dynamic_length
     return "captured" if fixed else "launched"
@@ -63,7 +65,7 @@ def row(model: str, architecture: str, name: str) -> str:
         norms(layer),
         attention(spec),
         mlp(spec),
-        "no" if layer.latent else "yes",
+        "no" if layer.latent or layer.norm_bias else "yes",
         kv,
         steps(spec),
     ]

@@ -153,6 +153,23 @@ def test_activation_order_in_groups_of_128(tmp_path: Path) -> None:
     torch.testing.assert_close(logits(load_model(quantized, activations="exact")), expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize(("name", "scheme"), [("awq", FOUR), ("gptq_v2", QuantScheme(4, 32, act_order=True))])
+def test_linears_under_other_names(tmp_path: Path, name: str, scheme: QuantScheme) -> None:
+    """OPT: fc1 and fc2 in model.decoder.layers."""
+    tiny.make(tmp_path / "plain", "opt", hidden_size=96, ffn_dim=160)
+    quantized, dense = rewritten(tmp_path / "plain", tmp_path, name, {"_proj": scheme, "fc1": scheme, "fc2": scheme})
+    expected = logits(load_model(dense))
+    torch.testing.assert_close(logits(load_model(quantized, activations="exact")), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_experts_in_activation_order(tmp_path: Path) -> None:
+    tiny.make(tmp_path / "plain", "qwen3-moe", **SHAPE, moe_intermediate_size=64, decoder_sparse_step=1)
+    scheme = QuantScheme(4, 32, True, act_order=True)
+    quantized, dense = rewritten(tmp_path / "plain", tmp_path, "gptq", every(scheme))
+    expected = logits(load_model(dense))
+    torch.testing.assert_close(logits(load_model(quantized, activations="exact")), expected, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize(
     ("name", "scheme"),

@@ -5,6 +5,7 @@ dtypes than float32 are widened.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numba
@@ -35,18 +36,30 @@ def _sum_of_squares(x: Any, size: int) -> Any:
     return total
 
 
+@numba.njit(forceinline=True, fastmath=FASTMATH | {"reassoc"})
+def _centred(x: Any, y: Any, size: int) -> None:
+    """y = x - mean(x)."""
+    total = np.float32(0)
+    for i in range(size):
+        total += x[i]
+    mean = total / np.float32(size)
+    for i in range(size):
+        y[i] = x[i] - mean
+
+
 class NormArgs(NamedTuple):
     """All fields 0: there is no norm."""
 
     weight: int = 0
     residual: int = 0  # or 0
     eps_bits: int = 0
+    bias: int = 0  # or 0
 
 
 @inline
 def normed_row(norm: NormArgs, x: int, index: int, y: int, size: int) -> None:
     """Write a row, float32 [size] at x, to y. If there is a norm, residual += x (row `index` of the residual, if there
-    is one), and y = norm(residual or x) * weight.
+    is one), and y = norm(residual or x) * weight, + bias if there is one.
     """
     if not norm.weight:
         copy(x, y, 4 * size)
@@ -57,11 +70,18 @@ def normed_row(norm: NormArgs, x: int, index: int, y: int, size: int) -> None:
         for i in range(size):
             stream[i] += row[i]
         row = stream
+    if norm.bias:
+        _centred(row, out, size)
+        row = out
     weights = carray(pointer(norm.weight), size, np.float32)
     mean = _sum_of_squares(row, size) / np.float32(size)
     scale = np.float32(1) / np.sqrt(mean + bits_to_float(np.uint32(norm.eps_bits)))
     for i in range(size):
         out[i] = row[i] * scale * weights[i]
+    if norm.bias:
+        biases = carray(pointer(norm.bias), size, np.float32)
+        for i in range(size):
+            out[i] += biases[i]
 
 
 class NormRowsArgs(NamedTuple):
@@ -116,6 +136,22 @@ def _gather_columns(args: int, scratch: int, index: int) -> None:
         out[i] = row[places[i]]
 
 
+def _add_positions(args: int, scratch: int, index: int) -> None:
+    x, table, positions, size = unpack(args, 4)
+    row = carray(pointer(positions), index + 1, np.int32)[index]
+    values = carray(pointer(table + 4 * row * size), size, np.float32)
+    out = carray(pointer(x + 4 * index * size), size, np.float32)
+    for i in range(size):
+        out[i] += values[i]
+
+
+def _relu(args: int, scratch: int, index: int) -> None:
+    x, size = unpack(args, 2)
+    row = carray(pointer(x + 4 * index * size), size, np.float32)
+    for i in range(size):
+        row[i] = max(row[i], np.float32(0))
+
+
 def _softcap(args: int, scratch: int, index: int) -> None:
     """Cap row `index` of logits. `cap_bits` holds the bits of the cap."""
     x, size, cap_bits = unpack(args, 3)
@@ -139,25 +175,28 @@ def _rope_angles(args: int, scratch: int, index: int) -> None:
         s[i] = np.float32(math.sin(angle)) * magnitude
 
 
-RMS_NORM, GATED_ACTIVATION, EMBEDDING, GATHER_COLUMNS, SOFTCAP, ROPE_ANGLES = (
-    Task(f) for f in (_rms_norm, _gated_activation, _embedding, _gather_columns, _softcap, _rope_angles)
+RMS_NORM, GATED_ACTIVATION, EMBEDDING, GATHER_COLUMNS, ADD_POSITIONS, RELU, SOFTCAP, ROPE_ANGLES = (
+    Task(f)
+    for f in (_rms_norm, _gated_activation, _embedding, _gather_columns, _add_positions, _relu, _softcap, _rope_angles)
 )
 
 
-def norm_arguments(norm: Norm, x: Tensor) -> tuple[Tensor, NormArgs]:
-    """(the weight, which the caller keeps alive, and the arguments) for rows of float32 x."""
+def norm_arguments(norm: Norm, x: Tensor) -> tuple[tuple[Tensor, ...], NormArgs]:
+    """(tensors that the caller keeps alive, and the arguments) for rows of float32 x."""
     weight = as_type(norm.weight, torch.float32).contiguous()
+    bias = None if norm.bias is None else as_type(norm.bias, torch.float32).contiguous()
     if norm.residual is not None:
         assert norm.residual.is_contiguous()
         assert (norm.residual.dtype, norm.residual.shape) == (torch.float32, x.shape)
-    return weight, NormArgs(weight.data_ptr(), address(norm.residual), float_bits(norm.eps))
+    kept = (weight,) if bias is None else (weight, bias)
+    return kept, NormArgs(weight.data_ptr(), address(norm.residual), float_bits(norm.eps), address(bias))
 
 
 @implements(ops.rms_norm, "cpu", device="cpu", priority=20)
 def rms_norm(x: Tensor, norm: Norm) -> Tensor:
     """ops.rms_norm of x [T, H], or [T, heads, D] with any stride between tokens."""
     if x.dtype != torch.float32 and norm.residual is not None:
-        total: Tensor = rms_norm(norm.residual.add_(x), Norm(norm.weight, norm.eps, None, norm.dtype))
+        total: Tensor = rms_norm(norm.residual.add_(x), replace(norm, residual=None))
         return total
     wide, size = as_type(x, torch.float32), x.shape[-1]
     inner = wide[0].numel() // size if len(wide) else 1
@@ -203,6 +242,21 @@ def gather_columns(x: Tensor, order: Tensor) -> Tensor:
     args = (wide.data_ptr(), order.data_ptr(), y.data_ptr(), wide.shape[1])
     threads.run(GATHER_COLUMNS, len(wide), args, parallel=y.numel() > SERIAL_VALUES)
     return as_type(y, x.dtype)
+
+
+@implements(ops.add_positions, "cpu", device="cpu", priority=20)
+def add_positions(x: Tensor, table: Tensor, positions: Tensor) -> None:
+    assert (x.dtype, table.dtype, positions.dtype) == (torch.float32, torch.float32, torch.int32)
+    assert all(tensor.is_contiguous() for tensor in (x, table, positions))
+    args = (x.data_ptr(), table.data_ptr(), positions.data_ptr(), x.shape[1])
+    threads.run(ADD_POSITIONS, len(x), args, parallel=x.numel() > SERIAL_VALUES)
+
+
+@implements(ops.relu, "cpu", device="cpu", priority=20)
+def relu(x: Tensor) -> Tensor:
+    assert (x.dtype, x.is_contiguous()) == (torch.float32, True)
+    threads.run(RELU, len(x), (x.data_ptr(), x.shape[1]), parallel=x.numel() > SERIAL_VALUES)
+    return x
 
 
 @implements(ops.softcap, "cpu", device="cpu", priority=20)

@@ -22,9 +22,9 @@ from lmkit.kernels.cpu.intrinsics import (
 )
 from lmkit.kernels.cpu.jit import FASTMATH, Task, inline
 from lmkit.kernels.cpu.panels import ACTIVATION_NUMBERS, multiply_gates
-from lmkit.kernels.ops import Columns, LowRanks
+from lmkit.kernels.ops import Columns
 from lmkit.kernels.registry import implements
-from lmkit.low_rank import MAX_RANK
+from lmkit.low_rank import MAX_RANK, LowRanks
 
 FLOAT32, BFLOAT16 = 0, 1  # of lmkit.low_rank.DTYPES
 BLOCK = 512  # elements that are computed between two requests for more

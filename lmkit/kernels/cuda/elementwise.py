@@ -76,6 +76,8 @@ def quantize_rows(x: Tensor, codes: torch.dtype, norm: Norm | None = None, *, mi
 
 def _norm_problem(x: Tensor, norm: Norm, dtype: torch.dtype) -> str | None:
     """Why norm.cu cannot compute a norm, or None."""
+    if norm.bias is not None:
+        return "a LayerNorm"
     if half_of(x, norm.residual, dtype) is None:
         return dtypes_of(x, norm.residual, dtype)
     return f"{x.shape[-1]} columns, more than {MAX_COLUMNS}" if x.shape[-1] > MAX_COLUMNS else None

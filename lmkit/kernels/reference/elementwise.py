@@ -10,9 +10,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from lmkit.kernels import ops
-from lmkit.kernels.ops import Columns, KVTensor, LowRanks, Norm
+from lmkit.kernels.ops import Columns, KVTensor, Norm
 from lmkit.kernels.reference.kv import accepts_heads, kv_append
 from lmkit.kernels.registry import implements
+from lmkit.low_rank import LowRanks
 
 
 @implements(ops.rms_norm, "reference", device="any")
@@ -20,7 +21,11 @@ def rms_norm(x: Tensor, norm: Norm) -> Tensor:
     if norm.residual is not None:
         x = norm.residual.add_(x)
     wide = x.float()
+    if norm.bias is not None:
+        wide = wide - wide.mean(-1, keepdim=True)
     normalized = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.eps) * norm.weight.float()
+    if norm.bias is not None:
+        normalized += norm.bias.float()
     return normalized.to(norm.dtype or x.dtype)
 
 
@@ -32,6 +37,16 @@ def embedding(table: Tensor, rows: Tensor, scale: float = 1.0) -> Tensor:
 @implements(ops.gather_columns, "reference", device="any")
 def gather_columns(x: Tensor, order: Tensor) -> Tensor:
     return x.index_select(1, order)
+
+
+@implements(ops.add_positions, "reference", device="any")
+def add_positions(x: Tensor, table: Tensor, positions: Tensor) -> None:
+    x += table[positions.long()]
+
+
+@implements(ops.relu, "reference", device="any")
+def relu(x: Tensor) -> Tensor:
+    return x.relu_()
 
 
 @implements(ops.gated_panels, "reference", device="any")

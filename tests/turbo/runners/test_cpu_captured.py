@@ -160,6 +160,7 @@ def stored(runner: CpuRunner) -> list[Tensor]:
         ("olmo2", "int8"),
         ("gemma3", "bfloat16"),
         ("granite", "bfloat16"),
+        ("opt", "int8"),
     ],
 )
 def test_a_captured_step_serves_every_spread_of_its_tokens(tmp_path: Path, family: str, kv_dtype: Any) -> None:
