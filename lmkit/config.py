@@ -28,6 +28,7 @@ WeightDtype = Literal["auto", "float32", "bfloat16", "float16"]
 KVStorageName = Literal["auto", KVName]
 HeadStorage = Literal["auto", "int8"]
 Quantize = Literal["none", "int4", "int8", "fp8"]
+Reranker = Literal["cosine", "yes_no"]  # of embeddings; or the probability that the model answers yes
 PoolingName = Literal["auto", "last", "mean"]
 Speculate = Annotated[str, msgspec.Meta(pattern=r"^(off|ngram|draft=.+)$")]  # draft=FOLDER of a smaller model
 Activations = Literal["auto", "int8", "fp8", "exact"]
@@ -239,6 +240,7 @@ class ServerConfig(StrictStruct, frozen=True):
     memory_budget: PositiveInt | None = None  # bytes for all engines; None = for several models, what is free
     tool_parser: ToolParser | None = None  # see text.dialects; None = as the chat template shows
     reasoning_parser: ReasoningParser | None = None  # None = as the chat template shows
+    reranker: Reranker = "cosine"  # how pairs of texts are scored
     data_dir: str | None = None  # what it keeps for clients, see serve.data_folder; None = a temporary folder
     response_store: Annotated[int, msgspec.Meta(ge=0)] = 256 << 20  # bytes of stored responses; 0 = none
     response_ttl: Annotated[float, msgspec.Meta(gt=0)] = 30 * 86400.0  # seconds since a response was last used

@@ -14,7 +14,7 @@ from lmkit.cli.engine_options import checked, engine_options, size
 from lmkit.cli.model_list import ListedModel, listed_models
 from lmkit.cli.options import takes
 from lmkit.cli.settings import read_config, resolved
-from lmkit.config import EngineConfig, LogFormat, LogLevel, ReasoningParser, ServerConfig, ToolParser
+from lmkit.config import EngineConfig, LogFormat, LogLevel, ReasoningParser, Reranker, ServerConfig, ToolParser
 from lmkit.errors import ConfigError
 from lmkit.extras import needed_for
 from lmkit.web.key_file import parse_keys, read_keys
@@ -102,6 +102,9 @@ def serve(
     reasoning_parser: Annotated[
         ReasoningParser | None, _server("How the model reasons. Default: as its chat template shows.", metavar="<name>")
     ] = None,
+    reranker: Annotated[
+        Reranker, _server("Scores of /v1/rerank: cosine (of embeddings), or yes_no (the model's answer).")
+    ] = "cosine",
     data_dir: Annotated[
         str | None, _server("Keep files, batches and responses of clients here. Default: a temporary folder.")
     ] = None,
@@ -183,6 +186,7 @@ def serve(
         memory_budget=None if memory_budget is None else int(memory_budget),
         tool_parser=tool_parser,
         reasoning_parser=reasoning_parser,
+        reranker=reranker,
         data_dir=data_dir,
         response_store=int(response_store),
         response_ttl=response_ttl,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import math
 import struct
 from collections.abc import AsyncGenerator
 from typing import Any
@@ -16,13 +17,14 @@ import torch
 
 from lmkit.config import ServerConfig
 from lmkit.errors import RequestError
-from lmkit.serve.embeddings import vectors
+from lmkit.serve.embeddings import judge, vectors
 from lmkit.serve.embeddings.encoding import encoded
 from lmkit.serve.truncate import cut_text
-from lmkit.turbo.request import EngineInfo, Request, Siblings, StepOutput
+from lmkit.turbo.request import EngineInfo, Request, Siblings, StepOutput, TokenLogprobs
 from tests.serve.fake_engine import EMBEDDING_SIZE, embedding
 from tests.serve.in_process import INFO, TOKENIZER, App, StubEngine, _fields
 from tests.serve.live import Server
+from tests.test_end_to_end import running
 
 EMBEDDING_PATHS = ("/v1/embeddings", "/invocations")
 TORCH_TYPES = {
@@ -376,3 +378,69 @@ def test_texts_as_llama_cpp_has_them() -> None:
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
     for wrong in ({"content": [image]}, {"content": "a"}, {"prompt_string": 5}, parts | {"name": "a"}):
         assert "input: expected text" in refused("/v1/embeddings", input=wrong)
+
+
+class JudgeEngine(EmbeddingEngine):
+    """A model for which the log-probability of a token is minus its id in hundreds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.info = EngineInfo(**{**_fields(INFO), "max_model_len": 512})
+
+    async def generate(self, request: Request) -> AsyncGenerator[StepOutput]:
+        self.requests.append(request)
+        await asyncio.sleep(0)
+        scored = request.prompt_ids[request.logprobs_start + 1 :]
+        yield StepOutput(
+            request_id=request.request_id,
+            token_ids=[],
+            finish_reason="length",
+            prompt_logprobs=[TokenLogprobs(token, -token / 100, []) for token in scored],
+        )
+
+
+def test_a_reranker_answers_yes_or_no() -> None:
+    engine = JudgeEngine()
+    app = App(engine, ServerConfig(reranker="yes_no"))
+    yes, no = (TOKENIZER.encode(answer, False) for answer in ("yes", "no"))
+    want = 1 / (1 + math.exp(sum(yes) / 100 - sum(no) / 100))
+    body = {"model": "model", "query": "q?", "documents": ["one", "two"], "instruction": "Find it"}
+    answer = app.post("/v1/rerank", body).json()
+    assert [entry["relevance_score"] for entry in answer["results"]] == [pytest.approx(want)] * 2
+    asked = [request.prompt_ids for request in engine.requests]
+    for document, request in (("one", asked[0]), ("two", asked[2])):
+        text = f"<Instruct>: Find it\n<Query>: q?\n<Document>: {document}"
+        messages = [{"role": "system", "content": judge.SYSTEM}, {"role": "user", "content": text}]
+        assert request == app.post("/tokenize", {"messages": messages}).json()["tokens"] + yes
+    assert asked[1] == asked[0][: -len(yes)] + no
+    assert answer["usage"]["prompt_tokens"] == len(asked[0]) + len(asked[2]), "each pair counts once"
+    scores = app.post("/v1/score", {"text_1": "q?", "text_2": ["one", "two", "three"]}).json()["data"]
+    assert [entry["score"] for entry in scores] == [pytest.approx(want)] * 3
+    for wrong, code in (
+        ({"truncate_prompt_tokens": 5}, "unsupported_parameter"),
+        ({"documents": ["word " * 999]}, "context_length_exceeded"),
+    ):
+        refusal = app.post("/v1/rerank", body | wrong)
+        assert (refusal.status_code, refusal.json()["error"]["code"]) == (400, code)
+    assert "instruction: it goes with a reranker" in refused("/v1/rerank", query="q", documents=["a"], instruction="b")
+
+
+@pytest.mark.slow
+def test_a_reranker_reads_the_model_s_own_probabilities() -> None:
+    """`endings` of /v1/completions scores the same words behind the same prompt."""
+    pair = {"query": "Which module has paths?", "documents": ["import os.path", "x = 1"]}
+    with running("serve", "demo", "--port", "0", "--max-model-len", "512", "--reranker", "yes_no") as url:
+        ranked = httpx.post(f"{url}/v1/rerank", json=pair, timeout=60).json()["results"]
+        for entry in ranked:
+            text = f"<Instruct>: {judge.TASK}\n<Query>: {pair['query']}\n<Document>: {entry['document']['text']}"
+            messages = [{"role": "system", "content": judge.SYSTEM}, {"role": "user", "content": text}]
+            prompt = httpx.post(f"{url}/apply-template", json={"messages": messages}).json()["prompt"]
+            asked = {"prompt": prompt, "endings": ["yes", "no"], "prompt_logprobs": 0, "max_tokens": 0}
+            asked["add_special_tokens"] = False
+            choices = httpx.post(f"{url}/v1/completions", json=asked, timeout=60).json()["choices"]
+            yes, no = (
+                sum(info["logprob"] for position in choice["prompt_logprobs"] if position for info in position.values())
+                for choice in choices
+            )
+            assert entry["relevance_score"] == pytest.approx(1 / (1 + math.exp(no - yes)), rel=1e-5)
+    assert ranked[0]["relevance_score"] > ranked[1]["relevance_score"] > 0

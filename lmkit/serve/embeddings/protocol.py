@@ -116,7 +116,13 @@ class EmbeddingRequest(TextsRequest):
         return False not in given
 
 
-class RerankRequest(TextsRequest):
+class PairsRequest(TextsRequest):
+    """Of the routes that score pairs of texts."""
+
+    instruction: Annotated[str, Field(max_length=4096)] | None = None  # what a reranker is to judge by
+
+
+class RerankRequest(PairsRequest):
     """Jina's and Cohere's with `documents`; TEI's and llama.cpp's with `texts`, whose answer is a bare list."""
 
     absent = {**TextsRequest.absent, "raw_scores": (None, False), "truncate": (None, False)}
@@ -141,7 +147,7 @@ class RerankRequest(TextsRequest):
 PAIRS = {"text_1": ("queries", "data_1"), "text_2": ("documents", "items", "data_2")}  # vLLM's other names
 
 
-class ScoreRequest(TextsRequest):
+class ScoreRequest(PairsRequest):
     """One text against each of the second ones, or as many pairs as there are texts."""
 
     text_1: Texts

@@ -1,4 +1,4 @@
-"""POST /v1/embeddings, /v1/rerank and /v1/score. Rankings and scores are cosines of embeddings."""
+"""POST /v1/embeddings, /v1/rerank and /v1/score. Scores are cosines of embeddings, or a reranker's answers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,15 @@ from lmkit.errors import RequestError
 from lmkit.serve.body import read_json
 from lmkit.serve.choose import choose
 from lmkit.serve.embeddings.encoding import DType, Endianness, encoded, entries, positions
-from lmkit.serve.embeddings.protocol import EmbeddingRequest, RerankRequest, ScoreRequest, Text, TextsRequest
+from lmkit.serve.embeddings.judge import Judge
+from lmkit.serve.embeddings.protocol import (
+    EmbeddingRequest,
+    PairsRequest,
+    RerankRequest,
+    ScoreRequest,
+    Text,
+    TextsRequest,
+)
 from lmkit.serve.embeddings.vectors import Embedder
 from lmkit.serve.streaming import WholeAnswer
 
@@ -47,8 +55,7 @@ async def embeddings(request: Request) -> Response:
 async def rerank(request: Request) -> Response:
     body, embedder = await _begin(request, RerankRequest, "rerank-")
     texts, param = (body.texts or (), "texts") if body.documents is None else (body.documents, "documents")
-    vectors = await embedder.vectors([body.query, *texts], param)
-    scores = cosines(vectors[:1], vectors[1:])
+    scores = await _scores(embedder, body, [body.query], texts, param)
     best = sorted(range(len(scores)), key=lambda i: (-scores[i], i))[: body.top_n or None]
     if body.documents is None:
         return WholeAnswer(
@@ -71,8 +78,7 @@ async def score(request: Request) -> Response:
     if len(first) not in (1, len(second)):
         message = f"text_1 has {len(first)} texts and text_2 {len(second)}: send one text_1, or as many as in text_2"
         raise RequestError("invalid_request", message, "text_1")
-    vectors = await embedder.vectors([*first, *second], "text_1 and text_2")
-    scores = cosines(vectors[: len(first)], vectors[len(first) :])
+    scores = await _scores(embedder, body, first, second, "text_1 and text_2")
     return _list(embedder, ({"index": i, "object": "score", "score": value} for i, value in enumerate(scores)))
 
 
@@ -81,6 +87,20 @@ async def _begin(request: Request, kind: type[B], prefix: str) -> tuple[B, Embed
     request.state.user = body.user
     server = await choose(request, body.model, body.timeout)
     return body, Embedder(request, server, body, prefix)
+
+
+async def _scores(
+    embedder: Embedder, body: PairsRequest, first: list[str], second: Sequence[str], param: str
+) -> list[float]:
+    """Of each pair, or of one `first` with each of `second`. Raises RequestError."""
+    if embedder.server.config.reranker == "yes_no":
+        queries = first * (len(second) // len(first))
+        return await Judge(embedder, body).scores(list(zip(queries, second, strict=True)), param)
+    if body.instruction:
+        message = "instruction: it goes with a reranker (--reranker yes_no)"
+        raise RequestError("unsupported_parameter", message, "instruction")
+    vectors = await embedder.vectors([*first, *second], param)
+    return cosines(vectors[: len(first)], vectors[len(first) :])
 
 
 def _list(embedder: Embedder, data: Iterator[dict[str, Any]]) -> Response:

@@ -22,7 +22,6 @@ from lmkit.web.receive import while_connected
 
 if TYPE_CHECKING:
     from lmkit.turbo.transport.vectors import Vectors
-
 # Of one body, the requests that are with the engine at a time: enough for full steps, and a small part of the queue.
 AT_ONCE, TOKENS_AT_ONCE = 128, 1 << 17
 
@@ -31,7 +30,7 @@ class Embedder:
     """Computes the embeddings of one body's texts, and counts their tokens."""
 
     def __init__(self, request: HttpRequest, server: Serving, body: TextsRequest, prefix: str) -> None:
-        self._request, self._body = request, body
+        self.request, self._body = request, body
         self.server = server
         self._share = request.state.held.enter_context(self.server.answers.share())
         self.id = new_id(prefix)
@@ -43,9 +42,10 @@ class Embedder:
         Raises RequestError, which names the field `param`.
         """
         run, num_chars = self.server.texts.run, sum(map(_num_chars, texts))
-        requests = await run(self._request.receive, num_chars, lambda: self._requests(texts, param))
-        rows = await while_connected(self._request.receive, self._rows(requests))
-        return await run(self._request.receive, 0, lambda: matrix(rows, size, normalize=normalize))
+        requests = await run(self.request.receive, num_chars, lambda: self._requests(texts, param))
+        ends = await while_connected(self.request.receive, self.ends(requests, requests))
+        rows = [end.embedding for end in ends]
+        return await run(self.request.receive, 0, lambda: matrix(rows, size, normalize=normalize))
 
     async def conversation(self, body: EmbeddingRequest) -> list[int]:
         """The tokens of the body's messages, as the chat template writes them. Raises RequestError."""
@@ -63,7 +63,7 @@ class Embedder:
             return tokenizer.encode(text, bool(body.add_special_tokens))
 
         num_chars = sum(message.num_chars for message in messages)
-        return await self.server.texts.run(self._request.receive, num_chars, work)
+        return await self.server.texts.run(self.request.receive, num_chars, work)
 
     @property
     def usage(self) -> dict[str, Any]:
@@ -71,7 +71,7 @@ class Embedder:
         return total | {"prompt_tokens_details": {"cached_tokens": self._num_cached}}
 
     def _requests(self, texts: Sequence[Text], param: str) -> list[Request]:
-        server, placed = self.server, placement(self._body, owner(self._request))
+        server, placed = self.server, placement(self._body, owner(self.request))
         fields: dict[str, Any] = {"params": SamplingParams(max_tokens=0), "pooling": server.info.pooling}
         return [
             Request(
@@ -83,19 +83,20 @@ class Embedder:
             for i, text in enumerate(texts)
         ]
 
-    async def _rows(self, requests: list[Request]) -> list[bytes]:
-        """The embedding of each request."""
-        rows = []
+    async def ends(self, requests: list[Request], counted: Sequence[Request]) -> list[RequestOutput]:
+        """The last output of each request. The tokens of the `counted` ones are those of the body."""
+        ends = []
         for part in _parts(requests):
             done: dict[int, RequestOutput] = {}
             async with aclosing(self.server.run(part, 1, self._share)) as outputs:
                 async for idx, output in outputs:
                     self._share.add(len(output.embedding))
                     done[idx] = output
-            rows += [done[idx].embedding for idx in range(len(part))]
-            self._num_tokens += sum(len(request.prompt_ids) for request in part)
-            self._num_cached += sum(output.num_cached_tokens for output in done.values())
-        return rows
+            ends += [done[idx] for idx in range(len(part))]
+        names = {request.request_id for request in counted}
+        self._num_tokens += sum(len(request.prompt_ids) for request in counted)
+        self._num_cached += sum(end.num_cached_tokens for end in ends if end.request_id in names)
+        return ends
 
 
 def _parts(requests: list[Request]) -> Iterator[list[Request]]:
