@@ -20,7 +20,7 @@ from starlette.types import Receive, Scope, Send
 
 from lmkit.errors import RequestError
 from lmkit.log import get_logger
-from lmkit.proxy import metrics
+from lmkit.proxy import kept, metrics
 from lmkit.proxy.accounts import routes as accounts
 from lmkit.proxy.accounts.ledger import Ledger
 from lmkit.proxy.accounts.tap import Tap, charged
@@ -40,8 +40,6 @@ from lmkit.proxy.registry import Registry
 from lmkit.proxy.reload import ConfigFile
 from lmkit.proxy.retries import RetryBudget
 from lmkit.proxy.router import Router, Routing
-from lmkit.proxy.stored import PATH as RESPONSES
-from lmkit.proxy.stored import response_of
 from lmkit.proxy.upstream import Upstream
 from lmkit.web.access_log import note, note_error
 from lmkit.web.auth import ApiKey, key_id, named_client
@@ -205,19 +203,6 @@ class Proxy:
                     call = replace(call, routing=routing)
                 await self._dispatcher.run(call, routing, response, receive, self.stop)
 
-    async def stored_response(self, id: str, exchange: Exchange) -> None:
-        """Read, delete or cancel a response, at the node that keeps it."""
-        scope, receive, response, key, _ = exchange
-        async with self._admitted(exchange) as (body, journal):
-            name, client = key.key if key else "", named_client(scope["headers"])
-            path, query, headers, method = scope["path"], scope["query_string"], scope["headers"], scope["method"]
-            routing = Routing("", self._router.policy)
-            call = Call(path, query, headers, body, "", routing, journal, name, client, method=method)
-            keeper = await self._forwarder.keeper(id, call)
-            if keeper is None:
-                raise RequestError("not_found", f"no node that answers keeps the response {id!r}", "response_id")
-            await self._forwarder.forward(call, response, receive, self.stop, keeper)
-
     async def list_models(self, exchange: Exchange) -> None:
         listed, ledger = self.registry.models(self._router.aliases()), self.ledger
         if ledger and (key := ledger.key(exchange.key)):
@@ -352,11 +337,12 @@ def resolve(method: str, path: str, forwarded: Collection[str] = ROUTES_OF_NODES
         methods = ROUTES[path]
     elif path.startswith(_MODEL_PREFIX):
         methods = _SHOW_MODEL
+    elif handlers := kept.handlers(path, forwarded):
+        methods = {
+            name: Route(Access.USER, functools.partial(_to_keepers, handler)) for name, handler in handlers.items()
+        }
     elif path in forwarded:
         methods = _FORWARD
-    elif RESPONSES in forwarded and (found := response_of(path)):
-        id, names = found
-        methods = {name: Route(Access.USER, functools.partial(_stored_response, id)) for name in names}
     else:
         return Route(Access.USER, _not_found)
     wanted = "GET" if method == "HEAD" else method
@@ -377,8 +363,15 @@ def _node_of(exchange: Exchange, path: str) -> str:
     return url
 
 
-async def _stored_response(id: str, proxy: Proxy, exchange: Exchange) -> None:
-    await proxy.stored_response(id, exchange)
+async def _to_keepers(handler: kept.Handler, proxy: Proxy, exchange: Exchange) -> None:
+    scope, receive, response, key, _ = exchange
+    async with proxy._admitted(exchange) as (body, journal):
+        path, query, headers, method = scope["path"], scope["query_string"], scope["headers"], scope["method"]
+        name, client, routing = key.key if key else "", named_client(headers), Routing("", proxy._router.policy)
+        call = Call(path, query, headers, body, "", routing, journal, name, client, method=method)
+        is_charged = proxy.ledger is not None and proxy.ledger.key(key) is not None
+        cluster = kept.Cluster(proxy._forwarder, proxy.registry, proxy._router, proxy.stop)
+        await handler(cluster, kept.Asked(call, scope, receive, response, is_charged))
 
 
 async def _not_found(proxy: Proxy, exchange: Exchange) -> None:

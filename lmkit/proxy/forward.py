@@ -27,8 +27,8 @@ from lmkit.proxy.policies import Choice
 from lmkit.proxy.registry import Node, Registry
 from lmkit.proxy.retries import RetryBudget
 from lmkit.proxy.router import Router, Routing, explanation
+from lmkit.proxy.stored import ASK_SECONDS, BATCHES, FILES, Keepers
 from lmkit.proxy.stored import PATH as RESPONSES
-from lmkit.proxy.stored import StoredResponses
 from lmkit.proxy.tenants import named
 from lmkit.proxy.upstream import Answer, BrokenError, SilentError, UnreachableError, Upstream, UpstreamError
 from lmkit.web.errors import ERROR_HEADER
@@ -43,6 +43,7 @@ MAX_RESENDS = 2
 MAX_LEFT = 2  # nodes that fall silent before a request's first byte, and that it leaves once checks call them down
 STALL_SECONDS = 60.0  # without a byte from a node that sends a comment every 15 s; then the stream goes on elsewhere
 _ERROR_HEADER = ERROR_HEADER.lower().encode()
+MAX_LIST_BYTES = 8 << 20  # of one page of a node's files or batches
 MAX_WHOLE_BYTES = 1 << 20  # of an answer that is sent once it is whole
 WAIT_SECONDS = 0.1  # between looks for a node that is back
 
@@ -80,10 +81,10 @@ class Forwarder:
         self._metrics = metrics
         self._router = router
         self._own_via = b"lmkit-" + secrets.token_hex(8).encode()
-        self._stored = StoredResponses(registry)
+        self._stored = Keepers(registry)
 
-    async def keeper(self, id: str, call: Call) -> Node | None:
-        """The node that keeps a stored response of the call's client."""
+    async def keeper(self, id: str, call: Call, root: str = RESPONSES) -> Node | None:
+        """The node that keeps what `id` names, below the path `root`, for the call's client."""
         self._check_loop(call)
 
         async def has(node: Node, path: str) -> bool:
@@ -92,7 +93,36 @@ class Forwarder:
             answer.close()
             return answer.status == 200
 
-        return await self._stored.keeper(id, bool(call.key or call.client), has)
+        return await self._stored.keeper(root, id, bool(call.key or call.client), has)
+
+    def may_keep(self, call: Call) -> list[Node]:
+        """The healthy nodes that may keep something for the call's client."""
+        return [node for node in self._stored.able(bool(call.key or call.client)) if node.healthy]
+
+    async def listed(self, node: Node, call: Call) -> bytes | None:
+        """What a node answers to a call without a body; None: it has no such route. Raises RequestError."""
+        self._check_loop(call)
+        failed = RequestError("bad_gateway", f"a node did not answer {call.method} {call.path}; try again")
+        try:
+            async with asyncio.timeout(ASK_SECONDS):
+                answer = await self._upstream.send(call.method, *self._request(node, call))
+                try:
+                    if answer.status in (404, 405):
+                        return None
+                    check_answer(answer)
+                    if answer.status != 200:
+                        raise failed
+                    body = bytearray()
+                    async with aclosing(answer.pieces()) as pieces:
+                        async for piece in pieces:
+                            body += piece
+                            if len(body) > MAX_LIST_BYTES:
+                                raise failed
+                    return bytes(body)
+                finally:
+                    answer.close()
+        except (UpstreamError, ValueError, TimeoutError):
+            raise failed from None
 
     async def forward(
         self, call: Call, client: DownstreamResponse, receive: Receive, stop: asyncio.Event, node: Node | None = None
@@ -143,7 +173,7 @@ class Forwarder:
                 raise RequestError("invalid_request", "a header of the request cannot be sent on") from None
             except UpstreamError as failure:
                 log.warning("node %s gave no usable answer to a request: %s", node.url, failure)
-                raise RequestError("bad_gateway", "the node that keeps the response did not answer") from None
+                raise RequestError("bad_gateway", "the node that keeps it did not answer") from None
 
     async def _relay(self, call: Call, client: DownstreamResponse) -> None:
         tried: list[Node] = []
@@ -273,7 +303,7 @@ class Forwarder:
             self._stored.remember(f"resp_{journal.key}", node)  # it stores the response
         if not client.started:
             await client.start(answer.status, headers, events=events)
-        first = call.path == RESPONSES and answer.status == 200
+        first = call.path in (RESPONSES, FILES, BATCHES) and answer.status == 200
         try:
             async with _leaving(node, call, movable=journal.is_open) as limit, aclosing(answer.pieces()) as pieces:
                 async for piece in pieces:

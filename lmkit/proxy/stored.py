@@ -1,4 +1,4 @@
-"""Finds the node that keeps a stored response (/v1/responses), so that all that concerns it goes there.
+"""Finds the node that keeps a stored response, a file or a batch, so that all that concerns it goes there.
 
 The id is read in passing from the head of the answer that makes it. The nodes are asked for one that this proxy has
 not seen: it was started again, or stands beside another.
@@ -10,31 +10,45 @@ import asyncio
 import re
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
+from typing import NamedTuple
 
 from lmkit.proxy.registry import Node, Registry
 from lmkit.proxy.upstream import UpstreamError
 
-PATH = "/v1/responses"
+PATH, FILES, BATCHES = "/v1/responses", "/v1/files", "/v1/batches"
 REMEMBERED = 100_000  # ids; the one that was used longest ago is forgotten
 ASK_SECONDS = 5.0  # for one node to say whether it has a response
 ASKED_AT_ONCE = 32  # nodes, by all clients together: one request must not become a thousand at once
 _ID = re.compile(r"[A-Za-z0-9_-]{1,128}")
-_MADE = re.compile(rb'"id": ?"(resp_[A-Za-z0-9_-]{1,123})"')
+_MADE = re.compile(rb'"id": ?"((?:resp_|file-|batch_)[A-Za-z0-9_-]{1,121})"')
 _HEAD_BYTES = 4096
-_BELOW = re.compile(rf"{PATH}/({_ID.pattern})(/cancel|/input_items)?")
-_METHODS = {None: ("GET", "DELETE"), "/cancel": ("POST",), "/input_items": ("GET",)}
+_BELOW = re.compile(rf"({PATH}|{FILES}|{BATCHES})/({_ID.pattern})(/[a-z_]+)?")
+_METHODS: dict[tuple[str, str | None], tuple[str, ...]] = {
+    (PATH, None): ("GET", "DELETE"), (PATH, "/cancel"): ("POST",), (PATH, "/input_items"): ("GET",),
+    (FILES, None): ("GET", "DELETE"), (FILES, "/content"): ("GET",),
+    (BATCHES, None): ("GET",), (BATCHES, "/cancel"): ("POST",),
+}  # fmt: skip
 
 Ask = Callable[[Node, str], Awaitable[bool]]  # whether a node has the path
 
 
-def response_of(path: str) -> tuple[str, tuple[str, ...]] | None:
-    """(id, methods) of a path below /v1/responses that names a response."""
+class Named(NamedTuple):
+    """A path that names something kept."""
+
+    root: str  # PATH, FILES or BATCHES
+    id: str
+    methods: tuple[str, ...]
+
+
+def named_by(path: str) -> Named | None:
+    """What a path names, if it is one below PATH, FILES or BATCHES."""
     match = _BELOW.fullmatch(path)
-    return (match[1], _METHODS[match[2]]) if match else None
+    methods = _METHODS.get((match[1], match[3])) if match else None
+    return Named(match[1], match[2], methods) if match and methods else None
 
 
-class StoredResponses:
-    """The ids of responses and their nodes."""
+class Keepers:
+    """The ids of what nodes keep, and the nodes."""
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
@@ -42,30 +56,33 @@ class StoredResponses:
         self._asking = asyncio.Semaphore(ASKED_AT_ONCE)
 
     def learn(self, node: Node, piece: bytes) -> None:
-        """Read the id of a new response. `piece` is the first of an answer."""
+        """Read the id of what is new. `piece` is the first of an answer."""
         if made := _MADE.search(piece, 0, _HEAD_BYTES):
             self.remember(made[1].decode(), node)
 
     def remember(self, id: str, node: Node) -> None:
-        """`node` keeps the response `id`, from now on."""
+        """`node` keeps `id`, from now on."""
         self._nodes[id] = node
         self._nodes.move_to_end(id)
         if len(self._nodes) > REMEMBERED:
             self._nodes.popitem(last=False)
 
-    async def keeper(self, id: str, client_is_named: bool, ask: Ask) -> Node | None:
-        """The node that keeps a response; None if no healthy one does.
+    def able(self, client_is_named: bool) -> list[Node]:
+        """The nodes that may keep something for a client.
 
         A node that does not learn whose request it gets cannot keep clients apart, so it counts only if there is one.
         """
+        return [n for n in self._registry.nodes() if n.config.tenants == "header" or not client_is_named]
+
+    async def keeper(self, root: str, id: str, client_is_named: bool, ask: Ask) -> Node | None:
+        """The node that keeps `id`, below the path `root`; None if no healthy one does."""
         if not _ID.fullmatch(id):
             return None
-        known = self._nodes.get(id)
-        able = [n for n in self._registry.nodes() if n.config.tenants == "header" or not client_is_named]
+        known, able = self._nodes.get(id), self.able(client_is_named)
         if known in able:
             return known
         healthy = [node for node in able if node.healthy]
-        answers = await asyncio.gather(*(self._has(node, f"{PATH}/{id}", ask) for node in healthy))
+        answers = await asyncio.gather(*(self._has(node, f"{root}/{id}", ask) for node in healthy))
         found = next((node for node, has in zip(healthy, answers, strict=True) if has), None)
         if found is not None:
             self.remember(id, found)

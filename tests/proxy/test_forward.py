@@ -106,12 +106,13 @@ async def test_t20_a_node_sets_no_cookies_or_policies_for_the_client(status: int
 
 async def test_t20_only_listed_routes_go_on_with_the_nodes_key() -> None:
     async with nodes(FakeNode()) as (node,), proxy_for(node) as (_, url), client(url) as http:
-        for route in ("/v1/load_lora_adapter", "/v1/files", "/v1/a/b.c:d", "/v1/chat/completions/", "/v1/x"):
+        for route in ("/v1/load_lora_adapter", "/v1/a/b.c:d", "/v1/chat/completions/", "/v1/x"):
             response = await http.post(route, content=BODY)
             assert (response.status_code, response.json()["error"]["code"]) == (404, "not_found"), route
         assert node.requests == []
-        for route in ROUTES:
-            assert (await http.post(route, content=BODY)).json()["target"] == route
+        for route in set(ROUTES) - {"/v1/batches"}:  # which needs a file: test_kept.py
+            answer = await http.post(route, content=BODY)
+            assert answer.json().get("target") == route, answer.text
     own = ("/v1/a/b.c:d",)
     async with nodes(FakeNode()) as (node,), proxy_for(node, forwarded_routes=own) as (_, url), client(url) as http:
         assert (await http.post(own[0], content=BODY)).status_code == 200

@@ -13,10 +13,10 @@ from lmkit.serve.auth import owner
 from lmkit.serve.batches.batch import ENDPOINTS
 from lmkit.serve.batches.file_routes import checked_expiry
 from lmkit.serve.batches.files import FILE_SECONDS
-from lmkit.serve.batches.listing import page, query, reply
 from lmkit.serve.batches.runner import batches
 from lmkit.serve.body import read_json
 from lmkit.strict import Strict
+from lmkit.web.listing import page, query, reply
 
 MAX_WINDOW_HOURS = 14 * 24
 

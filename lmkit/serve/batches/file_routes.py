@@ -14,10 +14,10 @@ from starlette.responses import FileResponse
 from lmkit.errors import RequestError
 from lmkit.serve.auth import owner
 from lmkit.serve.batches.files import FILE_SECONDS, File
-from lmkit.serve.batches.listing import page, query, reply
 from lmkit.serve.batches.runner import Batches, batches
 from lmkit.serve.batches.upload import Form, receive_form
 from lmkit.serve.choose import shared
+from lmkit.web.listing import page, query, reply
 
 PURPOSE: Literal["batch"] = "batch"
 EXPIRY_SECONDS = (3600, FILE_SECONDS)

@@ -1,0 +1,143 @@
+"""Routes of what nodes keep for clients: stored responses, files and batches.
+
+A file goes to a node of the model that its first line names, and so does all that names it, also its batch. What a
+path names is found as `stored` says. A list has what all nodes keep.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import re
+from collections.abc import Awaitable, Callable, Collection
+from dataclasses import replace
+from typing import Any, NamedTuple
+from urllib.parse import urlencode
+
+import msgspec
+from starlette.requests import Request
+from starlette.types import Receive, Scope
+
+from lmkit.errors import RequestError
+from lmkit.proxy.downstream import DownstreamResponse
+from lmkit.proxy.forward import Call, Forwarder
+from lmkit.proxy.registry import Node, Registry
+from lmkit.proxy.router import Router
+from lmkit.proxy.stored import BATCHES, FILES, Named, named_by
+from lmkit.proxy.stored import PATH as RESPONSES
+from lmkit.web.listing import page, query
+from lmkit.web.receive import decode_json
+
+WHAT = {RESPONSES: ("response", "response_id"), FILES: ("file", "file_id"), BATCHES: ("batch", "batch_id")}
+PAGES = {FILES: (10_000, 10_000, ("purpose", "order", "limit", "after")), BATCHES: (20, 100, ("limit", "after"))}
+MAX_PAGES = 100  # of one node
+_MODEL = re.compile(rb'"model"\s*:\s*("(?:[^"\\]|\\.){1,256}")')  # of a line of a batch
+
+
+class Cluster(NamedTuple):
+    """What requests are sent to, and what breaks them off."""
+
+    forwarder: Forwarder
+    registry: Registry
+    router: Router
+    stop: asyncio.Event
+
+
+class Asked(NamedTuple):
+    """One request and the response to it."""
+
+    call: Call
+    scope: Scope
+    receive: Receive
+    response: DownstreamResponse
+    is_charged: bool  # its key has an account
+
+
+Handler = Callable[[Cluster, Asked], Awaitable[None]]
+
+
+def handlers(path: str, forwarded: Collection[str]) -> dict[str, Handler] | None:
+    """Handlers by method, for a path that is one of these routes. `forwarded` are the routes that nodes may have."""
+    if path == FILES and path in forwarded:
+        return {"POST": _upload, "GET": functools.partial(_list, FILES)}
+    if path == BATCHES and path in forwarded:
+        return {"POST": _create_batch, "GET": functools.partial(_list, BATCHES)}
+    if path not in forwarded and (found := named_by(path)) and found.root in forwarded:
+        return dict.fromkeys(found.methods, functools.partial(_to_keeper, found))
+    return None
+
+
+async def _forward(cluster: Cluster, asked: Asked, node: Node) -> None:
+    await cluster.forwarder.forward(asked.call, asked.response, asked.receive, cluster.stop, node)
+
+
+async def _keeper(cluster: Cluster, call: Call, root: str, id: str, param: str) -> Node:
+    if (node := await cluster.forwarder.keeper(id, call, root)) is None:
+        raise RequestError("not_found", f"no node that answers keeps the {WHAT[root][0]} {id[:128]!r}", param)
+    return node
+
+
+async def _to_keeper(named: Named, cluster: Cluster, asked: Asked) -> None:
+    """To the node that keeps what the path names."""
+    await _forward(cluster, asked, await _keeper(cluster, asked.call, named.root, named.id, WHAT[named.root][1]))
+
+
+async def _upload(cluster: Cluster, asked: Asked) -> None:
+    found, able = _MODEL.search(asked.call.body), cluster.forwarder.may_keep(asked.call)
+    model = cluster.router.model(json.loads(found[1])) if found else ""
+    if found:
+        able = [node for node in cluster.registry.candidates(model) if node in able]
+    if not able:
+        raise cluster.registry.absence(model) if found else RequestError("engine_unavailable", "no node is healthy")
+    routing = replace(asked.call.routing, model=model)
+    await _forward(cluster, asked, cluster.router.choose(able, routing).node)
+
+
+class _Batch(msgspec.Struct):
+    input_file_id: str
+
+
+async def _create_batch(cluster: Cluster, asked: Asked) -> None:
+    if asked.is_charged:
+        message = "a batch cannot be charged to a key of the key store; send its requests one by one"
+        raise RequestError("permission_denied", message)
+    batch = decode_json(asked.call.body, _Batch, mismatch="expected an input_file_id", param="input_file_id")
+    await _forward(cluster, asked, await _keeper(cluster, asked.call, FILES, batch.input_file_id, "input_file_id"))
+
+
+class _Page(msgspec.Struct):
+    data: list[dict[str, Any]]
+    has_more: bool = False
+
+
+async def _list(root: str, cluster: Cluster, asked: Asked) -> None:
+    limit, most, names = PAGES[root]
+    params, forwarder = query(Request(asked.scope), names), cluster.forwarder
+    parts = [await _all_of(forwarder, node, asked.call, most) for node in forwarder.may_keep(asked.call)]
+    purpose = params.get("purpose")
+    shown = [item for part in parts for item in part if purpose in (None, item.get("purpose"))]
+    await asked.response.whole(page(sorted(shown, key=_age), params, limit, most))
+
+
+def _age(item: dict[str, Any]) -> tuple[int, str]:
+    at = item.get("created_at")
+    return at if isinstance(at, int) else 0, str(item.get("id"))
+
+
+async def _all_of(forwarder: Forwarder, node: Node, call: Call, most: int) -> list[dict[str, Any]]:
+    """All that one node lists."""
+    found: list[dict[str, Any]] = []
+    for _ in range(MAX_PAGES):
+        asked = dict[str, Any](limit=most) | ({"after": found[-1]["id"]} if found else {})
+        answer = await forwarder.listed(node, replace(call, query=urlencode(asked).encode()))
+        if answer is None:
+            break
+        try:
+            part = msgspec.json.decode(answer, type=_Page)
+        except (msgspec.MsgspecError, RecursionError):
+            raise RequestError("bad_gateway", f"a node's answer to GET {call.path} is no list") from None
+        found += part.data
+        if not part.has_more or not part.data:
+            break
+    return found

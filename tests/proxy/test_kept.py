@@ -1,0 +1,103 @@
+"""Files and batches behind the proxy, with OpenAI's client and two real servers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import openai
+import pytest
+
+from benchmarks.resilience.processes import Command, routing
+from lmkit.proxy.config import ProxyConfig
+from tests.proxy.fakes import FakeNode, client, nodes, proxy_for
+from tests.serve.live import Server
+from tests.serve.test_batches import ended, line, results, send
+
+KEY, ALICE, BOB = "k" * 16, "alice-key-0123456", "bob-key-012345678"
+
+
+@pytest.fixture(scope="module")
+def servers() -> Iterator[list[Server]]:
+    with Server("--api-key", f"{KEY} role=proxy") as one, Server("--api-key", f"{KEY} role=proxy") as two:
+        yield [one, two]
+
+
+@pytest.fixture(scope="module")
+def options(servers: list[Server], tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    file = tmp_path_factory.mktemp("proxy") / "proxy.yaml"
+    lines = [f"  - {{url: {server.url}, models: [demo], api_key: {KEY}}}" for server in servers]
+    file.write_text("\n".join(["policy: round_robin", f"api_keys: [{ALICE}, {BOB}]", "nodes:", *lines]) + "\n")
+    return "--config", str(file)
+
+
+@pytest.fixture(scope="module")
+def proxy(options: tuple[str, str]) -> Iterator[Command]:
+    with routing(options=options) as command:
+        yield command
+
+
+def connect(proxy: Command, key: str = ALICE) -> openai.OpenAI:
+    return openai.OpenAI(base_url=proxy.url + "/v1", api_key=key, max_retries=0)
+
+
+def test_batches_run_where_their_files_are(proxy: Command, servers: list[Server], options: tuple[str, str]) -> None:
+    alice, bob = connect(proxy), connect(proxy, BOB)
+    sent = [send(alice, [line("a", f"Hi {i}"), line("b")]) for i in range(4)]
+    for batch in sent:
+        done = ended(alice, batch)
+        assert (done.status, done.request_counts.completed) == ("completed", 2)
+        assert set(results(alice, done.output_file_id)) == {"a", "b"}
+    assert all("POST /v1/files 200" in server.log for server in servers)
+
+    assert {batch.id for batch in alice.batches.list()} == {batch.id for batch in sent}
+    everything = list(alice.files.list())
+    assert len(everything) == 8
+    assert [file.created_at for file in everything] == sorted((f.created_at for f in everything), reverse=True)
+    assert [batch.id for batch in alice.batches.list(limit=1)] == [batch.id for batch in alice.batches.list()]
+    assert len(list(alice.files.list(purpose="batch", limit=3))) == 4
+
+    assert (list(bob.files.list()), list(bob.batches.list())) == ([], [])
+    for ask in (lambda: bob.files.content(everything[0].id), lambda: bob.batches.retrieve(sent[0].id)):
+        with pytest.raises(openai.NotFoundError):
+            ask()
+    with pytest.raises(openai.NotFoundError, match="there is no such file"):
+        bob.batches.create(input_file_id=sent[0].input_file_id, endpoint="/v1/completions", completion_window="24h")
+
+    with routing(options=options) as other:  # it knows nothing yet
+        again = connect(other)
+        assert again.batches.retrieve(sent[3].id).id == sent[3].id
+        assert again.files.delete(sent[3].input_file_id).deleted
+    assert len(list(alice.files.list())) == 7
+
+
+def test_what_is_not_there(proxy: Command) -> None:
+    alice = connect(proxy)
+    with pytest.raises(openai.NotFoundError, match="keeps the file 'file-none'"):
+        alice.files.retrieve("file-none")
+    with pytest.raises(openai.NotFoundError, match="no model 'other' here"):
+        send(alice, [line("a", model="other")])
+    with pytest.raises(openai.BadRequestError, match="there is no such object"):
+        alice.files.list(after="file-none")
+    with pytest.raises(openai.BadRequestError, match="expected an input_file_id"):
+        alice.post("/batches", body={"endpoint": "/v1/completions"}, cast_to=object)
+    with pytest.raises(openai.APIStatusError, match="unknown parameter"):
+        alice.get("/files?frobnicate=1", cast_to=object)
+
+
+@pytest.mark.anyio
+async def test_a_node_without_files_has_none_and_one_that_fails_is_no_empty_list() -> None:
+    async def without(exchange: object) -> None:
+        await exchange.reply(404, {"error": {}})  # type: ignore[attr-defined]
+
+    async def failing(exchange: object) -> None:
+        await exchange.reply(500, {"error": {}})  # type: ignore[attr-defined]
+
+    for script, status in ((without, 200), (failing, 502)):
+        fakes = FakeNode("a", script=script), FakeNode("b", script=without)
+        async with nodes(*fakes), proxy_for(*fakes) as (_, url), client(url) as http:
+            assert (await http.get("/v1/files")).status_code == status
+
+
+def test_the_routes_can_be_left_out(tmp_path: Path) -> None:
+    assert {"/v1/files", "/v1/batches"} <= set(ProxyConfig().forwarded_routes)
