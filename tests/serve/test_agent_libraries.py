@@ -125,18 +125,16 @@ def test_openai_agents_with_the_demo_model(demo: str, api: str) -> None:
 
 def pydantic_agent(url: str, api: str, **options: Any) -> Any:
     pydantic_ai = pytest.importorskip("pydantic_ai")
+    maker = "anthropic" if api == "messages" else "openai"
+    models = pytest.importorskip(f"pydantic_ai.models.{maker}")
+    providers = pytest.importorskip(f"pydantic_ai.providers.{maker}")
     if api == "messages":
-        anthropic = pytest.importorskip("anthropic")
-        from pydantic_ai.models.anthropic import AnthropicModel
-        from pydantic_ai.providers.anthropic import AnthropicProvider
-
-        client = anthropic.AsyncAnthropic(base_url=url, api_key="none", max_retries=0)
-        return pydantic_ai.Agent(AnthropicModel("demo", provider=AnthropicProvider(anthropic_client=client)), **options)
-    from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
-    from pydantic_ai.providers.openai import OpenAIProvider
-
-    kind = OpenAIChatModel if api == "chat" else OpenAIResponsesModel
-    return pydantic_ai.Agent(kind("demo", provider=OpenAIProvider(base_url=f"{url}/v1", api_key="none")), **options)
+        client = pytest.importorskip("anthropic").AsyncAnthropic(base_url=url, api_key="none", max_retries=0)
+        model = models.AnthropicModel("demo", provider=providers.AnthropicProvider(anthropic_client=client))
+    else:
+        kind = models.OpenAIChatModel if api == "chat" else models.OpenAIResponsesModel
+        model = kind("demo", provider=providers.OpenAIProvider(base_url=f"{url}/v1", api_key="none"))
+    return pydantic_ai.Agent(model, **options)
 
 
 @pytest.mark.parametrize("stream", [False, True])
