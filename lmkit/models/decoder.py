@@ -153,6 +153,9 @@ class DecoderLayer:
                 return stream, None
         else:
             attended = self.attend(q, k, v, batch, rope, kv)
+        if self.spec.stream_norms:
+            stream = self.rms_norm(self.project(attended), self.norm("norm.attn", stream))
+            return self.rms_norm(self.feed_forward(self.taken(stream)), self.norm("norm.mlp", stream)), None
         if self.spec.post_norms:
             delta = self.project(attended)
             if not self.spec.pre_norms:
@@ -279,7 +282,7 @@ class Decoder:
         spec: ModelSpec,
         embed_tokens: Tensor,
         layers: list[DecoderLayer],
-        final_norm: Tensor,
+        final_norm: Tensor | None,
         lm_head: MergedLinear,
         dtype: torch.dtype = torch.float32,
         *,
@@ -324,8 +327,10 @@ class Decoder:
 
     def final_states(self, delta: Tensor, residual: Tensor | None) -> Tensor:
         """The residual stream's pair [R, hidden] -> the final norm's result float32 [R, hidden]. Keeps the pair."""
-        norm = Norm(self.final_norm, self.spec.norm_eps, None, torch.float32, self.final_bias)
-        states: Tensor = self.rms_norm(joined(delta, residual), norm)
+        states = joined(delta, residual)
+        if self.final_norm is not None:
+            norm = Norm(self.final_norm, self.spec.norm_eps, None, torch.float32, self.final_bias)
+            states = self.rms_norm(states, norm)
         return states if self.spec.logit_scale == 1 else states / self.spec.logit_scale
 
     def hidden(
@@ -357,8 +362,11 @@ class Decoder:
 
     def head(self, delta: Tensor, residual: Tensor | None) -> Tensor:
         """The residual stream's pair [R, hidden] -> logits float32 [R, vocab]; `residual` is overwritten."""
-        norm = Norm(self.final_norm, self.spec.norm_eps, residual, self.dtype, self.final_bias)
-        logits = self.lm_head.float32(delta, norm)
+        if self.final_norm is None:
+            logits = self.lm_head(joined(delta, residual))
+        else:
+            norm = Norm(self.final_norm, self.spec.norm_eps, residual, self.dtype, self.final_bias)
+            logits = self.lm_head.float32(delta, norm)
         if self.ranks is not None:
             logits = self.ranks.side_by_side(logits)
         return logits if self.softcap is None else self.softcap(logits, self.spec.final_softcap)

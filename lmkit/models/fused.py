@@ -36,6 +36,8 @@ OUTER = {
     "output": roles.LM_HEAD,
     "model.decoder.embed_tokens": roles.EMBED,
     "model.decoder.embed_positions": roles.POSITIONS,
+    "model.decoder.project_in": roles.PROJECT_IN,
+    "model.decoder.project_out": roles.PROJECT_OUT,
     "model.decoder.final_layer_norm": roles.FINAL_NORM,
 }
 EXPERTS = {"mlp.experts.gate_up_proj": ("gate", "up"), "mlp.experts.down_proj": ("down",)}

@@ -26,7 +26,8 @@ class LayerSpec:
 
     Norms stand before both, as in Llama: x + attn(norm(x)), then x + mlp(norm(x)). With `post_norms` they also stand
     behind both, as in Gemma 2: x + norm(attn(norm(x))), then x + norm(mlp(norm(x))). Without `pre_norms` they stand
-    only there, as in OLMo 2: x + norm(attn(x)), then x + norm(mlp(x)).
+    only there, as in OLMo 2: x + norm(attn(x)), then x + norm(mlp(x)). With `stream_norms` the sum is normalized, as in
+    OPT-350m: norm(x + attn(x)), then norm(x + mlp(x)).
     """
 
     hidden_size: int
@@ -45,6 +46,7 @@ class LayerSpec:
     latent: LatentSpec | None = None  # latent attention: one KV head, whose row is both key and value
     pre_norms: bool = True
     post_norms: bool = False
+    stream_norms: bool = False  # and no other ones
     norm_bias: bool = False  # norms are LayerNorms
     prefix: str = "model.layers"  # of the names in a checkpoint
     names: Mapping[str, str] = field(default_factory=lambda: roles.LLAMA_NAMES, hash=False)  # see models.roles
@@ -97,7 +99,7 @@ class LayerSpec:
     @cached_property
     def vectors(self) -> dict[str, int]:
         """Sizes of the norms' weights and of other vectors, by role."""
-        before = ("norm.attn", "norm.mlp") if self.pre_norms else ()
+        before = ("norm.attn", "norm.mlp") if self.pre_norms or self.stream_norms else ()
         behind = ("norm.attn_out", "norm.mlp_out") if self.post_norms else ()
         sizes = dict.fromkeys((*before, *behind), self.hidden_size)
         if self.norm_bias:

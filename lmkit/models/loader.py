@@ -148,6 +148,7 @@ def _decoder(
         embed = source.embed_tokens(model.dtype)
     source.reader.release()
     at = tensor_device(model.packing.device)
-    final_norm = source.final_norm().clone().to(at)
+    norm = source.final_norm()
+    final_norm = None if norm is None else norm.clone().to(at)
     extras = {"final_bias": source.final_bias(), "positions": source.positions()}
     return Decoder(model.spec, embed.to(at), layers, final_norm, lm_head, model.activation_dtype, **extras)

@@ -75,6 +75,7 @@ OPT_NAMES = {
 }
 EMBED, FINAL_NORM, LM_HEAD = "model.embed_tokens", "model.norm", "lm_head"
 POSITIONS = "model.embed_positions"
+PROJECT_IN, PROJECT_OUT = "model.project_in", "model.project_out"
 
 QKV = ("attn.q", "attn.k", "attn.v")
 LINEARS = (*QKV, "attn.o", "mlp.gate", "mlp.up", "mlp.down")  # of a dense layer

@@ -67,8 +67,13 @@ class ModelSource:
     def _check_names(self) -> None:
         """Check that every weight of the specification exists and that dense vectors fit, before anything is read."""
         spec, reader = self.spec, self.reader
-        dense = {roles.EMBED + ".weight": spec.head_shape, roles.FINAL_NORM + ".weight": (spec.hidden_size,)}
-        if spec.layers[-1].norm_bias:
+        hidden, width = spec.hidden_size, spec.projected or spec.hidden_size
+        dense: dict[str, tuple[int, ...]] = {roles.EMBED + ".weight": (spec.vocab_size, width)}
+        if spec.projected:
+            dense |= {roles.PROJECT_IN + ".weight": (hidden, width), roles.PROJECT_OUT + ".weight": (width, hidden)}
+        if spec.final_norm:
+            dense[roles.FINAL_NORM + ".weight"] = (hidden,)
+        if spec.final_norm and spec.layers[-1].norm_bias:
             dense[roles.FINAL_NORM + ".bias"] = (spec.hidden_size,)
         if spec.first_position is not None:
             dense[roles.POSITIONS + ".weight"] = (spec.first_position + spec.max_position, spec.hidden_size)
@@ -139,18 +144,30 @@ class ModelSource:
 
     def stores(self, module: str, dtype: str) -> bool:
         """Whether the checkpoint already stores the module's weight in that dtype."""
-        return DTYPES[self.reader.info(module + ".weight").dtype] is getattr(torch, dtype)
+        stored = DTYPES[self.reader.info(module + ".weight").dtype]
+        return stored is getattr(torch, dtype) and not (self.spec.projected and module == roles.EMBED)
 
     def embed_tokens(self, dtype: torch.dtype | None = None) -> Tensor:
-        return self._plain(roles.EMBED + ".weight", dtype)
+        """[vocab, hidden]: what the stream gets."""
+        return self._projected(roles.PROJECT_IN, dtype)
 
-    def final_norm(self) -> Tensor:
-        """The final norm's factor, times the model's factor on logits."""
+    def _projected(self, module: str, dtype: torch.dtype | None) -> Tensor:
+        """Embeddings, multiplied with a matrix if they have another width than the stream."""
+        if not self.spec.projected:
+            return self._plain(roles.EMBED + ".weight", dtype)
+        matrix = self._plain(module + ".weight", torch.float32)
+        matrix = matrix.T if module == roles.PROJECT_IN else matrix
+        return _to(self._plain(roles.EMBED + ".weight", torch.float32) @ matrix, dtype)
+
+    def final_norm(self) -> Tensor | None:
+        """The final norm's factor, times the model's factor on logits; None if there is no final norm."""
+        if not self.spec.final_norm:
+            return None
         return self._vector(roles.FINAL_NORM + ".weight", torch.float32) * self.spec.logit_scale
 
     def final_bias(self) -> Tensor | None:
         """The final LayerNorm's bias; None if it is an RMSNorm."""
-        has_bias = self.spec.layers[-1].norm_bias
+        has_bias = self.spec.final_norm and self.spec.layers[-1].norm_bias
         return self._plain(roles.FINAL_NORM + ".bias", torch.float32) if has_bias else None
 
     def positions(self) -> Tensor | None:
@@ -174,7 +191,7 @@ class ModelSource:
 
     def _head(self, dtype: torch.dtype | None) -> Tensor | QTensor:
         if self.spec.tie_embeddings:
-            return self.embed_tokens(dtype)
+            return self._projected(roles.PROJECT_OUT, dtype)
         weight = self.format.read_linear(self.reader, roles.LM_HEAD)
         return weight if isinstance(weight, QTensor) else _to(weight, dtype)
 
@@ -182,7 +199,8 @@ class ModelSource:
         """A decoder without layers. Only `embed` and `head` work, with plain weights."""
         at = tensor_device(device)
         embed = self.embed_tokens(dtype).to(at)
-        return Decoder(self.spec, embed, [], self.final_norm().to(at), self.lm_head(dtype, device))
+        norm = self.final_norm()
+        return Decoder(self.spec, embed, [], None if norm is None else norm.to(at), self.lm_head(dtype, device))
 
     def _vectors(self, index: int, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
         """(role, vector or matrix). Biases that choose experts stay as stored: rounded ones would choose others."""
@@ -224,6 +242,8 @@ class ModelSource:
         head = math.prod(self.spec.head_shape)
         if self.spec.tie_embeddings:
             total += head * dense
+        if self.spec.projected:
+            total += self.spec.vocab_size * (self.spec.hidden_size - self.spec.projected) * dense
         if lm_head == "int8":  # a byte a weight, and for each group a float16 scale and a zero byte
             total += head - head * dense + 3 * self.spec.vocab_size * HEAD_SCHEME.num_groups(self.spec.hidden_size)
         return total - saved_bytes(self.spec, self.rounding, dense)

@@ -26,6 +26,8 @@ class ModelSpec:
     logit_scale: float = 1.0  # a factor on logits, which the final norm's weight contains once it is read
     final_softcap: float = 0.0  # c > 0: a logit x becomes c * tanh(x / c)
     norm_offset: float = 0.0  # added to a norm's stored weight: 1 if the factor is 1 + w
+    final_norm: bool = True  # before the head
+    projected: int = 0  # > 0: embeddings have this width, and matrices lead from it to the stream and back to the head
     first_position: int | None = None  # the row of position 0 in a table of learned positions; None = there is no table
 
     @property

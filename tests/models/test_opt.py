@@ -25,8 +25,8 @@ CONFIG = {
 @pytest.mark.parametrize(
     "changes",
     [
-        {"do_layer_norm_before": False}, {"word_embed_proj_dim": 32}, {"activation_function": "gelu"},
-        {"enable_bias": False}, {"layer_norm_elementwise_affine": False}, {"_remove_final_layer_norm": True},
+        {"activation_function": "gelu"},
+        {"enable_bias": False}, {"layer_norm_elementwise_affine": False},
     ],
 )  # fmt: skip
 def test_other_kinds_are_refused(changes: dict[str, Any]) -> None:

@@ -51,7 +51,9 @@ def kl(p: torch.Tensor, q: torch.Tensor) -> float:
     return float((log_p.exp() * (log_p - log_q)).sum(-1).max())
 
 
-@pytest.mark.parametrize("name", ["llama-tied-bias", "opt", "gemma2", "qwen3", "gpt-oss", "qwen2-moe", "glm4"])
+@pytest.mark.parametrize(
+    "name", ["llama-tied-bias", "opt", "opt-350m", "gemma2", "qwen3", "gpt-oss", "qwen2-moe", "glm4"]
+)
 def test_two_ranks_compute_the_whole_models_logits(tmp_path: Path, name: str) -> None:
     tiny.make(tmp_path, name)
     (whole,), (first, second) = logits_of(tmp_path, 1), logits_of(tmp_path, 2)

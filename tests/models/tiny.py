@@ -74,6 +74,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
         "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}}}),
     "opt": ("OPTConfig", {"ffn_dim": 88, "init_std": 0.2, "pad_token_id": None}),
+    "opt-350m": ("OPTConfig", {"ffn_dim": 88, "init_std": 0.2, "pad_token_id": None, "do_layer_norm_before": False,
+                               "word_embed_proj_dim": 40}),
     "granite": ("GraniteConfig", {"embedding_multiplier": 3.0, "residual_multiplier": 0.22, "logits_scaling": 5.0,
                                   "attention_multiplier": 0.2, "attention_bias": True, "rms_norm_eps": 1e-2}),
     "olmo2": ("Olmo2Config", {}),

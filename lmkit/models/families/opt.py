@@ -14,17 +14,15 @@ from lmkit.models.spec import ModelSpec
 
 EPS = 1e-5  # of torch's LayerNorm, which no config.json names
 FIRST_POSITION = 2
-# What the forward pass does not vary. OPT-350m has its norms behind, and embeddings of another width.
-BUILT = {
-    "activation_function": "relu", "do_layer_norm_before": True, "enable_bias": True,
-    "layer_norm_elementwise_affine": True, "_remove_final_layer_norm": False,
-}  # fmt: skip
+# What the forward pass does not vary.
+BUILT = {"activation_function": "relu", "enable_bias": True, "layer_norm_elementwise_affine": True}
 
 
 @family("OPTForCausalLM")
 def opt(hf: dict[str, Any]) -> ModelSpec:
     hidden, heads = integer(hf, "hidden_size"), max(integer(hf, "num_attention_heads"), 1)
-    for name, built in (BUILT | {"word_embed_proj_dim": hidden}).items():
+    before, width = bool(hf.get("do_layer_norm_before", True)), integer(hf, "word_embed_proj_dim", hidden)
+    for name, built in BUILT.items():
         if hf.get(name, built) != built:
             raise UnsupportedError(f"config.json: {name} = {hf[name]!r} is not supported; lmkit runs {built}")
     ffn = integer(hf, "ffn_dim")
@@ -35,7 +33,14 @@ def opt(hf: dict[str, Any]) -> ModelSpec:
         attn_bias=True,
         o_bias=True,
         norm_bias=True,
+        pre_norms=before,
+        stream_norms=not before,
         names=OPT_NAMES,
         prefix="model.decoder.layers",
     )
-    return model_spec({"tie_word_embeddings": True} | hf, [layer] * num_layers(hf), first_position=FIRST_POSITION)
+    flags = {
+        "first_position": FIRST_POSITION,
+        "final_norm": before and not hf.get("_remove_final_layer_norm", False),
+        "projected": 0 if width == hidden else width,
+    }
+    return model_spec({"tie_word_embeddings": True} | hf, [layer] * num_layers(hf), **flags)

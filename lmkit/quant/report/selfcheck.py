@@ -86,7 +86,9 @@ def _behind_layers(source: ModelSource, token_ids: Tensor, product_dtype: torch.
 
 
 def _normalized(source: ModelSource, hidden: Tensor) -> Tensor:
-    normalized: Tensor = ops.rms_norm.select("cpu")(hidden, Norm(source.final_norm(), source.spec.norm_eps))
+    norm = source.final_norm()
+    assert norm is not None
+    normalized: Tensor = ops.rms_norm.select("cpu")(hidden, Norm(norm, source.spec.norm_eps))
     return normalized
 
 
