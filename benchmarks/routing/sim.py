@@ -54,38 +54,44 @@ class Engine:
         self.busy = 0.0  # seconds of computing
         self._cache: OrderedDict[tuple[str, int], int] = OrderedDict()  # a text -> its tokens; used longest ago first
         self._used = 0
+        self._used_at = dict[tuple[str, int], float]()
+        self.kept_since = 0.0  # it has all that it used since then
 
     def start(self, ask: Ask, now: float) -> tuple[float, float, int]:
         """(time of the first token, time of the last one, cached tokens)."""
         m = self.machine
-        cached = min(self._cached(ask), ask.tokens - 1)
+        cached = min(self.cached(ask), ask.tokens - 1)
         prefill = (ask.tokens - cached) / m.prefill * (1 + len(self.running) / 64)
         first = max(now, self.free_at) + prefill
         self.free_at = first
         step = m.step + m.step_each * len(self.running)
         self.busy += prefill + ask.output * step / (1 + len(self.running))
-        self._keep(("group", ask.group), ask.group_tokens)
-        self._keep(("own", ask.conversation), ask.tokens + ask.output - ask.group_tokens)
+        self._keep(("group", ask.group), ask.group_tokens, now)
+        self._keep(("own", ask.conversation), ask.tokens + ask.output - ask.group_tokens, now)
         return first, first + ask.output * step, cached
 
     def lose(self) -> None:
         """Its process ends."""
         self._cache.clear()
         self._used, self.free_at = 0, 0.0
+        self._used_at.clear()
 
-    def _cached(self, ask: Ask) -> int:
+    def cached(self, ask: Ask) -> int:
+        """Tokens of its prompt."""
         group = self._cache.get(("group", ask.group), 0)
         if group < ask.group_tokens:
             return group
         return group + min(self._cache.get(("own", ask.conversation), 0), ask.tokens - group)
 
-    def _keep(self, text: tuple[str, int], tokens: int) -> None:
+    def _keep(self, text: tuple[str, int], tokens: int, now: float) -> None:
+        self._used_at[text] = now
         self._used += tokens - self._cache.get(text, 0)
         self._cache[text] = tokens
         self._cache.move_to_end(text)
         while self._used > self.machine.kv_tokens and len(self._cache) > 1:
             oldest = next(iter(self._cache))
             over = self._used - self.machine.kv_tokens
+            self.kept_since = max(self.kept_since, self._used_at[oldest])
             if self._cache[oldest] > over:  # the end of a text leaves before its beginning
                 self._cache[oldest] -= over
                 self._used -= over
@@ -140,13 +146,16 @@ class Simulation:
 
     def __init__(
         self, policy: PolicyName | Policy, machines: list[Machine], shape: Shape, *, seed: int = 0,
-        disturbances: list[Disturbance] | None = None, believed_kv: bool = True, **options: Any,
+        disturbances: list[Disturbance] | None = None, believed_kv: float = 1.0, tells_losses: bool = True,
+        **options: Any,
     ) -> None:  # fmt: skip
-        """A policy that is not the proxy's own is a function. `believed_kv`: nodes tell the size of their caches.
+        """A policy that is not the proxy's own is a function. `believed_kv`: the size of caches that nodes tell,
+        beside the real one. `tells_losses`: they also tell since when they have lost nothing.
 
         `options` are fields of the proxy's configuration.
         """
         self.now, self.result, self._shape = 0.0, Result(), shape
+        self._tells_losses = tells_losses
         self._own = None if isinstance(policy, str) else policy
         self._policy: PolicyName = policy if isinstance(policy, str) else "prefix"
         config = ProxyConfig(max_nodes=len(machines), policy=self._policy, **options)
@@ -157,7 +166,7 @@ class Simulation:
         self.engines = dict[Node, Engine]()
         for i, machine in enumerate(machines):
             node = self.registry.add(NodeConfig(url=f"http://node-{i}", models=("m",)), "config")
-            node.kv_tokens = machine.kv_tokens if believed_kv else None
+            node.kv_tokens = round(machine.kv_tokens * believed_kv)
             self.registry.succeeded(node)
             self.engines[node] = Engine(machine)
         self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
@@ -298,6 +307,8 @@ class Simulation:
         for node, engine in self.engines.items():
             if engine.alive and engine.reachable:
                 self.registry.succeeded(node)
+                if self._tells_losses:
+                    self.registry.keeps(node, self.now - engine.kept_since)
             else:
                 self.registry.failed(node, "cut")
         self.registry.eject()

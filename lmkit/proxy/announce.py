@@ -28,6 +28,7 @@ class Load(StrictStruct, frozen=True):
     waiting: Count = 0
     kv_use: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0  # share of its KV cache
     kv_tokens: Count = 0  # the size of its KV cache; 0 = not known
+    kept_seconds: Annotated[float, msgspec.Meta(ge=0)] | None = None  # its cache has all that it used in these seconds
 
 
 class Announcement(StrictStruct, frozen=True):

@@ -152,6 +152,7 @@ class Fleet:
                 known.owner = owner
             if heard(known, announced):
                 self._registry.prefixes.forget(known)
+            self._registry.keeps(known, announced.load.kept_seconds)
             self._mark_drained()
             return known
 

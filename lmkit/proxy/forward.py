@@ -190,7 +190,7 @@ class Forwarder:
                 client.add_headers(explanation(choice, call.routing, len(candidates), resting))
             if len(tried) > 1:
                 tried[-2].failovers += 1
-            with self._registry.using(node):
+            with self._registry.using(node, call.routing.prompt):
                 try:
                     if await self._attempt(choice, call, client, tried, movable=resends < MAX_RESENDS):
                         return

@@ -19,7 +19,7 @@ from typing import Generic, NamedTuple, TypeVar
 BYTES_PER_TOKEN = 4  # of JSON text, about
 CHUNK_BYTES = 256
 MAX_BYTES = 1 << 20  # of a prompt; what comes behind them is not looked at
-MAX_ENTRIES = 1 << 18  # for all nodes together, about 50 MB
+MAX_ENTRIES = 1 << 18  # for all nodes together, about 110 MB
 
 N = TypeVar("N", bound=Hashable)
 
@@ -55,13 +55,14 @@ def cuts(prompt: Iterable[bytes | memoryview], secret: bytes = b"") -> list[Cut]
 class PrefixIndex(Generic[N]):
     """The cuts that each node has got, the most recently used last. What a node used longest ago leaves first.
 
-    A prompt's end is older than its beginning. A node that has a cut therefore has all cuts before it.
+    A node may tell since when it has lost nothing (`expire`). A prompt's end is older than its beginning: a node that
+    has a cut has all cuts before it.
     """
 
     def __init__(self, max_entries: int = MAX_ENTRIES) -> None:
         self.secret = secrets.token_bytes(16)  # nobody outside can make two prompts collide
         self._max_entries = max_entries
-        self._held: dict[N, OrderedDict[int, int]] = {}  # digest -> bytes of its chunk
+        self._held: dict[N, OrderedDict[int, tuple[int, float]]] = {}  # digest -> bytes of its chunk, last use
         self._sizes: dict[N, int] = {}  # bytes
         self._holders: dict[int, set[N]] = {}
 
@@ -84,25 +85,40 @@ class PrefixIndex(Generic[N]):
                 break
         return found
 
-    def add(self, node: N, prompt: Sequence[Cut], capacity: int | None = None) -> None:
+    def add(self, node: N, prompt: Sequence[Cut], capacity: int | None = None, now: float = 0.0) -> None:
         """The node gets this prompt. `capacity` is the number of tokens that it can keep, None if it is not known."""
         held = self._held.setdefault(node, OrderedDict())
         size = self._sizes.get(node, 0)
         for i in range(len(prompt) - 1, -1, -1):
             digest, end = prompt[i]
+            nbytes = end - (prompt[i - 1].end if i else 0)
             if digest in held:
                 held.move_to_end(digest)
             else:
-                held[digest] = end - (prompt[i - 1].end if i else 0)
-                size += held[digest]
+                size += nbytes
                 self._holders.setdefault(digest, set()).add(node)
+            held[digest] = nbytes, now
+        self._sizes[node] = size
         most = self._max_entries // len(self._held)
         limit = float("inf") if capacity is None else capacity * BYTES_PER_TOKEN
-        while len(held) > most or (size > limit and held):
-            digest, nbytes = held.popitem(last=False)
-            size -= nbytes
-            self._drop(digest, node)
-        self._sizes[node] = size
+        while len(held) > most or (self._sizes[node] > limit and held):
+            self._pop(node, held)
+
+    def touch(self, node: N, prompt: Sequence[Cut], now: float) -> None:
+        """The node has used this prompt up to now. Nothing is known of a node that was forgotten meanwhile."""
+        if node in self._held:
+            self.add(node, prompt, now=now)
+
+    def expire(self, node: N, until: float) -> None:
+        """The node has lost what it used last at `until` or before."""
+        held = self._held.get(node)
+        while held and next(iter(held.values()))[1] <= until:
+            self._pop(node, held)
+
+    def _pop(self, node: N, held: OrderedDict[int, tuple[int, float]]) -> None:
+        digest, (nbytes, _) = held.popitem(last=False)
+        self._sizes[node] -= nbytes
+        self._drop(digest, node)
 
     def forget(self, node: N) -> None:
         """The node has lost its cache, or is gone."""

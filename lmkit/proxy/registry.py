@@ -16,7 +16,7 @@ from lmkit.errors import RequestError
 from lmkit.proxy.breaker import Breaker
 from lmkit.proxy.config import NodeConfig, ProxyConfig, Registration
 from lmkit.proxy.outliers import MAX_SAMPLES, MIN_SAMPLES, ramps, worst
-from lmkit.proxy.prefixes import PrefixIndex
+from lmkit.proxy.prefixes import Cut, PrefixIndex
 
 ModelEntries = dict[str, dict[str, Any]]  # model id -> its object in a /v1/models list
 LATENCY_DECAY = 0.2  # share of the newest sample in the moving average
@@ -51,6 +51,7 @@ class Node:
     others: int = 0  # requests of other proxies and clients
     kv_tokens: int | None = None  # the size of its KV cache
     kv_use: float | None = None  # 0 to 1
+    tells_losses: bool = False  # it says since when its cache has lost nothing
     latency: float | None = None  # seconds to the first byte, moving average
     latency_at: float = -math.inf  # by the registry's clock
     # Seconds and computed tokens before its last first bytes:
@@ -280,8 +281,8 @@ class Registry:
             change(-1)
 
     @contextmanager
-    def using(self, node: Node) -> Iterator[None]:
-        """Count one request on a node while the block runs, however it ends."""
+    def using(self, node: Node, prompt: Sequence[Cut] = ()) -> Iterator[None]:
+        """Count one request on a node while the block runs, however it ends. The node uses its prompt until then."""
         self._picks += 1
         node.last_pick = self._picks
         node.in_flight += 1
@@ -291,6 +292,13 @@ class Registry:
         finally:
             node.breaker.end()
             node.in_flight -= 1
+            self.prefixes.touch(node, prompt, self.clock())
+
+    def keeps(self, node: Node, seconds: float | None) -> None:
+        """The node still has what it used in the last so many seconds, and has lost the rest. None: it does not say."""
+        node.tells_losses = seconds is not None
+        if seconds is not None:
+            self.prefixes.expire(node, self.clock() - seconds)
 
     @contextmanager
     def prefilling(self, node: Node, tokens: int) -> Iterator[None]:

@@ -129,7 +129,8 @@ class Router:
         if choice.node in ramps:
             choice = choice._replace(reason=f"{choice.reason}, with {ramps[choice.node]:.0%} of its weight yet")
         if routing.prompt:
-            index.add(choice.node, routing.prompt, choice.node.kv_tokens)
+            capacity = None if choice.node.tells_losses else choice.node.kv_tokens
+            index.add(choice.node, routing.prompt, capacity, ask.now)
         names = (routing.model, choice.node.url, routing.policy, choice.reason, routing.rule)
         self.recent.append(Decision(time.time(), *names, routing.tokens, len(candidates)))
         return choice._replace(missing=ask.missing(choice.node))

@@ -121,11 +121,13 @@ class Told:
     def _load(self) -> dict[str, Any]:
         stats = [model.engine.stats() for model in self._models.models]
         infos = [model.engine.info for model in self._models.models]
+        kept = stats[0].kept_since
         used, total = sum(s.blocks_used for s in stats), sum(s.blocks_total for s in stats)
         return {
             "running": sum(s.num_running for s in stats),
             "waiting": sum(s.num_waiting for s in stats),
             "kv_use": min(1.0, used / total) if total else 0.0,
+            "kept_seconds": max(0.0, time.monotonic() - kept) if len(stats) == 1 and kept is not None else None,
             "kv_tokens": sum(info.num_blocks * info.block_size for info in infos if info is not None),
         }
 

@@ -185,6 +185,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     num_waiting: int = 0
     blocks_used: int = 0
     blocks_total: int = 0
+    kept_since: float | None = None  # on the monotonic clock: the prefix cache has all that was used since; see Ledger
     preemptions: int = 0
     prompt_tokens: int = 0
     generation_tokens: int = 0

@@ -178,6 +178,22 @@ async def test_a_node_that_starts_anew_has_an_empty_cache() -> None:
         assert not proxy.registry.prefixes.cached(prompt)
 
 
+async def test_a_node_says_since_when_it_has_lost_nothing() -> None:
+    async with nodes(FakeNode()) as (fake,), proxy_for(api_keys=KEYS) as (proxy, url), client(url) as http:
+        await announce(http, fake, load={"kept_seconds": 5.0})
+        (node,) = proxy.registry.nodes()
+        now, index = proxy.registry.clock(), proxy.registry.prefixes
+        old, new = cuts([b"x" * 1024]), cuts([b"y" * 1024])
+        index.add(node, old, now=now - 1000)
+        index.add(node, new, now=now + 1000)
+        assert (index.cached(old), index.cached(new)) == ({node: 256}, {node: 256})
+        await announce(http, fake, load={"kept_seconds": 5.0})
+        assert (index.cached(old), index.cached(new)) == ({}, {node: 256})
+        assert node.tells_losses
+        await announce(http, fake)
+        assert not node.tells_losses
+
+
 async def test_the_nodes_own_key_is_used_and_not_told() -> None:
     async with (
         nodes(FakeNode()) as (fake,),

@@ -101,3 +101,21 @@ def test_tools_stand_before_messages_and_other_fields_do_not_matter() -> None:
 )
 def test_sessions(headers: list[tuple[bytes, bytes]], fields: dict[str, object], expected: str) -> None:
     assert read_asked(turn(1, **fields)).session(headers) == expected
+
+
+def test_what_a_node_has_not_used_for_long_is_lost() -> None:
+    index = PrefixIndex[str]()
+    prompts = [cuts([Random(i).randbytes(4096)]) for i in range(5)]
+    for i, prompt in enumerate(prompts):
+        index.add("a", prompt, now=float(i))
+        index.add("b", prompt, now=float(i))
+    index.touch("a", prompts[0], 9.0)
+    index.touch("gone", prompts[0], 9.0)
+    index.expire("a", 2.0)
+    index.expire("gone", 2.0)
+    has = [index.cached(prompt).keys() for prompt in prompts]
+    assert has == [{"a", "b"}, {"b"}, {"b"}, {"a", "b"}, {"a", "b"}]
+    assert index._sizes == {"a": 3 * 4096, "b": 5 * 4096}
+    index.expire("a", 100.0)
+    assert index._sizes["a"] == 0
+    assert all(index.cached(prompt).keys() == {"b"} for prompt in prompts)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, deque
+from itertools import islice
 from typing import Protocol
+
+MAX_SAMPLES = 4096  # of the clock; with more, every other one is dropped
 
 
 class Cache(Protocol):
@@ -28,6 +31,8 @@ class Ledger:
         self.now = 0  # ticks once per use
         self.held: Counter[str] = Counter()  # by tenant
         self.caches: list[Cache] = []
+        self._has_lost = False  # blocks that eviction took
+        self._samples = deque[tuple[int, float]]()  # (ticks, time)
 
     def evict(self, count: int, tenant: str | None = None, spare: int | None = None) -> int:
         """Evict at least `count` idle blocks if there are so many, the least recently used first.
@@ -40,9 +45,27 @@ class Ledger:
             cache, until = self._next(tenant)
             given = cache.evict(-(-(count - evicted) // cache.stripe), tenant, until=until, spare=spare)
             evicted += given * cache.stripe
+            self._has_lost |= given > 0 and tenant is None
             if not given:
                 break
         return evicted
+
+    def kept_since(self, now: float) -> float:
+        """The time since which the caches have lost nothing that was used; that of the first call if they lost nothing.
+
+        `now` is the caller's time. The result is as exact as calls are frequent. What the quota takes from a tenant is
+        not looked at.
+        """
+        samples = self._samples
+        if not samples or samples[-1][0] < self.now:
+            samples.append((self.now, now))
+        if len(samples) > MAX_SAMPLES:
+            self._samples = samples = deque(islice(samples, 0, None, 2))
+        if self._has_lost:
+            oldest = min(cache.oldest() for cache in self.caches)  # eviction has taken what was used before
+            while len(samples) > 1 and samples[1][0] < oldest:
+                samples.popleft()
+        return samples[0][1]
 
     def _next(self, tenant: str | None) -> tuple[Cache, float]:
         """The cache with the least recently used idle stripe, and the time of use of the next cache's stripe."""

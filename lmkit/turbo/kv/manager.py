@@ -96,6 +96,10 @@ class KVManager:
         if self._tiers is not None:
             self._tiers.wait(seconds)
 
+    def kept_since(self, now: float) -> float | None:
+        """See Ledger. None: a lower tier may have what a cache lost, or there is no cache."""
+        return self._ledger.kept_since(now) if self._tiers is None and self.caches else None
+
     def tier_stats(self) -> dict[str, int]:
         return self._tiers.stats() if self._tiers is not None else {}
 

@@ -368,8 +368,7 @@ class Scheduler:
         self.kv.wait(seconds)
 
     def stats(self) -> EngineStats:
-        kv = self.kv
-        drafts = self._speculation
+        kv, drafts = self.kv, self._speculation
         kv.expire_leases(self._clock())  # nothing else does while there is no work
         return EngineStats(
             num_running=len(self._slots.running),
@@ -386,6 +385,7 @@ class Scheduler:
             tier_hits=dict(self._tier_hits),
             evicted_blocks=sum(cache.num_evicted * cache.stripe for cache in kv.caches),
             sessions=len(kv.leases),
+            kept_since=kv.kept_since(self._clock()),
             decisions=dict(self._decision_stats.decisions),
             tiers=kv.tier_stats(),
             drafts=drafts.num_drafts if drafts else 0,

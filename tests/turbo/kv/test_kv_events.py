@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import os
+import random
 import signal
 import socket
 from collections import Counter
@@ -252,15 +254,14 @@ def test_an_address_that_is_taken_is_named() -> None:
 
 
 def free_ports() -> int:
-    """The first of two free ones."""
+    """The first of two free ones, outside the range from which the system takes ports for others' connections."""
+    rng = random.Random(os.getpid())
     while True:
-        with socket.socket() as one, socket.socket() as two:
-            one.bind(("127.0.0.1", 0))
-            try:
-                two.bind(("127.0.0.1", one.getsockname()[1] + 1))
-            except OSError:
-                continue
-            return int(one.getsockname()[1])
+        port = rng.randrange(20_000, 32_000, 2)
+        with socket.socket() as one, socket.socket() as two, contextlib.suppress(OSError):
+            one.bind(("127.0.0.1", port))
+            two.bind(("127.0.0.1", port + 1))
+            return port
 
 
 @pytest.mark.slow

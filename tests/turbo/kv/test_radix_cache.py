@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from random import Random
 
 import numpy as np
 import pytest
 
 from lmkit.turbo.kv.block_pool import BlockPool
-from lmkit.turbo.kv.ledger import Ledger
+from lmkit.turbo.kv.ledger import MAX_SAMPLES, Ledger
 from lmkit.turbo.kv.radix_cache import HOLE, LONG_PATH, Match, RadixCache
 from lmkit.turbo.kv.radix_tree import MAX_CANDIDATES, Node
 
@@ -361,3 +362,31 @@ def test_check_integrity_sees_damage(message: str) -> None:
     _ = [DAMAGE[message](s)]
     with pytest.raises(AssertionError, match=message):
         s.cache.check_integrity()
+
+
+def test_what_was_used_since_a_time_is_all_there() -> None:
+    """Against a record of all uses: texts of eight blocks, of which three fit, in a random order."""
+    rng, setup = Random(0), Setup(num_blocks=24)
+    cache, ledger = setup.cache, setup.cache._ledger
+    used: dict[str, float] = {}
+    assert ledger.kept_since(0.0) == 0.0
+    for now in range(1, 300):
+        used[name := rng.choice("abcdefgh")] = float(now)
+        text = tokens(name * 32)
+        if len(cache.match(ME, text).blocks) < 8:
+            ledger.evict(8 - setup.pool.num_free)
+            blocks = setup.pool.allocate(8)
+            cache.insert(ME, text, blocks)
+            setup.pool.free_all(blocks)
+        since = ledger.kept_since(float(now))
+        there = {name: sum(len(node.blocks) for node in cache._tree.find(ME, tokens(name * 32))) for name in used}
+        assert all(there[name] == 8 for name, time in used.items() if time > since)
+        assert all(there[name] < 8 for name, time in used.items() if time < since)
+    assert len(ledger._samples) < 100, "samples of what is gone are dropped"
+
+
+def test_the_record_of_uses_is_bounded() -> None:
+    ledger = Ledger()
+    for ledger.now in range(10_000):
+        assert ledger.kept_since(ledger.now + 5.0) == 5.0
+    assert len(ledger._samples) <= MAX_SAMPLES

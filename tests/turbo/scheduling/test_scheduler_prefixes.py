@@ -227,3 +227,15 @@ def test_what_a_request_has_computed_itself_does_not_count_as_cached() -> None:
     assert cached(engine, "low") == 0
     assert engine.runner.num_computed == 60 + 7
     engine.runner.tiers.close()
+
+
+def test_the_time_since_which_nothing_was_lost_is_in_the_stats() -> None:
+    now = [10.0]
+    engine = FakeEngine(limits(prefix_cache=True, num_blocks=8), clock=lambda: now[0])
+    since = []
+    for i in range(5):  # each takes four of the blocks
+        engine.add(request(f"r{i}", [20 + i] * 12))
+        engine.run()
+        since.append(engine.scheduler.stats().kept_since)
+        now[0] += 10
+    assert since == [10.0, 10.0, 10.0, 20.0, 30.0], "two are there, and the one before them was used at that time"
