@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import json
 import re
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import replace
@@ -84,14 +83,22 @@ async def _to_keeper(named: Named, cluster: Cluster, asked: Asked) -> None:
 
 
 async def _upload(cluster: Cluster, asked: Asked) -> None:
-    found, able = _MODEL.search(asked.call.body), cluster.forwarder.may_keep(asked.call)
-    model = cluster.router.model(json.loads(found[1])) if found else ""
-    if found:
+    model, able = cluster.router.model(_first_model(asked.call.body)), cluster.forwarder.may_keep(asked.call)
+    if model:
         able = [node for node in cluster.registry.candidates(model) if node in able]
     if not able:
-        raise cluster.registry.absence(model) if found else RequestError("engine_unavailable", "no node is healthy")
+        raise cluster.registry.absence(model) if model else RequestError("engine_unavailable", "no node is healthy")
     routing = replace(asked.call.routing, model=model)
     await _forward(cluster, asked, cluster.router.choose(able, routing).node)
+
+
+def _first_model(form: bytes) -> str:
+    """The model of the first line of a form's file, or an empty text."""
+    found = _MODEL.search(form)
+    try:
+        return msgspec.json.decode(found[1], type=str) if found else ""
+    except msgspec.DecodeError:  # the node will say what is wrong with the line
+        return ""
 
 
 class _Batch(msgspec.Struct):
@@ -127,15 +134,16 @@ def _age(item: dict[str, Any]) -> tuple[int, str]:
 
 async def _all_of(forwarder: Forwarder, node: Node, call: Call, most: int) -> list[dict[str, Any]]:
     """All that one node lists."""
-    found: list[dict[str, Any]] = []
+    found, ids = list[dict[str, Any]](), list[Any]()
     for _ in range(MAX_PAGES):
-        asked = dict[str, Any](limit=most) | ({"after": found[-1]["id"]} if found else {})
+        asked = dict[str, Any](limit=most) | ({"after": ids[-1]} if ids else {})
         answer = await forwarder.listed(node, replace(call, query=urlencode(asked).encode()))
         if answer is None:
             break
         try:
             part = msgspec.json.decode(answer, type=_Page)
-        except (msgspec.MsgspecError, RecursionError):
+            ids = [item["id"] for item in part.data]
+        except (msgspec.MsgspecError, RecursionError, KeyError):
             raise RequestError("bad_gateway", f"a node's answer to GET {call.path} is no list") from None
         found += part.data
         if not part.has_more or not part.data:

@@ -93,10 +93,15 @@ async def test_a_node_without_files_has_none_and_one_that_fails_is_no_empty_list
     async def failing(exchange: object) -> None:
         await exchange.reply(500, {"error": {}})  # type: ignore[attr-defined]
 
-    for script, status in ((without, 200), (failing, 502)):
+    async def nameless(exchange: object) -> None:
+        await exchange.reply(200, {"data": [{"created_at": 1}], "has_more": True})  # type: ignore[attr-defined]
+
+    for script, status, of_node in ((without, 200, 404), (failing, 502, 500), (nameless, 502, 200)):
         fakes = FakeNode("a", script=script), FakeNode("b", script=without)
         async with nodes(*fakes), proxy_for(*fakes) as (_, url), client(url) as http:
             assert (await http.get("/v1/files")).status_code == status
+            form = {"file": ("in.jsonl", b'{"model": "\\q"}')}
+            assert (await http.post("/v1/files", files=form)).status_code == of_node
 
 
 def test_the_routes_can_be_left_out(tmp_path: Path) -> None:
