@@ -97,7 +97,7 @@ async def test_a_node_without_files_has_none_and_one_that_fails_is_no_empty_list
         await exchange.reply(200, {"data": [{"created_at": 1}], "has_more": True})  # type: ignore[attr-defined]
 
     for script, status, of_node in ((without, 200, 404), (failing, 502, 500), (nameless, 502, 200)):
-        fakes = FakeNode("a", script=script), FakeNode("b", script=without)
+        fakes = FakeNode("a", script=script), FakeNode("b", script=script)
         async with nodes(*fakes), proxy_for(*fakes) as (_, url), client(url) as http:
             assert (await http.get("/v1/files")).status_code == status
             form = {"file": ("in.jsonl", b'{"model": "\\q"}')}
