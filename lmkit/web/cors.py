@@ -18,5 +18,5 @@ def with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
         allow_origins=origins,
         allow_methods=("GET", "POST", "DELETE"),
         allow_headers=("*",),  # OpenAI's JavaScript client sends some of its own
-        expose_headers=("x-request-id", "retry-after"),
+        expose_headers=("x-request-id", "retry-after") if origins else (),
     )
