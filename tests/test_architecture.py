@@ -22,7 +22,7 @@ FLOORS = {
     "layers": 2,
     "models": 3,
     "quant": 4, "turbo": 4,
-    "serve": 5, "proxy": 5, "api": 5, "program": 5, "bench": 5,
+    "serve": 5, "proxy": 5, "api": 5, "program": 5, "bench": 5, "advise": 5,
     "cluster": 6,
     "cli": 7,
 }  # fmt: skip
@@ -38,7 +38,7 @@ TORCH_FREE = [
     "lmkit.kv_dtype", "lmkit.attention_spec", "lmkit.web.server", "lmkit.proxy.server", "lmkit.serve.http",
     "lmkit.cluster.cluster",
     "lmkit.neutral", "lmkit.extras", "lmkit.api.async_pipeline", "lmkit.program",
-    "lmkit.bench.online", "lmkit.bench.report", "lmkit.bench.plot",
+    "lmkit.bench.online", "lmkit.bench.report", "lmkit.bench.plot", "lmkit.advise.describe",
     "lmkit.turbo.request", "lmkit.turbo.sequence", "lmkit.turbo.plan", "lmkit.turbo.kv.block_pool",
     "lmkit.turbo.kv.radix_cache", "lmkit.turbo.kv.manager", "lmkit.turbo.kv.tiers.store",
     "lmkit.turbo.scheduling.policy", "lmkit.turbo.scheduling.scheduler", "lmkit.turbo.scheduling.pacing",

@@ -35,19 +35,21 @@ def read_dataset(path: Path) -> list[Entry]:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from None
-    rows = _json_array(text, path) if text.lstrip().startswith("[") else _json_lines(text, path)
-    entries = [entry for where, row in rows if (entry := _entry(row, where)) is not None]
+    rows = json_array(text, path) if text.lstrip().startswith("[") else json_lines(text, path)
+    entries = [entry for where, row in rows if (entry := entry_of(row, where)) is not None]
     if not entries:
         raise ConfigError(f"{path}: has no conversation that begins with a user's message")
     return entries
 
 
-def _json_array(text: str, path: Path) -> Iterator[tuple[str, Any]]:
+def json_array(text: str, path: Path) -> Iterator[tuple[str, Any]]:
+    """(where it stands, value) of each element of the file's array. Raises ConfigError."""
     for idx, row in enumerate(_loads(text, str(path))):
         yield f"{path}: entry {idx}", row
 
 
-def _json_lines(text: str, path: Path) -> Iterator[tuple[str, Any]]:
+def json_lines(text: str, path: Path) -> Iterator[tuple[str, Any]]:
+    """(where it stands, value) of each line that is not blank. Raises ConfigError."""
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             yield f"{path}: line {number}", _loads(line, f"{path}: line {number}")
@@ -60,8 +62,11 @@ def _loads(text: str, where: str) -> Any:
         raise ConfigError(f"{where}: not valid JSON: {error}") from None
 
 
-def _entry(row: Any, where: str) -> Entry | None:
-    """An entry; None for a ShareGPT conversation that does not begin with a human. The data set has many of these."""
+def entry_of(row: Any, where: str) -> Entry | None:
+    """The entry of a row that stands at `where`. Raises ConfigError.
+
+    None for a ShareGPT conversation that does not begin with a human. The data set has many of these.
+    """
     if not isinstance(row, dict):
         raise ConfigError(f"{where}: expected an object, got {type(row).__name__}")
     if re.search(r"[\ud800-\udfff]", json.dumps(row, ensure_ascii=False)):

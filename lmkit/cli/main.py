@@ -9,7 +9,7 @@ import typer
 
 import lmkit
 from lmkit import log
-from lmkit.cli import bench, chat, convert, doctor, eval, inspect, models, proxy, quantize, running, serve, up
+from lmkit.cli import advise, bench, chat, convert, doctor, eval, inspect, models, proxy, quantize, running, serve, up
 from lmkit.cli.settings import ProxyGroup, ServeCommand
 from lmkit.cli.usage import Command, Group, Root
 from lmkit.config import calm_openmp, environment, require_linux
@@ -33,6 +33,7 @@ for name, function, short_help in (
     ("chat", chat.chat, "Talk to a model or a server."),
     ("eval", eval.evaluate, "Measure perplexity, and the distance between two models."),
     ("inspect", inspect.inspect, "Show a checkpoint, and the memory that serving it needs."),
+    ("advise", advise.advise, "Show what a trace of requests contains."),
     ("list", models.list_models, "Show the models on this machine."),
     ("pull", models.pull, "Fetch a model from the Hugging Face Hub."),
     ("ps", running.ps, "Show the servers that run on this machine."),

@@ -1,0 +1,1 @@
+"""`lmkit advise`: what a trace of requests contains. No torch here."""

@@ -1,0 +1,202 @@
+"""Reads a trace: the figures of a benchmark, an access log, or the prompts of a data set or a batch.
+
+    kind        file                                            has
+    benchmark   `lmkit bench online --json FILE --requests`     times, lengths
+    log         `lmkit serve|proxy|up --log-format json`        times; behind a proxy that counts tokens also lengths
+    batch       JSON lines of /v1/batches                       prompts, limits of answers
+    dataset     what `lmkit bench --dataset` reads              prompts, answers or their limits
+
+Prompts become tokens with a model's tokenizer. The first malformed line is an error with its number.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+
+from lmkit.bench.dataset import Entry, entry_of, json_array, json_lines
+from lmkit.bench.metrics import RequestRecord
+from lmkit.bench.schema import SCHEMA
+from lmkit.bench.workload import Dialogue
+from lmkit.errors import ConfigError, LMKitError
+from lmkit.text import Tokenizer
+
+Kind = Literal["benchmark", "log", "batch", "dataset"]
+ROUTES = {  # with or without /v1; those whose requests generate text
+    "/chat/completions", "/completions", "/responses", "/messages", "/generate", "/invocations",
+}  # fmt: skip
+_BATCH_ROUTES = {"/v1/chat/completions": "messages", "/v1/completions": "prompt"}
+# Fields of a batch's body that add to its prompt, or ask for more than one answer.
+_NOT_READ = ("tools", "functions", "chat_template", "chat_template_kwargs", "n", "best_of", "suffix")
+
+
+@dataclass(frozen=True, slots=True)
+class TracedRequest:
+    """One request. What the trace does not tell is None."""
+
+    start: float | None = None  # seconds on the trace's own clock
+    end: float | None = None
+    prompt_tokens: int | None = None
+    output_tokens: int | None = None
+    cached_tokens: int | None = None  # those of the prompt that the server found in its prefix cache
+    max_tokens: int | None = None
+    prompt: np.ndarray | None = None  # its tokens, int32 [prompt_tokens]
+    failed: bool = False
+
+
+@dataclass(frozen=True)
+class Trace:
+    kind: Kind
+    requests: list[TracedRequest] = field(default_factory=list)  # in the order of the file
+    num_left_out: int = 0  # requests that generate no text, warm-ups, conversations without a user's message
+
+
+def read_trace(path: Path, tokenizer: Tokenizer | None = None) -> Trace:
+    """The trace in the file `path`. Prompts need a `tokenizer`; the other kinds take none.
+
+    Raises ConfigError for a file or a line that cannot be read, and for a trace without any request.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise ConfigError(f"{path}: cannot be read: {why}") from None
+    first = _first_value(text, path)
+    if isinstance(first, dict) and ("schema" in first or "logger" in first):
+        if tokenizer is not None:
+            raise ConfigError(f"{path}: has no prompts, so --tokenizer has no use")
+        trace = _benchmark(text, path) if "schema" in first else _log(text, path)
+    else:
+        trace = _prompts(text, path, tokenizer, is_batch=isinstance(first, dict) and "custom_id" in first)
+    if not trace.requests:
+        raise ConfigError(f"{path}: has no request that generates text")
+    return trace
+
+
+def _first_value(text: str, path: Path) -> Any:
+    start = text.lstrip()
+    if not start:
+        raise ConfigError(f"{path}: is empty")
+    if start.startswith("["):
+        return None  # ShareGPT's array; a log in text begins with a digit
+    try:
+        value = json.JSONDecoder().raw_decode(start)[0]
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path}: begins with no JSON object; a log must be written with --log-format json")
+    return value
+
+
+def _benchmark(text: str, path: Path) -> Trace:
+    try:
+        document = json.loads(text)
+        schema, runs = document["schema"], document["runs"]
+        if schema != SCHEMA:
+            raise ConfigError(f"{path}: schema is {schema!r}, expected {SCHEMA!r}")
+        records = [msgspec.convert(run.get("requests", []), list[RequestRecord]) for run in runs]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ConfigError(f"{path}: not the figures of `lmkit bench`: {error!s:.200}") from None
+    if len(records) != 1:
+        raise ConfigError(f"{path}: has {len(records)} runs; a trace is one: give one --rate and one --concurrency")
+    if not records[0]:
+        raise ConfigError(f"{path}: has no requests; run `lmkit bench` with --requests")
+    requests = [
+        TracedRequest(
+            start=record.start,
+            end=record.end,
+            prompt_tokens=record.prompt_tokens,
+            output_tokens=record.output_tokens,
+            max_tokens=record.requested_tokens,
+            failed=record.error is not None,
+        )
+        for record in records[0]
+        if record.measured
+    ]
+    return Trace("benchmark", requests, len(records[0]) - len(requests))
+
+
+class _LogLine(msgspec.Struct, frozen=True):
+    """A line of an access log. The proxy counts `input`, `cached` and `output` tokens where keys have limits."""
+
+    time: datetime  # the request's end
+    method: str
+    path: str
+    status: int
+    duration_ms: float
+    input: int | None = None
+    cached: int | None = None
+    output: int | None = None
+
+
+def _log(text: str, path: Path) -> Trace:
+    requests, num_left_out = [], 0
+    for where, row in json_lines(text, path):
+        if not isinstance(row, dict):
+            raise ConfigError(f"{where}: expected an object, got {type(row).__name__}")
+        if "duration_ms" not in row:
+            continue  # a line about something else than a request
+        try:
+            line = msgspec.convert(row, _LogLine)
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"{where}: no line of an access log: {error}") from None
+        if line.method != "POST" or line.path.removeprefix("/v1") not in ROUTES:
+            num_left_out += 1
+            continue
+        end = line.time.timestamp()
+        requests.append(
+            TracedRequest(
+                start=end - line.duration_ms / 1e3,
+                end=end,
+                prompt_tokens=line.input,
+                output_tokens=line.output,
+                cached_tokens=line.cached,
+                failed=line.status >= 400,
+            )
+        )
+    return Trace("log", requests, num_left_out)
+
+
+def _prompts(text: str, path: Path, tokenizer: Tokenizer | None, *, is_batch: bool) -> Trace:
+    if tokenizer is None:
+        raise ConfigError(f"{path}: has prompts; name the model that counts their tokens with --tokenizer")
+    rows = json_array(text, path) if text.lstrip().startswith("[") else json_lines(text, path)
+    seen = [(where, entry_of(_body(row, where) if is_batch else row, where)) for where, row in rows]
+    entries = [(where, entry) for where, entry in seen if entry is not None]
+    return Trace("batch" if is_batch else "dataset", list(_requests(entries, tokenizer)), len(seen) - len(entries))
+
+
+def _body(row: Any, where: str) -> dict[str, Any]:
+    """The body of a batch's line, with its limit as `max_tokens`."""
+    if not (isinstance(row, dict) and isinstance(row.get("body"), dict)):
+        raise ConfigError(f'{where}: expected "custom_id", "method", "url" and "body", as /v1/batches takes them')
+    body, url = row["body"], row.get("url")
+    if url not in _BATCH_ROUTES:
+        raise ConfigError(f"{where}: url {url!r}: expected {' or '.join(_BATCH_ROUTES)}")
+    if unread := [name for name in _NOT_READ if body.get(name) not in (None, [], 1)]:
+        raise ConfigError(f"{where}: body: {unread[0]} is not supported here")
+    limit = body.get("max_completion_tokens", body.get("max_tokens"))
+    return {_BATCH_ROUTES[url]: body.get(_BATCH_ROUTES[url]), "max_tokens": limit}
+
+
+def _requests(entries: Iterable[tuple[str, Entry]], tokenizer: Tokenizer) -> Iterable[TracedRequest]:
+    """A request for each entry: all up to the last user's message is its prompt, and what follows is its answer."""
+    for where, entry in entries:
+        last = max(idx for idx, message in enumerate(entry.messages) if message["role"] == "user")
+        answer = "".join(message["content"] for message in entry.messages[last + 1 :])
+        dialogue = Dialogue(entry.is_chat, entry.messages[: last + 1])
+        try:
+            prompt = np.array(dialogue.token_ids(tokenizer, chat=entry.is_chat), np.int32)
+            num_output = len(tokenizer.encode(answer, add_special_tokens=False)) if answer else None
+        except LMKitError as error:
+            raise ConfigError(f"{where}: {error}") from None
+        yield TracedRequest(
+            prompt_tokens=len(prompt), output_tokens=num_output, max_tokens=entry.max_tokens, prompt=prompt
+        )
