@@ -81,7 +81,7 @@ def test_arrivals_and_concurrency(tmp_path: Path) -> None:
 
 
 def test_even_arrivals_and_one_request(tmp_path: Path) -> None:
-    even = described(written(tmp_path, *(logged(second, 500) for second in range(1, 9)))).arrivals
+    even = described(written(tmp_path, *(logged(second, 1000) for second in range(1, 9)))).arrivals
     assert even is not None
     assert (even.requests_per_s, even.interval_cv, even.max_concurrency) == (1, 0, 1)
     one = described(written(tmp_path, logged(1, 0))).arrivals
