@@ -29,7 +29,11 @@ from lmkit.proxy.rules import ModelName, Rule, Shadow, Tag, Target, When, mistak
 from lmkit.web.auth import parse_key
 
 Key = Annotated[str, msgspec.Meta(min_length=1, max_length=512, pattern=r"^[\x21-\x7e]+$")]
-RoutePath = Annotated[str, msgspec.Meta(max_length=256, pattern=r"^/v1(/[A-Za-z0-9_-][A-Za-z0-9._~:@-]*)+$")]
+_ROUTE = (
+    r"^(/v[12](/[A-Za-z0-9_-][A-Za-z0-9._~:@-]*)+"
+    r"|/(rerank|score|tokenize|detokenize|apply-template|generate))$"  # none of the proxy's own pages
+)
+RoutePath = Annotated[str, msgspec.Meta(max_length=256, pattern=_ROUTE)]
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=86400)]
 
 # The POST routes of OpenAI's, Anthropic's and other inference servers whose JSON body names a model.

@@ -5,7 +5,7 @@ import pytest
 
 from lmkit.config import parse
 from lmkit.errors import ConfigError
-from lmkit.proxy.config import NodeConfig, ProxyConfig, Registration, load_config, node_url
+from lmkit.proxy.config import ROUTES, NodeConfig, ProxyConfig, Registration, load_config, node_url
 
 
 def write(tmp_path: Path, text: str, name: str = "proxy.yaml") -> Path:
@@ -150,3 +150,14 @@ def test_t20_the_number_of_nodes_is_bounded() -> None:
     nodes = tuple(NodeConfig(url=f"http://n{i}") for i in range(3))
     with pytest.raises(ValueError, match="max_nodes is 2"):
         ProxyConfig(nodes=nodes, max_nodes=2)
+
+
+def test_the_default_routes_can_be_written_into_a_file(tmp_path: Path) -> None:
+    path = write(tmp_path, f"forwarded_routes: [{', '.join(ROUTES)}]\n")
+    assert load_config(path).forwarded_routes == ROUTES
+
+
+@pytest.mark.parametrize("route", ["/admin", "/metrics", "/dashboard", "/v1", "/v2/../admin", "/rerank/x"])
+def test_no_other_page_is_forwarded(tmp_path: Path, route: str) -> None:
+    with pytest.raises(ConfigError, match="forwarded_routes"):
+        load_config(write(tmp_path, f"forwarded_routes: [{route}]\n"))
