@@ -89,6 +89,7 @@ def joined(first: RequestOutput, second: RequestOutput) -> RequestOutput:
         token_ids=first.token_ids,
         logprobs=first.logprobs,
         prompt_logprobs=first.prompt_logprobs,
+        queue_seconds=max(first.queue_seconds, second.queue_seconds),  # one of a choice's outputs has it
     )
 
 
