@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from email.utils import formatdate
 
@@ -12,39 +11,7 @@ from starlette.types import Message, Send
 from lmkit.errors import RequestError
 from lmkit.web.errors import error_event, error_response
 from lmkit.web.receive import client_disconnected
-
-_EVENT_END = re.compile(rb"(?:\r\n|\n|\r(?!\n))(?:\r\n|\n|\r)")  # a line's end and an empty line (HTML, 9.2.5)
-
-
-class WholeEvents:
-    """Passes server-sent events on whole: the bytes stay the same, only the cuts between pieces move.
-
-    If a stream breaks off in the middle of an event, that event is dropped and an error event sent instead.
-    """
-
-    MAX_HELD = 1 << 20  # bytes of one event; a longer one is passed on in parts
-
-    def __init__(self) -> None:
-        self._held = b""
-        self.inside = False  # part of an event has been passed on
-
-    def feed(self, data: bytes) -> bytes:
-        """Add a piece. Returns the bytes of all events that are whole now."""
-        start = max(0, len(self._held) - 3)  # an event's end may have begun in the last piece
-        self._held += data
-        end = 0
-        for match in _EVENT_END.finditer(self._held, start):
-            end = match.end()
-        if end:
-            self.inside = False
-        elif len(self._held) > self.MAX_HELD:
-            self.inside, end = True, len(self._held)
-        whole, self._held = self._held[:end], self._held[end:]
-        return whole
-
-    def rest(self) -> bytes:
-        rest, self._held = self._held, b""
-        return rest
+from lmkit.web.sse import WholeEvents
 
 
 class DownstreamResponse:

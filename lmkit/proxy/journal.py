@@ -6,9 +6,9 @@ import re
 import secrets
 import time
 
-from lmkit.proxy.downstream import WholeEvents
 from lmkit.web.budget import Share
 from lmkit.web.resume import MAX_JOURNAL_BYTES, STREAM_HEADER, Identity
+from lmkit.web.sse import WholeEvents
 
 MAX_RESUMES = 4  # of one stream
 _NOTE = re.compile(rb"^: lmkit ([^\n]+)\n\n", re.MULTILINE)  # an event's own lines never begin with a colon

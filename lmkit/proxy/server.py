@@ -19,6 +19,7 @@ from lmkit.web.access_log import AccessLog
 from lmkit.web.chat_page import ChatPage, StaticPage
 from lmkit.web.cors import with_cors
 from lmkit.web.listen import bind, is_loopback, listen, on_signals, url
+from lmkit.web.resumable import Resumable
 from lmkit.web.routes import WithV1
 from lmkit.web.server import HttpServer
 from lmkit.web.tls import Certificate, certificate
@@ -64,7 +65,7 @@ def http_server(
     if config.dashboard:
         app = StaticPage(app, dashboard.PAGE, "/dashboard", "/dashboard/")
     return HttpServer(
-        WithV1(Traced(AccessLog(with_cors(app, config.cors_origins)))),
+        WithV1(Traced(AccessLog(with_cors(Resumable(app), config.cors_origins)))),
         on_ready,
         flush_seconds=flush_seconds,
         tls=tls,

@@ -45,6 +45,7 @@ from lmkit.web.access_log import AccessLog
 from lmkit.web.budget import Budget
 from lmkit.web.chat_page import ChatPage
 from lmkit.web.cors import with_cors
+from lmkit.web.resumable import Resumable
 from lmkit.web.routes import WithV1
 from lmkit.web.tracing import Traced
 
@@ -108,6 +109,7 @@ def create_app(models: ModelPool, tokenizers: Sequence[Tokenizer], config: Serve
     if config.chat_page:
         app.add_middleware(ChatPage)
     app.add_middleware(Edge)
+    app.add_middleware(Resumable)
     app.add_middleware(with_cors, origins=config.cors_origins)
     app.add_middleware(AccessLog)
     app.add_middleware(Traced)

@@ -6,8 +6,9 @@ from hypothesis import strategies as st
 from starlette.types import Message
 
 from lmkit.errors import RequestError
-from lmkit.proxy.downstream import DownstreamResponse, WholeEvents
+from lmkit.proxy.downstream import DownstreamResponse
 from lmkit.web.errors import error_body
+from lmkit.web.sse import WholeEvents
 
 # Fields, odd line ends, comments, empty lines, half lines: whatever order they come in.
 parts = st.sampled_from(
