@@ -72,7 +72,8 @@ def validate(data: Any, model: type[M]) -> M:
     try:
         return model.model_validate(data)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        errors = error.errors(include_url=False, include_context=False, include_input=False)
+        first = min(errors, key=lambda one: one["loc"][:1] != ("model",))  # which a proxy looks at first
         where = "".join(f"[{part}]" if isinstance(part, int) else f".{part[:64]}" for part in first["loc"]).lstrip(".")
         message = f"{where}: {first['msg'].removeprefix('Value error, ')}"
         raise RequestError("invalid_request", message, str(first["loc"][0]) if first["loc"] else None) from None

@@ -40,7 +40,7 @@ class MoE:
         self.router = MergedLinear(tuple(spec.routers), weights, device)
         self.shared = mlps.pop("mlp.shared", None)
         self.experts = list(mlps.values())
-        self._routing = Routing(
+        self.routing = Routing(
             spec.experts_per_token, spec.normalize, spec.sigmoid, spec.num_groups, spec.groups_per_token,
             spec.group_top, spec.scale,
         )  # fmt: skip
@@ -71,7 +71,7 @@ class MoE:
         num_experts = self.spec.num_experts
         logits, bias = self.router(x).float(), self.weights.get(SCORE_BIAS)
         assert bias is None or isinstance(bias, Tensor)
-        weights, experts = self._route(logits[:, :num_experts], self._routing, bias)
+        weights, experts = self._route(logits[:, :num_experts], self.routing, bias)
         together = self._together if self.router.packed is not None else None
         if together is not None and all(linears.suits(experts.numel()) for linears in together):
             out = self._computed_together(x, weights, experts, *together)

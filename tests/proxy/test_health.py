@@ -107,7 +107,7 @@ async def test_failing_model_list(script: object) -> None:
     """A node without a list is not used; one that had a list keeps it; neither disturbs the others."""
     fakes = FakeNode("a", models=("m",)), FakeNode("b", models=("n",))
     fakes[1].models_script = script  # type: ignore[assignment]
-    async with nodes(*fakes) as (a, b), proxy_for(a, b, health_timeout=0.2, unhealthy_after=1) as (proxy, url):
+    async with nodes(*fakes) as (a, b), proxy_for(a, b, health_timeout=1.0, unhealthy_after=1) as (proxy, url):
         first, second = proxy.registry.nodes()
         assert (first.healthy, second.healthy) == (True, False)
         async with httpx.AsyncClient(base_url=url, verify=False, trust_env=False) as http:
