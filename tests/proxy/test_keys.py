@@ -400,9 +400,11 @@ async def started(config: Path) -> tuple[subprocess.Popen[str], str]:
     return process, line.split()[-1]
 
 
-async def test_a_batch_cannot_be_charged(tmp_path: Path) -> None:
+async def test_what_cannot_be_charged_is_refused(tmp_path: Path) -> None:
     async with managed(tmp_path, FakeNode("a", script=answer)) as it:
         _, headers = await it.key()
-        refused = await it.http.post("/v1/batches", json={"input_file_id": "file-a"}, headers=headers)
-        assert (refused.status_code, refused.json()["error"]["code"]) == (403, "permission_denied")
+        later = {"model": "m", "input": "hi", "background": True}
+        for path, body in (("/v1/batches", {"input_file_id": "file-a"}), ("/v1/responses", later)):
+            refused = await it.http.post(path, json=body, headers=headers)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (403, "permission_denied")
         assert not it.node.requests

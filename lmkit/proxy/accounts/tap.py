@@ -91,6 +91,9 @@ async def charged(
         yield body
         return
     asked: Extent = decode_json(body, Extent)
+    if asked.background is True:  # its answer comes before its tokens
+        message = "a response in the background cannot be charged to a key of the key store"
+        raise RequestError("permission_denied", message, "background")
     price = ledger.price(asked.model)
     reader = Reader(asked, path, len(body), continuous=ledger.ask_usage)
     added = reader.asking() | _priority(asked.priority, key.min_priority)

@@ -88,6 +88,7 @@ class Extent(msgspec.Struct):
     best_of: Any = None
     priority: Any = None
     max_new_tokens: Any = None
+    background: Any = None  # of /v1/responses
     sampling_params: Any = None  # of /generate: fields of the body may stand there
 
     def __post_init__(self) -> None:
