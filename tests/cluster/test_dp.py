@@ -22,6 +22,7 @@ from tests.cli.commands import mistake
 from tests.serve.live import ROOT, Server
 
 PROMPTS = [f"Tell me about the number {i} and a pirate." for i in range(12)]
+TOKENS = 400  # so many that a stream still runs when its replica is killed
 OPTIONS = ("--dp", "2", "--num-threads", "2", "--kv-memory", "64M", "--max-model-len", "2048")
 
 
@@ -84,7 +85,7 @@ def body(prompt: str, i: int, **fields: Any) -> dict[str, Any]:
     return {
         "model": "demo",
         "prompt": prompt,
-        "max_tokens": 60,
+        "max_tokens": TOKENS,
         "temperature": i % 2,
         "seed": i,
         "ignore_eos": True,
@@ -100,7 +101,8 @@ def replicas_of(server: Server) -> list[psutil.Process]:
 def test_replicas_give_the_tokens_of_one_engine_and_a_killed_one_loses_nothing() -> None:
     with pipeline("demo", num_threads=1, max_model_len=2048) as pipe:
         configs = [
-            GenerationConfig(max_new_tokens=60, temperature=i % 2, seed=i, ignore_eos=True) for i in range(len(PROMPTS))
+            GenerationConfig(max_new_tokens=TOKENS, temperature=i % 2, seed=i, ignore_eos=True)
+            for i in range(len(PROMPTS))
         ]
         expected = [answer.text for answer in pipe(PROMPTS, configs, do_preprocess=False)]
 
@@ -110,7 +112,7 @@ def test_replicas_give_the_tokens_of_one_engine_and_a_killed_one_loses_nothing()
         async with http.stream("POST", "/v1/completions", json=body(PROMPTS[i], i, stream=True)) as answer:
             assert answer.status_code == 200
             async for line in answer.aiter_lines():
-                assert '"error"' not in line
+                assert '"error":' not in line
                 if line.startswith("data: {"):
                     begun.release()
                     text += json.loads(line[6:])["choices"][0]["text"]
@@ -121,7 +123,7 @@ def test_replicas_give_the_tokens_of_one_engine_and_a_killed_one_loses_nothing()
         async with httpx.AsyncClient(base_url=server.url, timeout=120) as http:
             asking = [asyncio.create_task(ask(http, i, begun)) for i in range(len(PROMPTS))]
             if victim is not None:
-                for _ in range(3 * len(PROMPTS)):
+                for _ in range(len(PROMPTS)):
                     await begun.acquire()
                 victim.kill()
             return await asyncio.gather(*asking)
@@ -130,12 +132,8 @@ def test_replicas_give_the_tokens_of_one_engine_and_a_killed_one_loses_nothing()
         assert asyncio.run(all_answers(server, None)) == expected
         assert len(before := replicas_of(server)) == 2
         assert asyncio.run(all_answers(server, before[0])) == expected
-        moved = [
-            line for line in server.get("/metrics").text.splitlines() if line.startswith("lmkit_proxy_failovers_total{")
-        ]
-        assert sum(float(line.split()[1]) for line in moved) > 0, "it had streams when it was killed"
-        server.wait_for_line("demo-3 starts", 60)
         server.wait_for_line(r"demo-3 \| serving", 120)
+        assert "broke off in the middle of an answer" in server.log, "it had streams when it was killed"
         assert asyncio.run(all_answers(server, None)) == expected
         turns = [{"role": "user", "content": "hello " * 60}]
         for turn in range(3):
