@@ -128,6 +128,10 @@ class EngineConfig(StrictStruct, frozen=True, kw_only=True, metaclass=CheckedMet
     lm_head: HeadStorage = "auto"  # auto = as the checkpoint has it, int8 = quantized while loading, groups of 128
     quantize: Quantize = "none"  # rounds the linears of a dense checkpoint while it loads, see models.rounding
     packed_cache: bool = True  # keep packed weights in a file beside the checkpoint, and map it at the next start
+    weights_memory: PositiveInt | None = (
+        None  # bytes for weights; layers beyond are read in every step; None = all stay
+    )
+    weights_path: str | None = None  # folder for the packed weights that are read then; None = beside the checkpoint
     block_size: Annotated[int, msgspec.Meta(ge=1, le=1024)] | None = None  # tokens per KV block; None = by the device
     max_batch_size: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 64  # sequences in one step
     max_step_tokens: StepTokens | None = None  # token budget of one step; None = by the device
@@ -324,9 +328,7 @@ def lmkit_variables() -> dict[str, str]:
 
 
 def child_environment(**added: str) -> dict[str, str]:
-    """This process' environment for a server that it starts, with variables added. Options in variables are left out:
-    they are this process' own.
-    """
+    """This process' environment for a server that it starts, without its own options, with variables added."""
     kept = {name: text for name, text in os.environ.items() if not name.startswith("LMKIT_") or name in VARIABLES}
     kept.pop("LMKIT_API_KEY", None)
     return kept | added

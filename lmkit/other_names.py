@@ -94,7 +94,7 @@ ENGINE: Mapping[str, str] = {
     ),
     "cache_prompt": "use prefix_cache",
     "chat_template_config": OWN_TEMPLATE,
-    "cpu_offload_gb": "use kv_host_memory, in bytes, for the KV cache; weights stay on the device",
+    "cpu_offload_gb": "use kv_host_memory, in bytes, for the KV cache, and on a CPU weights_memory for weights",
     "device_type": "use device",
     **each(
         NOT_NEEDED,

@@ -34,6 +34,8 @@ HELP = {
         "num_threads": "Default: the physical cores this process may use.",
     },
     "Memory and cache": {
+        "weights_memory": "Memory for weights, e.g. 8G; layers beyond are read in every step. Default: for all.",
+        "weights_path": "A folder on a fast disk to read these layers from. Default: beside the checkpoint.",
         "kv_memory": "Memory for the KV cache, e.g. 2G. Default: what the batch needs.",
         "kv_host_memory": "Host memory for KV that does not fit, e.g. 2G. Default: none.",
         "kv_disk_path": "A folder for KV on disk, which survives a restart. Default: none.",
@@ -60,7 +62,8 @@ HELP = {
         "max_draft_tokens": "The most guesses for one sequence in one step.",
     },
 }
-SIZES = {"kv_memory": None, "kv_host_memory": None, "kv_disk_memory": "16G"}  # options written as 2G, with defaults
+# Options written as 2G, with defaults.
+SIZES = {"weights_memory": None, "kv_memory": None, "kv_host_memory": None, "kv_disk_memory": "16G"}
 
 
 def engine_options(**given: Any) -> EngineConfig:

@@ -14,13 +14,25 @@ def inspect(
     max_batch_size: Annotated[int, typer.Option(help="Sequences to plan memory for.")] = 64,
     kv_dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, int8, fp8 or int4.")] = "auto",
     tp: Annotated[int, typer.Option(help="Processes that share the model; memory is then that of each.")] = 1,
+    weights_memory: Annotated[
+        str | None, typer.Option(metavar="<size>", help="Memory for weights; layers beyond are read in every step.")
+    ] = None,
+    weights_path: Annotated[str | None, typer.Option(help="A folder to read these layers from.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show a checkpoint's architecture, formats and sizes, and the memory that serving it needs."""
-    from lmkit.config import EngineConfig, parse
+    from lmkit.config import EngineConfig, parse, parse_bytes
     from lmkit.turbo.engine.describe import describe_model
 
-    options = {"max_model_len": max_model_len, "max_batch_size": max_batch_size, "kv_dtype": kv_dtype, "tp": tp}
+    options: dict[str, Any] = {
+        "max_model_len": max_model_len,
+        "max_batch_size": max_batch_size,
+        "kv_dtype": kv_dtype,
+        "tp": tp,
+    }
+    if weights_memory is not None:
+        options["weights_memory"] = parse_bytes(weights_memory, "--weights-memory")
+    options["weights_path"] = weights_path
     report = describe_model(model, parse(options, EngineConfig, "lmkit inspect"))
     if json:
         print(jsonlib.dumps(report, indent=2))

@@ -9,14 +9,19 @@ from typing import Any
 
 import torch
 
-from lmkit.errors import CheckpointError, UnsupportedError
+from lmkit.errors import CheckpointError, ConfigError, UnsupportedError
 from lmkit.kernels.cuda.module import tensor_device
 from lmkit.layers.linear import MergedLinear, Weights
+from lmkit.log import get_logger
 from lmkit.models import roles
 from lmkit.models.decoder import Decoder, DecoderLayer
 from lmkit.models.layer_spec import Shape
 from lmkit.models.packed_cache import PackedCache, PackedFile, PackedWriter, kinds_of
 from lmkit.models.resolved import ResolvedModel, resolved
+from lmkit.models.stream_plan import Streaming
+from lmkit.models.streamed import StreamedFile, unpacked_bytes
+
+log = get_logger(__name__)
 
 
 def load_model(path: str | Path, *, packed_cache: bool = False, **options: Any) -> Decoder:
@@ -26,16 +31,26 @@ def load_model(path: str | Path, *, packed_cache: bool = False, **options: Any) 
 
 
 Check = Callable[[PackedFile], None]
+Stored = PackedFile | StreamedFile
 
 
-def load(model: ResolvedModel, *, packed_cache: bool = False, check: Check = PackedFile.check) -> Decoder:
+def load(
+    model: ResolvedModel,
+    *,
+    packed_cache: bool = False,
+    check: Check = PackedFile.check,
+    streaming: Streaming | None = None,
+) -> Decoder:
     """A decoder ready to serve. Every linear is packed for the kernel that its format and this machine select.
 
     `packed_cache` keeps packed weights in a file and maps it (see packed_cache.py). Without it they are packed into
     memory. `check` gets the mapped file, and raises CheckpointError if its data is damaged. Embeddings are mapped from
-    the checkpoint if they keep its dtype.
+    the checkpoint if they keep its dtype. With `streaming` some layers are read from the file in every step, see
+    streamed.py. Raises ConfigError too if that is not possible.
     """
     try:
+        if streaming is not None:
+            return _load_streamed(model, streaming)
         decoder = _load_cached(model, check) if packed_cache else None
         return decoder or _load(model)
     finally:
@@ -47,10 +62,31 @@ def _load_cached(model: ResolvedModel, check: Check) -> Decoder | None:
     """Load through the cache file and write it if it is missing. None if that is not possible."""
     cache = PackedCache(model)
     decoder = _load_mapped(model, cache, check)
-    if decoder is None and cache.create(lambda writer: _write(model, writer), model.weight_bytes()):
-        decoder = _load_mapped(model, cache, check)
-        trim_heap()
+    if decoder is not None:
+        return decoder
+    if reason := _pack(model, cache):
+        log.warning("weights are packed at every start, because they cannot be cached: %s", reason)
+        return None
+    return _load_mapped(model, cache, check)
+
+
+def _load_streamed(model: ResolvedModel, streaming: Streaming) -> Decoder:
+    cache = PackedCache(model, streaming.folder)
+    decoder = _load_mapped(model, cache, StreamedFile.check, streaming)
+    if decoder is None:
+        if reason := _pack(model, cache):
+            raise ConfigError(f"weights_memory needs a file of packed weights: {reason}; choose another weights_path")
+        decoder = _load_mapped(model, cache, StreamedFile.check, streaming)
+    if decoder is None:
+        raise CheckpointError(f"{model.reader.path}: its packed weights cannot be read back, see the line above")
     return decoder
+
+
+def _pack(model: ResolvedModel, cache: PackedCache) -> str:
+    """Write the cache file. Returns the reason if that is not possible, or an empty text."""
+    reason = cache.create(lambda writer: _write(model, writer), model.weight_bytes())
+    trim_heap()
+    return reason
 
 
 def trim_heap() -> None:
@@ -59,17 +95,23 @@ def trim_heap() -> None:
         libc.malloc_trim(0)
 
 
-def _load_mapped(model: ResolvedModel, cache: PackedCache, check: Check) -> Decoder | None:
+def _load_mapped(
+    model: ResolvedModel, cache: PackedCache, check: Callable[[Any], None], streaming: Streaming | None = None
+) -> Decoder | None:
     """A decoder of the file's tensors. None if there is no file, or if the file does not fit."""
-    file = cache.open()
-    if file is None:
+    opened = cache.open()
+    if opened is None:
         return None
     device, at = model.packing.device, tensor_device(model.packing.device)
     try:
+        if streaming is None:
+            opened.read_ahead()
+        file = opened if streaming is None else StreamedFile(opened, streaming, unpacked_bytes(model))
         layers = []
         for index, spec in enumerate(model.spec.layers):
             norms: Weights = {role: norm.to(at) for role, norm in model.norms(index).items()}
-            layer = DecoderLayer(spec, index, norms, device, model.activation_dtype)
+            kind = file.layer_type(index) if isinstance(file, StreamedFile) else DecoderLayer
+            layer = kind(spec, index, norms, device, model.activation_dtype)
             shapes = spec.linears | spec.routers
             for linear in layer.linears:
                 biases = [spec.has_bias(role) for role in linear.roles]
@@ -83,12 +125,12 @@ def _load_mapped(model: ResolvedModel, cache: PackedCache, check: Check) -> Deco
         check(file)
         return decoder
     except (CheckpointError, UnsupportedError, LookupError) as error:
-        cache.reject(file.path, error)
+        cache.reject(opened.path, error)
         return None
 
 
 def _map_linear(
-    model: ResolvedModel, file: PackedFile, linear: MergedLinear, index: int, shapes: list[Shape], biases: list[bool]
+    model: ResolvedModel, file: Stored, linear: MergedLinear, index: int, shapes: list[Shape], biases: list[bool]
 ) -> None:
     """Give a linear the file's tensors. `index` is its layer, num_layers for the head. Raises LookupError too."""
     kinds = [file.kinds[index][role] for role in linear.roles]
@@ -138,7 +180,7 @@ def _packed_layers(model: ResolvedModel, writer: PackedWriter | None = None) -> 
 
 
 def _decoder(
-    model: ResolvedModel, layers: list[DecoderLayer], lm_head: MergedLinear, file: PackedFile | None = None
+    model: ResolvedModel, layers: list[DecoderLayer], lm_head: MergedLinear, file: Stored | None = None
 ) -> Decoder:
     """The decoder. If the checkpoint stores embeddings in the wanted dtype, they come from it, else from `file`."""
     source = model.source

@@ -32,7 +32,7 @@ from lmkit.config import environment
 from lmkit.errors import CheckpointError
 from lmkit.formats.atomic import sync_directory
 from lmkit.formats.hub import DEMO_FOLDER
-from lmkit.formats.safetensors_file import SafetensorsFile
+from lmkit.formats.safetensors_file import DTYPES, SafetensorsFile, TensorInfo
 from lmkit.formats.safetensors_stream import ALIGNMENT, SafetensorsStream
 from lmkit.layers.linear import Weights
 from lmkit.layers.outline import WeightKind, kind_of
@@ -61,6 +61,7 @@ def kinds_of(weights: Weights) -> Kinds:
 
 class PackedFile:
     """An open cache file. `kinds` has each layer's linears and, last, the head's; `take` gives tensors.
+    `bounds` are the first byte of the data, then the end of each layer, of the head and of the file.
 
     Raises CheckpointError if anything in the header differs from how it was written.
     """
@@ -77,25 +78,49 @@ class PackedFile:
             self.kinds = msgspec.json.decode(metadata.get("kinds", ""), type=list[Kinds])
         except msgspec.MsgspecError as error:
             raise CheckpointError(f"{path}: {error}") from None
+
+    def read_ahead(self) -> None:
+        """Fetch the file from the disk in the background."""
         self._file.read_ahead()
 
     def check(self) -> None:
         """Raise CheckpointError if the data differs from how it was written."""
         found = self._file.data_crc32()
-        if found is not None and self._file.metadata.get("data_crc32") != f"{found:08x}":
+        if found is not None:
+            self.check_crc32(found)
+
+    def check_crc32(self, found: int) -> None:
+        """Raise CheckpointError unless this is the checksum of the data as it was written."""
+        if self._file.metadata.get("data_crc32") != f"{found:08x}":
             raise CheckpointError(f"{self.path}: its data is damaged")
+
+    @property
+    def bounds(self) -> list[int]:
+        ends = [min(info.start for info in self._file.infos.values())] * (len(self.kinds) + 1)
+        for name, info in self._file.infos.items():
+            if name.startswith("layers."):
+                index = int(name.split(".")[1])
+                ends[index + 1] = max(ends[index + 1], info.start + info.nbytes)
+        if ends != sorted(ends):
+            raise CheckpointError(f"{self.path}: its layers are not in order")
+        return [*ends, max(info.start + info.nbytes for info in self._file.infos.values())]
 
     def has(self, name: str) -> bool:
         return name in self._file.infos
 
-    def take(self, name: str, outline: Tensor) -> Tensor:
-        """The tensor `name`, mapped. It must have the shape and dtype of `outline`."""
+    def info(self, name: str, outline: Tensor) -> TensorInfo:
+        """The place of the tensor `name`. It must have the shape and dtype of `outline`."""
         if not self.has(name) or self._file.infos[name].start % ALIGNMENT:
             raise CheckpointError(f"{self.path}: tensor {name} is missing or not aligned")
-        tensor = self._file.tensor(name)
-        if (tensor.dtype, tensor.shape) != (outline.dtype, outline.shape):
+        info = self._file.infos[name]
+        if (DTYPES[info.dtype], info.shape) != (outline.dtype, outline.shape):
             raise CheckpointError(f"{self.path}: tensor {name} is not {outline.dtype} {list(outline.shape)}")
-        return tensor
+        return info
+
+    def take(self, name: str, outline: Tensor) -> Tensor:
+        """The tensor `name`, mapped. It must have the shape and dtype of `outline`."""
+        self.info(name, outline)
+        return self._file.tensor(name)
 
 
 class PackedWriter:
@@ -124,15 +149,15 @@ def _writing() -> Iterator[None]:
 
 
 class PackedCache:
-    """The cache file of one checkpoint and packing."""
+    """The cache file of one checkpoint and packing, below `parent` if it is given."""
 
-    def __init__(self, model: ResolvedModel) -> None:
+    def __init__(self, model: ResolvedModel, parent: Path | None = None) -> None:
         reader, self._checkpoint = model.reader, model.reader.path
         checkpoint, how = checkpoint_identity(reader), packing_identity(model.packing)
         self.key = checkpoint + how
         self.stem = f"packed-{checkpoint[:16]}-"
         self.name = f"{self.stem}{how[:16]}.safetensors"
-        self.folders = [folder for folder in cache_folders(reader.path) if _is_trusted(folder, reader.path)]
+        self.folders = [folder for folder in cache_folders(reader.path, parent) if _is_trusted(folder, reader.path)]
         layers, tensors = model.spec.num_layers, len(reader.names())
         self._header_bytes = max(HEADER_BYTES * (layers + 2), TENSOR_HEADER_BYTES * tensors)
         self._rejected: set[tuple[Path, int]] = set()  # path and inode of files that do not fit
@@ -154,19 +179,19 @@ class PackedCache:
         with suppress(OSError):
             self._rejected.add((path, path.stat().st_ino))
 
-    def create(self, write: Callable[[PackedWriter], None], num_bytes: int) -> bool:
-        """Write the file, of about `num_bytes`, unless another process has just written it; False if not possible."""
+    def create(self, write: Callable[[PackedWriter], None], num_bytes: int) -> str:
+        """Write the file, of about `num_bytes`, unless another process has just written it. Returns the reason if that
+        is not possible, or an empty text."""
         reason: Exception | str = "no folder for them is this user's own"
         for folder in self.folders:
             try:
                 with _locked(folder, self._checkpoint):
                     if not self._is_written(folder / self.name):
                         self._write(folder, write, num_bytes)
-                    return True
+                    return ""
             except _UnwritableError as error:
                 reason = error
-        log.warning("weights are packed at every start, because they cannot be cached: %s", reason)
-        return False
+        return str(reason)
 
     def _is_written(self, path: Path) -> bool:
         return path.exists() and (path, path.stat().st_ino) not in self._rejected
@@ -234,9 +259,12 @@ def _removed(path: Path) -> str:
     return "it is removed, and the next start packs the weights anew"
 
 
-def cache_folders(checkpoint: Path) -> list[Path]:
-    """The folders that may hold the packed weights of a checkpoint, the preferred one first."""
+def cache_folders(checkpoint: Path, parent: Path | None = None) -> list[Path]:
+    """The folders that may hold the packed weights of a checkpoint, the preferred one first. Below `parent`, if it is
+    given."""
     own = hashlib.sha256(os.fsencode(checkpoint.resolve())).hexdigest()[:16]
+    if parent is not None:
+        return [parent / own]
     private, beside = environment().cache_dir / "packed" / own, checkpoint / FOLDER
     is_ours = checkpoint.resolve() == DEMO_FOLDER  # a part of the installation
     return [private] if is_ours or beside.is_symlink() else [beside, private]

@@ -95,6 +95,12 @@ def test_inspect_tells_what_serving_takes() -> None:
     assert report["serving"]["problem"] is None
     assert report["serving"]["kv_bytes"] == 4096 * report["serving"]["kv_tokens"]
     assert all(re.fullmatch("[a-z_]+", key) for key in all_keys(report))
+    assert report["serving"]["streaming"] is None
+    streaming = json.loads(lmkit("inspect", "demo", "--weights-memory", "12M", "--json").stdout)["serving"]["streaming"]
+    assert streaming["streamed_layers"] in range(3, 8)
+    assert streaming["resident_bytes"] <= 12 << 20
+    per_second = streaming["disk_bytes_per_second"] / streaming["step_bytes"]
+    assert streaming["tokens_per_second"] == pytest.approx(per_second, rel=1e-3)
     shown = lmkit("inspect", "demo").stdout
     assert "LlamaForCausalLM" in shown
     assert "query heads 4, KV heads 2, head dim 64" in shown

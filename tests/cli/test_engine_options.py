@@ -27,9 +27,9 @@ ALL: dict[str, Any] = {
     "request_timeout": 9.0, "generation_config": "none", "queue_quota": 0.75, "max_queued_tokens": 999,
     "pooling": "mean", "chat_template": "own.jinja", "speculate": "ngram", "max_draft_tokens": 5,
     "adapters": ("a=one", "b=two"), "adapter_root": "folders", "max_adapters": 3,
-    "kv_events": "tcp://*:5557", "kv_events_topic": "kv",
+    "weights_memory": 9 << 30, "weights_path": "nvme", "kv_events": "tcp://*:5557", "kv_events_topic": "kv",
 }  # fmt: skip
-SIZES = {"kv_memory": "3M", "kv_host_memory": "2GiB", "kv_disk_memory": "5g"}
+SIZES = {"weights_memory": "9G", "kv_memory": "3M", "kv_host_memory": "2GiB", "kv_disk_memory": "5g"}
 
 
 def arguments(values: dict[str, Any]) -> list[str]:

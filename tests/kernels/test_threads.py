@@ -122,6 +122,23 @@ def test_a_program_runs_its_jobs_in_order_each_time(num_threads: int) -> None:
             assert torch.equal(x, expected)
 
 
+def test_a_program_calls_the_host_between_jobs() -> None:
+    threads.configure(2)
+    first, second, third = (torch.zeros(5, dtype=torch.int64) for _ in range(3))
+    seen = []
+    with threads.capturing() as program:
+        threads.run(DOUBLE, 5, (first.data_ptr(), second.data_ptr(), 5))
+        threads.run_on_host(lambda: seen.append(second.tolist()))
+        threads.run(DOUBLE, 5, (second.data_ptr(), third.data_ptr(), 5))
+    assert not seen
+    for start in range(3):
+        first[:] = torch.arange(5) + start
+        third.zero_()
+        program.launch()
+        assert seen[start] == [4 + 2 * start] * 5
+        assert third.tolist() == [8 + 4 * start] * 5
+
+
 def test_an_empty_program_ends() -> None:
     with threads.capturing() as program:
         pass

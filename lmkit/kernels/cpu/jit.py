@@ -95,6 +95,11 @@ def collecting() -> Iterator[dict[Task, None]]:
         _COLLECTED.reset(token)
 
 
+def is_collecting() -> bool:
+    """Whether nothing is computed, because tasks are collected."""
+    return _COLLECTED.get() is not None
+
+
 @functools.lru_cache(maxsize=256)
 def float_bits(value: float) -> int:
     """The bits of a float32 as an integer: tasks take floats this way."""

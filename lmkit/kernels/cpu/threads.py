@@ -10,6 +10,8 @@ its end, not at every job.
                   takes at once), n | n arguments
 
 A late thread may still look at a job that is long done. This is safe: only the two counters of a job ever change.
+
+Functions of the host may stand between jobs (`run_on_host`). The jobs before one are done when it is called.
 """
 
 from __future__ import annotations
@@ -62,33 +64,56 @@ _POOL = _Pool()
 _CAPTURING: ContextVar[Program | None] = ContextVar("capturing", default=None)
 
 
-class Program:
-    """Jobs captured once and launched many times. The caller keeps the memory at their addresses alive."""
+class _Jobs:
+    """Jobs in a row, in the memory that threads walk through."""
 
     def __init__(self) -> None:
-        self._jobs = array("q")
+        self._numbers = array("q")
         self._counters: list[int] = []
         self._scratch = 0
         self._parallel = False
-        self.kept: list[torch.Tensor] = []  # memory that the program itself keeps alive
 
     def add(self, job: tuple[int, ...], args: Sequence[int], *, parallel: bool, scratch: int) -> None:
-        self._counters += (len(self._jobs) + 2, len(self._jobs) + 3)  # after the program's own number
-        self._jobs.extend((*job, *args))
+        self._counters += (len(self._numbers) + 2, len(self._numbers) + 3)  # after the scratch bytes
+        self._numbers.extend((*job, *args))
         self._scratch = max(self._scratch, scratch)
         self._parallel |= parallel
 
     @functools.cached_property
     def _ready(self) -> tuple[np.ndarray, np.ndarray, int]:
-        """(the program, the places of its counters, its address)."""
-        numbers = np.array([self._scratch, *self._jobs, 0], np.int64)
+        """(all numbers, the places of the counters, the address of the numbers)."""
+        numbers = np.array([self._scratch, *self._numbers, 0], np.int64)
         return numbers, np.array(self._counters, np.int64), numbers.ctypes.data
 
-    def launch(self) -> None:
-        """Run the program on the calling thread and the others of the pool."""
+    def __call__(self) -> None:
         numbers, counters, address = self._ready
         numbers[counters] = 0
         _POOL.launch(address, num_threads() if self._parallel else 1)
+
+
+class Program:
+    """Jobs captured once and launched many times. The caller keeps the memory at their addresses alive."""
+
+    def __init__(self) -> None:
+        self._parts: list[_Jobs | Callable[[], None]] = []
+        self.kept: list[torch.Tensor] = []  # memory that the program itself keeps alive
+
+    @property
+    def jobs(self) -> _Jobs:
+        """The jobs at the end of the program."""
+        if not self._parts or not isinstance(self._parts[-1], _Jobs):
+            self._parts.append(_Jobs())
+        last = self._parts[-1]
+        assert isinstance(last, _Jobs)
+        return last
+
+    def call(self, function: Callable[[], None]) -> None:
+        self._parts.append(function)
+
+    def launch(self) -> None:
+        """Run the program on the calling thread and the others of the pool."""
+        for part in self._parts:
+            part()
 
 
 def configure(num_threads: int) -> None:
@@ -145,10 +170,19 @@ def run(task: jit.Task, count: int, args: Sequence[int], *, parallel: bool = Tru
     job = (address, 0, 0, count, 1 if parallel else count, len(args))
     program = _CAPTURING.get()
     if program is not None:
-        program.add(job, args, parallel=parallel, scratch=scratch)
+        program.jobs.add(job, args, parallel=parallel, scratch=scratch)
         return
     alone = array("q", (scratch, *job, *args, 0))
     _POOL.launch(alone.buffer_info()[0], min(num_threads(), count) if parallel else 1)
+
+
+def run_on_host(function: Callable[[], None]) -> None:
+    """Call `function` on the launching thread after the jobs so far, each time if a program is being captured."""
+    program = _CAPTURING.get()
+    if program is not None:
+        program.call(function)
+    elif not jit.is_collecting():
+        function()
 
 
 def _work(program: int) -> None:
@@ -197,4 +231,4 @@ def _numba_launcher(worker: int) -> Launcher:
     return start
 
 
-__all__: list[Any] = ["Program", "capturing", "configure", "keep", "num_threads", "run"]
+__all__: list[Any] = ["Program", "capturing", "configure", "keep", "num_threads", "run", "run_on_host"]

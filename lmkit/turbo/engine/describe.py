@@ -15,7 +15,8 @@ from lmkit.layers.mlp_spec import MoESpec
 from lmkit.models.packed_cache import cache_folders
 from lmkit.models.resolved import ResolvedModel, resolved
 from lmkit.models.spec import ModelSpec
-from lmkit.turbo.engine.loading import load_options
+from lmkit.models.streamed import forecast
+from lmkit.turbo.engine.loading import load_options, streaming_of
 from lmkit.turbo.engine.memory import RUNTIME_BYTES, loaded_bytes, plan_memory
 from lmkit.turbo.runners.device import resolve_device
 
@@ -71,7 +72,7 @@ def describe_model(path: str, config: EngineConfig) -> dict[str, Any]:
             },
             "sampling_defaults": _sampling(read_defaults(reader.path, config.generation_config)),
             "serving": {"device": device.name} | _serving(model, config, device.free_memory() // config.tp),
-            "packed_weights": _packed_files(reader.path),
+            "packed_weights": _packed_files(reader.path, config.weights_path),
         }
 
 
@@ -106,9 +107,9 @@ def _sampling(defaults: SamplingDefaults) -> dict[str, Any]:
     }
 
 
-def _packed_files(checkpoint: Path) -> dict[str, Any]:
+def _packed_files(checkpoint: Path, parent: str | None) -> dict[str, Any]:
     """The folder of the packed weights, and the number and size of its files."""
-    folders = cache_folders(checkpoint)
+    folders = cache_folders(checkpoint, Path(parent) if parent else None)
     files = [file for folder in folders for file in folder.glob("packed-*.safetensors")]
     return {
         "folder": str(files[0].parent if files else folders[0]),
@@ -128,8 +129,10 @@ def _serving(model: ResolvedModel, config: EngineConfig, available: int) -> dict
     """The memory plan, with the same keys whether it fits or not."""
     dtypes = [storage.dtypes for storage in model.storages]
     weights = loaded_bytes(model, config)
-    plan, problem = None, None
+    plan, problem, streamed, bandwidth = None, None, None, 0.0
     try:
+        if streaming := streaming_of(config):
+            streamed, bandwidth = forecast(model, streaming)
         plan = plan_memory(model.spec, config, dtypes, weights, available)
     except ConfigError as error:
         problem = str(error)
@@ -144,4 +147,5 @@ def _serving(model: ResolvedModel, config: EngineConfig, available: int) -> dict
         "kv_blocks": plan and plan.num_blocks,
         "kv_tokens": plan and plan.num_tokens,
         "context": plan and plan.max_model_len,
+        "streaming": streamed.expected(bandwidth, config.max_batch_size) if streamed else None,
     }

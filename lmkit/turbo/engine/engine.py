@@ -111,7 +111,7 @@ class Engine:
         self._under_way: deque[tuple[StepPlan, Ticket]] = deque()
         self._failed_steps = 0
         self._token_seconds = 0.0
-        self._base_seconds = STEP_SECONDS + memory.weights / SLOW_DISK
+        self._base_seconds = STEP_SECONDS + (memory.weights + model.step_bytes) / SLOW_DISK
         limits = _limits(config, memory, spec)
         with loading.fits_the_gpu("the KV cache or the first steps"):
             sizes = memory.num_blocks, config.tokens_per_block, memory.max_model_len

@@ -26,6 +26,7 @@ from lmkit.models.loader import load as load_decoder
 from lmkit.models.packed_cache import PackedFile
 from lmkit.models.resolved import resolved
 from lmkit.models.shard import Shard
+from lmkit.models.stream_plan import Planned, Streaming, StreamPlan
 from lmkit.text import Tokenizer
 from lmkit.turbo.engine.drafting import LoadedDraft, resolved_draft
 from lmkit.turbo.engine.memory import MemoryPlan, loaded_bytes, plan_memory
@@ -56,6 +57,7 @@ class LoadedModel:
     has_head: bool  # otherwise it can give embeddings alone
     mapped: list[PackedFile]  # files of packed weights whose data is still to be checked
     draft: LoadedDraft | None = None
+    step_bytes: int = 0  # of weights that each step reads from the disk
 
 
 def load(model_path: str, config: EngineConfig, device: Device, rank: int = 0) -> LoadedModel:
@@ -64,6 +66,14 @@ def load(model_path: str, config: EngineConfig, device: Device, rank: int = 0) -
     Raises CheckpointError, ConfigError or UnsupportedError.
     """
     options = load_options(config, rank)
+    streamed: list[StreamPlan] = []
+
+    def planned(plan: StreamPlan, bandwidth: float) -> None:
+        streamed.append(plan)
+        for line in plan.lines(bandwidth, config.max_batch_size):
+            log.info(line)
+
+    streaming = streaming_of(config, planned)
     with resolved(model_path, **options) as model, resolved_draft(config, device, model) as draft:
         spec, path = model.spec, model.reader.path
         sampling = read_defaults(path, config.generation_config)
@@ -81,7 +91,8 @@ def load(model_path: str, config: EngineConfig, device: Device, rank: int = 0) -
         _announce(memory, model.storages)
         start, mapped = time.perf_counter(), list[PackedFile]()
         with fits_the_gpu("the weights"):
-            decoder = load_decoder(model, packed_cache=config.packed_cache, check=mapped.append)
+            how: dict[str, Any] = {"packed_cache": config.packed_cache, "check": mapped.append}
+            decoder = load_decoder(model, **how, streaming=streaming)
             loaded_draft = draft.load(mapped.append) if draft is not None else None
         log.info("weights loaded in %.1f s", time.perf_counter() - start)
         log.debug("weights of %s", path)
@@ -89,8 +100,9 @@ def load(model_path: str, config: EngineConfig, device: Device, rank: int = 0) -
     tokenizer = None if rank else Tokenizer.from_pretrained(path, config.chat_template)
     kept = has_tiers, identity, disk
     return LoadedModel(
-        str(path), decoder, model.storages, memory, tokenizer, *kept, sampling, pooling, has_head, mapped, loaded_draft
-    )
+        str(path), decoder, model.storages, memory, tokenizer, *kept, sampling, pooling, has_head, mapped, loaded_draft,
+        streamed[-1].step_bytes if streamed else 0,
+    )  # fmt: skip
 
 
 def load_adapters(decoder: Decoder, config: EngineConfig, device: Device) -> DecoderAdapters | None:
@@ -141,6 +153,23 @@ def load_options(config: EngineConfig, rank: int = 0) -> dict[str, Any]:
     return {name: getattr(config, name) for name in names} | {"shard": Shard(rank, config.tp)}
 
 
+def streaming_of(config: EngineConfig, planned: Planned = lambda *_: None) -> Streaming | None:
+    """How the engine streams weights, if it does. Raises ConfigError for options that do not go together with it."""
+    if config.weights_memory is None:
+        if config.weights_path is not None:
+            raise ConfigError(
+                "weights_path is where layers beyond weights_memory are read from: set weights_memory too"
+            )
+        return None
+    if config.device != "cpu":
+        raise ConfigError("weights_memory is for --device cpu; a GPU keeps all weights in its own memory")
+    if config.tp > 1:
+        raise ConfigError(f"tp={config.tp} keeps all weights in memory; leave out weights_memory, or use tp=1")
+    if not config.packed_cache:
+        raise ConfigError("weights_memory reads layers from the file of packed weights; do not turn packed_cache off")
+    return Streaming(config.weights_memory, Path(config.weights_path) if config.weights_path else None, planned)
+
+
 def _check_ranks(config: EngineConfig) -> None:
     """Raise ConfigError for options that do not go together with ranks."""
     if config.device != "cpu":
@@ -159,6 +188,8 @@ def given(decoder: Decoder, config: EngineConfig, device: Device, storages: list
     spec = decoder.spec
     if config.tp > 1:
         raise ConfigError(f"tp={config.tp} needs a checkpoint, which every rank reads its part of")
+    if config.weights_memory is not None:
+        raise ConfigError("weights_memory needs a checkpoint, whose layers are read from the disk")
     if _has_tiers(config):
         raise ConfigError("an engine of a decoder has no checkpoint whose KV could be kept in tiers")
     if config.draft_model:

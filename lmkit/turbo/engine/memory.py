@@ -24,10 +24,11 @@ KV_SHARE = {"cpu": 0.8, "cuda": 0.92}  # share of the memory left after the weig
 
 
 def loaded_bytes(model: ResolvedModel, config: EngineConfig) -> int:
-    """Bytes of the weights with their tables and adapters."""
+    """Bytes of the weights that are in memory at a time, with their tables and adapters."""
     tables = model.table_bytes(config.max_model_len or model.spec.max_position)
     files = [Path(folder) / "adapter_model.safetensors" for folder in config.adapter_folders.values()]
-    return model.weight_bytes() + tables + sum(file.stat().st_size for file in files if file.is_file())
+    weights = min(model.weight_bytes(), config.weights_memory or model.weight_bytes())
+    return weights + tables + sum(file.stat().st_size for file in files if file.is_file())
 
 
 @dataclass(frozen=True)
