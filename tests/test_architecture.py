@@ -39,6 +39,7 @@ TORCH_FREE = [
     "lmkit.cluster.cluster",
     "lmkit.neutral", "lmkit.extras", "lmkit.api.async_pipeline", "lmkit.program",
     "lmkit.bench.online", "lmkit.bench.report", "lmkit.bench.plot", "lmkit.advise.describe",
+    "lmkit.advise.server", "lmkit.advise.settings", "lmkit.advise.workload",
     "lmkit.turbo.request", "lmkit.turbo.sequence", "lmkit.turbo.plan", "lmkit.turbo.kv.block_pool",
     "lmkit.turbo.kv.radix_cache", "lmkit.turbo.kv.manager", "lmkit.turbo.kv.tiers.store",
     "lmkit.turbo.scheduling.policy", "lmkit.turbo.scheduling.scheduler", "lmkit.turbo.scheduling.pacing",

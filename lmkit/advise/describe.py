@@ -22,7 +22,7 @@ class Arrivals(msgspec.Struct, frozen=True):
     requests_per_s: float | None  # None if all came at once
     interval_cv: float | None  # standard deviation of the intervals / their mean: 0 even, 1 Poisson, above in bursts
     mean_concurrency: float | None  # seconds spent in requests / seconds from the first start to the last end
-    max_concurrency: int
+    max_concurrency: int | None  # as the mean, None if the ends are not known
 
 
 class CacheShare(msgspec.Struct, frozen=True):
@@ -77,18 +77,22 @@ def _served(requests: Sequence[TracedRequest]) -> float | None:
 
 
 def _arrivals(requests: Sequence[TracedRequest]) -> Arrivals | None:
-    timed = [(r.start, r.end) for r in requests if r.start is not None and r.end is not None]
-    if not timed:
+    starts = np.sort([request.start for request in requests if request.start is not None])
+    ends = np.sort([request.end for request in requests if request.end is not None])
+    if not starts.size:
         return None
-    starts, ends = (np.sort(np.array(times)) for times in zip(*timed, strict=True))
-    intervals = np.diff(starts)
-    seconds, run = float(starts[-1] - starts[0]), float(ends[-1] - starts[0])
+    intervals, seconds = np.diff(starts), float(starts[-1] - starts[0])
+    rate = len(intervals) / seconds if seconds else None
+    variation = float(intervals.std() / intervals.mean()) if len(intervals) > 1 and seconds else None
+    if len(ends) < len(starts):
+        return Arrivals(seconds, rate, variation, None, None)
+    run = float(ends[-1] - starts[0])
     # An end at a start's moment comes first: such requests are not concurrent.
     at_start = np.arange(1, len(starts) + 1) - np.searchsorted(ends, starts, side="right")
     return Arrivals(
         seconds,
-        len(intervals) / seconds if seconds else None,
-        float(intervals.std() / intervals.mean()) if len(intervals) > 1 and seconds else None,
+        rate,
+        variation,
         float((ends.sum() - starts.sum()) / run) if run else None,
         max(1, int(at_start.max())),
     )

@@ -28,7 +28,7 @@ from lmkit.bench.workload import Dialogue
 from lmkit.errors import ConfigError, LMKitError
 from lmkit.text import Tokenizer
 
-Kind = Literal["benchmark", "log", "batch", "dataset"]
+Kind = Literal["benchmark", "log", "batch", "dataset", "server"]
 ROUTES = {  # with or without /v1; those whose requests generate text
     "/chat/completions", "/completions", "/responses", "/messages", "/generate", "/invocations",
 }  # fmt: skip
@@ -49,6 +49,8 @@ class TracedRequest:
     max_tokens: int | None = None
     prompt: np.ndarray | None = None  # its tokens, int32 [prompt_tokens]
     failed: bool = False
+    ttft: float | None = None  # seconds to its first token
+    itl: tuple[float, ...] = ()  # seconds between its tokens
 
 
 @dataclass(frozen=True)
@@ -116,6 +118,8 @@ def _benchmark(text: str, path: Path) -> Trace:
             output_tokens=record.output_tokens,
             max_tokens=record.requested_tokens,
             failed=record.error is not None,
+            ttft=record.ttft if record.bursts else None,
+            itl=tuple(record.intervals()),
         )
         for record in records[0]
         if record.measured

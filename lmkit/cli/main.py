@@ -33,7 +33,7 @@ for name, function, short_help in (
     ("chat", chat.chat, "Talk to a model or a server."),
     ("eval", eval.evaluate, "Measure perplexity, and the distance between two models."),
     ("inspect", inspect.inspect, "Show a checkpoint, and the memory that serving it needs."),
-    ("advise", advise.advise, "Show what a trace of requests contains."),
+    ("advise", advise.advise, "Show what requests contain, and which settings meet a target."),
     ("list", models.list_models, "Show the models on this machine."),
     ("pull", models.pull, "Fetch a model from the Hugging Face Hub."),
     ("ps", running.ps, "Show the servers that run on this machine."),
