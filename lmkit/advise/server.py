@@ -89,7 +89,5 @@ def _lengths(samples: Samples, name: str, count: int, rng: np.random.Generator) 
     bounds = np.array([0.0] + [bound for bound, _ in buckets if bound != float("inf")])
     shares = np.array([0.0] + [value for bound, value in buckets if bound != float("inf")])
     points = rng.random(count) * buckets[-1][1]
-    keep = np.concatenate([[True], np.diff(shares) > 0])
-    keep[:-1] |= keep[1:]  # both ends of a bucket that has requests
-    lengths = np.interp(points, shares[keep], bounds[keep])
+    lengths = np.interp(points, shares, bounds)
     return [max(1, round(length)) for length in lengths.tolist()]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
@@ -25,9 +25,15 @@ KINDS = {
 }
 TARGETS, COSTS, TRIED = "Targets", "Step costs", "Settings to try"
 NUM_REQUESTS = 500
+URL = ("http://", "https://")
+# Options that have a use with step costs alone, and of these those that also draw a server's requests.
+WITH_COSTS = ("ttft", "itl", "percentile", "kv_dtype", "max_batch_size", "replicas", "rate", "num_requests", "seed")
+OF_URL = ("num_requests", "seed")
+WITH_MODEL = ("num_threads", "seconds")
 
 
 def advise(
+    context: typer.Context,
     trace: Annotated[
         str,
         typer.Argument(
@@ -92,8 +98,7 @@ def advise(
         "batches": sorted(set(parse_list(max_batch_size, int, "--max-batch-size"))),
         "replicas": sorted(set(parse_list(replicas, int, "--replicas"))),
     }
-    if model is None and costs is None and (ttft is not None or itl is not None):
-        raise ConfigError("--ttft and --itl need step costs: measure them with --model MODEL, or name --costs FILE")
+    _check_use(context, is_url=trace.startswith(URL))
     read = _read(trace, tokenizer, served_model, num_requests, seed)
     if sizes and not any(request.prompt is not None for request in read.requests):
         raise ConfigError(f"{trace}: has no prompts, so --kv-tokens has no use")
@@ -117,13 +122,31 @@ def advise(
         _print_advice(advice, step_costs, measured_by(read, percentile))
 
 
+def _check_use(context: typer.Context, *, is_url: bool) -> None:
+    """Raise ConfigError for an option that nothing would read."""
+
+    def is_given(name: str) -> bool:
+        source = context.get_parameter_source(name)
+        return source is not None and source.name != "DEFAULT"
+
+    if not (is_given("model") or is_given("costs")):
+        for name in WITH_COSTS:
+            if is_given(name) and not (is_url and name in OF_URL):
+                option = "--" + name.replace("_", "-")
+                raise ConfigError(f"{option} needs step costs: measure them with --model MODEL, or name --costs FILE")
+    if not is_given("model"):
+        for name in WITH_MODEL:
+            if is_given(name):
+                raise ConfigError(f"--{name.replace('_', '-')} is for a measurement, with --model MODEL")
+
+
 def _read(trace: str, tokenizer: str | None, served_model: str | None, num_requests: int, seed: int) -> Trace:
     from lmkit.advise.server import read_server
     from lmkit.advise.trace import read_trace
     from lmkit.formats.hub import resolve_model_path
     from lmkit.text import Tokenizer
 
-    if trace.startswith(("http://", "https://")):
+    if trace.startswith(URL):
         if tokenizer is not None:
             raise ConfigError("--tokenizer: a server tells lengths, not prompts")
         return read_server(trace, num_requests=num_requests, model=served_model, seed=seed)
@@ -149,8 +172,6 @@ def _costs(
 
     if model is None:
         assert file is not None
-        if num_threads is not None:
-            raise ConfigError("--num-threads is for a measurement, with --model")
         found = read_costs(file)
         if missing := [name for name in kv_dtypes or () if name not in found.types]:
             raise ConfigError(f"{file}: has no costs of KV type {missing[0]}; measure it with --model MODEL --kv-dtype")
@@ -159,9 +180,11 @@ def _costs(
 
     from lmkit.bench.schema import check_writable
     from lmkit.cli.progress import ProgressBar
-    from lmkit.config import EngineConfig, parse
+    from lmkit.config import EngineConfig, KVStorageName, parse
 
     check_writable(file)
+    if wrong := [name for name in kv_dtypes or () if name not in get_args(KVStorageName)]:
+        raise ConfigError(f"--kv-dtype {wrong[0]!r}: choose from {', '.join(get_args(KVStorageName))}")
     given = {"max_batch_size": batch, "num_threads": num_threads}
     configs = {name: parse(given | {"kv_dtype": name}, EngineConfig, "lmkit advise") for name in kv_dtypes or ["auto"]}
 

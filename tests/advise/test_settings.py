@@ -21,7 +21,7 @@ from lmkit.advise.costs import CostFile, StepCosts, TypeCosts, Work, fit, read_c
 from lmkit.advise.describe import describe
 from lmkit.advise.server import drawn, samples_of
 from lmkit.advise.settings import Targets, advise
-from lmkit.advise.simulate import Asked, Outcome, Setting, Simulation
+from lmkit.advise.simulate import Asked, Outcome, Setting, Simulation, limits_of
 from lmkit.advise.trace import Trace, TracedRequest
 from lmkit.advise.workload import requests_of
 from lmkit.cli.main import app
@@ -75,11 +75,12 @@ def test_one_request_takes_the_sum_of_its_steps() -> None:
 def test_a_request_waits_for_the_steps_that_are_planned() -> None:
     """It comes during a step of another request. The next step was planned when that one began, without it."""
     first, second = asked(2, every=0.0, prompt=20, output=4)
-    outcome = simulated([first, replace(second, at=1e-3)])
+    whole = msgspec.structs.replace(ONE, limits=replace(LIMITS, decode_slowdown=1e9))
+    outcome = simulated([first, replace(second, at=1e-3)], whole)
     prefill = COSTS.step + 20 * COSTS.prompt + 210 * COSTS.attend
     decode = COSTS.step + COSTS.decode + 21 * COSTS.read
-    assert outcome.ttft_ms[0] == pytest.approx(1e3 * prefill)
-    assert outcome.ttft_ms[1] > 1e3 * (prefill + decode + prefill - 1e-3)
+    both = prefill + COSTS.decode + 22 * COSTS.read
+    assert outcome.ttft_ms == pytest.approx([1e3 * prefill, 1e3 * (prefill + decode + both - 1e-3)])
     assert outcome.queue_ms == pytest.approx(1e3 * (prefill - 1e-3) / 2)
 
 
@@ -114,6 +115,11 @@ def test_less_memory_admits_fewer_requests_at_once() -> None:
     small = msgspec.structs.replace(ONE, limits=replace(LIMITS, kv=replace(LIMITS.kv, num_blocks=32)))
     requests = asked(20, every=0.0, prompt=256, output=40)
     assert simulated(requests, small).queue_ms > 1.2 * simulated(requests).queue_ms
+
+
+def test_a_small_batch_has_the_blocks_of_its_sequences() -> None:
+    assert limits_of(LIMITS, setting(max_batch_size=2)).kv.num_blocks == 2 * 1024 // 32
+    assert limits_of(LIMITS, setting(max_batch_size=256)).kv.num_blocks == LIMITS.kv.num_blocks
 
 
 def test_the_fit_finds_the_terms_and_none_below_zero() -> None:
@@ -228,11 +234,14 @@ def test_the_command_prints_the_setting_and_how_to_serve_it(tmp_path: Path) -> N
 def test_mistakes_are_one_line(tmp_path: Path) -> None:
     trace, costs = bench_file(tmp_path), tmp_path / "costs.json"
     write_costs(costs, FILE)
-    assert "--model MODEL" in mistake("advise", trace, "--ttft", 100)
+    for option, value in (("--ttft", 100), ("--rate", 2), ("--replicas", 2), ("--seed", 1), ("--kv-dtype", "int8")):
+        assert f"{option} needs step costs: measure them with --model MODEL" in mistake("advise", trace, option, value)
     assert "--model MODEL" in mistake("advise", trace, "--costs", tmp_path / "none.json")
     assert "no costs of KV type int8" in mistake("advise", trace, "--costs", costs, "--kv-dtype", "int8")
-    assert "with --model" in mistake("advise", trace, "--costs", costs, "--num-threads", 1)
+    for option in ("--num-threads", "--seconds"):
+        assert f"{option} is for a measurement" in mistake("advise", trace, "--costs", costs, option, 1)
     assert "--served-model is for the URL" in mistake("advise", trace, "--served-model", "x")
+    assert "--kv-dtype 'int3': choose from auto" in mistake("advise", trace, "--model", "demo", "--kv-dtype", "int3")
     costs.write_text("{}")
     assert "no costs of `lmkit advise --model`" in mistake("advise", trace, "--costs", costs)
     assert "/metrics cannot be read" in mistake("advise", "http://127.0.0.1:9")
