@@ -1,12 +1,13 @@
 """What a running lmkit server tells of its requests: histograms of lengths, and how many came since it started.
 
-It keeps no single requests. Those of the trace are drawn: a length is uniform inside its bucket, and prompt and answer
-are independent of each other. Arrivals are Poisson. The share of prompt tokens that its cache has served is the same
-in each prompt.
+It keeps no single requests. Those of the trace are drawn: lengths have the histogram's buckets and its mean, and prompt
+and answer are independent of each other. Arrivals are Poisson. The share of prompt tokens that its cache has served is
+the same in each prompt.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 
@@ -19,6 +20,7 @@ from lmkit.web.client import client_options
 
 PROMPTS, ANSWERS = "lmkit:request_prompt_tokens", "lmkit:request_generation_tokens"
 TIMEOUT = 10.0  # seconds
+MAX_POWER, BISECTIONS = 64.0, 30  # see _lengths
 
 Samples = list[tuple[str, dict[str, str], float]]  # name, labels, value
 
@@ -84,10 +86,19 @@ def drawn(samples: Samples, url: str, model: str | None, num_requests: int, now:
 
 
 def _lengths(samples: Samples, name: str, count: int, rng: np.random.Generator) -> Sequence[int]:
-    """`count` lengths drawn from a histogram, each at least 1. Those above all buckets are the last bound."""
+    """`count` lengths drawn from a histogram, each at least 1. Those above all buckets are the last bound.
+
+    A length is low + (high - low) * u ** power in its bucket, where u is uniform. The power gives them the mean that
+    the server tells.
+    """
     buckets = sorted((float(labels["le"]), value) for key, labels, value in samples if key == name + "_bucket")
-    bounds = np.array([0.0] + [bound for bound, _ in buckets if bound != float("inf")])
-    shares = np.array([0.0] + [value for bound, value in buckets if bound != float("inf")])
-    points = rng.random(count) * buckets[-1][1]
-    lengths = np.interp(points, shares, bounds)
-    return [max(1, round(length)) for length in lengths.tolist()]
+    bounds = np.array([0.0] + [min(bound, buckets[-2][0]) for bound, _ in buckets])
+    idx = np.searchsorted([value for _, value in buckets], rng.random(count) * buckets[-1][1], side="right")
+    low, high, u = bounds[idx], bounds[idx + 1], rng.random(count)
+    mean = next(value for key, _, value in samples if key == name + "_sum") / buckets[-1][1]
+    least, most = MAX_POWER**-1.0, MAX_POWER
+    for _ in range(BISECTIONS):
+        power = math.sqrt(least * most)
+        is_short = float(np.mean(low + (high - low) * u**power)) < mean
+        least, most = (least, power) if is_short else (power, most)
+    return [max(1, round(length)) for length in (low + (high - low) * u**least).tolist()]

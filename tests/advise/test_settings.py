@@ -259,12 +259,13 @@ def answered(*prompts: int) -> tuple[str, float]:
 
 
 def test_requests_are_drawn_from_a_server() -> None:
-    """Three of four prompts are in the bucket up to 5, one in that up to 50. The answers' bucket is that up to 2."""
-    text, since = answered(4, 4, 5, 40)
+    """Three of four prompts are in the bucket up to 5, one in that up to 50. The answers have 2 tokens."""
+    text, since = answered(4, 4, 4, 48)
     trace = drawn(samples_of(text, "URL"), "URL", None, 1000, since + 8.0, 0)
     prompts = [request.prompt_tokens or 0 for request in trace.requests]
-    assert {request.output_tokens for request in trace.requests} <= {1, 2}
+    assert {request.output_tokens for request in trace.requests} == {2}
     assert all(2 <= count <= 5 or 20 <= count <= 50 for count in prompts)
+    assert np.mean(prompts) == pytest.approx(15, abs=0.5)
     assert sum(count <= 5 for count in prompts) == pytest.approx(750, abs=60)
     described = describe(trace, block_size=32)
     assert described.arrivals is not None
