@@ -236,6 +236,8 @@ class ModelSource:
         dense = torch.empty(0, dtype=getattr(torch, dtype)).element_size()
         total = 0
         for name in self.reader.names():
+            if name.startswith(self.spec.unread):
+                continue
             info = self.reader.info(name)
             floating = info.dtype in FLOATS and not name.endswith(SCALES)
             total += math.prod(info.shape) * dense if floating else info.nbytes * self._growth(name, dense)

@@ -29,6 +29,7 @@ class ModelSpec:
     final_norm: bool = True  # before the head
     projected: int = 0  # > 0: embeddings have this width, and matrices lead from it to the stream and back to the head
     first_position: int | None = None  # the row of position 0 in a table of learned positions; None = there is no table
+    unread: tuple[str, ...] = ()  # tensors whose names begin so belong to other parts of the model, as a vision tower
 
     @property
     def num_layers(self) -> int:

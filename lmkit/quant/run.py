@@ -265,7 +265,8 @@ class Quantizer:
                 writer.add(name, files[index].tensor(name))
             work.restore(index, seen)
             seen.fit = record.kv_fit
-        entry = get_format(self.recipe.format).config_entry(self.plan.linears, activations=self.recipe.activations)
+        linears = dict.fromkeys(_unread_linears(source)) | self.plan.linears
+        entry = get_format(self.recipe.format).config_entry(linears, activations=self.recipe.activations)
         entry = write_static(writer, entry, self.recipe.kv, spec, kv_stats)
         writer.finish(source.config | {"quantization_config": entry}, source.reader.path)
         if self.recipe.kv.scheme == "online" and self.recipe.calibration.has_text:
@@ -342,3 +343,10 @@ def _other_tensors(source: ModelSource) -> list[str]:
         for kind in (".weight", ".bias")
     }
     return [name for name in source.reader.names() if name not in read]
+
+
+def _unread_linears(source: ModelSource) -> list[str]:
+    """The modules with a matrix in parts of the model that stay as they are, as a vision tower."""
+    reader = source.reader
+    names = [name for name in reader.names() if name.startswith(source.spec.unread) and name.endswith(".weight")]
+    return [name.removesuffix(".weight") for name in names if len(reader.info(name).shape) == 2]

@@ -61,6 +61,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-mha-wide-heads": ("LlamaConfig", {"num_key_value_heads": 6, "head_dim": 24}),
     "qwen2": ("Qwen2Config", {}),
     "qwen2-window": ("Qwen2Config", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}),
+    "qwen2.5-vl": ("Qwen2_5_VLConfig", {}),
     "qwen3": ("Qwen3Config", {"head_dim": 16, "tie_word_embeddings": True}),
     "mistral": ("MistralConfig", {"sliding_window": None}),
     "mistral-window": ("MistralConfig", {"sliding_window": 9}),
@@ -127,9 +128,13 @@ def make(path: Path, name: str, **overrides: Any) -> transformers.PreTrainedMode
     trivial)."""
     class_name, differences = FAMILIES[name]
     torch.manual_seed(7)
-    config = getattr(transformers, class_name)(**copy.deepcopy(COMMON | differences | overrides))
+    options = copy.deepcopy(COMMON | differences | overrides)
+    kind = transformers.AutoModelForCausalLM
+    if name == "qwen2.5-vl":
+        options, kind = with_vision(options), transformers.AutoModelForImageTextToText
+    config = getattr(transformers, class_name)(**options)
     config._attn_implementation = "eager"
-    model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
+    model = kind.from_config(config).float().eval()
     for parameter_name, parameter in model.named_parameters():
         if parameter.ndim == 1 or parameter_name.endswith("_bias"):
             torch.nn.init.normal_(parameter, mean=1.0 if "norm" in parameter_name else 0.0, std=0.3)
@@ -140,6 +145,18 @@ def make(path: Path, name: str, **overrides: Any) -> transformers.PreTrainedMode
     if name == "internlm2":
         rewrite_as_internlm2(path)
     return model
+
+
+def with_vision(text: dict[str, Any]) -> dict[str, Any]:
+    """The options of a language model and a small vision tower."""
+    half = text["hidden_size"] // text["num_attention_heads"] // 2
+    sections = [half // 2, half // 4, half // 4]  # of time, height and width
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": sections}
+    vision = {"depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "patch_size": 4,
+              "window_size": 16, "fullatt_block_indexes": [1], "out_hidden_size": text["hidden_size"]}  # fmt: skip
+    text = {"bos_token_id": None, "eos_token_id": None, "rope_parameters": rope} | text
+    tied = text.get("tie_word_embeddings", False)
+    return {"text_config": text, "vision_config": vision, "tie_word_embeddings": tied}
 
 
 def rewrite_as_internlm2(path: Path) -> None:

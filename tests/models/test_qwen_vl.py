@@ -1,0 +1,77 @@
+"""Qwen2.5-VL as a language model: older config.json, memory, and a vision tower that quantization leaves alone.
+test_families.py holds its logits."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from lmkit.errors import CheckpointError
+from lmkit.formats.checkpoint import CheckpointReader
+from lmkit.models import load_spec
+from lmkit.models.families.qwen_vl import TOWER
+from lmkit.models.source import ModelSource
+from lmkit.qtensor import QTensor, dequantize
+from lmkit.quant.run import prepare
+from tests.models import tiny
+from tests.quant.helpers import recipe, tiny_checkpoint
+
+
+def config_of(path: Path) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((path / "config.json").read_text())
+    return config
+
+
+def test_config_of_transformers_4(tmp_path: Path) -> None:
+    """The language model's numbers at the top, and M-RoPE as a type of its own."""
+    tiny.make(tmp_path, "qwen2.5-vl")
+    config = config_of(tmp_path)
+    text = config.pop("text_config")
+    rope = text.pop("rope_parameters")
+    scaling = {"type": "mrope", "mrope_section": rope["mrope_section"]}
+    old = config | text | {"rope_theta": rope["rope_theta"], "rope_scaling": scaling}
+    assert load_spec(old | {"architectures": config["architectures"]}) == load_spec(config_of(tmp_path))
+    with pytest.raises(CheckpointError, match="text_config is not an object"):
+        load_spec(old | {"text_config": [1]})
+
+
+def test_the_tower_takes_no_memory(tmp_path: Path) -> None:
+    tiny.make(tmp_path, "qwen2.5-vl")
+    source = ModelSource(tmp_path)
+    tower = source.reader.nbytes(TOWER)
+    assert tower > 0
+    assert source.weight_bytes("float32") == source.reader.nbytes() - tower
+
+
+@pytest.mark.parametrize("name", ["awq", "gptq_v2", "compressed-tensors"])
+def test_quantization_leaves_the_tower_as_it_is(tmp_path: Path, name: str) -> None:
+    path = tiny_checkpoint(tmp_path / "source", "qwen2.5-vl")
+    prepare(path, recipe(format=name, calibration={"num_samples": 1, "seq_len": 48})).run(tmp_path / "out")
+    before, after = CheckpointReader(path), CheckpointReader(tmp_path / "out")
+    towers = [[x for x in reader.names() if x.startswith(TOWER)] for reader in (before, after)]
+    assert towers[0] == towers[1]
+    assert all(torch.equal(before.tensor(x), after.tensor(x)) for x in towers[0])
+    left = json.dumps(config_of(tmp_path / "out")["quantization_config"]).replace("\\", "")
+    assert all(module in left for module in ("visual.merger.mlp.0", "visual.merger.mlp.2"))
+
+
+def test_transformers_reads_what_is_quantized(tmp_path: Path) -> None:
+    pytest.importorskip("compressed_tensors")
+    path = tiny_checkpoint(tmp_path / "source", "qwen2.5-vl")
+    asked = recipe(format="compressed-tensors", calibration={"num_samples": 1, "seq_len": 48})
+    prepare(path, asked).run(tmp_path / "out")
+    options = {"dtype": torch.float32, "quantization_config": transformers.CompressedTensorsConfig(dequantize=True)}
+    found = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / "out", **options).state_dict()
+    source = ModelSource(tmp_path / "out")
+    for name in source.reader.names():
+        if name.startswith(TOWER):
+            assert torch.equal(found[f"model.{name}"], source.reader.tensor(name))
+    for role, weight in source.layer_weights(1).items():
+        name = source.spec.tensor_name(1, role).replace("model.", "model.language_model.", 1)
+        plain = dequantize(weight) if isinstance(weight, QTensor) else weight
+        torch.testing.assert_close(found[name], plain.float(), rtol=1e-3, atol=1e-6)  # its scales are 16 bits
