@@ -7,14 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from benchmarks import ceilings, kernels, loops
 from benchmarks.ceilings import Ceilings, Meter, cache_bytes, measure_ceilings
-from benchmarks.report import TOLERANCE, interleaved, share
-from lmkit.kernels import ops
 from lmkit.kernels.cpu import threads
-from lmkit.qtensor import QuantScheme, quantize
 
 
 @pytest.fixture
@@ -94,22 +90,3 @@ def test_ceilings_are_finite_and_positive() -> None:
     assert 0 < found.int8_ops < 1e16
     assert 0 < found.int4_ops < 1e16
     assert found.float_ops <= found.bfloat16_ops < 1e16
-
-
-@pytest.mark.parametrize("bits", [4, 8])
-def test_no_product_is_faster_than_its_ceiling(bits: int) -> None:
-    """The kernel and the ceiling of its instruction, measured in turn."""
-    threads.configure(1)
-    weight = quantize(torch.randn(512, 1024), QuantScheme(bits, 128))
-    op = ops.linear_w4a8 if bits == 4 else ops.linear_w8a8
-    impl = op.select("cpu", group_size=128, bits=bits, out_features=512, in_features=1024)
-    packed, x = impl.pack(weight), torch.randn(96, 1024)
-    best = 0.0
-    for _ in range(5):  # others may use the cores now and then, but not always while the ceiling is measured
-        product = interleaved({"product": lambda: impl(x, packed, None)}, seconds=0.2, pick=min)["product"]
-        found = measure_ceilings(seconds=0.2)
-        best = max(best, found.int4_ops if bits == 4 else found.int8_ops)
-        rate = 2 * x.numel() * 512 / product
-        if rate <= best:
-            break
-    assert 0.1 < share(rate, best, f"{bits}-bit product") <= 1 + TOLERANCE
