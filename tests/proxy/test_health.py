@@ -74,11 +74,11 @@ async def test_hung_check_ends_in_time_and_holds_up_no_other(script: object) -> 
     bad = [FakeNode(str(i), health_script=script) for i in range(4)]  # type: ignore[arg-type]
     async with nodes(FakeNode("good"), *bad) as (good, *_):
         start = time.monotonic()
-        async with proxy_for(*bad, good, health_timeout=0.4) as (proxy, _):
-            assert time.monotonic() - start < 1.5  # four after another would take 1.6 s
+        async with proxy_for(*bad, good, health_timeout=1.0) as (proxy, _):
+            assert time.monotonic() - start < 3.5  # four after another would take 4 s
             states = {node.url: node.healthy for node in proxy.registry.nodes()}
             assert states == {good.url: True, **{fake.url: False for fake in bad}}
-            assert "0.4 s" in (proxy.registry.nodes()[0].reason or "")
+            assert "1 s" in (proxy.registry.nodes()[0].reason or "")
 
 
 async def test_model_list_is_read_again() -> None:
