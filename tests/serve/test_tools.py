@@ -237,7 +237,6 @@ def test_a_schema_that_cannot_be_held() -> None:
         ({"tools": [TOOLS[0]] * 1025}, "tools", "1024"),
         ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "tool_choice", "auto"),
         ({"reasoning_effort": "low"}, "reasoning_effort", "template"),
-        ({"thinking_token_budget": 5}, "thinking_token_budget", "no reasoning"),
         ({"messages": [{"role": "user", "content": "x", "tool_calls": []}, {"role": "tool"}]}, "messages", "content"),
         ({"messages": [{"role": "assistant"}]}, "messages", "content or tool_calls"),
         ({"messages": [{"role": "user", "content": "x", "tool_call_id": "1"}]}, "messages", "role tool"),
@@ -250,6 +249,12 @@ def test_mistakes_are_named(fields: dict[str, Any], param: str, named: str) -> N
     assert (answer.status_code, error["param"]) == (400, param)
     assert named in error["message"]
     assert not engine.requests
+
+
+def test_a_model_without_reasoning_keeps_every_thinking_budget() -> None:
+    server, engine = app("x")
+    assert server.post(CHAT_PATH, CHAT | {"tools": None, "thinking_token_budget": 5}).status_code == 200
+    assert engine.requests[0].params.grammar == ""
 
 
 def test_a_thinking_budget_is_a_grammar(thinker: Tokenizer) -> None:

@@ -119,7 +119,8 @@ class Style:
 
     def grammar(self, body: Chat, content: str, vocab_size: int, *, is_thinking: bool) -> str:
         """The grammar of the answer; `content` is that of its content. "" for any answer. Raises RequestError."""
-        tools, budget = called_tools(body), body.thinking_token_budget
+        tools = called_tools(body)
+        budget = body.thinking_token_budget if self.thought else None  # without reasoning, every budget is kept
         if content and tools and must_call(body):
             message = "the answer cannot both follow a schema or grammar and be a call; use tool_choice auto"
             raise RequestError("invalid_request", message, "tool_choice")
@@ -146,13 +147,9 @@ class Style:
         return whole
 
     def _check_budget(self) -> None:
-        if self.thought is None:
-            reason = "this model's chat template shows no reasoning"
-        elif self._tokenizer.backend.token_to_id(self.thought.end) is None:
+        if self.thought and self._tokenizer.backend.token_to_id(self.thought.end) is None:
             reason = f"{self.thought.end}, the end of this model's reasoning, is not a token of its own"
-        else:
-            return
-        raise RequestError("unsupported_parameter", f"thinking_token_budget: {reason}", "thinking_token_budget")
+            raise RequestError("unsupported_parameter", f"thinking_token_budget: {reason}", "thinking_token_budget")
 
     def answer(self, body: Chat, *, is_thinking: bool) -> AnswerEvents:
         """A reader of one answer to the request."""

@@ -171,6 +171,7 @@ def test_fields_that_ask_for_nothing_are_taken() -> None:
         "speed": "standard",
         "mcp_servers": [],
         "context_management": keep,
+        "thinking": {"type": "enabled", "budget_tokens": 1024},  # the model shows no reasoning
     }
     engine = ScriptedEngine()
     fields = {"model": "model", "metadata": {"user_id": "me"}, "top_k": 5, "priority": 2}
