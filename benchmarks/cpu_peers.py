@@ -1,7 +1,7 @@
 """lmkit against other engines on this CPU: one model of random weights, the same prompts, threads and contexts.
 
     python -m benchmarks.cpu_peers [--json FILE] [--plot FILE] [--engines a,b] [--isa a,b] [--rounds N] [--threads N]
-                                   [--workdir DIR] [--peer NAME=PYTHON[,PYTHON] ...] [--size 1b|tiny] [--fresh]
+                                   [--workdir DIR] [--peer NAME=PYTHON[,PYTHON] ...] [--size 1b|moe|tiny] [--fresh]
 
 Each engine loads once, in a process of its own, in the Python that has it installed. At every point the engines take
 turns; the waiting engines are stopped. A measurement is dropped and repeated if others used the cores meanwhile. The
@@ -34,7 +34,7 @@ from benchmarks.peers.client import EngineFailed, PeerProcess, parse_pythons
 from benchmarks.peers.limits import possible
 from benchmarks.peers.protocol import Options
 from benchmarks.peers.samples import Sample, Samples
-from benchmarks.random_llama import LLAMA_1B, Shape, config, make_checkpoint
+from benchmarks.random_llama import LLAMA_1B, MOE_2B, Shape, config, make_checkpoint
 from benchmarks.report import save
 from lmkit.config import default_num_threads, environment
 from lmkit.errors import ConfigError, LMKitError
@@ -52,7 +52,12 @@ POINT_SECONDS = 20.0  # an engine does no further round of a point after its mea
 MAX_CONTEXT = max(point.prompt_len for point in POINTS.values()) + DECODE_ROOM
 CEILING_AGE = 1.0  # seconds after which the ceilings are measured again
 CONFIG_BYTES = 1 << 20
-SIZES = {"1b": replace(LLAMA_1B, max_position=8192), "tiny": Shape(128, 256, 2, 4, 2, 32, 512, 8192)}
+SIZES = {
+    "1b": replace(LLAMA_1B, max_position=8192),
+    "moe": replace(MOE_2B, max_position=8192),
+    "tiny": Shape(128, 256, 2, 4, 2, 32, 512, 8192),
+    "tiny-moe": Shape(128, 128, 2, 4, 2, 32, 512, 8192, experts=8, experts_per_token=2),
+}
 console = Console(width=None if sys.stdout.isatty() else 150)
 
 

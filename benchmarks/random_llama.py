@@ -1,4 +1,4 @@
-"""A Llama of any size with random weights, as a Hugging Face checkpoint, and its AWQ form.
+"""A Llama, or with experts a Qwen3-MoE, of any size with random weights: a Hugging Face checkpoint, and its AWQ form.
 
 Speed depends on shapes and storage alone. So nothing has to be downloaded to compare engines.
 """
@@ -27,7 +27,8 @@ GROUP = 128
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a Llama without biases. Its output head is not tied to its embedding."""
+    """Sizes of a model without biases. Its output head is not tied to its embedding. With `experts`, `mlp` is the size
+    of one, and every layer is sparse."""
 
     hidden: int = 2048
     mlp: int = 8192
@@ -37,6 +38,8 @@ class Shape:
     head_dim: int = 64
     vocab: int = 32000
     max_position: int = 4096
+    experts: int = 0
+    experts_per_token: int = 0
 
     def linears(self) -> dict[str, tuple[int, int]]:
         """Name in a layer -> (outputs, inputs)."""
@@ -46,15 +49,40 @@ class Shape:
             "self_attn.k_proj": (kv, self.hidden),
             "self_attn.v_proj": (kv, self.hidden),
             "self_attn.o_proj": (self.hidden, q),
-            "mlp.gate_proj": (self.mlp, self.hidden),
-            "mlp.up_proj": (self.mlp, self.hidden),
-            "mlp.down_proj": (self.hidden, self.mlp),
+            **{
+                f"{mlp}.{part}_proj": (self.hidden, self.mlp) if part == "down" else (self.mlp, self.hidden)
+                for mlp in ([f"mlp.experts.{i}" for i in range(self.experts)] or ["mlp"])
+                for part in ("gate", "up", "down")
+            },
         }
+
+    def vectors(self) -> dict[str, int]:
+        """Name in a layer -> size."""
+        norms = {"input_layernorm": self.hidden, "post_attention_layernorm": self.hidden}
+        of_heads = {"self_attn.q_norm": self.head_dim, "self_attn.k_norm": self.head_dim}
+        return norms | (of_heads if self.experts else {})
 
     @property
     def num_linear(self) -> int:
         """Parameters of the decoder layers' matrices."""
         return self.layers * sum(n * k for n, k in self.linears().values())
+
+    @property
+    def num_expert(self) -> int:
+        """The part of `num_linear` in experts."""
+        return self.layers * self.experts * 3 * self.hidden * self.mlp
+
+    @property
+    def num_active(self) -> int:
+        """The part of `num_linear` that a token is multiplied with."""
+        return self.num_linear - self.num_expert + self.num_expert * self.experts_per_token // max(self.experts, 1)
+
+    def share_read(self, num_tokens: int) -> float:
+        """The share of `num_linear` that a step of so many tokens reads, if every expert is as likely as any other."""
+        if not self.experts:
+            return 1.0
+        unread = self.num_expert * (1 - self.experts_per_token / self.experts) ** num_tokens
+        return 1 - unread / self.num_linear
 
     @property
     def num_parameters(self) -> int:
@@ -67,10 +95,21 @@ class Shape:
 
 
 LLAMA_1B = Shape()
+MOE_2B = Shape(2048, 768, 4, 32, 4, 128, experts=128, experts_per_token=8)  # 4 layers of Qwen3-30B-A3B
 
 
 def config(shape: Shape) -> dict[str, object]:
     """config.json."""
+    of_experts = {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "moe_intermediate_size": shape.mlp,
+        "num_experts": shape.experts,
+        "num_experts_per_tok": shape.experts_per_token,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -91,6 +130,7 @@ def config(shape: Shape) -> dict[str, object]:
         "bos_token_id": 0,
         "eos_token_id": 1,
         "torch_dtype": "bfloat16",
+        **(of_experts if shape.experts else {}),
     }
 
 
@@ -109,8 +149,10 @@ def make_checkpoint(out: Path, shape: Shape, seed: int = 0) -> None:
             prefix = f"model.layers.{layer}"
             for name, (rows, columns) in shape.linears().items():
                 writer.add(f"{prefix}.{name}.weight", matrix(rows, columns))
-            for name in ("input_layernorm", "post_attention_layernorm"):
-                writer.add(f"{prefix}.{name}.weight", ones.clone())
+            if shape.experts:
+                writer.add(f"{prefix}.mlp.gate.weight", matrix(shape.experts, shape.hidden))
+            for name, size in shape.vectors().items():
+                writer.add(f"{prefix}.{name}.weight", torch.ones(size, dtype=torch.bfloat16))
         writer.add("model.norm.weight", ones.clone())
         writer.add("lm_head.weight", matrix(shape.vocab, shape.hidden))
         writer.finish(dict(config(shape)), Path(texts))

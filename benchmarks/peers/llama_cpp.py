@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import json
+import re
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -32,7 +34,11 @@ NAMES = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate": "ffn_gate_inp",
 }
+EXPERT = re.compile(r"(model\.layers\.\d+\.mlp)\.experts\.(\d+)\.(\w+)_proj\.weight")
 
 
 class LlamaCpp:
@@ -42,6 +48,7 @@ class LlamaCpp:
         self.model = ll.llama_model_load_from_file(str(options.model).encode(), ll.llama_model_default_params())
         if not self.model:
             raise RuntimeError(f"llama.cpp cannot load {options.model}")
+        self.has_experts = any("_exps." in tensor.name for tensor in gguf.GGUFReader(options.model).tensors)
         self.context: Any = None
         self.size = (0, 0)  # sequences and tokens of a sequence that the context holds
         self.sequences: list[int] = []  # last token of each
@@ -55,16 +62,23 @@ class LlamaCpp:
 
     def prefill(self, prompts: list[list[int]]) -> None:
         """Run the first prompt and copy its cache to the other sequences. They get memory of their own, and preparation
-        is shorter."""
+        is shorter. Equal sequences would choose the same experts, so with experts every prompt runs."""
         self._open(len(prompts), len(prompts[0]) + ROOM)
         self.position = len(prompts[0])
-        entries = [(token, i, 0, i == self.position - 1) for i, token in enumerate(prompts[0])]
-        for start in range(0, self.position, MICRO_BATCH):
-            self._decode(entries[start : start + MICRO_BATCH])
-        self.sequences = [self._best(-1)] * len(prompts)
+        if self.has_experts:
+            self.sequences = [self._first_token(prompt, number) for number, prompt in enumerate(prompts)]
+            return
+        self.sequences = [self._first_token(prompts[0], 0)] * len(prompts)
         memory = ll.llama_get_memory(self.context)
         for number in range(1, len(prompts)):
             ll.llama_memory_seq_cp(memory, 0, number, -1, -1)
+
+    def _first_token(self, prompt: list[int], number: int) -> int:
+        """Run the prompt of sequence `number`."""
+        entries = [(token, i, number, i == len(prompt) - 1) for i, token in enumerate(prompt)]
+        for start in range(0, len(prompt), MICRO_BATCH):
+            self._decode(entries[start : start + MICRO_BATCH])
+        return self._best(-1)
 
     def step(self) -> int:
         self._decode([(token, self.position, number, True) for number, token in enumerate(self.sequences)])
@@ -133,7 +147,8 @@ def prepare(source: Path, out: Path) -> None:
 
 def _write_gguf(source: Path, out: Path) -> None:
     config = json.loads((source / "config.json").read_text())
-    writer = gguf.GGUFWriter(out, "llama")
+    num_experts = config.get("num_experts", 0)
+    writer = gguf.GGUFWriter(out, "qwen3moe" if num_experts else "llama")
     writer.add_vocab_size(config["vocab_size"])
     writer.add_tokenizer_model("no_vocab")  # ids go in and come out
     writer.add_context_length(config["max_position_embeddings"])
@@ -142,22 +157,45 @@ def _write_gguf(source: Path, out: Path) -> None:
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(config["num_attention_heads"])
     writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_key_length(config["head_dim"])
+    writer.add_value_length(config["head_dim"])
+    if num_experts:
+        writer.add_expert_count(num_experts)
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
     writer.add_rope_dimension_count(config["head_dim"])
     writer.add_rope_freq_base(config["rope_theta"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_F16)
-    for name, values in tensors(source):
+    for name, values in _experts_together(source, num_experts):
         heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}.get(name.split(".")[-2])
-        array = values if heads is None else _interleaved(values, config[heads])
-        writer.add_tensor(_gguf_name(name), array.astype(np.float32 if array.ndim == 1 else np.float16))
+        array = values if heads is None or num_experts else _interleaved(values, config[heads])
+        small = array.ndim == 1 or name.endswith("mlp.gate.weight")
+        writer.add_tensor(_gguf_name(name), array.astype(np.float32 if small else np.float16))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
 
 
+def _experts_together(source: Path, num_experts: int) -> Iterator[tuple[str, Array]]:
+    """The checkpoint's tensors; all experts of a layer in one, [experts, outputs, inputs] in float16."""
+    parts: dict[str, dict[int, Array]] = {}
+    for name, values in tensors(source):
+        if (found := EXPERT.fullmatch(name)) is None:
+            yield name, values
+            continue
+        mlp, number, part = found.groups()
+        held = parts.setdefault(f"{mlp}.experts.{part}", {})
+        held[int(number)] = values.astype(np.float16)
+        if len(held) == num_experts:
+            yield f"{mlp}.experts.{part}", np.stack([held.pop(i) for i in range(num_experts)])
+
+
 def _gguf_name(name: str) -> str:
     module = name.removesuffix(".weight")
+    if ".experts." in name:
+        return f"blk.{module.split('.')[2]}.ffn_{module.split('.')[-1]}_exps.weight"
     if module.startswith("model.layers."):
         _, _, layer, inner = module.split(".", 3)
         return f"blk.{layer}.{NAMES[inner]}.weight"

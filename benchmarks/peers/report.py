@@ -107,7 +107,7 @@ def _figure(samples: Samples, engine: str, point: Point) -> str:
 
 def _distances(samples: Samples, engine: str, shape: Shape) -> tuple[str, str]:
     decode, prompt = samples.rate(engine, "b1"), samples.rate(engine, "prefill512")
-    read = None if decode is None else decode * samples.facts[engine]["weight_bytes"]
+    read = None if decode is None else decode * samples.facts[engine]["weight_bytes"] * shape.share_read(1)
     work = None if prompt is None else prompt * 2 * prompt_linear(shape)
     return (
         "-" if read is None else f"{read / 1e9:.1f} ({_share(samples, engine, POINTS['b1'], shape):.0%})",

@@ -123,6 +123,18 @@ def test_what_is_possible() -> None:
     assert possible(CEILINGS, LLAMA_1B, facts, POINTS["prefill512"]) == pytest.approx(500e9 / 2 / needed)
 
 
+def test_what_is_possible_with_experts() -> None:
+    """A step reads the experts that its tokens choose, and multiplies with those of each token."""
+    shape = Shape(64, 96, 2, 4, 2, 16, 512, experts=8, experts_per_token=2)
+    expert, attention = 3 * 64 * 96, 2 * 64 * 64 + 2 * 64 * 32
+    assert shape.num_linear == 2 * (attention + 8 * expert)
+    assert shape.num_active == 2 * (attention + 2 * expert)
+    assert shape.share_read(1) == pytest.approx(shape.num_active / shape.num_linear)
+    assert shape.share_read(2) == pytest.approx(2 * (attention + 8 * expert * (1 - 0.75**2)) / shape.num_linear)
+    facts = Facts("", "", weight_bytes=10**9)
+    assert possible(CEILINGS, shape, facts, POINTS["b1"]) == pytest.approx(20 / shape.share_read(1), rel=0.01)
+
+
 def test_every_prompt_is_computed(tmp_path: Path) -> None:
     """A point's prompts are measured several times: an engine must not find them in its prefix cache."""
     make_checkpoint(tmp_path / "checkpoint", Shape(64, 96, 2, 4, 2, 16, 512, 128))
