@@ -1,6 +1,6 @@
 """Speculative decoding against plain decoding: the same requests to two engines of one model, in turns.
 
-    python -m benchmarks.speculation [MODEL] [--batches N ...] [--rounds N] [--json FILE]
+    python -m benchmarks.speculation [MODEL] [--batches N ...] [--rounds N] [--speculate HOW] [--json FILE]
 
     copy    code is given and its beginning is repeated; the answer repeats the rest
     edit    the same, and every line ends in a comment that the code lacks
@@ -12,18 +12,26 @@ The demo model answers first. Its answers are the script of the other model, if 
 step, and each sampled token is replaced by the script's. So a model of random weights has the demo's acceptance, and
 its own costs. In `copy` and `edit` the script is the text itself. `json` has no script.
 
+`--speculate eagle=FOLDER` names a head of the demo model. For another model its guesses are replayed too: a head of
+random weights, in that model's shape, computes every step, and gives the guesses of the demo's head.
+
 A round decodes the same prompts with both engines. The ratio is the median over the rounds.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
+from unittest.mock import patch
 
+import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from benchmarks import report
@@ -37,8 +45,11 @@ from lmkit.turbo.plan import NewSequence, SampledToken
 from lmkit.turbo.request import Request, SamplingParams
 from lmkit.turbo.runners.cpu import CpuRunner
 from lmkit.turbo.runners.sampler import Sampler
+from lmkit.turbo.scheduling import drafting
 
 NUM_TOKENS = 160  # of an answer
+LONGEST_GUESS = 8  # of a head whose guesses are replayed
+HEAD_TOKENS = 8192  # of a head of random weights, at most
 PROMPT_CHARACTERS, BEGINNING = 700, 60
 KINDS = ("copy", "edit", "free", "fresh", "json")
 TEXT, NUMBER = {"type": "string", "maxLength": 6}, {"type": "integer", "minimum": 0, "maximum": 9999}
@@ -118,6 +129,60 @@ def run(engine: Engine, prompts: list[list[int]], kind: str) -> tuple[float, lis
     return time.perf_counter() - start, list(answers.values())
 
 
+def guesses_of(
+    head: str, kind: str, script: dict[Prompt, list[int]], options: dict[str, Any]
+) -> dict[tuple[Prompt, int], list[int]]:
+    """What the demo model's head guesses at each place of the script: by prompt and the number of tokens so far."""
+    known: dict[tuple[Prompt, int], list[int]] = {}
+    engine = Engine(str(DEMO_FOLDER), EngineConfig(**options, speculate=head))
+    assert engine._drafter is not None
+    Script.put_into(engine, script)
+    draft = engine._drafter.draft
+
+    def recorded(lengths: dict[Any, int]) -> Any:
+        found, steps = draft(dict.fromkeys(lengths, LONGEST_GUESS))
+        known.update(((tuple(seq.request.prompt_ids), seq.num_tokens), tokens) for seq, tokens in found.items())
+        return {}, steps
+
+    with patch.object(engine._drafter, "draft", recorded), patch.object(drafting, "PROBE_SHARE", 1e9):
+        run(engine, [list(prompt) for prompt in script], kind)
+    engine.close()
+    return known
+
+
+def replay(engine: Engine, known: dict[tuple[Prompt, int], list[int]]) -> None:
+    """Let the engine's head compute, and guess what another head has guessed."""
+    assert engine._drafter is not None
+    draft = engine._drafter.draft
+
+    def replayed(lengths: dict[Any, int]) -> Any:
+        found, steps = draft(lengths)
+        by_text = {seq: known.get((tuple(seq.request.prompt_ids), seq.num_tokens), []) for seq in found}
+        return {seq: tokens[: lengths[seq]] for seq, tokens in by_text.items() if tokens}, steps
+
+    engine._drafter.draft = replayed  # type: ignore[method-assign]
+
+
+def random_head(model: Path, folder: Path) -> None:
+    """A head of random weights for a model of the Llama family."""
+    shape = json.loads((model / "config.json").read_text())
+    hidden, inner, tokens = shape["hidden_size"], shape["intermediate_size"], min(HEAD_TOKENS, shape["vocab_size"])
+    size = shape.get("head_dim") or hidden // shape["num_attention_heads"]
+    q, kv = shape["num_attention_heads"] * size, shape["num_key_value_heads"] * size
+    sizes = {"fc": (hidden, 3 * hidden), "lm_head": (tokens, hidden), "norm": (hidden,)}
+    layer = {"self_attn.q_proj": (q, 2 * hidden), "self_attn.k_proj": (kv, 2 * hidden), "self_attn.o_proj": (hidden, q)}
+    layer |= {"self_attn.v_proj": (kv, 2 * hidden), "mlp.down_proj": (hidden, inner)}
+    layer |= {"mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden)}
+    norms = dict.fromkeys(("hidden_norm", "input_layernorm", "post_attention_layernorm"), (hidden,))
+    sizes |= {f"midlayer.{name}": of for name, of in (layer | norms).items()}
+    weights = {f"{name}.weight": (torch.randn(of) * 0.02).bfloat16() for name, of in sizes.items()}
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(weights | {"d2t": torch.zeros(tokens, dtype=torch.int64)}, folder / "model.safetensors")
+    config = shape | {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "draft_vocab_size": tokens}
+    config.pop("quantization_config", None)
+    (folder / "config.json").write_text(json.dumps(config))
+
+
 def compare(model: str, kind: str, batch: int, rounds: int, speculate: str) -> dict[str, Any]:
     """One row."""
     pairs = cases(batch)[kind]
@@ -127,8 +192,16 @@ def compare(model: str, kind: str, batch: int, rounds: int, speculate: str) -> d
         engine = Engine(model if kind == "json" else str(DEMO_FOLDER), EngineConfig(**options))
         _, wanted = run(engine, prompts, kind)
         engine.close()
-    engines = [Engine(model, EngineConfig(**options, speculate=how)) for how in ("off", speculate)]
+    replays = speculate.startswith("eagle=") and model != str(DEMO_FOLDER) and kind != "json"
     script = {tuple(prompt): answer for prompt, answer in zip(prompts, wanted, strict=True)}
+    known = guesses_of(speculate, kind, script, options) if replays else {}
+    with TemporaryDirectory() as folder:
+        if replays:
+            random_head(Path(model), Path(folder))
+        mine = f"eagle={folder}" if replays else speculate
+        engines = [Engine(model, EngineConfig(**options, speculate=how)) for how in ("off", mine)]
+    if replays:
+        replay(engines[1], known)
     for engine in engines if kind != "json" else []:
         Script.put_into(engine, script)
     times: list[tuple[float, float]] = []
@@ -162,7 +235,7 @@ def main() -> None:
     parser.add_argument("model", nargs="?", default=str(DEMO_FOLDER))
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16])
-    parser.add_argument("--speculate", default="ngram", help="ngram, or draft=FOLDER")
+    parser.add_argument("--speculate", default="ngram", help="ngram, draft=FOLDER or eagle=FOLDER")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path, help="also write the figures here")
     given = parser.parse_args()

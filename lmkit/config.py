@@ -30,7 +30,7 @@ HeadStorage = Literal["auto", "int8"]
 Quantize = Literal["none", "int4", "int8", "fp8"]
 Reranker = Literal["cosine", "yes_no"]  # of embeddings; or the probability that the model answers yes
 PoolingName = Literal["auto", "last", "mean"]
-Speculate = Annotated[str, msgspec.Meta(pattern=r"^(off|ngram|draft=.+)$")]  # draft=FOLDER of a smaller model
+Speculate = Annotated[str, msgspec.Meta(pattern=r"^(off|ngram|(draft|eagle)=.+)$")]  # a smaller model, or a head
 Activations = Literal["auto", "int8", "fp8", "exact"]
 LogLevel = Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"]
 LOG_LEVELS = get_args(LogLevel)
@@ -181,7 +181,7 @@ class EngineConfig(StrictStruct, frozen=True, kw_only=True, metaclass=CheckedMet
 
     @property
     def draft_model(self) -> str:
-        """The folder of the draft model that `speculate` names, or an empty text."""
+        """The folder of the draft model, or of the head, that `speculate` names, or an empty text."""
         return self.speculate.partition("=")[2]
 
     @property

@@ -58,7 +58,7 @@ HELP = {
         "max_overtakes": "How often later requests with a longer cached prefix may overtake a request.",
         "decode_slowdown": "Largest slowdown of decoding during a prefill: 2 = twice as slow.",
         "overlap": "Prepare the next step while one runs.",
-        "speculate": "Guess tokens if that is faster. ngram: from the text so far; draft=FOLDER: a smaller model too.",
+        "speculate": "Guess tokens if that is faster: ngram (from the text), draft=FOLDER (a model), eagle=FOLDER.",
         "max_draft_tokens": "The most guesses for one sequence in one step.",
     },
 }

@@ -114,6 +114,11 @@ def add_positions(x: Tensor, table: Tensor, positions: Tensor) -> None:
 
 
 @op
+def keep(x: Tensor, residual: Tensor | None, out: Tensor) -> None:
+    """out = x + residual, or x. x and residual float32 [T, H]; out float32 [T, H], any stride between its rows."""
+
+
+@op
 def relu(x: Tensor) -> Tensor:
     """x <- max(x, 0), in place. x [T, I]; returns x."""
 

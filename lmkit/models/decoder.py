@@ -13,7 +13,7 @@ too. On a GPU the outputs of norms, and the activations that linears and attenti
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Protocol, Self
 
@@ -46,6 +46,18 @@ class Ranks(Protocol):
 
     def side_by_side(self, x: Tensor) -> Tensor:
         """All ranks' float32 x [R, part] side by side on rank 0. Other ranks get no rows."""
+
+
+class Kept(Protocol):
+    """The residual streams in front of some layers, for what reads them behind a step (runners.streams)."""
+
+    @property
+    def places(self) -> Mapping[int, int]:
+        """The place of each layer's stream in a row of `of_step`."""
+
+    @property
+    def of_step(self) -> Tensor:
+        """float32 [most tokens of a step, streams * hidden]"""
 
 
 def joined(delta: Tensor, residual: Tensor | None) -> Tensor:
@@ -297,11 +309,13 @@ class Decoder:
         self.lm_head = lm_head
         self.dtype = dtype
         self.ranks: Ranks | None = None
+        self.kept: Kept | None = None
         device = lm_head.device
         self.ropes = {rope: Rope(rope, device) for rope in dict.fromkeys(layer.rope for layer in spec.layers)}
         self.embedding = ops.embedding.select(device)
         self.add_positions = ops.add_positions.select(device)
         self.rms_norm = ops.rms_norm.select(device)
+        self.keep = ops.keep.select(device)
         self.softcap = ops.softcap.select(device) if spec.final_softcap else None
         self.row_adapters = RowNumbers()  # see models.adapters
 
@@ -348,6 +362,9 @@ class Decoder:
         residual: Tensor | None = None
         for layer, kv_layer in zip(self.layers, kv, strict=True):
             of_rows = logits_only and layer is self.layers[-1]
+            if self.kept is not None and (place := self.kept.places.get(layer.index)) is not None:
+                columns = slice(place * self.spec.hidden_size, (place + 1) * self.spec.hidden_size)
+                self.keep(delta, residual, self.kept.of_step[: len(delta), columns])
             delta, residual = layer(delta, residual, batch, angles[layer.spec.rope], kv_layer, logits_only=of_rows)
         return delta, residual
 

@@ -53,7 +53,8 @@ def run(implementation: Implementation, case: Case, device: str = "cpu") -> list
         return [implementation(x, implementation.pack(weight, activation), bias, norm), *streams]
     result = implementation(*args)
     if result is None:  # the op writes into its arguments
-        changed = {ops.rope_append.name: args[:2], ops.add_positions.name: args[:1]}.get(case.op.name, ())
+        places = {ops.rope_append.name: slice(2), ops.add_positions.name: slice(1), ops.keep.name: slice(2, 3)}
+        changed = args[places.get(case.op.name, slice(0))]
         caches = [arg for arg in args if isinstance(arg, KVTensor)]
         return [*changed, *(part for cache in caches for part in (cache.data, cache.params))]
     return [*result] if isinstance(result, tuple) else [result, *streams]
@@ -146,6 +147,12 @@ def elementwise_cases() -> Iterator[Case]:
     yield Case(ops.relu, "relu", _seeded(lambda: (torch.randn(7, 130),)), {}, 0)
     rows = _seeded(lambda: (torch.randn(7, 30), torch.randn(40, 30), torch.randint(40, (7,)).int()))
     yield Case(ops.add_positions, "positions", rows, {}, 0)
+    for which in ("plain", "residual"):
+
+        def kept(which: str = which) -> tuple[Any, ...]:
+            return torch.randn(7, 30), torch.randn(7, 30) if which == "residual" else None, torch.zeros(7, 90)[:, 30:60]
+
+        yield Case(ops.keep, which, _seeded(kept), {}, 0)
     for shape in ((1, 4096), (3, 199), (0, 7)):
         yield Case(ops.softcap, str(shape), _seeded(lambda shape=shape: (torch.randn(shape) * 40, 30.0)), {}, 1e-5)
     yield Case(ops.softcap, "extremes", lambda: (torch.tensor([[0.0, 1e-6, -1e30, 1e30, 3.0]]), 2.0), {}, 1e-5)

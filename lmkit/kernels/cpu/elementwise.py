@@ -145,6 +145,16 @@ def _add_positions(args: int, scratch: int, index: int) -> None:
         out[i] += values[i]
 
 
+def _keep(args: int, scratch: int, index: int) -> None:
+    x, residual, out, stride, size = unpack(args, 5)
+    copy(x + 4 * index * size, out + index * stride, 4 * size)
+    if residual:
+        row = carray(pointer(out + index * stride), size, np.float32)
+        added = carray(pointer(residual + 4 * index * size), size, np.float32)
+        for i in range(size):
+            row[i] += added[i]
+
+
 def _relu(args: int, scratch: int, index: int) -> None:
     x, size = unpack(args, 2)
     row = carray(pointer(x + 4 * index * size), size, np.float32)
@@ -175,9 +185,11 @@ def _rope_angles(args: int, scratch: int, index: int) -> None:
         s[i] = np.float32(math.sin(angle)) * magnitude
 
 
-RMS_NORM, GATED_ACTIVATION, EMBEDDING, GATHER_COLUMNS, ADD_POSITIONS, RELU, SOFTCAP, ROPE_ANGLES = (
-    Task(f)
-    for f in (_rms_norm, _gated_activation, _embedding, _gather_columns, _add_positions, _relu, _softcap, _rope_angles)
+RMS_NORM, GATED_ACTIVATION, EMBEDDING, GATHER_COLUMNS = (
+    Task(f) for f in (_rms_norm, _gated_activation, _embedding, _gather_columns)
+)
+ADD_POSITIONS, KEEP, RELU, SOFTCAP, ROPE_ANGLES = (
+    Task(f) for f in (_add_positions, _keep, _relu, _softcap, _rope_angles)
 )
 
 
@@ -250,6 +262,15 @@ def add_positions(x: Tensor, table: Tensor, positions: Tensor) -> None:
     assert all(tensor.is_contiguous() for tensor in (x, table, positions))
     args = (x.data_ptr(), table.data_ptr(), positions.data_ptr(), x.shape[1])
     threads.run(ADD_POSITIONS, len(x), args, parallel=x.numel() > SERIAL_VALUES)
+
+
+@implements(ops.keep, "cpu", device="cpu", priority=20)
+def keep(x: Tensor, residual: Tensor | None, out: Tensor) -> None:
+    assert (x.dtype, out.dtype, x.shape) == (torch.float32, torch.float32, out.shape)
+    assert x.is_contiguous()
+    assert residual is None or (residual.dtype == torch.float32 and residual.is_contiguous())
+    args = (x.data_ptr(), address(residual), out.data_ptr(), 4 * out.stride(0), x.shape[1])
+    threads.run(KEEP, len(x), args, parallel=x.numel() > SERIAL_VALUES)
 
 
 @implements(ops.relu, "cpu", device="cpu", priority=20)

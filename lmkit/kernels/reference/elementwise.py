@@ -44,6 +44,11 @@ def add_positions(x: Tensor, table: Tensor, positions: Tensor) -> None:
     x += table[positions.long()]
 
 
+@implements(ops.keep, "reference", device="any")
+def keep(x: Tensor, residual: Tensor | None, out: Tensor) -> None:
+    out.copy_(x if residual is None else x + residual)
+
+
 @implements(ops.relu, "reference", device="any")
 def relu(x: Tensor) -> Tensor:
     return x.relu_()

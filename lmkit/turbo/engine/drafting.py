@@ -18,6 +18,7 @@ from lmkit.models.loader import load as load_decoder
 from lmkit.models.packed_cache import PackedFile
 from lmkit.models.resolved import ResolvedModel, resolved
 from lmkit.text import Tokenizer
+from lmkit.turbo.engine.draft_head import ResolvedHead, resolved_head
 from lmkit.turbo.engine.memory import MemoryPlan, loaded_bytes, plan_memory
 from lmkit.turbo.host_memory import gib
 from lmkit.turbo.kv.blocks import KVBlocks
@@ -70,8 +71,10 @@ class ResolvedDraft:
 
 
 @contextmanager
-def resolved_draft(config: EngineConfig, device: Device, target: ResolvedModel) -> Iterator[ResolvedDraft | None]:
-    """The draft model of `config` for the model `target`, if there is one.
+def resolved_draft(
+    config: EngineConfig, device: Device, target: ResolvedModel
+) -> Iterator[ResolvedDraft | ResolvedHead | None]:
+    """The draft model or head of `config` for the model `target`, if there is one.
 
     Raises CheckpointError, ConfigError or UnsupportedError.
     """
@@ -79,7 +82,12 @@ def resolved_draft(config: EngineConfig, device: Device, target: ResolvedModel) 
         yield None
         return
     if device.name != "cpu":
-        raise UnsupportedError("draft models run on a CPU alone so far; use speculate ngram on a GPU")
+        raise UnsupportedError("draft models and heads run on a CPU alone so far; use speculate ngram on a GPU")
+    free = device.free_memory() // SHARE
+    if config.speculate.startswith("eagle="):
+        with resolved_head(config, _own(config, config.max_model_len), target, free) as head:
+            yield head
+        return
     with resolved(config.draft_model, device="cpu") as model:
         if not model.source.has_head:
             raise ConfigError(f"draft model {model.reader.path}: this checkpoint has no head to generate with")
@@ -87,21 +95,26 @@ def resolved_draft(config: EngineConfig, device: Device, target: ResolvedModel) 
         context = model.spec.max_position
         if config.max_model_len is not None:
             context = min(context, config.max_model_len)
-        own = EngineConfig(
-            device="cpu",
-            max_batch_size=config.max_batch_size,
-            max_step_tokens=config.max_step_tokens,
-            block_size=config.block_size,
-            max_model_len=context if config.max_model_len is not None else None,
-            overlap=False,
-            packed_cache=config.packed_cache,
-        )
+        own = _own(config, context if config.max_model_len is not None else None)
         dtypes = [storage.dtypes for storage in model.storages]
         try:
-            memory = plan_memory(model.spec, own, dtypes, loaded_bytes(model, own), device.free_memory() // SHARE)
+            memory = plan_memory(model.spec, own, dtypes, loaded_bytes(model, own), free)
         except ConfigError as error:
             raise ConfigError(f"draft model, which gets a third of the free memory: {error}") from None
         yield ResolvedDraft(own, model, memory)
+
+
+def _own(config: EngineConfig, max_model_len: int | None) -> EngineConfig:
+    """The configuration of the draft model's runner."""
+    return EngineConfig(
+        device="cpu",
+        max_batch_size=config.max_batch_size,
+        max_step_tokens=config.max_step_tokens,
+        block_size=config.block_size,
+        max_model_len=max_model_len,
+        overlap=False,
+        packed_cache=config.packed_cache,
+    )
 
 
 def _check_tokens(draft: Path, target: Path) -> None:

@@ -28,6 +28,7 @@ from lmkit.models.resolved import resolved
 from lmkit.models.shard import Shard
 from lmkit.models.stream_plan import Planned, Streaming, StreamPlan
 from lmkit.text import Tokenizer
+from lmkit.turbo.engine.draft_head import LoadedHead
 from lmkit.turbo.engine.drafting import LoadedDraft, resolved_draft
 from lmkit.turbo.engine.memory import MemoryPlan, loaded_bytes, plan_memory
 from lmkit.turbo.kv.blocks import kv_identity
@@ -56,7 +57,7 @@ class LoadedModel:
     pooling: Pooling
     has_head: bool  # otherwise it can give embeddings alone
     mapped: list[PackedFile]  # files of packed weights whose data is still to be checked
-    draft: LoadedDraft | None = None
+    draft: LoadedDraft | LoadedHead | None = None
     step_bytes: int = 0  # of weights that each step reads from the disk
 
 

@@ -40,6 +40,11 @@ class StepRows:
         return any(self.prompt_rows) or any(self.pooled_rows)
 
 
+def in_order(chunks: list[Chunk]) -> list[Chunk]:
+    """The chunks in the order of their rows in a step: those that sample stand before the others."""
+    return sorted(chunks, key=lambda chunk: not chunk.num_sampled)
+
+
 class PersistentBatch:
     """Token ids and block tables of `num_slots` sequences, as arrays indexed by slot, and one set of step inputs.
 
@@ -130,7 +135,7 @@ class PersistentBatch:
         if all(c.num_tokens == c.num_sampled == 1 and c.slot not in self.pooling for c in chunks):
             return self._decode([(c.slot, c.start) for c in chunks]), None
         self._decoded, self.keeps_tables = [], False
-        ordered = sorted(chunks, key=lambda chunk: not chunk.num_sampled)
+        ordered = in_order(chunks)
         slots = np.array([c.slot for c in ordered])
         starts = np.array([c.start for c in ordered])
         counts = np.array([c.num_tokens for c in ordered])

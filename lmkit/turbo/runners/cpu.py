@@ -97,6 +97,8 @@ class CpuRunner(PlanRunner):
                 logits, shown = self._with_hidden(chunks, rows, inputs)
         else:
             logits, shown = self._logits(inputs), [Shown()] * len(chunks)
+        if self.streams is not None:
+            self.streams.keep(chunks)
         self.kernel_seconds += time.perf_counter() - start
         tokens = self.next_tokens(logits, chunks, rows)
         self.append(chunks, tokens)

@@ -32,10 +32,11 @@ Drafts = tuple[dict[Sequence, list[int]], list[tuple[int, float]]]
 
 
 @dataclass
-class _Text:
+class Text:
     """A sequence that the draft model follows."""
 
     slot: int
+    start: int = 0  # the token of the sequence at which it begins
     known: int = 0  # tokens that the other model has chosen, as far as they are here
     computed: int = 0  # tokens whose KV is here: known ones, then guesses
     blocks: list[int] = field(default_factory=list)  # of all groups
@@ -45,16 +46,22 @@ class Drafter:
     """See scheduling.drafting.DraftModel. `call` carries out work where steps of the other model run, and waits."""
 
     def __init__(
-        self, parts: RunnerParts, num_blocks: int, vocab_size: int, call: Callable[[Callable[[], Any]], Any]
+        self,
+        parts: RunnerParts,
+        num_blocks: int,
+        vocab_size: int,
+        call: Callable[[Callable[[], Any]], Any],
+        runner: CpuRunner | None = None,
     ) -> None:
-        self._runner = CpuRunner(CpuDevice(), parts)
+        self._runner = runner or CpuRunner(CpuDevice(), parts)
         self._max_len, self._call = parts.max_model_len, call
         self._vocab_size = min(vocab_size, parts.decoder.spec.vocab_size)  # tokens that both models have
         self._num_groups = len(self._runner.batch.block_tables)
         self._slots = list(range(parts.config.max_batch_size))
         self._blocks = list(range(num_blocks))
-        self._texts: dict[Sequence, _Text] = {}
+        self._texts: dict[Sequence, Text] = {}
         self._new: dict[int, NewSequence] = {}  # by slot: they enter with the next step
+        self._drawing = DRAWING
         self._has_failed = False
 
     def warm_up(self) -> None:
@@ -117,25 +124,30 @@ class Drafter:
 
     def _catch_up(self, seq: Sequence, length: int, room: int, wanted: dict[Sequence, int]) -> Chunk | None:
         """The tokens of the sequence to compute before its first guess, at most `room`. None if it finds no place."""
-        num_tokens = seq.num_tokens
-        if num_tokens + length > self._max_len:
+        start = self._begin(seq, length)
+        if start is None or (num_tokens := seq.num_tokens - start) + length > self._max_len:
             return None
         text = self._texts.get(seq)
-        tokens = seq.tokens(num_tokens)[text.known if text is not None else 0 :]
+        tokens = seq.tokens(seq.num_tokens)[start + (text.known if text is not None else 0) :]
         if tokens.size and int(tokens.max()) >= self._vocab_size:
             return None
-        text = text or self._enter(seq, wanted)
+        text = text or self._enter(seq, start, wanted)
         new_blocks = self._grow(text, num_tokens + length, wanted) if text is not None else None
         if text is None or new_blocks is None:
             self.forget(seq)
             return None
-        self._correct(seq, text, tokens)
+        self._correct(text, tokens)
+        self._runner.sampler.num_outputs[text.slot] = seq.num_outputs
         count = min(num_tokens - text.computed, room)
         return Chunk(text.slot, text.computed, count, new_blocks, int(text.computed + count == num_tokens))
 
-    def _correct(self, seq: Sequence, text: _Text, tokens: np.ndarray) -> None:
-        """Put the tokens of the sequence in the place of the guesses at them."""
-        batch, slot, end = self._runner.batch, text.slot, seq.num_tokens
+    def _begin(self, seq: Sequence, length: int) -> int | None:
+        """The token of the sequence at which its text here begins. None: it cannot be followed now."""
+        return 0
+
+    def _correct(self, text: Text, tokens: np.ndarray) -> None:
+        """Put the next tokens of the text in the place of the guesses at them."""
+        batch, slot, end = self._runner.batch, text.slot, text.known + len(tokens)
         held = batch.token_ids[slot, text.known : end]
         wrong = np.flatnonzero(held != tokens)
         first = text.known + int(wrong[0]) if len(wrong) else end
@@ -143,9 +155,8 @@ class Drafter:
         held[:] = tokens
         text.known = end
         batch.num_tokens[slot] = end
-        self._runner.sampler.num_outputs[slot] = seq.num_outputs
 
-    def _enter(self, seq: Sequence, wanted: dict[Sequence, int]) -> _Text | None:
+    def _enter(self, seq: Sequence, start: int, wanted: dict[Sequence, int]) -> Text | None:
         if not self._slots:
             self._make_room(wanted)
         if not self._slots:
@@ -153,13 +164,14 @@ class Drafter:
         slot = self._slots.pop()
         params = msgspec.structs.replace(
             seq.request.params,
-            **{name: getattr(PLAIN, name) for name in PLAIN.__struct_fields__ if name not in DRAWING},
+            **{name: getattr(PLAIN, name) for name in PLAIN.__struct_fields__ if name not in self._drawing},
         )
-        self._new[slot] = NewSequence(slot, seq.token_ids.tolist(), seq.num_prompt_tokens, params, (), False)
-        self._texts[seq] = text = _Text(slot)
+        num_prompt_tokens = max(seq.num_prompt_tokens - start, 0)
+        self._new[slot] = NewSequence(slot, seq.token_ids[start:].tolist(), num_prompt_tokens, params, (), False)
+        self._texts[seq] = text = Text(slot, start)
         return text
 
-    def _grow(self, text: _Text, num_tokens: int, wanted: dict[Sequence, int]) -> list[list[int]] | None:
+    def _grow(self, text: Text, num_tokens: int, wanted: dict[Sequence, int]) -> list[list[int]] | None:
         """Blocks of each group that the text lacks for so many tokens. None if there are too few."""
         columns = -(-num_tokens // self._runner.batch.block_size) - len(text.blocks) // self._num_groups
         count = max(columns, 0) * self._num_groups

@@ -20,6 +20,7 @@ from lmkit.turbo.request import TokenLogprobs
 from lmkit.turbo.runners.batch import PersistentBatch, StepRows
 from lmkit.turbo.runners.guides import Guides
 from lmkit.turbo.runners.sampler import token_logprobs
+from lmkit.turbo.runners.streams import Streams
 
 SCORED_BYTES = 16 << 20  # the most bytes of prompt token logits held at a time, however long the prompt
 
@@ -100,6 +101,7 @@ class PlanRunner:
         size = config.tokens_per_block, config.tokens_per_step
         self.batch = PersistentBatch(config.max_batch_size, parts.max_model_len, *size, num_groups)
         self._states = states
+        self.streams: Streams | None = None
         self._blocks = parts.blocks
         self._tiers = parts.tiers
         self._sums: dict[int, np.ndarray] = {}  # by slot: of the hidden states of a text so far, float64 [hidden]
@@ -108,6 +110,10 @@ class PlanRunner:
     def forced(self, slot: int) -> list[int]:
         """See Runner."""
         return []
+
+    def keep_streams(self, streams: Streams) -> None:
+        """Keep residual streams from now on. Called before the first step."""
+        self.streams = self.decoder.kept = streams
 
     @contextmanager
     def _begun(self, plan: StepPlan) -> Iterator[list[Chunk]]:
@@ -123,6 +129,8 @@ class PlanRunner:
             for new in plan.new:
                 self._failed.discard(new.slot)
                 self.batch.enter(new)
+                if self.streams is not None:
+                    self.streams.enter(new.slot)
                 self._states.set(new.slot, new)
             yield [chunk for chunk in plan.chunks if chunk.slot not in self._failed] if self._failed else plan.chunks
         except Exception:

@@ -52,10 +52,10 @@ def shown(outputs: dict[str, list[StepOutput]]) -> dict[str, Any]:
     }
 
 
-def compare(model: Path, draft: Path, requests: list[Request], **options: Any) -> Engine:
+def compare(model: Path, draft: Path, requests: list[Request], *, how: str = "draft", **options: Any) -> Engine:
     """Check that the outputs are those without speculation. Returns the engine with the draft model."""
     want = shown(run(engine_for(model, **options), requests))
-    engine = engine_for(model, **options, speculate=f"draft={draft}")
+    engine = engine_for(model, **options, speculate=f"{how}={draft}")
     assert shown(run(engine, requests)) == want
     assert shown(run(engine, requests)) == want  # with the prefix cache
     stats = engine.stats()
@@ -168,7 +168,7 @@ def test_a_model_with_other_tokens_is_refused(demo_model: Path, draft_model: Pat
         Engine(str(demo_model), EngineConfig(speculate=f"draft={folder}"))
 
 
-@pytest.mark.parametrize("value", ["draft", "draft=", "eagle=x", "Ngram"])
+@pytest.mark.parametrize("value", ["draft", "draft=", "eagle", "mtp=x", "Ngram"])
 def test_other_values_are_refused(value: str) -> None:
     with pytest.raises(ConfigError, match="speculate"):
         EngineConfig(speculate=value)

@@ -1,0 +1,192 @@
+"""EAGLE-3 heads (arXiv 2503.01840): one layer that guesses the next tokens of another model, from its residual streams.
+
+    streams of three layers of token t --fc--> state --norm.attn--+
+                                                                   side by side --q k v--> attention --o--> + state
+    embedding of token t + 1 --------------------------norm.token--+      --norm.mlp--> MLP --> + = the next state
+
+The next state, normalized, gives the logits of token t + 2. It is also the state in front of the next guess, for which
+the model has no streams yet. The head may have fewer tokens than the model.
+
+A guess needs no exact numbers, so the linears are rounded to 8 bits, and so are their inputs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from lmkit.errors import CheckpointError, UnsupportedError
+from lmkit.formats.checkpoint import CheckpointReader
+from lmkit.kernels.ops import Norm
+from lmkit.layers.batch import BatchInputs, KVLayer
+from lmkit.layers.linear import MergedLinear, Weights
+from lmkit.models import load_spec, roles
+from lmkit.models.decoder import Decoder, DecoderLayer
+from lmkit.models.layer_spec import LayerSpec
+from lmkit.models.rounding import scheme_for
+from lmkit.models.source import quantize_rows
+from lmkit.models.spec import ModelSpec
+from lmkit.qtensor import QTensor
+
+LAYER, FC, NORM, EMBED = "midlayer", "fc", "norm", "embed_tokens"
+NORMS = {"norm.attn": "hidden_norm", "norm.token": "input_layernorm", "norm.mlp": "post_attention_layernorm"}
+TO_MODEL = "d2t"  # int64 [the head's tokens]: what is added to a token of the head to get that of the model
+SETTINGS = "eagle_config"
+
+
+class HeadLayer(DecoderLayer):
+    """The layer. `of_token` is the part of q, k and v that reads embeddings; `embedded` has a step's [T, hidden]."""
+
+    embedded: Tensor
+
+    def __init__(self, spec: LayerSpec, weights: Weights, of_token: MergedLinear) -> None:
+        super().__init__(spec, 0, weights)
+        self.of_token = of_token
+
+    def pack(self, activations: str) -> None:
+        self.of_token.pack(activations)
+        super().pack(activations)
+
+    def queries_keys_values(self, x: Tensor, norm: Norm | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """See DecoderLayer."""
+        total = self.of_token(self.embedded, self.norm("norm.token"))
+        delta, rest = self.qkv.add_to(total, x if norm is None else self.rms_norm(x, norm))
+        spec, merged = self.spec, delta if rest is None else delta + rest
+        parts = merged.split((spec.q_size, spec.kv_size, spec.kv_size), dim=-1)
+        q, k, v = (part.view(len(x), -1, spec.head_dim) for part in parts)
+        return q, k, v
+
+
+class DraftHead(Decoder):
+    """A head that guesses. Logits are those of its own tokens.
+
+    `states` float32 [tokens, hidden] has the state in front of each token of the next step, and is overwritten.
+    `next_states` float32 [rows, hidden] then has the state behind each of its logit rows.
+    """
+
+    states: Tensor
+    next_states: Tensor
+
+    def hidden(
+        self, batch: BatchInputs, kv: list[KVLayer], *, logits_only: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """See Decoder."""
+        (layer,) = self.layers
+        assert isinstance(layer, HeadLayer)
+        layer.embedded = self.embed(batch.token_ids)
+        angles = self.ropes[layer.spec.rope](batch)
+        states = self.states[: len(batch.token_ids)]
+        delta, residual = layer(states, None, batch, angles, kv[0], logits_only=logits_only)
+        self.keep(delta, residual, self.next_states[: len(delta)])
+        return delta, residual
+
+
+@dataclass(frozen=True)
+class HeadParts:
+    """A head, read and packed, without what it takes from the model."""
+
+    spec: ModelSpec  # its vocabulary is the model's
+    streams: tuple[int, ...]  # the layers whose inputs it reads
+    layer: HeadLayer
+    fc: MergedLinear
+    norm: Tensor
+    lm_head: MergedLinear | None  # None: the model's
+    embed_tokens: Tensor | None
+    token_ids: Tensor | None  # int64, of the model, by the head's; None: they are the same
+
+    def join(self, model: Decoder) -> DraftHead:
+        """The head beside the model."""
+        embed = model.embed_tokens if self.embed_tokens is None else self.embed_tokens
+        return DraftHead(self.spec, embed, [self.layer], self.norm, self.lm_head or model.lm_head)
+
+
+class HeadSource:
+    """An open checkpoint of a head for a model of `target`. Raises CheckpointError or UnsupportedError."""
+
+    def __init__(self, path: str | Path, target: ModelSpec) -> None:
+        self.reader = CheckpointReader(path)
+        config, where = self.reader.config, self.reader.path
+        names = config.get("architectures") or [None]
+        if "eagle3" not in str(names[0]).lower():
+            raise UnsupportedError(f"{where}: architecture {names[0]!r} is no EAGLE-3 head")
+        plain = {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1, "vocab_size": target.vocab_size}
+        own = load_spec(config | plain)
+        self.spec = replace(own, layers=(replace(own.layers[0], prefix=LAYER),), embedding_scale=target.embedding_scale)
+        self.num_tokens: int = config.get("draft_vocab_size") or target.vocab_size
+        if type(self.num_tokens) is not int or not 1 <= self.num_tokens <= target.vocab_size:
+            raise CheckpointError(f"{where}: config.json: draft_vocab_size is not in 1 .. {target.vocab_size}")
+        layer, settings = self.spec.layers[0], config.get(SETTINGS) or {}
+        if config.get("norm_before_residual") or settings.get("use_aux_hidden_state") is False:
+            raise UnsupportedError(f"{where}: heads with norm_before_residual, or without use_aux_hidden_state")
+        if layer.attn_bias or layer.o_bias or target.projected or self.spec.hidden_size != target.hidden_size:
+            raise UnsupportedError(f"{where}: heads with biases, or of another hidden_size than the model's")
+        last = target.num_layers
+        self.streams = tuple(settings.get("eagle_aux_hidden_state_layer_ids") or (2, last // 2, last - 3))
+        if len(self.streams) != 3 or not all(isinstance(x, int) and 0 <= x < last for x in self.streams):
+            raise CheckpointError(
+                f"{where}: {SETTINGS}: {list(self.streams)} are not three of the model's {last} layers"
+            )
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the loaded head, at most."""
+        return self.reader.nbytes()
+
+    def read(self) -> HeadParts:
+        layer, hidden, reader = self.spec.layers[0], self.spec.hidden_size, self.reader
+        weights: Weights = {role: self._plain(f"{LAYER}.{name}", (hidden,)).float() for role, name in NORMS.items()}
+        token_part: Weights = {}
+        for role, (rows, columns) in layer.linears.items():
+            name = f"{LAYER}.{layer.names[role]}"
+            if role in roles.QKV:
+                both = self._plain(name, (rows, 2 * hidden))
+                token_part[role], weights[role] = (_rounded(part) for part in both.split(hidden, 1))
+            else:
+                weights[role] = _rounded(self._plain(name, (rows, columns)))
+        head_layer = HeadLayer(layer, weights, MergedLinear(roles.QKV, token_part))
+        head_layer.pack("int8")
+        fc = self._linear(FC, (hidden, len(self.streams) * hidden))
+        has_head, ids = reader.has("lm_head.weight"), None
+        lm_head = self._linear("lm_head", (self.num_tokens, hidden)) if has_head else None
+        if has_head and self.num_tokens != self.spec.vocab_size:
+            ids = self._token_ids()
+        elif self.num_tokens != self.spec.vocab_size:
+            raise CheckpointError(f"{reader.path}: {self.num_tokens} tokens of its own need an lm_head.weight")
+        shape = self.spec.head_shape
+        embed = self._plain(EMBED, shape).float() if reader.has(EMBED + ".weight") else None
+        norm = self._plain(NORM, (hidden,)).float()
+        return HeadParts(self.spec, self.streams, head_layer, fc, norm, lm_head, embed, ids)
+
+    def _linear(self, name: str, shape: tuple[int, int]) -> MergedLinear:
+        linear = MergedLinear((name,), {name: _rounded(self._plain(name, shape))})
+        linear.pack("int8")
+        return linear
+
+    def _token_ids(self) -> Tensor:
+        reader = self.reader
+        if not reader.has(TO_MODEL):
+            raise CheckpointError(f"{reader.path}: tensor {TO_MODEL} is missing")
+        ids = torch.arange(self.num_tokens) + reader.tensor(TO_MODEL).long().flatten()
+        if len(ids) != self.num_tokens or not bool(((ids >= 0) & (ids < self.spec.vocab_size)).all()):
+            raise CheckpointError(f"{reader.path}: {TO_MODEL} names tokens that the model does not have")
+        return ids
+
+    def _plain(self, module: str, shape: tuple[int, ...]) -> Tensor:
+        name, path = module + ".weight", self.reader.path
+        if not self.reader.has(name):
+            raise CheckpointError(f"{path}: tensor {name} is missing")
+        tensor = self.reader.tensor(name)
+        if tuple(tensor.shape) != shape or not tensor.is_floating_point():
+            raise CheckpointError(f"{path}: {name} is {tensor.dtype} {list(tensor.shape)}, expected {list(shape)}")
+        return tensor
+
+    def close(self) -> None:
+        self.reader.close()
+
+
+def _rounded(weight: Tensor) -> Tensor | QTensor:
+    scheme = scheme_for("int8", weight.shape[1])
+    return weight.float() if scheme is None else quantize_rows(weight.float(), scheme)
