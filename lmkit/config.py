@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args
 
 import msgspec
 
-from lmkit import cores, other_names
+from lmkit import choices, cores, other_names
 from lmkit.errors import ConfigError, UnsupportedError
 from lmkit.kv_dtype import KVName
 
@@ -369,7 +369,7 @@ def parse(data: Any, into: type[T], where: str) -> T:
     try:
         return msgspec.convert(data, into)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{where}: {error}") from None
+        raise ConfigError(f"{where}: {choices.with_choices(error, into)}") from None
 
 
 _SECONDS = {"s": 1, "m": 60, "h": 3600}

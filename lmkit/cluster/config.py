@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from lmkit import yaml_file
+from lmkit.choices import with_choices
 from lmkit.config import PositiveFloat, PositiveInt, StrictStruct
 from lmkit.errors import ConfigError
 from lmkit.other_names import hint
@@ -104,7 +105,8 @@ def read(path: Path) -> ClusterConfig:
     try:
         config = msgspec.convert(data, ClusterConfig)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{path}:{yaml_file.line_of(tree, str(error))}: {error}{_near(str(error))}") from None
+        message = with_choices(error, ClusterConfig) + _near(str(error))
+        raise ConfigError(f"{path}:{yaml_file.line_of(tree, str(error))}: {message}") from None
     named = {name: getattr(config.proxy, name) for name in ("key_store", "tls_cert", "tls_key")}
     beside = {name: str((path.parent / value).resolve()) for name, value in named.items() if value is not None}
     return msgspec.structs.replace(config, proxy=msgspec.structs.replace(config.proxy, **beside))

@@ -11,6 +11,7 @@ import httpx
 import msgspec
 
 from lmkit import yaml_file
+from lmkit.choices import with_choices
 from lmkit.config import (
     BODY_MEMORY,
     LogFormat,
@@ -193,7 +194,8 @@ def _read(path: Path) -> ProxyConfig:
     try:
         config = msgspec.convert(data, ProxyConfig)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{path}:{yaml_file.line_of(tree, str(error))}: {error}{_near(str(error))}") from None
+        message = with_choices(error, ProxyConfig) + _near(str(error))
+        raise ConfigError(f"{path}:{yaml_file.line_of(tree, str(error))}: {message}") from None
     named = {name: getattr(config, name) for name in ("state_file", "key_store", "tls_cert", "tls_key")}
     beside = {name: str(path.parent / value) for name, value in named.items() if value is not None}
     return msgspec.structs.replace(config, **beside)

@@ -38,7 +38,11 @@ def test_loads_yaml_and_json(tmp_path: Path) -> None:
         ('port: "8000"\n', 1, "Expected `int`"),
         ("\napi_keys: secret\n", 2, "Expected `array`"),  # one string is not a list of its letters
         ("api_keys: ['']\n", 1, "entry 1"),
-        ("policy: fastest\n", 1, "Invalid enum value"),
+        (
+            "policy: fastest\n",
+            1,
+            "Invalid enum value 'fastest' - at `$.policy`; expected least_in_flight, least_tokens, ",
+        ),
         ("nodes:\n- url: http://a:1\n- url: http://A:1/\n", 1, "given twice"),
         ("- a\n", 1, "Expected `object`"),
         ('{"port": 1,\n "prot": 2}', 2, "prot"),

@@ -187,7 +187,10 @@ async def test_shadows_get_copies_and_are_bounded() -> None:
         ("rules:\n- name: a\n  when: {min_token: 1}\n", ":3: Object contains unknown field `min_token`"),
         ("rules:\n- {name: a}\n- {name: a}\n", "two rules have the name 'a'"),
         ("aliases: {a: b, b: c}\n", "alias 'a' leads to another alias"),
-        ("rules:\n- {name: a, policy: best}\n", ":2: Invalid enum value 'best'"),
+        (
+            "rules:\n- {name: a, policy: best}\n",
+            ":2: Invalid enum value 'best' - at `$.rules[0].policy`; expected least_in_flight, ",
+        ),
         ("rules:\n- {name: a, to: [{model: m, weight: 0}]}\n", ":2: Expected `float` > 0.0"),
     ],
 )
