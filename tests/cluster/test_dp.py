@@ -130,10 +130,13 @@ def test_replicas_give_the_tokens_of_one_engine_and_a_killed_one_loses_nothing()
 
     with Server(*OPTIONS, engine="lmkit.turbo.engine.engine:Engine") as server:
         assert asyncio.run(all_answers(server, None)) == expected
-        assert len(before := replicas_of(server)) == 2
-        assert asyncio.run(all_answers(server, before[0])) == expected
-        server.wait_for_line(r"demo-3 \| serving", 120)
-        assert "broke off in the middle of an answer" in server.log, "it had streams when it was killed"
+        assert len(replicas_of(server)) == 2
+        for killed in range(4):  # a replica may have no stream at that moment: then the next one is killed
+            assert asyncio.run(all_answers(server, replicas_of(server)[killed % 2])) == expected
+            server.wait_for_line(rf"demo-{killed + 3} \| serving", 120)
+            if "broke off in the middle of an answer" in server.log:
+                break
+        assert "broke off in the middle of an answer" in server.log, "one had streams when it was killed"
         assert asyncio.run(all_answers(server, None)) == expected
         turns = [{"role": "user", "content": "hello " * 60}]
         for turn in range(3):
