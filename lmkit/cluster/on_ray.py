@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
@@ -14,6 +15,7 @@ from lmkit.extras import needed_for
 from lmkit.web.listen import is_loopback
 
 GRACE_SECONDS = 2.0  # in which an actor can end its server before the actor itself is ended
+REACH_SECONDS = 5.0  # for a connection to a cluster's address; Ray itself goes on trying for minutes
 
 
 class ServerActor:
@@ -45,6 +47,18 @@ class ServerActor:
 def _write(_: str, line: str) -> None:
     sys.stdout.write(line + "\n")
     sys.stdout.flush()
+
+
+def _reach(address: str) -> None:
+    """Raises LMKitError if nothing listens at HOST:PORT. Other addresses, such as `auto`, are left to Ray."""
+    host, colon, port = address.removeprefix("ray://").rpartition(":")
+    if not colon:
+        return
+    try:
+        socket.create_connection((host.strip("[]"), port), REACH_SECONDS).close()
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise LMKitError(f"ray: {address}: no connection: {reason}; `ray status` tells the cluster's address") from None
 
 
 class RayReplica:
@@ -92,6 +106,7 @@ class RayLauncher:
         """
         with needed_for("`ray` in a cluster's file"):
             import ray
+        _reach(address)
         try:
             own = {"include_dashboard": False} if address == "local" else {}
             ray.init(address, configure_logging=False, **own)

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
+import socket
 import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
+from lmkit.cluster.on_ray import RayLauncher
+from lmkit.errors import LMKitError
 from tests.cluster.test_up import Up, gone, runs  # noqa: F401 - a fixture
 from tests.serve.live import ROOT
 
@@ -79,3 +84,29 @@ def test_no_ray_is_one_line(tmp_path: Path) -> None:
         assert last == "lmkit: `ray` in a cluster's file needs ray: pip install 'lmkit[ray]'"
     else:
         assert last.startswith("lmkit: ray: auto: ")
+
+
+@pytest.mark.parametrize("prefix", ["", "ray://"])
+def test_an_address_that_nothing_listens_at_is_refused_before_ray_tries(
+    monkeypatch: pytest.MonkeyPatch, prefix: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace())  # it has no `init` to call
+    with socket.socket() as bound:  # it does not listen
+        bound.bind(("127.0.0.1", 0))
+        address = f"{prefix}127.0.0.1:{bound.getsockname()[1]}"
+        with pytest.raises(LMKitError, match=f"^ray: {re.escape(address)}: no connection: Connection refused; "):
+            RayLauncher.connect(address, "http://127.0.0.1:1")
+
+
+@needs_ray
+def test_an_unreachable_cluster_is_one_line(tmp_path: Path) -> None:
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{bound.getsockname()[1]}"
+        file = tmp_path / "cluster.yaml"
+        file.write_text(json.dumps({"models": [{"model": "demo"}], "proxy": {"port": 0}, "ray": address}))
+        command = [sys.executable, "-m", "lmkit", "up", str(file)]
+        ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
+    assert ended.returncode != 0
+    assert ended.stderr.strip().splitlines()[-1].startswith(f"lmkit: ray: {address}: no connection: ")
+    assert "Traceback" not in ended.stderr
