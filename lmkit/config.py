@@ -128,9 +128,7 @@ class EngineConfig(StrictStruct, frozen=True, kw_only=True, metaclass=CheckedMet
     lm_head: HeadStorage = "auto"  # auto = as the checkpoint has it, int8 = quantized while loading, groups of 128
     quantize: Quantize = "none"  # rounds the linears of a dense checkpoint while it loads, see models.rounding
     packed_cache: bool = True  # keep packed weights in a file beside the checkpoint, and map it at the next start
-    weights_memory: PositiveInt | None = (
-        None  # bytes for weights; layers beyond are read in every step; None = all stay
-    )
+    weights_memory: PositiveInt | None = None  # bytes for weights; every step reads layers beyond; None = all stay
     weights_path: str | None = None  # folder for the packed weights that are read then; None = beside the checkpoint
     block_size: Annotated[int, msgspec.Meta(ge=1, le=1024)] | None = None  # tokens per KV block; None = by the device
     max_batch_size: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 64  # sequences in one step
@@ -148,6 +146,9 @@ class EngineConfig(StrictStruct, frozen=True, kw_only=True, metaclass=CheckedMet
     kv_host_memory: PositiveInt | None = None  # bytes of host memory for KV evicted from the device; None = none
     kv_disk_path: str | None = None  # folder for KV on disk, which survives a restart; None = none
     kv_disk_memory: PositiveInt = 16 << 30  # bytes on disk
+    kv_listen: str | None = None  # HOST:PORT where it gives blocks of the two tiers above to other engines; None = no
+    kv_peer: str | None = None  # HOST:PORT of such an engine, whose blocks it fetches; None = none
+    kv_key_file: str | None = None  # the secret that both need
     kv_events: KVEventsAddress | None = None  # where it publishes what its prefix cache gets and loses; None = nowhere
     kv_events_topic: str = ""  # of these messages
     attention_sinks: Annotated[int, msgspec.Meta(ge=0, le=1 << 20)] = 0  # first tokens that sliding windows still see

@@ -23,6 +23,7 @@ _REFUSED = {
     "api_key_file": "give the keys by --api-key",
     "data_dir": "replicas cannot share a folder; each keeps its own for as long as it runs",
     "kv_disk_path": "replicas cannot share a folder; use --kv-host-memory",
+    "kv_listen": "replicas cannot share an address; start servers without --dp",
     "proxy": "replicas have a proxy of their own; start servers without --dp to register them with yours",
     "node_key": "replicas have a proxy of their own",
     "node_url": "replicas have a proxy of their own",

@@ -28,6 +28,7 @@ ALL: dict[str, Any] = {
     "pooling": "mean", "chat_template": "own.jinja", "speculate": "ngram", "max_draft_tokens": 5,
     "adapters": ("a=one", "b=two"), "adapter_root": "folders", "max_adapters": 3,
     "weights_memory": 9 << 30, "weights_path": "nvme", "kv_events": "tcp://*:5557", "kv_events_topic": "kv",
+    "kv_listen": "127.0.0.1:7400", "kv_peer": "10.0.0.5:7400", "kv_key_file": "kv.key",
 }  # fmt: skip
 SIZES = {"weights_memory": "9G", "kv_memory": "3M", "kv_host_memory": "2GiB", "kv_disk_memory": "5g"}
 

@@ -31,7 +31,6 @@ from lmkit.turbo.engine.loading import LoadedModel
 from lmkit.turbo.engine.memory import MemoryPlan, kv_limits
 from lmkit.turbo.kv.blocks import KVBlocks
 from lmkit.turbo.kv.publisher import Publisher
-from lmkit.turbo.kv.tiers.store import TierStore
 from lmkit.turbo.plan import StepPlan
 from lmkit.turbo.request import EngineInfo, EngineStats, Request, SamplingParams, StepOutput
 from lmkit.turbo.runners.device import Device, resolve_device
@@ -117,8 +116,7 @@ class Engine:
             sizes = memory.num_blocks, config.tokens_per_block, memory.max_model_len
             kv = kv_storage.allocate(spec.layers, model.storages, *sizes, device.name, memory.layout)
             blocks = KVBlocks(kv)
-            host_bytes = config.kv_host_memory or 0
-            self._tiers = TierStore(blocks, host_bytes=host_bytes, disk=model.disk) if model.has_tiers else None
+            self._tiers, self._block_server = loading.open_tiers(config, model, blocks)
             self._guides = Guides(model.tokenizer, spec.vocab_size)
             parts = RunnerParts(
                 config, model.decoder, kv, blocks, self._tiers, self._guides, memory.max_model_len, memory.workspace
@@ -300,6 +298,8 @@ class Engine:
         if self._drafter is not None:
             self._drafter.close()
         self._guides.close()
+        if self._block_server is not None:
+            self._block_server.close()
         if self._tiers is not None:
             self._tiers.close()
 

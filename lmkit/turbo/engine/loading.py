@@ -31,8 +31,12 @@ from lmkit.text import Tokenizer
 from lmkit.turbo.engine.draft_head import LoadedHead
 from lmkit.turbo.engine.drafting import LoadedDraft, resolved_draft
 from lmkit.turbo.engine.memory import MemoryPlan, loaded_bytes, plan_memory
-from lmkit.turbo.kv.blocks import kv_identity
+from lmkit.turbo.kv.blocks import KVBlocks, kv_identity
+from lmkit.turbo.kv.tiers import wire
+from lmkit.turbo.kv.tiers.block_server import BlockServer
 from lmkit.turbo.kv.tiers.disk import DiskTier
+from lmkit.turbo.kv.tiers.peer import PeerTier
+from lmkit.turbo.kv.tiers.store import TierStore
 from lmkit.turbo.request import Pooling
 from lmkit.turbo.runners.device import Device
 
@@ -179,7 +183,7 @@ def _check_ranks(config: EngineConfig) -> None:
         raise ConfigError(f"tp={config.tp} takes no adapters; merge them into the checkpoint, or use tp=1")
     if config.draft_model:
         raise ConfigError(f"tp={config.tp} takes no draft model; use speculate ngram, or tp=1")
-    for name in ("kv_host_memory", "kv_disk_path"):
+    for name in ("kv_host_memory", "kv_disk_path", "kv_peer"):
         if getattr(config, name) is not None:
             raise ConfigError(f"tp={config.tp} keeps no KV outside the engine; leave out {name}")
 
@@ -227,9 +231,19 @@ def check_kv_events(config: EngineConfig) -> None:
 
 
 def _has_tiers(config: EngineConfig) -> bool:
-    has_tiers = config.kv_host_memory is not None or config.kv_disk_path is not None
+    keeps = config.kv_host_memory is not None or config.kv_disk_path is not None
+    has_tiers = keeps or config.kv_peer is not None
     if has_tiers and not config.prefix_cache:
-        raise ConfigError("kv_host_memory and kv_disk_path keep what the prefix cache finds; do not turn it off")
+        names = "kv_host_memory and kv_disk_path keep" if keeps else "kv_peer fetches"
+        raise ConfigError(f"{names} what the prefix cache finds; do not turn it off")
+    if config.kv_listen is not None and not keeps:
+        raise ConfigError("kv_listen gives blocks of host memory or disk; set kv_host_memory or kv_disk_path")
+    if config.kv_key_file is not None and config.kv_listen is None and config.kv_peer is None:
+        raise ConfigError("kv_key_file is the key of kv_listen and kv_peer; name one of them too")
+    for name in ("kv_listen", "kv_peer"):
+        if (address := getattr(config, name)) is not None:
+            wire.address_of(address, name)
+            wire.read_secret(config.kv_key_file)
     if config.kv_disk_path is None and config.kv_disk_memory != EngineConfig().kv_disk_memory:
         raise ConfigError("kv_disk_memory bounds what lies in kv_disk_path; name that folder too")
     return has_tiers
@@ -240,3 +254,21 @@ def _open_disk(config: EngineConfig, identity: bytes, block_bytes: int) -> DiskT
     if config.kv_disk_path is None:
         return None
     return DiskTier(config.kv_disk_path, identity, block_bytes=block_bytes, max_bytes=config.kv_disk_memory)
+
+
+def open_tiers(
+    config: EngineConfig, model: LoadedModel, blocks: KVBlocks
+) -> tuple[TierStore | None, BlockServer | None]:
+    """The tiers of a loaded model, and the server of their blocks, if they are configured. Raises ConfigError."""
+    if not model.has_tiers:
+        return None, None
+    peer = server = kind = None
+    if config.kv_listen is not None or config.kv_peer is not None:
+        kind = wire.Kind(wire.read_secret(config.kv_key_file), model.kv_identity, blocks.nbytes)
+    if config.kv_peer is not None and kind is not None:
+        peer = PeerTier(wire.address_of(config.kv_peer, "kv_peer"), kind)
+    tiers = TierStore(blocks, host_bytes=config.kv_host_memory or 0, disk=model.disk, peer=peer)
+    if config.kv_listen is not None and kind is not None:
+        address = wire.address_of(config.kv_listen, "kv_listen")
+        server = BlockServer(address, kind, tiers.lookup_here, tiers.read_here)
+    return tiers, server

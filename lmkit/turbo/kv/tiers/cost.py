@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 GUESSED_LATENCY = 300e-6  # a thread wakes up, results are collected
-GUESSES = {"host": (10e-6, 1.5e9), "disk": (150e-6, 0.4e9)}  # seconds for a block and bytes per second: on the low side
+# Seconds for a block and bytes per second: on the low side.
+GUESSES = {"host": (10e-6, 1.5e9), "disk": (150e-6, 0.4e9), "peer": (500e-6, 0.1e9)}
 HALF_LIFE = 16  # blocks after which an observation counts half
 
 

@@ -1,7 +1,7 @@
 """The tiers below the device: saves and loads of whole blocks, by two background threads.
 
     scheduler: lookup, load_seconds, finished, wait      none waits for a copy or a file
-    runner:    load -> loader thread: host memory, else disk (then kept in host memory) -> BlockBytes.write
+    runner:    load -> loader thread: host memory, else disk, else the peer (then kept on host) -> BlockBytes.write
                save -> BlockBytes.read -> saver thread: host memory and disk (write-through)
 
 The least recently used blocks leave a tier. A chain of keys is only found from its first block on. Each use of a chain
@@ -28,12 +28,14 @@ from lmkit.turbo.kv.tiers.cost import LoadCost
 from lmkit.turbo.kv.tiers.disk import DiskTier
 from lmkit.turbo.kv.tiers.failures import Failures
 from lmkit.turbo.kv.tiers.host import HostBlock, HostTier, check_host_bytes
+from lmkit.turbo.kv.tiers.peer import PeerTier
 from lmkit.turbo.kv.tiers.thread import TierThread
 from lmkit.turbo.plan import Load, Save
 
 log = get_logger(__name__)
 
 BACKLOG_BYTES = 256 << 20  # size of the copies that wait to be saved
+PATIENCE = 4, 1.0  # after so many times its expected time, and these seconds, a job asks the peer no more
 CLOSE_SECONDS = 1.0  # time for the work that is left at the end
 FAILURES = (OSError, RuntimeError, ValueError, MemoryError)  # includes failures of a copy from or to the device
 
@@ -73,7 +75,7 @@ class _Used(NamedTuple):
 
 
 class TierStore:
-    """Host memory of `host_bytes` (0 = none) above a disk tier. Either may be missing.
+    """Host memory of `host_bytes` (0 = none) above a disk tier, and the blocks of a peer. Each may be missing.
 
     Raises ConfigError if `host_bytes` holds no block. `finished` reports each job exactly once.
     """
@@ -84,15 +86,17 @@ class TierStore:
         *,
         host_bytes: int = 0,
         disk: DiskTier | None = None,
+        peer: PeerTier | None = None,
         backlog_bytes: int = BACKLOG_BYTES,
     ) -> None:
         check_host_bytes(host_bytes, blocks.nbytes)
-        self._blocks, self._disk = blocks, disk
+        self._blocks, self._disk, self._peer = blocks, disk, peer
         self._host = HostTier(blocks.nbytes, host_bytes) if host_bytes else None
         self._max_backlog = max(64, backlog_bytes // blocks.nbytes)
         self._cost = LoadCost(blocks.nbytes)
         self._failures = Failures()
         self._counts: Counter[str] = Counter()
+        self._patience = 0.0  # until when the current job asks the peer
         self._load_buffer = _new_block(blocks.nbytes)
         self._ended = threading.Condition()  # guards the two below
         self._loaded: list[Loaded] = []
@@ -104,8 +108,19 @@ class TierStore:
 
     def lookup(self, keys: Sequence[bytes]) -> int:
         """The number of `keys`, from the first on, that some tier has."""
+        count = self.lookup_here(keys)
+        if self._peer is None or count == len(keys):
+            return count
+        self._peer.ask(keys[count:])
+        return self._count(keys)
+
+    def lookup_here(self, keys: Sequence[bytes]) -> int:
+        """Like `lookup`, without the peer. Any thread may call it."""
+        return self._count(keys, peer=False)
+
+    def _count(self, keys: Sequence[bytes], *, peer: bool = True) -> int:
         for index, key in enumerate(keys):
-            if self._tier_of(key) is None:
+            if self._tier_of(key) in ((None,) if peer else (None, "peer")):
                 return index
         return len(keys)
 
@@ -139,7 +154,11 @@ class TierStore:
         if self._disk is not None:
             stats["failures"] += self._disk.failures.count
             stats["damaged"] += self._disk.num_damaged
-        stats["loaded"] = stats["loaded_host"] + stats["loaded_disk"]
+        if self._peer is not None:
+            stats["failures"] += self._peer.failures.count
+            stats |= {"loaded_peer": self._counts["loaded_peer"], "peer_connected": int(self._peer.connected)}
+            stats |= {"peer_block_microseconds": round(1e6 * self._cost.per_block["peer"])}
+        stats["loaded"] = stats["loaded_host"] + stats["loaded_disk"] + self._counts["loaded_peer"]
         return stats
 
     def load(self, load: Load) -> None:
@@ -188,14 +207,28 @@ class TierStore:
         deadline = time.monotonic() + CLOSE_SECONDS
         self._loader.stop(deadline)
         self._saver.stop(deadline)
+        if self._peer is not None:
+            self._peer.close()
         ended = [thread.join(CLOSE_SECONDS + 0.5) for thread in (self._loader, self._saver)]
         if self._disk is not None and all(ended):
             self._disk.close()
 
+    def read_here(self, key: bytes) -> memoryview | None:
+        """The bytes of a block in host memory or on disk, checked. Any thread may call it, and must not write to it."""
+        found = self._host.get(key) if self._host is not None else None
+        if found is not None and record.checksum(key, found.data) == found.crc:
+            return found.data
+        if self._disk is None or key not in self._disk:
+            return None
+        data = _new_block(self._blocks.nbytes)
+        return data if self._disk.read(key, data) is not None else None
+
     def _tier_of(self, key: bytes) -> str | None:
         if self._host is not None and key in self._host:
             return "host"
-        return "disk" if self._disk is not None and key in self._disk else None
+        if self._disk is not None and key in self._disk:
+            return "disk"
+        return "peer" if self._peer is not None and key in self._peer else None
 
     def _expected(self, keys: Sequence[bytes]) -> float:
         tiers = Counter(map(self._tier_of, keys))
@@ -213,6 +246,8 @@ class TierStore:
             self._cost.observe_latency(time.perf_counter() - job.submitted)
         self._touch(job.load.keys)  # blocks about to be loaded are not evicted meanwhile
         hits: Counter[str] = Counter()
+        factor, least = PATIENCE
+        self._patience = time.perf_counter() + least + factor * self._expected(job.load.keys)
         try:
             for key, block in zip(job.load.keys, job.load.blocks, strict=True):
                 tier = None if self._loader.overdue else self._load_block(key, block)
@@ -241,6 +276,8 @@ class TierStore:
             tier = "host"
         elif self._from_disk(key, block):
             tier = "disk"
+        elif self._from_peer(key, block):
+            tier = "peer"
         else:
             return None
         self._cost.observe(tier, 1, time.perf_counter() - start)
@@ -269,6 +306,17 @@ class TierStore:
         self._blocks.write(block, data)
         if self._host is not None:
             self._host.put(key, HostBlock(data, crc))
+        return True
+
+    def _from_peer(self, key: bytes, block: int) -> bool:
+        if self._peer is None or key not in self._peer or time.perf_counter() > self._patience:
+            return False
+        data = self._load_buffer if self._host is None else _new_block(self._blocks.nbytes)
+        if not self._peer.read(key, data):
+            return False
+        self._blocks.write(block, data)
+        if self._host is not None:
+            self._host.put(key, HostBlock(data, record.checksum(key, data)))
         return True
 
     # The saver thread.

@@ -1,0 +1,90 @@
+"""Gives the blocks of this engine's host memory and disk to engines that know the key (kv_listen). See wire.py."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+from lmkit.errors import ConfigError
+from lmkit.log import get_logger
+from lmkit.turbo.kv.tiers import wire
+from lmkit.turbo.kv.tiers.failures import Failures
+from lmkit.turbo.kv.tiers.keys import KEY_BYTES
+
+log = get_logger(__name__)
+
+MAX_CONNECTIONS = 64
+SEND_SECONDS = 5.0  # for a client that does not read
+
+Lookup = Callable[[Sequence[bytes]], int]  # how many of the keys are kept, from the first on
+Read = Callable[[bytes], memoryview | None]  # a block's bytes
+
+
+class BlockServer:
+    """Listens at `address` (port 0 takes a free one). A thread for each connection calls `lookup` and `read`.
+
+    Raises ConfigError if it cannot listen there.
+    """
+
+    def __init__(self, address: tuple[str, int], kind: wire.Kind, lookup: Lookup, read: Read) -> None:
+        self._kind, self._lookup, self._read = kind, lookup, read
+        self._failures = Failures()
+        self._open: set[socket.socket] = set()
+        try:
+            family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+            self._listener = socket.create_server(address, family=family, backlog=MAX_CONNECTIONS)
+        except OSError as error:
+            raise ConfigError(f"kv_listen: cannot listen at {address[0]}:{address[1]}: {error.strerror}") from None
+        self.address: tuple[str, int] = self._listener.getsockname()[:2]
+        log.info("KV blocks for peers at %s:%d", *self.address)
+        threading.Thread(target=self._accept, name="kv-listen", daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                sock, _ = self._listener.accept()
+            except OSError:
+                return  # closed
+            if len(self._open) >= MAX_CONNECTIONS:
+                sock.close()
+                continue
+            self._open.add(sock)
+            threading.Thread(target=self._serve, args=(sock,), name="kv-give", daemon=True).start()
+
+    def _serve(self, sock: socket.socket) -> None:
+        try:
+            link = wire.accept(sock, self._kind)
+            while True:
+                self._answer(link)
+        except OSError as error:
+            if isinstance(error, wire.WireError) and "ended" not in str(error):
+                self._failures.note("giving KV to a peer", error)
+        finally:
+            self._open.discard(sock)
+            sock.close()
+
+    def _answer(self, link: wire.Link) -> None:
+        head = link.take(wire.HEAD.size, None)
+        op, count = wire.HEAD.unpack(head)
+        if not 1 <= count <= (1 if op == wire.GET else wire.MAX_KEYS):
+            raise wire.WireError(f"a message of {count} keys")
+        names = link.take(count * KEY_BYTES, wire.HANDSHAKE_SECONDS)
+        link.check(wire.HANDSHAKE_SECONDS, head, names)
+        if op == wire.GET:
+            data = self._read(names)
+            link.send(SEND_SECONDS, b"\0" if data is None else b"\1", b"" if data is None else data)
+        elif op == wire.HAS:
+            keys = [names[i : i + KEY_BYTES] for i in range(0, len(names), KEY_BYTES)]
+            link.send(SEND_SECONDS, wire.COUNT.pack(self._lookup(keys)))
+        else:
+            raise wire.WireError("an unknown message")
+
+    def close(self) -> None:
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # ends accept()
+        self._listener.close()
+        for sock in list(self._open):
+            with suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)

@@ -1,0 +1,125 @@
+"""Prompts that one engine computes and another goes on from: the same tokens as one engine, whatever becomes of it."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lmkit.errors import ConfigError
+from lmkit.turbo.engine.engine import Engine
+from lmkit.turbo.request import Request, SamplingParams
+from tests.turbo.engine.test_engine import SMALL, engine_for, run, tokens
+from tests.turbo.engine.test_engine_cache import FIRST, SECOND, always_load, settle
+
+PREFILL = """
+import sys, time
+from lmkit.config import EngineConfig
+from lmkit.turbo.engine.engine import Engine
+from lmkit.turbo.request import SamplingParams, Request
+
+engine = Engine(sys.argv[1], EngineConfig(**OPTIONS))
+engine.add(Request(request_id="r", prompt_ids=PROMPT, params=SamplingParams(max_tokens=1, seed=0)))
+while engine.has_work():
+    engine.step()
+while engine.stats().tiers["queued_saves"]:
+    time.sleep(0.01)
+print(engine._block_server.address[1], flush=True)
+time.sleep(600)
+"""
+ANSWERS = {"greedy": {"temperature": 0.0}, "seeded": {"temperature": 1.0, "seed": 7}}
+
+
+@pytest.fixture
+def key(tmp_path: Path) -> str:
+    path = tmp_path / "kv.key"
+    path.touch(0o600)
+    path.write_text("0123456789abcdef" * 2)
+    return str(path)
+
+
+def answer(engine: Engine, prompt: list[int], count: int = 12, **params: Any) -> tuple[list[int], int]:
+    """(tokens, how many of the prompt were found)."""
+    wanted = SamplingParams(max_tokens=count, ignore_eos=True, **params)
+    outputs = run(engine, [Request(request_id="r", prompt_ids=prompt, params=wanted)])["r"]
+    assert outputs[-1].finish_reason == "length", outputs[-1].error
+    return tokens(outputs), outputs[0].cached_tokens
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8", "int4"])
+def test_a_decode_engine_answers_as_one_engine_does(demo_model: Path, key: str, kv_dtype: Any) -> None:
+    whole = engine_for(demo_model, kv_dtype=kv_dtype, prefix_cache=False)
+    prefill = engine_for(
+        demo_model, kv_dtype=kv_dtype, kv_host_memory=64 << 20, kv_listen="127.0.0.1:0", kv_key_file=key
+    )
+    assert prefill._block_server is not None
+    port = prefill._block_server.address[1]
+    for prompt in (FIRST, SECOND):
+        answer(prefill, prompt, count=1)
+    settle(prefill)
+    for name, params in ANSWERS.items():
+        decode = engine_for(demo_model, kv_dtype=kv_dtype, kv_peer=f"127.0.0.1:{port}", kv_key_file=key)
+        always_load(decode)
+        for prompt in (FIRST, SECOND):
+            assert answer(decode, prompt, **params) == (answer(whole, prompt, **params)[0], 200), name
+        assert decode.stats().tier_hits == {"peer": 400}
+        assert decode.stats().tiers["failures"] == 0
+        decode.check_integrity()
+        decode.close()
+    prefill.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_lost_prefill_engine_means_computing(demo_model: Path, key: str, end: signal.Signals) -> None:
+    options = SMALL | {"kv_host_memory": 64 << 20, "kv_listen": "127.0.0.1:0", "kv_key_file": key}
+    code = PREFILL.replace("OPTIONS", repr(options)).replace("PROMPT", repr(FIRST))
+    process = subprocess.Popen([sys.executable, "-c", code, str(demo_model)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        port = int(process.stdout.readline())
+        decode = engine_for(demo_model, kv_peer=f"127.0.0.1:{port}", kv_key_file=key)
+        always_load(decode)
+        tiers = decode._tiers
+        assert tiers is not None
+        fetch, fetched = tiers._from_peer, 0
+
+        def fetch_ten(name: bytes, block: int) -> bool:
+            nonlocal fetched
+            if fetched == 10:
+                process.send_signal(end)
+            fetched += 1
+            return fetch(name, block)
+
+        tiers._from_peer = fetch_ten  # type: ignore[method-assign]
+        want = answer(engine_for(demo_model, prefix_cache=False), FIRST, seed=0)[0]
+        got, found = answer(decode, FIRST, seed=0)
+        assert got == want
+        assert 10 * 8 <= found < 200  # the kernel may hold a block that was on its way
+        assert decode.stats().tiers["failures"] >= 1
+        decode.check_integrity()
+        decode.close()
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kv_peer": "127.0.0.1:1"}, "name its file: kv_key_file"),
+        ({"kv_peer": "there", "kv_key_file": "KEY"}, "write HOST:PORT"),
+        ({"kv_listen": "127.0.0.1:0", "kv_key_file": "KEY"}, "set kv_host_memory or kv_disk_path"),
+        ({"kv_peer": "127.0.0.1:1", "kv_key_file": "KEY", "prefix_cache": False}, "kv_peer fetches .* do not turn"),
+        ({"kv_key_file": "KEY"}, "name one of them"),
+        ({"kv_peer": "127.0.0.1:1", "kv_key_file": "KEY", "tp": 2}, "leave out kv_peer"),
+    ],
+)
+def test_mistakes(demo_model: Path, key: str, options: dict[str, Any], message: str) -> None:
+    options = {name: key if value == "KEY" else value for name, value in options.items()}
+    with pytest.raises(ConfigError, match=message):
+        engine_for(demo_model, **options)
