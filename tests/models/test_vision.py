@@ -1,0 +1,84 @@
+"""The vision tower and the patches of an image. Both oracles are transformers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil, smart_resize
+
+from lmkit.errors import CheckpointError, UnsupportedError
+from lmkit.formats.checkpoint import CheckpointReader
+from lmkit.models.families.qwen_vl import TOWER
+from lmkit.models.vision import VisionSpec, patches, resized, tower, vision_spec
+from tests.models import tiny
+
+MEAN, STD = (0.48, 0.45, 0.40), (0.26, 0.25, 0.27)
+SPEC = VisionSpec(
+    num_layers=2, hidden_size=32, num_heads=2, channels=3, patch_size=4, temporal_patch_size=2, merge_size=2,
+    window_size=16, full_layers=(1,),
+)  # fmt: skip
+
+
+def image(height: int, width: int) -> torch.Tensor:
+    return torch.randint(0, 256, (height, width, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(height))
+
+
+@pytest.mark.parametrize("size", [(16, 16), (24, 40), (8, 56), (40, 8)])
+def test_patches_are_those_of_transformers(size: tuple[int, int]) -> None:
+    options = {"patch_size": 4, "size": {"shortest_edge": 64, "longest_edge": 4096}}
+    processor = Qwen2VLImageProcessorPil(image_mean=list(MEAN), image_std=list(STD), **options)
+    expected = processor(image(*size).numpy(), return_tensors="pt", input_data_format="channels_last")
+    assert expected["image_grid_thw"].tolist() == [[1, size[0] // 4, size[1] // 4]]
+    found = patches(image(*size), SPEC, mean=MEAN, std=STD)
+    torch.testing.assert_close(found, expected["pixel_values"], rtol=0, atol=1e-5)
+
+
+def test_sizes_are_those_of_transformers() -> None:
+    limits = {"min_pixels": 500, "max_pixels": 20000}
+    for height in (5, 20, 61, 100, 199, 1000):
+        for width in (5, 13, 100, 333, 600):
+            expected = smart_resize(height, width, factor=8, **limits)
+            assert resized(height, width, SPEC, **limits) == expected, (height, width)
+    with pytest.raises(UnsupportedError, match="image of 1000 x 3 pixels: over 1 to 200"):
+        resized(3, 1000, SPEC, **limits)
+
+
+@pytest.mark.parametrize("grid", [(4, 4), (6, 10), (2, 14), (10, 2)])
+def test_tower_is_that_of_transformers(tmp_path: Path, grid: tuple[int, int]) -> None:
+    """Windows that are whole and windows cut by the image's edge, and a layer that sees the whole image."""
+    model = tiny.make(tmp_path, "qwen2.5-vl")
+    spec, reader = vision_spec(json.loads((tmp_path / "config.json").read_text())), CheckpointReader(tmp_path)
+    assert spec == SPEC
+    rows = patches(image(grid[0] * 4, grid[1] * 4), spec, mean=MEAN, std=STD)
+    weights = model.model.visual.state_dict()
+    assert {name for name in reader.names() if name.startswith(TOWER)} == {TOWER + name for name in weights}
+    with torch.no_grad():
+        for weight in weights.values():  # large enough for attention to be far from uniform
+            if weight.ndim > 1:
+                weight.normal_(std=0.3)
+        expected = model.model.visual(rows, grid_thw=torch.tensor([[1, *grid]])).pooler_output
+        found = tower(rows, grid, spec, weights.__getitem__)
+    assert expected.std() > 0.01
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"fullatt_block_indexes": "all"}, "fullatt_block_indexes is not a list"),
+        ({"window_size": 4}, "do not fit together"),
+        ({"num_heads": 3}, "do not fit together"),
+    ],
+)
+def test_broken_towers_are_refused(tmp_path: Path, changes: dict[str, object], message: str) -> None:
+    tiny.make(tmp_path, "qwen2.5-vl")
+    vision = json.loads((tmp_path / "config.json").read_text())["vision_config"]
+    with pytest.raises(CheckpointError, match=message):
+        vision_spec({"vision_config": vision | changes})
+    with pytest.raises(CheckpointError, match="vision_config is not an object"):
+        vision_spec({})
+    with pytest.raises(UnsupportedError, match="hidden_act 'gelu'; lmkit has silu"):
+        vision_spec({"vision_config": vision | {"hidden_act": "gelu"}})
