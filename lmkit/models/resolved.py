@@ -14,13 +14,15 @@ import torch
 from lmkit.config import Activations
 from lmkit.errors import UnsupportedError
 from lmkit.formats.checkpoint import CheckpointReader
+from lmkit.formats.parts import FLOATS
 from lmkit.layers.linear import MergedLinear, Weights
 from lmkit.log import get_logger
 from lmkit.models import roles
 from lmkit.models.decoder import DecoderLayer
 from lmkit.models.identity import Packing, resolve_activations
 from lmkit.models.kv_storage import KVStorage, resolve_storage, table_bytes
-from lmkit.models.shard import WHOLE, Shard
+from lmkit.models.layer_spec import LayerSpec
+from lmkit.models.shard import COLUMNS, WHOLE, Shard
 from lmkit.models.source import ModelSource, activation_dtype
 from lmkit.models.spec import ModelSpec
 
@@ -70,6 +72,25 @@ class ResolvedModel:
             return layer
         weights = self.shard.weights(layer.spec, layer.weights)
         return DecoderLayer(self.spec.layers[index], index, weights, self.packing.device, self.activation_dtype)
+
+    def check_cut(self) -> None:
+        """Raise UnsupportedError if a rank's part of a quantized weight would have cut groups, as `layer` does.
+
+        One weight of each role and kind of layer is read; all experts of a layer count as one.
+        """
+        found = set[tuple[LayerSpec, str]]()
+        for index, layer in enumerate(self.source.spec.layers if self.shard.size > 1 else ()):
+            for role in layer.linears:
+                module = layer.module_name(index, role)
+                kind = layer, "".join(part for part in role if not part.isdigit())
+                if kind in found or role.rpartition(".")[2] not in COLUMNS or self._is_dense(module):
+                    continue
+                found.add(kind)
+                self.shard.weights(layer, {role: self.source.format.read_linear(self.reader, module)})
+
+    def _is_dense(self, module: str) -> bool:
+        name = module + ".weight"
+        return self.reader.has(name) and self.reader.info(name).dtype in FLOATS
 
     def norms(self, index: int) -> Weights:
         """A layer's vectors by role."""

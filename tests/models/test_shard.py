@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from lmkit.config import EngineConfig
 from lmkit.errors import UnsupportedError
+from lmkit.formats.base import get_format
+from lmkit.formats.checkpoint import CheckpointReader, CheckpointWriter
 from lmkit.kernels.cpu import collective
 from lmkit.kernels.cpu.collective import SharedRanks, shared_bytes
 from lmkit.kv_dtype import kv_dtype
@@ -20,6 +24,8 @@ from lmkit.models.loader import load_model
 from lmkit.models.resolved import resolved
 from lmkit.models.shard import Shard
 from lmkit.qtensor import QuantScheme, dequantize, quantize
+from lmkit.turbo.engine.describe import describe_model
+from tests.formats.linears import rounded
 from tests.models import tiny
 from tests.models.test_packed_cache import awq
 
@@ -82,6 +88,48 @@ def test_a_cut_through_a_group_is_refused(tmp_path: Path) -> None:
     awq(tmp_path)
     with pytest.raises(UnsupportedError, match=r"tp=4: attn.o has 64 inputs in groups of 32, and a rank needs whole"):
         logits_of(tmp_path, 4)
+
+
+def ordered(path: Path) -> Path:
+    """A GPTQ checkpoint, the first layer dense, and in the other ones the inputs of mlp.down in activation order."""
+    tiny.make(path / "plain", "qwen2", hidden_size=64, intermediate_size=128, num_attention_heads=4)
+    gptq, schemes = get_format("gptq_v2"), dict[str, QuantScheme | None]()
+    writer = CheckpointWriter(path)
+    with CheckpointReader(path / "plain") as reader:
+        for name in reader.names():
+            module, mark = name.rpartition(".")[::2]
+            if "_proj" not in module or mark != "weight" or "layers.0." in module:
+                writer.add(name, reader.tensor(name))
+                continue
+            scheme = QuantScheme(4, 32, act_order="down" in module)
+            gptq.write_linear(writer, module, rounded(reader.tensor(name), scheme))
+            schemes[module] = scheme
+        modules = {name.removesuffix(".weight"): None for name in reader.names() if "_proj.weight" in name}
+        entry = gptq.config_entry(modules | schemes)
+        writer.finish(reader.config | {"quantization_config": entry}, path / "plain")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("make", "tp", "reason"),
+    [
+        (ordered, 2, "tp=2: mlp.down has its inputs in activation order"),
+        (awq, 4, r"tp=4: attn.o has 64 inputs in groups of 32"),
+    ],
+)
+def test_inspect_refuses_a_cut_that_loading_refuses(
+    tmp_path: Path, make: Callable[[Path], Path], tp: int, reason: str
+) -> None:
+    path = make(tmp_path)
+    assert describe_model(str(path), EngineConfig(device="cpu"))["serving"]["fits"]
+    with pytest.raises(UnsupportedError, match=reason):
+        load_model(path, packed_cache=False, shard=Shard(0, tp))
+    with pytest.raises(UnsupportedError, match=reason):
+        describe_model(str(path), EngineConfig(device="cpu", tp=tp))
+
+
+def test_inspect_takes_a_cut_that_loading_takes(tmp_path: Path) -> None:
+    assert describe_model(str(awq(tmp_path)), EngineConfig(device="cpu", tp=2))["serving"]["fits"]
 
 
 @pytest.mark.parametrize(("size", "reason"), [(3, "4 attention heads cannot"), (8, "4 attention heads cannot")])

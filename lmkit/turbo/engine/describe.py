@@ -1,4 +1,4 @@
-"""The facts that `lmkit inspect` shows. They are read from headers and configuration, without loading a weight."""
+"""The facts that `lmkit inspect` shows. They are read from headers and configuration, without loading the weights."""
 
 from __future__ import annotations
 
@@ -24,13 +24,15 @@ T = TypeVar("T")
 
 
 def describe_model(path: str, config: EngineConfig) -> dict[str, Any]:
-    """Architecture, weights, KV cache and serving memory of a checkpoint. Raises the errors of opening it.
+    """Architecture, weights, KV cache and serving memory of a checkpoint. Raises the errors of opening it, and
+    UnsupportedError if `config.tp` ranks cannot share it.
 
     Every report has the same keys, and null where there is nothing. Sizes are bytes.
     """
     device = resolve_device(config)
     config = config.on(device.name)
     with resolved(path, **load_options(config)) as model:
+        model.check_cut()
         spec, reader, storages = model.source.spec, model.reader, model.storages
         heads = (1 if spec.tie_embeddings else 2) * math.prod(spec.head_shape)
         token_bytes = [layer.kv_token_bytes(*s.dtypes) for layer, s in zip(model.spec.layers, storages, strict=True)]

@@ -61,6 +61,7 @@ def _sizes(query: Query) -> Sizes:
         if budget is None:
             budget = device.free_memory()
         with resolved(path, **load_options(config)) as model:
+            model.check_cut()
             weights = loaded_bytes(model, config)
             dtypes = [storage.dtypes for storage in model.storages]
             try:
