@@ -32,6 +32,7 @@ Kind = Literal["benchmark", "log", "batch", "dataset", "server"]
 ROUTES = {  # with or without /v1; those whose requests generate text
     "/chat/completions", "/completions", "/responses", "/messages", "/generate", "/invocations",
 }  # fmt: skip
+_LIMITS = ("max_completion_tokens", "max_tokens", "n_predict")  # names of one limit
 _BATCH_ROUTES = {"/v1/chat/completions": "messages", "/v1/completions": "prompt"}
 # Fields of a batch's body that add to its prompt, or ask for more than one answer.
 _NOT_READ = ("tools", "functions", "chat_template", "chat_template_kwargs", "n", "best_of", "suffix")
@@ -186,7 +187,7 @@ def _body(row: Any, where: str) -> dict[str, Any]:
         raise ConfigError(f"{where}: url {url!r}: expected {' or '.join(_BATCH_ROUTES)}")
     if unread := [name for name in _NOT_READ if body.get(name) not in (None, [], 1)]:
         raise ConfigError(f"{where}: body: {unread[0]} is not supported here")
-    limit = body.get("max_completion_tokens", body.get("max_tokens"))
+    limit = next((body[name] for name in _LIMITS if body.get(name) is not None), None)
     return {_BATCH_ROUTES[url]: body.get(_BATCH_ROUTES[url]), "max_tokens": limit}
 
 

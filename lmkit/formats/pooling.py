@@ -43,6 +43,20 @@ def read_pooling(folder: Path) -> Literal["last", "mean"]:
     return pooling
 
 
+def read_dimensions(folder: Path) -> tuple[int, ...]:
+    """The sizes that the checkpoint's embeddings were trained to be cut to (Matryoshka, arXiv 2205.13147), ascending.
+
+    They stand in config.json as `matryoshka_dimensions`, or are empty. Raises CheckpointError for any other value.
+    """
+    file = folder / CONFIG
+    named = read_json(file, MAX_BYTES).get("matryoshka_dimensions") if file.exists() else None
+    if named is None:
+        return ()
+    if not (isinstance(named, list) and named and all(type(size) is int and size > 0 for size in named)):
+        raise CheckpointError(f"{file}: matryoshka_dimensions: expected a list of whole numbers above zero")
+    return tuple(sorted(named))
+
+
 def _fields(module: Any, file: Path) -> tuple[str, str]:
     """The last part of a module's type, and the name of its folder in the checkpoint."""
     kind, path = (module.get("type"), module.get("path")) if isinstance(module, dict) else (None, None)

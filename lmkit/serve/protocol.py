@@ -118,6 +118,7 @@ class _Sampling(Extensions):
     model: ModelName | None = None  # None: the only one
     max_tokens: NewTokens | None = None
     max_completion_tokens: NewTokens | None = None  # another name for max_tokens
+    n_predict: NewTokens | None = None  # llama.cpp's name for it
     temperature: float | None = None  # default 1; 0 = greedy
     top_p: float | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None

@@ -28,6 +28,7 @@ from lmkit.turbo.request import EngineInfo, Request, SamplingParams
 DEFAULT_TEMPERATURE = 1.0
 DEFAULT_COMPLETION_TOKENS = 16  # as in OpenAI's /v1/completions; chat has no limit
 NO_LIMIT = -1  # of new tokens: until the context is full
+LIMITS = ("max_tokens", "max_completion_tokens", "n_predict")  # names of one limit
 
 
 def chat_requests(
@@ -184,10 +185,10 @@ def choices_per_prompt(body: CompletionRequest) -> int:
 
 def _asked_tokens(body: ChatCompletionRequest | CompletionRequest) -> int | None:
     """The most new tokens that the request names, which may be NO_LIMIT; None if it names none."""
-    limits = {body.max_tokens, body.max_completion_tokens} - {None}
-    if len(limits) > 1:
-        raise _invalid("max_tokens and max_completion_tokens differ; send one of them", "max_completion_tokens")
-    return limits.pop() if limits else None
+    limits = {name: n for name in LIMITS if (n := getattr(body, name)) is not None}
+    if len(set(limits.values())) > 1:
+        raise _invalid(f"{' and '.join(limits)} differ; send one of them", list(limits)[-1])
+    return next(iter(limits.values()), None)
 
 
 def _limit(tokens: int | None) -> int | None:
@@ -247,7 +248,7 @@ def _checked_choices(body: CompletionRequest) -> int:
         raise _invalid(f"best_of={choices}: at least n={n}", "best_of")
     if choices > n and body.stream:
         raise _invalid("best_of cannot be streamed: which choices are best is known at the end", "best_of")
-    if choices > n and 0 in (body.max_tokens, body.max_completion_tokens):
+    if choices > n and _asked_tokens(body) == 0:
         raise _invalid("best_of needs max_tokens of at least 1", "best_of")
     if len(body.prompt) * choices > MAX_SEQUENCES:
         raise _invalid(f"prompts times n or best_of: at most {MAX_SEQUENCES}", "n" if choices == n else "best_of")

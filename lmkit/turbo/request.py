@@ -175,6 +175,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     memory: dict[str, int]  # bytes by purpose
     hidden_size: int = 0  # of an embedding
     pooling: Pooling = "last"  # for embeddings
+    dimensions: tuple[int, ...] = ()  # that embeddings may be cut to; empty: the checkpoint names none, so any
     sampling: SamplingDefaults = SamplingDefaults()  # for requests that do not say how to sample
 
 

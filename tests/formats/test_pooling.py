@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from lmkit.errors import CheckpointError, LMKitError, UnsupportedError
-from lmkit.formats.pooling import read_pooling
+from lmkit.formats.pooling import read_dimensions, read_pooling
 
 MODES = ("cls_token", "mean_tokens", "max_tokens", "mean_sqrt_len_tokens", "weightedmean_tokens", "lasttoken")
 
@@ -79,3 +79,15 @@ def test_broken_files_are_errors(tmp_path: Path, text: str) -> None:
 def test_a_missing_config_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError):
         read_pooling(write(tmp_path, None))
+
+
+def test_sizes_of_a_matryoshka_model(tmp_path: Path) -> None:
+    assert read_dimensions(tmp_path) == ()
+    file = tmp_path / "config.json"
+    for text, want in (("{}", ()), ('{"matryoshka_dimensions": [64, 32]}', (32, 64))):
+        file.write_text(text)
+        assert read_dimensions(tmp_path) == want
+    for wrong in ("[]", "64", "[0]", "[true]", '["64"]'):
+        file.write_text(f'{{"matryoshka_dimensions": {wrong}}}')
+        with pytest.raises(CheckpointError, match="matryoshka_dimensions: expected a list of whole numbers above zero"):
+            read_dimensions(tmp_path)

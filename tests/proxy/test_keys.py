@@ -200,6 +200,9 @@ async def test_whole_answers_of_generate_are_charged_for_each_prompt(tmp_path: P
         assert await here.used() == [["m", 2, 21, 9, 10]]
         too_long = {"model": "m", "text": "a", "sampling_params": {"max_new_tokens": 1000}}
         assert (await here.http.post("/generate", json=too_long, headers=key)).status_code == 429
+        for n, status in ((5, 200), (1000, 429)):
+            asked = {"model": "m", "prompt": "a", "n_predict": n}
+            assert (await here.http.post("/v1/completions", json=asked, headers=key)).status_code == status
 
 
 @pytest.mark.parametrize("tells", [True, False])

@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 import httpx
+import msgspec
 import openai
 import pytest
 import torch
@@ -129,6 +130,16 @@ def test_fewer_dimensions_are_normalized_again() -> None:
     assert post("/v1/embeddings", input=[5], use_activation=False, normalize=True).status_code == 400
     assert plain == [0, 0, 0, 0, 0, 2, 2, 0]
     assert "dimensions=9: this model's embeddings have 8" in refused("/v1/embeddings", input="a", dimensions=9)
+
+
+def test_a_matryoshka_model_has_the_sizes_that_it_was_trained_for() -> None:
+    engine = EmbeddingEngine()
+    engine.info = msgspec.structs.replace(engine.info, dimensions=(2, 4))
+    for size in (2, 4, EMBEDDING_SIZE):
+        assert [len(vector) for vector in shown(post("/v1/embeddings", engine, input="a", dimensions=size))] == [size]
+    answer = post("/v1/embeddings", engine, input="a", dimensions=3)
+    assert answer.status_code == 400
+    assert "dimensions=3: this model was trained for 2, 4" in answer.json()["error"]["message"]
 
 
 def test_the_engine_gets_what_the_request_says() -> None:

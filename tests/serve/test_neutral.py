@@ -24,7 +24,11 @@ ABSENT = {
         for name, values in {**neutral.GENERATION, **neutral.CHAT}.items()
         if name not in ChatCompletionRequest.model_fields  # of tools and reasoning, which other routes lack
     },
-    TEXT_PATH: {**neutral.GENERATION, **neutral.COMPLETION},
+    TEXT_PATH: {
+        name: values
+        for name, values in {**neutral.GENERATION, **neutral.COMPLETION}.items()
+        if name != "n_predict"  # which other routes lack
+    },
 }
 BODIES = {CHAT_PATH: CHAT, TEXT_PATH: TEXT}
 # Neutral values of fields that lmkit has.
@@ -39,6 +43,7 @@ OURS: dict[str, list[Any]] = {
     "min_p": [None, 0],
     "min_tokens": [None, 0],
     "n": [None, 1],
+    "n_predict": [None, -1],
     "presence_penalty": [None, 0],
     "priority": [None, 0],
     "prompt_logprobs": [None],
@@ -129,7 +134,6 @@ def test_a_number_is_no_boolean() -> None:
     ("path", "field", "value", "advice"),
     [
         (CHAT_PATH, "max_new_tokens", 5, ": use max_tokens"),
-        (CHAT_PATH, "n_predict", 5, ": use max_tokens"),
         (CHAT_PATH, "min_new_tokens", 5, ": use min_tokens"),
         (CHAT_PATH, "random_seed", 5, ": use seed"),
         (CHAT_PATH, "stop_words", ["a"], ": use stop"),
@@ -175,6 +179,7 @@ def test_what_minus_one_means() -> None:
     assert chat(max_tokens=-1)[0].params.max_tokens is None
     assert completion(max_tokens=-1)[0].params.max_tokens is None  # no limit, which is not the default
     assert completion(max_completion_tokens=7)[0].params.max_tokens == 7
+    assert completion(n_predict=7)[0].params.max_tokens == 7
     assert completion(max_tokens=7, max_completion_tokens=7)[0].params.max_tokens == 7
 
 

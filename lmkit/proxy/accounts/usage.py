@@ -83,6 +83,7 @@ class Extent(msgspec.Struct):
     stream_options: Any = None
     max_tokens: Any = None
     max_completion_tokens: Any = None
+    n_predict: Any = None
     max_output_tokens: Any = None
     n: Any = None
     best_of: Any = None
@@ -93,7 +94,7 @@ class Extent(msgspec.Struct):
 
     def __post_init__(self) -> None:
         if isinstance(self.sampling_params, dict):
-            for name in ("n", "best_of", "max_tokens", "max_new_tokens"):
+            for name in ("n", "best_of", "max_tokens", "max_completion_tokens", "n_predict", "max_new_tokens"):
                 setattr(self, name, self.sampling_params.get(name, getattr(self, name)))
 
     def most(self, num_bytes: int, price: Price | None) -> Amount:
@@ -101,7 +102,13 @@ class Extent(msgspec.Struct):
 
         The answer of a request that states no limit may be longer than what is reserved for it.
         """
-        named = (self.max_tokens, self.max_completion_tokens, self.max_output_tokens, self.max_new_tokens)
+        named = (
+            self.max_tokens,
+            self.max_completion_tokens,
+            self.n_predict,
+            self.max_output_tokens,
+            self.max_new_tokens,
+        )
         limits = [n for n in named if _counts(n)]
         answers = max([1, *(n for n in (self.n, self.best_of) if _counts(n))])
         usage = Usage(num_bytes + TEMPLATE_TOKENS, 0, (min(limits) if limits else UNSTATED_OUTPUT) * answers)

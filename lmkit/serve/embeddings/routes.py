@@ -36,7 +36,10 @@ router = APIRouter()
 @router.post("/v1/embeddings")
 async def embeddings(request: Request) -> Response:
     body, embedder = await _begin(request, EmbeddingRequest, "embd-")
-    most = embedder.server.info.hidden_size
+    most, known = embedder.server.info.hidden_size, embedder.server.info.dimensions
+    if known and body.dimensions not in (None, most, *known):
+        message = f"dimensions={body.dimensions}: this model was trained for {', '.join(map(str, known))}"
+        raise RequestError("invalid_request", message, "dimensions")
     if body.dimensions is not None and body.dimensions > most:
         message = f"dimensions={body.dimensions}: this model's embeddings have {most}; ask for at most as many"
         raise RequestError("invalid_request", message, "dimensions")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from array import array
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -19,12 +20,11 @@ from lmkit.serve.serving import Serving, new_id
 from lmkit.serve.streaming import Failed, event
 from lmkit.serve.translated import renamed, sealed
 from lmkit.turbo import request as engine
-from lmkit.turbo.transport.output import TextLogprobs
+from lmkit.turbo.transport.output import RequestOutput, TextLogprobs
 from lmkit.web.budget import Share
 
 _INPUT_IDS = {"message": "msg_", "function_call": "fc_", "function_call_output": "fco_", "reasoning": "rs_"}
-
-
+RAW_TOKEN_BYTES = 16  # of a token in `_raw_messages`: its id, and some bytes of text
 _ECHOED = {"reasoning", "text", "tool_choice", "tools"}
 
 
@@ -51,10 +51,16 @@ class ResponsesAnswer(BlockBuilder):
         super().__init__(server, chat, owner, share)
         self._exchange, self._asked = exchange, exchange.body
         self._number = -1  # of the last event
+        self._token_ids = array("i")  # of the answer, if they are shown
 
     def make_requests(self) -> list[engine.Request]:
         with renamed(NAMES):
             return super().make_requests()
+
+    def taken(self, output: RequestOutput) -> Iterator[Step]:
+        if self._asked.enable_response_messages:
+            self._token_ids.extend(output.token_ids)
+        return super().taken(output)
 
     async def whole(self) -> dict[str, Any]:
         async for _ in self.steps():
@@ -110,6 +116,19 @@ class ResponsesAnswer(BlockBuilder):
                 "output_tokens_details": usage.completion_tokens_details,
                 "total_tokens": usage.total_tokens,
             },
+            **self._raw_messages(),
+        }
+
+    def _raw_messages(self) -> dict[str, Any]:
+        """vLLM's fields of a response, if the request asks for them: what the model read and wrote, with its ids."""
+        if not self._asked.enable_response_messages:
+            return {}
+        shown = {"input_messages": self.requests[0].prompt_ids, "output_messages": self._token_ids.tolist()}
+        self.share.add(sum(RAW_TOKEN_BYTES * len(ids) for ids in shown.values()))
+        decode = self.server.tokenizer.decode
+        return {
+            name: [{"type": "raw_message_tokens", "message": decode(ids, skip_special_tokens=False), "tokens": ids}]
+            for name, ids in shown.items()
         }
 
     async def keep(self, response: dict[str, Any]) -> dict[str, Any]:

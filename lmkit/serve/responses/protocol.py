@@ -215,6 +215,7 @@ class ResponsesRequest(Prompt):
     # llama.cpp's, in a stream
     timings_per_token: bool | None = None
     return_progress: bool | None = None
+    enable_response_messages: bool | None = None  # vLLM's: the answer has the prompt and the model's text as they are
 
 
 def _number(value: Any) -> Any:

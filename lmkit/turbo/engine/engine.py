@@ -343,5 +343,6 @@ def _info(model: LoadedModel, limits: SchedulerLimits) -> EngineInfo:
         memory=memory.as_dict(),
         hidden_size=model.decoder.spec.hidden_size,
         pooling=model.pooling,
+        dimensions=model.dimensions,
         sampling=model.sampling,
     )

@@ -16,7 +16,7 @@ from lmkit.config import EngineConfig
 from lmkit.errors import ConfigError, RequestError, UnsupportedError
 from lmkit.formats.generation_config import SamplingDefaults, read_defaults
 from lmkit.formats.peft import read_adapter
-from lmkit.formats.pooling import read_pooling
+from lmkit.formats.pooling import read_dimensions, read_pooling
 from lmkit.kv_dtype import kv_dtype
 from lmkit.log import get_logger
 from lmkit.models.adapters import DecoderAdapters
@@ -59,6 +59,7 @@ class LoadedModel:
     disk: DiskTier | None
     sampling: SamplingDefaults
     pooling: Pooling
+    dimensions: tuple[int, ...]  # that embeddings may be cut to, see EngineInfo
     has_head: bool  # otherwise it can give embeddings alone
     mapped: list[PackedFile]  # files of packed weights whose data is still to be checked
     draft: LoadedDraft | LoadedHead | None = None
@@ -83,6 +84,7 @@ def load(model_path: str, config: EngineConfig, device: Device, rank: int = 0) -
         spec, path = model.spec, model.reader.path
         sampling = read_defaults(path, config.generation_config)
         pooling = read_pooling(path) if config.pooling == "auto" else config.pooling
+        dimensions = read_dimensions(path)
         weight_bytes = loaded_bytes(model, config) + (draft.memory.total if draft is not None else 0)
         dtypes = [storage.dtypes for storage in model.storages]
         free = device.free_memory() // (1 if rank else config.tp)  # the other ranks take what rank 0 has planned
@@ -105,7 +107,8 @@ def load(model_path: str, config: EngineConfig, device: Device, rank: int = 0) -
     tokenizer = None if rank else Tokenizer.from_pretrained(path, config.chat_template)
     kept = has_tiers, identity, disk
     return LoadedModel(
-        str(path), decoder, model.storages, memory, tokenizer, *kept, sampling, pooling, has_head, mapped, loaded_draft,
+        str(path), decoder, model.storages, memory, tokenizer, *kept, sampling, pooling, dimensions, has_head, mapped,
+        loaded_draft,
         streamed[-1].step_bytes if streamed else 0,
     )  # fmt: skip
 
@@ -206,7 +209,9 @@ def given(decoder: Decoder, config: EngineConfig, device: Device, storages: list
     _announce(memory, storages)
     kept = False, b"", None
     pooling = "last" if config.pooling == "auto" else config.pooling
-    return LoadedModel(spec.architecture, decoder, storages, memory, None, *kept, SamplingDefaults(), pooling, True, [])
+    return LoadedModel(
+        spec.architecture, decoder, storages, memory, None, *kept, SamplingDefaults(), pooling, (), True, []
+    )
 
 
 @contextmanager

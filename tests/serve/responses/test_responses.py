@@ -67,6 +67,23 @@ def test_the_events_of_a_stream(client: openai.OpenAI) -> None:
     assert {k: v for k, v in events[-1].response if k not in same} == {k: v for k, v in whole if k not in same}
 
 
+def test_the_prompt_and_the_model_s_text_as_they_are(client: openai.OpenAI) -> None:
+    body: dict[str, Any] = {"model": "demo", "input": "Hello", "max_output_tokens": 9}
+    asked = {"seed": 0, "enable_response_messages": True}
+    whole = client.responses.create(**body, extra_body=asked).to_dict()
+    last = list(client.responses.create(**body, extra_body=asked, stream=True))[-1].response.to_dict()
+    prompt = TOKENIZER.encode_chat([{"role": "user", "content": "Hello"}])
+    for answer in (whole, last):
+        (read,), (written,) = answer["input_messages"], answer["output_messages"]
+        assert read == {
+            "type": "raw_message_tokens",
+            "message": TOKENIZER.decode(prompt, skip_special_tokens=False),
+            "tokens": prompt,
+        }
+        assert (written["message"], len(written["tokens"])) == (text(9), 9)
+    assert "input_messages" not in ask(client).to_dict()
+
+
 def test_the_client_s_stream_helper_builds_the_same_response(client: openai.OpenAI) -> None:
     with client.responses.stream(model="demo", input="EOS", extra_body={"seed": 0}) as stream:
         final = stream.get_final_response()
