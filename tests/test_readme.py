@@ -57,13 +57,14 @@ ROWS = {
     "Mixtral": ("MixtralForCausalLM", "mixtral"),
     "Qwen2-MoE": ("Qwen2MoeForCausalLM", "qwen2-moe"),
     "Qwen3-MoE": ("Qwen3MoeForCausalLM", "qwen3-moe"),
+    "Qwen3-Next": ("Qwen3NextForCausalLM", "qwen3-next"),
     "GLM-4.5": ("Glm4MoeForCausalLM", "glm4-moe"),
     "dots.llm1": ("Dots1ForCausalLM", "dots1"),
     "DeepSeek-V2, V2-Lite": ("DeepseekV2ForCausalLM", "deepseek-v2"),
     "DeepSeek-V3, R1": ("DeepseekV3ForCausalLM", "deepseek-v3"),
     "OPT": ("OPTForCausalLM", "opt"),
 }
-CPU_ALONE = {"DeepSeek-V2, V2-Lite", "DeepSeek-V3, R1", "OPT"}  # rows that run on a CPU alone, and dense
+CPU_ALONE = {"Qwen3-Next", "DeepSeek-V2, V2-Lite", "DeepSeek-V3, R1", "OPT"}  # rows that run on a CPU alone, and dense
 
 
 def cells() -> dict[str, list[str]]:

@@ -25,12 +25,14 @@ import torch
 from torch import Tensor
 
 from lmkit.attention_spec import AttentionSpec
+from lmkit.kernels.delta import DeltaStates, DeltaWeights
 from lmkit.kernels.registry import op
 from lmkit.kv_dtype import KVDtype
 from lmkit.low_rank import LowRanks
 
 FP8_MAX = 448.0
 ACTIVATIONS = ("silu", "gelu_tanh", "clamped_swish")  # of gated linears
+UNIT_EPS = 1e-6  # of unit vectors of linear attention
 CLAMP, SWISH = 7.0, 1.702  # of clamped_swish
 
 
@@ -261,6 +263,11 @@ def rope_paged_attention(
     """`rope_append` of the step's tokens, then `paged_attention` of their queries. The contents of q and k afterwards
     are undefined.
     """
+
+
+@op
+def gated_delta(y: Tensor, weights: DeltaWeights, states: DeltaStates, rows: Tensor, geometry: BatchGeometry) -> Tensor:
+    """y float32 [T, ...] -> [T, Hv * Dv], as kernels.delta says. `rows` int32 [B]: each sequence's row of states."""
 
 
 @op

@@ -10,8 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lmkit.kernels.delta import DeltaStates
 from lmkit.kernels.ops import BatchGeometry, KVTensor
 from lmkit.kv_dtype import KVDtype
+from lmkit.layers.delta_spec import DeltaSpec
 
 ALIGNMENT = 64  # of KV blocks: a cache line
 
@@ -28,6 +30,7 @@ class BatchInputs:
     logit_start: Tensor  # int32 [S + 1]: entries logit_start[s] .. logit_start[s + 1] of these belong to sequence s
     adapters: Tensor | None = None  # int32 [T]: each row's adapter, -1 = none; None if no row has one
     logit_adapters: Tensor | None = None  # int32 [R]: those of the logit rows
+    states: Tensor | None = None  # int32 [B]: each sequence's row of recurrent states; None = sequence b has row b
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor], num_groups: int) -> BatchInputs:
@@ -74,6 +77,7 @@ class KVLayer:
     k: KVTensor
     v: KVTensor
     group: int = 0
+    states: DeltaStates | None = None  # of linear attention, which has no keys and values
 
     @property
     def storages(self) -> tuple[KVTensor, ...]:
@@ -99,6 +103,13 @@ def allocate_kv(
         return KVTensor(data, params, dtype)
 
     return KVLayer(tensor(dtypes[0]), tensor(dtypes[1]))
+
+
+def allocate_states(spec: DeltaSpec, num_states: int) -> DeltaStates:
+    """Zeroed recurrent states of `num_states` sequences for one layer, on a CPU."""
+    conv = zeros((num_states, spec.channels, spec.kernel - 1), torch.float32, "cpu")
+    shape = num_states, spec.num_value_heads, spec.key_dim, spec.value_dim
+    return DeltaStates(conv, zeros(shape, torch.float32, "cpu"))
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:

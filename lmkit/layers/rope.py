@@ -8,6 +8,7 @@ longrope (arXiv 2402.13753).
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from lmkit.kernels import ops
 from lmkit.kernels.cuda.module import tensor_device
 from lmkit.layers.batch import BatchInputs
 from lmkit.layers.rope_spec import RopeSpec
+from lmkit.qtensor import QTensor, per_row
 
 
 class Rope:
@@ -116,3 +118,15 @@ def _yarn_magnitude(spec: RopeSpec) -> float:
     if spec.mscale and spec.mscale_all_dim:
         return mscale(spec.mscale) / mscale(spec.mscale_all_dim)
     return mscale(1.0)
+
+
+def halves_first(weight: Tensor | QTensor, order: tuple[int, ...]) -> Tensor | QTensor:
+    """The outputs of q or k [heads * head_dim, ...], each head's in `order` (LayerSpec.pair_order)."""
+    rows = torch.arange(len(weight.codes if isinstance(weight, QTensor) else weight)).view(-1, len(order))
+    rows = rows[:, list(order)].flatten()
+    if isinstance(weight, Tensor):
+        return weight[rows]
+    weight = per_row(weight)
+    codes = weight.codes.view(torch.uint8)[rows].view(weight.codes.dtype)  # torch indexes no float8
+    zeros = weight.zeros[rows] if len(weight.zeros) else weight.zeros
+    return replace(weight, codes=codes, scales=weight.scales[rows], zeros=zeros)

@@ -14,7 +14,6 @@ too. On a GPU the outputs of norms, and the activations that linears and attenti
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Protocol, Self
 
 import torch
@@ -24,16 +23,15 @@ from lmkit.kernels import ops
 from lmkit.kernels.ops import Norm
 from lmkit.layers.adapters import RowNumbers
 from lmkit.layers.batch import BatchInputs, KVLayer
+from lmkit.layers.delta import GatedDelta
 from lmkit.layers.latent import LatentAttention
 from lmkit.layers.linear import MergedLinear, Weights
 from lmkit.layers.mlp import GatedMLP
 from lmkit.layers.mlp_spec import MoESpec
 from lmkit.layers.moe import MoE
-from lmkit.layers.rope import Rope
-from lmkit.models import roles
+from lmkit.layers.rope import Rope, halves_first
 from lmkit.models.layer_spec import LayerSpec
 from lmkit.models.spec import ModelSpec
-from lmkit.qtensor import QTensor, per_row
 
 CosSin = tuple[Tensor, Tensor]
 
@@ -82,7 +80,10 @@ class DecoderLayer:
         self.spec, self.index, self.weights, self.device, self.dtype = spec, index, weights, device, dtype
         pairs = {"interleaved": spec.rope.interleaved}
         self.latent = LatentAttention(spec.latent, spec.num_heads, weights, device, **pairs) if spec.latent else None
-        self.qkv = MergedLinear(roles.QKV, weights, device) if self.latent is None else self.latent.inputs
+        self.delta = GatedDelta(spec.delta, spec.norm_eps, weights, device) if spec.delta else None
+        self.inner = self.latent or self.delta  # the block, unless it is plain attention
+        self.qkv = MergedLinear(spec.qkv, weights, device) if self.inner is None else self.inner.inputs
+        self._gates: Tensor | None = None  # of a step, from `queries_keys_values` to `outputs`
         self.o = MergedLinear(("attn.o",), weights, device)
         self.ranks: Ranks | None = None  # which add up the outputs of attention and MLP
         self.shows_all_tokens = False  # whether observers of an expert also see tokens of other experts
@@ -97,7 +98,7 @@ class DecoderLayer:
 
     @property
     def linears(self) -> tuple[MergedLinear, ...]:
-        inputs = (self.qkv,) if self.latent is None else self.latent.linears
+        inputs = (self.qkv,) if self.inner is None else self.inner.linears
         return *inputs, self.o, *self.mlp.linears
 
     @property
@@ -133,7 +134,7 @@ class DecoderLayer:
         if self.spec.pair_order:
             for role in ("attn.q", "attn.k", "attn.q.bias", "attn.k.bias"):
                 if role in self.weights:
-                    self.weights[role] = _with_halves(self.weights[role], self.spec)
+                    self.weights[role] = halves_first(self.weights[role], self.spec.pair_order)
         for linear in self.linears:
             linear.pack(activations)
         for role, weight in self.weights.items():
@@ -202,7 +203,13 @@ class DecoderLayer:
             q, row = self.latent.queries_and_rows(x, norm)
             return q, row, row
         spec, num_tokens = self.spec, x.shape[0]
-        parts = self.qkv(x, norm).split((spec.q_size, spec.kv_size, spec.kv_size), dim=-1)
+        y = self.qkv(x, norm)
+        if self.delta is not None:
+            return y, y, y
+        *parts, gates = y.split(
+            (spec.q_size, spec.kv_size, spec.kv_size, y.shape[1] - spec.q_size - 2 * spec.kv_size), -1
+        )
+        self._gates = gates if spec.gated else None
         q, k, v = (part.view(num_tokens, -1, spec.head_dim) for part in parts)
         if self.qkv.packed is None and spec.pair_order:
             q, k = (x[..., list(spec.pair_order)] for x in (q, k))
@@ -218,6 +225,8 @@ class DecoderLayer:
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, batch: BatchInputs, rope: CosSin, kv: KVLayer) -> Tensor:
         """The output of attention, [T, num_heads * head_dim]. Overwrites q and k, and appends to `kv`."""
+        if self.delta is not None:
+            return self.delta(q, batch, kv)
         geometry = batch.geometries[kv.group]
         sinks = self.weights.get("attn.sinks")
         out: Tensor = self.attention_op(q, k, v, *rope, kv.k, kv.v, geometry, self.spec.attention, sinks)
@@ -225,16 +234,24 @@ class DecoderLayer:
 
     def outputs(self, out: Tensor) -> Tensor:
         """The output of the attention op [T, num_heads, head_dim] -> the input of attn.o."""
+        if self._gates is not None:
+            gates, self._gates = self._gates, None
+            return out.view(len(out), -1) * gates.sigmoid()
         return out.view(len(out), -1) if self.latent is None else self.latent.values(out)
 
     def attend_logit_rows(
         self, q: Tensor, k: Tensor, v: Tensor, stream: Tensor, batch: BatchInputs, rope: CosSin, kv: KVLayer
     ) -> tuple[Tensor, Tensor]:
         """(output of `attend`, stream) of the batch's logit rows. Overwrites q and k, and appends to `kv`."""
+        if self.delta is not None:
+            rows = batch.logit_rows
+            return self.gather(self.delta(q, batch, kv), rows), self.gather(stream, rows)
         self.append_op(q, k, v, *rope, kv.k, kv.v, batch.geometries[kv.group].slots)
         rows = batch.logit_rows
         if not len(rows):  # a chunk that ends before its prompt does
             return stream[:0], stream[:0]
+        if self._gates is not None:
+            self._gates = self._gates[rows]
         wanted = self.gather(q.flatten(1), rows).to(q.dtype).view(len(rows), *q.shape[1:])
         geometry, sinks = batch.logit_geometry(kv.group), self.weights.get("attn.sinks")
         out: Tensor = self.paged_attention(wanted, kv.k, kv.v, geometry, self.spec.attention, sinks)
@@ -270,18 +287,6 @@ class DecoderLayer:
         assert isinstance(weight, Tensor)
         assert bias is None or isinstance(bias, Tensor)
         return Norm(weight, self.spec.norm_eps, residual, self.dtype, bias)
-
-
-def _with_halves(weight: Tensor | QTensor, spec: LayerSpec) -> Tensor | QTensor:
-    """The outputs of q or k [heads * head_dim, ...], each head in the order of LayerSpec.pair_order."""
-    rows = torch.arange(len(weight.codes if isinstance(weight, QTensor) else weight)).view(-1, spec.head_dim)
-    rows = rows[:, list(spec.pair_order)].flatten()
-    if isinstance(weight, Tensor):
-        return weight[rows]
-    weight = per_row(weight)
-    codes = weight.codes.view(torch.uint8)[rows].view(weight.codes.dtype)  # torch indexes no float8
-    zeros = weight.zeros[rows] if len(weight.zeros) else weight.zeros
-    return replace(weight, codes=codes, scales=weight.scales[rows], zeros=zeros)
 
 
 class Decoder:

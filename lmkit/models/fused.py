@@ -4,6 +4,7 @@ The order of the outputs, from the first on:
 
     self_attn.qkv_proj          q | k | v                          Phi-3
     attention.wqkv              for each KV head: its q heads | k | v      InternLM 2
+    self_attn.q_proj            for each head: q | gate            Qwen3-Next
     mlp.gate_up_proj            gate | up                          Phi-3, GLM-4
     mlp.experts.gate_up_proj    [experts, gate | up, in]           transformers 5
     mlp.experts.down_proj       [experts, out, in]                 transformers 5
@@ -44,7 +45,12 @@ EXPERTS = {"mlp.experts.gate_up_proj": ("gate", "up"), "mlp.experts.down_proj": 
 # What ends the name of such a tensor, and the name of an expert's.
 ENDINGS = {"": "weight", "_bias": "bias", "_blocks": BLOCKS, "_scales": SCALES}
 ROUTER = "mlp.gate"  # beside experts in one tensor
-UNSUFFIXED = ("attn.sinks", SCORE_BIAS)  # vectors whose names in a checkpoint do not end with "weight"
+UNSUFFIXED = (
+    "attn.sinks",
+    SCORE_BIAS,
+    "attn.a_log",
+    "attn.dt_bias",
+)  # vectors whose names in a checkpoint do not end with "weight"
 
 
 def stored_name(spec: ModelSpec, index: int, role: str) -> str:
@@ -60,7 +66,7 @@ def views(reader: CheckpointReader, spec: ModelSpec) -> dict[str, View]:
             found[f"{new}.{suffix}"] = named(source, reader.info(source).shape)
     for index, layer in enumerate(spec.layers):
         found |= dict(_linears(reader, index, layer))
-        for role in layer.vectors.keys() & UNSUFFIXED:
+        for role in (layer.vectors | layer.matrices).keys() & UNSUFFIXED:
             if reader.has(source := layer.module_name(index, role)):
                 found[source + ".weight"] = named(source, reader.info(source).shape)
         if isinstance(layer.mlp, MoESpec):
@@ -88,6 +94,9 @@ def _fused(layer: LayerSpec) -> dict[str, dict[str, Rows]]:
         "self_attn.qkv_proj": dict(zip(roles.QKV, shares, strict=True)),
         "attention.wqkv": dict(zip(roles.QKV, grouped, strict=True)),
     }
+    if layer.gated:
+        halves = [replace(half, groups=layer.num_heads) for half in HALVES]
+        fused["self_attn.q_proj"] = dict(zip(("attn.q", "attn.gate"), halves, strict=True))
     if not layer.is_sparse:
         fused["mlp.gate_up_proj"] = dict(zip(("mlp.gate", "mlp.up"), HALVES, strict=True))
     return fused

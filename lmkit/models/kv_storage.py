@@ -18,7 +18,7 @@ from lmkit.kernels import ops
 from lmkit.kernels.cuda.module import tensor_device
 from lmkit.kernels.ops import KeyMean
 from lmkit.kv_dtype import KVDtype, kv_dtype
-from lmkit.layers.batch import KVLayer, allocate_kv
+from lmkit.layers.batch import KVLayer, allocate_kv, allocate_states
 from lmkit.layers.rope import Rope
 from lmkit.layers.rope_spec import RopeSpec
 from lmkit.log import get_logger
@@ -148,16 +148,20 @@ def allocate(
     positions: int,
     device: str = "cpu",
     layout: KVLayout | None = None,
+    num_states: int = 16,
 ) -> list[KVLayer]:
     """Zeroed blocks for every layer, for sequences of at most `positions` tokens. The system provides zeroed pages only
-    when they are first written. Groups of `layout` share their tensors; without it every layer has its own."""
+    when they are first written. Groups of `layout` share their tensors; without it every layer has its own.
+    Linear attention has no blocks, but recurrent states of `num_states` sequences."""
     tables = {rope: _angles(rope, positions, device) for rope in _ropes_of_means(layers, storages)}
     places = [(0, i) for i in range(len(layers))] if layout is None else layout.places()
     at, plain = tensor_device(device), dict[int, KVLayer]()
     for layer, storage, (_, place) in zip(layers, storages, places, strict=True):
         if place not in plain:
-            shape = num_blocks, layer.num_kv_heads, block_size, layer.head_dim
+            shape = 0 if layer.delta else num_blocks, layer.num_kv_heads, block_size, layer.head_dim
             plain[place] = allocate_kv(*shape, storage.dtypes, at)
+            if layer.delta:
+                plain[place] = replace(plain[place], states=allocate_states(layer.delta, num_states))
             if layer.latent:
                 plain[place] = replace(plain[place], v=plain[place].k)
     return [

@@ -12,6 +12,7 @@ from functools import cached_property
 
 from lmkit.attention_spec import AttentionSpec
 from lmkit.kv_dtype import KVDtype
+from lmkit.layers.delta_spec import DeltaSpec
 from lmkit.layers.latent_spec import LatentSpec
 from lmkit.layers.mlp_spec import MAX_PLACES, MLPSpec, MoESpec
 from lmkit.layers.rope_spec import RopeSpec
@@ -44,6 +45,8 @@ class LayerSpec:
     qk_norm: bool = False  # RMSNorm over head_dim on q and k, before RoPE
     joint_qk_norm: bool = False  # the norm of q is over all heads together, and so is that of k
     latent: LatentSpec | None = None  # latent attention: one KV head, whose row is both key and value
+    delta: DeltaSpec | None = None  # linear attention: a recurrent state in place of keys and values
+    gated: bool = False  # the output of attention is multiplied with the sigmoid of one more linear, attn.gate
     pre_norms: bool = True
     post_norms: bool = False
     stream_norms: bool = False  # and no other ones
@@ -71,6 +74,11 @@ class LayerSpec:
         return (*range(0, size, 2), *range(1, size, 2), *range(size, self.head_dim))
 
     @property
+    def qkv(self) -> tuple[str, ...]:
+        """The roles of the linears that read the input of full attention."""
+        return (*roles.QKV, "attn.gate") if self.gated else roles.QKV
+
+    @property
     def is_sparse(self) -> bool:
         return bool(self.routers)
 
@@ -81,6 +89,10 @@ class LayerSpec:
         shapes = {"attn.q": (q, hidden), "attn.k": (kv, hidden), "attn.v": (kv, hidden), "attn.o": (hidden, q)}
         if self.latent:
             shapes = self.latent.linears(hidden, self.num_heads)
+        if self.gated:
+            shapes["attn.gate"] = (q, hidden)
+        if self.delta:
+            shapes = self.delta.linears(hidden)
         for name, mlp in self.mlps.items():
             inner = mlp.intermediate_size
             shapes |= {f"{name}.{part}": (inner, hidden) for part in mlp.inputs} | {f"{name}.down": (hidden, inner)}
@@ -92,9 +104,11 @@ class LayerSpec:
         return {role: (size, self.hidden_size) for role, size in self.mlp.routers.items()}
 
     @cached_property
-    def matrices(self) -> dict[str, Shape]:
-        """Shapes of the matrices that are neither linears nor routers, by role. They stay dense, in float32."""
-        return self.latent.matrices(self.num_heads) if self.latent else {}
+    def matrices(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the tensors that are no linears, routers or norms, by role. They stay dense, in float32."""
+        if self.delta:
+            return self.delta.matrices
+        return dict(self.latent.matrices(self.num_heads)) if self.latent else {}
 
     @cached_property
     def vectors(self) -> dict[str, int]:
@@ -138,7 +152,7 @@ class LayerSpec:
     @cached_property
     def fused(self) -> tuple[tuple[str, ...], ...]:
         """Linears that read the same input and become one product when their formats agree."""
-        inputs = self.latent.inputs if self.latent else roles.QKV
+        inputs = self.delta.inputs if self.delta else self.latent.inputs if self.latent else self.qkv
         return (inputs, *(tuple(f"{name}.{part}" for part in mlp.inputs) for name, mlp in self.mlps.items()))
 
     @cached_property
@@ -193,7 +207,7 @@ class LayerSpec:
         if half:
             widest = 12 * hidden + 2 * (hidden + 3 * q + 2 * kv + 3 * inner)
         else:
-            widest = 4 * (4 * hidden + max(3 * q + 4 * kv, 3 * inner))
+            widest = 4 * (4 * hidden + max(3 * q + 4 * kv, 2 * self._inputs_size, 3 * inner))
         if isinstance(self.mlp, MoESpec):
             per_stream, per_inner = (24, 6) if half else (32, 12)
             per_expert = 32 if self.mlp.sigmoid else 16  # its scores, and those by which it is chosen
@@ -208,8 +222,15 @@ class LayerSpec:
         places = min(num_tokens * self.mlp.experts_per_token, MAX_PLACES)
         return 24 * num_tokens * self.hidden_size + 8 * places * (self.hidden_size + self.mlp.expert.intermediate_size)
 
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of a sequence's recurrent state."""
+        return self.delta.state_bytes if self.delta else 0
+
     def kv_token_bytes(self, k: KVDtype, v: KVDtype) -> int:
         """Bytes of one token's keys and values in these storage types, including their parameters."""
+        if self.delta:
+            return 0
         if self.latent:  # a row is both
             return k.row_bytes(self.head_dim)
         return self.num_kv_heads * (k.row_bytes(self.head_dim) + v.row_bytes(self.head_dim))
@@ -222,4 +243,10 @@ class LayerSpec:
     @property
     def widest_product(self) -> int:
         """Outputs of the largest product: q, k and v, or gate and up, side by side."""
-        return max(self.q_size + 2 * self.kv_size, 2 * self.widest_mlp)
+        return max(self._inputs_size, 2 * self.widest_mlp)
+
+    @property
+    def _inputs_size(self) -> int:
+        if self.delta:
+            return sum(self.delta.linears(1)[role][0] for role in self.delta.inputs)
+        return self.q_size * (2 if self.gated else 1) + 2 * self.kv_size

@@ -139,6 +139,7 @@ def resolved(
     try:
         for what, found in (
             ("latent attention", any(layer.latent for layer in source.spec.kinds)),
+            ("linear attention", any(layer.delta for layer in source.spec.kinds)),
             ("LayerNorm", any(layer.norm_bias for layer in source.spec.kinds)),
         ):
             if found and device != "cpu":

@@ -63,6 +63,17 @@ MIXTRAL_EXPERTS = {
     "mlp.experts.{}.up": "block_sparse_moe.experts.{}.w3",
     "mlp.experts.{}.down": "block_sparse_moe.experts.{}.w2",
 }
+# Qwen3-Next. A checkpoint has q and the gate of a head side by side in q_proj: models.fused.
+GATED_NAMES = {"attn.q": "self_attn.query_proj", "attn.gate": "self_attn.gate_proj"}
+DELTA_NAMES = {
+    "attn.qkvz": "linear_attn.in_proj_qkvz",
+    "attn.ba": "linear_attn.in_proj_ba",
+    "attn.conv": "linear_attn.conv1d",
+    "attn.a_log": "linear_attn.A_log",
+    "attn.dt_bias": "linear_attn.dt_bias",
+    "attn.delta_norm": "linear_attn.norm",
+    "attn.o": "linear_attn.out_proj",
+}
 OPT_NAMES = {
     "norm.attn": "self_attn_layer_norm",
     "attn.q": "self_attn.q_proj",

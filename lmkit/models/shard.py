@@ -61,6 +61,8 @@ class Shard:
             raise UnsupportedError(f"tp={self.size}: {kv_heads} KV heads cannot be shared out evenly")
         if spec.latent:
             raise UnsupportedError(f"tp={self.size}: latent attention is not split over processes; use tp=1")
+        if spec.delta or spec.gated:
+            raise UnsupportedError(f"tp={self.size}: linear attention is not split over processes; use tp=1")
         if spec.joint_qk_norm:
             raise UnsupportedError(f"tp={self.size}: this model normalizes all heads together; use tp=1")
         mlp = spec.mlp

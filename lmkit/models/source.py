@@ -210,9 +210,12 @@ class ModelSource:
         for role, shape in spec.matrices.items():
             yield role, self._matrix(spec.module_name(index, role), shape)
 
-    def _matrix(self, module: str, expected: tuple[int, int]) -> Tensor:
-        """A matrix that stays dense, float32. The checkpoint may have it quantized."""
-        weight = self.format.read_linear(self.reader, module)
+    def _matrix(self, module: str, expected: tuple[int, ...]) -> Tensor:
+        """A tensor that stays dense, float32. The checkpoint may have a matrix quantized."""
+        if len(expected) == 2:
+            weight = self.format.read_linear(self.reader, module)
+        else:
+            weight = self._plain(module + ".weight", None)
         matrix = dequantize(weight) if isinstance(weight, QTensor) else weight.float()
         if tuple(matrix.shape) != expected:
             path = self.reader.path

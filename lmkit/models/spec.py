@@ -56,6 +56,16 @@ class ModelSpec:
         return tuple(dict.fromkeys(self.layers))
 
     @property
+    def is_recurrent(self) -> bool:
+        """Whether layers keep a state for each sequence, which has no blocks."""
+        return any(layer.delta for layer in self.kinds)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the recurrent states of one sequence."""
+        return sum(layer.state_bytes for layer in self.layers)
+
+    @property
     def num_weights(self) -> int:
         """Weights of the layers' linears."""
         return sum(layer.num_weights for layer in self.layers)

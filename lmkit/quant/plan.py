@@ -59,6 +59,8 @@ def make_plan(source: ModelSource, recipe: Recipe, device: str = "cpu") -> Plan:
         raise UnsupportedError(f"{path}: is quantized already ({source.format.name}); quantize the original checkpoint")
     if any(layer.latent for layer in spec.kinds):
         raise UnsupportedError(f"{path}: models with latent attention are served but not quantized")
+    if spec.is_recurrent:
+        raise UnsupportedError(f"{path}: models with linear attention are served but not quantized")
     if any(layer.norm_bias for layer in spec.kinds):
         raise UnsupportedError(f"{path}: models with LayerNorm are served but not quantized")
     if recipe.calibration.has_text and recipe.calibration.seq_len > spec.max_position:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lmkit.attention_spec import AttentionSpec
 from lmkit.kernels import ops
+from lmkit.kernels.delta import DeltaStates, DeltaWeights
 from lmkit.kernels.ops import BatchGeometry, KeyMean, KVTensor, Norm
 from lmkit.kernels.registry import Implementation, Op
 from lmkit.kv_dtype import BFLOAT16, FLOAT16, FLOAT32, FP8, INT4, INT8, KVDtype
@@ -57,7 +58,8 @@ def run(implementation: Implementation, case: Case, device: str = "cpu") -> list
         changed = args[places.get(case.op.name, slice(0))]
         caches = [arg for arg in args if isinstance(arg, KVTensor)]
         return [*changed, *(part for cache in caches for part in (cache.data, cache.params))]
-    return [*result] if isinstance(result, tuple) else [result, *streams]
+    states = [part for arg in args if isinstance(arg, DeltaStates) for part in (arg.conv, arg.matrix)]
+    return [*result] if isinstance(result, tuple) else [result, *streams, *states]
 
 
 def _to(value: Any, device: str) -> Any:
@@ -71,6 +73,10 @@ def _to(value: Any, device: str) -> Any:
         mean = value.mean and KeyMean(*(part.to(device) for part in vars(value.mean).values()))
         scales = None if value.scales is None else value.scales.to(device)
         return KVTensor(value.data.to(device), value.params.to(device), value.dtype, mean, value.hadamard, scales)
+    if isinstance(value, DeltaStates):
+        return DeltaStates(value.conv.to(device), value.matrix.to(device))
+    if isinstance(value, DeltaWeights):
+        return replace(value, **{k: v.to(device) for k, v in vars(value).items() if isinstance(v, Tensor)})
     if isinstance(value, BatchGeometry):
         return BatchGeometry(*(part.to(device) for part in vars(value).values()))
     if isinstance(value, QTensor):
@@ -102,7 +108,7 @@ def _seeded(make: Callable[[], tuple[Any, ...]]) -> Callable[[], tuple[Any, ...]
 def all_cases() -> list[Case]:
     return [
         *elementwise_cases(), *rope_cases(), *kv_cases(), *attention_cases(), *key_cases(), *linear_cases(),
-        *rope_attention_cases(), *draw_cases(),
+        *rope_attention_cases(), *draw_cases(), *delta_cases(),
     ]  # fmt: skip
 
 
@@ -429,6 +435,28 @@ def rope_attention_cases() -> Iterator[Case]:
         traits = {"rotary_dim": rotary} | _heads(heads, group, dim)
         tolerance = F32_TOLERANCE if types[0] == FLOAT32 else 2e-3  # a code may round the other way
         yield Case(ops.rope_paged_attention, names(types), _seeded(attend), traits, tolerance)
+
+
+def delta_cases() -> Iterator[Case]:
+    """Sequences that begin, go on, have one token and have none, in scattered rows of states."""
+    for key_heads, share, key_dim, value_dim, kernel in ((2, 3, 8, 12, 4), (1, 1, 16, 5, 1), (3, 2, 32, 32, 2)):
+
+        def advance(
+            hk: int = key_heads, g: int = share, dk: int = key_dim, dv: int = value_dim, size: int = kernel
+        ) -> Any:
+            hv, channels = hk * g, hk * (2 * dk + g * dv)
+            query_start, lengths, rows = [0, 7, 8, 13, 13], [7, 30, 9, 4], torch.tensor([4, 0, 2, 1]).int()
+            weights = DeltaWeights(
+                torch.randn(channels, size), torch.randn(hv), torch.randn(hv) * 3, torch.randn(dv), 1e-6
+            )
+            states = DeltaStates(torch.randn(5, channels, size - 1), torch.randn(5, hv, dk, dv))
+            y = torch.randn(query_start[-1], hk * (2 * dk + 2 * g * dv) + 2 * hv)
+            tables = torch.zeros(len(lengths), 1).int()
+            return y, weights, states, rows, geometry(query_start, lengths, tables)
+
+        yield Case(
+            ops.gated_delta, f"{key_heads}x{share}x{key_dim}x{value_dim}x{kernel}", _seeded(advance), {}, brief=True
+        )
 
 
 def draw_cases() -> Iterator[Case]:

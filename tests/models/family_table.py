@@ -18,6 +18,11 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "families.md"
 HEADER = "| model | architecture | norms | attention | MLP | `lmkit quantize` | KV int8, int4 | steps on a GPU |"
 
 
+def attending(spec: ModelSpec) -> LayerSpec:
+    """The first layer with keys and values."""
+    return next(layer for layer in spec.layers if not layer.delta)
+
+
 def norms(layer: LayerSpec) -> str:
     where = {(True, False): "before", (True, True): "before and behind", (False, True): "behind"}
     kind = ", LayerNorm" if layer.norm_bias else ""
@@ -26,8 +31,9 @@ def norms(layer: LayerSpec) -> str:
 
 def attention(spec: ModelSpec) -> str:
     parts = ["latent"] if spec.layers[0].latent else []
+    parts += ["linear in most layers", "gated"] if spec.is_recurrent else []
     parts += ["sliding windows"] if any(spec.windows) else []
-    layer, unturned = spec.layers[0], any(x.rope.kind == "none" for x in spec.kinds)
+    layer, unturned = attending(spec), any(x.rope.kind == "none" for x in spec.kinds)
     if unturned:
         parts.append("some layers without RoPE" if spec.first_position is None else "learned positions")
     parts += ["RoPE on a part"] if not layer.latent and layer.rope.rotary_dim < layer.head_dim else []
@@ -47,7 +53,7 @@ def mlp(spec: ModelSpec) -> str:
 
 def steps(spec: ModelSpec) -> str:
     """As turbo.runners.cuda_captured says."""
-    if spec.layers[0].latent or spec.layers[0].norm_bias:
+    if spec.layers[0].latent or spec.layers[0].norm_bias or spec.is_recurrent:
         return "none"
     fixed = all(layer.pre_norms and not layer.is_sparse for layer in spec.layers) and not spec.dynamic_length
     return "captured" if fixed else "launched"
@@ -57,7 +63,7 @@ def row(model: str, architecture: str, name: str) -> str:
     with tempfile.TemporaryDirectory() as folder:
         tiny.make(Path(folder), name)
         spec = load_spec(json.loads((Path(folder) / "config.json").read_text()))
-    layer = spec.layers[0]
+    layer = attending(spec)
     kv = "yes" if not layer.latent and all(layer.kv_token_bytes(kind, kind) for kind in (INT8, INT4)) else "no"
     cells = [
         model,
@@ -65,7 +71,7 @@ def row(model: str, architecture: str, name: str) -> str:
         norms(layer),
         attention(spec),
         mlp(spec),
-        "no" if layer.latent or layer.norm_bias else "yes",
+        "no" if layer.latent or layer.norm_bias or spec.is_recurrent else "yes",
         kv,
         steps(spec),
     ]

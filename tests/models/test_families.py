@@ -121,7 +121,7 @@ def test_an_unknown_architecture_is_refused_with_the_list() -> None:
     ("name", "nearest"),
     [
         ("Glm4MoeLiteForCausalLM", "Glm4MoeForCausalLM"),
-        ("Qwen3NextForCausalLM", "Qwen3ForCausalLM"),
+        ("Qwen3NextVLForCausalLM", "Qwen3NextForCausalLM"),
         ("GPT2LMHead", None),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,9 @@ import torch
 from torch import Tensor
 
 from lmkit.kv_dtype import FLOAT32, INT4, INT8, KVDtype
-from lmkit.layers.batch import KVLayer, allocate_kv
+from lmkit.layers.batch import KVLayer, allocate_kv, allocate_states
 from lmkit.models.decoder import Decoder
+from lmkit.models.layer_spec import LayerSpec
 from lmkit.models.loader import load_model
 from lmkit.turbo.plan import Chunk, NewSequence
 from lmkit.turbo.request import SamplingParams
@@ -37,7 +39,7 @@ def steps(decoder: Decoder, dtypes: tuple[KVDtype, KVDtype]) -> list[tuple[Tenso
         tokens = torch.randint(0, 199, (LENGTH,), generator=generator).tolist()
         blocks = [list(range(8 * slot, 8 * slot + 8))]
         batch.enter(NewSequence(slot, tokens, LENGTH, SamplingParams(), (), prompt_logprobs=False, block_tables=blocks))
-    kv = [allocate_kv(24, layer.num_kv_heads, BLOCK, layer.head_dim, dtypes) for layer in decoder.spec.layers]
+    kv = [storage(layer, dtypes) for layer in decoder.spec.layers]
     rows = projected(decoder)
     found, done = [], [0, 0, 0]
     for step in STEPS:
@@ -53,8 +55,14 @@ def steps(decoder: Decoder, dtypes: tuple[KVDtype, KVDtype]) -> list[tuple[Tenso
     return found
 
 
+def storage(layer: LayerSpec, dtypes: tuple[KVDtype, KVDtype]) -> KVLayer:
+    kv = allocate_kv(24, layer.num_kv_heads, BLOCK, layer.head_dim, dtypes)
+    return replace(kv, states=allocate_states(layer.delta, 3)) if layer.delta else kv
+
+
 def stored(kv: list[KVLayer]) -> list[Tensor]:
-    return [part for layer in kv for tensor in (layer.k, layer.v) for part in (tensor.data, tensor.params)]
+    blocks = [part for layer in kv for tensor in (layer.k, layer.v) for part in (tensor.data, tensor.params)]
+    return blocks + [state for layer in kv if layer.states for state in (layer.states.conv, layer.states.matrix)]
 
 
 def projected(decoder: Decoder) -> list[int]:

@@ -42,6 +42,11 @@ SIGMOID = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_si
 LATENT = {"kv_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 10, "v_head_dim": 14,
           "num_key_value_heads": 6, "first_k_dense_replace": 1}  # fmt: skip
 
+LINEAR = {"head_dim": 16, "num_hidden_layers": 5, "full_attention_interval": 2,
+          "linear_num_key_heads": 2, "linear_num_value_heads": 6,
+          "linear_key_head_dim": 8, "linear_value_head_dim": 12, "linear_conv_kernel_dim": 4,
+          "shared_expert_intermediate_size": 24}  # fmt: skip
+
 INTERNLM2 = {
     "lm_head": "output", "embed_tokens": "tok_embeddings", "self_attn.o_proj": "attention.wo",
     "mlp.gate_proj": "feed_forward.w1", "mlp.up_proj": "feed_forward.w3", "mlp.down_proj": "feed_forward.w2",
@@ -120,6 +125,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
                                                             "topk_method": "group_limited_greedy"}),
     "deepseek-v3": ("DeepseekV3Config", SIGMOID | LATENT | {"q_lora_rank": 20, "rope_parameters": YARN | {
         "mscale": 1.0, "mscale_all_dim": 1.0}}),
+    "qwen3-next": ("Qwen3NextConfig", EXPERTS | LINEAR),
+    "qwen3-next-dense": ("Qwen3NextConfig", LINEAR | {"num_experts": 0, "num_hidden_layers": 3, "attention_bias": True,
+                                                     "layer_types": ["full_attention"] + ["linear_attention"] * 2}),
 }  # fmt: skip
 
 

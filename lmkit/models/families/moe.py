@@ -47,7 +47,7 @@ def qwen2_moe(hf: dict[str, Any]) -> ModelSpec:
         hf = hf | {"layer_types": kinds}
     layers = windowed(layer_spec(hf, attn_bias=bool(hf.get("qkv_bias", True))), layer_windows(hf))
     shared = MLPSpec(integer(hf, "shared_expert_intermediate_size"))
-    return model_spec(hf, _with_experts(hf, layers, shared if shared.intermediate_size else None))
+    return model_spec(hf, with_experts(hf, layers, shared if shared.intermediate_size else None))
 
 
 @family("Qwen3MoeForCausalLM")
@@ -55,7 +55,7 @@ def qwen3_moe(hf: dict[str, Any]) -> ModelSpec:
     bias = bool(hf.get("attention_bias", False))
     window = integer(hf, "sliding_window", 0) if hf.get("use_sliding_window", False) else 0
     layer = layer_spec(hf, attn_bias=bias, o_bias=bias, qk_norm=True)
-    return model_spec(hf, _with_experts(hf, windowed(layer, [window] * num_layers(hf))))
+    return model_spec(hf, with_experts(hf, windowed(layer, [window] * num_layers(hf))))
 
 
 @family("Glm4MoeForCausalLM")
@@ -104,7 +104,7 @@ def deepseek_experts(hf: dict[str, Any], layers: list[LayerSpec], **flags: Any) 
     ]
 
 
-def _with_experts(hf: dict[str, Any], layers: list[LayerSpec], shared: MLPSpec | None = None) -> list[LayerSpec]:
+def with_experts(hf: dict[str, Any], layers: list[LayerSpec], shared: MLPSpec | None = None) -> list[LayerSpec]:
     """Qwen's rule for sparse layers. transformers 5 writes Qwen3's `num_experts` as `num_local_experts`."""
     num_experts = integer(hf, "num_local_experts" if "num_local_experts" in hf else "num_experts")
     step, dense = integer(hf, "decoder_sparse_step", 1), hf.get("mlp_only_layers") or []

@@ -91,6 +91,8 @@ def resolved_draft(
     with resolved(config.draft_model, device="cpu") as model:
         if not model.source.has_head:
             raise ConfigError(f"draft model {model.reader.path}: this checkpoint has no head to generate with")
+        if model.spec.is_recurrent:
+            raise ConfigError(f"draft model {model.reader.path}: it has recurrent states; use one of full attention")
         _check_tokens(model.reader.path, target.reader.path)
         context = model.spec.max_position
         if config.max_model_len is not None:

@@ -114,7 +114,9 @@ class Engine:
         limits = _limits(config, memory, spec)
         with loading.fits_the_gpu("the KV cache or the first steps"):
             sizes = memory.num_blocks, config.tokens_per_block, memory.max_model_len
-            kv = kv_storage.allocate(spec.layers, model.storages, *sizes, device.name, memory.layout)
+            kv = kv_storage.allocate(
+                spec.layers, model.storages, *sizes, device.name, memory.layout, config.max_batch_size
+            )
             blocks = KVBlocks(kv)
             self._tiers, self._block_server = loading.open_tiers(config, model, blocks)
             self._guides = Guides(model.tokenizer, spec.vocab_size)

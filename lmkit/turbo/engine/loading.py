@@ -26,6 +26,7 @@ from lmkit.models.loader import load as load_decoder
 from lmkit.models.packed_cache import PackedFile
 from lmkit.models.resolved import resolved
 from lmkit.models.shard import Shard
+from lmkit.models.spec import ModelSpec
 from lmkit.models.stream_plan import Planned, Streaming, StreamPlan
 from lmkit.text import Tokenizer
 from lmkit.turbo.engine.draft_head import LoadedHead
@@ -82,6 +83,7 @@ def load(model_path: str, config: EngineConfig, device: Device, rank: int = 0) -
     streaming = streaming_of(config, planned)
     with resolved(model_path, **options) as model, resolved_draft(config, device, model) as draft:
         spec, path = model.spec, model.reader.path
+        _check_recurrent(spec, config)
         sampling = read_defaults(path, config.generation_config)
         pooling = read_pooling(path) if config.pooling == "auto" else config.pooling
         dimensions = read_dimensions(path)
@@ -178,6 +180,25 @@ def streaming_of(config: EngineConfig, planned: Planned = lambda *_: None) -> St
     return Streaming(config.weights_memory, Path(config.weights_path) if config.weights_path else None, planned)
 
 
+def _check_recurrent(spec: ModelSpec, config: EngineConfig) -> None:
+    """Raise ConfigError for options that do not go together with recurrent states, if the model has any."""
+    if not spec.is_recurrent:
+        return
+    given = {
+        "speculate": config.speculate != "off",
+        "adapters": bool(config.adapters),
+        "adapter_root": config.adapter_root is not None,
+        "kv_host_memory": config.kv_host_memory is not None,
+        "kv_disk_path": config.kv_disk_path is not None,
+        "kv_peer": config.kv_peer is not None,
+        "kv_events": config.kv_events is not None,
+    }
+    if refused := [name for name, is_given in given.items() if is_given]:
+        raise ConfigError(f"{spec.architecture} has recurrent states; leave out {', '.join(refused)}")
+    if config.prefix_cache:
+        log.warning("the prefix cache is off: cached blocks of %s would lack its recurrent state", spec.architecture)
+
+
 def _check_ranks(config: EngineConfig) -> None:
     """Raise ConfigError for options that do not go together with ranks."""
     if config.device != "cpu":
@@ -194,6 +215,7 @@ def _check_ranks(config: EngineConfig) -> None:
 def given(decoder: Decoder, config: EngineConfig, device: Device, storages: list[KVStorage] | None) -> LoadedModel:
     """Wrap a decoder that is on the device already. `storages` or `config` gives the KV storage. There are no tiers."""
     spec = decoder.spec
+    _check_recurrent(spec, config)
     if config.tp > 1:
         raise ConfigError(f"tp={config.tp} needs a checkpoint, which every rank reads its part of")
     if config.weights_memory is not None:

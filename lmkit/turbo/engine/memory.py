@@ -47,20 +47,22 @@ class MemoryPlan:
     wanted_len: int  # the model's context, or the one that was asked for
     wanted_kv: int  # bytes of KV for one sequence of that length
     layout: KVLayout
+    states: int = 0  # recurrent states, one for each sequence of the batch
 
     @property
     def total(self) -> int:
         """Bytes of all but the runtime."""
-        return self.weights + self.workspace + self.host + self.kv
+        return self.weights + self.workspace + self.states + self.host + self.kv
 
     def lines(self, kv_dtype: str) -> list[str]:
         """The plan in lines of at most 55 characters. `kv_dtype` names the storage."""
-        used = self.weights + self.workspace + RUNTIME_BYTES + self.kv
+        used = self.weights + self.workspace + self.states + RUNTIME_BYTES + self.kv
         host = [f"KV that leaves the cache: {gib(self.host)} of host memory"] if self.host else []
         return [
             f"KV cache: {kv_dtype}, {gib(self.kv)} for {self.num_tokens:,} tokens",
             f"context: {self.max_model_len:,} tokens",
             f"memory: {gib(used)} of {gib(self.available)}, weights {gib(self.weights)}",
+            *([f"recurrent states: {gib(self.states)}"] if self.states else []),
             *host,
         ]
 
@@ -68,7 +70,7 @@ class MemoryPlan:
         """A warning if the KV cache is too small for the model's context, or an empty text."""
         if self.max_model_len == self.wanted_len:
             return ""
-        room = self.available - self.weights - self.workspace - RUNTIME_BYTES - self.host
+        room = self.available - self.weights - self.workspace - self.states - RUNTIME_BYTES - self.host
         larger = f"set kv_memory {-(-self.wanted_kv >> 20)}M, " if self.wanted_kv <= room else "free memory, "
         return (
             f"the context is cut to {self.max_model_len:,} of the model's {self.wanted_len:,} tokens: the KV cache has "
@@ -78,7 +80,7 @@ class MemoryPlan:
 
     def as_dict(self) -> dict[str, int]:
         purposes = {"weights": self.weights, "workspace": self.workspace, "runtime": RUNTIME_BYTES}
-        return purposes | {"host": self.host, "kv": self.kv}
+        return purposes | ({"states": self.states} if self.states else {}) | {"host": self.host, "kv": self.kv}
 
 
 def kv_limits(spec: ModelSpec, config: EngineConfig, layout: KVLayout, num_blocks: int) -> KVLimits:
@@ -88,7 +90,7 @@ def kv_limits(spec: ModelSpec, config: EngineConfig, layout: KVLayout, num_block
         block_size=config.tokens_per_block,
         classes=layout.classes,
         max_step_tokens=config.tokens_per_step,
-        prefix_cache=config.prefix_cache,
+        prefix_cache=config.prefix_cache and not spec.is_recurrent,  # a prefix would lack its state
         cache_quota=config.cache_quota,
         session_lease=config.session_lease,
         dynamic_length=spec.dynamic_length,
@@ -117,15 +119,17 @@ def plan_memory(
     token_bytes = sum(spec.layers[layer].kv_token_bytes(*kv_dtypes[layer]) for layer in layout.groups[0])
     block_bytes = config.tokens_per_block * token_bytes
     workspace = _gpu_workspace_bytes(spec, config, num_groups) if on_gpu else _workspace_bytes(spec, config)
+    states = spec.state_bytes * config.max_batch_size
     host = config.kv_host_memory or 0
     check_host_bytes(host, block_bytes)
     if on_gpu and host > (on_host := available_memory()):
         raise ConfigError(f"kv_host_memory {gib(host)} is more than the {gib(on_host)} of host memory that is free")
-    left = free - weight_bytes - workspace - RUNTIME_BYTES - (0 if on_gpu else host)
+    left = free - weight_bytes - workspace - states - RUNTIME_BYTES - (0 if on_gpu else host)
     if left < num_groups * block_bytes:
         raise ConfigError(
-            f"this model needs {gib(weight_bytes)} for weights and {gib(workspace + RUNTIME_BYTES + host)} to run, but "
-            f"only {gib(free)} of memory is free; quantize it, or lower max_step_tokens, max_batch_size, kv_host_memory"
+            f"this model needs {gib(weight_bytes)} for weights and {gib(workspace + states + RUNTIME_BYTES + host)} to "
+            f"run, but only {gib(free)} of memory is free; quantize it, or lower max_step_tokens, max_batch_size, "
+            "kv_host_memory"
         )
     if config.kv_memory is not None and config.kv_memory > left * config.tp:
         raise ConfigError(
@@ -165,6 +169,7 @@ def plan_memory(
         wanted_len=wanted_len,
         wanted_kv=blocks_per_sequence * block_bytes,
         layout=layout,
+        states=states,
     )
 
 

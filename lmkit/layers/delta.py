@@ -1,0 +1,41 @@
+"""Linear attention by the gated delta rule: a block that keeps one state for each sequence (see kernels.delta)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lmkit.kernels import ops
+from lmkit.kernels.delta import DeltaWeights
+from lmkit.layers.batch import BatchInputs, KVLayer
+from lmkit.layers.delta_spec import DeltaSpec
+from lmkit.layers.linear import MergedLinear, Weights
+
+
+class GatedDelta:
+    """What stands between the block's input and its output linear. `weights` has the roles of DeltaSpec."""
+
+    def __init__(self, spec: DeltaSpec, eps: float, weights: Weights, device: str) -> None:
+        self.eps, self.weights = eps, weights
+        self.inputs = MergedLinear(spec.inputs, weights, device)
+        self._gated_delta = ops.gated_delta.select(device)
+
+    @property
+    def linears(self) -> tuple[MergedLinear, ...]:
+        return (self.inputs,)
+
+    def __call__(self, y: Tensor, batch: BatchInputs, kv: KVLayer) -> Tensor:
+        """The result of `inputs` [T, ...] -> the input of attn.o [T, value heads * value_dim]. Advances the states."""
+        assert kv.states is not None
+        conv, a_log, dt_bias, norm = (self._plain(role) for role in ("conv", "a_log", "dt_bias", "delta_norm"))
+        weights = DeltaWeights(conv.flatten(1), a_log, dt_bias, norm, self.eps)
+        geometry, rows = batch.geometries[kv.group], batch.states
+        if rows is None:
+            rows = torch.arange(len(geometry.context_lens), dtype=torch.int32, device=y.device)
+        out: Tensor = self._gated_delta(y, weights, kv.states, rows, geometry)
+        return out
+
+    def _plain(self, name: str) -> Tensor:
+        weight = self.weights[f"attn.{name}"]
+        assert isinstance(weight, Tensor)
+        return weight

@@ -1,0 +1,56 @@
+"""Qwen3-Next: three layers of linear attention (gated delta rule) before each layer of full attention, whose output is
+gated."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from lmkit.errors import CheckpointError
+from lmkit.layers.delta_spec import DeltaSpec
+from lmkit.layers.mlp_spec import MLPSpec
+from lmkit.models.families.llama import integer, layer_spec, model_spec, num_layers
+from lmkit.models.families.moe import with_experts
+from lmkit.models.layer_spec import LayerSpec
+from lmkit.models.registry import family
+from lmkit.models.roles import DELTA_NAMES, GATED_NAMES
+from lmkit.models.spec import ModelSpec
+
+LINEAR, FULL = "linear_attention", "full_attention"
+
+
+@family("Qwen3NextForCausalLM")
+def qwen3_next(hf: dict[str, Any]) -> ModelSpec:
+    """Norms have the factor 1 + w, but for that inside linear attention."""
+    hf = {"partial_rotary_factor": 0.25, "norm_topk_prob": True} | hf
+    bias = bool(hf.get("attention_bias", False))
+    full = layer_spec(hf, attn_bias=bias, o_bias=bias, qk_norm=True, gated=True)
+    layers = [replace(full, gated=False, attn_bias=False, o_bias=False, qk_norm=False, delta=_delta(hf))
+              if kind == LINEAR else full for kind in _kinds(hf)]  # fmt: skip
+    shared = MLPSpec(integer(hf, "shared_expert_intermediate_size", 0))
+    layers = with_experts(hf, layers, shared if shared.intermediate_size else None)
+    return model_spec(hf, [_named(layer) for layer in layers], norm_offset=1.0, unread=("mtp.",))
+
+
+def _named(layer: LayerSpec) -> LayerSpec:
+    return replace(layer, names={**layer.names, **(DELTA_NAMES if layer.delta else GATED_NAMES)})
+
+
+def _kinds(hf: dict[str, Any]) -> list[str]:
+    every = integer(hf, "full_attention_interval", 4) or 4
+    kinds = hf.get("layer_types") or [LINEAR if (i + 1) % every else FULL for i in range(num_layers(hf))]
+    if not isinstance(kinds, list) or len(kinds) != num_layers(hf) or not set(kinds) <= {LINEAR, FULL}:
+        raise CheckpointError(f"config.json: layer_types must name {LINEAR} or {FULL} for each layer")
+    if FULL not in kinds:
+        raise CheckpointError(f"config.json: layer_types names no layer of {FULL}")
+    return kinds
+
+
+def _delta(hf: dict[str, Any]) -> DeltaSpec:
+    spec = DeltaSpec(
+        integer(hf, "linear_num_key_heads"), integer(hf, "linear_num_value_heads"), integer(hf, "linear_key_head_dim"),
+        integer(hf, "linear_value_head_dim"), integer(hf, "linear_conv_kernel_dim"),
+    )  # fmt: skip
+    if min(vars(spec).values()) < 1 or spec.num_value_heads % spec.num_key_heads or max(vars(spec).values()) > 4096:
+        raise CheckpointError("config.json: the sizes of linear attention (linear_num_key_heads, ...) cannot be")
+    return spec
