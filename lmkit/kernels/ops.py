@@ -126,6 +126,11 @@ def relu(x: Tensor) -> Tensor:
 
 
 @op
+def multiply_sigmoid(x: Tensor, gates: Tensor) -> Tensor:
+    """x * sigmoid(gates), [T, N] both; rows of `gates` may lie apart. It may be x itself, overwritten."""
+
+
+@op
 def softcap(x: Tensor, cap: float) -> Tensor:
     """x <- cap * tanh(x / cap), in place. x float32 [R, V]; returns x."""
 

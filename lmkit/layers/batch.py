@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -65,6 +66,16 @@ class BatchInputs:
         for g, geometry in enumerate(self.geometries):
             named |= {f"slots.{g}": geometry.slots, f"block_tables.{g}": geometry.block_tables}
         return named
+
+
+class Projected(NamedTuple):
+    """What attention reads of a step's tokens: q [T, num_heads, head_dim], k and v [T, num_kv_heads, head_dim], before
+    RoPE, and what its output is gated with, [T, num_heads * head_dim]. Linear attention has all of its inputs in q."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    gates: Tensor | None = None
 
 
 @dataclass(frozen=True)

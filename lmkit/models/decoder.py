@@ -22,7 +22,7 @@ from torch import Tensor
 from lmkit.kernels import ops
 from lmkit.kernels.ops import Norm
 from lmkit.layers.adapters import RowNumbers
-from lmkit.layers.batch import BatchInputs, KVLayer
+from lmkit.layers.batch import BatchInputs, KVLayer, Projected
 from lmkit.layers.delta import GatedDelta
 from lmkit.layers.latent import LatentAttention
 from lmkit.layers.linear import MergedLinear, Weights
@@ -83,7 +83,6 @@ class DecoderLayer:
         self.delta = GatedDelta(spec.delta, spec.norm_eps, weights, device) if spec.delta else None
         self.inner = self.latent or self.delta  # the block, unless it is plain attention
         self.qkv = MergedLinear(spec.qkv, weights, device) if self.inner is None else self.inner.inputs
-        self._gates: Tensor | None = None  # of a step, from `queries_keys_values` to `outputs`
         self.o = MergedLinear(("attn.o",), weights, device)
         self.ranks: Ranks | None = None  # which add up the outputs of attention and MLP
         self.shows_all_tokens = False  # whether observers of an expert also see tokens of other experts
@@ -95,6 +94,7 @@ class DecoderLayer:
         self.append_op = ops.rope_append.select(device, rotary_dim=spec.rope.rotary_dim, **heads)
         self.paged_attention = ops.paged_attention.select(device, **heads)
         self.gather = ops.embedding.select(device)
+        self.multiply_sigmoid = ops.multiply_sigmoid.select(device)
 
     @property
     def linears(self) -> tuple[MergedLinear, ...]:
@@ -159,13 +159,13 @@ class DecoderLayer:
         if not self.spec.pre_norms:
             delta, residual = self.added(delta, residual), None
         stream = delta if residual is None else residual
-        q, k, v = self.queries_keys_values(self.taken(delta), self.before("norm.attn", residual))
+        projected = self.queries_keys_values(self.taken(delta), self.before("norm.attn", residual))
         if logits_only and not batch.wants_all:
-            attended, stream = self.attend_logit_rows(q, k, v, stream, batch, rope, kv)
+            attended, stream = self.attend_logit_rows(projected, stream, batch, rope, kv)
             if not len(stream):
                 return stream, None
         else:
-            attended = self.attend(q, k, v, batch, rope, kv)
+            attended = self.attend(projected, batch, rope, kv)
         if self.spec.stream_norms:
             stream = self.rms_norm(self.project(attended), self.norm("norm.attn", stream))
             return self.rms_norm(self.feed_forward(self.taken(stream)), self.norm("norm.mlp", stream)), None
@@ -181,7 +181,7 @@ class DecoderLayer:
 
     def attention(self, x: Tensor, batch: BatchInputs, rope: CosSin, kv: KVLayer, norm: Norm | None = None) -> Tensor:
         """x [T, hidden], normalized if `norm` is None -> the block's contribution [T, hidden]. Appends to `kv`."""
-        return self.project(self.attend(*self.queries_keys_values(x, norm), batch, rope, kv))
+        return self.project(self.attend(self.queries_keys_values(x, norm), batch, rope, kv))
 
     def project(self, attended: Tensor) -> Tensor:
         """The output of `attend` -> the attention block's contribution [T, hidden]."""
@@ -196,26 +196,25 @@ class DecoderLayer:
         assert isinstance(self.mlp, GatedMLP)
         return self._after("norm.mlp_out", self.mlp.down(inner))
 
-    def queries_keys_values(self, x: Tensor, norm: Norm | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """q [T, num_heads, head_dim], k and v [T, num_kv_heads, head_dim], before RoPE. A row of latent attention is
-        both k and v, in the same memory: it is stored after RoPE has turned it in place."""
+    def queries_keys_values(self, x: Tensor, norm: Norm | None = None) -> Projected:
+        """What attention reads. A row of latent attention is both k and v, in the same memory: it is stored after RoPE
+        has turned it in place."""
         if self.latent is not None:
             q, row = self.latent.queries_and_rows(x, norm)
-            return q, row, row
+            return Projected(q, row, row)
         spec, num_tokens = self.spec, x.shape[0]
         y = self.qkv(x, norm)
         if self.delta is not None:
-            return y, y, y
+            return Projected(y, y, y)
         *parts, gates = y.split(
             (spec.q_size, spec.kv_size, spec.kv_size, y.shape[1] - spec.q_size - 2 * spec.kv_size), -1
         )
-        self._gates = gates if spec.gated else None
         q, k, v = (part.view(num_tokens, -1, spec.head_dim) for part in parts)
         if self.qkv.packed is None and spec.pair_order:
             q, k = (x[..., list(spec.pair_order)] for x in (q, k))
         if spec.qk_norm:
             q, k = self.normed_heads("attn.q_norm", q), self.normed_heads("attn.k_norm", k)
-        return q, k, v
+        return Projected(q, k, v, gates if spec.gated else None)
 
     def normed_heads(self, role: str, x: Tensor) -> Tensor:
         """x [T, heads, head_dim], normalized in each head, or all heads together."""
@@ -223,39 +222,39 @@ class DecoderLayer:
         y: Tensor = self.rms_norm(x.reshape(len(x), -1) if joint else x, self.norm(role))
         return y.view(x.shape)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, batch: BatchInputs, rope: CosSin, kv: KVLayer) -> Tensor:
-        """The output of attention, [T, num_heads * head_dim]. Overwrites q and k, and appends to `kv`."""
+    def attend(self, projected: Projected, batch: BatchInputs, rope: CosSin, kv: KVLayer) -> Tensor:
+        """The input of attn.o, [T, num_heads * head_dim]. Overwrites q and k, and appends to `kv`."""
+        q, k, v, gates = projected
         if self.delta is not None:
             return self.delta(q, batch, kv)
         geometry = batch.geometries[kv.group]
         sinks = self.weights.get("attn.sinks")
         out: Tensor = self.attention_op(q, k, v, *rope, kv.k, kv.v, geometry, self.spec.attention, sinks)
-        return self.outputs(out)
+        return self.outputs(out, gates)
 
-    def outputs(self, out: Tensor) -> Tensor:
+    def outputs(self, out: Tensor, gates: Tensor | None) -> Tensor:
         """The output of the attention op [T, num_heads, head_dim] -> the input of attn.o."""
-        if self._gates is not None:
-            gates, self._gates = self._gates, None
-            return out.view(len(out), -1) * gates.sigmoid()
+        if gates is not None:
+            gated: Tensor = self.multiply_sigmoid(out.view(len(out), -1), gates)
+            return gated
         return out.view(len(out), -1) if self.latent is None else self.latent.values(out)
 
     def attend_logit_rows(
-        self, q: Tensor, k: Tensor, v: Tensor, stream: Tensor, batch: BatchInputs, rope: CosSin, kv: KVLayer
+        self, projected: Projected, stream: Tensor, batch: BatchInputs, rope: CosSin, kv: KVLayer
     ) -> tuple[Tensor, Tensor]:
         """(output of `attend`, stream) of the batch's logit rows. Overwrites q and k, and appends to `kv`."""
+        (q, k, v, gates), rows = projected, batch.logit_rows
         if self.delta is not None:
-            rows = batch.logit_rows
             return self.gather(self.delta(q, batch, kv), rows), self.gather(stream, rows)
         self.append_op(q, k, v, *rope, kv.k, kv.v, batch.geometries[kv.group].slots)
-        rows = batch.logit_rows
         if not len(rows):  # a chunk that ends before its prompt does
             return stream[:0], stream[:0]
-        if self._gates is not None:
-            self._gates = self._gates[rows]
+        if gates is not None:
+            gates = self.gather(gates, rows)
         wanted = self.gather(q.flatten(1), rows).to(q.dtype).view(len(rows), *q.shape[1:])
         geometry, sinks = batch.logit_geometry(kv.group), self.weights.get("attn.sinks")
         out: Tensor = self.paged_attention(wanted, kv.k, kv.v, geometry, self.spec.attention, sinks)
-        return self.outputs(out), self.gather(stream, rows)
+        return self.outputs(out, gates), self.gather(stream, rows)
 
     def _after(self, role: str, y: Tensor) -> Tensor:
         """A block's output y, summed over the ranks, and normalized if the model has post norms."""

@@ -21,7 +21,7 @@ from torch import Tensor
 from lmkit.errors import CheckpointError, UnsupportedError
 from lmkit.formats.checkpoint import CheckpointReader
 from lmkit.kernels.ops import Norm
-from lmkit.layers.batch import BatchInputs, KVLayer
+from lmkit.layers.batch import BatchInputs, KVLayer, Projected
 from lmkit.layers.linear import MergedLinear, Weights
 from lmkit.models import load_spec, roles
 from lmkit.models.decoder import Decoder, DecoderLayer
@@ -50,14 +50,14 @@ class HeadLayer(DecoderLayer):
         self.of_token.pack(activations)
         super().pack(activations)
 
-    def queries_keys_values(self, x: Tensor, norm: Norm | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    def queries_keys_values(self, x: Tensor, norm: Norm | None = None) -> Projected:
         """See DecoderLayer."""
         total = self.of_token(self.embedded, self.norm("norm.token"))
         delta, rest = self.qkv.add_to(total, x if norm is None else self.rms_norm(x, norm))
         spec, merged = self.spec, delta if rest is None else delta + rest
         parts = merged.split((spec.q_size, spec.kv_size, spec.kv_size), dim=-1)
         q, k, v = (part.view(len(x), -1, spec.head_dim) for part in parts)
-        return q, k, v
+        return Projected(q, k, v)
 
 
 class DraftHead(Decoder):

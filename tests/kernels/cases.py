@@ -153,6 +153,8 @@ def elementwise_cases() -> Iterator[Case]:
     yield Case(ops.relu, "relu", _seeded(lambda: (torch.randn(7, 130),)), {}, 0)
     rows = _seeded(lambda: (torch.randn(7, 30), torch.randn(40, 30), torch.randint(40, (7,)).int()))
     yield Case(ops.add_positions, "positions", rows, {}, 0)
+    gates = _seeded(lambda: (torch.randn(7, 48), torch.randn(7, 130)[:, 70:118] * 20))
+    yield Case(ops.multiply_sigmoid, "part", gates, {}, 1e-5)
     for which in ("plain", "residual"):
 
         def kept(which: str = which) -> tuple[Any, ...]:

@@ -162,6 +162,14 @@ def _relu(args: int, scratch: int, index: int) -> None:
         row[i] = max(row[i], np.float32(0))
 
 
+def _multiply_sigmoid(args: int, scratch: int, index: int) -> None:
+    x, gates, stride, size = unpack(args, 4)
+    row, gate = carray(pointer(x + 4 * index * size), size, np.float32), pointer(gates + index * stride)
+    factors = carray(gate, size, np.float32)
+    for i in range(size):
+        row[i] /= np.float32(1) + exp(-factors[i])
+
+
 def _softcap(args: int, scratch: int, index: int) -> None:
     """Cap row `index` of logits. `cap_bits` holds the bits of the cap."""
     x, size, cap_bits = unpack(args, 3)
@@ -188,8 +196,8 @@ def _rope_angles(args: int, scratch: int, index: int) -> None:
 RMS_NORM, GATED_ACTIVATION, EMBEDDING, GATHER_COLUMNS = (
     Task(f) for f in (_rms_norm, _gated_activation, _embedding, _gather_columns)
 )
-ADD_POSITIONS, KEEP, RELU, SOFTCAP, ROPE_ANGLES = (
-    Task(f) for f in (_add_positions, _keep, _relu, _softcap, _rope_angles)
+ADD_POSITIONS, KEEP, RELU, MULTIPLY_SIGMOID, SOFTCAP, ROPE_ANGLES = (
+    Task(f) for f in (_add_positions, _keep, _relu, _multiply_sigmoid, _softcap, _rope_angles)
 )
 
 
@@ -277,6 +285,15 @@ def keep(x: Tensor, residual: Tensor | None, out: Tensor) -> None:
 def relu(x: Tensor) -> Tensor:
     assert (x.dtype, x.is_contiguous()) == (torch.float32, True)
     threads.run(RELU, len(x), (x.data_ptr(), x.shape[1]), parallel=x.numel() > SERIAL_VALUES)
+    return x
+
+
+@implements(ops.multiply_sigmoid, "cpu", device="cpu", priority=20)
+def multiply_sigmoid(x: Tensor, gates: Tensor) -> Tensor:
+    assert (x.dtype, x.is_contiguous()) == (torch.float32, True)
+    assert (gates.dtype, gates.stride(1), gates.shape) == (torch.float32, 1, x.shape)
+    args = x.data_ptr(), gates.data_ptr(), 4 * gates.stride(0), x.shape[1]
+    threads.run(MULTIPLY_SIGMOID, len(x), args, parallel=x.numel() > SERIAL_VALUES >> 4)
     return x
 
 

@@ -54,6 +54,11 @@ def relu(x: Tensor) -> Tensor:
     return x.relu_()
 
 
+@implements(ops.multiply_sigmoid, "reference", device="any")
+def multiply_sigmoid(x: Tensor, gates: Tensor) -> Tensor:
+    return (x.float() * gates.float().sigmoid()).to(x.dtype)
+
+
 @implements(ops.gated_panels, "reference", device="any")
 def gated_panels(gate_up: Tensor, activation: str, width: int, size: int) -> Tensor:
     halves = gate_up.view(len(gate_up), -1, 2, width).transpose(1, 2).reshape(len(gate_up), 2, -1)[..., :size]

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from lmkit.formats.kv_config import PairMean
 from lmkit.kv_dtype import FLOAT32, INT4, INT8
+from lmkit.layers.batch import Projected
 from lmkit.models.decoder import DecoderLayer
 from lmkit.models.kv_storage import KVStorage, allocate
 from lmkit.models.layer_spec import LayerSpec
@@ -37,24 +38,22 @@ MeanByHead = tuple[tuple[PairMean, ...], ...]
 
 @dataclass(frozen=True)
 class Probe:
-    """Queries, keys and values [tokens, heads, head_dim] of the sampled sequences, before RoPE. `exact` is the output
-    of the attention block for them."""
+    """What attention reads of the sampled sequences. `exact` is the output of the attention block for them."""
 
     layer: DecoderLayer
     sequences: Geometry
-    q: Tensor
-    k: Tensor
-    v: Tensor
+    projected: Projected
     exact: Tensor
 
     @classmethod
     def of(cls, layer: DecoderLayer, sample: Tensor, sequences: Geometry) -> Probe:
-        probe = cls(layer, sequences, *layer.queries_keys_values(sample), exact=sample)
+        probe = cls(layer, sequences, layer.queries_keys_values(sample), exact=sample)
         return replace(probe, exact=probe.output(KVStorage(FLOAT32, FLOAT32)))
 
     def scaled(self, s: Tensor) -> Probe:
         """The probe with lambda [num_kv_heads, head_dim] moved from keys to queries."""
-        return replace(self, q=self.q * of_queries(s, self.layer.spec), k=self.k / s)
+        q, k = self.projected.q * of_queries(s, self.layer.spec), self.projected.k / s
+        return replace(self, projected=self.projected._replace(q=q, k=k))
 
     def output(self, storage: KVStorage) -> Tensor:
         """The output of the attention block, float32 [tokens, hidden], with a cache of this storage."""
@@ -62,8 +61,8 @@ class Probe:
         spec, positions = layer.spec, int(batch.geometries[0].context_lens.max())
         num_blocks = int(batch.geometries[0].block_tables.max()) + 1
         (kv,) = allocate([spec], [storage], num_blocks, BLOCK_SIZE, positions, layer.device)
-        q, k = self.q.clone(), self.k.clone()
-        return layer.o(layer.attend(q, k, self.v, batch, self.sequences.rope, kv))
+        copies = self.projected._replace(q=self.projected.q.clone(), k=self.projected.k.clone())
+        return layer.o(layer.attend(copies, batch, self.sequences.rope, kv))
 
     def error(self, storage: KVStorage) -> float:
         error = (self.output(storage) - self.exact).square().mean(dtype=torch.float64)
@@ -132,7 +131,7 @@ def smoothing_scale(probe: Probe, mean: MeanByHead, alpha: float, powers: bool) 
     as no float type rounds a product with them."""
     spec = probe.layer.spec
     half = spec.rope.rotary_dim // 2
-    keys = probe.k.clone()
+    keys = probe.projected.k.clone()
     for head, pairs in enumerate(mean):
         for i, first, second in pairs:
             keys[:, head, i] -= first

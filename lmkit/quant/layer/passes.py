@@ -102,8 +102,8 @@ class LayerPass:
         if part is Part.ATTENTION:
             hidden = self._states(part, tokens)
             geometry = stream.geometry(len(hidden) // stream.seq_len, stream.seq_len)
-            qkv = layer.queries_keys_values(hidden, layer.before("norm.attn"))
-            return layer.attend(*qkv, geometry.batch, geometry.rope, geometry.kv)
+            projected = layer.queries_keys_values(hidden, layer.before("norm.attn"))
+            return layer.attend(projected, geometry.batch, geometry.rope, geometry.kv)
         if part is Part.ATTENTION_OUT:
             return self._states(Part.ATTENTION, tokens) + layer.project(self._states(part, tokens))
         middle = self._states(Part.MLP, tokens)

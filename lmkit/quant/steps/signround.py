@@ -21,7 +21,7 @@ from torch.nn import functional
 from lmkit.config import PositiveInt
 from lmkit.formats.parts import Activations
 from lmkit.kernels.cuda.module import TORCH
-from lmkit.layers.batch import BatchInputs, KVLayer
+from lmkit.layers.batch import BatchInputs, KVLayer, Projected
 from lmkit.models.decoder import CosSin, DecoderLayer, joined
 from lmkit.models.spec import ModelSpec
 from lmkit.qtensor import QTensor, QuantScheme, dequantize
@@ -113,10 +113,11 @@ def tune_layer(work: LayerWork, weights: dict[str, Tensor], step: SignRound) -> 
 class LayerWithGradients(DecoderLayer):
     """A dense layer on the reference operations."""
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, batch: BatchInputs, rope: CosSin, kv: KVLayer) -> Tensor:
+    def attend(self, projected: Projected, batch: BatchInputs, rope: CosSin, kv: KVLayer) -> Tensor:
         """The decoder's attention on copies: it rotates queries and keys in place, and no view with gradients may be
         written to."""
-        return super().attend(q.clone(), k.clone(), v, batch, rope, kv)
+        copies = projected._replace(q=projected.q.clone(), k=projected.k.clone())
+        return super().attend(copies, batch, rope, kv)
 
 
 def layer_output(layer: DecoderLayer, weights: Mapping[str, Tensor], hidden: Tensor) -> Tensor:

@@ -44,10 +44,11 @@ def calibrated(tmp_path: Path, family: str, bias: float = 0.0, gain: float = 1.0
 
 
 def seen_of(probe: Probe) -> KVStats:
-    seen = KVStats.empty(*probe.k.shape[1:])
-    q, k = probe.q.clone(), probe.k.clone()
+    projected = probe.projected
+    seen = KVStats.empty(*projected.k.shape[1:])
+    copies = projected._replace(q=projected.q.clone(), k=projected.k.clone())
     geometry = probe.sequences
-    probe.layer.attend(q, k, probe.v, geometry.batch, geometry.rope, geometry.kv)
+    probe.layer.attend(copies, geometry.batch, geometry.rope, geometry.kv)
     seen.add(*geometry.keys_and_values(), geometry.rope)
     return seen
 
@@ -58,7 +59,7 @@ def probe_of(layer: CalibratedLayer) -> Probe:
 
 def scores(layer: DecoderLayer, sample: Tensor, geometry: Geometry) -> Tensor:
     """Of all pairs of tokens, queries and keys after RoPE, [heads, tokens, tokens]."""
-    q, k, v = layer.queries_keys_values(sample)
+    q, k, v, _ = layer.queries_keys_values(sample)
     ops.rope_append.named("reference")(
         q, k, v, *geometry.rope, geometry.kv.k, geometry.kv.v, geometry.batch.geometries[0].slots
     )
@@ -83,8 +84,8 @@ def test_the_statistics_are_of_keys_before_rope(tmp_path: Path) -> None:
     layer = calibrated(tmp_path, "qwen2", bias=300.0)
     probe = probe_of(layer)
     seen = seen_of(probe)
-    torch.testing.assert_close(seen.k_mean.float(), probe.k.mean(0), rtol=1e-3, atol=1e-3)
-    torch.testing.assert_close(seen.k_std.float(), probe.k.std(0, correction=0), rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(seen.k_mean.float(), probe.projected.k.mean(0), rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(seen.k_std.float(), probe.projected.k.std(0, correction=0), rtol=2e-2, atol=2e-2)
     for pairs in key_mean(seen, layer.layer.spec):
         assert pairs[0][0] == BIASED
         assert len(pairs) <= 8

@@ -146,7 +146,8 @@ def chunks_of(rng: random.Random, num_tokens: int, num_seqs: int, num_samples: i
 
 
 def stored(runner: CpuRunner) -> list[Tensor]:
-    return [part for layer in runner.kv for tensor in (layer.k, layer.v) for part in (tensor.data, tensor.params)]
+    blocks = [part for layer in runner.kv for tensor in (layer.k, layer.v) for part in (tensor.data, tensor.params)]
+    return blocks + [part for layer in runner.kv if layer.states for part in (layer.states.conv, layer.states.matrix)]
 
 
 @pytest.mark.parametrize(
@@ -161,6 +162,7 @@ def stored(runner: CpuRunner) -> list[Tensor]:
         ("gemma3", "bfloat16"),
         ("granite", "bfloat16"),
         ("opt", "int8"),
+        ("qwen3-next", "int8"),
     ],
 )
 def test_a_captured_step_serves_every_spread_of_its_tokens(tmp_path: Path, family: str, kv_dtype: Any) -> None:
