@@ -9,7 +9,6 @@ import asyncio
 import re
 import time
 from collections.abc import Callable
-from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
@@ -98,21 +97,16 @@ class Dashboard:
         headers = [(b"accept-encoding", b"identity")]
         if node.config.api_key is not None:
             headers.append((b"authorization", b"Bearer " + node.config.api_key.encode()))
-        body = bytearray()
         try:
             async with asyncio.timeout(SECONDS):
                 answer = await self._upstream.send("GET", f"{node.url}/metrics", headers)
                 try:
-                    async with aclosing(answer.pieces()) as pieces:
-                        async for piece in pieces:
-                            body += piece
-                            if len(body) > MAX_METRICS_BYTES:
-                                return {}
+                    body = await answer.body(MAX_METRICS_BYTES)
                 finally:
                     answer.close()
         except (TimeoutError, UpstreamError):
             return {}
-        return figures(body.decode("utf-8", "replace")) if answer.status == 200 else {}
+        return figures(body.decode("utf-8", "replace")) if body and answer.status == 200 else {}
 
 
 def figures(text: str) -> dict[str, float]:

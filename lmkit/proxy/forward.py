@@ -12,7 +12,7 @@ import functools
 import secrets
 import time
 from collections.abc import AsyncGenerator
-from contextlib import aclosing, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 
 from starlette.types import Receive
@@ -112,13 +112,9 @@ class Forwarder:
                     check_answer(answer)
                     if answer.status != 200:
                         raise failed
-                    body = bytearray()
-                    async with aclosing(answer.pieces()) as pieces:
-                        async for piece in pieces:
-                            body += piece
-                            if len(body) > MAX_LIST_BYTES:
-                                raise failed
-                    return bytes(body)
+                    if (body := await answer.body(MAX_LIST_BYTES)) is None:
+                        raise failed
+                    return body
                 finally:
                     answer.close()
         except (UpstreamError, ValueError, TimeoutError):
@@ -305,8 +301,8 @@ class Forwarder:
             await client.start(answer.status, headers, events=events)
         first = call.path in (RESPONSES, FILES, BATCHES) and answer.status == 200
         try:
-            async with _leaving(node, call, movable=journal.is_open) as limit, aclosing(answer.pieces()) as pieces:
-                async for piece in pieces:
+            async with _leaving(node, call, movable=journal.is_open) as limit:
+                while piece := await answer.piece():
                     limit.reschedule(None)  # a slow client is no silence of the node
                     if first:
                         self._stored.learn(node, piece)

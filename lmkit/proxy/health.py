@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import aclosing
 
 import msgspec
 
@@ -89,15 +88,12 @@ class HealthChecker:
                     raise _MissingError(f"{path} answered 404")
                 hint = ": check its api_key" if answer.status in (401, 403) else ""
                 raise ConfigError(f"{path} answered {answer.status}{hint}")
-            body = bytearray()
-            async with aclosing(answer.pieces()) as pieces:
-                async for piece in pieces:
-                    body += piece
-                    if len(body) > MAX_ANSWER_BYTES:
-                        raise ConfigError(f"{path} answered more than {MAX_ANSWER_BYTES} bytes")
+            body = await answer.body(MAX_ANSWER_BYTES)
         finally:
             answer.close()
-        return bytes(body)
+        if body is None:
+            raise ConfigError(f"{path} answered more than {MAX_ANSWER_BYTES} bytes")
+        return body
 
 
 class _Entry(msgspec.Struct):

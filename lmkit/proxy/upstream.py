@@ -1,177 +1,236 @@
-"""Requests to nodes over one pool of connections, and their answers, byte for byte."""
+"""Requests to nodes over one pool of connections, and their answers, byte for byte.
+
+The client is small, because each request pays for what a client can do: there are no cookies, proxies of the
+environment, redirections, codings and headers of its own.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import functools
+import ipaddress
+import math
 import os
 import socket
 import ssl
-from collections.abc import AsyncGenerator, Generator, Iterable
-from contextlib import contextmanager, suppress
-from functools import cached_property
-
-import aiohttp
-import yarl
-from aiohttp.abc import ResolveResult
+from asyncio.staggered import staggered_race
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 from lmkit.log import get_logger
 from lmkit.proxy.addresses import refusal
+from lmkit.proxy.channel import BrokenError, Channel, SilentError, UnreachableError, UpstreamError
+from lmkit.proxy.http1 import Head
 
+__all__ = ["Answer", "BrokenError", "SilentError", "UnreachableError", "Upstream", "UpstreamError"]
 log = get_logger(__name__)
 
 KEEP_ALIVE_SECONDS = 2.0  # of idle connections; less than the 5 s after which common servers close them
-MAX_FIELD_BYTES = 64 << 10  # of one header
-PIECE_BYTES = 64 << 10  # a body larger than this is sent in such pieces, with other work between them
+NAME_SECONDS = 10.0  # in which a name's addresses are not asked for again
+NEXT_ADDRESS_SECONDS = 0.25  # after which the next address of a name is tried beside the first (RFC 8305)
 
 Headers = Iterable[tuple[bytes, bytes]]
 
 
-class UpstreamError(Exception):
-    """A request to a node failed. The text gives the reason, and never quotes the node or the client."""
+class Origin(NamedTuple):
+    """Where connections lead."""
 
-
-class UnreachableError(UpstreamError):
-    """There is no connection to the node, so it has not seen the request."""
-
-
-class SilentError(UpstreamError):
-    """The node sent nothing for too long."""
-
-
-class BrokenError(UpstreamError):
-    """The node gave no answer that can be read, or broke off within one."""
+    is_tls: bool
+    host: str
+    port: int
 
 
 class Answer:
     """A node's answer from its head on. `close` it in every case; only a whole one's connection is used again."""
 
-    def __init__(self, response: aiohttp.ClientResponse) -> None:
-        self._response = response
-        self._whole: bytes | None = None
-        self.status = response.status
-        self.headers = {name.lower(): value for name, value in response.raw_headers}
-        self.raw_headers = response.raw_headers
-        protocol = response.connection and response.connection.protocol  # None: the answer is whole
-        self._closed = None if protocol is None else protocol.closed
-        if self._closed is not None:
-            self._closed.add_done_callback(self._end)
-        elif protocol is not None:  # its connection is closed already
-            self._end()
+    def __init__(self, upstream: Upstream, origin: Origin, channel: Channel, head: Head) -> None:
+        self._upstream, self._origin, self._channel = upstream, origin, channel
+        self._whole: bytes | None = None  # of a body that was read
+        self._is_open = True
+        self.status, self.raw_headers, self.headers = head.status, head.headers, head.fields
 
-    def _end(self, closed: asyncio.Future[None] | None = None) -> None:
-        """End the body with the connection. aiohttp's parser (3.14) forgets it if a chunk has no length."""
-        if closed is not None:
-            closed.exception()  # or asyncio logs that nobody has asked for it
-        body = self._response.content
-        if not body.is_eof() and body.exception() is None:
-            body.set_exception(aiohttp.ClientPayloadError())
-
-    async def pieces(self) -> AsyncGenerator[bytes]:
-        """The body as it arrives. Raises SilentError and BrokenError."""
+    async def piece(self) -> bytes:
+        """The next bytes of the body as they arrive; none at its end. Raises SilentError and BrokenError."""
         if self._whole is not None:
-            yield self._whole
-            return
-        with _failures():
-            async for piece in self._response.content.iter_any():
-                yield piece
+            piece, self._whole = self._whole, b""
+            return piece
+        return await self._channel.piece()
 
     async def read(self) -> None:
-        """Wait for the whole body, so that `pieces` cannot fail. Raises SilentError and BrokenError."""
-        self._whole = b"".join([piece async for piece in self.pieces()])
+        """Wait for the whole body, so that `piece` cannot fail. Raises SilentError and BrokenError."""
+        self._whole = await self.body()
+
+    async def body(self, most: float = math.inf) -> bytes | None:
+        """The whole body; None if it has more than so many bytes. Raises SilentError and BrokenError."""
+        body = await self._channel.piece()
+        while piece := await self._channel.piece():
+            body += piece
+            if len(body) > most:
+                return None
+        return body if len(body) <= most else None
 
     def close(self) -> None:
-        if self._closed is not None:
-            self._closed.remove_done_callback(self._end)
-        self._response.release()
-
-
-class CheckedResolver(aiohttp.ThreadedResolver):
-    """Names -> addresses that may be nodes. A node's name can come to mean a metadata service later."""
-
-    async def resolve(
-        self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET
-    ) -> list[ResolveResult]:
-        found = await super().resolve(host, port, family)
-        if refused := [reason for entry in found if (reason := refusal(entry["host"], registered=True))]:
-            log.warning("%s %s", host, refused[0])
-            raise OSError(None, "an address that may not be a node")
-        return found
+        if self._is_open:
+            self._is_open = False
+            self._upstream.release(self._origin, self._channel)
 
 
 class Upstream:
-    """The connections to all nodes. They belong to one event loop; `close` them there.
-
-    Cookies, proxies of the environment, redirections, and headers of its own are off.
-    """
+    """The connections to all nodes. They belong to one event loop; `close` them there."""
 
     def __init__(self, tls: ssl.SSLContext, *, connect_timeout: float, read_timeout: float) -> None:
         """`connect_timeout` bounds making a connection, `read_timeout` each silence of a node. Both are in seconds.
 
         A node that reads none of a request's body is silent, too.
         """
-        self._tls, self._silence = tls, read_timeout
-        self._timeout = aiohttp.ClientTimeout(total=None, connect=connect_timeout, sock_read=read_timeout)
-
-    @cached_property
-    def _session(self) -> aiohttp.ClientSession:
-        return aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(
-                ssl=self._tls, limit=0, keepalive_timeout=KEEP_ALIVE_SECONDS, resolver=CheckedResolver()
-            ),
-            timeout=self._timeout,
-            cookie_jar=aiohttp.DummyCookieJar(),
-            skip_auto_headers=("accept", "accept-encoding", "content-type", "user-agent"),
-            auto_decompress=False,
-            max_field_size=MAX_FIELD_BYTES,
-        )
+        self._tls, self._connect_timeout, self._silence = tls, connect_timeout, read_timeout
+        self._idle = defaultdict[Origin, list[Channel]](list)
+        self.channels = set[Channel]()  # all that are open
+        self._names: dict[tuple[str, int], tuple[float, asyncio.Task[list[str]]]] = {}
+        self._sweeper: asyncio.TimerHandle | None = None
 
     async def close(self) -> None:
-        await self._session.close()
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+        for channel in self.channels:
+            channel.close()
+        await asyncio.sleep(0)  # the transports close their sockets in the next round
 
     async def send(self, method: str, url: str, headers: Headers, body: bytes | None = None) -> Answer:
         """The answer as soon as its head has arrived. `url` is sent as it is spelled.
 
         Raises UpstreamError, and ValueError for a header that cannot be sent.
         """
-        fields = [(name.decode(), value.decode()) for name, value in headers]
+        origin, host, target = _parts(url)
+        body = body or b""
+        lines = [b"host: " + host, *(name + b": " + value for name, value in headers)]
+        if body or method == "POST":
+            lines.append(b"content-length: %d" % len(body))
+        head = b"\r\n".join((method.encode() + b" " + target + b" HTTP/1.1", *lines, b"\r\n"))
+        if not head.count(b"\r") == head.count(b"\n") == len(lines) + 2 or b"\0" in head:
+            raise ValueError("a header with a line break or NUL")
+        while True:
+            channel = self._used_before(origin) or await self._connect(origin)
+            try:
+                return Answer(self, origin, channel, await channel.ask(method, head, body))
+            except BrokenError:
+                channel.release()
+                # A node may close an idle connection just as the request comes. It has not seen that, or it has: then
+                # only a request without effects is sent again at once.
+                if method != "GET" or channel.num_exchanges == 1 or channel.has_begun:
+                    raise
+            except BaseException:
+                channel.release()
+                raise
+
+    def release(self, origin: Origin, channel: Channel) -> None:
+        """An answer is over."""
+        if not channel.release():
+            return
+        loop = asyncio.get_running_loop()
+        channel.idle_since = loop.time()
+        self._idle[origin].append(channel)
+        if self._sweeper is None:
+            self._sweeper = loop.call_later(KEEP_ALIVE_SECONDS, self._sweep)
+
+    def _used_before(self, origin: Origin) -> Channel | None:
+        idle = self._idle.get(origin)
+        oldest = asyncio.get_running_loop().time() - KEEP_ALIVE_SECONDS
+        while idle:
+            channel = idle.pop()
+            if not channel.is_lost and channel.idle_since > oldest:
+                return channel
+            channel.close()
+        return None
+
+    def _sweep(self) -> None:
+        """Close connections that have been idle for long."""
+        loop = asyncio.get_running_loop()
+        oldest = loop.time() - KEEP_ALIVE_SECONDS
+        for origin, idle in list(self._idle.items()):
+            for channel in idle:
+                if channel.idle_since <= oldest:
+                    channel.close()
+            self._idle[origin] = [channel for channel in idle if channel.idle_since > oldest and not channel.is_lost]
+            if not self._idle[origin]:
+                del self._idle[origin]
+        self._sweeper = loop.call_later(KEEP_ALIVE_SECONDS, self._sweep) if self._idle else None
+
+    async def _connect(self, origin: Origin) -> Channel:
         try:
-            async with asyncio.timeout(None) as limit:
-                data: bytes | AsyncGenerator[memoryview] | None = body
-                if body is not None and len(body) > PIECE_BYTES:
-                    fields.append(("content-length", str(len(body))))
-                    data = _slices(body, limit, self._silence)
-                with _failures():
-                    response = await self._session.request(
-                        method, yarl.URL(url, encoded=True), headers=fields, data=data, allow_redirects=False
-                    )
+            async with asyncio.timeout(self._connect_timeout):
+                addresses = await self._addresses(origin.host, origin.port)
+                if len(addresses) == 1:
+                    return await self._open(origin, addresses[0])
+                attempts = [functools.partial(self._open, origin, address) for address in addresses]
+                winner: Channel | None
+                winner, _, errors = await staggered_race(attempts, NEXT_ADDRESS_SECONDS)
+                if winner is None:
+                    raise next(error for error in errors if error is not None)
+                return winner
         except TimeoutError:
-            raise SilentError("it does not read the request") from None
-        return Answer(response)
+            raise UnreachableError("no connection in time") from None
+        except OSError as error:
+            known = error.errno is not None and error.errno > 0 and type(error) not in (socket.gaierror, ssl.SSLError)
+            raise UnreachableError(os.strerror(error.errno or 0) if known else type(error).__name__) from None
+
+    async def _open(self, origin: Origin, address: str) -> Channel:
+        tls: dict[str, Any] = {"ssl": self._tls, "server_hostname": origin.host} if origin.is_tls else {}
+        loop = asyncio.get_running_loop()
+        make = functools.partial(Channel, self._silence, self.channels.discard)
+        channel: Channel
+        _, channel = await loop.create_connection(make, address, origin.port, **tls)
+        self.channels.add(channel)
+        return channel
+
+    async def _addresses(self, host: str, port: int) -> list[str]:
+        try:
+            ipaddress.ip_address(host)
+            return [host]
+        except ValueError:
+            pass
+        loop = asyncio.get_running_loop()
+        since, asking = self._names.get((host, port), (-math.inf, None))
+        if asking is None or loop.time() - since > NAME_SECONDS:
+            asking = loop.create_task(_resolve(host, port))
+            self._names[host, port] = loop.time(), asking
+            asking.add_done_callback(functools.partial(self._resolved, (host, port)))
+        return await asyncio.shield(asking)
+
+    def _resolved(self, name: tuple[str, int], asking: asyncio.Task[list[str]]) -> None:
+        """Forget a name that was not found."""
+        if asking.cancelled() or asking.exception() is not None:
+            self._names.pop(name, None)
 
 
-async def _slices(body: bytes, limit: asyncio.Timeout, silence: float) -> AsyncGenerator[memoryview]:
-    """The body in pieces of `PIECE_BYTES`. If the next one is not wanted within `silence` seconds, the limit ends."""
-    clock = asyncio.get_running_loop().time
-    for start in range(0, len(body), PIECE_BYTES):
-        with suppress(RuntimeError):  # the answer has begun, and the limit is over
-            limit.reschedule(clock() + silence)
-        yield memoryview(body)[start : start + PIECE_BYTES]
-        await asyncio.sleep(0)
-    with suppress(RuntimeError):
-        limit.reschedule(None)
+async def _resolve(host: str, port: int) -> list[str]:
+    """A name's addresses, which may be nodes. A node's name can come to mean a metadata service later."""
+    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    addresses = list(dict.fromkeys(str(entry[4][0]) for entry in found))
+    if refused := [reason for address in addresses if (reason := refusal(address, registered=True))]:
+        log.warning("%s %s", host, refused[0])
+        raise UnreachableError("an address that may not be a node")
+    if not addresses:
+        raise UnreachableError("a name without an address")
+    return addresses
 
 
-@contextmanager
-def _failures() -> Generator[None]:
-    """aiohttp's errors as ours."""
-    try:
-        yield
-    except aiohttp.ClientConnectorError as error:
-        known = error.errno is not None and error.errno > 0
-        raise UnreachableError(os.strerror(error.errno or 0) if known else type(error).__name__) from None
-    except aiohttp.ConnectionTimeoutError:
-        raise UnreachableError("no connection in time") from None
-    except aiohttp.ServerTimeoutError:
-        raise SilentError("it sends nothing") from None
-    except (aiohttp.ClientError, OSError) as error:
-        raise BrokenError(type(error).__name__) from None
+@functools.lru_cache(1024)
+def _origin(authority: str) -> tuple[Origin, bytes]:
+    """`http://host:port` -> where it leads, and the header Host."""
+    scheme, _, host = authority.partition("://")
+    is_tls = scheme == "https"
+    name, colon, port = host.rpartition(":")
+    if not colon or host.endswith("]"):
+        name, port = host, ""
+    return Origin(is_tls, name.strip("[]"), int(port or (443 if is_tls else 80))), host.encode()
+
+
+def _parts(url: str) -> tuple[Origin, bytes, bytes]:
+    """Where a URL leads, the header Host, and the target. Raises ValueError for a target that cannot be sent."""
+    start = url.find("/", url.find("://") + 3)
+    authority, target = (url, "/") if start < 0 else (url[:start], url[start:])
+    if " " in target:
+        raise ValueError("a target with a space")
+    return *_origin(authority), target.encode("latin-1")

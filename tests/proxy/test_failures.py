@@ -25,9 +25,8 @@ pytestmark = pytest.mark.anyio
 
 def num_busy(proxy: Proxy) -> int:
     """Connections to nodes that a request holds."""
-    connector = proxy._upstream._session.connector
-    assert connector is not None
-    return len(connector._acquired)
+    upstream = proxy._upstream
+    return len(upstream.channels) - sum(map(len, upstream._idle.values()))
 
 
 async def test_refused_connection_goes_to_another_node() -> None:
