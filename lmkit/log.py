@@ -85,7 +85,8 @@ class Sparing(logging.Filter):
 
 class _OneLine(logging.Formatter):
     def formatMessage(self, record: logging.LogRecord) -> str:
-        record.message = "".join(c if c.isprintable() else repr(c)[1:-1] for c in record.message)
+        if not record.message.isprintable():
+            record.message = "".join(c if c.isprintable() else repr(c)[1:-1] for c in record.message)
         return super().formatMessage(record)
 
 

@@ -40,6 +40,7 @@ from lmkit.proxy.registry import Registry
 from lmkit.proxy.reload import ConfigFile
 from lmkit.proxy.retries import RetryBudget
 from lmkit.proxy.router import Router, Routing
+from lmkit.proxy.stop import Stop
 from lmkit.proxy.upstream import Upstream
 from lmkit.web.access_log import note, note_error
 from lmkit.web.auth import ApiKey, key_id, named_client
@@ -88,7 +89,7 @@ class Proxy:
             self.ledger.on_charge = self.metrics.charged
             self.ledger.prices, self.ledger.ask_usage = config.prices, config.ask_usage
         self.draining = False
-        self.stop = asyncio.Event()  # when set, running responses are broken off
+        self.stop = Stop()  # when set, running responses are broken off
         self.active = 0  # forwarded requests, from their first body byte on
         self._upstream = Upstream(_tls(), connect_timeout=config.connect_timeout, read_timeout=config.read_timeout)
         self.health = HealthChecker(self.registry, self._upstream, config)

@@ -73,6 +73,10 @@ class Channel(asyncio.Protocol):
         """Bytes of the answer have come."""
         return bool(self._held) or self._num_interim > 0 or self._head is not None
 
+    @property
+    def is_whole(self) -> bool:
+        return self._body is not None and self._body.is_whole
+
     async def piece(self) -> bytes:
         """The bytes of the body that have come, at least one; none at its end. Raises SilentError and BrokenError."""
         assert self._body is not None

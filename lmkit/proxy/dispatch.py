@@ -17,6 +17,7 @@ from lmkit.proxy.forward import Call, Forwarder
 from lmkit.proxy.journal import Journal
 from lmkit.proxy.metrics import Metrics
 from lmkit.proxy.router import Routing
+from lmkit.proxy.stop import Stop
 from lmkit.web.budget import Budget
 
 FALL_BACK_ON = frozenset({"engine_unavailable", "bad_gateway", "upstream_timeout", "queue_full", "model_not_found"})
@@ -32,9 +33,7 @@ class Dispatcher:
         self._max_shadows = max_shadows
         self._shadows = set[asyncio.Task[None]]()
 
-    async def run(
-        self, call: Call, routing: Routing, client: DownstreamResponse, receive: Receive, stop: asyncio.Event
-    ) -> None:
+    async def run(self, call: Call, routing: Routing, client: DownstreamResponse, receive: Receive, stop: Stop) -> None:
         """Answer the client. Raises RequestError for an error that the client has not been told yet."""
         if routing.shadow:
             self._shadow(_for_model(call, routing.shadow), stop)
@@ -55,7 +54,7 @@ class Dispatcher:
             task.cancel()
         await asyncio.gather(*self._shadows, return_exceptions=True)
 
-    def _shadow(self, call: Call, stop: asyncio.Event) -> None:
+    def _shadow(self, call: Call, stop: Stop) -> None:
         bodies = self._bodies  # a copy must not take the memory that clients need
         if len(self._shadows) >= self._max_shadows or bodies.used + len(call.body) > bodies.total // 2:
             self._metrics.shadows.labels("left_out").inc()
@@ -64,7 +63,7 @@ class Dispatcher:
         self._shadows.add(task)
         task.add_done_callback(self._shadows.discard)
 
-    async def _copy(self, call: Call, stop: asyncio.Event) -> None:
+    async def _copy(self, call: Call, stop: Stop) -> None:
         outcome = "failed"
         try:
             with self._bodies.share() as share:

@@ -57,8 +57,8 @@ class DownstreamResponse:
         if piece:
             await self.send({"type": "http.response.body", "body": piece, "more_body": True})
 
-    async def end(self) -> None:
-        rest = b"" if self._events is None else self._events.rest()
+    async def end(self, last: bytes = b"") -> None:
+        rest = last if self._events is None else self._events.feed(last) + self._events.rest()
         await self.send({"type": "http.response.body", "body": rest})
 
     async def fail(self, error: RequestError) -> None:

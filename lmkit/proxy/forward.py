@@ -27,12 +27,12 @@ from lmkit.proxy.policies import Choice
 from lmkit.proxy.registry import Node, Registry
 from lmkit.proxy.retries import RetryBudget
 from lmkit.proxy.router import Router, Routing, explanation
+from lmkit.proxy.stop import Stop, breakable
 from lmkit.proxy.stored import ASK_SECONDS, BATCHES, FILES, Keepers
 from lmkit.proxy.stored import PATH as RESPONSES
 from lmkit.proxy.tenants import named
 from lmkit.proxy.upstream import Answer, BrokenError, SilentError, UnreachableError, Upstream, UpstreamError
 from lmkit.web.errors import ERROR_HEADER
-from lmkit.web.receive import client_disconnected, until_disconnect
 from lmkit.web.resume import STREAM_HEADER
 
 log = get_logger(__name__)
@@ -121,7 +121,7 @@ class Forwarder:
             raise failed from None
 
     async def forward(
-        self, call: Call, client: DownstreamResponse, receive: Receive, stop: asyncio.Event, node: Node | None = None
+        self, call: Call, client: DownstreamResponse, receive: Receive, stop: Stop, node: Node | None = None
     ) -> None:
         """Forward a call, to `node` or to those of its model.
 
@@ -130,24 +130,8 @@ class Forwarder:
         Raises RequestError for an error that the client has not been told yet.
         """
         self._check_loop(call)
-        relay = asyncio.create_task(self._relay(call, client) if node is None else self._to_one(node, call, client))
-        watchers = [asyncio.create_task(until_disconnect(receive)), asyncio.create_task(stop.wait())]
-        try:
-            await asyncio.wait([relay, *watchers], return_when=asyncio.FIRST_COMPLETED)
-            if client.finished:  # a disconnect is also reported of a client that has its whole response
-                await relay
-        finally:
-            left, stopped = (watcher.done() for watcher in watchers)
-            unfinished = not relay.done()
-            for task in (relay, *watchers):
-                task.cancel()
-            await asyncio.gather(relay, *watchers, return_exceptions=True)
-        if not unfinished:
-            relay.result()
-        elif left:
-            raise client_disconnected()
-        elif stopped:
-            raise RequestError("shutting_down", "the proxy is shutting down")
+        async with breakable(client, receive, stop):
+            await (self._relay(call, client) if node is None else self._to_one(node, call, client))
 
     def _check_loop(self, call: Call) -> None:
         if any(name == b"via" and self._own_via in value for name, value in call.headers):
@@ -271,9 +255,16 @@ class Forwarder:
                 if not call.last:
                     raise RequestError("queue_full", "the nodes of the model are busy")
             check_answer(answer)
-            if is_small(answer) and call.journal.reserve(int(answer.headers[b"content-length"])):
-                async with _leaving(node, call):
+            if (
+                not call.journal.is_open
+                and is_small(answer)
+                and call.journal.reserve(int(answer.headers[b"content-length"]))
+            ):
+                if answer.is_whole:
                     await answer.read()
+                else:
+                    async with _leaving(node, call):
+                        await answer.read()
             whole = await self._pass_on(node, answer, call, client, tried)
             self._record(node, good=whole and answer.status not in BROKEN)
             return whole or not call.journal.is_open
@@ -300,6 +291,11 @@ class Forwarder:
         if not client.started:
             await client.start(answer.status, headers, events=events)
         first = call.path in (RESPONSES, FILES, BATCHES) and answer.status == 200
+        if answer.read_body is not None:
+            if first:
+                self._stored.learn(node, answer.read_body)
+            await client.end(answer.read_body)
+            return True
         try:
             async with _leaving(node, call, movable=journal.is_open) as limit:
                 while piece := await answer.piece():

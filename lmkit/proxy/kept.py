@@ -6,7 +6,6 @@ path names is found as `stored` says. A list has what all nodes keep.
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import re
 from collections.abc import Awaitable, Callable, Collection
@@ -23,6 +22,7 @@ from lmkit.proxy.downstream import DownstreamResponse
 from lmkit.proxy.forward import Call, Forwarder
 from lmkit.proxy.registry import Node, Registry
 from lmkit.proxy.router import Router
+from lmkit.proxy.stop import Stop
 from lmkit.proxy.stored import BATCHES, FILES, Named, named_by
 from lmkit.proxy.stored import PATH as RESPONSES
 from lmkit.web.listing import page, query
@@ -40,7 +40,7 @@ class Cluster(NamedTuple):
     forwarder: Forwarder
     registry: Registry
     router: Router
-    stop: asyncio.Event
+    stop: Stop
 
 
 class Asked(NamedTuple):

@@ -46,20 +46,22 @@ class Answer:
 
     def __init__(self, upstream: Upstream, origin: Origin, channel: Channel, head: Head) -> None:
         self._upstream, self._origin, self._channel = upstream, origin, channel
-        self._whole: bytes | None = None  # of a body that was read
+        self.read_body: bytes | None = None  # the whole body, once `read` has it
         self._is_open = True
         self.status, self.raw_headers, self.headers = head.status, head.headers, head.fields
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether all of the body has come."""
+        return self._channel.is_whole
+
     async def piece(self) -> bytes:
         """The next bytes of the body as they arrive; none at its end. Raises SilentError and BrokenError."""
-        if self._whole is not None:
-            piece, self._whole = self._whole, b""
-            return piece
         return await self._channel.piece()
 
     async def read(self) -> None:
-        """Wait for the whole body, so that `piece` cannot fail. Raises SilentError and BrokenError."""
-        self._whole = await self.body()
+        """Wait for the whole body. Raises SilentError and BrokenError."""
+        self.read_body = await self.body()
 
     async def body(self, most: float = math.inf) -> bytes | None:
         """The whole body; None if it has more than so many bytes. Raises SilentError and BrokenError."""

@@ -53,12 +53,11 @@ class AccessLog:
             with ExitStack() as state["held"]:
                 await self._app({**scope, "headers": with_request_id(scope["headers"], name)}, receive, watched)
         finally:
-            milliseconds = (time.monotonic() - start) * 1e3
-            line = (scope["method"], _target(scope), status or 499, milliseconds, _from(scope), name, _remarks(state))
-            fields = _fields(scope, status or 499, milliseconds, name)
             regular = status == 200 and (scope["method"], scope["path"]) in REGULAR
             level = logging.DEBUG if regular else logging.INFO
-            log.log(level, "%s %s %d %.0f ms %s id=%s%s", *line, extra={"fields": fields})
+            if log.isEnabledFor(level):
+                fields = _fields(scope, status or 499, (time.monotonic() - start) * 1e3, name)
+                log.log(level, "%s", _line(fields, state), extra={"fields": fields})
 
 
 def note_error(scope: Scope, error: RequestError) -> None:
@@ -72,7 +71,7 @@ def note(scope: Scope, **fields: str | int) -> None:
 
 
 def _fields(scope: Scope, status: int, milliseconds: float, name: str) -> dict[str, Any]:
-    """The same for programs, as a log in JSON has it."""
+    """What the line says, as a log in JSON has it."""
     address, _ = scope.get("client") or ("-", 0)
     state = scope["state"]
     fields = {
@@ -95,11 +94,10 @@ def _target(scope: Scope) -> str:
     return str(raw[:MAX_PATH_BYTES].decode("ascii", "backslashreplace"))
 
 
-def _from(scope: Scope) -> str:
-    """The client's address, and the id of the key that it sent."""
-    address, _ = scope.get("client") or ("-", 0)
-    key = key_id(scope["headers"])
-    return f"from={address}" + (f" key={key}" if key else "")
+def _line(fields: dict[str, Any], state: dict[str, Any]) -> str:
+    head = f"{fields['method']} {fields['path']} {fields['status']} {fields['duration_ms']:.0f} ms"
+    key = f" key={fields['key']}" if "key" in fields else ""
+    return f"{head} from={fields['client']}{key} id={fields['request_id']}{_remarks(state)}"
 
 
 def _remarks(state: dict[str, Any]) -> str:

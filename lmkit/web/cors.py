@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from starlette.middleware.cors import CORSMiddleware
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 
 def with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
@@ -13,10 +13,18 @@ def with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
 
     Cookies are never allowed; a page sends its own API key.
     """
-    return CORSMiddleware(
+    checked = CORSMiddleware(
         app,
         allow_origins=origins,
         allow_methods=("GET", "POST", "DELETE"),
         allow_headers=("*",),  # OpenAI's JavaScript client sends some of its own
         expose_headers=("x-request-id", "retry-after") if origins else (),
     )
+    if origins:
+        return checked
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        is_preflight = scope["type"] == "http" and scope["method"] == "OPTIONS"
+        await (checked if is_preflight else app)(scope, receive, send)
+
+    return answer
