@@ -202,7 +202,10 @@ class Connection(H11Protocol):
 
 
 class _Parser(h11.Connection):
-    """h11's parser, which stops after `num_left` events and refuses more forms of a head."""
+    """h11's parser, which stops after `num_left` events and refuses more forms of a head.
+
+    An answer before the end of the body says that the connection ends behind it, so no client sends a request there.
+    """
 
     def __init__(self, max_head_bytes: int) -> None:
         super().__init__(h11.SERVER, max_head_bytes)
@@ -229,6 +232,12 @@ class _Parser(h11.Connection):
         if event is h11.NEED_DATA or event is h11.PAUSED:
             self.num_left = max(1, self.num_left)
         return event
+
+    def send_with_data_passthrough(self, event: h11.Event) -> list[bytes] | None:
+        if isinstance(event, h11.Response) and self.their_state is h11.SEND_BODY:
+            headers = [*event.headers, (b"connection", b"close")]
+            event = h11.Response(status_code=event.status_code, headers=headers, reason=event.reason)
+        return super().send_with_data_passthrough(event)
 
     def _check_lines(self) -> None:
         head, _, _ = self.trailing_data[0].partition(b"\r\n\r\n")

@@ -269,6 +269,15 @@ async def test_a_client_that_reads_after_its_whole_body_sees_the_refusal() -> No
             assert (await client.get(address + "/v1/models", headers=BEARER)).status_code == 200
 
 
+async def test_an_answer_before_the_body_says_that_the_connection_ends() -> None:
+    async with serving(App()) as port:
+        for path, body, ends in [("/refuse", b"", True), ("/refuse", b"abc", False), ("/", b"abc", False)]:
+            reader, writer = await connect(port, post(path, "Content-Length: 3") + body)
+            head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 10)
+            assert (b"connection: close" in head) == ends
+            writer.close()
+
+
 async def test_t9_bodies_of_tiny_chunks_take_turns() -> None:
     """A round of the event loop parses one slice, whatever has arrived."""
     app, num_events = App(), []
