@@ -9,6 +9,7 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from lmkit.serve.collect import Collected
+from lmkit.serve.constraint import is_constrained
 from lmkit.serve.protocol import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest
 from lmkit.serve.response import ResponseBuilder, clamped, respond, token_name
 from lmkit.serve.streaming import DONE
@@ -30,6 +31,10 @@ class CompletionResponse(ResponseBuilder[CompletionRequest]):
     @property
     def choices_per_prompt(self) -> int:
         return choices_per_prompt(self.body)
+
+    @property
+    def only_tokens(self) -> bool:
+        return len(self.body.prompt) == 1 and not self.body.endings and not is_constrained(self.body)
 
     @property
     def num_chars(self) -> int:

@@ -30,8 +30,7 @@ def constraint(body: ChatCompletionRequest | CompletionRequest, tokenizer: Token
 
     Compiling takes milliseconds: call this in a thread.
     """
-    fields = ("response_format", "structured_outputs", *_KINDS)
-    asked = {name: value for name in fields if (value := getattr(body, name)) is not None}
+    asked = _asked(body)
     if not asked:
         return ""
     if len(asked) > 1:
@@ -41,6 +40,15 @@ def constraint(body: ChatCompletionRequest | CompletionRequest, tokenizer: Token
     if grammar:
         tokenizer.grammars(vocab_size).check(grammar, param)
     return grammar
+
+
+def is_constrained(body: ChatCompletionRequest | CompletionRequest) -> bool:
+    return bool(_asked(body))
+
+
+def _asked(body: ChatCompletionRequest | CompletionRequest) -> dict[str, Any]:
+    fields = ("response_format", "structured_outputs", *_KINDS)
+    return {name: value for name in fields if (value := getattr(body, name)) is not None}
 
 
 def _grammar(param: str, value: Any) -> str:

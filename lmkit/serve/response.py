@@ -86,6 +86,11 @@ class ResponseBuilder(ABC, Generic[B]):
     def num_chars(self) -> int:
         """The length of the body's texts, or of its token ids."""
 
+    @property
+    def only_tokens(self) -> bool:
+        """Whether `prepare` does no more than to tokenize texts of this length."""
+        return False
+
     @abstractmethod
     async def whole(self) -> Any:
         """The answer as JSON. Long lists are iterators, see `streaming.WholeAnswer`."""
@@ -256,7 +261,8 @@ async def answer(request: Request, builder: ResponseBuilder[Any]) -> Response:
         elif resumption.identity.fingerprint:
             raise RequestError("invalid_request", "this answer cannot be resumed")
         builder.be(resumption.identity)
-    await builder.server.texts.run(request.receive, builder.num_chars, builder.prepare)
+    texts = builder.server.texts
+    await texts.run(request.receive, builder.num_chars, builder.prepare, only_tokens=builder.only_tokens)
     if builder.body.stream:
         if builder.resumption is None:
             return await EventStream.open(request.receive, builder.chunks(), builder.failed)

@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from uuid import uuid4
 
@@ -85,9 +85,8 @@ class Serving:
 
         As long as it stays, the same request gives the same answer.
         """
-        files = files_digest(Path(self.info.model_path), self.engine.config.adapter_folders.get(self.adapter))
-        parts = (files, self.info.kv_dtype, self.edition, lmkit.__version__)
-        return "fp_" + hashlib.sha256("\n".join(parts).encode()).hexdigest()[:12]
+        folder = self.engine.config.adapter_folders[self.adapter] if self.adapter else None
+        return _fingerprint(self.info.model_path, folder, self.info.kv_dtype, self.edition)
 
     async def run(
         self, requests: Sequence[Request], choices_per_prompt: int, share: Share, known: Sequence[Known] = ()
@@ -164,6 +163,12 @@ def _failure(output: RequestOutput) -> RequestError:
     if output.error is not None and output.error_code != "engine_error":
         return RequestError(output.error_code, output.error)
     return RequestError("engine_error", "the engine failed while it worked on this request")
+
+
+@lru_cache(maxsize=256)
+def _fingerprint(model: str, adapter: str | None, kv_dtype: str, edition: str) -> str:
+    parts = (files_digest(Path(model), adapter), kv_dtype, edition, lmkit.__version__)
+    return "fp_" + hashlib.sha256("\n".join(parts).encode()).hexdigest()[:12]
 
 
 def _ids(known: Sequence[Known], idx: int) -> list[int]:

@@ -21,6 +21,7 @@ T = TypeVar("T")
 # (characters of the longest text, threads). A tokenizer takes about 120 bytes for each character of a text and 0.4 s
 # for a million, so all lanes together take less than 300 MB and the longest body's share.
 LANES = ((1 << 16, 4), (1 << 20, 2), (1 << 62, 1))
+QUICK_CHARS = 1 << 11  # a tokenizer needs less than a millisecond, and handing the work to a thread about as much
 MAX_WAITING_CHARS = 1 << 26  # of texts that are worked on or wait
 TRIM_CHARS = 1 << 18  # the memory of a longer text is given back to the system after the work
 
@@ -37,12 +38,16 @@ class TextPool:
         self._lanes = [_Lane(size, ThreadPoolExecutor(threads, "lmkit-text")) for size, threads in LANES]
         self._num_chars = 0
 
-    async def run(self, receive: Receive, num_chars: int, work: Callable[[], T]) -> T:
+    async def run(self, receive: Receive, num_chars: int, work: Callable[[], T], *, only_tokens: bool = False) -> T:
         """The result of `work` on a text, or ids, of this length.
+
+        `only_tokens`: the work only tokenizes, so that of a very short text is done here and now.
 
         Work on a long text that has not begun is dropped if the client disconnects. Raises RequestError for that, and
         if too much waits.
         """
+        if only_tokens and num_chars <= QUICK_CHARS:
+            return work()
         lane = next(lane for lane in self._lanes if num_chars <= lane.max_chars)
         if lane is self._lanes[0]:
             return await asyncio.get_running_loop().run_in_executor(lane.threads, work)

@@ -14,8 +14,10 @@ import pytest
 
 from lmkit.errors import RequestError
 from lmkit.serve import text_pool
+from lmkit.serve.response import ResponseBuilder
 from lmkit.serve.text_pool import LANES, TextPool
 from lmkit.text import Tokenizer
+from tests.serve.in_process import CHAT_PATH, TEXT_PATH, App, ScriptedEngine
 from tests.serve.live import Server
 
 SHORT, MIDDLE, _ = (size for size, _ in LANES)
@@ -68,6 +70,32 @@ def test_long_texts_do_not_hold_up_short_ones() -> None:
         assert await asyncio.gather(*held) == [True] * len(held)
 
     asyncio.run(run())
+
+
+def test_a_very_short_text_needs_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If only tokens are made of it: templates and schemas are the work of threads."""
+    threads: list[str] = []
+    completion, chat = {"prompt": "a", "max_tokens": 1}, {"messages": [{"role": "user", "content": "a"}]}
+    monkeypatch.setattr(ResponseBuilder, "prepare", _named(threads, ResponseBuilder.prepare))
+    app = App(ScriptedEngine())
+    for path, body in (
+        (TEXT_PATH, completion),
+        (TEXT_PATH, completion | {"regex": "a"}),
+        (TEXT_PATH, completion | {"prompt": "a" * (text_pool.QUICK_CHARS + 1)}),
+        (CHAT_PATH, chat),
+    ):
+        app.post(path, body)
+    assert [name.startswith("lmkit-text") for name in threads] == [False, True, True, True]
+
+
+def _named(names: list[str], work: Callable[[Any], None]) -> Callable[[Any], None]:
+    """`work` that notes the names of its threads."""
+
+    def noted(builder: Any) -> None:
+        names.append(threading.current_thread().name)
+        work(builder)
+
+    return noted
 
 
 def test_t19_work_whose_client_left_is_dropped() -> None:

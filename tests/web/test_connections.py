@@ -25,8 +25,8 @@ Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 class App:
-    """Answers with the body's length. /wait answers when the client leaves, /large with `size` bytes, /refuse reads
-    no body.
+    """Answers with the body's length. /wait answers when the client leaves, /large with `size` bytes, /many with
+    so many events, /refuse reads no body.
     """
 
     def __init__(self) -> None:
@@ -53,6 +53,12 @@ class App:
             while (await receive())["type"] != "http.disconnect":
                 pass
             self.num_left += 1
+        elif scope["path"] == "/many":
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            for _ in range(self.size):
+                await send({"type": "http.response.body", "body": b"event", "more_body": True})
+                await asyncio.sleep(0)
+            await send({"type": "http.response.body", "body": b""})
         elif scope["path"] == "/large":
             await send({"type": "http.response.start", "status": 200, "headers": []})
             for _ in range(self.size >> 16):
@@ -315,6 +321,29 @@ async def test_t9_a_client_that_does_not_read_is_cut_off(monkeypatch: pytest.Mon
         await until(lambda: app.num_large > 0)
         await until(lambda: app.num_under_way == 0)
         writer.close()
+
+
+async def test_events_that_come_fast_are_sent_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first and the last one do not wait."""
+    monkeypatch.setattr(connection, "PACE_SECONDS", 60.0)
+    app, num_writes = App(), 0
+    app.size = 200
+    flush = connection._Transport.flush
+
+    def counted(self: connection._Transport) -> None:
+        nonlocal num_writes
+        num_writes += bool(self._waiting)
+        flush(self)
+
+    monkeypatch.setattr(connection._Transport, "flush", counted)
+    async with serving(app) as port:
+        reader, writer = await connect(port, post("/many", "Content-Length: 0"))
+        for _ in range(2):
+            answer = await asyncio.wait_for(reader.readuntil(b"0\r\n\r\n"), 10)
+            assert answer.count(b"event") == 200
+            writer.write(post("/many", "Content-Length: 0"))
+        writer.close()
+    assert 4 <= num_writes < 40
 
 
 async def test_a_client_that_reads_slowly_is_not_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
