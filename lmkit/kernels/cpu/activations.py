@@ -18,6 +18,7 @@ from lmkit.kernels.cpu.packed_weight import PackedWeight
 from lmkit.kernels.cpu.structs import numbers, read
 from lmkit.kernels.ops import Norm
 
+SPACING = 64  # bytes between rows of codes: with power-of-two strides they would fall into few cache sets
 SMALLEST_STEP = np.float32(2.0**-120)  # the inverse of a smaller step would not be finite
 
 
@@ -120,7 +121,8 @@ def quantize(
     `wide` codes are in the layout of dots.PmaddWide."""
     rows, group, groups = x.shape[0], packed.group_size, packed.scales.shape[1]
     blocks, padded = -(-rows // layout.rows), groups * group
-    row_bytes, scales_bytes = padded * (2 if wide else 1), 4 * blocks * layout.rows * groups
+    row_bytes = padded * (2 if wide else 1) + (SPACING if layout.rows == 1 else 0)
+    scales_bytes = 4 * blocks * layout.rows * groups
     codes_bytes = blocks * layout.rows * row_bytes
     memory = workspace.empty(codes_bytes + 2 * scales_bytes, dtype=torch.uint8)
     codes = memory.data_ptr()

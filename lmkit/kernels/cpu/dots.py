@@ -286,19 +286,19 @@ def nibble_products(isa: Isa) -> Callable[[Emitter, Value, Value, Value], Value]
     return byte_products if isa.emulate else native.get(isa.dot, byte_products)
 
 
-def load_quads(e: Emitter, dot: Dot, address: Value, outputs: int, packed: bool) -> Iterable[list[Value]]:
-    """The weight quads of a block for `outputs` vectors of outputs, as int32 lanes.
+def load_quads(e: Emitter, dot: Dot, address: Value, outputs: int, width: int, packed: bool) -> Iterable[list[Value]]:
+    """The weight quads of a block for `outputs` vectors of outputs, of `width` in a panel, as int32 lanes.
 
     Unpacked: quad by quad, some vectors of bytes each. Packed: each vector holds a quad in its low nibbles and the
     next quad in its high nibbles.
     """
     b, kind = e.builder, e.vector(I32)
-    size, vectors = 4 * e.lanes, dot.weight_vectors(outputs)
+    size, (vectors, row) = 4 * e.lanes, map(dot.weight_vectors, (outputs, width))
     for quad in range(BLOCK // dot.inputs):
         if not packed:
-            yield [e.load(e.offset(address, (quad * vectors + j) * size), kind) for j in range(vectors)]
+            yield [e.load(e.offset(address, (quad * row + j) * size), kind) for j in range(vectors)]
             continue
         if quad % 2 == 0:
-            places = [e.offset(address, (quad // 2 * vectors + j) * size) for j in range(vectors)]
+            places = [e.offset(address, (quad // 2 * row + j) * size) for j in range(vectors)]
             halves = [nibbles(e, e.load(place, e.vector(I8, size))) for place in places]
         yield [b.bitcast(half[quad % 2], kind) for half in halves]

@@ -51,7 +51,7 @@ class Isa:
     name: str
     lanes: int  # of 32 bits in a vector
     dot: str  # "vpdpbusd", "pmadd", "usmmla", "sdot" or "generic": see dots.py
-    packed_rows: tuple[int, ...]  # for quantized weights unpacked in registers
+    packed_rows: tuple[int, ...]  # for quantized weights unpacked in registers; see tiles.int_tile
     int_rows: tuple[int, ...]  # for quantized weights in bytes
     int_vectors: int
     float_rows: tuple[int, ...]
@@ -88,7 +88,9 @@ _AVX2 = frozenset({"avx2", "fma", "f16c"})
 _AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512vnni"}
 _AMX = _AVX512 | {"amx-tile", "amx-int8", "amx-bf16"}
 _NEON = frozenset({"neon", "dotprod"})
-_VNNI = Isa("avx512_vnni", 16, "vpdpbusd", (4, 2, 1), (6, 4, 2, 1), 4, (12, 6, 4, 2, 1), 2, (6, 4, 2, 1), _AVX512, 32)
+_VNNI = Isa(
+    "avx512_vnni", 16, "vpdpbusd", (8, 4, 2, 1), (6, 4, 2, 1), 4, (12, 6, 4, 2, 1), 2, (6, 4, 2, 1), _AVX512, 32
+)
 LEVELS = {
     isa.name: isa
     for isa in (  # best first

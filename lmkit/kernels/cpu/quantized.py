@@ -42,10 +42,11 @@ from lmkit.kernels.cpu.panels import (
     store_panels,
 )
 from lmkit.kernels.cpu.structs import read
+from lmkit.kernels.cpu.tiles import FEW_ROWS
 from lmkit.kernels.ops import Norm, Places
 from lmkit.kernels.registry import ExpertLinears, Implementation
 
-SPREAD = 6  # in micro-kernels' rows; with fewer rows, unpacking in registers each time costs less than stores
+SPREAD_ROWS = 32  # up to so many, unpacking in registers each time costs less than stores
 # Bytes between the weights that are read and those that are prefetched. AMD's processors do this by themselves: there,
 # asking costs a sequence 5 to 10 % of its speed.
 AHEAD = 0 if llvm.get_host_cpu_name().startswith("znver") else 2048
@@ -72,7 +73,7 @@ def product_task(isa: Isa, bits: int, half_scales: bool) -> Task:
     to_bytes = tiles.unpack_tile(isa).name
     width, quad, per_byte = isa.int_tile, isa.int_tile * dot_for(isa, bits).inputs, 8 // bits
     scale_bytes, input_bytes = 2 if half_scales else 4, dot_for(isa, bits).input_bytes
-    few_rows, spread_rows = isa.packed_rows[0], SPREAD * isa.packed_rows[0] if bits == 4 else 1 << 62
+    spread_rows = SPREAD_ROWS if bits == 4 else 1 << 62
 
     def product(args: int, scratch: int, index: int) -> None:
         a = read(args, ProductArgs)
@@ -85,7 +86,7 @@ def product_task(isa: Isa, bits: int, half_scales: bool) -> Task:
         while row < end:
             num_rows = min(a.blocks.row_block, end - row)
             sums_bytes, spread = 4 * num_rows * width, num_rows > spread_rows
-            chunk = a.chunk if num_rows > few_rows else groups
+            chunk = a.chunk if num_rows > FEW_ROWS else groups
             carray(pointer(scratch), num_panels * num_rows * width, np.float32)[:] = 0
             for p in range(num_panels):
                 for g in range(0, groups, chunk):
@@ -95,11 +96,10 @@ def product_task(isa: Isa, bits: int, half_scales: bool) -> Task:
                         tile(to_bytes, 1, (source, unpacked, count * group_bytes // quad))
                     r = 0
                     while r < num_rows:
-                        # The first rows prefetch what they read themselves, unless that is bytes, the others what
-                        # follows.
-                        ahead = source + (count * group_bytes if r or spread else AHEAD)
+                        # Few rows prefetch what they read themselves, more what follows.
+                        ahead = source + (count * group_bytes if num_rows > FEW_ROWS else AHEAD)
                         of_row, of_group = (row + r) * groups + g, at * width
-                        activations = x.codes + of_row * blocks * BLOCK * input_bytes
+                        activations = x.codes + (row + r) * x.row_bytes + g * blocks * BLOCK * input_bytes
                         sums, left = scratch + p * sums_bytes + 4 * r * width, num_rows - r
                         step, total = x.scales + 4 * of_row, x.sums + 4 * of_row
                         scale, zero = scales + of_group * scale_bytes, zeros + of_group
@@ -119,7 +119,7 @@ def linear(
     """x [T, K] -> [T, N]. See ops.linear_w4a8."""
     dtype, x = x.dtype, as_float(x)
     rows, group = x.shape[0], packed.group_size
-    tiled = isa.tiles and rows > isa.packed_rows[0]
+    tiled = isa.tiles and rows > FEW_ROWS
     layout = on_tiles.layout(group) if tiled else Layout(1, group)
     _memory, activations = quantize(x, packed, norm, layout, wide=dot_for(isa, bits).input_bytes == 2)
     out = workspace.empty(rows, packed.out_features // 2 if packed.activation else packed.out_features)
@@ -165,7 +165,7 @@ def _table(parts: list[tuple[PackedWeight, Tensor | None]]) -> ExpertTable:
 
 
 def implementation(isa: Isa, bits: int) -> Implementation:
-    max_rows = isa.packed_rows[0] if isa.tiles else None
+    max_rows = FEW_ROWS if isa.tiles else None
     return Implementation(
         f"cpu.{isa.name}",
         "cpu",

@@ -18,6 +18,7 @@ from lmkit.kernels.cpu.isa import Isa
 
 CODES4, CODES8, FLOAT8 = "int4", "int8", "float8"  # kinds of stored weights, beside the float types
 CACHE_LINE = 64
+FEW_ROWS = 4  # so many take less time than the weights take to come from memory
 Body = Callable[[Emitter, int, list[Value]], None]  # (emitter, rows, arguments)
 
 
@@ -77,24 +78,27 @@ def int_tile(isa: Isa, bits: int, *, packed: bool, half_scales: bool) -> Tile:
     are [groups, tile] float16 or float32, zeros uint8 (int8 if Dot.flipped) [groups, tile], c is float32 [rows, tile].
     A group is `blocks` * 32 inputs. Stored weights at `ahead`, as many as `groups` groups have, are prefetched.
 
+    More rows than FEW_ROWS compute one half of the panel after the other: fewer vectors are unpacked for each row.
     Zeros are subtracted before anything is rounded: c += scale * (sx * (sum(x * code) - zero * sum(x))).
     """
-    dot, vectors = dot_for(isa, bits), isa.int_vectors
+    dot, width = dot_for(isa, bits), isa.int_vectors
 
     def body(e: Emitter, rows: int, arguments: list[Value]) -> None:
         x, ldx, w, sx, sumx, lds, scales, zeros, c, groups, blocks, ahead = arguments
-        b, kind = e.builder, e.vector(I32)
-        stored_bytes = BLOCK * vectors * e.lanes * bits // 8
-        block_bytes = stored_bytes if packed else BLOCK * vectors * e.lanes
+        b, kind, parts = e.builder, e.vector(I32), 2 if packed and rows > FEW_ROWS else 1
+        vectors, stored_bytes = width // parts, BLOCK * width * e.lanes * bits // 8
+        block_bytes = stored_bytes if packed else BLOCK * width * e.lanes
         sums = e.variables(rows + rows % dot.rows, vectors, kind)
 
         def store_sums(values: list[list[Value]]) -> None:
             for value, variable in zip(itertools.chain(*values), itertools.chain(*sums), strict=True):
                 b.store(value, variable)
 
-        with e.loop(groups) as group:
+        with e.loop(I64(parts), unroll=False) as part, e.loop(groups) as group:
+            column, share = e.times(part, vectors * e.lanes), stored_bytes // parts
+            first = b.add(e.times(group, width * e.lanes), column)
             places = [e.offset(e.times(group, 4), e.times(lds, row)) for row in range(rows)]
-            pairs = zero_pairs(e, vectors, zeros, group, signed=dot.flipped > 0)
+            pairs = zero_pairs(e, vectors, b.add(zeros, first), signed=dot.flipped > 0)
             totals = [e.splat(e.load(e.offset(sumx, place), I32)) for place in places]
             store_sums(
                 dot.spread(e, [[word_products(e, isa, pair, t, constant(kind, 0)) for pair in pairs] for t in totals])
@@ -102,22 +106,22 @@ def int_tile(isa: Isa, bits: int, *, packed: bool, half_scales: bool) -> Tile:
             with e.loop(blocks) as block:
                 at = b.add(b.mul(group, blocks), block)
                 x_block = e.offset(x, e.times(at, BLOCK * dot.input_bytes))
-                for line in range(0, stored_bytes, CACHE_LINE):
-                    e.prefetch(e.offset(ahead, e.times(at, stored_bytes), line))
+                for line in range(0, share, CACHE_LINE):
+                    e.prefetch(e.offset(ahead, e.times(at, stored_bytes), e.times(part, share), line))
 
                 def activation(row: int, byte: int, start: Value = x_block) -> Value:
                     return dot.operand(e, e.offset(start, e.times(ldx, min(row, rows - 1)), byte))
 
                 values = [[b.load(v) for v in row] for row in sums]
-                quads = load_quads(e, dot, e.offset(w, e.times(at, block_bytes)), vectors, packed)
-                dot.block(e, quads, activation, values)
+                codes = e.offset(w, e.times(at, block_bytes), e.times(column, dot.inputs))
+                dot.block(e, load_quads(e, dot, codes, vectors, width, packed), activation, values)
                 store_sums(values)
             products = dot.gather(e, [[b.load(v) for v in row] for row in sums])
-            scale = group_scales(e, isa, half_scales, scales, group)
+            scale = group_scales(e, isa, half_scales, scales, first, vectors)
             for row, place in enumerate(places):
                 step = e.splat(e.load(e.offset(sx, place), F32))
                 for j in range(vectors):
-                    address = e.offset(c, 4 * e.lanes * (row * vectors + j))
+                    address = e.offset(c, e.times(column, 4), 4 * e.lanes * (row * width + j))
                     product = b.fmul(b.sitofp(products[row][j], e.vector(F32)), step)
                     e.store(e.fma(scale[j], product, e.load(address, e.vector(F32))), address)
 
@@ -143,9 +147,9 @@ def unpack_tile(isa: Isa) -> Tile:
     return register(f"unpack_tile.{isa.name}", isa.lanes, (1,), 3, body)
 
 
-def group_scales(e: Emitter, isa: Isa, half: bool, scales: Value, group: Value) -> list[Value]:
-    """The scales of a group, a float32 vector for each output vector."""
-    b, vectors, first = e.builder, isa.int_vectors, e.times(group, isa.int_tile)
+def group_scales(e: Emitter, isa: Isa, half: bool, scales: Value, first: Value, vectors: int) -> list[Value]:
+    """The scales from number `first` on as float32, a vector for each output vector."""
+    b = e.builder
     size, converts = 2 if half else 4, bool(isa.needs & {"f16c", "neon"})
     places = [e.offset(scales, e.times(e.offset(first, j * e.lanes), size)) for j in range(vectors)]
     if not half:
@@ -159,11 +163,12 @@ SUM_SPLIT = 7  # bits: 128 * zero fits a word, and so do the sum's two parts if 
 LARGEST_SUM = 1 << 22
 
 
-def zero_pairs(e: Emitter, vectors: int, zeros: Value, group: Value, *, signed: bool = False) -> list[Value]:
-    """The words (zero, 128 * zero) of a group's outputs. Their products with `sum_pair` add up to zero * -sum."""
+def zero_pairs(e: Emitter, vectors: int, zeros: Value, *, signed: bool = False) -> list[Value]:
+    """The words (zero, 128 * zero) of outputs whose zeros begin at `zeros`. Their products with `sum_pair` add up to
+    zero * -sum."""
     b, pairs = e.builder, []
     for j in range(vectors):
-        zero = e.load(e.offset(zeros, e.times(group, vectors * e.lanes), j * e.lanes), e.vector(I8))
+        zero = e.load(e.offset(zeros, j * e.lanes), e.vector(I8))
         wide = (b.sext if signed else b.zext)(zero, e.vector(I32))
         low = b.and_(wide, constant(wide.type, 0xFFFF))
         pairs.append(b.or_(low, b.shl(wide, constant(wide.type, 16 + SUM_SPLIT))))

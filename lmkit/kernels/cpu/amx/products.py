@@ -92,8 +92,8 @@ def _epilogue(
 ) -> Callable[[Value, int], None]:
     """A function that emits the epilogue of a chunk's `groups` groups at (row, column of tiles)."""
     b, floats = e.builder, e.vector(F32)
-    scales = [group_scales(e, isa, half, given.scales, I64(g)) for g in range(groups)]
-    zeros = [zero_pairs(e, COLUMNS, given.zeros, I64(g)) for g in range(groups)] if bits == 8 else []
+    scales = [group_scales(e, isa, half, given.scales, I64(WIDTH * g), COLUMNS) for g in range(groups)]
+    zeros = [zero_pairs(e, COLUMNS, e.offset(given.zeros, WIDTH * g)) for g in range(groups)] if bits == 8 else []
 
     def emit(r: Value, j: int) -> None:
         place = e.offset(given.sums, e.times(r, 4 * WIDTH), ROW_BYTES * j)
