@@ -1,6 +1,7 @@
 """Configuration: frozen, strict structs, and the only reader of the environment.
 
-An unknown key or a wrong type is an error. No torch here: dtypes are strings.
+An unknown key or a wrong type is an error. No torch here: dtypes are strings. Longer than usual: every option stands
+here once, and all commands read this list.
 """
 
 from __future__ import annotations
@@ -140,6 +141,8 @@ class EngineConfig(StrictStruct, frozen=True, kw_only=True, metaclass=CheckedMet
     max_queued_tokens: PositiveInt = 4 << 20  # prompt tokens of all open requests; more are refused with 503
     tp: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1  # processes that share each layer of the model
     num_threads: PositiveInt | None = None  # of all of them; None = the physical cores this process may use
+    image_memory: PositiveInt = 256 << 20  # bytes for images that are encoded, beyond those in use
+    image_pixels: Annotated[int, msgspec.Meta(ge=1 << 10, le=1 << 24)] = 1 << 20  # larger images are made smaller
     prefix_cache: bool = True  # keep the KV of prompts and answers for later requests
     cache_quota: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0  # share of the KV blocks that one tenant may keep
     session_lease: PositiveFloat = 300.0  # seconds for which a session's KV stays after its last answer

@@ -38,7 +38,7 @@ ROWS = {
     "Llama 2, 3": ("LlamaForCausalLM", "llama"),
     "Mistral": ("MistralForCausalLM", "mistral"),
     "Qwen2, Qwen2.5": ("Qwen2ForCausalLM", "qwen2"),
-    "Qwen2.5-VL (text)": ("Qwen2_5_VLForConditionalGeneration", "qwen2.5-vl"),
+    "Qwen2.5-VL": ("Qwen2_5_VLForConditionalGeneration", "qwen2.5-vl"),
     "Qwen3": ("Qwen3ForCausalLM", "qwen3"),
     "Gemma 2": ("Gemma2ForCausalLM", "gemma2"),
     "Gemma 3 (text)": ("Gemma3ForCausalLM", "gemma3"),

@@ -15,6 +15,7 @@ from lmkit.text import Tokenizer
 from lmkit.text.chat.answer_events import AnswerEvents, MessageDeltas
 from lmkit.text.chat.conversation import Chat, TemplateVariables, ToolOptions
 from lmkit.text.chat.style import Style, called_tools
+from lmkit.text.images import ReadImage
 from lmkit.turbo.request import Request
 from lmkit.turbo.transport.output import RequestOutput
 
@@ -50,6 +51,7 @@ class Conversation:
         """Raises RequestError for messages that the template refuses."""
         self._style, self._chat = style, chat
         self._has_parts = bool(chat.tools or options.separate_reasoning)
+        self.images = chat.images
         self.text = style.render(chat, dict(options.chat_template_kwargs or {}))
 
     def completed(self, request: Request, config: GenerationConfig, vocab_size: int) -> Request:
@@ -95,4 +97,5 @@ def _plain(value: Any) -> Any:
     """Objects and lists of any kind as those that JSON has."""
     if isinstance(value, Mapping):
         return {name: _plain(item) for name, item in value.items()}
-    return list(map(_plain, value)) if isinstance(value, list | tuple) else value
+    is_list = isinstance(value, list | tuple) and not isinstance(value, ReadImage)
+    return list(map(_plain, value)) if is_list else value

@@ -19,7 +19,7 @@ OPENING: Mapping[str, str] = {
 CALL: Mapping[str, str] = {
     "config": "use gen_config",
     "generation_config": "use gen_config",
-    "images": TEXT_ONLY,
+    "images": 'put parts {"type": "image", "image": ...} into a message',
     "lora_request": "use adapter_name, one of EngineConfig.adapters",
     "max_tokens": "use gen_config=GenerationConfig(max_new_tokens=...)",
     "request_output_len": "use gen_config=GenerationConfig(max_new_tokens=...)",

@@ -10,14 +10,17 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from lmkit.api.generation import GenerationConfig, configs_for
+from lmkit.api.images import load
 from lmkit.api.prompts import Messages, check_call, id_rows, prompt_list
 from lmkit.api.response import Response, Session, refused, response
 from lmkit.config import EngineConfig
 from lmkit.errors import ConfigError, RequestError
 from lmkit.text import Tokenizer
-from lmkit.text.messages import plain_messages
-from lmkit.turbo.request import EngineInfo, Request, StepOutput
+from lmkit.text.images import ReadImage
+from lmkit.text.messages import ImagePart, has_images, message_parts, plain_messages, shown_parts
+from lmkit.turbo.request import EngineInfo, ImageInput, Request, StepOutput
 from lmkit.turbo.transport.output import AssistantTurn, RequestOutput
+from lmkit.turbo.transport.prompt_images import read_images, with_images
 
 if TYPE_CHECKING:
     from lmkit.api.chats import Chats, Reader
@@ -92,7 +95,8 @@ class RequestMaker:
                     batch.requests[index] = self.request(self._text_ids(str(prompt), do_preprocess), config, **fields)
                     continue
                 conversation = self._chats.open(prompt, options)
-                request = self.request(self._encode(conversation.text, False), config, **fields)
+                ids, images = self._with_images(conversation.text, conversation.images)
+                request = self.request(ids, config, images=images, **fields)
                 batch.requests[index] = conversation.completed(request, config, self._info.vocab_size)
                 if (reader := conversation.reader()) is not None:
                     batch.readers[index] = reader
@@ -140,11 +144,31 @@ class RequestMaker:
     def turn(self, prompt: Any, session: Session, gen_config: Any) -> Turn:
         """The next turn of a conversation. Raises RequestError if it cannot run."""
         messages = plain_messages([*_history(session), {"role": "user", "content": prompt}])
-        text = self._tokenizer.render_chat(messages)
+        found = [self._read(message) for message in messages if has_images(message["content"])]
+        shown = [message | {"content": _shown(message["content"])} for message in messages]
+        text = self._tokenizer.render_chat(shown)
         self._tokenizer.check_length(text, self._info.max_model_len, "prompt")
         encoded = session.tokens.encode(self._tokenizer, text)
         (config,) = configs_for(gen_config, 1)
-        return Turn(session, messages, self.request(encoded.ids, config, session_id=session.id), AssistantTurn(encoded))
+        ids, images = with_images(encoded.ids, [image for of_one in found for image in of_one], self._info)
+        request = self.request(ids, config, images=images, session_id=session.id)
+        return Turn(session, messages, request, AssistantTurn(encoded))
+
+    def _with_images(self, text: str, parts: Sequence[ImagePart]) -> tuple[list[int], tuple[ImageInput, ...]]:
+        """The tokens of a rendered conversation with these images. Raises RequestError."""
+        images = read_images(parts, self._info, load)
+        return with_images(self._encode(text, False), images, self._info)
+
+    def _read(self, message: dict[str, Any]) -> list[ReadImage]:
+        """The images of a message, which has them as they were read from now on."""
+        parts = message_parts(message["content"])
+        images = read_images([part for part in parts if isinstance(part, ImagePart)], self._info, load)
+        rest = iter(images)
+        message["content"] = [
+            {"type": "text", "text": part} if isinstance(part, str) else {"type": "image", "image": next(rest)}
+            for part in parts
+        ]
+        return images
 
 
 class Turn:
@@ -168,6 +192,11 @@ class Turn:
         session.response = answer
         if answer.finish_reason in ("stop", "length"):
             session.history[:] = [*self._messages, {"role": "assistant", "content": answer.text}]
+
+
+def _shown(content: Any) -> Any:
+    """A message's content as chat templates read it."""
+    return shown_parts(message_parts(content)) if has_images(content) else content
 
 
 def open_session(prompt: Any, session: Any) -> Session:

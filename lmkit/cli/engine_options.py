@@ -43,6 +43,8 @@ HELP = {
         "kv_listen": "Give KV in host memory or on disk to other engines, at HOST:PORT. Default: no.",
         "kv_peer": "HOST:PORT of an engine with --kv-listen, to fetch the KV of prompts from. Default: none.",
         "kv_key_file": "A file with the key that both engines need.",
+        "image_memory": "Memory for encoded images that later requests may show again.",
+        "image_pixels": "The most pixels that a model sees of an image; larger ones are made smaller.",
         "block_size": "Tokens in a KV block. Default: 32 on a CPU, 64 on a GPU.",
         "prefix_cache": "Keep the KV of prompts and answers for later requests.",
         "cache_quota": "Share of the KV cache that one API key may keep. Default with several keys: 0.5.",
@@ -66,7 +68,13 @@ HELP = {
     },
 }
 # Options written as 2G, with defaults.
-SIZES = {"weights_memory": None, "kv_memory": None, "kv_host_memory": None, "kv_disk_memory": "16G"}
+SIZES = {
+    "weights_memory": None,
+    "kv_memory": None,
+    "kv_host_memory": None,
+    "kv_disk_memory": "16G",
+    "image_memory": "256M",
+}
 
 
 def engine_options(**given: Any) -> EngineConfig:

@@ -32,6 +32,10 @@ class BatchInputs:
     adapters: Tensor | None = None  # int32 [T]: each row's adapter, -1 = none; None if no row has one
     logit_adapters: Tensor | None = None  # int32 [R]: those of the logit rows
     states: Tensor | None = None  # int32 [B]: each sequence's row of recurrent states; None = sequence b has row b
+    # Of a step with tokens of images:
+    places: Tensor | None = None  # int32 [3, T]: places in time, height and width, for M-RoPE
+    image_rows: Tensor | None = None  # int64 [I]: rows of tokens of images
+    image_values: Tensor | None = None  # float32 [I, hidden]: what they have in place of embeddings
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor], num_groups: int) -> BatchInputs:

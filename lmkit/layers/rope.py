@@ -30,11 +30,20 @@ class Rope:
         self.angles = ops.rope_angles.select(device)
 
     def __call__(self, batch: BatchInputs) -> tuple[Tensor, Tensor]:
+        if batch.places is not None:
+            return self._by_place(batch.places)
         if not self.spec.by_length or not bool((batch.rope_lens > self.spec.original_max_position).any()):
             cos, sin = self.angles(batch.positions, self.inv_freq, self.magnitude)
             return cos, sin
         angles = batch.positions[:, None].float() * self._frequencies_by_length(batch)
         return angles.cos() * self.magnitude, angles.sin() * self.magnitude
+
+    def _by_place(self, places: Tensor) -> tuple[Tensor, Tensor]:
+        """M-RoPE (arXiv 2409.12191). A token of text has three equal places, and the angles of its position."""
+        found = [self.angles(row, self.inv_freq, self.magnitude) for row in places]
+        split = [[part.split(self.spec.sections, -1)[i] for part in both] for i, both in enumerate(found)]
+        cos, sin = (torch.cat(parts, -1) for parts in zip(*split, strict=True))
+        return cos, sin
 
     def _frequencies_by_length(self, batch: BatchInputs) -> Tensor:
         """Inverse frequencies [T, R/2]. A sequence longer than the trained context has frequencies of its own.

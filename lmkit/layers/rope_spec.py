@@ -17,6 +17,7 @@ class RopeSpec:
     original_max_position: int = 0
     rotary_dim: int = 0  # elements of a head that are rotated, the first ones
     interleaved: bool = False  # a checkpoint has the elements of a pair side by side, not half the rotary part apart
+    sections: tuple[int, ...] = ()  # M-RoPE: so many pairs turn by a token's place in time, height and width
     # yarn
     beta_fast: float = 32.0
     beta_slow: float = 1.0

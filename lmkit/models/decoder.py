@@ -361,6 +361,8 @@ class Decoder:
         self.row_adapters.set(batch.adapters, batch.logit_adapters)
         angles = {spec: rope(batch) for spec, rope in self.ropes.items()}
         delta: Tensor = self.embed(batch.token_ids)
+        if batch.image_rows is not None and batch.image_values is not None:
+            delta[batch.image_rows] = batch.image_values
         if self.positions is not None:
             self.add_positions(delta, self.positions, batch.positions)
         residual: Tensor | None = None

@@ -98,6 +98,8 @@ def mean_problem(spec: LayerSpec, layer: KVLayerConfig) -> str | None:
     pairs = [pair for of_head in layer.key_mean for pair, _, _ in of_head]
     if pairs and spec.rope.by_length:
         return "angles depend on the length of the prompt"
+    if pairs and spec.rope.sections:
+        return "angles depend on the places of images"
     if max(pairs, default=-1) >= spec.rope.rotary_dim // 2:
         return f"pair {max(pairs)} does not turn, RoPE has {spec.rope.rotary_dim // 2} pairs"
     return None

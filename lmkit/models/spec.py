@@ -10,6 +10,7 @@ from functools import cached_property
 
 from lmkit.errors import ConfigError
 from lmkit.models.layer_spec import LayerSpec
+from lmkit.models.vision_spec import VisionSpec
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class ModelSpec:
     projected: int = 0  # > 0: embeddings have this width, and matrices lead from it to the stream and back to the head
     first_position: int | None = None  # the row of position 0 in a table of learned positions; None = there is no table
     unread: tuple[str, ...] = ()  # tensors whose names begin so belong to other parts of the model, as a vision tower
+    vision: VisionSpec | None = None  # a tower that encodes images
 
     @property
     def num_layers(self) -> int:

@@ -19,11 +19,13 @@ from lmkit.errors import RequestError
 from lmkit.formats.generation_config import RANGES
 from lmkit.serve.auth import NOBODY, Owner
 from lmkit.serve.constraint import constraint
+from lmkit.serve.images import load
 from lmkit.serve.protocol import MAX_SEQUENCES, ChatCompletionRequest, CompletionRequest, Placed
 from lmkit.serve.truncate import cut, cut_text, room
 from lmkit.text import EncodedTurn, TokenHistory, Tokenizer
 from lmkit.text.chat.style import Style, called_tools
 from lmkit.turbo.request import EngineInfo, Request, SamplingParams
+from lmkit.turbo.transport.prompt_images import read_images, with_images
 
 DEFAULT_TEMPERATURE = 1.0
 DEFAULT_COMPLETION_TOKENS = 16  # as in OpenAI's /v1/completions; chat has no limit
@@ -55,6 +57,7 @@ def chat_requests(
         rule = "it shows the assistant's message that the answer goes on with, so it needs continue_final_message"
         raise _invalid(f"echo: {rule}", "echo")
     style = style or Style(tokenizer)
+    images = read_images(body.images, info, load)
     tools = called_tools(body)
     content = constraint(body, tokenizer, info.vocab_size)
     wanted = (_limit(asked) or 1) if must_fit else 1
@@ -70,6 +73,10 @@ def chat_requests(
     )
     like = _request(body, params, request_id, owner, prompt_logprobs=body.prompt_logprobs is not None)
     ids = turn.ids if most is None else cut(turn.ids, most, keep_end=True)
+    if images and most is not None:
+        raise _invalid("truncate_prompt_tokens does not go with images", "truncate_prompt_tokens")
+    ids, placed = with_images(ids, images, info)
+    like = msgspec.structs.replace(like, images=placed)
     return _fan_out([ids], like, _or(body.n, 1), info, "messages", wanted), turn
 
 

@@ -64,6 +64,9 @@ def _token_ids(body: TokenizeRequest, server: Serving) -> list[int]:
         return server.tokenizer.encode(body.content, body.add_special)
     if body.messages is None:
         return server.tokenizer.encode(body.prompt or "", body.add_special_tokens is not False)
+    if any(message.parts for message in body.messages):
+        message = "messages: images have as many tokens as their pixels ask for; usage.prompt_tokens of an answer tells"
+        raise RequestError("unsupported_parameter", message, "messages")
     return server.tokenizer.encode(_written(body, body.messages, server), bool(body.add_special_tokens))
 
 

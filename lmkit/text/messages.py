@@ -3,41 +3,71 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from lmkit.errors import RequestError
 from lmkit.neutral import MESSAGE, is_neutral
 
+DETAILS = ("auto", "low", "high")
+IMAGE_PARTS = ("image_url", "image")  # OpenAI's, and transformers'
 Role = Literal["system", "developer", "user", "assistant"]
 MAX_NAME_CHARS = 256
 
 
+class ImagePart(NamedTuple):
+    """An image as the caller gives it: a URL or another source, and OpenAI's `detail`."""
+
+    source: Any
+    detail: str = "auto"
+
+
+def message_parts(content: list[Any]) -> list[str | ImagePart]:
+    """Texts and images of a list of parts. Raises ValueError for parts of other types."""
+    return [_part(part) for part in content]
+
+
+def _part(part: Any) -> str | ImagePart:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind == "text" and part.keys() == {"type", "text"}:
+        if not isinstance(part["text"], str):
+            raise ValueError("a part's text must be a string")
+        return part["text"]
+    if kind in IMAGE_PARTS and part.keys() == {"type", kind}:
+        given = part[kind] if isinstance(part[kind], dict) else {"url": part[kind]}
+        if given.keys() <= {"url", "detail"} and given.get("url") is not None:
+            detail = given.get("detail") or "auto"
+            if detail not in DETAILS:
+                raise ValueError(f"an image's detail is one of {', '.join(DETAILS)}")
+            return ImagePart(given["url"], detail)
+    forms = '{"type": "text", "text": ...} and {"type": "image_url", "image_url": {"url": ...}}'
+    raise ValueError(f"only parts {forms} are supported")
+
+
 def joined_parts(content: Any) -> Any:
-    """A list of text parts as one text with a line for each part. Raises ValueError for parts of other types.
+    """A list of parts as one text with a line for each part that is a text. Raises ValueError for unknown parts.
 
     Anything but a list is returned as it is.
     """
     if not isinstance(content, list):
         return content
-    texts = []
-    for part in content:
-        if not (isinstance(part, dict) and part.keys() == {"type", "text"} and part["type"] == "text"):
-            raise ValueError('only parts {"type": "text", "text": ...} are supported')
-        if not isinstance(part["text"], str):
-            raise ValueError("a part's text must be a string")
-        texts.append(part["text"])
-    return "\n".join(texts)
+    return "\n".join(part for part in message_parts(content) if isinstance(part, str))
 
 
-def plain_messages(messages: Iterable[Any]) -> list[dict[str, str]]:
-    """Messages with `role`, `content` and perhaps `name`, all text. Raises RequestError."""
+def shown_parts(parts: Iterable[str | ImagePart]) -> list[dict[str, str]]:
+    """Parts as chat templates read them: each image is a mark."""
+    return [{"type": "text", "text": part} if isinstance(part, str) else {"type": "image"} for part in parts]
+
+
+def plain_messages(messages: Iterable[Any]) -> list[dict[str, Any]]:
+    """Messages with `role`, `content` and perhaps `name`: all text, or `content` as given if it has images. Raises
+    RequestError."""
     plain = [_plain(message, f"messages[{index}]") for index, message in enumerate(messages)]
     if not plain:
         raise _invalid("messages: expected at least one message")
     return plain
 
 
-def _plain(message: Any, where: str) -> dict[str, str]:
+def _plain(message: Any, where: str) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         kind = type(message).__name__
         raise _invalid(f"{where}: expected a message {{'role': ..., 'content': ...}}, got {kind}")
@@ -57,7 +87,14 @@ def _plain(message: Any, where: str) -> dict[str, str]:
         raise _invalid(f"{where}.content: expected text or a list of text parts, got {type(content).__name__}")
     if not (name is None or (isinstance(name, str) and len(name) <= MAX_NAME_CHARS)):
         raise _invalid(f"{where}.name: expected text of at most {MAX_NAME_CHARS} characters")
+    if has_images(message["content"]):
+        content = message["content"]
     return {"role": str(role), "content": content} | ({"name": name} if name is not None else {})
+
+
+def has_images(content: Any) -> bool:
+    """Whether a message's content, which is known to be right, has parts that are images."""
+    return isinstance(content, list) and any(part["type"] in IMAGE_PARTS for part in content)
 
 
 def _invalid(message: str) -> RequestError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from lmkit.turbo.request import Pooling, SamplingParams, TokenLogprobs
+from lmkit.turbo.request import ImageInput, Pooling, SamplingParams, TokenLogprobs
 
 
 class NewSequence(msgspec.Struct, frozen=True):
@@ -20,6 +20,7 @@ class NewSequence(msgspec.Struct, frozen=True):
     pooling: Pooling | None = None
     adapter: int = -1  # its number; -1 = none
     logprobs_start: int = 0  # position of the prompt token behind which prompt_logprobs begin
+    images: tuple[ImageInput, ...] = ()
 
     def output_ids(self) -> list[int]:
         """The tokens generated so far."""

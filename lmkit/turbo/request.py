@@ -10,6 +10,7 @@ import msgspec
 
 from lmkit.errors import RequestError
 from lmkit.formats.generation_config import RANGES, SamplingDefaults
+from lmkit.text.images import TEXT_ONLY, ImageSettings
 
 MAX_STOPS, MAX_LOGIT_BIAS, MAX_LOGPROBS = 16, 1024, 20
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -98,6 +99,25 @@ class SamplingParams(Sampling, frozen=True, kw_only=True, forbid_unknown_fields=
             self.check_end_is_free()
 
 
+class ImageInput(msgspec.Struct, frozen=True):
+    """An image of a prompt. Its tokens stand for the cells of a grid, from left to right and downwards."""
+
+    start: int  # position of its first token
+    rows: int
+    columns: int
+    digest: bytes  # of its pixels and of how they are read: equal digests mean equal KV
+    pixels: bytes = b""  # RGB, [rows * unit, columns * unit, 3] with the unit of ImageSettings
+    number: int = 0  # the engine's own for its digest, from 1 on
+
+    @property
+    def num_tokens(self) -> int:
+        return self.rows * self.columns
+
+    @property
+    def end(self) -> int:
+        return self.start + self.rows * self.columns
+
+
 class Request(msgspec.Struct, frozen=True, kw_only=True):
     """One sequence to continue. `params.seed` is set: the front end draws one if the user gave none."""
 
@@ -116,6 +136,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     timeout: float | None = None  # seconds from its arrival at the engine; then it ends with an error
     speculate: bool = True  # whether guesses at its tokens may be computed; its tokens are the same
     progress: bool = False  # outputs before the first token say how much of the prompt is computed
+    images: tuple[ImageInput, ...] = ()  # in the order of their tokens
     known_ids: list[int] = []  # the answer's first tokens: it goes on behind them, as after a preemption
 
 
@@ -177,6 +198,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     pooling: Pooling = "last"  # for embeddings
     dimensions: tuple[int, ...] = ()  # that embeddings may be cut to; empty: the checkpoint names none, so any
     sampling: SamplingDefaults = SamplingDefaults()  # for requests that do not say how to sample
+    images: ImageSettings | str = TEXT_ONLY  # how the engine wants images, or why it takes none
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -202,4 +224,5 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     drafts: int = 0  # times that guesses at a sequence's next tokens were computed
     draft_tokens: int = 0  # such guesses
     accepted_tokens: int = 0  # guesses among these that were right, and kept
+    images: dict[str, int] = {}  # images that were encoded, and such that were found encoded
     tiers: dict[str, int] = {}  # figures of the KV tiers: bytes, failures ...

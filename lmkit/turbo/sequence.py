@@ -59,11 +59,17 @@ class Sequence:
     arrived: float = 0.0  # on the scheduler's clock
     queue_seconds: float | None = None  # that it waited until it was first admitted
     tables: list[BlockTable] = field(default_factory=list)  # of each class of layers; written by KVManager only
+    cache_ids: array[int] = field(init=False)  # int32: token_ids, and for a token of an image minus its number
     keys: list[bytes] = field(default_factory=list)  # keys of its full blocks in the tiers
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # gathered so far, behind logprobs_start
 
     def __post_init__(self) -> None:
         self.stop_ids = frozenset(self.eos_token_ids + self.request.params.stop_token_ids)
+        self.cache_ids = self.token_ids
+        if self.request.images:
+            self.cache_ids = self.token_ids[:]
+            for image in self.request.images:
+                self.cache_ids[image.start : image.end] = array("i", [-image.number]) * image.num_tokens
 
     @property
     def request_id(self) -> str:
@@ -122,6 +128,15 @@ class Sequence:
         """The first `count` tokens, int32 [count]. The view must be dropped before the next token is appended."""
         return np.frombuffer(self.token_ids, np.int32, count)
 
+    def cached_as(self, count: int) -> np.ndarray:
+        """The first `count` tokens as the cache knows them: equal ones mean equal KV. A view as that of `tokens`."""
+        return np.frombuffer(self.cache_ids, np.int32, count)
+
+    @property
+    def digests(self) -> dict[int, bytes]:
+        """The digests of its images by the numbers that the cache has for their tokens."""
+        return {-image.number: image.digest for image in self.request.images}
+
     def entry(self, block_tables: list[list[int]]) -> NewSequence:
         """The description of the sequence that a runner needs when the sequence takes its slot."""
         return NewSequence(
@@ -135,6 +150,7 @@ class Sequence:
             pooling=self.request.pooling,
             adapter=self.adapter,
             block_tables=block_tables,
+            images=self.request.images,
         )
 
     def gather_prompt_logprobs(self, start: int, values: list[TokenLogprobs]) -> None:
@@ -150,6 +166,8 @@ class Sequence:
     def append(self, token_id: int) -> FinishReason | None:
         """Append a sampled token. Returns the finish reason if the sequence ends with it."""
         self.token_ids.append(token_id)
+        if self.cache_ids is not self.token_ids:
+            self.cache_ids.append(token_id)
         if token_id in self.stop_ids and self.num_outputs > self.request.params.min_tokens:
             return "stop"
         return "length" if self.num_tokens >= self.max_tokens else None

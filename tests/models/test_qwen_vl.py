@@ -1,5 +1,5 @@
 """Qwen2.5-VL as a language model: older config.json, memory, and a vision tower that quantization leaves alone.
-test_families.py holds its logits."""
+test_families.py holds its logits, test_images.py those of prompts with images."""
 
 from __future__ import annotations
 
@@ -7,17 +7,22 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 import transformers
 
+from lmkit.config import EngineConfig
 from lmkit.errors import CheckpointError
 from lmkit.formats.checkpoint import CheckpointReader
 from lmkit.models import load_spec
 from lmkit.models.families.qwen_vl import TOWER
+from lmkit.models.resolved import resolved
 from lmkit.models.source import ModelSource
+from lmkit.models.tower import tower_bytes
 from lmkit.qtensor import QTensor, dequantize
 from lmkit.quant.run import prepare
+from lmkit.turbo.engine.memory import loaded_bytes
 from tests.models import tiny
 from tests.quant.helpers import recipe, tiny_checkpoint
 
@@ -40,12 +45,19 @@ def test_config_of_transformers_4(tmp_path: Path) -> None:
         load_spec(old | {"text_config": [1]})
 
 
-def test_the_tower_takes_no_memory(tmp_path: Path) -> None:
+def test_the_memory_of_the_tower_is_planned(tmp_path: Path) -> None:
+    """Where images are encoded, with room for encoded images."""
     tiny.make(tmp_path, "qwen2.5-vl")
-    source = ModelSource(tmp_path)
-    tower = source.reader.nbytes(TOWER)
-    assert tower > 0
-    assert source.weight_bytes("float32") == source.reader.nbytes() - tower
+    config = EngineConfig(image_memory=1 << 20)
+    with resolved(tmp_path) as model:
+        tower = model.reader.nbytes(TOWER)
+        assert tower > 0
+        assert tower_bytes(model) == tower
+        text = model.reader.nbytes() - tower
+        assert model.source.weight_bytes("float32") == text
+        assert loaded_bytes(model, config) == text + tower + (1 << 20)
+        for other in ({"device": "cuda"}, {"tp": 2}, {"kv_events": "tcp://127.0.0.1:0"}):
+            assert loaded_bytes(model, msgspec.structs.replace(config, **other)) == text
 
 
 @pytest.mark.parametrize("name", ["awq", "gptq_v2", "compressed-tensors"])

@@ -53,6 +53,8 @@ INTERNLM2 = {
     "input_layernorm": "attention_norm", "post_attention_layernorm": "ffn_norm",
 }  # fmt: skip
 
+MARKS = ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id")
+
 # name -> (config class, differences from COMMON)
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
@@ -164,7 +166,8 @@ def with_vision(text: dict[str, Any]) -> dict[str, Any]:
               "window_size": 16, "fullatt_block_indexes": [1], "out_hidden_size": text["hidden_size"]}  # fmt: skip
     text = {"bos_token_id": None, "eos_token_id": None, "rope_parameters": rope} | text
     tied = text.get("tie_word_embeddings", False)
-    return {"text_config": text, "vision_config": vision, "tie_word_embeddings": tied}
+    marks = dict(zip(MARKS, range(text["vocab_size"] - len(MARKS), text["vocab_size"]), strict=True))
+    return {"text_config": text, "vision_config": vision, "tie_word_embeddings": tied} | marks
 
 
 def rewrite_as_internlm2(path: Path) -> None:

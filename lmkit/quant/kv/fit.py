@@ -81,7 +81,8 @@ def fit_cache(calibrated: CalibratedLayer, seen: KVStats, recipe: KVRecipe, hidd
     if {override.k_bits or recipe.bits, override.v_bits or recipe.bits} == {16}:
         return
     online = recipe.scheme == "online"
-    mean = key_mean(seen, spec) if online and recipe.key_mean and not spec.rope.by_length else ()
+    by_index = not (spec.rope.by_length or spec.rope.sections)  # angles that depend on a token's index alone
+    mean = key_mean(seen, spec) if online and recipe.key_mean and by_index else ()
     if recipe.key_mean == "auto":
         mean = tuple(m if r > RISKY_RATIO else () for m, r in zip(mean, seen.k_mean_ratio.tolist(), strict=False))
     mean = mean if any(mean) else ()

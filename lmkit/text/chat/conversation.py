@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import BeforeValidator, Field, PlainValidator, model_validator
+from pydantic import BeforeValidator, Field, ModelWrapValidatorHandler, PlainValidator, PrivateAttr, model_validator
 
 from lmkit import neutral
 from lmkit.strict import Nullable, Strict
-from lmkit.text.messages import MAX_NAME_CHARS, Role, joined_parts
+from lmkit.text.messages import MAX_NAME_CHARS, ImagePart, Role, has_images, joined_parts, message_parts
 
 MAX_MESSAGES = 4096
 MAX_CALLS = 256  # of one message
@@ -67,6 +67,18 @@ class ChatMessage(Strict):
     tool_call_id: Annotated[str, Field(max_length=MAX_NAME_CHARS)] | None = None  # of the call that a tool answers
     reasoning: str | None = None
     reasoning_content: str | None = None  # another name for it
+    _parts: tuple[str | ImagePart, ...] = PrivateAttr(default=())
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _keep_images(cls, data: Any, handler: ModelWrapValidatorHandler[ChatMessage]) -> ChatMessage:
+        """`content` is the text alone."""
+        message = handler(data)
+        if isinstance(data, dict) and has_images(data.get("content")):
+            if message.role != "user":
+                raise ValueError("images belong to messages of the user")
+            message._parts = tuple(message_parts(data["content"]))
+        return message
 
     @model_validator(mode="after")
     def _fits_the_role(self) -> ChatMessage:
@@ -80,6 +92,11 @@ class ChatMessage(Strict):
         if self.tool_call_id is not None and self.role != "tool":
             raise ValueError("tool_call_id belongs to messages of role tool")
         return self
+
+    @property
+    def parts(self) -> tuple[str | ImagePart, ...]:
+        """Texts and images of a message with images."""
+        return self._parts
 
     @property
     def thoughts(self) -> str:
@@ -167,3 +184,8 @@ class Chat(ToolOptions):
     # not OpenAI's
     add_generation_prompt: bool | None = None  # default true
     continue_final_message: bool | None = None  # vLLM's: the answer goes on with the last message
+
+    @property
+    def images(self) -> list[ImagePart]:
+        """The images of all messages, in order."""
+        return [part for message in self.messages for part in message.parts if isinstance(part, ImagePart)]

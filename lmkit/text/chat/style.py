@@ -14,6 +14,7 @@ from lmkit.text.chat.conversation import AllowedTools, Chat, ChatMessage, NamedF
 from lmkit.text.dialects import DIALECTS, THOUGHTS, Dialect, Parser, Thought, dialect_of, thought_of
 from lmkit.text.dialects.prompt import with_texts
 from lmkit.text.dialects.table import PLAIN
+from lmkit.text.messages import shown_parts
 from lmkit.text.template import THINKING_SWITCHES
 
 if TYPE_CHECKING:
@@ -177,6 +178,8 @@ def _up_to(text: str, last: ChatMessage) -> str:
 def plain_message(message: ChatMessage) -> dict[str, Any]:
     """A message as chat templates read it: arguments of calls are objects."""
     plain: dict[str, Any] = {"role": message.role, "content": message.content or ""}
+    if message.parts:
+        plain["content"] = shown_parts(message.parts)
     if message.name is not None:
         plain["name"] = message.name
     if message.tool_call_id is not None:

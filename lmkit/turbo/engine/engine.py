@@ -26,16 +26,20 @@ from lmkit.models import kv_storage, packed_cache
 from lmkit.models.decoder import Decoder
 from lmkit.models.kv_storage import KVStorage
 from lmkit.models.spec import ModelSpec
+from lmkit.models.tower import Tower
 from lmkit.turbo.engine import loading, pages
+from lmkit.turbo.engine.encoder import ALONE_SECONDS, Encoder
 from lmkit.turbo.engine.loading import LoadedModel
 from lmkit.turbo.engine.memory import MemoryPlan, kv_limits
 from lmkit.turbo.kv.blocks import KVBlocks
 from lmkit.turbo.kv.publisher import Publisher
 from lmkit.turbo.plan import StepPlan
 from lmkit.turbo.request import EngineInfo, EngineStats, Request, SamplingParams, StepOutput
+from lmkit.turbo.runners.cpu import CpuRunner
 from lmkit.turbo.runners.device import Device, resolve_device
 from lmkit.turbo.runners.factory import make_runner
 from lmkit.turbo.runners.guides import Guides
+from lmkit.turbo.runners.images import EncodedImages
 from lmkit.turbo.runners.ranks import Ranks
 from lmkit.turbo.runners.runner import RunnerParts, Ticket
 from lmkit.turbo.scheduling.limits import SchedulerLimits
@@ -103,6 +107,8 @@ class Engine:
         model = load(config, device)
         spec, memory = model.decoder.spec, model.memory
         self._has_head = True  # for the first steps
+        self._encoder: Encoder | None = None
+        self._step_seconds, self._slowdown = 0.0, config.decode_slowdown
         self._publisher: Publisher | None = None  # of what the prefix caches get and lose
         self._lost: str | None = None  # the reason why no step can run any more
         self._profile = Profile()
@@ -111,7 +117,7 @@ class Engine:
         self._failed_steps = 0
         self._token_seconds = 0.0
         self._base_seconds = STEP_SECONDS + (memory.weights + model.step_bytes) / SLOW_DISK
-        limits = _limits(config, memory, spec)
+        limits, encoded = _limits(config, memory, spec), EncodedImages(config.image_memory)
         with loading.fits_the_gpu("the KV cache or the first steps"):
             sizes = memory.num_blocks, config.tokens_per_block, memory.max_model_len
             kv = kv_storage.allocate(
@@ -120,9 +126,8 @@ class Engine:
             blocks = KVBlocks(kv)
             self._tiers, self._block_server = loading.open_tiers(config, model, blocks)
             self._guides = Guides(model.tokenizer, spec.vocab_size)
-            parts = RunnerParts(
-                config, model.decoder, kv, blocks, self._tiers, self._guides, memory.max_model_len, memory.workspace
-            )
+            shared = self._tiers, self._guides, memory.max_model_len, memory.workspace, encoded
+            parts = RunnerParts(config, model.decoder, kv, blocks, *shared)
             self.adapters = loading.load_adapters(model.decoder, config, device)
             ranks = self._start_ranks(model, config) if config.tp > 1 else None
             self.runner = make_runner(device, parts, ranks)
@@ -143,6 +148,9 @@ class Engine:
             of = self.scheduler.kv.caches, limits.kv.classes, limits.kv.block_size
             self._publisher = Publisher(config.kv_events, config.kv_events_topic, *of)
         self.info = _info(model, limits)
+        if isinstance(model.tower, Tower):
+            assert isinstance(self.runner, CpuRunner)
+            self._encoder = Encoder(model.tower, limits, encoded, self.scheduler.add, self.runner.call)
         for file in model.mapped:
             packed_cache.check_in_background(file, self._lose)
         pages.take_in_background(blocks.parts)
@@ -185,7 +193,12 @@ class Engine:
             raise RequestError("unsupported_parameter", message, "model")
         if request.params.grammar:
             self._guides.prepare(request.params.grammar)
-        self.scheduler.add(request)
+        if not request.images:
+            self.scheduler.add(request)
+        elif self._encoder is not None:
+            self._encoder.add(request)
+        else:
+            raise RequestError("unsupported_parameter", f"images: {self.info.images}", "messages")
 
     def set_adapter(self, name: str, folder: str | None) -> str | None:
         """Load the adapter in `folder`, which must lie inside the adapter_root, and return its path. None: unload it.
@@ -212,10 +225,15 @@ class Engine:
     def abort(self, request_id: str) -> None:
         """End a request early. Its last output says "abort". An unknown id is ignored: it may just have finished."""
         self.scheduler.abort(request_id)
+        if self._encoder is not None:
+            self._encoder.abort(request_id)
 
     def has_work(self) -> bool:
         """Whether to call `step`. A lost engine wants to say so."""
-        return self._lost is not None or self.scheduler.has_work()
+        return self._lost is not None or self.scheduler.has_work() or self._has_images()
+
+    def _has_images(self) -> bool:
+        return self._encoder is not None and self._encoder.has_work()
 
     def step(self) -> list[StepOutput]:
         """Schedule, compute and sample. Returns the outputs of the oldest step under way, or outputs that need no step.
@@ -227,14 +245,21 @@ class Engine:
         if self._lost is not None:
             raise EngineLostError(self._lost)
         try:
-            outputs = self._step()
+            outputs = (self._encode() if self._encoder is not None else []) + self._step()
             if self._publisher is not None:
                 self._publisher.publish()
+            if self._encoder is not None:
+                self._encoder.ended(outputs)
             return outputs
         except Exception:
             log.exception("the scheduler failed")
             self._lose("the scheduler failed; start the engine again")
             raise EngineLostError(self._lost) from None
+
+    def _encode(self) -> list[StepOutput]:
+        assert self._encoder is not None
+        share = self._step_seconds * (self._slowdown - 1)
+        return self._encoder.advance(share if self.scheduler.has_work() else ALONE_SECONDS)
 
     def _step(self) -> list[StepOutput]:
         while True:
@@ -245,7 +270,7 @@ class Engine:
                 self._under_way.append((plan, self._launch(plan)))
             if not self._under_way:
                 outputs = self.scheduler.take_outputs()
-                if not outputs:
+                if not outputs and not self._has_images():
                     self.scheduler.wait(IDLE_SECONDS)
                 return outputs
             if plan is None or not self._overlap or len(self._under_way) > 1:
@@ -285,6 +310,7 @@ class Engine:
             return self.scheduler.fail(plan, "the engine failed while computing this request")
         collected = time.perf_counter()
         outputs = self.scheduler.update(plan, sampled, seconds)
+        self._step_seconds = seconds
         profile = self._profile
         profile.steps += 1
         profile.kernels += kernels
@@ -306,7 +332,11 @@ class Engine:
             self._tiers.close()
 
     def stats(self) -> EngineStats:
-        return msgspec.structs.replace(self.scheduler.stats(), failed_steps=self._failed_steps)
+        stats = msgspec.structs.replace(self.scheduler.stats(), failed_steps=self._failed_steps)
+        if self._encoder is None:
+            return stats
+        waiting = stats.num_waiting + len(self._encoder)
+        return msgspec.structs.replace(stats, num_waiting=waiting, images=dict(self._encoder.counts))
 
     def check_integrity(self) -> None:
         self.scheduler.check_integrity()
@@ -347,4 +377,5 @@ def _info(model: LoadedModel, limits: SchedulerLimits) -> EngineInfo:
         pooling=model.pooling,
         dimensions=model.dimensions,
         sampling=model.sampling,
+        images=model.tower if isinstance(model.tower, str) else model.tower.settings,
     )

@@ -24,14 +24,16 @@ from lmkit.models.decoder import Decoder
 from lmkit.models.kv_storage import KVStorage, storage_text
 from lmkit.models.loader import load as load_decoder
 from lmkit.models.packed_cache import PackedFile
-from lmkit.models.resolved import resolved
+from lmkit.models.resolved import ResolvedModel, resolved
 from lmkit.models.shard import Shard
 from lmkit.models.spec import ModelSpec
 from lmkit.models.stream_plan import Planned, Streaming, StreamPlan
+from lmkit.models.tower import Tower, has_tower, load_tower
 from lmkit.text import Tokenizer
+from lmkit.text.images import TEXT_ONLY
 from lmkit.turbo.engine.draft_head import LoadedHead
 from lmkit.turbo.engine.drafting import LoadedDraft, resolved_draft
-from lmkit.turbo.engine.memory import MemoryPlan, loaded_bytes, plan_memory
+from lmkit.turbo.engine.memory import MemoryPlan, loaded_bytes, no_images, plan_memory
 from lmkit.turbo.kv.blocks import KVBlocks, kv_identity
 from lmkit.turbo.kv.tiers import wire
 from lmkit.turbo.kv.tiers.block_server import BlockServer
@@ -65,6 +67,7 @@ class LoadedModel:
     mapped: list[PackedFile]  # files of packed weights whose data is still to be checked
     draft: LoadedDraft | LoadedHead | None = None
     step_bytes: int = 0  # of weights that each step reads from the disk
+    tower: Tower | str = TEXT_ONLY  # what encodes images, or why images are refused
 
 
 def load(model_path: str, config: EngineConfig, device: Device, rank: int = 0) -> LoadedModel:
@@ -106,13 +109,30 @@ def load(model_path: str, config: EngineConfig, device: Device, rank: int = 0) -
         log.info("weights loaded in %.1f s", time.perf_counter() - start)
         log.debug("weights of %s", path)
         has_head = model.source.has_head
+        tower = _tower(model, config)
     tokenizer = None if rank else Tokenizer.from_pretrained(path, config.chat_template)
     kept = has_tiers, identity, disk
     return LoadedModel(
         str(path), decoder, model.storages, memory, tokenizer, *kept, sampling, pooling, dimensions, has_head, mapped,
         loaded_draft,
         streamed[-1].step_bytes if streamed else 0,
+        tower,
     )  # fmt: skip
+
+
+def _tower(model: ResolvedModel, config: EngineConfig) -> Tower | str:
+    """What encodes images, or why images are refused. Raises CheckpointError for a broken tower."""
+    if model.spec.vision is None:
+        return TEXT_ONLY
+    if reason := no_images(config):
+        return reason
+    if not has_tower(model):
+        return "this checkpoint was saved without its vision tower"
+    try:
+        return load_tower(model, config.image_pixels)
+    except UnsupportedError as error:
+        log.warning("images are refused: %s", error)
+        return "the server does not read images as this checkpoint wants them"
 
 
 def load_adapters(decoder: Decoder, config: EngineConfig, device: Device) -> DecoderAdapters | None:

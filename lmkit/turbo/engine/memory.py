@@ -28,7 +28,23 @@ def loaded_bytes(model: ResolvedModel, config: EngineConfig) -> int:
     tables = model.table_bytes(config.max_model_len or model.spec.max_position)
     files = [Path(folder) / "adapter_model.safetensors" for folder in config.adapter_folders.values()]
     weights = min(model.weight_bytes(), config.weights_memory or model.weight_bytes())
+    if model.spec.vision is not None and not no_images(config):
+        from lmkit.models.tower import tower_bytes
+
+        images = tower_bytes(model)
+        weights += images + (config.image_memory if images else 0)
     return weights + tables + sum(file.stat().st_size for file in files if file.is_file())
+
+
+def no_images(config: EngineConfig) -> str:
+    """Why an engine with this configuration encodes no images, or an empty text."""
+    if config.device == "cuda":
+        return "images are encoded on a CPU alone so far"
+    if config.tp > 1:
+        return "images are not encoded with tp"
+    if config.kv_events is not None:
+        return "KV events cannot tell images apart; leave kv_events out"
+    return ""
 
 
 @dataclass(frozen=True)

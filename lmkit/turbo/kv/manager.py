@@ -127,10 +127,10 @@ class KVManager:
     def _match(self, seq: Sequence, count: int) -> Prefix:
         """The longest prefix of at most `count` tokens from which every class can continue."""
         namespace, caches = self.namespace(seq), self.caches
-        matches = [cache.match(namespace, seq.tokens(count)) for cache in caches]
+        matches = [cache.match(namespace, seq.cached_as(count)) for cache in caches]
         while (count := min(match.num_tokens for match in matches)) < max(match.num_tokens for match in matches):
             matches = [  # with a window, a match for more tokens need not be valid for fewer
-                match if match.num_tokens == count else cache.match(namespace, seq.tokens(count))
+                match if match.num_tokens == count else cache.match(namespace, seq.cached_as(count))
                 for match, cache in zip(matches, caches, strict=True)
             ]
         return Prefix(tuple(matches), matches[0].num_tokens)
@@ -313,7 +313,7 @@ class KVManager:
         blocks = table.blocks[: -(-count // self.block_size)]
         if running and self._is_twin(seq, of.cache, blocks[:full]):
             return
-        kept = of.cache.insert(self.namespace(seq), seq.tokens(count).copy(), blocks, seq.request.adapter)
+        kept = of.cache.insert(self.namespace(seq), seq.cached_as(count).copy(), blocks, seq.request.adapter)
         if self._tiers is not None:
             keys = self._keys(seq, full)
             for i in range(table.num_published, full):
@@ -327,7 +327,7 @@ class KVManager:
 
         Blocks that followed ours could then not be evicted in order. Such a sequence publishes when it ends.
         """
-        match = cache.match(self.namespace(seq), seq.tokens(len(blocks) * self.block_size))
+        match = cache.match(self.namespace(seq), seq.cached_as(len(blocks) * self.block_size))
         return any(
             own != cached for own, cached in zip(blocks, match.blocks, strict=False) if HOLE not in (own, cached)
         )
@@ -359,7 +359,7 @@ class KVManager:
         assert self._tiers is not None
         if len(seq.keys) < count:
             root = root_key(self._kv_identity, *self.namespace(seq))
-            block_keys(root, seq.tokens(count * self.block_size), self.block_size, seq.keys)
+            block_keys(root, seq.cached_as(count * self.block_size), self.block_size, seq.keys, seq.digests)
         return seq.keys[:count]
 
     def _of_groups(self, keys: list[bytes], c: int | None = None) -> list[bytes]:

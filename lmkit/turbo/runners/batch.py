@@ -12,6 +12,7 @@ from lmkit.kernels.ops import BatchGeometry
 from lmkit.layers.batch import BatchInputs
 from lmkit.turbo.plan import Chunk, NewSequence
 from lmkit.turbo.request import Pooling
+from lmkit.turbo.runners.images import EncodedImages, PlacedImages, Span, with_images
 
 # Block tables of a step with prompt tokens have columns for so many keys, or twice as many, and so on. Shapes therefore
 # recur while a context grows, and attention prepares for less than twice the number of keys.
@@ -63,6 +64,9 @@ class PersistentBatch:
         self.wants_prompt_logprobs = np.zeros(num_slots, bool)
         self.logprobs_start = np.zeros(num_slots, np.int64)
         self.adapters = np.full(num_slots, -1, np.int32)
+        self.shifts = np.zeros(num_slots, np.int32)  # between the position of a token and its place behind images
+        self.images: dict[int, PlacedImages] = {}  # of slots whose sequences have some
+        self.encoded = EncodedImages(0)
         self.pooling: dict[int, Pooling] = {}  # of slots whose sequences want an embedding
         self.keeps_tables = False  # whether the last inputs have the same block tables as the inputs before them
         self._entries = [0] * num_slots  # number of sequences that have entered
@@ -96,6 +100,11 @@ class PersistentBatch:
         self.wants_prompt_logprobs[new.slot] = new.prompt_logprobs
         self.logprobs_start[new.slot] = new.logprobs_start
         self.adapters[new.slot] = new.adapter
+        self.images.pop(new.slot, None)
+        self.shifts[new.slot] = 0
+        if new.images:
+            placed = PlacedImages.of(new.images, new.num_prompt_tokens, self.encoded)
+            self.images[new.slot], self.shifts[new.slot] = placed, placed.shift
         self.pooling.pop(new.slot, None)
         if new.pooling is not None:
             self.pooling[new.slot] = new.pooling
@@ -149,7 +158,11 @@ class PersistentBatch:
         num_sampled = np.array([c.num_sampled for c in ordered if c.num_sampled], np.int32)
         self._arrays["logit_start"][1 : len(num_sampled) + 1] = num_sampled.cumsum()
         sizes = len(positions), len(slots), width, len(logit_rows), len(num_sampled)
-        return self._views(*sizes), rows
+        inputs = self._views(*sizes)
+        if self.images:
+            spans = map(Span, slots.tolist(), starts.tolist(), query_start.tolist(), counts.tolist())
+            inputs = with_images(inputs, spans, self.images)
+        return inputs, rows
 
     def _extend_tables(self, slot: int, by_group: list[list[int]]) -> None:
         for group, blocks in enumerate(by_group):
@@ -188,7 +201,7 @@ class PersistentBatch:
         """
         arrays, tokens, seqs = self._arrays, len(positions), len(slots)
         arrays["token_ids"][:tokens] = self.token_ids[owner, positions]
-        arrays["positions"][:tokens] = positions
+        arrays["positions"][:tokens] = positions + self.shifts[owner]
         arrays["adapters"][:tokens] = self.adapters[owner]
         block, offset = np.divmod(positions, self.block_size)
         arrays["slots"][:, :tokens] = self.block_tables[:, owner, block] * self.block_size + offset

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -19,6 +19,7 @@ from lmkit.turbo.plan import Chunk, NewSequence, Sampled, SampledToken, StepPlan
 from lmkit.turbo.request import TokenLogprobs
 from lmkit.turbo.runners.batch import PersistentBatch, StepRows
 from lmkit.turbo.runners.guides import Guides
+from lmkit.turbo.runners.images import EncodedImages
 from lmkit.turbo.runners.sampler import token_logprobs
 from lmkit.turbo.runners.streams import Streams
 
@@ -69,6 +70,7 @@ class RunnerParts:
     guides: Guides
     max_model_len: int
     workspace_bytes: int  # on a CPU: activations and logits of the largest step
+    encoded: EncodedImages = field(default_factory=lambda: EncodedImages(0))
 
 
 class Shown(NamedTuple):
@@ -100,6 +102,7 @@ class PlanRunner:
         num_groups = 1 + max(layer.group for layer in parts.kv)
         size = config.tokens_per_block, config.tokens_per_step
         self.batch = PersistentBatch(config.max_batch_size, parts.max_model_len, *size, num_groups)
+        self.batch.encoded = parts.encoded
         self._states = states
         self.streams: Streams | None = None
         self._blocks = parts.blocks

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from lmkit.turbo.kv.radix_cache import Namespace
 from lmkit.turbo.sequence import Sequence
 
-TOKEN_BYTES = 4  # of the int32 ids in Sequence.token_ids
+TOKEN_BYTES = 4  # of the int32 ids in Sequence.cache_ids
 
 
 class PromptsUnderWay:
@@ -42,7 +42,7 @@ class PromptsUnderWay:
         """
         if least > seq.max_cached:
             return False
-        prompts, text = self._prompts.get(namespace, []), seq.token_ids[: seq.max_cached].tobytes()
+        prompts, text = self._prompts.get(namespace, []), seq.cached_as(seq.max_cached).tobytes()
         prefix = text[: least * TOKEN_BYTES]
         for i in range(bisect_left(prompts, (prefix,)), len(prompts)):
             prompt, num_completed = prompts[i]
@@ -55,4 +55,4 @@ class PromptsUnderWay:
 
 
 def _prompt(seq: Sequence) -> bytes:
-    return seq.token_ids[: seq.num_prompt_tokens].tobytes()
+    return seq.cached_as(seq.num_prompt_tokens).tobytes()

@@ -4,6 +4,9 @@
     key_0 = sha256(root + tokens of block 0)
     key_i = sha256(key_{i-1} + tokens of block i)          tokens as little-endian int32
 
+A token of an image is -1 in its block. The digests of the images follow the tokens of the block, one for each such
+token.
+
 If the layers form several groups (models.kv_layout), a block holds one group. The last two bytes of its key are then
 the group's number.
 
@@ -13,7 +16,8 @@ Equal keys mean equal KV. Without a tenant's salt nobody can name, find or time 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 
 import numpy as np
 
@@ -29,13 +33,27 @@ def root_key(identity: bytes, tenant: str, salt: str) -> bytes:
     return digest.digest()
 
 
-def block_keys(root: bytes, tokens: np.ndarray, block_size: int, known: list[bytes]) -> None:
-    """Extend `known`, the keys of the first blocks in order, to all full blocks of `tokens` int32 [n]."""
+def block_keys(
+    root: bytes,
+    tokens: np.ndarray,
+    block_size: int,
+    known: list[bytes],
+    digests: Mapping[int, bytes] = MappingProxyType({}),
+) -> None:
+    """Extend `known`, the keys of the first blocks in order, to all full blocks of `tokens` int32 [n].
+
+    A negative token belongs to an image, whose digest is in `digests`.
+    """
     done, full = len(known) * block_size, len(tokens) // block_size * block_size
-    data = np.ascontiguousarray(tokens[done:full], dtype="<i4").tobytes()
+    rest = np.ascontiguousarray(tokens[done:full], dtype="<i4")
+    data = np.maximum(rest, -1).tobytes() if digests else rest.tobytes()
     key, size = known[-1] if known else root, 4 * block_size
     for start in range(0, len(data), size):
-        key = hashlib.sha256(key + data[start : start + size]).digest()
+        content = data[start : start + size]
+        if digests:
+            block = rest[start // 4 : start // 4 + block_size]
+            content += b"".join(digests[token] for token in block[block < 0].tolist())
+        key = hashlib.sha256(key + content).digest()
         known.append(key)
 
 

@@ -1,0 +1,72 @@
+"""Reads images in a `Sandbox`: a stranger's bytes to pixels of the size that a vision tower wants.
+
+The formats are named and an image's size is looked at before its pixels are decoded. The process's limits of time and
+memory hold for what a decoder does all the same.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import math
+import struct
+import zlib
+from typing import Any
+
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
+MAX_SOURCE_PIXELS = 50_000_000  # of an image before it is resized
+MAX_ASPECT_RATIO = 200
+
+
+def resized(height: int, width: int, unit: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
+    """The height and width at which a tower reads an image: multiples of `unit` near the image's own shape, with
+    `min_pixels` to `max_pixels` pixels in all."""
+    high, wide = round(height / unit) * unit, round(width / unit) * unit
+    if high * wide > max_pixels:
+        shrink = math.sqrt(height * width / max_pixels)
+        return max(unit, int(height / shrink / unit) * unit), max(unit, int(width / shrink / unit) * unit)
+    if high * wide < min_pixels:
+        grow = math.sqrt(min_pixels / (height * width))
+        return math.ceil(height * grow / unit) * unit, math.ceil(width * grow / unit) * unit
+    return high, wide
+
+
+def strip(height: int, width: int) -> str:
+    """Why an image of this size is refused for its shape, or an empty text."""
+    if max(height, width) <= MAX_ASPECT_RATIO * min(height, width):
+        return ""
+    return f"{width} x {height} pixels: one side is over {MAX_ASPECT_RATIO} times the other"
+
+
+def answer(encoded: str, unit: int, min_pixels: int, max_pixels: int) -> tuple[str, Any]:
+    """The reply to a request with the bytes of a file in base64.
+
+    ("image", [height, width, RGB bytes in base64]): resized
+    ("refused", why the image cannot be used)
+    """
+    from PIL import Image, ImageOps
+
+    Image.MAX_IMAGE_PIXELS = None  # the line below looks first
+    try:
+        with Image.open(io.BytesIO(base64.b64decode(encoded)), formats=FORMATS) as image:
+            if image.width * image.height > MAX_SOURCE_PIXELS:
+                return "refused", f"{image.width} x {image.height} pixels: at most {MAX_SOURCE_PIXELS:,} in all"
+            if getattr(image, "n_frames", 1) > 1:
+                return "refused", "it has several frames; send a single one"
+            upright = ImageOps.exif_transpose(image).convert("RGB")
+        if reason := strip(upright.height, upright.width):
+            return "refused", reason
+        height, width = resized(upright.height, upright.width, unit, min_pixels, max_pixels)
+        small = upright.resize((width, height), Image.Resampling.BICUBIC)
+    except MemoryError:
+        raise
+    except _ERRORS:  # their texts are not for strangers
+        return "refused", _UNREADABLE
+    return "image", [height, width, base64.b64encode(small.tobytes()).decode()]
+
+
+_ERRORS = (
+    OSError, ValueError, SyntaxError, ArithmeticError, LookupError, TypeError, EOFError, AttributeError, RuntimeError,
+    struct.error, zlib.error,
+)  # fmt: skip
+_UNREADABLE = f"it is no image that can be read; the formats are {', '.join(FORMATS)}"

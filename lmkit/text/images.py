@@ -1,0 +1,104 @@
+"""Images of messages: from the bytes of a file to pixels of the size that a vision tower wants. No torch here."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from lmkit.errors import RequestError
+from lmkit.extras import EXTRAS, install
+from lmkit.text.sandbox import Sandbox
+
+TEXT_ONLY = "this model reads text alone"
+MAX_IMAGES = 64  # of one request
+LOW_DETAIL = 512 * 512  # the most pixels of an image whose `detail` is low
+CPU_SECONDS = 20.0  # of one image
+MEMORY = 1 << 30  # of the process that reads images, in bytes beyond what it has when it starts
+_DATA_URL = re.compile(r"data:[\w.+/-]{0,127}(;[\w=.+-]{1,127})*;base64,", re.ASCII)
+
+
+class ImageSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """How a vision tower wants images. Mean and deviation are by color."""
+
+    token_id: int  # stands for each cell of an image in a prompt
+    unit: int  # side of a cell in pixels
+    min_pixels: int  # of one image
+    max_pixels: int
+    mean: tuple[float, float, float]
+    std: tuple[float, float, float]
+
+
+class ReadImage(NamedTuple):
+    """An image of whole cells."""
+
+    rows: int
+    columns: int
+    digest: bytes  # sha256 of the pixels and of how they are normalized
+    pixels: bytes  # RGB, uint8 [rows * unit, columns * unit, 3]
+
+    @property
+    def num_tokens(self) -> int:
+        return self.rows * self.columns
+
+
+SHARED = Sandbox("image_process.py", CPU_SECONDS, MEMORY)
+
+
+def read_image(data: bytes, settings: ImageSettings, detail: str = "auto", *, sandbox: Sandbox = SHARED) -> ReadImage:
+    """Decode an image in a process of its own and resize it. Raises RequestError for one that cannot be used."""
+    if EXTRAS["images"].missing():
+        raise RequestError("unsupported_parameter", f"images need Pillow: {install('images')}", "messages")
+    most = settings.max_pixels
+    if detail == "low":
+        most = max(min(most, LOW_DETAIL), settings.min_pixels)
+    encoded = base64.b64encode(data).decode()
+    kind, value = sandbox.ask(encoded, settings.unit, settings.min_pixels, most)
+    if kind != "image":
+        reason = value or "reading it takes too much time or memory"
+        raise RequestError("invalid_request", f"image: {reason}", "messages")
+    height, width, pixels = int(value[0]), int(value[1]), base64.b64decode(value[2])
+    return cut_up(height, width, pixels, settings)
+
+
+def cut_up(height: int, width: int, pixels: bytes, settings: ImageSettings) -> ReadImage:
+    """An image of this size, which is one of whole cells, with its digest."""
+    rows, columns = height // settings.unit, width // settings.unit
+    digest = hashlib.sha256(f"{height} {width} {settings.unit} {settings.mean} {settings.std} ".encode() + pixels)
+    return ReadImage(rows, columns, digest.digest(), pixels)
+
+
+def data_url(url: str) -> bytes:
+    """The bytes of a data: URL. Raises RequestError."""
+    head = _DATA_URL.match(url[:512])
+    if head is None:
+        raise RequestError("invalid_request", "image: write a data: URL as data:image/png;base64,...", "messages")
+    try:
+        return base64.b64decode(url[head.end() :], validate=True)
+    except binascii.Error:
+        raise RequestError("invalid_request", "image: the data: URL is not valid base64", "messages") from None
+
+
+def expanded(ids: Sequence[int], images: Sequence[ReadImage], settings: ImageSettings) -> tuple[list[int], list[int]]:
+    """A prompt in which each image's token stands once for each of its cells, and where each image begins.
+
+    Raises RequestError if the prompt has another number of such tokens than of images.
+    """
+    count = sum(token == settings.token_id for token in ids)
+    if count != len(images):
+        message = f"the prompt has {len(images)} images and {count} marks of images; a text must not write the mark"
+        raise RequestError("invalid_request", message, "messages")
+    found: list[int] = []
+    starts: list[int] = []
+    for token in ids:
+        if token == settings.token_id:
+            starts.append(len(found))
+            found += [token] * images[len(starts) - 1].num_tokens
+        else:
+            found.append(token)
+    return found, starts

@@ -1,0 +1,136 @@
+"""Images on their way into steps: rows that a tower has encoded, and the places of tokens for M-RoPE."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lmkit.layers.batch import BatchInputs
+from lmkit.turbo.request import ImageInput
+
+
+class EncodedImages:
+    """Rows by digest. Those in use stay; of the others the most recently used ones stay, up to `max_bytes`."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._rows: dict[bytes, Tensor] = {}  # the most recently used ones last
+        self._users: dict[bytes, int] = {}
+        self.num_bytes = 0
+
+    def __contains__(self, digest: bytes) -> bool:
+        return digest in self._rows
+
+    @property
+    def bytes_in_use(self) -> int:
+        return sum(self._rows[digest].nbytes for digest in self._users)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether images in use leave room for others."""
+        return self.bytes_in_use < self._max_bytes
+
+    def keep(self, digest: bytes, rows: Tensor) -> None:
+        self._rows[digest] = rows
+        self.num_bytes += rows.nbytes
+        self._evict()
+
+    def use(self, digest: bytes) -> Tensor:
+        """The rows, which stay until as many calls of `leave`."""
+        rows = self._rows.pop(digest)
+        self._rows[digest] = rows
+        self._users[digest] = self._users.get(digest, 0) + 1
+        return rows
+
+    def leave(self, digest: bytes) -> None:
+        self._users[digest] -= 1
+        if not self._users[digest]:
+            del self._users[digest]
+            self._evict()
+
+    def rows(self, digest: bytes) -> Tensor:
+        return self._rows[digest]
+
+    def _evict(self) -> None:
+        for digest in [digest for digest in self._rows if digest not in self._users]:
+            if self.num_bytes <= self._max_bytes:
+                return
+            self.num_bytes -= self._rows.pop(digest).nbytes
+
+
+@dataclass(frozen=True)
+class PlacedImages:
+    """The images of a sequence in a slot."""
+
+    places: np.ndarray  # int32 [3, prompt tokens]
+    shift: int  # what is added to the position of a token behind the prompt
+    rows: tuple[tuple[int, Tensor], ...]  # position of an image's first token, and rows [tokens, hidden]
+
+    @classmethod
+    def of(cls, images: Iterable[ImageInput], num_prompt_tokens: int, encoded: EncodedImages) -> PlacedImages:
+        images = tuple(images)
+        rows = tuple((image.start, encoded.rows(image.digest)) for image in images)
+        return cls(*places(images, num_prompt_tokens), rows)
+
+
+def places(images: Iterable[ImageInput], num_tokens: int) -> tuple[np.ndarray, int]:
+    """(int32 [3, num_tokens], shift): places in time, height and width, as M-RoPE counts them.
+
+    An image stands at one time, and its tokens at the rows and columns from there on. The text behind it goes on after
+    the largest place.
+    """
+    found = np.tile(np.arange(num_tokens, dtype=np.int32), (3, 1))
+    shift = 0
+    for image in images:
+        first = image.start + shift
+        found[0, image.start : image.end] = first
+        found[1, image.start : image.end] = first + np.repeat(np.arange(image.rows), image.columns)
+        found[2, image.start : image.end] = first + np.tile(np.arange(image.columns), image.rows)
+        shift += max(image.rows, image.columns) - image.num_tokens
+        found[:, image.end :] = np.arange(image.end, num_tokens, dtype=np.int32) + shift
+    return found, shift
+
+
+class Span(NamedTuple):
+    """Tokens of a step that are side by side in a sequence's prompt."""
+
+    slot: int
+    start: int  # position in the prompt
+    row: int  # in the step
+    length: int
+
+
+def with_images(inputs: BatchInputs, spans: Iterable[Span], slots: Mapping[int, PlacedImages]) -> BatchInputs:
+    """The step's inputs with what images change. Overwrites positions; a step without tokens of images keeps its shape.
+
+    The bits of a token of text do not depend on images beside it: its three places are its position.
+    """
+    positions = inputs.positions.numpy()
+    parts = [(span, slots[span.slot]) for span in spans if span.slot in slots]
+    rows: list[np.ndarray] = []
+    values: list[Tensor] = []
+    for span, placed in parts:
+        end = span.start + min(span.length, max(placed.places.shape[1] - span.start, 0))
+        positions[span.row : span.row + end - span.start] = placed.places[0, span.start : end]
+        for first, of_image in placed.rows:
+            start, stop = max(span.start, first), min(end, first + len(of_image))
+            if start < stop:
+                rows.append(np.arange(start, stop) + span.row - span.start)
+                values.append(of_image[start - first : stop - first])
+    if not rows:
+        return inputs
+    found = np.tile(positions, (3, 1))
+    for span, placed in parts:
+        end = span.start + min(span.length, max(placed.places.shape[1] - span.start, 0))
+        found[:, span.row : span.row + end - span.start] = placed.places[:, span.start : end]
+    return replace(
+        inputs,
+        places=torch.from_numpy(found),
+        image_rows=torch.from_numpy(np.concatenate(rows)),
+        image_values=torch.cat(values).float(),
+    )

@@ -1,0 +1,42 @@
+"""Images on their way from messages into a prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from lmkit.errors import RequestError
+from lmkit.text.images import MAX_IMAGES, ImageSettings, ReadImage, expanded, read_image
+from lmkit.text.messages import ImagePart
+from lmkit.turbo.request import EngineInfo, ImageInput
+
+
+def settings_of(info: EngineInfo) -> ImageSettings:
+    """How the engine wants images. Raises RequestError if it takes none."""
+    if isinstance(info.images, str):
+        raise RequestError("unsupported_parameter", f"images are not supported: {info.images}", "messages")
+    return info.images
+
+
+def read_images(
+    parts: Iterable[ImagePart], info: EngineInfo, load: Callable[[Any], bytes | ReadImage]
+) -> list[ReadImage]:
+    """The images of a prompt. `load` gives the bytes of a source. Raises RequestError."""
+    parts = list(parts)
+    if len(parts) > MAX_IMAGES:
+        raise RequestError("invalid_request", f"{len(parts)} images: at most {MAX_IMAGES} in one request", "messages")
+    found = []
+    for part in parts:
+        settings, given = settings_of(info), load(part.source)
+        found.append(given if isinstance(given, ReadImage) else read_image(given, settings, part.detail))
+    return found
+
+
+def with_images(
+    ids: Sequence[int], images: Sequence[ReadImage], info: EngineInfo
+) -> tuple[list[int], tuple[ImageInput, ...]]:
+    """A prompt with the tokens of its images, and the images in their places. Raises RequestError."""
+    if not images:
+        return list(ids), ()
+    found, starts = expanded(ids, images, settings_of(info))
+    return found, tuple(ImageInput(start, *image) for start, image in zip(starts, images, strict=True))

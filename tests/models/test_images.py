@@ -1,0 +1,182 @@
+"""Prompts with images: logits are those of transformers for whole prompts, chunks that cut images, and decoding; and
+the engine's tokens are, after a preemption and behind cached prefixes."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from lmkit.config import EngineConfig
+from lmkit.kv_dtype import FLOAT32
+from lmkit.layers.batch import KVLayer
+from lmkit.models.kv_storage import KVStorage, allocate
+from lmkit.models.loader import load_model
+from lmkit.models.tower import Tower
+from lmkit.turbo.engine.engine import Engine
+from lmkit.turbo.plan import Chunk, NewSequence
+from lmkit.turbo.request import ImageInput, Request, SamplingParams, StepOutput
+from lmkit.turbo.runners.batch import PersistentBatch
+from lmkit.turbo.runners.images import EncodedImages
+from tests.models import tiny
+from tests.models.pictures import expected, picture, prompt, rows_of, tower_of
+from tests.quant.helpers import tiny_checkpoint
+
+TOLERANCE = 1e-3
+MARKS = [197, 198]  # of images and videos; transformers would take one in an answer for an image
+Model = tuple[transformers.PreTrainedModel, Path, Tower]
+
+
+@pytest.fixture(scope="module")
+def vl(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    path = tmp_path_factory.mktemp("vl")
+    model = tiny.make(path, "qwen2.5-vl")
+    with torch.no_grad():
+        for name, weight in model.model.visual.named_parameters():
+            if weight.ndim > 1:  # large enough for images to matter
+                weight.normal_(std=0.3 if "merger" in name else 0.2)
+    model.save_pretrained(path)
+    return model, path, tower_of(path)
+
+
+def text(count: int, seed: int = 0) -> list[int]:
+    return torch.randint(0, 190, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def test_chunks_that_cut_images_match_transformers(vl: Model) -> None:
+    """Beside a prompt of text, whose bits the images do not change."""
+    model, path, tower = vl
+    decoder = load_model(path)
+    images = [picture(tower, 3, 4, 1), picture(tower, 2, 2, 2), picture(tower, 1, 5, 3)]
+    ids, placed = prompt(tower, [*text(3), -1, *text(2), -1, 7, -1, *text(4)], images)
+    encoded = EncodedImages(1 << 20)
+    for image in images:
+        encoded.keep(image.digest, rows_of(tower, image))
+        encoded.use(image.digest)
+    rows = [(ids, placed), (text(len(ids), 9), ())]
+    wants = [expected(model, tower, *row) for row in rows]
+    assert (wants[0] - expected(model, tower, ids, placed[:0])).abs().max() > 0.1, "images change nothing"
+    for sizes in ([len(ids)], [5, 6, 2, 9, 4, 100]):
+        batch = PersistentBatch(num_slots=2, max_model_len=64, block_size=8, max_step_tokens=128)
+        batch.encoded = encoded
+        for slot, (row, of_row) in enumerate(rows):
+            batch.enter(NewSequence(slot, row, len(row), SamplingParams(), (), False, images=of_row))
+        storages = [KVStorage(FLOAT32, FLOAT32)] * decoder.spec.num_layers
+        kv: list[KVLayer] = allocate(decoder.spec.layers, storages, 16, 8, 64)
+        done = 0
+        for size in sizes:
+            count = min(size, len(ids) - done)
+            held = -(-done // 8)
+            new = range(held, -(-(done + count) // 8))
+            chunks = [Chunk(slot, done, count, [[slot * 8 + i for i in new]], count) for slot in range(2)]
+            inputs, _ = batch.inputs(chunks)
+            got = decoder(inputs, kv).split(count)
+            for logits, want in zip(got, wants, strict=True):
+                torch.testing.assert_close(logits, want[done : done + count], rtol=TOLERANCE, atol=TOLERANCE)
+            done += count
+
+
+def run(engine: Engine, requests: list[Request]) -> dict[str, list[StepOutput]]:
+    found: dict[str, list[StepOutput]] = {request.request_id: [] for request in requests}
+    for request in requests:
+        engine.add(request)
+    while engine.has_work():
+        for output in engine.step():
+            found[output.request_id].append(output)
+    engine.check_integrity()
+    return found
+
+
+def tokens(outputs: list[StepOutput]) -> list[int]:
+    assert outputs[-1].finish_reason == "length", outputs[-1]
+    return [token for output in outputs for token in output.token_ids]
+
+
+def request(name: str, ids: list[int], images: tuple[ImageInput, ...], count: int = 8, **fields: Any) -> Request:
+    params = SamplingParams(max_tokens=count, ignore_eos=True, logit_bias=dict.fromkeys(MARKS, -100.0))
+    return Request(request_id=name, prompt_ids=ids, images=images, params=params, **fields)
+
+
+def check(model: transformers.PreTrainedModel, tower: Tower, given: Request, got: list[int]) -> None:
+    logits = expected(model, tower, [*given.prompt_ids, *got], given.images)[len(given.prompt_ids) - 1 : -1]
+    logits[:, MARKS] = -torch.inf
+    best = logits.topk(2).values
+    assert (best[:, 0] - best[:, 1]).min() > TOLERANCE, "a last bit could decide"
+    assert got == logits.argmax(-1).tolist()
+
+
+@pytest.fixture
+def served(tmp_path: Path, vl: Model) -> Path:
+    """The checkpoint with a tokenizer."""
+    path = tiny_checkpoint(tmp_path / "served", "qwen2.5-vl", vocab_size=199)
+    for file in vl[1].iterdir():
+        (path / file.name).write_bytes(file.read_bytes())
+    return path
+
+
+BLOCK_BYTES = 8 * 3 * 2 * 2 * 8 * 4  # 8 tokens in 3 layers: K and V of 2 heads of 8 float32
+SIZES: dict[str, Any] = {"block_size": 8, "max_batch_size": 2, "max_step_tokens": 16, "max_model_len": 64,
+                         "kv_dtype": "float32", "packed_cache": False}  # fmt: skip
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_the_engine_gives_transformers_tokens(served: Path, vl: Model, overlap: bool) -> None:
+    """In shared steps, after a preemption, and behind cached prefixes; the same marks with other images do not hit."""
+    model, _, tower = vl
+    engine = Engine(str(served), EngineConfig(**SIZES, kv_memory=12 * BLOCK_BYTES, overlap=overlap))
+    ids = [*text(3), -1, *text(2, 1), -1, *text(5, 2)]
+    first = request("a", *prompt(tower, ids, [picture(tower, 4, 4, 1), picture(tower, 3, 5, 2)]), count=22)
+    other = request("b", *prompt(tower, ids, [picture(tower, 4, 4, 1), picture(tower, 3, 5, 3)]), count=22)
+    found = run(engine, [first, other])
+    for given in (first, other):
+        check(model, tower, given, tokens(found[given.request_id]))
+    assert engine.stats().preemptions, "the blocks hold both"
+    assert engine.stats().images == {"encoded": 3, "reused": 1}
+    again = run(engine, [other])["b"]
+    assert tokens(again) == tokens(found["b"])
+    assert again[0].cached_tokens >= len(other.prompt_ids) - 8
+    third = request("c", *prompt(tower, ids, [picture(tower, 4, 4, 1), picture(tower, 3, 5, 4)]))
+    cut = run(engine, [third])["c"]
+    check(model, tower, third, tokens(cut))
+    second = third.images[1].start
+    assert 16 <= cut[0].cached_tokens <= second, "what stands before the second image hits, and nothing of the image"
+    assert engine.stats().images["encoded"] == 4
+    engine.close()
+
+
+def test_prefixes_of_random_conversations(served: Path, vl: Model) -> None:
+    """Conversations with images of few kinds: a hit ends where the first other token or image begins."""
+    model, _, tower = vl
+    engine = Engine(str(served), EngineConfig(**SIZES, kv_memory=200 * BLOCK_BYTES))
+    draw, known = random.Random(5), list[list[Any]]()
+    for turn in range(24):
+        parts: list[Any] = list(draw.choice(known))[: draw.randint(0, 6)] if known and turn % 3 else []
+        while len(parts) < 6:
+            parts.append(draw.choice([("image", draw.randint(0, 2)), ("text", draw.randint(0, 1))]))
+        marks, images = [], []
+        for kind, number in parts:
+            marks += [-1, 21] if kind == "image" else [10 + number, 20]
+            images += [picture(tower, 2, 2 + number % 2, number)] if kind == "image" else []
+        given = request(str(turn), *prompt(tower, [*marks, 30], images), count=2)
+        outputs = run(engine, [given])[str(turn)]
+        check(model, tower, given, tokens(outputs))
+        units = _units(parts)
+        most = max((_common(units, _units(other)) for other in known), default=0)
+        assert outputs[0].cached_tokens <= most
+        assert outputs[0].cached_tokens >= most // 8 * 8 - 8
+        known.append(parts)
+    assert engine.stats().prefix_hits
+    engine.close()
+
+
+def _units(parts: list[Any]) -> list[Any]:
+    """One value for each token."""
+    return [(kind, n) for kind, n in parts for _ in range(2 * (2 + n % 2) + 1 if kind == "image" else 2)]
+
+
+def _common(a: list[Any], b: list[Any]) -> int:
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
