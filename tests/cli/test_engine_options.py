@@ -23,6 +23,7 @@ ALL: dict[str, Any] = {
     "max_model_len": 100,
     "kv_memory": 3 << 20, "max_queue": 7, "num_threads": 2, "prefix_cache": False, "cache_quota": 0.25,
     "session_lease": 1.5, "kv_host_memory": 2 << 30, "kv_disk_path": "kv", "kv_disk_memory": 5 << 30,
+    "image_memory": 7 << 20, "image_pixels": 5000,
     "attention_sinks": 4, "priority_seconds": 0.0, "max_overtakes": 0, "decode_slowdown": 3.0, "overlap": False,
     "request_timeout": 9.0, "generation_config": "none", "queue_quota": 0.75, "max_queued_tokens": 999,
     "pooling": "mean", "chat_template": "own.jinja", "speculate": "ngram", "max_draft_tokens": 5,
@@ -30,7 +31,13 @@ ALL: dict[str, Any] = {
     "weights_memory": 9 << 30, "weights_path": "nvme", "kv_events": "tcp://*:5557", "kv_events_topic": "kv",
     "kv_listen": "127.0.0.1:7400", "kv_peer": "10.0.0.5:7400", "kv_key_file": "kv.key",
 }  # fmt: skip
-SIZES = {"weights_memory": "9G", "kv_memory": "3M", "kv_host_memory": "2GiB", "kv_disk_memory": "5g"}
+SIZES = {
+    "weights_memory": "9G",
+    "kv_memory": "3M",
+    "kv_host_memory": "2GiB",
+    "kv_disk_memory": "5g",
+    "image_memory": "7M",
+}
 
 
 def arguments(values: dict[str, Any]) -> list[str]:

@@ -20,7 +20,7 @@ from tests.models import tiny
 MEAN, STD = (0.48, 0.45, 0.40), (0.26, 0.25, 0.27)
 SPEC = VisionSpec(
     num_layers=2, hidden_size=32, inner_size=48, num_heads=2, channels=3, patch_size=4, temporal_patch_size=2,
-    merge_size=2, window_size=16, full_layers=(1,), token_id=151655,
+    merge_size=2, window_size=16, full_layers=(1,), token_id=197,
 )  # fmt: skip
 
 
