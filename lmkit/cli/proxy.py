@@ -59,6 +59,9 @@ def proxy(
     key_store: Annotated[
         str | None, typer.Option(help="A file of keys with limits, and of what they used; clients then need a key.")
     ] = None,
+    data_dir: Annotated[
+        str | None, typer.Option(help="A folder that keeps stored responses, for when their node is down.")
+    ] = None,
     log_format: Annotated[LogFormat | None, typer.Option(help="json: an object a line; default text.")] = None,
     otlp_traces_endpoint: Annotated[
         str | None, typer.Option(help="Send OpenTelemetry traces to this collector, http://HOST:4318.")
@@ -88,7 +91,7 @@ def proxy(
     nodes = [parse({"url": url}, NodeConfig, "--node") for url in node or ()]
     options: dict[str, Any] = {"tls_cert": tls_cert, "tls_key": tls_key, "policy": policy, "state_file": state_file}
     options |= {"log_format": log_format, "otlp_traces_endpoint": otlp_traces_endpoint}
-    options |= {"key_store": key_store, "dashboard": dashboard}
+    options |= {"key_store": key_store, "data_dir": data_dir, "dashboard": dashboard}
     options |= {"cors_origins": tuple(cors_origin) if cors_origin else None, "chat_page": chat_page}
     load = functools.partial(load_config, config, nodes=nodes, host=host, port=port, **options)
     file = ConfigFile(config, load) if config is not None else None

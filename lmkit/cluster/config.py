@@ -107,7 +107,7 @@ def read(path: Path) -> ClusterConfig:
     except msgspec.ValidationError as error:
         message = with_choices(error, ClusterConfig) + _near(str(error))
         raise ConfigError(f"{path}:{yaml_file.line_of(tree, str(error))}: {message}") from None
-    named = {name: getattr(config.proxy, name) for name in ("key_store", "tls_cert", "tls_key")}
+    named = {name: getattr(config.proxy, name) for name in ("key_store", "data_dir", "tls_cert", "tls_key")}
     beside = {name: str((path.parent / value).resolve()) for name, value in named.items() if value is not None}
     return msgspec.structs.replace(config, proxy=msgspec.structs.replace(config.proxy, **beside))
 

@@ -7,7 +7,6 @@ import contextlib
 import functools
 import ssl
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterable
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
@@ -29,6 +28,7 @@ from lmkit.proxy.asked import read_asked
 from lmkit.proxy.auth import Access, Keys, authorize
 from lmkit.proxy.config import ROUTES as ROUTES_OF_NODES
 from lmkit.proxy.config import ProxyConfig, Registration, node_url
+from lmkit.proxy.continuing import respond
 from lmkit.proxy.dashboard import Dashboard
 from lmkit.proxy.dispatch import Dispatcher
 from lmkit.proxy.downstream import DownstreamResponse
@@ -41,6 +41,7 @@ from lmkit.proxy.reload import ConfigFile
 from lmkit.proxy.retries import RetryBudget
 from lmkit.proxy.router import Router, Routing
 from lmkit.proxy.stop import Stop
+from lmkit.proxy.transcripts import Transcripts
 from lmkit.proxy.upstream import Upstream
 from lmkit.web.access_log import note, note_error
 from lmkit.web.auth import ApiKey, key_id, named_client
@@ -80,6 +81,7 @@ class Proxy:
         """`file` is where `config` stands; nodes, rules and the policy follow its changes."""
         self.config, self.file = config, file
         self.ledger = Ledger(Path(config.key_store)) if config.key_store else None
+        self.transcripts = Transcripts(config.data_dir, config.max_body_bytes) if config.data_dir else None
         self.keys = Keys.of(config.api_keys, config.admin_keys, self.ledger)
         self.registry = Registry(config)
         self.fleet = Fleet(config, self.registry)
@@ -116,6 +118,8 @@ class Proxy:
             await self.checks
         await self._dispatcher.close()
         await self._upstream.close()
+        if self.transcripts is not None:
+            self.transcripts.close()
         if self.ledger is not None:
             await self.ledger.__aexit__()
 
@@ -197,12 +201,13 @@ class Proxy:
             asked, name = read_asked(body), key.key if key else ""
             routing = self._router.routing(asked, scope["headers"], f"{name}\0{client}")
             async with charged(self.ledger, key, tap, response, path, body) as sent:
-                query, headers = scope["query_string"], scope["headers"]
-                call = Call(path, query, headers, sent, asked.model, routing, journal, name, client)
-                if isinstance(asked.previous_response_id, str):
-                    routing = replace(routing, keeper=await self._forwarder.keeper(asked.previous_response_id, call))
-                    call = replace(call, routing=routing)
-                await self._dispatcher.run(call, routing, response, receive, self.stop)
+                about = path, scope["query_string"], scope["headers"], sent, asked.model
+                call = Call(*about, routing, journal, name, client)
+
+                def run(call: Call) -> Awaitable[None]:
+                    return self._dispatcher.run(call, response, receive, self.stop)
+
+                await respond(call, asked, self._forwarder, self.transcripts, response, run)
 
     async def list_models(self, exchange: Exchange) -> None:
         listed, ledger = self.registry.models(self._router.aliases()), self.ledger
@@ -312,8 +317,7 @@ def _of_accounts(access: Access, handler: accounts.Handler) -> Route:
                 body = await read_body(scope, exchange.receive, MAX_ADMIN_BODY, proxy.config.body_timeout, share)
             fields = decode_json(body, dict[str, Any], mismatch="expected an object")
         query = parse_qs(scope["query_string"].decode("latin-1"), keep_blank_values=True)
-        call = accounts.Call(proxy.ledger, proxy.ledger.key(exchange.key), query, fields)
-        found = await handler(call)
+        found = await handler(accounts.Call(proxy.ledger, proxy.ledger.key(exchange.key), query, fields))
         await (exchange.response.whole(found) if isinstance(found, Response) else _json(exchange, found))
 
     return Route(access, answer)
@@ -371,7 +375,7 @@ async def _to_keepers(handler: kept.Handler, proxy: Proxy, exchange: Exchange) -
         name, client, routing = key.key if key else "", named_client(headers), Routing("", proxy._router.policy)
         call = Call(path, query, headers, body, "", routing, journal, name, client, method=method)
         is_charged = proxy.ledger is not None and proxy.ledger.key(key) is not None
-        cluster = kept.Cluster(proxy._forwarder, proxy.registry, proxy._router, proxy.stop)
+        cluster = kept.Cluster(proxy._forwarder, proxy.registry, proxy._router, proxy.stop, proxy.transcripts)
         await handler(cluster, kept.Asked(call, scope, receive, response, is_charged))
 
 

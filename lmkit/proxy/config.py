@@ -104,6 +104,7 @@ class ProxyConfig(StrictStruct, frozen=True):
     dashboard: bool = True  # a page for administrators at /dashboard
     state_file: str | None = None  # remembers nodes added and removed at run time
     key_store: str | None = None  # a file of keys with limits, teams and what they used; clients then need a key
+    data_dir: str | None = None  # a folder for copies of stored responses, see proxy.transcripts
     prices: dict[str, Price] = {}  # by model, of a million tokens; "*" = of all others
     ask_usage: bool = True  # nodes are asked for the usage with each chunk of a stream; off: with the last one only
     forwarded_routes: tuple[RoutePath, ...] = ROUTES  # other POST requests get 404
@@ -196,7 +197,7 @@ def _read(path: Path) -> ProxyConfig:
     except msgspec.ValidationError as error:
         message = with_choices(error, ProxyConfig) + _near(str(error))
         raise ConfigError(f"{path}:{yaml_file.line_of(tree, str(error))}: {message}") from None
-    named = {name: getattr(config, name) for name in ("state_file", "key_store", "tls_cert", "tls_key")}
+    named = {name: getattr(config, name) for name in ("state_file", "key_store", "data_dir", "tls_cert", "tls_key")}
     beside = {name: str(path.parent / value) for name, value in named.items() if value is not None}
     return msgspec.structs.replace(config, **beside)
 

@@ -16,7 +16,6 @@ from lmkit.proxy.downstream import DownstreamResponse
 from lmkit.proxy.forward import Call, Forwarder
 from lmkit.proxy.journal import Journal
 from lmkit.proxy.metrics import Metrics
-from lmkit.proxy.router import Routing
 from lmkit.proxy.stop import Stop
 from lmkit.web.budget import Budget
 
@@ -33,8 +32,9 @@ class Dispatcher:
         self._max_shadows = max_shadows
         self._shadows = set[asyncio.Task[None]]()
 
-    async def run(self, call: Call, routing: Routing, client: DownstreamResponse, receive: Receive, stop: Stop) -> None:
+    async def run(self, call: Call, client: DownstreamResponse, receive: Receive, stop: Stop) -> None:
         """Answer the client. Raises RequestError for an error that the client has not been told yet."""
+        routing = call.routing
         if routing.shadow:
             self._shadow(_for_model(call, routing.shadow), stop)
         models = (routing.model, *routing.fallback)
@@ -69,7 +69,7 @@ class Dispatcher:
             with self._bodies.share() as share:
                 share.add(len(call.body))
                 await self._forwarder.forward(
-                    replace(call, journal=Journal(share)), DownstreamResponse(_drop), _nothing, stop
+                    replace(call, journal=Journal(share), recorder=None), DownstreamResponse(_drop), _nothing, stop
                 )
             outcome = "answered"
         except RequestError as error:

@@ -31,6 +31,7 @@ from lmkit.proxy.stop import Stop, breakable
 from lmkit.proxy.stored import ASK_SECONDS, BATCHES, FILES, Keepers
 from lmkit.proxy.stored import PATH as RESPONSES
 from lmkit.proxy.tenants import named
+from lmkit.proxy.transcripts import Recorder
 from lmkit.proxy.upstream import Answer, BrokenError, SilentError, UnreachableError, Upstream, UpstreamError
 from lmkit.web.errors import ERROR_HEADER
 from lmkit.web.resume import STREAM_HEADER
@@ -67,6 +68,7 @@ class Call:
     client: str = ""  # the one that another proxy names
     last: bool = True  # no other model may answer it
     method: str = "POST"
+    recorder: Recorder | None = None  # keeps a copy of the response
 
 
 class Forwarder:
@@ -294,6 +296,8 @@ class Forwarder:
         if answer.read_body is not None:
             if first:
                 self._stored.learn(node, answer.read_body)
+            if first and call.recorder is not None:
+                await call.recorder.whole(answer.read_body)
             await client.end(answer.read_body)
             return True
         try:
@@ -303,7 +307,10 @@ class Forwarder:
                     if first:
                         self._stored.learn(node, piece)
                         first = False
-                    await client.write(journal.feed(piece))
+                    ready = journal.feed(piece)
+                    if call.recorder is not None:
+                        await call.recorder.events(ready)
+                    await client.write(ready)
                     if journal.is_open:
                         limit.reschedule(asyncio.get_running_loop().time() + STALL_SECONDS)
         except (UpstreamError, TimeoutError) as failure:

@@ -15,6 +15,7 @@ from urllib.parse import urlencode
 
 import msgspec
 from starlette.requests import Request
+from starlette.responses import Response
 from starlette.types import Receive, Scope
 
 from lmkit.errors import RequestError
@@ -25,6 +26,7 @@ from lmkit.proxy.router import Router
 from lmkit.proxy.stop import Stop
 from lmkit.proxy.stored import BATCHES, FILES, Named, named_by
 from lmkit.proxy.stored import PATH as RESPONSES
+from lmkit.proxy.transcripts import Transcripts, owner_of
 from lmkit.web.listing import page, query
 from lmkit.web.receive import decode_json
 
@@ -41,6 +43,7 @@ class Cluster(NamedTuple):
     registry: Registry
     router: Router
     stop: Stop
+    transcripts: Transcripts | None
 
 
 class Asked(NamedTuple):
@@ -78,8 +81,20 @@ async def _keeper(cluster: Cluster, call: Call, root: str, id: str, param: str) 
 
 
 async def _to_keeper(named: Named, cluster: Cluster, asked: Asked) -> None:
-    """To the node that keeps what the path names."""
-    await _forward(cluster, asked, await _keeper(cluster, asked.call, named.root, named.id, WHAT[named.root][1]))
+    """To the node that keeps what the path names. A response whose node is down is shown from its copy."""
+    call, copy = asked.call, None
+    if cluster.transcripts is not None and call.path == f"{RESPONSES}/{named.id}":
+        store, owner = cluster.transcripts.store, owner_of(call.key, call.client)
+        if call.method == "DELETE":
+            await store.delete(owner, named.id)
+        else:
+            copy = await store.get(owner, named.id)
+    try:
+        await _forward(cluster, asked, await _keeper(cluster, call, named.root, named.id, WHAT[named.root][1]))
+    except RequestError as error:
+        if copy is None or asked.response.started or error.code == "client_disconnected":
+            raise
+        await asked.response.whole(Response(copy.response, media_type="application/json"))
 
 
 async def _upload(cluster: Cluster, asked: Asked) -> None:

@@ -27,7 +27,6 @@ from lmkit.serve.admission import Admission
 from lmkit.serve.auth import ApiKeys
 from lmkit.serve.batches import batch_routes, file_routes
 from lmkit.serve.batches.runner import Batches
-from lmkit.serve.data_folder import DataFolder
 from lmkit.serve.embeddings import routes as embeddings
 from lmkit.serve.errors import Edge, handle_http_exception, handle_request_error
 from lmkit.serve.hooks.hooks import Hooks
@@ -36,7 +35,6 @@ from lmkit.serve.metrics import Metrics
 from lmkit.serve.pool import ModelPool
 from lmkit.serve.responses import routes as responses
 from lmkit.serve.responses.background import Background
-from lmkit.serve.responses.store import ResponseStore
 from lmkit.serve.serving import Serving
 from lmkit.serve.sessions import Sessions
 from lmkit.serve.text_pool import TextPool
@@ -45,6 +43,8 @@ from lmkit.web.access_log import AccessLog
 from lmkit.web.budget import Budget
 from lmkit.web.chat_page import ChatPage
 from lmkit.web.cors import with_cors
+from lmkit.web.data_folder import DataFolder
+from lmkit.web.response_store import ResponseStore
 from lmkit.web.resumable import Resumable
 from lmkit.web.routes import WithV1
 from lmkit.web.tracing import Traced

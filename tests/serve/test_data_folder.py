@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lmkit.errors import ConfigError
-from lmkit.serve.data_folder import DataFolder
+from lmkit.web.data_folder import DataFolder
 
 
 def test_a_folder_is_private_and_lasts(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from lmkit.config import ServerConfig
 from lmkit.serve.batches.files import FILE_SECONDS, Files
-from lmkit.serve.data_folder import DataFolder
+from lmkit.web.data_folder import DataFolder
 from tests.serve.in_process import App, ScriptedEngine
 from tests.serve.live import Server
 

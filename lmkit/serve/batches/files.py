@@ -15,7 +15,7 @@ import msgspec
 
 from lmkit.errors import RequestError
 from lmkit.log import get_logger
-from lmkit.serve.data_folder import DataFolder
+from lmkit.web.data_folder import DataFolder
 
 MAX_FILES = 10_000  # of all clients
 FILE_SECONDS = 30 * 86400  # a file goes after so long, unless its upload says otherwise

@@ -31,8 +31,8 @@ from lmkit.serve.batches.batch import ENDED, Batch, Line
 from lmkit.serve.batches.figures import BatchFigures
 from lmkit.serve.batches.files import Files, write_file
 from lmkit.serve.batches.sender import Sender
-from lmkit.serve.data_folder import DataFolder
 from lmkit.web.budget import Budget
+from lmkit.web.data_folder import DataFolder
 
 MAX_OPEN = 100  # batches of one client that have not ended
 MAX_KEPT = 10_000  # batches of all clients; the oldest of those that have ended are forgotten first

@@ -15,13 +15,13 @@ from lmkit.serve.blocks import Block, BlockBuilder, Step
 from lmkit.serve.protocol import ChatCompletionRequest, Timings
 from lmkit.serve.response import timings
 from lmkit.serve.responses.protocol import NAMES, Item, ResponsesRequest
-from lmkit.serve.responses.store import ResponseStore, Stored
 from lmkit.serve.serving import Serving, new_id
 from lmkit.serve.streaming import Failed, event
 from lmkit.serve.translated import renamed, sealed
 from lmkit.turbo import request as engine
 from lmkit.turbo.transport.output import RequestOutput, TextLogprobs
 from lmkit.web.budget import Share
+from lmkit.web.response_store import ResponseStore, Stored
 
 _INPUT_IDS = {"message": "msg_", "function_call": "fc_", "function_call_output": "fco_", "reasoning": "rs_"}
 RAW_TOKEN_BYTES = 16  # of a token in `_raw_messages`: its id, and some bytes of text

@@ -17,10 +17,10 @@ from lmkit.serve.response import answer
 from lmkit.serve.responses.answer import Exchange, ResponsesAnswer
 from lmkit.serve.responses.background import OPEN, Background
 from lmkit.serve.responses.protocol import NAMES, Item, ListQuery, Prompt, ResponsesRequest, RetrieveQuery
-from lmkit.serve.responses.store import ResponseStore, Stored
 from lmkit.serve.responses.translate import to_chat
 from lmkit.serve.translated import num_prompt_tokens
 from lmkit.strict import LAZY, validate
+from lmkit.web.response_store import ResponseStore, Stored
 
 PATH = "/v1/responses"
 router = APIRouter()

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import pytest
 
 from lmkit.errors import RequestError
-from lmkit.serve.responses.store import LARGEST, ResponseStore, Stored
+from lmkit.web.response_store import LARGEST, ResponseStore, Stored
 
 T = TypeVar("T")
 ROOT = Path(__file__).parents[3]
@@ -131,7 +131,7 @@ def test_what_was_stored_survives_kill_9(tmp_path: Path) -> None:
     program = (
         "import asyncio, sys\n"
         "from pathlib import Path\n"
-        "from lmkit.serve.responses.store import ResponseStore, Stored\n"
+        "from lmkit.web.response_store import ResponseStore, Stored\n"
         f"store = ResponseStore(lambda: Path({str(tmp_path)!r}), max_bytes=1 << 30, ttl=60)\n"
         "async def main():\n"
         "    for i in range(10 ** 9):\n"
