@@ -174,8 +174,9 @@ class Upstream:
         except TimeoutError:
             raise UnreachableError("no connection in time") from None
         except OSError as error:
-            known = error.errno is not None and error.errno > 0 and type(error) not in (socket.gaierror, ssl.SSLError)
-            raise UnreachableError(os.strerror(error.errno or 0) if known else type(error).__name__) from None
+            # The numbers of these two mean other things.
+            number = 0 if isinstance(error, (socket.gaierror, ssl.SSLError)) else error.errno
+            raise UnreachableError(os.strerror(number) if number else type(error).__name__) from None
 
     async def _open(self, origin: Origin, address: str) -> Channel:
         tls: dict[str, Any] = {"ssl": self._tls, "server_hostname": origin.host} if origin.is_tls else {}
@@ -208,7 +209,10 @@ class Upstream:
 
 async def _resolve(host: str, port: int) -> list[str]:
     """A name's addresses, which may be nodes. A node's name can come to mean a metadata service later."""
-    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    try:
+        found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except UnicodeError:
+        raise UnreachableError("a name that no host can have") from None
     addresses = list(dict.fromkeys(str(entry[4][0]) for entry in found))
     if refused := [reason for address in addresses if (reason := refusal(address, registered=True))]:
         log.warning("%s %s", host, refused[0])
