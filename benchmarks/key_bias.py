@@ -1,6 +1,6 @@
 """KL divergence of low-bit KV caches from the float cache, on keys with a large bias, as Qwen2's have.
 
-    python -m benchmarks.key_bias [--tokens 4096] [--json FILE]
+    python -m benchmarks.key_bias [--tokens 4096] [--make DIR] [--json FILE]
 
 The case is the demo model as a Qwen2. Its k_proj.bias has elements of up to 300 at RoPE pairs that turn slowly, and
 smaller ones at faster pairs. Queries are smaller there, so that the model still predicts text. The demo model as it is
@@ -124,8 +124,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--tokens", type=int, default=4096, help="of held-out text")
     parser.add_argument("--only", choices=("key bias", "demo"), help="one of the two models")
+    parser.add_argument("--make", type=Path, metavar="DIR", help="write the model with key biases there, and end")
     parser.add_argument("--json", type=Path, help="also write the figures here")
     arguments = parser.parse_args()
+    if arguments.make:
+        arguments.make.mkdir(parents=True)
+        add_key_bias(DEMO_FOLDER, arguments.make)
+        return
     found = []
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)

@@ -33,7 +33,8 @@ def make_outliers(source: Path, target: Path, factor: float, *, share: float = S
     tensors: dict[str, Tensor] = {}
     for file in sorted(source.glob("*.safetensors")):
         tensors |= {name: tensor.float() for name, tensor in load_file(file).items()}
-    add_outliers(tensors, factor, share=share, seed=seed)
+    if factor != 1:
+        add_outliers(tensors, factor, share=share, seed=seed)
     save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
     for file in source.iterdir():
         if file.is_file() and file.suffix in (".json", ".jinja", ".model") and not file.name.endswith(".index.json"):

@@ -1,9 +1,10 @@
 """The quality loss of a 4-bit model, by tool: one model, the same calibration rows, the same bits, one evaluator.
 
     python -m benchmarks.quality [--json FILE] [--plot FILE] [--tools a,b/recipe] [--outliers 1,30] [--threads N]
-                                 [--workdir DIR] [--peer NAME=PYTHON ...] [--quick] [--fresh]
+                                 [--workdir DIR] [--peer NAME=PYTHON ...] [--model DIR] [--quick] [--fresh]
 
-The model is the demo model as it is, and with outlier channels that leave its function alone (outliers.py). Each tool
+The model is the demo model as it is, and with outlier channels that leave its function alone (outliers.py). With
+`--model` it is another one with the demo model's tokenizer (`--outliers 1` for a mixture of experts). Each tool
 quantizes it in a process of its own, in the Python that has the tool installed. lmkit then measures the KL divergence
 from the original on held-out text, with exact activations. The results are kept in the work folder. The same command
 resumes an interrupted run, and commands with other --tools or --outliers add to one table.
@@ -30,6 +31,7 @@ from benchmarks.quality_peers.results import Results, Row
 from benchmarks.report import save
 from lmkit.config import default_num_threads
 from lmkit.errors import ConfigError, LMKitError
+from lmkit.formats.hub import DEMO_FOLDER
 from lmkit.kernels.cpu import threads as kernel_threads
 
 FULL, QUICK = Setting(num_rows=64, seq_len=512, eval_tokens=32768), Setting(num_rows=8, seq_len=512, eval_tokens=4096)
@@ -48,15 +50,16 @@ def run(
     setting: Setting,
     threads: int,
     workdir: Path,
+    original: Path = DEMO_FOLDER,
     fresh: bool = False,
 ) -> Results:
     """Measure the entries that have no result yet. `pythons`: interpreter of a tool, if not this one."""
     results = Results.open(workdir / "results.json", asdict(setting) | {"threads": threads}, fresh=fresh)
     kernel_threads.configure(threads)
-    rows = cases.write_rows(workdir, setting)
+    rows = cases.write_rows(workdir, setting, original)
     for factor in outliers:
         wanted = [entry for entry in entries if not results.has(entry, factor)]
-        model = cases.make_model(workdir, factor) if wanted else workdir
+        model = cases.make_model(workdir, factor, original) if wanted else workdir
         for entry in wanted:
             python, *_ = pythons.get(entry.tool, [sys.executable])
             if not can_import(python, TOOLS[entry.tool].packages):
@@ -66,7 +69,7 @@ def run(
             job = Job(str(model), str(rows), str(out), entry.recipe, threads)
             try:
                 _quantize(python, TOOLS[entry.tool].module, job)
-                row = _measure(entry, factor, job, setting)
+                row = _measure(entry, factor, job, setting, original)
             except (ToolFailed, LMKitError) as error:
                 results.missing[entry.name] = "failed"
                 console.print(f"{entry.name} x{factor} failed: {error} (see {out}.log)", markup=False)
@@ -91,7 +94,7 @@ def _quantize(python: str, module: str, job: Job) -> None:
         raise ToolFailed(last_line(log))
 
 
-def _measure(entry: Entry, factor: int, job: Job, setting: Setting) -> Row:
+def _measure(entry: Entry, factor: int, job: Job, setting: Setting, original: Path) -> Row:
     facts = json.loads((Path(job.out) / FACTS).read_text())
     result = cases.evaluate_against(job.dense if job.dense.exists() else job.checkpoint, Path(job.model), setting)
     assert result.divergence is not None
@@ -103,7 +106,7 @@ def _measure(entry: Entry, factor: int, job: Job, setting: Setting) -> Row:
         perplexity=result.perplexity,
         reference_perplexity=result.divergence.reference_perplexity,
         same_top=result.divergence.same_top,
-        bits=cases.bits_per_weight(job.checkpoint),
+        bits=cases.bits_per_weight(job.checkpoint, original),
         **facts,
     )
 
@@ -120,6 +123,7 @@ def main() -> None:
             setting=QUICK if arguments.quick else FULL,
             threads=arguments.threads,
             workdir=arguments.workdir.resolve() / ("quick" if arguments.quick else "full"),
+            original=arguments.model.resolve(),
             fresh=arguments.fresh,
         )
     except LMKitError as error:
@@ -161,6 +165,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=default_num_threads())
     parser.add_argument("--workdir", type=Path, default=Path("build/quality"), help="for models and results: 2 GB")
     parser.add_argument("--peer", action="append", default=[], metavar="NAME=PYTHON", help="the Python that has NAME")
+    parser.add_argument("--model", type=Path, default=DEMO_FOLDER, help="another model; give it a --workdir of its own")
     parser.add_argument("--quick", action="store_true", help="fewer calibration rows and evaluation tokens")
     parser.add_argument("--fresh", action="store_true", help="forget what was measured before")
     arguments = parser.parse_args()

@@ -35,24 +35,24 @@ class Setting:
     eval_tokens: int
 
 
-def write_rows(folder: Path, setting: Setting) -> Path:
+def write_rows(folder: Path, setting: Setting, original: Path = DEMO_FOLDER) -> Path:
     """The calibration rows of lmkit's default recipe, as token ids for every tool."""
     recipe = CalibrationRecipe(num_samples=setting.num_rows, seq_len=setting.seq_len)
-    rows = load_calibration(recipe, Tokenizer.from_pretrained(DEMO_FOLDER)).rows
+    rows = load_calibration(recipe, Tokenizer.from_pretrained(original)).rows
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "rows.json"
     path.write_text(json.dumps(rows.tolist()))
     return path
 
 
-def make_model(folder: Path, factor: int) -> Path:
-    """The demo model in float32 with outliers `factor` times as large, in `folder`. Its logits are checked."""
+def make_model(folder: Path, factor: int, original: Path = DEMO_FOLDER) -> Path:
+    """The model in float32 with outliers `factor` times as large, in `folder`. Its logits are checked."""
     path = folder / f"model-x{factor}"
     if not path.exists():
         partial = folder / f"model-x{factor}.partial"
-        make_outliers(DEMO_FOLDER, partial, factor)
-        ids = encode_text(DEMO_FOLDER)[:256]
-        difference = float((logits(partial, ids) - logits(DEMO_FOLDER, ids)).abs().max())
+        make_outliers(original, partial, factor)
+        ids = encode_text(original)[:256]
+        difference = float((logits(partial, ids) - logits(original, ids)).abs().max())
         assert difference < TOLERANCE, f"outliers x{factor} change a logit by {difference}"
         partial.rename(path)
     return path
@@ -82,9 +82,9 @@ def evaluate_against(model: Path, original: Path, setting: Setting) -> EvalResul
     )
 
 
-def bits_per_weight(checkpoint: Path) -> float:
+def bits_per_weight(checkpoint: Path, original: Path = DEMO_FOLDER) -> float:
     """Bits that a checkpoint stores for a weight of its layers' linears: codes, scales and zeros."""
-    spec = ModelSource(DEMO_FOLDER).spec
+    spec = ModelSource(original).spec
     modules = {layer.module_name(i, role) for i, layer in enumerate(spec.layers) for role in layer.linears}
     with CheckpointReader(checkpoint) as reader:
         stored = sum(

@@ -19,7 +19,7 @@ class Tool:
 TOOLS = {
     tool.name: tool
     for tool in (
-        Tool("lmkit", "lmkit_tool", ("lmkit", "msgspec", "numba"), ("rtn", "awq", "gptq", "default"), "."),
+        Tool("lmkit", "lmkit_tool", ("lmkit", "msgspec", "numba"), ("rtn", "awq", "gptq", "default", "refined"), "."),
         Tool("llm-compressor", "llm_compressor", ("llmcompressor",), ("awq", "gptq"), "llmcompressor"),
         Tool("auto-round", "auto_round", ("auto_round",), ("light", "signround", "awq+signround"), "auto-round"),
         Tool("gptqmodel", "gptqmodel", ("gptqmodel",), ("gptq", "awq"), "gptqmodel"),

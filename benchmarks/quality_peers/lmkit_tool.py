@@ -13,6 +13,7 @@ RECIPES = {
     "awq": "awq_rtn_w4a16_g128",
     "gptq": "gptq_w4a16_g128",
     "default": DEFAULT_RECIPE,
+    "refined": "refined_w4a16_g128",
 }
 
 
