@@ -137,19 +137,24 @@ def rows_within(source: ModelSource, recipe: Recipe, seconds: float, device: str
 
 def _seconds(spec: ModelSpec, recipe: Recipe, speed: Speed) -> dict[str, float]:
     """Estimates for each phase, in the order of the phases."""
-    layers = mixed = 0.0
+    layers = mixed = finish = 0.0
     for layer in spec.layers:
         cost = recipe.cost(layer)
         passes = (1 + 1 / recipe.observed_share(layer) + 3 / HELD_OUT) * recipe.calibration.has_text
         layers += passes * cost.forward / speed.short + (2 + STORING) * layer.num_weights / speed.rounding
-        layers += sum(step.seconds(cost, speed) for step in recipe.steps)
+        layers += sum(step.seconds(cost, speed) for step in recipe.layer_steps)
+        finish += 0.0 if recipe.model_step is None else recipe.model_step.seconds(cost, speed)
         variants = 4 * len(candidates(recipe)) * spec.num_layers / 2  # mean number of variants that pass a layer
         mixed += 2.0 * variants * MEASURED_ROWS * MEASURED_LEN * layer.num_weights
+    if recipe.model_step is not None:
+        tokens = recipe.calibration.num_samples * recipe.calibration.seq_len
+        finish += recipe.model_step.seconds_of_head(spec, tokens, speed)
     everything = spec.num_weights + spec.vocab_size * spec.hidden_size
     return {
         "mixed precision": 0.0 if recipe.average_bits is None else mixed / speed.full,
         "weights": 16.0 * everything / speed.full,  # each is read and compared
         "layers": layers,
+        **({} if recipe.model_step is None else {recipe.model_step.name(): finish}),
         "evaluation": 2 * 2.0 * EVAL_TOKENS * everything / speed.full,  # of two models
     }
 

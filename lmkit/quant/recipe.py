@@ -76,6 +76,16 @@ class Recipe(StrictStruct, frozen=True, kw_only=True):
             raise ValueError(problem)
 
     @property
+    def layer_steps(self) -> tuple[AnyStep, ...]:
+        """The steps that each layer takes."""
+        return tuple(step for step in self.steps if step.stage is not Stage.MODEL)
+
+    @property
+    def model_step(self) -> AnyStep | None:
+        """The step that is done once, behind the last layer."""
+        return next((step for step in self.steps if step.stage is Stage.MODEL), None)
+
+    @property
     def is_plain(self) -> bool:
         """Whether every step only rounds to nearest."""
         return all(step.is_plain for step in self.steps)

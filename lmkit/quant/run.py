@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,6 +44,7 @@ from lmkit.quant.kv.config import KVFit, KVStats, make_kv_config, write_static
 from lmkit.quant.layer.quantize import LayerQuantizer, round_plainly
 from lmkit.quant.plan import Plan, make_plan, rows_within
 from lmkit.quant.recipe import Recipe
+from lmkit.quant.refine.whole import Finished, WholeModel
 from lmkit.quant.report.evaluate import EVAL_TOKENS, EvalResult, Progress, evaluate
 from lmkit.quant.report.html import save_html
 from lmkit.quant.report.layer_report import LayerReport
@@ -116,7 +118,12 @@ class Quantizer:
             folder = work.new_checkpoint()
             records = [work.record(index, LayerRecord) for index in range(self.source.spec.num_layers)]
             self._assemble(work, folder, records)
-            self._check(folder, stream, records)
+            finished = self._finish(work, folder, stream, progress)
+            expected = None if stream is None else stream.hidden(len(stream) - 1)[-stream.seq_len :]
+            if finished is not None and finished.layer is not None:
+                folder, expected = work.new_checkpoint(), finished.hidden
+                records = self._assemble(work, folder, records, finished.layer)
+            self._check(folder, expected, records)
             evaluation = None if eval_ids is None else self._evaluate(folder, eval_ids, Path(output), progress)
             report = QuantReport(
                 lmkit_version=lmkit.__version__,
@@ -129,6 +136,7 @@ class Quantizer:
                 evaluation=evaluation,
                 seconds=round(time.perf_counter() - start, 2),
                 mixed_precision=mixed,
+                refined=None if finished is None else finished.report,
                 peak_bytes=peak_bytes(),
             )  # fmt: skip
             report.save(folder)
@@ -209,7 +217,7 @@ class Quantizer:
         """Report the progress between two stages, and give memory that the last one read or freed to the system."""
         self.source.reader.release()
         trim_heap()
-        stages = 1 + len(self.recipe.steps)  # a layer is observed, then every step is done
+        stages = 1 + len(self.recipe.layer_steps)  # a layer is observed, then every step is done
         progress("layers", layer * stages + stage, self.source.spec.num_layers * stages)
 
     def _choose_schemes(self, work: WorkFolder, progress: Progress) -> MixedPrecisionReport | None:
@@ -246,8 +254,24 @@ class Quantizer:
                 writer.add(stored_name(source.spec, index, role), source.stored(index, role, weight))
         return writer.take()
 
-    def _assemble(self, work: WorkFolder, folder: Path, records: list[LayerRecord]) -> None:
-        """Write the whole checkpoint except report.json, from the source and the finished layers."""
+    def _finish(self, work: WorkFolder, folder: Path, stream: Stream | None, progress: Progress) -> Finished | None:
+        """What the step behind the last layer makes of the checkpoint in `folder`, if the recipe has one."""
+        step = self.recipe.model_step
+        if step is None or stream is None:
+            return None
+        dtype, seed = self.recipe.product_dtype(self.device), self.recipe.calibration.seed
+        model = WholeModel(self.source, ModelSource(folder), stream, self.data.rows, dtype, seed, work)
+        return step.finish(model, functools.partial(progress, step.name()))
+
+    def _assemble(
+        self,
+        work: WorkFolder,
+        folder: Path,
+        records: list[LayerRecord],
+        changed: Callable[[int], Weights] | None = None,
+    ) -> list[LayerRecord]:
+        """Write the whole checkpoint except report.json, from the source and the finished layers. `changed` gives the
+        layers' weights in their place. Returns the records of the written layers."""
         source, spec = self.source, self.source.spec
         files = [SafetensorsFile(work.layer_file(index)) for index in range(spec.num_layers)]
 
@@ -260,9 +284,17 @@ class Quantizer:
         for name in _other_tensors(source):
             writer.add(name, source.reader.tensor(name))
         kv_stats = [KVStats.empty(layer.num_kv_heads, layer.head_dim) for layer in spec.layers]
+        written = []
         for index, (seen, record) in enumerate(zip(kv_stats, records, strict=True)):
-            for name in files[index].infos:
-                writer.add(name, files[index].tensor(name))
+            if changed is None:
+                tensors = {name: files[index].tensor(name) for name in files[index].infos}
+            else:
+                weights = {role: weight.to("cpu") for role, weight in changed(index).items()}
+                tensors = self._stored(index, weights)
+                record = msgspec.structs.replace(record, digests=self._digests(index, weights))
+            written.append(record)
+            for name, tensor in tensors.items():
+                writer.add(name, tensor)
             work.restore(index, seen)
             seen.fit = record.kv_fit
         linears = dict.fromkeys(_unread_linears(source)) | self.plan.linears
@@ -271,14 +303,14 @@ class Quantizer:
         writer.finish(source.config | {"quantization_config": entry}, source.reader.path)
         if self.recipe.kv.scheme == "online" and self.recipe.calibration.has_text:
             save_kv_config(make_kv_config(self.recipe.kv, spec, kv_stats), folder)
+        return written
 
-    def _check(self, folder: Path, stream: Stream | None, records: list[LayerRecord]) -> None:
+    def _check(self, folder: Path, expected: Tensor | None, records: list[LayerRecord]) -> None:
         """Check that a second reader finds the intended weights in the written files, and that these give the logits
-        of the run."""
+        of the run, from the states of the last row behind the last layer."""
         verify(folder, {module: value for record in records for module, value in record.digests.items()})
-        if stream is None:
+        if expected is None:
             return
-        expected = stream.hidden(len(stream) - 1)[-stream.seq_len :]
         dtype = self.recipe.product_dtype(self.device)
         difference = check_logits(folder, self.source, self.data.rows[-1], expected, dtype, self.device)
         log.info("read back: logits differ by at most %.1e of the largest", difference)

@@ -76,7 +76,7 @@ def digest(folder: Path) -> dict[str, str]:
         if file.name == "report.json":
             report = json.loads(data)
             del report["peak_bytes"]
-            for part in (report, *report["layers"]):
+            for part in (report, *report["layers"], report["refined"] or {"seconds": 0}):
                 del part["seconds"]
             data = json.dumps(report).encode()
         files[file.name] = hashlib.sha256(data).hexdigest()

@@ -58,7 +58,7 @@ class LayerQuantizer:
         rtn = {role: round_to_nearest(calibrated.weight(role), scheme) for role, scheme in calibrated.schemes.items()}
         rtn_errors = _sample_errors(calibrated, {role: calibrated.weight(role) for role in rtn}, rtn)
         work = LayerWork(calibrated, original, self.stream, self.recipe.activations, self.recipe.calibration.seed)
-        for stage, step in enumerate(self.recipe.steps, 1):
+        for stage, step in enumerate(self.recipe.layer_steps, 1):
             done(stage)
             if step.stage is Stage.ROUNDER:
                 self._round_dense(calibrated)

@@ -18,7 +18,7 @@ from lmkit.quant.report.chart import bar_chart, line_chart, sparkline
 from lmkit.quant.report.evaluate import EvalResult
 from lmkit.quant.report.layer_report import ExpertsReport, HeldOutReport, LayerReport, LinearReport, ScaleReport
 from lmkit.quant.report.markup import Html, Percent, cards, number, page, pairs, table, text, without_folders
-from lmkit.quant.report.report import MixedPrecisionReport, QuantReport
+from lmkit.quant.report.report import MixedPrecisionReport, QuantReport, RefineReport
 
 FILE_NAME = "report.html"
 LAYER_COLUMNS = (
@@ -61,6 +61,7 @@ def render(report: QuantReport) -> str:
             "<h2>Evaluation</h2>" + _evaluation(report.evaluation),
             "<h2>Layers</h2>" + _layers(report.layers),
             "" if report.mixed_precision is None else "<h2>Mixed precision</h2>" + _mixed(report.mixed_precision),
+            "" if report.refined is None else "<h2>Refined</h2>" + _refined(report.refined),
             "<h2>Calibration</h2>" + _calibration(report.calibration),
             f'<h2>Recipe</h2><pre tabindex="0">{escape(recipe)}</pre>',
         ],
@@ -241,6 +242,18 @@ def _mixed(mixed: MixedPrecisionReport) -> str:
     groups = table(GROUP_COLUMNS, [(group.modules, group.chosen, group.kl) for group in mixed.groups], "Candidates")
     chosen = f"<details><summary>Choice for {len(mixed.groups)} groups of linears</summary>{groups}</details>"
     return pairs(measured, "Mixed precision") + chosen
+
+
+def _refined(refined: RefineReport) -> str:
+    rows = {
+        "KL on held-out rows, before": f"{number(refined.kl_before)} nats per token",
+        "after": f"{number(refined.kl)} nats per token",
+        "held-out tokens": refined.held_out_tokens,
+        "steps": refined.steps,
+        "rows": refined.rows,
+        "seconds": refined.seconds,
+    }
+    return pairs(rows if refined.fallback is None else rows | {"note": refined.fallback}, "Refined")
 
 
 def _calibration(calibration: Mapping[str, Any]) -> str:

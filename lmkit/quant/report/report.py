@@ -38,6 +38,18 @@ class MixedPrecisionReport(StrictStruct, frozen=True):
     seconds: float
 
 
+class RefineReport(StrictStruct, frozen=True):
+    """Tuning against the original's logits: the mean KL in nats per token on held-out rows, before and after."""
+
+    steps: int
+    rows: int  # that it was tuned on
+    held_out_tokens: int
+    kl_before: float
+    kl: float
+    seconds: float
+    fallback: str | None = None  # why the layers stayed as they were
+
+
 class QuantReport(StrictStruct, frozen=True):
     """The report on a whole run."""
 
@@ -51,6 +63,7 @@ class QuantReport(StrictStruct, frozen=True):
     evaluation: EvalResult | None
     seconds: float
     mixed_precision: MixedPrecisionReport | None = None
+    refined: RefineReport | None = None
     peak_bytes: int | None = None  # memory of the whole process
 
     def save(self, folder: Path) -> None:

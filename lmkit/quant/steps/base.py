@@ -7,6 +7,7 @@ step by its name: the pipeline, the estimate of time and the budget of memory as
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
@@ -18,6 +19,7 @@ from lmkit.models.layer_spec import LayerSpec
 from lmkit.models.spec import ModelSpec
 from lmkit.qtensor import QuantScheme
 from lmkit.quant.layer.work import LayerWork
+from lmkit.quant.refine.whole import Finished, WholeModel
 
 SAMPLE_TOKENS = 2048  # tokens of a linear's input that are kept, unless a step says how many
 
@@ -29,6 +31,7 @@ class Stage(IntEnum):
     CLIP = 1
     ROUNDER = 2
     TUNER = 3
+    MODEL = 4  # once, behind the last layer: quant.refine
 
 
 @dataclass(frozen=True)
@@ -103,6 +106,11 @@ class Step(StrictStruct, frozen=True, tag_field="step"):
     sees_all: ClassVar[bool] = False  # its statistics of inputs are maxima, to which every token may add
     is_plain: ClassVar[bool] = False  # rounds every weight to the nearest point of its grid, and does nothing else
 
+    @property
+    def rows(self) -> int:
+        """Rows of the calibration that a step of the last stage takes at a time."""
+        return 0
+
     @classmethod
     def name(cls) -> str:
         return str(cls.__struct_config__.tag)
@@ -143,9 +151,22 @@ class Step(StrictStruct, frozen=True, tag_field="step"):
         """Rewrite the layer and add the step's entries of the report to `work`."""
         raise NotImplementedError
 
+    def finish(self, model: WholeModel, done: Callable[[int, int], None]) -> Finished:
+        """Change the layers of a finished model. Only steps of the last stage do so; `done(units, of all)` reports the
+        progress."""
+        raise NotImplementedError
+
     def seconds(self, cost: LayerCost, speed: Speed) -> float:
         """Seconds that the step takes for one layer."""
         return 0.0
+
+    def seconds_of_head(self, spec: ModelSpec, num_tokens: int, speed: Speed) -> float:
+        """Seconds that the step takes for the model's head."""
+        return 0.0
+
+    def whole_numbers(self, spec: ModelSpec, group_size: int) -> int:
+        """float32 numbers that the step holds of the whole model."""
+        return 0
 
     def working_numbers(self, cost: LayerCost) -> int:
         """float32 numbers in memory at the step's peak, besides the layer and the statistics of its inputs."""

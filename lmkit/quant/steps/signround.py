@@ -3,8 +3,6 @@
 The tuned parameters are an offset of each weight before it is rounded and a factor on each end of each group's range.
 The loss is the squared error of the layer's output. Tuning starts from codes that another rounder chose. The loss of
 the result is at most the loss of these codes, on rows that were not tuned on.
-
-The layer is the decoder's own, on the reference operations: these are torch's and have gradients.
 """
 
 from __future__ import annotations
@@ -20,12 +18,9 @@ from torch.nn import functional
 
 from lmkit.config import PositiveInt
 from lmkit.formats.parts import Activations
-from lmkit.kernels.cuda.module import TORCH
-from lmkit.layers.batch import BatchInputs, KVLayer, Projected
-from lmkit.models.decoder import CosSin, DecoderLayer, joined
 from lmkit.models.spec import ModelSpec
 from lmkit.qtensor import QTensor, QuantScheme, dequantize
-from lmkit.quant.layer.layer import Geometry
+from lmkit.quant.layer.gradients import layer_output
 from lmkit.quant.layer.moments import batches, run
 from lmkit.quant.layer.work import LayerWork, Rounding
 from lmkit.quant.steps.base import LayerCost, Speed, Stage, Step
@@ -108,25 +103,6 @@ def tune_layer(work: LayerWork, weights: dict[str, Tensor], step: SignRound) -> 
         reason = "tuning found nothing better for the held-out rows"
         return {role: replace(rounding, fallback=rounding.fallback or reason) for role, rounding in roundings.items()}
     return {role: replace(roundings[role], weight=q, method="signround") for role, q in tuned.weights.items()}
-
-
-class LayerWithGradients(DecoderLayer):
-    """A dense layer on the reference operations."""
-
-    def attend(self, projected: Projected, batch: BatchInputs, rope: CosSin, kv: KVLayer) -> Tensor:
-        """The decoder's attention on copies: it rotates queries and keys in place, and no view with gradients may be
-        written to."""
-        copies = projected._replace(q=projected.q.clone(), k=projected.k.clone())
-        return super().attend(copies, batch, rope, kv)
-
-
-def layer_output(layer: DecoderLayer, weights: Mapping[str, Tensor], hidden: Tensor) -> Tensor:
-    """The layer's output with other weights on whole sequences. hidden and output float32 [rows, seq_len, hidden]."""
-    device = f"{TORCH}{hidden.device}"
-    geometry = Geometry.of(layer.spec, hidden.shape[0], hidden.shape[1], device)
-    tuned = LayerWithGradients(layer.spec, layer.index, dict(weights), device)
-    delta, residual = tuned(hidden.flatten(0, 1).clone(), None, geometry.batch, geometry.rope, geometry.kv)
-    return joined(delta, residual).view(hidden.shape)
 
 
 @dataclass

@@ -11,6 +11,7 @@ from torch import Tensor
 from lmkit.models.roles import LINEARS
 from lmkit.models.source import ModelSource
 from lmkit.qtensor import QuantScheme, dequantize, quantize
+from lmkit.quant.layer.gradients import layer_output
 from lmkit.quant.layer.moments import run
 from lmkit.quant.run import prepare
 from lmkit.quant.steps import signround
@@ -26,7 +27,7 @@ def test_the_layer_with_gradients_is_the_decoders(tmp_path: Path, family: str) -
     layer = source.layer(1, torch.float32)
     weights = {role: weight for role, weight in layer.weights.items() if isinstance(weight, Tensor)}
     hidden = stream.hidden(0)
-    output = signround.layer_output(layer, weights, hidden.view(3, 24, -1))
+    output = layer_output(layer, weights, hidden.view(3, 24, -1))
     torch.testing.assert_close(output.flatten(0, 1), run(layer, stream, hidden), rtol=1e-4, atol=1e-4)
 
 

@@ -1,0 +1,60 @@
+"""A decoder layer whose output has gradients. It is the decoder's own, on the reference operations: these are torch's.
+
+Nothing that has gradients is written to in place, so the sums of the residual stream stand apart from the norms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from lmkit.kernels.cuda.module import TORCH
+from lmkit.layers.batch import BatchInputs, KVLayer, Projected
+from lmkit.models.decoder import CosSin, DecoderLayer
+from lmkit.quant.layer.layer import Geometry
+
+
+class LayerWithGradients(DecoderLayer):
+    """A layer on the reference operations, for whole sequences of one length."""
+
+    def attend(self, projected: Projected, batch: BatchInputs, rope: CosSin, kv: KVLayer) -> Tensor:
+        """The decoder's attention on copies: it rotates queries and keys in place. Plain attention is torch's, which
+        keeps no scores."""
+        (q, k, v, gates), attention = projected, self.spec.attention
+        if attention.window or attention.softcap or self.spec.has_sinks:
+            return super().attend(projected._replace(q=q.clone(), k=k.clone()), batch, rope, kv)
+        num_rows = len(batch.rope_lens)
+        q, k, v = (x.view(num_rows, -1, *x.shape[1:]).transpose(1, 2) for x in (turned(q, rope), turned(k, rope), v))
+        out = functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=attention.scale, enable_gqa=True)
+        return self.outputs(out.transpose(1, 2).flatten(0, 1).contiguous(), gates)
+
+    def output(self, hidden: Tensor, geometry: Geometry) -> Tensor:
+        """hidden float32 [tokens, hidden], whole sequences -> the next layer's."""
+        batch, rope, kv = geometry.batch, geometry.rope, geometry.kv
+        middle = hidden + self.attention(hidden, batch, rope, kv, self.before("norm.attn"))
+        return middle + self.feed_forward(middle, self.before("norm.mlp"))
+
+
+def turned(x: Tensor, rope: CosSin) -> Tensor:
+    """x [T, heads, head_dim] by the angles of its tokens (ops.rope_append)."""
+    cos, sin = (part[:, None, :] for part in rope)
+    half = cos.shape[-1]
+    first, second, rest = x.split((half, half, x.shape[-1] - 2 * half), -1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], -1)
+
+
+def with_gradients(layer: DecoderLayer, weights: Mapping[str, Tensor]) -> LayerWithGradients:
+    """The layer with other weights, which may have gradients, where these lie."""
+    made = LayerWithGradients(layer.spec, layer.index, dict(weights), f"{TORCH}{next(iter(weights.values())).device}")
+    made.multiply_in(layer.product_dtype)
+    return made
+
+
+def layer_output(layer: DecoderLayer, weights: Mapping[str, Tensor], hidden: Tensor) -> Tensor:
+    """The layer's output with other weights on whole sequences. hidden and output float32 [rows, seq_len, hidden]."""
+    tuned = with_gradients(layer, weights)
+    geometry = Geometry.of(layer.spec, hidden.shape[0], hidden.shape[1], tuned.device)
+    return tuned.output(hidden.flatten(0, 1), geometry).view(hidden.shape)
