@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import os
 import re
-import reprlib
 import sys
-import types
-import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args
 
 import msgspec
 
 from lmkit import choices, cores, other_names
+from lmkit.checked import CheckedMeta
 from lmkit.errors import ConfigError, UnsupportedError
 from lmkit.kv_dtype import KVName
 
@@ -48,59 +46,6 @@ BODY_MEMORY = 256 << 20  # bytes of the bodies of all requests under way
 KVEventsAddress = Annotated[str, msgspec.Meta(pattern=r"^tcp://\S+:\d+$")]
 PositiveFloat = Annotated[float, msgspec.Meta(gt=0)]
 PositiveInt = Annotated[int, msgspec.Meta(ge=1)]
-
-
-class CheckedMeta(msgspec.StructMeta):
-    """Makes the constructor of a struct check names and types, as reading the struct from a file does.
-
-    `OTHERS` of the class are other tools' names for its fields. Raises ConfigError.
-    """
-
-    if not TYPE_CHECKING:  # a type checker sees the constructor of the fields
-
-        def __call__(cls, *args: Any, **named: Any) -> Any:
-            if args:
-                raise ConfigError(f"{cls.__name__}: expected fields by name, got {reprlib.repr(args[0])}")
-            given = cls.plain(named)
-            for name in given.keys() - set(cls.__struct_fields__):
-                advice = other_names.hint(name, cls.OTHERS, cls.__struct_fields__)
-                raise ConfigError(f"{cls.__name__} has no field {name}{advice}")
-            try:
-                return msgspec.convert(given, cls)
-            except msgspec.ValidationError as error:
-                raise ConfigError(f"{cls.__name__}: {_in_words(str(error), cls, given)}") from None
-
-    OTHERS: Mapping[str, str] = {}
-
-    def plain(cls, given: dict[str, Any]) -> dict[str, Any]:
-        """The values that the caller gave, each as the field has it."""
-        return given
-
-
-_WORDS = {"null": "None", "array": "list", "object": "dict", "|": "or"}  # JSON's types in Python
-_KINDS = {"NoneType": "None", "tuple": "list"}
-
-
-def _in_words(error: str, cls: type, given: Mapping[str, Any]) -> str:
-    """msgspec's sentence with Python's names: `temperature='hot': expected float, got str`."""
-    text, _, path = error.partition(" - at ")
-    field = next(iter(re.findall(r"\$\.(\w+)", path)), "")
-    words = " ".join(_WORDS.get(word, word) for word in text.replace("`", "").replace(",", " ,").split())
-    words = (words[:1].lower() + words[1:]).replace(" ,", ",")
-    value = given.get(field)
-    if path == f"`$.{field}`" and (", got " in text or text.startswith("Invalid enum")):
-        words = f"expected {_kinds(typing.get_type_hints(cls)[field])}, got {type(value).__name__}"
-    return f"{field}={reprlib.repr(value)}: {words}"
-
-
-def _kinds(hint: Any) -> str:
-    """The type of a field: `int or None`, `auto, cpu, cuda`."""
-    if typing.get_origin(hint) is Literal:
-        return ", ".join(map(str, typing.get_args(hint)))
-    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
-        return " or ".join(map(_kinds, typing.get_args(hint)))
-    name: str = (typing.get_origin(hint) or hint).__name__
-    return _KINDS.get(name, name)
 
 
 def require_linux() -> None:
@@ -140,6 +85,7 @@ class EngineConfig(StrictStruct, frozen=True, kw_only=True, metaclass=CheckedMet
     queue_quota: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0  # share of these that one tenant may have open
     max_queued_tokens: PositiveInt = 4 << 20  # prompt tokens of all open requests; more are refused with 503
     tp: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1  # processes that share each layer of the model
+    pp: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1  # processes with some layers each, one behind the other
     num_threads: PositiveInt | None = None  # of all of them; None = the physical cores this process may use
     image_memory: PositiveInt = 256 << 20  # bytes for images that are encoded, beyond those in use
     image_pixels: Annotated[int, msgspec.Meta(ge=1 << 10, le=1 << 24)] = 1 << 20  # larger images are made smaller
@@ -200,6 +146,11 @@ class EngineConfig(StrictStruct, frozen=True, kw_only=True, metaclass=CheckedMet
                 raise ConfigError(f"adapters: the name {name!r} stands there twice")
             folders[name] = folder
         return folders
+
+    @property
+    def num_processes(self) -> int:
+        """Processes that the model is shared out to."""
+        return self.tp * self.pp
 
     @property
     def tokens_per_block(self) -> int:

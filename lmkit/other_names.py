@@ -79,11 +79,11 @@ ENGINE: Mapping[str, str] = {
     **each(NOT_NEEDED, "max_lora_rank"),
     **each(
         ONE_DEVICE,
-        "communicator cp devices distributed_executor_backend ep "
-        "main_gpu nnodes pipeline_parallel_size role tensor_split",
+        "communicator cp devices distributed_executor_backend ep main_gpu nnodes role tensor_split",
     ),
     **each(REPLICAS, "data_parallel_size dp"),
     **each("use tp", "attn_tp_size tensor_parallel_size"),
+    **each("use pp", "pipeline_parallel_size pp_size"),
     "block_seq_len": "use block_size",
     "cache_block_seq_len": "use block_size",
     "cache_generation": "use prefix_cache",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 
 from lmkit import neutral, other_names
-from lmkit.config import CheckedMeta
+from lmkit.checked import CheckedMeta
 from lmkit.errors import ConfigError, RequestError
 from lmkit.formats.generation_config import TOP_K_OFF, SamplingDefaults
 from lmkit.turbo.request import Sampling, SamplingParams

@@ -123,7 +123,7 @@ class RayLauncher:
 
     async def start(self, id: str, options: Mapping[str, Any], cores: int | None) -> RayReplica:
         """It waits in Ray's queue until a machine has its cores: those of all processes of a `tp` on one machine."""
-        ray, bundle = self._ray, {"CPU": cores or int(options.get("tp", 1))}
+        ray, bundle = self._ray, {"CPU": cores or int(options.get("tp", 1)) * int(options.get("pp", 1))}
         group = ray.util.placement_group([bundle], strategy="STRICT_PACK")
         strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(group)
         remote = ray.remote(num_cpus=bundle["CPU"], scheduling_strategy=strategy, max_restarts=0)(ServerActor)

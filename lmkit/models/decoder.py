@@ -13,8 +13,8 @@ too. On a GPU the outputs of norms, and the activations that linears and attenti
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Protocol, Self
+from collections.abc import Callable
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -30,32 +30,11 @@ from lmkit.layers.mlp import GatedMLP
 from lmkit.layers.mlp_spec import MoESpec
 from lmkit.layers.moe import MoE
 from lmkit.layers.rope import Rope, halves_first
+from lmkit.models.beside import Kept, Line, Ranks
 from lmkit.models.layer_spec import LayerSpec
 from lmkit.models.spec import ModelSpec
 
 CosSin = tuple[Tensor, Tensor]
-
-
-class Ranks(Protocol):
-    """The ranks of a tensor-parallel engine, each of which has a part of every layer (models.shard)."""
-
-    def sum(self, x: Tensor) -> Tensor:
-        """The sum of all ranks' float32 x [T, hidden], the same bits on each. It may be x itself, overwritten."""
-
-    def side_by_side(self, x: Tensor) -> Tensor:
-        """All ranks' float32 x [R, part] side by side on rank 0. Other ranks get no rows."""
-
-
-class Kept(Protocol):
-    """The residual streams in front of some layers, for what reads them behind a step (runners.streams)."""
-
-    @property
-    def places(self) -> Mapping[int, int]:
-        """The place of each layer's stream in a row of `of_step`."""
-
-    @property
-    def of_step(self) -> Tensor:
-        """float32 [most tokens of a step, streams * hidden]"""
 
 
 def joined(delta: Tensor, residual: Tensor | None) -> Tensor:
@@ -289,8 +268,9 @@ class DecoderLayer:
 
 
 class Decoder:
-    """A whole model. `embed_tokens` [vocab, hidden] and `final_norm` [hidden] are plain; `lm_head` is a linear. A
-    final LayerNorm has a `final_bias`. `positions` [max_position, hidden], if there are any, are added to embeddings.
+    """A whole model, or a stage of it (models.stage). `embed_tokens` [vocab, hidden] and `final_norm` [hidden] are
+    plain; `lm_head` is a linear. A final LayerNorm has a `final_bias`. `positions` [max_position, hidden], if there are
+    any, are added to embeddings.
     """
 
     def __init__(
@@ -313,6 +293,7 @@ class Decoder:
         self.lm_head = lm_head
         self.dtype = dtype
         self.ranks: Ranks | None = None
+        self.line: Line | None = None
         self.kept: Kept | None = None
         device = lm_head.device
         self.ropes = {rope: Rope(rope, device) for rope in dict.fromkeys(layer.rope for layer in spec.layers)}
@@ -331,8 +312,14 @@ class Decoder:
 
     @torch.inference_mode()
     def __call__(self, batch: BatchInputs, kv: list[KVLayer]) -> Tensor:
-        """Logits float32 [R, vocab] of `batch.logit_rows`; appends the batch's keys and values to `kv`."""
-        return self.logits(*self.hidden(batch, kv, logits_only=True), batch.logit_rows)
+        """Logits float32 [R, vocab] of `batch.logit_rows`; appends the batch's keys and values to `kv`.
+
+        A stage gives none: the first one computes them from what it receives (`logits`).
+        """
+        delta, residual = self.hidden(batch, kv, logits_only=True)
+        if self.line is not None:
+            return torch.empty(0, self.spec.vocab_size)
+        return self.logits(delta, residual, batch.logit_rows)
 
     def logits(self, delta: Tensor, residual: Tensor | None, rows: Tensor) -> Tensor:
         """Logits float32 [R, vocab] of `rows` of the residual stream's pair. If `rows` are all, it is overwritten."""
@@ -356,23 +343,35 @@ class Decoder:
     ) -> tuple[Tensor, Tensor | None]:
         """The residual stream's pair [T, hidden] after the last layer; appends the batch's keys and values to `kv`.
 
-        With `logits_only` it is the pair [R, hidden] of the batch's logit rows (see DecoderLayer).
+        With `logits_only` it is the pair [R, hidden] of the batch's logit rows (see DecoderLayer). A stage begins with
+        the stream that it receives, and sends its own.
         """
         self.row_adapters.set(batch.adapters, batch.logit_adapters)
         angles = {spec: rope(batch) for spec, rope in self.ropes.items()}
-        delta: Tensor = self.embed(batch.token_ids)
-        if batch.image_rows is not None and batch.image_values is not None:
-            delta[batch.image_rows] = batch.image_values
-        if self.positions is not None:
-            self.add_positions(delta, self.positions, batch.positions)
+        delta = self._stream_in(batch)
         residual: Tensor | None = None
         for layer, kv_layer in zip(self.layers, kv, strict=True):
-            of_rows = logits_only and layer is self.layers[-1]
+            of_rows = logits_only and layer.index == self.spec.num_layers - 1
             if self.kept is not None and (place := self.kept.places.get(layer.index)) is not None:
                 columns = slice(place * self.spec.hidden_size, (place + 1) * self.spec.hidden_size)
                 self.keep(delta, residual, self.kept.of_step[: len(delta), columns])
             delta, residual = layer(delta, residual, batch, angles[layer.spec.rope], kv_layer, logits_only=of_rows)
+        if self.line is not None:
+            if len(delta):
+                self.keep(delta, residual, self.line.place(len(delta)))
+            self.line.send(len(delta))
         return delta, residual
+
+    def _stream_in(self, batch: BatchInputs) -> Tensor:
+        """The residual stream float32 [T, hidden] in front of the first layer."""
+        if self.line is not None and not self.line.is_first:
+            return self.line.receive(len(batch.token_ids))
+        delta = self.embed(batch.token_ids)
+        if batch.image_rows is not None and batch.image_values is not None:
+            delta[batch.image_rows] = batch.image_values
+        if self.positions is not None:
+            self.add_positions(delta, self.positions, batch.positions)
+        return delta
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Token ids int64 [T] -> float32 [T, hidden]."""

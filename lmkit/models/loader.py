@@ -108,7 +108,8 @@ def _load_mapped(
             opened.read_ahead()
         file = opened if streaming is None else StreamedFile(opened, streaming, unpacked_bytes(model))
         layers = []
-        for index, spec in enumerate(model.spec.layers):
+        for index in model.stage.layers(model.spec):
+            spec = model.spec.layers[index]
             norms: Weights = {role: norm.to(at) for role, norm in model.norms(index).items()}
             kind = file.layer_type(index) if isinstance(file, StreamedFile) else DecoderLayer
             layer = kind(spec, index, norms, device, model.activation_dtype)
@@ -141,7 +142,7 @@ def _map_linear(
 
 def _write(model: ResolvedModel, writer: PackedWriter) -> None:
     """Pack one layer at a time into the file. Only one layer is in memory at a time."""
-    for layer in _packed_layers(model, writer):
+    for layer in _packed_layers(model, range(model.spec.num_layers), writer):
         for linear in layer.linears:
             linear.replace_packed(f"layers.{layer.index}", writer.keep)
     lm_head = model.lm_head()
@@ -154,7 +155,7 @@ def _write(model: ResolvedModel, writer: PackedWriter) -> None:
 
 def _load(model: ResolvedModel) -> Decoder:
     """Pack every linear into memory."""
-    layers = list(_packed_layers(model))
+    layers = list(_packed_layers(model, model.stage.layers(model.spec)))
     lm_head = model.lm_head()
     lm_head.pack(model.packing.activations)
     _to_device((lm_head,), model.packing.device)
@@ -168,8 +169,8 @@ def _to_device(linears: Iterable[MergedLinear], device: str) -> None:
             linear.replace_packed("", lambda _, tensor: tensor.to(tensor_device(device)))
 
 
-def _packed_layers(model: ResolvedModel, writer: PackedWriter | None = None) -> Iterator[DecoderLayer]:
-    for index in range(model.spec.num_layers):
+def _packed_layers(model: ResolvedModel, indices: range, writer: PackedWriter | None = None) -> Iterator[DecoderLayer]:
+    for index in indices:
         layer = model.layer(index)
         if writer is not None:
             writer.kinds.append(kinds_of(layer.weights))

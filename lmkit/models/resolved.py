@@ -25,6 +25,7 @@ from lmkit.models.layer_spec import LayerSpec
 from lmkit.models.shard import COLUMNS, WHOLE, Shard
 from lmkit.models.source import ModelSource, activation_dtype
 from lmkit.models.spec import ModelSpec
+from lmkit.models.stage import ALONE, Stage
 
 log = get_logger(__name__)
 
@@ -33,13 +34,15 @@ log = get_logger(__name__)
 class ResolvedModel:
     """An open checkpoint with every choice made from its config.json, the user's options and the device.
 
-    All that it gives is the part of `shard`, which is the whole model unless there are several ranks.
+    All that it gives is the part of `shard`, which is the whole model unless there are several ranks. The loader takes
+    the layers of `stage` alone.
     """
 
     source: ModelSource
     packing: Packing
     storages: list[KVStorage]  # one for each layer
     shard: Shard = WHOLE
+    stage: Stage = ALONE
 
     @cached_property
     def spec(self) -> ModelSpec:
@@ -60,10 +63,19 @@ class ResolvedModel:
         return activation_dtype(self.packing.device, self.dtype)
 
     def weight_bytes(self) -> int:
-        """Bytes of the loaded weights. Each rank has the whole embedding."""
+        """Bytes of the loaded weights. Each rank has the whole embedding. If there are stages, those of the largest."""
         total = self.source.weight_bytes(self.packing.dtype, self.packing.lm_head)
         embedding = math.prod(self.spec.head_shape) * self.dtype.itemsize
+        if self.stage.count > 1:
+            head = math.prod(self.spec.head_shape) if self.packing.lm_head == "int8" else embedding
+            first, *others = (self._share(layers) for layers in self.stage.cut(self.spec))
+            layers = total - embedding - head
+            return max(int(first * layers) + embedding + head, int(max(others) * layers))
         return (total - embedding) // self.shard.size + embedding
+
+    def _share(self, layers: range) -> float:
+        """The share of all weights of linears that lie in these layers."""
+        return sum(self.spec.layers[index].num_weights for index in layers) / self.spec.num_weights
 
     def layer(self, index: int) -> DecoderLayer:
         """A layer with plain weights, on the device."""
@@ -125,6 +137,7 @@ def resolved(
     quantize: str = "none",
     attention_sinks: int = 0,
     shard: Shard = WHOLE,
+    stage: Stage = ALONE,
 ) -> Iterator[ResolvedModel]:
     """Open a checkpoint; the end of the `with` closes it.
 
@@ -133,7 +146,7 @@ def resolved(
     checkpoint's linears (see models.rounding). The first `attention_sinks` tokens stay visible to sliding windows.
     Raises CheckpointError, UnsupportedError, and ConfigError for sinks of a model without windows or for `quantize` of
     weights that are quantized already.
-    `shard` takes one rank's part of everything.
+    `shard` takes one rank's part of everything, `stage` some layers.
     """
     source = ModelSource(path, attention_sinks=attention_sinks, rounding=quantize)
     try:
@@ -150,7 +163,7 @@ def resolved(
         storages = resolve_storage(source.reader, source.spec, kv_dtype, weight_dtype)
         heads = [layer.num_kv_heads for layer in source.spec.layers]
         storages = [shard.storage(storage, count) for storage, count in zip(storages, heads, strict=True)]
-        yield ResolvedModel(source, packing, storages, shard)
+        yield ResolvedModel(source, packing, storages, shard, stage)
     finally:
         source.close()
 

@@ -66,7 +66,7 @@ def test_a_mistake_names_its_field(given: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"pipeline_parallel_size": 2}, "no field pipeline_parallel_size: an engine runs on one device"),
+        ({"pipeline_parallel_size": 2}, "no field pipeline_parallel_size: use pp"),
         ({"session_len": 2}, "no field session_len: use max_model_len"),
         ({"gpu_memory_utilization": 0.9}, "use kv_memory"),
         ({"n_ctx": 512}, "use max_model_len"),

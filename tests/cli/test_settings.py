@@ -160,7 +160,7 @@ def test_an_unknown_variable_is_one_warning(monkeypatch: pytest.MonkeyPatch, cap
         (["--api-keys", "a"], "--api-key"), (["--max-concurrent-requests", "4"], "--max-queue"),
         (["--chat-template-file", "x"], "--chat-template"), (["--tool-call-parser", "qwen"], "--tool-parser"),
         (["--gpu-memory-utilization", "0.9"], "--kv-memory"), (["--max-num-seqs", "8"], "--max-batch-size"),
-        (["--tensor-parallel-size", "2"], "--tp"), (["--pipeline-parallel-size", "2"], "one device"),
+        (["--tensor-parallel-size", "2"], "--tp"), (["--pipeline-parallel-size", "2"], "--pp"),
         (["--max-num-batched-tokens", "8"], "--max-step-tokens"),
         (["--enable-prefix-caching"], "--prefix-cache"), (["--dtype", "half"], "float16"),
         (["-c", "4"], "--max-model-len"),

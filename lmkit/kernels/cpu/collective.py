@@ -103,7 +103,7 @@ class SharedRanks:
         self._rank, self._size, self._slot, self._vocab = rank, size, slot_bytes, vocab_size
 
     def sum(self, x: Tensor) -> Tensor:
-        """See models.decoder.Ranks. The result lies in x."""
+        """See models.beside.Ranks. The result lies in x."""
         assert x.is_contiguous()
         assert x.dtype == torch.float32
         for part in x.split(max(1, self._slot // (4 * x.shape[1]))):
@@ -113,7 +113,7 @@ class SharedRanks:
         return x
 
     def side_by_side(self, x: Tensor) -> Tensor:
-        """See models.decoder.Ranks."""
+        """See models.beside.Ranks."""
         widest = -(-self._vocab // self._size)
         out = workspace.empty(len(x) if self._rank == 0 else 0, self._vocab)
         at, address = 0, out.data_ptr()

@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 def describe_model(path: str, config: EngineConfig) -> dict[str, Any]:
     """Architecture, weights, KV cache and serving memory of a checkpoint. Raises the errors of opening it, and
-    UnsupportedError if `config.tp` ranks cannot share it.
+    UnsupportedError if the processes of `config` cannot share it.
 
     Every report has the same keys, and null where there is nothing. Sizes are bytes.
     """
@@ -73,7 +73,7 @@ def describe_model(path: str, config: EngineConfig) -> dict[str, Any]:
                 "bytes_per_token": sum(token_bytes),
             },
             "sampling_defaults": _sampling(read_defaults(reader.path, config.generation_config)),
-            "serving": {"device": device.name} | _serving(model, config, device.free_memory() // config.tp),
+            "serving": {"device": device.name} | _serving(model, config, device.free_memory() // config.num_processes),
             "packed_weights": _packed_files(reader.path, config.weights_path),
         }
 

@@ -42,6 +42,7 @@ from lmkit.turbo.runners.guides import Guides
 from lmkit.turbo.runners.images import EncodedImages
 from lmkit.turbo.runners.ranks import Ranks
 from lmkit.turbo.runners.runner import RunnerParts, Ticket
+from lmkit.turbo.runners.stages import Stages
 from lmkit.turbo.scheduling.limits import SchedulerLimits
 from lmkit.turbo.scheduling.scheduler import Scheduler
 
@@ -102,7 +103,7 @@ class Engine:
         config = config.on(device.name)
         loading.check_kv_events(config)
         num_threads = config.num_threads or default_num_threads()
-        config = msgspec.structs.replace(config, num_threads=max(1, num_threads // config.tp))
+        config = msgspec.structs.replace(config, num_threads=max(1, num_threads // config.num_processes))
         threads.configure(config.num_threads or num_threads)
         model = load(config, device)
         spec, memory = model.decoder.spec, model.memory
@@ -114,6 +115,7 @@ class Engine:
         self._profile = Profile()
         self._overlap, self._adapter_root = config.overlap, config.adapter_root
         self._under_way: deque[tuple[StepPlan, Ticket]] = deque()
+        self._depth = max(2, config.pp)  # plans under way at most, with overlap
         self._failed_steps = 0
         self._token_seconds = 0.0
         self._base_seconds = STEP_SECONDS + (memory.weights + model.step_bytes) / SLOW_DISK
@@ -123,16 +125,17 @@ class Engine:
             kv = kv_storage.allocate(
                 spec.layers, model.storages, *sizes, device.name, memory.layout, config.max_batch_size
             )
+            kv = [kv[layer.index] for layer in model.decoder.layers]
             blocks = KVBlocks(kv)
             self._tiers, self._block_server = loading.open_tiers(config, model, blocks)
             self._guides = Guides(model.tokenizer, spec.vocab_size)
-            shared = self._tiers, self._guides, memory.max_model_len, memory.workspace, encoded
-            parts = RunnerParts(config, model.decoder, kv, blocks, *shared)
+            shared = self._tiers, self._guides, memory.max_model_len, memory.workspace, len(memory.layout.groups)
+            parts = RunnerParts(config, model.decoder, kv, blocks, *shared, encoded)
             self.adapters = loading.load_adapters(model.decoder, config, device)
-            ranks = self._start_ranks(model, config) if config.tp > 1 else None
-            self.runner = make_runner(device, parts, ranks)
+            others = self._start_others(model, config) if config.num_processes > 1 else None
+            self.runner = make_runner(device, parts, others)
             self._drafter = model.draft.start(self.runner, spec.vocab_size) if model.draft is not None else None
-            self._warm_up(limits, ranks)
+            self._warm_up(limits, others)
         self._has_head = model.has_head
         eos = model.tokenizer.eos_token_ids if model.tokenizer is not None else ()
         self.scheduler = Scheduler(
@@ -155,24 +158,25 @@ class Engine:
             packed_cache.check_in_background(file, self._lose)
         pages.take_in_background(blocks.parts)
 
-    def _start_ranks(self, model: LoadedModel, config: EngineConfig) -> Ranks:
-        """Start the other ranks. They plan the same memory."""
-        sizes = {"kv_memory": model.memory.kv * config.tp, "max_model_len": model.memory.max_model_len}
-        return Ranks(model.path, msgspec.structs.replace(config, **sizes), model.decoder.spec, self._lose)
+    def _start_others(self, model: LoadedModel, config: EngineConfig) -> Ranks | Stages:
+        """Start the other processes of the model. They plan the same memory."""
+        sizes = {"kv_memory": model.memory.kv * config.num_processes, "max_model_len": model.memory.max_model_len}
+        kind = Ranks if config.tp > 1 else Stages
+        return kind(model.path, msgspec.structs.replace(config, **sizes), model.decoder.spec, self._lose)
 
     def _lose(self, reason: str) -> None:
         """From any thread: nothing can be computed any more. The next `step` says so."""
         self._lost = reason
 
-    def _warm_up(self, limits: SchedulerLimits, ranks: Ranks | None) -> None:
+    def _warm_up(self, limits: SchedulerLimits, others: Ranks | Stages | None) -> None:
         """Compute a few tokens with a separate scheduler.
 
         Everything that is compiled or read on first use is ready before the first request. Raises LMKitError if a step
         fails; its log gives the reason.
         """
         self.runner.warm_up()
-        if ranks is not None:
-            ranks.wait_until_ready()
+        if others is not None:
+            others.wait_until_ready()
         self.scheduler = Scheduler(limits, ())
         length = min(4, limits.max_model_len, limits.kv.longest)
         for name, temperature in (("greedy", 0.0), ("sampled", 1.0)):
@@ -273,7 +277,7 @@ class Engine:
                 if not outputs and not self._has_images():
                     self.scheduler.wait(IDLE_SECONDS)
                 return outputs
-            if plan is None or not self._overlap or len(self._under_way) > 1:
+            if plan is None or not self._overlap or len(self._under_way) >= self._depth:
                 try:
                     return self._collect(*self._under_way[0])
                 finally:
@@ -356,6 +360,7 @@ def _limits(config: EngineConfig, memory: MemoryPlan, spec: ModelSpec) -> Schedu
         request_timeout=config.request_timeout,
         max_draft_tokens=config.max_draft_tokens if config.speculate != "off" else 0,
         overlaps=config.overlap,
+        num_stages=config.pp,
     )
 
 

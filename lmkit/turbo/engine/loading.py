@@ -27,6 +27,7 @@ from lmkit.models.packed_cache import PackedFile
 from lmkit.models.resolved import ResolvedModel, resolved
 from lmkit.models.shard import Shard
 from lmkit.models.spec import ModelSpec
+from lmkit.models.stage import Stage
 from lmkit.models.stream_plan import Planned, Streaming, StreamPlan
 from lmkit.models.tower import Tower, has_tower, load_tower
 from lmkit.text import Tokenizer
@@ -92,7 +93,8 @@ def load(model_path: str, config: EngineConfig, device: Device, rank: int = 0) -
         dimensions = read_dimensions(path)
         weight_bytes = loaded_bytes(model, config) + (draft.memory.total if draft is not None else 0)
         dtypes = [storage.dtypes for storage in model.storages]
-        free = device.free_memory() // (1 if rank else config.tp)  # the other ranks take what rank 0 has planned
+        # The other processes take what process 0 has planned.
+        free = device.free_memory() // (1 if rank else config.num_processes)
         memory = plan_memory(spec, config, dtypes, weight_bytes, free)
         has_tiers = _has_tiers(config)
         identity = kv_identity(model, config) if has_tiers else b""
@@ -176,11 +178,14 @@ def _announce(memory: MemoryPlan, storages: list[KVStorage]) -> None:
 
 
 def load_options(config: EngineConfig, rank: int = 0) -> dict[str, Any]:
-    """The arguments of `resolved` that a device's configuration gives. Raises ConfigError for what excludes tp."""
-    if config.tp > 1:
-        _check_ranks(config)
+    """The arguments of `resolved` that a device's configuration gives. Raises ConfigError for what excludes others."""
+    if config.num_processes > 1:
+        _check_processes(config)
     names = ("device", "dtype", "activations", "lm_head", "kv_dtype", "quantize", "attention_sinks")
-    return {name: getattr(config, name) for name in names} | {"shard": Shard(rank, config.tp)}
+    return {name: getattr(config, name) for name in names} | {
+        "shard": Shard(rank if config.tp > 1 else 0, config.tp),
+        "stage": Stage(rank if config.pp > 1 else 0, config.pp),
+    }
 
 
 def streaming_of(config: EngineConfig, planned: Planned = lambda *_: None) -> Streaming | None:
@@ -193,8 +198,9 @@ def streaming_of(config: EngineConfig, planned: Planned = lambda *_: None) -> St
         return None
     if config.device != "cpu":
         raise ConfigError("weights_memory is for --device cpu; a GPU keeps all weights in its own memory")
-    if config.tp > 1:
-        raise ConfigError(f"tp={config.tp} keeps all weights in memory; leave out weights_memory, or use tp=1")
+    if config.num_processes > 1:
+        name = _shared_by(config)
+        raise ConfigError(f"{name} keeps all weights in memory; leave out weights_memory, or {name.partition('=')[0]}")
     if not config.packed_cache:
         raise ConfigError("weights_memory reads layers from the file of packed weights; do not turn packed_cache off")
     return Streaming(config.weights_memory, Path(config.weights_path) if config.weights_path else None, planned)
@@ -219,25 +225,35 @@ def _check_recurrent(spec: ModelSpec, config: EngineConfig) -> None:
         log.warning("the prefix cache is off: cached blocks of %s would lack its recurrent state", spec.architecture)
 
 
-def _check_ranks(config: EngineConfig) -> None:
-    """Raise ConfigError for options that do not go together with ranks."""
+def _shared_by(config: EngineConfig) -> str:
+    return f"tp={config.tp}" if config.tp > 1 else f"pp={config.pp}"
+
+
+def _check_processes(config: EngineConfig) -> None:
+    """Raise ConfigError for options that do not go together with several processes."""
+    if config.tp > 1 and config.pp > 1:
+        raise ConfigError(f"tp={config.tp} and pp={config.pp}: a model is shared out in one way; leave one of them out")
+    name = _shared_by(config)
+    alone = name.partition("=")[0] + "=1"
     if config.device != "cpu":
-        raise ConfigError(f"tp={config.tp} is for --device cpu; on a GPU use tp=1")
+        raise ConfigError(f"{name} is for --device cpu; on a GPU use {alone}")
     if config.adapters or config.adapter_root is not None:
-        raise ConfigError(f"tp={config.tp} takes no adapters; merge them into the checkpoint, or use tp=1")
+        raise ConfigError(f"{name} takes no adapters; merge them into the checkpoint, or use {alone}")
     if config.draft_model:
-        raise ConfigError(f"tp={config.tp} takes no draft model; use speculate ngram, or tp=1")
-    for name in ("kv_host_memory", "kv_disk_path", "kv_peer"):
-        if getattr(config, name) is not None:
-            raise ConfigError(f"tp={config.tp} keeps no KV outside the engine; leave out {name}")
+        raise ConfigError(f"{name} takes no draft model; use speculate ngram with tp, or {alone}")
+    if config.pp > 1 and config.speculate != "off":
+        raise ConfigError(f"{name} guesses no tokens: it has several steps under way; leave out speculate, or use pp=1")
+    for option in ("kv_host_memory", "kv_disk_path", "kv_peer"):
+        if getattr(config, option) is not None:
+            raise ConfigError(f"{name} keeps no KV outside the engine; leave out {option}")
 
 
 def given(decoder: Decoder, config: EngineConfig, device: Device, storages: list[KVStorage] | None) -> LoadedModel:
     """Wrap a decoder that is on the device already. `storages` or `config` gives the KV storage. There are no tiers."""
     spec = decoder.spec
     _check_recurrent(spec, config)
-    if config.tp > 1:
-        raise ConfigError(f"tp={config.tp} needs a checkpoint, which every rank reads its part of")
+    if config.num_processes > 1:
+        raise ConfigError(f"{_shared_by(config)} needs a checkpoint, which every process reads its part of")
     if config.weights_memory is not None:
         raise ConfigError("weights_memory needs a checkpoint, whose layers are read from the disk")
     if _has_tiers(config):

@@ -11,6 +11,7 @@ from lmkit.errors import ConfigError
 from lmkit.kv_dtype import KVDtype
 from lmkit.models.kv_layout import KVLayout, layout_of
 from lmkit.models.spec import ModelSpec
+from lmkit.models.stage import Stage
 from lmkit.turbo.host_memory import available_memory, gib
 from lmkit.turbo.kv.manager import KVLimits
 from lmkit.turbo.kv.tiers.host import check_host_bytes
@@ -40,8 +41,8 @@ def no_images(config: EngineConfig) -> str:
     """Why an engine with this configuration encodes no images, or an empty text."""
     if config.device == "cuda":
         return "images are encoded on a CPU alone so far"
-    if config.tp > 1:
-        return "images are not encoded with tp"
+    if config.num_processes > 1:
+        return "images are not encoded with tp or pp"
     if config.kv_events is not None:
         return "KV events cannot tell images apart; leave kv_events out"
     return ""
@@ -132,10 +133,10 @@ def plan_memory(
     free = available_memory() if available is None else available
     layout = layout_of(spec, config.attention_sinks, kv_dtypes)
     num_groups = len(layout.groups)
-    token_bytes = sum(spec.layers[layer].kv_token_bytes(*kv_dtypes[layer]) for layer in layout.groups[0])
-    block_bytes = config.tokens_per_block * token_bytes
+    stages = Stage(0, config.pp).cut(spec)
+    block_bytes = config.tokens_per_block * max(_token_bytes(spec, kv_dtypes, layout, layers) for layers in stages)
     workspace = _gpu_workspace_bytes(spec, config, num_groups) if on_gpu else _workspace_bytes(spec, config)
-    states = spec.state_bytes * config.max_batch_size
+    states = max(sum(spec.layers[i].state_bytes for i in layers) for layers in stages) * config.max_batch_size
     host = config.kv_host_memory or 0
     check_host_bytes(host, block_bytes)
     if on_gpu and host > (on_host := available_memory()):
@@ -147,17 +148,17 @@ def plan_memory(
             f"run, but only {gib(free)} of memory is free; quantize it, or lower max_step_tokens, max_batch_size, "
             "kv_host_memory"
         )
-    if config.kv_memory is not None and config.kv_memory > left * config.tp:
+    all_left = left * config.num_processes
+    if config.kv_memory is not None and config.kv_memory > all_left:
         raise ConfigError(
-            f"kv_memory {gib(config.kv_memory)} is more than the {gib(left * config.tp)} left after the weights; "
-            "lower it"
+            f"kv_memory {gib(config.kv_memory)} is more than the {gib(all_left)} left after the weights; lower it"
         )
     wanted_len = max_model_len = config.max_model_len or spec.max_position
     if config.max_model_len is not None and config.max_model_len > spec.max_position:
         raise ConfigError(f"max_model_len {wanted_len} exceeds the model's context of {spec.max_position}")
     blocks_per_sequence = kv_limits(spec, config, layout, 0).blocks_for(wanted_len)
     share = KV_SHARE["cuda" if on_gpu else "cpu"]
-    kv_memory = config.kv_memory and config.kv_memory // config.tp  # of one rank
+    kv_memory = config.kv_memory and config.kv_memory // config.num_processes  # of one of them
     budget = kv_memory or min(int(left * share), blocks_per_sequence * config.max_batch_size * block_bytes)
     num_blocks = budget // block_bytes
     limits = kv_limits(spec, config, layout, num_blocks)
@@ -187,6 +188,13 @@ def plan_memory(
         layout=layout,
         states=states,
     )
+
+
+def _token_bytes(spec: ModelSpec, kv_dtypes: list[tuple[KVDtype, KVDtype]], layout: KVLayout, layers: range) -> int:
+    """Bytes of a token of one KV group in these layers. Layers of different groups share places."""
+    places = layout.places()
+    by_place = {places[layer][1]: spec.layers[layer].kv_token_bytes(*kv_dtypes[layer]) for layer in layers}
+    return sum(by_place.values())
 
 
 def _workspace_bytes(spec: ModelSpec, config: EngineConfig) -> int:

@@ -1,4 +1,4 @@
-"""The process of one rank of a tensor-parallel engine, except rank 0 (turbo.runners.ranks).
+"""The process of one rank or stage of an engine, except the first (turbo.runners.ranks, turbo.runners.stages).
 
     python -m lmkit.turbo.engine.rank_process < plans
 
@@ -8,7 +8,6 @@ that only the engine holds.
 
 from __future__ import annotations
 
-import mmap
 import os
 import select
 import sys
@@ -42,32 +41,32 @@ def main() -> int:
     log.setup("WARNING" if environment().log_level == "INFO" else environment().log_level, process="rank")
     _end_with_parent()
     from lmkit.kernels.cpu import threads
-    from lmkit.kernels.cpu.collective import SharedRanks, shared_bytes
     from lmkit.models import kv_storage
     from lmkit.turbo.engine import loading
     from lmkit.turbo.kv.blocks import KVBlocks
     from lmkit.turbo.runners.device import CpuDevice
     from lmkit.turbo.runners.guides import Guides
-    from lmkit.turbo.runners.ranks import FollowingRunner, Start, read
+    from lmkit.turbo.runners.processes import Start, read
+    from lmkit.turbo.runners.ranks import FollowingRunner
     from lmkit.turbo.runners.runner import RunnerParts
+    from lmkit.turbo.runners.stages import FollowingStage
 
     start = read(sys.stdin.buffer, Start)
     os.chdir(start.folder)
     config, device = start.config, CpuDevice()
     assert config.num_threads is not None
     threads.configure(config.num_threads)
-    memory = mmap.mmap(start.memory, shared_bytes(config.tp, start.slot_bytes))
     try:
         model = loading.load(start.model_path, config, device, start.rank)
     except LMKitError as error:
         return _answer(str(error), 2)
     spec, plan = model.decoder.spec, model.memory
     sizes = plan.num_blocks, config.tokens_per_block, plan.max_model_len
-    kv = kv_storage.allocate(spec.layers, model.storages, *sizes, "cpu", plan.layout)
-    guides = Guides(None, spec.vocab_size)
-    parts = RunnerParts(config, model.decoder, kv, KVBlocks(kv), None, guides, plan.max_model_len, plan.workspace)
-    ranks = SharedRanks(memory, start.rank, config.tp, start.slot_bytes, spec.vocab_size)
-    runner = FollowingRunner(device, parts, ranks, sys.stdin.buffer)
+    kv = kv_storage.allocate(spec.layers, model.storages, *sizes, "cpu", plan.layout, config.max_batch_size)
+    kv = [kv[layer.index] for layer in model.decoder.layers]
+    of_model = model.decoder, kv, KVBlocks(kv), None, Guides(None, spec.vocab_size)
+    parts = RunnerParts(config, *of_model, plan.max_model_len, plan.workspace, len(plan.layout.groups))
+    runner = (FollowingRunner if config.tp > 1 else FollowingStage)(device, parts, start, sys.stdin.buffer)
     runner.warm_up()
     _answer("ready", 0)
     runner.run()

@@ -65,11 +65,11 @@ def _sizes(query: Query) -> Sizes:
             weights = loaded_bytes(model, config)
             dtypes = [storage.dtypes for storage in model.storages]
             try:
-                plan = plan_memory(model.spec, config, dtypes, weights, budget // config.tp)
+                plan = plan_memory(model.spec, config, dtypes, weights, budget // config.num_processes)
             except ConfigError as error:
                 raise ConfigError(f"{name} does not fit a memory budget of {gib(budget)}: {error}") from None
         parts = plan.as_dict() | ({"host": 0} if device.name == "cuda" else {})
-        found.append((config.tp * sum(parts.values()), config.tp * plan.kv))
+        found.append((config.num_processes * sum(parts.values()), config.num_processes * plan.kv))
     assert budget is not None
     return Sizes(budget, found)
 

@@ -36,8 +36,8 @@ class KVBlocks:
     """The blocks of a model's layers, with the interface that turbo.kv.tiers needs (`BlockBytes`)."""
 
     def __init__(self, layers: Sequence[KVLayer]) -> None:
-        layers = [layer for layer in layers if layer.group == 0]  # the other groups are in the same tensors
-        tensors = [tensor for layer in layers for kv in layer.storages for tensor in (kv.data, kv.params)]
+        stored = [tensor for layer in layers for kv in layer.storages for tensor in (kv.data, kv.params)]
+        tensors = {tensor.data_ptr(): tensor for tensor in stored}.values()  # layers of different groups share them
         self.parts = [_as_bytes(tensor) for tensor in tensors if tensor.numel()]  # each uint8 [num_blocks, bytes]
         self._arrays = [part.numpy() for part in self.parts] if self._on_cpu else []  # the same memory
         self._sizes = [part.shape[1] for part in self.parts]

@@ -70,6 +70,7 @@ class RunnerParts:
     guides: Guides
     max_model_len: int
     workspace_bytes: int  # on a CPU: activations and logits of the largest step
+    num_groups: int = 1  # of KV blocks, each with tables of its own
     encoded: EncodedImages = field(default_factory=lambda: EncodedImages(0))
 
 
@@ -99,9 +100,8 @@ class PlanRunner:
         config = parts.config
         self.decoder = parts.decoder
         self.kv = parts.kv
-        num_groups = 1 + max(layer.group for layer in parts.kv)
         size = config.tokens_per_block, config.tokens_per_step
-        self.batch = PersistentBatch(config.max_batch_size, parts.max_model_len, *size, num_groups)
+        self.batch = PersistentBatch(config.max_batch_size, parts.max_model_len, *size, parts.num_groups)
         self.batch.encoded = parts.encoded
         self._states = states
         self.streams: Streams | None = None
@@ -172,12 +172,17 @@ class PlanRunner:
         The logits come last: if they need every row, the head overwrites the residual stream. Embeddings come first,
         because the scores overwrite it, too.
         """
-        delta, residual = self.decoder.hidden(inputs, self.kv)
+        return self._shown(chunks, rows, *self.decoder.hidden(inputs, self.kv), inputs.logit_rows)
+
+    def _shown(
+        self, chunks: list[Chunk], rows: StepRows, delta: Tensor, residual: Tensor | None, logit_rows: Tensor
+    ) -> tuple[Tensor, list[Shown]]:
+        """See `_with_hidden`. (delta, residual) [T, hidden] is the residual stream's pair behind the last layer."""
         shown = []
         for chunk, scored, pooled in zip(chunks, rows.prompt_rows, rows.pooled_rows, strict=True):
             embedding = self._embed(chunk, pooled, delta, residual) if pooled else b""
             shown.append(Shown(self._score(chunk, scored, delta, residual) if scored else [], embedding))
-        return self.decoder.logits(delta, residual, inputs.logit_rows), shown
+        return self.decoder.logits(delta, residual, logit_rows), shown
 
     @np.errstate(over="ignore", invalid="ignore")  # the result is checked
     def _embed(self, chunk: Chunk, span: range, delta: Tensor, residual: Tensor | None) -> bytes:

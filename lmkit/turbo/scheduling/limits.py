@@ -26,6 +26,7 @@ class SchedulerLimits:
     request_timeout: float | None = None  # seconds, for requests without a timeout of their own
     max_draft_tokens: int = 0  # guesses that a step computes of one sequence; 0 = no speculation
     overlaps: bool = True  # plans are made while others run
+    num_stages: int = 1  # that carry out plans one behind the other: so many are to be under way at once
 
 
 def check_request(request: Request, limits: SchedulerLimits) -> int:

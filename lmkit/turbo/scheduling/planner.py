@@ -56,12 +56,15 @@ class Planner:
 
     def write(self, now: float) -> Step:
         """Write the next step. Its tokens count as computed from now on."""
-        step = Step(self.limits.max_step_tokens, now, bool(self.waiting))
+        stages = self.limits.num_stages
+        step = Step(-(-self.limits.max_step_tokens // stages), now, bool(self.waiting))
         if not self.waiting:
             self.shares.settle()
         running = sorted(self.slots.running.values(), key=policy.order)
         uncomputed = [(seq, seq.num_uncomputed) for seq in running]
         decoding = [seq for seq, count in uncomputed if count == 1]
+        if stages > 1:  # equal parts in turns: one waits for its tokens while another is computed
+            decoding = [seq for seq in decoding if not seq.num_pending][: -(-len(decoding) // stages)]
         # If all running sequences decode and the queue is empty, drafts share the rest of the budget.
         drafts = 0 if self.waiting or len(decoding) < len(running) else step.budget - len(running)
         self._add_decodes(step, decoding, drafts)

@@ -1,0 +1,47 @@
+"""What a decoder may work together with: other ranks, other stages, and readers of its residual streams."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from torch import Tensor
+
+
+class Ranks(Protocol):
+    """The ranks of a tensor-parallel engine, each of which has a part of every layer (models.shard)."""
+
+    def sum(self, x: Tensor) -> Tensor:
+        """The sum of all ranks' float32 x [T, hidden], the same bits on each. It may be x itself, overwritten."""
+
+    def side_by_side(self, x: Tensor) -> Tensor:
+        """All ranks' float32 x [R, part] side by side on rank 0. Other ranks get no rows."""
+
+
+class Line(Protocol):
+    """The place of a decoder with some of the layers among the others (models.stage). They stand in a ring: the first
+    has the embedding and the head, and gets what the last one sends."""
+
+    @property
+    def is_first(self) -> bool: ...
+
+    def receive(self, num_rows: int) -> Tensor:
+        """The residual stream float32 [num_rows, hidden] from the stage before. It may be overwritten."""
+
+    def place(self, num_rows: int) -> Tensor:
+        """float32 [num_rows, hidden], from which `send` takes the residual stream."""
+
+    def send(self, num_rows: int) -> None:
+        """Send what lies in `place` to the next stage."""
+
+
+class Kept(Protocol):
+    """The residual streams in front of some layers, for what reads them behind a step (runners.streams)."""
+
+    @property
+    def places(self) -> Mapping[int, int]:
+        """The place of each layer's stream in a row of `of_step`."""
+
+    @property
+    def of_step(self) -> Tensor:
+        """float32 [most tokens of a step, streams * hidden]"""

@@ -1,0 +1,132 @@
+"""The other processes of an engine whose model several processes share: they start, get messages, and end with it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import IO, TypeVar
+
+import msgspec
+
+import lmkit
+from lmkit.config import EngineConfig
+from lmkit.errors import EngineLostError, LMKitError
+from lmkit.turbo.plan import StepPlan
+from lmkit.turbo.request import SamplingParams
+
+STOP_SECONDS = 5.0  # for a process to end by itself
+PROCESS = "lmkit.turbo.engine.rank_process"
+ENDED = "a process of this engine has ended or failed, and its part of the model with it"
+T = TypeVar("T")
+
+
+class Start(msgspec.Struct, frozen=True):
+    """The first message to a process: what it loads, and the files that it inherits."""
+
+    rank: int
+    model_path: str
+    config: EngineConfig
+    files: list[int]  # descriptors: shared memory (runners.ranks), or sockets (runners.stages)
+    slot_bytes: int = 0  # of the shared memory
+    folder: str = msgspec.field(default_factory=os.getcwd)  # in which paths of the configuration are meant
+
+
+def write(pipe: IO[bytes], message: msgspec.Struct) -> None:
+    """Write a message behind its length."""
+    data = msgspec.msgpack.encode(message)
+    pipe.write(len(data).to_bytes(4, "little") + data)
+    pipe.flush()
+
+
+def read(pipe: IO[bytes], kind: type[T]) -> T:
+    """Read a message. Raises EOFError at the end of the pipe."""
+    if not (length := pipe.read(4)):
+        raise EOFError
+    return msgspec.msgpack.decode(pipe.read(int.from_bytes(length, "little")), type=kind)
+
+
+class Processes:
+    """Processes 1 and on, as process 0 sees them."""
+
+    def __init__(self, starts: Sequence[Start], lose: Callable[[str], None]) -> None:
+        """Start the processes. `lose` is called, from a thread, when one has ended."""
+        self._lose, self._closed = lose, False
+        self._processes = [_spawn(start.files) for start in starts]
+        for process, start in zip(self._processes, starts, strict=True):
+            self._send_to(process, start)
+
+    def wait_until_ready(self) -> None:
+        """Wait until every process has loaded its part. Raises LMKitError if one cannot."""
+        for rank, process in enumerate(self._processes, 1):
+            assert process.stdout is not None
+            answer = process.stdout.readline().decode().strip()
+            if answer != "ready":
+                self.close()
+                raise LMKitError(f"rank {rank} of {len(self._processes) + 1}: {answer or 'it ended; its log says why'}")
+        for rank, process in enumerate(self._processes, 1):
+            threading.Thread(target=self._watch, args=(rank, process), name=f"rank-{rank}", daemon=True).start()
+
+    @property
+    def pids(self) -> list[int]:
+        return [process.pid for process in self._processes]
+
+    def send(self, message: msgspec.Struct) -> None:
+        """Send a message to every process. Raises EngineLostError if one has ended."""
+        for process in self._processes:
+            self._send_to(process, message)
+
+    def close(self) -> None:
+        """End the processes."""
+        self._closed = True
+        for process in self._processes:
+            assert process.stdin is not None
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.close()
+        for process in self._processes:
+            try:
+                process.wait(STOP_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+    def _send_to(self, process: subprocess.Popen[bytes], message: msgspec.Struct) -> None:
+        assert process.stdin is not None
+        try:
+            write(process.stdin, message)
+        except (BrokenPipeError, ValueError):
+            raise EngineLostError(ENDED) from None
+
+    def _watch(self, rank: int, process: subprocess.Popen[bytes]) -> None:
+        status = process.wait()
+        if not self._closed:
+            self._ended(
+                f"rank {rank} of {len(self._processes) + 1} has ended with status {status}; start the engine again"
+            )
+
+    def _ended(self, reason: str) -> None:
+        self._lose(reason)
+
+
+def _spawn(files: Sequence[int]) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-m", PROCESS],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        pass_fds=files,
+        start_new_session=True,  # Ctrl-C in a terminal is the engine's
+        cwd=Path(lmkit.__file__).parents[1],
+    )
+
+
+def without_wishes(plan: StepPlan) -> StepPlan:
+    """The plan without what only sampling needs."""
+    if not plan.new:
+        return plan
+    plain = SamplingParams()
+    new = [msgspec.structs.replace(one, params=plain, eos_token_ids=()) for one in plan.new]
+    return msgspec.structs.replace(plan, new=new)

@@ -1,0 +1,260 @@
+"""Pipeline parallelism on one machine: stage 0 lies in the engine, every other stage is a process of its own.
+
+    scheduler -> plan -> stage 0 -- pipe: plan --> stage 1, stage 2, ...
+                         stage 0 -- socket: residual stream --> stage 1 --> stage 2 ... --> stage 0: head, sampling
+
+Every stage carries out the same plans on its layers (models.stage) and their KV. Several plans are under way: while
+stage 1 computes one, stage 0 computes the next. The scheduler writes plans of different sequences (limits.num_stages),
+and the chunks of a prompt need no tokens of each other. A plan that needs a token of an earlier plan waits for it.
+
+A stage that ends takes the engine with it: the other stages have some of the layers only.
+"""
+
+from __future__ import annotations
+
+import queue
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import IO
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lmkit.config import EngineConfig
+from lmkit.errors import EngineLostError
+from lmkit.kernels.cpu import threads
+from lmkit.models.spec import ModelSpec
+from lmkit.turbo.plan import Chunk, Sampled, StepPlan
+from lmkit.turbo.runners.batch import StepRows
+from lmkit.turbo.runners.cpu import CpuRunner
+from lmkit.turbo.runners.device import CpuDevice
+from lmkit.turbo.runners.processes import ENDED, Processes, Start, read, without_wishes
+from lmkit.turbo.runners.runner import RunnerParts, Shown, StepResult, Ticket
+
+
+class Neighbours:
+    """The stages before and behind this one, over sockets. See models.beside.Line.
+
+    A thread takes in what arrives, so that no stage waits for another one to read. It holds as much as the plans under
+    way bring.
+    """
+
+    def __init__(self, index: int, before: socket.socket, behind: socket.socket, max_rows: int, width: int) -> None:
+        self.is_first = index == 0
+        self._before, self._behind = before, behind
+        self._arrived, self._leaving = torch.zeros(max_rows, width), torch.zeros(max_rows, width)
+        self._inbox: queue.SimpleQueue[bytearray | None] = queue.SimpleQueue()  # None: there will be no more
+        threading.Thread(target=self._take_in, name="stage-inbox", daemon=True).start()
+
+    def receive(self, num_rows: int) -> Tensor:
+        """See Line. Raises EngineLostError, here or in a captured step, if a stage has ended."""
+        threads.run_on_host(partial(self._receive, num_rows))
+        return self._arrived[:num_rows]
+
+    def place(self, num_rows: int) -> Tensor:
+        """See Line."""
+        return self._leaving[:num_rows]
+
+    def send(self, num_rows: int) -> None:
+        """See Line. Raises EngineLostError as `receive` does."""
+        threads.run_on_host(partial(self._send, num_rows))
+
+    def close(self) -> None:
+        self._behind.close()
+        self._before.shutdown(socket.SHUT_RDWR)  # the thread ends
+        self._before.close()
+
+    def _take_in(self) -> None:
+        try:
+            while (size := self._read(8)) is not None:
+                if (rows := self._read(int.from_bytes(size, "little"))) is None:
+                    break
+                self._inbox.put(rows)
+        except OSError:
+            pass  # closed
+        self._inbox.put(None)
+
+    def _read(self, count: int) -> bytearray | None:
+        """So many bytes; None at the end."""
+        data = bytearray(count)
+        rest = memoryview(data)
+        while rest:
+            if not (taken := self._before.recv_into(rest)):
+                return None
+            rest = rest[taken:]
+        return data
+
+    def _receive(self, num_rows: int) -> None:
+        rows = self._inbox.get()
+        if rows is None:
+            self._inbox.put(None)  # for the next call
+            raise EngineLostError(ENDED)
+        self._arrived[:num_rows].numpy()[...] = np.frombuffer(rows, np.float32).reshape(num_rows, -1)
+
+    def _send(self, num_rows: int) -> None:
+        rows = self._leaving[:num_rows].numpy()
+        try:
+            self._behind.sendall(rows.nbytes.to_bytes(8, "little"))
+            self._behind.sendall(rows.data)
+        except OSError:
+            raise EngineLostError(ENDED) from None
+
+
+class Stages(Processes):
+    """The processes of stages 1 and on."""
+
+    def __init__(self, model_path: str, config: EngineConfig, spec: ModelSpec, lose: Callable[[str], None]) -> None:
+        """Start the processes. `config` is theirs; `lose` is called, from a thread, when one has ended."""
+        behind, before = zip(*(socket.socketpair() for _ in range(config.pp)), strict=True)
+        before = (before[-1], *before[:-1])  # stage 0 gets what the last one sends
+        files = [[before[rank].fileno(), behind[rank].fileno()] for rank in range(config.pp)]
+        super().__init__([Start(rank, model_path, config, files[rank]) for rank in range(1, config.pp)], lose)
+        for given in (*before[1:], *behind[1:]):
+            given.close()  # its stage alone holds it now, so that its end is seen
+        self.line = Neighbours(0, before[0], behind[0], config.tokens_per_step, spec.hidden_size)
+
+    def runner(self, device: CpuDevice, parts: RunnerParts) -> FirstStage:
+        """The runner of stage 0."""
+        return FirstStage(device, parts, self)
+
+    def close(self) -> None:
+        super().close()
+        self.line.close()
+
+
+@dataclass
+class _Flight:
+    """A plan under way: its first layers are computed, and its tokens are not sampled yet."""
+
+    plan: StepPlan
+    start: float = 0.0
+    chunks: list[Chunk] = field(default_factory=list)  # those to compute
+    rows: StepRows | None = None
+    logit_rows: Tensor | None = None  # a copy, if more than logits is wanted
+    num_rows: int = 0  # that come back
+    result: StepResult | None = None
+    error: Exception | None = None
+
+
+class FirstStage(CpuRunner):
+    """The runner of stage 0. After a failure the stages may disagree, so no step follows it."""
+
+    def __init__(self, device: CpuDevice, parts: RunnerParts, stages: Stages) -> None:
+        parts.decoder.line = stages.line
+        super().__init__(device, parts)
+        self.stages = stages
+        self._flights: deque[_Flight] = deque()
+        self._is_lost = False
+
+    def launch(self, plan: StepPlan) -> Ticket:
+        """See CpuRunner. The first layers are computed at once, and the rest when the plan is collected, or when a
+        later plan needs its tokens."""
+        flight = _Flight(plan)
+        if not self._overlaps:
+            return partial(self._land, flight, begin=True)
+        self._thread.submit(self._begin, flight)
+        return lambda: self._thread.submit(self._land, flight).result()
+
+    def close(self) -> None:
+        super().close()
+        self.stages.close()
+
+    def _land(self, flight: _Flight, *, begin: bool = False) -> StepResult:
+        """The result of a plan. Raises its error."""
+        if begin:
+            self._begin(flight)
+        while flight.result is None and flight.error is None:
+            self._finish(self._flights.popleft())
+        if flight.error is not None:
+            raise flight.error
+        assert flight.result is not None
+        return flight.result
+
+    @torch.inference_mode()
+    def _begin(self, flight: _Flight) -> None:
+        """Compute the first layers, and send them on."""
+        flight.start = time.perf_counter()
+        needed = {chunk.slot for chunk in flight.plan.chunks}
+        try:
+            while any(c.num_sampled and c.slot in needed for other in self._flights for c in other.chunks):
+                self._finish(self._flights.popleft())
+            if self._is_lost:
+                raise EngineLostError(ENDED)
+            self.stages.send(without_wishes(flight.plan))
+            with self._begun(flight.plan) as flight.chunks:
+                if flight.chunks:
+                    self._send_on(flight)
+            self._flights.append(flight)
+        except Exception as error:  # noqa: BLE001 - the plan's ticket raises it
+            flight.error, self._is_lost = error, True
+
+    def _send_on(self, flight: _Flight) -> None:
+        inputs, rows = self.batch.inputs(flight.chunks)
+        flight.rows, flight.num_rows = rows, len(inputs.logit_rows)
+        before = time.perf_counter()
+        if rows is not None and rows.wants_hidden:
+            flight.logit_rows, flight.num_rows = inputs.logit_rows.clone(), len(inputs.token_ids)
+            with self._workspace.active():
+                self.decoder.hidden(inputs, self.kv)
+        else:
+            self._logits(inputs)
+        self.kernel_seconds += time.perf_counter() - before
+
+    @torch.inference_mode()
+    def _finish(self, flight: _Flight) -> None:
+        """Take in what the last stage has computed, and sample."""
+        before = self.kernel_seconds
+        try:
+            sampled = self.for_all(flight.plan, flight.chunks, self._sampled(flight) if flight.chunks else [])
+            now = time.perf_counter()
+            flight.result = StepResult(sampled, now - flight.start, self.kernel_seconds - before)
+        except Exception as error:  # noqa: BLE001 - the plan's ticket raises it
+            flight.error, self._is_lost = error, True
+
+    def _sampled(self, flight: _Flight) -> list[Sampled]:
+        stream = self.stages.line.receive(flight.num_rows)
+        start, shown = time.perf_counter(), [Shown()] * len(flight.chunks)
+        with self._workspace.active():
+            if flight.logit_rows is not None and flight.rows is not None:
+                logits, shown = self._shown(flight.chunks, flight.rows, stream, None, flight.logit_rows)
+            else:
+                logits = self.decoder.logits(stream, None, torch.arange(flight.num_rows))
+        self.kernel_seconds += time.perf_counter() - start
+        tokens = self.next_tokens(logits, flight.chunks, flight.rows)
+        self.append(flight.chunks, tokens)
+        return [Sampled(new, *also) for new, also in zip(tokens, shown, strict=True)]
+
+
+class FollowingStage(CpuRunner):
+    """The runner of another stage. It takes plans from a pipe."""
+
+    def __init__(self, device: CpuDevice, parts: RunnerParts, start: Start, pipe: IO[bytes]) -> None:
+        before, behind = (socket.socket(fileno=number) for number in start.files)
+        size = parts.config.tokens_per_step, parts.decoder.spec.hidden_size
+        parts.decoder.line = Neighbours(start.rank, before, behind, *size)
+        super().__init__(device, parts)
+        self._pipe = pipe
+
+    def run(self) -> None:
+        """Carry out plans until the pipe ends, or another stage."""
+        while True:
+            try:
+                self.execute(read(self._pipe, StepPlan))
+            except (EOFError, EngineLostError):
+                return
+
+    def _compute(self, chunks: list[Chunk]) -> list[Sampled]:
+        if chunks:
+            inputs, rows = self.batch.inputs(chunks)
+            if rows is not None and rows.wants_hidden:
+                with self._workspace.active():
+                    self.decoder.hidden(inputs, self.kv)
+            else:
+                self._logits(inputs)
+        return [Sampled()] * len(chunks)

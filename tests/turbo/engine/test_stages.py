@@ -1,0 +1,120 @@
+"""Engines whose layers several processes share, one behind the other."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lmkit.config import EngineConfig
+from lmkit.errors import ConfigError, EngineLostError, UnsupportedError
+from lmkit.turbo.engine.engine import Engine
+from lmkit.turbo.plan import StepPlan
+from lmkit.turbo.request import Request, SamplingParams, StepOutput
+from lmkit.turbo.runners.stages import FirstStage
+from tests.turbo.engine.test_ranks import engine, tokens
+
+
+@pytest.mark.parametrize("pp", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
+def test_stages_give_the_tokens_of_one_process(demo_model: Path, pp: int) -> None:
+    """Greedy and drawn ones. With little memory for KV, sequences are preempted."""
+    one = tokens(demo_model, 1, kv_dtype="int8", kv_memory=1 << 20)
+    assert tokens(demo_model, 1, pp=pp, kv_dtype="int8", kv_memory=pp << 20) == one
+
+
+def shown(path: Path, **options: Any) -> list[Any]:
+    """Log-probabilities of a prompt that takes several steps, and an embedding of it."""
+    model = engine(path, 1, max_step_tokens=16, **options)
+    prompt = list(range(5, 50))
+    wanted: list[dict[str, Any]] = [
+        {"params": SamplingParams(max_tokens=3, temperature=0.0, logprobs=2), "prompt_logprobs": True},
+        {"params": SamplingParams(max_tokens=0), "pooling": "mean"},
+        {"params": SamplingParams(max_tokens=0), "pooling": "last"},
+    ]
+    found: list[StepOutput] = []
+    try:
+        for number, options in enumerate(wanted):
+            model.add(Request(request_id=str(number), prompt_ids=prompt, **options))
+        while model.has_work():
+            found += model.step()
+    finally:
+        model.close()
+    assert not any(output.error for output in found)
+    found.sort(key=lambda output: output.request_id)
+    return [(out.request_id, out.token_ids, out.logprobs, out.prompt_logprobs, out.embedding) for out in found]
+
+
+def test_stages_give_scores_and_embeddings_of_one_process(demo_model: Path) -> None:
+    one, two = shown(demo_model), shown(demo_model, pp=2)
+    assert len(one[0][3]) == 44
+    assert one == two
+
+
+def launched(model: Engine) -> list[StepPlan]:
+    """The plans that are launched from now on."""
+    plans: list[StepPlan] = []
+    launch = model.runner.launch
+
+    def noting(plan: StepPlan) -> Any:
+        plans.append(plan)
+        return launch(plan)
+
+    model.runner.launch = noting  # type: ignore[method-assign]
+    return plans
+
+
+def test_two_steps_of_different_sequences_are_under_way(demo_model: Path) -> None:
+    model = engine(demo_model, 1, pp=2)
+    plans = launched(model)
+    try:
+        for number in range(4):
+            params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+            model.add(Request(request_id=str(number), prompt_ids=[5 + number, 6], params=params))
+        while model.has_work():
+            model.step()
+    finally:
+        model.close()
+    decodes = [{chunk.slot for chunk in plan.chunks} for plan in plans if len(plan.chunks) == 2][4:]
+    assert len(decodes) > 10
+    assert all(not first & second for first, second in itertools.pairwise(decodes))
+
+
+def test_a_killed_stage_ends_the_engine_and_its_requests(demo_model: Path) -> None:
+    model = engine(demo_model, 1, pp=3)
+    runner = model.runner
+    assert isinstance(runner, FirstStage)
+    model.add(Request(request_id="one", prompt_ids=[5, 6], params=SamplingParams(max_tokens=120, temperature=0.0)))
+    model.step()
+    os.kill(runner.stages.pids[1], signal.SIGKILL)
+    errors: list[str | None] = []
+
+    def steps() -> None:
+        while True:
+            errors.extend(output.error for output in model.step() if output.finish_reason is not None)
+
+    with pytest.raises(EngineLostError, match="ended"):
+        steps()
+    assert errors in ([], ["the engine failed while computing this request"])
+    model.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "reason"),
+    [
+        ({"pp": 9}, UnsupportedError, "pp=9: the model has 8 layers"),
+        ({"pp": 2, "tp": 2}, ConfigError, "tp=2 and pp=2: a model is shared out in one way"),
+        ({"pp": 2, "kv_host_memory": 1 << 30}, ConfigError, "pp=2 keeps no KV outside the engine; leave out kv_host"),
+        ({"pp": 2, "adapters": ("one=folder",)}, ConfigError, "pp=2 takes no adapters; merge them"),
+        ({"pp": 2, "speculate": "ngram"}, ConfigError, "pp=2 guesses no tokens"),
+        ({"pp": 2, "weights_memory": 1 << 20}, ConfigError, "pp=2 keeps all weights in memory"),
+    ],
+)
+def test_what_stages_cannot_do_is_refused(
+    demo_model: Path, options: dict[str, Any], kind: type[Exception], reason: str
+) -> None:
+    with pytest.raises(kind, match=reason):
+        Engine(str(demo_model), EngineConfig(**{"device": "cpu", "max_model_len": 128} | options))
