@@ -12,7 +12,7 @@ import pytest
 from lmkit.errors import ConfigError
 from lmkit.proxy.app import Proxy
 from lmkit.proxy.config import ProxyConfig
-from tests.proxy.fakes import Exchange, FakeNode, client, nodes, proxy_for
+from tests.proxy.fakes import Exchange, FakeNode, Script, client, nodes, proxy_for
 
 pytestmark = pytest.mark.anyio
 PATH = "/v1/responses"
@@ -104,6 +104,44 @@ async def test_a_conversation_goes_on_at_another_node(
             assert (await http.get(f"{PATH}/{second}")).status_code != 200
             refused = await http.post(PATH, json={"model": "m", "input": "x", "previous_response_id": second})
             assert refused.status_code == 503
+
+
+async def test_a_stream_that_continues_a_response_goes_on_within(tmp_path: Path) -> None:
+    """The other node gets the tokens that the client has, and the conversation in place of the id."""
+    seen = list[bytes]()
+
+    def streams(*pieces: bytes, ends: bool) -> Script:
+        async def script(exchange: Exchange) -> None:
+            seen.append(exchange.request.body)
+            if b"resp_1" not in exchange.request.body and not ends:
+                made = {"id": "resp_1", "status": "completed", "store": True, "output": [text("first")]}
+                await exchange.reply(200, made)
+                return
+            await exchange.start_events(("x-lmkit-stream", "fp_0123456789ab"))
+            for piece in pieces:
+                await exchange.chunk(piece)
+            if ends:
+                await exchange.end()
+            else:
+                exchange.writer.close()
+
+        return script
+
+    note, end = b': lmkit [0,[5],"",0]\n\n', b": lmkit end\n\n"
+    a = FakeNode("a", api_key="k", script=streams(b"data: 1\n\n" + note, ends=False))
+    b = FakeNode("b", api_key="k", script=streams(b"data: 2\n\n" + note, end, ends=True))
+    async with (
+        nodes(a, b) as fakes,
+        proxy_for(*fakes, policy="round_robin", data_dir=str(tmp_path / "data")) as (_, url),
+        client(url) as http,
+    ):
+        id = await ask(http, "one")
+        body = {"model": "m", "input": "two", "previous_response_id": id, "stream": True}
+        assert (await http.post(PATH, json=body)).text == "data: 1\n\ndata: 2\n\n"
+    known, _, resumed = seen[-1].partition(b"]]")
+    assert known == b'[[0,[5],"",0'
+    assert [item["content"] for item in json.loads(resumed)["input"]][::2] == ["one", "two"]
+    assert "previous_response_id" not in json.loads(resumed)
 
 
 async def test_t17_copies_belong_to_one_client(pair: tuple[Writer, Writer], tmp_path: Path) -> None:
