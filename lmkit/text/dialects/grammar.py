@@ -10,17 +10,21 @@ A mark that is a special token is one token, and no text contains it.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from lmkit.text.dialects.table import DIALECTS, MARKS, Dialect, Thought
+from lmkit.text.dialects.schemas import WORDS, is_text, leaves, patterns, types_of
+from lmkit.text.dialects.table import DIALECTS, ESCAPE, MARKS, Dialect, Thought
 from lmkit.text.grammar import WHITESPACE, lark_grammar
 from lmkit.text.tokenizer import Tokenizer
 
 ANY_OBJECT = {"type": "object"}
 NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 _ANY = "ANY: /(.|\\n)*/"
+_KEY = "/[a-zA-Z_][a-zA-Z0-9_.-]{0,63}/"
+MAX_DEPTH = 8  # of objects in each other; what lies deeper may have any form
 
 
 class Called(NamedTuple):
@@ -52,7 +56,7 @@ def grammar(form: Form, tokenizer: Tokenizer) -> str:
 class _Rules:
     def __init__(self, form: Form, tokenizer: Tokenizer) -> None:
         self._form, self._tokenizer = form, tokenizer
-        self._rules = [_ANY]
+        self._rules = dict.fromkeys([_ANY])  # in their order
         self._harmony = form.dialect is DIALECTS["harmony"] or (
             form.thought is not None and form.thought.name == "harmony"
         )
@@ -62,7 +66,7 @@ class _Rules:
         return [start, *self._rules]
 
     def _rule(self, name: str, text: str) -> str:
-        self._rules.append(f"{name}: {text}")
+        self._rules[f"{name}: {text}"] = None
         return name.partition("[")[0]
 
     def _is_special(self, text: str) -> bool:
@@ -116,7 +120,7 @@ class _Rules:
             inside = self._rule(f"thinking[max_tokens={budget}]", self._without("THOUGHTS", end)) if budget else ""
             rest = f"{inside} {self._literal(end)}"
         rest += " " + (self._literal("<|start|>assistant") if self._harmony else "SPACE")
-        self._rules.append("SPACE: /[ \\t\\r\\n]{0,8}/")
+        self._rule("SPACE", "/[ \\t\\r\\n]{0,8}/")
         if self._form.is_thinking:
             return rest
         return self._rule("thought", f"({self._literal(begin)} {rest})?")
@@ -149,7 +153,10 @@ class _Rules:
         if dialect is None:
             return "ANY"
         if dialect.only_first:
-            return self._rule("text", '/[ \\t\\r\\n]*[^ \\t\\r\\n{](.|\\n)*/ | ""')
+            text = "/[ \\t\\r\\n]*[^ \\t\\r\\n{](.|\\n)*/"
+            if (thought := self._form.thought) and not self._form.is_thinking and not self._is_special(thought.begin):
+                text += f" & ~/[ \\t\\r\\n]*{_pattern(thought.begin)}(.|\\n)*/"  # that is reasoning
+            return f'({self._rule("TEXT", text)} | "")'
         return self._without("TEXT", dialect.begin)
 
     def _head(self, dialect: Dialect) -> str:
@@ -192,30 +199,126 @@ class _Rules:
         return self._members(schema, name, ("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>", "\n"))
 
     def _members(self, schema: Mapping[str, Any], name: str, form: tuple[str, str, str, str]) -> str:
-        """The properties of a schema in their order, each written by itself."""
+        """The properties of a schema in their order, each written by itself. If it has none, any members."""
         before, between, after, end = form
+        properties = schema.get("properties") or {}
+        if not properties and schema.get("additionalProperties", True) is not False:
+            key = self._rule("KEY", _KEY)
+            value = self._up_to(f"{name}_any", after)
+            return f"({self._literal(before)} {key} {self._literal(between)} {value} {_quoted(end)})*"
         required = schema.get("required") or ()
         parts = []
-        for idx, (key, about) in enumerate((schema.get("properties") or {}).items()):
+        for idx, (key, about) in enumerate(properties.items()):
             value = self._member(schema, about, f"{name}_v{idx}", after)
             member = self._rule(f"{name}_p{idx}", f"{self._literal(before + key + between)} {value} {_quoted(end)}")
             parts.append(member if key in required else f"{member}?")
         return " ".join(parts)
 
     def _member(self, schema: Mapping[str, Any], about: Any, name: str, after: str) -> str:
-        if isinstance(about, Mapping) and about.get("type") == "string":
-            if isinstance(texts := about.get("enum"), list):
-                return f"({' | '.join(_quoted(str(text)) for text in texts)}) {self._literal(after)}"
-            return self._up_to(name, after)
-        whole = dict(about) if isinstance(about, Mapping) else {}
-        whole |= {key: schema[key] for key in ("$defs", "definitions") if key in schema}
-        return f"{_json(whole)} {self._literal(after)}"
+        if is_text(types_of(about, schema)):
+            return self._texts(list(leaves(about, schema)), name, after)
+        return f"{_json(_with_definitions(about, schema))} {self._literal(after)}"
+
+    def _texts(self, options: Sequence[Mapping[str, Any]], name: str, after: str) -> str:
+        """A value that is a text or a word, and the mark behind it."""
+        if any(leaf.get("type") == "string" and not patterns(leaf) for leaf in options):
+            return self._up_to(name, after)  # which includes the words
+        found = []
+        for idx, leaf in enumerate(options):
+            if leaf.get("type") == "string":
+                found.append(self._held_text(leaf, f"{name}_{idx}", after))
+            else:
+                words = leaf["enum"] if "enum" in leaf else WORDS[leaf["type"]]
+                shown = (word if isinstance(word, str) else json.dumps(word) for word in words)
+                found.append(f"({' | '.join(map(_quoted, shown))}) {self._literal(after)}")
+        return self._rule(f"{name}_text", " | ".join(found))
+
+    def _held_text(self, leaf: Mapping[str, Any], name: str, after: str) -> str:
+        """A string with a pattern, up to the first mark behind it."""
+        if self._is_special(after):
+            whole = " & ".join(f"/{_delimited(pattern)}/" for pattern in patterns(leaf))
+            return f"{self._rule(name.upper(), whole)} {self._literal(after)}"
+        mark = _pattern(after)
+        parts = [f"/({_delimited(pattern)}){mark}/" for pattern in patterns(leaf)]
+        return self._rule(name.upper(), " & ".join([*parts, f"~/(.|\\n)*{mark}(.|\\n)+/"]))
+
+    # ---- FunctionGemma's values
+
+    def _gemma(self, schema: Mapping[str, Any], name: str) -> str:
+        return self._gemma_object(schema, schema, name, 0)
+
+    def _gemma_object(self, about: Mapping[str, Any], root: Mapping[str, Any], name: str, depth: int) -> str:
+        """Members by their names, as the chat template sorts them, with commas between those that are there."""
+        properties = about.get("properties") or {}
+        if not properties and about.get("additionalProperties", True) is not False:
+            return self._gemma_any() and "any_object"
+        first, later = '""', '""'  # of the members that are left: if none was written, and if one was
+        required = about.get("required") or ()
+        for idx, key in reversed(list(enumerate(sorted(properties, key=str.lower)))):
+            value = self._gemma_value(properties[key], root, f"{name}_{idx}", depth + 1)
+            member = self._rule(f"{name}_m{idx}", f"{_quoted(key + ':')} {value}")
+            skipped = ("", "") if key in required else (f" | {first}", f" | {later}")
+            first = self._rule(f"{name}_f{idx}", f"{member} {later}{skipped[0]}")
+            later = self._rule(f"{name}_l{idx}", f'"," {member} {later}{skipped[1]}')
+        return f'"{{" {first} "}}"'
+
+    def _gemma_value(self, about: Any, root: Mapping[str, Any], name: str, depth: int) -> str:
+        if depth > MAX_DEPTH:
+            return self._gemma_any()
+        options = enumerate(leaves(about, root))
+        return self._rule(name, " | ".join(self._gemma_leaf(leaf, root, f"{name}_{i}", depth) for i, leaf in options))
+
+    def _gemma_leaf(self, leaf: Mapping[str, Any], root: Mapping[str, Any], name: str, depth: int) -> str:
+        mark = self._literal(ESCAPE)
+        if "enum" in leaf:
+            texts = [f"{mark} {_quoted(value)} {mark}" for value in leaf["enum"] if isinstance(value, str)]
+            words = [_quoted(json.dumps(value)) for value in leaf["enum"] if not isinstance(value, str)]
+            return f"({' | '.join(texts + words)})"
+        match leaf.get("type"):
+            case "string":
+                return f"{mark} {self._texts([leaf], f'{name}_s', ESCAPE)}"
+            case "integer" | "number" | "boolean" | "null":
+                return _json(leaf)
+            case "object":
+                return self._gemma_object(leaf, root, f"{name}_o", depth)
+            case "array" if "prefixItems" not in leaf:
+                item = self._gemma_value(leaf.get("items", {}), root, f"{name}_i", depth + 1)
+                return _listed(item, leaf.get("minItems", 0), leaf.get("maxItems"))
+        return self._gemma_any()
+
+    def _gemma_any(self) -> str:
+        mark, key = self._literal(ESCAPE), self._rule("KEY", _KEY)
+        member = f'{key} ":" any_value'
+        self._rule("any_object", f'"{{" ({member} ("," {member})*)? "}}"')
+        text = f"{mark} {self._up_to('any_text', ESCAPE)}"
+        word = _json({"type": ["number", "boolean", "null"]})
+        return self._rule("any_value", f"{text} | {word} | {_listed('any_value', 0, None)} | any_object")
 
 
 _ARGUMENTS: Mapping[str, Callable[[_Rules, Mapping[str, Any], str], str]] = {
     "qwen_xml": _Rules._qwen_xml,
     "glm_xml": _Rules._glm_xml,
+    "gemma": _Rules._gemma,
 }
+
+
+def _listed(item: str, least: int, most: int | None) -> str:
+    """Items of a list in brackets."""
+    if most == 0:
+        return '"[]"'
+    items = f'{item} ("," {item}){{{max(least - 1, 0)},{"" if most is None else most - 1}}}'
+    return f'"[" {items} "]"' if least else f'"[" ({items})? "]"'
+
+
+def _with_definitions(about: Any, root: Mapping[str, Any]) -> dict[str, Any]:
+    """A part of a schema by itself."""
+    whole = dict(about) if isinstance(about, Mapping) else {}
+    return whole | {key: root[key] for key in ("$defs", "definitions") if key in root}
+
+
+def _delimited(pattern: str) -> str:
+    """A regular expression between slashes."""
+    return re.sub(r"(\\.)|/", lambda found: found[1] or "\\/", pattern, flags=re.DOTALL)
 
 
 def _json(schema: Mapping[str, Any]) -> str:

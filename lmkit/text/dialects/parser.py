@@ -11,8 +11,10 @@ import re
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
+from lmkit.text.dialects.gemma import PIECE, GemmaValue, inside
 from lmkit.text.dialects.json_end import JsonEnd
-from lmkit.text.dialects.table import Dialect, Thought
+from lmkit.text.dialects.schemas import WORDS, is_text, types_of
+from lmkit.text.dialects.table import ESCAPE, Dialect, Thought
 
 MAX_PIECE = 4096
 MAX_NAME = 128
@@ -223,6 +225,9 @@ class Parser:
                 yield from self._members(
                     header["name"], r"\s*<parameter=(?P<name>[^<>]{1,256})>", "</parameter>", line="\n"
                 )
+            case "gemma":
+                if not (yield from self._gemma(header["name"])):
+                    return True
             case "glm_xml":
                 form = r"\s*<arg_key>(?P<name>[^<>]{1,256})</arg_key>\s*<arg_value>"
                 yield from self._members(header["name"], form, "</arg_value>")
@@ -271,6 +276,25 @@ class Parser:
             if not closed:
                 return
         self._add("arguments", "{}" if before == "{" else "}")
+
+    def _gemma(self, name: str) -> Steps:
+        """Whether a call's arguments are whole."""
+        types = _types(self._schemas.get(name))
+        value = GemmaValue(lambda key, word: _value(word.strip(), types.get(key, ())))
+        while found := (yield from self._match(PIECE)):
+            piece = found[0].strip()
+            written = value.take(piece)
+            if written is None:
+                self._turn()
+                self._say("content")(found[0])
+                return False
+            self._add("arguments", written)
+            if piece == ESCAPE:
+                yield from self._until([ESCAPE], lambda text: self._add("arguments", inside(text)))
+                self._add("arguments", '"')
+            if value.is_done:
+                return True
+        return False
 
     # ---- Harmony
 
@@ -332,25 +356,24 @@ def _named(text: str) -> tuple[str | None, str]:
 
 def _types(schema: Any) -> dict[str, tuple[str, ...]]:
     """The JSON types of each parameter, as far as its schema names them."""
-    properties = schema.get("properties") if isinstance(schema, dict) else None
-    types: dict[str, tuple[str, ...]] = {}
-    for name, about in properties.items() if isinstance(properties, dict) else ():
-        kind = about.get("type") if isinstance(about, dict) else None
-        if isinstance(kind, str | list):
-            types[name] = (kind,) if isinstance(kind, str) else tuple(map(str, kind))
-    return types
+    properties = schema.get("properties") if isinstance(schema, Mapping) else None
+    if not isinstance(properties, Mapping):
+        return {}
+    return {name: types_of(about, schema) for name, about in properties.items()}
 
 
 def _value(text: str, types: tuple[str, ...]) -> str:
     """A parameter's value as JSON. A text that is no JSON of its type is a string."""
-    if types != ("string",):
-        try:
-            value = json.loads(text)
-        except (ValueError, RecursionError):
-            value = text
-        if not (isinstance(value, str) and not text.strip().startswith('"')):
-            return text.strip()
-    return json.dumps(text, ensure_ascii=False)
+    if is_text(types):
+        words = {word for kind in types for word in WORDS.get(kind, ())}
+        return text if text in words else json.dumps(text, ensure_ascii=False)
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        value = text
+    if isinstance(value, str) and not text.strip().startswith('"'):
+        return json.dumps(text, ensure_ascii=False)
+    return text.strip()
 
 
 def _ended() -> Steps:

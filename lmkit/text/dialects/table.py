@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-Syntax = Literal["json", "qwen_xml", "glm_xml", "harmony"]  # of a call's arguments
+Syntax = Literal["json", "qwen_xml", "glm_xml", "gemma", "harmony"]  # of a call's arguments
 
 _NAME = r'"(?P<name>[^"\\]{1,128})"'
 _OBJECT = r'\s*\{\s*"name"\s*:\s*' + _NAME + r'\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=[^\s])'
@@ -52,7 +52,7 @@ class Dialect:
     @property
     def parallel(self) -> bool:
         """Whether an answer may have several calls."""
-        return bool(self.between)
+        return bool(self.between) or self.syntax == "gemma"
 
 
 def _object(name: str, marks: tuple[str, ...], begin: str, end: str, **fields: object) -> Dialect:
@@ -71,6 +71,9 @@ _V3 = {
     "specials": (_V3_BEGIN, _V3_CALL, _V3_SEP, _V3_END, _V3_CLOSE),
 }
 _XML = ("<tool_call>", "</tool_call>")
+
+_GEMMA = ("<start_function_call>", "<end_function_call>")
+ESCAPE = "<escape>"  # Gemma's quotation mark
 
 # In the order in which a template is asked for their marks.
 _ALL = (
@@ -105,6 +108,16 @@ _ALL = (
         between="\n",
         syntax="glm_xml",
         specials=(*_XML, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+    ),
+    Dialect(
+        "functiongemma",
+        _GEMMA[:1],
+        _GEMMA[0],
+        r"\s*call:(?P<name>[^\s<>{}]{1,128})\s*(?=\{)",
+        r"\s*" + re.escape(_GEMMA[1]),
+        (f"{_GEMMA[0]}call:", "", _GEMMA[1]),
+        syntax="gemma",
+        specials=(*_GEMMA, ESCAPE),
     ),
     _object(
         "hermes",

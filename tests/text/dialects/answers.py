@@ -53,7 +53,20 @@ def _arguments(dialect: Dialect, arguments: dict[str, Any]) -> str:
         case "glm_xml":
             form = "<arg_key>{}</arg_key>\n<arg_value>{}</arg_value>\n"
             return "".join(form.format(key, value) for key, value in arguments.items())
+        case "gemma":
+            return _gemma(arguments)
     return json.dumps(arguments)
+
+
+def _gemma(value: Any) -> str:
+    match value:
+        case str():
+            return f"<escape>{value}<escape>"
+        case list():
+            return "[" + ",".join(map(_gemma, value)) + "]"
+        case dict():
+            return "{" + ",".join(f"{key}:{_gemma(item)}" for key, item in sorted(value.items())) + "}"
+    return json.dumps(value)
 
 
 def with_marks(dialect: Dialect, *, special: bool = True) -> Tokenizer:
