@@ -133,6 +133,7 @@ class _Sampling(Extensions):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: Annotated[str, Field(max_length=1024)] | None = None  # only for the server's request log
+    safety_identifier: Annotated[str, Field(max_length=1024)] | None = None  # OpenAI's newer name for it
     return_token_ids: bool | None = None  # vLLM's: the answer has the ids of the prompt and of each choice
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None  # vLLM's; not in a stream
     truncate_prompt_tokens: CutTo | None = None

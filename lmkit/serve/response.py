@@ -246,7 +246,7 @@ async def respond(
 ) -> Response:
     """Answer one HTTP request. `translate` makes its plain JSON one of `body_type`. Raises RequestError."""
     body = await read_json(request, body_type, translate)
-    request.state.user = body.user
+    request.state.user = body.user or body.safety_identifier
     server = await choose(request, body.model, body.timeout)
     share = request.state.held.enter_context(server.answers.share())
     return await answer(request, builder_type(server, body, owner(request), share))

@@ -27,7 +27,7 @@ ABSENT = {
     TEXT_PATH: {
         name: values
         for name, values in {**neutral.GENERATION, **neutral.COMPLETION}.items()
-        if name != "n_predict"  # which other routes lack
+        if name not in CompletionRequest.model_fields  # which other routes lack
     },
 }
 BODIES = {CHAT_PATH: CHAT, TEXT_PATH: TEXT}
@@ -49,6 +49,7 @@ OURS: dict[str, list[Any]] = {
     "prompt_logprobs": [None],
     "repetition_penalty": [None, 1, 1.0],
     "return_token_ids": [None, False],
+    "safety_identifier": [None, ""],
     "seed": [None, -1],
     "session_id": [None, -1],
     "skip_special_tokens": [None, True],

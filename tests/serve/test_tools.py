@@ -132,6 +132,13 @@ def test_reasoning_and_calls_in_special_tokens(thinker: Tokenizer) -> None:
     assert f'"reasoning_tokens":{thoughts}' in stream.text
     hidden = server.post(CHAT_PATH, CHAT | {"include_reasoning": False}).json()["choices"][0]["message"]
     assert "reasoning" not in hidden
+    for field in ({"separate_reasoning": False}, {"reasoning_format": "none"}):
+        kept = server.post(CHAT_PATH, CHAT | field).json()["choices"][0]["message"]
+        assert "reasoning" not in kept
+        assert kept["content"].startswith("<think>")
+        assert "</think>" in kept["content"]
+    for field in ({"separate_reasoning": True}, {"reasoning_format": "deepseek"}):
+        assert server.post(CHAT_PATH, CHAT | field).json()["choices"][0]["message"]["reasoning"] == "So."
     assert engine.requests[0].params.shown_special_ids
 
 
@@ -237,6 +244,8 @@ def test_a_schema_that_cannot_be_held() -> None:
         ({"tools": [TOOLS[0]] * 1025}, "tools", "1024"),
         ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "tool_choice", "auto"),
         ({"reasoning_effort": "low"}, "reasoning_effort", "template"),
+        ({"separate_reasoning": True, "reasoning_format": "none"}, "reasoning_format", "differ"),
+        ({"separate_reasoning": False, "include_reasoning": False}, "include_reasoning", "differ"),
         ({"messages": [{"role": "user", "content": "x", "tool_calls": []}, {"role": "tool"}]}, "messages", "content"),
         ({"messages": [{"role": "assistant"}]}, "messages", "content or tool_calls"),
         ({"messages": [{"role": "user", "content": "x", "tool_call_id": "1"}]}, "messages", "role tool"),

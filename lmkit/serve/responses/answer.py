@@ -174,6 +174,7 @@ class ResponsesAnswer(BlockBuilder):
             "truncation": "disabled",
             "usage": None,
             "user": asked.user,
+            "safety_identifier": asked.safety_identifier,
         }
 
     def _items(self) -> Iterator[dict[str, Any]]:

@@ -212,6 +212,7 @@ class ResponsesRequest(Prompt):
     metadata: Metadata | None = None
     prompt_cache_key: Annotated[str, Field(max_length=1024)] | None = None  # as in chat: any value is accepted
     user: Annotated[str, Field(max_length=1024)] | None = None  # only for the server's request log
+    safety_identifier: Annotated[str, Field(max_length=1024)] | None = None  # OpenAI's newer name for it
     # llama.cpp's, in a stream
     timings_per_token: bool | None = None
     return_progress: bool | None = None

@@ -30,7 +30,7 @@ _ITEMS: TypeAdapter[list[Item]] = TypeAdapter(list[Item], config=LAZY)
 @router.post(PATH)
 async def create(request: Request) -> Response:
     body = await read_json(request, ResponsesRequest)
-    request.state.user = body.user
+    request.state.user = body.user or body.safety_identifier
     server = await choose(request, body.model)
     chat = to_chat(body, [*await _earlier(request, body), *body.input])
     exchange = Exchange(body, _owner(request), _store(request))

@@ -42,7 +42,7 @@ def to_chat(body: Prompt, items: Sequence[Item]) -> ChatCompletionRequest:
             "top_p": body.top_p,
             "logprobs": "message.output_text.logprobs" in (body.include or ()) or None,
             "top_logprobs": body.top_logprobs,
-            "user": body.user,
+            "user": body.user or body.safety_identifier,
             "timings_per_token": body.timings_per_token,
             "return_progress": body.return_progress,
         }

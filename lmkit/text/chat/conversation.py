@@ -181,6 +181,8 @@ class Chat(ToolOptions):
     reasoning_effort: Annotated[str, Field(max_length=16)] | None = None  # a variable of the chat template
     thinking_token_budget: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None  # vLLM's: tokens of reasoning
     include_reasoning: bool | None = None  # false: the answer leaves the reasoning out
+    separate_reasoning: bool | None = None  # SGLang's; false: it stays in the content, with its marks
+    reasoning_format: Literal["none", "auto", "deepseek"] | None = None  # llama.cpp's; "none": the same
     # not OpenAI's
     add_generation_prompt: bool | None = None  # default true
     continue_final_message: bool | None = None  # vLLM's: the answer goes on with the last message

@@ -116,7 +116,10 @@ class Style:
         if not tools and self.thought is None:
             return None
         schemas = {tool.function.name: tool.function.parameters for tool in tools}
-        return Parser(self.dialect if tools else None, self.thought, is_thinking=is_thinking, parameters=schemas)
+        thought = None if keeps_reasoning(body) else self.thought
+        if thought is None and not tools:
+            return None
+        return Parser(self.dialect if tools else None, thought, is_thinking=is_thinking, parameters=schemas)
 
     def grammar(self, body: Chat, content: str, vocab_size: int, *, is_thinking: bool) -> str:
         """The grammar of the answer; `content` is that of its content. "" for any answer. Raises RequestError."""
@@ -127,6 +130,7 @@ class Style:
             raise RequestError("invalid_request", message, "tool_choice")
         if budget is not None:
             self._check_budget()
+        self._check_format(body)
         if not tools and budget is None and not (content and self.thought):
             return content
         from lmkit.text.dialects.grammar import Called, Form, grammar  # most requests never need it
@@ -151,6 +155,21 @@ class Style:
         if self.thought and self._tokenizer.backend.token_to_id(self.thought.end) is None:
             reason = f"{self.thought.end}, the end of this model's reasoning, is not a token of its own"
             raise RequestError("unsupported_parameter", f"thinking_token_budget: {reason}", "thinking_token_budget")
+
+    def _check_format(self, body: Chat) -> None:
+        """Raise RequestError unless the fields about where reasoning stands agree, and this model can follow them."""
+        fields = {
+            "separate_reasoning": body.separate_reasoning,
+            "reasoning_format": _FORMATS.get(body.reasoning_format or ""),
+            "include_reasoning": True if body.include_reasoning is False else None,
+        }
+        asked = {name: value for name, value in fields.items() if value is not None}
+        if len(set(asked.values())) > 1:
+            raise RequestError("invalid_request", f"{' and '.join(asked)} differ; send one of them", list(asked)[-1])
+        if keeps_reasoning(body) and self.thought is THOUGHTS["harmony"]:
+            param = "separate_reasoning" if body.separate_reasoning is False else "reasoning_format"
+            message = f"{param}: the channels of this model's answers cannot stay in the content"
+            raise RequestError("unsupported_parameter", message, param)
 
     def answer(self, body: Chat, *, is_thinking: bool) -> AnswerEvents:
         """A reader of one answer to the request."""
@@ -220,6 +239,14 @@ def called_tools(body: ToolOptions) -> list[Tool]:
     if unknown := [name for name in wanted if name not in names]:
         raise RequestError("invalid_request", f"tool_choice: {unknown[0][:128]!r} is not in tools", "tool_choice")
     return [tool for tool in tools if tool.function.name in wanted]
+
+
+_FORMATS = {"none": False, "deepseek": True}  # whether reasoning stands apart from the content
+
+
+def keeps_reasoning(body: Chat) -> bool:
+    """Whether reasoning stays in the content."""
+    return body.separate_reasoning is False or body.reasoning_format == "none"
 
 
 def must_call(body: ToolOptions) -> bool:
