@@ -170,8 +170,8 @@ def wrong_origin(origins: Sequence[str]) -> str | None:
 
 
 ToolParser = Literal[
-    "hermes", "qwen3_coder", "glm45", "deepseek_v3", "deepseek_v31", "mistral", "mistral_list", "internlm", "llama3",
-    "harmony", "none",
+    "hermes", "qwen3_coder", "glm45", "functiongemma", "deepseek_v3", "deepseek_v31", "mistral", "mistral_list",
+    "internlm", "llama3", "harmony", "none",
 ]  # fmt: skip
 ReasoningParser = Literal["think", "mistral", "seed_oss", "harmony", "none"]
 

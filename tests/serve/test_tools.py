@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import pytest
 
-from lmkit.config import ServerConfig
+from lmkit.config import ServerConfig, ToolParser
 from lmkit.serve.protocol import ChatCompletionRequest
 from lmkit.text import ChatTemplate, Tokenizer
 from lmkit.text.chat.style import Style
@@ -287,6 +287,7 @@ def test_a_schema_holds_behind_the_reasoning(thinker: Tokenizer) -> None:
 
 
 def test_parsers_by_name() -> None:
+    assert {*get_args(ToolParser)} == {*DIALECTS, "none"}
     text = '[TOOL_CALLS]f[ARGS]{"a": 1}'
     server, _ = app(text, ServerConfig(tool_parser="mistral"))
     call = server.post(CHAT_PATH, CHAT).json()["choices"][0]["message"]["tool_calls"][0]
