@@ -17,6 +17,7 @@ Family = Callable[[dict[str, Any]], ModelSpec]
 FAMILIES: dict[str, Family] = {}
 CAUSAL = "ForCausalLM"
 BASE = "Model"  # ends the architecture of a model without its head
+CLASSIFIER = "ForSequenceClassification"  # and that of a model with a head for classes
 
 # Far above any existing model, yet so low that no product of two overflows or is allocated by mistake.
 MAX_LAYERS = 1 << 10
@@ -44,8 +45,9 @@ def load_spec(config: dict[str, Any]) -> ModelSpec:
         importlib.import_module(f"{package.__name__}.{module.name}")
     names = config.get("architectures")
     name = names[0] if isinstance(names, list) and names else None
-    if isinstance(name, str) and name.endswith(BASE):  # the same model, saved without its head
-        name = name.removesuffix(BASE) + CAUSAL
+    for other in (BASE, CLASSIFIER):  # the same model, saved without its head
+        if isinstance(name, str) and name.endswith(other):
+            name = name.removesuffix(other) + CAUSAL
     if not isinstance(name, str) or name not in FAMILIES:
         raise _unknown(names[0] if isinstance(names, list) and names else None)
     if config.get("is_causal") is False or config.get("use_bidirectional_attention"):

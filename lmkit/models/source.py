@@ -24,7 +24,7 @@ from lmkit.layers.mlp_spec import SCORE_BIAS
 from lmkit.models import load_spec, roles
 from lmkit.models.decoder import Decoder, DecoderLayer
 from lmkit.models.fused import views
-from lmkit.models.registry import BASE
+from lmkit.models.registry import BASE, CLASSIFIER
 from lmkit.models.rounding import saved_bytes, scheme_for
 from lmkit.models.spec import ModelSpec
 from lmkit.qtensor import QTensor, QuantScheme, dequantize, quantize
@@ -54,7 +54,8 @@ class ModelSource:
         self.reader.show(views(self.reader, self.spec))
         if self.spec.tie_embeddings and any(self.reader.has(f"{roles.LM_HEAD}.{mark}") for mark in MARKS):
             self.spec = replace(self.spec, tie_embeddings=False)  # a head of its own: embeddings are not quantized
-        self.has_head = self.spec.tie_embeddings or not self._lacks_head()
+        classifies = self.spec.architecture.endswith(CLASSIFIER)
+        self.has_head = not classifies and (self.spec.tie_embeddings or not self._lacks_head())
         if not self.has_head:
             self.spec = replace(self.spec, tie_embeddings=True)  # what computes logits has some head; nobody sees them
         self._check_names()

@@ -32,7 +32,7 @@ from lmkit.web.auth import parse_key
 Key = Annotated[str, msgspec.Meta(min_length=1, max_length=512, pattern=r"^[\x21-\x7e]+$")]
 _ROUTE = (
     r"^(/v[12](/[A-Za-z0-9_-][A-Za-z0-9._~:@-]*)+"
-    r"|/(rerank|score|tokenize|detokenize|apply-template|generate))$"  # none of the proxy's own pages
+    r"|/(rerank|score|classify|tokenize|detokenize|apply-template|generate))$"  # none of the proxy's own pages
 )
 RoutePath = Annotated[str, msgspec.Meta(max_length=256, pattern=_ROUTE)]
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=86400)]
@@ -41,7 +41,7 @@ Seconds = Annotated[float, msgspec.Meta(gt=0, le=86400)]
 ROUTES = (
     "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/responses/input_tokens", "/v1/messages",
     "/v1/messages/count_tokens", "/v1/embeddings", "/v1/rerank", "/v2/rerank", "/rerank", "/v1/score", "/score",
-    "/tokenize", "/detokenize", "/apply-template", "/v1/encode", "/v1/classify", "/v1/moderations",
+    "/tokenize", "/detokenize", "/apply-template", "/v1/encode", "/v1/classify", "/classify", "/v1/moderations",
     "/v1/audio/speech", "/v1/images/generations", "/generate", "/v1/files", "/v1/batches",
 )  # fmt: skip
 

@@ -27,6 +27,7 @@ from lmkit.serve.admission import Admission
 from lmkit.serve.auth import ApiKeys
 from lmkit.serve.batches import batch_routes, file_routes
 from lmkit.serve.batches.runner import Batches
+from lmkit.serve.embeddings import classify
 from lmkit.serve.embeddings import routes as embeddings
 from lmkit.serve.errors import Edge, handle_http_exception, handle_request_error
 from lmkit.serve.hooks.hooks import Hooks
@@ -51,8 +52,8 @@ from lmkit.web.tracing import Traced
 
 ANSWER_PARTS = 8  # one answer may hold this part of the memory for all
 ROOMS = (
-    chat, completions, responses, messages, generate, embeddings, models, adapters, sleep, tokenize, file_routes,
-    batch_routes, metrics, health, openapi, invocations,
+    chat, completions, responses, messages, generate, embeddings, classify, models, adapters, sleep, tokenize,
+    file_routes, batch_routes, metrics, health, openapi, invocations,
 )  # fmt: skip
 ROUTERS = [module.router for module in ROOMS]
 

@@ -24,7 +24,7 @@ from lmkit.serve.batches.batch_routes import BatchRequest
 from lmkit.serve.batches.file_routes import LIMIT
 from lmkit.serve.choose import shared
 from lmkit.serve.commands import AdapterCommand, LoadAdapterCommand, ModelCommand, SleepCommand
-from lmkit.serve.embeddings.protocol import EmbeddingRequest, RerankRequest, ScoreRequest
+from lmkit.serve.embeddings.protocol import ClassifyRequest, EmbeddingRequest, RerankRequest, ScoreRequest
 from lmkit.serve.messages import protocol as anthropic
 from lmkit.serve.protocol import (
     ChatCompletionChunk,
@@ -53,6 +53,8 @@ BODIES: Mapping[str, type[BaseModel]] = {
     "/rerank": RerankRequest,
     "/v1/score": ScoreRequest,
     "/score": ScoreRequest,
+    "/v1/classify": ClassifyRequest,
+    "/classify": ClassifyRequest,
     "/v1/batches": BatchRequest,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,

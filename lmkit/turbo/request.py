@@ -184,6 +184,18 @@ class StepOutput(msgspec.Struct, frozen=True, kw_only=True):
     error_code: str = "engine_error"  # the code of `error`, one of errors.HTTP_STATUS
 
 
+Activation = Literal["softmax", "sigmoid", "none"]
+
+
+class Classes(msgspec.Struct, frozen=True, kw_only=True):
+    """A head that classifies texts by the final hidden state of their last token: weight @ state + bias."""
+
+    labels: tuple[str, ...]
+    weight: bytes  # float32 [labels, hidden]
+    bias: bytes  # float32 [labels]
+    activation: Activation  # what makes probabilities of it
+
+
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     """The facts that an engine sends to its front end when it is ready."""
 
@@ -197,6 +209,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     hidden_size: int = 0  # of an embedding
     pooling: Pooling = "last"  # for embeddings
     dimensions: tuple[int, ...] = ()  # that embeddings may be cut to; empty: the checkpoint names none, so any
+    classes: Classes | None = None  # of a checkpoint that classifies texts
     sampling: SamplingDefaults = SamplingDefaults()  # for requests that do not say how to sample
     images: ImageSettings | str = TEXT_ONLY  # how the engine wants images, or why it takes none
 

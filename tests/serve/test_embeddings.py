@@ -1,4 +1,4 @@
-"""/v1/embeddings, /v1/rerank and /v1/score, in front of an engine whose vectors are known."""
+"""/v1/embeddings, /v1/rerank, /v1/score and /classify, in front of an engine whose vectors are known."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lmkit.errors import RequestError
 from lmkit.serve.embeddings import judge, vectors
 from lmkit.serve.embeddings.encoding import encoded
 from lmkit.serve.truncate import cut_text
-from lmkit.turbo.request import EngineInfo, Request, Siblings, StepOutput, TokenLogprobs
+from lmkit.turbo.request import Classes, EngineInfo, Request, Siblings, StepOutput, TokenLogprobs
 from tests.serve.fake_engine import EMBEDDING_SIZE, embedding
 from tests.serve.in_process import INFO, TOKENIZER, App, StubEngine, _fields
 from tests.serve.live import Server
@@ -455,3 +455,45 @@ def test_a_reranker_reads_the_model_s_own_probabilities() -> None:
             )
             assert entry["relevance_score"] == pytest.approx(1 / (1 + math.exp(no - yes)), rel=1e-5)
     assert ranked[0]["relevance_score"] > ranked[1]["relevance_score"] > 0
+
+
+CLASSES = Classes(
+    labels=("no", "yes"),
+    weight=struct.pack(f"<{2 * EMBEDDING_SIZE}f", *[0.0] * EMBEDDING_SIZE, 1.0, *[0.0] * (EMBEDDING_SIZE - 1)),
+    bias=struct.pack("<2f", 0.0, 0.5),
+    activation="softmax",
+)
+
+
+class Classifier(EmbeddingEngine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.info = EngineInfo(**{**_fields(self.info), "classes": CLASSES})
+
+
+@pytest.mark.parametrize("path", ["/classify", "/v1/classify"])
+def test_classes_of_texts(path: str) -> None:
+    response = post(path, Classifier(), input=TEXTS).json()
+    raw = post(path, Classifier(), input=TEXTS, use_activation=False).json()["data"]
+    for idx, (text, entry) in enumerate(zip(TEXTS, response["data"], strict=True)):
+        logit = struct.unpack(f"<{EMBEDDING_SIZE}f", embedding(TOKENIZER.encode(text)))[0] + 0.5
+        assert raw[idx]["probs"] == pytest.approx([0.0, logit], rel=1e-6)
+        assert entry["probs"] == pytest.approx([1 / (1 + math.exp(logit)), 1 / (1 + math.exp(-logit))], rel=1e-6)
+        label = "yes" if logit > 0 else "no"
+        assert (entry["index"], entry["label"], entry["num_classes"]) == (idx, label, 2)
+    assert response["usage"]["prompt_tokens"] == sum(len(TOKENIZER.encode(text)) for text in TEXTS)
+    alone = post(path, Classifier(), input=TEXTS[1]).json()["data"][0]
+    assert alone["probs"] == response["data"][1]["probs"]
+
+
+def test_classes_of_a_conversation() -> None:
+    engine = Classifier()
+    assert post("/classify", engine, messages=MESSAGES).json()["data"][0]["num_classes"] == 2
+    assert TOKENIZER.decode(engine.requests[0].prompt_ids).count("Hi") == 1
+
+
+def test_what_does_not_classify_is_refused() -> None:
+    assert "no classes" in refused("/classify", input="a")
+    for path, body in (("/v1/score", {"text_1": "a", "text_2": "b"}), ("/rerank", {"query": "a", "documents": ["b"]})):
+        response = post(path, Classifier(), **body)
+        assert (response.status_code, "/classify" in response.json()["error"]["message"]) == (400, True)

@@ -1,4 +1,4 @@
-"""The bodies of /v1/embeddings (OpenAI), /v1/rerank (Jina, Cohere) and /v1/score (vLLM)."""
+"""The bodies of /v1/embeddings (OpenAI), /v1/rerank (Jina, Cohere), /v1/score and /classify (vLLM)."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class TextsRequest(Placed):
     add_special_tokens: bool | None = None  # default true
 
 
-class EmbeddingRequest(TextsRequest):
+class InputRequest(TextsRequest):
     """Of texts, or of one conversation as the chat template writes it (vLLM's)."""
 
     input: Annotated[list[Text], BeforeValidator(_inputs, json_schema_input_type=GivenInputs)] | None = None
@@ -82,6 +82,28 @@ class EmbeddingRequest(TextsRequest):
     add_generation_prompt: bool | None = None  # of messages; default false
     continue_final_message: bool | None = None
     chat_template_kwargs: TemplateVariables | None = None
+
+    @model_validator(mode="after")
+    def _one_input(self) -> Self:
+        if (self.input is None) is (self.messages is None):
+            raise RequestError("invalid_request", "send input, or messages", "input")
+        of_messages = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs")
+        if self.messages is None and (wrong := self._first_of(of_messages)):
+            raise RequestError("invalid_request", f"{wrong}: it goes with messages", wrong)
+        return self
+
+    def _first_of(self, names: tuple[str, ...]) -> str | None:
+        """The first field of these that asks for something."""
+        return next((name for name in names if getattr(self, name) not in NOTHING), None)
+
+
+class ClassifyRequest(InputRequest):
+    """vLLM's."""
+
+    use_activation: bool | None = None  # default true; false: logits
+
+
+class EmbeddingRequest(InputRequest):
     encoding_format: Literal["float", "base64", "bytes", "bytes_only"] | None = None  # the last two are vLLM's
     embed_dtype: DType | None = None  # of bytes; default float32
     endianness: Endianness | None = None  # of bytes; default little
@@ -91,21 +113,12 @@ class EmbeddingRequest(TextsRequest):
 
     @model_validator(mode="after")
     def _goes_together(self) -> Self:
-        if (self.input is None) is (self.messages is None):
-            raise RequestError("invalid_request", "send input, or messages", "input")
-        of_messages = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs")
-        if self.messages is None and (wrong := self._first_of(of_messages)):
-            raise RequestError("invalid_request", f"{wrong}: it goes with messages", wrong)
         of_bytes = ("embed_dtype", "endianness")
         if self.encoding_format in (None, "float") and (wrong := self._first_of(of_bytes)):
             raise RequestError(
                 "invalid_request", f"{wrong}: it goes with encoding_format base64, bytes, bytes_only", wrong
             )
         return self
-
-    def _first_of(self, names: tuple[str, ...]) -> str | None:
-        """The first field of these that asks for something."""
-        return next((name for name in names if getattr(self, name) not in NOTHING), None)
 
     @property
     def is_normalized(self) -> bool:

@@ -35,7 +35,7 @@ router = APIRouter()
 
 @router.post("/v1/embeddings")
 async def embeddings(request: Request) -> Response:
-    body, embedder = await _begin(request, EmbeddingRequest, "embd-")
+    body, embedder = await begin(request, EmbeddingRequest, "embd-")
     most, known = embedder.server.info.hidden_size, embedder.server.info.dimensions
     if known and body.dimensions not in (None, most, *known):
         message = f"dimensions={body.dimensions}: this model was trained for {', '.join(map(str, known))}"
@@ -49,14 +49,14 @@ async def embeddings(request: Request) -> Response:
     form = body.embed_dtype or "float32", body.endianness or "little"
     if body.encoding_format in ("bytes", "bytes_only"):
         return _bytes(embedder, vectors, *form, with_metadata=body.encoding_format == "bytes")
-    return _list(embedder, entries(vectors, body.encoding_format or "float", *form))
+    return listed(embedder, entries(vectors, body.encoding_format or "float", *form))
 
 
 @router.post("/v1/rerank")
 @router.post("/v2/rerank")
 @router.post("/rerank")
 async def rerank(request: Request) -> Response:
-    body, embedder = await _begin(request, RerankRequest, "rerank-")
+    body, embedder = await begin(request, RerankRequest, "rerank-")
     texts, param = (body.texts or (), "texts") if body.documents is None else (body.documents, "documents")
     scores = await _scores(embedder, body, [body.query], texts, param)
     best = sorted(range(len(scores)), key=lambda i: (-scores[i], i))[: body.top_n or None]
@@ -76,16 +76,16 @@ async def rerank(request: Request) -> Response:
 @router.post("/v1/score")
 @router.post("/score")
 async def score(request: Request) -> Response:
-    body, embedder = await _begin(request, ScoreRequest, "score-")
+    body, embedder = await begin(request, ScoreRequest, "score-")
     first, second = body.text_1, body.text_2
     if len(first) not in (1, len(second)):
         message = f"text_1 has {len(first)} texts and text_2 {len(second)}: send one text_1, or as many as in text_2"
         raise RequestError("invalid_request", message, "text_1")
     scores = await _scores(embedder, body, first, second, "text_1 and text_2")
-    return _list(embedder, ({"index": i, "object": "score", "score": value} for i, value in enumerate(scores)))
+    return listed(embedder, ({"index": i, "object": "score", "score": value} for i, value in enumerate(scores)))
 
 
-async def _begin(request: Request, kind: type[B], prefix: str) -> tuple[B, Embedder]:
+async def begin(request: Request, kind: type[B], prefix: str) -> tuple[B, Embedder]:
     body = await read_json(request, kind)
     request.state.user = body.user
     server = await choose(request, body.model, body.timeout)
@@ -102,11 +102,13 @@ async def _scores(
     if body.instruction:
         message = "instruction: it goes with a reranker (--reranker yes_no)"
         raise RequestError("unsupported_parameter", message, "instruction")
+    if embedder.server.info.classes is not None:
+        raise RequestError("invalid_request", "this model classifies texts: POST /classify has its scores", "model")
     vectors = await embedder.vectors([*first, *second], param)
     return cosines(vectors[: len(first)], vectors[len(first) :])
 
 
-def _list(embedder: Embedder, data: Iterator[dict[str, Any]]) -> Response:
+def listed(embedder: Embedder, data: Iterator[dict[str, Any]]) -> Response:
     return WholeAnswer(_head(embedder) | {"object": "list", "data": data, "usage": embedder.usage})
 
 

@@ -10,7 +10,7 @@ from fastapi import Request as HttpRequest
 
 from lmkit.errors import RequestError
 from lmkit.serve.auth import owner
-from lmkit.serve.embeddings.protocol import EmbeddingRequest, Text, TextsRequest
+from lmkit.serve.embeddings.protocol import InputRequest, Text, TextsRequest
 from lmkit.serve.serving import Serving, new_id
 from lmkit.serve.to_request import check_ids, placement
 from lmkit.serve.truncate import cut, cut_text, room
@@ -47,7 +47,7 @@ class Embedder:
         rows = [end.embedding for end in ends]
         return await run(self.request.receive, 0, lambda: matrix(rows, size, normalize=normalize))
 
-    async def conversation(self, body: EmbeddingRequest) -> list[int]:
+    async def conversation(self, body: InputRequest) -> list[int]:
         """The tokens of the body's messages, as the chat template writes them. Raises RequestError."""
         messages, tokenizer = body.messages or [], self.server.tokenizer
 

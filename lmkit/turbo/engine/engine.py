@@ -193,7 +193,7 @@ class Engine:
     def add(self, request: Request) -> None:
         """Queue a request. Raises RequestError if it can never run or the queue is full."""
         if request.pooling is None and not self._has_head:
-            message = "this checkpoint has no head to generate with: it gives embeddings, at /v1/embeddings"
+            message = "this checkpoint has no head to generate with: it gives embeddings, at /v1/embeddings, or classes"
             raise RequestError("unsupported_parameter", message, "model")
         if request.params.grammar:
             self._guides.prepare(request.params.grammar)
@@ -381,6 +381,7 @@ def _info(model: LoadedModel, limits: SchedulerLimits) -> EngineInfo:
         hidden_size=model.decoder.spec.hidden_size,
         pooling=model.pooling,
         dimensions=model.dimensions,
+        classes=model.classes,
         sampling=model.sampling,
         images=model.tower if isinstance(model.tower, str) else model.tower.settings,
     )

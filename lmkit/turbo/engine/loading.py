@@ -32,6 +32,7 @@ from lmkit.models.stream_plan import Planned, Streaming, StreamPlan
 from lmkit.models.tower import Tower, has_tower, load_tower
 from lmkit.text import Tokenizer
 from lmkit.text.images import TEXT_ONLY
+from lmkit.turbo.engine.classes import read_classes
 from lmkit.turbo.engine.draft_head import LoadedHead
 from lmkit.turbo.engine.drafting import LoadedDraft, resolved_draft
 from lmkit.turbo.engine.memory import MemoryPlan, loaded_bytes, no_images, plan_memory
@@ -41,7 +42,7 @@ from lmkit.turbo.kv.tiers.block_server import BlockServer
 from lmkit.turbo.kv.tiers.disk import DiskTier
 from lmkit.turbo.kv.tiers.peer import PeerTier
 from lmkit.turbo.kv.tiers.store import TierStore
-from lmkit.turbo.request import Pooling
+from lmkit.turbo.request import Classes, Pooling
 from lmkit.turbo.runners.device import Device
 
 log = get_logger(__name__)
@@ -69,6 +70,7 @@ class LoadedModel:
     draft: LoadedDraft | LoadedHead | None = None
     step_bytes: int = 0  # of weights that each step reads from the disk
     tower: Tower | str = TEXT_ONLY  # what encodes images, or why images are refused
+    classes: Classes | None = None
 
 
 def load(model_path: str, config: EngineConfig, device: Device, rank: int = 0) -> LoadedModel:
@@ -110,8 +112,10 @@ def load(model_path: str, config: EngineConfig, device: Device, rank: int = 0) -
             loaded_draft = draft.load(mapped.append) if draft is not None else None
         log.info("weights loaded in %.1f s", time.perf_counter() - start)
         log.debug("weights of %s", path)
-        has_head = model.source.has_head
         tower = _tower(model, config)
+        has_head, classes = model.source.has_head, read_classes(model.source)
+        if classes is not None and pooling != "last":
+            raise ConfigError(f"pooling={pooling}: a model that classifies reads the last token; leave it out")
     tokenizer = None if rank else Tokenizer.from_pretrained(path, config.chat_template)
     kept = has_tiers, identity, disk
     return LoadedModel(
@@ -119,6 +123,7 @@ def load(model_path: str, config: EngineConfig, device: Device, rank: int = 0) -
         loaded_draft,
         streamed[-1].step_bytes if streamed else 0,
         tower,
+        classes,
     )  # fmt: skip
 
 

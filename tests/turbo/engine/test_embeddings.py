@@ -10,12 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from lmkit.config import EngineConfig
-from lmkit.errors import RequestError, UnsupportedError
+from lmkit.errors import CheckpointError, RequestError, UnsupportedError
 from lmkit.formats.hub import DEMO_FOLDER
 from lmkit.models.loader import load_model
+from lmkit.models.resolved import resolved
+from lmkit.serve.embeddings.classify import scores
+from lmkit.turbo.engine.classes import read_classes
 from lmkit.turbo.engine.engine import Engine
 from lmkit.turbo.request import Pooling, Request, SamplingParams, StepOutput
 from tests.emulator.device import EmulatedDevice
@@ -168,3 +172,41 @@ def test_a_model_whose_tokens_see_later_ones_is_refused(path: Path) -> None:
     (path / "config.json").write_text(json.dumps(config | {"is_causal": False}))
     with pytest.raises(UnsupportedError, match="causal models only"):
         load_model(path)
+
+
+CLASSIFIERS = ("llama", "qwen3", "gemma2")
+
+
+@pytest.mark.parametrize("name", CLASSIFIERS)
+@pytest.mark.parametrize("labels", [1, 3])
+def test_classes_are_those_of_transformers(tmp_path: Path, name: str, labels: int) -> None:
+    """With tied embeddings or without, such a checkpoint has no head to generate with."""
+    torch.manual_seed(3)
+    config = tiny.make(tmp_path / "base", name).config
+    config.num_labels, config.pad_token_id = labels, 0
+    model = transformers.AutoModelForSequenceClassification.from_config(config).float().eval()
+    model.save_pretrained(tmp_path / "model")
+    loaded = load_model(tmp_path / "model")
+    engine = engine_for(tmp_path / "model")
+    with resolved(tmp_path / "model") as opened:
+        classes = read_classes(opened.source)
+    assert classes is not None
+    assert (classes.labels, classes.activation) == (
+        tuple(f"LABEL_{idx}" for idx in range(labels)), "sigmoid" if labels == 1 else "softmax",
+    )  # fmt: skip
+    assert not opened.source.has_head
+    assert loaded.spec.tie_embeddings
+    for ids, (name_, vector) in zip(TEXTS, vectors(run(engine, embeddings("last"))).items(), strict=True):
+        with torch.no_grad():
+            logits = model(torch.tensor([ids])).logits
+        state = np.frombuffer(vector, np.float32)[None]
+        np.testing.assert_allclose(scores(state, classes, raw=True), logits, atol=1e-4, rtol=1e-4)
+        want = torch.sigmoid(logits) if labels == 1 else torch.softmax(logits, -1)
+        np.testing.assert_allclose(scores(state, classes, raw=False), want, atol=1e-4, rtol=1e-4, err_msg=name_)
+
+
+def test_a_checkpoint_that_classifies_and_lacks_its_head_is_refused(path: Path) -> None:
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"architectures": ["Qwen3ForSequenceClassification"]}))
+    with resolved(path) as opened, pytest.raises(CheckpointError, match=r"score\.weight is missing"):
+        read_classes(opened.source)
