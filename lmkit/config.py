@@ -39,6 +39,8 @@ PolicyName = Literal[
     "min_observed_latency", "round_robin", "random",
 ]  # of the proxy  # fmt: skip
 TenantsBy = Literal["header", "cache_salt"]  # how a node of the proxy learns of its clients
+NodeRole = Literal["both", "prefill", "decode"]  # of a node of the proxy: which part of requests it computes
+NAMED_PEERS = "named"  # as kv_peer: the engines that requests name
 BLOCK_SIZE = {"cpu": 32, "cuda": 64}  # used if no block size is given
 STEP_TOKENS = {"cpu": 512, "cuda": 4096}  # used if no token budget is given
 StepTokens = Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
@@ -96,7 +98,7 @@ class EngineConfig(StrictStruct, frozen=True, kw_only=True, metaclass=CheckedMet
     kv_disk_path: str | None = None  # folder for KV on disk, which survives a restart; None = none
     kv_disk_memory: PositiveInt = 16 << 30  # bytes on disk
     kv_listen: str | None = None  # HOST:PORT where it gives blocks of the two tiers above to other engines; None = no
-    kv_peer: str | None = None  # HOST:PORT of such an engine, whose blocks it fetches; None = none
+    kv_peer: str | None = None  # HOST:PORT of such an engine, whose blocks it fetches; NAMED_PEERS; None = none
     kv_key_file: str | None = None  # the secret that both need
     kv_events: KVEventsAddress | None = None  # where it publishes what its prefix cache gets and loses; None = nowhere
     kv_events_topic: str = ""  # of these messages

@@ -46,6 +46,8 @@ class Load(msgspec.Struct, frozen=True):
     job: int
     keys: list[bytes]  # hashes of the blocks' content, see turbo.kv.tiers.keys
     blocks: list[int]
+    source: str = ""  # HOST:PORT of an engine that is computing them, "" = they are in a tier
+    seconds: float = 0.0  # after which it waits for the source no more
 
 
 class Save(msgspec.Struct, frozen=True):

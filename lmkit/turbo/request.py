@@ -138,6 +138,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     progress: bool = False  # outputs before the first token say how much of the prompt is computed
     images: tuple[ImageInput, ...] = ()  # in the order of their tokens
     known_ids: list[int] = []  # the answer's first tokens: it goes on behind them, as after a preemption
+    kv_from: str = ""  # HOST:PORT of an engine that is computing the prompt, whose blocks are fetched as they come
+    gives_kv: bool = False  # all blocks of the prompt are put into the tiers, for another engine
 
 
 class Siblings(msgspec.Struct, frozen=True, array_like=True):
@@ -212,6 +214,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     classes: Classes | None = None  # of a checkpoint that classifies texts
     sampling: SamplingDefaults = SamplingDefaults()  # for requests that do not say how to sample
     images: ImageSettings | str = TEXT_ONLY  # how the engine wants images, or why it takes none
+    kv_port: int = 0  # where it gives blocks to other engines; 0 = nowhere
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):

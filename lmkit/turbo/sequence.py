@@ -45,6 +45,7 @@ class Sequence:
     adapter: int = -1  # its number; -1 = none
     adapter_digest: str = ""  # of its weights, on which the KV depends
     stop_ids: frozenset[int] = field(init=False)
+    kv_from: str = field(init=False)  # the engine that computes its prompt, until it is asked
     num_computed: int = 0  # tokens whose KV is in the blocks when all scheduled steps have run
     num_completed: int = 0  # tokens among these whose steps have run already
     num_pending: int = 0  # tokens that scheduled steps will sample, without those for the positions of a draft
@@ -57,6 +58,7 @@ class Sequence:
     overtaken: int = 0  # how often a later sequence was admitted before it
     cached_tokens: int | None = None  # prompt tokens found in the cache when it was first admitted
     arrived: float = 0.0  # on the scheduler's clock
+    load_job: int = 0  # the load of what another engine computes; 0 = none
     queue_seconds: float | None = None  # that it waited until it was first admitted
     tables: list[BlockTable] = field(default_factory=list)  # of each class of layers; written by KVManager only
     cache_ids: array[int] = field(init=False)  # int32: token_ids, and for a token of an image minus its number
@@ -70,6 +72,7 @@ class Sequence:
             self.cache_ids = self.token_ids[:]
             for image in self.request.images:
                 self.cache_ids[image.start : image.end] = array("i", [-image.number]) * image.num_tokens
+        self.kv_from = self.request.kv_from
 
     @property
     def request_id(self) -> str:

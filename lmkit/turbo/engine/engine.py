@@ -150,7 +150,8 @@ class Engine:
         if config.kv_events is not None:
             of = self.scheduler.kv.caches, limits.kv.classes, limits.kv.block_size
             self._publisher = Publisher(config.kv_events, config.kv_events_topic, *of)
-        self.info = _info(model, limits)
+        kv_port = self._block_server.address[1] if self._block_server is not None else 0
+        self.info = msgspec.structs.replace(_info(model, limits), kv_port=kv_port)
         if isinstance(model.tower, Tower):
             assert isinstance(self.runner, CpuRunner)
             self._encoder = Encoder(model.tower, limits, encoded, self.scheduler.add, self.runner.call)

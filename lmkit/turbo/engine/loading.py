@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from lmkit.config import EngineConfig
+from lmkit.config import NAMED_PEERS, EngineConfig
 from lmkit.errors import ConfigError, RequestError, UnsupportedError
 from lmkit.formats.generation_config import SamplingDefaults, read_defaults
 from lmkit.formats.peft import read_adapter
@@ -310,7 +310,8 @@ def _has_tiers(config: EngineConfig) -> bool:
         raise ConfigError("kv_key_file is the key of kv_listen and kv_peer; name one of them too")
     for name in ("kv_listen", "kv_peer"):
         if (address := getattr(config, name)) is not None:
-            wire.address_of(address, name)
+            if (name, address) != ("kv_peer", NAMED_PEERS):
+                wire.address_of(address, name)
             wire.read_secret(config.kv_key_file)
     if config.kv_disk_path is None and config.kv_disk_memory != EngineConfig().kv_disk_memory:
         raise ConfigError("kv_disk_memory bounds what lies in kv_disk_path; name that folder too")
@@ -333,10 +334,11 @@ def open_tiers(
     peer = server = kind = None
     if config.kv_listen is not None or config.kv_peer is not None:
         kind = wire.Kind(wire.read_secret(config.kv_key_file), model.kv_identity, blocks.nbytes)
-    if config.kv_peer is not None and kind is not None:
+    if config.kv_peer not in (None, NAMED_PEERS) and kind is not None:
         peer = PeerTier(wire.address_of(config.kv_peer, "kv_peer"), kind)
-    tiers = TierStore(blocks, host_bytes=config.kv_host_memory or 0, disk=model.disk, peer=peer)
+    fetches = kind if config.kv_peer is not None else None
+    tiers = TierStore(blocks, host_bytes=config.kv_host_memory or 0, disk=model.disk, peer=peer, kind=fetches)
     if config.kv_listen is not None and kind is not None:
         address = wire.address_of(config.kv_listen, "kv_listen")
-        server = BlockServer(address, kind, tiers.lookup_here, tiers.read_here)
+        server = BlockServer(address, kind, tiers.lookup_here, tiers.read_here, tiers.wait_here)
     return tiers, server

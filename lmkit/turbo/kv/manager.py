@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from lmkit.turbo.decisions import DecisionStats
 from lmkit.turbo.kv.block_pool import BlockPool
 from lmkit.turbo.kv.class_tables import ClassTables
+from lmkit.turbo.kv.integrity import check_owners
 from lmkit.turbo.kv.leases import Leases
 from lmkit.turbo.kv.ledger import Ledger
 from lmkit.turbo.kv.limits import KVLimits as KVLimits
@@ -143,6 +144,8 @@ class KVManager:
         prefix = self._without_tail(seq, prefix)
         keys, found = self._keys(seq, full), prefix.num_full
         self._tiers.touch(self._of_groups(keys[:found]))
+        if seq.kv_from and self._tiers.can_await:  # the other engine computes the prompt
+            return prefix, keys[found : seq.num_prompt_tokens // self.block_size]
         count = self._tiers.lookup(self._of_groups(keys[found:])) // self.limits.num_groups
         return prefix, keys[found : found + count]
 
@@ -179,10 +182,7 @@ class KVManager:
         return True
 
     def acquire(self, seq: Sequence, prefix: Prefix) -> None:
-        """Start the tables of a sequence with the prefix that was just found.
-
-        Room for one block in each group is enough for the tails.
-        """
+        """Start the tables with the prefix that was just found. The tails need room for one block in each group."""
         assert not seq.tables, "the sequence holds blocks already"
         seq.tables = [BlockTable(list(match.blocks), num_published=len(match.blocks)) for match in prefix.matches]
         for table in seq.tables:
@@ -196,11 +196,14 @@ class KVManager:
             self.copies += zip(sources, self.pool.stripe(block), strict=True)
             table.blocks.append(block)
         seq.num_computed, seq.num_completed = prefix.num_tokens, prefix.num_full * self.block_size
+        if seq.request.gives_kv and self._tiers is not None:  # the tiers may have lost what the device still has
+            for of, table in zip(self._classes, seq.tables, strict=True):
+                self._save(seq, of, table.blocks[: prefix.num_full], 0)
 
-    def acquire_below(self, seq: Sequence, prefix: Prefix, keys: list[bytes]) -> int:
+    def acquire_below(self, seq: Sequence, prefix: Prefix, keys: list[bytes], seconds: float = 0.0) -> int:
         """Start the tables with a prefix that has no tail, followed by the blocks with `keys`.
 
-        There must be room for these blocks. Returns the job that loads them.
+        There must be room for them. Returns the job that loads them. An engine that computes them gets `seconds`.
         """
         self.acquire(seq, prefix)
         start, end = prefix.num_full, prefix.num_full + len(keys)
@@ -211,7 +214,9 @@ class KVManager:
             table.blocks += [HOLE] * len(keys)
             for i, block in zip(indices, self._allocate(len(indices), len(of.groups)), strict=True):
                 table.blocks[i] = block
-        load = Load(self._num_loads + 1, [], [])
+        load = Load(self._num_loads + 1, [], [], seq.kv_from, seconds)
+        if seq.kv_from:
+            seq.kv_from, seq.load_job = "", load.job
         for i, c in wanted:
             load.keys.extend(self._of_groups([keys[i - start]], c))
             load.blocks.extend(self.pool.stripe(seq.tables[c].blocks[i]))
@@ -315,12 +320,17 @@ class KVManager:
             return
         kept = of.cache.insert(self.namespace(seq), seq.cached_as(count).copy(), blocks, seq.request.adapter)
         if self._tiers is not None:
-            keys = self._keys(seq, full)
-            for i in range(table.num_published, full):
-                if kept[i] == blocks[i] != HOLE:
-                    named = self._of_groups(keys[i : i + 1], self._classes.index(of))
-                    self.saves += map(Save, named, self.pool.stripe(blocks[i]))
+            own = [block if block == found else HOLE for block, found in zip(blocks, kept, strict=False)]
+            self._save(seq, of, own[:full], table.num_published)
         table.num_published = full
+
+    def _save(self, seq: Sequence, of: ClassTables, blocks: list[int], first: int) -> None:
+        """Let the tiers keep these blocks of a class, the first of its sequence, from `first` on."""
+        keys = self._keys(seq, len(blocks))
+        for i in range(first, len(blocks)):
+            if blocks[i] != HOLE:
+                named = self._of_groups(keys[i : i + 1], self._classes.index(of))
+                self.saves += map(Save, named, self.pool.stripe(blocks[i]))
 
     def _is_twin(self, seq: Sequence, cache: RadixCache, blocks: list[int]) -> bool:
         """Whether the cache has other blocks for the same tokens.
@@ -368,6 +378,11 @@ class KVManager:
             return keys
         return group_keys(keys, range(self.limits.num_groups) if c is None else self._classes[c].groups)
 
+    def cancel(self, seq: Sequence) -> None:
+        """End its load soon if that waits for another engine."""
+        if self._tiers is not None and seq.load_job:
+            self._tiers.cancel(seq.load_job)
+
     def take_finished(self) -> list[Loaded]:
         """Loads that have ended since the last call."""
         return self._tiers.finished() if self._tiers is not None else []
@@ -380,16 +395,4 @@ class KVManager:
 
     def check_integrity(self, holders: Iterable[Sequence]) -> None:
         """Check that every reference of the pool has its owner. `holders` are all sequences that hold blocks."""
-        self.pool.check_integrity()
-        for cache in self.caches:
-            cache.check_integrity()
-        held: Counter[int] = Counter()
-        for lease in self.leases:
-            held.update(block for block in lease.blocks if block != HOLE)
-        for seq in holders:
-            own = [block for table in seq.tables for block in table.blocks if block != HOLE]
-            assert len(set(own)) == len(own), f"{seq.request_id}: a block is in its table twice"
-            held.update(own)
-        for block in range(self.pool.num_blocks):
-            count = held[block] + self.pool.is_cached(block)
-            assert self.pool.references(block) == count, f"block {block}: {count} owners, another count in the pool"
+        check_owners(self.pool, self.caches, self.leases, holders)

@@ -22,6 +22,7 @@ from lmkit.turbo.sequence import Sequence, Status
 # If a chunk would leave fewer tokens of its prompt than these, it leaves as many more: a step of few tokens takes as
 # long as reading the weights. From 48 tokens on, a CPU with AVX512-VNNI needs the same time for each token.
 REST = 64
+PATIENCE = 1.0, 4.0  # seconds, and times of computing them here, that another engine may take for blocks
 
 
 @dataclass
@@ -244,7 +245,9 @@ class Planner:
             return False
         full, keys = self.kv.find_below(seq, match)
         if self._is_worth_loading(seq, match, full, keys):
-            job = self.kv.acquire_below(seq, full, keys)
+            least, factor = PATIENCE
+            compute = self.pacer.prefill_seconds(match.num_tokens, seq.num_prompt_tokens)
+            job = self.kv.acquire_below(seq, full, keys, least + factor * compute)
             seq.in_flight += 1
             self.slots.loading[job] = seq
         else:
@@ -269,6 +272,9 @@ class Planner:
         start, end = match.num_tokens, (full.num_full + len(keys)) * self.limits.kv.block_size
         if not keys or end <= start:
             return False
+        if seq.kv_from:
+            self.decision_stats.note("loading: computed elsewhere", seq)
+            return True
         load, compute = self.kv.load_seconds(full, keys), self.pacer.prefill_seconds(start, end)
         quicker = load < compute
         self.decision_stats.note(

@@ -11,7 +11,6 @@ in this order:
   that is faster than computing them. A sequence that shares a prefix with a running prompt waits for it.
 
 Between tenants, shares decide who is next, and whose sequence is preempted (scheduling.fairness).
-
 A sequence that finds no block preempts the last sequence by priority key of the tenant with the most seats for its
 weight. If that is the sequence itself, it waits a step and keeps its blocks. The first by priority key is never
 preempted for a block, and no request that `add` accepted needs more than the whole pool. The computed KV of a preempted
@@ -352,6 +351,7 @@ class Scheduler:
         if self._speculation is not None:
             self._speculation.forget(seq)
         seq.status = Status.FINISHED
+        self.kv.cancel(seq)
         self._outputs.append(output)
         if seq.slot >= 0 and not seq.in_flight:
             self._free_slot(seq)

@@ -29,7 +29,7 @@ def server() -> Iterator[BlockServer]:
     blocks = ArrayBlocks(8)
     store = TierStore(blocks, host_bytes=8 * BLOCK)
     save(store, blocks, KEYS[:4])
-    given = BlockServer(("127.0.0.1", 0), KIND, store.lookup_here, store.read_here)
+    given = BlockServer(("127.0.0.1", 0), KIND, store.lookup_here, store.read_here, store.wait_here)
     yield given
     given.close()
     store.close()

@@ -20,16 +20,17 @@ SEND_SECONDS = 5.0  # for a client that does not read
 
 Lookup = Callable[[Sequence[bytes]], int]  # how many of the keys are kept, from the first on
 Read = Callable[[bytes], memoryview | None]  # a block's bytes
+Wait = Callable[[bytes, float], memoryview | None]  # the same, as soon as it is kept, or None after so many seconds
 
 
 class BlockServer:
-    """Listens at `address` (port 0 takes a free one). A thread for each connection calls `lookup` and `read`.
+    """Listens at `address` (port 0 takes a free one). A thread for each connection calls `lookup`, `read` and `wait`.
 
     Raises ConfigError if it cannot listen there.
     """
 
-    def __init__(self, address: tuple[str, int], kind: wire.Kind, lookup: Lookup, read: Read) -> None:
-        self._kind, self._lookup, self._read = kind, lookup, read
+    def __init__(self, address: tuple[str, int], kind: wire.Kind, lookup: Lookup, read: Read, wait: Wait) -> None:
+        self._kind, self._lookup, self._read, self._wait = kind, lookup, read, wait
         self._failures = Failures()
         self._open: set[socket.socket] = set()
         try:
@@ -68,12 +69,12 @@ class BlockServer:
     def _answer(self, link: wire.Link) -> None:
         head = link.take(wire.HEAD.size, None)
         op, count = wire.HEAD.unpack(head)
-        if not 1 <= count <= (1 if op == wire.GET else wire.MAX_KEYS):
+        if not 1 <= count <= (wire.MAX_KEYS if op == wire.HAS else 1):
             raise wire.WireError(f"a message of {count} keys")
         names = link.take(count * KEY_BYTES, wire.HANDSHAKE_SECONDS)
         link.check(wire.HANDSHAKE_SECONDS, head, names)
-        if op == wire.GET:
-            data = self._read(names)
+        if op in (wire.GET, wire.WAIT):
+            data = self._read(names) if op == wire.GET else self._wait(names, wire.WAIT_SECONDS)
             link.send(SEND_SECONDS, b"\0" if data is None else b"\1", b"" if data is None else data)
         elif op == wire.HAS:
             keys = [names[i : i + KEY_BYTES] for i in range(0, len(names), KEY_BYTES)]

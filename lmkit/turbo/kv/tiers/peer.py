@@ -82,17 +82,13 @@ class PeerTier:
         if links is None:
             return False
         try:
-            links.load.send(BLOCK_SECONDS, wire.HEAD.pack(wire.GET, 1), key)
-            found = links.load.take(1, BLOCK_SECONDS)
-            data = out if found == b"\1" else out[:0]
-            links.load.receive_raw(data, BLOCK_SECONDS)
-            links.load.check(BLOCK_SECONDS, found, data)
+            found = links.load.fetch(wire.GET, key, out, BLOCK_SECONDS)
         except OSError as error:
             self._lost(links, error)
             return False
-        if found != b"\1":
+        if not found:
             self._note(key, time.monotonic() + FORGET_SECONDS)
-        return found == b"\1"
+        return found
 
     def _note(self, key: bytes, missing: float | None) -> None:
         assert len(key) == KEY_BYTES

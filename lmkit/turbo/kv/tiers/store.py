@@ -3,6 +3,7 @@
     scheduler: lookup, load_seconds, finished, wait      none waits for a copy or a file
     runner:    load -> loader thread: host memory, else disk, else the peer (then kept on host) -> BlockBytes.write
                save -> BlockBytes.read -> saver thread: host memory and disk (write-through)
+               load from an engine that is computing the blocks -> a thread of its own (awaited.py)
 
 The least recently used blocks leave a tier. A chain of keys is only found from its first block on. Each use of a chain
 therefore counts its first block as used last, and the chain shrinks from its end.
@@ -17,13 +18,13 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
-from functools import partial
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from lmkit.log import get_logger
-from lmkit.turbo.kv.tiers import record
+from lmkit.turbo.kv.tiers import record, wire
+from lmkit.turbo.kv.tiers.awaited import AwaitedLoads, Fetch
 from lmkit.turbo.kv.tiers.cost import LoadCost
 from lmkit.turbo.kv.tiers.disk import DiskTier
 from lmkit.turbo.kv.tiers.failures import Failures
@@ -35,7 +36,7 @@ from lmkit.turbo.plan import Load, Save
 log = get_logger(__name__)
 
 BACKLOG_BYTES = 256 << 20  # size of the copies that wait to be saved
-PATIENCE = 4, 1.0  # after so many times its expected time, and these seconds, a job asks the peer no more
+PATIENCE = 4, 1.0  # after so many times its expected time, and these seconds, a job asks other engines no more
 CLOSE_SECONDS = 1.0  # time for the work that is left at the end
 FAILURES = (OSError, RuntimeError, ValueError, MemoryError)  # includes failures of a copy from or to the device
 
@@ -87,8 +88,10 @@ class TierStore:
         host_bytes: int = 0,
         disk: DiskTier | None = None,
         peer: PeerTier | None = None,
+        kind: wire.Kind | None = None,
         backlog_bytes: int = BACKLOG_BYTES,
     ) -> None:
+        """`kind`: blocks that other engines are computing may be loaded, too."""
         check_host_bytes(host_bytes, blocks.nbytes)
         self._blocks, self._disk, self._peer = blocks, disk, peer
         self._host = HostTier(blocks.nbytes, host_bytes) if host_bytes else None
@@ -101,9 +104,9 @@ class TierStore:
         self._ended = threading.Condition()  # guards the two below
         self._loaded: list[Loaded] = []
         self._left: dict[int, float] = {}  # job -> expected remaining seconds
-        self._loader: TierThread[_Job] = TierThread(
-            "kv-load", self._load, partial(self._end_load, num_blocks=0, hits={})
-        )
+        self._kept = threading.Condition()  # host memory or the disk got a block
+        self._awaited = AwaitedLoads(kind, self._place, self._end_awaited) if kind is not None else None
+        self._loader: TierThread[_Job] = TierThread("kv-load", self._load, lambda job: self._end_load(job.load, {}))
         self._saver: TierThread[_Copy | _Used] = TierThread("kv-save", self._save, self._drop)
 
     def lookup(self, keys: Sequence[bytes]) -> int:
@@ -117,6 +120,11 @@ class TierStore:
     def lookup_here(self, keys: Sequence[bytes]) -> int:
         """Like `lookup`, without the peer. Any thread may call it."""
         return self._count(keys, peer=False)
+
+    @property
+    def can_await(self) -> bool:
+        """Whether blocks that other engines are computing may be loaded."""
+        return self._awaited is not None
 
     def _count(self, keys: Sequence[bytes], *, peer: bool = True) -> int:
         for index, key in enumerate(keys):
@@ -152,21 +160,30 @@ class TierStore:
                 stats |= {f"{name}_evicted": tier.num_evicted}
                 stats |= {f"{name}_block_microseconds": round(1e6 * self._cost.per_block[name])}
         if self._disk is not None:
-            stats["failures"] += self._disk.failures.count
             stats["damaged"] += self._disk.num_damaged
         if self._peer is not None:
-            stats["failures"] += self._peer.failures.count
-            stats |= {"loaded_peer": self._counts["loaded_peer"], "peer_connected": int(self._peer.connected)}
-            stats |= {"peer_block_microseconds": round(1e6 * self._cost.per_block["peer"])}
+            stats["peer_connected"] = int(self._peer.connected)
+            stats["peer_block_microseconds"] = round(1e6 * self._cost.per_block["peer"])
+        stats["failures"] += sum(part.failures.count for part in (self._disk, self._peer, self._awaited) if part)
+        if self._peer is not None or self._awaited is not None:
+            stats["loaded_peer"] = self._counts["loaded_peer"]
         stats["loaded"] = stats["loaded_host"] + stats["loaded_disk"] + self._counts["loaded_peer"]
         return stats
 
     def load(self, load: Load) -> None:
-        """Queue a job. Its blocks are filled after those of the jobs before it."""
+        """Queue a job. Its blocks are filled after those of the jobs before it, or as its source computes them."""
+        if load.source and self._awaited is not None:
+            self._awaited.start(load)
+            return
         expected, first = self._expected(load.keys), len(self._loader) == 0
         with self._ended:
             self._left[load.job] = expected
         self._loader.put([_Job(load, time.perf_counter(), first)])
+
+    def cancel(self, job: int) -> None:
+        """End a job soon if it waits for another engine. It is reported as ended then."""
+        if self._awaited is not None:
+            self._awaited.cancel(job)
 
     def save(self, saves: Sequence[Save]) -> None:
         """Copy the blocks' bytes and queue them to be saved. The blocks may change once this returns.
@@ -207,6 +224,8 @@ class TierStore:
         deadline = time.monotonic() + CLOSE_SECONDS
         self._loader.stop(deadline)
         self._saver.stop(deadline)
+        if self._awaited is not None:
+            self._awaited.close()
         if self._peer is not None:
             self._peer.close()
         ended = [thread.join(CLOSE_SECONDS + 0.5) for thread in (self._loader, self._saver)]
@@ -222,6 +241,12 @@ class TierStore:
             return None
         data = _new_block(self._blocks.nbytes)
         return data if self._disk.read(key, data) is not None else None
+
+    def wait_here(self, key: bytes, seconds: float) -> memoryview | None:
+        """Like `read_here`, for a block that may come within `seconds`."""
+        with self._kept:
+            self._kept.wait_for(lambda: self.lookup_here([key]), seconds)
+        return self.read_here(key)
 
     def _tier_of(self, key: bytes) -> str | None:
         if self._host is not None and key in self._host:
@@ -258,15 +283,15 @@ class TierStore:
                 self._left[job.load.job] -= self._cost.per_block[tier]
         except FAILURES as error:
             self._failures.note("loading KV", error)
-        self._end_load(job, hits.total(), dict(hits))
+        self._end_load(job.load, dict(hits))
         self._touch(job.load.keys)  # also those that are in host memory by now
         if self._disk is not None:
             self._disk.remember(job.load.keys)
 
-    def _end_load(self, job: _Job, num_blocks: int, hits: dict[str, int]) -> None:
+    def _end_load(self, load: Load, hits: dict[str, int]) -> None:
         with self._ended:
-            del self._left[job.load.job]
-            self._loaded.append(Loaded(job.load.job, num_blocks, hits))
+            self._left.pop(load.job, None)
+            self._loaded.append(Loaded(load.job, sum(hits.values()), hits))
             self._ended.notify_all()
 
     def _load_block(self, key: bytes, block: int) -> str | None:
@@ -284,6 +309,22 @@ class TierStore:
         self._counts["loaded_" + tier] += 1
         return tier
 
+    def _place(self, key: bytes, block: int, fetch: Fetch) -> str | None:
+        """Load a block of an awaited load. Any thread may call it."""
+        if self._from_host(key, block):
+            return "host"
+        data = _new_block(self._blocks.nbytes)
+        if self._from_disk(key, block, data):
+            return "disk"
+        return "peer" if self._take(key, block, data, fetch) else None
+
+    def _end_awaited(self, load: Load, hits: dict[str, int]) -> None:
+        with self._ended:
+            for tier, count in hits.items():
+                self._counts["loaded_" + tier] += count
+            self._counts["misses"] += sum(hits.values()) < len(load.keys)
+        self._end_load(load, hits)
+
     def _from_host(self, key: bytes, block: int) -> bool:
         found = self._host.get(key) if self._host is not None else None
         if self._host is None or found is None:
@@ -296,10 +337,10 @@ class TierStore:
         self._blocks.write(block, found.data)
         return True
 
-    def _from_disk(self, key: bytes, block: int) -> bool:
+    def _from_disk(self, key: bytes, block: int, data: memoryview | None = None) -> bool:
         if self._disk is None or key not in self._disk:
             return False
-        data = self._load_buffer if self._host is None else _new_block(self._blocks.nbytes)
+        data = self._buffer() if data is None else data
         crc = self._disk.read(key, data)
         if crc is None:
             return False
@@ -311,8 +352,13 @@ class TierStore:
     def _from_peer(self, key: bytes, block: int) -> bool:
         if self._peer is None or key not in self._peer or time.perf_counter() > self._patience:
             return False
-        data = self._load_buffer if self._host is None else _new_block(self._blocks.nbytes)
-        if not self._peer.read(key, data):
+        return self._take(key, block, self._buffer(), self._peer.read)
+
+    def _buffer(self) -> memoryview:
+        return self._load_buffer if self._host is None else _new_block(self._blocks.nbytes)
+
+    def _take(self, key: bytes, block: int, data: memoryview, fetch: Fetch) -> bool:
+        if not fetch(key, data):
             return False
         self._blocks.write(block, data)
         if self._host is not None:
@@ -341,6 +387,9 @@ class TierStore:
         if self._disk is not None and self._disk.wants(key):
             kept |= self._disk.write(key, data, crc)
         self._counts["saved" if kept else "present"] += 1
+        if kept:
+            with self._kept:
+                self._kept.notify_all()
 
     def _drop(self, item: _Copy | _Used) -> None:
         self._counts["dropped"] += isinstance(item, _Copy)

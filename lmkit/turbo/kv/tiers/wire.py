@@ -6,6 +6,7 @@
     client -> server   op (1), number of keys (2), keys (32 each), tag (16)
     server -> client   to HAS: the number of these keys that it keeps, from the first on (2), tag
                        to GET, of one key: 1 (1), the block, tag; or 0 (1), tag
+                       to WAIT, of one key: the same as soon as it keeps the block, or 0 after WAIT_SECONDS
 
 Numbers are little-endian. A tag is BLAKE2b, keyed for this connection, of the sender, the number of the message and its
 bytes: nothing can be forged, replayed or moved. Nothing is encrypted. The identity (turbo.kv.blocks.kv_identity) is
@@ -29,9 +30,10 @@ from lmkit.errors import ConfigError
 
 MAGIC = b"lmkitkv1"
 NONCE_BYTES, PROOF_BYTES, TAG_BYTES = 32, 32, 16
-HAS, GET = b"H", b"G"
+HAS, GET, WAIT = b"H", b"G", b"W"
 MAX_KEYS = 4096  # in one message
 HANDSHAKE_SECONDS = 2.0
+WAIT_SECONDS = 0.5
 MIN_SECRET_BYTES = 16
 HEAD = struct.Struct("<cH")
 COUNT = struct.Struct("<H")
@@ -127,6 +129,15 @@ class Link:
         self._received += 1
         if not hmac.compare_digest(self.take(TAG_BYTES, seconds), expected):
             raise WireError("a message was changed on its way")
+
+    def fetch(self, op: bytes, key: bytes, out: memoryview, seconds: float) -> bool:
+        """GET a block, or WAIT for it. False: the server does not keep it, and the content of `out` is undefined."""
+        self.send(seconds, HEAD.pack(op, 1), key)
+        found = self.take(1, seconds)
+        data = out if found == b"\1" else out[:0]
+        self.receive_raw(data, seconds)
+        self.check(seconds, found, data)
+        return found == b"\1"
 
     def _tag(self, sender: bytes, number: int, parts: tuple[bytes | memoryview, ...]) -> bytes:
         digest = hashlib.blake2b(sender + number.to_bytes(8, "little"), key=self._session, digest_size=TAG_BYTES)
