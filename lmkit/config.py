@@ -212,6 +212,7 @@ class ServerConfig(StrictStruct, frozen=True):
     node_key: str | None = None  # sent to them: one of their keys with role=node
     node_url: str | None = None  # at which they reach it; None = at the address it calls them from
     node_tags: tuple[str, ...] = ()  # its class, for their rules
+    role: NodeRole = "both"  # what it is to them
     log_level: LogLevel = "INFO"
     log_format: LogFormat = "text"
     otlp_traces_endpoint: str | None = None  # a collector's URL; None = OTEL_EXPORTER_OTLP_ENDPOINT, else no traces

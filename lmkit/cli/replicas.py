@@ -28,6 +28,7 @@ _REFUSED = {
     "node_key": "replicas have a proxy of their own",
     "node_url": "replicas have a proxy of their own",
     "node_tag": "replicas have a proxy of their own",
+    "role": "replicas are alike; start servers without --dp, or use `lmkit up`",
 }
 _OF_THE_ADDRESS = (
     "model", "served_model_name", "config", "print_config", "host", "port", "api_key", "cors_origin", "chat_page",

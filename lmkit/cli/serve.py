@@ -12,9 +12,19 @@ import typer
 from lmkit.cli import replicas
 from lmkit.cli.engine_options import checked, engine_options, size
 from lmkit.cli.model_list import ListedModel, listed_models
+from lmkit.cli.node_role import with_role
 from lmkit.cli.options import takes
 from lmkit.cli.settings import read_config, resolved
-from lmkit.config import EngineConfig, LogFormat, LogLevel, ReasoningParser, Reranker, ServerConfig, ToolParser
+from lmkit.config import (
+    EngineConfig,
+    LogFormat,
+    LogLevel,
+    NodeRole,
+    ReasoningParser,
+    Reranker,
+    ServerConfig,
+    ToolParser,
+)
 from lmkit.errors import ConfigError
 from lmkit.extras import needed_for
 from lmkit.web.key_file import parse_keys, read_keys
@@ -137,6 +147,9 @@ def serve(
         str | None, _server("Where the proxy reaches this server; default where it is called from.", metavar="<url>")
     ] = None,
     node_tag: Annotated[list[str] | None, _server("Its class, for the proxy's rules; repeatable.")] = None,
+    role: Annotated[
+        NodeRole, _server("What it computes for a proxy: prefill (prompts), decode (the rest), or both.")
+    ] = _SERVER.role,
     dp: Annotated[
         int, _server("Replicas of the model behind this address, each an engine of its own.", min=1, max=1000)
     ] = 1,
@@ -157,7 +170,7 @@ def serve(
         return
     if dp > 1:
         replicas.check(context)
-    if proxy and (api_key or api_key_file):
+    if proxy and (api_key or api_key_file or role != "both"):
         api_key = [*(api_key or []), f"{secrets.token_urlsafe(32)} role=proxy"]  # with which the proxies call
     keys = parse_keys(api_key or []) + (read_keys(api_key_file) if api_key_file else [])
     if int(body_memory) < int(max_body):
@@ -198,6 +211,7 @@ def serve(
         node_key=node_key,
         node_url=node_url,
         node_tags=tuple(node_tag or ()),
+        role=role,
         log_level=log_level,
         log_format=log_format,
         otlp_traces_endpoint=otlp_traces_endpoint,
@@ -206,7 +220,7 @@ def serve(
         replicas.run(replicas.cluster(context, server_config))
         return
     models = listed_models([model, *(more_models or [])], engine_config, server_config, revision)
-    raise typer.Exit(_run(models, server_config, engine))
+    raise typer.Exit(_run(with_role(models, role, has_proxy=bool(proxy)), server_config, engine))
 
 
 def _run(models: list[ListedModel], config: ServerConfig, engine: str | None) -> int:

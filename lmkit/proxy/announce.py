@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 import httpx
 import msgspec
 
-from lmkit.config import StrictStruct
+from lmkit.config import NodeRole, StrictStruct
 from lmkit.errors import RequestError
 from lmkit.proxy.config import Key, Registration
 from lmkit.proxy.registry import Node
@@ -44,7 +44,8 @@ class Announcement(StrictStruct, frozen=True):
     api_key: Key | None = None
     weight: Annotated[float, msgspec.Meta(gt=0, le=1000)] = 1.0
     tags: Annotated[tuple[Tag, ...], msgspec.Meta(max_length=32)] = ()
-    role: str = "both"
+    role: NodeRole = "both"
+    kv_port: Annotated[int, msgspec.Meta(ge=1, le=65535)] | None = None
     load: Load = Load()
 
 
@@ -62,6 +63,7 @@ def registration(announced: Announcement, peer: str, allowed: Sequence[str]) -> 
             weight=announced.weight,
             tags=announced.tags,
             role=announced.role,
+            kv_port=announced.kv_port,
             lease_seconds=announced.lease_seconds,
         )
     except ValueError as error:

@@ -26,6 +26,7 @@ from lmkit.proxy.accounts.tap import Tap, charged
 from lmkit.proxy.announce import Announcement, registration
 from lmkit.proxy.asked import read_asked
 from lmkit.proxy.auth import Access, Keys, authorize
+from lmkit.proxy.call import Call
 from lmkit.proxy.config import ROUTES as ROUTES_OF_NODES
 from lmkit.proxy.config import ProxyConfig, Registration, node_url
 from lmkit.proxy.continuing import respond
@@ -33,9 +34,10 @@ from lmkit.proxy.dashboard import Dashboard
 from lmkit.proxy.dispatch import Dispatcher
 from lmkit.proxy.downstream import DownstreamResponse
 from lmkit.proxy.fleet import Fleet
-from lmkit.proxy.forward import Call, Forwarder
+from lmkit.proxy.forward import Forwarder
 from lmkit.proxy.health import HealthChecker
 from lmkit.proxy.journal import Journal
+from lmkit.proxy.pairs import Pairs
 from lmkit.proxy.registry import Registry
 from lmkit.proxy.reload import ConfigFile
 from lmkit.proxy.retries import RetryBudget
@@ -97,7 +99,8 @@ class Proxy:
         self.health = HealthChecker(self.registry, self._upstream, config)
         self._bodies = Budget(config.body_memory, what="bodies of requests")
         self._router = Router(self.registry, config)
-        self._forwarder = Forwarder(self.registry, self._upstream, self.metrics, self._router, self.retries)
+        pairs = Pairs(self.registry, self._upstream, self.metrics, self._router, config)
+        self._forwarder = Forwarder(self.registry, self._upstream, self.metrics, self._router, self.retries, pairs)
         self._dispatcher = Dispatcher(self._forwarder, self._bodies, self.metrics, config.max_shadows)
         self._dashboard = Dashboard(self.registry, self._router, self._upstream)
         self.checked = asyncio.Event()  # every node has been asked once

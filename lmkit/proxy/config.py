@@ -16,6 +16,7 @@ from lmkit.config import (
     BODY_MEMORY,
     LogFormat,
     LogLevel,
+    NodeRole,
     PolicyName,
     PositiveInt,
     StrictStruct,
@@ -58,11 +59,16 @@ class NodeConfig(StrictStruct, frozen=True):
     weight: Annotated[float, msgspec.Meta(gt=0, le=1000)] = 1.0  # its share of the load
     tags: Annotated[tuple[Tag, ...], msgspec.Meta(max_length=32)] = ()  # its class, for rules
     tenants: TenantsBy = "header"  # how it learns of clients; cache_salt: a field of the body
-    role: str = "both"  # in a pair of servers that prefill and decode apart; nothing else can be a node
+    role: NodeRole = "both"  # prefill: it computes prompts for the decode nodes of its model, see proxy.pairs
+    kv_port: Annotated[int, msgspec.Meta(ge=1, le=65535)] | None = None  # of a prefill node's --kv-listen, on its host
 
     def __post_init__(self) -> None:
-        if self.role != "both":
-            raise ValueError(f"role {self.role!r}: prefill and decode are not routed apart; a node does both")
+        if (self.role == "prefill") != (self.kv_port is not None):
+            raise ValueError(
+                f"role {self.role}: kv_port, the port of its --kv-listen, is for role prefill and no other"
+            )
+        if self.role != "both" and self.tenants != "header":
+            raise ValueError(f"role {self.role}: such a node is lmkit's, and learns of its clients by a header")
         msgspec.structs.force_setattr(self, "url", node_url(self.url))
 
 
@@ -90,6 +96,8 @@ class ProxyConfig(StrictStruct, frozen=True):
         str, ...
     ] = ()  # networks and host names, besides its own address, that a node may name as its own
     policy: PolicyName = "prefix"
+    pair_tokens: PositiveInt = 256  # of a prompt that a decode node lacks: a prefill node computes so many or more
+    pair_wait: Seconds = 10.0  # for a prefill node to begin; then the decode node computes the prompt
     aliases: dict[ModelName, ModelName] = {}  # other names of models
     on_demand: dict[
         ModelName, Seconds

@@ -10,8 +10,9 @@ from dataclasses import replace
 
 from lmkit.errors import RequestError
 from lmkit.proxy.asked import Asked
+from lmkit.proxy.call import Call
 from lmkit.proxy.downstream import DownstreamResponse
-from lmkit.proxy.forward import Call, Forwarder
+from lmkit.proxy.forward import Forwarder
 from lmkit.proxy.stored import PATH as RESPONSES
 from lmkit.proxy.transcripts import Transcripts, owner_of
 

@@ -12,8 +12,9 @@ from starlette.types import Receive
 
 from lmkit.errors import RequestError
 from lmkit.log import get_logger
+from lmkit.proxy.call import Call
 from lmkit.proxy.downstream import DownstreamResponse
-from lmkit.proxy.forward import Call, Forwarder
+from lmkit.proxy.forward import Forwarder
 from lmkit.proxy.journal import Journal
 from lmkit.proxy.metrics import Metrics
 from lmkit.proxy.stop import Stop

@@ -13,32 +13,32 @@ import secrets
 import time
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from starlette.types import Receive
 
 from lmkit.errors import RequestError
 from lmkit.log import get_logger
+from lmkit.proxy.call import Call
 from lmkit.proxy.downstream import DownstreamResponse
 from lmkit.proxy.headers import to_client, to_node
-from lmkit.proxy.journal import MAX_RESUMES, Journal
+from lmkit.proxy.journal import MAX_RESUMES
 from lmkit.proxy.metrics import Metrics
+from lmkit.proxy.pairs import Pairs
 from lmkit.proxy.policies import Choice
-from lmkit.proxy.registry import Node, Registry
+from lmkit.proxy.registry import BROKEN, Node, Registry
 from lmkit.proxy.retries import RetryBudget
-from lmkit.proxy.router import Router, Routing, explanation
+from lmkit.proxy.router import Router, explanation
 from lmkit.proxy.stop import Stop, breakable
 from lmkit.proxy.stored import ASK_SECONDS, BATCHES, FILES, Keepers
 from lmkit.proxy.stored import PATH as RESPONSES
 from lmkit.proxy.tenants import named
-from lmkit.proxy.transcripts import Recorder
 from lmkit.proxy.upstream import Answer, BrokenError, SilentError, UnreachableError, Upstream, UpstreamError
 from lmkit.web.errors import ERROR_HEADER
 from lmkit.web.resume import STREAM_HEADER
 
 log = get_logger(__name__)
 
-BROKEN = frozenset({500, 502, 504})  # statuses that count against a node; 503 only says that it is busy
 # A request that reached a node and got no response may have broken the node. It is sent twice more, not to every node.
 MAX_RESENDS = 2
 MAX_LEFT = 2  # nodes that fall silent before a request's first byte, and that it leaves once checks call them down
@@ -53,31 +53,20 @@ class _EngineDownError(Exception):
     """A node has no engine now. Its engine may have ended by this request, so the request is not sent at will."""
 
 
-@dataclass(frozen=True)
-class Call:
-    """One client request, whole."""
-
-    path: str
-    query: bytes
-    headers: list[tuple[bytes, bytes]]
-    body: bytes
-    model: str
-    routing: Routing
-    journal: Journal
-    key: str = ""  # the client's; "" if clients have none
-    client: str = ""  # the one that another proxy names
-    last: bool = True  # no other model may answer it
-    method: str = "POST"
-    recorder: Recorder | None = None  # keeps a copy of the response
-
-
 class Forwarder:
     """Forwards calls to the registry's nodes over one pool of connections."""
 
     def __init__(
-        self, registry: Registry, upstream: Upstream, metrics: Metrics, router: Router, retries: RetryBudget
+        self,
+        registry: Registry,
+        upstream: Upstream,
+        metrics: Metrics,
+        router: Router,
+        retries: RetryBudget,
+        pairs: Pairs,
     ) -> None:
         self._registry = registry
+        self._pairs = pairs
         self._retries = retries
         self._upstream = upstream
         self._metrics = metrics
@@ -234,9 +223,10 @@ class Forwarder:
         Raises UpstreamError only as long as nothing has been sent to the client.
         """
         node, start = choice.node, time.perf_counter()
-        with self._registry.prefilling(node, choice.missing):
-            async with _leaving(node, call):
-                answer = await self._upstream.send("POST", *self._request(node, call))
+        async with self._pairs.prompt_of(choice, call, self._request) as added, _leaving(node, call):
+            with self._registry.prefilling(node, 0 if added else choice.missing):
+                url, headers, body = self._request(node, call)
+                answer = await self._upstream.send("POST", url, [*headers, *added], body)
         try:
             seconds = time.perf_counter() - start
             self._registry.answered(node, call.model, answer.status, seconds)

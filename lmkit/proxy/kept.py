@@ -19,8 +19,9 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope
 
 from lmkit.errors import RequestError
+from lmkit.proxy.call import Call
 from lmkit.proxy.downstream import DownstreamResponse
-from lmkit.proxy.forward import Call, Forwarder
+from lmkit.proxy.forward import Forwarder
 from lmkit.proxy.registry import Node, Registry
 from lmkit.proxy.router import Router
 from lmkit.proxy.stop import Stop

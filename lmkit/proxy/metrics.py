@@ -32,6 +32,9 @@ class Metrics:
         self.shadows = Counter(
             "lmkit_proxy_shadows", "Copies of requests: answered, failed, left_out", ["outcome"], registry=self._own
         )
+        self.pairs = Counter(
+            "lmkit_proxy_pairs", "Prompts for prefill nodes: paired, left_out", ["outcome"], registry=self._own
+        )
         self.first_byte = Histogram(
             "lmkit_proxy_first_byte_seconds",
             "From choosing a node to its first byte",

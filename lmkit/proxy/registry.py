@@ -19,6 +19,7 @@ from lmkit.proxy.outliers import MAX_SAMPLES, MIN_SAMPLES, ramps, worst
 from lmkit.proxy.prefixes import Cut, PrefixIndex
 
 ModelEntries = dict[str, dict[str, Any]]  # model id -> its object in a /v1/models list
+BROKEN = frozenset({500, 502, 504})  # statuses that count against a node; 503 only says that it is busy
 LATENCY_DECAY = 0.2  # share of the newest sample in the moving average
 TOKENS_RUNNING = 64  # of a prompt: what they delay a new request is what a running request delays it
 
@@ -191,13 +192,20 @@ class Registry:
     def candidates(self, model: str, exclude: Collection[Node] = ()) -> list[Node]:
         """The healthy nodes that serve `model`. Open breakers count only if they are not those of all of them.
 
-        Otherwise a client whose requests break nodes could shut all of them for everyone.
+        Otherwise a client whose requests break nodes could shut all of them for everyone. Nodes that compute prompts
+        for others count only if there are no others.
         """
         able = [
             n for n in self._nodes.values()
             if n.healthy and not (n.draining or n.leaving) and n.models and model in n.models and n not in exclude
         ]  # fmt: skip
+        able = [n for n in able if n.config.role != "prefill"] or able
         return [n for n in able if n.breaker.admits] or able
+
+    def prefill_nodes(self, model: str) -> list[Node]:
+        """The healthy nodes that compute prompts for the decode nodes of `model`."""
+        nodes = [n for n in self._nodes.values() if n.config.role == "prefill" and n.healthy and n.admits]
+        return [n for n in nodes if model in (n.models or ()) and n.breaker.admits]
 
     def resting(self, model: str) -> int:
         """The number of healthy nodes that serve `model` and get no requests because their breakers are open."""
@@ -330,6 +338,7 @@ class Registry:
                 "healthy": node.healthy,
                 "draining": not node.admits,
                 "tags": node.config.tags,
+                "role": node.config.role,
                 "reason": node.reason,
                 "models": sorted(node.models or ()),
                 "in_flight": node.in_flight,

@@ -40,6 +40,7 @@ class Routing:
     session: str = ""
     prompt: Sequence[Cut] = ()
     explained: bool = False  # the client wants to know why
+    has_session: bool = False  # its body names one, whose node keeps the tokens of its answers
     keeper: Node | None = None  # the only node that may get it: it keeps the response that the request continues
 
 
@@ -98,6 +99,7 @@ class Router:
             session,
             cuts(parts, secret) if policy in USES_PREFIXES else (),
             any(name == EXPLAIN_HEADER and value == b"1" for name, value in headers),
+            asked.session_id is not None,
         )
 
     def _rule(self, asked: Asked, model: str, tokens: int, headers: Headers) -> Rule:

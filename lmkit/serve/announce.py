@@ -71,6 +71,7 @@ class Told:
             "url": config.node_url,
             "api_key": _key_for_proxies(config),
             "tags": config.node_tags,
+            "role": config.role,
             "instance": instance,
             "lease_seconds": LEASE_SECONDS,
         }
@@ -93,9 +94,9 @@ class Told:
 
         key = self._config.node_key or self._found
         headers = {"authorization": f"Bearer {key}"} if key else {}
-        body = {**self._fixed, "state": state, "load": self._load(), "models": self._names()}
+        now = {"state": state, "load": self._load(), "models": self._names(), "kv_port": self._kv_port()}
         try:
-            answer = await self._http.post(self._url + "/nodes", json=body, headers=headers)
+            answer = await self._http.post(self._url + "/nodes", json=self._fixed | now, headers=headers)
             trouble = "" if answer.is_success else _reason(answer)
             if answer.status_code == 401:  # a proxy that started again has made a new key
                 self._found = admin_key_at(self._url)
@@ -117,6 +118,11 @@ class Told:
             for model in models
             for name in model.names
         }
+
+    def _kv_port(self) -> int | None:
+        """Where a node that computes prompts gives their KV. It has one model."""
+        info = self._models.models[0].engine.info
+        return info.kv_port or None if info is not None and self._config.role == "prefill" else None
 
     def _load(self) -> dict[str, Any]:
         stats = [model.engine.stats() for model in self._models.models]

@@ -17,6 +17,7 @@ from lmkit.serve.auth import Owner, owner
 from lmkit.serve.body import read_json
 from lmkit.serve.choose import choose
 from lmkit.serve.collect import Collected, check_output
+from lmkit.serve.pair import decoding, part_of, prefill
 from lmkit.serve.protocol import (
     Asked,
     ChatCompletionChunk,
@@ -255,6 +256,7 @@ async def respond(
 async def answer(request: Request, builder: ResponseBuilder[Any]) -> Response:
     """Run the builder's requests. Raises RequestError."""
     resumption: Resumption | None = getattr(request.state, "resumption", None)
+    part = part_of(request)
     if resumption is not None:
         if builder.is_movable:
             builder.resumption = resumption
@@ -263,6 +265,11 @@ async def answer(request: Request, builder: ResponseBuilder[Any]) -> Response:
         builder.be(resumption.identity)
     texts = builder.server.texts
     await texts.run(request.receive, builder.num_chars, builder.prepare, only_tokens=builder.only_tokens)
+    if part is not None and part.role == "prefill":
+        prompts = builder.requests[:: builder.choices_per_prompt]
+        return await prefill(request, builder.server, prompts, builder.share, part)
+    if part is not None:
+        builder.requests = decoding(builder.requests, part)
     if builder.body.stream:
         if builder.resumption is None:
             return await EventStream.open(request.receive, builder.chunks(), builder.failed)

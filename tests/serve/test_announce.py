@@ -25,9 +25,9 @@ ASK = {"model": "demo", "prompt": "x", "max_tokens": 4}
 
 
 class ProxyProcess:
-    def __init__(self, folder: Path, port: int = 0) -> None:
+    def __init__(self, folder: Path, port: int = 0, more: str = "") -> None:
         config = folder / "proxy.yaml"
-        config.write_text(f"port: {port}\nhealth_interval: 0.3\napi_keys: [{KEYS[0]}]\n")
+        config.write_text(f"port: {port}\nhealth_interval: 0.3\napi_keys: [{KEYS[0]}]\n{more}")
         command = [sys.executable, "-m", "lmkit", "proxy", "--config", str(config)]
         self.process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
         assert self.process.stdout is not None

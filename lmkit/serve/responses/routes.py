@@ -20,6 +20,7 @@ from lmkit.serve.responses.protocol import NAMES, Item, ListQuery, Prompt, Respo
 from lmkit.serve.responses.translate import to_chat
 from lmkit.serve.translated import num_prompt_tokens
 from lmkit.strict import LAZY, validate
+from lmkit.web.pair import PAIR_HEADER
 from lmkit.web.response_store import ResponseStore, Stored
 
 PATH = "/v1/responses"
@@ -36,7 +37,7 @@ async def create(request: Request) -> Response:
     exchange = Exchange(body, _owner(request), _store(request))
     share = request.state.held.enter_context(server.answers.share())
     made = ResponsesAnswer(server, chat, owner(request), share, exchange)
-    if not body.background:
+    if not body.background or PAIR_HEADER.decode() in request.headers:
         return await answer(request, made)
     if body.stream or not exchange.is_stored:
         message = "background: such a response is fetched later, so it needs store and goes without stream"
