@@ -196,6 +196,8 @@ class ServerConfig(StrictStruct, frozen=True):
     answer_memory: PositiveInt = 512 << 20  # bytes of all answers that have not ended or are not read
     drain_seconds: Annotated[float, msgspec.Meta(ge=0)] = 30.0  # how long requests may finish after SIGTERM
     step_timeout: Annotated[float, msgspec.Meta(ge=1)] | None = None  # None = by what a step costs at worst
+    image_hosts: tuple[str, ...] = ()  # HOST or HOST:PORT from which images may be fetched; empty = from none
+    image_folder: str | None = None  # file:// URLs of images may name files in it; None = none may
     chat_page: bool = True  # a page for people at /
     keep_alive: PositiveFloat | None = None  # seconds without a request after which a model sleeps; None = no limit
     memory_budget: PositiveInt | None = None  # bytes for all engines; None = for several models, what is free

@@ -11,7 +11,6 @@ from lmkit.other_names import (
     ONE_DEVICE,
     OWN_TEMPLATE,
     SPECULATION,
-    TEXT_ONLY,
     each,
 )
 
@@ -33,7 +32,10 @@ SERVE: Mapping[str, str] = {
     **each(NOT_NEEDED, "max_loras max_cpu_loras max_loras_per_batch"),
     **each(SPECULATION, "model_draft speculative_algorithm speculative_draft_model speculative_model"),
     **each("use max_draft_tokens", "draft_max speculative_num_draft_tokens"),
-    **each(TEXT_ONLY, "allowed_media_domains mmproj vision_max_batch_size"),
+    "allowed_media_domains": "use image_host, once for each",
+    "allowed_local_media_path": "use image_folder",
+    **each("a checkpoint of Qwen2.5-VL has its tower", "mmproj"),
+    **each("images are encoded one at a time", "vision_max_batch_size"),
     **each(
         ONE_DEVICE,
         "dist_init_addr dp_rank enable_eplb enable_expert_parallel enable_microbatch migration_backend mlp_tp_size "

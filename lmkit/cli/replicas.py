@@ -34,7 +34,7 @@ _OF_THE_ADDRESS = (
     "model", "served_model_name", "config", "print_config", "host", "port", "api_key", "cors_origin", "chat_page",
     "max_connections_per_address", "drain_seconds", "dp", "num_threads",
 )  # fmt: skip
-_SHARED = ("weights_memory", "kv_memory", "kv_host_memory", "memory_budget")  # each replica has its part
+_SHARED = ("weights_memory", "kv_memory", "kv_host_memory", "image_memory", "memory_budget")  # each has its part
 
 
 def check(context: typer.Context) -> None:

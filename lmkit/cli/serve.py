@@ -132,6 +132,12 @@ def serve(
     file_space: Annotated[
         str, _server("For the files of all clients in the data folder; one gets its --queue-quota.", callback=size)
     ] = "4G",
+    image_host: Annotated[
+        list[str] | None, _server("Fetch images of this HOST or HOST:PORT; repeatable. Default: of none.")
+    ] = None,
+    image_folder: Annotated[
+        str | None, _server("A folder whose files messages may show, as file:///PATH. Default: none.")
+    ] = None,
     chat_page: Annotated[bool, _server("A page for people at /.", "--chat-page/--no-chat-page")] = _SERVER.chat_page,
     hook: Annotated[
         list[str] | None,
@@ -205,6 +211,8 @@ def serve(
         response_ttl=response_ttl,
         max_file_bytes=int(max_file),
         file_space=int(file_space),
+        image_hosts=tuple(image_host or ()),
+        image_folder=image_folder,
         chat_page=chat_page,
         hooks=tuple(hook or ()),
         proxies=tuple(proxy or ()),

@@ -12,6 +12,7 @@ from fastapi import APIRouter, Request, Response
 
 from lmkit.serve.auth import Owner
 from lmkit.serve.collect import Collected
+from lmkit.serve.images import ImageSources
 from lmkit.serve.protocol import (
     ChatChunkChoice,
     ChatCompletionChunk,
@@ -29,6 +30,7 @@ from lmkit.text.chat.answer_events import AnswerEvents, MessageDeltas, message
 from lmkit.text.dialects import Event
 from lmkit.turbo import request as engine
 from lmkit.turbo.transport.output import AssistantTurn, RequestOutput, TextLogprobs, TokenText
+from lmkit.turbo.transport.prompt_images import settings_of
 from lmkit.web.budget import Share
 
 router = APIRouter()
@@ -48,7 +50,14 @@ class ChatBuilder(ResponseBuilder[ChatCompletionRequest]):
     def __init__(self, server: Serving, body: ChatCompletionRequest, owner: Owner, share: Share) -> None:
         super().__init__(server, body, owner, share)
         self._session = (owner.tenant, owner.own(body.session_id)) if body.session_id is not None else None
+        self._images = ImageSources(server.config)
         self._history = server.sessions.get(self._session) if self._session else TokenHistory()
+
+    async def gather(self) -> None:
+        """See ResponseBuilder."""
+        if images := self.body.images:
+            settings_of(self.server.info)
+            await self._images.fetch(images)
 
     def make_requests(self) -> list[engine.Request]:
         style = self.server.style
@@ -61,6 +70,7 @@ class ChatBuilder(ResponseBuilder[ChatCompletionRequest]):
             history=self._history,
             style=style,
             must_fit=self.must_fit,
+            load=self._images.load,
         )
         self._tokens = AssistantTurn(turn)
         is_thinking = style.is_thinking(turn.rest)

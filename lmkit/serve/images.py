@@ -1,15 +1,174 @@
-"""Images that a client's messages name by URLs."""
+"""Images that a client's messages name: data: URLs, and by the operator's leave URLs of some hosts and files.
+
+A URL is fetched only from a host of `--image-host`. The connection goes to an address that was looked at: it must be a
+public one, unless the operator names the address itself. Redirects are not followed.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import asyncio
+import ipaddress
+import os
+import socket
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote
 
+from lmkit.config import ServerConfig
 from lmkit.errors import RequestError
-from lmkit.text.images import data_url
+from lmkit.log import get_logger
+from lmkit.text.images import MAX_IMAGES, data_url
+from lmkit.text.messages import ImagePart
+
+if TYPE_CHECKING:
+    from yarl import URL
+
+log = get_logger(__name__)
+
+MAX_BYTES = 20 << 20  # of all images that are fetched or read for one request
+SECONDS = 10.0  # for all of them
+Address = tuple[int, str]  # family and text
 
 
-def load(source: Any) -> bytes:
-    """The bytes of an image. Raises RequestError."""
-    if isinstance(source, str) and source.startswith("data:"):
-        return data_url(source)
-    raise RequestError("invalid_request", "image: send it as a data: URL", "messages")
+class ImageSources:
+    """What the images of one request are read from."""
+
+    def __init__(self, config: ServerConfig) -> None:
+        self._hosts, self._folder = config.image_hosts, config.image_folder
+        self._fetched: dict[str, bytes] = {}
+        self._left = MAX_BYTES
+
+    async def fetch(self, parts: Iterable[ImagePart]) -> None:
+        """Fetch the images that have http(s) URLs. `load` finds them. Raises RequestError."""
+        sources = [part.source for part in parts]
+        wanted = {text: self._checked(text) for text in sources if isinstance(text, str) and _is_remote(text)}
+        if len(wanted) > MAX_IMAGES:
+            raise _refused(f"{len(wanted)} URLs: at most {MAX_IMAGES} in one request")
+        if wanted:
+            await self._fetch(wanted)
+
+    def load(self, source: Any) -> bytes:
+        """The bytes of an image. Raises RequestError."""
+        if not isinstance(source, str):
+            raise _refused("expected a URL")
+        if source.startswith("data:"):
+            return data_url(source)
+        if _is_remote(source):
+            return self._fetched[source]
+        if source[:7].lower() == "file://" and self._folder is not None:
+            return self._read(self._folder, source[7:])
+        raise _refused("send it as a data: URL" if self._folder is None else "send a data: URL, or file:///PATH")
+
+    def _checked(self, text: str) -> URL:
+        """The one reading of a URL that is both judged and used."""
+        from yarl import URL
+
+        try:
+            url = URL(text)
+            host, port = url.raw_host, url.port
+        except ValueError:
+            raise _refused("it is not a URL") from None
+        names = {host, f"{host}:{port}"} if url.is_default_port() else {f"{host}:{port}"}
+        if not host or url.user is not None or not names & set(self._hosts):
+            rule = "this server fetches images of no host" if not self._hosts else "this host is not one to fetch from"
+            raise RequestError("permission_denied", f"image: {rule}; send it as a data: URL", "messages")
+        return url
+
+    async def _fetch(self, wanted: dict[str, URL]) -> None:
+        import aiohttp
+
+        connector = aiohttp.TCPConnector(resolver=_resolver(self._hosts), use_dns_cache=False, limit=4)
+        options: dict[str, Any] = {"auto_decompress": False, "trust_env": False, "cookie_jar": aiohttp.DummyCookieJar()}
+        try:
+            async with asyncio.timeout(SECONDS), aiohttp.ClientSession(connector=connector, **options) as session:
+                found = await asyncio.gather(*(self._get(session, url) for url in wanted.values()))
+        except TimeoutError:
+            raise _refused(f"its host did not answer within {SECONDS:.0f} s") from None
+        except (aiohttp.ClientError, OSError) as error:
+            log.info("an image was not fetched: %s", type(error).__name__)
+            raise _refused("its host could not be asked") from None
+        self._fetched = dict(zip(wanted, found, strict=True))
+
+    async def _get(self, session: Any, url: URL) -> bytes:
+        if _is_address(url.raw_host or "") and url.raw_host not in _named(self._hosts):
+            raise _refused("this host is not one to fetch from")
+        parts = []
+        async with session.get(url, allow_redirects=False, headers={"accept": "image/*"}) as answer:
+            if answer.status != 200:
+                raise _refused(f"its host answered {answer.status}; redirects are not followed")
+            async for part in answer.content.iter_chunked(1 << 16):
+                self._left -= len(part)
+                if self._left < 0:
+                    raise _refused(f"more than {MAX_BYTES >> 20} MiB in one request")
+                parts.append(part)
+        return b"".join(parts)
+
+    def _read(self, folder: str, name: str) -> bytes:
+        base = Path(folder).resolve()
+        try:
+            path = Path(unquote(name)).resolve()
+            if not path.is_relative_to(base) or not path.is_file():
+                raise _refused("there is no such file in the server's folder of images")
+            with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
+                data = file.read(self._left + 1)
+        except (OSError, ValueError):
+            raise _refused("there is no such file in the server's folder of images") from None
+        self._left -= len(data)
+        if self._left < 0:
+            raise _refused(f"more than {MAX_BYTES >> 20} MiB in one request")
+        return data
+
+
+def is_public(address: str) -> bool:
+    """Whether an address is one of the public internet."""
+    found = ipaddress.ip_address(address.partition("%")[0])
+    if isinstance(found, ipaddress.IPv6Address) and (inner := found.ipv4_mapped or found.sixtofour):
+        return inner.is_global and not inner.is_multicast
+    return found.is_global and not found.is_multicast
+
+
+def _resolver(hosts: Sequence[str]) -> Any:
+    """A resolver that gives public addresses only. What it gives is what is connected to."""
+    from aiohttp.abc import AbstractResolver, ResolveResult
+
+    class Resolver(AbstractResolver):
+        async def resolve(
+            self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC
+        ) -> list[ResolveResult]:
+            loop = asyncio.get_running_loop()
+            infos = await loop.getaddrinfo(host, port, family=family, type=socket.SOCK_STREAM)
+            found = [(info[0], str(info[4][0])) for info in infos]
+            if not found or not all(is_public(address) for _, address in found):
+                raise OSError("not a public address")
+            numeric = socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
+            return [
+                ResolveResult(hostname=host, host=address, port=port, family=kind, proto=0, flags=numeric)
+                for kind, address in found
+            ]
+
+        async def close(self) -> None:
+            pass
+
+    return Resolver()
+
+
+def _named(hosts: Sequence[str]) -> set[str]:
+    """The addresses that the operator names, without their ports."""
+    return {name for host in hosts for name in (host, host.rpartition(":")[0])}
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return False
+    return True
+
+
+def _is_remote(source: str) -> bool:
+    return source[:8].lower().startswith(("http://", "https://"))
+
+
+def _refused(reason: str) -> RequestError:
+    return RequestError("invalid_request", f"image: {reason}", "messages")

@@ -63,6 +63,9 @@ class ResponseBuilder(ABC, Generic[B]):
             "system_fingerprint": server.system_fingerprint,
         }
 
+    async def gather(self) -> None:
+        """Get what the body names elsewhere, before `prepare`. Raises RequestError."""
+
     def prepare(self) -> None:
         """Make the engine's requests. This takes time, so call it in `Serving.texts`. Raises RequestError."""
         self.requests = self.make_requests()
@@ -263,6 +266,7 @@ async def answer(request: Request, builder: ResponseBuilder[Any]) -> Response:
         elif resumption.identity.fingerprint:
             raise RequestError("invalid_request", "this answer cannot be resumed")
         builder.be(resumption.identity)
+    await while_connected(request.receive, builder.gather())
     texts = builder.server.texts
     await texts.run(request.receive, builder.num_chars, builder.prepare, only_tokens=builder.only_tokens)
     if part is not None and part.role == "prefill":

@@ -10,7 +10,7 @@ Templates and tokenizing take time: call these functions in a thread (`text_pool
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -19,11 +19,11 @@ from lmkit.errors import RequestError
 from lmkit.formats.generation_config import RANGES
 from lmkit.serve.auth import NOBODY, Owner
 from lmkit.serve.constraint import constraint
-from lmkit.serve.images import load
 from lmkit.serve.protocol import MAX_SEQUENCES, ChatCompletionRequest, CompletionRequest, Placed
 from lmkit.serve.truncate import cut, cut_text, room
 from lmkit.text import EncodedTurn, TokenHistory, Tokenizer
 from lmkit.text.chat.style import Style, called_tools
+from lmkit.text.images import data_url
 from lmkit.turbo.request import EngineInfo, Request, SamplingParams
 from lmkit.turbo.transport.prompt_images import read_images, with_images
 
@@ -43,10 +43,12 @@ def chat_requests(
     history: TokenHistory | None = None,
     style: Style | None = None,
     must_fit: bool = True,
+    load: Callable[[Any], bytes] = data_url,
 ) -> tuple[list[Request], EncodedTurn]:
     """One engine request for each of the `n` choices, and their prompt, which continues where `history` ends.
 
-    Unless `must_fit`, a limit beyond the context is no mistake: the answer ends where the context does.
+    Unless `must_fit`, a limit beyond the context is no mistake: the answer ends where the context does. `load` gives
+    the bytes of an image.
     """
     asked = _asked_tokens(body)
     if asked == 0:

@@ -16,9 +16,11 @@ from starlette.requests import Request as HttpRequest
 
 from lmkit.errors import RequestError
 from lmkit.serve.choose import choose
+from lmkit.serve.images import ImageSources
 from lmkit.serve.protocol import ChatCompletionRequest, ChatExtensions
 from lmkit.serve.to_request import chat_prompt
 from lmkit.strict import validate
+from lmkit.turbo.transport.prompt_images import read_images, with_images
 
 
 def chat_request(body: ChatExtensions, fields: Mapping[str, Any], names: Mapping[str, str]) -> ChatCompletionRequest:
@@ -35,10 +37,14 @@ def chat_request(body: ChatExtensions, fields: Mapping[str, Any], names: Mapping
 async def num_prompt_tokens(http: HttpRequest, chat: ChatCompletionRequest, names: Mapping[str, str]) -> int:
     """The length of a chat's prompt. Raises RequestError."""
     server = await choose(http, chat.model)
+    sources = ImageSources(server.config)
+    await sources.fetch(chat.images)
 
     def counted() -> int:
         with renamed(names):
-            return len(chat_prompt(chat, server.tokenizer, server.info, style=server.style).ids)
+            images = read_images(chat.images, server.info, sources.load)
+            prompt = chat_prompt(chat, server.tokenizer, server.info, style=server.style)
+            return len(with_images(prompt.ids, images, server.info)[0])
 
     return await server.texts.run(http.receive, chat.num_chars, counted)
 
@@ -60,9 +66,9 @@ class Turns:
     def __init__(self) -> None:
         self.messages: list[dict[str, Any]] = []
 
-    def add(self, role: str, text: str, **fields: Any) -> None:
-        """A message that is not the assistant's."""
-        self.messages.append({"role": role, "content": text, **fields})
+    def add(self, role: str, content: str | list[dict[str, Any]], **fields: Any) -> None:
+        """A message that is not the assistant's: a text, or parts of a chat if it has images."""
+        self.messages.append({"role": role, "content": content, **fields})
 
     def reasoning(self, text: str) -> None:
         self._turn("content", "tool_calls").setdefault("reasoning", []).append(text)

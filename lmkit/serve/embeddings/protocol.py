@@ -87,6 +87,8 @@ class InputRequest(TextsRequest):
     def _one_input(self) -> Self:
         if (self.input is None) is (self.messages is None):
             raise RequestError("invalid_request", "send input, or messages", "input")
+        if any(message.parts for message in self.messages or ()):
+            raise RequestError("unsupported_parameter", "this route reads text; leave images out", "messages")
         of_messages = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs")
         if self.messages is None and (wrong := self._first_of(of_messages)):
             raise RequestError("invalid_request", f"{wrong}: it goes with messages", wrong)

@@ -31,6 +31,10 @@ class MessagesAnswer(BlockBuilder):
         super().__init__(server, chat, owner, share)
         self._hides = asked.thinking is not None and asked.thinking.display == "omitted"
 
+    async def gather(self) -> None:
+        with renamed(NAMES):
+            await super().gather()
+
     def make_requests(self) -> list[engine.Request]:
         with renamed(NAMES):
             return super().make_requests()

@@ -68,6 +68,35 @@ def _texts(value: Any) -> Any:
     return value
 
 
+class Base64Source(Nullable):
+    type: Literal["base64"]
+    media_type: Annotated[str, Field(pattern=r"^image/[a-z0-9.+-]{1,32}$")]
+    data: str
+
+
+class UrlSource(Nullable):
+    type: Literal["url"]
+    url: str
+
+
+class Image(_Block):
+    type: Literal["image"]
+    source: Annotated[Base64Source | UrlSource, Field(discriminator="type")]
+
+    @property
+    def url(self) -> str:
+        source = self.source
+        return source.url if isinstance(source, UrlSource) else f"data:{source.media_type};base64,{source.data}"
+
+
+def _blocks(value: Any) -> Any:
+    """As `_texts`, and images may stand beside the texts."""
+    if not isinstance(value, list):
+        return _texts(value)
+    _texts([block for block in value if not (isinstance(block, dict) and block.get("type") == "image")])
+    return value
+
+
 class ToolResult(_Block):
     type: Literal["tool_result"]
     tool_use_id: Id
@@ -75,19 +104,19 @@ class ToolResult(_Block):
     is_error: bool | None = None
 
 
-Block = Annotated[Text | Thinking | RedactedThinking | ToolUse | ToolResult, Field(discriminator="type")]
+Block = Annotated[Text | Image | Thinking | RedactedThinking | ToolUse | ToolResult, Field(discriminator="type")]
 
 
 BLOCKS_OF: Mapping[str, tuple[str, ...]] = {
     "assistant": ("text", "thinking", "redacted_thinking", "tool_use"),
-    "user": ("text", "tool_result"),
+    "user": ("text", "image", "tool_result"),
     "system": ("text",),
 }
 
 
 class Message(Nullable):
     role: Literal["user", "assistant", "system"]
-    content: Annotated[list[Block], BeforeValidator(_texts, json_schema_input_type=str | list[Block])]
+    content: Annotated[list[Block], BeforeValidator(_blocks, json_schema_input_type=str | list[Block])]
 
     @model_validator(mode="after")
     def _fits_the_role(self) -> Message:

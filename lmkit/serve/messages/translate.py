@@ -8,6 +8,7 @@ from typing import Any
 
 from lmkit.serve.messages.protocol import (
     NAMES,
+    Image,
     MessagesRequest,
     Prompt,
     RedactedThinking,
@@ -67,15 +68,18 @@ def _messages(body: Prompt) -> list[dict[str, Any]]:
 
 
 def _said(turns: Turns, role: str, blocks: Iterable[Any]) -> None:
-    """Results of tools are messages of their own; the texts between them are one message each."""
-    texts: list[str] = []
+    """Results of tools are messages of their own; the texts and images between them are one message each."""
+    parts: list[dict[str, Any]] = []
     for block in [*blocks, None]:
         if isinstance(block, Text):
-            texts.append(block.text)
+            parts.append({"type": "text", "text": block.text})
             continue
-        if texts:
-            turns.add(role, joined(texts))
-            texts = []
+        if isinstance(block, Image):
+            parts.append({"type": "image_url", "image_url": {"url": block.url}})
+            continue
+        if parts:
+            turns.add(role, parts)
+            parts = []
         if isinstance(block, ToolResult):
             text = (ERROR if block.is_error else "") + _text(block.content)
             turns.add("tool", text, tool_call_id=block.tool_use_id)

@@ -53,6 +53,10 @@ class ResponsesAnswer(BlockBuilder):
         self._number = -1  # of the last event
         self._token_ids = array("i")  # of the answer, if they are shown
 
+    async def gather(self) -> None:
+        with renamed(NAMES):
+            await super().gather()
+
     def make_requests(self) -> list[engine.Request]:
         with renamed(NAMES):
             return super().make_requests()

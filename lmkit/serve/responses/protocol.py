@@ -11,6 +11,7 @@ from lmkit import neutral
 from lmkit.serve.protocol import ChatExtensions, ModelName
 from lmkit.strict import LAZY, Nullable
 from lmkit.text.chat.conversation import MAX_MESSAGES, MAX_TOOLS, check_parts
+from lmkit.text.messages import DETAILS
 
 MAX_METADATA = 16
 Status = Literal["in_progress", "completed", "incomplete"]
@@ -30,6 +31,14 @@ class TextPart(Nullable):
     text: str
 
 
+class ImagePart(Nullable):
+    absent = {"prompt_cache_breakpoint": ({"mode": "explicit"},)}
+
+    type: Literal["input_image"]
+    image_url: str
+    detail: Literal[*DETAILS] = "auto"  # type: ignore[valid-type]
+
+
 def _parts(value: Any) -> Any:
     """A text is a list of one part. Parts that are no text are refused by their type."""
     if isinstance(value, str):
@@ -41,7 +50,16 @@ def _parts(value: Any) -> Any:
     return value
 
 
+def _parts_and_images(value: Any) -> Any:
+    """As `_parts`, and images may stand beside the texts."""
+    if not isinstance(value, list):
+        return _parts(value)
+    _parts([part for part in value if not (isinstance(part, dict) and part.get("type") == "input_image")])
+    return value
+
+
 Parts = Annotated[list[TextPart], BeforeValidator(_parts, json_schema_input_type=str | list[TextPart])]
+Content = Annotated[TextPart | ImagePart, Field(discriminator="type")]
 
 
 class Message(Nullable):
@@ -49,7 +67,7 @@ class Message(Nullable):
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
-    content: Parts
+    content: Annotated[list[Content], BeforeValidator(_parts_and_images, json_schema_input_type=str | list[Content])]
     id: ItemId | None = None
     status: Status | None = None
 

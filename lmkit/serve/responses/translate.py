@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from lmkit.errors import RequestError
 from lmkit.serve.protocol import ChatCompletionRequest
 from lmkit.serve.responses.protocol import (
     NAMES,
@@ -12,6 +13,7 @@ from lmkit.serve.responses.protocol import (
     FunctionCall,
     FunctionCallOutput,
     FunctionTool,
+    ImagePart,
     Item,
     Message,
     NamedTool,
@@ -59,10 +61,21 @@ def _messages(instructions: str | None, items: Iterable[Item]) -> list[dict[str,
 
 
 def _message(turns: Turns, item: Message) -> None:
+    texts = [part for part in item.content if isinstance(part, TextPart)]
     if item.role == "assistant":
-        turns.text(_text(item.content))
+        if len(texts) < len(item.content):
+            raise RequestError("invalid_request", "input: images belong to messages of the user", "input")
+        turns.text(_text(texts))
+    elif len(texts) == len(item.content):
+        turns.add(item.role, _text(texts))
     else:
-        turns.add(item.role, _text(item.content))
+        turns.add(item.role, list(map(_part, item.content)))
+
+
+def _part(part: TextPart | ImagePart) -> dict[str, Any]:
+    if isinstance(part, TextPart):
+        return {"type": "text", "text": part.text}
+    return {"type": "image_url", "image_url": {"url": part.image_url, "detail": part.detail}}
 
 
 def _call(turns: Turns, item: FunctionCall) -> None:

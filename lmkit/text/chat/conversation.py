@@ -105,7 +105,12 @@ class ChatMessage(Strict):
     @property
     def num_chars(self) -> int:
         calls = sum(len(call.function.arguments) for call in self.tool_calls or ())
+        calls += sum(len(part.source) for part in self.parts if isinstance(part, ImagePart) and _is_text(part.source))
         return len(self.content or "") + len(self.thoughts) + calls
+
+
+def _is_text(source: Any) -> bool:
+    return isinstance(source, str)
 
 
 GivenMessages = Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]

@@ -25,10 +25,13 @@ def read_images(
     parts = list(parts)
     if len(parts) > MAX_IMAGES:
         raise RequestError("invalid_request", f"{len(parts)} images: at most {MAX_IMAGES} in one request", "messages")
-    found = []
+    found: list[ReadImage] = []
     for part in parts:
         settings, given = settings_of(info), load(part.source)
         found.append(given if isinstance(given, ReadImage) else read_image(given, settings, part.detail))
+        if (count := sum(image.num_tokens for image in found)) > info.max_model_len:
+            message = f"{len(found)} images alone take {count} tokens, and the context has {info.max_model_len}"
+            raise RequestError("context_length_exceeded", message, "messages", n_ctx=info.max_model_len)
     return found
 
 

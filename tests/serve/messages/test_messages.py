@@ -118,6 +118,7 @@ def test_the_cache_is_in_the_usage() -> None:
     assert second["input_tokens"] == 1
 
 
+IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}}
 RESULT = {"type": "tool_result", "tool_use_id": "a", "content": "x"}
 CALL = {"type": "tool_use", "id": "a", "name": "f", "input": {}}
 
@@ -138,7 +139,13 @@ CALL = {"type": "tool_use", "id": "a", "name": "f", "input": {}}
         ),
         ({"messages": [{"role": "user", "content": [CALL]}]}, "tool_use do not belong to messages of role user"),
         ({"messages": [{"role": "system", "content": [RESULT]}]}, "tool_result do not belong to messages of role sys"),
-        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "'image' are not supported"),
+        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "source"),
+        ({"messages": [{"role": "user", "content": [IMAGE]}]}, "images are not supported: this model reads text alone"),
+        (
+            {"messages": [{"role": "assistant", "content": [IMAGE]}]},
+            "image do not belong to messages of role assistant",
+        ),
+        ({"messages": [{"role": "user", "content": [RESULT | {"content": [IMAGE]}]}]}, "'image' are not supported"),
         ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "'document' are not supported"),
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "'bash_20250124' are not supported"),
         ({"thinking": {"type": "enabled"}}, "budget_tokens"),

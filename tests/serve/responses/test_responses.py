@@ -18,6 +18,7 @@ from tests.serve.in_process import TOKENIZER, App, ScriptedEngine
 from tests.serve.test_openai_client import text
 
 PATH = "/v1/responses"
+IMAGE = {"type": "input_image", "image_url": "data:image/png;base64,AAAA"}
 
 
 def ask(client: openai.OpenAI, **options: Any) -> Any:
@@ -239,7 +240,9 @@ def test_parse_gives_the_client_s_own_type(client: openai.OpenAI) -> None:
         ({"input": [{"type": "reasoning", "summary": [{}] * 8192}]}, "input", "at most 8192"),
         ({"tools": [{"type": "function", "name": "f"}] * 1025}, "tools", "at most 1024"),
         ({"input": [{"type": "computer_call"}]}, "input", "computer_call"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image", "file_id": "f"}]}]}, "input", "input_image"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image", "file_id": "f"}]}]}, "file_id", "unknown"),
+        ({"input": [{"role": "user", "content": [IMAGE]}]}, "input", "images are not supported: this model reads text"),
+        ({"input": [{"role": "assistant", "content": [IMAGE]}]}, "input", "images belong to messages of the user"),
         ({"input": [{"type": "reasoning", "encrypted_content": "gAAA"}]}, "encrypted_content", "another server"),
         ({"nonsense": 1}, "nonsense", "unknown"),
         ({"stream_options": {"include_obfuscation": True}}, "stream_options", "False"),

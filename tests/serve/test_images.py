@@ -1,0 +1,180 @@
+"""Images over HTTP: in chats, responses and messages, with their tokens in `usage`; and from where they may come."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import http.server
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from lmkit.config import ServerConfig
+from lmkit.errors import RequestError
+from lmkit.serve import images as module
+from lmkit.serve.images import ImageSources, is_public
+from lmkit.text.messages import ImagePart
+from tests.api.test_images import drawn, saved
+from tests.models.pictures import chat_checkpoint
+from tests.serve.live import Server
+
+PNG = saved(drawn(50, 30))
+URL = "data:image/png;base64," + base64.b64encode(PNG).decode()
+TOKENS = 24  # cells of 8 x 8 pixels
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("served")
+    chat_checkpoint(folder / "vl")
+    (folder / "pictures").mkdir()
+    (folder / "pictures" / "a.png").write_bytes(PNG)
+    options = ("--image-folder", str(folder / "pictures"), "--max-batch-size", "2", "--no-packed-cache")
+    with Server(*options, model=folder / "vl", engine="lmkit.turbo.engine.engine:Engine") as running:
+        running.folder = folder  # type: ignore[attr-defined]
+        yield running
+
+
+def post(server: Server, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    answer: dict[str, Any] = httpx.post(server.url + path, json=body, timeout=60).json()
+    return answer
+
+
+def chat(server: Server, *parts: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    messages = [{"role": "user", "content": [*parts, {"type": "text", "text": "What is it?"}]}]
+    body = {"messages": messages, "max_tokens": 4, "temperature": 0, "logit_bias": {"4098": -100, "4099": -100}}
+    return post(server, "/v1/chat/completions", body | fields)
+
+
+def image(url: str) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def test_all_apis_show_the_same_image(server: Server) -> None:
+    plain = chat(server)["usage"]["prompt_tokens"]
+    first = chat(server, image(URL), n=2)
+    assert first["usage"]["prompt_tokens"] == plain + TOKENS + 2  # and the marks around it
+    text = first["choices"][0]["message"]["content"]
+    path = server.folder / "pictures" / "a.png"  # type: ignore[attr-defined]
+    again = chat(server, image(f"file://{path}"))
+    assert again["choices"][0]["message"]["content"] == text
+    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] > plain
+
+    part = {"type": "input_image", "image_url": URL}
+    asked = [{"role": "user", "content": [part, {"type": "input_text", "text": "What is it?"}]}]
+    body = {"input": asked, "max_output_tokens": 4, "temperature": 0, "store": False}
+    response = post(server, "/v1/responses", body)
+    assert response["usage"]["input_tokens"] == plain + TOKENS + 2
+    counted = post(server, "/v1/responses/input_tokens", {"input": asked})
+    assert counted["input_tokens"] == plain + TOKENS + 2
+
+    source = {"type": "base64", "media_type": "image/png", "data": base64.b64encode(PNG).decode()}
+    blocks = [{"type": "image", "source": source}, {"type": "text", "text": "What is it?"}]
+    messages = [{"role": "user", "content": blocks}]
+    answer = post(server, "/v1/messages", {"model": "vl", "messages": messages, "max_tokens": 4, "temperature": 0})
+    usage = answer["usage"]
+    assert usage["input_tokens"] + usage.get("cache_read_input_tokens", 0) == plain + TOKENS + 2
+
+
+@pytest.mark.parametrize(
+    ("part", "fields", "message"),
+    [
+        (image("http://example.com/a.png"), {}, "this server fetches images of no host"),
+        (image("file:///etc/passwd"), {}, "no such file in the server's folder"),
+        (image("/etc/passwd"), {}, "send a data: URL, or file:///PATH"),
+        (image("data:image/png;base64,AAAA"), {}, "no image that can be read"),
+        (image(URL), {"truncate_prompt_tokens": 9}, "truncate_prompt_tokens does not go with images"),
+        ({"type": "image_url", "image_url": URL, "size": 1}, {}, "only parts"),
+        ({"type": "input_audio", "input_audio": {}}, {}, "only parts"),
+    ],
+)
+def test_what_is_refused(server: Server, part: dict[str, Any], fields: dict[str, Any], message: str) -> None:
+    error = chat(server, part, **fields)["error"]
+    assert message in error["message"]
+    assert "passwd" not in error["message"]
+
+
+def test_tokenize_and_other_roles_refuse_images(server: Server) -> None:
+    messages = [{"role": "user", "content": [image(URL)]}]
+    assert "images have as many tokens" in post(server, "/tokenize", {"messages": messages})["error"]["message"]
+    messages[0]["role"] = "system"
+    assert "images belong to messages of the user" in chat(server, messages=messages)["error"]["message"]
+
+
+class Host(http.server.BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        big = self.path == "/big"
+        self.send_response(302 if self.path == "/moved" else 200)
+        self.send_header("location", "/a.png")
+        self.end_headers()
+        self.wfile.write(PNG if not big else bytes(3000))
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def host() -> Iterator[str]:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Host) as running:
+        threading.Thread(target=running.serve_forever, daemon=True).start()
+        yield f"127.0.0.1:{running.server_port}"
+        running.shutdown()
+
+
+def fetched(url: str, *hosts: str) -> bytes:
+    sources = ImageSources(ServerConfig(image_hosts=hosts))
+    asyncio.run(sources.fetch([ImagePart(url)]))
+    return sources.load(url)
+
+
+def test_images_of_named_hosts_are_fetched(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert fetched(f"http://{host}/a.png", host) == PNG
+    with pytest.raises(RequestError, match="answered 302; redirects are not followed"):
+        fetched(f"http://{host}/moved", host)
+    monkeypatch.setattr(module, "MAX_BYTES", 2000)
+    with pytest.raises(RequestError, match="more than 0 MiB"):
+        fetched(f"http://{host}/big", host)
+
+
+@pytest.mark.parametrize(
+    ("url", "hosts", "message"),
+    [
+        ("http://{host}/a.png", (), "fetches images of no host"),
+        ("http://{host}/a.png", ("127.0.0.1",), "not one to fetch from"),  # without its port: port 80
+        ("http://localhost:{port}/a.png", ("localhost:{port}",), "could not be asked"),  # a name with a private address
+        ("http://good.example@{host}/a.png", ("good.example", "{host}"), "not one to fetch from"),
+        ("http://{host}\\@good.example/a.png", ("good.example",), "image: "),
+        ("http://good.example.evil.example/a.png", ("good.example",), "not one to fetch from"),
+        ("http://[::ffff:127.0.0.1]:{port}/", ("good.example",), "not one to fetch from"),
+        ("http://2130706433:{port}/", ("good.example",), "not one to fetch from"),
+    ],
+)
+def test_other_hosts_are_not_asked(host: str, url: str, hosts: tuple[str, ...], message: str) -> None:
+    port = host.rpartition(":")[2]
+    filled = [name.format(host=host, port=port) for name in hosts]
+    with pytest.raises(RequestError, match=message):
+        fetched(url.format(host=host, port=port), *filled)
+
+
+def test_private_addresses() -> None:
+    private = ["127.0.0.1", "10.0.0.1", "169.254.169.254", "192.168.1.1", "100.64.0.1", "0.0.0.0", "224.0.0.1", "::1"]
+    private += ["fe80::1%eth0", "fc00::1", "::ffff:10.0.0.1", "2002:7f00:1::", "::"]
+    assert not any(map(is_public, private))
+    assert is_public("93.184.216.34")
+    assert is_public("2606:2800:220:1:248:1893:25c8:1946")
+
+
+def test_files_outside_the_folder_are_not_read(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.png").write_bytes(b"a")
+    (tmp_path / "b.png").write_bytes(b"b")
+    (tmp_path / "in" / "link.png").symlink_to(tmp_path / "b.png")
+    sources = ImageSources(ServerConfig(image_folder=str(tmp_path / "in")))
+    assert sources.load(f"file://{tmp_path}/in/a.png") == b"a"
+    for name in ("b.png", "in/../b.png", "in/%2e%2e/b.png", "in/link.png", "in", "in/none.png"):
+        with pytest.raises(RequestError, match="no such file"):
+            sources.load(f"file://{tmp_path}/{name}")
