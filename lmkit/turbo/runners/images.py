@@ -36,9 +36,10 @@ class EncodedImages:
         return self.bytes_in_use < self._max_bytes
 
     def keep(self, digest: bytes, rows: Tensor) -> None:
+        """Add an image's rows. They stay until the next image comes or another one is left, however large they are."""
+        self._evict(rows.nbytes)
         self._rows[digest] = rows
         self.num_bytes += rows.nbytes
-        self._evict()
 
     def use(self, digest: bytes) -> Tensor:
         """The rows, which stay until as many calls of `leave`."""
@@ -56,9 +57,10 @@ class EncodedImages:
     def rows(self, digest: bytes) -> Tensor:
         return self._rows[digest]
 
-    def _evict(self) -> None:
+    def _evict(self, more: int = 0) -> None:
+        """Make room for `more` bytes."""
         for digest in [digest for digest in self._rows if digest not in self._users]:
-            if self.num_bytes <= self._max_bytes:
+            if self.num_bytes + more <= self._max_bytes:
                 return
             self.num_bytes -= self._rows.pop(digest).nbytes
 
