@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, model_validator
 
 from lmkit import neutral
 from lmkit.errors import RequestError
 from lmkit.other_names import HTTP, hint
 
 M = TypeVar("M", bound=BaseModel)
+
+
+def _boolean(value: Any) -> Any:
+    if not isinstance(value, bool):
+        raise ValueError("expected a boolean")
+    return value
+
+
+# pydantic takes 0 for Literal[False]
+No = Annotated[Literal[False], BeforeValidator(_boolean)]
+Yes = Annotated[Literal[True], BeforeValidator(_boolean)]
 
 
 class Strict(BaseModel):

@@ -23,7 +23,7 @@ from pydantic import (
 
 from lmkit import neutral
 from lmkit.formats.generation_config import TOP_K_OFF
-from lmkit.strict import Strict
+from lmkit.strict import No, Strict, Yes
 from lmkit.text.chat.conversation import MAX_TOOLS, Chat, Messages, TemplateVariables, Tool
 from lmkit.turbo.request import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOPS
 
@@ -38,7 +38,7 @@ MAX_TIMEOUT = 86400.0  # seconds
 class StreamOptions(Strict):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None  # vLLM's, with include_usage: every chunk has the usage so far
-    include_obfuscation: Literal[False] | None = None  # OpenAI's padding of chunks; only "off" is possible
+    include_obfuscation: No | None = None  # OpenAI's padding of chunks; only "off" is possible
 
 
 def _not_zero(value: int | None) -> int | None:
@@ -145,7 +145,7 @@ class _Sampling(Extensions):
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
     guided_json: dict[str, Any] | str | None = None
-    guided_json_object: Literal[True] | None = None
+    guided_json_object: Yes | None = None
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None

@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from lmkit.config import ServerConfig
 from lmkit.errors import RequestError
 from lmkit.serve import body, openapi
-from tests.serve.in_process import App, ScriptedEngine
+from tests.serve.in_process import CHAT, CHAT_PATH, App, ScriptedEngine
 from tests.serve.test_fuzz import BODIES as SAMPLES
 
 
@@ -75,6 +75,15 @@ def test_inputs_that_are_made_uniform_are_described_as_they_may_be_sent(document
     assert {"type": "string"} in prompt["prompt"]["anyOf"]
     assert {"type": "array", "items": {"type": "integer"}, "minItems": 1} in prompt["prompt"]["anyOf"]
     assert prompt["logit_bias"]["anyOf"][0] == {"type": "object", "additionalProperties": {"type": "number"}}
+
+
+@pytest.mark.parametrize("value", [0, 0.0, 1, "false"])
+def test_a_number_is_no_boolean(value: Any) -> None:
+    app = App(ScriptedEngine())
+    for path, given in ((CHAT_PATH, CHAT), ("/v1/responses", {"input": "a", "model": "model"})):
+        fields = {"stream": True, "stream_options": {"include_obfuscation": value}}
+        assert app.post(path, given | fields).status_code == 400
+    assert app.post(CHAT_PATH, CHAT | {"guided_json_object": value}).status_code == 400
 
 
 def test_it_needs_a_key_where_others_do() -> None:

@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field
 
 from lmkit import neutral
 from lmkit.serve.protocol import ChatExtensions, ModelName
-from lmkit.strict import LAZY, Nullable
+from lmkit.strict import LAZY, No, Nullable
 from lmkit.text.chat.conversation import MAX_MESSAGES, MAX_TOOLS, check_parts
 from lmkit.text.messages import DETAILS
 
@@ -170,7 +170,7 @@ class Reasoning(Nullable):
 
 
 class StreamOptions(Nullable):
-    include_obfuscation: Literal[False] | None = None  # OpenAI's padding of events; only "off" is possible
+    include_obfuscation: No | None = None  # OpenAI's padding of events; only "off" is possible
 
 
 class Prompt(ChatExtensions):
