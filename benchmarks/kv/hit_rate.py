@@ -22,12 +22,15 @@ POOLS = (1 / 16, 1 / 8, 1 / 4)  # of the blocks that the whole trace fills
 # eviction will do. With a sixteenth, running requests take most of the pool.
 POOL = 1 / 8
 MOST_GAP = 0.02
+SNAPSHOTS = 16  # of a model with recurrent states, for each sequence at a time, as engine.memory plans them
+MOST_STATE_GAP = 0.05  # to a model without such states
 STEP_SECONDS = 0.01
 QUICK = Mix(chats=10, few_shot=40, single=20, one_off=10, pause=0.1)
 
 
 def cases(setting: Setting) -> list[Row]:
-    """The gap between the ideal hit rate and the hit rate with a pool of an eighth of the trace's blocks."""
+    """The gap between the ideal hit rate and the hit rate with a pool of an eighth of the trace's blocks, and between
+    this rate and that of a model with recurrent states."""
     trace = make_trace(QUICK if setting.quick else Mix())
     num_prompt, num_blocks = sum(len(item.prompt) for item in trace), distinct_blocks(trace, BLOCK_SIZE)
     ideal = sum(ideal_hits(trace)) / num_prompt
@@ -39,12 +42,19 @@ def cases(setting: Setting) -> list[Row]:
         "prompt_tokens": num_prompt,
         "blocks": num_blocks,
     }
-    return [row(ideal, rates[POOL], facts)]
+    recurrent = sum(replay(trace, int(POOL * num_blocks), snapshots=SNAPSHOTS * CONCURRENCY)) / num_prompt
+    return [row(ideal, rates[POOL], facts), state_row(rates[POOL], recurrent)]
 
 
 def row(ideal: float, measured: float, facts: dict[str, Any]) -> Row:
     gap = ideal - measured
     return Row("hit rate within 2 points of the ideal, mixed trace", MOST_GAP / max(gap, 1e-4), 1.0, facts)
+
+
+def state_row(plain: float, recurrent: float) -> Row:
+    gap = plain - recurrent
+    facts = {"plain": plain, "recurrent": recurrent, "snapshots": SNAPSHOTS * CONCURRENCY}
+    return Row("hit rate with recurrent states within 5 points", MOST_STATE_GAP / max(gap, 1e-4), 1.0, facts)
 
 
 class TraceRunner:
@@ -80,14 +90,15 @@ class TraceRunner:
         return [SampledToken(int(token)) for token in item.answer[given:end]]
 
 
-def replay(trace: list[Item], num_blocks: int, concurrency: int = CONCURRENCY) -> list[int]:
+def replay(trace: list[Item], num_blocks: int, concurrency: int = CONCURRENCY, *, snapshots: int = 0) -> list[int]:
     """Cached prompt tokens of each item.
 
     At most `concurrency` requests are in the scheduler at a time. A chat's turn comes when the turn before it was
     answered.
     """
     runner = TraceRunner(trace)
-    scheduler = Scheduler(limits(trace, num_blocks, concurrency), (), clock=runner.clock)
+    of_engine = limits(trace, num_blocks, concurrency, snapshots)
+    scheduler = Scheduler(of_engine, (), clock=runner.clock)
     coming, hits, unfinished = deque(range(len(trace))), [0] * len(trace), set(range(len(trace)))
     num_inside = 0
     while unfinished:
@@ -109,11 +120,15 @@ def replay(trace: list[Item], num_blocks: int, concurrency: int = CONCURRENCY) -
     return hits
 
 
-def limits(trace: list[Item], num_blocks: int, concurrency: int) -> SchedulerLimits:
+def limits(trace: list[Item], num_blocks: int, concurrency: int, snapshots: int = 0) -> SchedulerLimits:
     """Limits with `num_blocks` blocks, but no fewer than the longest request needs."""
     longest = max(len(item.prompt) + len(item.answer) for item in trace)
     return SchedulerLimits(
-        kv=KVLimits(max(num_blocks, longest // BLOCK_SIZE + 1), BLOCK_SIZE),
+        kv=KVLimits(
+            max(num_blocks, longest // BLOCK_SIZE + 1),
+            BLOCK_SIZE,
+            snapshots=range(concurrency, concurrency + snapshots),
+        ),
         max_batch_size=concurrency,
         max_step_tokens=512,
         max_model_len=longest,

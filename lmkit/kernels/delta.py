@@ -10,6 +10,10 @@ A causal convolution over the tokens of a sequence and SiLU replace q, k and v. 
     result = rms_norm(o) * norm * silu(z)
 
 Tokens are taken one after the other, so a result does not depend on how a sequence is cut into steps.
+
+`rows` int32 [B, 4] has for each sequence: its row of the states; the row that its tokens go on from, which is another
+one if it begins with a snapshot, and -1 if it begins with zeros; the row that gets a snapshot, -1 = none; the number of
+its tokens in front of the snapshot.
 """
 
 from __future__ import annotations
@@ -32,10 +36,10 @@ class DeltaWeights:
 
 @dataclass(frozen=True)
 class DeltaStates:
-    """The states of a layer, a row for each slot, float32. They count as zeros for a sequence's first token."""
+    """The states of a layer, float32: a row for each slot, then those of snapshots."""
 
-    conv: Tensor  # [slots, C, kernel - 1]: the last inputs of the convolution, the oldest first
-    matrix: Tensor  # [slots, Hv, Dk, Dv]
+    conv: Tensor  # [rows, C, kernel - 1]: the last inputs of the convolution, the oldest first
+    matrix: Tensor  # [rows, Hv, Dk, Dv]
 
     @property
     def heads(self) -> tuple[int, int, int, int]:

@@ -272,7 +272,7 @@ def rope_paged_attention(
 
 @op
 def gated_delta(y: Tensor, weights: DeltaWeights, states: DeltaStates, rows: Tensor, geometry: BatchGeometry) -> Tensor:
-    """y float32 [T, ...] -> [T, Hv * Dv], as kernels.delta says. `rows` int32 [B]: each sequence's row of states."""
+    """y float32 [T, ...] -> [T, Hv * Dv]. `rows` int32 [B, 4]: where states come from and go to. See kernels.delta."""
 
 
 @op

@@ -31,7 +31,7 @@ class BatchInputs:
     logit_start: Tensor  # int32 [S + 1]: entries logit_start[s] .. logit_start[s + 1] of these belong to sequence s
     adapters: Tensor | None = None  # int32 [T]: each row's adapter, -1 = none; None if no row has one
     logit_adapters: Tensor | None = None  # int32 [R]: those of the logit rows
-    states: Tensor | None = None  # int32 [B]: each sequence's row of recurrent states; None = sequence b has row b
+    states: Tensor | None = None  # int32 [B, 4]: see kernels.delta; None = sequence b begins in row b
     # Of a step with tokens of images:
     places: Tensor | None = None  # int32 [3, T]: places in time, height and width, for M-RoPE
     image_rows: Tensor | None = None  # int64 [I]: rows of tokens of images

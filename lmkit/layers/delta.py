@@ -31,7 +31,9 @@ class GatedDelta:
         weights = DeltaWeights(conv.flatten(1), a_log, dt_bias, norm, self.eps)
         geometry, rows = batch.geometries[kv.group], batch.states
         if rows is None:
-            rows = torch.arange(len(geometry.context_lens), dtype=torch.int32, device=y.device)
+            rows = torch.tensor([[b, -1, -1, 0] for b in range(len(geometry.context_lens))], dtype=torch.int32).to(
+                y.device
+            )
         out: Tensor = self._gated_delta(y, weights, kv.states, rows, geometry)
         return out
 

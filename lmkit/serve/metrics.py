@@ -237,6 +237,11 @@ class _EngineCollector(Collector):
         )
         yield self._gauge("lmkit:cached_blocks", "KV blocks in the prefix cache, those in use too", stats.blocks_cached)
         yield self._counter("lmkit:evicted_blocks", "KV blocks that left the prefix cache", stats.evicted_blocks)
+        if stats.snapshots_total:
+            held, gone = stats.snapshots_used, stats.evicted_snapshots
+            yield self._gauge("lmkit:state_snapshots", "Snapshots of recurrent states", held)
+            yield self._gauge("lmkit:state_snapshots_limit", "Room for such snapshots", stats.snapshots_total)
+            yield self._counter("lmkit:evicted_snapshots", "Snapshots that gave their place to others", gone)
         yield self._gauge("lmkit:sessions", "Sessions whose lease has not ended", stats.sessions)
         if (info := self._engine.info) is not None:
             names = ["model_name", "block_size", "num_gpu_blocks"]

@@ -235,6 +235,9 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     prefix_hits: int = 0  # prompt tokens among these that were found on the device
     tier_hits: dict[str, int] = {}  # prompt tokens among these that were loaded, by tier: host, disk
     evicted_blocks: int = 0
+    snapshots_used: int = 0  # of recurrent states, those of running sequences too
+    snapshots_total: int = 0
+    evicted_snapshots: int = 0  # that gave their place to others
     sessions: int = 0  # sessions with a lease that has not ended
     decisions: dict[str, int] = {}  # the scheduler's decisions and their counts, such as "admitted: best match"
     drafts: int = 0  # times that guesses at a sequence's next tokens were computed

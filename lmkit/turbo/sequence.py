@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
 
 import numpy as np
 from msgspec.structs import replace
@@ -20,6 +21,22 @@ class Status(Enum):
     LOADING = "loading"  # holds a slot, and blocks that are filled from a lower tier
     RUNNING = "running"  # holds a slot and blocks
     FINISHED = "finished"  # its last output is given; it holds both while one of its steps or loads is under way
+
+
+class Use(Enum):
+    """Whom a snapshot is for."""
+
+    OWN = "own"  # the sequence itself, if it is preempted, or continued when it has ended
+    PROMPT = "prompt"  # others with the same prompt
+    SHARED = "shared"  # others that leave a known path at the same place
+
+
+class Snapshot(NamedTuple):
+    """A recurrent state that a step keeps: the state behind the first `num_tokens` tokens of a sequence."""
+
+    row: int  # of the states; -1 = none is kept
+    num_tokens: int
+    use: Use = Use.OWN
 
 
 @dataclass(eq=False, slots=True)
@@ -62,6 +79,9 @@ class Sequence:
     queue_seconds: float | None = None  # that it waited until it was first admitted
     tables: list[BlockTable] = field(default_factory=list)  # of each class of layers; written by KVManager only
     cache_ids: array[int] = field(init=False)  # int32: token_ids, and for a token of an image minus its number
+    state: int = -1  # row of the recurrent state that it begins with; -1 = none, or its first step is planned
+    snapshot_at: dict[int, Use] = field(default_factory=dict)  # numbers of tokens behind which others want a snapshot
+    snapshots: list[Snapshot] = field(default_factory=list)  # that it owns, in the order of their tokens
     keys: list[bytes] = field(default_factory=list)  # keys of its full blocks in the tiers
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # gathered so far, behind logprobs_start
 

@@ -97,6 +97,7 @@ def test_hit_rate_row() -> None:
     assert hit_rate.row(0.8, 0.78, {}).ratio == pytest.approx(1)
     assert hit_rate.row(0.8, 0.76, {}).ratio == pytest.approx(0.5)
     assert hit_rate.row(0.8, 0.8, {}).reached
+    assert hit_rate.state_row(0.8, 0.75).ratio == pytest.approx(1)
 
 
 def test_chat_row_leaves_the_first_turn_out() -> None:

@@ -439,19 +439,22 @@ def rope_attention_cases() -> Iterator[Case]:
         yield Case(ops.rope_paged_attention, names(types), _seeded(attend), traits, tolerance)
 
 
+STATE_ROWS = [[4, -1, 6, 3], [0, 5, -1, 0], [2, 2, 3, 5], [1, 1, -1, 0]]  # see kernels.delta
+
+
 def delta_cases() -> Iterator[Case]:
-    """Sequences that begin, go on, have one token and have none, in scattered rows of states."""
+    """Sequences that begin, go on from a snapshot, go on, and have no token, in scattered rows of states."""
     for key_heads, share, key_dim, value_dim, kernel in ((2, 3, 8, 12, 4), (1, 1, 16, 5, 1), (3, 2, 32, 32, 2)):
 
         def advance(
             hk: int = key_heads, g: int = share, dk: int = key_dim, dv: int = value_dim, size: int = kernel
         ) -> Any:
             hv, channels = hk * g, hk * (2 * dk + g * dv)
-            query_start, lengths, rows = [0, 7, 8, 13, 13], [7, 30, 9, 4], torch.tensor([4, 0, 2, 1]).int()
+            query_start, lengths, rows = [0, 7, 8, 13, 13], [7, 30, 9, 4], torch.tensor(STATE_ROWS).int()
             weights = DeltaWeights(
                 torch.randn(channels, size), torch.randn(hv), torch.randn(hv) * 3, torch.randn(dv), 1e-6
             )
-            states = DeltaStates(torch.randn(5, channels, size - 1), torch.randn(5, hv, dk, dv))
+            states = DeltaStates(torch.randn(7, channels, size - 1), torch.randn(7, hv, dk, dv))
             y = torch.randn(query_start[-1], hk * (2 * dk + 2 * g * dv) + 2 * hv)
             tables = torch.zeros(len(lengths), 1).int()
             return y, weights, states, rows, geometry(query_start, lengths, tables)

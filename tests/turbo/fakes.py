@@ -99,6 +99,7 @@ class FakeRunner:
         self.memory = np.zeros((limits.kv.num_blocks, limits.kv.block_size), np.int64)
         self.slots: dict[int, FakeSlot] = {}
         self.failed: set[int] = set()
+        self.states: dict[int, int] = {}  # by row, of a model that has any: the content of the last token
         self.num_computed = 0  # tokens of all sequences
 
     @property
@@ -131,12 +132,37 @@ class FakeRunner:
         chunks = [chunk for chunk in plan.chunks if chunk.slot not in self.failed]
         assert sum(c.num_tokens for c in chunks) <= self.limits.max_step_tokens
         assert len({c.slot for c in chunks}) == len(chunks), "two chunks of one sequence"
+        if self.limits.kv.snapshots:
+            self._advance_states(chunks)
         for chunk in chunks:
             self._write(self.slots[chunk.slot], chunk)
         # All writes come first, as in a forward pass. So a block with two writers shows even if the later one does the
         # damage.
         results = {chunk.slot: self._result(self.slots[chunk.slot], chunk) for chunk in chunks}
         return [results.get(chunk.slot, Sampled()) for chunk in plan.chunks]
+
+    def _advance_states(self, chunks: list[Chunk]) -> None:
+        """All are read before any is written, or one that is read is written: sequences advance at the same time."""
+        written: list[int] = []
+        for chunk in chunks:
+            seq, rows = self.slots[chunk.slot], self.limits.kv.snapshots
+            contents = [0, *seq.content(chunk.start + chunk.num_tokens)]
+            source = chunk.source if chunk.source >= 0 else chunk.slot
+            assert source == chunk.slot or source in rows
+            assert not chunk.start or self.states[source] == contents[chunk.start], "the state of another text"
+            assert source not in written, "a state is read and written in one step"
+            written.append(chunk.slot)
+            if chunk.snapshot >= 0:
+                assert chunk.snapshot in rows
+                assert chunk.snapshot not in written, "two snapshots in one place"
+                written.append(chunk.snapshot)
+        for chunk in chunks:
+            contents = [0, *self.slots[chunk.slot].content(chunk.start + chunk.num_tokens)]
+            assert chunk.source < 0 or chunk.source not in written, "a state is read and written in one step"
+            self.states[chunk.slot] = contents[-1]
+            if chunk.snapshot >= 0:
+                assert 0 < chunk.snapshot_after <= chunk.num_tokens
+                self.states[chunk.snapshot] = contents[chunk.start + chunk.snapshot_after]
 
     def _tables(self, new: NewSequence) -> list[list[int]]:
         assert len(new.block_tables) == self.limits.kv.num_groups

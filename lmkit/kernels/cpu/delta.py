@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lmkit.kernels import ops
 from lmkit.kernels.cpu import threads, workspace
-from lmkit.kernels.cpu.intrinsics import bits_to_float, exp, pointer
+from lmkit.kernels.cpu.intrinsics import bits_to_float, copy, exp, pointer
 from lmkit.kernels.cpu.jit import Task, float_bits, inline
 from lmkit.kernels.cpu.structs import numbers, read
 from lmkit.kernels.delta import DeltaStates, DeltaWeights
@@ -27,7 +27,6 @@ class DeltaArgs(NamedTuple):
     y: int
     width: int  # of a row
     query_start: int
-    context_lens: int
     rows: int
     conv: int
     a_log: int
@@ -111,15 +110,26 @@ def _advance(
 
 
 @inline
-def _clear(args: Any, row: int, head: int, per: int) -> None:
-    """Begin a sequence: the windows and matrices of a key head become zeros."""
-    dk, past, width = args.key_dim, args.kernel - 1, per * args.value_dim
-    start = args.windows + 4 * row * past * (2 * args.key_heads * dk + args.value_heads * args.value_dim)
+def _fill(place: int, from_row: int, to_row: int, stride: int, size: int) -> None:
+    """Copy `size` bytes at `place` of row 0 from row to row, `stride` bytes apart. Row -1 has zeros."""
+    if from_row < 0:
+        carray(pointer(place + to_row * stride), size, np.uint8)[:] = np.uint8(0)
+    else:
+        copy(place + from_row * stride, place + to_row * stride, size)
+
+
+@inline
+def _set(args: Any, from_row: int, to_row: int, head: int) -> None:
+    """Copy the windows and matrices of a key head from row to row. Row -1 has zeros."""
+    dk, past, per = args.key_dim, args.kernel - 1, args.value_heads // args.key_heads
+    width, stride = per * args.value_dim, 4 * past * (2 * args.key_heads * dk + args.value_heads * args.value_dim)
     for part in range(2):
-        _floats(start + 4 * (part * args.key_heads + head) * dk * past, dk * past)[:] = np.float32(0)
-    _floats(start + 4 * (2 * args.key_heads * dk + head * width) * past, width * past)[:] = np.float32(0)
-    size = per * dk * args.value_dim
-    _floats(args.matrices + 4 * (row * args.key_heads + head) * size, size)[:] = np.float32(0)
+        at = args.windows + 4 * (part * args.key_heads + head) * dk * past
+        _fill(at, from_row, to_row, stride, 4 * dk * past)
+    at = args.windows + 4 * (2 * args.key_heads * dk + head * width) * past
+    _fill(at, from_row, to_row, stride, 4 * width * past)
+    size = 4 * width * dk
+    _fill(args.matrices + head * size, from_row, to_row, args.key_heads * size, size)
 
 
 def _gated_delta(arguments: int, scratch: int, index: int) -> None:
@@ -127,9 +137,10 @@ def _gated_delta(arguments: int, scratch: int, index: int) -> None:
     heads, dk, dv, per = args.key_heads, args.key_dim, args.value_dim, args.value_heads // args.key_heads
     b, head = index // heads, index % heads
     start, end = carray(pointer(args.query_start), b + 2, np.int32)[b : b + 2]
-    row = np.int64(carray(pointer(args.rows), b + 1, np.int32)[b])
-    if carray(pointer(args.context_lens), b + 1, np.int32)[b] == end - start:
-        _clear(args, row, head, per)
+    places = carray(pointer(args.rows + 16 * b), 4, np.int32)
+    row, source, snapshot, after = np.int64(places[0]), np.int64(places[1]), np.int64(places[2]), np.int64(places[3])
+    if source != row:
+        _set(args, source, row, head)
     span = 2 * dk + per * dv
     mixed, change = _floats(scratch, span), _floats(scratch + 4 * span, dv)
     norm, eps = _floats(args.norm, dv), bits_to_float(np.uint32(args.eps_bits))
@@ -156,6 +167,8 @@ def _gated_delta(arguments: int, scratch: int, index: int) -> None:
             factor = ONE / np.float32(math.sqrt(total / np.float32(dv) + eps))
             for j in range(dv):
                 out[j] = out[j] * factor * norm[j] * _silu(gates[i * dv + j])
+        if snapshot >= 0 and t - start + 1 == after:
+            _set(args, row, snapshot, head)
 
 
 GATED_DELTA = Task(_gated_delta)
@@ -163,13 +176,13 @@ GATED_DELTA = Task(_gated_delta)
 
 @implements(ops.gated_delta, "cpu", device="cpu", priority=20)
 def gated_delta(y: Tensor, weights: DeltaWeights, states: DeltaStates, rows: Tensor, geometry: BatchGeometry) -> Tensor:
-    assert (y.dtype, y.is_contiguous(), rows.dtype) == (torch.float32, True, torch.int32)
+    assert (y.dtype, y.is_contiguous(), rows.dtype, rows.is_contiguous()) == (torch.float32, True, torch.int32, True)
     assert weights.conv.is_contiguous()
     key_heads, value_heads, key_dim, value_dim = states.heads
     out = workspace.empty(len(y), value_heads * value_dim)
     args = DeltaArgs(
-        y.data_ptr(), y.shape[1], geometry.query_start.data_ptr(), geometry.context_lens.data_ptr(), rows.data_ptr(),
-        weights.conv.data_ptr(), weights.a_log.data_ptr(), weights.dt_bias.data_ptr(), weights.norm.data_ptr(),
+        y.data_ptr(), y.shape[1], geometry.query_start.data_ptr(), rows.data_ptr(), weights.conv.data_ptr(),
+        weights.a_log.data_ptr(), weights.dt_bias.data_ptr(), weights.norm.data_ptr(),
         float_bits(weights.eps), states.conv.data_ptr(), states.matrix.data_ptr(), weights.conv.shape[1],
         key_heads, value_heads, key_dim, value_dim, out.data_ptr(),
     )  # fmt: skip

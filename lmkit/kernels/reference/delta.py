@@ -16,12 +16,14 @@ from lmkit.kernels.registry import implements
 def gated_delta(y: Tensor, weights: DeltaWeights, states: DeltaStates, rows: Tensor, geometry: BatchGeometry) -> Tensor:
     out = [y.new_zeros(0, states.heads[1] * states.heads[3])]
     starts = geometry.query_start.tolist()
-    for b, row in enumerate(rows.tolist()):
-        tokens = y[starts[b] : starts[b + 1]]
-        if geometry.context_lens[b] == len(tokens):
-            states.conv[row] = 0
-            states.matrix[row] = 0
-        out += [_token(token, weights, states, row) for token in tokens]
+    for b, (row, source, snapshot, after) in enumerate(rows.tolist()):
+        for state in (states.conv, states.matrix):
+            state[row] = state[source] if source >= 0 else 0
+        for count, token in enumerate(y[starts[b] : starts[b + 1]], 1):
+            out.append(_token(token, weights, states, row))
+            if snapshot >= 0 and count == after:
+                for state in (states.conv, states.matrix):
+                    state[snapshot] = state[row]
     return torch.cat(out)
 
 

@@ -144,6 +144,8 @@ def _serving(model: ResolvedModel, config: EngineConfig, available: int) -> dict
         "weight_bytes": weights,
         "workspace_bytes": plan and plan.workspace,
         "runtime_bytes": RUNTIME_BYTES,
+        "state_bytes": (plan and plan.states) or None,
+        "snapshot_bytes": (plan and plan.snapshots) or None,
         "kv_bytes": plan and plan.kv,
         "available_bytes": available,
         "kv_blocks": plan and plan.num_blocks,

@@ -123,8 +123,9 @@ class Engine:
         with loading.fits_the_gpu("the KV cache or the first steps"):
             sizes = memory.num_blocks, config.tokens_per_block, memory.max_model_len
             kv = kv_storage.allocate(
-                spec.layers, model.storages, *sizes, device.name, memory.layout, config.max_batch_size
-            )
+                spec.layers, model.storages, *sizes, device.name, memory.layout,
+                config.max_batch_size + memory.num_snapshots,
+            )  # fmt: skip
             kv = [kv[layer.index] for layer in model.decoder.layers]
             blocks = KVBlocks(kv)
             self._tiers, self._block_server = loading.open_tiers(config, model, blocks)
@@ -349,7 +350,7 @@ class Engine:
 
 def _limits(config: EngineConfig, memory: MemoryPlan, spec: ModelSpec) -> SchedulerLimits:
     return SchedulerLimits(
-        kv=kv_limits(spec, config, memory.layout, memory.num_blocks),
+        kv=kv_limits(spec, config, memory.layout, memory.num_blocks, memory.num_snapshots),
         max_batch_size=config.max_batch_size,
         max_step_tokens=config.tokens_per_step,
         max_model_len=memory.max_model_len,

@@ -104,7 +104,7 @@ def load(model_path: str, config: EngineConfig, device: Device, rank: int = 0) -
         name = spec.architecture.removesuffix("ForCausalLM")
         rounded = "" if config.quantize == "none" else f" rounded to {config.quantize}"
         log.info("model: %s, %s weights%s, %s", name, model.source.format.name, rounded, model.packing.dtype)
-        _announce(memory, model.storages)
+        _announce(memory, model.storages, config)
         start, mapped = time.perf_counter(), list[PackedFile]()
         with fits_the_gpu("the weights"):
             how: dict[str, Any] = {"packed_cache": config.packed_cache, "check": mapped.append}
@@ -174,11 +174,13 @@ def inside(root: str | None, folder: str) -> Path:
     return path
 
 
-def _announce(memory: MemoryPlan, storages: list[KVStorage]) -> None:
+def _announce(memory: MemoryPlan, storages: list[KVStorage], config: EngineConfig) -> None:
     for line in memory.lines(storage_text(storages)):
         log.info(line)
     if shortage := memory.shortage():
         log.warning(shortage)
+    if memory.states and config.prefix_cache and not memory.num_snapshots:
+        log.warning("the prefix cache is off: no memory is left for snapshots of recurrent states")
     log.debug("memory plan in bytes: %s", json.dumps(memory.as_dict() | {"available": memory.available}))
 
 
@@ -226,8 +228,6 @@ def _check_recurrent(spec: ModelSpec, config: EngineConfig) -> None:
     }
     if refused := [name for name, is_given in given.items() if is_given]:
         raise ConfigError(f"{spec.architecture} has recurrent states; leave out {', '.join(refused)}")
-    if config.prefix_cache:
-        log.warning("the prefix cache is off: cached blocks of %s would lack its recurrent state", spec.architecture)
 
 
 def _shared_by(config: EngineConfig) -> str:
@@ -269,7 +269,7 @@ def given(decoder: Decoder, config: EngineConfig, device: Device, storages: list
         kind = str(decoder.dtype).removeprefix("torch.") if config.kv_dtype == "auto" else config.kv_dtype
         storages = [KVStorage(kv_dtype(kind), kv_dtype(kind))] * spec.num_layers
     memory = plan_memory(spec, config, [s.dtypes for s in storages], 0, device.free_memory())
-    _announce(memory, storages)
+    _announce(memory, storages, config)
     kept = False, b"", None
     pooling = "last" if config.pooling == "auto" else config.pooling
     return LoadedModel(

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 # torch, numba and their compiled code; on a GPU cuBLAS, kernels and the bytes that torch's cache rounds up
 RUNTIME_BYTES = 400 << 20
+SNAPSHOTS = 16  # of recurrent state, for each sequence of the batch, unless they exceed their share
+SNAPSHOT_SHARE = 0.25  # of the memory left after the weights
 KV_SHARE = {"cpu": 0.8, "cuda": 0.92}  # share of the memory left after the weights, if the user gives no budget
 
 
@@ -65,21 +67,27 @@ class MemoryPlan:
     wanted_kv: int  # bytes of KV for one sequence of that length
     layout: KVLayout
     states: int = 0  # recurrent states, one for each sequence of the batch
+    snapshots: int = 0  # of these states, for the prefix cache
+    num_snapshots: int = 0
 
     @property
     def total(self) -> int:
         """Bytes of all but the runtime."""
-        return self.weights + self.workspace + self.states + self.host + self.kv
+        return self.weights + self.workspace + self.states + self.snapshots + self.host + self.kv
 
     def lines(self, kv_dtype: str) -> list[str]:
         """The plan in lines of at most 55 characters. `kv_dtype` names the storage."""
-        used = self.weights + self.workspace + self.states + RUNTIME_BYTES + self.kv
+        used = self.total - self.host + RUNTIME_BYTES
         host = [f"KV that leaves the cache: {gib(self.host)} of host memory"] if self.host else []
         return [
             f"KV cache: {kv_dtype}, {gib(self.kv)} for {self.num_tokens:,} tokens",
             f"context: {self.max_model_len:,} tokens",
             f"memory: {gib(used)} of {gib(self.available)}, weights {gib(self.weights)}",
-            *([f"recurrent states: {gib(self.states)}"] if self.states else []),
+            *(
+                [f"states: {gib(self.states)}, {self.num_snapshots} snapshots: {gib(self.snapshots)}"]
+                if self.states
+                else []
+            ),
             *host,
         ]
 
@@ -87,7 +95,7 @@ class MemoryPlan:
         """A warning if the KV cache is too small for the model's context, or an empty text."""
         if self.max_model_len == self.wanted_len:
             return ""
-        room = self.available - self.weights - self.workspace - self.states - RUNTIME_BYTES - self.host
+        room = self.available - (self.total - self.kv) - RUNTIME_BYTES
         larger = f"set kv_memory {-(-self.wanted_kv >> 20)}M, " if self.wanted_kv <= room else "free memory, "
         return (
             f"the context is cut to {self.max_model_len:,} of the model's {self.wanted_len:,} tokens: the KV cache has "
@@ -97,17 +105,21 @@ class MemoryPlan:
 
     def as_dict(self) -> dict[str, int]:
         purposes = {"weights": self.weights, "workspace": self.workspace, "runtime": RUNTIME_BYTES}
-        return purposes | ({"states": self.states} if self.states else {}) | {"host": self.host, "kv": self.kv}
+        states = {"states": self.states, "snapshots": self.snapshots} if self.states else {}
+        return purposes | states | {"host": self.host, "kv": self.kv}
 
 
-def kv_limits(spec: ModelSpec, config: EngineConfig, layout: KVLayout, num_blocks: int) -> KVLimits:
+def kv_limits(
+    spec: ModelSpec, config: EngineConfig, layout: KVLayout, num_blocks: int, num_snapshots: int = 0
+) -> KVLimits:
     """The KV limits of an engine with a pool of `num_blocks` blocks."""
     return KVLimits(
         num_blocks=num_blocks,
         block_size=config.tokens_per_block,
         classes=layout.classes,
         max_step_tokens=config.tokens_per_step,
-        prefix_cache=config.prefix_cache and not spec.is_recurrent,  # a prefix would lack its state
+        prefix_cache=config.prefix_cache and (num_snapshots > 0 or not spec.is_recurrent),
+        snapshots=range(config.max_batch_size, config.max_batch_size + num_snapshots),
         cache_quota=config.cache_quota,
         session_lease=config.session_lease,
         dynamic_length=spec.dynamic_length,
@@ -142,6 +154,11 @@ def plan_memory(
     if on_gpu and host > (on_host := available_memory()):
         raise ConfigError(f"kv_host_memory {gib(host)} is more than the {gib(on_host)} of host memory that is free")
     left = free - weight_bytes - workspace - states - RUNTIME_BYTES - (0 if on_gpu else host)
+    num_snapshots = 0
+    if spec.is_recurrent and config.prefix_cache:
+        room = min(int(left * SNAPSHOT_SHARE), left - (config.kv_memory or 0))
+        num_snapshots = max(0, min(SNAPSHOTS * config.max_batch_size, room // spec.state_bytes))
+        left -= num_snapshots * spec.state_bytes
     if left < num_groups * block_bytes:
         raise ConfigError(
             f"this model needs {gib(weight_bytes)} for weights and {gib(workspace + states + RUNTIME_BYTES + host)} to "
@@ -161,7 +178,7 @@ def plan_memory(
     kv_memory = config.kv_memory and config.kv_memory // config.num_processes  # of one of them
     budget = kv_memory or min(int(left * share), blocks_per_sequence * config.max_batch_size * block_bytes)
     num_blocks = budget // block_bytes
-    limits = kv_limits(spec, config, layout, num_blocks)
+    limits = kv_limits(spec, config, layout, num_blocks, num_snapshots)
     if num_blocks < num_groups:
         needed = num_groups * block_bytes
         raise ConfigError(f"a KV budget of {gib(budget)} holds no block of {gib(needed)}; raise kv_memory")
@@ -187,6 +204,8 @@ def plan_memory(
         wanted_kv=blocks_per_sequence * block_bytes,
         layout=layout,
         states=states,
+        snapshots=num_snapshots * spec.state_bytes,
+        num_snapshots=num_snapshots,
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 HOLE = -1  # an entry of a block table that has no block
 
@@ -21,6 +21,7 @@ class BlockPool:
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self.num_changes = 0  # how often the prefix cache has got or lost blocks: what was found before may be gone
+        self.on_drop: Callable[[Iterable[int]], None] | None = None  # gets the blocks that leave the prefix cache
         self._references = [0] * num_blocks
         self._cached = bytearray(num_blocks)  # 1: one of the references is the cache's
         self._num_cached = 0
@@ -125,9 +126,11 @@ class BlockPool:
             cached[block] = 1
             self._num_cached += self._sizes[block]
 
-    def drop(self, blocks: Iterable[int]) -> None:
+    def drop(self, blocks: Sequence[int]) -> None:
         """Remove the prefix cache's reference to each of these blocks, and the mark."""
         self.num_changes += 1
+        if self.on_drop is not None:
+            self.on_drop(blocks)
         references, cached = self._references, self._cached
         for block in blocks:
             assert cached[block], f"block {block} is not cached"

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from lmkit.turbo.decisions import DecisionStats
 from lmkit.turbo.kv.block_pool import BlockPool
@@ -24,24 +23,13 @@ from lmkit.turbo.kv.integrity import check_owners
 from lmkit.turbo.kv.leases import Leases
 from lmkit.turbo.kv.ledger import Ledger
 from lmkit.turbo.kv.limits import KVLimits as KVLimits
+from lmkit.turbo.kv.prefix import Prefix as Prefix
 from lmkit.turbo.kv.radix_cache import HOLE, Match, Namespace, RadixCache
+from lmkit.turbo.kv.snapshots import Snapshots
 from lmkit.turbo.kv.tiers.keys import block_keys, group_keys, root_key
 from lmkit.turbo.kv.tiers.store import Loaded, TierStore
 from lmkit.turbo.plan import Load, Save
-from lmkit.turbo.sequence import BlockTable, Sequence
-
-
-@dataclass(frozen=True)
-class Prefix:
-    """The longest prefix of a prompt that the caches of all classes have."""
-
-    matches: tuple[Match, ...]  # one for each class, each of `num_tokens` tokens
-    num_tokens: int
-
-    @property
-    def num_full(self) -> int:
-        """Full blocks of each class, HOLEs included."""
-        return len(self.matches[0].blocks)
+from lmkit.turbo.sequence import BlockTable, Sequence, Status
 
 
 class KVManager:
@@ -65,6 +53,7 @@ class KVManager:
         self._has_windows = any(of.window for of in self._classes)
         self._nothing = Prefix((Match([], 0, None),) * len(limits.classes), 0)
         self._tiers = tiers if limits.prefix_cache else None
+        self.snapshots = Snapshots(limits.snapshots, limits.block_size, self.pool) if limits.snapshots else None
         self._kv_identity = kv_identity
         self._num_loads = 0
 
@@ -123,7 +112,8 @@ class KVManager:
         """
         if not self.limits.prefix_cache or seq.max_cached < 1:
             return self._nothing
-        return self._match(seq, seq.max_cached)
+        prefix = self._match(seq, seq.max_cached)
+        return prefix if self.snapshots is None else self.snapshots.reachable(prefix)
 
     def _match(self, seq: Sequence, count: int) -> Prefix:
         """The longest prefix of at most `count` tokens from which every class can continue."""
@@ -195,7 +185,10 @@ class KVManager:
             (block,) = self._allocate(1, len(of.groups))
             self.copies += zip(sources, self.pool.stripe(block), strict=True)
             table.blocks.append(block)
-        seq.num_computed, seq.num_completed = prefix.num_tokens, prefix.num_full * self.block_size
+        full = prefix.num_full * self.block_size
+        seq.num_computed, seq.num_completed = prefix.num_tokens, min(full, prefix.num_tokens)
+        if self.snapshots is not None:
+            self.snapshots.begin(seq)
         if seq.request.gives_kv and self._tiers is not None:  # the tiers may have lost what the device still has
             for of, table in zip(self._classes, seq.tables, strict=True):
                 self._save(seq, of, table.blocks[: prefix.num_full], 0)
@@ -297,8 +290,12 @@ class KVManager:
 
         Full blocks are published. With `partial` the content of a partly filled last block is published too.
         """
+        partial = partial and self.snapshots is None  # no snapshot would stand behind it
         for of, table in zip(self._classes, seq.tables, strict=False):
             self._publish(seq, of, table, num_tokens, partial=partial, running=running)
+        if self.snapshots is not None and any(taken.num_tokens <= num_tokens for taken in seq.snapshots):
+            (match,) = self._match(seq, num_tokens).matches
+            self.snapshots.publish(seq, match, ended=not running or seq.status is Status.FINISHED)
 
     def _publish(
         self,
@@ -313,7 +310,7 @@ class KVManager:
         """Publish the blocks of one class."""
         full = num_tokens // self.block_size
         count = num_tokens if partial else full * self.block_size
-        if of.cache is None or not count or (full == table.num_published and not partial):
+        if of.cache is None or not count or (full <= table.num_published and not partial):
             return
         blocks = table.blocks[: -(-count // self.block_size)]
         if running and self._is_twin(seq, of.cache, blocks[:full]):
@@ -322,7 +319,7 @@ class KVManager:
         if self._tiers is not None:
             own = [block if block == found else HOLE for block, found in zip(blocks, kept, strict=False)]
             self._save(seq, of, own[:full], table.num_published)
-        table.num_published = full
+        table.num_published = max(table.num_published, full)
 
     def _save(self, seq: Sequence, of: ClassTables, blocks: list[int], first: int) -> None:
         """Let the tiers keep these blocks of a class, the first of its sequence, from `first` on."""
@@ -358,6 +355,8 @@ class KVManager:
         for table in seq.tables:  # tail first, so that free blocks are handed out again in their old order
             self.pool.free_all(reversed(table.blocks))
         seq.tables = []
+        if self.snapshots is not None:
+            self.snapshots.drop(seq)
         seq.num_computed = seq.num_completed = 0
 
     def expire_leases(self, now: float) -> None:
@@ -395,4 +394,7 @@ class KVManager:
 
     def check_integrity(self, holders: Iterable[Sequence]) -> None:
         """Check that every reference of the pool has its owner. `holders` are all sequences that hold blocks."""
+        holders = list(holders)
+        if self.snapshots is not None:
+            self.snapshots.check_integrity(holders)
         check_owners(self.pool, self.caches, self.leases, holders)

@@ -46,6 +46,12 @@ def in_order(chunks: list[Chunk]) -> list[Chunk]:
     return sorted(chunks, key=lambda chunk: not chunk.num_sampled)
 
 
+def _state_rows(chunk: Chunk) -> tuple[int, int, int, int]:
+    """See kernels.delta."""
+    source = chunk.source if chunk.source >= 0 or not chunk.start else chunk.slot
+    return chunk.slot, source, chunk.snapshot, chunk.snapshot_after
+
+
 class PersistentBatch:
     """Token ids and block tables of `num_slots` sequences, as arrays indexed by slot, and one set of step inputs.
 
@@ -53,8 +59,16 @@ class PersistentBatch:
     """
 
     def __init__(
-        self, num_slots: int, max_model_len: int, block_size: int, max_step_tokens: int, num_groups: int = 1
+        self,
+        num_slots: int,
+        max_model_len: int,
+        block_size: int,
+        max_step_tokens: int,
+        num_groups: int = 1,
+        *,
+        has_states: bool = True,
     ) -> None:
+        self.has_states = has_states
         self.block_size, self.max_step_tokens = block_size, max_step_tokens
         self.token_ids = np.zeros((num_slots, max_model_len), np.int64)
         self.num_tokens = np.zeros(num_slots, np.int64)
@@ -78,7 +92,7 @@ class PersistentBatch:
             "context_lens": torch.zeros(num_slots, dtype=torch.int32),
             "block_tables": torch.zeros(self.block_tables.shape, dtype=torch.int32),
             "rope_lens": torch.zeros(num_slots, dtype=torch.int32),
-            "states": torch.zeros(num_slots, dtype=torch.int32),
+            "states": torch.zeros(num_slots, 4, dtype=torch.int32),
             "logit_rows": torch.zeros(max_step_tokens, dtype=torch.int64),
             "logit_start": torch.zeros(num_slots + 1, dtype=torch.int32),
             "adapters": torch.full((max_step_tokens,), -1, dtype=torch.int32),
@@ -142,6 +156,8 @@ class PersistentBatch:
             if chunk.draft:
                 end = chunk.start + chunk.num_tokens
                 self.token_ids[chunk.slot, end - len(chunk.draft) : end] = chunk.draft
+        if self.has_states:
+            self._arrays["states"][: len(chunks)] = [_state_rows(chunk) for chunk in in_order(chunks)]
         if all(c.num_tokens == c.num_sampled == 1 and c.slot not in self.pooling for c in chunks):
             return self._decode([(c.slot, c.start) for c in chunks]), None
         self._decoded, self.keeps_tables = [], False
@@ -207,7 +223,6 @@ class PersistentBatch:
         arrays["slots"][:, :tokens] = self.block_tables[:, owner, block] * self.block_size + offset
         arrays["query_start"][: seqs + 1] = query_start
         arrays["context_lens"][:seqs] = lens
-        arrays["states"][:seqs] = slots
         arrays["rope_lens"][:seqs] = self.num_prompt_tokens[slots]
         max_blocks = int(-(-lens.max() // self.block_size))
         arrays["block_tables"][:, :seqs, :max_blocks] = self.block_tables[:, slots, :max_blocks]

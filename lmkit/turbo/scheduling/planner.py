@@ -122,6 +122,8 @@ class Planner:
         count = min(uncomputed, budget)
         if 0 < uncomputed - count < REST <= count // 2:
             count -= REST
+        if self.kv.snapshots is not None:
+            count = self.kv.snapshots.fit(seq, count)
         # Reserve the whole prompt at once, so that it is not begun in vain. A window needs only the chunk's blocks.
         end, whole = start + count, start + uncomputed
         # The entry includes the blocks from the cache and the tiers.
@@ -136,13 +138,17 @@ class Planner:
             count, num_sampled = count + len(draft), 1 + len(draft)
         else:
             draft, num_sampled = [], int(count == uncomputed)
+        source, taken, after = -1, -1, 0
+        if self.kv.snapshots is not None:
+            source, (taken, at, _) = self.kv.snapshots.of_chunk(seq, count - len(draft))
+            after = at - start
         if entry is not None:
             step.new[seq.slot] = entry
             seq.has_entered = True
         step.budget -= count
         if step.is_contended:
             self.shares.charge(seq, count)
-        step.chunks[seq.slot] = Chunk(seq.slot, start, count, blocks, num_sampled, draft)
+        step.chunks[seq.slot] = Chunk(seq.slot, start, count, blocks, num_sampled, draft, source, taken, after)
 
     def _last_running(self) -> Sequence | None:
         return fairness.victim(seq for seq in self.slots.running.values() if seq.status is Status.RUNNING)

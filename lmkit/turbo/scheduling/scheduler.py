@@ -173,12 +173,11 @@ class Scheduler:
         if self._speculation is not None and self._awaits_tokens(self._speculation):
             return None
         step = self._planner.write(now)
-        kv, chunks = self.kv, list(step.chunks.values())
+        kv, chunks, new = self.kv, list(step.chunks.values()), list(step.new.values())
         if not (chunks or kv.loads or kv.saves):
             stuck = self._has_sequences() and not (self._under_way or self._slots.loading)
             assert not stuck, "requests wait and none can be computed"
             return None
-        new = list(step.new.values())
         plan = StepPlan(self._slots.take_freed(), new, chunks, kv.copies, kv.loads, kv.saves)
         kv.copies, kv.loads, kv.saves = [], [], []
         self._steps += bool(chunks)
@@ -368,8 +367,8 @@ class Scheduler:
         self.kv.wait(seconds)
 
     def stats(self) -> EngineStats:
-        kv, drafts = self.kv, self._speculation
-        kv.expire_leases(self._clock())  # nothing else does while there is no work
+        kv, drafts, now = self.kv, self._speculation, self._clock()
+        kv.expire_leases(now)  # nothing else does while there is no work
         return EngineStats(
             num_running=len(self._slots.running),
             num_waiting=len(self._waiting),
@@ -384,8 +383,9 @@ class Scheduler:
             prefix_hits=self._planner.prefix_hits,
             tier_hits=dict(self._tier_hits),
             evicted_blocks=sum(cache.num_evicted * cache.stripe for cache in kv.caches),
+            **(kv.snapshots.stats() if kv.snapshots else {}),
             sessions=len(kv.leases),
-            kept_since=kv.kept_since(self._clock()),
+            kept_since=kv.kept_since(now),
             decisions=dict(self._decision_stats.decisions),
             tiers=kv.tier_stats(),
             drafts=drafts.num_drafts if drafts else 0,

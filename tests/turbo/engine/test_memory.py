@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -10,6 +11,7 @@ from lmkit.config import EngineConfig
 from lmkit.errors import ConfigError
 from lmkit.kv_dtype import BFLOAT16, FLOAT32, INT4, INT8, KVDtype
 from lmkit.layers.batch import allocate_kv
+from lmkit.layers.delta_spec import DeltaSpec
 from lmkit.models import load_spec
 from lmkit.turbo.engine.memory import RUNTIME_BYTES, plan_memory
 
@@ -50,6 +52,21 @@ def test_default_pool_serves_the_whole_batch_when_memory_allows() -> None:
         "context: 4,096 tokens",
         "memory: 1.42 GiB of 8.00 GiB, weights 1.00 GiB",
     ]
+
+
+def test_snapshots_of_recurrent_states_are_planned() -> None:
+    delta = DeltaSpec(2, 4, 16, 16, 4)
+    spec = replace(SPEC, layers=(replace(SPEC.layers[0], delta=delta), *SPEC.layers[1:]))
+    plan = plan_memory(spec, EngineConfig(max_batch_size=3), BF16, weight_bytes=GIB, available=8 * GIB)
+    assert plan.states == 3 * delta.state_bytes
+    assert (plan.num_snapshots, plan.snapshots) == (48, 48 * delta.state_bytes)
+    assert plan.total == plan.weights + plan.workspace + plan.states + plan.snapshots + plan.kv
+    assert "states: 16.5 KiB, 48 snapshots: 264.0 KiB" in plan.lines("bfloat16")
+    little = plan_memory(spec, EngineConfig(max_batch_size=3), BF16, 0, available=RUNTIME_BYTES + (16 << 20))
+    assert 0 < little.num_snapshots < 48
+    assert little.snapshots <= little.kv
+    without = plan_memory(spec, EngineConfig(max_batch_size=3, prefix_cache=False), BF16, 0, available=8 * GIB)
+    assert without.snapshots == 0
 
 
 def test_context_shrinks_to_the_pool_unless_it_was_asked_for() -> None:

@@ -45,6 +45,20 @@ def test_random_traffic_with_drafts(depth: int, tmp_path: Path) -> None:
     assert counts["hits"] > 300
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+def test_random_traffic_of_a_model_with_recurrent_states(depth: int) -> None:
+    counts: Counter[str] = Counter()
+    for seed in range(200, 240):
+        traffic = Traffic(seed, depth, disturb=seed % 2 > 0, recurrent=True)
+        traffic.run(150)
+        traffic.check_results()
+        assert traffic.engine.scheduler.kv.snapshots is not None
+        counts.update(traffic.counts, evicted=traffic.engine.scheduler.kv.snapshots.num_evicted)
+    assert counts["preemptions"] > 100
+    assert counts["hits"] > 300
+    assert counts["evicted"] > 100
+
+
 def test_a_full_disk_costs_nothing_but_the_hits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "write", full_disk)
     run(tmp_path, range(5000, 5010), 2, disturb=True, thorough=True)

@@ -37,10 +37,12 @@ def random_classes(rng: random.Random) -> tuple[KVClass, ...]:
     return KVClass(), KVClass(window, sinks, 2), KVClass(window + 5, sinks, 1)
 
 
-def random_limits(rng: random.Random) -> SchedulerLimits:
-    classes = random_classes(rng)
+def random_limits(rng: random.Random, *, recurrent: bool = False) -> SchedulerLimits:
+    classes = (KVClass(),) if recurrent else random_classes(rng)
     num_groups = sum(layers.num_groups for layers in classes)
     cache: dict[str, Any] = {"prefix_cache": rng.random() < 0.8, "session_lease": rng.choice([5.0, 200.0])}
+    if recurrent:
+        cache |= {"prefix_cache": True, "snapshots": range(8, 8 + rng.choice([1, 2, 5, 30]))}
     if cache["prefix_cache"]:
         cache["cache_quota"] = rng.choice([1.0, 1.0, 0.5])
     cache["classes"] = classes
@@ -94,7 +96,7 @@ class Traffic:
     deadlines.
 
     With `folder` it has lower tiers, and these fail, too. `thorough`: check all bookkeeping at every step. `drafts`:
-    next tokens are guessed, and some guesses are right.
+    next tokens are guessed, and some guesses are right. `recurrent`: the model has recurrent states.
     """
 
     def __init__(
@@ -106,9 +108,10 @@ class Traffic:
         folder: Path | None = None,
         thorough: bool = True,
         drafts: bool = False,
+        recurrent: bool = False,
     ) -> None:
         self.rng = random.Random(seed)
-        self.limits = random_limits(self.rng)
+        self.limits = random_limits(self.rng, recurrent=recurrent)
         self.disturb, self.folder, self.thorough, self.drafts = disturb, folder, thorough, drafts
         self.tiers: ChanceTiers | None = None
         has_tiers = folder is not None and self.limits.kv.prefix_cache

@@ -1,0 +1,183 @@
+"""Snapshots of recurrent state: a prefix whose blocks are cached can be continued where a snapshot stands behind it.
+
+    rows of states   0 ..               one for each slot of the batch
+                     limits.snapshots   free --a step--> a sequence's --publish--> a cached block's --evict--> free
+
+A snapshot stands behind the last token of a full block. A step takes it on its way (ops.gated_delta) into a row that
+the sequence owns. When that block is in the prefix cache, the row becomes the block's, and it is found with it. A block
+that leaves the cache takes its snapshot along. If a row is needed and none is free, a snapshot goes, and its block
+stays: the one used longest ago of those that were found once at most, as long as they have a part of the rows.
+
+Of a prompt two snapshots are kept: one behind its last full block, and one where it leaves a path that the cache has,
+because others will leave it there, too. Beside these a sequence keeps its newest one, which is published when it ends
+or is preempted.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterable
+from typing import Any
+
+from lmkit.turbo.kv.block_pool import BlockPool
+from lmkit.turbo.kv.prefix import Prefix
+from lmkit.turbo.kv.radix_cache import Match
+from lmkit.turbo.sequence import Sequence, Snapshot, Use
+
+POPULAR_SHARE = 0.75  # of the rows, at most, for snapshots that several sequences have left the same path at
+
+
+class Snapshots:
+    """The rows of a model's snapshots, and the block that each of them stands behind."""
+
+    def __init__(self, rows: range, block_size: int, pool: BlockPool) -> None:
+        self.num_evicted = 0  # for other snapshots
+        self._rows, self._block_size, self._pool = rows, block_size, pool
+        self._free = list(reversed(rows))
+        self._of_block: dict[int, int] = {}  # block -> row
+        # The blocks of these, the one used longest ago first, and whether it was found.
+        self._new: OrderedDict[int, bool] = OrderedDict()
+        self._popular: OrderedDict[int, bool] = OrderedDict()
+        self._read: Counter[int] = Counter()  # row -> sequences that begin with it
+        pool.on_drop = self._forget
+
+    def stats(self) -> dict[str, Any]:
+        """Fields of EngineStats."""
+        used, total = len(self._rows) - len(self._free), len(self._rows)
+        return {"snapshots_used": used, "snapshots_total": total, "evicted_snapshots": self.num_evicted}
+
+    def reachable(self, prefix: Prefix) -> Prefix:
+        """All full blocks of the prefix. Of their tokens those in front of the last snapshot need not be computed."""
+        (match,), size = prefix.matches, self._block_size
+        count = next((i for i in range(prefix.num_full, 0, -1) if match.blocks[i - 1] in self._of_block), 0)
+        return Prefix((Match(match.blocks, prefix.num_full * size, None),), count * size)
+
+    def begin(self, seq: Sequence) -> None:
+        """Let a sequence that has just got its blocks go on from the snapshot behind its first `num_computed` tokens.
+
+        It also holds the blocks behind them that the cache has. The same bytes are written to them again.
+        """
+        size, (table,) = self._block_size, seq.tables
+        seq.snapshot_at = {(seq.num_tokens - 1) // size * size: Use.PROMPT}
+        if (shared := len(table.blocks) * size) > seq.num_computed:
+            seq.snapshot_at[shared] = Use.SHARED
+        if seq.num_computed:
+            block = table.blocks[seq.num_computed // size - 1]
+            self._found(block)
+            seq.state = self._of_block[block]
+            self._read[seq.state] += 1
+
+    def fit(self, seq: Sequence, count: int) -> int:
+        """Shorten the sequence's next `count` tokens so that there is one wanted snapshot among them at most."""
+        inside = sorted(at - seq.num_computed for at in seq.snapshot_at if 0 < at - seq.num_computed <= count)
+        return inside[0] if len(inside) > 1 else count
+
+    def of_chunk(self, seq: Sequence, count: int) -> tuple[int, Snapshot]:
+        """(the row of states that the sequence's next `count` tokens go on from, the snapshot that they give).
+
+        Row -1 is its own, or none.
+        """
+        start, source = seq.num_computed, -1
+        if seq.has_entered:
+            self._let_go(seq)  # the step that reads it is planned
+        else:
+            source = seq.state
+        wanted = [at for at in seq.snapshot_at if start < at <= start + count]
+        at = wanted[0] if wanted else (start + count) // self._block_size * self._block_size
+        row = self._take(seq) if at > start else -1
+        snapshot = Snapshot(row, at, seq.snapshot_at.get(at, Use.OWN))
+        if row >= 0:
+            seq.snapshots.append(snapshot)
+        return source, snapshot
+
+    def publish(self, seq: Sequence, match: Match, *, ended: bool) -> None:
+        """Give the sequence's snapshots to the blocks of its path in the cache. `ended`: it will take no more.
+
+        Others may have given these blocks snapshots meanwhile. They are the same.
+        """
+        last = 0
+        for snapshot in self._completed(seq, match.num_tokens):
+            if snapshot.use is Use.OWN and not ended:
+                continue
+            seq.snapshots.remove(snapshot)
+            last = snapshot.num_tokens
+            block = match.blocks[last // self._block_size - 1]
+            if block in self._of_block:
+                self._free.append(snapshot.row)
+                continue
+            self._of_block[block] = snapshot.row
+            order = self._popular if snapshot.use is Use.SHARED else self._new
+            order[block] = False
+            self._pool.num_changes += 1
+        if ended:  # who continues this text begins with its last snapshot
+            for block in (match.blocks[at // self._block_size - 1] for at in seq.snapshot_at if 0 < at < last):
+                if self._new.get(block) is False:
+                    self._new.move_to_end(block, last=False)
+
+    def drop(self, seq: Sequence) -> None:
+        """Free the rows of a sequence that gives up its blocks."""
+        self._let_go(seq)
+        self._free += [snapshot.row for snapshot in seq.snapshots]
+        seq.snapshots = []
+
+    def check_integrity(self, holders: Iterable[Sequence]) -> None:
+        """Check that every row is free or has one owner. `holders` are all sequences that hold blocks."""
+        held, read = [], Counter[int]()
+        for seq in holders:
+            held += [snapshot.row for snapshot in seq.snapshots]
+            read[seq.state] += seq.state >= 0
+        rows = self._free + held + list(self._of_block.values())
+        assert sorted(rows) == list(self._rows), "a row of states is lost, or has two owners"
+        assert +read == +self._read, "a sequence begins with another snapshot"
+        assert sorted(self._of_block) == sorted((*self._new, *self._popular)), "out of order"
+        assert all(map(self._pool.is_cached, self._of_block)), "a snapshot stands behind a block that is not cached"
+        assert set(+read) <= set(self._of_block.values()), "a snapshot is gone before it was read"
+
+    def _completed(self, seq: Sequence, num_tokens: int) -> list[Snapshot]:
+        return [snapshot for snapshot in seq.snapshots if snapshot.num_tokens <= num_tokens]
+
+    def _let_go(self, seq: Sequence) -> None:
+        if seq.state >= 0:
+            self._read[seq.state] -= 1
+            seq.state = -1
+
+    def _take(self, seq: Sequence) -> int:
+        """A row for the sequence's next snapshot, or -1. It keeps its last completed one until the next is completed,
+        too."""
+        completed = self._completed(seq, seq.num_completed)
+        for snapshot in completed[:-1]:
+            if snapshot.use is Use.OWN:
+                seq.snapshots.remove(snapshot)
+                self._free.append(snapshot.row)
+        if not self._free:
+            self._evict()
+        return self._free.pop() if self._free else -1
+
+    def _found(self, block: int) -> None:
+        """A sequence begins with the block's snapshot. When the second does, it is popular."""
+        if self._new.get(block):
+            self._popular[block] = self._new.pop(block)
+        elif block in self._new:
+            self._new[block] = True
+        (self._popular if block in self._popular else self._new).move_to_end(block)
+
+    def _evict(self) -> None:
+        """Free the row of a snapshot, if possible one whose block no sequence and no lease holds."""
+        orders = [self._new, self._popular]
+        if len(self._popular) > POPULAR_SHARE * len(self._rows):
+            orders.reverse()
+        unread = [block for order in orders for block in order if not self._read[self._of_block[block]]]
+        idle = (block for block in unread if self._pool.references(block) == 1)
+        block = next(idle, unread[0] if unread else None)
+        if block is not None:
+            self._forget((block,))
+            self._pool.num_changes += 1
+            self.num_evicted += 1
+
+    def _forget(self, blocks: Iterable[int]) -> None:
+        """The cache has lost these blocks, or their snapshots."""
+        for block in blocks:
+            if block in self._of_block:
+                self._free.append(self._of_block.pop(block))
+                for order in (self._new, self._popular):
+                    order.pop(block, None)
