@@ -1,7 +1,7 @@
-"""What ops.gated_delta takes. A token's row of y has, for each key head h of Hk, in this order:
+"""What ops.gated_delta takes. The rows of a token in y and gates have, with g = Hv / Hk value heads for a key head:
 
-    q [Dk] | k [Dk] | v [g Dv] | z [g Dv]      g = Hv / Hk value heads share h
-    b [g] | a [g]                              of all heads, behind the rows above
+    y       for each key head: q [Dk] | k [Dk] | v [g Dv] | z [g Dv]      if `flat`, q of all heads, then k, v, z
+    gates   for each key head: b [g] | a [g]                              if `flat`, b of all heads, then a
 
 A causal convolution over the tokens of a sequence and SiLU replace q, k and v. Then, for each value head with state S:
 
@@ -32,6 +32,7 @@ class DeltaWeights:
     dt_bias: Tensor  # [Hv]
     norm: Tensor  # [Dv]
     eps: float
+    flat: bool = False
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,10 @@ class DeltaStates:
 
     conv: Tensor  # [rows, C, kernel - 1]: the last inputs of the convolution, the oldest first
     matrix: Tensor  # [rows, Hv, Dk, Dv]
+
+    @property
+    def parts(self) -> tuple[Tensor, Tensor]:
+        return self.conv, self.matrix
 
     @property
     def heads(self) -> tuple[int, int, int, int]:

@@ -265,14 +265,14 @@ def rope_paged_attention(
     spec: AttentionSpec,
     sink_logits: Tensor | None = None,
 ) -> Tensor:
-    """`rope_append` of the step's tokens, then `paged_attention` of their queries. The contents of q and k afterwards
-    are undefined.
-    """
+    """`rope_append` of the tokens, then `paged_attention` of their queries. q and k are undefined afterwards."""
 
 
 @op
-def gated_delta(y: Tensor, weights: DeltaWeights, states: DeltaStates, rows: Tensor, geometry: BatchGeometry) -> Tensor:
-    """y float32 [T, ...] -> [T, Hv * Dv]. `rows` int32 [B, 4]: where states come from and go to. See kernels.delta."""
+def gated_delta(
+    y: Tensor, gates: Tensor, weights: DeltaWeights, states: DeltaStates, rows: Tensor, geometry: BatchGeometry
+) -> Tensor:
+    """y and gates float32 [T, ...] -> [T, Hv * Dv]. `rows` int32 [B, 4]: the states of each. See kernels.delta."""
 
 
 @op

@@ -120,11 +120,11 @@ def allocate_kv(
     return KVLayer(tensor(dtypes[0]), tensor(dtypes[1]))
 
 
-def allocate_states(spec: DeltaSpec, num_states: int) -> DeltaStates:
-    """Zeroed recurrent states of `num_states` sequences for one layer, on a CPU."""
-    conv = zeros((num_states, spec.channels, spec.kernel - 1), torch.float32, "cpu")
+def allocate_states(spec: DeltaSpec, num_states: int, device: str = "cpu") -> DeltaStates:
+    """Zeroed recurrent states of `num_states` sequences for one layer."""
+    conv = zeros((num_states, spec.channels, spec.kernel - 1), torch.float32, device)
     shape = num_states, spec.num_value_heads, spec.key_dim, spec.value_dim
-    return DeltaStates(conv, zeros(shape, torch.float32, "cpu"))
+    return DeltaStates(conv, zeros(shape, torch.float32, device))
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:

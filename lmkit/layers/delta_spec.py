@@ -18,7 +18,17 @@ class DeltaSpec:
     value_dim: int
     kernel: int  # tokens that the causal convolution sees
 
-    inputs = ("attn.qkvz", "attn.ba")  # the roles of the linears that read the block's input
+    flat: bool = False  # heads lie in one tensor for each part, as in Qwen3.5, not all parts for each key head
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """The roles of the linears that read the block's input and give queries, keys, values and output gates."""
+        return ("attn.qkv", "attn.z") if self.flat else ("attn.qkvz",)
+
+    @property
+    def gates(self) -> tuple[str, ...]:
+        """The roles of those that give how much of a state changes, and how much decays. They are small."""
+        return ("attn.b", "attn.a") if self.flat else ("attn.ba",)
 
     @property
     def channels(self) -> int:
@@ -28,11 +38,10 @@ class DeltaSpec:
     def linears(self, hidden: int) -> dict[str, tuple[int, int]]:
         """Shapes [out, in] of the block's linears, by role."""
         values = self.num_value_heads * self.value_dim
-        return {
-            "attn.qkvz": (self.channels + values, hidden),
-            "attn.ba": (2 * self.num_value_heads, hidden),
-            "attn.o": (hidden, values),
-        }
+        sizes = (self.channels, values) if self.flat else (self.channels + values,)
+        small = dict.fromkeys(self.gates, (2 * self.num_value_heads // len(self.gates), hidden))
+        wide = {role: (size, hidden) for role, size in zip(self.inputs, sizes, strict=True)}
+        return wide | small | {"attn.o": (hidden, values)}
 
     @property
     def matrices(self) -> dict[str, tuple[int, ...]]:

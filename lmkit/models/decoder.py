@@ -182,9 +182,10 @@ class DecoderLayer:
             q, row = self.latent.queries_and_rows(x, norm)
             return Projected(q, row, row)
         spec, num_tokens = self.spec, x.shape[0]
-        y = self.qkv(x, norm)
         if self.delta is not None:
-            return Projected(y, y, y)
+            y, gates = self.delta.projected(x, norm)
+            return Projected(y, y, y, gates)
+        y = self.qkv(x, norm)
         *parts, gates = y.split(
             (spec.q_size, spec.kv_size, spec.kv_size, y.shape[1] - spec.q_size - 2 * spec.kv_size), -1
         )
@@ -205,7 +206,8 @@ class DecoderLayer:
         """The input of attn.o, [T, num_heads * head_dim]. Overwrites q and k, and appends to `kv`."""
         q, k, v, gates = projected
         if self.delta is not None:
-            return self.delta(q, batch, kv)
+            assert gates is not None
+            return self.delta(q, gates, batch, kv)
         geometry = batch.geometries[kv.group]
         sinks = self.weights.get("attn.sinks")
         out: Tensor = self.attention_op(q, k, v, *rope, kv.k, kv.v, geometry, self.spec.attention, sinks)
@@ -224,7 +226,7 @@ class DecoderLayer:
         """(output of `attend`, stream) of the batch's logit rows. Overwrites q and k, and appends to `kv`."""
         (q, k, v, gates), rows = projected, batch.logit_rows
         if self.delta is not None:
-            return self.gather(self.delta(q, batch, kv), rows), self.gather(stream, rows)
+            return self.gather(self.attend(projected, batch, rope, kv), rows), self.gather(stream, rows)
         self.append_op(q, k, v, *rope, kv.k, kv.v, batch.geometries[kv.group].slots)
         if not len(rows):  # a chunk that ends before its prompt does
             return stream[:0], stream[:0]

@@ -75,12 +75,21 @@ def resolve_storage(reader: CheckpointReader, spec: ModelSpec, asked: str, dense
     if config is not None:
         for layer in spec.kinds:
             config.check(spec.num_layers, layer.num_kv_heads, layer.head_dim)
-        return [_configured(config, layer, index, kv_dtype(dense), given) for index, layer in enumerate(spec.layers)]
+        of_layers = enumerate(spec.layers)
+        return _filled(spec, [_configured(config, layer, index, kv_dtype(dense), given) for index, layer in of_layers])
     scheme = parse_kv_scheme(reader.config) if given is None else None
     if scheme is not None:
-        return [_fixed(reader, spec, scheme, layer) for layer in range(spec.num_layers)]
+        attending = {i: _fixed(reader, spec, scheme, i) for i, layer in enumerate(spec.layers) if not layer.delta}
+        return _filled(spec, [attending.get(i, next(iter(attending.values()))) for i in range(spec.num_layers)])
     dtype = given or kv_dtype(dense)
     return [KVStorage(dtype, dtype)] * spec.num_layers
+
+
+def _filled(spec: ModelSpec, storages: list[KVStorage]) -> list[KVStorage]:
+    """Storages where layers of linear attention, which store no keys and values, have the types of the first other."""
+    first = next(storage for layer, storage in zip(spec.layers, storages, strict=True) if not layer.delta)
+    plain = KVStorage(first.k, first.v)
+    return [plain if layer.delta else storage for layer, storage in zip(spec.layers, storages, strict=True)]
 
 
 def _configured(config: KVConfig, spec: LayerSpec, index: int, dense: KVDtype, given: KVDtype | None) -> KVStorage:

@@ -60,6 +60,11 @@ class LayerSpec:
         return self.num_heads * self.head_dim
 
     @property
+    def attended_size(self) -> int:
+        """Width of what attn.o reads."""
+        return self.linears["attn.o"][1]
+
+    @property
     def kv_size(self) -> int:
         """Width of all key heads, and of all value heads."""
         return self.num_kv_heads * self.head_dim
@@ -152,7 +157,10 @@ class LayerSpec:
     @cached_property
     def fused(self) -> tuple[tuple[str, ...], ...]:
         """Linears that read the same input and become one product when their formats agree."""
-        inputs = self.delta.inputs if self.delta else self.latent.inputs if self.latent else self.qkv
+        if self.delta:
+            inputs = self.delta.inputs + self.delta.gates
+        else:
+            inputs = self.latent.inputs if self.latent else self.qkv
         return (inputs, *(tuple(f"{name}.{part}" for part in mlp.inputs) for name, mlp in self.mlps.items()))
 
     @cached_property
@@ -164,7 +172,9 @@ class LayerSpec:
         """
         behind_norm = (*self.routers, *(f"{name}.{part}" for name, mlp in self.mlps.items() for part in mlp.inputs))
         inner = (name for name, mlp in self.mlps.items() if mlp.activation != "clamped_swish")  # not linear in up(x)
-        pairs = (*roles.SMOOTH[:2], ("norm.mlp", behind_norm), *((f"{mlp}.up", (f"{mlp}.down",)) for mlp in inner))
+        values = () if self.delta else roles.SMOOTH[1:2]  # linear attention normalizes its values in between
+        block = ("norm.attn", self.fused[0])
+        pairs = (block, *values, ("norm.mlp", behind_norm), *((f"{mlp}.up", (f"{mlp}.down",)) for mlp in inner))
         return pairs if self.pre_norms else tuple(pair for pair in pairs if not pair[0].startswith("norm."))
 
     @cached_property

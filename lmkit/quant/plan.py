@@ -59,8 +59,6 @@ def make_plan(source: ModelSource, recipe: Recipe, device: str = "cpu") -> Plan:
         raise UnsupportedError(f"{path}: is quantized already ({source.format.name}); quantize the original checkpoint")
     if any(layer.latent for layer in spec.kinds):
         raise UnsupportedError(f"{path}: models with latent attention are served but not quantized")
-    if spec.is_recurrent:
-        raise UnsupportedError(f"{path}: models with linear attention are served but not quantized")
     if any(layer.norm_bias for layer in spec.kinds):
         raise UnsupportedError(f"{path}: models with LayerNorm are served but not quantized")
     if recipe.calibration.has_text and recipe.calibration.seq_len > spec.max_position:
@@ -87,12 +85,15 @@ def dense_modules(spec: ModelSpec, recipe: Recipe) -> dict[str, str]:
     weight_format, schemes = get_format(recipe.format), candidates(recipe)
     dense, matched = {}, set()
     for layer in range(spec.num_layers):
+        delta = spec.layers[layer].delta
         for role, shape in spec.layers[layer].linears.items():
             module = spec.module_name(layer, role)
             patterns = [p for p in recipe.ignore if fnmatchcase(role, p) or fnmatchcase(module, p)]
             matched |= set(patterns)
             if patterns:
                 dense[module] = f"ignored by the recipe ({patterns[0]})"
+            elif delta and role in delta.gates:
+                dense[module] = "small, and every later state depends on it"
             elif all(reasons := [weight_format.can_write(shape, scheme) for scheme in schemes]):
                 dense[module] = str(reasons[0])
     for pattern in recipe.ignore:
@@ -114,7 +115,8 @@ def _role_patterns(spec: ModelSpec) -> str:
 def _warn_split_groups(spec: ModelSpec, dense: dict[str, str]) -> None:
     for layer in range(spec.num_layers):
         for group in spec.layers[layer].fused:
-            modules = [spec.module_name(layer, role) for role in group]
+            gates = delta.gates if (delta := spec.layers[layer].delta) else ()
+            modules = [spec.module_name(layer, role) for role in group if role not in gates]
             if 0 < sum(module in dense for module in modules) < len(modules):
                 log.warning("only some of %s are quantized; engines that fuse them may refuse it", ", ".join(modules))
 

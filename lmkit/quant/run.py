@@ -371,7 +371,7 @@ def _other_tensors(source: ModelSource) -> list[str]:
     read = {
         layer.module_name(index, role) + kind
         for index, layer in enumerate(source.spec.layers)
-        for role in (*layer.vectors, *layer.linears, *layer.routers)
+        for role in (*layer.vectors, *layer.linears, *layer.routers, *layer.matrices)
         for kind in (".weight", ".bias")
     }
     return [name for name in source.reader.names() if name not in read]

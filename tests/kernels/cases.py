@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -444,23 +445,33 @@ STATE_ROWS = [[4, -1, 6, 3], [0, 5, -1, 0], [2, 2, 3, 5], [1, 1, -1, 0]]  # see 
 
 def delta_cases() -> Iterator[Case]:
     """Sequences that begin, go on from a snapshot, go on, and have no token, in scattered rows of states."""
-    for key_heads, share, key_dim, value_dim, kernel in ((2, 3, 8, 12, 4), (1, 1, 16, 5, 1), (3, 2, 32, 32, 2)):
+    sizes = (2, 3, 8, 12, 4), (1, 1, 16, 5, 1), (3, 2, 32, 32, 2)
+    for (key_heads, share, key_dim, value_dim, kernel), flat in itertools.product(sizes, (False, True)):
 
         def advance(
-            hk: int = key_heads, g: int = share, dk: int = key_dim, dv: int = value_dim, size: int = kernel
+            hk: int = key_heads,
+            g: int = share,
+            dk: int = key_dim,
+            dv: int = value_dim,
+            size: int = kernel,
+            flat: bool = flat,
         ) -> Any:
             hv, channels = hk * g, hk * (2 * dk + g * dv)
             query_start, lengths, rows = [0, 7, 8, 13, 13], [7, 30, 9, 4], torch.tensor(STATE_ROWS).int()
             weights = DeltaWeights(
-                torch.randn(channels, size), torch.randn(hv), torch.randn(hv) * 3, torch.randn(dv), 1e-6
+                torch.randn(channels, size), torch.randn(hv), torch.randn(hv) * 3, torch.randn(dv), 1e-6, flat
             )
             states = DeltaStates(torch.randn(7, channels, size - 1), torch.randn(7, hv, dk, dv))
-            y = torch.randn(query_start[-1], hk * (2 * dk + 2 * g * dv) + 2 * hv)
+            y, gates = torch.randn(query_start[-1], hk * (2 * dk + 2 * g * dv)), torch.randn(query_start[-1], 2 * hv)
             tables = torch.zeros(len(lengths), 1).int()
-            return y, weights, states, rows, geometry(query_start, lengths, tables)
+            return y, gates, weights, states, rows, geometry(query_start, lengths, tables)
 
         yield Case(
-            ops.gated_delta, f"{key_heads}x{share}x{key_dim}x{value_dim}x{kernel}", _seeded(advance), {}, brief=True
+            ops.gated_delta,
+            f"{key_heads}x{share}x{key_dim}x{value_dim}x{kernel}" + "-flat" * flat,
+            _seeded(advance),
+            {},
+            brief=True,
         )
 
 

@@ -71,7 +71,7 @@ def row(model: str, architecture: str, name: str) -> str:
         norms(layer),
         attention(spec),
         mlp(spec),
-        "no" if layer.latent or layer.norm_bias or spec.is_recurrent else "yes",
+        "no" if layer.latent or layer.norm_bias else "yes",
         kv,
         steps(spec),
     ]

@@ -59,7 +59,7 @@ def test_the_plan_has_a_state_for_each_sequence_of_the_batch(folder: Path) -> No
 def test_states_do_not_depend_on_how_a_sequence_is_cut() -> None:
     torch.manual_seed(2)
     weights = DeltaWeights(torch.randn(2 * 8 * 2 + 24, 4), torch.randn(4), torch.randn(4), torch.randn(6), 1e-6)
-    y, table = torch.randn(23, 2 * (2 * 8 + 2 * 12) + 8), torch.zeros(1, 1).int()
+    y, gates, table = torch.randn(23, 2 * (2 * 8 + 2 * 12)), torch.randn(23, 8), torch.zeros(1, 1).int()
 
     def rows(start: int) -> torch.Tensor:
         return torch.tensor([[1, 1 if start else -1, -1, 0]]).int()
@@ -69,7 +69,7 @@ def test_states_do_not_depend_on_how_a_sequence_is_cut() -> None:
         states = DeltaStates(torch.ones(2, 56, 3), torch.ones(2, 4, 8, 6))
         parts = [
             ops.gated_delta.named("cpu")(
-                y[a:b].contiguous(), weights, states, rows(a), geometry([0, b - a], [b], table)
+                y[a:b].contiguous(), gates[a:b], weights, states, rows(a), geometry([0, b - a], [b], table)
             )
             for a, b in pairwise(cuts)
         ]

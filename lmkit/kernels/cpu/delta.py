@@ -26,6 +26,8 @@ LINEAR = np.float32(20)  # softplus(x) is x from here on
 class DeltaArgs(NamedTuple):
     y: int
     width: int  # of a row
+    gates: int
+    flat: int
     query_start: int
     rows: int
     conv: int
@@ -69,7 +71,7 @@ def _convolve(args: Any, line: int, row: int, head: int, mixed: Any) -> None:
     """The q, k and v of a key head, after convolution and SiLU. The window moves on."""
     kernel, dk, groups = args.kernel, args.key_dim, args.value_heads // args.key_heads * args.value_dim
     channels, past = 2 * args.key_heads * dk + args.value_heads * args.value_dim, kernel - 1
-    x = _floats(line + 4 * head * (2 * dk + 2 * groups), 2 * dk + groups)
+    x, start = _floats(line, channels + args.value_heads * args.value_dim), head * (2 * dk + 2 * groups)
     weights = _floats(args.conv, channels * kernel)
     window = _floats(args.windows + 4 * row * channels * past, channels * past)
     for i in range(2 * dk + groups):
@@ -79,13 +81,14 @@ def _convolve(args: Any, line: int, row: int, head: int, mixed: Any) -> None:
             channel = (args.key_heads + head) * dk + i - dk
         else:
             channel = 2 * args.key_heads * dk + head * groups + i - 2 * dk
-        total = weights[channel * kernel + past] * x[i]
+        new = x[channel] if args.flat else x[start + i]
+        total = weights[channel * kernel + past] * new
         for j in range(past):
             total += weights[channel * kernel + j] * window[channel * past + j]
         for j in range(past - 1):
             window[channel * past + j] = window[channel * past + j + 1]
         if past:
-            window[channel * past + past - 1] = x[i]
+            window[channel * past + past - 1] = new
         mixed[i] = _silu(total)
 
 
@@ -150,14 +153,16 @@ def _gated_delta(arguments: int, scratch: int, index: int) -> None:
         _convolve(args, line, row, head, mixed)
         _unit(mixed, 0, dk, ONE / np.float32(math.sqrt(np.float32(dk))))
         _unit(mixed, dk, dk, ONE)
-        gates = _floats(line + 4 * (head * (span + per * dv) + span), per * dv)
-        ba = _floats(line + 4 * (heads * (span + per * dv) + head * 2 * per), 2 * per)
+        z = line + 4 * (heads * span + head * per * dv if args.flat else head * (span + per * dv) + span)
+        gates, ba = _floats(z, per * dv), _floats(args.gates + 8 * t * args.value_heads, 2 * args.value_heads)
         for i in range(per):
             number = head * per + i
-            step = ba[per + i] + dt_bias[number]
+            b_at = number if args.flat else 2 * head * per + i
+            a_at = b_at + (args.value_heads if args.flat else per)
+            step = ba[a_at] + dt_bias[number]
             if step < LINEAR:
                 step = np.float32(math.log1p(exp(step)))
-            beta, decay = ONE / (ONE + exp(-ba[i])), exp(-exp(a_log[number]) * step)
+            beta, decay = ONE / (ONE + exp(-ba[b_at])), exp(-exp(a_log[number]) * step)
             state = _floats(args.matrices + 4 * (row * args.value_heads + number) * dk * dv, dk * dv)
             out = _floats(args.out + 4 * (t * args.value_heads + number) * dv, dv)
             _advance(state, mixed, 2 * dk + i * dv, dk, dv, beta, decay, change, out)
@@ -175,14 +180,17 @@ GATED_DELTA = Task(_gated_delta)
 
 
 @implements(ops.gated_delta, "cpu", device="cpu", priority=20)
-def gated_delta(y: Tensor, weights: DeltaWeights, states: DeltaStates, rows: Tensor, geometry: BatchGeometry) -> Tensor:
+def gated_delta(
+    y: Tensor, gates: Tensor, weights: DeltaWeights, states: DeltaStates, rows: Tensor, geometry: BatchGeometry
+) -> Tensor:
     assert (y.dtype, y.is_contiguous(), rows.dtype, rows.is_contiguous()) == (torch.float32, True, torch.int32, True)
     assert weights.conv.is_contiguous()
+    assert gates.is_contiguous()
     key_heads, value_heads, key_dim, value_dim = states.heads
     out = workspace.empty(len(y), value_heads * value_dim)
     args = DeltaArgs(
-        y.data_ptr(), y.shape[1], geometry.query_start.data_ptr(), rows.data_ptr(), weights.conv.data_ptr(),
-        weights.a_log.data_ptr(), weights.dt_bias.data_ptr(), weights.norm.data_ptr(),
+        y.data_ptr(), y.shape[1], gates.data_ptr(), int(weights.flat), geometry.query_start.data_ptr(), rows.data_ptr(),
+        weights.conv.data_ptr(), weights.a_log.data_ptr(), weights.dt_bias.data_ptr(), weights.norm.data_ptr(),
         float_bits(weights.eps), states.conv.data_ptr(), states.matrix.data_ptr(), weights.conv.shape[1],
         key_heads, value_heads, key_dim, value_dim, out.data_ptr(),
     )  # fmt: skip

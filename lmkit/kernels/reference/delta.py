@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -13,40 +15,55 @@ from lmkit.kernels.registry import implements
 
 
 @implements(ops.gated_delta, "reference", device="any")
-def gated_delta(y: Tensor, weights: DeltaWeights, states: DeltaStates, rows: Tensor, geometry: BatchGeometry) -> Tensor:
+def gated_delta(
+    y: Tensor, gates: Tensor, weights: DeltaWeights, states: DeltaStates, rows: Tensor, geometry: BatchGeometry
+) -> Tensor:
     out = [y.new_zeros(0, states.heads[1] * states.heads[3])]
     starts = geometry.query_start.tolist()
     for b, (row, source, snapshot, after) in enumerate(rows.tolist()):
-        for state in (states.conv, states.matrix):
-            state[row] = state[source] if source >= 0 else 0
-        for count, token in enumerate(y[starts[b] : starts[b + 1]], 1):
-            out.append(_token(token, weights, states, row))
+        state = State(*(x[source].clone() if source >= 0 else torch.zeros_like(x[row]) for x in states.parts))
+        tokens = slice(starts[b], starts[b + 1])
+        for count, (wide, narrow) in enumerate(zip(y[tokens], gates[tokens], strict=True), 1):
+            result, state = _token(wide, narrow, weights, states, state)
+            out.append(result)
             if snapshot >= 0 and count == after:
-                for state in (states.conv, states.matrix):
-                    state[snapshot] = state[row]
+                _keep(state, states, snapshot)
+        _keep(state, states, row)
     return torch.cat(out)
 
 
-def _token(token: Tensor, weights: DeltaWeights, states: DeltaStates, row: int) -> Tensor:
+class State(NamedTuple):
+    """The state of a sequence. Each token has a new one, so that gradients can pass."""
+
+    conv: Tensor
+    matrix: Tensor
+
+
+def _keep(state: State, states: DeltaStates, row: int) -> None:
+    for part, kept in zip(state, states.parts, strict=True):
+        kept[row] = part.detach()
+
+
+def _token(
+    wide: Tensor, narrow: Tensor, weights: DeltaWeights, states: DeltaStates, before: State
+) -> tuple[Tensor, State]:
     key_heads, value_heads, key_dim, value_dim = states.heads
     shared = value_heads // key_heads
-    wide, narrow = token.split((len(token) - 2 * value_heads, 2 * value_heads))
-    sizes = (key_dim, key_dim, shared * value_dim, shared * value_dim)
-    *qkv, z = wide.view(key_heads, -1).split(sizes, dim=1)
-    b, a = (x.flatten() for x in narrow.view(key_heads, -1).split(shared, dim=1))
-    window = torch.cat([states.conv[row], torch.cat([x.flatten() for x in qkv])[:, None]], dim=1)
-    states.conv[row] = window[:, 1:]
+    groups = 1 if weights.flat else key_heads  # of the parts of a row
+    sizes = [part * key_heads // groups for part in (key_dim, key_dim, shared * value_dim, shared * value_dim)]
+    *qkv, z = wide.view(groups, -1).split(sizes, dim=1)
+    b, a = (x.flatten() for x in narrow.view(groups, -1).split(value_heads // groups, dim=1))
+    window = torch.cat([before.conv, torch.cat([x.flatten() for x in qkv])[:, None]], dim=1)
     mixed = F.silu((window * weights.conv).sum(1))
     q, k, v = mixed.split((key_heads * key_dim, key_heads * key_dim, value_heads * value_dim))
     q, k = (_unit(x.view(key_heads, key_dim)).repeat_interleave(shared, 0) for x in (q, k))
     decay = (-weights.a_log.exp() * F.softplus(a + weights.dt_bias)).exp()
-    state = states.matrix[row] * decay[:, None, None]
+    state = before.matrix * decay[:, None, None]
     change = (v.view(value_heads, value_dim) - torch.einsum("hkv,hk->hv", state, k)) * b.sigmoid()[:, None]
     state = state + k[:, :, None] * change[:, None]
-    states.matrix[row] = state
     o = torch.einsum("hkv,hk->hv", state, q * key_dim**-0.5)
     o = o * torch.rsqrt(o.square().mean(1, keepdim=True) + weights.eps) * weights.norm
-    return (o * F.silu(z.reshape(value_heads, value_dim))).flatten()[None]
+    return (o * F.silu(z.reshape(value_heads, value_dim))).flatten()[None], State(window[:, 1:], state)
 
 
 def _unit(x: Tensor) -> Tensor:

@@ -47,10 +47,8 @@ def _kinds(hf: dict[str, Any]) -> list[str]:
 
 
 def _delta(hf: dict[str, Any]) -> DeltaSpec:
-    spec = DeltaSpec(
-        integer(hf, "linear_num_key_heads"), integer(hf, "linear_num_value_heads"), integer(hf, "linear_key_head_dim"),
-        integer(hf, "linear_value_head_dim"), integer(hf, "linear_conv_kernel_dim"),
-    )  # fmt: skip
-    if min(vars(spec).values()) < 1 or spec.num_value_heads % spec.num_key_heads or max(vars(spec).values()) > 4096:
+    names = "num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim"
+    sizes = [integer(hf, f"linear_{name}") for name in names]
+    if min(sizes) < 1 or sizes[1] % sizes[0] or max(sizes) > 4096:
         raise CheckpointError("config.json: the sizes of linear attention (linear_num_key_heads, ...) cannot be")
-    return spec
+    return DeltaSpec(*sizes)

@@ -179,9 +179,9 @@ class Stream:
         return self._geometries[key]
 
     def output(self, layer: DecoderLayer, number: int, *, exact: bool = False, seen: KVStats | None = None) -> Tensor:
-        """The layer's output for one batch. Its keys and values are added to `seen`."""
+        """The layer's output for one batch. Its keys and values, if it has any, are added to `seen`."""
         output, geometry = self._forward(layer, number, exact)
-        if seen is not None:
+        if seen is not None and not layer.spec.delta:
             seen.add(*geometry.keys_and_values(), geometry.rope)
         return output
 
@@ -213,6 +213,7 @@ class Stream:
     ) -> Iterator[tuple[int, Tensor]]:
         """`outputs` in rounds. In a round each process runs one batch; then all exchange their results in order."""
         comm, inputs = self.comm, [] if observer is None else list(observer.inputs)
+        seen = None if layer.spec.delta else seen
         wanted = range(0, len(self), every)
         for first in range(0, len(wanted), comm.world_size):
             numbers = wanted[first : first + comm.world_size]
@@ -294,4 +295,4 @@ class Stream:
 def scratch_width(spec: ModelSpec) -> int:
     """The width of the states inside a layer: the output of attention, and the product of gate and up if the layer has
     no experts."""
-    return max(max(layer.q_size, 0 if layer.is_sparse else layer.widest_mlp) for layer in spec.kinds)
+    return max(max(layer.attended_size, 0 if layer.is_sparse else layer.widest_mlp) for layer in spec.kinds)

@@ -106,6 +106,8 @@ def check_layers(recipe: KVRecipe, spec: ModelSpec, weight_format: str = "") -> 
     for layer in recipe.layers:
         if layer >= spec.num_layers:
             raise ConfigError(f"recipe: kv.layers: there is no layer {layer}, the model has {spec.num_layers}")
+        if spec.layers[layer].delta:
+            raise ConfigError(f"recipe: kv.layers: layer {layer} has linear attention, without keys and values")
     bits = {recipe.bits, *(b for layer in recipe.layers.values() for b in (layer.k_bits, layer.v_bits))}
     for dim in {layer.head_dim for layer in spec.kinds}:
         if bits & {4, "auto"} and dim % 2:
@@ -120,9 +122,12 @@ def check_layers(recipe: KVRecipe, spec: ModelSpec, weight_format: str = "") -> 
 
 def make_kv_config(recipe: KVRecipe, spec: ModelSpec, stats: list[KVStats]) -> KVConfig:
     """The configuration of all layers: the recipe's storage, the transform that was found, and the statistics."""
-    chosen = _budgeted(recipe, stats) if recipe.bits == "auto" else {}
+    chosen = _budgeted(recipe, spec, stats) if recipe.bits == "auto" else {}
     layers = []
     for index, seen in enumerate(stats):
+        if spec.layers[index].delta:
+            layers.append(KVLayerConfig(k="dense", v="dense"))
+            continue
         override = recipe.layers.get(index, KVLayerRecipe())
         k_bits = override.k_bits or _k_bits(recipe, seen, index, chosen)
         v_bits = override.v_bits or chosen.get((index, "v")) or recipe.bits
@@ -159,11 +164,11 @@ def _storage(recipe: KVRecipe, bits: int | str) -> Storage:
     return "int4" if bits == 4 else "dense"
 
 
-def _budgeted(recipe: KVRecipe, stats: list[KVStats]) -> dict[tuple[int, str], int]:
+def _budgeted(recipe: KVRecipe, spec: ModelSpec, stats: list[KVStats]) -> dict[tuple[int, str], int]:
     """(layer, "k" or "v") -> 4 or 8. The budget allows so many 8s; they go where they save the most error."""
     gains: dict[tuple[int, str], float] = {}
     for index, seen in enumerate(stats):
-        for which in ("k", "v"):
+        for which in () if spec.layers[index].delta else ("k", "v"):
             four, eight = (seen.fit.errors.get(f"{which} int{bits}", 0.0) for bits in (4, 8))
             gains[index, which] = four - eight
     allowed = int(len(gains) * (recipe.average_bits - 4) / 4 + 1e-9)
@@ -180,6 +185,8 @@ def write_static(
         return entry
     scheme = KVScheme(type="float" if recipe.type == "fp8" else "int")
     for index, seen in enumerate(stats):
+        if spec.layers[index].delta:
+            continue
         for which, peak in (("k_scale", seen.k_absmax.max()), ("v_scale", seen.v_absmax.max())):
             scale = (peak / (448 if recipe.type == "fp8" else 127)).clamp(SMALLEST_SCALE, LARGEST_SCALE)
             writer.add(scale_name(spec, index, which), scale.float().reshape(1))

@@ -76,6 +76,8 @@ def fit_cache(calibrated: CalibratedLayer, seen: KVStats, recipe: KVRecipe, hidd
     hidden float32 [tokens, hidden_size]: the states behind the layer. Errors are relative to them.
     """
     layer = calibrated.layer
+    if layer.spec.delta:
+        return
     spec, sample = layer.spec, calibrated.inputs.get("attn.q")
     override = recipe.layers.get(layer.index, KVLayerRecipe())
     if {override.k_bits or recipe.bits, override.v_bits or recipe.bits} == {16}:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from torch import Tensor
 from lmkit.errors import CheckpointError
 from lmkit.kernels.cuda.module import tensor_device
 from lmkit.kv_dtype import FLOAT32
-from lmkit.layers.batch import BatchInputs, KVLayer, allocate_kv, whole_batch
+from lmkit.layers.batch import BatchInputs, KVLayer, allocate_kv, allocate_states, whole_batch
 from lmkit.layers.rope import Rope
 from lmkit.models import roles
 from lmkit.models.decoder import CosSin, DecoderLayer
@@ -38,7 +38,10 @@ class Geometry:
     def of(cls, spec: LayerSpec, num_rows: int, seq_len: int, device: str = "cpu") -> Geometry:
         at = tensor_device(device)
         batch, num_blocks = whole_batch([[0] * seq_len] * num_rows, BLOCK_SIZE, at)
+        num_blocks = 0 if spec.delta else num_blocks
         kv = allocate_kv(num_blocks, spec.num_kv_heads, BLOCK_SIZE, spec.head_dim, (FLOAT32, FLOAT32), at)
+        if spec.delta:
+            kv = replace(kv, states=allocate_states(spec.delta, num_rows, at))
         return cls(batch, Rope(spec.rope, device)(batch), kv)
 
     def keys_and_values(self) -> tuple[Tensor, Tensor]:
@@ -53,7 +56,7 @@ class CalibratedLayer:
     """A layer with float32 weights that steps rewrite, and the statistics of its inputs.
 
     `inputs` are the statistics of each linear's input. They are kept consistent with the present weights. `sequences`
-    is the geometry of the sample of `attn.q`'s input. This sample consists of whole sequences.
+    is the geometry of the sample of attention's input. This sample consists of whole sequences.
     """
 
     layer: DecoderLayer
@@ -81,7 +84,8 @@ class CalibratedLayer:
         Attention needs whole sequences and takes all inputs."""
         layer, sequences = self.layer, self.sequences
         if source == "norm.attn":
-            return layer.attention(self.input("attn.q").sample, sequences.batch, sequences.rope, sequences.kv)
+            sample = self.input(layer.spec.fused[0][0]).sample
+            return layer.attention(sample, sequences.batch, sequences.rope, sequences.kv)
         (reader, *_) = dict(layer.spec.smooth)[source]
         sample = self.input(reader).sample[::every]
         return layer.feed_forward(sample) if source == "norm.mlp" else layer.linear_of(reader)(sample)

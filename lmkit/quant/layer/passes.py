@@ -88,7 +88,7 @@ class LayerPass:
         """The buffer of the states in front of a part, [tokens, width]."""
         if part in (Part.ATTENTION_OUT, Part.MLP_OUT):
             spec = self.layer.spec
-            width = spec.q_size if part == Part.ATTENTION_OUT else spec.widest_mlp
+            width = spec.attended_size if part == Part.ATTENTION_OUT else spec.widest_mlp
             return self.stream.scratch(exact=self.exact)[:, :width]
         return self.stream.states(self.stream.layer + (part > Part.ATTENTION), exact=self.exact)
 

@@ -73,8 +73,10 @@ class LayerCost:
 
     @property
     def token_width(self) -> int:
-        """Numbers of one token at the widest place: gate and up, separate and concatenated, and their product."""
-        return 5 * self.layer.widest_mlp + 6 * self.layer.hidden_size
+        """Numbers of one token at the widest place: gate and up, separate and concatenated, and their product, or what
+        linear attention reads and gives."""
+        of_states = 2 * self.layer.widest_product if self.layer.delta else 0
+        return max(5 * self.layer.widest_mlp, of_states) + 6 * self.layer.hidden_size
 
     @cached_property
     def readers(self) -> list[tuple[int, int]]:
