@@ -58,6 +58,10 @@ ROWS = {
     "Qwen2-MoE": ("Qwen2MoeForCausalLM", "qwen2-moe"),
     "Qwen3-MoE": ("Qwen3MoeForCausalLM", "qwen3-moe"),
     "Qwen3-Next": ("Qwen3NextForCausalLM", "qwen3-next"),
+    "Qwen3.5": ("Qwen3_5ForCausalLM", "qwen3.5"),
+    "Qwen3.5-MoE": ("Qwen3_5MoeForCausalLM", "qwen3.5-moe"),
+    "Qwen3.5 (text, beside a vision tower)": ("Qwen3_5ForConditionalGeneration", "qwen3.5-vision"),
+    "Qwen3.5-MoE (text, beside a vision tower)": ("Qwen3_5MoeForConditionalGeneration", "qwen3.5-moe-vision"),
     "GLM-4.5": ("Glm4MoeForCausalLM", "glm4-moe"),
     "dots.llm1": ("Dots1ForCausalLM", "dots1"),
     "DeepSeek-V2, V2-Lite": ("DeepseekV2ForCausalLM", "deepseek-v2"),
@@ -65,7 +69,7 @@ ROWS = {
     "OPT": ("OPTForCausalLM", "opt"),
 }
 ONLY_DENSE = {"DeepSeek-V2, V2-Lite", "DeepSeek-V3, R1", "OPT"}
-CPU_ALONE = {"Qwen3-Next", *ONLY_DENSE}
+CPU_ALONE = {row for row in ROWS if row.startswith(("Qwen3-Next", "Qwen3.5"))} | ONLY_DENSE
 
 
 def cells() -> dict[str, list[str]]:

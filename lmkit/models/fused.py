@@ -4,7 +4,7 @@ The order of the outputs, from the first on:
 
     self_attn.qkv_proj          q | k | v                          Phi-3
     attention.wqkv              for each KV head: its q heads | k | v      InternLM 2
-    self_attn.q_proj            for each head: q | gate            Qwen3-Next
+    self_attn.q_proj            for each head: q | gate            Qwen3-Next, Qwen3.5
     mlp.gate_up_proj            gate | up                          Phi-3, GLM-4
     mlp.experts.gate_up_proj    [experts, gate | up, in]           transformers 5
     mlp.experts.down_proj       [experts, out, in]                 transformers 5
@@ -35,6 +35,8 @@ HALVES = Rows(Fraction(0), Fraction(1, 2)), Rows(Fraction(1, 2), Fraction(1))
 OUTER = {
     "model.tok_embeddings": roles.EMBED,
     "output": roles.LM_HEAD,
+    "model.language_model.embed_tokens": roles.EMBED,
+    "model.language_model.norm": roles.FINAL_NORM,
     "model.decoder.embed_tokens": roles.EMBED,
     "model.decoder.embed_positions": roles.POSITIONS,
     "model.decoder.project_in": roles.PROJECT_IN,
@@ -78,7 +80,7 @@ def _linears(reader: CheckpointReader, index: int, layer: LayerSpec) -> Iterator
     version = awq_version(reader.config)
     for module, parts in _fused(layer).items():
         for suffix in SUFFIXES:
-            if reader.has(source := f"{roles.layer_prefix(index)}{module}.{suffix}"):
+            if reader.has(source := f"{layer.prefix}.{index}.{module}.{suffix}"):
                 shape, outputs = reader.info(source).shape, sum(layer.linears[role][0] for role in parts)
                 for role, rows in parts.items():
                     view = rows_of(source, shape, rows, outputs, version=version)
@@ -109,7 +111,7 @@ def _shares(*sizes: int) -> list[Rows]:
 
 
 def _experts(reader: CheckpointReader, index: int, layer: LayerSpec, moe: MoESpec) -> Iterator[tuple[str, View]]:
-    prefix = roles.layer_prefix(index)
+    prefix = f"{layer.prefix}.{index}."
     for (module, parts), (ending, suffix) in product(EXPERTS.items(), ENDINGS.items()):
         if not reader.has(source := prefix + module + ending):
             continue

@@ -63,11 +63,15 @@ MIXTRAL_EXPERTS = {
     "mlp.experts.{}.up": "block_sparse_moe.experts.{}.w3",
     "mlp.experts.{}.down": "block_sparse_moe.experts.{}.w2",
 }
-# Qwen3-Next. A checkpoint has q and the gate of a head side by side in q_proj: models.fused.
+# Qwen3-Next and Qwen3.5. A checkpoint has q and the gate of a head side by side in q_proj: models.fused.
 GATED_NAMES = {"attn.q": "self_attn.query_proj", "attn.gate": "self_attn.gate_proj"}
 DELTA_NAMES = {
     "attn.qkvz": "linear_attn.in_proj_qkvz",
     "attn.ba": "linear_attn.in_proj_ba",
+    "attn.qkv": "linear_attn.in_proj_qkv",
+    "attn.z": "linear_attn.in_proj_z",
+    "attn.b": "linear_attn.in_proj_b",
+    "attn.a": "linear_attn.in_proj_a",
     "attn.conv": "linear_attn.conv1d",
     "attn.a_log": "linear_attn.A_log",
     "attn.dt_bias": "linear_attn.dt_bias",
@@ -98,7 +102,3 @@ SMOOTH = (("norm.attn", QKV), ("attn.v", ("attn.o",)), ("norm.mlp", ("mlp.gate",
 def expert_of(role: str) -> int | None:
     """3 for `mlp.experts.3.up`; None for a role that computes every token."""
     return int(role.split(".")[2]) if role.startswith("mlp.experts.") else None
-
-
-def layer_prefix(layer: int) -> str:
-    return f"model.layers.{layer}."

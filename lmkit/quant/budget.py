@@ -13,7 +13,6 @@ from pathlib import Path
 
 from lmkit.errors import ConfigError
 from lmkit.log import get_logger
-from lmkit.models import roles
 from lmkit.models.layer_spec import LayerSpec
 from lmkit.models.resolved import resolve_dtype
 from lmkit.models.source import ModelSource
@@ -177,7 +176,7 @@ def disk_bytes(source: ModelSource, recipe: Recipe) -> int:
 
 
 def _layer_bytes(source: ModelSource) -> int:
-    return sum(source.reader.nbytes(roles.layer_prefix(index)) for index in range(source.spec.num_layers))
+    return sum(source.reader.nbytes(f"{layer.prefix}.{index}.") for index, layer in enumerate(source.spec.layers))
 
 
 def _stored_bytes(source: ModelSource, recipe: Recipe) -> int:

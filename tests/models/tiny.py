@@ -130,6 +130,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-next": ("Qwen3NextConfig", EXPERTS | LINEAR),
     "qwen3-next-dense": ("Qwen3NextConfig", LINEAR | {"num_experts": 0, "num_hidden_layers": 3, "attention_bias": True,
                                                      "layer_types": ["full_attention"] + ["linear_attention"] * 2}),
+    "qwen3.5": ("Qwen3_5TextConfig", LINEAR),
+    "qwen3.5-moe": ("Qwen3_5MoeTextConfig", EXPERTS | LINEAR),
+    "qwen3.5-vision": ("Qwen3_5TextConfig", LINEAR | {"num_hidden_layers": 3, "tie_word_embeddings": True}),
+    "qwen3.5-moe-vision": ("Qwen3_5MoeTextConfig", EXPERTS | LINEAR | {"num_hidden_layers": 3}),
 }  # fmt: skip
 
 
@@ -154,6 +158,8 @@ def make(path: Path, name: str, **overrides: Any) -> transformers.PreTrainedMode
     model.save_pretrained(path, save_original_format=not name.endswith("-fused"))
     if name == "internlm2":
         rewrite_as_internlm2(path)
+    if name.endswith("-vision"):
+        put_beside_a_tower(path)
     return model
 
 
@@ -168,6 +174,17 @@ def with_vision(text: dict[str, Any]) -> dict[str, Any]:
     tied = text.get("tie_word_embeddings", False)
     marks = dict(zip(MARKS, range(text["vocab_size"] - len(MARKS), text["vocab_size"]), strict=True))
     return {"text_config": text, "vision_config": vision, "tie_word_embeddings": tied} | marks
+
+
+def put_beside_a_tower(path: Path) -> None:
+    """Write a language model as it is stored with a vision tower, of which there is one tensor."""
+    config, tensors = json.loads((path / "config.json").read_text()), load_file(path / "model.safetensors")
+    renamed = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in tensors.items()}
+    save_file(renamed | {"model.visual.proj.weight": torch.ones(3, 4)}, path / "model.safetensors", {"format": "pt"})
+    outer = config["architectures"][0].replace("ForCausalLM", "ForConditionalGeneration")
+    tied = config.get("tie_word_embeddings", False)
+    config = {"architectures": [outer], "text_config": config, "tie_word_embeddings": tied}
+    (path / "config.json").write_text(json.dumps(config))
 
 
 def rewrite_as_internlm2(path: Path) -> None:

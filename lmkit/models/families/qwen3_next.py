@@ -1,8 +1,10 @@
-"""Qwen3-Next: three layers of linear attention (gated delta rule) before each layer of full attention, whose output is
-gated."""
+"""Qwen3-Next and Qwen3.5: three layers of linear attention (gated delta rule) before each layer of full attention,
+whose output is gated. Qwen3.5 answers text. Its vision tower stays in the checkpoint, and images are refused.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -21,11 +23,46 @@ LINEAR, FULL = "linear_attention", "full_attention"
 
 @family("Qwen3NextForCausalLM")
 def qwen3_next(hf: dict[str, Any]) -> ModelSpec:
-    """Norms have the factor 1 + w, but for that inside linear attention."""
-    hf = {"partial_rotary_factor": 0.25, "norm_topk_prob": True} | hf
+    return _hybrid({"norm_topk_prob": True} | hf)
+
+
+@family("Qwen3_5ForCausalLM")
+def qwen3_5(hf: dict[str, Any]) -> ModelSpec:
+    """Dense. A token of text has the same position in all three rows of M-RoPE, so this is RoPE."""
+    return _hybrid(hf | {"num_experts": 0}, flat=True)
+
+
+@family("Qwen3_5MoeForCausalLM")
+def qwen3_5_moe(hf: dict[str, Any]) -> ModelSpec:
+    return _hybrid(hf | {"norm_topk_prob": True}, flat=True)
+
+
+@family("Qwen3_5ForConditionalGeneration")
+def qwen3_5_vision(hf: dict[str, Any]) -> ModelSpec:
+    return _inside(hf, qwen3_5)
+
+
+@family("Qwen3_5MoeForConditionalGeneration")
+def qwen3_5_moe_vision(hf: dict[str, Any]) -> ModelSpec:
+    return _inside(hf, qwen3_5_moe)
+
+
+def _inside(hf: dict[str, Any], of_text: Callable[[dict[str, Any]], ModelSpec]) -> ModelSpec:
+    """The language model of a checkpoint that also has a vision tower."""
+    text = hf.get("text_config")
+    if not isinstance(text, dict):
+        raise CheckpointError("config.json: text_config is not an object")
+    spec = of_text(hf | text | {"architectures": hf["architectures"]})
+    layers = tuple(replace(layer, prefix="model.language_model.layers") for layer in spec.layers)
+    return replace(spec, layers=layers, unread=(*spec.unread, "model.visual."))
+
+
+def _hybrid(hf: dict[str, Any], *, flat: bool = False) -> ModelSpec:
+    """Norms have the factor 1 + w, but for that inside linear attention. `flat`: see DeltaSpec."""
+    hf = {"partial_rotary_factor": 0.25} | hf
     bias = bool(hf.get("attention_bias", False))
     full = layer_spec(hf, attn_bias=bias, o_bias=bias, qk_norm=True, gated=True)
-    layers = [replace(full, gated=False, attn_bias=False, o_bias=False, qk_norm=False, delta=_delta(hf))
+    layers = [replace(full, gated=False, attn_bias=False, o_bias=False, qk_norm=False, delta=_delta(hf, flat))
               if kind == LINEAR else full for kind in _kinds(hf)]  # fmt: skip
     shared = MLPSpec(integer(hf, "shared_expert_intermediate_size", 0))
     layers = with_experts(hf, layers, shared if shared.intermediate_size else None)
@@ -46,9 +83,9 @@ def _kinds(hf: dict[str, Any]) -> list[str]:
     return kinds
 
 
-def _delta(hf: dict[str, Any]) -> DeltaSpec:
+def _delta(hf: dict[str, Any], flat: bool) -> DeltaSpec:
     names = "num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim"
     sizes = [integer(hf, f"linear_{name}") for name in names]
     if min(sizes) < 1 or sizes[1] % sizes[0] or max(sizes) > 4096:
         raise CheckpointError("config.json: the sizes of linear attention (linear_num_key_heads, ...) cannot be")
-    return DeltaSpec(*sizes)
+    return DeltaSpec(*sizes, flat=flat)
