@@ -84,6 +84,11 @@ class LayerSpec:
         return (*roles.QKV, "attn.gate") if self.gated else roles.QKV
 
     @property
+    def unrounded(self) -> tuple[str, ...]:
+        """Linears that lmkit never rounds: they are small, and every later state depends on them."""
+        return self.delta.gates if self.delta else ()
+
+    @property
     def is_sparse(self) -> bool:
         return bool(self.routers)
 

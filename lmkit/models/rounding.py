@@ -39,8 +39,8 @@ def saved_bytes(spec: ModelSpec, name: str, dense: int) -> int:
     """Bytes that rounding saves in memory, at `dense` bytes for a weight that is not rounded."""
     saved = 0
     for layer in spec.layers:
-        for out_features, in_features in layer.linears.values():
-            if (scheme := scheme_for(name, in_features)) is not None:
+        for role, (out_features, in_features) in layer.linears.items():
+            if role not in layer.unrounded and (scheme := scheme_for(name, in_features)) is not None:
                 scales = out_features * scheme.num_groups(in_features) * (4 if scheme.kind == "float" else 3)
                 saved += out_features * in_features * dense - out_features * in_features * scheme.bits // 8 - scales
     return saved

@@ -108,7 +108,8 @@ class ModelSource:
             shape = tuple((weight.codes if isinstance(weight, QTensor) else weight).shape)
             if shape != expected:
                 raise CheckpointError(f"{path}: {module} is {list(shape)}, config.json says {list(expected)}")
-            scheme = scheme_for(self.rounding, expected[1]) if role in spec.linears else None
+            is_rounded = role in spec.linears and role not in spec.unrounded
+            scheme = scheme_for(self.rounding, expected[1]) if is_rounded else None
             if scheme is not None and not isinstance(weight, QTensor):
                 weight = quantize_rows(weight, scheme)
             weights[role] = weight if isinstance(weight, QTensor) else _to(weight, dtype)

@@ -85,14 +85,13 @@ def dense_modules(spec: ModelSpec, recipe: Recipe) -> dict[str, str]:
     weight_format, schemes = get_format(recipe.format), candidates(recipe)
     dense, matched = {}, set()
     for layer in range(spec.num_layers):
-        delta = spec.layers[layer].delta
         for role, shape in spec.layers[layer].linears.items():
             module = spec.module_name(layer, role)
             patterns = [p for p in recipe.ignore if fnmatchcase(role, p) or fnmatchcase(module, p)]
             matched |= set(patterns)
             if patterns:
                 dense[module] = f"ignored by the recipe ({patterns[0]})"
-            elif delta and role in delta.gates:
+            elif role in spec.layers[layer].unrounded:
                 dense[module] = "small, and every later state depends on it"
             elif all(reasons := [weight_format.can_write(shape, scheme) for scheme in schemes]):
                 dense[module] = str(reasons[0])
@@ -115,8 +114,8 @@ def _role_patterns(spec: ModelSpec) -> str:
 def _warn_split_groups(spec: ModelSpec, dense: dict[str, str]) -> None:
     for layer in range(spec.num_layers):
         for group in spec.layers[layer].fused:
-            gates = delta.gates if (delta := spec.layers[layer].delta) else ()
-            modules = [spec.module_name(layer, role) for role in group if role not in gates]
+            rounded = [role for role in group if role not in spec.layers[layer].unrounded]
+            modules = [spec.module_name(layer, role) for role in rounded]
             if 0 < sum(module in dense for module in modules) < len(modules):
                 log.warning("only some of %s are quantized; engines that fuse them may refuse it", ", ".join(modules))
 

@@ -57,6 +57,14 @@ def test_it_is_quantized_and_served(tmp_path: Path, name: str) -> None:
     assert all(captured.values()), "a decode step computes something with torch"
 
 
+def test_rounding_while_it_loads_leaves_the_same_linears(tmp_path: Path) -> None:
+    source = tiny_checkpoint(tmp_path / "source", "qwen3.5", **SHAPE)
+    weights = ModelSource(source, rounding="int4").layer_weights(0)
+    assert {role for role, weight in weights.items() if isinstance(weight, QTensor)} == {
+        "attn.qkv", "attn.z", "attn.o", "mlp.gate", "mlp.up", "mlp.down"
+    }  # fmt: skip
+
+
 def logits(path: Path) -> torch.Tensor:
     decoder = load_model(path)
     batch, num_blocks = whole_batch([list(range(40, 70))], 16)

@@ -86,6 +86,7 @@ def _kinds(hf: dict[str, Any]) -> list[str]:
 def _delta(hf: dict[str, Any], flat: bool) -> DeltaSpec:
     names = "num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim"
     sizes = [integer(hf, f"linear_{name}") for name in names]
-    if min(sizes) < 1 or sizes[1] % sizes[0] or max(sizes) > 4096:
+    key_heads, value_heads, key_dim, value_dim, kernel = sizes
+    if min(sizes) < 1 or value_heads % key_heads or max(sizes) > 4096:
         raise CheckpointError("config.json: the sizes of linear attention (linear_num_key_heads, ...) cannot be")
-    return DeltaSpec(*sizes, flat=flat)
+    return DeltaSpec(key_heads, value_heads, key_dim, value_dim, kernel, flat)
