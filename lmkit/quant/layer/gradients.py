@@ -23,6 +23,8 @@ class LayerWithGradients(DecoderLayer):
     def attend(self, projected: Projected, batch: BatchInputs, rope: CosSin, kv: KVLayer) -> Tensor:
         """The decoder's attention on copies: it rotates queries and keys in place. Plain attention is torch's, which
         keeps no scores."""
+        if self.spec.delta:
+            return super().attend(projected, batch, rope, kv)
         (q, k, v, gates), attention = projected, self.spec.attention
         if attention.window or attention.softcap or self.spec.has_sinks:
             return super().attend(projected._replace(q=q.clone(), k=k.clone()), batch, rope, kv)

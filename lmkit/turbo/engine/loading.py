@@ -225,6 +225,7 @@ def _check_recurrent(spec: ModelSpec, config: EngineConfig) -> None:
         "kv_disk_path": config.kv_disk_path is not None,
         "kv_peer": config.kv_peer is not None,
         "kv_events": config.kv_events is not None,
+        "pp": config.pp > 1,
     }
     if refused := [name for name, is_given in given.items() if is_given]:
         raise ConfigError(f"{spec.architecture} has recurrent states; leave out {', '.join(refused)}")
