@@ -15,7 +15,6 @@ from lmkit.kernels import ops
 from lmkit.kernels.delta import DeltaStates, DeltaWeights
 from lmkit.models.loader import load_model
 from lmkit.turbo.engine.engine import Engine
-from tests.cli.commands import mistake
 from tests.kernels.cases import geometry
 from tests.models import tiny
 
@@ -43,11 +42,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_options_that_need_keys_and_values_are_refused(folder: Path, options: dict[str, Any], part: str) -> None:
     with pytest.raises((ConfigError, UnsupportedError), match=part):
         Engine(str(folder), EngineConfig(**SIZES, **options))
-
-
-def test_quantization_is_refused(folder: Path, tmp_path: Path) -> None:
-    words = ("quantize", folder, "-o", tmp_path / "out", "--calibration", "demo")
-    assert "models with linear attention are served but not quantized" in mistake(*words)
 
 
 def test_the_plan_has_a_state_for_each_sequence_of_the_batch(folder: Path) -> None:

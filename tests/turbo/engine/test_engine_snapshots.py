@@ -74,20 +74,3 @@ def test_snapshots_change_no_bit(decoder: Decoder) -> None:
     assert stats.prefix_hits > 0.3 * stats.prefix_tokens
     assert stats.snapshots_total == 80
     assert 0 < stats.snapshots_used <= 80
-
-
-def test_a_preempted_sequence_goes_on_from_its_last_snapshot(decoder: Decoder) -> None:
-    """Of the blocks that it had, so that fewer tokens are computed again than it had computed."""
-    memory = 12 * 4 * sum(layer.kv_token_bytes(FLOAT32, FLOAT32) for layer in decoder.spec.layers)
-    engine = Engine.of(decoder, EngineConfig(**SIZES | {"max_model_len": 48}, max_batch_size=2, kv_memory=memory))
-    params = SamplingParams(max_tokens=16, ignore_eos=True)
-    made = [Request(request_id=str(i), prompt_ids=[i + 1] * 20, params=params) for i in range(2)]
-    for request in made:
-        engine.add(request)
-    cached = []
-    while engine.has_work():
-        engine.step()
-        cached += [seq.num_computed for seq in engine.scheduler._slots if not seq.has_entered or seq.state >= 0]
-    assert engine.stats().preemptions
-    engine.close()
-    assert max(cached) >= 24
