@@ -133,7 +133,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3.5": ("Qwen3_5TextConfig", LINEAR),
     "qwen3.5-moe": ("Qwen3_5MoeTextConfig", EXPERTS | LINEAR | {"num_hidden_layers": 4, "initializer_range": 0.1}),
     "qwen3.5-vision": ("Qwen3_5TextConfig", LINEAR | {"num_hidden_layers": 3, "tie_word_embeddings": True}),
-    "qwen3.5-moe-vision": ("Qwen3_5MoeTextConfig", EXPERTS | LINEAR | {"num_hidden_layers": 3, "initializer_range": 0.1}),
+    "qwen3.5-moe-vision": ("Qwen3_5MoeTextConfig", EXPERTS | LINEAR | {"num_hidden_layers": 3,
+                                                                             "initializer_range": 0.1}),
 }  # fmt: skip
 
 
