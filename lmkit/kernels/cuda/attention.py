@@ -23,6 +23,8 @@ from lmkit.kv_dtype import KVDtype
 
 THREADS, WARPS, UNIT, TILE = 128, 4, 16, 64  # of csrc/decode_attention.cu; UNIT: tokens of a warp's step
 MAX_SPLITS = 64
+MAX_WAVES = 4  # of split sequences: more only add merges
+SPLIT_COSTS = {16: 2, 8: 3, 4: 6}  # by bits of the storage: what a block costs besides its tiles, in tiles
 MAX_STAGES = 5
 
 
@@ -109,7 +111,8 @@ def decode_attention(
     head_tiles = -(-group // (8 * shape.n_tiles))
     blocks = num_seqs * kv_heads * head_tiles
     tiles = -(-tables.shape[1] * k_cache.block_size // TILE)
-    splits = num_splits(blocks, tiles, backend(q.device.type).num_sms() * shape.blocks_per_sm)
+    cost = SPLIT_COSTS[min(k_cache.dtype.bits, v_cache.dtype.bits)]
+    splits = num_splits(blocks, tiles, backend(q.device.type).num_sms() * shape.blocks_per_sm, cost)
     if blocks > NUM_COUNTERS:
         splits = 1
     rows = min(group, 8 * shape.n_tiles)
@@ -138,14 +141,15 @@ def decode_kernel(
     )  # fmt: skip
 
 
-def num_splits(blocks: int, tiles: int, places: int) -> int:
+def num_splits(blocks: int, tiles: int, places: int, cost: int) -> int:
     """The number of splits of each sequence's tiles, at most `tiles`. There are `blocks` blocks before splitting, and
-    the device runs `places` blocks at a time. The result minimizes the waves times a block's share, where a share never
-    costs less than a merge.
+    the device runs `places` blocks at a time. The result minimizes the waves times what a block takes: its tiles, and
+    as long as `cost` tiles to begin and to end. Splits make no more than MAX_WAVES waves.
 
     It depends on shapes alone, so that a captured launch stays valid while contexts grow.
     """
-    return min(range(1, min(tiles, MAX_SPLITS) + 1), key=lambda s: -(-blocks * s // places) * (1 / s + 1e-3), default=1)
+    most = max(1, min(tiles, MAX_SPLITS, MAX_WAVES * places // max(blocks, 1)))
+    return min(range(1, most + 1), key=lambda s: -(-blocks * s // places) * (tiles / s + cost))
 
 
 class Shape(NamedTuple):

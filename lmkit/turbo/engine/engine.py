@@ -136,7 +136,7 @@ class Engine:
             others = self._start_others(model, config) if config.num_processes > 1 else None
             self.runner = make_runner(device, parts, others)
             self._drafter = model.draft.start(self.runner, spec.vocab_size) if model.draft is not None else None
-            self._warm_up(limits, others)
+            captured = self._warm_up(limits, others)
         self._has_head = model.has_head
         eos = model.tokenizer.eos_token_ids if model.tokenizer is not None else ()
         self.scheduler = Scheduler(
@@ -152,7 +152,7 @@ class Engine:
             of = self.scheduler.kv.caches, limits.kv.classes, limits.kv.block_size
             self._publisher = Publisher(config.kv_events, config.kv_events_topic, *of)
         kv_port = self._block_server.address[1] if self._block_server is not None else 0
-        self.info = msgspec.structs.replace(_info(model, limits), kv_port=kv_port)
+        self.info = msgspec.structs.replace(_info(model, limits, captured), kv_port=kv_port)
         if isinstance(model.tower, Tower):
             assert isinstance(self.runner, CpuRunner)
             self._encoder = Encoder(model.tower, limits, encoded, self.scheduler.add, self.runner.call)
@@ -170,13 +170,13 @@ class Engine:
         """From any thread: nothing can be computed any more. The next `step` says so."""
         self._lost = reason
 
-    def _warm_up(self, limits: SchedulerLimits, others: Ranks | Stages | None) -> None:
-        """Compute a few tokens with a separate scheduler.
+    def _warm_up(self, limits: SchedulerLimits, others: Ranks | Stages | None) -> str:
+        """Compute a few tokens with a separate scheduler. Returns what the runner says of captured steps.
 
         Everything that is compiled or read on first use is ready before the first request. Raises LMKitError if a step
         fails; its log gives the reason.
         """
-        self.runner.warm_up()
+        captured = self.runner.warm_up()
         if others is not None:
             others.wait_until_ready()
         self.scheduler = Scheduler(limits, ())
@@ -191,6 +191,7 @@ class Engine:
                 raise LMKitError("the engine cannot compute a token")
         log.debug("first steps took %.1f s", time.perf_counter() - start)
         self._token_seconds = self._profile.execute
+        return captured
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises RequestError if it can never run or the queue is full."""
@@ -370,7 +371,7 @@ def _raise(error: Exception) -> NoReturn:
     raise error
 
 
-def _info(model: LoadedModel, limits: SchedulerLimits) -> EngineInfo:
+def _info(model: LoadedModel, limits: SchedulerLimits, captured: str) -> EngineInfo:
     memory = model.memory
     return EngineInfo(
         model_path=model.path,
@@ -386,4 +387,5 @@ def _info(model: LoadedModel, limits: SchedulerLimits) -> EngineInfo:
         classes=model.classes,
         sampling=model.sampling,
         images=model.tower if isinstance(model.tower, str) else model.tower.settings,
+        captured=captured,
     )

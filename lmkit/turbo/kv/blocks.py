@@ -8,7 +8,7 @@ Every storage type is copied bit for bit. In this file a block is bytes.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
 import numba
@@ -43,6 +43,7 @@ class KVBlocks:
         self._sizes = [part.shape[1] for part in self.parts]
         self._nbytes = sum(self._sizes)
         self._stream: torch.cuda.Stream | None = None  # `_write_beside` writes blocks on it
+        self._readers: torch.cuda.Stream | None = None  # `_read_beside` reads them on it
         self._copier = BlockCopier(self.parts) if is_available() and not self._on_cpu else None
 
     @property
@@ -54,16 +55,37 @@ class KVBlocks:
         """Bytes of one block."""
         return self._nbytes
 
-    def read(self, block: int, out: memoryview) -> None:
-        """Copy a block to `out` [nbytes]. Any thread may call this. The block must not be written meanwhile."""
+    def read(self, block: int, out: memoryview) -> Callable[[], None] | None:
+        """Copy a block to `out` [nbytes]. It must not be written meanwhile, and may be once this returns. A GPU returns
+        a function that waits for the copy's end; any thread may call it."""
         target = np.frombuffer(out, np.uint8)
         if self._on_cpu:
             end = 0
             for array, size in zip(self._arrays, self._sizes, strict=True):
                 target[end : end + size] = array[block]
                 end += size
-        else:  # on the stream that computes, so it waits for the work launched before; one transfer for all parts
-            torch.from_numpy(target).copy_(torch.cat([part[block] for part in self.parts]))
+            return None
+        return self._read_beside(block, target)
+
+    def _read_beside(self, block: int, target: np.ndarray) -> Callable[[], None]:
+        """Gather the block behind the work launched so far, and move it to the host on a separate stream, so that steps
+        continue meanwhile."""
+        device = self.parts[0].device
+        if self._readers is None:
+            self._readers = torch.cuda.Stream(device)
+        gathered = torch.cat([part[block] for part in self.parts])
+        pinned, copied = torch.empty(self._nbytes, dtype=torch.uint8, pin_memory=True), torch.cuda.Event()
+        self._readers.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(self._readers):
+            pinned.copy_(gathered, non_blocking=True)
+            copied.record()
+        gathered.record_stream(self._readers)
+
+        def wait() -> None:
+            copied.synchronize()
+            target[:] = pinned.numpy()
+
+        return wait
 
     def write(self, block: int, data: memoryview) -> None:
         """Copy `data` [nbytes] to a block. Any thread may call this. The block must not be read meanwhile."""

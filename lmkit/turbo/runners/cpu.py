@@ -43,7 +43,7 @@ class CpuRunner(PlanRunner):
         self._thread = ThreadPoolExecutor(1, "engine-steps", partial(threads.configure, threads.num_threads()))
 
     @torch.inference_mode()
-    def warm_up(self) -> None:
+    def warm_up(self) -> str:
         """Compile the kernels of steps of one row and of many, unless they are on the disk.
 
         Steps are captured when they come.
@@ -55,6 +55,7 @@ class CpuRunner(PlanRunner):
                 if len(logits):  # rank 0's
                     self.sampler.draw(logits.numpy(), np.zeros(1, np.int64), [0], [0])
         ahead.compile_missing(tasks, min(threads.num_threads(), available_memory() // ahead.PROCESS_BYTES))
+        return ""
 
     def launch(self, plan: StepPlan) -> Ticket:
         """Hand a plan to the thread, which runs it after the plans before it."""

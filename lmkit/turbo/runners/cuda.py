@@ -117,14 +117,14 @@ class CudaRunner(PlanRunner):
         self.captured = CapturedSteps(device, self._forward, self._staged, width)
 
     @torch.inference_mode()
-    def warm_up(self) -> None:
+    def warm_up(self) -> str:
         """Compile the kernels of steps. Capture decode steps of every size if this model's steps can be captured."""
         if self._device.has_kernels:
             self._device.compile(linear_kernels(self.decoder, self.batch.max_step_tokens))
         if (reason := obstacle(self.decoder, self.kv)) is not None:
             log.info("steps are not captured: %s", reason)
-            return
-        self.captured.capture(captured_sizes(self.batch.block_tables.shape[1]), self.decoder.spec.vocab_size)
+            return f"none: {reason}"
+        return self.captured.capture(captured_sizes(self.batch.block_tables.shape[1]), self.decoder.spec.vocab_size)
 
     def launch(self, plan: StepPlan) -> Ticket:
         """Put a plan on the stream, behind the plans before it."""

@@ -81,10 +81,11 @@ class CapturedSteps:
         self._replays: dict[int, Callable[[], None]] = {}  # by size, ascending
         self._logits = torch.empty(0)
 
-    def capture(self, sizes: list[int], vocab_size: int) -> None:
+    def capture(self, sizes: list[int], vocab_size: int) -> str:
         """Compile and capture every size. The largest comes first, so that the others find room in its memory.
 
-        If the forward pass cannot be captured after all, steps run without capture.
+        Returns which steps are captured. If the forward pass cannot be captured after all, steps run without capture,
+        and the text says why.
         """
         start = time.perf_counter()
         self._logits = torch.empty(max(sizes), vocab_size, device=self._device.tensors)
@@ -93,11 +94,13 @@ class CapturedSteps:
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            log.warning("decode steps are not captured: %s", str(error).partition("\n")[0])
-            return
+            reason = str(error).partition("\n")[0]
+            log.warning("decode steps are not captured: %s", reason)
+            return f"none: {reason}"
         self._device.synchronize()
         self._replays = dict(sorted(replays.items()))
         log.info("captured decode steps of %d sizes in %.1f s", len(sizes), time.perf_counter() - start)
+        return f"decode steps of {len(sizes)} sizes up to {max(sizes)}"
 
     def _capture(self, size: int) -> Callable[[], None]:
         inputs = self._staged.padding(size, self._width)

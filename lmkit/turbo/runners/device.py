@@ -20,6 +20,10 @@ from lmkit.turbo.host_memory import available_memory
 
 log = get_logger(__name__)
 
+# CUresult: an ECC error, an illegal address, a kernel that took too long, a destroyed context, an assertion, and faults
+# of a kernel from a bad stack to a launch that failed.
+FATAL = frozenset({214, 700, 702, 709, 710, *range(714, 720)})
+
 
 class Event(Protocol):
     """A place in a stream."""
@@ -88,8 +92,11 @@ class CudaDevice:
         module.compile_all(kernels, self.tensors)
 
     def is_lost(self, error: BaseException) -> bool:
-        """Whether the GPU refuses everything after this error. It is a kernel's fault, raised at the next wait."""
-        return isinstance(error, torch.AcceleratorError) and not isinstance(error, torch.OutOfMemoryError)
+        """Whether the GPU refuses everything after this error. It is a kernel's fault, raised at the next wait or
+        launch by torch, or by the driver, whose errors have a `status`."""
+        if isinstance(error, torch.AcceleratorError):
+            return not isinstance(error, torch.OutOfMemoryError)
+        return getattr(error, "status", None) in FATAL
 
 
 Device = CpuDevice | CudaDevice

@@ -42,8 +42,9 @@ class Runner(Protocol):
 
     decoder: Decoder
 
-    def warm_up(self) -> None:
-        """Compile and capture everything that steps need, before the first plan."""
+    def warm_up(self) -> str:
+        """Compile and capture everything that steps need, before the first plan. Returns which steps are captured, or
+        why none is; an empty text where that is decided step by step."""
 
     def launch(self, plan: StepPlan) -> Ticket:
         """Begin a plan. It may raise the errors of `collect`; the plan counts as launched all the same."""

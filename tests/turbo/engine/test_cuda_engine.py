@@ -29,7 +29,8 @@ from lmkit.turbo.request import Request, SamplingParams, StepOutput
 from lmkit.turbo.runners import cuda as cuda_runner
 from lmkit.turbo.runners.cuda import CudaRunner
 from lmkit.turbo.runners.cuda_captured import captured_sizes
-from lmkit.turbo.runners.device import resolve_device
+from lmkit.turbo.runners.device import CudaDevice, resolve_device
+from lmkit.turbo.runners.staging import StagedInputs
 from lmkit.turbo.transport.engine_process import EngineLoop
 from tests import emulator
 from tests.emulator.device import EmulatedDevice
@@ -65,8 +66,11 @@ def quantized(checkpoint: Path) -> Path:
     return out
 
 
-@pytest.fixture
-def device(request: pytest.FixtureRequest) -> Iterator[EmulatedDevice]:
+@pytest.fixture(params=["emulated", pytest.param("real", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> Iterator[CudaDevice]:
+    if request.param == "real":
+        yield CudaDevice()
+        return
     if shutil.which("g++") is None:
         pytest.skip("kernels are emulated with g++")
     emulator.install(seed=hash(request.node.name) & 0xFFFF)
@@ -75,13 +79,17 @@ def device(request: pytest.FixtureRequest) -> Iterator[EmulatedDevice]:
     module.counters.cache_clear()
 
 
+# A library's float32 products, and launches that only the emulator counts.
+emulated = pytest.mark.parametrize("device", ["emulated"], indirect=True)
+
+
 @pytest.fixture
 def captured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every model's steps are captured, whichever kernels they run."""
     monkeypatch.setattr(cuda_runner, "obstacle", lambda decoder, kv: None)
 
 
-def on_gpu(path: Path, device: EmulatedDevice, **options: Any) -> Engine:
+def on_gpu(path: Path, device: CudaDevice, **options: Any) -> Engine:
     return Engine(str(path), EngineConfig(**(SMALL | {"packed_cache": False} | options)), device=device)
 
 
@@ -128,7 +136,7 @@ def assert_alike(got: dict[str, list[StepOutput]], want: dict[str, list[StepOutp
     ("kv_dtype", "tolerance"), [("auto", 0.02), ("bfloat16", 0.1), ("int8", 0.1), ("fp8", 0.2), ("int4", 0.8)]
 )
 def test_greedy_tokens_are_those_of_the_cpu(
-    checkpoint: Path, device: EmulatedDevice, kv_dtype: Any, tolerance: float
+    checkpoint: Path, device: CudaDevice, kv_dtype: Any, tolerance: float
 ) -> None:
     """Prompts are cut into chunks beside sequences that decode."""
     want = run(on_cpu(checkpoint, kv_dtype="float16" if kv_dtype == "auto" else kv_dtype), requests())
@@ -136,25 +144,27 @@ def test_greedy_tokens_are_those_of_the_cpu(
     assert assert_alike(got, want, tolerance) == 1 or kv_dtype != "auto"
 
 
-def test_four_bit_weights_give_the_tokens_of_the_cpu(quantized: Path, device: EmulatedDevice) -> None:
+def test_four_bit_weights_give_the_tokens_of_the_cpu(quantized: Path, device: CudaDevice) -> None:
     want, got = run(on_cpu(quantized), requests()), run(on_gpu(quantized, device), requests())
     assert assert_alike(got, want, 0.02) == 1
 
 
 def test_inputs_in_activation_order_give_the_tokens_of_the_cpu(
-    checkpoint: Path, device: EmulatedDevice, tmp_path: Path
+    checkpoint: Path, device: CudaDevice, tmp_path: Path
 ) -> None:
     model, _ = rewritten(checkpoint, tmp_path, "gptq_v2", every(QuantScheme(4, 32, act_order=True)))
     engine = on_gpu(model, device)
     assert isinstance(engine.runner, CudaRunner)
     assert engine.runner.captured.size_for(3) is not None
+    assert engine.info.captured == "decode steps of 3 sizes up to 4"
     assert assert_alike(run(engine, requests()), run(on_cpu(model), requests()), 0.02) == 1
 
 
+@emulated
 @pytest.mark.usefixtures("captured")
 @pytest.mark.parametrize(("temperature", "dtype"), [(0.0, "float16"), (1.0, "float32")])
 def test_results_do_not_depend_on_batch_chunks_graphs_or_overlap(
-    checkpoint: Path, device: EmulatedDevice, temperature: float, dtype: Any, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Path, device: CudaDevice, temperature: float, dtype: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A draw follows the smallest change of a logit, so that what is drawn is compared in float32."""
     wanted = requests(temperature=temperature, top_p=0.95, repetition_penalty=1.1, max_tokens=9)
@@ -175,7 +185,7 @@ def test_results_do_not_depend_on_batch_chunks_graphs_or_overlap(
             assert assert_alike(got, want, 0.02) == 1, name
 
 
-def test_a_sequence_that_gave_way_goes_on_where_it_was(checkpoint: Path, device: EmulatedDevice) -> None:
+def test_a_sequence_that_gave_way_goes_on_where_it_was(checkpoint: Path, device: CudaDevice) -> None:
     """Its token may be on the way to the host when it leaves its slot to another."""
     wanted = requests(max_tokens=26)[1:3]
     want = run(on_gpu(checkpoint, device), wanted)
@@ -185,7 +195,7 @@ def test_a_sequence_that_gave_way_goes_on_where_it_was(checkpoint: Path, device:
 
 
 def test_steps_are_launched_before_the_tokens_they_compute_are_known(
-    checkpoint: Path, device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Path, device: CudaDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = on_gpu(checkpoint, device)
     runner, unknown, under_way = engine.runner, [], []
@@ -209,7 +219,7 @@ def test_steps_are_launched_before_the_tokens_they_compute_are_known(
 
 
 def test_decode_steps_are_replayed_in_the_next_captured_size(
-    checkpoint: Path, device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Path, device: CudaDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = on_gpu(checkpoint, device, max_batch_size=5)
     assert isinstance(engine.runner, CudaRunner)
@@ -224,7 +234,8 @@ def test_decode_steps_are_replayed_in_the_next_captured_size(
     assert captured_sizes(3) == [1, 2, 3]
 
 
-def test_a_layer_of_a_decode_step_is_seven_launches(quantized: Path, device: EmulatedDevice) -> None:
+@emulated
+def test_a_layer_of_a_decode_step_is_seven_launches(quantized: Path, device: CudaDevice) -> None:
     engine = on_gpu(quantized, device, overlap=False)
     engine.add(Request(request_id="a", prompt_ids=[5, 6, 7], params=SamplingParams(max_tokens=8, temperature=0)))
     engine.step()
@@ -238,9 +249,40 @@ def test_a_layer_of_a_decode_step_is_seven_launches(quantized: Path, device: Emu
     assert launches.total() - 7 * layers <= 6, "tokens, embedding, angles, norm, head, argmax"
 
 
+@emulated
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
+def test_kernels_that_overlap_wait_for_each_other(
+    quantized: Path, device: CudaDevice, monkeypatch: pytest.MonkeyPatch, kv_dtype: Any
+) -> None:
+    """Prompts beside tokens, greedy and drawn, and steps of one token each: of all that the host does, only the copy of
+    a step's inputs is a barrier."""
+    gpu, put = emulator.install(seed=6, overlap=True), StagedInputs.put
+
+    def behind_a_barrier(*args: Any, **options: Any) -> Any:
+        gpu.barrier()
+        return put(*args, **options)
+
+    monkeypatch.setattr(StagedInputs, "put", behind_a_barrier)
+    engine = on_gpu(quantized, device, max_batch_size=3, kv_dtype=kv_dtype)
+    first, second, third = (
+        msgspec.structs.replace(request, params=SamplingParams(max_tokens=4, ignore_eos=True, **changes))
+        for request, changes in zip(
+            requests()[:3],
+            ({}, {"temperature": 1.0, "seed": 1, "repetition_penalty": 1.3}, {"logprobs": 3}),
+            strict=True,
+        )
+    )
+    outputs = run(engine, [first, second, third])
+    assert all(sum(len(part.token_ids) for part in parts) == 4 for parts in outputs.values())
+    assert engine.stats().failed_steps == 0
+    used = {"gemm", "norm_rows", "decode_attention", "prefill_attention", "append", "sample", "argmax", "edit_logits"}
+    assert used <= set(gpu.launches)
+
+
+@emulated
 @pytest.mark.parametrize("params", [{}, {"temperature": 1.0, "repetition_penalty": 1.3}], ids=["greedy", "drawn"])
 def test_drafts_change_no_token(
-    checkpoint: Path, device: EmulatedDevice, params: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    checkpoint: Path, device: CudaDevice, params: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wanted = requests(**params)
     want = tokens(run(on_gpu(checkpoint, device, dtype="float32"), wanted))
@@ -250,7 +292,7 @@ def test_drafts_change_no_token(
     assert max(lengths) == 4
 
 
-def test_a_prefix_is_found_again(checkpoint: Path, device: EmulatedDevice) -> None:
+def test_a_prefix_is_found_again(checkpoint: Path, device: CudaDevice) -> None:
     engine = on_gpu(checkpoint, device)
     first = run(engine, [request("a", list(range(60)), 5)])
     again = run(engine, [request("b", list(range(60)), 5)])
@@ -259,7 +301,7 @@ def test_a_prefix_is_found_again(checkpoint: Path, device: EmulatedDevice) -> No
 
 
 def test_layers_with_and_without_a_window_have_tables_of_their_own(
-    tmp_path: Path, device: EmulatedDevice, captured: None
+    tmp_path: Path, device: CudaDevice, captured: None
 ) -> None:
     """A full layer, and two with a window in another group each."""
     kinds = ["sliding_attention", "full_attention", "sliding_attention"]
@@ -276,7 +318,7 @@ def test_layers_with_and_without_a_window_have_tables_of_their_own(
     assert_alike(first, want, 0.05)
 
 
-def test_kv_comes_back_from_host_memory(checkpoint: Path, device: EmulatedDevice) -> None:
+def test_kv_comes_back_from_host_memory(checkpoint: Path, device: CudaDevice) -> None:
     engine = on_gpu(
         checkpoint, device, kv_memory=8 * 16 * 2 * 2 * 2 * 64 * 2, max_model_len=None, kv_host_memory=1 << 22
     )
@@ -288,7 +330,7 @@ def test_kv_comes_back_from_host_memory(checkpoint: Path, device: EmulatedDevice
     engine.close()
 
 
-def test_prompt_logprobs_are_those_of_the_cpu(checkpoint: Path, device: EmulatedDevice) -> None:
+def test_prompt_logprobs_are_those_of_the_cpu(checkpoint: Path, device: CudaDevice) -> None:
     wanted = request("p", list(range(50)), 2, prompt_logprobs=True)
     got, want = (run(e, [wanted])["p"][0].prompt_logprobs for e in (on_gpu(checkpoint, device), on_cpu(checkpoint)))
     assert [x.token_id for x in got] == list(range(1, 50))
@@ -311,7 +353,7 @@ def test_prompt_logprobs_are_those_of_the_cpu(checkpoint: Path, device: Emulated
         "smollm3",
     ],
 )
-def test_every_kind_of_model_runs(tmp_path: Path, device: EmulatedDevice, family: str) -> None:
+def test_every_kind_of_model_runs(tmp_path: Path, device: CudaDevice, family: str) -> None:
     """Those that kernels take and those that need torch."""
     tiny.make(tmp_path, family).half().save_pretrained(tmp_path)
     config = EngineConfig(**(SMALL | {"max_model_len": 32}))
@@ -324,8 +366,9 @@ def test_every_kind_of_model_runs(tmp_path: Path, device: EmulatedDevice, family
     assert_alike(got, want, 0.05)
 
 
+@emulated
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "auto"])
-def test_dtypes(checkpoint: Path, device: EmulatedDevice, dtype: Any) -> None:
+def test_dtypes(checkpoint: Path, device: CudaDevice, dtype: Any) -> None:
     engine = on_gpu(checkpoint, device, dtype=dtype)
     wanted = torch.float16 if dtype == "auto" else getattr(torch, dtype)
     assert engine.runner.decoder.dtype == engine.runner.kv[0].k.data.dtype == wanted
@@ -337,7 +380,7 @@ def test_dtypes(checkpoint: Path, device: EmulatedDevice, dtype: Any) -> None:
 
 
 def test_packed_weights_are_mapped_from_the_file(
-    quantized: Path, device: EmulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    quantized: Path, device: CudaDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "model"
     shutil.copytree(quantized, path)
@@ -348,7 +391,7 @@ def test_packed_weights_are_mapped_from_the_file(
 
 
 def test_a_launch_that_fails_ends_its_own_requests(
-    checkpoint: Path, device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Path, device: CudaDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = on_gpu(checkpoint, device)
     runner = engine.runner
@@ -368,15 +411,26 @@ def test_a_launch_that_fails_ends_its_own_requests(
     assert engine.stats().failed_steps >= 1
 
 
+class DriverError(RuntimeError):
+    """As CuPy raises it."""
+
+    status = 719
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.AcceleratorError("CUDA error: an illegal memory access was encountered\nCUDA kernel errors ...", 700),
+        DriverError("CUDA_ERROR_LAUNCH_FAILED: unspecified launch failure: an illegal memory access was encountered"),
+    ],
+    ids=["torch", "driver"],
+)
 def test_a_lost_gpu_ends_every_request_and_the_engine(
-    checkpoint: Path, device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Path, device: CudaDevice, monkeypatch: pytest.MonkeyPatch, error: RuntimeError
 ) -> None:
     engine = on_gpu(checkpoint, device)
     runner = engine.runner
     assert isinstance(runner, CudaRunner)
-    error = torch.AcceleratorError(
-        "CUDA error: an illegal memory access was encountered\nCUDA kernel errors might ...", 700
-    )
 
     def lost(*args: Any) -> Any:
         raise error
@@ -395,7 +449,7 @@ def test_a_lost_gpu_ends_every_request_and_the_engine(
 
 
 def test_a_step_that_cannot_be_captured_is_run_as_it_is(
-    checkpoint: Path, device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Path, device: CudaDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuses(launch: Any) -> Any:
         raise RuntimeError("CUDA error: operation not permitted when stream is capturing\nmore words")
@@ -405,12 +459,11 @@ def test_a_step_that_cannot_be_captured_is_run_as_it_is(
     engine = on_gpu(checkpoint, device)
     assert isinstance(engine.runner, CudaRunner)
     assert engine.runner.captured.size_for(1) is None
+    assert engine.info.captured == "none: CUDA error: operation not permitted when stream is capturing"
     assert tokens(run(engine, requests(max_tokens=4))) == want
 
 
-def test_no_room_on_the_gpu_is_one_line(
-    checkpoint: Path, device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_room_on_the_gpu_is_one_line(checkpoint: Path, device: CudaDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*args: Any, **options: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has ...")
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -180,6 +181,32 @@ def test_a_block_may_change_as_soon_as_save_returns(tmp_path: Path) -> None:
     saver.go()
     settle(tiers)
     assert load(tiers, blocks, keys).num_blocks == 6
+    tiers.close()
+
+
+class DeviceBlocks(ArrayBlocks):
+    """A device that copies by itself: the bytes arrive when they are waited for, if at all."""
+
+    def read(self, block: int, out: memoryview) -> Callable[[], None]:
+        there = self.data[block].copy()
+        np.frombuffer(out, np.uint8)[:] = 255
+
+        def wait() -> None:
+            self._touch(block)
+            np.frombuffer(out, np.uint8)[:] = there
+
+        return wait
+
+
+def test_a_copy_that_a_device_makes_is_waited_for_by_the_saver() -> None:
+    blocks, keys = DeviceBlocks(6), chain(6)
+    tiers = TierStore(blocks, host_bytes=20 * BLOCK)
+    blocks.failing = {4}
+    tiers.save(fill(blocks, keys))
+    settle(tiers)
+    blocks.failing = set()
+    assert load(tiers, blocks, keys) == Loaded(7, 4, {"host": 4})
+    assert (tiers.stats()["saved"], tiers.stats()["failures"]) == (5, 1)
     tiers.close()
 
 

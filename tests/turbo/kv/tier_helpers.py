@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -46,9 +47,10 @@ class ArrayBlocks:
         self.data = np.zeros((count, BLOCK), np.uint8)
         self.failing: set[int] = set()
 
-    def read(self, block: int, out: memoryview) -> None:
+    def read(self, block: int, out: memoryview) -> Callable[[], None] | None:
         self._touch(block)
         np.frombuffer(out, np.uint8)[:] = self.data[block]
+        return None
 
     def write(self, block: int, data: memoryview) -> None:
         self._touch(block)

@@ -2,7 +2,7 @@
 
     scheduler: lookup, load_seconds, finished, wait      none waits for a copy or a file
     runner:    load -> loader thread: host memory, else disk, else the peer (then kept on host) -> BlockBytes.write
-               save -> BlockBytes.read -> saver thread: host memory and disk (write-through)
+               save -> BlockBytes.read -> saver thread: the copy's end, then host memory and disk (write-through)
                load from an engine that is computing the blocks -> a thread of its own (awaited.py)
 
 The least recently used blocks leave a tier. A chain of keys is only found from its first block on. Each use of a chain
@@ -17,7 +17,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -42,13 +42,16 @@ FAILURES = (OSError, RuntimeError, ValueError, MemoryError)  # includes failures
 
 
 class BlockBytes(Protocol):
-    """The device's blocks. A background thread calls `write`."""
+    """The device's blocks. A background thread calls `write`, and the function that `read` returns."""
 
     @property
     def nbytes(self) -> int:
         """Bytes of one block: all layers, K and V with their parameters."""
 
-    def read(self, block: int, out: memoryview) -> None: ...
+    def read(self, block: int, out: memoryview) -> Callable[[], None] | None:
+        """Copy a block to `out`. The block may change once this returns. A device that copies by itself returns a
+        function that waits: only then has `out` the bytes."""
+
     def write(self, block: int, data: memoryview) -> None: ...
 
 
@@ -69,6 +72,7 @@ class _Job(NamedTuple):
 class _Copy(NamedTuple):
     key: bytes
     data: memoryview
+    wait: Callable[[], None] | None  # see BlockBytes.read
 
 
 class _Used(NamedTuple):
@@ -186,7 +190,7 @@ class TierStore:
             self._awaited.cancel(job)
 
     def save(self, saves: Sequence[Save]) -> None:
-        """Copy the blocks' bytes and queue them to be saved. The blocks may change once this returns.
+        """Begin to copy the blocks' bytes, and queue them to be saved. The blocks may change once this returns.
 
         Blocks that exceed the backlog are dropped. These are the last ones, because a chain needs its first blocks.
         """
@@ -196,21 +200,20 @@ class TierStore:
                 self._saver.put([_Used([save.key])])
             elif len(self._saver) >= self._max_backlog:
                 self._counts["dropped"] += 1
-            elif (data := self._read(save.block)) is not None:
-                self._saver.put([_Copy(save.key, data)])
+            elif (copy := self._read(save)) is not None:
+                self._saver.put([copy])
 
     def _is_kept(self, key: bytes) -> bool:
         on_host = self._host is None or key in self._host
         return on_host and (self._disk is None or not self._disk.wants(key))
 
-    def _read(self, block: int) -> memoryview | None:
+    def _read(self, save: Save) -> _Copy | None:
         try:
             data = _new_block(self._blocks.nbytes)
-            self._blocks.read(block, data)
+            return _Copy(save.key, data, self._blocks.read(save.block, data))
         except FAILURES as error:
             self._failures.note("saving KV", error)
             return None
-        return data
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """Mark the blocks of a sequence as used, wherever they were found: unused blocks are evicted before them.
@@ -374,6 +377,8 @@ class TierStore:
                 self._disk.remember(item.keys)
             return
         try:
+            if item.wait is not None:
+                item.wait()
             self._keep(item.key, item.data)
         except FAILURES as error:
             self._failures.note("saving KV", error)
