@@ -231,8 +231,8 @@ class ServerConfig(StrictStruct, frozen=True):
 
 # Variables that every command reads. `lmkit serve` and `lmkit proxy` read one for each of their options as well.
 VARIABLES = (
-    "LMKIT_API_KEY", "LMKIT_CA_FILE", "LMKIT_CACHE_DIR", "LMKIT_CPU_ISA", "LMKIT_LOG_LEVEL", "LMKIT_NUM_THREADS",
-    "LMKIT_STATE_DIR",
+    "LMKIT_API_KEY", "LMKIT_CA_FILE", "LMKIT_CACHE_DIR", "LMKIT_CPU_ISA", "LMKIT_CUDA", "LMKIT_LOG_LEVEL",
+    "LMKIT_NUM_THREADS", "LMKIT_STATE_DIR",
 )  # fmt: skip
 
 
@@ -240,6 +240,7 @@ class Environment(StrictStruct, frozen=True):
     """All environment variables that lmkit reads."""
 
     cpu_isa: str | None  # LMKIT_CPU_ISA: force a lower kernel path: a name of kernels.cpu.isa.LEVELS
+    cuda: str  # LMKIT_CUDA: parts of the engine on a GPU, on or off: see kernels.cuda.switches
     num_threads: int | None  # LMKIT_NUM_THREADS
     cache_dir: Path  # LMKIT_CACHE_DIR: compiled kernels; packed weights if the checkpoint is not writable
     state_dir: Path  # LMKIT_STATE_DIR: the lists of known models and of running servers
@@ -258,6 +259,7 @@ def environment() -> Environment:
         raise ConfigError(f"LMKIT_NUM_THREADS={threads!r}: expected a positive integer")
     return Environment(
         cpu_isa=os.environ.get("LMKIT_CPU_ISA") or None,
+        cuda=os.environ.get("LMKIT_CUDA") or "",
         num_threads=int(threads) if threads else None,
         cache_dir=_folder("LMKIT_CACHE_DIR", "XDG_CACHE_HOME", "~/.cache"),
         state_dir=_folder("LMKIT_STATE_DIR", "XDG_STATE_HOME", "~/.local/state"),
@@ -333,6 +335,7 @@ def parse(data: Any, into: type[T], where: str) -> T:
 
 
 _SECONDS = {"s": 1, "m": 60, "h": 3600}
+_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 
 def parse_seconds(text: str, where: str) -> float:
@@ -341,9 +344,6 @@ def parse_seconds(text: str, where: str) -> float:
     if not parts or "".join(map("".join, parts)) != text.strip().lower():
         raise ConfigError(f"{where}: {text!r} is not a time; write for example 20m or 1h30m")
     return sum(float(number) * _SECONDS[unit] for number, unit in parts)
-
-
-_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 
 def parse_bytes(text: str, where: str) -> int:

@@ -12,10 +12,9 @@ import torch
 
 from benchmarks.gpu.context import Context
 from benchmarks.gpu.models import random_qtensor
-from lmkit.kernels.cuda import gemm, gemm_plan, gemm_table, linear
+from lmkit.kernels.cuda import gemm, gemm_table, linear
 from lmkit.kernels.cuda.gemm_pack import PackedWeight, pack
-from lmkit.kernels.cuda.gpus import gpu_of
-from lmkit.kernels.cuda.module import Kernel, backend, compile_all
+from lmkit.kernels.cuda.module import Kernel, compile_all
 
 PLANS = 5  # number of the most promising plans that are compared for each product
 QUICK_BUCKETS = (1, 16)
@@ -26,7 +25,7 @@ def tune(context: Context, shapes: dict[str, tuple[int, int]]) -> None:
     buckets = QUICK_BUCKETS if context.quick or context.rehearsal else gemm_table.BUCKETS
     start = time.perf_counter()
     weights = [pack(random_qtensor(n, k, context.device)) for n, k in shapes.values()]
-    kernels = {kernel for weight in weights for kernel in _kernels(weight, buckets, context.device)}
+    kernels = {kernel for weight in weights for kernel in _kernels(weight, buckets)}
     compile_all(kernels, context.device)
     compiled = time.perf_counter() - start
     if not context.rehearsal:
@@ -34,9 +33,7 @@ def tune(context: Context, shapes: dict[str, tuple[int, int]]) -> None:
     context.row("tuning", kernels=len(kernels), compile_seconds=compiled, seconds=time.perf_counter() - start)
 
 
-def _kernels(weight: PackedWeight, buckets: tuple[int, ...], device: str) -> Iterator[Kernel]:
-    where = backend(device)
-    limit = gpu_of(where.capability()).block_shared
+def _kernels(weight: PackedWeight, buckets: tuple[int, ...]) -> Iterator[Kernel]:
     for tokens in buckets:
-        for plan in gemm_plan.best(gemm.problem_of(tokens, weight), where.num_sms(), limit, PLANS):
+        for plan in gemm_table.promising(tokens, weight, PLANS):
             yield gemm.kernel_for(weight, plan, torch.float16)

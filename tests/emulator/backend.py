@@ -23,6 +23,7 @@ from lmkit.kernels.cuda.module import Launch
 from lmkit.kernels.cuda.source import kernel_source
 
 FLAGS = ("-std=c++17", "-O2", "-march=native", "-fPIC", "-shared", "-fno-strict-aliasing", "-w")
+WATCHED = ("-fsanitize=thread",)  # calls before every access, which emulator.cpp has: no library of g++ is linked
 ASAN = ("-fsanitize=address", "-fno-omit-frame-pointer")
 HERE = Path(__file__).parent
 HOST = HERE / "host.cuh"  # the header that a kernel includes as LMKIT_HOST
@@ -31,11 +32,13 @@ _U32x3 = ctypes.c_uint32 * 3
 
 
 class EmulatedBackend:
-    """The emulator. Every launch draws another order of threads and blocks."""
+    """The emulator. Every launch draws another order of threads and blocks. `overlap`: kernels overlap on the device
+    that it stands for, and what they do before they wait for each other is checked."""
 
-    def __init__(self, *, sanitize: bool, capability: Capability) -> None:
+    def __init__(self, *, sanitize: bool, capability: Capability, overlap: bool) -> None:
         self._flags = FLAGS + (ASAN if sanitize else ())
-        self._capability = capability
+        self._capability, self._overlap = capability, overlap
+        self._arguments = np.zeros(128, np.uint64)  # of a launch; the memory never was a tensor's
         self._runtime = ctypes.CDLL(
             str(self._build(kernel_source(str(HERE / "emulator.cpp")), "emulator", {})), mode=ctypes.RTLD_GLOBAL
         )
@@ -44,8 +47,16 @@ class EmulatedBackend:
 
     def begin(self, seed: int) -> None:
         """Draw the orders from `seed` from now on."""
+        self.barrier()
         self._seed = seed
         self.launches: list[str] = []  # names of the kernels that ran since
+
+    def barrier(self) -> None:
+        """All that was launched has ended, as at a copy on the stream."""
+        self._runtime.lm_barrier()
+
+    def overlaps(self) -> bool:
+        return self._overlap
 
     def device_name(self) -> str:
         return "emulated"
@@ -57,53 +68,68 @@ class EmulatedBackend:
         return self._capability
 
     def load(self, source: str, name: str, defines: dict[str, int]) -> Launch:
-        library = ctypes.CDLL(str(self._build(kernel_source(source), name, defines)))
+        library = ctypes.CDLL(str(self._build(kernel_source(source), name, defines, watched=self._overlap)))
         apply, sizes = getattr(library, f"{name}_apply"), _argument_sizes(library, name)
 
         def launch(grid: tuple[int, ...], block: tuple[int, ...], args: Sequence[Any], shared: int) -> None:
             values = [_value(arg) for arg in args]
             given = [value.itemsize for value in values]
             assert given == sizes, f"{name}: arguments of {given} bytes, the kernel has {sizes}"
-            addresses = (ctypes.c_void_p * len(values))(*(value.ctypes.data for value in values))
+            for i, value in enumerate(values):
+                self._arguments[i : i + 1].view(np.uint8)[: value.itemsize] = value.reshape(1).view(np.uint8)
+            first = self._arguments.ctypes.data
+            addresses = (ctypes.c_void_p * len(values))(*(first + 8 * i for i in range(len(values))))
             message = ctypes.create_string_buffer(512)
             self._seed += 1
             self.launches.append(name)
             if not self._runtime.lm_launch(
                 apply, addresses, _U32x3(*grid), _U32x3(*block), ctypes.c_uint64(shared), ctypes.c_uint64(self._seed),
-                message, ctypes.c_uint64(len(message)),
+                self._overlap, message, ctypes.c_uint64(len(message)),
             ):  # fmt: skip
                 raise RuntimeError(f"{source}: {name}: {message.value.decode()}")
 
         return launch
 
-    def _build(self, text: str, name: str, defines: dict[str, int]) -> Path:
-        flags = (*self._flags, f'-DLMKIT_HOST="{HOST.name}"', *(f"-D{k}={v}" for k, v in sorted(defines.items())))
+    def _build(self, text: str, name: str, defines: dict[str, int], *, watched: bool = False) -> Path:
+        watch = WATCHED if watched else ()
+        flags = (
+            *self._flags,
+            *watch,
+            f'-DLMKIT_HOST="{HOST.name}"',
+            *(f"-D{k}={v}" for k, v in sorted(defines.items())),
+        )
         digest = hashlib.sha256("\0".join((text, HOST.read_text(), *flags, processor())).encode())
         folder = environment().cache_dir / "emulated"
         library = folder / f"{name}-{digest.hexdigest()[:24]}.so"
         if not library.exists():
             folder.mkdir(parents=True, exist_ok=True)
             partial = library.with_suffix(f".{os.getpid()}")
-            command = [compiler(), "-x", "c++", "-", *flags, f"-I{HERE}", "-o", str(partial)]
-            built = subprocess.run(command, input=text, text=True, capture_output=True, check=False)
-            if built.returncode:
-                raise UnsupportedError(f"{name} {defines}: {built.stderr[:4000]}")
+            assembler = library.with_suffix(f".{os.getpid()}.s")
+            compiled = [compiler(), "-x", "c++", "-", *flags, f"-I{HERE}", "-S", "-o", str(assembler)]
+            linked = [compiler(), *self._flags, str(assembler), "-o", str(partial)]
+            for command in (compiled, linked):
+                built = subprocess.run(command, input=text, text=True, capture_output=True, check=False)
+                if built.returncode:
+                    raise UnsupportedError(f"{name} {defines}: {built.stderr[:4000]}")
+            assembler.unlink()
             partial.replace(library)
         return library
 
 
-def install(seed: int = 0, *, sanitize: bool = False, capability: Capability = (9, 0)) -> EmulatedBackend:
+def install(
+    seed: int = 0, *, sanitize: bool = False, capability: Capability = (9, 0), overlap: bool = False
+) -> EmulatedBackend:
     """Run kernels for tensors on the CPU by an emulator. Raises UnsupportedError without g++."""
-    backend = _backend(sanitize, capability)
+    backend = _backend(sanitize, capability, overlap)
     backend.begin(seed)
     module.BACKENDS["cpu"] = backend
     return backend
 
 
 @cache
-def _backend(sanitize: bool, capability: Capability) -> EmulatedBackend:
+def _backend(sanitize: bool, capability: Capability, overlap: bool) -> EmulatedBackend:
     """The one backend of each kind. There is only one, because kernels keep the code that they have loaded."""
-    return EmulatedBackend(sanitize=sanitize, capability=capability)
+    return EmulatedBackend(sanitize=sanitize, capability=capability, overlap=overlap)
 
 
 def compiler() -> str:

@@ -5,6 +5,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <sys/mman.h>
+#include <unordered_map>
 #include <vector>
 
 #include "types.cuh"
@@ -93,6 +94,9 @@ struct Machine {
     u64 random;
     bool failed;
     char message[512];
+    bool watches;  // accesses before a wait
+    u64 shared_bytes;
+    std::unordered_map<uintptr_t, u64> written;  // since the last barrier: a bit for each byte of 64
 };
 
 Machine machine;
@@ -172,6 +176,10 @@ void run_fiber() {
         machine.failed = true;
         snprintf(machine.message, sizeof machine.message, "thread %u ended with %zu copies that nobody waited for", self->thread.x, self->copies.size());
     }
+    if (machine.watches && !self->waited && !machine.failed) {
+        machine.failed = true;
+        snprintf(machine.message, sizeof machine.message, "thread %u of block (%u, %u, %u) ended and did not wait for the kernel before", self->thread.x, self->block.x, self->block.y, self->block.z);
+    }
     self->state = DONE;
     --machine.alive;
     Barrier& all = machine.barriers[0];  // threads that have ended are not waited for
@@ -188,7 +196,7 @@ void run_block(Index block, Index block_size, Index grid_size, u8* shared) {
     for (Barrier& barrier : machine.barriers) barrier = {};
     for (int i = 0; i < count; ++i) {
         Fiber& fiber = machine.fibers[i];
-        static_cast<Thread&>(fiber) = {{i % block_size.x, i / block_size.x % block_size.y, i / block_size.x / block_size.y}, block, block_size, grid_size, shared};
+        static_cast<Thread&>(fiber) = {{i % block_size.x, i / block_size.x % block_size.y, i / block_size.x / block_size.y}, block, block_size, grid_size, shared, false};
 #if ASAN
         __asan_unpoison_memory_region(stack_of(&fiber), STACK_BYTES);  // the last fiber here never returned
 #endif
@@ -264,8 +272,35 @@ void collective(u32 mask, int line, void* mine, void (*op)(void** lanes)) {
     leave(self);
 }
 
+void wait_for_previous() { current->waited = true; }
+
+// Memory that threads share. The rest is a thread's own: its stack, and shared memory, which a block owns.
+bool is_global(uintptr_t address) {
+    const auto stacks = reinterpret_cast<uintptr_t>(machine.stacks), shared = reinterpret_cast<uintptr_t>(current->shared);
+    return address - stacks >= machine.num_stacks * STACK_BYTES && address - shared >= machine.shared_bytes;
+}
+
+u64 bits_of(uintptr_t address, int bytes) { return (bytes >= 64 ? ~0ull : (1ull << bytes) - 1) << address % 64; }
+
+// An access of at most 16 bytes. It may lie in two lines of 64.
+void access(const void* pointer, int bytes, bool writes) {
+    auto address = reinterpret_cast<uintptr_t>(pointer);
+    if (!machine.watches || machine.failed || !current || !is_global(address)) return;
+    const int here = bytes < 64 - static_cast<int>(address % 64) ? bytes : 64 - static_cast<int>(address % 64);
+    if (bytes > here) access(static_cast<const u8*>(pointer) + here, bytes - here, writes);
+    if (writes) {
+        if (!current->waited) fail("thread %u writes before it has waited for the kernel before", current->thread.x);
+        machine.written[address / 64] |= bits_of(address, here);
+    } else if (!current->waited) {
+        const auto found = machine.written.find(address / 64);
+        if (found != machine.written.end() && found->second & bits_of(address, here))
+            fail("thread %u reads what an earlier kernel writes, and has not waited for it", current->thread.x);
+    }
+}
+
 void copy_later(void* shared, const void* global, int bytes, bool valid) {
     auto* self = static_cast<Fiber*>(current);
+    if (valid) access(global, bytes, false);
     if (reinterpret_cast<uintptr_t>(shared) % bytes || (valid && reinterpret_cast<uintptr_t>(global) % bytes)) fail("cp.async of %d bytes is not aligned", bytes);
     self->copies.push_back({shared, global, bytes, valid, self->group});
 }
@@ -290,9 +325,28 @@ void wait_copies(int groups) {
 
 }  // namespace lm
 
+// What g++ calls before each access of a kernel that is compiled with -fsanitize=thread.
+#define ACCESS(bytes)                                                                            \
+    extern "C" void __tsan_read##bytes(void* p) { lm::access(p, bytes, false); }                 \
+    extern "C" void __tsan_write##bytes(void* p) { lm::access(p, bytes, true); }                 \
+    extern "C" void __tsan_unaligned_read##bytes(void* p) { lm::access(p, bytes, false); }       \
+    extern "C" void __tsan_unaligned_write##bytes(void* p) { lm::access(p, bytes, true); }       \
+    extern "C" void __tsan_volatile_read##bytes(void* p) { lm::access(p, bytes, false); }        \
+    extern "C" void __tsan_volatile_write##bytes(void* p) { lm::access(p, bytes, true); }
+ACCESS(1) ACCESS(2) ACCESS(4) ACCESS(8) ACCESS(16)
+extern "C" void __tsan_read_range(void* p, u64 n) { for (u64 i = 0; i < n; ++i) lm::access(static_cast<u8*>(p) + i, 1, false); }
+extern "C" void __tsan_write_range(void* p, u64 n) { for (u64 i = 0; i < n; ++i) lm::access(static_cast<u8*>(p) + i, 1, true); }
+extern "C" void __tsan_func_entry(void*) {}
+extern "C" void __tsan_func_exit() {}
+extern "C" void __tsan_init() {}
+
+// What has been written is visible to every later kernel: a copy, or a kernel that begins at the end of all others.
+extern "C" void lm_barrier() { lm::machine.written.clear(); }
+
 // Carry out a launch; on an error, false and its text in `message`.
-extern "C" bool lm_launch(void (*kernel)(void**), void** args, const u32* grid, const u32* block, u64 shared_bytes, u64 seed, char* message, u64 size) {
+extern "C" bool lm_launch(void (*kernel)(void**), void** args, const u32* grid, const u32* block, u64 shared_bytes, u64 seed, bool watches, char* message, u64 size) {
     using namespace lm;
+    machine.watches = watches, machine.shared_bytes = shared_bytes;
     const u32 count = block[0] * block[1] * block[2];
     machine.kernel = kernel, machine.args = args, machine.failed = false, machine.random = seed * 2 + 1;
     machine.fibers.resize(count);
@@ -320,6 +374,7 @@ extern "C" bool lm_launch(void (*kernel)(void**), void** args, const u32* grid, 
         if (machine.failed) break;
     }
     free(shared);
+    machine.watches = false;
     if (machine.failed) snprintf(message, size, "%s", machine.message);
     return !machine.failed;
 }

@@ -3,6 +3,9 @@
 // Each CUDA thread is a fiber (emulator.cpp). Fibers are switched only where threads may wait for each other, and in
 // random order, so a barrier that is missing shows up as a wrong result. cp.async copies when it is waited for, at the
 // last moment; shared memory starts as NaN; a warp operation that its lanes reach at different lines is an error.
+// Kernels run one after the other, as if each waited for the one before. If they are compiled with instrumented accesses
+// (overlap), it is an error if a thread, before its wait, reads what an earlier kernel has written since the last
+// barrier, or writes anything but shared memory; or if it ends without a wait.
 // mma sums products in float32, one after the other: a GPU's order is another, and its products may be cut off.
 #pragma once
 #include <cmath>
@@ -34,6 +37,7 @@ struct Index { u32 x, y, z; };
 struct Thread {
     Index thread, block, block_size, grid_size;
     u8* shared;
+    bool waited;  // for the kernels before
 };
 extern Thread* current;
 
@@ -41,6 +45,7 @@ extern Thread* current;
 void barrier(int id, int count, int line);
 // All lanes of `mask` meet; the last one carries out `op` on what every lane brought (null: not in the mask).
 void collective(u32 mask, int line, void* mine, void (*op)(void** lanes));
+void wait_for_previous();
 void copy_later(void* shared, const void* global, int bytes, bool valid);
 void commit_copies();
 void wait_copies(int groups);
@@ -68,6 +73,11 @@ void argument_sizes(void (*)(A...), int* sizes) { int i = 0; ((sizes[i++] = size
 #define blockDim (lm::current->block_size)
 #define gridDim (lm::current->grid_size)
 #define shared_memory (lm::current->shared)
+
+// ---- kernels that overlap: the accesses before the wait are checked if the kernel is compiled for that (emulator.cpp)
+
+inline void launch_next() {}
+inline void wait_for_previous() { lm::wait_for_previous(); }
 
 // ---- CUDA's own functions
 

@@ -58,7 +58,7 @@ def multiply(
         (token_blocks, ranges, problem.workers(plan, backend(device).num_sms())), 32 * plan.warps,
         [x, packed.codes, packed.params, bias, out, partial, counters(device), tokens, packed.in_features,
          packed.num_results, problem.tiles, problem.stages, packed.params.shape[1], packed.stages_per_group, plan.units,
-         int(plan.resident), ACTIVATIONS[packed.activation], kind],
+         int(plan.resident), ACTIVATIONS[packed.activation], kind, int(backend(device).overlaps())],
         shared=problem.shared_bytes(plan),
     )  # fmt: skip
     return out

@@ -118,8 +118,8 @@ def problem_with(plan: Plan, problem: Problem, limit: int) -> str | None:
     return None
 
 
-def candidates(problem: Problem, limit: int) -> Iterator[Plan]:
-    """Plans that can run a problem, with as many blocks on a multiprocessor as fit."""
+def candidates(problem: Problem, limit: int, kernels: int = 1) -> Iterator[Plan]:
+    """Plans that can run a problem, with as many blocks on a multiprocessor as fit if `kernels` like it share that."""
     blocks = math.ceil(problem.tokens / (8 * MAX_TOKEN_TILES))
     token_tiles = next(tiles for tiles in TOKEN_TILES if 8 * tiles * blocks >= problem.tokens)
     shapes = [(n, k) for n, k in itertools.product((1, 2, 4, 8), repeat=2) if n * k in (4, 8, 16)]
@@ -127,8 +127,8 @@ def candidates(problem: Problem, limit: int) -> Iterator[Plan]:
         for units, resident in itertools.product(_units(problem.stages, warps_k), (True, False)):
             plan = Plan(token_tiles, rows, warps_n, warps_k, depth, units, resident)
             threads, shared = 32 * plan.warps, problem.shared_bytes(plan)
-            by_shared = (limit + RESERVED_SHARED) // (shared + RESERVED_SHARED)
-            room = min(REGISTERS // (threads * registers(plan, problem)), by_shared)
+            by_shared = (limit + RESERVED_SHARED) // kernels // (shared + RESERVED_SHARED)
+            room = min(REGISTERS // kernels // (threads * registers(plan, problem)), by_shared)
             plan = msgspec.structs.replace(plan, per_sm=room)
             if room and problem_with(plan, problem, limit) is None:
                 yield plan
@@ -169,7 +169,7 @@ def estimate(plan: Plan, problem: Problem, num_sms: int) -> float:
 
 
 @cache
-def best(problem: Problem, num_sms: int, limit: int, count: int = 1) -> tuple[Plan, ...]:
-    """The plans with the lowest estimates, best first."""
-    plans = sorted(candidates(problem, limit), key=lambda plan: estimate(plan, problem, num_sms))
-    return tuple(plans[:count])
+def best(problem: Problem, num_sms: int, limit: int, count: int = 1, kernels: int = 1) -> tuple[Plan, ...]:
+    """The plans with the lowest estimates, best first. If no plan leaves room for other kernels, it takes all."""
+    plans = list(candidates(problem, limit, kernels)) or list(candidates(problem, limit))
+    return tuple(sorted(plans, key=lambda plan: estimate(plan, problem, num_sms))[:count])

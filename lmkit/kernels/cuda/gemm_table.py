@@ -113,8 +113,9 @@ def _load(path: Path, device: str) -> list[Entry]:
 
 @cache
 def table(device: str) -> Table:
-    """The table of the current device of this type."""
-    name = backend(device).device_name()
+    """The table of the current device of this type. Kernels that overlap have other plans, and a table of their own."""
+    where = backend(device)
+    name = where.device_name() + (" overlapping" if where.overlaps() else "")
     file = re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-") + ".json"
     return Table(environment().cache_dir / "gemm" / file, name)
 
@@ -134,7 +135,14 @@ def choose(tokens: int, packed: PackedWeight, dtype: torch.dtype) -> Plan | None
         return entry.plan
     if tokens >= LIBRARY_FROM:
         return None
-    return next(iter(best(problem, backend(device).num_sms(), limit)), None)
+    return next(iter(promising(bucket, packed, 1)), None)
+
+
+def promising(tokens: int, packed: PackedWeight, count: int) -> tuple[Plan, ...]:
+    """The plans with the lowest estimates on the device of the weight. Two kernels that overlap share an SM."""
+    where = backend(packed.codes.device.type)
+    limit, kernels = gpu_of(where.capability()).block_shared, 2 if where.overlaps() else 1
+    return best(gemm.problem_of(tokens, packed), where.num_sms(), limit, count, kernels)
 
 
 def kernels(packed: PackedWeight, dtype: torch.dtype, max_tokens: int) -> Iterator[Kernel]:
@@ -189,11 +197,8 @@ def _times(
     measure: Measure,
 ) -> dict[Plan | None, float]:
     """Microseconds by plan. A plan that a device refuses has no entry."""
-    device, packed = x.device.type, copies[0]
-    limit = gpu_of(backend(device).capability()).block_shared
-    plans = best(gemm.problem_of(x.shape[0], packed), backend(device).num_sms(), limit, num_plans)
     times: dict[Plan | None, float] = {}
-    for plan in plans:
+    for plan in promising(x.shape[0], copies[0], num_plans):
         try:
             times[plan] = measure(partial(_multiply, x, copies, plan), len(copies))
         except RuntimeError as error:

@@ -42,6 +42,7 @@ GPUS: dict[Capability, Gpu] = {
     (12, 1): Gpu("121a", 100),
 }
 MIN_CAPABILITY = min(GPUS)
+EARLY_CAPABILITY = 9, 0  # from here on a kernel may begin while the one before it ends
 FLOAT8_CAPABILITY = min(capability for capability, gpu in GPUS.items() if gpu.float8)
 
 

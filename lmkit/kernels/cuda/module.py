@@ -24,8 +24,10 @@ import torch
 from torch import Tensor
 
 from lmkit.errors import UnsupportedError
-from lmkit.kernels.cuda.gpus import MIN_CAPABILITY, Capability, version
+from lmkit.kernels.cuda.gpus import EARLY_CAPABILITY, MIN_CAPABILITY, Capability, version
+from lmkit.kernels.cuda.launcher import DriverLaunch
 from lmkit.kernels.cuda.source import kernel_source, options
+from lmkit.kernels.cuda.switches import switches
 
 Dim = int | tuple[int, ...]
 Launch = Callable[[tuple[int, ...], tuple[int, ...], Sequence[Any], int], None]  # grid, block, arguments, shared bytes
@@ -48,6 +50,9 @@ class Backend(Protocol):
 
     def capability(self) -> Capability:
         """Compute capability."""
+
+    def overlaps(self) -> bool:
+        """Whether kernels begin while the one before them ends."""
 
 
 BACKENDS: dict[str, Backend] = {}  # by type of device; "cuda" appears with its first kernel
@@ -140,7 +145,7 @@ def counters(device: str) -> Tensor:
 
 
 class CupyBackend:
-    """NVRTC and the driver's launch, both through CuPy, on torch's current device and stream."""
+    """NVRTC through CuPy, and launches by the driver or by CuPy, on torch's current device and stream."""
 
     def __init__(self) -> None:
         import cupy
@@ -165,15 +170,32 @@ class CupyBackend:
         module = cupy.RawModule(code=kernel_source(source), options=options(defines), backend="nvrtc")
         function = module.get_function(name)
         limit = function.max_dynamic_shared_size_bytes
-        streams: dict[int, Any] = {}
+        start = self._by_driver(name, function) if switches().launcher else self._by_cupy(function)
 
         def launch(grid: tuple[int, ...], block: tuple[int, ...], args: Sequence[Any], shared: int) -> None:
             nonlocal limit
             if shared > limit:
                 function.max_dynamic_shared_size_bytes = limit = shared
+            start(grid, block, args, shared)
+
+        return launch
+
+    def overlaps(self) -> bool:
+        return switches().launcher and switches().overlap and self.capability() >= EARLY_CAPABILITY
+
+    def _by_driver(self, name: str, function: Any) -> Launch:
+        start = DriverLaunch(name, function.kernel.ptr, early=self.overlaps())
+        return lambda grid, block, args, shared: start(
+            grid, block, args, shared, torch.cuda.current_stream().cuda_stream
+        )
+
+    def _by_cupy(self, function: Any) -> Launch:
+        streams: dict[int, Any] = {}
+
+        def launch(grid: tuple[int, ...], block: tuple[int, ...], args: Sequence[Any], shared: int) -> None:
             handle = torch.cuda.current_stream().cuda_stream
             if handle not in streams:
-                streams[handle] = cupy.cuda.Stream.from_external(torch.cuda.current_stream())
+                streams[handle] = self._cupy.cuda.Stream.from_external(torch.cuda.current_stream())
             with streams[handle]:
                 function(grid, block, tuple(map(_argument, args)), shared_mem=shared)
 

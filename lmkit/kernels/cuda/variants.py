@@ -52,6 +52,9 @@ class Recorder:
     def capability(self) -> Capability:
         return 9, 0
 
+    def overlaps(self) -> bool:
+        return True
+
     def load(self, source: str, name: str, defines: dict[str, int]) -> Launch:
         self.add(Kernel(source, name, **defines))
         return lambda grid, block, args, shared: None

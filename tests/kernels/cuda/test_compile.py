@@ -15,6 +15,7 @@ from tests.kernels.cuda.toolchain import Compiled, compile_all, compile_kernel, 
 
 MMA, INTEGER_MMA = "HMMA.16816.F32", "IMMA.16832.S8"  # a kernel multiplies by one of them
 ASYNC_COPY = "LDGSTS.E.BYPASS"  # cp.async of 16 bytes, past L1
+OVERLAP = "PREEXIT", "ACQBULK"  # griddepcontrol.launch_dependents and .wait
 STREAM = "LDG.E.NA"  # 16 bytes that L1 does not keep
 # What the loop with the most mma must also have, by file: of every file whose kernels have mma.
 MAIN_LOOPS: dict[str, tuple[str, ...]] = {
@@ -143,6 +144,9 @@ def test_variants_compile_well(source: str, sparse: int) -> None:
         if (found := problems(variant, code))
     ]
     assert not wrong, "\n".join(wrong)
+    for variant, code in built:
+        if code.arch == "90a" and code.opcodes is not None:
+            assert all(count(code.opcodes, opcode) for opcode in OVERLAP), f"{variant.name} {variant.defines}"
     if source == "gemm.cu" and disassembler() is not None:
         for variant, code in built:
             _check_gemm(variant.defines, code)

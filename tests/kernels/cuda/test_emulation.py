@@ -142,6 +142,73 @@ def test_blocks_and_threads_take_every_order(run: Run) -> None:
     assert len(orders) == 4
 
 
+# ---- kernels that overlap
+
+COPIES = "const float* x, float* y", "launch_next(); %s y[t] = x[t]; %s"
+
+
+@pytest.fixture
+def overlapping() -> EmulatedBackend:
+    return emulator.install(seed=4, overlap=True)
+
+
+def test_a_kernel_that_waits_reads_what_the_one_before_wrote(run: Run, overlapping: EmulatedBackend) -> None:
+    x, y, z = torch.randn(32), torch.zeros(32), torch.zeros(32)
+    parameters, body = COPIES
+    run(parameters, body % ("wait_for_previous();", ""), [x, y])
+    run(parameters, body % ("wait_for_previous();", ""), [y, z])
+    run(
+        "const float* w, const float* x, float* y",
+        "const float a = w[t]; wait_for_previous(); y[t] = a * x[t];",
+        [x, z, y],
+    )
+    assert torch.equal(y, x * x)
+
+
+@pytest.mark.parametrize(
+    ("before", "message"),
+    [
+        ("const float a = x[t]; wait_for_previous(); y[t] = a;", "reads what an earlier kernel writes"),
+        ("const double a = *(const double*)(x + 2 * (t / 2)); wait_for_previous(); y[t] = a;", "reads what an earlier"),
+        ("cp_async16(shared_memory + 16 * t, x + 4 * (t % 8)); wait_for_previous(); cp_async_wait<0>();", "reads what"),
+        ("const u16 a = ((const u16*)x)[t]; wait_for_previous(); y[t] = a;", "reads what an earlier kernel writes"),
+        ("if (t) wait_for_previous(); y[t] = 1;", "writes before it has waited"),
+        ("y[t] = 1; wait_for_previous();", "writes before it has waited"),
+        ("atomicAdd(y, 1.0f); wait_for_previous();", "before it has waited|reads what"),
+        ("if (t < 31) wait_for_previous();", "thread 31 .* did not wait"),
+        ("if (blockIdx.x == 1) return; wait_for_previous();", r"block \(1, 0, 0\) ended"),
+    ],
+)
+def test_a_missing_wait_is_an_error(run: Run, overlapping: EmulatedBackend, before: str, message: str) -> None:
+    x, y, z = torch.randn(32), torch.zeros(32), torch.zeros(32)
+    parameters, body = COPIES
+    run(parameters, body % ("wait_for_previous();", ""), [x, y])
+    with pytest.raises(RuntimeError, match=message):
+        run(parameters, before, [y, z], grid=2)
+
+
+def test_what_was_written_before_a_barrier_may_be_read(run: Run, overlapping: EmulatedBackend) -> None:
+    x, y, z = torch.randn(32), torch.zeros(32), torch.zeros(32)
+    parameters, body = COPIES
+    run(parameters, body % ("wait_for_previous();", ""), [x, y])
+    overlapping.barrier()
+    run(parameters, "const float a = y ? x[t] : 0; wait_for_previous(); y[t] = a;", [y, z])
+    assert torch.equal(z, x)
+
+
+def test_shared_memory_and_shuffles_need_no_wait(run: Run, overlapping: EmulatedBackend) -> None:
+    x, y = torch.randn(64), torch.zeros(64)
+    body = """
+    auto* s = reinterpret_cast<float*>(shared_memory);
+    s[t] = warp_sum(x[t]);
+    __syncthreads();
+    const float a = s[0] + s[32];
+    wait_for_previous();
+    y[t] = a;"""
+    run("const float* x, float* y", body, [x, y], block=64)
+    torch.testing.assert_close(y, x.sum().expand(64))
+
+
 # ---- warps
 
 SHUFFLES: dict[str, Callable[[Tensor], Tensor]] = {

@@ -14,6 +14,7 @@ from lmkit.errors import UnsupportedError
 from lmkit.kernels.cuda import module
 from lmkit.kernels.cuda.module import CupyBackend, Kernel
 from lmkit.kernels.cuda.source import FOLDER, kernel_source, options
+from lmkit.kernels.cuda.switches import Switches
 
 
 class FakeFunction:
@@ -38,6 +39,7 @@ def cupy(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.setitem(__import__("sys").modules, "cupy", fake)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=7))
     monkeypatch.setitem(module.BACKENDS, "cpu", CupyBackend())
+    monkeypatch.setattr(module, "switches", lambda: Switches(launcher=False))
     return fake
 
 
@@ -53,6 +55,27 @@ def test_arguments_have_the_sizes_of_c(cupy: SimpleNamespace) -> None:
     assert len(cupy.modules) == 1, "compiled once"
     assert cupy.modules[0][1] == options({"LM_BF16": 1})
     assert cupy.function.calls[1][4] == 50000, "the limit is not lowered again"
+
+
+@pytest.mark.parametrize(("capability", "overlap"), [((9, 0), True), ((9, 0), False), ((8, 9), True)])
+def test_the_driver_launches_early_where_it_can(
+    cupy: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], overlap: bool
+) -> None:
+    launches: list[tuple[Any, ...]] = []
+
+    def by_driver(name: str, function: int, *, early: bool) -> Any:
+        return lambda *given: launches.append((name, function, early, *given))
+
+    cupy.function.kernel = SimpleNamespace(ptr=99)
+    monkeypatch.setattr(module, "DriverLaunch", by_driver)
+    monkeypatch.setattr(module, "switches", lambda: Switches(overlap=overlap))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    args = [torch.zeros(1), 3]
+    Kernel("ptx.cuh", "any")(2, 64, args, shared=50000)
+    early = capability == (9, 0) and overlap
+    assert launches == [("any", 99, early, (2, 1, 1), (64, 1, 1), args, 50000, 7)]
+    assert cupy.function.max_dynamic_shared_size_bytes == 50000
+    assert module.backend("cpu").overlaps() == early
 
 
 def test_an_empty_grid_is_no_launch(cupy: SimpleNamespace) -> None:

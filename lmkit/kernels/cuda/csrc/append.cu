@@ -37,6 +37,7 @@ append(u16* q, i64 q_token, i64 q_head, u16* k, i64 k_token, i64 k_head, u16* v,
        const float* cosines, const float* sines, int half, const float* mean, u8* k_data, u8* k_params,
        const float* k_scales, int k_hadamard, u8* v_data, u8* v_params, const float* v_scales, int v_hadamard,
        const i32* slots, int tokens, int q_heads, int kv_heads, int block_size) {
+    begin_kernel();
     const int heads = q_heads + 2 * kv_heads;
     const i64 index = blockIdx.x * 8ll + threadIdx.x / 16, count = static_cast<i64>(tokens) * heads;
     // The two halves of a warp may have different kinds of heads. All lanes take part in the warp operations of each

@@ -18,6 +18,7 @@ DEVICE void copy_unit(u8* base, u64 size, const int2* pairs, int num_pairs) {
 }
 
 extern "C" __global__ void __launch_bounds__(256) copy_blocks(const u64* bases, const u64* sizes, const int2* pairs, int num_pairs) {
+    begin_kernel();
     auto* base = reinterpret_cast<u8*>(bases[blockIdx.y]);
     const u64 size = sizes[blockIdx.y], bits = bases[blockIdx.y] | size;
     if (bits % 16 == 0) copy_unit<uint4>(base, size, pairs, num_pairs);

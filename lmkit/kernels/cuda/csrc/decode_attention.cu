@@ -486,16 +486,21 @@ decode_attention(const u16* q, i64 q_token, i64 q_head, const u16* k, i64 k_toke
                  int positions, const i32* slots, const i32* block_tables, int max_blocks, const i32* query_start,
                  const i32* context_lens, float to_logits, float cap, int window, int sinks,
                  const float* sink_logits, u16* out, float* partials, i32* counters, int kv_heads, int group) {
+    launch_next();
+    if (!k) wait_for_previous();  // the kernel before appends this step's keys and values
     const int sequence = blockIdx.z, tiles_of_heads = gridDim.y / kv_heads, kv_head = blockIdx.y / tiles_of_heads;
     const int first_head = (blockIdx.y - kv_head * tiles_of_heads) * ROWS, heads = min(ROWS, group - first_head);
     const int row = query_start[sequence];
-    if (query_start[sequence + 1] - row != 1) return;  // left to another kernel
+    if (query_start[sequence + 1] - row != 1) return wait_for_previous();  // left to another kernel
     const i64 out_row = (static_cast<i64>(row) * kv_heads + kv_head) * group + first_head;
     const Span span(context_lens[sequence], window, sinks);
     const int splits = min(static_cast<int>(gridDim.x), span.tiles), split = blockIdx.x;
-    if (span.length <= 0 && split == 0)  // an unused place in the batch
-        for (int i = threadIdx.x; i < heads * DIM; i += WARPS * 32) out[out_row * DIM + i] = 0;
-    if (span.length <= 0 || split >= splits) return;
+    if (span.length <= 0 || split >= splits) {
+        wait_for_previous();
+        if (span.length <= 0 && split == 0)  // an unused place in the batch
+            for (int i = threadIdx.x; i < heads * DIM; i += WARPS * 32) out[out_row * DIM + i] = 0;
+        return;
+    }
 
     const i64 tiles = span.tiles;
     const int begin = tiles * split / splits, end = tiles * (split + 1) / splits;
@@ -511,7 +516,8 @@ decode_attention(const u16* q, i64 q_token, i64 q_head, const u16* k, i64 k_toke
         write_at = write_at == (STAGES - 1) * STAGE ? 0 : write_at + STAGE;
     };
 #pragma unroll 1
-    for (int s = 0; s < STAGES - 1; ++s) fetch_tile(begin + s);
+    for (int s = 0; s < STAGES - 1; ++s) fetch_tile(begin + s);  // of earlier steps, but for the newest token
+    wait_for_previous();
 
     // The merge of the results reuses the rings. The rings may be smaller than it.
     constexpr int RINGS = WARPS * STAGES * STAGE, MERGE = WARPS * ROWS * DIM * 4;

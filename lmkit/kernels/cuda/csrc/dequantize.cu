@@ -23,6 +23,7 @@ DEVICE void store8(u8* at, const float (&v)[8]) {
 extern "C" __global__ void __launch_bounds__(256) dequantize(const u8* codes, const u8* params, u8* out, int tiles,
                                                              int stages, int groups, int stages_per_group, int outputs,
                                                              int inputs, int gated) {
+    begin_kernel();
     const int lane = lane_id(), g = lane >> 2, t = lane & 3;
     const i64 index = static_cast<i64>(blockIdx.x) * (blockDim.x / 32) + warp_id();
     if (index >= static_cast<i64>(tiles) * stages) return;

@@ -10,6 +10,7 @@ constexpr int THREADS = 256, CHUNK = 2048;
 // Grid (ceil(vocab / CHUNK), number of rows).
 extern "C" __global__ void __launch_bounds__(THREADS)
     edit_logits(float* logits, i64 stride, int vocab, const i32* rows, const i32* slots, const Slot* table) {
+    begin_kernel();
     float* chunk = reinterpret_cast<float*>(shared_memory);
     const int first = blockIdx.x * CHUNK, size = min(CHUNK, vocab - first), row = rows[blockIdx.y];
     const Slot slot = table[slots[row]];

@@ -7,6 +7,7 @@
 extern "C" __global__ void __launch_bounds__(256) embedding(
     const void* table, i64 row_stride, const i64* rows, float* out, int columns, float scale, int half, int aligned
 ) {
+    begin_kernel();
     const int column = WIDTH * (blockIdx.y * blockDim.x + threadIdx.x);
     const int count = columns - column;
     if (count <= 0) return;
@@ -22,6 +23,7 @@ EXPORT(embedding)
 extern "C" __global__ void __launch_bounds__(256) gather_columns(
     const void* x, i64 row_stride, const i32* order, void* out, int columns, int half
 ) {
+    begin_kernel();
     const int column = blockIdx.y * blockDim.x + threadIdx.x;
     if (column >= columns) return;
     const i64 from = blockIdx.x * row_stride + order[column], to = static_cast<i64>(blockIdx.x) * columns + column;
@@ -35,6 +37,7 @@ EXPORT(gather_columns)
 
 // x[i] = cap * tanh(x[i] / cap), in place. A thread has one value.
 extern "C" __global__ void __launch_bounds__(256) softcap(float* x, float cap, i64 count) {
+    begin_kernel();
     const i64 i = static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x;
     if (i < count) x[i] = cap * tanhf(x[i] / cap);
 }
@@ -44,6 +47,7 @@ EXPORT(softcap)
 extern "C" __global__ void __launch_bounds__(256) gated_activation(
     const void* gate_up, i64 row_stride, void* out, int columns, int activation, int half, int aligned
 ) {
+    begin_kernel();
     const int column = WIDTH * (blockIdx.y * blockDim.x + threadIdx.x);
     const int count = columns - column;
     if (count <= 0) return;
@@ -62,6 +66,7 @@ EXPORT(gated_activation)
 extern "C" __global__ void __launch_bounds__(256) rope_angles(
     const i32* positions, const float* inv_freq, float magnitude, float* cos, float* sin, int tokens, int half_dim
 ) {
+    begin_kernel();
     const int i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= tokens * half_dim) return;
     float s, c;

@@ -36,6 +36,7 @@ extern "C" __global__ void __launch_bounds__(256) epilogue(
     const float* bias, void* out, i64 out_stride, int outputs, int integers, int activation, int out_half, int add,
     int aligned
 ) {
+    begin_kernel();
     const int columns = activation ? outputs / 2 : outputs, column = WIDTH * (blockIdx.y * blockDim.x + threadIdx.x);
     const int count = columns - column;
     if (count <= 0) return;

@@ -24,6 +24,10 @@
 // bytes) on different banks. With N_TILES n-tiles and ROWS tiles a warp reads 2 N_TILES / ROWS KB of x per KB of
 // weights: more than 2 tiles of tokens need ROWS 2.
 //
+// If the kernel begins while the one before it ends (`early`), the first DEPTH - 1 stages of weights are under way
+// before it waits, and the pieces of x that belong to them follow in groups of their own. Unit u then has x in group
+// DEPTH - 1 + u of 2 (DEPTH - 1) + u, else in group u of DEPTH - 1 + u: DEPTH - 2 groups may be in flight either way.
+//
 // Weights are never rounded. Codes minus zeros are small integers. Their products with Half are summed in float32 over
 // a group (at most a stage of it) and scaled in float32. Warps' sums meet in shared memory. Sums of blocks (ranges of
 // K) meet in a float32 buffer, and the last block to arrive adds them up. Both sums have a fixed order.
@@ -272,7 +276,8 @@ DEVICE bool is_last(i32* counter, float* flag) {
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     gemm(const u16* x, const u8* codes, const u8* params, const float* bias, void* y, float* partial, i32* counters,
          int tokens, int inputs, int outputs, int tiles, int stages, int groups, int stages_per_group, int units,
-         int resident, int activation, int kind) {
+         int resident, int activation, int kind, int early) {
+    launch_next();
     const Arguments a{x,     codes,  params, bias,             y,     partial, tokens, inputs, outputs,
                       tiles, stages, groups, stages_per_group, activation, kind};
     // The shuffle keeps the compiler from taking threadIdx apart again for every unit.
@@ -298,15 +303,36 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     const int valid = first < stages ? (stages - first + WARPS_K - 1) / WARPS_K : 0;
     Stream stream{first, valid, static_cast<int>(blockIdx.z)};
     stream.start(a, blocks, warp_n, lane);
-    const auto copy_next = [&] {
-        if (stream.block < blocks && filled_piece < num_pieces)
-            copy_x(pieces + filled_piece * piece_bytes, a, token, count, (first_stage + stream.unit * WARPS_K) * STAGE);
+    const auto copy_piece = [&](int block, int unit) {
+        if (block < blocks && filled_piece < num_pieces)
+            copy_x(pieces + filled_piece * piece_bytes, a, token, count, (first_stage + unit * WARPS_K) * STAGE);
+        filled_piece = !resident && filled_piece == DEPTH - 1 ? 0 : filled_piece + 1;
+    };
+    const auto copy_weights = [&] {
         stream.copy(ring + filled_slot + lane * 16, a, lane < STAGE_PARAM_BYTES / 16);
         filled_slot = filled_slot == (DEPTH - 1) * SLOT_BYTES ? 0 : filled_slot + SLOT_BYTES;
-        filled_piece = !resident && filled_piece == DEPTH - 1 ? 0 : filled_piece + 1;
         if (stream.unit == units) stream.block += workers, stream.start(a, blocks, warp_n, lane);
     };
-    for (int i = 0; i < DEPTH - 1; ++i) copy_next();
+    const auto copy_next = [&] {
+        copy_piece(stream.block, stream.unit);
+        copy_weights();
+    };
+    if (early) {
+#pragma unroll 1
+        for (int i = 0; i < DEPTH - 1; ++i) copy_weights();
+    }
+    wait_for_previous();
+    int early_block = blockIdx.z, early_unit = 0;
+#pragma unroll 1
+    for (int i = 0; i < DEPTH - 1; ++i) {
+        if (!early) {
+            copy_next();
+            continue;
+        }
+        copy_piece(early_block, early_unit);
+        cp_async_commit();
+        if (++early_unit == units) early_unit = 0, early_block += workers;
+    }
 
     int slot = 0, piece = 0;
     for (int block = blockIdx.z; block < blocks; block += workers) {

@@ -57,7 +57,7 @@ struct Weights {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             uint4 b = make_uint4(0, 0, 0, 0);
-            if (at + 64 * half < row_bytes) b = __ldg(reinterpret_cast<const uint4*>(x + at + 64 * half));
+            if (at + 64 * half < row_bytes) b = *reinterpret_cast<const uint4*>(x + at + 64 * half);
             const uint4 g = v[0][half], h = v[1][half];
             multiply_words(sums, g.x, g.y, h.x, h.y, b.x, b.y);
             multiply_words(sums, g.z, g.w, h.z, h.w, b.z, b.w);
@@ -72,6 +72,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 2) gemv(
     const i32* zeros, const float* bias, void* out, i64 out_stride, int tokens, int outputs, int row_bytes, int out_half,
     int add
 ) {
+    launch_next();
     const int g = lane_id() / 4, t = lane_id() % 4, first = blockIdx.x * OUTPUTS;
     const u8* row0 = weight + static_cast<i64>(min(first + g, outputs - 1)) * row_bytes;  // past the end: any row
     const u8* row1 = weight + static_cast<i64>(min(first + g + 8, outputs - 1)) * row_bytes;
@@ -83,6 +84,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 2) gemv(
     Sum sums[4] = {0, 0, 0, 0};
 #pragma unroll
     for (int i = 0; i < DEPTH; ++i) ring[i].load(row0, row1, begin + i * STEP, row_bytes);
+    wait_for_previous();
     for (int at = begin; at - 16 * t < row_bytes; at += DEPTH * STEP) {
 #pragma unroll
         for (int i = 0; i < DEPTH; ++i) {

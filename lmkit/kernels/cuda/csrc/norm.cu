@@ -49,6 +49,7 @@ extern "C" __global__ void __launch_bounds__(VECTORS > 4 ? 256 : 512) norm_rows(
     const float* weight, float eps, void* out, float* scales, i32* sums, int rows, int columns,
     int x_half, int residual_half, int output, int round_half, int aligned
 ) {
+    begin_kernel();
     auto* partial = reinterpret_cast<float*>(shared_memory);  // [3][32]
     const int row = blockIdx.x * blockDim.y + threadIdx.y;
     if (row >= rows) return;

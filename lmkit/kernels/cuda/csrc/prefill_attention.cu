@@ -471,6 +471,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, D <= 128 ? 2 : 1) prefill_
     const int* block_tables, int table_stride, const int* query_start, const int* context_lens, int num_seqs, int group,
     int block_size, int window, int sinks, int turned, int skip_single, float scale, float cap,
     const float* sink_logits, u16* out, float* records, int* counters) {
+    begin_kernel();
     const int head = blockIdx.x, num_kv_heads = gridDim.x, slot = gridDim.y - 1 - blockIdx.y, num_splits = gridDim.z;
     u8* const queries = shared_memory;
     const Keys keys{k_data, k_params, queries + ROWS * Q_STRIDE};

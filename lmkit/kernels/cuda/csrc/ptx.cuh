@@ -25,6 +25,24 @@ extern __shared__ __align__(128) u8 shared_memory[];
 
 DEVICE u32 shared_address(const void* pointer) { return static_cast<u32>(__cvta_generic_to_shared(pointer)); }
 
+// ---- kernels that overlap (launcher.py). Nothing on GPUs that cannot.
+
+// Lets the next kernel begin as soon as all blocks have called this. It then runs beside this one, up to its own wait.
+DEVICE void launch_next() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// Waits until the kernels before this one have ended and their writes are visible. Every thread calls this, also one
+// that has nothing to do: the kernel behind this one relies on it. Before it, a thread reads nothing that a kernel of
+// this step writes, and writes nothing but shared memory.
+DEVICE void wait_for_previous() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 // ---- memory
 
 // Loads 16 bytes that are read once: not kept in L1, first to leave L2.
@@ -226,6 +244,12 @@ struct BF16 {
 #endif
 
 // ---- for both
+
+// The first statement of a kernel with nothing to do before the wait.
+DEVICE void begin_kernel() {
+    launch_next();
+    wait_for_previous();
+}
 
 DEVICE int lane_id() { return threadIdx.x & 31; }
 DEVICE int warp_id() { return threadIdx.x >> 5; }

@@ -50,7 +50,7 @@ DEVICE void for_each(Row row, int begin, int end, int rank, F f) {
             const int id = at + 4 * SIZE * i;
             const auto one = [&](int k) { return begin <= id + k && id + k < end ? row.logits[id + k] : 0.0f; };
             if (begin <= id && id + 4 <= end)
-                x[i] = __ldg(reinterpret_cast<const float4*>(row.logits + id));
+                x[i] = *reinterpret_cast<const float4*>(row.logits + id);
             else
                 x[i] = make_float4(one(0), one(1), one(2), one(3));
         }
@@ -364,6 +364,7 @@ DEVICE int draw(Row row, const Peak& peak, const Slot& slot, double share) {
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
     sample(const float* logits, i64 stride, int vocab, const i64* rows, Slot* table, const i32* slots,
            const double* share, i64* last_token, i64* tokens) {
+    begin_kernel();
     const int i = blockIdx.x, slot_id = slots ? slots[i] : i;
     if (slot_id < 0) return;
     const Slot slot = table[slot_id];
@@ -384,6 +385,7 @@ EXPORT(sample)
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
     argmax(const float* logits, i64 stride, int vocab, Slot* table, const i32* slots, u64* partial, i32* counters,
            i64* last_token, i64* tokens) {
+    begin_kernel();
     const int i = blockIdx.y, parts = gridDim.x, slot = slots[i];
     if (slot < 0) return;
     const int size = (vocab + parts - 1) / parts, first = blockIdx.x * size, end = min(vocab, first + size);
@@ -412,6 +414,7 @@ EXPORT(argmax)
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
     score(const float* logits, i64 stride, int vocab, int gathered, const i32* rows, const Slot* table,
           const i32* slots, const i64* tokens, int max_top, double* out) {
+    begin_kernel();
     const int i = rows[blockIdx.x];
     const i64 token = tokens[i], num_top = min(table[slots[i]].num_top, static_cast<i64>(vocab));
     if (token < 0) return;

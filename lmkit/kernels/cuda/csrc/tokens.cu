@@ -3,6 +3,7 @@
 #include "ptx.cuh"
 
 extern "C" __global__ void __launch_bounds__(256) known_tokens(i64* token_ids, const i64* last_token, int tokens) {
+    begin_kernel();
     const int i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= tokens || token_ids[i] >= 0) return;
     const i64 sampled = last_token[-1 - token_ids[i]];

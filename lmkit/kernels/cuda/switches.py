@@ -1,0 +1,41 @@
+"""Parts of the engine on a GPU that can be turned off, so that each can be measured with and without.
+
+    LMKIT_CUDA=overlap=off,prefetch=off
+
+None of them changes a result, except where its comment says so.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import msgspec
+
+from lmkit.config import environment
+from lmkit.errors import ConfigError
+
+
+class Switches(msgspec.Struct, frozen=True):
+    """What is on."""
+
+    launcher: bool = True  # launches by the driver's cuLaunchKernelEx instead of CuPy's call
+    overlap: bool = True  # a kernel begins while the one before it ends; needs `launcher` and compute capability 9.0
+
+
+@cache
+def switches() -> Switches:
+    """The switches of this process. Raises ConfigError for text that means nothing."""
+    return parse(environment().cuda)
+
+
+def parse(text: str) -> Switches:
+    """The switches that `text` asks for; the others are as by default."""
+    names, values = Switches.__struct_fields__, {"on": True, "off": False}
+    given = {}
+    for part in filter(None, map(str.strip, text.split(","))):
+        name, _, value = part.partition("=")
+        if name not in names or value not in values:
+            expected = f"expected NAME=on or NAME=off, with NAME one of {', '.join(names)}"
+            raise ConfigError(f"LMKIT_CUDA: {part!r}: {expected}")
+        given[name] = values[value]
+    return Switches(**given)
