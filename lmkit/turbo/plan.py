@@ -6,6 +6,8 @@ import msgspec
 
 from lmkit.turbo.request import ImageInput, Pooling, SamplingParams, TokenLogprobs
 
+CAPTURED_TOKENS = 1024  # of a step with prompt tokens that is captured on a GPU, at most
+
 
 class NewSequence(msgspec.Struct, frozen=True):
     """A sequence enters (or, after a preemption, re-enters) a slot of the persistent batch."""

@@ -215,7 +215,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     sampling: SamplingDefaults = SamplingDefaults()  # for requests that do not say how to sample
     images: ImageSettings | str = TEXT_ONLY  # how the engine wants images, or why it takes none
     kv_port: int = 0  # where it gives blocks to other engines; 0 = nowhere
-    captured: str = ""  # on a GPU: the steps that are captured as graphs, or "none: " and the reason
+    captured: str = ""  # on a GPU: the steps that are captured as graphs, or why none is
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):

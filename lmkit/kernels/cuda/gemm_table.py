@@ -29,6 +29,7 @@ log = get_logger(__name__)
 VERSION = 1  # of the plans and of the kernels they are for
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # tokens that have plans; others take the next's
 LIBRARY_FROM = 256  # tokens; not measured: from here on the weight is dequantized for the library's product
+SHARED_TOKENS = 16
 MEASURED_PLANS = 16  # of each bucket, the most promising
 COLD_BYTES = 256 << 20  # of weights multiplied in turn, so that no cache holds the next one
 LAUNCHES, REPLAYS = 24, 5  # of a measurement
@@ -139,9 +140,11 @@ def choose(tokens: int, packed: PackedWeight, dtype: torch.dtype) -> Plan | None
 
 
 def promising(tokens: int, packed: PackedWeight, count: int) -> tuple[Plan, ...]:
-    """The plans with the lowest estimates on the device of the weight. Two kernels that overlap share an SM."""
+    """The plans with the lowest estimates on the device of the weight. Two kernels that overlap share an SM if there
+    are few tokens: for more, a plan that takes half of an SM loses more than the overlap gains."""
     where = backend(packed.codes.device.type)
-    limit, kernels = gpu_of(where.capability()).block_shared, 2 if where.overlaps() else 1
+    limit = gpu_of(where.capability()).block_shared
+    kernels = 2 if where.overlaps() and tokens <= SHARED_TOKENS else 1
     return best(gemm.problem_of(tokens, packed), where.num_sms(), limit, count, kernels)
 
 

@@ -15,6 +15,7 @@ from lmkit.models.stage import Stage
 from lmkit.turbo.host_memory import available_memory, gib
 from lmkit.turbo.kv.manager import KVLimits
 from lmkit.turbo.kv.tiers.host import check_host_bytes
+from lmkit.turbo.plan import CAPTURED_TOKENS
 
 if TYPE_CHECKING:
     from lmkit.models.resolved import ResolvedModel
@@ -230,6 +231,7 @@ def _gpu_workspace_bytes(spec: ModelSpec, config: EngineConfig, num_groups: int)
 
     - activations of 16 bits and the float32 stream at the widest point of a layer,
     - the largest linear's weights, dequantized,
+    - both again for the largest captured step with prompt tokens, whose memory is its own,
     - logits three times: the captured steps' own buffer, a step's logits, and the sampler's copy,
     - the pinned block tables, twice.
     """
@@ -238,6 +240,5 @@ def _gpu_workspace_bytes(spec: ModelSpec, config: EngineConfig, num_groups: int)
     rows = min(config.max_batch_size, config.tokens_per_step)
     columns = -(-(config.max_model_len or spec.max_position) // config.tokens_per_block)
     tables = 4 * num_groups * config.max_batch_size * columns
-    return (
-        config.tokens_per_step * widest + 2 * outputs * spec.hidden_size + 3 * 4 * rows * spec.vocab_size + 2 * tables
-    )
+    tokens = config.tokens_per_step + min(config.tokens_per_step, CAPTURED_TOKENS)
+    return tokens * widest + 2 * 2 * outputs * spec.hidden_size + 3 * 4 * rows * spec.vocab_size + 2 * tables

@@ -12,24 +12,31 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from lmkit.errors import EngineLostError
 from lmkit.kernels import ops
+from lmkit.kernels.cuda.switches import switches
 from lmkit.layers.batch import BatchInputs
 from lmkit.log import get_logger
 from lmkit.turbo.plan import Chunk, Sampled, SampledToken, StepPlan
 from lmkit.turbo.runners.batch import Expected, StepRows
-from lmkit.turbo.runners.cuda_captured import CapturedSteps, captured_sizes, linear_kernels, obstacle
+from lmkit.turbo.runners.cuda_captured import (
+    CapturedSteps,
+    decode_sizes,
+    linear_kernels,
+    mixed_sizes,
+    obstacle,
+)
 from lmkit.turbo.runners.device import CudaDevice, Event
 from lmkit.turbo.runners.gpu_sampler import GpuSampler
 from lmkit.turbo.runners.guides import Guides
 from lmkit.turbo.runners.runner import PlanRunner, RunnerParts, Shown, SlotStates, StepResult, Ticket, sample_chunks
 from lmkit.turbo.runners.sampler import Sampler
-from lmkit.turbo.runners.staging import StagedInputs
+from lmkit.turbo.runners.staging import Size, StagedInputs
 
 log = get_logger(__name__)
 
@@ -73,6 +80,14 @@ class HostSampler:
         return _Drawn(sampled)
 
 
+class _Computed(NamedTuple):
+    """A step's results on the device, valid until the next step's place in the stream."""
+
+    logits: Tensor  # float32 [R, vocab]
+    shown: list[Shown]
+    drawn: Pending | None = None  # one token for each row of logits, if the step has chosen them
+
+
 @dataclass(frozen=True)
 class _Times:
     """Events around a step's launches: before the model, after it, and after the sampling."""
@@ -114,7 +129,9 @@ class CudaRunner(PlanRunner):
         max_tokens = max(self.batch.max_step_tokens, num_slots)
         self._staged = StagedInputs(device, max_tokens, num_slots, width, num_groups)
         self._known_tokens = ops.known_tokens.select(device.name)
-        self.captured = CapturedSteps(device, self._forward, self._staged, width)
+        greedy = self._sampler if isinstance(self._sampler, GpuSampler) and switches().argmax else None
+        argmax = None if greedy is None else greedy.argmax
+        self.captured = CapturedSteps(device, self._forward, self._staged, width, argmax)
 
     @torch.inference_mode()
     def warm_up(self) -> str:
@@ -123,8 +140,10 @@ class CudaRunner(PlanRunner):
             self._device.compile(linear_kernels(self.decoder, self.batch.max_step_tokens))
         if (reason := obstacle(self.decoder, self.kv)) is not None:
             log.info("steps are not captured: %s", reason)
-            return f"none: {reason}"
-        return self.captured.capture(captured_sizes(self.batch.block_tables.shape[1]), self.decoder.spec.vocab_size)
+            return f"no steps: {reason}"
+        num_slots = self.batch.block_tables.shape[1]
+        mixed = mixed_sizes(num_slots, self.batch.max_step_tokens) if switches().mixed else []
+        return self.captured.capture(decode_sizes(num_slots) + mixed, self.decoder.spec.vocab_size)
 
     def launch(self, plan: StepPlan) -> Ticket:
         """Put a plan on the stream, behind the plans before it."""
@@ -151,7 +170,7 @@ class CudaRunner(PlanRunner):
             times = _Times(*(self._device.event() for _ in range(3)))
             inputs, rows = self.batch.inputs(chunks)
             times.begin.record()
-            logits, shown = self._logits(chunks, inputs, rows)
+            logits, shown, drawn = self._logits(chunks, inputs, rows)
             times.model.record()
             tokens: list[list[SampledToken]] | None = None
             pending: Pending = _Drawn([])
@@ -160,7 +179,7 @@ class CudaRunner(PlanRunner):
                 tokens = sample_chunks(lambda x, slots: self._sampler.sample(x, slots).result(), logits, chunks, rows)
                 self.append(chunks, tokens)
             elif slots := [chunk.slot for chunk in chunks if chunk.num_sampled]:
-                pending = self._sampler.sample(logits, slots)
+                pending = self._sampler.sample(logits, slots) if drawn is None else drawn
                 expected = [self.batch.expect(slot) for slot in slots]
             times.end.record()
             return _Launched(plan, chunks, shown, tokens, pending, expected, times)
@@ -178,17 +197,39 @@ class CudaRunner(PlanRunner):
         seconds, kernels = launched.times.seconds() if launched.times is not None else (0.0, 0.0)
         return StepResult(self.for_all(launched.plan, launched.chunks, results), seconds, kernels)
 
-    def _logits(self, chunks: list[Chunk], inputs: BatchInputs, rows: StepRows | None) -> tuple[Tensor, list[Shown]]:
-        """Logits float32 [R, vocab], valid until the next step's place in the stream, and what else is wanted."""
+    def _logits(self, chunks: list[Chunk], inputs: BatchInputs, rows: StepRows | None) -> _Computed:
+        if (size := self._captured_size(chunks, inputs, rows)) is not None:
+            return self._replay(size, chunks, inputs)
         nothing = [Shown()] * len(chunks)
-        if rows is None and (size := self.captured.size_for(len(chunks))) is not None:
-            self._staged.put(inputs, size, keeps_tables=self.batch.keeps_tables)
-            return self.captured.replay(size)[: len(chunks)], nothing
         on_device = self._staged.put(inputs, keeps_tables=self.batch.keeps_tables)
         if rows is None or not rows.wants_hidden:
-            return self._forward(on_device), nothing
+            return _Computed(self._forward(on_device), nothing)
         self._known_tokens(on_device.token_ids, self._sampler.last_token)
-        return self._with_hidden(chunks, rows, on_device)
+        return _Computed(*self._with_hidden(chunks, rows, on_device))
+
+    def _captured_size(self, chunks: list[Chunk], inputs: BatchInputs, rows: StepRows | None) -> Size | None:
+        """The size of the captured step that computes these chunks, or None."""
+        if rows is None:
+            return self.captured.size_for(len(chunks))
+        num_rows = len(inputs.logit_rows)
+        if rows.wants_hidden or not num_rows or num_rows != len(inputs.logit_start) - 1:  # more rows: a draft's
+            return None
+        return self.captured.size_for(len(chunks), len(inputs.token_ids))
+
+    def _replay(self, size: Size, chunks: list[Chunk], inputs: BatchInputs) -> _Computed:
+        slots = [chunk.slot for chunk in chunks if chunk.num_sampled]
+        sampler = self._sampler
+        greedy = isinstance(sampler, GpuSampler) and self.captured.chooses and sampler.is_greedy(slots)
+        self._staged.put(
+            inputs,
+            size,
+            width=self.captured.width,
+            keeps_tables=self.batch.keeps_tables,
+            greedy=slots if greedy else (),
+        )
+        logits, tokens = self.captured.replay(size)
+        drawn = sampler.chosen(tokens[: len(slots)]) if greedy and isinstance(sampler, GpuSampler) else None
+        return _Computed(logits[: len(slots)], [Shown()] * len(chunks), drawn)
 
     def _forward(self, inputs: BatchInputs) -> Tensor:
         self._known_tokens(inputs.token_ids, self._sampler.last_token)

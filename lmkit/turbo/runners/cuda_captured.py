@@ -1,7 +1,8 @@
-"""Captured steps: the launches of a decode step are captured once for each size and replayed as one.
+"""Captured steps: the launches of a step are captured once for each size and replayed as one.
 
-Decode steps are padded to the next size. All values that differ between steps are in buffers that stay where they are
-(turbo.runners.staging). The logits stay in one place too, and the next step overwrites them.
+Steps are padded to the next size. There are sizes of decode steps, of one token for each sequence, and of steps with
+prompt tokens (mixed). All values that differ between steps are in buffers that stay where they are
+(turbo.runners.staging). The logits and the greedy tokens stay in one place too, and the next step overwrites them.
 """
 
 from __future__ import annotations
@@ -21,19 +22,43 @@ from lmkit.layers.batch import BatchInputs, KVLayer
 from lmkit.layers.moe import MoE
 from lmkit.log import get_logger
 from lmkit.models.decoder import Decoder
+from lmkit.turbo.plan import CAPTURED_TOKENS
 from lmkit.turbo.runners.device import CudaDevice
-from lmkit.turbo.runners.staging import StagedInputs
+from lmkit.turbo.runners.staging import Size, StagedInputs
 
 log = get_logger(__name__)
 
 HALVES = torch.float16, torch.bfloat16
 Forward = Callable[[BatchInputs], Tensor]
+Argmax = Callable[[Tensor, Tensor, Tensor], None]  # see GpuSampler.argmax
+MIXED_TOKENS = (
+    16,
+    32,
+    48,
+    64,
+    96,
+    128,
+    192,
+    256,
+    384,
+    512,
+    768,
+    1024,
+)  # larger steps take the GPU longer than the host
+MIXED_SEQS = (8, 32, 128)
 
 
-def captured_sizes(max_batch_size: int) -> list[int]:
-    """Numbers of sequences, ascending: 1, 2, 4, multiples of 8, above 256 multiples of 64, and the largest batch."""
-    sizes = [1, 2, 4, *range(8, 256, 8), *range(256, max_batch_size, 64)]
-    return [size for size in sizes if size < max_batch_size] + [max_batch_size]
+def decode_sizes(max_batch_size: int) -> list[Size]:
+    """Sizes of decode steps, ascending: 1, 2, 4, multiples of 8, above 256 multiples of 64, and the largest batch."""
+    counts = [1, 2, 4, *range(8, 256, 8), *range(256, max_batch_size, 64)]
+    return [Size(n, n) for n in (*(n for n in counts if n < max_batch_size), max_batch_size)]
+
+
+def mixed_sizes(max_batch_size: int, max_tokens: int) -> list[Size]:
+    """Sizes of steps with prompt tokens, ascending. Each has more tokens than sequences."""
+    seqs = [count for count in MIXED_SEQS if count < max_batch_size] + [max_batch_size]
+    assert max(MIXED_TOKENS) <= CAPTURED_TOKENS, "the memory plan has room for less"
+    return [Size(tokens, count) for tokens in MIXED_TOKENS for count in seqs if count < tokens <= max_tokens]
 
 
 def obstacle(decoder: Decoder, kv: list[KVLayer]) -> str | None:
@@ -74,52 +99,80 @@ def linear_kernels(decoder: Decoder, max_tokens: int) -> Iterator[Kernel]:
 
 
 class CapturedSteps:
-    """Decode steps of a few sizes. `forward` launches a step on the stream and returns its logits."""
+    """Steps of a few sizes. `forward` launches a step on the stream and returns its logits. With `argmax` a step also
+    chooses the tokens of the rows that are staged as greedy."""
 
-    def __init__(self, device: CudaDevice, forward: Forward, staged: StagedInputs, table_width: int) -> None:
-        self._device, self._forward, self._staged, self._width = device, forward, staged, table_width
-        self._replays: dict[int, Callable[[], None]] = {}  # by size, ascending
-        self._logits = torch.empty(0)
+    def __init__(
+        self,
+        device: CudaDevice,
+        forward: Forward,
+        staged: StagedInputs,
+        table_width: int,
+        argmax: Argmax | None = None,
+    ) -> None:
+        self._device, self._forward, self._staged, self.width = device, forward, staged, table_width
+        self._argmax = argmax
+        self._replays: dict[Size, Callable[[], None]] = {}  # decode steps and others, each ascending
+        self._logits = self._tokens = torch.empty(0)
 
-    def capture(self, sizes: list[int], vocab_size: int) -> str:
+    @property
+    def chooses(self) -> bool:
+        """Whether steps choose greedy tokens."""
+        return self._argmax is not None
+
+    def capture(self, sizes: list[Size], vocab_size: int) -> str:
         """Compile and capture every size. The largest comes first, so that the others find room in its memory.
 
         Returns which steps are captured. If the forward pass cannot be captured after all, steps run without capture,
         and the text says why.
         """
+        rows = max(size.seqs for size in sizes)
+        self._logits = torch.empty(rows, vocab_size, device=self._device.tensors)
+        self._tokens = torch.empty(rows, dtype=torch.int64, device=self._device.tensors)
+        decode = [size for size in sizes if size.tokens == size.seqs]
+        mixed = [size for size in sizes if size.tokens > size.seqs]
+        told = [self._capture_all(name, group) for name, group in (("decode", decode), ("mixed", mixed)) if group]
+        return "; ".join(told)
+
+    def _capture_all(self, name: str, sizes: list[Size]) -> str:
         start = time.perf_counter()
-        self._logits = torch.empty(max(sizes), vocab_size, device=self._device.tensors)
         try:
             replays = {size: self._capture(size) for size in sorted(sizes, reverse=True)}
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
             reason = str(error).partition("\n")[0]
-            log.warning("decode steps are not captured: %s", reason)
-            return f"none: {reason}"
+            log.warning("%s steps are not captured: %s", name, reason)
+            return f"no {name} steps: {reason}"
         self._device.synchronize()
-        self._replays = dict(sorted(replays.items()))
-        log.info("captured decode steps of %d sizes in %.1f s", len(sizes), time.perf_counter() - start)
-        return f"decode steps of {len(sizes)} sizes up to {max(sizes)}"
+        self._replays |= dict(sorted(replays.items()))
+        log.info("captured %s steps of %d sizes in %.1f s", name, len(sizes), time.perf_counter() - start)
+        return f"{name} steps of {len(sizes)} sizes up to {max(sizes).tokens} tokens"
 
-    def _capture(self, size: int) -> Callable[[], None]:
-        inputs = self._staged.padding(size, self._width)
+    def _capture(self, size: Size) -> Callable[[], None]:
+        inputs, greedy = self._staged.padding(size, self.width), self._staged.greedy
 
         def launch() -> None:
-            self._logits[:size].copy_(self._forward(inputs))
+            self._logits[: size.seqs].copy_(self._forward(inputs))
+            if self._argmax is not None:
+                self._argmax(self._logits[: size.seqs], greedy, self._tokens)
 
         launch()  # a first launch outside the capture: it compiles, chooses and allocates
         self._device.synchronize()
         return self._device.capture(launch)
 
-    def size_for(self, num_seqs: int) -> int | None:
-        """The smallest captured size that holds a decode step of `num_seqs` sequences, or None."""
-        return next((size for size in self._replays if size >= num_seqs), None)
+    def size_for(self, num_seqs: int, num_tokens: int | None = None) -> Size | None:
+        """The smallest captured size that holds a decode step of `num_seqs` sequences, or a mixed step of `num_tokens`
+        tokens; None if there is none."""
+        mixed, least = num_tokens is not None, num_tokens or num_seqs
+        fits = (x for x in self._replays if (x.tokens > x.seqs) == mixed and x.tokens >= least and x.seqs >= num_seqs)
+        return next(fits, None)
 
-    def replay(self, size: int) -> Tensor:
+    def replay(self, size: Size) -> tuple[Tensor, Tensor]:
         """Replay a step with the inputs that were staged last, padded to `size`.
 
-        Returns logits [size, vocab]. The next step overwrites them.
+        Returns logits [seqs, vocab] and tokens [seqs], which mean something for rows that were staged as greedy. The
+        next step overwrites both.
         """
         self._replays[size]()
-        return self._logits[:size]
+        return self._logits[: size.seqs], self._tokens[: size.seqs]

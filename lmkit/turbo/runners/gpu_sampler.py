@@ -114,6 +114,11 @@ class GpuSampler:
         self._unread = (pending, guided) if guided else None
         return pending
 
+    def chosen(self, tokens: Tensor) -> PendingTokens:
+        """What `sample` returns, for greedy slots whose tokens `argmax` has chosen in a captured step."""
+        self._unread = None
+        return self.fetch(tokens)
+
     def _sample(self, logits: Tensor, slots: Seq[int]) -> PendingTokens:
         edited = [row for row, slot in enumerate(slots) if slot in self._edits]
         scored = [row for row, slot in enumerate(slots) if self.num_top[slot] >= 0]
@@ -199,7 +204,7 @@ class GpuSampler:
 
 def _download(tensor: Tensor) -> Tensor:
     if not tensor.is_cuda:
-        return tensor
+        return tensor.clone()  # a captured step writes its tokens to the same place again
     on_host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return on_host.copy_(tensor, non_blocking=True)
 

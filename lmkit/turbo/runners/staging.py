@@ -1,8 +1,9 @@
 """Staging of a step's inputs for a GPU: they are packed into one piece of pinned memory and moved by one copy.
 
-    token_ids | logit_rows | positions | slots | query_start | logit_start | context_lens | rope_lens | block_tables
+    token_ids | logit_rows | positions | slots | query_start | logit_start | context_lens | rope_lens | greedy | tables
 
-Slots and block tables are those of every KV group, one after the other.
+Slots and block tables are those of every KV group, one after the other. `greedy` has the batch slot of each logit row
+whose token a captured step chooses, else -1.
 
 Every step's inputs go to the same buffer on the device. Each field follows the one before and starts at a multiple of
 ALIGN bytes. Steps of one shape therefore have their inputs at the same addresses, where a captured graph finds them.
@@ -12,6 +13,7 @@ read.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -25,6 +27,14 @@ from lmkit.turbo.runners.device import CudaDevice, Event
 NUM_STAGED = 4  # pieces: two steps are under way, one is being written
 ALIGN = 256  # bytes; the alignment that kernels may expect of an allocation
 LONG = ("token_ids", "logit_rows")  # int64, the others int32
+
+
+class Size(NamedTuple):
+    """What a captured step is padded to. With one token for each sequence it is a decode step. A logit row of each
+    sequence is computed."""
+
+    tokens: int
+    seqs: int
 
 
 class _Field(NamedTuple):
@@ -46,6 +56,7 @@ def _layout(
         "logit_start": (num_sampled + 1,),
         "context_lens": (num_seqs,),
         "rope_lens": (num_seqs,),
+        "greedy": (num_rows,),
         **{f"block_tables.{g}": (num_seqs, width) for g in range(num_groups)},
     }
     fields, start = [], 0
@@ -67,7 +78,8 @@ class _Piece:
 
 
 class StagedInputs:
-    """Copies the persistent batch's inputs to the device. `max_seqs` includes sequences that pad a step."""
+    """Copies the persistent batch's inputs to the device. `max_seqs` includes sequences that pad a step. `greedy` is
+    that field of the inputs copied last."""
 
     def __init__(self, device: CudaDevice, max_tokens: int, max_seqs: int, width: int, num_groups: int = 1) -> None:
         self._num_groups = num_groups
@@ -77,29 +89,45 @@ class StagedInputs:
         self._turn = 0
         self._last = (0, 0, 0)  # block tables on the device: sequences, sequences with padding, columns
 
-    def put(self, inputs: BatchInputs, pad_to: int = 0, *, keeps_tables: bool = False) -> BatchInputs:
+    def put(
+        self,
+        inputs: BatchInputs,
+        pad_to: Size | None = None,
+        *,
+        width: int = 0,
+        keeps_tables: bool = False,
+        greedy: Sequence[int] = (),
+    ) -> BatchInputs:
         """Copy `inputs` from the CPU to the device. The result is valid up to the next call's place in the stream.
 
-        pad_to: a decode step is padded to so many sequences. The added sequences have no context, and write nothing.
+        pad_to: the step is padded to that size, with one logit row for each sequence, and block tables to `width`
+        columns. The added tokens belong to no sequence or to one without context, and write nothing.
         keeps_tables: the block tables are the same as in the last call.
+        greedy: the batch slots of the logit rows, if the step chooses their tokens.
         """
-        num_seqs, width = inputs.geometries[0].block_tables.shape
-        padded = max(pad_to, num_seqs)
-        extra, tensors = padded - num_seqs, inputs.tensors
-        num_tokens, num_rows = len(inputs.token_ids) + extra, len(inputs.logit_rows) + extra
-        num_sampled = len(inputs.logit_start) - 1 + extra
+        num_seqs, used = inputs.geometries[0].block_tables.shape
+        num_tokens, num_rows, num_sampled = len(inputs.token_ids), len(inputs.logit_rows), len(inputs.logit_start) - 1
+        padded, width = num_seqs, max(width, used)
+        if pad_to is not None:
+            num_tokens, padded = pad_to
+            num_rows = num_sampled = padded
         fields = _layout(num_tokens, padded, num_rows, num_sampled, width, self._num_groups)
         piece = self._next_piece()
         shape = num_seqs, padded, width
         is_kept = keeps_tables and shape == self._last
         staged = fields[: -self._num_groups] if is_kept else fields
+        tensors = {name: tensor.numpy() for name, tensor in inputs.tensors.items()}
+        tensors["greedy"] = np.array(greedy, np.int32)
         for field in staged:
             view = piece.array[field.start : field.end].view(np.int64 if field.name in LONG else np.int32)
-            values = tensors[field.name].numpy()
-            flat = view.reshape(field.shape)
+            values, flat = tensors[field.name], view.reshape(field.shape)
+            if values.ndim == 2 and values.shape[1] < width:
+                flat[:] = 0
+                flat[: len(values), : values.shape[1]] = values
+                continue
             flat[: len(values)] = values
-            if extra:
-                _pad(field.name, flat, len(values))
+            if len(values) < len(flat):
+                _pad(field.name, flat, values, is_decode=num_tokens == padded)
         end = staged[-1].end
         self._memory[:end].copy_(piece.memory[:end], non_blocking=True)
         piece.copied.record()
@@ -119,10 +147,11 @@ class StagedInputs:
         for name, shape, start, end in fields:
             dtype = torch.int64 if name in LONG else torch.int32
             views[name] = self._memory[start:end].view(dtype).view(shape)
+        self.greedy = views.pop("greedy")
         return BatchInputs.of(views, self._num_groups)
 
-    def padding(self, num_seqs: int, width: int) -> BatchInputs:
-        """A decode step of nothing but padding. Graphs are captured with it."""
+    def padding(self, size: Size, width: int) -> BatchInputs:
+        """A step of nothing but padding. Graphs are captured with it."""
         one, start = torch.zeros(1, dtype=torch.int32), torch.arange(2, dtype=torch.int32)
         nothing = BatchInputs(
             token_ids=torch.zeros(1, dtype=torch.int64),
@@ -140,14 +169,16 @@ class StagedInputs:
             logit_rows=torch.zeros(1, dtype=torch.int64),
             logit_start=start,
         )
-        return self.put(nothing, num_seqs)
+        return self.put(nothing, size)
 
 
-def _pad(name: str, values: np.ndarray, count: int) -> None:
-    """Fill the padding of a decode step, `values[count:]`."""
-    if name.startswith("slots."):
-        values[count:] = -1
-    elif name in ("logit_rows", "query_start", "logit_start"):
-        values[count:] = np.arange(count, len(values))
+def _pad(name: str, flat: np.ndarray, values: np.ndarray, *, is_decode: bool) -> None:
+    """Fill what follows `values` in `flat`. In a decode step, token and logit row s belong to sequence s. In another
+    step the added sequences have no tokens, and the added logit rows are computed from the first token."""
+    count = len(values)
+    if name.startswith("slots.") or name == "greedy":
+        flat[count:] = -1
+    elif name == "logit_start" or (is_decode and name in ("logit_rows", "query_start")):
+        flat[count:] = np.arange(count, len(flat))
     else:
-        values[count:] = 0
+        flat[count:] = values[-1] if name == "query_start" else 0

@@ -21,6 +21,7 @@ from lmkit.config import EngineConfig
 from lmkit.errors import ConfigError, EngineLostError, UnsupportedError
 from lmkit.formats.hub import DEMO_FOLDER
 from lmkit.kernels.cuda import module
+from lmkit.kernels.cuda.switches import parse
 from lmkit.models.loader import load_model
 from lmkit.qtensor import QuantScheme
 from lmkit.turbo.engine.engine import Engine
@@ -28,7 +29,7 @@ from lmkit.turbo.plan import StepPlan
 from lmkit.turbo.request import Request, SamplingParams, StepOutput
 from lmkit.turbo.runners import cuda as cuda_runner
 from lmkit.turbo.runners.cuda import CudaRunner
-from lmkit.turbo.runners.cuda_captured import captured_sizes
+from lmkit.turbo.runners.cuda_captured import decode_sizes, mixed_sizes
 from lmkit.turbo.runners.device import CudaDevice, resolve_device
 from lmkit.turbo.runners.staging import StagedInputs
 from lmkit.turbo.transport.engine_process import EngineLoop
@@ -156,7 +157,7 @@ def test_inputs_in_activation_order_give_the_tokens_of_the_cpu(
     engine = on_gpu(model, device)
     assert isinstance(engine.runner, CudaRunner)
     assert engine.runner.captured.size_for(3) is not None
-    assert engine.info.captured == "decode steps of 3 sizes up to 4"
+    assert engine.info.captured == ("decode steps of 3 sizes up to 4 tokens; mixed steps of 1 sizes up to 16 tokens")
     assert assert_alike(run(engine, requests()), run(on_cpu(model), requests()), 0.02) == 1
 
 
@@ -229,9 +230,35 @@ def test_decode_steps_are_replayed_in_the_next_captured_size(
     more = [*requests(), request("more", [77, 78], 14)]
     late = msgspec.structs.replace(more[0], request_id="late", params=SamplingParams(max_tokens=40))
     run(engine, [*more, late])
-    assert set(sizes) == {1, 2, 4, 5} or set(sizes) == {1, 4, 5}
-    assert captured_sizes(64) == [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64]
-    assert captured_sizes(3) == [1, 2, 3]
+    assert {size.seqs for size in sizes if size.tokens == size.seqs} in ({1, 2, 4, 5}, {1, 4, 5})
+    assert [size.seqs for size in decode_sizes(64)] == [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64]
+    assert decode_sizes(3) == [(1, 1), (2, 2), (3, 3)]
+
+
+def test_steps_with_prompt_tokens_are_replayed_too(
+    checkpoint: Path, device: CudaDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their tokens, greedy ones and drawn ones, are those of the same steps without capture."""
+    wanted = [*requests(max_tokens=6), *requests(max_tokens=6, temperature=1.0)[1:3]]
+    wanted = [msgspec.structs.replace(request, request_id=str(i)) for i, request in enumerate(wanted)]
+    results = []
+    for names in ("", "mixed=off", "argmax=off"):
+        monkeypatch.setattr(cuda_runner, "switches", lambda names=names: parse(names))
+        engine = on_gpu(checkpoint, device, max_step_tokens=32)
+        assert isinstance(engine.runner, CudaRunner)
+        captured, sizes, outside = engine.runner.captured, [], []
+        replay, sample = captured.replay, engine.runner._sampler.sample
+        monkeypatch.setattr(captured, "replay", lambda size, of=replay, to=sizes: (to.append(size), of(size))[1])
+        monkeypatch.setattr(
+            engine.runner._sampler, "sample", lambda *x, of=sample, to=outside: (to.append(x[1]), of(*x))[1]
+        )
+        greedy = [msgspec.structs.replace(x, params=msgspec.structs.replace(x.params, logprobs=None)) for x in wanted]
+        results.append(tokens(run(engine, greedy)))
+        mixed = [size for size in sizes if size.tokens > size.seqs]
+        assert bool(mixed) == (names != "mixed=off")
+        assert set(mixed) <= set(mixed_sizes(4, 32)) == {(16, 4), (32, 4)}
+        assert len(outside) < len(sizes) or names == "argmax=off"
+    assert results[0] == results[1] == results[2]
 
 
 @emulated
@@ -459,7 +486,9 @@ def test_a_step_that_cannot_be_captured_is_run_as_it_is(
     engine = on_gpu(checkpoint, device)
     assert isinstance(engine.runner, CudaRunner)
     assert engine.runner.captured.size_for(1) is None
-    assert engine.info.captured == "none: CUDA error: operation not permitted when stream is capturing"
+    assert engine.info.captured.startswith(
+        "no decode steps: CUDA error: operation not permitted when stream is capturing;"
+    )
     assert tokens(run(engine, requests(max_tokens=4))) == want
 
 

@@ -13,7 +13,7 @@ from lmkit.turbo.plan import Chunk, NewSequence
 from lmkit.turbo.request import SamplingParams
 from lmkit.turbo.runners.batch import PersistentBatch
 from lmkit.turbo.runners.device import Event
-from lmkit.turbo.runners.staging import NUM_STAGED, StagedInputs
+from lmkit.turbo.runners.staging import NUM_STAGED, Size, StagedInputs
 from tests.emulator.device import EmulatedDevice
 
 BLOCK = 4
@@ -81,7 +81,7 @@ def test_steps_of_any_shape_follow_one_another() -> None:
         inputs, rows = batch.inputs(chunks)
         pad = rng.choice([0, 8]) if rows is None and rng.random() < 0.5 else 0
         kept += batch.keeps_tables
-        got = staged.put(inputs, pad, keeps_tables=batch.keeps_tables)
+        got = staged.put(inputs, Size(pad, pad) if pad else None, keeps_tables=batch.keeps_tables)
         same(got, inputs)
         assert len(got.geometries[0].context_lens) == max(pad, len(chunks))
         if pad:
@@ -95,16 +95,36 @@ def test_steps_of_any_shape_follow_one_another() -> None:
     assert kept > 20
 
 
+def test_a_step_with_prompt_tokens_is_padded_with_tokens_of_no_sequence() -> None:
+    batch = PersistentBatch(num_slots=6, max_model_len=64, block_size=BLOCK, max_step_tokens=40)
+    staged = StagedInputs(Deferred(), 40, 8, 16)
+    staged.put(batch.example(30, 1), Size(40, 6), width=16, greedy=[5])  # what lay there before
+    for slot, length in ((3, 9), (1, 5)):
+        entered(batch, slot, length)
+    chunks = [Chunk(1, 4, 1, [[1, 2]], 1), Chunk(3, 0, 6, [[3, 4]], 0)]
+    inputs, _ = batch.inputs(chunks)
+    got = staged.put(inputs, Size(16, 4), width=16, greedy=[1])
+    same(got, inputs)
+    (geometry,) = got.geometries
+    assert geometry.query_start.tolist() == [0, 1, 7, 7, 7]
+    assert geometry.context_lens.tolist() == [5, 6, 0, 0]
+    assert geometry.slots[7:].tolist() == [-1] * 9
+    assert geometry.block_tables.shape == (4, 16)
+    assert not geometry.block_tables[:, 2:].any()
+    assert (got.logit_rows.tolist(), got.logit_start.tolist()) == ([0] * 4, [0, 1, 2, 3, 4])
+    assert staged.greedy.tolist() == [1, -1, -1, -1]
+
+
 def test_memory_that_may_still_be_read_is_waited_for() -> None:
     device = Deferred()
     staged = StagedInputs(device, 4, 2, 3)
     for turn in range(2 * NUM_STAGED):
-        staged.padding(2, 3)
+        staged.padding(Size(2, 2), 3)
         assert device.waits == max(0, turn + 1 - NUM_STAGED)
 
 
 def test_padding_writes_and_reads_nothing() -> None:
-    inputs = StagedInputs(EmulatedDevice(), 8, 8, 3).padding(5, 3)
+    inputs = StagedInputs(EmulatedDevice(), 8, 8, 3).padding(Size(5, 5), 3)
     assert inputs.geometries[0].slots.tolist() == [-1] * 5
     assert inputs.geometries[0].context_lens.tolist() == [0] * 5
     assert inputs.geometries[0].block_tables.shape == (5, 3)
@@ -112,7 +132,7 @@ def test_padding_writes_and_reads_nothing() -> None:
 
 def test_steps_of_one_shape_lie_at_the_same_addresses() -> None:
     staged = StagedInputs(EmulatedDevice(), 8, 8, 3)
-    first, second = staged.padding(5, 3), staged.padding(5, 3)
+    first, second = staged.padding(Size(5, 5), 3), staged.padding(Size(5, 5), 3)
     assert all(first.tensors[name].data_ptr() == tensor.data_ptr() for name, tensor in second.tensors.items())
 
 
