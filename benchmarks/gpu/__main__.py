@@ -2,15 +2,17 @@
 
     python -m benchmarks.gpu --out DIR [--only gemm,engine] [--quick] [--peers FOLDER] [--minutes 9]
 
-DIR gets a file of rows for each section, results.json, table.txt and pictures. A section is a process of its own with
-a time limit. If a section fails, its rows say so, and the others go on. `--device cpu` is a rehearsal without a GPU:
-kernels are emulated on tiny shapes, and its times mean nothing.
+DIR gets a file of rows for each section, results.json, table.txt and pictures, and DIR.tar.gz has them all. The first
+section, `smoke`, compares the engine's tokens with the CPU's: if it fails, nothing else is measured. A section is a
+process of its own with a time limit. If a section fails, its rows say so, and the others go on. `--device cpu` is a
+rehearsal without a GPU: kernels are emulated on tiny shapes, and its times mean nothing.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import shutil
 import subprocess
 import sys
 import time
@@ -37,12 +39,14 @@ class Section:
 
 
 SECTIONS = (
+    Section("smoke", "smoke", 180),
     Section("machine", "machine", 40),
     Section("build", "build", 90),
     Section("gemm", "gemm", 120),
     Section("attention", "attention", 60),
     Section("small", "small", 30),
     Section("engine", "engine", 150),
+    Section("switches", "switched", 180),
     Section("transformers", "transformers_peer", 60),
     Section("quantize", "quantize", 90),
     Section("numerics", "numerics", 180),
@@ -63,7 +67,10 @@ def main() -> None:
     start, end = time.monotonic(), time.monotonic() + 60 * arguments.minutes
     for section in SECTIONS:
         if section.name in chosen:
-            run_process(section, arguments, min(section.seconds, end - time.monotonic()))
+            failed = run_process(section, arguments, min(section.seconds, end - time.monotonic()))
+            if failed and section.name == "smoke":
+                console.print("the engine does not work: no other section runs")
+                break
     summarize(out, chosen, time.monotonic() - start)
 
 
@@ -86,13 +93,13 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def run_process(section: Section, arguments: argparse.Namespace, seconds: float) -> None:
-    """Run one section within the time that is left. A failure becomes a row."""
+def run_process(section: Section, arguments: argparse.Namespace, seconds: float) -> int:
+    """Run one section within the time that is left. A failure becomes a row. Returns the number of failures."""
     context = Context(arguments.out, name=section.name)
     context.file(section.name).unlink(missing_ok=True)
     if seconds < LEAST_SECONDS:
         context.row(section.name, error="no time left")
-        return
+        return 1
     console.print(f"{section.name}: at most {seconds:.0f} s", end=" ")
     command = [
         sys.executable,
@@ -119,6 +126,7 @@ def run_process(section: Section, arguments: argparse.Namespace, seconds: float)
     rows = read_rows(context.file(section.name))
     failed = sum("error" in row for row in rows)
     console.print(f"{time.monotonic() - start:.1f} s, {len(rows)} rows, {failed} of them failures")
+    return failed
 
 
 def run_section(arguments: argparse.Namespace) -> None:
@@ -130,7 +138,9 @@ def run_section(arguments: argparse.Namespace) -> None:
         arguments.out, arguments.device, arguments.quick, arguments.peers, arguments.seconds, section.name
     )
     machine.install(context)
-    if section.name != "machine" and not context.file("machine").exists():  # all figures are compared with its rows
+    if (
+        section.name not in ("machine", "smoke") and not context.file("machine").exists()
+    ):  # all figures are compared with its rows
         machine.run(replace(context, name="machine"))
     importlib.import_module(f"benchmarks.gpu.{section.module}").run(context)
 
@@ -153,6 +163,8 @@ def summarize(out: Path, chosen: list[str], seconds: float) -> None:
                 target.print(f"{row['section']}: {row['what']}: {row['error']}", markup=False, style="red")
     pictures = plots.draw(rows, out)
     console.print(f"{seconds:.0f} s; {out / 'results.json'}, {', '.join(path.name for path in pictures)}")
+    archive = shutil.make_archive(str(out), "gztar", out.parent, out.name)
+    console.print(f"all of it: {archive}")
 
 
 def table(found: list[Figure], machine: str) -> Table:

@@ -16,7 +16,7 @@ import torch
 from benchmarks.gpu.context import Context
 from benchmarks.gpu.models import CONFIGS, Storage, random_decoder
 from benchmarks.gpu.roofline import W4_G128, Decode, prefill_flops
-from lmkit.config import EngineConfig
+from lmkit.config import EngineConfig, HeadStorage
 from lmkit.turbo.engine.engine import Engine
 from lmkit.turbo.request import Request, SamplingParams
 from lmkit.turbo.runners.device import CudaDevice
@@ -40,6 +40,7 @@ class Case:
     loads: tuple[Load, ...]
     kv: Any = "int8"
     prefill: tuple[int, int] | None = None  # prompts, tokens of each
+    head: HeadStorage = "auto"
 
     @property
     def name(self) -> str:
@@ -47,7 +48,7 @@ class Case:
 
 
 CASES = (
-    Case("Llama-3-8B", "w4", (Load(1, 128), Load(16, 1024), Load(64, 1024), Load(256, 1024)), prefill=(8, 2048)),
+    Case("Llama-3-8B", "w4", (Load(1, 1024), Load(16, 1024), Load(64, 1024), Load(256, 1024)), prefill=(8, 2048)),
     Case("Llama-3-8B", "bfloat16", (Load(1, 128),), "bfloat16"),
     Case("Qwen2.5-7B", "w4", (Load(1, 128), Load(64, 1024)), prefill=(8, 2048)),
     Case("Llama-3.2-1B", "w4", (Load(1, 128), Load(64, 1024)), prefill=(8, 2048)),
@@ -60,20 +61,20 @@ def run(context: Context) -> None:
         if context.is_over:
             context.row(case.name, error="no time left")
             continue
-        with context.attempt(case.name), _engine(context, case) as engine:
+        with context.attempt(case.name), engine(context, case) as built:
             for load in case.loads:
                 with context.attempt(f"{case.name} decode", batch=load.batch, context=load.context):
-                    _decode(context, case, engine, load)
+                    _decode(context, case, built, load)
             if case.prefill is not None:
                 with context.attempt(f"{case.name} prefill"):
-                    _prefill(context, case, engine, *case.prefill)
+                    _prefill(context, case, built, *case.prefill)
 
 
 @contextmanager
-def _engine(context: Context, case: Case) -> Iterator[Engine]:
+def engine(context: Context, case: Case) -> Iterator[Engine]:
     start = time.perf_counter()
     dtype = torch.bfloat16 if case.storage == "bfloat16" else torch.float16
-    decoder = random_decoder(case.model, case.storage, dtype, context.device)
+    decoder = random_decoder(case.model, case.storage, dtype, context.device, head=case.head)
     made = time.perf_counter()
     longest = max(load.context for load in case.loads) + 2 * STEPS
     config = EngineConfig(
@@ -84,18 +85,19 @@ def _engine(context: Context, case: Case) -> Iterator[Engine]:
         max_step_tokens=64 if context.rehearsal else 8192,
         max_model_len=longest if case.prefill is None else max(longest, case.prefill[1] + 16),
     )
-    engine = Engine.of(decoder, config, device=_device(context))
-    context.row(case.name, model_seconds=made - start, engine_seconds=time.perf_counter() - made)
+    built = Engine.of(decoder, config, device=device_of(context))
+    seconds = {"model_seconds": made - start, "engine_seconds": time.perf_counter() - made}
+    context.row(case.name, **seconds, captured=built.info.captured)
     try:
-        yield engine
+        yield built
     finally:
-        engine.close()
-        del engine, decoder
+        built.close()
+        del built, decoder
         if not context.rehearsal:
             torch.cuda.empty_cache()
 
 
-def _device(context: Context) -> CudaDevice:
+def device_of(context: Context) -> CudaDevice:
     if not context.rehearsal:
         return CudaDevice()
     from tests.emulator.device import EmulatedDevice
@@ -103,18 +105,20 @@ def _device(context: Context) -> CudaDevice:
     return EmulatedDevice()
 
 
-def _requests(engine: Engine, count: int, length: int, new_tokens: int) -> Iterator[Request]:
-    generator = torch.Generator().manual_seed(0)
+def requests(engine: Engine, count: int, length: int, new_tokens: int, first: int = 0) -> Iterator[Request]:
+    """`count` requests, numbered from `first`, with random prompts."""
+    generator = torch.Generator().manual_seed(first)
     vocab = engine.runner.decoder.spec.vocab_size
-    for index in range(count):
+    for index in range(first, first + count):
         prompt = torch.randint(0, vocab, (length,), generator=generator).tolist()
         params = SamplingParams(max_tokens=new_tokens, ignore_eos=True)
         yield Request(request_id=str(index), prompt_ids=prompt, params=params)
 
 
-def _decode(context: Context, case: Case, engine: Engine, load: Load) -> None:
+def decode_rate(context: Context, engine: Engine, load: Load) -> tuple[float, int, float, float]:
+    """(output tokens per second, steps, seconds of a step, seconds of the prompts)."""
     steps = 4 if context.rehearsal else STEPS
-    for request in _requests(engine, load.batch, load.context, 2 * steps):
+    for request in requests(engine, load.batch, load.context, 2 * steps):
         engine.add(request)
     waiting = {str(index) for index in range(load.batch)}
     began = time.perf_counter()
@@ -127,20 +131,26 @@ def _decode(context: Context, case: Case, engine: Engine, load: Load) -> None:
         tokens += sum(len(output.token_ids) for output in engine.step())
         done += 1
     seconds = time.perf_counter() - start
-    _drop(engine, load.batch)
+    drop(engine, load.batch)
+    return tokens / seconds, done, seconds / done, start - began
+
+
+def _decode(context: Context, case: Case, engine: Engine, load: Load) -> None:
+    rate, steps, step_seconds, prompt_seconds = decode_rate(context, engine, load)
     shape, peak = CONFIGS[case.model][0], context.peak()
-    length = load.context + done // 2
+    length = load.context + steps // 2
     weight_bytes = W4_G128 if case.storage == "w4" else 2.0
     bound = Decode(shape, load.batch, length, case.kv, weight_bytes)
-    share = context.share(tokens / seconds, bound.tokens_per_s(peak), f"{case.name} decode")
+    share = context.share(rate, bound.tokens_per_s(peak), f"{case.name} decode")
     context.row(
         f"{case.model} decode b{load.batch}", storage=case.storage, kv=case.kv, batch=load.batch, context=load.context,
-        steps=done, tokens_per_s=tokens / seconds, step_seconds=seconds / done, bound=bound.tokens_per_s(peak),
-        share=share, prompt_seconds=start - began,
+        steps=steps, tokens_per_s=rate, step_seconds=step_seconds, bound=bound.tokens_per_s(peak),
+        share=share, prompt_seconds=prompt_seconds, captured=engine.info.captured,
     )  # fmt: skip
 
 
-def _drop(engine: Engine, count: int) -> None:
+def drop(engine: Engine, count: int) -> None:
+    """End the first `count` requests."""
     for index in range(count):
         engine.abort(str(index))
     while engine.has_work():
@@ -148,7 +158,7 @@ def _drop(engine: Engine, count: int) -> None:
 
 
 def _prefill(context: Context, case: Case, engine: Engine, count: int, length: int) -> None:
-    for request in _requests(engine, count, length, 1):
+    for request in requests(engine, count, length, 1):
         engine.add(request)
     start = time.perf_counter()
     while engine.has_work():

@@ -8,11 +8,13 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.roofline import LLAMA_3_2_1B, LLAMA_3_8B, QWEN_2_5_7B, Shape
+from lmkit.config import HeadStorage
 from lmkit.layers.linear import MergedLinear, Weights
 from lmkit.models import load_spec, roles
 from lmkit.models.decoder import Decoder, DecoderLayer
 from lmkit.models.layer_spec import LayerSpec
-from lmkit.qtensor import QTensor, QuantScheme
+from lmkit.models.source import HEAD_SCHEME
+from lmkit.qtensor import QTensor, QuantScheme, quantize
 
 GROUP = 128
 SCHEME = QuantScheme(4, GROUP)
@@ -54,9 +56,11 @@ def random_qtensor(rows: int, columns: int, device: str) -> QTensor:
     return QTensor(codes, scales.half(), zeros, SCHEME)
 
 
-def random_decoder(name: str, storage: Storage, dtype: torch.dtype, device: str) -> Decoder:
-    """A packed decoder, ready to run. Embedding and head are dense in `dtype`; with `storage` bfloat16, all matrices
-    are.
+def random_decoder(
+    name: str, storage: Storage, dtype: torch.dtype, device: str, *, head: HeadStorage = "auto"
+) -> Decoder:
+    """A packed decoder, ready to run. Embedding and head are dense in `dtype`, unless `head` is int8; with `storage`
+    bfloat16, all matrices are.
 
     `device` holds the tensors. The kernels are those of a GPU, emulated for "cpu".
     """
@@ -68,9 +72,10 @@ def random_decoder(name: str, storage: Storage, dtype: torch.dtype, device: str)
         layers.append(layer)
     embed = _dense(spec.vocab_size, spec.hidden_size, dtype, device)
     weight = embed if spec.tie_embeddings else _dense(spec.vocab_size, spec.hidden_size, dtype, device)
-    head = MergedLinear((roles.LM_HEAD,), {roles.LM_HEAD: weight}, "cuda")
-    head.pack("exact")
-    return Decoder(spec, embed, layers, torch.ones(spec.hidden_size, device=device), head, dtype)
+    stored = quantize(weight.float(), HEAD_SCHEME) if head == "int8" else weight
+    lm_head = MergedLinear((roles.LM_HEAD,), {roles.LM_HEAD: stored}, "cuda")
+    lm_head.pack("exact")
+    return Decoder(spec, embed, layers, torch.ones(spec.hidden_size, device=device), lm_head, dtype)
 
 
 def _layer(spec: LayerSpec, storage: Storage, dtype: torch.dtype, device: str) -> Weights:
