@@ -49,8 +49,7 @@ class BlockBytes(Protocol):
         """Bytes of one block: all layers, K and V with their parameters."""
 
     def read(self, block: int, out: memoryview) -> Callable[[], None] | None:
-        """Copy a block to `out`. The block may change once this returns. A device that copies by itself returns a
-        function that waits: only then has `out` the bytes."""
+        """Copy a block to `out`; the block may change then. A device returns a wait; behind it `out` has the bytes."""
 
     def write(self, block: int, data: memoryview) -> None: ...
 
@@ -216,10 +215,7 @@ class TierStore:
             return None
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """Mark the blocks of a sequence as used, wherever they were found: unused blocks are evicted before them.
-
-        Does not wait.
-        """
+        """Mark a sequence's blocks as used, wherever they are: others are evicted before them. Does not wait."""
         self._saver.put([_Used(keys)])
 
     def close(self) -> None:
