@@ -89,6 +89,7 @@ def test_inspect_tells_what_serving_takes() -> None:
         "linear_parameters": 6291456,
         "bits_per_linear_weight": 16.0,
         "file_bytes": 14688768,
+        "vision_tower_bytes": None,
     }
     assert report["kv_cache"]["bytes_per_token"] == 8 * 2 * 2 * 64 * 2
     assert report["serving"]["fits"] is True

@@ -17,6 +17,8 @@ from lmkit.layers.batch import KVLayer
 from lmkit.models.kv_storage import KVStorage, allocate
 from lmkit.models.loader import load_model
 from lmkit.models.tower import Tower
+from lmkit.quant.recipe import parse_recipe
+from lmkit.quant.run import prepare
 from lmkit.turbo.engine.engine import Engine
 from lmkit.turbo.plan import Chunk, NewSequence
 from lmkit.turbo.request import ImageInput, Request, SamplingParams, StepOutput
@@ -146,6 +148,19 @@ def test_the_engine_gives_transformers_tokens(served: Path, vl: Model, overlap: 
     assert 16 <= cut[0].cached_tokens <= second, "what stands before the second image hits, and nothing of the image"
     assert engine.stats().images["encoded"] == 4
     engine.close()
+
+
+def test_a_quantized_model_with_int8_kv_sees_images(served: Path, vl: Model, tmp_path: Path) -> None:
+    """Its answers depend on the image."""
+    asked = {"scheme": {"group_size": -1}, "steps": [{"step": "rtn"}], "calibration": {"dataset": "none"}}
+    prepare(served, parse_recipe(asked, "test")).run(tmp_path / "out")
+    engine, tower = Engine(str(tmp_path / "out"), EngineConfig(**SIZES | {"kv_dtype": "int8"})), vl[2]
+    found = []
+    for seed in (1, 2, 1):
+        given = request(str(seed), *prompt(tower, [*text(3), -1, *text(4, 2)], [picture(tower, 4, 4, seed)]))
+        found.append(tokens(run(engine, [given])[str(seed)]))
+    engine.close()
+    assert found[0] == found[2] != found[1]
 
 
 def test_prefixes_of_random_conversations(served: Path, vl: Model) -> None:

@@ -19,11 +19,13 @@ from lmkit.models import load_spec
 from lmkit.models.families.qwen_vl import TOWER
 from lmkit.models.resolved import resolved
 from lmkit.models.source import ModelSource
-from lmkit.models.tower import tower_bytes
+from lmkit.models.tower import load_tower, tower_bytes
 from lmkit.qtensor import QTensor, dequantize
 from lmkit.quant.run import prepare
+from lmkit.turbo.engine.describe import describe_model
 from lmkit.turbo.engine.memory import loaded_bytes
 from tests.models import tiny
+from tests.models.pictures import picture, rows_of
 from tests.quant.helpers import recipe, tiny_checkpoint
 
 
@@ -68,6 +70,12 @@ def test_quantization_leaves_the_tower_as_it_is(tmp_path: Path, name: str) -> No
     towers = [[x for x in reader.names() if x.startswith(TOWER)] for reader in (before, after)]
     assert towers[0] == towers[1]
     assert all(torch.equal(before.tensor(x), after.tensor(x)) for x in towers[0])
+    with resolved(path) as source, resolved(tmp_path / "out") as out:
+        weights = describe_model(str(tmp_path / "out"), EngineConfig())["weights"]
+        assert weights["vision_tower_bytes"] == tower_bytes(out)
+        image = picture(load_tower(source, 1 << 20), 3, 2)
+        rows = [rows_of(load_tower(model, 1 << 20), image) for model in (source, out)]
+    assert torch.equal(*rows)
     left = json.dumps(config_of(tmp_path / "out")["quantization_config"]).replace("\\", "")
     assert all(module in left for module in ("visual.merger.mlp.0", "visual.merger.mlp.2"))
 

@@ -16,6 +16,7 @@ from lmkit.models.packed_cache import cache_folders
 from lmkit.models.resolved import ResolvedModel, resolved
 from lmkit.models.spec import ModelSpec
 from lmkit.models.streamed import forecast
+from lmkit.models.tower import tower_bytes
 from lmkit.turbo.engine.loading import load_options, streaming_of
 from lmkit.turbo.engine.memory import RUNTIME_BYTES, loaded_bytes, plan_memory
 from lmkit.turbo.runners.device import resolve_device
@@ -64,6 +65,7 @@ def describe_model(path: str, config: EngineConfig) -> dict[str, Any]:
                 "linear_parameters": spec.num_weights,
                 "bits_per_linear_weight": round(8 * _layer_bytes(model) / spec.num_weights, 3),
                 "file_bytes": reader.nbytes(),
+                "vision_tower_bytes": tower_bytes(model) or None,
             },
             "kv_cache": {
                 "kv_config": load_kv_config(reader.path) is not None,
