@@ -79,8 +79,9 @@ ENGINE: Mapping[str, str] = {
     **each(NOT_NEEDED, "max_lora_rank"),
     **each(
         ONE_DEVICE,
-        "communicator cp devices distributed_executor_backend ep main_gpu nnodes role tensor_split",
+        "communicator cp devices distributed_executor_backend ep main_gpu nnodes tensor_split",
     ),
+    "role": "it is an option of `lmkit serve`, for pairs of nodes",
     **each(REPLICAS, "data_parallel_size dp"),
     **each("use tp", "attn_tp_size tensor_parallel_size"),
     **each("use pp", "pipeline_parallel_size pp_size"),

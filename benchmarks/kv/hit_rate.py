@@ -127,7 +127,8 @@ def limits(trace: list[Item], num_blocks: int, concurrency: int, snapshots: int 
         kv=KVLimits(
             max(num_blocks, longest // BLOCK_SIZE + 1),
             BLOCK_SIZE,
-            snapshots=range(concurrency, concurrency + snapshots),
+            first_snapshot=concurrency,
+            num_snapshots=snapshots,
         ),
         max_batch_size=concurrency,
         max_step_tokens=512,

@@ -238,7 +238,7 @@ OFFLINE: Mapping[str, str] = {
 # The tables of options by command: `lmkit COMMAND --NAME`.
 OPTIONS: Mapping[str, Mapping[str, str]] = {
     "quantize": QUANTIZE,
-    "serve": {**{name: advice for name, advice in ENGINE.items() if name not in ("dp", "revision")}, **SERVE},
+    "serve": {**{name: advice for name, advice in ENGINE.items() if name not in ("dp", "revision", "role")}, **SERVE},
     "proxy": PROXY,
     "eval": {**each("use text or dataset", "file tasks"), "ctx_size": "use seq_len", "kv_cache_dtype": "use kv_dtype"},
     "chat": {

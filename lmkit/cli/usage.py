@@ -81,6 +81,7 @@ class Root(Group):
             return super().invoke(ctx)
         except KeyboardInterrupt as interrupt:
             print("lmkit: interrupted" + "".join(f": {what}" for what in interrupt.args), file=sys.stderr)
+            sys.unraisablehook = lambda _: None  # what a compiler began is half there, and says so when it is freed
             raise typer.Exit(130) from None
 
 

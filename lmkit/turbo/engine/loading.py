@@ -207,7 +207,8 @@ def streaming_of(config: EngineConfig, planned: Planned = lambda *_: None) -> St
         raise ConfigError("weights_memory is for --device cpu; a GPU keeps all weights in its own memory")
     if config.num_processes > 1:
         name = _shared_by(config)
-        raise ConfigError(f"{name} keeps all weights in memory; leave out weights_memory, or {name.partition('=')[0]}")
+        alone = name.partition("=")[0] + "=1"
+        raise ConfigError(f"{name} keeps all weights in memory; leave out weights_memory, or use {alone}")
     if not config.packed_cache:
         raise ConfigError("weights_memory reads layers from the file of packed weights; do not turn packed_cache off")
     return Streaming(config.weights_memory, Path(config.weights_path) if config.weights_path else None, planned)

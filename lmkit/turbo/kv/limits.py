@@ -22,8 +22,14 @@ class KVLimits:
     cache_quota: float = 1.0  # share of the blocks that one tenant may keep in the cache
     session_lease: float = 300.0  # seconds
     dynamic_length: int = 0  # longer prompts have other angles, and so another KV; 0 = never
-    snapshots: range = range(0)  # rows of recurrent states that hold snapshots; empty = the model has no states
+    first_snapshot: int = 0  # row of recurrent states from which on rows hold snapshots
+    num_snapshots: int = 0  # such rows; 0 = the model has no states
     long_prompts_agree: bool = False  # they all have the same (LongRoPE), not each length its own (dynamic RoPE)
+
+    @property
+    def snapshots(self) -> range:
+        """Rows of recurrent states that hold snapshots."""
+        return range(self.first_snapshot, self.first_snapshot + self.num_snapshots)
 
     @property
     def num_groups(self) -> int:

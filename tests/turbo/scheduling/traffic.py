@@ -42,7 +42,7 @@ def random_limits(rng: random.Random, *, recurrent: bool = False) -> SchedulerLi
     num_groups = sum(layers.num_groups for layers in classes)
     cache: dict[str, Any] = {"prefix_cache": rng.random() < 0.8, "session_lease": rng.choice([5.0, 200.0])}
     if recurrent:
-        cache |= {"prefix_cache": True, "snapshots": range(8, 8 + rng.choice([1, 2, 5, 30]))}
+        cache |= {"prefix_cache": True, "first_snapshot": 8, "num_snapshots": rng.choice([1, 2, 5, 30])}
     if cache["prefix_cache"]:
         cache["cache_quota"] = rng.choice([1.0, 1.0, 0.5])
     cache["classes"] = classes
