@@ -87,6 +87,7 @@ class EngineConfig(StrictStruct, frozen=True, kw_only=True, metaclass=CheckedMet
     queue_quota: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0  # share of these that one tenant may have open
     max_queued_tokens: PositiveInt = 4 << 20  # prompt tokens of all open requests; more are refused with 503
     tp: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1  # processes that share each layer of the model
+    ep: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1  # processes that share the experts; with tp the same processes
     pp: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1  # processes with some layers each, one behind the other
     num_threads: PositiveInt | None = None  # of all of them; None = the physical cores this process may use
     image_memory: PositiveInt = 256 << 20  # bytes for images that are encoded, beyond those in use
@@ -150,9 +151,14 @@ class EngineConfig(StrictStruct, frozen=True, kw_only=True, metaclass=CheckedMet
         return folders
 
     @property
+    def num_ranks(self) -> int:
+        """Processes that share each layer of the model."""
+        return max(self.tp, self.ep)
+
+    @property
     def num_processes(self) -> int:
         """Processes that the model is shared out to."""
-        return self.tp * self.pp
+        return self.num_ranks * self.pp
 
     @property
     def tokens_per_block(self) -> int:

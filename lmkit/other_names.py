@@ -79,11 +79,12 @@ ENGINE: Mapping[str, str] = {
     **each(NOT_NEEDED, "max_lora_rank"),
     **each(
         ONE_DEVICE,
-        "communicator cp devices distributed_executor_backend ep main_gpu nnodes tensor_split",
+        "communicator cp devices distributed_executor_backend main_gpu nnodes tensor_split",
     ),
     "role": "it is an option of `lmkit serve`, for pairs of nodes",
     **each(REPLICAS, "data_parallel_size dp"),
     **each("use tp", "attn_tp_size tensor_parallel_size"),
+    **each("use ep", "ep_size expert_parallel_size"),
     **each("use pp", "pipeline_parallel_size pp_size"),
     "block_seq_len": "use block_size",
     "cache_block_seq_len": "use block_size",

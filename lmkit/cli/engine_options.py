@@ -31,6 +31,7 @@ HELP = {
         "attention_sinks": "First tokens that sliding windows still see.",
         "packed_cache": "Keep packed weights in a file, <checkpoint>/.lmkit, for the next start.",
         "tp": "Processes that share the model: each computes a part of every layer.",
+        "ep": "Processes that share the experts of a mixture; with --tp the same processes, so the same number.",
         "pp": "Processes that share the model: each computes some of the layers.",
         "num_threads": "Default: the physical cores this process may use.",
     },

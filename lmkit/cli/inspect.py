@@ -14,6 +14,7 @@ def inspect(
     max_batch_size: Annotated[int, typer.Option(help="Sequences to plan memory for.")] = 64,
     kv_dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, int8, fp8 or int4.")] = "auto",
     tp: Annotated[int, typer.Option(help="Processes that share the model; memory is then that of each.")] = 1,
+    ep: Annotated[int, typer.Option(help="Processes that share the experts; memory is then that of each.")] = 1,
     pp: Annotated[int, typer.Option(help="Processes with some layers each; memory is then that of the largest.")] = 1,
     weights_memory: Annotated[
         str | None, typer.Option(metavar="<size>", help="Memory for weights; layers beyond are read in every step.")
@@ -30,6 +31,7 @@ def inspect(
         "max_batch_size": max_batch_size,
         "kv_dtype": kv_dtype,
         "tp": tp,
+        "ep": ep,
         "pp": pp,
     }
     if weights_memory is not None:

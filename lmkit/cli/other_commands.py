@@ -38,9 +38,10 @@ SERVE: Mapping[str, str] = {
     **each("images are encoded one at a time", "vision_max_batch_size"),
     **each(
         ONE_DEVICE,
-        "dist_init_addr dp_rank enable_eplb enable_expert_parallel enable_microbatch migration_backend mlp_tp_size "
+        "dist_init_addr dp_rank enable_eplb enable_microbatch migration_backend mlp_tp_size "
         "moe_tp_size node_rank sm split_mode ts",
     ),
+    "enable_expert_parallel": "use ep, the number of processes, beside tp",
     "backend": "there is one engine; --device chooses cpu or cuda",
     **each(OWN_TEMPLATE, "chat_template_file jinja"),
     **each(

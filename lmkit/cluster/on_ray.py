@@ -122,8 +122,9 @@ class RayLauncher:
         return cls(ray, "127.0.0.1" if local else "0.0.0.0")
 
     async def start(self, id: str, options: Mapping[str, Any], cores: int | None) -> RayReplica:
-        """It waits in Ray's queue until a machine has its cores: those of all processes of a `tp` on one machine."""
-        ray, bundle = self._ray, {"CPU": cores or int(options.get("tp", 1)) * int(options.get("pp", 1))}
+        """It waits in Ray's queue until a machine has its cores: those of all processes of an engine on one machine."""
+        tp, ep, pp = (int(options.get(name, 1)) for name in ("tp", "ep", "pp"))
+        ray, bundle = self._ray, {"CPU": cores or max(tp, ep) * pp}
         group = ray.util.placement_group([bundle], strategy="STRICT_PACK")
         strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(group)
         remote = ray.remote(num_cpus=bundle["CPU"], scheduling_strategy=strategy, max_restarts=0)(ServerActor)

@@ -320,7 +320,7 @@ class Places:
 
     tokens: Tensor  # int64 [T * k], the token of each place
     of_token: Tensor  # int64 [T, k], the places of each token, ascending
-    active: Tensor  # int64 [1 + 3 * min(E, T * k)]: n; expert, first place, end, of each of the n experts with tokens
+    active: Tensor  # int64 [1 + 3 * min(H, T * k)]: n; expert, first place, end, of each of the n held ones with tokens
 
     @property
     def max_active(self) -> int:
@@ -328,8 +328,8 @@ class Places:
 
 
 @op
-def expert_places(experts: Tensor, num_experts: int) -> Places:
-    """The places of experts int64 [T, k]."""
+def expert_places(experts: Tensor, num_experts: int, held: range) -> Places:
+    """The places of experts int64 [T, k]. `active` has the H `held` ones, numbered from their first."""
 
 
 @op

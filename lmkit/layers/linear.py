@@ -203,8 +203,8 @@ def _checked(order: Tensor) -> Tensor:
 class LinearsOfExperts:
     """The packed linears of many experts, as one kernel multiplies with them. `of` makes them."""
 
-    def __init__(self, kernel: ExpertLinears, table: Any, count: int) -> None:
-        self._kernel, self._table, self._count = kernel, table, count
+    def __init__(self, kernel: ExpertLinears, table: Any) -> None:
+        self._kernel, self._table = kernel, table
 
     @classmethod
     def of(cls, linears: list[MergedLinear]) -> LinearsOfExperts | None:
@@ -215,11 +215,11 @@ class LinearsOfExperts:
             return None
         kinds = {(id(one.implementation), _outline(one.weight), one.bias is None) for one in known}
         table = kernel.table([(one.weight, one.bias) for one in known]) if len(kinds) == 1 else None
-        return None if table is None else cls(kernel, table, len(linears))
+        return None if table is None else cls(kernel, table)
 
-    def suits(self, num_places: int) -> bool:
-        """Whether this is the fast way for so many pairs of token and expert."""
-        return self._kernel.max_rows is None or num_places <= self._kernel.max_rows * self._count
+    def suits(self, tokens: float) -> bool:
+        """Whether this is the fast way if an expert has so many tokens on average."""
+        return self._kernel.max_rows is None or tokens <= self._kernel.max_rows
 
     def __call__(self, x: Tensor, places: ops.Places, *, by_token: bool = False) -> Tensor:
         y: Tensor = self._kernel.multiply(x.float(), places, self._table, by_token)

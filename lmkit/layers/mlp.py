@@ -8,6 +8,7 @@ from lmkit.kernels import ops
 from lmkit.kernels.ops import Norm
 from lmkit.layers.linear import MergedLinear, Weights
 from lmkit.layers.mlp_spec import MLPSpec
+from lmkit.layers.ranks import Ranks
 
 
 class GatedMLP:
@@ -23,6 +24,11 @@ class GatedMLP:
     @property
     def linears(self) -> tuple[MergedLinear, ...]:
         return self.gate_up, self.down
+
+    def join(self, ranks: Ranks, split: Ranks | None) -> Ranks | None:
+        """Compute together with other ranks; `split` are those among which linears are split. Returns the ranks that
+        add up the MLP's outputs."""
+        return split
 
     def __call__(self, x: Tensor, norm: Norm | None = None) -> Tensor:
         """x [T, hidden], normalized if `norm` is None -> the MLP's contribution [T, hidden]."""

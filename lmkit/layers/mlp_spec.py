@@ -62,10 +62,16 @@ class MoESpec:
     shared_router: bool = True  # the shared expert's output has a factor of its own, the sigmoid of one more output
     router_bias: bool = False
     interleaved: bool = False  # a checkpoint has gate 0, up 0, gate 1, ... of all experts in one tensor: models.fused
+    held: range | None = None  # the experts of a rank (models.shard); None = all
+
+    @property
+    def experts(self) -> range:
+        """The experts whose weights are here."""
+        return range(self.num_experts) if self.held is None else self.held
 
     @property
     def parts(self) -> dict[str, MLPSpec]:
-        experts = {f"mlp.experts.{i}": self.expert for i in range(self.num_experts)}
+        experts = {f"mlp.experts.{i}": self.expert for i in self.experts}
         return experts if self.shared is None else experts | {"mlp.shared": self.shared}
 
     @property

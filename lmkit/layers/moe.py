@@ -7,6 +7,9 @@
 A token's sum runs over its experts by ascending number, then the shared expert. It does not depend on the other tokens
 of the step. If a kernel can multiply with the linears of many experts, all experts are a few jobs, whichever they are.
 Otherwise each expert is called by itself.
+
+A rank may hold a part of the experts. All ranks choose the same experts for each token, compute those that they hold,
+exchange the outputs, and add them up in the order above. The result has the bits of one process with all experts.
 """
 
 from __future__ import annotations
@@ -23,6 +26,9 @@ from lmkit.kernels.ops import Norm, Routing
 from lmkit.layers.linear import LinearsOfExperts, MergedLinear, Weights
 from lmkit.layers.mlp import GatedMLP
 from lmkit.layers.mlp_spec import MAX_PLACES, SCORE_BIAS, MoESpec
+from lmkit.layers.ranks import Ranks
+
+Together = tuple[LinearsOfExperts, LinearsOfExperts]  # gate and up, and down
 
 
 class MoE:
@@ -36,6 +42,8 @@ class MoE:
     def __init__(self, spec: MoESpec, weights: Weights, device: str = "cpu") -> None:
         self.spec, self.weights = spec, weights
         self.all_tokens = False
+        self.ranks: Ranks | None = None  # which hold the other experts
+        self.shared_ranks: Ranks | None = None  # which hold the other parts of the shared expert
         mlps = {role: GatedMLP(role, mlp, weights, device) for role, mlp in spec.parts.items()}
         self.router = MergedLinear(tuple(spec.routers), weights, device)
         self.shared = mlps.pop("mlp.shared", None)
@@ -52,13 +60,20 @@ class MoE:
         self._add_rows = ops.add_rows.select(device)
         self._add_shared = ops.add_shared.select(device)
 
+    def join(self, ranks: Ranks, split: Ranks | None) -> Ranks | None:
+        """As GatedMLP.join. Whole experts are added up here."""
+        if self.spec.held is None:
+            return split
+        self.ranks, self.shared_ranks = ranks, split
+        return None
+
     @property
     def linears(self) -> tuple[MergedLinear, ...]:
         mlps = self.experts if self.shared is None else [*self.experts, self.shared]
         return self.router, *(linear for mlp in mlps for linear in mlp.linears)
 
     @cached_property
-    def _together(self) -> tuple[LinearsOfExperts, LinearsOfExperts] | None:
+    def _together(self) -> Together | None:
         """Gate and up, and down, of all experts, once they are packed."""
         gate_up = LinearsOfExperts.of([expert.gate_up for expert in self.experts])
         down = LinearsOfExperts.of([expert.down for expert in self.experts])
@@ -73,25 +88,44 @@ class MoE:
         assert bias is None or isinstance(bias, Tensor)
         weights, experts = self._route(logits[:, :num_experts], self.routing, bias)
         together = self._together if self.router.packed is not None else None
-        if together is not None and all(linears.suits(experts.numel()) for linears in together):
-            out = self._computed_together(x, weights, experts, *together)
+        if together is not None and not all(linears.suits(experts.numel() / num_experts) for linears in together):
+            together = None
+        if together is not None or self.ranks is not None:
+            out = self._computed_by_place(x, weights, experts, together)
         else:
             out = self._computed_apart(x, weights, experts)
         if self.shared is not None:
-            self._add_shared(out, self.shared(x), logits[:, num_experts:] if self.spec.shared_router else None)
+            shared = self.shared(x)
+            if self.shared_ranks is not None:
+                shared = self.shared_ranks.sum(shared)
+            self._add_shared(out, shared, logits[:, num_experts:] if self.spec.shared_router else None)
         return out
 
-    def _computed_together(
-        self, x: Tensor, weights: Tensor, experts: Tensor, gate_up: LinearsOfExperts, down: LinearsOfExperts
-    ) -> Tensor:
+    def _computed_by_place(self, x: Tensor, weights: Tensor, experts: Tensor, together: Together | None) -> Tensor:
         out = workspace.empty(*x.shape)
         step = max(1, MAX_PLACES // self.spec.experts_per_token)
         for start in range(0, len(x), step):
             part = slice(start, start + step)
-            places = self._places(experts[part], self.spec.num_experts)
-            y = down(gate_up(x[part], places, by_token=True), places)
+            places = self._places(experts[part], self.spec.num_experts, self.spec.experts)
+            if together is not None:
+                gate_up, down = together
+                y = down(gate_up(x[part], places, by_token=True), places)
+            else:
+                y = self._each_alone(x[part], experts[part])
+            if self.ranks is not None:
+                self.ranks.exchange(y, places)
             self._sum_places(y, weights[part], places, out[part])
         return out
+
+    def _each_alone(self, x: Tensor, experts: Tensor) -> Tensor:
+        """The outputs of the held experts [T * k, hidden], in the order of places. Other rows mean nothing."""
+        y, end = torch.empty(experts.numel(), x.shape[1]), 0
+        for expert, places in by_expert(experts):
+            start, end = end, end + len(places)
+            if expert in self.spec.experts:
+                mlp = self.experts[expert - self.spec.experts.start]
+                y[start:end] = mlp(self._gather(x, places // experts.shape[1]).to(x.dtype))
+        return y
 
     def _computed_apart(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
         if self.all_tokens:

@@ -1,4 +1,4 @@
-"""What a decoder may work together with: other ranks, other stages, and readers of its residual streams."""
+"""What a decoder may work together with: other stages, and readers of its residual streams."""
 
 from __future__ import annotations
 
@@ -6,16 +6,6 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from torch import Tensor
-
-
-class Ranks(Protocol):
-    """The ranks of a tensor-parallel engine, each of which has a part of every layer (models.shard)."""
-
-    def sum(self, x: Tensor) -> Tensor:
-        """The sum of all ranks' float32 x [T, hidden], the same bits on each. It may be x itself, overwritten."""
-
-    def side_by_side(self, x: Tensor) -> Tensor:
-        """All ranks' float32 x [R, part] side by side on rank 0. Other ranks get no rows."""
 
 
 class Line(Protocol):

@@ -29,8 +29,9 @@ from lmkit.layers.linear import MergedLinear, Weights
 from lmkit.layers.mlp import GatedMLP
 from lmkit.layers.mlp_spec import MoESpec
 from lmkit.layers.moe import MoE
+from lmkit.layers.ranks import Ranks
 from lmkit.layers.rope import Rope, halves_first
-from lmkit.models.beside import Kept, Line, Ranks
+from lmkit.models.beside import Kept, Line
 from lmkit.models.layer_spec import LayerSpec
 from lmkit.models.spec import ModelSpec
 
@@ -63,7 +64,8 @@ class DecoderLayer:
         self.inner = self.latent or self.delta  # the block, unless it is plain attention
         self.qkv = MergedLinear(spec.qkv, weights, device) if self.inner is None else self.inner.inputs
         self.o = MergedLinear(("attn.o",), weights, device)
-        self.ranks: Ranks | None = None  # which add up the outputs of attention and MLP
+        self.ranks: Ranks | None = None  # with the other parts of attention, whose outputs are added up
+        self.mlp_ranks: Ranks | None = None  # the same of the MLP
         self.shows_all_tokens = False  # whether observers of an expert also see tokens of other experts
         mlp = spec.mlp
         self.mlp = MoE(mlp, weights, device) if isinstance(mlp, MoESpec) else GatedMLP("mlp", mlp, weights, device)
@@ -164,16 +166,16 @@ class DecoderLayer:
 
     def project(self, attended: Tensor) -> Tensor:
         """The output of `attend` -> the attention block's contribution [T, hidden]."""
-        return self._after("norm.attn_out", self.o(attended))
+        return self._after("norm.attn_out", self.o(attended), self.ranks)
 
     def feed_forward(self, x: Tensor, norm: Norm | None = None) -> Tensor:
         """x [T, hidden] -> the contribution of the MLP or mixture of experts. `norm` as in `attention`."""
-        return self._after("norm.mlp_out", self.mlp(x, norm))
+        return self._after("norm.mlp_out", self.mlp(x, norm), self.mlp_ranks)
 
     def reduce(self, inner: Tensor) -> Tensor:
         """activation(gate) * up of a dense layer -> the MLP's contribution [T, hidden]."""
         assert isinstance(self.mlp, GatedMLP)
-        return self._after("norm.mlp_out", self.mlp.down(inner))
+        return self._after("norm.mlp_out", self.mlp.down(inner), self.mlp_ranks)
 
     def queries_keys_values(self, x: Tensor, norm: Norm | None = None) -> Projected:
         """What attention reads. A row of latent attention is both k and v, in the same memory: it is stored after RoPE
@@ -237,10 +239,10 @@ class DecoderLayer:
         out: Tensor = self.paged_attention(wanted, kv.k, kv.v, geometry, self.spec.attention, sinks)
         return self.outputs(out, gates), self.gather(stream, rows)
 
-    def _after(self, role: str, y: Tensor) -> Tensor:
+    def _after(self, role: str, y: Tensor, ranks: Ranks | None) -> Tensor:
         """A block's output y, summed over the ranks, and normalized if the model has post norms."""
-        if self.ranks is not None:
-            y = self.ranks.sum(y)
+        if ranks is not None:
+            y = ranks.sum(y)
         if not self.spec.post_norms:
             return y
         normed: Tensor = self.rms_norm(y, self.norm(role))
@@ -306,11 +308,12 @@ class Decoder:
         self.softcap = ops.softcap.select(device) if spec.final_softcap else None
         self.row_adapters = RowNumbers()  # see models.adapters
 
-    def join(self, ranks: Ranks) -> None:
-        """Compute together with other ranks from now on."""
+    def join(self, ranks: Ranks, *, split: bool) -> None:
+        """Compute together with other ranks from now on. `split`: each has a part of attention and dense MLPs."""
         self.ranks = ranks
         for layer in self.layers:
-            layer.ranks = ranks
+            layer.ranks = ranks if split else None
+            layer.mlp_ranks = layer.mlp.join(ranks, layer.ranks)
 
     @torch.inference_mode()
     def __call__(self, batch: BatchInputs, kv: list[KVLayer]) -> Tensor:

@@ -35,8 +35,9 @@ class Packing:
     dtype: str  # of dense weights
     activations: str  # the result of `resolve_activations`
     lm_head: str
-    rank: int = 0  # of tensor parallelism
-    tp: int = 1  # ranks
+    rank: int = 0
+    tp: int = 1  # ranks of tensor parallelism
+    ep: int = 1  # ranks of expert parallelism
     quantize: str = "none"
 
 

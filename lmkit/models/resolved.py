@@ -66,12 +66,15 @@ class ResolvedModel:
         """Bytes of the loaded weights. Each rank has the whole embedding. If there are stages, those of the largest."""
         total = self.source.weight_bytes(self.packing.dtype, self.packing.lm_head)
         embedding = math.prod(self.spec.head_shape) * self.dtype.itemsize
+        head = math.prod(self.spec.head_shape) if self.packing.lm_head == "int8" else embedding
+        layers = total - embedding - head
         if self.stage.count > 1:
-            head = math.prod(self.spec.head_shape) if self.packing.lm_head == "int8" else embedding
-            first, *others = (self._share(layers) for layers in self.stage.cut(self.spec))
-            layers = total - embedding - head
+            first, *others = (self._share(part) for part in self.stage.cut(self.spec))
             return max(int(first * layers) + embedding + head, int(max(others) * layers))
-        return (total - embedding) // self.shard.size + embedding
+        if self.shard.size > 1:
+            share = self.spec.num_weights / self.source.spec.num_weights
+            return int(share * layers) + head // self.shard.size + embedding
+        return total
 
     def _share(self, layers: range) -> float:
         """The share of all weights of linears that lie in these layers."""
@@ -79,11 +82,12 @@ class ResolvedModel:
 
     def layer(self, index: int) -> DecoderLayer:
         """A layer with plain weights, on the device."""
-        layer = self.source.layer(index, self.dtype, self.packing.device)
         if self.shard.size == 1:
-            return layer
-        weights = self.shard.weights(layer.spec, layer.weights)
-        return DecoderLayer(self.spec.layers[index], index, weights, self.packing.device, self.activation_dtype)
+            return self.source.layer(index, self.dtype, self.packing.device)
+        spec = self.spec.layers[index]
+        weights = self.source.layer_weights(index, self.dtype, spec.linears | spec.routers)
+        weights = self.shard.weights(self.source.spec.layers[index], weights)
+        return DecoderLayer(spec, index, weights, self.packing.device, self.activation_dtype)
 
     def check_cut(self) -> None:
         """Raise UnsupportedError if a rank's part of a quantized weight would have cut groups, as `layer` does.
@@ -159,7 +163,7 @@ def resolved(
                 raise UnsupportedError(f"{path}: {what} runs on device cpu alone")
         weight_dtype = resolve_dtype(dtype, source.spec.dtype, device)
         asked = resolve_activations(activations, device)
-        packing = Packing(device, weight_dtype, asked, lm_head, shard.rank, shard.size, quantize)
+        packing = Packing(device, weight_dtype, asked, lm_head, shard.rank, shard.tp, shard.ep, quantize)
         storages = resolve_storage(source.reader, source.spec, kv_dtype, weight_dtype)
         heads = [layer.num_kv_heads for layer in source.spec.layers]
         storages = [shard.storage(storage, count) for storage, count in zip(storages, heads, strict=True)]

@@ -1,11 +1,16 @@
-"""The part of a model that one rank of a tensor-parallel engine holds.
+"""The part of a model that one rank of an engine holds.
 
+    tensor parallelism
     attn.q|k|v     the rows of its heads         mlp.gate|up   its rows          lm_head   its rows
     attn.o         the columns of its heads      mlp.down      its columns       the rest  whole
 
-A rank is a model with fewer heads and narrower MLPs, so that a ModelSpec describes it. The products of attn.o and
-mlp.down are sums over the ranks, which add them up. Experts are split like other MLPs. If there are fewer KV heads than
-ranks, ranks share them. No torch here.
+    expert parallelism
+    mlp.experts.*  its experts, whole            lm_head       its rows          the rest  whole
+
+A rank is a model with fewer heads and narrower MLPs, or with fewer experts, so that a ModelSpec describes it. The
+products of attn.o and mlp.down are sums over the ranks, which add them up. Without expert parallelism experts are split
+like other MLPs. With both, experts are whole, and all else is split. If there are fewer KV heads than ranks, ranks
+share them. No torch here.
 """
 
 from __future__ import annotations
@@ -14,7 +19,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from lmkit.errors import UnsupportedError
-from lmkit.layers.mlp_spec import MLPSpec
+from lmkit.layers.mlp_spec import MLPSpec, MoESpec
+from lmkit.models import roles
 from lmkit.models.layer_spec import LayerSpec
 from lmkit.models.spec import ModelSpec
 
@@ -30,10 +36,15 @@ ROWS, COLUMNS = ("gate", "up"), ("o", "down")  # last parts of roles; q, k and v
 
 @dataclass(frozen=True)
 class Shard:
-    """Rank `rank` of `size`."""
+    """Rank `rank` of `size`. If both numbers of ranks are above 1, they are equal."""
 
     rank: int = 0
-    size: int = 1
+    tp: int = 1  # ranks that share each linear
+    ep: int = 1  # ranks that share the experts
+
+    @property
+    def size(self) -> int:
+        return max(self.tp, self.ep)
 
     def part(self, total: int) -> slice:
         """The rank's part of `total` things, which may be uneven."""
@@ -41,6 +52,8 @@ class Shard:
 
     def kv_heads(self, count: int) -> slice:
         """The rank's KV heads. If there are fewer heads than ranks, it shares one."""
+        if self.tp == 1:
+            return slice(count)
         if count >= self.size:
             return self.part(count)
         head = self.rank * count // self.size
@@ -50,10 +63,26 @@ class Shard:
         """The model of this rank. `vocab_size` stays that of the whole. Raises UnsupportedError for an uneven split."""
         if self.size == 1:
             return spec
+        if self.ep > 1 and not any(layer.is_sparse for layer in spec.kinds):
+            raise UnsupportedError(f"ep={self.ep}: {spec.architecture} has no experts; use tp={self.ep}")
         new = {layer: self._layer(layer) for layer in spec.kinds}
         return replace(spec, layers=tuple(new[layer] for layer in spec.layers))
 
     def _layer(self, spec: LayerSpec) -> LayerSpec:
+        if self.ep > 1 and isinstance(spec.mlp, MoESpec):
+            spec = replace(spec, mlp=self._own_experts(spec.mlp))
+        return self._split(spec) if self.tp > 1 else spec
+
+    def _own_experts(self, moe: MoESpec) -> MoESpec:
+        """The mixture with this rank's experts. No rank has more than rank 0, for which memory is planned."""
+        if self.ep > moe.num_experts:
+            raise UnsupportedError(
+                f"ep={self.ep}: a layer has {moe.num_experts} experts, and a rank needs one; use a smaller ep"
+            )
+        start, end = (-(-moe.num_experts * rank // self.ep) for rank in (self.rank, self.rank + 1))
+        return replace(moe, held=range(start, end))
+
+    def _split(self, spec: LayerSpec) -> LayerSpec:
         heads, kv_heads = spec.num_heads, spec.num_kv_heads
         if heads % self.size:
             raise UnsupportedError(f"tp={self.size}: {heads} attention heads cannot be shared out evenly")
@@ -69,7 +98,8 @@ class Shard:
         if isinstance(mlp, MLPSpec):
             mlp = self._mlp(mlp)
         else:
-            mlp = replace(mlp, expert=self._mlp(mlp.expert), shared=mlp.shared and self._mlp(mlp.shared))
+            expert = self._mlp(mlp.expert) if self.ep == 1 else mlp.expert
+            mlp = replace(mlp, expert=expert, shared=mlp.shared and self._mlp(mlp.shared))
         return replace(spec, num_heads=heads // self.size, num_kv_heads=max(1, kv_heads // self.size), mlp=mlp)
 
     def _mlp(self, mlp: MLPSpec) -> MLPSpec:
@@ -84,16 +114,16 @@ class Shard:
         return replace(storage, **{name: getattr(storage, name)[heads] for name in names})
 
     def weights(self, spec: LayerSpec, weights: Weights) -> Weights:
-        """This rank's part of a layer's weights by role. `spec` is the whole layer. Raises UnsupportedError if a group
-        of a quantized weight would be cut."""
-        return weights if self.size == 1 else {role: self._cut(spec, role, weights[role]) for role in weights}
+        """This rank's part of a layer's weights by role; experts are its own. `spec` is the whole layer. Raises
+        UnsupportedError if a group of a quantized weight would be cut."""
+        return weights if self.tp == 1 else {role: self._cut(spec, role, weights[role]) for role in weights}
 
     def _cut(self, spec: LayerSpec, role: str, weight: Tensor | QTensor) -> Tensor | QTensor:
         from lmkit.qtensor import QTensor
 
         base, is_bias = role.removesuffix(".bias"), role.endswith(".bias")
         last = base.rpartition(".")[2]
-        if base in spec.routers or base.startswith("norm."):
+        if base in spec.routers or base.startswith("norm.") or (self.ep > 1 and roles.expert_of(role) is not None):
             return weight
         if base == "attn.sinks":
             return self.rows(weight, self.part(spec.num_heads))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -98,11 +98,15 @@ class ModelSource:
                     names.append(module + ".bias")
         return names
 
-    def layer_weights(self, index: int, dtype: torch.dtype | None = None) -> Weights:
-        """All weights of a layer by role; dense ones as `dtype` (None = as stored)."""
+    def layer_weights(
+        self, index: int, dtype: torch.dtype | None = None, linears: Collection[str] | None = None
+    ) -> Weights:
+        """All weights of a layer by role; dense ones as `dtype` (None = as stored). `linears` names those to read of
+        linears and routers; None = all."""
         spec, path = self.spec.layers[index], self.reader.path
         weights: Weights = dict(self._vectors(index, dtype))
-        for role, expected in (spec.linears | spec.routers).items():
+        shapes = spec.linears | spec.routers
+        for role, expected in ((role, shapes[role]) for role in (shapes if linears is None else linears)):
             module = spec.module_name(index, role)
             weight = self.format.read_linear(self.reader, module)
             shape = tuple((weight.codes if isinstance(weight, QTensor) else weight).shape)

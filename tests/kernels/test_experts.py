@@ -27,9 +27,10 @@ ROUTINGS = {
 }
 
 
-def placed(logits: Tensor, routing: Routing) -> tuple[Tensor, Places]:
+def placed(logits: Tensor, routing: Routing, held: range | None = None) -> tuple[Tensor, Places]:
     weights, experts = ops.route.select("cpu")(logits, routing, None)
-    return weights, ops.expert_places.select("cpu")(experts, logits.shape[1])
+    num = logits.shape[1]
+    return weights, ops.expert_places.select("cpu")(experts, num, range(num) if held is None else held)
 
 
 @pytest.mark.parametrize("name", ROUTINGS)
@@ -53,15 +54,17 @@ def test_of_equal_experts_the_lower_numbers_win_and_no_score_gives_nan(routing: 
         assert weights.isfinite().all()
 
 
+@pytest.mark.parametrize("held", [range(41), range(9, 23)])
 @pytest.mark.parametrize("count", [1, 2, 100])
-def test_places_and_sums(count: int) -> None:
+def test_places_and_sums(count: int, held: range) -> None:
     torch.manual_seed(4)
     logits, shared = torch.randn(count, 41), torch.randn(count, 33)
-    weights, places = placed(logits, SOFTMAX)
+    weights, places = placed(logits, SOFTMAX, held)
     _, experts = ops.route.named("reference")(logits, SOFTMAX, None)
-    expected = ops.expert_places.named("reference")(experts, 41)
+    expected = ops.expert_places.named("reference")(experts, 41, held)
     used = 1 + 3 * int(places.active[0])
     assert torch.equal(places.active[:used], expected.active[:used])
+    assert places.active.shape == expected.active.shape
     assert torch.equal(places.tokens, expected.tokens)
     assert torch.equal(places.of_token, expected.of_token)
 

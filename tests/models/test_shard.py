@@ -7,6 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -33,16 +34,17 @@ PROMPTS = [[3, 9, 27, 4, 5], [8, 1]]
 SLOT = 1 << 10  # bytes: less than a step's rows, so that they go in parts
 
 
-def logits_of(path: Path, size: int, *, packed_cache: bool = False) -> list[torch.Tensor]:
-    """The logits on each of `size` ranks, which are threads here. The second step reads the KV of the first."""
+def logits_of(path: Path, tp: int, ep: int = 1, **options: Any) -> list[torch.Tensor]:
+    """The logits on each rank. Ranks are threads here."""
     assert all(task.address for task in collective.TASKS)  # loaded before there are threads
+    size = max(tp, ep)
     memory = mmap.mmap(-1, shared_bytes(size, SLOT))
+    how = {"activations": "exact", "dtype": "float32"} | options
 
     def rank(number: int) -> torch.Tensor:
-        options = {"activations": "exact", "dtype": "float32", "shard": Shard(number, size)}
-        decoder = load_model(path, packed_cache=packed_cache, **options)
+        decoder = load_model(path, shard=Shard(number, tp, ep), **how)
         if size > 1:
-            decoder.join(SharedRanks(memory, number, size, SLOT, decoder.spec.vocab_size))
+            decoder.join(SharedRanks(memory, number, size, SLOT, decoder.spec.vocab_size), split=tp > 1)
         batch, num_blocks = whole_batch(PROMPTS, 8)
         plain = kv_dtype("float32"), kv_dtype("float32")
         kv = [allocate_kv(num_blocks, x.num_kv_heads, 8, x.head_dim, plain) for x in decoder.spec.layers]
@@ -90,9 +92,9 @@ def test_a_cut_through_a_group_is_refused(tmp_path: Path) -> None:
         logits_of(tmp_path, 4)
 
 
-def ordered(path: Path) -> Path:
+def ordered(path: Path, name: str = "qwen2", **sizes: int) -> Path:
     """A GPTQ checkpoint, the first layer dense, and in the other ones the inputs of mlp.down in activation order."""
-    tiny.make(path / "plain", "qwen2", hidden_size=64, intermediate_size=128, num_attention_heads=4)
+    tiny.make(path / "plain", name, hidden_size=64, intermediate_size=128, num_attention_heads=4, **sizes)
     gptq, schemes = get_format("gptq_v2"), dict[str, QuantScheme | None]()
     writer = CheckpointWriter(path)
     with CheckpointReader(path / "plain") as reader:

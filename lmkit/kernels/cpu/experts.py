@@ -124,7 +124,7 @@ def _route(args: int, scratch: int, index: int) -> None:
 
 def _expert_places(args: int, scratch: int, index: int) -> None:
     """Sort all places by counting."""
-    experts, count, per_token, num_experts, tokens, of_token, active = unpack(args, 7)
+    experts, count, per_token, num_experts, tokens, of_token, active, held, held_end = unpack(args, 9)
     chosen, starts = carray(pointer(experts), count, np.int64), carray(pointer(scratch), num_experts, np.int64)
     starts[:] = 0
     for p in range(count):
@@ -132,9 +132,9 @@ def _expert_places(args: int, scratch: int, index: int) -> None:
     first, number = 0, 0
     for e in range(num_experts):
         end = first + starts[e]
-        if end > first:
+        if end > first and held <= e < held_end:
             entry = carray(pointer(active + 8 + 24 * number), 3, np.int64)
-            entry[0], entry[1], entry[2] = e, first, end
+            entry[0], entry[1], entry[2] = e - held, first, end
             number += 1
         starts[e], first = first, end
     carray(pointer(active), 1, np.int64)[0] = number
@@ -202,14 +202,15 @@ def route(logits: Tensor, routing: Routing, bias: Tensor | None) -> tuple[Tensor
 
 
 @implements(ops.expert_places, "cpu", device="cpu", priority=20)
-def expert_places(experts: Tensor, num_experts: int) -> Places:
+def expert_places(experts: Tensor, num_experts: int, held: range) -> Places:
     count, per_token = experts.shape
     total = count * per_token
     tokens = workspace.empty(total, dtype=torch.int64)
     of_token = workspace.empty(count, per_token, dtype=torch.int64)
-    active = workspace.empty(1 + 3 * min(num_experts, total), dtype=torch.int64)
+    active = workspace.empty(1 + 3 * min(len(held), total), dtype=torch.int64)
     args = (
-        experts.data_ptr(), total, per_token, num_experts, tokens.data_ptr(), of_token.data_ptr(), active.data_ptr()
+        experts.data_ptr(), total, per_token, num_experts, tokens.data_ptr(), of_token.data_ptr(), active.data_ptr(),
+        held.start, held.stop,
     )  # fmt: skip
     threads.run(EXPERT_PLACES, 1, args, parallel=False, scratch=8 * num_experts)
     return Places(tokens, of_token, active)

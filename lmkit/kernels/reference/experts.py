@@ -37,14 +37,16 @@ def _in_best_groups(scores: Tensor, routing: Routing) -> Tensor:
 
 
 @implements(ops.expert_places, "reference", device="any")
-def expert_places(experts: Tensor, num_experts: int) -> Places:
+def expert_places(experts: Tensor, num_experts: int, held: range) -> Places:
     flat = experts.flatten()
     order = flat.argsort(stable=True)
     numbers, counts = flat[order].unique_consecutive(return_counts=True)
     ends = counts.cumsum(0)
-    active = torch.zeros(1 + 3 * min(num_experts, len(flat)), dtype=torch.int64, device=experts.device)
-    active[0] = len(numbers)
-    active[1 : 1 + 3 * len(numbers)] = torch.stack([numbers, ends - counts, ends], 1).flatten()
+    entries = torch.stack([numbers - held.start, ends - counts, ends], 1)
+    entries = entries[(numbers >= held.start) & (numbers < held.stop)]
+    active = torch.zeros(1 + 3 * min(len(held), len(flat)), dtype=torch.int64, device=experts.device)
+    active[0] = len(entries)
+    active[1 : 1 + entries.numel()] = entries.flatten()
     return Places(order // experts.shape[1], order.argsort().view_as(experts), active)
 
 

@@ -163,7 +163,7 @@ class Engine:
     def _start_others(self, model: LoadedModel, config: EngineConfig) -> Ranks | Stages:
         """Start the other processes of the model. They plan the same memory."""
         sizes = {"kv_memory": model.memory.kv * config.num_processes, "max_model_len": model.memory.max_model_len}
-        kind = Ranks if config.tp > 1 else Stages
+        kind = Ranks if config.num_ranks > 1 else Stages
         return kind(model.path, msgspec.structs.replace(config, **sizes), model.decoder.spec, self._lose)
 
     def _lose(self, reason: str) -> None:

@@ -190,7 +190,7 @@ def load_options(config: EngineConfig, rank: int = 0) -> dict[str, Any]:
         _check_processes(config)
     names = ("device", "dtype", "activations", "lm_head", "kv_dtype", "quantize", "attention_sinks")
     return {name: getattr(config, name) for name in names} | {
-        "shard": Shard(rank if config.tp > 1 else 0, config.tp),
+        "shard": Shard(rank if config.num_ranks > 1 else 0, config.tp, config.ep),
         "stage": Stage(rank if config.pp > 1 else 0, config.pp),
     }
 
@@ -226,6 +226,7 @@ def _check_recurrent(spec: ModelSpec, config: EngineConfig) -> None:
         "kv_disk_path": config.kv_disk_path is not None,
         "kv_peer": config.kv_peer is not None,
         "kv_events": config.kv_events is not None,
+        "ep": config.ep > 1,
         "pp": config.pp > 1,
     }
     if refused := [name for name, is_given in given.items() if is_given]:
@@ -233,21 +234,26 @@ def _check_recurrent(spec: ModelSpec, config: EngineConfig) -> None:
 
 
 def _shared_by(config: EngineConfig) -> str:
-    return f"tp={config.tp}" if config.tp > 1 else f"pp={config.pp}"
+    """The option that shares the model out, as NAME=NUMBER."""
+    return next(f"{name}={number}" for name in ("tp", "ep", "pp") if (number := getattr(config, name)) > 1)
 
 
 def _check_processes(config: EngineConfig) -> None:
     """Raise ConfigError for options that do not go together with several processes."""
-    if config.tp > 1 and config.pp > 1:
-        raise ConfigError(f"tp={config.tp} and pp={config.pp}: a model is shared out in one way; leave one of them out")
     name = _shared_by(config)
+    if config.num_ranks > 1 and config.pp > 1:
+        raise ConfigError(f"{name} and pp={config.pp}: a model is shared out in one way; leave one of them out")
+    if min(config.tp, config.ep) > 1 and config.tp != config.ep:
+        raise ConfigError(
+            f"{name} and ep={config.ep}: the same processes share both; give one number, or leave one of them out"
+        )
     alone = name.partition("=")[0] + "=1"
     if config.device != "cpu":
         raise ConfigError(f"{name} is for --device cpu; on a GPU use {alone}")
     if config.adapters or config.adapter_root is not None:
         raise ConfigError(f"{name} takes no adapters; merge them into the checkpoint, or use {alone}")
     if config.draft_model:
-        raise ConfigError(f"{name} takes no draft model; use speculate ngram with tp, or {alone}")
+        raise ConfigError(f"{name} takes no draft model; use speculate ngram with tp or ep, or {alone}")
     if config.pp > 1 and config.speculate != "off":
         raise ConfigError(f"{name} guesses no tokens: it has several steps under way; leave out speculate, or use pp=1")
     for option in ("kv_host_memory", "kv_disk_path", "kv_peer"):

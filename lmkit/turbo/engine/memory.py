@@ -45,7 +45,7 @@ def no_images(config: EngineConfig) -> str:
     if config.device == "cuda":
         return "images are encoded on a CPU alone so far"
     if config.num_processes > 1:
-        return "images are not encoded with tp or pp"
+        return "images are not encoded with tp, ep or pp"
     if config.kv_events is not None:
         return "KV events cannot tell images apart; leave kv_events out"
     return ""

@@ -66,7 +66,7 @@ def main() -> int:
     kv = [kv[layer.index] for layer in model.decoder.layers]
     of_model = model.decoder, kv, KVBlocks(kv), None, Guides(None, spec.vocab_size)
     parts = RunnerParts(config, *of_model, plan.max_model_len, plan.workspace, len(plan.layout.groups))
-    runner = (FollowingRunner if config.tp > 1 else FollowingStage)(device, parts, start, sys.stdin.buffer)
+    runner = (FollowingRunner if config.num_ranks > 1 else FollowingStage)(device, parts, start, sys.stdin.buffer)
     runner.warm_up()
     _answer("ready", 0)
     runner.run()

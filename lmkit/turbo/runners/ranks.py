@@ -1,4 +1,4 @@
-"""Tensor parallelism on one machine: rank 0 lies in the engine, every other rank is a process of its own.
+"""Tensor and expert parallelism on one machine: rank 0 lies in the engine, every other rank is a process of its own.
 
     scheduler -> plan -> rank 0 -- pipe: plan, tokens --> rank 1, rank 2, ...
                          rank 0 <== shared memory: sums ==> rank 1, rank 2, ...
@@ -41,15 +41,15 @@ class Ranks(Processes):
 
     def __init__(self, model_path: str, config: EngineConfig, spec: ModelSpec, lose: Callable[[str], None]) -> None:
         """Start the processes. `config` is theirs; `lose` is called, from a thread, when one has ended."""
-        rows = min(config.max_batch_size, config.tokens_per_step)
-        widest = max(config.tokens_per_step * spec.hidden_size, rows * -(-spec.vocab_size // config.tp))
+        size, rows = config.num_ranks, min(config.max_batch_size, config.tokens_per_step)
+        widest = max(config.tokens_per_step * spec.hidden_size, rows * -(-spec.vocab_size // size))
         slot = -(-4 * widest // 64) * 64
-        num_bytes = shared_bytes(config.tp, slot)
+        num_bytes = shared_bytes(size, slot)
         memory = os.memfd_create("lmkit-ranks")
         try:
             os.ftruncate(memory, num_bytes)
-            self.shared = SharedRanks(mmap.mmap(memory, num_bytes), 0, config.tp, slot, spec.vocab_size)
-            super().__init__([Start(rank, model_path, config, [memory], slot) for rank in range(1, config.tp)], lose)
+            self.shared = SharedRanks(mmap.mmap(memory, num_bytes), 0, size, slot, spec.vocab_size)
+            super().__init__([Start(rank, model_path, config, [memory], slot) for rank in range(1, size)], lose)
         finally:
             os.close(memory)
 
@@ -73,7 +73,7 @@ class LeadingRunner(CpuRunner):
     """The runner of rank 0."""
 
     def __init__(self, device: CpuDevice, parts: RunnerParts, ranks: Ranks) -> None:
-        parts.decoder.join(ranks.shared)
+        parts.decoder.join(ranks.shared, split=parts.config.tp > 1)
         super().__init__(device, parts)
         self.ranks = ranks
 
@@ -105,9 +105,10 @@ class FollowingRunner(CpuRunner):
     """The runner of another rank. It takes plans and tokens from a pipe."""
 
     def __init__(self, device: CpuDevice, parts: RunnerParts, start: Start, pipe: IO[bytes]) -> None:
-        size, vocab_size = parts.config.tp, parts.decoder.spec.vocab_size
+        size, vocab_size = parts.config.num_ranks, parts.decoder.spec.vocab_size
         memory = mmap.mmap(start.files[0], shared_bytes(size, start.slot_bytes))
-        parts.decoder.join(SharedRanks(memory, start.rank, size, start.slot_bytes, vocab_size))
+        shared = SharedRanks(memory, start.rank, size, start.slot_bytes, vocab_size)
+        parts.decoder.join(shared, split=parts.config.tp > 1)
         super().__init__(device, parts)
         self._pipe = pipe
 

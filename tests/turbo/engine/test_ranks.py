@@ -14,6 +14,7 @@ from lmkit.errors import ConfigError, EngineLostError, UnsupportedError
 from lmkit.turbo.engine.engine import Engine
 from lmkit.turbo.request import Request, SamplingParams
 from lmkit.turbo.runners.ranks import LeadingRunner
+from tests.models.test_trained_moe import TRAINED_MOE
 
 PROMPTS = [[5, 6, 7, 8, 9] * 9, [11, 400, 31], [11, 400, 31, 7], [900, 12]]
 
@@ -53,6 +54,14 @@ def test_two_ranks_give_the_tokens_of_one(demo_model: Path) -> None:
     assert all(two[f"0.{number}"] == two[f"1.{number}"] for number in range(len(PROMPTS)))
 
 
+def test_ranks_that_share_experts_give_the_tokens_of_one() -> None:
+    """Drawn ones, too. If the ranks split attention as well, sums have another order."""
+    one = tokens(TRAINED_MOE, 1, quantize="int4")
+    assert tokens(TRAINED_MOE, 1, ep=2, quantize="int4") == one
+    both = tokens(TRAINED_MOE, 2, ep=2, quantize="int4")
+    assert {name: both[name] for name in GREEDY} == {name: one[name] for name in GREEDY}
+
+
 def check_a_kill_ends(model: Engine, pid: int) -> None:
     """Kill a process of an engine with one request: the engine is lost, and the request gets one error at most."""
     os.kill(pid, signal.SIGKILL)
@@ -68,8 +77,9 @@ def check_a_kill_ends(model: Engine, pid: int) -> None:
     model.close()
 
 
-def test_a_killed_rank_ends_the_engine_and_its_requests(demo_model: Path) -> None:
-    model = engine(demo_model, 2, overlap=False)
+@pytest.mark.parametrize(("name", "options"), [("demo", {"tp": 2}), ("experts", {"tp": 1, "ep": 2})])
+def test_a_killed_rank_ends_the_engine_and_its_requests(demo_model: Path, name: str, options: dict[str, int]) -> None:
+    model = engine(TRAINED_MOE if name == "experts" else demo_model, **options, overlap=False)
     runner = model.runner
     assert isinstance(runner, LeadingRunner)
     params = SamplingParams(max_tokens=100, temperature=0.0)
@@ -82,6 +92,10 @@ def test_a_killed_rank_ends_the_engine_and_its_requests(demo_model: Path) -> Non
     ("options", "kind", "reason"),
     [
         ({"tp": 3}, UnsupportedError, "tp=3: 4 attention heads cannot be shared out evenly"),
+        ({"tp": 1, "ep": 2}, UnsupportedError, "ep=2: LlamaForCausalLM has no experts; use tp=2"),
+        ({"tp": 1, "ep": 2, "pp": 2}, ConfigError, "ep=2 and pp=2: a model is shared out in one way"),
+        ({"tp": 2, "ep": 4}, ConfigError, "tp=2 and ep=4: the same processes share both; give one number"),
+        ({"tp": 1, "ep": 2, "adapters": ("one=folder",)}, ConfigError, "ep=2 takes no adapters; merge them"),
         ({"tp": 2, "kv_host_memory": 1 << 30}, ConfigError, "tp=2 keeps no KV outside the engine; leave out kv_host"),
         ({"tp": 2, "adapters": ("one=folder",)}, ConfigError, "tp=2 takes no adapters; merge them"),
         ({"tp": 2, "speculate": "draft=folder"}, ConfigError, "tp=2 takes no draft model"),
