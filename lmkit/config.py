@@ -133,6 +133,11 @@ class EngineConfig(StrictStruct, frozen=True, kw_only=True, metaclass=CheckedMet
         )
 
     @property
+    def num_guesses(self) -> int:
+        """Guesses for one sequence in one step, at most."""
+        return self.max_draft_tokens if self.speculate != "off" else 0
+
+    @property
     def draft_model(self) -> str:
         """The folder of the draft model, or of the head, that `speculate` names, or an empty text."""
         return self.speculate.partition("=")[2]

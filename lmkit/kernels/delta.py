@@ -11,9 +11,18 @@ A causal convolution over the tokens of a sequence and SiLU replace q, k and v. 
 
 Tokens are taken one after the other, so a result does not depend on how a sequence is cut into steps.
 
-`rows` int32 [B, 4] has for each sequence: its row of the states; the row that its tokens go on from, which is another
-one if it begins with a snapshot, and -1 if it begins with zeros; the row that gets a snapshot, -1 = none; the number of
-its tokens in front of the snapshot.
+`rows` int32 [B, 6] has for each sequence:
+
+    its row of the states
+    the row that its tokens go on from: another one if it begins with a snapshot, -1 if it begins with zeros
+    the row that gets a snapshot, -1 = none
+    the number of tokens in front of the snapshot
+    the guesses of the step before that are taken first
+    the guesses at the end of its tokens
+
+It is not known yet whether guesses are right. Their results are computed, but the state of the sequence stays that in
+front of them, and what they give to it is kept (`DeltaStates.guessed`). The next step says how many of them were right.
+It takes these first, and their results are not computed again.
 """
 
 from __future__ import annotations
@@ -37,13 +46,15 @@ class DeltaWeights:
 
 @dataclass(frozen=True)
 class DeltaStates:
-    """The states of a layer, float32: a row for each slot, then those of snapshots."""
+    """The states of a layer, float32: a row for each slot, then those of snapshots. Only slots have guesses."""
 
     conv: Tensor  # [rows, C, kernel - 1]: the last inputs of the convolution, the oldest first
     matrix: Tensor  # [rows, Hv, Dk, Dv]
+    guessed: Tensor  # [slots, guesses, C + 2 Hv]: inputs of the convolution, b of all heads, a of all heads
 
     @property
     def parts(self) -> tuple[Tensor, Tensor]:
+        """What a state is."""
         return self.conv, self.matrix
 
     @property

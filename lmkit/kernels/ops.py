@@ -272,7 +272,7 @@ def rope_paged_attention(
 def gated_delta(
     y: Tensor, gates: Tensor, weights: DeltaWeights, states: DeltaStates, rows: Tensor, geometry: BatchGeometry
 ) -> Tensor:
-    """y and gates float32 [T, ...] -> [T, Hv * Dv]. `rows` int32 [B, 4]: the states of each. See kernels.delta."""
+    """y and gates float32 [T, ...] -> [T, Hv * Dv]. `rows` int32 [B, 6]: the states of each. See kernels.delta."""
 
 
 @op

@@ -120,11 +120,14 @@ def allocate_kv(
     return KVLayer(tensor(dtypes[0]), tensor(dtypes[1]))
 
 
-def allocate_states(spec: DeltaSpec, num_states: int, device: str = "cpu") -> DeltaStates:
-    """Zeroed recurrent states of `num_states` sequences for one layer."""
+def allocate_states(
+    spec: DeltaSpec, num_states: int, num_guesses: tuple[int, int] = (0, 0), device: str = "cpu"
+) -> DeltaStates:
+    """Zeroed recurrent states of `num_states` sequences for one layer. `num_guesses`: (slots, guesses of each)."""
     conv = zeros((num_states, spec.channels, spec.kernel - 1), torch.float32, device)
     shape = num_states, spec.num_value_heads, spec.key_dim, spec.value_dim
-    return DeltaStates(conv, zeros(shape, torch.float32, device))
+    guessed = zeros((*num_guesses, spec.guess_width), torch.float32, device)
+    return DeltaStates(conv, zeros(shape, torch.float32, device), guessed)
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:

@@ -42,9 +42,8 @@ class GatedDelta:
         weights = DeltaWeights(conv.flatten(1), a_log, dt_bias, norm, self.eps, self.spec.flat)
         geometry, rows = batch.geometries[kv.group], batch.states
         if rows is None:
-            rows = torch.tensor([[b, -1, -1, 0] for b in range(len(geometry.context_lens))], dtype=torch.int32).to(
-                y.device
-            )
+            fresh = [[b, -1, -1, 0, 0, 0] for b in range(len(geometry.context_lens))]
+            rows = torch.tensor(fresh, dtype=torch.int32).to(y.device)
         out: Tensor = self._gated_delta(y, gates, weights, kv.states, rows, geometry)
         return out
 

@@ -54,6 +54,11 @@ class DeltaSpec:
         }
 
     @property
+    def guess_width(self) -> int:
+        """Numbers that a guessed token gives to the state, see kernels.delta."""
+        return self.channels + 2 * self.num_value_heads
+
+    @property
     def state_bytes(self) -> int:
         """Bytes of a sequence's state, float32: last inputs of the convolution, and a matrix for each value head."""
         window = self.channels * (self.kernel - 1)

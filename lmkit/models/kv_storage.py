@@ -160,10 +160,12 @@ def allocate(
     device: str = "cpu",
     layout: KVLayout | None = None,
     num_states: int = 16,
+    num_guesses: tuple[int, int] = (0, 0),
 ) -> list[KVLayer]:
     """Zeroed blocks for every layer, for sequences of at most `positions` tokens. The system provides zeroed pages only
     when they are first written. Groups of `layout` share their tensors; without it every layer has its own.
-    Linear attention has no blocks, but recurrent states of `num_states` sequences."""
+    Linear attention has no blocks, but recurrent states of `num_states` sequences, and room for `num_guesses` of them
+    (see allocate_states)."""
     tables = {rope: _angles(rope, positions, device) for rope in _ropes_of_means(layers, storages)}
     places = [(0, i) for i in range(len(layers))] if layout is None else layout.places()
     at, plain = tensor_device(device), dict[int, KVLayer]()
@@ -172,7 +174,7 @@ def allocate(
             shape = 0 if layer.delta else num_blocks, layer.num_kv_heads, block_size, layer.head_dim
             plain[place] = allocate_kv(*shape, storage.dtypes, at)
             if layer.delta:
-                plain[place] = replace(plain[place], states=allocate_states(layer.delta, num_states))
+                plain[place] = replace(plain[place], states=allocate_states(layer.delta, num_states, num_guesses))
             if layer.latent:
                 plain[place] = replace(plain[place], v=plain[place].k)
     return [

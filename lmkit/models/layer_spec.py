@@ -242,6 +242,11 @@ class LayerSpec:
         """Bytes of a sequence's recurrent state."""
         return self.delta.state_bytes if self.delta else 0
 
+    @property
+    def guess_bytes(self) -> int:
+        """Bytes that a guessed token keeps for the state."""
+        return 4 * self.delta.guess_width if self.delta else 0
+
     def kv_token_bytes(self, k: KVDtype, v: KVDtype) -> int:
         """Bytes of one token's keys and values in these storage types, including their parameters."""
         if self.delta:

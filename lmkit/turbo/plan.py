@@ -40,11 +40,13 @@ class Chunk(msgspec.Struct, frozen=True):
     # Guesses at the tokens after the last known one: the last num_sampled - 1 tokens of the chunk. They are kept up to
     # the first that differs from the sampled token.
     draft: list[int] = []
-    # Of a model with recurrent states: the row that the tokens go on from (-1: the slot's, or none at position 0), and
-    # the row that gets the state behind the first `snapshot_after` of them (-1: none does).
+    # Of a model with recurrent states: the row that the tokens go on from (-1: the slot's, or none at position 0). The
+    # last `replayed` tokens before the chunk were guessed, and the state takes them first. Then it is the row that gets
+    # the state behind the first `snapshot_after` of all these (-1: none does).
     source: int = -1
     snapshot: int = -1
     snapshot_after: int = 0
+    replayed: int = 0
 
 
 class Load(msgspec.Struct, frozen=True):

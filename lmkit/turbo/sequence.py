@@ -80,6 +80,7 @@ class Sequence:
     tables: list[BlockTable] = field(default_factory=list)  # of each class of layers; written by KVManager only
     cache_ids: array[int] = field(init=False)  # int32: token_ids, and for a token of an image minus its number
     state: int = -1  # row of the recurrent state that it begins with; -1 = none, or its first step is planned
+    num_behind: int = 0  # right guesses, counted in num_computed, that its recurrent state takes in the next step
     snapshot_at: dict[int, Use] = field(default_factory=dict)  # numbers of tokens behind which others want a snapshot
     snapshots: list[Snapshot] = field(default_factory=list)  # that it owns, in the order of their tokens
     keys: list[bytes] = field(default_factory=list)  # keys of its full blocks in the tiers
@@ -185,6 +186,13 @@ class Sequence:
         """Let the next step compute guesses at the tokens after the known ones, up to the sequence's maximum length."""
         assert not self.num_pending, f"{self.request_id}: a draft behind a token that is not known"
         self.draft = draft[: max(self.max_tokens - self.num_tokens - 1, 0)]
+
+    def keep_guesses(self, count: int, *, has_states: bool) -> None:
+        """The last `count` computed tokens were right guesses. With states they are completed when the states have
+        taken them, which the next step does: until then no snapshot stands behind them."""
+        self.num_behind = count
+        self.num_computed += count
+        self.num_completed += 0 if has_states else count
 
     def append(self, token_id: int) -> FinishReason | None:
         """Append a sampled token. Returns the finish reason if the sequence ends with it."""

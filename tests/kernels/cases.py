@@ -59,7 +59,7 @@ def run(implementation: Implementation, case: Case, device: str = "cpu") -> list
         changed = args[places.get(case.op.name, slice(0))]
         caches = [arg for arg in args if isinstance(arg, KVTensor)]
         return [*changed, *(part for cache in caches for part in (cache.data, cache.params))]
-    states = [part for arg in args if isinstance(arg, DeltaStates) for part in (arg.conv, arg.matrix)]
+    states = [part for arg in args if isinstance(arg, DeltaStates) for part in vars(arg).values()]
     return [*result] if isinstance(result, tuple) else [result, *streams, *states]
 
 
@@ -75,7 +75,7 @@ def _to(value: Any, device: str) -> Any:
         scales = None if value.scales is None else value.scales.to(device)
         return KVTensor(value.data.to(device), value.params.to(device), value.dtype, mean, value.hadamard, scales)
     if isinstance(value, DeltaStates):
-        return DeltaStates(value.conv.to(device), value.matrix.to(device))
+        return DeltaStates(*(part.to(device) for part in vars(value).values()))
     if isinstance(value, DeltaWeights):
         return replace(value, **{k: v.to(device) for k, v in vars(value).items() if isinstance(v, Tensor)})
     if isinstance(value, BatchGeometry):
@@ -440,11 +440,14 @@ def rope_attention_cases() -> Iterator[Case]:
         yield Case(ops.rope_paged_attention, names(types), _seeded(attend), traits, tolerance)
 
 
-STATE_ROWS = [[4, -1, 6, 3], [0, 5, -1, 0], [2, 2, 3, 5], [1, 1, -1, 0]]  # see kernels.delta
+STATE_ROWS = [  # see kernels.delta
+    [4, -1, 6, 3, 0, 2], [0, 5, -1, 0, 0, 0], [2, 2, 3, 4, 3, 4], [1, 1, -1, 0, 0, 0],
+]  # fmt: skip
 
 
 def delta_cases() -> Iterator[Case]:
-    """Sequences that begin, go on from a snapshot, go on, and have no token, in scattered rows of states."""
+    """Sequences that begin, go on from a snapshot, go on, and have no token, in scattered rows of states. Two end with
+    guesses, and one begins with the right ones of the step before."""
     sizes = (2, 3, 8, 12, 4), (1, 1, 16, 5, 1), (3, 2, 32, 32, 2)
     for (key_heads, share, key_dim, value_dim, kernel), flat in itertools.product(sizes, (False, True)):
 
@@ -461,7 +464,8 @@ def delta_cases() -> Iterator[Case]:
             weights = DeltaWeights(
                 torch.randn(channels, size), torch.randn(hv), torch.randn(hv) * 3, torch.randn(dv), 1e-6, flat
             )
-            states = DeltaStates(torch.randn(7, channels, size - 1), torch.randn(7, hv, dk, dv))
+            guessed = torch.randn(5, 4, channels + 2 * hv)
+            states = DeltaStates(torch.randn(7, channels, size - 1), torch.randn(7, hv, dk, dv), guessed)
             y, gates = torch.randn(query_start[-1], hk * (2 * dk + 2 * g * dv)), torch.randn(query_start[-1], 2 * hv)
             tables = torch.zeros(len(lengths), 1).int()
             return y, gates, weights, states, rows, geometry(query_start, lengths, tables)

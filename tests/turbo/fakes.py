@@ -146,10 +146,10 @@ class FakeRunner:
         written: list[int] = []
         for chunk in chunks:
             seq, rows = self.slots[chunk.slot], self.limits.kv.snapshots
-            contents = [0, *seq.content(chunk.start + chunk.num_tokens)]
+            contents, behind = [0, *seq.content(chunk.start)], chunk.start - chunk.replayed
             source = chunk.source if chunk.source >= 0 else chunk.slot
             assert source == chunk.slot or source in rows
-            assert not chunk.start or self.states[source] == contents[chunk.start], "the state of another text"
+            assert not behind or self.states[source] == contents[behind], "the state of another text"
             assert source not in written, "a state is read and written in one step"
             written.append(chunk.slot)
             if chunk.snapshot >= 0:
@@ -157,12 +157,13 @@ class FakeRunner:
                 assert chunk.snapshot not in written, "two snapshots in one place"
                 written.append(chunk.snapshot)
         for chunk in chunks:
-            contents = [0, *self.slots[chunk.slot].content(chunk.start + chunk.num_tokens)]
+            end, first = chunk.start + chunk.num_tokens - len(chunk.draft), chunk.start - chunk.replayed
+            contents = [0, *self.slots[chunk.slot].content(end)]
             assert chunk.source < 0 or chunk.source not in written, "a state is read and written in one step"
             self.states[chunk.slot] = contents[-1]
             if chunk.snapshot >= 0:
-                assert 0 < chunk.snapshot_after <= chunk.num_tokens
-                self.states[chunk.snapshot] = contents[chunk.start + chunk.snapshot_after]
+                assert 0 < chunk.snapshot_after <= end - first
+                self.states[chunk.snapshot] = contents[first + chunk.snapshot_after]
 
     def _tables(self, new: NewSequence) -> list[list[int]]:
         assert len(new.block_tables) == self.limits.kv.num_groups

@@ -21,6 +21,7 @@ from lmkit.kernels.registry import implements
 
 ONE, UNIT_EPS = np.float32(1), np.float32(ops.UNIT_EPS)
 LINEAR = np.float32(20)  # softplus(x) is x from here on
+SAVED = -2  # in place of a row: the scratch memory where the state in front of guesses is kept meanwhile
 
 
 class DeltaArgs(NamedTuple):
@@ -37,6 +38,8 @@ class DeltaArgs(NamedTuple):
     eps_bits: int
     windows: int
     matrices: int
+    guessed: int
+    guesses: int  # that a row has room for
     kernel: int
     key_heads: int
     value_heads: int
@@ -67,13 +70,20 @@ def _unit(x: Any, start: int, count: int, factor: Any) -> None:
 
 
 @inline
-def _convolve(args: Any, line: int, row: int, head: int, mixed: Any) -> None:
-    """The q, k and v of a key head, after convolution and SiLU. The window moves on."""
+def _channels(args: Any) -> Any:
+    return 2 * args.key_heads * args.key_dim + args.value_heads * args.value_dim
+
+
+@inline
+def _convolve(args: Any, line: int, flat: Any, row: int, head: int, kept: int, mixed: Any) -> None:
+    """The q, k and v of a key head, after convolution and SiLU. The window moves on. The inputs go to `kept`, unless it
+    is 0."""
     kernel, dk, groups = args.kernel, args.key_dim, args.value_heads // args.key_heads * args.value_dim
-    channels, past = 2 * args.key_heads * dk + args.value_heads * args.value_dim, kernel - 1
+    channels, past = _channels(args), kernel - 1
     x, start = _floats(line, channels + args.value_heads * args.value_dim), head * (2 * dk + 2 * groups)
     weights = _floats(args.conv, channels * kernel)
     window = _floats(args.windows + 4 * row * channels * past, channels * past)
+    inputs = _floats(kept, channels)
     for i in range(2 * dk + groups):
         if i < dk:
             channel = head * dk + i
@@ -81,7 +91,9 @@ def _convolve(args: Any, line: int, row: int, head: int, mixed: Any) -> None:
             channel = (args.key_heads + head) * dk + i - dk
         else:
             channel = 2 * args.key_heads * dk + head * groups + i - 2 * dk
-        new = x[channel] if args.flat else x[start + i]
+        new = x[channel] if flat else x[start + i]
+        if kept:
+            inputs[channel] = new
         total = weights[channel * kernel + past] * new
         for j in range(past):
             total += weights[channel * kernel + j] * window[channel * past + j]
@@ -113,67 +125,95 @@ def _advance(
 
 
 @inline
-def _fill(place: int, from_row: int, to_row: int, stride: int, size: int) -> None:
-    """Copy `size` bytes at `place` of row 0 from row to row, `stride` bytes apart. Row -1 has zeros."""
-    if from_row < 0:
-        carray(pointer(place + to_row * stride), size, np.uint8)[:] = np.uint8(0)
+def _fill(place: int, from_row: int, to_row: int, stride: int, size: int, saved: int) -> None:
+    """Copy `size` bytes at `place` of row 0 from row to row, `stride` bytes apart. Row -1 has zeros, and row SAVED is
+    at `saved`."""
+    target = saved if to_row == SAVED else place + to_row * stride
+    if from_row == -1:
+        carray(pointer(target), size, np.uint8)[:] = np.uint8(0)
     else:
-        copy(place + from_row * stride, place + to_row * stride, size)
+        copy(saved if from_row == SAVED else place + from_row * stride, target, size)
 
 
 @inline
-def _set(args: Any, from_row: int, to_row: int, head: int) -> None:
-    """Copy the windows and matrices of a key head from row to row. Row -1 has zeros."""
+def _set(args: Any, from_row: int, to_row: int, head: int, saved: int) -> None:
+    """Copy the windows and matrices of a key head from row to row. See `_fill`."""
     dk, past, per = args.key_dim, args.kernel - 1, args.value_heads // args.key_heads
-    width, stride = per * args.value_dim, 4 * past * (2 * args.key_heads * dk + args.value_heads * args.value_dim)
+    width, stride = per * args.value_dim, 4 * past * _channels(args)
     for part in range(2):
         at = args.windows + 4 * (part * args.key_heads + head) * dk * past
-        _fill(at, from_row, to_row, stride, 4 * dk * past)
+        _fill(at, from_row, to_row, stride, 4 * dk * past, saved + 4 * part * dk * past)
     at = args.windows + 4 * (2 * args.key_heads * dk + head * width) * past
-    _fill(at, from_row, to_row, stride, 4 * width * past)
+    _fill(at, from_row, to_row, stride, 4 * width * past, saved + 8 * dk * past)
     size = 4 * width * dk
-    _fill(args.matrices + head * size, from_row, to_row, args.key_heads * size, size)
+    at = args.matrices + head * size
+    _fill(at, from_row, to_row, args.key_heads * size, size, saved + 4 * (2 * dk + width) * past)
+
+
+@inline
+def _kept(args: Any, row: int, guess: int) -> Any:
+    """The address of what a guess gives to the state."""
+    return args.guessed + 4 * (row * args.guesses + guess) * (_channels(args) + 2 * args.value_heads)
 
 
 def _gated_delta(arguments: int, scratch: int, index: int) -> None:
     args = read(arguments, DeltaArgs)
     heads, dk, dv, per = args.key_heads, args.key_dim, args.value_dim, args.value_heads // args.key_heads
     b, head = index // heads, index % heads
-    start, end = carray(pointer(args.query_start), b + 2, np.int32)[b : b + 2]
-    places = carray(pointer(args.rows + 16 * b), 4, np.int32)
+    places = carray(pointer(args.query_start), b + 2, np.int32)
+    start, end = np.int64(places[b]), np.int64(places[b + 1])
+    places = carray(pointer(args.rows + 24 * b), 6, np.int32)
     row, source, snapshot, after = np.int64(places[0]), np.int64(places[1]), np.int64(places[2]), np.int64(places[3])
-    if source != row:
-        _set(args, source, row, head)
+    first, guessed = start - np.int64(places[4]), end - np.int64(places[5])
     span = 2 * dk + per * dv
-    mixed, change = _floats(scratch, span), _floats(scratch + 4 * span, dv)
+    mixed, change, unused = _floats(scratch, span), _floats(scratch + 4 * span, dv), scratch + 4 * (span + dv)
+    saved = unused + 4 * dv
+    if source != row:
+        _set(args, source, row, head, saved)
     norm, eps = _floats(args.norm, dv), bits_to_float(np.uint32(args.eps_bits))
     a_log, dt_bias = _floats(args.a_log, args.value_heads), _floats(args.dt_bias, args.value_heads)
-    for t in range(np.int64(start), np.int64(end)):
-        line = args.y + 4 * t * args.width
-        _convolve(args, line, row, head, mixed)
+    for t in range(first, end):
+        again, kept = t < start, 0
+        line, at = args.y + 4 * t * args.width, args.gates + 8 * t * args.value_heads
+        if again:
+            line = _kept(args, row, t - first)
+            at = line + 4 * _channels(args)
+        if t >= guessed:
+            kept = _kept(args, row, t - guessed)
+            if t == guessed:
+                _set(args, row, SAVED, head, saved)
+        flat = again or args.flat != 0
+        _convolve(args, line, flat, row, head, kept, mixed)
         _unit(mixed, 0, dk, ONE / np.float32(math.sqrt(np.float32(dk))))
         _unit(mixed, dk, dk, ONE)
         z = line + 4 * (heads * span + head * per * dv if args.flat else head * (span + per * dv) + span)
-        gates, ba = _floats(z, per * dv), _floats(args.gates + 8 * t * args.value_heads, 2 * args.value_heads)
+        gates, ba = _floats(z, per * dv), _floats(at, 2 * args.value_heads)
+        ba_kept = _floats(kept + 4 * _channels(args), 2 * args.value_heads)
         for i in range(per):
             number = head * per + i
-            b_at = number if args.flat else 2 * head * per + i
-            a_at = b_at + (args.value_heads if args.flat else per)
+            b_at = number if flat else 2 * head * per + i
+            a_at = b_at + (args.value_heads if flat else per)
+            if kept:
+                ba_kept[number], ba_kept[args.value_heads + number] = ba[b_at], ba[a_at]
             step = ba[a_at] + dt_bias[number]
             if step < LINEAR:
                 step = np.float32(math.log1p(exp(step)))
             beta, decay = ONE / (ONE + exp(-ba[b_at])), exp(-exp(a_log[number]) * step)
             state = _floats(args.matrices + 4 * (row * args.value_heads + number) * dk * dv, dk * dv)
-            out = _floats(args.out + 4 * (t * args.value_heads + number) * dv, dv)
+            out = _floats(unused if again else args.out + 4 * (t * args.value_heads + number) * dv, dv)
             _advance(state, mixed, 2 * dk + i * dv, dk, dv, beta, decay, change, out)
+            if again:
+                continue
             total = np.float32(0)
             for j in range(dv):
                 total += out[j] * out[j]
             factor = ONE / np.float32(math.sqrt(total / np.float32(dv) + eps))
             for j in range(dv):
                 out[j] = out[j] * factor * norm[j] * _silu(gates[i * dv + j])
-        if snapshot >= 0 and t - start + 1 == after:
-            _set(args, row, snapshot, head)
+        if snapshot >= 0 and t - first + 1 == after:
+            _set(args, row, snapshot, head, saved)
+    if guessed < end:
+        _set(args, SAVED, row, head, saved)
 
 
 GATED_DELTA = Task(_gated_delta)
@@ -191,9 +231,13 @@ def gated_delta(
     args = DeltaArgs(
         y.data_ptr(), y.shape[1], gates.data_ptr(), int(weights.flat), geometry.query_start.data_ptr(), rows.data_ptr(),
         weights.conv.data_ptr(), weights.a_log.data_ptr(), weights.dt_bias.data_ptr(), weights.norm.data_ptr(),
-        float_bits(weights.eps), states.conv.data_ptr(), states.matrix.data_ptr(), weights.conv.shape[1],
+        float_bits(weights.eps), states.conv.data_ptr(), states.matrix.data_ptr(), states.guessed.data_ptr(),
+        states.guessed.shape[1], weights.conv.shape[1],
         key_heads, value_heads, key_dim, value_dim, out.data_ptr(),
     )  # fmt: skip
-    scratch = 4 * (2 * key_dim + value_heads // key_heads * value_dim + value_dim)
+    span = 2 * key_dim + value_heads // key_heads * value_dim
+    scratch = 4 * (span + 2 * value_dim)
+    if states.guessed.numel():
+        scratch += 4 * (span * (weights.conv.shape[1] - 1) + (span - 2 * key_dim) * key_dim)
     threads.run(GATED_DELTA, len(rows) * key_heads, numbers(args), scratch=scratch)
     return out

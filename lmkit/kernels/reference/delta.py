@@ -20,16 +20,50 @@ def gated_delta(
 ) -> Tensor:
     out = [y.new_zeros(0, states.heads[1] * states.heads[3])]
     starts = geometry.query_start.tolist()
-    for b, (row, source, snapshot, after) in enumerate(rows.tolist()):
+    for b, (row, source, snapshot, after, replayed, guesses) in enumerate(rows.tolist()):
         state = State(*(x[source].clone() if source >= 0 else torch.zeros_like(x[row]) for x in states.parts))
         tokens = slice(starts[b], starts[b + 1])
-        for count, (wide, narrow) in enumerate(zip(y[tokens], gates[tokens], strict=True), 1):
-            result, state = _token(wide, narrow, weights, states, state)
-            out.append(result)
+        given = [_inputs(*pair, weights, states) for pair in zip(y[tokens], gates[tokens], strict=True)]
+        known = [_Inputs.of(x, states) for x in states.guessed[row, :replayed]] + given
+        for count, inputs in enumerate(known, 1):
+            if count > len(known) - guesses:
+                states.guessed[row, count - 1 - len(known) + guesses] = inputs.kept()
+            result, state = _token(inputs, weights, states, state)
+            if count > replayed:
+                out.append(result)
             if snapshot >= 0 and count == after:
                 _keep(state, states, snapshot)
-        _keep(state, states, row)
+            if count == len(known) - guesses:
+                _keep(state, states, row)
     return torch.cat(out)
+
+
+class _Inputs(NamedTuple):
+    """What a token gives."""
+
+    channels: Tensor  # [C]
+    b: Tensor  # [Hv]
+    a: Tensor
+    z: Tensor  # [Hv, Dv]
+
+    @classmethod
+    def of(cls, kept: Tensor, states: DeltaStates) -> _Inputs:
+        _, heads, _, dim = states.heads
+        channels, b, a = kept.split((kept.numel() - 2 * heads, heads, heads))
+        return cls(channels, b, a, kept.new_zeros(heads, dim))
+
+    def kept(self) -> Tensor:
+        return torch.cat([self.channels, self.b, self.a]).detach()
+
+
+def _inputs(wide: Tensor, narrow: Tensor, weights: DeltaWeights, states: DeltaStates) -> _Inputs:
+    key_heads, value_heads, key_dim, value_dim = states.heads
+    shared = value_heads // key_heads
+    groups = 1 if weights.flat else key_heads  # of the parts of a row
+    sizes = [part * key_heads // groups for part in (key_dim, key_dim, shared * value_dim, shared * value_dim)]
+    *qkv, z = wide.view(groups, -1).split(sizes, dim=1)
+    b, a = (x.flatten() for x in narrow.view(groups, -1).split(value_heads // groups, dim=1))
+    return _Inputs(torch.cat([x.flatten() for x in qkv]), b, a, z.reshape(value_heads, value_dim))
 
 
 class State(NamedTuple):
@@ -44,26 +78,20 @@ def _keep(state: State, states: DeltaStates, row: int) -> None:
         kept[row] = part.detach()
 
 
-def _token(
-    wide: Tensor, narrow: Tensor, weights: DeltaWeights, states: DeltaStates, before: State
-) -> tuple[Tensor, State]:
+def _token(inputs: _Inputs, weights: DeltaWeights, states: DeltaStates, before: State) -> tuple[Tensor, State]:
     key_heads, value_heads, key_dim, value_dim = states.heads
     shared = value_heads // key_heads
-    groups = 1 if weights.flat else key_heads  # of the parts of a row
-    sizes = [part * key_heads // groups for part in (key_dim, key_dim, shared * value_dim, shared * value_dim)]
-    *qkv, z = wide.view(groups, -1).split(sizes, dim=1)
-    b, a = (x.flatten() for x in narrow.view(groups, -1).split(value_heads // groups, dim=1))
-    window = torch.cat([before.conv, torch.cat([x.flatten() for x in qkv])[:, None]], dim=1)
+    window = torch.cat([before.conv, inputs.channels[:, None]], dim=1)
     mixed = F.silu((window * weights.conv).sum(1))
     q, k, v = mixed.split((key_heads * key_dim, key_heads * key_dim, value_heads * value_dim))
     q, k = (_unit(x.view(key_heads, key_dim)).repeat_interleave(shared, 0) for x in (q, k))
-    decay = (-weights.a_log.exp() * F.softplus(a + weights.dt_bias)).exp()
+    decay = (-weights.a_log.exp() * F.softplus(inputs.a + weights.dt_bias)).exp()
     state = before.matrix * decay[:, None, None]
-    change = (v.view(value_heads, value_dim) - torch.einsum("hkv,hk->hv", state, k)) * b.sigmoid()[:, None]
+    change = (v.view(value_heads, value_dim) - torch.einsum("hkv,hk->hv", state, k)) * inputs.b.sigmoid()[:, None]
     state = state + k[:, :, None] * change[:, None]
     o = torch.einsum("hkv,hk->hv", state, q * key_dim**-0.5)
     o = o * torch.rsqrt(o.square().mean(1, keepdim=True) + weights.eps) * weights.norm
-    return (o * F.silu(z.reshape(value_heads, value_dim))).flatten()[None], State(window[:, 1:], state)
+    return (o * F.silu(inputs.z)).flatten()[None], State(window[:, 1:], state)
 
 
 def _unit(x: Tensor) -> Tensor:

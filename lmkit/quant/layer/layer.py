@@ -41,7 +41,7 @@ class Geometry:
         num_blocks = 0 if spec.delta else num_blocks
         kv = allocate_kv(num_blocks, spec.num_kv_heads, BLOCK_SIZE, spec.head_dim, (FLOAT32, FLOAT32), at)
         if spec.delta:
-            kv = replace(kv, states=allocate_states(spec.delta, num_rows, at))
+            kv = replace(kv, states=allocate_states(spec.delta, num_rows, device=at))
         return cls(batch, Rope(spec.rope, device)(batch), kv)
 
     def keys_and_values(self) -> tuple[Tensor, Tensor]:

@@ -124,7 +124,7 @@ class Engine:
             sizes = memory.num_blocks, config.tokens_per_block, memory.max_model_len
             kv = kv_storage.allocate(
                 spec.layers, model.storages, *sizes, device.name, memory.layout,
-                config.max_batch_size + memory.num_snapshots,
+                config.max_batch_size + memory.num_snapshots, (config.max_batch_size, config.num_guesses),
             )  # fmt: skip
             kv = [kv[layer.index] for layer in model.decoder.layers]
             blocks = KVBlocks(kv)
@@ -361,7 +361,7 @@ def _limits(config: EngineConfig, memory: MemoryPlan, spec: ModelSpec) -> Schedu
         max_overtakes=config.max_overtakes,
         decode_slowdown=config.decode_slowdown,
         request_timeout=config.request_timeout,
-        max_draft_tokens=config.max_draft_tokens if config.speculate != "off" else 0,
+        max_draft_tokens=config.num_guesses,
         overlaps=config.overlap,
         num_stages=config.pp,
     )

@@ -219,7 +219,6 @@ def _check_recurrent(spec: ModelSpec, config: EngineConfig) -> None:
     if not spec.is_recurrent:
         return
     given = {
-        "speculate": config.speculate != "off",
         "adapters": bool(config.adapters),
         "adapter_root": config.adapter_root is not None,
         "kv_host_memory": config.kv_host_memory is not None,

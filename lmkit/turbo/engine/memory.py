@@ -67,7 +67,7 @@ class MemoryPlan:
     wanted_len: int  # the model's context, or the one that was asked for
     wanted_kv: int  # bytes of KV for one sequence of that length
     layout: KVLayout
-    states: int = 0  # recurrent states, one for each sequence of the batch
+    states: int = 0  # recurrent states, one for each sequence of the batch, and what its guesses keep for it
     snapshots: int = 0  # of these states, for the prefix cache
     num_snapshots: int = 0
 
@@ -150,7 +150,10 @@ def plan_memory(
     stages = Stage(0, config.pp).cut(spec)
     block_bytes = config.tokens_per_block * max(_token_bytes(spec, kv_dtypes, layout, layers) for layers in stages)
     workspace = _gpu_workspace_bytes(spec, config, num_groups) if on_gpu else _workspace_bytes(spec, config)
-    states = max(sum(spec.layers[i].state_bytes for i in layers) for layers in stages) * config.max_batch_size
+    guesses, slots = config.num_guesses, config.max_batch_size
+    states = slots * max(
+        sum(spec.layers[i].state_bytes + guesses * spec.layers[i].guess_bytes for i in layers) for layers in stages
+    )
     host = config.kv_host_memory or 0
     check_host_bytes(host, block_bytes)
     if on_gpu and host > (on_host := available_memory()):

@@ -357,7 +357,7 @@ class KVManager:
         seq.tables = []
         if self.snapshots is not None:
             self.snapshots.drop(seq)
-        seq.num_computed = seq.num_completed = 0
+        seq.num_computed = seq.num_completed = seq.num_behind = 0
 
     def expire_leases(self, now: float) -> None:
         self.pool.free_all(self.leases.expired(now))

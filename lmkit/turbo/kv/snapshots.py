@@ -75,15 +75,16 @@ class Snapshots:
     def of_chunk(self, seq: Sequence, count: int) -> tuple[int, Snapshot]:
         """(the row of states that the sequence's next `count` tokens go on from, the snapshot that they give).
 
-        Row -1 is its own, or none.
+        Row -1 is its own, or none. Right guesses that the state lacks come before these tokens.
         """
-        start, source = seq.num_computed, -1
+        start, source = seq.num_computed - seq.num_behind, -1
         if seq.has_entered:
             self._let_go(seq)  # the step that reads it is planned
         else:
             source = seq.state
-        wanted = [at for at in seq.snapshot_at if start < at <= start + count]
-        at = wanted[0] if wanted else (start + count) // self._block_size * self._block_size
+        end = seq.num_computed + count
+        wanted = [at for at in seq.snapshot_at if start < at <= end]
+        at = wanted[0] if wanted else end // self._block_size * self._block_size
         row = self._take(seq) if at > start else -1
         snapshot = Snapshot(row, at, seq.snapshot_at.get(at, Use.OWN))
         if row >= 0:

@@ -46,10 +46,10 @@ def in_order(chunks: list[Chunk]) -> list[Chunk]:
     return sorted(chunks, key=lambda chunk: not chunk.num_sampled)
 
 
-def _state_rows(chunk: Chunk) -> tuple[int, int, int, int]:
+def _state_rows(chunk: Chunk) -> tuple[int, ...]:
     """See kernels.delta."""
     source = chunk.source if chunk.source >= 0 or not chunk.start else chunk.slot
-    return chunk.slot, source, chunk.snapshot, chunk.snapshot_after
+    return chunk.slot, source, chunk.snapshot, chunk.snapshot_after, chunk.replayed, len(chunk.draft)
 
 
 class PersistentBatch:
@@ -92,7 +92,7 @@ class PersistentBatch:
             "context_lens": torch.zeros(num_slots, dtype=torch.int32),
             "block_tables": torch.zeros(self.block_tables.shape, dtype=torch.int32),
             "rope_lens": torch.zeros(num_slots, dtype=torch.int32),
-            "states": torch.zeros(num_slots, 4, dtype=torch.int32),
+            "states": torch.zeros(num_slots, 6, dtype=torch.int32),
             "logit_rows": torch.zeros(max_step_tokens, dtype=torch.int64),
             "logit_start": torch.zeros(num_slots + 1, dtype=torch.int32),
             "adapters": torch.full((max_step_tokens,), -1, dtype=torch.int32),

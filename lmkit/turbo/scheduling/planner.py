@@ -141,14 +141,16 @@ class Planner:
         source, taken, after = -1, -1, 0
         if self.kv.snapshots is not None:
             source, (taken, at, _) = self.kv.snapshots.of_chunk(seq, count - len(draft))
-            after = at - start
+            after = at - start + seq.num_behind
         if entry is not None:
             step.new[seq.slot] = entry
             seq.has_entered = True
         step.budget -= count
         if step.is_contended:
             self.shares.charge(seq, count)
-        step.chunks[seq.slot] = Chunk(seq.slot, start, count, blocks, num_sampled, draft, source, taken, after)
+        behind = seq.num_behind
+        step.chunks[seq.slot] = Chunk(seq.slot, start, count, blocks, num_sampled, draft, source, taken, after, behind)
+        seq.num_behind = 0
 
     def _last_running(self) -> Sequence | None:
         return fairness.victim(seq for seq in self.slots.running.values() if seq.status is Status.RUNNING)

@@ -305,8 +305,7 @@ class Scheduler:
                 del new[count:]
                 break
         if len(new) > 1 and seq.status is Status.RUNNING:  # all but the last were computed as a draft
-            seq.num_computed += len(new) - 1
-            seq.num_completed += len(new) - 1
+            seq.keep_guesses(len(new) - 1, has_states=self.kv.snapshots is not None)
         self._generation_tokens += len(new)
         scored = [] if seq.request.params.logprobs is None else tokens[: len(new)]
         if not (first or scored or reason):  # nearly every output

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +14,12 @@ from lmkit.kv_dtype import FLOAT32
 from lmkit.models.decoder import Decoder
 from lmkit.models.loader import load_model
 from lmkit.turbo.engine.engine import Engine
+from lmkit.turbo.plan import StepPlan
 from lmkit.turbo.request import Request, SamplingParams
+from lmkit.turbo.scheduling.planner import Planner, Step
+from lmkit.turbo.scheduling.scheduler import Scheduler
+from lmkit.turbo.scheduling.speculation import Speculation
+from lmkit.turbo.sequence import Sequence
 from tests.models import tiny
 
 SIZES: dict[str, Any] = {"block_size": 4, "max_step_tokens": 16, "max_model_len": 64, "kv_dtype": "float32"}
@@ -25,7 +32,7 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
     return load_model(path)
 
 
-def requests(rng: random.Random, count: int) -> list[Request]:
+def requests(rng: random.Random, count: int, **options: Any) -> list[Request]:
     """Prompts that go on from others' prompts, at any token."""
     texts: list[list[int]] = [[]]
     made = []
@@ -33,10 +40,8 @@ def requests(rng: random.Random, count: int) -> list[Request]:
         known = rng.choice(texts)
         prompt = known[: rng.randint(0, len(known))] + [rng.randrange(199) for _ in range(rng.choice([1, 3, 15]))]
         texts.append(prompt := prompt[:45])
-        params = SamplingParams(
-            max_tokens=rng.choice([1, 5, 14]), temperature=rng.choice([0.0, 1.0]), seed=number, logprobs=1,
-            ignore_eos=True,
-        )  # fmt: skip
+        chosen = {"max_tokens": rng.choice([1, 5, 14]), "temperature": rng.choice([0.0, 1.0])} | options
+        params = SamplingParams(seed=number, logprobs=1, ignore_eos=True, **chosen)
         made += [
             Request(request_id=f"{number}.{i}", prompt_ids=prompt, params=params) for i in range(rng.choice([1, 1, 3]))
         ]
@@ -74,3 +79,47 @@ def test_snapshots_change_no_bit(decoder: Decoder) -> None:
     assert stats.prefix_hits > 0.3 * stats.prefix_tokens
     assert stats.snapshots_total == 80
     assert 0 < stats.snapshots_used <= 80
+
+
+@pytest.mark.parametrize(("family", "cached"), [("qwen3-next", True), ("qwen3.5", False)])
+def test_guesses_change_no_bit(family: str, cached: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wrong guess leaves nothing in a state, and the states take every right one: in all chunks, with snapshots in
+    the middle of guesses, after preemptions, with penalties."""
+    tiny.make(tmp_path, family)
+    decoder, rng = load_model(tmp_path), random.Random(8)
+    made = requests(rng, 10, max_tokens=18, repetition_penalty=1.3, frequency_penalty=0.5)
+    plain = Engine.of(decoder, EngineConfig(**SIZES | {"max_step_tokens": 64}, max_batch_size=1, prefix_cache=False))
+    expected = answers(plain, made, rng)
+    plain.close()
+
+    def guess(sequences: Iterable[Sequence]) -> None:
+        for seq in sequences:
+            answer = [token for token, _ in expected.get(seq.request_id, [])][seq.num_outputs :][: rng.randint(0, 7)]
+            if not seq.num_pending:
+                seq.propose([token if rng.random() < 0.8 else (token + 1) % 199 for token in answer])
+
+    def schedule(self: Scheduler) -> StepPlan | None:
+        guess(self._slots.running.values())
+        return make_plan(self)
+
+    def add_decodes(self: Planner, step: Step, decoding: list[Sequence], spare: int) -> None:
+        add(self, step, decoding, 9)  # guesses also beside prompts
+
+    def awaits_tokens(self: Scheduler, speculation: Speculation) -> bool:
+        drafted = any(seq.num_drafted for seq in self._slots.running.values())
+        return drafted or (bool(self._under_way) and rng.random() < 0.6)
+
+    make_plan, add = Scheduler.schedule, Planner._add_decodes
+    monkeypatch.setattr(Scheduler, "schedule", schedule)
+    monkeypatch.setattr(Planner, "_add_decodes", add_decodes)
+    monkeypatch.setattr(Scheduler, "_awaits_tokens", awaits_tokens)
+    memory = 18 * 4 * sum(layer.kv_token_bytes(FLOAT32, FLOAT32) for layer in decoder.spec.layers)
+    options: dict[str, Any] = {"kv_memory": memory, "overlap": False} if cached else {"prefix_cache": False}
+    config = EngineConfig(**SIZES, max_batch_size=5, speculate="ngram", max_draft_tokens=7, **options)
+    engine = Engine.of(decoder, config)
+    assert answers(engine, made, rng) == expected
+    assert answers(engine, made, rng) == expected
+    stats = engine.stats()
+    engine.close()
+    assert 40 < stats.accepted_tokens < 0.9 * stats.draft_tokens
+    assert bool(stats.preemptions) == bool(stats.prefix_hits) == cached

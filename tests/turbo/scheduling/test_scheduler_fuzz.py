@@ -45,11 +45,12 @@ def test_random_traffic_with_drafts(depth: int, tmp_path: Path) -> None:
     assert counts["hits"] > 300
 
 
+@pytest.mark.parametrize("drafts", [False, True])
 @pytest.mark.parametrize("depth", [1, 2])
-def test_random_traffic_of_a_model_with_recurrent_states(depth: int) -> None:
+def test_random_traffic_of_a_model_with_recurrent_states(depth: int, drafts: bool) -> None:
     counts: Counter[str] = Counter()
     for seed in range(200, 240):
-        traffic = Traffic(seed, depth, disturb=seed % 2 > 0, recurrent=True)
+        traffic = Traffic(seed, depth, disturb=seed % 2 > 0, recurrent=True, drafts=drafts)
         traffic.run(150)
         traffic.check_results()
         assert traffic.engine.scheduler.kv.snapshots is not None

@@ -274,7 +274,7 @@ class Traffic:
         for name in self.requests:
             self._check_request(name)
         stats = self.engine.scheduler.stats()
-        quiet = not (self.disturb or stats.preemptions or self.counts["deadline"])
+        quiet = not (self.disturb or self.drafts or stats.preemptions or self.counts["deadline"])
         if quiet and self.engine.depth == 1:
             computed = sum(
                 len(req.prompt_ids) + max(len(self.wanted[name][0]) - 1, 0) - self.engine.outputs[name][0].cached_tokens
