@@ -5,13 +5,39 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    GetJsonSchemaHandler,
+    ValidationError,
+    model_validator,
+)
 
 from lmkit import neutral
 from lmkit.errors import RequestError
 from lmkit.other_names import HTTP, hint
 
 M = TypeVar("M", bound=BaseModel)
+Schema = dict[str, Any]
+NULL: Schema = {"type": "null"}
+GIVEN: Schema = {"not": NULL}
+NEVER: Schema = {"not": {}}
+
+
+def given(*names: str, **properties: Schema) -> Schema:
+    """The schema of objects in which these fields stand and are not null, and others are as `properties` says."""
+    return {"required": list(names), "properties": dict.fromkeys(names, GIVEN) | properties}
+
+
+def exactly_one(*names: str) -> Schema:
+    """One of these fields is given."""
+    return {"anyOf": [given(name, **{other: NULL for other in names if other != name}) for name in names]}
+
+
+def goes_with(name: str, other: Schema, nothing: tuple[Any, ...] = (None,)) -> Schema:
+    """A field asks for nothing, or the object is as `other` says."""
+    return {"anyOf": [{"properties": {name: {"enum": list(nothing)}}}, other]}
 
 
 def _boolean(value: Any) -> Any:
@@ -29,6 +55,23 @@ class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
     # Fields of others, with their values that ask for nothing. An entry does not count for a model with such a field.
     absent: ClassVar[Mapping[str, neutral.Values]] = {}
+    # Conditions between fields, for /openapi.json. Validators check them.
+    conditions: ClassVar[tuple[Schema, ...]] = ()
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: Any, handler: GetJsonSchemaHandler) -> Schema:
+        schema = handler.resolve_ref_schema(handler(core_schema))
+        for name, field in schema.get("properties", {}).items():
+            if unset := [value for value in cls._unset(name) if name not in schema.get("required", ())]:
+                schema["properties"][name] = {"anyOf": [*field.pop("anyOf", [field]), {"enum": unset}]}
+        if cls.conditions:
+            schema["allOf"] = list(cls.conditions)
+        return schema
+
+    @classmethod
+    def _unset(cls, name: str) -> neutral.Values:
+        """Values with which a field that lmkit has is as if it were not there."""
+        return neutral.UNSET.get(name, ())
 
     @model_validator(mode="before")
     @classmethod
@@ -58,6 +101,10 @@ class Nullable(Strict):
 
     model_config = LAZY
 
+    @classmethod
+    def _unset(cls, name: str) -> neutral.Values:
+        return (None, *super()._unset(name))
+
     @model_validator(mode="before")
     @classmethod
     def _without_null(cls, data: Any) -> Any:
@@ -76,12 +123,33 @@ def _drop_neutral(data: dict[str, Any], absent: Mapping[str, neutral.Values]) ->
             if name not in absent and not neutral.is_neutral(value, neutral.UNSET.get(name, ()))}  # fmt: skip
 
 
+def _whole_numbers(value: Any, depth: int) -> Any:
+    """`value` with 2.0 as 2, which JSON Schema and clients without integers hold for the same; itself if it has none.
+
+    Deeper than `depth` nothing changes.
+    """
+    if isinstance(value, float):
+        return int(value) if value.is_integer() and abs(value) < 1 << 53 else value
+    if not isinstance(value, list | dict) or not depth:
+        return value
+    before = list(value) if isinstance(value, list) else list(value.values())
+    after = [_whole_numbers(item, depth - 1) for item in before]
+    if all(old is new for old, new in zip(before, after, strict=True)):
+        return value
+    return after if isinstance(value, list) else dict(zip(value, after, strict=True))
+
+
 def validate(data: Any, model: type[M]) -> M:
     """Plain JSON data as a request. Raises RequestError naming the first field at fault."""
     if not isinstance(data, dict):
         raise RequestError("invalid_request", "the body must be a JSON object")
     try:
-        return model.model_validate(data)
+        try:
+            return model.model_validate(data)
+        except ValidationError:
+            if (again := _whole_numbers(data, 8)) is data:
+                raise
+            return model.model_validate(again)
     except ValidationError as error:
         errors = error.errors(include_url=False, include_context=False, include_input=False)
         first = min(errors, key=lambda one: one["loc"][:1] != ("model",))  # which a proxy looks at first

@@ -44,7 +44,9 @@ async def handle_http_exception(request: Request, error: Exception) -> Response:
 def _methods(request: Request) -> set[str]:
     """The methods of all routes with the request's path. The router names those of the first alone."""
     path, routes = request.scope["path"], request.app.state.api_routes
-    return {method for route in routes if route.path_regex.match(path) for method in route.methods}
+    found = [route for route in routes if route.path_regex.match(path)]
+    named = [route for route in found if route.path_format == path]  # not those that would take it for an id
+    return {method for route in named or found for method in route.methods}
 
 
 async def with_error_event(

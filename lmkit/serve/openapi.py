@@ -21,10 +21,11 @@ from pydantic.json_schema import models_json_schema
 from lmkit import __version__
 from lmkit.serve.auth import OPEN_PATHS
 from lmkit.serve.batches.batch_routes import BatchRequest
-from lmkit.serve.batches.file_routes import LIMIT
+from lmkit.serve.batches.file_routes import ANCHOR, LIMIT, SECONDS
 from lmkit.serve.choose import shared
 from lmkit.serve.commands import AdapterCommand, LoadAdapterCommand, ModelCommand, SleepCommand
 from lmkit.serve.embeddings.protocol import ClassifyRequest, EmbeddingRequest, RerankRequest, ScoreRequest
+from lmkit.serve.invocations import ROUTES
 from lmkit.serve.messages import protocol as anthropic
 from lmkit.serve.protocol import (
     ChatCompletionChunk,
@@ -39,6 +40,9 @@ from lmkit.serve.protocol import (
 from lmkit.serve.responses import protocol as openai
 
 router = APIRouter()
+REF = "#/components/schemas/"
+TEXT = {"type": "string"}
+ID = {"type": "integer", "minimum": 0}
 
 BODIES: Mapping[str, type[BaseModel]] = {
     "/v1/chat/completions": ChatCompletionRequest,
@@ -75,24 +79,41 @@ OTHER_BODIES: Mapping[str, dict[str, Any]] = {
                 "properties": {
                     "file": {"type": "string", "format": "binary"},
                     "purpose": {"const": "batch"},
-                    "expires_after[anchor]": {"const": "created_at"},
-                    "expires_after[seconds]": {"type": "integer"},
+                    "expires_after[anchor]": ANCHOR,
+                    "expires_after[seconds]": SECONDS,
                 },
                 "required": ["file", "purpose"],
+                "dependentRequired": {
+                    "expires_after[anchor]": ["expires_after[seconds]"],
+                    "expires_after[seconds]": ["expires_after[anchor]"],
+                },
                 "additionalProperties": False,
             }
         }
     },
-    "/invocations": {"application/json": {"schema": {"type": "object"}}},
+    # as the fields tell, see serve.invocations
+    "/invocations": {
+        "application/json": {
+            "schema": {
+                "anyOf": [{"$ref": REF + name} for name in sorted({BODIES[path].__name__ for _, path, _ in ROUTES})]
+            }
+        }
+    },
     "/generate": {
         "application/json": {
             "schema": {
                 "type": "object",
                 "properties": {
-                    "text": {"description": "a prompt, or several"},
-                    "input_ids": {"description": "token ids of a prompt, or of several; beside text, those before it"},
-                    "sampling_params": {"type": "object"},
-                    "stream": {"type": "boolean"},
+                    # a prompt, or several; token ids, or several lists of them, or those before a text
+                    "text": {"anyOf": [TEXT, {"type": "array", "items": TEXT, "minItems": 1}]},
+                    "input_ids": {
+                        "anyOf": [
+                            {"type": "array", "items": ID, "minItems": 1},
+                            {"type": "array", "items": {"type": "array", "items": ID, "minItems": 1}, "minItems": 1},
+                        ]
+                    },
+                    "sampling_params": {"type": ["object", "null"]},
+                    "stream": {"type": ["boolean", "null"]},
                 },
                 "anyOf": [{"required": ["text"]}, {"required": ["input_ids"]}],
             }
@@ -100,8 +121,8 @@ OTHER_BODIES: Mapping[str, dict[str, Any]] = {
     },
 }
 CHUNKS = {"/v1/chat/completions": ChatCompletionChunk, "/v1/completions": Completion}
-STREAMS = {*CHUNKS, "/v1/responses", "/v1/messages", "/generate"}
-TEXT = {"type": "string"}
+STREAMS = {*CHUNKS, "/v1/responses", "/v1/messages", "/generate", "/invocations"}
+BYTES = {"/v1/embeddings", "/invocations"}  # with encoding_format
 PAGE: dict[str, dict[str, Any]] = {"limit": {"type": "integer", "minimum": 1, "maximum": 100}, "after": TEXT}
 ORDER: dict[str, dict[str, Any]] = {"order": {"enum": ["asc", "desc"]}}
 QUERIES: Mapping[str, dict[str, dict[str, Any]]] = {
@@ -120,7 +141,6 @@ ERROR = {
     },
     "required": ["error"],
 }
-REF = "#/components/schemas/"
 
 
 @router.get("/openapi.json")
@@ -159,8 +179,9 @@ def _operation(route: APIRoute, method: str, body: dict[str, Any] | None) -> dic
     path = route.path_format
     found: dict[str, Any] = {"application/json": {}}
     if path in STREAMS:
-        chunk = {"schema": {"$ref": REF + CHUNKS[path].__name__}} if path in CHUNKS else {}
-        found["text/event-stream"] = chunk
+        found["text/event-stream"] = {"schema": _event(path)} if path in CHUNKS else {}
+    if path in BYTES:
+        found["application/octet-stream"] = {}
     if path == "/metrics":
         found = {"text/plain": {}}
     if path.endswith("/content"):
@@ -180,6 +201,13 @@ def _operation(route: APIRoute, method: str, body: dict[str, Any] | None) -> dic
     if path in OPEN_PATHS:
         operation["security"] = []
     return operation
+
+
+def _event(path: str) -> dict[str, Any]:
+    """An event of a stream. Its data is a chunk, or `[DONE]` at the end."""
+    chunk = {"contentMediaType": "application/json", "contentSchema": {"$ref": REF + CHUNKS[path].__name__}}
+    data = {"anyOf": [TEXT | chunk, {"const": "[DONE]"}]}
+    return {"type": "object", "properties": {"data": data}, "required": ["data"]}
 
 
 def _parameters(route: APIRoute, method: str) -> Iterator[dict[str, Any]]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Annotated, Any, Literal, TypeAlias, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -22,8 +22,8 @@ from pydantic import (
 )
 
 from lmkit import neutral
-from lmkit.formats.generation_config import TOP_K_OFF
-from lmkit.strict import No, Strict, Yes
+from lmkit.serve.numbers import Penalty, Repetition, Share, Temperature, TokenId, TopK, TopP
+from lmkit.strict import NEVER, No, Schema, Strict, Yes, exactly_one, given, goes_with
 from lmkit.text.chat.conversation import MAX_TOOLS, Chat, Messages, TemplateVariables, Tool
 from lmkit.turbo.request import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOPS
 
@@ -56,12 +56,6 @@ def _listed(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
-def _top_k(value: int) -> int:
-    """`value` as lmkit has it. "Off" is a choice, so a checkpoint's default does not replace it."""
-    theirs, ours = TOP_K_OFF
-    return ours if value == theirs else value
-
-
 def _biases(value: Any) -> dict[int, float]:
     if not isinstance(value, dict) or len(value) > MAX_LOGIT_BIAS:
         raise ValueError(f"expected an object of at most {MAX_LOGIT_BIAS} token ids")
@@ -88,15 +82,15 @@ class Extensions(Placed):
     """Fields of every route that generates, also where its own API lacks them. None means the default."""
 
     seed: Annotated[int, Field(ge=0, lt=1 << 63)] | None = None  # choice i gets seed + i
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
     logit_bias: Annotated[dict[int, float], PlainValidator(_biases, json_schema_input_type=dict[str, float])] | None = (
         None  # JSON has the ids as strings
     )
-    top_k: Annotated[int, AfterValidator(_top_k)] | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    stop_token_ids: Annotated[list[int], Field(max_length=1024)] | None = None
+    top_k: TopK | None = None
+    min_p: Share | None = None
+    repetition_penalty: Repetition | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=1024)] | None = None
     min_tokens: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
@@ -119,8 +113,8 @@ class _Sampling(Extensions):
     max_tokens: NewTokens | None = None
     max_completion_tokens: NewTokens | None = None  # another name for max_tokens
     n_predict: NewTokens | None = None  # llama.cpp's name for it
-    temperature: float | None = None  # default 1; 0 = greedy
-    top_p: float | None = None
+    temperature: Temperature | None = None  # default 1; 0 = greedy
+    top_p: TopP | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     stop: (
         Annotated[
@@ -155,8 +149,21 @@ class _Sampling(Extensions):
     grammar: str | None = None
 
 
+_OFF = (None, False)
+_STREAMED, _CONTINUED = (given(name, **{name: {"const": True}}) for name in ("stream", "continue_final_message"))
+_NO_USAGE = {"properties": {name: {"enum": list(_OFF)} for name in ("include_usage", "continuous_usage_stats")}}
+
+
 class ChatCompletionRequest(_Sampling, ChatExtensions, Chat):
     absent = {**neutral.GENERATION, **neutral.CHAT}
+    conditions = (
+        goes_with("echo", _CONTINUED, _OFF),
+        goes_with("continue_final_message", {"properties": {"add_generation_prompt": {"enum": list(_OFF)}}}, _OFF),
+        goes_with("return_progress", _STREAMED, _OFF),
+        goes_with("top_logprobs", given("logprobs", logprobs={"const": True}), (None, 0)),
+        goes_with("prompt_logprobs", {"properties": {"stream": {"enum": list(_OFF)}}}),
+        {"anyOf": [_STREAMED, {"properties": {"stream_options": _NO_USAGE}}]},
+    )  # fmt: skip
 
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
@@ -212,6 +219,7 @@ class TemplateRequest(Strict):
     """llama.cpp's: a conversation that the chat template is to write."""
 
     absent = {**neutral.GENERATION, "chat_template": (None,)}
+    conditions: ClassVar[tuple[Schema, ...]] = (given("messages"),)
 
     model: str | None = None
     messages: Messages | None = None
@@ -230,6 +238,13 @@ class TokenizeRequest(TemplateRequest):
     """vLLM's with a prompt or messages, llama.cpp's with content."""
 
     absent = {**TemplateRequest.absent, "parse_special": (None, True)}
+    conditions = (
+        exactly_one("prompt", "content", "messages"),
+        *(goes_with(name, given("messages"), (None, [])) for name in ("tools",)),
+        # each switch, whatever it says, goes with its own text
+        {"anyOf": [given("content", add_special_tokens=NEVER), given("prompt", add_special=NEVER),
+                   given("messages", add_special=NEVER)]},
+    )  # fmt: skip
 
     prompt: str | None = None
     add_special_tokens: bool | None = None  # default true of a prompt; false of messages, whose template writes its own
@@ -250,7 +265,7 @@ class EncodeRequest(Strict):
 
 class DetokenizeRequest(Strict):
     model: str | None = None
-    tokens: Annotated[list[int], Field(fail_fast=True)]
+    tokens: Annotated[list[TokenId], Field(fail_fast=True)]
     skip_special_tokens: bool = False
 
 

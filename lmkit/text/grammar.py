@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer, StructTag
-from llguidance.gbnf_to_lark import any_to_lark
+from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
 
 from lmkit.errors import RequestError
 from lmkit.text.dialects.table import MARKS
@@ -68,7 +68,12 @@ def lark_grammar(text: str) -> str:
 
 def lark(text: Any) -> str:
     """A context-free grammar in Lark's syntax, or in that of GBNF (`root ::= ...`)."""
-    return str(LLMatcher.grammar_from_lark(any_to_lark(_text(text))))
+    try:
+        return str(LLMatcher.grammar_from_lark(any_to_lark(_text(text))))
+    except Exception as error:
+        if type(error) not in (GbnfToLarkError, Exception):  # the translator raises bare ones
+            raise
+        raise ValueError(str(error)) from None
 
 
 def structural_tag(value: Any) -> str:

@@ -36,7 +36,7 @@ def page(items: Sequence[dict[str, Any]], params: Mapping[str, str], limit: int,
     if after is not None:
         ids = [item["id"] for item in shown]
         if after not in ids:
-            raise RequestError("invalid_request", "after: there is no such object", "after")
+            raise RequestError("not_found", "after: there is no such object", "after")
         shown = shown[ids.index(after) + 1 :]
     data = shown[: int(text)]
     first, last = (data[0]["id"], data[-1]["id"]) if data else (None, None)

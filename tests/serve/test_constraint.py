@@ -69,6 +69,8 @@ def test_no_constraint(engine: ScriptedEngine, fields: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("fields", "param", "named"),
     [
+        ({"grammar": "\xd4\xa2\xbb"}, "grammar", "Expected ::="),
+        ({"ebnf": "#\xfa"}, "ebnf", "root"),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"schema": {"not": {}}}}},
             "response_format",

@@ -7,6 +7,7 @@ import re
 from typing import Any
 
 import pytest
+from jsonschema import Draft202012Validator
 from pydantic import BaseModel
 
 from lmkit.config import ServerConfig
@@ -92,3 +93,94 @@ def test_it_needs_a_key_where_others_do() -> None:
     described = app.request("GET", "/openapi.json", headers={"Authorization": "Bearer secret"}).json()
     assert described["security"] == [{"key": []}]
     assert described["paths"]["/health"]["get"]["security"] == []
+
+
+MESSAGE = {"role": "user", "content": "Hi"}
+THOUGHT = {"type": "thinking", "thinking": "a"}
+PARTS = [{"type": "text", "text": "a"}]
+SWITCH = "add_generation_prompt"
+BATCH = {"endpoint": "/v1/completions", "completion_window": "24h", "input_file_id": "file-none"}
+
+
+@pytest.mark.parametrize(
+    ("path", "base", "right", "wrong"),
+    [
+        (
+            "/v1/rerank", {"query": "a"},
+            [{"documents": ["a"]}, {"texts": "a", "return_text": True}, {"documents": ["a"], "texts": None}],
+            [{}, {"documents": None, "texts": None}, {"documents": ["a"], "texts": ["a"]},
+             {"documents": ["a"], "return_text": True}, {"texts": ["a"], "return_documents": False}],
+        ),
+        (
+            "/v1/embeddings", {},
+            [{"input": "a"}, {"messages": [MESSAGE], SWITCH: True}, {"input": "a", "messages": None, SWITCH: False},
+             {"input": "a", "encoding_format": "bytes", "embed_dtype": "float16"}, {"input": [1.0, 2]},
+             {"input": "a", "normalize": True, "use_activation": True}],
+            [{}, {"input": "a", "messages": [MESSAGE]}, {"input": "a", SWITCH: True},
+             {"input": "a", "embed_dtype": "float16"}, {"input": "a", "normalize": True, "use_activation": False}],
+        ),
+        (
+            "/v1/score", {},
+            [{"text_1": "a", "text_2": ["b"]}, {"queries": "a", "items": ["b"]}],
+            [{"text_1": "a"}, {"text_1": "a", "queries": "a", "text_2": "b"},
+             {"text_1": "a", "items": "b", "data_2": "b"}],
+        ),
+        (
+            "/tokenize", {},
+            [{"prompt": "a", "add_special_tokens": True}, {"content": "a", "add_special": True}, {"messages": "a"}],
+            [{}, {"prompt": None}, {"prompt": "a", "content": "a"}, {"prompt": "a", "add_special": False},
+             {"content": "a", "add_special_tokens": None}],
+        ),
+        ("/apply-template", {}, [{"messages": "a"}], [{}, {"messages": None}]),
+        ("/detokenize", {}, [{"tokens": [1, 2.0]}], [{"tokens": [-1]}, {"tokens": [1.5]}]),
+        (
+            CHAT_PATH, CHAT,
+            [{"seed": -1}, {"guided_json_object": False}, {"max_tokens": 2.0, "temperature": 1}, {"json_schema": {}},
+             {"messages": [MESSAGE, {"role": "assistant", "content": None, "reasoning": "a"}]},
+             {"messages": [MESSAGE | {"tool_calls": []}]},
+             {"messages": [{"role": "system", "content": PARTS}, MESSAGE | {"content": PARTS}]},
+             {"messages": [MESSAGE, {"role": "tool", "content": "a", "tool_call_id": "b"}]},
+             {"logprobs": True, "top_logprobs": 2}],
+            [{"seed": -2}, {"guided_json_object": 0}, {"max_tokens": 2.5}, {"temperature": -1}, {"top_p": 0},
+             {"messages": [MESSAGE, {"role": "assistant"}]}, {"messages": [MESSAGE | {"reasoning": "a"}]},
+             {"messages": [MESSAGE | {"tool_call_id": "b"}]}, {"messages": [MESSAGE | {"content": ["a"]}]},
+             {"top_logprobs": 2}, {"stream_options": {"include_usage": True}}, {"return_progress": True},
+             {"echo": True}, {"presence_penalty": 101}, {"repetition_penalty": 5e-324}],
+        ),
+        (
+            "/v1/messages", {"model": "model", "max_tokens": 2, "messages": [MESSAGE]},
+            [{"thinking": {"type": "enabled", "budget_tokens": 1}}, {"system": None},
+             {"messages": [MESSAGE, {"role": "assistant", "content": [THOUGHT, *PARTS]}]}],
+            [{"thinking": {"type": "enabled"}}, {"thinking": {"type": "disabled", "budget_tokens": 1}},
+             {"messages": [{"role": "user", "content": [THOUGHT]}]}],
+        ),
+        (
+            "/v1/responses", {"input": "a"},
+            [{"input": [MESSAGE]}, {"seed": -1}],
+            [{"return_progress": True}, {"input": [{"role": "robot", "content": "a"}]}, {"top_p": 2}],
+        ),
+        (
+            "/v1/batches", {},
+            [],
+            [BATCH | {"endpoint": "/v1/rerank"}, BATCH | {"completion_window": "400h"},
+             BATCH | {"metadata": {"a": "b" * 513}},
+             BATCH | {"output_expires_after": {"anchor": "created_at", "seconds": 1}}],
+        ),
+    ],
+)  # fmt: skip
+def test_what_is_described_is_what_is_taken(
+    document: dict[str, Any], path: str, base: dict[str, Any], right: list[Any], wrong: list[Any]
+) -> None:
+    schema = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    valid = Draft202012Validator(schema | {"components": document["components"]}).is_valid
+    app = App(ScriptedEngine())
+    for given, is_right in [(given, True) for given in right] + [(given, False) for given in wrong]:
+        answer = app.request("POST", path, json=base | given, headers={"anthropic-version": "2023-06-01"})
+        assert valid(base | given) == is_right, given
+        assert answer.status_code == (200 if is_right else 400), (given, answer.text)
+
+
+def test_allow_names_the_methods_of_the_route_itself() -> None:
+    app = App(ScriptedEngine())
+    assert app.request("OPTIONS", "/v1/responses/input_tokens").headers["allow"] == "POST"
+    assert app.request("PUT", "/v1/responses/resp_1").headers["allow"] == "DELETE, GET"

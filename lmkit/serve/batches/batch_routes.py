@@ -6,12 +6,12 @@ import re
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Request, Response
-from pydantic import Field
+from pydantic import Field, WithJsonSchema
 
 from lmkit.errors import RequestError
 from lmkit.serve.auth import owner
 from lmkit.serve.batches.batch import ENDPOINTS
-from lmkit.serve.batches.file_routes import checked_expiry
+from lmkit.serve.batches.file_routes import ANCHOR, SECONDS, checked_expiry
 from lmkit.serve.batches.files import FILE_SECONDS
 from lmkit.serve.batches.runner import batches
 from lmkit.serve.body import read_json
@@ -19,20 +19,23 @@ from lmkit.strict import Strict
 from lmkit.web.listing import page, query, reply
 
 MAX_WINDOW_HOURS = 14 * 24
+WINDOW = "^([1-9][0-9]?|[12][0-9]{2}|3[0-2][0-9]|33[0-6])h$"
+Metadata = dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]]
 
 router = APIRouter()
 
 
 class OutputExpiry(Strict):
-    anchor: str
-    seconds: int
+    anchor: Annotated[str, WithJsonSchema(ANCHOR)]
+    seconds: Annotated[int, WithJsonSchema(SECONDS)]
 
 
 class BatchRequest(Strict):
     input_file_id: Annotated[str, Field(max_length=64)]
-    endpoint: str
-    completion_window: str  # as 24h
-    metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None
+    endpoint: Annotated[str, WithJsonSchema({"enum": list(ENDPOINTS)})]
+    # as 24h, at most MAX_WINDOW_HOURS
+    completion_window: Annotated[str, WithJsonSchema({"type": "string", "pattern": WINDOW})]
+    metadata: Annotated[Metadata, Field(max_length=16)] | None = None
     output_expires_after: OutputExpiry | None = None
 
 
@@ -42,11 +45,9 @@ async def create(request: Request) -> Response:
     body = await read_json(request, BatchRequest)
     if body.endpoint not in ENDPOINTS:
         raise _invalid(f"endpoint: expected one of {', '.join(ENDPOINTS)}", "endpoint")
-    hours = re.fullmatch("([1-9][0-9]{0,2})h", body.completion_window)
-    if not hours or int(hours[1]) > MAX_WINDOW_HOURS:
+    hours = re.fullmatch(WINDOW, body.completion_window)
+    if not hours:
         raise _invalid(f"completion_window: expected hours, as 24h, at most {MAX_WINDOW_HOURS}h", "completion_window")
-    if any(len(name) > 64 or len(text) > 512 for name, text in (body.metadata or {}).items()):
-        raise _invalid("metadata: names have at most 64 characters and texts 512", "metadata")
     kept = body.output_expires_after
     kept_seconds = checked_expiry(kept.anchor, kept.seconds) if kept else FILE_SECONDS
     file = store.files.get(mine.own(mine.tenant), body.input_file_id)

@@ -22,6 +22,9 @@ from lmkit.web.listing import page, query, reply
 PURPOSE: Literal["batch"] = "batch"
 EXPIRY_SECONDS = (3600, FILE_SECONDS)
 LIMIT = 10_000  # of a page
+# The schemas of OpenAI's `expires_after`
+ANCHOR = {"const": "created_at"}
+SECONDS = {"type": "integer", "minimum": EXPIRY_SECONDS[0], "maximum": EXPIRY_SECONDS[1]}
 
 router = APIRouter()
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, GetJsonSchemaHandler, model_validator
 
 from lmkit import neutral
 from lmkit.errors import RequestError
 from lmkit.serve.embeddings.encoding import DType, Endianness
 from lmkit.serve.protocol import CutTo, GivenPrompts, ModelName, Placed, prompts
+from lmkit.strict import Schema, exactly_one, given, goes_with
 from lmkit.text.chat.conversation import Messages, TemplateVariables
 
 MAX_TEXTS = 2048  # as OpenAI
@@ -74,8 +75,16 @@ class TextsRequest(Placed):
     add_special_tokens: bool | None = None  # default true
 
 
+OF_MESSAGES = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs")
+
+
 class InputRequest(TextsRequest):
     """Of texts, or of one conversation as the chat template writes it (vLLM's)."""
+
+    conditions = (
+        exactly_one("input", "messages"),
+        *(goes_with(name, given("messages"), (None, False)) for name in OF_MESSAGES),
+    )
 
     input: Annotated[list[Text], BeforeValidator(_inputs, json_schema_input_type=GivenInputs)] | None = None
     messages: Messages | None = None
@@ -89,8 +98,7 @@ class InputRequest(TextsRequest):
             raise RequestError("invalid_request", "send input, or messages", "input")
         if any(message.parts for message in self.messages or ()):
             raise RequestError("unsupported_parameter", "this route reads text; leave images out", "messages")
-        of_messages = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs")
-        if self.messages is None and (wrong := self._first_of(of_messages)):
+        if self.messages is None and (wrong := self._first_of(OF_MESSAGES)):
             raise RequestError("invalid_request", f"{wrong}: it goes with messages", wrong)
         return self
 
@@ -105,7 +113,18 @@ class ClassifyRequest(InputRequest):
     use_activation: bool | None = None  # default true; false: logits
 
 
+OF_BYTES = ("embed_dtype", "endianness")
+SWITCHES = ("normalize", "use_activation")  # two names
+_BYTES = given("encoding_format", encoding_format={"enum": ["base64", "bytes", "bytes_only"]})
+
+
 class EmbeddingRequest(InputRequest):
+    conditions = (
+        *InputRequest.conditions,
+        *(goes_with(name, _BYTES, NOTHING) for name in OF_BYTES),
+        {"anyOf": [{"properties": {name: {"enum": [value, None]} for name in SWITCHES}} for value in (True, False)]},
+    )
+
     encoding_format: Literal["float", "base64", "bytes", "bytes_only"] | None = None  # the last two are vLLM's
     embed_dtype: DType | None = None  # of bytes; default float32
     endianness: Endianness | None = None  # of bytes; default little
@@ -115,8 +134,7 @@ class EmbeddingRequest(InputRequest):
 
     @model_validator(mode="after")
     def _goes_together(self) -> Self:
-        of_bytes = ("embed_dtype", "endianness")
-        if self.encoding_format in (None, "float") and (wrong := self._first_of(of_bytes)):
+        if self.encoding_format in (None, "float") and (wrong := self._first_of(OF_BYTES)):
             raise RequestError(
                 "invalid_request", f"{wrong}: it goes with encoding_format base64, bytes, bytes_only", wrong
             )
@@ -141,6 +159,11 @@ class RerankRequest(PairsRequest):
     """Jina's and Cohere's with `documents`; TEI's and llama.cpp's with `texts`, whose answer is a bare list."""
 
     absent = {**TextsRequest.absent, "raw_scores": (None, False), "truncate": (None, False)}
+    conditions = (
+        exactly_one("documents", "texts"),
+        goes_with("return_documents", given("documents")),
+        goes_with("return_text", given("texts")),
+    )
 
     query: str
     documents: Texts | None = None
@@ -165,8 +188,23 @@ PAIRS = {"text_1": ("queries", "data_1"), "text_2": ("documents", "items", "data
 class ScoreRequest(PairsRequest):
     """One text against each of the second ones, or as many pairs as there are texts."""
 
+    conditions = tuple(
+        {"anyOf": [{"required": [name], "properties": dict.fromkeys({ours, *others} - {name}, False)}
+                   for name in (ours, *others)]}
+        for ours, others in PAIRS.items()
+    )  # fmt: skip
+
     text_1: Texts
     text_2: Texts
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: Any, handler: GetJsonSchemaHandler) -> Schema:
+        schema = super().__get_pydantic_json_schema__(core_schema, handler)
+        schema["properties"] |= {
+            other: schema["properties"][name] for name, others in PAIRS.items() for other in others
+        }
+        schema["required"] = [name for name in schema["required"] if name not in PAIRS]
+        return schema
 
     @model_validator(mode="before")
     @classmethod

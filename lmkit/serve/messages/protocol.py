@@ -12,8 +12,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from lmkit import neutral
+from lmkit.serve.numbers import Temperature, TopP
 from lmkit.serve.protocol import ChatExtensions
-from lmkit.strict import LAZY, Nullable
+from lmkit.strict import LAZY, NULL, Nullable, given
 from lmkit.text.chat.conversation import MAX_MESSAGES, MAX_TOOLS, check_parts
 from lmkit.turbo.request import MAX_STOPS
 
@@ -115,6 +116,13 @@ BLOCKS_OF: Mapping[str, tuple[str, ...]] = {
 
 
 class Message(Nullable):
+    conditions = ({"anyOf": [
+        {"properties": {"role": {"const": role}, "content": {"anyOf": [
+            {"type": "string"}, {"type": "array", "items": {"properties": {"type": {"enum": list(kinds)}}}},
+        ]}}}
+        for role, kinds in BLOCKS_OF.items()
+    ]},)  # fmt: skip
+
     role: Literal["user", "assistant", "system"]
     content: Annotated[list[Block], BeforeValidator(_blocks, json_schema_input_type=str | list[Block])]
 
@@ -157,6 +165,11 @@ class ToolChoice(Nullable):
 
 
 class ThinkingConfig(Nullable):
+    conditions = ({"anyOf": [
+        given("budget_tokens", type={"const": "enabled"}),
+        {"properties": {"type": {"enum": ["disabled", "adaptive"]}, "budget_tokens": NULL}},
+    ]},)  # fmt: skip
+
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
     display: Literal["summarized", "omitted"] | None = None
@@ -221,8 +234,8 @@ class MessagesRequest(Prompt):
     max_tokens: Annotated[int, Field(ge=1, lt=1 << 31)]
     stop_sequences: Annotated[list[str], Field(max_length=MAX_STOPS)] | None = None
     stream: bool | None = None
-    temperature: float | None = None
-    top_p: float | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
     metadata: Metadata | None = None
     service_tier: Literal["auto", "standard_only"] | None = None  # there is one tier
 

@@ -8,8 +8,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from lmkit import neutral
+from lmkit.serve.numbers import Temperature, TopP
 from lmkit.serve.protocol import ChatExtensions, ModelName
-from lmkit.strict import LAZY, No, Nullable
+from lmkit.strict import LAZY, No, Nullable, given, goes_with
 from lmkit.text.chat.conversation import MAX_MESSAGES, MAX_TOOLS, check_parts
 from lmkit.text.messages import DETAILS
 
@@ -64,6 +65,10 @@ Content = Annotated[TextPart | ImagePart, Field(discriminator="type")]
 
 class Message(Nullable):
     absent = {"phase": ("commentary", "final_answer")}  # of an answer: templates do not tell them apart
+    conditions = ({"anyOf": [  # images belong to the user
+        {"properties": {"role": {"const": "user"}}},
+        {"properties": {"content": {"items": {"not": {"properties": {"type": {"const": "input_image"}}}}}}},
+    ]},)  # fmt: skip
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
@@ -119,7 +124,7 @@ def _item_list(value: Any) -> Any:
 Items = Annotated[
     list[Item],
     Field(max_length=MAX_MESSAGES, fail_fast=True),
-    BeforeValidator(_item_list, json_schema_input_type=str | list[dict[str, Any]]),
+    BeforeValidator(_item_list, json_schema_input_type=str | list[Item]),
 ]
 
 
@@ -215,6 +220,11 @@ Includable = Literal[
 class ResponsesRequest(Prompt):
     """The body of POST /v1/responses."""
 
+    conditions = tuple(
+        goes_with(name, given("stream", stream={"const": True}), (None, False))
+        for name in ("timings_per_token", "return_progress", "stream_options")
+    )
+
     store: bool | None = None  # None: as if true
     background: bool | None = None  # the response is made while no client waits
     stream: bool | None = None
@@ -223,8 +233,8 @@ class ResponsesRequest(Prompt):
     max_tool_calls: Annotated[int, Field(ge=1)] | None = (
         None  # of tools that run in the server, of which there are none
     )
-    temperature: float | None = None
-    top_p: float | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     include: Annotated[list[Includable], Field(max_length=64)] | None = None
     metadata: Metadata | None = None

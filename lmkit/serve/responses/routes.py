@@ -87,7 +87,7 @@ async def input_items(id: str, request: Request) -> Response:
         items.reverse()
     ids = [item["id"] for item in items]
     if query.after is not None and query.after not in ids:
-        raise RequestError("invalid_request", f"after: there is no item {query.after[:64]!r}", "after")
+        raise RequestError("not_found", f"after: there is no item {query.after[:64]!r}", "after")
     start = 0 if query.after is None else ids.index(query.after) + 1
     page = items[start : start + query.limit]
     return _json({

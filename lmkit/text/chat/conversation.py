@@ -3,13 +3,29 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
-from pydantic import BeforeValidator, Field, ModelWrapValidatorHandler, PlainValidator, PrivateAttr, model_validator
+from pydantic import (
+    BeforeValidator,
+    Field,
+    ModelWrapValidatorHandler,
+    PlainValidator,
+    PrivateAttr,
+    WithJsonSchema,
+    model_validator,
+)
 
 from lmkit import neutral
-from lmkit.strict import Nullable, Strict
-from lmkit.text.messages import MAX_NAME_CHARS, ImagePart, Role, has_images, joined_parts, message_parts
+from lmkit.strict import Nullable, Schema, Strict
+from lmkit.text.chat import given
+from lmkit.text.messages import (
+    MAX_NAME_CHARS,
+    ImagePart,
+    Role,
+    has_images,
+    joined_parts,
+    message_parts,
+)
 
 MAX_MESSAGES = 4096
 MAX_CALLS = 256  # of one message
@@ -40,9 +56,6 @@ def _arguments(value: Any) -> Any:
     return json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else value
 
 
-GivenText = str | list[str | dict[str, Any]] | None
-
-
 class CalledFunction(Strict):
     name: Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)]
     arguments: Annotated[str, BeforeValidator(_arguments, json_schema_input_type=str | dict[str, Any])] = "{}"
@@ -57,11 +70,11 @@ class ToolCall(Nullable):
 
 class ChatMessage(Strict):
     absent = neutral.MESSAGE
+    conditions: ClassVar[tuple[Schema, ...]] = (given.MESSAGE,)
 
     role: Role | Literal["tool"]
-    content: Annotated[str | None, BeforeValidator(joined_parts, json_schema_input_type=GivenText)] = (
-        None  # None: only of the assistant
-    )
+    # None: only of the assistant
+    content: Annotated[str | None, BeforeValidator(joined_parts), WithJsonSchema(given.CONTENT)] = None
     name: Annotated[str, Field(max_length=MAX_NAME_CHARS)] | None = None  # passed to the chat template
     tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_CALLS)] | None = None
     tool_call_id: Annotated[str, Field(max_length=MAX_NAME_CHARS)] | None = None  # of the call that a tool answers
