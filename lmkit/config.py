@@ -29,7 +29,7 @@ HeadStorage = Literal["auto", "int8"]
 Quantize = Literal["none", "int4", "int8", "fp8"]
 Reranker = Literal["cosine", "yes_no"]  # of embeddings; or the probability that the model answers yes
 PoolingName = Literal["auto", "last", "mean"]
-Speculate = Annotated[str, msgspec.Meta(pattern=r"^(off|ngram|(draft|eagle)=.+)$")]  # a smaller model, or a head
+Speculate = Annotated[str, msgspec.Meta(pattern=r"^(off|auto|ngram|mtp|(draft|eagle)=.+)$")]
 Activations = Literal["auto", "int8", "fp8", "exact"]
 LogLevel = Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"]
 LOG_LEVELS = get_args(LogLevel)
@@ -138,9 +138,9 @@ class EngineConfig(StrictStruct, frozen=True, kw_only=True, metaclass=CheckedMet
         return self.max_draft_tokens if self.speculate != "off" else 0
 
     @property
-    def draft_model(self) -> str:
-        """The folder of the draft model, or of the head, that `speculate` names, or an empty text."""
-        return self.speculate.partition("=")[2]
+    def has_drafter(self) -> bool:
+        """Whether `speculate` names what guesses beside the model: a smaller model, a head or a layer."""
+        return self.speculate not in ("off", "auto", "ngram")
 
     @property
     def adapter_folders(self) -> dict[str, str]:

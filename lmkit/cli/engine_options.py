@@ -65,7 +65,7 @@ HELP = {
         "max_overtakes": "How often later requests with a longer cached prefix may overtake a request.",
         "decode_slowdown": "Largest slowdown of decoding during a prefill: 2 = twice as slow.",
         "overlap": "Prepare the next step while one runs.",
-        "speculate": "Guess tokens if that is faster: ngram (from the text), draft=FOLDER (a model), eagle=FOLDER.",
+        "speculate": "Guess tokens if that is faster: auto, ngram, mtp, draft=FOLDER (a model), eagle=FOLDER (a head).",
         "max_draft_tokens": "The most guesses for one sequence in one step.",
     },
 }

@@ -25,13 +25,7 @@ class Line(Protocol):
         """Send what lies in `place` to the next stage."""
 
 
-class Kept(Protocol):
-    """The residual streams in front of some layers, for what reads them behind a step (runners.streams)."""
-
-    @property
-    def places(self) -> Mapping[int, int]:
-        """The place of each layer's stream in a row of `of_step`."""
-
-    @property
-    def of_step(self) -> Tensor:
-        """float32 [most tokens of a step, streams * hidden]"""
+# Where the residual stream float32 [most tokens of a step, hidden] in front of some layers is kept, for what reads it
+# behind a step (runners.streams). The number of the layers stands for the stream behind the last one, which the last
+# layer then computes for all tokens.
+Kept = Mapping[int, Tensor]

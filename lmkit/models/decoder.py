@@ -298,7 +298,7 @@ class Decoder:
         self.dtype = dtype
         self.ranks: Ranks | None = None
         self.line: Line | None = None
-        self.kept: Kept | None = None
+        self.kept: Kept = {}
         device = lm_head.device
         self.ropes = {rope: Rope(rope, device) for rope in dict.fromkeys(layer.rope for layer in spec.layers)}
         self.embedding = ops.embedding.select(device)
@@ -353,14 +353,15 @@ class Decoder:
         """
         self.row_adapters.set(batch.adapters, batch.logit_adapters)
         angles = {spec: rope(batch) for spec, rope in self.ropes.items()}
-        delta = self._stream_in(batch)
+        delta, last, kept = self._stream_in(batch), self.spec.num_layers, self.kept
         residual: Tensor | None = None
         for layer, kv_layer in zip(self.layers, kv, strict=True):
-            of_rows = logits_only and layer.index == self.spec.num_layers - 1
-            if self.kept is not None and (place := self.kept.places.get(layer.index)) is not None:
-                columns = slice(place * self.spec.hidden_size, (place + 1) * self.spec.hidden_size)
-                self.keep(delta, residual, self.kept.of_step[: len(delta), columns])
+            of_rows = logits_only and layer.index == last - 1 and last not in kept
+            if layer.index in kept:
+                self.keep(delta, residual, kept[layer.index][: len(delta)])
             delta, residual = layer(delta, residual, batch, angles[layer.spec.rope], kv_layer, logits_only=of_rows)
+        if last in kept:
+            self.keep(delta, residual, kept[last][: len(delta)])
         if self.line is not None:
             if len(delta):
                 self.keep(delta, residual, self.line.place(len(delta)))

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -64,46 +65,110 @@ class DraftHead(Decoder):
     """A head that guesses. Logits are those of its own tokens.
 
     `states` float32 [tokens, hidden] has the state in front of each token of the next step, and is overwritten.
-    `next_states` float32 [rows, hidden] then has the state behind each of its logit rows.
+    `next_states` float32 [rows, hidden] then has the stream behind each of its logit rows.
     """
 
     states: Tensor
     next_states: Tensor
+
+    def first_states(self, streams: Tensor) -> Tensor:
+        """The model's streams [tokens, streams * hidden] -> the states in front of the tokens behind them."""
+        raise NotImplementedError
+
+    def own_states(self, states: Tensor) -> Tensor:
+        """Some of `next_states` -> the states in front of the tokens behind them."""
+        return states
+
+    def stream(self, token_ids: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The pair in front of the layer."""
+        raise NotImplementedError
 
     def hidden(
         self, batch: BatchInputs, kv: list[KVLayer], *, logits_only: bool = False
     ) -> tuple[Tensor, Tensor | None]:
         """See Decoder."""
         (layer,) = self.layers
-        assert isinstance(layer, HeadLayer)
-        layer.embedded = self.embed(batch.token_ids)
         angles = self.ropes[layer.spec.rope](batch)
-        states = self.states[: len(batch.token_ids)]
-        delta, residual = layer(states, None, batch, angles, kv[0], logits_only=logits_only)
+        delta, residual = layer(*self.stream(batch.token_ids), batch, angles, kv[0], logits_only=logits_only)
         self.keep(delta, residual, self.next_states[: len(delta)])
         return delta, residual
 
 
-@dataclass(frozen=True)
-class HeadParts:
+class EagleHead(DraftHead):
+    """An EAGLE-3 head."""
+
+    fc: MergedLinear
+
+    def first_states(self, streams: Tensor) -> Tensor:
+        """See DraftHead."""
+        return self.fc(streams)
+
+    def stream(self, token_ids: Tensor) -> tuple[Tensor, Tensor | None]:
+        """See DraftHead."""
+        (layer,) = self.layers
+        assert isinstance(layer, HeadLayer)
+        layer.embedded = self.embed(token_ids)
+        return self.states[: len(token_ids)], None
+
+
+class HeadParts(Protocol):
     """A head, read and packed, without what it takes from the model."""
 
-    spec: ModelSpec  # its vocabulary is the model's
-    streams: tuple[int, ...]  # the layers whose inputs it reads
+    @property
+    def spec(self) -> ModelSpec:
+        """Its vocabulary is the model's."""
+
+    @property
+    def streams(self) -> tuple[int, ...]:
+        """The layers whose inputs it reads. The number of the layers stands for what the last one gives."""
+
+    @property
+    def token_ids(self) -> Tensor | None:
+        """int64, of the model, by the head's; None: they are the same."""
+
+    def join(self, model: Decoder) -> DraftHead:
+        """The head beside the model."""
+
+
+class HeadSource(Protocol):
+    """An open checkpoint of a head."""
+
+    @property
+    def spec(self) -> ModelSpec: ...
+
+    @property
+    def streams(self) -> tuple[int, ...]: ...
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the loaded head, at most."""
+
+    def read(self) -> HeadParts: ...
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class EagleParts:
+    """See HeadParts."""
+
+    spec: ModelSpec
+    streams: tuple[int, ...]
     layer: HeadLayer
     fc: MergedLinear
     norm: Tensor
     lm_head: MergedLinear | None  # None: the model's
     embed_tokens: Tensor | None
-    token_ids: Tensor | None  # int64, of the model, by the head's; None: they are the same
+    token_ids: Tensor | None
 
-    def join(self, model: Decoder) -> DraftHead:
+    def join(self, model: Decoder) -> EagleHead:
         """The head beside the model."""
         embed = model.embed_tokens if self.embed_tokens is None else self.embed_tokens
-        return DraftHead(self.spec, embed, [self.layer], self.norm, self.lm_head or model.lm_head)
+        head = EagleHead(self.spec, embed, [self.layer], self.norm, self.lm_head or model.lm_head)
+        head.fc = self.fc
+        return head
 
 
-class HeadSource:
+class EagleSource:
     """An open checkpoint of a head for a model of `target`. Raises CheckpointError or UnsupportedError."""
 
     def __init__(self, path: str | Path, target: ModelSpec) -> None:
@@ -135,7 +200,7 @@ class HeadSource:
         """Bytes of the loaded head, at most."""
         return self.reader.nbytes()
 
-    def read(self) -> HeadParts:
+    def read(self) -> EagleParts:
         layer, hidden, reader = self.spec.layers[0], self.spec.hidden_size, self.reader
         weights: Weights = {role: self._plain(f"{LAYER}.{name}", (hidden,)).float() for role, name in NORMS.items()}
         token_part: Weights = {}
@@ -143,9 +208,9 @@ class HeadSource:
             name = f"{LAYER}.{layer.names[role]}"
             if role in roles.QKV:
                 both = self._plain(name, (rows, 2 * hidden))
-                token_part[role], weights[role] = (_rounded(part) for part in both.split(hidden, 1))
+                token_part[role], weights[role] = (rounded(part) for part in both.split(hidden, 1))
             else:
-                weights[role] = _rounded(self._plain(name, (rows, columns)))
+                weights[role] = rounded(self._plain(name, (rows, columns)))
         head_layer = HeadLayer(layer, weights, MergedLinear(roles.QKV, token_part))
         head_layer.pack("int8")
         fc = self._linear(FC, (hidden, len(self.streams) * hidden))
@@ -158,10 +223,10 @@ class HeadSource:
         shape = self.spec.head_shape
         embed = self._plain(EMBED, shape).float() if reader.has(EMBED + ".weight") else None
         norm = self._plain(NORM, (hidden,)).float()
-        return HeadParts(self.spec, self.streams, head_layer, fc, norm, lm_head, embed, ids)
+        return EagleParts(self.spec, self.streams, head_layer, fc, norm, lm_head, embed, ids)
 
     def _linear(self, name: str, shape: tuple[int, int]) -> MergedLinear:
-        linear = MergedLinear((name,), {name: _rounded(self._plain(name, shape))})
+        linear = MergedLinear((name,), {name: rounded(self._plain(name, shape))})
         linear.pack("int8")
         return linear
 
@@ -187,6 +252,6 @@ class HeadSource:
         self.reader.close()
 
 
-def _rounded(weight: Tensor) -> Tensor | QTensor:
+def rounded(weight: Tensor) -> Tensor | QTensor:
     scheme = scheme_for("int8", weight.shape[1])
     return weight.float() if scheme is None else quantize_rows(weight.float(), scheme)

@@ -80,7 +80,7 @@ def _linears(reader: CheckpointReader, index: int, layer: LayerSpec) -> Iterator
     version = awq_version(reader.config)
     for module, parts in _fused(layer).items():
         for suffix in SUFFIXES:
-            if reader.has(source := f"{layer.prefix}.{index}.{module}.{suffix}"):
+            if reader.has(source := f"{layer.path(index)}{module}.{suffix}"):
                 shape, outputs = reader.info(source).shape, sum(layer.linears[role][0] for role in parts)
                 for role, rows in parts.items():
                     view = rows_of(source, shape, rows, outputs, version=version)
@@ -111,7 +111,7 @@ def _shares(*sizes: int) -> list[Rows]:
 
 
 def _experts(reader: CheckpointReader, index: int, layer: LayerSpec, moe: MoESpec) -> Iterator[tuple[str, View]]:
-    prefix = f"{layer.prefix}.{index}."
+    prefix = layer.path(index)
     for (module, parts), (ending, suffix) in product(EXPERTS.items(), ENDINGS.items()):
         if not reader.has(source := prefix + module + ending):
             continue

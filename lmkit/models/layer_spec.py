@@ -52,6 +52,7 @@ class LayerSpec:
     stream_norms: bool = False  # and no other ones
     norm_bias: bool = False  # norms are LayerNorms
     prefix: str = "model.layers"  # of the names in a checkpoint
+    number: int | None = None  # in these names, if it is not the layer's place in the model
     names: Mapping[str, str] = field(default_factory=lambda: roles.LLAMA_NAMES, hash=False)  # see models.roles
 
     @property
@@ -157,7 +158,11 @@ class LayerSpec:
         """`attn.q` of layer 3 -> `model.layers.3.self_attn.q_proj`."""
         expert = roles.expert_of(role)
         pattern = role if expert is None else role.replace(f".{expert}.", ".{}.")
-        return f"{self.prefix}.{index}.{self.names[pattern].format(expert)}"
+        return self.path(index) + self.names[pattern].format(expert)
+
+    def path(self, index: int) -> str:
+        """What the names of all tensors of layer `index` begin with: `model.layers.3.`"""
+        return f"{self.prefix}.{index if self.number is None else self.number}."
 
     @cached_property
     def fused(self) -> tuple[tuple[str, ...], ...]:

@@ -41,10 +41,13 @@ class ModelSource:
     they are quantized already.
     """
 
-    def __init__(self, path: str | Path, *, attention_sinks: int = 0, rounding: str = "none") -> None:
+    def __init__(
+        self, path: str | Path, *, attention_sinks: int = 0, rounding: str = "none", part: ModelSpec | None = None
+    ) -> None:
+        """`part`: the specification of another part of the checkpoint, in place of the model's."""
         self.reader = CheckpointReader(path)
         self.config: dict[str, Any] = self.reader.config
-        self.spec: ModelSpec = load_spec(self.config).with_sinks(attention_sinks)
+        self.spec: ModelSpec = part or load_spec(self.config).with_sinks(attention_sinks)
         self.format: WeightFormat = resolve_format(self.config)
         self.rounding = rounding
         if rounding != "none" and self.format.name != "dense":
@@ -227,6 +230,13 @@ class ModelSource:
             path = self.reader.path
             raise CheckpointError(f"{path}: {module} is {list(matrix.shape)}, config.json says {list(expected)}")
         return matrix
+
+    def norm(self, name: str, size: int) -> Tensor:
+        """The factor float32 [size] of a norm that no layer has."""
+        factor = self._vector(name, None).float().clone()
+        if tuple(factor.shape) != (size,):
+            raise CheckpointError(f"{self.reader.path}: {name} is {list(factor.shape)}, expected {[size]}")
+        return factor
 
     def _vector(self, name: str, dtype: torch.dtype | None) -> Tensor:
         """A norm's factor: the stored weight plus the model's norm_offset. A short type could not hold the sum."""

@@ -10,6 +10,7 @@ from functools import cached_property
 
 from lmkit.errors import ConfigError
 from lmkit.models.layer_spec import LayerSpec
+from lmkit.models.mtp_spec import MTPSpec
 from lmkit.models.vision_spec import VisionSpec
 
 
@@ -32,6 +33,7 @@ class ModelSpec:
     first_position: int | None = None  # the row of position 0 in a table of learned positions; None = there is no table
     unread: tuple[str, ...] = ()  # tensors whose names begin so belong to other parts of the model, as a vision tower
     vision: VisionSpec | None = None  # a tower that encodes images
+    mtp: MTPSpec | None = None  # a layer that guesses tokens, which the checkpoint may have
 
     @property
     def num_layers(self) -> int:

@@ -90,6 +90,7 @@ def test_inspect_tells_what_serving_takes() -> None:
         "bits_per_linear_weight": 16.0,
         "file_bytes": 14688768,
         "vision_tower_bytes": None,
+        "mtp_bytes": None,
     }
     assert report["kv_cache"]["bytes_per_token"] == 8 * 2 * 2 * 64 * 2
     assert report["serving"]["fits"] is True

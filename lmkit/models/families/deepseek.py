@@ -11,7 +11,7 @@ from lmkit.errors import CheckpointError, UnsupportedError
 from lmkit.layers.latent_spec import LatentSpec
 from lmkit.layers.rope_spec import RopeSpec
 from lmkit.models.families.llama import integer, layer_spec, model_spec, num_layers, rope_spec
-from lmkit.models.families.moe import deepseek_experts
+from lmkit.models.families.moe import deepseek_experts, with_mtp
 from lmkit.models.layer_spec import LayerSpec
 from lmkit.models.registry import family
 from lmkit.models.roles import LATENT_NAMES
@@ -38,7 +38,7 @@ def deepseek_v2(hf: dict[str, Any]) -> ModelSpec:
 def deepseek_v3(hf: dict[str, Any]) -> ModelSpec:
     hf = {"first_k_dense_replace": 3, "n_group": 8, "topk_group": 4, "n_shared_experts": 1, "norm_topk_prob": True,
           "routed_scaling_factor": 2.5} | hf  # fmt: skip
-    return model_spec(hf, deepseek_experts(hf, _layers(hf, interleaved=bool(hf.get("rope_interleave", True)))))
+    return with_mtp(hf, _layers(hf, interleaved=bool(hf.get("rope_interleave", True))))
 
 
 def _layers(hf: dict[str, Any], *, interleaved: bool) -> list[LayerSpec]:

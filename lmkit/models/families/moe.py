@@ -21,9 +21,12 @@ from lmkit.models.families.llama import (
     windowed,
 )
 from lmkit.models.layer_spec import LayerSpec
+from lmkit.models.mtp_spec import behind
 from lmkit.models.registry import family
 from lmkit.models.roles import LLAMA_NAMES, MIXTRAL_EXPERTS, QWEN_EXPERTS, SIGMOID_EXPERTS
 from lmkit.models.spec import ModelSpec
+
+PREDICTING = "num_nextn_predict_layers"
 
 
 @family("MixtralForCausalLM")
@@ -62,7 +65,7 @@ def qwen3_moe(hf: dict[str, Any]) -> ModelSpec:
 def glm4_moe(hf: dict[str, Any]) -> ModelSpec:
     hf = {"partial_rotary_factor": 0.5, "first_k_dense_replace": 1, "n_shared_experts": 1, "norm_topk_prob": True} | hf
     layer = layer_spec(hf, attn_bias=bool(hf.get("attention_bias", False)), qk_norm=bool(hf.get("use_qk_norm", False)))
-    return model_spec(hf, deepseek_experts(hf, [layer] * num_layers(hf)))
+    return with_mtp(hf, [layer] * num_layers(hf))
 
 
 @family("Dots1ForCausalLM")
@@ -102,6 +105,15 @@ def deepseek_experts(hf: dict[str, Any], layers: list[LayerSpec], **flags: Any) 
         layer if i < dense else replace(layer, mlp=moe, names={**layer.names, **SIGMOID_EXPERTS})
         for i, layer in enumerate(layers)
     ]
+
+
+def with_mtp(hf: dict[str, Any], layers: list[LayerSpec]) -> ModelSpec:
+    """A model with DeepSeek's experts in these layers. Of the layers for multi-token prediction behind the last one,
+    the first guesses."""
+    *layers, last = deepseek_experts(hf, [*layers, layers[-1]])
+    count = len(layers)
+    unread = tuple(f"{last.prefix}.{number}." for number in range(count, count + integer(hf, PREDICTING, 0)))
+    return model_spec(hf, layers, unread=unread, mtp=behind(last, count) if unread else None)
 
 
 def with_experts(hf: dict[str, Any], layers: list[LayerSpec], shared: MLPSpec | None = None) -> list[LayerSpec]:

@@ -14,6 +14,7 @@ from lmkit.layers.mlp_spec import MLPSpec
 from lmkit.models.families.llama import integer, layer_spec, model_spec, num_layers
 from lmkit.models.families.moe import with_experts
 from lmkit.models.layer_spec import LayerSpec
+from lmkit.models.mtp_spec import beside
 from lmkit.models.registry import family
 from lmkit.models.roles import DELTA_NAMES, GATED_NAMES
 from lmkit.models.spec import ModelSpec
@@ -65,8 +66,9 @@ def _hybrid(hf: dict[str, Any], *, flat: bool = False) -> ModelSpec:
     layers = [replace(full, gated=False, attn_bias=False, o_bias=False, qk_norm=False, delta=_delta(hf, flat))
               if kind == LINEAR else full for kind in _kinds(hf)]  # fmt: skip
     shared = MLPSpec(integer(hf, "shared_expert_intermediate_size", 0))
-    layers = with_experts(hf, layers, shared if shared.intermediate_size else None)
-    return model_spec(hf, [_named(layer) for layer in layers], norm_offset=1.0, unread=("mtp.",))
+    *layers, last = with_experts(hf, [*layers, full], shared if shared.intermediate_size else None)
+    mtp = beside(_named(last))
+    return model_spec(hf, [_named(layer) for layer in layers], norm_offset=1.0, unread=(mtp.prefix,), mtp=mtp)
 
 
 def _named(layer: LayerSpec) -> LayerSpec:

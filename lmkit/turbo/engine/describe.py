@@ -12,6 +12,7 @@ from lmkit.errors import ConfigError
 from lmkit.formats.generation_config import RANGES, SamplingDefaults, read_defaults
 from lmkit.formats.kv_config import load_kv_config
 from lmkit.layers.mlp_spec import MoESpec
+from lmkit.models.mtp import mtp_bytes
 from lmkit.models.packed_cache import cache_folders
 from lmkit.models.resolved import ResolvedModel, resolved
 from lmkit.models.spec import ModelSpec
@@ -66,6 +67,7 @@ def describe_model(path: str, config: EngineConfig) -> dict[str, Any]:
                 "bits_per_linear_weight": round(8 * _layer_bytes(model) / spec.num_weights, 3),
                 "file_bytes": reader.nbytes(),
                 "vision_tower_bytes": tower_bytes(model) or None,
+                "mtp_bytes": mtp_bytes(model) or None,
             },
             "kv_cache": {
                 "kv_config": load_kv_config(reader.path) is not None,

@@ -17,7 +17,6 @@ from lmkit.models import kv_storage
 from lmkit.models.draft_head import HeadParts, HeadSource
 from lmkit.models.kv_storage import KVStorage
 from lmkit.models.packed_cache import PackedFile
-from lmkit.models.resolved import ResolvedModel
 from lmkit.turbo.engine.memory import MemoryPlan, plan_memory
 from lmkit.turbo.host_memory import gib
 from lmkit.turbo.kv.blocks import KVBlocks
@@ -72,12 +71,11 @@ class ResolvedHead:
 
 
 @contextmanager
-def resolved_head(config: EngineConfig, own: EngineConfig, target: ResolvedModel, free: int) -> Iterator[ResolvedHead]:
-    """The head of `config` for the model `target`. `own` is its own configuration, and `free` its share of the memory.
+def resolved_head(config: EngineConfig, own: EngineConfig, source: HeadSource, free: int) -> Iterator[ResolvedHead]:
+    """The head in `source`, which this closes. `own` is its own configuration, and `free` its share of the memory.
 
-    Raises CheckpointError, ConfigError or UnsupportedError.
+    Raises ConfigError.
     """
-    source = HeadSource(config.draft_model, target.spec)
     try:
         if own.max_model_len is not None:
             own = structs.replace(own, max_model_len=min(own.max_model_len, source.spec.max_position))

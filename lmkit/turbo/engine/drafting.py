@@ -13,8 +13,10 @@ from lmkit.errors import ConfigError, UnsupportedError
 from lmkit.log import get_logger
 from lmkit.models import kv_storage
 from lmkit.models.decoder import Decoder
+from lmkit.models.draft_head import EagleSource
 from lmkit.models.kv_storage import KVStorage
 from lmkit.models.loader import load as load_decoder
+from lmkit.models.mtp import MTPSource, has_mtp
 from lmkit.models.packed_cache import PackedFile
 from lmkit.models.resolved import ResolvedModel, resolved
 from lmkit.text import Tokenizer
@@ -78,17 +80,21 @@ def resolved_draft(
 
     Raises CheckpointError, ConfigError or UnsupportedError.
     """
-    if not config.draft_model:
+    kind, _, folder = config.speculate.partition("=")
+    if kind == "auto":
+        kind = _automatic(config, device, target)
+    if kind in ("off", "ngram"):
         yield None
         return
     if device.name != "cpu":
         raise UnsupportedError("draft models and heads run on a CPU alone so far; use speculate ngram on a GPU")
     free = device.free_memory() // SHARE
-    if config.speculate.startswith("eagle="):
-        with resolved_head(config, _own(config, config.max_model_len), target, free) as head:
+    if kind != "draft":
+        source = MTPSource(target) if kind == "mtp" else EagleSource(folder, target.spec)
+        with resolved_head(config, _own(config, config.max_model_len), source, free) as head:
             yield head
         return
-    with resolved(config.draft_model, device="cpu") as model:
+    with resolved(folder, device="cpu") as model:
         if not model.source.has_head:
             raise ConfigError(f"draft model {model.reader.path}: this checkpoint has no head to generate with")
         if model.spec.is_recurrent:
@@ -104,6 +110,14 @@ def resolved_draft(
         except ConfigError as error:
             raise ConfigError(f"draft model, which gets a third of the free memory: {error}") from None
         yield ResolvedDraft(own, model, memory)
+
+
+def _automatic(config: EngineConfig, device: Device, target: ResolvedModel) -> str:
+    """What `speculate` auto means: the checkpoint's own layer for multi-token prediction, if it has one, or ngram."""
+    alone = device.name == "cpu" and config.num_processes == 1
+    kind = "mtp" if alone and has_mtp(target) else "ngram"
+    log.info("speculate: %s", kind)
+    return kind
 
 
 def _own(config: EngineConfig, max_model_len: int | None) -> EngineConfig:

@@ -251,7 +251,7 @@ def _check_processes(config: EngineConfig) -> None:
         raise ConfigError(f"{name} is for --device cpu; on a GPU use {alone}")
     if config.adapters or config.adapter_root is not None:
         raise ConfigError(f"{name} takes no adapters; merge them into the checkpoint, or use {alone}")
-    if config.draft_model:
+    if config.has_drafter:
         raise ConfigError(f"{name} takes no draft model; use speculate ngram with tp or ep, or {alone}")
     if config.pp > 1 and config.speculate != "off":
         raise ConfigError(f"{name} guesses no tokens: it has several steps under way; leave out speculate, or use pp=1")
@@ -270,8 +270,8 @@ def given(decoder: Decoder, config: EngineConfig, device: Device, storages: list
         raise ConfigError("weights_memory needs a checkpoint, whose layers are read from the disk")
     if _has_tiers(config):
         raise ConfigError("an engine of a decoder has no checkpoint whose KV could be kept in tiers")
-    if config.draft_model:
-        raise ConfigError("an engine of a decoder has no tokenizer to compare with that of a draft model")
+    if config.has_drafter:
+        raise ConfigError("an engine of a decoder has no checkpoint beside which a draft model or head could guess")
     if storages is None:
         kind = str(decoder.dtype).removeprefix("torch.") if config.kv_dtype == "auto" else config.kv_dtype
         storages = [KVStorage(kv_dtype(kind), kv_dtype(kind))] * spec.num_layers

@@ -59,12 +59,13 @@ class HeadDrafter(Drafter):
         super().__init__(parts, num_blocks, vocab_size, call, HeadRunner(parts, head.token_ids))
         # Its distributions are too rough for the same random numbers to choose the same tokens.
         self._drawing = frozenset({"logit_bias"})
-        self._fc, self._streams = head.fc, streams
+        self._streams = streams
         self._states = torch.zeros(self._runner.batch.max_step_tokens, parts.decoder.spec.hidden_size)
         self._next_states = torch.zeros_like(self._states)
         decoder = parts.decoder
         assert isinstance(decoder, DraftHead)
         decoder.states, decoder.next_states = self._states, self._next_states
+        self._head = decoder
         self._rows: dict[Sequence, int] = {}  # of the states behind the last step
 
     def _draft(self, lengths: dict[Sequence, int]) -> Drafts:
@@ -75,10 +76,10 @@ class HeadDrafter(Drafter):
         by_slot = {chunk.slot: seq for seq, chunk in chunks.items()}
         ordered = [(by_slot[chunk.slot], chunk) for chunk in in_order(list(chunks.values()))]
         if self._rows:
-            states = self._next_states[[self._rows[seq] for seq, _ in ordered]]
+            states = self._head.own_states(self._next_states[[self._rows[seq] for seq, _ in ordered]])
         else:
             kept = [self._kept(seq, chunk) for seq, chunk in ordered]
-            states = self._fc(torch.cat(kept))
+            states = self._head.first_states(torch.cat(kept))
         self._states[: len(states)] = states
         super()._step(chunks, drafts)
         self._rows = {seq: row for row, (seq, chunk) in enumerate(ordered) if chunk.num_sampled}

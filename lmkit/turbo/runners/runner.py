@@ -118,7 +118,7 @@ class PlanRunner:
 
     def keep_streams(self, streams: Streams) -> None:
         """Keep residual streams from now on. Called before the first step."""
-        self.streams = self.decoder.kept = streams
+        self.streams, self.decoder.kept = streams, streams.places
 
     @contextmanager
     def _begun(self, plan: StepPlan) -> Iterator[list[Chunk]]:

@@ -21,8 +21,8 @@ class Streams:
 
     def __init__(self, layers: tuple[int, ...], hidden_size: int, num_slots: int, max_step_tokens: int) -> None:
         width = len(layers) * hidden_size
-        self.places = {layer: place for place, layer in enumerate(layers)}
         self.of_step = torch.zeros(max_step_tokens, width)
+        self.places = dict(zip(layers, self.of_step.split(hidden_size, 1), strict=True))
         self._kept = torch.zeros(num_slots * WINDOW, width, dtype=torch.bfloat16)
         self._spans = np.zeros((num_slots, 2), np.int64)  # the positions whose streams are kept
 

@@ -48,7 +48,7 @@ def test_guesses_are_those_of_the_reference(
     demo_model: Path, head: Path, streams_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also after wrong guesses, and those of a text that is longer than what is kept of its streams."""
-    monkeypatch.setattr(draft_head, "_rounded", lambda weight: weight.float())
+    monkeypatch.setattr(draft_head, "rounded", lambda weight: weight.float())
     embeddings = load_file(demo_model / "model.safetensors")["model.embed_tokens.weight"]
     engine = engine_for(demo_model, speculate=f"eagle={head}", max_draft_tokens=3)
     drafter = engine._drafter
