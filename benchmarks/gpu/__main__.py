@@ -45,6 +45,7 @@ SECTIONS = (
     Section("gemm", "gemm", 120),
     Section("attention", "attention", 60),
     Section("small", "small", 30),
+    Section("experts", "sparse", 40),
     Section("engine", "engine", 150),
     Section("switches", "switched", 180),
     Section("transformers", "transformers_peer", 60),

@@ -33,13 +33,15 @@ class ExpertLinears:
     """What an implementation of a linear has for the linears of many experts.
 
     `table` puts weights and biases of one shape together; None: it cannot. `multiply(x, places, table, by_token)`
-    gives float32 [T * k, N]: the product of the row of each of ops.Places with its expert's weight. Rows of x are those
-    of places, or with `by_token` those of tokens. The bits are those of a call for each expert.
+    gives [T * k, N]: the product of the row of each of ops.Places with its expert's weight. Rows of x are those of
+    places, and the result is float32; or with `by_token` they are those of tokens, and the result is in a dtype that
+    the next product takes. On a CPU the bits are those of a call for each expert.
     """
 
     table: Callable[..., Any]
     multiply: Callable[..., Any]
     max_rows: int | None = None  # of an expert; with more on average, a call for each expert is faster
+    half: bool = False  # x is of 16 bits
 
 
 @dataclass(frozen=True)
@@ -112,11 +114,12 @@ def implements(
     pack: Callable[..., Any] = _no_pack,
     priority: int = 0,
     epilogue: bool = False,
+    of_experts: ExpertLinears | None = None,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register the decorated function as an implementation of `target`. Higher priority is asked first."""
 
     def register(run: Callable[..., Any]) -> Callable[..., Any]:
-        target.register(Implementation(name, device, run, accepts, pack, priority, epilogue))
+        target.register(Implementation(name, device, run, accepts, pack, priority, epilogue, of_experts))
         return run
 
     return register

@@ -217,12 +217,18 @@ class LinearsOfExperts:
         table = kernel.table([(one.weight, one.bias) for one in known]) if len(kinds) == 1 else None
         return None if table is None else cls(kernel, table)
 
-    def suits(self, tokens: float) -> bool:
-        """Whether this is the fast way if an expert has so many tokens on average."""
-        return self._kernel.max_rows is None or tokens <= self._kernel.max_rows
+    def suits(self, tokens: float, dtype: torch.dtype) -> bool:
+        """Whether this can multiply inputs of `dtype`, and is the fast way if an expert has so many tokens on average."""
+        few = self._kernel.max_rows is None or tokens <= self._kernel.max_rows
+        return few and not (self._kernel.half and dtype == torch.float32)
+
+    @property
+    def table(self) -> Any:
+        """The kernel's own table of the weights."""
+        return self._table
 
     def __call__(self, x: Tensor, places: ops.Places, *, by_token: bool = False) -> Tensor:
-        y: Tensor = self._kernel.multiply(x.float(), places, self._table, by_token)
+        y: Tensor = self._kernel.multiply(x, places, self._table, by_token)
         return y
 
 

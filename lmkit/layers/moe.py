@@ -23,6 +23,7 @@ from torch import Tensor
 from lmkit.kernels import ops
 from lmkit.kernels.cpu import workspace
 from lmkit.kernels.ops import Norm, Routing
+from lmkit.kernels.registry import Implementation
 from lmkit.layers.linear import LinearsOfExperts, MergedLinear, Weights
 from lmkit.layers.mlp import GatedMLP
 from lmkit.layers.mlp_spec import MAX_PLACES, SCORE_BIAS, MoESpec
@@ -79,6 +80,17 @@ class MoE:
         down = LinearsOfExperts.of([expert.down for expert in self.experts])
         return None if gate_up is None or down is None else (gate_up, down)
 
+    def together(self, num_tokens: int, dtype: torch.dtype) -> Together | None:
+        """Gate and up, and down, of all experts, if a step of so many tokens has one product with all of each."""
+        linears = self._together if self.router.packed is not None else None
+        tokens = num_tokens * self.spec.experts_per_token / self.spec.num_experts
+        return linears if linears is not None and all(x.suits(tokens, dtype) for x in linears) else None
+
+    @property
+    def implementations(self) -> tuple[Implementation, ...]:
+        """The implementations of what runs beside the linears, if the experts are computed together."""
+        return self._route, self._places, self._sum_places, self._add_shared
+
     def __call__(self, x: Tensor, norm: Norm | None = None) -> Tensor:
         """x [T, hidden], normalized if `norm` is None -> the block's contribution float32 [T, hidden]."""
         if norm is not None:
@@ -87,9 +99,7 @@ class MoE:
         logits, bias = self.router(x).float(), self.weights.get(SCORE_BIAS)
         assert bias is None or isinstance(bias, Tensor)
         weights, experts = self._route(logits[:, :num_experts], self.routing, bias)
-        together = self._together if self.router.packed is not None else None
-        if together is not None and not all(linears.suits(experts.numel() / num_experts) for linears in together):
-            together = None
+        together = self.together(len(x), x.dtype)
         if together is not None or self.ranks is not None:
             out = self._computed_by_place(x, weights, experts, together)
         else:
@@ -102,7 +112,7 @@ class MoE:
         return out
 
     def _computed_by_place(self, x: Tensor, weights: Tensor, experts: Tensor, together: Together | None) -> Tensor:
-        out = workspace.empty(*x.shape)
+        out = workspace.empty(*x.shape) if x.device.type == "cpu" else torch.empty(x.shape, device=x.device)
         step = max(1, MAX_PLACES // self.spec.experts_per_token)
         for start in range(0, len(x), step):
             part = slice(start, start + step)

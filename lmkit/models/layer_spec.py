@@ -234,13 +234,16 @@ class LayerSpec:
             widest = max(widest, per_stream * hidden + per_inner * inner + per_expert * self.mlp.num_experts)
         return widest
 
-    def places_bytes(self, num_tokens: int) -> int:
-        """Bytes of a step while a CPU computes all experts together, all in float32: the stream, and for each pair of a
-        token and an expert inputs, activated gates before and after rounding, and outputs."""
+    def places_bytes(self, num_tokens: int, *, half: bool = False) -> int:
+        """Bytes of a step while all experts are computed together. On a CPU, all in float32: the stream, and for each
+        pair of a token and an expert inputs, activated gates before and after rounding, and outputs. `half`: on a GPU
+        the gates have 16 bits, and sums of two ranges of inputs are float32."""
         if not isinstance(self.mlp, MoESpec):
             return 0
+        hidden, inner = self.hidden_size, self.mlp.expert.intermediate_size
         places = min(num_tokens * self.mlp.experts_per_token, MAX_PLACES)
-        return 24 * num_tokens * self.hidden_size + 8 * places * (self.hidden_size + self.mlp.expert.intermediate_size)
+        pair = 4 * hidden + 2 * inner + 8 * max(hidden, 2 * inner) if half else 8 * (hidden + inner)
+        return 24 * num_tokens * hidden + places * pair
 
     @property
     def state_bytes(self) -> int:

@@ -22,12 +22,13 @@ from tests import emulator
 pytestmark = pytest.mark.slow
 PEERS = ("torch tinygemm", "vLLM Marlin", "TurboMind")  # need a GPU
 EXPECTED = {  # rows of each section
-    "smoke": {"as by default", "overlap=off", "launcher=off", "mixed=off", "argmax=off"},
+    "smoke": {"as by default", "overlap=off", "launcher=off", "mixed=off", "argmax=off", "experts=off"},
     "machine": {"GPU", "copy bandwidth", "read bandwidth", "bfloat16 matmul", "kernel in a graph"},
     "build": {"all"},
     "gemm": {"tuning", "cuBLAS bfloat16", *PEERS},
     "attention": {"decode", "prefill"},
     "small": {"rms_norm", "gated_activation", "embedding", "draw"},
+    "experts": {"sparse layer"},
     "engine": {"tiny Llama w4 int8 KV", "tiny Llama decode b2", "tiny Llama prefill"},
     "switches": {"all on: decode b2", "mixed=off: arrival", "INT8 head: decode b2"},
     "transformers": {"tiny Llama decode b2"},

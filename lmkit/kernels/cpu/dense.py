@@ -131,7 +131,7 @@ def of_experts(isa: Isa, x: Tensor, places: Places, table: ExpertTable, by_token
     packed: PackedDense = table.packed
     features = packed.out_features // 2 if packed.activation else packed.out_features
     out = workspace.empty(len(places.tokens), features)
-    rows = embedding(x, places.tokens) if by_token else x
+    rows = embedding(x, places.tokens) if by_token else as_float(x)
     _multiply(isa, rows, packed, None, out, table.at(places), places.max_active)
     return out
 

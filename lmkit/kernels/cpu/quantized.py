@@ -132,7 +132,7 @@ def of_experts(isa: Isa, bits: int, x: Tensor, places: Places, table: ExpertTabl
     """See registry.ExpertLinears."""
     packed: PackedWeight = table.packed
     wide = dot_for(isa, bits).input_bytes == 2
-    _memory, activations = quantize(x, packed, None, Layout(1, packed.group_size), wide=wide)
+    _memory, activations = quantize(as_float(x), packed, None, Layout(1, packed.group_size), wide=wide)
     if by_token:
         _gathered, activations = gather_codes(activations, places.tokens, packed.scales.shape[1])
     features = packed.out_features // 2 if packed.activation else packed.out_features

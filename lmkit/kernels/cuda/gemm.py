@@ -25,10 +25,11 @@ def _kernel(defines: tuple[tuple[str, int], ...]) -> Kernel:
     return Kernel("gemm.cu", "gemm", **dict(defines))
 
 
-def kernel_for(packed: PackedWeight, plan: Plan, dtype: torch.dtype) -> Kernel:
-    """The kernel of a plan, for activations in float16 or bfloat16."""
+def kernel_for(packed: PackedWeight, plan: Plan, dtype: torch.dtype, *, grouped: bool = False) -> Kernel:
+    """The kernel of a plan, for activations in float16 or bfloat16. `grouped`: of experts (gemm_experts.py)."""
     half = {"LM_BF16": 1} if dtype == torch.bfloat16 else {}
-    return _kernel(tuple((packed.defines | plan.defines | half).items()))
+    experts = {"GROUPED": 1} if grouped else {}
+    return _kernel(tuple((packed.defines | plan.defines | half | experts).items()))
 
 
 def multiply(

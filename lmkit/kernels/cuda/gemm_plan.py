@@ -68,6 +68,7 @@ class Problem:
     stages: int
     stage_bytes: int  # of codes and params of a tile
     scales: int = 1  # of an output in a stage; 0: a group is longer
+    experts: int = 1  # weights that are multiplied side by side, each with `tokens` rows
 
     def ranges(self, plan: Plan) -> int:
         return -(-self.stages // (plan.units * plan.warps_k))
@@ -80,7 +81,7 @@ class Problem:
 
     def workers(self, plan: Plan, num_sms: int) -> int:
         """As many workers as run at once, with shares as equal as possible."""
-        most = max(1, num_sms * plan.per_sm // (self.ranges(plan) * self.token_blocks(plan)))
+        most = max(1, num_sms * plan.per_sm // (self.ranges(plan) * self.token_blocks(plan) * self.experts))
         row_blocks = self.row_blocks(plan)
         return -(-row_blocks // -(-row_blocks // most))
 
@@ -111,7 +112,7 @@ def problem_with(plan: Plan, problem: Problem, limit: int) -> str | None:
     spills = plan.token_tiles * plan.rows > 12 and problem.scales > 1
     if spills or 32 * plan.warps * registers(plan, problem) > REGISTERS:
         return "too many registers"
-    if problem.row_blocks(plan) * problem.token_blocks(plan) > NUM_COUNTERS:
+    if problem.row_blocks(plan) * problem.token_blocks(plan) * problem.experts > NUM_COUNTERS:
         return "more row blocks than counters"
     if problem.shared_bytes(plan) > limit:
         return "too little shared memory"
@@ -146,7 +147,7 @@ def estimate(plan: Plan, problem: Problem, num_sms: int) -> float:
     tokens = min(problem.tokens, 8 * plan.token_tiles)
     ranges, workers = problem.ranges(plan), problem.workers(plan, num_sms)
     row_blocks = -(-problem.row_blocks(plan) // workers)  # of a worker
-    grid = workers * ranges * problem.token_blocks(plan)
+    grid = workers * ranges * problem.token_blocks(plan) * problem.experts
     waves, resident = -(-grid // (num_sms * plan.per_sm)), min(plan.per_sm, -(-grid // num_sms))
     units = row_blocks * plan.units  # of a warp, of `rows` tiles each
     stages = units * plan.rows * plan.warps * resident  # of a tile, on a multiprocessor

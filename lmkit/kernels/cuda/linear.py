@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lmkit.kernels import ops
 from lmkit.kernels.cuda import elementwise, gemm
+from lmkit.kernels.cuda.gemm_experts import OF_EXPERTS
 from lmkit.kernels.cuda.gemm_pack import PackedWeight, dequantize, group_problem, pack
 from lmkit.kernels.cuda.gemm_table import choose
 from lmkit.kernels.cuda.library import wide_product
@@ -116,4 +117,6 @@ def _accepts_8(**traits: Any) -> str | None:
 
 
 for _op, _accept in ((ops.linear_w4a16, _accepts_4), (ops.linear_w8a16, _accepts_8), (ops.linear_fp8, _accepts_8)):
-    implements(_op, "cuda", device="cuda", accepts=_accept, pack=pack, priority=20, epilogue=True)(linear)
+    implements(
+        _op, "cuda", device="cuda", accepts=_accept, pack=pack, priority=20, epilogue=True, of_experts=OF_EXPERTS
+    )(linear)

@@ -22,6 +22,7 @@ class Switches(msgspec.Struct, frozen=True):
     overlap: bool = True  # a kernel begins while the one before it ends; needs `launcher` and compute capability 9.0
     mixed: bool = True  # steps with prompt tokens are captured, by size
     argmax: bool = True  # captured steps choose greedy tokens themselves
+    experts: bool = True  # one product has all experts of a layer, and steps with experts are captured
 
 
 @cache

@@ -33,6 +33,9 @@ HEADS = ((32, 8, 128, 0.0), (28, 4, 128, 0.0), (32, 8, 64, 0.0), (16, 8, 256, 50
 WEIGHTS = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))  # out, in
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128)
 STORAGES = (FLOAT16, INT8, INT4, FP8)
+# Of the experts of Qwen3 30B-A3B: out, in, activation; and tokens with 8 experts each.
+EXPERTS = ((1536, 2048, "silu"), (2048, 768, None))
+EXPERT_TOKENS = (1, 32, 512)
 BLOCK, BLOCKS, SEQUENCES = 64, 1024, 8
 VOCAB, HIDDEN, SIZES = 128256, 4096, (2048, 3584, 4096)
 
@@ -71,6 +74,7 @@ def common() -> tuple[Kernel, ...]:
         for half in HALVES:
             _between(half)
             _linears(half)
+            _experts(half)
             for heads in HEADS:
                 for storage in STORAGES:
                     stored = kv_dtype(str(half).removeprefix("torch.")) if storage == FLOAT16 else storage
@@ -146,18 +150,36 @@ def _linears(half: torch.dtype) -> None:
         _dense(half, tokens)
 
 
+def _experts(half: torch.dtype) -> None:
+    """Run 4-bit groups of 128 for few and many tokens of an expert."""
+    scheme = QuantScheme(4, 128)
+    for tokens, (n, k, activation) in itertools.product(EXPERT_TOKENS, EXPERTS):
+        impl = _ours(ops.linear_w4a16, out_features=n, in_features=k, group_size=128, bits=4)
+        if impl is None or impl.of_experts is None:
+            return
+        table = impl.of_experts.table([(impl.pack(_weight(scheme, n, k), activation), None)] * 128)
+        places = ops.Places(*(_empty(*size, dtype=torch.int64) for size in ((8 * tokens,), (tokens, 8), (385,))))
+        x = _empty(tokens if activation else 8 * tokens, k, dtype=half)
+        impl.of_experts.multiply(x, places, table, activation is not None)
+    if (add := _ours(ops.add_shared)) is not None:
+        add(_empty(8, HIDDEN), _empty(8, HIDDEN, dtype=half), None)
+
+
 def _linear(op: Op, scheme: QuantScheme, half: torch.dtype, n: int, k: int, tokens: int) -> None:
     traits = {"out_features": n, "in_features": k, "group_size": scheme.group_size, "bits": scheme.bits}
     impl = _ours(op, **traits)
     if impl is None:
         return
-    floating = scheme.kind == "float"
-    groups = scheme.num_groups(k)
-    codes = _empty(n, k, dtype=torch.float8_e4m3fn if floating else torch.uint8)
-    zeros = _empty(0 if floating else n, *(() if floating else (groups,)), dtype=torch.uint8)
-    weight = QTensor(codes, _empty(n, groups, dtype=torch.float32 if floating else torch.float16), zeros, scheme)
+    weight = _weight(scheme, n, k)
     for activation in (None, "silu"):
         _call_linear(impl, impl.pack(weight, activation), half, n, k, tokens)
+
+
+def _weight(scheme: QuantScheme, n: int, k: int) -> QTensor:
+    floating, groups = scheme.kind == "float", scheme.num_groups(k)
+    codes = _empty(n, k, dtype=torch.float8_e4m3fn if floating else torch.uint8)
+    zeros = _empty(0 if floating else n, *(() if floating else (groups,)), dtype=torch.uint8)
+    return QTensor(codes, _empty(n, groups, dtype=torch.float32 if floating else torch.float16), zeros, scheme)
 
 
 def _dense(half: torch.dtype, tokens: int) -> None:

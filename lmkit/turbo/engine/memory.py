@@ -233,7 +233,7 @@ def _workspace_bytes(spec: ModelSpec, config: EngineConfig) -> int:
 def _gpu_workspace_bytes(spec: ModelSpec, config: EngineConfig, num_groups: int) -> int:
     """The sum of these parts:
 
-    - activations of 16 bits and the float32 stream at the widest point of a layer,
+    - activations of 16 bits and the float32 stream at the widest point of a layer, or of experts,
     - the largest linear's weights, dequantized,
     - both again for the largest captured step with prompt tokens, whose memory is its own,
     - logits three times: the captured steps' own buffer, a step's logits, and the sampler's copy,
@@ -244,5 +244,8 @@ def _gpu_workspace_bytes(spec: ModelSpec, config: EngineConfig, num_groups: int)
     rows = min(config.max_batch_size, config.tokens_per_step)
     columns = -(-(config.max_model_len or spec.max_position) // config.tokens_per_block)
     tables = 4 * num_groups * config.max_batch_size * columns
-    tokens = config.tokens_per_step + min(config.tokens_per_step, CAPTURED_TOKENS)
-    return tokens * widest + 2 * 2 * outputs * spec.hidden_size + 3 * 4 * rows * spec.vocab_size + 2 * tables
+    steps = (config.tokens_per_step, min(config.tokens_per_step, CAPTURED_TOKENS))
+    activations = sum(
+        max(tokens * widest, *(layer.places_bytes(tokens, half=True) for layer in spec.kinds)) for tokens in steps
+    )
+    return activations + 2 * 2 * outputs * spec.hidden_size + 3 * 4 * rows * spec.vocab_size + 2 * tables

@@ -26,6 +26,7 @@ from lmkit.turbo.plan import Chunk, Sampled, SampledToken, StepPlan
 from lmkit.turbo.runners.batch import Expected, StepRows
 from lmkit.turbo.runners.cuda_captured import (
     CapturedSteps,
+    capturable,
     decode_sizes,
     linear_kernels,
     mixed_sizes,
@@ -143,7 +144,8 @@ class CudaRunner(PlanRunner):
             return f"no steps: {reason}"
         num_slots = self.batch.block_tables.shape[1]
         mixed = mixed_sizes(num_slots, self.batch.max_step_tokens) if switches().mixed else []
-        return self.captured.capture(decode_sizes(num_slots) + mixed, self.decoder.spec.vocab_size)
+        sizes = capturable(decode_sizes(num_slots) + mixed, self.decoder)
+        return self.captured.capture(sizes, self.decoder.spec.vocab_size)
 
     def launch(self, plan: StepPlan) -> Ticket:
         """Put a plan on the stream, behind the plans before it."""

@@ -13,12 +13,14 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from lmkit.kernels.cuda import gemm_table
+from lmkit.kernels.cuda import gemm_experts, gemm_table
+from lmkit.kernels.cuda.gemm_experts import ExpertTable
 from lmkit.kernels.cuda.gemm_pack import PackedWeight
 from lmkit.kernels.cuda.module import Kernel
 from lmkit.kernels.registry import Implementation
 from lmkit.kv_dtype import FLOAT32
 from lmkit.layers.batch import BatchInputs, KVLayer
+from lmkit.layers.mlp_spec import MAX_PLACES
 from lmkit.layers.moe import MoE
 from lmkit.log import get_logger
 from lmkit.models.decoder import Decoder
@@ -65,14 +67,27 @@ def obstacle(decoder: Decoder, kv: list[KVLayer]) -> str | None:
     """The reason why steps of this model cannot be captured, or None."""
     if decoder.dtype not in HALVES or any(x.dtype == FLOAT32 for layer in kv for x in (layer.k, layer.v)):
         return "float32 is computed through torch"
-    if any(isinstance(layer.mlp, MoE) for layer in decoder.layers):
-        return "which experts run depends on the data"
+    if any(mixture.together(1, decoder.dtype) is None for mixture in mixtures(decoder)):
+        return "each expert is called by itself"
     if not all(layer.spec.pre_norms for layer in decoder.layers):
         return "the residual stream is rounded through torch"
     if decoder.spec.dynamic_length:
         return "angles that depend on a prompt's length are found on the host"
     reference = sorted({op for op, impl in chosen(decoder) if impl.device != "cuda"})
     return f"{', '.join(reference)} run through torch" if reference else None
+
+
+def mixtures(decoder: Decoder) -> list[MoE]:
+    """The mixtures of experts."""
+    return [layer.mlp for layer in decoder.layers if isinstance(layer.mlp, MoE)]
+
+
+def capturable(sizes: list[Size], decoder: Decoder) -> list[Size]:
+    """The sizes of steps that launch the same kernels whatever their experts are."""
+    several = mixtures(decoder)
+    return [
+        size for size in sizes if all(mixture.together(size.tokens, decoder.dtype) is not None for mixture in several)
+    ]
 
 
 def chosen(decoder: Decoder) -> Iterator[tuple[str, Implementation]]:
@@ -85,6 +100,8 @@ def chosen(decoder: Decoder) -> Iterator[tuple[str, Implementation]]:
         yield "attention", layer.attention_op
         if layer.spec.qk_norm or layer.spec.post_norms:
             yield "norms", layer.rms_norm
+    for mixture in mixtures(decoder):
+        yield from (("experts", implementation) for implementation in mixture.implementations)
     for linear in (*(linear for layer in decoder.layers for linear in layer.linears), decoder.lm_head):
         for packed in linear.packed or ():
             yield "linears", packed.implementation
@@ -96,6 +113,11 @@ def linear_kernels(decoder: Decoder, max_tokens: int) -> Iterator[Kernel]:
         for packed in linear.packed or ():
             if isinstance(packed.weight, PackedWeight):
                 yield from gemm_table.kernels(packed.weight, decoder.dtype, max_tokens)
+    for mixture in mixtures(decoder):
+        places = min(max_tokens * mixture.spec.experts_per_token, MAX_PLACES)
+        for linears in mixture.together(1, decoder.dtype) or ():
+            if isinstance(linears.table, ExpertTable):
+                yield from gemm_experts.kernels(linears.table, decoder.dtype, places)
 
 
 class CapturedSteps:

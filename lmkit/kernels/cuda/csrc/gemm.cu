@@ -36,9 +36,16 @@
 // shift, 4 HADD2)), 8 mma, 8 LDS, 3 LDGSTS. Including all others it is 2.7 a weight at ROWS 1, 2.1 at ROWS 2. Memory at
 // full speed leaves time for 3.7.
 //
-// Defines besides gemm.cuh's: N_TILES, ROWS, WARPS_N, WARPS_K, DEPTH.
+// With GROUPED there are many weights, of experts. Rows of y are pairs of a token and an expert, sorted by expert
+// (ops.Places). A block finds out which expert and which of its rows are its own, from numbers that a kernel of the same
+// step has written; the grid has as many blocks as there can be. `codes` is then [experts][codes, params, bias].
+//
+// Defines besides gemm.cuh's: N_TILES, ROWS, WARPS_N, WARPS_K, DEPTH; GROUPED.
 #include "activation.cuh"
 #include "gemm.cuh"
+#ifdef GROUPED
+#include "groups.cuh"
+#endif
 
 constexpr int WARPS = WARPS_N * WARPS_K, THREADS = 32 * WARPS;
 // If that is enough, at least so many blocks with at most 128 registers a thread (as in gemm_plan.registers).
@@ -63,6 +70,7 @@ struct Arguments {
     void* y;             // [tokens, outputs]
     float* partial;      // [ranges, tokens, row blocks * BLOCK_ROWS], if there is more than one range
     int tokens, inputs, outputs, tiles, stages, groups, stages_per_group, activation, kind;
+    const i64* rows;     // the row of x for each row of y, or null: the same
 };
 
 enum Kind { HALF, FLOAT, ADD };
@@ -109,7 +117,8 @@ DEVICE void copy_x(u8* to, const Arguments& a, int token, int count, int first) 
     for (int i = threadIdx.x; i < count * VECTORS; i += THREADS) {
         const int row = i / VECTORS, k = first + i % VECTORS * 8;
         const bool valid = k < a.inputs;
-        const u16* from = a.x + static_cast<i64>(token + row) * a.inputs + (valid ? k : 0);
+        const i64 x_row = a.rows ? a.rows[token + row] : token + row;
+        const u16* from = a.x + x_row * a.inputs + (valid ? k : 0);
         cp_async16(to + row * X_STRIDE + i % VECTORS * 16, from, valid);
     }
 }
@@ -276,16 +285,30 @@ DEVICE bool is_last(i32* counter, float* flag) {
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     gemm(const u16* x, const u8* codes, const u8* params, const float* bias, void* y, float* partial, i32* counters,
          int tokens, int inputs, int outputs, int tiles, int stages, int groups, int stages_per_group, int units,
-         int resident, int activation, int kind, int early) {
+         int resident, int activation, int kind, int early
+#ifdef GROUPED
+         , const i64* active, const i64* rows
+#endif
+    ) {
     launch_next();
-    const Arguments a{x,     codes,  params, bias,             y,     partial, tokens, inputs, outputs,
-                      tiles, stages, groups, stages_per_group, activation, kind};
+    Arguments a{x,     codes,  params, bias,             y,     partial, tokens, inputs, outputs,
+                tiles, stages, groups, stages_per_group, activation, kind, nullptr};
     // The shuffle keeps the compiler from taking threadIdx apart again for every unit.
     const int lane = __shfl_sync(0xffffffffu, lane_id(), lane_id()), warp = __shfl_sync(0xffffffffu, warp_id(), 0);
     const int warp_n = warp / WARPS_K, warp_k = warp % WARPS_K;
     const int blocks = (tiles + BLOCK_TILES - 1) / BLOCK_TILES, workers = gridDim.z;
     const int first_stage = blockIdx.y * units * WARPS_K, first = first_stage + warp_k;
+#ifdef GROUPED
+    wait_for_previous();
+    const Share share = find_share(active, blockIdx.x, TOKENS);
+    const int token = share.first, count = share.count;
+    if (count == 0) return;
+    const u64* const weight = reinterpret_cast<const u64*>(codes) + 3 * share.group;
+    a.codes = reinterpret_cast<const u8*>(weight[0]), a.params = reinterpret_cast<const u8*>(weight[1]);
+    a.bias = reinterpret_cast<const float*>(weight[2]), a.rows = rows;
+#else
     const int token = blockIdx.x * TOKENS, count = min(tokens - token, TOKENS);
+#endif
     const i64 padded_rows = static_cast<i64>(blocks) * BLOCK_ROWS;
 
     // With one n-tile, there is no place for tokens that do not exist: the last token is read instead. More n-tiles

@@ -1,0 +1,105 @@
+"""Launching csrc/gemm.cu for the experts of a mixture: one product with the packed weights of all of them.
+
+The rows of the result are ops.Places: pairs of a token and an expert, by expert. A launch depends on their number only.
+Which expert has which rows is read on the device, so steps with experts are captured like others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lmkit.kernels.cuda.elementwise import ACTIVATIONS
+from lmkit.kernels.cuda.gemm import FLOAT, HALF, kernel_for, problem_of
+from lmkit.kernels.cuda.gemm_pack import PackedWeight
+from lmkit.kernels.cuda.gemm_plan import MAX_TOKEN_TILES, TOKEN_TILES, Plan, Problem, best
+from lmkit.kernels.cuda.gpus import gpu_of
+from lmkit.kernels.cuda.module import Kernel, backend, counters
+from lmkit.kernels.cuda.switches import switches
+from lmkit.kernels.ops import Places
+from lmkit.kernels.registry import ExpertLinears
+
+MAX_ROWS = 256  # of an expert; with more on average, its weight is dequantized for the library's product
+CROWDED = 1.5  # rows of an expert that still fit into one block, as a multiple of the average
+
+
+@dataclass(frozen=True)
+class ExpertTable:
+    """The weights of a mixture's experts, which have one shape and format."""
+
+    addresses: Tensor  # int64 [experts, 3]: of codes, params, bias or 0
+    packed: PackedWeight  # the first expert's
+    parts: list[tuple[PackedWeight, Tensor | None]]  # keeps the memory; biases in float32
+
+    @classmethod
+    def of(cls, parts: list[tuple[PackedWeight, Tensor | None]]) -> ExpertTable | None:
+        if not switches().experts:
+            return None
+        kept = [(packed, None if bias is None else bias.float().contiguous()) for packed, bias in parts]
+        rows = [[w.codes.data_ptr(), w.params.data_ptr(), 0 if b is None else b.data_ptr()] for w, b in kept]
+        first = kept[0][0]
+        return cls(torch.tensor(rows, dtype=torch.int64).to(first.codes.device), first, kept)
+
+
+def num_blocks(num_places: int, num_experts: int, rows: int) -> int:
+    """The most blocks of `rows` rows that so many places can need."""
+    active = min(num_experts, num_places)
+    return (num_places + active * (rows - 1)) // rows
+
+
+def plan_for(packed: PackedWeight, num_places: int, num_experts: int) -> tuple[Problem, Plan]:
+    """How a product with up to `num_places` places, a power of two, is spread over the device."""
+    active = num_experts * (1 - math.exp(-num_places / num_experts))  # experts with a token, if all are equally liked
+    wanted = CROWDED * num_places / max(1.0, active)
+    tiles = next((n for n in TOKEN_TILES if 8 * n >= wanted), MAX_TOKEN_TILES)
+    where = backend(packed.codes.device.type)
+    limit = gpu_of(where.capability()).block_shared
+    while True:  # fewer tokens in a block if no plan can have so many
+        one = problem_of(8 * tiles, packed)
+        blocks = num_blocks(num_places, num_experts, 8 * tiles)
+        problem = Problem(one.tokens, one.tiles, one.stages, one.stage_bytes, one.scales, blocks)
+        if found := best(problem, where.num_sms(), limit):
+            return problem, found[0]
+        tiles -= 1
+
+
+def multiply(x: Tensor, places: Places, table: ExpertTable, by_token: bool) -> Tensor:
+    """See registry.ExpertLinears: x in float16 or bfloat16; the result is in x's dtype if `by_token`, else float32."""
+    packed, num_places = table.packed, len(places.tokens)
+    dtype = x.dtype if by_token else torch.float32
+    out = torch.empty(num_places, packed.num_results, dtype=dtype, device=x.device)
+    if num_places == 0:
+        return out
+    x = x.contiguous()
+    if x.data_ptr() % 16:
+        x = x.clone()
+    device, num_experts = x.device.type, len(table.parts)
+    problem, plan = plan_for(packed, 1 << (num_places - 1).bit_length(), num_experts)
+    blocks, ranges = num_blocks(num_places, num_experts, 8 * plan.token_tiles), problem.ranges(plan)
+    partial = None
+    if ranges > 1:
+        padded_rows = problem.row_blocks(plan) * plan.block_tiles * 16
+        partial = torch.empty(ranges, num_places, padded_rows, dtype=torch.float32, device=x.device)
+    kernel_for(packed, plan, x.dtype, grouped=True)(
+        (blocks, ranges, problem.workers(plan, backend(device).num_sms())), 32 * plan.warps,
+        [x, table.addresses, None, None, out, partial, counters(device), num_places, packed.in_features,
+         packed.num_results, problem.tiles, problem.stages, packed.params.shape[1], packed.stages_per_group, plan.units,
+         int(plan.resident), ACTIVATIONS[packed.activation], HALF if by_token else FLOAT, 0, places.active,
+         places.tokens if by_token else None],
+        shared=problem.shared_bytes(plan),
+    )  # fmt: skip
+    return out
+
+
+def kernels(table: ExpertTable, dtype: torch.dtype, max_places: int) -> Iterator[Kernel]:
+    """All kernels that products with up to `max_places` places launch."""
+    for exponent in range((max_places - 1).bit_length() + 1):
+        _, plan = plan_for(table.packed, 1 << exponent, len(table.parts))
+        yield kernel_for(table.packed, plan, dtype, grouped=True)
+
+
+OF_EXPERTS = ExpertLinears(ExpertTable.of, multiply, MAX_ROWS, half=True)
