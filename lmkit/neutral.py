@@ -266,6 +266,8 @@ MESSAGE: Mapping[str, Values] = {
 }
 # Of fields that lmkit has: values with which other APIs say that a field is not set.
 UNSET: Mapping[str, Values] = {
+    "allowed_token_ids": ([],),
+    "bad_words": ([],),
     "ebnf": ("",),
     "grammar": ("",),
     "guided_choice": ([],),

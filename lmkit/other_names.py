@@ -33,7 +33,7 @@ def each(advice: str, names: str) -> dict[str, str]:
 
 # Of a generation: fields of GenerationConfig and of HTTP bodies.
 GENERATION: Mapping[str, str] = {
-    "allowed_token_ids": "use response_format, or logit_bias: -100 for each banned token id",
+    "allowed_token_ids": "use response_format, or logit_bias: -100 for each banned token id; over HTTP it works",
     **each("use response_format", "grammar guided_decoding guided_json guided_regex structured_outputs"),
     **each(NO_BANS, "bad_token_ids bad_words bad_words_ids"),
     **each(SEVERAL, "best_of n num_return_sequences"),
@@ -155,7 +155,6 @@ RECIPES: Mapping[str, str] = {
 
 # Of an HTTP body: its fields.
 HTTP: Mapping[str, str] = {
-    "bad_words": "use logit_bias: -100 for each banned token id",
     "do_preprocess": "/v1/chat/completions applies the chat template, /v1/completions does not",
     "do_sample": NO_SAMPLING,
     "end_id": "use stop_token_ids",

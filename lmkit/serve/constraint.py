@@ -20,6 +20,8 @@ _KINDS: Mapping[str, str] = {
     "regex": "regex",
     "ebnf": "grammar",
     "grammar": "grammar",
+    "bad_words": "bad_words",
+    "allowed_token_ids": "allowed_token_ids",
 }
 # Names inside vLLM's structured_outputs.
 _STRUCTURED = {"json": "json_schema", **{kind: kind for kind in ("json_object", "regex", "choice", "grammar")}}
@@ -36,10 +38,21 @@ def constraint(body: ChatCompletionRequest | CompletionRequest, tokenizer: Token
     if len(asked) > 1:
         raise RequestError("invalid_request", f"send only one of {' and '.join(asked)}", list(asked)[1])
     ((param, value),) = asked.items()
+    if param == "allowed_token_ids":
+        value = _tokens(value, tokenizer, vocab_size)
     grammar = _grammar(param, value)
     if grammar:
         tokenizer.grammars(vocab_size).check(grammar, param)
     return grammar
+
+
+def _tokens(ids: list[int], tokenizer: Tokenizer, vocab_size: int) -> dict[str, Any]:
+    """Raises RequestError for a token that the model has not."""
+    if (wrong := max(ids)) >= vocab_size:
+        message = f"allowed_token_ids: token id {wrong} is not in [0, {vocab_size})"
+        raise RequestError("invalid_request", message, "allowed_token_ids")
+    ends = set(tokenizer.eos_token_ids)
+    return {"ids": sorted(set(ids) - ends), "may_end": not ends.isdisjoint(ids)}
 
 
 def is_constrained(body: ChatCompletionRequest | CompletionRequest) -> bool:

@@ -22,6 +22,7 @@ from lmkit.errors import RequestError
 from lmkit.text.dialects.table import MARKS
 from lmkit.text.grammar_process import LIMITS
 from lmkit.text.sandbox import Sandbox
+from lmkit.text.structural_tag import lark_of, without
 
 MAX_CHARS = 256 << 10  # of a schema, pattern or grammar
 MAX_CHOICES = 4096
@@ -61,6 +62,20 @@ def choice(texts: Any) -> str:
     return lark("start: " + "\n  | ".join(json.dumps(_text(text), ensure_ascii=False) for text in texts))
 
 
+def without_words(words: Any) -> str:
+    """Texts that contain none of these."""
+    if not isinstance(words, list) or not 0 < len(words) <= MAX_CHOICES:
+        raise ValueError(f"expected a list of 1 to {MAX_CHOICES} texts")
+    return lark_grammar(f"start: ANY\nANY: {without(list(map(_text, words)))}")
+
+
+def only_tokens(wanted: Mapping[str, Any]) -> str:
+    """Any of the tokens `ids`, in any number. Without `may_end` no token ends the answer: `NO` is never there."""
+    ids = ",".join(map(str, wanted["ids"]))
+    some = f"<[{ids}]>*" if ids else '""'
+    return lark_grammar(f"start: {some}" + ("" if wanted["may_end"] else " NO\nNO: /a/ & ~/a/"))
+
+
 def lark_grammar(text: str) -> str:
     """The grammar of a text in llguidance's own form of Lark."""
     return str(LLMatcher.grammar_from_lark(text))
@@ -68,8 +83,12 @@ def lark_grammar(text: str) -> str:
 
 def lark(text: Any) -> str:
     """A context-free grammar in Lark's syntax, or in that of GBNF (`root ::= ...`)."""
+    return lark_grammar(_to_lark(text))
+
+
+def _to_lark(text: Any) -> str:
     try:
-        return str(LLMatcher.grammar_from_lark(any_to_lark(_text(text))))
+        return str(any_to_lark(_text(text)))
     except Exception as error:
         if type(error) not in (GbnfToLarkError, Exception):  # the translator raises bare ones
             raise
@@ -79,8 +98,12 @@ def lark(text: Any) -> str:
 def structural_tag(value: Any) -> str:
     """Free text, in which each `structures[i].begin` is followed by JSON of its `schema` and by its `end`.
 
-    A tag begins with one of `triggers`. As in vLLM's API.
+    A tag begins with one of `triggers`. As in vLLM's API. Or {"format": ...}, see `text.structural_tag`.
     """
+    if isinstance(value, str):
+        value = json.loads(value)
+    if isinstance(value, dict) and "format" in value and value.keys() <= {"type", "format"}:
+        return lark_grammar(lark_of(value["format"], _to_lark))
     try:
         structures, triggers = value["structures"], value["triggers"]
         tags = [
@@ -97,7 +120,7 @@ def structural_tag(value: Any) -> str:
         return str(LLMatcher.grammar_from_lark(StructTag.to_grammar(tags, assume_special=False)))
     except (KeyError, TypeError, AttributeError, AssertionError, StopIteration, ValueError):
         shape = '{"structures": [{"begin", "schema", "end"}], "triggers": [...]}'
-        raise ValueError(f"expected {shape}, with a trigger at the begin of each structure") from None
+        raise ValueError(f'expected {{"format": ...}}, or {shape} with a trigger at the begin of each') from None
 
 
 KINDS: Mapping[str, Callable[[Any], str]] = {
@@ -107,6 +130,8 @@ KINDS: Mapping[str, Callable[[Any], str]] = {
     "choice": choice,
     "grammar": lark,
     "structural_tag": structural_tag,
+    "bad_words": without_words,
+    "allowed_token_ids": only_tokens,
 }
 
 

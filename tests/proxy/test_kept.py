@@ -77,7 +77,7 @@ def test_what_is_not_there(proxy: Command) -> None:
         alice.files.retrieve("file-none")
     with pytest.raises(openai.NotFoundError, match="no model 'other' here"):
         send(alice, [line("a", model="other")])
-    with pytest.raises(openai.BadRequestError, match="there is no such object"):
+    with pytest.raises(openai.NotFoundError, match="there is no such object"):
         alice.files.list(after="file-none")
     with pytest.raises(openai.BadRequestError, match="expected an input_file_id"):
         alice.post("/batches", body={"endpoint": "/v1/completions"}, cast_to=object)

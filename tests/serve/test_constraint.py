@@ -96,3 +96,38 @@ def test_t11_what_cannot_be_held_is_a_400(
     assert (answer.status_code, error["param"]) == (400, param)
     assert named in error["message"]
     assert not engine.requests
+
+
+def test_bad_words_and_allowed_tokens(engine: ScriptedEngine) -> None:
+    def guide(**fields: Any) -> Any:
+        assert App(engine).post(CHAT_PATH, CHAT | fields).status_code == 200
+        return TOKENIZER.grammars(4096).guide(engine.requests[-1].params.grammar)
+
+    def allowed(guide: Any) -> set[int]:
+        return {token for token in range(4096) if guide.allowed[token // 32] >> (token % 32) & 1}
+
+    end = TOKENIZER.eos_token_ids[0]
+    only = guide(allowed_token_ids=[9, 7, 9])
+    only.advance([7])
+    assert allowed(only) == {7, 9}
+    assert allowed(guide(allowed_token_ids=[7, end])) == {7, *TOKENIZER.eos_token_ids}
+    assert allowed(guide(allowed_token_ids=[end])) == {*TOKENIZER.eos_token_ids}
+    without = guide(bad_words=["lists", "b/d"])
+    without.advance(TOKENIZER.encode("a list", add_special_tokens=False))
+    assert not {token for token in allowed(without) if TOKENIZER.token_text(token).startswith("s")}
+    assert end in allowed(without)
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"allowed_token_ids": [4096]}, "4096 is not in"),
+        ({"allowed_token_ids": [-1]}, "greater than or equal to 0"),
+        ({"bad_words": [""]}, "bad_words: expected a text"),
+        ({"bad_words": ["a"], "regex": "b"}, "only one of"),
+    ],
+)
+def test_wrong_words_and_tokens(engine: ScriptedEngine, fields: dict[str, Any], named: str) -> None:
+    answer = App(engine).post(CHAT_PATH, CHAT | fields)
+    assert answer.status_code == 400
+    assert named in answer.json()["error"]["message"]
