@@ -92,7 +92,7 @@ def run_latency(
             prompts = rng.choice(words, size=(shape.batch_size, shape.input_len)).tolist()
             timings.append(_once(engine, prompts, shape))
         progress(str(shape), warmup + repeats, warmup + repeats)
-        runs.append(_summarized(shape, timings[warmup:]))
+        runs.append(_summarized(shape, timings[warmup:], engine.num_stages))
     return runs
 
 
@@ -126,7 +126,7 @@ def _advance(engine: Engine, missing: dict[str, int], shape: Shape) -> list[floa
     return steps
 
 
-def _summarized(shape: Shape, timings: Sequence[_Timing]) -> LatencyRun:
+def _summarized(shape: Shape, timings: Sequence[_Timing], stages: int) -> LatencyRun:
     prefill = spread([1e3 * t.prefill for t in timings])
     later = shape.output_len - 1
     decode = distribution(1e3 * t.decode / later for t in timings) if later else None
@@ -141,17 +141,18 @@ def _summarized(shape: Shape, timings: Sequence[_Timing]) -> LatencyRun:
         decode_tokens_per_s=1e3 * shape.batch_size / decode.p50 if decode else None,
         decode_step_ms=distribution(1e3 * seconds for t in timings for seconds in t.steps),
         total_ms=spread([1e3 * (t.prefill + t.decode) for t in timings]),
-        decode_profile=_profile(timings) if decode else None,
+        decode_profile=_profile(timings, stages) if decode else None,
     )
 
 
-def _profile(timings: Sequence[_Timing]) -> StepProfile:
+def _profile(timings: Sequence[_Timing], stages: int) -> StepProfile:
     count = sum(t.profile.steps for t in timings)
-    step, kernels, execute, schedule, update = (
+    step, kernels, elsewhere, execute, schedule, update = (
         1e3 * sum(seconds) / count
         for seconds in (
             [t.decode for t in timings],
             [t.profile.kernels for t in timings],
+            [t.profile.elsewhere for t in timings],
             [t.profile.execute for t in timings],
             [t.profile.schedule for t in timings],
             [t.profile.update for t in timings],
@@ -165,4 +166,5 @@ def _profile(timings: Sequence[_Timing]) -> StepProfile:
         schedule=schedule,
         update=update,
         outside_kernels=1 - kernels / step,
+        bubble=1 - (kernels + elsewhere) / (stages * step) if stages > 1 else None,
     )

@@ -103,17 +103,19 @@ def latency_table(title: str, runs: Sequence[LatencyRun]) -> Table:
 
 
 def profile_table(title: str, runs: Sequence[LatencyRun]) -> Table:
-    """A row for each shape: the parts of an average decode step in milliseconds."""
+    """A row for each shape: the parts of an average decode step in milliseconds. Several stages have a bubble."""
     table = _narrow(title)
+    stages = any(run.decode_profile is not None and run.decode_profile.bubble is not None for run in runs)
     parts = ("kernels", "inputs,\nsampling", "idle", "schedule", "update")
-    for column in ("batch", "in", "step", *parts, "outside\nkernels"):
+    for column in ("batch", "in", "step", *parts, "bubble" if stages else "outside\nkernels"):
         table.add_column(column, justify="right", no_wrap=True)
     for run in runs:
         if (profile := run.decode_profile) is not None:
             thread = (profile.kernels, profile.inputs_and_sampling, profile.idle)  # these add up to the step
             loop = (profile.schedule, profile.update)
             shown = (f"{milliseconds:.3f}" for milliseconds in (profile.step, *thread, *loop))
-            table.add_row(str(run.batch_size), str(run.input_len), *shown, f"{profile.outside_kernels:.1%}")
+            share = profile.outside_kernels if profile.bubble is None else profile.bubble
+            table.add_row(str(run.batch_size), str(run.input_len), *shown, f"{share:.1%}")
     return table
 
 

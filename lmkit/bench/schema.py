@@ -71,7 +71,7 @@ class StepProfile(msgspec.Struct, frozen=True, kw_only=True):
     """An average decode step in milliseconds: step = kernels + inputs_and_sampling + idle.
 
     `schedule` and `update` are the loop's. With overlap they run beside the step; without overlap they are part of
-    `idle`.
+    `idle`. With several stages plans overlap, and `idle` is negative.
     """
 
     step: float  # from one result to the next
@@ -81,6 +81,7 @@ class StepProfile(msgspec.Struct, frozen=True, kw_only=True):
     schedule: float
     update: float
     outside_kernels: float  # share of `step` in which no kernel runs
+    bubble: float | None = None  # share of the time of all stages in which they compute nothing; None: there is one
 
 
 class LatencyRun(msgspec.Struct, frozen=True, kw_only=True):

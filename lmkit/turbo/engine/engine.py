@@ -63,6 +63,7 @@ class Profile:
     execute: float = 0.0  # carrying out plans: the kernels, and the inputs and sampling around them
     schedule: float = 0.0  # writing plans
     update: float = 0.0  # taking in results
+    elsewhere: float = 0.0  # in the model's other stages, beside all else
 
     def since(self, before: Profile) -> Profile:
         return Profile(*(now - then for now, then in zip(astuple(self), astuple(before), strict=True)))
@@ -115,6 +116,7 @@ class Engine:
         self._profile = Profile()
         self._overlap, self._adapter_root = config.overlap, config.adapter_root
         self._under_way: deque[tuple[StepPlan, Ticket]] = deque()
+        self.num_stages = config.pp
         self._depth = max(2, config.pp)  # plans under way at most, with overlap
         self._failed_steps = 0
         self._token_seconds = 0.0
@@ -308,7 +310,7 @@ class Engine:
 
     def _collect(self, plan: StepPlan, ticket: Ticket) -> list[StepOutput]:
         try:
-            sampled, seconds, kernels = self.runner.collect(ticket)
+            sampled, seconds, kernels, elsewhere = self.runner.collect(ticket)
         except Exception as error:  # one request must never end the engine
             self._failed_steps += 1
             if isinstance(error, EngineLostError):
@@ -321,6 +323,7 @@ class Engine:
         profile = self._profile
         profile.steps += 1
         profile.kernels += kernels
+        profile.elsewhere += elsewhere
         profile.execute += seconds
         profile.update += time.perf_counter() - collected
         return outputs

@@ -32,6 +32,7 @@ class StepResult(NamedTuple):
     sampled: list[Sampled]
     seconds: float
     kernels: float  # the part of `seconds` in the model
+    elsewhere: float = 0.0  # in the model's other stages
 
 
 Ticket = Callable[[], StepResult]  # stands for a launched plan; only its runner calls it

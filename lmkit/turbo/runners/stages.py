@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import queue
 import socket
+import struct
 import threading
 import time
 from collections import deque
@@ -37,19 +38,22 @@ from lmkit.turbo.runners.device import CpuDevice
 from lmkit.turbo.runners.processes import ENDED, Processes, Start, read, without_wishes
 from lmkit.turbo.runners.runner import RunnerParts, Shown, StepResult, Ticket
 
+HEADER = struct.Struct("<QQ")
+
 
 class Neighbours:
     """The stages before and behind this one, over sockets. See models.beside.Line.
 
     A thread takes in what arrives, so that no stage waits for another one to read. It holds as much as the plans under
-    way bring.
+    way bring. In front of a plan's rows stand their size in bytes, and the nanoseconds that stages 1 and on have spent.
     """
 
     def __init__(self, index: int, before: socket.socket, behind: socket.socket, max_rows: int, width: int) -> None:
         self.is_first = index == 0
         self._before, self._behind = before, behind
         self._arrived, self._leaving = torch.zeros(max_rows, width), torch.zeros(max_rows, width)
-        self._inbox: queue.SimpleQueue[bytearray | None] = queue.SimpleQueue()  # None: there will be no more
+        self._inbox: queue.SimpleQueue[tuple[int, bytearray] | None] = queue.SimpleQueue()  # None: no more comes
+        self.spent, self._since = 0, 0  # nanoseconds: of the rows that arrived last; when they did
         threading.Thread(target=self._take_in, name="stage-inbox", daemon=True).start()
 
     def receive(self, num_rows: int) -> Tensor:
@@ -72,10 +76,11 @@ class Neighbours:
 
     def _take_in(self) -> None:
         try:
-            while (size := self._read(8)) is not None:
-                if (rows := self._read(int.from_bytes(size, "little"))) is None:
+            while (header := self._read(HEADER.size)) is not None:
+                size, spent = HEADER.unpack(header)
+                if (rows := self._read(size)) is None:
                     break
-                self._inbox.put(rows)
+                self._inbox.put((spent, rows))
         except OSError:
             pass  # closed
         self._inbox.put(None)
@@ -91,16 +96,19 @@ class Neighbours:
         return data
 
     def _receive(self, num_rows: int) -> None:
-        rows = self._inbox.get()
-        if rows is None:
+        arrived = self._inbox.get()
+        if arrived is None:
             self._inbox.put(None)  # for the next call
             raise EngineLostError(ENDED)
+        self.spent, rows = arrived
+        self._since = time.perf_counter_ns()
         self._arrived[:num_rows].numpy()[...] = np.frombuffer(rows, np.float32).reshape(num_rows, -1)
 
     def _send(self, num_rows: int) -> None:
         rows = self._leaving[:num_rows].numpy()
+        spent = 0 if self.is_first else self.spent + time.perf_counter_ns() - self._since
         try:
-            self._behind.sendall(rows.nbytes.to_bytes(8, "little"))
+            self._behind.sendall(HEADER.pack(rows.nbytes, spent))
             self._behind.sendall(rows.data)
         except OSError:
             raise EngineLostError(ENDED) from None
@@ -138,6 +146,8 @@ class _Flight:
     rows: StepRows | None = None
     logit_rows: Tensor | None = None  # a copy, if more than logits is wanted
     num_rows: int = 0  # that come back
+    kernels: float = 0.0  # seconds in the first layers
+    elsewhere: float = 0.0  # in the other stages
     result: StepResult | None = None
     error: Exception | None = None
 
@@ -204,7 +214,8 @@ class FirstStage(CpuRunner):
                 self.decoder.hidden(inputs, self.kv)
         else:
             self._logits(inputs)
-        self.kernel_seconds += time.perf_counter() - before
+        flight.kernels = time.perf_counter() - before
+        self.kernel_seconds += flight.kernels
 
     @torch.inference_mode()
     def _finish(self, flight: _Flight) -> None:
@@ -213,12 +224,14 @@ class FirstStage(CpuRunner):
         try:
             sampled = self.for_all(flight.plan, flight.chunks, self._sampled(flight) if flight.chunks else [])
             now = time.perf_counter()
-            flight.result = StepResult(sampled, now - flight.start, self.kernel_seconds - before)
+            kernels = flight.kernels + self.kernel_seconds - before
+            flight.result = StepResult(sampled, now - flight.start, kernels, flight.elsewhere)
         except Exception as error:  # noqa: BLE001 - the plan's ticket raises it
             flight.error, self._is_lost = error, True
 
     def _sampled(self, flight: _Flight) -> list[Sampled]:
         stream = self.stages.line.receive(flight.num_rows)
+        flight.elsewhere = self.stages.line.spent / 1e9
         start, shown = time.perf_counter(), [Shown()] * len(flight.chunks)
         with self._workspace.active():
             if flight.logit_rows is not None and flight.rows is not None:

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
+from lmkit.bench.latency import Shape, run_latency
 from lmkit.config import EngineConfig
 from lmkit.errors import ConfigError, UnsupportedError
+from lmkit.text import Tokenizer
 from lmkit.turbo.engine.engine import Engine
 from lmkit.turbo.plan import StepPlan
 from lmkit.turbo.request import Request, SamplingParams, StepOutput
@@ -106,3 +108,17 @@ def test_what_stages_cannot_do_is_refused(
 ) -> None:
     with pytest.raises(kind, match=reason):
         Engine(str(demo_model), EngineConfig(**{"device": "cpu", "max_model_len": 128} | options))
+
+
+def test_the_profile_has_the_time_of_each_stage(demo_model: Path) -> None:
+    model = engine(demo_model, 1, pp=2)
+    try:
+        before = model.profile()
+        (run,) = run_latency(model, Tokenizer.from_pretrained(demo_model), [Shape(4, 8, 9)], repeats=1, warmup=0)
+        profile = model.profile().since(before)
+    finally:
+        model.close()
+    assert min(profile.kernels, profile.elsewhere) > 0
+    assert run.decode_profile is not None
+    assert run.decode_profile.bubble is not None
+    assert 0 < run.decode_profile.bubble < 1
