@@ -30,16 +30,16 @@ def up(
     def load() -> ClusterConfig:
         config = read(file)
         for group in config.models:
-            check_options({"model": group.model, **group.options}, f"{file}: {group.called}")
+            check_options({"model": group.model, **group.options}, f"{file}: {group.label}")
         return config
 
     config = load()
     if check:
-        print(f"{file}: {', '.join(group.called for group in config.models)}")
+        print(f"{file}: {', '.join(group.label for group in config.models)}")
         return
     log.setup(config.proxy.log_level, log_format=config.proxy.log_format)
     drain_seconds = config.proxy.drain_seconds + config.drain_seconds
-    with registered("up", ",".join(group.called for group in config.models), drain_seconds) as tell:
+    with registered("up", ",".join(dict.fromkeys(group.called for group in config.models)), drain_seconds) as tell:
 
         def on_ready(url: str) -> None:
             tell(url)

@@ -83,6 +83,9 @@ class Cluster:
         self._take_signals()
         with tempfile.TemporaryDirectory(prefix="lmkit-up-") as folder:  # others may not look into it
             self._proxy = ProxyProcess(self.config, Path(folder), self._say)
+            self._kv_key = Path(folder) / "kv.key"  # of the pairs on this machine
+            self._kv_key.touch(0o600)
+            self._kv_key.write_text(secrets.token_hex(32))
             try:
                 await self._proxy.start()
                 self._proxy_since = time.monotonic()
@@ -122,9 +125,9 @@ class Cluster:
         self._observe(status, now)
         for group in self.config.models:
             await self._keep(group, status, now)
-        names = {group.called for group in self.config.models}
+        labels = {group.label for group in self.config.models}
         for replica in self._replicas:
-            if replica.group not in names and replica.state != "draining":
+            if replica.group not in labels and replica.state != "draining":
                 self._drain(replica, now)
 
     def _reload(self) -> None:
@@ -208,7 +211,7 @@ class Cluster:
         """One step of a group towards what it should be."""
         if status is None:  # nothing is known of its replicas
             return
-        scale, own = self._scale(group.called), [r for r in self._replicas if r.group == group.called]
+        scale, own = self._scale(group.label), [r for r in self._replicas if r.group == group.label]
         held, ids = status.held.get(group.called, Held()), {replica.id for replica in own}
         nodes = [node for node in status.data if ids.intersection(node.tags)]
         requests = held.requests + sum(node.in_flight + node.other_requests for node in nodes)
@@ -223,16 +226,16 @@ class Cluster:
             await self._start(group, now)
 
     async def _start(self, group: Group, now: float) -> None:
-        self._numbers[group.called] += 1
-        id = f"{re.sub(r'[^A-Za-z0-9._-]', '-', group.called)[:40]}-{self._numbers[group.called]}"
+        self._numbers[group.label] += 1
+        id = f"{re.sub(r'[^A-Za-z0-9._-]', '-', group.label)[-40:]}-{self._numbers[group.label]}"
         log.info("%s starts", id)
         try:
             process = await self._launcher.start(id, self._options(id, group), group.cores)
         except LMKitError as error:
             log.error("%s cannot be started: %s", id, error)
-            self._scale(group.called).backoff.failed(0.0, now)
+            self._scale(group.label).backoff.failed(0.0, now)
             return
-        self._replicas.append(Running(id, group.called, group.digest, process, "starting", now))
+        self._replicas.append(Running(id, group.label, group.digest, process, "starting", now))
 
     def _options(self, id: str, group: Group) -> dict[str, Any]:
         options = {name.replace("-", "_"): value for name, value in group.options.items()}
@@ -240,6 +243,8 @@ class Cluster:
         proxy = self.config.proxy
         if len(proxy.api_keys) < 2 and proxy.key_store is None:  # one client has the replica's cache and queue
             options = {"cache_quota": 1.0, "queue_quota": 1.0} | options
+        if group.role != "both":
+            options = self._of_role(group) | options
         return options | {
             "model": group.model,
             "served_model_name": group.called,
@@ -250,6 +255,11 @@ class Cluster:
             "node_tag": [id, *([tags] if isinstance(tags, str) else tags)],
             "drain_seconds": self.config.drain_seconds,
         }
+
+    def _of_role(self, group: Group) -> dict[str, Any]:
+        """What a replica of a pair gets beside its options."""
+        own: dict[str, Any] = {"role": group.role, "kv_key_file": str(self._kv_key)}
+        return own | ({"kv_listen": f"{self._launcher.host}:0"} if group.role == "prefill" else {})
 
     def _drain(self, replica: Running, now: float) -> None:
         log.info("%s drains", replica.id)

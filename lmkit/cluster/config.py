@@ -11,7 +11,7 @@ import msgspec
 
 from lmkit import yaml_file
 from lmkit.choices import with_choices
-from lmkit.config import PositiveFloat, PositiveInt, StrictStruct
+from lmkit.config import NodeRole, PositiveFloat, PositiveInt, StrictStruct
 from lmkit.errors import ConfigError
 from lmkit.other_names import hint
 from lmkit.proxy.config import ProxyConfig, Seconds
@@ -48,6 +48,7 @@ class Group(StrictStruct, frozen=True):
     """Replicas of one model."""
 
     model: str  # a folder, a Hub name or "demo"
+    role: NodeRole = "both"  # prefill: computes prompts for the group of the same name with the role decode
     name: ModelName | None = None  # in requests; None = the folder's name, or `model` itself
     replicas: Bounds | Annotated[int, msgspec.Meta(ge=1, le=1000)] = 1
     scaling: Scaling = Scaling()
@@ -61,13 +62,18 @@ class Group(StrictStruct, frozen=True):
         return self.name or (Path(self.model).resolve().name if Path(self.model).is_dir() else self.model)
 
     @property
+    def label(self) -> str:
+        """The group's own name. Two groups with roles have one name in requests."""
+        return self.called if self.role == "both" else f"{self.called}-{self.role}"
+
+    @property
     def bounds(self) -> Bounds:
         return self.replicas if isinstance(self.replicas, Bounds) else Bounds(min=self.replicas, max=self.replicas)
 
     @property
     def digest(self) -> str:
         """Of all that decides what a replica is. Replicas of another digest are of another version."""
-        parts = (self.model, self.called, self.cores, self.version, self.options)
+        parts = (self.model, self.called, self.role, self.cores, self.version, self.options)
         return hashlib.sha256(msgspec.json.encode(parts, order="sorted")).hexdigest()
 
 
@@ -82,10 +88,31 @@ class ClusterConfig(StrictStruct, frozen=True):
     silent_seconds: Seconds = 30.0  # after which a replica that fails its health checks is killed
     drain_seconds: Seconds = 30.0  # for the requests of a replica to end before it does
 
+    def _wrong_pair(self, group: Group) -> str:
+        """Why this group, which has a role, cannot be one of a pair, or an empty text."""
+        given = {name.replace("-", "_") for name in group.options}
+        others = [other for other in self.models if other is not group and other.called == group.called]
+        if sorted(other.role for other in (group, *others)) != ["decode", "prefill"]:
+            return f"{group.called!r} needs one group with role: prefill and one with role: decode, and no other"
+        if others[0].model != group.model:
+            return f"both groups of {group.called!r} need the same `model`"
+        if group.bounds.min == 0:
+            return "a group with a role needs a replica; write replicas: {min: 1, ...}"
+        if group.role == "prefill" and not given & {"kv_host_memory", "kv_disk_path"}:
+            return "it gives the KV of prompts away from host memory: add kv_host_memory to its options"
+        if "kv_listen" in given or "kv_peer" in given:
+            return "`lmkit up` itself connects the two groups; leave out kv_listen and kv_peer"
+        if self.ray is not None and "kv_key_file" not in given:
+            return "on Ray, add kv_key_file to the options of both groups: a file with the same key on each machine"
+        return ""
+
     def __post_init__(self) -> None:
-        names = [group.called for group in self.models]
-        if again := next((name for name in names if names.count(name) > 1), None):
+        labels = [group.label for group in self.models]
+        if again := next((label for label in labels if labels.count(label) > 1), None):
             raise ValueError(f"two models are called {again!r}; give each a name of its own")
+        for group in self.models:
+            if group.role != "both" and (reason := self._wrong_pair(group)):
+                raise ValueError(f"{group.label}: {reason}")
         default = ProxyConfig()
         for name in _OWN_FIELDS:
             if getattr(self.proxy, name) != getattr(default, name):
@@ -93,6 +120,8 @@ class ClusterConfig(StrictStruct, frozen=True):
         for group in self.models:
             if own := sorted(OWN_OPTIONS & {option.replace("-", "_") for option in group.options}):
                 raise ValueError(f"options of {group.called!r}: {own[0]} is what `lmkit up` sets itself")
+            if "role" in group.options:
+                raise ValueError(f"options of {group.called!r}: role is a field of the model, beside options")
         if self.address is not None and not re.fullmatch(r"https?://[^/\s]+", self.address):
             raise ValueError(f"address {self.address!r}: write for example http://10.0.0.1:8080")
         if self.proxy.tls_cert and self.address is None:

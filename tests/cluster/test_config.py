@@ -27,6 +27,8 @@ models:
   - model: demo
 """
 
+PREFILL = "{model: demo, role: prefill, options: {kv_host_memory: 64M}}"
+
 
 def test_a_file(tmp_path: Path) -> None:
     path = tmp_path / "cluster.yaml"
@@ -52,6 +54,14 @@ def test_a_file(tmp_path: Path) -> None:
         ("models: [{model: demo, options: {api-key: k}}]", "api_key is what `lmkit up` sets itself"),
         ("models: [{model: demo, options: {kv_memroy: 1G}}]", "'kv_memroy' is not an option; did you mean kv_memory?"),
         ("models: [{model: demo, options: {kv_memory: lots}}]", "kv_memory"),
+        ("models: [{model: demo, options: {role: decode}}]", "role is a field of the model, beside options"),
+        ("models: [{model: demo, role: decode}]", "demo-decode: 'demo' needs one group with role: prefill and one"),
+        (f"models: [{PREFILL}, {{model: demo, role: decode}}, {{model: demo}}]", "role: decode, and no other"),
+        (f"models: [{PREFILL}, {{model: x, name: demo, role: decode}}]", "both groups of 'demo' need the same `model`"),
+        (f"models: [{PREFILL}, {{model: demo, role: decode, replicas: {{min: 0}}}}]", "needs a replica"),
+        ("models: [{model: demo, role: prefill}, {model: demo, role: decode}]", "add kv_host_memory"),
+        (f"models: [{PREFILL}, {{model: demo, role: decode, options: {{kv-peer: 'a:1'}}}}]", "leave out kv_listen and"),
+        (f"ray: auto\nmodels: [{PREFILL}, {{model: demo, role: decode}}]", "add kv_key_file to the options of both"),
         ("models: [{model: demo}]\nproxy: {nodes: [{url: 'http://a:1'}]}", "proxy.nodes is not for a cluster"),
         ("models: [{model: demo}]\nproxy: {polcy: prefix}", "did you mean policy?"),
         ("models: [{model: demo}]\nproxy: {tls_cert: a.pem}", "needs `address`"),
@@ -72,7 +82,8 @@ def test_a_change_of_what_a_replica_is_makes_another_version() -> None:
     group = Group(model="demo", options={"kv_memory": "1G", "tp": 1})
     same = {"replicas": 3, "options": {"tp": 1, "kv_memory": "1G"}}
     assert msgspec.structs.replace(group, **same).digest == group.digest
-    for other in ({"cores": 2}, {"version": "x"}, {"options": {"tp": 2}}, {"model": "other", "name": "demo"}):
+    changed = {"cores": 2}, {"version": "x"}, {"options": {"tp": 2}}, {"role": "decode"}, {"model": "x", "name": "demo"}
+    for other in changed:
         assert msgspec.structs.replace(group, **other).digest != group.digest, other
 
 

@@ -20,6 +20,10 @@ import httpx
 import psutil
 import pytest
 
+from lmkit.config import EngineConfig
+from lmkit.text import Tokenizer
+from lmkit.turbo.engine.engine import Engine
+from lmkit.turbo.request import Request, SamplingParams
 from tests.serve.live import FAKE, ROOT
 
 pytestmark = pytest.mark.slow
@@ -246,3 +250,30 @@ def test_a_proxy_that_cannot_listen_is_an_error(tmp_path: Path) -> None:
     assert ended.returncode == 2
     assert "cannot listen on 203.0.113.1:8080" in ended.stdout
     assert "lmkit: the proxy ended with status 2" in ended.stderr
+
+
+def test_a_pair_of_roles_answers_through_the_proxy(tmp_path: Path, demo_model: Path) -> None:
+    """The tokens are those of one engine, and the prompt was computed by the other replica."""
+    sizes = {"kv_memory": "32M", "max_model_len": 1024, "device": "cpu"}
+    groups = [
+        {"model": str(demo_model), "name": "demo", "cores": 1, "role": "prefill"},
+        {"model": str(demo_model), "name": "demo", "cores": 1, "role": "decode", "options": sizes},
+    ]
+    groups[0]["options"] = {**sizes, "kv_host_memory": "64M"}
+    ids = [7 + i % 900 for i in range(600)]
+    with Up(tmp_path, {"models": groups}) as up:
+        up.until(lambda: up.num_ready == 2)
+        asked = {"model": "demo", "prompt": ids, "max_tokens": 8, "temperature": 0}
+        answer = up.http.post("/v1/completions", json=asked)
+        assert answer.status_code == 200, answer.text
+        assert 'lmkit_proxy_pairs_total{outcome="paired"} 1.0' in up.http.get("/metrics").text
+        assert [model["id"] for model in up.http.get("/v1/models").json()["data"]] == ["demo"]
+    engine = Engine(str(demo_model), EngineConfig(device="cpu", kv_memory=32 << 20, max_model_len=1024))
+    try:
+        engine.add(Request(request_id="", prompt_ids=ids, params=SamplingParams(max_tokens=8, temperature=0.0)))
+        expected: list[int] = []
+        while engine.has_work():
+            expected += [token for output in engine.step() for token in output.token_ids]
+    finally:
+        engine.close()
+    assert answer.json()["choices"][0]["text"] == Tokenizer.from_pretrained(demo_model).decode(expected)

@@ -62,6 +62,31 @@ def test_ranks_that_share_experts_give_the_tokens_of_one() -> None:
     assert {name: both[name] for name in GREEDY} == {name: one[name] for name in GREEDY}
 
 
+@pytest.mark.parametrize("options", [{"tp": 2}, {"tp": 1, "ep": 2}, {"tp": 2, "ep": 2}], ids=["tp", "ep", "both"])
+def test_tokens_depend_on_the_request_alone(options: dict[str, int]) -> None:
+    """Greedy and drawn ones, alone and in a batch, in steps of any size, without the prefix cache."""
+    model = engine(TRAINED_MOE, **options, prefix_cache=False, max_step_tokens=16)
+    found: dict[str, list[int]] = {}
+
+    def run(name: str, numbers: list[int]) -> None:
+        for number in numbers:
+            params = SamplingParams(max_tokens=16, temperature=number % 2 * 0.8, seed=number)
+            model.add(Request(request_id=f"{name} {number}", prompt_ids=PROMPTS[number], params=params))
+        while model.has_work():
+            for output in model.step():
+                assert output.error is None
+                found.setdefault(output.request_id, []).extend(output.token_ids)
+
+    numbers = list(range(len(PROMPTS)))
+    try:
+        run("together", numbers)
+        for number in numbers:
+            run("alone", [number])
+    finally:
+        model.close()
+    assert all(found[f"alone {number}"] == found[f"together {number}"] for number in numbers)
+
+
 def check_a_kill_ends(model: Engine, pid: int) -> None:
     """Kill a process of an engine with one request: the engine is lost, and the request gets one error at most."""
     os.kill(pid, signal.SIGKILL)
