@@ -218,7 +218,7 @@ class LinearsOfExperts:
         return None if table is None else cls(kernel, table)
 
     def suits(self, tokens: float, dtype: torch.dtype) -> bool:
-        """Whether this can multiply inputs of `dtype`, and is the fast way if an expert has so many tokens on average."""
+        """Whether this multiplies inputs of `dtype`, and is the fast way if an expert has so many tokens on average."""
         few = self._kernel.max_rows is None or tokens <= self._kernel.max_rows
         return few and not (self._kernel.half and dtype == torch.float32)
 

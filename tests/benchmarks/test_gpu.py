@@ -22,7 +22,7 @@ from tests import emulator
 pytestmark = pytest.mark.slow
 PEERS = ("torch tinygemm", "vLLM Marlin", "TurboMind")  # need a GPU
 EXPECTED = {  # rows of each section
-    "smoke": {"as by default", "overlap=off", "launcher=off", "mixed=off", "argmax=off", "experts=off"},
+    "smoke": {"as by default", "overlap=off", "launcher=off", "prefetch=off", "mixed=off", "argmax=off", "experts=off"},
     "machine": {"GPU", "copy bandwidth", "read bandwidth", "bfloat16 matmul", "kernel in a graph"},
     "build": {"all"},
     "gemm": {"tuning", "cuBLAS bfloat16", *PEERS},

@@ -43,17 +43,24 @@ class EmulatedBackend:
             str(self._build(kernel_source(str(HERE / "emulator.cpp")), "emulator", {})), mode=ctypes.RTLD_GLOBAL
         )
         self._runtime.lm_launch.restype = ctypes.c_bool
+        self._runtime.lm_prefetched.restype = self._runtime.lm_asked.restype = ctypes.c_uint64
         self.begin(0)
 
     def begin(self, seed: int) -> None:
         """Draw the orders from `seed` from now on."""
         self.barrier()
+        self._runtime.lm_asked()
         self._seed = seed
         self.launches: list[str] = []  # names of the kernels that ran since
 
     def barrier(self) -> None:
         """All that was launched has ended, as at a copy on the stream."""
         self._runtime.lm_barrier()
+
+    def prefetched(self) -> int:
+        """Bytes that kernels have asked L2 for since the last call. All of them were copied later."""
+        assert self._runtime.lm_asked() == 0, "L2 was asked for bytes that nothing has copied since"
+        return int(self._runtime.lm_prefetched())
 
     def overlaps(self) -> bool:
         return self._overlap

@@ -6,6 +6,7 @@
 #include <cstdlib>
 #include <sys/mman.h>
 #include <unordered_map>
+#include <unordered_set>
 #include <vector>
 
 #include "types.cuh"
@@ -96,6 +97,8 @@ struct Machine {
     char message[512];
     bool watches;  // accesses before a wait
     u64 shared_bytes;
+    std::unordered_set<uintptr_t> asked;  // 16 bytes each that L2 was asked for and nothing has copied since
+    u64 prefetched = 0;
     std::unordered_map<uintptr_t, u64> written;  // since the last barrier: a bit for each byte of 64
 };
 
@@ -301,8 +304,20 @@ void access(const void* pointer, int bytes, bool writes) {
 void copy_later(void* shared, const void* global, int bytes, bool valid) {
     auto* self = static_cast<Fiber*>(current);
     if (valid) access(global, bytes, false);
+    if (valid && !machine.asked.empty()) machine.asked.erase(reinterpret_cast<uintptr_t>(global));
     if (reinterpret_cast<uintptr_t>(shared) % bytes || (valid && reinterpret_cast<uintptr_t>(global) % bytes)) fail("cp.async of %d bytes is not aligned", bytes);
     self->copies.push_back({shared, global, bytes, valid, self->group});
+}
+
+// Touches the bytes, which must exist. `lm_prefetched` counts them, `lm_asked` those that nothing has copied since.
+void prefetch(const void* global, int bytes) {
+    if (bytes <= 0 || bytes % 16 || reinterpret_cast<uintptr_t>(global) % 16) fail("a prefetch of %d bytes is not aligned", bytes);
+    for (int i = 0; i < bytes; i += 16) {
+        access(static_cast<const u8*>(global) + i, 16, false);
+        (void)static_cast<const volatile u8*>(global)[i];
+        if (!machine.asked.insert(reinterpret_cast<uintptr_t>(global) + i).second) fail("L2 is asked for the same bytes again");
+        machine.prefetched += 16;
+    }
 }
 
 void commit_copies() { ++static_cast<Fiber*>(current)->group; }
@@ -341,6 +356,8 @@ extern "C" void __tsan_func_exit() {}
 extern "C" void __tsan_init() {}
 
 // What has been written is visible to every later kernel: a copy, or a kernel that begins at the end of all others.
+extern "C" u64 lm_asked() { return 16 * std::exchange(lm::machine.asked, {}).size(); }
+extern "C" u64 lm_prefetched() { return std::exchange(lm::machine.prefetched, 0); }
 extern "C" void lm_barrier() { lm::machine.written.clear(); }
 
 // Carry out a launch; on an error, false and its text in `message`.

@@ -49,6 +49,7 @@ void wait_for_previous();
 void copy_later(void* shared, const void* global, int bytes, bool valid);
 void commit_copies();
 void wait_copies(int groups);
+void prefetch(const void* global, int bytes);
 
 // What a launch hands over, as cuLaunchKernel does: the address of each argument.
 template <class... A, size_t... I>
@@ -205,6 +206,7 @@ inline void cp_async16(void* shared, const void* global, bool valid = true) { lm
 inline void cp_async16_stream(void* shared, const void* global, bool valid = true) { lm::copy_later(shared, global, 16, valid); }
 template <int BYTES>
 inline void cp_async_small(void* shared, const void* global, bool valid = true) { lm::copy_later(shared, global, BYTES, valid); }
+inline void prefetch_l2(const void* global, int bytes) { lm::prefetch(global, bytes); }
 inline void cp_async_commit() { lm::commit_copies(); }
 template <int N> inline void cp_async_wait() { lm::wait_copies(N); }
 

@@ -11,6 +11,9 @@ from lmkit.kernels.cuda.elementwise import ACTIVATIONS
 from lmkit.kernels.cuda.gemm_pack import PackedWeight
 from lmkit.kernels.cuda.gemm_plan import Plan, Problem
 from lmkit.kernels.cuda.module import Kernel, backend, counters
+from lmkit.kernels.cuda.switches import switches
+
+AHEAD_BYTES = 12 << 20  # of weights asked for before a product begins: what memory delivers in 3 us
 
 HALF, FLOAT, ADD = range(3)  # how results are stored: in x's dtype, as float32, or added to a residual
 
@@ -55,11 +58,15 @@ def multiply(
     if ranges > 1:
         padded_rows = problem.row_blocks(plan) * plan.block_tiles * 16
         partial = torch.empty(ranges, tokens, padded_rows, dtype=torch.float32, device=x.device)
+    where = backend(device)
+    workers = problem.workers(plan, where.num_sms())
+    asks = where.overlaps() and switches().prefetch and token_blocks == 1  # others would ask for the same
+    ahead = AHEAD_BYTES // (ranges * workers) if asks else 0
     kernel_for(packed, plan, x.dtype)(
-        (token_blocks, ranges, problem.workers(plan, backend(device).num_sms())), 32 * plan.warps,
+        (token_blocks, ranges, workers), 32 * plan.warps,
         [x, packed.codes, packed.params, bias, out, partial, counters(device), tokens, packed.in_features,
          packed.num_results, problem.tiles, problem.stages, packed.params.shape[1], packed.stages_per_group, plan.units,
-         int(plan.resident), ACTIVATIONS[packed.activation], kind, int(backend(device).overlaps())],
+         int(plan.resident), ACTIVATIONS[packed.activation], kind, int(where.overlaps()), ahead],
         shared=problem.shared_bytes(plan),
     )  # fmt: skip
     return out

@@ -88,7 +88,7 @@ def multiply(x: Tensor, places: Places, table: ExpertTable, by_token: bool) -> T
         (blocks, ranges, problem.workers(plan, backend(device).num_sms())), 32 * plan.warps,
         [x, table.addresses, None, None, out, partial, counters(device), num_places, packed.in_features,
          packed.num_results, problem.tiles, problem.stages, packed.params.shape[1], packed.stages_per_group, plan.units,
-         int(plan.resident), ACTIVATIONS[packed.activation], HALF if by_token else FLOAT, 0, places.active,
+         int(plan.resident), ACTIVATIONS[packed.activation], HALF if by_token else FLOAT, 0, 0, places.active,
          places.tokens if by_token else None],
         shared=problem.shared_bytes(plan),
     )  # fmt: skip

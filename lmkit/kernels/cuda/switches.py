@@ -20,6 +20,7 @@ class Switches(msgspec.Struct, frozen=True):
 
     launcher: bool = True  # launches by the driver's cuLaunchKernelEx instead of CuPy's call
     overlap: bool = True  # a kernel begins while the one before it ends; needs `launcher` and compute capability 9.0
+    prefetch: bool = True  # a product that begins early asks L2 for its next weights; needs `overlap`
     mixed: bool = True  # steps with prompt tokens are captured, by size
     argmax: bool = True  # captured steps choose greedy tokens themselves
     experts: bool = True  # one product has all experts of a layer, and steps with experts are captured

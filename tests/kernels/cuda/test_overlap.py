@@ -5,6 +5,7 @@ The emulator checks every access of theirs (tests/emulator/emulator.cpp). A kern
 
 from __future__ import annotations
 
+import itertools
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +21,7 @@ from lmkit.kernels.cuda import elementwise, gemm, gemm_pack, library, module
 from lmkit.kernels.cuda.gemm_plan import Plan
 from lmkit.kernels.cuda.module import Kernel
 from lmkit.kernels.cuda.source import FOLDER
+from lmkit.kernels.cuda.switches import parse
 from lmkit.kernels.ops import Norm
 from lmkit.qtensor import QuantScheme, quantize
 from tests import emulator
@@ -59,6 +61,42 @@ def test_products_read_weights_before_they_wait(gpu: EmulatedBackend, tokens: in
     gemm.multiply(x, packed, plan, residual=stream)
     torch.testing.assert_close(stream.double(), 2 * expected, rtol=1e-4, atol=1e-3)
     assert not module.counters("cpu").any()
+
+
+@pytest.mark.parametrize(
+    "plan", [Plan(1, 1, 1, 4, 4, 1), Plan(1, 1, 4, 2, 3, 3), Plan(1, 2, 2, 2, 3, 1), Plan(1, 1, 1, 2, 3, 5)]
+)
+@pytest.mark.parametrize("group", [32, 128, 256])
+def test_products_ask_for_the_weights_that_come_next(
+    gpu: EmulatedBackend, monkeypatch: pytest.MonkeyPatch, plan: Plan, group: int
+) -> None:
+    """All that their rings have not begun to copy, each byte once, and within the limit. Scales of long groups are few
+    and not asked for."""
+    packed = gemm_pack.pack(quantize(torch.randn(152, 1280), QuantScheme(4, group)))
+    x, problem = normed(3, 1280), gemm.problem_of(3, packed)
+    workers = problem.workers(plan, gpu.num_sms())
+    stage_bytes = packed.codes.shape[2] + packed.scales_per_stage * packed.params.shape[2]
+    wanted = 0
+    for first, worker in itertools.product(range(0, problem.stages, plan.units * plan.warps_k), range(workers)):
+        last = min(problem.stages, first + plan.units * plan.warps_k)
+        units = [
+            (block, unit) for block in range(worker, problem.row_blocks(plan), workers) for unit in range(plan.units)
+        ]
+        for block, unit in units[plan.depth - 1 :]:
+            begin = first + unit * plan.warps_k
+            stages = max(0, min(last, begin + plan.warps_k) - begin)
+            tiles = min(problem.tiles, (block + 1) * plan.block_tiles) - block * plan.block_tiles
+            wanted += tiles * stages * stage_bytes
+    gpu.prefetched()
+    y = gemm.multiply(x, packed, plan, dtype=torch.float32)
+    assert gpu.prefetched() == wanted > 0
+
+    monkeypatch.setattr(gemm, "AHEAD_BYTES", limit := wanted // 2)
+    assert torch.equal(gemm.multiply(x, packed, plan, dtype=torch.float32), y)
+    assert gpu.prefetched() * packed.codes.shape[2] / stage_bytes <= limit
+    monkeypatch.setattr(gemm, "switches", lambda: parse("prefetch=off"))
+    assert torch.equal(gemm.multiply(x, packed, plan, dtype=torch.float32), y)
+    assert gpu.prefetched() == 0
 
 
 def test_few_tokens_of_dense_weights(gpu: EmulatedBackend) -> None:

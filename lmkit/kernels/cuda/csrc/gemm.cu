@@ -27,6 +27,7 @@
 // If the kernel begins while the one before it ends (`early`), the first DEPTH - 1 stages of weights are under way
 // before it waits, and the pieces of x that belong to them follow in groups of their own. Unit u then has x in group
 // DEPTH - 1 + u of 2 (DEPTH - 1) + u, else in group u of DEPTH - 1 + u: DEPTH - 2 groups may be in flight either way.
+// It also asks L2 for the stages behind these, `ahead` bytes a block.
 //
 // Weights are never rounded. Codes minus zeros are small integers. Their products with Half are summed in float32 over
 // a group (at most a stage of it) and scaled in float32. Warps' sums meet in shared memory. Sums of blocks (ranges of
@@ -43,9 +44,7 @@
 // Defines besides gemm.cuh's: N_TILES, ROWS, WARPS_N, WARPS_K, DEPTH; GROUPED.
 #include "activation.cuh"
 #include "gemm.cuh"
-#ifdef GROUPED
 #include "groups.cuh"
-#endif
 
 constexpr int WARPS = WARPS_N * WARPS_K, THREADS = 32 * WARPS;
 // If that is enough, at least so many blocks with at most 128 registers a thread (as in gemm_plan.registers).
@@ -110,6 +109,20 @@ struct Stream {
         params += WARPS_K * SCALES * PARAM_BYTES;
     }
 };
+
+// Asks for the block's next weights, at most `bytes`: the stages behind those that `next` has under way.
+DEVICE void ask_ahead(const Arguments& a, const Stream& next, int first_stage, int units, int blocks, int bytes) {
+    int unit = next.unit, left = bytes / (BLOCK_TILES * STAGE_BYTES);  // stages of a row block
+    for (int block = next.block; block < blocks && left > 0; block += gridDim.z, unit = 0) {
+        const int first = first_stage + unit * WARPS_K, tile = block * BLOCK_TILES + threadIdx.x;
+        const int count = min(min(a.stages - first, (units - unit) * WARPS_K), left);
+        left -= max(count, 0);
+        if (threadIdx.x >= BLOCK_TILES || tile >= a.tiles || count <= 0) continue;
+        prefetch_l2(a.codes + (static_cast<i64>(tile) * a.stages + first) * STAGE_BYTES, count * STAGE_BYTES);
+        if (SCALES > 0)
+            prefetch_l2(a.params + (i64{a.groups} * tile + first * SCALES) * PARAM_BYTES, count * SCALES * PARAM_BYTES);
+    }
+}
 
 // Starts to copy a piece of x: tokens token .. token + count - 1 from input `first` on, zeros beyond the last input.
 DEVICE void copy_x(u8* to, const Arguments& a, int token, int count, int first) {
@@ -285,7 +298,7 @@ DEVICE bool is_last(i32* counter, float* flag) {
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     gemm(const u16* x, const u8* codes, const u8* params, const float* bias, void* y, float* partial, i32* counters,
          int tokens, int inputs, int outputs, int tiles, int stages, int groups, int stages_per_group, int units,
-         int resident, int activation, int kind, int early
+         int resident, int activation, int kind, int early, int ahead
 #ifdef GROUPED
          , const i64* active, const i64* rows
 #endif
@@ -343,6 +356,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     if (early) {
 #pragma unroll 1
         for (int i = 0; i < DEPTH - 1; ++i) copy_weights();
+        ask_ahead(a, stream, first_stage, units, blocks, ahead);
     }
     wait_for_previous();
     int early_block = blockIdx.z, early_unit = 0;

@@ -54,6 +54,13 @@ DEVICE uint4 load_stream(const void* p) {
     return v;
 }
 
+// Asks for bytes to be brought to L2, a multiple of 16. Nothing waits for them. Nothing before compute capability 9.0.
+DEVICE void prefetch_l2(const void* p, int bytes) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(p), "r"(bytes) : "memory");
+#endif
+}
+
 // An asynchronous copy of 16 bytes to shared memory, past L1. If not `valid`, zeros replace the source. Both addresses
 // are 16-byte aligned.
 DEVICE void cp_async16(void* shared, const void* global, bool valid = true) {
