@@ -3,8 +3,9 @@
     python -m benchmarks.kernels [--quick] [--json FILE]
 
 The roofline of a call is the longer of two times: the time to read its weights (or its KV) once at the measured
-bandwidth, and the time to do its multiply-adds at the measured peak of the fastest instruction for them. Copies of the
-weights and of the KV take turns. Together they are larger than the last-level cache.
+bandwidth, and the time to do its multiply-adds at the measured peak of the fastest instruction for them. Both are
+measured again after each measurement, and the best values so far count. Copies of the weights and of the KV take turns.
+Together they are larger than the last-level cache.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from rich.table import Table
 from torch import Tensor
 
 import lmkit.kernels  # noqa: F401  (registers)
-from benchmarks.ceilings import Ceilings, cache_bytes, measure_ceilings
+from benchmarks.ceilings import Meter, cache_bytes
 from benchmarks.loops import Kind
 from benchmarks.report import interleaved, machine, save, share
 from lmkit.attention_spec import AttentionSpec
@@ -110,7 +111,7 @@ def _torch_int4(codes: Tensor) -> Iterator[Candidate]:
     yield Candidate("torch int4", product, packed, size, "int8")  # torch may round activations
 
 
-def bench_linears(peaks: Ceilings, *, quick: bool) -> list[dict[str, Any]]:
+def bench_linears(meter: Meter, *, quick: bool) -> list[dict[str, Any]]:
     rows = []
     for title, (n, k) in list(SHAPES.items())[: 1 if quick else None]:
         found = list(candidates(n, k))
@@ -124,6 +125,7 @@ def bench_linears(peaks: Ceilings, *, quick: bool) -> list[dict[str, Any]]:
             x = torch.randn(m, k)
             functions = {c.name: _in_turn(c, x) for c in found}
             seconds = interleaved(functions, seconds=1.5 if quick else 6)
+            peaks = meter.best_so_far()
             for c in found:
                 t, work = seconds[c.name], 2 * m * n * k
                 reached = share(peaks.roofline(c.num_bytes, work, c.kind), t, f"{c.name}, {title}, M={m}")
@@ -156,7 +158,7 @@ def _copies(blocks: int, heads: int, block: int, dim: int, storage: KVDtype) -> 
     return [first, *(allocate_kv(blocks, heads, block, dim, (storage, storage)) for _ in range(count - 1))]
 
 
-def bench_attention(peaks: Ceilings, *, quick: bool) -> list[dict[str, Any]]:
+def bench_attention(meter: Meter, *, quick: bool) -> list[dict[str, Any]]:
     """Measure decoding and a chunk of 512 new tokens, with 8 KV heads of 128 and 4 query heads each."""
     heads, group, dim, block = 8, 4, 128, 32
     impl = ops.paged_attention.select("cpu", num_heads=heads * group, num_kv_heads=heads, head_dim=dim)
@@ -189,6 +191,7 @@ def bench_attention(peaks: Ceilings, *, quick: bool) -> list[dict[str, Any]]:
 
         functions: dict[str, Callable[[], Any]] = {t: partial(call, itertools.cycle(kv)) for t, kv in layers.items()}
         seconds = interleaved(functions, seconds=1 if quick else 4)
+        peaks = meter.best_so_far()
         for t, time in seconds.items():
             layer = layers[t][0]
             size = sum(x.data.nbytes + x.params.nbytes for x in (layer.k, layer.v))
@@ -211,9 +214,12 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write the figures here")
     arguments = parser.parse_args()
     threads.configure(default_num_threads())
-    peaks = measure_ceilings()
-    console.print(f"{machine()['cpu']}, {threads.num_threads()} threads, {isa.describe()}: {peaks.describe()}")
-    rows = bench_linears(peaks, quick=arguments.quick) + bench_attention(peaks, quick=arguments.quick)
+    meter = Meter()
+    meter.keep_fastest(meter.measure(5)[1])
+    console.print(f"{machine()['cpu']}, {threads.num_threads()} threads, {isa.describe()}")
+    rows = bench_linears(meter, quick=arguments.quick) + bench_attention(meter, quick=arguments.quick)
+    peaks = meter.best_so_far()
+    console.print(peaks.describe())
     if arguments.json:
         save(arguments.json, "kernels", rows, isa=isa.host().name, peaks=vars(peaks))
 

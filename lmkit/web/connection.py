@@ -35,7 +35,7 @@ HEAD_SECONDS = 10.0
 WRITE_SECONDS, WRITE_BYTES = 30.0, 1 << 10
 LINGER_SECONDS, LINGER_BYTES = 2.0, 64 << 20
 MAX_HEAD_BYTES, MAX_HEADERS = 16 << 10, 128  # of a request's target and headers
-PACE_SECONDS = 0.004  # between two sends of an answer that is under way: each takes some 0.1 ms of a core
+PACE_SECONDS = 0.01  # between two sends of an answer that is under way: each takes some 0.1 ms of a core
 PIPELINED_BYTES = 1 << 16  # sent ahead of an answer and not read yet
 SLICE = 32  # parsed events, of which a body has one a chunk
 # What servers read in different ways: a line that ends with LF alone, and one that goes on in the next (RFC 9112, 2.2
