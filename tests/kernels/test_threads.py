@@ -35,9 +35,9 @@ def _restore() -> Iterator[None]:
     threads.configure(before)
 
 
-def run_counts(count: int, *, parallel: bool = True) -> list[int]:
+def run_counts(count: int, **how: bool) -> list[int]:
     counts = torch.zeros(count + 1, dtype=torch.int64)
-    threads.run(COUNT, count, (counts.data_ptr(), 5000), parallel=parallel, scratch=5000)
+    threads.run(COUNT, count, (counts.data_ptr(), 5000), scratch=5000, **how)
     assert counts[-1] == 0
     return [int(n) for n in counts[:-1].tolist()]
 
@@ -47,7 +47,7 @@ def test_every_index_is_run_once(num_threads: int) -> None:
     threads.configure(num_threads)
     assert torch.get_num_threads() == num_threads
     for count in (0, 1, 5, 3000):
-        assert run_counts(count) == run_counts(count, parallel=False) == [1] * count
+        assert run_counts(count) == run_counts(count, parallel=False) == run_counts(count, in_order=True) == [1] * count
 
 
 def test_numbas_pool_takes_over_where_openmp_cannot_be_shared(monkeypatch: pytest.MonkeyPatch) -> None:

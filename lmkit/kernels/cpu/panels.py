@@ -131,6 +131,7 @@ def run_blocks(
         -(-blocks.panels // blocks.per_task) * (max_active or -(-blocks.rows // blocks.row_block)),
         numbers(args),
         parallel=blocks.rows * blocks.panels * panel_size > SERIAL_PRODUCTS,
+        in_order=True,
         scratch=scratch,
     )
 

@@ -6,8 +6,8 @@ job. No thread waits for a thread that took nothing. A core that is busy elsewhe
 its end, not at every job.
 
     program   int64: scratch bytes | job | job | ... | 0
-        job       int64: task, next index, indices done (a counter of `wait_for`), count, chunk (indices that a thread
-                  takes at once), n | n arguments
+        job       int64: task, next index, indices done (a counter of `wait_for`), count, chunk, n | n arguments
+        chunk     a thread takes so many indices at once; if negative, so many shares are left, and it takes one
 
 A late thread may still look at a job that is long done. This is safe: only the two counters of a job ever change.
 
@@ -39,6 +39,7 @@ from lmkit.log import get_logger
 log = get_logger(__name__)
 _HEADER = 6  # int64 numbers of a job before its arguments
 _ALIGN = 64
+SHARES = 2  # for each thread: the part of the remaining indices that it takes
 Launcher = Callable[[int, int], None]  # (address of a program, threads)
 
 
@@ -156,18 +157,22 @@ def keep(memory: torch.Tensor) -> torch.Tensor:
     return memory
 
 
-def run(task: jit.Task, count: int, args: Sequence[int], *, parallel: bool = True, scratch: int = 0) -> None:
+def run(
+    task: jit.Task, count: int, args: Sequence[int], *, parallel: bool = True, in_order: bool = False, scratch: int = 0
+) -> None:
     """Run `task` for every index below `count`, each thread with `scratch` bytes to itself.
 
     Threads take the next index when they have finished one, so a busy core delays no other. `parallel` False keeps
-    small work on one thread: sharing it would cost more.
+    small work on one thread: sharing it would cost more. `in_order` gives a thread many neighbours at once, and fewer
+    towards the end: a processor reads memory ahead only where it is read in order.
     """
     if not count:
         return
     if not (address := task.address):  # tasks are being collected
         _ = WORK.address
         return
-    job = (address, 0, 0, count, 1 if parallel else count, len(args))
+    chunk = count if not parallel else -SHARES * num_threads() if in_order else 1
+    job = (address, 0, 0, count, chunk, len(args))
     program = _CAPTURING.get()
     if program is not None:
         program.jobs.add(job, args, parallel=parallel, scratch=scratch)
@@ -185,6 +190,16 @@ def run_on_host(function: Callable[[], None]) -> None:
         function()
 
 
+@jit.inline
+def _share(job: int, count: int, chunk: int) -> int:
+    """Indices to take next. Another thread may take some meanwhile: the number is not exact, and need not be."""
+    if chunk > 0:
+        return chunk
+    _, next_index = unpack(job, 2)
+    left: int = count - next_index
+    return max(1, left // -chunk)
+
+
 def _work(program: int) -> None:
     (scratch_bytes,) = unpack(program, 1)
     scratch = allocate((scratch_bytes + _ALIGN) // _ALIGN * _ALIGN)
@@ -192,14 +207,16 @@ def _work(program: int) -> None:
     task, _, _, count, chunk, length = unpack(job, _HEADER)
     while task:
         done = 0
-        index = add(job + 8, chunk)
+        taken = _share(job, count, chunk)
+        index = add(job + 8, taken)
         while index < count:
-            end = min(index + chunk, count)
+            end = min(index + taken, count)
             done += end - index
             while index < end:
                 call(task, job + 8 * _HEADER, scratch, index)
                 index += 1
-            index = add(job + 8, chunk)
+            taken = _share(job, count, chunk)
+            index = add(job + 8, taken)
         if done:
             before = add(job + 16, done)
             if before >= SLEEPER and before % SLEEPER + done == count:
