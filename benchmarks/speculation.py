@@ -13,7 +13,8 @@ step, and each sampled token is replaced by the script's. So a model of random w
 its own costs. In `copy` and `edit` the script is the text itself. `json` has no script.
 
 `--speculate eagle=FOLDER` names a head of the demo model. For another model its guesses are replayed too: a head of
-random weights, in that model's shape, computes every step, and gives the guesses of the demo's head.
+random weights, in that model's shape, computes every step, and gives the guesses of the demo's head. `--speculate mtp`
+does the same with the layer for multi-token prediction that the model itself has.
 
 A round decodes the same prompts with both engines. The ratio is the median over the rounds.
 """
@@ -51,6 +52,7 @@ NUM_TOKENS = 160  # of an answer
 LONGEST_GUESS = 8  # of a head whose guesses are replayed
 HEAD_TOKENS = 8192  # of a head of random weights, at most
 PROMPT_CHARACTERS, BEGINNING = 700, 60
+DEMO_HEAD = DEMO_FOLDER.parent / "draft_head"
 KINDS = ("copy", "edit", "free", "fresh", "json")
 TEXT, NUMBER = {"type": "string", "maxLength": 6}, {"type": "integer", "minimum": 0, "maximum": 9999}
 
@@ -192,13 +194,15 @@ def compare(model: str, kind: str, batch: int, rounds: int, speculate: str) -> d
         engine = Engine(model if kind == "json" else str(DEMO_FOLDER), EngineConfig(**options))
         _, wanted = run(engine, prompts, kind)
         engine.close()
-    replays = speculate.startswith("eagle=") and model != str(DEMO_FOLDER) and kind != "json"
+    replays = speculate.startswith(("eagle=", "mtp")) and model != str(DEMO_FOLDER) and kind != "json"
     script = {tuple(prompt): answer for prompt, answer in zip(prompts, wanted, strict=True)}
-    known = guesses_of(speculate, kind, script, options) if replays else {}
+    head = f"eagle={DEMO_HEAD}" if speculate == "mtp" else speculate
+    known = guesses_of(head, kind, script, options) if replays else {}
     with TemporaryDirectory() as folder:
-        if replays:
+        mine = speculate
+        if replays and speculate != "mtp":
             random_head(Path(model), Path(folder))
-        mine = f"eagle={folder}" if replays else speculate
+            mine = f"eagle={folder}"
         engines = [Engine(model, EngineConfig(**options, speculate=how)) for how in ("off", mine)]
     if replays:
         replay(engines[1], known)
@@ -235,7 +239,7 @@ def main() -> None:
     parser.add_argument("model", nargs="?", default=str(DEMO_FOLDER))
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16])
-    parser.add_argument("--speculate", default="ngram", help="ngram, draft=FOLDER or eagle=FOLDER")
+    parser.add_argument("--speculate", default="ngram", help="ngram, draft=FOLDER, eagle=FOLDER or mtp")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path, help="also write the figures here")
     given = parser.parse_args()

@@ -15,13 +15,14 @@ from lmkit.config import EngineConfig
 from lmkit.errors import CheckpointError, ConfigError
 from lmkit.models import mtp as mtp_module
 from lmkit.quant.run import prepare
+from lmkit.text.grammar import json_schema
 from lmkit.turbo.engine.describe import describe_model
 from lmkit.turbo.engine.engine import Engine
 from lmkit.turbo.request import Request, SamplingParams
 from lmkit.turbo.runners.head_drafter import HeadDrafter
 from tests.models import mtp
 from tests.quant.helpers import recipe
-from tests.turbo.engine.test_drafting import guesses_always_pay, shown
+from tests.turbo.engine.test_drafting import SCHEMA, guesses_always_pay, shown
 from tests.turbo.engine.test_engine import run
 
 __all__ = ["guesses_always_pay"]
@@ -168,5 +169,20 @@ def test_a_quantized_checkpoint_keeps_it(tmp_path: Path, monkeypatch: pytest.Mon
     with_luck(drafter_of(engine), want, monkeypatch)
     assert shown(run(engine, requests(3))) == want
     assert engine.stats().accepted_tokens
+    engine.close()
+    plain.close()
+
+
+@pytest.mark.parametrize("how", ["ngram", "mtp"])
+def test_a_grammar_holds_with_recurrent_states(hybrid: Path, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it forces is guessed, and what it forbids never is."""
+    made = requests(3, temperature=1.0, grammar=json_schema(SCHEMA), ignore_eos=False, max_tokens=40)
+    plain, engine = engine_for(hybrid), engine_for(hybrid, speculate=how)
+    want = shown(run(plain, made))
+    if how == "mtp":
+        with_luck(drafter_of(engine), want, monkeypatch)
+    assert shown(run(engine, made)) == want
+    assert shown(run(engine, made)) == want
+    assert engine.stats().accepted_tokens > 4
     engine.close()
     plain.close()
