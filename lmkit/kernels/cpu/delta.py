@@ -21,6 +21,8 @@ from lmkit.kernels.registry import implements
 
 ONE, UNIT_EPS = np.float32(1), np.float32(ops.UNIT_EPS)
 LINEAR = np.float32(20)  # softplus(x) is x from here on
+USUAL_KERNEL = 4
+ROWS = 4  # of a state that are taken together
 SAVED = -2  # in place of a row: the scratch memory where the state in front of guesses is kept meanwhile
 
 
@@ -78,50 +80,99 @@ def _channels(args: Any) -> Any:
 def _convolve(args: Any, line: int, flat: Any, row: int, head: int, kept: int, mixed: Any) -> None:
     """The q, k and v of a key head, after convolution and SiLU. The window moves on. The inputs go to `kept`, unless it
     is 0."""
-    kernel, dk, groups = args.kernel, args.key_dim, args.value_heads // args.key_heads * args.value_dim
-    channels, past = _channels(args), kernel - 1
-    x, start = _floats(line, channels + args.value_heads * args.value_dim), head * (2 * dk + 2 * groups)
-    weights = _floats(args.conv, channels * kernel)
-    window = _floats(args.windows + 4 * row * channels * past, channels * past)
-    inputs = _floats(kept, channels)
-    for i in range(2 * dk + groups):
-        if i < dk:
-            channel = head * dk + i
-        elif i < 2 * dk:
-            channel = (args.key_heads + head) * dk + i - dk
-        else:
-            channel = 2 * args.key_heads * dk + head * groups + i - 2 * dk
-        new = x[channel] if flat else x[start + i]
-        if kept:
-            inputs[channel] = new
-        total = weights[channel * kernel + past] * new
+    dk, width = args.key_dim, args.value_heads // args.key_heads * args.value_dim
+    start = head * (2 * dk + 2 * width)
+    for part in range(3):
+        offset, count = part * dk, width if part == 2 else dk
+        first = part * args.key_heads * dk + head * count
+        source = line + 4 * (first if flat else start + offset)
+        _convolve_part(args, source, row, first, count, kept, offset, mixed)
+    for i in range(2 * dk + width):
+        mixed[i] = _silu(mixed[i])
+
+
+@inline
+def _convolve_part(
+    args: Any, source: int, row: int, first: int, count: int, kept: int, offset: int, mixed: Any
+) -> None:
+    """The convolution of `count` channels from channel `first` on. Its results stand in mixed from `offset` on."""
+    kernel, past, x = args.kernel, args.kernel - 1, _floats(source, count)
+    weights = _floats(args.conv + 4 * first * kernel, count * kernel)
+    window = _floats(args.windows + 4 * (row * _channels(args) + first) * past, count * past)
+    if kept:
+        copy(source, kept + 4 * first, 4 * count)
+    if kernel == USUAL_KERNEL:
+        for i in range(count):
+            total = weights[4 * i + 3] * x[i]
+            total += weights[4 * i] * window[3 * i]
+            total += weights[4 * i + 1] * window[3 * i + 1]
+            mixed[offset + i] = total + weights[4 * i + 2] * window[3 * i + 2]
+            window[3 * i] = window[3 * i + 1]
+            window[3 * i + 1] = window[3 * i + 2]
+            window[3 * i + 2] = x[i]
+        return
+    for i in range(count):
+        total = weights[i * kernel + past] * x[i]
         for j in range(past):
-            total += weights[channel * kernel + j] * window[channel * past + j]
+            total += weights[i * kernel + j] * window[i * past + j]
+        mixed[offset + i] = total
         for j in range(past - 1):
-            window[channel * past + j] = window[channel * past + j + 1]
+            window[i * past + j] = window[i * past + j + 1]
         if past:
-            window[channel * past + past - 1] = new
-        mixed[i] = _silu(total)
+            window[i * past + past - 1] = x[i]
 
 
 @inline
 def _advance(
-    state: Any, mixed: Any, value: int, dk: int, dv: int, beta: Any, decay: Any, change: Any, out: Any
+    state: int, mixed: Any, value: int, dk: int, dv: int, beta: Any, decay: Any, change: Any, out: Any
 ) -> None:
-    """One token of a value head: state [dk * dv] moves on, and out [dv] reads it."""
+    """One token of a value head: the floats [dk, dv] at `state` move on, and out [dv] reads them.
+
+    Rows are taken ROWS at a time, each as an array of its own, so that sums stay in registers meanwhile. The order of
+    additions is that of the rows.
+    """
     change[:], out[:] = np.float32(0), np.float32(0)
-    for i in range(dk):
-        k = mixed[dk + i]
+    whole = dk // ROWS * ROWS
+    for i in range(0, whole, ROWS):
+        a, b, c, d = _rows(state, i, dv)
+        ka, kb, kc, kd = mixed[dk + i], mixed[dk + i + 1], mixed[dk + i + 2], mixed[dk + i + 3]
         for j in range(dv):
-            state[i * dv + j] *= decay
-            change[j] += state[i * dv + j] * k
+            total = change[j] + decay * a[j] * ka
+            total += decay * b[j] * kb
+            total += decay * c[j] * kc
+            change[j] = total + decay * d[j] * kd
+    for i in range(whole, dk):
+        a, ka = _floats(state + 4 * i * dv, dv), mixed[dk + i]
+        for j in range(dv):
+            change[j] += decay * a[j] * ka
     for j in range(dv):
         change[j] = (mixed[value + j] - change[j]) * beta
-    for i in range(dk):
-        q, k = mixed[i], mixed[dk + i]
+    for i in range(0, whole, ROWS):
+        a, b, c, d = _rows(state, i, dv)
+        ka, kb, kc, kd = mixed[dk + i], mixed[dk + i + 1], mixed[dk + i + 2], mixed[dk + i + 3]
+        qa, qb, qc, qd = mixed[i], mixed[i + 1], mixed[i + 2], mixed[i + 3]
         for j in range(dv):
-            state[i * dv + j] += k * change[j]
-            out[j] += state[i * dv + j] * q
+            step = change[j]
+            a[j] = decay * a[j] + ka * step
+            b[j] = decay * b[j] + kb * step
+            c[j] = decay * c[j] + kc * step
+            d[j] = decay * d[j] + kd * step
+            total = out[j] + a[j] * qa
+            total += b[j] * qb
+            total += c[j] * qc
+            out[j] = total + d[j] * qd
+    for i in range(whole, dk):
+        a, ka, qa = _floats(state + 4 * i * dv, dv), mixed[dk + i], mixed[i]
+        for j in range(dv):
+            a[j] = decay * a[j] + ka * change[j]
+            out[j] += a[j] * qa
+
+
+@inline
+def _rows(state: int, i: int, dv: int) -> Any:
+    """ROWS rows of a state from row i on."""
+    at, size = state + 4 * i * dv, 4 * dv
+    return _floats(at, dv), _floats(at + size, dv), _floats(at + 2 * size, dv), _floats(at + 3 * size, dv)
 
 
 @inline
@@ -199,7 +250,7 @@ def _gated_delta(arguments: int, scratch: int, index: int) -> None:
             if step < LINEAR:
                 step = np.float32(math.log1p(exp(step)))
             beta, decay = ONE / (ONE + exp(-ba[b_at])), exp(-exp(a_log[number]) * step)
-            state = _floats(args.matrices + 4 * (row * args.value_heads + number) * dk * dv, dk * dv)
+            state = args.matrices + 4 * (row * args.value_heads + number) * dk * dv
             out = _floats(unused if again else args.out + 4 * (t * args.value_heads + number) * dv, dv)
             _advance(state, mixed, 2 * dk + i * dv, dk, dv, beta, decay, change, out)
             if again:
