@@ -9,7 +9,22 @@ import typer
 
 import lmkit
 from lmkit import log
-from lmkit.cli import advise, bench, chat, convert, doctor, eval, inspect, models, proxy, quantize, running, serve, up
+from lmkit.cli import (
+    advise,
+    bench,
+    chat,
+    convert,
+    doctor,
+    eval,
+    inspect,
+    models,
+    proxy,
+    quantize,
+    running,
+    serve,
+    tune,
+    up,
+)
 from lmkit.cli.settings import ProxyGroup, ServeCommand
 from lmkit.cli.usage import Command, Group, Root
 from lmkit.config import calm_openmp, environment, require_linux
@@ -38,6 +53,7 @@ for name, function, short_help in (
     ("pull", models.pull, "Fetch a model from the Hugging Face Hub."),
     ("ps", running.ps, "Show the servers that run on this machine."),
     ("stop", running.stop, "End a server once its requests are answered."),
+    ("tune", tune.tune, "Measure the plans of a model's products on this GPU."),
     ("doctor", doctor.doctor, "Show what this machine can run."),
 ):
     app.command(name, cls=CLASSES.get(name, Command), short_help=short_help)(function)

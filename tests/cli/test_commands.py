@@ -26,7 +26,7 @@ from lmkit.qtensor import QuantScheme
 from tests.formats.linears import random_linear, written
 
 pytestmark = pytest.mark.slow
-COMMANDS = ["quantize", "convert", "serve", "proxy", "chat", "eval", "bench", "inspect", "doctor"]
+COMMANDS = ["quantize", "convert", "serve", "proxy", "chat", "eval", "bench", "inspect", "tune", "doctor"]
 
 
 def lmkit(*arguments: str) -> subprocess.CompletedProcess[str]:
