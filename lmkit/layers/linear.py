@@ -23,6 +23,7 @@ log = get_logger(__name__)
 
 Weights = dict[str, Tensor | QTensor]  # role -> weight, and role + ".bias" -> bias
 Observer = Callable[[str, Tensor], None]
+ROWS = 128
 
 
 class Packed(NamedTuple):
@@ -57,6 +58,7 @@ class MergedLinear:
         self._ungated: Packed | None = None  # the fused kernel of both roles, without the activation
         self.observe: Observer | None = None
         self.product_dtype = torch.float32
+        self._short: tuple[list[Tensor | QTensor], Tensor] | None = None  # weights, and they as they are multiplied
         self.packed: list[Packed] | None = None
         self._widths: list[int] = []  # output widths of the packed roles
         self._rms_norm = ops.rms_norm.select(device)
@@ -140,15 +142,24 @@ class MergedLinear:
         if self.observe is not None:
             for role in self.roles:
                 self.observe(role, x)
-        dtype, weights = self.product_dtype, [self.weights[role] for role in self.roles]
+        weights = [self.weights[role] for role in self.roles]
         biases = [self.weights.get(role + ".bias") for role in self.roles]
-        dense = [(dequantize(weight) if isinstance(weight, QTensor) else weight).to(dtype) for weight in weights]
         bias = _concat_bias(list(zip(weights, biases, strict=True)))
-        whole = dense[0] if len(dense) == 1 else torch.cat(dense)
-        if dtype == torch.float32:
-            return torch.nn.functional.linear(x, whole, bias)
-        product = torch.nn.functional.linear(x.to(dtype), whole).float()
-        return product if bias is None else product.add_(bias)
+        if self.product_dtype == torch.float32:
+            return torch.nn.functional.linear(x, _dense(weights, torch.float32), bias)
+        whole = in_full(x.to(self.product_dtype))
+        product = torch.nn.functional.linear(whole, self._kept(weights))[: len(x)]
+        if self.activation is not None and bias is None:
+            return product  # the activation computes in float32, and its result is multiplied in short numbers again
+        return product.float() if bias is None else product.float().add_(bias)
+
+    def _kept(self, weights: list[Tensor | QTensor]) -> Tensor:
+        """The weights as they are multiplied. They are kept for the next batch, as long as they are the same."""
+        if torch.is_grad_enabled():
+            return _dense(weights, self.product_dtype)
+        if self._short is None or any(w is not old for w, old in zip(weights, self._short[0], strict=True)):
+            self._short = weights, _dense(weights, self.product_dtype)
+        return self._short[1]
 
     def pack(self, activations: str) -> None:
         """Choose a kernel, pack, and drop the plain weights. Raises UnsupportedError if no kernel accepts them."""
@@ -280,6 +291,19 @@ def _concat(weights: list[Tensor | QTensor]) -> Tensor | QTensor:
             zeros=torch.cat([q.zeros for q in quantized]),
         )
     return torch.cat([w for w in weights if isinstance(w, Tensor)])
+
+
+def in_full(x: Tensor) -> Tensor:
+    """x [n, in] with rows of zeros up to a multiple of ROWS. torch's library for short numbers keeps code for each
+    number of rows that it has multiplied, up to a megabyte, and experts see any number."""
+    missing = -len(x) % ROWS
+    return torch.nn.functional.pad(x, (0, 0, 0, missing)) if missing else x
+
+
+def _dense(weights: list[Tensor | QTensor], dtype: torch.dtype) -> Tensor:
+    """Plain weights, one below the other."""
+    dense = [(dequantize(weight) if isinstance(weight, QTensor) else weight).to(dtype) for weight in weights]
+    return dense[0] if len(dense) == 1 else torch.cat(dense)
 
 
 def _concat_bias(parts: list[tuple[Tensor | QTensor, Any]]) -> Tensor | None:

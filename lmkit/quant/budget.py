@@ -100,6 +100,7 @@ def working_bytes(spec: ModelSpec, recipe: Recipe, batch_tokens: int) -> int:
 def _layer_working_bytes(layer: LayerSpec, recipe: Recipe, batch_tokens: int) -> int:
     cost = recipe.cost(layer, batch_tokens)
     weights = cost.layer.num_weights * cost.num_streams  # the original layer besides the rewritten one
+    weights += weights // 2 if recipe.product_dtype().itemsize == 2 else 0  # as they are multiplied
     statistics = sum(cost.input_widths) * (2 * max(cost.group_size, 0) + cost.sample_tokens)  # sums are float64
     keys_and_values = 6 * layer.kv_size  # kept and copied
     forward = batch_tokens * (cost.token_width + keys_and_values) + 3 * cost.largest

@@ -48,7 +48,7 @@ DECLARES: dict[str, tuple[Activations, ...]] = {
     "awq": ("none",), "gptq": ("none",), "gptq_v2": ("none",), "fp8": ("float8",),
     "compressed-tensors": ("none", "int8", "float8"),
 }  # fmt: skip
-OBSERVED_TOKENS = 8192  # enough for means and for the moments of a few inputs
+OBSERVED_TOKENS = 4096  # enough for means and for the moments of a few inputs
 ANY_SHAPE = (1024, 1024)  # a weight that every group size divides
 
 

@@ -187,7 +187,7 @@ def test_only_its_own_module_knows_a_step() -> None:
 def test_statistics_take_a_part_of_the_rows_unless_every_token_counts() -> None:
     layer = ModelSource(DEMO_FOLDER).spec.layers[0]
     large = {"calibration": {"num_samples": 128, "seq_len": 2048}}
-    assert load_recipe(DEFAULT_RECIPE, large).observed_share(layer) == 32
+    assert load_recipe(DEFAULT_RECIPE, large).observed_share(layer) == 64
     assert load_recipe(DEFAULT_RECIPE, {"calibration": {"num_samples": 4}}).observed_share(layer) == 1
     for name in ("awq_w4a16_g128_kv8", "smoothquant_w8a8"):
         assert load_recipe(name, large).observed_share(layer) == 1

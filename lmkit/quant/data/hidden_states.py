@@ -9,7 +9,7 @@ folder they are mapped files:
     hidden-0.crc32  ...          the file's checksum, as decimal digits
     exact-0.f32   exact-1.f32    ...
 
-hidden-scratch.f32 and exact-scratch.f32 hold the states inside the present layer (layer.passes). An interrupted layer
+hidden-scratch and exact-scratch hold the states inside the present layer (layer.passes). An interrupted layer
 can be done again, as the states in front of it are not written to. No more than a batch of each buffer is in memory.
 """
 
@@ -42,14 +42,14 @@ BATCH_TOKENS = 4096  # of the calibration set in one forward pass, at most
 
 
 class Buffer:
-    """float32 [num_tokens, width] in a file, or in memory if there is no path. An existing file keeps its content.
+    """[num_tokens, width] in a file, or in memory if there is no path. An existing file keeps its content.
 
     Raises CheckpointError if the disk has no room. The blocks of the file are reserved, because a mapping that runs out
     of disk kills the process.
     """
 
-    def __init__(self, num_tokens: int, width: int, path: Path | None) -> None:
-        size = 4 * num_tokens * width
+    def __init__(self, num_tokens: int, width: int, path: Path | None, dtype: torch.dtype = torch.float32) -> None:
+        size = dtype.itemsize * num_tokens * width
         self._path = path
         if path is None:
             self._map = mmap.mmap(-1, size)
@@ -61,7 +61,7 @@ class Buffer:
                     self._map = mmap.mmap(fd, size)
                 finally:
                     os.close(fd)
-        self.states = torch.frombuffer(self._map, dtype=torch.float32).view(num_tokens, width)
+        self.states = torch.frombuffer(self._map, dtype=dtype).view(num_tokens, width)
 
     def release(self) -> None:
         """Leave the pages that were read or written to the page cache. They are read again on use."""
@@ -159,11 +159,12 @@ class Stream:
         """All tokens [rows * seq_len, hidden] in front of the present layer or of the next."""
         return self._buffer(layer, exact).states
 
-    def scratch(self, *, exact: bool = False) -> Tensor:
-        """A place for the states of all tokens inside the present layer. It is as wide as the widest layer needs."""
+    def scratch(self, dtype: torch.dtype, *, exact: bool = False) -> Tensor:
+        """A place for the states of all tokens inside the present layer, in the numbers `dtype` that are multiplied. It
+        is as wide as the widest layer needs."""
         if exact not in self._scratch:
-            path = self.folder and self.folder / f"{STREAMS[exact]}-scratch.f32"
-            self._scratch[exact] = Buffer(self.num_rows * self.seq_len, scratch_width(self.spec), path)
+            path = self.folder and self.folder / f"{STREAMS[exact]}-scratch"
+            self._scratch[exact] = Buffer(self.num_rows * self.seq_len, scratch_width(self.spec), path, dtype)
         return self._scratch[exact].states
 
     def release(self) -> None:
@@ -241,7 +242,7 @@ class Stream:
         def record(role: str, x: Tensor) -> None:
             if role in inputs:
                 which.append(inputs.index(role))
-                observed.append(x)
+                observed.append(x.float())
 
         layer.observe(record)
         output, geometry = self._forward(layer, number, exact)

@@ -78,8 +78,8 @@ class CalibratedLayer:
         """`weight` as the weight of `role` will be stored, with the clipping chosen so far."""
         return round_to_nearest(weight, self.schemes[role], self.shrinks.get(role))
 
-    def block_output(self, source: str, every: int = 1) -> Tensor:
-        """The output of the block behind `source` for the first of each `every` sampled inputs. Behind a norm, the
+    def block_output(self, source: str) -> Tensor:
+        """The output of the block behind `source` for the sampled inputs. Behind a norm, the
         block is the whole attention, MLP or mixture of experts. Behind a linear, it is the one linear that follows.
         Attention needs whole sequences and takes all inputs."""
         layer, sequences = self.layer, self.sequences
@@ -87,7 +87,7 @@ class CalibratedLayer:
             sample = self.input(layer.spec.fused[0][0]).sample
             return layer.attention(sample, sequences.batch, sequences.rope, sequences.kv)
         (reader, *_) = dict(layer.spec.smooth)[source]
-        sample = self.input(reader).sample[::every]
+        sample = self.input(reader).sample
         return layer.feed_forward(sample) if source == "norm.mlp" else layer.linear_of(reader)(sample)
 
     def has_statistics(self, role: str) -> bool:

@@ -13,6 +13,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
+from lmkit.layers.linear import in_full
 from lmkit.models.decoder import DecoderLayer, joined
 from lmkit.models.roles import expert_of
 from lmkit.quant.data.hidden_states import Stream
@@ -27,8 +28,10 @@ class Moments:
     """Moments of one linear input: `hessian` x^T x float32 [in, in], and `shift`.
 
     x is the input behind quantized layers, e the input in the original model. `shift` float32 is (e - x)^T x [in, in],
-    or W (e - x)^T x [out, in] if there is a `weight` W. Without an original stream, e is x and `shift` is None. `held`
-    and `held_exact` float32 [tokens, in] are x and e of the held-out rows. The moments are complete after `finish`.
+    or (W (e - x) + r)^T x [out, in] if there is a `weight` W. r is what the residual stream lacks of the original's, if
+    the linear's outputs are added to it. Without an original stream, e is x and `shift` is None. `held`, `held_exact`
+    float32 [tokens, in] and `held_lack` [tokens, out] are x, e and r of the held-out rows. The moments are complete
+    after `finish`.
     """
 
     hessian: Tensor
@@ -36,6 +39,7 @@ class Moments:
     held: Tensor
     held_exact: Tensor
     weight: Tensor | None = None
+    held_lack: Tensor | None = None
     num_tokens: int = 0
 
     @classmethod
@@ -44,24 +48,38 @@ class Moments:
         no_tokens = torch.empty(0, in_features, device=at)
         return cls(torch.zeros(in_features, in_features, device=at), None, no_tokens, no_tokens, weight)
 
-    def add(self, x: Tensor, exact: Tensor | None, dtype: torch.dtype = torch.float32) -> None:
+    def add(
+        self, x: Tensor, exact: Tensor | None, lack: Tensor | None = None, dtype: torch.dtype = torch.float32
+    ) -> None:
         """Add tokens. Products are of `dtype`."""
         self.num_tokens += len(x)
-        short = x.to(dtype)
+        short = in_full(x.to(dtype))
         add_square(self.hessian, short)
         if exact is not None:
             change = exact - x if self.weight is None else times(exact - x, self.weight, dtype)
+            if lack is not None:
+                change += lack
             if self.shift is None:
-                self.shift = x.new_zeros(change.shape[1], x.shape[1])
-            add_product(self.shift, change.to(dtype), short)
+                self.shift = torch.zeros(change.shape[1], x.shape[1], device=x.device)
+            add_product(self.shift, in_full(change.to(dtype)), short)
 
-    def take(self, x: Tensor, exact: Tensor | None, *, held: bool, dtype: torch.dtype = torch.float32) -> None:
+    def take(
+        self,
+        x: Tensor,
+        exact: Tensor | None,
+        lack: Tensor | None = None,
+        *,
+        held: bool,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
         """Add the next tokens. `held`: they are of held-out rows."""
         if held:
             self.held = torch.cat((self.held, x))
             self.held_exact = torch.cat((self.held_exact, x if exact is None else exact))
+            if lack is not None:
+                self.held_lack = lack if self.held_lack is None else torch.cat((self.held_lack, lack))
         else:
-            self.add(x, exact, dtype)
+            self.add(x, exact, lack, dtype)
 
     def finish(self) -> None:
         """Complete the moments after the last tokens."""
@@ -88,17 +106,20 @@ def collect(
     roles, stream = tuple(weights), hidden.stream
     part = Part.of(roles[0])
     exact_roles = tuple(role for role in roles if expert_of(role) is None)
+    lacks = original is not None and hidden.residual_part(part) is not None
     moments = {
-        role: Moments.empty(w.shape[1], w if w.shape[0] < w.shape[1] else None, w.device) for role, w in weights.items()
+        role: Moments.empty(w.shape[1], w if lacks or w.shape[0] < w.shape[1] else None, w.device)
+        for role, w in weights.items()
     }
     first_held = stream.num_rows - held_out_rows(stream.num_rows)
     for tokens in (piece for number in range(len(stream)) for piece in stream.slices(number, first_held)):
         x = hidden.inputs(tokens, part, roles)
         e = {} if original is None else original.inputs(tokens, part, exact_roles)
         e |= {role: e[role] / columns[role] for role in e.keys() & columns.keys()}
+        lack = original.residual(tokens, part) - hidden.residual(tokens, part) if lacks and original else None
         for role in x:
             held = tokens.start >= first_held * stream.seq_len
-            moments[role].take(x[role], e.get(role), held=held, dtype=hidden.layer.product_dtype)
+            moments[role].take(x[role], e.get(role), lack, held=held, dtype=hidden.layer.product_dtype)
         stream.release()
     for each in (hidden, original):
         if each is not None:

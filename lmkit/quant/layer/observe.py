@@ -47,7 +47,8 @@ class InputStats:
         return (self.abs_sum / max(self.num_tokens, 1)).float()
 
     def add(self, x: Tensor) -> None:
-        """Add the next tokens of the set, x float32 [tokens, in]."""
+        """Add the next tokens of the set, x [tokens, in]."""
+        x = x.float()
         magnitude = x.abs()
         self.abs_sum += magnitude.sum(0)
         if len(x):

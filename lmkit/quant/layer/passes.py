@@ -3,8 +3,9 @@
     hidden --attention--> attended --attn.o--> + hidden = middle --gate, up--> inner --mlp.down--> + middle = next
 
 The linears of a layer are rounded one after the other. Each part starts where the last one left every token, so nothing
-is computed twice. `attended` and `inner` are stored in a scratch buffer. `middle` is stored in the buffer of the next
-layer's hidden states. A mixture of experts has no `inner`: its output is computed from `middle` each time.
+is computed twice. `attended` and `inner` are stored in a scratch buffer, in the numbers that the layer multiplies.
+`middle` is stored in the buffer of the next layer's hidden states. A mixture of experts has no `inner`: its output is
+computed from `middle` each time.
 """
 
 from __future__ import annotations
@@ -77,6 +78,19 @@ class LayerPass:
             self.layer.observe(None)
         return seen
 
+    def residual_part(self, part: Part) -> Part | None:
+        """The part in front of which the residual stream stands, to which a part adds the outputs of its one linear."""
+        spec = self.layer.spec
+        if spec.post_norms or spec.stream_norms or (part is Part.MLP_OUT and spec.is_sparse):
+            return None
+        return {Part.ATTENTION_OUT: Part.ATTENTION, Part.MLP_OUT: Part.MLP}.get(part)
+
+    def residual(self, tokens: slice, part: Part) -> Tensor:
+        """The residual stream of `tokens`, to which a part adds."""
+        before = self.residual_part(part)
+        assert before is not None
+        return self._states(before, tokens)
+
     def move(self, tokens: slice, part: Part) -> None:
         """Move whole rows of `tokens` up to `part`. When all tokens are there, the caller sets `part`."""
         for at in range(self.part, part):
@@ -89,7 +103,7 @@ class LayerPass:
         if part in (Part.ATTENTION_OUT, Part.MLP_OUT):
             spec = self.layer.spec
             width = spec.attended_size if part == Part.ATTENTION_OUT else spec.widest_mlp
-            return self.stream.scratch(exact=self.exact)[:, :width]
+            return self.stream.scratch(self.layer.product_dtype, exact=self.exact)[:, :width]
         return self.stream.states(self.stream.layer + (part > Part.ATTENTION), exact=self.exact)
 
     def _states(self, part: int, tokens: slice) -> Tensor:

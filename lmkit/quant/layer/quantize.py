@@ -32,6 +32,7 @@ from lmkit.quant.report.layer_report import LayerReport, LinearReport, stored_bi
 from lmkit.quant.steps.base import Stage
 
 SEARCH_PREFIX = 512  # attention is compared on at most so many tokens of a row
+REPORTED_TOKENS = 256  # of a linear's sample, on which the report's errors are measured, or a few more
 
 
 @dataclass
@@ -63,16 +64,20 @@ class LayerQuantizer:
             if step.stage is Stage.ROUNDER:
                 self._round_dense(calibrated)
             step.apply(work)
-        held_out = None if self.recipe.is_plain else compare_held_out(self.stream, layer, original, rtn)
+        for each in work.passes:
+            if each is not None:
+                self._finish(each)
+        held_out = None if self.recipe.is_plain else compare_held_out(self.stream, original, rtn)
         if held_out is not None and held_out.fallback:
             work = self._start_over(work, rtn, held_out.fallback)
+            self._finish(work.passes[0])
         roundings = {role: rounding.weight for role, rounding in work.roundings.items()}
         errors = _sample_errors(calibrated, work.unrounded, roundings)
         return LayerReport(
             index=layer.index,
             linears=tuple(self._linear_report(role, work, rtn_errors, errors) for role in layer.spec.linears),
             scales=tuple(work.scales),
-            error=self._advance(work, first_output),
+            error=self._advance(first_output),
             seconds=round(time.perf_counter() - start, 2),
             experts=experts_report(calibrated),
             held_out=held_out,
@@ -127,9 +132,8 @@ class LayerQuantizer:
         calibrated.check_finite()
         return calibrated, first_output
 
-    def _advance(self, work: LayerWork, first_output: Tensor) -> float:
-        """Move every batch through the rest of the layer, and the original stream through the rest of the original
-        layer.
+    def _advance(self, first_output: Tensor) -> float:
+        """Move the stream on to the next layer.
 
         Returns the relative squared error of the layer's contribution to the first batch. `first_output` is the output
         of this batch before quantization.
@@ -137,9 +141,6 @@ class LayerQuantizer:
         stream = self.stream
         first = stream.hidden(0)
         contribution = (first_output - first).square().sum(dtype=torch.float64)
-        for each in work.passes:
-            if each is not None:
-                self._finish(each)
         stream.advance()
         error = (stream.hidden(0) - first_output).square().sum(dtype=torch.float64)
         return float(error / contribution) if contribution > 0 else 0.0
@@ -216,5 +217,8 @@ def round_plainly(
 def _sample_errors(
     calibrated: CalibratedLayer, weights: dict[str, Tensor], rounded: dict[str, QTensor]
 ) -> dict[str, float]:
-    dtype = calibrated.layer.product_dtype
-    return {role: relative_error(weights[role], q, calibrated.input(role).sample, dtype) for role, q in rounded.items()}
+    dtype, errors = calibrated.layer.product_dtype, {}
+    for role, q in rounded.items():
+        sample = calibrated.input(role).sample
+        errors[role] = relative_error(weights[role], q, sample[:: max(1, len(sample) // REPORTED_TOKENS)], dtype)
+    return errors

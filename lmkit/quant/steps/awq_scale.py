@@ -20,6 +20,7 @@ from torch import Tensor
 from lmkit.formats.parts import Activations
 from lmkit.models.layer_spec import LayerSpec
 from lmkit.qtensor import QuantScheme, dequantize
+from lmkit.quant.layer.grid import round_to_nearest
 from lmkit.quant.layer.layer import CalibratedLayer
 from lmkit.quant.layer.scaling import (
     IDENTITY,
@@ -34,8 +35,9 @@ from lmkit.quant.layer.scaling import (
 from lmkit.quant.layer.work import LayerWork
 from lmkit.quant.steps.base import LayerCost, Speed, Stage, Step
 
-ROUGH = 8  # candidates are compared on one of so many tokens first
-ROUGH_TOKENS = 64  # of such a comparison, at least
+ROUGH = 8  # candidates are compared on one of so many outputs first
+ROUGH_TOKENS = 512  # of a sample that is so large that few candidates should be compared on it
+MOST = 8  # candidates that are compared on the whole sample, besides identity
 
 
 class AwqScale(Step, frozen=True, tag="awq_scale"):
@@ -63,7 +65,7 @@ class AwqScale(Step, frozen=True, tag="awq_scale"):
 
     def seconds(self, cost: LayerCost, speed: Speed) -> float:
         candidates = 1 + self.grid * (2 if self.duo == "both" else 1)
-        return cost.search_seconds(speed, candidates, 2 + candidates / ROUGH)
+        return cost.search_seconds(speed, 3 + 2 * candidates // ROUGH, 3)
 
     def working_numbers(self, cost: LayerCost) -> int:
         return cost.search_numbers + cost.layer.num_weights
@@ -103,30 +105,53 @@ def search(
 ) -> ScaleSearch:
     """Compare candidates on the output of the block, with the consumers' weights rounded as they would be stored.
 
-    All are compared on a part of the sample. Those that gain at least half of `min_gain` there are compared on the
-    whole sample; the others lose. A candidate also loses if its loss is not finite. Identity comes first and wins ties.
-    The layer's weights are restored.
+    If the sample is large, the consumers' own outputs decide first which candidates are compared (`_promising`), and
+    the others lose. A candidate also loses if its loss is not finite. Identity comes first and wins ties. The layer's
+    weights are restored.
     """
     layer = calibrated.layer
     originals = {role: calibrated.weight(role) for role in consumers if role in calibrated.schemes}
-    every = ROUGH if len(calibrated.input(consumers[0]).sample) >= ROUGH * ROUGH_TOKENS else 1
-    reference = {share: calibrated.block_output(source, share) for share in {every, 1}}
+    reference = calibrated.block_output(source)
 
-    def loss(candidate: Candidate, share: int) -> float:
+    def loss(candidate: Candidate) -> float:
         for role, weight in originals.items():
             s = expand(candidate.scale, role, layer.spec)
             layer.weights[role] = dequantize(calibrated.rounded(role, weight * s)).div_(s)
-        error = calibrated.block_output(source, share) - reference[share]
+        error = calibrated.block_output(source) - reference
         return float(error.square().sum(dtype=torch.float64))
 
-    losses = {candidate.name: loss(candidate, every) for candidate in candidates}
-    if every > 1:
-        limit = (1 - min_gain / 2) * losses[IDENTITY]
-        whole = [c for c in candidates if c.name == IDENTITY or losses[c.name] < limit]
-        losses = dict.fromkeys(losses, math.inf) | {c.name: loss(c, 1) for c in whole}
+    compared = candidates
+    if len(calibrated.input(consumers[0]).sample) >= ROUGH_TOKENS:
+        compared = _promising(calibrated, originals, candidates, min_gain)
+    losses = {c.name: math.inf for c in candidates} | {c.name: loss(c) for c in compared}
     layer.weights.update(originals)
     finite = [c for c in candidates if math.isfinite(losses[c.name])] or candidates[:1]
     return ScaleSearch(source, consumers, min(finite, key=lambda c: losses[c.name]), losses)
+
+
+def _promising(
+    calibrated: CalibratedLayer, weights: dict[str, Tensor], candidates: list[Candidate], min_gain: float
+) -> list[Candidate]:
+    """Identity, and the best candidates that gain at least half of `min_gain` on some outputs of the linears.
+
+    The error of an output is d^T (X^T X) d for the change d of its row, as far as the moments of groups of inputs tell.
+    """
+    losses = dict.fromkeys((c.name for c in candidates), 0.0)
+    for role, weight in weights.items():
+        rows, gram = weight[::ROUGH].contiguous(), calibrated.input(role).gram.float()
+
+        def power(change: Tensor, gram: Tensor = gram) -> float:
+            grouped = change.view(len(change), len(gram), -1).transpose(0, 1)
+            return float((grouped @ gram).mul_(grouped).sum(dtype=torch.float64))
+
+        signal = power(rows)
+        for candidate in candidates if signal > 0 else ():
+            s = expand(candidate.scale, role, calibrated.layer.spec)
+            change = dequantize(round_to_nearest(rows * s, calibrated.schemes[role])).div_(s).sub_(rows)
+            losses[candidate.name] += power(change) / signal
+    limit = (1 - min_gain / 2) * losses[IDENTITY]
+    best = sorted((name for name, loss in losses.items() if loss < limit), key=losses.__getitem__)[:MOST]
+    return [c for c in candidates if c.name in (IDENTITY, *best)]
 
 
 def make_candidates(x_mean: Tensor, w_mean: Tensor, grid: int, duo: str | bool) -> list[Candidate]:

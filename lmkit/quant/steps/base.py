@@ -18,6 +18,7 @@ from lmkit.formats.parts import Activations
 from lmkit.models.layer_spec import LayerSpec
 from lmkit.models.spec import ModelSpec
 from lmkit.qtensor import QuantScheme
+from lmkit.quant.layer.passes import Part
 from lmkit.quant.layer.work import LayerWork
 from lmkit.quant.refine.whole import Finished, WholeModel
 
@@ -68,8 +69,16 @@ class LayerCost:
     @cached_property
     def input_widths(self) -> list[int]:
         """The widths of the inputs that linears read, each input once."""
+        return [width for part in self.part_widths for width in part]
+
+    @cached_property
+    def part_widths(self) -> list[list[int]]:
+        """`input_widths` of each part of the layer. All experts are in one part."""
         readers = {reads for role, reads in self.layer.input_of.items() if role in self.layer.linears}
-        return [self.layer.linear_shape(reader)[1] for reader in readers]
+        parts: dict[Part, list[int]] = {}
+        for reader in readers:
+            parts.setdefault(Part.of(reader), []).append(self.layer.linear_shape(reader)[1])
+        return list(parts.values())
 
     @property
     def token_width(self) -> int:

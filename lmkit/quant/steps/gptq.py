@@ -21,6 +21,7 @@ from msgspec import Meta
 from torch import Tensor
 
 from lmkit.formats.parts import Activations
+from lmkit.layers.linear import in_full
 from lmkit.qtensor import QTensor, QuantScheme, dequantize
 from lmkit.quant.layer.layer import CalibratedLayer
 from lmkit.quant.layer.moments import Moments, collect, squared
@@ -72,9 +73,9 @@ class Gptq(Step, frozen=True, tag="gptq"):
         return short / speed.short + full / speed.full + (1 + self.refine) * cost.layer.num_weights / speed.rounding
 
     def working_numbers(self, cost: LayerCost) -> int:
-        # The largest input's moments, their factor while it is computed, and the columns in work. Without `sequential`,
-        # every input's moments are in memory at once.
-        moments = (max if self.sequential else sum)(2 * width**2 for width in cost.input_widths)
+        # The moments of a part's inputs, the largest one's factor while it is computed, and the columns in work.
+        # Without `sequential`, every input's moments are in memory at once.
+        moments = (max if self.sequential else sum)(sum(2 * width**2 for width in part) for part in cost.part_widths)
         return cost.batch_tokens * cost.token_width + moments + 4 * max(cost.input_widths) ** 2 + 6 * cost.largest
 
 
@@ -136,11 +137,13 @@ def _round_group(
         factor = factorize(moments.hessian, column_order(moments.hessian, step.order, size), damping)
     if factor is None:
         return {role: Rounding(q, "rtn", reason) for role, q in zip(group, plain, strict=True)}
-    weight = torch.cat(weights)
+    weight, shift = torch.cat(weights), None
     if moments.shift is not None and step.needs_exact:
-        weight = regress(weight, moments.shift, factor, step.strength, projected=moments.weight is not None)
-    rounded = round_columns(weight, _stack(plain), factor, dtype)
-    rounded = refine(weight, rounded, moments.hessian, step.refine, dtype)
+        projected = moments.weight is not None
+        shift = step.strength * (moments.shift if projected else times(weight, moments.shift.T, dtype))
+    rounded = round_columns(weight, _stack(plain), factor, dtype, shift)
+    moments.hessian.diagonal().add_(factor.added)
+    rounded = refine(weight, rounded, moments.hessian, step.refine, dtype, shift)
     parts = _split(rounded, [len(w) for w in weights])
     return {
         role: _judge(w, q, p, moments, factor.damping, dtype)
@@ -152,12 +155,15 @@ def _judge(
     weight: Tensor, rounded: QTensor, plain: QTensor, moments: Moments, damping: float, dtype: torch.dtype
 ) -> Rounding:
     """`rounded`, or `plain` if it comes nearer to the original linear's output for the held-out rows."""
-    signal = squared(times(moments.held_exact, weight, dtype))
+    held, exact = in_full(moments.held), in_full(moments.held_exact)
+    signal = squared(times(exact, weight, dtype))
     if signal <= 0:
         return Rounding(rounded, "gptq", damping=damping)
-    missing = times(moments.held_exact - moments.held, weight, dtype)
+    missing = times(exact - held, weight, dtype)
+    if moments.held_lack is not None:
+        missing[: len(moments.held)] += moments.held_lack
     error, plain_error = (
-        squared(times(moments.held, dequantize(q) - weight, dtype) - missing) / signal for q in (rounded, plain)
+        squared(times(held, dequantize(q) - weight, dtype) - missing) / signal for q in (rounded, plain)
     )
     if error <= plain_error:
         return Rounding(rounded, "gptq", None, damping, error, plain_error)
@@ -183,12 +189,13 @@ def _split(q: QTensor, sizes: list[int]) -> list[QTensor]:
 
 @dataclass(frozen=True)
 class Factor:
-    """`lower` float32 [in, in] with lower lower^T = H + damping * mean(diag H), the columns in the reverse of `order`,
-    int64 [in]."""
+    """`lower` float32 [in, in] with lower lower^T = H + `added` to the diagonal, the columns in the reverse of `order`,
+    int64 [in]. `added` is the share `damping` of H's mean diagonal."""
 
     lower: Tensor
     order: Tensor
     damping: float
+    added: float
 
     @property
     def feedback(self) -> Tensor:
@@ -196,12 +203,14 @@ class Factor:
         column i that column j makes up for."""
         return (self.lower / self.lower.diagonal()).flip(0, 1)
 
-    def solve(self, x: Tensor) -> Tensor:
-        """x (H + damping * mean(diag H))^-1 for x float32 [n, in]."""
-        reverse = self.order.flip(0)
-        solved = torch.empty_like(x)
-        solved[:, reverse] = torch.cholesky_solve(x[:, reverse].T, self.lower).T
-        return solved
+    def pull(self, shift: Tensor) -> Tensor:
+        """What is added to the wanted columns, float32 [in, out], in `order`, for a `shift` [out, in] of the target.
+
+        The error is |(W^ - W) R - S R^-T|^2 for the shift S, so each column of S R^-T is a change that is wanted of it.
+        """
+        solved = torch.linalg.solve_triangular(self.lower, shift[:, self.order.flip(0)].T, upper=False)
+        wanted: Tensor = (solved / self.lower.diagonal()[:, None]).flip(0)
+        return wanted
 
 
 def enough_damping(in_features: int, num_tokens: int) -> float:
@@ -226,7 +235,7 @@ def factorize(hessian: Tensor, order: Tensor, damping: float) -> Factor | None:
         damped.diagonal().add_(damping * mean)
         lower, failed = torch.linalg.cholesky_ex(damped)
         if not failed and bool(lower.isfinite().all()):
-            return Factor(lower, order, damping)
+            return Factor(lower, order, damping, float(damping * mean))
         damping *= 10
     return None
 
@@ -264,13 +273,23 @@ def _by_halves(
     _by_halves(middle, end, visit, pass_on, few)
 
 
-def round_columns(weight: Tensor, grid: QTensor, factor: Factor, dtype: torch.dtype = torch.float32) -> QTensor:
-    """Codes for `weight` float32 [out, in] on the scales and zeros of `grid`. The codes of `grid` do not matter.
-    Products are of `dtype`."""
+def round_columns(
+    weight: Tensor,
+    grid: QTensor,
+    factor: Factor,
+    dtype: torch.dtype = torch.float32,
+    shift: Tensor | None = None,
+) -> QTensor:
+    """Codes for `weight` W float32 [out, in] on the scales and zeros of `grid`. The codes of `grid` do not matter.
+    Products are of `dtype`.
+
+    With a `shift` S [out, in], as Moments have it, the target is W + S H^-1 in place of W. Its outputs for the inputs
+    that the linear will see come nearest to those of the original model.
+    """
     scheme, order, feedback = grid.scheme, factor.order, factor.feedback
     group_of = order // _group_size(grid)
     exact = weight.T[order].contiguous()  # [in, out], so that a column of the weight lies in one piece
-    wanted = exact.clone()
+    wanted = exact.clone() if shift is None else exact + factor.pull(shift)
     scales, zeros = grid.scales.float().T[group_of], grid.zeros.float().T[group_of]
     codes, errors = torch.empty_like(wanted), torch.empty_like(wanted)
 
@@ -289,25 +308,21 @@ def round_columns(weight: Tensor, grid: QTensor, factor: Factor, dtype: torch.dt
     return QTensor(unordered.T.to(torch.uint8).contiguous(), grid.scales, grid.zeros, scheme)
 
 
-def regress(weight: Tensor, shift: Tensor, factor: Factor, strength: float, *, projected: bool) -> Tensor:
-    """The weight W' for which x W'^T comes nearest to e W^T: W + strength * W (E - X)^T X (X^T X + lambda)^-1.
-
-    x is the input that the linear will see, e its input in the original model. weight float32 [out, in]; `shift` is
-    that of Moments, and `projected` if W is in it; `factor` is that of X^T X with its damping lambda.
-    """
-    found = factor.solve(shift)
-    return weight + strength * (found if projected else weight @ found)
-
-
 def refine(
-    weight: Tensor, rounded: QTensor, hessian: Tensor, rounds: int, dtype: torch.dtype = torch.float32
+    weight: Tensor,
+    rounded: QTensor,
+    hessian: Tensor,
+    rounds: int,
+    dtype: torch.dtype = torch.float32,
+    shift: Tensor | None = None,
 ) -> QTensor:
-    """Coordinate descent on tr((W - W^) H (W - W^)^T). No step raises it, up to the errors of products in `dtype`.
+    """Coordinate descent on tr((W - W^) H (W - W^)^T), with `shift` as in `round_columns`. No step raises it, up to the
+    errors of products in `dtype`.
 
     A round visits one group of inputs after the other. It takes the best scale for the group's codes, then the best
     code for one column after the other.
     """
-    scheme, size, h = rounded.scheme, _group_size(rounded), hessian
+    scheme, size, h, short = rounded.scheme, _group_size(rounded), hessian, hessian.to(dtype)
     codes = rounded.codes.float().T.contiguous()  # [in, out]
     scales, zeros = rounded.scales.float().T.contiguous(), rounded.zeros.float().T.contiguous()  # [groups, out]
     changes = torch.empty_like(codes)
@@ -324,11 +339,13 @@ def refine(
 
     def pass_on(begin: int, middle: int, end: int) -> None:
         seen, later = inputs(begin, middle), inputs(middle, end)
-        gradient[later] -= times(h[later, seen], changes[seen].T, dtype)
+        gradient[later] -= times(short[later, seen], changes[seen].T, dtype)
 
     for _ in range(rounds):
         steps = (codes.view(len(scales), size, -1) - zeros[:, None]) * scales[:, None]
-        gradient = times(h, weight - steps.view(codes.shape).T, dtype)  # [in, out], H (W - W^)^T
+        gradient = times(short, weight - steps.view(codes.shape).T, dtype)  # [in, out], H (W - W^)^T + S^T
+        if shift is not None:
+            gradient += shift.T
         _by_halves(0, len(scales), visit, pass_on, few=1)
     return QTensor(codes.T.to(torch.uint8).contiguous(), scales.T.to(torch.float16).contiguous(), rounded.zeros, scheme)
 

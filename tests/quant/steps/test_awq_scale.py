@@ -224,10 +224,11 @@ def test_a_scale_that_saves_too_little_is_not_taken(tmp_path: Path) -> None:
     assert all(layer.weights[role] is weight for role, weight in before.items())
 
 
-def test_candidates_that_lose_on_a_part_of_the_sample_are_not_compared_on_all(tmp_path: Path) -> None:
-    layer = tiny_layer(tmp_path)
-    tokens = awq_scale.ROUGH * awq_scale.ROUGH_TOKENS
-    calibrated = calibrate(layer, hidden_states(64, tokens), num_rows=8)
+def test_candidates_that_lose_on_some_outputs_are_not_compared_on_the_sample(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer, compared = tiny_layer(tmp_path), dict[float, set[str]]()
+    calibrated = calibrate(layer, hidden_states(64, awq_scale.ROUGH_TOKENS), num_rows=8)
     source, consumers = "norm.mlp", ("mlp.gate", "mlp.up")
     candidates = awq_scale.pair_candidates(calibrated, source, consumers, STEP)
     found = awq_scale.search(calibrated, source, consumers, candidates)
@@ -235,5 +236,9 @@ def test_candidates_that_lose_on_a_part_of_the_sample_are_not_compared_on_all(tm
     assert dropped
     assert found.best.name not in dropped
     assert found.losses["identity"] == pytest.approx(block_loss(calibrated, source, consumers), rel=1e-6)
-    greedy = awq_scale.search(calibrated, source, consumers, candidates, 0.9)
-    assert dropped < {name for name, loss in greedy.losses.items() if math.isinf(loss)}
+    assert len(candidates) - len(dropped) == 1 + awq_scale.MOST
+    monkeypatch.setattr(awq_scale, "MOST", len(candidates))
+    for min_gain in (0.0, 0.9):
+        limit = awq_scale.search(calibrated, source, consumers, candidates, min_gain)
+        compared[min_gain] = {name for name, loss in limit.losses.items() if math.isfinite(loss)}
+    assert {"identity", found.best.name} <= compared[0.9] < compared[0.0]
