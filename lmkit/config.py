@@ -44,6 +44,7 @@ NAMED_PEERS = "named"  # as kv_peer: the engines that requests name
 BLOCK_SIZE = {"cpu": 32, "cuda": 64}  # used if no block size is given
 STEP_TOKENS = {"cpu": 512, "cuda": 4096}  # used if no token budget is given
 StepTokens = Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
+MAX_TIMEOUT = 86400.0  # seconds that a request may ask for
 BODY_MEMORY = 256 << 20  # bytes of the bodies of all requests under way
 KVEventsAddress = Annotated[str, msgspec.Meta(pattern=r"^tcp://\S+:\d+$")]
 PositiveFloat = Annotated[float, msgspec.Meta(gt=0)]

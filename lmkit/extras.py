@@ -28,7 +28,7 @@ EXTRAS = {
     "hub": Extra(("huggingface_hub",), "models fetched from the Hugging Face Hub by name"),
     "bench": Extra(("matplotlib",), "plots"),
     "images": Extra(("PIL",), "images in prompts of models that see"),
-    "grpc": Extra(("grpc", "grpc_health", "google"), "lmkit serve --grpc-port"),
+    "grpc": Extra(("grpc", "grpc_health", "google"), "--grpc-port of lmkit serve and lmkit proxy"),
     "otel": Extra(("opentelemetry",), "traces of lmkit serve and lmkit proxy"),
     "ray": Extra(("ray",), "lmkit up with replicas on a Ray cluster"),
     "cuda": Extra(("cupy",), "kernels on an NVIDIA GPU with CUDA 13; lmkit[cuda12] is for CUDA 12"),

@@ -12,6 +12,7 @@ from lmkit.cli.proxy_call import DEFAULT_PROXY, AdminKey, ProxyOption, call
 from lmkit.cli.settings import ProxyGroup
 from lmkit.config import LogFormat, PolicyName, TenantsBy
 from lmkit.errors import ConfigError
+from lmkit.extras import needed_for
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -37,6 +38,9 @@ def proxy(
     config: Annotated[str | None, typer.Option(help="YAML or JSON file.")] = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on; default 127.0.0.1.")] = None,
     port: Annotated[int | None, typer.Option(min=0, max=65535, help="0 = any free one; default 8080.")] = None,
+    grpc_port: Annotated[
+        int | None, typer.Option(min=0, max=65535, help="Serve gRPC, too; 0 takes a free port.")
+    ] = None,
     tls_cert: Annotated[str | None, typer.Option(help="A certificate chain in PEM: serve https.")] = None,
     tls_key: Annotated[str | None, typer.Option(help="Its key; default in the same file.")] = None,
     cors_origin: Annotated[
@@ -91,6 +95,7 @@ def proxy(
     nodes = [parse({"url": url}, NodeConfig, "--node") for url in node or ()]
     options: dict[str, Any] = {"tls_cert": tls_cert, "tls_key": tls_key, "policy": policy, "state_file": state_file}
     options |= {"log_format": log_format, "otlp_traces_endpoint": otlp_traces_endpoint}
+    options |= {"grpc_port": grpc_port}
     options |= {"key_store": key_store, "data_dir": data_dir, "dashboard": dashboard}
     options |= {"cors_origins": tuple(cors_origin) if cors_origin else None, "chat_page": chat_page}
     load = functools.partial(load_config, config, nodes=nodes, host=host, port=port, **options)
@@ -98,6 +103,9 @@ def proxy(
     resolved = file.config if file is not None else load()
     log.setup(resolved.log_level, log_format=resolved.log_format)
     start_if_wanted("lmkit-proxy", resolved.otlp_traces_endpoint)
+    if resolved.grpc_port is not None:
+        with needed_for("--grpc-port"):
+            import grpc_health.v1  # noqa: F401
     own = None
     if not Keys.of(resolved.api_keys, resolved.admin_keys).for_admin:
         own = secrets.token_urlsafe(32)

@@ -88,6 +88,7 @@ class ProxyConfig(StrictStruct, frozen=True):
 
     host: str = "127.0.0.1"
     port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 8080
+    grpc_port: Annotated[int, msgspec.Meta(ge=0, le=65535)] | None = None  # None = no gRPC
     tls_cert: str | None = None  # a certificate chain in PEM; None = plain HTTP
     tls_key: str | None = None  # its key; None = in the same file
     nodes: tuple[NodeConfig, ...] = ()

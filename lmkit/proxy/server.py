@@ -6,13 +6,14 @@ import asyncio
 import contextlib
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 
 from starlette.types import ASGIApp
 
 from lmkit.log import get_logger
 from lmkit.proxy import dashboard
 from lmkit.proxy.app import Proxy
+from lmkit.proxy.auth import Access, authorize
 from lmkit.proxy.config import ProxyConfig
 from lmkit.proxy.reload import ConfigFile
 from lmkit.web.access_log import AccessLog
@@ -64,15 +65,36 @@ def http_server(
     app: ASGIApp = ChatPage(proxy) if config.chat_page else proxy
     if config.dashboard:
         app = StaticPage(app, dashboard.PAGE, "/dashboard", "/dashboard/")
+    app = WithV1(Traced(AccessLog(with_cors(Resumable(app), config.cors_origins))))
     return HttpServer(
-        WithV1(Traced(AccessLog(with_cors(Resumable(app), config.cors_origins)))),
+        app,
         on_ready,
+        beside=_rpc(app, proxy, flush_seconds, tls) if config.grpc_port is not None else None,
         flush_seconds=flush_seconds,
         tls=tls,
         date_header=False,
         files_each=2,
         limit_each=config.max_connections_per_address,
     )
+
+
+@contextlib.asynccontextmanager
+async def _rpc(app: ASGIApp, proxy: Proxy, flush_seconds: float, tls: Certificate | None) -> AsyncGenerator[None]:
+    from lmkit.web.rpc.server import serving
+
+    config = proxy.config
+    assert config.grpc_port is not None
+    async with serving(
+        app,
+        config.host,
+        config.grpc_port,
+        max_body_bytes=config.max_body_bytes,
+        check_key=lambda headers: authorize(proxy.keys, Access.USER, headers),
+        takes_requests=lambda: not proxy.draining,
+        tls=tls,
+        stop_seconds=flush_seconds,
+    ):
+        yield
 
 
 def _reload(proxy: Proxy, tls: Certificate | None) -> None:

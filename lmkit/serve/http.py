@@ -14,8 +14,9 @@ from fastapi import FastAPI
 from lmkit.config import ServerConfig
 from lmkit.serve.announce import announced
 from lmkit.serve.app import create_app
+from lmkit.serve.auth import ApiKeys
 from lmkit.serve.load_log import load_logged
-from lmkit.serve.pool import ModelPool
+from lmkit.serve.pool import TAKES_REQUESTS, ModelPool
 from lmkit.text import Tokenizer
 from lmkit.web.server import HttpServer
 from lmkit.web.tls import Certificate
@@ -53,8 +54,18 @@ async def _beside(
         stats = {model.name: model.engine.stats for model in models.models}
         await stack.enter_async_context(load_logged(stats))
         if config.grpc_port is not None:
-            from lmkit.serve.rpc.server import serving
+            from lmkit.web.rpc.server import PATH, serving
 
-            await stack.enter_async_context(serving(app, models, config, tls))
+            keys = ApiKeys(app, config.api_keys, config.api_key_file)
+            rpc = serving(
+                app,
+                config.host,
+                config.grpc_port,
+                max_body_bytes=config.max_body_bytes,
+                check_key=lambda headers: keys.key(PATH, headers),
+                takes_requests=lambda: models.health in TAKES_REQUESTS,
+                tls=tls,
+            )
+            await stack.enter_async_context(rpc)
         await stack.enter_async_context(announced(models, config))
         yield

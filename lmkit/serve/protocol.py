@@ -22,6 +22,7 @@ from pydantic import (
 )
 
 from lmkit import neutral
+from lmkit.config import MAX_TIMEOUT
 from lmkit.serve.numbers import Penalty, Repetition, Share, Temperature, TokenId, TopK, TopP
 from lmkit.strict import NEVER, No, Schema, Strict, Yes, exactly_one, given, goes_with
 from lmkit.text.chat.conversation import MAX_TOOLS, Chat, Messages, TemplateVariables, Tool
@@ -32,7 +33,6 @@ MAX_CHOICES = 128  # n
 MAX_SEQUENCES = 1024  # prompts times n (or best_of)
 MAX_PRIORITY = 1000
 MAX_NAMED = 4  # mistakes that an error names
-MAX_TIMEOUT = 86400.0  # seconds
 
 
 class StreamOptions(Strict):

@@ -16,9 +16,10 @@ from google.protobuf import descriptor_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_tools import protoc
 
-from lmkit.serve.rpc import messages
-from lmkit.serve.rpc.messages import SERVICE, Answer, GenerateRequest, GenerateResponse
+from benchmarks.resilience.processes import Command
 from lmkit.text import Tokenizer
+from lmkit.web.rpc import messages
+from lmkit.web.rpc.messages import SERVICE, Answer, GenerateRequest, GenerateResponse
 from tests.serve.fake_engine import DEMO, PHRASE
 from tests.serve.live import Server
 
@@ -36,7 +37,7 @@ def compile_proto(folder: Path) -> bytes:
 
 
 class Client:
-    def __init__(self, server: Server, credentials: Any = None) -> None:
+    def __init__(self, server: Server | Command, credentials: Any = None) -> None:
         found = re.search(r"gRPC on (\S+)", server.log)
         assert found, server.log
         self.address = found[1]
@@ -56,8 +57,9 @@ class Client:
         metadata = [("authorization", f"Bearer {key}")] if key else []
         return list(self._whole(GenerateRequest(**fields), timeout=timeout, metadata=metadata).answers)
 
-    def stream(self, *, timeout: float = 20, **fields: Any) -> Any:
-        return self._stream(GenerateRequest(**fields), timeout=timeout)
+    def stream(self, *, key: str = "", timeout: float = 20, **fields: Any) -> Any:
+        metadata = [("authorization", f"Bearer {key}")] if key else []
+        return self._stream(GenerateRequest(**fields), timeout=timeout, metadata=metadata)
 
     def refused(self, **fields: Any) -> Any:
         with pytest.raises(grpc.RpcError) as caught:

@@ -14,9 +14,13 @@ from typing import Any
 import httpx
 import pytest
 
+from lmkit.config import ServerConfig
 from lmkit.turbo.transport.messages import ENGINE
+from lmkit.web.pair import PAIR_HEADER
 from tests.cli.commands import mistake
 from tests.proxy.test_announce import KEYS
+from tests.serve import in_process
+from tests.serve.in_process import App, ScriptedEngine
 from tests.serve.live import Server
 from tests.serve.test_announce import ProxyProcess
 
@@ -129,6 +133,22 @@ def test_a_pair_answers_as_one_engine_and_outlives_its_prefill_node(
         for (name, (path, body)), text in zip(ASKED.items(), texts, strict=True):
             assert told(pair.alone(path, body))[0] == text, name
         assert pair.paired() <= len(ASKED) + len(bodies)
+
+
+@pytest.mark.parametrize("value", ["prefill -", f"prefill {32 * 'a'}", "decode 10.0.0.1:1"])
+def test_a_plain_key_may_not_name_the_other_node(value: str) -> None:
+    keys = ("plain", "admin-key role=admin", "proxy-key role=proxy")
+    app = App(ScriptedEngine(), ServerConfig(api_keys=keys))
+
+    def answer(key: str) -> Any:
+        headers = {"Authorization": f"Bearer {key}", PAIR_HEADER.decode(): value}
+        return app.request("POST", in_process.CHAT_PATH, json=in_process.CHAT, headers=headers)
+
+    for key in ("plain", "admin-key"):
+        refused = answer(key)
+        assert refused.status_code == 403, refused.text
+        assert refused.json()["error"]["code"] == "permission_denied"
+    assert answer("proxy-key").status_code == 200
 
 
 @pytest.mark.parametrize(

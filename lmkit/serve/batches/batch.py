@@ -9,9 +9,10 @@ from typing import Any, Literal
 
 import msgspec
 
+from lmkit.config import MAX_TIMEOUT
 from lmkit.errors import RequestError
 from lmkit.serve.auth import Owner
-from lmkit.serve.protocol import MAX_PRIORITY, MAX_TIMEOUT
+from lmkit.serve.protocol import MAX_PRIORITY
 from lmkit.web.receive import decode_json
 
 MAX_LINES = 50_000

@@ -16,10 +16,10 @@ from starlette.types import ASGIApp, Message
 
 from lmkit.errors import RequestError
 from lmkit.serve.batches.batch import Batch, Line, request_body
-from lmkit.serve.inside import call
 from lmkit.turbo.transport.async_engine import STOPPED
 from lmkit.web.budget import Budget
 from lmkit.web.errors import error_body
+from lmkit.web.inside import call
 
 REFUSED = ("engine_unavailable", "queue_full", "overloaded", "rate_limit_exceeded", "shutting_down")
 MAX_DEATHS = 3  # of the engine while it works on a request, which then gets an error

@@ -1,5 +1,6 @@
-"""gRPC beside HTTP. A call becomes a request to POST /generate of the application, so keys, limits and errors are the
-same. A client that cancels a call, or whose deadline passes, leaves as one that closes its connection.
+"""gRPC beside HTTP, of a server and of a proxy. A call becomes a request to POST /generate of the application, so keys,
+limits and errors are the same. A client that cancels a call, or whose deadline passes, leaves as one that closes its
+connection.
 """
 
 from __future__ import annotations
@@ -15,15 +16,13 @@ import msgspec
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from starlette.types import ASGIApp, Message
 
-from lmkit.config import ServerConfig
+from lmkit.config import MAX_TIMEOUT
 from lmkit.errors import HTTP_STATUS, ConfigError, RequestError
 from lmkit.log import get_logger
-from lmkit.serve.auth import ApiKeys
-from lmkit.serve.inside import call
-from lmkit.serve.pool import TAKES_REQUESTS, ModelPool
-from lmkit.serve.protocol import MAX_TIMEOUT
-from lmkit.serve.rpc.messages import SERVICE, Answer, GenerateRequest, GenerateResponse
-from lmkit.serve.rpc.translate import answer_of, body_of
+from lmkit.web.inside import call
+from lmkit.web.rpc.messages import SERVICE, Answer, GenerateRequest, GenerateResponse
+from lmkit.web.rpc.translate import answer_of, body_of
+from lmkit.web.sse import EventData
 from lmkit.web.tls import Certificate
 
 MAX_CALLS = 1024  # at once; one more is refused
@@ -38,24 +37,39 @@ CODES = {
     400: grpc.StatusCode.INVALID_ARGUMENT, 401: grpc.StatusCode.UNAUTHENTICATED,
     403: grpc.StatusCode.PERMISSION_DENIED, 404: grpc.StatusCode.NOT_FOUND, 408: grpc.StatusCode.DEADLINE_EXCEEDED,
     413: grpc.StatusCode.RESOURCE_EXHAUSTED, 429: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    499: grpc.StatusCode.CANCELLED, 503: grpc.StatusCode.UNAVAILABLE, 504: grpc.StatusCode.DEADLINE_EXCEEDED,
+    402: grpc.StatusCode.RESOURCE_EXHAUSTED, 499: grpc.StatusCode.CANCELLED, 502: grpc.StatusCode.UNAVAILABLE,
+    503: grpc.StatusCode.UNAVAILABLE, 504: grpc.StatusCode.DEADLINE_EXCEEDED,
 }  # fmt: skip
 
 logger = get_logger(__name__)
 
 
+Check = Callable[[list[tuple[bytes, bytes]]], object]
+
+
 @asynccontextmanager
 async def serving(
-    app: ASGIApp, models: ModelPool, config: ServerConfig, tls: Certificate | None
+    app: ASGIApp,
+    host: str,
+    port: int,
+    *,
+    max_body_bytes: int,
+    check_key: Check,
+    takes_requests: Callable[[], bool],
+    tls: Certificate | None = None,
+    stop_seconds: float = STOP_SECONDS,
 ) -> AsyncGenerator[int]:
-    """Serve gRPC on `config.grpc_port` until the block ends. Gives the port. Raises ConfigError."""
+    """Serve gRPC until the block ends; then calls have `stop_seconds` to end. Gives the port. Raises ConfigError.
+
+    `check_key` raises RequestError for headers without a good key. `takes_requests` is what the health service says.
+    """
     server = grpc.aio.server(
         options=[
-            ("grpc.max_receive_message_length", min(config.max_body_bytes, MAX_MESSAGE_BYTES)),
+            ("grpc.max_receive_message_length", min(max_body_bytes, MAX_MESSAGE_BYTES)),
             ("grpc.server_handshake_timeout_ms", 1000 * HANDSHAKE_SECONDS),
             ("grpc.so_reuseport", 0),
         ],
-        interceptors=[KeysFirst(ApiKeys(app, config.api_keys, config.api_key_file))],
+        interceptors=[KeysFirst(check_key)],
         maximum_concurrent_rpcs=MAX_CALLS,
     )
     generation = Generation(app)
@@ -69,9 +83,9 @@ async def serving(
         ),
     }
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
-    health_pb2_grpc.add_HealthServicer_to_server(Health(models), server)
-    host = f"[{config.host}]" if ":" in config.host else config.host
-    address = f"{host}:{config.grpc_port}"
+    health_pb2_grpc.add_HealthServicer_to_server(Health(takes_requests), server)
+    host = f"[{host}]" if ":" in host else host
+    address = f"{host}:{port}"
     try:
         port = server.add_secure_port(address, _credentials(tls)) if tls else server.add_insecure_port(address)
     except RuntimeError:
@@ -81,7 +95,7 @@ async def serving(
     try:
         yield port
     finally:
-        await server.stop(STOP_SECONDS)
+        await server.stop(stop_seconds)
 
 
 def _credentials(tls: Certificate) -> Any:
@@ -96,13 +110,13 @@ def _credentials(tls: Certificate) -> Any:
 class KeysFirst(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     """Refuses a call without a good key before its message is read. The health service needs none."""
 
-    def __init__(self, keys: ApiKeys) -> None:
-        self._keys = keys
+    def __init__(self, check: Check) -> None:
+        self._check = check
 
     async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], details: Any) -> Any:
         if details.method.startswith(f"/{SERVICE}/"):
             try:
-                self._keys.key(PATH, _headers(details.invocation_metadata))
+                self._check(_headers(details.invocation_metadata))
             except RequestError as error:
                 return _refusal(error)
         return await continuation(details)
@@ -132,18 +146,22 @@ class Generation:
     async def whole(self, request: Any, context: Any) -> Any:
         parts: list[bytes] = []
         await self._ask(request, context, parts.append, is_stream=False)
-        data = msgspec.json.decode(b"".join(parts))
-        return GenerateResponse(answers=map(answer_of, data if isinstance(data, list) else [data]))
+        data = await _read(context, b"".join(parts))
+        found = [await _answer(context, part) for part in (data if isinstance(data, list) else [data])]
+        return GenerateResponse(answers=found)
 
     async def stream(self, request: Any, context: Any) -> None:
-        async def send(event: bytes) -> None:
-            text = event.removeprefix(b"data: ").strip()
-            if text == b"[DONE]" or not event.startswith(b"data: "):
-                return
-            data = msgspec.json.decode(text)
-            if "error" in data:
-                await _fail(context, HTTP_STATUS[data["error"]["code"]], data)
-            await context.write(answer_of(data))
+        events = EventData()
+
+        async def send(piece: bytes) -> None:
+            for event in events.feed(piece):
+                if event == b"[DONE]":
+                    continue
+                data = await _read(context, event)
+                if isinstance(data, dict) and (error := data.get("error")):
+                    code = error.get("code") if isinstance(error, dict) else None
+                    await _fail(context, HTTP_STATUS.get(str(code), 500), data)
+                await context.write(await _answer(context, data))
 
         await self._ask(request, context, send, is_stream=True)
 
@@ -171,13 +189,31 @@ class Generation:
         raw = msgspec.json.encode(body)
         await call(self._app, PATH, raw, on_message, headers=headers, client=_client(context.peer()))
         if status != 200:
-            await _fail(context, status, msgspec.json.decode(refusal))
+            await _fail(context, status, await _read(context, refusal))
 
 
-async def _fail(context: Any, status: int, answer: dict[str, Any]) -> None:
-    error = answer["error"]
-    metadata = (("x-lmkit-error", error["code"]),)
-    await context.abort(CODES.get(status, grpc.StatusCode.INTERNAL), error["message"], metadata)
+async def _read(context: Any, data: bytes) -> Any:
+    try:
+        return msgspec.json.decode(data)
+    except msgspec.DecodeError:
+        await _fail(context, 502, {})
+
+
+async def _answer(context: Any, data: Any) -> Any:
+    """Behind a proxy stand servers of all kinds."""
+    try:
+        return answer_of(data)
+    except (KeyError, TypeError, ValueError):
+        await _fail(context, 502, {})
+
+
+async def _fail(context: Any, status: int, answer: Any) -> None:
+    """End the call with the error of an answer."""
+    error = answer.get("error") if isinstance(answer, dict) else None
+    if not isinstance(error, dict):
+        error = {"code": "bad_gateway", "message": "the node's answer is none of lmkit's"}
+    metadata = (("x-lmkit-error", str(error.get("code"))),)
+    await context.abort(CODES.get(status, grpc.StatusCode.INTERNAL), str(error.get("message")), metadata)
 
 
 def _client(peer: str) -> tuple[str, int]:
@@ -189,8 +225,8 @@ def _client(peer: str) -> tuple[str, int]:
 class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
     """The standard health service, which needs no key. It knows the server ("") and the service Generation."""
 
-    def __init__(self, models: ModelPool) -> None:
-        self._models = models
+    def __init__(self, takes_requests: Callable[[], bool]) -> None:
+        self._takes_requests = takes_requests
 
     async def Check(self, request: Any, context: Any) -> Any:
         if request.service not in ("", SERVICE):
@@ -207,7 +243,7 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
             await asyncio.sleep(WATCH_SECONDS)
 
     def _status(self) -> Any:
-        return _SERVING if self._models.health in TAKES_REQUESTS else _NOT_SERVING
+        return _SERVING if self._takes_requests() else _NOT_SERVING
 
 
 _SERVING, _NOT_SERVING, _UNKNOWN = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lmkit.serve.rpc.messages import Answer, Position, Token
+from lmkit.web.rpc.messages import Answer, Position, Token
 
 
 def body_of(request: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Requests that the server makes to its own routes, so that each takes the same way as a client's."""
+"""Requests that a server or proxy makes to its own routes, so that each takes the same way as a client's."""
 
 from __future__ import annotations
 
