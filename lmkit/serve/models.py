@@ -20,6 +20,7 @@ class ModelCard(BaseModel):
     owned_by: str = "lmkit"
     max_model_len: int | None
     state: str
+    input_modalities: list[str] = ["text"]
     parent: str | None = None  # of an adapter: its model
 
 
@@ -47,5 +48,6 @@ def _card(model: PooledModel, name: str) -> ModelCard:
         created=model.serving.created,
         max_model_len=info.max_model_len if info else None,
         state=model.engine.health,
+        input_modalities=["text", "image"] if info and not isinstance(info.images, str) else ["text"],
         parent=model.name if name in model.engine.config.adapter_folders else None,
     )

@@ -21,10 +21,12 @@ _TYPES = {
     ".js": "text/javascript; charset=utf-8",
     ".svg": "image/svg+xml",
 }
-# Nothing but the page's own files runs or is fetched, whatever a model writes, and no text becomes markup.
+# Nothing but the page's own files runs or is fetched, whatever a model writes, and no text becomes markup. A data: URL
+# shows an image that the user attached.
 _POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; base-uri 'none'; "
-    "form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; "
+    "trusted-types 'none'"
 )
 HEADERS: Mapping[str, str] = {
     "Content-Security-Policy": _POLICY,

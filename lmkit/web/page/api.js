@@ -22,10 +22,13 @@ async function request(path, key, options = {}) {
   throw new ApiError(String(message), response.status);
 }
 
-/** The names of the models. Raises ApiError. */
+/** The models, {name, images}: whether one takes images. Raises ApiError. */
 export async function models(key) {
   const body = await (await request("v1/models", key)).json();
-  return (body.data ?? []).map((entry) => String(entry.id));
+  return (body.data ?? []).map((entry) => ({
+    name: String(entry.id),
+    images: Array.isArray(entry.input_modalities) && entry.input_modalities.includes("image"),
+  }));
 }
 
 /**

@@ -1,6 +1,7 @@
 // The page's parts put together: what is asked, what is shown while an answer comes, keys and buttons.
 
 import { ApiError, chunks, models } from "./api.js";
+import { Attachments } from "./attach.js";
 import { Settings } from "./settings.js";
 import { messages, Tree } from "./tree.js";
 import { copy, grow, isSubmit, View } from "./view.js";
@@ -13,6 +14,9 @@ const part = (id) => document.getElementById(id);
 const [scroll, prompt, select, notice, status] = ["scroll", "prompt", "model", "notice", "status"].map(part);
 const view = new View(part("messages"), { again, edit, choose, answerCalls });
 const settings = new Settings((name) => name === "key" && findModels());
+
+const attached = new Attachments(part("attached"), { tell, used: imageChars, changed: showSend });
+const seeing = new Set(); // the models that take images
 
 let tree = Tree.kept();
 let running = null; // {node, controller} of the answer that comes
@@ -113,7 +117,7 @@ function again(node) {
 
 function edit(node, text) {
   if (running || !requestFields()) return false;
-  const made = tree.add(node.parent, { role: "user", content: text });
+  const made = tree.add(node.parent, { role: "user", content: text, images: node.images });
   answer(made.id);
   return true;
 }
@@ -135,9 +139,10 @@ function answerCalls(node, results) {
 
 function send() {
   const text = prompt.value;
-  if (running || !text.trim() || !requestFields()) return;
+  if (running || isEmpty() || !requestFields()) return;
   tell("");
-  const made = tree.add(tree.last.id, { role: "user", content: text });
+  const images = attached.take();
+  const made = tree.add(tree.last.id, { role: "user", content: text, ...(images.length ? { images } : {}) });
   prompt.value = "";
   grow(prompt);
   answer(made.id);
@@ -149,9 +154,28 @@ function render() {
   part("welcome").hidden = path.length > 0;
   part("stop-button").hidden = !running;
   part("send-button").hidden = Boolean(running);
-  part("send-button").disabled = !prompt.value.trim();
+  showSend();
   part("export-button").disabled = path.length === 0;
   follow();
+}
+
+function isEmpty() {
+  return !prompt.value.trim() && !attached.urls.length;
+}
+
+function showSend() {
+  part("send-button").disabled = isEmpty();
+}
+
+/** The length of the conversation's images. */
+function imageChars() {
+  return tree.path().reduce((sum, node) => (node.images ?? []).reduce((all, url) => all + url.length, sum), 0);
+}
+
+function chooseModel() {
+  const canSee = seeing.has(select.value);
+  part("attach-button").hidden = !canSee;
+  attached.allow(canSee);
 }
 
 function follow() {
@@ -166,10 +190,14 @@ function tell(message) {
 
 async function findModels() {
   try {
-    const names = await models(settings.key);
+    const found = await models(settings.key);
+    const names = found.map(({ name }) => name);
+    seeing.clear();
+    for (const { name, images } of found) if (images) seeing.add(name);
     const wanted = localStorage.getItem(MODEL);
     select.replaceChildren(...names.map((name) => new Option(name, name, false, name === wanted)));
     select.disabled = names.length === 0;
+    chooseModel();
     part("welcome-text").textContent = names.length ? `${select.value} answers here.` : "";
     tell(names.length ? "" : "No model is served at the moment.");
   } catch (error) {
@@ -194,6 +222,7 @@ function openSettings() {
 function newChat() {
   running?.controller.abort();
   tree = new Tree();
+  attached.take();
   tree.keep();
   tell("");
   render();
@@ -249,7 +278,7 @@ function connect() {
   prompt.addEventListener("keydown", onPromptKey);
   prompt.addEventListener("input", () => {
     grow(prompt);
-    part("send-button").disabled = !prompt.value.trim();
+    showSend();
   });
   scroll.addEventListener("scroll", () => {
     isFollowing = scroll.scrollHeight - scroll.scrollTop - scroll.clientHeight < NEAR_END;
@@ -270,8 +299,31 @@ function connect() {
   };
   for (const [id, act] of Object.entries(actions)) part(id).addEventListener("click", act);
   for (const found of document.querySelectorAll("button[title]")) found.setAttribute("aria-label", found.title);
-  select.addEventListener("change", () => localStorage.setItem(MODEL, select.value));
+  select.addEventListener("change", () => (localStorage.setItem(MODEL, select.value), chooseModel()));
+  connectImages();
   document.addEventListener("keydown", onKey);
+}
+
+/** Images come by the button, from the clipboard, and by dropping them anywhere. */
+function connectImages() {
+  const input = part("attach-input");
+  part("attach-button").addEventListener("click", () => input.click());
+  input.addEventListener("change", () => {
+    attached.add([...input.files]);
+    input.value = "";
+  });
+  prompt.addEventListener("paste", (event) => {
+    const files = [...event.clipboardData.files];
+    if (files.length && attached.isOn) {
+      event.preventDefault();
+      attached.add(files);
+    }
+  });
+  document.addEventListener("dragover", (event) => event.preventDefault());
+  document.addEventListener("drop", (event) => {
+    event.preventDefault(); // no file replaces the page
+    attached.add([...event.dataTransfer.files]);
+  });
 }
 
 setTheme(localStorage.getItem(THEME) || null);

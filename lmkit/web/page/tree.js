@@ -1,6 +1,6 @@
 // A conversation as a tree: an edited message and an answer made anew are further children of the same parent.
 //
-// A node is {id, parent, children, chosen, role, content, ...}: `chosen` is the child that is shown. An answer may have
+// A message of the user may have `images` (data: URLs). A node is {id, parent, children, chosen, role, content, ...}: `chosen` is the child that is shown. An answer may have
 // `reasoning`, `calls` ({id, name, arguments}), `model`, `finish`, `error` and `figures`; a tool's result has `callId`.
 
 const KEPT = "lmkit.chat"; // in sessionStorage: it ends with the tab
@@ -76,8 +76,12 @@ export function messages(nodes, system) {
   return system ? [{ role: "system", content: system }, ...said] : said;
 }
 
-function message({ role, content, calls, callId }) {
+function message({ role, content, calls, callId, images }) {
   if (role === "tool") return { role, tool_call_id: callId, content };
+  if (images?.length) {
+    const parts = images.map((url) => ({ type: "image_url", image_url: { url } }));
+    return { role, content: content ? [...parts, { type: "text", text: content }] : parts };
+  }
   if (!calls?.length) return { role, content };
   const called = calls.map(({ id, name, arguments: text }) => ({ id, type: "function", function: { name, arguments: text } }));
   return { role, content: content || null, tool_calls: called };

@@ -13,6 +13,11 @@ export function icon(name) {
   return svg;
 }
 
+/** An attached image. `url` is a data: URL. */
+export function thumbnail(url, i) {
+  return element("img", { src: url, alt: `Image ${i + 1} of the message` });
+}
+
 function button(title, name, act, attributes = {}) {
   const made = element("button", { type: "button", class: "icon", title, "aria-label": title, ...attributes }, icon(name));
   made.addEventListener("click", act);
@@ -39,7 +44,7 @@ export class View {
 
   item(node) {
     const heading = element("h2", { class: "hidden" }, NAMES[node.role]);
-    const parts = ["thought", "text", "calls", "problem", "foot"].map((name) => element("div", { class: name }));
+    const parts = ["thought", "images", "text", "calls", "problem", "foot"].map((name) => element("div", { class: name }));
     const item = element("li", { class: node.role, "data-id": String(node.id) }, heading, ...parts);
     item.parts = Object.fromEntries(parts.map((part) => [part.className, part]));
     return item;
@@ -47,11 +52,12 @@ export class View {
 
   update(node, tree, { isBusy, isLast, item = this.itemOf(node) }) {
     if (item.editor) return;
-    const { thought, text, calls, problem, foot } = item.parts;
+    const { thought, images, text, calls, problem, foot } = item.parts;
     item.classList.toggle("busy", isBusy);
     item.classList.toggle("waits", isBusy && !node.content && !node.reasoning && !node.calls?.length);
     if (node.role === "assistant") show(text, node.content);
     else text.textContent = node.content;
+    if (node.images && !images.firstChild) images.append(...node.images.map(thumbnail));
     this.reasoning(thought, node, isBusy);
     this.calls(calls, node, isLast && !isBusy);
     problem.textContent = node.error ?? "";
@@ -136,7 +142,7 @@ export class View {
     cancel.addEventListener("click", close);
     item.editor.addEventListener("submit", (event) => {
       event.preventDefault();
-      if (field.value.trim() && this.actions.edit(node, field.value)) close();
+      if ((field.value.trim() || node.images?.length) && this.actions.edit(node, field.value)) close();
     });
     field.addEventListener("keydown", (event) => {
       if (event.key === "Escape") close();

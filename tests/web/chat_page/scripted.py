@@ -33,6 +33,7 @@ class Scripted:
 
     def __init__(self, answers: dict[str, list[Delta]] | None = None, models: tuple[str, ...] = ("m",)) -> None:
         self.answers, self.models = answers or {}, models
+        self.seeing: set[str] = set()  # models that take images
         self.needs_key = False
         self.requests: list[dict[str, Any]] = []
         self.gone: list[str] = []  # messages whose client left
@@ -47,12 +48,17 @@ class Scripted:
         return None
 
     async def list_models(self, request: Request) -> Response:
-        return self._refusal(request) or JSONResponse({"data": [{"id": name} for name in self.models]})
+        return self._refusal(request) or JSONResponse({"data": [self._card(name) for name in self.models]})
+
+    def _card(self, name: str) -> dict[str, Any]:
+        return {"id": name, "input_modalities": ["text", *(["image"] if name in self.seeing else [])]}
 
     async def chat(self, request: Request) -> Response:
         body = await request.json()
         self.requests.append(body)
         asked = body["messages"][-1]["content"]
+        if isinstance(asked, list):
+            asked = "".join(part.get("text", "") for part in asked)
         if "BUSY" in asked:
             return JSONResponse({"error": {"message": "the queue is full <b>now</b>"}}, 503)
         return self._refusal(request) or StreamingResponse(self._events(asked), media_type="text/event-stream")
