@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import subprocess
+import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +19,7 @@ import psutil
 from benchmarks.peers.protocol import Facts, Options
 from lmkit.errors import ConfigError
 
+SETTLE_SECONDS, IDLE_SHARE = 30.0, 0.02  # some engines' threads never rest
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -49,10 +51,22 @@ class PeerProcess:
             )
 
     def ready(self) -> Facts:
-        """Wait until the engine has loaded its model. Raises EngineFailed."""
+        """Wait until the engine has loaded its model, and has ended what it does in the background after that (lmkit
+        reads its weights once more): a stopped engine would go on with it in its first measurements. Raises
+        EngineFailed."""
         self.facts = Facts(**self._read())
+        end = time.monotonic() + SETTLE_SECONDS
+        while time.monotonic() < end and self._busy_share() > IDLE_SHARE:
+            pass
         self._signal(signal.SIGSTOP)
         return self.facts
+
+    def _busy_share(self) -> float:
+        """Of one core, over half a second."""
+        try:
+            return self.usage().cpu_percent(0.5) / 100
+        except psutil.NoSuchProcess:
+            return 0.0
 
     def ask(self, **command: Any) -> dict[str, float]:
         """Send one command and wait for its answer. Raises EngineFailed."""

@@ -44,8 +44,8 @@ def table(samples: Samples, kinds: list[EngineKind], points: list[Point], shape:
     read = [each["bytes_per_s"] / 1e9 for each in samples.ceilings]
     out.caption = (
         f"medians; {samples.num_dropped()} of {samples.num_taken()} measurements dropped, others having used more than "
-        f"{OTHERS_LIMIT:.0%} of the cores; * = none was clean, the least disturbed one; a share is that of the "
-        f"best ceilings of this run: reading was measured {len(read)} times, {min(read):.0f} to {max(read):.0f} GB/s"
+        f"{OTHERS_LIMIT:.0%} of the cores; * = none was clean, the least disturbed one; a share is of the ceilings "
+        f"just before and after: reading was measured {len(read)} times, {min(read):.0f} to {max(read):.0f} GB/s"
     )
     return out
 
@@ -59,6 +59,7 @@ def rows(samples: Samples, shape: Shape) -> list[dict[str, Any]]:
             "tokens_per_s": samples.rate(engine, point),
             "samples": [asdict(sample) for sample in taken],
             "of_possible": _share(samples, engine, POINTS[point], shape),
+            "of_possible_beside": samples.share(engine, point),
             "dropped": sum(not sample.clean for sample in taken),
         }
         for engine, points in samples.taken.items()
@@ -110,8 +111,8 @@ def _distances(samples: Samples, engine: str, shape: Shape) -> tuple[str, str]:
     read = None if decode is None else decode * samples.facts[engine]["weight_bytes"] * shape.share_read(1)
     work = None if prompt is None else prompt * 2 * prompt_linear(shape)
     return (
-        "-" if read is None else f"{read / 1e9:.1f} ({_share(samples, engine, POINTS['b1'], shape):.0%})",
-        "-" if work is None else f"{work / 1e9:.0f} ({_share(samples, engine, POINTS['prefill512'], shape):.0%})",
+        "-" if read is None else f"{read / 1e9:.1f} ({samples.share(engine, 'b1'):.0%})",
+        "-" if work is None else f"{work / 1e9:.0f} ({samples.share(engine, 'prefill512'):.0%})",
     )
 
 

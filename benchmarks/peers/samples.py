@@ -84,6 +84,12 @@ class Samples:
         clean = [sample.tokens_per_s for sample in samples if sample.clean]
         return statistics.median(clean) if clean else min(samples, key=lambda sample: sample.others).tokens_per_s
 
+    def share(self, engine: str, point: str) -> float:
+        """The median share of what the ceilings just before and after each measurement allow."""
+        samples = self.of(engine, point)
+        clean = [sample for sample in samples if sample.clean] or samples
+        return statistics.median(sample.tokens_per_s / sample.possible for sample in clean)
+
     def disturbed(self, engine: str, point: str) -> bool:
         """Whether the figure comes from a measurement that should have been dropped."""
         return self.rate(engine, point) is not None and not self.num_clean(engine, point)
