@@ -17,7 +17,7 @@ HELLO = [{"role": "user", "content": "Hi"}]
 CHAT = {"model": "demo", "messages": HELLO, "max_tokens": 2}
 TEXT = {"model": "demo", "prompt": "Hi", "max_tokens": 2}
 BAD_CACHE_FIELDS: list[tuple[str, Any]] = [
-    *[("priority", value) for value in (1001, -1001, 1.0, "1", True, 10**30, [])],
+    *[("priority", value) for value in (1001, -1001, 1.5, "1", True, 10**30, [])],
     *[("cache_salt", value) for value in ("", "x" * 1025, 5, ["x"])],
     *[("session_id", value) for value in ("", "x" * 257, 5, {})],
     *[("timeout", value) for value in (0, -1, 86401, "5", True, 1e300)],
@@ -134,7 +134,7 @@ def test_bad_chat_fields(server: Server, field: str, value: Any, code: str) -> N
         ("suffix", "x", "unsupported_parameter"),
         ("best_of", 0, "invalid_request"),
         ("best_of", 129, "invalid_request"),
-        ("best_of", 2.0, "invalid_request"),
+        ("best_of", 2.5, "invalid_request"),
         *[(field, value, "invalid_request") for field, value in BAD_CACHE_FIELDS],
         ("prompt_cache_key", "x", "unknown_parameter"),
         ("logprobs", 21, "invalid_request"),

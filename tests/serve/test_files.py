@@ -182,7 +182,12 @@ def test_a_file_goes_when_its_time_is_over(tmp_path: Path) -> None:
     data.close()
 
 
-@pytest.mark.parametrize("query", ["wibble=1", "limit=0", "limit=x", "order=up", "after=file-1", "limit=1&limit=2"])
+@pytest.mark.parametrize("query", ["wibble=1", "limit=0", "limit=x", "order=up", "limit=1&limit=2"])
 def test_a_query_is_honoured_or_refused(query: str) -> None:
     answer = app().request("GET", f"/v1/files?{query}")
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, query.partition("=")[0])
+
+
+def test_a_page_after_a_file_that_is_not_there() -> None:
+    answer = app().request("GET", "/v1/files?after=file-1")
+    assert (answer.status_code, answer.json()["error"]["param"]) == (404, "after")

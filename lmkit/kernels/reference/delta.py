@@ -24,7 +24,7 @@ def gated_delta(
         state = State(*(x[source].clone() if source >= 0 else torch.zeros_like(x[row]) for x in states.parts))
         tokens = slice(starts[b], starts[b + 1])
         given = [_inputs(*pair, weights, states) for pair in zip(y[tokens], gates[tokens], strict=True)]
-        known = [_Inputs.of(x, states) for x in states.guessed[row, :replayed]] + given
+        known = [_Inputs.of(states.guessed[row, i], states) for i in range(replayed)] + given
         for count, inputs in enumerate(known, 1):
             if count > len(known) - guesses:
                 states.guessed[row, count - 1 - len(known) + guesses] = inputs.kept()
