@@ -18,7 +18,7 @@ from lmkit.models import draft_head
 from lmkit.turbo.engine.engine import Engine
 from lmkit.turbo.request import Request, SamplingParams
 from lmkit.turbo.runners import streams
-from lmkit.turbo.runners.head_drafter import HeadDrafter
+from tests.turbo.engine.guesses import watch
 from tests.turbo.engine.heads import DEMO_HEAD, STREAMS, Reference, with_tokens
 from tests.turbo.engine.test_drafting import compare, guesses_always_pay
 from tests.turbo.engine.test_engine import engine_for, requests_for, run
@@ -51,17 +51,7 @@ def test_guesses_are_those_of_the_reference(
     monkeypatch.setattr(draft_head, "rounded", lambda weight: weight.float())
     embeddings = load_file(demo_model / "model.safetensors")["model.embed_tokens.weight"]
     engine = engine_for(demo_model, speculate=f"eagle={head}", max_draft_tokens=3)
-    drafter = engine._drafter
-    assert isinstance(drafter, HeadDrafter)
-    seen: list[tuple[list[int], int, list[int]]] = []
-    draft = drafter.draft
-
-    def watched(lengths: dict[Any, int]) -> Any:
-        found = draft(lengths)
-        seen.extend((seq.token_ids.tolist(), drafter._texts[seq].start, guesses) for seq, guesses in found[0].items())
-        return found
-
-    monkeypatch.setattr(drafter, "draft", watched)
+    seen = watch(engine, monkeypatch)
     (first, *_) = requests_for(demo_model, max_tokens=30)
     long = [(7 * j) % 200 + 2 for j in range(streams.WINDOW + 40)]
     run(engine, [first, Request(request_id="long", prompt_ids=long, params=first.params)])

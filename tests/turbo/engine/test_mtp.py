@@ -22,6 +22,7 @@ from lmkit.turbo.request import Request, SamplingParams
 from lmkit.turbo.runners.head_drafter import HeadDrafter
 from tests.models import mtp
 from tests.quant.helpers import recipe
+from tests.turbo.engine.guesses import watch
 from tests.turbo.engine.test_drafting import SCHEMA, guesses_always_pay, shown
 from tests.turbo.engine.test_engine import run
 
@@ -53,15 +54,7 @@ def test_guesses_are_those_of_the_definition(family: str, tmp_path: Path, monkey
     monkeypatch.setattr(mtp_module, "rounded", lambda weight: weight.float())
     reference = mtp.make(tmp_path, family)
     engine = engine_for(tmp_path, speculate="mtp", max_draft_tokens=3)
-    drafter, seen = drafter_of(engine), list[tuple[list[int], int, list[int]]]()
-    draft = drafter.draft
-
-    def watched(lengths: dict[Any, int]) -> Any:
-        found = draft(lengths)
-        seen.extend((seq.token_ids.tolist(), drafter._texts[seq].start, guesses) for seq, guesses in found[0].items())
-        return found
-
-    monkeypatch.setattr(drafter, "draft", watched)
+    seen = watch(engine, monkeypatch)
     run(engine, requests(2, max_tokens=6))
     engine.close()
     right = sum(reference.guesses(tokens, start, len(guesses)) == guesses for tokens, start, guesses in seen)

@@ -1,0 +1,27 @@
+"""What a drafting head guesses, seen from tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from lmkit.turbo.engine.engine import Engine
+from lmkit.turbo.runners.head_drafter import HeadDrafter
+
+Seen = list[tuple[list[int], int, list[int]]]  # tokens of a text, the first whose stream is kept, guesses behind them
+
+
+def watch(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Seen:
+    """A list that gets all guesses of the engine's head from now on."""
+    drafter, seen = engine._drafter, Seen()
+    assert isinstance(drafter, HeadDrafter)
+    draft = drafter.draft
+
+    def watched(lengths: dict[Any, int]) -> Any:
+        found = draft(lengths)
+        seen.extend((seq.token_ids.tolist(), drafter._texts[seq].start, guesses) for seq, guesses in found[0].items())
+        return found
+
+    monkeypatch.setattr(drafter, "draft", watched)
+    return seen
