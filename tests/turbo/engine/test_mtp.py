@@ -174,8 +174,8 @@ def test_a_grammar_holds_with_recurrent_states(hybrid: Path, how: str, monkeypat
     want = shown(run(plain, made))
     if how == "mtp":
         with_luck(drafter_of(engine), want, monkeypatch)
-    assert shown(run(engine, made)) == want
-    assert shown(run(engine, made)) == want
+    for _ in range(5):  # on a busy machine a step does not always wait for what the grammar forces
+        assert shown(run(engine, made)) == want
     assert engine.stats().accepted_tokens > 4
     engine.close()
     plain.close()
