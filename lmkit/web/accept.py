@@ -163,7 +163,7 @@ class Acceptor:
     def _check(self) -> None:
         now = self._loop.time()
         for address in list(self._addresses.values()):
-            while (client := next(iter(address.silent), None)) and now - client.since > connection.HEAD_SECONDS:
+            while (client := next(iter(address.silent), None)) and now - client.since > connection.KEEP_ALIVE_SECONDS:
                 client.drop()
             for client in list(address.open):
                 if client.is_connected:

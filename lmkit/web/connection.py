@@ -1,6 +1,7 @@
 """One client's connection: HTTP/1.1 by h11 and uvicorn, with a limit of time and work for each phase.
 
-head       HEAD_SECONDS for a head that has begun; uvicorn closes a connection that is idle between requests
+idle       KEEP_ALIVE_SECONDS between requests (uvicorn closes it) and before the first one (accept.py closes it)
+head       HEAD_SECONDS for a head that has begun
 body       its reader has a limit, see `receive.read_body`. SLICE events at a time, in turn with other connections
 answer     WRITE_SECONDS in which the client must take WRITE_BYTES, if it lets the answer wait
 closing    LINGER_SECONDS and LINGER_BYTES for a body that nobody reads: many clients look for the answer only after
@@ -31,6 +32,7 @@ from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 from lmkit.errors import RequestError
 from lmkit.web.errors import error_body, error_response
 
+KEEP_ALIVE_SECONDS = 75  # longer than clients keep an idle connection, so that none is closed under a request
 HEAD_SECONDS = 10.0
 WRITE_SECONDS, WRITE_BYTES = 30.0, 1 << 10
 LINGER_SECONDS, LINGER_BYTES = 2.0, 64 << 20

@@ -18,7 +18,6 @@ from lmkit.web.tls import Certificate
 
 USUALLY = gc.get_threshold()
 RARELY = 10_000, 20, 50  # searches for garbage: hundreds of connections have objects enough to be searched for 50 ms
-KEEP_ALIVE_SECONDS = 75  # of an idle connection; longer than clients keep one, so that none is closed under a request
 CLOSE_SECONDS = 3.0  # for a client to confirm the end of a TLS connection
 
 
@@ -59,7 +58,7 @@ class HttpServer(uvicorn.Server):
                 date_header=date_header,
                 proxy_headers=False,
                 timeout_graceful_shutdown=flush_seconds,
-                timeout_keep_alive=KEEP_ALIVE_SECONDS,
+                timeout_keep_alive=connection.KEEP_ALIVE_SECONDS,
             )
         )
 

@@ -112,10 +112,27 @@ async def test_a_search_for_garbage_leaves_out_the_modules() -> None:
 
 
 async def test_t9_a_silent_connection_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "HEAD_SECONDS", 0.2)
+    monkeypatch.setattr(connection, "KEEP_ALIVE_SECONDS", 0.2)
     async with serving(App()) as port:
         assert await ask(port, b"") == b""
+
+
+async def test_t9_a_head_that_does_not_end_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "HEAD_SECONDS", 0.2)
+    async with serving(App()) as port:
         assert await ask(port, b"GET / HT") == b""
+
+
+async def test_a_client_may_send_its_first_byte_later_than_a_head_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be short of processor time, or open connections before it has requests for them."""
+    monkeypatch.setattr(connection, "HEAD_SECONDS", 0.0)
+    monkeypatch.setattr(accept, "CHECK_SECONDS", 0.01)
+    async with serving(App()) as port:
+        reader, writer = await connect(port)
+        await asyncio.sleep(0.1)  # several checks
+        writer.write(b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        assert (await asyncio.wait_for(reader.read(), 10)).startswith(b"HTTP/1.1 200")
+        writer.close()
 
 
 async def test_t9_with_silent_and_slow_connections_a_new_one_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
