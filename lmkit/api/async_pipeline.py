@@ -8,12 +8,12 @@ import os
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, overload
+from typing import TYPE_CHECKING, Any, Self, Unpack, overload
 
 from lmkit.api import names
 from lmkit.api.generation import GenConfigs, GenerationConfig
 from lmkit.api.progress import progress_bar
-from lmkit.api.prompts import Prompt, Tools, names_ours
+from lmkit.api.prompts import CallOptions, Prompt, names_ours
 from lmkit.api.requests import Batch, RequestMaker, embedding_of, engine_config, mean_nll, open_session
 from lmkit.api.response import Response, Session, failed, refused
 from lmkit.config import EngineConfig, checked_level
@@ -95,17 +95,9 @@ class AsyncPipeline:
         prompts: Prompt,
         gen_config: GenConfigs = None,
         *,
-        do_preprocess: bool = True,
-        priority: int = 0,
-        timeout: float | None = None,
-        adapter_name: str = "",
-        tools: Tools | None = None,
-        tool_choice: str | Mapping[str, Any] | None = None,
-        parallel_tool_calls: bool | None = None,
-        separate_reasoning: bool | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
         progress: bool = False,
         use_tqdm: bool = False,
+        **options: Unpack[CallOptions],
     ) -> Response: ...
 
     @overload
@@ -114,17 +106,9 @@ class AsyncPipeline:
         prompts: Iterable[Prompt],
         gen_config: GenConfigs = None,
         *,
-        do_preprocess: bool = True,
-        priority: int = 0,
-        timeout: float | None = None,
-        adapter_name: str = "",
-        tools: Tools | None = None,
-        tool_choice: str | Mapping[str, Any] | None = None,
-        parallel_tool_calls: bool | None = None,
-        separate_reasoning: bool | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
         progress: bool = False,
         use_tqdm: bool = False,
+        **options: Unpack[CallOptions],
     ) -> list[Response]: ...
 
     @names_ours
@@ -133,32 +117,12 @@ class AsyncPipeline:
         prompts: Prompt | Iterable[Prompt],
         gen_config: GenConfigs = None,
         *,
-        do_preprocess: bool = True,
-        priority: int = 0,
-        timeout: float | None = None,
-        adapter_name: str = "",
-        tools: Tools | None = None,
-        tool_choice: str | Mapping[str, Any] | None = None,
-        parallel_tool_calls: bool | None = None,
-        separate_reasoning: bool | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
         progress: bool = False,
         use_tqdm: bool = False,
+        **options: Unpack[CallOptions],
     ) -> Any:
         """A Response for one prompt, or a list of Responses for several, as Pipeline gives them."""
-        batch = await self._batch(
-            prompts,
-            gen_config,
-            do_preprocess,
-            priority,
-            timeout,
-            adapter_name,
-            tools=tools,
-            tool_choice=tool_choice,
-            parallel_tool_calls=parallel_tool_calls,
-            separate_reasoning=separate_reasoning,
-            chat_template_kwargs=chat_template_kwargs,
-        )
+        batch = await self._batch(prompts, gen_config, **options)
         with progress_bar(len(batch.responses), progress or use_tqdm) as advance:
             async with aclosing(self._parts(batch)) as parts:
                 async for part in parts:
@@ -173,35 +137,11 @@ class AsyncPipeline:
         self,
         prompts: Prompt | Iterable[Prompt],
         gen_config: GenConfigs = None,
-        *,
-        do_preprocess: bool = True,
-        priority: int = 0,
-        timeout: float | None = None,
-        adapter_name: str = "",
-        tools: Tools | None = None,
-        tool_choice: str | Mapping[str, Any] | None = None,
-        parallel_tool_calls: bool | None = None,
-        separate_reasoning: bool | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **options: Unpack[CallOptions],
     ) -> AsyncGenerator[Response, None]:
         """Parts of the answers as they are generated. The last part of each answer has its finish_reason."""
-        async with aclosing(
-            self._parts(
-                await self._batch(
-                    prompts,
-                    gen_config,
-                    do_preprocess,
-                    priority,
-                    timeout,
-                    adapter_name,
-                    tools=tools,
-                    tool_choice=tool_choice,
-                    parallel_tool_calls=parallel_tool_calls,
-                    separate_reasoning=separate_reasoning,
-                    chat_template_kwargs=chat_template_kwargs,
-                )
-            )
-        ) as parts:
+        batch = await self._batch(prompts, gen_config, **options)
+        async with aclosing(self._parts(batch)) as parts:
             async for part in parts:
                 yield part
 
@@ -264,8 +204,8 @@ class AsyncPipeline:
             raise RequestError("engine_unavailable", "this pipeline is closed; open another one")
         return self._maker
 
-    async def _batch(self, *arguments: Any, **chat_options: Any) -> Batch:
-        return await asyncio.to_thread(self.maker.batch, *arguments, **chat_options)
+    async def _batch(self, prompts: Any, gen_config: Any, **options: Any) -> Batch:
+        return await asyncio.to_thread(self.maker.batch, prompts, gen_config, **options)
 
     async def _parts(self, batch: Batch) -> AsyncGenerator[Response, None]:
         for part in batch.refused:

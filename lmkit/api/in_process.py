@@ -15,12 +15,12 @@ from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self, overload
+from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, overload
 
 from lmkit.api import names
 from lmkit.api.generation import GenConfigs, GenerationConfig
 from lmkit.api.progress import progress_bar
-from lmkit.api.prompts import Prompt, Tools, names_ours
+from lmkit.api.prompts import CallOptions, Prompt, names_ours
 from lmkit.api.requests import Batch, RequestMaker, embedding_of, engine_config, mean_nll, open_session
 from lmkit.api.response import Response, Session, failed, refused
 from lmkit.config import EngineConfig
@@ -76,17 +76,9 @@ class Pipeline:
         prompts: Prompt,
         gen_config: GenConfigs = None,
         *,
-        do_preprocess: bool = True,
-        priority: int = 0,
-        timeout: float | None = None,
-        adapter_name: str = "",
-        tools: Tools | None = None,
-        tool_choice: str | Mapping[str, Any] | None = None,
-        parallel_tool_calls: bool | None = None,
-        separate_reasoning: bool | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
         progress: bool = False,
         use_tqdm: bool = False,
+        **options: Unpack[CallOptions],
     ) -> Response: ...
 
     @overload
@@ -95,17 +87,9 @@ class Pipeline:
         prompts: Iterable[Prompt],
         gen_config: GenConfigs = None,
         *,
-        do_preprocess: bool = True,
-        priority: int = 0,
-        timeout: float | None = None,
-        adapter_name: str = "",
-        tools: Tools | None = None,
-        tool_choice: str | Mapping[str, Any] | None = None,
-        parallel_tool_calls: bool | None = None,
-        separate_reasoning: bool | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
         progress: bool = False,
         use_tqdm: bool = False,
+        **options: Unpack[CallOptions],
     ) -> list[Response]: ...
 
     @names_ours
@@ -114,17 +98,9 @@ class Pipeline:
         prompts: Prompt | Iterable[Prompt],
         gen_config: GenConfigs = None,
         *,
-        do_preprocess: bool = True,
-        priority: int = 0,
-        timeout: float | None = None,
-        adapter_name: str = "",
-        tools: Tools | None = None,
-        tool_choice: str | Mapping[str, Any] | None = None,
-        parallel_tool_calls: bool | None = None,
-        separate_reasoning: bool | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
         progress: bool = False,
         use_tqdm: bool = False,
+        **options: Unpack[CallOptions],
     ) -> Any:
         """A Response for one prompt, or a list of Responses for several.
 
@@ -139,19 +115,7 @@ class Pipeline:
         text. `chat_template_kwargs` are variables of the chat template. Raises ConfigError or RequestError for
         arguments of wrong types.
         """
-        batch = self._batch(
-            prompts,
-            gen_config,
-            do_preprocess,
-            priority,
-            timeout,
-            adapter_name,
-            tools=tools,
-            tool_choice=tool_choice,
-            parallel_tool_calls=parallel_tool_calls,
-            separate_reasoning=separate_reasoning,
-            chat_template_kwargs=chat_template_kwargs,
-        )
+        batch = self._batch(prompts, gen_config, **options)
         with progress_bar(len(batch.responses), progress or use_tqdm) as advance:
             for part in self._parts(batch):
                 batch.add(part)
@@ -165,33 +129,10 @@ class Pipeline:
         self,
         prompts: Prompt | Iterable[Prompt],
         gen_config: GenConfigs = None,
-        *,
-        do_preprocess: bool = True,
-        priority: int = 0,
-        timeout: float | None = None,
-        adapter_name: str = "",
-        tools: Tools | None = None,
-        tool_choice: str | Mapping[str, Any] | None = None,
-        parallel_tool_calls: bool | None = None,
-        separate_reasoning: bool | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **options: Unpack[CallOptions],
     ) -> Generator[Response, None, None]:
         """Parts of the answers as they are generated. The last part of each answer has its finish_reason."""
-        return self._parts(
-            self._batch(
-                prompts,
-                gen_config,
-                do_preprocess,
-                priority,
-                timeout,
-                adapter_name,
-                tools=tools,
-                tool_choice=tool_choice,
-                parallel_tool_calls=parallel_tool_calls,
-                separate_reasoning=separate_reasoning,
-                chat_template_kwargs=chat_template_kwargs,
-            )
-        )
+        return self._parts(self._batch(prompts, gen_config, **options))
 
     @overload
     def chat(
@@ -297,9 +238,9 @@ class Pipeline:
         if self._is_closed:
             raise RequestError("engine_unavailable", "this pipeline is closed; open another one")
 
-    def _batch(self, prompts: Any, *arguments: Any, **chat_options: Any) -> Batch:
+    def _batch(self, prompts: Any, gen_config: Any, **options: Any) -> Batch:
         self._check_open()
-        return self.maker.batch(prompts, *arguments, **chat_options)
+        return self.maker.batch(prompts, gen_config, **options)
 
     def _parts(self, batch: Batch) -> Generator[Response, None, None]:
         yield from batch.refused

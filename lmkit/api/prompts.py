@@ -7,7 +7,7 @@ import inspect
 import math
 import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypedDict, TypeVar
 
 from lmkit import other_names
 from lmkit.api import names
@@ -19,6 +19,20 @@ Messages = list[dict[str, Any]]
 Prompt = str | Message | Sequence[Message]  # a text, a lone message, or a conversation
 Tools = Sequence[Mapping[str, Any]]  # as in OpenAI's API: {"type": "function", "function": {...}}
 F = TypeVar("F", bound=Callable[..., Any])
+
+
+class CallOptions(TypedDict, total=False):
+    """What a call of a pipeline takes beside its prompts. `Pipeline.__call__` says what each does."""
+
+    do_preprocess: bool
+    priority: int
+    timeout: float | None
+    adapter_name: str
+    tools: Tools | None
+    tool_choice: str | Mapping[str, Any] | None
+    parallel_tool_calls: bool | None
+    separate_reasoning: bool | None
+    chat_template_kwargs: Mapping[str, Any] | None
 
 
 def prompt_list(prompts: Any) -> tuple[list[str | list[Any]], bool]:
@@ -79,14 +93,16 @@ def id_rows(inputs: Any, encode: Callable[[str], list[int]], least: int, why: st
 
 def names_ours(call: F) -> F:
     """Make `call` refuse an unknown keyword with a ConfigError that names ours."""
-    known = inspect.signature(call).parameters
+    known = [*inspect.signature(call).parameters]
     opens = "model" in known  # then further keywords are fields of EngineConfig, which checks them
+    if "options" in known and not opens:
+        known += CallOptions.__annotations__
     others = names.OPENING if opens else {**names.CALL, **other_names.GENERATION}
     shown = call.__qualname__.removesuffix(".__call__").removesuffix(".__init__")
 
     @functools.wraps(call)
     def checked(*args: Any, **named: Any) -> Any:
-        for name in named.keys() & others.keys() if opens else named.keys() - known.keys():
+        for name in named.keys() & others.keys() if opens else named.keys() - set(known):
             advice = other_names.hint(name, others, known)
             if name in GenerationConfig.__struct_fields__:
                 advice = f": use gen_config=GenerationConfig({name}=...)"

@@ -73,9 +73,10 @@ class RequestMaker:
         self,
         prompts: Any,
         gen_config: Any,
-        do_preprocess: bool,
-        priority: int,
-        timeout: float | None,
+        *,
+        do_preprocess: bool = True,
+        priority: int = 0,
+        timeout: float | None = None,
         adapter_name: str = "",
         **chat_options: Any,
     ) -> Batch:
