@@ -41,7 +41,7 @@ log = get_logger(__name__)
 
 # A request that reached a node and got no response may have broken the node. It is sent twice more, not to every node.
 MAX_RESENDS = 2
-MAX_LEFT = 2  # nodes that fall silent before a request's first byte, and that it leaves once checks call them down
+MAX_LEFT = 2  # nodes that a request leaves before its first byte because checks call them down; it stays at the next
 STALL_SECONDS = 60.0  # without a byte from a node that sends a comment every 15 s; then the stream goes on elsewhere
 _ERROR_HEADER = ERROR_HEADER.lower().encode()
 MAX_LIST_BYTES = 8 << 20  # of one page of a node's files or batches
@@ -163,7 +163,8 @@ class Forwarder:
                 tried[-2].failovers += 1
             with self._registry.using(node, call.routing.prompt):
                 try:
-                    if await self._attempt(choice, call, client, tried, movable=resends < MAX_RESENDS):
+                    movable, may_leave = resends < MAX_RESENDS, num_left < MAX_LEFT
+                    if await self._attempt(choice, call, client, tried, movable=movable, may_leave=may_leave):
                         return
                 except TimeoutError:  # of `_leaving`
                     log.warning("node %s is down: a request that waited for its answer goes to another", node.url)
@@ -189,7 +190,7 @@ class Forwarder:
             error = RequestError("bad_gateway", "no node answered the request")
             if client.started:
                 error = RequestError("bad_gateway", "the node broke off in the middle of its answer")
-            if resends > MAX_RESENDS or num_left > MAX_LEFT or call.journal.num_resumes > MAX_RESUMES:
+            if resends > MAX_RESENDS or call.journal.num_resumes > MAX_RESUMES:
                 break
             if resends + num_left > sent_again:  # a node has seen the request, so it may have cost something
                 sent_again = resends + num_left
@@ -214,7 +215,14 @@ class Forwarder:
         return found
 
     async def _attempt(
-        self, choice: Choice, call: Call, client: DownstreamResponse, tried: list[Node], *, movable: bool
+        self,
+        choice: Choice,
+        call: Call,
+        client: DownstreamResponse,
+        tried: list[Node],
+        *,
+        movable: bool,
+        may_leave: bool,
     ) -> bool:
         """Send the call to one node and pass its response on.
 
@@ -223,7 +231,8 @@ class Forwarder:
         Raises UpstreamError only as long as nothing has been sent to the client.
         """
         node, start = choice.node, time.perf_counter()
-        async with self._pairs.prompt_of(choice, call, self._request) as added, _leaving(node, call):
+        leaving = functools.partial(_leaving, node, call, movable=may_leave)
+        async with self._pairs.prompt_of(choice, call, self._request) as added, leaving():
             with self._registry.prefilling(node, 0 if added else choice.missing):
                 url, headers, body = self._request(node, call)
                 answer = await self._upstream.send("POST", url, [*headers, *added], body)
@@ -255,7 +264,7 @@ class Forwarder:
                 if answer.is_whole:
                     await answer.read()
                 else:
-                    async with _leaving(node, call):
+                    async with leaving():
                         await answer.read()
             whole = await self._pass_on(node, answer, call, client, tried)
             self._record(node, good=whole and answer.status not in BROKEN)
@@ -291,7 +300,8 @@ class Forwarder:
             await client.end(answer.read_body)
             return True
         try:
-            async with _leaving(node, call, movable=journal.is_open) as limit:
+            movable = journal.is_open and journal.num_resumes < MAX_RESUMES
+            async with _leaving(node, call, movable=movable) as limit:
                 while piece := await answer.piece():
                     limit.reschedule(None)  # a slow client is no silence of the node
                     if first:
@@ -353,7 +363,7 @@ def is_small(answer: Answer) -> bool:
 
 
 @asynccontextmanager
-async def _leaving(node: Node, call: Call, *, movable: bool = True) -> AsyncGenerator[asyncio.Timeout]:
+async def _leaving(node: Node, call: Call, *, movable: bool) -> AsyncGenerator[asyncio.Timeout]:
     """Raises TimeoutError if the node is down, another could answer, and the call is `movable`; or at the limit."""
     async with asyncio.timeout(None) as limit:
         abandon = functools.partial(limit.reschedule, 0)  # a time that has passed

@@ -11,7 +11,7 @@ from lmkit.proxy.forward import MAX_LEFT
 from lmkit.proxy.journal import MAX_RESUMES, Journal
 from lmkit.web.budget import Budget
 from lmkit.web.resume import ERROR
-from tests.proxy.fakes import BODY, CHAT, Exchange, FakeNode, Script, client, nodes, proxy_for
+from tests.proxy.fakes import BODY, CHAT, Exchange, FakeNode, Script, client, eventually, nodes, proxy_for
 
 pytestmark = pytest.mark.anyio
 
@@ -190,10 +190,16 @@ async def test_a_node_that_goes_down_after_the_only_other_came_back_loses_its_re
         assert len(b.requests) == 1
 
 
-async def test_a_request_leaves_each_silent_node_but_freezes_no_more_of_them() -> None:
+async def test_a_request_leaves_silent_nodes_and_stays_at_the_last_that_it_may_freeze() -> None:
+    """Checks may fail because the machines are busy. Then the answer comes late, and is better than none."""
+
     async def silent(exchange: Exchange) -> None:
         exchange.node.health = 503
-        await exchange.until_left()
+        if sum(len(node.requests) for node in among) <= MAX_LEFT:
+            await exchange.until_left()
+        else:
+            await eventually(lambda: sum(node.healthy for node in proxy.registry.nodes()) == len(among) - MAX_LEFT - 1)
+            await exchange.reply(200, {"node": "late"})
 
     among = [FakeNode(name, script=silent) for name in "abcde"]
     checks = {"health_interval": 0.02, "unhealthy_after": 1, "retry_share": 1.0}
@@ -202,10 +208,35 @@ async def test_a_request_leaves_each_silent_node_but_freezes_no_more_of_them() -
         proxy_for(*among, policy="round_robin", **checks) as (proxy, url),
         client(url) as http,
     ):
-        answer = await http.post(CHAT, content=BODY)
-        assert (answer.status_code, answer.json()["error"]["code"]) == (502, "bad_gateway")
+        assert (await http.post(CHAT, content=BODY)).json() == {"node": "late"}
         assert sum(len(node.requests) for node in among) == MAX_LEFT + 1
         assert not any(node.waiting for node in proxy.registry.nodes())
+
+
+async def test_a_stream_that_has_moved_often_stays_at_a_node_whose_checks_fail() -> None:
+    at = 0
+
+    async def moves(exchange: Exchange) -> None:
+        nonlocal at
+        at += 1
+        await exchange.start_events((HEADER, PRINT))
+        if at <= MAX_RESUMES:
+            exchange.writer.close()
+            return
+        await exchange.chunk(FIRST + NOTE)
+        exchange.node.health = 503
+        await eventually(lambda: sum(node.healthy for node in proxy.registry.nodes()) == len(among) - 1)
+        await exchange.chunk(SECOND + NOTE + DONE + END)
+        await exchange.end()
+
+    among = [FakeNode(str(number), api_key="k", script=moves) for number in range(MAX_RESUMES + 2)]
+    checks = {"health_interval": 0.02, "unhealthy_after": 1}
+    async with (
+        nodes(*among) as fakes,
+        proxy_for(*fakes, policy="round_robin", **checks) as (proxy, url),
+        client(url) as http,
+    ):
+        assert (await http.post(CHAT, content=BODY)).content == FIRST + SECOND + DONE
 
 
 async def test_a_node_that_is_well_but_stalls_loses_its_stream(monkeypatch: pytest.MonkeyPatch) -> None:
