@@ -11,6 +11,8 @@ import httpx
 import pytest
 
 from benchmarks.resilience.failover import asked, merged, path_of
+from lmkit.config import ServerConfig
+from tests.serve.in_process import CHAT, CHAT_PATH, TOKENIZER, App, ScriptedEngine
 from tests.serve.live import Server
 
 KEY, HEADER = "k" * 16, "x-lmkit-stream"
@@ -86,6 +88,31 @@ def test_a_stream_goes_on_behind_each_of_its_outputs(node: Server, name: str) ->
         resumed = ask(node, body, ID, fingerprint, known=notes[:count])
         assert resumed.status_code == 200, resumed.text
         later, _ = parts(resumed.text)
+        assert merged("".join(pieces[:count]) + "".join(later)) == merged(events), count
+
+
+def test_a_stream_goes_on_within_its_reasoning_and_behind_it() -> None:
+    call = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
+    ids = TOKENIZER.encode("<think>\nOne and two.\n</think>\n\nThey are:\n" + call, add_special_tokens=False)
+    ids.append(TOKENIZER.eos_token_ids[0])
+    engine = ScriptedEngine(lambda request: ids[len(request.known_ids) :], finish_reason="stop")
+    config = ServerConfig(api_keys=(f"{KEY} role=proxy",), reasoning_parser="think", tool_parser="hermes")
+    app = App(engine, config)
+    body = json.dumps(CHAT | {"tools": [TOOL], "stream": True, "stream_options": {"include_usage": True}}).encode()
+
+    def streamed(stream: str, known: bytes = b"") -> httpx.Response:
+        headers = {"authorization": f"Bearer {KEY}", "content-type": "application/json", HEADER: stream}
+        return app.request("POST", CHAT_PATH, content=known + body, headers=headers)
+
+    whole = streamed(ID)
+    pieces, notes = parts(whole.text)
+    events = "".join(pieces)
+    assert sum(len(tokens) for _, tokens, *_ in notes) == len(ids)
+    for part in ('"reasoning":"', '"content":"', '"tool_calls"', '"reasoning_tokens":'):
+        assert part in events
+    for count in range(1, len(notes) + 1):
+        known = json.dumps(notes[:count]).encode()
+        later, _ = parts(streamed(f"{ID} {whole.headers[HEADER]} {len(known)}", known).text)
         assert merged("".join(pieces[:count]) + "".join(later)) == merged(events), count
 
 
