@@ -24,6 +24,7 @@ class ServerActor:
     def __init__(self, id: str) -> None:
         self._id = id
         self._child: Child | None = None
+        self._is_draining = False
 
     def __repr__(self) -> str:  # Ray writes it before each line of the actor
         return self._id
@@ -32,10 +33,13 @@ class ServerActor:
         """How the server ended."""
         arguments = ["serve", "--config", "/dev/stdin"]
         self._child = await Child.start(self._id, arguments, _write, options=options, LMKIT_NUM_THREADS=str(cores))
+        if self._is_draining:  # it was to end before it had begun
+            self._child.drain()
         await self._child.wait()
         return self._child.ended
 
     async def drain(self) -> None:
+        self._is_draining = True
         if self._child is not None:
             self._child.drain()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import signal
@@ -15,7 +16,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from lmkit.cluster.on_ray import RayLauncher
+from lmkit.cluster.on_ray import RayLauncher, ServerActor
 from lmkit.errors import LMKitError
 from tests.cluster.test_up import Up, gone, runs  # noqa: F401 - a fixture
 from tests.serve.live import ROOT
@@ -71,6 +72,15 @@ def test_all_end_with_a_cluster_that_is_killed(tmp_path: Path, gone: list[psutil
         gone += up.children("serve") + up.children("proxy")
         assert len(gone) == 2
         up.process.kill()
+
+
+@pytest.mark.anyio
+async def test_a_replica_that_drains_before_its_server_runs_ends() -> None:
+    """Ray takes seconds to start an actor; meanwhile it may not be wanted any more."""
+    actor = ServerActor("demo-1")
+    await actor.drain()
+    async with asyncio.timeout(30):
+        assert await actor.run({"model": "demo", "port": 0}, 1) == "was ended by SIGTERM"
 
 
 def test_no_ray_is_one_line(tmp_path: Path) -> None:
