@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lmkit.kernels.cuda.elementwise import ACTIVATIONS
 from lmkit.kernels.cuda.gemm import FLOAT, HALF, kernel_for, problem_of
-from lmkit.kernels.cuda.gemm_pack import PackedWeight
+from lmkit.kernels.cuda.gemm_pack import TILE, PackedWeight
 from lmkit.kernels.cuda.gemm_plan import MAX_TOKEN_TILES, TOKEN_TILES, Plan, Problem, best
 from lmkit.kernels.cuda.gpus import gpu_of
 from lmkit.kernels.cuda.module import Kernel, backend, counters
@@ -23,7 +23,9 @@ from lmkit.kernels.cuda.switches import switches
 from lmkit.kernels.ops import Places
 from lmkit.kernels.registry import ExpertLinears
 
+ALL_PLANS = 1 << 20
 MAX_ROWS = 256  # of an expert; with more on average, its weight is dequantized for the library's product
+PARTIAL_BYTES = 64 << 20  # of sums of ranges of K; plans with more are not taken
 CROWDED = 1.5  # rows of an expert that still fit into one block, as a multiple of the average
 
 
@@ -62,9 +64,15 @@ def plan_for(packed: PackedWeight, num_places: int, num_experts: int) -> tuple[P
         one = problem_of(8 * tiles, packed)
         blocks = num_blocks(num_places, num_experts, 8 * tiles)
         problem = Problem(one.tokens, one.tiles, one.stages, one.stage_bytes, one.scales, blocks)
-        if found := best(problem, where.num_sms(), limit):
-            return problem, found[0]
+        plans = best(problem, where.num_sms(), limit, ALL_PLANS)
+        if found := next((plan for plan in plans if _partial_bytes(problem, plan, num_places) <= PARTIAL_BYTES), None):
+            return problem, found
         tiles -= 1
+
+
+def _partial_bytes(problem: Problem, plan: Plan, num_places: int) -> int:
+    ranges = problem.ranges(plan)
+    return 4 * ranges * num_places * problem.row_blocks(plan) * plan.block_tiles * TILE if ranges > 1 else 0
 
 
 def multiply(x: Tensor, places: Places, table: ExpertTable, by_token: bool) -> Tensor:
@@ -82,7 +90,7 @@ def multiply(x: Tensor, places: Places, table: ExpertTable, by_token: bool) -> T
     blocks, ranges = num_blocks(num_places, num_experts, 8 * plan.token_tiles), problem.ranges(plan)
     partial = None
     if ranges > 1:
-        padded_rows = problem.row_blocks(plan) * plan.block_tiles * 16
+        padded_rows = problem.row_blocks(plan) * plan.block_tiles * TILE
         partial = torch.empty(ranges, num_places, padded_rows, dtype=torch.float32, device=x.device)
     kernel_for(packed, plan, x.dtype, grouped=True)(
         (blocks, ranges, problem.workers(plan, backend(device).num_sms())), 32 * plan.warps,
