@@ -21,7 +21,7 @@ def tune(
     entries, path = tune_model(model, device, num_plans=plans)
     for entry in entries:
         key, plan = entry.key, entry.plan
-        how = "the library" if plan is None else f"{plan.warps_n} x {plan.warps_k} warps, ring of {plan.depth}"
+        how = "the library" if plan is None else plan.words
         what = f"{key.outputs} x {key.inputs}, {key.bits} bits"
         print(f"{what}: up to {entry.tokens} tokens {entry.microseconds:.1f} us, {how}")
     print(f"{path}: engines use these plans from their next start on")

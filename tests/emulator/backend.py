@@ -105,7 +105,8 @@ class EmulatedBackend:
             f'-DLMKIT_HOST="{HOST.name}"',
             *(f"-D{k}={v}" for k, v in sorted(defines.items())),
         )
-        digest = hashlib.sha256("\0".join((text, HOST.read_text(), *flags, processor())).encode())
+        headers = (path.read_text() for path in sorted(HERE.glob("*.*h")))
+        digest = hashlib.sha256("\0".join((text, *headers, *flags, processor())).encode())
         folder = environment().cache_dir / "emulated"
         library = folder / f"{name}-{digest.hexdigest()[:24]}.so"
         if not library.exists():

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
+#include <deque>
 #include <sys/mman.h>
 #include <unordered_map>
 #include <unordered_set>
@@ -68,9 +69,25 @@ struct Fiber : Thread {
     int group;  // of copies, the one that is open
     std::vector<Copy> copies;
     void* fake_stack;
+    bool fenced, unfenced_copies, unmet_copies;  // for wgmma; the last: since the last barrier
+    int product_group;  // of wgmma, the one that is open
 };
 
-struct Barrier { int arrived, line; std::vector<Fiber*> waiting; };
+struct Product {  // of a warpgroup: warpgroups.h
+    int line, columns, group;
+    bool add, chained = false;
+    SharedMatrix b;
+    float (*to_float)(u16);
+    float* d[128];
+    const u32* a_registers[128];
+    u32 a[128][4];
+    float before[128][64], result[128][64];
+    std::vector<float> b_values;
+};
+
+struct Warpgroup { int arrived = 0; std::vector<Fiber*> waiting; std::deque<Product> products; };
+
+struct Barrier { int arrived, line; bool unfenced_copies; std::vector<Fiber*> waiting; };
 
 struct Meeting {  // of lanes of a warp; several at a time if their masks have no lane in common
     u32 mask, arrived;
@@ -82,6 +99,8 @@ struct Machine {
     std::vector<Fiber> fibers;
     std::vector<Fiber*> ready;
     std::vector<std::vector<Meeting>> meetings;  // by warp
+    std::vector<Warpgroup> warpgroups;
+    bool unfenced_copies;  // of a thread that has met others at a barrier
     Barrier barriers[NUM_BARRIERS];
     void (*kernel)(void**);
     void** args;
@@ -169,6 +188,7 @@ void release(Barrier& barrier) {
     for (Fiber* fiber : barrier.waiting) wake(fiber);
     barrier.waiting.clear();
     barrier.arrived = 0;
+    machine.unfenced_copies |= std::exchange(barrier.unfenced_copies, false);
 }
 
 void run_fiber() {
@@ -178,6 +198,10 @@ void run_fiber() {
     if (!self->copies.empty() && !machine.failed) {
         machine.failed = true;
         snprintf(machine.message, sizeof machine.message, "thread %u ended with %zu copies that nobody waited for", self->thread.x, self->copies.size());
+    }
+    if (!machine.warpgroups[(self - machine.fibers.data()) / 128].products.empty() && !machine.failed) {
+        machine.failed = true;
+        snprintf(machine.message, sizeof machine.message, "thread %u ended with products that nobody waited for", self->thread.x);
     }
     if (machine.watches && !self->waited && !machine.failed) {
         machine.failed = true;
@@ -196,6 +220,8 @@ void run_block(Index block, Index block_size, Index grid_size, u8* shared) {
     machine.alive = count;
     machine.ready.clear();
     for (auto& meetings : machine.meetings) meetings.clear();
+    for (Warpgroup& group : machine.warpgroups) group = {};
+    machine.unfenced_copies = false;
     for (Barrier& barrier : machine.barriers) barrier = {};
     for (int i = 0; i < count; ++i) {
         Fiber& fiber = machine.fibers[i];
@@ -209,7 +235,8 @@ void run_block(Index block, Index block_size, Index grid_size, u8* shared) {
         for (int r = 0; r < 6; ++r) *--top = nullptr;
         fiber.stack_pointer = top;
         fiber.copies.clear();
-        fiber.group = 0;
+        fiber.group = fiber.product_group = 0;
+        fiber.fenced = fiber.unfenced_copies = fiber.unmet_copies = false;
         fiber.fake_stack = nullptr;
         wake(&fiber);
     }
@@ -240,6 +267,8 @@ void fail(const char* format, ...) {
 void barrier(int id, int count, int line) {
     auto* self = static_cast<Fiber*>(current);
     Barrier& barrier = machine.barriers[id];
+    barrier.unfenced_copies |= self->unfenced_copies;
+    self->unmet_copies = false;
     if (barrier.arrived && barrier.line != line && id == 0) fail("__syncthreads of line %d and of line %d meet", barrier.line, line);
     barrier.line = line;
     if (++barrier.arrived == (count ? count : machine.alive)) {
@@ -327,6 +356,7 @@ void wait_copies(int groups) {
     std::vector<Copy> later, now;
     for (const Copy& copy : self->copies) (copy.group < self->group - groups ? now : later).push_back(copy);
     self->copies = later;
+    if (!now.empty()) self->unfenced_copies = self->unmet_copies = true;
     while (!now.empty()) {
         const u32 pick = draw(now.size());
         if (now[pick].valid)
@@ -338,7 +368,11 @@ void wait_copies(int groups) {
     }
 }
 
+void fence_copies() { static_cast<Fiber*>(current)->unfenced_copies = false; }
+
 }  // namespace lm
+
+#include <warpgroups.h>
 
 // What g++ calls before each access of a kernel that is compiled with -fsanitize=thread.
 #define ACCESS(bytes)                                                                            \
@@ -368,6 +402,7 @@ extern "C" bool lm_launch(void (*kernel)(void**), void** args, const u32* grid, 
     machine.kernel = kernel, machine.args = args, machine.failed = false, machine.random = seed * 2 + 1;
     machine.fibers.resize(count);
     machine.meetings.resize((count + 31) / 32);
+    machine.warpgroups.resize((count + 127) / 128);
     if (machine.num_stacks < count) {
         if (machine.stacks) {
 #if ASAN

@@ -50,6 +50,12 @@ void copy_later(void* shared, const void* global, int bytes, bool valid);
 void commit_copies();
 void wait_copies(int groups);
 void prefetch(const void* global, int bytes);
+struct SharedMatrix { const u8* first; int next_k, next_n; };
+void fence_copies();
+void warpgroup_fence();
+void warpgroup_commit();
+void warpgroup_wait(int pending);
+void warpgroup_multiply(float* d, int columns, const u32* a, SharedMatrix b, bool add, float (*to_float)(u16), int line);
 
 // What a launch hands over, as cuLaunchKernel does: the address of each argument.
 template <class... A, size_t... I>
@@ -367,3 +373,22 @@ struct BF16 {
         lm::collective(0xffffffffu, line, &args, lm::mma_16<BF16>);
     }
 };
+
+// ---- the wrappers of wgmma.cuh
+
+using lm::SharedMatrix;
+inline SharedMatrix shared_matrix(const void* first, int next_k, int next_n) { return {static_cast<const u8*>(first), next_k, next_n}; }
+inline SharedMatrix shared_matrix_behind(SharedMatrix m, int bytes) { return {m.first + bytes, m.next_k, m.next_n}; }
+inline void fence_for_wgmma() { lm::fence_copies(); }
+inline void wgmma_fence() { lm::warpgroup_fence(); }
+inline void wgmma_commit() { lm::warpgroup_commit(); }
+template <int PENDING> inline void wgmma_wait() { lm::warpgroup_wait(PENDING); }
+template <int COUNT> inline void wgmma_wait_for(float (&)[COUNT]) { lm::warpgroup_wait(0); }
+template <int N>
+inline void wgmma(float (&d)[N / 2], const u32 (&a)[4], SharedMatrix b, bool add, int line = __builtin_LINE()) {
+#ifdef LM_BF16
+    lm::warpgroup_multiply(d, N, a, b, add, BF16::to_float, line);
+#else
+    lm::warpgroup_multiply(d, N, a, b, add, F16::to_float, line);
+#endif
+}

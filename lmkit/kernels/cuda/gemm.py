@@ -1,4 +1,4 @@
-"""Launching csrc/gemm.cu: products of a packed weight with few tokens."""
+"""Launching csrc/gemm.cu and gemm_wide.cu: products of a packed weight, dequantized on the way."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from lmkit.kernels.cuda import gemm_wide
 from lmkit.kernels.cuda.elementwise import ACTIVATIONS
 from lmkit.kernels.cuda.gemm_pack import PackedWeight
 from lmkit.kernels.cuda.gemm_plan import Plan, Problem
+from lmkit.kernels.cuda.gemm_wide import WidePlan
 from lmkit.kernels.cuda.module import Kernel, backend, counters
 from lmkit.kernels.cuda.switches import switches
 
@@ -35,10 +37,17 @@ def kernel_for(packed: PackedWeight, plan: Plan, dtype: torch.dtype, *, grouped:
     return _kernel(tuple((packed.defines | plan.defines | half | experts).items()))
 
 
+def kernels_of(packed: PackedWeight, plan: Plan | WidePlan, dtype: torch.dtype) -> tuple[Kernel, ...]:
+    """All kernels that a plan launches."""
+    if isinstance(plan, WidePlan):
+        return tuple(gemm_wide.kernels_of(packed, plan, dtype).values())
+    return (kernel_for(packed, plan, dtype),)
+
+
 def multiply(
     x: Tensor,
     packed: PackedWeight,
-    plan: Plan,
+    plan: Plan | WidePlan,
     bias: Tensor | None = None,
     dtype: torch.dtype | None = None,
     residual: Tensor | None = None,
@@ -48,12 +57,15 @@ def multiply(
     """
     device, tokens = x.device.type, x.shape[0]
     problem = problem_of(tokens, packed)
-    ranges, token_blocks = problem.ranges(plan), problem.token_blocks(plan)
     if residual is not None:
         out, kind = residual, ADD
     else:
         out = torch.empty(tokens, packed.num_results, dtype=dtype or x.dtype, device=x.device)
         kind = FLOAT if dtype == torch.float32 else HALF
+    if isinstance(plan, WidePlan):
+        gemm_wide.launch(x, packed, plan, problem, bias, out, kind)
+        return out
+    ranges, token_blocks = problem.ranges(plan), problem.token_blocks(plan)
     partial = None
     if ranges > 1:
         padded_rows = problem.row_blocks(plan) * plan.block_tiles * 16

@@ -28,7 +28,7 @@ L2 = 40.0  # bytes per ns and SM
 LATENCY = 900.0  # ns of a load while memory is busy
 
 
-class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="mma"):
     """One way to launch the kernel; the names are those of csrc/gemm.cu."""
 
     token_tiles: int  # N_TILES
@@ -43,6 +43,11 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def warps(self) -> int:
         return self.warps_n * self.warps_k
+
+    @property
+    def words(self) -> str:
+        """The plan for people."""
+        return f"{self.warps_n} x {self.warps_k} warps, ring of {self.depth}"
 
     @property
     def block_tiles(self) -> int:

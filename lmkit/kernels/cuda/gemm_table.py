@@ -17,18 +17,19 @@ import torch
 from torch import Tensor
 
 from lmkit.config import environment
-from lmkit.kernels.cuda import gemm
+from lmkit.kernels.cuda import gemm, gemm_plan, gemm_wide
 from lmkit.kernels.cuda.gemm_pack import PackedWeight
-from lmkit.kernels.cuda.gemm_plan import Plan, best, problem_with
+from lmkit.kernels.cuda.gemm_plan import Plan, Problem
+from lmkit.kernels.cuda.gemm_wide import WidePlan
 from lmkit.kernels.cuda.gpus import gpu_of
 from lmkit.kernels.cuda.module import Kernel, backend
 from lmkit.log import get_logger
 
 log = get_logger(__name__)
 
-VERSION = 1  # of the plans and of the kernels they are for
+VERSION = 2  # of the plans and of the kernels they are for
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # tokens that have plans; others take the next's
-LIBRARY_FROM = 256  # tokens; not measured: from here on the weight is dequantized for the library's product
+LIBRARY_FROM = 256  # tokens; not measured: from here on mma.sync loses to the library with the dequantized weight
 SHARED_TOKENS = 16
 MEASURED_PLANS = 16  # of each bucket, the most promising
 COLD_BYTES = 256 << 20  # of weights multiplied in turn, so that no cache holds the next one
@@ -61,7 +62,7 @@ class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     key: Key
     tokens: int
-    plan: Plan | None  # None = dequantize
+    plan: Plan | WidePlan | None  # None = dequantize
     microseconds: float
 
 
@@ -121,31 +122,50 @@ def table(device: str) -> Table:
     return Table(environment().cache_dir / "gemm" / file, name)
 
 
-def choose(tokens: int, packed: PackedWeight, dtype: torch.dtype) -> Plan | None:
+def choose(tokens: int, packed: PackedWeight, dtype: torch.dtype) -> Plan | WidePlan | None:
     """The plan for a product with activations in `dtype`, or None if dequantizing the weight first is faster.
 
     Plans are those of BUCKETS: a few kernels then serve steps of any number of tokens, and `kernels` knows all of them.
     """
-    device = packed.codes.device.type
-    entry = table(device).find(Key.of(packed, dtype), tokens)
+    entry = table(packed.codes.device.type).find(Key.of(packed, dtype), tokens)
     if entry is not None and entry.plan is None:
         return None
-    bucket = next((n for n in BUCKETS if n >= tokens), tokens)
-    problem, limit = gemm.problem_of(bucket, packed), gpu_of(backend(device).capability()).block_shared
-    if entry is not None and entry.plan is not None and problem_with(entry.plan, problem, limit) is None:
-        return entry.plan
-    if tokens >= LIBRARY_FROM:
+    bucket = next((n for n in BUCKETS if n >= tokens), None)
+    if bucket is None:
         return None
-    return next(iter(promising(bucket, packed, 1)), None)
+    if entry is not None and entry.plan is not None and _runs(entry.plan, bucket, packed):
+        return entry.plan
+    plans = promising(bucket, packed, 1)
+    return next((plan for plan in plans if tokens < LIBRARY_FROM or isinstance(plan, WidePlan)), None)
 
 
-def promising(tokens: int, packed: PackedWeight, count: int) -> tuple[Plan, ...]:
-    """The plans with the lowest estimates on the device of the weight. Two kernels that overlap share an SM if there
-    are few tokens: for more, a plan that takes half of an SM loses more than the overlap gains."""
+def _runs(plan: Plan | WidePlan, tokens: int, packed: PackedWeight) -> bool:
+    """Whether a measured plan is still one that can run."""
+    problem = gemm.problem_of(tokens, packed)
+    limit = gpu_of(backend(packed.codes.device.type).capability()).block_shared
+    if isinstance(plan, WidePlan):
+        return gemm_wide.can_multiply(tokens, packed) and gemm_wide.problem_with(plan, problem, limit) is None
+    return gemm_plan.problem_with(plan, problem, limit) is None
+
+
+def promising(tokens: int, packed: PackedWeight, count: int) -> tuple[Plan | WidePlan, ...]:
+    """The plans with the lowest estimates on the device of the weight, `count` of each kernel, best first. Two kernels
+    that overlap share an SM if there are few tokens: for more, a plan that takes half of an SM loses more than the
+    overlap gains."""
     where = backend(packed.codes.device.type)
-    limit = gpu_of(where.capability()).block_shared
+    limit, num_sms, problem = gpu_of(where.capability()).block_shared, where.num_sms(), gemm.problem_of(tokens, packed)
     kernels = 2 if where.overlaps() and tokens <= SHARED_TOKENS else 1
-    return best(gemm.problem_of(tokens, packed), where.num_sms(), limit, count, kernels)
+    plans: list[Plan | WidePlan] = list(gemm_plan.best(problem, num_sms, limit, count, kernels))
+    if gemm_wide.can_multiply(tokens, packed):
+        plans += gemm_wide.best(problem, num_sms, limit, count)
+    return tuple(sorted(plans, key=lambda plan: estimate(plan, problem, num_sms)))
+
+
+def estimate(plan: Plan | WidePlan, problem: Problem, num_sms: int) -> float:
+    """Estimated nanoseconds."""
+    if isinstance(plan, WidePlan):
+        return gemm_wide.estimate(plan, problem, num_sms)
+    return gemm_plan.estimate(plan, problem, num_sms)
 
 
 def kernels(packed: PackedWeight, dtype: torch.dtype, max_tokens: int) -> Iterator[Kernel]:
@@ -154,7 +174,7 @@ def kernels(packed: PackedWeight, dtype: torch.dtype, max_tokens: int) -> Iterat
     for tokens in BUCKETS[: BUCKETS.index(top) + 1]:
         plan = choose(tokens, packed, dtype)
         if plan is not None:
-            yield gemm.kernel_for(packed, plan, dtype)
+            yield from gemm.kernels_of(packed, plan, dtype)
 
 
 def tune(
@@ -198,9 +218,9 @@ def _times(
     library: Callable[[Tensor, PackedWeight], Tensor],
     num_plans: int,
     measure: Measure,
-) -> dict[Plan | None, float]:
+) -> dict[Plan | WidePlan | None, float]:
     """Microseconds by plan. A plan that a device refuses has no entry."""
-    times: dict[Plan | None, float] = {}
+    times: dict[Plan | WidePlan | None, float] = {}
     for plan in promising(x.shape[0], copies[0], num_plans):
         try:
             times[plan] = measure(partial(_multiply, x, copies, plan), len(copies))
@@ -211,7 +231,7 @@ def _times(
     return times
 
 
-def _multiply(x: Tensor, copies: list[PackedWeight], plan: Plan, i: int) -> Tensor:
+def _multiply(x: Tensor, copies: list[PackedWeight], plan: Plan | WidePlan, i: int) -> Tensor:
     return gemm.multiply(x, copies[i], plan)
 
 

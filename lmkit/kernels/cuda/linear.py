@@ -1,7 +1,8 @@
 """Linears with 4- and 8-bit weights and exact activations on CUDA: ops.linear_w4a16, linear_w8a16 and linear_fp8.
 
-For few tokens csrc/gemm.cu multiplies the packed weight. For many tokens, or float32 activations, the weight is
-dequantized, a panel of outputs at a time, and torch's library multiplies. gemm_table.py decides, from shapes alone.
+For few tokens csrc/gemm.cu multiplies the packed weight, or gemm_wide.cu. For many tokens, or float32 activations, the
+weight is dequantized, a panel of outputs at a time, and torch's library multiplies. gemm_table.py decides, from shapes
+alone.
 """
 
 from __future__ import annotations

@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 
 from lmkit.errors import UnsupportedError
-from lmkit.kernels.cuda.gpus import EARLY_CAPABILITY, MIN_CAPABILITY, Capability, version
+from lmkit.kernels.cuda.cubin import cubin
+from lmkit.kernels.cuda.gpus import EARLY_CAPABILITY, MIN_CAPABILITY, Capability, gpu_of, version
 from lmkit.kernels.cuda.launcher import DriverLaunch
 from lmkit.kernels.cuda.source import kernel_source, options
 from lmkit.kernels.cuda.switches import switches
@@ -33,6 +34,7 @@ Dim = int | tuple[int, ...]
 Launch = Callable[[tuple[int, ...], tuple[int, ...], Sequence[Any], int], None]  # grid, block, arguments, shared bytes
 
 NUM_COUNTERS = 1 << 16
+EXACT = ("gemm_wide.cu",)  # have instructions that exist on one architecture only
 HALVES = (torch.float16, torch.bfloat16)  # dtypes of activations
 
 
@@ -166,9 +168,7 @@ class CupyBackend:
         return major, minor
 
     def load(self, source: str, name: str, defines: dict[str, int]) -> Launch:
-        cupy = self._cupy
-        module = cupy.RawModule(code=kernel_source(source), options=options(defines), backend="nvrtc")
-        function = module.get_function(name)
+        function = self._compiled(source, defines).get_function(name)
         limit = function.max_dynamic_shared_size_bytes
         start = self._by_driver(name, function) if switches().launcher else self._by_cupy(function)
 
@@ -179,6 +179,15 @@ class CupyBackend:
             start(grid, block, args, shared)
 
         return launch
+
+    def _compiled(self, source: str, defines: dict[str, int]) -> Any:
+        text, cupy = kernel_source(source), self._cupy
+        if source not in EXACT:
+            return cupy.RawModule(code=text, options=options(defines), backend="nvrtc")
+        from cupy.cuda import nvrtc
+
+        arch = gpu_of(self.capability()).arch
+        return cupy.RawModule(path=str(cubin(nvrtc, text, options(defines), arch)))
 
     def overlaps(self) -> bool:
         return switches().launcher and switches().overlap and self.capability() >= EARLY_CAPABILITY

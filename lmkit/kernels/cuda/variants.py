@@ -31,7 +31,7 @@ DEVICE = "meta"
 # Query heads, KV heads, head size, soft cap: Llama 8B, Qwen 7B, Llama 1B, Gemma 2 9B.
 HEADS = ((32, 8, 128, 0.0), (28, 4, 128, 0.0), (32, 8, 64, 0.0), (16, 8, 256, 50.0))
 WEIGHTS = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))  # out, in
-TOKENS = (1, 2, 4, 8, 16, 32, 64, 128)
+TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 STORAGES = (FLOAT16, INT8, INT4, FP8)
 # Of the experts of Qwen3 30B-A3B: out, in, activation; and tokens with 8 experts each.
 EXPERTS = ((1536, 2048, "silu"), (2048, 768, None))

@@ -6,24 +6,27 @@ from pathlib import Path
 
 import pytest
 
-from lmkit.kernels.cuda import variants
+from lmkit.kernels.cuda import gemm_wide, variants
 from lmkit.kernels.cuda.gpus import GPUS, REGISTERS, Gpu
-from lmkit.kernels.cuda.module import Kernel
+from lmkit.kernels.cuda.module import EXACT, Kernel
 from lmkit.kernels.cuda.source import FOLDER
 from tests.kernels.cuda import toolchain
 from tests.kernels.cuda.toolchain import Compiled, compile_all, compile_kernel, count, disassembler
 
 MMA, INTEGER_MMA = "HMMA.16816.F32", "IMMA.16832.S8"  # a kernel multiplies by one of them
+WARPGROUP_MMA = "HGMMA.64x"  # or, as a warpgroup, by this
 ASYNC_COPY = "LDGSTS.E.BYPASS"  # cp.async of 16 bytes, past L1
 OVERLAP = "PREEXIT", "ACQBULK"  # griddepcontrol.launch_dependents and .wait
 STREAM = "LDG.E.NA"  # 16 bytes that L1 does not keep
 # What the loop with the most mma must also have, by file: of every file whose kernels have mma.
 MAIN_LOOPS: dict[str, tuple[str, ...]] = {
     "gemm.cu": (ASYNC_COPY,),
+    "gemm_wide.cu": (ASYNC_COPY, "WARPGROUP.ARRIVE"),
     "gemv.cu": (STREAM,),
     "decode_attention.cu": (ASYNC_COPY, "LDSM.16.M88.4", "MUFU.EX2"),
     "prefill_attention.cu": (ASYNC_COPY, "LDSM.16.M88.4", "LDSM.16.MT88.4", "MUFU.EX2"),
 }
+BESIDE = ("arrange", "merge")  # kernels of gemm_wide.cu that multiply nothing
 SOURCES = sorted(path.name for path in FOLDER.glob("*.cu"))
 # Of a file's variants one in so many, by architecture and for bfloat16: what differs by variant shows in the first.
 EVERY = {((9, 0), False): 1, ((9, 0), True): 6, ((8, 0), False): 8}
@@ -80,8 +83,10 @@ def problems(variant: Kernel, code: Compiled) -> list[str]:
     elif code.registers * code.max_threads > REGISTERS:
         found.append(f"{code.registers} registers for {code.max_threads} threads")
     found += [f"has {opcode}" for opcode in ("LDL", "STL") if count(code.opcodes, opcode)]
-    mma = INTEGER_MMA if count(code.opcodes, INTEGER_MMA) else MMA
-    if variant.source in MAIN_LOOPS:
+    if "serializ" in code.log:
+        found.append("wgmma that wait for each other")
+    mma = next((name for name in (INTEGER_MMA, WARPGROUP_MMA) if count(code.opcodes, name)), MMA)
+    if variant.source in MAIN_LOOPS and variant.name not in BESIDE:
         loop, wanted = code.main_loop(mma), (mma, *MAIN_LOOPS[variant.source])
         found += [f"no {opcode} in the main loop" for opcode in wanted if not count(loop, opcode)]
     elif count(code.opcodes, mma):
@@ -136,6 +141,8 @@ def test_variants_compile_well(source: str, sparse: int) -> None:
     assert mine, "no common model launches it"
     built = []
     for (capability, bf16), step in EVERY.items():
+        if source in EXACT and capability != gemm_wide.CAPABILITY:
+            continue
         chosen = [variant for variant in mine if ("LM_BF16" in variant.defines) == bf16][:: step * sparse]
         built += compile_all(chosen, (GPUS[capability].arch,))
     wrong = [

@@ -304,7 +304,7 @@ def test_tuning_is_saved_and_used(device: str, monkeypatch: pytest.MonkeyPatch) 
         lambda data: data[: len(data) // 2],
         lambda data: b"\xff" + data,
         lambda data: data.replace(b'"tokens": 4', b'"tokens": "4"'),
-        lambda data: data.replace(b'"version": 1', b'"version": 0'),
+        lambda data: data.replace(b'"version": 2', b'"version": 1'),
         lambda data: data.replace(b"emulated", b"other"),
         lambda data: json.dumps(json.loads(data) | {"more": 1}).encode(),
     ],
@@ -329,5 +329,5 @@ def test_kernels_of_every_number_of_tokens_are_known(device: str) -> None:
     for tokens in range(1, 101):
         plan = gemm_table.choose(tokens, packed, F16)
         assert plan is not None
-        assert gemm.kernel_for(packed, plan, F16) in known
-    assert len(known) <= 10, "few kernels for any number of tokens"
+        assert set(gemm.kernels_of(packed, plan, F16)) <= known
+    assert len(known) <= 20, "few kernels for any number of tokens"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 
 from lmkit.errors import UnsupportedError
 from lmkit.kernels.cuda import module
+from lmkit.kernels.cuda.cubin import cubin
 from lmkit.kernels.cuda.module import CupyBackend, Kernel
 from lmkit.kernels.cuda.source import FOLDER, kernel_source, options
 from lmkit.kernels.cuda.switches import Switches
@@ -76,6 +78,50 @@ def test_the_driver_launches_early_where_it_can(
     assert launches == [("any", 99, early, (2, 1, 1), (64, 1, 1), args, 50000, 7)]
     assert cupy.function.max_dynamic_shared_size_bytes == 50000
     assert module.backend("cpu").overlaps() == early
+
+
+class FakeNvrtc:
+    """NVRTC as CuPy has it. Text with an error in it does not compile."""
+
+    class NVRTCError(Exception):
+        pass
+
+    def __init__(self) -> None:
+        self.compiled: list[tuple[str, ...]] = []
+
+    def getVersion(self) -> tuple[int, int]:
+        return 13, 0
+
+    def createProgram(self, text: str, name: str, headers: Any, names: Any) -> str:
+        return text
+
+    def compileProgram(self, program: str, flags: tuple[str, ...]) -> None:
+        self.compiled.append(flags)
+        if "error" in program:
+            raise self.NVRTCError
+
+    def getCUBIN(self, program: str) -> bytes:
+        return program.encode()
+
+    def getProgramLog(self, program: str) -> str:
+        return "line 1"
+
+    def destroyProgram(self, program: str) -> None:
+        pass
+
+
+def test_code_for_one_architecture_is_compiled_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("LMKIT_CACHE_DIR", str(tmp_path))
+    nvrtc = FakeNvrtc()
+    path = cubin(nvrtc, "text", options({"A": 1}), "90a")
+    assert path.read_bytes() == b"text"
+    assert path == cubin(nvrtc, "text", options({"A": 1}), "90a")
+    assert path != cubin(nvrtc, "text", options({"A": 2}), "90a")
+    assert len(nvrtc.compiled) == 2
+    assert {"--gpu-architecture=sm_90a", "-ftz=true", "-DA=1"} <= set(nvrtc.compiled[0])
+    with pytest.raises(UnsupportedError, match="NVRTC: line 1"):
+        cubin(nvrtc, "an error", (), "90a")
+    assert len(list(path.parent.iterdir())) == 2, "nothing is left of the failure"
 
 
 def test_an_empty_grid_is_no_launch(cupy: SimpleNamespace) -> None:
