@@ -5,6 +5,7 @@ A step with exactly one token per sequence is one launch: rotation, append, atte
 
 from __future__ import annotations
 
+import math
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ from lmkit.kernels.cuda.append import STORAGE, accepts, problem, rope_append, st
 from lmkit.kernels.cuda.gpus import RESERVED_SHARED, Capability, gpu_of
 from lmkit.kernels.cuda.module import NUM_COUNTERS, Kernel, backend, counters
 from lmkit.kernels.cuda.prefill import MAX_MEAN_PAIRS, in_bits, prefill_attention
+from lmkit.kernels.cuda.switches import switches
 from lmkit.kernels.ops import BatchGeometry, KVTensor
 from lmkit.kernels.registry import implements
 from lmkit.kv_dtype import KVDtype
@@ -112,11 +114,15 @@ def decode_attention(
     blocks = num_seqs * kv_heads * head_tiles
     tiles = -(-tables.shape[1] * k_cache.block_size // TILE)
     cost = SPLIT_COSTS[min(k_cache.dtype.bits, v_cache.dtype.bits)]
-    splits = num_splits(blocks, tiles, backend(q.device.type).num_sms() * shape.blocks_per_sm, cost)
-    if blocks > NUM_COUNTERS:
-        splits = 1
+    places, heads = backend(q.device.type).num_sms() * shape.blocks_per_sm, kv_heads * head_tiles
+    listed = switches().work_list and num_seqs > 1 and tiles > 1 and blocks <= NUM_COUNTERS
+    if listed:
+        grid = num_items(num_seqs, heads, places), heads, 1
+    else:
+        grid = 1 if blocks > NUM_COUNTERS else num_splits(blocks, tiles, places, cost), heads, num_seqs
+    splits = listed or grid[0] > 1
     rows = min(group, 8 * shape.n_tiles)
-    partials = torch.empty(blocks * splits * rows * (dim + 2) if splits > 1 else 0, device=q.device)
+    partials = torch.empty(math.prod(grid) * rows * (dim + 2) if splits else 0, device=q.device)
     kernel = decode_kernel(
         dim, (k_cache.dtype, v_cache.dtype), q.dtype == torch.bfloat16, k_cache.block_size, shape,
         mean=mean is not None, capped=spec.softcap > 0,
@@ -126,8 +132,9 @@ def decode_attention(
         *storage(k_cache), *storage(v_cache)[:3], *means, slots, tables, tables.stride(0), geometry.query_start,
         geometry.context_lens, *in_bits(spec), spec.window, spec.sinks,
         None if sink_logits is None else sink_logits.float(), out, partials, counters(q.device.type), kv_heads, group,
+        num_seqs, places if listed else 0, cost,
     ]  # fmt: skip
-    kernel((splits, kv_heads * head_tiles, num_seqs), THREADS, args, shared=shape.shared)
+    kernel(grid, THREADS, args, shared=shape.shared)
 
 
 @cache
@@ -150,6 +157,13 @@ def num_splits(blocks: int, tiles: int, places: int, cost: int) -> int:
     """
     most = max(1, min(tiles, MAX_SPLITS, MAX_WAVES * places // max(blocks, 1)))
     return min(range(1, most + 1), key=lambda s: -(-blocks * s // places) * (tiles / s + cost))
+
+
+def num_items(num_seqs: int, heads: int, places: int) -> int:
+    """The most items of a work list (csrc/work.cuh) of so many sequences, each of which `heads` blocks compute: as many
+    as run at once; or, of more sequences than that, one wave of blocks more than they need without splits."""
+    waves = 1 if num_seqs * heads <= places else -(-num_seqs * heads // places) + 1
+    return max(num_seqs, waves * places // heads)
 
 
 class Shape(NamedTuple):

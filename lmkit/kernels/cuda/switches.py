@@ -23,6 +23,7 @@ class Switches(msgspec.Struct, frozen=True):
     prefetch: bool = True  # a product that begins early asks L2 for its next weights; needs `overlap`
     mixed: bool = True  # steps with prompt tokens are captured, by size
     argmax: bool = True  # captured steps choose greedy tokens themselves
+    work_list: bool = True  # attention to new tokens cuts long sequences into more items than short ones
     wgmma: bool = True  # products of 48 to 256 tokens take csrc/gemm_wide.cu; needs compute capability 9.0
     experts: bool = True  # one product has all experts of a layer, and steps with experts are captured
 

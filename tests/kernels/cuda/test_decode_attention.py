@@ -17,6 +17,7 @@ from lmkit.attention_spec import AttentionSpec
 from lmkit.kernels import ops
 from lmkit.kernels.cuda import attention, module
 from lmkit.kernels.cuda.gpus import GPUS, RESERVED_SHARED
+from lmkit.kernels.cuda.switches import Switches
 from lmkit.kernels.ops import BatchGeometry, KVTensor
 from lmkit.kernels.reference.kv import read_blocks
 from lmkit.kv_dtype import BFLOAT16, FLOAT16, FP8, INT4, INT8, KVDtype
@@ -108,6 +109,12 @@ def decode(
     attention.decode_attention(q, rows, k_cache, v_cache, batch, spec, out, learned)
     assert not bool(module.counters(device).any())
     return out.cpu().float()
+
+
+def in_splits(splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every sequence has so many splits."""
+    monkeypatch.setattr(attention, "switches", lambda: Switches(work_list=False))
+    monkeypatch.setattr(attention, "num_splits", lambda *_: splits)
 
 
 def error(got: Tensor, expected: Tensor) -> float:
@@ -206,7 +213,7 @@ def test_windows(device: str, window: int, sinks: int) -> None:
 def test_splits(device: str, splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Shares of tiles, of which short sequences have fewer than there are blocks."""
     torch.manual_seed(splits)
-    monkeypatch.setattr(attention, "num_splits", lambda *_: splits)
+    in_splits(splits, monkeypatch)
     args = case((INT8, INT4), (5, 1), 64, 16, torch.bfloat16, (700, 64, 0, 65, 130))
     expected = oracle(*args[:4], args[5], 64**-0.5, 0, 0)
     assert error(decode(args, 0, 0, device), expected) < TOLERANCE[torch.bfloat16]
@@ -216,7 +223,7 @@ def test_splits(device: str, splits: int, monkeypatch: pytest.MonkeyPatch) -> No
 def test_learned_sinks(device: str, splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each head has its own. Some take nearly all of a row, some nothing."""
     torch.manual_seed(6)
-    monkeypatch.setattr(attention, "num_splits", lambda *_: splits)
+    in_splits(splits, monkeypatch)
     q, k_cache, v_cache, tables, starts, lengths = args = case(
         (FLOAT16, FLOAT16), (6, 2), 64, 16, torch.float16, (700, 64, 1, 65)
     )
@@ -230,7 +237,7 @@ def test_learned_sinks(device: str, splits: int, monkeypatch: pytest.MonkeyPatch
 
 def test_same_bits_in_any_order(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
-    monkeypatch.setattr(attention, "num_splits", lambda *_: 5)
+    in_splits(5, monkeypatch)
     args = case((INT4, INT4), (4, 2), 64, 16, torch.float16, (700, 290))
     first = decode(args, 0, 0, device)
     for seed in range(3):
@@ -242,7 +249,7 @@ def test_same_bits_in_any_order(device: str, monkeypatch: pytest.MonkeyPatch) ->
 def test_scales_of_all_sizes(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Values whose scales span F16, growing and shrinking, and a constant vector now and then: weight * scale."""
     torch.manual_seed(3)
-    monkeypatch.setattr(attention, "num_splits", lambda *_: 1)
+    in_splits(1, monkeypatch)
     for sign in (1, -1):
         args = case((INT8, INT8), (4, 1), 64, 16, torch.float16, (260,))
         exponents = torch.linspace(-14, 8, 260) if sign > 0 else torch.linspace(8, -14, 260)
@@ -257,7 +264,7 @@ def test_scales_of_all_sizes(device: str, monkeypatch: pytest.MonkeyPatch) -> No
 def test_sharp_and_flat_scores(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One token that outweighs all others by far, wherever it is; and none."""
     torch.manual_seed(4)
-    monkeypatch.setattr(attention, "num_splits", lambda *_: 1)
+    in_splits(1, monkeypatch)
     for place in (0, 17, 250, None):
         q, k_cache, *rest = case((BFLOAT16, BFLOAT16), (2, 1), 64, 16, torch.bfloat16, (251,))
         k_cache.data.mul_(0.02)

@@ -2,7 +2,8 @@
 // before it: RoPE of the queries, and RoPE, quantization and append of the token's key and value
 // (ops.rope_paged_attention).
 //
-// Grid (splits, KV heads x head tiles, sequences), 4 warps. A block has up to 8 NT query heads of one KV head and a
+// Grid (items, KV heads x head tiles), 4 warps, where items are those of a work list (work.cuh); or, without one (places
+// 0), (splits, KV heads x head tiles, sequences). A block has up to 8 NT query heads of one KV head and a
 // share of the sequence's tiles of 64 tokens. Each warp computes its own 16 tokens of every tile, with its own ring of
 // STAGES buffers filled by cp.async. The warps meet only at the end. For 16 tokens and 8 heads:
 //
@@ -23,7 +24,7 @@
 // The newest token belongs to the last split. That split uses it as it will be read back: from the row that it also
 // appends.
 //
-// Splits: the share of a block depends on the length, which only the device knows. A block without tiles ends at once.
+// Splits: the share of a block depends on the lengths, which only the device knows. A block without tiles ends at once.
 // Other blocks leave (O, max, sum) in float32. The last one to arrive merges them in order, so results do not depend
 // on timing.
 //
@@ -31,6 +32,7 @@
 // their mean (ops.KeyMean). SOFTCAP: scores are capped. LM_BF16: q, k, v and the result are bfloat16.
 #include "kv.cuh"
 #include "softcap.cuh"
+#include "work.cuh"
 
 using Keys = Storage<KEYS, DIM>;
 using Values = Storage<VALUES, DIM>;
@@ -414,9 +416,9 @@ struct Partial {
     float *sums, *maxima;
     int rows;  // of a block, at most
 
-    DEVICE Partial(float* partials, int rows) : rows(rows) {
+    DEVICE Partial(float* partials, int rows, int split) : rows(rows) {
         const i64 blocks = static_cast<i64>(gridDim.x) * gridDim.y * gridDim.z;
-        const i64 first = (static_cast<i64>(blockIdx.z) * gridDim.y + blockIdx.y) * gridDim.x;
+        const i64 first = (static_cast<i64>(blockIdx.z) * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x - split;
         sums = partials + first * rows * DIM, maxima = partials + blocks * rows * DIM + first * 2 * rows;
     }
     DEVICE float* sum(int split, int i) const { return sums + static_cast<i64>(split) * rows * DIM + i; }
@@ -429,7 +431,7 @@ DEVICE float sink_weight(float logit, float maximum) { return ex2(1.4426950409f 
 
 // Merges the results of the four warps into `out` or, unnormalized, into the place of this split.
 DEVICE void merge_warps(const Shared& shared, const float* accumulated, int heads, const float* sink_logits,
-                        const Partial* partial, u16* out) {
+                        const Partial* partial, int split, u16* out) {
     for (int i = threadIdx.x; i < heads * DIM; i += WARPS * 32) {
         const int row = i / DIM;
         float greatest = shared.maxima[0][row], value = 0.0f, total = 0.0f;
@@ -445,8 +447,8 @@ DEVICE void merge_warps(const Shared& shared, const float* accumulated, int head
             out[i] = Half::from_float(value / total);
             continue;
         }
-        *partial->sum(blockIdx.x, i) = value;
-        if (i == row * DIM) *partial->maximum(blockIdx.x, row) = greatest, *partial->total(blockIdx.x, row) = total;
+        *partial->sum(split, i) = value;
+        if (i == row * DIM) *partial->maximum(split, row) = greatest, *partial->total(split, row) = total;
     }
 }
 
@@ -485,16 +487,26 @@ decode_attention(const u16* q, i64 q_token, i64 q_head, const u16* k, i64 k_toke
                  const float* mean_vector, const i32* mean_pairs, const float* mean_table, int mean_half, int num_pairs,
                  int positions, const i32* slots, const i32* block_tables, int max_blocks, const i32* query_start,
                  const i32* context_lens, float to_logits, float cap, int window, int sinks,
-                 const float* sink_logits, u16* out, float* partials, i32* counters, int kv_heads, int group) {
+                 const float* sink_logits, u16* out, float* partials, i32* counters, int kv_heads, int group,
+                 int sequences, int places, int cost) {
     launch_next();
     if (!k) wait_for_previous();  // the kernel before appends this step's keys and values
-    const int sequence = blockIdx.z, tiles_of_heads = gridDim.y / kv_heads, kv_head = blockIdx.y / tiles_of_heads;
+    const int tiles_of_heads = gridDim.y / kv_heads, kv_head = blockIdx.y / tiles_of_heads;
     const int first_head = (blockIdx.y - kv_head * tiles_of_heads) * ROWS, heads = min(ROWS, group - first_head);
-    const int row = query_start[sequence];
+    Work work{static_cast<int>(blockIdx.z), static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x)};
+    if (places > 0) {
+        const auto tiles_of = [&](int s) {
+            if (query_start[s + 1] - query_start[s] != 1) return 0;
+            return max(1, Span(context_lens[s], window, sinks).tiles);  // a place that is not used becomes 0
+        };
+        work = find_work(tiles_of, sequences, blockIdx.x, gridDim.x, gridDim.y, places, cost);
+        if (work.sequence < 0) return wait_for_previous();
+    }
+    const int sequence = work.sequence, row = query_start[sequence];
     if (query_start[sequence + 1] - row != 1) return wait_for_previous();  // left to another kernel
     const i64 out_row = (static_cast<i64>(row) * kv_heads + kv_head) * group + first_head;
     const Span span(context_lens[sequence], window, sinks);
-    const int splits = min(static_cast<int>(gridDim.x), span.tiles), split = blockIdx.x;
+    const int splits = min(work.splits, span.tiles), split = work.split;
     if (span.length <= 0 || split >= splits) {
         wait_for_previous();
         if (span.length <= 0 && split == 0)  // an unused place in the batch
@@ -596,13 +608,13 @@ decode_attention(const u16* q, i64 q_token, i64 q_head, const u16* k, i64 k_toke
     __syncthreads();
     u16* result = out + out_row * DIM;
     if (sink_logits) sink_logits += kv_head * group + first_head;
-    if (splits == 1) return merge_warps(shared, accumulated, heads, sink_logits, nullptr, result);
+    if (splits == 1) return merge_warps(shared, accumulated, heads, sink_logits, nullptr, 0, result);
 
-    const Partial partial(partials, min(ROWS, group));
-    merge_warps(shared, accumulated, heads, nullptr, &partial, nullptr);
+    const Partial partial(partials, min(ROWS, group), split);
+    merge_warps(shared, accumulated, heads, nullptr, &partial, split, nullptr);
     __threadfence();
     __syncthreads();
-    i32* counter = counters + blockIdx.z * gridDim.y + blockIdx.y;
+    i32* counter = counters + sequence * gridDim.y + blockIdx.y;
     if (threadIdx.x == 0) shared.is_last = atomicAdd(counter, 1) == splits - 1;
     __syncthreads();
     if (!shared.is_last) return;
