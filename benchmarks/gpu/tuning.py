@@ -36,4 +36,4 @@ def tune(context: Context, shapes: dict[str, tuple[int, int]]) -> None:
 def _kernels(weight: PackedWeight, buckets: tuple[int, ...]) -> Iterator[Kernel]:
     for tokens in buckets:
         for plan in gemm_table.promising(tokens, weight, PLANS):
-            yield from gemm.kernels_of(weight, plan, torch.float16)
+            yield from gemm.kernels_of(weight, plan, torch.float16, tokens)

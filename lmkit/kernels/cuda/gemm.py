@@ -14,8 +14,10 @@ from lmkit.kernels.cuda.gemm_plan import Plan, Problem
 from lmkit.kernels.cuda.gemm_wide import WidePlan
 from lmkit.kernels.cuda.module import Kernel, backend, counters
 from lmkit.kernels.cuda.switches import switches
+from lmkit.kernels.ops import Norm
 
 AHEAD_BYTES = 12 << 20  # of weights asked for before a product begins: what memory delivers in 3 us
+NORM_TOKENS = 4  # whose norm each block computes by itself
 
 HALF, FLOAT, ADD = range(3)  # how results are stored: in x's dtype, as float32, or added to a residual
 
@@ -30,18 +32,25 @@ def _kernel(defines: tuple[tuple[str, int], ...]) -> Kernel:
     return Kernel("gemm.cu", "gemm", **dict(defines))
 
 
-def kernel_for(packed: PackedWeight, plan: Plan, dtype: torch.dtype, *, grouped: bool = False) -> Kernel:
-    """The kernel of a plan, for activations in float16 or bfloat16. `grouped`: of experts (gemm_experts.py)."""
+def kernel_for(packed: PackedWeight, plan: Plan, dtype: torch.dtype, kind: str | None = None) -> Kernel:
+    """The kernel of a plan, for activations in float16 or bfloat16. `kind`: GROUPED (of experts, gemm_experts.py), NORM
+    (with the norm before it)."""
     half = {"LM_BF16": 1} if dtype == torch.bfloat16 else {}
-    experts = {"GROUPED": 1} if grouped else {}
-    return _kernel(tuple((packed.defines | plan.defines | half | experts).items()))
+    return _kernel(tuple((packed.defines | plan.defines | half | ({kind: 1} if kind else {})).items()))
 
 
-def kernels_of(packed: PackedWeight, plan: Plan | WidePlan, dtype: torch.dtype) -> tuple[Kernel, ...]:
-    """All kernels that a plan launches."""
+def norms(tokens: int, plan: Plan | WidePlan | None, packed: PackedWeight) -> bool:
+    """Whether the kernel of a plan may also compute the RMSNorm of its input, a float32 stream."""
+    few = isinstance(plan, Plan) and plan.resident and plan.token_tiles == 1 and tokens <= NORM_TOKENS
+    return few and switches().norm and packed.in_features % 8 == 0
+
+
+def kernels_of(packed: PackedWeight, plan: Plan | WidePlan, dtype: torch.dtype, tokens: int) -> tuple[Kernel, ...]:
+    """All kernels that products with a plan for `tokens` tokens launch."""
     if isinstance(plan, WidePlan):
         return tuple(gemm_wide.kernels_of(packed, plan, dtype).values())
-    return (kernel_for(packed, plan, dtype),)
+    kinds = (None, "NORM") if norms(tokens, plan, packed) else (None,)
+    return tuple(kernel_for(packed, plan, dtype, kind) for kind in kinds)
 
 
 def multiply(
@@ -51,16 +60,21 @@ def multiply(
     bias: Tensor | None = None,
     dtype: torch.dtype | None = None,
     residual: Tensor | None = None,
+    norm: Norm | None = None,
 ) -> Tensor:
     """x [T, K] (contiguous, float16 or bfloat16) -> [T, N] in `dtype`: float32, or None = x's. With a residual (float32
     [T, N], contiguous) the product is added to it, and it is returned. bias is float32 [out_features].
+
+    With a norm, for which `norms` must hold, x is a float32 stream, and its rms_norm in norm.dtype is multiplied.
     """
+    half = x.dtype if norm is None else norm.dtype
+    assert half is not None
     device, tokens = x.device.type, x.shape[0]
     problem = problem_of(tokens, packed)
     if residual is not None:
         out, kind = residual, ADD
     else:
-        out = torch.empty(tokens, packed.num_results, dtype=dtype or x.dtype, device=x.device)
+        out = torch.empty(tokens, packed.num_results, dtype=dtype or half, device=x.device)
         kind = FLOAT if dtype == torch.float32 else HALF
     if isinstance(plan, WidePlan):
         gemm_wide.launch(x, packed, plan, problem, bias, out, kind)
@@ -74,11 +88,13 @@ def multiply(
     workers = problem.workers(plan, where.num_sms())
     asks = where.overlaps() and switches().prefetch and token_blocks == 1  # others would ask for the same
     ahead = AHEAD_BYTES // (ranges * workers) if asks else 0
-    kernel_for(packed, plan, x.dtype)(
+    normed = [] if norm is None else [x, norm.weight.float().contiguous(), float(norm.eps)]
+    kernel_for(packed, plan, half, "NORM" if normed else None)(
         (token_blocks, ranges, workers), 32 * plan.warps,
-        [x, packed.codes, packed.params, bias, out, partial, counters(device), tokens, packed.in_features,
-         packed.num_results, problem.tiles, problem.stages, packed.params.shape[1], packed.stages_per_group, plan.units,
-         int(plan.resident), ACTIVATIONS[packed.activation], kind, int(where.overlaps()), ahead],
+        [None if normed else x, packed.codes, packed.params, bias, out, partial, counters(device), tokens,
+         packed.in_features, packed.num_results, problem.tiles, problem.stages, packed.params.shape[1],
+         packed.stages_per_group, plan.units,
+         int(plan.resident), ACTIVATIONS[packed.activation], kind, int(where.overlaps()), ahead, *normed],
         shared=problem.shared_bytes(plan),
     )  # fmt: skip
     return out

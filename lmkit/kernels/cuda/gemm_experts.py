@@ -92,7 +92,7 @@ def multiply(x: Tensor, places: Places, table: ExpertTable, by_token: bool) -> T
     if ranges > 1:
         padded_rows = problem.row_blocks(plan) * plan.block_tiles * TILE
         partial = torch.empty(ranges, num_places, padded_rows, dtype=torch.float32, device=x.device)
-    kernel_for(packed, plan, x.dtype, grouped=True)(
+    kernel_for(packed, plan, x.dtype, "GROUPED")(
         (blocks, ranges, problem.workers(plan, backend(device).num_sms())), 32 * plan.warps,
         [x, table.addresses, None, None, out, partial, counters(device), num_places, packed.in_features,
          packed.num_results, problem.tiles, problem.stages, packed.params.shape[1], packed.stages_per_group, plan.units,
@@ -107,7 +107,7 @@ def kernels(table: ExpertTable, dtype: torch.dtype, max_places: int) -> Iterator
     """All kernels that products with up to `max_places` places launch."""
     for exponent in range((max_places - 1).bit_length() + 1):
         _, plan = plan_for(table.packed, 1 << exponent, len(table.parts))
-        yield kernel_for(table.packed, plan, dtype, grouped=True)
+        yield kernel_for(table.packed, plan, dtype, "GROUPED")
 
 
 OF_EXPERTS = ExpertLinears(ExpertTable.of, multiply, MAX_ROWS, half=True)

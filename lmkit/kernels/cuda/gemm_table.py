@@ -174,7 +174,7 @@ def kernels(packed: PackedWeight, dtype: torch.dtype, max_tokens: int) -> Iterat
     for tokens in BUCKETS[: BUCKETS.index(top) + 1]:
         plan = choose(tokens, packed, dtype)
         if plan is not None:
-            yield from gemm.kernels_of(packed, plan, dtype)
+            yield from gemm.kernels_of(packed, plan, dtype, tokens)
 
 
 def tune(

@@ -16,6 +16,7 @@ from lmkit.kernels import ops
 from lmkit.kernels.cuda import elementwise, gemm
 from lmkit.kernels.cuda.gemm_experts import OF_EXPERTS
 from lmkit.kernels.cuda.gemm_pack import PackedWeight, dequantize, group_problem, pack
+from lmkit.kernels.cuda.gemm_plan import Plan
 from lmkit.kernels.cuda.gemm_table import choose
 from lmkit.kernels.cuda.library import wide_product
 from lmkit.kernels.cuda.module import HALVES
@@ -36,6 +37,8 @@ def linear(
 ) -> Tensor:
     """x [T, K] in float16, bfloat16 or float32 -> [T, N]; see ops.linear_w4a16."""
     if norm is not None:
+        if (inside := _plan_with_norm(x, packed, norm, dtype, residual)) is not None:
+            return gemm.multiply(x, packed, inside, None if bias is None else bias.float(), dtype, residual, norm)
         x = elementwise.rms_norm(x, norm)
     if x.shape[0] == 0:
         return x.new_empty(0, packed.num_results, dtype=dtype) if residual is None else residual
@@ -51,6 +54,18 @@ def linear(
     if dtype in (None, x.dtype, torch.float32):
         return gemm.multiply(x, packed, plan, bias, dtype, residual)
     return gemm.multiply(x, packed, plan, bias, torch.float32).to(dtype)
+
+
+def _plan_with_norm(
+    x: Tensor, packed: PackedWeight, norm: Norm, dtype: torch.dtype | None, residual: Tensor | None
+) -> Plan | None:
+    """The plan of a product whose kernel also computes the norm before it, if there is one."""
+    plain = x.dtype == torch.float32 and x.is_contiguous() and elementwise.is_aligned(x) and len(x) > 0
+    plain = plain and norm.residual is None and norm.bias is None and norm.dtype in HALVES
+    if not plain or residual is not None or dtype not in (None, norm.dtype, torch.float32) or norm.dtype is None:
+        return None
+    plan = choose(len(x), packed, norm.dtype)
+    return plan if isinstance(plan, Plan) and gemm.norms(len(x), plan, packed) else None
 
 
 def library(

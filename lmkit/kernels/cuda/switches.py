@@ -21,6 +21,7 @@ class Switches(msgspec.Struct, frozen=True):
     launcher: bool = True  # launches by the driver's cuLaunchKernelEx instead of CuPy's call
     overlap: bool = True  # a kernel begins while the one before it ends; needs `launcher` and compute capability 9.0
     prefetch: bool = True  # a product that begins early asks L2 for its next weights; needs `overlap`
+    norm: bool = True  # products of up to 4 tokens compute the norm before them
     mixed: bool = True  # steps with prompt tokens are captured, by size
     argmax: bool = True  # captured steps choose greedy tokens themselves
     work_list: bool = True  # attention to new tokens cuts long sequences into more items than short ones

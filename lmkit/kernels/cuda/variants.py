@@ -192,6 +192,7 @@ def _dense(half: torch.dtype, tokens: int) -> None:
 def _call_linear(impl: Implementation, packed: Any, half: torch.dtype, n: int, k: int, tokens: int) -> None:
     x = _empty(tokens, k, dtype=half)
     impl(x, packed, None, None)
+    impl(_empty(tokens, k), packed, None, Norm(_empty(k), 1e-5, None, half))
     if impl.epilogue and packed.activation is None:
         impl(x, packed, None, None, residual=_empty(tokens, n))
         impl(x, packed, None, None, dtype=torch.float32)

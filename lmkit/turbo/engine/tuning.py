@@ -51,4 +51,4 @@ def _kernels(weights: list[PackedWeight], dtype: torch.dtype, num_plans: int) ->
     for weight in weights:
         for tokens in BUCKETS:
             for plan in gemm_table.promising(tokens, weight, num_plans):
-                yield from gemm.kernels_of(weight, plan, dtype)
+                yield from gemm.kernels_of(weight, plan, dtype, tokens)

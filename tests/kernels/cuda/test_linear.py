@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from lmkit.kernels import ops
-from lmkit.kernels.cuda import gemm, gemm_pack, gemm_plan, gemm_table, linear, module
+from lmkit.kernels.cuda import elementwise, gemm, gemm_pack, gemm_plan, gemm_table, linear, module
 from lmkit.kernels.cuda.gemm_pack import PackedWeight
 from lmkit.kernels.cuda.gemm_plan import Plan, Problem
 from lmkit.kernels.cuda.gpus import GPUS, gpu_of
+from lmkit.kernels.cuda.switches import Switches
 from lmkit.kernels.ops import Norm
 from lmkit.kernels.reference.elementwise import ACTIVATIONS
 from lmkit.layers.outline import WeightKind, packed_outline
@@ -196,6 +197,45 @@ def test_op_with_a_norm(device: str) -> None:
     assert logits.dtype == F32
 
 
+@pytest.mark.parametrize(
+    ("tokens", "plan"),
+    [
+        (1, SMALL),
+        (3, Plan(1, 1, 2, 2, 3, 3)),
+        (4, Plan(1, 2, 2, 2, 6, 2)),  # two tiles, ranges of K
+    ],
+)
+@pytest.mark.parametrize("dtype", [F16, BF16])
+def test_norms_inside_the_product(tokens: int, plan: Plan, dtype: torch.dtype, device: str) -> None:
+    q, stream, bias = weight(152, 1000), 3 * torch.randn(tokens, 1000), torch.randn(152)
+    norm = Norm(torch.rand(1000).to(device), 1e-5, dtype=dtype)
+    normed = stream * (stream.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * norm.weight.cpu()
+    packed = pack(q, device, "silu")
+    y = gemm.multiply(stream.to(device), packed, plan, bias.to(device), norm=norm)
+    assert y.dtype == dtype
+    assert_near(y, expected(normed.to(dtype), q, bias, "silu"))
+
+
+def test_which_products_have_their_norm_inside(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a few tokens of a float32 stream, unless it is switched off."""
+    packed, norm = pack(weight(48, 256), device), Norm(torch.rand(256, device=device), 1e-5, dtype=F16)
+    separate: list[int] = []
+    rms_norm = elementwise.rms_norm
+
+    def counted(x: Tensor, norm: Norm) -> Tensor:
+        separate.append(len(x))
+        return rms_norm(x, norm)
+
+    monkeypatch.setattr(elementwise, "rms_norm", counted)
+    for tokens in (4, 5):
+        run(ops.linear_w4a16, torch.randn(tokens, 256, device=device), packed, None, norm)
+    run(ops.linear_w4a16, torch.randn(1, 256, device=device).half(), packed, None, norm)
+    assert separate == [5, 1]
+    monkeypatch.setattr(gemm, "switches", lambda: Switches(norm=False))
+    run(ops.linear_w4a16, torch.randn(2, 256, device=device), packed, None, norm)
+    assert separate == [5, 1, 2]
+
+
 @pytest.mark.parametrize("dtype", [F16, BF16, F32])
 @pytest.mark.parametrize("activation", [None, *ops.ACTIVATIONS])
 def test_many_tokens_take_the_library(
@@ -329,5 +369,5 @@ def test_kernels_of_every_number_of_tokens_are_known(device: str) -> None:
     for tokens in range(1, 101):
         plan = gemm_table.choose(tokens, packed, F16)
         assert plan is not None
-        assert set(gemm.kernels_of(packed, plan, F16)) <= known
+        assert set(gemm.kernels_of(packed, plan, F16, tokens)) <= known
     assert len(known) <= 20, "few kernels for any number of tokens"

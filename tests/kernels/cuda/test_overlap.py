@@ -63,6 +63,17 @@ def test_products_read_weights_before_they_wait(gpu: EmulatedBackend, tokens: in
     assert not module.counters("cpu").any()
 
 
+def test_a_norm_inside_a_product_comes_behind_the_wait(gpu: EmulatedBackend) -> None:
+    packed = gemm_pack.pack(quantize(torch.randn(152, 640), QuantScheme(4, 128)))
+    stream, norm = torch.zeros(2, 152), Norm(torch.rand(152), 1e-5, dtype=torch.float16)
+    gemm.multiply(normed(2, 640), packed, Plan(1, 1, 1, 4, 4, 1), residual=stream)  # a kernel writes the stream
+    following = gemm_pack.pack(quantize(torch.randn(32, 152), QuantScheme(4, 128)))
+    y = gemm.multiply(stream, following, Plan(1, 1, 2, 2, 3, 1), norm=norm)
+    x = (stream * (stream.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * norm.weight).half()
+    expected = x.double() @ gemm_pack.dequantize(following, torch.float32).double().t()
+    torch.testing.assert_close(y.double(), expected, rtol=1e-2, atol=1e-2)
+
+
 @pytest.mark.parametrize(
     "plan", [Plan(1, 1, 1, 4, 4, 1), Plan(1, 1, 4, 2, 3, 3), Plan(1, 2, 2, 2, 3, 1), Plan(1, 1, 1, 2, 3, 5)]
 )

@@ -41,7 +41,10 @@
 // (ops.Places). A block finds out which expert and which of its rows are its own, from numbers that a kernel of the same
 // step has written; the grid has as many blocks as there can be. `codes` is then [experts][codes, params, bias].
 //
-// Defines besides gemm.cuh's: N_TILES, ROWS, WARPS_N, WARPS_K, DEPTH; GROUPED.
+// With NORM x is a float32 stream, and the block begins with the RMSNorm of its rows: it reads whole rows, and writes its
+// range of them to the pieces, which all stay. Its weights are under way meanwhile. For a few tokens and N_TILES 1.
+//
+// Defines besides gemm.cuh's: N_TILES, ROWS, WARPS_N, WARPS_K, DEPTH; GROUPED; NORM.
 #include "activation.cuh"
 #include "gemm.cuh"
 #include "groups.cuh"
@@ -135,6 +138,41 @@ DEVICE void copy_x(u8* to, const Arguments& a, int token, int count, int first) 
         cp_async16(to + row * X_STRIDE + i % VECTORS * 16, from, valid);
     }
 }
+
+// Writes Half(x / rms(x) * weight) of inputs first .. first + count - 1 to the pieces, zeros beyond the last input. The
+// sums of squares of warps meet in `shared`. inputs is a multiple of 8.
+DEVICE void put_normed(u8* pieces, int piece_bytes, float* shared, const float* x, const float* weight, float eps,
+                       int inputs, int first, int count) {
+    float squares = 0.0f;
+    for (int k = 4 * threadIdx.x; k < inputs; k += 4 * THREADS) {
+        const float4 v = *reinterpret_cast<const float4*>(x + k);
+        squares += v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w;
+    }
+    squares = warp_sum(squares);
+    __syncthreads();
+    if (lane_id() == 0) shared[warp_id()] = squares;
+    __syncthreads();
+    float total = 0.0f;
+#pragma unroll
+    for (int warp = 0; warp < WARPS; ++warp) total += shared[warp];
+    const float factor = rsqrtf(total / inputs + eps);
+    for (int i = 8 * threadIdx.x; i < count; i += 8 * THREADS) {
+        uint4 half = make_uint4(0, 0, 0, 0);
+        if (first + i < inputs) {
+            const float4 *v = reinterpret_cast<const float4*>(x + first + i), *w = reinterpret_cast<const float4*>(weight + first + i);
+            const float4 a = v[0], b = v[1], s = w[0], t = w[1];
+            half = make_uint4(Half::pack(a.x * factor * s.x, a.y * factor * s.y), Half::pack(a.z * factor * s.z, a.w * factor * s.w),
+                              Half::pack(b.x * factor * t.x, b.y * factor * t.y), Half::pack(b.z * factor * t.z, b.w * factor * t.w));
+        }
+        *reinterpret_cast<uint4*>(pieces + i / (WARPS_K * STAGE) * piece_bytes + i % (WARPS_K * STAGE) * 2) = half;
+    }
+}
+
+#ifdef NORM
+constexpr bool X_COMES = false;  // with the weights, in pieces
+#else
+constexpr bool X_COMES = true;
+#endif
 
 using Sums = float[ROWS][N_TILES][4];
 
@@ -302,6 +340,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
 #ifdef GROUPED
          , const i64* active, const i64* rows
 #endif
+#ifdef NORM
+         , const float* stream, const float* norm_weight, float eps
+#endif
     ) {
     launch_next();
     Arguments a{x,     codes,  params, bias,             y,     partial, tokens, inputs, outputs,
@@ -337,28 +378,36 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     const int num_pieces = resident ? units : DEPTH;
     int filled_piece = 0, filled_slot = 0;
     const int valid = first < stages ? (stages - first + WARPS_K - 1) / WARPS_K : 0;
-    Stream stream{first, valid, static_cast<int>(blockIdx.z)};
-    stream.start(a, blocks, warp_n, lane);
+    Stream weights{first, valid, static_cast<int>(blockIdx.z)};
+    weights.start(a, blocks, warp_n, lane);
     const auto copy_piece = [&](int block, int unit) {
+#ifndef NORM
         if (block < blocks && filled_piece < num_pieces)
             copy_x(pieces + filled_piece * piece_bytes, a, token, count, (first_stage + unit * WARPS_K) * STAGE);
         filled_piece = !resident && filled_piece == DEPTH - 1 ? 0 : filled_piece + 1;
+#endif
     };
     const auto copy_weights = [&] {
-        stream.copy(ring + filled_slot + lane * 16, a, lane < STAGE_PARAM_BYTES / 16);
+        weights.copy(ring + filled_slot + lane * 16, a, lane < STAGE_PARAM_BYTES / 16);
         filled_slot = filled_slot == (DEPTH - 1) * SLOT_BYTES ? 0 : filled_slot + SLOT_BYTES;
-        if (stream.unit == units) stream.block += workers, stream.start(a, blocks, warp_n, lane);
+        if (weights.unit == units) weights.block += workers, weights.start(a, blocks, warp_n, lane);
     };
     const auto copy_next = [&] {
-        copy_piece(stream.block, stream.unit);
+        copy_piece(weights.block, weights.unit);
         copy_weights();
     };
     if (early) {
 #pragma unroll 1
         for (int i = 0; i < DEPTH - 1; ++i) copy_weights();
-        ask_ahead(a, stream, first_stage, units, blocks, ahead);
+        ask_ahead(a, weights, first_stage, units, blocks, ahead);
     }
     wait_for_previous();
+#ifdef NORM
+    for (int t = 0; t < count; ++t)
+        put_normed(pieces + t * X_STRIDE, piece_bytes, all_sums, stream + static_cast<i64>(token + t) * inputs,
+                   norm_weight, eps, inputs, first_stage * STAGE, units * WARPS_K * STAGE);
+    __syncthreads();
+#endif
     int early_block = blockIdx.z, early_unit = 0;
 #pragma unroll 1
     for (int i = 0; i < DEPTH - 1; ++i) {
@@ -373,7 +422,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
 
     int slot = 0, piece = 0;
     for (int block = blockIdx.z; block < blocks; block += workers) {
-        const bool waits_for_x = !resident || block == static_cast<int>(blockIdx.z);
+        const bool waits_for_x = X_COMES && (!resident || block == static_cast<int>(blockIdx.z));
         Sums sums = {};
         for (int unit = 0; unit < units; ++unit) {
             cp_async_wait<DEPTH - 2>();
