@@ -1,1 +1,5 @@
 """Measurements of a GPU beside its bounds: see __main__."""
+
+from benchmarks.gpu import carried
+
+carried.use()

@@ -16,6 +16,7 @@ import torch
 from benchmarks.gpu.context import Context
 from benchmarks.gpu.models import CONFIGS, Storage, random_decoder
 from benchmarks.gpu.roofline import W4_G128, Decode, prefill_flops
+from benchmarks.gpu.trace import trace
 from lmkit.config import EngineConfig, HeadStorage
 from lmkit.turbo.engine.engine import Engine
 from lmkit.turbo.request import Request, SamplingParams
@@ -115,10 +116,11 @@ def requests(engine: Engine, count: int, length: int, new_tokens: int, first: in
         yield Request(request_id=str(index), prompt_ids=prompt, params=params)
 
 
-def decode_rate(context: Context, engine: Engine, load: Load) -> tuple[float, int, float, float]:
-    """(output tokens per second, steps, seconds of a step, seconds of the prompts)."""
+def decode_rate(context: Context, engine: Engine, load: Load, traced: str = "") -> tuple[float, int, float, float]:
+    """(output tokens per second, steps, seconds of a step, seconds of the prompts). `traced` names the rows of a trace
+    of one step's kernels behind the measurement; empty: none is made."""
     steps = 4 if context.rehearsal else STEPS
-    for request in requests(engine, load.batch, load.context, 2 * steps):
+    for request in requests(engine, load.batch, load.context, 2 * steps + STEPS):
         engine.add(request)
     waiting = {str(index) for index in range(load.batch)}
     began = time.perf_counter()
@@ -131,12 +133,14 @@ def decode_rate(context: Context, engine: Engine, load: Load) -> tuple[float, in
         tokens += sum(len(output.token_ids) for output in engine.step())
         done += 1
     seconds = time.perf_counter() - start
+    if traced:
+        trace(context, traced, engine.step)
     drop(engine, load.batch)
     return tokens / seconds, done, seconds / done, start - began
 
 
 def _decode(context: Context, case: Case, engine: Engine, load: Load) -> None:
-    rate, steps, step_seconds, prompt_seconds = decode_rate(context, engine, load)
+    rate, steps, step_seconds, prompt_seconds = decode_rate(context, engine, load, f"{case.name} b{load.batch}")
     shape, peak = CONFIGS[case.model][0], context.peak()
     length = load.context + steps // 2
     weight_bytes = W4_G128 if case.storage == "w4" else 2.0

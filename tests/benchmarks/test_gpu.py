@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import sys
+import tempfile
+import zipfile
 from argparse import Namespace
 from collections.abc import Iterator
 from importlib import import_module
@@ -13,6 +17,7 @@ from typing import Any
 import pytest
 
 from benchmarks.gpu import __main__ as command
+from benchmarks.gpu import carried
 from benchmarks.gpu.__main__ import SECTIONS, Section
 from benchmarks.gpu.context import Context, Row, read_rows
 from benchmarks.gpu.figures import Figure, figures
@@ -29,7 +34,12 @@ EXPECTED = {  # rows of each section
     "attention": {"decode", "prefill"},
     "small": {"rms_norm", "gated_activation", "embedding", "draw"},
     "experts": {"sparse layer"},
-    "engine": {"tiny Llama w4 int8 KV", "tiny Llama decode b2", "tiny Llama prefill"},
+    "engine": {
+        "tiny Llama w4 int8 KV",
+        "tiny Llama w4 int8 KV b2: kernels of a step",
+        "tiny Llama decode b2",
+        "tiny Llama prefill",
+    },
     "switches": {"all on: decode b2", "mixed=off: arrival", "INT8 head: decode b2"},
     "transformers": {"tiny Llama decode b2"},
     "quantize": {"demo"},
@@ -63,6 +73,21 @@ def test_every_section_in_a_rehearsal(out: Path) -> None:
     assert "reference" not in kernels
     assert "Llama-3-8B decode b1" in (out / "table.txt").read_text()
     assert {path.name for path in out.glob("*.png")} >= {"gemm.png", "attention.png"}
+
+
+def test_carried_modules_are_those_that_the_machine_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "wheels").mkdir()
+    with zipfile.ZipFile(tmp_path / "wheels" / "two-1.0-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("only_carried.py", "here = True\n")
+        wheel.writestr("msgspec/__init__.py", "raise ImportError\n")
+        wheel.writestr("two-1.0.dist-info/METADATA", "")
+    monkeypatch.setattr("sys.path", list(sys.path))
+    monkeypatch.setenv("PYTHONPATH", "before")
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path))
+    assert carried.use(tmp_path / "wheels") == ["only_carried"]
+    assert import_module("only_carried").here
+    assert os.environ["PYTHONPATH"] == os.pathsep.join(("before", sys.path[-1]))
+    assert carried.use(tmp_path / "nothing") == []
 
 
 def _arguments(out: Path) -> Namespace:

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import astuple, dataclass, replace
 from functools import partial
-from typing import NoReturn, Self
+from typing import TYPE_CHECKING, NoReturn, Self
 
 import msgspec
 
@@ -32,7 +32,6 @@ from lmkit.turbo.engine.encoder import ALONE_SECONDS, Encoder
 from lmkit.turbo.engine.loading import LoadedModel
 from lmkit.turbo.engine.memory import MemoryPlan, kv_limits
 from lmkit.turbo.kv.blocks import KVBlocks
-from lmkit.turbo.kv.publisher import Publisher
 from lmkit.turbo.plan import StepPlan
 from lmkit.turbo.request import EngineInfo, EngineStats, Request, SamplingParams, StepOutput
 from lmkit.turbo.runners.cpu import CpuRunner
@@ -45,6 +44,9 @@ from lmkit.turbo.runners.runner import RunnerParts, Ticket
 from lmkit.turbo.runners.stages import Stages
 from lmkit.turbo.scheduling.limits import SchedulerLimits
 from lmkit.turbo.scheduling.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from lmkit.turbo.kv.publisher import Publisher
 
 log = get_logger(__name__)
 
@@ -151,6 +153,8 @@ class Engine:
             draft_model=self._drafter,
         )
         if config.kv_events is not None:
+            from lmkit.turbo.kv.publisher import Publisher  # needs pyzmq, which an engine without events does not
+
             of = self.scheduler.kv.caches, limits.kv.classes, limits.kv.block_size
             self._publisher = Publisher(config.kv_events, config.kv_events_topic, *of)
         kv_port = self._block_server.address[1] if self._block_server is not None else 0
