@@ -35,6 +35,9 @@ from lmkit.web.budget import Budget, Share
 from lmkit.web.rates import spend
 from lmkit.web.resume import Known
 
+# From one output of a choice to its next: the least, longer than a connection's pace, and the most.
+REST_SECONDS = 0.012, 0.05
+OUTPUTS_PER_SECOND = 500  # of all choices together, as far as REST_SECONDS lets them
 MIN_LOGPROB = -9999.0  # JSON has no -Infinity; OpenAI writes this
 
 
@@ -140,13 +143,19 @@ class Serving:
             for request in requests:  # some may have been sent by a sibling and not begun
                 self.engine.drop(request.request_id)
 
+    def _rest(self) -> float:
+        """Seconds from one output of a choice to the next: many open requests share the time for outputs."""
+        least, most = REST_SECONDS
+        return min(max(least, self.engine.num_open / OUTPUTS_PER_SECOND), most)
+
     async def _follow(
         self, request: Request, processor: OutputProcessor, siblings: Siblings | None
     ) -> AsyncGenerator[RequestOutput]:
         with self.metrics.track(request) as tracker:
             if siblings is not None and siblings.others:
                 self.engine.submit(siblings)
-            async with aclosing(self.engine.generate(request)) as steps:
+            rest = None if request.params.stop else self._rest  # a stop string is found here, and ends the answer
+            async with aclosing(self.engine.generate(request, rest)) as steps:
                 async for step in steps:
                     output = processor.process(step)
                     if output.finish_reason in ("error", "abort"):

@@ -182,6 +182,7 @@ class StepOutput(msgspec.Struct, frozen=True, kw_only=True):
     num_computed: int | None = None  # of the prompt's tokens, in an output before the first token, on request
     cached_tokens: int = 0  # with the first output, and those before it: prompt tokens whose KV was found
     queue_seconds: float = 0.0  # with the first output: that the request waited until it was admitted
+    num_steps: int = 1  # that became this one
     error: str | None = None  # with finish_reason "error"
     error_code: str = "engine_error"  # the code of `error`, one of errors.HTTP_STATUS
 

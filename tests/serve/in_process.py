@@ -16,6 +16,7 @@ from lmkit.serve.serving import Serving
 from lmkit.text import Tokenizer
 from lmkit.turbo.request import EngineInfo, EngineStats, FinishReason, Request, Siblings, StepOutput, TokenLogprobs
 from lmkit.turbo.transport.async_engine import AsyncEngine
+from lmkit.turbo.transport.steps import Rest
 from tests.serve.fake_engine import DEMO
 
 TOKENIZER = Tokenizer.from_pretrained(DEMO)
@@ -38,7 +39,7 @@ class StubEngine(AsyncEngine):
     def submit(self, siblings: Siblings) -> None:
         """Do nothing: `generate` answers each request by itself."""
 
-    async def generate(self, request: Request) -> AsyncGenerator[StepOutput]:
+    async def generate(self, request: Request, rest: Rest = None) -> AsyncGenerator[StepOutput]:
         if self._failure and self._at_once:
             raise self._failure
         yield StepOutput(request_id=request.request_id, token_ids=[70])
@@ -76,7 +77,7 @@ class ScriptedEngine(AsyncEngine):
     def submit(self, siblings: Siblings) -> None:
         self.submitted.append(siblings)
 
-    async def generate(self, request: Request) -> AsyncGenerator[StepOutput]:
+    async def generate(self, request: Request, rest: Rest = None) -> AsyncGenerator[StepOutput]:
         self.requests.append(request)
         known = self._computed.setdefault((request.tenant, request.cache_salt), [])
         cached = max((_common(ids, request.prompt_ids[:-1]) for ids in known), default=0)

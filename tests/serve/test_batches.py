@@ -20,6 +20,7 @@ from lmkit.serve.batches import batch as records
 from lmkit.serve.batches.batch import ENDED, Batch
 from lmkit.serve.batches.runner import Batches
 from lmkit.turbo.request import Request, StepOutput
+from lmkit.turbo.transport.steps import Rest
 from lmkit.web.budget import Budget
 from tests.serve.in_process import App, ScriptedEngine, app_of
 from tests.serve.live import Server
@@ -149,7 +150,7 @@ class Gated(ScriptedEngine):
         self.gate = asyncio.Event()
         self.num_running = self.most_running = 0
 
-    async def generate(self, request: Request) -> AsyncGenerator[StepOutput]:
+    async def generate(self, request: Request, rest: Rest = None) -> AsyncGenerator[StepOutput]:
         self.num_running += 1
         self.most_running = max(self.most_running, self.num_running)
         try:

@@ -14,6 +14,7 @@ import pytest
 from lmkit.config import ServerConfig
 from lmkit.serve.streaming import WholeAnswer, json_parts
 from lmkit.turbo.request import Request, StepOutput, TokenLogprobs
+from lmkit.turbo.transport.steps import Rest
 from tests.serve.in_process import CHAT, CHAT_PATH, TEXT, TEXT_PATH, TOKENIZER, ScriptedEngine, app_of, send, serving_of
 
 KIB = 1 << 10
@@ -30,7 +31,7 @@ class Talkative(ScriptedEngine):
         self.num_open_now = 0
         self._pauses = pauses
 
-    async def generate(self, request: Request) -> AsyncGenerator[StepOutput]:
+    async def generate(self, request: Request, rest: Rest = None) -> AsyncGenerator[StepOutput]:
         most, num_top = request.params.max_tokens or 0, request.params.logprobs
         self.num_open_now += 1
         try:

@@ -12,6 +12,7 @@ from lmkit.errors import RequestError
 from lmkit.serve import metrics as metrics_module
 from lmkit.serve.metrics import Metrics
 from lmkit.turbo.request import EngineStats, Request, StepOutput
+from lmkit.turbo.transport.steps import Rest
 from tests.serve.in_process import CHAT, CHAT_PATH, TEXT, TEXT_PATH, App, ScriptedEngine, StubEngine, send
 
 MESSAGE = "not done after 2 s"
@@ -25,7 +26,7 @@ class Late(StubEngine):
         super().__init__()
         self._num_tokens, self._code = num_tokens, code
 
-    async def generate(self, request: Request) -> AsyncGenerator[StepOutput]:
+    async def generate(self, request: Request, rest: Rest = None) -> AsyncGenerator[StepOutput]:
         for _ in range(self._num_tokens):
             yield StepOutput(request_id=request.request_id, token_ids=[70])
         yield StepOutput(

@@ -19,6 +19,7 @@ from lmkit.serve.to_request import chat_requests, completion_requests
 from lmkit.strict import validate
 from lmkit.turbo.request import Request, SamplingParams, StepOutput
 from lmkit.turbo.transport.async_engine import AsyncEngine
+from lmkit.turbo.transport.steps import Rest
 from tests.serve.fake_engine import DEMO
 from tests.serve.in_process import CHAT, CHAT_PATH, INFO, TEXT, TEXT_PATH, TOKENIZER, ScriptedEngine, StubEngine, send
 
@@ -53,7 +54,7 @@ def test_a_line_break_in_a_text_does_not_break_the_frame() -> None:
     newline = TOKENIZER.encode("\n")[0]
 
     class Newline(StubEngine):
-        async def generate(self, request: Request) -> AsyncGenerator[StepOutput]:
+        async def generate(self, request: Request, rest: Rest = None) -> AsyncGenerator[StepOutput]:
             yield StepOutput(request_id=request.request_id, token_ids=[newline] * 4, finish_reason="stop")
 
     events = send(Newline(), json=CHAT | {"stream": True}).text.split("\n\n")

@@ -22,6 +22,7 @@ from lmkit.serve.embeddings import judge, vectors
 from lmkit.serve.embeddings.encoding import encoded
 from lmkit.serve.truncate import cut_text
 from lmkit.turbo.request import Classes, EngineInfo, Request, Siblings, StepOutput, TokenLogprobs
+from lmkit.turbo.transport.steps import Rest
 from tests.serve.fake_engine import EMBEDDING_SIZE, embedding
 from tests.serve.in_process import INFO, TOKENIZER, App, StubEngine, _fields
 from tests.serve.live import Server
@@ -52,7 +53,7 @@ class EmbeddingEngine(StubEngine):
     def submit(self, siblings: Siblings) -> None:
         assert not siblings.others
 
-    async def generate(self, request: Request) -> AsyncGenerator[StepOutput]:
+    async def generate(self, request: Request, rest: Rest = None) -> AsyncGenerator[StepOutput]:
         self.requests.append(request)
         self.open += 1
         self.most = max(self.most, self.open)
@@ -398,7 +399,7 @@ class JudgeEngine(EmbeddingEngine):
         super().__init__()
         self.info = EngineInfo(**{**_fields(INFO), "max_model_len": 512})
 
-    async def generate(self, request: Request) -> AsyncGenerator[StepOutput]:
+    async def generate(self, request: Request, rest: Rest = None) -> AsyncGenerator[StepOutput]:
         self.requests.append(request)
         await asyncio.sleep(0)
         scored = request.prompt_ids[request.logprobs_start + 1 :]

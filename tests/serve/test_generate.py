@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from lmkit.turbo.request import Request, StepOutput, TokenLogprobs
+from lmkit.turbo.transport.steps import Rest
 from tests.serve.in_process import CHAT, CHAT_PATH, TEXT, TEXT_PATH, TOKENIZER, App, ScriptedEngine
 
 PROMPT = TOKENIZER.encode("Hi")
@@ -20,7 +21,7 @@ class Scored(ScriptedEngine):
     def __init__(self) -> None:
         super().__init__(lambda request: ANSWER)
 
-    async def generate(self, request: Request) -> Any:
+    async def generate(self, request: Request, rest: Rest = None) -> Any:
         top = [(5 + i, -0.125 - i) for i in range(request.params.logprobs or 0)]
         async for step in super().generate(request):
             scores = [TokenLogprobs(token, -0.5, top) for token in step.token_ids]

@@ -13,6 +13,7 @@ import pytest
 from lmkit.config import ServerConfig
 from lmkit.turbo.request import Request, SamplingParams, StepOutput
 from lmkit.turbo.transport.output import OutputProcessor
+from lmkit.turbo.transport.steps import Rest
 from tests.serve.in_process import CHAT, CHAT_PATH, TEXT, TEXT_PATH, TOKENIZER, App, ScriptedEngine, send
 
 LONG = "one two three four five six seven eight nine ten"
@@ -154,7 +155,7 @@ def test_timings_are_shown_on_request() -> None:
 class ChunkingEngine(ScriptedEngine):
     """Computes prompts eight tokens at a time, behind four that the cache had."""
 
-    async def generate(self, request: Request) -> AsyncGenerator[StepOutput]:
+    async def generate(self, request: Request, rest: Rest = None) -> AsyncGenerator[StepOutput]:
         for num in range(12, len(request.prompt_ids), 8):
             assert request.progress
             yield StepOutput(request_id=request.request_id, token_ids=[], num_computed=num, cached_tokens=4)

@@ -24,6 +24,7 @@ from lmkit.turbo.transport import messages
 from lmkit.turbo.transport.adapter_calls import AdapterCalls
 from lmkit.turbo.transport.restart import RestartPolicy
 from lmkit.turbo.transport.spawned import SILENT_SECONDS, EngineProcess
+from lmkit.turbo.transport.steps import Rest, Steps
 
 State = Literal["starting", "ready", "restarting", "asleep", "draining", "dead"]
 AT_REST = ("asleep", "draining")  # in these states a process that ends is not started again
@@ -74,7 +75,7 @@ class AsyncEngine:
         self._silent_seconds = min(SILENT_SECONDS, step_timeout or SILENT_SECONDS)
         self._restart = restart or RestartPolicy()
         self._max_open = config.max_queue + config.max_batch_size
-        self._streams: dict[str, asyncio.Queue[StepOutput | RequestError]] = {}
+        self._streams: dict[str, Steps] = {}
         self._process: EngineProcess | None = None
         self._context: zmq.Context | None = None
         self._ready: asyncio.Future[EngineInfo] | None = None  # of the process that loads the model
@@ -192,10 +193,10 @@ class AsyncEngine:
         too_many = len(self._streams) + len(names) > self._max_open
         if too_many or not self._process.send(messages.Add(siblings)):
             raise RequestError("queue_full", "too many requests are waiting; try again later")
-        self._streams |= {name: asyncio.Queue() for name in names}
+        self._streams |= {name: Steps() for name in names}
 
-    async def generate(self, request: Request) -> AsyncGenerator[StepOutput]:
-        """Yield the steps of one request. The last step has a finish_reason.
+    async def generate(self, request: Request, rest: Rest = None) -> AsyncGenerator[StepOutput]:
+        """Yield the steps of one request. The last step has a finish_reason. `rest`: see `Steps.get`.
 
         The request is sent now unless `submit` has sent it. Ending the iteration early aborts it in the engine. Raises
         RequestError if the request is refused or the engine stops.
@@ -206,11 +207,9 @@ class AsyncEngine:
         timer = self._deadline(request)
         try:
             while True:
-                item = await stream.get()
-                if isinstance(item, RequestError):
-                    raise item
-                yield item
-                if item.finish_reason is not None:
+                step = await stream.get(rest)
+                yield step
+                if step.finish_reason is not None:
                     return
         finally:
             if timer is not None:
@@ -267,7 +266,7 @@ class AsyncEngine:
     def _end(self, request_id: str, item: StepOutput | RequestError) -> None:
         stream = self._streams.pop(request_id, None)
         if stream is not None:
-            stream.put_nowait(item)
+            stream.put(item)
 
     def _fail_all(self, code: str, message: str) -> None:
         for request_id in list(self._streams):
@@ -280,7 +279,7 @@ class AsyncEngine:
                     if output.finish_reason is not None:
                         self._end(output.request_id, output)
                     elif stream := self._streams.get(output.request_id):
-                        stream.put_nowait(output)
+                        stream.put(output)
             case messages.Refused(request_id, code, message, param):
                 self._end(request_id, RequestError(code, message, param))
             case messages.Ready(info) if self._ready is not None:

@@ -105,7 +105,7 @@ class OutputProcessor:
         logprobs: list[TextLogprobs] = []
         first_token = self._num_tokens
         token_ids = [] if self.finished else step.token_ids
-        self._num_steps += bool(token_ids)
+        self._num_steps += step.num_steps if token_ids else 0
         self._time(step, is_later=bool(token_ids))
         for idx, token_id in enumerate(token_ids):
             if step.logprobs:
