@@ -47,7 +47,8 @@ def completion_fields(data: Any) -> Any:
     """A body of this route as one of /v1/completions. Raises RequestError."""
     if not isinstance(data, dict):
         return data
-    inner = data.get("sampling_params") or {}
+    inner = data.get("sampling_params")
+    inner = {} if inner is None else inner
     if not isinstance(inner, dict):
         raise _invalid("sampling_params: expected one object, for all prompts of the body", "sampling_params")
     fields: dict[str, Any] = {}

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import re
+from typing import Annotated, Any
 
-from pydantic import AfterValidator, Field, WithJsonSchema
+from pydantic import AfterValidator, Field, PlainValidator, WithJsonSchema
 
 from lmkit.formats.generation_config import TOP_K_OFF
+from lmkit.turbo.request import MAX_LOGIT_BIAS
+
+MAX_NAMED = 4  # mistakes that an error names
+TOKEN_ID = "^[0-9]{1,10}$"
 
 
 def _top_k(value: int) -> int:
@@ -30,3 +35,18 @@ Repetition = Annotated[float, _within(0.01, 100)]
 TopK = Annotated[
     int, AfterValidator(_top_k), WithJsonSchema({"type": "integer", "minimum": TOP_K_OFF[0], "maximum": (1 << 31) - 1})
 ]
+
+
+def _biases(value: Any) -> dict[int, float]:
+    if not isinstance(value, dict) or len(value) > MAX_LOGIT_BIAS:
+        raise ValueError(f"expected an object of at most {MAX_LOGIT_BIAS} token ids")
+    wrong = [key for key, bias in value.items()
+             if not re.fullmatch(TOKEN_ID, key) or type(bias) not in (int, float)]  # fmt: skip
+    if wrong:
+        named = ", ".join(repr(key[:64]) for key in wrong[:MAX_NAMED])
+        raise ValueError(f"expected token ids with numbers; these are not: {named}")
+    return {int(key): float(bias) for key, bias in value.items()}
+
+
+_BIASES = {"type": "object", "patternProperties": {TOKEN_ID: {"type": "number"}}, "additionalProperties": False}
+Biases = Annotated[dict[int, float], PlainValidator(_biases), WithJsonSchema(_BIASES)]  # JSON has the ids as strings

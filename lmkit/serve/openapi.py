@@ -38,6 +38,7 @@ from lmkit.serve.protocol import (
     TokenizeRequest,
 )
 from lmkit.serve.responses import protocol as openai
+from lmkit.strict import NEVER
 
 router = APIRouter()
 REF = "#/components/schemas/"
@@ -115,7 +116,10 @@ OTHER_BODIES: Mapping[str, dict[str, Any]] = {
                     "sampling_params": {"type": ["object", "null"]},
                     "stream": {"type": ["boolean", "null"]},
                 },
-                "anyOf": [{"required": ["text"]}, {"required": ["input_ids"]}],
+                "anyOf": [
+                    {"required": ["text"], "properties": {"input_ids": {"items": ID}}},
+                    {"required": ["input_ids"], "properties": {"text": NEVER}},
+                ],
             }
         }
     },

@@ -8,7 +8,6 @@ every key, and any key is accepted. As with OpenAI, it does not separate caches;
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar
 
@@ -18,21 +17,19 @@ from pydantic import (
     AfterValidator,
     BeforeValidator,
     Field,
-    PlainValidator,
 )
 
 from lmkit import neutral
 from lmkit.config import MAX_TIMEOUT
-from lmkit.serve.numbers import Penalty, Repetition, Share, Temperature, TokenId, TopK, TopP
-from lmkit.strict import NEVER, No, Schema, Strict, Yes, exactly_one, given, goes_with
+from lmkit.serve.numbers import Biases, Penalty, Repetition, Share, Temperature, TokenId, TopK, TopP
+from lmkit.strict import NEVER, NULL, No, Schema, Strict, Yes, exactly_one, given, goes_with
 from lmkit.text.chat.conversation import MAX_TOOLS, Chat, Messages, TemplateVariables, Tool
-from lmkit.turbo.request import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOPS
+from lmkit.turbo.request import MAX_LOGPROBS, MAX_STOPS
 
 MAX_PROMPTS = 256
 MAX_CHOICES = 128  # n
 MAX_SEQUENCES = 1024  # prompts times n (or best_of)
 MAX_PRIORITY = 1000
-MAX_NAMED = 4  # mistakes that an error names
 
 
 class StreamOptions(Strict):
@@ -56,17 +53,10 @@ def _listed(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
-def _biases(value: Any) -> dict[int, float]:
-    if not isinstance(value, dict) or len(value) > MAX_LOGIT_BIAS:
-        raise ValueError(f"expected an object of at most {MAX_LOGIT_BIAS} token ids")
-    wrong = [key for key, bias in value.items()
-             if not re.fullmatch(r"[0-9]{1,10}", key) or type(bias) not in (int, float)]  # fmt: skip
-    if wrong:
-        named = ", ".join(repr(key[:64]) for key in wrong[:MAX_NAMED])
-        raise ValueError(f"expected token ids with numbers; these are not: {named}")
-    return {int(key): float(bias) for key, bias in value.items()}
-
-
+MAX_METADATA = 16
+Metadata = Annotated[
+    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=MAX_METADATA)
+]
 NewTokens = Annotated[int, Field(ge=-1, lt=1 << 31)]  # -1 = until the context is full
 
 
@@ -84,9 +74,7 @@ class Extensions(Placed):
     seed: Annotated[int, Field(ge=0, lt=1 << 63)] | None = None  # choice i gets seed + i
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    logit_bias: Annotated[dict[int, float], PlainValidator(_biases, json_schema_input_type=dict[str, float])] | None = (
-        None  # JSON has the ids as strings
-    )
+    logit_bias: Biases | None = None
     top_k: TopK | None = None
     min_p: Share | None = None
     repetition_penalty: Repetition | None = None
@@ -151,26 +139,33 @@ class _Sampling(Extensions):
     allowed_token_ids: Annotated[list[TokenId], Field(max_length=32768)] | None = None  # vLLM's: no other tokens
 
 
-_OFF = (None, False)
-_STREAMED, _CONTINUED = (given(name, **{name: {"const": True}}) for name in ("stream", "continue_final_message"))
-_NO_USAGE = {"properties": {name: {"enum": list(_OFF)} for name in ("include_usage", "continuous_usage_stats")}}
+_ON: Schema = {"const": True}
+_OFF: Schema = {"enum": [None, False]}
+_NO_USAGE: Schema = {"properties": {"include_usage": _OFF, "continuous_usage_stats": _OFF}}
+# One alternative for each way to answer: testers multiply the alternatives of all conditions.
+_STREAMED_OR_WHOLE: Schema = {"anyOf": [
+    given("stream", stream=_ON, prompt_logprobs=NULL),
+    {"properties": {"stream": _OFF, "return_progress": _OFF, "stream_options": _NO_USAGE}},
+]}  # fmt: skip
 
 
 class ChatCompletionRequest(_Sampling, ChatExtensions, Chat):
     absent = {**neutral.GENERATION, **neutral.CHAT}
     conditions = (
-        goes_with("echo", _CONTINUED, _OFF),
-        goes_with("continue_final_message", {"properties": {"add_generation_prompt": {"enum": list(_OFF)}}}, _OFF),
-        goes_with("return_progress", _STREAMED, _OFF),
-        goes_with("top_logprobs", given("logprobs", logprobs={"const": True}), (None, 0)),
-        goes_with("prompt_logprobs", {"properties": {"stream": {"enum": list(_OFF)}}}),
-        {"anyOf": [_STREAMED, {"properties": {"stream_options": _NO_USAGE}}]},
+        _STREAMED_OR_WHOLE,
+        {"anyOf": [
+            given("continue_final_message", continue_final_message=_ON, add_generation_prompt=_OFF),
+            {"properties": {"continue_final_message": _OFF, "echo": _OFF}},
+        ]},
+        goes_with("top_logprobs", given("logprobs", logprobs=_ON), (None, 0)),
+        goes_with("tool_choice", given("tools", tools={"minItems": 1}), (None, "none", "auto")),
     )  # fmt: skip
 
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     truncation_side: Literal["left"] | None = None  # at its right is where the answer begins
     prompt_cache_key: Annotated[str, Field(max_length=1024)] | None = None  # any value is accepted, see above
+    metadata: Metadata | None = None  # labels of a stored answer, and `store` is refused: nothing has these labels
     echo: bool | None = None  # vLLM's, with continue_final_message: the answer begins with the text of that message
 
     @property
@@ -204,6 +199,7 @@ GivenPrompts: TypeAlias = str | Annotated[list[str | list[int]], _SOME] | Annota
 
 class CompletionRequest(_Sampling):
     absent = {**neutral.GENERATION, **neutral.COMPLETION}
+    conditions = (_STREAMED_OR_WHOLE,)
 
     prompt: Annotated[list[str | list[int]], BeforeValidator(prompts, json_schema_input_type=GivenPrompts)]
     best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None  # number generated; the best n are returned

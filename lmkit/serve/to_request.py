@@ -65,7 +65,7 @@ def chat_requests(
     wanted = (_limit(asked) or 1) if must_fit else 1
     most = _room(body, info, wanted)
     turn = chat_prompt(body, tokenizer, info, history, style, may_be_long=most is not None)
-    params = _params(
+    params = sampling_params(
         body,
         info,
         max_tokens=_limit(_or(asked, info.sampling.max_new_tokens)),
@@ -105,7 +105,7 @@ def completion_requests(
     choices = _checked_choices(body)
     select = choices > _or(body.n, 1)  # by log-probability, so the engine must return it
     asked = _asked_tokens(body)
-    params = _params(
+    params = sampling_params(
         body,
         info,
         max_tokens=_limit(_or(asked, info.sampling.max_new_tokens or DEFAULT_COMPLETION_TOKENS)),
@@ -222,7 +222,7 @@ def check_ids(ids: Sequence[int], vocab_size: int, param: str) -> None:
         raise _invalid(f"{param}: token id {str(wrong)[:20]} is not in [0, {vocab_size})", param)
 
 
-def _params(body: ChatCompletionRequest | CompletionRequest, info: EngineInfo, **fields: Any) -> SamplingParams:
+def sampling_params(body: ChatCompletionRequest | CompletionRequest, info: EngineInfo, **fields: Any) -> SamplingParams:
     """The request's parameters: given, else the checkpoint's default, else OpenAI's."""
     options = body.stream_options
     if options is not None and not body.stream and (options.include_usage or options.continuous_usage_stats):

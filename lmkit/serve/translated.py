@@ -18,7 +18,7 @@ from lmkit.errors import RequestError
 from lmkit.serve.choose import choose
 from lmkit.serve.images import ImageSources
 from lmkit.serve.protocol import ChatCompletionRequest, ChatExtensions
-from lmkit.serve.to_request import chat_prompt
+from lmkit.serve.to_request import chat_prompt, sampling_params
 from lmkit.strict import validate
 from lmkit.turbo.transport.prompt_images import read_images, with_images
 
@@ -42,6 +42,7 @@ async def num_prompt_tokens(http: HttpRequest, chat: ChatCompletionRequest, name
 
     def counted() -> int:
         with renamed(names):
+            sampling_params(chat, server.info)  # as an answer would refuse them
             images = read_images(chat.images, server.info, sources.load)
             prompt = chat_prompt(chat, server.tokenizer, server.info, style=server.style)
             return len(with_images(prompt.ids, images, server.info)[0])

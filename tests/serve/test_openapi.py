@@ -75,7 +75,7 @@ def test_inputs_that_are_made_uniform_are_described_as_they_may_be_sent(document
     assert {"type": "string"} in stop["anyOf"]
     assert {"type": "string"} in prompt["prompt"]["anyOf"]
     assert {"type": "array", "items": {"type": "integer"}, "minItems": 1} in prompt["prompt"]["anyOf"]
-    assert prompt["logit_bias"]["anyOf"][0] == {"type": "object", "additionalProperties": {"type": "number"}}
+    assert prompt["logit_bias"]["anyOf"][0]["patternProperties"] == {"^[0-9]{1,10}$": {"type": "number"}}
 
 
 @pytest.mark.parametrize("value", [0, 0.0, 1, "false"])
@@ -140,24 +140,34 @@ BATCH = {"endpoint": "/v1/completions", "completion_window": "24h", "input_file_
              {"messages": [MESSAGE | {"tool_calls": []}]},
              {"messages": [{"role": "system", "content": PARTS}, MESSAGE | {"content": PARTS}]},
              {"messages": [MESSAGE, {"role": "tool", "content": "a", "tool_call_id": "b"}]},
-             {"logprobs": True, "top_logprobs": 2}],
+             {"logprobs": True, "top_logprobs": 2}, {"tool_choice": "auto", "tools": []},
+             {"logit_bias": {"5": 1}}, {"stream": False, "prompt_logprobs": 1}],
             [{"seed": -2}, {"guided_json_object": 0}, {"max_tokens": 2.5}, {"temperature": -1}, {"top_p": 0},
              {"messages": [MESSAGE, {"role": "assistant"}]}, {"messages": [MESSAGE | {"reasoning": "a"}]},
              {"messages": [MESSAGE | {"tool_call_id": "b"}]}, {"messages": [MESSAGE | {"content": ["a"]}]},
              {"top_logprobs": 2}, {"stream_options": {"include_usage": True}}, {"return_progress": True},
-             {"echo": True}, {"presence_penalty": 101}, {"repetition_penalty": 5e-324}],
+             {"echo": True}, {"tool_choice": "required"}, {"tool_choice": "required", "tools": []},
+             {"logit_bias": {"a": 1}}, {"stream": True, "prompt_logprobs": 1},
+             {"presence_penalty": 101}, {"repetition_penalty": 5e-324}],
         ),
         (
             "/v1/messages", {"model": "model", "max_tokens": 2, "messages": [MESSAGE]},
             [{"thinking": {"type": "enabled", "budget_tokens": 1}}, {"system": None},
              {"messages": [MESSAGE, {"role": "assistant", "content": [THOUGHT, *PARTS]}]}],
-            [{"thinking": {"type": "enabled"}}, {"thinking": {"type": "disabled", "budget_tokens": 1}},
+            [{"tool_choice": {"type": "tool"}}, {"tool_choice": {"type": "auto", "name": "a"}},
+             {"thinking": {"type": "enabled"}}, {"thinking": {"type": "disabled", "budget_tokens": 1}},
              {"messages": [{"role": "user", "content": [THOUGHT]}]}],
         ),
         (
             "/v1/responses", {"input": "a"},
             [{"input": [MESSAGE]}, {"seed": -1}],
             [{"return_progress": True}, {"input": [{"role": "robot", "content": "a"}]}, {"top_p": 2}],
+        ),
+        ("/v1/responses/input_tokens", {"input": "a"}, [{}], [{"repetition_penalty": 0}, {"presence_penalty": 101}]),
+        (
+            "/generate", {},
+            [{"text": "a"}, {"text": "a", "input_ids": [1]}, {"input_ids": [[1], [2]]}],
+            [{}, {"text": "a", "input_ids": [[1]]}, {"text": "a", "sampling_params": False}],
         ),
         (
             "/v1/batches", {},

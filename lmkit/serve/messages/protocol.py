@@ -159,9 +159,20 @@ def _client_tools(tools: Any) -> Any:
 
 
 class ToolChoice(Nullable):
+    conditions = ({"anyOf": [
+        given("name", type={"const": "tool"}),
+        {"properties": {"type": {"enum": ["auto", "any", "none"]}, "name": NULL}},
+    ]},)  # fmt: skip
+
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
+
+    @model_validator(mode="after")
+    def _names_a_tool(self) -> ToolChoice:
+        if (self.name is None) == (self.type == "tool"):
+            raise ValueError("name goes with type tool, which needs it")
+        return self
 
 
 class ThinkingConfig(Nullable):
@@ -225,6 +236,7 @@ class Prompt(ChatExtensions):
     tool_choice: ToolChoice | None = None
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
+    output_format: dict[str, Any] | None = None  # the place of output_config.format in a beta
     cache_control: CacheControl | None = None
 
 

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from lmkit.errors import RequestError
 from lmkit.serve.messages.protocol import (
     NAMES,
     Image,
@@ -30,13 +31,18 @@ def to_chat(body: Prompt) -> ChatCompletionRequest:
     choice = body.tool_choice
     single = choice is not None and choice.disable_parallel_tool_use
     output, thinking = body.output_config, body.thinking
+    form = output.format if output and output.format else body.output_format
+    if body.output_format not in (None, form):
+        raise RequestError(
+            "invalid_request", "output_format differs from output_config.format; send one", "output_format"
+        )
     fields: dict[str, Any] = {
         "model": body.model,
         "messages": _messages(body),
         "tools": [_tool(tool) for tool in body.tools or ()] or None,
         "tool_choice": _tool_choice(choice) if choice else None,
         "parallel_tool_calls": False if single else None,
-        "response_format": _response_format(output.format) if output and output.format else None,
+        "response_format": _response_format(form) if form else None,
         "reasoning_effort": output.effort if output else None,
         "thinking_token_budget": thinking.budget_tokens if thinking else None,
     }

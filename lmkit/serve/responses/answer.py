@@ -14,7 +14,8 @@ from lmkit.serve.auth import Owner
 from lmkit.serve.blocks import Block, BlockBuilder, Step
 from lmkit.serve.protocol import ChatCompletionRequest, Timings
 from lmkit.serve.response import timings
-from lmkit.serve.responses.protocol import NAMES, Item, ResponsesRequest
+from lmkit.serve.responses.custom import InputText, input_of
+from lmkit.serve.responses.protocol import NAMES, CustomTool, Item, ResponsesRequest
 from lmkit.serve.serving import Serving, new_id
 from lmkit.serve.streaming import Failed, event
 from lmkit.serve.translated import renamed, sealed
@@ -23,8 +24,12 @@ from lmkit.turbo.transport.output import RequestOutput, TextLogprobs
 from lmkit.web.budget import Share
 from lmkit.web.response_store import ResponseStore, Stored
 
-_INPUT_IDS = {"message": "msg_", "function_call": "fc_", "function_call_output": "fco_", "reasoning": "rs_"}
+_INPUT_IDS = {
+    "message": "msg_", "function_call": "fc_", "function_call_output": "fco_", "custom_tool_call": "ctc_",
+    "custom_tool_call_output": "ctco_", "reasoning": "rs_",
+}  # fmt: skip
 RAW_TOKEN_BYTES = 16  # of a token in `_raw_messages`: its id, and some bytes of text
+_NO_SCHEMA = {"function": {"parameters": None, "strict": None}, "custom": {"format": {"type": "text"}}}
 _ECHOED = {"reasoning", "text", "tool_choice", "tools"}
 
 
@@ -51,6 +56,8 @@ class ResponsesAnswer(BlockBuilder):
         super().__init__(server, chat, owner, share)
         self._exchange, self._asked = exchange, exchange.body
         self._number = -1  # of the last event
+        self._custom = {tool.name for tool in exchange.body.tools or () if isinstance(tool, CustomTool)}
+        self._input = InputText()  # of the custom call that grows
         self._token_ids = array("i")  # of the answer, if they are shown
 
     async def gather(self) -> None:
@@ -172,7 +179,7 @@ class ResponsesAnswer(BlockBuilder):
             "temperature": params.temperature,
             "text": {"format": {"type": "text"}} | fields.get("text", {}),
             "tool_choice": fields.get("tool_choice", "auto"),
-            "tools": [{"parameters": None, "strict": None} | tool for tool in fields.get("tools", ())],
+            "tools": [_NO_SCHEMA.get(tool["type"], {}) | tool for tool in fields.get("tools", ())],
             "top_logprobs": asked.top_logprobs or 0,
             "top_p": params.top_p,
             "truncation": "disabled",
@@ -195,6 +202,9 @@ class ResponsesAnswer(BlockBuilder):
                     item["encrypted_content"] = None if is_new else sealed(block.text)
             case "text":
                 item |= {"type": "message", "role": "assistant", "content": [] if is_new else [self._part(block)]}
+            case "call" if block.name in self._custom:
+                item |= {"type": "custom_tool_call", "call_id": block.call_id, "name": block.name}
+                item["input"] = input_of(block.text)
             case "call":
                 item |= {"type": "function_call", "call_id": block.call_id, "name": block.name}
                 item["arguments"] = block.text
@@ -217,7 +227,8 @@ class ResponsesAnswer(BlockBuilder):
             return
         at = {"item_id": block.id, "output_index": block.index}
         if block.kind == "call":
-            yield from self._call_written(step, at)
+            written = self._custom_written if block.name in self._custom else self._call_written
+            yield from written(step, at)
             return
         kind = "response.output_text" if block.kind == "text" else "response.reasoning_text"
         inside = at | {"content_index": 0}
@@ -244,6 +255,19 @@ class ResponsesAnswer(BlockBuilder):
                 yield self._event(f"{kind}.delta", **at, delta=step.text)
             case "close":
                 yield self._event(f"{kind}.done", **at, name=block.name, arguments=block.text)
+                yield self._item_event("done", block, _status(block))
+
+    def _custom_written(self, step: Step, at: dict[str, Any]) -> Iterator[str]:
+        kind, block = "response.custom_tool_call_input", step.block
+        match step.what:
+            case "open":
+                self._input = InputText()
+                yield self._item_event("added", block, "in_progress")
+            case "grow":
+                if delta := self._input.feed(step.text):
+                    yield self._event(f"{kind}.delta", **at, delta=delta)
+            case "close":
+                yield self._event(f"{kind}.done", **at, input=input_of(block.text))
                 yield self._item_event("done", block, _status(block))
 
     def _item_event(self, what: str, block: Block, status: str) -> str:

@@ -9,12 +9,11 @@ from pydantic import BeforeValidator, Field
 
 from lmkit import neutral
 from lmkit.serve.numbers import Temperature, TopP
-from lmkit.serve.protocol import ChatExtensions, ModelName
+from lmkit.serve.protocol import ChatExtensions, Metadata, ModelName
 from lmkit.strict import LAZY, No, Nullable, given, goes_with
 from lmkit.text.chat.conversation import MAX_MESSAGES, MAX_TOOLS, check_parts
 from lmkit.text.messages import DETAILS
 
-MAX_METADATA = 16
 Status = Literal["in_progress", "completed", "incomplete"]
 TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 ItemId = Annotated[str, Field(max_length=256)]
@@ -99,6 +98,27 @@ class FunctionCallOutput(Nullable):
     status: Status | None = None
 
 
+class CustomCall(Nullable):
+    absent = FunctionCall.absent
+
+    type: Literal["custom_tool_call"]
+    call_id: ItemId
+    name: str
+    input: str
+    id: ItemId | None = None
+    status: Status | None = None
+
+
+class CustomCallOutput(Nullable):
+    absent = FunctionCallOutput.absent
+
+    type: Literal["custom_tool_call_output"]
+    call_id: ItemId
+    output: Parts
+    id: ItemId | None = None
+    status: Status | None = None
+
+
 class ReasoningItem(Nullable):
     type: Literal["reasoning"]
     summary: list[TextPart] = []
@@ -108,7 +128,10 @@ class ReasoningItem(Nullable):
     status: Status | None = None
 
 
-Item = Annotated[Message | FunctionCall | FunctionCallOutput | ReasoningItem, Field(discriminator="type")]
+Item = Annotated[
+    Message | FunctionCall | FunctionCallOutput | CustomCall | CustomCallOutput | ReasoningItem,
+    Field(discriminator="type"),
+]
 
 
 def _item_list(value: Any) -> Any:
@@ -128,13 +151,14 @@ Items = Annotated[
 ]
 
 
-def _only_functions(tools: Any) -> Any:
+def _client_tools(tools: Any) -> Any:
     if isinstance(tools, list) and len(tools) > MAX_TOOLS:
         raise ValueError(f"at most {MAX_TOOLS} tools")
     for tool in tools if isinstance(tools, list) else ():
         kind = tool.get("type") if isinstance(tool, dict) else None
-        if isinstance(kind, str) and kind != "function":
-            raise ValueError(f"tools of type {kind[:64]!r} are not supported: send functions, which the client runs")
+        if isinstance(kind, str) and kind not in ("function", "custom"):
+            known = "send functions or custom tools, which the client runs"
+            raise ValueError(f"tools of type {kind[:64]!r} are not supported: {known}")
     return tools
 
 
@@ -148,8 +172,38 @@ class FunctionTool(Nullable):
     strict: bool | None = None
 
 
+class AnyText(Nullable):
+    type: Literal["text"]
+
+
+def _regex(value: Any) -> Any:
+    if value == "lark":
+        raise ValueError("the input of a custom tool cannot be held to a grammar in Lark's syntax; send a regex")
+    return value
+
+
+class Pattern(Nullable):
+    type: Literal["grammar"]
+    syntax: Annotated[Literal["regex"], BeforeValidator(_regex)]
+    definition: str
+
+
+class CustomTool(Nullable):
+    """A tool whose input is one text. `format` says which texts it takes; none = any."""
+
+    absent = FunctionTool.absent
+
+    type: Literal["custom"]
+    name: str
+    description: str | None = None
+    format: Annotated[AnyText | Pattern, Field(discriminator="type")] | None = None
+
+
+AnyTool = Annotated[FunctionTool | CustomTool, Field(discriminator="type")]
+
+
 class NamedTool(Nullable):
-    type: Literal["function"]
+    type: Literal["function", "custom"]
     name: str
 
 
@@ -160,9 +214,8 @@ class AllowedTools(Nullable):
 
 
 class Text(Nullable):
-    absent = {"verbosity": ("medium",)}
-
     format: dict[str, Any] | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
 
 
 class Reasoning(Nullable):
@@ -195,7 +248,7 @@ class Prompt(ChatExtensions):
     input: Items
     instructions: str | None = None
     previous_response_id: ItemId | None = None
-    tools: Annotated[list[FunctionTool] | None, BeforeValidator(_only_functions)] = None
+    tools: Annotated[list[AnyTool] | None, BeforeValidator(_client_tools)] = None
     tool_choice: (
         Literal["none", "auto", "required"] | Annotated[NamedTool | AllowedTools, Field(discriminator="type")] | None
     ) = None
@@ -205,9 +258,6 @@ class Prompt(ChatExtensions):
     truncation: Literal["disabled"] | None = None
 
 
-Metadata = Annotated[
-    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=MAX_METADATA)
-]
 # What an answer may show beside its items. The first two are honoured; the others belong to tools that run in the
 # server, of which there are none.
 Includable = Literal[
@@ -272,4 +322,5 @@ NAMES: Mapping[str, str] = {
     "max_tokens": "max_output_tokens",
     "response_format": "text.format",
     "reasoning_effort": "reasoning.effort",
+    "verbosity": "text.verbosity",
 }

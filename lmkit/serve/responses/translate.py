@@ -7,9 +7,13 @@ from typing import Any
 
 from lmkit.errors import RequestError
 from lmkit.serve.protocol import ChatCompletionRequest
+from lmkit.serve.responses.custom import arguments_of, input_schema
 from lmkit.serve.responses.protocol import (
     NAMES,
     AllowedTools,
+    CustomCall,
+    CustomCallOutput,
+    CustomTool,
     FunctionCall,
     FunctionCallOutput,
     FunctionTool,
@@ -35,6 +39,7 @@ def to_chat(body: Prompt, items: Sequence[Item]) -> ChatCompletionRequest:
         "parallel_tool_calls": body.parallel_tool_calls,
         "response_format": _response_format(body.text.format if body.text else None),
         "reasoning_effort": body.reasoning.effort if body.reasoning else None,
+        "verbosity": body.text.verbosity if body.text else None,
     }
     if isinstance(body, ResponsesRequest):
         fields |= {
@@ -82,7 +87,11 @@ def _call(turns: Turns, item: FunctionCall) -> None:
     turns.call(item.call_id, item.name, item.arguments)
 
 
-def _output(turns: Turns, item: FunctionCallOutput) -> None:
+def _custom_call(turns: Turns, item: CustomCall) -> None:
+    turns.call(item.call_id, item.name, arguments_of(item.input))
+
+
+def _output(turns: Turns, item: FunctionCallOutput | CustomCallOutput) -> None:
     turns.add("tool", _text(item.output), tool_call_id=item.call_id)
 
 
@@ -94,6 +103,8 @@ _ADD: Mapping[type, Callable[[Turns, Any], None]] = {
     Message: _message,
     FunctionCall: _call,
     FunctionCallOutput: _output,
+    CustomCall: _custom_call,
+    CustomCallOutput: _output,
     ReasoningItem: _reasoning,
 }
 
@@ -102,13 +113,9 @@ def _text(parts: Iterable[TextPart]) -> str:
     return joined(part.text for part in parts)
 
 
-def _tool(tool: FunctionTool) -> dict[str, Any]:
-    function = {
-        "name": tool.name,
-        "description": tool.description,
-        "parameters": tool.parameters,
-        "strict": tool.strict,
-    }
+def _tool(tool: FunctionTool | CustomTool) -> dict[str, Any]:
+    schema, strict = (input_schema(tool), True) if isinstance(tool, CustomTool) else (tool.parameters, tool.strict)
+    function = {"name": tool.name, "description": tool.description, "parameters": schema, "strict": strict}
     return {"type": "function", "function": {name: value for name, value in function.items() if value is not None}}
 
 

@@ -197,6 +197,7 @@ class Chat(ToolOptions):
 
     messages: Messages
     reasoning_effort: Annotated[str, Field(max_length=16)] | None = None  # a variable of the chat template
+    verbosity: Literal["low", "medium", "high"] | None = None  # medium = the model's own way
     thinking_token_budget: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None  # vLLM's: tokens of reasoning
     include_reasoning: bool | None = None  # false: the answer leaves the reasoning out
     separate_reasoning: bool | None = None  # SGLang's; false: it stays in the content, with its marks

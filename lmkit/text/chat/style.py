@@ -12,13 +12,15 @@ from lmkit.text import Tokenizer
 from lmkit.text.chat.answer_events import AnswerEvents
 from lmkit.text.chat.conversation import AllowedTools, Chat, ChatMessage, NamedFunction, Tool, ToolOptions
 from lmkit.text.dialects import DIALECTS, THOUGHTS, Dialect, Parser, Thought, dialect_of, thought_of
-from lmkit.text.dialects.prompt import with_texts
+from lmkit.text.dialects.prompt import with_texts, with_told
 from lmkit.text.dialects.table import PLAIN
 from lmkit.text.messages import shown_parts
 from lmkit.text.template import THINKING_SWITCHES
 
 if TYPE_CHECKING:
     from lmkit.text.grammar import Grammars
+
+VERBOSITY = {"low": "Keep your answers short.", "high": "Answer at length and in detail."}
 
 
 class Style:
@@ -52,10 +54,14 @@ class Style:
     def render(self, body: Chat, variables: dict[str, Any]) -> str:
         """The conversation as the model's template writes it. Raises RequestError."""
         variables = self._with_effort(body.reasoning_effort, variables)
+        told, template = VERBOSITY.get(body.verbosity or "", ""), self._tokenizer.chat_template
+        if told and template is not None and "verbosity" in template.parameters:
+            told, variables = "", {"verbosity": body.verbosity} | variables
         return self.write(
             body.messages,
             shown_tools(body),
             variables,
+            told=told,
             add_generation_prompt=body.add_generation_prompt,
             continue_final=bool(body.continue_final_message),
         )
@@ -66,12 +72,14 @@ class Style:
         described: Sequence[Tool] = (),
         variables: dict[str, Any] | None = None,
         *,
+        told: str = "",
         add_generation_prompt: bool | None = None,
         continue_final: bool = False,
     ) -> str:
         """A conversation and the tools that it may call. Raises RequestError.
 
-        It ends where an answer begins. With `continue_final` it ends with the text of the last message.
+        `told` is for the end of the system's message. The text ends where an answer begins. With `continue_final` it
+        ends with the text of the last message.
         """
         if continue_final and add_generation_prompt:
             message = "continue_final_message does not go with add_generation_prompt; send one of them"
@@ -79,6 +87,7 @@ class Style:
         add = add_generation_prompt is not False and not continue_final
         tools = [_described(tool) for tool in described]
         messages: Sequence[Mapping[str, Any]] = list(map(plain_message, conversation))
+        messages = with_told(messages, told) if told else messages
         if tools and self.dialect is None:
             message = "this model's chat template shows no form for calls of tools; name one with --tool-parser"
             raise RequestError("unsupported_parameter", message, "tools")

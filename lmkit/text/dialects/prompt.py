@@ -31,11 +31,16 @@ def with_texts(messages: Sequence[Message], tools: Sequence[Message], dialect: D
             written = dialect.between.join(_written(call["function"], dialect) for call in calls)
             content = "\n".join(filter(None, [content, f"{dialect.opening}{written}{dialect.closing}"]))
         texts.append({"role": message["role"], "content": content})
-    if told and texts[0]["role"] in ("system", "developer"):
-        texts[0]["content"] += "\n\n" + told
-    elif told:
-        texts.insert(0, {"role": "system", "content": told})
-    return [{"role": text["role"], "content": text["content"]} for text in texts]
+    plain = [{"role": text["role"], "content": text["content"]} for text in texts]
+    return with_told(plain, told) if told else plain
+
+
+def with_told(messages: Sequence[Message], told: str) -> list[dict[str, Any]]:
+    """The conversation with a text at the end of the system's message, or in a new one."""
+    first, *others = map(dict, messages)
+    if first["role"] in ("system", "developer"):
+        return [first | {"content": f"{first['content']}\n\n{told}"}, *others]
+    return [{"role": "system", "content": told}, first, *others]
 
 
 def _written(function: Mapping[str, Any], dialect: Dialect) -> str:

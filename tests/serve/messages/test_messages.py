@@ -122,6 +122,16 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
 RESULT = {"type": "tool_result", "tool_use_id": "a", "content": "x"}
 CALL = {"type": "tool_use", "id": "a", "name": "f", "input": {}}
 
+FORM = {"type": "json_schema", "schema": {"type": "object", "properties": {"a": {"type": "integer"}}}}
+
+
+def test_the_schema_s_place_in_a_beta() -> None:
+    engine = ScriptedEngine()
+    for fields in ({"output_format": FORM}, {"output_config": {"format": FORM}}, {}):
+        assert App(engine).post(PATH, HELLO | {"model": "model"} | fields).status_code == 200
+    beta, now, free = (request.params.grammar for request in engine.requests)
+    assert beta == now != free
+
 
 @pytest.mark.parametrize(
     ("fields", "message"),
@@ -158,6 +168,8 @@ CALL = {"type": "tool_use", "id": "a", "name": "f", "input": {}}
         ({"stop_sequences": ["x"] * 17}, "stop_sequences"),
         ({"stop_sequences": [""]}, "stop_sequences"),
         ({"output_config": {"format": {"type": "json_schema", "schema": {"not": {}}}}}, "output_config.format: "),
+        ({"output_format": {"type": "json_schema", "schema": {"not": {}}}}, "output_config.format: "),
+        ({"output_format": FORM, "output_config": {"format": {"type": "text"}}}, "output_format differs"),
         ({"temperature": -1}, "temperature"),
         ({"nonsense": 1}, "unknown parameter 'nonsense'"),
     ],

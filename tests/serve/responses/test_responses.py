@@ -227,7 +227,7 @@ def test_parse_gives_the_client_s_own_type(client: openai.OpenAI) -> None:
         ({"tools": [{"type": "web_search"}]}, "tools", "'web_search' are not supported"),
         ({"tools": [{"type": "mcp", "server_label": "x"}]}, "tools", "'mcp' are not supported"),
         ({"reasoning": {"summary": "detailed"}}, "reasoning", "auto"),
-        ({"text": {"verbosity": "low"}}, "verbosity", "not supported"),
+        ({"text": {"verbosity": "much"}}, "text", "low"),
         ({"include": ["everything"]}, "include", "include"),
         ({"metadata": {"a": 1}}, "metadata", "string"),
         ({"metadata": {f"{i}": "" for i in range(17)}}, "metadata", "16"),
