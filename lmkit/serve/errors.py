@@ -14,7 +14,7 @@ from lmkit.errors import RequestError
 from lmkit.serve.choose import pool
 from lmkit.web.access_log import note_error
 from lmkit.web.errors import error_event, error_response, method_not_allowed, public_error
-from lmkit.web.routes import not_found
+from lmkit.web.routes import is_known_elsewhere, not_found
 
 
 async def handle_request_error(request: Request, error: Exception) -> Response:
@@ -29,7 +29,8 @@ async def handle_http_exception(request: Request, error: Exception) -> Response:
     """404 and 405 of the router."""
     assert isinstance(error, HTTPException)
     headers: Mapping[str, str] = error.headers or {}
-    if error.status_code == 404:
+    is_elsewhere = error.status_code == 405 and is_known_elsewhere(request.scope["path"])  # where we have an id
+    if error.status_code == 404 or is_elsewhere:
         shown = not_found(request.scope["path"], request.app.state.routes)
     elif error.status_code == 405:
         allowed = sorted(_methods(request))

@@ -337,3 +337,9 @@ def test_stored_responses_survive_a_restart(tmp_path: Path) -> None:
     again = App(ScriptedEngine(), config)
     assert again.request("GET", f"{PATH}/{id}").json()["id"] == id
     assert again.post(PATH, {"model": "model", "input": "Hi", "previous_response_id": id}).status_code == 200
+
+
+def test_the_route_that_compacts_is_named() -> None:
+    answer = App(ScriptedEngine()).post(f"{PATH}/compact", {"model": "model", "input": "Hi"})
+    assert answer.status_code == 404
+    assert "/v1/responses/compact is not supported by this server" in answer.json()["error"]["message"]
