@@ -160,8 +160,8 @@ class ResponseBuilder(ABC, Generic[B]):
         fields: dict[str, Any] = {}
         if (ids := self.prompt_ids(idx)) is not None:
             fields["prompt_token_ids"] = iter(ids)
-        if self.body.prompt_logprobs is not None:
-            fields["prompt_logprobs"] = map(self._prompt_position, choice.prompt_logprobs())
+        asked = self.body.prompt_logprobs is not None
+        fields["prompt_logprobs"] = map(self._prompt_position, choice.prompt_logprobs()) if asked else None
         return fields
 
     def _prompt_position(self, entry: TextLogprobs) -> dict[str, Any] | None:

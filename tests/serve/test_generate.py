@@ -209,6 +209,8 @@ def test_prompt_logprobs(path: str) -> None:
         "5": {"logprob": -0.125, "rank": 1, "decoded_token": TOKENIZER.token_text(5)},
     }
     assert answer["choices"][0]["logprobs"] is None
+    plain = ask(path, **body)
+    assert (plain if path == CHAT_PATH else plain["choices"][0])["prompt_logprobs"] is None
 
 
 def test_prompt_logprobs_do_not_change_how_many_an_answer_shows() -> None:
