@@ -42,6 +42,8 @@ ROWS = {
     "Qwen3": ("Qwen3ForCausalLM", "qwen3"),
     "Gemma 2": ("Gemma2ForCausalLM", "gemma2"),
     "Gemma 3 (text)": ("Gemma3ForCausalLM", "gemma3"),
+    "Gemma 4": ("Gemma4ForCausalLM", "gemma4-values"),
+    "Gemma 4 (text, beside towers)": ("Gemma4ForConditionalGeneration", "gemma4-vision"),
     "Granite": ("GraniteForCausalLM", "granite"),
     "OLMo 2": ("Olmo2ForCausalLM", "olmo2"),
     "OLMo 3": ("Olmo3ForCausalLM", "olmo3"),
@@ -68,8 +70,8 @@ ROWS = {
     "DeepSeek-V3, R1": ("DeepseekV3ForCausalLM", "deepseek-v3"),
     "OPT": ("OPTForCausalLM", "opt"),
 }
-ONLY_DENSE = {"DeepSeek-V2, V2-Lite", "DeepSeek-V3, R1", "OPT"}
-CPU_ALONE = {row for row in ROWS if row.startswith(("Qwen3-Next", "Qwen3.5"))} | ONLY_DENSE
+ONLY_DENSE = {"OPT"}
+CPU_ALONE = {row for row in ROWS if row.startswith(("Qwen3-Next", "Qwen3.5", "Gemma 4", "DeepSeek"))} | ONLY_DENSE
 
 
 def cells() -> dict[str, list[str]]:

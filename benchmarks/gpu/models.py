@@ -11,7 +11,8 @@ from benchmarks.gpu.roofline import LLAMA_3_2_1B, LLAMA_3_8B, QWEN_2_5_7B, Shape
 from lmkit.config import HeadStorage
 from lmkit.layers.linear import MergedLinear, Weights
 from lmkit.models import load_spec, roles
-from lmkit.models.decoder import Decoder, DecoderLayer
+from lmkit.models.decoder import Decoder
+from lmkit.models.decoder_layer import DecoderLayer
 from lmkit.models.layer_spec import LayerSpec
 from lmkit.models.source import HEAD_SCHEME
 from lmkit.qtensor import QTensor, QuantScheme, quantize

@@ -116,8 +116,8 @@ def add_positions(x: Tensor, table: Tensor, positions: Tensor) -> None:
 
 
 @op
-def keep(x: Tensor, residual: Tensor | None, out: Tensor) -> None:
-    """out = x + residual, or x. x and residual float32 [T, H]; out float32 [T, H], any stride between its rows."""
+def keep(x: Tensor, residual: Tensor | None, out: Tensor, scale: float = 1.0) -> None:
+    """out = (x + residual) * scale. x, residual float32 [T, H]; out too, rows at any stride. out may be x itself."""
 
 
 @op
@@ -126,8 +126,8 @@ def relu(x: Tensor) -> Tensor:
 
 
 @op
-def multiply_sigmoid(x: Tensor, gates: Tensor) -> Tensor:
-    """x * sigmoid(gates), [T, N] both; rows of `gates` may lie apart. It may be x itself, overwritten."""
+def multiply_gates(x: Tensor, gates: Tensor, activation: str) -> Tensor:
+    """x * f(gates), [T, N] both, rows at any stride. f is the sigmoid, or of ACTIVATIONS silu or gelu_tanh."""
 
 
 @op
@@ -156,8 +156,8 @@ def rope_append(
     """Rotate q and k in place, then `kv_append` k and v.
 
     The first R of D elements rotate in pairs (i, i + R/2) (Llama/NeoX order): with cos and sin float32 [T, R/2],
-    x_i' = x_i cos - x_{i+R/2} sin, x_{i+R/2}' = x_{i+R/2} cos + x_i sin. q [T, num_heads, D], k and v
-    [T, num_kv_heads, D] may be views into one tensor. A `mean` of the key cache is subtracted from k before that.
+    x_i' = x_i cos - x_{i+R/2} sin, x_{i+R/2}' = x_{i+R/2} cos + x_i sin. q [T, num_heads, D], k and v [T, num_kv_heads
+    or 0, D] may be views into one tensor. A `mean` of the key cache is subtracted from k before that.
     """
 
 

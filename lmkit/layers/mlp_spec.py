@@ -7,6 +7,8 @@ from dataclasses import dataclass
 SCORE_BIAS = "mlp.score_bias"
 GPU_ROWS = 256  # of an expert on average: with more, a GPU calls each expert by itself
 GPU_PARTIAL_BYTES = 64 << 20  # of sums of ranges of inputs, in a GPU's product with all experts
+EXPERT_SCALE = "mlp.expert_scale"
+BESIDE_NORMS = ("mlp.router_norm", "mlp.experts_norm", "mlp.shared_out_norm", "mlp.experts_out_norm")
 MAX_PLACES = 4096  # pairs (token, expert) that are computed together; more share no weights, and need memory
 
 
@@ -34,9 +36,8 @@ class MLPSpec:
         """The linears that choose the experts of a token, with their numbers of outputs."""
         return {}
 
-    @property
-    def vectors(self) -> dict[str, int]:
-        """Sizes of other vectors, by role."""
+    def vectors(self, hidden: int) -> dict[str, int]:
+        """Sizes of other vectors of a stream of this width, by role."""
         return {}
 
 
@@ -62,6 +63,7 @@ class MoESpec:
     scale: float = 1.0  # a factor on the scores of the chosen experts
     shared: MLPSpec | None = None  # one more expert, which computes every token
     shared_router: bool = True  # the shared expert's output has a factor of its own, the sigmoid of one more output
+    beside: bool = False  # router, experts and shared expert have norms of their own, as in Gemma 4 (layers.moe)
     router_bias: bool = False
     interleaved: bool = False  # a checkpoint has gate 0, up 0, gate 1, ... of all experts in one tensor: models.fused
     held: range | None = None  # the experts of a rank (models.shard); None = all
@@ -81,6 +83,6 @@ class MoESpec:
         router = {"mlp.router": self.num_experts}
         return router | {"mlp.shared_router": 1} if self.shared and self.shared_router else router
 
-    @property
-    def vectors(self) -> dict[str, int]:
-        return {SCORE_BIAS: self.num_experts} if self.sigmoid else {}
+    def vectors(self, hidden: int) -> dict[str, int]:
+        norms = dict.fromkeys(BESIDE_NORMS, hidden) | {EXPERT_SCALE: self.num_experts} if self.beside else {}
+        return norms | ({SCORE_BIAS: self.num_experts} if self.sigmoid else {})

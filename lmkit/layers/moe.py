@@ -4,6 +4,10 @@
                                     the tokens of expert 1 --expert 1--> * score --+--> sum
     x --shared expert--> * sigmoid(shared router), or 1 ---------------------------+
 
+With `beside`, x is the residual stream. The shared expert reads it through the layer's norm, the router and the other
+experts through norms of their own. The outputs of the shared expert and of the others are normalized before they are
+added, and an expert's score has a stored factor.
+
 A token's sum runs over its experts by ascending number, then the shared expert. It does not depend on the other tokens
 of the step. If a kernel can multiply with the linears of many experts, all experts are a few jobs, whichever they are.
 Otherwise each expert is called by itself.
@@ -15,6 +19,7 @@ exchange the outputs, and add them up in the order above. The result has the bit
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cached_property
 
 import torch
@@ -26,7 +31,7 @@ from lmkit.kernels.ops import Norm, Routing
 from lmkit.kernels.registry import Implementation
 from lmkit.layers.linear import LinearsOfExperts, MergedLinear, Weights
 from lmkit.layers.mlp import GatedMLP
-from lmkit.layers.mlp_spec import MAX_PLACES, SCORE_BIAS, MoESpec
+from lmkit.layers.mlp_spec import EXPERT_SCALE, MAX_PLACES, SCORE_BIAS, MoESpec
 from lmkit.layers.ranks import Ranks
 
 Together = tuple[LinearsOfExperts, LinearsOfExperts]  # gate and up, and down
@@ -93,23 +98,53 @@ class MoE:
 
     def __call__(self, x: Tensor, norm: Norm | None = None) -> Tensor:
         """x [T, hidden], normalized if `norm` is None -> the block's contribution float32 [T, hidden]."""
+        if self.spec.beside:
+            assert norm is not None
+            return self._beside(x, norm)
         if norm is not None:
             x = self._rms_norm(x, norm)
         num_experts = self.spec.num_experts
         logits, bias = self.router(x).float(), self.weights.get(SCORE_BIAS)
         assert bias is None or isinstance(bias, Tensor)
         weights, experts = self._route(logits[:, :num_experts], self.routing, bias)
+        out = self._routed(x, weights, experts)
+        if self.shared is not None:
+            self._add_shared(out, self._of_shared(x), logits[:, num_experts:] if self.spec.shared_router else None)
+        return out
+
+    def _beside(self, x: Tensor, norm: Norm) -> Tensor:
+        """As a call. x and `norm` are those of the shared expert. The others read the stream that it normalizes."""
+        read = self._rms_norm(x, norm)
+        stream = x if norm.residual is None else norm.residual
+        logits = self.router(self._normed("mlp.router_norm", stream, norm, stream.shape[1] ** -0.5)).float()
+        weights, experts = self._route(logits, self.routing, None)
+        scale = self.weights[EXPERT_SCALE]
+        assert isinstance(scale, Tensor)
+        out = self._routed(self._normed("mlp.experts_norm", stream, norm), weights * scale.float()[experts], experts)
+        out = self._normed("mlp.experts_out_norm", out, replace(norm, dtype=torch.float32))
+        shared = self._normed("mlp.shared_out_norm", self._of_shared(read), replace(norm, dtype=torch.float32))
+        self._add_shared(out, shared, None)
+        return out
+
+    def _normed(self, role: str, x: Tensor, like: Norm, factor: float = 1.0) -> Tensor:
+        """x [T, hidden] normalized as `like` says, with the weight of `role`."""
+        weight = self.weights[role]
+        assert isinstance(weight, Tensor)
+        normed: Tensor = self._rms_norm(x, replace(like, weight=weight * factor, residual=None))
+        return normed
+
+    def _of_shared(self, x: Tensor) -> Tensor:
+        """The shared expert's output."""
+        assert self.shared is not None
+        shared = self.shared(x)
+        return shared if self.shared_ranks is None else self.shared_ranks.sum(shared)
+
+    def _routed(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+        """The sum of the chosen experts' outputs, times their weights [T, k]."""
         together = self.together(len(x), x.dtype)
         if together is not None or self.ranks is not None:
-            out = self._computed_by_place(x, weights, experts, together)
-        else:
-            out = self._computed_apart(x, weights, experts)
-        if self.shared is not None:
-            shared = self.shared(x)
-            if self.shared_ranks is not None:
-                shared = self.shared_ranks.sum(shared)
-            self._add_shared(out, shared, logits[:, num_experts:] if self.spec.shared_router else None)
-        return out
+            return self._computed_by_place(x, weights, experts, together)
+        return self._computed_apart(x, weights, experts)
 
     def _computed_by_place(self, x: Tensor, weights: Tensor, experts: Tensor, together: Together | None) -> Tensor:
         out = workspace.empty(*x.shape) if x.device.type == "cpu" else torch.empty(x.shape, device=x.device)

@@ -2,7 +2,7 @@
 
 Kinds and formulas are those of `rope_parameters` in a Hugging Face config.json: default (RoFormer, arXiv 2104.09864),
 linear (position interpolation, arXiv 2306.15595), dynamic (NTK-aware by length), yarn (arXiv 2309.00071), llama3,
-longrope (arXiv 2402.13753).
+longrope (arXiv 2402.13753), proportional (Gemma 4: only the first pairs of a head turn).
 """
 
 from __future__ import annotations
@@ -61,6 +61,9 @@ def frequencies(spec: RopeSpec) -> tuple[Tensor, float]:
     inv_freq = _base_frequencies(spec.theta, spec.rotary_dim)
     if spec.kind == "none":
         return torch.zeros_like(inv_freq), 1.0
+    if spec.kind == "proportional":
+        still = torch.arange(len(inv_freq)) >= int(spec.partial_rotary_factor * spec.rotary_dim // 2)
+        return inv_freq.masked_fill(still, 0.0) / spec.factor, 1.0
     if spec.kind == "linear":
         return inv_freq / spec.factor, 1.0
     if spec.kind == "llama3":

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class RopeSpec:
-    """Rotary embedding. `kind`: default, linear, dynamic, yarn, llama3, longrope, or none: no head is turned. Other
-    fields are named as in config.json.
+    """Rotary embedding. `kind`: default, linear, dynamic, yarn, llama3, longrope, proportional, or none: no head is
+    turned. Other fields are named as in config.json.
     """
 
     kind: str = "default"
@@ -18,6 +18,7 @@ class RopeSpec:
     rotary_dim: int = 0  # elements of a head that are rotated, the first ones
     interleaved: bool = False  # a checkpoint has the elements of a pair side by side, not half the rotary part apart
     sections: tuple[int, ...] = ()  # M-RoPE: so many pairs turn by a token's place in time, height and width
+    partial_rotary_factor: float = 1.0  # proportional: the share of the pairs that turn, by the angles of whole heads
     # yarn
     beta_fast: float = 32.0
     beta_slow: float = 1.0

@@ -25,7 +25,8 @@ from lmkit.kernels.ops import Norm
 from lmkit.layers.batch import BatchInputs, KVLayer, Projected
 from lmkit.layers.linear import MergedLinear, Weights
 from lmkit.models import load_spec, roles
-from lmkit.models.decoder import Decoder, DecoderLayer
+from lmkit.models.decoder import Decoder
+from lmkit.models.decoder_layer import DecoderLayer
 from lmkit.models.layer_spec import LayerSpec
 from lmkit.models.rounding import scheme_for
 from lmkit.models.source import quantize_rows

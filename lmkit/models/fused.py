@@ -24,7 +24,7 @@ from lmkit.formats.awq import awq_version
 from lmkit.formats.checkpoint import CheckpointReader
 from lmkit.formats.mxfp4 import BLOCKS, SCALES
 from lmkit.formats.views import SUFFIXES, Rows, View, expert_of, named, rows_of
-from lmkit.layers.mlp_spec import SCORE_BIAS, MoESpec
+from lmkit.layers.mlp_spec import EXPERT_SCALE, SCORE_BIAS, MoESpec
 from lmkit.models import roles
 from lmkit.models.layer_spec import LayerSpec
 from lmkit.models.spec import ModelSpec
@@ -37,13 +37,19 @@ OUTER = {
     "output": roles.LM_HEAD,
     "model.language_model.embed_tokens": roles.EMBED,
     "model.language_model.norm": roles.FINAL_NORM,
+    "model.language_model.embed_tokens_per_layer": roles.PER_LAYER_TABLE,
+    "model.language_model.per_layer_model_projection": roles.PER_LAYER_PROJECTION,
+    "model.language_model.per_layer_projection_norm": roles.PER_LAYER_NORM,
     "model.decoder.embed_tokens": roles.EMBED,
     "model.decoder.embed_positions": roles.POSITIONS,
     "model.decoder.project_in": roles.PROJECT_IN,
     "model.decoder.project_out": roles.PROJECT_OUT,
     "model.decoder.final_layer_norm": roles.FINAL_NORM,
 }
-EXPERTS = {"mlp.experts.gate_up_proj": ("gate", "up"), "mlp.experts.down_proj": ("down",)}
+EXPERTS = {
+    **dict.fromkeys(("mlp.experts.gate_up_proj", "experts.gate_up_proj"), ("gate", "up")),
+    **dict.fromkeys(("mlp.experts.down_proj", "experts.down_proj"), ("down",)),
+}
 # What ends the name of such a tensor, and the name of an expert's.
 ENDINGS = {"": "weight", "_bias": "bias", "_blocks": BLOCKS, "_scales": SCALES}
 ROUTER = "mlp.gate"  # beside experts in one tensor
@@ -52,6 +58,9 @@ UNSUFFIXED = (
     SCORE_BIAS,
     "attn.a_log",
     "attn.dt_bias",
+    "stream_scale",
+    "mlp.router_norm",
+    EXPERT_SCALE,
 )  # vectors whose names in a checkpoint do not end with "weight"
 
 

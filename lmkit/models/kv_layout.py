@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lmkit.kv_dtype import KVDtype
 from lmkit.models.spec import ModelSpec
@@ -37,18 +37,21 @@ class KVLayout:
 
     classes: tuple[KVClass, ...]
     groups: tuple[tuple[int, ...], ...]  # layers of each group
+    readers: tuple[int, ...] = ()  # of each further layer: the layer whose keys and values it reads
 
     def places(self) -> list[tuple[int, int]]:
         """(group, index inside the group) of each layer."""
         places = {layer: (g, j) for g, layers in enumerate(self.groups) for j, layer in enumerate(layers)}
-        return [places[layer] for layer in range(len(places))]
+        return [places[layer] for layer in (*range(len(places)), *self.readers)]
 
 
 def layout_of(spec: ModelSpec, sinks: int, dtypes: Sequence[tuple[KVDtype, KVDtype]]) -> KVLayout:
     """The groups of a model whose layers store K and V in `dtypes`. `sinks` replaces the model's own, if not 0."""
     sinks = sinks or max(layer.attention.sinks for layer in spec.layers)
-    kinds = [(layer.num_kv_heads, layer.head_dim, *stored) for layer, stored in zip(spec.layers, dtypes, strict=True)]
-    return kv_layout(spec.windows, sinks, kinds)
+    readers = tuple(layer.kv_from for layer in spec.layers if layer.kv_from is not None)
+    own = spec.layers[: spec.num_layers - len(readers)]
+    kinds = [(layer.num_kv_heads, layer.head_dim, *stored) for layer, stored in zip(own, dtypes, strict=False)]
+    return replace(kv_layout(spec.windows[: len(own)], sinks, kinds), readers=readers)
 
 
 def kv_layout(windows: Sequence[int], sinks: int, kinds: Sequence[Hashable]) -> KVLayout:

@@ -65,13 +65,13 @@ def resolve_storage(reader: CheckpointReader, spec: ModelSpec, asked: str, dense
     """
     given = None if asked == "auto" else kv_dtype(asked)
     config = load_kv_config(reader.path)
-    if any(layer.latent for layer in spec.kinds):
-        if config is not None or (given is None and parse_kv_scheme(reader.config) is not None):
-            raise UnsupportedError(
-                f"{reader.path}: kv_config.json and kv_cache_scheme are not for latent attention; remove them"
-            )
-        if (given or kv_dtype(dense)).coded:
-            raise UnsupportedError(f"kv_dtype {asked}: latent attention keeps its rows in 16 or 32 bits; use auto")
+    is_described = config is not None or (given is None and parse_kv_scheme(reader.config) is not None)
+    if is_described and any(layer.latent for layer in spec.kinds):
+        raise UnsupportedError(
+            f"{reader.path}: kv_config.json and kv_cache_scheme are not for latent attention; remove them"
+        )
+    if any(layer.latent for layer in spec.kinds) and (given or kv_dtype(dense)).coded:
+        raise UnsupportedError(f"kv_dtype {asked}: latent attention keeps its rows in 16 or 32 bits; use auto")
     if config is not None:
         for layer in spec.kinds:
             config.check(spec.num_layers, layer.num_kv_heads, layer.head_dim)
@@ -170,17 +170,20 @@ def allocate(
     places = [(0, i) for i in range(len(layers))] if layout is None else layout.places()
     at, plain = tensor_device(device), dict[int, KVLayer]()
     for layer, storage, (_, place) in zip(layers, storages, places, strict=True):
-        if place not in plain:
+        if place not in plain and layer.kv_from is None:
             shape = 0 if layer.delta else num_blocks, layer.num_kv_heads, block_size, layer.head_dim
             plain[place] = allocate_kv(*shape, storage.dtypes, at)
             if layer.delta:
                 plain[place] = replace(plain[place], states=allocate_states(layer.delta, num_states, num_guesses))
             if layer.latent:
                 plain[place] = replace(plain[place], v=plain[place].k)
-    return [
-        _layer(layer, storage, replace(plain[place], group=group), tables.get(layer.rope))
-        for layer, storage, (group, place) in zip(layers, storages, places, strict=True)
-    ]
+    found = list[KVLayer]()
+    for layer, storage, (group, place) in zip(layers, storages, places, strict=True):
+        if layer.kv_from is not None:
+            found.append(found[layer.kv_from])
+        else:
+            found.append(_layer(layer, storage, replace(plain[place], group=group), tables.get(layer.rope)))
+    return found
 
 
 def _layer(spec: LayerSpec, storage: KVStorage, plain: KVLayer, table: Tensor | None) -> KVLayer:

@@ -47,6 +47,11 @@ class LayerSpec:
     latent: LatentSpec | None = None  # latent attention: one KV head, whose row is both key and value
     delta: DeltaSpec | None = None  # linear attention: a recurrent state in place of keys and values
     gated: bool = False  # the output of attention is multiplied with the sigmoid of one more linear, attn.gate
+    value_norm: bool = False  # RMSNorm over head_dim on v, without a factor
+    key_is_value: bool = False  # v is k before its norm and RoPE: there is no attn.v
+    kv_from: int | None = None  # the layer whose keys and values this one reads; it has none of its own
+    per_layer: int = 0  # > 0: each token has a vector of this width for each layer (layers.per_layer)
+    stream_scale: bool = False  # the residual stream behind the layer is multiplied with a stored number
     pre_norms: bool = True
     post_norms: bool = False
     stream_norms: bool = False  # and no other ones
@@ -82,12 +87,17 @@ class LayerSpec:
     @property
     def qkv(self) -> tuple[str, ...]:
         """The roles of the linears that read the input of full attention."""
+        if self.kv_from is not None:
+            return roles.QKV[:1]
+        if self.key_is_value:
+            return roles.QKV[:2]
         return (*roles.QKV, "attn.gate") if self.gated else roles.QKV
 
     @property
     def unrounded(self) -> tuple[str, ...]:
         """Linears that lmkit never rounds: they are small, and every later state depends on them."""
-        return self.delta.gates if self.delta else ()
+        own = ("per_layer.gate", "per_layer.out") if self.per_layer else ()
+        return own + (self.delta.gates if self.delta else ())
 
     @property
     def is_sparse(self) -> bool:
@@ -97,16 +107,17 @@ class LayerSpec:
     def linears(self) -> dict[str, Shape]:
         """Shapes of the linears that may be quantized, by role."""
         hidden, q, kv = self.hidden_size, self.q_size, self.kv_size
-        shapes = {"attn.q": (q, hidden), "attn.k": (kv, hidden), "attn.v": (kv, hidden), "attn.o": (hidden, q)}
+        every = {"attn.q": (q, hidden), "attn.k": (kv, hidden), "attn.v": (kv, hidden), "attn.gate": (q, hidden)}
+        shapes = {role: every[role] for role in self.qkv} | {"attn.o": (hidden, q)}
         if self.latent:
             shapes = self.latent.linears(hidden, self.num_heads)
-        if self.gated:
-            shapes["attn.gate"] = (q, hidden)
         if self.delta:
             shapes = self.delta.linears(hidden)
         for name, mlp in self.mlps.items():
             inner = mlp.intermediate_size
             shapes |= {f"{name}.{part}": (inner, hidden) for part in mlp.inputs} | {f"{name}.down": (hidden, inner)}
+        if self.per_layer:
+            shapes |= {"per_layer.gate": (self.per_layer, hidden), "per_layer.out": (hidden, self.per_layer)}
         return shapes
 
     @cached_property
@@ -131,10 +142,12 @@ class LayerSpec:
             sizes |= {f"{role}.bias": self.hidden_size for role in sizes}
         if self.qk_norm:
             q, k = (self.q_size, self.kv_size) if self.joint_qk_norm else (self.head_dim, self.head_dim)
-            sizes |= {"attn.q_norm": q, "attn.k_norm": k}
+            sizes |= {"attn.q_norm": q} | ({"attn.k_norm": k} if self.kv_from is None else {})
+        sizes |= {"norm.per_layer_out": self.hidden_size} if self.per_layer else {}
+        sizes |= {"stream_scale": 1} if self.stream_scale else {}
         if self.latent:
             sizes |= self.latent.vectors
-        return sizes | ({"attn.sinks": self.num_heads} if self.has_sinks else {}) | self.mlp.vectors
+        return sizes | ({"attn.sinks": self.num_heads} if self.has_sinks else {}) | self.mlp.vectors(self.hidden_size)
 
     @cached_property
     def mlps(self) -> dict[str, MLPSpec]:
@@ -152,6 +165,8 @@ class LayerSpec:
             if self.latent and role in ("attn.q", "attn.q_b", "attn.kv_b"):
                 return False
             return self.o_bias if role == "attn.o" else self.attn_bias
+        if role.startswith("per_layer."):
+            return False
         return self.mlps[role.rpartition(".")[0]].bias
 
     def module_name(self, index: int, role: str) -> str:
@@ -182,9 +197,11 @@ class LayerSpec:
         """
         behind_norm = (*self.routers, *(f"{name}.{part}" for name, mlp in self.mlps.items() for part in mlp.inputs))
         inner = (name for name, mlp in self.mlps.items() if mlp.activation != "clamped_swish")  # not linear in up(x)
-        values = () if self.delta else roles.SMOOTH[1:2]  # linear attention normalizes its values in between
+        has_values = not (self.delta or self.latent or self.value_norm)  # a norm in between would undo a scale
+        values = roles.SMOOTH[1:2] if has_values else ()
         block = ("norm.attn", self.fused[0])
-        pairs = (block, *values, ("norm.mlp", behind_norm), *((f"{mlp}.up", (f"{mlp}.down",)) for mlp in inner))
+        mlp = () if isinstance(self.mlp, MoESpec) and self.mlp.beside else (("norm.mlp", behind_norm),)
+        pairs = (block, *values, *mlp, *((f"{mlp}.up", (f"{mlp}.down",)) for mlp in inner))
         return pairs if self.pre_norms else tuple(pair for pair in pairs if not pair[0].startswith("norm."))
 
     @cached_property
@@ -192,7 +209,7 @@ class LayerSpec:
         """role -> the first of the roles that read the same input, for every linear and router. An expert reads the
         tokens that are sent to it. The router and the shared expert read all tokens."""
         first = {role: group[0] for group in self.fused for role in group}
-        if routers := tuple(self.routers):
+        if (routers := tuple(self.routers)) and not (isinstance(self.mlp, MoESpec) and self.mlp.beside):
             first |= dict.fromkeys((*routers, "mlp.shared.gate", "mlp.shared.up"), routers[0])
         return {role: first.get(role, role) for role in (*self.linears, *self.routers)}
 
@@ -260,7 +277,7 @@ class LayerSpec:
 
     def kv_token_bytes(self, k: KVDtype, v: KVDtype) -> int:
         """Bytes of one token's keys and values in these storage types, including their parameters."""
-        if self.delta:
+        if self.delta or self.kv_from is not None:
             return 0
         if self.latent:  # a row is both
             return k.row_bytes(self.head_dim)

@@ -14,7 +14,8 @@ from lmkit.kernels.cuda.module import tensor_device
 from lmkit.layers.linear import MergedLinear, Weights
 from lmkit.log import get_logger
 from lmkit.models import roles
-from lmkit.models.decoder import Decoder, DecoderLayer
+from lmkit.models.decoder import Decoder
+from lmkit.models.decoder_layer import DecoderLayer
 from lmkit.models.layer_spec import Shape
 from lmkit.models.packed_cache import PackedCache, PackedFile, PackedWriter, kinds_of
 from lmkit.models.resolved import ResolvedModel, resolved
@@ -194,4 +195,7 @@ def _decoder(
     norm = source.final_norm()
     final_norm = None if norm is None else norm.clone().to(at)
     extras = {"final_bias": source.final_bias(), "positions": source.positions()}
-    return Decoder(model.spec, embed.to(at), layers, final_norm, lm_head, model.activation_dtype, **extras)
+    per_layer = source.per_layer(model.dtype)
+    return Decoder(
+        model.spec, embed.to(at), layers, final_norm, lm_head, model.activation_dtype, **extras, per_layer=per_layer
+    )

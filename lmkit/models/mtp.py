@@ -24,7 +24,8 @@ from lmkit.errors import CheckpointError
 from lmkit.formats.parts import missing_parts
 from lmkit.kernels.ops import Norm
 from lmkit.layers.linear import MergedLinear, Weights
-from lmkit.models.decoder import Decoder, DecoderLayer
+from lmkit.models.decoder import Decoder
+from lmkit.models.decoder_layer import DecoderLayer
 from lmkit.models.draft_head import DraftHead, rounded
 from lmkit.models.mtp_spec import MTPSpec
 from lmkit.models.resolved import ResolvedModel

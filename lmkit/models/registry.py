@@ -50,7 +50,7 @@ def load_spec(config: dict[str, Any]) -> ModelSpec:
             name = name.removesuffix(other) + CAUSAL
     if not isinstance(name, str) or name not in FAMILIES:
         raise _unknown(names[0] if isinstance(names, list) and names else None)
-    if config.get("is_causal") is False or config.get("use_bidirectional_attention"):
+    if config.get("is_causal") is False or config.get("use_bidirectional_attention") not in (None, False, "vision"):
         raise UnsupportedError("config.json: the model's tokens see later ones; lmkit runs causal models only")
     try:
         spec = FAMILIES[name](config)

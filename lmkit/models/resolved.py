@@ -18,7 +18,7 @@ from lmkit.formats.parts import FLOATS
 from lmkit.layers.linear import MergedLinear, Weights
 from lmkit.log import get_logger
 from lmkit.models import roles
-from lmkit.models.decoder import DecoderLayer
+from lmkit.models.decoder_layer import DecoderLayer
 from lmkit.models.identity import Packing, resolve_activations
 from lmkit.models.kv_storage import KVStorage, resolve_storage, table_bytes
 from lmkit.models.layer_spec import LayerSpec
@@ -158,6 +158,7 @@ def resolved(
             ("latent attention", any(layer.latent for layer in source.spec.kinds)),
             ("linear attention", any(layer.delta for layer in source.spec.kinds)),
             ("LayerNorm", any(layer.norm_bias for layer in source.spec.kinds)),
+            ("a norm on values", any(layer.value_norm for layer in source.spec.kinds)),
         ):
             if found and device != "cpu":
                 raise UnsupportedError(f"{path}: {what} runs on device cpu alone")

@@ -78,6 +78,28 @@ DELTA_NAMES = {
     "attn.delta_norm": "linear_attn.norm",
     "attn.o": "linear_attn.out_proj",
 }
+# Gemma 4: a vector of each token for each layer, and a number that the residual stream is multiplied with.
+PER_LAYER_NAMES = {
+    "per_layer.gate": "per_layer_input_gate",
+    "per_layer.out": "per_layer_projection",
+    "norm.per_layer_out": "post_per_layer_input_norm",
+    "stream_scale": "layer_scalar",
+}
+# Gemma 4's experts stand beside a dense MLP, in the place of a shared expert.
+BESIDE_EXPERTS = {
+    "mlp.shared.gate": "mlp.gate_proj",
+    "mlp.shared.up": "mlp.up_proj",
+    "mlp.shared.down": "mlp.down_proj",
+    "mlp.router": "router.proj",
+    "mlp.router_norm": "router.scale",
+    "mlp.expert_scale": "router.per_expert_scale",
+    "mlp.experts_norm": "pre_feedforward_layernorm_2",
+    "mlp.shared_out_norm": "post_feedforward_layernorm_1",
+    "mlp.experts_out_norm": "post_feedforward_layernorm_2",
+    "mlp.experts.{}.gate": "experts.{}.gate_proj",
+    "mlp.experts.{}.up": "experts.{}.up_proj",
+    "mlp.experts.{}.down": "experts.{}.down_proj",
+}
 OPT_NAMES = {
     "norm.attn": "self_attn_layer_norm",
     "attn.q": "self_attn.q_proj",
@@ -90,6 +112,8 @@ OPT_NAMES = {
 }
 EMBED, FINAL_NORM, LM_HEAD = "model.embed_tokens", "model.norm", "lm_head"
 POSITIONS = "model.embed_positions"
+PER_LAYER_TABLE, PER_LAYER_NORM = "model.embed_tokens_per_layer", "model.per_layer_projection_norm"
+PER_LAYER_PROJECTION = "model.per_layer_model_projection"
 PROJECT_IN, PROJECT_OUT = "model.project_in", "model.project_out"
 
 QKV = ("attn.q", "attn.k", "attn.v")

@@ -95,6 +95,8 @@ class Shard:
         if spec.joint_qk_norm:
             raise UnsupportedError(f"tp={self.size}: this model normalizes all heads together; use tp=1")
         mlp = spec.mlp
+        if isinstance(mlp, MoESpec) and mlp.beside:
+            raise UnsupportedError(f"tp={self.size}: experts beside a dense MLP are not split over processes; use ep")
         if isinstance(mlp, MLPSpec):
             mlp = self._mlp(mlp)
         else:
@@ -123,7 +125,11 @@ class Shard:
 
         base, is_bias = role.removesuffix(".bias"), role.endswith(".bias")
         last = base.rpartition(".")[2]
-        if base in spec.routers or base.startswith("norm.") or (self.ep > 1 and roles.expert_of(role) is not None):
+        if (
+            base in spec.routers
+            or base.startswith(("norm.", "per_layer."))
+            or (self.ep > 1 and roles.expert_of(role) is not None)
+        ):
             return weight
         if base == "attn.sinks":
             return self.rows(weight, self.part(spec.num_heads))

@@ -21,8 +21,10 @@ from lmkit.formats.safetensors_file import DTYPES
 from lmkit.kernels.cuda.module import tensor_device
 from lmkit.layers.linear import MergedLinear, Weights
 from lmkit.layers.mlp_spec import SCORE_BIAS
+from lmkit.layers.per_layer import PerLayerWeights
 from lmkit.models import load_spec, roles
-from lmkit.models.decoder import Decoder, DecoderLayer
+from lmkit.models.decoder import Decoder
+from lmkit.models.decoder_layer import DecoderLayer
 from lmkit.models.fused import views
 from lmkit.models.registry import BASE, CLASSIFIER
 from lmkit.models.rounding import saved_bytes, scheme_for
@@ -81,6 +83,9 @@ class ModelSource:
             dense[roles.FINAL_NORM + ".bias"] = (spec.hidden_size,)
         if spec.first_position is not None:
             dense[roles.POSITIONS + ".weight"] = (spec.first_position + spec.max_position, spec.hidden_size)
+        if spec.per_layer:
+            dense[roles.PER_LAYER_TABLE + ".weight"] = (spec.per_layer_vocab, spec.per_layer)
+            dense[roles.PER_LAYER_NORM + ".weight"] = (spec.layers[0].per_layer,)
         for index, layer in enumerate(spec.layers):
             dense |= {spec.tensor_name(index, role): (size,) for role, size in layer.vectors.items()}
         if missing := [name for name in dense if not reader.has(name)] + self._missing():
@@ -183,6 +188,16 @@ class ModelSource:
         """What is added to the embedding of the token at each position, float32 [max_position, hidden]; None = RoPE."""
         first = self.spec.first_position
         return None if first is None else self._plain(roles.POSITIONS + ".weight", torch.float32)[first:]
+
+    def per_layer(self, dtype: torch.dtype) -> PerLayerWeights | None:
+        """The vectors of tokens for each layer (layers.per_layer), if the model has any."""
+        spec, width = self.spec, self.spec.layers[0].per_layer
+        if not spec.per_layer:
+            return None
+        table = self._plain(roles.PER_LAYER_TABLE + ".weight", dtype)
+        projection = self._matrix(roles.PER_LAYER_PROJECTION, (spec.per_layer, spec.hidden_size)).to(dtype)
+        norm = self.norm(roles.PER_LAYER_NORM + ".weight", width)
+        return PerLayerWeights(table, projection, norm, spec.per_layer_scale)
 
     def lm_head(self, dtype: torch.dtype | None = None, device: str = "cpu", storage: str = "auto") -> MergedLinear:
         """The head as a plain linear. Tied embeddings also serve as the head.

@@ -33,6 +33,8 @@ class ModelSpec:
     first_position: int | None = None  # the row of position 0 in a table of learned positions; None = there is no table
     unread: tuple[str, ...] = ()  # tensors whose names begin so belong to other parts of the model, as a vision tower
     vision: VisionSpec | None = None  # a tower that encodes images
+    per_layer_vocab: int = 0  # tokens in the table of layers.per_layer
+    per_layer_scale: float = 1.0  # a factor on this table
     mtp: MTPSpec | None = None  # a layer that guesses tokens, which the checkpoint may have
 
     @property
@@ -68,6 +70,11 @@ class ModelSpec:
     def state_bytes(self) -> int:
         """Bytes of the recurrent states of one sequence."""
         return sum(layer.state_bytes for layer in self.layers)
+
+    @property
+    def per_layer(self) -> int:
+        """The width of a token's vectors of all layers, see layers.per_layer. 0: it has none."""
+        return sum(layer.per_layer for layer in self.layers)
 
     @property
     def num_weights(self) -> int:

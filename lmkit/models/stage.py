@@ -24,11 +24,13 @@ class Stage:
     count: int = 1
 
     def layers(self, spec: ModelSpec) -> range:
-        """The stage's layers. Raises UnsupportedError if there are fewer layers than stages."""
+        """The stage's layers. Raises UnsupportedError if the layers cannot be shared out so."""
         return self.cut(spec)[self.index]
 
     def cut(self, spec: ModelSpec) -> list[range]:
         """The layers of each stage. Raises UnsupportedError as `layers` does."""
+        if self.count > 1 and any(layer.per_layer or layer.kv_from is not None for layer in spec.kinds):
+            raise UnsupportedError(f"pp={self.count}: layers of this model share keys and values; use pp=1")
         if self.count > spec.num_layers:
             raise UnsupportedError(f"pp={self.count}: the model has {spec.num_layers} layers, and a stage needs one")
         work = list(accumulate((layer.active_weights for layer in spec.layers), initial=math.prod(spec.head_shape)))

@@ -25,7 +25,7 @@ from lmkit.formats.direct_file import DirectFile, Reading, span
 from lmkit.formats.safetensors_file import DTYPES
 from lmkit.kernels.cpu import threads
 from lmkit.models import roles
-from lmkit.models.decoder import DecoderLayer
+from lmkit.models.decoder_layer import DecoderLayer
 from lmkit.models.packed_cache import PackedCache, PackedFile
 from lmkit.models.resolved import ResolvedModel
 from lmkit.models.stream_plan import SLOTS, Streaming, StreamPlan, plan_stream
@@ -38,6 +38,7 @@ def unpacked_bytes(model: ResolvedModel) -> int:
     numbers += 2 * spec.hidden_size  # the final norm with its bias
     if spec.first_position is not None:
         numbers += (spec.first_position + spec.max_position) * spec.hidden_size
+    numbers += spec.per_layer * (spec.hidden_size + spec.per_layer_vocab)
     is_mapped = model.source.stores(roles.EMBED, model.packing.dtype)
     return 4 * numbers + (prod(spec.head_shape) * model.dtype.itemsize if is_mapped else 0)
 

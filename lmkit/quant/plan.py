@@ -57,6 +57,8 @@ def make_plan(source: ModelSource, recipe: Recipe, device: str = "cpu") -> Plan:
     spec, path = source.spec, source.reader.path
     if source.format.name != "dense":
         raise UnsupportedError(f"{path}: is quantized already ({source.format.name}); quantize the original checkpoint")
+    if recipe.calibration.has_text and any(layer.kv_from is not None or layer.per_layer for layer in spec.kinds):
+        raise UnsupportedError(f"{path}: layers that read the keys of others are only rounded: use a recipe of rtn_")
     if any(layer.latent for layer in spec.kinds):
         raise UnsupportedError(f"{path}: models with latent attention are served but not quantized")
     if any(layer.norm_bias for layer in spec.kinds):

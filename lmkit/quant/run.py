@@ -40,7 +40,7 @@ from lmkit.quant.data.calibration import CalibrationData, TooLittleTextError, lo
 from lmkit.quant.data.comm import Comm
 from lmkit.quant.data.hidden_states import Stream
 from lmkit.quant.data.workdir import WorkFolder, open_work
-from lmkit.quant.kv.config import KVFit, KVStats, make_kv_config, write_static
+from lmkit.quant.kv.config import KVFit, KVStats, describable, make_kv_config, write_static
 from lmkit.quant.layer.quantize import LayerQuantizer, round_plainly
 from lmkit.quant.plan import Plan, make_plan, rows_within
 from lmkit.quant.recipe import Recipe
@@ -301,7 +301,7 @@ class Quantizer:
         entry = get_format(self.recipe.format).config_entry(linears, activations=self.recipe.activations)
         entry = write_static(writer, entry, self.recipe.kv, spec, kv_stats)
         writer.finish(source.config | {"quantization_config": entry}, source.reader.path)
-        if self.recipe.kv.scheme == "online" and self.recipe.calibration.has_text:
+        if self.recipe.kv.scheme == "online" and self.recipe.calibration.has_text and describable(spec):
             save_kv_config(make_kv_config(self.recipe.kv, spec, kv_stats), folder)
         return written
 

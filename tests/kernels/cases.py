@@ -155,13 +155,15 @@ def elementwise_cases() -> Iterator[Case]:
     rows = _seeded(lambda: (torch.randn(7, 30), torch.randn(40, 30), torch.randint(40, (7,)).int()))
     yield Case(ops.add_positions, "positions", rows, {}, 0)
     gates = _seeded(lambda: (torch.randn(7, 48), torch.randn(7, 130)[:, 70:118] * 20))
-    yield Case(ops.multiply_sigmoid, "part", gates, {}, 1e-5)
+    for which in ("sigmoid", "silu", "gelu_tanh"):
+        yield Case(ops.multiply_gates, which, lambda which=which: (*gates(), which), {}, 1e-5)
     for which in ("plain", "residual"):
 
         def kept(which: str = which) -> tuple[Any, ...]:
             return torch.randn(7, 30), torch.randn(7, 30) if which == "residual" else None, torch.zeros(7, 90)[:, 30:60]
 
         yield Case(ops.keep, which, _seeded(kept), {}, 0)
+        yield Case(ops.keep, f"{which}-scaled", _seeded(lambda kept=kept: (*kept(), 0.75)), {}, 0)
     for shape in ((1, 4096), (3, 199), (0, 7)):
         yield Case(ops.softcap, str(shape), _seeded(lambda shape=shape: (torch.randn(shape) * 40, 30.0)), {}, 1e-5)
     yield Case(ops.softcap, "extremes", lambda: (torch.tensor([[0.0, 1e-6, -1e30, 1e30, 3.0]]), 2.0), {}, 1e-5)

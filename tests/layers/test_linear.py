@@ -17,7 +17,7 @@ from lmkit.layers.adapters import RowNumbers
 from lmkit.layers.linear import MergedLinear, _select
 from lmkit.layers.outline import WeightKind
 from lmkit.low_rank import LowRank
-from lmkit.models.decoder import joined
+from lmkit.models.decoder_layer import joined
 from lmkit.qtensor import QTensor, QuantScheme, dequantize
 from tests.formats.linears import rounded
 

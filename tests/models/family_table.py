@@ -6,16 +6,19 @@ import json
 import tempfile
 from pathlib import Path
 
+from lmkit.errors import UnsupportedError
 from lmkit.kv_dtype import INT4, INT8
 from lmkit.layers.mlp_spec import MoESpec
 from lmkit.models import load_spec
 from lmkit.models.layer_spec import LayerSpec
+from lmkit.models.shard import Shard
 from lmkit.models.spec import ModelSpec
 from tests.models import tiny
 from tests.test_readme import ROWS
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "families.md"
-HEADER = "| model | architecture | norms | attention | MLP | `lmkit quantize` | KV int8, int4 | steps on a GPU |"
+COLUMNS = "model", "architecture", "norms", "attention", "MLP", "`lmkit quantize`", "KV int8, int4", "`--tp`"
+HEADER = f"| {' | '.join(COLUMNS)} | steps on a GPU |"
 
 
 def attending(spec: ModelSpec) -> LayerSpec:
@@ -53,10 +56,18 @@ def mlp(spec: ModelSpec) -> str:
 
 def steps(spec: ModelSpec) -> str:
     """As turbo.runners.cuda_captured says."""
-    if spec.layers[0].latent or spec.layers[0].norm_bias or spec.is_recurrent:
+    if spec.layers[0].latent or spec.layers[0].norm_bias or spec.layers[0].value_norm or spec.is_recurrent:
         return "none"
     fixed = all(layer.pre_norms and not layer.is_sparse for layer in spec.layers) and not spec.dynamic_length
     return "captured" if fixed else "launched"
+
+
+def split(spec: ModelSpec) -> str:
+    try:
+        Shard(0, 2).model(spec)
+    except UnsupportedError:
+        return "no"
+    return "yes"
 
 
 def row(model: str, architecture: str, name: str) -> str:
@@ -64,15 +75,16 @@ def row(model: str, architecture: str, name: str) -> str:
         tiny.make(Path(folder), name)
         spec = load_spec(json.loads((Path(folder) / "config.json").read_text()))
     layer = attending(spec)
-    kv = "yes" if not layer.latent and all(layer.kv_token_bytes(kind, kind) for kind in (INT8, INT4)) else "no"
+    kv = "yes" if all(layer.kv_token_bytes(kind, kind) for kind in (INT8, INT4)) else "no"
     cells = [
         model,
         f"`{architecture}`",
         norms(layer),
         attention(spec),
         mlp(spec),
-        "no" if layer.latent or layer.norm_bias else "yes",
+        "no" if layer.norm_bias else "yes",
         kv,
+        split(spec),
         steps(spec),
     ]
     return f"| {' | '.join(cells)} |"

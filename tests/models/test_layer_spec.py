@@ -12,7 +12,7 @@ from lmkit.config import EngineConfig
 from lmkit.kv_dtype import FLOAT32, INT4
 from lmkit.layers.batch import whole_batch
 from lmkit.models import load_spec
-from lmkit.models.decoder import DecoderLayer
+from lmkit.models.decoder_layer import DecoderLayer
 from lmkit.models.kv_storage import KVStorage, allocate
 from lmkit.models.layer_spec import LayerSpec
 from lmkit.models.roles import LLAMA_NAMES, POST_NORM_NAMES

@@ -60,7 +60,7 @@ def kl(p: torch.Tensor, q: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize(
-    "name", ["llama-tied-bias", "opt", "opt-350m", "gemma2", "qwen3", "gpt-oss", "qwen2-moe", "glm4"]
+    "name", ["llama-tied-bias", "opt", "opt-350m", "gemma2", "gemma4", "qwen3", "gpt-oss", "qwen2-moe", "glm4"]
 )
 def test_two_ranks_compute_the_whole_models_logits(tmp_path: Path, name: str) -> None:
     tiny.make(tmp_path, name)

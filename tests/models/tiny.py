@@ -47,6 +47,8 @@ LINEAR = {"head_dim": 16, "num_hidden_layers": 5, "full_attention_interval": 2,
           "linear_key_head_dim": 8, "linear_value_head_dim": 12, "linear_conv_kernel_dim": 4,
           "shared_expert_intermediate_size": 24}  # fmt: skip
 
+GEMMA4 = {"head_dim": 16, "global_head_dim": 32, "sliding_window": 9, "hidden_size_per_layer_input": 0}
+
 INTERNLM2 = {
     "lm_head": "output", "embed_tokens": "tok_embeddings", "self_attn.o_proj": "attention.wo",
     "mlp.gate_proj": "feed_forward.w1", "mlp.up_proj": "feed_forward.w3", "mlp.down_proj": "feed_forward.w2",
@@ -81,6 +83,15 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
                                     "query_pre_attn_scalar": 24, "rope_parameters": {
         "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
         "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}}}),
+    "gemma4": ("Gemma4TextConfig", GEMMA4 | {"num_hidden_layers": 7, "num_kv_shared_layers": 3,
+                                             "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 199,
+                                             "use_double_wide_mlp": True, "final_logit_softcapping": 3.0,
+                                             "layer_types": ["sliding_attention", "full_attention"] * 3 + [
+                                                 "full_attention"]}),
+    "gemma4-values": ("Gemma4TextConfig", GEMMA4 | {"attention_k_eq_v": True, "num_global_key_value_heads": 1}),
+    "gemma4-moe": ("Gemma4TextConfig", GEMMA4 | {"enable_moe_block": True, "num_experts": 5, "top_k_experts": 2,
+                                                 "moe_intermediate_size": 40, "attention_k_eq_v": True}),
+    "gemma4-vision": ("Gemma4TextConfig", GEMMA4 | {"attention_k_eq_v": True}),
     "opt": ("OPTConfig", {"ffn_dim": 88, "init_std": 0.2, "pad_token_id": None}),
     "opt-350m": ("OPTConfig", {"ffn_dim": 88, "init_std": 0.2, "pad_token_id": None, "do_layer_norm_before": False,
                                "word_embed_proj_dim": 40}),
@@ -156,6 +167,8 @@ def make(path: Path, name: str, **overrides: Any) -> transformers.PreTrainedMode
     for buffer_name, buffer in model.named_buffers():
         if buffer_name.endswith("score_correction_bias"):
             torch.nn.init.normal_(buffer, std=0.3)
+        if buffer_name.endswith("layer_scalar"):
+            torch.nn.init.uniform_(buffer, 0.5, 1.5)
     model.save_pretrained(path, save_original_format=not name.endswith("-fused"))
     if name == "internlm2":
         rewrite_as_internlm2(path)
@@ -178,7 +191,7 @@ def with_vision(text: dict[str, Any]) -> dict[str, Any]:
 
 
 def put_beside_a_tower(path: Path) -> None:
-    """Write a language model as it is stored with a vision tower, of which there is one tensor."""
+    """Write a language model as it is stored with a vision tower, which has one tensor here."""
     config, tensors = json.loads((path / "config.json").read_text()), load_file(path / "model.safetensors")
     renamed = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in tensors.items()}
     save_file(renamed | {"model.visual.proj.weight": torch.ones(3, 4)}, path / "model.safetensors", {"format": "pt"})

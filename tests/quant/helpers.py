@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lmkit.formats.hub import DEMO_FOLDER
-from lmkit.models.decoder import DecoderLayer
+from lmkit.models.decoder_layer import DecoderLayer
 from lmkit.models.roles import LINEARS
 from lmkit.qtensor import QuantScheme
 from lmkit.quant.layer.layer import CalibratedLayer, Geometry

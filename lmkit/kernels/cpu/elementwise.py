@@ -18,7 +18,8 @@ from lmkit.kernels import ops
 from lmkit.kernels.cpu import threads, workspace
 from lmkit.kernels.cpu.intrinsics import bfloat_to_float, bits_to_float, copy, exp, half_to_float, pointer, unpack
 from lmkit.kernels.cpu.jit import FASTMATH, Task, float_bits, inline
-from lmkit.kernels.cpu.panels import ACTIVATION_NUMBERS, address, as_type, multiply_gates
+from lmkit.kernels.cpu.panels import ACTIVATION_NUMBERS, address, as_type
+from lmkit.kernels.cpu.panels import multiply_gates as activate
 from lmkit.kernels.cpu.structs import numbers, read
 from lmkit.kernels.ops import Norm
 from lmkit.kernels.registry import implements
@@ -106,7 +107,7 @@ def _gated_activation(args: int, scratch: int, index: int) -> None:
     gate = carray(pointer(gate_up + 8 * index * size), size, np.float32)
     up = carray(pointer(gate_up + 8 * index * size + 4 * size), size, np.float32)
     out = carray(pointer(y + 4 * index * size), size, np.float32)
-    multiply_gates(gate, up, out, size, activation)
+    activate(gate, up, out, size, activation)
 
 
 def _embedding(args: int, scratch: int, index: int) -> None:
@@ -146,13 +147,17 @@ def _add_positions(args: int, scratch: int, index: int) -> None:
 
 
 def _keep(args: int, scratch: int, index: int) -> None:
-    x, residual, out, stride, size = unpack(args, 5)
-    copy(x + 4 * index * size, out + index * stride, 4 * size)
+    x, residual, out, stride, size, scale_bits = unpack(args, 6)
+    scale = bits_to_float(np.uint32(scale_bits))
+    row = carray(pointer(x + 4 * index * size), size, np.float32)
+    kept = carray(pointer(out + index * stride), size, np.float32)
     if residual:
-        row = carray(pointer(out + index * stride), size, np.float32)
         added = carray(pointer(residual + 4 * index * size), size, np.float32)
         for i in range(size):
-            row[i] += added[i]
+            kept[i] = (row[i] + added[i]) * scale
+    else:
+        for i in range(size):
+            kept[i] = row[i] * scale
 
 
 def _relu(args: int, scratch: int, index: int) -> None:
@@ -162,12 +167,17 @@ def _relu(args: int, scratch: int, index: int) -> None:
         row[i] = max(row[i], np.float32(0))
 
 
-def _multiply_sigmoid(args: int, scratch: int, index: int) -> None:
-    x, gates, stride, size = unpack(args, 4)
-    row, gate = carray(pointer(x + 4 * index * size), size, np.float32), pointer(gates + index * stride)
-    factors = carray(gate, size, np.float32)
-    for i in range(size):
-        row[i] /= np.float32(1) + exp(-factors[i])
+def _multiply_gates(args: int, scratch: int, index: int) -> None:
+    """`activation` is one of ACTIVATION_NUMBERS, 0 is the sigmoid."""
+    x, stride, gates, gate_stride, y, size, activation = unpack(args, 7)
+    row = carray(pointer(x + index * stride), size, np.float32)
+    factors = carray(pointer(gates + index * gate_stride), size, np.float32)
+    out = carray(pointer(y + 4 * index * size), size, np.float32)
+    if activation:
+        activate(factors, row, out, size, activation)
+    else:
+        for i in range(size):
+            out[i] = row[i] / (np.float32(1) + exp(-factors[i]))
 
 
 def _softcap(args: int, scratch: int, index: int) -> None:
@@ -196,8 +206,8 @@ def _rope_angles(args: int, scratch: int, index: int) -> None:
 RMS_NORM, GATED_ACTIVATION, EMBEDDING, GATHER_COLUMNS = (
     Task(f) for f in (_rms_norm, _gated_activation, _embedding, _gather_columns)
 )
-ADD_POSITIONS, KEEP, RELU, MULTIPLY_SIGMOID, SOFTCAP, ROPE_ANGLES = (
-    Task(f) for f in (_add_positions, _keep, _relu, _multiply_sigmoid, _softcap, _rope_angles)
+ADD_POSITIONS, KEEP, RELU, MULTIPLY_GATES, SOFTCAP, ROPE_ANGLES = (
+    Task(f) for f in (_add_positions, _keep, _relu, _multiply_gates, _softcap, _rope_angles)
 )
 
 
@@ -273,11 +283,11 @@ def add_positions(x: Tensor, table: Tensor, positions: Tensor) -> None:
 
 
 @implements(ops.keep, "cpu", device="cpu", priority=20)
-def keep(x: Tensor, residual: Tensor | None, out: Tensor) -> None:
+def keep(x: Tensor, residual: Tensor | None, out: Tensor, scale: float = 1.0) -> None:
     assert (x.dtype, out.dtype, x.shape) == (torch.float32, torch.float32, out.shape)
     assert x.is_contiguous()
     assert residual is None or (residual.dtype == torch.float32 and residual.is_contiguous())
-    args = (x.data_ptr(), address(residual), out.data_ptr(), 4 * out.stride(0), x.shape[1])
+    args = (x.data_ptr(), address(residual), out.data_ptr(), 4 * out.stride(0), x.shape[1], float_bits(scale))
     threads.run(KEEP, len(x), args, parallel=x.numel() > SERIAL_VALUES)
 
 
@@ -288,13 +298,16 @@ def relu(x: Tensor) -> Tensor:
     return x
 
 
-@implements(ops.multiply_sigmoid, "cpu", device="cpu", priority=20)
-def multiply_sigmoid(x: Tensor, gates: Tensor) -> Tensor:
-    assert (x.dtype, x.is_contiguous()) == (torch.float32, True)
-    assert (gates.dtype, gates.stride(1), gates.shape) == (torch.float32, 1, x.shape)
-    args = x.data_ptr(), gates.data_ptr(), 4 * gates.stride(0), x.shape[1]
-    threads.run(MULTIPLY_SIGMOID, len(x), args, parallel=x.numel() > SERIAL_VALUES >> 4)
-    return x
+@implements(ops.multiply_gates, "cpu", device="cpu", priority=20)
+def multiply_gates(x: Tensor, gates: Tensor, activation: str) -> Tensor:
+    assert x.dtype == gates.dtype == torch.float32
+    assert (x.stride(1), gates.stride(1), gates.shape) == (1, 1, x.shape)
+    y = workspace.empty(*x.shape)
+    number = 0 if activation == "sigmoid" else ACTIVATION_NUMBERS[activation]
+    rows = x.data_ptr(), 4 * x.stride(0), gates.data_ptr(), 4 * gates.stride(0)
+    args = *rows, y.data_ptr(), x.shape[1], number
+    threads.run(MULTIPLY_GATES, len(x), args, parallel=x.numel() > SERIAL_VALUES >> 4)
+    return y
 
 
 @implements(ops.softcap, "cpu", device="cpu", priority=20)

@@ -45,8 +45,8 @@ def add_positions(x: Tensor, table: Tensor, positions: Tensor) -> None:
 
 
 @implements(ops.keep, "reference", device="any")
-def keep(x: Tensor, residual: Tensor | None, out: Tensor) -> None:
-    out.copy_(x if residual is None else x + residual)
+def keep(x: Tensor, residual: Tensor | None, out: Tensor, scale: float = 1.0) -> None:
+    out.copy_((x if residual is None else x + residual) * scale)
 
 
 @implements(ops.relu, "reference", device="any")
@@ -54,9 +54,10 @@ def relu(x: Tensor) -> Tensor:
     return x.relu_()
 
 
-@implements(ops.multiply_sigmoid, "reference", device="any")
-def multiply_sigmoid(x: Tensor, gates: Tensor) -> Tensor:
-    return (x.float() * gates.float().sigmoid()).to(x.dtype)
+@implements(ops.multiply_gates, "reference", device="any")
+def multiply_gates(x: Tensor, gates: Tensor, activation: str) -> Tensor:
+    wide, factors = x.float(), gates.float()
+    return (wide * factors.sigmoid() if activation == "sigmoid" else ACTIVATIONS[activation](factors, wide)).to(x.dtype)
 
 
 @implements(ops.gated_panels, "reference", device="any")
@@ -105,14 +106,15 @@ def rope_append(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, k_cache: KVTensor, v_cache: KVTensor, slots: Tensor
 ) -> None:
     half = cos.shape[-1]
-    if k_cache.mean is not None:
+    if k_cache.mean is not None and k.shape[1]:
         k -= k_cache.mean.vector
     cos, sin = cos[:, None, :], sin[:, None, :]
     for x in (q, k):
         first, second = x[..., :half].float(), x[..., half : 2 * half].float()
         rotated = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)  # before x changes
         x[..., : 2 * half] = rotated.to(x.dtype)
-    kv_append(k, v, k_cache, v_cache, slots)
+    if k.shape[1]:
+        kv_append(k, v, k_cache, v_cache, slots)
 
 
 def _clamped_swish(gate: Tensor, up: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from lmkit.models.layer_spec import LayerSpec
 from lmkit.models.registry import MAX_LAYERS, family
 from lmkit.models.spec import ModelSpec
 
-ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
+ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "llama3", "longrope", "proportional")
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 ORIGINAL = "original_max_position_embeddings"
 DTYPES = ("float32", "bfloat16", "float16")
@@ -158,7 +158,8 @@ def rope_spec(hf: dict[str, Any], head_dim: int) -> RopeSpec:
         factor=factor,
         # Dynamic NTK counts from the declared context, as transformers does.
         original_max_position=max_position if kind == "dynamic" else original,
-        rotary_dim=int(head_dim * partial),
+        rotary_dim=head_dim if kind == "proportional" else int(head_dim * partial),
+        partial_rotary_factor=partial if kind == "proportional" else 1.0,
         beta_fast=number(parameters, "beta_fast", 32.0),
         beta_slow=number(parameters, "beta_slow", 1.0),
         mscale=number(parameters, "mscale", 0.0),

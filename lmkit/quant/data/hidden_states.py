@@ -27,7 +27,8 @@ from torch import Tensor
 
 from lmkit.formats.atomic import write_errors, write_file
 from lmkit.kernels.cuda.module import tensor_device
-from lmkit.models.decoder import Decoder, DecoderLayer, joined
+from lmkit.models.decoder import Decoder
+from lmkit.models.decoder_layer import DecoderLayer, joined
 from lmkit.models.layer_spec import LayerSpec
 from lmkit.models.source import ModelSource
 from lmkit.models.spec import ModelSpec

@@ -108,6 +108,8 @@ def check_layers(recipe: KVRecipe, spec: ModelSpec, weight_format: str = "") -> 
             raise ConfigError(f"recipe: kv.layers: there is no layer {layer}, the model has {spec.num_layers}")
         if spec.layers[layer].delta:
             raise ConfigError(f"recipe: kv.layers: layer {layer} has linear attention, without keys and values")
+    if recipe.bits != 16 and not describable(spec):
+        raise ConfigError("recipe: kv: no file describes this model's KV cache; leave kv out, and use serve --kv-dtype")
     bits = {recipe.bits, *(b for layer in recipe.layers.values() for b in (layer.k_bits, layer.v_bits))}
     for dim in {layer.head_dim for layer in spec.kinds}:
         if bits & {4, "auto"} and dim % 2:
@@ -118,6 +120,12 @@ def check_layers(recipe: KVRecipe, spec: ModelSpec, weight_format: str = "") -> 
         raise ConfigError("recipe: kv: key_mean needs angles that do not depend on the sequence, RoPE here is dynamic")
     if recipe.scheme == "static8" and weight_format != "compressed-tensors":
         raise ConfigError(f"recipe: kv: scheme static8 is stored in compressed-tensors only, not in {weight_format}")
+
+
+def describable(spec: ModelSpec) -> bool:
+    """Whether a kv_config.json can describe the model's KV cache: it has one size of heads for all layers."""
+    sizes = {(layer.num_kv_heads, layer.head_dim) for layer in spec.kinds if not layer.delta}
+    return len(sizes) == 1 and not any(layer.latent for layer in spec.kinds)
 
 
 def make_kv_config(recipe: KVRecipe, spec: ModelSpec, stats: list[KVStats]) -> KVConfig:

@@ -20,7 +20,7 @@ from torch import Tensor
 from lmkit.formats.kv_config import PairMean
 from lmkit.kv_dtype import FLOAT32, INT4, INT8
 from lmkit.layers.batch import Projected
-from lmkit.models.decoder import DecoderLayer
+from lmkit.models.decoder_layer import DecoderLayer
 from lmkit.models.kv_storage import KVStorage, allocate
 from lmkit.models.layer_spec import LayerSpec
 from lmkit.quant.kv.config import RISKY_RATIO, KVFit, KVStats

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from lmkit.kernels.cuda.module import TORCH
 from lmkit.layers.batch import BatchInputs, KVLayer, Projected
-from lmkit.models.decoder import CosSin, DecoderLayer
+from lmkit.models.decoder_layer import CosSin, DecoderLayer
 from lmkit.quant.layer.layer import Geometry
 
 
@@ -37,7 +37,7 @@ class LayerWithGradients(DecoderLayer):
         """hidden float32 [tokens, hidden], whole sequences -> the next layer's."""
         batch, rope, kv = geometry.batch, geometry.rope, geometry.kv
         middle = hidden + self.attention(hidden, batch, rope, kv, self.before("norm.attn"))
-        return middle + self.feed_forward(middle, self.before("norm.mlp"))
+        return (middle + self.feed_forward(middle, self.before("norm.mlp"))) * self.stream_scale
 
 
 def turned(x: Tensor, rope: CosSin) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from lmkit.models.decoder import DecoderLayer
+from lmkit.models.decoder_layer import DecoderLayer
 from lmkit.qtensor import QTensor
 from lmkit.quant.data.hidden_states import Stream
 from lmkit.quant.layer.moments import held_out_rows, run, squared

@@ -14,7 +14,7 @@ from lmkit.kv_dtype import FLOAT32
 from lmkit.layers.batch import BatchInputs, KVLayer, allocate_kv, allocate_states, whole_batch
 from lmkit.layers.rope import Rope
 from lmkit.models import roles
-from lmkit.models.decoder import CosSin, DecoderLayer
+from lmkit.models.decoder_layer import CosSin, DecoderLayer
 from lmkit.models.layer_spec import LayerSpec
 from lmkit.qtensor import QTensor, QuantScheme, dequantize
 from lmkit.quant.layer.grid import Shrink, round_to_nearest

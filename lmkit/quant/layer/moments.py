@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lmkit.layers.linear import in_full
-from lmkit.models.decoder import DecoderLayer, joined
+from lmkit.models.decoder_layer import DecoderLayer, joined
 from lmkit.models.roles import expert_of
 from lmkit.quant.data.hidden_states import Stream
 from lmkit.quant.layer.passes import LayerPass, Part

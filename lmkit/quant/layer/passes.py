@@ -16,7 +16,7 @@ from enum import IntEnum
 from torch import Tensor
 
 from lmkit.layers.moe import MoE
-from lmkit.models.decoder import DecoderLayer
+from lmkit.models.decoder_layer import DecoderLayer
 from lmkit.quant.data.hidden_states import Stream
 
 
@@ -122,7 +122,9 @@ class LayerPass:
             return self._states(Part.ATTENTION, tokens) + layer.project(self._states(part, tokens))
         middle = self._states(Part.MLP, tokens)
         if isinstance(layer.mlp, MoE):
-            return None if part is Part.MLP else middle + layer.feed_forward(middle, layer.before("norm.mlp"))
+            if part is Part.MLP:
+                return None
+            return (middle + layer.feed_forward(middle, layer.before("norm.mlp"))) * layer.stream_scale
         if part is Part.MLP:
             return layer.mlp.gate_up(middle, layer.before("norm.mlp"))
-        return middle + layer.reduce(self._states(part, tokens))
+        return (middle + layer.reduce(self._states(part, tokens))) * layer.stream_scale

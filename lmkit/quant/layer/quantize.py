@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lmkit.errors import CheckpointError, UnsupportedError
 from lmkit.kernels.cuda.module import tensor_device
-from lmkit.models.decoder import DecoderLayer
+from lmkit.models.decoder_layer import DecoderLayer
 from lmkit.models.source import ModelSource
 from lmkit.qtensor import QTensor
 from lmkit.quant.data.hidden_states import Stream

@@ -25,7 +25,7 @@ from lmkit.kernels.cuda.module import TORCH, tensor_device
 from lmkit.kernels.ops import Norm
 from lmkit.layers.linear import Weights
 from lmkit.models import roles
-from lmkit.models.decoder import DecoderLayer
+from lmkit.models.decoder_layer import DecoderLayer
 from lmkit.models.layer_spec import LayerSpec
 from lmkit.quant.data.hidden_states import Buffer
 from lmkit.quant.layer.gradients import LayerWithGradients, with_gradients

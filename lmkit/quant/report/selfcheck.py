@@ -12,7 +12,7 @@ from lmkit.kernels import ops
 from lmkit.kernels.cuda.module import tensor_device
 from lmkit.kernels.ops import Norm
 from lmkit.models import roles
-from lmkit.models.decoder import joined
+from lmkit.models.decoder_layer import joined
 from lmkit.models.source import ModelSource
 from lmkit.quant.layer.layer import Geometry
 from lmkit.quant.report.evaluate import Progress

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from lmkit.kernels.cuda.module import tensor_device
-from lmkit.models.decoder import Decoder, DecoderLayer, joined
+from lmkit.models.decoder import Decoder
+from lmkit.models.decoder_layer import DecoderLayer, joined
 from lmkit.models.resolved import resolve_dtype
 from lmkit.models.source import ModelSource
 from lmkit.qtensor import QuantScheme

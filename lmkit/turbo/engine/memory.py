@@ -217,7 +217,11 @@ def plan_memory(
 def _token_bytes(spec: ModelSpec, kv_dtypes: list[tuple[KVDtype, KVDtype]], layout: KVLayout, layers: range) -> int:
     """Bytes of a token of one KV group in these layers. Layers of different groups share places."""
     places = layout.places()
-    by_place = {places[layer][1]: spec.layers[layer].kv_token_bytes(*kv_dtypes[layer]) for layer in layers}
+    by_place = {
+        places[layer][1]: spec.layers[layer].kv_token_bytes(*kv_dtypes[layer])
+        for layer in layers
+        if spec.layers[layer].kv_from is None
+    }
     return sum(by_place.values())
 
 
@@ -227,7 +231,7 @@ def _workspace_bytes(spec: ModelSpec, config: EngineConfig) -> int:
     widest = max(layer.activation_bytes() for layer in spec.kinds)
     of_experts = max(layer.places_bytes(tokens) for layer in spec.kinds)
     rows = min(config.max_batch_size, tokens)
-    return max(tokens * widest, of_experts) + 4 * 2 * rows * spec.vocab_size
+    return max(tokens * widest, of_experts) + 4 * 2 * rows * spec.vocab_size + 4 * 3 * tokens * spec.per_layer
 
 
 def _gpu_workspace_bytes(spec: ModelSpec, config: EngineConfig, num_groups: int) -> int:

@@ -15,7 +15,7 @@ from lmkit.kernels import ops
 from lmkit.kernels.cpu import isa
 from lmkit.kv_dtype import FLOAT32, FP8, INT4, INT8, KVDtype
 from lmkit.models import load_spec
-from lmkit.models.decoder import DecoderLayer
+from lmkit.models.decoder_layer import DecoderLayer
 from lmkit.models.kv_storage import KVStorage, allocate
 from lmkit.models.source import ModelSource
 from lmkit.quant.kv.config import KVStats

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lmkit.models.decoder import DecoderLayer
+from lmkit.models.decoder_layer import DecoderLayer
 from lmkit.models.roles import expert_of
 from lmkit.models.source import ModelSource
 from lmkit.qtensor import QTensor, QuantScheme, dequantize, quantize

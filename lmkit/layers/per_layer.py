@@ -1,0 +1,65 @@
+"""Per-layer embeddings (Gemma 3n and 4): each token has a small vector for each layer, which the layer adds behind its
+MLP, as far as the residual stream x opens a gate.
+
+    vectors of a token = (norm(projection(embedding)) + table[token]) / sqrt(2)      of all layers, before the first
+    x <- (x + norm(out(activation(gate(x)) * the layer's vector))) * stream scale    behind each layer
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lmkit.kernels import ops
+from lmkit.kernels.ops import Norm
+from lmkit.layers.linear import MergedLinear, Weights
+
+
+@dataclass(frozen=True)
+class PerLayerWeights:
+    """`table` [vocab, layers * width], `projection` [layers * width, hidden], `norm` [width]."""
+
+    table: Tensor
+    projection: Tensor
+    norm: Tensor
+    table_scale: float  # a factor on the table
+
+
+class PerLayerVectors:
+    """The vectors of a step's tokens."""
+
+    def __init__(self, weights: PerLayerWeights, eps: float, device: str = "cpu") -> None:
+        half = math.sqrt(0.5)
+        self.width, self._table, self._scale = len(weights.norm), weights.table, weights.table_scale * half
+        hidden = weights.projection.shape[1]
+        # The projection's factor 1 / sqrt(hidden) is taken from eps: norm(c y, eps) = norm(y, eps / c^2).
+        self._norm = Norm(weights.norm.float() * half, eps * hidden, None, torch.float32)
+        self._projection = MergedLinear(("projection",), {"projection": weights.projection}, device)
+        self._projection.pack("exact")
+        self._embedding, self._rms_norm = ops.embedding.select(device), ops.rms_norm.select(device)
+        self._add = ops.keep.select(device)
+
+    def __call__(self, token_ids: Tensor, embedded: Tensor) -> Tensor:
+        """Token ids int64 [T] and embeddings float32 [T, hidden] -> float32 [T, layers * width]."""
+        projected = self._projection(embedded).float()
+        vectors: Tensor = self._rms_norm(projected.view(len(projected), -1, self.width), self._norm).view(
+            projected.shape
+        )
+        self._add(vectors, self._embedding(self._table, token_ids, self._scale), vectors)
+        return vectors
+
+
+class PerLayerGate:
+    """What a layer does with its vectors. `weights` has `per_layer.gate` and `per_layer.out`."""
+
+    def __init__(self, weights: Weights, activation: str, device: str) -> None:
+        self.gate = MergedLinear(("per_layer.gate",), weights, device)
+        self.out = MergedLinear(("per_layer.out",), weights, device)
+        self._activation, self._multiply = activation, ops.multiply_gates.select(device)
+
+    def __call__(self, stream: Tensor, vectors: Tensor) -> Tensor:
+        """The residual stream [T, hidden] and vectors [T, width] -> what the layer adds, before its norm."""
+        return self.out(self._multiply(vectors, self.gate(stream), self._activation))

@@ -1,0 +1,131 @@
+"""Gemma 4: layers with a window and without one have heads of different sizes. It answers text. Towers for images and
+sound stay in the checkpoint.
+
+Behind Gemma 3 it has a norm on v, a number that each layer multiplies the residual stream with, and, by its
+configuration, keys that are values too, last layers that read the keys and values of earlier ones, vectors of each
+token for each layer (layers.per_layer), and experts beside the dense MLP.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from lmkit.attention_spec import AttentionSpec
+from lmkit.errors import CheckpointError, UnsupportedError
+from lmkit.layers.mlp_spec import MLPSpec, MoESpec
+from lmkit.layers.rope_spec import RopeSpec
+from lmkit.models.families.gemma import rounded
+from lmkit.models.families.llama import activation, integer, layer_spec, model_spec, num_layers, number, rope_spec
+from lmkit.models.layer_spec import LayerSpec
+from lmkit.models.registry import family
+from lmkit.models.roles import BESIDE_EXPERTS, LLAMA_NAMES, PER_LAYER_NAMES, POST_NORM_NAMES
+from lmkit.models.spec import ModelSpec
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+DEFAULTS = {"head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True,
+            "hidden_size_per_layer_input": 256, "sliding_window": 512}  # fmt: skip
+ROPES = {
+    FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+    SLIDING: {"rope_type": "default", "rope_theta": 1e4},
+}
+TOWERS = ("model.vision_tower.", "model.embed_vision.", "model.audio_tower.", "model.embed_audio.")
+
+
+@family("Gemma4ForCausalLM")
+def gemma4(hf: dict[str, Any]) -> ModelSpec:
+    hf = DEFAULTS | hf
+    kinds = _kinds(hf)
+    shared = integer(hf, "num_kv_shared_layers", 0)
+    sources = _sources(kinds, len(kinds) - shared)
+    layers = [_layer(hf, index, kind, sources.get(index)) for index, kind in enumerate(kinds)]
+    spec = model_spec(hf, layers, final_softcap=number(hf, "final_logit_softcapping", 0.0))
+    return replace(
+        spec,
+        embedding_scale=rounded(spec.hidden_size**0.5, spec.dtype),
+        per_layer_vocab=integer(hf, "vocab_size_per_layer_input", 262144) if spec.per_layer else 0,
+        per_layer_scale=rounded(layers[0].per_layer ** 0.5, spec.dtype),
+    )
+
+
+@family("Gemma4ForConditionalGeneration")
+def gemma4_beside_towers(hf: dict[str, Any]) -> ModelSpec:
+    text = hf.get("text_config")
+    if not isinstance(text, dict):
+        raise CheckpointError("config.json: text_config is not an object")
+    if text.get("use_bidirectional_attention") == "all":
+        raise UnsupportedError("config.json: the model's tokens see later ones; lmkit runs causal models only")
+    spec = gemma4({"dtype": hf.get("dtype")} | text | {"architectures": hf["architectures"]})
+    layers = tuple(replace(layer, prefix="model.language_model.layers") for layer in spec.layers)
+    return replace(spec, layers=layers, unread=TOWERS)
+
+
+def _kinds(hf: dict[str, Any]) -> list[str]:
+    """The last layer has no window, whatever config.json says, as in transformers."""
+    count = num_layers(hf)
+    kinds = hf.get("layer_types") or [FULL if i % 6 == 5 else SLIDING for i in range(count)]
+    if not isinstance(kinds, list) or len(kinds) != count or not set(kinds) <= {FULL, SLIDING}:
+        raise CheckpointError(f"config.json: layer_types must name {FULL} or {SLIDING} {count} times")
+    return [*kinds[:-1], FULL]
+
+
+def _sources(kinds: list[str], first: int) -> dict[int, int]:
+    """Each layer from `first` on reads the keys and values of the last layer of its kind before `first`."""
+    last = {kind: index for index, kind in enumerate(kinds[: max(first, 0)])}
+    if first < len(kinds) and set(last) != set(kinds):
+        raise CheckpointError(f"config.json: num_kv_shared_layers leaves layers of {set(kinds) - set(last)} no keys")
+    return {index: last[kinds[index]] for index in range(first, len(kinds))}
+
+
+def _layer(hf: dict[str, Any], index: int, kind: str, kv_from: int | None) -> LayerSpec:
+    bias = bool(hf.get("attention_bias", False))
+    is_wide = bool(hf.get("use_double_wide_mlp", False)) and kv_from is not None
+    mlp = MLPSpec(integer(hf, "intermediate_size") * (1 + is_wide), activation(hf))
+    names = LLAMA_NAMES | POST_NORM_NAMES | PER_LAYER_NAMES
+    has_experts = bool(hf.get("enable_moe_block", False))
+    heads = _heads(hf, index, kind)
+    return layer_spec(
+        hf | heads,
+        attention=AttentionSpec(1.0, window=integer(hf, "sliding_window") if kind == SLIDING else 0),
+        rope=_rope(hf, kind, heads["head_dim"]),
+        mlp=_experts(hf, mlp) if has_experts else mlp,
+        attn_bias=bias, o_bias=bias, qk_norm=True, post_norms=True, value_norm=True, stream_scale=True,
+        key_is_value=bool(hf.get("attention_k_eq_v", False)) and kind == FULL,
+        kv_from=kv_from,
+        per_layer=integer(hf, "hidden_size_per_layer_input"),
+        names=names | BESIDE_EXPERTS if has_experts else names,
+    )  # fmt: skip
+
+
+def _heads(hf: dict[str, Any], index: int, kind: str) -> dict[str, int]:
+    """head_dim and num_key_value_heads of a layer. transformers writes `per_layer_config`; older files have the sizes
+    of all layers without a window."""
+    heads = {name: integer(hf, name) for name in ("head_dim", "num_key_value_heads")}
+    if "per_layer_config" in hf:
+        own = (hf["per_layer_config"] or {}).get(str(index), {})
+        if not isinstance(own, dict) or own.keys() - heads:
+            raise UnsupportedError(f"config.json: per_layer_config of layer {index} has more than {', '.join(heads)}")
+        return heads | {name: integer(own, name) for name in own}
+    if kind == FULL:
+        heads["head_dim"] = integer(hf, "global_head_dim", 512)
+        if hf.get("attention_k_eq_v"):
+            heads["num_key_value_heads"] = integer(hf, "num_global_key_value_heads", heads["num_key_value_heads"])
+    return heads
+
+
+def _rope(hf: dict[str, Any], kind: str, head_dim: int) -> RopeSpec:
+    given = hf.get("rope_parameters") or ROPES
+    if not isinstance(given, dict) or not isinstance(given.get(kind), dict):
+        raise CheckpointError(f"config.json: rope_parameters has nothing for {kind}")
+    return rope_spec(hf | {"rope_parameters": given[kind]}, head_dim)
+
+
+def _experts(hf: dict[str, Any], dense: MLPSpec) -> MoESpec:
+    return MoESpec(
+        num_experts=integer(hf, "num_experts"),
+        experts_per_token=integer(hf, "top_k_experts"),
+        expert=replace(dense, intermediate_size=integer(hf, "moe_intermediate_size")),
+        shared=dense,
+        shared_router=False,
+        beside=True,
+    )
