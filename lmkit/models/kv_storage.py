@@ -70,8 +70,6 @@ def resolve_storage(reader: CheckpointReader, spec: ModelSpec, asked: str, dense
         raise UnsupportedError(
             f"{reader.path}: kv_config.json and kv_cache_scheme are not for latent attention; remove them"
         )
-    if any(layer.latent for layer in spec.kinds) and (given or kv_dtype(dense)).coded:
-        raise UnsupportedError(f"kv_dtype {asked}: latent attention keeps its rows in 16 or 32 bits; use auto")
     if config is not None:
         for layer in spec.kinds:
             config.check(spec.num_layers, layer.num_kv_heads, layer.head_dim)

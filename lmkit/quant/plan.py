@@ -59,8 +59,6 @@ def make_plan(source: ModelSource, recipe: Recipe, device: str = "cpu") -> Plan:
         raise UnsupportedError(f"{path}: is quantized already ({source.format.name}); quantize the original checkpoint")
     if recipe.calibration.has_text and any(layer.kv_from is not None or layer.per_layer for layer in spec.kinds):
         raise UnsupportedError(f"{path}: layers that read the keys of others are only rounded: use a recipe of rtn_")
-    if any(layer.latent for layer in spec.kinds):
-        raise UnsupportedError(f"{path}: models with latent attention are served but not quantized")
     if any(layer.norm_bias for layer in spec.kinds):
         raise UnsupportedError(f"{path}: models with LayerNorm are served but not quantized")
     if recipe.calibration.has_text and recipe.calibration.seq_len > spec.max_position:
@@ -77,8 +75,9 @@ def make_plan(source: ModelSource, recipe: Recipe, device: str = "cpu") -> Plan:
         raise ConfigError(f"recipe: nothing to quantize, every linear stays dense: {next(iter(dense.values()))}")
     linears = {module: None if module in dense else recipe.scheme.scheme() for module in modules}
     check_reachable(spec, recipe, dense)
-    routers = [spec.module_name(i, role) for i in range(spec.num_layers) for role in spec.layers[i].routers]
-    linears |= dict.fromkeys(routers, None)
+    for index, layer in enumerate(spec.layers):
+        matrices = [role for role, shape in layer.matrices.items() if len(shape) == 2]
+        linears |= {spec.module_name(index, role): None for role in (*layer.routers, *matrices)}
     return Plan(spec, linears, dense, _seconds(spec, recipe, measure_speed(recipe.product_dtype(device), device)))
 
 
