@@ -34,7 +34,7 @@ SERVE: Mapping[str, str] = {
     **each("use max_draft_tokens", "draft_max speculative_num_draft_tokens"),
     "allowed_media_domains": "use image_host, once for each",
     "allowed_local_media_path": "use image_folder",
-    **each("a checkpoint of Qwen2.5-VL has its tower", "mmproj"),
+    **each("a checkpoint of Qwen-VL has its tower", "mmproj"),
     **each("images are encoded one at a time", "vision_max_batch_size"),
     **each(
         ONE_DEVICE,

@@ -36,7 +36,7 @@ class BatchInputs:
     # Of a step with tokens of images:
     places: Tensor | None = None  # int32 [3, T]: places in time, height and width, for M-RoPE
     image_rows: Tensor | None = None  # int64 [I]: rows of tokens of images
-    image_values: Tensor | None = None  # float32 [I, hidden]: what they have in place of embeddings
+    image_values: Tensor | None = None  # float32 [I, hidden * (1 + deep layers)]: in place of embeddings, then for them
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor], num_groups: int) -> BatchInputs:

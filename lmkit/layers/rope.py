@@ -41,8 +41,8 @@ class Rope:
     def _by_place(self, places: Tensor) -> tuple[Tensor, Tensor]:
         """M-RoPE (arXiv 2409.12191). A token of text has three equal places, and the angles of its position."""
         found = [self.angles(row, self.inv_freq, self.magnitude) for row in places]
-        split = [[part.split(self.spec.sections, -1)[i] for part in both] for i, both in enumerate(found)]
-        cos, sin = (torch.cat(parts, -1) for parts in zip(*split, strict=True))
+        which = torch.tensor(self.spec.places).expand(1, places.shape[1], -1)
+        cos, sin = (torch.stack(parts).gather(0, which)[0] for parts in zip(*found, strict=True))
         return cos, sin
 
     def _frequencies_by_length(self, batch: BatchInputs) -> Tensor:

@@ -113,6 +113,8 @@ class Decoder:
             if layer.index in kept:
                 self.keep(delta, residual, kept[layer.index][: len(delta)])
             delta, residual = layer(delta, residual, batch, angles[layer.spec.rope], kv_layer, logits_only=of_rows)
+            if layer.index < self.spec.deep_layers and batch.image_rows is not None and batch.image_values is not None:
+                delta[batch.image_rows] += batch.image_values.chunk(self.spec.deep_layers + 1, -1)[layer.index + 1]
         if last in kept:
             self.keep(delta, residual, kept[last][: len(delta)])
         if self.line is not None:
@@ -127,7 +129,7 @@ class Decoder:
             return self.line.receive(len(batch.token_ids))
         delta = self.embed(batch.token_ids)
         if batch.image_rows is not None and batch.image_values is not None:
-            delta[batch.image_rows] = batch.image_values
+            delta[batch.image_rows] = batch.image_values[:, : self.spec.hidden_size]
         if self.positions is not None:
             self.add_positions(delta, self.positions, batch.positions)
         return delta

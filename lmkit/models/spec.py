@@ -87,6 +87,11 @@ class ModelSpec:
         return tuple(layer.attention.window for layer in self.layers)
 
     @property
+    def deep_layers(self) -> int:
+        """The number of first layers that add parts of images to the residual stream behind them (DeepStack)."""
+        return 0 if self.vision is None else len(self.vision.tapped)
+
+    @property
     def dynamic_length(self) -> int:
         """The prompt length above which angles depend on that length; 0 = they never do."""
         lengths = [layer.rope.original_max_position for layer in self.kinds if layer.rope.by_length]

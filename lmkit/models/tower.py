@@ -80,26 +80,29 @@ def _dtype(model: ResolvedModel) -> torch.dtype:
 def _shapes(model: ResolvedModel, spec: VisionSpec) -> Iterator[tuple[str, tuple[int, ...]]]:
     """The names and shapes of all tensors."""
     (prefix,), hidden, inner = model.spec.unread, spec.hidden_size, spec.inner_size
-    wide = hidden * spec.merge_size**2
-    linears = {
-        "merger.mlp.0": (wide, wide),
-        "merger.mlp.2": (model.spec.hidden_size, wide),
-    }
-    norms = ["merger.ln_q"]
+    wide, (norm, first, second) = hidden * spec.merge_size**2, spec.names.merger
+    linears, norms = dict[str, tuple[int, ...]](), dict[str, int]()
+    for merger, size in spec.mergers.items():
+        linears |= {merger + first: (wide, wide), merger + second: (model.spec.hidden_size, wide)}
+        norms[merger + norm] = size
     for layer in range(spec.num_layers):
         block = f"blocks.{layer}."
         linears |= {
             block + "attn.qkv": (3 * hidden, hidden),
             block + "attn.proj": (hidden, hidden),
-            block + "mlp.gate_proj": (inner, hidden),
-            block + "mlp.up_proj": (inner, hidden),
-            block + "mlp.down_proj": (hidden, inner),
+            **{f"{block}mlp.{name}": (inner, hidden) for name in spec.names.mlp[:-1]},
+            f"{block}mlp.{spec.names.mlp[-1]}": (hidden, inner),
         }
-        norms += [block + "norm1", block + "norm2"]
+        norms |= {block + "norm1": hidden, block + "norm2": hidden}
     patch = spec.channels, spec.temporal_patch_size, spec.patch_size, spec.patch_size
     yield prefix + "patch_embed.proj.weight", (hidden, *patch)
-    for name in norms:
-        yield f"{prefix}{name}.weight", (hidden,)
+    if spec.patch_bias:
+        yield prefix + "patch_embed.proj.bias", (hidden,)
+    if spec.positions:
+        yield prefix + "pos_embed.weight", (spec.positions**2, hidden)
+    for name, size in norms.items():
+        for kind in ("weight", "bias") if spec.layer_norm else ("weight",):
+            yield f"{prefix}{name}.{kind}", (size,)
     for name, shape in linears.items():
         yield f"{prefix}{name}.weight", shape
         yield f"{prefix}{name}.bias", shape[:1]

@@ -1,12 +1,14 @@
-"""The vision tower of Qwen2.5-VL: pixels of an image to rows that stand for the image in the prompt.
+"""The vision towers of Qwen-VL: pixels of an image to rows that stand for the image in the prompt.
 
-arXiv 2502.13923, section 2.1. The tower is plain torch, one image at a time: a batch of images could change the last
-bits of each. It works in small parts, between which the caller may do something else.
+arXiv 2409.12191 (Qwen2-VL), 2502.13923 (Qwen2.5-VL), 2511.21631 (Qwen3-VL). The tower is plain torch, one image at a
+time: a batch of images could change the last bits of each. It works in small parts, between which the caller may do
+something else.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
+from functools import partial
 from itertools import accumulate
 
 import torch
@@ -48,6 +50,7 @@ def tower(rows: Tensor, grid: tuple[int, int], spec: VisionSpec, weight: Weights
 
 def tower_steps(rows: Tensor, grid: tuple[int, int], spec: VisionSpec, weight: Weights) -> Steps:
     """The image's rows `[num_patches / merge_size^2, size of the language model]`, from left to right and downwards.
+    Behind a row stand its parts of the tapped layers, by ascending layer, of the same size each.
 
     `rows` are `patches` of an image of `grid` patches (height, width). `weight` gives the tensor of a name behind
     `visual.`, and its dtype is the one of the computation. The bits of the result do not depend on the caller.
@@ -57,16 +60,26 @@ def tower_steps(rows: Tensor, grid: tuple[int, int], spec: VisionSpec, weight: W
     order = (cells[:, None] * unit + torch.arange(unit)).flatten()
     angles = _angles(grid, spec)[order, None]
     kernel = weight("patch_embed.proj.weight").flatten(1)  # a convolution whose stride is its size
-    x = yield from _in_parts(lambda part: F.linear(part.to(kernel.dtype), kernel), rows[order])
+    bias = weight("patch_embed.proj.bias") if spec.patch_bias else None
+    x = yield from _in_parts(lambda part: F.linear(part.to(kernel.dtype), kernel, bias), rows[order])
+    if spec.positions:
+        x = x + _positions(grid, spec, weight("pos_embed.weight"))[order]
+    merged = []
     for layer in range(spec.num_layers):
         x = yield from _layer(x, [len(x)] if layer in spec.full_layers else windows, angles, spec, layer, weight)
+        if layer in spec.tapped:
+            prefix = f"deepstack_merger_list.{spec.tapped.index(layer)}."
+            merged.append((yield from _in_parts(partial(_merge, prefix, spec, weight), x, unit)))
+    found = yield from _in_parts(partial(_merge, "merger.", spec, weight), x, unit)
+    return torch.cat([found, *merged], -1)[cells.argsort()]
 
-    def merged(part: Tensor) -> Tensor:
-        wide = _norm(part, "merger.ln_q", weight).view(len(part) // unit, -1)
-        return _linear(F.gelu(_linear(wide, "merger.mlp.0", weight)), "merger.mlp.2", weight)
 
-    found = yield from _in_parts(merged, x, unit)
-    return found[cells.argsort()]
+def _merge(prefix: str, spec: VisionSpec, weight: Weights, patches: Tensor) -> Tensor:
+    """The rows of output of these patches."""
+    norm, first, second = (prefix + name for name in spec.names.merger)
+    normed = _norm(patches.view(-1, spec.mergers[prefix]), norm, spec, weight)
+    wide = normed.view(-1, spec.hidden_size * spec.merge_size**2)
+    return _linear(F.gelu(_linear(wide, first, weight)), second, weight)
 
 
 def _layer(x: Tensor, lengths: list[int], angles: Tensor, spec: VisionSpec, layer: int, weight: Weights) -> Steps:
@@ -74,7 +87,7 @@ def _layer(x: Tensor, lengths: list[int], angles: Tensor, spec: VisionSpec, laye
     prefix = f"blocks.{layer}."
 
     def inputs(part: Tensor) -> Tensor:
-        return _linear(_norm(part, prefix + "norm1", weight), prefix + "attn.qkv", weight)
+        return _linear(_norm(part, prefix + "norm1", spec, weight), prefix + "attn.qkv", weight)
 
     qkv = (yield from _in_parts(inputs, x)).view(len(x), 3, spec.num_heads, spec.head_dim)
     q, k, v = (part.transpose(0, 1) for part in (_turn(qkv[:, 0], angles), _turn(qkv[:, 1], angles), qkv[:, 2]))
@@ -93,7 +106,7 @@ def _layer(x: Tensor, lengths: list[int], angles: Tensor, spec: VisionSpec, laye
 
     def outputs(part: Tensor, attended: Tensor) -> Tensor:
         part = part + _linear(attended, prefix + "attn.proj", weight)
-        return part + _mlp(_norm(part, prefix + "norm2", weight), prefix + "mlp.", weight)
+        return part + _mlp(_norm(part, prefix + "norm2", spec, weight), prefix + "mlp.", spec, weight)
 
     return (yield from _in_parts(lambda both: outputs(*both.split(spec.hidden_size, -1)), torch.cat((x, attended), -1)))
 
@@ -110,7 +123,8 @@ def _in_parts(work: Callable[[Tensor], Tensor], rows: Tensor, unit: int = 1) -> 
 def _windows(grid: tuple[int, int], spec: VisionSpec) -> tuple[Tensor, list[int]]:
     """The rows of output in the order of their windows, and the number of patches in each window."""
     high, wide = (side // spec.merge_size for side in grid)
-    y, x = torch.arange(high)[:, None] // spec.window_cells, torch.arange(wide) // spec.window_cells
+    size = spec.window_cells or max(high, wide)
+    y, x = torch.arange(high)[:, None] // size, torch.arange(wide) // size
     window = (y * wide + x).flatten()
     sizes = torch.unique(window, return_counts=True)[1] * spec.merge_size**2
     return window.argsort(stable=True), sizes.tolist()
@@ -121,10 +135,28 @@ def _angles(grid: tuple[int, int], spec: VisionSpec) -> Tensor:
     both again."""
     half = spec.head_dim // 2
     inverse = 1.0 / THETA ** (torch.arange(0, half, 2) / half)
+    return (_places(grid, spec)[..., None] * inverse).permute(1, 0, 2).flatten(1).repeat(1, 2)
+
+
+def _places(grid: tuple[int, int], spec: VisionSpec) -> Tensor:
+    """Row and column of each patch, `[2, num_patches]`, in the order of `patches`."""
     y, x = torch.meshgrid(*(torch.arange(side) for side in grid), indexing="ij")
     merge = spec.merge_size
-    places = torch.stack((y, x)).view(2, grid[0] // merge, merge, grid[1] // merge, merge).transpose(2, 3)
-    return (places.flatten(1)[..., None] * inverse).permute(1, 0, 2).flatten(1).repeat(1, 2)
+    return torch.stack((y, x)).view(2, grid[0] // merge, merge, grid[1] // merge, merge).transpose(2, 3).flatten(1)
+
+
+def _positions(grid: tuple[int, int], spec: VisionSpec, table: Tensor) -> Tensor:
+    """Learned positions `[num_patches, hidden]` in the order of `patches`. The table's corners are the image's, and
+    between its places they are interpolated."""
+    last, sides = spec.positions - 1, torch.tensor(grid)[:, None]
+    at = _places(grid, spec) * (last / (sides - 1).clamp(min=1))
+    low = at.long().clamp(max=last)
+    share, high = at - low, (low + 1).clamp(max=last)
+    found = torch.zeros(1)
+    for y, of_y in ((low[0], 1 - share[0]), (high[0], share[0])):
+        for x, of_x in ((low[1], 1 - share[1]), (high[1], share[1])):
+            found = found + table[y * spec.positions + x].float() * (of_y * of_x)[:, None]
+    return found.to(table.dtype)
 
 
 def _turn(x: Tensor, angles: Tensor) -> Tensor:
@@ -133,15 +165,28 @@ def _turn(x: Tensor, angles: Tensor) -> Tensor:
     return (x.float() * angles.cos() + torch.cat((-second, first), -1) * angles.sin()).to(x.dtype)
 
 
-def _mlp(x: Tensor, prefix: str, weight: Weights) -> Tensor:
-    gated = F.silu(_linear(x, prefix + "gate_proj", weight)) * _linear(x, prefix + "up_proj", weight)
-    return _linear(gated, prefix + "down_proj", weight)
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+}
+
+
+def _mlp(x: Tensor, prefix: str, spec: VisionSpec, weight: Weights) -> Tensor:
+    first, *others, last = (prefix + name for name in spec.names.mlp)
+    inner = ACTIVATIONS[spec.activation](_linear(x, first, weight))
+    for other in others:
+        inner = inner * _linear(x, other, weight)
+    return _linear(inner, last, weight)
 
 
 def _linear(x: Tensor, name: str, weight: Weights) -> Tensor:
     return F.linear(x, weight(f"{name}.weight"), weight(f"{name}.bias"))
 
 
-def _norm(x: Tensor, name: str, weight: Weights) -> Tensor:
-    """RMS norm in float32."""
+def _norm(x: Tensor, name: str, spec: VisionSpec, weight: Weights) -> Tensor:
+    """RMS norm or LayerNorm in float32."""
+    if spec.layer_norm:
+        factor, bias = (weight(f"{name}.{kind}").float() for kind in ("weight", "bias"))
+        return F.layer_norm(x.float(), x.shape[-1:], factor, bias, EPS).to(x.dtype)
     return weight(f"{name}.weight") * F.rms_norm(x.float(), x.shape[-1:], eps=EPS).to(x.dtype)

@@ -33,10 +33,10 @@ MARKS = [197, 198]  # of images and videos; transformers would take one in an an
 Model = tuple[transformers.PreTrainedModel, Path, Tower]
 
 
-@pytest.fixture(scope="module")
-def vl(tmp_path_factory: pytest.TempPathFactory) -> Model:
+@pytest.fixture(scope="module", params=list(tiny.VISION))
+def vl(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Model:
     path = tmp_path_factory.mktemp("vl")
-    model = tiny.make(path, "qwen2.5-vl")
+    model = tiny.make(path, request.param)
     with torch.no_grad():
         for name, weight in model.model.visual.named_parameters():
             if weight.ndim > 1:  # large enough for images to matter

@@ -11,7 +11,8 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from lmkit.errors import CheckpointError, UnsupportedError
 from lmkit.formats.checkpoint import CheckpointReader
-from lmkit.models.families.qwen_vl import TOWER, vision_spec
+from lmkit.models import load_spec
+from lmkit.models.families.qwen_vl import windowed_tower
 from lmkit.models.vision import patches, tower
 from lmkit.models.vision_spec import VisionSpec
 from lmkit.text.image_process import resized, strip
@@ -48,20 +49,25 @@ def test_sizes_are_those_of_transformers() -> None:
     assert not strip(5, 1000)
 
 
+@pytest.mark.parametrize("name", tiny.VISION)
 @pytest.mark.parametrize("grid", [(4, 4), (6, 10), (2, 14), (10, 2)])
-def test_tower_is_that_of_transformers(tmp_path: Path, grid: tuple[int, int]) -> None:
-    """Windows that are whole and windows cut by the image's edge, and a layer that sees the whole image."""
-    model = tiny.make(tmp_path, "qwen2.5-vl")
-    spec, reader = vision_spec(json.loads((tmp_path / "config.json").read_text())), CheckpointReader(tmp_path)
-    assert spec == SPEC
+def test_tower_is_that_of_transformers(tmp_path: Path, name: str, grid: tuple[int, int]) -> None:
+    """Windows that are whole and windows cut by the image's edge, and layers that see the whole image. The learned
+    positions of a smaller and of a larger grid. Tapped layers, in another order than their own."""
+    model = tiny.make(tmp_path, name)
+    model_spec, reader = load_spec(json.loads((tmp_path / "config.json").read_text())), CheckpointReader(tmp_path)
+    spec, (prefix,) = model_spec.vision, model_spec.unread
+    assert spec is not None
+    assert name != "qwen2.5-vl" or spec == SPEC
     rows = patches(image(grid[0] * 4, grid[1] * 4), spec, mean=MEAN, std=STD)
     weights = model.model.visual.state_dict()
-    assert {name for name in reader.names() if name.startswith(TOWER)} == {TOWER + name for name in weights}
+    assert {name for name in reader.names() if name.startswith(prefix)} == {prefix + name for name in weights}
     with torch.no_grad():
         for weight in weights.values():  # large enough for attention to be far from uniform
             if weight.ndim > 1:
                 weight.normal_(std=0.3)
-        expected = model.model.visual(rows, grid_thw=torch.tensor([[1, *grid]])).pooler_output
+        output = model.model.visual(rows, grid_thw=torch.tensor([[1, *grid]]))
+        expected = torch.cat([output.pooler_output, *(output.get("deepstack_features") or ())], -1)
         found = tower(rows, grid, spec, weights.__getitem__)
     assert expected.std() > 0.01
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
@@ -79,8 +85,8 @@ def test_broken_towers_are_refused(tmp_path: Path, changes: dict[str, object], m
     tiny.make(tmp_path, "qwen2.5-vl")
     vision = json.loads((tmp_path / "config.json").read_text())["vision_config"]
     with pytest.raises(CheckpointError, match=message):
-        vision_spec({"vision_config": vision | changes})
+        windowed_tower({"vision_config": vision | changes})
     with pytest.raises(CheckpointError, match="vision_config is not an object"):
-        vision_spec({})
+        windowed_tower({})
     with pytest.raises(UnsupportedError, match="hidden_act 'gelu'; lmkit has silu"):
-        vision_spec({"vision_config": vision | {"hidden_act": "gelu"}})
+        windowed_tower({"vision_config": vision | {"hidden_act": "gelu"}})

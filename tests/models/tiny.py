@@ -57,6 +57,14 @@ INTERNLM2 = {
 
 MARKS = ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id")
 
+VISION: dict[str, dict[str, Any]] = {
+    "qwen2-vl": {"depth": 2, "embed_dim": 32, "mlp_ratio": 2},
+    "qwen2.5-vl": {"depth": 2, "hidden_size": 32, "intermediate_size": 48, "window_size": 16,
+                   "fullatt_block_indexes": [1]},
+    "qwen3-vl": {"depth": 3, "hidden_size": 32, "intermediate_size": 48, "num_position_embeddings": 25,
+                 "deepstack_visual_indexes": [2, 0]},
+}  # fmt: skip
+
 # name -> (config class, differences from COMMON)
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
@@ -70,7 +78,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-mha-wide-heads": ("LlamaConfig", {"num_key_value_heads": 6, "head_dim": 24}),
     "qwen2": ("Qwen2Config", {}),
     "qwen2-window": ("Qwen2Config", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}),
+    "qwen2-vl": ("Qwen2VLConfig", {}),
     "qwen2.5-vl": ("Qwen2_5_VLConfig", {}),
+    "qwen3-vl": ("Qwen3VLConfig", {"head_dim": 8}),
     "qwen3": ("Qwen3Config", {"head_dim": 16, "tie_word_embeddings": True}),
     "mistral": ("MistralConfig", {"sliding_window": None}),
     "mistral-window": ("MistralConfig", {"sliding_window": 9}),
@@ -156,8 +166,8 @@ def make(path: Path, name: str, **overrides: Any) -> transformers.PreTrainedMode
     torch.manual_seed(7)
     options = copy.deepcopy(COMMON | differences | overrides)
     kind = transformers.AutoModelForCausalLM
-    if name == "qwen2.5-vl":
-        options, kind = with_vision(options), transformers.AutoModelForImageTextToText
+    if name in VISION:
+        options, kind = with_vision(options, VISION[name]), transformers.AutoModelForImageTextToText
     config = getattr(transformers, class_name)(**options)
     config._attn_implementation = "eager"
     model = kind.from_config(config).float().eval()
@@ -177,13 +187,13 @@ def make(path: Path, name: str, **overrides: Any) -> transformers.PreTrainedMode
     return model
 
 
-def with_vision(text: dict[str, Any]) -> dict[str, Any]:
+def with_vision(text: dict[str, Any], tower: dict[str, Any]) -> dict[str, Any]:
     """The options of a language model and a small vision tower."""
-    half = text["hidden_size"] // text["num_attention_heads"] // 2
+    half = text.get("head_dim", text["hidden_size"] // text["num_attention_heads"]) // 2
     sections = [half // 2, half // 4, half // 4]  # of time, height and width
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": sections}
-    vision = {"depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "patch_size": 4,
-              "window_size": 16, "fullatt_block_indexes": [1], "out_hidden_size": text["hidden_size"]}  # fmt: skip
+    sizes = {"hidden_size": text["hidden_size"]} if "embed_dim" in tower else {"out_hidden_size": text["hidden_size"]}
+    vision = {"num_heads": 2, "patch_size": 4} | tower | sizes
     text = {"bos_token_id": None, "eos_token_id": None, "rope_parameters": rope} | text
     tied = text.get("tie_word_embeddings", False)
     marks = dict(zip(MARKS, range(text["vocab_size"] - len(MARKS), text["vocab_size"]), strict=True))

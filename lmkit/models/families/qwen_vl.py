@@ -1,65 +1,124 @@
-"""Qwen2.5-VL: Qwen2 with M-RoPE, and a vision tower (models.vision).
+"""Qwen2-VL, Qwen2.5-VL and Qwen3-VL: Qwen2 or Qwen3 with M-RoPE, and a vision tower (models.vision).
 
-A token of text has the same position in all three rows of M-RoPE, so its angles are those of Qwen2's RoPE.
+A token of text has the same position in all three rows of M-RoPE, so its angles are those of plain RoPE.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from lmkit.errors import CheckpointError, UnsupportedError
-from lmkit.models.families.llama import integer, qwen2
+from lmkit.models.families.llama import integer, qwen2, qwen3
 from lmkit.models.registry import family
 from lmkit.models.spec import ModelSpec
-from lmkit.models.vision_spec import VisionSpec
+from lmkit.models.vision_spec import GATED, Names, VisionSpec
 
-TOWER = "visual."
+TOWER, TOWER_3 = "visual.", "model.visual."
+NAMES_2 = Names(("fc1", "fc2"), GATED.merger)
+NAMES_3 = Names(("linear_fc1", "linear_fc2"), ("norm", "linear_fc1", "linear_fc2"))
+ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh", "quick_gelu": "quick_gelu"}
+
+
+@family("Qwen2VLForConditionalGeneration")
+def qwen2_vl(hf: dict[str, Any]) -> ModelSpec:
+    """All layers of the tower see the whole image."""
+    vision = _vision_config(hf)
+    width = integer(vision, "embed_dim", 1280)
+    sizes = {"hidden_size": width, "inner_size": width * integer(vision, "mlp_ratio", 4), "patch_size": 14, "depth": 32}
+    tower = vision_spec(hf, "quick_gelu", **sizes, num_heads=16, names=NAMES_2, layer_norm=True)
+    return replace(_with_tower(hf, qwen2, tower), unread=(TOWER,))
 
 
 @family("Qwen2_5_VLForConditionalGeneration")
 def qwen2_5_vl(hf: dict[str, Any]) -> ModelSpec:
-    """transformers 5 writes the language model's numbers into `text_config`, and before they stood at the top."""
+    return replace(_with_tower(hf, qwen2, windowed_tower(hf)), unread=(TOWER,))
+
+
+@family("Qwen3VLForConditionalGeneration")
+def qwen3_vl(hf: dict[str, Any]) -> ModelSpec:
+    """Outputs of some layers of the tower are added behind the first layers of the language model (DeepStack)."""
+    vision = _vision_config(hf)
+    side = math.isqrt(integer(vision, "num_position_embeddings", 2304))
+    tapped = _layers(vision, "deepstack_visual_indexes", [8, 16, 24])
+    options: dict[str, Any] = {"positions": side, "tapped": tapped, "patch_bias": True, "layer_norm": True}
+    tower = vision_spec(hf, "gelu_pytorch_tanh", patch_size=16, names=NAMES_3, **options)
+    spec = _with_tower(hf, qwen3, tower, mixed_sections=True)
+    if not side or spec.deep_layers >= spec.num_layers:
+        raise CheckpointError("vision_config: num_position_embeddings and deepstack_visual_indexes do not fit")
+    layers = tuple(replace(layer, prefix="model.language_model.layers") for layer in spec.layers)
+    return replace(spec, layers=layers, unread=(TOWER_3,))
+
+
+def _with_tower(
+    hf: dict[str, Any], of_text: Callable[[dict[str, Any]], ModelSpec], tower: VisionSpec, **rope: Any
+) -> ModelSpec:
+    """The language model with its tower. transformers 5 writes the language model's numbers into `text_config`, and
+    before they stood at the top."""
     text = hf.get("text_config") or {}
     if not isinstance(text, dict):
         raise CheckpointError("config.json: text_config is not an object")
     hf = text | hf
     plain = {key: _without_sections(hf[key]) for key in ("rope_scaling", "rope_parameters") if hf.get(key)}
-    spec = qwen2(hf | plain)
-    rope = replace(spec.layers[0].rope, sections=_sections(hf, spec.layers[0].rope.rotary_dim))
-    layers = tuple(replace(layer, rope=rope) for layer in spec.layers)
-    return replace(spec, layers=layers, unread=(TOWER,), vision=vision_spec(hf))
+    spec = of_text(hf | plain)
+    sections = _sections(hf, spec.layers[0].rope.rotary_dim)
+    turned = replace(spec.layers[0].rope, sections=sections, **rope)
+    return replace(spec, layers=tuple(replace(layer, rope=turned) for layer in spec.layers), vision=tower)
 
 
-def vision_spec(hf: dict[str, Any]) -> VisionSpec:
-    """The tower of a config.json. Raises CheckpointError and UnsupportedError."""
-    vision = hf.get("vision_config")
-    if not isinstance(vision, dict):
-        raise CheckpointError("config.json: vision_config is not an object")
-    if vision.get("hidden_act", "silu") != "silu":
-        raise UnsupportedError(f"vision_config: hidden_act {vision['hidden_act']!r}; lmkit has silu")
-    full = vision.get("fullatt_block_indexes")
-    if not isinstance(full, list) or not all(type(x) is int for x in full):
-        raise CheckpointError("vision_config: fullatt_block_indexes is not a list of integers")
-    spec = VisionSpec(
-        num_layers=integer(vision, "depth"),
-        hidden_size=integer(vision, "hidden_size"),
-        inner_size=integer(vision, "intermediate_size"),
-        num_heads=integer(vision, "num_heads"),
-        channels=integer(vision, "in_channels", integer(vision, "in_chans", 3)),
-        patch_size=integer(vision, "patch_size"),
-        temporal_patch_size=integer(vision, "temporal_patch_size", 2),
-        merge_size=integer(vision, "spatial_merge_size", 2),
-        window_size=integer(vision, "window_size"),
-        full_layers=tuple(full),
-        token_id=integer(hf, "image_token_id", 151655),
-    )
-    sizes = spec.num_heads, spec.unit
-    if not all(sizes) or spec.hidden_size % (4 * spec.num_heads) or not spec.window_cells:
+def windowed_tower(hf: dict[str, Any]) -> VisionSpec:
+    """The tower of Qwen2.5-VL."""
+    vision = _vision_config(hf)
+    full = _layers(vision, "fullatt_block_indexes", None)
+    window = integer(vision, "window_size")
+    spec = vision_spec(hf, "silu", window_size=window, full_layers=full)
+    if not spec.window_cells:
+        raise CheckpointError("vision_config: hidden_size, num_heads, patch_size and window_size do not fit together")
+    return spec
+
+
+def vision_spec(hf: dict[str, Any], activation: str, **given: Any) -> VisionSpec:
+    """The tower of a config.json. `given` has fields of VisionSpec, and defaults of `patch_size`, `depth` and
+    `num_heads`. Raises CheckpointError and UnsupportedError."""
+    vision = _vision_config(hf)
+    if vision.get("hidden_act", activation) != activation:
+        raise UnsupportedError(f"vision_config: hidden_act {vision['hidden_act']!r}; lmkit has {activation}")
+    defaults = {name: given.pop(name, None) for name in ("patch_size", "depth", "num_heads")}
+    fields: dict[str, Any] = {
+        "num_layers": integer(vision, "depth", defaults["depth"]),
+        "num_heads": integer(vision, "num_heads", defaults["num_heads"]),
+        "channels": integer(vision, "in_channels", integer(vision, "in_chans", 3)),
+        "patch_size": integer(vision, "patch_size", defaults["patch_size"]),
+        "temporal_patch_size": integer(vision, "temporal_patch_size", 2),
+        "merge_size": integer(vision, "spatial_merge_size", 2),
+        "activation": ACTIVATIONS[activation],
+        "token_id": integer(hf, "image_token_id", 151655),
+    }
+    for name, key in (("hidden_size", "hidden_size"), ("inner_size", "intermediate_size")):
+        if name not in given:
+            fields[name] = integer(vision, key)
+    spec = VisionSpec(**(fields | given))
+    if not (spec.num_heads and spec.unit) or spec.hidden_size % (4 * spec.num_heads):
         raise CheckpointError("vision_config: hidden_size, num_heads, patch_size and window_size do not fit together")
     if spec.channels != 3:
         raise UnsupportedError(f"vision_config: {spec.channels} channels; lmkit has images of 3")
     return spec
+
+
+def _vision_config(hf: dict[str, Any]) -> dict[str, Any]:
+    vision = hf.get("vision_config")
+    if not isinstance(vision, dict):
+        raise CheckpointError("config.json: vision_config is not an object")
+    return vision
+
+
+def _layers(vision: dict[str, Any], key: str, default: list[int] | None) -> tuple[int, ...]:
+    found = vision.get(key, default)
+    if not isinstance(found, list) or not all(type(x) is int for x in found):
+        raise CheckpointError(f"vision_config: {key} is not a list of integers")
+    return tuple(found)
 
 
 def _sections(hf: dict[str, Any], rotary_dim: int) -> tuple[int, ...]:
