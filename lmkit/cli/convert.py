@@ -18,13 +18,14 @@ def convert(
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder to write; it must not exist or be empty.")],
     format: Annotated[
         Literal["awq", "gptq", "gptq_v2", "compressed-tensors", "fp8", "dense"] | None,
-        typer.Option(help="Format to write; dense is for a .gguf file."),
+        typer.Option(help="Format to write; dense has the dtype of config.json, and float16 from a .gguf file."),
     ] = None,
     merge_adapter: Annotated[
         Path | None, typer.Option(help="A LoRA adapter's folder, whose products are added to a dense checkpoint.")
     ] = None,
 ) -> None:
-    """Write a quantized checkpoint in another format without loss, and verify it. Or merge a LoRA adapter."""
+    """Write a quantized checkpoint in another format without loss, and verify it. Or write dense weights, or merge a
+    LoRA adapter."""
     from lmkit.formats.convert import convert
     from lmkit.formats.gguf import convert_gguf, is_gguf
     from lmkit.formats.known import remember
@@ -34,12 +35,25 @@ def convert(
         return
     if format is None:
         raise ConfigError("convert: give --format, or --merge-adapter")
+    if format == "dense" and not is_gguf(model):
+        _to_dense(model, output)
+        return
     chosen = convert_gguf if is_gguf(model) else convert
     with ProgressBar(quiet=False) as bar:
         linears = chosen(model, output, format, progress=lambda done, total: bar.update("linears", done, total))
     remember(output)
     quantized = sum(scheme is not None for scheme in linears.values())
     print(f"{output}: {quantized} linears as {format}, read back and found equal")
+
+
+def _to_dense(model: str, output: Path) -> None:
+    from lmkit.formats.known import remember
+    from lmkit.models.to_dense import to_dense
+
+    with ProgressBar(quiet=False) as bar:
+        count = to_dense(model, output, progress=lambda done, total: bar.update("linears", done, total))
+    remember(output)
+    print(f"{output}: {count} linears are dense")
 
 
 def _merge(model: str, adapter: Path, output: Path, format: str | None) -> None:

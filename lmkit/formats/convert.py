@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from torch import Tensor
+
 from lmkit.errors import CheckpointError, ConfigError, UnsupportedError
 from lmkit.formats.atomic import copy_file
 from lmkit.formats.base import WeightFormat, get_format, resolve_format
@@ -15,8 +17,10 @@ from lmkit.formats.parts import FLOATS, MARKS
 from lmkit.formats.verify import verify, weight_digest
 from lmkit.qtensor import Linears, QTensor, QuantScheme
 
+CODED = (*MARKS, "SCB")  # a module with one of these has codes that other formats may hold
 PARTS = (
-    *MARKS,
+    *CODED,
+    "weight_format",
     "weight",
     "qzeros",
     "scaled_zeros",
@@ -70,6 +74,8 @@ def _linears(reader: CheckpointReader, source: WeightFormat) -> Linears:
     is_symmetric = True
     for module, is_quantized in _matrices(reader):
         weight = source.read_linear(reader, module) if is_quantized else None
+        if isinstance(weight, Tensor):
+            raise UnsupportedError(f"{reader.path}: {module} lies on no grid of integers; use --format dense")
         linears[module] = weight.scheme if isinstance(weight, QTensor) else None
         if isinstance(weight, QTensor) and weight.scheme.kind == "int":
             is_symmetric = is_symmetric and bool((weight.zeros == 1 << (weight.scheme.bits - 1)).all())
@@ -77,7 +83,7 @@ def _linears(reader: CheckpointReader, source: WeightFormat) -> Linears:
             raise UnsupportedError(f"{reader.path}: {module}.{static}: static activation scales are not converted")
         reader.release()
     if not any(linears.values()):
-        raise CheckpointError(f"{reader.path}: no linear is quantized")
+        raise CheckpointError(f"{reader.path}: no linear is quantized in codes that move; try --format dense")
     return {
         module: scheme and replace(scheme, symmetric=scheme.symmetric or is_symmetric)
         for module, scheme in linears.items()
@@ -90,7 +96,7 @@ def _matrices(reader: CheckpointReader) -> list[tuple[str, bool]]:
     for name in reader.names():
         module, _, part = name.rpartition(".")
         info = reader.info(name)
-        if part in MARKS:
+        if part in CODED:
             found[module] = True
         elif part == "weight" and info.dtype in FLOATS and len(info.shape) == 2:
             found.setdefault(module, False)

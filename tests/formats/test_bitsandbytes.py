@@ -12,10 +12,12 @@ from safetensors.torch import load_file
 
 from lmkit.errors import CheckpointError, UnsupportedError
 from lmkit.formats.base import resolve_format
+from lmkit.formats.convert import convert
 from lmkit.qtensor import QTensor, dequantize
 from tests.formats.files import folder
-from tests.formats.linears import read_any
+from tests.formats.linears import MODULE, read, read_any
 
+CT = "compressed-tensors"
 ENTRY: dict[str, Any] = {
     "quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "llm_int8_threshold": 6.0,
     "bnb_4bit_quant_storage": "uint8", "bnb_4bit_use_double_quant": True, "llm_int8_skip_modules": None,
@@ -41,6 +43,15 @@ def test_eight_bits_keep_their_codes(tmp_path: Path) -> None:
     assert isinstance(found, QTensor)
     assert torch.equal(found.codes.int() - 128, STORED["int8.weight"].int())
     torch.testing.assert_close(dequantize(found), STORED["int8.expected"], rtol=3e-7, atol=0)
+
+
+def test_eight_bits_become_compressed_tensors(tmp_path: Path) -> None:
+    tensors = {f"{MODULE}.{key[5:]}": tensor for key, tensor in STORED.items() if key.startswith("int8.")}
+    tensors.pop(f"{MODULE}.expected")
+    source = folder(tmp_path / "bytes", tensors, {"quantization_config": ENTRY})
+    convert(source, tmp_path / "out", "compressed-tensors")
+    found = [read(path, name, MODULE) for path, name in ((source, "bitsandbytes"), (tmp_path / "out", CT))]
+    assert torch.equal(*map(dequantize, found))
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import torch
 
 from lmkit.errors import CheckpointError, UnsupportedError
 from lmkit.formats.base import resolve_format
+from lmkit.formats.convert import convert
 from tests.formats.files import folder
 from tests.formats.linears import read_any
 
@@ -55,6 +56,8 @@ def test_compressed_tensors(tmp_path: Path) -> None:
         resolve_format({"quantization_config": COMPRESSED}).activations({"quantization_config": COMPRESSED}) == "none"
     )
     assert torch.equal(read_any(path, "compressed-tensors", "m"), decoded(packed, scales.float() / FACTOR))
+    with pytest.raises(UnsupportedError, match="m lies on no grid of integers; use --format dense"):
+        convert(path, tmp_path / "out", "gptq")
     tensors["m.weight_global_scale"] = torch.zeros(1)
     with pytest.raises(CheckpointError, match=r"weight_global_scale is 0\.0, expected more than 0"):
         read_any(folder(tmp_path / "m", tensors, {"quantization_config": COMPRESSED}), "compressed-tensors", "m")
