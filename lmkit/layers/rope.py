@@ -30,7 +30,7 @@ class Rope:
         self.angles = ops.rope_angles.select(device)
 
     def __call__(self, batch: BatchInputs) -> tuple[Tensor, Tensor]:
-        if batch.places is not None:
+        if batch.places is not None and self.spec.sections:
             return self._by_place(batch.places)
         if not self.spec.by_length or not bool((batch.rope_lens > self.spec.original_max_position).any()):
             cos, sin = self.angles(batch.positions, self.inv_freq, self.magnitude)

@@ -109,7 +109,7 @@ class Decoder:
             batch = replace(batch, per_layer=self.per_layer(batch.token_ids, delta))
         residual: Tensor | None = None
         for layer, kv_layer in zip(self.layers, kv, strict=True):
-            of_rows = logits_only and layer.index == last - 1 and last not in kept
+            of_rows = logits_only and layer.index == last - 1 and last not in kept and self.spec.deep_layers < last
             if layer.index in kept:
                 self.keep(delta, residual, kept[layer.index][: len(delta)])
             delta, residual = layer(delta, residual, batch, angles[layer.spec.rope], kv_layer, logits_only=of_rows)

@@ -60,7 +60,7 @@ def load_tower(model: ResolvedModel, max_pixels: int) -> Tower:
         weight = reader.tensor(name)
         if tuple(weight.shape) != shape or not weight.is_floating_point():
             raise CheckpointError(f"{reader.path}: {name} is {list(weight.shape)}, config.json says {list(shape)}")
-        weights[name.removeprefix(*model.spec.unread)] = weight.to(dtype)
+        weights[name.removeprefix(vision.prefix)] = weight.to(dtype)
     settings = ImageSettings(
         token_id=vision.token_id,
         unit=vision.unit,
@@ -79,7 +79,7 @@ def _dtype(model: ResolvedModel) -> torch.dtype:
 
 def _shapes(model: ResolvedModel, spec: VisionSpec) -> Iterator[tuple[str, tuple[int, ...]]]:
     """The names and shapes of all tensors."""
-    (prefix,), hidden, inner = model.spec.unread, spec.hidden_size, spec.inner_size
+    prefix, hidden, inner = spec.prefix, spec.hidden_size, spec.inner_size
     wide, (norm, first, second) = hidden * spec.merge_size**2, spec.names.merger
     linears, norms = dict[str, tuple[int, ...]](), dict[str, int]()
     for merger, size in spec.mergers.items():

@@ -37,6 +37,7 @@ class VisionSpec:
     positions: int = 0  # side of the square grid of learned positions, which is stretched over the image; 0 = none
     tapped: tuple[int, ...] = ()  # DeepStack: layers whose outputs are merged, too, for the first layers of the model
     names: Names = GATED
+    prefix: str = "visual."  # of the names in a checkpoint
     token_id: int = -1  # the token that stands for each row of output in a prompt; -1 = config.json names none
 
     @property

@@ -3,6 +3,7 @@ the engine's tokens are, after a preemption and behind cached prefixes."""
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import transformers
 from lmkit.config import EngineConfig
 from lmkit.kv_dtype import FLOAT32
 from lmkit.layers.batch import KVLayer
+from lmkit.models import load_spec
 from lmkit.models.kv_storage import KVStorage, allocate
 from lmkit.models.loader import load_model
 from lmkit.models.tower import Tower
@@ -120,16 +122,21 @@ def served(tmp_path: Path, vl: Model) -> Path:
     return path
 
 
-BLOCK_BYTES = 8 * 3 * 2 * 2 * 8 * 4  # 8 tokens in 3 layers: K and V of 2 heads of 8 float32
 SIZES: dict[str, Any] = {"block_size": 8, "max_batch_size": 2, "max_step_tokens": 16, "max_model_len": 64,
                          "kv_dtype": "float32", "packed_cache": False}  # fmt: skip
+
+
+def blocks(path: Path, count: int) -> int:
+    """Bytes of so many blocks of 8 tokens."""
+    spec = load_spec(json.loads((path / "config.json").read_text()))
+    return count * 8 * sum(layer.kv_token_bytes(FLOAT32, FLOAT32) for layer in spec.layers)
 
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_the_engine_gives_transformers_tokens(served: Path, vl: Model, overlap: bool) -> None:
     """In shared steps, after a preemption, and behind cached prefixes; the same marks with other images do not hit."""
     model, _, tower = vl
-    engine = Engine(str(served), EngineConfig(**SIZES, kv_memory=12 * BLOCK_BYTES, overlap=overlap))
+    engine = Engine(str(served), EngineConfig(**SIZES, kv_memory=blocks(served, 12), overlap=overlap))
     ids = [*text(3), -1, *text(2, 1), -1, *text(5, 2)]
     first = request("a", *prompt(tower, ids, [picture(tower, 4, 4, 1), picture(tower, 3, 5, 2)]), count=22)
     other = request("b", *prompt(tower, ids, [picture(tower, 4, 4, 1), picture(tower, 3, 5, 3)]), count=22)
@@ -166,7 +173,7 @@ def test_a_quantized_model_with_int8_kv_sees_images(served: Path, vl: Model, tmp
 def test_prefixes_of_random_conversations(served: Path, vl: Model) -> None:
     """Conversations with images of few kinds: a hit ends where the first other token or image begins."""
     model, _, tower = vl
-    engine = Engine(str(served), EngineConfig(**SIZES, kv_memory=200 * BLOCK_BYTES))
+    engine = Engine(str(served), EngineConfig(**SIZES, kv_memory=blocks(served, 200)))
     draw, known = random.Random(5), list[list[Any]]()
     for turn in range(24):
         parts: list[Any] = list(draw.choice(known))[: draw.randint(0, 6)] if known and turn % 3 else []

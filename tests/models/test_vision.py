@@ -56,8 +56,9 @@ def test_tower_is_that_of_transformers(tmp_path: Path, name: str, grid: tuple[in
     positions of a smaller and of a larger grid. Tapped layers, in another order than their own."""
     model = tiny.make(tmp_path, name)
     model_spec, reader = load_spec(json.loads((tmp_path / "config.json").read_text())), CheckpointReader(tmp_path)
-    spec, (prefix,) = model_spec.vision, model_spec.unread
+    spec = model_spec.vision
     assert spec is not None
+    prefix = spec.prefix
     assert name != "qwen2.5-vl" or spec == SPEC
     rows = patches(image(grid[0] * 4, grid[1] * 4), spec, mean=MEAN, std=STD)
     weights = model.model.visual.state_dict()

@@ -63,6 +63,7 @@ VISION: dict[str, dict[str, Any]] = {
                    "fullatt_block_indexes": [1]},
     "qwen3-vl": {"depth": 3, "hidden_size": 32, "intermediate_size": 48, "num_position_embeddings": 25,
                  "deepstack_visual_indexes": [2, 0]},
+    "qwen3.5-vl": {"depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_position_embeddings": 9},
 }  # fmt: skip
 
 # name -> (config class, differences from COMMON)
@@ -153,6 +154,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
                                                      "layer_types": ["full_attention"] + ["linear_attention"] * 2}),
     "qwen3.5": ("Qwen3_5TextConfig", LINEAR),
     "qwen3.5-moe": ("Qwen3_5MoeTextConfig", EXPERTS | LINEAR | {"num_hidden_layers": 4, "initializer_range": 0.1}),
+    "qwen3.5-vl": ("Qwen3_5Config", LINEAR | {"num_hidden_layers": 3, "partial_rotary_factor": 0.5}),
     "qwen3.5-vision": ("Qwen3_5TextConfig", LINEAR | {"num_hidden_layers": 3, "tie_word_embeddings": True}),
     "qwen3.5-moe-vision": ("Qwen3_5MoeTextConfig", EXPERTS | LINEAR | {"num_hidden_layers": 3,
                                                                              "initializer_range": 0.1}),
@@ -189,9 +191,10 @@ def make(path: Path, name: str, **overrides: Any) -> transformers.PreTrainedMode
 
 def with_vision(text: dict[str, Any], tower: dict[str, Any]) -> dict[str, Any]:
     """The options of a language model and a small vision tower."""
-    half = text.get("head_dim", text["hidden_size"] // text["num_attention_heads"]) // 2
+    partial = text.pop("partial_rotary_factor", 1.0)
+    half = int(text.get("head_dim", text["hidden_size"] // text["num_attention_heads"]) * partial) // 2
     sections = [half // 2, half // 4, half // 4]  # of time, height and width
-    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": sections}
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": partial, "mrope_section": sections}
     sizes = {"hidden_size": text["hidden_size"]} if "embed_dim" in tower else {"out_hidden_size": text["hidden_size"]}
     vision = {"num_heads": 2, "patch_size": 4} | tower | sizes
     text = {"bos_token_id": None, "eos_token_id": None, "rope_parameters": rope} | text

@@ -1,5 +1,5 @@
 """Qwen3-Next and Qwen3.5: three layers of linear attention (gated delta rule) before each layer of full attention,
-whose output is gated. Qwen3.5 answers text. Its vision tower stays in the checkpoint, and images are refused.
+whose output is gated. Qwen3.5 sees images with the tower of Qwen3-VL.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from lmkit.layers.delta_spec import DeltaSpec
 from lmkit.layers.mlp_spec import MLPSpec
 from lmkit.models.families.llama import integer, layer_spec, model_spec, num_layers
 from lmkit.models.families.moe import with_experts
+from lmkit.models.families.qwen_vl import TOWER_3, seeing, tower_3
 from lmkit.models.layer_spec import LayerSpec
 from lmkit.models.mtp_spec import beside
 from lmkit.models.registry import family
@@ -54,8 +55,10 @@ def _inside(hf: dict[str, Any], of_text: Callable[[dict[str, Any]], ModelSpec]) 
     if not isinstance(text, dict):
         raise CheckpointError("config.json: text_config is not an object")
     spec = of_text(hf | text | {"architectures": hf["architectures"]})
+    if hf.get("vision_config") is not None:
+        spec = seeing(spec, text, tower_3(hf), mixed_sections=True)
     layers = tuple(replace(layer, prefix="model.language_model.layers") for layer in spec.layers)
-    return replace(spec, layers=layers, unread=(*spec.unread, "model.visual."))
+    return replace(spec, layers=layers, unread=(*spec.unread, TOWER_3))
 
 
 def _hybrid(hf: dict[str, Any], *, flat: bool = False) -> ModelSpec:

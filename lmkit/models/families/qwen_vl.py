@@ -40,14 +40,10 @@ def qwen2_5_vl(hf: dict[str, Any]) -> ModelSpec:
 @family("Qwen3VLForConditionalGeneration")
 def qwen3_vl(hf: dict[str, Any]) -> ModelSpec:
     """Outputs of some layers of the tower are added behind the first layers of the language model (DeepStack)."""
-    vision = _vision_config(hf)
-    side = math.isqrt(integer(vision, "num_position_embeddings", 2304))
-    tapped = _layers(vision, "deepstack_visual_indexes", [8, 16, 24])
-    options: dict[str, Any] = {"positions": side, "tapped": tapped, "patch_bias": True, "layer_norm": True}
-    tower = vision_spec(hf, "gelu_pytorch_tanh", patch_size=16, names=NAMES_3, **options)
-    spec = _with_tower(hf, qwen3, tower, mixed_sections=True)
-    if not side or spec.deep_layers >= spec.num_layers:
-        raise CheckpointError("vision_config: num_position_embeddings and deepstack_visual_indexes do not fit")
+    tapped = _layers(_vision_config(hf), "deepstack_visual_indexes", [8, 16, 24])
+    spec = _with_tower(hf, qwen3, tower_3(hf, tapped=tapped), mixed_sections=True)
+    if spec.deep_layers > spec.num_layers:
+        raise CheckpointError("vision_config: deepstack_visual_indexes has more layers than the language model")
     layers = tuple(replace(layer, prefix="model.language_model.layers") for layer in spec.layers)
     return replace(spec, layers=layers, unread=(TOWER_3,))
 
@@ -62,10 +58,24 @@ def _with_tower(
         raise CheckpointError("config.json: text_config is not an object")
     hf = text | hf
     plain = {key: _without_sections(hf[key]) for key in ("rope_scaling", "rope_parameters") if hf.get(key)}
-    spec = of_text(hf | plain)
+    return seeing(of_text(hf | plain), hf, tower, **rope)
+
+
+def seeing(spec: ModelSpec, hf: dict[str, Any], tower: VisionSpec, **rope: Any) -> ModelSpec:
+    """The language model with a tower and M-RoPE. `rope` has fields of RopeSpec."""
     sections = _sections(hf, spec.layers[0].rope.rotary_dim)
     turned = replace(spec.layers[0].rope, sections=sections, **rope)
     return replace(spec, layers=tuple(replace(layer, rope=turned) for layer in spec.layers), vision=tower)
+
+
+def tower_3(hf: dict[str, Any], **given: Any) -> VisionSpec:
+    """The tower of Qwen3-VL, and without tapped layers that of Qwen3.5."""
+    side = math.isqrt(integer(_vision_config(hf), "num_position_embeddings", 2304))
+    if not side:
+        raise CheckpointError("vision_config: num_position_embeddings is 0")
+    options: dict[str, Any] = {"positions": side, "patch_bias": True, "layer_norm": True, "names": NAMES_3}
+    options["prefix"] = TOWER_3
+    return vision_spec(hf, "gelu_pytorch_tanh", patch_size=16, **options, **given)
 
 
 def windowed_tower(hf: dict[str, Any]) -> VisionSpec:
