@@ -2,10 +2,16 @@
 
     python -m benchmarks.programs [MODEL] [--kinds a,b] [--programs N] [--rounds N] [--peer URL] [--json FILE]
 
-The seven programs are those of SGLang's paper (arXiv 2312.07104), made small. "plain" is a client of /v1/completions:
-it sends the whole text each time, and selects with a constrained answer. Both go to the same `lmkit serve` process, and
-the plain client also to `--peer`, an OpenAI server of the same model, such as vLLM. Branches run at the same time in
-all of them. Sides take turns, and every text begins with words of its own, so no side finds the KV of another.
+The seven programs are those of SGLang's paper (arXiv 2312.07104), made small. The other sides make the same calls as
+requests of /v1/completions, with the whole text each time:
+
+    plain        to the same `lmkit serve`; selects as `select` does, by the log-probabilities of each choice: one
+                 request for each (`echo`, `logprobs`), for a server gives these only for a whole prompt
+    constrained  to the same server; selects by one answer that must be a choice, which need not be the likeliest
+    peer         to `--peer`, an OpenAI server of the same model, such as vLLM; selects as `constrained`
+
+All servers have a prefix cache. Branches, choices and programs run at the same time on all sides. JSON is constrained
+by the same schema. Sides take turns, and every text begins with words of its own, so no side finds the KV of another.
 
 `hits`: prompt tokens that were found in the cache, beside those that a cache would have that knows every token ever
 computed. Answers have fixed lengths, so random weights do.
@@ -147,10 +153,10 @@ KINDS = {
 
 
 class Plain:
-    """A client that sends whole texts to /v1/completions."""
+    """A client that sends whole texts to /v1/completions. `scores`: it selects by log-probability."""
 
-    def __init__(self, client: httpx.AsyncClient, model: str) -> None:
-        self._client, self._model = client, model
+    def __init__(self, client: httpx.AsyncClient, model: str, *, scores: bool = False) -> None:
+        self._client, self._model, self._scores = client, model, scores
 
     async def render(self, messages: Messages) -> str:
         raise NotImplementedError("the programs here write plain text")
@@ -158,19 +164,29 @@ class Plain:
     async def generate(self, prompt: Prompt, options: Mapping[str, Any], on_text: Any) -> Answer:
         names = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
         given = {names.get(name, name): value for name, value in options.items() if value is not None}
-        text = await self._complete(prompt, given)
-        return Answer((), None, text, 0, 0, 0)
+        answer = await self._complete(prompt.text, given)
+        return Answer((), None, answer["text"], 0, 0, 0)
 
     async def score(self, prompt: Prompt, texts: Sequence[str]) -> list[Score]:
-        chosen = await self._complete(prompt, {"structured_outputs": {"choice": list(texts)}, "max_tokens": 8})
+        if self._scores:
+            return list(await asyncio.gather(*(self._score(prompt.text, text) for text in texts)))
+        given = {"structured_outputs": {"choice": list(texts)}, "max_tokens": 8}
+        chosen = (await self._complete(prompt.text, given))["text"]
         return [Score((), (0.0 if text == chosen else -1.0,), 0) for text in texts]
 
-    async def _complete(self, prompt: Prompt, fields: dict[str, Any]) -> str:
-        body = {"model": self._model, "prompt": prompt.text, "temperature": 0.0, **fields}
+    async def _score(self, before: str, text: str) -> Score:
+        scored = (await self._complete(before + text, {"echo": True, "logprobs": 0, "max_tokens": 0}))["logprobs"]
+        ends = [*scored["text_offset"][1:], len(before + text)]
+        places = zip(ends, scored["token_logprobs"], strict=True)
+        return Score((), tuple(logprob for end, logprob in places if end > len(before)), 0)
+
+    async def _complete(self, text: str, fields: dict[str, Any]) -> dict[str, Any]:
+        body = {"model": self._model, "prompt": text, "temperature": 0.0, **fields}
         response = await self._client.post("/v1/completions", json=body)
         if not response.is_success:
             raise ConfigError(f"{self._client.base_url}: {response.text[:500]}")
-        return str(response.json()["choices"][0]["text"])
+        choice: dict[str, Any] = response.json()["choices"][0]
+        return choice
 
 
 class Watched:
@@ -212,28 +228,36 @@ async def timed(model: Model, kind: str, count: int, salt: str) -> float:
 
 
 @asynccontextmanager
-async def plain(url: str) -> AsyncIterator[Plain]:
+async def plain(url: str, *, scores: bool = False) -> AsyncIterator[Plain]:
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits, trust_env=False) as client:
         listed = (await client.get("/v1/models")).json()["data"]
-        yield Plain(client, listed[0]["id"])
+        yield Plain(client, listed[0]["id"], scores=scores)
 
 
 async def measure(url: str, peer: str | None, kinds: list[str], count: int, rounds: int) -> list[dict[str, Any]]:
     rows = []
-    async with opened(Server(url)) as server, plain(url) as ours, plain(peer or url) as theirs:
+    async with (
+        opened(Server(url)) as server,
+        plain(url, scores=True) as scoring,
+        plain(url) as constrained,
+        plain(peer or url) as theirs,
+    ):
         for kind in kinds:
             watched = Watched(server)
-            sides: dict[str, Any] = {"program": watched, "plain": ours} | ({"peer": theirs} if peer else {})
+            sides: dict[str, Any] = {"program": watched, "plain": scoring, "constrained": constrained}
+            sides |= {"peer": theirs} if peer else {}
             seconds: dict[str, list[float]] = {side: [] for side in sides}
-            for round_number in range(rounds + 1):  # the first warms up
+            for round_number in range(rounds + 1):  # one program warms up
                 for side, model in sides.items():
-                    taken = await timed(model, kind, count, f"{side} {time.time_ns() % 10**9} {round_number}")
+                    salt = f"{side} {time.time_ns() % 10**9} {round_number}"
+                    taken = await timed(model, kind, count if round_number else 1, salt)
                     seconds[side] += [taken] * bool(round_number)
             median = {side: statistics.median(values) for side, values in seconds.items()}
             row: dict[str, Any] = {"kind": kind} | {f"{side}_s": value for side, value in median.items()}
             row |= {f"x_{side}": value / median["program"] for side, value in median.items() if side != "program"}
-            rows.append(row | {"hits": watched.reused / max(watched.possible, 1)})
+            row["hits"] = watched.reused / max(watched.possible, 1)
+            rows.append(row)
             print(row, file=sys.stderr, flush=True)
     means = {name: statistics.geometric_mean(row[name] for row in rows) for name in rows[0] if name.startswith("x_")}
     return [*rows, {name: means.get(name, "") for name in rows[0]} | {"kind": "geometric mean"}]
