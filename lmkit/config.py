@@ -114,7 +114,9 @@ class EngineConfig(StrictStruct, frozen=True, kw_only=True, metaclass=CheckedMet
     max_draft_tokens: Annotated[int, msgspec.Meta(ge=1, le=64)] = 16  # guesses for one sequence in one step
     adapters: tuple[str, ...] = ()  # LoRA adapters, each NAME=FOLDER, see formats.peft; a request names one
     adapter_root: str | None = None  # adapters in this folder may be loaded and unloaded while it runs; None = none may
-    max_adapters: Annotated[int, msgspec.Meta(ge=1, le=1024)] | None = None  # at once, of an adapter_root; None = 8
+    max_adapters: Annotated[int, msgspec.Meta(ge=1, le=1024)] | None = (
+        None  # in one batch, at most; None = all `adapters`, 8 with a root
+    )
     pooling: PoolingName = "auto"  # of embeddings; auto = the checkpoint's, see formats.pooling
     generation_config: str = "auto"  # sampling defaults: auto = the checkpoint's, none, or a file or folder
     chat_template: str | None = None  # a file of Jinja, or the template itself; None = the checkpoint's

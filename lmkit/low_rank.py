@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,9 +30,9 @@ class LowRanks:
 
     FIELDS = 5  # of an entry: A or 0, B, rank, number of the dtype, bits of the scale
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, device: str = "cpu") -> None:
         self.entries: list[LowRank | None] = [None] * count
-        self.addresses = torch.zeros(count, self.FIELDS, dtype=torch.int64)
+        self.addresses = torch.zeros(count, self.FIELDS, dtype=torch.int64, device=device)
 
     def set(self, number: int, entry: LowRank | None) -> None:
         self.entries[number] = entry
@@ -41,3 +42,10 @@ class LowRanks:
             scale = int(torch.tensor(entry.scale, dtype=torch.float32).view(torch.int32))
             fields = [entry.a.data_ptr(), entry.b.data_ptr(), len(entry.a), kind, scale]
             self.addresses[number] = torch.tensor(fields)
+
+
+class AdapterRows(NamedTuple):
+    """The adapters of the rows of a step."""
+
+    numbers: Tensor  # int32 [T], -1 = none
+    order: Tensor | None = None  # int32 [T]: the rows by adapter, those with none last; None: no kernel asks for it

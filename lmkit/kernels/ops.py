@@ -28,7 +28,7 @@ from lmkit.attention_spec import AttentionSpec
 from lmkit.kernels.delta import DeltaStates, DeltaWeights
 from lmkit.kernels.registry import op
 from lmkit.kv_dtype import KVDtype
-from lmkit.low_rank import LowRanks
+from lmkit.low_rank import AdapterRows, LowRanks
 
 FP8_MAX = 448.0
 ACTIVATIONS = ("silu", "gelu_tanh", "clamped_swish")  # of gated linears
@@ -138,7 +138,6 @@ def softcap(x: Tensor, cap: float) -> Tensor:
 @op
 def known_tokens(token_ids: Tensor, last_token: Tensor) -> None:
     """Replace ids below 0, in place: last_token[-1 - id], or 0 if that is below 0 too (no token could be sampled).
-
     token_ids int64 [T], last_token int64 [slots]. An id below 0 is a token that the host did not know when it launched
     the step.
     """
@@ -175,10 +174,9 @@ def gated_activation(gate_up: Tensor, activation: str) -> Tensor:
 
 
 @op
-def gated_panels(gate_up: Tensor, activation: str, width: int, size: int) -> Tensor:
-    """`gated_activation` of gate and up in turns of `width` columns: gate, up, gate, up. gate_up [T, C] has a multiple
-    of 2 * width columns; result [T, size]. Columns beyond `size` of each half are padding.
-    """
+def gated_panels(gate_up: Tensor, activation: str, width: int, size: int, dtype: torch.dtype | None = None) -> Tensor:
+    """`gated_activation` of gate_up [T, 2 n * width], gate and up in turns of `width` columns. The result [T, size] has
+    `dtype`, or gate_up's. Columns beyond `size` of each half are padding."""
 
 
 @dataclass(frozen=True)
@@ -192,12 +190,14 @@ class Columns:
 
 
 @op
-def add_low_rank(x: Tensor, y: Tensor, numbers: Tensor, additions: LowRanks, columns: Columns) -> None:
-    """Add the addition of each row's adapter, in place. x float32 [T, in], y float32 [T, C]; numbers int32 [T] are
-    those of the adapters, -1 = none. The outputs of the linear stand in `columns` of y, one group after the other.
+def rows_by_adapter(numbers: Tensor, count: int) -> Tensor:
+    """int32 [T]: the rows of numbers int32 [T] by number, below `count`, in any order within one; -1 comes last."""
 
-    A row's sum does not depend on the other rows.
-    """
+
+@op
+def add_low_rank(x: Tensor, y: Tensor, rows: AdapterRows, additions: LowRanks, columns: Columns) -> None:
+    """Add the addition of each row's adapter, in place. x [T, in] and y [T, C] are float32, or on a GPU 16 bits. The
+    linear's outputs stand in `columns` of y, one group after the other. A row's sum does not depend on other rows."""
 
 
 @op

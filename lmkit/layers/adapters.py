@@ -1,67 +1,70 @@
 """Adapters (LoRA, arXiv 2106.09685): what is added to the products of single rows of a step.
 
 Each adapter that an engine has loaded has a number. A row of a step has the number of its sequence's adapter, or -1.
-Numbers and additions lie at fixed places, so that captured steps find them.
+Numbers and additions lie at fixed places, so that captured steps find them. On a GPU, rows of one adapter are computed
+together.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from lmkit.kernels import ops
 from lmkit.kernels.cpu.panels import interleave
+from lmkit.kernels.cuda.module import tensor_device
 from lmkit.kernels.ops import Columns
-from lmkit.kernels.registry import Implementation
-from lmkit.low_rank import LowRank, LowRanks
+from lmkit.low_rank import AdapterRows, LowRank, LowRanks
 
 
-class RowNumbers:
+class StepAdapters:
     """The adapters of the rows of the step that runs now. The last layer may compute the logit rows alone."""
 
-    def __init__(self) -> None:
-        self._by_count: dict[int, Tensor] = {}
+    def __init__(self, device: str) -> None:
+        self._by_count: dict[int, AdapterRows] = {}
+        self._sorts, self._order = device != "cpu", ops.rows_by_adapter.select(device)
+        self.count = 0  # adapters at most
 
     def set(self, *numbers: Tensor | None) -> None:
         """`numbers`: int32 [rows] of all rows, and of the logit rows; None if no row has an adapter."""
-        self._by_count = {len(rows): rows for rows in reversed(numbers) if rows is not None}
+        self._by_count = {}
+        for of_rows in numbers:
+            if of_rows is not None and len(of_rows) not in self._by_count:
+                order = self._order(of_rows, self.count) if self._sorts else None
+                self._by_count[len(of_rows)] = AdapterRows(of_rows, order)
 
-    def of(self, count: int) -> Tensor | None:
+    def of(self, count: int) -> AdapterRows | None:
         return self._by_count.get(count)
 
 
 class LinearAdapters:
-    """The additions of all adapters to one MergedLinear, by role. `numbers(count)` are those of the step's rows."""
+    """The additions of all adapters to one MergedLinear, by role. `rows(count)` are those of the step."""
 
-    def __init__(self, roles: tuple[str, ...], count: int, rows: RowNumbers) -> None:
-        self.numbers = rows.of
-        self._additions = {role: LowRanks(count) for role in roles}
-        self._add = ops.add_low_rank.select("cpu")
+    def __init__(self, roles: tuple[str, ...], step: StepAdapters, device: str) -> None:
+        self.rows = step.of
+        self._additions = {role: LowRanks(step.count, tensor_device(device)) for role in roles}
+        self.implementation = ops.add_low_rank.select(device)
 
     def set(self, role: str, number: int, entry: LowRank | None) -> None:
         self._additions[role].set(number, entry)
 
-    def add(self, role: str, x: Tensor, y: Tensor, numbers: Tensor, columns: Columns) -> None:
-        self._add(x, y, numbers, self._additions[role], columns)
+    def add(self, role: str, x: Tensor, y: Tensor, rows: AdapterRows, columns: Columns) -> None:
+        self.implementation(x, y, rows, self._additions[role], columns)
 
 
-@cache
-def _gated_panels() -> Implementation:
-    return ops.gated_panels.select("cpu")
+class Ungated(NamedTuple):
+    """A kernel's weight and bias without the activation: gate and up come in turns of `width` columns."""
 
+    weight: Any
+    bias: Tensor | None
+    width: int
 
-def gated(merged: Tensor, activation: str, width: int, size: int) -> Tensor:
-    """The activation of gate and up that stand in turns of `width` columns."""
-    result: Tensor = _gated_panels()(merged, activation, width, size)
-    return result
-
-
-def without_activation(packed: Any, bias: Tensor | None) -> tuple[Any, Tensor | None]:
-    """The same panels and bias of a CPU, without the activation: gate and up come in turns of a panel."""
-    width = packed.width
-    columns = 2 * -(-packed.out_features // (2 * width)) * width
-    in_turns = None if bias is None else interleave(bias[:, None], width).flatten()
-    return dataclasses.replace(packed, activation=None, out_features=columns), in_turns
+    @classmethod
+    def of(cls, packed: Any, bias: Tensor | None, size: int) -> Ungated:
+        """`size` is that of each half. A weight that says no `width` has one half behind the other."""
+        width: int = getattr(packed, "width", size)
+        columns = {"out_features": 2 * -(-size // width) * width} if hasattr(packed, "out_features") else {}
+        in_turns = None if bias is None else interleave(bias[:, None], width).flatten()
+        return cls(dataclasses.replace(packed, activation=None, **columns), in_turns, width)

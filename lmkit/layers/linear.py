@@ -14,9 +14,10 @@ from lmkit.errors import CheckpointError, UnsupportedError
 from lmkit.kernels import ops
 from lmkit.kernels.ops import Columns, Norm
 from lmkit.kernels.registry import ExpertLinears, Implementation, Op
-from lmkit.layers.adapters import LinearAdapters, RowNumbers, gated, without_activation
+from lmkit.layers.adapters import LinearAdapters, StepAdapters, Ungated
 from lmkit.layers.outline import WeightKind, kind_of, packed_outline
 from lmkit.log import get_logger
+from lmkit.low_rank import AdapterRows
 from lmkit.qtensor import QTensor, QuantScheme, dequantize, per_row
 
 log = get_logger(__name__)
@@ -55,7 +56,7 @@ class MergedLinear:
         self.device = device
         self.activation = activation
         self.adapters: LinearAdapters | None = None
-        self._ungated: Packed | None = None  # the fused kernel of both roles, without the activation
+        self._ungated: Ungated | None = None  # the fused kernel's weight, without the activation
         self.observe: Observer | None = None
         self.product_dtype = torch.float32
         self._short: tuple[list[Tensor | QTensor], Tensor] | None = None  # weights, and they as they are multiplied
@@ -63,12 +64,13 @@ class MergedLinear:
         self._widths: list[int] = []  # output widths of the packed roles
         self._rms_norm = ops.rms_norm.select(device)
         self._gated_activation = ops.gated_activation.select(device)
+        self._gated_panels = ops.gated_panels.select(device)
         self._gather = ops.gather_columns.select(device)
 
     def __call__(self, x: Tensor, norm: Norm | None = None) -> Tensor:
         """x [T, in] -> [T, sum of the roles' out]; with a norm, x is normalized first."""
-        if self.adapters is not None and (numbers := self.adapters.numbers(len(x))) is not None:
-            return self._adapted(self.adapters, numbers, x if norm is None else self._rms_norm(x, norm))
+        if self.adapters is not None and (rows := self.adapters.rows(len(x))) is not None:
+            return self._adapted(self.adapters, rows, x if norm is None else self._rms_norm(x, norm))
         if (fused := self._fused) is not None:
             return self._product(fused, x, norm)
         if norm is not None:
@@ -80,27 +82,30 @@ class MergedLinear:
             merged = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
         return merged if self.activation is None else self._gated_activation(merged, self.activation)
 
-    def adapt(self, count: int, rows: RowNumbers) -> LinearAdapters:
-        """Make room for what `count` adapters add. The linear is packed, on a CPU."""
-        self.adapters = LinearAdapters(self.roles, count, rows)
+    def adapt(self, step: StepAdapters) -> LinearAdapters:
+        """Make room for what adapters add. The linear is packed."""
+        self.adapters = LinearAdapters(self.roles, step, self.device)
         if self.activation is not None and (fused := self._fused) is not None:
-            weight, bias = without_activation(fused.weight, fused.bias)
-            self._ungated = fused._replace(weight=weight, bias=bias)
+            self._ungated = Ungated.of(fused.weight, fused.bias, self._widths[0])
         return self.adapters
 
-    def _adapted(self, adapters: LinearAdapters, numbers: Tensor, x: Tensor) -> Tensor:
+    def _adapted(self, adapters: LinearAdapters, rows: AdapterRows, x: Tensor) -> Tensor:
         """The products of x, normalized already, with what the adapters of its rows add."""
-        if self.activation is not None and self._ungated is not None:
-            merged, panel = self._product(self._ungated, x), self._ungated.weight.width
+        if self.activation is not None and self._ungated is not None and (fused := self._fused) is not None:
+            weight, bias, panel = self._ungated
+            wide = fused.implementation.epilogue and x.dtype != torch.float32
+            options: dict[str, Any] = {"dtype": torch.float32} if wide else {}
+            merged = self._product(fused._replace(weight=weight, bias=bias), x, **options)
             for place, role in enumerate(self.roles):
-                size = self._widths[place]
-                adapters.add(role, x, merged, numbers, Columns(place * panel, panel, 2 * panel, size))
-            return gated(merged, self.activation, panel, self._widths[0])
+                columns = Columns(place * panel, panel, 2 * panel, self._widths[place])
+                adapters.add(role, x, merged, rows, columns)
+            y: Tensor = self._gated_panels(merged, self.activation, panel, self._widths[0], x.dtype)
+            return y
         outputs = [self._product(packed, x) for packed in self.packed or ()]
         merged = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
         start = 0
         for role, width in zip(self.roles, self._widths, strict=True):
-            adapters.add(role, x, merged, numbers, Columns(start, width, width, width))
+            adapters.add(role, x, merged, rows, Columns(start, width, width, width))
             start += width
         return merged if self.activation is None else self._gated_activation(merged, self.activation)
 
@@ -124,9 +129,9 @@ class MergedLinear:
         fused = self._fused
         if fused is not None and fused.implementation.epilogue and stream.dtype == torch.float32:
             self._product(fused, x, residual=stream)
-            if self.adapters is not None and (numbers := self.adapters.numbers(len(x))) is not None:
+            if self.adapters is not None and (rows := self.adapters.rows(len(x))) is not None:
                 (role,), (width,) = self.roles, self._widths
-                self.adapters.add(role, x, stream, numbers, Columns(0, width, width, width))
+                self.adapters.add(role, x, stream, rows, Columns(0, width, width, width))
             return stream, None
         return self(x), stream
 

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from lmkit.errors import CheckpointError, UnsupportedError
+from lmkit.errors import CheckpointError, RequestError
 from lmkit.formats.peft import Adapter
+from lmkit.kernels.cuda.module import tensor_device
 from lmkit.layers.adapters import LinearAdapters
 from lmkit.layers.batch import zeros
 from lmkit.layers.linear import MergedLinear
 from lmkit.low_rank import LowRank
 from lmkit.models.decoder import Decoder
 from lmkit.models.layer_spec import LayerSpec
+from lmkit.models.shard import COLUMNS, WHOLE, Shard
 from lmkit.models.spec import ModelSpec
 
 Place = tuple[int, str]  # layer, role
@@ -27,38 +30,90 @@ class LoadedAdapter:
     digest: str
 
 
-class DecoderAdapters:
-    """Room for `count` adapters in a packed decoder on a CPU. Steps without any compute as before."""
+@dataclass(frozen=True)
+class Part:
+    """A rank's part of a whole model."""
 
-    def __init__(self, decoder: Decoder, count: int) -> None:
-        self._spec = decoder.spec
-        self.loaded: dict[str, LoadedAdapter] = {}  # by name
+    whole: ModelSpec
+    shard: Shard
+
+    def of(self, addition: LowRank, layer: int, role: str) -> LowRank:
+        """The rank's part of an addition to a linear: its inputs or its outputs."""
+        inputs = role.rpartition(".")[2] in COLUMNS
+        cut = self.shard.weights(self.whole.layers[layer], {role: addition.a if inputs else addition.b.T})[role]
+        assert isinstance(cut, Tensor)
+        return replace(addition, a=cut) if inputs else replace(addition, b=cut.T.contiguous())
+
+
+class DecoderAdapters:
+    """`count` places for adapters in a packed decoder. Steps without any compute as before.
+
+    All adapters stay in host memory. One that a request names is brought to a place: a free one, or that of the adapter
+    that no request has named for longest.
+    """
+
+    def __init__(self, decoder: Decoder, count: int, part: Part | None = None) -> None:
+        self._part = part or Part(decoder.spec, WHOLE)
+        self._spec, self._dtype, self._device = decoder.spec, decoder.dtype, decoder.lm_head.device
+        decoder.step_adapters.count = count
+        self.placed: dict[str, LoadedAdapter] = {}  # by name, the one named last at the end
+        self._stored: dict[str, tuple[str, dict[Place, LowRank]]] = {}  # digest and additions, by name
         self._free = list(range(count))[::-1]
         self._linears: dict[Place, MergedLinear] = {}
         for layer in decoder.layers:
             roles = adaptable(layer.spec)
             for linear in layer.linears:
                 if set(linear.roles) <= set(roles):
-                    linear.adapt(count, decoder.row_adapters)
+                    linear.adapt(decoder.step_adapters)
                     self._linears |= {(layer.index, role): linear for role in linear.roles}
 
-    def load(self, name: str, adapter: Adapter) -> LoadedAdapter:
-        """Raises CheckpointError if the adapter does not fit the model, and UnsupportedError if there is no room."""
-        placed = place(adapter, self._spec)
-        if not self._free:
-            room = f"there is room for {len(self.loaded)} adapters"
-            raise UnsupportedError(f"adapter {name}: {room}, and so many are loaded; unload one, or raise max_adapters")
-        found = self.loaded[name] = LoadedAdapter(self._free.pop(), adapter.digest)
-        for (layer, role), addition in side_by_side(placed).items():
-            self._adapters(layer, role).set(role, found.number, addition)
-        return found
+    def __contains__(self, name: str) -> bool:
+        return name in self._stored
+
+    def load(self, name: str, adapter: Adapter) -> None:
+        """Keep an adapter, in a place if one is free. Raises CheckpointError if it does not fit the model."""
+        additions = place(adapter, self._spec, self._part)
+        if self._device == "cpu":
+            additions = side_by_side(additions)
+        else:
+            additions = {key: _narrowed(addition, self._dtype) for key, addition in additions.items()}
+        self._stored[name] = adapter.digest, additions
+        if self._free:
+            self._put(name)
 
     def unload(self, name: str) -> None:
         """Forget an adapter that no sequence uses."""
-        number = self.loaded.pop(name).number
-        for (_, role), linear in self._linears.items():
-            assert linear.adapters is not None
-            linear.adapters.set(role, number, None)
+        if name in self.placed:
+            self._take_out(name)
+        del self._stored[name]
+
+    def bring(self, name: str, is_used: Callable[[int], bool]) -> None:
+        """Bring an adapter to a place, unless it has one or is unknown. `is_used` of an adapter's number says whether
+        sequences have it. Raises RequestError if all places are used.
+        """
+        if name in self.placed:
+            self.placed[name] = self.placed.pop(name)
+        elif name in self._stored:
+            if not self._free:
+                unused = (other for other, known in self.placed.items() if not is_used(known.number))
+                if (longest := next(unused, None)) is None:
+                    message = "requests use all places for adapters; try again when some have ended"
+                    raise RequestError("overloaded", message)
+                self._take_out(longest)
+            self._put(name)
+
+    def _put(self, name: str) -> None:
+        digest, additions = self._stored[name]
+        found = self.placed[name] = LoadedAdapter(self._free.pop(), digest)
+        if self._device != "cpu":
+            additions = side_by_side(additions, tensor_device(self._device))
+        for (layer, role), addition in additions.items():
+            self._adapters(layer, role).set(role, found.number, addition)
+
+    def _take_out(self, name: str) -> None:
+        number = self.placed.pop(name).number
+        for layer, role in self._stored[name][1]:
+            self._adapters(layer, role).set(role, number, None)
         self._free.append(number)
 
     def _adapters(self, layer: int, role: str) -> LinearAdapters:
@@ -91,19 +146,27 @@ def check_place(adapter: Adapter, spec: ModelSpec) -> dict[str, Place]:
     return {module: known[module] for module in adapter.additions}
 
 
-def place(adapter: Adapter, spec: ModelSpec) -> dict[Place, LowRank]:
-    """The additions by layer and role, for packed linears. Raises CheckpointError as `check_place` does."""
-    places = check_place(adapter, spec)
+def place(adapter: Adapter, spec: ModelSpec, part: Part) -> dict[Place, LowRank]:
+    """The additions by layer and role, for the packed linears of a rank, whose model `spec` is. Raises CheckpointError
+    as `check_place` does.
+    """
+    places = check_place(adapter, part.whole)
     return {
-        (index, role): in_order(adapter.additions[module], role, spec.layers[index])
+        (index, role): in_order(part.of(adapter.additions[module], index, role), role, spec.layers[index])
         for module, (index, role) in places.items()
     }
 
 
-def side_by_side(placed: dict[Place, LowRank]) -> dict[Place, LowRank]:
+def _narrowed(addition: LowRank, dtype: torch.dtype) -> LowRank:
+    """The same numbers in `dtype`, or, unless they have it already, in float32. A GPU's kernels have one short type."""
+    kept = dtype if addition.a.dtype == dtype else torch.float32
+    return LowRank(addition.a.to(kept), addition.b.to(kept), addition.scale)
+
+
+def side_by_side(placed: dict[Place, LowRank], device: str = "cpu") -> dict[Place, LowRank]:
     """The same additions in one piece of memory: large pages hold it, and it is read from its start to its end."""
     dtypes = {addition.a.dtype for addition in placed.values()}
-    memory = {dtype: zeros((_size(placed, dtype),), dtype, "cpu") for dtype in dtypes}
+    memory = {dtype: zeros((_size(placed, dtype),), dtype, device) for dtype in dtypes}
     used, moved = dict.fromkeys(dtypes, 0), dict[Place, LowRank]()
 
     def move(tensor: Tensor) -> Tensor:

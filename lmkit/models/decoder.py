@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lmkit.kernels import ops
 from lmkit.kernels.ops import Norm
-from lmkit.layers.adapters import RowNumbers
+from lmkit.layers.adapters import StepAdapters
 from lmkit.layers.batch import BatchInputs, KVLayer
 from lmkit.layers.linear import MergedLinear
 from lmkit.layers.per_layer import PerLayerVectors, PerLayerWeights
@@ -57,7 +57,7 @@ class Decoder:
         self.rms_norm = ops.rms_norm.select(device)
         self.keep = ops.keep.select(device)
         self.softcap = ops.softcap.select(device) if spec.final_softcap else None
-        self.row_adapters = RowNumbers()  # see models.adapters
+        self.step_adapters = StepAdapters(device)  # see models.adapters
 
     def join(self, ranks: Ranks, *, split: bool) -> None:
         """Compute together with other ranks from now on. `split`: each has a part of attention and dense MLPs."""
@@ -102,7 +102,7 @@ class Decoder:
         With `logits_only` it is the pair [R, hidden] of the batch's logit rows (see DecoderLayer). A stage begins with
         the stream that it receives, and sends its own.
         """
-        self.row_adapters.set(batch.adapters, batch.logit_adapters)
+        self.step_adapters.set(batch.adapters, batch.logit_adapters)
         angles = {spec: rope(batch) for spec, rope in self.ropes.items()}
         delta, last, kept = self._stream_in(batch), self.spec.num_layers, self.kept
         if self.per_layer is not None:

@@ -9,7 +9,7 @@ import lmkit.kernels  # noqa: F401  (registers)
 from lmkit.kernels import ops
 from lmkit.kernels.ops import Columns
 from lmkit.kernels.registry import Implementation, Op
-from lmkit.low_rank import DTYPES, LowRank, LowRanks
+from lmkit.low_rank import DTYPES, AdapterRows, LowRank, LowRanks
 
 
 def both(op: Op) -> tuple[Implementation, Implementation]:
@@ -34,18 +34,18 @@ def test_add_low_rank(dtype: torch.dtype, inputs: int, columns: Columns) -> None
     y = torch.randn(6, 2200, generator=generator)
     kernel, reference = both(ops.add_low_rank)
     got, want = y.clone(), y.clone()
-    kernel(x, got, numbers, additions, columns)
-    reference(x, want, numbers, additions, columns)
+    kernel(x, got, AdapterRows(numbers), additions, columns)
+    reference(x, want, AdapterRows(numbers), additions, columns)
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
     assert torch.equal(got[[1, 4]], y[[1, 4]])
     assert not torch.equal(got[[0]], y[[0]])
     for row in range(6):  # whatever rows stand beside it
         alone = y[row : row + 1].clone()
-        kernel(x[row : row + 1], alone, numbers[row : row + 1], additions, columns)
+        kernel(x[row : row + 1], alone, AdapterRows(numbers[row : row + 1]), additions, columns)
         assert torch.equal(alone[0], got[row])
     additions.set(3, None)
     again = y.clone()
-    kernel(x, again, numbers, additions, columns)
+    kernel(x, again, AdapterRows(numbers), additions, columns)
     assert torch.equal(again[[0, 3]], y[[0, 3]])
 
 

@@ -13,7 +13,7 @@ from lmkit.errors import UnsupportedError
 from lmkit.kernels import ops
 from lmkit.kernels.ops import Norm
 from lmkit.kernels.registry import Implementation
-from lmkit.layers.adapters import RowNumbers
+from lmkit.layers.adapters import StepAdapters
 from lmkit.layers.linear import MergedLinear, _select
 from lmkit.layers.outline import WeightKind
 from lmkit.low_rank import LowRank
@@ -101,8 +101,9 @@ def test_adapters_change_their_rows_alone(name: str, activation: str | None, dty
     linear.pack("exact")
     x, norm = torch.randn(5, 64, generator=generator), Norm(torch.rand(64, generator=generator), 1e-5)
     without = linear(x, norm)
-    rows = RowNumbers()
-    adapters = linear.adapt(3, rows)
+    step = StepAdapters("cpu")
+    step.count = 3
+    adapters = linear.adapt(step)
     dense = {role: dequantize(w) if isinstance(w, QTensor) else w for role, w in weights.items()}
     want = [without]
     for number, role in ((0, "mlp.gate"), (2, "mlp.up")):
@@ -113,12 +114,12 @@ def test_adapters_change_their_rows_alone(name: str, activation: str | None, dty
         want.append(MergedLinear(ROLES, changed, activation=activation)(x, norm))
     assert torch.equal(linear(x, norm), without)  # no row has one
     numbers = torch.tensor([0, -1, 2, 1, 0], dtype=torch.int32)
-    rows.set(numbers, None)
+    step.set(numbers, None)
     got = linear(x, norm)
     assert torch.equal(got[[1, 3]], without[[1, 3]])
     torch.testing.assert_close(got[[0, 4]], want[1][[0, 4]], rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(got[[2]], want[2][[2]], rtol=1e-4, atol=1e-4)
-    rows.set(numbers[:1], None)
+    step.set(numbers[:1], None)
     assert torch.equal(linear(x[:1], norm), got[:1])  # whatever else is in the step
 
 
@@ -128,10 +129,11 @@ def test_an_adapter_of_what_is_added_to_the_stream() -> None:
     linear.pack("exact")
     x, stream = torch.randn(5, 64), torch.randn(5, 32)
     plain = joined(*linear.add_to(stream.clone(), x))
-    rows = RowNumbers()
+    step = StepAdapters("cpu")
+    step.count = 1
     a, b = torch.randn(4, 64) / 8, torch.randn(4, 32)
-    linear.adapt(1, rows).set("attn.o", 0, LowRank(a, b, 2.0))
-    rows.set(torch.tensor([-1, 0, -1, 0, -1], dtype=torch.int32), None)
+    linear.adapt(step).set("attn.o", 0, LowRank(a, b, 2.0))
+    step.set(torch.tensor([-1, 0, -1, 0, -1], dtype=torch.int32), None)
     got = joined(*linear.add_to(stream.clone(), x))
     assert torch.equal(got[::2], plain[::2])
     torch.testing.assert_close(got[1::2], (stream + x @ weight.T + 2 * x @ a.T @ b)[1::2], rtol=1e-4, atol=1e-4)

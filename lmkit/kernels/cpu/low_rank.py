@@ -6,6 +6,7 @@ from typing import Any
 
 import numba
 import numpy as np
+import torch
 from numba import carray
 from torch import Tensor
 
@@ -24,7 +25,7 @@ from lmkit.kernels.cpu.jit import FASTMATH, Task, inline
 from lmkit.kernels.cpu.panels import ACTIVATION_NUMBERS, multiply_gates
 from lmkit.kernels.ops import Columns
 from lmkit.kernels.registry import implements
-from lmkit.low_rank import MAX_RANK, LowRanks
+from lmkit.low_rank import MAX_RANK, AdapterRows, LowRanks
 
 FLOAT32, BFLOAT16 = 0, 1  # of lmkit.low_rank.DTYPES
 BLOCK = 512  # elements that are computed between two requests for more
@@ -95,14 +96,25 @@ def _add_low_rank(args: int, scratch: int, index: int) -> None:
             total += _dot(part, at, kind, size)
             done += size
         factors[r] = scale * total
+    in_panels = width < outputs
+    target = scratch + 4 * MAX_RANK if in_panels else y + index * y_stride + 4 * start
+    if in_panels:
+        carray(pointer(target), outputs, np.float32)[:] = np.float32(0)
     for r in range(rank):
+        done = 0
+        while done < outputs:
+            size, at = min(outputs - done, BLOCK), b + (r * outputs + done) * element
+            _fetch(at, size * element)
+            _add(carray(pointer(target + 4 * done), size, np.float32), factors[r], at, kind, size)
+            done += size
+    if in_panels:
         done, out = 0, y + index * y_stride + 4 * start
         while done < outputs:
-            size, at = min(width - done % width, outputs - done, BLOCK), b + (r * outputs + done) * element
-            _fetch(at, size * element)
-            _add(carray(pointer(out), size, np.float32), factors[r], at, kind, size)
-            done += size
-            out += 4 * size if done % width else 4 * (size + stride - width)
+            size = min(width, outputs - done)
+            part, more = carray(pointer(out), size, np.float32), carray(pointer(target + 4 * done), size, np.float32)
+            for i in range(size):
+                part[i] += more[i]
+            done, out = done + size, out + 4 * stride
 
 
 def _gated_panels(args: int, scratch: int, index: int) -> None:
@@ -120,16 +132,17 @@ ADD_LOW_RANK, GATED_PANELS = Task(_add_low_rank), Task(_gated_panels)
 
 
 @implements(ops.add_low_rank, "cpu", device="cpu", priority=20)
-def add_low_rank(x: Tensor, y: Tensor, numbers: Tensor, additions: LowRanks, columns: Columns) -> None:
+def add_low_rank(x: Tensor, y: Tensor, rows: AdapterRows, additions: LowRanks, columns: Columns) -> None:
     args = (
-        x.data_ptr(), 4 * x.stride(0), y.data_ptr(), 4 * y.stride(0), numbers.data_ptr(),
+        x.data_ptr(), 4 * x.stride(0), y.data_ptr(), 4 * y.stride(0), rows.numbers.data_ptr(),
         additions.addresses.data_ptr(), x.shape[1], columns.size, columns.start, columns.width, columns.stride,
     )  # fmt: skip
-    threads.run(ADD_LOW_RANK, len(x), args, parallel=len(x) > 1, scratch=4 * MAX_RANK)
+    threads.run(ADD_LOW_RANK, len(x), args, parallel=len(x) > 1, scratch=4 * (MAX_RANK + columns.size))
 
 
 @implements(ops.gated_panels, "cpu", device="cpu", priority=20)
-def gated_panels(gate_up: Tensor, activation: str, width: int, size: int) -> Tensor:
+def gated_panels(gate_up: Tensor, activation: str, width: int, size: int, dtype: torch.dtype | None = None) -> Tensor:
+    assert dtype in (None, torch.float32)
     y = workspace.empty(len(gate_up), size)
     row_bytes, number = 4 * gate_up.stride(0), ACTIVATION_NUMBERS[activation]
     args = (gate_up.data_ptr(), row_bytes, y.data_ptr(), size, width, number)

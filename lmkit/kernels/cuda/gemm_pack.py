@@ -35,6 +35,11 @@ class PackedWeight:
         return self.activation is not None
 
     @property
+    def width(self) -> int:
+        """Neighbouring rows that are gates, before so many that they multiply."""
+        return TILE // 2
+
+    @property
     def num_tiles(self) -> int:
         return self.codes.shape[0]
 

@@ -13,7 +13,7 @@ from lmkit.kernels import ops
 from lmkit.kernels.ops import Columns, KVTensor, Norm
 from lmkit.kernels.reference.kv import accepts_heads, kv_append
 from lmkit.kernels.registry import implements
-from lmkit.low_rank import LowRanks
+from lmkit.low_rank import AdapterRows, LowRanks
 
 
 @implements(ops.rms_norm, "reference", device="any")
@@ -61,15 +61,20 @@ def multiply_gates(x: Tensor, gates: Tensor, activation: str) -> Tensor:
 
 
 @implements(ops.gated_panels, "reference", device="any")
-def gated_panels(gate_up: Tensor, activation: str, width: int, size: int) -> Tensor:
+def gated_panels(gate_up: Tensor, activation: str, width: int, size: int, dtype: torch.dtype | None = None) -> Tensor:
     halves = gate_up.view(len(gate_up), -1, 2, width).transpose(1, 2).reshape(len(gate_up), 2, -1)[..., :size]
     result: Tensor = gated_activation(halves.flatten(1), activation)
-    return result
+    return result.to(dtype or gate_up.dtype)
+
+
+@implements(ops.rows_by_adapter, "reference", device="any")
+def rows_by_adapter(numbers: Tensor, count: int) -> Tensor:
+    return torch.where(numbers < 0, count, numbers).argsort().int()
 
 
 @implements(ops.add_low_rank, "reference", device="any")
-def add_low_rank(x: Tensor, y: Tensor, numbers: Tensor, additions: LowRanks, columns: Columns) -> None:
-    for row, number in enumerate(numbers.tolist()):
+def add_low_rank(x: Tensor, y: Tensor, rows: AdapterRows, additions: LowRanks, columns: Columns) -> None:
+    for row, number in enumerate(rows.numbers.tolist()):
         entry = additions.entries[number] if number >= 0 else None
         if entry is not None:
             added = entry.scale * (x[row].float() @ entry.a.float().T) @ entry.b.float()

@@ -136,7 +136,7 @@ class Engine:
             self._guides = Guides(model.tokenizer, spec.vocab_size)
             shared = self._tiers, self._guides, memory.max_model_len, memory.workspace, len(memory.layout.groups)
             parts = RunnerParts(config, model.decoder, kv, blocks, *shared, encoded)
-            self.adapters = loading.load_adapters(model.decoder, config, device)
+            self.adapters = loading.load_adapters(model, config)
             others = self._start_others(model, config) if config.num_processes > 1 else None
             self.runner = make_runner(device, parts, others)
             self._drafter = model.draft.start(self.runner, spec.vocab_size) if model.draft is not None else None
@@ -149,7 +149,7 @@ class Engine:
             tiers=self._tiers,
             kv_identity=model.kv_identity,
             forced=self.runner.forced,
-            adapters=self.adapters.loaded if self.adapters else None,
+            adapters=self.adapters.placed if self.adapters else None,
             draft_model=self._drafter,
         )
         if config.kv_events is not None:
@@ -206,6 +206,8 @@ class Engine:
             raise RequestError("unsupported_parameter", message, "model")
         if request.params.grammar:
             self._guides.prepare(request.params.grammar)
+        if request.adapter and self.adapters is not None:
+            self.adapters.bring(request.adapter, self.scheduler.uses_adapter)
         if not request.images:
             self.scheduler.add(request)
         elif self._encoder is not None:
@@ -220,17 +222,17 @@ class Engine:
         """
         path = loading.inside(self._adapter_root, folder or ".")
         assert self.adapters is not None
-        known = self.adapters.loaded.get(name)
+        placed = self.adapters.placed.get(name)
         if folder is None:
-            if known is None:
+            if name not in self.adapters:
                 raise RequestError("not_found", f"no adapter {name[:64]!r} is loaded", "lora_name")
-            if self.scheduler.uses_adapter(known.number):
+            if placed is not None and self.scheduler.uses_adapter(placed.number):
                 raise RequestError(
                     "overloaded", f"requests use the adapter {name[:64]!r}; try again when they have ended"
                 )
             self.adapters.unload(name)
             return None
-        if known is not None:
+        if name in self.adapters:
             raise RequestError("invalid_request", f"an adapter {name[:64]!r} is loaded already; unload it", "lora_name")
         self.adapters.load(name, read_adapter(path))
         return str(path)

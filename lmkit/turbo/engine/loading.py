@@ -19,7 +19,7 @@ from lmkit.formats.peft import read_adapter
 from lmkit.formats.pooling import read_dimensions, read_pooling
 from lmkit.kv_dtype import kv_dtype
 from lmkit.log import get_logger
-from lmkit.models.adapters import DecoderAdapters
+from lmkit.models.adapters import DecoderAdapters, Part
 from lmkit.models.decoder import Decoder
 from lmkit.models.kv_storage import KVStorage, storage_text
 from lmkit.models.loader import load as load_decoder
@@ -47,7 +47,7 @@ from lmkit.turbo.runners.device import Device
 
 log = get_logger(__name__)
 
-MAX_ADAPTERS = 8  # of an adapter_root, at once
+MAX_ADAPTERS = 8  # places, if there is an adapter_root
 
 
 @dataclass(frozen=True)
@@ -71,6 +71,7 @@ class LoadedModel:
     step_bytes: int = 0  # of weights that each step reads from the disk
     tower: Tower | str = TEXT_ONLY  # what encodes images, or why images are refused
     classes: Classes | None = None
+    part: Part | None = None  # the rank's part of the model that the decoder is
 
 
 def load(model_path: str, config: EngineConfig, device: Device, rank: int = 0) -> LoadedModel:
@@ -124,6 +125,7 @@ def load(model_path: str, config: EngineConfig, device: Device, rank: int = 0) -
         streamed[-1].step_bytes if streamed else 0,
         tower,
         classes,
+        Part(model.source.spec, model.shard),
     )  # fmt: skip
 
 
@@ -142,20 +144,18 @@ def _tower(model: ResolvedModel, config: EngineConfig) -> Tower | str:
         return "the server does not read images as this checkpoint wants them"
 
 
-def load_adapters(decoder: Decoder, config: EngineConfig, device: Device) -> DecoderAdapters | None:
-    """The adapters of `config`, loaded, and room for more. None if there is to be none.
+def load_adapters(model: LoadedModel, config: EngineConfig) -> DecoderAdapters | None:
+    """The adapters of `config`, loaded, and places for them. None if there are to be none.
 
     Raises ConfigError, CheckpointError or UnsupportedError.
     """
     given = config.adapter_folders
-    if config.adapter_root is None and config.max_adapters is not None:
-        raise ConfigError("max_adapters is for adapters of an adapter_root: name it, or leave max_adapters out")
-    count = len(given) if config.adapter_root is None else max(len(given), config.max_adapters or MAX_ADAPTERS)
-    if not count:
+    if not given and config.adapter_root is None:
+        if config.max_adapters is not None:
+            raise ConfigError("max_adapters is for adapters or an adapter_root: name some, or leave max_adapters out")
         return None
-    if device.name != "cpu":
-        raise UnsupportedError("adapters run on a CPU alone so far; merge them into the checkpoint for a GPU")
-    adapters = DecoderAdapters(decoder, count)
+    count = config.max_adapters or max(len(given), 0 if config.adapter_root is None else MAX_ADAPTERS)
+    adapters = DecoderAdapters(model.decoder, count, model.part)
     for name, folder in given.items():
         adapters.load(name, read_adapter(folder))
     if given:
@@ -249,8 +249,10 @@ def _check_processes(config: EngineConfig) -> None:
     alone = name.partition("=")[0] + "=1"
     if config.device != "cpu":
         raise ConfigError(f"{name} is for --device cpu; on a GPU use {alone}")
-    if config.adapters or config.adapter_root is not None:
+    if config.adapters and max(config.ep, config.pp) > 1:
         raise ConfigError(f"{name} takes no adapters; merge them into the checkpoint, or use {alone}")
+    if config.adapter_root is not None or config.max_adapters is not None:
+        raise ConfigError(f"{name} loads no adapters while it runs; name them in adapters, or use {alone}")
     if config.has_drafter:
         raise ConfigError(f"{name} takes no draft model; use speculate ngram with tp or ep, or {alone}")
     if config.pp > 1 and config.speculate != "off":

@@ -37,7 +37,8 @@ def loaded_bytes(model: ResolvedModel, config: EngineConfig) -> int:
 
         images = tower_bytes(model)
         weights += images + (config.image_memory if images else 0)
-    return weights + tables + sum(file.stat().st_size for file in files if file.is_file())
+    sizes = sorted((file.stat().st_size for file in files if file.is_file()), reverse=True)
+    return weights + tables + sum(sizes[: config.max_adapters] if config.device == "cuda" else sizes)
 
 
 def no_images(config: EngineConfig) -> str:

@@ -65,6 +65,10 @@ def main() -> int:
     kv = kv_storage.allocate(spec.layers, model.storages, *sizes, "cpu", plan.layout, config.max_batch_size)
     kv = [kv[layer.index] for layer in model.decoder.layers]
     of_model = model.decoder, kv, KVBlocks(kv), None, Guides(None, spec.vocab_size)
+    try:
+        loading.load_adapters(model, config)  # they have the numbers that they have in rank 0
+    except LMKitError as error:
+        return _answer(str(error), 2)
     parts = RunnerParts(config, *of_model, plan.max_model_len, plan.workspace, len(plan.layout.groups))
     runner = (FollowingRunner if config.num_ranks > 1 else FollowingStage)(device, parts, start, sys.stdin.buffer)
     runner.warm_up()

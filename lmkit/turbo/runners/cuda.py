@@ -145,6 +145,8 @@ class CudaRunner(PlanRunner):
         num_slots = self.batch.block_tables.shape[1]
         mixed = mixed_sizes(num_slots, self.batch.max_step_tokens) if switches().mixed else []
         sizes = capturable(decode_sizes(num_slots) + mixed, self.decoder)
+        if self.decoder.step_adapters.count:
+            sizes += [size._replace(adapted=True) for size in sizes]
         return self.captured.capture(sizes, self.decoder.spec.vocab_size)
 
     def launch(self, plan: StepPlan) -> Ticket:
@@ -212,11 +214,11 @@ class CudaRunner(PlanRunner):
     def _captured_size(self, chunks: list[Chunk], inputs: BatchInputs, rows: StepRows | None) -> Size | None:
         """The size of the captured step that computes these chunks, or None."""
         if rows is None:
-            return self.captured.size_for(len(chunks))
+            return self.captured.size_for(len(chunks), adapted=inputs.adapters is not None)
         num_rows = len(inputs.logit_rows)
         if rows.wants_hidden or not num_rows or num_rows != len(inputs.logit_start) - 1:  # more rows: a draft's
             return None
-        return self.captured.size_for(len(chunks), len(inputs.token_ids))
+        return self.captured.size_for(len(chunks), len(inputs.token_ids), adapted=inputs.adapters is not None)
 
     def _replay(self, size: Size, chunks: list[Chunk], inputs: BatchInputs) -> _Computed:
         slots = [chunk.slot for chunk in chunks if chunk.num_sampled]

@@ -105,6 +105,8 @@ def chosen(decoder: Decoder) -> Iterator[tuple[str, Implementation]]:
     for linear in (*(linear for layer in decoder.layers for linear in layer.linears), decoder.lm_head):
         for packed in linear.packed or ():
             yield "linears", packed.implementation
+        if linear.adapters is not None:
+            yield "adapters", linear.adapters.implementation
 
 
 def linear_kernels(decoder: Decoder, max_tokens: int) -> Iterator[Kernel]:
@@ -151,8 +153,8 @@ class CapturedSteps:
         rows = max(size.seqs for size in sizes)
         self._logits = torch.empty(rows, vocab_size, device=self._device.tensors)
         self._tokens = torch.empty(rows, dtype=torch.int64, device=self._device.tensors)
-        decode = [size for size in sizes if size.tokens == size.seqs]
-        mixed = [size for size in sizes if size.tokens > size.seqs]
+        decode = [size for size in sizes if size.is_decode]
+        mixed = [size for size in sizes if not size.is_decode]
         told = [self._capture_all(name, group) for name, group in (("decode", decode), ("mixed", mixed)) if group]
         return "; ".join(told)
 
@@ -183,12 +185,12 @@ class CapturedSteps:
         self._device.synchronize()
         return self._device.capture(launch)
 
-    def size_for(self, num_seqs: int, num_tokens: int | None = None) -> Size | None:
+    def size_for(self, num_seqs: int, num_tokens: int | None = None, *, adapted: bool = False) -> Size | None:
         """The smallest captured size that holds a decode step of `num_seqs` sequences, or a mixed step of `num_tokens`
-        tokens; None if there is none."""
-        mixed, least = num_tokens is not None, num_tokens or num_seqs
-        fits = (x for x in self._replays if (x.tokens > x.seqs) == mixed and x.tokens >= least and x.seqs >= num_seqs)
-        return next(fits, None)
+        tokens, with or without adapters; None if there is none."""
+        kind, least = (num_tokens is None, adapted), num_tokens or num_seqs
+        of_kind = (size for size in self._replays if (size.is_decode, size.adapted) == kind)
+        return next((size for size in of_kind if size.tokens >= least and size.seqs >= num_seqs), None)
 
     def replay(self, size: Size) -> tuple[Tensor, Tensor]:
         """Replay a step with the inputs that were staged last, padded to `size`.

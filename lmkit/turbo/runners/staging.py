@@ -1,9 +1,10 @@
 """Staging of a step's inputs for a GPU: they are packed into one piece of pinned memory and moved by one copy.
 
-    token_ids | logit_rows | positions | slots | query_start | logit_start | context_lens | rope_lens | greedy | tables
+    token_ids | logit_rows | positions | slots | query_start | logit_start | context_lens | rope_lens | greedy
+    | adapters | logit_adapters | tables
 
 Slots and block tables are those of every KV group, one after the other. `greedy` has the batch slot of each logit row
-whose token a captured step chooses, else -1.
+whose token a captured step chooses, else -1. Adapters are those of a step in which a row has one.
 
 Every step's inputs go to the same buffer on the device. Each field follows the one before and starts at a multiple of
 ALIGN bytes. Steps of one shape therefore have their inputs at the same addresses, where a captured graph finds them.
@@ -35,6 +36,11 @@ class Size(NamedTuple):
 
     tokens: int
     seqs: int
+    adapted: bool = False  # rows may have adapters
+
+    @property
+    def is_decode(self) -> bool:
+        return self.tokens == self.seqs
 
 
 class _Field(NamedTuple):
@@ -45,7 +51,7 @@ class _Field(NamedTuple):
 
 
 def _layout(
-    num_tokens: int, num_seqs: int, num_rows: int, num_sampled: int, width: int, num_groups: int
+    num_tokens: int, num_seqs: int, num_rows: int, num_sampled: int, width: int, num_groups: int, *, adapted: bool
 ) -> list[_Field]:
     shapes: dict[str, tuple[int, ...]] = {
         "token_ids": (num_tokens,),
@@ -57,6 +63,7 @@ def _layout(
         "context_lens": (num_seqs,),
         "rope_lens": (num_seqs,),
         "greedy": (num_rows,),
+        **({"adapters": (num_tokens,), "logit_adapters": (num_rows,)} if adapted else {}),
         **{f"block_tables.{g}": (num_seqs, width) for g in range(num_groups)},
     }
     fields, start = [], 0
@@ -83,11 +90,13 @@ class StagedInputs:
 
     def __init__(self, device: CudaDevice, max_tokens: int, max_seqs: int, width: int, num_groups: int = 1) -> None:
         self._num_groups = num_groups
-        num_bytes = _layout(max_tokens, max_seqs, max_tokens, max_seqs, width, num_groups)[-1].end
+        sizes = max_tokens, max_seqs, max_tokens, max_seqs, width, num_groups
+        num_bytes = _layout(*sizes, adapted=True)[-1].end
         self._memory = torch.zeros(num_bytes, dtype=torch.uint8, device=device.tensors)
         self._pieces = [_Piece(device, num_bytes) for _ in range(NUM_STAGED)]
         self._turn = 0
-        self._last = (0, 0, 0)  # block tables on the device: sequences, sequences with padding, columns
+        # Block tables on the device: sequences, sequences with padding, columns, whether adapters stand before them.
+        self._last = (0, 0, 0, False)
 
     def put(
         self,
@@ -108,16 +117,18 @@ class StagedInputs:
         num_seqs, used = inputs.geometries[0].block_tables.shape
         num_tokens, num_rows, num_sampled = len(inputs.token_ids), len(inputs.logit_rows), len(inputs.logit_start) - 1
         padded, width = num_seqs, max(width, used)
+        adapted = inputs.adapters is not None
         if pad_to is not None:
-            num_tokens, padded = pad_to
+            num_tokens, padded, adapted = pad_to
             num_rows = num_sampled = padded
-        fields = _layout(num_tokens, padded, num_rows, num_sampled, width, self._num_groups)
+        fields = _layout(num_tokens, padded, num_rows, num_sampled, width, self._num_groups, adapted=adapted)
         piece = self._next_piece()
-        shape = num_seqs, padded, width
+        shape = num_seqs, padded, width, adapted
         is_kept = keeps_tables and shape == self._last
         staged = fields[: -self._num_groups] if is_kept else fields
         tensors = {name: tensor.numpy() for name, tensor in inputs.tensors.items()}
-        tensors["greedy"] = np.array(greedy, np.int32)
+        nothing = np.empty(0, np.int32)
+        tensors = {"adapters": nothing, "logit_adapters": nothing, **tensors, "greedy": np.array(greedy, np.int32)}
         for field in staged:
             view = piece.array[field.start : field.end].view(np.int64 if field.name in LONG else np.int32)
             values, flat = tensors[field.name], view.reshape(field.shape)
@@ -176,7 +187,7 @@ def _pad(name: str, flat: np.ndarray, values: np.ndarray, *, is_decode: bool) ->
     """Fill what follows `values` in `flat`. In a decode step, token and logit row s belong to sequence s. In another
     step the added sequences have no tokens, and the added logit rows are computed from the first token."""
     count = len(values)
-    if name.startswith("slots.") or name == "greedy":
+    if name.startswith("slots.") or name in ("greedy", "adapters", "logit_adapters"):
         flat[count:] = -1
     elif name == "logit_start" or (is_decode and name in ("logit_rows", "query_start")):
         flat[count:] = np.arange(count, len(flat))

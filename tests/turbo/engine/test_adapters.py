@@ -184,7 +184,7 @@ def test_files_that_are_no_adapter(tmp_path: Path) -> None:
 
 def test_a_limit_without_a_root_is_refused(tmp_path: Path) -> None:
     tiny.make(tmp_path / "base", "llama")
-    with pytest.raises(ConfigError, match="max_adapters is for adapters of an adapter_root"):
+    with pytest.raises(ConfigError, match="max_adapters is for adapters or an adapter_root"):
         Engine.of(load_model(tmp_path / "base"), EngineConfig(**OPTIONS, max_adapters=3))
 
 
@@ -199,13 +199,33 @@ def test_an_adapter_in_use_stays(tmp_path: Path) -> None:
         engine.add(request("r", prompt(1), name))
         with pytest.raises(RequestError, match="requests use"):
             engine.set_adapter(name, None)
-        with pytest.raises(UnsupportedError, match="raise max_adapters"):
-            engine.set_adapter("c", "a")
+        engine.set_adapter("c", "a")  # it waits for the place
+        with pytest.raises(RequestError, match="use all places"):
+            engine.add(request("c", prompt(1), "c"))
+        engine.set_adapter("c", None)
         found = [token for output in _all(engine) for token in output.token_ids]
         assert found == greedy(merged(model, adapters[name]), prompt(1))
         engine.set_adapter(name, None)
     with pytest.raises(RequestError, match="no adapter 'a'"):
         engine.set_adapter("a", None)
+
+
+def test_more_adapters_than_places(tmp_path: Path) -> None:
+    """The one that was named longest ago gives its place."""
+    model = tiny.make(tmp_path / "base", "llama").float()
+    want = {"": greedy(model, prompt(1))}
+    for i, name in enumerate("abcde"):
+        shapes = dict(list(peft_folder.linears(model).items())[i % 2 :: 2])  # of other linears than the one before
+        added = peft_folder.write(tmp_path / name, shapes, i)
+        want[name] = greedy(merged(model, added), prompt(1))
+    folders = tuple(f"{name}={tmp_path / name}" for name in "abcde")
+    engine = Engine.of(load_model(tmp_path / "base"), EngineConfig(**OPTIONS, adapters=folders, max_adapters=2))
+    for names in (["a", "b"], ["c", ""], ["b", "d"], ["e", "d"], ["a", "e"]):
+        found = run(engine, [request(name, prompt(1), name) for name in names])
+        assert {name: tokens(outputs) for name, outputs in found.items()} == {name: want[name] for name in names}
+    assert engine.adapters is not None
+    assert [*engine.adapters.placed] == ["a", "e"]
+    assert len({tuple(ids) for ids in want.values()}) == 6
 
 
 def _all(engine: Engine) -> list[Any]:

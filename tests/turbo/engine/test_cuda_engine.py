@@ -31,7 +31,7 @@ from lmkit.turbo.runners import cuda as cuda_runner
 from lmkit.turbo.runners.cuda import CudaRunner
 from lmkit.turbo.runners.cuda_captured import decode_sizes, mixed_sizes
 from lmkit.turbo.runners.device import CudaDevice, resolve_device
-from lmkit.turbo.runners.staging import StagedInputs
+from lmkit.turbo.runners.staging import Size, StagedInputs
 from lmkit.turbo.transport.engine_process import EngineLoop
 from tests import emulator
 from tests.emulator.device import EmulatedDevice
@@ -232,7 +232,7 @@ def test_decode_steps_are_replayed_in_the_next_captured_size(
     run(engine, [*more, late])
     assert {size.seqs for size in sizes if size.tokens == size.seqs} in ({1, 2, 4, 5}, {1, 4, 5})
     assert [size.seqs for size in decode_sizes(64)] == [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64]
-    assert decode_sizes(3) == [(1, 1), (2, 2), (3, 3)]
+    assert decode_sizes(3) == [Size(1, 1), Size(2, 2), Size(3, 3)]
 
 
 def test_steps_with_prompt_tokens_are_replayed_too(
@@ -256,7 +256,7 @@ def test_steps_with_prompt_tokens_are_replayed_too(
         results.append(tokens(run(engine, greedy)))
         mixed = [size for size in sizes if size.tokens > size.seqs]
         assert bool(mixed) == (names != "mixed=off")
-        assert set(mixed) <= set(mixed_sizes(4, 32)) == {(16, 4), (32, 4)}
+        assert set(mixed) <= set(mixed_sizes(4, 32)) == {Size(16, 4), Size(32, 4)}
         assert len(outside) < len(sizes) or names == "argmax=off"
     assert results[0] == results[1] == results[2]
 

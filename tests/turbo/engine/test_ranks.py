@@ -8,12 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from lmkit.config import EngineConfig
 from lmkit.errors import ConfigError, EngineLostError, UnsupportedError
 from lmkit.turbo.engine.engine import Engine
 from lmkit.turbo.request import Request, SamplingParams
 from lmkit.turbo.runners.ranks import LeadingRunner
+from tests.models import peft_folder
 from tests.models.test_trained_moe import TRAINED_MOE
 
 PROMPTS = [[5, 6, 7, 8, 9] * 9, [11, 400, 31], [11, 400, 31, 7], [900, 12]]
@@ -52,6 +55,31 @@ def test_two_ranks_give_the_tokens_of_one(demo_model: Path) -> None:
     one, two = tokens(demo_model, 1, **options), tokens(demo_model, 2, **options)
     assert {name: two[name] for name in GREEDY} == {name: one[name] for name in GREEDY}
     assert all(two[f"0.{number}"] == two[f"1.{number}"] for number in range(len(PROMPTS)))
+
+
+def test_ranks_split_adapters(demo_model: Path, tmp_path: Path) -> None:
+    """Of all linears, each sequence with its own."""
+    config = LlamaConfig.from_pretrained(demo_model)
+    with torch.device("meta"):
+        shapes = peft_folder.linears(LlamaForCausalLM(config))
+    for name in "ab":
+        peft_folder.write(tmp_path / name, shapes, ord(name), rank=5, size=0.5)
+    found = []
+    for tp in (1, 2):
+        model = engine(demo_model, tp, adapters=tuple(f"{name}={tmp_path / name}" for name in "ab"))
+        params, answers = SamplingParams(max_tokens=16, ignore_eos=True), dict[str, list[int]]()
+        try:
+            for name in ("", "a", "b"):
+                model.add(Request(request_id=f"{name}.", prompt_ids=PROMPTS[0], params=params, adapter=name))
+            while model.has_work():
+                for output in model.step():
+                    assert output.error is None
+                    answers.setdefault(output.request_id, []).extend(output.token_ids)
+        finally:
+            model.close()
+        found.append(answers)
+    assert found[0] == found[1]
+    assert len({tuple(ids) for ids in found[0].values()}) == 3
 
 
 def test_ranks_that_share_experts_give_the_tokens_of_one() -> None:
@@ -122,7 +150,7 @@ def test_a_killed_rank_ends_the_engine_and_its_requests(demo_model: Path, name: 
         ({"tp": 2, "ep": 4}, ConfigError, "tp=2 and ep=4: the same processes share both; give one number"),
         ({"tp": 1, "ep": 2, "adapters": ("one=folder",)}, ConfigError, "ep=2 takes no adapters; merge them"),
         ({"tp": 2, "kv_host_memory": 1 << 30}, ConfigError, "tp=2 keeps no KV outside the engine; leave out kv_host"),
-        ({"tp": 2, "adapters": ("one=folder",)}, ConfigError, "tp=2 takes no adapters; merge them"),
+        ({"tp": 2, "adapter_root": "folder"}, ConfigError, "tp=2 loads no adapters while it runs"),
         ({"tp": 2, "speculate": "draft=folder"}, ConfigError, "tp=2 takes no draft model"),
         ({"tp": 2, "kv_disk_path": "kv"}, ConfigError, "leave out kv_disk_path"),
     ],
