@@ -28,8 +28,8 @@ _FP8 = torch.finfo(torch.float8_e4m3fn)
 class QuantScheme:
     """How a weight is quantized. `rows` outputs and `group_size` inputs share a scale; -1 = all of them.
 
-    For integers, `rows` is 1. `kind` "float" is float8 e4m3, symmetric: per output channel (rows 1, group_size -1), per
-    tensor (-1, -1) or in blocks (128, 128).
+    For integers, `rows` is 1, and `values` are the only codes that occur, if that is known. `kind` "float" is float8
+    e4m3, symmetric: per output channel (rows 1, group_size -1), per tensor (-1, -1) or in blocks (128, 128).
     """
 
     bits: int  # 4 or 8
@@ -38,6 +38,7 @@ class QuantScheme:
     kind: Literal["int", "float"] = "int"
     rows: int = 1
     act_order: bool = False  # inputs of a group lie apart: see QTensor.order
+    values: tuple[int, ...] = ()  # at most 16: a kernel may keep their numbers, in 4 bits
 
     @property
     def max_code(self) -> int:

@@ -22,9 +22,9 @@ from lmkit.formats.read_only import ReadOnlyFormat
 from lmkit.qtensor import QTensor, QuantScheme
 
 BLOCKS, SCALES = "mxfp4_blocks", "mxfp4_scales"
-SCHEME = QuantScheme(8, 32, symmetric=True)
 TWICE = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12], dtype=torch.int16)
 CODES = torch.cat([TWICE, -TWICE]) + 128
+FLOAT4 = QuantScheme(8, 32, symmetric=True, values=tuple(CODES.tolist()))
 
 
 class Mxfp4Format(ReadOnlyFormat):
@@ -53,4 +53,4 @@ class Mxfp4Format(ReadOnlyFormat):
         ones = torch.ones(exponents.shape)
         scales = torch.ldexp(ones, exponents.to(torch.int32) - 128)  # half of the file's, as codes are twice the values
         zeros = torch.full(exponents.shape, 128, dtype=torch.uint8)
-        return QTensor(CODES[nibbles.long()].to(torch.uint8), scales, zeros, SCHEME)
+        return QTensor(CODES[nibbles.long()].to(torch.uint8), scales, zeros, FLOAT4)

@@ -331,7 +331,7 @@ def _select(
     traits: dict[str, Any] = {"out_features": shape[0], "in_features": shape[1], "activation": activation}
     if kind.scheme is None:
         return ops.linear_dense.select(device, dtype=kind.torch_dtype, **traits)
-    traits |= {"group_size": kind.scheme.group_size, "bits": kind.scheme.bits}
+    traits |= {"group_size": kind.scheme.group_size, "bits": kind.scheme.bits, "values": kind.scheme.values}
     candidates = _candidates(kind.scheme, activations)
     found = [op.select(device, **traits) for op in candidates]
     native = next((impl for impl in found if impl.device == device), None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -79,6 +80,17 @@ def test_the_plan_counts_what_is_loaded(tmp_path: Path) -> None:
 def test_the_same_logits(tmp_path: Path) -> None:
     coded, dense = map(logits, packed(tmp_path))
     torch.testing.assert_close(coded, dense, rtol=1e-4, atol=1e-4)
+
+
+def test_four_bits_stay_four(tmp_path: Path) -> None:
+    """The product has the bits of one with codes of 8 bits."""
+    expert = ModelSource(packed(tmp_path)[0]).layer_weights(0)["mlp.experts.0.up"]
+    assert isinstance(expert, QTensor)
+    x, kernel = torch.randn(9, 64), ops.linear_w8a8.select("cpu", group_size=32)
+    of_bytes = replace(expert, scheme=replace(expert.scheme, values=()))
+    short, wide = kernel.pack(expert), kernel.pack(of_bytes)
+    assert 2 * short.codes.numel() == wide.codes.numel()
+    assert torch.equal(kernel(x, short, None), kernel(x, wide, None))
 
 
 def test_scales_of_all_sizes(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lmkit.attention_spec import AttentionSpec
+from lmkit.formats.mxfp4 import FLOAT4
 from lmkit.kernels import ops
 from lmkit.kernels.delta import DeltaStates, DeltaWeights
 from lmkit.kernels.ops import BatchGeometry, KeyMean, KVTensor, Norm
@@ -521,6 +522,10 @@ def linear_cases() -> Iterator[Case]:
         yield _quantized(op, bits, 20, 100, 50, 32, symmetric=True)
         yield _quantized(op, bits, 20, 100, 50, 32, dtype=torch.bfloat16)
         yield _quantized(op, bits, 20, 100, 50, 32, scales=torch.bfloat16)
+    for op, (tokens, k, n), group_size in itertools.product(
+        (ops.linear_w8a8, ops.linear_w8a16), ((1, 64, 16), (5, 100, 50), (110, 520, 130)), (16, 32)
+    ):
+        yield _looked_up(op, tokens, k, n, group_size)
     yield _strided(ops.linear_w4a8)
     for op, bits in ((ops.linear_dense, 16), *INTEGER_OPS):
         for tokens, half, with_bias in ((1, 40, True), (7, 16, False), (30, 130, True)):
@@ -581,6 +586,20 @@ def _quantized(
     tolerance = F32_TOLERANCE if dtype == torch.float32 else BF16_TOLERANCE
     brief = (tokens, group_size) in ((5, 32), (110, 128), (150, -1))
     return Case(op, name, _seeded(make), traits, tolerance, brief)
+
+
+def _looked_up(op: Op, tokens: int, k: int, n: int, group_size: int) -> Case:
+    """Codes of which few occur."""
+    scheme = replace(FLOAT4, group_size=group_size)
+
+    def make() -> tuple[Any, ...]:
+        codes = torch.tensor(scheme.values, dtype=torch.uint8)[torch.randint(16, (n, k))]
+        groups = n, scheme.num_groups(k)
+        weight = QTensor(codes, torch.rand(groups) / 100, torch.full(groups, 128, dtype=torch.uint8), scheme)
+        return torch.randn(tokens, k), weight, torch.randn(n) if tokens != 5 else None, None, None
+
+    traits = {"out_features": n, "in_features": k, "group_size": group_size, "bits": 8, "values": scheme.values}
+    return Case(op, f"{tokens}x{k}x{n}-g{group_size}-values", _seeded(make), traits, brief=tokens == 5)
 
 
 def _float8(op: Op, tokens: int, k: int, n: int, rows: int, columns: int) -> Case:

@@ -14,6 +14,7 @@ from llvmlite import ir
 from numba.core import config
 
 from lmkit.errors import ConfigError
+from lmkit.formats.mxfp4 import FLOAT4
 from lmkit.kernels.cpu import attention_panels, attention_rows, attention_tiles, isa, tiles
 from lmkit.kernels.cpu.amx import attention_tiles as amx_tiles
 from lmkit.kernels.cpu.amx import dense_products, permission, products, tile_file
@@ -67,7 +68,7 @@ def attention_kernels(level: isa.Isa, *forms: KVDtype) -> list[Tile]:
     return [kernel(level, form) for kernel in kernels for form in forms]
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize(("bits", "values"), [(4, ()), (8, ()), (4, FLOAT4.values)])
 @pytest.mark.parametrize(
     ("level", "cpu", "register"),
     [
@@ -77,9 +78,11 @@ def attention_kernels(level: isa.Isa, *forms: KVDtype) -> list[Tile]:
         ("avx_vnni", "alderlake", "ymm"),
     ],
 )
-def test_vnni_instructions_without_spills(level: str, cpu: str, register: str, bits: int) -> None:
+def test_vnni_instructions_without_spills(
+    level: str, cpu: str, register: str, bits: int, values: tuple[int, ...]
+) -> None:
     for packed in {bits == 4, False}:
-        tile = tiles.int_tile(isa.named(level), bits, packed=packed, half_scales=True)
+        tile = tiles.int_tile(isa.named(level), bits, packed=packed, half_scales=not values, values=values)
         dots = [loop for loop in innermost_loops(assembly(tile, cpu)) if any("vpdpbusd" in line for line in loop)]
         assert len(dots) == len(tile.rows)
         for loop in dots:

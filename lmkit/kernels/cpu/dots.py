@@ -19,8 +19,11 @@ from lmkit.kernels.cpu.emit import I8, I16, I32, Emitter, Value, constant
 from lmkit.kernels.cpu.isa import Isa
 
 BLOCK = 32  # inputs
+LOOKED_UP = 16  # inputs of a block whose codes are looked up: such weights have small groups
+MAX_LOOKED_UP = 32  # the largest code; see PmaddNibbles
 Quads = Iterable[list[Value]]  # for each `Dot.inputs` inputs of a block, the weight vectors of all outputs
 Activations = Callable[[int, int], Value]  # (row, byte offset in the block) -> an operand, as `Dot.operand` loads it
+Halves = Callable[[Emitter, Value], list[Value]]  # packed bytes -> the codes of two quads
 Sums = list[list[Value]]  # [row][output vector], or as `Dot.spread` arranges them
 
 
@@ -109,6 +112,20 @@ def nibbles(e: Emitter, codes: Value) -> list[Value]:
     return [b.and_(codes, constant(kind, 15)), b.lshr(codes, constant(kind, 4))]
 
 
+def look_up(e: Emitter, isa: Isa, numbers: Value, values: tuple[int, ...]) -> Value:
+    """The bytes `values`[n] of a vector of bytes n below 16."""
+    kind = numbers.type
+    name = {"pmadd": "x86.avx2.pshuf.b", "vpdpbusd": "x86.avx2.pshuf.b"}.get(isa.dot, "aarch64.neon.tbl1.v16i8")
+    if isa.emulate or isa.dot == "generic":
+        found = constant(kind, 0)
+        for number, value in enumerate(values):
+            found = e.builder.select(e.builder.icmp_unsigned("==", numbers, constant(kind, number)),
+                                     constant(kind, value), found)  # fmt: skip
+        return found
+    table = ir.Constant(kind, [*values, *[0] * (16 - len(values))] * (kind.count // 16))
+    return e.call("llvm." + ("x86.avx512.pshuf.b.512" if isa.lanes == 16 else name), kind, [table, numbers])
+
+
 class Dot(ABC):
     """`input_bytes` is the stored width of an activation: 1, or 2 in the order 0, 2, 1, 3 (see PmaddWide)."""
 
@@ -151,8 +168,8 @@ class Vpdpbusd(Dot):
 
 
 class PmaddNibbles(Dot):
-    """AVX2 with codes below 16. Byte products become pairs in int16, and a whole block is summed in int16 before it is
-    widened: 8 * 2 * 15 * 127 = 30480 fits.
+    """AVX2 with small codes. Byte products become pairs in int16, and a whole block is summed in int16 before it is
+    widened: 8 * 2 * 15 * 127 = 30480 fits, and of codes that are looked up 4 * 2 * MAX_LOOKED_UP * 127 = 32512.
     """
 
     def block(self, e: Emitter, quads: Quads, activation: Activations, sums: Sums) -> None:
@@ -286,19 +303,30 @@ def nibble_products(isa: Isa) -> Callable[[Emitter, Value, Value, Value], Value]
     return byte_products if isa.emulate else native.get(isa.dot, byte_products)
 
 
-def load_quads(e: Emitter, dot: Dot, address: Value, outputs: int, width: int, packed: bool) -> Iterable[list[Value]]:
-    """The weight quads of a block for `outputs` vectors of outputs, of `width` in a panel, as int32 lanes.
+def halves_of(isa: Isa, values: tuple[int, ...]) -> Halves:
+    """`nibbles`, or the codes `values` that they number."""
 
-    Unpacked: quad by quad, some vectors of bytes each. Packed: each vector holds a quad in its low nibbles and the
-    next quad in its high nibbles.
+    def look_up_both(e: Emitter, packed: Value) -> list[Value]:
+        return [look_up(e, isa, numbers, values) for numbers in nibbles(e, packed)]
+
+    return look_up_both if values else nibbles
+
+
+def load_quads(
+    e: Emitter, dot: Dot, address: Value, outputs: int, width: int, block: int, halves: Halves | None
+) -> Iterable[list[Value]]:
+    """The weight quads of a block of inputs for `outputs` vectors of outputs, of `width` in a panel, as int32 lanes.
+
+    Unpacked, without `halves`: quad by quad, some vectors of bytes each. Packed: each vector holds a quad in its low
+    nibbles and the next quad in its high nibbles.
     """
     b, kind = e.builder, e.vector(I32)
     size, (vectors, row) = 4 * e.lanes, map(dot.weight_vectors, (outputs, width))
-    for quad in range(BLOCK // dot.inputs):
-        if not packed:
+    for quad in range(block // dot.inputs):
+        if halves is None:
             yield [e.load(e.offset(address, (quad * row + j) * size), kind) for j in range(vectors)]
             continue
         if quad % 2 == 0:
             places = [e.offset(address, (quad // 2 * row + j) * size) for j in range(vectors)]
-            halves = [nibbles(e, e.load(place, e.vector(I8, size))) for place in places]
-        yield [b.bitcast(half[quad % 2], kind) for half in halves]
+            pairs = [halves(e, e.load(place, e.vector(I8, size))) for place in places]
+        yield [b.bitcast(pair[quad % 2], kind) for pair in pairs]

@@ -5,7 +5,7 @@
     scales, zeros [panels, groups, tile]
 
 K is padded to whole groups and N to whole panels. On ARM a quad may be eight inputs, and codes of 8 bits may be signed
-(dots.py).
+(dots.py). Codes of 8 bits that lie close together, and are at most 16, are stored as their numbers in 4 bits.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lmkit.kernels.cpu import tiles
-from lmkit.kernels.cpu.dots import BLOCK, dot_for
+from lmkit.kernels.cpu.dots import BLOCK, LOOKED_UP, MAX_LOOKED_UP, dot_for
 from lmkit.kernels.cpu.isa import Isa
 from lmkit.kernels.cpu.panels import to_panels
 from lmkit.qtensor import QTensor
@@ -37,6 +37,7 @@ class PackedWeight:
     in_features: int
     group_size: int  # of the panels, a multiple of 32
     whole_row: bool  # one activation scale per row
+    values: tuple[int, ...]  # not empty: the codes that the stored numbers stand for
     activation: str | None  # not None: panels of gates alternate with panels of up; out_features counts both
 
     @property
@@ -45,11 +46,14 @@ class PackedWeight:
         return self.scales.shape[2]
 
 
-def accepts(code_bits: int, /, *, group_size: int, bits: int | None = None, **traits: Any) -> str | None:
+def accepts(
+    code_bits: int, /, *, group_size: int, bits: int | None = None, values: tuple[int, ...] = (), **traits: Any
+) -> str | None:
     if bits not in (None, code_bits):
         return f"{bits} bits"
-    if group_size != -1 and (group_size < BLOCK or group_size % BLOCK):
-        return f"group_size {group_size} is not a multiple of {BLOCK}"
+    block = LOOKED_UP if _close(values) else BLOCK
+    if group_size != -1 and (group_size < block or group_size % block):
+        return f"group_size {group_size} is not a multiple of {block}"
     if max(group_size, SEGMENT) * 127 >= tiles.LARGEST_SUM:
         return f"group_size {group_size} overflows the sums of activations"
     return None
@@ -61,14 +65,32 @@ def pack(isa: Isa, weight: QTensor, activation: str | None = None) -> PackedWeig
     whole_row = weight.scheme.group_size == -1
     group = min(SEGMENT, -(-in_features // BLOCK) * BLOCK) if whole_row else weight.scheme.group_size
     groups = -(-in_features // group)
-    width, dot = isa.int_tile, dot_for(isa, weight.scheme.bits)
+    stored, zeros, values = weight.codes, weight.zeros, _close(weight.scheme.values)
+    if values:
+        stored, zeros = _numbers(stored, weight.scheme.values), zeros - min(weight.scheme.values)
+    bits = 4 if values else weight.scheme.bits
+    width, dot = isa.int_tile, dot_for(isa, bits)
 
-    padded = torch.nn.functional.pad(weight.codes, (0, groups * group - in_features)) ^ dot.flipped
+    padded = torch.nn.functional.pad(stored, (0, groups * group - in_features)) ^ dot.flipped
     quads = to_panels(padded.view(QUADS[dot.inputs]), width, activation is not None)
     codes = quads.view(torch.uint8)  # [panels, K/4, width * 4]
-    if weight.scheme.bits == 4:
+    if bits == 4:
         codes = codes[:, 0::2] | codes[:, 1::2] << 4
     kept = weight.scales if weight.scales.dtype == torch.float16 else weight.scales.float()
-    of_groups = (kept, weight.zeros ^ dot.flipped)
+    of_groups = (kept, zeros ^ dot.flipped)
     scales, zeros = (to_panels(x.expand(-1, groups), width, activation is not None) for x in of_groups)
-    return PackedWeight(codes, scales, zeros, out_features, in_features, group, whole_row, activation)
+    return PackedWeight(codes, scales, zeros, out_features, in_features, group, whole_row, values, activation)
+
+
+def _close(values: tuple[int, ...]) -> tuple[int, ...]:
+    """The codes less the smallest one, if they can be looked up. () if not, or if there are none."""
+    low = min(values, default=0)
+    return tuple(value - low for value in values) if max(values, default=0) - low <= MAX_LOOKED_UP else ()
+
+
+def _numbers(codes: Tensor, values: tuple[int, ...]) -> Tensor:
+    """The number of each code among `values`."""
+    table = torch.zeros(256, dtype=torch.uint8)
+    for number, value in reversed([*enumerate(values)]):
+        table[value] = number
+    return table[codes.int()]

@@ -20,7 +20,7 @@ from torch import Tensor
 from lmkit.kernels.cpu import tiles, workspace
 from lmkit.kernels.cpu.activations import Activations, Layout, gather_codes, quantize
 from lmkit.kernels.cpu.amx import quantized as on_tiles
-from lmkit.kernels.cpu.dots import BLOCK, dot_for
+from lmkit.kernels.cpu.dots import BLOCK, LOOKED_UP, dot_for
 from lmkit.kernels.cpu.intrinsics import pointer, tile, unpack
 from lmkit.kernels.cpu.isa import Isa
 from lmkit.kernels.cpu.jit import Task
@@ -60,17 +60,17 @@ class ProductArgs(NamedTuple):
     scales: int
     zeros: int
     groups: int
-    group_blocks: int  # blocks of 32 inputs in a group
+    group_blocks: int  # in a group; see tiles.int_tile
     chunk: int  # groups that many rows compute at a time
     results: Results
 
 
 @functools.cache
-def product_task(isa: Isa, bits: int, half_scales: bool) -> Task:
+def product_task(isa: Isa, bits: int, half_scales: bool, values: tuple[int, ...]) -> Task:
     """The task of one block of rows, or of one expert's rows, times a few panels."""
-    of_packed = tiles.int_tile(isa, bits, packed=bits == 4, half_scales=half_scales).name
-    of_bytes = tiles.int_tile(isa, bits, packed=False, half_scales=half_scales).name
-    to_bytes = tiles.unpack_tile(isa).name
+    of_packed = tiles.int_tile(isa, bits, packed=bits == 4, half_scales=half_scales, values=values).name
+    of_bytes = tiles.int_tile(isa, bits, packed=False, half_scales=half_scales, values=values).name
+    to_bytes, size = tiles.unpack_tile(isa, values).name, LOOKED_UP if values else BLOCK
     width, quad, per_byte = isa.int_tile, isa.int_tile * dot_for(isa, bits).inputs, 8 // bits
     scale_bytes, input_bytes = 2 if half_scales else 4, dot_for(isa, bits).input_bytes
     spread_rows = SPREAD_ROWS if bits == 4 else 1 << 62
@@ -82,7 +82,7 @@ def product_task(isa: Isa, bits: int, half_scales: bool) -> Task:
         codes, scales, zeros, bias = a.codes, a.scales, a.zeros, a.results.bias
         if entry:
             codes, scales, zeros, bias = unpack(entry, 4)
-        group_bytes = blocks * BLOCK * width // per_byte
+        group_bytes = blocks * size * width // per_byte
         while row < end:
             num_rows = min(a.blocks.row_block, end - row)
             sums_bytes, spread = 4 * num_rows * width, num_rows > spread_rows
@@ -99,7 +99,7 @@ def product_task(isa: Isa, bits: int, half_scales: bool) -> Task:
                         # Few rows prefetch what they read themselves, more what follows.
                         ahead = source + (count * group_bytes if num_rows > FEW_ROWS else AHEAD)
                         of_row, of_group = (row + r) * groups + g, at * width
-                        activations = x.codes + (row + r) * x.row_bytes + g * blocks * BLOCK * input_bytes
+                        activations = x.codes + (row + r) * x.row_bytes + g * blocks * size * input_bytes
                         sums, left = scratch + p * sums_bytes + 4 * r * width, num_rows - r
                         step, total = x.scales + 4 * of_row, x.sums + 4 * of_row
                         scale, zero = scales + of_group * scale_bytes, zeros + of_group
@@ -118,8 +118,8 @@ def linear(
 ) -> Tensor:
     """x [T, K] -> [T, N]. See ops.linear_w4a8."""
     dtype, x = x.dtype, as_float(x)
-    rows, group = x.shape[0], packed.group_size
-    tiled = isa.tiles and rows > FEW_ROWS
+    rows, group, bits = x.shape[0], packed.group_size, _stored_bits(packed, bits)
+    tiled = isa.tiles and rows > FEW_ROWS and not packed.values
     layout = on_tiles.layout(group) if tiled else Layout(1, group)
     _memory, activations = quantize(x, packed, norm, layout, wide=dot_for(isa, bits).input_bytes == 2)
     out = workspace.empty(rows, packed.out_features // 2 if packed.activation else packed.out_features)
@@ -131,6 +131,7 @@ def linear(
 def of_experts(isa: Isa, bits: int, x: Tensor, places: Places, table: ExpertTable, by_token: bool) -> Tensor:
     """See registry.ExpertLinears."""
     packed: PackedWeight = table.packed
+    bits = _stored_bits(packed, bits)
     wide = dot_for(isa, bits).input_bytes == 2
     _memory, activations = quantize(as_float(x), packed, None, Layout(1, packed.group_size), wide=wide)
     if by_token:
@@ -139,6 +140,11 @@ def of_experts(isa: Isa, bits: int, x: Tensor, places: Places, table: ExpertTabl
     out = workspace.empty(len(places.tokens), features)
     _multiply(isa, bits, activations, packed, None, out, table.at(places), places.max_active)
     return out
+
+
+def _stored_bits(packed: PackedWeight, bits: int) -> int:
+    """Codes of 8 bits that are looked up are stored in 4."""
+    return 4 if packed.values else bits
 
 
 def _multiply(
@@ -152,10 +158,10 @@ def _multiply(
     blocks = Blocks(rows, panels, per_task, row_block)
     args = ProductArgs(
         blocks, experts, activations, packed.codes.data_ptr(), packed.scales.data_ptr(), packed.zeros.data_ptr(),
-        groups=groups, group_blocks=group // BLOCK, chunk=chunk,
+        groups=groups, group_blocks=group // (LOOKED_UP if packed.values else BLOCK), chunk=chunk,
         results=results(out, bias, packed.activation),
     )  # fmt: skip
-    task = product_task(isa, bits, packed.scales.dtype == torch.float16)
+    task = product_task(isa, bits, packed.scales.dtype == torch.float16, packed.values)
     scratch = 4 * per_task * row_block * width + width * chunk * group
     run_blocks(task, blocks, args, panel_size=width * groups * group, scratch=scratch, max_active=max_active)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from llvmlite import ir
 
-from lmkit.kernels.cpu.dots import BLOCK, dot_for, load_quads, nibbles, word_products
+from lmkit.kernels.cpu.dots import BLOCK, LOOKED_UP, dot_for, halves_of, load_quads, word_products
 from lmkit.kernels.cpu.emit import F16, F32, I8, I16, I32, I64, Emitter, Value, constant
 from lmkit.kernels.cpu.isa import Isa
 
@@ -69,25 +69,26 @@ def _emit_rows(tile: Tile, rows: int, name: str, module: ir.Module) -> ir.Functi
     return function
 
 
-def int_tile(isa: Isa, bits: int, *, packed: bool, half_scales: bool) -> Tile:
+def int_tile(isa: Isa, bits: int, *, packed: bool, half_scales: bool, values: tuple[int, ...] = ()) -> Tile:
     """c += dequantized product of int8 activations and weight codes, group by group.
 
     x [rows, ...] has one byte (or two: Dot.input_bytes) per input, `ldx` bytes between rows. w is one panel,
     [inputs / q, tile, q] bytes with q = Dot.inputs, or half as many when `packed`. sx and sumx are float32 and int32
     [rows, groups], `lds` bytes between rows: the scale of x, and -sum(x) as a pair of words (see `sum_pair`). scales
     are [groups, tile] float16 or float32, zeros uint8 (int8 if Dot.flipped) [groups, tile], c is float32 [rows, tile].
-    A group is `blocks` * 32 inputs. Stored weights at `ahead`, as many as `groups` groups have, are prefetched.
+    A group is `blocks` * 32 inputs, or * 16 if there are `values`: the codes that packed numbers of 4 bits stand for.
+    Stored weights at `ahead`, as many as `groups` groups have, are prefetched.
 
     More rows than FEW_ROWS compute one half of the panel after the other: fewer vectors are unpacked for each row.
     Zeros are subtracted before anything is rounded: c += scale * (sx * (sum(x * code) - zero * sum(x))).
     """
-    dot, width = dot_for(isa, bits), isa.int_vectors
+    dot, width, size = dot_for(isa, bits), isa.int_vectors, LOOKED_UP if values else BLOCK
 
     def body(e: Emitter, rows: int, arguments: list[Value]) -> None:
         x, ldx, w, sx, sumx, lds, scales, zeros, c, groups, blocks, ahead = arguments
         b, kind, parts = e.builder, e.vector(I32), 2 if packed and rows > FEW_ROWS else 1
-        vectors, stored_bytes = width // parts, BLOCK * width * e.lanes * bits // 8
-        block_bytes = stored_bytes if packed else BLOCK * width * e.lanes
+        vectors, stored_bytes = width // parts, size * width * e.lanes * bits // 8
+        block_bytes = stored_bytes if packed else size * width * e.lanes
         sums = e.variables(rows + rows % dot.rows, vectors, kind)
 
         def store_sums(values: list[list[Value]]) -> None:
@@ -105,17 +106,17 @@ def int_tile(isa: Isa, bits: int, *, packed: bool, half_scales: bool) -> Tile:
             )
             with e.loop(blocks) as block:
                 at = b.add(b.mul(group, blocks), block)
-                x_block = e.offset(x, e.times(at, BLOCK * dot.input_bytes))
+                x_block = e.offset(x, e.times(at, size * dot.input_bytes))
                 for line in range(0, share, CACHE_LINE):
                     e.prefetch(e.offset(ahead, e.times(at, stored_bytes), e.times(part, share), line))
 
                 def activation(row: int, byte: int, start: Value = x_block) -> Value:
                     return dot.operand(e, e.offset(start, e.times(ldx, min(row, rows - 1)), byte))
 
-                values = [[b.load(v) for v in row] for row in sums]
+                found = [[b.load(v) for v in row] for row in sums]
                 codes = e.offset(w, e.times(at, block_bytes), e.times(column, dot.inputs))
-                dot.block(e, load_quads(e, dot, codes, vectors, width, packed), activation, values)
-                store_sums(values)
+                dot.block(e, load_quads(e, dot, codes, vectors, width, size, halves), activation, found)
+                store_sums(found)
             products = dot.gather(e, [[b.load(v) for v in row] for row in sums])
             scale = group_scales(e, isa, half_scales, scales, first, vectors)
             for row, place in enumerate(places):
@@ -125,14 +126,20 @@ def int_tile(isa: Isa, bits: int, *, packed: bool, half_scales: bool) -> Tile:
                     product = b.fmul(b.sitofp(products[row][j], e.vector(F32)), step)
                     e.store(e.fma(scale[j], product, e.load(address, e.vector(F32))), address)
 
+    halves = halves_of(isa, values) if packed else None
     name = f"int_tile.{isa.name}.{bits}.{'packed' if packed else 'bytes'}.{'half' if half_scales else 'float'}"
+    name += _suffix(values)
     rows = tuple(n for n in (isa.packed_rows if packed else isa.int_rows) if n <= dot.max_rows)
     return register(name, isa.lanes, rows, 12, body)
 
 
-def unpack_tile(isa: Isa) -> Tile:
+def _suffix(values: tuple[int, ...]) -> str:
+    return "." + "-".join(map(str, values)) if values else ""
+
+
+def unpack_tile(isa: Isa, values: tuple[int, ...] = ()) -> Tile:
     """Unpack `count` pairs of quads of a packed panel (int_tile) to bytes: low nibbles first, then high nibbles."""
-    size, vectors = 4 * isa.lanes, dot_for(isa, 4).weight_vectors(isa.int_vectors)
+    halves_in, size, vectors = halves_of(isa, values), 4 * isa.lanes, dot_for(isa, 4).weight_vectors(isa.int_vectors)
 
     def body(e: Emitter, rows: int, arguments: list[Value]) -> None:
         source, target, count = arguments
@@ -140,11 +147,11 @@ def unpack_tile(isa: Isa) -> Tile:
             packed = e.offset(source, e.times(pair, vectors * size))
             low = e.offset(target, e.times(pair, 2 * vectors * size))
             for j in range(vectors):
-                halves = nibbles(e, e.load(e.offset(packed, j * size), e.vector(I8, size)))
+                halves = halves_in(e, e.load(e.offset(packed, j * size), e.vector(I8, size)))
                 for half, codes in enumerate(halves):
                     e.store(codes, e.offset(low, (half * vectors + j) * size))
 
-    return register(f"unpack_tile.{isa.name}", isa.lanes, (1,), 3, body)
+    return register(f"unpack_tile.{isa.name}{_suffix(values)}", isa.lanes, (1,), 3, body)
 
 
 def group_scales(e: Emitter, isa: Isa, half: bool, scales: Value, first: Value, vectors: int) -> list[Value]:
