@@ -6,11 +6,12 @@
     module.weight_global_scale  float32 [1]: divides      module.weight_scale_2  float32: multiplies
 
 Byte i has input 2 i in its low nibble. A nibble is a float4 as in MXFP4. w = nibble * (scale / global scale), or
-nibble * (scale * scale_2), in float32. A product with groups of 16 has no kernel, so the weights become dense.
+nibble * (scale * scale_2), in float32. As with MXFP4, a weight becomes an 8-bit QTensor without loss.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor
 from lmkit.errors import CheckpointError
 from lmkit.formats.checkpoint import CheckpointReader
 from lmkit.formats.dense import read_dense
-from lmkit.formats.mxfp4 import CODES
+from lmkit.formats.mxfp4 import CODES, FLOAT4
 from lmkit.formats.parts import (
     Fields,
     field_problem,
@@ -33,7 +34,7 @@ from lmkit.formats.read_only import ReadOnlyFormat
 from lmkit.qtensor import QTensor
 
 GROUP_SIZE = 16
-VALUES = (CODES - 128).float() / 2
+SCHEME = replace(FLOAT4, group_size=GROUP_SIZE)
 _FIELDS: Fields = (
     ("quant_algo", "quant_algo", ("nvfp4",)),
     ("group_size", "group_size", (GROUP_SIZE, None)),
@@ -57,16 +58,16 @@ class ModelOptFormat(ReadOnlyFormat):
         return read_nvfp4(reader, module, "weight", _factor(reader, module + ".weight_scale_2"))
 
 
-def read_compressed(reader: CheckpointReader, module: str) -> Tensor:
-    """A weight float32 [out, in] as compressed-tensors stores it. Raises CheckpointError."""
+def read_compressed(reader: CheckpointReader, module: str) -> QTensor:
+    """A weight [out, in] as compressed-tensors stores it. Raises CheckpointError."""
     factor = _factor(reader, module + ".weight_global_scale")
     if not bool(factor > 0):
         raise CheckpointError(f"{reader.path}: {module}.weight_global_scale is {float(factor)}, expected more than 0")
     return read_nvfp4(reader, module, "weight_packed", factor, divides=True)
 
 
-def read_nvfp4(reader: CheckpointReader, module: str, part: str, factor: Tensor, *, divides: bool = False) -> Tensor:
-    """A weight float32 [out, in] of the tensor `part` and its scales. Raises CheckpointError."""
+def read_nvfp4(reader: CheckpointReader, module: str, part: str, factor: Tensor, *, divides: bool = False) -> QTensor:
+    """A weight [out, in] of the tensor `part` and its scales. Raises CheckpointError."""
     name = f"{module}.{part}"
     if not reader.has(name):
         raise CheckpointError(f"{reader.path}: tensor {name} is missing")
@@ -76,8 +77,8 @@ def read_nvfp4(reader: CheckpointReader, module: str, part: str, factor: Tensor,
     scales = read_float8(reader, module + ".weight_scale", (rows, 2 * width // GROUP_SIZE)).float()
     scales = scales / factor if divides else scales * factor
     packed = reader.tensor(name)
-    values = VALUES[torch.stack((packed & 15, packed >> 4), dim=-1).view(rows, -1, GROUP_SIZE).int()]
-    return values.mul_(scales.unsqueeze(-1)).flatten(1)
+    codes = CODES.to(torch.uint8)[torch.stack((packed & 15, packed >> 4), dim=-1).flatten(1).int()]
+    return QTensor(codes, scales / 2, torch.full(scales.shape, 128, dtype=torch.uint8), SCHEME)
 
 
 def _factor(reader: CheckpointReader, name: str) -> Tensor:

@@ -134,7 +134,7 @@ class ModelSource:
     def layer(self, index: int, dtype: torch.dtype | None = None, device: str = "cpu") -> DecoderLayer:
         """A layer with plain weights, for calibration."""
         at, weights = tensor_device(device), self.layer_weights(index, dtype)
-        weights = {role: weight.to(at) for role, weight in weights.items()}
+        weights = {role: placed(weight, device, at, dtype) for role, weight in weights.items()}
         return DecoderLayer(self.spec.layers[index], index, weights, device, activation_dtype(device, dtype))
 
     def norms(self, index: int, dtype: torch.dtype | None = None) -> Weights:
@@ -208,7 +208,7 @@ class ModelSource:
         shape = tuple((weight.codes if isinstance(weight, QTensor) else weight).shape)
         if shape != self.spec.head_shape:
             raise CheckpointError(f"{self.reader.path}: the head is {list(shape)}, not [vocab, hidden]")
-        head = weight.to(tensor_device(device))
+        head = placed(weight, device, tensor_device(device), dtype)
         if storage == "int8" and not isinstance(head, QTensor):
             head = quantize_rows(head, HEAD_SCHEME)
         return MergedLinear((roles.LM_HEAD,), {roles.LM_HEAD: head}, device)
@@ -302,6 +302,13 @@ def quantize_rows(weight: Tensor, scheme: QuantScheme) -> QTensor:
     parts = [quantize(rows, scheme) for rows in weight.split(QUANTIZED_ROWS)]
     codes, scales, zeros = (torch.cat([getattr(p, name) for p in parts]) for name in ("codes", "scales", "zeros"))
     return QTensor(codes, scales, zeros, scheme)
+
+
+def placed(weight: Tensor | QTensor, device: str, at: str, dtype: torch.dtype | None) -> Tensor | QTensor:
+    """The weight on the device. GPUs have no kernel for groups of 16: such a weight becomes dense there."""
+    if device != "cpu" and isinstance(weight, QTensor) and weight.scheme.group_size == 16:
+        return _to(dequantize(weight), dtype).to(at)
+    return weight.to(at)
 
 
 def activation_dtype(device: str, dtype: torch.dtype | None) -> torch.dtype:

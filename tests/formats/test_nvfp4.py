@@ -11,6 +11,9 @@ import torch
 from lmkit.errors import CheckpointError, UnsupportedError
 from lmkit.formats.base import resolve_format
 from lmkit.formats.convert import convert
+from lmkit.kernels import ops
+from lmkit.models.source import placed
+from lmkit.qtensor import QTensor, dequantize
 from tests.formats.files import folder
 from tests.formats.linears import read_any
 
@@ -55,8 +58,18 @@ def test_compressed_tensors(tmp_path: Path) -> None:
     assert (
         resolve_format({"quantization_config": COMPRESSED}).activations({"quantization_config": COMPRESSED}) == "none"
     )
-    assert torch.equal(read_any(path, "compressed-tensors", "m"), decoded(packed, scales.float() / FACTOR))
-    with pytest.raises(UnsupportedError, match="m lies on no grid of integers; use --format dense"):
+    weight = read_any(path, "compressed-tensors", "m")
+    assert isinstance(weight, QTensor)
+    assert torch.equal(dequantize(weight), decoded(packed, scales.float() / FACTOR))
+    kernel = ops.linear_w8a8.select("cpu", group_size=16, bits=8, values=weight.scheme.values)
+    assert kernel.device == "cpu"
+    x = torch.randn(3, 64)
+    exact = x @ dequantize(weight).T
+    assert (kernel(x, kernel.pack(weight), None) - exact).norm() < 0.01 * exact.norm()
+    dense = placed(weight, "cuda", "cpu", torch.float32)
+    assert isinstance(dense, torch.Tensor)
+    assert torch.equal(dense, dequantize(weight))
+    with pytest.raises(UnsupportedError, match="gptq has float16 scales"):
         convert(path, tmp_path / "out", "gptq")
     tensors["m.weight_global_scale"] = torch.zeros(1)
     with pytest.raises(CheckpointError, match=r"weight_global_scale is 0\.0, expected more than 0"):
@@ -69,7 +82,9 @@ def test_modelopt(tmp_path: Path, shape: tuple[int, ...]) -> None:
     tensors = {"m.weight": packed, "m.weight_scale": scales, "m.weight_scale_2": FACTOR.reshape(shape),
                "n.weight": torch.ones(2, 3)}  # fmt: skip
     path = folder(tmp_path / "m", tensors, {"quantization_config": MODELOPT})
-    assert torch.equal(read_any(path, "modelopt", "m"), decoded(packed, scales.float() * FACTOR))
+    weight = read_any(path, "modelopt", "m")
+    assert isinstance(weight, QTensor)
+    assert torch.equal(dequantize(weight), decoded(packed, scales.float() * FACTOR))
     assert torch.equal(read_any(path, "modelopt", "n"), torch.ones(2, 3))
     tensors["m.weight_scale"] = scales[:, 1:].contiguous()
     with pytest.raises(CheckpointError, match=r"weight_scale is F8_E4M3 \[8, 3\]"):
