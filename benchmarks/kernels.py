@@ -14,7 +14,7 @@ import argparse
 import itertools
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,13 +30,14 @@ from benchmarks.loops import Kind
 from benchmarks.report import interleaved, machine, save, share
 from lmkit.attention_spec import AttentionSpec
 from lmkit.config import default_num_threads
+from lmkit.formats.mxfp4 import FLOAT4
 from lmkit.kernels import ops
 from lmkit.kernels.cpu import isa, threads
 from lmkit.kernels.ops import BatchGeometry
 from lmkit.kernels.registry import Op
 from lmkit.kv_dtype import FLOAT16, KV_DTYPES, KVDtype
 from lmkit.layers.batch import KVLayer, allocate_kv
-from lmkit.qtensor import QuantScheme, quantize
+from lmkit.qtensor import QTensor, QuantScheme, quantize
 
 console = Console(width=None if sys.stdout.isatty() else 120)
 SHAPES = {  # out, in: a 1B and an 8B Llama
@@ -79,6 +80,12 @@ def candidates(n: int, k: int) -> Iterator[Candidate]:
     yield _kernel("w4a8", ops.linear_w4a8, four, codes, kind="int4", group_size=128, bits=4, **shape)
     yield _kernel("w4a16", ops.linear_w4a16, four, codes, kind="bfloat16", group_size=128, bits=4, **shape)
     yield _kernel("w8a8", ops.linear_w8a8, eight, n * k, kind="int8", group_size=-1, bits=8, **shape)
+    for name, group in (("mxfp4", 32), ("nvfp4", 16)):
+        scheme, groups = replace(FLOAT4, group_size=group), (n, k // group)
+        numbers = torch.tensor(scheme.values, dtype=torch.uint8)[torch.randint(16, (n, k))]
+        floats = QTensor(numbers, torch.rand(groups), torch.full(groups, 128, dtype=torch.uint8), scheme)
+        traits = {"group_size": group, "bits": 8, "values": scheme.values}
+        yield _kernel(name, ops.linear_w8a8, floats, n * k // 2 + n * k // group * 5, kind="int4", **traits, **shape)
     kinds: dict[torch.dtype, Kind] = {torch.bfloat16: "bfloat16", torch.float32: "float"}
     for dtype, kind in kinds.items():
         weight, size = dense.to(dtype), n * k * dtype.itemsize
