@@ -1,6 +1,6 @@
 """Speculative decoding against plain decoding: the same requests to two engines of one model, in turns.
 
-    python -m benchmarks.speculation [MODEL] [--batches N ...] [--rounds N] [--speculate HOW] [--json FILE]
+    python -m benchmarks.speculation [MODEL] [--batches N ...] [--rounds N] [--speculate HOW] [--own] [--json FILE]
 
     copy    code is given and its beginning is repeated; the answer repeats the rest
     edit    the same, and every line ends in a comment that the code lacks
@@ -14,7 +14,8 @@ its own costs. In `copy` and `edit` the script is the text itself. `json` has no
 
 `--speculate eagle=FOLDER` names a head of the demo model. For another model its guesses are replayed too: a head of
 random weights, in that model's shape, computes every step, and gives the guesses of the demo's head. `--speculate mtp`
-does the same with the layer for multi-token prediction that the model itself has.
+does the same with the layer for multi-token prediction that the model itself has. With `--own` a trained MODEL, which
+has the demo's tokens, answers and guesses for itself.
 
 A round decodes the same prompts with both engines. The ratio is the median over the rounds.
 """
@@ -185,16 +186,16 @@ def random_head(model: Path, folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
-def compare(model: str, kind: str, batch: int, rounds: int, speculate: str) -> dict[str, Any]:
-    """One row."""
+def compare(model: str, kind: str, batch: int, rounds: int, speculate: str, own: bool) -> dict[str, Any]:
+    """One row. `own`: nothing is replayed."""
     pairs = cases(batch)[kind]
     prompts, wanted = [prompt for prompt, _ in pairs], [answer for _, answer in pairs]
     options: dict[str, Any] = {"max_batch_size": batch, "max_model_len": 2048, "prefix_cache": False}
     if not wanted[0]:
-        engine = Engine(model if kind == "json" else str(DEMO_FOLDER), EngineConfig(**options))
+        engine = Engine(model if own or kind == "json" else str(DEMO_FOLDER), EngineConfig(**options))
         _, wanted = run(engine, prompts, kind)
         engine.close()
-    replays = speculate.startswith(("eagle=", "mtp")) and model != str(DEMO_FOLDER) and kind != "json"
+    replays = not own and speculate.startswith(("eagle=", "mtp")) and model != str(DEMO_FOLDER) and kind != "json"
     script = {tuple(prompt): answer for prompt, answer in zip(prompts, wanted, strict=True)}
     head = f"eagle={DEMO_HEAD}" if speculate == "mtp" else speculate
     known = guesses_of(head, kind, script, options) if replays else {}
@@ -240,11 +241,12 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--speculate", default="ngram", help="ngram, draft=FOLDER, eagle=FOLDER or mtp")
+    parser.add_argument("--own", action="store_true", help="nothing of the demo model is replayed")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path, help="also write the figures here")
     given = parser.parse_args()
     rows = [
-        compare(given.model, kind, batch, given.rounds, given.speculate)
+        compare(given.model, kind, batch, given.rounds, given.speculate, given.own)
         for batch in given.batches
         for kind in given.kinds
     ]

@@ -3,29 +3,22 @@
     python -m lmkit.demo.make_moe_model tests/data/qwen3_moe --steps 600
 
 Model: hidden 256, 4 layers, 4 query and 2 key-value heads of 64 with norms, 8 experts of 128 in each layer, 2 for a
-token, tied head. Its embeddings start as the demo model's, everything else at random. The batch of a step depends on
-its number alone, so a run that was stopped goes on from OUT.training as if it had not been (`--at-most N` stops it).
-Trained in bfloat16 with float32 master weights; needs torch, transformers, tokenizers and safetensors.
+token, tied head. Its embeddings start as the demo model's, everything else at random. See small.py
+for runs that were stopped. Trained in bfloat16 with float32 master weights; needs torch, transformers, tokenizers and
+safetensors.
 """
 
-import argparse
-import json
 import math
-import pathlib
-import shutil
-import time
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer
 
-from lmkit.demo.make_demo_model import chats, encode, linear, rms_norm, rope, sources
+from lmkit.demo.make_demo_model import linear, rms_norm, rope
+from lmkit.demo.small import SEQ, demo_embeddings, train
 
-DEMO = pathlib.Path(__file__).parent / "model"
 LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM = 4, 256, 4, 2, 64
 EXPERTS, CHOSEN, INNER, VOCAB, EPS = 8, 2, 128, 4096, 1e-6
-SEQ, BATCH, BALANCE = 256, 16, 0.01
+BALANCE = 0.01
 CONFIG = {
     "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": VOCAB, "hidden_size": HIDDEN,
     "num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM,
@@ -78,7 +71,7 @@ def make_model() -> torch.nn.ModuleDict:
         for _ in range(LAYERS)
     ]  # fmt: skip
     embed = Matrix(VOCAB, HIDDEN)
-    embed.weight.data.copy_(load_file(DEMO / "model.safetensors")["model.embed_tokens.weight"])
+    embed.weight.data.copy_(demo_embeddings())
     return named(model=named(embed_tokens=embed, layers=torch.nn.ModuleList(layers), norm=Vector(HIDDEN)))
 
 
@@ -122,76 +115,22 @@ def loss_of(model, ids, targets, cos, sin):
     return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten()), uneven
 
 
-def batch_of(tokens, seed):
-    generator = torch.Generator().manual_seed(seed)
-    starts = torch.randint(0, len(tokens) - SEQ - 1, (BATCH,), generator=generator)
-    rows = torch.stack([tokens[s : s + SEQ + 1] for s in starts])
-    return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
-
-
-def corpus(folder: pathlib.Path) -> dict[str, torch.Tensor]:
-    """The demo model's training and held-out tokens. They are kept in `folder`."""
-    file = folder / "tokens.pt"
-    if not file.exists():
-        tokenizer = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
-        train, held = sources()
-        pairs = [c for text in train for c in chats(text)]
-        tokens = {"train": encode(tokenizer, train + pairs * 2), "held": encode(tokenizer, held)}
-        torch.save({name: ids.to(torch.int32) for name, ids in tokens.items()}, file)
-    return {name: ids.long() for name, ids in torch.load(file).items()}
-
-
-def save(model, out: pathlib.Path) -> None:
-    out.mkdir(parents=True, exist_ok=True)
-    tensors = {name: tensor.detach().bfloat16().contiguous() for name, tensor in model.state_dict().items()}
-    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
-    (out / "config.json").write_text(json.dumps(CONFIG, indent=2) + "\n")
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
-        shutil.copyfile(DEMO / name, out / name)
-
-
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("out", type=pathlib.Path)
-    parser.add_argument("--steps", type=int, default=600)
-    parser.add_argument("--at-most", type=int, help="steps of this call")
-    args = parser.parse_args()
-    folder = args.out.with_name(args.out.name + ".training")
-    folder.mkdir(parents=True, exist_ok=True)
-    torch.manual_seed(0)
-    tokens, model, kept = corpus(folder), make_model(), folder / "state.pt"
     angles = torch.arange(SEQ)[:, None] / CONFIG["rope_theta"] ** (torch.arange(0, HEAD_DIM, 2) / HEAD_DIM)
     angles = torch.cat([angles, angles], 1)[None, None]
     cos, sin = angles.cos().bfloat16(), angles.sin().bfloat16()
-    matrices, vectors = ([p for p in model.parameters() if (p.ndim > 1) == wide] for wide in (True, False))
-    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
-    optimizer, first = torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True), 0
-    if kept.exists():
-        state = torch.load(kept)
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-        first = state["step"]
 
-    @torch.no_grad()
-    def held_loss():
-        return sum(loss_of(model, *batch_of(tokens["held"], -1 - i), cos, sin)[0].item() for i in range(8)) / 8
+    def losses(model, rows):
+        loss, uneven = loss_of(model, rows[:, :-1].contiguous(), rows[:, 1:].contiguous(), cos, sin)
+        yield loss
+        yield BALANCE * uneven
 
-    start, last = time.time(), min(args.steps, first + (args.at_most or args.steps))
-    for step in range(first, last):
-        done = step / args.steps
-        for group in optimizer.param_groups:
-            group["lr"] = 3e-3 * min(1, (step + 1) / 100) * min(1, max(0.02, (1 - done) / 0.5))
-        loss, uneven = loss_of(model, *batch_of(tokens["train"], step), cos, sin)
-        (loss + BALANCE * uneven).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        if (step + 1) % 20 == 0:
-            print(f"step {step + 1}: loss {loss.item():.3f}, {time.time() - start:.0f} s", flush=True)
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": last}, kept)
-    print(f"{last} of {args.steps} steps, {last * SEQ * BATCH:,} tokens, held-out loss {held_loss():.4f}", flush=True)
-    if last == args.steps:
-        save(model, args.out)
+    def optimizers(model):
+        matrices, vectors = ([p for p in model.parameters() if (p.ndim > 1) == wide] for wide in (True, False))
+        groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+        return [torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)]
+
+    train(__doc__, 600, make_model, optimizers, losses, CONFIG)
 
 
 if __name__ == "__main__":

@@ -48,6 +48,8 @@ class WeightKind:
             self.scheme.bits not in (4, 8)
             or self.scheme.rows != 1
             or not (self.scheme.group_size == -1 or self.scheme.group_size > 0)
+            or not {*self.scheme.values} <= {*range(256)}
+            or len(self.scheme.values) > 16
         ):
             raise CheckpointError(f"no such scheme: {self.scheme}")
         groups, scheme = (shape[0], self.scheme.num_groups(shape[1])), dataclasses.replace(self.scheme, act_order=False)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lmkit.errors import CheckpointError
+from lmkit.formats.mxfp4 import FLOAT4
 from lmkit.kernels import ops
 from lmkit.kernels.cpu import dense, quantized
 from lmkit.kernels.cpu.isa import LEVELS
@@ -23,6 +24,7 @@ FOUR = [WeightKind("float16", QuantScheme(4, group)) for group in (32, 128, -1)]
 EIGHT = [
     WeightKind(dtype, QuantScheme(8, group)) for dtype, group in (("float16", 128), ("float32", -1), ("bfloat16", -1))
 ]
+LOOKED_UP = [WeightKind("float32", dataclasses.replace(FLOAT4, group_size=group)) for group in (16, 32)]
 FLOAT8 = [WeightKind("float32", QuantScheme(8, group, True, "float")) for group in (-1, 128)]
 
 
@@ -30,7 +32,7 @@ def cases() -> Iterator[tuple[Implementation, WeightKind]]:
     for isa in LEVELS.values():
         made = [(dense.dense_implementation(isa), DENSE), (dense.codes_implementation(isa, "int4"), FOUR)]
         made += [(dense.codes_implementation(isa, "int8"), EIGHT), (dense.codes_implementation(isa, "float8"), FLOAT8)]
-        made += [(quantized.implementation(isa, 4), FOUR), (quantized.implementation(isa, 8), EIGHT)]
+        made += [(quantized.implementation(isa, 4), FOUR), (quantized.implementation(isa, 8), EIGHT + LOOKED_UP)]
         yield from ((impl, kind) for impl, kinds in made for kind in kinds)
     for op, kinds in (
         (ops.linear_dense, DENSE),
@@ -75,3 +77,9 @@ def test_an_impossible_kind_is_refused(kind: WeightKind) -> None:
 def test_an_outline_takes_no_memory() -> None:
     outline = packed_outline(ops.linear_dense.named("reference"), DENSE[0], (1 << 20, 1 << 10))
     assert (outline.weight.shape, outline.weight.device) == ((1 << 20, 1 << 10), torch.device("meta"))
+
+
+def test_codes_that_no_byte_holds_are_refused() -> None:
+    for values in ((0, 256), (-1,), tuple(range(17))):
+        with pytest.raises(CheckpointError, match="no such scheme"):
+            WeightKind("float32", QuantScheme(8, 32, values=values)).zeros((1, 32))
