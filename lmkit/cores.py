@@ -9,6 +9,7 @@ import math
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 # The quota and its period in microseconds, by the mount of the control groups: version 2, version 1.
@@ -37,16 +38,48 @@ class Cores:
         return f"{_number(self.physical, 'core')} of {_number(self.cpus, 'CPU')}{nodes}{quota}"
 
 
+def shares(count: int, root: Path = Path("/"), cpus: Iterable[int] | None = None) -> list[list[int]]:
+    """The CPUs of each of `count` processes that share a model, in whole NUMA nodes, or in equal parts of one. They
+    are empty, which binds to nothing, if there is only one node, or if processes and nodes do not go into each other.
+    """
+    allowed = os.sched_getaffinity(0) if cpus is None else set(cpus)
+    nodes = [sorted(own) for own in _nodes(root, allowed).values()]
+    if len(nodes) > 1 and len(nodes) % count == 0:
+        each = len(nodes) // count
+        return [sorted(chain(*nodes[each * i : each * (i + 1)])) for i in range(count)]
+    if len(nodes) > 1 and count % len(nodes) == 0 and min(map(len, nodes)) >= (each := count // len(nodes)):
+        return [part for node in nodes for part in _parts(root, node, each)]
+    return [[] for _ in range(count)]
+
+
+def _parts(root: Path, cpus: list[int], count: int) -> Iterator[list[int]]:
+    """CPUs in `count` parts. The threads of a core stay together."""
+    cores = dict[str, list[int]]()
+    for cpu in cpus:
+        cores.setdefault(_siblings(root / f"sys/devices/system/cpu/cpu{cpu}/topology") or str(cpu), []).append(cpu)
+    groups = list(cores.values()) if len(cores) >= count else [[cpu] for cpu in cpus]
+    for i in range(count):
+        yield sorted(chain(*groups[len(groups) * i // count : len(groups) * (i + 1) // count]))
+
+
+def bind(cpus: Iterable[int]) -> None:
+    """Bind this thread, and threads that it starts, to CPUs. None of them: leave it as it is."""
+    if wanted := set(cpus):
+        os.sched_setaffinity(0, wanted)
+
+
 def available(root: Path = Path("/"), cpus: Iterable[int] | None = None) -> Cores:
     """The cores of the CPUs that this process may run on (`taskset`, cpusets), or of `cpus`. Files are below `root`."""
     allowed = os.sched_getaffinity(0) if cpus is None else set(cpus)
     physical = {_siblings(root / f"sys/devices/system/cpu/cpu{cpu}/topology") or str(cpu) for cpu in allowed}
-    nodes = {
-        int(folder.name.removeprefix("node"))
-        for folder in (root / "sys/devices/system/node").glob("node[0-9]*")
-        if allowed & set(_numbers(_text(folder / "cpulist")))
-    }
-    return Cores(len(allowed), len(physical), tuple(sorted(nodes)), min(_quotas(root), default=math.inf))
+    return Cores(len(allowed), len(physical), tuple(_nodes(root, allowed)), min(_quotas(root), default=math.inf))
+
+
+def _nodes(root: Path, allowed: set[int]) -> dict[int, set[int]]:
+    """The NUMA nodes of these CPUs, ascending, and the CPUs of each."""
+    folders = (root / "sys/devices/system/node").glob("node[0-9]*")
+    nodes = {int(each.name.removeprefix("node")): allowed & {*_numbers(_text(each / "cpulist"))} for each in folders}
+    return {node: nodes[node] for node in sorted(nodes) if nodes[node]}
 
 
 def _siblings(topology: Path) -> str:
@@ -62,15 +95,22 @@ def _numbers(text: str) -> Iterator[int]:
 
 
 def _quotas(root: Path) -> Iterator[float]:
-    """The quota of each control group around this process that has one. A container sees its own group as the root."""
+    """The quota of each control group around this process that has one."""
+    for folder, mount in control_groups(root, "cpu"):
+        numbers = " ".join(_text(folder / file) for file in _QUOTA_FILES[mount]).split()
+        if len(numbers) == 2 and all(map(str.isdecimal, numbers)):  # without a quota: max, or -1
+            yield int(numbers[0]) / int(numbers[1])
+
+
+def control_groups(root: Path, controller: str) -> Iterator[tuple[Path, str]]:
+    """The folder of each control group around this process, and its mount: `controller` with version 1, "" with
+    version 2. A container sees its own group as the root."""
     for line in _text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
-        mount = "cpu" if "cpu" in controllers.split(",") else controllers
-        for group in (Path(path), *Path(path).parents):
-            folder = root / "sys/fs/cgroup" / mount / group.relative_to("/")
-            numbers = " ".join(_text(folder / file) for file in _QUOTA_FILES.get(mount, ())).split()
-            if len(numbers) == 2 and all(map(str.isdecimal, numbers)):  # without a quota: max, or -1
-                yield int(numbers[0]) / int(numbers[1])
+        mount = controller if controller in controllers.split(",") else controllers
+        if mount in (controller, ""):
+            for group in (Path(path), *Path(path).parents):
+                yield root / "sys/fs/cgroup" / mount / group.relative_to("/"), mount
 
 
 def _text(file: Path) -> str:

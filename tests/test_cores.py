@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lmkit.cores import Cores, available
+from lmkit.cores import Cores, available, shares
 
 TWO_SOCKETS = [[core, core + 8] for core in range(8)]
 NODES = {0: "0-3,8-11", 1: "4-7,12-15"}
@@ -86,6 +86,28 @@ def test_a_quota_is_never_exceeded(
     write(tmp_path, {"proc/self/cgroup": groups} | {f"sys/fs/cgroup/{file}": text for file, text in files.items()})
     cores = available(tmp_path, range(4))
     assert (cores.quota, cores.usable) == (quota, usable)
+
+
+@pytest.mark.parametrize(
+    ("count", "cpus", "want"),
+    [
+        (2, range(16), [[0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12, 13, 14, 15]]),  # a node each
+        (4, range(16), [[0, 1, 8, 9], [2, 3, 10, 11], [4, 5, 12, 13], [6, 7, 14, 15]]),  # whole cores of a node
+        (2, [2, 3, 4], [[2, 3], [4]]),  # what the scheduler leaves of the nodes
+        (4, [0, 8, 4, 12], [[0], [8], [4], [12]]),  # more processes than cores
+        (3, range(16), [[], [], []]),
+        (4, [0, 4], [[], [], [], []]),
+        (2, range(4), [[], []]),  # one node
+    ],
+)
+def test_processes_have_nodes_of_their_own(tmp_path: Path, count: int, cpus: list[int], want: list[list[int]]) -> None:
+    machine(tmp_path, TWO_SOCKETS, NODES)
+    assert shares(count, tmp_path, cpus) == want
+
+
+def test_a_process_has_several_nodes(tmp_path: Path) -> None:
+    machine(tmp_path, [[cpu] for cpu in range(8)], {node: f"{2 * node}-{2 * node + 1}" for node in range(4)})
+    assert shares(2, tmp_path, range(8)) == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
 def test_the_description_names_what_limits() -> None:
