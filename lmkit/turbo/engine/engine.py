@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NoReturn, Self
 
 import msgspec
 
+from lmkit import cores
 from lmkit.config import EngineConfig, default_num_threads
 from lmkit.errors import EngineLostError, LMKitError, RequestError
 from lmkit.formats.peft import read_adapter
@@ -107,6 +108,8 @@ class Engine:
         loading.check_kv_events(config)
         num_threads = config.num_threads or default_num_threads()
         config = msgspec.structs.replace(config, num_threads=max(1, num_threads // config.num_processes))
+        cpus = cores.shares(config.num_processes) if config.num_processes > 1 else [[]]
+        cores.bind(cpus[0])
         threads.configure(config.num_threads or num_threads)
         model = load(config, device)
         spec, memory = model.decoder.spec, model.memory
@@ -137,7 +140,7 @@ class Engine:
             shared = self._tiers, self._guides, memory.max_model_len, memory.workspace, len(memory.layout.groups)
             parts = RunnerParts(config, model.decoder, kv, blocks, *shared, encoded)
             self.adapters = loading.load_adapters(model, config)
-            others = self._start_others(model, config) if config.num_processes > 1 else None
+            others = self._start_others(model, config, cpus) if config.num_processes > 1 else None
             self.runner = make_runner(device, parts, others)
             self._drafter = model.draft.start(self.runner, spec.vocab_size) if model.draft is not None else None
             captured = self._warm_up(limits, others)
@@ -166,11 +169,11 @@ class Engine:
             packed_cache.check_in_background(file, self._lose)
         pages.take_in_background(blocks.parts)
 
-    def _start_others(self, model: LoadedModel, config: EngineConfig) -> Ranks | Stages:
+    def _start_others(self, model: LoadedModel, config: EngineConfig, cpus: list[list[int]]) -> Ranks | Stages:
         """Start the other processes of the model. They plan the same memory."""
         sizes = {"kv_memory": model.memory.kv * config.num_processes, "max_model_len": model.memory.max_model_len}
         kind = Ranks if config.num_ranks > 1 else Stages
-        return kind(model.path, msgspec.structs.replace(config, **sizes), model.decoder.spec, self._lose)
+        return kind(model.path, msgspec.structs.replace(config, **sizes), model.decoder.spec, self._lose, cpus)
 
     def _lose(self, reason: str) -> None:
         """From any thread: nothing can be computed any more. The next `step` says so."""

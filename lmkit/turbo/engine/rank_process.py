@@ -40,6 +40,7 @@ def main() -> int:
     calm_openmp()
     log.setup("WARNING" if environment().log_level == "INFO" else environment().log_level, process="rank")
     _end_with_parent()
+    from lmkit import cores
     from lmkit.kernels.cpu import threads
     from lmkit.models import kv_storage
     from lmkit.turbo.engine import loading
@@ -55,6 +56,7 @@ def main() -> int:
     os.chdir(start.folder)
     config, device = start.config, CpuDevice()
     assert config.num_threads is not None
+    cores.bind(start.cpus)
     threads.configure(config.num_threads)
     try:
         model = loading.load(start.model_path, config, device, start.rank)

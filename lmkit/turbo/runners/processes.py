@@ -33,6 +33,7 @@ class Start(msgspec.Struct, frozen=True):
     config: EngineConfig
     files: list[int]  # descriptors: shared memory (runners.ranks), or sockets (runners.stages)
     slot_bytes: int = 0  # of the shared memory
+    cpus: list[int] = []  # that it is bound to; none: to nothing
     folder: str = msgspec.field(default_factory=os.getcwd)  # in which paths of the configuration are meant
 
 

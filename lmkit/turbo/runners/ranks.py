@@ -39,8 +39,16 @@ class Tokens(msgspec.Struct, frozen=True):
 class Ranks(Processes):
     """The processes of ranks 1 and on, and the memory that all ranks share."""
 
-    def __init__(self, model_path: str, config: EngineConfig, spec: ModelSpec, lose: Callable[[str], None]) -> None:
-        """Start the processes. `config` is theirs; `lose` is called, from a thread, when one has ended."""
+    def __init__(
+        self,
+        model_path: str,
+        config: EngineConfig,
+        spec: ModelSpec,
+        lose: Callable[[str], None],
+        cpus: list[list[int]],
+    ) -> None:
+        """Start the processes. `config` is theirs, and so are the CPUs, each rank's; `lose` is called, from a thread,
+        when one has ended."""
         size, rows = config.num_ranks, min(config.max_batch_size, config.tokens_per_step)
         widest = max(config.tokens_per_step * spec.hidden_size, rows * -(-spec.vocab_size // size))
         slot = -(-4 * widest // 64) * 64
@@ -49,7 +57,9 @@ class Ranks(Processes):
         try:
             os.ftruncate(memory, num_bytes)
             self.shared = SharedRanks(mmap.mmap(memory, num_bytes), 0, size, slot, spec.vocab_size)
-            super().__init__([Start(rank, model_path, config, [memory], slot) for rank in range(1, size)], lose)
+            super().__init__(
+                [Start(rank, model_path, config, [memory], slot, cpus[rank]) for rank in range(1, size)], lose
+            )
         finally:
             os.close(memory)
 

@@ -117,12 +117,20 @@ class Neighbours:
 class Stages(Processes):
     """The processes of stages 1 and on."""
 
-    def __init__(self, model_path: str, config: EngineConfig, spec: ModelSpec, lose: Callable[[str], None]) -> None:
-        """Start the processes. `config` is theirs; `lose` is called, from a thread, when one has ended."""
+    def __init__(
+        self,
+        model_path: str,
+        config: EngineConfig,
+        spec: ModelSpec,
+        lose: Callable[[str], None],
+        cpus: list[list[int]],
+    ) -> None:
+        """See runners.ranks.Ranks."""
         behind, before = zip(*(socket.socketpair() for _ in range(config.pp)), strict=True)
         before = (before[-1], *before[:-1])  # stage 0 gets what the last one sends
         files = [[before[rank].fileno(), behind[rank].fileno()] for rank in range(config.pp)]
-        super().__init__([Start(rank, model_path, config, files[rank]) for rank in range(1, config.pp)], lose)
+        starts = [Start(rank, model_path, config, files[rank], cpus=cpus[rank]) for rank in range(1, config.pp)]
+        super().__init__(starts, lose)
         for given in (*before[1:], *behind[1:]):
             given.close()  # its stage alone holds it now, so that its end is seen
         self.line = Neighbours(0, before[0], behind[0], config.tokens_per_step, spec.hidden_size)
