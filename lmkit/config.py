@@ -26,6 +26,7 @@ Device = Literal["auto", "cpu", "cuda"]
 WeightDtype = Literal["auto", "float32", "bfloat16", "float16"]
 KVStorageName = Literal["auto", KVName]
 HeadStorage = Literal["auto", "int8"]
+ClusterName = Literal["none", "ray", "torchrun"]
 Quantize = Literal["none", "int4", "int8", "fp8"]
 Reranker = Literal["cosine", "yes_no"]  # of embeddings; or the probability that the model answers yes
 PoolingName = Literal["auto", "last", "mean"]
@@ -90,6 +91,7 @@ class EngineConfig(StrictStruct, frozen=True, kw_only=True, metaclass=CheckedMet
     tp: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1  # processes that share each layer of the model
     ep: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1  # processes that share the experts; with tp the same processes
     pp: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1  # processes with some layers each, one behind the other
+    cluster: ClusterName = "none"  # what has ranks of tp on other machines, see runners.placing; none = all are here
     num_threads: PositiveInt | None = None  # of all of them; None = the physical cores this process may use
     image_memory: PositiveInt = 256 << 20  # bytes for images that are encoded, beyond those in use
     image_pixels: Annotated[int, msgspec.Meta(ge=1 << 10, le=1 << 24)] = 1 << 20  # larger images are made smaller
@@ -167,6 +169,11 @@ class EngineConfig(StrictStruct, frozen=True, kw_only=True, metaclass=CheckedMet
     def num_processes(self) -> int:
         """Processes that the model is shared out to."""
         return self.num_ranks * self.pp
+
+    @property
+    def num_local(self) -> int:
+        """Those of them on this machine."""
+        return self.num_processes if self.cluster == "none" else 1
 
     @property
     def tokens_per_block(self) -> int:
@@ -259,6 +266,8 @@ class Environment(StrictStruct, frozen=True):
     cache_dir: Path  # LMKIT_CACHE_DIR: compiled kernels; packed weights if the checkpoint is not writable
     state_dir: Path  # LMKIT_STATE_DIR: the lists of known models and of running servers
     log_level: str  # LMKIT_LOG_LEVEL: one of LOG_LEVELS
+    rank: int  # of this process among these
+    rendezvous: tuple[str, int]  # HOST, PORT at which processes of torchrun find each other
     world_size: int  # processes of one quantization on all machines, as its launcher sets it
     local_world_size: int  # processes of one quantization on this machine
     ca_file: str | None  # LMKIT_CA_FILE: authorities, in PEM, that lmkit's clients trust beside the usual ones
@@ -278,6 +287,8 @@ def environment() -> Environment:
         cache_dir=_folder("LMKIT_CACHE_DIR", "XDG_CACHE_HOME", "~/.cache"),
         state_dir=_folder("LMKIT_STATE_DIR", "XDG_STATE_HOME", "~/.local/state"),
         log_level=checked_level(os.environ.get("LMKIT_LOG_LEVEL") or "INFO", "LMKIT_LOG_LEVEL="),
+        rank=_number("RANK", 0),
+        rendezvous=(os.environ.get("MASTER_ADDR") or "127.0.0.1", _number("MASTER_PORT", 29500)),
         world_size=_launched("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"),
         local_world_size=_launched("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"),
         ca_file=os.environ.get("LMKIT_CA_FILE") or None,
@@ -337,6 +348,14 @@ def _launched(*names: str) -> int:
     given = next((os.environ[name] for name in names if name in os.environ), "1")
     if not (given.isdecimal() and int(given) > 0):
         raise ConfigError(f"{names[0]}={given!r}: expected a positive integer")
+    return int(given)
+
+
+def _number(name: str, default: int) -> int:
+    """A number that torchrun sets. Raises ConfigError if it is none."""
+    given = os.environ.get(name) or str(default)
+    if not given.isdecimal():
+        raise ConfigError(f"{name}={given!r}: expected a number")
     return int(given)
 
 

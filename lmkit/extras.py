@@ -30,7 +30,7 @@ EXTRAS = {
     "images": Extra(("PIL",), "images in prompts of models that see"),
     "grpc": Extra(("grpc", "grpc_health", "google"), "--grpc-port of lmkit serve and lmkit proxy"),
     "otel": Extra(("opentelemetry",), "traces of lmkit serve and lmkit proxy"),
-    "ray": Extra(("ray",), "lmkit up with replicas on a Ray cluster"),
+    "ray": Extra(("ray",), "a Ray cluster: replicas of lmkit up, and --cluster ray of lmkit serve"),
     "cuda": Extra(("cupy",), "kernels on an NVIDIA GPU with CUDA 13; lmkit[cuda12] is for CUDA 12"),
 }
 

@@ -33,6 +33,7 @@ HELP = {
         "tp": "Processes that share the model: each computes a part of every layer.",
         "ep": "Processes that share the experts of a mixture; with --tp the same processes, so the same number.",
         "pp": "Processes that share the model: each computes some of the layers.",
+        "cluster": "Place the processes of --tp on other machines: ray, or torchrun. Default: all here.",
         "num_threads": "Default: the physical cores this process may use.",
     },
     "Memory and cache": {

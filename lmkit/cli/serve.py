@@ -24,6 +24,7 @@ from lmkit.config import (
     Reranker,
     ServerConfig,
     ToolParser,
+    environment,
 )
 from lmkit.errors import ConfigError
 from lmkit.extras import needed_for
@@ -173,6 +174,11 @@ def serve(
     """
     if print_config:
         print(resolved(context))
+        return
+    if engine_config.cluster == "torchrun" and environment().rank:
+        from lmkit.turbo.runners.placing import follow
+
+        follow()
         return
     if dp > 1:
         replicas.check(context)

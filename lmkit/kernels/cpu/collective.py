@@ -154,7 +154,7 @@ class SharedRanks:
         assert x.is_contiguous()
         assert x.dtype == torch.float32
         for part in x.split(max(1, self._slot // (4 * x.shape[1]))):
-            args = self._exchange(part, part.data_ptr())
+            args = self._exchange(part, part.data_ptr(), part.nbytes)
             pieces = -(-part.numel() // PIECE)
             threads.run(SUM, pieces, args, parallel=pieces > 1)
         return x
@@ -165,7 +165,7 @@ class SharedRanks:
         out = workspace.empty(len(x) if self._rank == 0 else 0, self._vocab)
         at, address = 0, out.data_ptr()
         for part in x.split(max(1, self._slot // (4 * widest))):
-            args = self._exchange(part, address + 4 * at * self._vocab)
+            args = self._exchange(part, address + 4 * at * self._vocab, 4 * len(part) * widest)
             if self._rank == 0:
                 threads.run(PLACE, len(part), args, parallel=len(part) > 1)
             at += len(part)
@@ -180,7 +180,7 @@ class SharedRanks:
             args = numbers(RowsArgs(self._meeting, part.data_ptr(), width, first, places.active.data_ptr()))
             is_large = part.numel() > PIECE
             threads.run(GIVE, len(part), args, parallel=is_large)
-            threads.run(MEET, 1, args, parallel=False)
+            self._meet(args, self._slot)
             threads.run(TAKE, len(part), args, parallel=is_large)
             first += len(part)
 
@@ -189,12 +189,16 @@ class SharedRanks:
         shared, turn = self._memory.ctypes.data, self._turn.ctypes.data
         return Meeting(shared, turn, self._rank, self._size, self._slot)
 
-    def _exchange(self, x: Tensor, y: int) -> list[int]:
+    def _meet(self, args: list[int], num_bytes: int) -> None:
+        """Begin the next exchange: wait until all ranks have written to their slots, at most `num_bytes` each."""
+        threads.run(MEET, 1, args, parallel=False)
+
+    def _exchange(self, x: Tensor, y: int, num_bytes: int) -> list[int]:
         """Write x to this rank's slot, and wait for the others. Returns the arguments of the job that reads."""
         args = numbers(ExchangeArgs(self._meeting, x.data_ptr(), y, x.numel(), x.shape[1], self._vocab))
         pieces = -(-x.numel() // PIECE)
         threads.run(SHARE, pieces, args, parallel=pieces > 1)
-        threads.run(MEET, 1, args, parallel=False)
+        self._meet(args, num_bytes)
         return args
 
     @property

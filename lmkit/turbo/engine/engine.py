@@ -41,6 +41,7 @@ from lmkit.turbo.runners.factory import make_runner
 from lmkit.turbo.runners.guides import Guides
 from lmkit.turbo.runners.images import EncodedImages
 from lmkit.turbo.runners.ranks import Ranks
+from lmkit.turbo.runners.remote import RemoteRanks
 from lmkit.turbo.runners.runner import RunnerParts, Ticket
 from lmkit.turbo.runners.stages import Stages
 from lmkit.turbo.scheduling.limits import SchedulerLimits
@@ -106,9 +107,9 @@ class Engine:
         device = device or resolve_device(config)
         config = config.on(device.name)
         loading.check_kv_events(config)
-        num_threads = config.num_threads or default_num_threads()
+        num_threads = config.num_threads or default_num_threads() * config.num_processes // config.num_local
         config = msgspec.structs.replace(config, num_threads=max(1, num_threads // config.num_processes))
-        cpus = cores.shares(config.num_processes) if config.num_processes > 1 else [[]]
+        cpus = cores.shares(config.num_local) if config.num_local > 1 else [[]]
         cores.bind(cpus[0])
         threads.configure(config.num_threads or num_threads)
         model = load(config, device)
@@ -172,7 +173,8 @@ class Engine:
     def _start_others(self, model: LoadedModel, config: EngineConfig, cpus: list[list[int]]) -> Ranks | Stages:
         """Start the other processes of the model. They plan the same memory."""
         sizes = {"kv_memory": model.memory.kv * config.num_processes, "max_model_len": model.memory.max_model_len}
-        kind = Ranks if config.num_ranks > 1 else Stages
+        beyond = RemoteRanks if config.cluster != "none" else Ranks
+        kind = beyond if config.num_ranks > 1 else Stages
         return kind(model.path, msgspec.structs.replace(config, **sizes), model.decoder.spec, self._lose, cpus)
 
     def _lose(self, reason: str) -> None:

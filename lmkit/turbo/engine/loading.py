@@ -97,7 +97,7 @@ def load(model_path: str, config: EngineConfig, device: Device, rank: int = 0) -
         weight_bytes = loaded_bytes(model, config) + (draft.memory.total if draft is not None else 0)
         dtypes = [storage.dtypes for storage in model.storages]
         # The other processes take what process 0 has planned.
-        free = device.free_memory() // (1 if rank else config.num_processes)
+        free = device.free_memory() // (1 if rank else config.num_local)
         memory = plan_memory(spec, config, dtypes, weight_bytes, free)
         has_tiers = _has_tiers(config)
         identity = kv_identity(model, config) if has_tiers else b""
@@ -186,6 +186,8 @@ def _announce(memory: MemoryPlan, storages: list[KVStorage], config: EngineConfi
 
 def load_options(config: EngineConfig, rank: int = 0) -> dict[str, Any]:
     """The arguments of `resolved` that a device's configuration gives. Raises ConfigError for what excludes others."""
+    if config.cluster != "none" and (config.tp == 1 or config.num_processes > config.tp or config.ep > 1):
+        raise ConfigError(f"cluster={config.cluster} places the ranks of tp alone: set tp, and leave out ep and pp")
     if config.num_processes > 1:
         _check_processes(config)
     names = ("device", "dtype", "activations", "lm_head", "kv_dtype", "quantize", "attention_sinks")

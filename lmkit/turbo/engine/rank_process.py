@@ -1,6 +1,7 @@
 """The process of one rank or stage of an engine, except the first (turbo.runners.ranks, turbo.runners.stages).
 
     python -m lmkit.turbo.engine.rank_process < plans
+    python -m lmkit.turbo.engine.rank_process HOST:PORT < key        of an engine on another machine (runners.remote)
 
 It says `ready`, or why it cannot start, in one line on stdout. It ends with the engine, because its stdin is a pipe
 that only the engine holds.
@@ -23,7 +24,7 @@ def _end_with_parent() -> None:
 
     def watch() -> None:
         poll = select.poll()
-        poll.register(0, 0)  # only the end is reported
+        poll.register(0, select.POLLRDHUP)  # only the end is reported, of a pipe or a connection
         poll.poll()
         os._exit(0)
 
@@ -39,12 +40,19 @@ def _answer(line: str, status: int) -> int:
 def main() -> int:
     calm_openmp()
     log.setup("WARNING" if environment().log_level == "INFO" else environment().log_level, process="rank")
+    if len(sys.argv) > 1:
+        from lmkit.turbo.runners.remote import enter
+
+        connection = enter(sys.argv[1], sys.stdin.read())
+        os.dup2(connection.fileno(), 0)
+        os.dup2(connection.fileno(), 1)
     _end_with_parent()
     from lmkit import cores
     from lmkit.kernels.cpu import threads
     from lmkit.models import kv_storage
     from lmkit.turbo.engine import loading
     from lmkit.turbo.kv.blocks import KVBlocks
+    from lmkit.turbo.runners import ranks, remote
     from lmkit.turbo.runners.device import CpuDevice
     from lmkit.turbo.runners.guides import Guides
     from lmkit.turbo.runners.processes import Start, read
@@ -52,7 +60,8 @@ def main() -> int:
     from lmkit.turbo.runners.runner import RunnerParts
     from lmkit.turbo.runners.stages import FollowingStage
 
-    start = read(sys.stdin.buffer, Start)
+    pipe = open(0, "rb", closefd=False)  # noqa: SIM115 - for as long as the process runs
+    start = read(pipe, Start)
     os.chdir(start.folder)
     config, device = start.config, CpuDevice()
     assert config.num_threads is not None
@@ -72,7 +81,11 @@ def main() -> int:
     except LMKitError as error:
         return _answer(str(error), 2)
     parts = RunnerParts(config, *of_model, plan.max_model_len, plan.workspace, len(plan.layout.groups))
-    runner = (FollowingRunner if config.num_ranks > 1 else FollowingStage)(device, parts, start, sys.stdin.buffer)
+    if config.num_ranks > 1:
+        shared = (remote if start.store else ranks).joined(start, spec.vocab_size)
+        runner: FollowingRunner | FollowingStage = FollowingRunner(device, parts, shared, pipe)
+    else:
+        runner = FollowingStage(device, parts, start, pipe)
     runner.warm_up()
     _answer("ready", 0)
     runner.run()

@@ -9,7 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import IO, TypeVar
+from typing import IO, Protocol, TypeVar
 
 import msgspec
 
@@ -33,6 +33,7 @@ class Start(msgspec.Struct, frozen=True):
     config: EngineConfig
     files: list[int]  # descriptors: shared memory (runners.ranks), or sockets (runners.stages)
     slot_bytes: int = 0  # of the shared memory
+    store: str = ""  # HOST:PORT where ranks on several machines find each other (runners.remote)
     cpus: list[int] = []  # that it is bound to; none: to nothing
     folder: str = msgspec.field(default_factory=os.getcwd)  # in which paths of the configuration are meant
 
@@ -51,13 +52,29 @@ def read(pipe: IO[bytes], kind: type[T]) -> T:
     return msgspec.msgpack.decode(pipe.read(int.from_bytes(length, "little")), type=kind)
 
 
+class Process(Protocol):
+    """The part of subprocess.Popen that is used."""
+
+    stdin: IO[bytes] | None
+    stdout: IO[bytes] | None
+    pid: int
+
+    def wait(self, timeout: float | None = None) -> int: ...
+
+    def kill(self) -> None: ...
+
+
 class Processes:
     """Processes 1 and on, as process 0 sees them."""
 
-    def __init__(self, starts: Sequence[Start], lose: Callable[[str], None]) -> None:
-        """Start the processes. `lose` is called, from a thread, when one has ended."""
+    def __init__(
+        self, starts: Sequence[Start], lose: Callable[[str], None], begin: Callable[[Start], Process] | None = None
+    ) -> None:
+        """Start the processes. `lose` is called, from a thread, when one has ended. `begin` starts each; by default it
+        is one of this machine.
+        """
         self._lose, self._closed = lose, False
-        self._processes = [_spawn(start.files) for start in starts]
+        self._processes: list[Process] = [(begin or _spawn)(start) for start in starts]
         for process, start in zip(self._processes, starts, strict=True):
             self._send_to(process, start)
 
@@ -95,14 +112,14 @@ class Processes:
                 process.kill()
                 process.wait()
 
-    def _send_to(self, process: subprocess.Popen[bytes], message: msgspec.Struct) -> None:
+    def _send_to(self, process: Process, message: msgspec.Struct) -> None:
         assert process.stdin is not None
         try:
             write(process.stdin, message)
         except (BrokenPipeError, ValueError):
             raise EngineLostError(ENDED) from None
 
-    def _watch(self, rank: int, process: subprocess.Popen[bytes]) -> None:
+    def _watch(self, rank: int, process: Process) -> None:
         status = process.wait()
         if not self._closed:
             self._ended(
@@ -113,12 +130,12 @@ class Processes:
         self._lose(reason)
 
 
-def _spawn(files: Sequence[int]) -> subprocess.Popen[bytes]:
+def _spawn(start: Start) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         [sys.executable, "-m", PROCESS],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        pass_fds=files,
+        pass_fds=start.files,
         start_new_session=True,  # Ctrl-C in a terminal is the engine's
         cwd=Path(lmkit.__file__).parents[1],
     )

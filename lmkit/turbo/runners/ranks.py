@@ -36,6 +36,13 @@ class Tokens(msgspec.Struct, frozen=True):
     token_ids: list[list[int]]
 
 
+def slot_bytes(config: EngineConfig, spec: ModelSpec) -> int:
+    """Bytes that a rank gives the others at once: of a step's activations, or of its part of the logits."""
+    rows = min(config.max_batch_size, config.tokens_per_step)
+    widest = max(config.tokens_per_step * spec.hidden_size, rows * -(-spec.vocab_size // config.num_ranks))
+    return -(-4 * widest // 64) * 64
+
+
 class Ranks(Processes):
     """The processes of ranks 1 and on, and the memory that all ranks share."""
 
@@ -49,16 +56,14 @@ class Ranks(Processes):
     ) -> None:
         """Start the processes. `config` is theirs, and so are the CPUs, each rank's; `lose` is called, from a thread,
         when one has ended."""
-        size, rows = config.num_ranks, min(config.max_batch_size, config.tokens_per_step)
-        widest = max(config.tokens_per_step * spec.hidden_size, rows * -(-spec.vocab_size // size))
-        slot = -(-4 * widest // 64) * 64
+        size, slot = config.num_ranks, slot_bytes(config, spec)
         num_bytes = shared_bytes(size, slot)
         memory = os.memfd_create("lmkit-ranks")
         try:
             os.ftruncate(memory, num_bytes)
             self.shared = SharedRanks(mmap.mmap(memory, num_bytes), 0, size, slot, spec.vocab_size)
             super().__init__(
-                [Start(rank, model_path, config, [memory], slot, cpus[rank]) for rank in range(1, size)], lose
+                [Start(rank, model_path, config, [memory], slot, cpus=cpus[rank]) for rank in range(1, size)], lose
             )
         finally:
             os.close(memory)
@@ -111,13 +116,17 @@ class LeadingRunner(CpuRunner):
         self.ranks.close()
 
 
+def joined(start: Start, vocab_size: int) -> SharedRanks:
+    """Another rank's view of the ranks."""
+    size = start.config.num_ranks
+    memory = mmap.mmap(start.files[0], shared_bytes(size, start.slot_bytes))
+    return SharedRanks(memory, start.rank, size, start.slot_bytes, vocab_size)
+
+
 class FollowingRunner(CpuRunner):
     """The runner of another rank. It takes plans and tokens from a pipe."""
 
-    def __init__(self, device: CpuDevice, parts: RunnerParts, start: Start, pipe: IO[bytes]) -> None:
-        size, vocab_size = parts.config.num_ranks, parts.decoder.spec.vocab_size
-        memory = mmap.mmap(start.files[0], shared_bytes(size, start.slot_bytes))
-        shared = SharedRanks(memory, start.rank, size, start.slot_bytes, vocab_size)
+    def __init__(self, device: CpuDevice, parts: RunnerParts, shared: SharedRanks, pipe: IO[bytes]) -> None:
         parts.decoder.join(shared, split=parts.config.tp > 1)
         super().__init__(device, parts)
         self._pipe = pipe
