@@ -29,6 +29,8 @@ def evaluate(
     ] = False,
     seq_len: Annotated[int, typer.Option(min=2, help="Tokens of a window.")] = 512,
     limit: Annotated[int, typer.Option(min=2, help="Tokens of the text to use.")] = 32768,
+    tp: Annotated[int, typer.Option(min=1, help="Processes that share the model; the reference is whole.")] = 1,
+    ep: Annotated[int, typer.Option(min=1, help="Processes that share the experts of a mixture.")] = 1,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Measure perplexity on a text, and the distance between two models."""
@@ -57,6 +59,8 @@ def evaluate(
             packed_cache=packed_cache,
             seq_len=seq_len,
             limit=limit,
+            tp=tp,
+            ep=ep,
             progress=bar.update,
         )
     if json:

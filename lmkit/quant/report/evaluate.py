@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +24,15 @@ from torch import Tensor
 from lmkit.config import Activations, HeadStorage, KVStorageName, StrictStruct
 from lmkit.errors import ConfigError
 from lmkit.formats.hub import resolve_model_path
+from lmkit.kernels.cpu.collective import SharedRanks
 from lmkit.layers.batch import KVLayer, whole_batch
 from lmkit.models.identity import resolve_activations
 from lmkit.models.kv_storage import allocate
 from lmkit.models.loader import load
 from lmkit.models.resolved import resolved
+from lmkit.models.shard import Shard
 from lmkit.quant.data.calibration import encode_dataset
+from lmkit.quant.report.ranks import others
 from lmkit.text import Tokenizer
 
 BLOCK_SIZE = 32
@@ -88,9 +93,13 @@ def evaluate(
     packed_cache: bool = False,
     seq_len: int = 512,
     limit: int | None = None,
+    tp: int = 1,
+    ep: int = 1,
     progress: Progress = lambda *state: None,
 ) -> EvalResult:
     """Measure a checkpoint on text (at most `limit` tokens), and against a reference checkpoint if one is given.
+
+    With `tp` or `ep` so many processes share the model. The reference is whole, in this process.
 
     Raises ConfigError if there are fewer than two tokens, a window exceeds the context or the vocabularies differ.
     Raises the errors of loading a model, too.
@@ -100,8 +109,11 @@ def evaluate(
         raise ConfigError(
             f"evaluation needs a text and windows of at least 2 tokens, not {len(token_ids)} and {seq_len}"
         )
-    options = {"activations": activations, "lm_head": lm_head, "kv_dtype": kv_dtype}
-    model = _Scorer(model_path, seq_len, packed_cache=packed_cache, **options)
+    if min(tp, ep) > 1 and tp != ep:
+        raise ConfigError(f"tp={tp} and ep={ep}: the same processes share both; give one number, or leave one out")
+    options: dict[str, Any] = {"activations": activations, "lm_head": lm_head, "kv_dtype": kv_dtype}
+    options |= {"packed_cache": packed_cache}
+    model = _Scorer(model_path, seq_len, shard=Shard(0, tp, ep), **options)
     reference = None
     if against is not None:
         reference = _Scorer(against, seq_len, activations="exact", kv_dtype="float32")
@@ -111,10 +123,15 @@ def evaluate(
         )
     windows = cut_windows(token_ids, seq_len, limit)
     parts = []
-    for done, window in enumerate(windows):
-        progress("evaluation", done, len(windows))
-        parts += _window_scores(window, model, reference)
-    progress("evaluation", len(windows), len(windows))
+    with ExitStack() as stack:
+        if (size := max(tp, ep)) > 1:
+            follow = partial(_follow, model_path, windows, seq_len, tp, ep, options)
+            shared = stack.enter_context(others(follow, size, seq_len, model.decoder.spec))
+            model.decoder.join(shared, split=tp > 1)
+        for done, window in enumerate(windows):
+            progress("evaluation", done, len(windows))
+            parts += _window_scores(window, model, reference)
+        progress("evaluation", len(windows), len(windows))
     scores = torch.cat(parts, dim=1)
     perplexity = math.exp(scores[0].mean())
     return EvalResult(
@@ -186,10 +203,35 @@ class _Scorer:
         self.kv_dtype = " ".join(sorted({str(s.k) if s.k == s.v else f"{s.k}/{s.v}" for s in storages}))
         self.vocab_size = spec.vocab_size
 
+    def parts(self, num_rows: int) -> Iterator[slice]:
+        """Rows in parts whose logits are held at a time."""
+        rows = max(1, LOGIT_BYTES // (4 * self.vocab_size))
+        return (slice(begin, min(begin + rows, num_rows)) for begin in range(0, num_rows, rows))
+
     def stream(self, window: list[int]) -> tuple[Tensor, Tensor | None]:
         """The pair of tensors of the residual stream, [len(window), hidden], behind the last layer."""
         batch, _ = whole_batch([window], BLOCK_SIZE)
         return self.decoder.hidden(batch, self.kv)
+
+
+@torch.inference_mode()
+def _follow(
+    path: str | Path,
+    windows: list[list[int]],
+    seq_len: int,
+    tp: int,
+    ep: int,
+    options: dict[str, Any],
+    rank: int,
+    shared: SharedRanks,
+) -> None:
+    """Compute another rank's part of the windows."""
+    model = _Scorer(path, seq_len, shard=Shard(rank, tp, ep), **options)
+    model.decoder.join(shared, split=tp > 1)
+    for window in windows:
+        stream = model.stream(window)
+        for part in model.parts(len(window) - 1):
+            model.decoder.head_part(*stream, part)
 
 
 @torch.inference_mode()
@@ -200,10 +242,8 @@ def _window_scores(window: list[int], model: _Scorer, reference: _Scorer | None)
     delta, residual = model.stream(window)
     base = None if reference is None else reference.stream(window)
     targets = torch.tensor(window[1:])
-    rows = max(1, LOGIT_BYTES // (4 * model.vocab_size))
     parts = []
-    for begin in range(0, len(targets), rows):
-        part = slice(begin, min(begin + rows, len(targets)))
+    for part in model.parts(len(targets)):
         q = model.decoder.head_part(delta, residual, part).log_softmax(-1)
         scores = [_nll(q, targets[part])]
         if reference is not None and base is not None:

@@ -6,16 +6,18 @@ import json
 import math
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import transformers
 from torch import Tensor
 
-from lmkit.errors import ConfigError
+from lmkit.errors import ConfigError, EngineLostError
 from lmkit.quant.report import evaluate as evaluation
 from lmkit.quant.report.evaluate import cut_windows, encode_text, evaluate
 from tests.models import tiny
+from tests.models.test_trained_moe import TRAINED_MOE
 from tests.quant.helpers import SIZES, tiny_checkpoint
 
 SEQ_LEN = 32
@@ -145,3 +147,30 @@ def test_text_is_encoded_once_for_both_models(tmp_path: Path, demo_model: Path) 
         encode_text(demo_model, text, against=other)
     with pytest.raises(ConfigError, match=r"missing\.txt: cannot read"):
         encode_text(demo_model, tmp_path / "missing.txt")
+
+
+def test_two_processes_evaluate_one_model(pair: tuple[Path, Path]) -> None:
+    options: dict[str, Any] = {"against": pair[0], "kv_dtype": "float32", "seq_len": SEQ_LEN}
+    one, two = evaluate(pair[1], TOKENS, **options), evaluate(pair[1], TOKENS, tp=2, **options)
+    assert two.perplexity == pytest.approx(one.perplexity, rel=1e-5)
+    assert one.divergence is not None
+    assert two.divergence is not None
+    assert two.divergence.kl_mean == pytest.approx(one.divergence.kl_mean, rel=1e-4)
+
+
+def test_processes_that_share_experts_give_the_bits_of_one() -> None:
+    one, two = (evaluate(TRAINED_MOE, TOKENS[:64], seq_len=SEQ_LEN, ep=ep).perplexity for ep in (1, 2))
+    assert two == one
+
+
+def test_a_process_that_cannot_start_ends_the_evaluation(
+    pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(evaluation, "_follow", math.sqrt)  # a function that another process cannot call like this
+    with pytest.raises(EngineLostError, match="a process of this evaluation has ended"):
+        evaluate(pair[1], TOKENS, kv_dtype="float32", seq_len=SEQ_LEN, tp=2)
+
+
+def test_processes_share_both_or_one(pair: tuple[Path, Path]) -> None:
+    with pytest.raises(ConfigError, match="tp=2 and ep=3: the same processes"):
+        evaluate(pair[1], TOKENS, tp=2, ep=3)
