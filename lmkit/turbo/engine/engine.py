@@ -324,9 +324,9 @@ class Engine:
             sampled, seconds, kernels, elsewhere = self.runner.collect(ticket)
         except Exception as error:  # one request must never end the engine
             self._failed_steps += 1
-            if isinstance(error, EngineLostError):
+            if is_lost := isinstance(error, EngineLostError):  # it says all in one line
                 self._lose(str(error))
-            log.exception("a step failed; its %d requests end with an error", len(plan.chunks))
+            log.error("a step failed; its %d requests end with an error", len(plan.chunks), exc_info=not is_lost)
             return self.scheduler.fail(plan, "the engine failed while computing this request")
         collected = time.perf_counter()
         outputs = self.scheduler.update(plan, sampled, seconds)

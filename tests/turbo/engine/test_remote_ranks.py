@@ -53,7 +53,7 @@ def test_ranks_over_tcp_give_the_tokens_of_one(demo_model: Path) -> None:
     assert LocalPlacer.started[-1].wait(10) == 0  # it ends with its engine
 
 
-def test_a_rank_that_ends_takes_the_engine_with_it(demo_model: Path) -> None:
+def test_a_rank_that_ends_takes_the_engine_with_it(demo_model: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = engine(demo_model, 2, cluster="ray")
     try:
         model.add(Request(request_id="a", prompt_ids=PROMPTS[0], params=SamplingParams(max_tokens=80)))
@@ -64,6 +64,7 @@ def test_a_rank_that_ends_takes_the_engine_with_it(demo_model: Path) -> None:
                 model.step()
     finally:
         model.close()
+    assert not any(record.exc_info for record in caplog.records)  # one line tells it
 
 
 def test_a_rank_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
