@@ -37,13 +37,10 @@ from lmkit.turbo.plan import StepPlan
 from lmkit.turbo.request import EngineInfo, EngineStats, Request, SamplingParams, StepOutput
 from lmkit.turbo.runners.cpu import CpuRunner
 from lmkit.turbo.runners.device import Device, resolve_device
-from lmkit.turbo.runners.factory import make_runner
+from lmkit.turbo.runners.factory import Others, make_runner, start_others
 from lmkit.turbo.runners.guides import Guides
 from lmkit.turbo.runners.images import EncodedImages
-from lmkit.turbo.runners.ranks import Ranks
-from lmkit.turbo.runners.remote import RemoteRanks
 from lmkit.turbo.runners.runner import RunnerParts, Ticket
-from lmkit.turbo.runners.stages import Stages
 from lmkit.turbo.scheduling.limits import SchedulerLimits
 from lmkit.turbo.scheduling.scheduler import Scheduler
 
@@ -170,18 +167,16 @@ class Engine:
             packed_cache.check_in_background(file, self._lose)
         pages.take_in_background(blocks.parts)
 
-    def _start_others(self, model: LoadedModel, config: EngineConfig, cpus: list[list[int]]) -> Ranks | Stages:
+    def _start_others(self, model: LoadedModel, config: EngineConfig, cpus: list[list[int]]) -> Others:
         """Start the other processes of the model. They plan the same memory."""
         sizes = {"kv_memory": model.memory.kv * config.num_processes, "max_model_len": model.memory.max_model_len}
-        beyond = RemoteRanks if config.cluster != "none" else Ranks
-        kind = beyond if config.num_ranks > 1 else Stages
-        return kind(model.path, msgspec.structs.replace(config, **sizes), model.decoder.spec, self._lose, cpus)
+        return start_others(model.path, msgspec.structs.replace(config, **sizes), model.decoder.spec, self._lose, cpus)
 
     def _lose(self, reason: str) -> None:
         """From any thread: nothing can be computed any more. The next `step` says so."""
         self._lost = reason
 
-    def _warm_up(self, limits: SchedulerLimits, others: Ranks | Stages | None) -> str:
+    def _warm_up(self, limits: SchedulerLimits, others: Others | None) -> str:
         """Compute a few tokens with a separate scheduler. Returns what the runner says of captured steps.
 
         Everything that is compiled or read on first use is ready before the first request. Raises LMKitError if a step
