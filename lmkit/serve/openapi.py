@@ -38,7 +38,7 @@ from lmkit.serve.protocol import (
     TokenizeRequest,
 )
 from lmkit.serve.responses import protocol as openai
-from lmkit.strict import NEVER
+from lmkit.strict import NULL, given
 
 router = APIRouter()
 REF = "#/components/schemas/"
@@ -106,19 +106,20 @@ OTHER_BODIES: Mapping[str, dict[str, Any]] = {
                 "type": "object",
                 "properties": {
                     # a prompt, or several; token ids, or several lists of them, or those before a text
-                    "text": {"anyOf": [TEXT, {"type": "array", "items": TEXT, "minItems": 1}]},
+                    "text": {"anyOf": [TEXT, {"type": "array", "items": TEXT, "minItems": 1}, NULL]},
                     "input_ids": {
                         "anyOf": [
                             {"type": "array", "items": ID, "minItems": 1},
                             {"type": "array", "items": {"type": "array", "items": ID, "minItems": 1}, "minItems": 1},
+                            NULL,
                         ]
                     },
                     "sampling_params": {"type": ["object", "null"]},
                     "stream": {"type": ["boolean", "null"]},
                 },
                 "anyOf": [
-                    {"required": ["text"], "properties": {"input_ids": {"items": ID}}},
-                    {"required": ["input_ids"], "properties": {"text": NEVER}},
+                    given("text", input_ids={"items": ID}),
+                    given("input_ids", text=NULL),
                 ],
             }
         }
@@ -219,6 +220,6 @@ def _parameters(route: APIRoute, method: str) -> Iterator[dict[str, Any]]:
     for name in re.findall(r"{(\w+)}", path):
         yield {"name": name, "in": "path", "required": True, "schema": TEXT}
     if method == "GET":
-        given = {field.name: TEXT for field in route.dependant.query_params}
-        for name, schema in (given | QUERIES.get(path, {})).items():
+        plain = {field.name: TEXT for field in route.dependant.query_params}
+        for name, schema in (plain | QUERIES.get(path, {})).items():
             yield {"name": name, "in": "query", "required": False, "schema": schema}

@@ -23,7 +23,9 @@ REASONS = (
     r"another server wrote it", r"the last message must be a text", r"are not supported: send",
     r"is not in tools|no tools to choose from|same name",
     # of fields that exclude each other
-    r"send one|send either|given twice|differ|goes? with|does not go|needs? |leave it out|cannot be streamed",
+    r"send one|send either|given twice|differ|go(es)? with|does not go|needs? |leave it out|cannot be streamed",
+    r"unknown parameter",  # of /generate, whose body may have fields of several servers
+    r"must be in \[0, max_tokens\]",
     r"at most|at least|exceeds", r"base64|url|address",
 )  # fmt: skip
 REASON = re.compile("|".join(REASONS), re.IGNORECASE)

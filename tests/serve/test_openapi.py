@@ -161,12 +161,13 @@ BATCH = {"endpoint": "/v1/completions", "completion_window": "24h", "input_file_
         (
             "/v1/responses", {"input": "a"},
             [{"input": [MESSAGE]}, {"seed": -1}],
-            [{"return_progress": True}, {"input": [{"role": "robot", "content": "a"}]}, {"top_p": 2}],
+            [{"return_progress": True}, {"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}},
+             {"input": [{"role": "robot", "content": "a"}]}, {"top_p": 2}],
         ),
         ("/v1/responses/input_tokens", {"input": "a"}, [{}], [{"repetition_penalty": 0}, {"presence_penalty": 101}]),
         (
             "/generate", {},
-            [{"text": "a"}, {"text": "a", "input_ids": [1]}, {"input_ids": [[1], [2]]}],
+            [{"text": "a"}, {"text": "a", "input_ids": [1]}, {"input_ids": [[1], [2]], "text": None}],
             [{}, {"text": "a", "input_ids": [[1]]}, {"text": "a", "sampling_params": False}],
         ),
         (

@@ -12,7 +12,7 @@ from lmkit.serve.numbers import Temperature, TopP
 from lmkit.serve.protocol import ChatExtensions, Metadata, ModelName
 from lmkit.strict import LAZY, No, Nullable, given, goes_with
 from lmkit.text.chat.conversation import MAX_MESSAGES, MAX_TOOLS, check_parts
-from lmkit.text.messages import DETAILS
+from lmkit.text.messages import DETAILS, MAX_NAME_CHARS
 
 Status = Literal["in_progress", "completed", "incomplete"]
 TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
@@ -204,13 +204,13 @@ AnyTool = Annotated[FunctionTool | CustomTool, Field(discriminator="type")]
 
 class NamedTool(Nullable):
     type: Literal["function", "custom"]
-    name: str
+    name: Annotated[str, Field(max_length=MAX_NAME_CHARS)]
 
 
 class AllowedTools(Nullable):
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: list[NamedTool]
+    tools: Annotated[list[NamedTool], Field(min_length=1, max_length=MAX_TOOLS)]
 
 
 class Text(Nullable):
