@@ -44,8 +44,9 @@ class MergedLinear:
     rewrite them between two calls, and `observe(role, x)` sees each input. `pack` moves the weights into a kernel's
     layout; neighbouring roles with the same format become one product.
 
-    `adapters`, if there are any, add to the products of rows that use one, before an activation. The other rows of the
-    step keep their bits: a kernel computes the same with and without a norm before it and an activation behind it.
+    `adapters`, if there are any, add to the products of rows that use one, before an activation. On a CPU the other
+    rows of the step keep their bits: a kernel computes the same with and without a norm before it and an activation
+    behind it. On a GPU a product of up to 4 tokens adds up in another order with the norm inside.
     """
 
     def __init__(
