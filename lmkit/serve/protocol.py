@@ -135,7 +135,8 @@ class _Sampling(Extensions):
     regex: str | None = None
     ebnf: str | None = None
     grammar: str | None = None
-    bad_words: Annotated[list[str], Field(max_length=1024)] | None = None  # vLLM's: texts that the answer has not
+    # vLLM's: texts that the answer has not
+    bad_words: Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=1024)] | None = None
     allowed_token_ids: Annotated[list[TokenId], Field(max_length=32768)] | None = None  # vLLM's: no other tokens
 
 

@@ -19,13 +19,13 @@ REASONS = (
     r"the answer could",
     r"adapter", r"a queue's share|queue", r"is not stored here", r"is not supported by this server", r"reads text",
     # of texts
-    r"no tokens", r"is empty", r"regex|pattern|grammar|schema|lark|guided|structur", r"response_format|format: ",
+    r"no tokens", r"is empty", r"regex|pattern|grammar|schema|lark|guided|structur|ebnf", r"response_format|format: ",
     r"another server wrote it", r"the last message must be a text", r"are not supported: send",
     r"is not in tools|no tools to choose from|same name",
     # of fields that exclude each other
     r"send one|send either|given twice|differ|go(es)? with|does not go|needs? |leave it out|cannot be streamed",
     r"unknown parameter",  # of /generate, whose body may have fields of several servers
-    r"must be in \[0, max_tokens\]",
+    r"must be in \[0, max_(output_)?tokens\]",
     r"at most|at least|exceeds", r"base64|url|address",
 )  # fmt: skip
 REASON = re.compile("|".join(REASONS), re.IGNORECASE)
