@@ -123,7 +123,7 @@ def test_bad_words_and_allowed_tokens(engine: ScriptedEngine) -> None:
     [
         ({"allowed_token_ids": [4096]}, "4096 is not in"),
         ({"allowed_token_ids": [-1]}, "greater than or equal to 0"),
-        ({"bad_words": [""]}, "bad_words: expected a text"),
+        ({"bad_words": [""]}, "bad_words[0]: String should have at least 1 character"),
         ({"bad_words": ["a"], "regex": "b"}, "only one of"),
     ],
 )
