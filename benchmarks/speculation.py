@@ -186,7 +186,7 @@ def random_head(model: Path, folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
-def compare(model: str, kind: str, batch: int, rounds: int, speculate: str, own: bool) -> dict[str, Any]:
+def compare(model: str, kind: str, batch: int, rounds: int, speculate: str, own: bool = False) -> dict[str, Any]:
     """One row. `own`: nothing is replayed."""
     pairs = cases(batch)[kind]
     prompts, wanted = [prompt for prompt, _ in pairs], [answer for _, answer in pairs]

@@ -27,8 +27,11 @@ ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 OPTIONAL = PROJECT["optional-dependencies"]
 OPTIONAL_MODULES = {module for extra in EXTRAS.values() for module in extra.modules}
-# Programs that run in environments of their own: other engines and tools, and what makes fixtures with them.
-FOREIGN = ("benchmarks/peers/", "benchmarks/quality_peers/", "tests/interop/make_fixtures.py")
+# Programs that run in environments of their own: other engines and tools, what makes fixtures with them or steers them.
+FOREIGN = (
+    "benchmarks/peers/", "benchmarks/quality_peers/", "tests/interop/make_fixtures.py",
+    "tests/serve/schemathesis_rules.py",
+)  # fmt: skip
 # Where there is no GPU, CuPy is not installed.
 CUPY = {"cupy": ["cupy-cuda13x"]}
 RAY = {"ray": ["ray"]}  # no test needs it

@@ -153,7 +153,7 @@ def test_absurd_numbers_are_refused(change: dict[str, object]) -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [{"hidden_act": "gelu"}, {"rope_parameters": {"rope_type": "proportional"}}, {"dtype": "float8_e4m3fn"}],
+    [{"hidden_act": "gelu"}, {"rope_parameters": {"rope_type": "spiral"}}, {"dtype": "float8_e4m3fn"}],
 )
 def test_what_is_not_built_is_refused(change: dict[str, object]) -> None:
     with pytest.raises(UnsupportedError, match="lmkit runs"):

@@ -35,7 +35,9 @@ def config(tmp_path: Path, name: str, **changes: Any) -> dict[str, Any]:
 
 def generate(engine: Engine) -> list[int]:
     engine.add(Request(request_id="a", prompt_ids=[5, 6, 7], params=SamplingParams(max_tokens=3, ignore_eos=True)))
-    return [token for _ in iter(engine.has_work, False) for output in engine.step() for token in output.token_ids]
+    outputs = [output for _ in iter(engine.has_work, False) for output in engine.step()]
+    assert [output.error for output in outputs if output.error] == []
+    return [token for output in outputs for token in output.token_ids]
 
 
 def test_published_sizes_of_layers_without_a_window_are_read(tmp_path: Path) -> None:

@@ -64,6 +64,7 @@ def test_a_rank_that_ends_takes_the_engine_with_it(demo_model: Path, caplog: pyt
                 model.step()
     finally:
         model.close()
+        LocalPlacer.started[-1].wait(10)
     assert not any(record.exc_info for record in caplog.records)  # one line tells it
 
 

@@ -174,7 +174,8 @@ def test_t12_an_engine_killed_while_it_loads(delay: float, signal_number: signal
         starting, me = asyncio.create_task(make(tmp_path / "slow-to-load").start()), psutil.Process()
 
         def engines() -> list[psutil.Process]:  # other tests leave the process of chat templates
-            return [child for child in me.children() if any("engine_process" in part for part in child.cmdline())]
+            living = [child for child in me.children() if child.status() != psutil.STATUS_ZOMBIE]
+            return [child for child in living if any("engine_process" in part for part in child.cmdline())]
 
         await until(lambda: len(engines()) == 1)
         await asyncio.sleep(delay)
