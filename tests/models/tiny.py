@@ -95,7 +95,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
         "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}}}),
     "gemma4": ("Gemma4TextConfig", GEMMA4 | {"num_hidden_layers": 7, "num_kv_shared_layers": 3,
-                                             "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 199,
+                                             "hidden_size_per_layer_input": 8,
                                              "use_double_wide_mlp": True, "final_logit_softcapping": 3.0,
                                              "layer_types": ["sliding_attention", "full_attention"] * 3 + [
                                                  "full_attention"]}),
@@ -167,6 +167,8 @@ def make(path: Path, name: str, **overrides: Any) -> transformers.PreTrainedMode
     class_name, differences = FAMILIES[name]
     torch.manual_seed(7)
     options = copy.deepcopy(COMMON | differences | overrides)
+    if "hidden_size_per_layer_input" in options:  # a vector for each token
+        options["vocab_size_per_layer_input"] = options["vocab_size"]
     kind = transformers.AutoModelForCausalLM
     if name in VISION:
         options, kind = with_vision(options, VISION[name]), transformers.AutoModelForImageTextToText

@@ -40,10 +40,16 @@ def gemma4(hf: dict[str, Any]) -> ModelSpec:
     sources = _sources(kinds, len(kinds) - shared)
     layers = [_layer(hf, index, kind, sources.get(index)) for index, kind in enumerate(kinds)]
     spec = model_spec(hf, layers, final_softcap=number(hf, "final_logit_softcapping", 0.0))
+    tokens = integer(hf, "vocab_size_per_layer_input", 262144) if spec.per_layer else 0
+    if spec.per_layer and tokens < spec.vocab_size:
+        raise CheckpointError(
+            f"config.json: vocab_size_per_layer_input {tokens} is less than vocab_size {spec.vocab_size}: "
+            "the tokens beyond it have no vectors"
+        )
     return replace(
         spec,
         embedding_scale=rounded(spec.hidden_size**0.5, spec.dtype),
-        per_layer_vocab=integer(hf, "vocab_size_per_layer_input", 262144) if spec.per_layer else 0,
+        per_layer_vocab=tokens,
         per_layer_scale=rounded(layers[0].per_layer ** 0.5, spec.dtype),
     )
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -21,17 +20,12 @@ from tests.kernels.cuda.test_overlap import normed
 LIMIT = GPUS[gemm_wide.CAPABILITY].block_shared
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request: pytest.FixtureRequest) -> Iterator[str]:
-    """The kernels' device: emulated, or a GPU that has wgmma."""
-    if request.param == "cpu":
-        if shutil.which("g++") is None:
-            pytest.skip("kernels are emulated with g++")
-        emulator.install(seed=hash(request.node.name) & 0xFFFF)
-    elif torch.cuda.get_device_capability() != gemm_wide.CAPABILITY:
+@pytest.fixture
+def device(device: str) -> str:
+    """Emulated, or a GPU that has wgmma."""
+    if device == "cuda" and torch.cuda.get_device_capability() != gemm_wide.CAPABILITY:
         pytest.skip("the GPU has no wgmma")
-    yield request.param
-    module.BACKENDS.pop("cpu", None)
+    return device
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,7 @@ def test_snapshots_change_no_bit(decoder: Decoder) -> None:
     stats = engine.stats()
     engine.close()
     assert stats.preemptions > 3
-    assert stats.prefix_hits > 0.2 * stats.prefix_tokens  # what is admitted beside what depends on time
+    assert stats.prefix_hits > 0.3 * stats.prefix_tokens
     assert stats.snapshots_total == 80
     assert 0 < stats.snapshots_used <= 80
 
