@@ -293,7 +293,7 @@ def _make(folder: Path, checkpoint: Path) -> None:
     if folder.parent != checkpoint:
         os.close(make_private(folder))
     elif not folder.is_dir():
-        folder.mkdir()
+        folder.mkdir(exist_ok=True)  # another start may make it at the same moment
         folder.chmod(folder.stat().st_mode & (checkpoint.stat().st_mode | ~OTHERS_WRITE))
 
 

@@ -320,6 +320,21 @@ def test_several_starts_at_once_write_one_file(tmp_path: Path, records: list[str
     assert len([line for line in records if "packing the weights once" in line]) == 1
 
 
+def test_a_folder_that_another_start_makes_at_the_same_moment_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint, mkdir = dense(tmp_path), Path.mkdir
+
+    def second(path: Path, *args: Any, **options: Any) -> None:
+        if path.name == packed_cache.FOLDER:
+            mkdir(path)
+        mkdir(path, *args, **options)
+
+    monkeypatch.setattr(Path, "mkdir", second)
+    load_model(checkpoint, packed_cache=True)
+    assert len(files(checkpoint)) == 1
+
+
 def test_a_start_waits_for_the_one_that_packs(loaded: Loaded, records: list[str]) -> None:
     """The lock is held as another process would, and the file appears before it is let go."""
     inode, hidden = loaded.file.stat().st_ino, loaded.file.with_suffix(".hidden")
