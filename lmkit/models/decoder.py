@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -49,6 +50,7 @@ class Decoder:
         self.ranks: Ranks | None = None
         self.line: Line | None = None
         self.kept: Kept = {}
+        self.behind: Callable[[int], None] | None = None  # called behind each layer with its place among `layers`
         device = lm_head.device
         self.per_layer = None if per_layer is None else PerLayerVectors(per_layer, spec.norm_eps, device)
         self.ropes = {rope: Rope(rope, device) for rope in dict.fromkeys(layer.rope for layer in spec.layers)}
@@ -108,13 +110,15 @@ class Decoder:
         if self.per_layer is not None:
             batch = replace(batch, per_layer=self.per_layer(batch.token_ids, delta))
         residual: Tensor | None = None
-        for layer, kv_layer in zip(self.layers, kv, strict=True):
+        for place, (layer, kv_layer) in enumerate(zip(self.layers, kv, strict=True)):
             of_rows = logits_only and layer.index == last - 1 and last not in kept and self.spec.deep_layers < last
             if layer.index in kept:
                 self.keep(delta, residual, kept[layer.index][: len(delta)])
             delta, residual = layer(delta, residual, batch, angles[layer.spec.rope], kv_layer, logits_only=of_rows)
             if layer.index < self.spec.deep_layers and batch.image_rows is not None and batch.image_values is not None:
                 delta[batch.image_rows] += batch.image_values.chunk(self.spec.deep_layers + 1, -1)[layer.index + 1]
+            if self.behind is not None:
+                self.behind(place)
         if last in kept:
             self.keep(delta, residual, kept[last][: len(delta)])
         if self.line is not None:

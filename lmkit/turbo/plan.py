@@ -47,6 +47,7 @@ class Chunk(msgspec.Struct, frozen=True):
     snapshot: int = -1
     snapshot_after: int = 0
     replayed: int = 0
+    gives: list[Save] = []  # blocks that are full behind it, which other engines may get while it is computed
 
 
 class Load(msgspec.Struct, frozen=True):

@@ -348,8 +348,10 @@ def open_tiers(
     if config.kv_peer not in (None, NAMED_PEERS) and kind is not None:
         peer = PeerTier(wire.address_of(config.kv_peer, "kv_peer"), kind)
     fetches = kind if config.kv_peer is not None else None
-    tiers = TierStore(blocks, host_bytes=config.kv_host_memory or 0, disk=model.disk, peer=peer, kind=fetches)
-    if config.kv_listen is not None and kind is not None:
+    gives = blocks if config.kv_listen is not None else None
+    host = config.kv_host_memory or 0
+    tiers = TierStore(blocks, host_bytes=host, disk=model.disk, peer=peer, kind=fetches, layers=gives)
+    if config.kv_listen is not None and kind is not None and tiers.filling is not None:
         address = wire.address_of(config.kv_listen, "kv_listen")
-        server = BlockServer(address, kind, tiers.lookup_here, tiers.read_here, tiers.wait_here)
+        server = BlockServer(address, kind, tiers.lookup_here, tiers.read_here, tiers.filling.frames)
     return tiers, server

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from itertools import accumulate
 
 import numba
 import numpy as np
@@ -36,12 +37,17 @@ class KVBlocks:
     """The blocks of a model's layers, with the interface that turbo.kv.tiers needs (`BlockBytes`)."""
 
     def __init__(self, layers: Sequence[KVLayer]) -> None:
-        stored = [tensor for layer in layers for kv in layer.storages for tensor in (kv.data, kv.params)]
-        tensors = {tensor.data_ptr(): tensor for tensor in stored}.values()  # layers of different groups share them
-        self.parts = [_as_bytes(tensor) for tensor in tensors if tensor.numel()]  # each uint8 [num_blocks, bytes]
+        tensors: dict[int, Tensor] = {}  # layers of different groups share them
+        self._ends: list[int] = []  # of the parts of each layer
+        for layer in layers:
+            stored = [tensor for kv in layer.storages for tensor in (kv.data, kv.params) if tensor.numel()]
+            tensors |= {tensor.data_ptr(): tensor for tensor in stored}
+            self._ends.append(len(tensors))
+        self.parts = [_as_bytes(tensor) for tensor in tensors.values()]  # each uint8 [num_blocks, bytes]
         self._arrays = [part.numpy() for part in self.parts] if self._on_cpu else []  # the same memory
         self._sizes = [part.shape[1] for part in self.parts]
-        self._nbytes = sum(self._sizes)
+        self._starts = [0, *accumulate(self._sizes)]
+        self._nbytes = self._starts[-1]
         self._stream: torch.cuda.Stream | None = None  # `_write_beside` writes blocks on it
         self._readers: torch.cuda.Stream | None = None  # `_read_beside` reads them on it
         self._copier = BlockCopier(self.parts) if is_available() and not self._on_cpu else None
@@ -58,14 +64,21 @@ class KVBlocks:
     def read(self, block: int, out: memoryview) -> Callable[[], None] | None:
         """Copy a block to `out` [nbytes]. It must not be written meanwhile, and may be once this returns. A GPU returns
         a function that waits for the copy's end; any thread may call it."""
-        target = np.frombuffer(out, np.uint8)
         if self._on_cpu:
-            end = 0
-            for array, size in zip(self._arrays, self._sizes, strict=True):
-                target[end : end + size] = array[block]
-                end += size
+            self._read(block, out, range(len(self.parts)))
             return None
-        return self._read_beside(block, target)
+        return self._read_beside(block, np.frombuffer(out, np.uint8))
+
+    def read_layer(self, layer: int, block: int, out: memoryview) -> int:
+        """See turbo.kv.tiers.filling.LayerBytes. Layers must not share blocks with those of another group."""
+        parts = range(self._ends[layer - 1] if layer else 0, self._ends[layer])
+        self._read(block, out, parts)
+        return self._starts[parts.stop]
+
+    def _read(self, block: int, out: memoryview, parts: range) -> None:
+        target = np.frombuffer(out, np.uint8)
+        for part in parts:
+            target[self._starts[part] : self._starts[part + 1]] = self._arrays[part][block]
 
     def _read_beside(self, block: int, target: np.ndarray) -> Callable[[], None]:
         """Gather the block behind the work launched so far, and move it to the host on a separate stream, so that steps
@@ -91,10 +104,8 @@ class KVBlocks:
         """Copy `data` [nbytes] to a block. Any thread may call this. The block must not be read meanwhile."""
         source = np.frombuffer(data, np.uint8)
         if self._on_cpu:
-            end = 0
-            for array, size in zip(self._arrays, self._sizes, strict=True):
-                array[block] = source[end : end + size]
-                end += size
+            for array, start, size in zip(self._arrays, self._starts, self._sizes, strict=False):
+                array[block] = source[start : start + size]
         else:
             self._write_beside(block, torch.from_numpy(source.copy()))
 

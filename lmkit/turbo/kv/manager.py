@@ -132,7 +132,7 @@ class KVManager:
         if self._tiers is None or not full:
             return prefix, []
         prefix = self._without_tail(seq, prefix)
-        keys, found = self._keys(seq, full), prefix.num_full
+        keys, found = self.keys(seq, full), prefix.num_full
         self._tiers.touch(self._of_groups(keys[:found]))
         if seq.kv_from and self._tiers.can_await:  # the other engine computes the prompt
             return prefix, keys[found : seq.num_prompt_tokens // self.block_size]
@@ -323,7 +323,7 @@ class KVManager:
 
     def _save(self, seq: Sequence, of: ClassTables, blocks: list[int], first: int) -> None:
         """Let the tiers keep these blocks of a class, the first of its sequence, from `first` on."""
-        keys = self._keys(seq, len(blocks))
+        keys = self.keys(seq, len(blocks))
         for i in range(first, len(blocks)):
             if blocks[i] != HOLE:
                 named = self._of_groups(keys[i : i + 1], self._classes.index(of))
@@ -364,8 +364,8 @@ class KVManager:
 
     # ---- lower tiers
 
-    def _keys(self, seq: Sequence, count: int) -> list[bytes]:
-        assert self._tiers is not None
+    def keys(self, seq: Sequence, count: int) -> list[bytes]:
+        """The keys of the sequence's first blocks."""
         if len(seq.keys) < count:
             root = root_key(self._kv_identity, *self.namespace(seq))
             block_keys(root, seq.cached_as(count * self.block_size), self.block_size, seq.keys, seq.digests)

@@ -7,8 +7,9 @@ result is collected.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -93,17 +94,33 @@ class CpuRunner(PlanRunner):
             return []
         inputs, rows = self.batch.inputs(chunks)
         start = time.perf_counter()
-        if rows is not None and rows.wants_hidden:
-            with self._workspace.active():
-                logits, shown = self._with_hidden(chunks, rows, inputs)
-        else:
-            logits, shown = self._logits(inputs), [Shown()] * len(chunks)
+        with self._giving(chunks):
+            if rows is not None and rows.wants_hidden:
+                with self._workspace.active():
+                    logits, shown = self._with_hidden(chunks, rows, inputs)
+            else:
+                logits, shown = self._logits(inputs), [Shown()] * len(chunks)
         if self.streams is not None:
             self.streams.keep(chunks)
         self.kernel_seconds += time.perf_counter() - start
         tokens = self.next_tokens(logits, chunks, rows)
         self.append(chunks, tokens)
         return [Sampled(new, *also) for new, also in zip(tokens, shown, strict=True)]
+
+    @contextmanager
+    def _giving(self, chunks: list[Chunk]) -> Iterator[None]:
+        """Give the blocks that chunks fill to other engines, layer by layer."""
+        gives = [save for chunk in chunks for save in chunk.gives]
+        filling = None if self._tiers is None else self._tiers.filling
+        if filling is None or not gives:
+            yield
+            return
+        self.decoder.behind = lambda layer: threads.run_on_host(partial(filling.advance, layer))
+        try:
+            with filling.step(gives):
+                yield
+        finally:
+            self.decoder.behind = None
 
     def next_tokens(self, logits: Tensor, chunks: list[Chunk], rows: StepRows | None) -> list[list[SampledToken]]:
         """The tokens of each chunk. Every rank of a tensor-parallel engine but the first gets no logits."""

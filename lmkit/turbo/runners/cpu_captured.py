@@ -68,12 +68,14 @@ class StepShape(NamedTuple):
     num_sampled: int  # sequences with such rows
     table_width: int
     has_adapters: bool = False
+    is_followed: bool = False  # behind each layer the host is called
 
     @classmethod
-    def of(cls, inputs: BatchInputs) -> StepShape:
+    def of(cls, inputs: BatchInputs, *, is_followed: bool = False) -> StepShape:
         num_seqs, table_width = inputs.geometries[0].block_tables.shape
         num_sampled, has_adapters = len(inputs.logit_start) - 1, inputs.adapters is not None
-        return cls(len(inputs.token_ids), num_seqs, len(inputs.logit_rows), num_sampled, table_width, has_adapters)
+        rows = len(inputs.logit_rows), num_sampled
+        return cls(len(inputs.token_ids), num_seqs, *rows, table_width, has_adapters, is_followed)
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,7 @@ class CapturedSteps:
 
     def __call__(self, inputs: BatchInputs) -> Tensor | None:
         """Run a captured step. Returns logits [R, vocab], valid until the next step; None if it is not captured."""
-        shape = StepShape.of(inputs)
+        shape = StepShape.of(inputs, is_followed=self._decoder.behind is not None)
         if inputs.places is not None:  # torch writes the rows of images
             return None
         if not self._is_capturable or not self._is_due(shape):

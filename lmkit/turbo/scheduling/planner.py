@@ -9,7 +9,7 @@ from itertools import islice
 
 from lmkit.turbo.decisions import DecisionStats
 from lmkit.turbo.kv.manager import KVManager, Prefix
-from lmkit.turbo.plan import Chunk, NewSequence
+from lmkit.turbo.plan import Chunk, NewSequence, Save
 from lmkit.turbo.scheduling import fairness, policy
 from lmkit.turbo.scheduling.fairness import Rank, Shares
 from lmkit.turbo.scheduling.limits import SchedulerLimits
@@ -148,9 +148,18 @@ class Planner:
         step.budget -= count
         if step.is_contended:
             self.shares.charge(seq, count)
-        behind = seq.num_behind
-        step.chunks[seq.slot] = Chunk(seq.slot, start, count, blocks, num_sampled, draft, source, taken, after, behind)
+        gives = self._gives(seq, start, min(end, seq.num_prompt_tokens)) if seq.request.gives_kv else []
+        states = source, taken, after, seq.num_behind
+        step.chunks[seq.slot] = Chunk(seq.slot, start, count, blocks, num_sampled, draft, *states, gives)
         seq.num_behind = 0
+
+    def _gives(self, seq: Sequence, start: int, end: int) -> list[Save]:
+        """The blocks that the tokens from `start` to `end` fill. With several groups a step gives none: a block has
+        layers of all of them."""
+        if self.limits.kv.num_groups > 1:
+            return []
+        first, full = start // self.kv.block_size, end // self.kv.block_size
+        return list(map(Save, self.kv.keys(seq, full)[first:], seq.tables[0].blocks[first:full]))
 
     def _last_running(self) -> Sequence | None:
         return fairness.victim(seq for seq in self.slots.running.values() if seq.status is Status.RUNNING)

@@ -15,6 +15,7 @@ from lmkit.turbo.request import Request, SamplingParams, StepOutput
 from tests.turbo.engine.test_engine import engine_for, tokens
 from tests.turbo.engine.test_engine_cache import FIRST
 from tests.turbo.engine.test_engine_peer import ANSWERS, answer, key  # noqa: F401 - a fixture
+from tests.turbo.kv.test_tiers_filling import part_arrives
 
 PROMPT = FIRST  # 201 tokens: several steps
 Pair = tuple[Engine, Engine, str]
@@ -55,14 +56,14 @@ def test_blocks_come_while_the_prompt_is_computed(pair: Pair, demo_model: Path, 
     prefill, decode, _ = pair
     tiers, arrived = decode._tiers, []
     assert tiers is not None
-    take = tiers._take
+    assert tiers._awaited is not None
+    place = tiers._awaited._place
 
-    def took(*args: Any) -> bool:
-        found = take(*args)
+    def placed(*args: Any) -> None:
+        place(*args)
         arrived.append(prefill.has_work())
-        return found
 
-    tiers._take = took  # type: ignore[method-assign]
+    tiers._awaited._place = placed
     outputs = ask(pair, params)
     assert tokens(outputs) == answer(engine_for(demo_model, kv_dtype="int8"), PROMPT, **params)[0]
     full = (len(PROMPT) - 1) // 8 * 8
@@ -72,6 +73,29 @@ def test_blocks_come_while_the_prompt_is_computed(pair: Pair, demo_model: Path, 
     assert arrived.count(True) > len(arrived) // 2  # before the other engine was done
     for engine in (prefill, decode):
         engine.check_integrity()
+
+
+@pytest.mark.parametrize("params", ANSWERS.values(), ids=ANSWERS)
+def test_layers_come_while_others_are_computed(
+    pair: Pair, demo_model: Path, params: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second step goes on when the other engine has a part of its blocks."""
+    prefill, decode, _ = pair
+    assert prefill._tiers is not None
+    assert prefill._tiers.filling is not None
+    has_part, layers = part_arrives(monkeypatch), list[int]()
+    filling, advance = prefill._tiers.filling, prefill._tiers.filling.advance
+
+    def advanced(layer: int) -> None:
+        advance(layer)
+        layers.append(layer)
+        if layers.count(0) == 2 and layer == 0:
+            assert has_part.wait(20)
+
+    monkeypatch.setattr(filling, "advance", advanced)
+    outputs = ask(pair, params)
+    assert tokens(outputs) == answer(engine_for(demo_model, kv_dtype="int8"), PROMPT, **params)[0]
+    assert decode.stats().tier_hits == {"peer": (len(PROMPT) - 1) // 8 * 8}
 
 
 def test_blocks_that_the_tiers_have_lost_are_given_again(pair: Pair, demo_model: Path) -> None:

@@ -6,7 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -23,15 +23,22 @@ KIND = wire.Kind(b"k" * 32, KV_IDENTITY, BLOCK)
 KEYS = chain(6)
 
 
+@contextmanager
+def served(store: TierStore) -> Iterator[BlockServer]:
+    assert store.filling is not None
+    given = BlockServer(("127.0.0.1", 0), KIND, store.lookup_here, store.read_here, store.filling.frames)
+    yield given
+    given.close()
+
+
 @pytest.fixture
 def server() -> Iterator[BlockServer]:
     """Has the first four blocks."""
     blocks = ArrayBlocks(8)
-    store = TierStore(blocks, host_bytes=8 * BLOCK)
+    store = TierStore(blocks, host_bytes=8 * BLOCK, layers=blocks)
     save(store, blocks, KEYS[:4])
-    given = BlockServer(("127.0.0.1", 0), KIND, store.lookup_here, store.read_here, store.wait_here)
-    yield given
-    given.close()
+    with served(store) as given:
+        yield given
     store.close()
 
 

@@ -15,6 +15,7 @@ from lmkit.turbo.kv.tiers.store import Loaded, TierStore
 from lmkit.turbo.plan import Load, Save
 
 BLOCK = 3000  # bytes; a file takes 4096
+LAYER = BLOCK // 3
 KV_IDENTITY = bytes(range(32))
 
 
@@ -51,6 +52,13 @@ class ArrayBlocks:
         self._touch(block)
         np.frombuffer(out, np.uint8)[:] = self.data[block]
         return None
+
+    def read_layer(self, layer: int, block: int, out: memoryview) -> int:
+        """A layer is LAYER bytes."""
+        self._touch(block)
+        part = slice(layer * LAYER, (layer + 1) * LAYER)
+        np.frombuffer(out, np.uint8)[part] = self.data[block, part]
+        return part.stop
 
     def write(self, block: int, data: memoryview) -> None:
         self._touch(block)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 
 from lmkit.errors import ConfigError
@@ -20,17 +20,17 @@ SEND_SECONDS = 5.0  # for a client that does not read
 
 Lookup = Callable[[Sequence[bytes]], int]  # how many of the keys are kept, from the first on
 Read = Callable[[bytes], memoryview | None]  # a block's bytes
-Wait = Callable[[bytes, float], memoryview | None]  # the same, as soon as it is kept, or None after so many seconds
+Follow = Callable[[Sequence[bytes]], Iterable[tuple[wire.Frame, bytes | memoryview]]]  # see Filling.frames
 
 
 class BlockServer:
-    """Listens at `address` (port 0 takes a free one). A thread for each connection calls `lookup`, `read` and `wait`.
+    """Listens at `address` (port 0 takes a free one). A thread for each connection calls `lookup`, `read` and `follow`.
 
     Raises ConfigError if it cannot listen there.
     """
 
-    def __init__(self, address: tuple[str, int], kind: wire.Kind, lookup: Lookup, read: Read, wait: Wait) -> None:
-        self._kind, self._lookup, self._read, self._wait = kind, lookup, read, wait
+    def __init__(self, address: tuple[str, int], kind: wire.Kind, lookup: Lookup, read: Read, follow: Follow) -> None:
+        self._kind, self._lookup, self._read, self._follow = kind, lookup, read, follow
         self._failures = Failures()
         self._open: set[socket.socket] = set()
         try:
@@ -69,16 +69,19 @@ class BlockServer:
     def _answer(self, link: wire.Link) -> None:
         head = link.take(wire.HEAD.size, None)
         op, count = wire.HEAD.unpack(head)
-        if not 1 <= count <= (wire.MAX_KEYS if op == wire.HAS else 1):
+        if not 1 <= count <= (1 if op == wire.GET else wire.MAX_KEYS):
             raise wire.WireError(f"a message of {count} keys")
         names = link.take(count * KEY_BYTES, wire.HANDSHAKE_SECONDS)
         link.check(wire.HANDSHAKE_SECONDS, head, names)
-        if op in (wire.GET, wire.WAIT):
-            data = self._read(names) if op == wire.GET else self._wait(names, wire.WAIT_SECONDS)
+        keys = [names[i : i + KEY_BYTES] for i in range(0, len(names), KEY_BYTES)]
+        if op == wire.GET:
+            data = self._read(names)
             link.send(SEND_SECONDS, b"\0" if data is None else b"\1", b"" if data is None else data)
         elif op == wire.HAS:
-            keys = [names[i : i + KEY_BYTES] for i in range(0, len(names), KEY_BYTES)]
             link.send(SEND_SECONDS, wire.COUNT.pack(self._lookup(keys)))
+        elif op == wire.FOLLOW:
+            for frame, pieces in self._follow(keys):
+                link.send(SEND_SECONDS, wire.FRAME.pack(*frame), pieces)
         else:
             raise wire.WireError("an unknown message")
 

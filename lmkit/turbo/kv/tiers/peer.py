@@ -82,7 +82,7 @@ class PeerTier:
         if links is None:
             return False
         try:
-            found = links.load.fetch(wire.GET, key, out, BLOCK_SECONDS)
+            found = links.load.fetch(key, out, BLOCK_SECONDS)
         except OSError as error:
             self._lost(links, error)
             return False

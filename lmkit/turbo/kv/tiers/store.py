@@ -4,6 +4,7 @@
     runner:    load -> loader thread: host memory, else disk, else the peer (then kept on host) -> BlockBytes.write
                save -> BlockBytes.read -> saver thread: the copy's end, then host memory and disk (write-through)
                load from an engine that is computing the blocks -> a thread of its own (awaited.py)
+               filling.step, filling.advance -> other engines, layer by layer; then the saver thread
 
 The least recently used blocks leave a tier. A chain of keys is only found from its first block on. Each use of a chain
 therefore counts its first block as used last, and the chain shrinks from its end.
@@ -24,10 +25,11 @@ import numpy as np
 
 from lmkit.log import get_logger
 from lmkit.turbo.kv.tiers import record, wire
-from lmkit.turbo.kv.tiers.awaited import AwaitedLoads, Fetch
+from lmkit.turbo.kv.tiers.awaited import AwaitedLoads
 from lmkit.turbo.kv.tiers.cost import LoadCost
 from lmkit.turbo.kv.tiers.disk import DiskTier
 from lmkit.turbo.kv.tiers.failures import Failures
+from lmkit.turbo.kv.tiers.filling import Filling, LayerBytes
 from lmkit.turbo.kv.tiers.host import HostBlock, HostTier, check_host_bytes
 from lmkit.turbo.kv.tiers.peer import PeerTier
 from lmkit.turbo.kv.tiers.thread import TierThread
@@ -92,9 +94,10 @@ class TierStore:
         disk: DiskTier | None = None,
         peer: PeerTier | None = None,
         kind: wire.Kind | None = None,
+        layers: LayerBytes | None = None,
         backlog_bytes: int = BACKLOG_BYTES,
     ) -> None:
-        """`kind`: blocks that other engines are computing may be loaded, too."""
+        """kind: blocks that other engines compute may be loaded, too. layers: `filling` gives them such blocks."""
         check_host_bytes(host_bytes, blocks.nbytes)
         self._blocks, self._disk, self._peer = blocks, disk, peer
         self._host = HostTier(blocks.nbytes, host_bytes) if host_bytes else None
@@ -103,12 +106,12 @@ class TierStore:
         self._failures = Failures()
         self._counts: Counter[str] = Counter()
         self._patience = 0.0  # until when the current job asks the peer
-        self._load_buffer = _new_block(blocks.nbytes)
         self._ended = threading.Condition()  # guards the two below
         self._loaded: list[Loaded] = []
         self._left: dict[int, float] = {}  # job -> expected remaining seconds
-        self._kept = threading.Condition()  # host memory or the disk got a block
-        self._awaited = AwaitedLoads(kind, self._place, self._end_awaited) if kind is not None else None
+        self._queued: set[bytes] = set()  # keys of blocks that wait to be saved
+        self.filling = Filling(layers, self.lookup_here, self.read_here, self._put) if layers is not None else None
+        self._awaited = AwaitedLoads(kind, self._find, self._arrived, self._end_awaited) if kind is not None else None
         self._loader: TierThread[_Job] = TierThread("kv-load", self._load, lambda job: self._end_load(job.load, {}))
         self._saver: TierThread[_Copy | _Used] = TierThread("kv-save", self._save, self._drop)
 
@@ -194,13 +197,20 @@ class TierStore:
         Blocks that exceed the backlog are dropped. These are the last ones, because a chain needs its first blocks.
         """
         for save in saves:
-            if self._is_kept(save.key):
+            if save.key in self._queued or self._is_kept(save.key):
                 self._counts["present"] += 1
                 self._saver.put([_Used([save.key])])
             elif len(self._saver) >= self._max_backlog:
                 self._counts["dropped"] += 1
             elif (copy := self._read(save)) is not None:
                 self._saver.put([copy])
+
+    def _put(self, blocks: dict[bytes, memoryview]) -> None:
+        """Queue blocks to be saved. Those that exceed the backlog are left to `save`."""
+        room = max(0, self._max_backlog - len(self._saver))
+        copies = [_Copy(key, data, None) for key, data in blocks.items() if not self._is_kept(key)][:room]
+        self._queued.update(copy.key for copy in copies)
+        self._saver.put(copies)
 
     def _is_kept(self, key: bytes) -> bool:
         on_host = self._host is None or key in self._host
@@ -240,12 +250,6 @@ class TierStore:
             return None
         data = _new_block(self._blocks.nbytes)
         return data if self._disk.read(key, data) is not None else None
-
-    def wait_here(self, key: bytes, seconds: float) -> memoryview | None:
-        """Like `read_here`, for a block that may come within `seconds`."""
-        with self._kept:
-            self._kept.wait_for(lambda: self.lookup_here([key]), seconds)
-        return self.read_here(key)
 
     def _tier_of(self, key: bytes) -> str | None:
         if self._host is not None and key in self._host:
@@ -296,26 +300,18 @@ class TierStore:
     def _load_block(self, key: bytes, block: int) -> str | None:
         """Load a block. Returns the tier it came from, or None if no tier has it."""
         start = time.perf_counter()
-        if self._from_host(key, block):
-            tier = "host"
-        elif self._from_disk(key, block):
-            tier = "disk"
-        elif self._from_peer(key, block):
-            tier = "peer"
-        else:
+        tier = self._find(key, block) or ("peer" if self._from_peer(key, block) else None)
+        if tier is None:
             return None
         self._cost.observe(tier, 1, time.perf_counter() - start)
         self._counts["loaded_" + tier] += 1
         return tier
 
-    def _place(self, key: bytes, block: int, fetch: Fetch) -> str | None:
-        """Load a block of an awaited load. Any thread may call it."""
+    def _find(self, key: bytes, block: int) -> str | None:
+        """Load a block from host memory or disk. Any thread may call it."""
         if self._from_host(key, block):
             return "host"
-        data = _new_block(self._blocks.nbytes)
-        if self._from_disk(key, block, data):
-            return "disk"
-        return "peer" if self._take(key, block, data, fetch) else None
+        return "disk" if self._from_disk(key, block) else None
 
     def _end_awaited(self, load: Load, hits: dict[str, int]) -> None:
         with self._ended:
@@ -336,10 +332,10 @@ class TierStore:
         self._blocks.write(block, found.data)
         return True
 
-    def _from_disk(self, key: bytes, block: int, data: memoryview | None = None) -> bool:
+    def _from_disk(self, key: bytes, block: int) -> bool:
         if self._disk is None or key not in self._disk:
             return False
-        data = self._buffer() if data is None else data
+        data = _new_block(self._blocks.nbytes)
         crc = self._disk.read(key, data)
         if crc is None:
             return False
@@ -351,18 +347,16 @@ class TierStore:
     def _from_peer(self, key: bytes, block: int) -> bool:
         if self._peer is None or key not in self._peer or time.perf_counter() > self._patience:
             return False
-        return self._take(key, block, self._buffer(), self._peer.read)
-
-    def _buffer(self) -> memoryview:
-        return self._load_buffer if self._host is None else _new_block(self._blocks.nbytes)
-
-    def _take(self, key: bytes, block: int, data: memoryview, fetch: Fetch) -> bool:
-        if not fetch(key, data):
+        data = _new_block(self._blocks.nbytes)
+        if not self._peer.read(key, data):
             return False
+        self._arrived(key, block, data)
+        return True
+
+    def _arrived(self, key: bytes, block: int, data: memoryview) -> None:
         self._blocks.write(block, data)
         if self._host is not None:
             self._host.put(key, HostBlock(data, record.checksum(key, data)))
-        return True
 
     # The saver thread.
 
@@ -378,6 +372,8 @@ class TierStore:
             self._keep(item.key, item.data)
         except FAILURES as error:
             self._failures.note("saving KV", error)
+        finally:
+            self._queued.discard(item.key)
 
     def _keep(self, key: bytes, data: memoryview) -> None:
         crc = record.checksum(key, data)
@@ -388,12 +384,13 @@ class TierStore:
         if self._disk is not None and self._disk.wants(key):
             kept |= self._disk.write(key, data, crc)
         self._counts["saved" if kept else "present"] += 1
-        if kept:
-            with self._kept:
-                self._kept.notify_all()
+        if self.filling is not None:
+            self.filling.notify()
 
     def _drop(self, item: _Copy | _Used) -> None:
-        self._counts["dropped"] += isinstance(item, _Copy)
+        if isinstance(item, _Copy):
+            self._queued.discard(item.key)
+            self._counts["dropped"] += 1
 
 
 def _new_block(num_bytes: int) -> memoryview:

@@ -6,7 +6,11 @@
     client -> server   op (1), number of keys (2), keys (32 each), tag (16)
     server -> client   to HAS: the number of these keys that it keeps, from the first on (2), tag
                        to GET, of one key: 1 (1), the block, tag; or 0 (1), tag
-                       to WAIT, of one key: the same as soon as it keeps the block, or 0 after WAIT_SECONDS
+                       to FOLLOW: frames, until all blocks are there, each with a tag
+    a frame            first block (2), number of blocks (2), first byte (4), end (4), these bytes of each block
+
+The blocks of a FOLLOW come in order, as soon as the server has them, and several that a step fills together come piece
+by piece. A frame without blocks says that there was nothing for WAIT_SECONDS.
 
 Numbers are little-endian. A tag is BLAKE2b, keyed for this connection, of the sender, the number of the message and its
 bytes: nothing can be forged, replayed or moved. Nothing is encrypted. The identity (turbo.kv.blocks.kv_identity) is
@@ -26,17 +30,36 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+
 from lmkit.errors import ConfigError
 
 MAGIC = b"lmkitkv1"
 NONCE_BYTES, PROOF_BYTES, TAG_BYTES = 32, 32, 16
-HAS, GET, WAIT = b"H", b"G", b"W"
+HAS, GET, FOLLOW = b"H", b"G", b"F"
 MAX_KEYS = 4096  # in one message
 HANDSHAKE_SECONDS = 2.0
 WAIT_SECONDS = 0.5
 MIN_SECRET_BYTES = 16
 HEAD = struct.Struct("<cH")
 COUNT = struct.Struct("<H")
+FRAME = struct.Struct("<HHII")
+
+
+class Frame(NamedTuple):
+    """What a frame holds: bytes `begin` to `end` of `count` blocks, the first of them `first` of the keys."""
+
+    first: int
+    count: int
+    begin: int
+    end: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.count * (self.end - self.begin)
+
+
+NOTHING = Frame(0, 0, 0, 0)
 
 
 class Kind(NamedTuple):
@@ -130,14 +153,25 @@ class Link:
         if not hmac.compare_digest(self.take(TAG_BYTES, seconds), expected):
             raise WireError("a message was changed on its way")
 
-    def fetch(self, op: bytes, key: bytes, out: memoryview, seconds: float) -> bool:
-        """GET a block, or WAIT for it. False: the server does not keep it, and the content of `out` is undefined."""
-        self.send(seconds, HEAD.pack(op, 1), key)
+    def fetch(self, key: bytes, out: memoryview, seconds: float) -> bool:
+        """GET a block. False: the server does not keep it, and the content of `out` is undefined."""
+        self.send(seconds, HEAD.pack(GET, 1), key)
         found = self.take(1, seconds)
         data = out if found == b"\1" else out[:0]
         self.receive_raw(data, seconds)
         self.check(seconds, found, data)
         return found == b"\1"
+
+    def frame(self, seconds: float, num_keys: int, block_bytes: int) -> tuple[Frame, memoryview]:
+        """The next frame of a FOLLOW of so many keys."""
+        head = self.take(FRAME.size, seconds)
+        frame = Frame(*FRAME.unpack(head))
+        if not (frame.first + frame.count <= num_keys and frame.begin <= frame.end <= block_bytes):
+            raise WireError("a frame of another form")
+        data = np.empty(frame.nbytes, np.uint8).data
+        self.receive_raw(data, seconds)
+        self.check(seconds, head, data)
+        return frame, data
 
     def _tag(self, sender: bytes, number: int, parts: tuple[bytes | memoryview, ...]) -> bytes:
         digest = hashlib.blake2b(sender + number.to_bytes(8, "little"), key=self._session, digest_size=TAG_BYTES)
