@@ -274,6 +274,7 @@ UNSET: Mapping[str, Values] = {
     "guided_json_object": (False,),
     "guided_regex": ("",),
     "json_schema": ([], {}, ""),
+    "logprob_token_ids": ([],),
     "logprobs": (False,),
     "regex": ("",),
     "response_format": ({"type": "text"},),

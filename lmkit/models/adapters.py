@@ -71,12 +71,17 @@ class DecoderAdapters:
         return name in self._stored
 
     def load(self, name: str, adapter: Adapter) -> None:
-        """Keep an adapter, in a place if one is free. Raises CheckpointError if it does not fit the model."""
+        """Keep an adapter, in a place if one is free, instead of one of the same name that no sequence uses.
+
+        Raises CheckpointError if it does not fit the model.
+        """
         additions = place(adapter, self._spec, self._part)
         if self._device == "cpu":
             additions = side_by_side(additions)
         else:
             additions = {key: _narrowed(addition, self._dtype) for key, addition in additions.items()}
+        if name in self:
+            self.unload(name)
         self._stored[name] = adapter.digest, additions
         if self._free:
             self._put(name)

@@ -20,8 +20,13 @@ async def load(request: Request) -> dict[str, Any]:
     """Load an adapter, which is then a model of its name."""
     check_role(request)
     body = await read_json(request, LoadAdapterCommand)
-    if any(body.lora_name in model.names for model in pool(request).models):
-        raise RequestError("invalid_request", f"{body.lora_name[:64]!r} is a model of this server already", "lora_name")
+    name, models = body.lora_name, pool(request)
+    if (known := next((model for model in models.models if name in model.names), None)) is not None:
+        if name not in known.engine.config.adapter_folders or known is not models.find(body.model):
+            raise RequestError("invalid_request", f"{name[:64]!r} is a model of this server already", "lora_name")
+        if not body.load_inplace:
+            message = f"an adapter {name[:64]!r} has already been loaded; load_inplace: true replaces it"
+            raise RequestError("invalid_request", message, "lora_name")
     return await _set(request, body, body.lora_path)
 
 
@@ -35,4 +40,5 @@ async def unload(request: Request) -> dict[str, Any]:
 async def _set(request: Request, body: AdapterCommand, folder: str | None) -> dict[str, Any]:
     serving = await choose(request, body.model)
     await serving.engine.set_adapter(body.lora_name, folder)
-    return {"model": body.lora_name, "parent": pool(request).find(body.model).name, "loaded": folder is not None}
+    parent = pool(request).find(body.model).name
+    return {"status": "success", "model": body.lora_name, "parent": parent, "loaded": folder is not None}

@@ -99,7 +99,7 @@ class ChatBuilder(ResponseBuilder[ChatCompletionRequest]):
             self.server.sessions.put(self._session, history)
 
     def logprob(self, entry: TextLogprobs) -> ChatLogprob:
-        top = entry.top[: self.body.top_logprobs or 0]
+        top = entry.top[: self.num_top(self.body.top_logprobs)]
         as_ids = bool(self.body.return_tokens_as_token_ids)
         shown = msgspec.structs.asdict(_token(entry.token, as_ids))
         return ChatLogprob(**shown, top_logprobs=[_token(token, as_ids) for token in top])

@@ -174,7 +174,8 @@ def check_output(
     A stream holds nothing, but the log-probabilities of a prompt come all at once.
     """
     params = requests[0].params
-    num_entries = 0 if params.logprobs is None else 1 + params.logprobs
+    shown = len(params.logprob_token_ids) + 1 if params.logprob_token_ids else params.logprobs
+    num_entries = 0 if params.logprobs is None else 1 + (shown or 0)
     most = info.max_model_len if params.max_tokens is None else params.max_tokens
     new = sum(min(most, info.max_model_len - len(request.prompt_ids)) for request in requests)
     scored = [len(r.prompt_ids) - r.logprobs_start for r in requests] if requests[0].prompt_logprobs else [0]

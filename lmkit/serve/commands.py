@@ -25,3 +25,4 @@ class AdapterCommand(ModelCommand):
 
 class LoadAdapterCommand(AdapterCommand):
     lora_path: Annotated[str, Field(min_length=1, max_length=4096)]
+    load_inplace: bool = False  # in the place of a loaded adapter of the same name

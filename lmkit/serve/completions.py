@@ -132,7 +132,7 @@ class CompletionResponse(ResponseBuilder[CompletionRequest]):
         """The most likely tokens and the chosen one. If two tokens have the same text, the likelier one is kept."""
         if entry.token.logprob is None:  # nothing predicts a prompt's first token
             return None
-        top = entry.top[: self.body.logprobs or 0]
+        top = entry.top[: self.num_top(self.body.logprobs)]
         tokens = sorted([entry.token, *top], key=lambda token: token.logprob or 0.0)
         return {self._shown(token): clamped(token.logprob) or 0.0 for token in tokens}
 

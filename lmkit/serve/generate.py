@@ -133,8 +133,8 @@ class GenerateResponse(CompletionResponse):
         }
         if self.body.timings_per_token:
             about["timings"] = timings(output)
-        if (num_top := self.body.logprobs) is not None:
-            about |= _lists("output", num_top, logprobs)
+        if self.body.logprobs is not None:
+            about |= _lists("output", self.num_top(self.body.logprobs), logprobs)
         prompt = self.prompt_ids(request_idx)
         shown = {} if prompt is None else {"prompt_token_ids": iter(prompt)}
         return {"index": index, "text": text, "output_ids": iter(ids), **shown, "meta_info": about}

@@ -21,6 +21,7 @@ class ModelCard(BaseModel):
     max_model_len: int | None
     state: str
     input_modalities: list[str] = ["text"]
+    root: str  # the first name of its model; folders of this machine are not told
     parent: str | None = None  # of an adapter: its model
 
 
@@ -49,5 +50,6 @@ def _card(model: PooledModel, name: str) -> ModelCard:
         max_model_len=info.max_model_len if info else None,
         state=model.engine.health,
         input_modalities=["text", "image"] if info and not isinstance(info.images, str) else ["text"],
+        root=model.name,
         parent=model.name if name in model.engine.config.adapter_folders else None,
     )

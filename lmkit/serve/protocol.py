@@ -30,6 +30,7 @@ MAX_PROMPTS = 256
 MAX_CHOICES = 128  # n
 MAX_SEQUENCES = 1024  # prompts times n (or best_of)
 MAX_PRIORITY = 1000
+MAX_SHOWN = 128  # logprob_token_ids
 
 
 class StreamOptions(Strict):
@@ -118,6 +119,8 @@ class _Sampling(Extensions):
     safety_identifier: Annotated[str, Field(max_length=1024)] | None = None  # OpenAI's newer name for it
     return_token_ids: bool | None = None  # vLLM's: the answer has the ids of the prompt and of each choice
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None  # vLLM's; not in a stream
+    # vLLM's, with logprobs: these tokens and the chosen one are shown instead of the most likely ones
+    logprob_token_ids: Annotated[list[TokenId], Field(max_length=MAX_SHOWN)] | None = None
     truncate_prompt_tokens: CutTo | None = None
     truncation_side: Literal["left", "right"] | None = None  # of the prompt, where it is cut; default left
     return_tokens_as_token_ids: bool | None = None  # vLLM's: the tokens of logprobs are shown as "token_id:5"
@@ -159,6 +162,7 @@ class ChatCompletionRequest(_Sampling, ChatExtensions, Chat):
             {"properties": {"continue_final_message": _OFF, "echo": _OFF}},
         ]},
         goes_with("top_logprobs", given("logprobs", logprobs=_ON), (None, 0)),
+        goes_with("logprob_token_ids", given("logprobs", logprobs=_ON, prompt_logprobs=NULL), (None, [])),
         goes_with("tool_choice", given("tools", tools={"minItems": 1}), (None, "none", "auto")),
     )  # fmt: skip
 
@@ -200,7 +204,10 @@ GivenPrompts: TypeAlias = str | Annotated[list[str | list[int]], _SOME] | Annota
 
 class CompletionRequest(_Sampling):
     absent = {**neutral.GENERATION, **neutral.COMPLETION}
-    conditions = (_STREAMED_OR_WHOLE,)
+    conditions = (
+        _STREAMED_OR_WHOLE,
+        goes_with("logprob_token_ids", given("logprobs", prompt_logprobs=NULL, echo=_OFF), (None, [])),
+    )
 
     prompt: Annotated[list[str | list[int]], BeforeValidator(prompts, json_schema_input_type=GivenPrompts)]
     best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None  # number generated; the best n are returned

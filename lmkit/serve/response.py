@@ -134,6 +134,11 @@ class ResponseBuilder(ABC, Generic[B]):
         if self.body.seed is None:
             self.body = self.body.model_copy(update={"seed": identity.seed})
 
+    def num_top(self, asked: int | None) -> int:
+        """How many tokens are shown beside each one of the answer; `asked` are the most likely ones."""
+        shown = self.body.logprob_token_ids
+        return len(shown) + 1 if shown else asked or 0  # the token itself is one of them
+
     def timings(self, choice: Collected) -> dict[str, Timings]:
         """The field of a whole answer, if the body asks for it."""
         return {"timings": timings(choice.last)} if self.body.timings_per_token else {}

@@ -187,6 +187,17 @@ def _num_logprobs(body: ChatCompletionRequest | CompletionRequest, answer: int |
     return max(body.prompt_logprobs, answer or 0)
 
 
+def _shown_ids(body: ChatCompletionRequest | CompletionRequest, info: EngineInfo) -> tuple[int, ...]:
+    """The tokens whose log-probabilities are asked for."""
+    ids = tuple(body.logprob_token_ids or ())
+    asked = body.logprobs is not None and body.logprobs is not False
+    if ids and (not asked or body.prompt_logprobs is not None or body.echo):
+        rule = "needs logprobs, and does not go with prompt_logprobs or echo"
+        raise _invalid(f"logprob_token_ids {rule}", "logprob_token_ids")
+    check_ids(ids, info.vocab_size, "logprob_token_ids")
+    return ids
+
+
 def choices_per_prompt(body: CompletionRequest) -> int:
     """The number of sequences that are generated for a prompt."""
     return body.best_of or body.n or 1
@@ -219,7 +230,7 @@ def check_ids(ids: Sequence[int], vocab_size: int, param: str) -> None:
     """Raise RequestError unless all `ids` are tokens of the model."""
     if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
         wrong = next(i for i in ids if not 0 <= i < vocab_size)
-        raise _invalid(f"{param}: token id {str(wrong)[:20]} is not in [0, {vocab_size})", param)
+        raise _invalid(f"{param}: token id {str(wrong)[:20]} is not in [0, {vocab_size}): out of vocabulary", param)
 
 
 def sampling_params(body: ChatCompletionRequest | CompletionRequest, info: EngineInfo, **fields: Any) -> SamplingParams:
@@ -239,6 +250,7 @@ def sampling_params(body: ChatCompletionRequest | CompletionRequest, info: Engin
         ignore_eos=bool(body.ignore_eos),
         skip_special_tokens=_or(body.skip_special_tokens, True),
         include_stop_str_in_output=bool(body.include_stop_str_in_output),
+        logprob_token_ids=_shown_ids(body, info),
         **fields,
     )
     params.validate(info.vocab_size)

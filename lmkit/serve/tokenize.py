@@ -41,8 +41,7 @@ async def tokenize(request: Request) -> Response:
         ids = _token_ids(body, server)
         fields: dict[str, Any] = {"tokens": ids, "count": len(ids), "max_model_len": max_model_len, "token_strs": None}
         if body.return_token_strs:
-            texts = {i: server.tokenizer.token_text(i) for i in set(ids)}
-            fields["token_strs"] = [texts[i] for i in ids]
+            fields["token_strs"] = list(map(server.tokenizer.id_to_token, ids))
         if body.with_pieces:
             pieces = {i: {"id": i, "piece": _piece(server.tokenizer.token_bytes(i))} for i in set(ids)}
             fields["tokens"] = [pieces[i] for i in ids]

@@ -92,6 +92,7 @@ class SamplingParams(Sampling, frozen=True, kw_only=True, forbid_unknown_fields=
     min_tokens: int = 0  # eos, stop ids and stop strings are held back before so many tokens
     shown_special_ids: tuple[int, ...] = ()  # special tokens that skip_special_tokens leaves in the text
     grammar: str = ""  # the answer follows it, see text.grammar; "" = any answer
+    logprob_token_ids: tuple[int, ...] = ()  # with logprobs: tokens that are shown instead of the most likely ones
 
     def validate(self, vocab_size: int) -> None:
         super().validate(vocab_size)

@@ -95,8 +95,8 @@ def test_adapters_come_and_go_while_it_runs(folders: tuple[str, ...]) -> None:
     (first.parent / "broken").mkdir()
     with Server(*options, engine=ENGINE) as running:
 
-        def load(name: str, path: str, headers: dict[str, str] = boss) -> tuple[int, str]:
-            body = {"lora_name": name, "lora_path": path}
+        def load(name: str, path: str, headers: dict[str, str] = boss, **fields: bool) -> tuple[int, str]:
+            body = {"lora_name": name, "lora_path": path, **fields}
             answer = running.post("/v1/load_lora_adapter", body, headers=headers)
             return answer.status_code, answer.json().get("error", {}).get("message", "")
 
@@ -114,10 +114,17 @@ def test_adapters_come_and_go_while_it_runs(folders: tuple[str, ...]) -> None:
         assert load("a", str(first))[0] == 200  # an absolute path inside the root
         adapted = text("a")
         assert adapted not in (plain, 404)
-        names = [model["id"] for model in running.get("/v1/models", headers=user).json()["data"]]
-        assert names == ["demo", "a"]
+        found = running.get("/v1/models", headers=user).json()["data"]
+        assert [(model["id"], model["root"], model["parent"]) for model in found] == [
+            ("demo", "demo", None),
+            ("a", "demo", "demo"),
+        ]
         assert "already" in load("a", "first")[1]
-        assert load("b", "second")[0] == 200
+        assert load("b", "first")[0] == 200
+        assert text("b") == adapted
+        assert load("b", "broken", load_inplace=True)[0] == 400
+        assert text("b") == adapted
+        assert load("b", "second", load_inplace=True)[0] == 200
         assert [text("b"), text("a")] != [adapted, adapted]  # in turns in the one place
         assert text("a") == adapted
         assert unload("a") == unload("b") == 200
@@ -125,7 +132,7 @@ def test_adapters_come_and_go_while_it_runs(folders: tuple[str, ...]) -> None:
         for path in ("..", "../..", "/etc", "nowhere", str(first.parent.parent)):
             assert load("x", path) == (404, f"{path!r} is no folder inside the --adapter-root")
         assert load("x", "broken")[0] == 400
-        assert load("demo", "first")[0] == load("a=b", "first")[0] == 400
+        assert load("demo", "first", load_inplace=True)[0] == load("a=b", "first")[0] == 400
         assert load("a", "first")[0] == 200
         running.worker().kill()
         running.until(lambda: text("a") == adapted, 60)  # a new process has the same adapters

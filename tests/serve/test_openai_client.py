@@ -279,7 +279,7 @@ def test_tokenize_and_detokenize(server: Server) -> None:
     answer = server.post("/tokenize", {"prompt": "Hi 日本", "return_token_strs": True}).json()
     assert answer["tokens"] == TOKENIZER.encode("Hi 日本")
     assert (answer["count"], answer["max_model_len"]) == (len(answer["tokens"]), 4096)
-    assert "".join(answer["token_strs"][:2]).startswith("Hi")
+    assert answer["token_strs"] == TOKENIZER.backend.encode("Hi 日本", add_special_tokens=True).tokens
     messages = server.post("/tokenize", {"model": "demo", "messages": HELLO}).json()
     assert messages["tokens"] == TOKENIZER.encode_chat(HELLO)
     assert server.post("/detokenize", {"tokens": answer["tokens"]}).json() == {

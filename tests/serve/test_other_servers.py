@@ -289,6 +289,19 @@ def test_tokens_are_shown_as_ids() -> None:
     assert send(ScriptedEngine(), path="/generate", json={"text": "Hi"} | asked).status_code == 400
 
 
+def test_log_probabilities_of_certain_tokens() -> None:
+    """How many are shown does not depend on the number of most likely tokens. The samplers' tests have the values."""
+    engine = ScriptedEngine()
+    asked = {"logprob_token_ids": [5, 7]}
+    for path, body, logprobs in ((CHAT_PATH, CHAT, True), (TEXT_PATH, TEXT, 0), (TEXT_PATH, TEXT, 3)):
+        assert send(engine, path=path, json=body | asked | {"logprobs": logprobs}).status_code == 200
+        assert engine.requests[-1].params.logprob_token_ids == (5, 7)
+        shown = {"logprobs": logprobs}
+        for wrong in ({}, shown | {"prompt_logprobs": 1}, shown | {"logprob_token_ids": [4096]}):
+            answer = send(engine, path=path, json=body | asked | wrong)
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, "logprob_token_ids"), wrong
+
+
 def test_prompts_may_be_texts_and_token_ids() -> None:
     engine = ScriptedEngine()
     assert App(engine).post(TEXT_PATH, {"prompt": [LONG, IDS]}).status_code == 200

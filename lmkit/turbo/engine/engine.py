@@ -218,22 +218,20 @@ class Engine:
     def set_adapter(self, name: str, folder: str | None) -> str | None:
         """Load the adapter in `folder`, which must lie inside the adapter_root, and return its path. None: unload it.
 
+        It takes the place of one with the same name.
+
         Raises CheckpointError or UnsupportedError for files that cannot be used, and RequestError for all else.
         """
         path = loading.inside(self._adapter_root, folder or ".")
         assert self.adapters is not None
         placed = self.adapters.placed.get(name)
+        if folder is None and name not in self.adapters:
+            raise RequestError("not_found", f"no adapter {name[:64]!r} is loaded", "lora_name")
+        if placed is not None and self.scheduler.uses_adapter(placed.number):
+            raise RequestError("overloaded", f"requests use the adapter {name[:64]!r}; try again when they have ended")
         if folder is None:
-            if name not in self.adapters:
-                raise RequestError("not_found", f"no adapter {name[:64]!r} is loaded", "lora_name")
-            if placed is not None and self.scheduler.uses_adapter(placed.number):
-                raise RequestError(
-                    "overloaded", f"requests use the adapter {name[:64]!r}; try again when they have ended"
-                )
             self.adapters.unload(name)
             return None
-        if name in self.adapters:
-            raise RequestError("invalid_request", f"an adapter {name[:64]!r} is loaded already; unload it", "lora_name")
         self.adapters.load(name, read_adapter(path))
         return str(path)
 

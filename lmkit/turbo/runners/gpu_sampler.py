@@ -29,6 +29,8 @@ class PendingTokens:
     scores: Tensor | None  # float64, the result of sampling.score; on the host
     scored: dict[int, tuple[int, int]]  # row -> (row of `scores`, most likely tokens to report)
     copied: torch.cuda.Event | None
+    # of sequences that show certain tokens: row -> (their ids, their logits)
+    shown: dict[int, tuple[tuple[int, ...], Tensor]]
 
     def token_id(self, row: int) -> int:
         """Wait for the tokens. Returns one of them."""
@@ -45,7 +47,7 @@ class PendingTokens:
             scores = self.scores.numpy()
             for row, (place, num_top) in self.scored.items():
                 if results[row].token_id != FAILED_TOKEN:
-                    results[row] = _with_logprobs(results[row].token_id, scores[place], num_top)
+                    results[row] = _with_logprobs(results[row].token_id, scores[place], num_top, self.shown.get(row))
         return results
 
 
@@ -64,6 +66,7 @@ class GpuSampler:
         self.num_top = np.full(num_slots, -1)  # most likely tokens to report; -1 = no log-probabilities at all
         self.last_token = torch.zeros(num_slots, dtype=torch.int64, device=device)  # 0 where sampling has failed
         self.table = torch.zeros(num_slots, sampling.WORDS, dtype=torch.int64, device=device)
+        self._shown: dict[int, tuple[int, ...]] = {}  # slots -> tokens to report instead of the most likely ones
         self._edits: dict[int, list[Tensor]] = {}  # slots with changed logits -> tensors that their records point at
         self._beyond_argmax: set[int] = set()  # slots that draw, edit or report
         sampling.compile_kernels(self.table.device.type)
@@ -74,6 +77,8 @@ class GpuSampler:
         assert params.temperature == 0 or params.seed is not None, "a sampled request without a seed"
         self.clear(slot)
         self.num_top[slot] = -1 if params.logprobs is None else params.logprobs
+        if params.logprob_token_ids:
+            self.num_top[slot], self._shown[slot] = 0, params.logprob_token_ids
         record = np.zeros((), sampling.SLOT)
         record["temperature"], record["top_k"] = params.temperature, params.top_k
         record["top_p"], record["min_p"] = params.top_p, params.min_p
@@ -92,6 +97,7 @@ class GpuSampler:
         """Clear the slot after its sequence has left."""
         self._edits.pop(slot, None)
         self._guided.pop(slot, None)
+        self._shown.pop(slot, None)
         self._beyond_argmax.discard(slot)
 
     def is_greedy(self, slots: Seq[int]) -> bool:
@@ -131,6 +137,11 @@ class GpuSampler:
         raw, gathered = logits, not set(edited).isdisjoint(scored)
         if gathered:
             raw = logits.index_select(0, scored_rows)
+        shown = {
+            row: (ids, _download(logits[row, self._upload(np.array(ids))]))
+            for row, slot in enumerate(slots)
+            if (ids := self._shown.get(slot))
+        }
         self._guide([slot for slot in slots if slot in self._guided])
         if edited:
             sampling.edit_logits(logits, edited_rows, slot_ids, self.table)
@@ -141,7 +152,7 @@ class GpuSampler:
         scores = sampling.score(
             raw, scored_rows, slot_ids, self.table, tokens, min(max(num_top), self.vocab_size), gathered=gathered
         )
-        return self.fetch(tokens, scores, {row: (i, num_top[i]) for i, row in enumerate(scored)})
+        return self.fetch(tokens, scores, {row: (i, num_top[i]) for i, row in enumerate(scored)}, shown)
 
     def _guide(self, slots: list[int]) -> None:
         """Write the masks of `slots`. The host waits for the step before, while this step's logits are computed."""
@@ -163,7 +174,11 @@ class GpuSampler:
         return self._masks[slot]
 
     def fetch(
-        self, tokens: Tensor, scores: Tensor | None = None, scored: dict[int, tuple[int, int]] | None = None
+        self,
+        tokens: Tensor,
+        scores: Tensor | None = None,
+        scored: dict[int, tuple[int, int]] | None = None,
+        shown: dict[int, tuple[tuple[int, ...], Tensor]] | None = None,
     ) -> PendingTokens:
         """Begin to copy the sampled tokens to the host. Later work on the stream may write to the tensors again."""
         on_host, scores = _download(tokens), None if scores is None else _download(scores)
@@ -171,7 +186,7 @@ class GpuSampler:
         if tokens.is_cuda:
             copied = torch.cuda.Event()
             copied.record()
-        return PendingTokens(on_host, scores, scored or {}, copied)
+        return PendingTokens(on_host, scores, scored or {}, copied, shown or {})
 
     def _record_edits(self, record: np.ndarray, new: NewSequence) -> list[Tensor]:
         """Write the changes of the sequence's logits into its record. Returns the tensors that the record points at."""
@@ -209,8 +224,14 @@ def _download(tensor: Tensor) -> Tensor:
     return on_host.copy_(tensor, non_blocking=True)
 
 
-def _with_logprobs(token_id: int, scores: np.ndarray, num_top: int) -> SampledToken:
+def _with_logprobs(
+    token_id: int, scores: np.ndarray, num_top: int, shown: tuple[tuple[int, ...], Tensor] | None
+) -> SampledToken:
+    """`shown`: ids, and their logits, that stand with the token in the place of the `num_top` most likely."""
     norm, logit = scores[:2].tolist()
     entries = scores[2 : 2 + 2 * num_top].reshape(-1, 2).tolist()
+    if shown is not None:
+        known = dict(zip(shown[0], shown[1].tolist(), strict=True)) | {token_id: logit}
+        entries = [[token, value] for token, value in known.items()]
     best = sorted(((int(token), value) for token, value in entries), key=lambda entry: (-entry[1], entry[0]))
     return SampledToken(token_id, logit - norm, [(token, value - norm) for token, value in best])

@@ -37,6 +37,7 @@ class Sampler:
         self.seed = [0] * num_slots
         self.num_outputs = [0] * num_slots
         self.num_top = np.full(num_slots, -1)  # most likely tokens to report; -1 = no log-probabilities at all
+        self.shown: dict[int, tuple[int, ...]] = {}  # tokens to report instead of the most likely ones
         self.edits: dict[int, LogitEdits] = {}  # only for slots whose logits are changed before the draw
         self._beyond_argmax: set[int] = set()  # slots that draw, edit or report
         self._op = ops.draw.select("cpu")
@@ -53,6 +54,8 @@ class Sampler:
         self.num_outputs[slot] = len(new.token_ids) - new.num_prompt_tokens
         self.num_top[slot] = -1 if params.logprobs is None else params.logprobs
         self.clear(slot)
+        if params.logprob_token_ids:
+            self.shown[slot] = params.logprob_token_ids
         if edits_logits(params):
             guide = self._guides.begin(new) if self._guides is not None and params.grammar else None
             self.edits[slot] = LogitEdits.of(new, self.vocab_size, guide)
@@ -62,6 +65,7 @@ class Sampler:
     def clear(self, slot: int) -> None:
         """Clear the slot after its sequence has left."""
         self.edits.pop(slot, None)
+        self.shown.pop(slot, None)
         self._beyond_argmax.discard(slot)
 
     @np.errstate(over="ignore", invalid="ignore")  # an infinity is intended, or `isfinite` finds it
@@ -86,7 +90,8 @@ class Sampler:
         tokens[~usable] = FAILED_TOKEN
         results = [SampledToken(token) for token in tokens.tolist()]
         for row in np.flatnonzero(usable & (self.num_top[slot_ids] >= 0)).tolist():
-            scored = token_logprobs(raw[row], results[row].token_id, int(self.num_top[slots[row]]))
+            slot = slots[row]
+            scored = token_logprobs(raw[row], results[row].token_id, int(self.num_top[slot]), self.shown.get(slot, ()))
             results[row] = SampledToken(scored.token_id, scored.logprob, scored.top)
         self._count(slots, results)
         return results
@@ -225,11 +230,17 @@ class LogitEdits:
         row[ids] = values - penalty.astype(np.float32)
 
 
-def token_logprobs(logits: np.ndarray, token_id: int, num_top: int) -> TokenLogprobs:
-    """Log-probabilities of a token and of the `num_top` most likely, in the unmodified `logits` float32 [vocab]."""
+def token_logprobs(logits: np.ndarray, token_id: int, num_top: int, shown: Seq[int] = ()) -> TokenLogprobs:
+    """Log-probabilities of a token and of the `num_top` most likely, in the unmodified `logits` float32 [vocab].
+
+    If tokens are `shown`, those of the token and of these stand in the place of the most likely.
+    """
     top = logits.max()
     norm = float(top) + float(np.log(relative_weights(logits, top, 1.0).sum()))
-    best = most_likely(logits, min(num_top, len(logits))) if num_top else np.empty(0, np.int64)
+    if shown:
+        best = np.unique([token_id, *shown])
+    else:
+        best = most_likely(logits, min(num_top, len(logits))) if num_top else np.empty(0, np.int64)
     best = best[np.argsort(-logits[best], kind="stable")]
     ranked = [(token, logit - norm) for token, logit in zip(best.tolist(), logits[best].tolist(), strict=True)]
     return TokenLogprobs(token_id, float(logits[token_id]) - norm, ranked)

@@ -195,10 +195,12 @@ def test_an_adapter_in_use_stays(tmp_path: Path) -> None:
         load_model(tmp_path / "base"), EngineConfig(**OPTIONS, adapter_root=str(tmp_path), max_adapters=1)
     )
     for name in ("a", "b", "a"):  # in the same place, one after the other
-        engine.set_adapter(name, name)
+        engine.set_adapter(name, "ab".replace(name, ""))
+        engine.set_adapter(name, name)  # instead of the other
         engine.add(request("r", prompt(1), name))
-        with pytest.raises(RequestError, match="requests use"):
-            engine.set_adapter(name, None)
+        for folder in (None, name):
+            with pytest.raises(RequestError, match="requests use"):
+                engine.set_adapter(name, folder)
         engine.set_adapter("c", "a")  # it waits for the place
         with pytest.raises(RequestError, match="use all places"):
             engine.add(request("c", prompt(1), "c"))

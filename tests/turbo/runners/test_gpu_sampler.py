@@ -156,16 +156,18 @@ def test_nothing_left_to_choose_fails(device: str) -> None:
 
 
 def test_logprobs_are_of_the_unmodified_logits(device: str) -> None:
-    logits = torch.tensor([[0.5, 2.0, 2.0, -1.0, 2.0]]).expand(3, -1).contiguous()
+    logits = torch.tensor([[0.5, 2.0, 2.0, -1.0, 2.0]]).expand(4, -1).contiguous()
     params: list[dict[str, Any]] = [{"logit_bias": {3: 50.0}, "logprobs": 2}, {"logprobs": 20}, {}]
+    params.append({"logit_bias": {3: 50.0}, "logprobs": 2, "logprob_token_ids": (0, 4)})
     both = Both(device, [entry(slot, [1], 1, temperature=0.0, **p) for slot, p in enumerate(params)], 5)
     want = logits[0].log_softmax(-1).tolist()
-    edited, whole, plain = both.sample(logits, [0, 1, 2])
+    edited, whole, plain, shown = both.sample(logits, [0, 1, 2, 3])
     assert edited.token_id == 3
     assert edited.logprob == pytest.approx(want[3])
     assert [token for token, _ in edited.top] == [1, 2]  # of equals the lower id
     assert [token for token, _ in whole.top] == [1, 2, 4, 0, 3]
     assert plain == SampledToken(1)
+    assert shown.top == [(token, pytest.approx(want[token])) for token in (4, 0, 3)]  # these and the chosen one
 
 
 def test_a_new_sequence_inherits_nothing_from_the_slot(device: str) -> None:

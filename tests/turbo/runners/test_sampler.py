@@ -339,6 +339,8 @@ def test_logprobs_are_of_the_unmodified_logits() -> None:
     assert [value for _, value in result.top] == pytest.approx([want[1], want[2]])
     assert [token for token, _ in sample_one(logits, logprobs=20).top] == [1, 2, 4, 0, 3]
     assert sample_one(logits, logprobs=0).top == []
+    shown = sample_one(logits, [1], temperature=0.0, logit_bias={3: 50.0}, logprobs=2, logprob_token_ids=(0, 4)).top
+    assert shown == [(token, pytest.approx(want[token])) for token in (4, 0, 3)]  # these and the chosen one
     assert sample_one(logits) == SampledToken(sample_one(logits).token_id)
 
 
