@@ -366,6 +366,12 @@ def linear_dense(x: Tensor, packed: Any, bias: Tensor | None, norm: Norm | None 
 
 
 @op
+def linear_heads(x: Tensor, packed: Any) -> Tensor:
+    """y[t, h] = W_h x[t, h]: x [T, heads, K] -> [T, heads, N] in x's dtype, accumulated in float32. `pack(weight)`
+    takes [heads, N, K] of x's dtype."""
+
+
+@op
 def linear_w4a16(x: Tensor, packed: Any, bias: Tensor | None, norm: Norm | None = None) -> Tensor:
     """x @ dequantize(W)^T + bias, activations exact. `pack(QTensor bits=4)`."""
 

@@ -16,34 +16,40 @@ from torch import Tensor
 
 from lmkit.kernels import ops
 from lmkit.kernels.ops import Norm
-from lmkit.kernels.registry import Implementation
 from lmkit.layers.latent_spec import EPS, LatentSpec
 from lmkit.layers.linear import MergedLinear, Weights
-
-Head = tuple[Implementation, Any]  # a kernel and its weight
+from lmkit.layers.rope_spec import RopeSpec
 
 
 class LatentAttention:
     """What latent attention computes before and behind the attention op. `weights` has the roles of LatentSpec.
 
-    Once the linears are packed, each head's parts of kv_b are packed too, in float32, at the first call.
+    Once the linears are packed, each head's parts of kv_b are packed too, in `dtype`, at the first call.
     """
 
-    def __init__(self, spec: LatentSpec, num_heads: int, weights: Weights, device: str, *, interleaved: bool) -> None:
-        self.spec, self.num_heads, self.weights, self.device = spec, num_heads, weights, device
-        size = spec.qk_rope_head_dim
-        self.order = [*range(0, size, 2), *range(1, size, 2)] if interleaved else list(range(size))
+    def __init__(
+        self,
+        spec: LatentSpec,
+        num_heads: int,
+        weights: Weights,
+        device: str,
+        dtype: torch.dtype,
+        rope: RopeSpec,
+    ) -> None:
+        self.spec, self.num_heads, self.weights = spec, num_heads, weights
+        self.dtype, self.interleaved = dtype, rope.interleaved
         self.inputs = MergedLinear(spec.inputs, weights, device)
         self.q_b = MergedLinear(("attn.q_b",), weights, device) if spec.q_lora_rank else None
         self._rms_norm = ops.rms_norm.select(device)
-        self._heads: tuple[list[Head], list[Head]] | None = None
+        self.linear_heads = ops.linear_heads.select(device)
+        self._heads: tuple[Any, Any] | None = None
 
     @property
     def linears(self) -> tuple[MergedLinear, ...]:
         return (self.inputs,) if self.q_b is None else (self.inputs, self.q_b)
 
     def queries_and_rows(self, x: Tensor, norm: Norm | None) -> tuple[Tensor, Tensor]:
-        """x [T, hidden] -> (queries [T, heads, row_dim], rows [T, 1, row_dim]), float32, before RoPE."""
+        """x [T, hidden] -> (queries [T, heads, row_dim], rows [T, 1, row_dim]), before RoPE."""
         spec = self.spec
         y = self.inputs(x, norm)
         queries, latent, turned = y.split((y.shape[1] - spec.row_dim, spec.kv_lora_rank, spec.qk_rope_head_dim), dim=1)
@@ -51,9 +57,9 @@ class LatentAttention:
             queries = self.q_b(queries.contiguous(), self._norm("attn.q_a_norm"))
         heads = queries.view(len(x), self.num_heads, spec.query_dim)
         plain, rotary = heads.split((spec.qk_nope_head_dim, spec.qk_rope_head_dim), dim=2)
-        q = torch.cat([rotary[..., self.order], self._each(plain, 0)], dim=2)
+        q = torch.cat([self._halves(rotary), self._each(plain, 0)], dim=2)
         latent = self._rms_norm(latent.contiguous(), self._norm("attn.kv_a_norm"))
-        return q, torch.cat([turned[:, self.order], latent], dim=1)[:, None]
+        return q, torch.cat([self._halves(turned), latent], dim=1)[:, None]
 
     def values(self, attended: Tensor) -> Tensor:
         """The output of attention over rows [T, heads, row_dim] -> [T, heads * v_head_dim]."""
@@ -62,7 +68,11 @@ class LatentAttention:
     def _norm(self, role: str) -> Norm:
         weight = self.weights[role]
         assert isinstance(weight, Tensor)
-        return Norm(weight, EPS, None, torch.float32)
+        return Norm(weight, EPS, None, self.dtype)
+
+    def _halves(self, x: Tensor) -> Tensor:
+        """x [..., rope] with the elements of a pair half of them apart, as ops.rope_append has them."""
+        return x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) if self.interleaved else x
 
     def _parts(self) -> tuple[Tensor, Tensor]:
         """K_h transposed [heads, rank, nope] and V_h [heads, v, rank] of all heads."""
@@ -81,17 +91,8 @@ class LatentAttention:
         if self.inputs.packed is None:
             return torch.einsum("thi,hoi->tho", x, self._parts()[which])
         if self._heads is None:
-            self._heads = self._pack(0), self._pack(1)
+            keys, values = (self.linear_heads.pack(part.to(self.dtype)) for part in self._parts())
+            self._heads = keys, values
             del self.weights["attn.kv_b"]
-        return torch.stack(
-            [kernel(x[:, h].contiguous(), packed, None, None) for h, (kernel, packed) in enumerate(self._heads[which])],
-            dim=1,
-        )
-
-    def _pack(self, which: int) -> list[Head]:
-        parts = self._parts()[which]
-        out_features, in_features = parts.shape[1:]
-        kernel = ops.linear_dense.select(
-            self.device, dtype=torch.float32, out_features=out_features, in_features=in_features, activation=None
-        )
-        return [(kernel, kernel.pack(part, None)) for part in parts]
+        y: Tensor = self.linear_heads(x, self._heads[which])
+        return y

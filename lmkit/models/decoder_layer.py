@@ -58,8 +58,8 @@ class DecoderLayer:
         dtype: torch.dtype = torch.float32,
     ) -> None:
         self.spec, self.index, self.weights, self.device, self.dtype = spec, index, weights, device, dtype
-        pairs = {"interleaved": spec.rope.interleaved}
-        self.latent = LatentAttention(spec.latent, spec.num_heads, weights, device, **pairs) if spec.latent else None
+        given = weights, device, dtype
+        self.latent = LatentAttention(spec.latent, spec.num_heads, *given, spec.rope) if spec.latent else None
         self.delta = GatedDelta(spec.delta, spec.norm_eps, weights, device) if spec.delta else None
         self.inner = self.latent or self.delta  # the block, unless it is plain attention
         self.qkv = MergedLinear(spec.qkv, weights, device) if self.inner is None else self.inner.inputs
@@ -75,6 +75,7 @@ class DecoderLayer:
         mlp = spec.mlp
         self.mlp = MoE(mlp, weights, device) if isinstance(mlp, MoESpec) else GatedMLP("mlp", mlp, weights, device)
         heads = {"head_dim": spec.head_dim, "num_heads": spec.num_heads, "num_kv_heads": spec.num_kv_heads}
+        heads["latent"] = spec.latent is not None
         self.rms_norm = ops.rms_norm.select(device)
         self.attention_op = ops.rope_paged_attention.select(device, rotary_dim=spec.rope.rotary_dim, **heads)
         self.append_op = ops.rope_append.select(device, rotary_dim=spec.rope.rotary_dim, **heads)

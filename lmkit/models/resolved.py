@@ -155,7 +155,6 @@ def resolved(
     source = ModelSource(path, attention_sinks=attention_sinks, rounding=quantize)
     try:
         for what, found in (
-            ("latent attention", any(layer.latent for layer in source.spec.kinds)),
             ("linear attention", any(layer.delta for layer in source.spec.kinds)),
             ("LayerNorm", any(layer.norm_bias for layer in source.spec.kinds)),
             ("a norm on values", any(layer.value_norm for layer in source.spec.kinds)),

@@ -7,6 +7,7 @@ from lmkit.kernels.cpu.tiles import CODES4, CODES8, FLOAT8
 ops.paged_attention.register(attention.implementation(isa.host()))
 ops.rope_paged_attention.register(attention.after_append(isa.host()))
 ops.linear_dense.register(dense.dense_implementation(isa.host()))
+ops.linear_heads.register(dense.heads_implementation(isa.host()))
 for _op, _kind in ((ops.linear_w4a16, CODES4), (ops.linear_w8a16, CODES8), (ops.linear_fp8, FLOAT8)):
     _op.register(dense.codes_implementation(isa.host(), _kind))
 for _op, _bits in ((ops.linear_w4a8, 4), (ops.linear_w8a8, 8)):

@@ -185,6 +185,19 @@ def dense_implementation(isa: Isa) -> Implementation:
     return Implementation(name, "cpu", run, _accepts_dense, pack, priority=20, of_experts=experts)
 
 
+def heads_implementation(isa: Isa) -> Implementation:
+    """ops.linear_heads: a product for each head."""
+    dense = dense_implementation(isa)
+
+    def run(x: Tensor, packed: list[Any]) -> Tensor:
+        return torch.stack([dense(x[:, h].contiguous(), part, None) for h, part in enumerate(packed)], dim=1)
+
+    def pack(weight: Tensor) -> list[Any]:
+        return [dense.pack(part, None) for part in weight]
+
+    return Implementation(dense.name, "cpu", run, pack=pack, priority=20)
+
+
 def codes_implementation(isa: Isa, kind: str) -> Implementation:
     """The implementation for codes. `kind` is one of CODE_BITS."""
     run, pack = functools.partial(linear, isa), functools.partial(pack_codes, isa, kind)

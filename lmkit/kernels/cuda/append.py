@@ -19,12 +19,12 @@ from lmkit.kernels.registry import implements
 from lmkit.kv_dtype import BFLOAT16, FLOAT16, FP8, INT4, INT8, KVDtype
 
 STORAGE = {FLOAT16: 0, BFLOAT16: 1, INT8: 2, FP8: 3, INT4: 4}  # StorageType of csrc/kv.cuh
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM, MAX_ROW_DIM = 256, 1024  # of keys and values of their own, and of rows that are both
 HEADS_PER_BLOCK = 8
 
 
-def accepts(*, head_dim: int, **traits: Any) -> str | None:
-    if (reason := elementwise.accepts() or head_dim_problem(head_dim)) is not None:
+def accepts(*, head_dim: int, latent: bool = False, **traits: Any) -> str | None:
+    if (reason := elementwise.accepts() or head_dim_problem(head_dim, are_one=latent)) is not None:
         return reason
     check = accepts_rope if "rotary_dim" in traits else accepts_heads
     return check(head_dim=head_dim, **traits)
@@ -36,7 +36,7 @@ def problem(rows: tuple[Tensor, ...], caches: tuple[KVTensor, KVTensor]) -> str 
     dtype, dim = rows[0].dtype, rows[0].shape[2]
     if dtype not in HALVES or any(x.dtype != dtype for x in rows):
         return elementwise.dtypes_of(*rows)
-    if (reason := head_dim_problem(dim)) is not None:
+    if (reason := head_dim_problem(dim, are_one=are_one(*caches))) is not None:
         return reason
     if other := {cache.dtype for cache in caches} - set(STORAGE):
         return f"KV stored as {other.pop()}"
@@ -45,10 +45,14 @@ def problem(rows: tuple[Tensor, ...], caches: tuple[KVTensor, KVTensor]) -> str 
     return "rows that loads of 16 bytes cannot read"
 
 
-def head_dim_problem(head_dim: int) -> str | None:
-    if head_dim % 16 or head_dim > MAX_HEAD_DIM:
-        return f"head_dim {head_dim}: multiples of 16 up to {MAX_HEAD_DIM}"
-    return None
+def are_one(k_cache: KVTensor, v_cache: KVTensor) -> bool:
+    """Whether rows are keys and values at once, as of latent attention."""
+    return k_cache.data is v_cache.data
+
+
+def head_dim_problem(head_dim: int, *, are_one: bool) -> str | None:
+    step, most = (32, MAX_ROW_DIM) if are_one else (16, MAX_HEAD_DIM)
+    return f"head_dim {head_dim}: multiples of {step} up to {most}" if head_dim % step or head_dim > most else None
 
 
 @cache
@@ -66,7 +70,8 @@ def rope_append(
         return
     mean = None if k_cache.mean is None else k_cache.mean.vector
     angles = (cos.contiguous(), sin.contiguous(), cos.shape[1], mean)
-    _append((*strided(q), *strided(k), *strided(v), *angles), k, q.shape[1], k_cache, v_cache, slots)
+    values = strided(None if are_one(k_cache, v_cache) else v)  # a row that is both is stored once, as a key
+    _append((*strided(q), *strided(k), *values, *angles), k, q.shape[1], k_cache, v_cache, slots)
 
 
 @implements(ops.kv_append, "cuda", device="cuda", accepts=accepts, priority=20)

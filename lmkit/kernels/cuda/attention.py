@@ -14,8 +14,9 @@ from torch import Tensor
 
 from lmkit.attention_spec import AttentionSpec
 from lmkit.kernels import ops
-from lmkit.kernels.cuda.append import STORAGE, accepts, problem, rope_append, storage, strided
+from lmkit.kernels.cuda.append import STORAGE, accepts, are_one, problem, rope_append, storage, strided
 from lmkit.kernels.cuda.gpus import RESERVED_SHARED, Capability, gpu_of
+from lmkit.kernels.cuda.latent import latent_attention, latent_problem
 from lmkit.kernels.cuda.module import NUM_COUNTERS, Kernel, backend, counters
 from lmkit.kernels.cuda.prefill import MAX_MEAN_PAIRS, in_bits, prefill_attention
 from lmkit.kernels.cuda.switches import switches
@@ -40,11 +41,17 @@ def paged_attention(
     sink_logits: Tensor | None = None,
 ) -> Tensor:
     num_seqs = len(geometry.context_lens)
-    decodes = len(q) == num_seqs
-    if (reason := attention_problem((q,), k_cache, v_cache, decodes)) is not None:
+    decodes, shared = len(q) == num_seqs, are_one(k_cache, v_cache)
+    if shared:
+        reason = latent_problem(q, k_cache, spec, sink_logits)
+    else:
+        reason = attention_problem((q,), k_cache, v_cache, decodes)
+    if reason is not None:
         reference = ops.paged_attention.fall_back("reference", reason)
         y: Tensor = reference(q, k_cache, v_cache, geometry, spec, sink_logits)
         return y
+    if shared:
+        return latent_attention(q, k_cache, geometry, spec)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     mixed = not decodes and num_seqs > 1
     if decodes or mixed:
@@ -69,6 +76,10 @@ def rope_paged_attention(
     sink_logits: Tensor | None = None,
 ) -> Tensor:
     decodes = len(q) == len(geometry.context_lens)
+    if are_one(k_cache, v_cache):
+        rope_append(q, k, v, cos, sin, k_cache, v_cache, geometry.slots)
+        rows: Tensor = paged_attention(q, k_cache, v_cache, geometry, spec, sink_logits)
+        return rows
     if (reason := attention_problem((q, k, v), k_cache, v_cache, decodes)) is not None:
         reference = ops.rope_paged_attention.fall_back("reference", reason)
         y: Tensor = reference(q, k, v, cos, sin, k_cache, v_cache, geometry, spec, sink_logits)

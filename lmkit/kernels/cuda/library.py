@@ -72,6 +72,13 @@ def wide_product(x: Tensor, weight: Tensor) -> Tensor:
     return torch.mm(x, weight.t(), out_dtype=torch.float32) if x.is_cuda else x.float() @ weight.float().t()
 
 
+@implements(ops.linear_heads, "cuda", device="cuda", pack=Tensor.contiguous, priority=20)
+def linear_heads(x: Tensor, packed: Tensor) -> Tensor:
+    by_head, weight = x.transpose(0, 1), packed.transpose(1, 2)
+    y = torch.bmm(by_head, weight) if x.is_cuda else torch.bmm(by_head.float(), weight.float()).to(x.dtype)
+    return y.transpose(0, 1)
+
+
 def _streams(x: Tensor, weight: Tensor) -> bool:
     """Whether gemv.cu can run: rows must be whole, aligned vectors of 16 bytes."""
     return x.shape[1] % WIDTH == 0 and x.stride(1) == 1 and x.stride(0) % WIDTH == 0 and is_aligned(x, weight)

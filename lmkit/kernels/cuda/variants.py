@@ -30,6 +30,7 @@ from lmkit.qtensor import QTensor, QuantScheme
 DEVICE = "meta"
 # Query heads, KV heads, head size, soft cap: Llama 8B, Qwen 7B, Llama 1B, Gemma 2 9B.
 HEADS = ((32, 8, 128, 0.0), (28, 4, 128, 0.0), (32, 8, 64, 0.0), (16, 8, 256, 50.0))
+LATENT_HEADS, ROW, ROW_ROTARY = (16, 128), 576, 64  # DeepSeek-V2-Lite, V3
 WEIGHTS = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))  # out, in
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 STORAGES = (FLOAT16, INT8, INT4, FP8)
@@ -75,10 +76,12 @@ def common() -> tuple[Kernel, ...]:
             _between(half)
             _linears(half)
             _experts(half)
-            for heads in HEADS:
-                for storage in STORAGES:
-                    stored = kv_dtype(str(half).removeprefix("torch.")) if storage == FLOAT16 else storage
+            for storage in STORAGES:
+                stored = kv_dtype(str(half).removeprefix("torch.")) if storage == FLOAT16 else storage
+                for heads in HEADS:
                     _attention(half, heads, stored)
+                for num_heads in LATENT_HEADS:
+                    _latent(half, num_heads, stored)
         for each in modules:  # a module's constant kernel may belong to no op
             for kernel in filter(lambda value: isinstance(value, Kernel), vars(each).values()):
                 recorder.add(kernel)
@@ -201,7 +204,7 @@ def _call_linear(impl: Implementation, packed: Any, half: torch.dtype, n: int, k
 def _attention(half: torch.dtype, heads: tuple[int, int, int, float], storage: KVDtype) -> None:
     num_heads, num_kv_heads, dim, softcap = heads
     traits = {"rotary_dim": dim, "head_dim": dim, "num_heads": num_heads, "num_kv_heads": num_kv_heads}
-    cache = _kv(num_kv_heads, dim, storage)
+    caches = _kv(num_kv_heads, dim, storage), _kv(num_kv_heads, dim, storage)
     tables = _empty(SEQUENCES, BLOCKS // SEQUENCES, dtype=torch.int32)
     for tokens in (SEQUENCES, 64 * SEQUENCES):  # decoding, and prompts
         q = _empty(tokens, num_heads, dim, dtype=half)
@@ -210,10 +213,24 @@ def _attention(half: torch.dtype, heads: tuple[int, int, int, float], storage: K
         starts, lens = (_empty(SEQUENCES + extra, dtype=torch.int32) for extra in (1, 0))
         slots = _empty(tokens, dtype=torch.int32)
         if (append := _ours(ops.rope_append, **traits)) is not None:
-            append(q, k, v, cos, sin, cache, cache, slots)
+            append(q, k, v, cos, sin, *caches, slots)
         if (attend := _ours(ops.rope_paged_attention, **traits)) is not None:
             geometry = BatchGeometry(starts, lens, tables, slots)
-            attend(q, k, v, cos, sin, cache, cache, geometry, AttentionSpec(dim**-0.5, softcap=softcap))
+            attend(q, k, v, cos, sin, *caches, geometry, AttentionSpec(dim**-0.5, softcap=softcap))
+
+
+def _latent(half: torch.dtype, num_heads: int, storage: KVDtype) -> None:
+    """Run attention over rows that are keys and values, to new tokens and to prompts."""
+    traits = {"head_dim": ROW, "num_heads": num_heads, "num_kv_heads": 1, "latent": True, "rotary_dim": ROW_ROTARY}
+    cache, tables = _kv(1, ROW, storage), _empty(SEQUENCES, BLOCKS // SEQUENCES, dtype=torch.int32)
+    attend = _ours(ops.rope_paged_attention, **traits)
+    for tokens in (SEQUENCES, 64 * SEQUENCES):
+        q, row = _empty(tokens, num_heads, ROW, dtype=half), _empty(tokens, 1, ROW, dtype=half)
+        cos, sin = (_empty(tokens, ROW_ROTARY // 2) for _ in range(2))
+        starts, lens = (_empty(SEQUENCES + extra, dtype=torch.int32) for extra in (1, 0))
+        geometry = BatchGeometry(starts, lens, tables, _empty(tokens, dtype=torch.int32))
+        if attend is not None:
+            attend(q, row, row, cos, sin, cache, cache, geometry, AttentionSpec(ROW**-0.5))
 
 
 def _kv(num_kv_heads: int, dim: int, storage: KVDtype) -> KVTensor:

@@ -116,6 +116,11 @@ def _fp8_product(x: Tensor, weight: QTensor, bias: Tensor | None) -> Tensor:
     return _product(torch.cat(rounded, dim=1), dequantize(weight), bias).to(x.dtype)
 
 
+@implements(ops.linear_heads, "reference", device="any", pack=torch.Tensor.contiguous)
+def linear_heads(x: Tensor, packed: Tensor) -> Tensor:
+    return torch.einsum("thk,hnk->thn", x.float(), packed.float()).to(x.dtype)
+
+
 def _accepts_torch(*, dtype: torch.dtype, **traits: Any) -> str | None:
     return None if dtype in TORCH_DTYPES else f"weights of {dtype}"
 

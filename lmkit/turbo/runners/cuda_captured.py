@@ -98,7 +98,9 @@ def chosen(decoder: Decoder) -> Iterator[tuple[str, Implementation]]:
         yield "logits", decoder.softcap
     for layer in decoder.layers:
         yield "attention", layer.attention_op
-        if layer.spec.qk_norm or layer.spec.post_norms:
+        if layer.latent is not None:
+            yield "latent products", layer.latent.linear_heads
+        if layer.spec.qk_norm or layer.spec.post_norms or layer.latent is not None:
             yield "norms", layer.rms_norm
     for mixture in mixtures(decoder):
         yield from (("experts", implementation) for implementation in mixture.implementations)

@@ -2,7 +2,7 @@
 //
 // A token's heads are ordered: query heads, key heads, value heads; index = (token, head). Queries and keys are rotated
 // and written back. Keys and values are quantized and stored. With null angles nothing is rotated (kv_append, without
-// query heads).
+// query heads). With null values there are no value heads: the key's row is the value too.
 //
 // DIM: D. KEYS, VALUES: storage types (StorageType). LM_BF16: q, k, v are bfloat16.
 #include "kv.cuh"
@@ -38,7 +38,7 @@ append(u16* q, i64 q_token, i64 q_head, u16* k, i64 k_token, i64 k_head, u16* v,
        const float* k_scales, int k_hadamard, u8* v_data, u8* v_params, const float* v_scales, int v_hadamard,
        const i32* slots, int tokens, int q_heads, int kv_heads, int block_size) {
     begin_kernel();
-    const int heads = q_heads + 2 * kv_heads;
+    const int heads = q_heads + (v ? 2 : 1) * kv_heads;
     const i64 index = blockIdx.x * 8ll + threadIdx.x / 16, count = static_cast<i64>(tokens) * heads;
     // The two halves of a warp may have different kinds of heads. All lanes take part in the warp operations of each
     // path. A half that has another kind of head, or nothing to do, takes part with `mine` false.

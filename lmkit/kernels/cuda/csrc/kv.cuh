@@ -54,6 +54,14 @@ struct Storage {
         return element(step, 4 * t + (j & 1) * 2 + (j >> 1));
     }
 
+    // Where an element is in the steps of keys: 16 step + k.
+    static DEVICE int key_place(int element) {
+        if constexpr (!CODED) return element;
+        const int high = TYPE == KV_INT4 && element >= D / 2, byte = element - high * (D / 2);
+        const int step = TYPE == KV_INT4 ? (byte >> 4) * 2 + high : byte >> 4;
+        return 16 * step + (byte >> 1 & 6) + (byte >> 1 & 1) + (byte & 1) * 8;
+    }
+
     // The element of row `row` (0..15) of a step of values, or -1.
     static DEVICE int value_element(int step, int row) {
         if constexpr (!CODED) return 16 * step + row;

@@ -32,6 +32,7 @@
 //
 // Nothing here needs more than sm_80; Hopper's wgmma, whose peak is higher, is not used.
 #include "kv.cuh"
+#include "sequence.cuh"
 #include "softcap.cuh"
 
 #define D HEAD_DIM
@@ -155,18 +156,12 @@ struct Work {
     DEVICE int first_key(int i) const { return (i < sink_tiles ? i : i - sink_tiles + window_tile) * KEYS; }
 };
 
-// Finds tile `slot` of all, or returns false. Sequence b's begin at (its first row) / ROWS + b; there is room for all.
+// Finds tile `slot` of all, or returns false.
 DEVICE bool find_work(
     Work& work, int slot, const int* query_start, const int* context_lens, int num_seqs, bool skip_single) {
-    int before = 0;
-    for (int b = lane_id(); b - lane_id() < num_seqs; b += 32) {
-        const bool begun = b < num_seqs && i64(query_start[b]) * work.group / ROWS + b <= slot;
-        before += __popc(__ballot_sync(0xffffffffu, begun));
-    }
-    const int b = before - 1, start = query_start[b], tokens = query_start[b + 1] - start, length = context_lens[b];
-    const int base = static_cast<int>(i64(start) * work.group / ROWS) + b;
-    work.sequence = b, work.token = start, work.past = length - tokens;
-    work.first_row = (slot - base) * ROWS, work.num_rows = tokens * work.group;
+    const int b = sequence_of<ROWS>(slot, query_start, num_seqs, work.group, work.first_row);
+    const int start = query_start[b], tokens = query_start[b + 1] - start, length = context_lens[b];
+    work.sequence = b, work.token = start, work.past = length - tokens, work.num_rows = tokens * work.group;
     if (work.first_row >= work.num_rows || length < tokens || (skip_single && tokens == 1)) return false;
     work.first = work.position(0), work.last = work.position(ROWS - 1);
     work.window_tile = work.window ? max(work.first - work.window + 1, 0) / KEYS : 0;

@@ -1,0 +1,72 @@
+"""Latent attention on device "cuda", emulated: log-probabilities are those of transformers, however a sequence is
+computed."""
+
+from __future__ import annotations
+
+import shutil
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from lmkit.formats.hub import DEMO_FOLDER
+from lmkit.kernels import ops
+from lmkit.turbo.request import StepOutput
+from lmkit.turbo.runners.device import CudaDevice
+from tests.models import tiny
+from tests.turbo.engine.test_cuda_engine import device, emulated, on_gpu, requests, tokens  # noqa: F401
+from tests.turbo.engine.test_engine import run
+
+pytestmark = pytest.mark.slow
+LENGTH = 96
+
+
+def assert_right(model: Any, prompts: dict[str, list[int]], outputs: dict[str, list[StepOutput]], most: float) -> None:
+    """Each token's log-probability is the one of a forward pass of the whole text, within `most`."""
+    for name, prompt in prompts.items():
+        parts = [part for output in outputs[name] for part in output.logprobs]
+        with torch.inference_mode():
+            logits = model(torch.tensor([prompt + [part.token_id for part in parts]])).logits[0].float()
+        wanted = logits.log_softmax(-1)[len(prompt) - 1 :]
+        assert parts
+        for part, of_token in zip(parts, wanted, strict=False):
+            for token_id, logprob in part.top:
+                assert logprob == pytest.approx(of_token[token_id].item(), abs=most), name
+
+
+@emulated
+@pytest.mark.parametrize(
+    ("family", "dtype", "kv_bytes", "most"),
+    [("deepseek-v3", "float32", 4, 1e-4), ("deepseek-v2-lite", "auto", 2, 0.02)],
+)
+def test_log_probabilities_are_those_of_transformers(
+    tmp_path: Path,
+    device: CudaDevice,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    family: str,
+    dtype: Any,
+    kv_bytes: int,
+    most: float,
+) -> None:
+    """Whole prompts, chunks beside new tokens, after a preemption, and behind a prefix that is found again. float32 is
+    computed by torch. In 16 bits kernels compute, and steps are captured: without experts, whose choice turns on the
+    last bit."""
+    monkeypatch.setattr(ops.paged_attention, "fallbacks", Counter())
+    changes = {"num_hidden_layers": 2, "first_k_dense_replace": 2 if dtype == "auto" else 1}
+    tiny.make(tmp_path, family, max_position_embeddings=LENGTH, **changes).half().save_pretrained(tmp_path)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(DEMO_FOLDER / file, tmp_path / file)
+    row_bytes, wanted = kv_bytes * model.config.num_hidden_layers * 32, requests(max_tokens=16)[1:3]
+    prompts = {request.request_id: request.prompt_ids for request in wanted}
+    whole = on_gpu(tmp_path, device, dtype=dtype, max_model_len=LENGTH, max_step_tokens=64)
+    cut = on_gpu(tmp_path, device, dtype=dtype, max_model_len=None, kv_memory=5 * 16 * row_bytes)
+    assert ("decode steps of 3 sizes" in whole.info.captured) == (dtype == "auto")
+    for engine in (whole, whole, cut):
+        assert_right(model, prompts, run(engine, wanted), most)
+    assert cut.stats().preemptions > 0
+    assert whole.stats().prefix_hits > 0
+    assert dtype != "auto" or not ops.paged_attention.fallbacks
