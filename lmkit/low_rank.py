@@ -25,6 +25,16 @@ class LowRank:
         return self.scale * (self.b.float().T @ self.a.float())
 
 
+@dataclass(frozen=True)
+class Columns:
+    """`size` columns of a tensor, in groups of `width` whose starts lie `stride` apart."""
+
+    start: int
+    width: int
+    stride: int
+    size: int
+
+
 class LowRanks:
     """The additions of several adapters to one linear, by the adapter's number. Kernels read `addresses`."""
 

@@ -28,7 +28,7 @@ from lmkit.attention_spec import AttentionSpec
 from lmkit.kernels.delta import DeltaStates, DeltaWeights
 from lmkit.kernels.registry import op
 from lmkit.kv_dtype import KVDtype
-from lmkit.low_rank import AdapterRows, LowRanks
+from lmkit.low_rank import AdapterRows, Columns, LowRanks
 
 FP8_MAX = 448.0
 ACTIVATIONS = ("silu", "gelu_tanh", "clamped_swish")  # of gated linears
@@ -177,16 +177,6 @@ def gated_activation(gate_up: Tensor, activation: str) -> Tensor:
 def gated_panels(gate_up: Tensor, activation: str, width: int, size: int, dtype: torch.dtype | None = None) -> Tensor:
     """`gated_activation` of gate_up [T, 2 n * width], gate and up in turns of `width` columns. The result [T, size] has
     `dtype`, or gate_up's. Columns beyond `size` of each half are padding."""
-
-
-@dataclass(frozen=True)
-class Columns:
-    """`size` columns of a tensor, in groups of `width` whose starts lie `stride` apart."""
-
-    start: int
-    width: int
-    stride: int
-    size: int
 
 
 @op
@@ -367,8 +357,7 @@ def linear_dense(x: Tensor, packed: Any, bias: Tensor | None, norm: Norm | None 
 
 @op
 def linear_heads(x: Tensor, packed: Any) -> Tensor:
-    """y[t, h] = W_h x[t, h]: x [T, heads, K] -> [T, heads, N] in x's dtype, accumulated in float32. `pack(weight)`
-    takes [heads, N, K] of x's dtype."""
+    """y[t, h] = W_h x[t, h]: x [T, heads, K] -> [T, heads, N] in x's dtype. `pack(W [heads, N, K])` of x's dtype."""
 
 
 @op

@@ -15,8 +15,7 @@ from torch import Tensor
 from lmkit.kernels import ops
 from lmkit.kernels.cpu.panels import interleave
 from lmkit.kernels.cuda.module import tensor_device
-from lmkit.kernels.ops import Columns
-from lmkit.low_rank import AdapterRows, LowRank, LowRanks
+from lmkit.low_rank import AdapterRows, Columns, LowRank, LowRanks
 
 
 class StepAdapters:

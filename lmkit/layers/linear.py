@@ -12,12 +12,12 @@ from torch import Tensor
 
 from lmkit.errors import CheckpointError, UnsupportedError
 from lmkit.kernels import ops
-from lmkit.kernels.ops import Columns, Norm
+from lmkit.kernels.ops import Norm
 from lmkit.kernels.registry import ExpertLinears, Implementation, Op
 from lmkit.layers.adapters import LinearAdapters, StepAdapters, Ungated
 from lmkit.layers.outline import WeightKind, kind_of, packed_outline
 from lmkit.log import get_logger
-from lmkit.low_rank import AdapterRows
+from lmkit.low_rank import AdapterRows, Columns
 from lmkit.qtensor import QTensor, QuantScheme, dequantize, per_row
 
 log = get_logger(__name__)

@@ -7,9 +7,8 @@ import torch
 
 import lmkit.kernels  # noqa: F401  (registers)
 from lmkit.kernels import ops
-from lmkit.kernels.ops import Columns
 from lmkit.kernels.registry import Implementation, Op
-from lmkit.low_rank import DTYPES, AdapterRows, LowRank, LowRanks
+from lmkit.low_rank import DTYPES, AdapterRows, Columns, LowRank, LowRanks
 
 
 def both(op: Op) -> tuple[Implementation, Implementation]:

@@ -23,9 +23,8 @@ from lmkit.kernels.cpu.intrinsics import (
 )
 from lmkit.kernels.cpu.jit import FASTMATH, Task, inline
 from lmkit.kernels.cpu.panels import ACTIVATION_NUMBERS, multiply_gates
-from lmkit.kernels.ops import Columns
 from lmkit.kernels.registry import implements
-from lmkit.low_rank import MAX_RANK, AdapterRows, LowRanks
+from lmkit.low_rank import MAX_RANK, AdapterRows, Columns, LowRanks
 
 FLOAT32, BFLOAT16 = 0, 1  # of lmkit.low_rank.DTYPES
 BLOCK = 512  # elements that are computed between two requests for more

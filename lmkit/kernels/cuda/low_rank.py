@@ -18,9 +18,8 @@ from lmkit.kernels.cuda.elementwise import (
     kernel_for,
 )
 from lmkit.kernels.cuda.module import HALVES, Kernel
-from lmkit.kernels.ops import Columns
 from lmkit.kernels.registry import implements
-from lmkit.low_rank import MAX_RANK, AdapterRows, LowRanks
+from lmkit.low_rank import MAX_RANK, AdapterRows, Columns, LowRanks
 
 ROWS = 8  # of a block, as in low_rank.cu
 WARPS, RANK_PARTS = 4, 4  # rows of A that a block reads at a time, and blocks that share an adapter's

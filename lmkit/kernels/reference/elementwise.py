@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from lmkit.kernels import ops
-from lmkit.kernels.ops import Columns, KVTensor, Norm
+from lmkit.kernels.ops import KVTensor, Norm
 from lmkit.kernels.reference.kv import accepts_heads, kv_append
 from lmkit.kernels.registry import implements
-from lmkit.low_rank import AdapterRows, LowRanks
+from lmkit.low_rank import AdapterRows, Columns, LowRanks
 
 
 @implements(ops.rms_norm, "reference", device="any")

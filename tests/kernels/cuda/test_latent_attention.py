@@ -37,7 +37,7 @@ def inputs(
 
 
 def assert_attends(args: Inputs, tolerance: float) -> Tensor:
-    got = attention.paged_attention(*args)
+    got: Tensor = attention.paged_attention(*args)
     want = expected(args)
     assert (got.float() - want).abs().max() <= tolerance * want.abs().max()
     assert not module.counters(args.q.device.type).any()

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from lmkit.kernels import ops
 from lmkit.kernels.cuda import low_rank
-from lmkit.kernels.ops import Columns
 from lmkit.kernels.reference import elementwise as reference
-from lmkit.low_rank import AdapterRows, LowRank, LowRanks
+from lmkit.low_rank import AdapterRows, Columns, LowRank, LowRanks
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 COUNT = 6
