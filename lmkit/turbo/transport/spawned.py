@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -34,12 +35,13 @@ class EngineProcess:
     def __init__(
         self,
         process: asyncio.subprocess.Process,
+        held: int,
         commands: zmq.Socket,
         events: zmq.asyncio.Socket,
         handle: Callable[[messages.Event], None],
         silent_seconds: float,
     ) -> None:
-        self._process = process
+        self._process, self._held = process, held
         self._commands, self._events = commands, events
         self._handle = handle
         self._encoder = msgspec.msgpack.Encoder()
@@ -73,23 +75,36 @@ class EngineProcess:
                 commands.sndhwm = events.rcvhwm = messages.QUEUED_MESSAGES
                 commands.bind(addresses["commands"])
                 events.bind(addresses["events"])
-                process = await cls._execute(arguments | addresses)
+                process, held = await cls._execute(arguments | addresses)
             except (OSError, zmq.ZMQError) as error:
                 raise LMKitError(f"an engine process cannot be started: {error.strerror}") from None
             opened.pop_all()
-        return cls(process, commands, events, handle, silent_seconds)
+        return cls(process, held, commands, events, handle, silent_seconds)
 
     @staticmethod
-    async def _execute(arguments: dict[str, str]) -> asyncio.subprocess.Process:
-        return await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "lmkit.turbo.transport.engine_process",
-            *(f"--{name}={value}" for name, value in arguments.items()),
-            stdin=asyncio.subprocess.PIPE,
-            start_new_session=True,  # the front end handles Ctrl-C in a terminal
-            cwd=Path(lmkit.__file__).parents[1],  # `-m` puts it on the path; the process then changes to --cwd
-        )
+    async def _execute(arguments: dict[str, str]) -> tuple[asyncio.subprocess.Process, int]:
+        """The process, and the end of its stdin that this process holds: the other one ends with it.
+
+        The pipe is not asyncio's: if a process ends before asyncio has connected its pipes, because the start was
+        cancelled, nobody is told of its end.
+        """
+        stdin, held = os.pipe()
+        try:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "lmkit.turbo.transport.engine_process",
+                *(f"--{name}={value}" for name, value in arguments.items()),
+                stdin=stdin,
+                start_new_session=True,  # the front end handles Ctrl-C in a terminal
+                cwd=Path(lmkit.__file__).parents[1],  # `-m` puts it on the path; the process then changes to --cwd
+            )
+        except BaseException:
+            os.close(held)
+            raise
+        finally:
+            os.close(stdin)
+        return process, held
 
     @property
     def pid(self) -> int:
@@ -155,6 +170,7 @@ class EngineProcess:
         try:
             await asyncio.wait({self.exited, self.listening})
         finally:
+            os.close(self._held)
             self._commands.close()
             self._events.close()
 

@@ -291,6 +291,31 @@ def test_it_gives_up_after_quick_failures(tmp_path: Path) -> None:
     run(main())
 
 
+def test_a_start_that_is_cancelled_ends_with_its_process() -> None:
+    """At any moment, even if the process ends while asyncio would connect its pipes."""
+
+    async def main() -> None:
+        loop, before = asyncio.get_running_loop(), psutil.Process().children()
+        connect = loop.connect_write_pipe
+
+        async def connected(*args: Any) -> Any:
+            found = await connect(*args)
+            await asyncio.sleep(1)
+            return found
+
+        loop.connect_write_pipe = connected  # type: ignore[method-assign]
+        for turns in range(8):
+            start = asyncio.create_task(make().start())
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            start.cancel()
+            await asyncio.wait({start}, timeout=20)
+            assert start.cancelled()
+        assert psutil.Process().children() == before
+
+    run(main())
+
+
 @pytest.mark.parametrize(
     ("model", "kind", "message"),
     [("bad-checkpoint", CheckpointError, "truncated"), ("exits", LMKitError, "status 7")],
