@@ -51,7 +51,7 @@ def assembled(frames: list[tuple[wire.Frame, bytes | memoryview]]) -> list[bytes
     blocks = [bytearray(BLOCK) for _ in KEYS]
     for frame, data in frames:
         size = frame.end - frame.begin
-        for i in range(frame.count):
+        for i in range(frame.num_blocks):
             blocks[frame.first + i][frame.begin : frame.end] = data[i * size : (i + 1) * size]
     return [bytes(block) for block in blocks]
 
@@ -66,7 +66,7 @@ def test_each_layer_is_given_before_the_next_one_is_computed(
     with filling.step(fill(blocks, KEYS)[2:]):
         for layer in range(3):
             filling.advance(layer)
-            while not came or came[-1][0].end < (layer + 1) * LAYER or came[-1][0].count == 1:
+            while not came or came[-1][0].end < (layer + 1) * LAYER or came[-1][0].num_blocks == 1:
                 came.append(next(frames))
             assert came[-1][0][:2] == (2, 4)
             assert came[-1][0].end == (layer + 1) * LAYER

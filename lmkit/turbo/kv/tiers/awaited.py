@@ -107,7 +107,7 @@ class _Source:
             if frame == wire.NOTHING:
                 continue
             if not run:
-                run = [np.empty(self._kind.block_bytes, np.uint8).data for _ in range(frame.count)]
+                run = [np.empty(self._kind.block_bytes, np.uint8).data for _ in range(frame.num_blocks)]
             if not frame.nbytes or frame[:3] != (first, len(run), filled):
                 raise wire.WireError("a frame at another place")
             self._first, size = self._last, frame.end - filled

@@ -47,16 +47,16 @@ FRAME = struct.Struct("<HHII")
 
 
 class Frame(NamedTuple):
-    """What a frame holds: bytes `begin` to `end` of `count` blocks, the first of them `first` of the keys."""
+    """What a frame holds: bytes `begin` to `end` of some blocks, the first of them `first` of the keys."""
 
     first: int
-    count: int
+    num_blocks: int
     begin: int
     end: int
 
     @property
     def nbytes(self) -> int:
-        return self.count * (self.end - self.begin)
+        return self.num_blocks * (self.end - self.begin)
 
 
 NOTHING = Frame(0, 0, 0, 0)
@@ -166,7 +166,7 @@ class Link:
         """The next frame of a FOLLOW of so many keys."""
         head = self.take(FRAME.size, seconds)
         frame = Frame(*FRAME.unpack(head))
-        if not (frame.first + frame.count <= num_keys and frame.begin <= frame.end <= block_bytes):
+        if not (frame.first + frame.num_blocks <= num_keys and frame.begin <= frame.end <= block_bytes):
             raise WireError("a frame of another form")
         data = np.empty(frame.nbytes, np.uint8).data
         self.receive_raw(data, seconds)
