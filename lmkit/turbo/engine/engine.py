@@ -37,9 +37,10 @@ from lmkit.turbo.plan import StepPlan
 from lmkit.turbo.request import EngineInfo, EngineStats, Request, SamplingParams, StepOutput
 from lmkit.turbo.runners.cpu import CpuRunner
 from lmkit.turbo.runners.device import Device, resolve_device
-from lmkit.turbo.runners.factory import Others, make_runner, start_others
+from lmkit.turbo.runners.factory import make_runner
 from lmkit.turbo.runners.guides import Guides
 from lmkit.turbo.runners.images import EncodedImages
+from lmkit.turbo.runners.processes import Processes
 from lmkit.turbo.runners.runner import RunnerParts, Ticket
 from lmkit.turbo.scheduling.limits import SchedulerLimits
 from lmkit.turbo.scheduling.scheduler import Scheduler
@@ -138,7 +139,7 @@ class Engine:
             shared = self._tiers, self._guides, memory.max_model_len, memory.workspace, len(memory.layout.groups)
             parts = RunnerParts(config, model.decoder, kv, blocks, *shared, encoded)
             self.adapters = loading.load_adapters(model, config)
-            others = self._start_others(model, config, cpus) if config.num_processes > 1 else None
+            others = loading.start_others(model, config, cpus, self._lose)
             self.runner = make_runner(device, parts, others)
             self._drafter = model.draft.start(self.runner, spec.vocab_size) if model.draft is not None else None
             captured = self._warm_up(limits, others)
@@ -167,16 +168,11 @@ class Engine:
             packed_cache.check_in_background(file, self._lose)
         pages.take_in_background(blocks.parts)
 
-    def _start_others(self, model: LoadedModel, config: EngineConfig, cpus: list[list[int]]) -> Others:
-        """Start the other processes of the model. They plan the same memory."""
-        sizes = {"kv_memory": model.memory.kv * config.num_processes, "max_model_len": model.memory.max_model_len}
-        return start_others(model.path, msgspec.structs.replace(config, **sizes), model.decoder.spec, self._lose, cpus)
-
     def _lose(self, reason: str) -> None:
         """From any thread: nothing can be computed any more. The next `step` says so."""
         self._lost = reason
 
-    def _warm_up(self, limits: SchedulerLimits, others: Others | None) -> str:
+    def _warm_up(self, limits: SchedulerLimits, others: Processes | None) -> str:
         """Compute a few tokens with a separate scheduler. Returns what the runner says of captured steps.
 
         Everything that is compiled or read on first use is ready before the first request. Raises LMKitError if a step

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from lmkit.config import NAMED_PEERS, EngineConfig
@@ -43,7 +44,9 @@ from lmkit.turbo.kv.tiers.disk import DiskTier
 from lmkit.turbo.kv.tiers.peer import PeerTier
 from lmkit.turbo.kv.tiers.store import TierStore
 from lmkit.turbo.request import Classes, Pooling
+from lmkit.turbo.runners import factory
 from lmkit.turbo.runners.device import Device
+from lmkit.turbo.runners.processes import Processes, SharedModel
 
 log = get_logger(__name__)
 
@@ -355,3 +358,14 @@ def open_tiers(
         address = wire.address_of(config.kv_listen, "kv_listen")
         server = BlockServer(address, kind, tiers.lookup_here, tiers.read_here, tiers.filling.frames)
     return tiers, server
+
+
+def start_others(
+    model: LoadedModel, config: EngineConfig, cpus: list[list[int]], lose: Callable[[str], None]
+) -> Processes | None:
+    """Start the other processes of the model, if several share it. They plan the same memory."""
+    if config.num_processes == 1:
+        return None
+    sizes = {"kv_memory": model.memory.kv * config.num_processes, "max_model_len": model.memory.max_model_len}
+    shared = SharedModel(model.path, msgspec.structs.replace(config, **sizes), model.decoder.spec, cpus)
+    return factory.start_others(shared, lose)

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from lmkit.config import EngineConfig
-from lmkit.models.spec import ModelSpec
 from lmkit.turbo.runners.cpu import CpuRunner
 from lmkit.turbo.runners.cuda import CudaRunner
 from lmkit.turbo.runners.device import CpuDevice, Device
+from lmkit.turbo.runners.processes import Processes, SharedModel
 from lmkit.turbo.runners.ranks import Ranks
 from lmkit.turbo.runners.remote import RemoteRanks
 from lmkit.turbo.runners.runner import Runner, RunnerParts
@@ -18,20 +17,14 @@ from lmkit.turbo.runners.stages import Stages
 RUNNERS: dict[str, Callable[[Any, RunnerParts], Runner]] = {"cpu": CpuRunner, "cuda": CudaRunner}  # by device
 
 
-Others = Ranks | Stages
+def start_others(model: SharedModel, lose: Callable[[str], None]) -> Processes:
+    """Start the other ranks or stages, see Processes."""
+    if model.config.num_ranks == 1:
+        return Stages(model, lose)
+    return (Ranks if model.config.cluster == "none" else RemoteRanks)(model, lose)
 
 
-def start_others(
-    model_path: str, config: EngineConfig, spec: ModelSpec, lose: Callable[[str], None], cpus: list[list[int]]
-) -> Others:
-    """Start the other ranks or stages, see runners.ranks.Ranks."""
-    if config.num_ranks == 1:
-        return Stages(model_path, config, spec, lose, cpus)
-    kind = Ranks if config.cluster == "none" else RemoteRanks
-    return kind(model_path, config, spec, lose, cpus)
-
-
-def make_runner(device: Device, parts: RunnerParts, others: Others | None = None) -> Runner:
+def make_runner(device: Device, parts: RunnerParts, others: Processes | None = None) -> Runner:
     """Make a runner with its state on `device`, of process 0 if there are others.
 
     torch's OutOfMemoryError means that the device has too little memory.

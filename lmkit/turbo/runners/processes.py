@@ -7,17 +7,23 @@ import os
 import subprocess
 import sys
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import IO, Protocol, TypeVar
+from typing import IO, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
 import lmkit
 from lmkit.config import EngineConfig
 from lmkit.errors import EngineLostError, LMKitError
+from lmkit.models.spec import ModelSpec
 from lmkit.turbo.plan import StepPlan
 from lmkit.turbo.request import SamplingParams
+from lmkit.turbo.runners.cpu import CpuRunner
+from lmkit.turbo.runners.device import CpuDevice
+from lmkit.turbo.runners.runner import RunnerParts
 
 STOP_SECONDS = 5.0  # for a process to end by itself
 PROCESS = "lmkit.turbo.engine.rank_process"
@@ -64,19 +70,47 @@ class Process(Protocol):
     def kill(self) -> None: ...
 
 
-class Processes:
+class SharedModel(NamedTuple):
+    """A model that several processes share."""
+
+    path: str
+    config: EngineConfig  # of the other processes
+    spec: ModelSpec
+    cpus: list[list[int]]  # of each process; none: it is bound to nothing
+
+
+class Processes(ABC):
     """Processes 1 and on, as process 0 sees them."""
 
-    def __init__(
-        self, starts: Sequence[Start], lose: Callable[[str], None], begin: Callable[[Start], Process] | None = None
-    ) -> None:
-        """Start the processes. `lose` is called, from a thread, when one has ended. `begin` starts each; by default it
-        is one of this machine.
-        """
+    def __init__(self, model: SharedModel, lose: Callable[[str], None]) -> None:
+        """Start the processes. `lose` is called, from a thread, when one has ended. Raises LMKitError if one cannot be
+        started."""
         self._lose, self._closed = lose, False
-        self._processes: list[Process] = [(begin or _spawn)(start) for start in starts]
-        for process, start in zip(self._processes, starts, strict=True):
-            self._send_to(process, start)
+        self._processes: list[Process] = []
+        with self._starts(model) as starts:
+            for start in starts:
+                self._processes.append(self._begin(start))
+            for process, start in zip(self._processes, starts, strict=True):
+                self._send_to(process, start)
+
+    @abstractmethod
+    def _starts(self, model: SharedModel) -> AbstractContextManager[Sequence[Start]]:
+        """The first message to each process. Behind it process 0 closes the files that they alone are to hold."""
+
+    @abstractmethod
+    def runner(self, device: CpuDevice, parts: RunnerParts) -> CpuRunner:
+        """The runner of process 0."""
+
+    def _begin(self, start: Start) -> Process:
+        """Start a process."""
+        return subprocess.Popen(
+            [sys.executable, "-m", PROCESS],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            pass_fds=start.files,
+            start_new_session=True,  # Ctrl-C in a terminal is the engine's
+            cwd=Path(lmkit.__file__).parents[1],
+        )
 
     def wait_until_ready(self) -> None:
         """Wait until every process has loaded its part. Raises LMKitError if one cannot."""
@@ -128,17 +162,6 @@ class Processes:
 
     def _ended(self, reason: str) -> None:
         self._lose(reason)
-
-
-def _spawn(start: Start) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        [sys.executable, "-m", PROCESS],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        pass_fds=start.files,
-        start_new_session=True,  # Ctrl-C in a terminal is the engine's
-        cwd=Path(lmkit.__file__).parents[1],
-    )
 
 
 def without_wishes(plan: StepPlan) -> StepPlan:

@@ -12,7 +12,8 @@ from __future__ import annotations
 import mmap
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import IO
 
 import msgspec
@@ -26,7 +27,7 @@ from lmkit.turbo.plan import Chunk, Sampled, SampledToken, StepPlan
 from lmkit.turbo.runners.batch import StepRows
 from lmkit.turbo.runners.cpu import CpuRunner
 from lmkit.turbo.runners.device import CpuDevice
-from lmkit.turbo.runners.processes import ENDED, Processes, Start, read, without_wishes
+from lmkit.turbo.runners.processes import ENDED, Processes, SharedModel, Start, read, without_wishes
 from lmkit.turbo.runners.runner import RunnerParts
 
 
@@ -46,30 +47,22 @@ def slot_bytes(config: EngineConfig, spec: ModelSpec) -> int:
 class Ranks(Processes):
     """The processes of ranks 1 and on, and the memory that all ranks share."""
 
-    def __init__(
-        self,
-        model_path: str,
-        config: EngineConfig,
-        spec: ModelSpec,
-        lose: Callable[[str], None],
-        cpus: list[list[int]],
-    ) -> None:
-        """Start the processes. `config` is theirs, and so are the CPUs, each rank's; `lose` is called, from a thread,
-        when one has ended."""
-        size, slot = config.num_ranks, slot_bytes(config, spec)
+    shared: SharedRanks
+
+    @contextmanager
+    def _starts(self, model: SharedModel) -> Iterator[list[Start]]:
+        config, size, slot = model.config, model.config.num_ranks, slot_bytes(model.config, model.spec)
         num_bytes = shared_bytes(size, slot)
         memory = os.memfd_create("lmkit-ranks")
         try:
             os.ftruncate(memory, num_bytes)
-            self.shared = SharedRanks(mmap.mmap(memory, num_bytes), 0, size, slot, spec.vocab_size)
-            super().__init__(
-                [Start(rank, model_path, config, [memory], slot, cpus=cpus[rank]) for rank in range(1, size)], lose
-            )
+            self.shared = SharedRanks(mmap.mmap(memory, num_bytes), 0, size, slot, model.spec.vocab_size)
+            yield [Start(r, model.path, config, [memory], slot, cpus=model.cpus[r]) for r in range(1, size)]
         finally:
             os.close(memory)
 
     def runner(self, device: CpuDevice, parts: RunnerParts) -> LeadingRunner:
-        """The runner of rank 0."""
+        """See Processes."""
         return LeadingRunner(device, parts, self)
 
     def check(self) -> None:

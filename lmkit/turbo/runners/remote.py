@@ -17,8 +17,8 @@ import mmap
 import secrets
 import socket
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from typing import IO, Any
@@ -26,13 +26,11 @@ from typing import IO, Any
 import numpy as np
 import torch
 
-from lmkit.config import EngineConfig
 from lmkit.errors import EngineLostError, LMKitError
 from lmkit.kernels.cpu import threads
 from lmkit.kernels.cpu.collective import HEADER, SharedRanks, shared_bytes
-from lmkit.models.spec import ModelSpec
 from lmkit.turbo.runners.placing import PLACERS
-from lmkit.turbo.runners.processes import ENDED, Processes, Start
+from lmkit.turbo.runners.processes import ENDED, SharedModel, Start
 from lmkit.turbo.runners.ranks import Ranks, slot_bytes
 
 COME_SECONDS = 600.0  # in which all ranks must come
@@ -144,26 +142,22 @@ def joined(start: Start, vocab_size: int) -> GlooRanks:
 class RemoteRanks(Ranks):
     """Ranks on other machines, which `config.cluster` starts."""
 
-    def __init__(
-        self,
-        model_path: str,
-        config: EngineConfig,
-        spec: ModelSpec,
-        lose: Callable[[str], None],
-        cpus: list[list[int]],
-    ) -> None:
-        """See Ranks. Raises LMKitError if ranks do not come."""
+    @contextmanager
+    def _starts(self, model: SharedModel) -> Iterator[list[Start]]:
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-        size, slot = config.num_ranks, slot_bytes(config, spec)
+        config, size, slot = model.config, model.config.num_ranks, slot_bytes(model.config, model.spec)
         placer = PLACERS[config.cluster](config)
         store = TCPStore(placer.host, 0, is_master=True, wait_for_workers=False)
-        self.shared = GlooRanks(lambda: store, 0, size, slot, spec.vocab_size)
-        door = Door(placer.host)
+        self.shared = GlooRanks(lambda: store, 0, size, slot, model.spec.vocab_size)
+        self._door = Door(placer.host)
         try:
-            placer.place(door.address, door.key)
+            placer.place(self._door.address, self._door.key)
             there = f"{placer.host}:{store.port}"
-            starts = [Start(rank, model_path, config, [], slot, store=there) for rank in range(1, size)]
-            Processes.__init__(self, starts, lose, door.enter)
+            yield [Start(rank, model.path, config, [], slot, store=there) for rank in range(1, size)]
         finally:
-            door.close()
+            self._door.close()
+
+    def _begin(self, start: Start) -> Connection:
+        """The next rank that comes. Raises LMKitError if none does."""
+        return self._door.enter(start)

@@ -18,7 +18,8 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import IO
@@ -27,15 +28,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lmkit.config import EngineConfig
 from lmkit.errors import EngineLostError
 from lmkit.kernels.cpu import threads
-from lmkit.models.spec import ModelSpec
 from lmkit.turbo.plan import Chunk, Sampled, StepPlan
 from lmkit.turbo.runners.batch import StepRows
 from lmkit.turbo.runners.cpu import CpuRunner
 from lmkit.turbo.runners.device import CpuDevice
-from lmkit.turbo.runners.processes import ENDED, Processes, Start, read, without_wishes
+from lmkit.turbo.runners.processes import ENDED, Processes, SharedModel, Start, read, without_wishes
 from lmkit.turbo.runners.runner import RunnerParts, Shown, StepResult, Ticket
 
 HEADER = struct.Struct("<QQ")
@@ -117,26 +116,21 @@ class Neighbours:
 class Stages(Processes):
     """The processes of stages 1 and on."""
 
-    def __init__(
-        self,
-        model_path: str,
-        config: EngineConfig,
-        spec: ModelSpec,
-        lose: Callable[[str], None],
-        cpus: list[list[int]],
-    ) -> None:
-        """See runners.ranks.Ranks."""
+    line: Neighbours
+
+    @contextmanager
+    def _starts(self, model: SharedModel) -> Iterator[list[Start]]:
+        config = model.config
         behind, before = zip(*(socket.socketpair() for _ in range(config.pp)), strict=True)
         before = (before[-1], *before[:-1])  # stage 0 gets what the last one sends
-        files = [[before[rank].fileno(), behind[rank].fileno()] for rank in range(config.pp)]
-        starts = [Start(rank, model_path, config, files[rank], cpus=cpus[rank]) for rank in range(1, config.pp)]
-        super().__init__(starts, lose)
+        files = [[before[stage].fileno(), behind[stage].fileno()] for stage in range(config.pp)]
+        yield [Start(n, model.path, config, files[n], cpus=model.cpus[n]) for n in range(1, config.pp)]
         for given in (*before[1:], *behind[1:]):
             given.close()  # its stage alone holds it now, so that its end is seen
-        self.line = Neighbours(0, before[0], behind[0], config.tokens_per_step, spec.hidden_size)
+        self.line = Neighbours(0, before[0], behind[0], config.tokens_per_step, model.spec.hidden_size)
 
     def runner(self, device: CpuDevice, parts: RunnerParts) -> FirstStage:
-        """The runner of stage 0."""
+        """See Processes."""
         return FirstStage(device, parts, self)
 
     def close(self) -> None:
