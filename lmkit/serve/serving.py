@@ -31,13 +31,14 @@ from lmkit.text.chat.style import Style
 from lmkit.turbo.request import EngineInfo, Request, Siblings
 from lmkit.turbo.transport.async_engine import AsyncEngine
 from lmkit.turbo.transport.output import OutputProcessor, RequestOutput
+from lmkit.turbo.transport.steps import TICK_SECONDS
 from lmkit.web.budget import Budget, Share
 from lmkit.web.rates import spend
 from lmkit.web.resume import Known
 
 # From one output of a choice to its next: the least, longer than a connection's pace, and the most.
-REST_SECONDS = 0.012, 0.05
-OUTPUTS_PER_SECOND = 500  # of all choices together, as far as REST_SECONDS lets them
+REST_SECONDS = TICK_SECONDS, 0.05
+OUTPUTS_PER_SECOND = 300  # of all choices together, as far as REST_SECONDS lets them
 MIN_LOGPROB = -9999.0  # JSON has no -Infinity; OpenAI writes this
 
 

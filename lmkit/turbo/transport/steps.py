@@ -12,6 +12,7 @@ from lmkit.errors import RequestError
 from lmkit.turbo.request import StepOutput
 
 Rest = Callable[[], float] | None  # the seconds of a rest
+TICK_SECONDS = 0.012  # rests end together, at multiples of it: several sends in a row wake their readers less often
 
 
 class Steps:
@@ -44,7 +45,8 @@ class Steps:
             item = self._joined(item)
             if item.finish_reason is None:
                 self._is_resting = True
-                asyncio.get_running_loop().call_later(rest(), self._wake)
+                loop = asyncio.get_running_loop()
+                loop.call_at(_end_of_rest(loop.time(), rest()), self._wake)
         if not self._items or (self._is_resting and isinstance(self._items[0], StepOutput)):
             self._arrived.clear()
         return item
@@ -70,3 +72,9 @@ class Steps:
         self._is_resting = False
         if self._items:
             self._arrived.set()
+
+
+def _end_of_rest(now: float, rest: float) -> float:
+    """The last tick of a rest that begins now; without a tick in it, its end."""
+    tick = (now + rest) // TICK_SECONDS * TICK_SECONDS
+    return tick if tick > now else now + rest
