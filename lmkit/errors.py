@@ -62,7 +62,7 @@ class RequestError(LMKitError):
     `code` is a key of `HTTP_STATUS`; `param` is the request field at fault; `details` are fields beside the message.
     """
 
-    def __init__(self, code: str, message: str, param: str | None = None, **details: int) -> None:
+    def __init__(self, code: str, message: str, param: str | None = None, **details: int | str | list[str]) -> None:
         super().__init__(message)
         self.code = code
         self.message = message

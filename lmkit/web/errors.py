@@ -33,9 +33,10 @@ def error_body(error: RequestError, path: str = "") -> bytes:
         kind = _ANTHROPIC_TYPES.get(error.status, "api_error")
         # Agents look for these words, and shorten the conversation.
         start = "prompt is too long: " if error.code == "context_length_exceeded" else ""
-        return msgspec.json.encode(
-            {"type": "error", "error": {"type": kind, "message": start + error.message[:MAX_MESSAGE_CHARS]}}
-        )
+        shown: dict[str, object] = {"type": kind, "message": start + error.message[:MAX_MESSAGE_CHARS]}
+        if error.details:
+            shown["details"] = error.details
+        return msgspec.json.encode({"type": "error", "error": shown})
     if error.code == "insufficient_quota":
         kind = error.code
     elif error.status in (403, 429):

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from lmkit import neutral
+from lmkit.errors import RequestError
 from lmkit.serve.numbers import Temperature, TopP
 from lmkit.serve.protocol import ChatExtensions
 from lmkit.strict import LAZY, NULL, Nullable, given
@@ -201,6 +202,14 @@ class Metadata(Nullable):
     user_id: Annotated[str, Field(max_length=1024)] | None = None  # only for the server's request log
 
 
+def _no_thread(value: Any) -> None:
+    """Raises RequestError in the form that tells Anthropic's clients to send the whole conversation instead."""
+    if value is not None:
+        message = "thread is not supported by this server: send the whole conversation"
+        details = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+        raise RequestError("unsupported_parameter", message, "thread", **details)
+
+
 class Prompt(ChatExtensions):
     """What decides the prompt: the body of /v1/messages/count_tokens."""
 
@@ -238,6 +247,7 @@ class Prompt(ChatExtensions):
     output_config: OutputConfig | None = None
     output_format: dict[str, Any] | None = None  # the place of output_config.format in a beta
     cache_control: CacheControl | None = None
+    thread: Annotated[None, BeforeValidator(_no_thread)] = None
 
 
 class MessagesRequest(Prompt):

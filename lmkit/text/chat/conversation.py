@@ -189,7 +189,7 @@ class ToolOptions(Strict):
 
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None  # default auto
-    parallel_tool_calls: bool | None = None  # default true
+    parallel_tool_calls: bool | None = None  # default true, and false for a function by name
 
 
 class Chat(ToolOptions):

@@ -134,9 +134,6 @@ class Style:
         """The grammar of the answer; `content` is that of its content. "" for any answer. Raises RequestError."""
         tools = called_tools(body)
         budget = body.thinking_token_budget if self.thought else None  # without reasoning, every budget is kept
-        if content and tools and must_call(body):
-            message = "the answer cannot both follow a schema or grammar and be a call; use tool_choice auto"
-            raise RequestError("invalid_request", message, "tool_choice")
         if budget is not None:
             self._check_budget()
         self._check_format(body)
@@ -149,7 +146,7 @@ class Style:
             [Called(tool.function.name, _held_schema(tool, grammars)) for tool in tools],
             self.dialect if tools else None,
             must_call=must_call(body),
-            parallel=body.parallel_tool_calls is not False,
+            parallel=_may_call_again(body),
             thought=self.thought,
             is_thinking=is_thinking,
             thinking_budget=budget,
@@ -263,6 +260,12 @@ def must_call(body: ToolOptions) -> bool:
     if isinstance(choice, AllowedTools):
         return choice.allowed_tools.mode == "required"
     return choice == "required" or isinstance(choice, NamedFunction)
+
+
+def _may_call_again(body: ToolOptions) -> bool:
+    """OpenAI: a function by name is called exactly once."""
+    asked = body.parallel_tool_calls
+    return not isinstance(body.tool_choice, NamedFunction) if asked is None else asked
 
 
 def _held_schema(tool: Tool, grammars: Grammars) -> Mapping[str, Any]:

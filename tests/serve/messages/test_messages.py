@@ -164,6 +164,7 @@ def test_the_schema_s_place_in_a_beta() -> None:
         ({"mcp_servers": [{"type": "url"}]}, "mcp_servers is not supported"),
         ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "context_management"),
         ({"speed": "fast"}, "speed is not supported"),
+        ({"thread": {"type": "continue", "previous_message_id": "m"}}, "thread is not supported"),
         ({"service_tier": "priority"}, "service_tier"),
         ({"stop_sequences": ["x"] * 17}, "stop_sequences"),
         ({"stop_sequences": [""]}, "stop_sequences"),
@@ -181,6 +182,13 @@ def test_t10_what_cannot_be_honoured_is_refused_by_name(fields: dict[str, Any], 
     assert (answer.status_code, error["type"], error["error"]["type"]) == (400, "error", "invalid_request_error")
     assert message in error["error"]["message"]
     assert not engine.requests
+
+
+def test_clients_send_the_whole_conversation_where_threads_are_refused() -> None:
+    """anthropic 2.14's tool_runner falls back if the error's details have this code."""
+    answer = App(ScriptedEngine()).post(PATH, HELLO | {"model": "model", "thread": {"type": "create"}})
+    details = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+    assert (answer.status_code, answer.json()["error"]["details"]) == (400, details)
 
 
 def test_fields_that_ask_for_nothing_are_taken() -> None:
