@@ -189,7 +189,10 @@ def half_scales(scales: Tensor, module: str, what: str) -> Tensor:
     """Scales as float16. Raises UnsupportedError if that would change them."""
     half = scales.half()
     if not torch.equal(half.float(), scales.float()):
-        raise UnsupportedError(f"{module}: {what} has float16 scales, which cannot hold these {scales.dtype} ones")
+        raise UnsupportedError(
+            f"{module}: {what} has float16 scales, which cannot hold these {str(scales.dtype)[6:]} ones; "
+            "a compressed-tensors checkpoint can"
+        )
     return half
 
 

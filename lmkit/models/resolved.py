@@ -64,7 +64,8 @@ class ResolvedModel:
 
     def weight_bytes(self) -> int:
         """Bytes of the loaded weights. Each rank has the whole embedding. If there are stages, those of the largest."""
-        total = self.source.weight_bytes(self.packing.dtype, self.packing.lm_head)
+        how = self.packing
+        total = self.source.weight_bytes(how.dtype, how.lm_head, how.device, how.activations)
         embedding = math.prod(self.spec.head_shape) * self.dtype.itemsize
         head = math.prod(self.spec.head_shape) if self.packing.lm_head == "int8" else embedding
         layers = total - embedding - head

@@ -31,6 +31,7 @@ from lmkit.models.rounding import saved_bytes, scheme_for
 from lmkit.models.spec import ModelSpec
 from lmkit.qtensor import QTensor, QuantScheme, dequantize, quantize
 
+NVFP4_CODES = ("weight", "weight_packed")  # the last parts of the names of bytes with two codes each
 HEAD_SCHEME = QuantScheme(bits=8, group_size=128)  # of lm_head int8
 QUANTIZED_ROWS = 2048
 SCALES = (".scales", ".qzeros", ".scaled_zeros", ".weight_scale", ".weight_scale_inv", ".input_scale")
@@ -265,8 +266,9 @@ class ModelSource:
             raise CheckpointError(f"{self.reader.path}: {name} is {stored}, expected {', '.join(FLOATS)}")
         return _to(self.reader.tensor(name), dtype)
 
-    def weight_bytes(self, dtype: str, lm_head: str = "auto") -> int:
-        """Bytes of the loaded model with dense weights as `dtype`. A tied head is a second, packed copy."""
+    def weight_bytes(self, dtype: str, lm_head: str = "auto", device: str = "cpu", activations: str = "int8") -> int:
+        """Bytes of the loaded model with dense weights as `dtype`. A tied head is a second, packed copy. Where weights
+        of float4 are kept in 4 bits, and where not, depends on the device and on what inputs are rounded to."""
         dense = torch.empty(0, dtype=getattr(torch, dtype)).element_size()
         total = 0
         for name in self.reader.names():
@@ -274,7 +276,8 @@ class ModelSource:
                 continue
             info = self.reader.info(name)
             floating = info.dtype in FLOATS and not name.endswith(SCALES)
-            total += math.prod(info.shape) * dense if floating else info.nbytes * self._growth(name, dense)
+            growth = 1 if floating else self._growth(name, dense, device, activations)
+            total += math.prod(info.shape) * dense if floating else info.nbytes * growth
         head = math.prod(self.spec.head_shape)
         if self.spec.tie_embeddings:
             total += head * dense
@@ -284,14 +287,24 @@ class ModelSource:
             total += head - head * dense + 3 * self.spec.vocab_size * HEAD_SCHEME.num_groups(self.spec.hidden_size)
         return total - saved_bytes(self.spec, self.rounding, dense)
 
-    def _growth(self, name: str, dense: int) -> int:
+    def _growth(self, name: str, dense: int, device: str, activations: str) -> int:
         """The bytes that a coded tensor takes in memory for each of its bytes in the file, at most."""
-        suffix = name.rpartition(".")[2]
+        module, _, suffix = name.rpartition(".")
+        on_cpu, is_byte = device == "cpu", self.reader.info(name).dtype == "U8"
+        short = on_cpu and activations == "int8"  # codes of float4 stay in 4 bits
+        codes, scales = 1 if short else 2, 8 if on_cpu and not short else 5  # float32 scales with zeros of 32 or 8 bits
         if suffix in ("qweight", "qzeros") and self.config["quantization_config"].get("bits") in (2, 3):
             return 2
-        if suffix in ("weight", "weight_packed") and self.reader.info(name).dtype == "U8":  # 4 bits that become dense
-            return 2 * dense
-        return {BLOCKS: 2, MX_SCALES: 4}.get(suffix, 1)  # codes of 8 bits, float32 scales
+        if suffix in NVFP4_CODES and is_byte:  # of 4 bits; dense ones on a GPU, and of other formats
+            return codes if on_cpu and self._is_nvfp4(module) else 2 * dense
+        if suffix == "weight_scale" and self._is_nvfp4(module):
+            return scales if on_cpu else 0
+        return {BLOCKS: codes, MX_SCALES: scales}.get(suffix, 1)
+
+    def _is_nvfp4(self, module: str) -> bool:
+        names = (f"{module}.{part}" for part in NVFP4_CODES)
+        has_codes = any(self.reader.has(name) and self.reader.info(name).dtype == "U8" for name in names)
+        return has_codes and self.reader.has(module + ".weight_scale")
 
     def close(self) -> None:
         self.reader.close()

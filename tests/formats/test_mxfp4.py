@@ -63,18 +63,27 @@ def test_experts_keep_their_values(tmp_path: Path) -> None:
         assert torch.equal(weight, dense[role]), role
 
 
-def test_the_plan_counts_what_is_loaded(tmp_path: Path) -> None:
-    """And not the file's four bits."""
+@pytest.mark.parametrize(
+    ("device", "activations", "bits", "group_bytes"),
+    [("cpu", "int8", 4, 5), ("cpu", "exact", 8, 8), ("cuda", "auto", 8, 5)],
+)
+def test_the_plan_counts_what_is_loaded(
+    tmp_path: Path, device: str, activations: str, bits: int, group_bytes: int
+) -> None:
+    """Codes of 4 or 8 bits, and for each group a float32 scale and a zero (tests/formats/test_nvfp4.py)."""
     path, _ = packed(tmp_path)
     source = ModelSource(path)
     loaded = 0
     for index in range(source.spec.num_layers):
         for weight in source.layer_weights(index).values():
-            loaded += weight.codes.nbytes + weight.scales.nbytes if isinstance(weight, QTensor) else weight.nbytes
+            if isinstance(weight, QTensor):
+                loaded += weight.codes.numel() * bits // 8 + weight.scales.numel() * group_bytes
+            else:
+                loaded += weight.nbytes
     loaded += sum(
         source.reader.info(f"{name}.weight").nbytes for name in ("model.embed_tokens", "lm_head", "model.norm")
     )
-    assert source.weight_bytes("float32") == loaded
+    assert source.weight_bytes("float32", "auto", device, activations) == loaded
 
 
 def test_the_same_logits(tmp_path: Path) -> None:

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from lmkit.errors import CheckpointError, UnsupportedError
 from lmkit.formats.base import resolve_format
 from lmkit.formats.convert import convert
 from lmkit.kernels import ops
-from lmkit.models.source import placed
+from lmkit.models.source import ModelSource, placed
 from lmkit.qtensor import QTensor, dequantize
 from tests.formats.files import folder
 from tests.formats.linears import read_any
+from tests.models import tiny
+from tests.models.test_formats import SHAPE
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 WEIGHTS = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "symmetric": True,
@@ -69,7 +74,7 @@ def test_compressed_tensors(tmp_path: Path) -> None:
     dense = placed(weight, "cuda", "cpu", torch.float32)
     assert isinstance(dense, torch.Tensor)
     assert torch.equal(dense, dequantize(weight))
-    with pytest.raises(UnsupportedError, match="gptq has float16 scales"):
+    with pytest.raises(UnsupportedError, match=r"float32 ones; a compressed-tensors checkpoint can$"):
         convert(path, tmp_path / "out", "gptq")
     tensors["m.weight_global_scale"] = torch.zeros(1)
     with pytest.raises(CheckpointError, match=r"weight_global_scale is 0\.0, expected more than 0"):
@@ -83,6 +88,8 @@ def test_modelopt(tmp_path: Path, shape: tuple[int, ...]) -> None:
                "n.weight": torch.ones(2, 3)}  # fmt: skip
     path = folder(tmp_path / "m", tensors, {"quantization_config": MODELOPT})
     weight = read_any(path, "modelopt", "m")
+    convert(path, tmp_path / "converted", "compressed-tensors")
+    assert torch.equal(dequantize(read_any(tmp_path / "converted", "compressed-tensors", "m")), dequantize(weight))
     assert isinstance(weight, QTensor)
     assert torch.equal(dequantize(weight), decoded(packed, scales.float() * FACTOR))
     assert torch.equal(read_any(path, "modelopt", "n"), torch.ones(2, 3))
@@ -97,3 +104,40 @@ def test_other_algorithms_are_refused() -> None:
     wrong = COMPRESSED["config_groups"]["group_0"] | {"weights": WEIGHTS | {"group_size": 32}}
     with pytest.raises(UnsupportedError, match="weights are 4-bit floats"):
         resolve_format({"quantization_config": COMPRESSED | {"config_groups": {"group_0": wrong}}})
+
+
+@pytest.mark.parametrize(
+    ("device", "activations", "bits", "group_bytes"),
+    [("cpu", "int8", 4, 5), ("cpu", "exact", 8, 8), ("cuda", "auto", 32, 0)],
+)
+def test_the_plan_counts_what_is_loaded(
+    tmp_path: Path, device: str, activations: str, bits: int, group_bytes: int
+) -> None:
+    """Dense weights on a GPU, codes of 4 or 8 bits and their groups' scales and zeros on a CPU."""
+    tiny.make(tmp_path, "llama", **SHAPE)
+    tensors, weights = load_file(tmp_path / "model.safetensors"), 0
+    dense = sum(tensor.nbytes for tensor in tensors.values())
+    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+        rows, inputs = tensors.pop(name).shape
+        tensors[name] = torch.zeros(rows, inputs // 2, dtype=torch.uint8)
+        tensors[name + "_scale"] = torch.ones(rows, inputs // 16).to(torch.float8_e4m3fn)
+        tensors[name + "_scale_2"] = torch.ones(())
+        weights += rows * inputs
+    config = json.loads((tmp_path / "config.json").read_text()) | {"quantization_config": MODELOPT}
+    source = ModelSource(folder(tmp_path / "coded", tensors, config))
+    held = weights * bits // 8 + weights // 16 * group_bytes
+    factors = 4 * sum(name.endswith("_scale_2") for name in tensors)
+    assert source.weight_bytes("float32", "auto", device, activations) == dense - 4 * weights + held + factors
+    if device == "cpu":
+        weight = source.format.read_linear(source.reader, "model.layers.0.self_attn.o_proj")
+        assert isinstance(weight, QTensor)
+        large = replace(
+            weight,
+            codes=weight.codes.repeat(64, 16),
+            scales=weight.scales.repeat(64, 16),
+            zeros=weight.zeros.repeat(64, 16),
+        )
+        op = ops.linear_w8a8 if activations == "int8" else ops.linear_w8a16
+        packed = op.select("cpu", group_size=16, bits=8, values=weight.scheme.values).pack(large)
+        parts = [part.nbytes for part in vars(packed).values() if isinstance(part, torch.Tensor)]
+        assert sum(parts) == large.codes.numel() * (bits / 8 + group_bytes / 16)
