@@ -40,8 +40,9 @@ Seconds = Annotated[float, msgspec.Meta(gt=0, le=86400)]
 
 # The POST routes of OpenAI's, Anthropic's and other inference servers whose JSON body names a model.
 ROUTES = (
-    "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/responses/input_tokens", "/v1/messages",
-    "/v1/messages/count_tokens", "/v1/embeddings", "/v1/rerank", "/v2/rerank", "/rerank", "/v1/score", "/score",
+    "/v1/chat/completions", "/v1/chat/completions/input_tokens", "/v1/completions", "/v1/responses",
+    "/v1/responses/input_tokens", "/v1/messages", "/v1/messages/count_tokens", "/v1/embeddings", "/v1/rerank",
+    "/v2/rerank", "/rerank", "/v1/score", "/score",
     "/tokenize", "/detokenize", "/apply-template", "/v1/encode", "/v1/classify", "/classify", "/v1/moderations",
     "/v1/audio/speech", "/v1/images/generations", "/generate", "/v1/files", "/v1/batches",
 )  # fmt: skip

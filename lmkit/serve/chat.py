@@ -11,6 +11,7 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 
 from lmkit.serve.auth import Owner
+from lmkit.serve.body import read_json
 from lmkit.serve.collect import Collected
 from lmkit.serve.images import ImageSources
 from lmkit.serve.protocol import (
@@ -25,6 +26,7 @@ from lmkit.serve.response import ResponseBuilder, respond, token_name
 from lmkit.serve.serving import MIN_LOGPROB, Serving
 from lmkit.serve.streaming import DONE
 from lmkit.serve.to_request import chat_requests
+from lmkit.serve.translated import num_prompt_tokens
 from lmkit.text import TokenHistory
 from lmkit.text.chat.answer_events import AnswerEvents, MessageDeltas, message
 from lmkit.text.dialects import Event
@@ -39,6 +41,14 @@ router = APIRouter()
 @router.post("/v1/chat/completions")
 async def chat_completions(request: Request) -> Response:
     return await respond(request, ChatCompletionRequest, _ChatResponse)
+
+
+@router.post("/v1/chat/completions/input_tokens")
+async def input_tokens(request: Request) -> Response:
+    """llama.cpp's: how many tokens the prompt of such a request has."""
+    chat = await read_json(request, ChatCompletionRequest)
+    number = await num_prompt_tokens(request, chat, {})
+    return Response(msgspec.json.encode({"input_tokens": number}), media_type="application/json")
 
 
 class ChatBuilder(ResponseBuilder[ChatCompletionRequest]):

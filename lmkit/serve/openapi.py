@@ -47,6 +47,7 @@ ID = {"type": "integer", "minimum": 0}
 
 BODIES: Mapping[str, type[BaseModel]] = {
     "/v1/chat/completions": ChatCompletionRequest,
+    "/v1/chat/completions/input_tokens": ChatCompletionRequest,
     "/v1/completions": CompletionRequest,
     "/v1/responses": openai.ResponsesRequest,
     "/v1/responses/input_tokens": openai.Prompt,

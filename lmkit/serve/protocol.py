@@ -145,11 +145,10 @@ class _Sampling(Extensions):
 
 _ON: Schema = {"const": True}
 _OFF: Schema = {"enum": [None, False]}
-_NO_USAGE: Schema = {"properties": {"include_usage": _OFF, "continuous_usage_stats": _OFF}}
 # One alternative for each way to answer: testers multiply the alternatives of all conditions.
 _STREAMED_OR_WHOLE: Schema = {"anyOf": [
     given("stream", stream=_ON, prompt_logprobs=NULL),
-    {"properties": {"stream": _OFF, "return_progress": _OFF, "stream_options": _NO_USAGE}},
+    {"properties": {"stream": _OFF, "return_progress": _OFF, "stream_options": NULL}},
 ]}  # fmt: skip
 
 

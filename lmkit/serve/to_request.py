@@ -235,8 +235,7 @@ def check_ids(ids: Sequence[int], vocab_size: int, param: str) -> None:
 
 def sampling_params(body: ChatCompletionRequest | CompletionRequest, info: EngineInfo, **fields: Any) -> SamplingParams:
     """The request's parameters: given, else the checkpoint's default, else OpenAI's."""
-    options = body.stream_options
-    if options is not None and not body.stream and (options.include_usage or options.continuous_usage_stats):
+    if body.stream_options is not None and not body.stream:  # as OpenAI's and vLLM's servers
         raise _invalid("stream_options needs stream: true", "stream_options")
     params = SamplingParams(
         **_sampling(body, info),

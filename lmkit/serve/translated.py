@@ -52,10 +52,12 @@ async def num_prompt_tokens(http: HttpRequest, chat: ChatCompletionRequest, name
 
 @contextmanager
 def renamed(names: Mapping[str, str]) -> Iterator[None]:
-    """Raises the block's RequestError with `names` for the fields that it speaks of."""
+    """Raises the block's RequestError with `names` for the fields that it speaks of; without any, as it is."""
     try:
         yield
     except RequestError as error:
+        if not names:
+            raise
         words = re.compile(r"(?<![\w'\"])(" + "|".join(names) + r")\b")
         message = words.sub(lambda match: names[match[1]], error.message)
         raise RequestError(error.code, message, names.get(error.param or "", error.param), **error.details) from None

@@ -78,6 +78,7 @@ def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
         ("stream", "yes", "invalid_request"),
         ("stream_options", {"include_usage": True}, "invalid_request"),  # without stream
         ("stream_options", {"continuous_usage_stats": True}, "invalid_request"),  # without stream
+        ("stream_options", {"include_usage": None}, "invalid_request"),
         ("stream_options", {"surprise": True}, "unknown_parameter"),
         ("messages", [], "invalid_request"),
         ("messages", {"role": "user", "content": "Hi"}, "invalid_request"),

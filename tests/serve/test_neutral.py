@@ -56,7 +56,7 @@ OURS: dict[str, list[Any]] = {
     "stop": [None, []],
     "stop_token_ids": [None, []],
     "stream": [None, False],
-    "stream_options": [None, {}, {"include_usage": False}, {"include_usage": None, "continuous_usage_stats": False}],
+    "stream_options": [None],
     "temperature": [None, 1],
     "timeout": [None],
     "top_k": [None, -1, 0],

@@ -289,6 +289,14 @@ def test_tokens_are_shown_as_ids() -> None:
     assert send(ScriptedEngine(), path="/generate", json={"text": "Hi"} | asked).status_code == 400
 
 
+def test_the_tokens_of_a_chat_are_counted() -> None:
+    path = f"{CHAT_PATH}/input_tokens"
+    used = send(ScriptedEngine(), json=CHAT).json()["usage"]["prompt_tokens"]
+    assert send(ScriptedEngine(), path=path, json=CHAT).json() == {"input_tokens": used}
+    wrong = send(ScriptedEngine(), path=path, json=CHAT | {"top_k": -7})
+    assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "top_k")
+
+
 def test_log_probabilities_of_certain_tokens() -> None:
     """How many are shown does not depend on the number of most likely tokens. The samplers' tests have the values."""
     engine = ScriptedEngine()
