@@ -147,7 +147,7 @@ def _serving(model: ResolvedModel, config: EngineConfig, available: int) -> dict
         "problem": problem or (plan.shortage() if plan else "") or None,
         "weight_bytes": weights,
         "workspace_bytes": plan and plan.workspace,
-        "runtime_bytes": RUNTIME_BYTES,
+        "runtime_bytes": RUNTIME_BYTES[config.device],
         "state_bytes": (plan and plan.states) or None,
         "snapshot_bytes": (plan and plan.snapshots) or None,
         "kv_bytes": plan and plan.kv,

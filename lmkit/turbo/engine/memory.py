@@ -20,8 +20,10 @@ from lmkit.turbo.plan import CAPTURED_TOKENS
 if TYPE_CHECKING:
     from lmkit.models.resolved import ResolvedModel
 
-# torch, numba and their compiled code; on a GPU cuBLAS, kernels and the bytes that torch's cache rounds up
-RUNTIME_BYTES = 400 << 20
+# What processes take beside the plan. On a CPU, measured with `lmkit serve`: 140 MiB for the pages of libraries and
+# compiled code, which free memory counts as free, 25 MiB for what the engine allocates later, 80 MiB for the front end
+# and its helpers. On a GPU: cuBLAS, kernels and the bytes that torch's cache rounds up.
+RUNTIME_BYTES = {"cpu": 256 << 20, "cuda": 400 << 20}
 SNAPSHOTS = 16  # of recurrent state, for each sequence of the batch, unless they exceed their share
 SNAPSHOT_SHARE = 0.25  # of the memory left after the weights
 KV_SHARE = {"cpu": 0.8, "cuda": 0.92}  # share of the memory left after the weights, if the user gives no budget
@@ -68,6 +70,7 @@ class MemoryPlan:
     wanted_len: int  # the model's context, or the one that was asked for
     wanted_kv: int  # bytes of KV for one sequence of that length
     layout: KVLayout
+    runtime: int  # see RUNTIME_BYTES
     states: int = 0  # recurrent states, one for each sequence of the batch, and what its guesses keep for it
     snapshots: int = 0  # of these states, for the prefix cache
     num_snapshots: int = 0
@@ -79,7 +82,7 @@ class MemoryPlan:
 
     def lines(self, kv_dtype: str) -> list[str]:
         """The plan in lines of at most 55 characters. `kv_dtype` names the storage."""
-        used = self.total - self.host + RUNTIME_BYTES
+        used = self.total - self.host + self.runtime
         host = [f"KV that leaves the cache: {gib(self.host)} of host memory"] if self.host else []
         return [
             f"KV cache: {kv_dtype}, {gib(self.kv)} for {self.num_tokens:,} tokens",
@@ -97,7 +100,7 @@ class MemoryPlan:
         """A warning if the KV cache is too small for the model's context, or an empty text."""
         if self.max_model_len == self.wanted_len:
             return ""
-        room = self.available - (self.total - self.kv) - RUNTIME_BYTES
+        room = self.available - (self.total - self.kv) - self.runtime
         larger = f"set kv_memory {-(-self.wanted_kv >> 20)}M, " if self.wanted_kv <= room else "free memory, "
         return (
             f"the context is cut to {self.max_model_len:,} of the model's {self.wanted_len:,} tokens: the KV cache has "
@@ -106,7 +109,7 @@ class MemoryPlan:
         )
 
     def as_dict(self) -> dict[str, int]:
-        purposes = {"weights": self.weights, "workspace": self.workspace, "runtime": RUNTIME_BYTES}
+        purposes = {"weights": self.weights, "workspace": self.workspace, "runtime": self.runtime}
         states = {"states": self.states, "snapshots": self.snapshots} if self.states else {}
         return purposes | states | {"host": self.host, "kv": self.kv}
 
@@ -159,7 +162,8 @@ def plan_memory(
     check_host_bytes(host, block_bytes)
     if on_gpu and host > (on_host := available_memory()):
         raise ConfigError(f"kv_host_memory {gib(host)} is more than the {gib(on_host)} of host memory that is free")
-    left = free - weight_bytes - workspace - states - RUNTIME_BYTES - (0 if on_gpu else host)
+    runtime = RUNTIME_BYTES["cuda" if on_gpu else "cpu"]
+    left = free - weight_bytes - workspace - states - runtime - (0 if on_gpu else host)
     num_snapshots = 0
     if spec.is_recurrent and config.prefix_cache:
         room = min(int(left * SNAPSHOT_SHARE), left - (config.kv_memory or 0))
@@ -167,7 +171,7 @@ def plan_memory(
         left -= num_snapshots * spec.state_bytes
     if left < num_groups * block_bytes:
         raise ConfigError(
-            f"this model needs {gib(weight_bytes)} for weights and {gib(workspace + states + RUNTIME_BYTES + host)} to "
+            f"this model needs {gib(weight_bytes)} for weights and {gib(workspace + states + runtime + host)} to "
             f"run, but only {gib(free)} of memory is free; quantize it, or lower max_step_tokens, max_batch_size, "
             "kv_host_memory"
         )
@@ -209,6 +213,7 @@ def plan_memory(
         wanted_len=wanted_len,
         wanted_kv=blocks_per_sequence * block_bytes,
         layout=layout,
+        runtime=runtime,
         states=states,
         snapshots=num_snapshots * spec.state_bytes,
         num_snapshots=num_snapshots,

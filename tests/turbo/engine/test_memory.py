@@ -45,12 +45,12 @@ def test_default_pool_serves_the_whole_batch_when_memory_allows() -> None:
     assert plan.num_blocks == 3 * 4096 // 32
     assert plan.max_model_len == 4096
     assert plan.kv == plan.num_blocks * plan.block_bytes
-    assert plan.weights + plan.workspace + plan.kv + RUNTIME_BYTES <= plan.available
+    assert plan.weights + plan.workspace + plan.kv + plan.runtime <= plan.available
     assert plan.shortage() == ""
     assert plan.lines("bfloat16") == [
         "KV cache: bfloat16, 24.0 MiB for 12,288 tokens",
         "context: 4,096 tokens",
-        "memory: 1.42 GiB of 8.00 GiB, weights 1.00 GiB",
+        "memory: 1.28 GiB of 8.00 GiB, weights 1.00 GiB",
     ]
 
 
@@ -63,7 +63,7 @@ def test_snapshots_of_recurrent_states_are_planned() -> None:
     assert plan.total == plan.weights + plan.workspace + plan.states + plan.snapshots + plan.kv
     assert "states: 0.0 MiB, 48 snapshots: 0.3 MiB" in plan.lines("bfloat16")
     little = plan_memory(
-        spec, EngineConfig(max_batch_size=3), BF16, 0, available=RUNTIME_BYTES + plan.workspace + (1 << 20)
+        spec, EngineConfig(max_batch_size=3), BF16, 0, available=RUNTIME_BYTES["cpu"] + plan.workspace + (1 << 20)
     )
     assert 0 < little.num_snapshots < 48
     assert little.snapshots <= little.kv
@@ -81,7 +81,7 @@ def test_context_shrinks_to_the_pool_unless_it_was_asked_for() -> None:
     full = [plan_memory(SPEC, EngineConfig(kv_memory=n << 20), BF16, 0, 8 * GIB) for n in (needed - 1, needed)]
     assert full[0].max_model_len < full[1].max_model_len == 4096
     assert not full[1].shortage()
-    little = plan_memory(SPEC, EngineConfig(max_batch_size=1), BF16, 0, available=RUNTIME_BYTES + (12 << 20))
+    little = plan_memory(SPEC, EngineConfig(max_batch_size=1), BF16, 0, available=RUNTIME_BYTES["cpu"] + (12 << 20))
     assert "; free memory, use a smaller kv_dtype" in little.shortage(), "more kv_memory would be refused"
     asked = EngineConfig(kv_memory=1 << 20, max_model_len=plan.max_model_len)
     assert not plan_memory(SPEC, asked, BF16, weight_bytes=0, available=8 * GIB).shortage()
