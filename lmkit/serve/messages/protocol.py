@@ -206,7 +206,7 @@ def _no_thread(value: Any) -> None:
     """Raises RequestError in the form that tells Anthropic's clients to send the whole conversation instead."""
     if value is not None:
         message = "thread is not supported by this server: send the whole conversation"
-        details = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+        details: dict[str, Any] = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
         raise RequestError("unsupported_parameter", message, "thread", **details)
 
 
