@@ -23,6 +23,7 @@ Schema = dict[str, Any]
 NULL: Schema = {"type": "null"}
 GIVEN: Schema = {"not": NULL}
 NEVER: Schema = {"not": {}}
+OF_MODEL = "x-of-model"  # a mark in a schema: a model limits it further, see serve.openapi_model
 
 
 def given(*names: str, **properties: Schema) -> Schema:

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, Field, PlainValidator, WithJsonSchema
 
 from lmkit.formats.generation_config import TOP_K_OFF
+from lmkit.strict import OF_MODEL
 from lmkit.turbo.request import MAX_LOGIT_BIAS
 
 MAX_NAMED = 4  # mistakes that an error names
@@ -30,7 +31,7 @@ Penalty = Annotated[float, _within(-100, 100)]
 Share = Annotated[float, _within(0, 1)]
 TopP = Annotated[float, _within(None, 1, above=0)]
 Temperature = Annotated[float, _within(0, 100)]
-TokenId = Annotated[int, Field(ge=0)]
+TokenId = Annotated[int, Field(ge=0), WithJsonSchema({"type": "integer", "minimum": 0, OF_MODEL: "token"})]
 Repetition = Annotated[float, _within(0.01, 100)]
 TopK = Annotated[
     int, AfterValidator(_top_k), WithJsonSchema({"type": "integer", "minimum": TOP_K_OFF[0], "maximum": (1 << 31) - 1})
@@ -48,5 +49,11 @@ def _biases(value: Any) -> dict[int, float]:
     return {int(key): float(bias) for key, bias in value.items()}
 
 
-_BIASES = {"type": "object", "patternProperties": {TOKEN_ID: {"type": "number"}}, "additionalProperties": False}
+_BIAS = {"type": "number", "minimum": -100, "maximum": 100}
+_BIASES = {
+    "type": "object",
+    "patternProperties": {TOKEN_ID: _BIAS},
+    "additionalProperties": False,
+    "maxProperties": MAX_LOGIT_BIAS,
+}
 Biases = Annotated[dict[int, float], PlainValidator(_biases), WithJsonSchema(_BIASES)]  # JSON has the ids as strings

@@ -22,11 +22,12 @@ from lmkit import __version__
 from lmkit.serve.auth import OPEN_PATHS
 from lmkit.serve.batches.batch_routes import BatchRequest
 from lmkit.serve.batches.file_routes import ANCHOR, LIMIT, SECONDS
-from lmkit.serve.choose import shared
+from lmkit.serve.choose import pool, shared
 from lmkit.serve.commands import AdapterCommand, LoadAdapterCommand, ModelCommand, SleepCommand
 from lmkit.serve.embeddings.protocol import ClassifyRequest, EmbeddingRequest, RerankRequest, ScoreRequest
 from lmkit.serve.invocations import ROUTES
 from lmkit.serve.messages import protocol as anthropic
+from lmkit.serve.openapi_model import fitted, limits
 from lmkit.serve.protocol import (
     ChatCompletionChunk,
     ChatCompletionRequest,
@@ -38,12 +39,12 @@ from lmkit.serve.protocol import (
     TokenizeRequest,
 )
 from lmkit.serve.responses import protocol as openai
-from lmkit.strict import NULL, given
+from lmkit.strict import NULL, OF_MODEL, given
 
 router = APIRouter()
 REF = "#/components/schemas/"
 TEXT = {"type": "string"}
-ID = {"type": "integer", "minimum": 0}
+TOKEN = {"type": "integer", "minimum": 0, OF_MODEL: "token"}
 
 BODIES: Mapping[str, type[BaseModel]] = {
     "/v1/chat/completions": ChatCompletionRequest,
@@ -110,8 +111,8 @@ OTHER_BODIES: Mapping[str, dict[str, Any]] = {
                     "text": {"anyOf": [TEXT, {"type": "array", "items": TEXT, "minItems": 1}, NULL]},
                     "input_ids": {
                         "anyOf": [
-                            {"type": "array", "items": ID, "minItems": 1},
-                            {"type": "array", "items": {"type": "array", "items": ID, "minItems": 1}, "minItems": 1},
+                            {"type": "array", "items": TOKEN, "minItems": 1},
+                            {"type": "array", "items": {"type": "array", "items": TOKEN, "minItems": 1}, "minItems": 1},
                             NULL,
                         ]
                     },
@@ -119,7 +120,7 @@ OTHER_BODIES: Mapping[str, dict[str, Any]] = {
                     "stream": {"type": ["boolean", "null"]},
                 },
                 "anyOf": [
-                    given("text", input_ids={"items": ID}),
+                    given("text", input_ids={"items": TOKEN}),
                     given("input_ids", text=NULL),
                 ],
             }
@@ -151,13 +152,13 @@ ERROR = {
 
 @router.get("/openapi.json")
 async def openapi_json(request: Request) -> Response:
-    state, config = request.app.state, shared(request).config
-    if not hasattr(state, "openapi"):
+    state, config, only = request.app.state, shared(request).config, pool(request).only
+    found = await asyncio.to_thread(limits, only.serving) if only is not None and only.engine.info else {}
+    if not hasattr(state, "openapi") or state.openapi[0] != found:
         has_keys = bool(config.api_keys or config.api_key_file)
-        state.openapi = await asyncio.to_thread(
-            lambda: msgspec.json.encode(document(state.api_routes, has_keys=has_keys))
-        )
-    return Response(state.openapi, media_type="application/json")
+        whole = await asyncio.to_thread(lambda: fitted(document(state.api_routes, has_keys=has_keys), found))
+        state.openapi = found, msgspec.json.encode(whole)
+    return Response(state.openapi[1], media_type="application/json")
 
 
 def document(routes: list[APIRoute], *, has_keys: bool) -> dict[str, Any]:

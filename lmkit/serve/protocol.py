@@ -17,12 +17,13 @@ from pydantic import (
     AfterValidator,
     BeforeValidator,
     Field,
+    WithJsonSchema,
 )
 
 from lmkit import neutral
 from lmkit.config import MAX_TIMEOUT
 from lmkit.serve.numbers import Biases, Penalty, Repetition, Share, Temperature, TokenId, TopK, TopP
-from lmkit.strict import NEVER, NULL, No, Schema, Strict, Yes, exactly_one, given, goes_with
+from lmkit.strict import NEVER, NULL, OF_MODEL, No, Schema, Strict, Yes, exactly_one, given, goes_with
 from lmkit.text.chat.conversation import MAX_TOOLS, Chat, Messages, TemplateVariables, Tool
 from lmkit.turbo.request import MAX_LOGPROBS, MAX_STOPS
 
@@ -46,7 +47,8 @@ def _not_zero(value: int | None) -> int | None:
 
 
 # vLLM's: a longer prompt is cut to so many tokens; -1 = to what the model's context holds
-CutTo = Annotated[int, Field(ge=-1, lt=1 << 31), AfterValidator(_not_zero)]
+_CUT: Schema = {"type": "integer", "minimum": -1, "maximum": (1 << 31) - 1, "not": {"const": 0}, OF_MODEL: "cut"}
+CutTo = Annotated[int, Field(ge=-1, lt=1 << 31), AfterValidator(_not_zero), WithJsonSchema(_CUT)]
 ModelName = Annotated[str, Field(max_length=1024)]
 
 
@@ -198,7 +200,9 @@ def prompts(value: Any, most: int = MAX_PROMPTS, are_tokens: Callable[[Any], boo
 
 
 _SOME = Field(min_length=1)
-GivenPrompts: TypeAlias = str | Annotated[list[str | list[int]], _SOME] | Annotated[list[int], _SOME]
+GivenText = Annotated[str, WithJsonSchema({"type": "string", OF_MODEL: "text"})]  # one with tokens
+GivenTokens = Annotated[list[TokenId], _SOME]
+GivenPrompts: TypeAlias = GivenText | Annotated[list[GivenText | GivenTokens], _SOME] | GivenTokens
 
 
 class CompletionRequest(_Sampling):

@@ -73,9 +73,12 @@ def test_inputs_that_are_made_uniform_are_described_as_they_may_be_sent(document
     schemas = document["components"]["schemas"]
     stop, prompt = schemas["ChatCompletionRequest"]["properties"]["stop"], schemas["CompletionRequest"]["properties"]
     assert {"type": "string"} in stop["anyOf"]
-    assert {"type": "string"} in prompt["prompt"]["anyOf"]
-    assert {"type": "array", "items": {"type": "integer"}, "minItems": 1} in prompt["prompt"]["anyOf"]
-    assert prompt["logit_bias"]["anyOf"][0]["patternProperties"] == {"^[0-9]{1,10}$": {"type": "number"}}
+    token = {"type": "integer", "minimum": 0, "maximum": 4095}  # of the model
+    assert {"type": "string", "minLength": 1} in prompt["prompt"]["anyOf"]
+    assert {"type": "array", "items": token, "minItems": 1} in prompt["prompt"]["anyOf"]
+    assert prompt["logit_bias"]["anyOf"][0]["patternProperties"] == {
+        "^[0-9]{1,10}$": {"type": "number", "minimum": -100, "maximum": 100}
+    }
 
 
 @pytest.mark.parametrize("value", [0, 0.0, 1, "false"])
@@ -109,14 +112,17 @@ BATCH = {"endpoint": "/v1/completions", "completion_window": "24h", "input_file_
             "/v1/rerank", {"query": "a"},
             [{"documents": ["a"]}, {"texts": "a", "return_text": True}, {"documents": ["a"], "texts": None}],
             [{}, {"documents": None, "texts": None}, {"documents": ["a"], "texts": ["a"]},
-             {"documents": ["a"], "return_text": True}, {"texts": ["a"], "return_documents": False}],
+             {"documents": ["a"], "return_text": True}, {"texts": ["a"], "return_documents": False},
+             {"documents": ["a"], "instruction": "b"}, {"documents": ["a", ""]}],
         ),
         (
             "/v1/embeddings", {},
             [{"input": "a"}, {"messages": [MESSAGE], SWITCH: True}, {"input": "a", "messages": None, SWITCH: False},
              {"input": "a", "encoding_format": "bytes", "embed_dtype": "float16"}, {"input": [1.0, 2]},
              {"input": "a", "normalize": True, "use_activation": True}],
-            [{}, {"input": "a", "messages": [MESSAGE]}, {"input": "a", SWITCH: True},
+            [{}, {"input": "a", "messages": [MESSAGE]}, {"input": "a", SWITCH: True}, {"input": ""},
+             {"input": [[], "a"]}, {"input": [5, 4096]}, {"input": "a", "dimensions": 1 << 20},
+             {"input": "a", "truncate_prompt_tokens": 0}, {"input": "a", "truncation_side": "left"},
              {"input": "a", "embed_dtype": "float16"}, {"input": "a", "normalize": True, "use_activation": False}],
         ),
         (
@@ -131,8 +137,15 @@ BATCH = {"endpoint": "/v1/completions", "completion_window": "24h", "input_file_
             [{}, {"prompt": None}, {"prompt": "a", "content": "a"}, {"prompt": "a", "add_special": False},
              {"content": "a", "add_special_tokens": None}],
         ),
-        ("/apply-template", {}, [{"messages": "a"}], [{}, {"messages": None}]),
-        ("/detokenize", {}, [{"tokens": [1, 2.0]}], [{"tokens": [-1]}, {"tokens": [1.5]}]),
+        (
+            "/apply-template", {},
+            [{"messages": "a", "chat_template_kwargs": {"enable_thinking": True, "b": None}}],
+            [{}, {"messages": None}, {"messages": "a", "chat_template_kwargs": {"b": 1}}],
+        ),
+        (
+            "/detokenize", {},
+            [{"tokens": [1, 2.0]}, {"tokens": []}], [{"tokens": [-1]}, {"tokens": [1.5]}, {"tokens": [4096]}],
+        ),
         (
             CHAT_PATH, CHAT,
             [{"seed": -1}, {"guided_json_object": False}, {"max_tokens": 2.0, "temperature": 1}, {"json_schema": {}},

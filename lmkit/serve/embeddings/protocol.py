@@ -4,19 +4,25 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, GetJsonSchemaHandler, model_validator
+from pydantic import BeforeValidator, Field, GetJsonSchemaHandler, WithJsonSchema, model_validator
 
 from lmkit import neutral
 from lmkit.errors import RequestError
 from lmkit.serve.embeddings.encoding import DType, Endianness
-from lmkit.serve.protocol import CutTo, GivenPrompts, ModelName, Placed, prompts
-from lmkit.strict import Schema, exactly_one, given, goes_with
+from lmkit.serve.numbers import TokenId
+from lmkit.serve.protocol import CutTo, GivenPrompts, GivenText, ModelName, Placed, prompts
+from lmkit.strict import OF_MODEL, Schema, exactly_one, given, goes_with
 from lmkit.text.chat.conversation import Messages, TemplateVariables
 
 MAX_TEXTS = 2048  # as OpenAI
 NOTHING = (None, False, "float32", "native", "little")  # values of fields that change nothing
 Text = str | list[int] | list[int | str]  # a text, token ids, or token ids with texts between them
-GivenInputs = GivenPrompts | Annotated[list[int | str | list[int | str]], Field(min_length=1)]
+_Some = Field(min_length=1)
+GivenInputs = (
+    GivenPrompts
+    | Annotated[list[TokenId | GivenText], _Some]
+    | Annotated[list[GivenText | Annotated[list[TokenId | GivenText], _Some]], _Some]
+)
 
 
 def _inputs(value: Any) -> list[Text]:
@@ -59,8 +65,11 @@ def _texts(value: Any) -> Any:
     return texts
 
 
-GivenTexts = str | Annotated[list[str], Field(min_length=1, max_length=MAX_TEXTS)]
+GivenTexts = GivenText | Annotated[list[GivenText], Field(min_length=1, max_length=MAX_TEXTS)]
 Texts = Annotated[list[str], BeforeValidator(_texts, json_schema_input_type=GivenTexts)]
+
+
+SIDE = goes_with("truncation_side", given("truncate_prompt_tokens"))
 
 
 class TextsRequest(Placed):
@@ -82,6 +91,7 @@ class InputRequest(TextsRequest):
     """Of texts, or of one conversation as the chat template writes it (vLLM's)."""
 
     conditions = (
+        SIDE,
         exactly_one("input", "messages"),
         *(goes_with(name, given("messages"), (None, False)) for name in OF_MESSAGES),
     )
@@ -115,6 +125,7 @@ class ClassifyRequest(InputRequest):
 
 OF_BYTES = ("embed_dtype", "endianness")
 SWITCHES = ("normalize", "use_activation")  # two names
+_SIZE = WithJsonSchema({"type": "integer", "minimum": 1, OF_MODEL: "dimensions"})
 _BYTES = given("encoding_format", encoding_format={"enum": ["base64", "bytes", "bytes_only"]})
 
 
@@ -128,7 +139,7 @@ class EmbeddingRequest(InputRequest):
     encoding_format: Literal["float", "base64", "bytes", "bytes_only"] | None = None  # the last two are vLLM's
     embed_dtype: DType | None = None  # of bytes; default float32
     endianness: Endianness | None = None  # of bytes; default little
-    dimensions: Annotated[int, Field(ge=1)] | None = None  # the first so many, normalized again
+    dimensions: Annotated[int, Field(ge=1), _SIZE] | None = None  # the first so many, normalized again
     normalize: bool | None = None  # vLLM's; default true
     use_activation: bool | None = None  # vLLM's newer name for it
 
@@ -149,10 +160,13 @@ class EmbeddingRequest(InputRequest):
         return False not in given
 
 
+_INSTRUCTION = WithJsonSchema({"type": "string", "maxLength": 4096, OF_MODEL: "instruction"})
+
+
 class PairsRequest(TextsRequest):
     """Of the routes that score pairs of texts."""
 
-    instruction: Annotated[str, Field(max_length=4096)] | None = None  # what a reranker is to judge by
+    instruction: Annotated[str, Field(max_length=4096), _INSTRUCTION] | None = None  # what a reranker is to judge by
 
 
 class RerankRequest(PairsRequest):
@@ -160,12 +174,13 @@ class RerankRequest(PairsRequest):
 
     absent = {**TextsRequest.absent, "raw_scores": (None, False), "truncate": (None, False)}
     conditions = (
+        SIDE,
         exactly_one("documents", "texts"),
         goes_with("return_documents", given("documents")),
         goes_with("return_text", given("texts")),
     )
 
-    query: str
+    query: GivenText
     documents: Texts | None = None
     texts: Texts | None = None
     top_n: Annotated[int, Field(ge=0)] | None = None  # 0 = all
@@ -188,10 +203,11 @@ PAIRS = {"text_1": ("queries", "data_1"), "text_2": ("documents", "items", "data
 class ScoreRequest(PairsRequest):
     """One text against each of the second ones, or as many pairs as there are texts."""
 
-    conditions = tuple(
-        {"anyOf": [{"required": [name], "properties": dict.fromkeys({ours, *others} - {name}, False)}
-                   for name in (ours, *others)]}
-        for ours, others in PAIRS.items()
+    conditions = (
+        SIDE,
+        *({"anyOf": [{"required": [name], "properties": dict.fromkeys({ours, *others} - {name}, False)}
+                     for name in (ours, *others)]}
+          for ours, others in PAIRS.items()),
     )  # fmt: skip
 
     text_1: Texts

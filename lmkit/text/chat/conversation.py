@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, ClassVar, Literal, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     BeforeValidator,
@@ -16,7 +16,7 @@ from pydantic import (
 )
 
 from lmkit import neutral
-from lmkit.strict import Nullable, Schema, Strict
+from lmkit.strict import OF_MODEL, Nullable, Schema, Strict
 from lmkit.text.chat import given
 from lmkit.text.messages import (
     MAX_NAME_CHARS,
@@ -178,9 +178,9 @@ def _template_variables(value: Any) -> dict[str, Any]:
     return value
 
 
-Scalar: TypeAlias = bool | int | float | str | None
+_VARIABLES: Schema = {"type": "object", "additionalProperties": {"type": ["boolean", "number", "string", "null"]}}
 TemplateVariables = Annotated[
-    dict[str, Any], PlainValidator(_template_variables, json_schema_input_type=dict[str, Scalar])
+    dict[str, Any], PlainValidator(_template_variables), WithJsonSchema(_VARIABLES | {OF_MODEL: "variables"})
 ]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import get_args
 
-from lmkit.strict import NULL, Schema, given
+from lmkit.strict import NULL, OF_MODEL, Schema, given
 from lmkit.text.messages import DETAILS, IMAGE_PARTS, Role
 
 
@@ -25,7 +25,7 @@ _URL: Schema = {
     "additionalProperties": False,
 }
 _TEXTS: Schema = {"type": "array", "items": _part("text", _STRING)}
-_IMAGES = [_part(kind, {"anyOf": [_STRING, _URL]}) for kind in IMAGE_PARTS]
+_IMAGES = [_part(kind, {"anyOf": [_STRING, _URL]}) | {OF_MODEL: "image"} for kind in IMAGE_PARTS]
 CONTENT: Schema = {
     "anyOf": [_STRING, {"type": "array", "items": {"anyOf": [_part("text", _STRING), *_IMAGES]}}, NULL],
     "default": None,
