@@ -13,9 +13,9 @@ from lmkit.turbo.kv.tiers import filling as fillings
 from lmkit.turbo.kv.tiers import wire
 from lmkit.turbo.kv.tiers.filling import Filling
 from lmkit.turbo.kv.tiers.store import TierStore
-from lmkit.turbo.plan import Load
+from lmkit.turbo.plan import Load, Save
 from tests.turbo.kv.test_tiers_peer import KIND, served
-from tests.turbo.kv.tier_helpers import BLOCK, LAYER, ArrayBlocks, chain, collect, content, fill, save, settle
+from tests.turbo.kv.tier_helpers import BLOCK, LAYER, ArrayBlocks, chain, collect, content, fill, load, save, settle
 
 KEYS = chain(6)
 Given = tuple[TierStore, ArrayBlocks, Filling]
@@ -88,6 +88,17 @@ def test_blocks_that_are_given_are_not_copied_again(given: Given) -> None:
     settle(store)
     assert store.stats()["present"] == 4
     assert store.stats()["failures"] == 0
+
+
+def test_two_sequences_may_fill_the_same_content(given: Given) -> None:
+    store, blocks, filling = given
+    blocks.data[7] = content(KEYS[4])
+    with filling.step([*fill(blocks, KEYS)[2:], Save(KEYS[4], 7)]):
+        for layer in range(3):
+            filling.advance(layer)
+    settle(store)
+    assert store.stats()["saved"] == 6
+    assert load(store, blocks, KEYS).num_blocks == 6
 
 
 def test_a_step_that_fails_gives_no_block(given: Given) -> None:

@@ -37,8 +37,8 @@ class _Step:
     """The blocks that a step fills, by key. The first `filled` bytes of each are there."""
 
     def __init__(self, saves: Sequence[Save], nbytes: int) -> None:
-        self.blocks = {save.key: np.empty(nbytes, np.uint8).data for save in saves}
-        self.numbers = [save.block for save in saves]
+        self.numbers = {save.key: save.block for save in saves}  # two sequences may fill blocks of the same content
+        self.blocks = {key: np.empty(nbytes, np.uint8).data for key in self.numbers}
         self.filled = 0
         self.has_ended = False
 
@@ -85,8 +85,8 @@ class Filling:
         """The step has computed a layer, the one behind the last."""
         if (step := self._step) is not None:
             end = step.filled
-            for block, data in zip(step.numbers, step.blocks.values(), strict=True):
-                end = self._device.read_layer(layer, block, data)
+            for key, data in step.blocks.items():
+                end = self._device.read_layer(layer, step.numbers[key], data)
             step.filled = end
             self.notify()
 
