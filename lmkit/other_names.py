@@ -180,7 +180,7 @@ HTTP: Mapping[str, str] = {
     "rid": "send the header x-request-id",
     "stop_sequences": "use stop",
     "stop_words": "use stop",
-    "store": "answers of chats are not stored, those of /v1/responses are",
+    "store": "only answers of chats and of /v1/responses are stored",
     "top_n_tokens": "use top_logprobs",
 }
 

@@ -21,6 +21,7 @@ from lmkit.serve import (
     models,
     openapi,
     sleep,
+    stored_chats,
     tokenize,
 )
 from lmkit.serve.admission import Admission
@@ -52,8 +53,8 @@ from lmkit.web.tracing import Traced
 
 ANSWER_PARTS = 8  # one answer may hold this part of the memory for all
 ROOMS = (
-    chat, completions, responses, messages, generate, embeddings, classify, models, adapters, sleep, tokenize,
-    file_routes, batch_routes, metrics, health, openapi, invocations,
+    chat, stored_chats, completions, responses, messages, generate, embeddings, classify, models, adapters, sleep,
+    tokenize, file_routes, batch_routes, metrics, health, openapi, invocations,
 )  # fmt: skip
 ROUTERS = [module.router for module in ROOMS]
 

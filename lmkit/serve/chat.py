@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from functools import partial
 from typing import Any, ClassVar
 
 import msgspec
 from fastapi import APIRouter, Request, Response
 
+from lmkit.errors import RequestError
+from lmkit.log import get_logger
 from lmkit.serve.auth import Owner
 from lmkit.serve.body import read_json
 from lmkit.serve.collect import Collected
@@ -24,7 +28,8 @@ from lmkit.serve.protocol import (
 )
 from lmkit.serve.response import ResponseBuilder, respond, token_name
 from lmkit.serve.serving import MIN_LOGPROB, Serving
-from lmkit.serve.streaming import DONE
+from lmkit.serve.stored_chats import PREFIX, StoredChats, stored_chats
+from lmkit.serve.streaming import DONE, json_parts
 from lmkit.serve.to_request import chat_requests
 from lmkit.serve.translated import num_prompt_tokens
 from lmkit.text import TokenHistory
@@ -36,11 +41,12 @@ from lmkit.turbo.transport.prompt_images import settings_of
 from lmkit.web.budget import Share
 
 router = APIRouter()
+logger = get_logger(__name__)
 
 
 @router.post("/v1/chat/completions")
 async def chat_completions(request: Request) -> Response:
-    return await respond(request, ChatCompletionRequest, _ChatResponse)
+    return await respond(request, ChatCompletionRequest, partial(_ChatResponse, chats=stored_chats(request)))
 
 
 @router.post("/v1/chat/completions/input_tokens")
@@ -85,10 +91,14 @@ class ChatBuilder(ResponseBuilder[ChatCompletionRequest]):
         self._tokens = AssistantTurn(turn)
         is_thinking = style.is_thinking(turn.rest)
         self.answers = [style.answer(self.body, is_thinking=is_thinking) for _ in requests]
-        if self.identity is not None:  # ids of calls are the same at each node
-            for idx, answer in enumerate(self.answers):
-                answer.random = random.Random(f"{self.id} {idx}")
+        if self.identity is not None or self.body.store:
+            self.seed_ids()
         return requests
+
+    def seed_ids(self) -> None:
+        """The ids of calls follow from the answer's own: they are the same at each node, and in the store."""
+        for idx, answer in enumerate(self.answers):
+            answer.random = random.Random(f"{self.id} {idx}")
 
     def prepare(self) -> None:
         super().prepare()
@@ -116,25 +126,55 @@ class ChatBuilder(ResponseBuilder[ChatCompletionRequest]):
 
 
 class _ChatResponse(ChatBuilder):
-    prefix = "chatcmpl-"
+    prefix = PREFIX
 
-    async def whole(self) -> dict[str, Any]:
+    def __init__(
+        self, server: Serving, body: ChatCompletionRequest, owner: Owner, share: Share, chats: StoredChats
+    ) -> None:
+        super().__init__(server, body, owner, share)
+        self._chats = chats
+
+    def prepare(self) -> None:
+        if self.body.store and not self._chats.store.is_on:
+            raise RequestError("unsupported_parameter", "store: this server stores no answers", "store")
+        super().prepare()
+
+    @property
+    def is_movable(self) -> bool:
+        """A stored answer has all log-probabilities."""
+        return super().is_movable and not (self.body.store and self.body.logprobs)
+
+    async def whole(self) -> Any:
         collected = await self.collect([""] * len(self.requests))
-        choices = list(map(self._choice, range(len(collected)), collected))
+        events = [answer.take(choice.whole()) for answer, choice in zip(self.answers, collected, strict=True)]
+        answer = self._whole(collected, events)
+        return await self._keep(answer) if self.body.store else answer
+
+    def _whole(self, collected: list[Collected], events: list[list[Event]]) -> dict[str, Any]:
+        choices = list(map(self._choice, range(len(collected)), collected, events))
         answer = {**self.head, "object": "chat.completion", "choices": iter(choices), "usage": self.count.usage()}
         return answer | self.timings(collected[0]) | self.about_prompt(0, collected[0])
+
+    async def _keep(self, answer: dict[str, Any]) -> msgspec.Raw:
+        """Store an answer with its labels, and return it as JSON."""
+        labelled = answer | {"metadata": self.body.metadata or {}}
+        data = await asyncio.to_thread(lambda: "".join(json_parts(labelled)).encode())
+        self.share.add(len(data))
+        if not await self._chats.put(self.id, self.body.messages, data):
+            logger.warning("the answer %s was not stored: the store has no room for it", self.id)
+        return msgspec.Raw(data)
 
     @property
     def _echo(self) -> list[Event]:
         """The message that the answer goes on with, if the body asks for it."""
         return [Event("content", self.body.messages[-1].content or "")] if self.body.echo else []
 
-    def _choice(self, index: int, choice: Collected) -> dict[str, Any]:
+    def _choice(self, index: int, choice: Collected, events: list[Event]) -> dict[str, Any]:
         content = (self.logprob(entry) for entry in choice.answer_logprobs())
         answer = self.answers[index]
         return {
             "index": index,
-            "message": message([*self._echo, *answer.take(choice.whole())], answer),
+            "message": message([*self._echo, *events], answer),
             "logprobs": {"content": content, "refusal": None} if self.body.logprobs else None,
             "finish_reason": answer.finish_reason(choice.last),
             "stop_reason": choice.last.stop_reason,
@@ -144,6 +184,8 @@ class _ChatResponse(ChatBuilder):
         """Each choice yields a chunk with the role, chunks with text, and a last chunk with the finish_reason."""
         started = [False] * len(self.requests)
         deltas = [MessageDeltas(answer) for answer in self.answers]
+        kept = [Collected(self.server.tokenizer, self.share) for _ in self.answers if self.body.store]
+        kept_events: list[list[Event]] = [[] for _ in self.answers]
         async with aclosing(self.outputs()) as outputs:
             async for idx, output in outputs:
                 if not started[idx]:
@@ -159,6 +201,9 @@ class _ChatResponse(ChatBuilder):
                 logprobs = ChatLogprobs(content=list(map(self.logprob, output.logprobs))) if output.logprobs else None
                 ids = output.token_ids if self.body.return_token_ids else None
                 events = self.answers[idx].take(output)
+                if kept:
+                    kept[idx].add(output)
+                    kept_events[idx] += events
                 parts = [deltas[idx].of(event) for event in events]
                 if not parts and (logprobs or ids):
                     parts = [{"content": ""}]
@@ -174,6 +219,9 @@ class _ChatResponse(ChatBuilder):
                         stop_reason=output.stop_reason,
                     )
                     yield self._chunk([end])
+        if kept:
+            self.seed_ids()  # those of the calls again
+            await self._keep(self._whole(kept, kept_events))
         if self.include_usage:
             yield self._chunk([], last=True)
         yield DONE

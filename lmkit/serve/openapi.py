@@ -19,6 +19,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from lmkit import __version__
+from lmkit.serve import stored_chats
 from lmkit.serve.auth import OPEN_PATHS
 from lmkit.serve.batches.batch_routes import BatchRequest
 from lmkit.serve.batches.file_routes import ANCHOR, LIMIT, SECONDS
@@ -49,6 +50,7 @@ TOKEN = {"type": "integer", "minimum": 0, OF_MODEL: "token"}
 BODIES: Mapping[str, type[BaseModel]] = {
     "/v1/chat/completions": ChatCompletionRequest,
     "/v1/chat/completions/input_tokens": ChatCompletionRequest,
+    stored_chats.PATH: stored_chats.UpdateRequest,
     "/v1/completions": CompletionRequest,
     "/v1/responses": openai.ResponsesRequest,
     "/v1/responses/input_tokens": openai.Prompt,
@@ -134,6 +136,8 @@ PAGE: dict[str, dict[str, Any]] = {"limit": {"type": "integer", "minimum": 1, "m
 ORDER: dict[str, dict[str, Any]] = {"order": {"enum": ["asc", "desc"]}}
 QUERIES: Mapping[str, dict[str, dict[str, Any]]] = {
     "/v1/responses/{id}/input_items": PAGE | ORDER,
+    stored_chats.LIST_PATH: PAGE | ORDER | {"model": TEXT},
+    f"{stored_chats.PATH}/messages": PAGE | ORDER,
     "/v1/batches": PAGE,
     "/v1/files": PAGE | ORDER | {"limit": {"type": "integer", "minimum": 1, "maximum": LIMIT}, "purpose": TEXT},
 }
@@ -185,7 +189,7 @@ def _operation(route: APIRoute, method: str, body: dict[str, Any] | None) -> dic
     """What a method of a route takes and gives. `body` is the schema of its JSON."""
     path = route.path_format
     found: dict[str, Any] = {"application/json": {}}
-    if path in STREAMS:
+    if method == "POST" and path in STREAMS:
         found["text/event-stream"] = {"schema": _event(path)} if path in CHUNKS else {}
     if path in BYTES:
         found["application/octet-stream"] = {}

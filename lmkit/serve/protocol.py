@@ -171,7 +171,8 @@ class ChatCompletionRequest(_Sampling, ChatExtensions, Chat):
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     truncation_side: Literal["left"] | None = None  # at its right is where the answer begins
     prompt_cache_key: Annotated[str, Field(max_length=1024)] | None = None  # any value is accepted, see above
-    metadata: Metadata | None = None  # labels of a stored answer, and `store` is refused: nothing has these labels
+    store: bool | None = None
+    metadata: Metadata | None = None  # labels of a stored answer
     echo: bool | None = None  # vLLM's, with continue_final_message: the answer begins with the text of that message
 
     @property

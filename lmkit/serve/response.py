@@ -250,7 +250,7 @@ def timings(output: RequestOutput) -> Timings:
 async def respond(
     request: Request,
     body_type: type[B],
-    builder_type: type[ResponseBuilder[B]],
+    builder_type: Callable[[Serving, B, Owner, Share], ResponseBuilder[B]],
     translate: Callable[[Any], Any] | None = None,
 ) -> Response:
     """Answer one HTTP request. `translate` makes its plain JSON one of `body_type`. Raises RequestError."""

@@ -27,6 +27,13 @@ def query(request: Request, known: Sequence[str]) -> Mapping[str, str]:
 
 def page(items: Sequence[dict[str, Any]], params: Mapping[str, str], limit: int, most: int) -> Response:
     """A page of `items`, which are sorted with the oldest first. `limit` is the default length, `most` the longest."""
+    return listed(*chosen(items, params, limit, most))
+
+
+def chosen(
+    items: Sequence[dict[str, Any]], params: Mapping[str, str], limit: int, most: int
+) -> tuple[list[dict[str, Any]], bool]:
+    """The items of a page, and whether more follow. Raises RequestError."""
     order, after, text = params.get("order", "desc"), params.get("after"), params.get("limit", str(limit))
     if order not in ORDERS:
         raise RequestError("invalid_request", "order: expected asc or desc", "order")
@@ -39,8 +46,11 @@ def page(items: Sequence[dict[str, Any]], params: Mapping[str, str], limit: int,
             raise RequestError("not_found", "after: there is no such object", "after")
         shown = shown[ids.index(after) + 1 :]
     data = shown[: int(text)]
+    return data, len(shown) > len(data)
+
+
+def listed(data: list[dict[str, Any]], has_more: bool) -> Response:
     first, last = (data[0]["id"], data[-1]["id"]) if data else (None, None)
-    has_more = len(shown) > len(data)
     return reply({"object": "list", "data": data, "first_id": first, "last_id": last, "has_more": has_more})
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
@@ -35,6 +36,16 @@ with recursive chain (id, previous, bytes, turn) as (
     select r.id, r.previous, r.bytes, turn + 1 from responses r join chain on r.id = chain.previous
     where r.owner = :owner and turn < {MAX_TURNS}
 )
+"""
+# The cast says that the blob is text: SQLite has a form of JSON in blobs, too.
+_IDS = """
+select id from responses where owner = :owner and used > :start and id glob :ids
+and (:model is null or json_extract(cast(response as text), '$.model') = :model)
+and not exists (
+    select 1 from json_each(:metadata) asked where not exists (
+        select 1 from json_each(cast(response as text), '$.metadata') label
+        where label.key = asked.key and label.value = asked.value))
+order by rowid
 """
 
 log = get_logger(__name__)
@@ -83,6 +94,10 @@ class ResponseStore:
         """
         return await self._run(lambda: self._chain(owner, id, max_bytes), [])
 
+    async def ids(self, owner: str, prefix: str, model: str | None, metadata: Mapping[str, str]) -> list[str]:
+        """The ids that begin with `prefix`, oldest first, of responses by this model and with these labels."""
+        return await self._run(lambda: self._ids(owner, prefix, model, metadata), [])
+
     async def delete(self, owner: str, id: str) -> bool:
         """Whether there was such a response."""
         return await self._run(lambda: self._delete(owner, id), False)
@@ -113,9 +128,13 @@ class ResponseStore:
         if num_bytes * LARGEST > self._max_bytes:
             return False
         with self._database as database:
-            self._drop("id = ? and owner = ?", (stored.id, owner))  # a stream that went on, and had ended before
-            row = (stored.id, owner, stored.previous, self._clock(), num_bytes, stored.input, stored.response)
-            database.execute("insert into responses values (?, ?, ?, ?, ?, ?, ?)", row)
+            # a stream that went on, and had ended before; or new labels, which change nothing in the order
+            place = database.execute("select rowid from responses where id = ? and owner = ?", (stored.id, owner))
+            (rowid,) = place.fetchone() or (None,)
+            self._drop("id = ? and owner = ?", (stored.id, owner))
+            row = (rowid, stored.id, owner, stored.previous, self._clock(), num_bytes, stored.input, stored.response)
+            columns = "rowid, id, owner, previous, used, bytes, input, response"
+            database.execute(f"insert into responses ({columns}) values (?, ?, ?, ?, ?, ?, ?, ?)", row)
             self._bytes[owner] += num_bytes
             self._drop("used <= ?", (self._clock() - self._ttl,))
             while self._bytes.total() > self._max_bytes:
@@ -127,6 +146,11 @@ class ResponseStore:
         query = "select id, previous, input, response from responses where id = ? and owner = ? and used > ?"
         row = self._database.execute(query, (id, owner, self._clock() - self._ttl)).fetchone()
         return None if row is None else Stored(*row)
+
+    def _ids(self, owner: str, prefix: str, model: str | None, metadata: Mapping[str, str]) -> list[str]:
+        names = {"owner": owner, "start": self._clock() - self._ttl, "ids": f"{prefix}*", "model": model}
+        names["metadata"] = json.dumps(dict(metadata))
+        return [id for (id,) in self._database.execute(_IDS, names)]
 
     def _chain(self, owner: str, id: str, max_bytes: int) -> list[Stored]:
         names = {"owner": owner, "id": id, "now": self._clock(), "start": self._clock() - self._ttl}

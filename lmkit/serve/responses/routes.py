@@ -105,7 +105,9 @@ async def _earlier(request: Request, body: Prompt) -> Iterable[Item]:
     if previous is None:
         return []
     server = shared(request)
-    chain = await _store(request).chain(_owner(request), previous, server.config.max_body_bytes)
+    chain = []
+    if previous.startswith(ResponsesAnswer.prefix):  # the store also has chats
+        chain = await _store(request).chain(_owner(request), previous, server.config.max_body_bytes)
     if not chain:
         message = f"the response {previous[:64]!r}, or one that it continues, is not stored here"
         raise RequestError("invalid_request", message, "previous_response_id")
@@ -123,7 +125,7 @@ async def _earlier(request: Request, body: Prompt) -> Iterable[Item]:
 
 
 async def _stored(request: Request, id: str) -> Stored:
-    found = await _store(request).get(_owner(request), id)
+    found = await _store(request).get(_owner(request), id) if id.startswith(ResponsesAnswer.prefix) else None
     if found is None:
         raise _absent(id)
     return found
