@@ -10,11 +10,16 @@ from torch import Tensor
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_RANK = 512
+PANEL = 64  # columns of a matrix that a CPU's kernel takes at a time
 
 
 @dataclass(frozen=True)
 class LowRank:
-    """An addition to a linear: scale * (x A^T) B^T (LoRA, arXiv 2106.09685)."""
+    """An addition to a linear: scale * (x A^T) B^T (LoRA, arXiv 2106.09685).
+
+    In panels, as a CPU reads them from start to end, a matrix [rank, n] is [ceil(n / PANEL), rank, PANEL], with zeros
+    behind its last column.
+    """
 
     a: Tensor  # [rank, in], of DTYPES
     b: Tensor  # [rank, out] in the same dtype: the transpose of B
@@ -23,6 +28,16 @@ class LowRank:
     def product(self) -> Tensor:
         """What it adds to the weight, float32 [out, in]."""
         return self.scale * (self.b.float().T @ self.a.float())
+
+    def in_panels(self) -> LowRank:
+        return LowRank(_panels(self.a), _panels(self.b), self.scale)
+
+
+def _panels(matrix: Tensor) -> Tensor:
+    if matrix.dim() == 3:
+        return matrix
+    padded = torch.nn.functional.pad(matrix, (0, -matrix.shape[1] % PANEL))
+    return padded.view(len(matrix), -1, PANEL).transpose(0, 1).contiguous()
 
 
 @dataclass(frozen=True)
@@ -36,7 +51,9 @@ class Columns:
 
 
 class LowRanks:
-    """The additions of several adapters to one linear, by the adapter's number. Kernels read `addresses`."""
+    """The additions of several adapters to one linear, by the adapter's number. Kernels read `addresses`, and those of
+    CPUs expect panels.
+    """
 
     FIELDS = 5  # of an entry: A or 0, B, rank, number of the dtype, bits of the scale
 
@@ -50,7 +67,7 @@ class LowRanks:
         if entry is not None:
             kind = DTYPES.index(entry.a.dtype)
             scale = int(torch.tensor(entry.scale, dtype=torch.float32).view(torch.int32))
-            fields = [entry.a.data_ptr(), entry.b.data_ptr(), len(entry.a), kind, scale]
+            fields = [entry.a.data_ptr(), entry.b.data_ptr(), entry.a.shape[-2], kind, scale]
             self.addresses[number] = torch.tensor(fields)
 
 

@@ -43,11 +43,12 @@ class LinearAdapters:
 
     def __init__(self, roles: tuple[str, ...], step: StepAdapters, device: str) -> None:
         self.rows = step.of
+        self._in_panels = device == "cpu"
         self._additions = {role: LowRanks(step.count, tensor_device(device)) for role in roles}
         self.implementation = ops.add_low_rank.select(device)
 
     def set(self, role: str, number: int, entry: LowRank | None) -> None:
-        self._additions[role].set(number, entry)
+        self._additions[role].set(number, entry.in_panels() if entry is not None and self._in_panels else entry)
 
     def add(self, role: str, x: Tensor, y: Tensor, rows: AdapterRows, columns: Columns) -> None:
         self.implementation(x, y, rows, self._additions[role], columns)

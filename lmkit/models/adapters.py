@@ -77,7 +77,7 @@ class DecoderAdapters:
         """
         additions = place(adapter, self._spec, self._part)
         if self._device == "cpu":
-            additions = side_by_side(additions)
+            additions = side_by_side({key: addition.in_panels() for key, addition in additions.items()})
         else:
             additions = {key: _narrowed(addition, self._dtype) for key, addition in additions.items()}
         if name in self:

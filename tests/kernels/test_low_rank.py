@@ -24,27 +24,29 @@ def both(op: Op) -> tuple[Implementation, Implementation]:
 ])  # fmt: skip
 def test_add_low_rank(dtype: torch.dtype, inputs: int, columns: Columns) -> None:
     generator = torch.Generator().manual_seed(inputs)
-    additions = LowRanks(5)
+    additions, panels = LowRanks(5), LowRanks(5)
     for number in (0, 3):
         a = (torch.randn(1 + 6 * number, inputs, generator=generator) / inputs**0.5).to(dtype)
-        additions.set(number, LowRank(a, torch.randn(len(a), columns.size, generator=generator).to(dtype), 0.7))
+        entry = LowRank(a, torch.randn(len(a), columns.size, generator=generator).to(dtype), 0.7)
+        additions.set(number, entry)
+        panels.set(number, entry.in_panels())
     numbers = torch.tensor([3, -1, 0, 3, 1, 0], dtype=torch.int32)
     x = torch.randn(6, 2 * inputs, generator=generator)[:, :inputs]  # rows with a stride
     y = torch.randn(6, 2200, generator=generator)
     kernel, reference = both(ops.add_low_rank)
     got, want = y.clone(), y.clone()
-    kernel(x, got, AdapterRows(numbers), additions, columns)
+    kernel(x, got, AdapterRows(numbers), panels, columns)
     reference(x, want, AdapterRows(numbers), additions, columns)
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
     assert torch.equal(got[[1, 4]], y[[1, 4]])
     assert not torch.equal(got[[0]], y[[0]])
     for row in range(6):  # whatever rows stand beside it
         alone = y[row : row + 1].clone()
-        kernel(x[row : row + 1], alone, AdapterRows(numbers[row : row + 1]), additions, columns)
+        kernel(x[row : row + 1], alone, AdapterRows(numbers[row : row + 1]), panels, columns)
         assert torch.equal(alone[0], got[row])
-    additions.set(3, None)
+    panels.set(3, None)
     again = y.clone()
-    kernel(x, again, AdapterRows(numbers), additions, columns)
+    kernel(x, again, AdapterRows(numbers), panels, columns)
     assert torch.equal(again[[0, 3]], y[[0, 3]])
 
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import numba
 import numpy as np
 import torch
 from numba import carray
@@ -13,65 +10,103 @@ from torch import Tensor
 from lmkit.kernels import ops
 from lmkit.kernels.cpu import threads, workspace
 from lmkit.kernels.cpu.elementwise import SERIAL_VALUES
-from lmkit.kernels.cpu.intrinsics import (
-    bfloat_to_float,
-    bits_to_float,
-    half_to_float,
-    pointer,
-    prefetch,
-    unpack,
-)
-from lmkit.kernels.cpu.jit import FASTMATH, Task, inline
+from lmkit.kernels.cpu.emit import F32, I16, I32, Emitter, Value, constant
+from lmkit.kernels.cpu.intrinsics import bits_to_float, copy, pointer, tile, unpack
+from lmkit.kernels.cpu.jit import Task, inline
 from lmkit.kernels.cpu.panels import ACTIVATION_NUMBERS, multiply_gates
+from lmkit.kernels.cpu.tiles import Tile, register
 from lmkit.kernels.registry import implements
-from lmkit.low_rank import MAX_RANK, AdapterRows, Columns, LowRanks
+from lmkit.low_rank import MAX_RANK, PANEL, AdapterRows, Columns, LowRanks
 
-FLOAT32, BFLOAT16 = 0, 1  # of lmkit.low_rank.DTYPES
-BLOCK = 512  # elements that are computed between two requests for more
-AHEAD = 2048  # bytes
+LANES = 16
+ELEMENTS = ("float32", "bfloat16", "float16")  # in the order of lmkit.low_rank.DTYPES
+AHEAD = 4096  # bytes
 
 
-@numba.njit(forceinline=True, fastmath=FASTMATH | {"reassoc"})
-def _dot(x: Any, address: int, kind: int, size: int) -> Any:
-    """x . a. Lanes are added up in an order that the compiler fixes."""
-    total = np.float32(0)
-    if kind == FLOAT32:
-        wide = carray(pointer(address), size, np.float32)
-        for i in range(size):
-            total += x[i] * wide[i]
-        return total
-    bits = carray(pointer(address), size, np.uint16)
-    if kind == BFLOAT16:
-        for i in range(size):
-            total += x[i] * bfloat_to_float(np.uint32(bits[i]))
-    else:
-        for i in range(size):
-            total += x[i] * half_to_float(np.uint32(bits[i]))
-    return total
+def _load(e: Emitter, element: str, address: Value) -> Value:
+    """LANES numbers as float32."""
+    if element == "float32":
+        return e.load(address, e.vector(F32))
+    bits = e.builder.zext(e.load(address, e.vector(I16)), e.vector(I32))
+    return e.bfloat_to_float(bits) if element == "bfloat16" else e.half_to_float(bits)
+
+
+def _load_row(e: Emitter, element: str, address: Value) -> list[Value]:
+    """The row of a panel at `address`. The row that stands AHEAD of it is asked for."""
+    size = _size(element)
+    for line in range(0, PANEL * size, 64):
+        e.prefetch(e.offset(address, AHEAD + line))
+    return [_load(e, element, e.offset(address, size * column)) for column in range(0, PANEL, LANES)]
+
+
+def _size(element: str) -> int:
+    return 4 if element == "float32" else 2
+
+
+def factors_tile(element: str) -> Tile:
+    """sums [rank, LANES] += x [panels * PANEL] times A, in panels; the lanes of a sum are still to be added up."""
+
+    def body(e: Emitter, rows: int, arguments: list[Value]) -> None:
+        x, a, panels, rank, sums = arguments
+        with e.loop(panels) as panel:
+            source = e.offset(x, e.times(panel, 4 * PANEL))
+            values = [_load(e, "float32", e.offset(source, 4 * column)) for column in range(0, PANEL, LANES)]
+            first = e.builder.mul(panel, rank)
+            with e.loop(rank) as r:
+                weights = _load_row(e, element, e.offset(a, e.times(e.offset(first, r), PANEL * _size(element))))
+                place = e.offset(sums, e.times(r, 4 * LANES))
+                total = e.load(place, e.vector(F32))
+                for value, weight in zip(values, weights, strict=True):
+                    total = e.fma(value, weight, total)
+                e.store(total, place)
+
+    return register(f"low_rank_factors.{element}", LANES, (1,), 5, body)
+
+
+def outputs_tile(element: str) -> Tile:
+    """out [PANEL] = factors [rank] times one panel of B."""
+
+    def body(e: Emitter, rows: int, arguments: list[Value]) -> None:
+        factors, b, rank, out = arguments
+        (sums,) = e.variables(1, PANEL // LANES, e.vector(F32))
+        for total in sums:
+            e.builder.store(constant(e.vector(F32), 0), total)
+        with e.loop(rank) as r:
+            factor = e.splat(e.load(e.offset(factors, e.times(r, 4)), F32))
+            weights = _load_row(e, element, e.offset(b, e.times(r, PANEL * _size(element))))
+            for total, weight in zip(sums, weights, strict=True):
+                e.builder.store(e.fma(factor, weight, e.builder.load(total)), total)
+        for j, total in enumerate(sums):
+            e.store(e.builder.load(total), e.offset(out, 4 * LANES * j))
+
+    return register(f"low_rank_outputs.{element}", LANES, (1,), 4, body)
+
+
+OF_FLOATS, OF_BFLOATS, OF_HALVES = (factors_tile(element).name for element in ELEMENTS)
+TO_FLOATS, TO_BFLOATS, TO_HALVES = (outputs_tile(element).name for element in ELEMENTS)
 
 
 @inline
-def _add(y: Any, factor: Any, address: int, kind: int, size: int) -> None:
-    """y += factor * b."""
-    if kind == FLOAT32:
-        wide = carray(pointer(address), size, np.float32)
-        for i in range(size):
-            y[i] += factor * wide[i]
-        return
-    bits = carray(pointer(address), size, np.uint16)
-    if kind == BFLOAT16:
-        for i in range(size):
-            y[i] += factor * bfloat_to_float(np.uint32(bits[i]))
+def _factors(kind: int, x: int, a: int, panels: int, rank: int, sums: int) -> None:
+    if kind == 0:
+        tile(OF_FLOATS, 1, (x, a, panels, rank, sums))
+    elif kind == 1:
+        tile(OF_BFLOATS, 1, (x, a, panels, rank, sums))
     else:
-        for i in range(size):
-            y[i] += factor * half_to_float(np.uint32(bits[i]))
+        tile(OF_HALVES, 1, (x, a, panels, rank, sums))
 
 
 @inline
-def _fetch(address: int, num_bytes: int) -> None:
-    """Ask for what is read soon."""
-    for line in range(num_bytes >> 6):
-        prefetch(address + AHEAD + (line << 6))
+def _outputs(kind: int, factors: int, b: int, rank: int, out: int) -> None:
+    if kind == 0:
+        tile(TO_FLOATS, 1, (factors, b, rank, out))
+    elif kind == 1:
+        tile(TO_BFLOATS, 1, (factors, b, rank, out))
+    else:
+        tile(TO_HALVES, 1, (factors, b, rank, out))
+
+
+SCRATCH = 4 * (PANEL + MAX_RANK + LANES * MAX_RANK)
 
 
 def _add_low_rank(args: int, scratch: int, index: int) -> None:
@@ -83,37 +118,36 @@ def _add_low_rank(args: int, scratch: int, index: int) -> None:
     a, b, rank, kind, scale_bits = unpack(entries + 40 * number, 5)
     if a == 0:
         return
-    factors = carray(pointer(scratch), rank, np.float32)
-    scale = bits_to_float(np.uint32(scale_bits))
-    element = 4 if kind == FLOAT32 else 2
+    panel_bytes = PANEL * rank * (4 if kind == 0 else 2)
+    factors_at, sums_at = scratch + 4 * PANEL, scratch + 4 * (PANEL + MAX_RANK)
+    panel, factors = carray(pointer(scratch), PANEL, np.float32), carray(pointer(factors_at), rank, np.float32)
+    sums, scale = carray(pointer(sums_at), LANES * rank, np.float32), bits_to_float(np.uint32(scale_bits))
+    for i in range(LANES * rank):
+        sums[i] = np.float32(0)
+    row, panels, rest = x + index * x_stride, inputs // PANEL, inputs % PANEL
+    _factors(kind, row, a, panels, rank, sums_at)
+    if rest:
+        for i in range(PANEL):
+            panel[i] = np.float32(0)
+        copy(row + 4 * (inputs - rest), scratch, 4 * rest)
+        _factors(kind, scratch, a + panels * panel_bytes, 1, rank, sums_at)
     for r in range(rank):
-        total, done = np.float32(0), 0
-        while done < inputs:
-            size, at = min(BLOCK, inputs - done), a + (r * inputs + done) * element
-            _fetch(at, size * element)
-            part = carray(pointer(x + index * x_stride + 4 * done), size, np.float32)
-            total += _dot(part, at, kind, size)
-            done += size
+        total = np.float32(0)
+        for i in range(LANES):
+            total += sums[r * LANES + i]
         factors[r] = scale * total
-    in_panels = width < outputs
-    target = scratch + 4 * MAX_RANK if in_panels else y + index * y_stride + 4 * start
-    if in_panels:
-        carray(pointer(target), outputs, np.float32)[:] = np.float32(0)
-    for r in range(rank):
-        done = 0
-        while done < outputs:
-            size, at = min(outputs - done, BLOCK), b + (r * outputs + done) * element
-            _fetch(at, size * element)
-            _add(carray(pointer(target + 4 * done), size, np.float32), factors[r], at, kind, size)
-            done += size
-    if in_panels:
-        done, out = 0, y + index * y_stride + 4 * start
-        while done < outputs:
-            size = min(width, outputs - done)
-            part, more = carray(pointer(out), size, np.float32), carray(pointer(target + 4 * done), size, np.float32)
+    done, row = 0, y + index * y_stride + 4 * start
+    while done < outputs:
+        _outputs(kind, factors_at, b, rank, scratch)
+        end, column = min(done + PANEL, outputs), 0
+        while done < end:
+            place = done % width
+            size = min(end - done, width - place)
+            part = carray(pointer(row + 4 * (done // width * stride + place)), size, np.float32)
             for i in range(size):
-                part[i] += more[i]
-            done, out = done + size, out + 4 * stride
+                part[i] += panel[column + i]
+            done, column = done + size, column + size
+        b += panel_bytes
 
 
 def _gated_panels(args: int, scratch: int, index: int) -> None:
@@ -136,7 +170,7 @@ def add_low_rank(x: Tensor, y: Tensor, rows: AdapterRows, additions: LowRanks, c
         x.data_ptr(), 4 * x.stride(0), y.data_ptr(), 4 * y.stride(0), rows.numbers.data_ptr(),
         additions.addresses.data_ptr(), x.shape[1], columns.size, columns.start, columns.width, columns.stride,
     )  # fmt: skip
-    threads.run(ADD_LOW_RANK, len(x), args, parallel=len(x) > 1, scratch=4 * (MAX_RANK + columns.size))
+    threads.run(ADD_LOW_RANK, len(x), args, parallel=len(x) > 1, scratch=SCRATCH)
 
 
 @implements(ops.gated_panels, "cpu", device="cpu", priority=20)
