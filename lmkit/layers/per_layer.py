@@ -31,12 +31,14 @@ class PerLayerWeights:
 class PerLayerVectors:
     """The vectors of a step's tokens."""
 
-    def __init__(self, weights: PerLayerWeights, eps: float, device: str = "cpu") -> None:
+    def __init__(self, weights: PerLayerWeights, eps: float, device: str, dtype: torch.dtype) -> None:
+        """`dtype`: what linears read."""
         half = math.sqrt(0.5)
         self.width, self._table, self._scale = len(weights.norm), weights.table, weights.table_scale * half
         hidden = weights.projection.shape[1]
         # The projection's factor 1 / sqrt(hidden) is taken from eps: norm(c y, eps) = norm(y, eps / c^2).
         self._norm = Norm(weights.norm.float() * half, eps * hidden, None, torch.float32)
+        self._dtype = dtype
         self._projection = MergedLinear(("projection",), {"projection": weights.projection}, device)
         self._projection.pack("exact")
         self._embedding, self._rms_norm = ops.embedding.select(device), ops.rms_norm.select(device)
@@ -44,7 +46,7 @@ class PerLayerVectors:
 
     def __call__(self, token_ids: Tensor, embedded: Tensor) -> Tensor:
         """Token ids int64 [T] and embeddings float32 [T, hidden] -> float32 [T, layers * width]."""
-        projected = self._projection(embedded).float()
+        projected = self._projection(embedded.to(self._dtype)).float()
         vectors: Tensor = self._rms_norm(projected.view(len(projected), -1, self.width), self._norm).view(
             projected.shape
         )
@@ -61,5 +63,6 @@ class PerLayerGate:
         self._activation, self._multiply = activation, ops.multiply_gates.select(device)
 
     def __call__(self, stream: Tensor, vectors: Tensor) -> Tensor:
-        """The residual stream [T, hidden] and vectors [T, width] -> what the layer adds, before its norm."""
-        return self.out(self._multiply(vectors, self.gate(stream), self._activation))
+        """The residual stream [T, hidden], in the dtype that linears read, and vectors float32 [T, width] -> what the
+        layer adds, before its norm."""
+        return self.out(self._multiply(vectors, self.gate(stream), self._activation).to(stream.dtype))

@@ -52,7 +52,7 @@ class Decoder:
         self.kept: Kept = {}
         self.behind: Callable[[int], None] | None = None  # called behind each layer with its place among `layers`
         device = lm_head.device
-        self.per_layer = None if per_layer is None else PerLayerVectors(per_layer, spec.norm_eps, device)
+        self.per_layer = None if per_layer is None else PerLayerVectors(per_layer, spec.norm_eps, device, dtype)
         self.ropes = {rope: Rope(rope, device) for rope in dict.fromkeys(layer.rope for layer in spec.layers)}
         self.embedding = ops.embedding.select(device)
         self.add_positions = ops.add_positions.select(device)

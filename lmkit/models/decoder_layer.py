@@ -286,7 +286,7 @@ class DecoderLayer:
             if logits_only and not batch.wants_all:
                 vectors = self.gather(vectors, batch.logit_rows)
             self.keep(residual, delta, residual)
-            delta = self.per_layer(self.taken(residual), vectors).float()
+            delta = self.per_layer(residual.to(self.dtype), vectors).float()
             delta = self.rms_norm(delta, self.norm("norm.per_layer_out"))
         self.keep(residual, delta, residual, self.stream_scale)
         return residual, None

@@ -195,7 +195,7 @@ def _decoder(
     norm = source.final_norm()
     final_norm = None if norm is None else norm.clone().to(at)
     extras = {"final_bias": source.final_bias(), "positions": source.positions()}
-    per_layer = source.per_layer(model.dtype)
+    per_layer = source.per_layer(model.dtype, at)
     return Decoder(
         model.spec, embed.to(at), layers, final_norm, lm_head, model.activation_dtype, **extras, per_layer=per_layer
     )

@@ -158,7 +158,6 @@ def resolved(
         for what, found in (
             ("linear attention", any(layer.delta for layer in source.spec.kinds)),
             ("LayerNorm", any(layer.norm_bias for layer in source.spec.kinds)),
-            ("a norm on values", any(layer.value_norm for layer in source.spec.kinds)),
         ):
             if found and device != "cpu":
                 raise UnsupportedError(f"{path}: {what} runs on device cpu alone")

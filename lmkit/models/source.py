@@ -190,7 +190,7 @@ class ModelSource:
         first = self.spec.first_position
         return None if first is None else self._plain(roles.POSITIONS + ".weight", torch.float32)[first:]
 
-    def per_layer(self, dtype: torch.dtype) -> PerLayerWeights | None:
+    def per_layer(self, dtype: torch.dtype, device: str = "cpu") -> PerLayerWeights | None:
         """The vectors of tokens for each layer (layers.per_layer), if the model has any."""
         spec, width = self.spec, self.spec.layers[0].per_layer
         if not spec.per_layer:
@@ -198,7 +198,7 @@ class ModelSource:
         table = self._plain(roles.PER_LAYER_TABLE + ".weight", dtype)
         projection = self._matrix(roles.PER_LAYER_PROJECTION, (spec.per_layer, spec.hidden_size)).to(dtype)
         norm = self.norm(roles.PER_LAYER_NORM + ".weight", width)
-        return PerLayerWeights(table, projection, norm, spec.per_layer_scale)
+        return PerLayerWeights(table.to(device), projection.to(device), norm.to(device), spec.per_layer_scale)
 
     def lm_head(self, dtype: torch.dtype | None = None, device: str = "cpu", storage: str = "auto") -> MergedLinear:
         """The head as a plain linear. Tied embeddings also serve as the head.

@@ -56,7 +56,7 @@ def mlp(spec: ModelSpec) -> str:
 
 def steps(spec: ModelSpec) -> str:
     """As turbo.runners.cuda_captured says."""
-    if spec.layers[0].norm_bias or spec.layers[0].value_norm or spec.is_recurrent:
+    if spec.layers[0].norm_bias or spec.is_recurrent:
         return "none"
     fixed = all(layer.pre_norms and not layer.is_sparse for layer in spec.layers) and not spec.dynamic_length
     return "captured" if fixed else "launched"
@@ -95,9 +95,9 @@ def table() -> str:
     return "\n".join(lines + [row(model, *of_model) for model, of_model in ROWS.items()]) + "\n"
 
 
-def written(page: str) -> str:
-    """The table on the page."""
-    return page[page.index(HEADER) :].split("\n\n")[0].rstrip("\n") + "\n"
+def written(page: str, header: str = HEADER) -> str:
+    """The table on the page that begins with this header."""
+    return page[page.index(header) :].split("\n\n")[0].rstrip("\n") + "\n"
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from lmkit.kernels.registry import implements
 from lmkit.kv_dtype import BFLOAT16, FLOAT16, FP8, INT4, INT8, KVDtype
 
 STORAGE = {FLOAT16: 0, BFLOAT16: 1, INT8: 2, FP8: 3, INT4: 4}  # StorageType of csrc/kv.cuh
-MAX_HEAD_DIM, MAX_ROW_DIM = 256, 1024  # of keys and values of their own, and of rows that are both
+MAX_HEAD_DIM, MAX_ROW_DIM = 256, 1024  # of all kernels, and of wide_attention.cu
 HEADS_PER_BLOCK = 8
 
 
@@ -38,6 +38,8 @@ def problem(rows: tuple[Tensor, ...], caches: tuple[KVTensor, KVTensor]) -> str 
         return elementwise.dtypes_of(*rows)
     if (reason := head_dim_problem(dim, are_one=are_one(*caches))) is not None:
         return reason
+    if dim > MAX_HEAD_DIM and any(cache.hadamard for cache in caches):
+        return f"rows of {dim} that are turned"
     if other := {cache.dtype for cache in caches} - set(STORAGE):
         return f"KV stored as {other.pop()}"
     if all(x.stride(2) == 1 and x.stride(0) % 8 == x.stride(1) % 8 == 0 and x.data_ptr() % 16 == 0 for x in rows):
@@ -51,8 +53,10 @@ def are_one(k_cache: KVTensor, v_cache: KVTensor) -> bool:
 
 
 def head_dim_problem(head_dim: int, *, are_one: bool) -> str | None:
-    step, most = (32, MAX_ROW_DIM) if are_one else (16, MAX_HEAD_DIM)
-    return f"head_dim {head_dim}: multiples of {step} up to {most}" if head_dim % step or head_dim > most else None
+    step = 32 if are_one or head_dim > MAX_HEAD_DIM else 16
+    if head_dim % step or head_dim > MAX_ROW_DIM:
+        return f"head_dim {head_dim}: multiples of {step} up to {MAX_ROW_DIM}"
+    return None
 
 
 @cache

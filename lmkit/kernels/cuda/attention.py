@@ -14,12 +14,12 @@ from torch import Tensor
 
 from lmkit.attention_spec import AttentionSpec
 from lmkit.kernels import ops
-from lmkit.kernels.cuda.append import STORAGE, accepts, are_one, problem, rope_append, storage, strided
+from lmkit.kernels.cuda.append import STORAGE, accepts, problem, rope_append, storage, strided
 from lmkit.kernels.cuda.gpus import RESERVED_SHARED, Capability, gpu_of
-from lmkit.kernels.cuda.latent import latent_attention, latent_problem
 from lmkit.kernels.cuda.module import NUM_COUNTERS, Kernel, backend, counters
 from lmkit.kernels.cuda.prefill import MAX_MEAN_PAIRS, in_bits, prefill_attention
 from lmkit.kernels.cuda.switches import switches
+from lmkit.kernels.cuda.wide import is_wide, wide_attention, wide_problem
 from lmkit.kernels.ops import BatchGeometry, KVTensor
 from lmkit.kernels.registry import implements
 from lmkit.kv_dtype import KVDtype
@@ -41,17 +41,17 @@ def paged_attention(
     sink_logits: Tensor | None = None,
 ) -> Tensor:
     num_seqs = len(geometry.context_lens)
-    decodes, shared = len(q) == num_seqs, are_one(k_cache, v_cache)
-    if shared:
-        reason = latent_problem(q, k_cache, spec, sink_logits)
+    decodes, wide = len(q) == num_seqs, is_wide(q.shape[2], k_cache, v_cache)
+    if wide:
+        reason = wide_problem(q, k_cache, v_cache, spec, sink_logits)
     else:
         reason = attention_problem((q,), k_cache, v_cache, decodes)
     if reason is not None:
         reference = ops.paged_attention.fall_back("reference", reason)
         y: Tensor = reference(q, k_cache, v_cache, geometry, spec, sink_logits)
         return y
-    if shared:
-        return latent_attention(q, k_cache, geometry, spec)
+    if wide:
+        return wide_attention(q, k_cache, v_cache, geometry, spec)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     mixed = not decodes and num_seqs > 1
     if decodes or mixed:
@@ -76,7 +76,7 @@ def rope_paged_attention(
     sink_logits: Tensor | None = None,
 ) -> Tensor:
     decodes = len(q) == len(geometry.context_lens)
-    if are_one(k_cache, v_cache):
+    if is_wide(q.shape[2], k_cache, v_cache) or not k.shape[1]:  # no keys: those of another layer are read
         rope_append(q, k, v, cos, sin, k_cache, v_cache, geometry.slots)
         rows: Tensor = paged_attention(q, k_cache, v_cache, geometry, spec, sink_logits)
         return rows

@@ -29,6 +29,7 @@ from lmkit.qtensor import QTensor, QuantScheme
 
 DEVICE = "meta"
 # Query heads, KV heads, head size, soft cap: Llama 8B, Qwen 7B, Llama 1B, Gemma 2 9B.
+WIDE_HEADS = 8, 1, 512  # Gemma 4, layers without a window
 HEADS = ((32, 8, 128, 0.0), (28, 4, 128, 0.0), (32, 8, 64, 0.0), (16, 8, 256, 50.0))
 LATENT_HEADS, ROW, ROW_ROTARY = (16, 128), 576, 64  # DeepSeek-V2-Lite, V3
 WEIGHTS = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))  # out, in
@@ -81,7 +82,8 @@ def common() -> tuple[Kernel, ...]:
                 for heads in HEADS:
                     _attention(half, heads, stored)
                 for num_heads in LATENT_HEADS:
-                    _latent(half, num_heads, stored)
+                    _wide(half, (num_heads, 1, ROW), ROW_ROTARY, stored, latent=True)
+                _wide(half, WIDE_HEADS, WIDE_HEADS[2] // 4, stored, latent=False)
         for each in modules:  # a module's constant kernel may belong to no op
             for kernel in filter(lambda value: isinstance(value, Kernel), vars(each).values()):
                 recorder.add(kernel)
@@ -219,18 +221,20 @@ def _attention(half: torch.dtype, heads: tuple[int, int, int, float], storage: K
             attend(q, k, v, cos, sin, *caches, geometry, AttentionSpec(dim**-0.5, softcap=softcap))
 
 
-def _latent(half: torch.dtype, num_heads: int, storage: KVDtype) -> None:
-    """Run attention over rows that are keys and values, to new tokens and to prompts."""
-    traits = {"head_dim": ROW, "num_heads": num_heads, "num_kv_heads": 1, "latent": True, "rotary_dim": ROW_ROTARY}
-    cache, tables = _kv(1, ROW, storage), _empty(SEQUENCES, BLOCKS // SEQUENCES, dtype=torch.int32)
-    attend = _ours(ops.rope_paged_attention, **traits)
+def _wide(half: torch.dtype, heads: tuple[int, int, int], rotary: int, storage: KVDtype, *, latent: bool) -> None:
+    """Run attention over wide rows, to new tokens and to prompts."""
+    num_heads, num_kv_heads, dim = heads
+    traits = {"head_dim": dim, "num_heads": num_heads, "num_kv_heads": num_kv_heads, "rotary_dim": rotary}
+    k_cache, tables = _kv(num_kv_heads, dim, storage), _empty(SEQUENCES, BLOCKS // SEQUENCES, dtype=torch.int32)
+    v_cache = k_cache if latent else _kv(num_kv_heads, dim, storage)
+    attend = _ours(ops.rope_paged_attention, latent=latent, **traits)
     for tokens in (SEQUENCES, 64 * SEQUENCES):
-        q, row = _empty(tokens, num_heads, ROW, dtype=half), _empty(tokens, 1, ROW, dtype=half)
-        cos, sin = (_empty(tokens, ROW_ROTARY // 2) for _ in range(2))
+        q, row = _empty(tokens, num_heads, dim, dtype=half), _empty(tokens, num_kv_heads, dim, dtype=half)
+        cos, sin = (_empty(tokens, rotary // 2) for _ in range(2))
         starts, lens = (_empty(SEQUENCES + extra, dtype=torch.int32) for extra in (1, 0))
         geometry = BatchGeometry(starts, lens, tables, _empty(tokens, dtype=torch.int32))
         if attend is not None:
-            attend(q, row, row, cos, sin, cache, cache, geometry, AttentionSpec(ROW**-0.5))
+            attend(q, row, row, cos, sin, k_cache, v_cache, geometry, AttentionSpec(dim**-0.5))
 
 
 def _kv(num_kv_heads: int, dim: int, storage: KVDtype) -> KVTensor:

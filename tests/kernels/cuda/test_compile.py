@@ -24,8 +24,8 @@ MAIN_LOOPS: dict[str, tuple[str, ...]] = {
     "gemm_wide.cu": (ASYNC_COPY, "WARPGROUP.ARRIVE"),
     "gemv.cu": (STREAM,),
     "decode_attention.cu": (ASYNC_COPY, "LDSM.16.M88.4", "MUFU.EX2"),
-    "latent_attention.cu": (ASYNC_COPY, "LDSM.16.M88.4", "LDSM.16.MT88.4", "MUFU.EX2"),
     "prefill_attention.cu": (ASYNC_COPY, "LDSM.16.M88.4", "LDSM.16.MT88.4", "MUFU.EX2"),
+    "wide_attention.cu": (ASYNC_COPY, "LDSM.16.M88.4", "LDSM.16.MT88.4", "MUFU.EX2"),
 }
 BESIDE = ("arrange", "merge")  # kernels of gemm_wide.cu that multiply nothing
 SOURCES = sorted(path.name for path in FOLDER.glob("*.cu"))

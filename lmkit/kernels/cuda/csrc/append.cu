@@ -25,7 +25,7 @@ DEVICE void store(const Store& to, i64 row, int head, const float (&head_of_toke
     float x[DIM / 16];
 #pragma unroll
     for (int e = 0; e < DIM / 16; ++e) x[e] = head_of_token[e];
-    if constexpr ((DIM & (DIM - 1)) == 0) {
+    if constexpr ((DIM & (DIM - 1)) == 0 && DIM <= 256) {
         if (to.hadamard) hadamard<DIM>(x);
     }
     const float* scale = to.scales ? to.scales + head : nullptr;
@@ -46,7 +46,7 @@ append(u16* q, i64 q_token, i64 q_head, u16* k, i64 k_token, i64 k_head, u16* v,
     const i64 token = active ? index / heads : 0;
     const int head = active ? static_cast<int>(index - token * heads) : 0;
     const int kind = head < q_heads ? 0 : head < q_heads + kv_heads ? 1 : 2;
-    const int kv_head = max(0, head - q_heads) % kv_heads;
+    const int kv_head = kind == 0 ? 0 : (head - q_heads) % kv_heads;
 
     u16* row = kind == 0   ? q + token * q_token + head * q_head
                : kind == 1 ? k + token * k_token + kv_head * k_head

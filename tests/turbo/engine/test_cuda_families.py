@@ -1,4 +1,4 @@
-"""Latent attention on device "cuda", emulated: log-probabilities are those of transformers, however a sequence is
+"""DeepSeek and Gemma 4 on device "cuda", emulated: log-probabilities are those of transformers, however a sequence is
 computed."""
 
 from __future__ import annotations
@@ -39,31 +39,42 @@ def assert_right(model: Any, prompts: dict[str, list[int]], outputs: dict[str, l
 
 @emulated
 @pytest.mark.parametrize(
-    ("family", "dtype", "kv_bytes", "most"),
-    [("deepseek-v3", "float32", 4, 1e-4), ("deepseek-v2-lite", "auto", 2, 0.02)],
+    ("family", "layers", "dtype", "most"),
+    [
+        ("deepseek-v3", 2, "float32", 1e-4),
+        ("deepseek-v2-lite", 2, "auto", 0.02),
+        ("gemma4", 7, "float32", 1e-4),
+        ("gemma4", 7, "auto", 0.02),
+        ("gemma4-values", 3, "auto", 0.02),
+    ],
 )
 def test_log_probabilities_are_those_of_transformers(
     tmp_path: Path,
     device: CudaDevice,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
     family: str,
+    layers: int,
     dtype: Any,
-    kv_bytes: int,
     most: float,
 ) -> None:
     """Whole prompts, chunks beside new tokens, after a preemption, and behind a prefix that is found again. float32 is
     computed by torch. In 16 bits kernels compute, and steps are captured: without experts, whose choice turns on the
     last bit."""
     monkeypatch.setattr(ops.paged_attention, "fallbacks", Counter())
-    changes = {"num_hidden_layers": 2, "first_k_dense_replace": 2 if dtype == "auto" else 1}
-    tiny.make(tmp_path, family, max_position_embeddings=LENGTH, **changes).half().save_pretrained(tmp_path)
+    changes = {"num_hidden_layers": layers, "max_position_embeddings": LENGTH}
+    if family.startswith("deepseek"):
+        changes["first_k_dense_replace"] = 2 if dtype == "auto" else 1
+    made = tiny.make(tmp_path, family, **changes)
+    if dtype == "auto":
+        made.half().save_pretrained(tmp_path)
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copyfile(DEMO_FOLDER / file, tmp_path / file)
-    row_bytes, wanted = kv_bytes * model.config.num_hidden_layers * 32, requests(max_tokens=16)[1:3]
+    wanted = requests(max_tokens=16)[1:3]
     prompts = {request.request_id: request.prompt_ids for request in wanted}
     whole = on_gpu(tmp_path, device, dtype=dtype, max_model_len=LENGTH, max_step_tokens=64)
-    cut = on_gpu(tmp_path, device, dtype=dtype, max_model_len=None, kv_memory=5 * 16 * row_bytes)
+    block_bytes = whole.info.memory["kv"] // whole.info.num_blocks
+    cut = on_gpu(tmp_path, device, dtype=dtype, max_model_len=None, kv_memory=5 * block_bytes)
     assert ("decode steps of 3 sizes" in whole.info.captured) == (dtype == "auto")
     for engine in (whole, whole, cut):
         assert_right(model, prompts, run(engine, wanted), most)

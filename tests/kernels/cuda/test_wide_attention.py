@@ -1,7 +1,9 @@
-"""Attention over rows that are keys and values at once, against attention in float32 over what the cache holds."""
+"""Attention over wide rows, and over rows that are keys and values at once, against attention in float32 over what the
+cache holds."""
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -10,14 +12,15 @@ from torch import Tensor
 
 from lmkit.attention_spec import AttentionSpec
 from lmkit.kernels import ops
-from lmkit.kernels.cuda import append, attention, latent, module
+from lmkit.kernels.cuda import append, attention, module, wide
 from lmkit.kernels.cuda.gpus import GPUS
-from lmkit.kernels.cuda.latent import Shape
+from lmkit.kernels.cuda.wide import Shape, Storage
 from lmkit.kernels.ops import KVTensor
 from lmkit.kv_dtype import BFLOAT16, FLOAT16, FP8, INT4, INT8, KVDtype
 from tests.kernels.cases import filled_cache, geometry
 from tests.kernels.cuda.test_append import assert_same, copied, some_slots
 from tests.kernels.cuda.test_prefill_attention import BRAIN_TOLERANCE, TOLERANCE, Inputs, expected, on_device
+from tests.kernels.cuda.test_prefill_attention import inputs as prefill_inputs
 
 LENGTHS = ((5, 5), (700, 2), (90, 1), (290, 40), (0, 0), (64, 64))  # tokens in the cache, of which queries
 TYPES = (FLOAT16, BFLOAT16, INT8, FP8, INT4)
@@ -67,7 +70,7 @@ def test_attention(device: str, kind: KVDtype, dim: int, heads: int, dtype: torc
 @pytest.mark.parametrize("shape", [Shape(16, 16), Shape(32, 16)])
 def test_other_shapes_of_a_block(device: str, shape: Shape, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of GPUs with less shared memory."""
-    monkeypatch.setattr(latent, "shape_of", lambda *given: shape)
+    monkeypatch.setattr(wide, "shape_of", lambda *given: shape)
     assert_attends(inputs(INT8, 32, 6, torch.float16, device), TOLERANCE)
 
 
@@ -110,14 +113,40 @@ def test_a_row_is_stored_once(device: str, kind: KVDtype) -> None:
     assert_same(cache, wanted[2])
 
 
-def test_every_gpu_has_a_shape_for_deepseek() -> None:
-    """Rows of 576, of one token's heads and of many tokens."""
-    for capability, gpu in GPUS.items():
-        for kind in TYPES:
-            for rows in (16, 128):
-                shape = latent.shape_of(576, kind, rows, capability)
-                assert shape is not None
-                assert latent.shared_bytes(576, kind, shape) <= gpu.block_shared
-    assert latent.shape_of(576, FLOAT16, 128, (9, 0)) == Shape(32, 32)
-    assert latent.shape_of(576, FLOAT16, 128, (8, 9)) == Shape(32, 16)
-    assert latent.shape_of(1024, FLOAT16, 16, (8, 9)) is None
+@pytest.mark.parametrize(
+    ("types", "dtype"),
+    [((FLOAT16, FLOAT16), torch.float16), ((INT8, FP8), torch.bfloat16), ((BFLOAT16, INT4), torch.bfloat16)],
+    ids=str,
+)
+def test_heads_that_are_wide(device: str, types: tuple[KVDtype, KVDtype], dtype: torch.dtype) -> None:
+    """Keys and values of their own, several KV heads: what is appended is attended to."""
+    args = prefill_inputs(types, dtype, (2, 3, 512), device, lengths=((150, 1), (40, 3)))
+    q, k, v = args.q.contiguous(), *(torch.randn(4, 2, 512, device=device).to(dtype) for _ in range(2))
+    last = (0, torch.tensor([149])), (1, torch.arange(37, 40))  # of each sequence
+    tables = args.geometry.block_tables.cpu()
+    where = torch.cat([tables[b, tokens // 32] * 32 + tokens % 32 for b, tokens in last])
+    batch = replace(args.geometry, slots=where.int().to(device))
+    angles = torch.rand(4, 64, device=device) * 7
+    caches = copied(args.k_cache), copied(args.v_cache)
+    turned = q.clone()
+    got = attention.rope_paged_attention(q, k.clone(), v, angles.cos(), angles.sin(), *caches, batch, args.spec)
+    wanted = copied(args.k_cache), copied(args.v_cache)
+    ops.rope_append.named("reference")(turned, k, v, angles.cos(), angles.sin(), *wanted, batch.slots)
+    for cache, of_reference in zip(caches, wanted, strict=True):
+        assert_same(cache, of_reference)
+    want = expected(Inputs(turned, *wanted, batch, args.spec))
+    most = BRAIN_TOLERANCE if dtype == torch.bfloat16 else TOLERANCE
+    assert (got.float() - want).abs().max() <= most * want.abs().max()
+
+
+def test_every_gpu_has_a_shape_for_published_models() -> None:
+    """DeepSeek's rows and Gemma 4's heads, of one token and of many."""
+    for (capability, gpu), kind, rows in itertools.product(GPUS.items(), TYPES, (16, 128)):
+        for dim, stored in ((576, Storage(kind, None)), (512, Storage(kind, kind))):
+            shape = wide.shape_of(dim, stored, rows, capability)
+            assert shape is not None
+            assert wide.shared_bytes(dim, stored, shape) <= gpu.block_shared
+    row = Storage(FLOAT16, None)
+    assert wide.shape_of(576, row, 128, (9, 0)) == Shape(32, 32)
+    assert wide.shape_of(576, row, 128, (8, 9)) == Shape(32, 16)
+    assert wide.shape_of(1024, row, 16, (8, 9)) is None
