@@ -191,7 +191,7 @@ class _ChatResponse(ChatBuilder):
                 if not started[idx]:
                     prompt = None if any(started) else self.prompt_ids(0)
                     started[idx] = True
-                    start = ChatChunkChoice(index=idx, delta={"role": "assistant", "content": ""})
+                    start = ChatChunkChoice(index=idx, delta={"role": "assistant", "content": None})
                     yield self._chunk([start], prompt_token_ids=self.asked(prompt))
                     for event in self._echo:
                         yield self._chunk([ChatChunkChoice(index=idx, delta=deltas[idx].of(event))])

@@ -99,9 +99,11 @@ class ChatTemplate:
         if tools:
             given["tools"] = tools
         kind, value = self._process.ask(self.source, self._named | variables | given)
-        if kind == "failed" and any(message.get("tool_calls") for message in messages):
-            given["messages"] = list(map(_with_text_arguments, messages))  # DeepSeek's templates take JSON texts
-            kind, value = self._process.ask(self.source, self._named | variables | given)
+        has_calls = any(message.get("tool_calls") for message in messages)
+        for other in (_with_text_arguments, _with_text) if has_calls else ():
+            if kind == "failed":
+                given["messages"] = list(map(other, messages))
+                kind, value = self._process.ask(self.source, self._named | variables | given)
         if kind != "text":
             raise RequestError("invalid_request", _REFUSALS[kind].format(value), "messages")
         return str(value)
@@ -116,7 +118,13 @@ class ChatTemplate:
         return known
 
 
+def _with_text(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Qwen3's first template takes no null beside calls, which others look for."""
+    return {**message, "content": message.get("content") or ""}
+
+
 def _with_text_arguments(message: Mapping[str, Any]) -> dict[str, Any]:
+    """DeepSeek's templates take JSON texts."""
     calls = []
     for call in message.get("tool_calls") or ():
         function = call["function"]

@@ -41,6 +41,20 @@ def test_demo_template_renders_as_jinja_with_trimmed_blocks(demo: Tokenizer) -> 
     assert demo.encode_chat(CHAT)[:1] == [1]
 
 
+@pytest.mark.parametrize(
+    ("source", "written"),
+    [
+        ("{% if messages[0].content is none %}{{ messages[0].tool_calls[0].function.arguments.a }}{% endif %}", "1"),
+        ("{{ messages[0].content is none }}{{ '' + messages[0].tool_calls[0].function.arguments }}", 'True{"a": 1}'),
+        ("{{ messages[0].content.strip() }}{{ messages[0].tool_calls[0].function.arguments.a }}", "1"),
+    ],
+    ids=["objects", "DeepSeek", "Qwen3"],
+)
+def test_calls_are_written_as_the_template_wants_them(source: str, written: str) -> None:
+    call = {"function": {"name": "f", "arguments": {"a": 1}}}
+    assert ChatTemplate(source).render([{"role": "assistant", "content": None, "tool_calls": [call]}]) == written
+
+
 def test_bos_is_not_doubled() -> None:
     llama = TOKENIZERS["llama"]
     template = ChatTemplate("{{ bos_token }}{{ messages[0].content }}", {"bos_token": "<s>"})

@@ -49,7 +49,8 @@ class MessagesAnswer(BlockBuilder):
         async for step in self.steps():
             if not started:
                 started = True
-                yield _event("message_start", message=self._message([]) | {"usage": self._usage()})
+                usage = self._usage() | {"output_tokens": 0}  # none was sent yet; message_delta has their number
+                yield _event("message_start", message=self._message([]) | {"usage": usage})
             for text in self._written(step):
                 yield text
         yield _event("message_delta", delta=self._ended(), usage=self._usage())

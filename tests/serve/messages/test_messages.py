@@ -71,6 +71,7 @@ def test_the_events_of_a_stream(server: Server) -> None:
     assert start.keys() == whole.keys()
     assert (start["content"], start["stop_reason"]) == ([], None)
     assert start["usage"]["input_tokens"] == whole["usage"]["input_tokens"]
+    assert start["usage"]["output_tokens"] == 0
     assert "".join(data["delta"]["text"] for _, data in streamed[2:-3]) == whole["content"][0]["text"] == text(40)
     assert end["delta"] == {"stop_reason": "max_tokens", "stop_sequence": None}
     assert end["usage"] == whole["usage"]
