@@ -21,7 +21,10 @@ def convert(
         typer.Option(help="Format to write; dense has the dtype of config.json, and float16 from a .gguf file."),
     ] = None,
     merge_adapter: Annotated[
-        Path | None, typer.Option(help="A LoRA adapter's folder, whose products are added to a dense checkpoint.")
+        Path | None,
+        typer.Option(
+            "--merge-adapter", "--export-merged", help="A LoRA adapter's folder, merged into a dense checkpoint."
+        ),
     ] = None,
 ) -> None:
     """Write a quantized checkpoint in another format without loss, and verify it. Or write dense weights, or merge a

@@ -67,6 +67,9 @@ def quantize(
     seed: Annotated[
         int | None, typer.Option(min=0, max=2**32 - 1, rich_help_panel=TEXT, help="Seed of the choice of text.")
     ] = None,
+    merge_adapter: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", rich_help_panel=RUN, help="Merge this LoRA adapter first.")
+    ] = None,
     max_memory: Annotated[
         str | None,
         typer.Option(rich_help_panel=RUN, help="Limit of the memory peak, for example 2GiB; smaller steps keep it."),
@@ -103,6 +106,7 @@ def quantize(
     from lmkit.formats.atomic import refuse_occupied
     from lmkit.formats.known import remember
     from lmkit.kernels.cpu import threads
+    from lmkit.models.merge import merged_beside
     from lmkit.quant.data.calibration import parse_source
     from lmkit.quant.data.comm import Comm
     from lmkit.quant.device import fits, resolve_device
@@ -135,18 +139,21 @@ def quantize(
     comm = Comm.launched()
     place = resolve_device(device, comm.rank % environment().local_world_size)
     threads.configure(default_num_threads())
-    quantizer = prepare(model, loaded, max_memory=limit, time_budget=seconds, comm=comm, device=place)
-    if calibration is None:
-        _refuse_bundled_text(model, loaded)
-    if not ignore_estimate:
-        _check_machine(quantizer, output, evaluates=evaluate)
-    quiet = json or not comm.is_first
-    eval_ids = encode_text(quantizer.source.reader.path) if evaluate else None
-    phases = {name: seconds for name, seconds in quantizer.plan.seconds.items() if evaluate or name != "evaluation"}
-    if not quiet:
-        _print_plan(model, chosen, quantizer, sum(phases.values()))
-    with ProgressBar(quiet=quiet, phases=phases) as bar, fits(place):
-        report = quantizer.run(output, eval_ids=eval_ids, restart=restart, progress=bar.update)
+    if merge_adapter is not None and comm.world_size > 1:
+        raise ConfigError("--merge-adapter goes with one process; merge first: lmkit convert --merge-adapter")
+    with merged_beside(output, model, merge_adapter) as source:
+        quantizer = prepare(source, loaded, max_memory=limit, time_budget=seconds, comm=comm, device=place)
+        if calibration is None:
+            _refuse_bundled_text(model, loaded)
+        if not ignore_estimate:
+            _check_machine(quantizer, output, evaluates=evaluate)
+        quiet = json or not comm.is_first
+        eval_ids = encode_text(quantizer.source.reader.path) if evaluate else None
+        phases = {name: seconds for name, seconds in quantizer.plan.seconds.items() if evaluate or name != "evaluation"}
+        if not quiet:
+            _print_plan(model, chosen, quantizer, sum(phases.values()))
+        with ProgressBar(quiet=quiet, phases=phases) as bar, fits(place):
+            report = quantizer.run(output, eval_ids=eval_ids, restart=restart, progress=bar.update)
     comm.close()
     if not comm.is_first:
         return

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from lmkit.errors import UnsupportedError
@@ -44,6 +48,25 @@ def merge(
     finally:
         source.close()
     return len(found.additions)
+
+
+@contextmanager
+def merged_beside(output: Path, model: str, adapter: Path | None) -> Iterator[str]:
+    """`model`, or the model with `adapter` merged, in a folder beside `output`. The folder is removed at the end, but
+    stays after an error: a run that resumes needs the same files. Raises as `merge` does.
+    """
+    if adapter is None:
+        yield model
+        return
+    source = ModelSource(model)
+    digests = source.reader.content_digest() + read_adapter(adapter).digest
+    source.close()
+    target = Path(os.path.realpath(output))
+    folder = target.parent / f".{target.name}.merged-{hashlib.sha256(digests.encode()).hexdigest()[:12]}"
+    if not folder.exists():
+        merge(model, adapter, folder)
+    yield str(folder)
+    shutil.rmtree(folder)
 
 
 def _check_dense(source: ModelSource, adapter: Adapter) -> None:

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from benchmarks.random_llama import make_awq
 from lmkit.errors import CheckpointError, UnsupportedError
-from lmkit.models.merge import merge
+from lmkit.models.merge import merge, merged_beside
 from tests.models import peft_folder, tiny
 
 
@@ -29,6 +29,29 @@ def test_weights(tmp_path: Path, dtype: torch.dtype) -> None:
         want = tensor if delta is None else (tensor.float() + delta).to(dtype)
         torch.testing.assert_close(after[name], want, rtol=0, atol=1e-6 if dtype == torch.float32 else 1e-2)
     assert json.loads((tmp_path / "merged" / "config.json").read_text())["model_type"] == "qwen3"
+
+
+def test_a_merged_folder_stays_for_a_run_that_resumes(tmp_path: Path) -> None:
+    model = tiny.make(tmp_path / "base", "llama")
+    peft_folder.write(tmp_path / "a", peft_folder.linears(model), 1)
+    merge(tmp_path / "base", tmp_path / "a", tmp_path / "want")
+    seen = list[tuple[str, int]]()
+
+    def run(*, is_killed: bool) -> None:
+        with merged_beside(tmp_path / "out", str(tmp_path / "base"), tmp_path / "a") as folder:
+            file = Path(folder) / "model.safetensors"
+            assert file.read_bytes() == (tmp_path / "want" / "model.safetensors").read_bytes()
+            seen.append((folder, file.stat().st_mtime_ns))
+            if is_killed:
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(is_killed=True)
+    run(is_killed=False)
+    assert seen[0] == seen[1]
+    assert not list(tmp_path.glob(".out*"))
+    with merged_beside(tmp_path / "out", "base", None) as unmerged:
+        assert unmerged == "base"
 
 
 def test_what_cannot_be_merged(tmp_path: Path, demo_model: Path) -> None:
