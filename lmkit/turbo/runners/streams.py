@@ -6,7 +6,6 @@ begins again with them.
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,7 +23,7 @@ class Streams:
         self.of_step = torch.zeros(max_step_tokens, width)
         self.places = dict(zip(layers, self.of_step.split(hidden_size, 1), strict=True))
         self._kept = torch.zeros(num_slots * WINDOW, width, dtype=torch.bfloat16)
-        self._spans = np.zeros((num_slots, 2), np.int64)  # the positions whose streams are kept
+        self._spans = [(0, 0)] * num_slots  # the positions whose streams are kept
 
     @staticmethod
     def num_bytes(num_streams: int, hidden_size: int, num_slots: int, max_step_tokens: int) -> int:
@@ -32,27 +31,26 @@ class Streams:
 
     def enter(self, slot: int) -> None:
         """Another sequence takes the slot."""
-        self._spans[slot] = 0
+        self._spans[slot] = 0, 0
 
     def keep(self, chunks: list[Chunk]) -> None:
         """Keep the streams of a step of these chunks."""
-        slots, starts, counts = np.array([(c.slot, c.start, c.num_tokens) for c in in_order(chunks)]).T
-        ends, rows = starts + counts, np.arange(counts.sum())
-        positions = rows - np.repeat(counts.cumsum() - ends, counts)
-        owners = np.repeat(slots, counts)
-        if counts.max() > WINDOW:
-            rows = rows[positions >= np.repeat(ends, counts) - WINDOW]
-            positions, owners = positions[rows], owners[rows]
-        places = torch.from_numpy(owners * WINDOW + positions % WINDOW)
-        self._kept.index_copy_(0, places, self.of_step[torch.from_numpy(rows)].bfloat16())
-        begins, known = self._spans[slots].T
-        begins = np.where(starts <= known, np.minimum(begins, starts), starts)
-        self._spans[slots] = np.stack([np.maximum(begins, ends - WINDOW), ends], 1)
+        rows, places, first = list[int](), list[int](), 0
+        for chunk in in_order(chunks):
+            end = chunk.start + chunk.num_tokens
+            kept = range(max(chunk.start, end - WINDOW), end)
+            rows += range(first + kept.start - chunk.start, first + chunk.num_tokens)
+            places += [chunk.slot * WINDOW + position % WINDOW for position in kept]
+            first += chunk.num_tokens
+            begin, known = self._spans[chunk.slot]
+            begin = min(begin, chunk.start) if chunk.start <= known else chunk.start
+            self._spans[chunk.slot] = max(begin, end - WINDOW), end
+        of_rows = self.of_step[:first] if len(rows) == first else self.of_step[torch.tensor(rows)]
+        self._kept.index_copy_(0, torch.tensor(places), of_rows.bfloat16())
 
     def span(self, slot: int) -> tuple[int, int]:
         """The positions [begin, end) whose streams are kept. The last ones may be those of wrong guesses."""
-        begin, end = self._spans[slot].tolist()
-        return begin, end
+        return self._spans[slot]
 
     def take(self, slot: int, begin: int, end: int) -> Tensor:
         """Streams float32 [end - begin, streams * hidden] of kept positions."""
