@@ -104,7 +104,7 @@ class Drafter:
             start = time.perf_counter()
             self._step(chunks, drafts)
             count = sum(chunk.num_tokens for chunk in chunks.values())
-            if count <= 2 * len(chunks):  # otherwise it had a prompt, or tokens that had no guesses
+            if count <= (2 + max(lengths.values())) * len(chunks):  # or it had a prompt, or tokens without guesses
                 steps.append((len(chunks), time.perf_counter() - start))
             chunks = {
                 seq: Chunk(self._texts[seq].slot, self._texts[seq].computed, 1, [], 1)

@@ -26,6 +26,7 @@ from lmkit.turbo.sequence import Sequence
 PROBE_LENGTH = 3  # guesses of a sequence when the draft model is tried
 FIRST_PROBES = 4  # are not rare: they show what a draft step costs
 PROBE_SHARE = 0.01
+AROUND = 0.1  # the weight of the newest draft in what drafts take beside their steps
 
 
 class DraftModel(Protocol):
@@ -68,6 +69,7 @@ class ModelSpeculation(Speculation):
         super().__init__(longest, forced, overlaps=overlaps)
         self._model, self._clock = model, clock
         self._model_times = StepTimes()
+        self._around = 0.0  # seconds of a draft beside the draft model's steps: other threads, Python
         self._all = Chance(4.0, 2.0)
         self._own: dict[Sequence, Chance] = {}
         self._drafted: dict[int, Sequence] = {}  # by slot: sequences whose draft is the model's
@@ -90,8 +92,12 @@ class ModelSpeculation(Speculation):
         drafts, steps = self._model.draft(lengths)
         for num_tokens, seconds in steps:
             self._model_times.record([1, num_tokens, 0, 0, 0], seconds)
+        seconds = self._clock() - start
         if self._since is not None:  # the draft model's time is no part of the step's
-            self._since += self._clock() - start
+            self._since += seconds
+        if steps and len(steps) == max(map(len, drafts.values()), default=0):  # all steps were timed
+            around = max(seconds - sum(step for _, step in steps), 0.0)
+            self._around += (around - self._around) * (AROUND if self._around else 1.0)
         for seq, draft in drafts.items():
             seq.propose(draft)
             self._drafted[seq.slot] = seq
@@ -101,7 +107,9 @@ class ModelSpeculation(Speculation):
 
     def _steps_between_probes(self, num_seqs: int) -> int:
         _, each, wait, plain = self._costs(num_seqs)
-        cost = wait + PROBE_LENGTH * (each * num_seqs + self._model_times.predict([1, num_seqs, 0, 0, 0]))
+        cost = (
+            wait + self._around + PROBE_LENGTH * (each * num_seqs + self._model_times.predict([1, num_seqs, 0, 0, 0]))
+        )
         return math.ceil(cost * plain / num_seqs / PROBE_SHARE)
 
     def _model_lengths(self, sequences: list[Sequence], budget: int, rate: float) -> dict[Sequence, int]:
@@ -121,7 +129,8 @@ class ModelSpeculation(Speculation):
             if num_tokens > budget:
                 break
             expected = num_seqs + sum(_expected(chances[seq], count) for seq, count in cut.items())
-            seconds = fixed + each * (num_seqs + num_tokens) + wait + length * step + num_tokens * token
+            seconds = fixed + each * (num_seqs + num_tokens) + wait
+            seconds += self._around + length * step + num_tokens * token
             if length == round_down(length, 2) and expected / seconds > most:
                 best, most = length, expected / seconds
         if best:

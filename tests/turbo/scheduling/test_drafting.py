@@ -15,10 +15,10 @@ from tests.turbo.scheduling.test_speculation import Machine, requests
 
 
 class Model:
-    """Guesses right with a chance of `percent` in a hundred, in steps of `seconds`."""
+    """Guesses right with a chance of `percent` in a hundred, in steps of `seconds`. A draft takes `around` beside."""
 
-    def __init__(self, machine: DraftingMachine, percent: int, seconds: float) -> None:
-        self.machine, self.percent, self.seconds = machine, percent, seconds
+    def __init__(self, machine: DraftingMachine, percent: int, seconds: float, around: float) -> None:
+        self.machine, self.percent, self.seconds, self.around = machine, percent, seconds, around
         self.forgotten: list[str] = []
 
     def draft(self, lengths: dict[Sequence, int]) -> tuple[dict[Sequence, list[int]], list[tuple[int, float]]]:
@@ -31,7 +31,7 @@ class Model:
                 drafts[seq].append((right + 1) % 50 if wrong else right)
                 tokens.append(drafts[seq][-1])
         count = max(lengths.values())
-        self.machine.now += count * self.seconds
+        self.machine.now += count * self.seconds + self.around
         return drafts, [(len(lengths), self.seconds)] * count
 
     def forget(self, seq: Sequence) -> None:
@@ -39,9 +39,9 @@ class Model:
 
 
 class DraftingMachine(Machine):
-    def __init__(self, percent: int, seconds: float, **changes: Any) -> None:
+    def __init__(self, percent: int, seconds: float, around: float = 0.0, **changes: Any) -> None:
         super().__init__(max_draft_tokens=8, **changes)
-        self.model = Model(self, percent, seconds)
+        self.model = Model(self, percent, seconds, around)
         self.scheduler = Scheduler(self.scheduler.limits, (), clock=lambda: self.now, draft_model=self.model)
 
 
@@ -60,6 +60,13 @@ def test_a_draft_model_never_costs_much(percent: int, seconds: float, count: int
     machine = DraftingMachine(percent, seconds)
     first = machine.finish(requests(count, 0))
     assert first < 1.1 * plain + 5 * (drafting.PROBE_LENGTH * seconds + 20)  # what the first steps learn from
+
+
+def test_what_a_draft_takes_beside_its_steps_counts() -> None:
+    plain = Machine().finish(requests(1, 0))
+    machine = DraftingMachine(90, 1.0, around=200.0)
+    first = machine.finish(requests(1, 0))
+    assert first < 1.1 * plain + 5 * (drafting.PROBE_LENGTH + 200 + 20)
 
 
 def test_what_pays_no_longer_is_tried_seldom_and_found_again() -> None:
