@@ -61,7 +61,7 @@ def stored_chats(request: Request) -> StoredChats:
 
 @router.get(LIST_PATH)
 async def list_chats(request: Request) -> Response:
-    labels = {found[1]: name for name in request.query_params if (found := LABEL.fullmatch(name))}
+    labels = {label[1]: name for name in request.query_params if (label := LABEL.fullmatch(name))}
     params: Mapping[str, str] = {"order": "asc", **query(request, (*PAGED, "model", *labels.values()))}
     chats = stored_chats(request)
     metadata = {label: params[name] for label, name in labels.items()}
