@@ -29,8 +29,8 @@ from lmkit.qtensor import QTensor, QuantScheme
 
 DEVICE = "meta"
 # Query heads, KV heads, head size, soft cap: Llama 8B, Qwen 7B, Llama 1B, Gemma 2 9B.
-WIDE_HEADS = 8, 1, 512  # Gemma 4, layers without a window
 HEADS = ((32, 8, 128, 0.0), (28, 4, 128, 0.0), (32, 8, 64, 0.0), (16, 8, 256, 50.0))
+WIDE_HEADS = 8, 1, 512  # Gemma 4, layers without a window
 LATENT_HEADS, ROW, ROW_ROTARY = (16, 128), 576, 64  # DeepSeek-V2-Lite, V3
 WEIGHTS = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))  # out, in
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
