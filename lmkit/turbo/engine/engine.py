@@ -169,8 +169,8 @@ class Engine:
         pages.take_in_background(blocks.parts)
 
     def _lose(self, reason: str) -> None:
-        """From any thread: nothing can be computed any more. The next `step` says so."""
-        self._lost = reason
+        """From any thread: nothing can be computed any more. The next `step` says so, with the first reason."""
+        self._lost = self._lost or reason
 
     def _warm_up(self, limits: SchedulerLimits, others: Processes | None) -> str:
         """Compute a few tokens with a separate scheduler. Returns what the runner says of captured steps.

@@ -71,8 +71,8 @@ class Ranks(Processes):
             raise EngineLostError(ENDED)
 
     def _ended(self, reason: str) -> None:
+        super()._ended(reason)  # first: it names the rank, and the error of a step that is lost does not
         self.shared.lose()
-        super()._ended(reason)
         threading.Event().wait(0.1)
         self.shared.lose()  # for a thread that was about to sleep
 
