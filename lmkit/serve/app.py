@@ -35,6 +35,7 @@ from lmkit.serve.hooks.hooks import Hooks
 from lmkit.serve.messages import routes as messages
 from lmkit.serve.metrics import Metrics
 from lmkit.serve.pool import ModelPool
+from lmkit.serve.responses import conversations
 from lmkit.serve.responses import routes as responses
 from lmkit.serve.responses.background import Background
 from lmkit.serve.serving import Serving
@@ -53,8 +54,8 @@ from lmkit.web.tracing import Traced
 
 ANSWER_PARTS = 8  # one answer may hold this part of the memory for all
 ROOMS = (
-    chat, stored_chats, completions, responses, messages, generate, embeddings, classify, models, adapters, sleep,
-    tokenize, file_routes, batch_routes, metrics, health, openapi, invocations,
+    chat, stored_chats, completions, responses, conversations, messages, generate, embeddings, classify, models,
+    adapters, sleep, tokenize, file_routes, batch_routes, metrics, health, openapi, invocations,
 )  # fmt: skip
 ROUTERS = [module.router for module in ROOMS]
 

@@ -39,6 +39,7 @@ from lmkit.serve.protocol import (
     TemplateRequest,
     TokenizeRequest,
 )
+from lmkit.serve.responses import conversations
 from lmkit.serve.responses import protocol as openai
 from lmkit.strict import NULL, OF_MODEL, given
 
@@ -54,6 +55,9 @@ BODIES: Mapping[str, type[BaseModel]] = {
     "/v1/completions": CompletionRequest,
     "/v1/responses": openai.ResponsesRequest,
     "/v1/responses/input_tokens": openai.Prompt,
+    conversations.PATH: conversations.CreateRequest,
+    f"{conversations.PATH}/{{id}}": conversations.UpdateRequest,
+    f"{conversations.PATH}/{{id}}/items": conversations.AddRequest,
     "/v1/messages": anthropic.MessagesRequest,
     "/v1/messages/count_tokens": anthropic.Prompt,
     "/v1/embeddings": EmbeddingRequest,
@@ -136,6 +140,7 @@ PAGE: dict[str, dict[str, Any]] = {"limit": {"type": "integer", "minimum": 1, "m
 ORDER: dict[str, dict[str, Any]] = {"order": {"enum": ["asc", "desc"]}}
 QUERIES: Mapping[str, dict[str, dict[str, Any]]] = {
     "/v1/responses/{id}/input_items": PAGE | ORDER,
+    f"{conversations.PATH}/{{id}}/items": PAGE | ORDER,
     stored_chats.LIST_PATH: PAGE | ORDER | {"model": TEXT},
     f"{stored_chats.PATH}/messages": PAGE | ORDER,
     "/v1/batches": PAGE,

@@ -20,7 +20,7 @@ from lmkit.strict import Strict
 from lmkit.text.chat.conversation import ChatMessage
 from lmkit.text.messages import ImagePart
 from lmkit.web.listing import chosen, listed, page, query, reply
-from lmkit.web.response_store import ResponseStore, Stored
+from lmkit.web.response_store import ResponseStore, Stored, labelled
 
 PREFIX = "chatcmpl-"  # of an id; no other route below has it
 LIST_PATH = "/v1/chat/completions"
@@ -67,8 +67,8 @@ async def list_chats(request: Request) -> Response:
     metadata = {label: params[name] for label, name in labels.items()}
     ids = await chats.store.ids(chats.owner, PREFIX, params.get("model"), metadata)
     shown, has_more = chosen([{"id": id} for id in ids], params, PAGE, LONGEST_PAGE)
-    found = [await chats.store.get(chats.owner, item["id"]) for item in shown]
-    return listed([msgspec.json.decode(stored.response) for stored in found if stored is not None], has_more)
+    stored = [await chats.store.get(chats.owner, item["id"]) for item in shown]
+    return listed([msgspec.json.decode(one.response) for one in stored if one is not None], has_more)
 
 
 @router.get(PATH)
@@ -81,11 +81,10 @@ async def retrieve(id: str, request: Request) -> Response:
 async def update(id: str, request: Request) -> Response:
     body = await read_json(request, UpdateRequest)
     chats = stored_chats(request)
-    stored = await chats.get(id)
-    answer = msgspec.json.encode(msgspec.json.decode(stored.response) | {"metadata": body.metadata or {}})
-    if not await chats.store.put(chats.owner, stored._replace(response=answer)):
+    await chats.get(id)
+    if not await chats.store.change(chats.owner, PREFIX + id, labelled(body.metadata or {})):
         raise RequestError("overloaded", "the labels cannot be stored")
-    return _shown(answer)
+    return _shown((await chats.get(id)).response)
 
 
 @router.delete(PATH)

@@ -60,6 +60,13 @@ class Stored(NamedTuple):
     response: bytes
 
 
+def labelled(metadata: Mapping[str, str]) -> Callable[[Stored], Stored]:
+    """A change of a response's labels."""
+    return lambda stored: stored._replace(
+        response=json.dumps(json.loads(stored.response) | {"metadata": dict(metadata)}).encode()
+    )
+
+
 class ResponseStore:
     """The database has one thread, so calls wait for each other and never for the event loop.
 
@@ -97,6 +104,10 @@ class ResponseStore:
     async def ids(self, owner: str, prefix: str, model: str | None, metadata: Mapping[str, str]) -> list[str]:
         """The ids that begin with `prefix`, oldest first, of responses by this model and with these labels."""
         return await self._run(lambda: self._ids(owner, prefix, model, metadata), [])
+
+    async def change(self, owner: str, id: str, change: Callable[[Stored], Stored]) -> bool:
+        """Put what `change` makes of a response in its place, as one step. False if it is gone or too large."""
+        return await self._run(lambda: self._change(owner, id, change), False)
 
     async def delete(self, owner: str, id: str) -> bool:
         """Whether there was such a response."""
@@ -146,6 +157,10 @@ class ResponseStore:
         query = "select id, previous, input, response from responses where id = ? and owner = ? and used > ?"
         row = self._database.execute(query, (id, owner, self._clock() - self._ttl)).fetchone()
         return None if row is None else Stored(*row)
+
+    def _change(self, owner: str, id: str, change: Callable[[Stored], Stored]) -> bool:
+        found = self._get(owner, id)
+        return found is not None and self._put(owner, change(found))
 
     def _ids(self, owner: str, prefix: str, model: str | None, metadata: Mapping[str, str]) -> list[str]:
         names = {"owner": owner, "start": self._clock() - self._ttl, "ids": f"{prefix}*", "model": model}

@@ -18,7 +18,7 @@ MAX_PATH_CHARS = 256  # of a path that is compared with the routes
 # stands for the paths below it.
 _OTHERS = frozenset({
     "/v1/assistants", "/v1/audio", "/v1/chat/completions/batch", "/v1/chat/completions/render",
-    "/v1/completions/render", "/v1/containers", "/v1/conversations", "/v1/decisions", "/v1/edits",
+    "/v1/completions/render", "/v1/containers", "/v1/decisions", "/v1/edits",
     "/v1/evals", "/v1/fine-tunes", "/v1/fine_tuning", "/v1/images", "/v1/messages/batches", "/v1/moderations",
     "/v1/organization", "/v1/realtime", "/v1/responses/compact", "/v1/skills", "/v1/systemone",
     "/v1/threads", "/v1/uploads",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from array import array
 from collections.abc import AsyncGenerator, Iterator, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import msgspec
@@ -14,9 +15,10 @@ from lmkit.serve.auth import Owner
 from lmkit.serve.blocks import Block, BlockBuilder, Step
 from lmkit.serve.protocol import ChatCompletionRequest, Timings
 from lmkit.serve.response import timings
+from lmkit.serve.responses.conversations import Conversations
 from lmkit.serve.responses.custom import InputText, input_of
-from lmkit.serve.responses.protocol import NAMES, CustomTool, Item, ResponsesRequest
-from lmkit.serve.serving import Serving, new_id
+from lmkit.serve.responses.protocol import NAMES, CustomTool, ResponsesRequest, with_id
+from lmkit.serve.serving import Serving
 from lmkit.serve.streaming import Failed, event
 from lmkit.serve.translated import renamed, sealed
 from lmkit.turbo import request as engine
@@ -24,10 +26,6 @@ from lmkit.turbo.transport.output import RequestOutput, TextLogprobs
 from lmkit.web.budget import Share
 from lmkit.web.response_store import ResponseStore, Stored
 
-_INPUT_IDS = {
-    "message": "msg_", "function_call": "fc_", "function_call_output": "fco_", "custom_tool_call": "ctc_",
-    "custom_tool_call_output": "ctco_", "reasoning": "rs_",
-}  # fmt: skip
 RAW_TOKEN_BYTES = 16  # of a token in `_raw_messages`: its id, and some bytes of text
 _NO_SCHEMA = {"function": {"parameters": None, "strict": None}, "custom": {"format": {"type": "text"}}}
 _ECHOED = {"reasoning", "text", "tool_choice", "tools"}
@@ -76,7 +74,7 @@ class ResponsesAnswer(BlockBuilder):
     async def whole(self) -> dict[str, Any]:
         async for _ in self.steps():
             pass
-        return await self.keep(self._finished())
+        return await self._end()
 
     async def chunks(self) -> AsyncGenerator[str]:
         async for step in self.steps():
@@ -85,7 +83,7 @@ class ResponsesAnswer(BlockBuilder):
                     yield self._event(f"response.{kind}", response=self.response("in_progress"))
             for text in self._written(step):
                 yield text
-        response = await self.keep(self._finished())
+        response = await self._end()
         yield self._event(f"response.{response['status']}", response=response, **self._times())
 
     def _times(self) -> dict[str, Timings]:
@@ -142,12 +140,23 @@ class ResponsesAnswer(BlockBuilder):
             for name, ids in shown.items()
         }
 
+    async def _end(self) -> dict[str, Any]:
+        response, exchange = self._finished(), self._exchange
+        if (conversation := self._asked.conversation) is not None:
+            new = [*self._input_items, *response["output"]]
+            await Conversations(exchange.store, exchange.owner).add(conversation, new)
+        return await self.keep(response)
+
+    @cached_property
+    def _input_items(self) -> list[dict[str, Any]]:
+        return list(map(with_id, self._asked.input))
+
     async def keep(self, response: dict[str, Any]) -> dict[str, Any]:
         """The response, after it was stored if it is to be. It takes the place of an earlier state."""
         if not response["store"]:
             return response
         exchange = self._exchange
-        items = msgspec.json.encode(list(map(_with_id, self._asked.input)))
+        items = msgspec.json.encode(self._input_items)
         stored = Stored(self.id, self._asked.previous_response_id, items, msgspec.json.encode(response))
         return response | {"store": await exchange.store.put(exchange.owner, stored)}
 
@@ -186,7 +195,7 @@ class ResponsesAnswer(BlockBuilder):
             "usage": None,
             "user": asked.user,
             "safety_identifier": asked.safety_identifier,
-        }
+        } | ({} if asked.conversation is None else {"conversation": {"id": asked.conversation}})
 
     def _items(self) -> Iterator[dict[str, Any]]:
         for block in self.blocks.all:
@@ -282,9 +291,3 @@ class ResponsesAnswer(BlockBuilder):
 
 def _status(block: Block) -> str:
     return "incomplete" if block.is_cut else "completed"
-
-
-def _with_id(item: Item) -> dict[str, Any]:
-    """An item of the input, as it is stored and listed."""
-    fields = item.model_dump(mode="json", exclude_none=True)
-    return {"id": new_id(_INPUT_IDS[item.type]), "status": "completed"} | fields

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
 from lmkit import neutral
 from lmkit.serve.numbers import Temperature, TopP
 from lmkit.serve.protocol import ChatExtensions, Metadata, ModelName
-from lmkit.strict import LAZY, No, Nullable, given, goes_with
+from lmkit.serve.serving import new_id
+from lmkit.strict import LAZY, NULL, No, Nullable, Schema, Strict, given, goes_with
 from lmkit.text.chat.conversation import MAX_MESSAGES, MAX_TOOLS, check_parts
 from lmkit.text.messages import DETAILS, MAX_NAME_CHARS
 
@@ -134,6 +135,18 @@ Item = Annotated[
 ]
 
 
+_INPUT_IDS = {
+    "message": "msg_", "function_call": "fc_", "function_call_output": "fco_", "custom_tool_call": "ctc_",
+    "custom_tool_call_output": "ctco_", "reasoning": "rs_",
+}  # fmt: skip
+
+
+def with_id(item: Item) -> dict[str, Any]:
+    """An item of the input, as it is stored and listed."""
+    fields = item.model_dump(mode="json", exclude_none=True)
+    return {"id": new_id(_INPUT_IDS[item.type]), "status": "completed"} | fields
+
+
 def _item_list(value: Any) -> Any:
     """One text is a message of the user, and an item without a type is a message."""
     check_parts(value)
@@ -231,15 +244,25 @@ class StreamOptions(Nullable):
     include_obfuscation: No | None = None  # OpenAI's padding of events; only "off" is possible
 
 
+class ConversationName(Strict):
+    id: ItemId
+
+
+def _conversation(value: Any) -> Any:
+    return value["id"] if isinstance(value, dict) and value.keys() == {"id"} else value
+
+
 class Prompt(ChatExtensions):
     """What decides the prompt: the body of /v1/responses/input_tokens."""
 
     model_config = LAZY
+    conditions: ClassVar[tuple[Schema, ...]] = (
+        goes_with("conversation", {"properties": {"previous_response_id": NULL}}),
+    )
     absent = {
         **neutral.GENERATION,
         "background": (None, False),
         "context_management": (None, []),
-        "conversation": (None,),
         "personality": (None,),
         "prompt": (None,),
     }
@@ -248,6 +271,9 @@ class Prompt(ChatExtensions):
     input: Items
     instructions: str | None = None
     previous_response_id: ItemId | None = None
+    conversation: Annotated[
+        ItemId | None, BeforeValidator(_conversation, json_schema_input_type=ItemId | ConversationName | None)
+    ] = None
     tools: Annotated[list[AnyTool] | None, BeforeValidator(_client_tools)] = None
     tool_choice: (
         Literal["none", "auto", "required"] | Annotated[NamedTool | AllowedTools, Field(discriminator="type")] | None
@@ -270,9 +296,12 @@ Includable = Literal[
 class ResponsesRequest(Prompt):
     """The body of POST /v1/responses."""
 
-    conditions = tuple(
-        goes_with(name, given("stream", stream={"const": True}), (None, False))
-        for name in ("timings_per_token", "return_progress", "stream_options")
+    conditions = (
+        *Prompt.conditions,
+        *(
+            goes_with(name, given("stream", stream={"const": True}), (None, False))
+            for name in ("timings_per_token", "return_progress", "stream_options")
+        ),
     )
 
     store: bool | None = None  # None: as if true

@@ -16,6 +16,7 @@ from lmkit.serve.choose import choose, shared
 from lmkit.serve.response import answer
 from lmkit.serve.responses.answer import Exchange, ResponsesAnswer
 from lmkit.serve.responses.background import OPEN, Background
+from lmkit.serve.responses.conversations import conversations
 from lmkit.serve.responses.protocol import NAMES, Item, ListQuery, Prompt, ResponsesRequest, RetrieveQuery
 from lmkit.serve.responses.translate import to_chat
 from lmkit.serve.translated import num_prompt_tokens
@@ -101,10 +102,11 @@ async def input_items(id: str, request: Request) -> Response:
 
 async def _earlier(request: Request, body: Prompt) -> Iterable[Item]:
     """The items of the responses that this one continues."""
-    previous = body.previous_response_id
+    previous, server = body.previous_response_id, shared(request)
+    if body.conversation is not None:
+        return await _conversation(request, body.conversation, previous)
     if previous is None:
         return []
-    server = shared(request)
     chain = []
     if previous.startswith(ResponsesAnswer.prefix):  # the store also has chats
         chain = await _store(request).chain(_owner(request), previous, server.config.max_body_bytes)
@@ -122,6 +124,19 @@ async def _earlier(request: Request, body: Prompt) -> Iterable[Item]:
         items += msgspec.json.decode(stored.input)
         items += response["output"]
     return _ITEMS.validate_python(items)
+
+
+async def _conversation(request: Request, id: str, previous: str | None) -> Iterable[Item]:
+    """The items of a conversation."""
+    if previous is not None:
+        message = "send conversation or previous_response_id, not both"
+        raise RequestError("invalid_request", message, "previous_response_id")
+    items, server = (await conversations(request).get(id)).input, shared(request)
+    if len(items) > (limit := server.config.max_body_bytes):
+        message = f"the conversation has {len(items)} bytes, and the limit is {limit}"
+        raise RequestError("request_too_large", message, "conversation")
+    request.state.held.enter_context(server.bodies.share()).add(len(items))
+    return _ITEMS.validate_json(items)
 
 
 async def _stored(request: Request, id: str) -> Stored:

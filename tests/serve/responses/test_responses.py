@@ -221,7 +221,8 @@ def test_parse_gives_the_client_s_own_type(client: openai.OpenAI) -> None:
     [
         ({"background": True, "store": False}, "background", "needs store"),
         ({"background": True, "stream": True}, "background", "without stream"),
-        ({"conversation": "c"}, "conversation", "not supported"),
+        ({"conversation": "conv_x", "previous_response_id": "x"}, "previous_response_id", "not both"),
+        ({"conversation": {"id": "conv_x", "x": 1}}, "conversation", "string"),
         ({"prompt": {"id": "p"}}, "prompt", "not supported"),
         ({"truncation": "auto"}, "truncation", "disabled"),
         ({"tools": [{"type": "web_search"}]}, "tools", "'web_search' are not supported"),
