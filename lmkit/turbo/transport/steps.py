@@ -46,7 +46,7 @@ class Steps:
             if item.finish_reason is None:
                 self._is_resting = True
                 loop = asyncio.get_running_loop()
-                loop.call_at(_end_of_rest(loop.time(), rest()), self._wake)
+                loop.call_at(end_of_rest(loop.time(), rest()), self._wake)
         if not self._items or (self._is_resting and isinstance(self._items[0], StepOutput)):
             self._arrived.clear()
         return item
@@ -74,7 +74,7 @@ class Steps:
             self._arrived.set()
 
 
-def _end_of_rest(now: float, rest: float) -> float:
+def end_of_rest(now: float, rest: float) -> float:
     """The last tick of a rest that begins now; without a tick in it, its end."""
     tick = (now + rest) // TICK_SECONDS * TICK_SECONDS
     return tick if tick > now else now + rest

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from lmkit.errors import RequestError
 from lmkit.turbo.request import FinishReason, StepOutput
-from lmkit.turbo.transport.steps import Rest, Steps
+from lmkit.turbo.transport.steps import TICK_SECONDS, Rest, Steps, end_of_rest
 
 pytestmark = pytest.mark.anyio
 LONG = 3600.0
@@ -89,3 +89,12 @@ async def test_the_way_through_the_prompt_is_told_step_by_step() -> None:
         steps.put(one)
     found = [await steps.get(long) for _ in range(3)]
     assert [(one.num_computed, one.token_ids) for one in found] == [(3, []), (6, []), (None, [1, 2])]
+
+
+@given(st.floats(0, 1e6), st.floats(0, 1))
+def test_rests_end_at_ticks_and_are_not_longer(now: float, rest: float) -> None:
+    end = end_of_rest(now, rest)
+    assert now <= end <= now + rest
+    if rest > 2 * TICK_SECONDS:
+        assert end > now + rest - 1.001 * TICK_SECONDS
+        assert abs(end / TICK_SECONDS - round(end / TICK_SECONDS)) < 1e-6
