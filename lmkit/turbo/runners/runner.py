@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from lmkit.config import EngineConfig
@@ -181,10 +182,9 @@ class PlanRunner:
         self, chunks: list[Chunk], rows: StepRows, delta: Tensor, residual: Tensor | None, logit_rows: Tensor
     ) -> tuple[Tensor, list[Shown]]:
         """See `_with_hidden`. (delta, residual) [T, hidden] is the residual stream's pair behind the last layer."""
-        shown = []
-        for chunk, scored, pooled in zip(chunks, rows.prompt_rows, rows.pooled_rows, strict=True):
-            embedding = self._embed(chunk, pooled, delta, residual) if pooled else b""
-            shown.append(Shown(self._score(chunk, scored, delta, residual) if scored else [], embedding))
+        pooled = zip(chunks, rows.pooled_rows, strict=True)
+        embeddings = [self._embed(chunk, span, delta, residual) if span else b"" for chunk, span in pooled]
+        shown = list(map(Shown, self._scores(chunks, rows.prompt_rows, delta, residual), embeddings))
         return self.decoder.logits(delta, residual, logit_rows), shown
 
     @np.errstate(over="ignore", invalid="ignore")  # the result is checked
@@ -205,19 +205,28 @@ class PlanRunner:
             pooled = (total / (chunk.start + chunk.num_tokens)).astype(np.float32)
         return pooled.tobytes() if chunk.num_sampled and np.isfinite(pooled).all() else b""
 
-    def _score(self, chunk: Chunk, span: range, delta: Tensor, residual: Tensor | None) -> list[TokenLogprobs]:
-        """The scores that the step's tokens `span` give to the prompt tokens after them.
+    def _scores(
+        self, chunks: list[Chunk], spans: list[range], delta: Tensor, residual: Tensor | None
+    ) -> list[list[TokenLogprobs]]:
+        """The scores that the step's tokens `spans` of each chunk give to the prompt tokens after them.
 
-        Logits are computed for a part of them at a time.
+        Logits are computed for a part of them at a time, whatever their chunks: the head is read once for a part.
         """
-        targets = self.batch.prompt_targets(chunk, len(span))
-        num_top = max(0, int(self._states.num_top[chunk.slot]))
+        scores: list[list[TokenLogprobs]] = [[] for _ in chunks]
+        targets = [
+            (place, token)
+            for place, (chunk, span) in enumerate(zip(chunks, spans, strict=True))
+            if span
+            for token in self.batch.prompt_targets(chunk, len(span))
+        ]
+        scored = [row for span in spans for row in span]
         size = max(1, SCORED_BYTES // (4 * self.decoder.spec.vocab_size))
-        scores: list[TokenLogprobs] = []
-        for begin in range(span.start, span.stop, size):
-            part = slice(begin, min(begin + size, span.stop))
-            for logits in self.decoder.head_part(delta, residual, part).cpu().numpy():
-                scores.append(token_logprobs(logits, targets[len(scores)], num_top))
+        for begin in range(0, len(scored), size):
+            part = torch.tensor(scored[begin : begin + size], device=delta.device)
+            logits = self.decoder.logits(delta, residual, part).cpu().numpy()
+            for row, (place, token) in zip(logits, targets[begin : begin + size], strict=True):
+                num_top = max(0, int(self._states.num_top[chunks[place].slot]))
+                scores[place].append(token_logprobs(row, token, num_top))
         return scores
 
 
