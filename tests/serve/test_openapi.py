@@ -121,9 +121,10 @@ BATCH = {"endpoint": "/v1/completions", "completion_window": "24h", "input_file_
              {"input": "a", "encoding_format": "bytes", "embed_dtype": "float16"}, {"input": [1.0, 2]},
              {"input": "a", "normalize": True, "use_activation": True}],
             [{}, {"input": "a", "messages": [MESSAGE]}, {"input": "a", SWITCH: True}, {"input": ""},
-             {"input": [[], "a"]}, {"input": [5, 4096]}, {"input": "a", "dimensions": 1 << 20},
-             {"input": "a", "truncate_prompt_tokens": 0}, {"input": "a", "truncation_side": "left"},
-             {"input": "a", "embed_dtype": "float16"}, {"input": "a", "normalize": True, "use_activation": False}],
+             {"input": [[], "a"]}, {"input": [5, 4096]}, {"input": [["a"], [5, "a"]]},
+             {"input": "a", "dimensions": 1 << 20}, {"input": "a", "truncate_prompt_tokens": 0},
+             {"input": "a", "truncation_side": "left"}, {"input": "a", "embed_dtype": "float16"},
+             {"input": "a", "normalize": True, "use_activation": False}],
         ),
         (
             "/v1/score", {},

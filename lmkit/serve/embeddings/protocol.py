@@ -18,10 +18,16 @@ MAX_TEXTS = 2048  # as OpenAI
 NOTHING = (None, False, "float32", "native", "little")  # values of fields that change nothing
 Text = str | list[int] | list[int | str]  # a text, token ids, or token ids with texts between them
 _Some = Field(min_length=1)
+_TOKEN: Schema = {"type": "integer", "minimum": 0, OF_MODEL: "token"}
+_MIXED: Schema = {
+    "type": "array",
+    "items": {"anyOf": [_TOKEN, {"type": "string", OF_MODEL: "text"}]},
+    "contains": {"type": "integer"},
+}
 GivenInputs = (
     GivenPrompts
     | Annotated[list[TokenId | GivenText], _Some]
-    | Annotated[list[GivenText | Annotated[list[TokenId | GivenText], _Some]], _Some]
+    | Annotated[list[GivenText | Annotated[list[int | str], WithJsonSchema(_MIXED)]], _Some]
 )
 
 
