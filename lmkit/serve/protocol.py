@@ -162,8 +162,10 @@ class ChatCompletionRequest(_Sampling, ChatExtensions, Chat):
             given("continue_final_message", continue_final_message=_ON, add_generation_prompt=_OFF),
             {"properties": {"continue_final_message": _OFF, "echo": _OFF}},
         ]},
-        goes_with("top_logprobs", given("logprobs", logprobs=_ON), (None, 0)),
-        goes_with("logprob_token_ids", given("logprobs", logprobs=_ON, prompt_logprobs=NULL), (None, [])),
+        {"anyOf": [
+            given("logprobs", logprobs=_ON),
+            {"properties": {"top_logprobs": {"enum": [None, 0]}, "logprob_token_ids": {"enum": [None, []]}}},
+        ]},
         goes_with("tool_choice", given("tools", tools={"minItems": 1}), (None, "none", "auto")),
     )  # fmt: skip
 
