@@ -51,6 +51,8 @@ def run(implementation: Implementation, case: Case, device: str = "cpu") -> list
     args = tuple(_to(arg, device) for arg in case.make())
     norms = [arg for arg in args if isinstance(arg, Norm)]
     streams = [norm.residual for norm in norms if norm.residual is not None]
+    if case.op is ops.linear_heads:
+        return [implementation(args[0], implementation.pack(args[1]))]
     if case.op.name.startswith("linear"):
         x, weight, bias, norm, activation = args
         return [implementation(x, implementation.pack(weight, activation), bias, norm), *streams]
@@ -510,6 +512,9 @@ INTEGER_OPS = ((ops.linear_w4a16, 4), (ops.linear_w4a8, 4), (ops.linear_w8a8, 8)
 def linear_cases() -> Iterator[Case]:
     for shape in (*LINEAR_SHAPES, (3, 35, 20)):
         yield from (_dense(*shape, dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16))
+    for tokens in (0, 1, 9):
+        heads = _seeded(lambda tokens=tokens: (torch.randn(tokens, 3, 40), torch.randn(3, 24, 40)))
+        yield Case(ops.linear_heads, str(tokens), heads, {})
     for tokens, k, n in LINEAR_SHAPES:
         for group_size in (32, 64, 128, -1):
             for op, bits in INTEGER_OPS:
