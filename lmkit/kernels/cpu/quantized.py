@@ -47,8 +47,8 @@ from lmkit.kernels.ops import Norm, Places
 from lmkit.kernels.registry import ExpertLinears, Implementation
 
 SPREAD_ROWS = 32  # up to so many, unpacking in registers each time costs less than stores
-# Up to so many rows read a panel at the speed of the memory, and prefetch what they read themselves. More compute a chunk
-# while the next one comes: with 3 and 4 rows this reads 10 % more in a second (AVX512-VNNI, Zen 5).
+# Up to so many rows read a panel at the speed of the memory, and prefetch what they read themselves. More rows compute
+# a chunk while the next one comes: 3 and 4 then read 10 % more in a second (AVX512-VNNI, Zen 5).
 STREAM_ROWS = 2
 # Bytes between the weights that are read and those that are prefetched. AMD's processors do this by themselves: there,
 # asking costs a sequence 5 to 10 % of its speed.
