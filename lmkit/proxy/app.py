@@ -43,6 +43,7 @@ from lmkit.proxy.reload import ConfigFile
 from lmkit.proxy.retries import RetryBudget
 from lmkit.proxy.router import Router, Routing
 from lmkit.proxy.stop import Stop
+from lmkit.proxy.stored import CHATS
 from lmkit.proxy.transcripts import Transcripts
 from lmkit.proxy.upstream import Upstream
 from lmkit.web.access_log import note, note_error
@@ -346,9 +347,8 @@ def resolve(method: str, path: str, forwarded: Collection[str] = ROUTES_OF_NODES
     elif path.startswith(_MODEL_PREFIX):
         methods = _SHOW_MODEL
     elif handlers := kept.handlers(path, forwarded):
-        methods = {
-            name: Route(Access.USER, functools.partial(_to_keepers, handler)) for name, handler in handlers.items()
-        }
+        methods = {m: Route(Access.USER, functools.partial(_to_keepers, each)) for m, each in handlers.items()}
+        methods |= _FORWARD if path == CHATS else {}  # whose POST asks for an answer
     elif path in forwarded:
         methods = _FORWARD
     else:

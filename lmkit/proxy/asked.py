@@ -24,6 +24,7 @@ class Asked(msgspec.Struct, frozen=True):
     priority: Any = None
     cache_salt: Any = None
     previous_response_id: Any = None
+    conversation: Any = None  # an id, or an object with one
     tools: msgspec.Raw = _RAW
     system: msgspec.Raw = _RAW
     instructions: msgspec.Raw = _RAW
@@ -40,6 +41,11 @@ class Asked(msgspec.Struct, frozen=True):
         for raw in (self.tools, self.system, self.instructions, self.messages, self.prompt, self.input):
             if part := memoryview(raw):
                 yield part[:-1]
+
+    @property
+    def conversation_id(self) -> str | None:
+        named = self.conversation.get("id") if isinstance(self.conversation, dict) else self.conversation
+        return named if isinstance(named, str) else None
 
     def session(self, headers: Headers) -> str:
         """What says that requests belong together: a header, else `session_id`, else `user`; "" if nothing does."""

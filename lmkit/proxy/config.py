@@ -44,7 +44,7 @@ ROUTES = (
     "/v1/responses/input_tokens", "/v1/messages", "/v1/messages/count_tokens", "/v1/embeddings", "/v1/rerank",
     "/v2/rerank", "/rerank", "/v1/score", "/score",
     "/tokenize", "/detokenize", "/apply-template", "/v1/encode", "/v1/classify", "/classify", "/v1/moderations",
-    "/v1/audio/speech", "/v1/images/generations", "/generate", "/v1/files", "/v1/batches",
+    "/v1/audio/speech", "/v1/images/generations", "/generate", "/v1/files", "/v1/batches", "/v1/conversations",
 )  # fmt: skip
 
 

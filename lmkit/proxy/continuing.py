@@ -1,4 +1,4 @@
-"""Requests for responses: one that continues a stored response goes to the node that keeps that.
+"""Requests for responses: one that continues a stored response or a conversation goes to the node that keeps that.
 
 If the node is down and the proxy has copies, it goes to another node with the whole conversation as its input.
 """
@@ -13,6 +13,7 @@ from lmkit.proxy.asked import Asked
 from lmkit.proxy.call import Call
 from lmkit.proxy.downstream import DownstreamResponse
 from lmkit.proxy.forward import Forwarder
+from lmkit.proxy.stored import CONVERSATIONS
 from lmkit.proxy.stored import PATH as RESPONSES
 from lmkit.proxy.transcripts import Transcripts, owner_of
 
@@ -30,6 +31,10 @@ async def respond(
     """Answer the call by `run`. Raises RequestError for an error that the client has not been told yet."""
     if call.path != RESPONSES:
         await run(call)
+        return
+    if asked.conversation_id is not None:  # no copy: the conversation is more than the input and the answer
+        keeper = await forwarder.keeper(asked.conversation_id, call, CONVERSATIONS)
+        await run(replace(call, routing=replace(call.routing, keeper=keeper)))
         return
     previous, owner = asked.previous_response_id, owner_of(call.key, call.client)
     if transcripts is not None:

@@ -1,4 +1,4 @@
-"""Routes of what nodes keep for clients: stored responses, files and batches.
+"""Routes of what nodes keep for clients: stored responses, chats and conversations, files and batches.
 
 A file goes to a node of the model that its first line names, and so does all that names it, also its batch. What a
 path names is found as `stored` says. A list has what all nodes keep.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 from urllib.parse import urlencode
@@ -25,14 +25,34 @@ from lmkit.proxy.forward import Forwarder
 from lmkit.proxy.registry import Node, Registry
 from lmkit.proxy.router import Router
 from lmkit.proxy.stop import Stop
-from lmkit.proxy.stored import BATCHES, FILES, Named, named_by
+from lmkit.proxy.stored import BATCHES, CHATS, CONVERSATIONS, FILES, Named, named_by
 from lmkit.proxy.stored import PATH as RESPONSES
 from lmkit.proxy.transcripts import Transcripts, owner_of
 from lmkit.web.listing import page, query
 from lmkit.web.receive import decode_json
 
-WHAT = {RESPONSES: ("response", "response_id"), FILES: ("file", "file_id"), BATCHES: ("batch", "batch_id")}
-PAGES = {FILES: (10_000, 10_000, ("purpose", "order", "limit", "after")), BATCHES: (20, 100, ("limit", "after"))}
+WHAT = {
+    RESPONSES: ("response", "response_id"), FILES: ("file", "file_id"), BATCHES: ("batch", "batch_id"),
+    CHATS: ("chat", "completion_id"), CONVERSATIONS: ("conversation", "conversation_id"),
+}  # fmt: skip
+
+
+class _Pages(NamedTuple):
+    """How long the pages of a list are, and the parameters that choose one."""
+
+    limit: int
+    most: int
+    order: str
+    names: tuple[str, ...]  # the proxy's to read
+    passed: tuple[str, ...] = ()  # the nodes' to read
+
+
+PAGES = {
+    FILES: _Pages(10_000, 10_000, "desc", ("purpose", "order", "limit", "after")),
+    BATCHES: _Pages(20, 100, "desc", ("limit", "after")),
+    CHATS: _Pages(20, 100, "asc", ("order", "limit", "after"), ("model",)),
+}
+_LABEL = re.compile(r"metadata\[.{1,64}\]")  # a parameter that chats have
 MAX_PAGES = 100  # of one node
 _MODEL = re.compile(rb'"model"\s*:\s*("(?:[^"\\]|\\.){1,256}")')  # of a line of a batch
 
@@ -66,6 +86,10 @@ def handlers(path: str, forwarded: Collection[str]) -> dict[str, Handler] | None
         return {"POST": _upload, "GET": functools.partial(_list, FILES)}
     if path == BATCHES and path in forwarded:
         return {"POST": _create_batch, "GET": functools.partial(_list, BATCHES)}
+    if path == CHATS and path in forwarded:
+        return {"GET": functools.partial(_list, CHATS)}
+    if path == CONVERSATIONS and path in forwarded:
+        return {"POST": _create_conversation}
     if path not in forwarded and (found := named_by(path)) and found.root in forwarded:
         return dict.fromkeys(found.methods, functools.partial(_to_keeper, found))
     return None
@@ -117,6 +141,13 @@ def _first_model(form: bytes) -> str:
         return ""
 
 
+async def _create_conversation(cluster: Cluster, asked: Asked) -> None:
+    """On any node: nothing says which models will answer in it."""
+    if not (able := cluster.forwarder.may_keep(asked.call)):
+        raise RequestError("engine_unavailable", "no node is healthy")
+    await _forward(cluster, asked, cluster.router.choose(able, asked.call.routing).node)
+
+
 class _Batch(msgspec.Struct):
     input_file_id: str
 
@@ -135,24 +166,28 @@ class _Page(msgspec.Struct):
 
 
 async def _list(root: str, cluster: Cluster, asked: Asked) -> None:
-    limit, most, names = PAGES[root]
-    params, forwarder = query(Request(asked.scope), names), cluster.forwarder
-    parts = [await _all_of(forwarder, node, asked.call, most) for node in forwarder.may_keep(asked.call)]
+    pages, request, forwarder = PAGES[root], Request(asked.scope), cluster.forwarder
+    labels = [name for name in request.query_params if root == CHATS and _LABEL.fullmatch(name)]
+    params = query(request, (*pages.names, *pages.passed, *labels))
+    passed = {name: params[name] for name in (*pages.passed, *labels) if name in params}
+    nodes = forwarder.may_keep(asked.call)
+    parts = [await _all_of(forwarder, node, asked.call, passed | {"limit": str(pages.most)}) for node in nodes]
     purpose = params.get("purpose")
     shown = [item for part in parts for item in part if purpose in (None, item.get("purpose"))]
-    await asked.response.whole(page(sorted(shown, key=_age), params, limit, most))
+    chosen = {"order": pages.order, **params}
+    await asked.response.whole(page(sorted(shown, key=_age), chosen, pages.limit, pages.most))
 
 
 def _age(item: dict[str, Any]) -> tuple[int, str]:
-    at = item.get("created_at")
+    at = item.get("created_at", item.get("created"))
     return at if isinstance(at, int) else 0, str(item.get("id"))
 
 
-async def _all_of(forwarder: Forwarder, node: Node, call: Call, most: int) -> list[dict[str, Any]]:
+async def _all_of(forwarder: Forwarder, node: Node, call: Call, params: Mapping[str, str]) -> list[dict[str, Any]]:
     """All that one node lists."""
     found, ids = list[dict[str, Any]](), list[Any]()
     for _ in range(MAX_PAGES):
-        asked = dict[str, Any](limit=most) | ({"after": ids[-1]} if ids else {})
+        asked = {**params, **({"after": ids[-1]} if ids else {})}
         answer = await forwarder.listed(node, replace(call, query=urlencode(asked).encode()))
         if answer is None:
             break

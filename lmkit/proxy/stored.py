@@ -1,7 +1,7 @@
-"""Finds the node that keeps a stored response, a file or a batch, so that all that concerns it goes there.
+"""Finds the node that keeps a response, a chat, a conversation, a file or a batch: what concerns it goes there.
 
-The id is read in passing from the head of the answer that makes it. The nodes are asked for one that this proxy has
-not seen: it was started again, or stands beside another.
+The id is read in passing from the head of the answer that makes it, except for chats: few are stored. The nodes are
+asked for an id that this proxy does not know: it was started again, or stands beside another.
 """
 
 from __future__ import annotations
@@ -16,17 +16,23 @@ from lmkit.proxy.registry import Node, Registry
 from lmkit.proxy.upstream import UpstreamError
 
 PATH, FILES, BATCHES = "/v1/responses", "/v1/files", "/v1/batches"
+CHATS, CONVERSATIONS = "/v1/chat/completions", "/v1/conversations"
 REMEMBERED = 100_000  # ids; the one that was used longest ago is forgotten
 ASK_SECONDS = 5.0  # for one node to say whether it has a response
 ASKED_AT_ONCE = 32  # nodes, by all clients together: one request must not become a thousand at once
 _ID = re.compile(r"[A-Za-z0-9_-]{1,128}")
-_MADE = re.compile(rb'"id": ?"((?:resp_|file-|batch_)[A-Za-z0-9_-]{1,121})"')
+_MADE = re.compile(rb'"id": ?"((?:resp_|file-|batch_|conv_)[A-Za-z0-9_-]{1,121})"')
 _HEAD_BYTES = 4096
-_BELOW = re.compile(rf"({PATH}|{FILES}|{BATCHES})/({_ID.pattern})(/[a-z_]+)?")
-_METHODS: dict[tuple[str, str | None], tuple[str, ...]] = {
-    (PATH, None): ("GET", "DELETE"), (PATH, "/cancel"): ("POST",), (PATH, "/input_items"): ("GET",),
-    (FILES, None): ("GET", "DELETE"), (FILES, "/content"): ("GET",),
-    (BATCHES, None): ("GET",), (BATCHES, "/cancel"): ("POST",),
+_BELOW = re.compile(
+    rf"({PATH}|{FILES}|{BATCHES}|{CHATS}|{CONVERSATIONS})/({_ID.pattern})((?:/[a-z_]+)?)(/{_ID.pattern})?"
+)
+_METHODS: dict[tuple[str, str], tuple[str, ...]] = {  # by root, and what follows the id
+    (PATH, ""): ("GET", "DELETE"), (PATH, "/cancel"): ("POST",), (PATH, "/input_items"): ("GET",),
+    (FILES, ""): ("GET", "DELETE"), (FILES, "/content"): ("GET",),
+    (BATCHES, ""): ("GET",), (BATCHES, "/cancel"): ("POST",),
+    (CHATS, ""): ("GET", "POST", "DELETE"), (CHATS, "/messages"): ("GET",),
+    (CONVERSATIONS, ""): ("GET", "POST", "DELETE"), (CONVERSATIONS, "/items"): ("GET", "POST"),
+    (CONVERSATIONS, "/items/ID"): ("GET", "DELETE"),
 }  # fmt: skip
 
 Ask = Callable[[Node, str], Awaitable[bool]]  # whether a node has the path
@@ -35,15 +41,15 @@ Ask = Callable[[Node, str], Awaitable[bool]]  # whether a node has the path
 class Named(NamedTuple):
     """A path that names something kept."""
 
-    root: str  # PATH, FILES or BATCHES
+    root: str  # one of those above
     id: str
     methods: tuple[str, ...]
 
 
 def named_by(path: str) -> Named | None:
-    """What a path names, if it is one below PATH, FILES or BATCHES."""
+    """What a path names, if it is one below those above."""
     match = _BELOW.fullmatch(path)
-    methods = _METHODS.get((match[1], match[3])) if match else None
+    methods = _METHODS.get((match[1], match[3] + ("/ID" if match[4] else ""))) if match else None
     return Named(match[1], match[2], methods) if match and methods else None
 
 

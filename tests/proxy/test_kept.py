@@ -1,9 +1,11 @@
-"""Files and batches behind the proxy, with OpenAI's client and two real servers."""
+"""Files, batches, stored chats and conversations behind the proxy, with OpenAI's client and two real servers."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
@@ -69,6 +71,64 @@ def test_batches_run_where_their_files_are(proxy: Command, servers: list[Server]
         assert again.batches.retrieve(sent[3].id).id == sent[3].id
         assert again.files.delete(sent[3].input_file_id).deleted
     assert len(list(alice.files.list())) == 7
+
+
+def test_stored_chats_are_found_on_all_nodes(proxy: Command, servers: list[Server], options: tuple[str, str]) -> None:
+    alice, bob = connect(proxy), connect(proxy, BOB)
+    made = []
+    for number in range(4):
+        asked: list[Any] = [{"role": "user", "content": f"Hi {number}"}]
+        labels = {"parity": "odd" if number % 2 else "even"}
+        made.append(
+            alice.chat.completions.create(model="demo", messages=asked, max_tokens=3, store=True, metadata=labels)
+        )
+        time.sleep(0.01)
+    chats = alice.chat.completions
+    assert sorted(chat.id for chat in chats.list(limit=3)) == sorted(chat.id for chat in made)
+    of_labels = chats.list(metadata={"parity": "odd"}, model="demo", order="desc")
+    assert {chat.id for chat in of_labels} == {made[1].id, made[3].id}
+    assert list(chats.list(model="other")) == []
+    assert [each.content for each in chats.messages.list(made[2].id)] == ["Hi 2"]
+    assert chats.update(made[0].id, metadata={"parity": "none"}).metadata == {"parity": "none"}
+    assert list(bob.chat.completions.list()) == []
+    with pytest.raises(openai.NotFoundError):
+        bob.chat.completions.retrieve(made[0].id)
+    with routing(options=options) as other:  # it knows nothing yet
+        again = connect(other).chat.completions
+        assert again.retrieve(made[3].id).choices[0].message == made[3].choices[0].message
+        assert again.delete(made[3].id).deleted
+    with pytest.raises(openai.NotFoundError):
+        chats.retrieve(made[3].id)
+    with pytest.raises(openai.APIStatusError, match="unknown parameter"):
+        alice.get("/chat/completions?frobnicate=1", cast_to=object)
+    assert all("POST /v1/chat/completions 200" in server.log for server in servers)
+
+
+def test_a_conversation_stays_with_the_node_that_keeps_it(proxy: Command, options: tuple[str, str]) -> None:
+    alice, bob = connect(proxy), connect(proxy, BOB)
+    for _ in range(3):
+        conversation = alice.conversations.create(metadata={"a": "b"})
+        for turn, name in enumerate([conversation.id, {"id": conversation.id}]):
+            asked: dict[str, Any] = {"input": f"Turn {turn}", "max_output_tokens": 3, "conversation": name}
+            answer = alice.responses.create(model="demo", stream=turn == 1, **asked)
+            assert turn == 0 or [event.type for event in answer][-1] in ("response.completed", "response.incomplete")
+        with routing(options=options) as other:
+            again = connect(other).conversations
+            assert again.retrieve(conversation.id).metadata == {"a": "b"}
+            again.items.create(conversation.id, items=[{"role": "user", "content": "More", "type": "message"}])
+        items = list(alice.conversations.items.list(conversation.id, order="asc", limit=2))
+        assert [item.type for item in items] == ["message"] * len(items)
+        assert len(items) >= 5
+        first = items[0].id
+        assert alice.conversations.items.retrieve(first, conversation_id=conversation.id).id == first
+        alice.conversations.items.delete(first, conversation_id=conversation.id)
+        assert len(list(alice.conversations.items.list(conversation.id))) == len(items) - 1
+    for ask in (bob.conversations.retrieve, bob.conversations.delete):
+        with pytest.raises(openai.NotFoundError):
+            ask(conversation.id)
+    assert alice.conversations.delete(conversation.id).deleted
+    with pytest.raises(openai.NotFoundError):
+        alice.responses.create(model="demo", input="Hi", conversation=conversation.id)
 
 
 def test_what_is_not_there(proxy: Command) -> None:
