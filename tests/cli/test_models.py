@@ -38,6 +38,7 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeHub]:
             "LMKIT_STATE_DIR": str(tmp_path / "cache"), "HF_HUB_DISABLE_TELEMETRY": "1",
         }.items():  # fmt: skip
             monkeypatch.setenv(name, value)
+        monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
         yield hub
 
 
