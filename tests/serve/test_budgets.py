@@ -89,7 +89,7 @@ class Reader:
 
 
 def text_of(events: list[Any]) -> str:
-    return "".join(event["choices"][0]["delta"].get("content", "") for event in events)
+    return "".join(event["choices"][0]["delta"].get("content") or "" for event in events)
 
 
 @pytest.mark.anyio

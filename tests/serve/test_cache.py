@@ -128,7 +128,7 @@ class Dialogue:
         response = self._app.post(CHAT_PATH, body, self._key)
         if body.get("stream"):
             chunks = [json.loads(event.removeprefix("data: ")) for event in response.text.split("\n\n")[:-2]]
-            answer = "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks if chunk["choices"])
+            answer = "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks if chunk["choices"])
         else:
             answer = response.json()["choices"][0]["message"]["content"]
         self.messages.append({"role": "assistant", "content": answer})

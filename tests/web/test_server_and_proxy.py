@@ -190,7 +190,7 @@ async def test_known_routes_of_other_servers_are_named() -> None:
                 assert re.match(r"/\S+ is not supported by this server, which has ", error["message"]), path
                 assert "POST /v1/chat/completions" in error["message"]
                 assert (await client.get(address + path, headers={"authorization": ""})).status_code == 401
-            wrong = (await client.get(address + CHAT)).json()["error"]
+            wrong = (await client.get(address + "/v1/completions")).json()["error"]
             assert wrong["message"] == "GET is not allowed on this route; use POST"
             slip = (await client.get(address + "/metric")).json()["error"]
             assert slip["message"] == "there is no such route; did you mean /metrics?"

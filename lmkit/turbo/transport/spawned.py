@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import IO
 
 import msgspec
 import zmq
@@ -35,7 +36,7 @@ class EngineProcess:
     def __init__(
         self,
         process: asyncio.subprocess.Process,
-        held: int,
+        held: IO[bytes],
         commands: zmq.Socket,
         events: zmq.asyncio.Socket,
         handle: Callable[[messages.Event], None],
@@ -82,13 +83,14 @@ class EngineProcess:
         return cls(process, held, commands, events, handle, silent_seconds)
 
     @staticmethod
-    async def _execute(arguments: dict[str, str]) -> tuple[asyncio.subprocess.Process, int]:
+    async def _execute(arguments: dict[str, str]) -> tuple[asyncio.subprocess.Process, IO[bytes]]:
         """The process, and the end of its stdin that this process holds: the other one ends with it.
 
         The pipe is not asyncio's: if a process ends before asyncio has connected its pipes, because the start was
         cancelled, nobody is told of its end.
         """
-        stdin, held = os.pipe()
+        stdin, held_end = os.pipe()
+        held = os.fdopen(held_end, "wb", 0)  # a file may be closed twice; the number may be another file's by then
         try:
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
@@ -100,7 +102,7 @@ class EngineProcess:
                 cwd=Path(lmkit.__file__).parents[1],  # `-m` puts it on the path; the process then changes to --cwd
             )
         except BaseException:
-            os.close(held)
+            held.close()
             raise
         finally:
             os.close(stdin)
@@ -170,7 +172,7 @@ class EngineProcess:
         try:
             await asyncio.wait({self.exited, self.listening})
         finally:
-            os.close(self._held)
+            self._held.close()
             self._commands.close()
             self._events.close()
 
