@@ -177,5 +177,5 @@ class EngineProcess:
             self._events.close()
 
     def kill(self) -> None:
-        if not self.exited.done():
+        with contextlib.suppress(ProcessLookupError):  # asyncio may know of the end before `exited` does
             self._process.kill()

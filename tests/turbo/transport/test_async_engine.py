@@ -275,6 +275,22 @@ def test_a_killed_process_fails_open_requests_and_comes_back() -> None:
     run(main())
 
 
+def test_a_process_that_has_ended_is_stopped_as_often_as_one_likes() -> None:
+    """asyncio knows of the end before `exited` does, and then refuses to kill."""
+
+    async def main() -> None:
+        async with running() as engine:
+            process = engine._process
+            assert process is not None
+            os.kill(process.pid, signal.SIGKILL)
+            await process.exited
+            process.exited = asyncio.ensure_future(asyncio.sleep(0.05, -9))
+            for _ in range(2):
+                await process.stop(0)
+
+    run(main())
+
+
 def test_it_gives_up_after_quick_failures(tmp_path: Path) -> None:
     async def main() -> None:
         model = tmp_path / "exits-second-time"
