@@ -137,8 +137,8 @@ async def test_unknown_routes_and_methods_for_a_known_client() -> None:
     proxy = Proxy(ProxyConfig(api_keys=(USER,), admin_keys=(ADMIN,)))
     headers = [*LOCAL, bearer(USER)]
     assert await call(proxy, "GET", "/nope", headers) == 404
-    assert await call(proxy, "GET", "/v1/chat/completions", headers) == 405
-    assert await call(proxy, "OPTIONS", "/v1/chat/completions", headers) == 405
+    assert await call(proxy, "GET", "/v1/completions", headers) == 405
+    assert await call(proxy, "OPTIONS", "/v1/completions", headers) == 405
     assert await call(proxy, "DELETE", "/v1/models", headers) == 405
     assert await call(proxy, "POST", "/v1/chat/completions", headers) == 404  # the model
     for method in ("GET", "POST", "DELETE", "PUT"):
