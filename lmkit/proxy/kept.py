@@ -28,7 +28,7 @@ from lmkit.proxy.stop import Stop
 from lmkit.proxy.stored import BATCHES, CHATS, CONVERSATIONS, FILES, Named, named_by
 from lmkit.proxy.stored import PATH as RESPONSES
 from lmkit.proxy.transcripts import Transcripts, owner_of
-from lmkit.web.listing import page, query
+from lmkit.web.listing import LABEL, page, query
 from lmkit.web.receive import decode_json
 
 WHAT = {
@@ -52,7 +52,6 @@ PAGES = {
     BATCHES: _Pages(20, 100, "desc", ("limit", "after")),
     CHATS: _Pages(20, 100, "asc", ("order", "limit", "after"), ("model",)),
 }
-_LABEL = re.compile(r"metadata\[.{1,64}\]")  # a parameter that chats have
 MAX_PAGES = 100  # of one node
 _MODEL = re.compile(rb'"model"\s*:\s*("(?:[^"\\]|\\.){1,256}")')  # of a line of a batch
 
@@ -167,7 +166,7 @@ class _Page(msgspec.Struct):
 
 async def _list(root: str, cluster: Cluster, asked: Asked) -> None:
     pages, request, forwarder = PAGES[root], Request(asked.scope), cluster.forwarder
-    labels = [name for name in request.query_params if root == CHATS and _LABEL.fullmatch(name)]
+    labels = [name for name in request.query_params if root == CHATS and LABEL.fullmatch(name)]
     params = query(request, (*pages.names, *pages.passed, *labels))
     passed = {name: params[name] for name in (*pages.passed, *labels) if name in params}
     nodes = forwarder.may_keep(asked.call)

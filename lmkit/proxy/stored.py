@@ -41,13 +41,13 @@ Ask = Callable[[Node, str], Awaitable[bool]]  # whether a node has the path
 class Named(NamedTuple):
     """A path that names something kept."""
 
-    root: str  # one of those above
+    root: str  # PATH, FILES, BATCHES, CHATS or CONVERSATIONS
     id: str
     methods: tuple[str, ...]
 
 
 def named_by(path: str) -> Named | None:
-    """What a path names, if it is one below those above."""
+    """What a path names, if it is one below a root."""
     match = _BELOW.fullmatch(path)
     methods = _METHODS.get((match[1], match[3] + ("/ID" if match[4] else ""))) if match else None
     return Named(match[1], match[2], methods) if match and methods else None

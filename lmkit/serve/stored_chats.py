@@ -5,7 +5,6 @@ They lie in the store of responses, beside those of /v1/responses.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple, cast
 
@@ -19,7 +18,7 @@ from lmkit.serve.protocol import Metadata
 from lmkit.strict import Strict
 from lmkit.text.chat.conversation import ChatMessage
 from lmkit.text.messages import ImagePart
-from lmkit.web.listing import chosen, listed, page, query, reply
+from lmkit.web.listing import LABEL, chosen, listed, page, query, reply
 from lmkit.web.response_store import ResponseStore, Stored, labelled
 
 PREFIX = "chatcmpl-"  # of an id; no other route below has it
@@ -27,7 +26,6 @@ LIST_PATH = "/v1/chat/completions"
 PATH = f"{LIST_PATH}/{PREFIX}{{id}}"
 PAGE, LONGEST_PAGE = 20, 100
 PAGED = ("after", "limit", "order")
-LABEL = re.compile(r"metadata\[(.{1,64})\]")
 router = APIRouter()
 
 

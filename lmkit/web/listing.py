@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from starlette.responses import Response
 from lmkit.errors import RequestError
 
 ORDERS = ("asc", "desc")
+LABEL = re.compile(r"metadata\[(.{1,64})\]")  # a parameter that chooses stored chats by a label
 
 
 def query(request: Request, known: Sequence[str]) -> Mapping[str, str]:
