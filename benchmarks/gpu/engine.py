@@ -17,7 +17,7 @@ from benchmarks.gpu.context import Context
 from benchmarks.gpu.models import CONFIGS, Storage, random_decoder
 from benchmarks.gpu.roofline import W4_G128, Decode, prefill_flops
 from benchmarks.gpu.trace import trace
-from lmkit.config import EngineConfig, HeadStorage
+from lmkit.config import Activations, EngineConfig, HeadStorage
 from lmkit.turbo.engine.engine import Engine
 from lmkit.turbo.request import Request, SamplingParams
 from lmkit.turbo.runners.device import CudaDevice
@@ -42,6 +42,7 @@ class Case:
     kv: Any = "int8"
     prefill: tuple[int, int] | None = None  # prompts, tokens of each
     head: HeadStorage = "auto"
+    activations: Activations = "auto"
 
     @property
     def name(self) -> str:
@@ -75,7 +76,9 @@ def run(context: Context) -> None:
 def engine(context: Context, case: Case) -> Iterator[Engine]:
     start = time.perf_counter()
     dtype = torch.bfloat16 if case.storage == "bfloat16" else torch.float16
-    decoder = random_decoder(case.model, case.storage, dtype, context.device, head=case.head)
+    decoder = random_decoder(
+        case.model, case.storage, dtype, context.device, head=case.head, activations=case.activations
+    )
     made = time.perf_counter()
     longest = max(load.context for load in case.loads) + 2 * STEPS
     config = EngineConfig(

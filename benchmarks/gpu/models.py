@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.roofline import LLAMA_3_2_1B, LLAMA_3_8B, QWEN_2_5_7B, Shape
-from lmkit.config import HeadStorage
+from lmkit.config import Activations, HeadStorage
 from lmkit.layers.linear import MergedLinear, Weights
 from lmkit.models import load_spec, roles
 from lmkit.models.decoder import Decoder
@@ -58,10 +58,16 @@ def random_qtensor(rows: int, columns: int, device: str) -> QTensor:
 
 
 def random_decoder(
-    name: str, storage: Storage, dtype: torch.dtype, device: str, *, head: HeadStorage = "auto"
+    name: str,
+    storage: Storage,
+    dtype: torch.dtype,
+    device: str,
+    *,
+    head: HeadStorage = "auto",
+    activations: Activations = "auto",
 ) -> Decoder:
     """A packed decoder, ready to run. Embedding and head are dense in `dtype`, unless `head` is int8; with `storage`
-    bfloat16, all matrices are.
+    bfloat16, all matrices are. `activations` are those of its layers' linears.
 
     `device` holds the tensors. The kernels are those of a GPU, emulated for "cpu".
     """
@@ -69,7 +75,7 @@ def random_decoder(
     layers = []
     for index, layer_spec in enumerate(spec.layers):
         layer = DecoderLayer(layer_spec, index, _layer(layer_spec, storage, dtype, device), "cuda", dtype)
-        layer.pack("exact")
+        layer.pack(activations)
         layers.append(layer)
     embed = _dense(spec.vocab_size, spec.hidden_size, dtype, device)
     weight = embed if spec.tie_embeddings else _dense(spec.vocab_size, spec.hidden_size, dtype, device)

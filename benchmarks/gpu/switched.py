@@ -1,7 +1,7 @@
 """Section "switches": Llama-3-8B with everything on, and with each part of the engine turned off (LMKIT_CUDA).
 
-Each engine decodes, and takes prompts in beside sequences that decode: what an arrival costs the others. An INT8 head
-is measured beside the dense one.
+Each engine decodes, and takes prompts in beside sequences that decode: what an arrival costs the others. What changes
+results is no switch, and is measured beside: an INT8 head, and int8 activations.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 from benchmarks.gpu import engine as engines
 from benchmarks.gpu.context import Context
 from benchmarks.gpu.engine import Case, Load
-from lmkit.config import HeadStorage
 from lmkit.kernels.cuda import gemm_table, module
 from lmkit.kernels.cuda.switches import Switches, switches
 from lmkit.turbo.engine.engine import Engine
@@ -24,22 +24,22 @@ from lmkit.turbo.engine.engine import Engine
 TURNED_OFF = tuple(f"{name}=off" for name in Switches.__struct_fields__)
 CASE = Case("Llama-3-8B", "w4", (Load(1, 1024), Load(16, 1024)))
 REHEARSAL = Case("tiny Llama", "w4", (Load(2, 5),))
+OPTIONS: dict[str, dict[str, Any]] = {"INT8 head": {"head": "int8"}, "int8 activations": {"activations": "int8"}}
 DECODING, PROMPT, ARRIVALS = 16, 128, 10
 MOST_TOKENS = 300  # more than sequences make meanwhile
 
 
 def run(context: Context) -> None:
     case = REHEARSAL if context.rehearsal else CASE
-    for text in ("", *TURNED_OFF, "INT8 head"):
-        what = text or "all on"
+    for text in ("", *TURNED_OFF, *OPTIONS):
+        what, options = text or "all on", OPTIONS.get(text, {})
         if context.is_over:
             context.row(what, error="no time left")
             continue
-        head: HeadStorage = "int8" if text == "INT8 head" else "auto"
         with (
             context.attempt(what),
-            switched("" if head == "int8" else text, context),
-            engines.engine(context, replace(case, head=head)) as engine,
+            switched("" if options else text, context),
+            engines.engine(context, replace(case, **options)) as engine,
         ):
             for load in case.loads:
                 rate, *_ = engines.decode_rate(context, engine, load)

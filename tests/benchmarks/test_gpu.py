@@ -40,7 +40,7 @@ EXPECTED = {  # rows of each section
         "tiny Llama decode b2",
         "tiny Llama prefill",
     },
-    "switches": {"all on: decode b2", "mixed=off: arrival", "INT8 head: decode b2"},
+    "switches": {"all on: decode b2", "mixed=off: arrival", "INT8 head: decode b2", "int8 activations: decode b2"},
     "transformers": {"tiny Llama decode b2"},
     "quantize": {"demo"},
     "numerics": {"tests"},

@@ -7,7 +7,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from lmkit.kernels.cuda import gemm_wide
+from lmkit.kernels.cuda import gemm_wide, int8_rows
 from lmkit.kernels.cuda.elementwise import ACTIVATIONS
 from lmkit.kernels.cuda.gemm_pack import PackedWeight
 from lmkit.kernels.cuda.gemm_plan import Plan, Problem
@@ -24,7 +24,8 @@ HALF, FLOAT, ADD = range(3)  # how results are stored: in x's dtype, as float32,
 
 def problem_of(tokens: int, packed: PackedWeight) -> Problem:
     (tiles, stages, code_bytes), scales = packed.codes.shape, packed.scales_per_stage
-    return Problem(tokens, tiles, stages, code_bytes + max(1, scales) * packed.params.shape[2], scales)
+    stage_bytes = code_bytes + max(1, scales) * packed.params.shape[2]
+    return Problem(tokens, tiles, stages, stage_bytes, scales, int8=packed.int8)
 
 
 @cache
@@ -35,14 +36,14 @@ def _kernel(defines: tuple[tuple[str, int], ...]) -> Kernel:
 def kernel_for(packed: PackedWeight, plan: Plan, dtype: torch.dtype, kind: str | None = None) -> Kernel:
     """The kernel of a plan, for activations in float16 or bfloat16. `kind`: GROUPED (of experts, gemm_experts.py), NORM
     (with the norm before it)."""
-    half = {"LM_BF16": 1} if dtype == torch.bfloat16 else {}
-    return _kernel(tuple((packed.defines | plan.defines | half | ({kind: 1} if kind else {})).items()))
+    flags = (dtype == torch.bfloat16 and "LM_BF16", packed.int8 and "INT8", kind)
+    return _kernel(tuple((packed.defines | plan.defines | {flag: 1 for flag in flags if flag}).items()))
 
 
 def norms(tokens: int, plan: Plan | WidePlan | None, packed: PackedWeight) -> bool:
     """Whether the kernel of a plan may also compute the RMSNorm of its input, a float32 stream."""
     few = isinstance(plan, Plan) and plan.resident and plan.token_tiles == 1 and tokens <= NORM_TOKENS
-    return few and switches().norm and packed.in_features % 8 == 0
+    return few and switches().norm and packed.in_features % 8 == 0 and not packed.int8
 
 
 def kernels_of(packed: PackedWeight, plan: Plan | WidePlan, dtype: torch.dtype, tokens: int) -> tuple[Kernel, ...]:
@@ -50,7 +51,8 @@ def kernels_of(packed: PackedWeight, plan: Plan | WidePlan, dtype: torch.dtype, 
     if isinstance(plan, WidePlan):
         return tuple(gemm_wide.kernels_of(packed, plan, dtype).values())
     kinds = (None, "NORM") if norms(tokens, plan, packed) else (None,)
-    return tuple(kernel_for(packed, plan, dtype, kind) for kind in kinds)
+    rounding = (int8_rows.kernel_for(packed, dtype),) if packed.int8 else ()
+    return (*rounding, *(kernel_for(packed, plan, dtype, kind) for kind in kinds))
 
 
 def multiply(
@@ -88,13 +90,17 @@ def multiply(
     workers = problem.workers(plan, where.num_sms())
     asks = where.overlaps() and switches().prefetch and token_blocks == 1  # others would ask for the same
     ahead = AHEAD_BYTES // (ranges * workers) if asks else 0
-    normed = [] if norm is None else [x, norm.weight.float().contiguous(), float(norm.eps)]
-    kernel_for(packed, plan, half, "NORM" if normed else None)(
+    more = [] if norm is None else [x, norm.weight.float().contiguous(), float(norm.eps)]
+    row_bytes = 2 * packed.in_features
+    if packed.int8:
+        x, scales = int8_rows.int8_rows(x, packed)
+        more, row_bytes = [scales, scales.shape[1]], x.shape[1]
+    kernel_for(packed, plan, half, None if norm is None else "NORM")(
         (token_blocks, ranges, workers), 32 * plan.warps,
-        [None if normed else x, packed.codes, packed.params, bias, out, partial, counters(device), tokens,
-         packed.in_features, packed.num_results, problem.tiles, problem.stages, packed.params.shape[1],
+        [x if norm is None else None, packed.codes, packed.params, bias, out, partial, counters(device), tokens,
+         row_bytes, packed.num_results, problem.tiles, problem.stages, packed.params.shape[1],
          packed.stages_per_group, plan.units,
-         int(plan.resident), ACTIVATIONS[packed.activation], kind, int(where.overlaps()), ahead, *normed],
+         int(plan.resident), ACTIVATIONS[packed.activation], kind, int(where.overlaps()), ahead, *more],
         shared=problem.shared_bytes(plan),
     )  # fmt: skip
     return out

@@ -94,7 +94,7 @@ def multiply(x: Tensor, places: Places, table: ExpertTable, by_token: bool) -> T
         partial = torch.empty(ranges, num_places, padded_rows, dtype=torch.float32, device=x.device)
     kernel_for(packed, plan, x.dtype, "GROUPED")(
         (blocks, ranges, problem.workers(plan, backend(device).num_sms())), 32 * plan.warps,
-        [x, table.addresses, None, None, out, partial, counters(device), num_places, packed.in_features,
+        [x, table.addresses, None, None, out, partial, counters(device), num_places, 2 * packed.in_features,
          packed.num_results, problem.tiles, problem.stages, packed.params.shape[1], packed.stages_per_group, plan.units,
          int(plan.resident), ACTIVATIONS[packed.activation], HALF if by_token else FLOAT, 0, 0, places.active,
          places.tokens if by_token else None],

@@ -74,6 +74,7 @@ class Problem:
     stage_bytes: int  # of codes and params of a tile
     scales: int = 1  # of an output in a stage; 0: a group is longer
     experts: int = 1  # weights that are multiplied side by side, each with `tokens` rows
+    int8: bool = False  # x has codes of 8 bits, and scales
 
     def ranges(self, plan: Plan) -> int:
         return -(-self.stages // (plan.units * plan.warps_k))
@@ -94,8 +95,15 @@ class Problem:
         ring = plan.depth * plan.rows * self.stage_bytes
         sums = 8 * min(plan.token_tiles, 4) * (16 * plan.rows + 4) * 4
         tokens = min(self.tokens, 8) if plan.token_tiles == 1 else 8 * plan.token_tiles
-        x = tokens * (plan.warps_k * STAGE_INPUTS * 2 + 64) * (plan.units if plan.resident else plan.depth)
-        return plan.warps * (ring + sums) + x
+        x = tokens * (plan.warps_k * STAGE_INPUTS * self.input_bytes + 64)
+        if self.int8:
+            x += 8 * plan.token_tiles * plan.warps_k * max(1, self.scales) * 4
+        return plan.warps * (ring + sums) + x * (plan.units if plan.resident else plan.depth)
+
+    @property
+    def input_bytes(self) -> int:
+        """Bytes of an input in shared memory."""
+        return 1 if self.int8 else 2
 
 
 def registers(plan: Plan, problem: Problem) -> int:
@@ -160,14 +168,17 @@ def estimate(plan: Plan, problem: Problem, num_sms: int) -> float:
     in_flight = plan.warps * resident * (plan.depth - 1) * plan.rows * problem.stage_bytes
     memory = stages * problem.stage_bytes * max(1 / MEMORY + LATENCY / in_flight / 4, LATENCY / in_flight)
     per_load = problem.stage_bytes / 1024
-    instructions = 15 + 80 * per_load + 50 / plan.rows + plan.token_tiles * (12 + 6 / plan.rows)
+    to_unpack, of_tile = (30, 16 + 3 / plan.rows) if problem.int8 else (80, 12 + 6 / plan.rows)
+    instructions = 15 + to_unpack * per_load + 50 / plan.rows + plan.token_tiles * of_tile
     issue = stages * instructions / (4 * 0.8 * CLOCK)
-    tensor = stages * 8 * plan.token_tiles * 1.6 / CLOCK
-    shared = stages * (2 * problem.stage_bytes + 2048 * plan.token_tiles / plan.rows) / (128 * 0.9 * CLOCK)
+    tensor = stages * 4 * problem.input_bytes * plan.token_tiles * 1.6 / CLOCK
+    x_tile = 8 * STAGE_INPUTS * problem.input_bytes
+    shared = stages * (2 * problem.stage_bytes + x_tile * plan.token_tiles / plan.rows) / (128 * 0.9 * CLOCK)
     chain = 250 + 60 * plan.rows + 12 * plan.token_tiles * plan.rows
     barriers = (plan.units if plan.resident else units) * 60
     serial = (units * chain + barriers + row_blocks * (500 + 20 * tokens)) / CLOCK
-    x_bytes = resident * tokens * plan.warps_k * STAGE_INPUTS * 2 * (plan.units if plan.resident else units)
+    x_stage = tokens * STAGE_INPUTS * problem.input_bytes
+    x_bytes = resident * plan.warps_k * x_stage * (plan.units if plan.resident else units)
     merge = resident * row_blocks * plan.block_tiles * TILE_OUTPUTS * tokens * 8 / L2 + 1500 if ranges > 1 else 0
     times = (memory, issue, tensor, shared, serial)  # they overlap, but slow each other down
     together = math.sqrt(math.sqrt(sum(time**4 for time in times)))

@@ -47,13 +47,13 @@ class Key(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     float8: bool
     wide: bool
     group_size: int
-    dtype: str
+    dtype: str  # int8: x is rounded
 
     @classmethod
     def of(cls, packed: PackedWeight, dtype: torch.dtype) -> Key:
         return cls(
             packed.out_features, packed.in_features, packed.bits, packed.float8, packed.wide, packed.group_size,
-            str(dtype).removeprefix("torch."),
+            "int8" if packed.int8 else str(dtype).removeprefix("torch."),
         )  # fmt: skip
 
 

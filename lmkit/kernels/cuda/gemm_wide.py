@@ -114,7 +114,8 @@ def best(problem: Problem, num_sms: int, limit: int, count: int = 1) -> tuple[Wi
 def can_multiply(tokens: int, packed: PackedWeight) -> bool:
     """Whether the kernel is for so many tokens and this weight. It stores 4 outputs at a time."""
     capability = backend(packed.codes.device.type).capability()
-    return switches().wgmma and capability == CAPABILITY and tokens >= MIN_TOKENS and packed.num_results % 4 == 0
+    fits = capability == CAPABILITY and packed.num_results % 4 == 0 and not packed.int8
+    return switches().wgmma and fits and tokens >= MIN_TOKENS
 
 
 @cache

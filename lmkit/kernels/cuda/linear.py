@@ -1,19 +1,21 @@
-"""Linears with 4- and 8-bit weights and exact activations on CUDA: ops.linear_w4a16, linear_w8a16 and linear_fp8.
+"""Linears with packed weights on CUDA: 4 and 8 bits with exact activations (ops.linear_w4a16, linear_w8a16 and
+linear_fp8), and 4 bits with int8 activations (ops.linear_w4a8).
 
 For few tokens csrc/gemm.cu multiplies the packed weight, or gemm_wide.cu. For many tokens, or float32 activations, the
-weight is dequantized, a panel of outputs at a time, and torch's library multiplies. gemm_table.py decides, from shapes
-alone.
+weight is dequantized, a panel of outputs at a time, and torch's library multiplies, activations that were rounded to
+int8 as the 16-bit values of their codes. gemm_table.py decides, from shapes alone.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lmkit.kernels import ops
-from lmkit.kernels.cuda import elementwise, gemm
+from lmkit.kernels.cuda import elementwise, gemm, int8_rows
 from lmkit.kernels.cuda.gemm_experts import OF_EXPERTS
 from lmkit.kernels.cuda.gemm_pack import PackedWeight, dequantize, group_problem, pack
 from lmkit.kernels.cuda.gemm_plan import Plan
@@ -76,6 +78,7 @@ def library(
     residual: Tensor | None = None,
 ) -> Tensor:
     """The same result from torch's product of x with the dequantized weight."""
+    x = int8_rows.rounded(x, packed) if packed.int8 else x
     exact = residual is not None or dtype not in (None, x.dtype)
     per_tile = 8 if packed.gated else 16
     tiles = max(1, PANEL_BYTES // (16 * packed.in_features * x.element_size()))
@@ -136,3 +139,12 @@ for _op, _accept in ((ops.linear_w4a16, _accepts_4), (ops.linear_w8a16, _accepts
     implements(
         _op, "cuda", device="cuda", accepts=_accept, pack=pack, priority=20, epilogue=True, of_experts=OF_EXPERTS
     )(linear)
+implements(
+    ops.linear_w4a8,
+    "cuda",
+    device="cuda",
+    accepts=_accepts_4,
+    pack=partial(pack, int8=True),
+    priority=20,
+    epilogue=True,
+)(linear)

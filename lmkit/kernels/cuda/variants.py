@@ -142,8 +142,12 @@ def _linears(half: torch.dtype) -> None:
     for n, k in WEIGHTS:
         for tokens in TOKENS:
             _linear(ops.linear_w4a16, QuantScheme(4, 128), half, n, k, tokens)
+    for tokens in TOKENS[::2]:
+        _linear(ops.linear_w4a8, QuantScheme(4, 128), half, *WEIGHTS[0], tokens)
     for op, scheme in (
         (ops.linear_w4a16, QuantScheme(4, 32)),
+        (ops.linear_w4a8, QuantScheme(4, 32)),
+        (ops.linear_w4a8, QuantScheme(4, -1)),
         (ops.linear_w8a16, QuantScheme(8, 128)),
         (ops.linear_w8a8, QuantScheme(8, -1, symmetric=True)),
         (ops.linear_fp8, QuantScheme(8, -1, symmetric=True, kind="float")),

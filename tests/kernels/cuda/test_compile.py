@@ -161,8 +161,10 @@ def test_variants_compile_well(source: str, sparse: int) -> None:
 
 
 def _check_gemm(defines: dict[str, int], code: Compiled) -> None:
-    """A stage of 128 inputs and 16 outputs is 8 mma for each tile of tokens; its codes are copied 16 bytes a lane."""
-    loop = code.main_loop(MMA)
+    """A stage of 128 inputs and 16 outputs is 8 mma for each tile of tokens, or 4 of integers; its codes are copied 16
+    bytes a lane."""
+    mma, number = (INTEGER_MMA, 4) if "INT8" in defines else (MMA, 8)
+    loop = code.main_loop(mma)
     tiles = defines["ROWS"]
-    assert count(loop, MMA) % (8 * defines["N_TILES"] * tiles) == 0
+    assert count(loop, mma) % (number * defines["N_TILES"] * tiles) == 0
     assert count(loop, ASYNC_COPY + ".128") >= tiles * defines["CODE_BITS"] // 2

@@ -29,7 +29,7 @@ from lmkit.turbo.plan import StepPlan
 from lmkit.turbo.request import Request, SamplingParams, StepOutput
 from lmkit.turbo.runners import cuda as cuda_runner
 from lmkit.turbo.runners.cuda import CudaRunner
-from lmkit.turbo.runners.cuda_captured import decode_sizes, mixed_sizes
+from lmkit.turbo.runners.cuda_captured import chosen, decode_sizes, mixed_sizes
 from lmkit.turbo.runners.device import CudaDevice, resolve_device
 from lmkit.turbo.runners.staging import Size, StagedInputs
 from lmkit.turbo.transport.engine_process import EngineLoop
@@ -148,6 +148,25 @@ def test_greedy_tokens_are_those_of_the_cpu(
 def test_four_bit_weights_give_the_tokens_of_the_cpu(quantized: Path, device: CudaDevice) -> None:
     want, got = run(on_cpu(quantized), requests()), run(on_gpu(quantized, device), requests())
     assert assert_alike(got, want, 0.02) == 1
+
+
+def test_rounded_inputs_give_nearly_the_logits_of_exact_ones(quantized: Path, device: CudaDevice) -> None:
+    """No product runs through torch, and rounding costs what it costs on a CPU."""
+    exact, rounded = (on_gpu(quantized, device, activations=kind) for kind in ("exact", "int8"))
+    assert isinstance(rounded.runner, CudaRunner)
+    assert {impl.name for name, impl in chosen(rounded.runner.decoder) if name == "linears"} == {"cuda"}
+    assert rounded.info.captured == exact.info.captured
+    wanted = request("p", list(range(50)), 8, prompt_logprobs=True)
+    engines = exact, rounded, on_cpu(quantized), on_cpu(quantized, activations="int8")
+    exact_gpu, rounded_gpu, exact_cpu, rounded_cpu = (
+        torch.tensor([x.logprob for x in run(engine, [wanted])["p"][0].prompt_logprobs]) for engine in engines
+    )
+
+    def spread(x: torch.Tensor, y: torch.Tensor) -> float:
+        return float((x - y).abs().mean())
+
+    assert 0 < spread(exact_gpu, rounded_gpu) < 1.5 * spread(exact_cpu, rounded_cpu)
+    assert spread(exact_gpu, exact_cpu) < 0.2 * spread(exact_cpu, rounded_cpu)
 
 
 def test_inputs_in_activation_order_give_the_tokens_of_the_cpu(

@@ -44,7 +44,12 @@
 // With NORM x is a float32 stream, and the block begins with the RMSNorm of its rows: it reads whole rows, and writes its
 // range of them to the pieces, which all stay. Its weights are under way meanwhile. For a few tokens and N_TILES 1.
 //
-// Defines besides gemm.cuh's: N_TILES, ROWS, WARPS_N, WARPS_K, DEPTH; GROUPED; NORM.
+// With INT8 x has codes of 8 bits, with a scale for each token and group of the weight (round_groups.cu has their order).
+// Integers are multiplied, exactly, and the sums of a group are scaled by both. A piece of x has the scales behind its
+// rows, as [WARPS_K * STAGE_SCALES][TOKENS]: a lane reads those of its two tokens at once. A stage of a tile is 4 mma for
+// 8 tokens, 24 + 3 instructions to dequantize, and 12 for each tile of tokens to scale its sums.
+//
+// Defines besides gemm.cuh's: N_TILES, ROWS, WARPS_N, WARPS_K, DEPTH; GROUPED; NORM; INT8.
 #include "activation.cuh"
 #include "gemm.cuh"
 #include "groups.cuh"
@@ -57,7 +62,9 @@ constexpr int BLOCK_TILES = WARPS_N * ROWS, BLOCK_ROWS = TILE * BLOCK_TILES;
 constexpr int STAGE_PARAM_BYTES = STAGE_SCALES * PARAM_BYTES;
 constexpr int SLOT_BYTES = ROWS * (STAGE_BYTES + STAGE_PARAM_BYTES);
 constexpr int RING_BYTES = DEPTH * SLOT_BYTES;
-constexpr int X_STRIDE = WARPS_K * STAGE * 2 + 64;  // of tokens in a piece of x
+constexpr int X_BYTES = INT8_X ? 1 : 2;                       // of an input
+constexpr int X_STRIDE = WARPS_K * STAGE * X_BYTES + 64;      // of tokens in a piece of x
+constexpr int X_SCALES = INT8_X ? WARPS_K * STAGE_SCALES : 0;  // of a token in a piece
 constexpr int SLICE = N_TILES < 4 ? N_TILES : 4;       // n-tiles summed at a time
 constexpr int SUM_STRIDE = TILE * ROWS + 4;            // floats; lanes (g, t) write to 2 t * stride + g: all banks
 constexpr int SUM_BYTES = 8 * SLICE * SUM_STRIDE * 4;  // of a warp
@@ -66,13 +73,15 @@ constexpr int LOG_BLOCK_TILES = BLOCK_TILES > 8 ? 4 : BLOCK_TILES > 4 ? 3 : BLOC
 static_assert(1 << LOG_BLOCK_TILES == BLOCK_TILES, "row blocks of 2^n tiles");
 
 struct Arguments {
-    const u16* x;        // [tokens, inputs]
+    const u8* x;         // [tokens, row_bytes]
     const u8 *codes, *params;
     const float* bias;   // [rows of the weight] or null
     void* y;             // [tokens, outputs]
     float* partial;      // [ranges, tokens, row blocks * BLOCK_ROWS], if there is more than one range
-    int tokens, inputs, outputs, tiles, stages, groups, stages_per_group, activation, kind;
+    int tokens, row_bytes, outputs, tiles, stages, groups, stages_per_group, activation, kind;
     const i64* rows;     // the row of x for each row of y, or null: the same
+    const float* x_scales;  // [stages * STAGE_SCALES, padded_tokens], of INT8
+    int padded_tokens;      // a multiple of 8
 };
 
 enum Kind { HALF, FLOAT, ADD };
@@ -127,15 +136,20 @@ DEVICE void ask_ahead(const Arguments& a, const Stream& next, int first_stage, i
     }
 }
 
-// Starts to copy a piece of x: tokens token .. token + count - 1 from input `first` on, zeros beyond the last input.
+// Starts to copy a piece of x: tokens token .. token + count - 1 from stage `first` on, zeros beyond the last input.
 DEVICE void copy_x(u8* to, const Arguments& a, int token, int count, int first) {
-    constexpr int VECTORS = WARPS_K * STAGE / 8;  // of a row
+    constexpr int VECTORS = WARPS_K * STAGE * X_BYTES / 16;  // of a row
     for (int i = threadIdx.x; i < count * VECTORS; i += THREADS) {
-        const int row = i / VECTORS, k = first + i % VECTORS * 8;
-        const bool valid = k < a.inputs;
+        const int row = i / VECTORS, at = first * STAGE * X_BYTES + i % VECTORS * 16;
+        const bool valid = at < a.row_bytes;
         const i64 x_row = a.rows ? a.rows[token + row] : token + row;
-        const u16* from = a.x + x_row * a.inputs + (valid ? k : 0);
-        cp_async16(to + row * X_STRIDE + i % VECTORS * 16, from, valid);
+        cp_async16(to + row * X_STRIDE + i % VECTORS * 16, a.x + x_row * a.row_bytes + (valid ? at : 0), valid);
+    }
+    u8* const scales = to + (N_TILES == 1 ? count : TOKENS) * X_STRIDE;
+    for (int i = threadIdx.x; i < X_SCALES * TOKENS / 4; i += THREADS) {
+        const int group = first * STAGE_SCALES + i / (TOKENS / 4), column = token + i % (TOKENS / 4) * 4;
+        const bool valid = group < a.stages * STAGE_SCALES && column < a.padded_tokens;
+        cp_async16(scales + i * 16, a.x_scales + (valid ? static_cast<i64>(group) * a.padded_tokens + column : 0), valid);
     }
 }
 
@@ -176,8 +190,62 @@ constexpr bool X_COMES = true;
 
 using Sums = float[ROWS][N_TILES][4];
 
+#ifdef INT8
+constexpr u32 ZERO_SUM = 0x4b400000;  // 1.5 * 2^23: with an integer of up to 22 bits added, the float of that sum
+
+// sums += one stage of weights times x. `x` is the lane's part of its token in the first n-tile, `scales` those of its
+// two tokens there.
+DEVICE void multiply(Sums& sums, const u8* slot, const u8* x, const u8* scales, int lane) {
+    i32 group_sums[ROWS][N_TILES][4];
+    Params p[ROWS];
+#pragma unroll
+    for (int k64 = 0; k64 < LOADS; ++k64) {
+        if (N_TILES * ROWS >= 8 && k64 > 0) __syncwarp();  // keeps loads of later steps behind: registers are few
+        u32 a[ROWS][2][4];
+        float scale[2][ROWS][2];
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r) {
+            const uint4 words = reinterpret_cast<const uint4*>(slot + r * STAGE_BYTES + k64 * LOAD_BYTES)[lane];
+            const u8* params = slot + ROWS * STAGE_BYTES + r * STAGE_PARAM_BYTES;
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                const int k32 = 2 * k64 + h;
+                if (k32 % SCALE_STRIDE == 0) p[r] = load_params(params + k32 / SCALE_STRIDE * PARAM_BYTES, lane >> 2);
+                byte_fragment(a[r][h], words, h, p[r].excess);
+                scale[h][r][0] = p[r].scale[0], scale[h][r][1] = p[r].scale[1];
+            }
+        }
+#pragma unroll
+        for (int n = 0; n < N_TILES; ++n) {
+            const uint4 b = *reinterpret_cast<const uint4*>(x + n * 8 * X_STRIDE + k64 * 64);
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                const int k32 = 2 * k64 + h;
+#pragma unroll
+                for (int r = 0; r < ROWS; ++r) {
+                    i32 (&group)[4] = group_sums[r][n];
+                    if (k32 % SCALE_STRIDE == 0)
+#pragma unroll
+                        for (int c = 0; c < 4; ++c) group[c] = ZERO_SUM;
+                    mma_s8(group, a[r][h], h ? b.z : b.x, h ? b.w : b.y);
+                }
+                if (k32 % SCALE_STRIDE < SCALE_STRIDE - 1) continue;
+                const float2 x_scale =
+                    *reinterpret_cast<const float2*>(scales + (k32 / SCALE_STRIDE * TOKENS + n * 8) * 4);
+#pragma unroll
+                for (int r = 0; r < ROWS; ++r)
+#pragma unroll
+                    for (int c = 0; c < 4; ++c) {
+                        const float sum = __uint_as_float(group_sums[r][n][c]) - __uint_as_float(ZERO_SUM);
+                        sums[r][n][c] += scale[h][r][c >> 1] * (c & 1 ? x_scale.y : x_scale.x) * sum;
+                    }
+            }
+        }
+    }
+}
+#else
 // sums += one stage of weights times x. `x` is the lane's part of its token in the first n-tile.
-DEVICE void multiply(Sums& sums, const u8* slot, const u8* x, int lane) {
+DEVICE void multiply(Sums& sums, const u8* slot, const u8* x, const u8*, int lane) {
     const int g = lane >> 2;
     float group_sums[CHAINS][ROWS][N_TILES][4];
     Params p[ROWS];
@@ -227,6 +295,7 @@ DEVICE void multiply(Sums& sums, const u8* slot, const u8* x, int lane) {
                     }
     }
 }
+#endif
 
 // Writes the sums of n-tiles first .. first + SLICE - 1 to the block's shared sums: [warp][token][row].
 template <int FIRST>
@@ -334,8 +403,8 @@ DEVICE bool is_last(i32* counter, float* flag) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
-    gemm(const u16* x, const u8* codes, const u8* params, const float* bias, void* y, float* partial, i32* counters,
-         int tokens, int inputs, int outputs, int tiles, int stages, int groups, int stages_per_group, int units,
+    gemm(const u8* x, const u8* codes, const u8* params, const float* bias, void* y, float* partial, i32* counters,
+         int tokens, int row_bytes, int outputs, int tiles, int stages, int groups, int stages_per_group, int units,
          int resident, int activation, int kind, int early, int ahead
 #ifdef GROUPED
          , const i64* active, const i64* rows
@@ -343,10 +412,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
 #ifdef NORM
          , const float* stream, const float* norm_weight, float eps
 #endif
+#ifdef INT8
+         , const float* x_scales, int padded_tokens
+#endif
     ) {
     launch_next();
-    Arguments a{x,     codes,  params, bias,             y,     partial, tokens, inputs, outputs,
-                tiles, stages, groups, stages_per_group, activation, kind, nullptr};
+    Arguments a{x,     codes,  params, bias,             y,          partial, tokens,  row_bytes, outputs,
+                tiles, stages, groups, stages_per_group, activation, kind,    nullptr, nullptr,   0};
+#ifdef INT8
+    a.x_scales = x_scales, a.padded_tokens = padded_tokens;
+#endif
     // The shuffle keeps the compiler from taking threadIdx apart again for every unit.
     const int lane = __shfl_sync(0xffffffffu, lane_id(), lane_id()), warp = __shfl_sync(0xffffffffu, warp_id(), 0);
     const int warp_n = warp / WARPS_K, warp_k = warp % WARPS_K;
@@ -369,9 +444,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     // have that place and read its contents. Either way these columns of the product are never used.
     float* const all_sums = reinterpret_cast<float*>(shared_memory + WARPS * RING_BYTES);
     u8* const pieces = shared_memory + WARPS * (RING_BYTES + SUM_BYTES);
-    const int piece_bytes = (N_TILES == 1 ? count : TOKENS) * X_STRIDE;
+    const int rows_bytes = (N_TILES == 1 ? count : TOKENS) * X_STRIDE, piece_bytes = rows_bytes + X_SCALES * TOKENS * 4;
     const int my_token = N_TILES == 1 ? min(lane >> 2, count - 1) : lane >> 2;
-    const u8* const my_x = pieces + my_token * X_STRIDE + warp_k * STAGE * 2 + 16 * (lane & 3);
+    const u8* const my_x = pieces + my_token * X_STRIDE + warp_k * STAGE * X_BYTES + 16 * (lane & 3);
+    const u8* const my_scales = pieces + rows_bytes + (warp_k * STAGE_SCALES * TOKENS + 2 * (lane & 3)) * 4;
     u8* const ring = shared_memory + warp * RING_BYTES;
 
     // The places of a unit's weights and of its piece of x. Beyond the last stage there are zeros.
@@ -383,7 +459,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     const auto copy_piece = [&](int block, int unit) {
 #ifndef NORM
         if (block < blocks && filled_piece < num_pieces)
-            copy_x(pieces + filled_piece * piece_bytes, a, token, count, (first_stage + unit * WARPS_K) * STAGE);
+            copy_x(pieces + filled_piece * piece_bytes, a, token, count, first_stage + unit * WARPS_K);
         filled_piece = !resident && filled_piece == DEPTH - 1 ? 0 : filled_piece + 1;
 #endif
     };
@@ -404,8 +480,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     wait_for_previous();
 #ifdef NORM
     for (int t = 0; t < count; ++t)
-        put_normed(pieces + t * X_STRIDE, piece_bytes, all_sums, stream + static_cast<i64>(token + t) * inputs,
-                   norm_weight, eps, inputs, first_stage * STAGE, units * WARPS_K * STAGE);
+        put_normed(pieces + t * X_STRIDE, piece_bytes, all_sums, stream + static_cast<i64>(token + t) * (row_bytes / 2),
+                   norm_weight, eps, row_bytes / 2, first_stage * STAGE, units * WARPS_K * STAGE);
     __syncthreads();
 #endif
     int early_block = blockIdx.z, early_unit = 0;
@@ -431,7 +507,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
             else
                 __syncwarp();  // other lanes copied the scales, and all have left the slot that is filled next
             copy_next();
-            multiply(sums, ring + slot, my_x + piece, lane);
+            multiply(sums, ring + slot, my_x + piece, my_scales + piece, lane);
             slot = slot == (DEPTH - 1) * SLOT_BYTES ? 0 : slot + SLOT_BYTES;
             piece = piece == (num_pieces - 1) * piece_bytes ? 0 : piece + piece_bytes;
         }

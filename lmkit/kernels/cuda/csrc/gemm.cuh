@@ -13,7 +13,8 @@
 //     codes 8 bits   [tile][stage][h]    [g][t][i][e] u32: the code of row g + 8r in byte 2r + l
 //     params         [tile][group]: scales [g][r] (float16, or float32 if WIDE), zeros u8 [g][r] unless FLOAT8
 //
-// Defines: CODE_BITS 4 or 8; FLOAT8 (codes are e4m3); WIDE; SCALES: groups in a stage, 1, 2 or 4; 0 = longer groups.
+// Defines: CODE_BITS 4 or 8; FLOAT8 (codes are e4m3); WIDE; SCALES: groups in a stage, 1, 2 or 4; 0 = longer groups;
+// INT8: x has codes of 8 bits (round_groups.cu), and codes of 4 bits become fragments of mma.m16n8k32.
 #pragma once
 #include "ptx.cuh"
 
@@ -26,6 +27,13 @@ constexpr int SCALE_BYTES = TILE * (WIDE ? 4 : 2);
 constexpr int PARAM_BYTES = SCALE_BYTES + (FLOAT8 ? 0 : TILE);
 constexpr int STAGE_SCALES = SCALES > 0 ? SCALES : 1;
 constexpr int SCALE_STRIDE = STAGE / 32 / STAGE_SCALES;  // times 32 inputs with one scale, within a stage
+
+#ifdef INT8
+constexpr bool INT8_X = true;
+static_assert(CODE_BITS == 4, "codes minus zeros have 8 bits");
+#else
+constexpr bool INT8_X = false;
+#endif
 
 // For a lane's two rows in one group: the scales, and the excess of its raw numbers (below).
 struct Params {
@@ -50,7 +58,9 @@ DEVICE Params load_params(const u8* group, int g) {
         const u32 zero[2] = {pair & 0xffu, pair >> 8};
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            if (CODE_BITS == 8 && Half::is_bf16)
+            if (INT8_X)
+                p.excess[r] = zero[r] * 0x01010101u;
+            else if (CODE_BITS == 8 && Half::is_bf16)
                 p.excess[r] = 0x4b000000u + zero[r];
             else if (Half::is_bf16)
                 p.excess[r] = 0x43004300u + zero[r] * 0x10001u;
@@ -103,5 +113,17 @@ DEVICE void fragment(u32 (&a)[4], const uint4& load, int h, int i, const u32 (&e
             a[2 * e] = FLOAT8 ? e4m3_to_half(w) : bytes_to_half<0>(w, excess[0]);
             a[2 * e + 1] = FLOAT8 ? e4m3_to_half(w >> 16) : bytes_to_half<2>(w, excess[1]);
         }
+    }
+}
+
+// Operand A of mma.m16n8k32 for half h of a load: codes minus their zeros, as int8. 128 + code - zero borrows nothing
+// from its neighbour. The 4 inputs of a register lie in the order 0, 2, 1, 3.
+DEVICE void byte_fragment(u32 (&a)[4], const uint4& load, int h, const u32 (&excess)[2]) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const u32 w = component(load, 2 * h + i);
+#pragma unroll
+        for (int r = 0; r < 2; ++r)
+            a[2 * i + r] = (and_or(w >> (4 * r), 0x0f0f0f0fu, 0x80808080u) - excess[r]) ^ 0x80808080u;
     }
 }
