@@ -53,7 +53,7 @@ for name, function, short_help in (
     ("pull", models.pull, "Fetch a model from the Hugging Face Hub."),
     ("ps", running.ps, "Show the servers that run on this machine."),
     ("stop", running.stop, "End a server once its requests are answered."),
-    ("tune", tune.tune, "Measure the plans of a model's products on this GPU."),
+    ("tune", tune.tune, "Measure plans of a model's products and attention on this GPU."),
     ("doctor", doctor.doctor, "Show what this machine can run."),
 ):
     app.command(name, cls=CLASSES.get(name, Command), short_help=short_help)(function)

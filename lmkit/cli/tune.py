@@ -1,4 +1,4 @@
-"""`lmkit tune MODEL`: measure the plans of a model's products on this GPU."""
+"""`lmkit tune MODEL`: measure the plans of a model's products, and splits of its attention, on this GPU."""
 
 from __future__ import annotations
 
@@ -11,17 +11,22 @@ def tune(
     model: Annotated[str, typer.Argument(help='A checkpoint folder, or "demo".')],
     plans: Annotated[int, typer.Option(min=1, help="Plans to measure for each shape and number of tokens.")] = 8,
 ) -> None:
-    """Measure which plans compute the products of a model fastest on this GPU, and keep them for engines."""
+    """Measure how a model's products and attention are computed fastest on this GPU, and keep it for engines."""
     from lmkit.config import EngineConfig
     from lmkit.turbo.engine.tuning import tune_model
     from lmkit.turbo.runners.device import CudaDevice, resolve_device
 
     device = resolve_device(EngineConfig(device="cuda"))
     assert isinstance(device, CudaDevice)
-    entries, path = tune_model(model, device, num_plans=plans)
-    for entry in entries:
+    tuned = tune_model(model, device, num_plans=plans)
+    for entry in tuned.entries:
         key, plan = entry.key, entry.plan
         how = "the library" if plan is None else plan.words
         what = f"{key.outputs} x {key.inputs}, {key.bits} bits"
-        print(f"{what}: up to {entry.tokens} tokens {entry.microseconds:.1f} us, {how}")
-    print(f"{path}: engines use these plans from their next start on")
+        what, unit = (f"{key.experts} experts of {what}", "pairs") if key.experts else (what, "tokens")
+        print(f"{what}: up to {entry.tokens} {unit} {entry.microseconds:.1f} us, {how}")
+    for cost in tuned.split_costs:
+        of = cost.key
+        heads = f"heads of {of.head_dim}, {of.queries} for each KV head, KV of {of.bits} bits"
+        print(f"attention, {heads}: a split costs {cost.tiles} tiles")
+    print(f"{tuned.path}: engines use these plans from their next start on")

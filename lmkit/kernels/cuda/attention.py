@@ -15,6 +15,7 @@ from torch import Tensor
 from lmkit.attention_spec import AttentionSpec
 from lmkit.kernels import ops
 from lmkit.kernels.cuda.append import STORAGE, accepts, problem, rope_append, storage, strided
+from lmkit.kernels.cuda.gemm_table import SplitKey, table
 from lmkit.kernels.cuda.gpus import RESERVED_SHARED, Capability, gpu_of
 from lmkit.kernels.cuda.module import NUM_COUNTERS, Kernel, backend, counters
 from lmkit.kernels.cuda.prefill import MAX_MEAN_PAIRS, in_bits, prefill_attention
@@ -27,7 +28,8 @@ from lmkit.kv_dtype import KVDtype
 THREADS, WARPS, UNIT, TILE = 128, 4, 16, 64  # of csrc/decode_attention.cu; UNIT: tokens of a warp's step
 MAX_SPLITS = 64
 MAX_WAVES = 4  # of split sequences: more only add merges
-SPLIT_COSTS = {16: 2, 8: 3, 4: 6}  # by bits of the storage: what a block costs besides its tiles, in tiles
+# By bits of the storage: what a block costs besides its tiles, in tiles, if it was not measured (gemm_table.py).
+SPLIT_COSTS = {16: 2, 8: 3, 4: 6}
 MAX_STAGES = 5
 
 
@@ -124,7 +126,8 @@ def decode_attention(
     head_tiles = -(-group // (8 * shape.n_tiles))
     blocks = num_seqs * kv_heads * head_tiles
     tiles = -(-tables.shape[1] * k_cache.block_size // TILE)
-    cost = SPLIT_COSTS[min(k_cache.dtype.bits, v_cache.dtype.bits)]
+    bits = min(k_cache.dtype.bits, v_cache.dtype.bits)
+    cost = table(q.device.type).split_costs.get(SplitKey(dim, group, bits), SPLIT_COSTS[bits])
     places, heads = backend(q.device.type).num_sms() * shape.blocks_per_sm, kv_heads * head_tiles
     listed = switches().work_list and num_seqs > 1 and tiles > 1 and blocks <= NUM_COUNTERS
     if listed:

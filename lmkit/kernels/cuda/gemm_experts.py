@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -16,7 +16,8 @@ from torch import Tensor
 from lmkit.kernels.cuda.elementwise import ACTIVATIONS
 from lmkit.kernels.cuda.gemm import FLOAT, HALF, kernel_for, problem_of
 from lmkit.kernels.cuda.gemm_pack import TILE, PackedWeight
-from lmkit.kernels.cuda.gemm_plan import MAX_TOKEN_TILES, TOKEN_TILES, Plan, Problem, best
+from lmkit.kernels.cuda.gemm_plan import MAX_TOKEN_TILES, TOKEN_TILES, Plan, Problem, best, problem_with
+from lmkit.kernels.cuda.gemm_table import Key, table
 from lmkit.kernels.cuda.gpus import gpu_of
 from lmkit.kernels.cuda.module import Kernel, backend, counters
 from lmkit.kernels.cuda.switches import switches
@@ -53,21 +54,47 @@ def num_blocks(num_places: int, num_experts: int, rows: int) -> int:
     return (num_places + active * (rows - 1)) // rows
 
 
-def plan_for(packed: PackedWeight, num_places: int, num_experts: int) -> tuple[Problem, Plan]:
-    """How a product with up to `num_places` places, a power of two, is spread over the device."""
+def bucket(num_places: int) -> int:
+    """The number of places whose plan a product with `num_places` has."""
+    return 1 << (num_places - 1).bit_length()
+
+
+def plan_for(packed: PackedWeight, dtype: torch.dtype, num_places: int, num_experts: int) -> tuple[Problem, Plan]:
+    """How a product with up to `num_places` places, a power of two, is spread over the device: the plan that was
+    measured there, else the one with the lowest estimate."""
+    device = packed.codes.device.type
+    entry = table(device).find(Key.of(packed, dtype, num_experts), num_places)
+    if entry is not None and isinstance(plan := entry.plan, Plan):
+        problem = _problem(packed, num_places, num_experts, plan.token_tiles)
+        limit = gpu_of(backend(device).capability()).block_shared
+        if problem_with(plan, problem, limit) is None and _fits(problem, plan, num_places):
+            return problem, plan
+    (plan,) = promising(packed, num_places, num_experts, 1)
+    return _problem(packed, num_places, num_experts, plan.token_tiles), plan
+
+
+def promising(packed: PackedWeight, num_places: int, num_experts: int, count: int) -> tuple[Plan, ...]:
+    """The plans with the lowest estimates, best first, at least one."""
     active = num_experts * (1 - math.exp(-num_places / num_experts))  # experts with a token, if all are equally liked
     wanted = CROWDED * num_places / max(1.0, active)
     tiles = next((n for n in TOKEN_TILES if 8 * n >= wanted), MAX_TOKEN_TILES)
     where = backend(packed.codes.device.type)
     limit = gpu_of(where.capability()).block_shared
     while True:  # fewer tokens in a block if no plan can have so many
-        one = problem_of(8 * tiles, packed)
-        blocks = num_blocks(num_places, num_experts, 8 * tiles)
-        problem = Problem(one.tokens, one.tiles, one.stages, one.stage_bytes, one.scales, blocks)
+        problem = _problem(packed, num_places, num_experts, tiles)
         plans = best(problem, where.num_sms(), limit, ALL_PLANS)
-        if found := next((plan for plan in plans if _partial_bytes(problem, plan, num_places) <= PARTIAL_BYTES), None):
-            return problem, found
+        if found := [plan for plan in plans if _fits(problem, plan, num_places)]:
+            return tuple(found[:count])
         tiles -= 1
+
+
+def _problem(packed: PackedWeight, num_places: int, num_experts: int, token_tiles: int) -> Problem:
+    one = problem_of(8 * token_tiles, packed)
+    return replace(one, experts=num_blocks(num_places, num_experts, 8 * token_tiles))
+
+
+def _fits(problem: Problem, plan: Plan, num_places: int) -> bool:
+    return _partial_bytes(problem, plan, num_places) <= PARTIAL_BYTES
 
 
 def _partial_bytes(problem: Problem, plan: Plan, num_places: int) -> int:
@@ -75,9 +102,9 @@ def _partial_bytes(problem: Problem, plan: Plan, num_places: int) -> int:
     return 4 * ranges * num_places * problem.row_blocks(plan) * plan.block_tiles * TILE if ranges > 1 else 0
 
 
-def multiply(x: Tensor, places: Places, table: ExpertTable, by_token: bool) -> Tensor:
+def multiply(x: Tensor, places: Places, of_experts: ExpertTable, by_token: bool) -> Tensor:
     """See registry.ExpertLinears: x in float16 or bfloat16; the result is in x's dtype if `by_token`, else float32."""
-    packed, num_places = table.packed, len(places.tokens)
+    packed, num_places = of_experts.packed, len(places.tokens)
     dtype = x.dtype if by_token else torch.float32
     out = torch.empty(num_places, packed.num_results, dtype=dtype, device=x.device)
     if num_places == 0:
@@ -85,8 +112,8 @@ def multiply(x: Tensor, places: Places, table: ExpertTable, by_token: bool) -> T
     x = x.contiguous()
     if x.data_ptr() % 16:
         x = x.clone()
-    device, num_experts = x.device.type, len(table.parts)
-    problem, plan = plan_for(packed, 1 << (num_places - 1).bit_length(), num_experts)
+    device, num_experts = x.device.type, len(of_experts.parts)
+    problem, plan = plan_for(packed, x.dtype, bucket(num_places), num_experts)
     blocks, ranges = num_blocks(num_places, num_experts, 8 * plan.token_tiles), problem.ranges(plan)
     partial = None
     if ranges > 1:
@@ -94,7 +121,7 @@ def multiply(x: Tensor, places: Places, table: ExpertTable, by_token: bool) -> T
         partial = torch.empty(ranges, num_places, padded_rows, dtype=torch.float32, device=x.device)
     kernel_for(packed, plan, x.dtype, "GROUPED")(
         (blocks, ranges, problem.workers(plan, backend(device).num_sms())), 32 * plan.warps,
-        [x, table.addresses, None, None, out, partial, counters(device), num_places, 2 * packed.in_features,
+        [x, of_experts.addresses, None, None, out, partial, counters(device), num_places, 2 * packed.in_features,
          packed.num_results, problem.tiles, problem.stages, packed.params.shape[1], packed.stages_per_group, plan.units,
          int(plan.resident), ACTIVATIONS[packed.activation], HALF if by_token else FLOAT, 0, 0, places.active,
          places.tokens if by_token else None],
@@ -103,11 +130,11 @@ def multiply(x: Tensor, places: Places, table: ExpertTable, by_token: bool) -> T
     return out
 
 
-def kernels(table: ExpertTable, dtype: torch.dtype, max_places: int) -> Iterator[Kernel]:
+def kernels(of_experts: ExpertTable, dtype: torch.dtype, max_places: int) -> Iterator[Kernel]:
     """All kernels that products with up to `max_places` places launch."""
     for exponent in range((max_places - 1).bit_length() + 1):
-        _, plan = plan_for(table.packed, 1 << exponent, len(table.parts))
-        yield kernel_for(table.packed, plan, dtype, "GROUPED")
+        _, plan = plan_for(of_experts.packed, dtype, 1 << exponent, len(of_experts.parts))
+        yield kernel_for(of_experts.packed, plan, dtype, "GROUPED")
 
 
 OF_EXPERTS = ExpertLinears(ExpertTable.of, multiply, MAX_ROWS, half=True)

@@ -1,6 +1,7 @@
 """Which plan computes a product: the best one measured on this device, else gemm_plan.py's estimate.
 
-The table of a device is a JSON file in the cache folder. `tune` measures and saves; nothing else writes it.
+The table of a device is a JSON file in the cache folder. It also has what a split of attention costs there. `tune` and
+turbo/engine/tuning.py measure and save; nothing else writes it.
 """
 
 from __future__ import annotations
@@ -48,17 +49,19 @@ class Key(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     wide: bool
     group_size: int
     dtype: str  # int8: x is rounded
+    experts: int = 0  # that have such a weight each, and one product. 0: a weight of its own
 
     @classmethod
-    def of(cls, packed: PackedWeight, dtype: torch.dtype) -> Key:
+    def of(cls, packed: PackedWeight, dtype: torch.dtype, experts: int = 0) -> Key:
         return cls(
             packed.out_features, packed.in_features, packed.bits, packed.float8, packed.wide, packed.group_size,
             "int8" if packed.int8 else str(dtype).removeprefix("torch."),
+            experts,
         )  # fmt: skip
 
 
 class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The best plan found for a weight and up to `tokens` tokens."""
+    """The best plan found for a weight and up to `tokens` tokens; for experts, pairs of a token and an expert."""
 
     key: Key
     tokens: int
@@ -66,10 +69,26 @@ class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     microseconds: float
 
 
+class SplitKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What decides the time of a split in attention to new tokens."""
+
+    head_dim: int
+    queries: int  # of a KV head
+    bits: int  # of an element of keys or values, whichever has fewer
+
+
+class SplitCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a split costs besides its tiles, in tiles, so that the steps that were timed are fastest."""
+
+    key: SplitKey
+    tiles: int
+
+
 class TableFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     version: int
     device: str
     entries: list[Entry]
+    split_costs: list[SplitCost] = []
 
 
 class Table:
@@ -78,8 +97,10 @@ class Table:
     def __init__(self, path: Path, device: str) -> None:
         self.path, self.device = path, device
         self.entries: dict[Key, dict[int, Entry]] = {}
-        for entry in _load(path, device):
+        file = _load(path, device)
+        for entry in file.entries:
             self.add(entry)
+        self.split_costs = {cost.key: cost.tiles for cost in file.split_costs}
 
     def add(self, entry: Entry) -> None:
         self.entries.setdefault(entry.key, {})[entry.tokens] = entry
@@ -92,25 +113,27 @@ class Table:
     def save(self) -> None:
         """Replace the file, completely or not at all. Raises OSError."""
         entries = [entry for of_key in self.entries.values() for entry in of_key.values()]
-        data = msgspec.json.format(msgspec.json.encode(TableFile(VERSION, self.device, entries)), indent=1)
+        costs = [SplitCost(key, tiles) for key, tiles in self.split_costs.items()]
+        data = msgspec.json.format(msgspec.json.encode(TableFile(VERSION, self.device, entries, costs)), indent=1)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         partial = self.path.with_suffix(f".{os.getpid()}")
         partial.write_bytes(data)
         partial.replace(self.path)
 
 
-def _load(path: Path, device: str) -> list[Entry]:
+def _load(path: Path, device: str) -> TableFile:
+    empty = TableFile(VERSION, device, [])
     try:
         file = msgspec.json.decode(path.read_bytes(), type=TableFile)
     except FileNotFoundError:
-        return []
+        return empty
     except (OSError, msgspec.DecodeError) as error:
         log.warning("%s is not used: %s", path, error)
-        return []
+        return empty
     if (file.version, file.device) != (VERSION, device):
         log.warning("%s is not used: it is version %d, of %s", path, file.version, file.device)
-        return []
-    return file.entries
+        return empty
+    return file
 
 
 @cache

@@ -1,38 +1,69 @@
-"""Measures on a GPU which plans compute the products of a model fastest. Engines on such a GPU then use these plans."""
+"""Measures on a GPU how a model's products and its attention to new tokens are computed fastest: plans of products, of
+those with all experts, too, and what a split of attention costs. Engines on such a GPU then use the results."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
+from lmkit.attention_spec import AttentionSpec
 from lmkit.errors import ConfigError, UnsupportedError
-from lmkit.kernels.cuda import gemm, gemm_table, linear
+from lmkit.kernels import ops
+from lmkit.kernels.cuda import attention, gemm, gemm_experts, gemm_table, linear
+from lmkit.kernels.cuda.append import MAX_HEAD_DIM
+from lmkit.kernels.cuda.experts import MAX_PLACES
+from lmkit.kernels.cuda.gemm_experts import ExpertTable
 from lmkit.kernels.cuda.gemm_pack import PackedWeight
-from lmkit.kernels.cuda.gemm_table import BUCKETS, Entry, Key
+from lmkit.kernels.cuda.gemm_plan import Plan
+from lmkit.kernels.cuda.gemm_table import BUCKETS, Entry, Key, SplitCost, SplitKey, Table
 from lmkit.kernels.cuda.module import Kernel
+from lmkit.kernels.ops import BatchGeometry, Places
+from lmkit.kv_dtype import INT4, INT8, KVDtype, kv_dtype
+from lmkit.layers.batch import allocate_kv
+from lmkit.layers.moe import MoE
 from lmkit.models.decoder import Decoder
+from lmkit.models.layer_spec import LayerSpec
 from lmkit.models.loader import load_model
 from lmkit.turbo.runners.device import CudaDevice
 
+SPLIT_TILES = (1, 2, 3, 4, 6, 8, 12)  # costs of a split that are compared
+DECODING = ((1, 1024), (1, 16384), (8, 4096), (64, 1024))  # sequences, tokens of each
+KV_BLOCK = 64
+
+
+class Tuned(NamedTuple):
+    entries: list[Entry]
+    split_costs: list[SplitCost]
+    path: Path
+
 
 @torch.inference_mode()
-def tune_model(path: str | Path, device: CudaDevice, *, num_plans: int) -> tuple[list[Entry], Path]:
-    """Measure the `num_plans` most promising plans of each shape and number of tokens. Returns the best ones and the
-    file that has them now. Raises UnsupportedError or ConfigError."""
+def tune_model(path: str | Path, device: CudaDevice, *, num_plans: int) -> Tuned:
+    """Measure the `num_plans` most promising plans of each shape and number of tokens, and costs of splits. Returns the
+    best ones and the file that has them now. Raises UnsupportedError or ConfigError."""
     if not device.has_kernels:
         raise UnsupportedError("lmkit tune needs CUDA kernels; `lmkit doctor` says what is missing")
     decoder = load_model(path, device=device.name)
-    weights = list(tunable(decoder))
-    if not weights:
+    weights, of_experts = list(tunable(decoder)), list(tunable_experts(decoder))
+    if not weights and not of_experts:
         raise UnsupportedError(f"{path}: no linear has 4- or 8-bit weights that csrc/gemm.cu multiplies")
     device.compile(_kernels(weights, decoder.dtype, num_plans))
-    table = gemm_table.table(weights[0].codes.device.type)
+    device.compile(kernel for each in of_experts for kernel in each.kernels(decoder.dtype, num_plans))
+    table = gemm_table.table(device.tensors)
     try:
-        return gemm_table.tune(weights, decoder.dtype, linear.library, num_plans=num_plans), table.path
+        entries = gemm_table.tune(weights, decoder.dtype, linear.library, num_plans=num_plans)
+        for each in of_experts:
+            entries += each.tune(table, decoder.dtype, num_plans)
+        split_costs = [tune_splits(table, device.tensors, decoder.dtype, shape) for shape in attention_shapes(decoder)]
+        table.save()
     except OSError as error:
         raise ConfigError(f"{table.path} cannot be written: {error.strerror}; LMKIT_CACHE_DIR sets another") from error
+    return Tuned(entries, [cost for costs in split_costs for cost in costs], table.path)
 
 
 def tunable(decoder: Decoder) -> Iterator[PackedWeight]:
@@ -52,3 +83,120 @@ def _kernels(weights: list[PackedWeight], dtype: torch.dtype, num_plans: int) ->
         for tokens in BUCKETS:
             for plan in gemm_table.promising(tokens, weight, num_plans):
                 yield from gemm.kernels_of(weight, plan, dtype, tokens)
+
+
+class TunableExperts(NamedTuple):
+    """The product with all experts of a layer."""
+
+    table: ExpertTable
+    per_token: int  # experts of a token
+    by_token: bool  # inputs are those of tokens, not of pairs of a token and an expert
+
+    @property
+    def tokens(self) -> list[int]:
+        """Numbers of tokens whose products have plans."""
+        most = min(gemm_experts.MAX_ROWS * len(self.table.parts), MAX_PLACES) // self.per_token
+        return [1 << exponent for exponent in range(most.bit_length())]
+
+    def plans(self, tokens: int, num_plans: int) -> tuple[Plan, ...]:
+        places = gemm_experts.bucket(tokens * self.per_token)
+        return gemm_experts.promising(self.table.packed, places, len(self.table.parts), num_plans)
+
+    def kernels(self, dtype: torch.dtype, num_plans: int) -> Iterator[Kernel]:
+        for tokens in self.tokens:
+            for plan in self.plans(tokens, num_plans):
+                yield gemm.kernel_for(self.table.packed, plan, dtype, "GROUPED")
+
+    def tune(self, table: Table, dtype: torch.dtype, num_plans: int) -> list[Entry]:
+        """Measure plans with tokens that like all experts equally, and put the best ones into the table."""
+        packed, num_experts = self.table.packed, len(self.table.parts)
+        key, device, found = Key.of(packed, dtype, num_experts), packed.codes.device, []
+        place = ops.expert_places.select("cuda")
+        for tokens in self.tokens:
+            chosen = torch.rand(tokens, num_experts, device=device).topk(self.per_token).indices
+            places = place(chosen, num_experts, range(num_experts))
+            rows = tokens if self.by_token else tokens * self.per_token
+            x = torch.randn(rows, packed.in_features, device=device).to(dtype)
+            bucket, times = gemm_experts.bucket(len(places.tokens)), {}
+            for plan in self.plans(tokens, num_plans):
+                table.add(Entry(key, bucket, plan, 0.0))
+                times[plan] = gemm_table.measure_on_device(partial(self._multiply, x, places), 1)
+            best = min(times, key=lambda plan: times[plan])
+            found.append(Entry(key, bucket, best, times[best]))
+            table.add(found[-1])
+        return found
+
+    def _multiply(self, x: Tensor, places: Places, i: int) -> Tensor:
+        return gemm_experts.multiply(x, places, self.table, self.by_token)
+
+
+def tunable_experts(decoder: Decoder) -> Iterator[TunableExperts]:
+    """The products of experts of each shape and format."""
+    seen: set[Key] = set()
+    for mixture in (layer.mlp for layer in decoder.layers if isinstance(layer.mlp, MoE)):
+        for by_token, linears in zip((True, False), mixture.together(1, decoder.dtype) or (), strict=False):
+            if isinstance(table := linears.table, ExpertTable):
+                key = Key.of(table.packed, decoder.dtype, len(table.parts))
+                if key not in seen:
+                    seen.add(key)
+                    yield TunableExperts(table, mixture.spec.experts_per_token, by_token)
+
+
+class AttentionShape(NamedTuple):
+    head_dim: int
+    num_heads: int
+    num_kv_heads: int
+
+
+def attention_shapes(decoder: Decoder) -> list[AttentionShape]:
+    """The shapes that csrc/decode_attention.cu computes, each once."""
+
+    def plain(spec: LayerSpec) -> bool:
+        return spec.delta is None and spec.latent is None and spec.head_dim <= MAX_HEAD_DIM
+
+    specs = [layer.spec for layer in decoder.layers if plain(layer.spec)]
+    return list(dict.fromkeys(AttentionShape(spec.head_dim, spec.num_heads, spec.num_kv_heads) for spec in specs))
+
+
+def tune_splits(table: Table, device: str, dtype: torch.dtype, shape: AttentionShape) -> list[SplitCost]:
+    """Measure costs of splits for KV of 16, 8 and 4 bits, and put the best ones into the table: those with the lowest
+    sum of the times of DECODING, each relative to its fastest."""
+    found = []
+    for stored in (kv_dtype(str(dtype).removeprefix("torch.")), INT8, INT4):
+        key = SplitKey(shape.head_dim, shape.num_heads // shape.num_kv_heads, stored.bits)
+        total = dict.fromkeys(SPLIT_TILES, 0.0)
+        for sequences, length in DECODING:
+            launch, copies = decoding(device, dtype, shape, stored, sequences, length)
+            times = {}
+            for tiles in SPLIT_TILES:
+                table.split_costs[key] = tiles
+                times[tiles] = gemm_table.measure_on_device(launch, copies)
+            for tiles, time in times.items():
+                total[tiles] += time / min(times.values())
+        table.split_costs[key] = min(total, key=lambda tiles: total[tiles])
+        found.append(SplitCost(key, table.split_costs[key]))
+    return found
+
+
+def decoding(
+    device: str, dtype: torch.dtype, shape: AttentionShape, stored: KVDtype, sequences: int, length: int
+) -> tuple[Callable[[int], Tensor], int]:
+    """Attention of one new token of each sequence to KV that no cache holds: launch number i uses copy i of so many."""
+    dim, num_heads, num_kv_heads = shape
+    blocks = length // KV_BLOCK
+    size = 2 * sequences * length * num_kv_heads * stored.row_bytes(dim)
+    copies = 2 + gemm_table.COLD_BYTES // size
+    layers = [
+        allocate_kv(sequences * blocks, num_kv_heads, KV_BLOCK, dim, (stored, stored), device) for _ in range(copies)
+    ]
+    starts = torch.arange(sequences + 1, dtype=torch.int32, device=device)
+    tables = torch.arange(sequences * blocks, dtype=torch.int32, device=device).view(sequences, blocks)
+    geometry = BatchGeometry(starts, torch.full_like(starts[1:], length), tables, starts[1:])
+    q = torch.randn(sequences, num_heads, dim, device=device).to(dtype)
+
+    def launch(i: int) -> Tensor:
+        out = torch.empty_like(q)
+        attention.decode_attention(q, None, layers[i].k, layers[i].v, geometry, AttentionSpec(dim**-0.5), out)
+        return out
+
+    return launch, copies

@@ -179,7 +179,7 @@ def test_sums_of_ranges_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def sums(limit: int) -> int:
         monkeypatch.setattr(gemm_experts, "PARTIAL_BYTES", limit)
-        problem, plan = gemm_experts.plan_for(packed, 2048, 8)
+        problem, plan = gemm_experts.plan_for(packed, F16, 2048, 8)
         return 4 * 2048 * 4096 * problem.ranges(plan) if problem.ranges(plan) > 1 else 0
 
     assert sums(1 << 40) > GPU_PARTIAL_BYTES >= sums(GPU_PARTIAL_BYTES)

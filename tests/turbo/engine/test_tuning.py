@@ -13,9 +13,19 @@ from typer.testing import CliRunner
 from benchmarks.random_llama import make_awq
 from lmkit.cli.main import app
 from lmkit.errors import ConfigError, UnsupportedError
-from lmkit.kernels.cuda import gemm_table, module
+from lmkit.kernels.cuda import attention, gemm_experts, gemm_table, module
+from lmkit.kernels.cuda.gemm_table import Key, SplitKey
+from lmkit.kv_dtype import INT8
 from lmkit.models.loader import load_model
-from lmkit.turbo.engine.tuning import tunable, tune_model
+from lmkit.turbo.engine.tuning import (
+    AttentionShape,
+    attention_shapes,
+    decoding,
+    tunable,
+    tunable_experts,
+    tune_model,
+    tune_splits,
+)
 from lmkit.turbo.runners import device as devices
 from tests import emulator
 from tests.emulator.device import EmulatedDevice
@@ -35,11 +45,12 @@ def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[gemm_tabl
     """An empty table, and a clock by which the last plan of each measurement is the fastest."""
     emulator.install()
     empty = gemm_table.Table(tmp_path / "gemm" / "emulated.json", "emulated")
-    monkeypatch.setattr(gemm_table, "table", lambda device: empty)
+    for where in (gemm_table, gemm_experts, attention):
+        monkeypatch.setattr(where, "table", lambda device: empty)
     times = iter(range(100_000, 0, -1))
 
     def measure(launch: Callable[[int], Tensor], copies: int) -> float:
-        assert copies > 1
+        assert copies > 0
         return float(next(times))
 
     monkeypatch.setattr(gemm_table, "measure_on_device", measure)
@@ -49,12 +60,17 @@ def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[gemm_tabl
     module.counters.cache_clear()
 
 
-def test_a_model_is_tuned_for_each_shape_and_number_of_tokens(path: Path, table: gemm_table.Table) -> None:
-    entries, file = tune_model(path, EmulatedDevice(), num_plans=3)
+def test_a_model_is_tuned_for_each_shape_and_number_of_tokens(
+    path: Path, table: gemm_table.Table, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measure, copies = gemm_table.measure_on_device, []
+    monkeypatch.setattr(gemm_table, "measure_on_device", lambda launch, n: copies.append(n) or measure(launch, n))
+    entries, _, file = tune_model(path, EmulatedDevice(), num_plans=3)
     shapes = {(entry.key.outputs, entry.key.inputs) for entry in entries}
     assert len(shapes) == 4, "q with k and v, o, gate with up, down"
     assert {(64, 96), (192, 64)} <= shapes
     assert len(entries) == 4 * len(gemm_table.BUCKETS)
+    assert min(copies) > 1, "weights and KV come from memory"
     assert {entry.plan is None for entry in entries if entry.tokens >= 64} == {True}, "the library was timed last"
     assert None not in {entry.plan for entry in entries if entry.tokens < 64}
     again = gemm_table.Table(file, "emulated")
@@ -70,11 +86,63 @@ def test_engines_use_what_was_measured(path: Path, table: gemm_table.Table) -> N
         assert gemm_table.choose(100, weight, decoder.dtype) is None
 
 
+@pytest.fixture
+def experts(tmp_path: Path) -> Path:
+    sizes = {"hidden_size": 64, "moe_intermediate_size": 32, "head_dim": 16, "num_hidden_layers": 2}
+    tiny.make(tmp_path / "dense", "qwen3-moe", **sizes).half().save_pretrained(tmp_path / "dense")
+    make_awq(tmp_path / "dense", tmp_path / "w4", group=32)
+    return tmp_path / "w4"
+
+
+def test_products_of_experts_are_tuned(experts: Path, table: gemm_table.Table) -> None:
+    entries = [entry for entry in tune_model(experts, EmulatedDevice(), num_plans=2).entries if entry.key.experts]
+    decoder = load_model(experts, device="cuda")
+    of_experts = list(tunable_experts(decoder))
+    assert [each.by_token for each in of_experts] == [True, False]
+    for each in of_experts:
+        packed, count = each.table.packed, len(each.table.parts)
+        mine = [entry for entry in entries if entry.key == Key.of(packed, decoder.dtype, count)]
+        assert [entry.tokens for entry in mine] == [gemm_experts.bucket(each.per_token * n) for n in each.tokens]
+        assert mine[-1].tokens >= gemm_experts.MAX_ROWS * count
+        for places in (8, 64):
+            slower, plan = gemm_experts.promising(packed, places, count, 2)
+            assert gemm_experts.plan_for(packed, decoder.dtype, places, count)[1] == plan != slower
+    again = gemm_table.Table(table.path, "emulated")
+    assert again.entries == table.entries
+
+
+def test_splits_of_attention_are_tuned(path: Path, table: gemm_table.Table, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that likes 3 tiles for 16 bits, and 6 for others."""
+    shape, best = AttentionShape(16, 4, 2), {16: 3, 8: 6, 4: 6}
+    assert attention_shapes(load_model(path, device="cuda")) == [shape]
+
+    def measure(launch: Callable[[int], Tensor], copies: int) -> float:
+        key, tiles = list(table.split_costs.items())[-1]
+        return 1.0 + abs(tiles - best[key.bits])
+
+    monkeypatch.setattr(gemm_table, "measure_on_device", measure)
+    costs = tune_splits(table, "cpu", torch.float16, shape)
+    assert {cost.key: cost.tiles for cost in costs} == {SplitKey(16, 2, bits): tiles for bits, tiles in best.items()}
+    table.save()
+    assert gemm_table.Table(table.path, "emulated").split_costs == table.split_costs
+
+
+def test_attention_takes_the_cost_that_was_measured(table: gemm_table.Table, monkeypatch: pytest.MonkeyPatch) -> None:
+    costs = []
+    monkeypatch.setattr(attention, "num_splits", lambda blocks, tiles, places, cost: costs.append(cost) or 1)
+    launch, copies = decoding("cpu", torch.float16, AttentionShape(16, 4, 2), INT8, 1, 128)
+    for _ in range(2):
+        assert launch(copies - 1).isfinite().all()
+        table.split_costs[SplitKey(16, 2, 8)] = 11
+    assert costs == [attention.SPLIT_COSTS[8], 11]
+
+
 def test_the_command(path: Path, table: gemm_table.Table, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "resolve_device", lambda config: EmulatedDevice())
     result = CliRunner().invoke(app, ["tune", str(path), "--plans", "2"])
     assert result.exit_code == 0, result.output
     assert "192 x 64, 4 bits: up to 1 tokens" in result.output
+    assert "attention, heads of 16, 2 for each KV head, KV of 8 bits: a split costs" in result.output
     assert str(table.path) in result.output.replace("\n", "")
 
 
