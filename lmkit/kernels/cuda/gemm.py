@@ -43,7 +43,7 @@ def kernel_for(packed: PackedWeight, plan: Plan, dtype: torch.dtype, kind: str |
 def norms(tokens: int, plan: Plan | WidePlan | None, packed: PackedWeight) -> bool:
     """Whether the kernel of a plan may also compute the RMSNorm of its input, a float32 stream."""
     few = isinstance(plan, Plan) and plan.resident and plan.token_tiles == 1 and tokens <= NORM_TOKENS
-    return few and switches().norm and packed.in_features % 8 == 0 and not packed.int8
+    return few and switches().norm and packed.in_features % 8 == 0 and not packed.rounds
 
 
 def kernels_of(packed: PackedWeight, plan: Plan | WidePlan, dtype: torch.dtype, tokens: int) -> tuple[Kernel, ...]:
@@ -51,7 +51,7 @@ def kernels_of(packed: PackedWeight, plan: Plan | WidePlan, dtype: torch.dtype, 
     if isinstance(plan, WidePlan):
         return tuple(gemm_wide.kernels_of(packed, plan, dtype).values())
     kinds = (None, "NORM") if norms(tokens, plan, packed) else (None,)
-    rounding = (int8_rows.kernel_for(packed, dtype),) if packed.int8 else ()
+    rounding = (int8_rows.kernel_for(packed, dtype),) if packed.rounds else ()
     return (*rounding, *(kernel_for(packed, plan, dtype, kind) for kind in kinds))
 
 

@@ -29,11 +29,16 @@ class PackedWeight:
     float8: bool
     wide: bool  # scales are float32, not float16
     activation: str | None  # not None: a tile is 8 gates and the 8 outputs that they multiply
-    int8: bool = False  # x is rounded to int8 before it is multiplied (int8_rows.py)
+    rounds: bool = False  # x is rounded to int8 before it is multiplied (int8_rows.py)
 
     @property
     def gated(self) -> bool:
         return self.activation is not None
+
+    @property
+    def int8(self) -> bool:
+        """Whether products are of integers. Codes of 8 bits minus zeros have 9 bits: x's values are multiplied."""
+        return self.rounds and self.bits == 4
 
     @property
     def width(self) -> int:
@@ -86,10 +91,10 @@ def group_problem(group_size: int) -> str | None:
     return None if fits else f"group_size {group_size} is not 32, 64, -1 or a multiple of {STAGE}"
 
 
-def pack(weight: QTensor, activation: str | None = None, *, int8: bool = False) -> PackedWeight:
+def pack(weight: QTensor, activation: str | None = None, *, rounds: bool = False) -> PackedWeight:
     """Pack a weight with scales per output (qtensor.per_row). float16 scales stay, others are stored as float32.
 
-    `int8`: the inputs of its products are rounded to int8.
+    `rounds`: the inputs of its products are rounded to int8.
     """
     scheme = weight.scheme
     out_features, in_features = weight.codes.shape
@@ -108,7 +113,7 @@ def pack(weight: QTensor, activation: str | None = None, *, int8: bool = False) 
         params = torch.nn.functional.pad(params, (0, 0, 0, missing))
     return PackedWeight(
         _fragments(codes, scheme.bits), params.contiguous(), out_features, in_features, scheme.group_size, scheme.bits,
-        float8, wide, activation, int8,
+        float8, wide, activation, rounds,
     )  # fmt: skip
 
 

@@ -1,9 +1,10 @@
 """Linears with packed weights on CUDA: 4 and 8 bits with exact activations (ops.linear_w4a16, linear_w8a16 and
-linear_fp8), and 4 bits with int8 activations (ops.linear_w4a8).
+linear_fp8), and with int8 activations 4 bits and groups of 8 bits (ops.linear_w4a8, linear_w8a8).
 
 For few tokens csrc/gemm.cu multiplies the packed weight, or gemm_wide.cu. For many tokens, or float32 activations, the
-weight is dequantized, a panel of outputs at a time, and torch's library multiplies, activations that were rounded to
-int8 as the 16-bit values of their codes. gemm_table.py decides, from shapes alone.
+weight is dequantized, a panel of outputs at a time, and torch's library multiplies. gemm_table.py decides, from shapes
+alone. Only the kernel for 4 bits multiplies int8 activations as integers. All others take the values of their codes, in
+x's type.
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ def linear(
     plan = choose(x.shape[0], packed, x.dtype) if x.dtype in HALVES else None
     if plan is None:
         return library(x, packed, bias, dtype, residual)
+    x = int8_rows.rounded(x, packed) if packed.rounds and not packed.int8 else x
     if residual is not None and not residual.is_contiguous():
         return residual.add_(gemm.multiply(x, packed, plan, bias, torch.float32))
     if dtype in (None, x.dtype, torch.float32):
@@ -78,7 +80,7 @@ def library(
     residual: Tensor | None = None,
 ) -> Tensor:
     """The same result from torch's product of x with the dequantized weight."""
-    x = int8_rows.rounded(x, packed) if packed.int8 else x
+    x = int8_rows.rounded(x, packed) if packed.rounds else x
     exact = residual is not None or dtype not in (None, x.dtype)
     per_tile = 8 if packed.gated else 16
     tiles = max(1, PANEL_BYTES // (16 * packed.in_features * x.element_size()))
@@ -139,12 +141,7 @@ for _op, _accept in ((ops.linear_w4a16, _accepts_4), (ops.linear_w8a16, _accepts
     implements(
         _op, "cuda", device="cuda", accepts=_accept, pack=pack, priority=20, epilogue=True, of_experts=OF_EXPERTS
     )(linear)
-implements(
-    ops.linear_w4a8,
-    "cuda",
-    device="cuda",
-    accepts=_accepts_4,
-    pack=partial(pack, int8=True),
-    priority=20,
-    epilogue=True,
-)(linear)
+# library.py has 8 bits with one scale for each output.
+for _op, _name, _accept in ((ops.linear_w4a8, "cuda", _accepts_4), (ops.linear_w8a8, "cuda.groups", _accepts_8)):
+    _pack = partial(pack, rounds=True)
+    implements(_op, _name, device="cuda", accepts=_accept, pack=_pack, priority=19, epilogue=True)(linear)

@@ -93,6 +93,19 @@ def test_op(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert float((y.cpu().double() - oracle).abs().max()) < 3e-3 * oracle.abs().max(), "the weight is rounded, too"
 
 
+def test_eight_bits_in_groups(device: str) -> None:
+    """The values of x's codes are multiplied, each rounded to x's type."""
+    q, x = weight(48, 520, SCHEMES["int8"]), inputs(5, 520, device)
+    op = ops.linear_w8a8.select("cuda", bits=8, group_size=128, in_features=520, out_features=48)
+    reference = ops.linear_w8a8.named("reference")
+    oracle = reference(x.cpu().float(), reference.pack(q), None).double()
+    y = op(x, op.pack(QTensor(q.codes.to(device), q.scales.to(device), q.zeros.to(device), q.scheme)), None, dtype=F32)
+    assert op.name == "cuda.groups"
+    assert float((y.cpu().double() - oracle).abs().max()) < 1e-3 * oracle.abs().max()
+    exact = test_linear.expected(x, q)
+    assert float((exact - oracle).abs().max()) > 2e-3 * oracle.abs().max(), "rounding shows"
+
+
 def test_weights_are_read_before_the_kernel_waits() -> None:
     if shutil.which("g++") is None:
         pytest.skip("kernels are emulated with g++")

@@ -169,6 +169,20 @@ def test_rounded_inputs_give_nearly_the_logits_of_exact_ones(quantized: Path, de
     assert spread(exact_gpu, exact_cpu) < 0.2 * spread(exact_cpu, rounded_cpu)
 
 
+@pytest.mark.parametrize(("activations", "tolerance"), [("exact", 0.02), ("int8", 0.1)])
+def test_an_int8_head(checkpoint: Path, device: CudaDevice, activations: Any, tolerance: float) -> None:
+    """Steps stay captured, and logits are those of a CPU with such a head. Rounded inputs may differ by a code."""
+    engine, dense = (on_gpu(checkpoint, device, lm_head=head, activations=activations) for head in ("int8", "auto"))
+    assert isinstance(engine.runner, CudaRunner)
+    (packed,) = engine.runner.decoder.lm_head.packed or ()
+    assert packed.weight.bits == 8
+    assert engine.info.captured == dense.info.captured
+    wanted = request("p", list(range(40)), 6, prompt_logprobs=True)
+    engines = engine, on_cpu(checkpoint, lm_head="int8", activations=activations)
+    got, want = (torch.tensor([x.logprob for x in run(each, [wanted])["p"][0].prompt_logprobs]) for each in engines)
+    torch.testing.assert_close(got, want, atol=tolerance, rtol=0)
+
+
 def test_inputs_in_activation_order_give_the_tokens_of_the_cpu(
     checkpoint: Path, device: CudaDevice, tmp_path: Path
 ) -> None:
