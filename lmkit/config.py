@@ -199,6 +199,9 @@ ToolParser = Literal[
 ReasoningParser = Literal["think", "mistral", "seed_oss", "harmony", "none"]
 
 
+RootPath = Annotated[str, msgspec.Meta(pattern=r"^(/[A-Za-z0-9._~-]+)*$")]
+
+
 class ServerConfig(StrictStruct, frozen=True):
     """How one `lmkit serve` front end listens."""
 
@@ -210,7 +213,9 @@ class ServerConfig(StrictStruct, frozen=True):
     served_model_name: tuple[str, ...] = ()  # of one model, the first is its own; empty = the folder's name
     api_keys: tuple[str, ...] = ()  # each `KEY [name=value ...]`, see web.auth.ApiKey; empty = no authentication
     api_key_file: str | None = None  # more of them, one a line; read again when it changes
+    root_path: RootPath = ""  # before every path, if a reverse proxy leaves it there, as /llm; "" = nothing
     cors_origins: tuple[str, ...] = ()  # web pages that may read answers
+    cors_credentials: bool = False  # and may send cookies, for a login in front of the server
     max_connections_per_address: PositiveInt | None = None  # None = as many as the server takes in all
     max_body_bytes: PositiveInt = 4 << 20
     body_memory: PositiveInt = BODY_MEMORY
@@ -230,6 +235,8 @@ class ServerConfig(StrictStruct, frozen=True):
     response_ttl: Annotated[float, msgspec.Meta(gt=0)] = 30 * 86400.0  # seconds since a response was last used
     max_file_bytes: PositiveInt = 100 << 20  # of one file that a client uploads
     file_space: PositiveInt = 4 << 30  # bytes on disk of the files of all clients
+    enable_force_include_usage: bool = False  # every chunk of a stream has the usage so far
+    enable_per_request_metrics: bool = False  # answers have their times
     hooks: tuple[str, ...] = ()  # each module:object or the name of an entry point, see serve.hooks
     proxies: tuple[str, ...] = ()  # addresses of `lmkit proxy` with which it registers
     node_key: str | None = None  # sent to them: one of their keys with role=node

@@ -17,10 +17,8 @@ from lmkit.other_names import (
 # Options of other tools' servers, for `lmkit serve` and its file. Those of ENGINE count as well.
 SERVE: Mapping[str, str] = {
     **each("use --cors-origin, once for each site", "allow_origins allowed_origins"),
-    **each(
-        "with --cors-origin pages may send GET and POST with any header, and no cookies",
-        "allow_credentials allow_headers allow_methods",
-    ),
+    "allow_credentials": "use --cors-credentials",
+    **each("with --cors-origin pages may send GET, POST and DELETE with any header", "allow_headers allow_methods"),
     **each("use --tls-cert and --tls-key", "ssl"),
     **each("use --tls-cert", "ssl_cert_file ssl_certfile"),
     **each("use --tls-key", "ssl_key_file ssl_keyfile"),
@@ -81,7 +79,6 @@ SERVE: Mapping[str, str] = {
     "no_enable_prefix_caching": "use --no-prefix-cache",
     **each("use max_batch_size; sequences share one cache", "np parallel"),
     "proxy_url": "use --proxy with the address of an `lmkit proxy`",
-    "root_path": "a reverse proxy can add a path (docs/deploy.md)",
     "scheduling_policy": "requests have a priority field of their own",
     "seed": "requests have a seed field of their own",
     "server_name": "use host",

@@ -46,6 +46,12 @@ def proxy(
     cors_origin: Annotated[
         list[str] | None, typer.Option(help="Pages of this site may call the proxy; may be repeated.")
     ] = None,
+    cors_credentials: Annotated[
+        bool | None, typer.Option("--cors-credentials", help="These pages may send cookies, too.")
+    ] = None,
+    root_path: Annotated[
+        str | None, typer.Option(help="A path in front of every route, /llm: for a reverse proxy that leaves it.")
+    ] = None,
     chat_page: Annotated[
         bool | None, typer.Option("--chat-page/--no-chat-page", help="A page for people at /; default on.")
     ] = None,
@@ -97,6 +103,7 @@ def proxy(
     options |= {"log_format": log_format, "otlp_traces_endpoint": otlp_traces_endpoint}
     options |= {"grpc_port": grpc_port}
     options |= {"key_store": key_store, "data_dir": data_dir, "dashboard": dashboard}
+    options |= {"cors_credentials": cors_credentials, "root_path": root_path}
     options |= {"cors_origins": tuple(cors_origin) if cors_origin else None, "chat_page": chat_page}
     load = functools.partial(load_config, config, nodes=nodes, host=host, port=port, **options)
     file = ConfigFile(config, load) if config is not None else None

@@ -32,7 +32,7 @@ _REFUSED = {
 }
 _OF_THE_ADDRESS = (
     "model", "served_model_name", "config", "print_config", "host", "port", "api_key", "cors_origin", "chat_page",
-    "max_connections_per_address", "drain_seconds", "dp", "num_threads",
+    "cors_credentials", "root_path", "max_connections_per_address", "drain_seconds", "dp", "num_threads",
 )  # fmt: skip
 _SHARED = ("weights_memory", "kv_memory", "kv_host_memory", "image_memory", "memory_budget")  # each has its part
 
@@ -70,6 +70,8 @@ def cluster(context: typer.Context, server: ServerConfig) -> ClusterConfig:
         "port": server.port,
         "api_keys": server.api_keys,
         "cors_origins": server.cors_origins,
+        "cors_credentials": server.cors_credentials,
+        "root_path": server.root_path,
         "chat_page": server.chat_page,
         "max_connections_per_address": server.max_connections_per_address,
         "max_body_bytes": server.max_body_bytes,

@@ -74,6 +74,16 @@ def serve(
     cors_origin: Annotated[
         list[str] | None, _server("Pages of this site may call the server; repeatable. None may by default.")
     ] = None,
+    cors_credentials: Annotated[
+        bool, _server("These pages may send cookies, too.", "--cors-credentials")
+    ] = _SERVER.cors_credentials,
+    root_path: Annotated[
+        str,
+        _server(
+            "A path in front of every route, /llm: for a reverse proxy that leaves it.",
+            callback=checked(ServerConfig, "root_path"),
+        ),
+    ] = _SERVER.root_path,
     max_connections_per_address: Annotated[
         int | None,
         _server(
@@ -140,6 +150,13 @@ def serve(
         str | None, _server("A folder whose files messages may show, as file:///PATH. Default: none.")
     ] = None,
     chat_page: Annotated[bool, _server("A page for people at /.", "--chat-page/--no-chat-page")] = _SERVER.chat_page,
+    enable_force_include_usage: Annotated[
+        bool,
+        _server("Every chunk of a stream has the usage so far, asked or not.", "--enable-force-include-usage"),
+    ] = _SERVER.enable_force_include_usage,
+    enable_per_request_metrics: Annotated[
+        bool, _server("Answers have their times, as `metrics`.", "--enable-per-request-metrics")
+    ] = _SERVER.enable_per_request_metrics,
     hook: Annotated[
         list[str] | None,
         _server("module:object that sees each request or answer, and may change or refuse it; repeatable."),
@@ -201,6 +218,8 @@ def serve(
         api_keys=tuple(api_key or ()),
         api_key_file=str(api_key_file) if api_key_file else None,
         cors_origins=tuple(cors_origin or ()),
+        cors_credentials=cors_credentials,
+        root_path=root_path,
         max_connections_per_address=max_connections_per_address,
         max_body_bytes=int(max_body),
         body_memory=int(body_memory),
@@ -220,6 +239,8 @@ def serve(
         image_hosts=tuple(image_host or ()),
         image_folder=image_folder,
         chat_page=chat_page,
+        enable_force_include_usage=enable_force_include_usage,
+        enable_per_request_metrics=enable_per_request_metrics,
         hooks=tuple(hook or ()),
         proxies=tuple(proxy or ()),
         node_key=node_key,

@@ -19,6 +19,7 @@ from lmkit.config import (
     NodeRole,
     PolicyName,
     PositiveInt,
+    RootPath,
     StrictStruct,
     TenantsBy,
     wrong_origin,
@@ -109,7 +110,9 @@ class ProxyConfig(StrictStruct, frozen=True):
     max_shadows: Annotated[int, msgspec.Meta(ge=0)] = 16  # copies for shadows at once; one more is left out
     api_keys: tuple[str, ...] = ()  # each `KEY [name=value ...]`, see web.auth.ApiKey; empty = no authentication
     admin_keys: tuple[Key, ...] = ()  # for /admin; empty = one that `lmkit proxy` makes and this user's commands find
+    root_path: RootPath = ""  # as ServerConfig has it
     cors_origins: tuple[str, ...] = ()  # web pages that may read answers
+    cors_credentials: bool = False  # and may send cookies
     chat_page: bool = True  # a page for people at /
     dashboard: bool = True  # a page for administrators at /dashboard
     state_file: str | None = None  # remembers nodes added and removed at run time

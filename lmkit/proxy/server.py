@@ -65,7 +65,8 @@ def http_server(
     app: ASGIApp = ChatPage(proxy) if config.chat_page else proxy
     if config.dashboard:
         app = StaticPage(app, dashboard.PAGE, "/dashboard", "/dashboard/")
-    app = WithV1(Traced(AccessLog(with_cors(Resumable(app), config.cors_origins))))
+    app = with_cors(Resumable(app), config.cors_origins, credentials=config.cors_credentials)
+    app = WithV1(Traced(AccessLog(app)), config.root_path)
     return HttpServer(
         app,
         on_ready,

@@ -113,8 +113,8 @@ def create_app(models: ModelPool, tokenizers: Sequence[Tokenizer], config: Serve
         app.add_middleware(ChatPage)
     app.add_middleware(Edge)
     app.add_middleware(Resumable)
-    app.add_middleware(with_cors, origins=config.cors_origins)
+    app.add_middleware(with_cors, origins=config.cors_origins, credentials=config.cors_credentials)
     app.add_middleware(AccessLog)
     app.add_middleware(Traced)
-    app.add_middleware(WithV1)  # the last added is the outermost
+    app.add_middleware(WithV1, root=config.root_path)  # the last added is the outermost
     return app

@@ -11,7 +11,8 @@ from typing import ClassVar, Literal, NamedTuple
 from lmkit.serve.auth import Owner
 from lmkit.serve.chat import ChatBuilder
 from lmkit.serve.collect import num_bytes
-from lmkit.serve.protocol import ChatCompletionRequest, PromptProgress
+from lmkit.serve.parts import PromptProgress
+from lmkit.serve.protocol import ChatCompletionRequest
 from lmkit.serve.serving import Serving
 from lmkit.turbo.transport.output import RequestOutput, TextLogprobs
 from lmkit.web.budget import Share

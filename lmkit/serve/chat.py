@@ -18,14 +18,8 @@ from lmkit.serve.auth import Owner
 from lmkit.serve.body import read_json
 from lmkit.serve.collect import Collected
 from lmkit.serve.images import ImageSources
-from lmkit.serve.protocol import (
-    ChatChunkChoice,
-    ChatCompletionChunk,
-    ChatCompletionRequest,
-    ChatLogprob,
-    ChatLogprobs,
-    TopLogprob,
-)
+from lmkit.serve.parts import ChatChunkChoice, ChatCompletionChunk, ChatLogprob, ChatLogprobs, TopLogprob
+from lmkit.serve.protocol import ChatCompletionRequest
 from lmkit.serve.response import ResponseBuilder, respond, token_name
 from lmkit.serve.serving import MIN_LOGPROB, Serving
 from lmkit.serve.stored_chats import PREFIX, StoredChats, stored_chats
@@ -153,7 +147,7 @@ class _ChatResponse(ChatBuilder):
     def _whole(self, collected: list[Collected], events: list[list[Event]]) -> dict[str, Any]:
         choices = list(map(self._choice, range(len(collected)), collected, events))
         answer = {**self.head, "object": "chat.completion", "choices": iter(choices), "usage": self.count.usage()}
-        return answer | self.timings(collected[0]) | self.about_prompt(0, collected[0])
+        return answer | self.times(collected[0]) | self.about_prompt(0, collected[0])
 
     async def _keep(self, answer: dict[str, Any]) -> msgspec.Raw:
         """Store an answer with its labels, and return it as JSON."""
@@ -181,7 +175,10 @@ class _ChatResponse(ChatBuilder):
         } | self.own_ids(choice)
 
     async def chunks(self) -> AsyncGenerator[str]:
-        """Each choice yields a chunk with the role, chunks with text, and a last chunk with the finish_reason."""
+        """Each choice yields a chunk with the role, chunks with text, and a last chunk with the finish_reason.
+
+        With the usage so far in every chunk, the last text has the finish_reason, as in vLLM: each chunk counts more.
+        """
         started = [False] * len(self.requests)
         deltas = [MessageDeltas(answer) for answer in self.answers]
         kept = [Collected(self.server.tokenizer, self.share) for _ in self.answers if self.body.store]
@@ -207,18 +204,15 @@ class _ChatResponse(ChatBuilder):
                 parts = [deltas[idx].of(event) for event in events]
                 if not parts and (logprobs or ids):
                     parts = [{"content": ""}]
-                for delta in parts:  # the first has what is known of the output's tokens
+                if output.finish_reason is not None and not (parts and self.continuous_usage):
+                    parts.append({})
+                for delta in parts:  # the first has what is known of the output's tokens, the last one how it ended
                     choice = ChatChunkChoice(index=idx, delta=delta, logprobs=logprobs, token_ids=self.asked(ids))
+                    if output.finish_reason is not None and delta is parts[-1]:
+                        choice.finish_reason = self.answers[idx].finish_reason(output)
+                        choice.stop_reason = output.stop_reason
                     yield self._chunk([choice])
                     logprobs = ids = None
-                if output.finish_reason is not None:
-                    end = ChatChunkChoice(
-                        index=idx,
-                        delta={},
-                        finish_reason=self.answers[idx].finish_reason(output),
-                        stop_reason=output.stop_reason,
-                    )
-                    yield self._chunk([end])
         if kept:
             self.seed_ids()  # those of the calls again
             await self._keep(self._whole(kept, kept_events))

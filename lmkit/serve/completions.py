@@ -10,7 +10,8 @@ from fastapi import APIRouter, Request, Response
 
 from lmkit.serve.collect import Collected
 from lmkit.serve.constraint import is_constrained
-from lmkit.serve.protocol import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest
+from lmkit.serve.parts import Completion, CompletionChoice, CompletionLogprobs
+from lmkit.serve.protocol import CompletionRequest
 from lmkit.serve.response import ResponseBuilder, clamped, respond, token_name
 from lmkit.serve.streaming import DONE
 from lmkit.serve.to_request import choices_per_prompt, completion_requests
@@ -47,7 +48,7 @@ class CompletionResponse(ResponseBuilder[CompletionRequest]):
         chosen = await self.chosen()
         choices = map(self._whole_choice, range(len(chosen)), chosen)
         answer = {**self.head, "object": "text_completion", "choices": choices, "usage": self.count.usage()}
-        return answer | self.timings(chosen[0])
+        return answer | self.times(chosen[0])
 
     async def chosen(self) -> list[Collected]:
         """The choices at their end: each prompt's `n`."""

@@ -8,15 +8,15 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from fastapi import APIRouter, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
+from prometheus_client.core import Metric
 
 from lmkit.errors import RequestError
+from lmkit.serve.engine_figures import EngineFigures
 from lmkit.serve.vllm_names import VllmNames
 from lmkit.turbo.request import Request as EngineRequest
 from lmkit.turbo.transport.async_engine import AsyncEngine
@@ -27,6 +27,7 @@ REASONS = ("stop", "length", "error", "timeout", "abort")
 MAX_RETRY_SECONDS = 60  # also the period over which the queue's pace is measured
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 120.0, 300.0)
 _LENGTHS = tuple(float(digit * 10**zeros) for zeros in range(6) for digit in (1, 2, 5))
+_FEW = (0.0, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)
 HISTOGRAMS = {  # of requests that ended with stop or length, but for the first two
     "time_to_first_token_seconds": ("From a request's arrival to its first token", _SECONDS),
     "inter_token_latency_seconds": ("Between two tokens of a request", _SECONDS),
@@ -34,9 +35,16 @@ HISTOGRAMS = {  # of requests that ended with stop or length, but for the first 
     "request_queue_time_seconds": ("In the engine's queue", _SECONDS),
     "request_prefill_time_seconds": ("From the end of its waiting to its first token", _SECONDS),
     "request_decode_time_seconds": ("From its first token to its last", _SECONDS),
+    "request_inference_time_seconds": ("From the end of its waiting to its last token", _SECONDS),
     "request_prompt_tokens": ("Tokens of a prompt", _LENGTHS),
     "request_generation_tokens": ("Tokens of an answer", _LENGTHS),
+    "request_num_preemptions": ("Times that a request lost its KV blocks", _FEW),
 }
+ASKED = {  # of prompts that were admitted
+    "request_params_n": ("Choices of a prompt", _FEW),
+    "request_params_max_tokens": ("The most tokens that a choice may have", _LENGTHS),
+}
+REJECTIONS = ("queue_full", "rate_limit_exceeded")
 
 router = APIRouter()
 
@@ -68,11 +76,11 @@ class Metrics:
 
     def __init__(self, engine: AsyncEngine, model_name: str) -> None:
         self.registry = CollectorRegistry()
-        self.registry.register(_EngineCollector(engine, model_name))
+        self.registry.register(EngineFigures(engine, model_name))
         labels = ("model_name",)
         histograms = {
             name: Histogram(f"lmkit:{name}", text, labels, buckets=buckets, registry=self.registry)
-            for name, (text, buckets) in HISTOGRAMS.items()
+            for name, (text, buckets) in {**HISTOGRAMS, **ASKED}.items()
         }
         self.histograms = {name: histogram.labels(model_name) for name, histogram in histograms.items()}
         prompt_tokens = Counter(
@@ -87,12 +95,43 @@ class Metrics:
             (*labels, "finish_reason"),
             registry=self.registry,
         )
-        self.registry.register(VllmNames([*histograms.values(), prompt_tokens, generation_tokens, self.ended]))
+        self.rejected = Counter(
+            "lmkit:admission_rejections",
+            "Requests that were refused because too much waits: of all clients, or of this one",
+            (*labels, "reason"),
+            registry=self.registry,
+        )
+        counters = [prompt_tokens, generation_tokens, self.ended, self.rejected]
+        self.registry.register(VllmNames([*histograms.values(), *counters]))
         self.model_name = model_name
         self._engine = engine
         self._finished: deque[float] = deque(maxlen=256)  # times at which the last requests finished
         for reason in REASONS:
             self.ended.labels(model_name, reason)
+        for reason in REJECTIONS:
+            self.rejected.labels(model_name, reason)
+
+    @contextmanager
+    def admitting(self) -> Iterator[None]:
+        """Count the refusal that the block raises, if it is one of admission."""
+        try:
+            yield
+        except RequestError as error:
+            self._refused(error)
+            raise
+
+    def _refused(self, error: Exception) -> None:
+        if isinstance(error, RequestError) and error.code in REJECTIONS:
+            self.rejected.labels(self.model_name, error.code).inc()
+
+    def admitted(self, requests: Sequence[EngineRequest], choices_per_prompt: int, max_model_len: int) -> None:
+        """Observe what the requests of one body ask for, unless they are for embeddings."""
+        for request in requests[::choices_per_prompt]:
+            if request.pooling is not None:
+                continue
+            self.histograms["request_params_n"].observe(choices_per_prompt)
+            most, room = request.params.max_tokens, max_model_len - len(request.prompt_ids)
+            self.histograms["request_params_max_tokens"].observe(room if most is None else most)
 
     def retry_seconds(self) -> int:
         """Seconds that a client should wait if the queue is full, in [1, MAX_RETRY_SECONDS].
@@ -116,6 +155,7 @@ class Metrics:
         except Exception as error:
             late = isinstance(error, RequestError) and error.code == "deadline_exceeded"
             tracker.reason = "timeout" if late else "error"
+            self._refused(error)
             raise
         finally:
             self.ended.labels(self.model_name, tracker.reason).inc()
@@ -132,21 +172,24 @@ class _Tracker:
         self._metrics = metrics
         self._start = self._last = self._first = time.monotonic()
         self.reason = "abort"  # unless something else ends it
-        self._num_tokens = self._num_prompt_tokens = 0
+        self._num_tokens = self._num_prompt_tokens = self._num_preemptions = 0
         self._queued = 0.0
 
     def output(self, output: RequestOutput) -> None:
         now, histograms = time.monotonic(), self._metrics.histograms
         new = output.num_output_tokens - self._num_tokens
+        since, later = (now - self._last) / max(new, 1), new
         if new and not self._num_tokens:
             histograms["time_to_first_token_seconds"].observe(now - self._start)
+            since, later = 0.0, new - 1
             self._metrics.prompt_tokens.inc(output.num_prompt_tokens)
             self._first, self._queued = now, output.queue_seconds
-        elif new:
-            histograms["inter_token_latency_seconds"].observe((now - self._last) / new)
+        for _ in range(later):  # tokens of one output are as far apart as they came on average
+            histograms["inter_token_latency_seconds"].observe(since)
         self._metrics.generation_tokens.inc(new)
         self._num_tokens, self._last = output.num_output_tokens, now
         self._num_prompt_tokens = output.num_prompt_tokens
+        self._num_preemptions = output.num_preemptions
         if output.finish_reason is not None:
             self.reason = output.finish_reason
 
@@ -158,12 +201,14 @@ class _Tracker:
             "e2e_request_latency_seconds": whole,
             "request_prompt_tokens": self._num_prompt_tokens,
             "request_generation_tokens": self._num_tokens,
+            "request_num_preemptions": self._num_preemptions,
         }
         if self._num_tokens:
             values |= {
                 "request_queue_time_seconds": self._queued,
                 "request_prefill_time_seconds": max(0.0, first - self._queued),
                 "request_decode_time_seconds": whole - first,
+                "request_inference_time_seconds": max(0.0, whole - self._queued),
             }
         for name, value in values.items():
             self._metrics.histograms[name].observe(value)
@@ -193,92 +238,3 @@ class _Tracker:
             about["gen_ai.request.max_tokens"] = params.max_tokens
         failed = self.reason if self.reason in ("error", "timeout") else ""
         tracing.record(self._metrics.model_name, stages, about, failed=failed)
-
-
-class _EngineCollector(Collector):
-    def __init__(self, engine: AsyncEngine, model_name: str) -> None:
-        self._engine = engine
-        self._model_name = model_name
-
-    def collect(self) -> Iterator[Metric]:
-        yield from self._requests()
-        yield from self._cache()
-        yield from self._scheduler()
-        yield from self._speculation()
-
-    def _requests(self) -> Iterator[Metric]:
-        stats, engine = self._engine.stats(), self._engine
-        usage = stats.blocks_used / stats.blocks_total if stats.blocks_total else 0.0
-        for prefix in ("lmkit", "vllm"):
-            yield self._gauge(f"{prefix}:num_requests_running", "Requests in the batch", stats.num_running)
-            yield self._gauge(f"{prefix}:num_requests_waiting", "Requests in the queue", stats.num_waiting)
-            yield self._gauge(f"{prefix}:kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1", usage)
-        failures = engine.num_failures + stats.failed_steps
-        yield self._gauge("lmkit:engine_up", "1 if requests are accepted", float(engine.health == "ready"))
-        yield self._counter("lmkit:num_preemptions", "Sequences that lost their KV blocks", stats.preemptions)
-        yield self._counter("lmkit:engine_steps", "Steps of the engine", stats.steps)
-        yield self._counter("lmkit:engine_failures", "Engine calls that raised", failures)
-        yield self._counter("lmkit:engine_starts", "Starts of the engine process", engine.num_starts)
-
-    def _cache(self) -> Iterator[Metric]:
-        stats = self._engine.stats()
-        for prefix in ("lmkit", "vllm"):
-            yield self._counter(
-                f"{prefix}:prefix_cache_queries", "Prompt tokens looked up in the prefix cache", stats.prefix_tokens
-            )
-            yield self._counter(f"{prefix}:prefix_cache_hits", "Prompt tokens found in it", stats.prefix_hits)
-        yield self._labelled(
-            CounterMetricFamily("lmkit:kv_tier_hits", "Prompt tokens found in a tier", labels=["model_name", "tier"]),
-            {(tier,): hits for tier, hits in stats.tier_hits.items()},
-        )
-        yield self._labelled(
-            GaugeMetricFamily("lmkit:kv_tiers", "Figures of the KV tiers", labels=["model_name", "figure"]),
-            {(figure,): value for figure, value in stats.tiers.items()},
-        )
-        yield self._gauge("lmkit:cached_blocks", "KV blocks in the prefix cache, those in use too", stats.blocks_cached)
-        yield self._counter("lmkit:evicted_blocks", "KV blocks that left the prefix cache", stats.evicted_blocks)
-        if stats.snapshots_total:
-            held, gone = stats.snapshots_used, stats.evicted_snapshots
-            yield self._gauge("lmkit:state_snapshots", "Snapshots of recurrent states", held)
-            yield self._gauge("lmkit:state_snapshots_limit", "Room for such snapshots", stats.snapshots_total)
-            yield self._counter("lmkit:evicted_snapshots", "Snapshots that gave their place to others", gone)
-        yield self._gauge("lmkit:sessions", "Sessions whose lease has not ended", stats.sessions)
-        if (info := self._engine.info) is not None:
-            names = ["model_name", "block_size", "num_gpu_blocks"]
-            config = GaugeMetricFamily("vllm:cache_config_info", "The KV cache, in labels", labels=names)
-            yield self._labelled(config, {(str(info.block_size), str(info.num_blocks)): 1})
-
-    def _scheduler(self) -> Iterator[Metric]:
-        """The scheduler's decisions. Decisions and reasons are closed lists, see turbo.decisions."""
-        names = ["model_name", "decision", "reason"]
-        decisions = CounterMetricFamily("lmkit:scheduler_decisions", "What was decided, and why", labels=names)
-        values: dict[tuple[str, ...], float] = {}
-        for name, count in self._engine.stats().decisions.items():
-            decision, _, reason = name.partition(": ")
-            values[decision, reason] = count
-        yield self._labelled(decisions, values)
-
-    def _speculation(self) -> Iterator[Metric]:
-        stats = self._engine.stats()
-        counts = {
-            "num_drafts": ("Times that guesses at a sequence's next tokens were computed", stats.drafts),
-            "num_draft_tokens": ("Guesses that were computed", stats.draft_tokens),
-            "num_accepted_tokens": ("Guesses that were right", stats.accepted_tokens),
-        }
-        for prefix in ("lmkit", "vllm"):
-            for name, (text, value) in counts.items():
-                yield self._counter(f"{prefix}:spec_decode_{name}", text, value)
-
-    def _gauge(self, name: str, text: str, value: float) -> Metric:
-        return self._labelled(GaugeMetricFamily(name, text, labels=["model_name"]), {(): value})
-
-    def _counter(self, name: str, text: str, value: float) -> Metric:
-        return self._labelled(CounterMetricFamily(name, text, labels=["model_name"]), {(): value})
-
-    def _labelled(
-        self, family: GaugeMetricFamily | CounterMetricFamily, values: Mapping[tuple[str, ...], float]
-    ) -> Metric:
-        """`family` with a series for each tuple of labels after the model's name."""
-        for labels, value in values.items():
-            family.add_metric([self._model_name, *labels], value)
-        return family

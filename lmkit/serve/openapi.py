@@ -29,10 +29,9 @@ from lmkit.serve.embeddings.protocol import ClassifyRequest, EmbeddingRequest, R
 from lmkit.serve.invocations import ROUTES
 from lmkit.serve.messages import protocol as anthropic
 from lmkit.serve.openapi_model import fitted, limits
+from lmkit.serve.parts import ChatCompletionChunk, Completion
 from lmkit.serve.protocol import (
-    ChatCompletionChunk,
     ChatCompletionRequest,
-    Completion,
     CompletionRequest,
     DetokenizeRequest,
     EncodeRequest,
@@ -166,6 +165,8 @@ async def openapi_json(request: Request) -> Response:
     if not hasattr(state, "openapi") or state.openapi[0] != found:
         has_keys = bool(config.api_keys or config.api_key_file)
         whole = await asyncio.to_thread(lambda: fitted(document(state.api_routes, has_keys=has_keys), found))
+        if config.root_path:
+            whole["servers"] = [{"url": config.root_path}]
         state.openapi = found, msgspec.json.encode(whole)
     return Response(state.openapi[1], media_type="application/json")
 

@@ -18,15 +18,8 @@ from lmkit.serve.body import read_json
 from lmkit.serve.choose import choose
 from lmkit.serve.collect import Collected, check_output
 from lmkit.serve.pair import decoding, part_of, prefill
-from lmkit.serve.protocol import (
-    Asked,
-    ChatCompletionChunk,
-    ChatCompletionRequest,
-    Completion,
-    CompletionRequest,
-    PromptProgress,
-    Timings,
-)
+from lmkit.serve.parts import Asked, ChatCompletionChunk, Completion, PromptProgress, RequestMetrics, Timings
+from lmkit.serve.protocol import ChatCompletionRequest, CompletionRequest
 from lmkit.serve.resume import Resumption
 from lmkit.serve.serving import MIN_LOGPROB, Serving, UsageCount, new_id
 from lmkit.serve.streaming import EventStream, Failed, WholeAnswer, event
@@ -46,6 +39,7 @@ class ResponseBuilder(ABC, Generic[B]):
     requests: list[engine.Request]
     count: UsageCount
     last: RequestOutput | None = None  # the one that was noted last
+    _queue_seconds = 0.0  # as one of the outputs says
     _processed: int | None = None  # tokens of the prompt, as the client knows
     identity: Identity | None = None  # what a proxy chose, the same at each node
     resumption: Resumption | None = None  # another node may take over
@@ -139,9 +133,20 @@ class ResponseBuilder(ABC, Generic[B]):
         shown = self.body.logprob_token_ids
         return len(shown) + 1 if shown else asked or 0  # the token itself is one of them
 
-    def timings(self, choice: Collected) -> dict[str, Timings]:
-        """The field of a whole answer, if the body asks for it."""
-        return {"timings": timings(choice.last)} if self.body.timings_per_token else {}
+    def times(self, choice: Collected) -> dict[str, Any]:
+        """The fields of a whole answer with its times, as the body and the server's options ask."""
+        fields: dict[str, Any] = {"timings": timings(choice.last)} if self.body.timings_per_token else {}
+        return fields | ({"metrics": metrics} if (metrics := self._metrics()) is not None else {})
+
+    def _metrics(self) -> RequestMetrics | None:
+        """vLLM's times of an answer with one choice, if the server's option asks for them.
+
+        They are not known of an answer that another node began.
+        """
+        is_ours = self.resumption is None or not self.resumption.known
+        if not (self.server.config.enable_per_request_metrics and len(self.requests) == 1 and self.last and is_ours):
+            return None
+        return request_metrics(self.last, self._queue_seconds)
 
     async def collect(self, prompts: list[str]) -> list[Collected]:
         """All choices at their end. `prompts` stand before the texts."""
@@ -157,17 +162,16 @@ class ResponseBuilder(ABC, Generic[B]):
         return self.requests[idx].prompt_ids if self.body.return_token_ids else None
 
     def own_ids(self, choice: Collected) -> dict[str, Any]:
-        """The field of a choice that vLLM has for its token ids."""
-        return {"token_ids": iter(choice.token_ids)} if self.body.return_token_ids else {}
+        """The field of a choice that vLLM has for its token ids: null unless the body asks for them."""
+        return {"token_ids": iter(choice.token_ids) if self.body.return_token_ids else None}
 
     def about_prompt(self, idx: int, choice: Collected) -> dict[str, Any]:
-        """The fields that vLLM has for a request's prompt: its ids and log-probabilities, as the body asks."""
-        fields: dict[str, Any] = {}
-        if (ids := self.prompt_ids(idx)) is not None:
-            fields["prompt_token_ids"] = iter(ids)
-        asked = self.body.prompt_logprobs is not None
-        fields["prompt_logprobs"] = map(self._prompt_position, choice.prompt_logprobs()) if asked else None
-        return fields
+        """The fields that vLLM has for a request's prompt: its ids and log-probabilities, null unless asked for."""
+        ids, asked = self.prompt_ids(idx), self.body.prompt_logprobs is not None
+        return {
+            "prompt_token_ids": None if ids is None else iter(ids),
+            "prompt_logprobs": map(self._prompt_position, choice.prompt_logprobs()) if asked else None,
+        }
 
     def _prompt_position(self, entry: TextLogprobs) -> dict[str, Any] | None:
         """vLLM's entry for one token of a prompt: itself and the most likely ones, by id. None for the first token.
@@ -187,15 +191,24 @@ class ResponseBuilder(ABC, Generic[B]):
 
     @property
     def include_usage(self) -> bool:
-        return bool(self.body.stream_options and self.body.stream_options.include_usage)
+        options = self.body.stream_options
+        return self.server.config.enable_force_include_usage or bool(options and options.include_usage)
+
+    @property
+    def continuous_usage(self) -> bool:
+        """Whether every chunk has the usage so far."""
+        options = self.body.stream_options
+        asked = bool(options and options.include_usage and options.continuous_usage_stats)
+        return self.server.config.enable_force_include_usage or asked
 
     def chunk(self, chunk: ChatCompletionChunk | Completion, *, last: bool = False) -> str:
         """An event. With `include_usage` the last chunk has the usage; others have null or the usage so far."""
         if self.body.timings_per_token and self.last is not None:
             chunk.timings = timings(self.last)
-        options = self.body.stream_options
-        if options and options.include_usage:
-            chunk.usage = self.count.usage() if last or options.continuous_usage_stats else None
+        if self.include_usage:
+            chunk.usage = self.count.usage() if last or self.continuous_usage else None
+            if last and (metrics := self._metrics()) is not None:
+                chunk.metrics = metrics
         return event(msgspec.json.encode(chunk).decode())
 
     def progress(self, output: RequestOutput) -> Iterator[PromptProgress]:
@@ -219,6 +232,7 @@ class ResponseBuilder(ABC, Generic[B]):
         """Count an output. Call it with each output, before the client gets it."""
         self.count.add(idx, output)
         self.last = output
+        self._queue_seconds = max(self._queue_seconds, output.queue_seconds)
 
 
 def token_name(token: TokenText) -> str:
@@ -245,6 +259,20 @@ def timings(output: RequestOutput) -> Timings:
         predicted_per_token_ms=decode_ms / max(later, 1),
         predicted_per_second=1e3 * later / decode_ms if decode_ms else 0.0,
     )
+
+
+def request_metrics(output: RequestOutput, queue_seconds: float) -> RequestMetrics:
+    """Of a choice up to this output."""
+    tokens, first, later = output.num_output_tokens, output.prompt_seconds, output.decode_seconds
+    metrics = RequestMetrics(
+        time_to_first_token_ms=1e3 * first,
+        generation_time_ms=1e3 * later,
+        queue_time_ms=1e3 * queue_seconds,
+        tokens_per_second=tokens / (first + later) if first + later else 0.0,
+    )
+    if tokens > 1:
+        metrics.mean_itl_ms = 1e3 * later / (tokens - 1)
+    return metrics
 
 
 async def respond(

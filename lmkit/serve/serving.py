@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -22,7 +23,7 @@ from lmkit.serve.admission import Admission
 from lmkit.serve.collect import Backlog
 from lmkit.serve.hooks.hooks import Hooks
 from lmkit.serve.metrics import Metrics
-from lmkit.serve.protocol import CompletionTokensDetails, PromptTokensDetails, Usage
+from lmkit.serve.parts import CompletionTokensDetails, PromptTokensDetails, Usage
 from lmkit.serve.resume import replayed
 from lmkit.serve.sessions import Sessions
 from lmkit.serve.text_pool import TextPool
@@ -104,7 +105,10 @@ class Serving:
         """
         if self.adapter:
             requests = [replace_struct(request, adapter=self.adapter) for request in requests]
-        with self.admission.admit(requests):
+        with contextlib.ExitStack() as stack:
+            with self.metrics.admitting():
+                stack.enter_context(self.admission.admit(requests))
+            self.metrics.admitted(requests, choices_per_prompt, self.info.max_model_len)
             spend(sum(len(request.prompt_ids) for request in requests[::choices_per_prompt]))
             async with aclosing(self._run(requests, choices_per_prompt, share, known)) as found:
                 outputs = self.hooks.after(found, share) if self.hooks.sees_answers else found

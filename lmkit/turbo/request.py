@@ -184,6 +184,7 @@ class StepOutput(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens: int = 0  # with the first output, and those before it: prompt tokens whose KV was found
     queue_seconds: float = 0.0  # with the first output: that the request waited until it was admitted
     num_steps: int = 1  # that became this one
+    num_preemptions: int = 0  # with the last output: times that the request lost its KV blocks
     error: str | None = None  # with finish_reason "error"
     error_code: str = "engine_error"  # the code of `error`, one of errors.HTTP_STATUS
 
@@ -232,6 +233,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int = 0
     generation_tokens: int = 0
     steps: int = 0
+    step_sizes: list[int] = []  # steps by their tokens, in the classes of turbo.step_sizes
+    step_tokens: int = 0  # of all these steps
     failed_steps: int = 0  # steps that raised; their requests ended with an error
     blocks_cached: int = 0  # blocks in the prefix cache, including those that sequences use
     prefix_tokens: int = 0  # prompt tokens that were looked up in the prefix cache

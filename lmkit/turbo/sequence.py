@@ -72,6 +72,7 @@ class Sequence:
     status: Status = Status.WAITING
     slot: int = -1  # of the persistent batch; -1 = none
     has_entered: bool = False  # the runner knows it
+    num_preemptions: int = 0
     overtaken: int = 0  # how often a later sequence was admitted before it
     cached_tokens: int | None = None  # prompt tokens found in the cache when it was first admitted
     arrived: float = 0.0  # on the scheduler's clock
@@ -140,6 +141,10 @@ class Sequence:
         cached, queued = self.cached_tokens or 0, self.queue_seconds or 0.0
         known = StepOutput(request_id=self.request_id, token_ids=[], cached_tokens=cached, queue_seconds=queued)
         return [replace(known, num_computed=self.num_completed)]
+
+    def last(self, output: StepOutput) -> StepOutput:
+        """`output`, its last one, with what is known of all of its time."""
+        return replace(output, num_preemptions=self.num_preemptions) if self.num_preemptions else output
 
     @property
     def max_cached(self) -> int:

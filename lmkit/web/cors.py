@@ -8,15 +8,17 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 
-def with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
+def with_cors(app: ASGIApp, origins: Sequence[str], *, credentials: bool = False) -> ASGIApp:
     """`app`, whose answers pages of these origins may read. A preflight of any other page gets status 400.
 
-    Cookies are never allowed; a page sends its own API key.
+    A page sends its own API key. With `credentials` it may also send cookies, which a login in front may need. The
+    origins are named one by one: there is no "*", with which every page could send the cookies of its visitors.
     """
     checked = CORSMiddleware(
         app,
         allow_origins=origins,
-        allow_methods=("GET", "POST", "DELETE"),
+        allow_methods=("GET", "POST", "DELETE", "OPTIONS"),
+        allow_credentials=credentials,
         allow_headers=("*",),  # OpenAI's JavaScript client sends some of its own
         expose_headers=("x-request-id", "retry-after") if origins else (),
     )

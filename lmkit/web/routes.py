@@ -1,4 +1,4 @@
-"""Paths of requests: those without /v1, and what a 404 says.
+"""Paths of requests: those behind a root path or without /v1, and what a 404 says.
 
 A 404 names a route of other servers as not supported. A slip gets the route that it resembles.
 """
@@ -44,15 +44,22 @@ _SHORT = ("/chat/completions", "/completions", "/embeddings", "/models", "/respo
 
 
 class WithV1:
-    """Outermost middleware: requests for such a path, or one below it, become requests for the path with /v1."""
+    """Outermost middleware: it takes `root` from the front of a path, and adds /v1 where such a path lacks it.
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
+    All that stands behind it, such as the check of keys, sees only the new path. A path without `root` stays.
+    """
+
+    def __init__(self, app: ASGIApp, root: str = "") -> None:
+        self._app, self._root = app, root
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and any(f"{scope['path']}/".startswith(f"{path}/") for path in _SHORT):
-            raw = scope.get("raw_path") or scope["path"].encode()
-            scope = {**scope, "path": "/v1" + scope["path"], "raw_path": b"/v1" + raw}
+        if scope["type"] == "http":
+            path, raw = scope["path"], scope.get("raw_path") or scope["path"].encode()
+            if self._root and f"{path}/".startswith(f"{self._root}/") and raw.startswith(self._root.encode()):
+                path, raw = path.removeprefix(self._root) or "/", raw[len(self._root) :] or b"/"
+            if any(f"{path}/".startswith(f"{short}/") for short in _SHORT):
+                path, raw = "/v1" + path, b"/v1" + raw
+            scope = {**scope, "path": path, "raw_path": raw}
         await self._app(scope, receive, send)
 
 

@@ -46,7 +46,9 @@ def test_the_cache() -> None:
     assert found[f"lmkit:cached_blocks{label}"] == 12
     assert found[f"lmkit:evicted_blocks_total{label}"] == 5
     assert found[f"lmkit:sessions{label}"] == 2
-    assert found['vllm:cache_config_info{block_size="16",model_name="model",num_gpu_blocks="8"}'] == 1
+    config = next(name for name in found if name.startswith("vllm:cache_config_info{"))
+    for label in ('block_size="16"', 'num_gpu_blocks="8"', 'kv_cache_size_tokens="128"'):
+        assert label in config
 
 
 def test_the_scheduler_s_decisions() -> None:

@@ -13,7 +13,8 @@ import msgspec
 from lmkit.errors import RequestError
 from lmkit.serve.auth import Owner
 from lmkit.serve.blocks import Block, BlockBuilder, Step
-from lmkit.serve.protocol import ChatCompletionRequest, Timings
+from lmkit.serve.parts import Timings
+from lmkit.serve.protocol import ChatCompletionRequest
 from lmkit.serve.response import timings
 from lmkit.serve.responses.conversations import Conversations
 from lmkit.serve.responses.custom import InputText, input_of

@@ -44,6 +44,7 @@ from lmkit.turbo.runners.processes import Processes
 from lmkit.turbo.runners.runner import RunnerParts, Ticket
 from lmkit.turbo.scheduling.limits import SchedulerLimits
 from lmkit.turbo.scheduling.scheduler import Scheduler
+from lmkit.turbo.step_sizes import StepSizes
 
 if TYPE_CHECKING:
     from lmkit.turbo.kv.publisher import Publisher
@@ -122,7 +123,7 @@ class Engine:
         self._under_way: deque[tuple[StepPlan, Ticket]] = deque()
         self.num_stages = config.pp
         self._depth = max(2, config.pp)  # plans under way at most, with overlap
-        self._failed_steps = 0
+        self._failed_steps, self._step_sizes = 0, StepSizes()
         self._token_seconds = 0.0
         self._base_seconds = STEP_SECONDS + (memory.weights + model.step_bytes) / SLOW_DISK
         limits, encoded = _limits(config, memory, spec), EncodedImages(config.image_memory)
@@ -319,6 +320,7 @@ class Engine:
             return self.scheduler.fail(plan, "the engine failed while computing this request")
         collected = time.perf_counter()
         outputs = self.scheduler.update(plan, sampled, seconds)
+        self._step_sizes.note(plan, outputs)
         self._step_seconds = seconds
         profile = self._profile
         profile.steps += 1
@@ -342,7 +344,8 @@ class Engine:
             self._tiers.close()
 
     def stats(self) -> EngineStats:
-        stats = msgspec.structs.replace(self.scheduler.stats(), failed_steps=self._failed_steps)
+        sizes = {"step_sizes": self._step_sizes.counts[:], "step_tokens": self._step_sizes.num_tokens}
+        stats = msgspec.structs.replace(self.scheduler.stats(), failed_steps=self._failed_steps, **sizes)
         if self._encoder is None:
             return stats
         waiting = stats.num_waiting + len(self._encoder)

@@ -181,6 +181,7 @@ class Planner:
         self.slots.free(victim)
         victim.status = Status.WAITING
         self.num_preemptions += 1
+        victim.num_preemptions += 1
         self.decision_stats.note(why, victim)
 
     # ---- the queue

@@ -350,7 +350,7 @@ class Scheduler:
             self._speculation.forget(seq)
         seq.status = Status.FINISHED
         self.kv.cancel(seq)
-        self._outputs.append(output)
+        self._outputs.append(seq.last(output))
         if seq.slot >= 0 and not seq.in_flight:
             self._free_slot(seq)
         elif seq.num_completed:

@@ -44,6 +44,7 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):
     num_computed: int | None = None  # of the prompt's tokens, in an output before the first token, on request
     num_output_tokens: int  # so far
     num_steps: int = 0  # so far: steps that gave tokens; fewer than tokens if guesses were right
+    num_preemptions: int = 0  # with the last output: times that the request lost its KV blocks
     queue_seconds: float = 0.0  # with the first output: that the request waited in the engine's queue
     prompt_seconds: float = 0.0  # from the end of that wait to the first output
     decode_seconds: float = 0.0  # from the first output to the last token so far
@@ -139,6 +140,7 @@ class OutputProcessor:
             num_output_tokens=self._num_tokens,
             num_steps=self._num_steps,
             abort_engine=abort_engine,
+            num_preemptions=step.num_preemptions,
             queue_seconds=step.queue_seconds,
             prompt_seconds=self._prompt_seconds,
             decode_seconds=self._decode_seconds,
