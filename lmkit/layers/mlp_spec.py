@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 SCORE_BIAS = "mlp.score_bias"
 GPU_ROWS = 256  # of an expert on average: with more, a GPU calls each expert by itself
-GPU_PARTIAL_BYTES = 64 << 20  # of sums of ranges of inputs, in a GPU's product with all experts
 EXPERT_SCALE = "mlp.expert_scale"
 BESIDE_NORMS = ("mlp.router_norm", "mlp.experts_norm", "mlp.shared_out_norm", "mlp.experts_out_norm")
 MAX_PLACES = 4096  # pairs (token, expert) that are computed together; more share no weights, and need memory

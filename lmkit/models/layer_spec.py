@@ -14,7 +14,7 @@ from lmkit.attention_spec import AttentionSpec
 from lmkit.kv_dtype import KVDtype
 from lmkit.layers.delta_spec import DeltaSpec
 from lmkit.layers.latent_spec import LatentSpec
-from lmkit.layers.mlp_spec import GPU_PARTIAL_BYTES, GPU_ROWS, MAX_PLACES, MLPSpec, MoESpec
+from lmkit.layers.mlp_spec import GPU_ROWS, MAX_PLACES, MLPSpec, MoESpec
 from lmkit.layers.rope_spec import RopeSpec
 from lmkit.models import roles
 
@@ -254,8 +254,8 @@ class LayerSpec:
     def places_bytes(self, num_tokens: int, *, half: bool = False) -> int:
         """Bytes of a step while all experts are computed together. On a CPU, all in float32: the stream, and for each
         pair of a token and an expert inputs, activated gates before and after rounding, and outputs. `half`: on a GPU
-        the gates have 16 bits, and there are sums of ranges of inputs. Steps with more than GPU_ROWS tokens of an
-        expert call each expert by itself (activation_bytes)."""
+        the gates have 16 bits. Steps with more than GPU_ROWS tokens of an expert call each expert by itself
+        (activation_bytes)."""
         if not isinstance(self.mlp, MoESpec):
             return 0
         hidden, inner = self.hidden_size, self.mlp.expert.intermediate_size
@@ -263,7 +263,7 @@ class LayerSpec:
             num_tokens = min(num_tokens, GPU_ROWS * self.mlp.num_experts // self.mlp.experts_per_token)
         places = min(num_tokens * self.mlp.experts_per_token, MAX_PLACES)
         pair = 4 * hidden + 2 * inner if half else 8 * (hidden + inner)
-        return 24 * num_tokens * hidden + places * pair + (GPU_PARTIAL_BYTES if half else 0)
+        return 24 * num_tokens * hidden + places * pair
 
     @property
     def state_bytes(self) -> int:

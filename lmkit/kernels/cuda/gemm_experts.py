@@ -16,7 +16,16 @@ from torch import Tensor
 from lmkit.kernels.cuda.elementwise import ACTIVATIONS
 from lmkit.kernels.cuda.gemm import FLOAT, HALF, kernel_for, problem_of
 from lmkit.kernels.cuda.gemm_pack import TILE, PackedWeight
-from lmkit.kernels.cuda.gemm_plan import MAX_TOKEN_TILES, TOKEN_TILES, Plan, Problem, best, problem_with
+from lmkit.kernels.cuda.gemm_plan import (
+    MAX_TOKEN_TILES,
+    SCRATCH_BYTES,
+    TOKEN_TILES,
+    Plan,
+    Problem,
+    best,
+    problem_with,
+    sums_bytes,
+)
 from lmkit.kernels.cuda.gemm_table import Key, table
 from lmkit.kernels.cuda.gpus import gpu_of
 from lmkit.kernels.cuda.module import Kernel, backend, counters
@@ -26,7 +35,6 @@ from lmkit.kernels.registry import ExpertLinears
 
 ALL_PLANS = 1 << 20
 MAX_ROWS = 256  # of an expert; with more on average, its weight is dequantized for the library's product
-PARTIAL_BYTES = 64 << 20  # of sums of ranges of K; plans with more are not taken
 CROWDED = 1.5  # rows of an expert that still fit into one block, as a multiple of the average
 
 
@@ -94,12 +102,8 @@ def _problem(packed: PackedWeight, num_places: int, num_experts: int, token_tile
 
 
 def _fits(problem: Problem, plan: Plan, num_places: int) -> bool:
-    return _partial_bytes(problem, plan, num_places) <= PARTIAL_BYTES
-
-
-def _partial_bytes(problem: Problem, plan: Plan, num_places: int) -> int:
-    ranges = problem.ranges(plan)
-    return 4 * ranges * num_places * problem.row_blocks(plan) * plan.block_tiles * TILE if ranges > 1 else 0
+    tiles = problem.row_blocks(plan) * plan.block_tiles
+    return sums_bytes(problem.ranges(plan), num_places, tiles) <= SCRATCH_BYTES
 
 
 def multiply(x: Tensor, places: Places, of_experts: ExpertTable, by_token: bool) -> Tensor:

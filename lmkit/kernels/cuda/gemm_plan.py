@@ -21,6 +21,7 @@ TILE_OUTPUTS = 16
 MAX_TOKEN_TILES = 8  # of 8 tokens, in a block
 TOKEN_TILES = (1, 2, 3, 4, 6, 8)
 MAX_RANGES = 32
+SCRATCH_BYTES = 64 << 20  # of a product, beside its operands and results: plans with more are not taken
 
 CLOCK = 1.75  # per ns
 MEMORY = 32.6  # bytes per ns and SM
@@ -105,6 +106,17 @@ class Problem:
         """Bytes of an input in shared memory."""
         return 1 if self.int8 else 2
 
+    def scratch_bytes(self, plan: Plan) -> int:
+        """Bytes of the sums of ranges, and of inputs as codes with scales."""
+        codes = self.stages * (self.tokens * STAGE_INPUTS + -(-self.tokens // 8) * 8 * max(1, self.scales) * 4)
+        sums = sums_bytes(self.ranges(plan), self.tokens, self.row_blocks(plan) * plan.block_tiles)
+        return sums + (codes if self.int8 else 0)
+
+
+def sums_bytes(ranges: int, rows: int, tiles: int) -> int:
+    """Bytes of the float32 sums of ranges of K, of so many tiles of outputs. One range needs none."""
+    return 4 * ranges * rows * tiles * TILE_OUTPUTS if ranges > 1 else 0
+
 
 def registers(plan: Plan, problem: Problem) -> int:
     """Registers of a thread, at most, as the kernel's launch bounds allow."""
@@ -127,6 +139,8 @@ def problem_with(plan: Plan, problem: Problem, limit: int) -> str | None:
         return "too many registers"
     if problem.row_blocks(plan) * problem.token_blocks(plan) * problem.experts > NUM_COUNTERS:
         return "more row blocks than counters"
+    if problem.experts == 1 and problem.scratch_bytes(plan) > SCRATCH_BYTES:
+        return "too many sums of ranges"
     if problem.shared_bytes(plan) > limit:
         return "too little shared memory"
     return None

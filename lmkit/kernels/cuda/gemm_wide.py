@@ -15,7 +15,16 @@ from torch import Tensor
 
 from lmkit.kernels.cuda.elementwise import ACTIVATIONS, BLOCK
 from lmkit.kernels.cuda.gemm_pack import PackedWeight
-from lmkit.kernels.cuda.gemm_plan import CLOCK, L2, MEMORY, STAGE_INPUTS, TILE_OUTPUTS, Problem
+from lmkit.kernels.cuda.gemm_plan import (
+    CLOCK,
+    L2,
+    MEMORY,
+    SCRATCH_BYTES,
+    STAGE_INPUTS,
+    TILE_OUTPUTS,
+    Problem,
+    sums_bytes,
+)
 from lmkit.kernels.cuda.module import Kernel, backend
 from lmkit.kernels.cuda.switches import switches
 
@@ -59,6 +68,12 @@ class WidePlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="wgm
     def range_stages(self, problem: Problem) -> int:
         return -(-problem.stages // self.ranges)
 
+    def scratch_bytes(self, problem: Problem) -> int:
+        """Bytes of x as wgmma reads it, and of the sums of ranges."""
+        token_blocks, ranges, row_blocks = self.grid(problem)
+        arranged = token_blocks * self.n_tokens * problem.stages * STAGE_INPUTS * 2
+        return arranged + sums_bytes(ranges, problem.tokens, row_blocks * self.tiles)
+
     def shared_bytes(self, problem: Problem) -> int:
         stage = self.tiles * problem.stage_bytes + STAGE_INPUTS * self.n_tokens * 2
         return max(self.depth * stage, SLICE * (TILE_OUTPUTS * self.tiles + 4) * 4)
@@ -71,7 +86,7 @@ def candidates(problem: Problem, limit: int) -> Iterator[WidePlan]:
     for n_tokens, tall, warpgroups, ranges in itertools.product(sorted(widths), (1, 2), (1, 2), RANGES):
         for depth in (8, 6, 5, 4, 3):
             plan = WidePlan(n_tokens, tall, warpgroups, depth, ranges)
-            if ranges <= problem.stages and plan.shared_bytes(problem) <= limit:
+            if problem_with(plan, problem, limit) is None:
                 yield plan
                 break
 
@@ -82,6 +97,8 @@ def problem_with(plan: WidePlan, problem: Problem, limit: int) -> str | None:
         return "numbers out of range"
     if plan.depth < 3 or not 1 <= plan.ranges <= problem.stages:
         return "numbers out of range"
+    if plan.scratch_bytes(problem) > SCRATCH_BYTES:
+        return "too many sums of ranges"
     return "too little shared memory" if plan.shared_bytes(problem) > limit else None
 
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 # compiled code, which free memory counts as free, 25 MiB for what the engine allocates later, 80 MiB for the front end
 # and its helpers. On a GPU: cuBLAS, kernels and the bytes that torch's cache rounds up.
 RUNTIME_BYTES = {"cpu": 256 << 20, "cuda": 400 << 20}
+GPU_SCRATCH_BYTES = 64 << 20  # of a product; kernels/cuda/gemm_plan.py takes no plan with more
 SNAPSHOTS = 16  # of recurrent state, for each sequence of the batch, unless they exceed their share
 SNAPSHOT_SHARE = 0.25  # of the memory left after the weights
 KV_SHARE = {"cpu": 0.8, "cuda": 0.92}  # share of the memory left after the weights, if the user gives no budget
@@ -244,8 +245,9 @@ def _gpu_workspace_bytes(spec: ModelSpec, config: EngineConfig, num_groups: int)
     """The sum of these parts:
 
     - activations of 16 bits and the float32 stream at the widest point of a layer, or of experts,
+    - what a product takes beside its operands and results: sums of ranges, and inputs in another order,
     - the largest linear's weights, dequantized,
-    - both again for the largest captured step with prompt tokens, whose memory is its own,
+    - all of it again for the largest captured step with prompt tokens, whose memory is its own,
     - logits three times: the captured steps' own buffer, a step's logits, and the sampler's copy,
     - the pinned block tables, twice.
     """
@@ -256,6 +258,7 @@ def _gpu_workspace_bytes(spec: ModelSpec, config: EngineConfig, num_groups: int)
     tables = 4 * num_groups * config.max_batch_size * columns
     steps = (config.tokens_per_step, min(config.tokens_per_step, CAPTURED_TOKENS))
     activations = sum(
-        max(tokens * widest, *(layer.places_bytes(tokens, half=True) for layer in spec.kinds)) for tokens in steps
+        max(tokens * widest, *(layer.places_bytes(tokens, half=True) for layer in spec.kinds)) + GPU_SCRATCH_BYTES
+        for tokens in steps
     )
     return activations + 2 * 2 * outputs * spec.hidden_size + 3 * 4 * rows * spec.vocab_size + 2 * tables

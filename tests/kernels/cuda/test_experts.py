@@ -13,8 +13,9 @@ import lmkit.kernels  # noqa: F401  (registers)
 from lmkit.kernels import ops
 from lmkit.kernels.cuda import elementwise, experts, gemm_experts, gemm_pack, module, variants
 from lmkit.kernels.cuda.gemm_experts import ExpertTable
+from lmkit.kernels.cuda.gemm_plan import SCRATCH_BYTES
 from lmkit.kernels.ops import Norm, Places, Routing
-from lmkit.layers.mlp_spec import GPU_PARTIAL_BYTES, GPU_ROWS
+from lmkit.layers.mlp_spec import GPU_ROWS
 from lmkit.qtensor import QTensor, QuantScheme, quantize
 from tests import emulator
 from tests.kernels.cuda.test_linear import assert_near, expected, pack
@@ -165,7 +166,6 @@ def test_kernels_that_overlap_wait() -> None:
 
 def test_the_memory_plan_knows_the_limits() -> None:
     assert gemm_experts.OF_EXPERTS.max_rows == GPU_ROWS
-    assert gemm_experts.PARTIAL_BYTES == GPU_PARTIAL_BYTES
 
 
 def test_sums_of_ranges_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,8 +178,8 @@ def test_sums_of_ranges_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     packed = gemm_pack.pack(q)
 
     def sums(limit: int) -> int:
-        monkeypatch.setattr(gemm_experts, "PARTIAL_BYTES", limit)
+        monkeypatch.setattr(gemm_experts, "SCRATCH_BYTES", limit)
         problem, plan = gemm_experts.plan_for(packed, F16, 2048, 8)
         return 4 * 2048 * 4096 * problem.ranges(plan) if problem.ranges(plan) > 1 else 0
 
-    assert sums(1 << 40) > GPU_PARTIAL_BYTES >= sums(GPU_PARTIAL_BYTES)
+    assert sums(1 << 40) > SCRATCH_BYTES >= sums(SCRATCH_BYTES)
