@@ -3,8 +3,11 @@ before any work is done."""
 
 from __future__ import annotations
 
+import functools
+import math
 import re
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -17,7 +20,7 @@ from lmkit.log import get_logger
 from lmkit.models.source import ModelSource
 from lmkit.models.spec import ModelSpec
 from lmkit.qtensor import QuantScheme, dequantize, quantize
-from lmkit.quant.device import wait
+from lmkit.quant.device import multiplies_bfloat16, wait
 from lmkit.quant.kv.config import check_layers
 from lmkit.quant.layer.moments import HELD_OUT
 from lmkit.quant.layer.products import times
@@ -28,8 +31,11 @@ from lmkit.quant.steps.base import Speed
 
 log = get_logger(__name__)
 
-EFFICIENCY = 0.65  # of a whole layer's work, beside one product that stays in the cache
-STORING = 16  # packing, writing and reading back a weight take as long as rounding it so many times
+EFFICIENCY = 0.85  # of a whole layer's work, beside one product that stays in the cache
+STORING = 28  # packing, writing and reading back a weight take as long as rounding it so many times
+SCORING = 6  # comparing a logit with another takes as long as rounding a weight so many times
+ROUNDS = 12  # in which the speed is measured
+CALLS, FEW = 500, 256  # calls that are timed together, and the numbers of each
 NUM_ROWS = (1024, 768, 512, 384, 256, 192, 128, 96, 64, 48, 32, 24, 16)  # that a limit of time chooses from
 
 
@@ -78,7 +84,7 @@ def make_plan(source: ModelSource, recipe: Recipe, device: str = "cpu") -> Plan:
     for index, layer in enumerate(spec.layers):
         matrices = [role for role, shape in layer.matrices.items() if len(shape) == 2]
         linears |= {spec.module_name(index, role): None for role in (*layer.routers, *matrices)}
-    return Plan(spec, linears, dense, _seconds(spec, recipe, measure_speed(recipe.product_dtype(device), device)))
+    return Plan(spec, linears, dense, estimate(spec, recipe, measure_speed(recipe.product_dtype(device), device)))
 
 
 def dense_modules(spec: ModelSpec, recipe: Recipe) -> dict[str, str]:
@@ -127,8 +133,8 @@ def rows_within(source: ModelSource, recipe: Recipe, seconds: float, device: str
     The numbers lie far apart, so that most repetitions of a command come to the same one.
     """
     speed = measure_speed(recipe.product_dtype(device), device)
-    estimates = {rows: sum(_seconds(source.spec, recipe.with_rows(rows), speed).values()) for rows in NUM_ROWS}
-    found = [rows for rows, estimate in estimates.items() if estimate <= seconds]
+    estimates = {rows: sum(estimate(source.spec, recipe.with_rows(rows), speed).values()) for rows in NUM_ROWS}
+    found = [rows for rows, needed in estimates.items() if needed <= seconds]
     if not found:
         raise ConfigError(
             f"--time-budget: {NUM_ROWS[-1]} rows of {recipe.calibration.seq_len} tokens take about "
@@ -137,49 +143,56 @@ def rows_within(source: ModelSource, recipe: Recipe, seconds: float, device: str
     return found
 
 
-def _seconds(spec: ModelSpec, recipe: Recipe, speed: Speed) -> dict[str, float]:
-    """Estimates for each phase, in the order of the phases."""
-    layers = mixed = finish = 0.0
+def estimate(spec: ModelSpec, recipe: Recipe, speed: Speed) -> dict[str, float]:
+    """Estimated seconds of each phase, in the order of the phases."""
+    layers = mixed = finish = evaluation = 0.0
     for layer in spec.layers:
         cost = recipe.cost(layer)
         passes = (1 + 1 / recipe.observed_share(layer) + 3 / HELD_OUT) * recipe.calibration.has_text
-        layers += passes * cost.forward / speed.short + (2 + STORING) * layer.num_weights / speed.rounding
+        layers += cost.forward_seconds(passes * cost.num_tokens, speed.short, speed)
+        layers += STORING * layer.num_weights / speed.rounding
         layers += sum(step.seconds(cost, speed) for step in recipe.layer_steps)
         finish += 0.0 if recipe.model_step is None else recipe.model_step.seconds(cost, speed)
         variants = 4 * len(candidates(recipe)) * spec.num_layers / 2  # mean number of variants that pass a layer
-        mixed += 2.0 * variants * MEASURED_ROWS * MEASURED_LEN * layer.num_weights
+        mixed += cost.forward_seconds(variants * MEASURED_ROWS * MEASURED_LEN, speed.full, speed)
+        evaluation += cost.forward_seconds(2 * EVAL_TOKENS, speed.engine, speed)  # of two models
     if recipe.model_step is not None:
         tokens = recipe.calibration.num_samples * recipe.calibration.seq_len
         finish += recipe.model_step.seconds_of_head(spec, tokens, speed)
     everything = spec.num_weights + spec.vocab_size * spec.hidden_size
+    logits = 2 * EVAL_TOKENS * spec.vocab_size
+    evaluation += logits * (2.0 * spec.hidden_size / speed.engine + SCORING / speed.rounding)
     return {
-        "mixed precision": 0.0 if recipe.average_bits is None else mixed / speed.full,
+        "mixed precision": 0.0 if recipe.average_bits is None else mixed,
         "weights": 16.0 * everything / speed.full,  # each is read and compared
         "layers": layers,
         **({} if recipe.model_step is None else {recipe.model_step.name(): finish}),
-        "evaluation": 2 * 2.0 * EVAL_TOKENS * everything / speed.full,  # of two models
+        "evaluation": evaluation,
     }
 
 
+@functools.lru_cache
 def measure_speed(dtype: torch.dtype, device: str = "cpu") -> Speed:
-    """What a device does in a second, measured in less than a tenth of one. `dtype`: of short products."""
+    """What a device does in a second, measured in less than half of one. `dtype`: of short products."""
     at = tensor_device(device)
     size = 4096 if at.startswith("cuda") else 1024
-    x = torch.randn(size, size).to(at)
-    weight, scheme = x.bfloat16().float(), QuantScheme(4, 128)
-    rates = []
-    # The shortest of several times is that of the machine without its other work.
-    for work, amount in (
-        (lambda: times(x.to(dtype), x.to(dtype), dtype), 2 * size**3),
-        (lambda: x @ x, 2 * size**3),
-        (lambda: dequantize(quantize(weight, scheme)), size**2),
-    ):
-        seconds = []
-        for _ in range(5):
+    x, few, scheme = torch.randn(size, size).to(at), torch.randn(FEW).to(at), QuantScheme(4, 128)
+    engine = torch.bfloat16 if multiplies_bfloat16(device) else torch.float32
+    works: dict[Callable[[], object], float] = {
+        lambda: times(x.to(dtype), x.to(dtype), dtype): 2 * size**3,
+        lambda: x @ x: 2 * size**3,
+        lambda: times(x.to(engine), x.to(engine), engine): 2 * size**3,
+        lambda: dequantize(quantize(x, scheme)): size**2,
+        lambda: [few.add_(1) for _ in range(CALLS)]: CALLS,
+    }
+    seconds = dict.fromkeys(works, math.inf)
+    # The shortest of several times is that of the machine without its other work. Rounds make the times of one work lie
+    # apart.
+    for _ in range(ROUNDS):
+        for work in works:
             start = time.perf_counter()
             work()
             wait(device)
-            seconds.append(time.perf_counter() - start)
-        rates.append(amount / min(seconds))
-    short, full, rounding = rates
-    return Speed(EFFICIENCY * short, EFFICIENCY * full, EFFICIENCY * rounding)
+            seconds[work] = min(seconds[work], time.perf_counter() - start)
+    short, full, multiplied, rounding, calls = (amount / seconds[work] for work, amount in works.items())
+    return Speed(EFFICIENCY * short, EFFICIENCY * full, EFFICIENCY * multiplied, EFFICIENCY * rounding, calls)

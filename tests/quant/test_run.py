@@ -249,12 +249,12 @@ def test_rounding_to_nearest_needs_no_text(source: Path, tmp_path: Path) -> None
 
 
 def test_the_time_decides_how_many_rows_of_text(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    speed = Speed(short=1e9, full=1e9, rounding=1e9)
+    speed = Speed(short=1e9, full=1e9, engine=1e9, rounding=1e9, calls=1e9)
     monkeypatch.setattr("lmkit.quant.plan.measure_speed", lambda *arguments: speed)
-    chosen = [prepare(source, AWQ, time_budget=seconds) for seconds in (11.1, 12, 14, 1e6)]
+    chosen = [prepare(source, AWQ, time_budget=seconds) for seconds in (12.6, 13, 14, 1e6)]
     rows = [quantizer.recipe.calibration.num_samples for quantizer in chosen]
     assert rows[0] < rows[1] < rows[2] <= rows[3]
-    for quantizer, count, seconds in zip(chosen, rows, (11.1, 12, 14, 1e6), strict=True):
+    for quantizer, count, seconds in zip(chosen, rows, (12.6, 13, 14, 1e6), strict=True):
         assert len(quantizer.data.rows) == count in NUM_ROWS
         assert sum(quantizer.plan.seconds.values()) <= seconds
     short = recipe(SCALE, calibration={"dataset": "demo-chat", "seq_len": 128})

@@ -65,7 +65,10 @@ class AwqScale(Step, frozen=True, tag="awq_scale"):
 
     def seconds(self, cost: LayerCost, speed: Speed) -> float:
         candidates = 1 + self.grid * (2 if self.duo == "both" else 1)
-        return cost.search_seconds(speed, 3 + 2 * candidates // ROUGH, 3)
+        few = cost.sample_tokens < ROUGH_TOKENS
+        compared = candidates if few else 3 if self.min_gain else 1 + MOST  # usually, hardly one gains so much
+        rough = 0 if few else 2 * candidates / ROUGH
+        return cost.search_seconds(speed, 2 * compared + rough, compared + 1)
 
     def working_numbers(self, cost: LayerCost) -> int:
         return cost.search_numbers + cost.layer.num_weights

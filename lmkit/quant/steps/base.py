@@ -23,6 +23,7 @@ from lmkit.quant.layer.work import LayerWork
 from lmkit.quant.refine.whole import Finished, WholeModel
 
 SAMPLE_TOKENS = 2048  # tokens of a linear's input that are kept, unless a step says how many
+MOVED = 0.9  # what a layer does with each number of a token beside products takes as long as rounding it so many times
 
 
 class Stage(IntEnum):
@@ -41,7 +42,9 @@ class Speed:
 
     short: float  # operations of products in the numbers that the calibration multiplies
     full: float  # operations of products in float32
+    engine: float  # operations of products in the numbers that the engine multiplies
     rounding: float  # weights that are rounded once
+    calls: float  # calls of torch for a few numbers
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,11 @@ class LayerCost:
     def forward(self) -> float:
         """Operations of one pass of all tokens. A token sees half a row on average."""
         return self.layer.flops(self.num_tokens, self.seq_len / 2)
+
+    def forward_seconds(self, num_tokens: float, operations: float, speed: Speed) -> float:
+        """Seconds of a pass of so many tokens with products of `operations` a second."""
+        products = self.layer.flops(1, self.seq_len / 2) / operations
+        return num_tokens * (products + MOVED * self.token_width / speed.rounding)
 
     @cached_property
     def largest(self) -> int:
@@ -96,7 +104,7 @@ class LayerCost:
                 outputs[reads] = outputs.get(reads, 0) + self.layer.linears[role][0]
         return [(rows, self.layer.linear_shape(reads)[1]) for reads, rows in outputs.items()]
 
-    def search_seconds(self, speed: Speed, rounded: int, compared: float) -> float:
+    def search_seconds(self, speed: Speed, rounded: float, compared: float) -> float:
         """Seconds of a search over the blocks of a layer: `rounded` candidates are rounded, and the outputs of
         `compared` candidates on the whole sample are computed."""
         ends = sum(math.prod(s) for role, s in self.layer.linears.items() if role.endswith((".o", ".down")))

@@ -24,14 +24,17 @@ from lmkit.formats.parts import Activations
 from lmkit.layers.linear import in_full
 from lmkit.qtensor import QTensor, QuantScheme, dequantize
 from lmkit.quant.layer.layer import CalibratedLayer
-from lmkit.quant.layer.moments import Moments, collect, squared
-from lmkit.quant.layer.products import times
+from lmkit.quant.layer.moments import HELD_OUT, Moments, collect, squared
+from lmkit.quant.layer.products import SHORT_TOKENS, times
 from lmkit.quant.layer.routed import MIN_TOKENS
 from lmkit.quant.layer.work import LayerWork, Rounding
 from lmkit.quant.steps.base import LayerCost, Speed, Stage, Step
 
 FEW = 16  # columns that are visited one after the other; their changes are passed on to later columns in products
 MIN_DAMPING, MAX_DAMPING = 0.01, 1.0
+# For the estimate of time: products with the held-out inputs, the time of a weight in a round in roundings to nearest,
+# and calls of torch for a column.
+JUDGED, ROUNDING, COLUMN_CALLS = 4, 13, 15
 
 _SMALLEST_SCALE = torch.finfo(torch.float16).smallest_normal
 
@@ -61,16 +64,20 @@ class Gptq(Step, frozen=True, tag="gptq"):
         round_layer(work, self)
 
     def seconds(self, cost: LayerCost, speed: Speed) -> float:
-        passes = (cost.num_streams - 1) + (0 if self.sequential else cost.num_streams)
-        short, full = passes * cost.forward, 0.0
+        passes = (cost.num_streams - 1) + (0 if self.sequential else cost.num_streams) + JUDGED / HELD_OUT
+        rounds, short, full, numbers, columns = 1 + self.refine, 0.0, 0.0, 0.0, 0
         for rows, width in cost.readers:
             short += cost.num_tokens * width**2  # the Hessian is symmetric
+            numbers += cost.num_tokens * (2 * width + width**2 / 2 / SHORT_TOKENS) + ROUNDING * rounds * rows * width
             if self.needs_exact:
                 shift = 2.0 * cost.num_tokens * width * min(width, 2 * rows)
                 short, full = short + shift, full + 2.0 * rows * width**2
             short += (1 + 3 * self.refine) * rows * width**2
             full += width**3 / 3
-        return short / speed.short + full / speed.full + (1 + self.refine) * cost.layer.num_weights / speed.rounding
+            columns += rounds * width
+        products = short / speed.short + full / speed.full
+        rest = numbers / speed.rounding + columns * COLUMN_CALLS / speed.calls
+        return cost.forward_seconds(passes * cost.num_tokens, speed.short, speed) + products + rest
 
     def working_numbers(self, cost: LayerCost) -> int:
         # The moments of a part's inputs, the largest one's factor while it is computed, and the columns in work.

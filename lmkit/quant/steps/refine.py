@@ -50,7 +50,8 @@ class Refine(Step, frozen=True, tag="refine"):
 
     def seconds(self, cost: LayerCost, speed: Speed) -> float:
         steps = self.epochs * cost.num_tokens / (self.batch * cost.seq_len)
-        return self.epochs * PASSES * cost.forward / speed.short + 2 * steps * cost.layer.num_weights / speed.rounding
+        passes = cost.forward_seconds(self.epochs * PASSES * cost.num_tokens, speed.short, speed)
+        return passes + 2 * steps * cost.layer.num_weights / speed.rounding
 
     def seconds_of_head(self, spec: ModelSpec, num_tokens: int, speed: Speed) -> float:
         return self.epochs * 4 * 2.0 * num_tokens * spec.vocab_size * spec.hidden_size / speed.short

@@ -60,8 +60,8 @@ class SignRound(Step, frozen=True, tag="signround"):
         work.start_passes()
 
     def seconds(self, cost: LayerCost, speed: Speed) -> float:
-        tuning = 3 * cost.layer.flops(self.iters * self.batch * cost.seq_len, cost.seq_len / 2)
-        return tuning / speed.full + self.iters * 3 * cost.layer.num_weights / speed.rounding
+        tuning = cost.forward_seconds(3 * self.iters * self.batch * cost.seq_len, speed.full, speed)
+        return tuning + self.iters * 3 * cost.layer.num_weights / speed.rounding
 
     def working_numbers(self, cost: LayerCost) -> int:
         layers = cost.layer.num_weights * cost.num_streams
