@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 
 from benchmarks.gpu.context import Context
 from benchmarks.gpu.engine import device_of
-from benchmarks.gpu.switched import TURNED_OFF, switched
+from benchmarks.gpu.switched import TURNED, switched
 from benchmarks.random_llama import make_awq
 from lmkit.config import EngineConfig
 from lmkit.formats.hub import DEMO_FOLDER
@@ -28,7 +28,7 @@ def run(context: Context) -> None:
         path = Path(folder) / "w4"
         make_awq(DEMO_FOLDER, path)
         expected = _tokens(Engine(str(path), _config("cpu")))
-        for text in ("", *TURNED_OFF):
+        for text in ("", *TURNED):
             what = text or "as by default"
             with context.attempt(what), switched(text, context):
                 start = time.perf_counter()

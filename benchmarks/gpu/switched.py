@@ -1,4 +1,4 @@
-"""Section "switches": Llama-3-8B with everything on, and with each part of the engine turned off (LMKIT_CUDA).
+"""Section "switches": Llama-3-8B as by default, and with each part of the engine turned off, or on (LMKIT_CUDA).
 
 Each engine decodes, and takes prompts in beside sequences that decode: what an arrival costs the others. What changes
 results is no switch, and is measured beside: an INT8 head, and int8 activations.
@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import msgspec
+
 from benchmarks.gpu import engine as engines
 from benchmarks.gpu.context import Context
 from benchmarks.gpu.engine import Case, Load
@@ -20,8 +22,7 @@ from lmkit.kernels.cuda import gemm_table, module
 from lmkit.kernels.cuda.switches import Switches, switches
 from lmkit.turbo.engine.engine import Engine
 
-# Every switch is on by default.
-TURNED_OFF = tuple(f"{name}=off" for name in Switches.__struct_fields__)
+TURNED = tuple(f"{name}={'off' if on else 'on'}" for name, on in msgspec.structs.asdict(Switches()).items())
 CASE = Case("Llama-3-8B", "w4", (Load(1, 1024), Load(16, 1024)))
 REHEARSAL = Case("tiny Llama", "w4", (Load(2, 5),))
 OPTIONS: dict[str, dict[str, Any]] = {"INT8 head": {"head": "int8"}, "int8 activations": {"activations": "int8"}}
@@ -31,8 +32,8 @@ MOST_TOKENS = 300  # more than sequences make meanwhile
 
 def run(context: Context) -> None:
     case = REHEARSAL if context.rehearsal else CASE
-    for text in ("", *TURNED_OFF, *OPTIONS):
-        what, options = text or "all on", OPTIONS.get(text, {})
+    for text in ("", *TURNED, *OPTIONS):
+        what, options = text or "as by default", OPTIONS.get(text, {})
         if context.is_over:
             context.row(what, error="no time left")
             continue

@@ -30,6 +30,7 @@ class PackedWeight:
     wide: bool  # scales are float32, not float16
     activation: str | None  # not None: a tile is 8 gates and the 8 outputs that they multiply
     rounds: bool = False  # x is rounded to int8 before it is multiplied (int8_rows.py)
+    copy: Tensor | None = None  # W in 16 bits, which the library multiplies with many tokens (turbo/engine/copies.py)
 
     @property
     def gated(self) -> bool:

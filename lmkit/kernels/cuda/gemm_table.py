@@ -31,6 +31,7 @@ log = get_logger(__name__)
 VERSION = 2  # of the plans and of the kernels they are for
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # tokens that have plans; others take the next's
 LIBRARY_FROM = 256  # tokens; not measured: from here on mma.sync loses to the library with the dequantized weight
+COPY_FROM = 128  # tokens; of a weight that is also kept in 16 bits
 SHARED_TOKENS = 16
 MEASURED_PLANS = 16  # of each bucket, the most promising
 COLD_BYTES = 256 << 20  # of weights multiplied in turn, so that no cache holds the next one
@@ -151,7 +152,7 @@ def choose(tokens: int, packed: PackedWeight, dtype: torch.dtype) -> Plan | Wide
     Plans are those of BUCKETS: a few kernels then serve steps of any number of tokens, and `kernels` knows all of them.
     """
     entry = table(packed.codes.device.type).find(Key.of(packed, dtype), tokens)
-    if entry is not None and entry.plan is None:
+    if (entry is not None and entry.plan is None) or (packed.copy is not None and tokens >= COPY_FROM):
         return None
     bucket = next((n for n in BUCKETS if n >= tokens), None)
     if bucket is None:

@@ -83,14 +83,15 @@ def library(
     x = int8_rows.rounded(x, packed) if packed.rounds else x
     exact = residual is not None or dtype not in (None, x.dtype)
     per_tile = 8 if packed.gated else 16
-    tiles = max(1, PANEL_BYTES // (16 * packed.in_features * x.element_size()))
+    copy = packed.copy if packed.copy is not None and packed.copy.dtype == x.dtype else None
+    panel_tiles = max(1, PANEL_BYTES // (16 * packed.in_features * x.element_size()))
+    tiles = panel_tiles if copy is None else packed.num_tiles
     out = residual
     for first in range(0, packed.num_tiles, tiles):
         panel = packed.slice(first, min(first + tiles, packed.num_tiles))
         columns = slice(first * per_tile, first * per_tile + panel.num_results)
-        y = _product(
-            x, dequantize(panel, x.dtype), _bias_of(bias, columns, packed), torch.float32 if exact else x.dtype
-        )
+        weight = dequantize(panel, x.dtype) if copy is None else copy
+        y = _product(x, weight, _bias_of(bias, columns, packed), torch.float32 if exact else x.dtype)
         y = y if packed.activation is None else elementwise.gated_activation(y, packed.activation)
         if residual is not None:
             residual[:, columns] += y

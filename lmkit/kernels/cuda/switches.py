@@ -1,4 +1,4 @@
-"""Parts of the engine on a GPU that can be turned off, so that each can be measured with and without.
+"""Parts of the engine on a GPU that can be turned on and off, so that each can be measured with and without.
 
     LMKIT_CUDA=overlap=off,prefetch=off
 
@@ -27,6 +27,7 @@ class Switches(msgspec.Struct, frozen=True):
     work_list: bool = True  # attention to new tokens cuts long sequences into more items than short ones
     wgmma: bool = True  # products of 48 to 256 tokens take csrc/gemm_wide.cu; needs compute capability 9.0
     experts: bool = True  # one product has all experts of a layer, and steps with experts are captured
+    copies: bool = False  # packed weights are kept in 16 bits, too, if memory allows, for products of many tokens
 
 
 @cache

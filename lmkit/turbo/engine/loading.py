@@ -33,6 +33,7 @@ from lmkit.models.stream_plan import Planned, Streaming, StreamPlan
 from lmkit.models.tower import Tower, has_tower, load_tower
 from lmkit.text import Tokenizer
 from lmkit.text.images import TEXT_ONLY
+from lmkit.turbo.engine import copies
 from lmkit.turbo.engine.classes import read_classes
 from lmkit.turbo.engine.draft_head import LoadedHead
 from lmkit.turbo.engine.drafting import LoadedDraft, resolved_draft
@@ -101,7 +102,7 @@ def load(model_path: str, config: EngineConfig, device: Device, rank: int = 0) -
         dtypes = [storage.dtypes for storage in model.storages]
         # The other processes take what process 0 has planned.
         free = device.free_memory() // (1 if rank else config.num_local)
-        memory = plan_memory(spec, config, dtypes, weight_bytes, free)
+        memory = plan_memory(spec, config, dtypes, weight_bytes, free, copies.planned_bytes(model, config))
         has_tiers = _has_tiers(config)
         identity = kv_identity(model, config) if has_tiers else b""
         disk = _open_disk(config, identity, memory.block_bytes)
@@ -113,6 +114,8 @@ def load(model_path: str, config: EngineConfig, device: Device, rank: int = 0) -
         with fits_the_gpu("the weights"):
             how: dict[str, Any] = {"packed_cache": config.packed_cache, "check": mapped.append}
             decoder = load_decoder(model, **how, streaming=streaming)
+            if memory.copies:
+                copies.keep(decoder)
             loaded_draft = draft.load(mapped.append) if draft is not None else None
         log.info("weights loaded in %.1f s", time.perf_counter() - start)
         log.debug("weights of %s", path)
@@ -282,8 +285,12 @@ def given(decoder: Decoder, config: EngineConfig, device: Device, storages: list
     if storages is None:
         kind = str(decoder.dtype).removeprefix("torch.") if config.kv_dtype == "auto" else config.kv_dtype
         storages = [KVStorage(kv_dtype(kind), kv_dtype(kind))] * spec.num_layers
-    memory = plan_memory(spec, config, [s.dtypes for s in storages], 0, device.free_memory())
+    wanted = copies.bytes_of(decoder, config)
+    memory = plan_memory(spec, config, [s.dtypes for s in storages], 0, device.free_memory(), wanted)
     _announce(memory, storages, config)
+    if memory.copies:
+        with fits_the_gpu("copies of the weights"):
+            copies.keep(decoder)
     kept = False, b"", None
     pooling = "last" if config.pooling == "auto" else config.pooling
     return LoadedModel(

@@ -27,6 +27,7 @@ RUNTIME_BYTES = {"cpu": 256 << 20, "cuda": 400 << 20}
 GPU_SCRATCH_BYTES = 64 << 20  # of a product; kernels/cuda/gemm_plan.py takes no plan with more
 SNAPSHOTS = 16  # of recurrent state, for each sequence of the batch, unless they exceed their share
 SNAPSHOT_SHARE = 0.25  # of the memory left after the weights
+COPIES_SHARE = 0.5  # of the memory left after the weights, which copies of weights take at most
 KV_SHARE = {"cpu": 0.8, "cuda": 0.92}  # share of the memory left after the weights, if the user gives no budget
 
 
@@ -75,11 +76,12 @@ class MemoryPlan:
     states: int = 0  # recurrent states, one for each sequence of the batch, and what its guesses keep for it
     snapshots: int = 0  # of these states, for the prefix cache
     num_snapshots: int = 0
+    copies: int = 0  # of weights, in 16 bits; 0 if they found no room
 
     @property
     def total(self) -> int:
         """Bytes of all but the runtime."""
-        return self.weights + self.workspace + self.states + self.snapshots + self.host + self.kv
+        return self.weights + self.copies + self.workspace + self.states + self.snapshots + self.host + self.kv
 
     def lines(self, kv_dtype: str) -> list[str]:
         """The plan in lines of at most 55 characters. `kv_dtype` names the storage."""
@@ -89,6 +91,7 @@ class MemoryPlan:
             f"KV cache: {kv_dtype}, {gib(self.kv)} for {self.num_tokens:,} tokens",
             f"context: {self.max_model_len:,} tokens",
             f"memory: {gib(used)} of {gib(self.available)}, weights {gib(self.weights)}",
+            *([f"copies of weights in 16 bits: {gib(self.copies)}"] if self.copies else []),
             *(
                 [f"states: {gib(self.states)}, {self.num_snapshots} snapshots: {gib(self.snapshots)}"]
                 if self.states
@@ -112,7 +115,8 @@ class MemoryPlan:
     def as_dict(self) -> dict[str, int]:
         purposes = {"weights": self.weights, "workspace": self.workspace, "runtime": self.runtime}
         states = {"states": self.states, "snapshots": self.snapshots} if self.states else {}
-        return purposes | states | {"host": self.host, "kv": self.kv}
+        copies = {"copies": self.copies} if self.copies else {}
+        return purposes | copies | states | {"host": self.host, "kv": self.kv}
 
 
 def kv_limits(
@@ -140,11 +144,15 @@ def plan_memory(
     kv_dtypes: list[tuple[KVDtype, KVDtype]],
     weight_bytes: int,
     available: int | None = None,
+    copies: int = 0,
 ) -> MemoryPlan:
     """Size the block pool. Raises a ConfigError that says what to change if the model or one sequence cannot fit.
 
     With `kv_memory` the pool has that size. Without it, the pool holds max_batch_size full sequences or takes its share
     of the free memory, whichever is less. Without `max_model_len` the context shrinks to what the pool can hold.
+
+    `copies`: bytes of the copies of weights, which are left out if they would take more than their share, or KV that
+    was asked for.
 
     On a GPU (`config.device` is "cuda") `available` is the GPU's own memory, and the host tier takes host memory.
     """
@@ -186,6 +194,10 @@ def plan_memory(
         raise ConfigError(f"max_model_len {wanted_len} exceeds the model's context of {spec.max_position}")
     blocks_per_sequence = kv_limits(spec, config, layout, 0).blocks_for(wanted_len)
     share = KV_SHARE["cuda" if on_gpu else "cpu"]
+    room = int((left - copies) * share) if config.kv_memory is None else left - copies
+    needed = config.kv_memory or blocks_per_sequence * block_bytes
+    copies = copies if copies <= left * COPIES_SHARE and needed <= room else 0
+    left -= copies
     kv_memory = config.kv_memory and config.kv_memory // config.num_processes  # of one of them
     budget = kv_memory or min(int(left * share), blocks_per_sequence * config.max_batch_size * block_bytes)
     num_blocks = budget // block_bytes
@@ -218,6 +230,7 @@ def plan_memory(
         states=states,
         snapshots=num_snapshots * spec.state_bytes,
         num_snapshots=num_snapshots,
+        copies=copies,
     )
 
 
