@@ -194,9 +194,9 @@ def wrong_origin(origins: Sequence[str]) -> str | None:
 
 ToolParser = Literal[
     "hermes", "qwen3_coder", "glm45", "functiongemma", "deepseek_v3", "deepseek_v31", "mistral", "mistral_list",
-    "internlm", "llama3", "harmony", "none",
+    "internlm", "cohere", "llama3", "harmony", "none",
 ]  # fmt: skip
-ReasoningParser = Literal["think", "mistral", "seed_oss", "harmony", "none"]
+ReasoningParser = Literal["think", "mistral", "seed_oss", "cohere", "harmony", "none"]
 
 
 RootPath = Annotated[str, msgspec.Meta(pattern=r"^(/[A-Za-z0-9._~-]+)*$")]

@@ -109,6 +109,7 @@ VALUES: Mapping[str, str] = {
     **each("use llama3", "llama3_json llama4_json llama llama3.1"),
     **each("use deepseek_v3", "deepseekv3"),
     **each("use deepseek_v31", "deepseekv31"),
+    **each("use cohere", "cohere_command3 cohere_command4"),
     **each("use qwen3_coder", "qwen3_xml qwen3coder"),
     **each("use harmony", "openai openai_gptoss gpt-oss GptOss"),
     "4": "use int4",

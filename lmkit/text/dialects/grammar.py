@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from lmkit.text.dialects.schemas import WORDS, is_text, leaves, patterns, types_of
-from lmkit.text.dialects.table import DIALECTS, ESCAPE, MARKS, Dialect, Thought
+from lmkit.text.dialects.table import DIALECTS, ESCAPE, MARKS, NUMBER, Dialect, Thought
 from lmkit.text.grammar import WHITESPACE, lark_grammar
 from lmkit.text.tokenizer import Tokenizer
 
@@ -83,6 +83,9 @@ class _Rules:
                 parts += [_quoted(plain)] if plain else []
                 parts.append(f"<[{self._tokenizer.backend.token_to_id(mark)}]>")
                 plain, at = "", at + len(mark)
+            elif text[at] == NUMBER:
+                parts += [_quoted(plain), self._rule("NUMBER", "/[0-9]{1,10}/")]
+                plain, at = "", at + 1
             else:
                 plain, at = plain + text[at], at + 1
         return " ".join([*parts, *([_quoted(plain)] if plain else [])])
@@ -91,7 +94,7 @@ class _Rules:
         if self._form.dialect:
             yield from (self._form.dialect.begin, *self._form.dialect.specials)
         if self._form.thought:
-            yield from (self._form.thought.begin, self._form.thought.end)
+            yield from (self._form.thought.begin, self._form.thought.end, *self._form.thought.around)
 
     def _without(self, name: str, mark: str) -> str:
         """A terminal: any text that does not contain `mark`."""
@@ -136,9 +139,12 @@ class _Rules:
         if form.content or self._harmony:
             text = self._final(self._answer() if form.content else "ANY")
             return self._rule("body", f"{text} | {self._calls(form.dialect)}")
-        return self._rule("body", f"{self._no_call()} | {self._head(form.dialect)}")
+        return self._rule("body", f"{self._final(self._no_call())} | {self._head(form.dialect)}")
 
     def _final(self, text: str) -> str:
+        if self._form.thought and self._form.thought.around:
+            begin, end = map(self._literal, self._form.thought.around)
+            return f"({begin})? {text} ({end})?"
         return f"{self._literal('<|channel|>final<|message|>')} {text}" if self._harmony else text
 
     def _answer(self) -> str:

@@ -174,9 +174,13 @@ class Parser:
             yield from self._reasoning(self._thought)
         if self._dialect and self._dialect.only_first:
             yield from self._first_call(self._dialect)
-        marks = [self._dialect.begin] if self._dialect else []
+        around = self._thought.around if self._thought else ()
+        marks = [self._dialect.begin, *around] if self._dialect else around
         plain: Callable[[str], None] = self._say("content") if self._dialect or self._thought else self._plain
-        while (yield from self._until(marks, plain)):
+        while mark := (yield from self._until(marks, plain)):
+            if mark in around:
+                self._turn()
+                continue
             assert self._dialect is not None
             yield from self._calls(self._dialect, self._dialect.begin, plain)
 

@@ -28,8 +28,8 @@ _NEVER = r"(?!)"
 class Dialect:
     """How calls of tools are written. `written` and `between` are what a grammar makes the model write.
 
-    `written` is (text before the name, text before the arguments, text after them). The first call has `opening`
-    before it, further calls have `between`, and the last one `closing` behind it.
+    `written` is (text before the name, text before the arguments, text after them), with NUMBER for any digits. The
+    first call has `opening` before it, further calls have `between`, and the last one `closing` behind it.
     """
 
     name: str
@@ -71,6 +71,9 @@ _V3 = {
     "specials": (_V3_BEGIN, _V3_CALL, _V3_SEP, _V3_END, _V3_CLOSE),
 }
 _XML = ("<tool_call>", "</tool_call>")
+
+_ACTION = ("<|START_ACTION|>", "<|END_ACTION|>")
+NUMBER = "\0"  # in `written`: digits
 
 _GEMMA = ("<start_function_call>", "<end_function_call>")
 ESCAPE = "<escape>"  # Gemma's quotation mark
@@ -171,6 +174,22 @@ _ALL = (
         specials=("[TOOL_CALLS]",),
         num_id_chars=9,
     ),
+    Dialect(
+        "cohere",
+        _ACTION[:1],
+        _ACTION[0],
+        r'\s*\{\s*(?:"tool_call_id"\s*:\s*"[^"\\]{0,64}"\s*,\s*)?"tool_name"\s*:\s*'
+        + _NAME
+        + r'\s*,\s*"parameters"\s*:\s*(?=[^\s])',
+        r"\s*\}",
+        (f'\n    {{"tool_call_id": "{NUMBER}", "tool_name": "', '", "parameters": ', "}"),
+        again=r"\s*,(?=\s*\{)",
+        close=r"\s*\]\s*" + re.escape(_ACTION[1]),
+        opening=f"{_ACTION[0]}[",
+        between=",",
+        closing=f"\n]{_ACTION[1]}",
+        specials=_ACTION,
+    ),
     _object(
         "internlm",
         ("<|action_start|>",),
@@ -202,18 +221,22 @@ class Thought:
     name: str
     begin: str
     end: str
+    around: tuple[str, ...] = ()  # marks that may begin and end the answer itself
 
 
 THOUGHTS: Mapping[str, Thought] = {
     "think": Thought("think", "<think>", "</think>"),
     "mistral": Thought("mistral", "[THINK]", "[/THINK]"),
     "seed_oss": Thought("seed_oss", "<seed:think>", "</seed:think>"),
+    "cohere": Thought(
+        "cohere", "<|START_THINKING|>", "<|END_THINKING|>", around=("<|START_RESPONSE|>", "<|END_RESPONSE|>")
+    ),
     "harmony": Thought("harmony", "<|channel|>", "<|end|>"),
 }
 
 
 MARKS = frozenset(mark for dialect in _ALL for mark in (dialect.begin, *dialect.specials)) | frozenset(
-    mark for thought in THOUGHTS.values() for mark in (thought.begin, thought.end)
+    mark for thought in THOUGHTS.values() for mark in (thought.begin, thought.end, *thought.around)
 )
 
 

@@ -10,6 +10,7 @@ import tokenizers
 from lmkit.text import Tokenizer
 from lmkit.text.dialects import THOUGHTS, Dialect, Thought
 from lmkit.text.dialects.grammar import Called
+from lmkit.text.dialects.table import NUMBER
 from tests.serve.fake_engine import DEMO
 
 DEMO_TOKENIZER = Tokenizer.from_pretrained(DEMO)
@@ -25,13 +26,14 @@ CALLS: list[tuple[str, dict[str, Any]]] = [("f", {"a": 3, "s": 'x "}'}), ("g", {
 
 
 def thought_for(dialect: Dialect) -> Thought:
-    return THOUGHTS["harmony" if dialect.name == "harmony" else "think"]
+    return THOUGHTS[dialect.name if dialect.name in ("cohere", "harmony") else "think"]
 
 
 def thinking(dialect: Dialect, text: str) -> str:
     if dialect.name == "harmony":
         return f"<|channel|>analysis<|message|>{text}<|end|><|start|>assistant"
-    return f"<think>\n{text}\n</think>\n\n"
+    thought = thought_for(dialect)
+    return f"{thought.begin}\n{text}\n{thought.end}\n\n"
 
 
 def content(dialect: Dialect, text: str) -> str:
@@ -43,7 +45,7 @@ def written(dialect: Dialect, calls: list[tuple[str, dict[str, Any]]]) -> str:
         dialect.written[0] + name + dialect.written[1] + _arguments(dialect, arguments) + dialect.written[2]
         for name, arguments in calls
     ]
-    return dialect.opening + dialect.between.join(texts) + dialect.closing
+    return (dialect.opening + dialect.between.join(texts) + dialect.closing).replace(NUMBER, "0")
 
 
 def _arguments(dialect: Dialect, arguments: dict[str, Any]) -> str:
@@ -73,6 +75,6 @@ def with_marks(dialect: Dialect, *, special: bool = True) -> Tokenizer:
     """The demo's tokenizer with a token for each mark of the dialect."""
     backend = tokenizers.Tokenizer.from_str(DEMO_TOKENIZER.backend.to_str())
     thought = thought_for(dialect)
-    marks = dict.fromkeys([*dialect.specials, thought.begin, thought.end])
+    marks = dict.fromkeys([*dialect.specials, thought.begin, thought.end, *thought.around])
     backend.add_tokens([tokenizers.AddedToken(mark, special=special, normalized=False) for mark in marks])
     return Tokenizer(backend, eos_token_ids=DEMO_TOKENIZER.eos_token_ids)

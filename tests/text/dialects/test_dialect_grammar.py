@@ -100,6 +100,18 @@ def test_a_budget_ends_the_reasoning(case: Case, marks: str) -> None:
     assert case.allows(form, thinking(case.dialect, "") + case.text)
     assert not case.allows(form, thinking(case.dialect, "a b c d e f g") + case.text)
     none = Form(thought=thought_for(case.dialect), thinking_budget=0, is_thinking=True)
-    end = "<|end|><|start|>assistant" if case.dialect.name == "harmony" else "</think>"
+    end = "<|end|><|start|>assistant" if case.dialect.name == "harmony" else thought_for(case.dialect).end
     assert case.allows(none, end + case.text)
     assert not case.allows(none, "a" + end + case.text)
+
+
+def test_cohere_may_write_its_marks_around_an_answer(marks: str) -> None:
+    dialect = DIALECTS["cohere"]
+    case = Case(dialect, DEMO_TOKENIZER if marks == "text" else with_marks(dialect, special=marks == "special"))
+    begin, end = thought_for(dialect).around
+    for form, text in (
+        (Form(TOOLS, dialect, thought=thought_for(dialect)), "hello"),
+        (Form(thought=thought_for(dialect), content=json_schema(SCHEMA)), '{"a": 3}'),
+    ):
+        for answer in (text, begin + text + end, thinking(dialect, "So.").strip() + begin + text + end):
+            assert case.allows(form, answer), answer

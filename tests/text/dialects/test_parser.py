@@ -149,6 +149,7 @@ def _work(dialect: Dialect, unit: str, size: int) -> int:
         ("[TOOL_CALLS]", "mistral_list", None),
         ("[TOOL_CALLS][ARGS] [/THINK]", "mistral", "mistral"),
         ("<|action_start|><|plugin|>", "internlm", None),
+        ("<|START_THINKING|><|END_THINKING|><|START_ACTION|>[", "cohere", "cohere"),
         ('Environment: ipython {"name": x, "parameters": y}', "llama3", None),
         ("<｜tool▁calls▁begin｜> ```json </think>", "deepseek_v3", "think"),
         ("<｜tool▁calls▁begin｜>", "deepseek_v31", None),
@@ -160,3 +161,13 @@ def _work(dialect: Dialect, unit: str, size: int) -> int:
 def test_a_template_shows_its_dialect(template: str, name: str | None, thought: str | None) -> None:
     dialect, reasoning = dialect_of(template), thought_of(template)
     assert (dialect and dialect.name, reasoning and reasoning.name) == (name, thought)
+
+
+@pytest.mark.parametrize("call_id", ['"tool_call_id": "0", ', ""])
+def test_cohere_s_marks_of_an_answer_are_not_shown(call_id: str) -> None:
+    cohere = DIALECTS["cohere"]
+    answer = "<|START_THINKING|>So.<|END_THINKING|><|START_RESPONSE|>It is 3.<|END_RESPONSE|>"
+    assert parsed(cohere, answer) == [Event("reasoning", "So."), Event("content", "It is 3.")]
+    calls = f'<|START_ACTION|>[\n    {{{call_id}"tool_name": "f", "parameters": {{"a": 3}}}}\n]<|END_ACTION|>'
+    assert calls_of(parsed(cohere, calls)) == [("f", {"a": 3})]
+    assert parsed(cohere, calls.replace("tool_name", "tool"))[0].kind == "content"
