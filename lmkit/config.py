@@ -237,6 +237,7 @@ class ServerConfig(StrictStruct, frozen=True):
     file_space: PositiveInt = 4 << 30  # bytes on disk of the files of all clients
     enable_force_include_usage: bool = False  # every chunk of a stream has the usage so far
     enable_per_request_metrics: bool = False  # answers have their times
+    max_logprobs: Annotated[int, msgspec.Meta(ge=-1)] = 20  # tokens with log-probabilities at a position; -1 = all
     hooks: tuple[str, ...] = ()  # each module:object or the name of an entry point, see serve.hooks
     proxies: tuple[str, ...] = ()  # addresses of `lmkit proxy` with which it registers
     node_key: str | None = None  # sent to them: one of their keys with role=node

@@ -12,7 +12,7 @@ from lmkit import neutral, other_names
 from lmkit.checked import CheckedMeta
 from lmkit.errors import ConfigError, RequestError
 from lmkit.formats.generation_config import TOP_K_OFF, SamplingDefaults
-from lmkit.turbo.request import Sampling, SamplingParams
+from lmkit.turbo.request import MAX_LOGPROBS, Sampling, SamplingParams
 
 DEFAULT_NEW_TOKENS = 512
 
@@ -87,8 +87,8 @@ class GenerationConfig(Sampling, frozen=True, kw_only=True, forbid_unknown_field
                 fields[name] = (value,) if name == "stop" and isinstance(value, str) else value
         return fields
 
-    def validate(self, vocab_size: int) -> None:
-        super().validate(vocab_size)
+    def validate(self, vocab_size: int, max_logprobs: int = MAX_LOGPROBS) -> None:
+        super().validate(vocab_size, max_logprobs)
         if self.do_sample and not self.temperature:
             raise RequestError("invalid_request", "do_sample=True: needs a temperature above 0", "do_sample")
         if self.grammar():

@@ -150,6 +150,13 @@ def serve(
         str | None, _server("A folder whose files messages may show, as file:///PATH. Default: none.")
     ] = None,
     chat_page: Annotated[bool, _server("A page for people at /.", "--chat-page/--no-chat-page")] = _SERVER.chat_page,
+    max_logprobs: Annotated[
+        int,
+        _server(
+            "Most tokens that a request may see at a position, with log-probabilities; -1 = the whole vocabulary.",
+            callback=checked(ServerConfig, "max_logprobs"),
+        ),
+    ] = _SERVER.max_logprobs,
     enable_force_include_usage: Annotated[
         bool,
         _server("Every chunk of a stream has the usage so far, asked or not.", "--enable-force-include-usage"),
@@ -239,6 +246,7 @@ def serve(
         image_hosts=tuple(image_host or ()),
         image_folder=image_folder,
         chat_page=chat_page,
+        max_logprobs=max_logprobs,
         enable_force_include_usage=enable_force_include_usage,
         enable_per_request_metrics=enable_per_request_metrics,
         hooks=tuple(hook or ()),

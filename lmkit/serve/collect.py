@@ -109,7 +109,7 @@ class Collected:
         self._text.write(prompt)
         self._num_prompt_chars, self._num_prompt_tokens = len(prompt), 0
         self._ids, self._logprobs = array("i"), array("d")  # of each position: its token, then the most likely ones
-        self._num_top, self._offsets = array("B"), array("q")  # of each position
+        self._num_top, self._offsets = array("I"), array("q")  # of each position
         self.token_ids = array("i")  # of the answer
         self.last: RequestOutput
 
@@ -176,13 +176,15 @@ def check_output(
     params = requests[0].params
     shown = len(params.logprob_token_ids) + 1 if params.logprob_token_ids else params.logprobs
     num_entries = 0 if params.logprobs is None else 1 + (shown or 0)
+    prompt_entries = 1 + params.prompt_top
     most = info.max_model_len if params.max_tokens is None else params.max_tokens
     new = sum(min(most, info.max_model_len - len(request.prompt_ids)) for request in requests)
     scored = [len(r.prompt_ids) - r.logprobs_start for r in requests] if requests[0].prompt_logprobs else [0]
     prompt, at_once = sum(scored), choices_per_prompt * max(scored)
-    needed = at_once * num_entries * OBJECT_BYTES
+    needed = at_once * prompt_entries * OBJECT_BYTES
     if not stream:
-        needed += (new + prompt) * (TOKEN_BYTES + num_entries * ENTRY_BYTES)
+        needed += new * (TOKEN_BYTES + num_entries * ENTRY_BYTES)
+        needed += prompt * (TOKEN_BYTES + prompt_entries * ENTRY_BYTES)
     if needed > limit:
         message = (
             f"the answer could take {needed >> 20} MiB, and the limit is {limit >> 20} MiB; lower n, max_tokens or the "

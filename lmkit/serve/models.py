@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal
 
 from fastapi import APIRouter, Request
@@ -21,7 +22,7 @@ class ModelCard(BaseModel):
     max_model_len: int | None
     state: str
     input_modalities: list[str] = ["text"]
-    root: str  # the first name of its model; folders of this machine are not told
+    root: str  # its model's first name; of an adapter its folder inside the --adapter-root. Other folders are not told
     parent: str | None = None  # of an adapter: its model
 
 
@@ -42,6 +43,16 @@ async def get_model(name: str, request: Request) -> ModelCard:
     return _card(pool(request).find(name), name)
 
 
+def _root(model: PooledModel, name: str) -> str:
+    """What loads it again: a model's first name, or the folder of an adapter as /v1/load_lora_adapter takes it."""
+    config = model.engine.config
+    if name in config.adapter_folders and config.adapter_root is not None:
+        base, folder = (Path(path).resolve() for path in (config.adapter_root, config.adapter_folders[name]))
+        if folder.is_relative_to(base):
+            return str(folder.relative_to(base))
+    return model.name
+
+
 def _card(model: PooledModel, name: str) -> ModelCard:
     info = model.engine.info
     return ModelCard(
@@ -50,6 +61,6 @@ def _card(model: PooledModel, name: str) -> ModelCard:
         max_model_len=info.max_model_len if info else None,
         state=model.engine.health,
         input_modalities=["text", "image"] if info and not isinstance(info.images, str) else ["text"],
-        root=model.name,
+        root=_root(model, name),
         parent=model.name if name in model.engine.config.adapter_folders else None,
     )

@@ -21,6 +21,7 @@ def limits(server: Serving) -> dict[str, Schema]:
     template, most = tokenizer.chat_template, info.hidden_size
     variables = THINKING_SWITCHES | (frozenset() if template is None else template.parameters)
     return {
+        "logprobs": most_logprobs(server.config.max_logprobs, info.vocab_size),
         "token": {"maximum": info.vocab_size - 1},
         "text": {} if tokenizer.encode("") else {"minLength": 1},
         "variables": {"properties": dict.fromkeys(sorted(variables), VALUE), "additionalProperties": {"type": "null"}},
@@ -29,6 +30,11 @@ def limits(server: Serving) -> dict[str, Schema]:
         "cut": {"maximum": info.max_model_len},
         "instruction": {"maxLength": 0} if server.config.reranker == "cosine" else {},
     }
+
+
+def most_logprobs(most: int, vocab_size: int) -> Schema:
+    """The schema of a number of tokens, which a server with --max-logprobs takes."""
+    return {"minimum": -1, "maximum": (1 << 31) - 1} if most == -1 or most >= vocab_size else {"maximum": most}
 
 
 def fitted(value: Any, limits: Mapping[str, Schema]) -> Any:

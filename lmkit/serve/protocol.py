@@ -30,6 +30,8 @@ MAX_CHOICES = 128  # n
 MAX_SEQUENCES = 1024  # prompts times n (or best_of)
 MAX_PRIORITY = 1000
 MAX_SHOWN = 128  # logprob_token_ids
+_TOP: Schema = {"type": "integer", "minimum": 0, "maximum": MAX_LOGPROBS, OF_MODEL: "logprobs"}
+NumTop = Annotated[int, Field(ge=-1, lt=1 << 31), WithJsonSchema(_TOP)]  # -1 = all; the server has a limit
 
 
 class StreamOptions(Strict):
@@ -118,7 +120,7 @@ class _Sampling(Extensions):
     user: Annotated[str, Field(max_length=1024)] | None = None  # only for the server's request log
     safety_identifier: Annotated[str, Field(max_length=1024)] | None = None  # OpenAI's newer name for it
     return_token_ids: bool | None = None  # vLLM's: the answer has the ids of the prompt and of each choice
-    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None  # vLLM's; not in a stream
+    prompt_logprobs: NumTop | None = None  # vLLM's; not in a stream
     # vLLM's, with logprobs: these tokens and the chosen one are shown instead of the most likely ones
     logprob_token_ids: Annotated[list[TokenId], Field(max_length=MAX_SHOWN)] | None = None
     truncate_prompt_tokens: CutTo | None = None
@@ -168,7 +170,7 @@ class ChatCompletionRequest(_Sampling, ChatExtensions, Chat):
     )  # fmt: skip
 
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    top_logprobs: NumTop | None = None
     truncation_side: Literal["left"] | None = None  # at its right is where the answer begins
     prompt_cache_key: Annotated[str, Field(max_length=1024)] | None = None  # any value is accepted, see above
     store: bool | None = None
@@ -216,7 +218,7 @@ class CompletionRequest(_Sampling):
     prompt: Annotated[list[str | list[int]], BeforeValidator(prompts, json_schema_input_type=GivenPrompts)]
     best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None  # number generated; the best n are returned
     echo: bool | None = None
-    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    logprobs: NumTop | None = None
     # not OpenAI's
     add_special_tokens: bool | None = None  # vLLM's, of prompts that are texts; default true
     prompt_start_ids: list[int] | None = None  # token ids with which each prompt begins; its text follows

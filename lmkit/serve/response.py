@@ -23,6 +23,7 @@ from lmkit.serve.protocol import ChatCompletionRequest, CompletionRequest
 from lmkit.serve.resume import Resumption
 from lmkit.serve.serving import MIN_LOGPROB, Serving, UsageCount, new_id
 from lmkit.serve.streaming import EventStream, Failed, WholeAnswer, event
+from lmkit.serve.to_request import with_numbers
 from lmkit.turbo import request as engine
 from lmkit.turbo.transport.output import RequestOutput, TextLogprobs, TokenText
 from lmkit.web.budget import Share
@@ -62,6 +63,7 @@ class ResponseBuilder(ABC, Generic[B]):
 
     def prepare(self) -> None:
         """Make the engine's requests. This takes time, so call it in `Serving.texts`. Raises RequestError."""
+        self.body = with_numbers(self.body, self.server.config.max_logprobs, self.server.info.vocab_size)
         self.requests = self.make_requests()
         if self.body.timings_per_token and len(self.requests) > 1:
             message = "timings_per_token: it goes with one prompt and one choice"

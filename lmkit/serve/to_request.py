@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -24,9 +24,10 @@ from lmkit.serve.truncate import cut, cut_text, room
 from lmkit.text import EncodedTurn, TokenHistory, Tokenizer
 from lmkit.text.chat.style import Style, called_tools
 from lmkit.text.images import data_url
-from lmkit.turbo.request import EngineInfo, Request, SamplingParams
+from lmkit.turbo.request import MAX_LOGPROBS, EngineInfo, Request, SamplingParams
 from lmkit.turbo.transport.prompt_images import read_images, with_images
 
+B = TypeVar("B", ChatCompletionRequest, CompletionRequest)
 DEFAULT_TEMPERATURE = 1.0
 DEFAULT_COMPLETION_TOKENS = 16  # as in OpenAI's /v1/completions; chat has no limit
 NO_LIMIT = -1  # of new tokens: until the context is full
@@ -69,7 +70,7 @@ def chat_requests(
         body,
         info,
         max_tokens=_limit(_or(asked, info.sampling.max_new_tokens)),
-        logprobs=_num_logprobs(body, (body.top_logprobs or 0) if body.logprobs else None),
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         shown_special_ids=style.special_ids(bool(tools)),
         grammar=style.grammar(body, content, info.vocab_size, is_thinking=style.is_thinking(turn.rest)),
     )
@@ -109,7 +110,7 @@ def completion_requests(
         body,
         info,
         max_tokens=_limit(_or(asked, info.sampling.max_new_tokens or DEFAULT_COMPLETION_TOKENS)),
-        logprobs=_num_logprobs(body, 0 if select and body.logprobs is None else body.logprobs),
+        logprobs=0 if select and body.logprobs is None else body.logprobs,
         grammar=constraint(body, tokenizer, info.vocab_size),
     )
     wanted = _or(_limit(asked), 1)
@@ -178,13 +179,12 @@ def _endings(
     return [msgspec.structs.replace(request, request_id=f"{like.request_id}-{i}") for i, request in enumerate(requests)]
 
 
-def _num_logprobs(body: ChatCompletionRequest | CompletionRequest, answer: int | None) -> int | None:
-    """How many the engine is to return at each position: `answer` are those shown beside the answer's tokens."""
-    if body.prompt_logprobs is None:
-        return answer
-    if body.stream:
+def _prompt_top(body: ChatCompletionRequest | CompletionRequest) -> int:
+    """How many of the most likely tokens the engine is to return at each position of a prompt that it scores."""
+    if body.prompt_logprobs is not None and body.stream:
         raise _invalid("prompt_logprobs cannot be streamed; leave stream out", "prompt_logprobs")
-    return max(body.prompt_logprobs, answer or 0)
+    echoed = body.logprobs if body.echo and isinstance(body, CompletionRequest) else None
+    return max(body.prompt_logprobs or 0, echoed or 0)
 
 
 def _shown_ids(body: ChatCompletionRequest | CompletionRequest, info: EngineInfo) -> tuple[int, ...]:
@@ -196,6 +196,20 @@ def _shown_ids(body: ChatCompletionRequest | CompletionRequest, info: EngineInfo
         raise _invalid(f"logprob_token_ids {rule}", "logprob_token_ids")
     check_ids(ids, info.vocab_size, "logprob_token_ids")
     return ids
+
+
+def with_numbers(body: B, most: int, vocab_size: int) -> B:
+    """`body`, whose numbers of tokens with log-probabilities are at most the vocabulary's, also in the place of -1.
+
+    Raises RequestError for more than the `most` of the server; -1 = it has no limit.
+    """
+    asked = {name: getattr(body, name, None) for name in ("logprobs", "top_logprobs", "prompt_logprobs")}
+    numbers = {name: value for name, value in asked.items() if type(value) is int}  # in chat, logprobs is a switch
+    for name, value in numbers.items():
+        numbers[name] = number = vocab_size if value == -1 else min(value, vocab_size)
+        if number > most != -1:
+            raise _invalid(f"{name}={value}: at most {most} tokens; --max-logprobs of the server sets this limit", name)
+    return body.model_copy(update=numbers) if numbers else body
 
 
 def choices_per_prompt(body: CompletionRequest) -> int:
@@ -250,9 +264,10 @@ def sampling_params(body: ChatCompletionRequest | CompletionRequest, info: Engin
         skip_special_tokens=_or(body.skip_special_tokens, True),
         include_stop_str_in_output=bool(body.include_stop_str_in_output),
         logprob_token_ids=_shown_ids(body, info),
+        prompt_top=_prompt_top(body),
         **fields,
     )
-    params.validate(info.vocab_size)
+    params.validate(info.vocab_size, max(MAX_LOGPROBS, info.vocab_size))  # see with_numbers
     return params
 
 

@@ -49,7 +49,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                 message = f"{name} does not go with an answer that follows a schema or grammar, which decides its end"
                 raise RequestError("invalid_request", message, name)
 
-    def validate(self, vocab_size: int) -> None:
+    def validate(self, vocab_size: int, max_logprobs: int = MAX_LOGPROBS) -> None:
         """Raise a RequestError that names the first field out of range."""
 
         def check(ok: bool, param: str, rule: str) -> None:
@@ -72,7 +72,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         check(len(self.logit_bias) <= MAX_LOGIT_BIAS, "logit_bias", f"at most {MAX_LOGIT_BIAS} entries")
         check(all(0 <= t < vocab_size and math.isfinite(b) and abs(b) <= 100 for t, b in self.logit_bias.items()),
               "logit_bias", f"token ids below {vocab_size} with values in [-100, 100]")  # fmt: skip
-        check(self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS, "logprobs", f"in [0, {MAX_LOGPROBS}]")
+        check(self.logprobs is None or 0 <= self.logprobs <= max_logprobs, "logprobs", f"in [0, {max_logprobs}]")
 
 
 class SamplingParams(Sampling, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -92,10 +92,13 @@ class SamplingParams(Sampling, frozen=True, kw_only=True, forbid_unknown_fields=
     min_tokens: int = 0  # eos, stop ids and stop strings are held back before so many tokens
     shown_special_ids: tuple[int, ...] = ()  # special tokens that skip_special_tokens leaves in the text
     grammar: str = ""  # the answer follows it, see text.grammar; "" = any answer
+    prompt_top: int = 0  # with prompt_logprobs: also those of the n most likely tokens
     logprob_token_ids: tuple[int, ...] = ()  # with logprobs: tokens that are shown instead of the most likely ones
 
-    def validate(self, vocab_size: int) -> None:
-        super().validate(vocab_size)
+    def validate(self, vocab_size: int, max_logprobs: int = MAX_LOGPROBS) -> None:
+        super().validate(vocab_size, max_logprobs)
+        if not 0 <= self.prompt_top <= max_logprobs:
+            raise RequestError("invalid_request", f"prompt_logprobs: must be in [0, {max_logprobs}]", "prompt_logprobs")
         if self.grammar:
             self.check_end_is_free()
 
@@ -125,7 +128,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     request_id: str
     prompt_ids: list[int]
     params: SamplingParams
-    prompt_logprobs: bool = False  # also for each prompt token after the first; params.logprobs gives their number
+    prompt_logprobs: bool = False  # also for each prompt token after the first; params.prompt_top gives their number
     logprobs_start: int = 0  # if these are asked for: position of the prompt token behind which they begin
     pooling: Pooling | None = None  # the output is the prompt's embedding; needs params.max_tokens of 0
     tenant: str = ""  # owner of the KV cache: no other tenant finds or times the KV that it computed

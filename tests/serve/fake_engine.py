@@ -167,7 +167,7 @@ class FakeEngine:
         )
 
     def _prompt_logprobs(self, request: Request) -> list[TokenLogprobs]:
-        ids, num_top = request.prompt_ids, request.params.logprobs or 0
+        ids, num_top = request.prompt_ids, request.params.prompt_top
         top = [(5 + n, -0.125 - n) for n in range(num_top)]
         return [TokenLogprobs(ids[i], -0.5 * i, top) for i in range(1, len(ids)) if request.prompt_logprobs]
 

@@ -117,7 +117,7 @@ def test_adapters_come_and_go_while_it_runs(folders: tuple[str, ...]) -> None:
         found = running.get("/v1/models", headers=user).json()["data"]
         assert [(model["id"], model["root"], model["parent"]) for model in found] == [
             ("demo", "demo", None),
-            ("a", "demo", "demo"),
+            ("a", "first", "demo"),  # as lora_path names it
         ]
         assert "already" in load("a", "first")[1]
         assert load("b", "first")[0] == 200

@@ -25,7 +25,8 @@ class Scored(ScriptedEngine):
         top = [(5 + i, -0.125 - i) for i in range(request.params.logprobs or 0)]
         async for step in super().generate(request):
             scores = [TokenLogprobs(token, -0.5, top) for token in step.token_ids]
-            prompt = [TokenLogprobs(token, -0.5, top) for token in request.prompt_ids[request.logprobs_start + 1 :]]
+            best = [(5 + i, -0.125 - i) for i in range(request.params.prompt_top)]
+            prompt = [TokenLogprobs(token, -0.5, best) for token in request.prompt_ids[request.logprobs_start + 1 :]]
             fields = {name: getattr(step, name) for name in StepOutput.__struct_fields__}
             fields["logprobs"] = scores if request.params.logprobs is not None else []
             fields["prompt_logprobs"] = prompt if request.prompt_logprobs and step.token_ids == ANSWER[:1] else []
@@ -172,8 +173,8 @@ def test_a_chat_returns_token_ids() -> None:
     App(engine).post(CHAT_PATH, CHAT)
     assert answer["prompt_token_ids"] == engine.requests[0].prompt_ids
     plain = ask(CHAT_PATH, **CHAT)
-    assert "prompt_token_ids" not in plain
-    assert "token_ids" not in plain["choices"][0]
+    assert plain["prompt_token_ids"] is None
+    assert plain["choices"][0]["token_ids"] is None
 
 
 def test_a_chat_s_stream_has_the_token_ids_once() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -161,3 +162,58 @@ def test_the_tokens_of_steps_are_a_histogram() -> None:
     assert found[f'{name}_bucket{{le="+Inf",model_name="model"}}'] == 6
     assert found[f'{name}_count{{model_name="model"}}'] == 6
     assert found[f'{name}_sum{{model_name="model"}}'] == 40_000
+
+
+@pytest.mark.parametrize(
+    ("most", "asked", "found"),
+    [(20, 20, 20), (20, 21, None), (20, -1, None), (30, 30, 30), (-1, -1, 4096), (4096, -1, 4096), (-1, 5000, 4096)],
+)
+def test_max_logprobs_is_the_most_that_a_request_may_ask_for(most: int, asked: int, found: int | None) -> None:
+    engine = ScriptedEngine()
+    app = App(engine, ServerConfig(max_logprobs=most))
+    bodies = [
+        (CHAT_PATH, CHAT | {"logprobs": True, "top_logprobs": asked}, "top_logprobs"),
+        (TEXT_PATH, TEXT | {"logprobs": asked}, "logprobs"),
+        (CHAT_PATH, CHAT | {"prompt_logprobs": asked}, "prompt_logprobs"),
+        (TEXT_PATH, TEXT | {"prompt_logprobs": asked}, "prompt_logprobs"),
+    ]
+    for path, body, param in bodies:
+        answer = app.post(path, body | {"max_tokens": 2})
+        if found is None:
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+            continue
+        assert answer.status_code == 200, answer.text
+        params = engine.requests[-1].params
+        assert (params.prompt_top if param == "prompt_logprobs" else params.logprobs) == found
+        assert params.logprobs is None or param != "prompt_logprobs"
+    schema = app.request("GET", "/openapi.json").json()["components"]["schemas"]["CompletionRequest"]["properties"]
+    (number, *_) = schema["logprobs"]["anyOf"]
+    assert (number["minimum"] <= asked <= number["maximum"]) is (found is not None)
+
+
+def test_t10_more_log_probabilities_than_an_answer_may_hold_are_refused() -> None:
+    app = App(ScriptedEngine(), ServerConfig(max_logprobs=-1, answer_memory=1 << 20))
+    refused = app.post(TEXT_PATH, TEXT | {"logprobs": -1, "max_tokens": 1000})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "max_tokens")
+    refused = app.post(TEXT_PATH, TEXT | {"prompt": "Hi " * 50, "prompt_logprobs": -1, "max_tokens": 1})
+    assert refused.status_code == 400
+    assert app.post(TEXT_PATH, TEXT | {"prompt_logprobs": 20, "max_tokens": 100}).status_code == 200
+
+
+def test_a_prompt_shows_the_whole_vocabulary_and_the_answer_nothing() -> None:
+    whole: Any = {"prompt_logprobs": -1}
+    with (
+        Server("--max-logprobs", "-1", engine="lmkit.turbo.engine.engine:Engine") as running,
+        client(running) as ours,
+    ):
+        scored: Any = ours.chat.completions.create(model="demo", messages=HELLO, max_tokens=4, extra_body=whole)
+        shown: Any = ours.completions.create(model="demo", prompt="Hello", max_tokens=1, logprobs=-1, temperature=0)
+    first, *later = scored.prompt_logprobs
+    assert first is None
+    assert {len(entry) for entry in later} == {4096}
+    assert scored.choices[0].logprobs is None
+    probabilities = [math.exp(entry["logprob"]) for entry in later[0].values()]
+    assert math.fsum(probabilities) == pytest.approx(1, abs=1e-3)
+    (top,) = shown.choices[0].logprobs.top_logprobs
+    assert len(top) > 4000  # of tokens with one text the likelier stands
+    assert max(top, key=top.__getitem__) == shown.choices[0].logprobs.tokens[0]

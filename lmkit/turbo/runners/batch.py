@@ -77,6 +77,7 @@ class PersistentBatch:
         self.num_blocks = np.zeros((num_groups, num_slots), np.int64)
         self.wants_prompt_logprobs = np.zeros(num_slots, bool)
         self.logprobs_start = np.zeros(num_slots, np.int64)
+        self.prompt_top = np.zeros(num_slots, np.int64)  # most likely tokens to report at each position of a prompt
         self.adapters = np.full(num_slots, -1, np.int32)
         self.shifts = np.zeros(num_slots, np.int32)  # between the position of a token and its place behind images
         self.images: dict[int, PlacedImages] = {}  # of slots whose sequences have some
@@ -113,6 +114,7 @@ class PersistentBatch:
         self._extend_tables(new.slot, new.block_tables)
         self.wants_prompt_logprobs[new.slot] = new.prompt_logprobs
         self.logprobs_start[new.slot] = new.logprobs_start
+        self.prompt_top[new.slot] = new.params.prompt_top
         self.adapters[new.slot] = new.adapter
         self.images.pop(new.slot, None)
         self.shifts[new.slot] = 0

@@ -70,7 +70,6 @@ class HostSampler:
 
     def __init__(self, num_slots: int, vocab_size: int, device: str, guides: Guides) -> None:
         self._sampler = Sampler(num_slots, vocab_size, guides)
-        self.num_top = self._sampler.num_top
         self.last_token = torch.zeros(num_slots, dtype=torch.int64, device=device)
         self.set, self.clear = self._sampler.set, self._sampler.clear
 

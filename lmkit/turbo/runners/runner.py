@@ -87,8 +87,6 @@ class Shown(NamedTuple):
 class SlotStates(Protocol):
     """The part of a sampler that plans change."""
 
-    num_top: np.ndarray  # by slot: most likely tokens to report
-
     def set(self, slot: int, new: NewSequence) -> None: ...
     def clear(self, slot: int) -> None: ...
 
@@ -225,7 +223,7 @@ class PlanRunner:
             part = torch.tensor(scored[begin : begin + size], device=delta.device)
             logits = self.decoder.logits(delta, residual, part).cpu().numpy()
             for row, (place, token) in zip(logits, targets[begin : begin + size], strict=True):
-                num_top = max(0, int(self._states.num_top[chunks[place].slot]))
+                num_top = int(self.batch.prompt_top[chunks[place].slot])
                 scores[place].append(token_logprobs(row, token, num_top))
         return scores
 

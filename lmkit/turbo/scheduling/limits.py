@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from lmkit.errors import RequestError
 from lmkit.turbo.kv.manager import KVLimits
-from lmkit.turbo.request import Request
+from lmkit.turbo.request import MAX_LOGPROBS, Request
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ def check_request(request: Request, limits: SchedulerLimits) -> int:
     Raises RequestError for a request that can never run.
     """
     params, num_prompt = request.params, len(request.prompt_ids)
-    params.validate(limits.vocab_size)
+    params.validate(limits.vocab_size, max(MAX_LOGPROBS, limits.vocab_size))  # the front end has a limit
     if params.temperature > 0 and params.seed is None:
         raise RequestError("invalid_request", "seed=None: sampling needs a seed; draw one", "seed")
     if request.pooling is not None and params.max_tokens != 0:

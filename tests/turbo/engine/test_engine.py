@@ -127,13 +127,15 @@ def test_a_tiny_pool_preempts(demo_model: Path) -> None:
 
 def test_prompt_logprobs_match_transformers(demo_model: Path, heldout_text: str) -> None:
     ids = Tokenizer.from_pretrained(demo_model).encode(heldout_text[:600])
-    params = SamplingParams(max_tokens=0, seed=0, logprobs=3)
+    params = SamplingParams(max_tokens=1, seed=0, prompt_top=3)
     request = Request(request_id="p", prompt_ids=ids, params=params, prompt_logprobs=True)
     outputs = run(engine_for(demo_model, dtype="float32", max_step_tokens=37), [request])["p"]
     reference = transformers.AutoModelForCausalLM.from_pretrained(demo_model, dtype=torch.float32)
     with torch.no_grad():
         scores = reference(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
     got = outputs[0].prompt_logprobs
+    assert outputs[0].token_ids
+    assert not outputs[0].logprobs  # nobody asked for those of the answer
     assert [position.token_id for position in got] == ids[1:]
     want = scores.gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
     torch.testing.assert_close(torch.tensor([position.logprob for position in got]), want, rtol=1e-3, atol=1e-3)
@@ -148,7 +150,7 @@ def test_prompt_logprobs_do_not_depend_on_batch_chunks_or_the_part_that_is_score
 ) -> None:
     requests = [
         msgspec.structs.replace(request, prompt_logprobs=True)
-        for request in requests_for(demo_model, logprobs=4, max_tokens=3)
+        for request in requests_for(demo_model, logprobs=2, prompt_top=4, max_tokens=3)
     ]
     alone = engine_for(demo_model)
     want = {r.request_id: run(alone, [r])[r.request_id][0].prompt_logprobs for r in requests}

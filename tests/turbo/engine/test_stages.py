@@ -31,7 +31,7 @@ def shown(path: Path, **options: Any) -> list[Any]:
     model = engine(path, 1, max_step_tokens=16, **options)
     prompt = list(range(5, 50))
     wanted: list[dict[str, Any]] = [
-        {"params": SamplingParams(max_tokens=3, temperature=0.0, logprobs=2), "prompt_logprobs": True},
+        {"params": SamplingParams(max_tokens=3, temperature=0.0, logprobs=2, prompt_top=2), "prompt_logprobs": True},
         {"params": SamplingParams(max_tokens=0), "pooling": "mean"},
         {"params": SamplingParams(max_tokens=0), "pooling": "last"},
     ]
