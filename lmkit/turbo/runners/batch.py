@@ -106,6 +106,7 @@ class PersistentBatch:
 
     def enter(self, new: NewSequence) -> None:
         self._entries[new.slot] += 1
+        self._decoded = []  # the next position of the slot would not be in the same blocks
         count = len(new.token_ids)
         self.token_ids[new.slot, :count] = new.token_ids
         self.num_tokens[new.slot] = count

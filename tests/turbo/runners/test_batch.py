@@ -70,6 +70,24 @@ def test_a_reused_slot_forgets_its_blocks() -> None:
     assert inputs.token_ids.tolist() == [6, 6]
 
 
+def test_a_sequence_that_goes_on_where_another_ended_has_its_own_blocks() -> None:
+    """The slot decodes the next position, but nothing else is as it was."""
+    batch = PersistentBatch(num_slots=1, max_model_len=16, block_size=BLOCK, max_step_tokens=128)
+    enter(batch, 0, [1, 2])
+    batch.inputs([Chunk(0, 0, 2, [[7]], 1)])
+    batch.append(0, 3)
+    batch.inputs([Chunk(0, 2, 1, [], 1)])
+    prompt = [1, 2, 3, 4]
+    batch.enter(NewSequence(0, prompt, len(prompt), SamplingParams(), (), False, block_tables=[[9]], adapter=5))
+    inputs, _ = batch.inputs([Chunk(0, 3, 1, [], 1)])
+    assert not batch.keeps_tables
+    assert inputs.geometries[0].slots.tolist() == [9 * BLOCK + 3]
+    assert inputs.geometries[0].block_tables[0, 0] == 9
+    assert inputs.rope_lens.tolist() == [len(prompt)]
+    assert inputs.adapters is not None
+    assert inputs.adapters.tolist() == [5]
+
+
 def test_prompt_rows_score_every_prompt_token_once() -> None:
     batch = PersistentBatch(num_slots=2, max_model_len=16, block_size=BLOCK, max_step_tokens=128)
     enter(batch, 0, [10, 11, 12, 13, 14, 15], prompt_logprobs=True)
