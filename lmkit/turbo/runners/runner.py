@@ -222,7 +222,8 @@ class PlanRunner:
         for begin in range(0, len(scored), size):
             part = torch.tensor(scored[begin : begin + size], device=delta.device)
             logits = self.decoder.logits(delta, residual, part).cpu().numpy()
-            for row, (place, token) in zip(logits, targets[begin : begin + size], strict=True):
+            on_rank_0 = len(logits) > 0  # other ranks get no rows
+            for row, (place, token) in zip(logits, targets[begin : begin + size], strict=on_rank_0):
                 num_top = int(self.batch.prompt_top[chunks[place].slot])
                 scores[place].append(token_logprobs(row, token, num_top))
         return scores
