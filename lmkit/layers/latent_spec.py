@@ -43,6 +43,12 @@ class LatentSpec:
         shapes = own if self.q_lora_rank else {"attn.q": (queries, hidden)}
         return shapes | {"attn.kv_a": (self.row_dim, hidden), "attn.o": (hidden, heads * self.v_head_dim)}
 
+    @property
+    def rows_of_heads(self) -> dict[str, int]:
+        """Rows of a head in the weights that have some for each head, by role."""
+        queries = "attn.q_b" if self.q_lora_rank else "attn.q"
+        return {queries: self.query_dim, "attn.kv_b": self.qk_nope_head_dim + self.v_head_dim}
+
     def matrices(self, heads: int) -> dict[str, tuple[int, int]]:
         """The shape of kv_b. It is no linear of the forward: attention multiplies with parts of it."""
         return {"attn.kv_b": (heads * (self.qk_nope_head_dim + self.v_head_dim), self.kv_lora_rank)}

@@ -121,6 +121,13 @@ class LayerSpec:
         return shapes
 
     @cached_property
+    def rows_of_heads(self) -> dict[str, int]:
+        """Rows of a head in the weights that have some for each head, by role."""
+        if self.latent:
+            return self.latent.rows_of_heads
+        return dict.fromkeys(("attn.q", "attn.k", "attn.v"), self.head_dim)
+
+    @cached_property
     def routers(self) -> dict[str, Shape]:
         """Shapes of the linears that choose the experts of a token, by role. They stay dense."""
         return {role: (size, self.hidden_size) for role, size in self.mlp.routers.items()}

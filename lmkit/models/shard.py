@@ -2,7 +2,8 @@
 
     tensor parallelism
     attn.q|k|v     the rows of its heads         mlp.gate|up   its rows          lm_head   its rows
-    attn.o         the columns of its heads      mlp.down      its columns       the rest  whole
+    attn.q_b|kv_b  the same                      mlp.down      its columns       the rest  whole
+    attn.o         the columns of its heads
 
     expert parallelism
     mlp.experts.*  its experts, whole            lm_head       its rows          the rest  whole
@@ -10,7 +11,7 @@
 A rank is a model with fewer heads and narrower MLPs, or with fewer experts, so that a ModelSpec describes it. The
 products of attn.o and mlp.down are sums over the ranks, which add them up. Without expert parallelism experts are split
 like other MLPs. With both, experts are whole, and all else is split. If there are fewer KV heads than ranks, ranks
-share them. No torch here.
+share them. Latent attention has one, so that each rank keeps all rows. No torch here.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from lmkit.models.kv_storage import KVStorage
     from lmkit.qtensor import QTensor
 
-ROWS, COLUMNS = ("gate", "up"), ("o", "down")  # last parts of roles; q, k and v have heads
+ROWS, COLUMNS = ("gate", "up"), ("o", "down")  # last parts of roles
 
 
 @dataclass(frozen=True)
@@ -88,8 +89,6 @@ class Shard:
             raise UnsupportedError(f"tp={self.size}: {heads} attention heads cannot be shared out evenly")
         if kv_heads % self.size and self.size % kv_heads:
             raise UnsupportedError(f"tp={self.size}: {kv_heads} KV heads cannot be shared out evenly")
-        if spec.latent:
-            raise UnsupportedError(f"tp={self.size}: latent attention is not split over processes; use tp=1")
         if spec.delta or spec.gated:
             raise UnsupportedError(f"tp={self.size}: linear attention is not split over processes; use tp=1")
         if spec.joint_qk_norm:
@@ -137,9 +136,9 @@ class Shard:
             if isinstance(weight, QTensor) or not is_bias:
                 return self._columns(role, weight)
             return weight * (self.rank == 0)  # added once
-        if last in ("q", "k", "v"):
-            heads = self.part(spec.num_heads) if last == "q" else self.kv_heads(spec.num_kv_heads)
-            return self.rows(weight, slice(heads.start * spec.head_dim, heads.stop * spec.head_dim))
+        if base in (heads_of := spec.rows_of_heads):
+            heads = self.kv_heads(spec.num_kv_heads) if last in ("k", "v") else self.part(spec.num_heads)
+            return self.rows(weight, slice(heads.start * heads_of[base], heads.stop * heads_of[base]))
         if last in ROWS:
             return self.rows(weight, self.part(spec.mlps[base.rpartition(".")[0]].intermediate_size))
         return weight

@@ -8,13 +8,14 @@ import pytest
 import torch
 
 from lmkit.config import EngineConfig
-from lmkit.errors import ConfigError, UnsupportedError
+from lmkit.errors import ConfigError
 from lmkit.formats.kv_config import load_kv_config
 from lmkit.kv_dtype import BFLOAT16, FLOAT32, FP8, INT4, INT8, KVDtype
 from lmkit.layers.batch import whole_batch
 from lmkit.models import load_spec
 from lmkit.models.kv_storage import KVStorage, allocate
 from lmkit.models.loader import load_model
+from lmkit.models.shard import Shard
 from lmkit.models.source import ModelSource
 from lmkit.qtensor import QTensor
 from lmkit.quant.run import prepare
@@ -36,9 +37,15 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_checkpoint(tmp_path_factory.mktemp("model"), "deepseek-v2-lite", num_key_value_heads=4)
 
 
-def test_tp_is_refused(checkpoint: Path) -> None:
-    with pytest.raises(UnsupportedError, match="tp=2: latent attention is not split over processes; use tp=1"):
-        Engine(str(checkpoint), EngineConfig(max_model_len=64, tp=2))
+def test_ranks_share_out_heads_and_keep_all_rows(checkpoint: Path) -> None:
+    whole, rank = (Shard(0, tp).model(ModelSource(checkpoint).spec).layers[1] for tp in (1, 2))
+    assert rank.num_heads == whole.num_heads // 2
+    assert rank.kv_token_bytes(INT8, INT8) == whole.kv_token_bytes(INT8, INT8)
+    weights = ModelSource(checkpoint).layer_weights(1)
+    parts = [Shard(number, 2).weights(whole, dict(weights)) for number in range(2)]
+    assert all(torch.equal(part["attn.kv_a"], weights["attn.kv_a"]) for part in parts)
+    for role, axis in (("attn.q", 0), ("attn.kv_b", 0), ("attn.o", 1)):
+        assert torch.equal(torch.cat([part[role] for part in parts], dim=axis), weights[role])
 
 
 def test_tokens_in_the_same_bytes() -> None:

@@ -60,8 +60,12 @@ def kl(p: torch.Tensor, q: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize(
-    "name", ["llama-tied-bias", "opt", "opt-350m", "gemma2", "gemma4", "qwen3", "gpt-oss", "qwen2-moe", "glm4"]
-)
+    "name",
+    [
+        "llama-tied-bias", "opt", "opt-350m", "gemma2", "gemma4", "qwen3", "gpt-oss", "qwen2-moe", "glm4",
+        "deepseek-v2-lite", "deepseek-v3",
+    ],
+)  # fmt: skip
 def test_two_ranks_compute_the_whole_models_logits(tmp_path: Path, name: str) -> None:
     tiny.make(tmp_path, name)
     (whole,), (first, second) = logits_of(tmp_path, 1), logits_of(tmp_path, 2)

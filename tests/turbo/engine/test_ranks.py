@@ -18,6 +18,7 @@ from lmkit.turbo.request import Request, SamplingParams
 from lmkit.turbo.runners.ranks import LeadingRunner
 from tests.models import peft_folder
 from tests.models.test_trained_moe import TRAINED_MOE
+from tests.quant.helpers import tiny_checkpoint
 
 PROMPTS = [[5, 6, 7, 8, 9] * 9, [11, 400, 31], [11, 400, 31, 7], [900, 12]]
 
@@ -57,6 +58,27 @@ def test_ranks_give_the_tokens_of_one(demo_model: Path) -> None:
         found = tokens(demo_model, tp, **options)
         assert {name: found[name] for name in GREEDY} == {name: one[name] for name in GREEDY}
         assert all(found[f"0.{number}"] == found[f"1.{number}"] for number in range(len(PROMPTS)))
+
+
+def test_ranks_share_out_the_heads_of_latent_attention(tmp_path: Path) -> None:
+    """Each rank keeps the rows of all tokens. Rank 0 scores prompts. A prefix that is cached on both is found again."""
+    path = tiny_checkpoint(tmp_path, "deepseek-v2-lite", num_key_value_heads=4, first_k_dense_replace=9)
+    exact, prompt, found = {"dtype": "float32", "activations": "exact"}, list(range(40, 90)), []
+    params = SamplingParams(max_tokens=4, ignore_eos=True)
+    for tp in (1, 2):
+        model, answers = engine(path, tp, max_model_len=64, **exact), []
+        try:
+            for name in "ab":
+                model.add(Request(request_id=name, prompt_ids=prompt, params=params, prompt_logprobs=name == "a"))
+                while model.has_work():
+                    answers += model.step()
+        finally:
+            model.close()
+        assert all(answer.error is None for answer in answers)
+        assert max(answer.cached_tokens for answer in answers) >= 32
+        found.append(torch.tensor([x.logprob for answer in answers for x in answer.prompt_logprobs or ()]))
+    assert len(found[0]) == len(prompt) - 1
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=1e-3)
 
 
 def test_ranks_split_adapters(demo_model: Path, tmp_path: Path) -> None:
