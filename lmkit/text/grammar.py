@@ -15,12 +15,12 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from llguidance import LLMatcher, LLTokenizer, StructTag
+from llguidance import LLMatcher, StructTag
 from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
 
 from lmkit.errors import RequestError
 from lmkit.text.dialects.table import MARKS
-from lmkit.text.grammar_process import LIMITS
+from lmkit.text.grammar_process import LIMITS, compiled_tokenizer
 from lmkit.text.sandbox import Sandbox
 from lmkit.text.structural_tag import lark_of, without
 
@@ -201,7 +201,7 @@ class Grammars:
         self._parts = (tokenizer, vocab_size, list(eos_token_ids))
         self._name = hashlib.sha256(repr(self._parts).encode()).hexdigest()
         try:
-            self._tokenizer = LLTokenizer(tokenizer, n_vocab=vocab_size, eos_token=list(eos_token_ids))
+            self._tokenizer = compiled_tokenizer(*self._parts)
         except ValueError:
             raise _unsupported("the model's tokenizer is of a kind that cannot follow one") from None
         self.vocab_size = vocab_size

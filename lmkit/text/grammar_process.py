@@ -12,7 +12,18 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 # Fuel for building a lexer and for one mask; a request that needs more ends alone. The texts of errors would be long.
 LIMITS = LLParserLimits(initial_lexer_fuel=1_000_000, step_lexer_fuel=200_000, verbose_errors=False)
+# Sets of tokens that a mask takes as a whole where the grammar allows all of them. llguidance sees it where the state
+# begins with a repetition: its own sets serve strings of any characters. Words serve those of letters and digits. Those
+# that begin in ASCII are no plain repetition themselves, so that it looks for one in each alternative of the state.
+ASCII_FIRST = r'[ !#-\[\]-~][^"\\\x00-\x1F\x7F]'
+SPACES, *STRINGS = LLTokenizer.json_slices()
+SLICES = [SPACES, "[a-z]+", "[A-Za-z]+", *(ASCII_FIRST + most for most in ("{0,9}", "{0,29}", "*")), *STRINGS]
 _tokenizers: dict[str, LLTokenizer] = {}
+
+
+def compiled_tokenizer(text: str, vocab_size: int, eos_token_ids: list[int]) -> LLTokenizer:
+    """The tokenizer of a tokenizer.json. Raises ValueError for a kind that has no bytes."""
+    return LLTokenizer(text, n_vocab=vocab_size, eos_token=eos_token_ids, slices=SLICES)
 
 
 def answer(kind: str, name: str, *value: Any) -> tuple[str, str]:
@@ -23,7 +34,7 @@ def answer(kind: str, name: str, *value: Any) -> tuple[str, str]:
     """
     if kind == "tokenizer":
         text, vocab_size, eos = value
-        _tokenizers[name] = LLTokenizer(text, n_vocab=vocab_size, eos_token=eos)
+        _tokenizers[name] = compiled_tokenizer(text, vocab_size, eos)
         return "ok", ""
     if name not in _tokenizers:
         return "unknown", ""

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from llguidance import LLParserLimits
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from lmkit.errors import RequestError
 from lmkit.text import Tokenizer
@@ -87,6 +87,31 @@ def test_random_answers_fit_the_schema() -> None:
         assert 0 <= answer["age"] <= 150
         assert len(answer["name"]) <= 8
         assert re.fullmatch("[0-9]{3}-[a-f]{1,9}", random_answer(grammar_of("regex", "[0-9]{3}-[a-f]{1,9}", "f"), seed))
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"pattern": "a+"},
+        {"type": "string", "pattern": "^[a-z0-9]+(-[a-z0-9]+)*$"},
+        {"type": "string", "pattern": r"^\p{Letter}{2,9}$"},
+        {"type": "string", "anyOf": [{"maxLength": 2}, {"minLength": 40, "pattern": "^[ -~]*$"}]},
+        {"type": "array", "items": {"anyOf": [{"format": "email"}, {"format": "uri"}, {"maxLength": 4}]}},
+        {"type": "object", "patternProperties": {"f.*o": {"pattern": r"^[^\s]+$"}}},
+    ],
+    ids=str,
+)
+def test_masks_are_those_of_a_walk_through_all_tokens(schema: dict[str, Any]) -> None:
+    grammar, rng = grammars.json_schema(schema), random.Random(0)
+    plain = LLTokenizer(TOKENIZER.backend.to_str(), n_vocab=VOCAB, eos_token=list(TOKENIZER.eos_token_ids), slices=[])
+    for _ in range(10):
+        guide, walked = GRAMMARS.guide(grammar), Guide(LLMatcher(plain, grammar, log_level=0), VOCAB)
+        for _ in range(20):
+            np.testing.assert_array_equal(guide.allowed, walked.allowed)
+            if (token := int(rng.choice(allowed(guide)))) in TOKENIZER.eos_token_ids:
+                break
+            guide.advance([token])
+            walked.advance([token])
 
 
 @pytest.mark.parametrize(
