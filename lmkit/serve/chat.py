@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import msgspec
 from fastapi import APIRouter, Request, Response
+from msgspec import UNSET
 
 from lmkit.errors import RequestError
 from lmkit.log import get_logger
@@ -196,7 +197,7 @@ class _ChatResponse(ChatBuilder):
                 for report in self.progress(output):
                     yield self._chunk([ChatChunkChoice(index=idx, delta={})], prompt_progress=report)
                 logprobs = ChatLogprobs(content=list(map(self.logprob, output.logprobs))) if output.logprobs else None
-                ids = output.token_ids if self.body.return_token_ids else None
+                ids = self.asked(output.token_ids)
                 events = self.answers[idx].take(output)
                 if kept:
                     kept[idx].add(output)
@@ -207,12 +208,12 @@ class _ChatResponse(ChatBuilder):
                 if output.finish_reason is not None and not (parts and self.continuous_usage):
                     parts.append({})
                 for delta in parts:  # the first has what is known of the output's tokens, the last one how it ended
-                    choice = ChatChunkChoice(index=idx, delta=delta, logprobs=logprobs, token_ids=self.asked(ids))
+                    choice = ChatChunkChoice(index=idx, delta=delta, logprobs=logprobs, token_ids=ids)
                     if output.finish_reason is not None and delta is parts[-1]:
                         choice.finish_reason = self.answers[idx].finish_reason(output)
                         choice.stop_reason = output.stop_reason
                     yield self._chunk([choice])
-                    logprobs = ids = None
+                    logprobs, ids = None, UNSET
         if kept:
             self.seed_ids()  # those of the calls again
             await self._keep(self._whole(kept, kept_events))

@@ -183,6 +183,8 @@ def test_a_chat_s_stream_has_the_token_ids_once() -> None:
     for index in range(2):
         mine = [choice for chunk in chunks for choice in chunk["choices"] if choice["index"] == index]
         assert [token for choice in mine for token in choice.get("token_ids") or ()] == ANSWER
+    shown = [choice for chunk in chunks for choice in chunk["choices"] if "token_ids" in choice]
+    assert all(choice["token_ids"] for choice in shown)
     assert not any("token_ids" in choice for chunk in events(CHAT_PATH, **CHAT) for choice in chunk["choices"])
 
 
