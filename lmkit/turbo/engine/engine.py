@@ -144,7 +144,7 @@ class Engine:
             self.runner = make_runner(device, parts, others)
             self._drafter = model.draft.start(self.runner, spec.vocab_size) if model.draft is not None else None
             captured = self._warm_up(limits, others)
-        self._has_head = model.has_head
+        self._has_head, self._step_sizes = model.has_head, StepSizes()  # the first steps do not count
         eos = model.tokenizer.eos_token_ids if model.tokenizer is not None else ()
         self.scheduler = Scheduler(
             limits,

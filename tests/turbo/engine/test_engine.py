@@ -125,6 +125,17 @@ def test_a_tiny_pool_preempts(demo_model: Path) -> None:
     assert engine.stats().preemptions > 0
 
 
+def test_steps_count_the_tokens_that_they_compute(demo_model: Path) -> None:
+    engine = engine_for(demo_model, prefix_cache=False, max_step_tokens=16)
+    assert engine.stats().step_tokens == 0
+    requests = requests_for(demo_model, max_tokens=5)
+    results = run(engine, requests)
+    new = sum(len(output.token_ids) for outputs in results.values() for output in outputs)
+    stats = engine.stats()
+    assert stats.step_tokens == sum(len(request.prompt_ids) for request in requests) + new
+    assert 0 < sum(stats.step_sizes) <= stats.steps
+
+
 def test_prompt_logprobs_match_transformers(demo_model: Path, heldout_text: str) -> None:
     ids = Tokenizer.from_pretrained(demo_model).encode(heldout_text[:600])
     params = SamplingParams(max_tokens=1, seed=0, prompt_top=3)
