@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable
+from typing import Any
 
 from lmkit.turbo.plan import StepPlan
 from lmkit.turbo.request import StepOutput
@@ -25,3 +26,7 @@ class StepSizes:
         if size:
             self.counts[bisect_left(BOUNDS, size)] += 1
             self.num_tokens += size
+
+    def figures(self) -> dict[str, Any]:
+        """The fields of EngineStats."""
+        return {"step_sizes": self.counts[:] if self.num_tokens else [], "step_tokens": self.num_tokens}

@@ -344,8 +344,8 @@ class Engine:
             self._tiers.close()
 
     def stats(self) -> EngineStats:
-        sizes = {"step_sizes": self._step_sizes.counts[:], "step_tokens": self._step_sizes.num_tokens}
-        stats = msgspec.structs.replace(self.scheduler.stats(), failed_steps=self._failed_steps, **sizes)
+        counted = {"failed_steps": self._failed_steps} | self._step_sizes.figures()
+        stats = msgspec.structs.replace(self.scheduler.stats(), **counted)
         if self._encoder is None:
             return stats
         waiting = stats.num_waiting + len(self._encoder)
