@@ -1,4 +1,4 @@
-"""Section "gemm": W4A16 products of Llama-3-8B's shapes, groups of 128, beside bfloat16 and other kernels.
+"""Section "gemm": products of 4-bit weights of Llama-3-8B's shapes, groups of 128, beside bfloat16 and other kernels.
 
 Several weights are used in turn, and together they are larger than a cache. Calls are captured in a CUDA graph.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from benchmarks.gpu.roofline import LLAMA_3_8B
 from benchmarks.gpu.timing import copies_for, seconds_of
 from benchmarks.gpu.tuning import tune
 from lmkit.kernels import ops
+from lmkit.kernels.registry import Op
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 4096)
 QUICK_ROWS = (1, 16, 256)
@@ -77,8 +79,8 @@ def candidates(context: Context, n: int, k: int) -> Iterator[Candidate]:
     four_bits = n * k // 2 + n * k // 128 * 5 // 2  # each group has a scale of 2 bytes and a zero of half a byte
     traits: dict[str, Any] = {"out_features": n, "in_features": k, "group_size": 128, "bits": 4}
 
-    def ours() -> Callable[[Tensor], Any]:
-        impl = ops.linear_w4a16.select("cuda", **traits)
+    def ours(op: Op = ops.linear_w4a16) -> Callable[[Tensor], Any]:
+        impl = op.select("cuda", **traits)
         packed = impl.pack(random_qtensor(n, k, context.device))
         return lambda x: impl(x, packed, None)
 
@@ -92,6 +94,7 @@ def candidates(context: Context, n: int, k: int) -> Iterator[Candidate]:
     name = ops.linear_w4a16.select("cuda", **traits).name
     yield Candidate(f"lmkit {name} float16", torch.float16, four_bits, ours)
     yield Candidate(f"lmkit {name} bfloat16", torch.bfloat16, four_bits, ours)
+    yield Candidate("int8 inputs", torch.float16, four_bits, partial(ours, ops.linear_w4a8))
     yield Candidate("cuBLAS bfloat16", torch.bfloat16, 2 * n * k, dense(torch.bfloat16))
     for peer in peers.gemms(context, n, k):
         yield Candidate(peer.name, peer.dtype, four_bits, peer.make)

@@ -30,7 +30,7 @@ EXPECTED = {  # rows of each section
     "smoke": {"as by default", "overlap=off", "launcher=off", "prefetch=off", "mixed=off", "argmax=off", "experts=off"},
     "machine": {"GPU", "copy bandwidth", "read bandwidth", "bfloat16 matmul", "kernel in a graph"},
     "build": {"all"},
-    "gemm": {"tuning", "cuBLAS bfloat16", *PEERS},
+    "gemm": {"tuning", "int8 inputs", "cuBLAS bfloat16", *PEERS},
     "attention": {"decode", "prefill"},
     "small": {"rms_norm", "gated_activation", "embedding", "draw"},
     "experts": {"sparse layer"},

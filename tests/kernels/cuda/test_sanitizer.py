@@ -17,6 +17,7 @@ HERE = Path(__file__).parent.relative_to(ROOT)
 WATCHED: dict[str, str] = {
     "test_emulation.py": "ldmatrix or copies_land or mma_s8",
     "test_linear.py": "test_tails",
+    "test_int8_rows.py": "test_formats and int4-256",
     "test_experts.py": "places_and_sums or (test_route and 21) or (products_are and int4-5)",
     "test_sampling.py": "lie_anywhere",
     "test_tokens.py": "known",
