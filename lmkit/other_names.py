@@ -151,7 +151,7 @@ RECIPES: Mapping[str, str] = {
     **each("use fp8_block, fp8_channel or fp8_tensor", "fp8 FP8 FP8_BLOCK FP8_DYNAMIC blocked_fp8"),
     **each("use rtn_w8a16, or smoothquant_w8a8 for int8 activations too", "int8 w8a16 W8A16 q8"),
     **each("use rtn_w4a16_g128 or rtn_w8a16", "rtn RTN"),
-    "mixed": "use mixed_4.5, or --average-bits",
+    "mixed": "use mixed_4.5, mixed_3.0 or mixed_2.5, or --average-bits",
 }
 
 # Of an HTTP body: its fields.

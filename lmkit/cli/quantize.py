@@ -36,7 +36,9 @@ def quantize(
         Literal["awq", "gptq", "gptq_v2", "compressed-tensors", "fp8"] | None,
         typer.Option("--format", rich_help_panel=GRID, help="File format of the weights."),
     ] = None,
-    bits: Annotated[float | None, typer.Option(metavar="<4|8>", rich_help_panel=GRID, help="Bits of a weight.")] = None,
+    bits: Annotated[
+        float | None, typer.Option(metavar="<2|3|4|8>", rich_help_panel=GRID, help="Bits of a weight.")
+    ] = None,
     average_bits: Annotated[
         float | None,
         typer.Option(
@@ -114,8 +116,8 @@ def quantize(
     from lmkit.quant.report.evaluate import encode_text
     from lmkit.quant.run import prepare
 
-    if bits not in (None, 4, 8):
-        raise ConfigError(f"--bits {bits:g}: expected 4 or 8; --average-bits {bits:g} mixes them")
+    if bits not in (None, 2, 3, 4, 8):
+        raise ConfigError(f"--bits {bits:g}: expected 2, 3, 4 or 8; --average-bits {bits:g} mixes them")
     scheme = {"bits": bits and int(bits), "group_size": _number(group_size)}
     chosen = recipe or recipe_for(weight_format, bits, average_bits)
     loaded = load_recipe(

@@ -155,8 +155,8 @@ def _scheme(weights: Args) -> QuantScheme:
         if shape is None or (strategy == "block" and min(shape) < 1):
             raise UnsupportedError(f"strategy {strategy!r} of 8-bit floats with blocks {weights.block_structure}")
         return QuantScheme(8, shape[1], True, "float", shape[0])
-    if weights.num_bits not in (4, 8):
-        raise UnsupportedError(f"weights have {weights.num_bits} bits, expected 4 or 8")
+    if weights.num_bits not in (2, 3, 4, 8):
+        raise UnsupportedError(f"weights have {weights.num_bits} bits, expected 2, 3, 4 or 8")
     if strategy not in ("group", "channel", "tensor"):
         raise UnsupportedError(f"strategy {strategy!r} of integers")
     size = weights.group_size if strategy == "group" else -1

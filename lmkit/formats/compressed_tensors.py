@@ -34,6 +34,7 @@ from lmkit.formats.parts import (
     in_groups,
     matrix_shape,
     method_problem,
+    of_kernels,
     read_float8,
     read_part,
     read_scales,
@@ -137,7 +138,7 @@ def _read_packed(reader: CheckpointReader, module: str, scheme: QuantScheme) -> 
         shape = -(-out_features * scheme.bits // 32), groups
         stored = read_part(reader, module + ".weight_zero_point", ("I32",), shape)
         zeros = unpack_words(stored.T.contiguous(), scheme.bits, out_features).T.contiguous()
-    return in_groups(reader, module + ".weight_g_idx", QTensor(codes, scales, zeros, scheme))
+    return in_groups(reader, module + ".weight_g_idx", of_kernels(QTensor(codes, scales, zeros, scheme)))
 
 
 def _stated_shape(reader: CheckpointReader, module: str) -> tuple[int, int]:
@@ -160,7 +161,7 @@ def _read_bytes(reader: CheckpointReader, module: str, rule: Rule) -> QTensor:
     else:
         zero_name = module + ".weight_zero_point"
         zeros = _from_signed(reader, zero_name, read_part(reader, zero_name, ("I8",), groups), scheme)
-    return in_groups(reader, module + ".weight_g_idx", QTensor(codes, scales, zeros, scheme))
+    return in_groups(reader, module + ".weight_g_idx", of_kernels(QTensor(codes, scales, zeros, scheme)))
 
 
 def _read_floats(reader: CheckpointReader, module: str, rule: Rule) -> QTensor:

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -41,6 +41,7 @@ from lmkit.formats.parts import (
     in_groups,
     matrix_shape,
     method_problem,
+    of_kernels,
     one_scheme,
     read_part,
     read_scales,
@@ -121,8 +122,7 @@ class GptqFormat:
         scales = read_scales(reader, module + ".scales", (groups, out_features)).T.contiguous()
         codes = unpack_words(reader.tensor(module + ".qweight").T.contiguous(), scheme.bits, in_features)
         zeros = self._zeros(reader, module, unpack_words(qzeros, scheme.bits, out_features), scheme)
-        scheme = replace(scheme, bits=4, symmetric=False) if scheme.bits < 4 else scheme
-        return in_groups(reader, module + ".g_idx", QTensor(codes, scales, zeros, scheme))
+        return in_groups(reader, module + ".g_idx", of_kernels(QTensor(codes, scales, zeros, scheme)))
 
     def _zeros(self, reader: CheckpointReader, module: str, stored: Tensor, scheme: QuantScheme) -> Tensor:
         """Zeros [groups, out] as stored -> [out, groups]. Raises CheckpointError if they are ambiguous."""

@@ -16,12 +16,14 @@ INVERSE = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 def pack_words(codes: Tensor, bits: int) -> Tensor:
-    """Codes uint8 [rows, columns], each < 2**bits, bits 4 or 8 -> words int32 [rows, ceil(columns * bits / 32)].
+    """Codes uint8 [rows, columns], each < 2**bits -> words int32 [rows, ceil(columns * bits / 32)]. bits: 2, 3, 4 or 8.
 
     The last word is padded with 0.
     """
     assert codes.dtype == torch.uint8
     assert bits == 8 or codes.numel() == 0 or int(codes.max()) < 1 << bits
+    if bits < 4:
+        return _pack_small(codes, bits)
     padded = torch.nn.functional.pad(codes, (0, -codes.shape[1] % (32 // bits)))
     # Byte j of a word holds nibbles 2j (low) and 2j + 1 (high).
     packed = padded if bits == 8 else padded[:, 0::2] | (padded[:, 1::2] << 4)
@@ -39,11 +41,24 @@ def unpack_words(words: Tensor, bits: int, columns: int) -> Tensor:
     return codes[:, :columns].contiguous()
 
 
+def _pack_small(codes: Tensor, bits: int) -> Tensor:
+    """The inverse of `_unpack_small`, in words int32 [rows, ceil(columns * bits / 32)]."""
+    rows, columns = codes.shape
+    size, whole = 3 if bits == 3 else 1, -(-columns // 32)  # 32 codes fill `bits` words
+    padded = torch.nn.functional.pad(codes, (0, 32 * whole - columns))
+    shifts, places = torch.arange(0, 8 * size, bits), torch.arange(size) * 8
+    units = (padded.view(rows, 4 * bits * whole // size, len(shifts)).int() << shifts).sum(-1)
+    packed = (units[..., None] >> places & 255).to(torch.uint8)
+    words = packed.flatten().view(torch.int32).view(rows, bits * whole)
+    return words[:, : -(-columns * bits // 32)].clone(memory_format=torch.contiguous_format)  # with strides of its own
+
+
 def _unpack_small(packed: Tensor, bits: int) -> Tensor:
     """Bytes uint8 [rows, columns] -> codes of 2 or 3 bits: 3 bytes hold 8 codes of 3, a byte holds 4 codes of 2."""
     size = 3 if bits == 3 else 1
+    packed = torch.nn.functional.pad(packed, (0, -packed.shape[1] % size))
     places = torch.arange(size, dtype=torch.int32) * 8
-    units = (packed.view(len(packed), -1, size).int() << places).sum(-1, dtype=torch.int32)
+    units = (packed.view(len(packed), packed.shape[1] // size, size).int() << places).sum(-1, dtype=torch.int32)
     shifts = torch.arange(0, 8 * size, bits, dtype=torch.int32)
     return (units[..., None] >> shifts & ((1 << bits) - 1)).to(torch.uint8).flatten(1)
 

@@ -96,6 +96,11 @@ def one_scheme(linears: Linears, what: str) -> QuantScheme:
     return QuantScheme(bits, group_size, all(scheme.symmetric for scheme in schemes), kind, rows, ordered)
 
 
+def of_kernels(weight: QTensor) -> QTensor:
+    """The same weight as kernels hold it: codes of 2 and 3 bits become such of 4."""
+    return replace(weight, scheme=replace(weight.scheme, bits=4, symmetric=False)) if weight.scheme.bits < 4 else weight
+
+
 def refuse_extras(what: str, activations: Activations, kv_cache_scheme: dict[str, Any] | None) -> None:
     """For a format without activations and KV cache: raise UnsupportedError if either is given."""
     if activations != "none":

@@ -119,7 +119,7 @@ class _Reader:
         words, scales = self._array(f"{module}.weight_packed"), self._scales(f"{module}.weight_scale")
         if len(words) != out_features:
             raise CheckpointError(f"{module}.weight_shape has {out_features} outputs, weight_packed {len(words)}")
-        bits = 4 if words.shape[1] == -(-in_features // 8) else 8
+        bits = next(bits for bits in (4, 8, 3, 2) if words.shape[1] == -(-in_features * bits // 32))
         zeros = np.full(scales.shape, 1 << (bits - 1))
         if f"{module}.weight_zero_point" in self.places:
             zeros = _unpack(self._array(f"{module}.weight_zero_point").T, bits)[:, :out_features].T
@@ -172,7 +172,11 @@ def _groups(in_features: int, count: int) -> Array:
 
 
 def _unpack(words: Array, bits: int) -> Array:
-    """int32 [rows, words] -> integers [rows, words * 32 / bits]: value i of a word at its bit i * bits."""
+    """int32 [rows, words] -> integers [rows, words * 32 / bits]: value i of a row at its bit i * bits."""
+    if bits == 3:  # a value may lie in two words
+        stream = np.unpackbits(np.ascontiguousarray(words).view(np.uint8), axis=1, bitorder="little")
+        whole = stream[:, : stream.shape[1] // 3 * 3].reshape(len(words), -1, 3)
+        return (whole @ np.array([1, 2, 4], np.uint8)).astype(np.int16)
     shifts = np.arange(0, 32, bits, dtype=np.uint32)
     values = np.ascontiguousarray(words).view(np.uint32)[..., None] >> shifts & np.uint32((1 << bits) - 1)
     return values.reshape(len(words), -1).astype(np.int16)

@@ -22,6 +22,7 @@ from lmkit.quant.recipe import Recipe
 MEASURED_ROWS, MEASURED_LEN = 8, 128  # KL is measured on so many rows of the calibration data, of so many tokens
 RESOLUTION = 1 << 16  # the spare bits are counted in this many units, if their costs have no larger common divisor
 SCALE_BITS = 16
+LOW_BITS = 2, 3  # for budgets that the recipe's scheme exceeds
 EXPERTS = "mlp.experts."
 DENSE_BITS = {"float32": 32, "bfloat16": 16, "float16": 16}
 
@@ -68,7 +69,10 @@ def candidates(recipe: Recipe) -> tuple[QuantScheme, ...]:
     if recipe.average_bits is None or recipe.format == "awq" or base.bits != 4:  # an AWQ file has one scheme
         return (base,)
     finer = () if base.group_size == 32 else (replace(base, group_size=32),)
-    return base, *finer, replace(base, bits=8, symmetric=True)
+    of_scale = (SCALE_BITS + base.bits * (not base.symmetric)) / max(base.group_size, 1)
+    widths = LOW_BITS if recipe.average_bits < base.bits + of_scale else ()
+    low = [replace(scheme, bits=bits, symmetric=False) for bits in widths for scheme in (base, *finer)]
+    return *low, base, *finer, replace(base, bits=8, symmetric=True)
 
 
 def make_bit_budget(spec: ModelSpec, recipe: Recipe, dense: dict[str, str]) -> BitBudget:

@@ -94,7 +94,7 @@ class Recipe(StrictStruct, frozen=True, kw_only=True):
         """The numbers that a calibration multiplies: bfloat16 where that is faster, and the error of 4-bit weights is
         so much larger that it does not show."""
         scheme = self.scheme.scheme()
-        short = scheme.kind == "int" and scheme.bits == 4 and multiplies_bfloat16(device)
+        short = scheme.kind == "int" and scheme.bits <= 4 and multiplies_bfloat16(device)
         return torch.bfloat16 if short else torch.float32
 
     @property

@@ -249,6 +249,9 @@ class Quantizer:
         for role, weight in weights.items():
             if isinstance(weight, QTensor):
                 module = source.spec.module_name(index, role)
+                scheme = self.plan.linears[module]  # what was read back has codes of at least 4 bits
+                assert scheme is not None
+                weight = dataclasses.replace(weight, scheme=scheme)
                 weight_format.write_linear(writer, module, weight, activations=self.recipe.activations)
             else:
                 writer.add(stored_name(source.spec, index, role), source.stored(index, role, weight))

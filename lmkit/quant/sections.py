@@ -24,7 +24,7 @@ class SchemeRecipe(StrictStruct, frozen=True):
     block of 128 rows and 128 inputs.
     """
 
-    bits: Literal[4, 8] = 4
+    bits: Literal[2, 3, 4, 8] = 4
     type: Literal["int", "float"] = "int"
     group_size: Literal[-1, 32, 64, 128, "channel", "tensor", "block"] = 128
     symmetric: bool | None = None  # by default false for int

@@ -13,7 +13,8 @@ from safetensors.torch import load_file
 from lmkit.errors import CheckpointError, UnsupportedError
 from lmkit.formats.base import get_format, resolve_format
 from lmkit.formats.checkpoint import CheckpointReader
-from lmkit.formats.parts import Activations
+from lmkit.formats.parts import Activations, of_kernels
+from lmkit.formats.verify import verify, weight_digest
 from lmkit.qtensor import QTensor, QuantScheme, dequantize
 from tests.formats.files import folder
 from tests.formats.linears import MODULE, assert_same, random_linear, read, written
@@ -23,7 +24,7 @@ FLOAT8 = {kind: QuantScheme(8, columns, True, "float", rows)
           for kind, rows, columns in (("channel", 1, -1), ("tensor", -1, -1), ("block", 128, 128))}  # fmt: skip
 SCHEMES: list[tuple[QuantScheme, Activations, str]] = [
     *((QuantScheme(bits, group, symmetric), "none", "pack-quantized")
-      for bits in (4, 8) for group in (16, -1) for symmetric in (True, False)),
+      for bits in (2, 3, 4, 8) for group in (16, -1) for symmetric in (True, False)),
     (QuantScheme(8, -1, True), "int8", "int-quantized"),
     (QuantScheme(8, 16, False), "int8", "int-quantized"),
     *((scheme, activations, "float-quantized") for scheme in FLOAT8.values() for activations in ("none", "float8")),
@@ -38,7 +39,8 @@ def test_there_and_back(
     """Outputs that fill no word: zeros are packed along them."""
     weight = random_linear(scheme, (13, 64) if scheme.kind == "int" else (200, 300), dtype=dtype)
     path = written(tmp_path / "m", NAME, {MODULE: weight}, activations=activations)
-    assert_same(read(path, NAME), weight)
+    assert_same(read(path, NAME), of_kernels(weight))
+    verify(path, {MODULE: weight_digest(weight)})
     entry = json.loads((path / "config.json").read_text())["quantization_config"]
     group = entry["config_groups"]["group_0"]
     assert entry["format"] == group["format"] == storage
@@ -144,7 +146,7 @@ def test_config_accepted(changes: dict[str, Any]) -> None:
     [
         ({"new": 1}, "unknown field `new`"),
         ({"weights": {"new": 1}}, "unknown field `new`.*weights"),
-        ({"weights": {"num_bits": 3}}, "group_0: weights have 3 bits"),
+        ({"weights": {"num_bits": 5}}, "group_0: weights have 5 bits"),
         ({"weights": {"num_bits": "4"}}, "Expected `int`"),
         ({"weights": {"strategy": "block", "block_structure": [16, 16]}}, "strategy 'block' of integers"),
         ({"weights": {"group_size": 0}}, "group_size is 0"),

@@ -13,6 +13,8 @@ from safetensors.torch import load_file
 from lmkit.errors import CheckpointError, UnsupportedError
 from lmkit.formats.base import get_format, resolve_format
 from lmkit.formats.checkpoint import CheckpointReader
+from lmkit.formats.packing import pack_words
+from lmkit.formats.parts import of_kernels
 from lmkit.qtensor import QTensor, QuantScheme, dequantize
 from tests.formats.files import folder
 from tests.formats.linears import MODULE, assert_same, random_linear, read, written
@@ -23,19 +25,19 @@ ENTRY: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", ["gptq", "gptq_v2"])
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
 @pytest.mark.parametrize(("group_size", "act_order"), [(16, False), (-1, False), (16, True), (32, True)])
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_there_and_back(
     tmp_path: Path, name: str, bits: int, group_size: int, act_order: bool, symmetric: bool
 ) -> None:
-    weight = random_linear(QuantScheme(bits, group_size, symmetric, act_order=act_order))
+    weight = random_linear(QuantScheme(bits, group_size, symmetric, act_order=act_order), (32, 64))
     if name == "gptq" and not symmetric:
         with pytest.raises(UnsupportedError, match=f"{MODULE}: gptq cannot store it: asymmetric.*gptq_v2"):
             written(tmp_path / "m", name, {MODULE: weight})
         return
     path = written(tmp_path / "m", name, {MODULE: weight})
-    assert_same(read(path, name), weight)
+    assert_same(read(path, name), of_kernels(weight))
     assert json.loads((path / "config.json").read_text())["quantization_config"]["desc_act"] == act_order
 
 
@@ -64,6 +66,7 @@ def test_two_and_three_bits_are_read_as_four(tmp_path: Path, name: str, bits: in
     generator = torch.Generator().manual_seed(bits)
     inputs, outputs, group, offset = 96, 64, 32, 1 if name == "gptq" else 0
     codes = torch.randint(0, 1 << bits, (inputs, outputs), generator=generator)
+    assert torch.equal(pack_words(codes.T.to(torch.uint8), bits).T, packed_rows(codes, bits))
     zeros = torch.randint(offset, 1 << bits, (inputs // group, outputs), generator=generator)
     if symmetric:
         zeros.fill_(1 << (bits - 1))

@@ -63,6 +63,8 @@ def test_words_survive(array: np.ndarray) -> None:
         ([1, 2, 3], 4, [0x321]),
         ([5] * 9, 4, [0x55555555, 5]),
         ([1, 2, 3, 4], 8, [0x04030201]),
+        ([3, 0, 1, 2] * 4 + [1], 2, [-1819044973, 1]),  # 0x93939393
+        ([7, 0, 1] + [0] * 7 + [5], 3, [(1 << 6) + 7 + (1 << 30), 1]),  # code 10 lies in two words
         ([0, 0, 0, 255, 7], 8, [-(1 << 24), 7]),
     ],
 )
@@ -74,7 +76,7 @@ def test_known_words_in_sequence(row: list[int], bits: int, expected: list[int])
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.data(), st.sampled_from([4, 8]), st.integers(0, 4), st.integers(0, 19))
+@given(st.data(), st.sampled_from([2, 3, 4, 8]), st.integers(0, 4), st.integers(0, 19))
 def test_codes_in_sequence_survive(data: st.DataObject, bits: int, rows: int, columns: int) -> None:
     array = data.draw(hnp.arrays(np.uint8, (rows, columns), elements=st.integers(0, (1 << bits) - 1)))
     packed = pack_words(torch.from_numpy(array), bits)
@@ -83,7 +85,7 @@ def test_codes_in_sequence_survive(data: st.DataObject, bits: int, rows: int, co
 
 
 @settings(max_examples=60, deadline=None)
-@given(words, st.sampled_from([4, 8]))
+@given(words, st.sampled_from([2, 4, 8]))
 def test_words_in_sequence_survive(array: np.ndarray, bits: int) -> None:
     tensor = torch.from_numpy(array)
     assert torch.equal(pack_words(unpack_words(tensor, bits, tensor.shape[1] * 32 // bits), bits), tensor)

@@ -21,6 +21,7 @@ from lmkit.quant.mixed_precision import BitBudget, Group, candidates, choose, ma
 from lmkit.quant.plan import make_plan
 from lmkit.quant.recipe import Recipe
 from lmkit.quant.report import sensitivity
+from lmkit.quant.report.evaluate import encode_text
 from lmkit.quant.run import prepare
 from tests.quant.helpers import recipe, tiny_checkpoint
 
@@ -103,13 +104,16 @@ def test_fused_linears_share_what_all_of_them_can_have(tmp_path: Path) -> None:
 
 def test_candidates_follow_the_format() -> None:
     assert [name_of(scheme) for scheme in candidates(mixed(5))] == ["int4 g64", "int4 g32", "int8 g64"]
+    assert [name_of(scheme) for scheme in candidates(mixed(4.2))] == [
+        "int2 g64", "int2 g32", "int3 g64", "int3 g32", "int4 g64", "int4 g32", "int8 g64",
+    ]  # fmt: skip
     assert [name_of(scheme) for scheme in candidates(recipe(average_bits=5.0))] == ["int4 g32"]
     assert [name_of(scheme) for scheme in candidates(recipe())] == ["int4 g32"]
 
 
 def test_budgets_out_of_reach_are_refused_with_what_can_be_reached(source: Path) -> None:
-    with pytest.raises(ConfigError, match=r"average_bits 4\.2 cannot be reached; the lowest for this model is 4\.25$"):
-        prepare(source, mixed(4.2))
+    with pytest.raises(ConfigError, match=r"average_bits 2\.2 cannot be reached; the lowest for this model is 2\.282$"):
+        prepare(source, mixed(2.2))
     with pytest.raises(ConfigError, match="every linear dense; this model has 32"):
         prepare(source, mixed(32))
     assert prepare(source, mixed(4.25)).plan.dense == {}
@@ -159,3 +163,40 @@ def test_more_bits_are_worth_less_kl_and_the_plan_is_the_same_each_time(source: 
         kls.append(report.kl)
     assert kls == sorted(kls, reverse=True)
     assert kls[0] > 4 * kls[-1]
+
+
+@pytest.mark.parametrize("steps", [[{"step": "rtn"}], [{"step": "rtn"}, {"step": "refine"}]])
+def test_fewer_than_four_bits_are_kept_and_served(source: Path, tmp_path: Path, steps: list[dict[str, str]]) -> None:
+    """Files hold codes of 2 and 3 bits, also behind `refine`, which reads what was written."""
+    report = prepare(source, mixed(3, steps=steps)).run(tmp_path / "out", eval_ids=encode_text(source)[:300])
+    assert report.mixed_precision is not None
+    assert (report.refined is not None) == (len(steps) == 2)
+    assert 2.9 < report.mixed_precision.reached <= 3
+    chosen = {module: group.chosen for group in report.mixed_precision.groups for module in group.modules}
+    assert {name[:4] for name in chosen.values()} >= {"int2", "int3"}
+    reader = CheckpointReader(tmp_path / "out")
+    stored = sum(
+        reader.info(f"{module}.{part}").nbytes
+        for module in chosen
+        for part in ("weight_packed", "weight_scale", "weight_zero_point")
+        if reader.has(f"{module}.{part}")
+    )
+    num_weights = sum(CheckpointReader(source).tensor(m + ".weight").numel() for m in chosen)
+    assert 8 * stored / num_weights == pytest.approx(report.mixed_precision.reached, abs=1e-3)
+    assert report.evaluation is not None
+    served = report.evaluation.divergence
+    assert served is not None
+    assert served.kl_mean == pytest.approx(report.mixed_precision.kl, rel=0.5)
+
+
+def test_a_budget_beats_one_scheme_of_the_same_bits(source: Path, tmp_path: Path) -> None:
+    one = recipe(format="compressed-tensors", scheme={"bits": 3, "group_size": 64})
+    bits = 3 + (16 + 3) / 64
+    ids = encode_text(source)[:1024]
+    kl = []
+    for name, asked in (("one", one), ("mixed", mixed(bits, scheme={"group_size": 64}))):
+        report = prepare(source, asked).run(tmp_path / name, eval_ids=ids)
+        assert report.evaluation is not None
+        assert report.evaluation.divergence is not None
+        kl.append(report.evaluation.divergence.kl_mean)
+    assert kl[1] < kl[0]

@@ -102,7 +102,7 @@ def test_an_unknown_key_names_file_place_and_allowed_keys(tmp_path: Path, text: 
         ("steps: [{step: signround}]", "one of them rounds"),
         ("steps: [{step: gptq, damping: 0}]", "damping"),
         ("scheme: {bits: 4}", "steps"),
-        (MINIMAL + "scheme: {bits: 3}", "$.scheme.bits"),
+        (MINIMAL + "scheme: {bits: 5}", "$.scheme.bits"),
         (MINIMAL + "scheme: {group_size: 48}", "$.scheme.group_size"),
         (MINIMAL + "scheme: {group_size: tensor}", "int has 32, 64, 128 or channel"),
         (MINIMAL + "scheme: {type: float, bits: 8}", "float has channel, tensor or block"),
