@@ -1,17 +1,19 @@
 """Structured programs beside the same calls made as plain requests.
 
-    python -m benchmarks.programs [MODEL] [--kinds a,b] [--programs N] [--rounds N] [--peer URL] [--json FILE]
+    python -m benchmarks.programs [MODEL] [--kinds a,b] [--sides a,b] [--programs N] [--rounds N] [--peer URL]
 
 The seven programs are those of SGLang's paper (arXiv 2312.07104), made small. The other sides make the same calls as
 requests of /v1/completions, with the whole text each time:
 
-    plain        to the same `lmkit serve`; selects as `select` does, by the log-probabilities of each choice: one
-                 request for each (`echo`, `logprobs`), for a server gives these only for a whole prompt
-    constrained  to the same server; selects by one answer that must be a choice, which need not be the likeliest
-    peer         to `--peer`, an OpenAI server of the same model, such as vLLM; selects as `constrained`
+    plain     to the same `lmkit serve`, as a script with a client library does and as the baselines of that paper: each
+              program sends one request after the other. It selects as `select` does, by the log-probabilities of each
+              choice: one request for each (`echo`, `logprobs`), for a server gives these only for a whole prompt
+    together  as `plain`, but a program sends the requests of its branches and choices at the same time
+    answers   as `together`, but selects by one answer that must be a choice. That need not be the likeliest choice
+    peer, peer_together, peer_answers   the same to `--peer`, an OpenAI server of the same model, such as vLLM
 
-All servers have a prefix cache. Branches, choices and programs run at the same time on all sides. JSON is constrained
-by the same schema. Sides take turns, and every text begins with words of its own, so no side finds the KV of another.
+All servers have a prefix cache. Programs run at the same time on all sides. JSON is constrained by the same schema.
+Sides take turns, and every text begins with words of its own, so no side finds the KV of another.
 
 `hits`: prompt tokens that were found in the cache, beside those that a cache would have that knows every token ever
 computed. Answers have fixed lengths, so random weights do.
@@ -152,11 +154,21 @@ KINDS = {
 }  # fmt: skip
 
 
-class Plain:
-    """A client that sends whole texts to /v1/completions. `scores`: it selects by log-probability."""
+SIDES = ["plain", "together", "answers", "peer", "peer_together", "peer_answers"]
 
-    def __init__(self, client: httpx.AsyncClient, model: str, *, scores: bool = False) -> None:
-        self._client, self._model, self._scores = client, model, scores
+
+class Plain:
+    """A client that sends whole texts to /v1/completions, for all programs or for one.
+
+    `scores`: it selects by log-probability. `in_turn`: a program sends one request after the other.
+    """
+
+    def __init__(self, client: httpx.AsyncClient, model: str, *, scores: bool, in_turn: bool) -> None:
+        self._client, self._model, self._scores, self._in_turn = client, model, scores, in_turn
+        self._turns = asyncio.Semaphore(1 if in_turn else 1 << 20)
+
+    def of_program(self) -> Plain:
+        return Plain(self._client, self._model, scores=self._scores, in_turn=self._in_turn)
 
     async def render(self, messages: Messages) -> str:
         raise NotImplementedError("the programs here write plain text")
@@ -182,7 +194,8 @@ class Plain:
 
     async def _complete(self, text: str, fields: dict[str, Any]) -> dict[str, Any]:
         body = {"model": self._model, "prompt": text, "temperature": 0.0, **fields}
-        response = await self._client.post("/v1/completions", json=body)
+        async with self._turns:
+            response = await self._client.post("/v1/completions", json=body)
         if not response.is_success:
             raise ConfigError(f"{self._client.base_url}: {response.text[:500]}")
         choice: dict[str, Any] = response.json()["choices"][0]
@@ -223,30 +236,35 @@ async def timed(model: Model, kind: str, count: int, salt: str) -> float:
     node = Trace().program()
     start = time.perf_counter()
     work = KINDS[kind]
-    await asyncio.gather(*(work(Branch(model, node.fork()), random.Random(i), salt) for i in range(count)))
+    models = [model.of_program() if isinstance(model, Plain) else model for _ in range(count)]
+    branches = (Branch(own, node.fork()) for own in models)
+    await asyncio.gather(*(work(branch, random.Random(i), salt) for i, branch in enumerate(branches)))
     return time.perf_counter() - start
 
 
 @asynccontextmanager
-async def plain(url: str, *, scores: bool = False) -> AsyncIterator[Plain]:
+async def plain_sides(url: str, names: Sequence[str]) -> AsyncIterator[dict[str, Plain]]:
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits, trust_env=False) as client:
-        listed = (await client.get("/v1/models")).json()["data"]
-        yield Plain(client, listed[0]["id"], scores=scores)
+        model = (await client.get("/v1/models")).json()["data"][0]["id"]
+        ways = {name: (not name.endswith("answers"), name in ("plain", "peer")) for name in names}
+        yield {name: Plain(client, model, scores=scores, in_turn=turns) for name, (scores, turns) in ways.items()}
 
 
-async def measure(url: str, peer: str | None, kinds: list[str], count: int, rounds: int) -> list[dict[str, Any]]:
+async def measure(
+    url: str, peer: str | None, kinds: list[str], names: list[str], count: int, rounds: int
+) -> list[dict[str, Any]]:
     rows = []
+    theirs = [name for name in names if name.startswith("peer")] if peer else []
+    ours = [name for name in names if not name.startswith("peer")]
     async with (
         opened(Server(url)) as server,
-        plain(url, scores=True) as scoring,
-        plain(url) as constrained,
-        plain(peer or url) as theirs,
+        plain_sides(url, ours) as plain,
+        plain_sides(peer or url, theirs) as others,
     ):
         for kind in kinds:
             watched = Watched(server)
-            sides: dict[str, Any] = {"program": watched, "plain": scoring, "constrained": constrained}
-            sides |= {"peer": theirs} if peer else {}
+            sides: dict[str, Any] = {"program": watched, **plain, **others}
             seconds: dict[str, list[float]] = {side: [] for side in sides}
             for round_number in range(rounds + 1):  # one program warms up
                 for side, model in sides.items():
@@ -282,13 +300,14 @@ def main() -> None:
     parser.add_argument("model", nargs="?", default=str(DEMO_FOLDER))
     parser.add_argument("--kinds", type=lambda text: text.split(","), default=list(KINDS))
     parser.add_argument("--programs", type=int, default=8, help="of a kind, at the same time")
+    parser.add_argument("--sides", type=lambda text: text.split(","), default=SIDES, help="beside the programs")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--peer", help="URL of another OpenAI server with the same model")
     parser.add_argument("--options", type=str.split, default=[], help="further options of lmkit serve")
     parser.add_argument("--json", type=Path, help="also write the figures here")
     given = parser.parse_args()
     with serving(given.model, *given.options) as url:
-        rows = asyncio.run(measure(url, given.peer, given.kinds, given.programs, given.rounds))
+        rows = asyncio.run(measure(url, given.peer, given.kinds, given.sides, given.programs, given.rounds))
     report.show(rows)
     if given.json:
         report.save(given.json, "programs", rows, model=given.model)

@@ -120,7 +120,8 @@ class Branch:
     async def select(self, choices: Sequence[str], name: str = "") -> str:
         """Append and return the choice whose tokens have the highest mean log-probability here.
 
-        All choices are computed in one pass behind the text so far. Raises ConfigError or RequestError.
+        Choices that begin alike are computed once behind the text so far, and their last tokens not at all. Raises
+        ConfigError or RequestError.
         """
         _check_texts(choices, "select")
         whole = await self.text()

@@ -13,12 +13,11 @@ from lmkit.errors import RequestError
 from lmkit.program.model import Answer, Messages, Prompt, Score
 from lmkit.turbo.request import Request, StepOutput
 from lmkit.turbo.transport.output import OutputProcessor, RequestOutput
+from lmkit.turbo.transport.shared_scores import SharedScores, Steps
 
 if TYPE_CHECKING:
     from lmkit.api.async_pipeline import AsyncPipeline
     from lmkit.api.in_process import Pipeline
-
-Steps = Callable[[Request], AsyncGenerator[StepOutput, None]]
 
 
 class Local:
@@ -45,7 +44,7 @@ class Local:
         else:  # a grammar is compiled
             request = await asyncio.to_thread(lambda: self._maker.request(self._encode(prompt), config))
         text, ids, last = "", [], None
-        async for last in self._outputs(request):
+        async for last in self._outputs(request, self._steps):
             text += last.text
             ids += last.token_ids
             if on_text is not None and last.text:
@@ -55,21 +54,23 @@ class Local:
         return Answer(tuple(request.prompt_ids), kept, text, len(ids), last.num_steps, last.num_cached_tokens)
 
     async def score(self, prompt: Prompt, texts: Sequence[str]) -> list[Score]:
-        before = self._encode(prompt)
-        return await asyncio.gather(*(self._score(before, text) for text in texts))
+        before, config = self._encode(prompt), GenerationConfig(max_new_tokens=0)
+        requests = []
+        for text in texts:
+            ids, same = self._tokenizer.encode_ending(before, text)
+            requests.append(self._maker.request(ids, config, prompt_logprobs=True, logprobs_start=max(same - 1, 0)))
+        shared = SharedScores(requests, self._steps)
+        return await asyncio.gather(*(self._score(request, shared) for request in requests))
 
-    async def _score(self, before: list[int], text: str) -> Score:
-        ids, same = self._tokenizer.encode_ending(before, text)
-        config = GenerationConfig(max_new_tokens=0)
-        request = self._maker.request(ids, config, prompt_logprobs=True, logprobs_start=max(same - 1, 0))
-        outputs = [output async for output in self._outputs(request)]
-        scored = [entry.token.logprob or 0.0 for output in outputs for entry in output.prompt_logprobs[1:]]
-        return Score(tuple(ids), tuple(scored), outputs[-1].num_cached_tokens)
+    async def _score(self, request: Request, shared: SharedScores) -> Score:
+        (output,) = [output async for output in self._outputs(request, shared.steps)]
+        scored = tuple(entry.token.logprob or 0.0 for entry in output.prompt_logprobs[1:])
+        return Score(tuple(request.prompt_ids), scored, output.num_cached_tokens)
 
-    async def _outputs(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
+    async def _outputs(self, request: Request, run: Steps) -> AsyncGenerator[RequestOutput, None]:
         """The outputs of a request. Raises RequestError if it fails."""
         processor = OutputProcessor(self._tokenizer, request)
-        async with aclosing(self._steps(request)) as steps:
+        async with aclosing(run(request)) as steps:
             async for step in steps:
                 output = processor.process(step)
                 if output.error is not None:

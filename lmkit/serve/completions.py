@@ -38,6 +38,10 @@ class CompletionResponse(ResponseBuilder[CompletionRequest]):
         return len(self.body.prompt) == 1 and not self.body.endings and not is_constrained(self.body)
 
     @property
+    def only_scores(self) -> bool:
+        return bool(self.body.endings)
+
+    @property
     def num_chars(self) -> int:
         return sum(map(len, self.body.prompt)) + len(self.body.prompt_start_ids or ())
 

@@ -91,6 +91,11 @@ class ResponseBuilder(ABC, Generic[B]):
         """Whether `prepare` does no more than to tokenize texts of this length."""
         return False
 
+    @property
+    def only_scores(self) -> bool:
+        """Whether the requests score texts behind one prompt."""
+        return False
+
     @abstractmethod
     async def whole(self) -> Any:
         """The answer as JSON. Long lists are iterators, see `streaming.WholeAnswer`."""
@@ -117,7 +122,8 @@ class ResponseBuilder(ABC, Generic[B]):
 
     def outputs(self) -> AsyncGenerator[tuple[int, RequestOutput]]:
         if (resumption := self.resumption) is None:
-            return self.server.run(self.requests, self.choices_per_prompt, self.share)
+            shares = self.only_scores and not self.requests[0].params.prompt_top
+            return self.server.run(self.requests, self.choices_per_prompt, self.share, shares_scores=shares)
         run = self.server.run(self.requests, self.choices_per_prompt, self.share, resumption.known)
         return resumption.noted(run)
 

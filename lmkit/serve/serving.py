@@ -32,6 +32,7 @@ from lmkit.text.chat.style import Style
 from lmkit.turbo.request import EngineInfo, Request, Siblings
 from lmkit.turbo.transport.async_engine import AsyncEngine
 from lmkit.turbo.transport.output import OutputProcessor, RequestOutput
+from lmkit.turbo.transport.shared_scores import SharedScores
 from lmkit.turbo.transport.steps import TICK_SECONDS
 from lmkit.web.budget import Budget, Share
 from lmkit.web.rates import spend
@@ -94,11 +95,17 @@ class Serving:
         return _fingerprint(self.info.model_path, folder, self.info.kv_dtype, self.edition)
 
     async def run(
-        self, requests: Sequence[Request], choices_per_prompt: int, share: Share, known: Sequence[Known] = ()
+        self,
+        requests: Sequence[Request],
+        choices_per_prompt: int,
+        share: Share,
+        known: Sequence[Known] = (),
+        *,
+        shares_scores: bool = False,
     ) -> AsyncGenerator[tuple[int, RequestOutput]]:
         """Outputs of all requests as they come, each with its request's index. Raises RequestError if a request fails.
 
-        The `known` ones come first.
+        The `known` ones come first. `shares_scores`: the requests only score, see SharedScores.
 
         Each `choices_per_prompt` consecutive requests have the same prompt. `share` counts the bytes that wait to be
         fetched. If the iteration ends early, all running requests are aborted.
@@ -110,14 +117,20 @@ class Serving:
                 stack.enter_context(self.admission.admit(requests))
             self.metrics.admitted(requests, choices_per_prompt, self.info.max_model_len)
             spend(sum(len(request.prompt_ids) for request in requests[::choices_per_prompt]))
-            async with aclosing(self._run(requests, choices_per_prompt, share, known)) as found:
+            scores = SharedScores(requests, self.engine.generate) if shares_scores else None
+            async with aclosing(self._run(requests, choices_per_prompt, share, known, scores)) as found:
                 outputs = self.hooks.after(found, share) if self.hooks.sees_answers else found
                 async with aclosing(outputs):
                     async for item in outputs:
                         yield item
 
     async def _run(
-        self, requests: Sequence[Request], choices_per_prompt: int, share: Share, known: Sequence[Known]
+        self,
+        requests: Sequence[Request],
+        choices_per_prompt: int,
+        share: Share,
+        known: Sequence[Known],
+        scores: SharedScores | None,
     ) -> AsyncGenerator[tuple[int, RequestOutput]]:
         processors = [OutputProcessor(self.tokenizer, request) for request in requests]
         for item in replayed(processors, known, self.info.vocab_size):
@@ -130,7 +143,7 @@ class Serving:
             # Tasks start in order: the first sends the prompt for its siblings. Resumed ones differ in their tokens.
             is_first = not known and idx % choices_per_prompt == 0
             siblings = Siblings.of(requests[idx : idx + choices_per_prompt]) if is_first else None
-            async with aclosing(self._follow(request, processors[idx], siblings)) as outputs:
+            async with aclosing(self._follow(request, processors[idx], siblings, scores)) as outputs:
                 async for output in outputs:
                     await backlog.put(idx, output)
 
@@ -154,13 +167,14 @@ class Serving:
         return min(max(least, self.engine.num_open / OUTPUTS_PER_SECOND), most)
 
     async def _follow(
-        self, request: Request, processor: OutputProcessor, siblings: Siblings | None
+        self, request: Request, processor: OutputProcessor, siblings: Siblings | None, scores: SharedScores | None
     ) -> AsyncGenerator[RequestOutput]:
         with self.metrics.track(request) as tracker:
             if siblings is not None and siblings.others:
                 self.engine.submit(siblings)
             rest = None if request.params.stop else self._rest  # a stop string is found here, and ends the answer
-            async with aclosing(self.engine.generate(request, rest)) as steps:
+            following = self.engine.generate(request, rest) if scores is None else scores.steps(request)
+            async with aclosing(following) as steps:
                 async for step in steps:
                     output = processor.process(step)
                     if output.finish_reason in ("error", "abort"):

@@ -93,7 +93,8 @@ class SamplingParams(Sampling, frozen=True, kw_only=True, forbid_unknown_fields=
     shown_special_ids: tuple[int, ...] = ()  # special tokens that skip_special_tokens leaves in the text
     grammar: str = ""  # the answer follows it, see text.grammar; "" = any answer
     prompt_top: int = 0  # with prompt_logprobs: also those of the n most likely tokens
-    logprob_token_ids: tuple[int, ...] = ()  # with logprobs: tokens that are shown instead of the most likely ones
+    # With logprobs: tokens that are shown instead of the most likely ones, also at the positions of prompt_logprobs.
+    logprob_token_ids: tuple[int, ...] = ()
 
     def validate(self, vocab_size: int, max_logprobs: int = MAX_LOGPROBS) -> None:
         super().validate(vocab_size, max_logprobs)
@@ -179,7 +180,8 @@ class StepOutput(msgspec.Struct, frozen=True, kw_only=True):
     request_id: str
     token_ids: list[int]  # new tokens, including the eos or stop id that ended the request (never shown as text)
     finish_reason: FinishReason | None = None
-    logprobs: list[TokenLogprobs] = []  # one for each of token_ids, on request
+    # One for each of token_ids, on request. If the request asks for no new tokens: those behind the prompt.
+    logprobs: list[TokenLogprobs] = []
     prompt_logprobs: list[TokenLogprobs] = []  # with the first output: one for each prompt token after logprobs_start
     embedding: bytes = b""  # on request, with the last output: float32 [hidden], not normalized
     stop_token: int | None = None  # the eos or stop id of token_ids that ended the request, if one did

@@ -78,6 +78,7 @@ class PersistentBatch:
         self.wants_prompt_logprobs = np.zeros(num_slots, bool)
         self.logprobs_start = np.zeros(num_slots, np.int64)
         self.prompt_top = np.zeros(num_slots, np.int64)  # most likely tokens to report at each position of a prompt
+        self.prompt_shown: list[tuple[int, ...]] = [()] * num_slots  # tokens to report there instead
         self.adapters = np.full(num_slots, -1, np.int32)
         self.shifts = np.zeros(num_slots, np.int32)  # between the position of a token and its place behind images
         self.images: dict[int, PlacedImages] = {}  # of slots whose sequences have some
@@ -116,6 +117,7 @@ class PersistentBatch:
         self.wants_prompt_logprobs[new.slot] = new.prompt_logprobs
         self.logprobs_start[new.slot] = new.logprobs_start
         self.prompt_top[new.slot] = new.params.prompt_top
+        self.prompt_shown[new.slot] = new.params.logprob_token_ids
         self.adapters[new.slot] = new.adapter
         self.images.pop(new.slot, None)
         self.shifts[new.slot] = 0

@@ -224,8 +224,9 @@ class PlanRunner:
             logits = self.decoder.logits(delta, residual, part).cpu().numpy()
             on_rank_0 = len(logits) > 0  # other ranks get no rows
             for row, (place, token) in zip(logits, targets[begin : begin + size], strict=on_rank_0):
-                num_top = int(self.batch.prompt_top[chunks[place].slot])
-                scores[place].append(token_logprobs(row, token, num_top))
+                slot = chunks[place].slot
+                num_top, shown = int(self.batch.prompt_top[slot]), self.batch.prompt_shown[slot]
+                scores[place].append(token_logprobs(row, token, num_top, shown))
         return scores
 
 

@@ -293,9 +293,11 @@ class Scheduler:
         self._prompt_tokens += seq.num_prompt_tokens if first else 0
         cached = (seq.cached_tokens or 0) if first else 0
         queued = (seq.queue_seconds or 0.0) if first else 0.0
+        asked = seq.request.params.logprobs is not None
+        scored = [TokenLogprobs(token.token_id, token.logprob, token.top) for token in tokens if asked]
         if seq.num_tokens == seq.max_tokens:  # the request asked for no new tokens
             shown = {"prompt_logprobs": seq.prompt_logprobs, "embedding": embedding, "queue_seconds": queued}
-            self._finish(seq, "length", cached_tokens=cached, **shown)
+            self._finish(seq, "length", cached_tokens=cached, logprobs=scored, **shown)
             return
         reason, new = None, [token.token_id for token in tokens]
         for count, token_id in enumerate(new, 1):
@@ -307,7 +309,6 @@ class Scheduler:
         if len(new) > 1 and seq.status is Status.RUNNING:  # all but the last were computed as a draft
             seq.keep_guesses(len(new) - 1, has_states=self.kv.snapshots is not None)
         self._generation_tokens += len(new)
-        scored = [] if seq.request.params.logprobs is None else tokens[: len(new)]
         if not (first or scored or reason):  # nearly every output
             self._outputs.append(StepOutput(request_id=seq.request_id, token_ids=new))
             return
@@ -315,7 +316,7 @@ class Scheduler:
             request_id=seq.request_id,
             token_ids=new,
             finish_reason=reason,
-            logprobs=[TokenLogprobs(token.token_id, token.logprob, token.top) for token in scored],
+            logprobs=scored[: len(new)],
             prompt_logprobs=seq.prompt_logprobs if first else [],
             stop_token=new[-1] if reason == "stop" else None,
             cached_tokens=cached,

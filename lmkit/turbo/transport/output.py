@@ -187,7 +187,6 @@ class OutputProcessor:
         if not self._request.prompt_logprobs or len(logprobs) != len(ids) - 1:  # it ended before they were computed
             return []
         plain = IncrementalDetokenizer(self._tokenizer, skip_special_tokens=self._request.params.skip_special_tokens)
-        plain.push(self._request.prompt_ids[:start])
         entries = [TextLogprobs(token_text(self._tokenizer, ids[0], None), [], plain.num_chars)]
         for before, position in zip(ids, logprobs, strict=False):
             plain.push([before])
