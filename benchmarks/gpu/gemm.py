@@ -94,7 +94,7 @@ def candidates(context: Context, n: int, k: int) -> Iterator[Candidate]:
     name = ops.linear_w4a16.select("cuda", **traits).name
     yield Candidate(f"lmkit {name} float16", torch.float16, four_bits, ours)
     yield Candidate(f"lmkit {name} bfloat16", torch.bfloat16, four_bits, ours)
-    yield Candidate("int8 inputs", torch.float16, four_bits, partial(ours, ops.linear_w4a8))
     yield Candidate("cuBLAS bfloat16", torch.bfloat16, 2 * n * k, dense(torch.bfloat16))
     for peer in peers.gemms(context, n, k):
         yield Candidate(peer.name, peer.dtype, four_bits, peer.make)
+    yield Candidate("int8 inputs", torch.float16, four_bits, partial(ours, ops.linear_w4a8))
