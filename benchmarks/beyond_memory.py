@@ -2,14 +2,15 @@
 
     python -m benchmarks.beyond_memory MODEL [--limit BYTES] [--batch-size 32] [--rounds 3] [--json FILE]
 
-Each engine runs in a control group of its own, whose memory is limited to a third of the packed weights. "mapped" maps
+Each engine runs in a control group of its own, whose memory is limited to a third of the model. "mapped" maps
 them, and the kernel keeps what it can of them in the page cache. "streamed" runs with --weights-memory. The engines
 take turns and begin with an empty page cache. Figures are medians over the rounds. It needs root, and control groups
 of version 1 or 2 that this process may write to.
 
-"of the disk" is the rate at which a streamed step reads its layers, divided by the disk's bandwidth just before. Tokens
-must be the same in all runs of a batch size, and no run may be killed. "peak" is the kernel's count, pages of files
-included. The engine's own plan of memory, which refuses mapped weights in such a group, is told of no limit.
+"of the disk" is the rate at which a streamed step reads its layers, divided by the disk's bandwidth before and after
+the run. "read" is the kernel's count of all that a step reads from the disk. Tokens must be the same in all runs of a
+batch size, and no run may be killed. "peak" is the kernel's count, pages of files included. The engine's own plan of
+memory, which refuses mapped weights in such a group, is told of no limit.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ def limited(limit: int) -> Iterator[Group]:
 
 
 def decode(model: str, batch_size: int, options: dict[str, Any]) -> dict[str, Any]:
-    """Decode in this process: seconds of a step, a digest of the tokens, and what a step reads of the disk."""
+    """Decode in this process: seconds of a step, bytes that it reads from the disk, and a digest of the tokens."""
     mock.patch("lmkit.turbo.runners.device.available_memory", return_value=1 << 40).start()
     config = EngineConfig(device="cpu", max_model_len=64, max_batch_size=batch_size, **options)
     engine = Engine(model, config)
@@ -88,26 +89,33 @@ def decode(model: str, batch_size: int, options: dict[str, Any]) -> dict[str, An
         engine.add(Request(request_id=f"{i:04}", prompt_ids=[2 + i, 3, 5, 7], params=params))
     tokens: dict[str, list[int]] = {}
     times: list[float] = []
+    read: list[int] = []
     while engine.has_work():
-        before = time.perf_counter()
+        before, read_before = time.perf_counter(), read_bytes()
         for output in engine.step():
             if output.error:
                 raise SystemExit(output.error)
             tokens.setdefault(output.request_id, []).extend(output.token_ids)
         times.append(time.perf_counter() - before)
+        read.append(read_bytes() - read_before)
     engine.close()
     digest = hashlib.sha256(json.dumps(sorted(tokens.items())).encode()).hexdigest()
-    return {"seconds": statistics.mean(times[len(times) // 3 :]), "tokens": digest[:12]}
+    warm = len(times) // 3
+    return {"seconds": statistics.mean(times[warm:]), "read": statistics.mean(read[warm:]), "tokens": digest[:12]}
+
+
+def read_bytes() -> int:
+    """Bytes that this process has read from the disk."""
+    entries = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(entries["read_bytes"])
 
 
 def run(options: argparse.Namespace, way: str, batch_size: int) -> dict[str, Any]:
     """A process of its own in a group of its own, with an empty page cache."""
     engine: dict[str, Any] = {"kv_memory": options.kv_memory, "num_threads": options.threads}
-    read = {}
     if way == "streamed":
         engine["weights_memory"] = options.limit - options.beside
-        plan, bandwidth = planned(options.model, engine["weights_memory"])
-        read = {"step_bytes": plan.step_bytes, "bandwidth": bandwidth}
+        plan, before = planned(options.model, engine["weights_memory"])
     DROP_CACHES.write_text("3")
     with limited(options.limit) as group:
         command = [sys.executable, "-m", "benchmarks.beyond_memory", options.model, "--batch-size", str(batch_size)]
@@ -115,7 +123,11 @@ def run(options: argparse.Namespace, way: str, batch_size: int) -> dict[str, Any
         done = subprocess.run(command, capture_output=True, text=True, check=False, preexec_fn=group.join)
         if done.returncode:
             raise SystemExit(f"{way}: status {done.returncode}: {done.stderr.strip()[-2000:]}")
-        return {"way": way, "batch_size": batch_size, **json.loads(done.stdout), **read, "peak": group.peak}
+        result = {"way": way, "batch_size": batch_size, **json.loads(done.stdout), "peak": group.peak}
+    if way == "streamed":
+        _, after = planned(options.model, engine["weights_memory"])
+        result |= {"step_bytes": plan.step_bytes, "bandwidth": (before + after) / 2}
+    return result
 
 
 def rows(runs: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -134,6 +146,7 @@ def rows(runs: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
                 "batch size": batch_size,
                 "tokens/s": batch_size / seconds,
                 "seconds a step": seconds,
+                "read GB a step": statistics.median(one["read"] for one in of_way) / 1e9,
                 "of mapped": mapped / seconds,
                 "of the disk": statistics.median(rates) if rates else None,
                 "peak MiB": max(one["peak"] for one in of_way) >> 20,
@@ -146,7 +159,7 @@ def main() -> None:
     parser.add_argument("--batch-size", default="32")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--limit", type=size, help="of the group; default a third of the packed weights")
+    parser.add_argument("--limit", type=size, help="of the group; default a third of the model")
     parser.add_argument("--beside", type=size, default=200 << 20, help="of the limit, for all but weights")
     parser.add_argument("--kv-memory", type=size, default=64 << 20)
     parser.add_argument("--json", type=Path, help="also write the figures here")
@@ -157,7 +170,7 @@ def main() -> None:
         return
     with resolved(options.model, device="cpu") as model:
         load(model, packed_cache=True)  # packs them once
-    options.limit = options.limit or planned(options.model, 1 << 50)[0].memory // 3
+        options.limit = options.limit or model.weight_bytes() // 3
     plan, bandwidth = planned(options.model, options.limit - options.beside)
     print(f"limit: {options.limit >> 20} MiB", *plan.lines(bandwidth, 1)[:2], sep="\n", flush=True)
     runs: list[dict[str, Any]] = []

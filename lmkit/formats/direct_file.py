@@ -27,6 +27,18 @@ def span(start: int, end: int) -> tuple[int, int]:
     return start // PAGE * PAGE, -(-end // PAGE) * PAGE
 
 
+def memory_for_reads(num_bytes: int) -> memoryview:
+    """Memory of zeros that begins on a page, in huge pages if the kernel has some.
+
+    A request to a disk names a limited number of pieces of memory, so pages of 4 KiB cut large reads into small
+    requests: a virtual disk read 1.3 GB/s into them, and 3.9 GB/s into huge pages. Private memory alone gets these.
+    """
+    memory = mmap.mmap(-1, max(1, num_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):  # a kernel without huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memoryview(memory)[:num_bytes]
+
+
 class Reading:
     """A read under way."""
 
@@ -70,14 +82,15 @@ class DirectFile:
             raise CheckpointError(f"{self.path}: ends at byte {at + count}, but {end} bytes were there before")
 
     def bandwidth(self) -> float:
-        """Bytes a second of a short measurement. Raises CheckpointError."""
+        """Bytes a second of a short measurement, with all readers busy. Raises CheckpointError."""
         size = min(os.fstat(self._descriptor).st_size // PAGE * PAGE, _SAMPLE_BYTES)
-        memory = memoryview(mmap.mmap(-1, 2 * _READERS * _PIECE))
-        before, done = time.perf_counter(), 0
-        while done < size and time.perf_counter() - before < _SAMPLE_SECONDS:
-            end = min(size, done + len(memory))
-            self.begin(done, end, memory[: end - done]).wait()
-            done = end
+        memory, before, done = memory_for_reads(_READERS * _PIECE), time.perf_counter(), 0
+        places = [(at, min(_PIECE, size - at)) for at in range(0, size, _PIECE)]
+        pieces = [self._readers.submit(self._read, at, size, memory[at % len(memory) :][:n]) for at, n in places]
+        for (_, num_bytes), piece in zip(places, pieces, strict=True):
+            if time.perf_counter() - before < _SAMPLE_SECONDS or not piece.cancel():
+                piece.result()
+                done += num_bytes
         return done / (time.perf_counter() - before)
 
 

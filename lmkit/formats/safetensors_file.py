@@ -8,6 +8,7 @@ the bytes of its dtype and shape. Otherwise the header is refused. Allocations a
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import json
 import mmap
@@ -135,6 +136,15 @@ class SafetensorsFile:
         Tensors that are used later are read again; changes of tensors are lost.
         """
         self._map.madvise(mmap.MADV_DONTNEED)
+
+
+def read_single_pages(tensor: Tensor) -> None:
+    """Let a fault in a mapped tensor read its page alone. Otherwise the kernel reads the megabytes around it, which is
+    waste if rows are used in no order and memory is too short to keep them.
+    """
+    start = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+    num_bytes = tensor.data_ptr() + tensor.nbytes - start
+    ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(num_bytes), mmap.MADV_RANDOM)
 
 
 def write_safetensors(path: Path, tensors: dict[str, Tensor], written: Callable[[], None] = lambda: None) -> None:

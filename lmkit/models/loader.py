@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from lmkit.errors import CheckpointError, ConfigError, UnsupportedError
+from lmkit.formats.safetensors_file import read_single_pages
 from lmkit.kernels.cuda.module import tensor_device
 from lmkit.layers.linear import MergedLinear, Weights
 from lmkit.log import get_logger
@@ -20,7 +21,7 @@ from lmkit.models.layer_spec import Shape
 from lmkit.models.packed_cache import PackedCache, PackedFile, PackedWriter, kinds_of
 from lmkit.models.resolved import ResolvedModel, resolved
 from lmkit.models.stream_plan import Streaming
-from lmkit.models.streamed import StreamedFile, unpacked_bytes
+from lmkit.models.streamed import StreamedFile
 
 log = get_logger(__name__)
 
@@ -107,7 +108,7 @@ def _load_mapped(
     try:
         if streaming is None:
             opened.read_ahead()
-        file = opened if streaming is None else StreamedFile(opened, streaming, unpacked_bytes(model))
+        file = opened if streaming is None else StreamedFile(opened, streaming, model)
         layers = []
         for index in model.stage.layers(model.spec):
             spec = model.spec.layers[index]
@@ -118,6 +119,8 @@ def _load_mapped(
             for linear in layer.linears:
                 biases = [spec.has_bias(role) for role in linear.roles]
                 _map_linear(model, file, linear, index, [shapes[role] for role in linear.roles], biases)
+            if isinstance(file, StreamedFile):
+                file.stream(layer)
             layers.append(layer)
         lm_head = MergedLinear((roles.LM_HEAD,), {}, device)
         rows = model.head_rows
@@ -146,6 +149,7 @@ def _write(model: ResolvedModel, writer: PackedWriter) -> None:
     for layer in _packed_layers(model, range(model.spec.num_layers), writer):
         for linear in layer.linears:
             linear.replace_packed(f"layers.{layer.index}", writer.keep)
+        trim_heap()
     lm_head = model.lm_head()
     writer.kinds.append(kinds_of(lm_head.weights))
     lm_head.pack(model.packing.activations)
@@ -190,6 +194,8 @@ def _decoder(
         embed = file.take(roles.EMBED, torch.empty(model.spec.head_shape, dtype=model.dtype, device="meta"))
     else:
         embed = source.embed_tokens(model.dtype)
+        if isinstance(file, StreamedFile):
+            read_single_pages(embed)
     source.reader.release()
     at = tensor_device(model.packing.device)
     norm = source.final_norm()

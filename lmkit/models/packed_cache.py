@@ -61,7 +61,6 @@ def kinds_of(weights: Weights) -> Kinds:
 
 class PackedFile:
     """An open cache file. `kinds` has each layer's linears and, last, the head's; `take` gives tensors.
-    `bounds` are the first byte of the data, then the end of each layer, of the head and of the file.
 
     Raises CheckpointError if anything in the header differs from how it was written.
     """
@@ -95,15 +94,9 @@ class PackedFile:
             raise CheckpointError(f"{self.path}: its data is damaged")
 
     @property
-    def bounds(self) -> list[int]:
-        ends = [min(info.start for info in self._file.infos.values())] * (len(self.kinds) + 1)
-        for name, info in self._file.infos.items():
-            if name.startswith("layers."):
-                index = int(name.split(".")[1])
-                ends[index + 1] = max(ends[index + 1], info.start + info.nbytes)
-        if ends != sorted(ends):
-            raise CheckpointError(f"{self.path}: its layers are not in order")
-        return [*ends, max(info.start + info.nbytes for info in self._file.infos.values())]
+    def infos(self) -> dict[str, TensorInfo]:
+        """The entries of all tensors, by name."""
+        return self._file.infos
 
     def has(self, name: str) -> bool:
         return name in self._file.infos

@@ -1,49 +1,85 @@
 """Which layers of a model stay in memory, and which are read in every step. No torch.
 
-    layer      0      1       2      3       4      5         in memory for five layers
-    place      own    slot 0  own    slot 1  own    slot 0    streamed layers take turns in two slots
+    layer      0      1      2      3      4      5           in memory for four layers
+    place      own    room   own    room   own    room        streamed layers take turns in one room
 
-While a layer is computed in one slot, the next one is read into the other. Layers that stay lie evenly between the
-others, so that the disk has time while they are computed. A slot that only one layer uses is read once.
+A layer is read in parts, its linears. When a part is computed, the same part of the next streamed layer is read into
+its place. A layer that is one part shares the room with the layer before it: the room then holds two layers. Layers
+that stay lie evenly between the others, so that the disk has time while they are computed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from lmkit.errors import ConfigError
 
-SLOTS = 2
+Parts = tuple[int, ...]  # bytes of each part of a layer, in the order in which they are computed
+
+
+class Turn(NamedTuple):
+    """A part that is read, and its place in the room, in bytes."""
+
+    layer: int
+    part: int
+    start: int
+    end: int
 
 
 @dataclass(frozen=True)
 class StreamPlan:
     """Where layers are. `fixed` are the bytes of all other weights, which stay in memory."""
 
-    layer_bytes: tuple[int, ...]
+    layers: tuple[Parts, ...]
     fixed: int
-    streamed: tuple[int, ...] = ()  # layers, ascending; the n-th takes slot n % SLOTS
+    streamed: tuple[int, ...] = ()  # layers, ascending
 
     @property
-    def slots(self) -> list[int]:
-        """Bytes of each slot."""
-        parts = (self.streamed[slot::SLOTS] for slot in range(SLOTS))
-        return [max((self.layer_bytes[layer] for layer in part), default=0) for part in parts]
+    def room(self) -> int:
+        """Bytes of the memory in which streamed layers take turns."""
+        return max((_room(self.layers[layer]) for layer in self.streamed), default=0)
 
     @property
     def memory(self) -> int:
         """Bytes of all weights in memory at a time."""
-        streamed = sum(self.layer_bytes[layer] for layer in self.streamed)
-        return self.fixed + sum(self.layer_bytes) - streamed + sum(self.slots)
+        streamed = sum(sum(self.layers[layer]) for layer in self.streamed)
+        return self.fixed + sum(map(sum, self.layers)) - streamed + self.room
+
+    @cached_property
+    def turns(self) -> list[Turn]:
+        """The parts that are read, in the order in which they are computed."""
+        turns, end, room = list[Turn](), 0, self.room
+        for layer in self.streamed:
+            if end + sum(self.layers[layer]) > room:
+                end = 0
+            for part, size in enumerate(self.layers[layer]):
+                turns.append(Turn(layer, part, end, end + size))
+                end += size
+        return turns
+
+    @cached_property
+    def behind(self) -> list[int]:
+        """For each turn, how many turns before it its place was last in use. 0: no other turn uses it, and the part
+        is read once.
+        """
+        return [self._behind(turn) for turn in range(len(self.turns))]
+
+    def _behind(self, turn: int) -> int:
+        own = self.turns[turn]
+        for back in range(1, len(self.turns)):
+            other = self.turns[turn - back]  # before the first turn comes the last one of the step before
+            if other.start < own.end and own.start < other.end:
+                return back
+        return 0
 
     @property
     def step_bytes(self) -> int:
         """Bytes that a step reads."""
-        parts = (self.streamed[slot::SLOTS] for slot in range(SLOTS))
-        return sum(self.layer_bytes[layer] for part in parts if len(part) > 1 for layer in part)
+        return sum(turn.end - turn.start for turn, back in zip(self.turns, self.behind, strict=True) if back)
 
     def expected(self, bandwidth: float, max_batch_size: int) -> dict[str, Any]:
         """What to expect of a disk of that bandwidth, in bytes a second. null where nothing is read."""
@@ -63,7 +99,7 @@ class StreamPlan:
             return ["weights: all of them stay in memory"]
         seconds = self.step_bytes / bandwidth
         return [
-            f"weights: {len(self.streamed)} of {len(self.layer_bytes)} layers from the disk",
+            f"weights: {len(self.streamed)} of {len(self.layers)} layers from the disk",
             f"disk: {self.step_bytes / 1e9:.2f} GB a step at {bandwidth / 1e9:.2f} GB/s, {seconds:.2f} s",
             f"at most {1 / seconds:.3g} tokens/s, {max_batch_size / seconds:.3g} for {max_batch_size} sequences",
         ]
@@ -77,27 +113,33 @@ class Streaming:
     """The user's wish: at most `memory` bytes for weights. The packed weights lie below `folder`, None = as usual.
 
     `planned` gets the plan, and the measured bandwidth of the disk in bytes a second, before weights are read.
+    `step_tokens` are the tokens of the largest step: so many rows of embeddings count as weights in memory.
     """
 
     memory: int
     folder: Path | None = None
     planned: Planned = lambda plan, bandwidth: None
+    step_tokens: int = 512
 
 
-def plan_stream(layer_bytes: Sequence[int], fixed: int, budget: int) -> StreamPlan:
-    """Keep as many layers as `budget` bytes hold. Raises ConfigError if not even two streamed layers fit."""
-    count, sizes = len(layer_bytes), tuple(layer_bytes)
-    plan = StreamPlan(sizes, fixed)
-    for num_streamed in range(SLOTS + 1, count + 1):
+def plan_stream(layers: Sequence[Parts], fixed: int, budget: int) -> StreamPlan:
+    """Keep as many layers as `budget` bytes hold. Raises ConfigError if not even the room for streamed layers fits."""
+    plan = StreamPlan(tuple(layers), fixed)
+    for num_streamed in range(2, len(layers) + 1):
         if plan.memory <= budget:
             break
-        plan = StreamPlan(sizes, fixed, evenly(num_streamed, count))
+        plan = StreamPlan(plan.layers, fixed, evenly(num_streamed, len(layers)))
     if plan.memory > budget:
         raise ConfigError(
             f"weights_memory {_mib(budget)} is too little for this model: embeddings, head and norms take "
             f"{_mib(fixed)}, and the layers {_mib(plan.memory - fixed)} at least; set {-(-plan.memory >> 20)}M or more"
         )
     return plan
+
+
+def _room(parts: Parts) -> int:
+    """Bytes in which a layer is read while the one before it is computed."""
+    return sum(parts) * (2 if len(parts) == 1 else 1)
 
 
 def evenly(taken: int, count: int) -> tuple[int, ...]:

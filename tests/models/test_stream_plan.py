@@ -2,42 +2,69 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from lmkit.errors import ConfigError
-from lmkit.models.stream_plan import SLOTS, StreamPlan, plan_stream
+from lmkit.models.stream_plan import Parts, StreamPlan, plan_stream
+
+LINEARS = (3, 2, 10, 5)  # of a layer in parts
 
 
-@pytest.mark.parametrize("sizes", [[10] * 12, [10] * 7, [30, 10, 10, 10, 10, 10, 10, 20], [5, 50] * 5])
-def test_every_budget_is_kept_and_used(sizes: list[int]) -> None:
-    fixed, least = 7, StreamPlan(tuple(sizes), 7, tuple(range(len(sizes)))).memory
+@pytest.mark.parametrize(
+    "layers",
+    [
+        [(10,)] * 12,
+        [(10,)] * 7,
+        [(30,), (10,), (10,), (10,), (10,), (20,)],
+        [(5,), (50,)] * 5,
+        [LINEARS] * 9,
+        [LINEARS, (40,)] * 4,
+    ],
+)
+def test_every_budget_is_kept_and_used(layers: list[Parts]) -> None:
+    fixed, whole = 7, sum(map(sum, layers))
+    plan, largest = StreamPlan(tuple(layers), fixed), max(map(sum, layers))
+    least = replace(plan, streamed=tuple(range(len(layers)))).memory
     read = None
-    for budget in range(least, fixed + sum(sizes) + 1):
-        plan = plan_stream(sizes, fixed, budget)
+    for budget in range(least, fixed + whole + 1):
+        plan = plan_stream(layers, fixed, budget)
         assert plan.memory <= budget
-        assert plan.memory > budget - 2 * max(sizes) or not plan.streamed or len(plan.streamed) == SLOTS + 1
+        assert plan.memory > budget - 3 * largest or not plan.streamed
+        assert all(turn.end <= plan.room for turn in plan.turns)
         assert read is None or plan.step_bytes <= read
         read = plan.step_bytes
     assert read == 0
     with pytest.raises(ConfigError, match=r"weights_memory .* is too little .* set \d+M or more"):
-        plan_stream(sizes, fixed, least - 1)
+        plan_stream(layers, fixed, least - 1)
 
 
-def test_what_a_step_reads() -> None:
-    """Five layers take turns in two slots, and each is read once. Of three the middle one stays where it is."""
-    assert plan_stream([10] * 8, 1, 51) == StreamPlan((10,) * 8, 1, (1, 3, 4, 6, 7))
-    assert plan_stream([10] * 8, 1, 51).step_bytes == 50
-    assert plan_stream([10] * 8, 1, 71).step_bytes == 20
+def test_layers_of_one_part_take_turns_in_room_for_two() -> None:
+    plan = plan_stream([(10,)] * 8, 1, 51)
+    assert (plan.streamed, plan.step_bytes) == ((1, 3, 4, 6, 7), 50)
+    assert [(turn.start, turn.end) for turn in plan.turns] == [(0, 10), (10, 20), (0, 10), (10, 20), (0, 10)]
+    assert plan.behind == [1, 3, 2, 2, 2]  # the first one comes behind the last one of the step before
+    three = plan_stream([(10,)] * 8, 1, 71)
+    assert (three.behind, three.step_bytes) == ([1, 0, 2], 20)  # the middle one of three stays where it is
 
 
-def test_two_layers_cannot_take_turns() -> None:
-    assert plan_stream([10, 10], 1, 21).streamed == ()
+def test_layers_of_many_parts_take_turns_in_room_for_one() -> None:
+    plan = plan_stream([LINEARS] * 4, 1, 61)
+    assert (plan.streamed, plan.room, plan.step_bytes) == ((1, 3), 20, 40)
+    assert [turn.start for turn in plan.turns] == [0, 3, 5, 15] * 2
+    assert plan.behind == [4] * 8
+
+
+def test_one_layer_in_a_room_of_its_own_saves_nothing() -> None:
+    assert plan_stream([LINEARS] * 2, 1, 41).streamed == ()
+    assert plan_stream([LINEARS] * 2, 1, 40).streamed == (0, 1)
     with pytest.raises(ConfigError, match="set 1M or more"):
-        plan_stream([10, 10], 1, 20)
+        plan_stream([(10,), (10,)], 1, 20)
 
 
 def test_what_to_expect() -> None:
-    plan = plan_stream([100 << 20] * 10, 50 << 20, 600 << 20)
+    plan = plan_stream([(100 << 20,)] * 10, 50 << 20, 600 << 20)
     assert plan.expected(1e9, 8)["tokens_per_second"] == round(1e9 / plan.step_bytes, 4)
     lines = plan.lines(1e9, 64)
     assert lines[0] == "weights: 7 of 10 layers from the disk"

@@ -219,7 +219,8 @@ def streaming_of(config: EngineConfig, planned: Planned = lambda *_: None) -> St
         raise ConfigError(f"{name} keeps all weights in memory; leave out weights_memory, or use {alone}")
     if not config.packed_cache:
         raise ConfigError("weights_memory reads layers from the file of packed weights; do not turn packed_cache off")
-    return Streaming(config.weights_memory, Path(config.weights_path) if config.weights_path else None, planned)
+    folder = Path(config.weights_path) if config.weights_path else None
+    return Streaming(config.weights_memory, folder, planned, config.tokens_per_step)
 
 
 def _check_recurrent(spec: ModelSpec, config: EngineConfig) -> None:
