@@ -1,13 +1,16 @@
-"""Large reads of a file past the page cache, into memory of the caller.
+"""Large reads of a file past the page cache, into memory of the caller, and the number of requests to disks.
 
 A read is cut into pieces, and a few threads read them with O_DIRECT at once, so that the disk always has several large
 requests. A file system without O_DIRECT is read through the page cache, which forgets each piece at once.
+
+KV tiers share the disk with weights that are read in every step. `REQUESTS` bounds what both have under way.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
+import threading
 import time
 import weakref
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,6 +22,7 @@ from lmkit.errors import CheckpointError
 PAGE = 4096  # reads begin and end at multiples of it, in the file and in memory
 _PIECE = 4 << 20  # bytes of one request
 _READERS = 4
+REQUESTS = threading.BoundedSemaphore(_READERS)  # to disks, of all threads of this process
 _SAMPLE_SECONDS, _SAMPLE_BYTES = 1.0, 512 << 20  # of a measurement, at most
 
 
@@ -73,7 +77,8 @@ class DirectFile:
     def _read(self, at: int, end: int, into: memoryview) -> None:
         """Fill `into` with the bytes from `at`. Those behind `end`, in its last page, may lie behind the file's end."""
         try:
-            count = os.preadv(self._descriptor, [into], at)
+            with REQUESTS:
+                count = os.preadv(self._descriptor, [into], at)
             if not self.is_direct:
                 os.posix_fadvise(self._descriptor, at, len(into), os.POSIX_FADV_DONTNEED)
         except OSError as error:

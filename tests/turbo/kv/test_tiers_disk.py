@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ import numpy as np
 import pytest
 
 from lmkit.errors import ConfigError
+from lmkit.formats import direct_file
 from lmkit.turbo.kv.tiers import disk as disk_module
 from lmkit.turbo.kv.tiers import files, folder, record
 from lmkit.turbo.kv.tiers.disk import DiskTier
@@ -414,3 +416,39 @@ def test_the_time_of_a_start_is_that_of_a_listing(tmp_path: Path, monkeypatch: p
     )
     assert disk(tmp_path).num_blocks == 50
     assert not [path for path in opened if str(path).endswith(".kv")]
+
+
+class Gate(threading.Semaphore):
+    """No request passes at first. `asked` counts those that want to."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.asked = threading.Semaphore(0)
+
+    def __enter__(self) -> bool:
+        self.asked.release()
+        return self.acquire()
+
+
+def test_blocks_and_weights_share_the_requests_to_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert files.REQUESTS is direct_file.REQUESTS
+    tier, (key,), begun = disk(tmp_path), chain(1), []
+    assert write(tier, key)
+    for name in ("preadv", "readv"):
+        call = getattr(os, name)
+        monkeypatch.setattr(os, name, lambda *args, call=call, name=name: (begun.append(name), call(*args))[1])
+    gate = Gate()
+    for module in (files, direct_file):
+        monkeypatch.setattr(module, "REQUESTS", gate)
+    weights = direct_file.DirectFile(Path(path_of(tier, key)))
+    size = direct_file.span(0, BLOCK)[1]
+    reading = weights.begin(0, BLOCK, direct_file.memory_for_reads(size))
+    block = threading.Thread(target=read, args=(tier, key))
+    block.start()
+    gate.asked.acquire()
+    gate.asked.acquire()
+    assert begun == []
+    gate.release()
+    reading.wait()
+    block.join()
+    assert sorted(begun) == ["preadv", "readv"]

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import NamedTuple
 
+from lmkit.formats.direct_file import REQUESTS
 from lmkit.turbo.kv.tiers.keys import KEY_BYTES
 
 SUFFIX = ".kv"
@@ -39,7 +40,9 @@ def read(path: str, head: bytearray, out: memoryview) -> None:
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)  # a FIFO must not hold us up
     try:
         found, size = os.fstat(fd).st_size, len(head) + out.nbytes
-        if found != size or os.readv(fd, [head, out]) != size:
+        with REQUESTS:
+            is_whole = found == size and os.readv(fd, [head, out]) == size
+        if not is_whole:
             raise OSError(errno.EBADMSG, f"{found} bytes, not {size}", path)
     finally:
         os.close(fd)
@@ -52,7 +55,9 @@ def write(folder: str, key: bytes, head: bytes, data: memoryview) -> None:
     fd = _create(partial)
     try:
         try:
-            if os.writev(fd, [head, data]) != len(head) + data.nbytes:
+            with REQUESTS:
+                count = os.writev(fd, [head, data])
+            if count != len(head) + data.nbytes:
                 raise OSError(errno.ENOSPC, "written in part", partial)
         finally:
             os.close(fd)
