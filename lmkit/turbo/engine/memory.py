@@ -20,10 +20,11 @@ from lmkit.turbo.plan import CAPTURED_TOKENS
 if TYPE_CHECKING:
     from lmkit.models.resolved import ResolvedModel
 
-# What processes take beside the plan. On a CPU, measured with `lmkit serve`: 140 MiB for the pages of libraries and
-# compiled code, which free memory counts as free, 25 MiB for what the engine allocates later, 80 MiB for the front end
-# and its helpers. On a GPU: cuBLAS, kernels and the bytes that torch's cache rounds up.
-RUNTIME_BYTES = {"cpu": 256 << 20, "cuda": 400 << 20}
+# What processes take beside the plan, from when it is made. On a CPU, measured with `lmkit serve`: 60 MiB for the pages
+# of libraries and compiled code that stay in use, which free memory counts as free, 25 MiB for what the engine
+# allocates later, and 40 MiB for what the front end and its helpers still take. On a GPU: cuBLAS, kernels and the bytes
+# that torch's cache rounds up.
+RUNTIME_BYTES = {"cpu": 128 << 20, "cuda": 400 << 20}
 GPU_SCRATCH_BYTES = 64 << 20  # of a product; kernels/cuda/gemm_plan.py takes no plan with more
 SNAPSHOTS = 16  # of recurrent state, for each sequence of the batch, unless they exceed their share
 SNAPSHOT_SHARE = 0.25  # of the memory left after the weights

@@ -50,7 +50,7 @@ def test_default_pool_serves_the_whole_batch_when_memory_allows() -> None:
     assert plan.lines("bfloat16") == [
         "KV cache: bfloat16, 24.0 MiB for 12,288 tokens",
         "context: 4,096 tokens",
-        "memory: 1.28 GiB of 8.00 GiB, weights 1.00 GiB",
+        "memory: 1.15 GiB of 8.00 GiB, weights 1.00 GiB",
     ]
 
 
