@@ -92,6 +92,7 @@ class EngineConfig(StrictStruct, frozen=True, kw_only=True, metaclass=CheckedMet
     ep: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1  # processes that share the experts; with tp the same processes
     pp: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1  # processes with some layers each, one behind the other
     cluster: ClusterName = "none"  # what has ranks of tp on other machines, see runners.placing; none = all are here
+    deterministic: bool = False  # the tokens of a request depend on it alone: a CPU always is so, and a GPU is refused
     num_threads: PositiveInt | None = None  # of all of them; None = the physical cores this process may use
     image_memory: PositiveInt = 256 << 20  # bytes for images that are encoded, beyond those in use
     image_pixels: Annotated[int, msgspec.Meta(ge=1 << 10, le=1 << 24)] = 1 << 20  # larger images are made smaller

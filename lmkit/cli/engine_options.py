@@ -34,6 +34,7 @@ HELP = {
         "ep": "Processes that share the experts of a mixture; with --tp the same processes, so the same number.",
         "pp": "Processes that share the model: each computes some of the layers.",
         "cluster": "Place the processes of --tp on other machines: ray, or torchrun. Default: all here.",
+        "deterministic": "Start only where a request's tokens depend on it alone: on a CPU, always so.",
         "num_threads": "Default: the physical cores this process may use.",
     },
     "Memory and cache": {

@@ -40,10 +40,7 @@ SERVE: Mapping[str, str] = {
         "moe_tp_size node_rank sm split_mode ts",
     ),
     "enable_expert_parallel": "use ep, the number of processes, beside tp",
-    **each(
-        "on a CPU tokens depend on the request alone without an option; a GPU has no such mode",
-        "deterministic enable_deterministic_inference",
-    ),
+    "enable_deterministic_inference": "use deterministic",
     "backend": "there is one engine; --device chooses cpu or cuda",
     **each(OWN_TEMPLATE, "chat_template_file jinja"),
     **each(

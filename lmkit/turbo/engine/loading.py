@@ -196,6 +196,10 @@ def load_options(config: EngineConfig, rank: int = 0) -> dict[str, Any]:
         raise ConfigError(f"cluster={config.cluster} places the ranks of tp alone: set tp, and leave out ep and pp")
     if config.num_processes > 1:
         _check_processes(config)
+    if config.deterministic and config.device == "cuda":
+        raise ConfigError(
+            "deterministic is for --device cpu: on a GPU the number of tokens in a step decides how kernels add up"
+        )
     names = ("device", "dtype", "activations", "lm_head", "kv_dtype", "quantize", "attention_sinks")
     return {name: getattr(config, name) for name in names} | {
         "shard": Shard(rank if config.num_ranks > 1 else 0, config.tp, config.ep),
