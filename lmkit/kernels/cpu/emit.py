@@ -118,10 +118,15 @@ class Emitter:
     def _arm(self) -> bool:
         return str(self.builder.module.triple).startswith("aarch64")
 
-    def prefetch(self, address: Value) -> None:
-        """Prefetch the cache line of `address` for reading, into the second level."""
+    def prefetch(self, address: Value, *, level: int = 2) -> None:
+        """Prefetch the cache line of `address` for reading, into the cache of this level."""
         place = self.builder.inttoptr(address, I8.as_pointer())
-        self.call("llvm.prefetch.p0", ir.VoidType(), [place, I32(0), I32(2), I32(1)])
+        self.call("llvm.prefetch.p0", ir.VoidType(), [place, I32(0), I32(4 - level), I32(1)])
+
+    def fence(self) -> None:
+        """The compiler moves no load, store or prefetch across this point."""
+        kind = ir.FunctionType(ir.VoidType(), [])
+        self.builder.call(ir.InlineAsm(kind, "", "~{memory}", side_effect=True), [])
 
     def pause(self) -> None:
         """Tell the processor that this loop waits. ARM's `yield` does nothing on most processors; a barrier waits."""

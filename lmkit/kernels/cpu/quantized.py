@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 from typing import NamedTuple
 
-import llvmlite.binding as llvm
 import numpy as np
 import torch
 from numba import carray
@@ -50,9 +49,7 @@ SPREAD_ROWS = 32  # up to so many, unpacking in registers each time costs less t
 # Up to so many rows read a panel at the speed of the memory, and prefetch what they read themselves. More rows compute
 # a chunk while the next one comes: 3 and 4 then read 10 % more in a second (AVX512-VNNI, Zen 5).
 STREAM_ROWS = 2
-# Bytes between the weights that are read and those that are prefetched. AMD's processors do this by themselves: there,
-# asking costs a sequence 5 to 10 % of its speed.
-AHEAD = 0 if llvm.get_host_cpu_name().startswith("znver") else 2048
+AHEAD = 2048  # bytes between the weights that such a row reads and those that it prefetches
 
 
 class ProductArgs(NamedTuple):
