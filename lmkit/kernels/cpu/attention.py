@@ -213,7 +213,6 @@ def _attend(args: int, scratch: int, index: int) -> None:
     source = a.q + token * a.q_stride + 4 * head * group * dim
     few = rows <= DIRECT_ROWS
     form = a.few_query_form if few else a.query_form
-    _prepare_queries(a, source, head, rows, form, memory)
     first_part, end_part = 0 if sinks else first_key // PARTITION, (end_key + PARTITION - 1) // PARTITION
     if split:
         first_part = part if part * PARTITION < sinks else part + skipped_parts(length - num_new, window, sinks)
@@ -226,6 +225,13 @@ def _attend(args: int, scratch: int, index: int) -> None:
     of_values = (a.values.data, a.values.row_bytes, a.values.params, memory.value_places, memory.value_params)
     here = (table, a.heads, head, a.block_size)
     p, where = first_part, span(first_part, first_key, end_key, sinks)
+    asked = where[0] + where[1], where[0] + where[2]
+    if few:  # what they read first comes while the queries are prepared
+        ask_for(*here, *asked, a.keys.data, a.keys.row_bytes)
+    if a.keys.params:
+        ask_for(*here, *asked, a.keys.params, 4)
+        ask_for(*here, *asked, a.values.params, 4)
+    _prepare_queries(a, source, head, rows, form, memory)
     locate(*here, *where, *of_keys)
     while p < end_part:
         begin, first, end, hidden, _ = where
