@@ -111,7 +111,8 @@ class Nullable(Strict):
     def _without_null(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
-        return {name: value for name, value in data.items() if value is not None}
+        known = cls.model_fields.keys() | cls.absent.keys()
+        return {name: value for name, value in data.items() if value is not None or name not in known}
 
 
 def _drop_neutral(data: dict[str, Any], absent: Mapping[str, neutral.Values]) -> dict[str, Any]:

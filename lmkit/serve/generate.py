@@ -52,6 +52,10 @@ def completion_fields(data: Any) -> Any:
     if not isinstance(inner, dict):
         raise _invalid("sampling_params: expected one object, for all prompts of the body", "sampling_params")
     fields: dict[str, Any] = {}
+    if str in _kinds(data.get("input_ids")):
+        raise _invalid("input_ids: expected token ids", "input_ids")
+    if _kinds(data.get("text")) - {str, type(None)}:
+        raise _invalid("text: expected a text, or a list of texts", "text")
     if isinstance(data.get("text"), str | list) and isinstance(data.get("input_ids"), list):
         data = {("prompt_start_ids" if name == "input_ids" else name): value for name, value in data.items()}
     for name, value in (*data.items(), *inner.items()):
@@ -67,6 +71,11 @@ def completion_fields(data: Any) -> Any:
     if "prompt" not in fields:
         raise _invalid("send text or input_ids", "text")
     return fields | _logprobs(data, fields)
+
+
+def _kinds(value: Any) -> set[type]:
+    """The types of a list's items, or of another value."""
+    return set(map(type, value)) if isinstance(value, list) else {type(value)}
 
 
 def _logprobs(data: dict[str, Any], fields: dict[str, Any]) -> dict[str, int]:

@@ -45,6 +45,7 @@ from lmkit.strict import NULL, OF_MODEL, given
 router = APIRouter()
 REF = "#/components/schemas/"
 TEXT = {"type": "string"}
+PROMPT = {"not": NULL, OF_MODEL: "text"}  # text, or texts
 TOKEN = {"type": "integer", "minimum": 0, OF_MODEL: "token"}
 
 BODIES: Mapping[str, type[BaseModel]] = {
@@ -125,7 +126,8 @@ OTHER_BODIES: Mapping[str, dict[str, Any]] = {
                     "stream": {"type": ["boolean", "null"]},
                 },
                 "anyOf": [
-                    given("text", input_ids={"items": TOKEN}),
+                    given("text", text=PROMPT | {"items": PROMPT}, input_ids=NULL),
+                    given("text", "input_ids", input_ids={"type": "array", "items": TOKEN}),
                     given("input_ids", text=NULL),
                 ],
             }
@@ -182,6 +184,7 @@ def document(routes: list[APIRoute], *, has_keys: bool) -> dict[str, Any]:
         body = None if model is None else bodies[model, "validation"]
         for method in sorted((route.methods or set()) - {"HEAD"}):
             paths.setdefault(route.path_format, {})[method.lower()] = _operation(route, method, body)
+    _link(paths)
     components: dict[str, Any] = {"schemas": {"Error": ERROR} | defined["$defs"] | chunks}
     about = {"title": "lmkit", "version": __version__}
     whole: dict[str, Any] = {"openapi": "3.1.0", "info": about, "paths": paths, "components": components}
@@ -202,7 +205,7 @@ def _operation(route: APIRoute, method: str, body: dict[str, Any] | None) -> dic
     if path == "/metrics":
         found = {"text/plain": {}}
     if path.endswith("/content"):
-        found = {"application/jsonl": {}}
+        found = {"application/octet-stream": {}}
     error = {"description": "An error", "content": {"application/json": {"schema": {"$ref": REF + "Error"}}}}
     operation: dict[str, Any] = {
         "operationId": re.sub(r"\W+", "_", f"{method}{path}".lower()).strip("_"),
@@ -218,6 +221,22 @@ def _operation(route: APIRoute, method: str, body: dict[str, Any] | None) -> dic
     if path in OPEN_PATHS:
         operation["security"] = []
     return operation
+
+
+def _link(paths: dict[str, dict[str, Any]]) -> None:
+    """Say where the `id` of what a POST makes stands in other paths: `POST /v1/files` and `GET /v1/files/{file_id}`."""
+    for path, methods in paths.items():
+        links = {
+            operation["operationId"]: {
+                "operationId": operation["operationId"],
+                "parameters": {name[1]: "$response.body#/id"},
+            }
+            for other, operations in paths.items()
+            if (name := re.match(re.escape(path) + r"/{(\w+)}", other))
+            for operation in operations.values()
+        }
+        if links and "post" in methods and "{" not in path:
+            methods["post"]["responses"]["200"]["links"] = links
 
 
 def _event(path: str) -> dict[str, Any]:

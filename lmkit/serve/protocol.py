@@ -147,6 +147,8 @@ class _Sampling(Extensions):
 
 _ON: Schema = {"const": True}
 _OFF: Schema = {"enum": [None, False]}
+# There is a text to go on with. It may still be one of which the template shows nothing.
+_CONTINUED = goes_with("continue_final_message", {"properties": {"messages": {"minLength": 1}}}, (None, False))
 # One alternative for each way to answer: testers multiply the alternatives of all conditions.
 _STREAMED_OR_WHOLE: Schema = {"anyOf": [
     given("stream", stream=_ON, prompt_logprobs=NULL),
@@ -166,6 +168,7 @@ class ChatCompletionRequest(_Sampling, ChatExtensions, Chat):
             given("logprobs", logprobs=_ON),
             {"properties": {"top_logprobs": {"enum": [None, 0]}, "logprob_token_ids": {"enum": [None, []]}}},
         ]},
+        _CONTINUED,
         goes_with("tool_choice", given("tools", tools={"minItems": 1}), (None, "none", "auto")),
     )  # fmt: skip
 
@@ -231,7 +234,7 @@ class TemplateRequest(Strict):
     """llama.cpp's: a conversation that the chat template is to write."""
 
     absent = {**neutral.GENERATION, "chat_template": (None,)}
-    conditions: ClassVar[tuple[Schema, ...]] = (given("messages"),)
+    conditions: ClassVar[tuple[Schema, ...]] = (given("messages"), _CONTINUED)
 
     model: str | None = None
     messages: Messages | None = None

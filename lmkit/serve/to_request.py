@@ -64,7 +64,7 @@ def chat_requests(
     tools = called_tools(body)
     content = constraint(body, tokenizer, info.vocab_size)
     wanted = (_limit(asked) or 1) if must_fit else 1
-    most = _room(body, info, wanted)
+    most = prompt_room(body, info, wanted)
     turn = chat_prompt(body, tokenizer, info, history, style, may_be_long=most is not None)
     params = sampling_params(
         body,
@@ -114,7 +114,7 @@ def completion_requests(
         grammar=constraint(body, tokenizer, info.vocab_size),
     )
     wanted = _or(_limit(asked), 1)
-    prompts = _prompts(body, tokenizer, info, _room(body, info, wanted))
+    prompts = _prompts(body, tokenizer, info, prompt_room(body, info, wanted))
     if body.endings is not None:
         return _endings(body, prompts, tokenizer, info, _request(body, params, request_id, owner, prompt_logprobs=True))
     echo_logprobs = bool(body.echo) and body.logprobs is not None
@@ -127,7 +127,7 @@ def completion_requests(
     return _fan_out(prompts, like, choices, info, "prompt", wanted)
 
 
-def _room(body: ChatCompletionRequest | CompletionRequest, info: EngineInfo, wanted: int) -> int | None:
+def prompt_room(body: ChatCompletionRequest | CompletionRequest, info: EngineInfo, wanted: int) -> int | None:
     """The number of tokens that the prompts are cut to; None: they are not cut."""
     if body.truncate_prompt_tokens is None:
         if body.truncation_side is not None:

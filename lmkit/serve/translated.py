@@ -16,9 +16,10 @@ from starlette.requests import Request as HttpRequest
 
 from lmkit.errors import RequestError
 from lmkit.serve.choose import choose
+from lmkit.serve.constraint import constraint
 from lmkit.serve.images import ImageSources
 from lmkit.serve.protocol import ChatCompletionRequest, ChatExtensions
-from lmkit.serve.to_request import chat_prompt, sampling_params
+from lmkit.serve.to_request import chat_prompt, prompt_room, sampling_params, with_numbers
 from lmkit.strict import validate
 from lmkit.turbo.transport.prompt_images import read_images, with_images
 
@@ -42,10 +43,15 @@ async def num_prompt_tokens(http: HttpRequest, chat: ChatCompletionRequest, name
 
     def counted() -> int:
         with renamed(names):
-            sampling_params(chat, server.info)  # as an answer would refuse them
+            numbered = with_numbers(chat, server.config.max_logprobs, server.info.vocab_size)
+            sampling_params(numbered, server.info)  # this and the next: as an answer would refuse them
+            constraint(numbered, server.tokenizer, server.info.vocab_size)
             images = read_images(chat.images, server.info, sources.load)
-            prompt = chat_prompt(chat, server.tokenizer, server.info, style=server.style)
-            return len(with_images(prompt.ids, images, server.info)[0])
+            most = prompt_room(chat, server.info, 1)
+            is_cut = most is not None
+            prompt = chat_prompt(chat, server.tokenizer, server.info, style=server.style, may_be_long=is_cut)
+            number = len(with_images(prompt.ids, images, server.info)[0])
+            return number if most is None else min(number, most)
 
     return await server.texts.run(http.receive, chat.num_chars, counted)
 

@@ -1,7 +1,7 @@
 """Hooks for schemathesis: why a body that /openapi.json allows may be refused. Its own rule is that none is.
 
     SCHEMATHESIS_HOOKS=tests.serve.schemathesis_rules st --config-file tests/serve/schemathesis.toml \\
-        run URL/openapi.json --exclude-path /metrics
+        run URL/openapi.json --exclude-path /metrics --phases coverage,stateful
 
 A reason is what no schema says: what this model or server has, what a text means, and how many tokens it has.
 """

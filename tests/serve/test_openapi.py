@@ -101,6 +101,7 @@ def test_it_needs_a_key_where_others_do() -> None:
 MESSAGE = {"role": "user", "content": "Hi"}
 THOUGHT = {"type": "thinking", "thinking": "a"}
 PARTS = [{"type": "text", "text": "a"}]
+IMAGE = {"type": "input_image", "image_url": "data:,"}
 SWITCH = "add_generation_prompt"
 BATCH = {"endpoint": "/v1/completions", "completion_window": "24h", "input_file_id": "file-none"}
 
@@ -156,7 +157,8 @@ BATCH = {"endpoint": "/v1/completions", "completion_window": "24h", "input_file_
              {"messages": [MESSAGE, {"role": "tool", "content": "a", "tool_call_id": "b"}]},
              {"logprobs": True, "top_logprobs": 2}, {"tool_choice": "auto", "tools": []},
              {"logit_bias": {"5": 1}}, {"stream": False, "prompt_logprobs": 1}],
-            [{"seed": -2}, {"guided_json_object": 0}, {"max_tokens": 2.5}, {"temperature": -1}, {"top_p": 0},
+            [{"continue_final_message": True, "messages": ""},
+             {"seed": -2}, {"guided_json_object": 0}, {"max_tokens": 2.5}, {"temperature": -1}, {"top_p": 0},
              {"messages": [MESSAGE, {"role": "assistant"}]}, {"messages": [MESSAGE | {"reasoning": "a"}]},
              {"messages": [MESSAGE | {"tool_call_id": "b"}]}, {"messages": [MESSAGE | {"content": ["a"]}]},
              {"top_logprobs": 2}, {"stream_options": {"include_usage": True}}, {"return_progress": True},
@@ -170,7 +172,7 @@ BATCH = {"endpoint": "/v1/completions", "completion_window": "24h", "input_file_
              {"messages": [MESSAGE, {"role": "assistant", "content": [THOUGHT, *PARTS]}]}],
             [{"tool_choice": {"type": "tool"}}, {"tool_choice": {"type": "auto", "name": "a"}},
              {"thinking": {"type": "enabled"}}, {"thinking": {"type": "disabled", "budget_tokens": 1}},
-             {"messages": [{"role": "user", "content": [THOUGHT]}]}],
+             {"messages": [{"role": "user", "content": [THOUGHT]}]}, {"tools": [{"name": "", "input_schema": {}}]}],
         ),
         (
             "/v1/responses", {"input": "a"},
@@ -178,11 +180,29 @@ BATCH = {"endpoint": "/v1/completions", "completion_window": "24h", "input_file_
             [{"return_progress": True}, {"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}},
              {"input": [{"role": "robot", "content": "a"}]}, {"top_p": 2}],
         ),
-        ("/v1/responses/input_tokens", {"input": "a"}, [{}], [{"repetition_penalty": 0}, {"presence_penalty": 101}]),
+        (
+            "/v1/responses/input_tokens", {"input": "a"},
+            [{}],
+            [{"repetition_penalty": 0}, {"presence_penalty": 101}, {"conversation": {"id": None}}],
+        ),
+        (
+            "/v1/chat/completions/input_tokens", CHAT,
+            [{"logprobs": True, "top_logprobs": 20}],
+            [{"logprobs": True, "top_logprobs": -1}, {"allowed_token_ids": [4096]},
+             {"truncate_prompt_tokens": 1 << 30}],
+        ),
+        (
+            "/v1/conversations", {},
+            [{}, {"items": "a"}, {"metadata": None}],
+            [{"other": None}, {"items": [{"role": "assistant", "content": [IMAGE]}]},
+             {"items": [{"type": "function_call", "call_id": "a", "name": "", "arguments": "{}"}]}],
+        ),
         (
             "/generate", {},
-            [{"text": "a"}, {"text": "a", "input_ids": [1]}, {"input_ids": [[1], [2]], "text": None}],
-            [{}, {"text": "a", "input_ids": [[1]]}, {"text": "a", "sampling_params": False}],
+            [{"text": "a"}, {"text": ["a", "b"]}, {"text": "", "input_ids": [1]},
+             {"input_ids": [[1], [2]], "text": None}],
+            [{}, {"text": "a", "input_ids": [[1]]}, {"text": "a", "sampling_params": False}, {"text": ""},
+             {"text": [1]}, {"input_ids": "a"}, {"input_ids": ["a"]}, {"text": ["a", [1]]}],
         ),
         (
             "/v1/batches", {},
@@ -203,6 +223,13 @@ def test_what_is_described_is_what_is_taken(
         answer = app.request("POST", path, json=base | given, headers={"anthropic-version": "2023-06-01"})
         assert valid(base | given) == is_right, given
         assert answer.status_code == (200 if is_right else 400), (given, answer.text)
+
+
+def test_what_is_made_is_linked_to_the_routes_that_take_its_id(document: dict[str, Any]) -> None:
+    links = document["paths"]["/v1/files"]["post"]["responses"]["200"]["links"]
+    assert links["get_v1_files_file_id_content"]["parameters"] == {"file_id": "$response.body#/id"}
+    operations = {operation["operationId"] for path in document["paths"].values() for operation in path.values()}
+    assert links.keys() < operations
 
 
 def test_allow_names_the_methods_of_the_route_itself() -> None:

@@ -16,7 +16,7 @@ from lmkit.errors import RequestError
 from lmkit.serve.numbers import Temperature, TopP
 from lmkit.serve.protocol import ChatExtensions
 from lmkit.strict import LAZY, NULL, Nullable, given
-from lmkit.text.chat.conversation import MAX_MESSAGES, MAX_TOOLS, check_parts
+from lmkit.text.chat.conversation import MAX_MESSAGES, MAX_TOOLS, CalledName, Effort, ToolName, check_parts
 from lmkit.turbo.request import MAX_STOPS
 
 Id = Annotated[str, Field(max_length=256)]
@@ -55,7 +55,7 @@ class ToolUse(_Block):
 
     type: Literal["tool_use"]
     id: Id
-    name: str
+    name: CalledName
     input: dict[str, Any]
 
 
@@ -143,7 +143,7 @@ class Tool(_Block):
     }
 
     type: Literal["custom"] = "custom"
-    name: str
+    name: ToolName
     description: str | None = None
     input_schema: dict[str, Any]
     strict: bool | None = None
@@ -194,7 +194,7 @@ class ThinkingConfig(Nullable):
 
 
 class OutputConfig(Nullable):
-    effort: str | None = None
+    effort: Effort | None = None
     format: dict[str, Any] | None = None
 
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 
 from lmkit import neutral
 from lmkit.serve.numbers import Temperature, TopP
 from lmkit.serve.protocol import ChatExtensions, Metadata, ModelName
 from lmkit.serve.serving import new_id
 from lmkit.strict import LAZY, NULL, No, Nullable, Schema, Strict, given, goes_with
-from lmkit.text.chat.conversation import MAX_MESSAGES, MAX_TOOLS, check_parts
+from lmkit.text.chat.conversation import MAX_MESSAGES, MAX_TOOLS, CalledName, Effort, ToolName, check_parts
 from lmkit.text.messages import DETAILS, MAX_NAME_CHARS
 
 Status = Literal["in_progress", "completed", "incomplete"]
@@ -76,13 +76,19 @@ class Message(Nullable):
     id: ItemId | None = None
     status: Status | None = None
 
+    @model_validator(mode="after")
+    def _images_of_the_user(self) -> Self:
+        if self.role != "user" and any(isinstance(part, ImagePart) for part in self.content):
+            raise ValueError("images belong to messages of the user")
+        return self
+
 
 class FunctionCall(Nullable):
     absent = {"caller": ({"type": "direct"},), "async": (False,)}
 
     type: Literal["function_call"]
     call_id: ItemId
-    name: str
+    name: CalledName
     arguments: str
     id: ItemId | None = None
     status: Status | None = None
@@ -104,7 +110,7 @@ class CustomCall(Nullable):
 
     type: Literal["custom_tool_call"]
     call_id: ItemId
-    name: str
+    name: CalledName
     input: str
     id: ItemId | None = None
     status: Status | None = None
@@ -179,7 +185,7 @@ class FunctionTool(Nullable):
     absent = {"defer_loading": (False,), "allowed_callers": (["direct"],), "async": (False,)}
 
     type: Literal["function"]
-    name: str
+    name: ToolName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
@@ -207,7 +213,7 @@ class CustomTool(Nullable):
     absent = FunctionTool.absent
 
     type: Literal["custom"]
-    name: str
+    name: ToolName
     description: str | None = None
     format: Annotated[AnyText | Pattern, Field(discriminator="type")] | None = None
 
@@ -234,7 +240,7 @@ class Text(Nullable):
 class Reasoning(Nullable):
     absent = {"context": ("auto",), "mode": ("standard",)}
 
-    effort: str | None = None
+    effort: Effort | None = None
     # There is no summary beside the reasoning itself, and "auto" leaves that to the server.
     summary: Literal["auto"] | None = None
     generate_summary: Literal["auto"] | None = None
@@ -249,7 +255,8 @@ class ConversationName(Strict):
 
 
 def _conversation(value: Any) -> Any:
-    return value["id"] if isinstance(value, dict) and value.keys() == {"id"} else value
+    is_named = isinstance(value, dict) and value.keys() == {"id"} and value["id"] is not None
+    return value["id"] if is_named else value
 
 
 class Prompt(ChatExtensions):

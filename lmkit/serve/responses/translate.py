@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from lmkit.errors import RequestError
 from lmkit.serve.protocol import ChatCompletionRequest
 from lmkit.serve.responses.custom import arguments_of, input_schema
 from lmkit.serve.responses.protocol import (
@@ -68,8 +67,6 @@ def _messages(instructions: str | None, items: Iterable[Item]) -> list[dict[str,
 def _message(turns: Turns, item: Message) -> None:
     texts = [part for part in item.content if isinstance(part, TextPart)]
     if item.role == "assistant":
-        if len(texts) < len(item.content):
-            raise RequestError("invalid_request", "input: images belong to messages of the user", "input")
         turns.text(_text(texts))
     elif len(texts) == len(item.content):
         turns.add(item.role, _text(texts))

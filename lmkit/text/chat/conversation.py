@@ -56,8 +56,11 @@ def _arguments(value: Any) -> Any:
     return json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else value
 
 
+CalledName = Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)]
+
+
 class CalledFunction(Strict):
-    name: Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)]
+    name: CalledName
     arguments: Annotated[str, BeforeValidator(_arguments, json_schema_input_type=str | dict[str, Any])] = "{}"
 
 
@@ -136,8 +139,11 @@ Messages = Annotated[
 ]
 
 
+ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
+
+
 class Function(Nullable):
-    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
+    name: ToolName
     description: str | None = None
     parameters: dict[str, Any] | None = None  # a JSON schema
     strict: bool | None = None  # a schema that cannot be held is refused
@@ -192,11 +198,15 @@ class ToolOptions(Strict):
     parallel_tool_calls: bool | None = None  # default true, and false for a function by name
 
 
+_EFFORT: Schema = {"type": "string", "maxLength": 16, OF_MODEL: "effort"}
+Effort = Annotated[str, Field(max_length=16), WithJsonSchema(_EFFORT)]  # a variable of the chat template
+
+
 class Chat(ToolOptions):
     """A conversation, and what its answer may have. None means the default."""
 
     messages: Messages
-    reasoning_effort: Annotated[str, Field(max_length=16)] | None = None  # a variable of the chat template
+    reasoning_effort: Effort | None = None
     verbosity: Literal["low", "medium", "high"] | None = None  # medium = the model's own way
     thinking_token_budget: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None  # vLLM's: tokens of reasoning
     include_reasoning: bool | None = None  # false: the answer leaves the reasoning out
