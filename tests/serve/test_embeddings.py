@@ -402,12 +402,14 @@ class JudgeEngine(EmbeddingEngine):
     async def generate(self, request: Request, rest: Rest = None) -> AsyncGenerator[StepOutput]:
         self.requests.append(request)
         await asyncio.sleep(0)
-        scored = request.prompt_ids[request.logprobs_start + 1 :]
+        top = [(token, -token / 100) for token in request.params.logprob_token_ids]
+        scores = [TokenLogprobs(0, 0.0, top) for _ in request.prompt_ids[request.logprobs_start :]]
         yield StepOutput(
             request_id=request.request_id,
             token_ids=[],
             finish_reason="length",
-            prompt_logprobs=[TokenLogprobs(token, -token / 100, []) for token in scored],
+            prompt_logprobs=scores[:-1],
+            logprobs=scores[-1:],
         )
 
 
@@ -420,12 +422,12 @@ def test_a_reranker_answers_yes_or_no() -> None:
     answer = app.post("/v1/rerank", body).json()
     assert [entry["relevance_score"] for entry in answer["results"]] == [pytest.approx(want)] * 2
     asked = [request.prompt_ids for request in engine.requests]
-    for document, request in (("one", asked[0]), ("two", asked[2])):
+    assert len(yes) > len(no) == 1  # so "no" is read on the way to "yes"
+    for document, request in zip(("one", "two"), asked, strict=True):
         text = f"<Instruct>: Find it\n<Query>: q?\n<Document>: {document}"
         messages = [{"role": "system", "content": judge.SYSTEM}, {"role": "user", "content": text}]
-        assert request == app.post("/tokenize", {"messages": messages}).json()["tokens"] + yes
-    assert asked[1] == asked[0][: -len(yes)] + no
-    assert answer["usage"]["prompt_tokens"] == len(asked[0]) + len(asked[2]), "each pair counts once"
+        assert request == app.post("/tokenize", {"messages": messages}).json()["tokens"] + yes[:-1]
+    assert answer["usage"]["prompt_tokens"] == sum(len(ids) + 1 for ids in asked), "each pair counts once"
     scores = app.post("/v1/score", {"text_1": "q?", "text_2": ["one", "two", "three"]}).json()["data"]
     assert [entry["score"] for entry in scores] == [pytest.approx(want)] * 3
     for wrong, code in (

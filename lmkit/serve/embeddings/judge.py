@@ -44,7 +44,7 @@ class Judge:
         receive = self._embedder.request.receive
         num_chars = sum(len(query) + len(document) for query, document in pairs)
         requests = await self._server.texts.run(receive, num_chars, lambda: self._requests(pairs, param))
-        running = self._embedder.ends(requests, requests[:: len(ANSWERS)])
+        running = self._embedder.ends(requests, requests[:: len(ANSWERS)], shares_scores=True)
         sums = [
             math.fsum(entry.token.logprob or 0.0 for entry in end.prompt_logprobs[1:])
             for end in await while_connected(receive, running)

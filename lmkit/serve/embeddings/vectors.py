@@ -83,12 +83,16 @@ class Embedder:
             for i, text in enumerate(texts)
         ]
 
-    async def ends(self, requests: list[Request], counted: Sequence[Request]) -> list[RequestOutput]:
-        """The last output of each request. The tokens of the `counted` ones are those of the body."""
+    async def ends(
+        self, requests: list[Request], counted: Sequence[Request], *, shares_scores: bool = False
+    ) -> list[RequestOutput]:
+        """The last output of each request. The tokens of the `counted` ones are those of the body. `shares_scores`: see
+        Serving.run.
+        """
         ends = []
         for part in _parts(requests):
             done: dict[int, RequestOutput] = {}
-            async with aclosing(self.server.run(part, 1, self._share)) as outputs:
+            async with aclosing(self.server.run(part, 1, self._share, shares_scores=shares_scores)) as outputs:
                 async for idx, output in outputs:
                     self._share.add(len(output.embedding))
                     done[idx] = output
