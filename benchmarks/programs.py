@@ -210,14 +210,14 @@ class Watched:
         self.known: set[int] = set()  # hashes of all beginnings that were computed
         self.possible = self.reused = 0
 
-    def _note(self, ids: Sequence[int], num_cached: int, own: Sequence[int] = ()) -> None:
-        value, is_known = 0, True
+    def _note(self, ids: Sequence[int], num_cached: int, own: Sequence[int] = (), *, counts: bool = True) -> None:
+        value, is_known = 0, counts
         for place, token in enumerate((*ids, *own)):
             value = hash((value, token))
             is_known = is_known and value in self.known and place < len(ids) - 1
             self.possible += is_known
             self.known.add(value)
-        self.reused += num_cached
+        self.reused += num_cached * counts
 
     async def generate(self, prompt: Prompt, options: Mapping[str, Any], on_text: Any) -> Answer:
         answer = await self._model.generate(prompt, options, on_text)
@@ -226,8 +226,8 @@ class Watched:
 
     async def score(self, prompt: Prompt, texts: Sequence[str]) -> list[Score]:
         scores = await self._model.score(prompt, texts)
-        for score in scores:
-            self._note(score.ids, score.num_cached)
+        for place, score in enumerate(scores):  # they share one prompt
+            self._note(score.ids, score.num_cached, counts=place == 0)
         return scores
 
 
