@@ -20,7 +20,7 @@ from lmkit.low_rank import MAX_RANK, PANEL, AdapterRows, Columns, LowRanks
 
 LANES = 16
 ELEMENTS = ("float32", "bfloat16", "float16")  # in the order of lmkit.low_rank.DTYPES
-AHEAD = 4096  # bytes
+AHEAD = 8192  # bytes
 
 
 def _load(e: Emitter, element: str, address: Value) -> Value:
@@ -35,7 +35,7 @@ def _load_row(e: Emitter, element: str, address: Value) -> list[Value]:
     """The row of a panel at `address`. The row that stands AHEAD of it is asked for."""
     size = _size(element)
     for line in range(0, PANEL * size, 64):
-        e.prefetch(e.offset(address, AHEAD + line))
+        e.prefetch(e.offset(address, AHEAD + line), level=1)
     return [_load(e, element, e.offset(address, size * column)) for column in range(0, PANEL, LANES)]
 
 
