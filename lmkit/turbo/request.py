@@ -180,7 +180,7 @@ class StepOutput(msgspec.Struct, frozen=True, kw_only=True):
     request_id: str
     token_ids: list[int]  # new tokens, including the eos or stop id that ended the request (never shown as text)
     finish_reason: FinishReason | None = None
-    # One for each of token_ids, on request. If the request asks for no new tokens: those behind the prompt.
+    # One for each of token_ids, on request. Without new tokens, if logprob_token_ids are asked for: behind the prompt.
     logprobs: list[TokenLogprobs] = []
     prompt_logprobs: list[TokenLogprobs] = []  # with the first output: one for each prompt token after logprobs_start
     embedding: bytes = b""  # on request, with the last output: float32 [hidden], not normalized

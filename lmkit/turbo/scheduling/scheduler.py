@@ -292,12 +292,12 @@ class Scheduler:
         first = not seq.num_outputs
         self._prompt_tokens += seq.num_prompt_tokens if first else 0
         cached = (seq.cached_tokens or 0) if first else 0
-        queued = (seq.queue_seconds or 0.0) if first else 0.0
-        asked = seq.request.params.logprobs is not None
-        scored = [TokenLogprobs(token.token_id, token.logprob, token.top) for token in tokens if asked]
+        queued, params = (seq.queue_seconds or 0.0) if first else 0.0, seq.request.params
+        scored = [TokenLogprobs(t.token_id, t.logprob, t.top) for t in tokens if params.logprobs is not None]
         if seq.num_tokens == seq.max_tokens:  # the request asked for no new tokens
             shown = {"prompt_logprobs": seq.prompt_logprobs, "embedding": embedding, "queue_seconds": queued}
-            self._finish(seq, "length", cached_tokens=cached, logprobs=scored, **shown)
+            behind = scored if params.logprob_token_ids else []
+            self._finish(seq, "length", cached_tokens=cached, logprobs=behind, **shown)
             return
         reason, new = None, [token.token_id for token in tokens]
         for count, token_id in enumerate(new, 1):
