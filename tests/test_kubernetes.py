@@ -168,5 +168,5 @@ def test_the_metrics_of_the_autoscaler_exist() -> None:
     }
     assert {rule["name"]["as"] for rule in rules} == wanted
     used = set(re.findall(r"lmkit:(\w+)", (FOLDER / "prometheus-adapter.yaml").read_text()))
-    code = (ROOT / "lmkit/serve/metrics.py").read_text()
+    code = (ROOT / "lmkit/serve/engine_figures.py").read_text()
     assert all(f'{{prefix}}:{name}"' in code for name in used), used

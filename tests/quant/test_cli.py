@@ -90,7 +90,7 @@ def test_tables_show_plan_errors_and_evaluation(tmp_path: Path, monkeypatch: pyt
         ("--format foo", "--format 'foo': expected awq, gptq, gptq_v2, compressed-tensors or fp8"),
         ("--bits four", "--bits 'four': expected a number"),
         ("--bits 4.5", "--bits 4.5: expected 2, 3, 4 or 8; --average-bits 4.5 mixes them"),
-        ("--average-bits 2.5", "average_bits 2.5 cannot be reached; the lowest for this model is 4.157"),
+        ("--average-bits 2", "average_bits 2 cannot be reached; the lowest for this model is 2.141"),
         ("--average-bits 0", "--average-bits '0': expected a number of at least 1 and at most 32"),
         (
             "--average-bits 4.5 --format gptq",

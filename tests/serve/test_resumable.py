@@ -10,7 +10,7 @@ import pytest
 
 from tests.serve.live import Server
 
-BODY = json.dumps({"model": "demo", "prompt": "def add(a, b):", "max_tokens": 24, "seed": 3, "stream": True}).encode()
+BODY = json.dumps({"model": "demo", "prompt": "def add(a, b):", "max_tokens": 400, "seed": 3, "stream": True}).encode()
 PATH = "/v1/completions"
 
 
