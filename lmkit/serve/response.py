@@ -206,8 +206,8 @@ class ResponseBuilder(ABC, Generic[B]):
     def continuous_usage(self) -> bool:
         """Whether every chunk has the usage so far."""
         options = self.body.stream_options
-        asked = bool(options and options.include_usage and options.continuous_usage_stats)
-        return self.server.config.enable_force_include_usage or asked
+        asked = bool(options and options.continuous_usage_stats)
+        return self.server.config.enable_force_include_usage or (self.include_usage and asked)
 
     def chunk(self, chunk: ChatCompletionChunk | Completion, *, last: bool = False) -> str:
         """An event. With `include_usage` the last chunk has the usage; others have null or the usage so far."""

@@ -59,7 +59,8 @@ class WithV1:
                 path, raw = path.removeprefix(self._root) or "/", raw[len(self._root) :] or b"/"
             if any(f"{path}/".startswith(f"{short}/") for short in _SHORT):
                 path, raw = "/v1" + path, b"/v1" + raw
-            scope = {**scope, "path": path, "raw_path": raw}
+            if path != scope["path"]:
+                scope = {**scope, "path": path, "raw_path": raw}
         await self._app(scope, receive, send)
 
 
