@@ -211,11 +211,21 @@ async def server_for(*fakes: FakeNode, **options: Any) -> AsyncIterator[tuple[Ht
                 connection.transport.abort()
 
 
-async def eventually(condition: Callable[[], bool], seconds: float = 2.0) -> None:
+async def eventually(condition: Callable[[], bool], seconds: float = 30.0) -> None:
     """Wait until `condition()` is true. Only a test that fails reaches the time limit."""
     async with asyncio.timeout(seconds):
         while not condition():
             await asyncio.sleep(0.005)
+
+
+async def streamed(http: httpx.AsyncClient, begun: asyncio.Event, path: str = CHAT, **options: Any) -> bytes:
+    """The body of an answer. `begun` is set once the client has its first bytes."""
+    body = b""
+    async with http.stream("POST", path, content=BODY, **options) as answer:
+        async for data in answer.aiter_bytes():
+            body += data
+            begun.set()
+    return body
 
 
 @contextlib.asynccontextmanager

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from lmkit.cli.proxy import app
 from lmkit.errors import LMKitError
 from lmkit.web.running import running as running_processes
-from tests.proxy.fakes import Exchange, FakeNode, eventually, nodes
+from tests.proxy.fakes import Exchange, FakeNode, eventually, nodes, streamed
 
 pytestmark = pytest.mark.anyio
 
@@ -185,11 +185,11 @@ async def test_drain_ends_after_its_time(tmp_path: Path) -> None:
         config.write_text(json.dumps({"drain_seconds": 0.2, "nodes": [{"url": node.url}]}))
         async with running("--config", str(config)) as (process, url):
             async with httpx.AsyncClient(base_url=url, verify=False, trust_env=False, timeout=10) as http:
-                request = asyncio.create_task(http.post("/v1/completions", json={"model": "m"}))
-                await eventually(lambda: len(node.requests) == 1)
-                await asyncio.sleep(0.1)
+                begun = asyncio.Event()
+                request = asyncio.create_task(streamed(http, begun))
+                await begun.wait()
                 process.send_signal(signal.SIGTERM)
-                body = (await request).content
+                body = await request
             assert json.loads(body.split(b"\n\n")[1][6:])["error"]["code"] == "shutting_down"
             assert await asyncio.wait_for(process.wait(), 5) == 0
 

@@ -18,7 +18,7 @@ from lmkit.proxy.app import Proxy
 from lmkit.proxy.config import NodeConfig
 from lmkit.proxy.forward import MAX_RESENDS
 from lmkit.web import connection
-from tests.proxy.fakes import BODY, CHAT, Exchange, FakeNode, client, eventually, idle, nodes, proxy_for
+from tests.proxy.fakes import BODY, CHAT, Exchange, FakeNode, client, eventually, idle, nodes, proxy_for, streamed
 
 pytestmark = pytest.mark.anyio
 
@@ -174,11 +174,13 @@ async def test_black_hole_is_left_after_the_connect_timeout() -> None:
 
 @pytest.mark.parametrize("how", ["truncate", "reset", "garbage", "silence"])
 async def test_break_in_a_stream_is_an_error_event(how: str) -> None:
+    begun = asyncio.Event()  # a reset may overtake what was not read
+
     async def script(exchange: Exchange) -> None:
         await exchange.start_events()
         await exchange.chunk(b'data: {"choices":[]}\n\n')
         await exchange.chunk(b'data: {"choices":[{"del')
-        await asyncio.sleep(0.02)
+        await begun.wait()
         if how == "truncate":
             exchange.writer.close()
         elif how == "reset":
@@ -193,19 +195,18 @@ async def test_break_in_a_stream_is_an_error_event(how: str) -> None:
         proxy_for(node, read_timeout=0.3) as (proxy, url),
         client(url) as http,
     ):
-        response = await http.post(CHAT, content=BODY)
-        first, last, end = response.content.split(b"\n\n")
-        assert (response.status_code, first, end) == (200, b'data: {"choices":[]}', b"")
+        body = await streamed(http, begun)
+        first, last, end = body.split(b"\n\n")
+        assert (first, end) == (b'data: {"choices":[]}', b"")
         error = json.loads(last.removeprefix(b"data: "))["error"]
         assert error["code"] == ("upstream_timeout" if how == "silence" else "bad_gateway")
         assert "127.0.0.1" not in str(error)
-        assert b"[DONE]" not in response.content
+        assert b"[DONE]" not in body
         state = proxy.registry.nodes()[0]
         assert (state.breaks, state.in_flight) == (1, 0)
         async with openai.AsyncOpenAI(base_url=url + "/v1", api_key="k", max_retries=0) as ai:
-            stream = await ai.chat.completions.create(model="m", messages=[], stream=True)
             with pytest.raises(openai.APIError):
-                _ = [part async for part in stream]
+                _ = [part async for part in await ai.chat.completions.create(model="m", messages=[], stream=True)]
 
 
 @pytest.mark.parametrize("framing", ["content-length: 1048577", "transfer-encoding: chunked"])
@@ -439,12 +440,13 @@ async def test_stop_breaks_running_answers_off() -> None:
         await exchange.until_left()
 
     async with nodes(FakeNode(script=script)) as (node,), proxy_for(node) as (proxy, url), client(url) as http:
-        stream = asyncio.create_task(http.post(CHAT, content=BODY))
+        begun = asyncio.Event()
+        stream = asyncio.create_task(streamed(http, begun))
         whole = asyncio.create_task(http.post("/v1/completions", content=BODY))
+        await begun.wait()
         await eventually(lambda: proxy.registry.nodes()[0].in_flight == 2)
-        await asyncio.sleep(0.02)
         proxy.stop.set()
-        first, last, _ = (await stream).content.split(b"\n\n")
+        first, last, _ = (await stream).split(b"\n\n")
         assert first == b"data: 1"
         assert json.loads(last[6:])["error"]["code"] == "shutting_down"
         assert ((await whole).status_code, (await whole).json()["error"]["code"]) == (503, "shutting_down")

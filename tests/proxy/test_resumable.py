@@ -13,7 +13,7 @@ import openai
 import pytest
 
 from lmkit.web import resumable
-from tests.proxy.fakes import BODY, CHAT, Exchange, FakeNode, client, eventually, nodes, proxy_for
+from tests.proxy.fakes import BODY, CHAT, Exchange, FakeNode, client, eventually, nodes, proxy_for, streamed
 
 pytestmark = pytest.mark.anyio
 RESUME, LAST = "x-lmkit-resume", "last-event-id"
@@ -88,12 +88,14 @@ async def test_a_stream_goes_on_without_its_client_and_a_second_one_takes_it_ove
     async with nodes(slow.node), proxy_for(slow.node) as (_, url), client(url) as http, cut(url, 1, slow) as first:
         slow.step(2)
         await eventually(lambda: slow.written == 3)
-        one = asyncio.create_task(http.post(CHAT, headers={LAST: last_id(first)}))
-        await asyncio.sleep(0.1)
-        two = asyncio.create_task(http.post(CHAT, headers={LAST: last_id(first)}))
-        await asyncio.sleep(0.1)
+        tasks = []
+        for _ in range(2):
+            begun = asyncio.Event()
+            tasks.append(asyncio.create_task(streamed(http, begun, headers={LAST: last_id(first)})))
+            await begun.wait()
+        one, two = tasks
         slow.step(8)
-        assert ID.sub(b"", (await two).content) == b"".join(EVENTS[1:])
+        assert ID.sub(b"", await two) == b"".join(EVENTS[1:])
         with pytest.raises(httpx.RemoteProtocolError):  # cut off, so that nobody takes it for the end
             await one
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any
 
 import httpx
@@ -14,6 +14,7 @@ from lmkit.errors import CheckpointError, RequestError
 from lmkit.serve import pool as pool_module
 from lmkit.serve.app import create_app
 from lmkit.serve.pool import ASLEEP_BYTES, ModelPool, PooledModel
+from lmkit.turbo.request import StepOutput
 from lmkit.turbo.transport.async_engine import AsyncEngine
 from tests.serve.fake_engine import DEMO
 from tests.serve.in_process import INFO, TEXT_PATH, TOKENIZER, ScriptedEngine
@@ -28,8 +29,15 @@ class Engine(ScriptedEngine):
         super().__init__(**options)
         self.state, self.name, self.log = "asleep", name, log
         self.has = False
-        self.delay = 0.0
         self.failure: Exception | None = None
+        self.loads, self.answers = asyncio.Event(), asyncio.Event()  # a load, and each token, wait for these
+        self.loads.set()
+        self.answers.set()
+
+    async def generate(self, *args: Any, **options: Any) -> AsyncGenerator[StepOutput]:
+        async for output in super().generate(*args, **options):
+            await self.answers.wait()
+            yield output
 
     @property
     def has_process(self) -> bool:
@@ -37,7 +45,7 @@ class Engine(ScriptedEngine):
 
     async def wake(self) -> None:
         self.state = "starting"
-        await asyncio.sleep(self.delay)
+        await self.loads.wait()
         if self.failure is not None:
             self.state = "asleep"
             raise self.failure
@@ -70,6 +78,11 @@ class Setting:
         return sum(model.resident for model in self.pool.models)
 
 
+async def until(condition: Callable[[], object]) -> None:
+    while not condition():
+        await asyncio.sleep(0.001)
+
+
 def run(main: Coroutine[Any, Any, None]) -> None:
     asyncio.run(asyncio.wait_for(main, 30))
 
@@ -78,13 +91,17 @@ def run(main: Coroutine[Any, Any, None]) -> None:
 def _short_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool_module, "TURN_SECONDS", 0.02)
     monkeypatch.setattr(pool_module, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(pool_module, "RETRY_SECONDS", (60.0, 60.0))  # tests say when the time has come
 
 
 def test_many_requests_load_a_model_once() -> None:
     async def main() -> None:
         here = Setting(room=1)
-        here.engines["a"].delay = 0.05
-        answers = await asyncio.gather(*(here.ask("a") for _ in range(16)))
+        here.engines["a"].loads.clear()
+        asked = [asyncio.ensure_future(here.ask("a")) for _ in range(16)]
+        await until(lambda: here.pool.find("a").waiting == 16)
+        here.engines["a"].loads.set()
+        answers = await asyncio.gather(*asked)
         assert [answer.status_code for answer in answers] == [200] * 16
         assert here.log == ["wake a"]
         assert {answer.json()["model"] for answer in answers} == {"a"}
@@ -135,12 +152,17 @@ def test_a_model_with_a_request_does_not_sleep_and_gives_way_after_it() -> None:
     """Its later requests wait for their turn. Nothing fails, and none waits for ever."""
 
     async def main() -> None:
-        here = Setting(room=1, answer=lambda request: [70] * 400)
+        here = Setting(room=1)
+        model, engine = here.pool.find("a"), here.engines["a"]
+        engine.answers.clear()
         long = asyncio.ensure_future(here.ask("a"))
-        await asyncio.sleep(0.05)
+        await until(lambda: model.users)
         other = asyncio.ensure_future(here.ask("b"))
-        await asyncio.sleep(0.05)
+        await until(lambda: model.gives_way)
         later = asyncio.ensure_future(here.ask("a"))
+        await until(lambda: model.waiting)
+        assert here.log == ["wake a"]
+        engine.answers.set()
         answers = [await request for request in (long, other, later)]
         assert [answer.status_code for answer in answers] == [200] * 3
         assert [line for line in here.log if "stop" not in line] == [
@@ -154,8 +176,11 @@ def test_a_load_that_fails_is_told_to_all_and_tried_again_later() -> None:
     async def main() -> None:
         here = Setting(room=1)
         here.engines["a"].failure = CheckpointError("/secret/model.safetensors is truncated")
-        here.engines["a"].delay = 0.02
-        answers = await asyncio.gather(*(here.ask("a") for _ in range(3)))
+        here.engines["a"].loads.clear()
+        asked = [asyncio.ensure_future(here.ask("a")) for _ in range(3)]
+        await until(lambda: here.pool.find("a").waiting == 3)
+        here.engines["a"].loads.set()
+        answers = await asyncio.gather(*asked)
         assert [answer.status_code for answer in answers] == [503] * 3
         assert {answer.json()["error"]["message"] for answer in answers} == {
             "the model does not load; the server's log says why"
@@ -172,9 +197,10 @@ def test_a_load_that_fails_is_told_to_all_and_tried_again_later() -> None:
 def test_a_request_has_its_deadline_while_it_waits() -> None:
     async def main() -> None:
         here = Setting(room=1)
-        here.engines["a"].delay = 0.3
+        here.engines["a"].loads.clear()
         answer = await here.ask("a", timeout=0.05)
         assert (answer.status_code, answer.json()["error"]["code"]) == (504, "deadline_exceeded")
+        here.engines["a"].loads.set()
         assert (await here.ask("a")).status_code == 200
         assert here.log == ["wake a"]  # the load went on
 
@@ -245,9 +271,9 @@ def test_the_end_of_one_engine_does_not_touch_the_others() -> None:
 def test_waiting_requests_are_told_of_a_shutdown() -> None:
     async def main() -> None:
         here = Setting(room=1)
-        here.engines["a"].delay = 10.0
+        here.engines["a"].loads.clear()
         asked = asyncio.ensure_future(here.ask("a"))
-        await asyncio.sleep(0.05)
+        await until(lambda: here.engines["a"].state == "starting")
         await here.pool.shutdown()
         assert (await asked).json()["error"]["code"] == "shutting_down"
 
@@ -288,12 +314,17 @@ def test_the_routes_of_an_operator() -> None:
 
 def test_a_model_sleeps_when_its_requests_have_ended() -> None:
     async def main() -> None:
-        here = Setting(room=2, answer=lambda request: [70] * 300)
+        here = Setting(room=2)
+        model, engine = here.pool.find("a"), here.engines["a"]
+        engine.answers.clear()
         asked = asyncio.ensure_future(here.ask("a"))
-        await asyncio.sleep(0.05)
-        slept = await here.client.post("/sleep", json={"model": "a"})
-        assert asked.done()
-        assert (asked.result().status_code, slept.status_code) == (200, 200)
+        await until(lambda: model.users)
+        sleeping = asyncio.ensure_future(here.client.post("/sleep", json={"model": "a"}))
+        await until(lambda: model.gives_way)
+        assert here.log == ["wake a"]
+        engine.answers.set()
+        assert [answer.status_code for answer in await asyncio.gather(asked, sleeping)] == [200, 200]
+        assert here.log == ["wake a", "sleep a"]
 
     run(main())
 

@@ -78,13 +78,14 @@ def test_others_find_nothing(demo_model: Path, tmp_path: Path, fields: dict[str,
 
 
 def test_a_lease_ends_without_requests(demo_model: Path) -> None:
-    engine = engine_for(demo_model, session_lease=0.3)
+    engine, now = engine_for(demo_model, session_lease=10), 0.0
+    engine.scheduler._clock = lambda: now
     engine.add(Request(request_id="r", prompt_ids=FIRST, params=SamplingParams(seed=0), session_id="s"))
     while engine.has_work():
         engine.step()
     stats = engine.stats()
     assert (stats.sessions, stats.blocks_used > 20) == (1, True)
-    time.sleep(0.4)
+    now = 11.0
     stats = engine.stats()
     assert (stats.sessions, stats.blocks_used, stats.blocks_cached > 20) == (0, 0, True)
     engine.check_integrity()
