@@ -21,13 +21,14 @@ async def load(request: Request) -> dict[str, Any]:
     check_role(request)
     body = await read_json(request, LoadAdapterCommand)
     name, models = body.lora_name, pool(request)
-    if (known := next((model for model in models.models if name in model.names), None)) is not None:
-        if name not in known.engine.config.adapter_folders or known is not models.find(body.model):
-            raise RequestError("invalid_request", f"{name[:64]!r} is a model of this server already", "lora_name")
-        if not body.load_inplace:
-            message = f"an adapter {name[:64]!r} has already been loaded; load_inplace: true replaces it"
-            raise RequestError("invalid_request", message, "lora_name")
-    return await _set(request, body, body.lora_path)
+    async with models.loads_adapter:
+        if (known := next((model for model in models.models if name in model.names), None)) is not None:
+            if name not in known.engine.config.adapter_folders or known is not models.find(body.model):
+                raise RequestError("invalid_request", f"{name[:64]!r} is a model of this server already", "lora_name")
+            if not body.load_inplace:
+                message = f"an adapter {name[:64]!r} has already been loaded; load_inplace: true replaces it"
+                raise RequestError("invalid_request", message, "lora_name")
+        return await _set(request, body, body.lora_path)
 
 
 @router.post("/v1/unload_lora_adapter")

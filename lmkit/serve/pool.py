@@ -110,6 +110,7 @@ class ModelPool:
         self.budget = budget
         self._changing = asyncio.Lock()  # one model is loaded or put to sleep at a time, in the order of asking
         self._idle = asyncio.Event()  # a model has become idle
+        self.loads_adapter = asyncio.Lock()  # one name is looked up and loaded at a time
 
     @property
     def only(self) -> PooledModel | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 
 import msgspec
 
@@ -39,7 +40,12 @@ async def sizes(models: Sequence[tuple[str, str, EngineConfig]], budget: int | N
     """Raises the LMKitError of opening a checkpoint, and ConfigError for a model that does not fit the budget."""
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(sys.executable, "-m", __name__, stdin=pipe, stdout=pipe)
-    answer, _ = await process.communicate(msgspec.json.encode(Query(list(models), budget)))
+    try:
+        answer, _ = await process.communicate(msgspec.json.encode(Query(list(models), budget)))
+    except asyncio.CancelledError:
+        with suppress(ProcessLookupError):
+            process.kill()
+        raise
     if process.returncode != 0:
         raise LMKitError(f"the memory of the models cannot be planned: status {process.returncode}; its log says why")
     found = msgspec.json.decode(answer, type=Sizes | Failed)
