@@ -27,7 +27,7 @@ from torch import Tensor
 from lmkit.attention_spec import AttentionSpec
 from lmkit.kernels.delta import DeltaStates, DeltaWeights
 from lmkit.kernels.registry import op
-from lmkit.kv_dtype import KVDtype
+from lmkit.kv_dtype import INT4, KVDtype
 from lmkit.low_rank import AdapterRows, Columns, LowRanks
 
 FP8_MAX = 448.0
@@ -78,6 +78,11 @@ class KVTensor:
     @property
     def block_size(self) -> int:
         return self.data.shape[2]
+
+    @property
+    def dim(self) -> int:
+        """D"""
+        return self.data.shape[3] * (2 if self.dtype == INT4 else 1)
 
 
 @dataclass(frozen=True)
@@ -229,10 +234,10 @@ def paged_attention(
 
     These are attention sinks (arXiv 2309.17453), except that positions stay absolute: nothing is rotated again when the
     window moves on. Scores are s = q . k * scale, or c * tanh(s / c) of that if softcap c is above 0 (Gemma 2,
-    arXiv 2408.00118). The result is softmax(s) @ v, [T, num_heads, D] in q's dtype. `sink_logits` [num_heads] are the
-    scores of one more key of each head, which every query sees and whose value is 0. With a `mean`, the key of position
-    t is the stored key + RoPE_t(b). Blocks may hold anything, even NaN, at keys that no query sees; the table's entries
-    for them only have to be valid.
+    arXiv 2408.00118). The result is softmax(s) @ v, [T, num_heads, v_cache.dim] in q's dtype. `sink_logits` [num_heads]
+    are the scores of one more key of each head, which every query sees and whose value is 0. With a `mean`, the key of
+    position t is the stored key + RoPE_t(b). Blocks may hold anything, even NaN, at keys that no query sees; the
+    table's entries for them only have to be valid.
 
     An implementation may multiply int4 keys by queries of 8 bits. The CPU and the reference do. Then x = q * scale
     (multiplied by the Hadamard matrix, if the keys are) is replaced by round_half_even(x / step) * step, with

@@ -15,6 +15,7 @@ from lmkit.kernels.delta import DeltaStates
 from lmkit.kernels.ops import BatchGeometry, KVTensor
 from lmkit.kv_dtype import KVDtype
 from lmkit.layers.delta_spec import DeltaSpec
+from lmkit.layers.prompts import Prompts
 
 ALIGNMENT = 64  # of KV blocks: a cache line
 
@@ -33,6 +34,7 @@ class BatchInputs:
     logit_adapters: Tensor | None = None  # int32 [R]: those of the logit rows
     states: Tensor | None = None  # int32 [B, 4]: see kernels.delta; None = sequence b begins in row b
     per_layer: Tensor | None = None  # float32 [T, layers * width]: vectors of layers.per_layer, which the decoder makes
+    prompts: Prompts | None = None  # chunks that latent attention computes over plain heads
     # Of a step with tokens of images:
     places: Tensor | None = None  # int32 [3, T]: places in time, height and width, for M-RoPE
     image_rows: Tensor | None = None  # int64 [I]: rows of tokens of images

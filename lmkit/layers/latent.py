@@ -50,6 +50,16 @@ class LatentAttention:
 
     def queries_and_rows(self, x: Tensor, norm: Norm | None) -> tuple[Tensor, Tensor]:
         """x [T, hidden] -> (queries [T, heads, row_dim], rows [T, 1, row_dim]), before RoPE."""
+        turned, plain, rows = self.parts_and_rows(x, norm)
+        return self.absorbed(turned, plain), rows
+
+    def absorbed(self, turned: Tensor, plain: Tensor) -> Tensor:
+        """The parts of queries [T, heads, ...] that RoPE turns and does not turn -> queries [T, heads, row_dim]."""
+        return torch.cat([turned, self._each(plain, 0)], dim=2)
+
+    def parts_and_rows(self, x: Tensor, norm: Norm | None) -> tuple[Tensor, Tensor, Tensor]:
+        """x [T, hidden] -> (the part of queries that RoPE turns [T, heads, rope], the other [T, heads, nope], rows
+        [T, 1, row_dim]), before RoPE."""
         spec = self.spec
         y = self.inputs(x, norm)
         queries, latent, turned = y.split((y.shape[1] - spec.row_dim, spec.kv_lora_rank, spec.qk_rope_head_dim), dim=1)
@@ -57,9 +67,8 @@ class LatentAttention:
             queries = self.q_b(queries.contiguous(), self._norm("attn.q_a_norm"))
         heads = queries.view(len(x), self.num_heads, spec.query_dim)
         plain, rotary = heads.split((spec.qk_nope_head_dim, spec.qk_rope_head_dim), dim=2)
-        q = torch.cat([self._halves(rotary), self._each(plain, 0)], dim=2)
         latent = self._rms_norm(latent.contiguous(), self._norm("attn.kv_a_norm"))
-        return q, torch.cat([self._halves(turned), latent], dim=1)[:, None]
+        return self._halves(rotary), plain, torch.cat([self._halves(turned), latent], dim=1)[:, None]
 
     def values(self, attended: Tensor) -> Tensor:
         """The output of attention over rows [T, heads, row_dim] -> [T, heads * v_head_dim]."""
@@ -90,9 +99,13 @@ class LatentAttention:
         bits whatever rows stand beside it."""
         if self.inputs.packed is None:
             return torch.einsum("thi,hoi->tho", x, self._parts()[which])
+        y: Tensor = self.linear_heads(x, self.packed_parts()[which])
+        return y
+
+    def packed_parts(self) -> tuple[Any, Any]:
+        """The parts of kv_b as `linear_heads` has packed them."""
         if self._heads is None:
             keys, values = (self.linear_heads.pack(part.to(self.dtype)) for part in self._parts())
             self._heads = keys, values
             del self.weights["attn.kv_b"]
-        y: Tensor = self.linear_heads(x, self._heads[which])
-        return y
+        return self._heads

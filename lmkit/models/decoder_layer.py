@@ -25,6 +25,7 @@ from lmkit.kernels.ops import Norm
 from lmkit.layers.batch import BatchInputs, KVLayer, Projected
 from lmkit.layers.delta import GatedDelta
 from lmkit.layers.latent import LatentAttention
+from lmkit.layers.latent_prompts import PlainHeads
 from lmkit.layers.linear import MergedLinear, Weights
 from lmkit.layers.mlp import GatedMLP
 from lmkit.layers.mlp_spec import MoESpec
@@ -60,6 +61,11 @@ class DecoderLayer:
         self.spec, self.index, self.weights, self.device, self.dtype = spec, index, weights, device, dtype
         given = weights, device, dtype
         self.latent = LatentAttention(spec.latent, spec.num_heads, *given, spec.rope) if spec.latent else None
+        self.plain_heads = (
+            PlainHeads(self.latent, spec.attention, spec.rope.rotary_dim, device)
+            if self.latent and device == "cuda"
+            else None
+        )
         self.delta = GatedDelta(spec.delta, spec.norm_eps, weights, device) if spec.delta else None
         self.inner = self.latent or self.delta  # the block, unless it is plain attention
         self.qkv = MergedLinear(spec.qkv, weights, device) if self.inner is None else self.inner.inputs
@@ -148,13 +154,16 @@ class DecoderLayer:
         if not self.spec.pre_norms:
             delta, residual = self.added(delta, residual), None
         stream = delta if residual is None else residual
-        projected = self.queries_keys_values(self.taken(delta), self.before("norm.attn", residual))
+        x, norm = self.taken(delta), self.before("norm.attn", residual)
         if logits_only and not batch.wants_all:
+            projected = self.queries_keys_values(x, norm)
             attended, stream = self.attend_logit_rows(projected, stream, batch, rope, kv)
             if not len(stream):
                 return stream, None
+        elif batch.prompts is not None and self.plain_heads is not None:
+            attended = self.plain_heads(x, norm, batch, rope, kv)
         else:
-            attended = self.attend(projected, batch, rope, kv)
+            attended = self.attend(self.queries_keys_values(x, norm), batch, rope, kv)
         if self.spec.stream_norms:
             stream = self.rms_norm(self.project(attended), self.norm("norm.attn", stream))
             return self.rms_norm(self.feed_forward(self.taken(stream)), self.norm("norm.mlp", stream)), None

@@ -3,6 +3,28 @@
 Importing this package registers the ops. It neither imports CuPy nor looks for a GPU.
 """
 
-from lmkit.kernels.cuda import append, attention, elementwise, experts, library, linear, low_rank, sampling, tokens
+from lmkit.kernels.cuda import (
+    append,
+    attention,
+    elementwise,
+    experts,
+    latent,
+    library,
+    linear,
+    low_rank,
+    sampling,
+    tokens,
+)
 
-__all__ = ["append", "attention", "elementwise", "experts", "library", "linear", "low_rank", "sampling", "tokens"]
+__all__ = [
+    "append",
+    "attention",
+    "elementwise",
+    "experts",
+    "latent",
+    "library",
+    "linear",
+    "low_rank",
+    "sampling",
+    "tokens",
+]

@@ -54,7 +54,7 @@ def paged_attention(
         return y
     if wide:
         return wide_attention(q, k_cache, v_cache, geometry, spec)
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    out = q.new_empty(*q.shape[:2], v_cache.dim)
     mixed = not decodes and num_seqs > 1
     if decodes or mixed:
         decode_attention(q, None, k_cache, v_cache, geometry, spec, out, sink_logits)
@@ -219,6 +219,8 @@ def attention_problem(rows: tuple[Tensor, ...], k_cache: KVTensor, v_cache: KVTe
         return f"blocks of {k_cache.block_size} tokens, not of a multiple of {UNIT}"
     if v_cache.hadamard or v_cache.mean is not None:
         return "values that are turned, or stored without a mean"
+    if decodes and v_cache.dim != k_cache.dim:
+        return "new tokens with values of another width than keys"
     pairs = 0 if k_cache.mean is None else k_cache.mean.pairs.shape[1]
     if pairs > MAX_MEAN_PAIRS and not decodes:
         return f"a key mean of {pairs} pairs, more than {MAX_MEAN_PAIRS}"

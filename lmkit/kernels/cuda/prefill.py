@@ -41,24 +41,25 @@ def prefill_attention(
     skip_single: bool,
     sink_logits: Tensor | None = None,
 ) -> None:
-    """ops.paged_attention into `out` [T, num_heads, D], contiguous. `skip_single` skips sequences of one query.
+    """ops.paged_attention into `out` [T, num_heads, v_cache.dim], contiguous. `skip_single` skips sequences of one
+    query.
 
     q is float16 or bfloat16 [T, num_heads, D]; its tokens are any multiple of 16 bytes apart. Sequences without queries
     or without context are skipped. The result does not depend on how blocks of threads are scheduled.
     """
-    num_tokens, num_heads, dim = q.shape
+    (num_tokens, num_heads, dim), value_dim = q.shape, out.shape[2]
     num_kv_heads, num_seqs = k_cache.data.shape[1], len(geometry.context_lens)
     group, mean, tables = num_heads // num_kv_heads, k_cache.mean, geometry.block_tables
     if not num_seqs or num_tokens < 1 + skip_single:
         return
     pairs = 0 if mean is None else mean.pairs.shape[1]
     stored, bf16 = (k_cache.dtype, v_cache.dtype), q.dtype == torch.bfloat16
-    kernel, keys, shared = variant(bf16, dim, stored, pairs, q.device.type, capped=spec.softcap > 0)
+    kernel, keys, shared = variant(bf16, (dim, value_dim), stored, pairs, q.device.type, capped=spec.softcap > 0)
     slots = num_tokens * group // ROWS + num_seqs
     splits = num_splits(slots * num_kv_heads, tables.shape[1] * k_cache.block_size, keys, q.device.type)
     records = None
     if splits > 1:
-        records = q.new_empty(slots * num_kv_heads * splits * ROWS * (dim + 2), dtype=torch.float32)
+        records = q.new_empty(slots * num_kv_heads * splits * ROWS * (value_dim + 2), dtype=torch.float32)
     means = (mean.vector, mean.pairs, mean.table, *mean.table.shape[::2]) if mean else (None, None, None, 0, 0)
     args = [
         q, np.int64(q.stride(0)), k_cache.data, k_cache.params, v_cache.data, v_cache.params, *means, tables,
@@ -66,7 +67,7 @@ def prefill_attention(
         spec.window, spec.sinks, k_cache.hadamard, skip_single, *in_bits(spec),
         None if sink_logits is None else sink_logits.float(), out, records, counters(q.device.type),
     ]  # fmt: skip
-    kernel((num_kv_heads, slots, splits), 128 if dim <= 128 else 256, args, shared=shared)
+    kernel((num_kv_heads, slots, splits), 128 if value_dim <= 128 else 256, args, shared=shared)
 
 
 def num_splits(blocks: int, max_keys: int, tile_keys: int, device: str) -> int:
@@ -80,15 +81,17 @@ def num_splits(blocks: int, max_keys: int, tile_keys: int, device: str) -> int:
 
 @cache
 def variant(
-    bf16: bool, dim: int, stored: tuple[KVDtype, KVDtype], mean_pairs: int, device: str, *, capped: bool
+    bf16: bool, dims: tuple[int, int], stored: tuple[KVDtype, KVDtype], mean_pairs: int, device: str, *, capped: bool
 ) -> tuple[Kernel, int, int]:
-    """(the kernel, keys of its tile, its bytes of shared memory)."""
+    """(the kernel, keys of its tile, its bytes of shared memory). dims: those of keys and of values."""
+    dim, value_dim = dims
     keys = tile_keys(dim, mean_pairs, backend(device).capability())
     k, v = stored
     defines = {"HEAD_DIM": dim, "KEYS": keys, "K_STORAGE": STORAGE[k], "V_STORAGE": STORAGE[v]}
     defines |= {"MEAN_PAIRS": mean_pairs, "SOFTCAP": int(capped)} | ({"LM_BF16": 1} if bf16 else {})
+    defines |= {} if value_dim == dim else {"VALUE_DIM": value_dim}
     kernel = Kernel("prefill_attention.cu", "prefill_attention", **defines)
-    return kernel, keys, shared_bytes(dim, k, v, mean_pairs, keys)
+    return kernel, keys, shared_bytes(dims, k, v, mean_pairs, keys)
 
 
 def tile_keys(dim: int, mean_pairs: int, capability: Capability) -> int:
@@ -100,13 +103,14 @@ def tile_keys(dim: int, mean_pairs: int, capability: Capability) -> int:
     return 32 if mean_pairs else 48
 
 
-def shared_bytes(dim: int, k: KVDtype, v: KVDtype, mean_pairs: int, keys: int) -> int:
+def shared_bytes(dims: tuple[int, int], k: KVDtype, v: KVDtype, mean_pairs: int, keys: int) -> int:
     """Bytes of shared memory in the kernel's layout."""
+    dim, value_dim = dims
     key_dim = dim + -(-6 * mean_pairs // 16) * 16
     total = ROWS * _stride(key_dim) + 2 * keys * 4 + WORK_BYTES
-    for dtype, columns in ((k, key_dim), (v, dim)):
+    for dtype, width, columns in ((k, dim, key_dim), (v, value_dim, value_dim)):
         tile = keys * _stride(columns)
-        total += tile + keys * dtype.row_bytes(dim) if dtype.coded else 2 * tile
+        total += tile + keys * dtype.row_bytes(width) if dtype.coded else 2 * tile
     return total
 
 

@@ -27,6 +27,7 @@ class Switches(msgspec.Struct, frozen=True):
     work_list: bool = True  # attention to new tokens cuts long sequences into more items than short ones
     wgmma: bool = True  # products of 48 to 256 tokens take csrc/gemm_wide.cu; needs compute capability 9.0
     experts: bool = True  # one product has all experts of a layer, and steps with experts are captured
+    plain_heads: bool = True  # long prompts of latent attention are computed over plain keys and values of each head
     # Packed weights are kept in 16 bits, too, if memory allows, and multiplied so from 128 tokens on instead of 257.
     copies: bool = False
 

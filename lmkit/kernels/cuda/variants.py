@@ -18,7 +18,7 @@ import torch
 
 import lmkit.kernels.cuda
 from lmkit.attention_spec import AttentionSpec
-from lmkit.kernels import ops
+from lmkit.kernels import latent_ops, ops
 from lmkit.kernels.cuda import module
 from lmkit.kernels.cuda.gpus import Capability
 from lmkit.kernels.cuda.module import HALVES, Kernel, Launch
@@ -32,6 +32,7 @@ DEVICE = "meta"
 HEADS = ((32, 8, 128, 0.0), (28, 4, 128, 0.0), (32, 8, 64, 0.0), (16, 8, 256, 50.0))
 WIDE_HEADS = 8, 1, 512  # Gemma 4, layers without a window
 LATENT_HEADS, ROW, ROW_ROTARY = (16, 128), 576, 64  # DeepSeek-V2-Lite, V3
+PLAIN = 128, 512, 128  # of these: the part of keys that RoPE does not turn, the latent, values
 WEIGHTS = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))  # out, in
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 STORAGES = (FLOAT16, INT8, INT4, FP8)
@@ -81,6 +82,7 @@ def common() -> tuple[Kernel, ...]:
                 stored = kv_dtype(str(half).removeprefix("torch.")) if storage == FLOAT16 else storage
                 for heads in HEADS:
                     _attention(half, heads, stored)
+                _plain_heads(half, stored)
                 for num_heads in LATENT_HEADS:
                     _wide(half, (num_heads, 1, ROW), ROW_ROTARY, stored, latent=True)
                 _wide(half, WIDE_HEADS, WIDE_HEADS[2] // 4, stored, latent=False)
@@ -239,6 +241,23 @@ def _wide(half: torch.dtype, heads: tuple[int, int, int], rotary: int, storage: 
         geometry = BatchGeometry(starts, lens, tables, _empty(tokens, dtype=torch.int32))
         if attend is not None:
             attend(q, row, row, cos, sin, k_cache, v_cache, geometry, AttentionSpec(dim**-0.5))
+
+
+def _plain_heads(half: torch.dtype, storage: KVDtype) -> None:
+    """Run a prompt of latent attention over plain keys and values."""
+    heads, (nope, rank, width) = LATENT_HEADS[0], PLAIN
+    rows = _ours(latent_ops.kv_rows, head_dim=ROW, dtype=half)
+    expand, attend = (
+        _ours(latent_ops.plain_heads),
+        _ours(ops.paged_attention, head_dim=ROW_ROTARY + nope, num_heads=heads, num_kv_heads=heads),
+    )
+    if rows is None or expand is None or attend is None:
+        return
+    table = _empty(1, BLOCKS, dtype=torch.int32)
+    found = rows(_kv(1, ROW, storage), table[0], BLOCK, half)
+    k, v = expand(found, _empty(heads, rank, nope, dtype=half), _empty(heads, width, rank, dtype=half))
+    geometry = BatchGeometry(*(_empty(size, dtype=torch.int32) for size in (2, 1)), table, table[0])
+    attend(_empty(BLOCK, heads, ROW_ROTARY + nope, dtype=half), k, v, geometry, AttentionSpec(ROW**-0.5))
 
 
 def _kv(num_kv_heads: int, dim: int, storage: KVDtype) -> KVTensor:

@@ -53,7 +53,7 @@ def paged_attention(
     spec: AttentionSpec,
     sink_logits: Tensor | None = None,
 ) -> Tensor:
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    out = q.new_empty(*q.shape[:2], v_cache.dim)
     group = q.shape[1] // k_cache.data.shape[1]
     starts = geometry.query_start.tolist()
     for b, length in enumerate(geometry.context_lens.tolist()):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from lmkit.config import EngineConfig
 from lmkit.errors import ConfigError
 from lmkit.kv_dtype import KVDtype
+from lmkit.layers.latent_cost import scratch_bytes
 from lmkit.models.kv_layout import KVLayout, layout_of
 from lmkit.models.spec import ModelSpec
 from lmkit.models.stage import Stage
@@ -263,7 +264,8 @@ def _gpu_workspace_bytes(spec: ModelSpec, config: EngineConfig, num_groups: int)
     - the largest linear's weights, dequantized,
     - all of it again for the largest captured step with prompt tokens, whose memory is its own,
     - logits three times: the captured steps' own buffer, a step's logits, and the sampler's copy,
-    - the pinned block tables, twice.
+    - the pinned block tables, twice,
+    - plain keys and values of latent attention's prompts.
     """
     widest = max(layer.activation_bytes(half=True) for layer in spec.kinds)
     outputs = max(layer.widest_product for layer in spec.kinds)
@@ -275,4 +277,12 @@ def _gpu_workspace_bytes(spec: ModelSpec, config: EngineConfig, num_groups: int)
         max(tokens * widest, *(layer.places_bytes(tokens, half=True) for layer in spec.kinds)) + GPU_SCRATCH_BYTES
         for tokens in steps
     )
-    return activations + 2 * 2 * outputs * spec.hidden_size + 3 * 4 * rows * spec.vocab_size + 2 * tables
+    latent = max(
+        (
+            scratch_bytes(columns * config.tokens_per_block, layer.latent, layer.num_heads)
+            for layer in spec.kinds
+            if layer.latent
+        ),
+        default=0,
+    )
+    return activations + latent + 2 * 2 * outputs * spec.hidden_size + 3 * 4 * rows * spec.vocab_size + 2 * tables

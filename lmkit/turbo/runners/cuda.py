@@ -10,7 +10,7 @@ step itself takes the token that was sampled last in that slot (ops.known_tokens
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple, Protocol
 
@@ -20,8 +20,13 @@ from torch import Tensor
 from lmkit.errors import EngineLostError
 from lmkit.kernels import ops
 from lmkit.kernels.cuda.switches import switches
-from lmkit.layers.batch import BatchInputs
+from lmkit.kv_dtype import FLOAT32
+from lmkit.layers.batch import BatchInputs, KVLayer
+from lmkit.layers.latent_cost import Prompt, chunks_of
+from lmkit.layers.latent_prompts import PlainHeads
+from lmkit.layers.prompts import Prompts
 from lmkit.log import get_logger
+from lmkit.models.decoder import Decoder
 from lmkit.turbo.plan import Chunk, Sampled, SampledToken, StepPlan
 from lmkit.turbo.runners.batch import Expected, StepRows
 from lmkit.turbo.runners.cuda_captured import (
@@ -115,6 +120,14 @@ class _Launched:
     times: _Times | None
 
 
+def plain_heads(decoder: Decoder, kv: list[KVLayer]) -> PlainHeads | None:
+    """That of the layers with latent attention, all alike, if kernels compute it; None otherwise."""
+    found = next((layer.plain_heads for layer in decoder.layers if layer.plain_heads is not None), None)
+    if not switches().plain_heads or found is None or not found.runs or any(x.k.dtype == FLOAT32 for x in kv):
+        return None
+    return found
+
+
 class CudaRunner(PlanRunner):
     """`launch` returns when the step is on the stream. A step with drafts is sampled before it returns."""
 
@@ -132,6 +145,7 @@ class CudaRunner(PlanRunner):
         greedy = self._sampler if isinstance(self._sampler, GpuSampler) and switches().argmax else None
         argmax = None if greedy is None else greedy.argmax
         self.captured = CapturedSteps(device, self._forward, self._staged, width, argmax)
+        self._plain_heads = plain_heads(self.decoder, self.kv)
 
     @torch.inference_mode()
     def warm_up(self) -> str:
@@ -201,14 +215,26 @@ class CudaRunner(PlanRunner):
         return StepResult(self.for_all(launched.plan, launched.chunks, results), seconds, kernels)
 
     def _logits(self, chunks: list[Chunk], inputs: BatchInputs, rows: StepRows | None) -> _Computed:
-        if (size := self._captured_size(chunks, inputs, rows)) is not None:
+        prompts = self._prompts(inputs, rows)
+        if not prompts and (size := self._captured_size(chunks, inputs, rows)) is not None:
             return self._replay(size, chunks, inputs)
         nothing = [Shown()] * len(chunks)
         on_device = self._staged.put(inputs, keeps_tables=self.batch.keeps_tables)
+        if prompts:
+            starts = inputs.geometries[0].query_start.tolist()
+            on_device = replace(on_device, prompts=Prompts.of(prompts, starts, on_device.geometries))
         if rows is None or not rows.wants_hidden:
             return _Computed(self._forward(on_device), nothing)
         self._known_tokens(on_device.token_ids, self._sampler.last_token)
         return _Computed(*self._with_hidden(chunks, rows, on_device))
+
+    def _prompts(self, inputs: BatchInputs, rows: StepRows | None) -> list[Prompt]:
+        """The chunks that latent attention computes over plain heads."""
+        if self._plain_heads is None or rows is None:  # rows None: each sequence has one token
+            return []
+        latent, geometry = self._plain_heads.latent, inputs.geometries[0]
+        starts, lengths = geometry.query_start.tolist(), geometry.context_lens.tolist()
+        return chunks_of(starts, lengths, latent.spec, latent.num_heads)
 
     def _captured_size(self, chunks: list[Chunk], inputs: BatchInputs, rows: StepRows | None) -> Size | None:
         """The size of the captured step that computes these chunks, or None."""

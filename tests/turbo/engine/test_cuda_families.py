@@ -3,6 +3,7 @@ computed."""
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections import Counter
 from pathlib import Path
@@ -14,7 +15,10 @@ import transformers
 
 from lmkit.formats.hub import DEMO_FOLDER
 from lmkit.kernels import ops
+from lmkit.kernels.cuda.switches import parse
+from lmkit.layers import latent_cost, latent_prompts
 from lmkit.turbo.request import StepOutput
+from lmkit.turbo.runners import cuda as cuda_runner
 from lmkit.turbo.runners.device import CudaDevice
 from tests.models import tiny
 from tests.turbo.engine.test_cuda_engine import device, emulated, on_gpu, requests, tokens  # noqa: F401
@@ -35,6 +39,51 @@ def assert_right(model: Any, prompts: dict[str, list[int]], outputs: dict[str, l
         for part, of_token in zip(parts, wanted, strict=False):
             for token_id, logprob in part.top:
                 assert logprob == pytest.approx(of_token[token_id].item(), abs=most), name
+
+
+def saved(path: Path, family: str, *, half: bool = True, **changes: Any) -> Any:
+    """Write a model with a tokenizer, in float16 if `half`. Returns transformers' model in float32."""
+    made = tiny.make(path, family, max_position_embeddings=LENGTH, **changes)
+    if half:
+        made.half().save_pretrained(path)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(DEMO_FOLDER / file, path / file)
+    return transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+
+
+@emulated
+def test_prompts_over_plain_heads(
+    tmp_path: Path,
+    device: CudaDevice,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Every chunk of two tokens or more, beside new tokens and behind a prefix that is found again, two heads at a
+    time. Other steps are captured."""
+    for where in (latent_cost, latent_prompts):
+        monkeypatch.setattr(where, "heads_at_once", lambda *_: 2)
+    monkeypatch.setattr(latent_cost, "FIXED", -math.inf)
+    chunks, attend = [], latent_prompts.PlainHeads._attend_chunk
+
+    def count(*args: Any) -> None:
+        chunks.append((args[5].tokens, args[5].length))
+        attend(*args)
+
+    monkeypatch.setattr(latent_prompts.PlainHeads, "_attend_chunk", count)
+    model = saved(
+        tmp_path, "deepseek-v2-lite", num_hidden_layers=2, first_k_dense_replace=2, qk_nope_head_dim=24, v_head_dim=16
+    )
+    wanted = requests(max_tokens=6)[1:3]
+    prompts = {request.request_id: request.prompt_ids for request in wanted}
+    engine = on_gpu(tmp_path, device, max_model_len=LENGTH)
+    assert "decode steps of 3 sizes" in engine.info.captured
+    for _ in range(2):
+        assert_right(model, prompts, run(engine, wanted), 0.02)
+    assert {(24, 24), (11, 35), (11, 11)} <= set(chunks)
+    assert engine.stats().prefix_hits > 0
+    runner = engine.runner
+    assert cuda_runner.plain_heads(runner.decoder, runner.kv) is not None
+    monkeypatch.setattr(cuda_runner, "switches", lambda: parse("plain_heads=off"))
+    assert cuda_runner.plain_heads(runner.decoder, runner.kv) is None
 
 
 @emulated
@@ -61,15 +110,10 @@ def test_log_probabilities_are_those_of_transformers(
     computed by torch. In 16 bits kernels compute, and steps are captured: without experts, whose choice turns on the
     last bit."""
     monkeypatch.setattr(ops.paged_attention, "fallbacks", Counter())
-    changes = {"num_hidden_layers": layers, "max_position_embeddings": LENGTH}
+    changes = {"num_hidden_layers": layers}
     if family.startswith("deepseek"):
         changes["first_k_dense_replace"] = 2 if dtype == "auto" else 1
-    made = tiny.make(tmp_path, family, **changes)
-    if dtype == "auto":
-        made.half().save_pretrained(tmp_path)
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copyfile(DEMO_FOLDER / file, tmp_path / file)
+    model = saved(tmp_path, family, half=dtype == "auto", **changes)
     wanted = requests(max_tokens=16)[1:3]
     prompts = {request.request_id: request.prompt_ids for request in wanted}
     whole = on_gpu(tmp_path, device, dtype=dtype, max_model_len=LENGTH, max_step_tokens=64)

@@ -8,9 +8,9 @@
 //
 //   S [rows, KEYS] = Q K^T     mma.m16n8k16, A = Q from shared memory, B = K, its rows as they lie
 //   P = exp2(S - maximum)      in registers: the fragments of S are those of A for the next product
-//   O [rows, D]    = O + P V   B = V, transposed by ldmatrix
+//   O [rows, DV]   = O + P V   B = V, transposed by ldmatrix
 //
-// A warp has 32 rows if registers allow it (D <= 128), because every fragment of K and V is then read for two products:
+// A warp has 32 rows if registers allow it (DV <= 128), because every fragment of K and V is then read for two products:
 // with 16 rows, shared memory would be slower than the tensor cores.
 //
 // Tiles of K and V come through the block table by cp.async, one ahead of the computation. 16-bit values go directly to
@@ -19,10 +19,10 @@
 // would cost four times the instructions. x = code * scale + minimum is rounded once, by less than the step of the
 // codes. The products are in float16 even if activations are bfloat16, whose numbers are too coarse for 8-bit codes.
 //
-//   shared   Q [ROWS][DK] | K tile(s) [KEYS][DK], codes, params | V tile(s) [KEYS][D], codes, params | places | Work
+//   shared   Q [ROWS][DK] | K tile(s) [KEYS][DK], codes, params | V tile(s) [KEYS][DV], codes, params | places | Work
 //
 // Rows of tiles are padded to an odd number of 16-byte pieces: the eight rows of an ldmatrix are then in different
-// banks, and addresses are constants apart. DK = D + columns for the mean of keys (ops.KeyMean). The mean's share of a
+// banks, and addresses are constants apart. DV is the width of values, where it is not that of keys. DK = D + columns for the mean of keys (ops.KeyMean). The mean's share of a
 // score is sum over pairs (share_c cos + share_s sin). That is six more products a pair, since every number is split in
 // two: x ~ high + low.
 //
@@ -35,10 +35,14 @@
 #include "sequence.cuh"
 #include "softcap.cuh"
 
+#ifndef VALUE_DIM
+#define VALUE_DIM HEAD_DIM
+#endif
 #define D HEAD_DIM
+#define DV VALUE_DIM
 
 constexpr int ROWS = 128;
-constexpr int M_TILES = D <= 128 ? 2 : 1;
+constexpr int M_TILES = DV <= 128 ? 2 : 1;
 constexpr int NUM_WARPS = ROWS / (16 * M_TILES);
 constexpr int THREADS = 32 * NUM_WARPS;
 constexpr int N_TILES = KEYS / 8;
@@ -51,7 +55,7 @@ constexpr int MIN_TILES = 4;                 // of keys, for a range of its own
 constexpr u32 NOWHERE = 0xffffffffu;  // a place
 
 using KeyNumber = Storage<K_STORAGE, D>::Float;
-using ValueNumber = Storage<V_STORAGE, D>::Float;
+using ValueNumber = Storage<V_STORAGE, DV>::Float;
 
 // Runs do_part(0 .. COUNT - 1), with the threads side by side.
 template <int COUNT, class F>
@@ -75,11 +79,11 @@ DEVICE void decode4(u32 codes, u32 scale, u32 minimum, u32 (&out)[2]) {
     }
 }
 
-// K or V: its address, and its tile in shared memory.
-template <int STORAGE, int COLUMNS>
+// K or V, rows of WIDTH elements: its address, and its tile in shared memory.
+template <int STORAGE, int WIDTH, int COLUMNS>
 struct Operand {
-    static constexpr bool CODED = Storage<STORAGE, D>::CODED;
-    static constexpr int ROW_BYTES = Storage<STORAGE, D>::ROW;
+    static constexpr bool CODED = Storage<STORAGE, WIDTH>::CODED;
+    static constexpr int ROW_BYTES = Storage<STORAGE, WIDTH>::ROW;
     static constexpr int STRIDE = (COLUMNS / 8 | 1) * 16;
     static constexpr int TILE_BYTES = KEYS * STRIDE;
     static constexpr int BYTES = CODED ? TILE_BYTES + KEYS * (ROW_BYTES + 4) : 2 * TILE_BYTES;
@@ -110,7 +114,7 @@ struct Operand {
                 [&](int i) { cp_async_small<4>(tile_params() + i, params + rows[i], rows[i] != NOWHERE); });
     }
 
-    // Codes -> the tile. 8 bytes are 8 values; for int4 there are 8 more, D / 2 further on.
+    // Codes -> the tile. 8 bytes are 8 values; for int4 there are 8 more, WIDTH / 2 further on.
     DEVICE void expand() const {
         if constexpr (CODED) {
             share_out<KEYS * (ROW_BYTES / 8)>([&](int i) {
@@ -120,7 +124,7 @@ struct Operand {
                 u8* to = shared + row * STRIDE + part * 16;
                 if constexpr (STORAGE == KV_INT4) {
                     store8(to, make_uint2(w.x & 0x0f0f0f0fu, w.y & 0x0f0f0f0fu), pair);
-                    store8(to + D, make_uint2(w.x >> 4 & 0x0f0f0f0fu, w.y >> 4 & 0x0f0f0f0fu), pair);
+                    store8(to + WIDTH, make_uint2(w.x >> 4 & 0x0f0f0f0fu, w.y >> 4 & 0x0f0f0f0fu), pair);
                 } else {
                     store8(to, w, pair);
                 }
@@ -137,8 +141,8 @@ struct Operand {
     }
 };
 
-using Keys = Operand<K_STORAGE, DK>;
-using Values = Operand<V_STORAGE, D>;
+using Keys = Operand<K_STORAGE, D, DK>;
+using Values = Operand<V_STORAGE, DV, DV>;
 constexpr bool EXPANDS = Keys::CODED || Values::CODED || MEAN_PAIRS;
 
 // The rows of a block of threads, and the keys that they see. Positions count tokens of the sequence.
@@ -257,7 +261,7 @@ DEVICE void prepare_queries(u8* shared, const Mean& mean, bool turned) {
 
 // A warp's state of its rows. Lane 4 g + t has rows g and g + 8 of each 16. Sums are over this lane's keys only.
 struct Rows {
-    float out[M_TILES][D / 8][4];
+    float out[M_TILES][DV / 8][4];
     float maximum[M_TILES][2], sum[M_TILES][2];
 };
 
@@ -306,7 +310,7 @@ DEVICE void soften(Rows& rows, float (&s)[M_TILES][N_TILES][4], float scale) {
         }
         if (__any_sync(0xffffffffu, factor[0] != 1 || factor[1] != 1)) {
 #pragma unroll
-            for (int n = 0; n < D / 8; ++n)
+            for (int n = 0; n < DV / 8; ++n)
 #pragma unroll
                 for (int i = 0; i < 4; ++i) rows.out[m][n][i] *= factor[i >> 1];
         }
@@ -326,7 +330,7 @@ DEVICE void multiply_values(Rows& rows, const float (&p)[M_TILES][N_TILES][4], c
                 a[m][i] = ValueNumber::pack(pair[2 * (i & 1)], pair[2 * (i & 1) + 1]);
             }
 #pragma unroll
-        for (int n = 0; n < D / 8; n += 2) {
+        for (int n = 0; n < DV / 8; n += 2) {
             u32 b[4];
             ldmatrix_x4_trans(b, b_row + k * 16 * Values::STRIDE + n * 16);
 #pragma unroll
@@ -384,11 +388,11 @@ DEVICE void attend(
 DEVICE u32* output(u16* out, int num_heads, int head, const Work& work, int row) {
     const int at = work.first_row + row;
     const i64 token = work.token + at / work.group;
-    return reinterpret_cast<u32*>(out + (token * num_heads + head * work.group + at % work.group) * D);
+    return reinterpret_cast<u32*>(out + (token * num_heads + head * work.group + at % work.group) * DV);
 }
 
-// Partial results of a range of keys: outputs [ROWS][D], maxima [ROWS], sums [ROWS].
-constexpr int RECORD = ROWS * (D + 2);
+// Partial results of a range of keys: outputs [ROWS][DV], maxima [ROWS], sums [ROWS].
+constexpr int RECORD = ROWS * (DV + 2);
 
 // The weight of a row's `sink_logits` entry, beside a maximum of scores that are still to be scaled.
 DEVICE float sink_weight(const float* sink_logits, const Work& work, int row, int head, float maximum, float scale) {
@@ -410,16 +414,16 @@ DEVICE void write_rows(Rows& rows, const Work& work, int row, u16* out, int num_
             if (work.first_row + mine >= work.num_rows) continue;
             if (record) {
 #pragma unroll
-                for (int n = 0; n < D / 8; ++n)
-                    *reinterpret_cast<float2*>(record + mine * D + 8 * n + 2 * t) =
+                for (int n = 0; n < DV / 8; ++n)
+                    *reinterpret_cast<float2*>(record + mine * DV + 8 * n + 2 * t) =
                         make_float2(rows.out[m][n][2 * h], rows.out[m][n][2 * h + 1]);
-                if (t == 0) record[ROWS * D + mine] = rows.maximum[m][h], record[ROWS * (D + 1) + mine] = sum;
+                if (t == 0) record[ROWS * DV + mine] = rows.maximum[m][h], record[ROWS * (DV + 1) + mine] = sum;
             } else {
                 if (sink_logits) sum += sink_weight(sink_logits, work, mine, head, rows.maximum[m][h], scale);
                 u32* to = output(out, num_heads, head, work, mine) + t;
                 const float inverse = 1 / sum;
 #pragma unroll
-                for (int n = 0; n < D / 8; ++n)
+                for (int n = 0; n < DV / 8; ++n)
                     to[4 * n] = Half::pack(rows.out[m][n][2 * h] * inverse, rows.out[m][n][2 * h + 1] * inverse);
             }
         }
@@ -428,12 +432,12 @@ DEVICE void write_rows(Rows& rows, const Work& work, int row, u16* out, int num_
 // Merges the records of all ranges into the result.
 DEVICE void merge(const float* records, int count, const Work& work, u16* out, int num_heads, int head, float scale,
                   const float* sink_logits) {
-    constexpr int PIECES = D / 4, BATCH = 8;
+    constexpr int PIECES = DV / 4, BATCH = 8;
     for (int i = threadIdx.x; i < ROWS * PIECES; i += THREADS) {
         const int row = i / PIECES;
         if (work.first_row + row >= work.num_rows) return;
         float top = NOTHING, sum = 0, y[4] = {};
-        for (int s = 0; s < count; ++s) top = fmaxf(top, __ldcg(records + s * i64(RECORD) + ROWS * D + row));
+        for (int s = 0; s < count; ++s) top = fmaxf(top, __ldcg(records + s * i64(RECORD) + ROWS * DV + row));
         for (int s = 0; s < count; s += BATCH) {
             float4 part[BATCH];
             float weight[BATCH];
@@ -441,8 +445,8 @@ DEVICE void merge(const float* records, int count, const Work& work, u16* out, i
             for (int j = 0; j < BATCH; ++j) {
                 const float* record = records + min(s + j, count - 1) * i64(RECORD);
                 part[j] = __ldcg(reinterpret_cast<const float4*>(record + 4 * i));
-                weight[j] = s + j < count ? ex2((__ldcg(record + ROWS * D + row) - top) * scale) : 0;
-                sum += weight[j] * __ldcg(record + ROWS * (D + 1) + row);
+                weight[j] = s + j < count ? ex2((__ldcg(record + ROWS * DV + row) - top) * scale) : 0;
+                sum += weight[j] * __ldcg(record + ROWS * (DV + 1) + row);
             }
 #pragma unroll
             for (int j = 0; j < BATCH; ++j) {
@@ -460,7 +464,7 @@ DEVICE void merge(const float* records, int count, const Work& work, u16* out, i
 // Grid (kv_heads, slots, num_splits), slots = num_tokens * group / ROWS + num_seqs. The last slots, the heaviest, run
 // first. scale is that of scores, times log2(e). cap is the soft cap, times log2(e). records: float
 // [slots * kv_heads][num_splits][RECORD], if there are several splits.
-extern "C" __global__ void __launch_bounds__(THREADS, D <= 128 ? 2 : 1) prefill_attention(
+extern "C" __global__ void __launch_bounds__(THREADS, DV <= 128 ? 2 : 1) prefill_attention(
     const u16* q, i64 q_stride, const u8* k_data, const u32* k_params, const u8* v_data, const u32* v_params,
     const float* mean_vector, const int* mean_pairs, const float* mean_table, int mean_half, int mean_positions,
     const int* block_tables, int table_stride, const int* query_start, const int* context_lens, int num_seqs, int group,
