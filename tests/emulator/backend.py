@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import itertools
 import os
 import shutil
 import subprocess
+import threading
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -22,23 +24,26 @@ from lmkit.kernels.cuda.gpus import Capability
 from lmkit.kernels.cuda.module import Launch
 from lmkit.kernels.cuda.source import kernel_source
 
-FLAGS = ("-std=c++17", "-O2", "-march=native", "-fPIC", "-shared", "-fno-strict-aliasing", "-w")
+FLAGS = ("-std=c++17", "-O2", "-march=native", "-fPIC", "-ftls-model=initial-exec", "-shared", "-fno-strict-aliasing",
+         "-w")  # fmt: skip
 WATCHED = ("-fsanitize=thread",)  # calls before every access, which emulator.cpp has: no library of g++ is linked
 ASAN = ("-fsanitize=address", "-fno-omit-frame-pointer")
 HERE = Path(__file__).parent
 HOST = HERE / "host.cuh"  # the header that a kernel includes as LMKIT_HOST
+PEERS = ("ranks.cu",)  # blocks wait for the same block of other ranks, so all ranks run them in the same order
 NUM_SMS = 3  # few, so that small problems take several waves
 _U32x3 = ctypes.c_uint32 * 3
 
 
 class EmulatedBackend:
-    """The emulator. Every launch draws another order of threads and blocks. `overlap`: kernels overlap on the device
-    that it stands for, and what they do before they wait for each other is checked."""
+    """The emulator. Every launch draws another order of threads and blocks. Each thread of Python has a GPU of its
+    own. `overlap`: kernels overlap on the device that it stands for, and what they do before they wait for each other
+    is checked."""
 
     def __init__(self, *, sanitize: bool, capability: Capability, overlap: bool) -> None:
         self._flags = FLAGS + (ASAN if sanitize else ())
         self._capability, self._overlap = capability, overlap
-        self._arguments = np.zeros(128, np.uint64)  # of a launch; the memory never was a tensor's
+        self._of_thread = threading.local()
         self._runtime = ctypes.CDLL(
             str(self._build(kernel_source(str(HERE / "emulator.cpp")), "emulator", {})), mode=ctypes.RTLD_GLOBAL
         )
@@ -78,24 +83,36 @@ class EmulatedBackend:
         library = ctypes.CDLL(str(self._build(kernel_source(source), name, defines, watched=self._overlap)))
         apply, sizes = getattr(library, f"{name}_apply"), _argument_sizes(library, name)
 
+        turns = itertools.count()
+
         def launch(grid: tuple[int, ...], block: tuple[int, ...], args: Sequence[Any], shared: int) -> None:
             values = [_value(arg) for arg in args]
             given = [value.itemsize for value in values]
             assert given == sizes, f"{name}: arguments of {given} bytes, the kernel has {sizes}"
+            arguments = self._arguments()
             for i, value in enumerate(values):
-                self._arguments[i : i + 1].view(np.uint8)[: value.itemsize] = value.reshape(1).view(np.uint8)
-            first = self._arguments.ctypes.data
+                arguments[i : i + 1].view(np.uint8)[: value.itemsize] = value.reshape(1).view(np.uint8)
+            first = arguments.ctypes.data
             addresses = (ctypes.c_void_p * len(values))(*(first + 8 * i for i in range(len(values))))
             message = ctypes.create_string_buffer(512)
             self._seed += 1
+            turn = next(turns)
             self.launches.append(name)
             if not self._runtime.lm_launch(
-                apply, addresses, _U32x3(*grid), _U32x3(*block), ctypes.c_uint64(shared), ctypes.c_uint64(self._seed),
+                apply, addresses, _U32x3(*grid), _U32x3(*block), ctypes.c_uint64(shared),
+                ctypes.c_uint64(turn if source in PEERS else self._seed), ctypes.c_uint64(self._seed),
                 self._overlap, message, ctypes.c_uint64(len(message)),
             ):  # fmt: skip
                 raise RuntimeError(f"{source}: {name}: {message.value.decode()}")
 
         return launch
+
+    def _arguments(self) -> np.ndarray:
+        """Memory for the arguments of a launch of this thread. It never was a tensor's."""
+        if not hasattr(self._of_thread, "arguments"):
+            self._of_thread.arguments = np.zeros(128, np.uint64)
+        arguments: np.ndarray = self._of_thread.arguments
+        return arguments
 
     def _build(self, text: str, name: str, defines: dict[str, int], *, watched: bool = False) -> Path:
         watch = WATCHED if watched else ()

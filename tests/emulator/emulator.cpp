@@ -1,11 +1,15 @@
 // Runs a kernel on the CPU, a fiber for each CUDA thread: the other half of host.cuh. Blocks run one after the other, in
-// random order, so a kernel may count blocks that have finished, but not wait for one.
+// random order, so a kernel may count blocks that have finished, but not wait for one. It may wait for the same block of
+// another GPU, which is another thread or process, if blocks run in the same order there.
 #include <cstdarg>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
+#include <ctime>
 #include <deque>
+#include <memory>
 #include <sys/mman.h>
+#include <unistd.h>
 #include <unordered_map>
 #include <unordered_set>
 #include <vector>
@@ -119,9 +123,32 @@ struct Machine {
     std::unordered_set<uintptr_t> asked;  // 16 bytes each that L2 was asked for and nothing has copied since
     u64 prefetched = 0;
     std::unordered_map<uintptr_t, u64> written;  // since the last barrier: a bit for each byte of 64
+    u64 begin;  // of the launch, in nanoseconds
+
+    ~Machine() { free_stacks(); }
+    void free_stacks() {
+        if (!stacks) return;
+#if ASAN
+        __asan_unpoison_memory_region(stacks, num_stacks * STACK_BYTES);  // for who gets it next
+#endif
+        munmap(stacks, num_stacks * STACK_BYTES);
+    }
 };
 
-Machine machine;
+__thread Machine* of_thread;
+#define machine (*of_thread)
+
+// The GPU of this thread, made for its first call.
+void open_machine() {
+    static thread_local std::unique_ptr<Machine> owner;
+    if (!owner) owner = std::make_unique<Machine>(), of_thread = owner.get();
+}
+
+u64 nanoseconds() {
+    timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return now.tv_sec * 1000000000ull + now.tv_nsec;
+}
 
 u32 draw(u32 below) {  // xorshift64*
     u64& x = machine.random;
@@ -250,7 +277,7 @@ void run_block(Index block, Index block_size, Index grid_size, u8* shared) {
 
 }  // namespace
 
-Thread* current;
+__thread Thread* current;
 
 void fail(const char* format, ...) {
     if (!machine.failed) {
@@ -305,6 +332,24 @@ void collective(u32 mask, int line, void* mine, void (*op)(void** lanes)) {
 }
 
 void wait_for_previous() { current->waited = true; }
+
+void access(const void* pointer, int bytes, bool writes);
+
+void store_release(u32* p, u32 value) {
+    access(p, 4, true);
+    __atomic_store_n(p, value, __ATOMIC_RELEASE);
+}
+
+void wait_for_peer(const u32* flag, u32 value, u32* lost, u64 limit) {
+    auto* self = static_cast<Fiber*>(current);
+    while (static_cast<i32>(__atomic_load_n(flag, __ATOMIC_ACQUIRE) - value) < 0) {
+        if (__atomic_load_n(lost, __ATOMIC_ACQUIRE)) return;
+        if (nanoseconds() - machine.begin > limit) return __atomic_store_n(lost, 1, __ATOMIC_RELEASE);
+        if (machine.ready.empty()) usleep(20);
+        wake(self);
+        leave(self);
+    }
+}
 
 // Memory that threads share. The rest is a thread's own: its stack, and shared memory, which a block owns.
 bool is_global(uintptr_t address) {
@@ -390,32 +435,30 @@ extern "C" void __tsan_func_exit() {}
 extern "C" void __tsan_init() {}
 
 // What has been written is visible to every later kernel: a copy, or a kernel that begins at the end of all others.
-extern "C" u64 lm_asked() { return 16 * std::exchange(lm::machine.asked, {}).size(); }
-extern "C" u64 lm_prefetched() { return std::exchange(lm::machine.prefetched, 0); }
-extern "C" void lm_barrier() { lm::machine.written.clear(); }
+extern "C" u64 lm_asked() { return lm::open_machine(), 16 * std::exchange(lm::of_thread->asked, {}).size(); }
+extern "C" u64 lm_prefetched() { return lm::open_machine(), std::exchange(lm::of_thread->prefetched, 0); }
+extern "C" void lm_barrier() { lm::open_machine(), lm::of_thread->written.clear(); }
 
 // Carry out a launch; on an error, false and its text in `message`.
-extern "C" bool lm_launch(void (*kernel)(void**), void** args, const u32* grid, const u32* block, u64 shared_bytes, u64 seed, bool watches, char* message, u64 size) {
+extern "C" bool lm_launch(void (*kernel)(void**), void** args, const u32* grid, const u32* block, u64 shared_bytes, u64 order_seed, u64 seed, bool watches, char* message, u64 size) {
     using namespace lm;
+    open_machine();
+    machine.begin = nanoseconds();
     machine.watches = watches, machine.shared_bytes = shared_bytes;
     const u32 count = block[0] * block[1] * block[2];
-    machine.kernel = kernel, machine.args = args, machine.failed = false, machine.random = seed * 2 + 1;
+    machine.kernel = kernel, machine.args = args, machine.failed = false, machine.random = order_seed * 2 + 1;
     machine.fibers.resize(count);
     machine.meetings.resize((count + 31) / 32);
     machine.warpgroups.resize((count + 127) / 128);
     if (machine.num_stacks < count) {
-        if (machine.stacks) {
-#if ASAN
-            __asan_unpoison_memory_region(machine.stacks, machine.num_stacks * STACK_BYTES);  // for who gets it next
-#endif
-            munmap(machine.stacks, machine.num_stacks * STACK_BYTES);
-        }
+        machine.free_stacks();
         machine.stacks = static_cast<u8*>(mmap(nullptr, count * STACK_BYTES, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
         machine.num_stacks = count;
     }
     std::vector<u32> order(grid[0] * grid[1] * grid[2]);
     for (u32 i = 0; i < order.size(); ++i) order[i] = i;
     for (u32 i = order.size(); i > 1; --i) std::swap(order[i - 1], order[draw(i)]);
+    machine.random = seed * 2 + 1;
     void* memory = nullptr;
     if (posix_memalign(&memory, 128, shared_bytes)) abort();
     auto* shared = static_cast<u8*>(memory);  // not a byte more than was asked for

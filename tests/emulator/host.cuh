@@ -39,13 +39,15 @@ struct Thread {
     u8* shared;
     bool waited;  // for the kernels before
 };
-extern Thread* current;
+extern __thread Thread* current;  // of this rank: every thread of the CPU is a GPU of its own
 
 [[noreturn]] void fail(const char* format, ...);
 void barrier(int id, int count, int line);
 // All lanes of `mask` meet; the last one carries out `op` on what every lane brought (null: not in the mask).
 void collective(u32 mask, int line, void* mine, void (*op)(void** lanes));
 void wait_for_previous();
+void store_release(u32* p, u32 value);
+void wait_for_peer(const u32* flag, u32 value, u32* lost, u64 limit);
 void copy_later(void* shared, const void* global, int bytes, bool valid);
 void commit_copies();
 void wait_copies(int groups);
@@ -215,6 +217,9 @@ inline void cp_async_small(void* shared, const void* global, bool valid = true) 
 inline void prefetch_l2(const void* global, int bytes) { lm::prefetch(global, bytes); }
 inline void cp_async_commit() { lm::commit_copies(); }
 template <int N> inline void cp_async_wait() { lm::wait_copies(N); }
+
+using lm::store_release;
+using lm::wait_for_peer;
 
 namespace lm {
 struct LoadMatrix { u32* r; const u8* row; };

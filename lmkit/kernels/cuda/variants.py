@@ -19,7 +19,7 @@ import torch
 import lmkit.kernels.cuda
 from lmkit.attention_spec import AttentionSpec
 from lmkit.kernels import latent_ops, ops
-from lmkit.kernels.cuda import module
+from lmkit.kernels.cuda import module, ranks
 from lmkit.kernels.cuda.gpus import Capability
 from lmkit.kernels.cuda.module import HALVES, Kernel, Launch
 from lmkit.kernels.ops import BatchGeometry, KVTensor, Norm
@@ -40,6 +40,7 @@ STORAGES = (FLOAT16, INT8, INT4, FP8)
 EXPERTS = ((1536, 2048, "silu"), (2048, 768, None))
 EXPERT_TOKENS = (1, 32, 512)
 BLOCK, BLOCKS, SEQUENCES = 64, 1024, 8
+NUM_RANKS = 2, 4, 8
 VOCAB, HIDDEN, SIZES = 128256, 4096, (2048, 3584, 4096)
 
 
@@ -86,6 +87,8 @@ def common() -> tuple[Kernel, ...]:
                 for num_heads in LATENT_HEADS:
                     _wide(half, (num_heads, 1, ROW), ROW_ROTARY, stored, latent=True)
                 _wide(half, WIDE_HEADS, WIDE_HEADS[2] // 4, stored, latent=False)
+        for kernel in (kernel for size in NUM_RANKS for kernel in ranks.kernels(size)):
+            recorder.add(kernel)
         for each in modules:  # a module's constant kernel may belong to no op
             for kernel in filter(lambda value: isinstance(value, Kernel), vars(each).values()):
                 recorder.add(kernel)

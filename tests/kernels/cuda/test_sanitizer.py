@@ -24,6 +24,7 @@ WATCHED: dict[str, str] = {
     "test_elementwise.py": "515-given1 or 512-given2 or begin_anywhere or wider_tensor or embedding or gated",
     "test_library.py": "few_tokens and (8-200-33 or 1-2056-17) or test_codes and 528 and given1 or odd_widths",
     "test_blocks.py": "copies",
+    "test_ranks.py": "same_bits and 2 or come_to_rank_0 and 2",
     "test_append.py": "test_rope_append and (80-20 or 256-256)",
     "test_decode_attention.py": "test_shapes and (80-48 or 96-16) or append_and_attend and (80-20 or 64-32)",
     "test_prefill_attention.py": "many_splits or may_be_anything and types2 or test_attention and (types7 or types17)",

@@ -94,6 +94,36 @@ DEVICE void cp_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
 }
 
+// ---- other GPUs, whose memory is mapped here
+
+// Stores a word that other GPUs wait for. They also see what this block wrote before its last barrier.
+DEVICE void store_release(u32* p, u32 value) {
+    asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(p), "r"(value) : "memory");
+}
+
+DEVICE u32 load_acquire(const u32* p) {
+    u32 value;
+    asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(p) : "memory");
+    return value;
+}
+
+DEVICE u64 nanoseconds() {
+    u64 now;
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+    return now;
+}
+
+// Waits until *flag has come to `value` (they may wrap around), or *lost is not 0. After `limit` nanoseconds *lost
+// becomes 1. `lost` is host memory, which is looked at now and then.
+DEVICE void wait_for_peer(const u32* flag, u32 value, u32* lost, u64 limit) {
+    const u64 begin = nanoseconds();
+    for (u32 tries = 1; static_cast<i32>(load_acquire(flag) - value) < 0; ++tries) {
+        if (tries % 1024) continue;
+        if (load_acquire(lost)) return;
+        if (nanoseconds() - begin > limit) return store_release(lost, 1);
+    }
+}
+
 // ---- matrices. Each lane gives the address of a 16-byte row: lanes 0-7 of the first 8x8 matrix, 8-15 of the second ...
 
 DEVICE void ldmatrix_x4(u32 (&r)[4], const void* row) {

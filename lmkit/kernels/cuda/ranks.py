@@ -1,0 +1,155 @@
+"""Sums over ranks that have a GPU each (csrc/ranks.cu), by kernels on the stream: steps can be captured.
+
+A rank maps the memory of all others. It needs GPUs that reach each other's memory, by NVLink or PCIe.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lmkit.errors import UnsupportedError
+from lmkit.kernels.cuda.module import Kernel
+from lmkit.kernels.ops import Places
+
+THREADS = 512
+LEAST_PIECE = 4 * THREADS  # numbers of a block, if there are few: one load for each thread
+SAVED_BYTES = 1 << 20  # that a second shot must spare a rank: so much is read while ranks meet once more
+WAIT_SECONDS = 120.0  # for another rank: kernels that no one foresaw are compiled meanwhile
+
+
+class Layout(NamedTuple):
+    """Sizes of a rank's memory: see csrc/ranks.cu. All blocks must run at once, and every GPU here has more SMs."""
+
+    blocks: int = 64
+    piece: int = 1 << 14  # numbers
+
+    def num_bytes(self, size: int) -> int:
+        return 4 * (size + 1) * self.blocks + 2 * self.blocks * self.piece * 4
+
+
+LAYOUT = Layout()
+
+
+class Sharing(Protocol):
+    """How ranks get at each other's memory."""
+
+    def allocate(self, num_bytes: int) -> tuple[int, bytes]:
+        """Zeroed memory of this rank's device: its address, and a handle by which other processes open it."""
+
+    def open(self, handle: bytes) -> int:
+        """The address of another rank's memory. Raises UnsupportedError if it cannot be mapped."""
+
+
+class IpcSharing:
+    """Through CUDA's handles of memory for other processes, on torch's current GPU."""
+
+    def __init__(self) -> None:
+        from cupy.cuda import runtime
+
+        self._runtime: Any = runtime
+
+    def allocate(self, num_bytes: int) -> tuple[int, bytes]:
+        address = self._runtime.malloc(num_bytes)  # not torch's: a handle stands for a whole allocation
+        self._runtime.memset(address, 0, num_bytes)
+        self._runtime.deviceSynchronize()
+        return address, bytes(self._runtime.ipcGetMemHandle(address))
+
+    def open(self, handle: bytes) -> int:
+        try:
+            return int(self._runtime.ipcOpenMemHandle(handle, self._runtime.cudaIpcMemLazyEnablePeerAccess))
+        except self._runtime.CUDARuntimeError as error:
+            raise UnsupportedError(f"tp: a GPU cannot map the memory of another one ({error}); use tp=1") from None
+
+
+class GpuRanks:
+    """One rank's view of the ranks, see layers.ranks.Ranks. `lost`: int32 [1] of host memory that the device reads.
+
+    `handle` goes to all other ranks, whose handles `connect` takes. Every rank calls the same methods with the same
+    sizes in the same order.
+    """
+
+    def __init__(
+        self,
+        sharing: Sharing,
+        device: str,
+        lost: Tensor,
+        rank: int,
+        size: int,
+        vocab_size: int,
+        *,
+        layout: Layout = LAYOUT,
+        seconds: float = WAIT_SECONDS,
+    ) -> None:
+        self._sharing, self._device, self._lost = sharing, device, lost
+        self._rank, self._size, self._vocab, self._layout = rank, size, vocab_size, layout
+        self._limit = np.int64(1e9 * seconds)
+        self._address, self.handle = sharing.allocate(layout.num_bytes(size))
+        self._kernels = kernels(size, layout)
+
+    def connect(self, handles: Sequence[bytes]) -> None:
+        """Map the memory of all ranks, given in their order. Raises UnsupportedError."""
+        addresses = [
+            self._address if rank == self._rank else self._sharing.open(handle) for rank, handle in enumerate(handles)
+        ]
+        self._memories = torch.tensor(addresses, dtype=torch.int64, device=self._device)
+        for kernel in self._kernels:
+            kernel.compile(self._memories.device.type)
+
+    def sum(self, x: Tensor) -> Tensor:
+        """See layers.ranks.Ranks. The result lies in x."""
+        assert (x.dtype, x.is_contiguous()) == (torch.float32, True)
+        grid, piece = self._pieces(x.numel())
+        spared = 4 * x.numel() * (self._size - 1) * (self._size - 2) // self._size
+        aligned = x.data_ptr() % 16 == 0
+        args = [x, np.int64(x.numel()), piece, spared > SAVED_BYTES, aligned, *self._ends]
+        self._kernels[0](grid, THREADS, args)
+        return x
+
+    def side_by_side(self, x: Tensor) -> Tensor:
+        """See layers.ranks.Ranks."""
+        assert (x.dtype, x.is_contiguous()) == (torch.float32, True)
+        rows = len(x)
+        out = x.new_empty(rows if self._rank == 0 else 0, self._vocab)
+        grid, piece = self._pieces(rows * -(-self._vocab // self._size))
+        args = [x, out if self._rank == 0 else None, rows, self._vocab, piece, *self._ends]
+        self._kernels[1](grid, THREADS, args)
+        return out
+
+    def exchange(self, y: Tensor, places: Places) -> None:
+        """See layers.ranks.Ranks. Nothing calls it: experts are not shared out on GPUs."""
+        raise NotImplementedError
+
+    def from_first(self, x: Tensor) -> None:
+        """Copy rank 0's x, int64 of any shape, to the others'."""
+        words = x.view(torch.int32)
+        for part in words.flatten().split(self._layout.piece):
+            self._kernels[2](1, THREADS, [part, part.numel(), *self._ends])
+
+    @property
+    def _ends(self) -> list[Any]:
+        return [self._memories, self._lost, self._limit, self._rank]
+
+    def _pieces(self, count: int) -> tuple[int, int]:
+        """Blocks, and numbers of a piece, for so many numbers."""
+        blocks, most = self._layout
+        piece = min(most, max(LEAST_PIECE, -(-count // (4 * blocks)) * 4))
+        return min(blocks, -(-count // piece)), piece
+
+    @property
+    def is_lost(self) -> bool:
+        return bool(self._lost[0])
+
+    def lose(self) -> None:
+        """From any thread: a rank has ended. No kernel waits any longer, and results mean nothing."""
+        self._lost[0] = 1
+
+
+def kernels(size: int, layout: Layout = LAYOUT) -> list[Kernel]:
+    """The kernels of `size` ranks: sum, side by side, from the first."""
+    defines = {"SIZE": size, "BLOCKS": layout.blocks, "PIECE": layout.piece}
+    return [Kernel("ranks.cu", name, **defines) for name in ("sum_ranks", "side_by_side", "from_first")]
