@@ -7,10 +7,12 @@
     free    code goes on, greedily
     fresh   code goes on, sampled with temperature 1: little repeats itself
     json    an answer that follows a schema, whose keys its grammar forces
+    again   `fresh`, asked a second time; the engine keeps its answers (`--draft-history`)
+    form    a form is filled in behind each text, after it was filled in behind other texts; answers are kept
 
 The demo model answers first. Its answers are the script of the other model, if one is named: that model computes every
 step, and each sampled token is replaced by the script's. So a model of random weights has the demo's acceptance, and
-its own costs. In `copy` and `edit` the script is the text itself. `json` has no script.
+its own costs. In `copy`, `edit` and `form` the script is the text itself. `json` has no script.
 
 `--speculate eagle=FOLDER` names a head of the demo model. For another model its guesses are replayed too: a head of
 random weights, in that model's shape, computes every step, and gives the guesses of the demo's head. `--speculate mtp`
@@ -54,7 +56,20 @@ LONGEST_GUESS = 8  # of a head whose guesses are replayed
 HEAD_TOKENS = 8192  # of a head of random weights, at most
 PROMPT_CHARACTERS, BEGINNING = 700, 60
 DEMO_HEAD = DEMO_FOLDER.parent / "draft_head"
-KINDS = ("copy", "edit", "free", "fresh", "json")
+KINDS = ("copy", "edit", "free", "fresh", "json", "again", "form")
+KEPT = {"again", "form"}  # kinds with answers that were given before
+HISTORY = 65536  # tokens of these that the engine keeps
+FORM = """Review of the code
+  reviewer: the second reader
+  first word: {}
+  what it is for: {}
+  does it follow the style of the project: yes, with one exception, which is {}
+  is each name clear to a reader who has not seen the code before: {}
+  what must change before it can be merged: {}
+  does each public function say what it takes, what it returns and which errors it raises: yes, except for {}
+  is there a test that fails without the change, and does it pass on every machine: not for {}
+  who else should read it, since they know the modules that call it: the author of {}
+  verdict of the review: accepted with changes"""
 TEXT, NUMBER = {"type": "string", "maxLength": 6}, {"type": "integer", "minimum": 0, "maximum": 9999}
 
 
@@ -110,18 +125,20 @@ def cases(count: int) -> dict[str, list[tuple[list[int], list[int]]]]:
             prompt = tokenizer.encode(f"{code}\n\n# Once more:\n{answer[:BEGINNING]}")
             wanted = tokenizer.encode(answer[BEGINNING:])
             found[kind].append((prompt, (wanted * 4)[:NUM_TOKENS]))
-        for kind in ("free", "fresh", "json"):
+        filled = tokenizer.encode(FORM.format(*code.split()[1:9]))
+        found["form"].append((tokenizer.encode(f"{code}\n\n# Form:\n"), (filled * 4)[:NUM_TOKENS]))
+        for kind in ("free", "fresh", "json", "again"):
             found[kind].append((tokenizer.encode(code), []))
     return found
 
 
-def run(engine: Engine, prompts: list[list[int]], kind: str) -> tuple[float, list[list[int]]]:
+def run(engine: Engine, prompts: list[list[int]], kind: str, salt: str = "") -> tuple[float, list[list[int]]]:
     """(seconds of decoding, the answers). The clock starts when all prompts are computed."""
     answers: dict[str, list[int]] = {}
     how: dict[str, Any] = {"grammar": json_schema(SCHEMA)} if kind == "json" else {"ignore_eos": True}
     for i, prompt in enumerate(prompts):
-        params = SamplingParams(max_tokens=NUM_TOKENS, temperature=float(kind == "fresh"), seed=i, **how)
-        engine.add(Request(request_id=str(i), prompt_ids=prompt, params=params, cache_salt=str(time.perf_counter())))
+        params = SamplingParams(max_tokens=NUM_TOKENS, temperature=float(kind in ("fresh", "again")), seed=i, **how)
+        engine.add(Request(request_id=str(i), prompt_ids=prompt, params=params, cache_salt=salt))
         answers[str(i)] = []
     start = 0.0
     while engine.has_work():
@@ -188,15 +205,18 @@ def random_head(model: Path, folder: Path) -> None:
 
 def compare(model: str, kind: str, batch: int, rounds: int, speculate: str, own: bool = False) -> dict[str, Any]:
     """One row. `own`: nothing is replayed."""
-    pairs = cases(batch)[kind]
-    prompts, wanted = [prompt for prompt, _ in pairs], [answer for _, answer in pairs]
+    pairs = cases(2 * batch)[kind]
+    prompts, wanted = [prompt for prompt, _ in pairs[:batch]], [answer for _, answer in pairs[:batch]]
     options: dict[str, Any] = {"max_batch_size": batch, "max_model_len": 2048, "prefix_cache": False}
+    asked_before = {"again": prompts, "form": [prompt for prompt, _ in pairs[batch:]]}.get(kind, [])
     if not wanted[0]:
         engine = Engine(model if own or kind == "json" else str(DEMO_FOLDER), EngineConfig(**options))
         _, wanted = run(engine, prompts, kind)
         engine.close()
     replays = not own and speculate.startswith(("eagle=", "mtp")) and model != str(DEMO_FOLDER) and kind != "json"
-    script = {tuple(prompt): answer for prompt, answer in zip(prompts, wanted, strict=True)}
+    script = {tuple(prompt): answer for prompt, answer in pairs} | {
+        tuple(prompt): answer for prompt, answer in zip(prompts, wanted, strict=True)
+    }
     head = f"eagle={DEMO_HEAD}" if speculate == "mtp" else speculate
     known = guesses_of(head, kind, script, options) if replays else {}
     with TemporaryDirectory() as folder:
@@ -204,7 +224,9 @@ def compare(model: str, kind: str, batch: int, rounds: int, speculate: str, own:
         if replays and speculate != "mtp":
             random_head(Path(model), Path(folder))
             mine = f"eagle={folder}"
-        engines = [Engine(model, EngineConfig(**options, speculate=how)) for how in ("off", mine)]
+        kept = {"draft_history": HISTORY if kind in KEPT else 0}
+        guesses = EngineConfig(**options, speculate=mine, **kept)
+        engines = [Engine(model, config) for config in (EngineConfig(**options), guesses)]
     if replays:
         replay(engines[1], known)
     for engine in engines if kind != "json" else []:
@@ -214,8 +236,9 @@ def compare(model: str, kind: str, batch: int, rounds: int, speculate: str, own:
     for turn in range(rounds + 1):  # the first warms up
         seconds = [0.0, 0.0]
         for which in (0, 1) if turn % 2 else (1, 0):
+            run(engines[which], asked_before, kind, salt=str(turn))
             before = engines[which].stats().steps
-            seconds[which], answers = run(engines[which], prompts, kind)
+            seconds[which], answers = run(engines[which], prompts, kind, salt=str(turn))
             steps[which] = engines[which].stats().steps - before
             assert answers == wanted, "speculation changed a token"
         times += [(seconds[0], seconds[1])] if turn else []
@@ -231,6 +254,7 @@ def compare(model: str, kind: str, batch: int, rounds: int, speculate: str, own:
         "ratio": statistics.median(a / b for a, b in times),
         "steps": steps[0],
         "guessed_steps": steps[1],
+        "tokens_a_step": sum(map(len, wanted)) / batch / steps[1],
         "accepted": stats.accepted_tokens / stats.draft_tokens if stats.draft_tokens else 0.0,
     }
 

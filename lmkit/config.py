@@ -115,6 +115,7 @@ class EngineConfig(StrictStruct, frozen=True, kw_only=True, metaclass=CheckedMet
     request_timeout: PositiveFloat | None = None  # seconds for a request that names none; None = no limit
     speculate: Speculate = "off"  # guess the next tokens and compute several in one step, where that is faster
     max_draft_tokens: Annotated[int, msgspec.Meta(ge=1, le=64)] = 16  # guesses for one sequence in one step
+    draft_history: Annotated[int, msgspec.Meta(ge=0, le=1 << 24)] = 0  # tokens of a tenant's answers, for guesses
     adapters: tuple[str, ...] = ()  # LoRA adapters, each NAME=FOLDER, see formats.peft; a request names one
     adapter_root: str | None = None  # adapters in this folder may be loaded and unloaded while it runs; None = none may
     max_adapters: Annotated[int, msgspec.Meta(ge=1, le=1024)] | None = (

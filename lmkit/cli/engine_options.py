@@ -69,6 +69,7 @@ HELP = {
         "overlap": "Prepare the next step while one runs.",
         "speculate": "Guess tokens if that is faster: auto, ngram, mtp, draft=FOLDER (a model), eagle=FOLDER (a head).",
         "max_draft_tokens": "The most guesses for one sequence in one step.",
+        "draft_history": "Tokens of one API key's earlier answers that guesses look up, too, e.g. 65536.",
     },
 }
 # Options written as 2G, with defaults.

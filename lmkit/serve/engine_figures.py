@@ -107,6 +107,8 @@ class EngineFigures(Collector):
         for prefix in ("lmkit", "vllm"):
             for name, (text, value) in counts.items():
                 yield self._counter(f"{prefix}:spec_decode_{name}", text, value)
+        kept = "Tokens of answers that guesses look up"
+        yield self._gauge("lmkit:spec_decode_history_tokens", kept, stats.history_tokens)
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
         return self._labelled(GaugeMetricFamily(name, text, labels=["model_name"]), {(): value})

@@ -254,5 +254,6 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     drafts: int = 0  # times that guesses at a sequence's next tokens were computed
     draft_tokens: int = 0  # such guesses
     accepted_tokens: int = 0  # guesses among these that were right, and kept
+    history_tokens: int = 0  # of answers that are kept for guesses at later ones
     images: dict[str, int] = {}  # images that were encoded, and such that were found encoded
     tiers: dict[str, int] = {}  # figures of the KV tiers: bytes, failures ...

@@ -28,6 +28,7 @@ ALL: dict[str, Any] = {
     "attention_sinks": 4, "priority_seconds": 0.0, "max_overtakes": 0, "decode_slowdown": 3.0, "overlap": False,
     "request_timeout": 9.0, "generation_config": "none", "queue_quota": 0.75, "max_queued_tokens": 999,
     "pooling": "mean", "chat_template": "own.jinja", "speculate": "ngram", "max_draft_tokens": 5,
+    "draft_history": 999,
     "adapters": ("a=one", "b=two"), "adapter_root": "folders", "max_adapters": 3,
     "weights_memory": 9 << 30, "weights_path": "nvme", "kv_events": "tcp://*:5557", "kv_events_topic": "kv",
     "kv_listen": "127.0.0.1:7400", "kv_peer": "10.0.0.5:7400", "kv_key_file": "kv.key",

@@ -105,7 +105,7 @@ class Engine:
         config = config or EngineConfig()
         device = device or resolve_device(config)
         config = config.on(device.name)
-        loading.check_kv_events(config)
+        loading.check_together(config)
         num_threads = config.num_threads or default_num_threads() * config.num_processes // config.num_local
         config = msgspec.structs.replace(config, num_threads=max(1, num_threads // config.num_processes))
         cpus = cores.shares(config.num_local) if config.num_local > 1 else [[]]
@@ -368,6 +368,7 @@ def _limits(config: EngineConfig, memory: MemoryPlan, spec: ModelSpec) -> Schedu
         decode_slowdown=config.decode_slowdown,
         request_timeout=config.request_timeout,
         max_draft_tokens=config.num_guesses,
+        draft_history=config.draft_history,
         overlaps=config.overlap,
         num_stages=config.pp,
     )

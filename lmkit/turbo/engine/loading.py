@@ -315,8 +315,10 @@ def fits_the_gpu(what: str) -> Iterator[None]:
         ) from None
 
 
-def check_kv_events(config: EngineConfig) -> None:
-    """Raise ConfigError for options that do not go together with KV events."""
+def check_together(config: EngineConfig) -> None:
+    """Raise ConfigError for options that do not go together."""
+    if config.draft_history and config.speculate == "off":
+        raise ConfigError("draft_history keeps answers for guesses: use speculate ngram, too")
     if config.kv_events is None:
         if config.kv_events_topic:
             raise ConfigError("kv_events_topic is the topic of kv_events: name their address too")

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from lmkit.turbo.plan import Sampled, StepPlan
+from lmkit.turbo.scheduling.history import History
 from lmkit.turbo.scheduling.pacing import StepTimes, round_down
 from lmkit.turbo.scheduling.speculation import FORGET, MARGIN, SURE, TERMS, Speculation
 from lmkit.turbo.sequence import Sequence
@@ -61,12 +62,13 @@ class ModelSpeculation(Speculation):
         self,
         longest: int,
         forced: Callable[[int], list[int]],
+        history: History,
         model: DraftModel,
         clock: Callable[[], float],
         *,
         overlaps: bool,
     ) -> None:
-        super().__init__(longest, forced, overlaps=overlaps)
+        super().__init__(longest, forced, history, overlaps=overlaps)
         self._model, self._clock = model, clock
         self._model_times = StepTimes()
         self._around = 0.0  # seconds of a draft beside the draft model's steps: other threads, Python

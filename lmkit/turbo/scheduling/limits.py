@@ -25,6 +25,7 @@ class SchedulerLimits:
     decode_slowdown: float = 2.0  # the most that prompts may slow down decoding
     request_timeout: float | None = None  # seconds, for requests without a timeout of their own
     max_draft_tokens: int = 0  # guesses that a step computes of one sequence; 0 = no speculation
+    draft_history: int = 0  # tokens of a tenant's answers that are kept for later guesses
     overlaps: bool = True  # plans are made while others run
     num_stages: int = 1  # that carry out plans one behind the other: so many are to be under way at once
 

@@ -41,6 +41,7 @@ from lmkit.turbo.plan import Chunk, Sampled, SampledToken, StepPlan
 from lmkit.turbo.request import EngineStats, FinishReason, Request, StepOutput, TokenLogprobs
 from lmkit.turbo.scheduling.drafting import DraftModel, ModelSpeculation
 from lmkit.turbo.scheduling.fairness import Shares
+from lmkit.turbo.scheduling.history import History
 from lmkit.turbo.scheduling.limits import SchedulerLimits, check_request
 from lmkit.turbo.scheduling.pacing import Pacer
 from lmkit.turbo.scheduling.planner import Planner
@@ -99,12 +100,12 @@ class Scheduler:
         self._deadlines: list[tuple[float, int, Sequence]] = []  # a heap
         self._outputs: list[StepOutput] = []
         self._tier_hits: Counter[str] = Counter()
-        longest = limits.max_draft_tokens
+        own = limits.max_draft_tokens, forced, History(limits.draft_history, self.kv.namespace)
         self._speculation: Speculation | None = None
-        if longest and draft_model is not None:
-            self._speculation = ModelSpeculation(longest, forced, draft_model, clock, overlaps=limits.overlaps)
-        elif longest:
-            self._speculation = Speculation(longest, forced, overlaps=limits.overlaps)
+        if limits.max_draft_tokens and draft_model is not None:
+            self._speculation = ModelSpeculation(*own, draft_model, clock, overlaps=limits.overlaps)
+        elif limits.max_draft_tokens:
+            self._speculation = Speculation(*own, overlaps=limits.overlaps)
         self._arrivals = self._prompt_tokens = self._generation_tokens = self._steps = 0
 
     # ---- requests
@@ -388,9 +389,7 @@ class Scheduler:
             kept_since=kv.kept_since(now),
             decisions=dict(self._decision_stats.decisions),
             tiers=kv.tier_stats(),
-            drafts=drafts.num_drafts if drafts else 0,
-            draft_tokens=drafts.num_draft_tokens if drafts else 0,
-            accepted_tokens=drafts.num_accepted if drafts else 0,
+            **(drafts.stats() if drafts else {}),
         )
 
     def check_integrity(self) -> None:

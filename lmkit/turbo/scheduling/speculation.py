@@ -3,8 +3,8 @@
 A step that computes a few tokens more of a sequence costs little, because reading the weights costs most. Guesses that
 the sampled tokens confirm are kept (plan.Chunk.draft), so the tokens are those of a run without guesses, bit for bit.
 
-Guesses come from the text itself (ngrams.py), or from a smaller model (drafting.py). Where a grammar leaves no choice,
-they are what must follow.
+Guesses come from the text itself or from earlier answers (ngrams.py, history.py), or from a smaller model
+(drafting.py). Where a grammar leaves no choice, they are what must follow.
 
 Guesses are judged all the time, also while none is computed: each new token shows whether a guess at it would have been
 right. The chance of a guess depends on how many tokens before it agreed with their source. The length of each draft
@@ -21,9 +21,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from operator import itemgetter
 
 from lmkit.turbo.plan import Sampled, StepPlan
+from lmkit.turbo.scheduling.history import History
 from lmkit.turbo.scheduling.ngrams import LONGEST, Ngrams
 from lmkit.turbo.scheduling.pacing import StepTimes, round_down
 from lmkit.turbo.sequence import Sequence
@@ -66,9 +68,9 @@ class _Text:
 class Speculation:
     """Proposes drafts of at most `longest` tokens. It owns the indices of the running sequences' texts."""
 
-    def __init__(self, longest: int, forced: Callable[[int], list[int]], *, overlaps: bool) -> None:
+    def __init__(self, longest: int, forced: Callable[[int], list[int]], history: History, *, overlaps: bool) -> None:
         self.num_drafts = self.num_draft_tokens = self.num_accepted = 0
-        self._longest, self._forced, self._overlaps = longest, forced, overlaps
+        self._longest, self._forced, self._history, self._overlaps = longest, forced, history, overlaps
         self._texts: dict[Sequence, _Text] = {}
         self._chances = Chances()
         self._times = StepTimes()
@@ -125,7 +127,7 @@ class Speculation:
             return []
         text = self._texts.get(seq)
         if text is None:
-            text = self._texts[seq] = _Text(Ngrams(seq.token_ids))
+            text = self._texts[seq] = _Text(Ngrams(seq.token_ids, partial(self._history.of, seq)))
         self._learn(text, seq)
         chances: list[float] = []
         longest = min(self._longest, seq.max_tokens - seq.num_tokens - 1)
@@ -136,7 +138,7 @@ class Speculation:
         if text.ngrams.place < 0:
             return chances
         chance, agreed = 1.0, text.ngrams.agreed
-        for _ in range(longest):
+        for _ in text.ngrams.guess(longest):
             chance *= self._chance(text, agreed)
             if chance < least:
                 break
@@ -159,6 +161,7 @@ class Speculation:
     def forget(self, seq: Sequence) -> None:
         """The sequence has ended."""
         self._texts.pop(seq, None)
+        self._history.add(seq)
 
     def record(self, plan: StepPlan, sampled: list[Sampled], now: float, *, waited: bool, goes_on: bool) -> None:
         """Learn from a step whose result came at `now`. `waited`: it began after the result of the step before it.
@@ -180,3 +183,12 @@ class Speculation:
             self._times.record([1, num_tokens, waited, 0, 0], now - since)
         if drafted:
             self._seen.add((num_seqs, num_tokens))
+
+    def stats(self) -> dict[str, int]:
+        """Figures of EngineStats."""
+        return {
+            "drafts": self.num_drafts,
+            "draft_tokens": self.num_draft_tokens,
+            "accepted_tokens": self.num_accepted,
+            "history_tokens": self._history.num_tokens,
+        }

@@ -256,9 +256,13 @@ def test_guesses_change_no_token(
     want = run(engine_for(demo_model, **big), requests)
     monkeypatch.setattr(speculation, "MARGIN", 0.0)
     monkeypatch.setattr(speculation.StepTimes, "record", lambda self, counts, seconds: None)
-    for most in (2, 16):
-        engine = engine_for(demo_model, **big, speculate="ngram", max_draft_tokens=most)
+    for most, kept in ((2, 0), (16, 0), (16, 4096)):
+        engine = engine_for(demo_model, **big, speculate="ngram", max_draft_tokens=most, draft_history=kept)
         got = run(engine, requests)
+        if kept:  # asked again, the answers are guessed as a whole
+            steps = engine.stats().steps
+            got = run(engine, requests)
+            assert engine.stats().steps - steps < steps / 2
         for name, outputs in want.items():
             assert tokens(got[name]) == tokens(outputs)
             assert [x for o in got[name] for x in o.logprobs] == [x for o in outputs for x in o.logprobs]

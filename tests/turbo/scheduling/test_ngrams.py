@@ -47,7 +47,7 @@ def test_a_repeated_end_is_found(text: list[int]) -> None:
 @given(TEXTS, st.data())
 def test_a_prompt_is_indexed_as_an_answer_is(text: list[int], data: st.DataObject) -> None:
     whole, parts = learned(text, len(text)), learned(text, data.draw(st.integers(1, len(text))))
-    assert whole._places == parts._places
+    assert whole._own.places == parts._own.places
 
 
 def test_each_token_judges_the_guess_at_it() -> None:
