@@ -32,7 +32,8 @@ class StepRows:
     """The rows of the step's outputs that each chunk needs, in the plan's order."""
 
     sample_rows: list[range]  # among the step's logit rows: the rows of the positions that are sampled
-    prompt_rows: list[range]  # among the step's tokens: the tokens that score the next prompt token, on request
+    scored_rows: list[range]  # among the step's logit rows: the tokens that score the next prompt token, on request
+    prompt_rows: list[range]  # among the step's tokens: such tokens, if they are no logit rows
     pooled_rows: list[range]  # among the step's tokens: the tokens whose hidden states are wanted, on request
 
     @property
@@ -84,6 +85,7 @@ class PersistentBatch:
         self.images: dict[int, PlacedImages] = {}  # of slots whose sequences have some
         self.encoded = EncodedImages(0)
         self.pooling: dict[int, Pooling] = {}  # of slots whose sequences want an embedding
+        self.max_scored_rows = 0  # a step's logit rows, if those are among them that score prompt tokens
         self.keeps_tables = False  # whether the last inputs have the same block tables as the inputs before them
         self._entries = [0] * num_slots  # number of sequences that have entered
         self._inputs = {
@@ -173,12 +175,13 @@ class PersistentBatch:
         query_start = np.concatenate(([0], counts.cumsum()))
         positions = np.arange(query_start[-1]) - np.repeat(query_start[:-1] - starts, counts)
         width = self._table_width(self._write(slots, np.repeat(slots, counts), positions, query_start, starts + counts))
-        rows, logit_rows = self._logit_rows(chunks, dict(zip(slots.tolist(), query_start.tolist(), strict=False)))
+        rows, spans = self._rows(chunks, dict(zip(slots.tolist(), query_start.tolist(), strict=False)))
+        logit_rows = [row for span in spans for row in span]
         self._arrays["logit_rows"][: len(logit_rows)] = logit_rows
         self._arrays["logit_adapters"][: len(logit_rows)] = self._arrays["adapters"][logit_rows]
-        num_sampled = np.array([c.num_sampled for c in ordered if c.num_sampled], np.int32)
-        self._arrays["logit_start"][1 : len(num_sampled) + 1] = num_sampled.cumsum()
-        sizes = len(positions), len(slots), width, len(logit_rows), len(num_sampled)
+        ends = np.cumsum([len(span) for span in spans if span], dtype=np.int32)
+        self._arrays["logit_start"][1 : len(ends) + 1] = ends
+        sizes = len(positions), len(slots), width, len(logit_rows), len(ends)
         inputs = self._views(*sizes)
         if self.images:
             spans = map(Span, slots.tolist(), starts.tolist(), query_start.tolist(), counts.tolist())
@@ -268,25 +271,42 @@ class PersistentBatch:
             states=whole["states"][:num_seqs],
         )
 
-    def _logit_rows(self, chunks: list[Chunk], first_rows: dict[int, int]) -> tuple[StepRows, list[int]]:
-        """The rows of chunks whose first rows are given by slot."""
-        logit_rows: list[int] = []
-        sample_rows, prompt_rows, pooled_rows = [], [], []
+    def _rows(self, chunks: list[Chunk], first_rows: dict[int, int]) -> tuple[StepRows, list[range]]:
+        """The rows of chunks whose first rows are given by slot, and the tokens of each whose logits are wanted.
+
+        Tokens that score stand in front of the one that is sampled. So they may be logit rows too, if their chunks
+        reach the end of the prompts, the step has no other use for hidden states, and there is memory for their logits.
+        """
+        scored = [self._scored(chunk, first_rows[chunk.slot]) for chunk in chunks]
+        sampled, pooled = [], []
         for chunk in chunks:
-            first, scored = first_rows[chunk.slot], range(0)
-            if self.wants_prompt_logprobs[chunk.slot]:
-                start, end = int(self.logprobs_start[chunk.slot]), int(self.num_prompt_tokens[chunk.slot]) - 1
-                scored = range(chunk.start, chunk.start + chunk.num_tokens)[
-                    max(start - chunk.start, 0) : max(end - chunk.start, 0)
-                ]
-            shift = first - chunk.start
-            prompt_rows.append(range(scored.start + shift, scored.stop + shift) if scored else scored)
-            sample_rows.append(range(len(logit_rows), len(logit_rows) + chunk.num_sampled))
-            end = first + chunk.num_tokens
-            logit_rows += range(end - chunk.num_sampled, end)
+            end = first_rows[chunk.slot] + chunk.num_tokens
+            sampled.append(range(end - chunk.num_sampled, end))
             num_pooled = {"mean": chunk.num_tokens, "last": chunk.num_sampled, None: 0}[self.pooling.get(chunk.slot)]
-            pooled_rows.append(range(end - num_pooled, end))
-        return StepRows(sample_rows, prompt_rows, pooled_rows), logit_rows
+            pooled.append(range(end - num_pooled, end))
+        nothing = [range(0)] * len(chunks)
+        in_front, elsewhere = scored, nothing
+        if (
+            any(pooled)
+            or any(span and not chunk.num_sampled for span, chunk in zip(scored, chunks, strict=True))
+            or sum(map(len, scored + sampled)) > self.max_scored_rows
+        ):
+            in_front, elsewhere = nothing, scored
+        spans = [range(own.start - len(front), own.stop) for front, own in zip(in_front, sampled, strict=True)]
+        sample_rows, scored_rows, begin = [], [], 0
+        for front, span in zip(in_front, spans, strict=True):
+            scored_rows.append(range(begin, begin + len(front)))
+            sample_rows.append(range(begin + len(front), begin + len(span)))
+            begin += len(span)
+        return StepRows(sample_rows, scored_rows, elsewhere, pooled), spans
+
+    def _scored(self, chunk: Chunk, first: int) -> range:
+        """The rows of the chunk's tokens that score the next prompt token. `first` is the chunk's first row."""
+        if not self.wants_prompt_logprobs[chunk.slot]:
+            return range(0)
+        start, end = int(self.logprobs_start[chunk.slot]), int(self.num_prompt_tokens[chunk.slot]) - 1
+        skipped = max(start - chunk.start, 0)
+        return range(first, first + chunk.num_tokens)[skipped : max(end - chunk.start, 0)]
 
     def prompt_targets(self, chunk: Chunk, count: int) -> list[int]:
         """The tokens that the chunk's scored rows predict."""

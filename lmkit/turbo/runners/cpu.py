@@ -25,7 +25,7 @@ from lmkit.turbo.plan import Chunk, Sampled, SampledToken, StepPlan
 from lmkit.turbo.runners.batch import StepRows
 from lmkit.turbo.runners.cpu_captured import CapturedSteps
 from lmkit.turbo.runners.device import CpuDevice
-from lmkit.turbo.runners.runner import PlanRunner, RunnerParts, Shown, StepResult, Ticket, sample_chunks
+from lmkit.turbo.runners.runner import SCORED_BYTES, PlanRunner, RunnerParts, StepResult, Ticket, sample_chunks
 from lmkit.turbo.runners.sampler import Sampler
 
 MANY_ROWS = 64  # every kernel then runs its variant for many rows
@@ -37,6 +37,7 @@ class CpuRunner(PlanRunner):
     def __init__(self, device: CpuDevice, parts: RunnerParts) -> None:
         self.sampler = Sampler(parts.config.max_batch_size, parts.decoder.spec.vocab_size, parts.guides)
         super().__init__(parts, self.sampler)
+        self.batch.max_scored_rows = SCORED_BYTES // (4 * parts.decoder.spec.vocab_size)
         self.kernel_seconds = 0.0  # time of all steps in the model
         self._workspace = Workspace(parts.workspace_bytes)
         self._captured = CapturedSteps(self.decoder, self.kv, self._workspace)
@@ -99,7 +100,8 @@ class CpuRunner(PlanRunner):
                 with self._workspace.active():
                     logits, shown = self._with_hidden(chunks, rows, inputs)
             else:
-                logits, shown = self._logits(inputs), [Shown()] * len(chunks)
+                logits = self._logits(inputs)
+                shown = self._shown_by_logits(chunks, rows, logits)
         if self.streams is not None:
             self.streams.keep(chunks)
         self.kernel_seconds += time.perf_counter() - start

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
@@ -185,6 +185,13 @@ class PlanRunner:
         shown = list(map(Shown, self._scores(chunks, rows.prompt_rows, delta, residual), embeddings))
         return self.decoder.logits(delta, residual, logit_rows), shown
 
+    def _shown_by_logits(self, chunks: list[Chunk], rows: StepRows | None, logits: Tensor) -> list[Shown]:
+        """What the step's logits show of each chunk besides tokens."""
+        if rows is None or not any(rows.scored_rows):
+            return [Shown()] * len(chunks)
+        scored = logits[[row for span in rows.scored_rows for row in span if row < len(logits)]]
+        return list(map(Shown, self._scores_of(chunks, rows.scored_rows, [scored])))
+
     @np.errstate(over="ignore", invalid="ignore")  # the result is checked
     def _embed(self, chunk: Chunk, span: range, delta: Tensor, residual: Tensor | None) -> bytes:
         """Take in the hidden states of the step's tokens `span`. Returns the embedding if the chunk ends its text.
@@ -210,23 +217,23 @@ class PlanRunner:
 
         Logits are computed for a part of them at a time, whatever their chunks: the head is read once for a part.
         """
-        scores: list[list[TokenLogprobs]] = [[] for _ in chunks]
-        targets = [
-            (place, token)
-            for place, (chunk, span) in enumerate(zip(chunks, spans, strict=True))
-            if span
-            for token in self.batch.prompt_targets(chunk, len(span))
-        ]
         scored = [row for span in spans for row in span]
         size = max(1, SCORED_BYTES // (4 * self.decoder.spec.vocab_size))
-        for begin in range(0, len(scored), size):
-            part = torch.tensor(scored[begin : begin + size], device=delta.device)
-            logits = self.decoder.logits(delta, residual, part).cpu().numpy()
-            on_rank_0 = len(logits) > 0  # other ranks get no rows
-            for row, (place, token) in zip(logits, targets[begin : begin + size], strict=on_rank_0):
-                slot = chunks[place].slot
-                num_top, shown = int(self.batch.prompt_top[slot]), self.batch.prompt_shown[slot]
-                scores[place].append(token_logprobs(row, token, num_top, shown))
+        parts = (torch.tensor(scored[i : i + size], device=delta.device) for i in range(0, len(scored), size))
+        return self._scores_of(chunks, spans, (self.decoder.logits(delta, residual, part).cpu() for part in parts))
+
+    def _scores_of(
+        self, chunks: list[Chunk], spans: list[range], logits: Iterable[Tensor]
+    ) -> list[list[TokenLogprobs]]:
+        """The scores that rows of logits float32 [.., vocab] give. Each chunk has as many as its span, one after the
+        other. On other ranks than the first there are no rows.
+        """
+        scores: list[list[TokenLogprobs]] = [[] for _ in chunks]
+        rows = (row for part in logits for row in part.numpy())
+        for chunk, span, found in zip(chunks, spans, scores, strict=True):
+            num_top, shown = int(self.batch.prompt_top[chunk.slot]), self.batch.prompt_shown[chunk.slot]
+            targets = self.batch.prompt_targets(chunk, len(span)) if span else []
+            found += [token_logprobs(row, token, num_top, shown) for token, row in zip(targets, rows, strict=False)]
         return scores
 
 

@@ -35,7 +35,7 @@ from lmkit.turbo.runners.batch import StepRows
 from lmkit.turbo.runners.cpu import CpuRunner
 from lmkit.turbo.runners.device import CpuDevice
 from lmkit.turbo.runners.processes import ENDED, Processes, SharedModel, Start, read, without_wishes
-from lmkit.turbo.runners.runner import RunnerParts, Shown, StepResult, Ticket
+from lmkit.turbo.runners.runner import RunnerParts, StepResult, Ticket
 
 HEADER = struct.Struct("<QQ")
 
@@ -234,12 +234,13 @@ class FirstStage(CpuRunner):
     def _sampled(self, flight: _Flight) -> list[Sampled]:
         stream = self.stages.line.receive(flight.num_rows)
         flight.elsewhere = self.stages.line.spent / 1e9
-        start, shown = time.perf_counter(), [Shown()] * len(flight.chunks)
+        start = time.perf_counter()
         with self._workspace.active():
             if flight.logit_rows is not None and flight.rows is not None:
                 logits, shown = self._shown(flight.chunks, flight.rows, stream, None, flight.logit_rows)
             else:
                 logits = self.decoder.logits(stream, None, torch.arange(flight.num_rows))
+                shown = self._shown_by_logits(flight.chunks, flight.rows, logits)
         self.kernel_seconds += time.perf_counter() - start
         tokens = self.next_tokens(logits, flight.chunks, flight.rows)
         self.append(flight.chunks, tokens)

@@ -106,6 +106,33 @@ def test_prompt_rows_score_every_prompt_token_once() -> None:
     assert scored == [0, 1, 2, 3, 4]
 
 
+def test_tokens_that_score_are_logit_rows_in_front_of_the_sampled_one() -> None:
+    batch = PersistentBatch(num_slots=3, max_model_len=16, block_size=BLOCK, max_step_tokens=128)
+    batch.max_scored_rows = 6
+    for slot, tables in enumerate(([7, 8], [9], [10, 11])):
+        enter(batch, slot, [10 * slot + i for i in range(5)], prompt_logprobs=slot != 1)
+        batch._extend_tables(slot, [tables])
+    batch.logprobs_start[2] = 3
+    chunks = [Chunk(1, 0, 2, [], 0), Chunk(0, 1, 4, [], 1), Chunk(2, 2, 3, [], 1)]
+    inputs, rows = batch.inputs(chunks)
+    assert rows is not None
+    assert inputs.token_ids[inputs.logit_rows].tolist() == [1, 2, 3, 4, 23, 24]
+    assert inputs.logit_start.tolist() == [0, 4, 6]
+    assert (rows.scored_rows, rows.sample_rows) == (
+        [range(0), range(3), range(4, 5)],
+        [range(0), range(3, 4), range(5, 6)],
+    )
+    assert not rows.wants_hidden
+    ends_early = [Chunk(0, 0, 2, [], 0), Chunk(2, 2, 3, [], 1)]
+    for some, limit in ((ends_early, 6), (chunks, 5)):
+        batch.max_scored_rows = limit
+        inputs, rows = batch.inputs(some)
+        assert rows is not None
+        assert rows.wants_hidden
+        assert not any(rows.scored_rows)
+        assert len(inputs.logit_rows) == sum(chunk.num_sampled for chunk in some)
+
+
 def test_decode_steps_stay_in_place_and_follow_blocks_and_slots() -> None:
     batch = PersistentBatch(num_slots=3, max_model_len=32, block_size=BLOCK, max_step_tokens=16)
     free = iter(range(40, 100))

@@ -83,6 +83,43 @@ def test_captured_steps_give_the_bits_of_steps_run_op_by_op(
     assert generate(Engine(str(demo_model), config)) == captured
 
 
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "int4"])
+def test_scores_of_captured_steps_have_the_bits_of_scores_from_hidden_states(
+    demo_model: Path, monkeypatch: pytest.MonkeyPatch, kv_dtype: Any
+) -> None:
+    """The choices of a prompt, which score, beside sequences that only sample: in one step, and cut into several."""
+    launched: list[int] = []
+    replay = CapturedSteps.__call__
+
+    def counted(self: CapturedSteps, inputs: Any) -> Tensor | None:
+        logits = replay(self, inputs)
+        if logits is not None and len(inputs.token_ids) > len(logits) > len(inputs.logit_start) - 1:
+            launched.append(len(logits))
+        return logits
+
+    monkeypatch.setattr(CapturedSteps, "__call__", counted)
+    found = []
+    for most, step in ((1000, 128), (0, 128), (1000, 24)):
+        sizes = {"block_size": 8, "max_batch_size": 4, "max_model_len": 128, "max_step_tokens": step}
+        engine = Engine(str(demo_model), EngineConfig(**sizes, kv_dtype=kv_dtype, prefix_cache=False))
+        runner = engine.runner
+        assert isinstance(runner, CpuRunner)
+        runner.batch.max_scored_rows = most
+        outputs: list[Any] = []
+        for turn in range(3):
+            for i, prompt in enumerate(PROMPTS):
+                start = len(prompt) - 2 if turn else 0
+                scored = {"prompt_logprobs": i != 1, "logprobs_start": start if i != 1 else 0}
+                params = SamplingParams(max_tokens=2 * i, prompt_top=2, logprobs=1, logprob_token_ids=(3,) * (i == 2))
+                engine.add(Request(request_id=f"{turn} {i}", prompt_ids=prompt, params=params, **scored))
+            while engine.has_work():
+                outputs += [(o.request_id, o.prompt_logprobs, o.token_ids, o.logprobs) for o in engine.step()]
+        found.append(sorted(outputs, key=lambda output: output[0]))
+    assert launched
+    assert found[0] == found[1] == found[2]
+    assert sum(len(scores) for _, scores, *_ in found[0]) == 12 + 2 * 2
+
+
 @pytest.mark.parametrize(
     "compute",
     [
