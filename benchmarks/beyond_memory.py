@@ -33,7 +33,7 @@ from benchmarks.report import save, show
 from lmkit.config import EngineConfig, parse_bytes
 from lmkit.models.loader import load
 from lmkit.models.resolved import resolved
-from lmkit.models.stream_plan import Streaming, StreamPlan
+from lmkit.models.stream_plan import Forecast, Streaming
 from lmkit.models.streamed import forecast
 from lmkit.turbo.engine.engine import Engine
 from lmkit.turbo.request import Request, SamplingParams
@@ -115,7 +115,7 @@ def run(options: argparse.Namespace, way: str, batch_size: int) -> dict[str, Any
     engine: dict[str, Any] = {"kv_memory": options.kv_memory, "num_threads": options.threads}
     if way == "streamed":
         engine["weights_memory"] = options.limit - options.beside
-        plan, before = planned(options.model, engine["weights_memory"])
+        before = planned(options.model, engine["weights_memory"])
     DROP_CACHES.write_text("3")
     with limited(options.limit) as group:
         command = [sys.executable, "-m", "benchmarks.beyond_memory", options.model, "--batch-size", str(batch_size)]
@@ -125,8 +125,8 @@ def run(options: argparse.Namespace, way: str, batch_size: int) -> dict[str, Any
             raise SystemExit(f"{way}: status {done.returncode}: {done.stderr.strip()[-2000:]}")
         result = {"way": way, "batch_size": batch_size, **json.loads(done.stdout), "peak": group.peak}
     if way == "streamed":
-        _, after = planned(options.model, engine["weights_memory"])
-        result |= {"step_bytes": plan.step_bytes, "bandwidth": (before + after) / 2}
+        after = planned(options.model, engine["weights_memory"])
+        result |= {"step_bytes": before.plan.step_bytes, "bandwidth": (before.bandwidth + after.bandwidth) / 2}
     return result
 
 
@@ -171,8 +171,8 @@ def main() -> None:
     with resolved(options.model, device="cpu") as model:
         load(model, packed_cache=True)  # packs them once
         options.limit = options.limit or model.weight_bytes() // 3
-    plan, bandwidth = planned(options.model, options.limit - options.beside)
-    print(f"limit: {options.limit >> 20} MiB", *plan.lines(bandwidth, 1)[:2], sep="\n", flush=True)
+    expected = planned(options.model, options.limit - options.beside)
+    print(f"limit: {options.limit >> 20} MiB", *expected.lines(1)[:3], sep="\n", flush=True)
     runs: list[dict[str, Any]] = []
     for _ in range(options.rounds):
         for batch_size in map(int, options.batch_size.split(",")):
@@ -183,8 +183,8 @@ def main() -> None:
     show(table)
 
 
-def planned(path: str, weights_memory: int) -> tuple[StreamPlan, float]:
-    """How a model of packed weights is streamed, and the disk's bandwidth in bytes a second."""
+def planned(path: str, weights_memory: int) -> Forecast:
+    """How a model of packed weights is streamed, and what to expect."""
     with resolved(path, device="cpu") as model:
         return forecast(model, Streaming(weights_memory))
 

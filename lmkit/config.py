@@ -44,6 +44,9 @@ NodeRole = Literal["both", "prefill", "decode"]  # of a node of the proxy: which
 NAMED_PEERS = "named"  # as kv_peer: the engines that requests name
 BLOCK_SIZE = {"cpu": 32, "cuda": 64}  # used if no block size is given
 STEP_TOKENS = {"cpu": 512, "cuda": 4096}  # used if no token budget is given
+MAX_BATCH_SIZE = 4096
+BATCH_SIZE = 64  # used if no batch size is given, unless weights are streamed
+BatchSize = Annotated[int, msgspec.Meta(ge=1, le=MAX_BATCH_SIZE)]
 StepTokens = Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
 MAX_TIMEOUT = 86400.0  # seconds that a request may ask for
 BODY_MEMORY = 256 << 20  # bytes of the bodies of all requests under way
@@ -81,7 +84,7 @@ class EngineConfig(StrictStruct, frozen=True, kw_only=True, metaclass=CheckedMet
     weights_memory: PositiveInt | None = None  # bytes for weights; every step reads layers beyond; None = all stay
     weights_path: str | None = None  # folder for the packed weights that are read then; None = beside the checkpoint
     block_size: Annotated[int, msgspec.Meta(ge=1, le=1024)] | None = None  # tokens per KV block; None = by the device
-    max_batch_size: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 64  # sequences in one step
+    max_batch_size: BatchSize | None = None  # sequences in one step; None = 64, or more if reading weights takes longer
     max_step_tokens: StepTokens | None = None  # token budget of one step; None = by the device
     max_model_len: PositiveInt | None = None  # None = the model's max_position_embeddings
     kv_memory: PositiveInt | None = None  # bytes for KV blocks; None = from max_batch_size and free memory
@@ -131,12 +134,13 @@ class EngineConfig(StrictStruct, frozen=True, kw_only=True, metaclass=CheckedMet
             raise other_names.missing(self, name, other_names.ENGINE)
 
     def on(self, device: Literal["cpu", "cuda"]) -> EngineConfig:
-        """This configuration for that device, with the device's defaults filled in."""
+        """This configuration for that device, with the device's defaults filled in. A plan of streamed weights chooses
+        batch and step."""
         return msgspec.structs.replace(
             self,
             device=device,
             block_size=self.block_size or BLOCK_SIZE[device],
-            max_step_tokens=self.max_step_tokens or STEP_TOKENS[device],
+            max_step_tokens=self.max_step_tokens or (None if self.weights_memory else STEP_TOKENS[device]),
         )
 
     @property
@@ -168,6 +172,11 @@ class EngineConfig(StrictStruct, frozen=True, kw_only=True, metaclass=CheckedMet
         return max(self.tp, self.ep)
 
     @property
+    def shared_by(self) -> str:
+        """The option that shares the model out to several processes, as NAME=NUMBER."""
+        return next(f"{name}={number}" for name in ("tp", "ep", "pp") if (number := getattr(self, name)) > 1)
+
+    @property
     def num_processes(self) -> int:
         """Processes that the model is shared out to."""
         return self.num_ranks * self.pp
@@ -183,8 +192,13 @@ class EngineConfig(StrictStruct, frozen=True, kw_only=True, metaclass=CheckedMet
         return self.block_size or BLOCK_SIZE["cpu"]
 
     @property
+    def sequences_per_step(self) -> int:
+        """`max_batch_size`, or its default if no plan of streamed weights has chosen another."""
+        return self.max_batch_size or BATCH_SIZE
+
+    @property
     def tokens_per_step(self) -> int:
-        """`max_step_tokens`, or the CPU's default if `on` has not resolved it."""
+        """`max_step_tokens`, or the CPU's default if nothing has resolved it."""
         return self.max_step_tokens or STEP_TOKENS["cpu"]
 
 

@@ -55,7 +55,7 @@ def shapes(batch_sizes: Sequence[int], input_lens: Sequence[int], output_lens: S
 def check(shape: Shape, config: EngineConfig, info: EngineInfo) -> None:
     """Raise ConfigError for a shape that the engine cannot hold as one batch."""
     size = shape.batch_size
-    if size > min(config.max_batch_size, config.tokens_per_step):
+    if size > min(config.sequences_per_step, config.tokens_per_step):
         raise ConfigError(f"batch {shape}: more sequences than a step has room for; raise --max-batch-size")
     # The first sequences continue while the last prompts are computed, by at most one token a step.
     budget = config.tokens_per_step - size + 1

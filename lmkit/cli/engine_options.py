@@ -57,8 +57,8 @@ HELP = {
         "session_lease": "Seconds for which a session's KV stays after its last answer.",
     },
     "Scheduling": {
-        "max_batch_size": "Sequences in one step.",
-        "max_step_tokens": "Tokens in one step. Default: 512 on a CPU, 4096 on a GPU.",
+        "max_batch_size": "Sequences in one step. Default: 64, or with --weights-memory as many as hide the disk.",
+        "max_step_tokens": "Tokens in one step. Default: 512 on a CPU, 4096 on a GPU, at least twice a chosen batch.",
         "max_queue": "Waiting requests; one more is refused.",
         "queue_quota": "Share of the queue that one API key may fill. Default with several keys: 0.5.",
         "max_queued_tokens": "Prompt tokens of all open requests; more are refused.",

@@ -11,7 +11,9 @@ import typer
 def inspect(
     model: Annotated[str, typer.Argument(help='A checkpoint folder, or "demo".')],
     max_model_len: Annotated[int | None, typer.Option(help="Context to plan memory for; default the model's.")] = None,
-    max_batch_size: Annotated[int, typer.Option(help="Sequences to plan memory for.")] = 64,
+    max_batch_size: Annotated[
+        int | None, typer.Option(help="Sequences to plan memory for. Default: as `lmkit serve` chooses it.")
+    ] = None,
     kv_dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, int8, fp8 or int4.")] = "auto",
     tp: Annotated[int, typer.Option(help="Processes that share the model; memory is then that of each.")] = 1,
     ep: Annotated[int, typer.Option(help="Processes that share the experts; memory is then that of each.")] = 1,

@@ -10,7 +10,8 @@ that stay lie evenly between the others, so that the disk has time while they ar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -81,44 +82,65 @@ class StreamPlan:
         """Bytes that a step reads."""
         return sum(turn.end - turn.start for turn, back in zip(self.turns, self.behind, strict=True) if back)
 
-    def expected(self, bandwidth: float, max_batch_size: int) -> dict[str, Any]:
-        """What to expect of a disk of that bandwidth, in bytes a second. null where nothing is read."""
-        seconds = self.step_bytes / bandwidth
+
+@dataclass(frozen=True)
+class Forecast:
+    """What to expect of a plan, before anything is loaded."""
+
+    plan: StreamPlan
+    bandwidth: float  # of the disk, bytes a second
+    token_seconds: float  # to compute each token of a step
+
+    @property
+    def read_seconds(self) -> float:
+        """Seconds in which a step's layers are read."""
+        return self.plan.step_bytes / self.bandwidth
+
+    @property
+    def hiding(self) -> int:
+        """Tokens of a step whose computing takes as long as reading."""
+        return math.ceil(self.read_seconds / self.token_seconds)
+
+    def rate(self, batch_size: int) -> float:
+        """Tokens a second of so many sequences, at most."""
+        return batch_size / max(self.read_seconds, batch_size * self.token_seconds)
+
+    def expected(self, batch_size: int) -> dict[str, Any]:
+        """The facts for that batch. null where nothing is read."""
+        plan = self.plan
         return {
-            "streamed_layers": len(self.streamed),
-            "resident_bytes": self.memory,
-            "step_bytes": self.step_bytes,
-            "disk_bytes_per_second": int(bandwidth),
-            "tokens_per_second": round(1 / seconds, 4) if seconds else None,
-            "batch_tokens_per_second": round(max_batch_size / seconds, 4) if seconds else None,
+            "streamed_layers": len(plan.streamed),
+            "resident_bytes": plan.memory,
+            "step_bytes": plan.step_bytes,
+            "disk_bytes_per_second": int(self.bandwidth),
+            "computed_tokens_per_second": round(1 / self.token_seconds, 4),
+            "batch_size": batch_size,
+            "tokens_per_second": round(self.rate(1), 4) if plan.streamed else None,
+            "batch_tokens_per_second": round(self.rate(batch_size), 4) if plan.streamed else None,
         }
 
-    def lines(self, bandwidth: float, max_batch_size: int) -> list[str]:
-        """What to expect of a disk of that bandwidth, in bytes a second, in lines of at most 55 characters."""
-        if not self.streamed:
+    def lines(self, batch_size: int) -> list[str]:
+        """The same in lines of at most 55 characters."""
+        plan, seconds = self.plan, self.read_seconds
+        if not plan.streamed:
             return ["weights: all of them stay in memory"]
-        seconds = self.step_bytes / bandwidth
         return [
-            f"weights: {len(self.streamed)} of {len(self.layers)} layers from the disk",
-            f"disk: {self.step_bytes / 1e9:.2f} GB a step at {bandwidth / 1e9:.2f} GB/s, {seconds:.2f} s",
-            f"at most {1 / seconds:.3g} tokens/s, {max_batch_size / seconds:.3g} for {max_batch_size} sequences",
+            f"weights: {len(plan.streamed)} of {len(plan.layers)} layers from the disk",
+            f"disk: {plan.step_bytes / 1e9:.2f} GB a step at {self.bandwidth / 1e9:.2f} GB/s, {seconds:.2f} s",
+            f"computing: {1 / self.token_seconds:.3g} tokens/s, {self.hiding} while the disk reads",
+            f"at most {self.rate(1):.3g} tokens/s, {self.rate(batch_size):.3g} for {batch_size} sequences",
         ]
-
-
-Planned = Callable[[StreamPlan, float], None]
 
 
 @dataclass(frozen=True)
 class Streaming:
     """The user's wish: at most `memory` bytes for weights. The packed weights lie below `folder`, None = as usual.
 
-    `planned` gets the plan, and the measured bandwidth of the disk in bytes a second, before weights are read.
     `step_tokens` are the tokens of the largest step: so many rows of embeddings count as weights in memory.
     """
 
     memory: int
     folder: Path | None = None
-    planned: Planned = lambda plan, bandwidth: None
     step_tokens: int = 512
 
 

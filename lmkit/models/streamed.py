@@ -33,7 +33,8 @@ from lmkit.models.decoder_layer import DecoderLayer
 from lmkit.models.layer_spec import LayerSpec
 from lmkit.models.packed_cache import PackedCache, PackedFile
 from lmkit.models.resolved import ResolvedModel
-from lmkit.models.stream_plan import Parts, Streaming, StreamPlan, plan_stream
+from lmkit.models.stream_plan import Forecast, Parts, Streaming, StreamPlan, plan_stream
+from lmkit.models.token_time import token_seconds
 
 _PART = re.compile(r"layers\.\d+\..*?\.\d+")  # of a tensor's name: the layer, its linear, and a kernel's weight in that
 
@@ -53,23 +54,27 @@ def unpacked_bytes(model: ResolvedModel, step_tokens: int) -> int:
     return 4 * numbers + (min(rows * width, step_tokens * (width + PAGE)) if is_mapped else 0)
 
 
-def forecast(model: ResolvedModel, streaming: Streaming) -> tuple[StreamPlan, float]:
-    """The plan for a model, and the measured bandwidth of its disk. If its weights are not packed yet, sizes are those
-    of the checkpoint, and so is the disk. Raises ConfigError if the memory is too little, and CheckpointError.
+def forecast(model: ResolvedModel, streaming: Streaming) -> Forecast:
+    """The plan for a model, with the measured speeds of its disk and of computing. If its weights are not packed yet,
+    sizes are those of the checkpoint, and so is the disk. Raises ConfigError if the memory is too little, and
+    CheckpointError.
     """
     file = PackedCache(model, streaming.folder).open()
+    seconds = token_seconds(model, file)
     if file is not None:
-        return _Sections(file, model).plan(model, streaming), DirectFile(file.path).bandwidth()
-    heads = 2 * prod(model.spec.head_shape) * model.dtype.itemsize
-    linears = max(0, model.weight_bytes() - heads)
+        return Forecast(_Sections(file, model).plan(model, streaming), DirectFile(file.path).bandwidth(), seconds)
+    head = prod(model.spec.head_shape) * model.dtype.itemsize
+    linears = max(0, model.weight_bytes() - 2 * head)
+    fixed = unpacked_bytes(model, streaming.step_tokens) + head
+    fixed += 0 if model.source.stores(roles.EMBED, model.packing.dtype) else head
 
     def sizes(layer: LayerSpec) -> Parts:
         parts = layer.linears.values() if _has_order(layer) else [(layer.num_weights, 1)]
         return tuple(linears * prod(part) // model.spec.num_weights for part in parts)
 
     largest = max(model.reader.path.glob("*.safetensors"), key=lambda path: path.stat().st_size)
-    plan = plan_stream([sizes(layer) for layer in model.spec.layers], heads, streaming.memory)
-    return plan, DirectFile(largest).bandwidth()
+    plan = plan_stream([sizes(layer) for layer in model.spec.layers], fixed, streaming.memory)
+    return Forecast(plan, DirectFile(largest).bandwidth(), seconds)
 
 
 def _has_order(layer: LayerSpec) -> bool:
@@ -118,7 +123,6 @@ class StreamedFile:
         self._packed, self._disk = file, DirectFile(file.path)
         self.kinds, self._sections = file.kinds, _Sections(file, model)
         self._plan = self._sections.plan(model, streaming)
-        streaming.planned(self._plan, self._disk.bandwidth())
         self._turns = {self._sections.layers[turn.layer][turn.part]: n for n, turn in enumerate(self._plan.turns)}
         self._places = self._placed()
         self._num_read = self._crc = 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from lmkit.config import EngineConfig
@@ -17,8 +17,10 @@ class Admission:
     A tenant may fill `queue_quota` of the places: those of the queue and of the running batch.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
-        self._places = config.max_queue + config.max_batch_size
+    def __init__(self, config: EngineConfig, max_batch_size: Callable[[], int] | None = None) -> None:
+        """`max_batch_size` gives the sequences in one step; None = as configured."""
+        self._queue = config.max_queue
+        self._max_batch_size = max_batch_size or (lambda: config.sequences_per_step)
         self._tokens = config.max_queued_tokens
         self._quota = config.queue_quota
         self._open: Counter[str] = Counter()
@@ -46,7 +48,7 @@ class Admission:
 
     def _check(self, tenant: str, count: int, tokens: int) -> None:
         for counts, number, total, what in (
-            (self._open, count, self._places, "sequences"),
+            (self._open, count, self._queue + self._max_batch_size(), "sequences"),
             (self._open_tokens, tokens, self._tokens, "prompt tokens"),
         ):
             own = max(1, int(total * self._quota))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
@@ -87,7 +88,7 @@ def create_app(models: ModelPool, tokenizers: Sequence[Tokenizer], config: Serve
             bodies,
             answers,
             texts,
-            Admission(engine.config),
+            Admission(engine.config, partial(getattr, engine, "max_batch_size")),
             hooks,
         )
     first = models.models[0].engine.config  # all have the same options of the queue, unless a file says otherwise
@@ -98,7 +99,7 @@ def create_app(models: ModelPool, tokenizers: Sequence[Tokenizer], config: Serve
         space=config.file_space,
         quota=first.queue_quota,
         max_line_bytes=config.max_body_bytes,
-        max_running=first.max_batch_size,
+        max_running=lambda: models.models[0].engine.max_batch_size,
         is_ending=lambda: models.is_ending,
     )
     for router in ROUTERS:

@@ -142,7 +142,7 @@ class ModelPool:
         """Load the model, together with all others who wait for it. Raises RequestError, after `seconds` too."""
         if (left := model.retry_at - time.monotonic()) > 0 and model.is_asleep:
             raise RequestError("engine_unavailable", f"the model did not load; it is tried again in {left:.0f} s")
-        if model.waiting > model.engine.config.max_queue + model.engine.config.max_batch_size:
+        if model.waiting > model.engine.config.max_queue + model.engine.max_batch_size:
             raise RequestError("queue_full", "too many requests are waiting; try again later")
         if model.loading is None:
             model.loading = asyncio.create_task(self._load(model))

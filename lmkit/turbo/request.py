@@ -212,6 +212,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     model_path: str
     vocab_size: int
     max_model_len: int
+    max_batch_size: int = 0  # sequences in one step; 0 = as configured
     num_blocks: int  # of block_size tokens in all layers, in sequences of max_model_len
     block_size: int
     kv_dtype: str

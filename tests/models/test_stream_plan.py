@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from lmkit.errors import ConfigError
-from lmkit.models.stream_plan import Parts, StreamPlan, plan_stream
+from lmkit.models.stream_plan import Forecast, Parts, StreamPlan, plan_stream
 
 LINEARS = (3, 2, 10, 5)  # of a layer in parts
 
@@ -65,8 +65,14 @@ def test_one_layer_in_a_room_of_its_own_saves_nothing() -> None:
 
 def test_what_to_expect() -> None:
     plan = plan_stream([(100 << 20,)] * 10, 50 << 20, 600 << 20)
-    assert plan.expected(1e9, 8)["tokens_per_second"] == round(1e9 / plan.step_bytes, 4)
-    lines = plan.lines(1e9, 64)
+    forecast = Forecast(plan, 1e9, 0.01)
+    assert forecast.expected(8)["tokens_per_second"] == round(1e9 / plan.step_bytes, 4)
+    lines = forecast.lines(64)
     assert lines[0] == "weights: 7 of 10 layers from the disk"
     assert lines[1] == "disk: 0.73 GB a step at 1.00 GB/s, 0.73 s"
-    assert max(map(len, plan.lines(12.34e9, 4096))) <= 55
+    assert lines[2] == "computing: 100 tokens/s, 74 while the disk reads"
+    assert lines[3] == "at most 1.36 tokens/s, 87.2 for 64 sequences"
+    assert forecast.rate(73) < forecast.rate(74) == forecast.rate(75) == pytest.approx(100)
+    assert max(map(len, replace(forecast, bandwidth=12.34e9, token_seconds=123.4).lines(4096))) <= 55
+    assert max(map(len, replace(forecast, token_seconds=1.234e-3).lines(4096))) <= 55
+    assert replace(forecast, plan=plan_stream(plan.layers, plan.fixed, 1 << 40)).hiding == 0

@@ -85,7 +85,7 @@ class FakeEngine:
     def add(self, request: Request) -> None:
         text = self._tokenizer.decode(request.prompt_ids)
         mood = next((mood for mood in MOODS if mood in text), None)
-        if mood == "REFUSE" or len(self._sequences) >= self._config.max_queue + self._config.max_batch_size:
+        if mood == "REFUSE" or len(self._sequences) >= self._config.max_queue + self._config.sequences_per_step:
             raise RequestError("queue_full", "the queue is full")
         if mood == "BROKEN":
             raise ZeroDivisionError("secret detail")
@@ -182,7 +182,7 @@ class FakeEngine:
         pass
 
     def stats(self) -> EngineStats:
-        running = min(len(self._sequences), self._config.max_batch_size)
+        running = min(len(self._sequences), self._config.sequences_per_step)
         return EngineStats(
             num_running=running,
             num_waiting=len(self._sequences) - running,

@@ -181,7 +181,7 @@ class Here:
             space=1 << 20,
             quota=1.0,
             max_line_bytes=1 << 20,
-            max_running=engine.config.max_batch_size,
+            max_running=lambda: engine.config.sequences_per_step,
             is_ending=lambda: False,
             clock=self.clock,
         )
@@ -225,7 +225,7 @@ def test_a_batch_fills_the_engine_and_not_its_queue() -> None:
     async def main() -> None:
         engine = Gated()
         here = Here(engine)
-        most = engine.config.max_batch_size
+        most = engine.config.sequences_per_step
         two = [await here.send([own(f"{i}") for i in range(most)]) for _ in range(2)]
         while engine.num_running < most:
             await asyncio.sleep(0.01)

@@ -15,6 +15,7 @@ from collections.abc import AsyncGenerator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, suppress
 from contextvars import Context
+from functools import cached_property
 from typing import Any, TypeVar, cast
 from uuid import uuid4
 
@@ -55,13 +56,14 @@ class Batches:
         space: int,
         quota: float,
         max_line_bytes: int,
-        max_running: int,
+        max_running: Callable[[], int],
         is_ending: Callable[[], bool],
         clock: Callable[[], float] = time.time,
     ) -> None:
         """`answers` bounds the memory of answers on their way to the disk. `space` is in bytes on it, for all files,
-        and `quota` the part of it for one client. `max_running` requests run at once. `is_ending` says that the server
-        ends: what is under way is left for the next one.
+        and `quota` the part of it for one client. `max_running` gives the number of requests that run at once; it is
+        called when the first one does. `is_ending` says that the server ends: what is under way is left for the next
+        one.
         """
         self._data, self._is_ending, self._clock = data, is_ending, clock
         self._sender, self._max_line_bytes = Sender(app, answers, clock), max_line_bytes
@@ -79,9 +81,14 @@ class Batches:
         under_way = [name for b in self._open() for name in (b.results_id, b.failures_id)]
         self.files = Files(data, space, quota, clock, keep=under_way, is_used=lambda name: bool(self.user_of(name)))
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._slots = asyncio.Semaphore(max_running)  # of all batches, which take turns
+        self._max_running = max_running
         self._disk = ThreadPoolExecutor(1, "lmkit-batches")  # in turn, so a reader finds what was written before
         self._waiting: dict[str, deque[bytes]] = {}  # results by file, on their way to the disk
+
+    @cached_property
+    def _slots(self) -> asyncio.Semaphore:
+        """Of all batches, which take turns."""
+        return asyncio.Semaphore(self._max_running())
 
     def start(self) -> None:
         """Go on with the batches of a server before this one. It needs the event loop."""

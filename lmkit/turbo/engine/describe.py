@@ -18,8 +18,9 @@ from lmkit.models.resolved import ResolvedModel, resolved
 from lmkit.models.spec import ModelSpec
 from lmkit.models.streamed import forecast
 from lmkit.models.tower import tower_bytes
-from lmkit.turbo.engine.loading import load_options, streaming_of
-from lmkit.turbo.engine.memory import RUNTIME_BYTES, loaded_bytes, plan_memory
+from lmkit.turbo.engine.loading import load_options
+from lmkit.turbo.engine.memory import RUNTIME_BYTES, MemoryPlan, loaded_bytes, plan_memory
+from lmkit.turbo.engine.streaming import streaming_of, with_batch
 from lmkit.turbo.runners.device import resolve_device
 
 T = TypeVar("T")
@@ -135,11 +136,16 @@ def _serving(model: ResolvedModel, config: EngineConfig, available: int) -> dict
     """The memory plan, with the same keys whether it fits or not."""
     dtypes = [storage.dtypes for storage in model.storages]
     weights = loaded_bytes(model, config)
-    plan, problem, streamed, bandwidth = None, None, None, 0.0
+    plan, problem, streamed = None, None, None
+
+    def planned(config: EngineConfig) -> MemoryPlan:
+        return plan_memory(model.spec, config, dtypes, weights, available)
+
     try:
         if streaming := streaming_of(config):
-            streamed, bandwidth = forecast(model, streaming)
-        plan = plan_memory(model.spec, config, dtypes, weights, available)
+            streamed = forecast(model, streaming)
+            config = with_batch(config, streamed, planned)
+        plan = planned(config)
     except ConfigError as error:
         problem = str(error)
     return {
@@ -155,5 +161,5 @@ def _serving(model: ResolvedModel, config: EngineConfig, available: int) -> dict
         "kv_blocks": plan and plan.num_blocks,
         "kv_tokens": plan and plan.num_tokens,
         "context": plan and plan.max_model_len,
-        "streaming": streamed.expected(bandwidth, config.max_batch_size) if streamed else None,
+        "streaming": streamed.expected(config.sequences_per_step) if streamed else None,
     }

@@ -79,7 +79,7 @@ def resolved_head(config: EngineConfig, own: EngineConfig, source: HeadSource, f
     try:
         if own.max_model_len is not None:
             own = structs.replace(own, max_model_len=min(own.max_model_len, source.spec.max_position))
-        slots, tokens = config.max_batch_size, config.tokens_per_step
+        slots, tokens = config.sequences_per_step, config.tokens_per_step
         streams = Streams.num_bytes(len(source.streams), source.spec.hidden_size, slots, tokens)
         try:
             memory = plan_memory(source.spec, own, [STORAGE.dtypes], source.weight_bytes + streams, free)

@@ -112,6 +112,7 @@ class Engine:
         cores.bind(cpus[0])
         threads.configure(config.num_threads or num_threads)
         model = load(config, device)
+        config = model.config
         spec, memory = model.decoder.spec, model.memory
         self._has_head = True  # for the first steps
         self._encoder: Encoder | None = None
@@ -131,7 +132,7 @@ class Engine:
             sizes = memory.num_blocks, config.tokens_per_block, memory.max_model_len
             kv = kv_storage.allocate(
                 spec.layers, model.storages, *sizes, device.name, memory.layout,
-                config.max_batch_size + memory.num_snapshots, (config.max_batch_size, config.num_guesses),
+                config.sequences_per_step + memory.num_snapshots, (config.sequences_per_step, config.num_guesses),
             )  # fmt: skip
             kv = [kv[layer.index] for layer in model.decoder.layers]
             blocks = KVBlocks(kv)
@@ -358,7 +359,7 @@ class Engine:
 def _limits(config: EngineConfig, memory: MemoryPlan, spec: ModelSpec) -> SchedulerLimits:
     return SchedulerLimits(
         kv=kv_limits(spec, config, memory.layout, memory.num_blocks, memory.num_snapshots),
-        max_batch_size=config.max_batch_size,
+        max_batch_size=config.sequences_per_step,
         max_step_tokens=config.tokens_per_step,
         max_model_len=memory.max_model_len,
         max_queue=config.max_queue,
@@ -384,6 +385,7 @@ def _info(model: LoadedModel, limits: SchedulerLimits, captured: str) -> EngineI
         model_path=model.path,
         vocab_size=limits.vocab_size,
         max_model_len=limits.max_model_len,
+        max_batch_size=limits.max_batch_size,
         num_blocks=memory.num_tokens // limits.kv.block_size,
         block_size=limits.kv.block_size,
         kv_dtype=kv_storage.storage_text(model.storages),

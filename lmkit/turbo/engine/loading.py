@@ -29,7 +29,7 @@ from lmkit.models.resolved import ResolvedModel, resolved
 from lmkit.models.shard import Shard
 from lmkit.models.spec import ModelSpec
 from lmkit.models.stage import Stage
-from lmkit.models.stream_plan import Planned, Streaming, StreamPlan
+from lmkit.models.streamed import forecast
 from lmkit.models.tower import Tower, has_tower, load_tower
 from lmkit.text import Tokenizer
 from lmkit.text.images import TEXT_ONLY
@@ -38,6 +38,7 @@ from lmkit.turbo.engine.classes import read_classes
 from lmkit.turbo.engine.draft_head import LoadedHead
 from lmkit.turbo.engine.drafting import LoadedDraft, resolved_draft
 from lmkit.turbo.engine.memory import MemoryPlan, loaded_bytes, no_images, plan_memory
+from lmkit.turbo.engine.streaming import streaming_of, with_batch
 from lmkit.turbo.kv.blocks import KVBlocks, kv_identity
 from lmkit.turbo.kv.tiers import wire
 from lmkit.turbo.kv.tiers.block_server import BlockServer
@@ -59,6 +60,7 @@ class LoadedModel:
     """A decoder and the decisions for it."""
 
     path: str
+    config: EngineConfig  # of the device, with what the plan has chosen
     decoder: Decoder
     storages: list[KVStorage]
     memory: MemoryPlan
@@ -84,14 +86,7 @@ def load(model_path: str, config: EngineConfig, device: Device, rank: int = 0) -
     Raises CheckpointError, ConfigError or UnsupportedError.
     """
     options = load_options(config, rank)
-    streamed: list[StreamPlan] = []
-
-    def planned(plan: StreamPlan, bandwidth: float) -> None:
-        streamed.append(plan)
-        for line in plan.lines(bandwidth, config.max_batch_size):
-            log.info(line)
-
-    streaming = streaming_of(config, planned)
+    streaming = streaming_of(config)
     with resolved(model_path, **options) as model, resolved_draft(config, device, model) as draft:
         spec, path = model.spec, model.reader.path
         _check_recurrent(spec, config)
@@ -102,7 +97,15 @@ def load(model_path: str, config: EngineConfig, device: Device, rank: int = 0) -
         dtypes = [storage.dtypes for storage in model.storages]
         # The other processes take what process 0 has planned.
         free = device.free_memory() // (1 if rank else config.num_local)
-        memory = plan_memory(spec, config, dtypes, weight_bytes, free, copies.planned_bytes(model, config))
+        copied = copies.planned_bytes(model, config)
+
+        def plan(config: EngineConfig) -> MemoryPlan:
+            return plan_memory(spec, config, dtypes, weight_bytes, free, copied)
+
+        streamed = forecast(model, streaming) if streaming is not None else None
+        if streamed is not None:
+            config = with_batch(config, streamed, plan)
+        memory = plan(config)
         has_tiers = _has_tiers(config)
         identity = kv_identity(model, config) if has_tiers else b""
         disk = _open_disk(config, identity, memory.block_bytes)
@@ -110,6 +113,8 @@ def load(model_path: str, config: EngineConfig, device: Device, rank: int = 0) -
         rounded = "" if config.quantize == "none" else f" rounded to {config.quantize}"
         log.info("model: %s, %s weights%s, %s", name, model.source.format.name, rounded, model.packing.dtype)
         _announce(memory, model.storages, config)
+        for line in streamed.lines(config.sequences_per_step) if streamed is not None else ():
+            log.info(line)
         start, mapped = time.perf_counter(), list[PackedFile]()
         with fits_the_gpu("the weights"):
             how: dict[str, Any] = {"packed_cache": config.packed_cache, "check": mapped.append}
@@ -126,9 +131,10 @@ def load(model_path: str, config: EngineConfig, device: Device, rank: int = 0) -
     tokenizer = None if rank else Tokenizer.from_pretrained(path, config.chat_template)
     kept = has_tiers, identity, disk
     return LoadedModel(
-        str(path), decoder, model.storages, memory, tokenizer, *kept, sampling, pooling, dimensions, has_head, mapped,
+        str(path), config, decoder, model.storages, memory, tokenizer, *kept, sampling, pooling, dimensions, has_head,
+        mapped,
         loaded_draft,
-        streamed[-1].step_bytes if streamed else 0,
+        streamed.plan.step_bytes if streamed is not None else 0,
         tower,
         classes,
         Part(model.source.spec, model.shard),
@@ -207,26 +213,6 @@ def load_options(config: EngineConfig, rank: int = 0) -> dict[str, Any]:
     }
 
 
-def streaming_of(config: EngineConfig, planned: Planned = lambda *_: None) -> Streaming | None:
-    """How the engine streams weights, if it does. Raises ConfigError for options that do not go together with it."""
-    if config.weights_memory is None:
-        if config.weights_path is not None:
-            raise ConfigError(
-                "weights_path is where layers beyond weights_memory are read from: set weights_memory too"
-            )
-        return None
-    if config.device != "cpu":
-        raise ConfigError("weights_memory is for --device cpu; a GPU keeps all weights in its own memory")
-    if config.num_processes > 1:
-        name = _shared_by(config)
-        alone = name.partition("=")[0] + "=1"
-        raise ConfigError(f"{name} keeps all weights in memory; leave out weights_memory, or use {alone}")
-    if not config.packed_cache:
-        raise ConfigError("weights_memory reads layers from the file of packed weights; do not turn packed_cache off")
-    folder = Path(config.weights_path) if config.weights_path else None
-    return Streaming(config.weights_memory, folder, planned, config.tokens_per_step)
-
-
 def _check_recurrent(spec: ModelSpec, config: EngineConfig) -> None:
     """Raise ConfigError for options that do not go together with recurrent states, if the model has any."""
     if not spec.is_recurrent:
@@ -245,14 +231,9 @@ def _check_recurrent(spec: ModelSpec, config: EngineConfig) -> None:
         raise ConfigError(f"{spec.architecture} has recurrent states; leave out {', '.join(refused)}")
 
 
-def _shared_by(config: EngineConfig) -> str:
-    """The option that shares the model out, as NAME=NUMBER."""
-    return next(f"{name}={number}" for name in ("tp", "ep", "pp") if (number := getattr(config, name)) > 1)
-
-
 def _check_processes(config: EngineConfig) -> None:
     """Raise ConfigError for options that do not go together with several processes."""
-    name = _shared_by(config)
+    name = config.shared_by
     if config.num_ranks > 1 and config.pp > 1:
         raise ConfigError(f"{name} and pp={config.pp}: a model is shared out in one way; leave one of them out")
     if min(config.tp, config.ep) > 1 and config.tp != config.ep:
@@ -280,7 +261,7 @@ def given(decoder: Decoder, config: EngineConfig, device: Device, storages: list
     spec = decoder.spec
     _check_recurrent(spec, config)
     if config.num_processes > 1:
-        raise ConfigError(f"{_shared_by(config)} needs a checkpoint, which every process reads its part of")
+        raise ConfigError(f"{config.shared_by} needs a checkpoint, which every process reads its part of")
     if config.weights_memory is not None:
         raise ConfigError("weights_memory needs a checkpoint, whose layers are read from the disk")
     if _has_tiers(config):
@@ -299,7 +280,7 @@ def given(decoder: Decoder, config: EngineConfig, device: Device, storages: list
     kept = False, b"", None
     pooling = "last" if config.pooling == "auto" else config.pooling
     return LoadedModel(
-        spec.architecture, decoder, storages, memory, None, *kept, SamplingDefaults(), pooling, (), True, []
+        spec.architecture, config, decoder, storages, memory, None, *kept, SamplingDefaults(), pooling, (), True, []
     )
 
 

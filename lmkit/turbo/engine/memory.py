@@ -131,7 +131,7 @@ def kv_limits(
         classes=layout.classes,
         max_step_tokens=config.tokens_per_step,
         prefix_cache=config.prefix_cache and (num_snapshots > 0 or not spec.is_recurrent),
-        first_snapshot=config.max_batch_size,
+        first_snapshot=config.sequences_per_step,
         num_snapshots=num_snapshots,
         cache_quota=config.cache_quota,
         session_lease=config.session_lease,
@@ -165,7 +165,7 @@ def plan_memory(
     stages = Stage(0, config.pp).cut(spec)
     block_bytes = config.tokens_per_block * max(_token_bytes(spec, kv_dtypes, layout, layers) for layers in stages)
     workspace = _gpu_workspace_bytes(spec, config, num_groups) if on_gpu else _workspace_bytes(spec, config)
-    guesses, slots = config.num_guesses, config.max_batch_size
+    guesses, slots = config.num_guesses, config.sequences_per_step
     states = slots * max(
         sum(spec.layers[i].state_bytes + guesses * spec.layers[i].guess_bytes for i in layers) for layers in stages
     )
@@ -178,7 +178,7 @@ def plan_memory(
     num_snapshots = 0
     if spec.is_recurrent and config.prefix_cache:
         room = min(int(left * SNAPSHOT_SHARE), left - (config.kv_memory or 0))
-        num_snapshots = max(0, min(SNAPSHOTS * config.max_batch_size, room // spec.state_bytes))
+        num_snapshots = max(0, min(SNAPSHOTS * config.sequences_per_step, room // spec.state_bytes))
         left -= num_snapshots * spec.state_bytes
     if left < num_groups * block_bytes:
         raise ConfigError(
@@ -201,7 +201,7 @@ def plan_memory(
     copies = copies if copies <= left * COPIES_SHARE and needed <= room else 0
     left -= copies
     kv_memory = config.kv_memory and config.kv_memory // config.num_processes  # of one of them
-    budget = kv_memory or min(int(left * share), blocks_per_sequence * config.max_batch_size * block_bytes)
+    budget = kv_memory or min(int(left * share), blocks_per_sequence * config.sequences_per_step * block_bytes)
     num_blocks = budget // block_bytes
     limits = kv_limits(spec, config, layout, num_blocks, num_snapshots)
     if num_blocks < num_groups:
@@ -252,7 +252,7 @@ def _workspace_bytes(spec: ModelSpec, config: EngineConfig) -> int:
     tokens = config.tokens_per_step
     widest = max(layer.activation_bytes() for layer in spec.kinds)
     of_experts = max(layer.places_bytes(tokens) for layer in spec.kinds)
-    rows = min(config.max_batch_size, tokens)
+    rows = min(config.sequences_per_step, tokens)
     return max(tokens * widest, of_experts) + 4 * 2 * rows * spec.vocab_size + 4 * 3 * tokens * spec.per_layer
 
 
@@ -269,9 +269,9 @@ def _gpu_workspace_bytes(spec: ModelSpec, config: EngineConfig, num_groups: int)
     """
     widest = max(layer.activation_bytes(half=True) for layer in spec.kinds)
     outputs = max(layer.widest_product for layer in spec.kinds)
-    rows = min(config.max_batch_size, config.tokens_per_step)
+    rows = min(config.sequences_per_step, config.tokens_per_step)
     columns = -(-(config.max_model_len or spec.max_position) // config.tokens_per_block)
-    tables = 4 * num_groups * config.max_batch_size * columns
+    tables = 4 * num_groups * config.sequences_per_step * columns
     steps = (config.tokens_per_step, min(config.tokens_per_step, CAPTURED_TOKENS))
     activations = sum(
         max(tokens * widest, *(layer.places_bytes(tokens, half=True) for layer in spec.kinds)) + GPU_SCRATCH_BYTES

@@ -73,7 +73,7 @@ def main() -> int:
         return _answer(str(error), 2)
     spec, plan = model.decoder.spec, model.memory
     sizes = plan.num_blocks, config.tokens_per_block, plan.max_model_len
-    kv = kv_storage.allocate(spec.layers, model.storages, *sizes, "cpu", plan.layout, config.max_batch_size)
+    kv = kv_storage.allocate(spec.layers, model.storages, *sizes, "cpu", plan.layout, config.sequences_per_step)
     kv = [kv[layer.index] for layer in model.decoder.layers]
     of_model = model.decoder, kv, KVBlocks(kv), None, Guides(None, spec.vocab_size)
     try:

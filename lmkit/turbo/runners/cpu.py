@@ -35,7 +35,7 @@ class CpuRunner(PlanRunner):
     """`execute` carries out a plan in the thread that calls it."""
 
     def __init__(self, device: CpuDevice, parts: RunnerParts) -> None:
-        self.sampler = Sampler(parts.config.max_batch_size, parts.decoder.spec.vocab_size, parts.guides)
+        self.sampler = Sampler(parts.config.sequences_per_step, parts.decoder.spec.vocab_size, parts.guides)
         super().__init__(parts, self.sampler)
         self.batch.max_scored_rows = SCORED_BYTES // (4 * parts.decoder.spec.vocab_size)
         self.kernel_seconds = 0.0  # time of all steps in the model

@@ -134,7 +134,7 @@ class CudaRunner(PlanRunner):
     def __init__(self, device: CudaDevice, parts: RunnerParts) -> None:
         sampler = GpuSampler if device.has_kernels else HostSampler
         self._sampler: DeviceSampler = sampler(
-            parts.config.max_batch_size, parts.decoder.spec.vocab_size, device.tensors, parts.guides
+            parts.config.sequences_per_step, parts.decoder.spec.vocab_size, device.tensors, parts.guides
         )
         super().__init__(parts, self._sampler)
         self._device = device

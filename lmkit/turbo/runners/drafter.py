@@ -57,7 +57,7 @@ class Drafter:
         self._max_len, self._call = parts.max_model_len, call
         self._vocab_size = min(vocab_size, parts.decoder.spec.vocab_size)  # tokens that both models have
         self._num_groups = len(self._runner.batch.block_tables)
-        self._slots = list(range(parts.config.max_batch_size))
+        self._slots = list(range(parts.config.sequences_per_step))
         self._blocks = list(range(num_blocks))
         self._texts: dict[Sequence, Text] = {}
         self._new: dict[int, NewSequence] = {}  # by slot: they enter with the next step

@@ -34,7 +34,7 @@ class HeadRunner(CpuRunner):
     def __init__(self, parts: RunnerParts, token_ids: Tensor | None) -> None:
         super().__init__(CpuDevice(), parts)
         self._token_ids = token_ids
-        shape = parts.config.max_batch_size, parts.decoder.spec.vocab_size
+        shape = parts.config.sequences_per_step, parts.decoder.spec.vocab_size
         self._all = None if token_ids is None else torch.full(shape, -torch.inf)
 
     def _logits(self, inputs: BatchInputs) -> Tensor:

@@ -39,7 +39,7 @@ class Tokens(msgspec.Struct, frozen=True):
 
 def slot_bytes(config: EngineConfig, spec: ModelSpec) -> int:
     """Bytes that a rank gives the others at once: of a step's activations, or of its part of the logits."""
-    rows = min(config.max_batch_size, config.tokens_per_step)
+    rows = min(config.sequences_per_step, config.tokens_per_step)
     widest = max(config.tokens_per_step * spec.hidden_size, rows * -(-spec.vocab_size // config.num_ranks))
     return -(-4 * widest // 64) * 64
 

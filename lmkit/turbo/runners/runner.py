@@ -102,7 +102,7 @@ class PlanRunner:
         self.decoder = parts.decoder
         self.kv = parts.kv
         size = config.tokens_per_block, config.tokens_per_step
-        slots, has_states = config.max_batch_size, parts.decoder.spec.is_recurrent
+        slots, has_states = config.sequences_per_step, parts.decoder.spec.is_recurrent
         self.batch = PersistentBatch(slots, parts.max_model_len, *size, parts.num_groups, has_states=has_states)
         self.batch.encoded = parts.encoded
         self._states = states

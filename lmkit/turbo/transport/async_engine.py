@@ -61,20 +61,17 @@ class AsyncEngine:
         step_timeout: the seconds after which a step hangs; None = the engine says it, by what a step costs at worst.
         """
         self.model_path = Path(model_path).absolute()
-        self.config = config
         self._arguments = {
             "engine": engine,
             "model": str(self.model_path),
-            "config": msgspec.json.encode(config).decode(),
             "cwd": os.getcwd(),
             "log-level": log_level,
             "log-format": log_format,
         }
-        if step_timeout is not None:
-            self._arguments["step-timeout"] = str(step_timeout)
+        self._arguments |= {} if step_timeout is None else {"step-timeout": str(step_timeout)}
+        self.configure(config)
         self._silent_seconds = min(SILENT_SECONDS, step_timeout or SILENT_SECONDS)
         self._restart = restart or RestartPolicy()
-        self._max_open = config.max_queue + config.max_batch_size
         self._streams: dict[str, Steps] = {}
         self._process: EngineProcess | None = None
         self._context: zmq.Context | None = None
@@ -89,6 +86,11 @@ class AsyncEngine:
         self.info: EngineInfo | None = None
         self.num_starts = 0
         self.num_failures = 0  # engine calls that raised, in the current process
+
+    @property
+    def max_batch_size(self) -> int:
+        """Sequences in one step. Before the engine is ready these are the configured ones."""
+        return (self.info and self.info.max_batch_size) or self.config.sequences_per_step
 
     def configure(self, config: EngineConfig) -> None:
         """The configuration of processes that are started from now on."""
@@ -190,7 +192,7 @@ class AsyncEngine:
             raise RequestError("engine_unavailable", f"the engine is {self.state}")
         names = [siblings.first.request_id, *(name for name, _ in siblings.others)]
         assert self._streams.keys().isdisjoint(names), f"request ids {names} are in use"
-        too_many = len(self._streams) + len(names) > self._max_open
+        too_many = len(self._streams) + len(names) > self.config.max_queue + self.max_batch_size
         if too_many or not self._process.send(messages.Add(siblings)):
             raise RequestError("queue_full", "too many requests are waiting; try again later")
         self._streams |= {name: Steps() for name in names}

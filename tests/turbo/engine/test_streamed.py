@@ -15,12 +15,14 @@ import torch
 
 from lmkit.config import EngineConfig
 from lmkit.errors import CheckpointError, ConfigError, EngineLostError
+from lmkit.formats.direct_file import DirectFile
 from lmkit.kernels.cpu import jit
-from lmkit.models import packed_cache
+from lmkit.models import packed_cache, streamed
 from lmkit.models.decoder import Decoder
 from lmkit.models.loader import load
 from lmkit.models.resolved import resolved
 from lmkit.models.stream_plan import Streaming, StreamPlan, evenly, plan_stream
+from lmkit.models.streamed import forecast
 from lmkit.turbo.engine.describe import describe_model
 from lmkit.turbo.engine.engine import Engine
 from lmkit.turbo.request import Request, SamplingParams, StepOutput
@@ -47,10 +49,9 @@ def shown(outputs: dict[str, list[StepOutput]]) -> Shown:
 
 def plan_of(model: Path, budget: int = 1 << 40, **options: Any) -> StreamPlan:
     """The plan for a model, which is packed now."""
-    plans: list[StreamPlan] = []
     with resolved(model, **options) as source:
-        load(source, streaming=Streaming(budget, None, lambda plan, _: plans.append(plan), SMALL["max_step_tokens"]))
-    return plans[-1]
+        load(source, streaming=Streaming(budget))
+        return forecast(source, Streaming(budget, step_tokens=SMALL["max_step_tokens"])).plan
 
 
 def budgets(model: Path, *counts: int) -> Iterator[int]:
@@ -177,6 +178,23 @@ def test_the_folder_of_the_weights(demo_model: Path, tmp_path: Path) -> None:
     assert report["packed_weights"]["folder"] == str(file.parent)
     assert report["serving"]["streaming"]["streamed_layers"] == 5
     assert report["serving"]["streaming"]["resident_bytes"] <= budget
+
+
+def test_the_batch_computes_while_the_disk_reads(demo_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (budget,) = budgets(demo_model, 5)
+    monkeypatch.setattr(streamed, "token_seconds", lambda *_: 0.001)
+    with resolved(demo_model) as model:
+        step_bytes = forecast(model, Streaming(budget)).plan.step_bytes
+    monkeypatch.setattr(DirectFile, "bandwidth", lambda _: step_bytes / 0.0995)
+    options: dict[str, Any] = {"weights_memory": budget, "device": "cpu", "max_model_len": 256}
+    engine = Engine(str(demo_model), EngineConfig(**options))
+    assert (engine.info.max_batch_size, engine.scheduler.limits.max_step_tokens) == (100, 512)
+    want = shown(run(engine_for(demo_model), requests_for(demo_model)))
+    assert shown(run(engine, requests_for(demo_model))) == want
+    asked = Engine(str(demo_model), EngineConfig(**options, max_batch_size=5))
+    assert (asked.info.max_batch_size, asked.scheduler.limits.max_step_tokens) == (5, 512)
+    serving = describe_model(str(demo_model), EngineConfig(**options))["serving"]["streaming"]
+    assert (serving["batch_size"], serving["batch_tokens_per_second"]) == (100, 1000)
 
 
 def test_damaged_weights_are_packed_anew(demo_model: Path, tmp_path: Path) -> None:
