@@ -6,10 +6,13 @@ from typing import Annotated
 
 import typer
 
+from lmkit.config import Activations
+
 
 def tune(
     model: Annotated[str, typer.Argument(help='A checkpoint folder, or "demo".')],
     plans: Annotated[int, typer.Option(min=1, help="Plans to measure for each shape and number of tokens.")] = 8,
+    activations: Annotated[Activations, typer.Option(help="Rounding of inputs, as in `lmkit serve`.")] = "auto",
 ) -> None:
     """Measure how a model's products and attention are computed fastest on this GPU, and keep it for engines."""
     from lmkit.config import EngineConfig
@@ -18,7 +21,7 @@ def tune(
 
     device = resolve_device(EngineConfig(device="cuda"))
     assert isinstance(device, CudaDevice)
-    tuned = tune_model(model, device, num_plans=plans)
+    tuned = tune_model(model, device, num_plans=plans, activations=activations)
     for entry in tuned.entries:
         key, plan = entry.key, entry.plan
         how = "the library" if plan is None else plan.words

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -43,7 +43,7 @@ class BatchInputs:
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor], num_groups: int) -> BatchInputs:
         """A batch from `tensors`, named as the property `tensors` names them."""
-        shared = {name: x for name, x in tensors.items() if "." not in name}
+        shared: dict[str, Any] = {name: x for name, x in tensors.items() if "." not in name}
         geometry = {name: shared.pop(name) for name in ("query_start", "context_lens")}
         return cls(
             geometries=tuple(

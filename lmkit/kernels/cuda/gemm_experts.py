@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from lmkit.kernels.cuda import int8_rows
 from lmkit.kernels.cuda.elementwise import ACTIVATIONS
 from lmkit.kernels.cuda.gemm import FLOAT, HALF, kernel_for, problem_of
 from lmkit.kernels.cuda.gemm_pack import TILE, PackedWeight
@@ -23,6 +24,7 @@ from lmkit.kernels.cuda.gemm_plan import (
     Plan,
     Problem,
     best,
+    code_bytes,
     problem_with,
     sums_bytes,
 )
@@ -102,12 +104,14 @@ def _problem(packed: PackedWeight, num_places: int, num_experts: int, token_tile
 
 
 def _fits(problem: Problem, plan: Plan, num_places: int) -> bool:
-    tiles = problem.row_blocks(plan) * plan.block_tiles
-    return sums_bytes(problem.ranges(plan), num_places, tiles) <= SCRATCH_BYTES
+    tiles, ranges = problem.row_blocks(plan) * plan.block_tiles, problem.ranges(plan)
+    codes = code_bytes(num_places, problem.stages, problem.scales) if problem.int8 else 0
+    return ranges == 1 or sums_bytes(ranges, num_places, tiles) + codes <= SCRATCH_BYTES
 
 
 def multiply(x: Tensor, places: Places, of_experts: ExpertTable, by_token: bool) -> Tensor:
-    """See registry.ExpertLinears: x in float16 or bfloat16; the result is in x's dtype if `by_token`, else float32."""
+    """See registry.ExpertLinears: x in float16 or bfloat16; the result is in x's dtype if `by_token`, else float32. If
+    inputs are rounded, a row of x is rounded once for all experts that read it."""
     packed, num_places = of_experts.packed, len(places.tokens)
     dtype = x.dtype if by_token else torch.float32
     out = torch.empty(num_places, packed.num_results, dtype=dtype, device=x.device)
@@ -116,19 +120,25 @@ def multiply(x: Tensor, places: Places, of_experts: ExpertTable, by_token: bool)
     x = x.contiguous()
     if x.data_ptr() % 16:
         x = x.clone()
+    half, row_bytes, scales = x.dtype, 2 * packed.in_features, []
+    if packed.int8:
+        x, of_rows = int8_rows.int8_rows(x, packed)
+        row_bytes, scales = x.shape[1], [of_rows, of_rows.shape[1]]
+    elif packed.rounds:
+        x = int8_rows.rounded(x, packed)
     device, num_experts = x.device.type, len(of_experts.parts)
-    problem, plan = plan_for(packed, x.dtype, bucket(num_places), num_experts)
+    problem, plan = plan_for(packed, half, bucket(num_places), num_experts)
     blocks, ranges = num_blocks(num_places, num_experts, 8 * plan.token_tiles), problem.ranges(plan)
     partial = None
     if ranges > 1:
         padded_rows = problem.row_blocks(plan) * plan.block_tiles * TILE
         partial = torch.empty(ranges, num_places, padded_rows, dtype=torch.float32, device=x.device)
-    kernel_for(packed, plan, x.dtype, "GROUPED")(
+    kernel_for(packed, plan, half, "GROUPED")(
         (blocks, ranges, problem.workers(plan, backend(device).num_sms())), 32 * plan.warps,
-        [x, of_experts.addresses, None, None, out, partial, counters(device), num_places, 2 * packed.in_features,
+        [x, of_experts.addresses, None, None, out, partial, counters(device), num_places, row_bytes,
          packed.num_results, problem.tiles, problem.stages, packed.params.shape[1], packed.stages_per_group, plan.units,
          int(plan.resident), ACTIVATIONS[packed.activation], HALF if by_token else FLOAT, 0, 0, places.active,
-         places.tokens if by_token else None],
+         places.tokens if by_token else None, *scales],
         shared=problem.shared_bytes(plan),
     )  # fmt: skip
     return out
@@ -136,9 +146,16 @@ def multiply(x: Tensor, places: Places, of_experts: ExpertTable, by_token: bool)
 
 def kernels(of_experts: ExpertTable, dtype: torch.dtype, max_places: int) -> Iterator[Kernel]:
     """All kernels that products with up to `max_places` places launch."""
+    yield from rounding(of_experts, dtype)
     for exponent in range((max_places - 1).bit_length() + 1):
         _, plan = plan_for(of_experts.packed, dtype, 1 << exponent, len(of_experts.parts))
         yield kernel_for(of_experts.packed, plan, dtype, "GROUPED")
+
+
+def rounding(of_experts: ExpertTable, dtype: torch.dtype) -> Iterator[Kernel]:
+    """The kernel that rounds inputs, if they are rounded."""
+    if of_experts.packed.rounds:
+        yield int8_rows.kernel_for(of_experts.packed, dtype)
 
 
 OF_EXPERTS = ExpertLinears(ExpertTable.of, multiply, MAX_ROWS, half=True)

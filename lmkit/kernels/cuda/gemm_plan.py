@@ -108,9 +108,14 @@ class Problem:
 
     def scratch_bytes(self, plan: Plan) -> int:
         """Bytes of the sums of ranges, and of inputs as codes with scales."""
-        codes = self.stages * (self.tokens * STAGE_INPUTS + -(-self.tokens // 8) * 8 * max(1, self.scales) * 4)
+        codes = code_bytes(self.tokens, self.stages, self.scales) if self.int8 else 0
         sums = sums_bytes(self.ranges(plan), self.tokens, self.row_blocks(plan) * plan.block_tiles)
-        return sums + (codes if self.int8 else 0)
+        return sums + codes
+
+
+def code_bytes(rows: int, stages: int, scales: int) -> int:
+    """Bytes of so many rows of x as int8 codes with scales. `scales`: of a row in a stage; 0: a group is longer."""
+    return stages * (rows * STAGE_INPUTS + -(-rows // 8) * 8 * max(1, scales) * 4)
 
 
 def sums_bytes(ranges: int, rows: int, tiles: int) -> int:
@@ -134,7 +139,7 @@ def problem_with(plan: Plan, problem: Problem, limit: int) -> str | None:
         return "numbers out of range"
     if plan.block_tiles not in (1, 2, 4, 8, 16) or plan.warps > 16:
         return "row blocks are of 1, 2, 4, 8 or 16 tiles, by at most 16 warps"
-    spills = plan.token_tiles * plan.rows > 12 and problem.scales > 1
+    spills = plan.token_tiles * plan.rows > 12 and (problem.scales > 1 or (problem.int8 and problem.experts > 1))
     if spills or 32 * plan.warps * registers(plan, problem) > REGISTERS:
         return "too many registers"
     if problem.row_blocks(plan) * problem.token_blocks(plan) * problem.experts > NUM_COUNTERS:

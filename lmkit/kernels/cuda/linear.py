@@ -145,4 +145,6 @@ for _op, _accept in ((ops.linear_w4a16, _accepts_4), (ops.linear_w8a16, _accepts
 # library.py has 8 bits with one scale for each output.
 for _op, _name, _accept in ((ops.linear_w4a8, "cuda", _accepts_4), (ops.linear_w8a8, "cuda.groups", _accepts_8)):
     _pack = partial(pack, rounds=True)
-    implements(_op, _name, device="cuda", accepts=_accept, pack=_pack, priority=19, epilogue=True)(linear)
+    implements(
+        _op, _name, device="cuda", accepts=_accept, pack=_pack, priority=19, epilogue=True, of_experts=OF_EXPERTS
+    )(linear)

@@ -167,8 +167,9 @@ def _linears(half: torch.dtype) -> None:
 def _experts(half: torch.dtype) -> None:
     """Run 4-bit groups of 128 for few and many tokens of an expert."""
     scheme = QuantScheme(4, 128)
-    for tokens, (n, k, activation) in itertools.product(EXPERT_TOKENS, EXPERTS):
-        impl = _ours(ops.linear_w4a16, out_features=n, in_features=k, group_size=128, bits=4)
+    rounding = ops.linear_w4a16, ops.linear_w4a8
+    for op, tokens, (n, k, activation) in itertools.product(rounding, EXPERT_TOKENS, EXPERTS):
+        impl = _ours(op, out_features=n, in_features=k, group_size=128, bits=4)
         if impl is None or impl.of_experts is None:
             return
         table = impl.of_experts.table([(impl.pack(_weight(scheme, n, k), activation), None)] * 128)
@@ -259,7 +260,8 @@ def _plain_heads(half: torch.dtype, storage: KVDtype) -> None:
     table = _empty(1, BLOCKS, dtype=torch.int32)
     found = rows(_kv(1, ROW, storage), table[0], BLOCK, half)
     k, v = expand(found, _empty(heads, rank, nope, dtype=half), _empty(heads, width, rank, dtype=half))
-    geometry = BatchGeometry(*(_empty(size, dtype=torch.int32) for size in (2, 1)), table, table[0])
+    start, lens = (_empty(size, dtype=torch.int32) for size in (2, 1))
+    geometry = BatchGeometry(start, lens, table, table[0])
     attend(_empty(BLOCK, heads, ROW_ROTARY + nope, dtype=half), k, v, geometry, AttentionSpec(ROW**-0.5))
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lmkit.attention_spec import AttentionSpec
+from lmkit.config import Activations
 from lmkit.errors import ConfigError, UnsupportedError
 from lmkit.kernels import ops
 from lmkit.kernels.cuda import attention, gemm, gemm_experts, gemm_table, linear
@@ -43,12 +44,12 @@ class Tuned(NamedTuple):
 
 
 @torch.inference_mode()
-def tune_model(path: str | Path, device: CudaDevice, *, num_plans: int) -> Tuned:
+def tune_model(path: str | Path, device: CudaDevice, *, num_plans: int, activations: Activations = "auto") -> Tuned:
     """Measure the `num_plans` most promising plans of each shape and number of tokens, and costs of splits. Returns the
     best ones and the file that has them now. Raises UnsupportedError or ConfigError."""
     if not device.has_kernels:
         raise UnsupportedError("lmkit tune needs CUDA kernels; `lmkit doctor` says what is missing")
-    decoder = load_model(path, device=device.name)
+    decoder = load_model(path, device=device.name, activations=activations)
     weights, of_experts = list(tunable(decoder)), list(tunable_experts(decoder))
     if not weights and not of_experts:
         raise UnsupportedError(f"{path}: no linear has 4- or 8-bit weights that csrc/gemm.cu multiplies")
@@ -103,6 +104,7 @@ class TunableExperts(NamedTuple):
         return gemm_experts.promising(self.table.packed, places, len(self.table.parts), num_plans)
 
     def kernels(self, dtype: torch.dtype, num_plans: int) -> Iterator[Kernel]:
+        yield from gemm_experts.rounding(self.table, dtype)
         for tokens in self.tokens:
             for plan in self.plans(tokens, num_plans):
                 yield gemm.kernel_for(self.table.packed, plan, dtype, "GROUPED")

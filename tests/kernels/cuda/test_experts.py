@@ -11,13 +11,14 @@ from torch import Tensor
 
 import lmkit.kernels  # noqa: F401  (registers)
 from lmkit.kernels import ops
-from lmkit.kernels.cuda import elementwise, experts, gemm_experts, gemm_pack, module, variants
+from lmkit.kernels.cuda import elementwise, experts, gemm_experts, gemm_pack, int8_rows, module, variants
 from lmkit.kernels.cuda.gemm_experts import ExpertTable
 from lmkit.kernels.cuda.gemm_plan import SCRATCH_BYTES
 from lmkit.kernels.ops import Norm, Places, Routing
 from lmkit.layers.mlp_spec import GPU_ROWS
 from lmkit.qtensor import QTensor, QuantScheme, quantize
 from tests import emulator
+from tests.kernels.cuda import test_int8_rows
 from tests.kernels.cuda.test_linear import assert_near, expected, pack
 from tests.kernels.test_experts import ROUTINGS
 
@@ -87,16 +88,24 @@ def placed(count: int, per_token: int, num_experts: int, device: str) -> Places:
 
 
 def check(
-    weights: list[QTensor], biases: list[Any], x: Tensor, places: Places, activation: str | None, by_token: bool
+    weights: list[QTensor],
+    biases: list[Any],
+    x: Tensor,
+    places: Places,
+    activation: str | None,
+    by_token: bool,
+    *,
+    rounds: bool = False,
 ) -> None:
-    parts = [(pack(q, x.device.type, activation), bias) for q, bias in zip(weights, biases, strict=True)]
+    packed, oracle = (test_int8_rows.packed, test_int8_rows.expected) if rounds else (pack, expected)
+    parts = [(packed(q, x.device.type, activation), bias) for q, bias in zip(weights, biases, strict=True)]
     table = ExpertTable.of(parts)
     assert table is not None
     y = gemm_experts.multiply(x, places, table, by_token)
     assert y.dtype == (x.dtype if by_token else F32)
     for expert, first, end in places.active[1:].view(-1, 3)[: int(places.active[0])].tolist():
         rows = x[places.tokens[first:end]] if by_token else x[first:end]
-        assert_near(y[first:end], expected(rows, weights[expert], biases[expert], activation))
+        assert_near(y[first:end], oracle(rows, weights[expert], biases[expert], activation))
     assert not module.counters(x.device.type).any()
 
 
@@ -115,6 +124,31 @@ def test_products_are_those_of_each_expert(scheme: str, count: int, device: str)
     down = [quantize(torch.randn(40, 136), SCHEMES[scheme]) for _ in range(num_experts)]
     x = torch.randn(count * per_token, 136, device=device).to(dtype)
     check(down, [None] * num_experts, x, places, None, by_token=False)
+
+
+@pytest.mark.parametrize(("scheme", "count"), [("int4", 1), ("int4", 45), ("int4-32", 5)])
+def test_rounded_inputs(scheme: str, count: int, device: str) -> None:
+    """As above, with int8 inputs: a token is rounded once, and its experts read its codes wherever their rows begin."""
+    dtype, num_experts, per_token = BF16 if scheme == "int4-32" else F16, 6, 2
+    places = placed(count, per_token, num_experts, device)
+    up = [quantize(torch.randn(2 * 24, 264), SCHEMES[scheme]) for _ in range(num_experts)]
+    x = test_int8_rows.inputs(count, 264, device, dtype)
+    check(up, [None] * num_experts, x, places, "silu", by_token=True, rounds=True)
+    down = [quantize(torch.randn(40, 136), SCHEMES[scheme]) for _ in range(num_experts)]
+    biases = [torch.randn(40, device=device) for _ in down]
+    x = test_int8_rows.inputs(count * per_token, 136, device, dtype)
+    check(down, biases, x, places, None, by_token=False, rounds=True)
+
+
+def test_weights_of_eight_bits_take_the_values_of_rounded_inputs(device: str) -> None:
+    weights = [quantize(torch.randn(40, 136), SCHEMES["int8"]) for _ in range(6)]
+    x, places = test_int8_rows.inputs(10, 136, device), placed(5, 2, 6, device)
+    tables = [ExpertTable.of([(pack(q, device, rounds=rounds), None) for q in weights]) for rounds in (True, False)]
+    rounding, exact = (table for table in tables if table is not None)
+    rounded = int8_rows.rounded(x, rounding.packed)
+    assert not torch.equal(rounded, x)
+    got = gemm_experts.multiply(x, places, rounding, False)
+    assert torch.equal(got, gemm_experts.multiply(rounded, places, exact, False))
 
 
 @pytest.mark.parametrize("units", [1, 3])

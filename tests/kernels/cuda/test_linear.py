@@ -60,8 +60,9 @@ def weight(outputs: int, inputs: int, scheme: QuantScheme = INT4, scales: torch.
     return q if scales is None else QTensor(q.codes, q.scales.to(scales), q.zeros, q.scheme)
 
 
-def pack(q: QTensor, device: str, activation: str | None = None) -> PackedWeight:
-    return gemm_pack.pack(QTensor(q.codes.to(device), q.scales.to(device), q.zeros.to(device), q.scheme), activation)
+def pack(q: QTensor, device: str, activation: str | None = None, *, rounds: bool = False) -> PackedWeight:
+    moved = QTensor(q.codes.to(device), q.scales.to(device), q.zeros.to(device), q.scheme)
+    return gemm_pack.pack(moved, activation, rounds=rounds)
 
 
 def expected(x: Tensor, q: QTensor, bias: Tensor | None = None, activation: str | None = None) -> Tensor:

@@ -33,6 +33,7 @@ from tests.turbo.engine.test_engine import run
 
 pytestmark = pytest.mark.slow
 READS = {"_local_scalar_dense", "unique_consecutive", "unique_dim", "nonzero", "item"}  # the host waits for the device
+F16 = torch.float16
 SHAPE = {"hidden_size": 128, "moe_intermediate_size": 64, "head_dim": 32, "num_hidden_layers": 2}
 
 
@@ -46,9 +47,9 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path / "w4"
 
 
-def on_gpu(path: Path, device: CudaDevice, **options: Any) -> Engine:  # noqa: F811
+def on_gpu(path: Path, device: CudaDevice, activations: Any = "auto", **options: Any) -> Engine:  # noqa: F811
     config = EngineConfig(**(SMALL | {"max_model_len": 96} | options))
-    return Engine.of(load_model(path, device="cuda"), config, device=device)
+    return Engine.of(load_model(path, device="cuda", activations=activations), config, device=device)
 
 
 class Watching(TorchDispatchMode):
@@ -96,6 +97,23 @@ def test_steps_with_experts_are_captured(
     engine = on_gpu(experts, device)
     assert engine.info.captured == "no steps: each expert is called by itself"
     assert_alike(run(engine, requests(max_tokens=6)), want, 0.05)
+
+
+def test_int8_inputs(
+    experts: Path,
+    device: CudaDevice,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Steps are captured as with exact inputs, and results are those of each expert by itself."""
+    engine = on_gpu(experts, device, "int8", max_batch_size=2)
+    assert engine.info.captured.startswith("decode steps of ")
+    tables = [each.table for mixture in mixtures(engine.runner.decoder) for each in mixture.together(1, F16) or ()]
+    assert [table.packed.int8 for table in tables] == [True, True]
+    got = run(engine, requests(max_tokens=5)[:2])
+    monkeypatch.setattr(gemm_experts, "switches", lambda: parse("experts=off"))
+    apart = on_gpu(experts, device, "int8", max_batch_size=2)
+    assert apart.info.captured == "no steps: each expert is called by itself"
+    assert_alike(got, run(apart, requests(max_tokens=5)[:2]), 0.02)
 
 
 @emulated

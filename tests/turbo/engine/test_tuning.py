@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -94,9 +95,12 @@ def experts(tmp_path: Path) -> Path:
     return tmp_path / "w4"
 
 
-def test_products_of_experts_are_tuned(experts: Path, table: gemm_table.Table) -> None:
-    entries = [entry for entry in tune_model(experts, EmulatedDevice(), num_plans=2).entries if entry.key.experts]
-    decoder = load_model(experts, device="cuda")
+@pytest.mark.parametrize("activations", ["auto", "int8"])
+def test_products_of_experts_are_tuned(experts: Path, table: gemm_table.Table, activations: Any) -> None:
+    tuned = tune_model(experts, EmulatedDevice(), num_plans=2, activations=activations)
+    entries = [entry for entry in tuned.entries if entry.key.experts]
+    assert {entry.key.dtype for entry in entries} == {"int8" if activations == "int8" else "float16"}
+    decoder = load_model(experts, device="cuda", activations=activations)
     of_experts = list(tunable_experts(decoder))
     assert [each.by_token for each in of_experts] == [True, False]
     for each in of_experts:

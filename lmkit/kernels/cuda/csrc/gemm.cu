@@ -46,7 +46,8 @@
 //
 // With INT8 x has codes of 8 bits, with a scale for each token and group of the weight (round_groups.cu has their order).
 // Integers are multiplied, exactly, and the sums of a group are scaled by both. A piece of x has the scales behind its
-// rows, as [WARPS_K * STAGE_SCALES][TOKENS]: a lane reads those of its two tokens at once. A stage of a tile is 4 mma for
+// rows, as [WARPS_K * STAGE_SCALES][TOKENS]: a lane reads those of its two tokens at once. With GROUPED, too, x has codes
+// and scales once for each of its rows, whichever experts read it. A stage of a tile is 4 mma for
 // 8 tokens, 24 + 3 instructions to dequantize, and 12 for each tile of tokens to scale its sums.
 //
 // Defines besides gemm.cuh's: N_TILES, ROWS, WARPS_N, WARPS_K, DEPTH; GROUPED; NORM; INT8.
@@ -146,11 +147,21 @@ DEVICE void copy_x(u8* to, const Arguments& a, int token, int count, int first) 
         cp_async16(to + row * X_STRIDE + i % VECTORS * 16, a.x + x_row * a.row_bytes + (valid ? at : 0), valid);
     }
     u8* const scales = to + (N_TILES == 1 ? count : TOKENS) * X_STRIDE;
+#ifdef GROUPED  // rows lie anywhere
+    for (int i = threadIdx.x; i < X_SCALES * TOKENS; i += THREADS) {
+        const int group = first * STAGE_SCALES + i / TOKENS, row = i % TOKENS;
+        const bool valid = group < a.stages * STAGE_SCALES && row < count;
+        const i64 x_row = valid && a.rows ? a.rows[token + row] : token + row;
+        cp_async_small<4>(scales + i * 4, a.x_scales + (valid ? static_cast<i64>(group) * a.padded_tokens + x_row : 0),
+                          valid);
+    }
+#else
     for (int i = threadIdx.x; i < X_SCALES * TOKENS / 4; i += THREADS) {
         const int group = first * STAGE_SCALES + i / (TOKENS / 4), column = token + i % (TOKENS / 4) * 4;
         const bool valid = group < a.stages * STAGE_SCALES && column < a.padded_tokens;
         cp_async16(scales + i * 16, a.x_scales + (valid ? static_cast<i64>(group) * a.padded_tokens + column : 0), valid);
     }
+#endif
 }
 
 // Writes Half(x / rms(x) * weight) of inputs first .. first + count - 1 to the pieces, zeros beyond the last input. The
