@@ -136,10 +136,10 @@ class MergedLinear:
             return stream, None
         return self(x), stream
 
-    def float32(self, x: Tensor, norm: Norm) -> Tensor:
+    def float32(self, x: Tensor, norm: Norm | None = None) -> Tensor:
         """As a call, but the result is not rounded to the activations' dtype."""
-        fused = self._fused
-        if fused is not None and fused.implementation.epilogue and norm.dtype != torch.float32:
+        fused, dtype = self._fused, x.dtype if norm is None else norm.dtype
+        if fused is not None and fused.implementation.epilogue and dtype != torch.float32:
             return self._product(fused, x, norm, dtype=torch.float32)
         return self(x, norm).float()
 

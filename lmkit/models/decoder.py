@@ -150,7 +150,7 @@ class Decoder:
     def head(self, delta: Tensor, residual: Tensor | None) -> Tensor:
         """The residual stream's pair [R, hidden] -> logits float32 [R, vocab]; `residual` is overwritten."""
         if self.final_norm is None:
-            logits = self.lm_head(joined(delta, residual))
+            logits = self.lm_head.float32(joined(delta, residual))
         else:
             norm = Norm(self.final_norm, self.spec.norm_eps, residual, self.dtype, self.final_bias)
             logits = self.lm_head.float32(delta, norm)

@@ -200,7 +200,8 @@ def _decoder(
     at = tensor_device(model.packing.device)
     norm = source.final_norm()
     final_norm = None if norm is None else norm.clone().to(at)
-    extras = {"final_bias": source.final_bias(), "positions": source.positions()}
+    plain = {"final_bias": source.final_bias(), "positions": source.positions()}
+    extras = {name: None if tensor is None else tensor.to(at) for name, tensor in plain.items()}
     per_layer = source.per_layer(model.dtype, at)
     return Decoder(
         model.spec, embed.to(at), layers, final_norm, lm_head, model.activation_dtype, **extras, per_layer=per_layer

@@ -155,12 +155,8 @@ def resolved(
     """
     source = ModelSource(path, attention_sinks=attention_sinks, rounding=quantize)
     try:
-        for what, found in (
-            ("linear attention", any(layer.delta for layer in source.spec.kinds)),
-            ("LayerNorm", any(layer.norm_bias for layer in source.spec.kinds)),
-        ):
-            if found and device != "cpu":
-                raise UnsupportedError(f"{path}: {what} runs on device cpu alone")
+        if device != "cpu" and source.spec.is_recurrent:
+            raise UnsupportedError(f"{path}: linear attention runs on device cpu alone")
         weight_dtype = resolve_dtype(dtype, source.spec.dtype, device)
         asked = resolve_activations(activations, device)
         packing = Packing(device, weight_dtype, asked, lm_head, shard.rank, shard.tp, shard.ep, quantize)

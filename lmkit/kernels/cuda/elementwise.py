@@ -1,5 +1,5 @@
-"""RMSNorm, embedding, gathered columns, gated activation, rotary angles, and rows as codes of 8 bits. The formulas are
-in lmkit.kernels.ops and in the kernels themselves, csrc/norm.cu and elementwise.cu.
+"""Norms, embedding, positions, gathered columns, activations, rotary angles, and rows as codes of 8 bits. The formulas
+are in lmkit.kernels.ops and in the kernels themselves, csrc/norm.cu and elementwise.cu.
 
 Activations are float32 or one of the 16-bit types. The kernels are compiled once for each 16-bit type. The launch tells
 them which of a call's tensors have it.
@@ -76,8 +76,6 @@ def quantize_rows(x: Tensor, codes: torch.dtype, norm: Norm | None = None, *, mi
 
 def _norm_problem(x: Tensor, norm: Norm, dtype: torch.dtype) -> str | None:
     """Why norm.cu cannot compute a norm, or None."""
-    if norm.bias is not None:
-        return "a LayerNorm"
     if half_of(x, norm.residual, dtype) is None:
         return dtypes_of(x, norm.residual, dtype)
     return f"{x.shape[-1]} columns, more than {MAX_COLUMNS}" if x.shape[-1] > MAX_COLUMNS else None
@@ -87,25 +85,28 @@ def _norm_rows(x: Tensor, norm: Norm | None, out: Tensor, dtype: torch.dtype, co
     """Launch norm.cu. `dtype` is that of the normalized values, from which `codes` are made."""
     columns = x.shape[-1]
     x, outer, inner_stride, inner = _strided_rows(x)
-    residual, weight = (None, None) if norm is None else (norm.residual, norm.weight.float().contiguous())
+    residual, weight, bias = None, None, None
+    if norm is not None:
+        residual, weight = norm.residual, norm.weight.float().contiguous()
+        bias = None if norm.bias is None else norm.bias.float().contiguous()
     half = half_of(x, residual, dtype)
     assert half is not None
     if residual is not None and (residual.dim() != 2 or residual.stride(1) != 1):
         raise ValueError(f"a residual stream of shape {list(residual.shape)}, strides {residual.stride()}")
     residual_stride = 0 if residual is None else residual.stride(0)
     aligned = columns % WIDTH == 0 and all(stride % WIDTH == 0 for stride in (outer, inner_stride, residual_stride))
-    aligned = aligned and is_aligned(x, residual, weight, out)
+    aligned = aligned and is_aligned(x, residual, weight, bias, out)
     vectors = next(n for n, threads in VECTORS.items() if columns <= n * threads * WIDTH)
     threads = WARP * -(-columns // (WARP * WIDTH * vectors))
     rows, block_rows = x.numel() // max(columns, 1), BLOCK // WARP if threads == WARP else 1
     args = [
-        x, np.int64(outer), np.int64(inner_stride), inner, residual, np.int64(residual_stride), weight,
+        x, np.int64(outer), np.int64(inner_stride), inner, residual, np.int64(residual_stride), weight, bias,
         0.0 if norm is None else norm.eps, out, *((None, None) if codes is None else codes[1:]), rows, columns,
         x.dtype in HALVES, residual is not None and residual.dtype in HALVES, OUTPUTS[out.dtype], dtype in HALVES,
         aligned,
     ]  # fmt: skip
     kernel = kernel_for("norm.cu", "norm_rows", half, VECTORS=vectors)
-    kernel(-(-rows // block_rows), (threads, block_rows), args, shared=3 * WARP * 4)
+    kernel(-(-rows // block_rows), (threads, block_rows), args, shared=4 * WARP * 4)
 
 
 @implements(ops.embedding, "cuda", device="cuda", accepts=accepts, priority=20)
@@ -135,6 +136,30 @@ def gather_columns(x: Tensor, order: Tensor) -> Tensor:
     kernel = kernel_for("elementwise.cu", "gather_columns", torch.float16)
     kernel((rows, -(-columns // BLOCK)), BLOCK, args)
     return out
+
+
+@implements(ops.add_positions, "cuda", device="cuda", accepts=accepts, priority=20)
+def add_positions(x: Tensor, table: Tensor, positions: Tensor) -> None:
+    assert x.dtype == table.dtype == torch.float32
+    assert x.stride(1) == 1
+    assert table.is_contiguous()
+    columns = x.shape[1]
+    aligned = columns % WIDTH == 0 and x.stride(0) % WIDTH == 0 and is_aligned(x, table)
+    args = [x, np.int64(x.stride(0)), table, positions.int().contiguous(), columns, aligned]
+    kernel_for("elementwise.cu", "add_positions", torch.float16)(grid(len(x), columns), BLOCK, args)
+
+
+@implements(ops.relu, "cuda", device="cuda", accepts=accepts, priority=20)
+def relu(x: Tensor) -> Tensor:
+    half = half_of(x)
+    if half is None or not x.is_contiguous():
+        reason = dtypes_of(x) if half is None else "rows that are not contiguous"
+        y: Tensor = ops.relu.fall_back("reference", reason)(x)
+        return y
+    blocks = -(-x.numel() // (WIDTH * BLOCK))
+    args = [x, np.int64(x.numel()), x.dtype in HALVES, is_aligned(x)]
+    kernel_for("elementwise.cu", "relu", half)(blocks, BLOCK, args)
+    return x
 
 
 @implements(ops.softcap, "cuda", device="cuda", accepts=accepts, priority=20)

@@ -48,6 +48,29 @@ def test_rms_norm(device: str, columns: int, given: torch.dtype, result: torch.d
     assert_near(got, reference.rms_norm(x, norm))
 
 
+@pytest.mark.parametrize("columns", [1, 7, 64, 515, 4104])
+@pytest.mark.parametrize(("given", "result"), [(F32, F16), (BF16, BF16), (F32, F32)])
+def test_layer_norm(device: str, columns: int, given: torch.dtype, result: torch.dtype) -> None:
+    """Against float64: rows whose mean is far from 0 lose digits in float32, here and in the reference."""
+    x = (torch.randn(11, columns) + torch.linspace(-9, 9, 11)[:, None]).to(given)
+    weight, bias = torch.randn(columns), torch.randn(columns)
+    norm = Norm(weight.to(device), 1e-5, dtype=result, bias=bias.to(device))
+    wanted = torch.nn.functional.layer_norm(x.double(), (columns,), weight.double(), bias.double(), 1e-5)
+    got = elementwise.rms_norm(x.to(device), norm).cpu()
+    torch.testing.assert_close(got.double(), wanted.to(result).double(), rtol=2 * EPSILON[result], atol=3e-5)
+
+
+def test_codes_and_sums_of_a_layer_norm(device: str) -> None:
+    x, stream = torch.randn(3, 264).half(), torch.randn(3, 264)
+    weight, bias = torch.randn(264).to(device), torch.randn(264).to(device)
+    norm = Norm(weight, 1e-5, stream.to(device, copy=True), F16, bias)
+    got = elementwise.quantize_rows(x.to(device), torch.int8, norm)
+    y = elementwise.rms_norm((x + stream).to(device), Norm(weight, 1e-5, None, F16, bias))
+    assert torch.equal(got.codes.cpu(), expected_codes(y.cpu(), torch.int8)[0])
+    assert norm.residual is not None
+    assert torch.equal(norm.residual.cpu(), x + stream)
+
+
 @pytest.mark.parametrize("columns", [7, 64, 520])
 @pytest.mark.parametrize(("given", "stream"), [(F16, F32), (BF16, F32), (F16, F16), (BF16, BF16), (F32, F32)])
 def test_a_residual_stream_gets_the_sum(device: str, columns: int, given: torch.dtype, stream: torch.dtype) -> None:
@@ -160,6 +183,23 @@ def test_embedding(device: str, columns: int, dtype: torch.dtype) -> None:
     assert torch.equal(got.cpu(), table[rows].float())
     scaled = elementwise.embedding(table.to(device), rows.to(device), 55.5)
     assert torch.equal(scaled.cpu(), table[rows].float() * 55.5)
+
+
+@pytest.mark.parametrize("columns", [1, 30, 64, 2056])
+def test_add_positions(device: str, columns: int) -> None:
+    x, table, positions = torch.randn(9, columns), torch.randn(40, columns), torch.randint(40, (9,)).int()
+    elementwise.add_positions(there := x.to(device, copy=True), table.to(device), positions.to(device))
+    assert torch.equal(there.cpu(), x + table[positions.long()])
+
+
+@pytest.mark.parametrize("dtype", [F32, F16, BF16])
+@pytest.mark.parametrize("shape", [(1, 1), (3, 30), (5, 64), (2, 2056)])
+def test_relu(device: str, shape: tuple[int, int], dtype: torch.dtype) -> None:
+    x = torch.randn(shape).to(dtype)
+    x[0, 0] = float("nan")
+    got = elementwise.relu(there := x.to(device, copy=True))
+    assert got is there
+    torch.testing.assert_close(got.cpu(), x.relu(), rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("dtype", [F32, F16, BF16])

@@ -1,5 +1,5 @@
-"""DeepSeek and Gemma 4 on device "cuda", emulated: log-probabilities are those of transformers, however a sequence is
-computed."""
+"""DeepSeek, Gemma 4 and OPT on device "cuda", emulated: log-probabilities are those of transformers, however a
+sequence is computed."""
 
 from __future__ import annotations
 
@@ -95,6 +95,10 @@ def test_prompts_over_plain_heads(
         ("gemma4", 7, "float32", 1e-4),
         ("gemma4", 7, "auto", 0.02),
         ("gemma4-values", 3, "auto", 0.02),
+        ("opt", 2, "float32", 1e-4),
+        ("opt", 2, "auto", 0.02),
+        ("opt-350m", 2, "float32", 1e-4),
+        ("opt-350m", 2, "auto", 0.02),
     ],
 )
 def test_log_probabilities_are_those_of_transformers(
@@ -113,13 +117,16 @@ def test_log_probabilities_are_those_of_transformers(
     changes = {"num_hidden_layers": layers}
     if family.startswith("deepseek"):
         changes["first_k_dense_replace"] = 2 if dtype == "auto" else 1
+    if family.startswith("opt"):
+        changes["num_attention_heads"] = 3  # of 16 elements: a multiple of 16 has kernels
     model = saved(tmp_path, family, half=dtype == "auto", **changes)
     wanted = requests(max_tokens=16)[1:3]
     prompts = {request.request_id: request.prompt_ids for request in wanted}
     whole = on_gpu(tmp_path, device, dtype=dtype, max_model_len=LENGTH, max_step_tokens=64)
     block_bytes = whole.info.memory["kv"] // whole.info.num_blocks
     cut = on_gpu(tmp_path, device, dtype=dtype, max_model_len=None, kv_memory=5 * block_bytes)
-    assert ("decode steps of 3 sizes" in whole.info.captured) == (dtype == "auto")
+    is_captured = dtype == "auto" and family != "opt-350m"
+    assert ("decode steps of 3 sizes" in whole.info.captured) == is_captured
     for engine in (whole, whole, cut):
         assert_right(model, prompts, run(engine, wanted), most)
     assert cut.stats().preemptions > 0

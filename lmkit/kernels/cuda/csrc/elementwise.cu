@@ -1,5 +1,5 @@
-// Ops that treat every element by itself: embedding, gathered columns, activation of a gate, cosines and sines of
-// positions. A thread computes eight neighbouring values of a row (rows.cuh), one gathered value, or one angle.
+// Ops that treat every element by itself: embedding, added positions, gathered columns, activations, cosines and sines
+// of positions. A thread computes eight neighbouring values of a row (rows.cuh), one gathered value, or one angle.
 #include "activation.cuh"
 #include "rows.cuh"
 
@@ -34,6 +34,38 @@ extern "C" __global__ void __launch_bounds__(256) gather_columns(
     }
 }
 EXPORT(gather_columns)
+
+// x[i] += table[positions[i]], float32. Grid: (rows, blocks of columns).
+extern "C" __global__ void __launch_bounds__(256) add_positions(
+    float* x, i64 row_stride, const float* table, const i32* positions, int columns, int aligned
+) {
+    begin_kernel();
+    const int column = WIDTH * (blockIdx.y * blockDim.x + threadIdx.x);
+    const int count = columns - column;
+    if (count <= 0) return;
+    const i64 at = blockIdx.x * row_stride + column;
+    float v[WIDTH], added[WIDTH];
+    load8(v, x, at, false, aligned, count);
+    load8(added, table, static_cast<i64>(positions[blockIdx.x]) * columns + column, false, aligned, count);
+#pragma unroll
+    for (int i = 0; i < WIDTH; ++i) v[i] += added[i];
+    store8(x, at, v, false, aligned, count);
+}
+EXPORT(add_positions)
+
+// x[i] = max(x[i], 0), in place. A thread has WIDTH values.
+extern "C" __global__ void __launch_bounds__(256) relu(void* x, i64 count, int half, int aligned) {
+    begin_kernel();
+    const i64 at = WIDTH * (static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x);
+    const int left = count - at < WIDTH ? static_cast<int>(count - at) : WIDTH;
+    if (left <= 0) return;
+    float v[WIDTH];
+    load8(v, x, at, half, aligned && left == WIDTH, left);
+#pragma unroll
+    for (int i = 0; i < WIDTH; ++i) v[i] = v[i] < 0.0f ? 0.0f : v[i];  // NaN stays
+    store8(x, at, v, half, aligned && left == WIDTH, left);
+}
+EXPORT(relu)
 
 // x[i] = cap * tanh(x[i] / cap), in place. A thread has one value.
 extern "C" __global__ void __launch_bounds__(256) softcap(float* x, float cap, i64 count) {

@@ -2,6 +2,7 @@
 //
 //     s = x, or x + residual, and the residual becomes that sum
 //     y = s / sqrt(mean(s^2) + eps) * weight             (weight null: y = s)
+//     with a bias s - mean(s) replaces s, and the bias is added to y
 //     out = y as float32 or Half; or codes of y and their scale, where y is first rounded to Half if its dtype is Half:
 //         int8   scale = max|y| / 127, code = y / scale to the nearest, halves to even; and the sum of the row's codes
 //         e4m3   scale = max|y| / 448
@@ -46,16 +47,16 @@ DEVICE i32 store_codes(u8* out, const float (&y)[WIDTH], float scale, bool is_in
 
 extern "C" __global__ void __launch_bounds__(VECTORS > 4 ? 256 : 512) norm_rows(
     const void* x, i64 outer_stride, i64 inner_stride, int inner, void* residual, i64 residual_stride,
-    const float* weight, float eps, void* out, float* scales, i32* sums, int rows, int columns,
+    const float* weight, const float* bias, float eps, void* out, float* scales, i32* sums, int rows, int columns,
     int x_half, int residual_half, int output, int round_half, int aligned
 ) {
     begin_kernel();
-    auto* partial = reinterpret_cast<float*>(shared_memory);  // [3][32]
+    auto* partial = reinterpret_cast<float*>(shared_memory);  // [4][32]
     const int row = blockIdx.x * blockDim.y + threadIdx.y;
     if (row >= rows) return;
     const i64 x_row = (row / inner) * outer_stride + (row % inner) * inner_stride;
     float y[VECTORS][WIDTH];
-    float squares = 0.0f;
+    float total = 0.0f, squares = 0.0f;
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) {
         const int column = WIDTH * (threadIdx.x + blockDim.x * i), count = columns - column;
@@ -72,18 +73,30 @@ extern "C" __global__ void __launch_bounds__(VECTORS > 4 ? 256 : 512) norm_rows(
             store8(residual, at, y[i], residual_half, aligned, count);
         }
 #pragma unroll
-        for (int j = 0; j < WIDTH; ++j) squares += y[i][j] * y[i][j];
+        for (int j = 0; j < WIDTH; ++j) total += y[i][j], squares += y[i][j] * y[i][j];
         if (VECTORS > 4 && i % 4 == 3) __syncwarp();  // limits the loads in flight to those that registers can hold
+    }
+    if (bias) {
+        const float mean = fold_row<false>(total, partial + 96) / columns;
+        squares = 0.0f;
+#pragma unroll
+        for (int i = 0; i < VECTORS; ++i)
+#pragma unroll
+            for (int j = 0; j < WIDTH; ++j) {
+                y[i][j] = WIDTH * (threadIdx.x + blockDim.x * i) + j < columns ? y[i][j] - mean : 0.0f;
+                squares += y[i][j] * y[i][j];
+            }
     }
     if (weight) {
         const float factor = rsqrtf(fold_row<false>(squares, partial) / columns + eps);
 #pragma unroll
         for (int i = 0; i < VECTORS; ++i) {
             const int column = WIDTH * (threadIdx.x + blockDim.x * i), count = columns - column;
-            float w[WIDTH];
+            float w[WIDTH], b[WIDTH] = {};
             load8(w, weight, column, false, aligned, count);
+            if (bias) load8(b, bias, column, false, aligned, count);
 #pragma unroll
-            for (int j = 0; j < WIDTH; ++j) y[i][j] = y[i][j] * factor * w[j];
+            for (int j = 0; j < WIDTH; ++j) y[i][j] = y[i][j] * factor * w[j] + b[j];
             if (VECTORS > 4 && i % 4 == 3) __syncwarp();
         }
     }
@@ -113,10 +126,10 @@ extern "C" __global__ void __launch_bounds__(VECTORS > 4 ? 256 : 512) norm_rows(
         sum += store_codes(codes, y[i], scale, output == INT8, aligned, columns - column);
     }
     // The sum is exact even as float32: codes are at most 127, and there are fewer than 2^17.
-    const float total = fold_row<false>(static_cast<float>(sum), partial + 64);
+    const float codes_sum = fold_row<false>(static_cast<float>(sum), partial + 64);
     if (threadIdx.x == 0) {
         scales[row] = scale;
-        if (output == INT8) sums[row] = static_cast<i32>(total);
+        if (output == INT8) sums[row] = static_cast<i32>(codes_sum);
     }
 }
 EXPORT(norm_rows)
