@@ -32,4 +32,9 @@ def tune(
         of = cost.key
         heads = f"heads of {of.head_dim}, {of.queries} for each KV head, KV of {of.bits} bits"
         print(f"attention, {heads}: a split costs {cost.tiles} tiles")
+    for each in tuned.wide_blocks:
+        rows = f"rows of {each.key.row_dim}, {each.key.queries} queries each, KV of {each.key.bits} bits"
+        print(f"attention, {rows}: split into {each.blocks} blocks of a multiprocessor")
+    for gain in tuned.latent_gains:
+        print(f"latent attention of {gain.key.heads} heads: plain heads save {gain.factor:.2f} of the estimate")
     print(f"{tuned.path}: engines use these plans from their next start on")

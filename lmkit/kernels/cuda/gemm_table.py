@@ -30,6 +30,7 @@ log = get_logger(__name__)
 
 VERSION = 2  # of the plans and of the kernels they are for
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # tokens that have plans; others take the next's
+PROMPT_BUCKETS = (384, 512)  # tokens whose plans are used if they were measured, and faster than the library
 LIBRARY_FROM = 256  # tokens; not measured: from here on mma.sync loses to the library with the dequantized weight
 COPY_FROM = 128  # tokens; of a weight that is also kept in 16 bits
 SHARED_TOKENS = 16
@@ -85,11 +86,47 @@ class SplitCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tiles: int
 
 
+class WideKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What decides how many blocks attention over wide rows needs."""
+
+    row_dim: int
+    queries: int  # of a KV head
+    bits: int  # of an element of keys or values, whichever has fewer
+    shared: bool  # rows are keys and values at once
+
+
+class WideBlocks(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Into how many blocks of a multiprocessor few tiles of rows are split, so that the steps that were timed are
+    fastest."""
+
+    key: WideKey
+    blocks: int
+
+
+class LatentKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What decides when latent attention is faster over plain heads."""
+
+    heads: int
+    row_dim: int
+    latent_dim: int
+    key_dim: int
+    value_dim: int
+
+
+class LatentGain(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What plain heads saved in a prompt that was timed, as a multiple of the estimate (layers/latent_cost.py)."""
+
+    key: LatentKey
+    factor: float
+
+
 class TableFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     version: int
     device: str
     entries: list[Entry]
     split_costs: list[SplitCost] = []
+    wide_blocks: list[WideBlocks] = []
+    latent_gains: list[LatentGain] = []
 
 
 class Table:
@@ -102,6 +139,8 @@ class Table:
         for entry in file.entries:
             self.add(entry)
         self.split_costs = {cost.key: cost.tiles for cost in file.split_costs}
+        self.wide_blocks = {found.key: found.blocks for found in file.wide_blocks}
+        self.latent_gains = {gain.key: gain.factor for gain in file.latent_gains}
 
     def add(self, entry: Entry) -> None:
         self.entries.setdefault(entry.key, {})[entry.tokens] = entry
@@ -115,7 +154,10 @@ class Table:
         """Replace the file, completely or not at all. Raises OSError."""
         entries = [entry for of_key in self.entries.values() for entry in of_key.values()]
         costs = [SplitCost(key, tiles) for key, tiles in self.split_costs.items()]
-        data = msgspec.json.format(msgspec.json.encode(TableFile(VERSION, self.device, entries, costs)), indent=1)
+        wide = [WideBlocks(key, blocks) for key, blocks in self.wide_blocks.items()]
+        gains = [LatentGain(key, factor) for key, factor in self.latent_gains.items()]
+        file = TableFile(VERSION, self.device, entries, costs, wide, gains)
+        data = msgspec.json.format(msgspec.json.encode(file), indent=1)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         partial = self.path.with_suffix(f".{os.getpid()}")
         partial.write_bytes(data)
@@ -154,11 +196,13 @@ def choose(tokens: int, packed: PackedWeight, dtype: torch.dtype) -> Plan | Wide
     entry = table(packed.codes.device.type).find(Key.of(packed, dtype), tokens)
     if (entry is not None and entry.plan is None) or (packed.copy is not None and tokens >= COPY_FROM):
         return None
-    bucket = next((n for n in BUCKETS if n >= tokens), None)
+    bucket = next((n for n in (*BUCKETS, *PROMPT_BUCKETS) if n >= tokens), None)
     if bucket is None:
         return None
     if entry is not None and entry.plan is not None and _runs(entry.plan, bucket, packed):
         return entry.plan
+    if bucket in PROMPT_BUCKETS:
+        return None
     plans = promising(bucket, packed, 1)
     return next((plan for plan in plans if tokens < LIBRARY_FROM or isinstance(plan, WidePlan)), None)
 
@@ -194,8 +238,9 @@ def estimate(plan: Plan | WidePlan, problem: Problem, num_sms: int) -> float:
 
 def kernels(packed: PackedWeight, dtype: torch.dtype, max_tokens: int) -> Iterator[Kernel]:
     """All kernels that products of the weight with up to `max_tokens` tokens launch."""
-    top = next((n for n in BUCKETS if n >= max_tokens), BUCKETS[-1])
-    for tokens in BUCKETS[: BUCKETS.index(top) + 1]:
+    buckets = (*BUCKETS, *PROMPT_BUCKETS)
+    top = next((n for n in buckets if n >= max_tokens), buckets[-1])
+    for tokens in buckets[: buckets.index(top) + 1]:
         plan = choose(tokens, packed, dtype)
         if plan is not None:
             yield from gemm.kernels_of(packed, plan, dtype, tokens)
@@ -206,7 +251,7 @@ def tune(
     dtype: torch.dtype,
     library: Callable[[Tensor, PackedWeight], Tensor],
     *,
-    buckets: tuple[int, ...] = BUCKETS,
+    buckets: tuple[int, ...] = (*BUCKETS, *PROMPT_BUCKETS),
     num_plans: int = MEASURED_PLANS,
     measure: Measure | None = None,
 ) -> list[Entry]:

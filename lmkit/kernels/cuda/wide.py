@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lmkit.attention_spec import AttentionSpec
 from lmkit.kernels.cuda.append import MAX_HEAD_DIM, STORAGE, are_one, problem
+from lmkit.kernels.cuda.gemm_table import WideKey, table
 from lmkit.kernels.cuda.gpus import Capability, gpu_of
 from lmkit.kernels.cuda.module import NUM_COUNTERS, Kernel, backend, counters
 from lmkit.kernels.cuda.prefill import LOG2E
@@ -20,7 +21,7 @@ from lmkit.kv_dtype import INT4, KVDtype
 THREADS, WARPS = 256, 8
 MIN_TILES = 4  # of keys, for a range of its own
 MAX_RANGES = 64
-BLOCKS_PER_SM = 2
+BLOCKS_PER_SM = 2  # if it was not measured (gemm_table.py)
 
 
 class Storage(NamedTuple):
@@ -55,7 +56,9 @@ def wide_attention(
     shape = shape_of(dim, stored, num_tokens * group // num_seqs, backend(q.device.type).capability())
     assert shape is not None
     tiles = num_tokens * group // shape.rows + (num_seqs if group % shape.rows else 0)
-    ranges = num_ranges(tiles * kv_heads, tables.shape[1] * k_cache.block_size, shape.keys, q.device.type)
+    key = WideKey(dim, group, min(x.bits for x in stored if x is not None), stored.values is None)
+    places = backend(q.device.type).num_sms() * table(q.device.type).wide_blocks.get(key, BLOCKS_PER_SM)
+    ranges = num_ranges(tiles * kv_heads, tables.shape[1] * k_cache.block_size, shape.keys, places)
     size = kv_heads * tiles * ranges * shape.rows * (dim + 2) if ranges > 1 else 0
     args = [
         q, k_cache.data, k_cache.params, v_cache.data, v_cache.params, tables, tables.stride(0), geometry.query_start,
@@ -87,12 +90,11 @@ def storage_of(k_cache: KVTensor, v_cache: KVTensor) -> Storage:
     return Storage(k_cache.dtype, None if are_one(k_cache, v_cache) else v_cache.dtype)
 
 
-def num_ranges(tiles: int, max_keys: int, tile_keys: int, device: str) -> int:
-    """The number of ranges that the keys of each tile of rows are split into, so that few tiles occupy a whole GPU. It
-    depends on shapes alone."""
+def num_ranges(tiles: int, max_keys: int, tile_keys: int, places: int) -> int:
+    """The number of ranges that the keys of each tile of rows are split into, so that few tiles are as many blocks as
+    `places`. It depends on shapes alone."""
     if tiles > NUM_COUNTERS:
         return 1
-    places = BLOCKS_PER_SM * backend(device).num_sms()
     return max(1, min(places // tiles, max_keys // (MIN_TILES * tile_keys), MAX_RANGES))
 
 

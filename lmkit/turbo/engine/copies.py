@@ -20,10 +20,15 @@ EXPERTS = "mlp.experts."  # roles of weights without copies: many experts share 
 
 
 def planned_bytes(model: ResolvedModel, config: EngineConfig) -> int:
-    """Bytes of the copies that a checkpoint's weights would have, at most. Adapters need the packed weights alone."""
+    """Bytes of the copies that an engine will try to keep."""
+    return possible_bytes(model, config) if switches().copies else 0
+
+
+def possible_bytes(model: ResolvedModel, config: EngineConfig) -> int:
+    """Bytes of the copies that a checkpoint's weights can have, at most. Adapters need the packed weights alone."""
     adapts = config.adapter_folders or config.adapter_root is not None
     quantized = model.source.format.name != "dense" or config.quantize != "none"
-    if not _wanted(config) or adapts or not quantized or model.activation_dtype not in HALVES:
+    if not _possible(config) or adapts or not quantized or model.activation_dtype not in HALVES:
         return 0
     shapes = [
         shape for layer in model.spec.layers for role, shape in layer.linears.items() if not role.startswith(EXPERTS)
@@ -33,7 +38,7 @@ def planned_bytes(model: ResolvedModel, config: EngineConfig) -> int:
 
 def bytes_of(decoder: Decoder, config: EngineConfig) -> int:
     """Bytes of the copies that a loaded decoder's weights would have."""
-    found = _copied(decoder) if _wanted(config) and decoder.dtype in HALVES else ()
+    found = _copied(decoder) if switches().copies and _possible(config) and decoder.dtype in HALVES else ()
     return sum(2 * each.weight.out_features * each.weight.in_features for each in found if each.weight.copy is None)
 
 
@@ -51,8 +56,8 @@ class _Copied(NamedTuple):
     weight: PackedWeight
 
 
-def _wanted(config: EngineConfig) -> bool:
-    return config.device == "cuda" and switches().copies and config.weights_memory is None
+def _possible(config: EngineConfig) -> bool:
+    return config.device == "cuda" and config.weights_memory is None
 
 
 def _copied(decoder: Decoder) -> Iterator[_Copied]:

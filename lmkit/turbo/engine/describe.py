@@ -18,6 +18,7 @@ from lmkit.models.resolved import ResolvedModel, resolved
 from lmkit.models.spec import ModelSpec
 from lmkit.models.streamed import forecast
 from lmkit.models.tower import tower_bytes
+from lmkit.turbo.engine import copies
 from lmkit.turbo.engine.loading import load_options
 from lmkit.turbo.engine.memory import RUNTIME_BYTES, MemoryPlan, loaded_bytes, plan_memory
 from lmkit.turbo.engine.streaming import streaming_of, with_batch
@@ -139,7 +140,7 @@ def _serving(model: ResolvedModel, config: EngineConfig, available: int) -> dict
     plan, problem, streamed = None, None, None
 
     def planned(config: EngineConfig) -> MemoryPlan:
-        return plan_memory(model.spec, config, dtypes, weights, available)
+        return plan_memory(model.spec, config, dtypes, weights, available, copies.planned_bytes(model, config))
 
     try:
         if streaming := streaming_of(config):
@@ -152,6 +153,8 @@ def _serving(model: ResolvedModel, config: EngineConfig, available: int) -> dict
         "fits": plan is not None,
         "problem": problem or (plan.shortage() if plan else "") or None,
         "weight_bytes": weights,
+        "copies_bytes": (plan and plan.copies) or None,
+        "possible_copies_bytes": copies.possible_bytes(model, config) or None,
         "workspace_bytes": plan and plan.workspace,
         "runtime_bytes": RUNTIME_BYTES[config.device],
         "state_bytes": (plan and plan.states) or None,

@@ -56,6 +56,7 @@ async def sizes(models: Sequence[tuple[str, str, EngineConfig]], budget: int | N
 
 def _sizes(query: Query) -> Sizes:
     from lmkit.models.resolved import resolved
+    from lmkit.turbo.engine import copies
     from lmkit.turbo.engine.loading import load_options
     from lmkit.turbo.engine.memory import loaded_bytes, plan_memory
     from lmkit.turbo.runners.device import resolve_device
@@ -71,7 +72,8 @@ def _sizes(query: Query) -> Sizes:
             weights = loaded_bytes(model, config)
             dtypes = [storage.dtypes for storage in model.storages]
             try:
-                plan = plan_memory(model.spec, config, dtypes, weights, budget // config.num_processes)
+                share, copied = budget // config.num_processes, copies.planned_bytes(model, config)
+                plan = plan_memory(model.spec, config, dtypes, weights, share, copied)
             except ConfigError as error:
                 raise ConfigError(f"{name} does not fit a memory budget of {gib(budget)}: {error}") from None
         parts = plan.as_dict() | ({"host": 0} if device.name == "cuda" else {})

@@ -1,12 +1,14 @@
-"""Measures on a GPU how a model's products and its attention to new tokens are computed fastest: plans of products, of
-those with all experts, too, and what a split of attention costs. Engines on such a GPU then use the results."""
+"""Measures on a GPU how a model's products and its attention are computed fastest: plans of products, of those with all
+experts, too, how attention to new tokens is split, and when latent attention computes prompts over plain heads. Engines
+on such a GPU then use the results."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,24 +17,41 @@ from lmkit.attention_spec import AttentionSpec
 from lmkit.config import Activations
 from lmkit.errors import ConfigError, UnsupportedError
 from lmkit.kernels import ops
-from lmkit.kernels.cuda import attention, gemm, gemm_experts, gemm_table, linear
+from lmkit.kernels.cuda import attention, gemm, gemm_experts, gemm_table, linear, wide
 from lmkit.kernels.cuda.append import MAX_HEAD_DIM
 from lmkit.kernels.cuda.experts import MAX_PLACES
 from lmkit.kernels.cuda.gemm_experts import ExpertTable
 from lmkit.kernels.cuda.gemm_pack import PackedWeight
 from lmkit.kernels.cuda.gemm_plan import Plan
-from lmkit.kernels.cuda.gemm_table import BUCKETS, Entry, Key, SplitCost, SplitKey, Table
+from lmkit.kernels.cuda.gemm_table import (
+    BUCKETS,
+    PROMPT_BUCKETS,
+    Entry,
+    Key,
+    LatentGain,
+    SplitCost,
+    SplitKey,
+    Table,
+    WideBlocks,
+    WideKey,
+)
 from lmkit.kernels.cuda.module import Kernel
 from lmkit.kernels.ops import BatchGeometry, Places
 from lmkit.kv_dtype import INT4, INT8, KVDtype, kv_dtype
-from lmkit.layers.batch import allocate_kv
+from lmkit.layers import latent_cost
+from lmkit.layers.batch import BatchInputs, KVLayer, allocate_kv
+from lmkit.layers.latent_cost import Prompt
 from lmkit.layers.moe import MoE
+from lmkit.layers.prompts import Prompts
 from lmkit.models.decoder import Decoder
 from lmkit.models.layer_spec import LayerSpec
 from lmkit.models.loader import load_model
+from lmkit.turbo.runners.cuda import latent_key
 from lmkit.turbo.runners.device import CudaDevice
 
 SPLIT_TILES = (1, 2, 3, 4, 6, 8, 12)  # costs of a split that are compared
+WIDE_BLOCKS = (1, 2, 3, 4, 6, 8)  # of wide rows, on a multiprocessor
+LATENT_CHUNK = 512, 4096  # queries of a prompt's chunk, and its context
 DECODING = ((1, 1024), (1, 16384), (8, 4096), (64, 1024))  # sequences, tokens of each
 KV_BLOCK = 64
 
@@ -40,13 +59,15 @@ KV_BLOCK = 64
 class Tuned(NamedTuple):
     entries: list[Entry]
     split_costs: list[SplitCost]
+    wide_blocks: list[WideBlocks]
+    latent_gains: list[LatentGain]
     path: Path
 
 
 @torch.inference_mode()
 def tune_model(path: str | Path, device: CudaDevice, *, num_plans: int, activations: Activations = "auto") -> Tuned:
-    """Measure the `num_plans` most promising plans of each shape and number of tokens, and costs of splits. Returns the
-    best ones and the file that has them now. Raises UnsupportedError or ConfigError."""
+    """Measure the `num_plans` most promising plans of each shape and number of tokens, and how attention is split.
+    Returns the best ones and the file that has them now. Raises UnsupportedError or ConfigError."""
     if not device.has_kernels:
         raise UnsupportedError("lmkit tune needs CUDA kernels; `lmkit doctor` says what is missing")
     decoder = load_model(path, device=device.name, activations=activations)
@@ -60,11 +81,15 @@ def tune_model(path: str | Path, device: CudaDevice, *, num_plans: int, activati
         entries = gemm_table.tune(weights, decoder.dtype, linear.library, num_plans=num_plans)
         for each in of_experts:
             entries += each.tune(table, decoder.dtype, num_plans)
-        split_costs = [tune_splits(table, device.tensors, decoder.dtype, shape) for shape in attention_shapes(decoder)]
+        shapes = attention_shapes(decoder)
+        given = table, device.tensors, decoder.dtype
+        costs = [cost for shape in shapes if not shape.is_wide for cost in tune_splits(*given, shape)]
+        blocks = [found for shape in shapes if shape.is_wide for found in tune_wide(*given, shape)]
+        gains = tune_latent(table, device.tensors, decoder)
         table.save()
     except OSError as error:
         raise ConfigError(f"{table.path} cannot be written: {error.strerror}; LMKIT_CACHE_DIR sets another") from error
-    return Tuned(entries, [cost for costs in split_costs for cost in costs], table.path)
+    return Tuned(entries, costs, blocks, gains, table.path)
 
 
 def tunable(decoder: Decoder) -> Iterator[PackedWeight]:
@@ -81,7 +106,7 @@ def tunable(decoder: Decoder) -> Iterator[PackedWeight]:
 
 def _kernels(weights: list[PackedWeight], dtype: torch.dtype, num_plans: int) -> Iterator[Kernel]:
     for weight in weights:
-        for tokens in BUCKETS:
+        for tokens in (*BUCKETS, *PROMPT_BUCKETS):
             for plan in gemm_table.promising(tokens, weight, num_plans):
                 yield from gemm.kernels_of(weight, plan, dtype, tokens)
 
@@ -148,45 +173,118 @@ class AttentionShape(NamedTuple):
     head_dim: int
     num_heads: int
     num_kv_heads: int
+    shared: bool = False  # rows are keys and values at once
+
+    @property
+    def is_wide(self) -> bool:
+        """Whether csrc/wide_attention.cu computes it, not decode_attention.cu."""
+        return self.shared or self.head_dim > MAX_HEAD_DIM
 
 
 def attention_shapes(decoder: Decoder) -> list[AttentionShape]:
-    """The shapes that csrc/decode_attention.cu computes, each once."""
+    """The shapes of attention to new tokens, each once."""
+    specs = [layer.spec for layer in decoder.layers if layer.spec.delta is None]
+    return list(dict.fromkeys(map(_shape, specs)))
 
-    def plain(spec: LayerSpec) -> bool:
-        return spec.delta is None and spec.latent is None and spec.head_dim <= MAX_HEAD_DIM
 
-    specs = [layer.spec for layer in decoder.layers if plain(layer.spec)]
-    return list(dict.fromkeys(AttentionShape(spec.head_dim, spec.num_heads, spec.num_kv_heads) for spec in specs))
+def _shape(spec: LayerSpec) -> AttentionShape:
+    return AttentionShape(spec.head_dim, spec.num_heads, spec.num_kv_heads, spec.latent is not None)
+
+
+def _storages(dtype: torch.dtype) -> tuple[KVDtype, ...]:
+    return kv_dtype(str(dtype).removeprefix("torch.")), INT8, INT4
 
 
 def tune_splits(table: Table, device: str, dtype: torch.dtype, shape: AttentionShape) -> list[SplitCost]:
     """Measure costs of splits for KV of 16, 8 and 4 bits, and put the best ones into the table: those with the lowest
     sum of the times of DECODING, each relative to its fastest."""
     found = []
-    for stored in (kv_dtype(str(dtype).removeprefix("torch.")), INT8, INT4):
+    for stored in _storages(dtype):
         key = SplitKey(shape.head_dim, shape.num_heads // shape.num_kv_heads, stored.bits)
-        total = dict.fromkeys(SPLIT_TILES, 0.0)
-        for sequences, length in DECODING:
-            launch, copies = decoding(device, dtype, shape, stored, sequences, length)
-            times = {}
-            for tiles in SPLIT_TILES:
-                table.split_costs[key] = tiles
-                times[tiles] = gemm_table.measure_on_device(launch, copies)
-            for tiles, time in times.items():
-                total[tiles] += time / min(times.values())
-        table.split_costs[key] = min(total, key=lambda tiles: total[tiles])
-        found.append(SplitCost(key, table.split_costs[key]))
+        found.append(SplitCost(key, _fastest(table.split_costs, key, SPLIT_TILES, device, dtype, shape, stored)))
     return found
+
+
+def tune_wide(table: Table, device: str, dtype: torch.dtype, shape: AttentionShape) -> list[WideBlocks]:
+    """The same for wide rows: into how many blocks of a multiprocessor few tiles of rows are split."""
+    found = []
+    for stored in _storages(dtype):
+        key = WideKey(shape.head_dim, shape.num_heads // shape.num_kv_heads, stored.bits, shape.shared)
+        found.append(WideBlocks(key, _fastest(table.wide_blocks, key, WIDE_BLOCKS, device, dtype, shape, stored)))
+    return found
+
+
+def _fastest(
+    values: dict[Any, int],
+    key: Any,
+    candidates: tuple[int, ...],
+    device: str,
+    dtype: torch.dtype,
+    shape: AttentionShape,
+    stored: KVDtype,
+) -> int:
+    """Of the candidates, the value at `key` with the lowest sum of the times of DECODING, which stays there."""
+    total = dict.fromkeys(candidates, 0.0)
+    for sequences, length in DECODING:
+        launch, copies = decoding(device, dtype, shape, stored, sequences, length)
+        times = {}
+        for candidate in candidates:
+            values[key] = candidate
+            times[candidate] = gemm_table.measure_on_device(launch, copies)
+        for candidate, time in times.items():
+            total[candidate] += time / min(times.values())
+    values[key] = min(total, key=lambda candidate: total[candidate])
+    return values[key]
+
+
+def tune_latent(table: Table, device: str, decoder: Decoder) -> list[LatentGain]:
+    """Measure what a chunk of a prompt saves over plain heads, and put that into the table, as a multiple of the
+    estimate."""
+    layer = next((layer for layer in decoder.layers if layer.plain_heads is not None and layer.plain_heads.runs), None)
+    if layer is None or layer.plain_heads is None:
+        return []
+    plain, (tokens, length) = layer.plain_heads, LATENT_CHUNK
+    spec, num_heads = plain.latent.spec, plain.latent.num_heads
+    blocks, stored = length // KV_BLOCK, _storages(decoder.dtype)[0]
+    kv = allocate_kv(blocks, 1, KV_BLOCK, spec.row_dim, (stored, stored), device)
+    kv = KVLayer(kv.k, kv.k)
+    numbers = torch.arange(blocks * KV_BLOCK, dtype=torch.int32, device=device)
+    start = torch.tensor([0, tokens], dtype=torch.int32, device=device)
+    geometry = BatchGeometry(
+        start, start.new_tensor([length]), numbers[None, :blocks], numbers[length - tokens : length]
+    )
+    batch = BatchInputs(
+        token_ids=numbers[:tokens].long(),
+        positions=geometry.slots,
+        geometries=(geometry,),
+        rope_lens=geometry.context_lens,
+        logit_rows=numbers[:1].long(),
+        logit_start=start[:1],
+    )
+    chunk = Prompt(0, 0, tokens, length)
+    over_plain = replace(batch, prompts=Prompts.of([chunk], [0, tokens], (geometry,)))
+    x = torch.randn(tokens, decoder.spec.hidden_size, device=device).to(decoder.dtype)
+    cos, sin = torch.rand(2, tokens, layer.spec.rope.rotary_dim // 2, device=device)
+
+    def latent(i: int) -> Tensor:
+        return layer.attend(layer.queries_keys_values(x), batch, (cos, sin), kv)
+
+    def over_heads(i: int) -> Tensor:
+        return plain(x, None, over_plain, (cos, sin), kv)
+
+    times = [gemm_table.measure_on_device(way, 1) for way in (latent, over_heads)]
+    key = latent_key(plain)
+    table.latent_gains[key] = (times[0] - times[1]) / latent_cost.gain(tokens, length, spec, num_heads)
+    return [LatentGain(key, table.latent_gains[key])]
 
 
 def decoding(
     device: str, dtype: torch.dtype, shape: AttentionShape, stored: KVDtype, sequences: int, length: int
 ) -> tuple[Callable[[int], Tensor], int]:
     """Attention of one new token of each sequence to KV that no cache holds: launch number i uses copy i of so many."""
-    dim, num_heads, num_kv_heads = shape
+    dim, num_heads, num_kv_heads, shared = shape
     blocks = length // KV_BLOCK
-    size = 2 * sequences * length * num_kv_heads * stored.row_bytes(dim)
+    size = (1 if shared else 2) * sequences * length * num_kv_heads * stored.row_bytes(dim)
     copies = 2 + gemm_table.COLD_BYTES // size
     layers = [
         allocate_kv(sequences * blocks, num_kv_heads, KV_BLOCK, dim, (stored, stored), device) for _ in range(copies)
@@ -196,9 +294,13 @@ def decoding(
     geometry = BatchGeometry(starts, torch.full_like(starts[1:], length), tables, starts[1:])
     q = torch.randn(sequences, num_heads, dim, device=device).to(dtype)
 
+    spec = AttentionSpec(dim**-0.5)
+
     def launch(i: int) -> Tensor:
+        if shape.is_wide:
+            return wide.wide_attention(q, layers[i].k, layers[i].k if shared else layers[i].v, geometry, spec)
         out = torch.empty_like(q)
-        attention.decode_attention(q, None, layers[i].k, layers[i].v, geometry, AttentionSpec(dim**-0.5), out)
+        attention.decode_attention(q, None, layers[i].k, layers[i].v, geometry, spec, out)
         return out
 
     return launch, copies

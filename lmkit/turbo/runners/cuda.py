@@ -9,7 +9,7 @@ step itself takes the token that was sampled last in that slot (ops.known_tokens
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple, Protocol
@@ -19,8 +19,13 @@ from torch import Tensor
 
 from lmkit.errors import EngineLostError
 from lmkit.kernels import ops
+from lmkit.kernels.cuda.append import append_kernel
+from lmkit.kernels.cuda.gemm_table import LatentKey, table
+from lmkit.kernels.cuda.latent import rows_kernel
+from lmkit.kernels.cuda.module import Kernel
+from lmkit.kernels.cuda.prefill import variant
 from lmkit.kernels.cuda.switches import switches
-from lmkit.kv_dtype import FLOAT32
+from lmkit.kv_dtype import FLOAT32, kv_dtype
 from lmkit.layers.batch import BatchInputs, KVLayer
 from lmkit.layers.latent_cost import Prompt, chunks_of
 from lmkit.layers.latent_prompts import PlainHeads
@@ -128,6 +133,22 @@ def plain_heads(decoder: Decoder, kv: list[KVLayer]) -> PlainHeads | None:
     return found
 
 
+def latent_key(of: PlainHeads) -> LatentKey:
+    """The key of what was measured for these layers."""
+    spec = of.latent.spec
+    return LatentKey(of.latent.num_heads, spec.row_dim, spec.kv_lora_rank, spec.query_dim, spec.v_head_dim)
+
+
+def plain_kernels(of: PlainHeads, kv: list[KVLayer], device: str) -> Iterator[Kernel]:
+    """The kernels that these layers launch for prompts only."""
+    spec, dtype = of.latent.spec, of.latent.dtype
+    half, bf16 = kv_dtype(str(dtype).removeprefix("torch.")), dtype == torch.bfloat16
+    for stored in {each.k.dtype for each in kv}:
+        yield rows_kernel(spec.row_dim, stored, bf16)
+        yield append_kernel(spec.query_dim, stored, stored, bf16)
+    yield variant(bf16, (spec.query_dim, spec.v_head_dim), (half, half), 0, device, capped=False)[0]
+
+
 class CudaRunner(PlanRunner):
     """`launch` returns when the step is on the stream. A step with drafts is sampled before it returns."""
 
@@ -145,13 +166,16 @@ class CudaRunner(PlanRunner):
         greedy = self._sampler if isinstance(self._sampler, GpuSampler) and switches().argmax else None
         argmax = None if greedy is None else greedy.argmax
         self.captured = CapturedSteps(device, self._forward, self._staged, width, argmax)
-        self._plain_heads = plain_heads(self.decoder, self.kv)
+        self._plain_heads = found = plain_heads(self.decoder, self.kv)
+        self._plain_gain = table(device.tensors).latent_gains.get(latent_key(found), 1.0) if found else 1.0
 
     @torch.inference_mode()
     def warm_up(self) -> str:
         """Compile the kernels of steps. Capture decode steps of every size if this model's steps can be captured."""
         if self._device.has_kernels:
             self._device.compile(linear_kernels(self.decoder, self.batch.max_step_tokens))
+        if self._plain_heads is not None:
+            self._device.compile(plain_kernels(self._plain_heads, self.kv, self._device.tensors))
         if (reason := obstacle(self.decoder, self.kv)) is not None:
             log.info("steps are not captured: %s", reason)
             return f"no steps: {reason}"
@@ -234,7 +258,7 @@ class CudaRunner(PlanRunner):
             return []
         latent, geometry = self._plain_heads.latent, inputs.geometries[0]
         starts, lengths = geometry.query_start.tolist(), geometry.context_lens.tolist()
-        return chunks_of(starts, lengths, latent.spec, latent.num_heads)
+        return chunks_of(starts, lengths, latent.spec, latent.num_heads, self._plain_gain)
 
     def _captured_size(self, chunks: list[Chunk], inputs: BatchInputs, rows: StepRows | None) -> Size | None:
         """The size of the captured step that computes these chunks, or None."""

@@ -15,7 +15,7 @@ from lmkit.kernels.cuda.switches import parse
 from lmkit.kv_dtype import FLOAT16
 from lmkit.models import load_spec
 from lmkit.models.loader import load_model
-from lmkit.turbo.engine import copies
+from lmkit.turbo.engine import copies, describe
 from lmkit.turbo.engine.engine import Engine
 from lmkit.turbo.engine.memory import plan_memory
 from lmkit.turbo.runners.cuda import CudaRunner
@@ -58,6 +58,22 @@ def test_a_copy_gives_the_results_of_the_dequantized_weight(
     streams = torch.ones(2, 5, packed.num_results)
     op(x, copied, bias, residual=streams[0])
     assert torch.equal(streams[0], linear.library(x, packed, bias, residual=streams[1]))
+
+
+@emulated
+def test_inspect_shows_their_memory(quantized: Path, device: CudaDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What they would take, and what a server with these switches gives them."""
+    monkeypatch.setattr(describe, "resolve_device", lambda config: device)
+
+    def sizes() -> list[Any]:
+        serving = describe.describe_model(str(quantized), EngineConfig(**SMALL))["serving"]
+        return [serving["copies_bytes"], serving["possible_copies_bytes"]]
+
+    off, possible = sizes()
+    assert off is None
+    monkeypatch.setattr(copies, "switches", lambda: parse("copies=on"))
+    assert sizes() == [possible, possible]
+    assert possible == 2 * 2 * 128 * (2 * 256 + 2 * 128 + 3 * 192)
 
 
 @emulated

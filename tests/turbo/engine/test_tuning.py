@@ -14,10 +14,12 @@ from typer.testing import CliRunner
 from benchmarks.random_llama import make_awq
 from lmkit.cli.main import app
 from lmkit.errors import ConfigError, UnsupportedError
-from lmkit.kernels.cuda import attention, gemm_experts, gemm_table, module
-from lmkit.kernels.cuda.gemm_table import Key, SplitKey
+from lmkit.kernels.cuda import attention, gemm, gemm_experts, gemm_table, module, wide
+from lmkit.kernels.cuda.gemm_table import Entry, Key, SplitKey, WideKey
 from lmkit.kv_dtype import INT8
+from lmkit.layers import latent_cost
 from lmkit.models.loader import load_model
+from lmkit.turbo.engine import tuning
 from lmkit.turbo.engine.tuning import (
     AttentionShape,
     attention_shapes,
@@ -46,7 +48,7 @@ def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[gemm_tabl
     """An empty table, and a clock by which the last plan of each measurement is the fastest."""
     emulator.install()
     empty = gemm_table.Table(tmp_path / "gemm" / "emulated.json", "emulated")
-    for where in (gemm_table, gemm_experts, attention):
+    for where in (gemm_table, gemm_experts, attention, wide):
         monkeypatch.setattr(where, "table", lambda device: empty)
     times = iter(range(100_000, 0, -1))
 
@@ -66,11 +68,11 @@ def test_a_model_is_tuned_for_each_shape_and_number_of_tokens(
 ) -> None:
     measure, copies = gemm_table.measure_on_device, []
     monkeypatch.setattr(gemm_table, "measure_on_device", lambda launch, n: copies.append(n) or measure(launch, n))
-    entries, _, file = tune_model(path, EmulatedDevice(), num_plans=3)
+    entries, *_, file = tune_model(path, EmulatedDevice(), num_plans=3)
     shapes = {(entry.key.outputs, entry.key.inputs) for entry in entries}
     assert len(shapes) == 4, "q with k and v, o, gate with up, down"
     assert {(64, 96), (192, 64)} <= shapes
-    assert len(entries) == 4 * len(gemm_table.BUCKETS)
+    assert len(entries) == 4 * len((*gemm_table.BUCKETS, *gemm_table.PROMPT_BUCKETS))
     assert min(copies) > 1, "weights and KV come from memory"
     assert {entry.plan is None for entry in entries if entry.tokens >= 64} == {True}, "the library was timed last"
     assert None not in {entry.plan for entry in entries if entry.tokens < 64}
@@ -85,6 +87,17 @@ def test_engines_use_what_was_measured(path: Path, table: gemm_table.Table) -> N
         plans = gemm_table.promising(8, weight, 3)
         assert gemm_table.choose(7, weight, decoder.dtype) == plans[-1] != plans[0]
         assert gemm_table.choose(100, weight, decoder.dtype) is None
+
+
+def test_plans_for_prompts_are_used_if_they_were_faster(path: Path, table: gemm_table.Table) -> None:
+    decoder = load_model(path, device="cuda")
+    weight = next(tunable(decoder))
+    assert gemm_table.choose(300, weight, decoder.dtype) is None
+    plan = gemm_table.promising(384, weight, 1)[0]
+    table.add(Entry(Key.of(weight, decoder.dtype), 384, plan, 1.0))
+    assert [gemm_table.choose(tokens, weight, decoder.dtype) for tokens in (300, 385, 1000)] == [plan, None, None]
+    launched = set(gemm.kernels_of(weight, plan, decoder.dtype, 384))
+    assert launched <= set(gemm_table.kernels(weight, decoder.dtype, 2048))
 
 
 @pytest.fixture
@@ -139,6 +152,41 @@ def test_attention_takes_the_cost_that_was_measured(table: gemm_table.Table, mon
         assert launch(copies - 1).isfinite().all()
         table.split_costs[SplitKey(16, 2, 8)] = 11
     assert costs == [attention.SPLIT_COSTS[8], 11]
+
+
+def test_latent_attention_is_tuned(tmp_path: Path, table: gemm_table.Table, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of its wide rows, by a clock that likes 4, and prompts over plain heads, which give the same results."""
+    changes = {"num_hidden_layers": 1, "first_k_dense_replace": 1, "qk_nope_head_dim": 24, "v_head_dim": 16}
+    tiny.make(tmp_path, "deepseek-v2-lite", **changes).half().save_pretrained(tmp_path)
+    decoder, results = load_model(tmp_path, device="cuda"), []
+    shape = AttentionShape(32, 6, 1, shared=True)
+    assert attention_shapes(decoder) == [shape]
+    monkeypatch.setattr(tuning, "DECODING", ((1, 128),))
+
+    def blocks(launch: Callable[[int], Tensor], copies: int) -> float:
+        return 1.0 + abs(list(table.wide_blocks.values())[-1] - 4)
+
+    monkeypatch.setattr(gemm_table, "measure_on_device", blocks)
+    found = tuning.tune_wide(table, "cpu", torch.float16, shape)
+    assert [each.key for each in found] == [WideKey(32, 6, bits, True) for bits in (16, 8, 4)]
+    assert set(table.wide_blocks.values()) == {4}
+    num_ranges, places = wide.num_ranges, []
+    monkeypatch.setattr(wide, "num_ranges", lambda *args: places.append(args[-1]) or num_ranges(*args))
+    assert decoding("cpu", torch.float16, shape, INT8, 1, 128)[0](0).isfinite().all()
+    assert places == [4 * module.backend("cpu").num_sms()]
+
+    monkeypatch.setattr(tuning, "LATENT_CHUNK", (20, 64))
+    monkeypatch.setattr(
+        gemm_table, "measure_on_device", lambda launch, n: results.append(launch(0)) or 10.0 - 3 * len(results)
+    )
+    (gain,) = tuning.tune_latent(table, "cpu", decoder)
+    torch.testing.assert_close(*results, rtol=0, atol=2e-3 * float(results[0].abs().max()))
+    layer = decoder.layers[0]
+    assert layer.latent is not None
+    assert gain.factor == pytest.approx(3.0 / latent_cost.gain(20, 64, layer.latent.spec, 6))
+    table.save()
+    again = gemm_table.Table(table.path, "emulated")
+    assert (again.wide_blocks, again.latent_gains) == (table.wide_blocks, table.latent_gains)
 
 
 def test_the_command(path: Path, table: gemm_table.Table, monkeypatch: pytest.MonkeyPatch) -> None:
