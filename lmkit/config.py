@@ -94,6 +94,7 @@ class EngineConfig(StrictStruct, frozen=True, kw_only=True, metaclass=CheckedMet
     tp: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1  # processes that share each layer of the model
     ep: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1  # processes that share the experts; with tp the same processes
     pp: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1  # processes with some layers each, one behind the other
+    devices: Annotated[str, msgspec.Meta(pattern=r"^(0(,\d+)*)?$")] = ""  # of the ranks of tp; "" = 0,1,...
     cluster: ClusterName = "none"  # what has ranks of tp on other machines, see runners.placing; none = all are here
     deterministic: bool = False  # the tokens of a request depend on it alone: a CPU always is so, and a GPU is refused
     num_threads: PositiveInt | None = None  # of all of them; None = the physical cores this process may use
@@ -185,6 +186,16 @@ class EngineConfig(StrictStruct, frozen=True, kw_only=True, metaclass=CheckedMet
     def num_local(self) -> int:
         """Those of them on this machine."""
         return self.num_processes if self.cluster == "none" else 1
+
+    @property
+    def gpus(self) -> list[int]:
+        """The GPU of each rank, if the device is a GPU."""
+        return [int(number) for number in self.devices.split(",")] if self.devices else list(range(self.tp))
+
+    @property
+    def num_sharing(self) -> int:
+        """Processes on this machine that share the memory of process 0's device."""
+        return self.gpus.count(0) if self.device == "cuda" else self.num_local
 
     @property
     def tokens_per_block(self) -> int:
@@ -285,6 +296,7 @@ class Environment(StrictStruct, frozen=True):
     """All environment variables that lmkit reads."""
 
     cpu_isa: str | None  # LMKIT_CPU_ISA: force a lower kernel path: a name of kernels.cpu.isa.LEVELS
+    visible_gpus: str | None  # CUDA_VISIBLE_DEVICES, which CUDA reads; None = all
     cuda: str  # LMKIT_CUDA: parts of the engine on a GPU, on or off: see kernels.cuda.switches
     num_threads: int | None  # LMKIT_NUM_THREADS
     cache_dir: Path  # LMKIT_CACHE_DIR: compiled kernels; packed weights if the checkpoint is not writable
@@ -306,6 +318,7 @@ def environment() -> Environment:
         raise ConfigError(f"LMKIT_NUM_THREADS={threads!r}: expected a positive integer")
     return Environment(
         cpu_isa=os.environ.get("LMKIT_CPU_ISA") or None,
+        visible_gpus=os.environ.get("CUDA_VISIBLE_DEVICES"),
         cuda=os.environ.get("LMKIT_CUDA") or "",
         num_threads=int(threads) if threads else None,
         cache_dir=_folder("LMKIT_CACHE_DIR", "XDG_CACHE_HOME", "~/.cache"),

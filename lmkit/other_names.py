@@ -79,7 +79,7 @@ ENGINE: Mapping[str, str] = {
     **each(NOT_NEEDED, "max_lora_rank"),
     **each(
         ONE_DEVICE,
-        "communicator cp devices main_gpu nnodes tensor_split",
+        "communicator cp main_gpu nnodes tensor_split",
     ),
     "distributed_executor_backend": "use cluster, ray or torchrun, which has processes of tp on other machines",
     "role": "it is an option of `lmkit serve`, for pairs of nodes",

@@ -137,7 +137,7 @@ class MergedLinear:
         return self(x), stream
 
     def float32(self, x: Tensor, norm: Norm | None = None) -> Tensor:
-        """As a call, but the result is not rounded to the activations' dtype."""
+        """As a call, but the result is not rounded to the activations' dtype. No adapter adds to it then."""
         fused, dtype = self._fused, x.dtype if norm is None else norm.dtype
         if fused is not None and fused.implementation.epilogue and dtype != torch.float32:
             return self._product(fused, x, norm, dtype=torch.float32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from lmkit.kernels import ops
@@ -9,6 +10,11 @@ from lmkit.kernels.ops import Norm
 from lmkit.layers.linear import MergedLinear, Weights
 from lmkit.layers.mlp_spec import MLPSpec
 from lmkit.layers.ranks import Ranks
+
+
+def part_of_sum(linear: MergedLinear, x: Tensor) -> Tensor:
+    """The product of x as float32 [T, out], to be added up over the ranks. A CPU computes in float32 anyway."""
+    return linear(x) if x.dtype == torch.float32 else linear.float32(x)
 
 
 class GatedMLP:
@@ -20,6 +26,7 @@ class GatedMLP:
         self.gate_up = MergedLinear(roles, weights, device, activation=spec.activation if is_gated else None)
         self.relu = None if is_gated else ops.relu.select(device)
         self.down = MergedLinear((f"{role}.down",), weights, device)
+        self.is_part = False  # whether other ranks have the rest: sums over ranks are of float32 parts
 
     @property
     def linears(self) -> tuple[MergedLinear, ...]:
@@ -28,11 +35,13 @@ class GatedMLP:
     def join(self, ranks: Ranks, split: Ranks | None) -> Ranks | None:
         """Compute together with other ranks; `split` are those among which linears are split. Returns the ranks that
         add up the MLP's outputs."""
+        self.is_part = split is not None
         return split
 
     def __call__(self, x: Tensor, norm: Norm | None = None) -> Tensor:
         """x [T, hidden], normalized if `norm` is None -> the MLP's contribution [T, hidden]."""
-        return self.down(self.inner(x, norm))
+        inner = self.inner(x, norm)
+        return part_of_sum(self.down, inner) if self.is_part else self.down(inner)
 
     def inner(self, x: Tensor, norm: Norm | None = None) -> Tensor:
         """The input of `down` [T, intermediate size]."""

@@ -27,7 +27,7 @@ from lmkit.layers.delta import GatedDelta
 from lmkit.layers.latent import LatentAttention
 from lmkit.layers.latent_prompts import PlainHeads
 from lmkit.layers.linear import MergedLinear, Weights
-from lmkit.layers.mlp import GatedMLP
+from lmkit.layers.mlp import GatedMLP, part_of_sum
 from lmkit.layers.mlp_spec import MoESpec
 from lmkit.layers.moe import MoE
 from lmkit.layers.per_layer import PerLayerGate
@@ -184,7 +184,8 @@ class DecoderLayer:
 
     def project(self, attended: Tensor) -> Tensor:
         """The output of `attend` -> the attention block's contribution [T, hidden]."""
-        return self._after("norm.attn_out", self.o(attended), self.ranks)
+        y = self.o(attended) if self.ranks is None else part_of_sum(self.o, attended)
+        return self._after("norm.attn_out", y, self.ranks)
 
     def feed_forward(self, x: Tensor, norm: Norm | None = None) -> Tensor:
         """x [T, hidden] -> the contribution of the MLP or mixture of experts. `norm` as in `attention`."""

@@ -40,6 +40,7 @@ def describe_model(path: str, config: EngineConfig) -> dict[str, Any]:
         spec, reader, storages = model.source.spec, model.reader, model.storages
         heads = (1 if spec.tie_embeddings else 2) * math.prod(spec.head_shape)
         token_bytes = [layer.kv_token_bytes(*s.dtypes) for layer, s in zip(model.spec.layers, storages, strict=True)]
+        shares = config.num_sharing if device.name == "cuda" else config.num_processes
         return {
             "path": str(reader.path),
             "architecture": {
@@ -79,7 +80,7 @@ def describe_model(path: str, config: EngineConfig) -> dict[str, Any]:
                 "bytes_per_token": sum(token_bytes),
             },
             "sampling_defaults": _sampling(read_defaults(reader.path, config.generation_config)),
-            "serving": {"device": device.name} | _serving(model, config, device.free_memory() // config.num_processes),
+            "serving": {"device": device.name} | _serving(model, config, device.free_memory() // shares),
             "packed_weights": _packed_files(reader.path, config.weights_path),
         }
 

@@ -141,7 +141,7 @@ class Engine:
             shared = self._tiers, self._guides, memory.max_model_len, memory.workspace, len(memory.layout.groups)
             parts = RunnerParts(config, model.decoder, kv, blocks, *shared, encoded)
             self.adapters = loading.load_adapters(model, config)
-            others = loading.start_others(model, config, cpus, self._lose)
+            others = loading.start_others(model, config, device, cpus, self._lose)
             self.runner = make_runner(device, parts, others)
             self._drafter = model.draft.start(self.runner, spec.vocab_size) if model.draft is not None else None
             captured = self._warm_up(limits, others)

@@ -52,6 +52,7 @@ from lmkit.turbo.runners.processes import Processes, SharedModel
 
 log = get_logger(__name__)
 
+MAX_GPUS = 8  # that share a model: kernels/cuda/csrc/ranks.cu has numbers of all of them in registers
 MAX_ADAPTERS = 8  # places, if there is an adapter_root
 
 
@@ -96,7 +97,7 @@ def load(model_path: str, config: EngineConfig, device: Device, rank: int = 0) -
         weight_bytes = loaded_bytes(model, config) + (draft.memory.total if draft is not None else 0)
         dtypes = [storage.dtypes for storage in model.storages]
         # The other processes take what process 0 has planned.
-        free = device.free_memory() // (1 if rank else config.num_local)
+        free = device.free_memory() // (1 if rank else config.num_sharing)
         copied = copies.planned_bytes(model, config)
 
         def plan(config: EngineConfig) -> MemoryPlan:
@@ -200,6 +201,8 @@ def load_options(config: EngineConfig, rank: int = 0) -> dict[str, Any]:
     """The arguments of `resolved` that a device's configuration gives. Raises ConfigError for what excludes others."""
     if config.cluster != "none" and (config.tp == 1 or config.num_processes > config.tp or config.ep > 1):
         raise ConfigError(f"cluster={config.cluster} places the ranks of tp alone: set tp, and leave out ep and pp")
+    if config.devices and (config.device != "cuda" or len(config.gpus) != config.tp):
+        raise ConfigError(f"devices={config.devices} names the GPUs of tp ranks: give as many as tp, and device cuda")
     if config.num_processes > 1:
         _check_processes(config)
     if config.deterministic and config.device == "cuda":
@@ -242,7 +245,7 @@ def _check_processes(config: EngineConfig) -> None:
         )
     alone = name.partition("=")[0] + "=1"
     if config.device != "cpu":
-        raise ConfigError(f"{name} is for --device cpu; on a GPU use {alone}")
+        _check_gpus(config, name, alone)
     if config.adapters and max(config.ep, config.pp) > 1:
         raise ConfigError(f"{name} takes no adapters; merge them into the checkpoint, or use {alone}")
     if config.adapter_root is not None or config.max_adapters is not None:
@@ -254,6 +257,18 @@ def _check_processes(config: EngineConfig) -> None:
     for option in ("kv_host_memory", "kv_disk_path", "kv_peer"):
         if getattr(config, option) is not None:
             raise ConfigError(f"{name} keeps no KV outside the engine; leave out {option}")
+
+
+def _check_gpus(config: EngineConfig, name: str, alone: str) -> None:
+    """Raise ConfigError for options that do not go together with a model that several GPUs share."""
+    if max(config.ep, config.pp) > 1:
+        raise ConfigError(f"{name} is for --device cpu; GPUs share a model by tp alone")
+    if config.tp > MAX_GPUS:
+        raise ConfigError(f"{name}: at most {MAX_GPUS} GPUs share a model; use a smaller tp")
+    if config.cluster != "none":
+        raise ConfigError(f"cluster={config.cluster} is for --device cpu; on GPUs all ranks are on one machine")
+    if config.adapters:
+        raise ConfigError(f"{name} takes no adapters on GPUs; merge them into the checkpoint, or use {alone}")
 
 
 def given(decoder: Decoder, config: EngineConfig, device: Device, storages: list[KVStorage] | None) -> LoadedModel:
@@ -356,11 +371,11 @@ def open_tiers(
 
 
 def start_others(
-    model: LoadedModel, config: EngineConfig, cpus: list[list[int]], lose: Callable[[str], None]
+    model: LoadedModel, config: EngineConfig, device: Device, cpus: list[list[int]], lose: Callable[[str], None]
 ) -> Processes | None:
     """Start the other processes of the model, if several share it. They plan the same memory."""
     if config.num_processes == 1:
         return None
     sizes = {"kv_memory": model.memory.kv * config.num_processes, "max_model_len": model.memory.max_model_len}
-    shared = SharedModel(model.path, msgspec.structs.replace(config, **sizes), model.decoder.spec, cpus)
+    shared = SharedModel(model.path, msgspec.structs.replace(config, **sizes), model.decoder.spec, cpus, device)
     return factory.start_others(shared, lose)

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 # that torch's cache rounds up.
 RUNTIME_BYTES = {"cpu": 128 << 20, "cuda": 400 << 20}
 GPU_SCRATCH_BYTES = 64 << 20  # of a product; kernels/cuda/gemm_plan.py takes no plan with more
+EXCHANGE_BYTES = 9 << 20  # of a rank, for the others to read; kernels/cuda/ranks.py takes no more
 SNAPSHOTS = 16  # of recurrent state, for each sequence of the batch, unless they exceed their share
 SNAPSHOT_SHARE = 0.25  # of the memory left after the weights
 COPIES_SHARE = 0.5  # of the memory left after the weights, which copies of weights take at most
@@ -265,7 +266,8 @@ def _gpu_workspace_bytes(spec: ModelSpec, config: EngineConfig, num_groups: int)
     - all of it again for the largest captured step with prompt tokens, whose memory is its own,
     - logits three times: the captured steps' own buffer, a step's logits, and the sampler's copy,
     - the pinned block tables, twice,
-    - plain keys and values of latent attention's prompts.
+    - plain keys and values of latent attention's prompts,
+    - of several ranks, the memory that they read of each other, and a rank's part of the logits.
     """
     widest = max(layer.activation_bytes(half=True) for layer in spec.kinds)
     outputs = max(layer.widest_product for layer in spec.kinds)
@@ -285,4 +287,6 @@ def _gpu_workspace_bytes(spec: ModelSpec, config: EngineConfig, num_groups: int)
         ),
         default=0,
     )
-    return activations + latent + 2 * 2 * outputs * spec.hidden_size + 3 * 4 * rows * spec.vocab_size + 2 * tables
+    exchanges = EXCHANGE_BYTES + 4 * rows * -(-spec.vocab_size // config.tp) if config.tp > 1 else 0
+    weights, logits = 2 * 2 * outputs * spec.hidden_size, 3 * 4 * rows * spec.vocab_size
+    return activations + latent + weights + logits + 2 * tables + exchanges

@@ -13,10 +13,14 @@ import os
 import select
 import sys
 import threading
+from typing import TYPE_CHECKING
 
 from lmkit import log
 from lmkit.config import calm_openmp, environment
 from lmkit.errors import LMKitError
+
+if TYPE_CHECKING:
+    from lmkit.turbo.runners.device import Device
 
 
 def _end_with_parent() -> None:
@@ -37,7 +41,8 @@ def _answer(line: str, status: int) -> int:
     return status
 
 
-def main() -> int:
+def main(device: Device | None = None) -> int:
+    """Run a rank. `device`: another one than the configuration names."""
     calm_openmp()
     log.setup("WARNING" if environment().log_level == "INFO" else environment().log_level, process="rank")
     if len(sys.argv) > 1:
@@ -52,8 +57,8 @@ def main() -> int:
     from lmkit.models import kv_storage
     from lmkit.turbo.engine import loading
     from lmkit.turbo.kv.blocks import KVBlocks
-    from lmkit.turbo.runners import ranks, remote
-    from lmkit.turbo.runners.device import CpuDevice
+    from lmkit.turbo.runners import cuda_ranks, ranks, remote
+    from lmkit.turbo.runners.device import CpuDevice, CudaDevice
     from lmkit.turbo.runners.guides import Guides
     from lmkit.turbo.runners.processes import Start, read
     from lmkit.turbo.runners.ranks import FollowingRunner
@@ -63,27 +68,38 @@ def main() -> int:
     pipe = open(0, "rb", closefd=False)  # noqa: SIM115 - for as long as the process runs
     start = read(pipe, Start)
     os.chdir(start.folder)
-    config, device = start.config, CpuDevice()
+    config = start.config
+    device = device or (CpuDevice() if config.device == "cpu" else CudaDevice())
     assert config.num_threads is not None
     cores.bind(start.cpus)
     threads.configure(config.num_threads)
     try:
         model = loading.load(start.model_path, config, device, start.rank)
-    except LMKitError as error:
-        return _answer(str(error), 2)
-    spec, plan = model.decoder.spec, model.memory
-    sizes = plan.num_blocks, config.tokens_per_block, plan.max_model_len
-    kv = kv_storage.allocate(spec.layers, model.storages, *sizes, "cpu", plan.layout, config.sequences_per_step)
-    kv = [kv[layer.index] for layer in model.decoder.layers]
-    of_model = model.decoder, kv, KVBlocks(kv), None, Guides(None, spec.vocab_size)
-    try:
+        spec, plan = model.decoder.spec, model.memory
+        with loading.fits_the_gpu("the KV cache"):
+            sizes = plan.num_blocks, config.tokens_per_block, plan.max_model_len
+            slots = config.sequences_per_step
+            kv = kv_storage.allocate(spec.layers, model.storages, *sizes, device.name, plan.layout, slots)
+        kv = [kv[layer.index] for layer in model.decoder.layers]
+        of_model = model.decoder, kv, KVBlocks(kv), None, Guides(None, spec.vocab_size)
         loading.load_adapters(model, config)  # they have the numbers that they have in rank 0
+        parts = RunnerParts(config, *of_model, plan.max_model_len, plan.workspace, len(plan.layout.groups))
+        if isinstance(device, CudaDevice):
+            on_gpu = cuda_ranks.ranks_of(device, parts, start.rank)
+            _answer(f"memory {on_gpu.handle.hex()}", 0)
+            on_gpu.connect(read(pipe, cuda_ranks.Handles).handles)
     except LMKitError as error:
         return _answer(str(error), 2)
-    parts = RunnerParts(config, *of_model, plan.max_model_len, plan.workspace, len(plan.layout.groups))
+    runner: FollowingRunner | FollowingStage | cuda_ranks.FollowingCudaRunner
+    if isinstance(device, CudaDevice):
+        _answer("ready", 0)  # the first steps wait for all ranks
+        runner = cuda_ranks.FollowingCudaRunner(device, parts, on_gpu, pipe)
+        runner.warm_up()
+        runner.run()
+        return 0
     if config.num_ranks > 1:
         shared = (remote if start.store else ranks).joined(start, spec.vocab_size)
-        runner: FollowingRunner | FollowingStage = FollowingRunner(device, parts, shared, pipe)
+        runner = FollowingRunner(device, parts, shared, pipe)
     else:
         runner = FollowingStage(device, parts, start, pipe)
     runner.warm_up()

@@ -68,7 +68,7 @@ class DeviceSampler(SlotStates, Protocol):
 
 
 @dataclass(frozen=True)
-class _Drawn:
+class Drawn:
     tokens: list[SampledToken]
 
     def result(self) -> list[SampledToken]:
@@ -87,7 +87,7 @@ class HostSampler:
         sampled = self._sampler.sample(logits.cpu(), slots)
         tokens = torch.tensor([token.token_id for token in sampled], device=self.last_token.device)
         self.last_token[torch.tensor(slots, device=self.last_token.device)] = tokens
-        return _Drawn(sampled)
+        return Drawn(sampled)
 
 
 class _Computed(NamedTuple):
@@ -153,10 +153,7 @@ class CudaRunner(PlanRunner):
     """`launch` returns when the step is on the stream. A step with drafts is sampled before it returns."""
 
     def __init__(self, device: CudaDevice, parts: RunnerParts) -> None:
-        sampler = GpuSampler if device.has_kernels else HostSampler
-        self._sampler: DeviceSampler = sampler(
-            parts.config.sequences_per_step, parts.decoder.spec.vocab_size, device.tensors, parts.guides
-        )
+        self._sampler = self._make_sampler(device, parts)
         super().__init__(parts, self._sampler)
         self._device = device
         num_groups, num_slots, width = self.batch.block_tables.shape
@@ -168,6 +165,10 @@ class CudaRunner(PlanRunner):
         self.captured = CapturedSteps(device, self._forward, self._staged, width, argmax)
         self._plain_heads = found = plain_heads(self.decoder, self.kv)
         self._plain_gain = table(device.tensors).latent_gains.get(latent_key(found), 1.0) if found else 1.0
+
+    def _make_sampler(self, device: CudaDevice, parts: RunnerParts) -> DeviceSampler:
+        sampler = GpuSampler if device.has_kernels else HostSampler
+        return sampler(parts.config.sequences_per_step, parts.decoder.spec.vocab_size, device.tensors, parts.guides)
 
     @torch.inference_mode()
     def warm_up(self) -> str:
@@ -207,23 +208,27 @@ class CudaRunner(PlanRunner):
     def _launch(self, plan: StepPlan) -> _Launched:
         with self._begun(plan) as chunks:
             if not chunks:
-                return _Launched(plan, chunks, [], None, _Drawn([]), [], None)
+                return _Launched(plan, chunks, [], None, Drawn([]), [], None)
             times = _Times(*(self._device.event() for _ in range(3)))
             inputs, rows = self.batch.inputs(chunks)
             times.begin.record()
             logits, shown, drawn = self._logits(chunks, inputs, rows)
             times.model.record()
             tokens: list[list[SampledToken]] | None = None
-            pending: Pending = _Drawn([])
+            pending: Pending = Drawn([])
             expected: list[Expected] = []
             if rows is not None and any(chunk.draft for chunk in chunks):
-                tokens = sample_chunks(lambda x, slots: self._sampler.sample(x, slots).result(), logits, chunks, rows)
+                tokens = self._sample_now(logits, chunks, rows)
                 self.append(chunks, tokens)
             elif slots := [chunk.slot for chunk in chunks if chunk.num_sampled]:
                 pending = self._sampler.sample(logits, slots) if drawn is None else drawn
                 expected = [self.batch.expect(slot) for slot in slots]
             times.end.record()
             return _Launched(plan, chunks, shown, tokens, pending, expected, times)
+
+    def _sample_now(self, logits: Tensor, chunks: list[Chunk], rows: StepRows) -> list[list[SampledToken]]:
+        """The tokens of each chunk, some of which have drafts."""
+        return sample_chunks(lambda x, slots: self._sampler.sample(x, slots).result(), logits, chunks, rows)
 
     def _result(self, launched: _Launched) -> StepResult:
         drawn = launched.pending.result()
@@ -249,7 +254,7 @@ class CudaRunner(PlanRunner):
             on_device = replace(on_device, prompts=Prompts.of(prompts, starts, on_device.geometries))
         if rows is None or not rows.wants_hidden:
             return _Computed(self._forward(on_device), nothing)
-        self._known_tokens(on_device.token_ids, self._sampler.last_token)
+        self._know(on_device.token_ids)
         return _Computed(*self._with_hidden(chunks, rows, on_device))
 
     def _prompts(self, inputs: BatchInputs, rows: StepRows | None) -> list[Prompt]:
@@ -285,5 +290,9 @@ class CudaRunner(PlanRunner):
         return _Computed(logits[: len(slots)], [Shown()] * len(chunks), drawn)
 
     def _forward(self, inputs: BatchInputs) -> Tensor:
-        self._known_tokens(inputs.token_ids, self._sampler.last_token)
+        self._know(inputs.token_ids)
         return self.decoder(inputs, self.kv)
+
+    def _know(self, token_ids: Tensor) -> None:
+        """Fill in the tokens that the host did not know."""
+        self._known_tokens(token_ids, self._sampler.last_token)

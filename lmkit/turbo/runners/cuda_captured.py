@@ -179,7 +179,8 @@ class CapturedSteps:
         inputs, greedy = self._staged.padding(size, self.width), self._staged.greedy
 
         def launch() -> None:
-            self._logits[: size.seqs].copy_(self._forward(inputs))
+            if len(logits := self._forward(inputs)):  # rank 0 alone has some
+                self._logits[: size.seqs].copy_(logits)
             if self._argmax is not None:
                 self._argmax(self._logits[: size.seqs], greedy, self._tokens)
 

@@ -11,10 +11,11 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from lmkit.config import EngineConfig
-from lmkit.errors import UnsupportedError
+from lmkit.config import EngineConfig, environment
+from lmkit.errors import ConfigError, UnsupportedError
 from lmkit.kernels.cuda import module
 from lmkit.kernels.cuda.module import Kernel
+from lmkit.kernels.cuda.ranks import IpcSharing, Sharing
 from lmkit.log import get_logger
 from lmkit.turbo.host_memory import available_memory
 
@@ -86,6 +87,22 @@ class CudaDevice:
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):  # the tiers' threads go on
             launch()
         return graph.replay
+
+    def sharing(self) -> Sharing:
+        """How ranks share memory. Raises UnsupportedError where no kernels run."""
+        if not self.has_kernels:
+            raise UnsupportedError(f"tp on GPUs: {module.missing()}; use tp=1")
+        return IpcSharing()
+
+    def environment(self, gpu: int) -> dict[str, str]:
+        """The variables of a process with `gpu` as its first one, behind which it sees all others, too. Raises
+        ConfigError if it is not there."""
+        count = torch.cuda.device_count()
+        if gpu >= count:
+            raise ConfigError(f"tp: a rank is to have GPU {gpu}, and there are {count}; use a smaller tp, or devices")
+        visible = environment().visible_gpus
+        names = [str(number) for number in range(count)] if visible is None else visible.split(",")[:count]
+        return {"CUDA_VISIBLE_DEVICES": ",".join([names[gpu], *names[:gpu], *names[gpu + 1 :]])}
 
     def compile(self, kernels: Iterable[Kernel]) -> None:
         """Compile kernels before a step waits for them."""

@@ -7,7 +7,8 @@ from typing import Any
 
 from lmkit.turbo.runners.cpu import CpuRunner
 from lmkit.turbo.runners.cuda import CudaRunner
-from lmkit.turbo.runners.device import CpuDevice, Device
+from lmkit.turbo.runners.cuda_ranks import CudaRanks
+from lmkit.turbo.runners.device import Device
 from lmkit.turbo.runners.processes import Processes, SharedModel
 from lmkit.turbo.runners.ranks import Ranks
 from lmkit.turbo.runners.remote import RemoteRanks
@@ -19,6 +20,8 @@ RUNNERS: dict[str, Callable[[Any, RunnerParts], Runner]] = {"cpu": CpuRunner, "c
 
 def start_others(model: SharedModel, lose: Callable[[str], None]) -> Processes:
     """Start the other ranks or stages, see Processes."""
+    if model.config.device == "cuda":
+        return CudaRanks(model, lose)
     if model.config.num_ranks == 1:
         return Stages(model, lose)
     return (Ranks if model.config.cluster == "none" else RemoteRanks)(model, lose)
@@ -30,6 +33,5 @@ def make_runner(device: Device, parts: RunnerParts, others: Processes | None = N
     torch's OutOfMemoryError means that the device has too little memory.
     """
     if others is not None:
-        assert isinstance(device, CpuDevice)
         return others.runner(device, parts)
     return RUNNERS[device.name](device, parts)

@@ -11,19 +11,18 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import IO, NamedTuple, Protocol, TypeVar
+from typing import IO, Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
 import lmkit
-from lmkit.config import EngineConfig
+from lmkit.config import EngineConfig, child_environment
 from lmkit.errors import EngineLostError, LMKitError
 from lmkit.models.spec import ModelSpec
 from lmkit.turbo.plan import StepPlan
 from lmkit.turbo.request import SamplingParams
-from lmkit.turbo.runners.cpu import CpuRunner
-from lmkit.turbo.runners.device import CpuDevice
-from lmkit.turbo.runners.runner import RunnerParts
+from lmkit.turbo.runners.device import Device
+from lmkit.turbo.runners.runner import Runner, RunnerParts
 
 STOP_SECONDS = 5.0  # for a process to end by itself
 PROCESS = "lmkit.turbo.engine.rank_process"
@@ -77,6 +76,7 @@ class SharedModel(NamedTuple):
     config: EngineConfig  # of the other processes
     spec: ModelSpec
     cpus: list[list[int]]  # of each process; none: it is bound to nothing
+    device: Device  # of process 0
 
 
 class Processes(ABC):
@@ -98,7 +98,7 @@ class Processes(ABC):
         """The first message to each process. Behind it process 0 closes the files that they alone are to hold."""
 
     @abstractmethod
-    def runner(self, device: CpuDevice, parts: RunnerParts) -> CpuRunner:
+    def runner(self, device: Any, parts: RunnerParts) -> Runner:
         """The runner of process 0."""
 
     def _begin(self, start: Start) -> Process:
@@ -107,19 +107,31 @@ class Processes(ABC):
             [sys.executable, "-m", PROCESS],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            env=child_environment(**self._variables(start.rank)),
             pass_fds=start.files,
             start_new_session=True,  # Ctrl-C in a terminal is the engine's
             cwd=Path(lmkit.__file__).parents[1],
         )
 
-    def wait_until_ready(self) -> None:
-        """Wait until every process has loaded its part. Raises LMKitError if one cannot."""
+    def _variables(self, rank: int) -> dict[str, str]:
+        """What is added to a process' environment."""
+        return {}
+
+    def hear(self, word: str) -> list[str]:
+        """What every process says behind `word`. Raises LMKitError if one says something else: why it cannot start."""
+        found = []
         for rank, process in enumerate(self._processes, 1):
             assert process.stdout is not None
             answer = process.stdout.readline().decode().strip()
-            if answer != "ready":
+            if not answer.startswith(word):
                 self.close()
                 raise LMKitError(f"rank {rank} of {len(self._processes) + 1}: {answer or 'it ended; its log says why'}")
+            found.append(answer.removeprefix(word).strip())
+        return found
+
+    def wait_until_ready(self) -> None:
+        """Wait until every process has loaded its part. Raises LMKitError if one cannot."""
+        self.hear("ready")
         for rank, process in enumerate(self._processes, 1):
             threading.Thread(target=self._watch, args=(rank, process), name=f"rank-{rank}", daemon=True).start()
 

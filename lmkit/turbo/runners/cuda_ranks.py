@@ -1,0 +1,177 @@
+"""Tensor parallelism on GPUs: rank 0 lies in the engine, every other rank is a process with a GPU of its own.
+
+    scheduler -> plan -> rank 0 -- pipe: plan --> rank 1, rank 2, ...
+                         rank 0 <== memory of GPUs: the last tokens, sums, parts of the logits ==> rank 1, rank 2, ...
+
+Every rank launches the same kernels for the same plans, on its part of the model (models.shard) and of the KV cache.
+They exchange on their streams (kernels.cuda.ranks), so steps are captured and hosts run ahead as with one GPU. Rank 0
+samples. Its tokens come to the others at the beginning of the next step, on the device. A rank that ends takes the
+engine with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import IO, Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from lmkit.errors import EngineLostError
+from lmkit.kernels.cuda.ranks import GpuRanks
+from lmkit.turbo.plan import Chunk, NewSequence, SampledToken, StepPlan
+from lmkit.turbo.runners.batch import StepRows
+from lmkit.turbo.runners.cuda import CudaRunner, DeviceSampler, Drawn, Pending
+from lmkit.turbo.runners.device import CudaDevice
+from lmkit.turbo.runners.processes import ENDED, Processes, SharedModel, Start, read, without_wishes
+from lmkit.turbo.runners.ranks import Tokens
+from lmkit.turbo.runners.runner import RunnerParts, StepResult, Ticket
+
+
+class Handles(msgspec.Struct, frozen=True):
+    """By which a rank opens the memory of all ranks, in their order."""
+
+    handles: list[bytes]
+
+
+def ranks_of(device: CudaDevice, parts: RunnerParts, rank: int) -> GpuRanks:
+    """A rank's view of the ranks, which is yet to be connected. Raises UnsupportedError."""
+    lost = device.staging(4).view(torch.int32).zero_()
+    return GpuRanks(device.sharing(), device.tensors, lost, rank, parts.config.tp, parts.decoder.spec.vocab_size)
+
+
+class CudaRanks(Processes):
+    """The processes of ranks 1 and on. Their first steps wait for each other, so `runner` waits until all are ready."""
+
+    shared: GpuRanks
+
+    def __init__(self, model: SharedModel, lose: Any) -> None:
+        assert isinstance(model.device, CudaDevice)
+        self._device, self._gpus = model.device, model.config.gpus
+        super().__init__(model, lose)
+
+    @contextmanager
+    def _starts(self, model: SharedModel) -> Iterator[list[Start]]:
+        yield [Start(rank, model.path, model.config, [], cpus=model.cpus[rank]) for rank in range(1, model.config.tp)]
+
+    def _variables(self, rank: int) -> dict[str, str]:
+        return self._device.environment(self._gpus[rank])
+
+    def runner(self, device: CudaDevice, parts: RunnerParts) -> LeadingCudaRunner:
+        """See Processes. Raises LMKitError if a rank cannot start."""
+        self.shared = ranks_of(device, parts, 0)
+        handles = [self.shared.handle, *map(bytes.fromhex, self.hear("memory"))]
+        self.send(Handles(handles))
+        self.shared.connect(handles)
+        super().wait_until_ready()
+        return LeadingCudaRunner(device, parts, self)
+
+    def wait_until_ready(self) -> None:
+        """Do nothing: `runner` has waited."""
+
+    def check(self) -> None:
+        """Raise EngineLostError if a rank has ended, or an exchange took too long."""
+        if self.shared.is_lost:
+            raise EngineLostError(ENDED)
+
+    def _ended(self, reason: str) -> None:
+        super()._ended(reason)
+        self.shared.lose()
+
+    def close(self) -> None:
+        if hasattr(self, "shared"):
+            self.shared.lose()  # a step under way waits for ranks that end now
+        super().close()
+
+
+class _Joined(CudaRunner):
+    """The runner of a rank."""
+
+    def __init__(self, device: CudaDevice, parts: RunnerParts, shared: GpuRanks) -> None:
+        parts.decoder.join(shared, split=True)
+        self.shared = shared
+        super().__init__(device, parts)
+
+    def _know(self, token_ids: Tensor) -> None:
+        self.shared.from_first(self._sampler.last_token)
+        super()._know(token_ids)
+
+
+class LeadingCudaRunner(_Joined):
+    """The runner of rank 0."""
+
+    def __init__(self, device: CudaDevice, parts: RunnerParts, ranks: CudaRanks) -> None:
+        self.ranks = ranks
+        super().__init__(device, parts, ranks.shared)
+
+    def warm_up(self) -> str:
+        captured = super().warm_up()
+        self.ranks.check()
+        return captured
+
+    def launch(self, plan: StepPlan) -> Ticket:
+        """See CudaRunner. After a failure the ranks may disagree, so no step follows it."""
+        self.ranks.check()
+        try:
+            self.ranks.send(without_wishes(plan))
+            return super().launch(plan)
+        except Exception:
+            self.shared.lose()
+            raise
+
+    def collect(self, ticket: Ticket) -> StepResult:
+        """See CudaRunner."""
+        result = super().collect(ticket)
+        self.ranks.check()
+        return result
+
+    def _sample_now(self, logits: Tensor, chunks: list[Chunk], rows: StepRows) -> list[list[SampledToken]]:
+        tokens = super()._sample_now(logits, chunks, rows)
+        self.ranks.send(Tokens([[token.token_id for token in new] for new in tokens]))
+        return tokens
+
+    def close(self) -> None:
+        """End the other ranks."""
+        self.ranks.close()
+
+
+class _SampledElsewhere:
+    """The sampler of a rank that does not sample."""
+
+    def __init__(self, num_slots: int, device: str) -> None:
+        self.last_token = torch.zeros(num_slots, dtype=torch.int64, device=device)
+
+    def set(self, slot: int, new: NewSequence) -> None:
+        """Do nothing."""
+
+    def clear(self, slot: int) -> None:
+        """Do nothing."""
+
+    def sample(self, logits: Tensor, slots: Sequence[int]) -> Pending:
+        """No tokens: they come with the next step."""
+        return Drawn([])
+
+
+class FollowingCudaRunner(_Joined):
+    """The runner of another rank. It takes plans from a pipe, and the tokens of steps with drafts."""
+
+    def __init__(self, device: CudaDevice, parts: RunnerParts, shared: GpuRanks, pipe: IO[bytes]) -> None:
+        super().__init__(device, parts, shared)
+        self._pipe = pipe
+
+    def _make_sampler(self, device: CudaDevice, parts: RunnerParts) -> DeviceSampler:
+        return _SampledElsewhere(parts.config.sequences_per_step, device.tensors)
+
+    def run(self) -> None:
+        """Carry out plans until the pipe ends, or the ranks are lost."""
+        while not self.shared.is_lost:
+            try:
+                plan = read(self._pipe, StepPlan)
+            except EOFError:
+                return
+            self.launch(plan)
+
+    def _sample_now(self, logits: Tensor, chunks: list[Chunk], rows: StepRows) -> list[list[SampledToken]]:
+        return [[SampledToken(token) for token in new] for new in read(self._pipe, Tokens).token_ids]

@@ -1,0 +1,140 @@
+"""Engines whose model several GPUs share, each rank with an emulated one."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.random_llama import make_awq
+from lmkit.config import EngineConfig
+from lmkit.errors import ConfigError
+from lmkit.formats.hub import DEMO_FOLDER
+from lmkit.kernels.cuda.ranks import LAYOUT
+from lmkit.turbo.engine.engine import Engine
+from lmkit.turbo.engine.loading import MAX_GPUS
+from lmkit.turbo.engine.memory import EXCHANGE_BYTES
+from lmkit.turbo.runners import processes
+from lmkit.turbo.runners.cuda_ranks import LeadingCudaRunner
+from lmkit.turbo.runners.device import CudaDevice
+from tests.models import tiny
+from tests.turbo.engine import test_cuda_engine
+from tests.turbo.engine.test_cuda_engine import SIZES, assert_alike, on_gpu, request, requests, tokens
+from tests.turbo.engine.test_engine import propose_drafts, run
+from tests.turbo.engine.test_ranks import check_a_kill_ends
+
+device = test_cuda_engine.device
+emulated = test_cuda_engine.emulated
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("models") / "dense"
+    tiny.make(path, "llama", **SIZES | {"intermediate_size": 256}).half().save_pretrained(path)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(DEMO_FOLDER / file, path / file)
+    return path
+
+
+@pytest.fixture(autouse=True)
+def ranks_are_emulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "PROCESS", "tests.emulator.rank_process")
+
+
+@pytest.fixture
+def engines() -> Iterator[list[Engine]]:
+    """Engines that are closed behind the test."""
+    found: list[Engine] = []
+    yield found
+    for engine in found:
+        engine.close()
+
+
+@emulated
+@pytest.mark.parametrize(("weights", "drafts"), [("float16", True), ("int4", False)])
+def test_two_ranks_give_the_tokens_of_one(
+    checkpoint: Path,
+    device: CudaDevice,
+    engines: list[Engine],
+    weights: str,
+    drafts: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Prompts are cut into chunks beside sequences that decode. Steps overlap, or have drafts. Logits differ in the
+    order of sums alone. A rank has its heads of KV."""
+    path = checkpoint
+    if weights == "int4":
+        path = tmp_path / "w4"
+        make_awq(checkpoint, path, group=32)
+    options: dict[str, Any] = {"kv_memory": 1 << 20, "overlap": not drafts}
+    engines += [on_gpu(path, device, **options), on_gpu(path, device, tp=2, **options)]
+    one, two = engines
+    assert isinstance(two.runner, LeadingCudaRunner)
+    assert two.info.captured == one.info.captured
+    assert two.info.memory["kv"] <= one.info.memory["kv"] // 2
+    assert two.runner.kv[0].k.data.shape[1] == one.runner.kv[0].k.data.shape[1] // 2  # type: ignore[attr-defined]
+    wanted = [*requests(), request("scored", list(range(50, 90)), 4, prompt_logprobs=True)]
+    want = run(one, wanted)
+    lengths = propose_drafts(two, tokens(want), monkeypatch) if drafts else [4]
+    got = run(two, wanted)
+    assert max(lengths) > 1
+    assert assert_alike(got, want, 0.01) == 1
+    two.check_integrity()
+
+
+@emulated
+def test_a_killed_rank_ends_the_engine_with_one_error(checkpoint: Path, device: CudaDevice) -> None:
+    """In a step, rank 0's kernels wait for the other's. Nothing but the engine's end stops them."""
+    model = on_gpu(checkpoint, device, tp=2, speculate="ngram", kv_memory=1 << 20)
+    assert isinstance(model.runner, LeadingCudaRunner)
+    model.add(request("one", [5, 6] * 8, 100))
+    model.step()
+    check_a_kill_ends(model, model.runner.ranks.pids[0])
+
+
+@emulated
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"tp": 2, "pp": 2}, "tp=2 and pp=2: a model is shared out in one way"),
+        ({"pp": 2}, "pp=2 is for --device cpu; GPUs share a model by tp alone"),
+        ({"tp": 2, "ep": 2}, "tp=2 is for --device cpu; GPUs share a model by tp alone"),
+        ({"tp": 16}, "tp=16: at most 8 GPUs share a model"),
+        ({"tp": 2, "adapters": ("one=folder",)}, "tp=2 takes no adapters on GPUs; merge them"),
+        ({"tp": 2, "kv_host_memory": 1 << 30}, "tp=2 keeps no KV outside the engine; leave out kv_host_memory"),
+        ({"tp": 2, "cluster": "ray"}, "cluster=ray is for --device cpu"),
+        ({"tp": 2, "devices": "0"}, "devices=0 names the GPUs of tp ranks: give as many as tp"),
+    ],
+)
+def test_what_gpus_cannot_share_is_refused(
+    checkpoint: Path, device: CudaDevice, options: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        on_gpu(checkpoint, device, **options)
+
+
+def test_a_rank_sees_its_own_gpu_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And all others behind it, whose memory it maps."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    device = CudaDevice()
+    assert device.environment(2) == {"CUDA_VISIBLE_DEVICES": "2,0,1"}
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,GPU-5ebe9f43,7")
+    assert device.environment(1) == {"CUDA_VISIBLE_DEVICES": "GPU-5ebe9f43,4,7"}
+    assert device.environment(0) == {"CUDA_VISIBLE_DEVICES": "4,GPU-5ebe9f43,7"}
+    with pytest.raises(ConfigError, match="a rank is to have GPU 3, and there are 3"):
+        device.environment(3)
+
+
+def test_the_plan_has_room_for_exchanges() -> None:
+    assert LAYOUT.num_bytes(MAX_GPUS) <= EXCHANGE_BYTES
+
+
+@pytest.mark.parametrize(("devices", "sharing"), [("", 1), ("0,1", 1), ("0,0", 2)])
+def test_ranks_on_one_gpu_share_its_memory(devices: str, sharing: int) -> None:
+    assert EngineConfig(device="cuda", tp=2, devices=devices).num_sharing == sharing
