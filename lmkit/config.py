@@ -96,7 +96,7 @@ class EngineConfig(StrictStruct, frozen=True, kw_only=True, metaclass=CheckedMet
     pp: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1  # processes with some layers each, one behind the other
     devices: Annotated[str, msgspec.Meta(pattern=r"^(0(,\d+)*)?$")] = ""  # of the ranks of tp; "" = 0,1,...
     cluster: ClusterName = "none"  # what has ranks of tp on other machines, see runners.placing; none = all are here
-    deterministic: bool = False  # the tokens of a request depend on it alone: a CPU always is so, and a GPU is refused
+    deterministic: bool = False  # the tokens of a request depend on it alone: on a CPU always, on a GPU if asked for
     num_threads: PositiveInt | None = None  # of all of them; None = the physical cores this process may use
     image_memory: PositiveInt = 256 << 20  # bytes for images that are encoded, beyond those in use
     image_pixels: Annotated[int, msgspec.Meta(ge=1 << 10, le=1 << 24)] = 1 << 20  # larger images are made smaller

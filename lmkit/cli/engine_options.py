@@ -35,7 +35,7 @@ HELP = {
         "pp": "Processes that share the model: each computes some of the layers.",
         "devices": "GPUs of the processes of --tp, 0,1 for example, or 0,0 to try it on one. Default: 0,1,2 and on.",
         "cluster": "Place the processes of --tp on other machines: ray, or torchrun. Default: all here.",
-        "deterministic": "Start only where a request's tokens depend on it alone: on a CPU, always so.",
+        "deterministic": "A request's tokens depend on it alone: on a CPU always; on a GPU slowly, if at all.",
         "num_threads": "Default: the physical cores this process may use.",
     },
     "Memory and cache": {

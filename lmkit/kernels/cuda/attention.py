@@ -43,7 +43,7 @@ def paged_attention(
     sink_logits: Tensor | None = None,
 ) -> Tensor:
     num_seqs = len(geometry.context_lens)
-    decodes, wide = len(q) == num_seqs, is_wide(q.shape[2], k_cache, v_cache)
+    decodes, wide = _decodes(q, geometry), is_wide(q.shape[2], k_cache, v_cache)
     if wide:
         reason = wide_problem(q, k_cache, v_cache, spec, sink_logits)
     else:
@@ -55,7 +55,7 @@ def paged_attention(
     if wide:
         return wide_attention(q, k_cache, v_cache, geometry, spec)
     out = q.new_empty(*q.shape[:2], v_cache.dim)
-    mixed = not decodes and num_seqs > 1
+    mixed = not decodes and num_seqs > 1 and not switches().invariant
     if decodes or mixed:
         decode_attention(q, None, k_cache, v_cache, geometry, spec, out, sink_logits)
     if not decodes:
@@ -77,7 +77,7 @@ def rope_paged_attention(
     spec: AttentionSpec,
     sink_logits: Tensor | None = None,
 ) -> Tensor:
-    decodes = len(q) == len(geometry.context_lens)
+    decodes = _decodes(q, geometry)
     if is_wide(q.shape[2], k_cache, v_cache) or not k.shape[1]:  # no keys: those of another layer are read
         rope_append(q, k, v, cos, sin, k_cache, v_cache, geometry.slots)
         rows: Tensor = paged_attention(q, k_cache, v_cache, geometry, spec, sink_logits)
@@ -93,6 +93,12 @@ def rope_paged_attention(
     rope_append(q, k, v, cos, sin, k_cache, v_cache, geometry.slots)
     y = paged_attention(q, k_cache, v_cache, geometry, spec, sink_logits)
     return y
+
+
+def _decodes(q: Tensor, geometry: BatchGeometry) -> bool:
+    """Whether every sequence has one query, and a kernel of its own attends. With `invariant` one kernel has all
+    queries, because the two add up in different orders."""
+    return len(q) == len(geometry.context_lens) and not switches().invariant
 
 
 def decode_attention(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import msgspec
@@ -209,3 +209,40 @@ def best(problem: Problem, num_sms: int, limit: int, count: int = 1, kernels: in
     """The plans with the lowest estimates, best first. If no plan leaves room for other kernels, it takes all."""
     plans = list(candidates(problem, limit, kernels)) or list(candidates(problem, limit))
     return tuple(sorted(plans, key=lambda plan: estimate(plan, problem, num_sms))[:count])
+
+
+# ---- one order of sums for any number of tokens
+
+PINNED_TOKENS = 16, 256  # the numbers of tokens for which the order is chosen
+
+
+def order(plan: Plan) -> tuple[int, int]:
+    """How a plan adds up an output: every `warps_k`-th stage in one sum, in ranges of `units` of them. Plans of one
+    order give a row the same bits, if a warp multiplies more than one tile: one tile alone has two sums."""
+    return plan.warps_k, plan.units
+
+
+@cache
+def pinned(problem: Problem, num_sms: int, limit: int) -> Plan | None:
+    """The plan with the lowest estimate of those that add up in the one order that this weight has. None: there is
+    none for so many tokens, and a plan for more does."""
+    wanted = _pinned_order(replace(problem, tokens=0), num_sms, limit)
+    plans = (plan for plan in _in_one_sum(problem, limit) if order(plan) == wanted)
+    return min(plans, key=lambda plan: estimate(plan, problem, num_sms), default=None)
+
+
+@cache
+def _pinned_order(weight: Problem, num_sms: int, limit: int) -> tuple[int, int]:
+    """The order whose plans lose least, for few and for many tokens together, against the best plan of any order."""
+    times: list[dict[tuple[int, int], float]] = []
+    for tokens in PINNED_TOKENS:
+        problem, found = replace(weight, tokens=tokens), dict[tuple[int, int], float]()
+        for plan in _in_one_sum(problem, limit):
+            found[order(plan)] = min(found.get(order(plan), math.inf), estimate(plan, problem, num_sms))
+        times.append(found)
+    common = sorted(set.intersection(*map(set, times)))
+    return min(common, key=lambda wanted: sum(found[wanted] / min(found.values()) for found in times))
+
+
+def _in_one_sum(problem: Problem, limit: int) -> Iterator[Plan]:
+    return (plan for plan in candidates(problem, limit) if plan.token_tiles * plan.rows > 1)

@@ -24,6 +24,7 @@ from lmkit.kernels.cuda.gemm_plan import Plan, Problem
 from lmkit.kernels.cuda.gemm_wide import WidePlan
 from lmkit.kernels.cuda.gpus import gpu_of
 from lmkit.kernels.cuda.module import Kernel, backend
+from lmkit.kernels.cuda.switches import switches
 from lmkit.log import get_logger
 
 log = get_logger(__name__)
@@ -192,7 +193,10 @@ def choose(tokens: int, packed: PackedWeight, dtype: torch.dtype) -> Plan | Wide
     """The plan for a product with activations in `dtype`, or None if dequantizing the weight first is faster.
 
     Plans are those of BUCKETS: a few kernels then serve steps of any number of tokens, and `kernels` knows all of them.
+    With the switch `invariant` all of them add up alike, and nothing measured counts.
     """
+    if switches().invariant:
+        return _pinned(tokens, packed)
     entry = table(packed.codes.device.type).find(Key.of(packed, dtype), tokens)
     if (entry is not None and entry.plan is None) or (packed.copy is not None and tokens >= COPY_FROM):
         return None
@@ -205,6 +209,14 @@ def choose(tokens: int, packed: PackedWeight, dtype: torch.dtype) -> Plan | Wide
         return None
     plans = promising(bucket, packed, 1)
     return next((plan for plan in plans if tokens < LIBRARY_FROM or isinstance(plan, WidePlan)), None)
+
+
+def _pinned(tokens: int, packed: PackedWeight) -> Plan:
+    """The plan for up to the greatest number of BUCKETS."""
+    where = backend(packed.codes.device.type)
+    limit, num_sms = gpu_of(where.capability()).block_shared, where.num_sms()
+    problems = (gemm.problem_of(n, packed) for n in BUCKETS if n >= tokens)
+    return next(plan for problem in problems if (plan := gemm_plan.pinned(problem, num_sms, limit)) is not None)
 
 
 def _runs(plan: Plan | WidePlan, tokens: int, packed: PackedWeight) -> bool:

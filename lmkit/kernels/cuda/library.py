@@ -1,6 +1,7 @@
 """Linears whose product is torch's library's (cuBLAS). Our kernels run before it (norm and rounding to codes,
 csrc/norm.cu) and after it (scales, bias, gate and residual stream, csrc/epilogue.cu). For few tokens the product is a
-kernel of our own that streams the weights, csrc/gemv.cu.
+kernel of our own that streams the weights, csrc/gemv.cu. With the switch `invariant` csrc/dense.cu has all products of
+dense weights.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ from torch import Tensor
 
 from lmkit.kernels import ops
 from lmkit.kernels.cuda import elementwise
+from lmkit.kernels.cuda.dense_shape import dense_shape
 from lmkit.kernels.cuda.elementwise import ACTIVATIONS, BLOCK, MAX_COLUMNS, WIDTH, RowCodes, grid, is_aligned
 from lmkit.kernels.cuda.gpus import FLOAT8_CAPABILITY, gpu_of, version
 from lmkit.kernels.cuda.module import HALVES, backend, tensor_device
+from lmkit.kernels.cuda.switches import switches
 from lmkit.kernels.ops import Norm
 from lmkit.kernels.reference.linear import Kept, keep
 from lmkit.kernels.registry import implements
@@ -37,7 +40,8 @@ def _accepts_dense(*, dtype: torch.dtype, **traits: Any) -> str | None:
 
 
 def _pack_dense(weight: Tensor, activation: str | None = None) -> Kept:
-    return keep(weight.contiguous(), activation)
+    weight = weight.contiguous()
+    return keep(weight if is_aligned(weight) else weight.clone(), activation)
 
 
 @implements(
@@ -54,17 +58,50 @@ def linear_dense(
 ) -> Tensor:
     weight: Tensor = packed.weight
     x = x if norm is None else elementwise.rms_norm(x, norm)
+    reason = None
     if x.dtype != weight.dtype or dtype not in (None, x.dtype, torch.float32):
         reason = elementwise.dtypes_of(x, weight, dtype)
+    elif switches().invariant and x.shape[1] % WIDTH:
+        reason = f"{x.shape[1]} inputs, not a multiple of {WIDTH}"
+    if reason is not None:
         y: Tensor = ops.linear_dense.fall_back("torch", reason)(x, packed, bias, dtype=dtype, residual=residual)
         return y
     dtype = dtype or x.dtype
+    if switches().invariant:
+        return invariant_product(x, weight, bias, packed.activation, dtype, residual)
     if len(x) <= GEMV_TOKENS and _streams(x, weight):
         return _few_tokens(x, weight, bias, packed.activation, dtype, residual)
     if residual is None and dtype == x.dtype:
         y = torch.nn.functional.linear(x, weight, None if bias is None else bias.to(dtype))
         return y if packed.activation is None else elementwise.gated_activation(y, packed.activation)
     return _epilogue(wide_product(x, weight), len(x), bias, packed.activation, dtype, residual)
+
+
+def invariant_product(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str | None,
+    dtype: torch.dtype,
+    residual: Tensor | None,
+) -> Tensor:
+    """The same result from csrc/dense.cu: a row's bits depend on that row alone. K is a multiple of WIDTH."""
+    x = x if _streams(x, weight) else x.clone(memory_format=torch.contiguous_format)
+    tokens, outputs = len(x), len(weight)
+    add = residual is not None and activation is None
+    if add:
+        out = residual
+    else:
+        out = torch.empty(tokens, outputs, dtype=torch.float32 if activation else dtype, device=x.device)
+    assert out is not None
+    shape = dense_shape(tokens, gpu_of(backend(x.device.type).capability()).block_shared)
+    args = [
+        x, np.int64(x.stride(0)), weight, None if bias is None else bias.float(), out, np.int64(out.stride(0)), tokens,
+        outputs, x.shape[1], out.dtype in HALVES, add,
+    ]  # fmt: skip
+    kernel = elementwise.kernel_for("dense.cu", "dense", x.dtype, **shape.defines)
+    kernel((-(-tokens // shape.tokens), -(-outputs // shape.outputs)), shape.threads, args, shared=shape.shared_bytes)
+    return _epilogue(out, tokens, None, activation, dtype, residual) if activation else out
 
 
 def wide_product(x: Tensor, weight: Tensor) -> Tensor:
@@ -147,7 +184,7 @@ def _linear(product: Callable[[RowCodes, CodedWeight], Tensor], code: torch.dtyp
         dtype: torch.dtype | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
-        few = len(x) <= GEMV_TOKENS
+        few = len(x) <= GEMV_TOKENS and not switches().invariant
         rounded = elementwise.quantize_rows(x, code, norm, min_rows=0 if few else PRODUCT_ROWS)
         dtype = dtype or elementwise.result_dtype(x, norm)
         scales = Scales(rounded.scales, packed.scales, rounded.sums, packed.zeros)

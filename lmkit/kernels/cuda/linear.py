@@ -20,9 +20,10 @@ from lmkit.kernels.cuda import elementwise, gemm, int8_rows
 from lmkit.kernels.cuda.gemm_experts import OF_EXPERTS
 from lmkit.kernels.cuda.gemm_pack import PackedWeight, dequantize, group_problem, pack
 from lmkit.kernels.cuda.gemm_plan import Plan
-from lmkit.kernels.cuda.gemm_table import choose
+from lmkit.kernels.cuda.gemm_table import BUCKETS, choose
 from lmkit.kernels.cuda.library import wide_product
 from lmkit.kernels.cuda.module import HALVES
+from lmkit.kernels.cuda.switches import switches
 from lmkit.kernels.ops import Norm
 from lmkit.kernels.registry import implements
 
@@ -49,6 +50,8 @@ def linear(
     if x.data_ptr() % 16:  # a view that is not aligned to vectors
         x = x.clone()
     bias = None if bias is None else bias.float()
+    if len(x) > BUCKETS[-1] and switches().invariant:
+        return _in_parts(x, packed, bias, dtype, residual)
     plan = choose(x.shape[0], packed, x.dtype) if x.dtype in HALVES else None
     if plan is None:
         return library(x, packed, bias, dtype, residual)
@@ -58,6 +61,18 @@ def linear(
     if dtype in (None, x.dtype, torch.float32):
         return gemm.multiply(x, packed, plan, bias, dtype, residual)
     return gemm.multiply(x, packed, plan, bias, torch.float32).to(dtype)
+
+
+def _in_parts(
+    x: Tensor, packed: PackedWeight, bias: Tensor | None, dtype: torch.dtype | None, residual: Tensor | None
+) -> Tensor:
+    """The product of as many rows at a time as plans are for: no library's, whose order of sums depends on rows."""
+    size = BUCKETS[-1]
+    if residual is None:
+        return torch.cat([linear(part, packed, bias, dtype=dtype) for part in x.split(size)])
+    for part, stream in zip(x.split(size), residual.split(size), strict=True):
+        linear(part, packed, bias, residual=stream)
+    return residual
 
 
 def _plan_with_norm(

@@ -13,6 +13,7 @@ from lmkit.attention_spec import AttentionSpec
 from lmkit.kernels.cuda.append import STORAGE
 from lmkit.kernels.cuda.gpus import Capability, gpu_of
 from lmkit.kernels.cuda.module import Kernel, backend, counters
+from lmkit.kernels.cuda.switches import switches
 from lmkit.kernels.ops import BatchGeometry, KVTensor
 from lmkit.kv_dtype import KVDtype
 
@@ -74,8 +75,10 @@ def num_splits(blocks: int, max_keys: int, tile_keys: int, device: str) -> int:
     """The number of ranges that the keys of each tile of queries are split into, so that few tiles occupy a whole GPU.
 
     `blocks` is a bound from shapes. It grows with the number of sequences, even if they have no queries for this
-    kernel. A short chunk in a step of many sequences is therefore not split.
+    kernel. A short chunk in a step of many sequences is therefore not split. With `invariant` nothing is.
     """
+    if switches().invariant:
+        return 1
     return max(1, min(BLOCKS_PER_SM * backend(device).num_sms() // blocks, max_keys // (4 * tile_keys), MAX_SPLITS))
 
 

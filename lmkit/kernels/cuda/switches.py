@@ -30,12 +30,25 @@ class Switches(msgspec.Struct, frozen=True):
     plain_heads: bool = True  # long prompts of latent attention are computed over plain keys and values of each head
     # Packed weights are kept in 16 bits, too, if memory allows, and multiplied so from 128 tokens on instead of 257.
     copies: bool = False
+    # A row's bits do not depend on the rows beside it: `--deterministic`. It pins the switches of INVARIANT, too.
+    invariant: bool = False
+
+
+INVARIANT = {"norm": False, "wgmma": False, "copies": False}  # other orders of sums, for some numbers of tokens
+_TURNED_ON: set[str] = set()  # by engines of this process, for good
 
 
 @cache
 def switches() -> Switches:
     """The switches of this process. Raises ConfigError for text that means nothing."""
-    return parse(environment().cuda)
+    found = msgspec.structs.replace(parse(environment().cuda), **dict.fromkeys(_TURNED_ON, True))
+    return msgspec.structs.replace(found, **INVARIANT) if found.invariant else found
+
+
+def turn_on(name: str) -> None:
+    """Turn a switch on for every engine of this process."""
+    _TURNED_ON.add(name)
+    switches.cache_clear()
 
 
 def parse(text: str) -> Switches:

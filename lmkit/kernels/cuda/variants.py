@@ -21,6 +21,7 @@ from lmkit.attention_spec import AttentionSpec
 from lmkit.kernels import latent_ops, ops
 from lmkit.kernels.cuda import module, ranks
 from lmkit.kernels.cuda.gpus import Capability
+from lmkit.kernels.cuda.library import invariant_product
 from lmkit.kernels.cuda.module import HALVES, Kernel, Launch
 from lmkit.kernels.ops import BatchGeometry, KVTensor, Norm
 from lmkit.kernels.registry import Implementation, Op
@@ -166,6 +167,9 @@ def _linears(half: torch.dtype) -> None:
             _linear(op, scheme, half, *WEIGHTS[0], tokens)
     for tokens in (1, 16, 512):
         _dense(half, tokens)
+    weight = _empty(VOCAB, HIDDEN, dtype=half)
+    for tokens in TOKENS:
+        invariant_product(_empty(tokens, HIDDEN, dtype=half), weight, None, None, half, None)
 
 
 def _experts(half: torch.dtype) -> None:

@@ -18,6 +18,7 @@ from lmkit.errors import ConfigError, RequestError, UnsupportedError
 from lmkit.formats.generation_config import SamplingDefaults, read_defaults
 from lmkit.formats.peft import read_adapter
 from lmkit.formats.pooling import read_dimensions, read_pooling
+from lmkit.kernels.cuda.switches import turn_on
 from lmkit.kv_dtype import kv_dtype
 from lmkit.log import get_logger
 from lmkit.models.adapters import DecoderAdapters, Part
@@ -47,7 +48,7 @@ from lmkit.turbo.kv.tiers.peer import PeerTier
 from lmkit.turbo.kv.tiers.store import TierStore
 from lmkit.turbo.request import Classes, Pooling
 from lmkit.turbo.runners import factory
-from lmkit.turbo.runners.device import Device
+from lmkit.turbo.runners.device import CudaDevice, Device
 from lmkit.turbo.runners.processes import Processes, SharedModel
 
 log = get_logger(__name__)
@@ -86,6 +87,7 @@ def load(model_path: str, config: EngineConfig, device: Device, rank: int = 0) -
 
     Raises CheckpointError, ConfigError or UnsupportedError.
     """
+    pin_results(config, device)
     options = load_options(config, rank)
     streaming = streaming_of(config)
     with resolved(model_path, **options) as model, resolved_draft(config, device, model) as draft:
@@ -205,15 +207,24 @@ def load_options(config: EngineConfig, rank: int = 0) -> dict[str, Any]:
         raise ConfigError(f"devices={config.devices} names the GPUs of tp ranks: give as many as tp, and device cuda")
     if config.num_processes > 1:
         _check_processes(config)
-    if config.deterministic and config.device == "cuda":
-        raise ConfigError(
-            "deterministic is for --device cpu: on a GPU the number of tokens in a step decides how kernels add up"
-        )
     names = ("device", "dtype", "activations", "lm_head", "kv_dtype", "quantize", "attention_sinks")
     return {name: getattr(config, name) for name in names} | {
         "shard": Shard(rank if config.num_ranks > 1 else 0, config.tp, config.ep),
         "stage": Stage(rank if config.pp > 1 else 0, config.pp),
     }
+
+
+def pin_results(config: EngineConfig, device: Device) -> None:
+    """Make a request's results depend on it alone, if `config` asks for that; on a CPU they always do. Raises
+    ConfigError for options that do not go together with it on a GPU."""
+    if not config.deterministic or not isinstance(device, CudaDevice):
+        return
+    if not device.has_kernels:
+        raise ConfigError("deterministic needs kernels of its own on a GPU: install CuPy, or use --device cpu")
+    for name in ("adapters", "adapter_root"):
+        if getattr(config, name):
+            raise ConfigError(f"deterministic takes no {name} on a GPU: leave one of them out, or use --device cpu")
+    turn_on("invariant")
 
 
 def _check_recurrent(spec: ModelSpec, config: EngineConfig) -> None:
@@ -273,6 +284,7 @@ def _check_gpus(config: EngineConfig, name: str, alone: str) -> None:
 
 def given(decoder: Decoder, config: EngineConfig, device: Device, storages: list[KVStorage] | None) -> LoadedModel:
     """Wrap a decoder that is on the device already. `storages` or `config` gives the KV storage. There are no tiers."""
+    pin_results(config, device)
     spec = decoder.spec
     _check_recurrent(spec, config)
     if config.num_processes > 1:

@@ -33,6 +33,7 @@ from lmkit.layers.prompts import Prompts
 from lmkit.log import get_logger
 from lmkit.models.decoder import Decoder
 from lmkit.turbo.plan import Chunk, Sampled, SampledToken, StepPlan
+from lmkit.turbo.runners import invariant
 from lmkit.turbo.runners.batch import Expected, StepRows
 from lmkit.turbo.runners.cuda_captured import (
     CapturedSteps,
@@ -155,7 +156,9 @@ class CudaRunner(PlanRunner):
     def __init__(self, device: CudaDevice, parts: RunnerParts) -> None:
         self._sampler = self._make_sampler(device, parts)
         super().__init__(parts, self._sampler)
-        self._device = device
+        self._device, self._deterministic = device, parts.config.deterministic
+        if self._deterministic:
+            invariant.refuse(self.decoder, self.kv)
         num_groups, num_slots, width = self.batch.block_tables.shape
         max_tokens = max(self.batch.max_step_tokens, num_slots)
         self._staged = StagedInputs(device, max_tokens, num_slots, width, num_groups)
@@ -185,7 +188,11 @@ class CudaRunner(PlanRunner):
         sizes = capturable(decode_sizes(num_slots) + mixed, self.decoder)
         if self.decoder.step_adapters.count:
             sizes += [size._replace(adapted=True) for size in sizes]
-        return self.captured.capture(sizes, self.decoder.spec.vocab_size)
+        before = invariant.fallbacks()
+        captured = self.captured.capture(sizes, self.decoder.spec.vocab_size)
+        if self._deterministic:
+            invariant.refuse_fallbacks(before)
+        return captured
 
     def launch(self, plan: StepPlan) -> Ticket:
         """Put a plan on the stream, behind the plans before it."""

@@ -23,6 +23,7 @@ MAIN_LOOPS: dict[str, tuple[str, ...]] = {
     "gemm.cu": (ASYNC_COPY,),
     "gemm_wide.cu": (ASYNC_COPY, "WARPGROUP.ARRIVE"),
     "gemv.cu": (STREAM,),
+    "dense.cu": (ASYNC_COPY, "LDSM.16.M88"),
     "decode_attention.cu": (ASYNC_COPY, "LDSM.16.M88.4", "MUFU.EX2"),
     "prefill_attention.cu": (ASYNC_COPY, "LDSM.16.M88.4", "LDSM.16.MT88.4", "MUFU.EX2"),
     "wide_attention.cu": (ASYNC_COPY, "LDSM.16.M88.4", "LDSM.16.MT88.4", "MUFU.EX2"),

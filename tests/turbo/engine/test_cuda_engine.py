@@ -25,7 +25,6 @@ from lmkit.kernels.cuda.switches import parse
 from lmkit.models.loader import load_model
 from lmkit.qtensor import QuantScheme
 from lmkit.turbo.engine.engine import Engine
-from lmkit.turbo.engine.loading import load_options
 from lmkit.turbo.plan import StepPlan
 from lmkit.turbo.request import Request, SamplingParams, StepOutput
 from lmkit.turbo.runners import cuda as cuda_runner
@@ -554,12 +553,6 @@ def test_without_cupy_ops_run_through_torch(monkeypatch: pytest.MonkeyPatch, cap
     assert not device.has_kernels
     assert "CuPy is missing: pip install it. Every op runs through torch" in caplog.text
     assert resolve_device(EngineConfig()).name == "cpu"
-
-
-def test_a_deterministic_gpu_is_refused() -> None:
-    assert load_options(EngineConfig(device="cpu", deterministic=True))
-    with pytest.raises(ConfigError, match="deterministic is for --device cpu"):
-        load_options(EngineConfig(device="cuda", deterministic=True))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -298,8 +298,8 @@ DEVICE void soften(Rows& rows, float (&s)[M_TILES][N_TILES][4], float scale) {
             for (int n = 0; n < N_TILES; ++n) top = fmaxf(top, fmaxf(s[m][n][2 * h], s[m][n][2 * h + 1]));
             top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 1));
             top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2));
-            const float base = top == NOTHING ? 0 : top * scale;  // no key has been seen yet
-            factor[h] = ex2(rows.maximum[m][h] * scale - base);
+            const float base = top == NOTHING ? 0 : __fmul_rn(top, scale);  // no key has been seen yet
+            factor[h] = ex2(__fmul_rn(rows.maximum[m][h], scale) - base);  // 1 if the tile has no key for this row
             rows.maximum[m][h] = top;
             float sum = 0;
 #pragma unroll

@@ -1,0 +1,129 @@
+"""`--deterministic` on an emulated GPU: a request's tokens and log-probabilities, bit for bit, depend on it alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.random_llama import make_awq
+from lmkit.config import EngineConfig
+from lmkit.errors import ConfigError
+from lmkit.kernels.cuda import switches as switches_module
+from lmkit.kernels.cuda.switches import switches
+from lmkit.models.loader import load_model
+from lmkit.turbo.engine.engine import Engine
+from lmkit.turbo.request import StepOutput
+from lmkit.turbo.runners.device import CudaDevice
+from tests.models import tiny
+from tests.turbo.engine.test_cuda_engine import SIZES, SMALL, checkpoint, device, requests
+from tests.turbo.engine.test_engine import propose_drafts, run
+
+__all__ = ["checkpoint", "device"]
+pytestmark = pytest.mark.slow
+emulated = pytest.mark.parametrize("device", ["emulated"], indirect=True)
+KV_BYTES = 16 * 2 * 2 * 2 * 64 * 2  # of a block
+
+
+@pytest.fixture(autouse=True)
+def not_for_later_tests(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(switches_module, "_TURNED_ON", set())
+    switches.cache_clear()
+    yield
+    switches.cache_clear()
+
+
+def engine(path: Path, device: CudaDevice, **options: Any) -> Engine:
+    given = SMALL | {"packed_cache": False, "deterministic": True} | options
+    return Engine(str(path), EngineConfig(**given), device=device)
+
+
+def engine_of(path: Path, device: CudaDevice, **options: Any) -> Engine:
+    """Of a model without a tokenizer."""
+    config = EngineConfig(**(SMALL | {"deterministic": True} | options))
+    return Engine.of(load_model(path, device="cuda"), config, device=device)
+
+
+def exact(outputs: dict[str, list[StepOutput]]) -> dict[str, list[Any]]:
+    """Tokens and log-probabilities, those of the prompt too."""
+    return {
+        name: [each for part in parts for each in (*part.prompt_logprobs, *part.logprobs)]
+        for name, parts in outputs.items()
+    }
+
+
+@emulated
+@pytest.mark.parametrize(("weights", "kv_dtype", "temperature"), [("dense", "float16", 0.0), ("w4", "int8", 1.0)])
+def test_a_request_alone_and_among_others(
+    checkpoint: Path,
+    device: CudaDevice,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    weights: str,
+    kv_dtype: Any,
+    temperature: float,
+) -> None:
+    """In batches, in small chunks, behind prompts that the cache holds, after it gave way, and with drafts."""
+    path = checkpoint
+    if weights == "w4":
+        make_awq(checkpoint, path := tmp_path / "w4", group=32)
+    wanted = requests(temperature=temperature, top_p=0.95, max_tokens=9)
+    first = engine(path, device, kv_dtype=kv_dtype)
+    want = exact({name: parts for request in wanted for name, parts in run(first, [request]).items()})
+    again = run(first, wanted)
+    assert again["1"][0].cached_tokens > 0
+    assert exact(again) == want
+    assert exact(run(engine(path, device, kv_dtype=kv_dtype, max_step_tokens=5), wanted)) == want
+    if weights == "w4":
+        return
+    longer = requests(max_tokens=26)[1:3]
+    tight = engine(path, device, kv_dtype=kv_dtype, kv_memory=5 * KV_BYTES, max_model_len=None)
+    assert exact(run(tight, longer)) == exact({name: parts for x in longer for name, parts in run(first, [x]).items()})
+    assert tight.stats().preemptions > 0
+    drafting = engine(path, device, kv_dtype=kv_dtype, overlap=False)
+    ids = {name: [each.token_id for each in parts] for name, parts in want.items()}
+    lengths = propose_drafts(drafting, ids, monkeypatch)
+    assert exact(run(drafting, wanted)) == want
+    assert max(lengths) == 4
+
+
+@emulated
+def test_what_cannot_hold_is_refused(checkpoint: Path, device: CudaDevice, tmp_path: Path) -> None:
+    """By name, and with the way out."""
+    for options, reason in (
+        ({"dtype": "float32"}, "deterministic does not hold here: float32 .*; leave it out, or use --device cpu"),
+        ({"block_size": 8}, r"paged_attention runs through torch \(blocks of 8 tokens"),
+        (
+            {"adapters": ("a=b",)},
+            "deterministic takes no adapters on a GPU: leave one of them out",
+        ),
+        ({"adapter_root": "."}, "deterministic takes no adapter_root"),
+    ):
+        with pytest.raises(ConfigError, match=reason):
+            engine(checkpoint, device, **options)
+    for family, reason in (
+        ("qwen2-moe", "the products of experts"),
+        ("deepseek-v2-lite", "attention is latent"),
+    ):
+        tiny.make(tmp_path / family, family).half().save_pretrained(tmp_path / family)
+        with pytest.raises(ConfigError, match=f"deterministic does not hold here: {reason}"):
+            engine_of(tmp_path / family, device, max_model_len=32)
+
+
+@emulated
+def test_without_kernels_it_is_refused(checkpoint: Path, device: CudaDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "has_kernels", False)
+    with pytest.raises(ConfigError, match="deterministic needs kernels of its own on a GPU: install CuPy"):
+        engine(checkpoint, device)
+
+
+@emulated
+def test_a_model_with_windows(tmp_path: Path, device: CudaDevice) -> None:
+    kinds = ["sliding_attention", "full_attention"]
+    model = tiny.make(tmp_path, "qwen2-window", **(SIZES | {"sliding_window": 20, "layer_types": kinds}))
+    model.half().save_pretrained(tmp_path)
+    wanted, alone = requests(max_tokens=6), engine_of(tmp_path, device)
+    want = exact({name: parts for x in wanted for name, parts in run(alone, [x]).items()})
+    assert exact(run(engine_of(tmp_path, device, max_step_tokens=7), wanted)) == want
