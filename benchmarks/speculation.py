@@ -224,8 +224,7 @@ def compare(model: str, kind: str, batch: int, rounds: int, speculate: str, own:
         if replays and speculate != "mtp":
             random_head(Path(model), Path(folder))
             mine = f"eagle={folder}"
-        kept = {"draft_history": HISTORY if kind in KEPT else 0}
-        guesses = EngineConfig(**options, speculate=mine, **kept)
+        guesses = EngineConfig(**options, speculate=mine, draft_history=HISTORY if kind in KEPT else 0)
         engines = [Engine(model, config) for config in (EngineConfig(**options), guesses)]
     if replays:
         replay(engines[1], known)

@@ -184,8 +184,8 @@ class PersistentBatch:
         sizes = len(positions), len(slots), width, len(logit_rows), len(ends)
         inputs = self._views(*sizes)
         if self.images:
-            spans = map(Span, slots.tolist(), starts.tolist(), query_start.tolist(), counts.tolist())
-            inputs = with_images(inputs, spans, self.images)
+            placed = map(Span, slots.tolist(), starts.tolist(), query_start.tolist(), counts.tolist())
+            inputs = with_images(inputs, placed, self.images)
         return inputs, rows
 
     def _extend_tables(self, slot: int, by_group: list[list[int]]) -> None:

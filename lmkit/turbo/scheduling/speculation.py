@@ -23,6 +23,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from operator import itemgetter
+from typing import Any
 
 from lmkit.turbo.plan import Sampled, StepPlan
 from lmkit.turbo.scheduling.history import History
@@ -184,7 +185,7 @@ class Speculation:
         if drafted:
             self._seen.add((num_seqs, num_tokens))
 
-    def stats(self) -> dict[str, int]:
+    def stats(self) -> dict[str, Any]:
         """Figures of EngineStats."""
         return {
             "drafts": self.num_drafts,
