@@ -105,6 +105,56 @@ def test_what_a_grammar_forces_is_computed_at_once(demo_model: Path, monkeypatch
     assert len(got) < len(want)
 
 
+LONG_KEYS: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "shipping_address_of_the_customer": {
+            "type": "object",
+            "properties": {
+                "größe der Straße, 名前": {"enum": [1, 22, 333]},
+                'a "quoted" key \\ 😀': {"const": "a b/c\nd"},
+            },
+            "required": ["größe der Straße, 名前", 'a "quoted" key \\ 😀'],
+            "additionalProperties": False,
+        },
+        "delivery_instructions_for_the_driver": {"type": "string", "maxLength": 4},
+        "is_confirmed_by_the_customer": {"type": "boolean"},
+    },
+    "required": ["shipping_address_of_the_customer", "delivery_instructions_for_the_driver"],
+    "additionalProperties": False,
+}
+
+
+def test_long_keys_are_the_same_when_their_tokens_are_computed_at_once(
+    demo_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Choices of two prompts, each sampled in its own way. Letters of several bytes and escapes are cut into tokens as
+    the model wants.
+    """
+    monkeypatch.setattr(speculation.StepTimes, "record", lambda self, counts, seconds: None)
+    drawn = {"temperature": 1.0, "logprobs": 2}, {"temperature": 1.3, "frequency_penalty": 0.3}
+    requests = [
+        msgspec.structs.replace(asked, request_id=f"{asked.request_id} {number}")
+        for number, params in enumerate(({"logprobs": 0}, *drawn, {"max_tokens": 30}))
+        for asked in requests_for(
+            demo_model, **({"ignore_eos": False, "max_tokens": 200, "grammar": json_schema(LONG_KEYS)} | params)
+        )[:2]
+    ]
+    big = {"max_model_len": 512, "max_batch_size": 8}
+    plain = engine_for(demo_model, **big)
+    want = run(plain, requests)
+    for options in ({"draft_history": 4096}, {"overlap": False, "max_draft_tokens": 3}):
+        engine = engine_for(demo_model, **big, speculate="ngram", **options)
+        got = run(engine, requests)
+        for name, outputs in want.items():
+            assert tokens(got[name]) == tokens(outputs), name
+            assert [x for o in got[name] for x in o.logprobs] == [x for o in outputs for x in o.logprobs]
+            assert got[name][-1].finish_reason == outputs[-1].finish_reason
+        stats = engine.stats()
+        assert stats.accepted_tokens > stats.generation_tokens / 4
+        assert stats.steps < plain.stats().steps
+
+
 def test_a_guide_that_fails_ends_its_request_alone(demo_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cut, _, free, _ = constrained(demo_model, max_tokens=3)
     grammar = grammar_of("regex", "x{9}", "field")
