@@ -1,6 +1,7 @@
 """Structured programs beside the same calls made as plain requests.
 
     python -m benchmarks.programs [MODEL] [--kinds a,b] [--sides a,b] [--programs N] [--rounds N] [--peer URL]
+                                  [--share X] [--resume FILE]
 
 The seven programs are those of SGLang's paper (arXiv 2312.07104), made small. The other sides make the same calls as
 requests of /v1/completions, with the whole text each time:
@@ -16,13 +17,16 @@ All servers have a prefix cache. Programs run at the same time on all sides. JSO
 Sides take turns, and every text begins with words of its own, so no side finds the KV of another.
 
 `hits`: prompt tokens that were found in the cache, beside those that a cache would have that knows every token ever
-computed. Answers have fixed lengths, so random weights do.
+computed. Answers have fixed lengths, so random weights do. With `--share 0.25` answers have a quarter of their length,
+on all sides; prompts stay. `--resume FILE` keeps each kind's figures when it ends, and the next run with the same
+options takes them from there.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import random
 import re
 import statistics
@@ -31,6 +35,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +49,7 @@ from lmkit.program.model import Answer, Messages, Model, Prompt, Score
 from lmkit.program.run import opened
 from lmkit.quant.report.evaluate import HELDOUT_TEXT
 
-Program = Callable[[Branch, random.Random], Awaitable[None]]
+Program = Callable[[Branch, random.Random, "Task"], Awaitable[None]]
 TEXT = HELDOUT_TEXT.read_text()
 TOOLS = ["search", "open", "calculate", "finish"]
 SHORT, NUMBER = {"type": "string", "maxLength": 8}, {"type": "integer", "minimum": 0, "maximum": 9999}
@@ -66,29 +71,41 @@ def piece(rng: random.Random, characters: int) -> str:
     return TEXT[start : start + characters]
 
 
-def shared(name: str, characters: int, salt: str) -> str:
-    """A text that all programs of a kind begin with."""
-    return f"{salt} {name}\n" + piece(random.Random(name), characters)
+@dataclass(frozen=True)
+class Task:
+    """What the programs of one round have in common: `salt`, with which all texts begin, and the share of an answer's
+    length that is written.
+    """
+
+    salt: str
+    share: float = 1.0
+
+    def shared(self, name: str, characters: int) -> str:
+        """A text that all programs of a kind begin with."""
+        return f"{self.salt} {name}\n" + piece(random.Random(name), characters)
+
+    def length(self, count: int) -> int:
+        return max(1, round(self.share * count))
+
+    async def write(self, branch: Branch, count: int) -> str:
+        """Free text of a fixed length."""
+        count = self.length(count)
+        return await branch.gen(max_new_tokens=count, min_new_tokens=count, ignore_eos=True)
 
 
-async def write(branch: Branch, count: int) -> str:
-    """Free text of a fixed length."""
-    return await branch.gen(max_new_tokens=count, min_new_tokens=count, ignore_eos=True)
-
-
-async def questions(branch: Branch, rng: random.Random, salt: str) -> None:
+async def questions(branch: Branch, rng: random.Random, task: Task) -> None:
     """Multiple choice behind examples that all questions share (MMLU)."""
-    branch += shared("examples", 2400, salt) + piece(rng, 200) + "\nAnswer:"
+    branch += task.shared("examples", 2400) + piece(rng, 200) + "\nAnswer:"
     await branch.select([" A", " B", " C", " D"])
 
 
-async def thoughts(branch: Branch, rng: random.Random, salt: str) -> None:
+async def thoughts(branch: Branch, rng: random.Random, task: Task) -> None:
     """A tree of thought: two levels of three ideas, each with a mark."""
-    branch += shared("tree", 800, salt) + piece(rng, 200)
+    branch += task.shared("tree", 800) + piece(rng, 200)
 
     async def idea(fork: Branch) -> tuple[str, Branch]:
         fork += "\nIdea:"
-        await write(fork, 24)
+        await task.write(fork, 24)
         fork += "\nMark:"
         return await fork.select([" 1", " 2", " 3"]), fork
 
@@ -96,43 +113,43 @@ async def thoughts(branch: Branch, rng: random.Random, salt: str) -> None:
         ideas = await asyncio.gather(*map(idea, branch.fork(3)))
         branch = max(ideas, key=lambda found: found[0])[1]
     branch += "\nAnswer:"
-    await write(branch, 24)
+    await task.write(branch, 24)
 
 
-async def agent(branch: Branch, rng: random.Random, salt: str) -> None:
+async def agent(branch: Branch, rng: random.Random, task: Task) -> None:
     """A ReAct agent: thoughts, tools, and what they return."""
-    branch += shared("agent", 1600, salt) + piece(rng, 150)
+    branch += task.shared("agent", 1600) + piece(rng, 150)
     for _ in range(3):
         branch += "\nThought:"
-        await write(branch, 20)
+        await task.write(branch, 20)
         branch += "\nAction: "
         await branch.select(TOOLS)
         branch += "\nObservation: " + piece(rng, 200)
     branch += "\nAnswer:"
-    await write(branch, 20)
+    await task.write(branch, 20)
 
 
-async def turns(branch: Branch, rng: random.Random, salt: str) -> None:
+async def turns(branch: Branch, rng: random.Random, task: Task) -> None:
     """A conversation of four turns."""
-    branch += f"{salt} {rng.random()}\n"
+    branch += f"{task.salt} {rng.random()}\n"
     for _ in range(4):
         branch += "\nUser: " + piece(rng, 250) + "\nAssistant:"
-        await write(branch, 24)
+        await task.write(branch, 24)
 
 
-async def form(branch: Branch, rng: random.Random, salt: str) -> None:
+async def form(branch: Branch, rng: random.Random, task: Task) -> None:
     """JSON that follows a schema."""
-    branch += shared("form", 600, salt) + piece(rng, 200) + "\nJSON: "
-    await branch.gen(schema=SCHEMA, max_new_tokens=200)
+    branch += task.shared("form", 600) + piece(rng, 200) + "\nJSON: "
+    await branch.gen(schema=SCHEMA, max_new_tokens=task.length(200))
 
 
-async def judge(branch: Branch, rng: random.Random, salt: str) -> None:
+async def judge(branch: Branch, rng: random.Random, task: Task) -> None:
     """An essay is judged in four respects at the same time, then as a whole."""
-    branch += shared("judge", 400, salt) + piece(rng, 800)
+    branch += task.shared("judge", 400) + piece(rng, 800)
 
     async def respect(fork: Branch, name: str) -> str:
         fork += f"\n{name}:"
-        return await write(fork, 20)
+        return await task.write(fork, 20)
 
     names = ["Clarity", "Evidence", "Style", "Depth"]
     found = await asyncio.gather(*map(respect, branch.fork(4), names))
@@ -140,12 +157,12 @@ async def judge(branch: Branch, rng: random.Random, salt: str) -> None:
     await branch.select([" A", " B", " C", " D"])
 
 
-async def retrieval(branch: Branch, rng: random.Random, salt: str) -> None:
+async def retrieval(branch: Branch, rng: random.Random, task: Task) -> None:
     """An answer from three of six passages, which other questions use as well."""
     chosen = sorted(rng.sample(range(6), 3))
-    branch += shared("passages", 200, salt) + "".join(f"\n[{i}] " + piece(random.Random(i), 600) for i in chosen)
+    branch += task.shared("passages", 200) + "".join(f"\n[{i}] " + piece(random.Random(i), 600) for i in chosen)
     branch += "\nQuestion: " + piece(rng, 100) + "\nAnswer:"
-    await write(branch, 32)
+    await task.write(branch, 32)
 
 
 KINDS = {
@@ -231,14 +248,14 @@ class Watched:
         return scores
 
 
-async def timed(model: Model, kind: str, count: int, salt: str) -> float:
+async def timed(model: Model, kind: str, count: int, task: Task) -> float:
     """Seconds of `count` programs at the same time."""
     node = Trace().program()
     start = time.perf_counter()
     work = KINDS[kind]
     models = [model.of_program() if isinstance(model, Plain) else model for _ in range(count)]
     branches = (Branch(own, node.fork()) for own in models)
-    await asyncio.gather(*(work(branch, random.Random(i), salt) for i, branch in enumerate(branches)))
+    await asyncio.gather(*(work(branch, random.Random(i), task) for i, branch in enumerate(branches)))
     return time.perf_counter() - start
 
 
@@ -251,10 +268,29 @@ async def plain_sides(url: str, names: Sequence[str]) -> AsyncIterator[dict[str,
         yield {name: Plain(client, model, scores=scores, in_turn=turns) for name, (scores, turns) in ways.items()}
 
 
+class Kept:
+    """Rows of kinds that were measured with the same settings, one a line of a file; without a path nothing is kept."""
+
+    def __init__(self, path: Path | None, settings: dict[str, Any]) -> None:
+        self._path, self._settings = path, settings
+
+    def rows(self) -> dict[str, dict[str, Any]]:
+        """By kind."""
+        if self._path is None or not self._path.exists():
+            return {}
+        lines = map(json.loads, self._path.read_text().splitlines())
+        return {line["row"]["kind"]: line["row"] for line in lines if line["settings"] == self._settings}
+
+    def add(self, row: dict[str, Any]) -> None:
+        if self._path is not None:
+            with self._path.open("a") as file:
+                print(json.dumps({"settings": self._settings, "row": row}), file=file)
+
+
 async def measure(
-    url: str, peer: str | None, kinds: list[str], names: list[str], count: int, rounds: int
+    url: str, peer: str | None, kinds: list[str], names: list[str], count: int, rounds: int, share: float, kept: Kept
 ) -> list[dict[str, Any]]:
-    rows = []
+    rows = kept.rows()
     theirs = [name for name in names if name.startswith("peer")] if peer else []
     ours = [name for name in names if not name.startswith("peer")]
     async with (
@@ -263,22 +299,26 @@ async def measure(
         plain_sides(peer or url, theirs) as others,
     ):
         for kind in kinds:
+            if kind in rows:
+                continue
             watched = Watched(server)
             sides: dict[str, Any] = {"program": watched, **plain, **others}
             seconds: dict[str, list[float]] = {side: [] for side in sides}
             for round_number in range(rounds + 1):  # one program warms up
                 for side, model in sides.items():
-                    salt = f"{side} {time.time_ns() % 10**9} {round_number}"
-                    taken = await timed(model, kind, count if round_number else 1, salt)
+                    task = Task(f"{side} {time.time_ns() % 10**9} {round_number}", share)
+                    taken = await timed(model, kind, count if round_number else 1, task)
+                    print(f"{kind}, round {round_number}, {side}: {taken:.1f} s", file=sys.stderr, flush=True)
                     seconds[side] += [taken] * bool(round_number)
             median = {side: statistics.median(values) for side, values in seconds.items()}
             row: dict[str, Any] = {"kind": kind} | {f"{side}_s": value for side, value in median.items()}
             row |= {f"x_{side}": value / median["program"] for side, value in median.items() if side != "program"}
             row["hits"] = watched.reused / max(watched.possible, 1)
-            rows.append(row)
-            print(row, file=sys.stderr, flush=True)
-    means = {name: statistics.geometric_mean(row[name] for row in rows) for name in rows[0] if name.startswith("x_")}
-    return [*rows, {name: means.get(name, "") for name in rows[0]} | {"kind": "geometric mean"}]
+            rows[kind] = row
+            kept.add(row)
+    found = [rows[kind] for kind in kinds]
+    means = {name: statistics.geometric_mean(row[name] for row in found) for name in found[0] if name.startswith("x_")}
+    return [*found, {name: means.get(name, "") for name in found[0]} | {"kind": "geometric mean"}]
 
 
 @contextmanager
@@ -302,12 +342,16 @@ def main() -> None:
     parser.add_argument("--programs", type=int, default=8, help="of a kind, at the same time")
     parser.add_argument("--sides", type=lambda text: text.split(","), default=SIDES, help="beside the programs")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--share", type=float, default=1.0, help="of each answer's length that is written")
+    parser.add_argument("--resume", type=Path, help="keep finished kinds here, and take them from here")
     parser.add_argument("--peer", help="URL of another OpenAI server with the same model")
     parser.add_argument("--options", type=str.split, default=[], help="further options of lmkit serve")
     parser.add_argument("--json", type=Path, help="also write the figures here")
     given = parser.parse_args()
+    size = given.programs, given.rounds, given.share
+    kept = Kept(given.resume, {"model": given.model, "sides": given.sides, "size": [*size], "peer": bool(given.peer)})
     with serving(given.model, *given.options) as url:
-        rows = asyncio.run(measure(url, given.peer, given.kinds, given.sides, given.programs, given.rounds))
+        rows = asyncio.run(measure(url, given.peer, given.kinds, given.sides, *size, kept))
     report.show(rows)
     if given.json:
         report.save(given.json, "programs", rows, model=given.model)
