@@ -15,7 +15,11 @@ from pathlib import Path
 from benchmarks.gpu.context import Context
 
 ROOT = Path(__file__).parents[2]
-OTHERS = ("tests/turbo/engine/test_cuda_engine.py", "tests/test_gpu_numerics.py")
+OTHERS = (
+    "tests/turbo/engine/test_cuda_engine.py",
+    "tests/turbo/engine/test_cuda_ranks.py",
+    "tests/test_gpu_numerics.py",
+)
 SANITIZED = ("memcheck", "racecheck")
 SANITIZED_TESTS = ("tests/kernels/cuda/test_append.py", "tests/kernels/cuda/test_linear.py")
 SANITIZER_SECONDS = 60

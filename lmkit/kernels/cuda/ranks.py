@@ -23,7 +23,7 @@ WAIT_SECONDS = 120.0  # for another rank: kernels that no one foresaw are compil
 
 
 class Layout(NamedTuple):
-    """Sizes of a rank's memory: see csrc/ranks.cu. All blocks must run at once, and every GPU here has more SMs."""
+    """Sizes of a rank's memory: see csrc/ranks.cu. All blocks must run at once, two on a multiprocessor."""
 
     blocks: int = 64
     piece: int = 1 << 14  # numbers
@@ -51,6 +51,8 @@ class IpcSharing:
     def __init__(self) -> None:
         from cupy.cuda import runtime
 
+        if 2 * torch.cuda.get_device_properties().multi_processor_count < LAYOUT.blocks:
+            raise UnsupportedError("tp: this GPU has too few multiprocessors to wait for others; use tp=1")
         self._runtime: Any = runtime
 
     def allocate(self, num_bytes: int) -> tuple[int, bytes]:

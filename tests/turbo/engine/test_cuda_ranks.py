@@ -41,8 +41,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def ranks_are_emulated(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "PROCESS", "tests.emulator.rank_process")
+def ranks_are_emulated(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "real" not in request.node.name:
+        monkeypatch.setattr(processes, "PROCESS", "tests.emulator.rank_process")
 
 
 @pytest.fixture
@@ -54,7 +55,6 @@ def engines() -> Iterator[list[Engine]]:
         engine.close()
 
 
-@emulated
 @pytest.mark.parametrize(("weights", "drafts"), [("float16", True), ("int4", False)])
 def test_two_ranks_give_the_tokens_of_one(
     checkpoint: Path,
@@ -66,19 +66,19 @@ def test_two_ranks_give_the_tokens_of_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Prompts are cut into chunks beside sequences that decode. Steps overlap, or have drafts. Logits differ in the
-    order of sums alone. A rank has its heads of KV."""
+    order of sums alone. A rank has its heads of KV. A real GPU has both ranks."""
     path = checkpoint
     if weights == "int4":
         path = tmp_path / "w4"
         make_awq(checkpoint, path, group=32)
     options: dict[str, Any] = {"kv_memory": 1 << 20, "overlap": not drafts}
-    engines += [on_gpu(path, device, **options), on_gpu(path, device, tp=2, **options)]
+    engines += [on_gpu(path, device, **options), on_gpu(path, device, tp=2, devices="0,0", **options)]
     one, two = engines
     assert isinstance(two.runner, LeadingCudaRunner)
     assert two.info.captured == one.info.captured
     assert two.info.memory["kv"] <= one.info.memory["kv"] // 2
     assert two.runner.kv[0].k.data.shape[1] == one.runner.kv[0].k.data.shape[1] // 2  # type: ignore[attr-defined]
-    wanted = [*requests(), request("scored", list(range(50, 90)), 4, prompt_logprobs=True)]
+    wanted = [*requests(max_tokens=8), request("scored", list(range(50, 90)), 4, prompt_logprobs=True)]
     want = run(one, wanted)
     lengths = propose_drafts(two, tokens(want), monkeypatch) if drafts else [4]
     got = run(two, wanted)

@@ -78,7 +78,7 @@ DEVICE void add_up(const Ranks& ranks, u32 turn, int begin, float* to, int count
 
 // x [count] = the sum of all ranks' x. A block has pieces of `piece` numbers, a multiple of 4 and at most PIECE. One
 // shot: every rank adds up whole pieces. Two shots: each adds up its part of a piece, and a second turn exchanges sums.
-extern "C" __global__ void __launch_bounds__(512) sum_ranks(
+extern "C" __global__ void __launch_bounds__(512, 2) sum_ranks(
     float* x, i64 count, int piece, int two_shots, int aligned, const u64* memories, u32* lost, i64 limit, int rank
 ) {
     begin_kernel();
@@ -104,7 +104,7 @@ extern "C" __global__ void __launch_bounds__(512) sum_ranks(
 EXPORT(sum_ranks)
 
 // out [rows, columns] = the ranks' x side by side. Rank r has the columns from columns * r / SIZE on. `out` may be null.
-extern "C" __global__ void __launch_bounds__(512) side_by_side(
+extern "C" __global__ void __launch_bounds__(512, 2) side_by_side(
     const float* x, float* out, int rows, int columns, int piece, const u64* memories, u32* lost, i64 limit, int rank
 ) {
     begin_kernel();
@@ -135,7 +135,7 @@ extern "C" __global__ void __launch_bounds__(512) side_by_side(
 EXPORT(side_by_side)
 
 // x [count] = rank 0's x, of any 32 bits. One block, count <= PIECE.
-extern "C" __global__ void __launch_bounds__(512) from_first(
+extern "C" __global__ void __launch_bounds__(512, 2) from_first(
     float* x, int count, const u64* memories, u32* lost, i64 limit, int rank
 ) {
     begin_kernel();
