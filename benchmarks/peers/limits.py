@@ -24,5 +24,5 @@ def possible(ceilings: Ceilings, shape: Shape, facts: Facts, point: Point) -> fl
         tokens, parameters, kv_tokens = point.batch, shape.num_active, point.prompt_tokens
     else:
         tokens, parameters, kv_tokens = point.prompt_tokens, prompt_linear(shape), 0
-    read = facts.weight_bytes * shape.share_read(tokens) + kv_tokens * shape.kv_token_values * facts.kv_bytes
+    read = facts.bytes_read(shape.share_read(tokens)) + kv_tokens * shape.kv_token_values * facts.kv_bytes
     return tokens / max(read / ceilings.bytes_per_s, 2 * tokens * parameters / ceilings.fastest_ops)

@@ -58,6 +58,7 @@ class LlamaCpp:
             f"Q4_0, flash attention, float16 KV (Q8_0 above 16k tokens), {_features()}",
             _read_bytes(options.model),
             Q8_0_BYTES,
+            _read_bytes(options.model, "output."),
         )
 
     def prefill(self, prompts: list[list[int]]) -> None:
@@ -208,9 +209,10 @@ def _interleaved(weight: Array, heads: int) -> Array:
     return weight.reshape(heads, 2, rows // heads // 2, columns).swapaxes(1, 2).reshape(rows, columns)
 
 
-def _read_bytes(path: Path) -> int:
-    """Bytes of all tensors except the embedding. A token reads only one row of it."""
-    return sum(int(t.n_bytes) for t in gguf.GGUFReader(path).tensors if not t.name.startswith("token_embd"))
+def _read_bytes(path: Path, prefix: str = "") -> int:
+    """Bytes of all tensors of this prefix except the embedding. A token reads only one row of it."""
+    sizes = {tensor.name: int(tensor.n_bytes) for tensor in gguf.GGUFReader(path).tensors}
+    return sum(size for name, size in sizes.items() if name.startswith(prefix) and not name.startswith("token_embd"))
 
 
 if __name__ == "__main__":

@@ -28,12 +28,13 @@ class LmkitEngine:
         )
         self.engine = Engine(str(options.model), settings)
         with CheckpointReader(options.model) as reader:
-            read, head = reader.nbytes() - reader.nbytes("model.embed_tokens."), reader.nbytes("lm_head.")
+            head = reader.nbytes("lm_head.")
+            layers = reader.nbytes() - reader.nbytes("model.embed_tokens.") - head
         if settings.lm_head == "int8":  # one byte a weight and three for each group of 128, not two
-            read += head // 2 * 131 // 128 - head
+            head = head // 2 * 131 // 128
         kv = self.engine.info.kv_dtype
         note = f"AWQ g128, int8 activations, {kv} KV, {settings.lm_head} head, no prefix cache, {isa.describe()}"
-        self.facts = Facts(lmkit.__version__, note, read, 1.0 if kv == "int8" else 2.0)
+        self.facts = Facts(lmkit.__version__, note, layers + head, 1.0 if kv == "int8" else 2.0, head)
         self.running: list[str] = []
         self.names = itertools.count()
 

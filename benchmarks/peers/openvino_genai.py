@@ -38,6 +38,7 @@ class OpenVino:
             "int4 asymmetric g128, dynamic quantization g128, u8 KV, latency hint, no prefix cache",
             _read_bytes(options.model),
             1.0,
+            _read_bytes(options.model, "lm_head"),
         )
 
     def prefill(self, prompts: list[list[int]]) -> None:
@@ -79,13 +80,14 @@ def _tokenizers(tokenizer: Any) -> Any:
     return openvino_tokenizers.convert_tokenizer(tokenizer, with_detokenizer=True)
 
 
-def _read_bytes(folder: Path) -> int:
-    """Bytes of all constants except those of the embedding. A token reads only one row of it."""
+def _read_bytes(folder: Path, part: str = "") -> int:
+    """Bytes of all constants with `part` in their names except those of the embedding. A token reads only one row of
+    it."""
     model = ov.Core().read_model(folder / "openvino_model.xml")
     constants = {
         op.get_friendly_name(): op.get_byte_size() for op in model.get_ops() if op.get_type_name() == "Constant"
     }
-    return sum(size for name, size in constants.items() if "embed_tokens" not in name)
+    return sum(size for name, size in constants.items() if part in name and "embed_tokens" not in name)
 
 
 if __name__ == "__main__":

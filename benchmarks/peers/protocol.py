@@ -28,13 +28,17 @@ KV_GIB = 2  # memory for the KV cache of an engine that is told how much
 
 @dataclass(frozen=True)
 class Facts:
-    """An engine's description of itself. `weight_bytes` are read for every token of a single stream, and `kv_bytes` for
-    each number in the KV cache."""
+    """An engine's description of itself. `kv_bytes` are read for each number in the KV cache."""
 
     version: str
     settings: str
-    weight_bytes: int
+    weight_bytes: int  # of the layers and the head
     kv_bytes: float = 2.0
+    head_bytes: int = 0  # of the head alone
+
+    def bytes_read(self, share: float) -> float:
+        """Bytes of weights that a step reads: `share` of the layers' matrices, and the head."""
+        return self.head_bytes + share * (self.weight_bytes - self.head_bytes)
 
 
 @dataclass(frozen=True)

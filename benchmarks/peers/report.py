@@ -108,7 +108,7 @@ def _figure(samples: Samples, engine: str, point: Point) -> str:
 
 def _distances(samples: Samples, engine: str, shape: Shape) -> tuple[str, str]:
     decode, prompt = samples.rate(engine, "b1"), samples.rate(engine, "prefill512")
-    read = None if decode is None else decode * samples.facts[engine]["weight_bytes"] * shape.share_read(1)
+    read = None if decode is None else decode * Facts(**samples.facts[engine]).bytes_read(shape.share_read(1))
     work = None if prompt is None else prompt * 2 * prompt_linear(shape)
     return (
         "-" if read is None else f"{read / 1e9:.1f} ({samples.share(engine, 'b1'):.0%})",

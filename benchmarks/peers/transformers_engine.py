@@ -17,7 +17,8 @@ class Transformers:
         self.model = transformers.AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.bfloat16).eval()
         embedding = self.model.get_input_embeddings().weight
         read = sum(p.nbytes for p in self.model.parameters()) - embedding.nbytes
-        self.facts = Facts(transformers.__version__, "bfloat16, torch " + torch.__version__, read)
+        head = self.model.get_output_embeddings().weight.nbytes
+        self.facts = Facts(transformers.__version__, "bfloat16, torch " + torch.__version__, read, head_bytes=head)
         self.cache: Any = None
         self.last = torch.empty(0)  # int64 [batch, 1]
 

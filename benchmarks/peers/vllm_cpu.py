@@ -42,10 +42,11 @@ class Vllm:
         )
         self.running: list[str] = []
         self.names = itertools.count()
-        size = _read_bytes(options.model) * (1 if quantized or dtype == "bfloat16" else 2)
+        times = 1 if quantized or dtype == "bfloat16" else 2
+        size, head = (times * _read_bytes(options.model, part) for part in ("", "lm_head"))
         kv = "fp8" if small_kv else dtype
         note = f"{_awq_kernel() if quantized else dtype}, {kv} KV, no prefix cache"
-        self.facts = Facts(vllm.__version__, note, size, {"fp8": 1.0, "bfloat16": 2.0, "float32": 4.0}[kv])
+        self.facts = Facts(vllm.__version__, note, size, {"fp8": 1.0, "bfloat16": 2.0, "float32": 4.0}[kv], head)
 
     def prefill(self, prompts: list[list[int]]) -> None:
         self.engine.abort_request(self.running)
@@ -74,13 +75,13 @@ def _multiplies_bfloat16() -> bool:
     return bool({"avx512_bf16", "amx_bf16", "bf16"} & set(Path("/proc/cpuinfo").read_text().split()))
 
 
-def _read_bytes(model: Path) -> int:
+def _read_bytes(model: Path, part: str) -> int:
     from safetensors import safe_open
 
     total = 0
     for path in model.glob("*.safetensors"):
         with safe_open(path, "pt") as file:
-            names = [name for name in file.keys() if "embed_tokens" not in name]  # noqa: SIM118
+            names = [name for name in file.keys() if part in name and "embed_tokens" not in name]  # noqa: SIM118
             total += sum(file.get_tensor(name).nbytes for name in names)
     return total
 

@@ -133,6 +133,8 @@ def test_what_is_possible_with_experts() -> None:
     assert shape.share_read(2) == pytest.approx(2 * (attention + 8 * expert * (1 - 0.75**2)) / shape.num_linear)
     facts = Facts("", "", weight_bytes=10**9)
     assert possible(CEILINGS, shape, facts, POINTS["b1"]) == pytest.approx(20 / shape.share_read(1), rel=0.01)
+    with_head = replace(facts, weight_bytes=2 * 10**9, head_bytes=10**9)
+    assert possible(CEILINGS, shape, with_head, POINTS["b1"]) == pytest.approx(20 / (1 + shape.share_read(1)), rel=0.01)
 
 
 def test_every_prompt_is_computed(tmp_path: Path) -> None:
