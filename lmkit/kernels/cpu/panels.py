@@ -27,7 +27,7 @@ SILU, GELU_TANH, CLAMPED_SWISH = 1, 2, 3
 ACTIVATION_NUMBERS = {None: 0, "silu": SILU, "gelu_tanh": GELU_TANH, "clamped_swish": CLAMPED_SWISH}
 CLAMP, SWISH = np.float32(ops.CLAMP), np.float32(ops.SWISH)  # of clamped_swish
 LINEAR, CUBIC = np.float32(math.sqrt(2 / math.pi)), np.float32(0.044715 * math.sqrt(2 / math.pi))  # of gelu_tanh
-SERIAL_PRODUCTS = 1 << 20  # multiply-adds; with fewer, waking another thread costs more than it saves
+SERIAL_PRODUCTS = 1 << 17  # multiply-adds; with fewer, waking another thread costs more than it saves
 
 
 def to_panels(rows: Tensor, width: int, gated: bool) -> Tensor:

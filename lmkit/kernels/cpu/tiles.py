@@ -19,7 +19,8 @@ from lmkit.kernels.cpu.isa import Isa
 
 CODES4, CODES8, FLOAT8 = "int4", "int8", "float8"  # kinds of stored weights, beside the float types
 CACHE_LINE = 64
-# AMD's processors fetch by themselves what one row reads. Asking them costs up to a tenth of its speed.
+# AMD's processors fetch by themselves what one row of 8-bit weights reads. Asking them costs up to a tenth of its
+# speed. One row of packed weights, which are unpacked between their loads, gains from it.
 FETCHES_AHEAD = llvm.get_host_cpu_name().startswith("znver")
 FEW_ROWS = 4  # so many take less time than the weights take to come from memory
 Body = Callable[[Emitter, int, list[Value]], None]  # (emitter, rows, arguments)
@@ -117,7 +118,7 @@ def int_tile(isa: Isa, bits: int, *, packed: bool, half_scales: bool, values: tu
                 found = [[b.load(v) for v in row] for row in sums]
                 codes = e.offset(w, e.times(at, block_bytes), e.times(column, dot.inputs))
                 quads: Quads = load_quads(e, dot, codes, vectors, width, size, halves)
-                if rows > 1 or not FETCHES_AHEAD:
+                if rows > 1 or packed or not FETCHES_AHEAD:
                     start = e.offset(ahead, e.times(at, stored_bytes), e.times(part, share))
                     quads = prefetching(e, isa, quads, size // dot.inputs, start, share)
                 dot.block(e, quads, activation, found)
