@@ -171,6 +171,7 @@ BROAD_EXCEPT_ALLOWED = {
     "turbo/engine/engine.py",  # the engine step: one request never ends the engine
     "turbo/runners/drafter.py",  # guesses are never needed
     "turbo/runners/stages.py",  # the plan's ticket raises it
+    "turbo/runners/step_thread.py",
     "turbo/transport/async_engine.py",
     "turbo/transport/engine_process.py",
     "serve/errors.py",  # the HTTP edges

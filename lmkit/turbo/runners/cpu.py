@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -27,6 +26,7 @@ from lmkit.turbo.runners.cpu_captured import CapturedSteps
 from lmkit.turbo.runners.device import CpuDevice
 from lmkit.turbo.runners.runner import SCORED_BYTES, PlanRunner, RunnerParts, StepResult, Ticket, sample_chunks
 from lmkit.turbo.runners.sampler import Sampler
+from lmkit.turbo.runners.step_thread import StepThread
 
 MANY_ROWS = 64  # every kernel then runs its variant for many rows
 
@@ -42,7 +42,7 @@ class CpuRunner(PlanRunner):
         self._workspace = Workspace(parts.workspace_bytes)
         self._captured = CapturedSteps(self.decoder, self.kv, self._workspace)
         self._overlaps = parts.config.overlap
-        self._thread = ThreadPoolExecutor(1, "engine-steps", partial(threads.configure, threads.num_threads()))
+        self._thread = StepThread("engine-steps", partial(threads.configure, threads.num_threads()))
 
     @torch.inference_mode()
     def warm_up(self) -> str:
@@ -61,7 +61,7 @@ class CpuRunner(PlanRunner):
 
     def launch(self, plan: StepPlan) -> Ticket:
         """Hand a plan to the thread, which runs it after the plans before it."""
-        return self._thread.submit(self._run, plan).result if self._overlaps else partial(self._run, plan)
+        return self._thread.submit(self._run, plan) if self._overlaps else partial(self._run, plan)
 
     def collect(self, ticket: Ticket) -> StepResult:
         """Wait for a plan. Raises the plan's own exception."""
@@ -74,10 +74,10 @@ class CpuRunner(PlanRunner):
 
     def call(self, work: Callable[[], Any]) -> Any:
         """Carry out `work` where steps run, after those under way, and wait for it."""
-        return self._thread.submit(work).result() if self._overlaps else work()
+        return self._thread.submit(work)() if self._overlaps else work()
 
     def close(self) -> None:
-        self._thread.shutdown()
+        self._thread.close()
 
     def _run(self, plan: StepPlan) -> StepResult:
         start, before = time.perf_counter(), self.kernel_seconds

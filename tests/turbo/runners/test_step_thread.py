@@ -1,0 +1,48 @@
+"""The thread of a CPU's steps: order, results, errors, and its end."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+
+import pytest
+
+from lmkit.turbo.runners.step_thread import StepThread
+
+
+def test_calls_run_in_order_in_one_thread() -> None:
+    began: list[str] = []
+    thread = StepThread("steps", lambda: began.append(threading.current_thread().name))
+    seen: list[tuple[int, str]] = []
+
+    def step(number: int) -> int:
+        seen.append((number, threading.current_thread().name))
+        return number * number
+
+    tickets = [thread.submit(step, number) for number in range(5)]
+    assert [ticket() for ticket in tickets] == [0, 1, 4, 9, 16]
+    assert seen == [(number, "steps") for number in range(5)]
+    assert began == ["steps"]
+    thread.close()
+    thread.close()
+
+
+def test_a_ticket_raises_what_its_call_raised_and_the_thread_goes_on() -> None:
+    thread = StepThread("steps", lambda: None)
+    failed, fine = thread.submit(int, "x"), thread.submit(int, "7")
+    with pytest.raises(ValueError, match="invalid literal"):
+        failed()
+    assert fine() == 7
+    thread.close()
+
+
+def test_a_thread_that_nobody_closes_ends() -> None:
+    thread = StepThread("steps", lambda: None)
+    assert thread.submit(int, "7")() == 7
+    inner, gone = thread._thread, weakref.ref(thread)
+    del thread
+    gc.collect()
+    inner.join(60)
+    assert gone() is None
+    assert not inner.is_alive()
