@@ -42,6 +42,7 @@ class ExpertLinears:
     multiply: Callable[..., Any]
     max_rows: int | None = None  # of an expert; with more on average, a call for each expert is faster
     half: bool = False  # x is of 16 bits
+    in_parts: Callable[[], bool] = lambda: False  # more rows are computed in parts, not by a call for each expert
 
 
 @dataclass(frozen=True)

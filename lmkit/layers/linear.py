@@ -236,8 +236,13 @@ class LinearsOfExperts:
 
     def suits(self, tokens: float, dtype: torch.dtype) -> bool:
         """Whether this multiplies inputs of `dtype`, and is the fast way if an expert has so many tokens on average."""
-        few = self._kernel.max_rows is None or tokens <= self._kernel.max_rows
+        few = self.max_rows is None or tokens <= self.max_rows or self._kernel.in_parts()
         return few and not (self._kernel.half and dtype == torch.float32)
+
+    @property
+    def max_rows(self) -> int | None:
+        """Rows of an expert on average that one call may have."""
+        return self._kernel.max_rows
 
     @property
     def table(self) -> Any:

@@ -148,7 +148,10 @@ class MoE:
 
     def _computed_by_place(self, x: Tensor, weights: Tensor, experts: Tensor, together: Together | None) -> Tensor:
         out = workspace.empty(*x.shape) if x.device.type == "cpu" else torch.empty(x.shape, device=x.device)
-        step = max(1, MAX_PLACES // self.spec.experts_per_token)
+        limits = [
+            linears.max_rows * self.spec.num_experts for linears in together or () if linears.max_rows is not None
+        ]
+        step = max(1, min([MAX_PLACES, *limits]) // self.spec.experts_per_token)
         for start in range(0, len(x), step):
             part = slice(start, start + step)
             places = self._places(experts[part], self.spec.num_experts, self.spec.experts)

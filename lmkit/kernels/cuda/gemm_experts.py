@@ -25,6 +25,10 @@ from lmkit.kernels.cuda.gemm_plan import (
     Problem,
     best,
     code_bytes,
+    estimate,
+    in_one_sum,
+    order,
+    pinned_order,
     problem_with,
     sums_bytes,
 )
@@ -71,8 +75,11 @@ def bucket(num_places: int) -> int:
 
 def plan_for(packed: PackedWeight, dtype: torch.dtype, num_places: int, num_experts: int) -> tuple[Problem, Plan]:
     """How a product with up to `num_places` places, a power of two, is spread over the device: the plan that was
-    measured there, else the one with the lowest estimate."""
+    measured there, else the one with the lowest estimate. With the switch `invariant` all plans add up in one order."""
     device = packed.codes.device.type
+    if switches().invariant:
+        one = _pinned(packed, num_places, num_experts)
+        return _problem(packed, num_places, num_experts, one.token_tiles), one
     entry = table(device).find(Key.of(packed, dtype, num_experts), num_places)
     if entry is not None and isinstance(plan := entry.plan, Plan):
         problem = _problem(packed, num_places, num_experts, plan.token_tiles)
@@ -85,9 +92,7 @@ def plan_for(packed: PackedWeight, dtype: torch.dtype, num_places: int, num_expe
 
 def promising(packed: PackedWeight, num_places: int, num_experts: int, count: int) -> tuple[Plan, ...]:
     """The plans with the lowest estimates, best first, at least one."""
-    active = num_experts * (1 - math.exp(-num_places / num_experts))  # experts with a token, if all are equally liked
-    wanted = CROWDED * num_places / max(1.0, active)
-    tiles = next((n for n in TOKEN_TILES if 8 * n >= wanted), MAX_TOKEN_TILES)
+    tiles = _token_tiles(num_places, num_experts)
     where = backend(packed.codes.device.type)
     limit = gpu_of(where.capability()).block_shared
     while True:  # fewer tokens in a block if no plan can have so many
@@ -96,6 +101,24 @@ def promising(packed: PackedWeight, num_places: int, num_experts: int, count: in
         if found := [plan for plan in plans if _fits(problem, plan, num_places)]:
             return tuple(found[:count])
         tiles -= 1
+
+
+def _token_tiles(num_places: int, num_experts: int) -> int:
+    """Tiles of a block that has most experts' rows at once."""
+    active = num_experts * (1 - math.exp(-num_places / num_experts))  # experts with a token, if all are equally liked
+    wanted = CROWDED * num_places / max(1.0, active)
+    return next((n for n in TOKEN_TILES if 8 * n >= wanted), MAX_TOKEN_TILES)
+
+
+def _pinned(packed: PackedWeight, num_places: int, num_experts: int) -> Plan:
+    where = backend(packed.codes.device.type)
+    limit, num_sms = gpu_of(where.capability()).block_shared, where.num_sms()
+    wanted = pinned_order(replace(problem_of(0, packed), experts=max(2, num_experts)), num_sms, limit)
+    for tiles in range(_token_tiles(num_places, num_experts), 0, -1):  # fewer if no plan can have so many
+        problem = _problem(packed, num_places, num_experts, tiles)
+        if plans := [plan for plan in in_one_sum(problem, limit) if order(plan) == wanted]:
+            return min(plans, key=lambda plan: estimate(plan, problem, num_sms))
+    raise AssertionError("blocks of the fewest rows have a plan of every order")
 
 
 def _problem(packed: PackedWeight, num_places: int, num_experts: int, token_tiles: int) -> Problem:
@@ -158,4 +181,4 @@ def rounding(of_experts: ExpertTable, dtype: torch.dtype) -> Iterator[Kernel]:
         yield int8_rows.kernel_for(of_experts.packed, dtype)
 
 
-OF_EXPERTS = ExpertLinears(ExpertTable.of, multiply, MAX_ROWS, half=True)
+OF_EXPERTS = ExpertLinears(ExpertTable.of, multiply, MAX_ROWS, half=True, in_parts=lambda: switches().invariant)

@@ -226,23 +226,26 @@ def order(plan: Plan) -> tuple[int, int]:
 def pinned(problem: Problem, num_sms: int, limit: int) -> Plan | None:
     """The plan with the lowest estimate of those that add up in the one order that this weight has. None: there is
     none for so many tokens, and a plan for more does."""
-    wanted = _pinned_order(replace(problem, tokens=0), num_sms, limit)
-    plans = (plan for plan in _in_one_sum(problem, limit) if order(plan) == wanted)
+    wanted = pinned_order(replace(problem, tokens=0), num_sms, limit)
+    plans = (plan for plan in in_one_sum(problem, limit) if order(plan) == wanted)
     return min(plans, key=lambda plan: estimate(plan, problem, num_sms), default=None)
 
 
 @cache
-def _pinned_order(weight: Problem, num_sms: int, limit: int) -> tuple[int, int]:
-    """The order whose plans lose least, for few and for many tokens together, against the best plan of any order."""
+def pinned_order(weight: Problem, num_sms: int, limit: int) -> tuple[int, int]:
+    """The order whose plans lose least, for few and for many tokens together, against the best plan of any order. That
+    of experts has one range: sums of ranges of all their rows would need memory."""
     times: list[dict[tuple[int, int], float]] = []
     for tokens in PINNED_TOKENS:
         problem, found = replace(weight, tokens=tokens), dict[tuple[int, int], float]()
-        for plan in _in_one_sum(problem, limit):
-            found[order(plan)] = min(found.get(order(plan), math.inf), estimate(plan, problem, num_sms))
+        for plan in in_one_sum(problem, limit):
+            if problem.experts == 1 or problem.ranges(plan) == 1:
+                found[order(plan)] = min(found.get(order(plan), math.inf), estimate(plan, problem, num_sms))
         times.append(found)
     common = sorted(set.intersection(*map(set, times)))
     return min(common, key=lambda wanted: sum(found[wanted] / min(found.values()) for found in times))
 
 
-def _in_one_sum(problem: Problem, limit: int) -> Iterator[Plan]:
+def in_one_sum(problem: Problem, limit: int) -> Iterator[Plan]:
+    """Candidates whose warps multiply more than one tile."""
     return (plan for plan in candidates(problem, limit) if plan.token_tiles * plan.rows > 1)

@@ -67,12 +67,13 @@ def _in_parts(
     x: Tensor, packed: PackedWeight, bias: Tensor | None, dtype: torch.dtype | None, residual: Tensor | None
 ) -> Tensor:
     """The product of as many rows at a time as plans are for: no library's, whose order of sums depends on rows."""
-    size = BUCKETS[-1]
-    if residual is None:
-        return torch.cat([linear(part, packed, bias, dtype=dtype) for part in x.split(size)])
-    for part, stream in zip(x.split(size), residual.split(size), strict=True):
-        linear(part, packed, bias, residual=stream)
-    return residual
+    out = x.new_empty(len(x), packed.num_results, dtype=dtype) if residual is None else residual
+    for part, rows in zip(x.split(BUCKETS[-1]), out.split(BUCKETS[-1]), strict=True):
+        if residual is None:
+            rows.copy_(linear(part, packed, bias, dtype=dtype))
+        else:
+            linear(part, packed, bias, residual=rows)
+    return out
 
 
 def _plan_with_norm(

@@ -15,7 +15,7 @@ from lmkit.kernels.cuda.library import CodedWeight
 from lmkit.kernels.registry import Op
 from lmkit.layers.batch import KVLayer
 from lmkit.models.decoder import Decoder
-from lmkit.turbo.runners.cuda_captured import mixtures, obstacle
+from lmkit.turbo.runners.cuda_captured import obstacle
 
 Fallbacks = Counter[tuple[str, str]]  # by the op's name and the reason
 
@@ -48,8 +48,6 @@ def _problem(decoder: Decoder, kv: list[KVLayer]) -> str | None:
         return "attention is latent, which a GPU computes in another order for each batch"
     if any(layer.spec.head_dim > MAX_HEAD_DIM for layer in layers):
         return f"heads have more than {MAX_HEAD_DIM} elements, whose attention is split by the batch on a GPU"
-    if mixtures(decoder):
-        return "the products of experts are planned by the batch on a GPU"
     linears = (*(linear for layer in layers for linear in layer.linears), decoder.lm_head)
     weights = [packed.weight for linear in linears for packed in linear.packed or ()]
     if any(isinstance(weight, CodedWeight) and weight.codes.dtype == torch.float8_e4m3fn for weight in weights):

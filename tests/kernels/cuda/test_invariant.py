@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lmkit.kernels import ops
-from lmkit.kernels.cuda import elementwise, gemm_plan, int8_rows, sampling
+from lmkit.kernels.cuda import elementwise, gemm_experts, gemm_plan, int8_rows, sampling
 from lmkit.kernels.cuda import switches as switches_module
 from lmkit.kernels.cuda.dense_shape import SHAPES, dense_shape
 from lmkit.kernels.cuda.gemm_pack import pack
@@ -102,6 +102,33 @@ def test_codes_of_eight_bits(device: str) -> None:
     whole = impl(x, packed, torch.ones(32, device=device))
     for start, end in ((0, 1), (5, 12), (3, 39)):
         assert torch.equal(impl(x[start:end], packed, torch.ones(32, device=device)), whole[start:end])
+
+
+@pytest.mark.parametrize("rounds", [False, True])
+def test_products_of_experts(device: str, rounds: bool) -> None:
+    """Of a token alone and among others that like the same experts, gate and up, then down."""
+    torch.manual_seed(2)
+    chosen = torch.tensor([[i % 3, 3 + (i > 4)] for i in range(60)], device=device)
+    weights = [per_row(quantize(torch.randn(48, 264), QuantScheme(4, 32))) for _ in range(5)]
+    packed = [pack(replace(q, **{n: getattr(q, n).to(device) for n in ("codes", "scales", "zeros")})) for q in weights]
+    table = gemm_experts.ExpertTable.of([(replace(each, rounds=rounds), None) for each in packed])
+    assert table is not None
+    x = torch.randn(60, 264, device=device).half()
+
+    def products(tokens: slice) -> Tensor:
+        """[tokens, 2, outputs] of the tokens' experts."""
+        places = ops.expert_places.named("cuda")(chosen[tokens], 5, range(5))
+        of_tokens = gemm_experts.multiply(x[tokens], places, table, True)
+        of_places = gemm_experts.multiply(x[tokens][places.tokens], places, table, False)
+        assert torch.equal(of_tokens, of_places.half())
+        return of_places[places.of_token]
+
+    whole = products(slice(0, 60))
+    seen = int8_rows.rounded(x.float(), table.packed).cpu() if rounds else x.cpu().float()
+    oracle = seen[7] @ dequantize(weights[int(chosen[7, 1])]).t()
+    assert float((whole[7, 1].cpu() - oracle).abs().max()) < 1e-4 * float(oracle.abs().max())
+    for start, end in ((0, 1), (7, 8), (3, 12), (20, 53)):
+        assert torch.equal(products(slice(start, end)), whole[start:end])
 
 
 CASES = [

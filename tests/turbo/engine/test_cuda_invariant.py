@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,14 @@ import pytest
 from benchmarks.random_llama import make_awq
 from lmkit.config import EngineConfig
 from lmkit.errors import ConfigError
+from lmkit.kernels import ops
+from lmkit.kernels.cuda import gemm_experts
 from lmkit.kernels.cuda import switches as switches_module
 from lmkit.kernels.cuda.switches import switches
 from lmkit.models.loader import load_model
 from lmkit.turbo.engine.engine import Engine
 from lmkit.turbo.request import StepOutput
+from lmkit.turbo.runners import processes
 from lmkit.turbo.runners.device import CudaDevice
 from tests.models import tiny
 from tests.turbo.engine.test_cuda_engine import SIZES, SMALL, checkpoint, device, requests
@@ -104,7 +108,7 @@ def test_what_cannot_hold_is_refused(checkpoint: Path, device: CudaDevice, tmp_p
         with pytest.raises(ConfigError, match=reason):
             engine(checkpoint, device, **options)
     for family, reason in (
-        ("qwen2-moe", "the products of experts"),
+        ("qwen2-moe", "each expert is called by itself"),
         ("deepseek-v2-lite", "attention is latent"),
     ):
         tiny.make(tmp_path / family, family).half().save_pretrained(tmp_path / family)
@@ -127,3 +131,31 @@ def test_a_model_with_windows(tmp_path: Path, device: CudaDevice) -> None:
     wanted, alone = requests(max_tokens=6), engine_of(tmp_path, device)
     want = exact({name: parts for x in wanted for name, parts in run(alone, [x]).items()})
     assert exact(run(engine_of(tmp_path, device, max_step_tokens=7), wanted)) == want
+
+
+@emulated
+def test_a_mixture_of_experts(tmp_path: Path, device: CudaDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More rows of an expert than a product has are computed in parts, not expert by expert."""
+    sizes = {"hidden_size": 128, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64, "head_dim": 32}
+    sizes |= {"intermediate_size": 96, "num_hidden_layers": 2}
+    tiny.make(tmp_path / "dense", "qwen2-moe", **sizes).half().save_pretrained(tmp_path / "dense")
+    make_awq(tmp_path / "dense", tmp_path / "w4", group=32)
+    for implementation in ops.linear_w4a16.implementations:
+        if implementation.of_experts is gemm_experts.OF_EXPERTS:
+            monkeypatch.setitem(vars(implementation), "of_experts", replace(gemm_experts.OF_EXPERTS, max_rows=2))
+    wanted, alone = requests(max_tokens=5), engine_of(tmp_path / "w4", device, max_model_len=96)
+    want = exact({name: parts for x in wanted for name, parts in run(alone, [x]).items()})
+    assert exact(run(engine_of(tmp_path / "w4", device, max_model_len=96, max_step_tokens=9), wanted)) == want
+
+
+@emulated
+def test_two_ranks(checkpoint: Path, device: CudaDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They add up their parts in the order of ranks."""
+    monkeypatch.setattr(processes, "PROCESS", "tests.emulator.rank_process")
+    model = engine(checkpoint, device, tp=2, kv_memory=1 << 20, max_step_tokens=9)
+    try:
+        wanted = requests(max_tokens=4)
+        want = exact({name: parts for x in wanted for name, parts in run(model, [x]).items()})
+        assert exact(run(model, wanted)) == want
+    finally:
+        model.close()

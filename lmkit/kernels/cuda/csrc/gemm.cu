@@ -248,7 +248,7 @@ DEVICE void multiply(Sums& sums, const u8* slot, const u8* x, const u8* scales, 
 #pragma unroll
                     for (int c = 0; c < 4; ++c) {
                         const float sum = __uint_as_float(group_sums[r][n][c]) - __uint_as_float(ZERO_SUM);
-                        sums[r][n][c] += scale[h][r][c >> 1] * (c & 1 ? x_scale.y : x_scale.x) * sum;
+                        sums[r][n][c] = fmaf(scale[h][r][c >> 1] * (c & 1 ? x_scale.y : x_scale.x), sum, sums[r][n][c]);
                     }
             }
         }
@@ -302,7 +302,7 @@ DEVICE void multiply(Sums& sums, const u8* slot, const u8* x, const u8*, int lan
                     for (int c = 0; c < 4; ++c) {
                         float sum = group_sums[0][r][n][c];
                         if (CHAINS > 1) sum += group_sums[CHAINS - 1][r][n][c];
-                        sums[r][n][c] += p[r].scale[c >> 1] * sum;
+                        sums[r][n][c] = fmaf(p[r].scale[c >> 1], sum, sums[r][n][c]);  // in all variants
                     }
     }
 }

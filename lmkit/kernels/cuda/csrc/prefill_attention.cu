@@ -305,8 +305,8 @@ DEVICE void soften(Rows& rows, float (&s)[M_TILES][N_TILES][4], float scale) {
 #pragma unroll
             for (int n = 0; n < N_TILES; ++n)
 #pragma unroll
-                for (int i = 2 * h; i < 2 * h + 2; ++i) sum += s[m][n][i] = ex2(s[m][n][i] * scale - base);
-            rows.sum[m][h] = rows.sum[m][h] * factor[h] + sum;
+                for (int i = 2 * h; i < 2 * h + 2; ++i) sum += s[m][n][i] = ex2(fmaf(s[m][n][i], scale, -base));
+            rows.sum[m][h] = fmaf(rows.sum[m][h], factor[h], sum);
         }
         if (__any_sync(0xffffffffu, factor[0] != 1 || factor[1] != 1)) {
 #pragma unroll
