@@ -124,14 +124,16 @@ class DecoderLayer:
         for linear in self.linears:
             linear.observe = observer
 
-    def pack(self, activations: str) -> None:
-        """Move the linears into kernel layouts. Norms stay in `weights`, in float32."""
+    def pack(self, activations: str, packed: Callable[[MergedLinear], None] = lambda linear: None) -> None:
+        """Move the linears into kernel layouts. Norms stay in `weights`, in float32. `packed` gets each linear behind
+        its packing, and may empty it."""
         if self.spec.pair_order:
             for role in ("attn.q", "attn.k", "attn.q.bias", "attn.k.bias"):
                 if role in self.weights:
                     self.weights[role] = halves_first(self.weights[role], self.spec.pair_order)
         for linear in self.linears:
             linear.pack(activations)
+            packed(linear)
         for role, weight in self.weights.items():
             assert isinstance(weight, Tensor)
             self.weights[role] = weight.float().clone()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -145,22 +146,31 @@ def _map_linear(
 
 
 def _write(model: ResolvedModel, writer: PackedWriter) -> None:
-    """Pack one layer at a time into the file. Only one layer is in memory at a time."""
-    for layer in _packed_layers(model, range(model.spec.num_layers), writer):
-        for linear in layer.linears:
-            linear.replace_packed(f"layers.{layer.index}", writer.keep)
+    """Pack one linear at a time into the file. Memory has one packed linear, and the plain weights of one layer, which
+    are mapped if they are dense."""
+    for index in range(model.spec.num_layers):
+        layer = model.layer(index)
+        writer.kinds.append(kinds_of(layer.weights))
+        layer.pack(model.packing.activations, partial(_keep, writer, index))
+        model.reader.release()
         trim_heap()
     lm_head = model.lm_head()
     writer.kinds.append(kinds_of(lm_head.weights))
     lm_head.pack(model.packing.activations)
-    lm_head.replace_packed(f"layers.{model.spec.num_layers}", writer.keep)
+    _keep(writer, model.spec.num_layers, lm_head)
     if not model.source.stores(roles.EMBED, model.packing.dtype):
         writer.keep(roles.EMBED, model.source.embed_tokens(model.dtype))
 
 
+def _keep(writer: PackedWriter, index: int, linear: MergedLinear) -> None:
+    """Write a packed linear, and empty it."""
+    linear.replace_packed(f"layers.{index}", writer.keep)
+    linear.packed = None
+
+
 def _load(model: ResolvedModel) -> Decoder:
     """Pack every linear into memory."""
-    layers = list(_packed_layers(model, model.stage.layers(model.spec)))
+    layers = list(_packed_layers(model))
     lm_head = model.lm_head()
     lm_head.pack(model.packing.activations)
     _to_device((lm_head,), model.packing.device)
@@ -174,11 +184,9 @@ def _to_device(linears: Iterable[MergedLinear], device: str) -> None:
             linear.replace_packed("", lambda _, tensor: tensor.to(tensor_device(device)))
 
 
-def _packed_layers(model: ResolvedModel, indices: range, writer: PackedWriter | None = None) -> Iterator[DecoderLayer]:
-    for index in indices:
+def _packed_layers(model: ResolvedModel) -> Iterator[DecoderLayer]:
+    for index in model.stage.layers(model.spec):
         layer = model.layer(index)
-        if writer is not None:
-            writer.kinds.append(kinds_of(layer.weights))
         layer.pack(model.packing.activations)
         _to_device(layer.linears, model.packing.device)
         model.reader.release()

@@ -7,6 +7,7 @@ import logging
 import os
 import shutil
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -359,6 +360,23 @@ def test_a_checkpoint_that_cannot_be_packed_is_that_error_alone(tmp_path: Path, 
         load_model(checkpoint, packed_cache=True)
     assert not [line for line in records if line.startswith("WARNING")]
     assert not files(checkpoint)
+
+
+@pytest.mark.parametrize("make", [dense, awq])
+def test_packing_has_one_packed_linear_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Callable[[Path], Path]
+) -> None:
+    keep, kept = packed_cache.PackedWriter.keep, list[tuple[str, weakref.ref[torch.Tensor]]]()
+
+    def noted(self: packed_cache.PackedWriter, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        linear = name.partition("+")[0] if "+" in name else name.rpartition(".")[0]
+        assert not [other for other, left in kept if left() is not None and other != linear]
+        kept.append((linear, weakref.ref(tensor)))
+        return keep(self, name, tensor)
+
+    monkeypatch.setattr(packed_cache.PackedWriter, "keep", noted)
+    load_model(make(tmp_path), packed_cache=True)
+    assert len({linear for linear, _ in kept}) > 4
 
 
 def test_what_a_killed_writer_left_is_removed(tmp_path: Path) -> None:

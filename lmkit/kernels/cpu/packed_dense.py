@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lmkit.kernels.cpu import tiles
 from lmkit.kernels.cpu.isa import Isa
-from lmkit.kernels.cpu.panels import to_panels
+from lmkit.kernels.cpu.panels import padded, to_panels
 from lmkit.qtensor import QTensor, per_row
 
 PAIRED_INPUTS = 32  # bfloat16 panels hold whole blocks of so many inputs
@@ -52,12 +52,12 @@ class PackedDense:
 
 def pack_dense(isa: Isa, weight: Tensor, activation: str | None = None) -> PackedDense:
     out_features, in_features = weight.shape
-    if weight.dtype == torch.bfloat16:
-        weight = torch.nn.functional.pad(weight, (0, -in_features % PAIRED_INPUTS))
-    panels = to_panels(weight, isa.float_tile, activation is not None)
-    if weight.dtype == torch.bfloat16:
-        panels = torch.stack([panels[:, 0::2], panels[:, 1::2]], dim=-1)
-    return PackedDense(panels, KINDS[weight.dtype], out_features, in_features, activation)
+    kind, gated = KINDS[weight.dtype], activation is not None
+    if kind != BFLOAT16:
+        return PackedDense(to_panels(weight, isa.float_tile, gated), kind, out_features, in_features, activation)
+    pairs = padded(weight, PAIRED_INPUTS).contiguous().view(torch.int32)
+    panels = to_panels(pairs, isa.float_tile, gated).view(weight.dtype).unflatten(-1, (isa.float_tile, 2))
+    return PackedDense(panels, kind, out_features, in_features, activation)
 
 
 def pack_codes(isa: Isa, kind: str, weight: QTensor, activation: str | None = None) -> PackedDense:
@@ -66,7 +66,7 @@ def pack_codes(isa: Isa, kind: str, weight: QTensor, activation: str | None = No
     (out_features, in_features), group_size = weight.codes.shape, weight.scheme.group_size
     group, codes = in_features if group_size == -1 else group_size, weight.codes.view(torch.uint8)
     if kind == tiles.CODES4:
-        codes = to_panels(torch.nn.functional.pad(codes, (0, in_features % 2)), isa.float_tile, activation is not None)
+        codes = to_panels(padded(codes, 2), isa.float_tile, activation is not None)
         codes = codes[:, 0::2] | codes[:, 1::2] << 4
     else:
         codes = to_panels(codes, isa.float_tile, activation is not None)

@@ -19,7 +19,7 @@ from torch import Tensor
 from lmkit.kernels.cpu import tiles
 from lmkit.kernels.cpu.dots import BLOCK, LOOKED_UP, MAX_LOOKED_UP, dot_for
 from lmkit.kernels.cpu.isa import Isa
-from lmkit.kernels.cpu.panels import to_panels
+from lmkit.kernels.cpu.panels import padded, to_panels
 from lmkit.qtensor import QTensor
 
 QUADS = {4: torch.int32, 8: torch.int64}  # a type as wide as so many codes
@@ -71,8 +71,9 @@ def pack(isa: Isa, weight: QTensor, activation: str | None = None) -> PackedWeig
     bits = 4 if values else weight.scheme.bits
     width, dot = isa.int_tile, dot_for(isa, bits)
 
-    padded = torch.nn.functional.pad(stored, (0, groups * group - in_features)) ^ dot.flipped
-    quads = to_panels(padded.view(QUADS[dot.inputs]), width, activation is not None)
+    whole = padded(stored, group)
+    flipped = whole ^ dot.flipped if dot.flipped else whole.contiguous()
+    quads = to_panels(flipped.view(QUADS[dot.inputs]), width, activation is not None)
     codes = quads.view(torch.uint8)  # [panels, K/4, width * 4]
     if bits == 4:
         codes = codes[:, 0::2] | codes[:, 1::2] << 4

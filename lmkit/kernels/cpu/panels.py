@@ -31,12 +31,21 @@ SERIAL_PRODUCTS = 1 << 17  # multiply-adds; with fewer, waking another thread co
 
 
 def to_panels(rows: Tensor, width: int, gated: bool) -> Tensor:
-    """[N, K] -> [panels, K, width]. N is padded with zeros. Gated: see `interleave`."""
-    if gated:
-        filled = interleave(rows, width)
-    else:
-        filled = torch.nn.functional.pad(rows, (0, 0, 0, -rows.shape[0] % width))
-    return filled.view(-1, width, rows.shape[1]).transpose(1, 2).contiguous()
+    """[N, K] -> [panels, K, width]. N is padded with zeros. Gated: see `interleave`. Rows are copied once."""
+    parts = rows.chunk(2) if gated else (rows,)
+    panels = rows.new_empty(-(-parts[0].shape[0] // width), len(parts), rows.shape[1], width)
+    for i, part in enumerate(parts):
+        whole, rest = divmod(part.shape[0], width)
+        panels[:whole, i] = part[: whole * width].unflatten(0, (whole, width)).transpose(1, 2)
+        if rest:
+            panels[whole, i] = torch.nn.functional.pad(part[whole * width :], (0, 0, 0, width - rest)).T
+    return panels.flatten(0, 1)
+
+
+def padded(rows: Tensor, multiple: int) -> Tensor:
+    """rows [N, K] with zeros behind K up to a multiple. No copy if K is one."""
+    missing = -rows.shape[1] % multiple
+    return torch.nn.functional.pad(rows, (0, missing)) if missing else rows
 
 
 def interleave(rows: Tensor, width: int) -> Tensor:
