@@ -12,6 +12,7 @@ A guess needs no exact numbers, so the linears are rounded to 8 bits, and so are
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -48,9 +49,9 @@ class HeadLayer(DecoderLayer):
         super().__init__(spec, 0, weights)
         self.of_token = of_token
 
-    def pack(self, activations: str) -> None:
+    def pack(self, activations: str, packed: Callable[[MergedLinear], None] = lambda linear: None) -> None:
         self.of_token.pack(activations)
-        super().pack(activations)
+        super().pack(activations, packed)
 
     def queries_keys_values(self, x: Tensor, norm: Norm | None = None) -> Projected:
         """See DecoderLayer."""
