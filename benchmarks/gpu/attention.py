@@ -11,16 +11,19 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import lmkit.kernels  # noqa: F401  (registers)
 from benchmarks.gpu.context import Context
 from benchmarks.gpu.roofline import LLAMA_3_8B
 from benchmarks.gpu.timing import copies_for, seconds_of
 from lmkit.attention_spec import AttentionSpec
-from lmkit.kernels import ops
+from lmkit.kernels import latent_ops, ops
 from lmkit.kernels.ops import BatchGeometry
 from lmkit.kv_dtype import kv_dtype
 from lmkit.layers.batch import KVLayer, allocate_kv
+from lmkit.layers.latent_cost import heads_at_once
+from lmkit.layers.latent_spec import LatentSpec
 
 BLOCK = 64
 STORAGES = ("float16", "int8", "int4", "fp8")
@@ -42,6 +45,8 @@ def run(context: Context) -> None:
     for storage in storages[:2]:
         for batch, new, length in prefill:
             _attempt(context, "prefill", storage, batch, new, length)
+    with context.attempt("latent prompt"):
+        _latent_prompt(context)
 
 
 def _attempt(context: Context, what: str, storage: str, batch: int, new: int, length: int) -> None:
@@ -70,6 +75,50 @@ def _measure(context: Context, what: str, storage: str, batch: int, new: int, le
         share=share, bytes_per_s=num_bytes / seconds, of_bandwidth=num_bytes / seconds / peak.bytes_per_s,
         flops=flops / seconds, of_matmul=flops / seconds / peak.flops,
     )  # fmt: skip
+
+
+def _latent_prompt(context: Context) -> None:
+    """A chunk of DeepSeek-V3's shape: over the latent, and over plain keys and values of each head."""
+    spec, heads, new, length = LatentSpec(512, 64, 128, 128), 128, 512, 4096
+    if context.rehearsal:
+        spec, heads, new, length = LatentSpec(32, 32, 32, 32), 2, 20, 64
+    attend, alone, absorb, read, expand = (
+        ops.paged_attention.select("cuda", head_dim=spec.row_dim, num_heads=heads, num_kv_heads=1, latent=True),
+        ops.paged_attention.select("cuda", head_dim=spec.query_dim, num_heads=heads, num_kv_heads=heads),
+        ops.linear_heads.select("cuda"),
+        latent_ops.kv_rows.select("cuda", head_dim=spec.row_dim, dtype=torch.float16),
+        latent_ops.plain_heads.select("cuda"),
+    )
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, device=context.device).half()
+
+    keys = random(heads, spec.kv_lora_rank, spec.qk_nope_head_dim) / 20
+    values = random(heads, spec.v_head_dim, spec.kv_lora_rank) / 20
+    float16 = kv_dtype("float16")
+    cache = allocate_kv(length // BLOCK, 1, BLOCK, spec.row_dim, (float16, float16), context.device).k
+    cache.data.normal_()
+    table = torch.arange(length // BLOCK, dtype=torch.int32, device=context.device)[None]
+    start, lens = table.new_tensor([0, new]), table.new_tensor([length])
+    q, scale = random(new, heads, spec.query_dim), AttentionSpec(spec.query_dim**-0.5)
+
+    def over_latent() -> Tensor:
+        turned, plain = q.split((spec.qk_rope_head_dim, spec.qk_nope_head_dim), dim=2)
+        queries = torch.cat([turned, absorb(plain, keys)], dim=2)
+        y = attend(queries, cache, cache, BatchGeometry(start, lens, table, start), scale)
+        return absorb(y[..., spec.qk_rope_head_dim :], values)
+
+    def over_heads() -> Tensor:
+        rows, out = read(cache, table[0], length, torch.float16), q.new_empty(new, heads, spec.v_head_dim)
+        geometry, step = BatchGeometry(start, lens, table[:, :1], start), heads_at_once(length, spec, heads)
+        for first in range(0, heads, step):
+            part = slice(first, first + step)
+            out[:, part] = alone(q[:, part], *expand(rows, keys[part], values[part]), geometry, scale)
+        return out
+
+    for way, call in (("latent", over_latent), ("plain heads", over_heads)):
+        seconds = seconds_of([call] * 2, context.device)
+        context.row("latent prompt", way=way, heads=heads, new=new, context=length, seconds=seconds)
 
 
 def _call(attend: Callable[[KVLayer], Any], layer: KVLayer) -> Callable[[], Any]:

@@ -14,7 +14,7 @@ from lmkit.kernels.cuda.module import Kernel
 def run(context: Context) -> None:
     texts = {(kernel.source, *sorted(kernel.defines.items())): kernel for kernel in variants.common()}
     kernels = list(texts.values())  # one entry point of each text: its others are compiled with it
-    workers = min(8, len(os.sched_getaffinity(0)))
+    workers = min(16, len(os.sched_getaffinity(0)))
     start = time.perf_counter()
     with ThreadPoolExecutor(workers) as pool:
         seconds = list(pool.map(lambda kernel: _build(context, kernel), kernels[: 2 if context.rehearsal else None]))

@@ -21,7 +21,7 @@ TOKENS = (1, 4, 16, 64, 256)
 COPIES = 4  # inputs that choose different experts, in turn
 
 
-def layer(spec: MoESpec, hidden: int, device: str) -> MoE:
+def layer(spec: MoESpec, hidden: int, device: str, activations: str) -> MoE:
     weights: Weights = {"mlp.router": torch.randn(spec.num_experts, hidden, device=device).half() / 20}
     for role in spec.parts:
         inner = spec.expert.intermediate_size
@@ -29,21 +29,26 @@ def layer(spec: MoESpec, hidden: int, device: str) -> MoE:
             weights[f"{role}.{part}"] = random_qtensor(*shape, device)
     moe = MoE(spec, weights, "cuda")
     for linear in moe.linears:
-        linear.pack("exact")
+        linear.pack(activations)
     return moe
 
 
 def run(context: Context) -> None:
     device, spec = context.device, TINY if context.rehearsal else SPEC
     hidden = TINY_HIDDEN if context.rehearsal else HIDDEN
-    with context.attempt("sparse layer"):
-        moe = layer(spec, hidden, device)
-        for tokens in (2,) if context.rehearsal else TOKENS:
-            inputs = [torch.randn(tokens, hidden, device=device).half() for _ in range(COPIES)]
-            seconds = seconds_of([partial(moe, x) for x in inputs], device, budget=0.1)
-            apart = host_seconds_of(partial(_apart, moe, inputs[0]))
-            bound = context.peak().seconds(*_work(spec, hidden, tokens))
-            context.row("sparse layer", tokens=tokens, seconds=seconds, seconds_apart=apart, bound=bound)
+    for activations, what in (("exact", "sparse layer"), ("int8", "sparse layer, int8 inputs")):
+        with context.attempt(what):
+            _measure(context, what, layer(spec, hidden, device, activations), hidden)
+
+
+def _measure(context: Context, what: str, moe: MoE, hidden: int) -> None:
+    device, spec = context.device, moe.spec
+    for tokens in (2,) if context.rehearsal else TOKENS:
+        inputs = [torch.randn(tokens, hidden, device=device).half() for _ in range(COPIES)]
+        seconds = seconds_of([partial(moe, x) for x in inputs], device, budget=0.1)
+        apart = host_seconds_of(partial(_apart, moe, inputs[0]))
+        bound = context.peak().seconds(*_work(spec, hidden, tokens))
+        context.row(what, tokens=tokens, seconds=seconds, seconds_apart=apart, bound=bound)
 
 
 def _apart(moe: MoE, x: Tensor) -> None:

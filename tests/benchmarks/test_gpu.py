@@ -27,13 +27,13 @@ from tests import emulator
 pytestmark = pytest.mark.slow
 PEERS = ("torch tinygemm", "vLLM Marlin", "TurboMind")  # need a GPU
 EXPECTED = {  # rows of each section
-    "smoke": {"as by default", "overlap=off", "launcher=off", "prefetch=off", "mixed=off", "argmax=off", "experts=off"},
+    "smoke": {"as by default", "overlap=off", "launcher=off", "prefetch=off", "mixed=off", "argmax=off"},
     "machine": {"GPU", "copy bandwidth", "read bandwidth", "bfloat16 matmul", "kernel in a graph"},
     "build": {"all"},
     "gemm": {"tuning", "int8 inputs", "cuBLAS bfloat16", *PEERS},
-    "attention": {"decode", "prefill"},
+    "attention": {"decode", "prefill", "latent prompt"},
     "small": {"rms_norm", "gated_activation", "embedding", "draw"},
-    "experts": {"sparse layer"},
+    "experts": {"sparse layer", "sparse layer, int8 inputs"},
     "engine": {
         "tiny Llama w4 int8 KV",
         "tiny Llama w4 int8 KV b2: kernels of a step",

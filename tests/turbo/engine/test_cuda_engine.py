@@ -32,7 +32,6 @@ from lmkit.turbo.runners.cuda import CudaRunner
 from lmkit.turbo.runners.cuda_captured import chosen, decode_sizes, mixed_sizes
 from lmkit.turbo.runners.device import CudaDevice, resolve_device
 from lmkit.turbo.runners.staging import Size, StagedInputs
-from lmkit.turbo.transport.engine_process import EngineLoop
 from tests import emulator
 from tests.emulator.device import EmulatedDevice
 from tests.models import tiny
@@ -509,6 +508,9 @@ def test_a_lost_gpu_ends_every_request_and_the_engine(
     assert all(output.finish_reason == "error" for output in outputs)
     with pytest.raises(EngineLostError, match="illegal memory access was encountered"):
         engine.step()
+    pytest.importorskip("zmq")
+    from lmkit.turbo.transport.engine_process import EngineLoop
+
     loop = EngineLoop(engine, *(SimpleNamespace(watching=nullcontext) for _ in range(3)))  # type: ignore[arg-type]
     with pytest.raises(EngineLostError):  # which ends the worker's process
         loop._step()
