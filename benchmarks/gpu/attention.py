@@ -106,7 +106,8 @@ def _latent_prompt(context: Context) -> None:
         turned, plain = q.split((spec.qk_rope_head_dim, spec.qk_nope_head_dim), dim=2)
         queries = torch.cat([turned, absorb(plain, keys)], dim=2)
         y = attend(queries, cache, cache, BatchGeometry(start, lens, table, start), scale)
-        return absorb(y[..., spec.qk_rope_head_dim :], values)
+        result: Tensor = absorb(y[..., spec.qk_rope_head_dim :], values)
+        return result
 
     def over_heads() -> Tensor:
         rows, out = read(cache, table[0], length, torch.float16), q.new_empty(new, heads, spec.v_head_dim)

@@ -17,6 +17,7 @@ from benchmarks.gpu.context import Context
 ROOT = Path(__file__).parents[2]
 OTHERS = (
     "tests/turbo/engine/test_cuda_engine.py",
+    "tests/turbo/engine/test_cuda_experts.py",
     "tests/turbo/engine/test_cuda_ranks.py",
     "tests/test_gpu_numerics.py",
 )
