@@ -1,4 +1,5 @@
-"""What ops.gated_delta takes. The rows of a token in y and gates have, with g = Hv / Hk value heads for a key head:
+"""What ops.gated_delta takes. On a GPU y and the result may have 16 bits. The rows of a token in y and gates
+have, with g = Hv / Hk value heads for a key head:
 
     y       for each key head: q [Dk] | k [Dk] | v [g Dv] | z [g Dv]      if `flat`, q of all heads, then k, v, z
     gates   for each key head: b [g] | a [g]                              if `flat`, b of all heads, then a
@@ -13,7 +14,7 @@ Tokens are taken one after the other, so a result does not depend on how a seque
 
 `rows` int32 [B, 6] has for each sequence:
 
-    its row of the states
+    its row of the states; on a GPU -1 = a sequence that pads the step, and whose results mean nothing
     the row that its tokens go on from: another one if it begins with a snapshot, -1 if it begins with zeros
     the row that gets a snapshot, -1 = none
     the number of tokens in front of the snapshot
@@ -30,6 +31,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from torch import Tensor
+
+ROW_FIELDS = 6  # of `rows`
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ class BatchInputs:
     logit_start: Tensor  # int32 [S + 1]: entries logit_start[s] .. logit_start[s + 1] of these belong to sequence s
     adapters: Tensor | None = None  # int32 [T]: each row's adapter, -1 = none; None if no row has one
     logit_adapters: Tensor | None = None  # int32 [R]: those of the logit rows
-    states: Tensor | None = None  # int32 [B, 4]: see kernels.delta; None = sequence b begins in row b
+    states: Tensor | None = None  # int32 [B, 6]: see kernels.delta; None = sequence b begins in row b
     per_layer: Tensor | None = None  # float32 [T, layers * width]: vectors of layers.per_layer, which the decoder makes
     prompts: Prompts | None = None  # chunks that latent attention computes over plain heads
     # Of a step with tokens of images:

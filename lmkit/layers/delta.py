@@ -22,18 +22,19 @@ class GatedDelta:
         self.spec, self.eps, self.weights = spec, eps, weights
         self.inputs = MergedLinear(spec.inputs, weights, device)
         self.gates = MergedLinear(spec.gates, weights, device)
-        self._gated_delta = ops.gated_delta.select(device)
+        self.advance = ops.gated_delta.select(device, key_dim=spec.key_dim, kernel=spec.kernel)
 
     @property
     def linears(self) -> tuple[MergedLinear, ...]:
         return self.inputs, self.gates
 
     def projected(self, x: Tensor, norm: Norm | None = None) -> tuple[Tensor, Tensor]:
-        """The results of `inputs` and `gates`, [T, ...] each. A residual of the norm is added once."""
+        """The results of `inputs` and `gates`, [T, ...] each, the latter in float32. A residual of the norm is added
+        once."""
         y = self.inputs(x, norm)
         if norm is not None and norm.residual is not None:
             x, norm = norm.residual, replace(norm, residual=None)
-        return y, self.gates(x, norm)
+        return y, self.gates.float32(x, norm)
 
     def __call__(self, y: Tensor, gates: Tensor, batch: BatchInputs, kv: KVLayer) -> Tensor:
         """What `projected` gives -> the input of attn.o [T, value heads * value_dim]. Advances the states."""
@@ -44,7 +45,7 @@ class GatedDelta:
         if rows is None:
             fresh = [[b, -1, -1, 0, 0, 0] for b in range(len(geometry.context_lens))]
             rows = torch.tensor(fresh, dtype=torch.int32).to(y.device)
-        out: Tensor = self._gated_delta(y, gates, weights, kv.states, rows, geometry)
+        out: Tensor = self.advance(y, gates, weights, kv.states, rows, geometry)
         return out
 
     def _plain(self, name: str) -> Tensor:

@@ -54,6 +54,13 @@ class DeltaSpec:
         }
 
     @property
+    def gpu_bytes(self) -> int:
+        """Bytes of a token on a GPU: what the linears give, channels behind the convolution, gates before and after
+        their functions, and the results of the states and of the block."""
+        values = self.num_value_heads * self.value_dim
+        return 2 * (self.channels + values) + 4 * (self.channels + 4 * self.num_value_heads) + (4 + 2) * values
+
+    @property
     def guess_width(self) -> int:
         """Numbers that a guessed token gives to the state, see kernels.delta."""
         return self.channels + 2 * self.num_value_heads

@@ -268,7 +268,8 @@ class DecoderLayer:
         """(output of `attend`, stream) of the batch's logit rows. Overwrites q and k, and appends to `kv`."""
         (q, k, v, gates), rows = projected, batch.logit_rows
         if self.delta is not None:
-            return self.gather(self.attend(projected, batch, rope, kv), rows), self.gather(stream, rows)
+            attended = self.attend(projected, batch, rope, kv)
+            return self.gather(attended, rows).to(attended.dtype), self.gather(stream, rows)
         self.append_op(q, k, v, *rope, kv.k, kv.v, batch.geometries[kv.group].slots)
         if not len(rows):  # a chunk that ends before its prompt does
             return stream[:0], stream[:0]

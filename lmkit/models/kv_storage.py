@@ -172,7 +172,7 @@ def allocate(
             shape = 0 if layer.delta else num_blocks, layer.num_kv_heads, block_size, layer.head_dim
             plain[place] = allocate_kv(*shape, storage.dtypes, at)
             if layer.delta:
-                plain[place] = replace(plain[place], states=allocate_states(layer.delta, num_states, num_guesses))
+                plain[place] = replace(plain[place], states=allocate_states(layer.delta, num_states, num_guesses, at))
             if layer.latent:
                 plain[place] = replace(plain[place], v=plain[place].k)
     found = list[KVLayer]()

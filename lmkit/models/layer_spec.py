@@ -250,6 +250,7 @@ class LayerSpec:
         hidden, q, kv, inner = self.hidden_size, self.q_size, self.kv_size, self.widest_mlp
         if half:
             widest = 12 * hidden + 2 * (hidden + 3 * q + 2 * kv + 3 * inner)
+            widest = max(widest, 14 * hidden + self.delta.gpu_bytes if self.delta else 0)
         else:
             widest = 4 * (4 * hidden + max(3 * q + 4 * kv, 2 * self._inputs_size, 3 * inner))
         if isinstance(self.mlp, MoESpec):

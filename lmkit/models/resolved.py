@@ -12,7 +12,6 @@ from pathlib import Path
 import torch
 
 from lmkit.config import Activations
-from lmkit.errors import UnsupportedError
 from lmkit.formats.checkpoint import CheckpointReader
 from lmkit.formats.parts import FLOATS
 from lmkit.layers.linear import MergedLinear, Weights
@@ -155,8 +154,6 @@ def resolved(
     """
     source = ModelSource(path, attention_sinks=attention_sinks, rounding=quantize)
     try:
-        if device != "cpu" and source.spec.is_recurrent:
-            raise UnsupportedError(f"{path}: linear attention runs on device cpu alone")
         weight_dtype = resolve_dtype(dtype, source.spec.dtype, device)
         asked = resolve_activations(activations, device)
         packing = Packing(device, weight_dtype, asked, lm_head, shard.rank, shard.tp, shard.ep, quantize)

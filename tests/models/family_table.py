@@ -56,8 +56,6 @@ def mlp(spec: ModelSpec) -> str:
 
 def steps(spec: ModelSpec) -> str:
     """As turbo.runners.cuda_captured says."""
-    if spec.is_recurrent:
-        return "none"
     fixed = all(layer.pre_norms and not layer.is_sparse for layer in spec.layers) and not spec.dynamic_length
     return "captured" if fixed else "launched"
 

@@ -6,6 +6,7 @@ Importing this package registers the ops. It neither imports CuPy nor looks for 
 from lmkit.kernels.cuda import (
     append,
     attention,
+    delta,
     elementwise,
     experts,
     latent,
@@ -19,6 +20,7 @@ from lmkit.kernels.cuda import (
 __all__ = [
     "append",
     "attention",
+    "delta",
     "elementwise",
     "experts",
     "latent",

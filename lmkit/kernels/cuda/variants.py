@@ -23,6 +23,7 @@ from lmkit.kernels.cuda import module, ranks
 from lmkit.kernels.cuda.gpus import Capability
 from lmkit.kernels.cuda.library import invariant_product
 from lmkit.kernels.cuda.module import HALVES, Kernel, Launch
+from lmkit.kernels.delta import ROW_FIELDS, DeltaStates, DeltaWeights
 from lmkit.kernels.ops import BatchGeometry, KVTensor, Norm
 from lmkit.kernels.registry import Implementation, Op
 from lmkit.kv_dtype import FLOAT16, FP8, INT4, INT8, KVDtype, kv_dtype
@@ -34,6 +35,7 @@ HEADS = ((32, 8, 128, 0.0), (28, 4, 128, 0.0), (32, 8, 64, 0.0), (16, 8, 256, 50
 WIDE_HEADS = 8, 1, 512  # Gemma 4, layers without a window
 LATENT_HEADS, ROW, ROW_ROTARY = (16, 128), 576, 64  # DeepSeek-V2-Lite, V3
 PLAIN = 128, 512, 128  # of these: the part of keys that RoPE does not turn, the latent, values
+DELTA = 16, 32, 128, 128, 4  # Qwen3-Next 80B: key heads, value heads, key and value sizes, convolution
 WEIGHTS = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))  # out, in
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 STORAGES = (FLOAT16, INT8, INT4, FP8)
@@ -80,6 +82,7 @@ def common() -> tuple[Kernel, ...]:
             _between(half)
             _linears(half)
             _experts(half)
+            _delta(half)
             for storage in STORAGES:
                 stored = kv_dtype(str(half).removeprefix("torch.")) if storage == FLOAT16 else storage
                 for heads in HEADS:
@@ -186,6 +189,25 @@ def _experts(half: torch.dtype) -> None:
         impl.of_experts.multiply(x, places, table, activation is not None)
     if (add := _ours(ops.add_shared)) is not None:
         add(_empty(8, HIDDEN), _empty(8, HIDDEN, dtype=half), None)
+
+
+def _delta(half: torch.dtype) -> None:
+    """Run linear attention."""
+    key_heads, value_heads, key_dim, value_dim, kernel = DELTA
+    values = value_heads * value_dim
+    channels = 2 * key_heads * key_dim + values
+    vectors = (_empty(size) for size in (value_heads, value_heads, value_dim))
+    weights = DeltaWeights(_empty(channels, kernel), *vectors, 1e-6)
+    states = DeltaStates(
+        _empty(SEQUENCES, channels, kernel - 1),
+        _empty(SEQUENCES, value_heads, key_dim, value_dim),
+        _empty(SEQUENCES, 0, channels + 2 * value_heads),
+    )
+    rows, starts, lens = (_empty(SEQUENCES, *size, dtype=torch.int32) for size in ((ROW_FIELDS,), (), ()))
+    geometry = BatchGeometry(starts, lens, _empty(SEQUENCES, 1, dtype=torch.int32), lens)
+    if (advance := _ours(ops.gated_delta, key_dim=key_dim, kernel=kernel)) is not None:
+        y, gates = _empty(SEQUENCES, channels + values, dtype=half), _empty(SEQUENCES, 2 * value_heads)
+        advance(y, gates, weights, states, rows, geometry)
 
 
 def _linear(op: Op, scheme: QuantScheme, half: torch.dtype, n: int, k: int, tokens: int) -> None:

@@ -18,12 +18,12 @@ from lmkit.kernels.registry import implements
 def gated_delta(
     y: Tensor, gates: Tensor, weights: DeltaWeights, states: DeltaStates, rows: Tensor, geometry: BatchGeometry
 ) -> Tensor:
-    out = [y.new_zeros(0, states.heads[1] * states.heads[3])]
+    out = [gates.new_zeros(0, states.heads[1] * states.heads[3])]
     starts = geometry.query_start.tolist()
     for b, (row, source, snapshot, after, replayed, guesses) in enumerate(rows.tolist()):
         state = State(*(x[source].clone() if source >= 0 else torch.zeros_like(x[row]) for x in states.parts))
         tokens = slice(starts[b], starts[b + 1])
-        given = [_inputs(*pair, weights, states) for pair in zip(y[tokens], gates[tokens], strict=True)]
+        given = [_inputs(*pair, weights, states) for pair in zip(y[tokens].float(), gates[tokens], strict=True)]
         known = [_Inputs.of(states.guessed[row, i], states) for i in range(replayed)] + given
         for count, inputs in enumerate(known, 1):
             if count > len(known) - guesses:
@@ -35,13 +35,13 @@ def gated_delta(
                 _keep(state, states, snapshot)
             if count == len(known) - guesses:
                 _keep(state, states, row)
-    return torch.cat(out)
+    return torch.cat(out).to(y.dtype)
 
 
 class _Inputs(NamedTuple):
     """What a token gives."""
 
-    channels: Tensor  # [C]
+    channels: Tensor  # float32 [C]
     b: Tensor  # [Hv]
     a: Tensor
     z: Tensor  # [Hv, Dv]

@@ -267,7 +267,8 @@ def _gpu_workspace_bytes(spec: ModelSpec, config: EngineConfig, num_groups: int)
     - logits three times: the captured steps' own buffer, a step's logits, and the sampler's copy,
     - the pinned block tables, twice,
     - plain keys and values of latent attention's prompts,
-    - of several ranks, the memory that they read of each other, and a rank's part of the logits.
+    - of several ranks, the memory that they read of each other, and a rank's part of the logits,
+    - guesses that a step of a model with recurrent states takes first.
     """
     widest = max(layer.activation_bytes(half=True) for layer in spec.kinds)
     outputs = max(layer.widest_product for layer in spec.kinds)
@@ -289,4 +290,5 @@ def _gpu_workspace_bytes(spec: ModelSpec, config: EngineConfig, num_groups: int)
     )
     exchanges = EXCHANGE_BYTES + 4 * rows * -(-spec.vocab_size // config.tp) if config.tp > 1 else 0
     weights, logits = 2 * 2 * outputs * spec.hidden_size, 3 * 4 * rows * spec.vocab_size
-    return activations + latent + weights + logits + 2 * tables + exchanges
+    guesses = config.max_batch_size * config.num_guesses * max(layer.guess_bytes for layer in spec.kinds)
+    return activations + latent + weights + logits + 2 * tables + exchanges + guesses

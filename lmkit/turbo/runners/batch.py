@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from lmkit.kernels.delta import ROW_FIELDS
 from lmkit.kernels.ops import BatchGeometry
 from lmkit.layers.batch import BatchInputs
 from lmkit.turbo.plan import Chunk, NewSequence
@@ -96,7 +97,7 @@ class PersistentBatch:
             "context_lens": torch.zeros(num_slots, dtype=torch.int32),
             "block_tables": torch.zeros(self.block_tables.shape, dtype=torch.int32),
             "rope_lens": torch.zeros(num_slots, dtype=torch.int32),
-            "states": torch.zeros(num_slots, 6, dtype=torch.int32),
+            "states": torch.zeros(num_slots, ROW_FIELDS, dtype=torch.int32),
             "logit_rows": torch.zeros(max_step_tokens, dtype=torch.int64),
             "logit_start": torch.zeros(num_slots + 1, dtype=torch.int32),
             "adapters": torch.full((max_step_tokens,), -1, dtype=torch.int32),

@@ -161,7 +161,7 @@ class CudaRunner(PlanRunner):
             invariant.refuse(self.decoder, self.kv)
         num_groups, num_slots, width = self.batch.block_tables.shape
         max_tokens = max(self.batch.max_step_tokens, num_slots)
-        self._staged = StagedInputs(device, max_tokens, num_slots, width, num_groups)
+        self._staged = StagedInputs(device, max_tokens, num_slots, width, num_groups, has_states=self.batch.has_states)
         self._known_tokens = ops.known_tokens.select(device.name)
         greedy = self._sampler if isinstance(self._sampler, GpuSampler) and switches().argmax else None
         argmax = None if greedy is None else greedy.argmax

@@ -97,7 +97,7 @@ def chosen(decoder: Decoder) -> Iterator[tuple[str, Implementation]]:
     if decoder.softcap is not None:
         yield "logits", decoder.softcap
     for layer in decoder.layers:
-        yield "attention", layer.attention_op
+        yield ("attention", layer.attention_op) if layer.delta is None else ("linear attention", layer.delta.advance)
         if layer.latent is not None:
             yield "latent products", layer.latent.linear_heads
         if layer.spec.qk_norm or layer.spec.post_norms or layer.latent is not None:

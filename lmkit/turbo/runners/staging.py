@@ -1,10 +1,11 @@
 """Staging of a step's inputs for a GPU: they are packed into one piece of pinned memory and moved by one copy.
 
     token_ids | logit_rows | positions | slots | query_start | logit_start | context_lens | rope_lens | greedy
-    | adapters | logit_adapters | tables
+    | adapters | logit_adapters | states | tables
 
 Slots and block tables are those of every KV group, one after the other. `greedy` has the batch slot of each logit row
-whose token a captured step chooses, else -1. Adapters are those of a step in which a row has one.
+whose token a captured step chooses, else -1. Adapters are those of a step in which a row has one. States are
+those of a model that has some.
 
 Every step's inputs go to the same buffer on the device. Each field follows the one before and starts at a multiple of
 ALIGN bytes. Steps of one shape therefore have their inputs at the same addresses, where a captured graph finds them.
@@ -21,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lmkit.kernels.delta import ROW_FIELDS
 from lmkit.kernels.ops import BatchGeometry
 from lmkit.layers.batch import BatchInputs
 from lmkit.turbo.runners.device import CudaDevice, Event
@@ -51,7 +53,15 @@ class _Field(NamedTuple):
 
 
 def _layout(
-    num_tokens: int, num_seqs: int, num_rows: int, num_sampled: int, width: int, num_groups: int, *, adapted: bool
+    num_tokens: int,
+    num_seqs: int,
+    num_rows: int,
+    num_sampled: int,
+    width: int,
+    num_groups: int,
+    *,
+    adapted: bool,
+    has_states: bool,
 ) -> list[_Field]:
     shapes: dict[str, tuple[int, ...]] = {
         "token_ids": (num_tokens,),
@@ -64,6 +74,7 @@ def _layout(
         "rope_lens": (num_seqs,),
         "greedy": (num_rows,),
         **({"adapters": (num_tokens,), "logit_adapters": (num_rows,)} if adapted else {}),
+        **({"states": (num_seqs, ROW_FIELDS)} if has_states else {}),
         **{f"block_tables.{g}": (num_seqs, width) for g in range(num_groups)},
     }
     fields, start = [], 0
@@ -88,10 +99,19 @@ class StagedInputs:
     """Copies the persistent batch's inputs to the device. `max_seqs` includes sequences that pad a step. `greedy` is
     that field of the inputs copied last."""
 
-    def __init__(self, device: CudaDevice, max_tokens: int, max_seqs: int, width: int, num_groups: int = 1) -> None:
-        self._num_groups = num_groups
+    def __init__(
+        self,
+        device: CudaDevice,
+        max_tokens: int,
+        max_seqs: int,
+        width: int,
+        num_groups: int = 1,
+        *,
+        has_states: bool = False,
+    ) -> None:
+        self._num_groups, self._has_states = num_groups, has_states
         sizes = max_tokens, max_seqs, max_tokens, max_seqs, width, num_groups
-        num_bytes = _layout(*sizes, adapted=True)[-1].end
+        num_bytes = _layout(*sizes, adapted=True, has_states=has_states)[-1].end
         self._memory = torch.zeros(num_bytes, dtype=torch.uint8, device=device.tensors)
         self._pieces = [_Piece(device, num_bytes) for _ in range(NUM_STAGED)]
         self._turn = 0
@@ -121,18 +141,20 @@ class StagedInputs:
         if pad_to is not None:
             num_tokens, padded, adapted = pad_to
             num_rows = num_sampled = padded
-        fields = _layout(num_tokens, padded, num_rows, num_sampled, width, self._num_groups, adapted=adapted)
+        sizes = num_tokens, padded, num_rows, num_sampled, width, self._num_groups
+        fields = _layout(*sizes, adapted=adapted, has_states=self._has_states)
         piece = self._next_piece()
         shape = num_seqs, padded, width, adapted
         is_kept = keeps_tables and shape == self._last
         staged = fields[: -self._num_groups] if is_kept else fields
         tensors = {name: tensor.numpy() for name, tensor in inputs.tensors.items()}
-        nothing = np.empty(0, np.int32)
-        tensors = {"adapters": nothing, "logit_adapters": nothing, **tensors, "greedy": np.array(greedy, np.int32)}
+        nothing, no_states = np.empty(0, np.int32), np.empty((0, ROW_FIELDS), np.int32)
+        missing = {"adapters": nothing, "logit_adapters": nothing, "states": no_states}
+        tensors = {**missing, **tensors, "greedy": np.array(greedy, np.int32)}
         for field in staged:
             view = piece.array[field.start : field.end].view(np.int64 if field.name in LONG else np.int32)
             values, flat = tensors[field.name], view.reshape(field.shape)
-            if values.ndim == 2 and values.shape[1] < width:
+            if values.ndim == 2 and values.shape[1] < flat.shape[1]:
                 flat[:] = 0
                 flat[: len(values), : values.shape[1]] = values
                 continue
@@ -187,7 +209,7 @@ def _pad(name: str, flat: np.ndarray, values: np.ndarray, *, is_decode: bool) ->
     """Fill what follows `values` in `flat`. In a decode step, token and logit row s belong to sequence s. In another
     step the added sequences have no tokens, and the added logit rows are computed from the first token."""
     count = len(values)
-    if name.startswith("slots.") or name in ("greedy", "adapters", "logit_adapters"):
+    if name.startswith("slots.") or name in ("greedy", "adapters", "logit_adapters", "states"):
         flat[count:] = -1
     elif name == "logit_start" or (is_decode and name in ("logit_rows", "query_start")):
         flat[count:] = np.arange(count, len(flat))

@@ -46,8 +46,6 @@ def entered(batch: PersistentBatch, slot: int, length: int) -> None:
 
 def same(got: BatchInputs, want: BatchInputs) -> None:
     for name, tensor in want.tensors.items():
-        if name == "states":  # models with recurrent states run on CPUs only
-            continue
         found = got.tensors[name]
         assert found.dtype == tensor.dtype
         assert found.is_contiguous()
@@ -61,7 +59,7 @@ def same(got: BatchInputs, want: BatchInputs) -> None:
 def test_steps_of_any_shape_follow_one_another() -> None:
     rng = random.Random(3)
     batch = PersistentBatch(num_slots=6, max_model_len=64, block_size=BLOCK, max_step_tokens=40)
-    staged = StagedInputs(Deferred(), 40, 8, 16)
+    staged = StagedInputs(Deferred(), 40, 8, 16, has_states=True)
     length, next_block = dict.fromkeys(range(6), 0), 0
     kept = 0
     for _ in range(150):
@@ -86,6 +84,8 @@ def test_steps_of_any_shape_follow_one_another() -> None:
         assert len(got.geometries[0].context_lens) == max(pad, len(chunks))
         if pad:
             count = len(chunks)
+            assert got.states is not None
+            assert bool((got.states[count:] == -1).all())
             assert got.geometries[0].slots[count:].tolist() == [-1] * (pad - count)
             assert (
                 got.geometries[0].context_lens[count:].tolist() == got.token_ids[count:].tolist() == [0] * (pad - count)
@@ -97,7 +97,7 @@ def test_steps_of_any_shape_follow_one_another() -> None:
 
 def test_a_step_with_prompt_tokens_is_padded_with_tokens_of_no_sequence() -> None:
     batch = PersistentBatch(num_slots=6, max_model_len=64, block_size=BLOCK, max_step_tokens=40)
-    staged = StagedInputs(Deferred(), 40, 8, 16)
+    staged = StagedInputs(Deferred(), 40, 8, 16, has_states=True)
     staged.put(batch.example(30, 1), Size(40, 6), width=16, greedy=[5])  # what lay there before
     for slot, length in ((3, 9), (1, 5)):
         entered(batch, slot, length)
@@ -124,7 +124,9 @@ def test_memory_that_may_still_be_read_is_waited_for() -> None:
 
 
 def test_padding_writes_and_reads_nothing() -> None:
-    inputs = StagedInputs(EmulatedDevice(), 8, 8, 3).padding(Size(5, 5), 3)
+    inputs = StagedInputs(EmulatedDevice(), 8, 8, 3, has_states=True).padding(Size(5, 5), 3)
+    assert inputs.states is not None
+    assert inputs.states.tolist() == [[-1] * 6] * 5
     assert inputs.geometries[0].slots.tolist() == [-1] * 5
     assert inputs.geometries[0].context_lens.tolist() == [0] * 5
     assert inputs.geometries[0].block_tables.shape == (5, 3)

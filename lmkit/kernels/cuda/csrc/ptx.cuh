@@ -288,6 +288,12 @@ DEVICE void begin_kernel() {
     wait_for_previous();
 }
 
+// x, which the compiler takes for unknown here: it cannot compute addresses from it ahead, and keep them in registers.
+DEVICE int opaque(int x) {
+    asm volatile("" : "+r"(x));
+    return x;
+}
+
 DEVICE int lane_id() { return threadIdx.x & 31; }
 DEVICE int warp_id() { return threadIdx.x >> 5; }
 

@@ -1,0 +1,287 @@
+// The gated delta rule. lmkit.kernels.delta has the formulas, and says what `rows`, states and guesses are. Three kernels:
+//
+//     delta_inputs   a thread has a channel, and its last inputs in registers: q, k and v after the convolution and SiLU,
+//                    mixed [R, C]. Or it has the gates of a value head: factors [R, Hv, 2] = beta, decay
+//     delta_rule     a block has COLUMNS columns of a value head's state, in registers: o [T, Hv, Dv]
+//     delta_outputs  a warp has the head of a token: rms_norm(o) * norm * silu(z)
+//
+// Rows R of `mixed` and `factors` are those of the T tokens, then `room` for each sequence: of the guesses that it takes
+// first. A sequence's tokens are taken in order, and every sum has a fixed order. So a state does not depend on how its
+// sequence was cut into steps. A sequence without a state (row -1) pads the step.
+//
+// Columns of a state do not depend on each other. LANES lanes share one: lane 8 g + c of a warp has column c, and of each
+// LANES * 4 rows the four from 4 g on, so that the lanes' float4 of k and q lie side by side in shared memory.
+#include "ptx.cuh"
+
+constexpr int LANES = 4, COLUMNS = 32, THREADS = LANES * COLUMNS, AHEAD = 8;
+constexpr int ROW_FIELDS = 6;  // of `rows`
+constexpr int NEVER = -(1 << 30);  // no token's number; those of guesses may be below 0
+constexpr float LINEAR = 20.0f, UNIT_EPS = 1e-6f;  // softplus(x) is x from here on; of unit vectors
+
+struct Sizes {
+    int key_heads, value_heads, key_dim, value_dim;
+
+    DEVICE int shared() const { return value_heads / key_heads; }  // value heads for a key head
+    DEVICE int channels() const { return 2 * key_heads * key_dim + value_heads * value_dim; }
+    DEVICE int kept() const { return channels() + 2 * value_heads; }  // numbers of a guess
+};
+
+// A sequence's tokens t = first .. end - 1. Those before `start` are guesses of the step before, those from `guessed` on
+// are guesses that do not reach the state.
+struct Sequence {
+    int row, source, snapshot, first, start, end, guessed, extra, snapshot_at;
+
+    DEVICE Sequence(const i32* rows, const i32* query_start, int b, int tokens, int room) {
+        const i32* fields = rows + ROW_FIELDS * b;
+        row = fields[0], source = fields[1], snapshot = fields[2];
+        start = query_start[b], end = query_start[b + 1];
+        first = start - fields[4], guessed = end - fields[5];
+        snapshot_at = snapshot < 0 ? NEVER : first + fields[3];  // the token behind it
+        extra = tokens + b * room - first;
+    }
+    // Where a token is in `mixed` and `factors`.
+    DEVICE i64 at(int t) const { return t < start ? t + extra : t; }
+};
+
+DEVICE float silu(float x) { return x / (1.0f + expf(-x)); }
+
+DEVICE float load(const void* values, i64 at, bool half) {
+    return half ? Half::to_float(static_cast<const u16*>(values)[at]) : static_cast<const float*>(values)[at];
+}
+
+// Where q, k or v channel `c` of a token is in its row of y. A row has q of all heads, then k, v and z, or these for each
+// key head.
+DEVICE int place_of(const Sizes& n, int c, bool flat) {
+    if (flat) return c;
+    const int keys = n.key_heads * n.key_dim, values = n.shared() * n.value_dim, span = 2 * (n.key_dim + values);
+    if (c < 2 * keys) return c % keys / n.key_dim * span + c / keys * n.key_dim + c % n.key_dim;
+    return (c - 2 * keys) / values * span + 2 * n.key_dim + (c - 2 * keys) % values;
+}
+
+#ifdef KERNEL
+constexpr int PAST = KERNEL - 1;
+
+// The tokens of a channel. Inputs are loaded AHEAD at a time.
+DEVICE void convolve(
+    const Sequence& seq, const Sizes& n, int c, const void* y, i64 y_stride, const float* weights, float* windows,
+    float* guessed, float* mixed, int room, bool flat, bool half
+) {
+    float weight[KERNEL], window[PAST + 1] = {};
+    const int channels = n.channels(), place = place_of(n, c, flat);
+#pragma unroll
+    for (int j = 0; j < KERNEL; ++j) weight[j] = weights[c * KERNEL + j];
+    const auto of_row = [&](int row) { return windows + (static_cast<i64>(row) * channels + c) * PAST; };
+    const auto kept = [&](int guess) -> float& {
+        return guessed[(static_cast<i64>(seq.row) * room + guess) * n.kept() + c];
+    };
+    const auto store = [&](int row) {
+#pragma unroll
+        for (int j = 0; j < PAST; ++j) of_row(row)[j] = window[j];
+    };
+    if (seq.source >= 0)
+#pragma unroll
+        for (int j = 0; j < PAST; ++j) window[j] = of_row(seq.source)[j];
+#pragma unroll 1
+    for (int begin = seq.first; begin < seq.end; begin += AHEAD) {
+        float x[AHEAD] = {};
+#pragma unroll
+        for (int i = 0; i < AHEAD; ++i) {
+            const int t = begin + i;
+            if (t < seq.end) x[i] = t < seq.start ? kept(t - seq.first) : load(y, t * y_stride + place, half);
+        }
+#pragma unroll
+        for (int i = 0; i < AHEAD; ++i) {
+            const int t = begin + i;
+            if (t >= seq.end) break;
+            if (t == seq.guessed) store(seq.row);
+            if (t >= seq.guessed) kept(t - seq.guessed) = x[i];
+            float total = weight[PAST] * x[i];
+#pragma unroll
+            for (int j = 0; j < PAST; ++j) total += weight[j] * window[j];
+            mixed[seq.at(t) * channels + c] = silu(total);
+            window[PAST] = x[i];
+#pragma unroll
+            for (int j = 0; j < PAST; ++j) window[j] = window[j + 1];
+            if (t + 1 == seq.snapshot_at) store(seq.snapshot);
+        }
+    }
+    if (seq.guessed == seq.end) store(seq.row);
+}
+
+// The tokens of a value head's gates.
+DEVICE void gate(
+    const Sequence& seq, const Sizes& n, int head, const float* gates, i64 gate_stride, float a_log, float dt_bias,
+    float* guessed, float* factors, int room, bool flat
+) {
+    const int shared = n.shared();
+    const int b_at = flat ? head : head + head / shared * shared, a_at = b_at + (flat ? n.value_heads : shared);
+    for (int t = seq.first; t < seq.end; ++t) {
+        const auto kept = [&](int guess) {
+            return guessed + (static_cast<i64>(seq.row) * room + guess) * n.kept() + n.channels() + head;
+        };
+        const float* given = t < seq.start ? kept(t - seq.first) : gates + t * gate_stride;
+        const float b = t < seq.start ? given[0] : given[b_at], a = t < seq.start ? given[n.value_heads] : given[a_at];
+        if (t >= seq.guessed) kept(t - seq.guessed)[0] = b, kept(t - seq.guessed)[n.value_heads] = a;
+        const float step = a + dt_bias, positive = step < LINEAR ? log1pf(expf(step)) : step;
+        float* factor = factors + 2 * (seq.at(t) * n.value_heads + head);
+        factor[0] = 1.0f / (1.0f + expf(-b)), factor[1] = expf(-expf(a_log) * positive);
+    }
+}
+
+// Grid: (sequences, blocks of channels and value heads).
+extern "C" __global__ void __launch_bounds__(128) delta_inputs(
+    const void* y, i64 y_stride, const float* gates, i64 gate_stride, const i32* query_start, const i32* rows,
+    const float* weights, const float* a_log, const float* dt_bias, float* windows, float* guessed, float* mixed,
+    float* factors, int tokens, int room, int key_heads, int value_heads, int key_dim, int value_dim, int flat, int half
+) {
+    begin_kernel();
+    const Sizes n{key_heads, value_heads, key_dim, value_dim};
+    const Sequence seq(rows, query_start, blockIdx.x, tokens, room);
+    const int c = blockIdx.y * blockDim.x + threadIdx.x, head = c - n.channels();
+    if (seq.row < 0 || head >= value_heads) return;
+    if (head < 0) {
+        convolve(seq, n, c, y, y_stride, weights, windows, guessed, mixed, room, flat, half);
+    } else {
+        gate(seq, n, head, gates, gate_stride, a_log[head], dt_bias[head], guessed, factors, room, flat);
+    }
+}
+EXPORT(delta_inputs)
+#endif
+
+#ifdef ROWS
+constexpr int TILE = 16, KEYS = LANES * ROWS;  // tokens in shared memory at a time; rows of a state, padded
+
+struct Tile {
+    float unit[TILE][2][KEYS];  // q, which is scaled, and k
+    float v[TILE][COLUMNS], factors[TILE][2];
+};
+
+// Loads tokens t .. t + TILE - 1, and scales q and k of each. All threads.
+DEVICE void load_tile(
+    Tile& tile, const Sequence& seq, const Sizes& n, int t, int head, int column, const float* mixed, const float* factors
+) {
+    const int count = min(TILE, seq.end - t), keys = n.key_heads * n.key_dim, key_head = head / n.shared();
+    __syncthreads();
+    for (int i = threadIdx.x; i < count * COLUMNS; i += THREADS) {
+        const int at = column + i % COLUMNS;
+        const float* values = mixed + seq.at(t + i / COLUMNS) * n.channels() + 2 * keys + head * n.value_dim;
+        tile.v[i / COLUMNS][i % COLUMNS] = at < n.value_dim ? values[at] : 0.0f;
+    }
+    for (int i = threadIdx.x; i < 2 * count; i += THREADS)
+        tile.factors[i / 2][i % 2] = factors[2 * (seq.at(t + i / 2) * n.value_heads + head) + i % 2];
+    for (int i = warp_id(); i < 2 * count; i += THREADS / 32) {
+        const float* values = mixed + seq.at(t + i / 2) * n.channels() + i % 2 * keys + key_head * n.key_dim;
+        float x[(KEYS + 31) / 32], total = 0.0f;
+#pragma unroll
+        for (int j = 0; j < (KEYS + 31) / 32; ++j) {
+            const int at = 32 * j + lane_id();
+            x[j] = at < n.key_dim ? values[at] : 0.0f;
+            total += x[j] * x[j];
+        }
+        const float scale = rsqrtf(warp_sum(total) + UNIT_EPS) * (i % 2 ? 1.0f : rsqrtf(static_cast<float>(n.key_dim)));
+#pragma unroll
+        for (int j = 0; j < (KEYS + 31) / 32; ++j)
+            if (32 * j + lane_id() < KEYS) tile.unit[i / 2][i % 2][32 * j + lane_id()] = x[j] * scale;
+    }
+    __syncthreads();
+}
+
+DEVICE float sum_of_lanes(float x) {
+    x += __shfl_xor_sync(0xffffffffu, x, 8);
+    return x + __shfl_xor_sync(0xffffffffu, x, 16);
+}
+
+// One token of a column: its state moves on. Returns o.
+DEVICE float advance(float (&state)[ROWS], const float* q, const float* k, float v, float beta, float decay) {
+    float seen = 0.0f, out = 0.0f;
+#pragma unroll
+    for (int i = 0; i < ROWS; i += 4) {
+        const float4 x = *reinterpret_cast<const float4*>(k + LANES * i);
+        seen += state[i] * x.x + state[i + 1] * x.y + state[i + 2] * x.z + state[i + 3] * x.w;
+    }
+    const float change = (v - decay * sum_of_lanes(seen)) * beta;
+#pragma unroll
+    for (int i = 0; i < ROWS; i += 4) {
+        const float4 x = *reinterpret_cast<const float4*>(k + LANES * i);
+        const float4 y = *reinterpret_cast<const float4*>(q + LANES * i);
+        state[i] = decay * state[i] + x.x * change, state[i + 1] = decay * state[i + 1] + x.y * change;
+        state[i + 2] = decay * state[i + 2] + x.z * change, state[i + 3] = decay * state[i + 3] + x.w * change;
+        out += state[i] * y.x + state[i + 1] * y.y + state[i + 2] * y.z + state[i + 3] * y.w;
+    }
+    return sum_of_lanes(out);
+}
+
+// Grid: (sequences, value heads, blocks of columns). A state is read before the kernels before this one have ended: in a
+// step no other kernel writes it.
+extern "C" __global__ void __launch_bounds__(THREADS, ROWS > 32 ? 2 : 4) delta_rule(
+    const i32* query_start, const i32* rows, const float* mixed, const float* factors, float* matrices, float* out,
+    int tokens, int room, int key_heads, int value_heads, int key_dim, int value_dim
+) {
+    launch_next();
+    auto& tile = *reinterpret_cast<Tile*>(shared_memory);
+    const Sizes n{key_heads, value_heads, key_dim, value_dim};
+    const Sequence seq(rows, query_start, blockIdx.x, tokens, room);
+    const int head = blockIdx.y, begin = COLUMNS * blockIdx.z, lane = lane_id() / 8;
+    const int mine = 8 * warp_id() + lane_id() % 8, column = begin + mine;
+    const auto row_of = [&](int i) { return i / 4 * 4 * LANES + 4 * lane + i % 4; };
+    const auto state_of = [&](int row) {
+        return matrices + (static_cast<i64>(row) * value_heads + head) * key_dim * value_dim + column;
+    };
+    float state[ROWS];
+#pragma unroll
+    for (int i = 0; i < ROWS; ++i) {
+        const bool is_there = seq.row >= 0 && seq.source >= 0 && row_of(i) < key_dim && column < value_dim;
+        state[i] = is_there ? state_of(seq.source)[row_of(i) * value_dim] : 0.0f;
+    }
+    wait_for_previous();
+    if (seq.row < 0) return;
+    const auto store = [&](int row) {
+        float* to = state_of(opaque(row));
+        const int keys = opaque(key_dim), width = opaque(value_dim);
+#pragma unroll
+        for (int i = 0; i < ROWS; ++i)
+            if (row_of(i) < keys && column < value_dim) to[row_of(i) * width] = state[i];
+    };
+#pragma unroll 1
+    for (int t = seq.first; t < seq.end; ++t) {
+        const int i = (t - seq.first) % TILE;
+        if (i == 0) load_tile(tile, seq, n, t, head, begin, mixed, factors);
+        if (t == seq.guessed) store(seq.row);
+        const float o = advance(
+            state, tile.unit[i][0] + 4 * lane, tile.unit[i][1] + 4 * lane, tile.v[i][mine], tile.factors[i][0],
+            tile.factors[i][1]
+        );
+        if (t >= seq.start && lane == 0 && column < value_dim)
+            out[(static_cast<i64>(t) * value_heads + head) * value_dim + column] = o;
+        if (t + 1 == seq.snapshot_at) store(seq.snapshot);
+    }
+    if (seq.guessed == seq.end) store(seq.row);
+}
+EXPORT(delta_rule)
+#endif
+
+// Grid: (blocks of WARPS heads of tokens). `heads`: of all tokens.
+constexpr int WARPS = 4;
+
+extern "C" __global__ void __launch_bounds__(32 * WARPS) delta_outputs(
+    const float* o, const void* y, i64 y_stride, const float* norm, float eps, void* out, int heads, int key_heads,
+    int value_heads, int key_dim, int value_dim, int flat, int half
+) {
+    begin_kernel();
+    const Sizes n{key_heads, value_heads, key_dim, value_dim};
+    const int pair = blockIdx.x * WARPS + warp_id(), t = pair / value_heads, head = pair % value_heads;
+    if (pair >= heads) return;
+    const i64 from = static_cast<i64>(pair) * value_dim;
+    float total = 0.0f;
+    for (int i = lane_id(); i < value_dim; i += 32) total += o[from + i] * o[from + i];
+    const float factor = rsqrtf(warp_sum(total) / value_dim + eps);
+    // z stands behind all of v, or behind v of the key head.
+    const int values = n.shared() * value_dim, v = 2 * key_heads * key_dim + head * value_dim;
+    const i64 z = t * y_stride + (flat ? v + value_heads * value_dim : place_of(n, v, false) + values);
+    for (int i = lane_id(); i < value_dim; i += 32) {
+        const float result = o[from + i] * factor * norm[i] * silu(load(y, z + i, half));
+        if (half) static_cast<u16*>(out)[from + i] = Half::from_float(result);
+        else static_cast<float*>(out)[from + i] = result;
+    }
+}
+EXPORT(delta_outputs)
