@@ -15,6 +15,7 @@ from lmkit.config import EngineConfig
 from lmkit.errors import ConfigError
 from lmkit.formats.hub import DEMO_FOLDER
 from lmkit.kernels.cuda.ranks import LAYOUT
+from lmkit.turbo.engine import describe
 from lmkit.turbo.engine.engine import Engine
 from lmkit.turbo.engine.loading import MAX_GPUS
 from lmkit.turbo.engine.memory import EXCHANGE_BYTES
@@ -23,7 +24,7 @@ from lmkit.turbo.runners.cuda_ranks import LeadingCudaRunner
 from lmkit.turbo.runners.device import CudaDevice
 from tests.models import tiny
 from tests.turbo.engine import test_cuda_engine
-from tests.turbo.engine.test_cuda_engine import SIZES, assert_alike, on_gpu, request, requests, tokens
+from tests.turbo.engine.test_cuda_engine import SIZES, SMALL, assert_alike, on_gpu, request, requests, tokens
 from tests.turbo.engine.test_engine import propose_drafts, run
 from tests.turbo.engine.test_ranks import check_a_kill_ends
 
@@ -76,7 +77,12 @@ def test_two_ranks_give_the_tokens_of_one(
     one, two = engines
     assert isinstance(two.runner, LeadingCudaRunner)
     assert two.info.captured == one.info.captured
-    assert two.info.memory["kv"] <= one.info.memory["kv"] // 2
+    monkeypatch.setattr(describe, "resolve_device", lambda config: device)
+    config = EngineConfig(**SMALL, device="cuda", tp=2, kv_memory=options["kv_memory"])
+    shown = describe.describe_model(str(path), config)["serving"]
+    for name in ("weights", "workspace", "kv"):
+        assert two.info.memory[name] == shown[f"{name.removesuffix('s')}_bytes"]
+    assert two.info.memory["kv"] == one.info.memory["kv"] // 2
     assert two.runner.kv[0].k.data.shape[1] == one.runner.kv[0].k.data.shape[1] // 2  # type: ignore[attr-defined]
     wanted = [*requests(max_tokens=8), request("scored", list(range(50, 90)), 4, prompt_logprobs=True)]
     want = run(one, wanted)
@@ -85,6 +91,24 @@ def test_two_ranks_give_the_tokens_of_one(
     assert max(lengths) > 1
     assert assert_alike(got, want, 0.01) == 1
     two.check_integrity()
+
+
+@emulated
+def test_inspect_shows_the_memory_of_each_rank(
+    checkpoint: Path, device: CudaDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank has a GPU's memory for itself, unless it shares the GPU."""
+    monkeypatch.setattr(describe, "resolve_device", lambda config: device)
+    monkeypatch.setattr(device, "free_memory", lambda: 2 << 30)
+    common: dict[str, Any] = {**SMALL, "device": "cuda", "kv_memory": 1 << 20}
+    one, two, sharing = (
+        describe.describe_model(str(checkpoint), EngineConfig(**common, **options))["serving"]
+        for options in ({}, {"tp": 2}, {"tp": 2, "devices": "0,0"})
+    )
+    assert (one["available_bytes"], two["available_bytes"], sharing["available_bytes"]) == (2 << 30, 2 << 30, 1 << 30)
+    assert two["weight_bytes"] < one["weight_bytes"]
+    assert two["kv_bytes"] == one["kv_bytes"] // 2
+    assert two["workspace_bytes"] - one["workspace_bytes"] < EXCHANGE_BYTES + (1 << 20)
 
 
 @emulated
