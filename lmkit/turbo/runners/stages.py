@@ -171,7 +171,7 @@ class FirstStage(CpuRunner):
         if not self._overlaps:
             return partial(self._land, flight, begin=True)
         self._thread.submit(self._begin, flight)
-        return lambda: self._thread.submit(self._land, flight).result()
+        return lambda: self._thread.submit(self._land, flight)()
 
     def close(self) -> None:
         super().close()
