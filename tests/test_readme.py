@@ -41,6 +41,7 @@ ROWS = {
     "Qwen2-VL": ("Qwen2VLForConditionalGeneration", "qwen2-vl"),
     "Qwen2.5-VL": ("Qwen2_5_VLForConditionalGeneration", "qwen2.5-vl"),
     "Qwen3-VL": ("Qwen3VLForConditionalGeneration", "qwen3-vl"),
+    "Qwen3-VL-MoE": ("Qwen3VLMoeForConditionalGeneration", "qwen3-vl-moe"),
     "Qwen3": ("Qwen3ForCausalLM", "qwen3"),
     "Gemma 2": ("Gemma2ForCausalLM", "gemma2"),
     "Gemma 3 (text)": ("Gemma3ForCausalLM", "gemma3"),

@@ -9,7 +9,8 @@ The order of the outputs, from the first on:
     mlp.experts.gate_up_proj    [experts, gate | up, in]           transformers 5
     mlp.experts.down_proj       [experts, out, in]                 transformers 5
 
-gpt-oss has gate and up side by side for each output, and its float tensors are [experts, in, out].
+gpt-oss has gate and up side by side for each output, and its float tensors are [experts, in, out]. So are those of
+Qwen3-VL-MoE.
 """
 
 from __future__ import annotations
@@ -131,7 +132,9 @@ def _experts(reader: CheckpointReader, index: int, layer: LayerSpec, moe: MoESpe
             )
         groups = moe.expert.intermediate_size if moe.interleaved else 1
         shares = [replace(half, groups=groups) for half in HALVES] if len(parts) == 2 else [WHOLE]
-        transposed = moe.interleaved and not ending
+        outputs, inputs = layer.linears[f"mlp.experts.0.{parts[0]}"]
+        turned = shape[1:] == (inputs, outputs * len(parts)) != (outputs * len(parts), inputs)
+        transposed = not ending and (moe.interleaved or turned)
         for expert, (part, rows) in product(range(moe.num_experts), zip(parts, shares, strict=True)):
             name = layer.module_name(index, f"mlp.experts.{expert}.{part}")
             yield f"{name}.{suffix}", expert_of(source, shape, expert, rows, transposed=transposed)

@@ -16,7 +16,7 @@ from lmkit.config import EngineConfig
 from lmkit.errors import CheckpointError
 from lmkit.formats.checkpoint import CheckpointReader
 from lmkit.models import load_spec
-from lmkit.models.families.qwen_vl import TOWER
+from lmkit.models.families.qwen_vl import TOWER, TOWER_3
 from lmkit.models.resolved import resolved
 from lmkit.models.source import ModelSource
 from lmkit.models.tower import load_tower, tower_bytes
@@ -78,6 +78,18 @@ def test_quantization_leaves_the_tower_as_it_is(tmp_path: Path, name: str) -> No
     assert torch.equal(*rows)
     left = json.dumps(config_of(tmp_path / "out")["quantization_config"]).replace("\\", "")
     assert all(module in left for module in ("visual.merger.mlp.0", "visual.merger.mlp.2"))
+
+
+def test_a_mixture_of_experts_is_quantized_beside_its_tower(tmp_path: Path) -> None:
+    path = tiny_checkpoint(tmp_path / "source", "qwen3-vl-moe")
+    prepare(path, recipe(calibration={"num_samples": 1, "seq_len": 48})).run(tmp_path / "out")
+    before, after = CheckpointReader(path), CheckpointReader(tmp_path / "out")
+    tower = [name for name in before.names() if name.startswith(TOWER_3)]
+    assert tower
+    assert all(torch.equal(before.tensor(name), after.tensor(name)) for name in tower)
+    weights = ModelSource(tmp_path / "out").layer_weights(1)
+    assert isinstance(weights["mlp.experts.6.gate"], QTensor)
+    assert isinstance(weights["mlp.router"], torch.Tensor)
 
 
 def test_transformers_reads_what_is_quantized(tmp_path: Path) -> None:

@@ -63,6 +63,8 @@ VISION: dict[str, dict[str, Any]] = {
                    "fullatt_block_indexes": [1]},
     "qwen3-vl": {"depth": 3, "hidden_size": 32, "intermediate_size": 48, "num_position_embeddings": 25,
                  "deepstack_visual_indexes": [2, 0]},
+    "qwen3-vl-moe": {"depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_position_embeddings": 9,
+                     "deepstack_visual_indexes": [0]},
     "qwen3.5-vl": {"depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_position_embeddings": 9},
 }  # fmt: skip
 
@@ -82,6 +84,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2-vl": ("Qwen2VLConfig", {}),
     "qwen2.5-vl": ("Qwen2_5_VLConfig", {}),
     "qwen3-vl": ("Qwen3VLConfig", {"head_dim": 8}),
+    "qwen3-vl-moe": ("Qwen3VLMoeConfig", EXPERTS | {"head_dim": 8, "decoder_sparse_step": 2}),
     "qwen3": ("Qwen3Config", {"head_dim": 16, "tie_word_embeddings": True}),
     "mistral": ("MistralConfig", {"sliding_window": None}),
     "mistral-window": ("MistralConfig", {"sliding_window": 9}),

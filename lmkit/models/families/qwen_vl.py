@@ -1,4 +1,4 @@
-"""Qwen2-VL, Qwen2.5-VL and Qwen3-VL: Qwen2 or Qwen3 with M-RoPE, and a vision tower (models.vision).
+"""Qwen2-VL, Qwen2.5-VL and Qwen3-VL: Qwen2, Qwen3 or Qwen3-MoE with M-RoPE, and a vision tower (models.vision).
 
 A token of text has the same position in all three rows of M-RoPE, so its angles are those of plain RoPE.
 """
@@ -12,6 +12,7 @@ from typing import Any
 
 from lmkit.errors import CheckpointError, UnsupportedError
 from lmkit.models.families.llama import integer, qwen2, qwen3
+from lmkit.models.families.moe import qwen3_moe
 from lmkit.models.registry import family
 from lmkit.models.spec import ModelSpec
 from lmkit.models.vision_spec import GATED, Names, VisionSpec
@@ -39,9 +40,19 @@ def qwen2_5_vl(hf: dict[str, Any]) -> ModelSpec:
 
 @family("Qwen3VLForConditionalGeneration")
 def qwen3_vl(hf: dict[str, Any]) -> ModelSpec:
+    return _deep(hf, qwen3)
+
+
+@family("Qwen3VLMoeForConditionalGeneration")
+def qwen3_vl_moe(hf: dict[str, Any]) -> ModelSpec:
+    """Scores of chosen experts always add up to 1."""
+    return _deep(hf | {"norm_topk_prob": True}, qwen3_moe)
+
+
+def _deep(hf: dict[str, Any], of_text: Callable[[dict[str, Any]], ModelSpec]) -> ModelSpec:
     """Outputs of some layers of the tower are added behind the first layers of the language model (DeepStack)."""
     tapped = _layers(_vision_config(hf), "deepstack_visual_indexes", [8, 16, 24])
-    spec = _with_tower(hf, qwen3, tower_3(hf, tapped=tapped), mixed_sections=True)
+    spec = _with_tower(hf, of_text, tower_3(hf, tapped=tapped), mixed_sections=True)
     if spec.deep_layers > spec.num_layers:
         raise CheckpointError("vision_config: deepstack_visual_indexes has more layers than the language model")
     layers = tuple(replace(layer, prefix="model.language_model.layers") for layer in spec.layers)
