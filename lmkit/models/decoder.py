@@ -143,6 +143,14 @@ class Decoder:
         x: Tensor = self.embedding(self.embed_tokens, token_ids, self.spec.embedding_scale)
         return x
 
+    def embed_rows(self, rows: Tensor) -> Tensor:
+        """Token ids int64 [N, T] of N sequences from their first positions on -> float32 [N * T, hidden]."""
+        x = self.embed(rows.flatten())
+        if self.positions is not None:
+            places = torch.arange(rows.shape[1], dtype=torch.int32, device=x.device)
+            self.add_positions(x, self.positions, places.repeat(len(rows)))
+        return x
+
     def head_part(self, delta: Tensor, residual: Tensor | None, rows: slice) -> Tensor:
         """`head` of some rows. Those rows are overwritten."""
         return self.head(delta[rows], None if residual is None else residual[rows])

@@ -308,6 +308,14 @@ class DecoderLayer:
         """The norm in front of a block. None: the block reads the stream itself."""
         return self.norm(role, residual) if self.spec.pre_norms else None
 
+    def behind(self, role: str, stream: Tensor, delta: Tensor) -> Tensor:
+        """The residual stream behind a block, whose contribution is `delta`, in memory of its own. `role`: its norm."""
+        total = stream + delta
+        if not self.spec.stream_norms:
+            return total
+        normalized: Tensor = self.rms_norm(total, self.norm(role))
+        return normalized
+
     def added(self, delta: Tensor, residual: Tensor | None) -> Tensor:
         """`joined`, in place of `residual`. A norm's kernel adds on its way, and such a step can be captured."""
         if residual is None:

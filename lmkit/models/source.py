@@ -221,11 +221,15 @@ class ModelSource:
         return weight if isinstance(weight, QTensor) else _to(weight, dtype)
 
     def head(self, dtype: torch.dtype | None = None, device: str = "cpu") -> Decoder:
-        """A decoder without layers. Only `embed` and `head` work, with plain weights."""
+        """A decoder without layers. Only `embed`, `embed_rows` and `head` work, with plain weights."""
         at = tensor_device(device)
         embed = self.embed_tokens(dtype).to(at)
-        norm = self.final_norm()
-        return Decoder(self.spec, embed, [], None if norm is None else norm.to(at), self.lm_head(dtype, device))
+        norm, bias, positions = (
+            None if tensor is None else tensor.to(at)
+            for tensor in (self.final_norm(), self.final_bias(), self.positions())
+        )
+        lm_head = self.lm_head(dtype, device)
+        return Decoder(self.spec, embed, [], norm, lm_head, positions=positions, final_bias=bias)
 
     def _vectors(self, index: int, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
         """(role, vector or matrix). Biases that choose experts stay as stored: rounded ones would choose others."""

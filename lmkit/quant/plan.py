@@ -65,8 +65,6 @@ def make_plan(source: ModelSource, recipe: Recipe, device: str = "cpu") -> Plan:
         raise UnsupportedError(f"{path}: is quantized already ({source.format.name}); quantize the original checkpoint")
     if recipe.calibration.has_text and any(layer.kv_from is not None or layer.per_layer for layer in spec.kinds):
         raise UnsupportedError(f"{path}: layers that read the keys of others are only rounded: use a recipe of rtn_")
-    if any(layer.norm_bias for layer in spec.kinds):
-        raise UnsupportedError(f"{path}: models with LayerNorm are served but not quantized")
     if recipe.calibration.has_text and recipe.calibration.seq_len > spec.max_position:
         raise ConfigError(
             f"recipe: calibration.seq_len {recipe.calibration.seq_len} exceeds the model's context, {spec.max_position}"

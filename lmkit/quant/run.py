@@ -372,7 +372,7 @@ def _with_text(recipe: Recipe, counts: list[int], tokenizer: Tokenizer) -> Recip
 def _other_tensors(source: ModelSource) -> list[str]:
     """Every tensor that no layer reads: embedding, final norm, head, and other tensors of the file."""
     read = {
-        layer.module_name(index, role) + kind
+        layer.module_name(index, role.removesuffix(".bias")) + kind
         for index, layer in enumerate(source.spec.layers)
         for role in (*layer.vectors, *layer.linears, *layer.routers, *layer.matrices)
         for kind in (".weight", ".bias")

@@ -80,7 +80,7 @@ def row(model: str, architecture: str, name: str) -> str:
         norms(layer),
         attention(spec),
         mlp(spec),
-        "no" if layer.norm_bias else "yes",
+        "yes",
         kv,
         split(spec),
         steps(spec),

@@ -1,4 +1,4 @@
-"""OPT: what is refused. test_families.py holds its logits."""
+"""OPT: what is refused, and its quantization. test_families.py holds its logits."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from lmkit.errors import CheckpointError, UnsupportedError
 from lmkit.models import load_spec
 from lmkit.models.source import ModelSource
+from lmkit.quant.report.evaluate import encode_text
 from lmkit.quant.run import prepare
 from tests.formats.files import folder
 from tests.models import tiny
-from tests.quant.helpers import recipe, tiny_checkpoint
+from tests.quant.helpers import CLIP, SCALE, recipe, tiny_checkpoint
 
 CONFIG = {
     "architectures": ["OPTForCausalLM"], "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -34,10 +36,24 @@ def test_other_kinds_are_refused(changes: dict[str, Any]) -> None:
         load_spec(CONFIG | changes)
 
 
-def test_quantization_is_refused(tmp_path: Path) -> None:
-    path = tiny_checkpoint(tmp_path / "opt", "opt")
-    with pytest.raises(UnsupportedError, match="models with LayerNorm are served but not quantized"):
-        prepare(path, recipe()).run(tmp_path / "out")
+@pytest.mark.parametrize("family", ["opt", "opt-350m"])
+def test_quantization(tmp_path: Path, family: str) -> None:
+    path = tiny_checkpoint(tmp_path / "source", family)
+    ids, kl = encode_text(path)[:500], {}
+    for name, asked in {"rtn": recipe(), "gptq": recipe(SCALE, CLIP, rounder={"step": "gptq"})}.items():
+        report = prepare(path, asked).run(tmp_path / name, eval_ids=ids)
+        assert report.evaluation is not None
+        assert report.evaluation.divergence is not None
+        kl[name] = report.evaluation.divergence.kl_mean
+    assert kl["gptq"] < 0.5 * kl["rtn"]
+
+
+def test_rows_of_text_begin_with_their_first_positions(tmp_path: Path) -> None:
+    source = ModelSource(tiny_checkpoint(tmp_path, "opt"))
+    head, positions = source.head(), source.positions()
+    assert positions is not None
+    rows = torch.tensor([[5, 6, 7], [8, 9, 5]])
+    assert torch.equal(head.embed_rows(rows), head.embed(rows.flatten()) + positions[:3].repeat(2, 1))
 
 
 @pytest.mark.parametrize(

@@ -136,7 +136,7 @@ class Stream:
 
     def _embed(self, head: Decoder, rows: Tensor) -> None:
         for number, part in enumerate(rows.split(self.batch_rows)):
-            states = head.embed(part.flatten())
+            states = head.embed_rows(part)
             for buffers in self.buffers.values():
                 buffers[0].states[self._tokens(number)] = states
                 buffers[0].release()

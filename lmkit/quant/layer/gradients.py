@@ -36,8 +36,9 @@ class LayerWithGradients(DecoderLayer):
     def output(self, hidden: Tensor, geometry: Geometry) -> Tensor:
         """hidden float32 [tokens, hidden], whole sequences -> the next layer's."""
         batch, rope, kv = geometry.batch, geometry.rope, geometry.kv
-        middle = hidden + self.attention(hidden, batch, rope, kv, self.before("norm.attn"))
-        return (middle + self.feed_forward(middle, self.before("norm.mlp"))) * self.stream_scale
+        attended = self.attention(hidden, batch, rope, kv, self.before("norm.attn"))
+        middle = self.behind("norm.attn", hidden, attended)
+        return self.behind("norm.mlp", middle, self.feed_forward(middle, self.before("norm.mlp"))) * self.stream_scale
 
 
 def turned(x: Tensor, rope: CosSin) -> Tensor:

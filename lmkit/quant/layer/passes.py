@@ -119,12 +119,13 @@ class LayerPass:
             projected = layer.queries_keys_values(hidden, layer.before("norm.attn"))
             return layer.attend(projected, geometry.batch, geometry.rope, geometry.kv)
         if part is Part.ATTENTION_OUT:
-            return self._states(Part.ATTENTION, tokens) + layer.project(self._states(part, tokens))
+            hidden, attended = self._states(Part.ATTENTION, tokens), layer.project(self._states(part, tokens))
+            return layer.behind("norm.attn", hidden, attended)
         middle = self._states(Part.MLP, tokens)
         if isinstance(layer.mlp, MoE):
             if part is Part.MLP:
                 return None
             return (middle + layer.feed_forward(middle, layer.before("norm.mlp"))) * layer.stream_scale
         if part is Part.MLP:
-            return layer.mlp.gate_up(middle, layer.before("norm.mlp"))
-        return (middle + layer.reduce(self._states(part, tokens))) * layer.stream_scale
+            return layer.mlp.inner(middle, layer.before("norm.mlp"))
+        return layer.behind("norm.mlp", middle, layer.reduce(self._states(part, tokens))) * layer.stream_scale

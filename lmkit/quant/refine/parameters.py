@@ -60,6 +60,8 @@ class TunedLayer:
             return weight
         linear = self.weights[role.removesuffix(".bias")]
         dense = dequantize(linear) if isinstance(linear, QTensor) else linear
+        if dense.ndim == 1:  # a LayerNorm's
+            return dense
         spread: Tensor = torch.linalg.vector_norm(dense, dim=1).mean()
         return spread
 

@@ -66,10 +66,12 @@ class Tuning:
         self._buffer = Buffer((len(self.layers) + 1) * batch_tokens, spec.hidden_size, folder and folder / "refine.f32")
         self._states = self._buffer.states.view(len(self.layers) + 1, batch_tokens, -1)
         head = self.original.head(None, f"{TORCH}{self.device}")
-        self._embed = head.embed
+        self._embed = head.embed_rows
         weight = head.lm_head.weights[roles.LM_HEAD]
         assert isinstance(weight, Tensor)
-        self._head, self._norm = weight.to(self.dtype), head.final_norm
+        self._head = weight.to(self.dtype)
+        norm, eps = head.final_norm, spec.norm_eps
+        self._norm = None if norm is None else Norm(norm, eps, bias=head.final_bias)
         self.changes = [no_changes(self._layer(index).weights) for index in self.layers]
 
     def finish(self, done: Callable[[int, int], None]) -> Finished:
@@ -126,7 +128,7 @@ class Tuning:
 
     def behind_layers(self, row: int) -> Tensor:
         """The hidden states float32 [seq_len, hidden] of a row behind the tuned layers, as a check computes them."""
-        hidden = self._embed(self.rows[row].to(self.device))
+        hidden = self._embed(self.rows[row, None].to(self.device))
         for index in self.layers:
             layer = self._layer(index)
             tuned = DecoderLayer(layer.spec, index, self.tuned(layer).changed(), self.stream.device)
@@ -187,7 +189,8 @@ class Tuning:
     def _forward(self, rows: Tensor) -> None:
         """Fill the states in front of each layer and behind the last."""
         for part in self._parts(rows):
-            self._states[0, part] = self._embed(self.rows[rows].flatten()[part].to(self.device)).cpu()
+            whole = self.rows[rows].flatten()[part].view(-1, self.rows.shape[1])
+            self._states[0, part] = self._embed(whole.to(self.device)).cpu()
         for index in self.layers:
             layer = self._layer(index)
             tuned = with_gradients(layer, {role: w.detach() for role, w in self.tuned(layer).leaves().items()})
@@ -236,8 +239,7 @@ class Tuning:
         """hidden float32 [tokens, hidden] behind the last layer -> float32 [tokens, vocab]"""
         spec = self.original.spec
         if self._norm is not None:
-            norm = Norm(self._norm, spec.norm_eps)
-            hidden = ops.rms_norm.select(f"{TORCH}{self.device}")(hidden, norm)
+            hidden = ops.rms_norm.select(f"{TORCH}{self.device}")(hidden, self._norm)
         logits = functional.linear(hidden.to(self.dtype), self._head).float()
         if spec.final_softcap:
             logits = spec.final_softcap * (logits / spec.final_softcap).tanh()

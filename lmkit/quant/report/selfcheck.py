@@ -75,7 +75,7 @@ def check_logits(
 
 def _behind_layers(source: ModelSource, token_ids: Tensor, product_dtype: torch.dtype, device: str) -> Tensor:
     """The hidden states behind the last layer, float32 [seq_len, hidden]. One layer is loaded at a time."""
-    hidden = source.head().embed(token_ids).to(tensor_device(device))
+    hidden = source.head().embed_rows(token_ids[None]).to(tensor_device(device))
     for index in range(source.spec.num_layers):
         layer = source.layer(index, torch.float32, device).multiply_in(product_dtype)
         geometry = Geometry.of(layer.spec, 1, len(token_ids), device)
@@ -87,8 +87,9 @@ def _behind_layers(source: ModelSource, token_ids: Tensor, product_dtype: torch.
 
 def _normalized(source: ModelSource, hidden: Tensor) -> Tensor:
     norm = source.final_norm()
-    assert norm is not None
-    normalized: Tensor = ops.rms_norm.select("cpu")(hidden, Norm(norm, source.spec.norm_eps))
+    if norm is None:
+        return hidden
+    normalized: Tensor = ops.rms_norm.select("cpu")(hidden, Norm(norm, source.spec.norm_eps, bias=source.final_bias()))
     return normalized
 
 

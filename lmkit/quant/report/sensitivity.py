@@ -117,7 +117,7 @@ def measure(
 
 def _divergences(source: ModelSource, head: Decoder, rows: Tensor, variants: list[Variant]) -> list[float]:
     """Sum of KL over the tokens of `rows` for each variant. Variants are in the order of their layers."""
-    exact = head.embed(rows.flatten())
+    exact = head.embed_rows(rows)
     states: list[Tensor] = []
     for index in range(source.spec.num_layers):
         layer = source.layer(index, torch.float32, head.lm_head.device)

@@ -21,7 +21,10 @@ from tests.quant.steps.test_gptq import stream_of
 SCHEMES = [QuantScheme(4, 32), QuantScheme(4, 32, symmetric=True)]
 
 
-@pytest.mark.parametrize("family", ["llama", "llama-tied-bias", "qwen2", "qwen3", "mistral-window", "olmo2", "granite"])
+@pytest.mark.parametrize(
+    "family",
+    ["llama", "llama-tied-bias", "qwen2", "qwen3", "mistral-window", "olmo2", "granite", "opt", "opt-350m"],
+)
 def test_the_layer_with_gradients_is_the_decoders(tmp_path: Path, family: str) -> None:
     source, stream = stream_of(tiny_checkpoint(tmp_path, family), rows=3)
     layer = source.layer(1, torch.float32)
