@@ -56,8 +56,8 @@ def gated_delta(
     rule = [*places, mixed, factors, states.matrix, o, tokens, room, *heads]
     lane_rows = -(-key_dim // (4 * LANES)) * 4
     shared = 4 * TILE * (2 * LANES * lane_rows + COLUMNS + 2)
-    grid = sequences, value_heads, -(-value_dim // COLUMNS)
-    kernel_for("delta.cu", "delta_rule", torch.float16, ROWS=lane_rows)(grid, BLOCK, rule, shared=shared)
+    blocks = sequences, value_heads, -(-value_dim // COLUMNS)
+    kernel_for("delta.cu", "delta_rule", torch.float16, ROWS=lane_rows)(blocks, BLOCK, rule, shared=shared)
     pairs = tokens * value_heads
     outputs = [o, y, np.int64(y.stride(0)), weights.norm, weights.eps, out, pairs, *heads, *layout]
     kernel_for("delta.cu", "delta_outputs", half)(-(-pairs // WARPS), 32 * WARPS, outputs)

@@ -196,8 +196,8 @@ def _delta(half: torch.dtype) -> None:
     key_heads, value_heads, key_dim, value_dim, kernel = DELTA
     values = value_heads * value_dim
     channels = 2 * key_heads * key_dim + values
-    vectors = (_empty(size) for size in (value_heads, value_heads, value_dim))
-    weights = DeltaWeights(_empty(channels, kernel), *vectors, 1e-6)
+    of_heads = _empty(value_heads)
+    weights = DeltaWeights(_empty(channels, kernel), of_heads, of_heads, _empty(value_dim), 1e-6)
     states = DeltaStates(
         _empty(SEQUENCES, channels, kernel - 1),
         _empty(SEQUENCES, value_heads, key_dim, value_dim),

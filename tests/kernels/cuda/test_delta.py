@@ -47,7 +47,7 @@ def compare(device: str, args: tuple[Any, ...], dtype: torch.dtype) -> None:
     there = [moved(x, device) for x in given]
     expected, got = ops.gated_delta.named("reference")(*given), delta.gated_delta(*there)
     assert got.dtype == dtype
-    close = {"rtol": TOLERANCE[dtype], "atol": TOLERANCE[dtype]}
+    close: dict[str, Any] = {"rtol": TOLERANCE[dtype], "atol": TOLERANCE[dtype]}
     torch.testing.assert_close(got.cpu(), expected, **close)
     for mine, theirs in zip((*there[3].parts, there[3].guessed), (*given[3].parts, given[3].guessed), strict=True):
         torch.testing.assert_close(mine.cpu(), theirs, **close)
