@@ -96,6 +96,7 @@ def _kernels(device: str) -> dict[str, Any]:
         "rope_paged_attention": {"rotary_dim": 128, **heads},
         "kv_append": heads,
         "paged_attention": heads,
+        "gated_delta": {"key_dim": 128, "kernel": 4},
         "linear_dense": {"dtype": torch.bfloat16, **linear},
         "linear_w4a16": {"bits": 4, **groups},
         "linear_w4a8": {"bits": 4, **groups},
