@@ -294,15 +294,31 @@ class DecoderLayer:
     ) -> tuple[Tensor, None]:
         """The pair behind the MLP -> the one behind the layer, with the layer's part of the tokens' own vectors."""
         if self.per_layer is not None:
-            assert batch.per_layer is not None
-            vectors = batch.per_layer[:, self.index * self.spec.per_layer :][:, : self.spec.per_layer]
+            vectors = self._own_vectors(batch)
             if logits_only and not batch.wants_all:
                 vectors = self.gather(vectors, batch.logit_rows)
             self.keep(residual, delta, residual)
-            delta = self.per_layer(residual.to(self.dtype), vectors).float()
-            delta = self.rms_norm(delta, self.norm("norm.per_layer_out"))
+            delta = self._of_vectors(residual, vectors)
         self.keep(residual, delta, residual, self.stream_scale)
         return residual, None
+
+    def finished(self, stream: Tensor, batch: BatchInputs) -> Tensor:
+        """The residual stream behind the MLP -> the one behind the layer (as `scaled`), in memory of its own."""
+        if self.per_layer is not None:
+            stream = stream + self._of_vectors(stream, self._own_vectors(batch))
+        return stream * self.stream_scale
+
+    def _own_vectors(self, batch: BatchInputs) -> Tensor:
+        """The tokens' vectors for this layer, float32 [T, width]."""
+        assert batch.per_layer is not None
+        return batch.per_layer[:, self.index * self.spec.per_layer :][:, : self.spec.per_layer]
+
+    def _of_vectors(self, stream: Tensor, vectors: Tensor) -> Tensor:
+        """What the tokens' vectors add to the residual stream behind the MLP."""
+        assert self.per_layer is not None
+        delta = self.per_layer(stream.to(self.dtype), vectors).float()
+        normed: Tensor = self.rms_norm(delta, self.norm("norm.per_layer_out"))
+        return normed
 
     def before(self, role: str, residual: Tensor | None = None) -> Norm | None:
         """The norm in front of a block. None: the block reads the stream itself."""

@@ -190,13 +190,13 @@ class ModelSource:
         first = self.spec.first_position
         return None if first is None else self._plain(roles.POSITIONS + ".weight", torch.float32)[first:]
 
-    def per_layer(self, dtype: torch.dtype, device: str = "cpu") -> PerLayerWeights | None:
-        """The vectors of tokens for each layer (layers.per_layer), if the model has any."""
+    def per_layer(self, dtype: torch.dtype | None, device: str = "cpu") -> PerLayerWeights | None:
+        """The vectors of tokens for each layer (layers.per_layer), if the model has any; None = as stored."""
         spec, width = self.spec, self.spec.layers[0].per_layer
         if not spec.per_layer:
             return None
         table = self._plain(roles.PER_LAYER_TABLE + ".weight", dtype)
-        projection = self._matrix(roles.PER_LAYER_PROJECTION, (spec.per_layer, spec.hidden_size)).to(dtype)
+        projection = self._matrix(roles.PER_LAYER_PROJECTION, (spec.per_layer, spec.hidden_size)).to(table.dtype)
         norm = self.norm(roles.PER_LAYER_NORM + ".weight", width)
         return PerLayerWeights(table.to(device), projection.to(device), norm.to(device), spec.per_layer_scale)
 
@@ -221,15 +221,15 @@ class ModelSource:
         return weight if isinstance(weight, QTensor) else _to(weight, dtype)
 
     def head(self, dtype: torch.dtype | None = None, device: str = "cpu") -> Decoder:
-        """A decoder without layers. Only `embed`, `embed_rows` and `head` work, with plain weights."""
+        """A decoder without layers. Only `embed`, `embed_rows`, `per_layer` and `head` work, with plain weights."""
         at = tensor_device(device)
         embed = self.embed_tokens(dtype).to(at)
         norm, bias, positions = (
             None if tensor is None else tensor.to(at)
             for tensor in (self.final_norm(), self.final_bias(), self.positions())
         )
-        lm_head = self.lm_head(dtype, device)
-        return Decoder(self.spec, embed, [], norm, lm_head, positions=positions, final_bias=bias)
+        lm_head, vectors = self.lm_head(dtype, device), self.per_layer(dtype, at)
+        return Decoder(self.spec, embed, [], norm, lm_head, positions=positions, final_bias=bias, per_layer=vectors)
 
     def _vectors(self, index: int, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
         """(role, vector or matrix). Biases that choose experts stay as stored: rounded ones would choose others."""

@@ -77,6 +77,16 @@ class ModelSpec:
         return sum(layer.per_layer for layer in self.layers)
 
     @property
+    def kv_sources(self) -> tuple[int, ...]:
+        """The layers whose keys and values later ones read, in order."""
+        return tuple(sorted({layer.kv_from for layer in self.layers if layer.kv_from is not None}))
+
+    @property
+    def reads_beside(self) -> bool:
+        """Whether a layer reads more of a sequence than the states in front of it."""
+        return bool(self.per_layer or self.kv_sources)
+
+    @property
     def num_weights(self) -> int:
         """Weights of the layers' linears."""
         return sum(layer.num_weights for layer in self.layers)

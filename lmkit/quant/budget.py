@@ -94,7 +94,8 @@ def _choices(recipe: Recipe) -> list[tuple[int, Recipe]]:
 def working_bytes(spec: ModelSpec, recipe: Recipe, batch_tokens: int) -> int:
     """Peak bytes of everything that grows with the model and the recipe. They do not grow with the number of rows."""
     whole = sum(step.whole_numbers(spec, recipe.scheme.scheme().group_size) for step in recipe.steps)
-    return 4 * whole + max(_layer_working_bytes(layer, recipe, batch_tokens) for layer in spec.kinds)
+    vectors = 4 * 3 * batch_tokens * spec.per_layer * recipe.calibration.has_text  # before their norm and behind it
+    return 4 * whole + vectors + max(_layer_working_bytes(layer, recipe, batch_tokens) for layer in spec.kinds)
 
 
 def _layer_working_bytes(layer: LayerSpec, recipe: Recipe, batch_tokens: int) -> int:
@@ -166,7 +167,8 @@ def disk_bytes(source: ModelSource, recipe: Recipe) -> int:
     spec, calibration = source.spec, recipe.calibration
     width = 2 * spec.hidden_size + (scratch_width(spec) if any(step.by_parts for step in recipe.steps) else 0)
     tokens = calibration.num_samples * calibration.seq_len * calibration.has_text
-    states = 4 * tokens * width * (2 if recipe.needs_exact else 1)
+    width += 2 * sum(spec.layers[index].kv_size for index in spec.kv_sources)
+    states = 4 * tokens * (width * (2 if recipe.needs_exact else 1) + spec.per_layer)
     if recipe.model_step is not None:  # a step's states in front of all layers; the checkpoint is written twice
         rows = min(recipe.model_step.rows, calibration.num_samples)
         states += 4 * rows * calibration.seq_len * spec.hidden_size * (spec.num_layers + 1) + _stored_bytes(

@@ -63,8 +63,11 @@ def make_plan(source: ModelSource, recipe: Recipe, device: str = "cpu") -> Plan:
     spec, path = source.spec, source.reader.path
     if source.format.name != "dense":
         raise UnsupportedError(f"{path}: is quantized already ({source.format.name}); quantize the original checkpoint")
-    if recipe.calibration.has_text and any(layer.kv_from is not None or layer.per_layer for layer in spec.kinds):
-        raise UnsupportedError(f"{path}: layers that read the keys of others are only rounded: use a recipe of rtn_")
+    if spec.reads_beside and (recipe.average_bits is not None or recipe.kv.is_fitted):
+        section = "kv" if recipe.kv.is_fitted else "average_bits"
+        raise UnsupportedError(
+            f"{path}: {section} does not go with layers that read the keys of others, or vectors of each token"
+        )
     if recipe.calibration.has_text and recipe.calibration.seq_len > spec.max_position:
         raise ConfigError(
             f"recipe: calibration.seq_len {recipe.calibration.seq_len} exceeds the model's context, {spec.max_position}"

@@ -11,13 +11,12 @@ folder they are mapped files:
 
 hidden-scratch and exact-scratch hold the states inside the present layer (layer.passes). An interrupted layer
 can be done again, as the states in front of it are not written to. No more than a batch of each buffer is in memory.
+Some models read more of a token than its states (data.beside).
 """
 
 from __future__ import annotations
 
 import itertools
-import mmap
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,65 +24,21 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lmkit.formats.atomic import write_errors, write_file
 from lmkit.kernels.cuda.module import tensor_device
 from lmkit.models.decoder import Decoder
 from lmkit.models.decoder_layer import DecoderLayer, joined
 from lmkit.models.layer_spec import LayerSpec
 from lmkit.models.source import ModelSource
 from lmkit.models.spec import ModelSpec
+from lmkit.quant.data.beside import Beside
+from lmkit.quant.data.buffer import Buffer
 from lmkit.quant.data.comm import Comm
-from lmkit.quant.data.workdir import crc32, damaged
 from lmkit.quant.kv.config import KVStats
 from lmkit.quant.layer.layer import Geometry
 from lmkit.quant.layer.observe import Observer
 
 STREAMS = ("hidden", "exact")
 BATCH_TOKENS = 4096  # of the calibration set in one forward pass, at most
-
-
-class Buffer:
-    """[num_tokens, width] in a file, or in memory if there is no path. An existing file keeps its content.
-
-    Raises CheckpointError if the disk has no room. The blocks of the file are reserved, because a mapping that runs out
-    of disk kills the process.
-    """
-
-    def __init__(self, num_tokens: int, width: int, path: Path | None, dtype: torch.dtype = torch.float32) -> None:
-        size = dtype.itemsize * num_tokens * width
-        self._path = path
-        if path is None:
-            self._map = mmap.mmap(-1, size)
-        else:
-            with write_errors(path):
-                fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-                try:
-                    os.posix_fallocate(fd, 0, size)
-                    self._map = mmap.mmap(fd, size)
-                finally:
-                    os.close(fd)
-        self.states = torch.frombuffer(self._map, dtype=dtype).view(num_tokens, width)
-
-    def release(self) -> None:
-        """Leave the pages that were read or written to the page cache. They are read again on use."""
-        if self._path is not None:
-            self._map.madvise(mmap.MADV_DONTNEED)
-
-    def seal(self) -> None:
-        """Wait until the disk has all that was written, and its checksum."""
-        if self._path is None:
-            return
-        with write_errors(self._path):
-            self._map.flush()
-        write_file(self._path.with_suffix(".crc32"), str(crc32(self._path)).encode())
-
-    def check(self) -> None:
-        """Raise CheckpointError if the file is not as it was sealed."""
-        if self._path is None:
-            return
-        sealed = self._path.with_suffix(".crc32")
-        if not sealed.exists() or sealed.read_bytes() != str(crc32(self._path)).encode():
-            raise damaged(self._path)
 
 
 @dataclass
@@ -97,6 +52,7 @@ class Stream:
     batch_rows: int
     layer: int  # the present states stand in front of it
     buffers: dict[str, tuple[Buffer, Buffer]]
+    beside: Beside
     comm: Comm
     folder: Path | None = None
     device: str = "cpu"  # where layers compute
@@ -126,12 +82,15 @@ class Stream:
         for name in STREAMS[: 2 if exact else 1]:
             one, other = (Buffer(*sizes, folder and folder / f"{name}-{i}.f32") for i in (0, 1))
             buffers[name] = one, other
-        stream = cls(spec, num_rows, seq_len, max(1, batch_tokens // seq_len), layer, buffers, comm, folder, device)
+        beside = Beside.of(spec, sizes[0], tuple(buffers), folder, device)
+        batch_rows = max(1, batch_tokens // seq_len)
+        stream = cls(spec, num_rows, seq_len, batch_rows, layer, buffers, beside, comm, folder, device)
         if layer == 0:
             stream._embed(source.head(), rows)
         else:
             for pair in buffers.values():
                 pair[layer % 2].check()
+            beside.check(layer)
         return stream
 
     def _embed(self, head: Decoder, rows: Tensor) -> None:
@@ -140,6 +99,9 @@ class Stream:
             for buffers in self.buffers.values():
                 buffers[0].states[self._tokens(number)] = states
                 buffers[0].release()
+            if head.per_layer is not None:
+                self.beside.put_vectors(self._tokens(number), head.per_layer(part.flatten(), states))
+        self.beside.seal_vectors()
 
     def __len__(self) -> int:
         return -(-self.num_rows // self.batch_rows)
@@ -172,6 +134,7 @@ class Stream:
         """Leave all states to the page cache."""
         for buffer in (*self._scratch.values(), *(buffer for pair in self.buffers.values() for buffer in pair)):
             buffer.release()
+        self.beside.release()
 
     def geometry(self, num_rows: int, seq_len: int) -> Geometry:
         """The geometry of the present layer. Layers that are alike share one."""
@@ -179,6 +142,35 @@ class Stream:
         if key not in self._geometries:
             self._geometries[key] = Geometry.of(*key, self.device)
         return self._geometries[key]
+
+    def inputs(self, tokens: slice, *, exact: bool = False) -> Geometry:
+        """The geometry of the present layer for `tokens`, whole rows, with what it reads of them beside the states.
+        Valid until the next call."""
+        geometry = self.geometry((tokens.stop - tokens.start) // self.seq_len, self.seq_len)
+        return self.beside.given(geometry, self.layer, tokens, STREAMS[exact])
+
+    def sampled(self, ids: Tensor, seq_len: int, every: int) -> Geometry:
+        """The geometry of the present layer's attention for whole sequences of `seq_len` tokens. `ids` are the tokens'
+        numbers in the first of each `every` batches."""
+        if self.spec.layers[self.layer].kv_from is None:
+            return self.geometry(len(ids) // seq_len, seq_len)
+        own = Geometry.of(self.spec.layers[self.layer], len(ids) // seq_len, seq_len, self.device)
+        parts = (self._tokens(number) for number in range(0, len(self), every))
+        tokens = torch.cat([torch.arange(part.start, part.stop) for part in parts])[ids]
+        self.beside.fill(own, self.layer, tokens, STREAMS[0])
+        return own
+
+    def keep(self, layer: DecoderLayer, *, exact: bool = False) -> None:
+        """Keep the present layer's keys and values of all tokens, if later layers read them."""
+        if layer.index not in self.spec.kv_sources:
+            return
+        for number in range(len(self)):
+            geometry, hidden = self.inputs(self._tokens(number), exact=exact), self.hidden(number, exact=exact)
+            q, k, v, _ = layer.queries_keys_values(hidden, layer.before("norm.attn"))
+            kv = geometry.kv
+            layer.append_op(q, k, v, *geometry.rope, kv.k, kv.v, geometry.batch.geometries[0].slots)
+            self.beside.put(layer.index, self._tokens(number), STREAMS[exact], *geometry.keys_and_values())
+            self._buffer(self.layer, exact).release()
 
     def output(self, layer: DecoderLayer, number: int, *, exact: bool = False, seen: KVStats | None = None) -> Tensor:
         """The layer's output for one batch. Its keys and values, if it has any, are added to `seen`."""
@@ -254,7 +246,7 @@ class Stream:
 
     def _forward(self, layer: DecoderLayer, number: int, exact: bool) -> tuple[Tensor, Geometry]:
         hidden = self.hidden(number, exact=exact)
-        geometry = self.geometry(len(hidden) // self.seq_len, self.seq_len)
+        geometry = self.inputs(self._tokens(number), exact=exact)
         # An op may write into its residual argument.
         delta, residual = layer(hidden.clone(), None, geometry.batch, geometry.rope, geometry.kv)
         self._buffer(self.layer, exact).release()
@@ -279,6 +271,7 @@ class Stream:
 
     def advance(self) -> None:
         """Move on to the next layer after every batch was put. Afterwards the states in front of it are on the disk."""
+        self.beside.seal(self.layer)
         self.layer += 1
         for exact in (False, True)[: len(self.buffers)]:
             self._buffer(self.layer, exact).seal()

@@ -24,11 +24,11 @@ def compare_held_out(stream: Stream, original: DecoderLayer, rtn: dict[str, QTen
         if tokens.start >= first_held * stream.seq_len:
             start, stored = _around(stream, tokens)
             exact, target = _around(stream, tokens, exact=True) if stream.has_exact else (start, None)
-            target = run(original, stream, exact) if target is None else target
+            target = run(original, stream, exact, tokens) if target is None else target
             num_tokens += len(start)
             signal += squared(target - exact)
             error += squared(stored - target)
-            plain_error += squared(run(plain, stream, start) - target)
+            plain_error += squared(run(plain, stream, start, tokens) - target)
     if num_tokens == 0 or signal == 0:
         return None
     reason = "with plain rounding the whole layer errs less on held-out rows" if error > plain_error else None

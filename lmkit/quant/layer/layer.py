@@ -50,6 +50,12 @@ class Geometry:
         keys, values = (tensor.data.transpose(1, 2).flatten(0, 1)[slots] for tensor in (self.kv.k, self.kv.v))
         return keys, values
 
+    def store(self, keys: Tensor, values: Tensor) -> None:
+        """Put keys and values, as `keys_and_values` returns them, in the place of those that a pass would store."""
+        slots = self.batch.geometries[0].slots.long()
+        for tensor, rows in ((self.kv.k, keys), (self.kv.v, values)):
+            tensor.data.transpose(1, 2)[slots // BLOCK_SIZE, slots % BLOCK_SIZE] = rows
+
 
 @dataclass
 class CalibratedLayer:

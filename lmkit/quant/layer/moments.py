@@ -144,9 +144,13 @@ def batches(stream: Stream) -> Iterator[tuple[Tensor, Tensor | None, bool]]:
         row += num_rows
 
 
-def run(layer: DecoderLayer, stream: Stream, hidden: Tensor) -> Tensor:
-    """The layer's output for whole rows [tokens, hidden]."""
-    geometry = stream.geometry(len(hidden) // stream.seq_len, stream.seq_len)
+def run(layer: DecoderLayer, stream: Stream, hidden: Tensor, tokens: slice | None = None) -> Tensor:
+    """The layer's output for whole rows [tokens, hidden]. `tokens` says which they are, for a layer that reads more of
+    them than states (data.beside)."""
+    if tokens is None:
+        geometry = stream.geometry(len(hidden) // stream.seq_len, stream.seq_len)
+    else:
+        geometry = stream.inputs(tokens)
     delta, residual = layer(hidden.clone(), None, geometry.batch, geometry.rope, geometry.kv)
     return joined(delta, residual)
 

@@ -5,7 +5,7 @@
 The linears of a layer are rounded one after the other. Each part starts where the last one left every token, so nothing
 is computed twice. `attended` and `inner` are stored in a scratch buffer, in the numbers that the layer multiplies.
 `middle` is stored in the buffer of the next layer's hidden states. A mixture of experts has no `inner`: its output is
-computed from `middle` each time.
+computed from `middle` each time. A layer may add its part of the tokens' vectors behind the MLP, and scale the stream.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class LayerPass:
         layer, stream = self.layer, self.stream
         if part is Part.ATTENTION:
             hidden = self._states(part, tokens)
-            geometry = stream.geometry(len(hidden) // stream.seq_len, stream.seq_len)
+            geometry = stream.inputs(tokens, exact=self.exact)
             projected = layer.queries_keys_values(hidden, layer.before("norm.attn"))
             return layer.attend(projected, geometry.batch, geometry.rope, geometry.kv)
         if part is Part.ATTENTION_OUT:
@@ -125,7 +125,11 @@ class LayerPass:
         if isinstance(layer.mlp, MoE):
             if part is Part.MLP:
                 return None
-            return (middle + layer.feed_forward(middle, layer.before("norm.mlp"))) * layer.stream_scale
+            return self._finished(tokens, middle + layer.feed_forward(middle, layer.before("norm.mlp")))
         if part is Part.MLP:
             return layer.mlp.inner(middle, layer.before("norm.mlp"))
-        return layer.behind("norm.mlp", middle, layer.reduce(self._states(part, tokens))) * layer.stream_scale
+        return self._finished(tokens, layer.behind("norm.mlp", middle, layer.reduce(self._states(part, tokens))))
+
+    def _finished(self, tokens: slice, behind: Tensor) -> Tensor:
+        """The states behind the MLP -> those behind the layer."""
+        return self.layer.finished(behind, self.stream.inputs(tokens, exact=self.exact).batch)

@@ -71,6 +71,9 @@ class LayerQuantizer:
         if held_out is not None and held_out.fallback:
             work = self._start_over(work, rtn, held_out.fallback)
             self._finish(work.passes[0])
+        for each in work.passes:
+            if each is not None:
+                self.stream.keep(each.layer, exact=each.exact)
         roundings = {role: rounding.weight for role, rounding in work.roundings.items()}
         errors = _sample_errors(calibrated, work.unrounded, roundings)
         return LayerReport(
@@ -125,7 +128,7 @@ class LayerQuantizer:
         calibrated = CalibratedLayer(
             layer=layer,
             inputs=inputs,
-            sequences=stream.geometry(len(row_ids) // length, length),
+            sequences=stream.sampled(row_ids, length, every),
             schemes=schemes,
             read_back=functools.partial(self.source.read_back, layer.index),
         )

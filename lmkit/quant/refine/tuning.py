@@ -27,7 +27,7 @@ from lmkit.layers.linear import Weights
 from lmkit.models import roles
 from lmkit.models.decoder_layer import DecoderLayer
 from lmkit.models.layer_spec import LayerSpec
-from lmkit.quant.data.hidden_states import Buffer
+from lmkit.quant.data.buffer import Buffer
 from lmkit.quant.layer.gradients import LayerWithGradients, with_gradients
 from lmkit.quant.layer.layer import Geometry
 from lmkit.quant.layer.moments import held_out_rows, run

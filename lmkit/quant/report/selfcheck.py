@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -11,6 +12,7 @@ from lmkit.errors import CheckpointError
 from lmkit.kernels import ops
 from lmkit.kernels.cuda.module import tensor_device
 from lmkit.kernels.ops import Norm
+from lmkit.layers.batch import KVLayer
 from lmkit.models import roles
 from lmkit.models.decoder_layer import joined
 from lmkit.models.source import ModelSource
@@ -75,11 +77,17 @@ def check_logits(
 
 def _behind_layers(source: ModelSource, token_ids: Tensor, product_dtype: torch.dtype, device: str) -> Tensor:
     """The hidden states behind the last layer, float32 [seq_len, hidden]. One layer is loaded at a time."""
-    hidden = source.head().embed_rows(token_ids[None]).to(tensor_device(device))
+    head, at = source.head(), tensor_device(device)
+    hidden = head.embed_rows(token_ids[None])
+    vectors = None if head.per_layer is None else head.per_layer(token_ids, hidden).to(at)
+    hidden, kept = hidden.to(at), dict[int | None, KVLayer]()
     for index in range(source.spec.num_layers):
         layer = source.layer(index, torch.float32, device).multiply_in(product_dtype)
         geometry = Geometry.of(layer.spec, 1, len(token_ids), device)
-        delta, residual = layer(hidden, None, geometry.batch, geometry.rope, geometry.kv)
+        batch, kv = replace(geometry.batch, per_layer=vectors), kept.get(layer.spec.kv_from, geometry.kv)
+        if index in source.spec.kv_sources:
+            kept[index] = kv
+        delta, residual = layer(hidden, None, batch, geometry.rope, kv)
         hidden = joined(delta, residual)
         source.reader.release()
     return hidden

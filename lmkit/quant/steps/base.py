@@ -162,6 +162,11 @@ class Step(StrictStruct, frozen=True, tag_field="step"):
             return None
         return f"{self.name()} needs type int and groups of 32, 64 or 128 inputs"
 
+    def needs_states_alone(self, spec: ModelSpec) -> str | None:
+        """The answer of `refuses_model` for a step that computes layers from their states alone (data.beside)."""
+        reason = f"{self.name()} does not go with layers that read the keys of others, or vectors of each token"
+        return reason if spec.reads_beside else None
+
     def refuses_model(self, spec: ModelSpec) -> str | None:
         """Why the step cannot be done to this model, or None."""
         return None

@@ -44,6 +44,9 @@ class Refine(Step, frozen=True, tag="refine"):
     def refuses(self, scheme: QuantScheme, activations: Activations) -> str | None:
         return self.needs_integers(scheme)
 
+    def refuses_model(self, spec: ModelSpec) -> str | None:
+        return self.needs_states_alone(spec)
+
     def finish(self, model: WholeModel, done: Callable[[int, int], None]) -> Finished:
         with torch.inference_mode(False):
             return Tuning(model, self.epochs, self.batch, self.rate).finish(done)

@@ -51,7 +51,7 @@ class SignRound(Step, frozen=True, tag="signround"):
     def refuses_model(self, spec: ModelSpec) -> str | None:
         if any(layer.is_sparse for layer in spec.kinds):
             return "signround tunes dense layers only, and this model has others"
-        return None
+        return self.needs_states_alone(spec)
 
     def apply(self, work: LayerWork) -> None:
         with torch.inference_mode(False):
