@@ -115,7 +115,7 @@ class EmulatedBackend:
         return arguments
 
     def _build(self, text: str, name: str, defines: dict[str, int], *, watched: bool = False) -> Path:
-        watch = WATCHED if watched else ()
+        watch = WATCHED if watched and ASAN[0] not in self._flags else ()  # the two do not go together
         flags = (
             *self._flags,
             *watch,

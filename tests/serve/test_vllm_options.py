@@ -145,7 +145,7 @@ def test_metrics_count_what_is_asked_for_and_what_is_refused() -> None:
             - found[f"{prefix}:request_generation_tokens_count{label}"]
         )
     app = App(ScriptedEngine())
-    app.serving.admission._places = 0
+    app.serving.admission._queue, app.serving.admission._max_batch_size = 0, lambda: 0
     found = metrics_after(app, TEXT)
     assert found['vllm:admission_rejections_total{model_name="model",reason="queue_full"}'] == 1
     assert f"vllm:request_params_n_sum{label}" in found
