@@ -88,12 +88,7 @@ def invariant_product(
     """The same result from csrc/dense.cu: a row's bits depend on that row alone. K is a multiple of WIDTH."""
     x = x if _streams(x, weight) else x.clone(memory_format=torch.contiguous_format)
     tokens, outputs = len(x), len(weight)
-    add = residual is not None and activation is None
-    if add:
-        out = residual
-    else:
-        out = torch.empty(tokens, outputs, dtype=torch.float32 if activation else dtype, device=x.device)
-    assert out is not None
+    out, add = _output(x, outputs, activation, dtype, residual)
     shape = dense_shape(tokens, gpu_of(backend(x.device.type).capability()).block_shared)
     args = [
         x, np.int64(x.stride(0)), weight, None if bias is None else bias.float(), out, np.int64(out.stride(0)), tokens,
@@ -102,6 +97,15 @@ def invariant_product(
     kernel = elementwise.kernel_for("dense.cu", "dense", x.dtype, **shape.defines)
     kernel((-(-tokens // shape.tokens), -(-outputs // shape.outputs)), shape.threads, args, shared=shape.shared_bytes)
     return _epilogue(out, tokens, None, activation, dtype, residual) if activation else out
+
+
+def _output(
+    x: Tensor, outputs: int, activation: str | None, dtype: torch.dtype, residual: Tensor | None
+) -> tuple[Tensor, bool]:
+    """Where a kernel writes the product of x, and whether it adds to what is there. An activation comes behind it."""
+    if residual is not None and activation is None:
+        return residual, True
+    return torch.empty(len(x), outputs, dtype=torch.float32 if activation else dtype, device=x.device), False
 
 
 def wide_product(x: Tensor, weight: Tensor) -> Tensor:
@@ -221,12 +225,7 @@ def _few_tokens(
 ) -> Tensor:
     """csrc/gemv.cu: x [T <= GEMV_TOKENS, K], weight [N, K] of the same dtype -> [T, N], or N / 2 if gated."""
     (tokens, inputs), outputs, size = x.shape, len(weight), x.element_size()
-    add = residual is not None and activation is None
-    if add:
-        out = residual
-    else:
-        out = torch.empty(tokens, outputs, dtype=torch.float32 if activation else dtype, device=x.device)
-    assert out is not None
+    out, add = _output(x, outputs, activation, dtype, residual)
     half = elementwise.half_of(x if FORMATS[x.dtype] == 0 else out)
     assert half is not None
     args = [
