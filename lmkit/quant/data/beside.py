@@ -85,6 +85,10 @@ class Beside:
         """The geometry of a layer with what it reads of `tokens`."""
         self.release()
         self.fill(geometry, layer, tokens, stream)
+        return self.with_vectors(geometry, tokens)
+
+    def with_vectors(self, geometry: Geometry, tokens: slice) -> Geometry:
+        """The geometry with the vectors of `tokens` alone."""
         if self.vectors is None:
             return geometry
         vectors = self.vectors.states[tokens].to(tensor_device(self.device))

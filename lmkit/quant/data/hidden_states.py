@@ -146,8 +146,14 @@ class Stream:
     def inputs(self, tokens: slice, *, exact: bool = False) -> Geometry:
         """The geometry of the present layer for `tokens`, whole rows, with what it reads of them beside the states.
         Valid until the next call."""
-        geometry = self.geometry((tokens.stop - tokens.start) // self.seq_len, self.seq_len)
-        return self.beside.given(geometry, self.layer, tokens, STREAMS[exact])
+        return self.beside.given(self._whole(tokens), self.layer, tokens, STREAMS[exact])
+
+    def vectors(self, tokens: slice) -> Geometry:
+        """The same for a part of the layer behind attention: without keys and values of earlier layers."""
+        return self.beside.with_vectors(self._whole(tokens), tokens)
+
+    def _whole(self, tokens: slice) -> Geometry:
+        return self.geometry((tokens.stop - tokens.start) // self.seq_len, self.seq_len)
 
     def sampled(self, ids: Tensor, seq_len: int, every: int) -> Geometry:
         """The geometry of the present layer's attention for whole sequences of `seq_len` tokens. `ids` are the tokens'

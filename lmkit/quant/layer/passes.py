@@ -132,4 +132,4 @@ class LayerPass:
 
     def _finished(self, tokens: slice, behind: Tensor) -> Tensor:
         """The states behind the MLP -> those behind the layer."""
-        return self.layer.finished(behind, self.stream.inputs(tokens, exact=self.exact).batch)
+        return self.layer.finished(behind, self.stream.vectors(tokens).batch)
