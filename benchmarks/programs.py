@@ -222,9 +222,9 @@ class Plain:
 class Watched:
     """A model whose prompts are noted, to know what a cache could have had."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Model, known: set[int]) -> None:
         self._model, self.render = model, model.render
-        self.known: set[int] = set()  # hashes of all beginnings that were computed
+        self.known = known  # hashes of all beginnings that were computed
         self.possible = self.reused = 0
 
     def _note(self, ids: Sequence[int], num_cached: int, own: Sequence[int] = (), *, counts: bool = True) -> None:
@@ -290,7 +290,7 @@ class Kept:
 async def measure(
     url: str, peer: str | None, kinds: list[str], names: list[str], count: int, rounds: int, share: float, kept: Kept
 ) -> list[dict[str, Any]]:
-    rows = kept.rows()
+    rows, known = kept.rows(), set[int]()
     theirs = [name for name in names if name.startswith("peer")] if peer else []
     ours = [name for name in names if not name.startswith("peer")]
     async with (
@@ -301,12 +301,13 @@ async def measure(
         for kind in kinds:
             if kind in rows:
                 continue
-            watched = Watched(server)
+            watched = Watched(server, known)
             sides: dict[str, Any] = {"program": watched, **plain, **others}
             seconds: dict[str, list[float]] = {side: [] for side in sides}
             for round_number in range(rounds + 1):  # one program warms up
                 for side, model in sides.items():
                     task = Task(f"{side} {time.time_ns() % 10**9} {round_number}", share)
+                    await asyncio.sleep(1)  # threads of the side before may spin for a while
                     taken = await timed(model, kind, count if round_number else 1, task)
                     print(f"{kind}, round {round_number}, {side}: {taken:.1f} s", file=sys.stderr, flush=True)
                     seconds[side] += [taken] * bool(round_number)
