@@ -31,7 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("options", "part"),
     [
-        ({"kv_host_memory": 1 << 20}, "leave out kv_host_memory"),
+        ({"kv_host_memory": 1 << 20, "kv_listen": "127.0.0.1:0"}, "leave out kv_listen"),
         ({"kv_events": "tcp://127.0.0.1:0"}, "leave out kv_events"),
         ({"adapter_root": "."}, "leave out adapter_root"),
         ({"ep": 2}, "leave out ep"),

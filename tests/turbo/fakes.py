@@ -106,11 +106,22 @@ class FakeRunner:
     def nbytes(self) -> int:
         return self.memory[0].nbytes
 
+    @property
+    def state_parts(self) -> int:
+        return 2
+
     def read(self, block: int, out: memoryview) -> None:
-        out[:] = self.memory[block].tobytes()
+        row = (block - len(self.memory)) // self.state_parts
+        out[:] = self.memory[block].tobytes() if row < 0 else np.full_like(self.memory[0], self.states[row]).tobytes()
 
     def write(self, block: int, data: memoryview) -> None:
-        self.memory[block] = np.frombuffer(data, np.int64)
+        row, part = divmod(block - len(self.memory), self.state_parts)
+        content = np.frombuffer(data, np.int64)
+        if row < 0:
+            self.memory[block] = content
+        else:  # the whole state is there with the last part
+            self.states[row] = int(content[0]) if part and self.states.get(~row) == content[0] else 0
+            self.states[~row] = int(content[0])
 
     def execute(self, plan: StepPlan) -> list[Sampled]:
         assert self.tiers is not None or not plan.loads + plan.saves

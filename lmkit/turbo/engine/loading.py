@@ -234,8 +234,9 @@ def _check_recurrent(spec: ModelSpec, config: EngineConfig) -> None:
     given = {
         "adapters": bool(config.adapters),
         "adapter_root": config.adapter_root is not None,
-        "kv_host_memory": config.kv_host_memory is not None,
-        "kv_disk_path": config.kv_disk_path is not None,
+        "kv_host_memory": config.kv_host_memory is not None and config.device != "cpu",
+        "kv_disk_path": config.kv_disk_path is not None and config.device != "cpu",
+        "kv_listen": config.kv_listen is not None,
         "kv_peer": config.kv_peer is not None,
         "kv_events": config.kv_events is not None,
         "ep": config.ep > 1,

@@ -3,12 +3,15 @@
     block b = for each layer: k.data[b] | k.params[b] | v.data[b] | v.params[b]      (params of coded types only)
 
 Every storage type is copied bit for bit. In this file a block is bytes.
+
+A recurrent state is larger than a block. It is cut into parts of a block's size, which have numbers behind those of the
+blocks: row * parts + part. Only a CPU moves them.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from itertools import accumulate
 
@@ -48,6 +51,10 @@ class KVBlocks:
         self._sizes = [part.shape[1] for part in self.parts]
         self._starts = [0, *accumulate(self._sizes)]
         self._nbytes = self._starts[-1]
+        states = [tensor for layer in layers if layer.states is not None for tensor in layer.states.parts]
+        self._states = [_as_bytes(tensor).numpy() for tensor in states] if self._on_cpu else []
+        self._state_starts = [0, *accumulate(state.shape[1] for state in self._states)]
+        self._num_blocks = len(self.parts[0])
         self._stream: torch.cuda.Stream | None = None  # `_write_beside` writes blocks on it
         self._readers: torch.cuda.Stream | None = None  # `_read_beside` reads them on it
         self._copier = BlockCopier(self.parts) if is_available() and not self._on_cpu else None
@@ -61,9 +68,29 @@ class KVBlocks:
         """Bytes of one block."""
         return self._nbytes
 
+    @property
+    def state_parts(self) -> int:
+        """Parts of a recurrent state; 0 if there is none."""
+        return -(-self._state_starts[-1] // self._nbytes)
+
+    def _of_state(self, block: int, data: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """The pieces of the part of a state: in the layers, and in `data` [nbytes]."""
+        row, part = divmod(block - self._num_blocks, self.state_parts)
+        first = part * self._nbytes
+        for state, start in zip(self._states, self._state_starts, strict=False):
+            begin, end = max(start, first), min(start + state.shape[1], first + self._nbytes)
+            if begin < end:
+                yield state[row, begin - start : end - start], data[begin - first : end - first]
+
     def read(self, block: int, out: memoryview) -> Callable[[], None] | None:
         """Copy a block to `out` [nbytes]. It must not be written meanwhile, and may be once this returns. A GPU returns
         a function that waits for the copy's end; any thread may call it."""
+        if block >= self._num_blocks:
+            data = np.frombuffer(out, np.uint8)
+            data[:] = 0  # the last part may be shorter
+            for stored, piece in self._of_state(block, data):
+                piece[:] = stored
+            return None
         if self._on_cpu:
             self._read(block, out, range(len(self.parts)))
             return None
@@ -103,7 +130,10 @@ class KVBlocks:
     def write(self, block: int, data: memoryview) -> None:
         """Copy `data` [nbytes] to a block. Any thread may call this. The block must not be read meanwhile."""
         source = np.frombuffer(data, np.uint8)
-        if self._on_cpu:
+        if block >= self._num_blocks:
+            for stored, piece in self._of_state(block, source):
+                stored[:] = piece
+        elif self._on_cpu:
             for array, start, size in zip(self._arrays, self._starts, self._sizes, strict=False):
                 array[block] = source[start : start + size]
         else:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import numpy as np
+
 from lmkit.models.kv_layout import KVClass
 from lmkit.turbo.kv.block_pool import HOLE, BlockPool
 from lmkit.turbo.kv.ledger import Ledger
 from lmkit.turbo.kv.limits import RETIRE_ALIGN, KVLimits
-from lmkit.turbo.kv.radix_cache import RadixCache
+from lmkit.turbo.kv.radix_cache import Namespace, RadixCache
 from lmkit.turbo.sequence import BlockTable
 
 
@@ -59,6 +61,14 @@ class ClassTables:
         gone = range(table.num_retired, end)
         table.num_retired = end
         return [i for i in gone if i * size >= self._sinks]
+
+    def has_twin(self, namespace: Namespace, tokens: np.ndarray, blocks: list[int]) -> bool:
+        """Whether the cache has other blocks than these for the same tokens.
+
+        Blocks that followed ours could then not be evicted in order. Such a sequence publishes when it ends.
+        """
+        found = self.cache.match(namespace, tokens).blocks if self.cache is not None else []
+        return any(own != cached for own, cached in zip(blocks, found, strict=False) if HOLE not in (own, cached))
 
     def punch(self, table: BlockTable, indices: list[int]) -> None:
         """Return these stripes to the pool and leave HOLEs in the table."""

@@ -6,6 +6,8 @@ from bisect import bisect_right
 from dataclasses import dataclass
 
 from lmkit.models.kv_layout import KVClass
+from lmkit.turbo.kv.radix_tree import Namespace
+from lmkit.turbo.sequence import Sequence
 
 RETIRE_ALIGN = 64  # tokens that leave a window together: they are published first, and publishing costs time
 
@@ -35,6 +37,16 @@ class KVLimits:
     def num_groups(self) -> int:
         """The number of blocks that hold the same tokens, as long as all classes see them."""
         return sum(layers.num_groups for layers in self.classes)
+
+    def namespace(self, seq: Sequence) -> Namespace:
+        """The namespace of the sequence's blocks. It decides their content besides the tokens, and who may see them."""
+        salt, limit = seq.request.cache_salt, self.dynamic_length
+        if seq.adapter_digest:
+            salt += "\0adapter " + seq.adapter_digest
+        if limit and seq.num_prompt_tokens > limit:
+            alike = self.long_prompts_agree
+            salt += "\0RoPE of " + ("long prompts" if alike else f"{seq.num_prompt_tokens} tokens")
+        return seq.request.tenant, salt
 
     def blocks_for(self, num_tokens: int) -> int:
         """The most blocks that a sequence of `num_tokens` tokens holds at once."""

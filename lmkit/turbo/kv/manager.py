@@ -13,7 +13,6 @@ block.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 
 from lmkit.turbo.decisions import DecisionStats
@@ -53,7 +52,9 @@ class KVManager:
         self._has_windows = any(of.window for of in self._classes)
         self._nothing = Prefix((Match([], 0, None),) * len(limits.classes), 0)
         self._tiers = tiers if limits.prefix_cache else None
-        self.snapshots = Snapshots(limits.snapshots, limits.block_size, self.pool) if limits.snapshots else None
+        self.state_parts = self._tiers.blocks.state_parts if self._tiers is not None and limits.snapshots else 0
+        states = limits.snapshots, limits.block_size, self.pool, self.state_parts
+        self.snapshots = Snapshots(*states) if limits.snapshots else None
         self._kv_identity = kv_identity
         self._num_loads = 0
 
@@ -68,19 +69,8 @@ class KVManager:
         return self.pool.num_free + self.pool.num_idle
 
     def num_for(self, prefix: Prefix, without: Iterable[Sequence] = ()) -> int:
-        """Return how many blocks a sequence with this prefix could have if the sequences `without` released theirs.
-
-        These are the available blocks, and the blocks of the prefix that others hold.
-        """
-        tables = [table for seq in without for table in seq.tables]
-        given = Counter(block for table in tables for block in table.blocks if block != HOLE)
-
-        def is_held(block: int) -> bool:
-            return self.pool.references(block) - self.pool.is_cached(block) > given[block]
-
-        found = [block for match in prefix.matches for block in match.blocks if block != HOLE and is_held(block)]
-        freed = [block for block in given if not is_held(block)]
-        return self.num_available + sum(map(self.pool.size, found + freed))
+        """How many blocks a sequence with this prefix could have if the sequences `without` released theirs."""
+        return self.num_available + prefix.num_freed(self.pool, without)
 
     def wait(self, seconds: float) -> None:
         if self._tiers is not None:
@@ -95,13 +85,7 @@ class KVManager:
 
     def namespace(self, seq: Sequence) -> Namespace:
         """The namespace of the sequence's blocks. It decides their content besides the tokens, and who may see them."""
-        salt, limit = seq.request.cache_salt, self.limits.dynamic_length
-        if seq.adapter_digest:
-            salt += "\0adapter " + seq.adapter_digest
-        if limit and seq.num_prompt_tokens > limit:
-            alike = self.limits.long_prompts_agree
-            salt += "\0RoPE of " + ("long prompts" if alike else f"{seq.num_prompt_tokens} tokens")
-        return seq.request.tenant, salt
+        return self.limits.namespace(seq)
 
     # ---- finding
 
@@ -127,10 +111,13 @@ class KVManager:
         return Prefix(tuple(matches), matches[0].num_tokens)
 
     def find_below(self, seq: Sequence, prefix: Prefix) -> tuple[Prefix, list[bytes]]:
-        """Return the prefix up to its last full block, and the keys of the next full blocks that a lower tier has."""
+        """Return the prefix up to its last full block, and the keys of the next full blocks that a lower tier has, and
+        those of the parts of a recurrent state."""
         full = seq.max_cached // self.block_size
         if self._tiers is None or not full:
             return prefix, []
+        if self.snapshots is not None:
+            return self.snapshots.find_below(prefix, self.keys(seq, full), self._tiers)
         prefix = self._without_tail(seq, prefix)
         keys, found = self.keys(seq, full), prefix.num_full
         self._tiers.touch(self._of_groups(keys[:found]))
@@ -199,6 +186,7 @@ class KVManager:
         There must be room for them. Returns the job that loads them. An engine that computes them gets `seconds`.
         """
         self.acquire(seq, prefix)
+        keys, parts = keys[: len(keys) - self.state_parts], keys[len(keys) - self.state_parts :]
         start, end = prefix.num_full, prefix.num_full + len(keys)
         wanted = self._seen_below(prefix, keys)
         for c, (of, table) in enumerate(zip(self._classes, seq.tables, strict=True)):
@@ -213,6 +201,9 @@ class KVManager:
         for i, c in wanted:
             load.keys.extend(self._of_groups([keys[i - start]], c))
             load.blocks.extend(self.pool.stripe(seq.tables[c].blocks[i]))
+        if self.snapshots is not None:
+            load.keys.extend(parts)
+            load.blocks.extend(self.snapshots.take_loaded(seq, end * self.block_size))
         self._num_loads += 1
         self.loads.append(load)
         return load.job
@@ -222,6 +213,8 @@ class KVManager:
 
         Returns the number of loaded tokens.
         """
+        if self.snapshots is not None:
+            return self._take_state(seq, done)
         first = seq.num_computed // self.block_size
         rows = [table.blocks[first:] for table in seq.tables]
         if done.num_blocks == sum(self.pool.size(block) for row in rows for block in row if block != HOLE):
@@ -239,6 +232,17 @@ class KVManager:
         seq.num_completed = seq.num_computed
         self.publish(seq, seq.num_completed)
         return count * self.block_size
+
+    def _take_state(self, seq: Sequence, done: Loaded) -> int:
+        """As `take_loaded`. The cache gets what was loaded, and the sequence begins with what is found there: blocks
+        are useless without the state behind them."""
+        (table,), (state,) = seq.tables, seq.snapshots
+        if is_whole := done.num_blocks == len(table.blocks) - table.num_published + self.state_parts:
+            seq.num_completed = state.num_tokens
+            self.publish(seq, seq.num_completed)
+        self._drop(seq)
+        self.acquire(seq, self.find(seq))
+        return state.num_tokens if is_whole else 0
 
     def reserve(self, seq: Sequence, num_tokens: int, whole: int = 0) -> list[list[int]] | None:
         """Make the tables hold those of the first `num_tokens` tokens that are seen from now on.
@@ -295,7 +299,9 @@ class KVManager:
             self._publish(seq, of, table, num_tokens, partial=partial, running=running)
         if self.snapshots is not None and any(taken.num_tokens <= num_tokens for taken in seq.snapshots):
             (match,) = self._match(seq, num_tokens).matches
-            self.snapshots.publish(seq, match, ended=not running or seq.status is Status.FINISHED)
+            given = self.snapshots.publish(seq, match, ended=not running or seq.status is Status.FINISHED)
+            if self._tiers is not None:
+                self.saves += self.snapshots.saves(given, self.keys(seq, num_tokens // self.block_size))
 
     def _publish(
         self,
@@ -313,7 +319,7 @@ class KVManager:
         if of.cache is None or not count or (full <= table.num_published and not partial):
             return
         blocks = table.blocks[: -(-count // self.block_size)]
-        if running and self._is_twin(seq, of.cache, blocks[:full]):
+        if running and of.has_twin(self.namespace(seq), seq.cached_as(full * self.block_size), blocks[:full]):
             return
         kept = of.cache.insert(self.namespace(seq), seq.cached_as(count).copy(), blocks, seq.request.adapter)
         if self._tiers is not None:
@@ -328,16 +334,6 @@ class KVManager:
             if blocks[i] != HOLE:
                 named = self._of_groups(keys[i : i + 1], self._classes.index(of))
                 self.saves += map(Save, named, self.pool.stripe(blocks[i]))
-
-    def _is_twin(self, seq: Sequence, cache: RadixCache, blocks: list[int]) -> bool:
-        """Whether the cache has other blocks for the same tokens.
-
-        Blocks that followed ours could then not be evicted in order. Such a sequence publishes when it ends.
-        """
-        match = cache.match(self.namespace(seq), seq.cached_as(len(blocks) * self.block_size))
-        return any(
-            own != cached for own, cached in zip(blocks, match.blocks, strict=False) if HOLE not in (own, cached)
-        )
 
     def release(self, seq: Sequence, now: float = 0.0, *, lease: bool = False) -> None:
         """Drop the whole tables. The computed KV stays in the cache; with `lease` its session gets a lease on it."""

@@ -22,6 +22,9 @@ from typing import Any
 from lmkit.turbo.kv.block_pool import BlockPool
 from lmkit.turbo.kv.prefix import Prefix
 from lmkit.turbo.kv.radix_cache import Match
+from lmkit.turbo.kv.tiers.keys import state_keys
+from lmkit.turbo.kv.tiers.store import TierStore
+from lmkit.turbo.plan import Save
 from lmkit.turbo.sequence import Sequence, Snapshot, Use
 
 POPULAR_SHARE = 0.75  # of the rows, at most, for snapshots that several sequences have left the same path at
@@ -30,9 +33,10 @@ POPULAR_SHARE = 0.75  # of the rows, at most, for snapshots that several sequenc
 class Snapshots:
     """The rows of a model's snapshots, and the block that each of them stands behind."""
 
-    def __init__(self, rows: range, block_size: int, pool: BlockPool) -> None:
+    def __init__(self, rows: range, block_size: int, pool: BlockPool, parts: int = 0) -> None:
+        """parts: those of a state that a tier keeps, see turbo.kv.blocks."""
         self.num_evicted = 0  # for other snapshots
-        self._rows, self._block_size, self._pool = rows, block_size, pool
+        self._rows, self._block_size, self._pool, self._parts = rows, block_size, pool, parts
         self._free = list(reversed(rows))
         self._of_block: dict[int, int] = {}  # block -> row
         # The blocks of these, the one used longest ago first, and whether it was found.
@@ -51,6 +55,38 @@ class Snapshots:
         (match,), size = prefix.matches, self._block_size
         count = next((i for i in range(prefix.num_full, 0, -1) if match.blocks[i - 1] in self._of_block), 0)
         return Prefix((Match(match.blocks, prefix.num_full * size, None),), count * size)
+
+    def find_below(self, prefix: Prefix, keys: list[bytes], tiers: TierStore) -> tuple[Prefix, list[bytes]]:
+        """The first blocks of the prefix, and the keys of what a tier has behind them: further blocks, and the parts of
+        the last state that stands behind one of all these. `keys` are those of the prompt's blocks. Without such a
+        state, or a row for it, the whole prefix and no keys."""
+        (match,), size = prefix.matches, self._block_size
+        tiers.touch(keys[: prefix.num_full])
+        most = prefix.num_full + tiers.lookup(keys[prefix.num_full :])
+        for count in range(most, prefix.num_tokens // size, -1):
+            key = keys[count - 1]
+            if not tiers.lookup(state_keys(key, 1)):
+                continue
+            parts = state_keys(key, self._parts)
+            if tiers.lookup(parts) == len(parts) and (self._free or self._unread()):
+                held = match.blocks[:count]
+                return Prefix((Match(held, len(held) * size, None),), 0), keys[len(held) : count] + parts
+        return prefix, []
+
+    def take_loaded(self, seq: Sequence, num_tokens: int) -> range:
+        """The numbers of the parts of a row, into which the state behind the sequence's first tokens is loaded."""
+        row = self._take(seq)
+        seq.snapshots.append(Snapshot(row, num_tokens, Use.PROMPT))
+        return self._numbers(row)
+
+    def saves(self, given: list[Snapshot], keys: list[bytes]) -> list[Save]:
+        """What lets a tier keep these snapshots of a sequence whose full blocks have these keys."""
+        of_states = ((state_keys(keys[at // self._block_size - 1], self._parts), row) for row, at, _ in given)
+        return [save for parts, row in of_states for save in map(Save, parts, self._numbers(row))]
+
+    def _numbers(self, row: int) -> range:
+        first = self._pool.num_blocks + row * self._parts
+        return range(first, first + self._parts)
 
     def begin(self, seq: Sequence) -> None:
         """Let a sequence that has just got its blocks go on from the snapshot behind its first `num_computed` tokens.
@@ -91,12 +127,13 @@ class Snapshots:
             seq.snapshots.append(snapshot)
         return source, snapshot
 
-    def publish(self, seq: Sequence, match: Match, *, ended: bool) -> None:
-        """Give the sequence's snapshots to the blocks of its path in the cache. `ended`: it will take no more.
+    def publish(self, seq: Sequence, match: Match, *, ended: bool) -> list[Snapshot]:
+        """Give the sequence's snapshots to the blocks of its path in the cache. `ended`: it will take no more. Returns
+        those that were given.
 
         Others may have given these blocks snapshots meanwhile. They are the same.
         """
-        last = 0
+        last, given = 0, []
         for snapshot in self._completed(seq, match.num_tokens):
             if snapshot.use is Use.OWN and not ended:
                 continue
@@ -107,6 +144,7 @@ class Snapshots:
                 self._free.append(snapshot.row)
                 continue
             self._of_block[block] = snapshot.row
+            given.append(snapshot)
             order = self._popular if snapshot.use is Use.SHARED else self._new
             order[block] = False
             self._pool.num_changes += 1
@@ -114,6 +152,7 @@ class Snapshots:
             for block in (match.blocks[at // self._block_size - 1] for at in seq.snapshot_at if 0 < at < last):
                 if self._new.get(block) is False:
                     self._new.move_to_end(block, last=False)
+        return given
 
     def drop(self, seq: Sequence) -> None:
         """Free the rows of a sequence that gives up its blocks."""
@@ -164,16 +203,20 @@ class Snapshots:
 
     def _evict(self) -> None:
         """Free the row of a snapshot, if possible one whose block no sequence and no lease holds."""
-        orders = [self._new, self._popular]
-        if len(self._popular) > POPULAR_SHARE * len(self._rows):
-            orders.reverse()
-        unread = [block for order in orders for block in order if not self._read[self._of_block[block]]]
+        unread = self._unread()
         idle = (block for block in unread if self._pool.references(block) == 1)
         block = next(idle, unread[0] if unread else None)
         if block is not None:
             self._forget((block,))
             self._pool.num_changes += 1
             self.num_evicted += 1
+
+    def _unread(self) -> list[int]:
+        """The blocks whose snapshots may be evicted, the first to go first."""
+        orders = [self._new, self._popular]
+        if len(self._popular) > POPULAR_SHARE * len(self._rows):
+            orders.reverse()
+        return [block for order in orders for block in order if not self._read[self._of_block[block]]]
 
     def _forget(self, blocks: Iterable[int]) -> None:
         """The cache has lost these blocks, or their snapshots."""

@@ -287,7 +287,8 @@ class Planner:
 
     def _is_worth_loading(self, seq: Sequence, match: Prefix, full: Prefix, keys: list[bytes]) -> bool:
         """Whether to load the blocks with `keys` behind `full`, the match up to its last full block."""
-        start, end = match.num_tokens, (full.num_full + len(keys)) * self.limits.kv.block_size
+        start = match.num_tokens
+        end = (full.num_full + len(keys) - self.kv.state_parts) * self.limits.kv.block_size
         if not keys or end <= start:
             return False
         if seq.kv_from:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import random
+import shutil
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -10,7 +13,9 @@ from typing import Any
 import pytest
 
 from lmkit.config import EngineConfig
+from lmkit.formats.hub import DEMO_FOLDER
 from lmkit.kv_dtype import FLOAT32
+from lmkit.models import load_spec
 from lmkit.models.decoder import Decoder
 from lmkit.models.loader import load_model
 from lmkit.turbo.engine.engine import Engine
@@ -80,6 +85,36 @@ def test_snapshots_change_no_bit(decoder: Decoder, monkeypatch: pytest.MonkeyPat
     assert stats.prefix_hits > 0.3 * stats.prefix_tokens
     assert stats.snapshots_total == 80
     assert 0 < stats.snapshots_used <= 80
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_tiers_change_no_bit(tier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What leaves the device's cache is found below it, with the states. A disk keeps both over a restart."""
+    monkeypatch.setattr(Scheduler, "_pace", lambda *_: None)
+    path, rng = tmp_path / "model", random.Random(5)
+    tiny.make(path, "qwen3-next")
+    shutil.copyfile(DEMO_FOLDER / "tokenizer.json", path / "tokenizer.json")
+    made = requests(rng, 16)
+    options = SIZES | {"device": "cpu", "packed_cache": False}
+    plain = Engine(str(path), EngineConfig(**options | {"max_step_tokens": 64}, max_batch_size=1, prefix_cache=False))
+    expected = answers(plain, made, rng)
+    plain.close()
+    spec = load_spec(json.loads((path / "config.json").read_text()))
+    block = 4 * sum(layer.kv_token_bytes(FLOAT32, FLOAT32) for layer in spec.layers)
+    assert spec.state_bytes > 2 * block  # a state has several parts
+    below = {"kv_host_memory": 2000 * block} if tier == "host" else {"kv_disk_path": str(tmp_path / "disk")}
+    config = EngineConfig(**options, max_batch_size=5, kv_memory=18 * block, **below)
+    for rounds in (2, 1) if tier == "disk" else (2,):
+        engine = Engine(str(path), config)
+        assert engine._tiers is not None
+        engine._tiers.load_seconds = lambda keys: -1.0  # type: ignore[method-assign]
+        for _ in range(rounds):
+            assert answers(engine, made, rng) == expected
+            while engine.stats().tiers["queued_saves"]:
+                time.sleep(0.001)
+        hits = engine.stats().tier_hits
+        engine.close()
+        assert hits.get(tier, 0) > 50
 
 
 @pytest.mark.parametrize(("family", "cached"), [("qwen3-next", True), ("qwen3.5", False)])

@@ -24,6 +24,10 @@ class Unreliable:
     def nbytes(self) -> int:
         return self.runner.nbytes
 
+    @property
+    def state_parts(self) -> int:
+        return self.runner.state_parts
+
     def read(self, block: int, out: memoryview) -> None:
         self._check()
         self.runner.read(block, out)

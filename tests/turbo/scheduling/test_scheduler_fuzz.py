@@ -47,10 +47,11 @@ def test_random_traffic_with_drafts(depth: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("drafts", [False, True])
 @pytest.mark.parametrize("depth", [1, 2])
-def test_random_traffic_of_a_model_with_recurrent_states(depth: int, drafts: bool) -> None:
+def test_random_traffic_of_a_model_with_recurrent_states(depth: int, drafts: bool, tmp_path: Path) -> None:
     counts: Counter[str] = Counter()
     for seed in range(200, 240):
-        traffic = Traffic(seed, depth, disturb=seed % 2 > 0, recurrent=True, drafts=drafts)
+        folder = tmp_path / str(seed) if seed % 4 < 2 else None
+        traffic = Traffic(seed, depth, disturb=seed % 2 > 0, recurrent=True, drafts=drafts, folder=folder)
         traffic.run(150)
         traffic.check_results()
         assert traffic.engine.scheduler.kv.snapshots is not None
@@ -58,6 +59,7 @@ def test_random_traffic_of_a_model_with_recurrent_states(depth: int, drafts: boo
     assert counts["preemptions"] > 100
     assert counts["hits"] > 300
     assert counts["evicted"] > 100
+    assert counts["loaded"] > 60
 
 
 def test_a_full_disk_costs_nothing_but_the_hits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

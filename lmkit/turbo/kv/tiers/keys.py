@@ -57,6 +57,11 @@ def block_keys(
         known.append(key)
 
 
+def state_keys(key: bytes, count: int) -> list[bytes]:
+    """The keys of the parts of the recurrent state behind the block that has this key."""
+    return [hashlib.sha256(key + b"state %d" % part).digest() for part in range(count)]
+
+
 def group_keys(keys: Sequence[bytes], groups: Iterable[int]) -> list[bytes]:
     """The keys of the groups' blocks, ordered by tokens first."""
     ends = [group.to_bytes(2, "big") for group in groups]

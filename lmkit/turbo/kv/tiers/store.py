@@ -50,6 +50,9 @@ class BlockBytes(Protocol):
     def nbytes(self) -> int:
         """Bytes of one block: all layers, K and V with their parameters."""
 
+    @property
+    def state_parts(self) -> int: ...  # of a recurrent state, each as large as a block
+
     def read(self, block: int, out: memoryview) -> Callable[[], None] | None:
         """Copy a block to `out`; the block may change then. A device returns a wait; behind it `out` has the bytes."""
 
@@ -99,7 +102,7 @@ class TierStore:
     ) -> None:
         """kind: blocks that other engines compute may be loaded, too. layers: `filling` gives them such blocks."""
         check_host_bytes(host_bytes, blocks.nbytes)
-        self._blocks, self._disk, self._peer = blocks, disk, peer
+        self.blocks, self._disk, self._peer = blocks, disk, peer
         self._host = HostTier(blocks.nbytes, host_bytes) if host_bytes else None
         self._max_backlog = max(64, backlog_bytes // blocks.nbytes)
         self._cost = LoadCost(blocks.nbytes)
@@ -218,8 +221,8 @@ class TierStore:
 
     def _read(self, save: Save) -> _Copy | None:
         try:
-            data = _new_block(self._blocks.nbytes)
-            return _Copy(save.key, data, self._blocks.read(save.block, data))
+            data = _new_block(self.blocks.nbytes)
+            return _Copy(save.key, data, self.blocks.read(save.block, data))
         except FAILURES as error:
             self._failures.note("saving KV", error)
             return None
@@ -248,7 +251,7 @@ class TierStore:
             return found.data
         if self._disk is None or key not in self._disk:
             return None
-        data = _new_block(self._blocks.nbytes)
+        data = _new_block(self.blocks.nbytes)
         return data if self._disk.read(key, data) is not None else None
 
     def _tier_of(self, key: bytes) -> str | None:
@@ -329,17 +332,17 @@ class TierStore:
             log.warning("a KV block in host memory is damaged; is this machine's memory sound?")
             self._host.remove(key)
             return False
-        self._blocks.write(block, found.data)
+        self.blocks.write(block, found.data)
         return True
 
     def _from_disk(self, key: bytes, block: int) -> bool:
         if self._disk is None or key not in self._disk:
             return False
-        data = _new_block(self._blocks.nbytes)
+        data = _new_block(self.blocks.nbytes)
         crc = self._disk.read(key, data)
         if crc is None:
             return False
-        self._blocks.write(block, data)
+        self.blocks.write(block, data)
         if self._host is not None:
             self._host.put(key, HostBlock(data, crc))
         return True
@@ -347,14 +350,14 @@ class TierStore:
     def _from_peer(self, key: bytes, block: int) -> bool:
         if self._peer is None or key not in self._peer or time.perf_counter() > self._patience:
             return False
-        data = _new_block(self._blocks.nbytes)
+        data = _new_block(self.blocks.nbytes)
         if not self._peer.read(key, data):
             return False
         self._arrived(key, block, data)
         return True
 
     def _arrived(self, key: bytes, block: int, data: memoryview) -> None:
-        self._blocks.write(block, data)
+        self.blocks.write(block, data)
         if self._host is not None:
             self._host.put(key, HostBlock(data, record.checksum(key, data)))
 
