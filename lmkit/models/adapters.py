@@ -11,12 +11,14 @@ from torch import Tensor
 
 from lmkit.errors import CheckpointError, RequestError
 from lmkit.formats.peft import Adapter
+from lmkit.formats.views import rows_of
 from lmkit.kernels.cuda.module import tensor_device
 from lmkit.layers.adapters import LinearAdapters
 from lmkit.layers.batch import zeros
 from lmkit.layers.linear import MergedLinear
 from lmkit.low_rank import LowRank
 from lmkit.models.decoder import Decoder
+from lmkit.models.fused import fused_linears
 from lmkit.models.layer_spec import LayerSpec
 from lmkit.models.shard import COLUMNS, WHOLE, Shard
 from lmkit.models.spec import ModelSpec
@@ -132,6 +134,24 @@ def adaptable(layer: LayerSpec) -> dict[str, tuple[int, int]]:
     return {role: shape for role, shape in layer.linears.items() if ".experts." not in role and ".shared." not in role}
 
 
+def one_by_one(adapter: Adapter, spec: ModelSpec) -> Adapter:
+    """The adapter with an addition for each linear, also where a checkpoint has several in one tensor. Raises
+    CheckpointError for another number of outputs."""
+    additions = dict(adapter.additions)
+    for index, layer in enumerate(spec.layers):
+        for module, parts in fused_linears(layer).items():
+            name = layer.path(index) + module
+            if name not in additions or not parts.keys() <= layer.linears.keys():
+                continue
+            whole, outputs = additions.pop(name), sum(layer.linears[role][0] for role in parts)
+            if (found := whole.b.shape[1]) != outputs:
+                raise CheckpointError(f"{adapter.path}: {name} is for {found} outputs, the model has {outputs}")
+            for role, rows in parts.items():
+                part = rows_of(f"{name}.weight", tuple(whole.b.T.shape), rows, outputs).take(whole.b.T)
+                additions[layer.module_name(index, role)] = replace(whole, b=part.T.contiguous())
+    return replace(adapter, additions=additions)
+
+
 def check_place(adapter: Adapter, spec: ModelSpec) -> dict[str, Place]:
     """The place of each of the adapter's modules. Raises CheckpointError for a module that the model lacks or that has
     another shape.
@@ -155,6 +175,7 @@ def place(adapter: Adapter, spec: ModelSpec, part: Part) -> dict[Place, LowRank]
     """The additions by layer and role, for the packed linears of a rank, whose model `spec` is. Raises CheckpointError
     as `check_place` does.
     """
+    adapter = one_by_one(adapter, part.whole)
     places = check_place(adapter, part.whole)
     return {
         (index, role): in_order(part.of(adapter.additions[module], index, role), role, spec.layers[index])

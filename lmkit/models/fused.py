@@ -88,7 +88,7 @@ def views(reader: CheckpointReader, spec: ModelSpec) -> dict[str, View]:
 
 def _linears(reader: CheckpointReader, index: int, layer: LayerSpec) -> Iterator[tuple[str, View]]:
     version = awq_version(reader.config)
-    for module, parts in _fused(layer).items():
+    for module, parts in fused_linears(layer).items():
         for suffix in SUFFIXES:
             if reader.has(source := f"{layer.path(index)}{module}.{suffix}"):
                 shape, outputs = reader.info(source).shape, sum(layer.linears[role][0] for role in parts)
@@ -97,8 +97,8 @@ def _linears(reader: CheckpointReader, index: int, layer: LayerSpec) -> Iterator
                     yield f"{layer.module_name(index, role)}.{suffix}", view
 
 
-def _fused(layer: LayerSpec) -> dict[str, dict[str, Rows]]:
-    """The fused linears that this layer may have, and the rows of each role."""
+def fused_linears(layer: LayerSpec) -> dict[str, dict[str, Rows]]:
+    """The fused linears that a checkpoint may have of this layer, by the end of their names: the rows of each role."""
     shares = _shares(layer.num_heads, layer.num_kv_heads, layer.num_kv_heads)
     per_head = layer.num_heads // layer.num_kv_heads
     grouped = [Rows(rows.start, rows.stop, layer.num_kv_heads) for rows in _shares(per_head, 1, 1)]

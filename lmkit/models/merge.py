@@ -13,7 +13,7 @@ from lmkit.errors import UnsupportedError
 from lmkit.formats.checkpoint import CheckpointWriter, atomic_directory
 from lmkit.formats.parts import FLOATS
 from lmkit.formats.peft import Adapter, read_adapter
-from lmkit.models.adapters import check_place
+from lmkit.models.adapters import check_place, one_by_one
 from lmkit.models.source import ModelSource
 
 Progress = Callable[[int, int], None]  # (modules done, of how many)
@@ -24,13 +24,15 @@ def merge(
 ) -> int:
     """Write `model` with `adapter` merged to `output`, completely or not at all. Returns the number of changed linears.
 
-    W + scale * B A is computed in float32 and stored in W's dtype. Raises UnsupportedError if the weights are quantized
-    or stored fused, and CheckpointError for broken files or an adapter of another model.
+    W + scale * B A is computed in float32 and stored in W's dtype. Linears that were in one tensor stand one by one
+    then. Raises UnsupportedError if the weights are quantized, and CheckpointError for broken files or an adapter of
+    another model.
     """
     found = read_adapter(adapter)
     source = ModelSource(model)
     reader = source.reader
     try:
+        found = one_by_one(found, source.spec)
         check_place(found, source.spec)
         _check_dense(source, found)
         with atomic_directory(output) as folder:

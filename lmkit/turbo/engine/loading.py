@@ -232,8 +232,8 @@ def _check_recurrent(spec: ModelSpec, config: EngineConfig) -> None:
     if not spec.is_recurrent:
         return
     given = {
-        "adapters": bool(config.adapters),
-        "adapter_root": config.adapter_root is not None,
+        "adapters": bool(config.adapters) and config.device != "cpu",
+        "adapter_root": config.adapter_root is not None and config.device != "cpu",
         "kv_host_memory": config.kv_host_memory is not None and config.device != "cpu",
         "kv_disk_path": config.kv_disk_path is not None and config.device != "cpu",
         "kv_listen": config.kv_listen is not None,

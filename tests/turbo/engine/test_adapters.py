@@ -16,6 +16,7 @@ from lmkit.config import EngineConfig
 from lmkit.errors import CheckpointError, ConfigError, LMKitError, RequestError, UnsupportedError
 from lmkit.models import load_spec
 from lmkit.models.loader import load_model
+from lmkit.models.merge import merge
 from lmkit.turbo.engine.engine import Engine
 from lmkit.turbo.request import Request, SamplingParams
 from tests.models import peft_folder, tiny
@@ -75,6 +76,35 @@ def test_thirty_two_adapters_in_one_batch_are_the_merged_models(tmp_path: Path, 
     plain = run(engine_of(tmp_path / "base"), requests[32:])
     for name, outputs in (again | plain).items():
         assert [o.logprobs for o in outputs] == [o.logprobs for o in together[name]], name
+
+
+FUSED = ("qkv_proj", "gate_up_proj", "in_proj_qkvz", "in_proj_ba", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a",
+         "out_proj")  # fmt: skip
+
+
+@pytest.mark.parametrize("family", ["phi3", "glm4", "qwen3-next-dense", "qwen3.5"])
+def test_adapters_of_linears_in_one_tensor_and_of_linear_attention(tmp_path: Path, family: str) -> None:
+    """Served, and merged. States do not mix: a conversation goes on from a snapshot of its own adapter."""
+    model = tiny.make(tmp_path / "base", family).float()
+    shapes = peft_folder.linears(model, (*peft_folder.MODULES, *FUSED))
+    want, requests, folders = {}, [], []
+    for i in range(4):
+        some = dict(list(shapes.items())[i % 2 :: 1 + i % 2])
+        added = peft_folder.write(tmp_path / f"a{i}", some, i, size=0.1)
+        folders.append(f"a{i}={tmp_path / f'a{i}'}")
+        requests.append(request(f"r{i}", prompt(2, 20), f"a{i}"))
+        want[f"r{i}"] = greedy(merged(model, added), prompt(2, 20))
+    requests.append(request("base", prompt(2, 20)))
+    want["base"] = greedy(model, prompt(2, 20))
+    engine = engine_of(tmp_path / "base", *folders)
+    for cached in (0, 16):
+        together = run(engine, requests)
+        assert {name: tokens(outputs) for name, outputs in together.items()} == want
+        assert all(outputs[0].cached_tokens >= cached for outputs in together.values())
+    assert len({tuple(ids) for ids in want.values()}) > 2
+    merge(tmp_path / "base", tmp_path / "a0", tmp_path / "merged")
+    alone = run(engine_of(tmp_path / "merged"), [request("r0", prompt(2, 20))])
+    assert tokens(alone["r0"]) == want["r0"]
 
 
 def test_the_prefix_cache_keeps_adapters_apart(demo_model: Path, tmp_path: Path) -> None:
