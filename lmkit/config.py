@@ -29,7 +29,7 @@ HeadStorage = Literal["auto", "int8"]
 ClusterName = Literal["none", "ray", "torchrun"]
 Quantize = Literal["none", "int4", "int8", "fp8"]
 Reranker = Literal["cosine", "yes_no"]  # of embeddings; or the probability that the model answers yes
-PoolingName = Literal["auto", "last", "mean"]
+PoolingName = Literal["auto", "last", "mean", "cls"]
 Speculate = Annotated[str, msgspec.Meta(pattern=r"^(off|auto|ngram|mtp|(draft|eagle)=.+)$")]
 Activations = Literal["auto", "int8", "fp8", "exact"]
 LogLevel = Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"]

@@ -27,7 +27,7 @@ HELP = {
         "adapters": "A LoRA adapter, NAME=FOLDER, served as a model of that name. Repeat the option for more.",
         "adapter_root": "A folder whose adapters may be loaded while the server runs. Default: none may.",
         "max_adapters": "Adapters in one batch; others wait in host memory.",
-        "pooling": "Embeddings: auto (the checkpoint's, else last), the last token's state, or the mean.",
+        "pooling": "Embeddings: auto (the checkpoint's), the state of the last or first (cls) token, or the mean.",
         "attention_sinks": "First tokens that sliding windows still see.",
         "packed_cache": "Keep packed weights in a file, <checkpoint>/.lmkit, for the next start.",
         "tp": "Processes that share the model: each computes a part of every layer.",

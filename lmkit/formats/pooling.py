@@ -19,18 +19,19 @@ from lmkit.jsonfile import read_json, read_list
 MODULES, CONFIG = "modules.json", "config.json"
 MAX_BYTES = 1 << 20
 KNOWN_MODULES = ("Transformer", "Pooling", "Normalize")
-KINDS: dict[str, Literal["last", "mean"]] = {"lasttoken": "last", "mean": "mean", "mean_tokens": "mean"}
-REMEDY = "choose with --pooling last or --pooling mean"
+Kind = Literal["last", "mean", "cls"]
+KINDS: dict[str, Kind] = {"lasttoken": "last", "mean": "mean", "mean_tokens": "mean", "cls": "cls", "cls_token": "cls"}
+REMEDY = "choose with --pooling last, mean or cls"
 
 
-def read_pooling(folder: Path) -> Literal["last", "mean"]:
-    """The pooling of the checkpoint in `folder`, "last" if it names none.
+def read_pooling(folder: Path, usual: Kind = "last") -> Kind:
+    """The pooling of the checkpoint in `folder`, the `usual` one if it names none.
 
     Raises UnsupportedError for modules and poolings that lmkit does not compute, and CheckpointError for broken files.
     """
     if not (folder / MODULES).exists():
-        return "last"
-    pooling: Literal["last", "mean"] = "last"
+        return usual
+    pooling = usual
     for module in read_list(folder / MODULES, MAX_BYTES):
         kind, path = _fields(module, folder / MODULES)
         if kind not in KNOWN_MODULES:
@@ -65,12 +66,12 @@ def _fields(module: Any, file: Path) -> tuple[str, str]:
     return kind.rpartition(".")[2], path.rstrip("/")
 
 
-def _pooling(config: dict[str, Any], file: Path) -> Literal["last", "mean"]:
+def _pooling(config: dict[str, Any], file: Path) -> Kind:
     prefix = "pooling_mode"
     named = config.get(prefix)
     asked = [named] if named is not None else [name.removeprefix(f"{prefix}_") for name in config
                                                if name.startswith(f"{prefix}_") and config[name] is True]  # fmt: skip
     if len(asked) != 1 or not isinstance(asked[0], str) or asked[0] not in KINDS:
         shown = ", ".join(map(str, asked))[:64] or "none"
-        raise UnsupportedError(f"{file}: pooling {shown} is not supported, only last token and mean; {REMEDY}")
+        raise UnsupportedError(f"{file}: pooling {shown} is not supported, only lasttoken, mean and cls; {REMEDY}")
     return KINDS[asked[0]]

@@ -126,8 +126,8 @@ def keep(x: Tensor, residual: Tensor | None, out: Tensor, scale: float = 1.0) ->
 
 
 @op
-def relu(x: Tensor) -> Tensor:
-    """x <- max(x, 0), in place. x [T, I]; returns x."""
+def ungated_activation(x: Tensor, activation: str) -> Tensor:
+    """x <- f(x), in place, and x. x [T, I]. relu: max(x, 0); gelu: x / 2 (1 + erf(x / sqrt(2))) (arXiv 1606.08415)."""
 
 
 @op

@@ -64,6 +64,20 @@ class BatchInputs:
         lens, tables = whole.context_lens[:num_seqs], whole.block_tables[:num_seqs]
         return replace(whole, query_start=self.logit_start, context_lens=lens, block_tables=tables)
 
+    def seeing_all(self) -> BatchInputs:
+        """The same step in which each token sees all tokens of its sequence, which the step computes as a whole: it is
+        the last query of a sequence of its own, with the same blocks."""
+        starts = self.geometries[0].query_start
+        rows = torch.arange(len(self.token_ids) + 1, dtype=starts.dtype, device=starts.device)
+        owner = torch.searchsorted(starts[1:], rows[:-1], right=True).clamp_(max=len(starts) - 2)
+        return replace(
+            self,
+            geometries=tuple(
+                replace(g, query_start=rows, context_lens=g.context_lens[owner], block_tables=g.block_tables[owner])
+                for g in self.geometries
+            ),
+        )
+
     @property
     def tensors(self) -> dict[str, Tensor]:
         """All tensors by name. The names of a KV group's own tensors end in the group's number."""

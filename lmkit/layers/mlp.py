@@ -24,7 +24,8 @@ class GatedMLP:
         roles = tuple(f"{role}.{part}" for part in spec.inputs)
         is_gated = len(roles) == 2
         self.gate_up = MergedLinear(roles, weights, device, activation=spec.activation if is_gated else None)
-        self.relu = None if is_gated else ops.relu.select(device)
+        self.activation = spec.activation
+        self.activate = None if is_gated else ops.ungated_activation.select(device)
         self.down = MergedLinear((f"{role}.down",), weights, device)
         self.is_part = False  # whether other ranks have the rest: sums over ranks are of float32 parts
 
@@ -46,7 +47,7 @@ class GatedMLP:
     def inner(self, x: Tensor, norm: Norm | None = None) -> Tensor:
         """The input of `down` [T, intermediate size]."""
         y = self.gate_up(x, norm)
-        return y if self.relu is None else self.relu(y)
+        return y if self.activate is None else self.activate(y, self.activation)
 
     def add_to(self, stream: Tensor, x: Tensor, norm: Norm) -> tuple[Tensor, Tensor | None]:
         """Add the MLP of x to `stream` float32 [T, hidden]; returns a pair as MergedLinear.add_to does."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 SCORE_BIAS = "mlp.score_bias"
+UNGATED = ("relu", "gelu")  # activations, see ops.ungated_activation
 GPU_ROWS = 256  # of an expert on average: with more, a GPU calls each expert by itself
 EXPERT_SCALE = "mlp.expert_scale"
 BESIDE_NORMS = ("mlp.router_norm", "mlp.experts_norm", "mlp.shared_out_norm", "mlp.experts_out_norm")
@@ -14,7 +15,7 @@ MAX_PLACES = 4096  # pairs (token, expert) that are computed together; more shar
 @dataclass(frozen=True)
 class MLPSpec:
     """A gated MLP: down(activation(gate(x)) * up(x)). `activation`: silu or gelu_tanh, or clamped_swish, which changes
-    up(x) too (ops.gated_activation). With relu there is no gate: down(relu(up(x)))."""
+    up(x) too (ops.gated_activation). With relu or gelu there is no gate: down(relu(up(x)))."""
 
     intermediate_size: int
     activation: str = "silu"
@@ -23,7 +24,7 @@ class MLPSpec:
     @property
     def inputs(self) -> tuple[str, ...]:
         """The last parts of the roles that read x."""
-        return ("up",) if self.activation == "relu" else ("gate", "up")
+        return ("up",) if self.activation in UNGATED else ("gate", "up")
 
     @property
     def parts(self) -> dict[str, MLPSpec]:

@@ -39,10 +39,11 @@ class Decoder:
         final_bias: Tensor | None = None,
         positions: Tensor | None = None,
         per_layer: PerLayerWeights | None = None,
+        embed_norm: Norm | None = None,
     ) -> None:
         self.spec = spec
         self.embed_tokens = embed_tokens
-        self.final_bias, self.positions = final_bias, positions
+        self.final_bias, self.positions, self.embed_norm = final_bias, positions, embed_norm
         self.layers = layers
         self.final_norm = final_norm
         self.lm_head = lm_head
@@ -91,7 +92,9 @@ class Decoder:
     def final_states(self, delta: Tensor, residual: Tensor | None) -> Tensor:
         """The residual stream's pair [R, hidden] -> the final norm's result float32 [R, hidden]. Keeps the pair."""
         states = joined(delta, residual)
-        if self.final_norm is not None:
+        if self.final_norm is None:
+            states = states.float()
+        else:
             norm = Norm(self.final_norm, self.spec.norm_eps, None, torch.float32, self.final_bias)
             states = self.rms_norm(states, norm)
         return states if self.spec.logit_scale == 1 else states / self.spec.logit_scale
@@ -106,6 +109,8 @@ class Decoder:
         """
         self.step_adapters.set(batch.adapters, batch.logit_adapters)
         angles = {spec: rope(batch) for spec, rope in self.ropes.items()}
+        if self.spec.sees_all:
+            batch, logits_only = batch.seeing_all(), False
         delta, last, kept = self._stream_in(batch), self.spec.num_layers, self.kept
         if self.per_layer is not None:
             batch = replace(batch, per_layer=self.per_layer(batch.token_ids, delta))
@@ -136,7 +141,7 @@ class Decoder:
             delta[batch.image_rows] = batch.image_values[:, : self.spec.hidden_size]
         if self.positions is not None:
             self.add_positions(delta, self.positions, batch.positions)
-        return delta
+        return delta if self.embed_norm is None else self.rms_norm(delta, self.embed_norm)
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Token ids int64 [T] -> float32 [T, hidden]."""

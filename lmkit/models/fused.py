@@ -47,6 +47,13 @@ OUTER = {
     "model.decoder.project_out": roles.PROJECT_OUT,
     "model.decoder.final_layer_norm": roles.FINAL_NORM,
 }
+OF_ENCODERS = {
+    "word_embeddings": roles.EMBED,
+    "position_embeddings": roles.POSITIONS,
+    "token_type_embeddings": roles.TOKEN_TYPES,
+    "LayerNorm": roles.EMBED_NORM,
+}
+OUTER |= {f"{prefix}embeddings.{old}": new for prefix in ("", "bert.", "roberta.") for old, new in OF_ENCODERS.items()}
 EXPERTS = {
     **dict.fromkeys(("mlp.experts.gate_up_proj", "experts.gate_up_proj"), ("gate", "up")),
     **dict.fromkeys(("mlp.experts.down_proj", "experts.down_proj"), ("down",)),

@@ -198,12 +198,13 @@ class LayerSpec:
     @cached_property
     def smooth(self) -> tuple[tuple[str, tuple[str, ...]], ...]:
         """(role, roles) in the order in which scales are searched: the outputs of `role` are divided by s, and the
-        input columns of `roles` are multiplied by s. This is exact in floating point.
+        input columns of `roles` are multiplied by s. This is exact in floating point. Two activations are not linear in
+        up(x).
 
         Routers read the norm's output. They are multiplied too, or tokens would go to other experts.
         """
         behind_norm = (*self.routers, *(f"{name}.{part}" for name, mlp in self.mlps.items() for part in mlp.inputs))
-        inner = (name for name, mlp in self.mlps.items() if mlp.activation != "clamped_swish")  # not linear in up(x)
+        inner = (name for name, mlp in self.mlps.items() if mlp.activation not in ("clamped_swish", "gelu"))
         has_values = not (self.delta or self.latent or self.value_norm)  # a norm in between would undo a scale
         values = roles.SMOOTH[1:2] if has_values else ()
         block = ("norm.attn", self.fused[0])

@@ -209,8 +209,6 @@ def _decoder(
     norm = source.final_norm()
     final_norm = None if norm is None else norm.clone().to(at)
     plain = {"final_bias": source.final_bias(), "positions": source.positions()}
-    extras = {name: None if tensor is None else tensor.to(at) for name, tensor in plain.items()}
-    per_layer = source.per_layer(model.dtype, at)
-    return Decoder(
-        model.spec, embed.to(at), layers, final_norm, lm_head, model.activation_dtype, **extras, per_layer=per_layer
-    )
+    extras: dict[str, Any] = {name: None if tensor is None else tensor.to(at) for name, tensor in plain.items()}
+    extras["per_layer"], extras["embed_norm"] = source.per_layer(model.dtype, at), source.embed_norm(at)
+    return Decoder(model.spec, embed.to(at), layers, final_norm, lm_head, model.activation_dtype, **extras)

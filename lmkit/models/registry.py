@@ -6,6 +6,7 @@ import difflib
 import importlib
 import pkgutil
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from lmkit.errors import CheckpointError, UnsupportedError
@@ -44,26 +45,28 @@ def load_spec(config: dict[str, Any]) -> ModelSpec:
     for module in pkgutil.iter_modules(package.__path__):
         importlib.import_module(f"{package.__name__}.{module.name}")
     names = config.get("architectures")
-    name = names[0] if isinstance(names, list) and names else None
-    for other in (BASE, CLASSIFIER):  # the same model, saved without its head
-        if isinstance(name, str) and name.endswith(other):
-            name = name.removesuffix(other) + CAUSAL
+    asked = names[0] if isinstance(names, list) and names else None
+    name = asked
+    for other in (BASE, CLASSIFIER):  # the same model, saved without its head; an encoder has none
+        if isinstance(asked, str) and asked.endswith(other):
+            stem = asked.removesuffix(other)
+            name = stem + BASE if stem + BASE in FAMILIES else stem + CAUSAL
     if not isinstance(name, str) or name not in FAMILIES:
-        raise _unknown(names[0] if isinstance(names, list) and names else None)
-    if config.get("is_causal") is False or config.get("use_bidirectional_attention") not in (None, False, "vision"):
-        raise UnsupportedError("config.json: the model's tokens see later ones; lmkit runs causal models only")
+        raise _unknown(asked)
     try:
         spec = FAMILIES[name](config)
     except KeyError as error:
         raise CheckpointError(f"config.json: {error.args[0]!r} is missing") from None
+    if config.get("is_causal") is False or config.get("use_bidirectional_attention") not in (None, False, "vision"):
+        spec = replace(spec, sees_all=True)
     _check(spec)
     return spec
 
 
 def _unknown(name: object) -> UnsupportedError:
     """The error of an architecture that no family is. It tells the families with the most similar names."""
-    stems = {known.removesuffix(CAUSAL): known for known in sorted(FAMILIES)}
-    near = difflib.get_close_matches(str(name).removesuffix(CAUSAL), stems, cutoff=0.5)
+    stems = {known.removesuffix(CAUSAL).removesuffix(BASE): known for known in sorted(FAMILIES)}
+    near = difflib.get_close_matches(str(name).removesuffix(CAUSAL).removesuffix(BASE), stems, cutoff=0.5)
     hint = f"the nearest names are {' and '.join(stems[stem] for stem in near)}; " if near else ""
     return UnsupportedError(
         f"config.json: architecture {name!r} is not supported; {hint}lmkit runs {', '.join(stems.values())} "
@@ -73,6 +76,11 @@ def _unknown(name: object) -> UnsupportedError:
 
 def _check(spec: ModelSpec) -> None:
     _check_limits(spec, LIMITS)
+    if spec.sees_all and (any(spec.windows) or spec.is_recurrent):
+        raise UnsupportedError(
+            "config.json: the model's tokens see later ones, through sliding windows or recurrent states; lmkit runs "
+            "such models with full attention only"
+        )
     for layer in spec.kinds:
         _check_layer(layer)
 

@@ -122,7 +122,7 @@ class ResolvedModel:
     @property
     def head_rows(self) -> slice:
         """The tokens whose logits the head computes."""
-        return self.shard.part(self.spec.vocab_size)
+        return self.shard.part(self.spec.num_logits)
 
     def table_bytes(self, positions: int) -> int:
         """Bytes that the KV cache needs besides its blocks, for sequences of at most `positions` tokens."""

@@ -110,8 +110,18 @@ OPT_NAMES = {
     "mlp.up": "fc1",
     "mlp.down": "fc2",
 }
+BERT_NAMES = {
+    "attn.q": "attention.self.query",
+    "attn.k": "attention.self.key",
+    "attn.v": "attention.self.value",
+    "attn.o": "attention.output.dense",
+    "norm.attn": "attention.output.LayerNorm",
+    "mlp.up": "intermediate.dense",
+    "mlp.down": "output.dense",
+    "norm.mlp": "output.LayerNorm",
+}
 EMBED, FINAL_NORM, LM_HEAD = "model.embed_tokens", "model.norm", "lm_head"
-POSITIONS = "model.embed_positions"
+POSITIONS, TOKEN_TYPES, EMBED_NORM = "model.embed_positions", "model.embed_types", "model.embed_norm"
 PER_LAYER_TABLE, PER_LAYER_NORM = "model.embed_tokens_per_layer", "model.per_layer_projection_norm"
 PER_LAYER_PROJECTION = "model.per_layer_model_projection"
 PROJECT_IN, PROJECT_OUT = "model.project_in", "model.project_out"

@@ -64,6 +64,8 @@ class Shard:
         """The model of this rank. `vocab_size` stays that of the whole. Raises UnsupportedError for an uneven split."""
         if self.size == 1:
             return spec
+        if spec.sees_all:
+            raise UnsupportedError(f"tp={self.size}: {spec.architecture} reads each text as a whole, in one process")
         if self.ep > 1 and not any(layer.is_sparse for layer in spec.kinds):
             raise UnsupportedError(f"ep={self.ep}: {spec.architecture} has no experts; use tp={self.ep}")
         new = {layer: self._layer(layer) for layer in spec.kinds}

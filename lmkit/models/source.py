@@ -19,6 +19,7 @@ from lmkit.formats.mxfp4 import SCALES as MX_SCALES
 from lmkit.formats.parts import FLOATS, MARKS, missing_parts
 from lmkit.formats.safetensors_file import DTYPES
 from lmkit.kernels.cuda.module import tensor_device
+from lmkit.kernels.ops import Norm
 from lmkit.layers.linear import MergedLinear, Weights
 from lmkit.layers.mlp_spec import SCORE_BIAS
 from lmkit.layers.per_layer import PerLayerWeights
@@ -61,7 +62,8 @@ class ModelSource:
         if self.spec.tie_embeddings and any(self.reader.has(f"{roles.LM_HEAD}.{mark}") for mark in MARKS):
             self.spec = replace(self.spec, tie_embeddings=False)  # a head of its own: embeddings are not quantized
         classifies = self.spec.architecture.endswith(CLASSIFIER)
-        self.has_head = not classifies and (self.spec.tie_embeddings or not self._lacks_head())
+        writes = not (classifies or self.spec.sees_all)
+        self.has_head = writes and (self.spec.tie_embeddings or not self._lacks_head())
         if not self.has_head:
             self.spec = replace(self.spec, tie_embeddings=True)  # what computes logits has some head; nobody sees them
         self._check_names()
@@ -84,6 +86,10 @@ class ModelSource:
             dense[roles.FINAL_NORM + ".bias"] = (spec.hidden_size,)
         if spec.first_position is not None:
             dense[roles.POSITIONS + ".weight"] = (spec.first_position + spec.max_position, spec.hidden_size)
+        if spec.token_types:
+            dense[roles.TOKEN_TYPES + ".weight"] = (spec.token_types, hidden)
+        if spec.embed_norm:
+            dense |= {f"{roles.EMBED_NORM}.{part}": (hidden,) for part in ("weight", "bias")}
         if spec.per_layer:
             dense[roles.PER_LAYER_TABLE + ".weight"] = (spec.per_layer_vocab, spec.per_layer)
             dense[roles.PER_LAYER_NORM + ".weight"] = (spec.layers[0].per_layer,)
@@ -186,9 +192,24 @@ class ModelSource:
         return self._plain(roles.FINAL_NORM + ".bias", torch.float32) if has_bias else None
 
     def positions(self) -> Tensor | None:
-        """What is added to the embedding of the token at each position, float32 [max_position, hidden]; None = RoPE."""
+        """What is added to the embedding of the token at each position, float32 [max_position, hidden]; None = RoPE.
+        With types of tokens there are so many rows for each type."""
         first = self.spec.first_position
-        return None if first is None else self._plain(roles.POSITIONS + ".weight", torch.float32)[first:]
+        if first is None:
+            return None
+        table = self._plain(roles.POSITIONS + ".weight", torch.float32)[first:]
+        if not self.spec.token_types:
+            return table
+        return (table + self._plain(roles.TOKEN_TYPES + ".weight", torch.float32)[:, None]).flatten(0, 1)
+
+    def embed_norm(self, device: str) -> Norm | None:
+        """The LayerNorm of embeddings, if there is one."""
+        if not self.spec.embed_norm:
+            return None
+        weight, bias = (
+            self._plain(f"{roles.EMBED_NORM}.{part}", torch.float32).clone().to(device) for part in ("weight", "bias")
+        )
+        return Norm(weight, self.spec.norm_eps, None, torch.float32, bias)
 
     def per_layer(self, dtype: torch.dtype | None, device: str = "cpu") -> PerLayerWeights | None:
         """The vectors of tokens for each layer (layers.per_layer), if the model has any; None = as stored."""
@@ -207,7 +228,7 @@ class ModelSource:
         """
         weight = self._head(dtype)
         shape = tuple((weight.codes if isinstance(weight, QTensor) else weight).shape)
-        if shape != self.spec.head_shape:
+        if shape != (self.spec.num_logits, self.spec.hidden_size):
             raise CheckpointError(f"{self.reader.path}: the head is {list(shape)}, not [vocab, hidden]")
         head = placed(weight, device, tensor_device(device), dtype)
         if storage == "int8" and not isinstance(head, QTensor):
@@ -216,7 +237,7 @@ class ModelSource:
 
     def _head(self, dtype: torch.dtype | None) -> Tensor | QTensor:
         if self.spec.tie_embeddings:
-            return self._projected(roles.PROJECT_OUT, dtype)
+            return self._projected(roles.PROJECT_OUT, dtype)[: self.spec.num_logits]
         weight = self.format.read_linear(self.reader, roles.LM_HEAD)
         return weight if isinstance(weight, QTensor) else _to(weight, dtype)
 
@@ -282,13 +303,13 @@ class ModelSource:
             floating = info.dtype in FLOATS and not name.endswith(SCALES)
             growth = 1 if floating else self._growth(name, dense, device, activations)
             total += math.prod(info.shape) * dense if floating else info.nbytes * growth
-        head = math.prod(self.spec.head_shape)
+        head = self.spec.num_logits * self.spec.hidden_size
         if self.spec.tie_embeddings:
             total += head * dense
         if self.spec.projected:
             total += self.spec.vocab_size * (self.spec.hidden_size - self.spec.projected) * dense
         if lm_head == "int8":  # a byte a weight, and for each group a float16 scale and a zero byte
-            total += head - head * dense + 3 * self.spec.vocab_size * HEAD_SCHEME.num_groups(self.spec.hidden_size)
+            total += head - head * dense + 3 * self.spec.num_logits * HEAD_SCHEME.num_groups(self.spec.hidden_size)
         return total - saved_bytes(self.spec, self.rounding, dense)
 
     def _growth(self, name: str, dense: int, device: str, activations: str) -> int:

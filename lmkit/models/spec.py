@@ -16,7 +16,7 @@ from lmkit.models.vision_spec import VisionSpec
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """One decoder-only transformer: its layers, which may differ, and the parts before and behind them."""
+    """One transformer: its layers, which may differ, and the parts before and behind them."""
 
     architecture: str  # as in config.json, for messages
     layers: tuple[LayerSpec, ...]
@@ -31,6 +31,9 @@ class ModelSpec:
     final_norm: bool = True  # before the head
     projected: int = 0  # > 0: embeddings have this width, and matrices lead from it to the stream and back to the head
     first_position: int | None = None  # the row of position 0 in a table of learned positions; None = there is no table
+    token_types: int = 0  # rows of a table of vectors: row 0 is added to a text's tokens, row 1 to the second of a pair
+    embed_norm: bool = False  # the sum of a token's embeddings is normalized
+    sees_all: bool = False  # tokens see later ones, too: the model reads texts and writes none
     unread: tuple[str, ...] = ()  # tensors whose names begin so belong to other parts of the model, as a vision tower
     vision: VisionSpec | None = None  # a tower that encodes images
     per_layer_vocab: int = 0  # tokens in the table of layers.per_layer
@@ -50,6 +53,11 @@ class ModelSpec:
     def head_shape(self) -> tuple[int, int]:
         """[vocab, hidden] of the embedding and of the head."""
         return self.vocab_size, self.hidden_size
+
+    @property
+    def num_logits(self) -> int:
+        """Outputs of the head. A model that writes no text has one, which nobody sees: steps end with a head."""
+        return 1 if self.sees_all else self.vocab_size
 
     @property
     def norm_eps(self) -> float:
@@ -95,6 +103,11 @@ class ModelSpec:
     def windows(self) -> tuple[int, ...]:
         """The sliding window of each layer, 0 = full."""
         return tuple(layer.attention.window for layer in self.layers)
+
+    @property
+    def second_row(self) -> int:
+        """The row of position 0 of the second text of a pair, in the table of learned positions. 0: it has none."""
+        return self.max_position if self.token_types > 1 else 0
 
     @property
     def deep_layers(self) -> int:

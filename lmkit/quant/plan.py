@@ -63,6 +63,11 @@ def make_plan(source: ModelSource, recipe: Recipe, device: str = "cpu") -> Plan:
     spec, path = source.spec, source.reader.path
     if source.format.name != "dense":
         raise UnsupportedError(f"{path}: is quantized already ({source.format.name}); quantize the original checkpoint")
+    if spec.sees_all:
+        raise UnsupportedError(
+            f"{path}: reads each text as a whole, and recipes calibrate models that write text; lmkit serve --quantize "
+            "int8 rounds it while it loads"
+        )
     if spec.reads_beside and (recipe.average_bits is not None or recipe.kv.is_fitted):
         section = "kv" if recipe.kv.is_fitted else "average_bits"
         raise UnsupportedError(

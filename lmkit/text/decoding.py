@@ -139,6 +139,12 @@ class StripStart:
         return piece
 
 
+CLEANED = (
+    (" .", "."), (" ?", "?"), (" !", "!"), (" ,", ","), (" ' ", "'"), (" n't", "n't"), (" 'm", "'m"),
+    (" do not", " don't"), (" 's", "'s"), (" 've", "'ve"), (" 're", "'re"),
+)  # fmt: skip
+
+
 def decoder_stages(decoder: Any) -> Callable[[], list[Stage]]:
     """A function that makes new stages for tokenizer.json's decoder.
 
@@ -163,6 +169,9 @@ def decoder_stages(decoder: Any) -> Callable[[], list[Stage]]:
                 rest = _replacer(mark, " ")
                 first = rest if scheme == "never" else _replacer(mark, "")
                 makers.append(partial(PerPiece, first, rest))
+            case {"type": "WordPiece", "prefix": str(prefix), "cleanup": bool(cleanup)} if not fused:
+                clean: Callable[[str], str] = _cleaned if cleanup else str
+                makers.append(partial(PerPiece, clean, partial(_word_piece, prefix, clean)))
             case {"type": "Fuse"}:
                 fused = True
             case {"type": "Strip", "content": str(char), "start": int(count), "stop": 0} if fused:
@@ -174,3 +183,15 @@ def decoder_stages(decoder: Any) -> Callable[[], list[Stage]]:
 
 def _replacer(old: str, new: str) -> Callable[[str], str]:
     return lambda piece: piece.replace(old, new)
+
+
+def _word_piece(prefix: str, clean: Callable[[str], str], piece: str) -> str:
+    """A piece that is not the first: words begin with a space, and the prefix marks pieces that begin none."""
+    return clean(piece.removeprefix(prefix) if piece.startswith(prefix) else " " + piece)
+
+
+def _cleaned(piece: str) -> str:
+    """Without the spaces that a tokenizer of words puts around punctuation, as the library's WordPiece removes them."""
+    for old, new in CLEANED:
+        piece = piece.replace(old, new)
+    return piece

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import tokenizers
 
@@ -26,6 +26,27 @@ if TYPE_CHECKING:
 
 _TOKEN_FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
 MAX_CONFIG_BYTES = 16 << 20  # tokenizer_config.json and the like; real ones stay below 1 MiB
+
+
+class EncodedPair(NamedTuple):
+    """Two texts as one prompt."""
+
+    ids: list[int]
+    types: list[int]  # of each token: 1 from where the second text begins, if the model tells the texts apart
+    second: list[int]  # positions of the second text's tokens, without special ones
+
+    @property
+    def second_start(self) -> int | None:
+        return self.types.index(1) if 1 in self.types else None
+
+    def cut(self, room: int, *, keep_end: bool) -> EncodedPair | None:
+        """The pair with fewer tokens of the second text, `room` in all; None if that text has too few."""
+        surplus = max(len(self.ids) - room, 0)
+        if surplus > len(self.second):
+            return None
+        dropped = set(self.second[:surplus] if keep_end else self.second[len(self.second) - surplus :])
+        kept = [i for i in range(len(self.ids)) if i not in dropped]
+        return EncodedPair([self.ids[i] for i in kept], [self.types[i] for i in kept], [])
 
 
 class Tokenizer:
@@ -98,6 +119,15 @@ class Tokenizer:
             except (TypeError, UnicodeEncodeError):
                 raise RequestError("invalid_request", "the text is not valid Unicode (lone surrogate)") from None
         return ids
+
+    def encode_pair(self, first: str, second: str, *, special: bool = True) -> EncodedPair:
+        """The tokens of two texts that a model reads together, as the tokenizer puts them."""
+        with _library_errors(lambda _: RequestError("internal_error", "the model's tokenizer fails on this text")):
+            try:
+                encoded = self.backend.encode_batch_fast([(first, second)], add_special_tokens=special)[0]
+            except (TypeError, UnicodeEncodeError):
+                raise RequestError("invalid_request", "the text is not valid Unicode (lone surrogate)") from None
+        return EncodedPair(encoded.ids, encoded.type_ids, [i for i, n in enumerate(encoded.sequence_ids) if n == 1])
 
     def encode_behind(self, ids: Sequence[int], text: str) -> list[int]:
         """Token ids of a text that begins with `ids` and goes on with `text`.

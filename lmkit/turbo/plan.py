@@ -23,6 +23,7 @@ class NewSequence(msgspec.Struct, frozen=True):
     adapter: int = -1  # its number; -1 = none
     logprobs_start: int = 0  # position of the prompt token behind which prompt_logprobs begin
     images: tuple[ImageInput, ...] = ()
+    second_start: int | None = None  # see Request
 
     def output_ids(self) -> list[int]:
         """The tokens generated so far."""

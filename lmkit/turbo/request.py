@@ -14,7 +14,7 @@ from lmkit.text.images import TEXT_ONLY, ImageSettings
 
 MAX_STOPS, MAX_LOGIT_BIAS, MAX_LOGPROBS = 16, 1024, 20
 FinishReason = Literal["stop", "length", "abort", "error"]
-Pooling = Literal["last", "mean"]  # which final hidden states of a text are its embedding
+Pooling = Literal["last", "mean", "cls"]  # which final hidden states of a text are its embedding
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -145,6 +145,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     known_ids: list[int] = []  # the answer's first tokens: it goes on behind them, as after a preemption
     kv_from: str = ""  # HOST:PORT of an engine that is computing the prompt, whose blocks are fetched as they come
     gives_kv: bool = False  # all blocks of the prompt are put into the tiers, for another engine
+    second_start: int | None = None  # the position at which the second of two texts begins, of a model that tells them
 
 
 class Siblings(msgspec.Struct, frozen=True, array_like=True):
@@ -198,12 +199,19 @@ Activation = Literal["softmax", "sigmoid", "none"]
 
 
 class Classes(msgspec.Struct, frozen=True, kw_only=True):
-    """A head that classifies texts by the final hidden state of their last token: weight @ state + bias."""
+    """A head that classifies texts by a final hidden state: weight @ state + bias.
 
+    With `dense`, the state is replaced by tanh(dense @ state + dense_bias) first.
+    """
+
+    pooling: Pooling = "last"  # the token whose state it is
+    reads_pairs: bool = False  # whether it was made to read two texts together, as a cross-encoder does
     labels: tuple[str, ...]
     weight: bytes  # float32 [labels, hidden]
     bias: bytes  # float32 [labels]
     activation: Activation  # what makes probabilities of it
+    dense: bytes = b""  # float32 [hidden, hidden]
+    dense_bias: bytes = b""  # float32 [hidden]
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):

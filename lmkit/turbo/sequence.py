@@ -149,7 +149,7 @@ class Sequence:
     @property
     def max_cached(self) -> int:
         """The first tokens whose KV may come from a cache. The others are computed for what they give."""
-        if self.request.pooling == "mean":
+        if self.request.pooling in ("mean", "cls"):
             return 0
         return self.request.logprobs_start if self.scores_prompt else self.num_tokens - 1
 
@@ -180,6 +180,7 @@ class Sequence:
             adapter=self.adapter,
             block_tables=block_tables,
             images=self.request.images,
+            second_start=self.request.second_start,
         )
 
     def gather_prompt_logprobs(self, start: int, values: list[TokenLogprobs]) -> None:

@@ -38,6 +38,7 @@ def flags(*names: str) -> dict[str, Any]:
         (flags("mean_tokens") | {"include_prompt": True}, "mean"),
         ({"pooling_mode": "lasttoken"}, "last"),
         ({"pooling_mode": "mean"}, "mean"),
+        (flags("cls_token"), "cls"),
     ],
 )
 def test_the_pooling_of_a_checkpoint(tmp_path: Path, config: dict[str, Any], want: str) -> None:
@@ -46,10 +47,11 @@ def test_the_pooling_of_a_checkpoint(tmp_path: Path, config: dict[str, Any], wan
 
 def test_the_last_token_without_a_file(tmp_path: Path) -> None:
     assert read_pooling(tmp_path) == "last"
+    assert read_pooling(tmp_path, "mean") == "mean"
 
 
 @pytest.mark.parametrize(
-    "config", [flags("cls_token"), flags("max_tokens"), flags("mean_tokens", "max_tokens"), flags(),
+    "config", [flags("max_tokens"), flags("mean_tokens", "max_tokens"), flags(),
                {"pooling_mode": "weightedmean"}, {"pooling_mode": 3}]
 )  # fmt: skip
 def test_other_poolings_are_refused(tmp_path: Path, config: dict[str, Any]) -> None:

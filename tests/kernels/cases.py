@@ -154,7 +154,9 @@ def elementwise_cases() -> Iterator[Case]:
         yield Case(ops.embedding, f"{dtype}-scaled", scaled, {}, 0)
         gather = _seeded(lambda dtype=dtype: (torch.randn(7, 130).to(dtype), torch.randperm(130).int()))
         yield Case(ops.gather_columns, str(dtype), gather, {}, 0)
-    yield Case(ops.relu, "relu", _seeded(lambda: (torch.randn(7, 130),)), {}, 0)
+    for which, tolerance in (("relu", 0), ("gelu", 1e-6)):
+        wide = _seeded(lambda: (torch.randn(7, 130) * 3,))
+        yield Case(ops.ungated_activation, which, lambda wide=wide, which=which: (*wide(), which), {}, tolerance)
     rows = _seeded(lambda: (torch.randn(7, 30), torch.randn(40, 30), torch.randint(40, (7,)).int()))
     yield Case(ops.add_positions, "positions", rows, {}, 0)
     gates = _seeded(lambda: (torch.randn(7, 48), torch.randn(7, 130)[:, 70:118] * 20))

@@ -72,7 +72,7 @@ def test_layers_that_read_the_keys_of_others_take_no_memory(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("changes", "error", "line"),
     [
-        ({"use_bidirectional_attention": "all"}, UnsupportedError, "causal models only"),
+        ({"use_bidirectional_attention": "all"}, UnsupportedError, "through sliding windows"),
         ({"num_kv_shared_layers": 6}, CheckpointError, "num_kv_shared_layers leaves layers of .*full_attention"),
         ({"per_layer_config": {"1": {"hidden_size": 8}}}, UnsupportedError, "layer 1 has more than head_dim"),
         ({"rope_parameters": {"full_attention": {}}}, CheckpointError, "nothing for sliding_attention"),

@@ -164,6 +164,29 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
+# name -> differences from COMMON. Encoders: a token sees the whole text.
+ENCODERS: dict[str, dict[str, Any]] = {
+    "Bert": {"type_vocab_size": 2},
+    "Roberta": {"type_vocab_size": 1, "pad_token_id": 1, "hidden_act": "relu"},
+    "XLMRoberta": {"type_vocab_size": 1, "pad_token_id": 1},
+}
+
+
+def make_encoder(path: Path, name: str, labels: int = 0) -> transformers.PreTrainedModel:
+    """Write an encoder to `path`, with `labels` one that classifies. Returns the transformers model (float32)."""
+    torch.manual_seed(7)
+    config = getattr(transformers, f"{name}Config")(**COMMON | {"num_attention_heads": 3} | ENCODERS[name])
+    kind = transformers.AutoModelForSequenceClassification if labels else transformers.AutoModel
+    config.num_labels = labels
+    model = kind.from_config(config).float().eval()
+    for parameter_name, parameter in model.named_parameters():
+        if parameter.ndim == 1:
+            mean = 1.0 if parameter_name.endswith("LayerNorm.weight") else 0.0
+            torch.nn.init.normal_(parameter, mean=mean, std=0.3)
+    model.save_pretrained(path)
+    return model
+
+
 def make(path: Path, name: str, **overrides: Any) -> transformers.PreTrainedModel:
     """Write a model of family `name` to `path`. Returns the transformers model (float32, biases and norms not
     trivial)."""

@@ -500,3 +500,41 @@ def test_what_does_not_classify_is_refused() -> None:
     for path, body in (("/v1/score", {"text_1": "a", "text_2": "b"}), ("/rerank", {"query": "a", "documents": ["b"]})):
         response = post(path, Classifier(), **body)
         assert (response.status_code, "/classify" in response.json()["error"]["message"]) == (400, True)
+
+
+class CrossEncoder(EmbeddingEngine):
+    def __init__(self) -> None:
+        super().__init__()
+        one = msgspec.structs.replace(
+            CLASSES, labels=("good",), weight=struct.pack(f"<{EMBEDDING_SIZE}f", 1.0, *[0.0] * (EMBEDDING_SIZE - 1)),
+            bias=struct.pack("<f", 0.5), activation="sigmoid", pooling="cls", reads_pairs=True,
+        )  # fmt: skip
+        self.info = EngineInfo(**{**_fields(self.info), "classes": one, "pooling": "cls"})
+
+
+def pair_score(ids: list[int]) -> float:
+    return 1 / (1 + math.exp(-0.5 - struct.unpack(f"<{EMBEDDING_SIZE}f", embedding(ids))[0]))
+
+
+def test_a_cross_encoder_reads_pairs() -> None:
+    engine = CrossEncoder()
+    want = [pair_score(TOKENIZER.encode_pair("Hi", text).ids) for text in TEXTS]
+    results = post("/rerank", engine, query="Hi", documents=TEXTS).json()["results"]
+    assert [entry["index"] for entry in results] == sorted(range(3), key=lambda i: -want[i])
+    assert [entry["relevance_score"] for entry in results] == pytest.approx(sorted(want, reverse=True), rel=1e-6)
+    scored = post("/v1/score", CrossEncoder(), text_1="Hi", text_2=TEXTS).json()
+    assert [entry["score"] for entry in scored["data"]] == pytest.approx(want, rel=1e-6)
+    assert scored["usage"]["prompt_tokens"] == sum(len(request.prompt_ids) for request in engine.requests)
+
+
+def test_the_second_text_of_a_pair_is_cut() -> None:
+    query, text = TOKENIZER.encode_pair("Hi", ""), TOKENIZER.encode_pair("Hi", TEXTS[2])
+    for side, kept in (("right", text.second[:2]), ("left", text.second[-2:])):
+        engine = CrossEncoder()
+        cut = {"truncate_prompt_tokens": len(query.ids) + 2, "truncation_side": side}
+        assert post("/score", engine, text_1="Hi", text_2=TEXTS[2], **cut).status_code == 200
+        (request,) = engine.requests
+        left = [i for i in range(len(text.ids)) if i not in text.second or i in kept]
+        assert request.prompt_ids == [text.ids[i] for i in left]
+    response = post("/score", CrossEncoder(), text_1="Hi" * 50, text_2="a", truncate_prompt_tokens=4)
+    assert (response.status_code, response.json()["error"]["code"]) == (400, "context_length_exceeded")

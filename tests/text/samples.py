@@ -27,6 +27,17 @@ def sentencepiece_like(decoder: Any, extra: tuple[str, ...] = ()) -> Tokenizer:
     return Tokenizer(backend, eos_token_ids=(2,), named_tokens={"bos_token": "<s>"})
 
 
+def word_pieces(*, cleanup: bool) -> Tokenizer:
+    """As BERT's, whose second text has tokens of type 1."""
+    pieces = ["[UNK]", "[CLS]", "[SEP]", "do", "not", "n", "##t", "##ing", "n't", "'s", ".", "##.", ",", "?", "'"]
+    backend = tokenizers.Tokenizer(models.WordPiece({piece: i for i, piece in enumerate(pieces)}, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    backend.post_processor = processors.BertProcessing(("[SEP]", 2), ("[CLS]", 1))
+    backend.decoder = decoders.WordPiece(cleanup=cleanup)
+    backend.add_special_tokens(pieces[:3])
+    return Tokenizer(backend)
+
+
 def byte_level(*added: str) -> Tokenizer:
     backend = tokenizers.Tokenizer.from_file(str(DEMO / "tokenizer.json"))
     backend.add_tokens(list(added))
@@ -55,6 +66,8 @@ TOKENIZERS = {
     "metaspace, never": sentencepiece_like(decoders.Metaspace(prepend_scheme="never")),
     "no decoder": sentencepiece_like(None),
 }
+# A token may stand for any number of characters.
+UNBOUNDED = {"word pieces": word_pieces(cleanup=True), "word pieces, not cleaned": word_pieces(cleanup=False)}
 
 
 def write_folder(path: Path, **files: Any) -> Path:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lmkit.text import IncrementalDetokenizer, Tokenizer
-from tests.text.samples import BYTES, TOKENIZERS
+from tests.text.samples import BYTES, TOKENIZERS, UNBOUNDED
 
 
 @pytest.fixture(scope="module")
@@ -38,11 +38,11 @@ def token_ids(draw: st.DrawFn, tokenizer: Tokenizer) -> list[int]:
     return draw(st.lists(some, max_size=40))
 
 
-@pytest.mark.parametrize("name", TOKENIZERS)
+@pytest.mark.parametrize("name", [*TOKENIZERS, *UNBOUNDED])
 @settings(max_examples=80, deadline=None)
 @given(data=st.data())
 def test_deltas_add_up_to_decode(name: str, data: st.DataObject) -> None:
-    tokenizer = TOKENIZERS[name]
+    tokenizer = (TOKENIZERS | UNBOUNDED)[name]
     ids = data.draw(token_ids(tokenizer))
     cuts = data.draw(st.lists(st.integers(0, len(ids)), max_size=8))
     skip = data.draw(st.booleans())

@@ -9,7 +9,7 @@ from tokenizers import decoders
 
 from lmkit.errors import CheckpointError, RequestError, UnsupportedError
 from lmkit.text import Tokenizer
-from tests.text.samples import BYTES, TOKENIZERS, sentencepiece_like, write_folder
+from tests.text.samples import BYTES, TOKENIZERS, UNBOUNDED, sentencepiece_like, write_folder
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +121,25 @@ def test_missing_tokenizer_is_a_checkpoint_error(tmp_path: Path) -> None:
 
 
 def test_a_decoder_that_cannot_stream_is_refused() -> None:
-    with pytest.raises(UnsupportedError, match="WordPiece"):
-        sentencepiece_like(decoders.WordPiece())
+    with pytest.raises(UnsupportedError, match="CTC"):
+        sentencepiece_like(decoders.CTC())
     with pytest.raises(UnsupportedError, match="Strip"):
         sentencepiece_like(decoders.Sequence([decoders.Fuse(), decoders.Strip(" ", 0, 1)]))
+
+
+def test_a_pair_of_texts() -> None:
+    tokenizer = UNBOUNDED["word pieces"]
+
+    def written(ids: list[int]) -> str:
+        return " ".join(str(tokenizer.id_to_token(i)) for i in ids)
+
+    pair = tokenizer.encode_pair("do not", "not doing .")
+    assert written(pair.ids) == "[CLS] do not [SEP] not do ##ing . [SEP]"
+    assert (pair.second_start, pair.second) == (4, [4, 5, 6, 7])
+    right, left = pair.cut(7, keep_end=False), pair.cut(7, keep_end=True)
+    assert right is not None
+    assert left is not None
+    assert written(right.ids) == "[CLS] do not [SEP] not do [SEP]"
+    assert written(left.ids) == "[CLS] do not [SEP] ##ing . [SEP]"
+    assert right.second_start == left.second_start == 4
+    assert pair.cut(4, keep_end=False) is None

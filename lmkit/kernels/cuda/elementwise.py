@@ -149,16 +149,16 @@ def add_positions(x: Tensor, table: Tensor, positions: Tensor) -> None:
     kernel_for("elementwise.cu", "add_positions", torch.float16)(grid(len(x), columns), BLOCK, args)
 
 
-@implements(ops.relu, "cuda", device="cuda", accepts=accepts, priority=20)
-def relu(x: Tensor) -> Tensor:
+@implements(ops.ungated_activation, "cuda", device="cuda", accepts=accepts, priority=20)
+def ungated_activation(x: Tensor, activation: str) -> Tensor:
     half = half_of(x)
     if half is None or not x.is_contiguous():
         reason = dtypes_of(x) if half is None else "rows that are not contiguous"
-        y: Tensor = ops.relu.fall_back("reference", reason)(x)
+        y: Tensor = ops.ungated_activation.fall_back("reference", reason)(x, activation)
         return y
     blocks = -(-x.numel() // (WIDTH * BLOCK))
-    args = [x, np.int64(x.numel()), x.dtype in HALVES, is_aligned(x)]
-    kernel_for("elementwise.cu", "relu", half)(blocks, BLOCK, args)
+    args = [x, np.int64(x.numel()), activation == "gelu", x.dtype in HALVES, is_aligned(x)]
+    kernel_for("elementwise.cu", "ungated_activation", half)(blocks, BLOCK, args)
     return x
 
 

@@ -134,8 +134,8 @@ def _between(half: torch.dtype) -> None:
             norm(stream, Norm(weight, 1e-5, None, half))
             norm(x, Norm(weight, 1e-5, stream, half))
             norm(_empty(rows, 32, 128, dtype=half), Norm(_empty(128), 1e-5, None, half))
-        if (relu := _ours(ops.relu)) is not None:
-            relu(x)
+        if (activate := _ours(ops.ungated_activation)) is not None:
+            activate(x, "relu")
         if (positions := _ours(ops.add_positions)) is not None:
             positions(stream, _empty(SEQUENCES, hidden), _empty(rows, dtype=torch.int32))
         if (gate := _ours(ops.gated_activation)) is not None:

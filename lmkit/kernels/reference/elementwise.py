@@ -49,9 +49,9 @@ def keep(x: Tensor, residual: Tensor | None, out: Tensor, scale: float = 1.0) ->
     out.copy_((x if residual is None else x + residual) * scale)
 
 
-@implements(ops.relu, "reference", device="any")
-def relu(x: Tensor) -> Tensor:
-    return x.relu_()
+@implements(ops.ungated_activation, "reference", device="any")
+def ungated_activation(x: Tensor, activation: str) -> Tensor:
+    return x.relu_() if activation == "relu" else x.copy_(functional.gelu(x.float()))
 
 
 @implements(ops.multiply_gates, "reference", device="any")

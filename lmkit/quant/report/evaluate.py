@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from lmkit.config import Activations, HeadStorage, KVStorageName, StrictStruct
-from lmkit.errors import ConfigError
+from lmkit.errors import ConfigError, UnsupportedError
 from lmkit.formats.hub import resolve_model_path
 from lmkit.kernels.cpu.collective import SharedRanks
 from lmkit.layers.batch import KVLayer, whole_batch
@@ -195,6 +195,8 @@ class _Scorer:
     def __init__(self, path: str | Path, seq_len: int, *, packed_cache: bool = False, **options: Any) -> None:
         with resolved(path, **options) as model:
             spec, storages = model.spec, model.storages
+            if not model.source.has_head:
+                raise UnsupportedError(f"{path}: has no head that predicts tokens, so there is nothing to measure")
             if seq_len > spec.max_position:
                 raise ConfigError(f"windows of {seq_len} tokens exceed the context of {path}, {spec.max_position}")
             self.decoder = load(model, packed_cache=packed_cache)

@@ -10,6 +10,7 @@ from fastapi import APIRouter, Request, Response
 from lmkit.errors import RequestError
 from lmkit.serve.embeddings.protocol import ClassifyRequest
 from lmkit.serve.embeddings.routes import begin, listed
+from lmkit.serve.embeddings.vectors import scores
 from lmkit.turbo.request import Classes
 
 if TYPE_CHECKING:
@@ -29,25 +30,6 @@ async def classify(request: Request) -> Response:
     texts = body.input or [await embedder.conversation(body)]
     states = await embedder.vectors(texts, "input" if body.messages is None else "messages", normalize=False)
     return listed(embedder, _entries(classes, scores(states, classes, raw=body.use_activation is False)))
-
-
-def scores(states: Vectors, classes: Classes, *, raw: bool) -> Vectors:
-    """float32 [texts, labels]: probabilities, or `raw` logits. A text's do not depend on the others."""
-    import numpy as np
-
-    weight = np.frombuffer(classes.weight, np.float32).reshape(len(classes.labels), -1)
-    bias = np.frombuffer(classes.bias, np.float32)
-    rows = [(weight * state).sum(axis=1, dtype=np.float64) + bias for state in states]
-    logits = np.stack(rows)
-    if raw or classes.activation == "none":
-        return logits.astype(np.float32)
-    if classes.activation == "sigmoid":
-        probabilities = 0.5 + 0.5 * np.tanh(0.5 * logits)
-    else:
-        powers = np.exp(logits - logits.max(axis=1, keepdims=True))
-        probabilities = powers / powers.sum(axis=1, keepdims=True)
-    shown: Vectors = probabilities.astype(np.float32)
-    return shown
 
 
 def _entries(classes: Classes, values: Vectors) -> Iterator[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""POST /v1/embeddings, /v1/rerank and /v1/score. Scores are cosines of embeddings, or a reranker's answers."""
+"""POST /v1/embeddings, /v1/rerank and /v1/score. Scores are cosines of embeddings, or those of a reranker."""
 
 from __future__ import annotations
 
@@ -96,13 +96,15 @@ async def _scores(
     embedder: Embedder, body: PairsRequest, first: list[str], second: Sequence[str], param: str
 ) -> list[float]:
     """Of each pair, or of one `first` with each of `second`. Raises RequestError."""
+    classes, pairs = embedder.server.info.classes, list(zip(first * (len(second) // len(first)), second, strict=True))
     if embedder.server.config.reranker == "yes_no":
-        queries = first * (len(second) // len(first))
-        return await Judge(embedder, body).scores(list(zip(queries, second, strict=True)), param)
+        return await Judge(embedder, body).scores(pairs, param)
     if body.instruction:
         message = "instruction: it goes with a reranker (--reranker yes_no)"
         raise RequestError("unsupported_parameter", message, "instruction")
-    if embedder.server.info.classes is not None:
+    if classes is not None and classes.reads_pairs and len(classes.labels) == 1:
+        return await embedder.pair_scores(pairs, classes, param)
+    if classes is not None:
         raise RequestError("invalid_request", "this model classifies texts: POST /classify has its scores", "model")
     vectors = await embedder.vectors([*first, *second], param)
     return cosines(vectors[: len(first)], vectors[len(first) :])

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fastapi import Request as HttpRequest
@@ -15,7 +16,8 @@ from lmkit.serve.serving import Serving, new_id
 from lmkit.serve.to_request import check_ids, placement
 from lmkit.serve.truncate import cut, cut_text, room
 from lmkit.text import Tokenizer
-from lmkit.turbo.request import EngineInfo, Request, SamplingParams
+from lmkit.text.tokenizer import EncodedPair
+from lmkit.turbo.request import Classes, EngineInfo, Request, SamplingParams
 from lmkit.turbo.transport.output import RequestOutput
 from lmkit.turbo.transport.vectors import matrix
 from lmkit.web.receive import while_connected
@@ -41,11 +43,26 @@ class Embedder:
 
         Raises RequestError, which names the field `param`.
         """
-        run, num_chars = self.server.texts.run, sum(map(_num_chars, texts))
-        requests = await run(self.request.receive, num_chars, lambda: self._requests(texts, param))
+        rows = await self._states(sum(map(_num_chars, texts)), lambda: self._requests(texts, param))
+        work = partial(matrix, rows, size, normalize=normalize)
+        return await self.server.texts.run(self.request.receive, 0, work)
+
+    async def pair_scores(self, pairs: Sequence[tuple[str, str]], classes: Classes, param: str) -> list[float]:
+        """The score of each pair of texts, by a model that reads both together. Raises RequestError."""
+        num_chars = sum(len(first) + len(second) for first, second in pairs)
+        rows = await self._states(num_chars, lambda: self._pair_requests(pairs, param))
+
+        def work() -> list[float]:
+            found: list[float] = scores(matrix(rows, normalize=False), classes, raw=False)[:, 0].tolist()
+            return found
+
+        return await self.server.texts.run(self.request.receive, 0, work)
+
+    async def _states(self, num_chars: int, make: Callable[[], list[Request]]) -> list[bytes]:
+        """What the engine gives for each of the requests, which are made of texts with so many characters."""
+        requests = await self.server.texts.run(self.request.receive, num_chars, make)
         ends = await while_connected(self.request.receive, self.ends(requests, requests))
-        rows = [end.embedding for end in ends]
-        return await run(self.request.receive, 0, lambda: matrix(rows, size, normalize=normalize))
+        return [end.embedding for end in ends]
 
     async def conversation(self, body: InputRequest) -> list[int]:
         """The tokens of the body's messages, as the chat template writes them. Raises RequestError."""
@@ -83,6 +100,16 @@ class Embedder:
             for i, text in enumerate(texts)
         ]
 
+    def _pair_requests(self, pairs: Sequence[tuple[str, str]], param: str) -> list[Request]:
+        server, placed = self.server, placement(self._body, owner(self.request))
+        fields: dict[str, Any] = {"params": SamplingParams(max_tokens=0), "pooling": server.info.pooling}
+        requests = []
+        for i, (first, second) in enumerate(pairs):
+            pair = pair_ids(first, second, server.tokenizer, server.info, self._body, param)
+            fields |= {"prompt_ids": pair.ids, "second_start": pair.second_start}
+            requests.append(Request(request_id=f"{self.id}-{i}", **fields, **placed))
+        return requests
+
     async def ends(
         self, requests: list[Request], counted: Sequence[Request], *, shares_scores: bool = False
     ) -> list[RequestOutput]:
@@ -103,6 +130,28 @@ class Embedder:
         return ends
 
 
+def scores(states: Vectors, classes: Classes, *, raw: bool) -> Vectors:
+    """float32 [texts, labels]: probabilities, or `raw` logits. A text's do not depend on the others."""
+    import numpy as np
+
+    weight = np.frombuffer(classes.weight, np.float32).reshape(len(classes.labels), -1)
+    bias = np.frombuffer(classes.bias, np.float32)
+    if classes.dense:
+        dense, dense_bias = (np.frombuffer(part, np.float32) for part in (classes.dense, classes.dense_bias))
+        states = np.stack([np.tanh(dense.reshape(len(state), -1) @ state + dense_bias) for state in states])
+    rows = [(weight * state).sum(axis=1, dtype=np.float64) + bias for state in states]
+    logits = np.stack(rows)
+    if raw or classes.activation == "none":
+        return logits.astype(np.float32)
+    if classes.activation == "sigmoid":
+        probabilities = 0.5 + 0.5 * np.tanh(0.5 * logits)
+    else:
+        powers = np.exp(logits - logits.max(axis=1, keepdims=True))
+        probabilities = powers / powers.sum(axis=1, keepdims=True)
+    shown: Vectors = probabilities.astype(np.float32)
+    return shown
+
+
 def _parts(requests: list[Request]) -> Iterator[list[Request]]:
     part: list[Request] = []
     num_tokens = 0
@@ -119,8 +168,7 @@ def token_ids(text: Text, tokenizer: Tokenizer, info: EngineInfo, body: TextsReq
     """The tokens of a text, cut as the body says. Raises RequestError for a text that the model cannot take."""
     context = info.max_model_len
     most = room(body.truncate_prompt_tokens, context)
-    if body.truncation_side is not None and most is None:
-        raise RequestError("invalid_request", "truncation_side needs truncate_prompt_tokens", "truncation_side")
+    _check_side(body, most)
     keep_end, special = body.truncation_side == "left", body.add_special_tokens is not False
     if isinstance(text, list):
         ids = list(_joined(text, tokenizer, context, param))
@@ -134,12 +182,34 @@ def token_ids(text: Text, tokenizer: Tokenizer, info: EngineInfo, body: TextsReq
     if not ids:
         raise RequestError("invalid_request", f"{param}: no tokens; a text is empty", param)
     if len(ids) > context:
-        message = (  # clients look for the first words, which are OpenAI's
-            f"this model's maximum context length is {context} tokens, but a text of {param} has {len(ids)}; shorten "
-            "it, or send truncate_prompt_tokens: -1"
-        )
-        raise RequestError("context_length_exceeded", message, param, n_prompt_tokens=len(ids), n_ctx=context)
+        raise _too_long(len(ids), context, f"a text of {param}", param)
     return ids
+
+
+def pair_ids(
+    first: str, second: str, tokenizer: Tokenizer, info: EngineInfo, body: TextsRequest, param: str
+) -> EncodedPair:
+    """The tokens of two texts; the second is cut as the body says. Raises RequestError for a pair that is too long."""
+    most = room(body.truncate_prompt_tokens, info.max_model_len)
+    _check_side(body, most)
+    pair = tokenizer.encode_pair(first, second, special=body.add_special_tokens is not False)
+    fitting = pair if most is None else pair.cut(most, keep_end=body.truncation_side == "left")
+    if fitting is None or len(fitting.ids) > info.max_model_len:
+        raise _too_long(len(pair.ids), info.max_model_len, f"a pair of {param}", param)
+    return fitting
+
+
+def _check_side(body: TextsRequest, most: int | None) -> None:
+    if body.truncation_side is not None and most is None:
+        raise RequestError("invalid_request", "truncation_side needs truncate_prompt_tokens", "truncation_side")
+
+
+def _too_long(num_tokens: int, context: int, what: str, param: str) -> RequestError:
+    message = (  # clients look for the first words, which are OpenAI's
+        f"this model's maximum context length is {context} tokens, but {what} has {num_tokens}; shorten it, or send "
+        "truncate_prompt_tokens: -1"
+    )
+    return RequestError("context_length_exceeded", message, param, n_prompt_tokens=num_tokens, n_ctx=context)
 
 
 def _num_chars(text: Text) -> int:

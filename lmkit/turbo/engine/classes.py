@@ -1,41 +1,94 @@
-"""The head of a checkpoint that classifies (`ForSequenceClassification`), for the front end, which computes it."""
+"""The head of a checkpoint that classifies (`ForSequenceClassification`), for the front end, which computes it, and the
+hidden states that it reads, or that are embeddings.
+"""
 
 from __future__ import annotations
 
-import torch
+from pathlib import Path
+from typing import Any
 
-from lmkit.errors import CheckpointError
+import torch
+from torch import Tensor
+
+from lmkit.config import PoolingName
+from lmkit.errors import CheckpointError, ConfigError, UnsupportedError
+from lmkit.formats.checkpoint import CheckpointReader
+from lmkit.formats.pooling import read_pooling
 from lmkit.models.registry import CLASSIFIER
 from lmkit.models.source import ModelSource
-from lmkit.turbo.request import Activation, Classes
+from lmkit.models.spec import ModelSpec
+from lmkit.turbo.request import Activation, Classes, Pooling
 
-WEIGHT, BIAS = "score.weight", "score.bias"
+DECODER = "score", None
+# By what an architecture begins with: the linear that gives the classes, and the one in front of it.
+ENCODERS = {
+    "Bert": ("classifier", "bert.pooler.dense"),
+    "Roberta": ("classifier.out_proj", "classifier.dense"),
+    "XLMRoberta": ("classifier.out_proj", "classifier.dense"),
+}
 MAX_BYTES = 64 << 20
 REGRESSION, INDEPENDENT = "regression", "multi_label_classification"  # as transformers names the kinds of problems
+ACTIVATIONS: dict[str, Activation] = {"Sigmoid": "sigmoid", "Identity": "none"}  # of torch, for sentence-transformers
+
+
+def pooling_of(path: Path, asked: PoolingName, spec: ModelSpec, classes: Classes | None) -> Pooling:
+    """Which hidden states are an embedding. Raises ConfigError for another choice than that of a head for classes."""
+    if classes is None:
+        return read_pooling(path, "mean" if spec.sees_all else "last") if asked == "auto" else asked
+    if asked not in ("auto", classes.pooling):
+        raise ConfigError(f"pooling={asked}: the classes of this model need {classes.pooling}; leave it out")
+    return classes.pooling
 
 
 def read_classes(source: ModelSource) -> Classes | None:
-    """The head of a checkpoint that classifies; None for any other. Raises CheckpointError."""
+    """The head of a checkpoint that classifies; None for any other. Raises CheckpointError and UnsupportedError."""
     if not source.spec.architecture.endswith(CLASSIFIER):
         return None
     reader, hidden = source.reader, source.spec.hidden_size
-    if not reader.has(WEIGHT):
-        raise CheckpointError(f"{reader.path}: tensor {WEIGHT} is missing")
-    weight = reader.tensor(WEIGHT).float()
-    count = len(weight)
-    if weight.shape != (count, hidden) or not 1 <= count <= MAX_BYTES // (4 * hidden):
-        raise CheckpointError(f"{reader.path}: {WEIGHT} is {list(weight.shape)}, not [labels, {hidden}]")
-    bias = reader.tensor(BIAS).float() if reader.has(BIAS) else torch.zeros(count)
-    if bias.shape != (count,):
-        raise CheckpointError(f"{reader.path}: {BIAS} is {list(bias.shape)}, not [{count}]")
+    name, inner = ENCODERS.get(source.spec.architecture.removesuffix(CLASSIFIER), DECODER)
+    weight, bias = _linear(reader, name, hidden)
+    dense = _linear(reader, inner, hidden) if inner else ()
+    if dense and len(dense[0]) != hidden:
+        raise CheckpointError(f"{reader.path}: {inner}.weight is {list(dense[0].shape)}, not [{hidden}, {hidden}]")
     problem = source.config.get("problem_type")
-    usual: Activation = "sigmoid" if count == 1 or problem == INDEPENDENT else "softmax"
+    usual: Activation = "sigmoid" if len(weight) == 1 or problem == INDEPENDENT else "softmax"
     return Classes(
-        labels=_labels(source, count),
-        weight=weight.contiguous().numpy().tobytes(),
-        bias=bias.contiguous().numpy().tobytes(),
-        activation="none" if problem == REGRESSION else usual,
+        pooling="cls" if inner else "last",
+        reads_pairs=inner is not None,
+        labels=_labels(source, len(weight)),
+        activation="none" if problem == REGRESSION else _named_activation(source.config) or usual,
+        **dict(zip(("weight", "bias", "dense", "dense_bias"), map(_bytes, (weight, bias, *dense)), strict=False)),
     )
+
+
+def _linear(reader: CheckpointReader, name: str, inputs: int) -> tuple[Tensor, Tensor]:
+    """Weight float32 [outputs, inputs] and bias float32 [outputs], 0 if there is none."""
+    if not reader.has(f"{name}.weight"):
+        raise CheckpointError(f"{reader.path}: tensor {name}.weight is missing")
+    weight = reader.tensor(f"{name}.weight").float()
+    count = len(weight)
+    if weight.shape != (count, inputs) or not 1 <= count <= MAX_BYTES // (4 * inputs):
+        raise CheckpointError(f"{reader.path}: {name}.weight is {list(weight.shape)}, not [labels, {inputs}]")
+    bias = reader.tensor(f"{name}.bias").float() if reader.has(f"{name}.bias") else torch.zeros(count)
+    if bias.shape != (count,):
+        raise CheckpointError(f"{reader.path}: {name}.bias is {list(bias.shape)}, not [{count}]")
+    return weight, bias
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    return tensor.contiguous().numpy().tobytes()
+
+
+def _named_activation(config: dict[str, Any]) -> Activation | None:
+    """What sentence-transformers makes scores of logits with, if config.json says it."""
+    own = config.get("sentence_transformers")
+    name = own.get("activation_fn") if isinstance(own, dict) else config.get("sbert_ce_default_activation_function")
+    if name is None:
+        return None
+    kind = str(name).rpartition(".")[2]
+    if kind not in ACTIVATIONS:
+        raise UnsupportedError(f"config.json: activation_fn {name!r:.80} is not supported, only Sigmoid and Identity")
+    return ACTIVATIONS[kind]
 
 
 def _labels(source: ModelSource, count: int) -> tuple[str, ...]:

@@ -26,15 +26,14 @@ from lmkit.log import get_logger
 from lmkit.models import kv_storage, packed_cache
 from lmkit.models.decoder import Decoder
 from lmkit.models.kv_storage import KVStorage
-from lmkit.models.spec import ModelSpec
 from lmkit.models.tower import Tower
 from lmkit.turbo.engine import loading, pages
 from lmkit.turbo.engine.encoder import ALONE_SECONDS, Encoder
 from lmkit.turbo.engine.loading import LoadedModel
-from lmkit.turbo.engine.memory import MemoryPlan, kv_limits
+from lmkit.turbo.engine.memory import scheduler_limits
 from lmkit.turbo.kv.blocks import KVBlocks
 from lmkit.turbo.plan import StepPlan
-from lmkit.turbo.request import EngineInfo, EngineStats, Request, SamplingParams, StepOutput
+from lmkit.turbo.request import EngineInfo, EngineStats, Pooling, Request, SamplingParams, StepOutput
 from lmkit.turbo.runners.cpu import CpuRunner
 from lmkit.turbo.runners.device import Device, resolve_device
 from lmkit.turbo.runners.factory import make_runner
@@ -127,7 +126,7 @@ class Engine:
         self._failed_steps, self._step_sizes = 0, StepSizes()
         self._token_seconds = 0.0
         self._base_seconds = STEP_SECONDS + (memory.weights + model.step_bytes) / SLOW_DISK
-        limits, encoded = _limits(config, memory, spec), EncodedImages(config.image_memory)
+        limits, encoded = scheduler_limits(config, memory, spec), EncodedImages(config.image_memory)
         with loading.fits_the_gpu("the KV cache or the first steps"):
             sizes = memory.num_blocks, config.tokens_per_block, memory.max_model_len
             kv = kv_storage.allocate(
@@ -185,10 +184,13 @@ class Engine:
             others.wait_until_ready()
         self.scheduler = Scheduler(limits, ())
         length = min(4, limits.max_model_len, limits.kv.longest)
+        new = 0 if limits.whole_texts else length // 2
+        pooling: Pooling | None = "mean" if limits.whole_texts else None
         for name, temperature in (("greedy", 0.0), ("sampled", 1.0)):
-            params = SamplingParams(max_tokens=length // 2, temperature=temperature, top_p=0.9, seed=0)
+            params = SamplingParams(max_tokens=new, temperature=temperature, top_p=0.9, seed=0)
             if length > 1:
-                self.add(Request(request_id=name, prompt_ids=[0] * (length - length // 2), params=params))
+                ids = [0] * (length - length // 2)
+                self.add(Request(request_id=name, prompt_ids=ids, params=params, pooling=pooling))
         start = time.perf_counter()
         while self.has_work():
             if any(output.error for output in self.step()):
@@ -354,25 +356,6 @@ class Engine:
 
     def check_integrity(self) -> None:
         self.scheduler.check_integrity()
-
-
-def _limits(config: EngineConfig, memory: MemoryPlan, spec: ModelSpec) -> SchedulerLimits:
-    return SchedulerLimits(
-        kv=kv_limits(spec, config, memory.layout, memory.num_blocks, memory.num_snapshots),
-        max_batch_size=config.sequences_per_step,
-        max_step_tokens=config.tokens_per_step,
-        max_model_len=memory.max_model_len,
-        max_queue=config.max_queue,
-        vocab_size=spec.vocab_size,
-        priority_seconds=config.priority_seconds,
-        max_overtakes=config.max_overtakes,
-        decode_slowdown=config.decode_slowdown,
-        request_timeout=config.request_timeout,
-        max_draft_tokens=config.num_guesses,
-        draft_history=config.draft_history,
-        overlaps=config.overlap,
-        num_stages=config.pp,
-    )
 
 
 def _raise(error: Exception) -> NoReturn:

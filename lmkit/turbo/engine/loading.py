@@ -17,7 +17,7 @@ from lmkit.config import NAMED_PEERS, EngineConfig
 from lmkit.errors import ConfigError, RequestError, UnsupportedError
 from lmkit.formats.generation_config import SamplingDefaults, read_defaults
 from lmkit.formats.peft import read_adapter
-from lmkit.formats.pooling import read_dimensions, read_pooling
+from lmkit.formats.pooling import read_dimensions
 from lmkit.kernels.cuda.switches import turn_on
 from lmkit.kv_dtype import kv_dtype
 from lmkit.log import get_logger
@@ -35,7 +35,7 @@ from lmkit.models.tower import Tower, has_tower, load_tower
 from lmkit.text import Tokenizer
 from lmkit.text.images import TEXT_ONLY
 from lmkit.turbo.engine import copies
-from lmkit.turbo.engine.classes import read_classes
+from lmkit.turbo.engine.classes import pooling_of, read_classes
 from lmkit.turbo.engine.draft_head import LoadedHead
 from lmkit.turbo.engine.drafting import LoadedDraft, resolved_draft
 from lmkit.turbo.engine.memory import MemoryPlan, loaded_bytes, no_images, plan_memory
@@ -92,9 +92,9 @@ def load(model_path: str, config: EngineConfig, device: Device, rank: int = 0) -
     streaming = streaming_of(config)
     with resolved(model_path, **options) as model, resolved_draft(config, device, model) as draft:
         spec, path = model.spec, model.reader.path
-        _check_recurrent(spec, config)
-        sampling = read_defaults(path, config.generation_config)
-        pooling = read_pooling(path) if config.pooling == "auto" else config.pooling
+        _check_alone(spec, config)
+        sampling, classes = read_defaults(path, config.generation_config), read_classes(model.source)
+        pooling = pooling_of(path, config.pooling, spec, classes)
         dimensions = read_dimensions(path)
         weight_bytes = loaded_bytes(model, config) + (draft.memory.total if draft is not None else 0)
         dtypes = [storage.dtypes for storage in model.storages]
@@ -116,6 +116,8 @@ def load(model_path: str, config: EngineConfig, device: Device, rank: int = 0) -
         rounded = "" if config.quantize == "none" else f" rounded to {config.quantize}"
         log.info("model: %s, %s weights%s, %s", name, model.source.format.name, rounded, model.packing.dtype)
         _announce(memory, model.storages, config)
+        if spec.sees_all and config.max_model_len is None and memory.max_model_len < spec.max_position:
+            log.warning("max_step_tokens bounds texts: this model reads %d tokens in one step", spec.max_position)
         for line in streamed.lines(config.sequences_per_step) if streamed is not None else ():
             log.info(line)
         start, mapped = time.perf_counter(), list[PackedFile]()
@@ -128,9 +130,7 @@ def load(model_path: str, config: EngineConfig, device: Device, rank: int = 0) -
         log.info("weights loaded in %.1f s", time.perf_counter() - start)
         log.debug("weights of %s", path)
         tower = _tower(model, config)
-        has_head, classes = model.source.has_head, read_classes(model.source)
-        if classes is not None and pooling != "last":
-            raise ConfigError(f"pooling={pooling}: a model that classifies reads the last token; leave it out")
+        has_head = model.source.has_head
     tokenizer = None if rank else Tokenizer.from_pretrained(path, config.chat_template)
     kept = has_tiers, identity, disk
     return LoadedModel(
@@ -227,23 +227,27 @@ def pin_results(config: EngineConfig, device: Device) -> None:
     turn_on("invariant")
 
 
-def _check_recurrent(spec: ModelSpec, config: EngineConfig) -> None:
-    """Raise ConfigError for options that do not go together with recurrent states, if the model has any."""
-    if not spec.is_recurrent:
+def _check_alone(spec: ModelSpec, config: EngineConfig) -> None:
+    """Raise ConfigError for options that go together neither with recurrent states nor with tokens that see later ones,
+    if the model has any of both."""
+    if not (spec.is_recurrent or spec.sees_all):
         return
+    has_all = config.device == "cpu" and not spec.sees_all  # a CPU has adapters and tiers of recurrent layers
     given = {
-        "adapters": bool(config.adapters) and config.device != "cpu",
-        "adapter_root": config.adapter_root is not None and config.device != "cpu",
-        "kv_host_memory": config.kv_host_memory is not None and config.device != "cpu",
-        "kv_disk_path": config.kv_disk_path is not None and config.device != "cpu",
+        "adapters": bool(config.adapters) and not has_all,
+        "adapter_root": config.adapter_root is not None and not has_all,
+        "kv_host_memory": config.kv_host_memory is not None and not has_all,
+        "kv_disk_path": config.kv_disk_path is not None and not has_all,
         "kv_listen": config.kv_listen is not None,
         "kv_peer": config.kv_peer is not None,
         "kv_events": config.kv_events is not None,
         "ep": config.ep > 1,
         "pp": config.pp > 1,
+        "weights_memory": spec.sees_all and config.weights_memory is not None,
     }
     if refused := [name for name, is_given in given.items() if is_given]:
-        raise ConfigError(f"{spec.architecture} has recurrent states; leave out {', '.join(refused)}")
+        why = "reads each text as a whole" if spec.sees_all else "has recurrent states"
+        raise ConfigError(f"{spec.architecture} {why}; leave out {', '.join(refused)}")
 
 
 def _check_processes(config: EngineConfig) -> None:
@@ -287,7 +291,7 @@ def given(decoder: Decoder, config: EngineConfig, device: Device, storages: list
     """Wrap a decoder that is on the device already. `storages` or `config` gives the KV storage. There are no tiers."""
     pin_results(config, device)
     spec = decoder.spec
-    _check_recurrent(spec, config)
+    _check_alone(spec, config)
     if config.num_processes > 1:
         raise ConfigError(f"{config.shared_by} needs a checkpoint, which every process reads its part of")
     if config.weights_memory is not None:
@@ -308,8 +312,9 @@ def given(decoder: Decoder, config: EngineConfig, device: Device, storages: list
     kept = False, b"", None
     pooling = "last" if config.pooling == "auto" else config.pooling
     return LoadedModel(
-        spec.architecture, config, decoder, storages, memory, None, *kept, SamplingDefaults(), pooling, (), True, []
-    )
+        spec.architecture, config, decoder, storages, memory, None, *kept, SamplingDefaults(), pooling, (),
+        not spec.sees_all, [],
+    )  # fmt: skip
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from lmkit.turbo.host_memory import available_memory, gib
 from lmkit.turbo.kv.manager import KVLimits
 from lmkit.turbo.kv.tiers.host import check_host_bytes
 from lmkit.turbo.plan import CAPTURED_TOKENS
+from lmkit.turbo.scheduling.limits import SchedulerLimits
 
 if TYPE_CHECKING:
     from lmkit.models.resolved import ResolvedModel
@@ -131,13 +132,34 @@ def kv_limits(
         block_size=config.tokens_per_block,
         classes=layout.classes,
         max_step_tokens=config.tokens_per_step,
-        prefix_cache=config.prefix_cache and (num_snapshots > 0 or not spec.is_recurrent),
+        prefix_cache=config.prefix_cache and not spec.sees_all and (num_snapshots > 0 or not spec.is_recurrent),
         first_snapshot=config.sequences_per_step,
         num_snapshots=num_snapshots,
         cache_quota=config.cache_quota,
         session_lease=config.session_lease,
         dynamic_length=spec.dynamic_length,
         long_prompts_agree=spec.long_prompts_agree,
+    )
+
+
+def scheduler_limits(config: EngineConfig, memory: MemoryPlan, spec: ModelSpec) -> SchedulerLimits:
+    """What an engine with this plan shares out."""
+    return SchedulerLimits(
+        kv=kv_limits(spec, config, memory.layout, memory.num_blocks, memory.num_snapshots),
+        max_batch_size=config.sequences_per_step,
+        max_step_tokens=config.tokens_per_step,
+        max_model_len=memory.max_model_len,
+        max_queue=config.max_queue,
+        vocab_size=spec.vocab_size,
+        priority_seconds=config.priority_seconds,
+        max_overtakes=config.max_overtakes,
+        decode_slowdown=config.decode_slowdown,
+        request_timeout=config.request_timeout,
+        max_draft_tokens=config.num_guesses,
+        draft_history=config.draft_history,
+        overlaps=config.overlap,
+        num_stages=config.pp,
+        whole_texts=spec.sees_all,
     )
 
 
@@ -192,9 +214,12 @@ def plan_memory(
         raise ConfigError(
             f"kv_memory {gib(config.kv_memory)} is more than the {gib(all_left)} left after the weights; lower it"
         )
-    wanted_len = max_model_len = config.max_model_len or spec.max_position
-    if config.max_model_len is not None and config.max_model_len > spec.max_position:
+    longest = min(spec.max_position, config.tokens_per_step) if spec.sees_all else spec.max_position
+    wanted_len = max_model_len = config.max_model_len or longest
+    if wanted_len > spec.max_position:
         raise ConfigError(f"max_model_len {wanted_len} exceeds the model's context of {spec.max_position}")
+    if wanted_len > longest:
+        raise ConfigError(f"max_model_len {wanted_len}: this model reads a text in one step; raise max_step_tokens")
     blocks_per_sequence = kv_limits(spec, config, layout, 0).blocks_for(wanted_len)
     share = KV_SHARE["cuda" if on_gpu else "cpu"]
     room = int((left - copies) * share) if config.kv_memory is None else left - copies

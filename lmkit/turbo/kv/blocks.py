@@ -71,7 +71,8 @@ class KVBlocks:
     @property
     def state_parts(self) -> int:
         """Parts of a recurrent state; 0 if there is none."""
-        return -(-self._state_starts[-1] // self._nbytes)
+        count: int = -(-self._state_starts[-1] // self._nbytes)
+        return count
 
     def _of_state(self, block: int, data: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """The pieces of the part of a state: in the layers, and in `data` [nbytes]."""

@@ -85,6 +85,8 @@ class PersistentBatch:
         self.shifts = np.zeros(num_slots, np.int32)  # between the position of a token and its place behind images
         self.images: dict[int, PlacedImages] = {}  # of slots whose sequences have some
         self.encoded = EncodedImages(0)
+        self.second_starts: dict[int, int] = {}  # of slots whose sequences have two texts, see Request
+        self.second_row = 0  # of position 0 of a second text in the table of positions; 0: the model has one type
         self.pooling: dict[int, Pooling] = {}  # of slots whose sequences want an embedding
         self.max_scored_rows = 0  # a step's logit rows, if those are among them that score prompt tokens
         self.keeps_tables = False  # whether the last inputs have the same block tables as the inputs before them
@@ -127,6 +129,9 @@ class PersistentBatch:
         if new.images:
             placed = PlacedImages.of(new.images, new.num_prompt_tokens, self.encoded)
             self.images[new.slot], self.shifts[new.slot] = placed, placed.shift
+        self.second_starts.pop(new.slot, None)
+        if new.second_start is not None and self.second_row:
+            self.second_starts[new.slot] = new.second_start
         self.pooling.pop(new.slot, None)
         if new.pooling is not None:
             self.pooling[new.slot] = new.pooling
@@ -227,6 +232,8 @@ class PersistentBatch:
         arrays, tokens, seqs = self._arrays, len(positions), len(slots)
         arrays["token_ids"][:tokens] = self.token_ids[owner, positions]
         arrays["positions"][:tokens] = positions + self.shifts[owner]
+        for slot, start in self.second_starts.items():
+            arrays["positions"][:tokens][(owner == slot) & (positions >= start)] += self.second_row
         arrays["adapters"][:tokens] = self.adapters[owner]
         block, offset = np.divmod(positions, self.block_size)
         arrays["slots"][:, :tokens] = self.block_tables[:, owner, block] * self.block_size + offset
@@ -283,7 +290,8 @@ class PersistentBatch:
         for chunk in chunks:
             end = first_rows[chunk.slot] + chunk.num_tokens
             sampled.append(range(end - chunk.num_sampled, end))
-            num_pooled = {"mean": chunk.num_tokens, "last": chunk.num_sampled, None: 0}[self.pooling.get(chunk.slot)]
+            kind = self.pooling.get(chunk.slot)
+            num_pooled = {None: 0, "last": chunk.num_sampled}.get(kind, chunk.num_tokens)
             pooled.append(range(end - num_pooled, end))
         nothing = [range(0)] * len(chunks)
         in_front, elsewhere = scored, nothing

@@ -105,11 +105,12 @@ class PlanRunner:
         slots, has_states = config.sequences_per_step, parts.decoder.spec.is_recurrent
         self.batch = PersistentBatch(slots, parts.max_model_len, *size, parts.num_groups, has_states=has_states)
         self.batch.encoded = parts.encoded
+        self.batch.second_row = parts.decoder.spec.second_row
         self._states = states
         self.streams: Streams | None = None
         self._blocks = parts.blocks
         self._tiers = parts.tiers
-        self._sums: dict[int, np.ndarray] = {}  # by slot: of the hidden states of a text so far, float64 [hidden]
+        self._sums: dict[int, np.ndarray] = {}  # by slot: of the hidden states of a text so far, or its first one
         self._failed: set[int] = set()  # slots of a step that raised: a later plan's chunks for them are void
 
     def forced(self, slot: int) -> list[int]:
@@ -202,6 +203,8 @@ class PlanRunner:
         states = self.decoder.final_states(delta[part], None if residual is None else residual[part]).cpu().numpy()
         if self.batch.pooling[chunk.slot] == "last":
             pooled = states[-1]
+        elif self.batch.pooling[chunk.slot] == "cls":
+            pooled = self._sums[chunk.slot] = states[0] if chunk.start == 0 else self._sums[chunk.slot]
         else:
             total = np.zeros(states.shape[1]) if chunk.start == 0 else self._sums[chunk.slot]
             for row in states:

@@ -27,6 +27,7 @@ class SchedulerLimits:
     max_draft_tokens: int = 0  # guesses that a step computes of one sequence; 0 = no speculation
     draft_history: int = 0  # tokens of a tenant's answers that are kept for later guesses
     overlaps: bool = True  # plans are made while others run
+    whole_texts: bool = False  # a text is computed in one step
     num_stages: int = 1  # that carry out plans one behind the other: so many are to be under way at once
 
 

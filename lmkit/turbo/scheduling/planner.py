@@ -117,9 +117,12 @@ class Planner:
         return seq.status is Status.RUNNING and seq not in step.victims and seq.is_due
 
     def _compute(self, seq: Sequence, step: Step, budget: int, draft: list[int] | None = None) -> None:
-        """Add the sequence's chunk to the step unless it must wait for a block. Add its draft if blocks suffice."""
+        """Add the sequence's chunk to the step unless it must wait for a block, or for a step with room for the whole
+        text. Add its draft if blocks suffice."""
         start, uncomputed = seq.num_computed, seq.num_uncomputed
         count = min(uncomputed, budget)
+        if count < uncomputed and self.limits.whole_texts:
+            return
         if 0 < uncomputed - count < REST <= count // 2:
             count -= REST
         if self.kv.snapshots is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from lmkit.kernels import ops
 from lmkit.kernels.cuda import elementwise
@@ -194,12 +195,14 @@ def test_add_positions(device: str, columns: int) -> None:
 
 @pytest.mark.parametrize("dtype", [F32, F16, BF16])
 @pytest.mark.parametrize("shape", [(1, 1), (3, 30), (5, 64), (2, 2056)])
-def test_relu(device: str, shape: tuple[int, int], dtype: torch.dtype) -> None:
+def test_ungated_activations(device: str, shape: tuple[int, int], dtype: torch.dtype) -> None:
     x = torch.randn(shape).to(dtype)
     x[0, 0] = float("nan")
-    got = elementwise.relu(there := x.to(device, copy=True))
-    assert got is there
-    torch.testing.assert_close(got.cpu(), x.relu(), rtol=0, atol=0, equal_nan=True)
+    for activation, want in (("relu", x.relu()), ("gelu", functional.gelu(x.float()).to(dtype))):
+        got = elementwise.ungated_activation(there := x.to(device, copy=True), activation)
+        assert got is there
+        near = 0 if activation == "relu" else max(torch.finfo(dtype).eps, 1e-6)
+        torch.testing.assert_close(got.cpu(), want, rtol=near, atol=near, equal_nan=True)
 
 
 @pytest.mark.parametrize("dtype", [F32, F16, BF16])

@@ -14,11 +14,11 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from lmkit.config import EngineConfig
-from lmkit.errors import CheckpointError, RequestError, UnsupportedError
+from lmkit.errors import CheckpointError, RequestError
 from lmkit.formats.hub import DEMO_FOLDER
 from lmkit.models.loader import load_model
 from lmkit.models.resolved import resolved
-from lmkit.serve.embeddings.classify import scores
+from lmkit.serve.embeddings.vectors import scores
 from lmkit.turbo.engine.classes import read_classes
 from lmkit.turbo.engine.engine import Engine
 from lmkit.turbo.request import Pooling, Request, SamplingParams, StepOutput
@@ -165,13 +165,6 @@ def test_a_checkpoint_without_a_head_gives_embeddings_alone(tmp_path: Path, has_
     np.testing.assert_allclose(np.frombuffer(out.embedding, np.float32), want, atol=1e-4, rtol=1e-4)
     with pytest.raises(RequestError, match="no head to generate with"):
         engine.add(Request(request_id="b", prompt_ids=[1], params=SamplingParams()))
-
-
-def test_a_model_whose_tokens_see_later_ones_is_refused(path: Path) -> None:
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps(config | {"is_causal": False}))
-    with pytest.raises(UnsupportedError, match="causal models only"):
-        load_model(path)
 
 
 CLASSIFIERS = ("llama", "qwen3", "gemma2")

@@ -53,8 +53,10 @@ extern "C" __global__ void __launch_bounds__(256) add_positions(
 }
 EXPORT(add_positions)
 
-// x[i] = max(x[i], 0), in place. A thread has WIDTH values.
-extern "C" __global__ void __launch_bounds__(256) relu(void* x, i64 count, int half, int aligned) {
+// x[i] = f(x[i]), in place: max(x, 0), or GELU. NaN stays. A thread has WIDTH values.
+extern "C" __global__ void __launch_bounds__(256) ungated_activation(
+    void* x, i64 count, int is_gelu, int half, int aligned
+) {
     begin_kernel();
     const i64 at = WIDTH * (static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x);
     const int left = count - at < WIDTH ? static_cast<int>(count - at) : WIDTH;
@@ -62,10 +64,12 @@ extern "C" __global__ void __launch_bounds__(256) relu(void* x, i64 count, int h
     float v[WIDTH];
     load8(v, x, at, half, aligned && left == WIDTH, left);
 #pragma unroll
-    for (int i = 0; i < WIDTH; ++i) v[i] = v[i] < 0.0f ? 0.0f : v[i];  // NaN stays
+    for (int i = 0; i < WIDTH; ++i) {
+        v[i] = is_gelu ? 0.5f * v[i] * (1.0f + erff(v[i] * 0.70710678f)) : v[i] < 0.0f ? 0.0f : v[i];
+    }
     store8(x, at, v, half, aligned && left == WIDTH, left);
 }
-EXPORT(relu)
+EXPORT(ungated_activation)
 
 // x[i] = cap * tanh(x[i] / cap), in place. A thread has one value.
 extern "C" __global__ void __launch_bounds__(256) softcap(float* x, float cap, i64 count) {
