@@ -20,7 +20,9 @@ SPECULATION = "use speculate: ngram (from the text), mtp (the checkpoint's layer
 NOT_NEEDED = "lmkit needs no such setting; leave it out"
 NOT_OUTPUT = "lmkit does not return it"
 NOT_SAMPLED = "lmkit has no such sampling; use temperature, top_k, top_p or min_p"
-ONE_DEVICE = "an engine runs on one device; start one for each and route between them with `lmkit proxy`"
+OTHER_MACHINES = "use cluster, ray or torchrun, which has processes of tp on other machines"
+EQUAL_PARTS = "use tp, which gives each process an equal part"
+KV_BY_TCP = "KV moves over TCP; see kv_listen, kv_peer and role (docs/parallel.md)"
 REPLICAS = "use dp of `lmkit serve`, which runs several engines behind one address"
 SEVERAL = "give the prompt several times, each with a seed; over HTTP use n"
 TEXT_ONLY = "lmkit runs text models only"
@@ -77,11 +79,11 @@ GENERATION: Mapping[str, str] = {
 ENGINE: Mapping[str, str] = {
     **each("use adapters, each NAME=FOLDER", "enable_lora lora_modules"),
     **each(NOT_NEEDED, "max_lora_rank"),
-    **each(
-        ONE_DEVICE,
-        "communicator cp main_gpu nnodes tensor_split",
-    ),
-    "distributed_executor_backend": "use cluster, ray or torchrun, which has processes of tp on other machines",
+    "communicator": "processes exchange through shared memory, and GPUs by kernels of lmkit; leave it out",
+    "cp": "the context of a sequence is not split over processes; use tp",
+    "main_gpu": "use CUDA_VISIBLE_DEVICES, or devices beside tp",
+    "tensor_split": EQUAL_PARTS,
+    **each(OTHER_MACHINES, "distributed_executor_backend nnodes"),
     "role": "it is an option of `lmkit serve`, for pairs of nodes",
     **each(REPLICAS, "data_parallel_size dp"),
     **each("use tp", "attn_tp_size tensor_parallel_size"),
