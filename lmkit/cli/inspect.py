@@ -18,6 +18,11 @@ def inspect(
     tp: Annotated[int, typer.Option(help="Processes that share the model; memory is then that of each.")] = 1,
     ep: Annotated[int, typer.Option(help="Processes that share the experts; memory is then that of each.")] = 1,
     pp: Annotated[int, typer.Option(help="Processes with some layers each; memory is then that of the largest.")] = 1,
+    processes: Annotated[
+        int | None, typer.Option(min=2, max=64, help="Show only each way to share the model out to so many processes.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda; auto takes a GPU if there is one.")] = "auto",
+    devices: Annotated[str, typer.Option(help="GPUs of the processes of --tp or --ep: 0,1.")] = "",
     weights_memory: Annotated[
         str | None, typer.Option(metavar="<size>", help="Memory for weights; layers beyond are read in every step.")
     ] = None,
@@ -26,7 +31,7 @@ def inspect(
 ) -> None:
     """Show a checkpoint's architecture, formats and sizes, and the memory that serving it needs."""
     from lmkit.config import EngineConfig, parse, parse_bytes
-    from lmkit.turbo.engine.describe import describe_model
+    from lmkit.turbo.engine.describe import describe_model, describe_ways
 
     options: dict[str, Any] = {
         "max_model_len": max_model_len,
@@ -35,15 +40,23 @@ def inspect(
         "tp": tp,
         "ep": ep,
         "pp": pp,
+        "device": device,
+        "devices": devices,
     }
     if weights_memory is not None:
         options["weights_memory"] = parse_bytes(weights_memory, "--weights-memory")
     options["weights_path"] = weights_path
-    report = describe_model(model, parse(options, EngineConfig, "lmkit inspect"))
-    if json:
-        print(jsonlib.dumps(report, indent=2))
+    config = parse(options, EngineConfig, "lmkit inspect")
+    if processes is not None:
+        shown: Any = describe_ways(model, config, processes)
     else:
-        _print(report)
+        shown = describe_model(model, config)
+    if json:
+        print(jsonlib.dumps(shown, indent=2))
+    elif processes is not None:
+        _print_ways(shown)
+    else:
+        _print(shown)
 
 
 def _print(report: dict[str, Any]) -> None:
@@ -58,6 +71,22 @@ def _print(report: dict[str, Any]) -> None:
             table.add_row(Text(_words(section), "bold"), "" if rows else "none")
             for name, value in rows:
                 table.add_row(f"  {_words(name)}", _text(name, value))
+    Console(markup=False).print(table)
+
+
+def _print_ways(ways: list[dict[str, Any]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    columns = "flags", "weights", "KV of a token", "tokens", "why not"
+    table = Table(*columns, title="of each process", title_justify="left")
+    for way in ways:
+        problem = way["problem"] or ""
+        if not way["kv_tokens"]:
+            table.add_row(way["flags"], "", "", "", problem)
+            continue
+        kv, tokens = f"{way['kv_token_bytes'] / 1024:.1f} KiB", _text("kv_tokens", way["kv_tokens"])
+        table.add_row(way["flags"], _text("weight_bytes", way["weight_bytes"]), kv, tokens, problem)
     Console(markup=False).print(table)
 
 

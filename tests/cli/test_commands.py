@@ -262,3 +262,16 @@ def test_a_recipe_with_an_unknown_key(tmp_path: Path) -> None:
 def test_a_head_that_does_not_exist_is_refused() -> None:
     assert "--lm-head" in refused_here("serve", "demo", "--lm-head", "int4")
     assert "lm-head" in refused_here("eval", "demo", "--lm-head", "int4")
+
+
+def test_inspect_shows_each_way_to_share_a_model_out() -> None:
+    """Or why it is none: the demo model has no experts, and 4 heads."""
+    whole = json.loads(lmkit("inspect", "demo", "--device", "cpu", "--json").stdout)["serving"]["weight_bytes"]
+    tp, both, ep, pp = json.loads(lmkit("inspect", "demo", "--device", "cpu", "--processes", "2", "--json").stdout)
+    assert [way["flags"] for way in (tp, both, ep, pp)] == ["--tp 2", "--tp 2 --ep 2", "--ep 2", "--pp 2"]
+    assert tp["weight_bytes"] < whole
+    assert pp["weight_bytes"] < whole
+    assert tp["problem"] is pp["problem"] is None
+    assert ep["problem"] == "ep=2: LlamaForCausalLM has no experts; use tp=2"
+    shown = CliRunner().invoke(app, ["inspect", "demo", "--device", "cpu", "--processes", "3"], env={"COLUMNS": "200"})
+    assert "4 attention heads cannot be shared out evenly" in shown.stdout

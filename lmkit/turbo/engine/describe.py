@@ -7,8 +7,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
+
 from lmkit.config import EngineConfig
-from lmkit.errors import ConfigError
+from lmkit.errors import ConfigError, UnsupportedError
 from lmkit.formats.generation_config import RANGES, SamplingDefaults, read_defaults
 from lmkit.formats.kv_config import load_kv_config
 from lmkit.layers.mlp_spec import MoESpec
@@ -83,6 +85,28 @@ def describe_model(path: str, config: EngineConfig) -> dict[str, Any]:
             "serving": {"device": device.name} | _serving(model, config, device.free_memory() // shares),
             "packed_weights": _packed_files(reader.path, config.weights_path),
         }
+
+
+def describe_ways(path: str, config: EngineConfig, count: int) -> list[dict[str, Any]]:
+    """For each way to share the model out to `count` processes: what each of these holds, or why it cannot be."""
+    ways: tuple[dict[str, int], ...] = ({"tp": count}, {"tp": count, "ep": count}, {"ep": count}, {"pp": count})
+    return [_way(path, config, way) for way in ways]
+
+
+def _way(path: str, config: EngineConfig, way: dict[str, int]) -> dict[str, Any]:
+    flags = " ".join(f"--{name} {number}" for name, number in way.items())
+    try:
+        report = describe_model(path, msgspec.structs.replace(config, **way))
+    except (ConfigError, UnsupportedError) as error:
+        return {"flags": flags, "weight_bytes": None, "kv_token_bytes": None, "kv_tokens": None, "problem": str(error)}
+    serving = report["serving"]
+    return {
+        "flags": flags,
+        "weight_bytes": serving["weight_bytes"],
+        "kv_token_bytes": serving["kv_bytes"] // serving["kv_tokens"] if serving["kv_tokens"] else None,
+        "kv_tokens": serving["kv_tokens"],
+        "problem": serving["problem"],
+    }
 
 
 def _distinct(facts: Iterable[T]) -> list[T]:
