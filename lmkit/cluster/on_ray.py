@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
+from lmkit.cluster.gpus import num_gpus
 from lmkit.cluster.processes import Child
 from lmkit.errors import ConfigError, LMKitError
 from lmkit.extras import needed_for
@@ -126,12 +127,16 @@ class RayLauncher:
         return cls(ray, "127.0.0.1" if local else "0.0.0.0")
 
     async def start(self, id: str, options: Mapping[str, Any], cores: int | None) -> RayReplica:
-        """It waits in Ray's queue until a machine has its cores: those of all processes of an engine on one machine."""
+        """It waits in Ray's queue until a machine has its cores, those of all processes of an engine on one machine,
+        and with device cuda its GPUs, which Ray shows to it alone."""
         tp, ep, pp = (int(options.get(name, 1)) for name in ("tp", "ep", "pp"))
         ray, bundle = self._ray, {"CPU": cores or max(tp, ep) * pp}
+        if options.get("device") == "cuda":
+            bundle["GPU"] = num_gpus(options)
         group = ray.util.placement_group([bundle], strategy="STRICT_PACK")
         strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(group)
-        remote = ray.remote(num_cpus=bundle["CPU"], scheduling_strategy=strategy, max_restarts=0)(ServerActor)
+        needs = {"num_cpus": bundle["CPU"], "num_gpus": bundle.get("GPU", 0)}
+        remote = ray.remote(**needs, scheduling_strategy=strategy, max_restarts=0)(ServerActor)
         actor = remote.remote(id)
         running = actor.run.remote({**options, "host": self.host}, bundle["CPU"])
         return RayReplica(ray, actor, group, running)

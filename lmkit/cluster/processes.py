@@ -15,11 +15,15 @@ from typing import Any, Protocol
 import msgspec
 import psutil
 
+from lmkit.cluster.gpus import least_used, num_gpus, visible_gpus
 from lmkit.config import child_environment
 from lmkit.errors import ConfigError
+from lmkit.log import get_logger
 
 Say = Callable[[str, str], None]  # (id of the replica, a line that it wrote)
 _LINE_BYTES = 1 << 20
+
+log = get_logger(__name__)
 
 
 def check_options(options: Mapping[str, Any], where: str) -> None:
@@ -132,16 +136,31 @@ class Child:
 
 
 class LocalLauncher:
-    """Replicas as processes of this machine."""
+    """Replicas as processes of this machine, each with the GPUs that the fewest others have."""
 
     def __init__(self, host: str, say: Say) -> None:
         self.host, self._say = host, say
+        self._gpus = visible_gpus()
+        self._placed: list[tuple[Child, list[str]]] = []
 
     async def start(self, id: str, options: Mapping[str, Any], cores: int | None) -> Child:
         variables = {"LMKIT_NUM_THREADS": str(cores)} if cores else {}
-        return await Child.start(
+        if gpus := self._free_gpus(id, num_gpus(options)):
+            variables["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+        child = await Child.start(
             id, ["serve", "--config", "/dev/stdin"], self._say, options={**options, "host": self.host}, **variables
         )
+        self._placed.append((child, gpus))
+        return child
+
+    def _free_gpus(self, id: str, count: int) -> list[str]:
+        """Fewer than `count`, if there are not so many: the replica itself refuses them."""
+        self._placed = [(child, gpus) for child, gpus in self._placed if not child.ended]
+        used = [gpu for _, gpus in self._placed for gpu in gpus]
+        chosen = least_used(self._gpus, used, count)
+        if shared := sorted(set(chosen).intersection(used)):
+            log.warning("%s shares GPU %s with other replicas: there are too few GPUs", id, ", ".join(shared))
+        return chosen
 
     async def close(self) -> None:
         pass
