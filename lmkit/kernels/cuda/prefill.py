@@ -22,6 +22,8 @@ WORK_BYTES = 128
 MAX_MEAN_PAIRS = 16
 MAX_SPLITS = 16  # of a tile's keys
 BLOCKS_PER_SM = 2
+PART_KEYS = 1024  # with `invariant`: keys of a range, or a little fewer
+MAX_PART_BYTES = 64 << 20  # of the records of all ranges
 LOG2E = math.log2(math.e)
 LARGE_SHARED = 200 << 10  # bytes; an SM with at least these has room for tiles of more keys
 
@@ -55,18 +57,26 @@ def prefill_attention(
         return
     pairs = 0 if mean is None else mean.pairs.shape[1]
     stored, bf16 = (k_cache.dtype, v_cache.dtype), q.dtype == torch.bfloat16
-    kernel, keys, shared = variant(bf16, (dim, value_dim), stored, pairs, q.device.type, capped=spec.softcap > 0)
+    fixed = PART_KEYS if switches().invariant else 0
+    of_step = bf16, (dim, value_dim), stored, pairs, q.device.type
+    kernel, keys, shared = variant(*of_step, capped=spec.softcap > 0, part_keys=fixed)
+    part = kernel.defines.get("PART", 0) * keys
     slots = num_tokens * group // ROWS + num_seqs
-    splits = num_splits(slots * num_kv_heads, tables.shape[1] * k_cache.block_size, keys, q.device.type)
-    records = None
-    if splits > 1:
-        records = q.new_empty(slots * num_kv_heads * splits * ROWS * (value_dim + 2), dtype=torch.float32)
+    blocks, max_keys = slots * num_kv_heads, tables.shape[1] * k_cache.block_size
+    rows = min(ROWS, -(-group // 8) * 8) if part and num_tokens == num_seqs else ROWS
+    record = rows * (value_dim + 2)
+    if part:
+        splits = num_parts(blocks, max_keys, part, 4 * record, q.device.type)
+    else:
+        splits = num_splits(blocks, max_keys, keys, q.device.type)
+    has_records = splits > 1 or 0 < part < max_keys
+    records = q.new_empty(blocks * splits * record, dtype=torch.float32) if has_records else None
     means = (mean.vector, mean.pairs, mean.table, *mean.table.shape[::2]) if mean else (None, None, None, 0, 0)
     args = [
         q, np.int64(q.stride(0)), k_cache.data, k_cache.params, v_cache.data, v_cache.params, *means, tables,
         tables.stride(0), geometry.query_start, geometry.context_lens, num_seqs, group, k_cache.block_size,
         spec.window, spec.sinks, k_cache.hadamard, skip_single, *in_bits(spec),
-        None if sink_logits is None else sink_logits.float(), out, records, counters(q.device.type),
+        None if sink_logits is None else sink_logits.float(), out, records, rows, counters(q.device.type),
     ]  # fmt: skip
     kernel((num_kv_heads, slots, splits), 128 if value_dim <= 128 else 256, args, shared=shared)
 
@@ -75,24 +85,40 @@ def num_splits(blocks: int, max_keys: int, tile_keys: int, device: str) -> int:
     """The number of ranges that the keys of each tile of queries are split into, so that few tiles occupy a whole GPU.
 
     `blocks` is a bound from shapes. It grows with the number of sequences, even if they have no queries for this
-    kernel. A short chunk in a step of many sequences is therefore not split. With `invariant` nothing is.
+    kernel. A short chunk in a step of many sequences is therefore not split.
     """
-    if switches().invariant:
-        return 1
     return max(1, min(BLOCKS_PER_SM * backend(device).num_sms() // blocks, max_keys // (4 * tile_keys), MAX_SPLITS))
+
+
+def num_parts(blocks: int, max_keys: int, part_keys: int, record_bytes: int, device: str) -> int:
+    """The number of blocks of threads for each tile of queries, whose keys are in ranges at fixed positions: one for
+    each range if half of the GPU would have nothing to do without them, else one for all. Results are the same.
+    """
+    parts = -(-max_keys // part_keys)
+    is_idle = 2 * blocks <= BLOCKS_PER_SM * backend(device).num_sms()
+    return parts if is_idle and blocks * parts * record_bytes <= MAX_PART_BYTES else 1
 
 
 @cache
 def variant(
-    bf16: bool, dims: tuple[int, int], stored: tuple[KVDtype, KVDtype], mean_pairs: int, device: str, *, capped: bool
+    bf16: bool,
+    dims: tuple[int, int],
+    stored: tuple[KVDtype, KVDtype],
+    mean_pairs: int,
+    device: str,
+    *,
+    capped: bool,
+    part_keys: int = 0,
 ) -> tuple[Kernel, int, int]:
-    """(the kernel, keys of its tile, its bytes of shared memory). dims: those of keys and of values."""
+    """(the kernel, keys of its tile, its bytes of shared memory). dims: those of keys and of values. part_keys: those
+    of a range at a fixed position, rounded to whole tiles; 0 = ranges as `num_splits` has them."""
     dim, value_dim = dims
     keys = tile_keys(dim, mean_pairs, backend(device).capability())
     k, v = stored
     defines = {"HEAD_DIM": dim, "KEYS": keys, "K_STORAGE": STORAGE[k], "V_STORAGE": STORAGE[v]}
     defines |= {"MEAN_PAIRS": mean_pairs, "SOFTCAP": int(capped)} | ({"LM_BF16": 1} if bf16 else {})
     defines |= {} if value_dim == dim else {"VALUE_DIM": value_dim}
+    defines |= {"PART": max(1, part_keys // keys)} if part_keys else {}
     kernel = Kernel("prefill_attention.cu", "prefill_attention", **defines)
     return kernel, keys, shared_bytes(dims, k, v, mean_pairs, keys)
 

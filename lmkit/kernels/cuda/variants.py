@@ -23,6 +23,7 @@ from lmkit.kernels.cuda import module, ranks
 from lmkit.kernels.cuda.gpus import Capability
 from lmkit.kernels.cuda.library import invariant_product
 from lmkit.kernels.cuda.module import HALVES, Kernel, Launch
+from lmkit.kernels.cuda.prefill import PART_KEYS, variant
 from lmkit.kernels.delta import ROW_FIELDS, DeltaStates, DeltaWeights
 from lmkit.kernels.ops import BatchGeometry, KVTensor, Norm
 from lmkit.kernels.registry import Implementation, Op
@@ -259,6 +260,8 @@ def _attention(half: torch.dtype, heads: tuple[int, int, int, float], storage: K
         if (attend := _ours(ops.rope_paged_attention, **traits)) is not None:
             geometry = BatchGeometry(starts, lens, tables, slots)
             attend(q, k, v, cos, sin, *caches, geometry, AttentionSpec(dim**-0.5, softcap=softcap))
+    of_heads = half == torch.bfloat16, (dim, dim), (storage, storage), 0, DEVICE
+    variant(*of_heads, capped=softcap > 0, part_keys=PART_KEYS)[0].compile(DEVICE)
 
 
 def _wide(half: torch.dtype, heads: tuple[int, int, int], rotary: int, storage: KVDtype, *, latent: bool) -> None:

@@ -221,9 +221,6 @@ def pin_results(config: EngineConfig, device: Device) -> None:
         return
     if not device.has_kernels:
         raise ConfigError("deterministic needs kernels of its own on a GPU: install CuPy, or use --device cpu")
-    for name in ("adapters", "adapter_root"):
-        if getattr(config, name):
-            raise ConfigError(f"deterministic takes no {name} on a GPU: leave one of them out, or use --device cpu")
     turn_on("invariant")
 
 

@@ -90,6 +90,7 @@ class PersistentBatch:
         self.pooling: dict[int, Pooling] = {}  # of slots whose sequences want an embedding
         self.max_scored_rows = 0  # a step's logit rows, if those are among them that score prompt tokens
         self.keeps_tables = False  # whether the last inputs have the same block tables as the inputs before them
+        self.always_adapted = False  # whether all rows are computed in the way of rows with an adapter
         self._entries = [0] * num_slots  # number of sequences that have entered
         self._inputs = {
             "token_ids": torch.zeros(max_step_tokens, dtype=torch.int64),
@@ -256,8 +257,8 @@ class PersistentBatch:
         return self._views(num_tokens, 1, self._table_width(1), num_logits, 1)
 
     def _has_adapters(self, num_tokens: int) -> bool:
-        """Whether any of the first tokens of the inputs belongs to a sequence with an adapter."""
-        return bool(self._arrays["adapters"][:num_tokens].max(initial=-1) >= 0)
+        """Whether any of the first tokens of the inputs belongs to a sequence with an adapter, or is computed as if."""
+        return self.always_adapted or bool(self._arrays["adapters"][:num_tokens].max(initial=-1) >= 0)
 
     def _views(
         self, num_tokens: int, num_seqs: int, table_width: int, num_logits: int, num_sampled: int

@@ -159,6 +159,8 @@ class CudaRunner(PlanRunner):
         self._device, self._deterministic = device, parts.config.deterministic
         if self._deterministic:
             invariant.refuse(self.decoder, self.kv)
+            # Inputs of a linear are rounded elsewhere if it has adapters, so what others use may not decide that.
+            self.batch.always_adapted = self.decoder.step_adapters.count > 0
         num_groups, num_slots, width = self.batch.block_tables.shape
         max_tokens = max(self.batch.max_step_tokens, num_slots)
         self._staged = StagedInputs(device, max_tokens, num_slots, width, num_groups, has_states=self.batch.has_states)
@@ -187,7 +189,8 @@ class CudaRunner(PlanRunner):
         mixed = mixed_sizes(num_slots, self.batch.max_step_tokens) if switches().mixed else []
         sizes = capturable(decode_sizes(num_slots) + mixed, self.decoder)
         if self.decoder.step_adapters.count:
-            sizes += [size._replace(adapted=True) for size in sizes]
+            adapted = [size._replace(adapted=True) for size in sizes]
+            sizes = adapted if self.batch.always_adapted else sizes + adapted
         before = invariant.fallbacks()
         captured = self.captured.capture(sizes, self.decoder.spec.vocab_size)
         if self._deterministic:

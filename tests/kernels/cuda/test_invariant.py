@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lmkit.kernels import ops
-from lmkit.kernels.cuda import elementwise, gemm_experts, gemm_plan, int8_rows, sampling
+from lmkit.kernels.cuda import elementwise, gemm_experts, gemm_plan, int8_rows, prefill, sampling
 from lmkit.kernels.cuda import switches as switches_module
 from lmkit.kernels.cuda.dense_shape import SHAPES, dense_shape
 from lmkit.kernels.cuda.gemm_pack import pack
@@ -151,16 +151,26 @@ def test_attention(
     window: tuple[int, int],
     keys: str,
     softcap: float,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Prompts and new tokens, whatever stands before the chunk in the step, and whatever the cache holds behind it."""
+    """Prompts and new tokens, whatever stands before the chunk in the step, and whatever the cache holds behind it.
+    Keys are in ranges, with a block of threads for each, or one for all (as all queries together have it)."""
     torch.manual_seed(heads[2])
+    monkeypatch.setattr(prefill, "PART_KEYS", 64)
+    ways, by_load, is_whole = list[int](), prefill.num_parts, False
+
+    def num_parts(*args: Any) -> int:
+        ways.append(1 if is_whole else by_load(*args))
+        return ways[-1]
+
+    monkeypatch.setattr(prefill, "num_parts", num_parts)
     args = inputs(types, dtype, heads, device, block_size=16, window=window, keys=keys, lengths=((320, 70), (90, 9)))
     spec, batch, attend = replace(args.spec, softcap=softcap), args.geometry, ops.paged_attention.named("cuda")
     assert attend.run is not None
     learned = torch.linspace(-1, 2, args.q.shape[1], device=device)
     results = []
     for chunks, beside in zip(CHUNKS, (0, 1, 0), strict=True):  # 1: behind the other sequence
-        rows, begin = [], 0
+        rows, begin, is_whole = [], 0, len(chunks) == 1
         for size in chunks:
             mine, other = args.q[begin : begin + size], args.q[70:79] if beside else args.q[:0]
             order = [1, 0] if beside else [0]
@@ -174,6 +184,19 @@ def test_attention(
     want = ops.paged_attention.named("reference")(args.q.float(), *args[1:3], batch, spec, learned)[:70]
     assert float((results[0].float() - want).abs().max() / want.abs().max()) < 2e-2
     assert all(torch.equal(result, results[0]) for result in results)
+    assert max(ways) > 1
+
+
+def test_blocks_of_ranges_follow_the_load(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block for each range of 1008 keys, unless half of 132 multiprocessors is busy without, or memory is short."""
+    if device != "cpu":
+        pytest.skip("the number of multiprocessors is given")
+    monkeypatch.setattr(emulator.install(), "num_sms", lambda: 132)
+    assert prefill.num_parts(8, 32768, 1008, 4160, device) == 33
+    assert prefill.num_parts(8, 1000, 1008, 4160, device) == 1
+    assert prefill.num_parts(132, 32768, 1008, 4160, device) == 33
+    assert prefill.num_parts(133, 32768, 1008, 4160, device) == 1
+    assert prefill.num_parts(128, 131072, 1008, 66560, device) == 1
 
 
 def test_one_kernel_attends(device: str) -> None:

@@ -7,21 +7,23 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+import torch
 
 from benchmarks.random_llama import make_awq
 from lmkit.config import EngineConfig
 from lmkit.errors import ConfigError
 from lmkit.kernels import ops
-from lmkit.kernels.cuda import gemm_experts
+from lmkit.kernels.cuda import gemm_experts, prefill
 from lmkit.kernels.cuda import switches as switches_module
 from lmkit.kernels.cuda.switches import switches
 from lmkit.models.loader import load_model
 from lmkit.turbo.engine.engine import Engine
-from lmkit.turbo.request import StepOutput
+from lmkit.turbo.request import Request, SamplingParams, StepOutput
 from lmkit.turbo.runners import processes
 from lmkit.turbo.runners.device import CudaDevice
-from tests.models import tiny
+from tests.models import peft_folder, tiny
 from tests.turbo.engine.test_cuda_engine import SIZES, SMALL, checkpoint, device, requests
 from tests.turbo.engine.test_engine import propose_drafts, run
 
@@ -99,11 +101,6 @@ def test_what_cannot_hold_is_refused(checkpoint: Path, device: CudaDevice, tmp_p
     for options, reason in (
         ({"dtype": "float32"}, "deterministic does not hold here: float32 .*; leave it out, or use --device cpu"),
         ({"block_size": 8}, r"paged_attention runs through torch \(blocks of 8 tokens"),
-        (
-            {"adapters": ("a=b",)},
-            "deterministic takes no adapters on a GPU: leave one of them out",
-        ),
-        ({"adapter_root": "."}, "deterministic takes no adapter_root"),
     ):
         with pytest.raises(ConfigError, match=reason):
             engine(checkpoint, device, **options)
@@ -131,6 +128,38 @@ def test_a_model_with_windows(tmp_path: Path, device: CudaDevice) -> None:
     wanted, alone = requests(max_tokens=6), engine_of(tmp_path, device)
     want = exact({name: parts for x in wanted for name, parts in run(alone, [x]).items()})
     assert exact(run(engine_of(tmp_path, device, max_step_tokens=7), wanted)) == want
+
+
+@emulated
+def test_a_long_context(checkpoint: Path, device: CudaDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its keys are in ranges, which several blocks of threads have, or one, whatever else is in the step."""
+    monkeypatch.setattr(prefill, "PART_KEYS", 32)
+    params = SamplingParams(max_tokens=5, ignore_eos=True, logprobs=1)
+    prompts = [list(range(3, 103)), list(range(3, 70)), [5, 6, 7]]  # the second one is found in the first
+    wanted = [Request(request_id=str(i), prompt_ids=prompt, params=params) for i, prompt in enumerate(prompts)]
+    alone = engine(checkpoint, device, prefix_cache=False, max_step_tokens=128)
+    want = exact({name: parts for x in wanted for name, parts in run(alone, [x]).items()})
+    together = engine(checkpoint, device)
+    assert exact(run(together, wanted)) == want
+    again = run(together, wanted)
+    assert again["1"][0].cached_tokens >= 64
+    assert exact(again) == want
+
+
+@emulated
+def test_adapters(checkpoint: Path, device: CudaDevice, tmp_path: Path) -> None:
+    """Others of a step have another one or none. Inputs of 8-bit weights are rounded behind the norm then."""
+    shapes = peft_folder.linears(tiny.make(tmp_path / "base", "llama", **SIZES))
+    for seed, name in enumerate("ab"):
+        peft_folder.write(tmp_path / name, shapes, seed, rank=5, size=0.5, dtype=torch.float16)
+    adapters = tuple(f"{name}={tmp_path / name}" for name in "ab")
+    model = engine(checkpoint, device, quantize="int8", adapters=adapters, prefix_cache=False)
+    wanted = [
+        msgspec.structs.replace(one, adapter=name)
+        for one, name in zip(requests(max_tokens=5), ["a", "", "b", "a"], strict=True)
+    ]
+    want = exact({name: parts for x in wanted for name, parts in run(model, [x]).items()})
+    assert exact(run(model, wanted)) == want
 
 
 @emulated

@@ -30,6 +30,11 @@
 // of threads sees are replaced by zeros. If there are few blocks of threads, the keys of each one are split into up to
 // `num_splits` ranges, and the block that finishes last adds up the ranges in order.
 //
+// With PART a row's bits do not depend on the rows beside it. Ranges then are PART tiles at fixed positions. Each begins
+// with a softmax of its own, and they are folded in order: (maximum, sum, outputs) of what was and of the next range. A
+// range without a key for a row changes nothing. So it is free who computes the ranges: a block of threads each, and the
+// last one folds; or one block has all (num_splits = 1), which keeps what it has in its record.
+//
 // Nothing here needs more than sm_80; Hopper's wgmma, whose peak is higher, is not used.
 #include "kv.cuh"
 #include "sequence.cuh"
@@ -40,6 +45,9 @@
 #endif
 #define D HEAD_DIM
 #define DV VALUE_DIM
+#ifndef PART
+#define PART 0  // tiles of keys of a range; 0: the number of blocks decides
+#endif
 
 constexpr int ROWS = 128;
 constexpr int M_TILES = DV <= 128 ? 2 : 1;
@@ -50,7 +58,8 @@ constexpr int MEAN_COLUMNS = (6 * MEAN_PAIRS + 15) / 16 * 16;
 constexpr int DK = D + MEAN_COLUMNS;
 constexpr int Q_STRIDE = (DK / 8 | 1) * 16;  // bytes
 constexpr float SHARE_UNIT = 16.0f;          // unit in which shares are stored, far from the end of float16's range
-constexpr int MIN_TILES = 4;                 // of keys, for a range of its own
+constexpr int MIN_TILES = 4;                 // of keys, for a range of its own, without PART
+constexpr int TILES = PART ? PART : 1;       // of a range
 #define NOTHING __int_as_float(0xff800000)    // minus infinity
 constexpr u32 NOWHERE = 0xffffffffu;  // a place
 
@@ -157,7 +166,17 @@ struct Work {
 
     DEVICE int position(int row) const { return past + min(first_row + row, num_rows - 1) / group; }
     DEVICE int num_tiles() const { return sink_tiles + last / KEYS + 1 - window_tile; }
-    DEVICE int first_key(int i) const { return (i < sink_tiles ? i : i - sink_tiles + window_tile) * KEYS; }
+    DEVICE int tile(int i) const { return i < sink_tiles ? i : i - sink_tiles + window_tile; }
+    DEVICE int first_key(int i) const { return tile(i) * KEYS; }
+
+    // Ranges of PART tiles, of those that hold some of these tiles: first those with sinks, then from the window on.
+    DEVICE int sink_parts() const { return min((sink_tiles + TILES - 1) / TILES, window_tile / TILES); }
+    DEVICE int num_parts() const { return sink_parts() + last / (KEYS * TILES) + 1 - window_tile / TILES; }
+    DEVICE int part(int i) const { return i < sink_parts() ? i : i - sink_parts() + window_tile / TILES; }
+    // How many of the tiles stand before a range.
+    DEVICE int before(int part) const {
+        return min(min(part * TILES, sink_tiles) + max(part * TILES - window_tile, 0), num_tiles());
+    }
 };
 
 // Finds tile `slot` of all, or returns false.
@@ -264,6 +283,12 @@ struct Rows {
     float out[M_TILES][DV / 8][4];
     float maximum[M_TILES][2], sum[M_TILES][2];
 };
+
+DEVICE void clear(Rows& rows) {
+    rows = {};
+#pragma unroll
+    for (int m = 0; m < M_TILES; ++m) rows.maximum[m][0] = rows.maximum[m][1] = NOTHING;
+}
 
 DEVICE void multiply_keys(float (&s)[M_TILES][N_TILES][4], const u8* queries, const u8* keys) {
     const u8* a_row = queries + (lane_id() & 15) * Q_STRIDE + (lane_id() >> 4) * 16;
@@ -391,8 +416,16 @@ DEVICE u32* output(u16* out, int num_heads, int head, const Work& work, int row)
     return reinterpret_cast<u32*>(out + (token * num_heads + head * work.group + at % work.group) * DV);
 }
 
-// Partial results of a range of keys: outputs [ROWS][DV], maxima [ROWS], sums [ROWS].
-constexpr int RECORD = ROWS * (DV + 2);
+// Partial results of a range of keys, of up to `rows` rows: outputs [rows][DV], maxima [rows], sums [rows].
+struct Record {
+    float* at;
+    int rows;
+
+    static DEVICE i64 size(int rows) { return i64(rows) * (DV + 2); }
+    DEVICE float* outputs(int row) const { return at + row * DV; }
+    DEVICE float* maximum(int row) const { return at + rows * DV + row; }
+    DEVICE float* sum(int row) const { return at + rows * (DV + 1) + row; }
+};
 
 // The weight of a row's `sink_logits` entry, beside a maximum of scores that are still to be scaled.
 DEVICE float sink_weight(const float* sink_logits, const Work& work, int row, int head, float maximum, float scale) {
@@ -400,76 +433,161 @@ DEVICE float sink_weight(const float* sink_logits, const Work& work, int row, in
     return ex2(1.4426950409f * logit - maximum * scale);
 }
 
-DEVICE void write_rows(Rows& rows, const Work& work, int row, u16* out, int num_heads, int head, float* record,
-                       const float* sink_logits, float scale) {
+// Adds up the sums of a row's four lanes, for all of them.
+DEVICE void add_lanes(Rows& rows) {
+#pragma unroll
+    for (int m = 0; m < M_TILES; ++m)
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            rows.sum[m][h] += __shfl_xor_sync(0xffffffffu, rows.sum[m][h], 1);
+            rows.sum[m][h] += __shfl_xor_sync(0xffffffffu, rows.sum[m][h], 2);
+        }
+}
+
+// The factors by which what was and what comes are added, relative to the greater maximum, which `top` becomes.
+DEVICE float2 fold_factors(float& top, float next, float scale) {
+    const float before = top;
+    top = fmaxf(before, next);
+    const float base = top == NOTHING ? 0 : __fmul_rn(top, scale);
+    return make_float2(ex2(__fmul_rn(before, scale) - base), ex2(__fmul_rn(next, scale) - base));
+}
+
+DEVICE float fold(float before, float next, float2 factors) {
+    return fmaf(before, factors.x, __fmul_rn(next, factors.y));
+}
+
+// What the ranges before had, which lies in the record, and then these rows. The record is this block's own.
+DEVICE void fold_rows(Rows& rows, const Work& work, int row, const Record& record, float scale) {
+    __syncwarp();  // a lane has written for four
+#pragma unroll
+    for (int m = 0; m < M_TILES; ++m)
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const int mine = row + 16 * m + 8 * h + lane_id() / 4;
+            if (work.first_row + mine >= work.num_rows) continue;
+            float top = *record.maximum(mine);
+            const float2 factors = fold_factors(top, rows.maximum[m][h], scale);
+            rows.maximum[m][h] = top;
+            rows.sum[m][h] = fold(*record.sum(mine), rows.sum[m][h], factors);
+#pragma unroll
+            for (int n = 0; n < DV / 8; ++n) {
+                const float2 before =
+                    *reinterpret_cast<const float2*>(record.outputs(mine) + 8 * n + 2 * (lane_id() & 3));
+                rows.out[m][n][2 * h] = fold(before.x, rows.out[m][n][2 * h], factors);
+                rows.out[m][n][2 * h + 1] = fold(before.y, rows.out[m][n][2 * h + 1], factors);
+            }
+        }
+    __syncwarp();  // before a lane writes again
+}
+
+DEVICE void store_rows(const Rows& rows, const Work& work, int row, const Record& record) {
     const int t = lane_id() & 3;
 #pragma unroll
     for (int m = 0; m < M_TILES; ++m)
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             const int mine = row + 16 * m + 8 * h + lane_id() / 4;
-            float sum = rows.sum[m][h];
-            sum += __shfl_xor_sync(0xffffffffu, sum, 1);
-            sum += __shfl_xor_sync(0xffffffffu, sum, 2);
             if (work.first_row + mine >= work.num_rows) continue;
-            if (record) {
 #pragma unroll
-                for (int n = 0; n < DV / 8; ++n)
-                    *reinterpret_cast<float2*>(record + mine * DV + 8 * n + 2 * t) =
-                        make_float2(rows.out[m][n][2 * h], rows.out[m][n][2 * h + 1]);
-                if (t == 0) record[ROWS * DV + mine] = rows.maximum[m][h], record[ROWS * (DV + 1) + mine] = sum;
-            } else {
-                if (sink_logits) sum += sink_weight(sink_logits, work, mine, head, rows.maximum[m][h], scale);
-                u32* to = output(out, num_heads, head, work, mine) + t;
-                const float inverse = 1 / sum;
-#pragma unroll
-                for (int n = 0; n < DV / 8; ++n)
-                    to[4 * n] = Half::pack(rows.out[m][n][2 * h] * inverse, rows.out[m][n][2 * h + 1] * inverse);
-            }
+            for (int n = 0; n < DV / 8; ++n)
+                *reinterpret_cast<float2*>(record.outputs(mine) + 8 * n + 2 * t) =
+                    make_float2(rows.out[m][n][2 * h], rows.out[m][n][2 * h + 1]);
+            if (t == 0) *record.maximum(mine) = rows.maximum[m][h], *record.sum(mine) = rows.sum[m][h];
         }
 }
 
-// Merges the records of all ranges into the result.
-DEVICE void merge(const float* records, int count, const Work& work, u16* out, int num_heads, int head, float scale,
-                  const float* sink_logits) {
-    constexpr int PIECES = DV / 4, BATCH = 8;
-    for (int i = threadIdx.x; i < ROWS * PIECES; i += THREADS) {
-        const int row = i / PIECES;
-        if (work.first_row + row >= work.num_rows) return;
-        float top = NOTHING, sum = 0, y[4] = {};
-        for (int s = 0; s < count; ++s) top = fmaxf(top, __ldcg(records + s * i64(RECORD) + ROWS * DV + row));
-        for (int s = 0; s < count; s += BATCH) {
-            float4 part[BATCH];
-            float weight[BATCH];
+DEVICE void write_rows(const Rows& rows, const Work& work, int row, u16* out, int num_heads, int head,
+                       const float* sink_logits, float scale) {
 #pragma unroll
-            for (int j = 0; j < BATCH; ++j) {
-                const float* record = records + min(s + j, count - 1) * i64(RECORD);
-                part[j] = __ldcg(reinterpret_cast<const float4*>(record + 4 * i));
-                weight[j] = s + j < count ? ex2((__ldcg(record + ROWS * DV + row) - top) * scale) : 0;
-                sum += weight[j] * __ldcg(record + ROWS * (DV + 1) + row);
-            }
+    for (int m = 0; m < M_TILES; ++m)
 #pragma unroll
-            for (int j = 0; j < BATCH; ++j) {
-                y[0] += weight[j] * part[j].x, y[1] += weight[j] * part[j].y;
-                y[2] += weight[j] * part[j].z, y[3] += weight[j] * part[j].w;
-            }
+        for (int h = 0; h < 2; ++h) {
+            const int mine = row + 16 * m + 8 * h + lane_id() / 4;
+            if (work.first_row + mine >= work.num_rows) continue;
+            float sum = rows.sum[m][h];
+            if (sink_logits) sum += sink_weight(sink_logits, work, mine, head, rows.maximum[m][h], scale);
+            u32* to = output(out, num_heads, head, work, mine) + (lane_id() & 3);
+            const float inverse = 1 / sum;
+#pragma unroll
+            for (int n = 0; n < DV / 8; ++n)
+                to[4 * n] = Half::pack(rows.out[m][n][2 * h] * inverse, rows.out[m][n][2 * h + 1] * inverse);
         }
-        if (sink_logits) sum += sink_weight(sink_logits, work, row, head, top, scale);
-        u32* to = output(out, num_heads, head, work, row) + i % PIECES * 2;
-        const float inverse = 1 / sum;
-        to[0] = Half::pack(y[0] * inverse, y[1] * inverse), to[1] = Half::pack(y[2] * inverse, y[3] * inverse);
+}
+
+// Four outputs of a row, with its maximum and its sum, in a record.
+struct Part {
+    float4 y;
+    float top, sum;
+};
+
+DEVICE Part read_part(const Record& record, int row, int column) {
+    return {__ldcg(reinterpret_cast<const float4*>(record.outputs(row) + column)), __ldcg(record.maximum(row)),
+            __ldcg(record.sum(row))};
+}
+
+// The sum of the ranges' parts, relative to the greatest maximum of all.
+DEVICE Part add_parts(Record record, int count, i64 stride, int row, int column, float scale) {
+    constexpr int BATCH = 8;
+    Part all = {{}, NOTHING, 0};
+    for (int s = 0; s < count; ++s) all.top = fmaxf(all.top, __ldcg(record.maximum(row) + s * stride));
+    for (int s = 0; s < count; s += BATCH) {
+        Part part[BATCH];
+#pragma unroll
+        for (int j = 0; j < BATCH; ++j)
+            part[j] = read_part({record.at + min(s + j, count - 1) * stride, record.rows}, row, column);
+#pragma unroll
+        for (int j = 0; j < BATCH; ++j) {
+            const float weight = s + j < count ? ex2((part[j].top - all.top) * scale) : 0;
+            all.sum += weight * part[j].sum;
+            all.y.x += weight * part[j].y.x, all.y.y += weight * part[j].y.y;
+            all.y.z += weight * part[j].y.z, all.y.w += weight * part[j].y.w;
+        }
+    }
+    return all;
+}
+
+// The ranges' parts, folded one after the other as fold_rows does it.
+DEVICE Part fold_parts(Record record, int count, i64 stride, int row, int column, float scale) {
+    Part all = read_part(record, row, column);
+#pragma unroll 4
+    for (int s = 1; s < count; ++s) {
+        record.at += stride;
+        const Part next = read_part(record, row, column);
+        const float2 factors = fold_factors(all.top, next.top, scale);
+        all.sum = fold(all.sum, next.sum, factors);
+        all.y.x = fold(all.y.x, next.y.x, factors), all.y.y = fold(all.y.y, next.y.y, factors);
+        all.y.z = fold(all.y.z, next.y.z, factors), all.y.w = fold(all.y.w, next.y.w, factors);
+    }
+    return all;
+}
+
+// Merges the records of all ranges into the result.
+DEVICE void merge(const Record& record, int count, const Work& work, u16* out, int num_heads, int head, float scale,
+                  const float* sink_logits) {
+    constexpr int PIECES = DV / 4;
+    for (int i = threadIdx.x; i < ROWS * PIECES; i += THREADS) {
+        const int row = i / PIECES, piece = i % PIECES;
+        if (work.first_row + row >= work.num_rows) return;
+        const i64 stride = Record::size(record.rows);
+        Part all = PART ? fold_parts(record, count, stride, row, 4 * piece, scale)
+                        : add_parts(record, count, stride, row, 4 * piece, scale);
+        if (sink_logits) all.sum += sink_weight(sink_logits, work, row, head, all.top, scale);
+        u32* to = output(out, num_heads, head, work, row) + 2 * piece;
+        const float inverse = 1 / all.sum;
+        to[0] = Half::pack(all.y.x * inverse, all.y.y * inverse), to[1] = Half::pack(all.y.z * inverse, all.y.w * inverse);
     }
 }
 
 // Grid (kv_heads, slots, num_splits), slots = num_tokens * group / ROWS + num_seqs. The last slots, the heaviest, run
 // first. scale is that of scores, times log2(e). cap is the soft cap, times log2(e). records: float
-// [slots * kv_heads][num_splits][RECORD], if there are several splits.
+// [slots * kv_heads][num_splits][Record::size(record_rows)], if there are several ranges. record_rows: the most rows of a
+// block of threads that are in use.
 extern "C" __global__ void __launch_bounds__(THREADS, DV <= 128 ? 2 : 1) prefill_attention(
     const u16* q, i64 q_stride, const u8* k_data, const u32* k_params, const u8* v_data, const u32* v_params,
     const float* mean_vector, const int* mean_pairs, const float* mean_table, int mean_half, int mean_positions,
     const int* block_tables, int table_stride, const int* query_start, const int* context_lens, int num_seqs, int group,
     int block_size, int window, int sinks, int turned, int skip_single, float scale, float cap,
-    const float* sink_logits, u16* out, float* records, int* counters) {
+    const float* sink_logits, u16* out, float* records, int record_rows, int* counters) {
     begin_kernel();
     const int head = blockIdx.x, num_kv_heads = gridDim.x, slot = gridDim.y - 1 - blockIdx.y, num_splits = gridDim.z;
     u8* const queries = shared_memory;
@@ -484,10 +602,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, DV <= 128 ? 2 : 1) prefill
         if (threadIdx.x == 0) work = mine;
         __syncthreads();
     }
-    const int num_tiles = work.num_tiles(), splits = max(1, min(num_splits, num_tiles / MIN_TILES));
-    const int split = blockIdx.z;
+    const bool folds = PART && num_splits == 1;  // this block has all ranges
+    const int num_tiles = work.num_tiles(), split = blockIdx.z;
+    const int splits = !PART ? max(1, min(num_splits, num_tiles / MIN_TILES)) : folds ? 1 : work.num_parts();
     if (split >= splits) return;
-    const int begin = i64(num_tiles) * split / splits, end = i64(num_tiles) * (split + 1) / splits;
+    int begin = i64(num_tiles) * split / splits, end = i64(num_tiles) * (split + 1) / splits;
+    if (PART && !folds) begin = work.before(work.part(split)), end = work.before(work.part(split) + 1);
+    const i64 pair = i64(slot) * num_kv_heads + head;
+    const int rows_kept = PART ? record_rows : ROWS;
+    const Record first{records + pair * num_splits * Record::size(rows_kept), rows_kept};
 
     const Mean mean{mean_vector + head * D, mean_pairs + head * MEAN_PAIRS, mean_table, mean_half, mean_positions};
 
@@ -515,8 +638,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, DV <= 128 ? 2 : 1) prefill
         prepare_queries(queries, mean, turned);
     }
 
-    Rows rows = {};
-    for (int m = 0; m < M_TILES; ++m) rows.maximum[m][0] = rows.maximum[m][1] = NOTHING;
+    Rows rows;
+    clear(rows);
+    bool has_before = false;  // ranges in the record, which this block has computed
     const int row = warp_id() * 16 * M_TILES;
     for (int i = begin; i < end; ++i) {
         const int stage = (i - begin) & 1;
@@ -533,24 +657,30 @@ extern "C" __global__ void __launch_bounds__(THREADS, DV <= 128 ? 2 : 1) prefill
         if (work.first_row + row < work.num_rows)
             attend(rows, work, row, work.first_key(i), queries, keys.tile(stage), values.tile(stage), scale, cap);
         if (threadIdx.x < KEYS) places[stage * KEYS + threadIdx.x] = place(i + 2);
+        if (folds && (i + 1 == end || work.tile(i) / TILES != work.tile(i + 1) / TILES)) {
+            add_lanes(rows);
+            if (has_before) fold_rows(rows, work, row, first, to_logits(scale));
+            if (i + 1 == end) break;
+            store_rows(rows, work, row, first);
+            clear(rows);
+            has_before = true;
+        }
     }
     cp_async_wait<0>();
+    if (!folds) add_lanes(rows);
 
-    const i64 tile = i64(slot) * num_kv_heads + head;
     const int num_heads = num_kv_heads * group;
-    records = splits > 1 ? records + tile * num_splits * RECORD : nullptr;
-    float* const record = records ? records + split * i64(RECORD) : nullptr;
-    write_rows(rows, work, row, out, num_heads, head, record, sink_logits, to_logits(scale));
-    if (!records) return;
+    if (splits == 1) return write_rows(rows, work, row, out, num_heads, head, sink_logits, to_logits(scale));
+    store_rows(rows, work, row, {first.at + split * Record::size(rows_kept), rows_kept});
     __threadfence();
     __syncthreads();
     if (threadIdx.x == 0) {
-        places[0] = atomicAdd(counters + tile, 1) == splits - 1;
-        if (places[0]) counters[tile] = 0;
+        places[0] = atomicAdd(counters + pair, 1) == splits - 1;
+        if (places[0]) counters[pair] = 0;
     }
     __syncthreads();
     if (!places[0]) return;
     __threadfence();
-    merge(records, splits, work, out, num_heads, head, to_logits(scale), sink_logits);
+    merge(first, splits, work, out, num_heads, head, to_logits(scale), sink_logits);
 }
 EXPORT(prefill_attention)
