@@ -94,7 +94,7 @@ class EngineConfig(StrictStruct, frozen=True, kw_only=True, metaclass=CheckedMet
     tp: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1  # processes that share each layer of the model
     ep: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1  # processes that share the experts; with tp the same processes
     pp: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1  # processes with some layers each, one behind the other
-    devices: Annotated[str, msgspec.Meta(pattern=r"^(0(,\d+)*)?$")] = ""  # of the ranks of tp; "" = 0,1,...
+    devices: Annotated[str, msgspec.Meta(pattern=r"^(0(,\d+)*)?$")] = ""  # of the ranks of tp and ep; "" = 0,1,...
     cluster: ClusterName = "none"  # what has ranks of tp on other machines, see runners.placing; none = all are here
     deterministic: bool = False  # the tokens of a request depend on it alone: on a CPU always, on a GPU if asked for
     num_threads: PositiveInt | None = None  # of all of them; None = the physical cores this process may use
@@ -190,7 +190,7 @@ class EngineConfig(StrictStruct, frozen=True, kw_only=True, metaclass=CheckedMet
     @property
     def gpus(self) -> list[int]:
         """The GPU of each rank, if the device is a GPU."""
-        return [int(number) for number in self.devices.split(",")] if self.devices else list(range(self.tp))
+        return [int(number) for number in self.devices.split(",")] if self.devices else list(range(self.num_ranks))
 
     @property
     def num_sharing(self) -> int:

@@ -33,7 +33,7 @@ HELP = {
         "tp": "Processes that share the model: each computes a part of every layer.",
         "ep": "Processes that share the experts of a mixture; with --tp the same processes, so the same number.",
         "pp": "Processes that share the model: each computes some of the layers.",
-        "devices": "GPUs of the processes of --tp, 0,1 for example, or 0,0 to try it on one. Default: 0,1,2 and on.",
+        "devices": "GPUs of the processes of --tp or --ep: 0,1 for example, 0,0 to try it on one. Default: 0,1 and on.",
         "cluster": "Place the processes of --tp on other machines: ray, or torchrun. Default: all here.",
         "deterministic": "A request's tokens depend on it alone: on a CPU always; on a GPU slowly, if at all.",
         "num_threads": "Default: the physical cores this process may use.",

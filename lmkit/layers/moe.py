@@ -12,7 +12,7 @@ A token's sum runs over its experts by ascending number, then the shared expert.
 of the step. If a kernel can multiply with the linears of many experts, all experts are a few jobs, whichever they are.
 Otherwise each expert is called by itself.
 
-A rank may hold a part of the experts. All ranks choose the same experts for each token, compute those that they hold,
+A rank may hold a part of the experts. All ranks agree on the experts of each token, compute those that they hold,
 exchange the outputs, and add them up in the order above. The result has the bits of one process with all experts.
 """
 
@@ -71,6 +71,8 @@ class MoE:
         if self.spec.held is None:
             return split
         self.ranks, self.shared_ranks = ranks, split
+        if self.shared is not None:
+            self.shared.join(ranks, split)
         return None
 
     @property
@@ -141,6 +143,8 @@ class MoE:
 
     def _routed(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
         """The sum of the chosen experts' outputs, times their weights [T, k]."""
+        if self.ranks is not None:
+            self.ranks.agree(experts)
         together = self.together(len(x), x.dtype)
         if together is not None or self.ranks is not None:
             return self._computed_by_place(x, weights, experts, together)
@@ -167,7 +171,7 @@ class MoE:
 
     def _each_alone(self, x: Tensor, experts: Tensor) -> Tensor:
         """The outputs of the held experts [T * k, hidden], in the order of places. Other rows mean nothing."""
-        y, end = torch.empty(experts.numel(), x.shape[1]), 0
+        y, end = torch.empty(experts.numel(), x.shape[1], device=x.device), 0
         for expert, places in by_expert(experts):
             start, end = end, end + len(places)
             if expert in self.spec.experts:

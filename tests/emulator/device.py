@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import mmap
-import os
 import time
 from collections.abc import Callable, Iterable
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from lmkit.kernels.cuda.module import Kernel
-from lmkit.kernels.cuda.ranks import Sharing
+from lmkit.kernels.cuda.ranks import HostSharing, Sharing
 from lmkit.turbo.host_memory import available_memory
 from lmkit.turbo.runners.device import CudaDevice, Event
 
@@ -37,35 +34,17 @@ class EmulatedDevice(CudaDevice):
     def capture(self, launch: Callable[[], None]) -> Callable[[], None]:
         return launch
 
-    def sharing(self) -> Sharing:
-        return Files()
+    def reach_each_other(self, gpus: Iterable[int]) -> bool:
+        return True
+
+    def sharing(self, *, through_host: bool) -> Sharing:
+        return HostSharing(lambda address, num_bytes: None)
 
     def environment(self, gpu: int) -> dict[str, str]:
         return {}
 
     def compile(self, kernels: Iterable[Kernel]) -> None:
         """Compile nothing: most of the kernels are launched by no test."""
-
-
-class Files:
-    """Ranks that are processes of this machine map each other's memory, which is a file without a name."""
-
-    def allocate(self, num_bytes: int) -> tuple[int, bytes]:
-        file = os.memfd_create("lmkit-emulated")
-        os.ftruncate(file, num_bytes)
-        return _mapped(file, num_bytes), f"/proc/{os.getpid()}/fd/{file}".encode()
-
-    def open(self, handle: bytes) -> int:
-        file = os.open(handle, os.O_RDWR)
-        return _mapped(file, os.fstat(file).st_size)
-
-
-def _mapped(file: int, num_bytes: int) -> int:
-    """The address of a file, which stays mapped."""
-    return np.frombuffer(_KEPT.setdefault(file, mmap.mmap(file, num_bytes)), np.uint8).ctypes.data
-
-
-_KEPT: dict[int, mmap.mmap] = {}  # by descriptor
 
 
 class _HostEvent:

@@ -171,6 +171,9 @@ class SharedRanks:
             at += len(part)
         return out
 
+    def agree(self, experts: Tensor) -> None:
+        """See layers.ranks.Ranks. They have computed the same bits."""
+
     def exchange(self, y: Tensor, places: Places) -> None:
         """See layers.ranks.Ranks."""
         assert y.is_contiguous()

@@ -1,11 +1,13 @@
-"""Sums over ranks that have a GPU each (csrc/ranks.cu), by kernels on the stream: steps can be captured.
+"""Exchanges of ranks that have a GPU each (csrc/ranks.cu), by kernels on the stream: steps can be captured.
 
-A rank maps the memory of all others. It needs GPUs that reach each other's memory, by NVLink or PCIe.
+A rank maps the memory of all others: that of their GPUs, if these reach each other by NVLink or PCIe, else host memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import mmap
+import os
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -20,6 +22,9 @@ THREADS = 512
 LEAST_PIECE = 4 * THREADS  # numbers of a block, if there are few: one load for each thread
 SAVED_BYTES = 1 << 20  # that a second shot must spare a rank: so much is read while ranks meet once more
 WAIT_SECONDS = 120.0  # for another rank: kernels that no one foresaw are compiled meanwhile
+USES_HOST_ADDRESSES = 91  # cudaDevAttrCanUseHostPointerForRegisteredMem
+MAPPED = 2  # cudaHostRegisterMapped
+NAMES = "sum_ranks", "side_by_side", "from_first", "exchange_rows"  # kernels
 
 
 class Layout(NamedTuple):
@@ -51,8 +56,6 @@ class IpcSharing:
     def __init__(self) -> None:
         from cupy.cuda import runtime
 
-        if 2 * torch.cuda.get_device_properties().multi_processor_count < LAYOUT.blocks:
-            raise UnsupportedError("tp: this GPU has too few multiprocessors to wait for others; use tp=1")
         self._runtime: Any = runtime
 
     def allocate(self, num_bytes: int) -> tuple[int, bytes]:
@@ -66,6 +69,46 @@ class IpcSharing:
             return int(self._runtime.ipcOpenMemHandle(handle, self._runtime.cudaIpcMemLazyEnablePeerAccess))
         except self._runtime.CUDARuntimeError as error:
             raise UnsupportedError(f"tp: a GPU cannot map the memory of another one ({error}); use tp=1") from None
+
+
+class HostSharing:
+    """Through host memory, which every GPU reads and writes over PCIe: for GPUs that do not reach each other's memory.
+    `register(address, bytes)` lets the device use a range under its address."""
+
+    def __init__(self, register: Callable[[int, int], None]) -> None:
+        self._register = register
+        self._kept: list[mmap.mmap] = []
+
+    def allocate(self, num_bytes: int) -> tuple[int, bytes]:
+        file = os.memfd_create("lmkit-ranks")  # it stays open: the others open it by the handle
+        os.ftruncate(file, num_bytes)
+        return self._mapped(file, num_bytes), f"/proc/{os.getpid()}/fd/{file}".encode()
+
+    def open(self, handle: bytes) -> int:
+        file = os.open(handle, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            return self._mapped(file, os.fstat(file).st_size)
+        finally:
+            os.close(file)
+
+    def _mapped(self, file: int, num_bytes: int) -> int:
+        memory = mmap.mmap(file, num_bytes)
+        self._kept.append(memory)
+        address = int(np.frombuffer(memory, np.uint8).ctypes.data)
+        self._register(address, num_bytes)
+        return address
+
+
+def register_host(address: int, num_bytes: int) -> None:
+    """Let torch's current GPU use host memory. Raises UnsupportedError."""
+    from cupy.cuda import runtime
+
+    try:
+        if not runtime.deviceGetAttribute(USES_HOST_ADDRESSES, torch.cuda.current_device()):
+            raise UnsupportedError("tp: this GPU cannot use host memory under its address; use tp=1")
+        runtime.hostRegister(address, num_bytes, MAPPED)
+    except runtime.CUDARuntimeError as error:
+        raise UnsupportedError(f"tp: a GPU cannot use host memory ({error}); use tp=1") from None
 
 
 class GpuRanks:
@@ -122,9 +165,17 @@ class GpuRanks:
         self._kernels[1](grid, THREADS, args)
         return out
 
+    def agree(self, experts: Tensor) -> None:
+        """See layers.ranks.Ranks. Tokens that pad a captured step mean nothing, and each rank has others there."""
+        self.from_first(experts)
+
     def exchange(self, y: Tensor, places: Places) -> None:
-        """See layers.ranks.Ranks. Nothing calls it: experts are not shared out on GPUs."""
-        raise NotImplementedError
+        """See layers.ranks.Ranks."""
+        assert (y.dtype, y.is_contiguous()) == (torch.float32, True)
+        grid, piece = self._pieces(y.numel())
+        aligned = y.data_ptr() % 16 == 0 and y.shape[1] % 4 == 0
+        args = [y, np.int64(y.numel()), y.shape[1], piece, aligned, places.active, *self._ends]
+        self._kernels[3](grid, THREADS, args)
 
     def from_first(self, x: Tensor) -> None:
         """Copy rank 0's x, int64 of any shape, to the others'."""
@@ -152,6 +203,6 @@ class GpuRanks:
 
 
 def kernels(size: int, layout: Layout = LAYOUT) -> list[Kernel]:
-    """The kernels of `size` ranks: sum, side by side, from the first."""
+    """The kernels of `size` ranks: sum, side by side, from the first, exchange."""
     defines = {"SIZE": size, "BLOCKS": layout.blocks, "PIECE": layout.piece}
-    return [Kernel("ranks.cu", name, **defines) for name in ("sum_ranks", "side_by_side", "from_first")]
+    return [Kernel("ranks.cu", name, **defines) for name in NAMES]

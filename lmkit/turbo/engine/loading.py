@@ -203,8 +203,8 @@ def load_options(config: EngineConfig, rank: int = 0) -> dict[str, Any]:
     """The arguments of `resolved` that a device's configuration gives. Raises ConfigError for what excludes others."""
     if config.cluster != "none" and (config.tp == 1 or config.num_processes > config.tp or config.ep > 1):
         raise ConfigError(f"cluster={config.cluster} places the ranks of tp alone: set tp, and leave out ep and pp")
-    if config.devices and (config.device != "cuda" or len(config.gpus) != config.tp):
-        raise ConfigError(f"devices={config.devices} names the GPUs of tp ranks: give as many as tp, and device cuda")
+    if config.devices and (config.device != "cuda" or len(config.gpus) != config.num_ranks):
+        raise ConfigError(f"devices={config.devices} names GPUs of ranks: give as many as tp or ep, and device cuda")
     if config.num_processes > 1:
         _check_processes(config)
     names = ("device", "dtype", "activations", "lm_head", "kv_dtype", "quantize", "attention_sinks")
@@ -274,10 +274,10 @@ def _check_processes(config: EngineConfig) -> None:
 
 def _check_gpus(config: EngineConfig, name: str, alone: str) -> None:
     """Raise ConfigError for options that do not go together with a model that several GPUs share."""
-    if max(config.ep, config.pp) > 1:
-        raise ConfigError(f"{name} is for --device cpu; GPUs share a model by tp alone")
-    if config.tp > MAX_GPUS:
-        raise ConfigError(f"{name}: at most {MAX_GPUS} GPUs share a model; use a smaller tp")
+    if config.pp > 1:
+        raise ConfigError(f"{name} is for --device cpu; GPUs share a model by tp and ep")
+    if config.num_ranks > MAX_GPUS:
+        raise ConfigError(f"{name}: at most {MAX_GPUS} GPUs share a model; use a smaller number")
     if config.cluster != "none":
         raise ConfigError(f"cluster={config.cluster} is for --device cpu; on GPUs all ranks are on one machine")
     if config.adapters:

@@ -313,7 +313,7 @@ def _gpu_workspace_bytes(spec: ModelSpec, config: EngineConfig, num_groups: int)
         ),
         default=0,
     )
-    exchanges = EXCHANGE_BYTES + 4 * rows * -(-spec.vocab_size // config.tp) if config.tp > 1 else 0
+    exchanges = EXCHANGE_BYTES + 4 * rows * -(-spec.vocab_size // ranks) if (ranks := config.num_ranks) > 1 else 0
     weights, logits = 2 * 2 * outputs * spec.hidden_size, 3 * 4 * rows * spec.vocab_size
     guesses = config.sequences_per_step * config.num_guesses * max(layer.guess_bytes for layer in spec.kinds)
     return activations + latent + weights + logits + 2 * tables + exchanges + guesses

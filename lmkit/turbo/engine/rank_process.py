@@ -85,8 +85,8 @@ def main(device: Device | None = None) -> int:
         loading.load_adapters(model, config)  # they have the numbers that they have in rank 0
         parts = RunnerParts(config, *of_model, plan.max_model_len, plan.workspace, len(plan.layout.groups))
         if isinstance(device, CudaDevice):
-            on_gpu = cuda_ranks.ranks_of(device, parts, start.rank)
-            _answer(f"memory {on_gpu.handle.hex()}", 0)
+            on_gpu = cuda_ranks.ranks_of(device, parts, start.rank, through_host=start.through_host)
+            _answer(f"memory {on_gpu.handle.hex()} {cuda_ranks.way_of_experts(model.decoder)}", 0)
             on_gpu.connect(read(pipe, cuda_ranks.Handles).handles)
     except LMKitError as error:
         return _answer(str(error), 2)

@@ -1,4 +1,4 @@
-"""Tensor parallelism on GPUs: rank 0 lies in the engine, every other rank is a process with a GPU of its own.
+"""Tensor and expert parallelism on GPUs: rank 0 lies in the engine, every other rank is a process with a GPU too.
 
     scheduler -> plan -> rank 0 -- pipe: plan --> rank 1, rank 2, ...
                          rank 0 <== memory of GPUs: the last tokens, sums, parts of the logits ==> rank 1, rank 2, ...
@@ -19,15 +19,20 @@ import msgspec
 import torch
 from torch import Tensor
 
-from lmkit.errors import EngineLostError
+from lmkit.errors import EngineLostError, UnsupportedError
 from lmkit.kernels.cuda.ranks import GpuRanks
+from lmkit.log import get_logger
+from lmkit.models.decoder import Decoder
 from lmkit.turbo.plan import Chunk, NewSequence, SampledToken, StepPlan
 from lmkit.turbo.runners.batch import StepRows
 from lmkit.turbo.runners.cuda import CudaRunner, DeviceSampler, Drawn, Pending
+from lmkit.turbo.runners.cuda_captured import mixtures
 from lmkit.turbo.runners.device import CudaDevice
 from lmkit.turbo.runners.processes import ENDED, Processes, SharedModel, Start, read, without_wishes
 from lmkit.turbo.runners.ranks import Tokens
 from lmkit.turbo.runners.runner import RunnerParts, StepResult, Ticket
+
+log = get_logger(__name__)
 
 
 class Handles(msgspec.Struct, frozen=True):
@@ -36,10 +41,17 @@ class Handles(msgspec.Struct, frozen=True):
     handles: list[bytes]
 
 
-def ranks_of(device: CudaDevice, parts: RunnerParts, rank: int) -> GpuRanks:
+def ranks_of(device: CudaDevice, parts: RunnerParts, rank: int, *, through_host: bool) -> GpuRanks:
     """A rank's view of the ranks, which is yet to be connected. Raises UnsupportedError."""
     lost = device.staging(4).view(torch.int32).zero_()
-    return GpuRanks(device.sharing(), device.tensors, lost, rank, parts.config.tp, parts.decoder.spec.vocab_size)
+    size, vocab_size = parts.config.num_ranks, parts.decoder.spec.vocab_size
+    sharing = device.sharing(through_host=through_host)
+    return GpuRanks(sharing, device.tensors, lost, rank, size, vocab_size)
+
+
+def way_of_experts(decoder: Decoder) -> str:
+    """Whether one product has all experts of each layer. Ranks launch the same steps only if they agree."""
+    return "way:" + "".join("01"[mixture.together(1, decoder.dtype) is not None] for mixture in mixtures(decoder))
 
 
 class CudaRanks(Processes):
@@ -50,19 +62,30 @@ class CudaRanks(Processes):
     def __init__(self, model: SharedModel, lose: Any) -> None:
         assert isinstance(model.device, CudaDevice)
         self._device, self._gpus = model.device, model.config.gpus
+        for gpu in self._gpus:
+            model.device.environment(gpu)  # it is there
+        self._through_host = not model.device.reach_each_other(self._gpus)
+        if self._through_host:
+            log.warning("GPUs that do not reach each other's memory exchange through host memory, which takes longer")
         super().__init__(model, lose)
 
     @contextmanager
     def _starts(self, model: SharedModel) -> Iterator[list[Start]]:
-        yield [Start(rank, model.path, model.config, [], cpus=model.cpus[rank]) for rank in range(1, model.config.tp)]
+        common: dict[str, Any] = {"config": model.config, "files": [], "through_host": self._through_host}
+        ranks = range(1, model.config.num_ranks)
+        yield [Start(rank, model.path, cpus=model.cpus[rank], **common) for rank in ranks]
 
     def _variables(self, rank: int) -> dict[str, str]:
         return self._device.environment(self._gpus[rank])
 
     def runner(self, device: CudaDevice, parts: RunnerParts) -> LeadingCudaRunner:
         """See Processes. Raises LMKitError if a rank cannot start."""
-        self.shared = ranks_of(device, parts, 0)
-        handles = [self.shared.handle, *map(bytes.fromhex, self.hear("memory"))]
+        self.shared = ranks_of(device, parts, 0, through_host=self._through_host)
+        said = [line.split() for line in self.hear("memory")]
+        if {way for _, way in said} != {way_of_experts(parts.decoder)}:
+            self.close()
+            raise UnsupportedError("ep: the experts of some ranks have weights of several formats; use tp on GPUs")
+        handles = [self.shared.handle, *(bytes.fromhex(handle) for handle, _ in said)]
         self.send(Handles(handles))
         self.shared.connect(handles)
         super().wait_until_ready()
@@ -90,7 +113,7 @@ class _Joined(CudaRunner):
     """The runner of a rank."""
 
     def __init__(self, device: CudaDevice, parts: RunnerParts, shared: GpuRanks) -> None:
-        parts.decoder.join(shared, split=True)
+        parts.decoder.join(shared, split=parts.config.tp > 1)
         self.shared = shared
         super().__init__(device, parts)
 

@@ -5,6 +5,7 @@ A CPU carries out a step when it is called. A GPU has a stream: launches run in 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, Protocol
 
@@ -15,7 +16,7 @@ from lmkit.config import EngineConfig, environment
 from lmkit.errors import ConfigError, UnsupportedError
 from lmkit.kernels.cuda import module
 from lmkit.kernels.cuda.module import Kernel
-from lmkit.kernels.cuda.ranks import IpcSharing, Sharing
+from lmkit.kernels.cuda.ranks import LAYOUT, HostSharing, IpcSharing, Sharing, register_host
 from lmkit.log import get_logger
 from lmkit.turbo.host_memory import available_memory
 
@@ -88,11 +89,18 @@ class CudaDevice:
             launch()
         return graph.replay
 
-    def sharing(self) -> Sharing:
-        """How ranks share memory. Raises UnsupportedError where no kernels run."""
+    def reach_each_other(self, gpus: Iterable[int]) -> bool:
+        """Whether each of these GPUs can map the memory of the others."""
+        pairs = itertools.permutations(set(gpus), 2)
+        return all(torch.cuda.can_device_access_peer(*pair) for pair in pairs)
+
+    def sharing(self, *, through_host: bool) -> Sharing:
+        """How ranks share memory: that of GPUs, or of the host. Raises UnsupportedError where no kernels run."""
         if not self.has_kernels:
             raise UnsupportedError(f"tp on GPUs: {module.missing()}; use tp=1")
-        return IpcSharing()
+        if 2 * torch.cuda.get_device_properties().multi_processor_count < LAYOUT.blocks:
+            raise UnsupportedError("tp: this GPU has too few multiprocessors to wait for others; use tp=1")
+        return HostSharing(register_host) if through_host else IpcSharing()
 
     def environment(self, gpu: int) -> dict[str, str]:
         """The variables of a process with `gpu` as its first one, behind which it sees all others, too. Raises

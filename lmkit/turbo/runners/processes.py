@@ -40,6 +40,7 @@ class Start(msgspec.Struct, frozen=True):
     slot_bytes: int = 0  # of the shared memory
     store: str = ""  # HOST:PORT where ranks on several machines find each other (runners.remote)
     cpus: list[int] = []  # that it is bound to; none: to nothing
+    through_host: bool = False  # whether GPUs exchange through host memory (runners.cuda_ranks)
     folder: str = msgspec.field(default_factory=os.getcwd)  # in which paths of the configuration are meant
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from lmkit.kernels import ops
 from lmkit.kernels.cuda import ranks as ranks_module
 from lmkit.kernels.cuda.ranks import GpuRanks, Layout
 from tests import emulator
@@ -94,6 +95,33 @@ def test_parts_of_rows_come_to_rank_0(device: str, size: int) -> None:
     found = together(connected(size), steps)
     assert torch.equal(found[0], whole)
     assert all(len(each) == 0 for each in found[1:])
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("device", ["cpu"], indirect=True)
+def test_rows_of_experts_come_to_all_ranks(device: str, size: int) -> None:
+    """Of 7 experts, some of which have no rows, and once all of a rank. What a rank does not have means nothing. In
+    between come sums."""
+    emulator.install(seed=size, overlap=True)
+    held = [range(-(-7 * rank // size), -(-7 * (rank + 1) // size)) for rank in range(size)]
+    kinds = (1, 0, 7), (40, 1, 6), (9, 0, 2), (60, 0, 7)
+    chosen = [torch.randint(low, high, (tokens, 2)) for tokens, low, high in kinds]
+    whole = [torch.randn(2 * len(experts), width) for experts, width in zip(chosen, (64, 132, 7, 260), strict=True)]
+
+    def exchanges(rank: int, ranks: GpuRanks) -> torch.Tensor:
+        found = []
+        for experts, rows in zip(chosen, whole, strict=True):
+            places = ops.expert_places.named("reference")(experts, 7, held[rank])
+            sorted_experts = experts.flatten().sort(stable=True).values
+            mine = torch.tensor([expert in held[rank] for expert in sorted_experts.tolist()])
+            y = torch.where(mine[:, None], rows, torch.nan)
+            ranks.exchange(y, places)
+            assert float(ranks.sum(torch.ones(1, 5)).sum()) == 5 * size
+            found.append(y.flatten())
+        return torch.cat(found)
+
+    want = torch.cat([rows.flatten() for rows in whole])
+    assert all(torch.equal(each, want) for each in together(connected(size), exchanges))
 
 
 @pytest.mark.parametrize("told", [False, True])

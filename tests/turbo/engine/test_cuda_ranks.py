@@ -93,6 +93,23 @@ def test_two_ranks_give_the_tokens_of_one(
     two.check_integrity()
 
 
+@pytest.mark.parametrize("tp", [1, 2])
+def test_ranks_share_experts(tmp_path: Path, device: CudaDevice, engines: list[Engine], tp: int) -> None:
+    """Uneven numbers of them, whole, and all else is whole, too, or split. Steps are captured."""
+    sizes = {"hidden_size": 128, "head_dim": 32, "intermediate_size": 128, "num_hidden_layers": 2}
+    sizes |= {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 64}
+    tiny.make(tmp_path / "dense", "qwen2-moe", **sizes).half().save_pretrained(tmp_path / "dense")
+    make_awq(tmp_path / "dense", path := tmp_path / "w4", group=32)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(DEMO_FOLDER / file, path / file)
+    options: dict[str, Any] = {"kv_memory": 1 << 20, "max_model_len": 96}
+    engines += [on_gpu(path, device, **options), on_gpu(path, device, tp=tp, ep=2, devices="0,0", **options)]
+    one, two = engines
+    assert two.info.captured == one.info.captured
+    assert "decode steps" in two.info.captured
+    assert assert_alike(run(two, requests(max_tokens=5)), run(one, requests(max_tokens=5)), 0.02) == 1
+
+
 @emulated
 def test_inspect_shows_the_memory_of_each_rank(
     checkpoint: Path, device: CudaDevice, monkeypatch: pytest.MonkeyPatch
@@ -126,13 +143,13 @@ def test_a_killed_rank_ends_the_engine_with_one_error(checkpoint: Path, device: 
     ("options", "reason"),
     [
         ({"tp": 2, "pp": 2}, "tp=2 and pp=2: a model is shared out in one way"),
-        ({"pp": 2}, "pp=2 is for --device cpu; GPUs share a model by tp alone"),
-        ({"tp": 2, "ep": 2}, "tp=2 is for --device cpu; GPUs share a model by tp alone"),
+        ({"pp": 2}, "pp=2 is for --device cpu; GPUs share a model by tp and ep"),
+        ({"ep": 16}, "ep=16: at most 8 GPUs share a model"),
         ({"tp": 16}, "tp=16: at most 8 GPUs share a model"),
         ({"tp": 2, "adapters": ("one=folder",)}, "tp=2 takes no adapters on GPUs; merge them"),
         ({"tp": 2, "kv_host_memory": 1 << 30}, "tp=2 keeps no KV outside the engine; leave out kv_host_memory"),
         ({"tp": 2, "cluster": "ray"}, "cluster=ray is for --device cpu"),
-        ({"tp": 2, "devices": "0"}, "devices=0 names the GPUs of tp ranks: give as many as tp"),
+        ({"tp": 2, "devices": "0"}, "devices=0 names GPUs of ranks: give as many as tp or ep"),
     ],
 )
 def test_what_gpus_cannot_share_is_refused(
@@ -153,6 +170,17 @@ def test_a_rank_sees_its_own_gpu_first(monkeypatch: pytest.MonkeyPatch) -> None:
     assert device.environment(0) == {"CUDA_VISIBLE_DEVICES": "4,GPU-5ebe9f43,7"}
     with pytest.raises(ConfigError, match="a rank is to have GPU 3, and there are 3"):
         device.environment(3)
+
+
+def test_gpus_that_do_not_reach_each_other_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In either direction. Their ranks exchange through host memory, as those of emulated GPUs do."""
+    reach = {(0, 1), (1, 0), (1, 2)}
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda *pair: pair in reach)
+    device = CudaDevice()
+    assert device.reach_each_other([0, 1])
+    assert device.reach_each_other([0, 0])
+    assert not device.reach_each_other([0, 1, 2])
+    assert not device.reach_each_other([1, 2])
 
 
 def test_the_plan_has_room_for_exchanges() -> None:

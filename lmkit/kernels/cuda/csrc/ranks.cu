@@ -9,6 +9,7 @@
 //
 // So all ranks get the same bits, in every run. Turns take the two buffers in turns. A rank writes to a buffer again
 // only after the turn in between, at which the others began after they had read it: graphs can be replayed without end.
+// The same holds if the others write to the buffers of a rank, which alone reads them (exchange_rows).
 // Flags lie where they are waited for. All ranks launch the same kernels with the same sizes.
 //
 // All blocks of a launch must be able to run at once, or ranks would wait for blocks that have not begun. A wait ends
@@ -147,3 +148,27 @@ extern "C" __global__ void __launch_bounds__(512, 2) from_first(
     end_turns(ranks, turn + 1);
 }
 EXPORT(from_first)
+
+// Fills in the rows of y [count / width, width] that belong to experts of other ranks. Each rank writes its own rows to
+// the buffers of all others, in place of its own. Those of a rank are neighbours. active: see ops.Places.
+extern "C" __global__ void __launch_bounds__(512, 2) exchange_rows(
+    float* y, i64 count, int width, int piece, int aligned, const i64* active, const u64* memories, u32* lost, i64 limit,
+    int rank
+) {
+    begin_kernel();
+    const Ranks ranks{memories, lost, static_cast<u64>(limit), rank};
+    const i64 number = active[0], first = number ? active[2] * width : 0, last = number ? active[3 * number] * width : 0;
+    u32 turn = *ranks.turn();
+    for (i64 at = static_cast<i64>(blockIdx.x) * piece; at < count; at += static_cast<i64>(gridDim.x) * piece, ++turn) {
+        const i64 here = min(static_cast<i64>(piece), count - at);
+        const int begin = static_cast<int>(max(i64(0), min(first - at, here)));
+        const int end = static_cast<int>(max(i64(0), min(last - at, here)));
+        for (int r = 0; r < SIZE; ++r)
+            if (r != rank) copy(ranks.buffer(r, turn) + begin, y + at + begin, end - begin, aligned);
+        meet(ranks, turn);
+        copy(y + at, ranks.buffer(rank, turn), begin, aligned);
+        copy(y + at + end, ranks.buffer(rank, turn) + end, static_cast<int>(here) - end, aligned);
+    }
+    end_turns(ranks, turn);
+}
+EXPORT(exchange_rows)
