@@ -64,7 +64,7 @@ def factors_tile(element: str) -> Tile:
 
 
 def outputs_tile(element: str) -> Tile:
-    """out [PANEL] = factors [rank] times one panel of B."""
+    """out [PANEL] += factors [rank] times one panel of B."""
 
     def body(e: Emitter, rows: int, arguments: list[Value]) -> None:
         factors, b, rank, out = arguments
@@ -77,7 +77,8 @@ def outputs_tile(element: str) -> Tile:
             for total, weight in zip(sums, weights, strict=True):
                 e.builder.store(e.fma(factor, weight, e.builder.load(total)), total)
         for j, total in enumerate(sums):
-            e.store(e.builder.load(total), e.offset(out, 4 * LANES * j))
+            place = e.offset(out, 4 * LANES * j)
+            e.store(e.builder.fadd(e.load(place, e.vector(F32)), e.builder.load(total)), place)
 
     return register(f"low_rank_outputs.{element}", LANES, (1,), 4, body)
 
@@ -131,22 +132,32 @@ def _add_low_rank(args: int, scratch: int, index: int) -> None:
             panel[i] = np.float32(0)
         copy(row + 4 * (inputs - rest), scratch, 4 * rest)
         _factors(kind, scratch, a + panels * panel_bytes, 1, rank, sums_at)
+    factors[:] = np.float32(0)
+    for i in range(LANES):
+        for r in range(rank):
+            factors[r] += sums[r * LANES + i]
     for r in range(rank):
-        total = np.float32(0)
-        for i in range(LANES):
-            total += sums[r * LANES + i]
-        factors[r] = scale * total
-    done, row = 0, y + index * y_stride + 4 * start
+        factors[r] *= scale
+    done, place, row = 0, 0, y + index * y_stride + 4 * start  # `place` in the group of columns that begins at `row`
     while done < outputs:
-        _outputs(kind, factors_at, b, rank, scratch)
-        end, column = min(done + PANEL, outputs), 0
+        end = min(done + PANEL, outputs)
+        if place + PANEL <= width and done + PANEL == end:
+            _outputs(kind, factors_at, b, rank, row + 4 * place)
+            done, place = end, place + PANEL
+        else:
+            panel[:] = np.float32(0)
+            _outputs(kind, factors_at, b, rank, scratch)
+        column = 0
         while done < end:
-            place = done % width
             size = min(end - done, width - place)
-            part = carray(pointer(row + 4 * (done // width * stride + place)), size, np.float32)
+            part = carray(pointer(row + 4 * place), size, np.float32)
             for i in range(size):
                 part[i] += panel[column + i]
-            done, column = done + size, column + size
+            done, column, place = done + size, column + size, place + size
+            if place == width:
+                row, place = row + 4 * stride, 0
+        if place == width:
+            row, place = row + 4 * stride, 0
         b += panel_bytes
 
 
