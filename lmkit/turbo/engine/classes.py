@@ -5,7 +5,6 @@ hidden states that it reads, or that are embeddings.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +13,7 @@ from lmkit.config import PoolingName
 from lmkit.errors import CheckpointError, ConfigError, UnsupportedError
 from lmkit.formats.checkpoint import CheckpointReader
 from lmkit.formats.pooling import read_pooling
+from lmkit.jsonfile import read_json
 from lmkit.models.registry import CLASSIFIER
 from lmkit.models.source import ModelSource
 from lmkit.models.spec import ModelSpec
@@ -26,7 +26,8 @@ ENCODERS = {
     "Roberta": ("classifier.out_proj", "classifier.dense"),
     "XLMRoberta": ("classifier.out_proj", "classifier.dense"),
 }
-MAX_BYTES = 64 << 20
+MAX_BYTES, MAX_CONFIG_BYTES = 64 << 20, 1 << 20
+OF_SENTENCES = "config_sentence_transformers.json"
 REGRESSION, INDEPENDENT = "regression", "multi_label_classification"  # as transformers names the kinds of problems
 ACTIVATIONS: dict[str, Activation] = {"Sigmoid": "sigmoid", "Identity": "none"}  # of torch, for sentence-transformers
 
@@ -56,7 +57,7 @@ def read_classes(source: ModelSource) -> Classes | None:
         pooling="cls" if inner else "last",
         reads_pairs=inner is not None,
         labels=_labels(source, len(weight)),
-        activation="none" if problem == REGRESSION else _named_activation(source.config) or usual,
+        activation="none" if problem == REGRESSION else _named_activation(source) or usual,
         **dict(zip(("weight", "bias", "dense", "dense_bias"), map(_bytes, (weight, bias, *dense)), strict=False)),
     )
 
@@ -79,15 +80,22 @@ def _bytes(tensor: Tensor) -> bytes:
     return tensor.contiguous().numpy().tobytes()
 
 
-def _named_activation(config: dict[str, Any]) -> Activation | None:
-    """What sentence-transformers makes scores of logits with, if config.json says it."""
-    own = config.get("sentence_transformers")
-    name = own.get("activation_fn") if isinstance(own, dict) else config.get("sbert_ce_default_activation_function")
+def _named_activation(source: ModelSource) -> Activation | None:
+    """What sentence-transformers makes scores of logits with, if a file says it: its own, or, as it was before,
+    config.json.
+    """
+    file, own = source.reader.path / OF_SENTENCES, source.config.get("sentence_transformers")
+    newest = read_json(file, MAX_CONFIG_BYTES) if file.exists() else {}
+    name = (
+        newest.get("activation_fn")
+        or (own.get("activation_fn") if isinstance(own, dict) else None)
+        or source.config.get("sbert_ce_default_activation_function")
+    )
     if name is None:
         return None
     kind = str(name).rpartition(".")[2]
     if kind not in ACTIVATIONS:
-        raise UnsupportedError(f"config.json: activation_fn {name!r:.80} is not supported, only Sigmoid and Identity")
+        raise UnsupportedError(f"{source.reader.path}: activation_fn {name!r:.80} is neither Sigmoid nor Identity")
     return ACTIVATIONS[kind]
 
 
