@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import ctypes
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
 from lmkit.cluster import gpus, processes
+from lmkit.cluster.on_ray import RayLauncher
 from lmkit.cluster.processes import Child, LocalLauncher
 
 
@@ -86,3 +88,23 @@ def test_replicas_take_the_next_gpus(monkeypatch: pytest.MonkeyPatch, caplog: py
     asyncio.run(run())
     assert given == ["4,5", "6,7", "4,5", "4,5", None]
     assert "a-4 shares GPU 4, 5 with other replicas" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("options", "bundle"), [({"device": "cuda", "tp": 2}, {"CPU": 3, "GPU": 2}), ({"tp": 2}, {"CPU": 3})]
+)
+def test_ray_gives_a_replica_a_gpu_for_each_rank(options: dict[str, Any], bundle: dict[str, int]) -> None:
+    ray = MagicMock()
+
+    async def run() -> None:
+        ended = asyncio.get_running_loop().create_future()
+        ended.set_result("ended with status 0")
+        ray.remote.return_value.return_value.remote.return_value.run.remote.return_value = ended
+        replica = await RayLauncher(ray, "127.0.0.1").start("a-1", options, 3)
+        await asyncio.sleep(0)
+        replica.kill()
+
+    asyncio.run(run())
+    ray.util.placement_group.assert_called_once_with([bundle], strategy="STRICT_PACK")
+    needs = ray.remote.call_args.kwargs
+    assert (needs["num_cpus"], needs["num_gpus"]) == (3, bundle.get("GPU", 0))
