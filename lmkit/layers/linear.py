@@ -41,8 +41,9 @@ class MergedLinear:
     ops.ACTIVATIONS) there are two roles, and the first is a gate: the result is ops.gated_activation of both.
 
     Before `pack`, each role is computed from the current `weights`, in numbers of `product_dtype`: a calibration may
-    rewrite them between two calls, and `observe(role, x)` sees each input. `pack` moves the weights into a kernel's
-    layout; neighbouring roles with the same format become one product.
+    rewrite them between two calls, `observe(role, x)` sees each input, and `observe_output(roles, y)` the outputs side
+    by side, before an activation. `pack` moves the weights into a kernel's layout; neighbouring roles with the same
+    format become one product.
 
     `adapters`, if there are any, add to the products of rows that use one, before an activation. On a CPU the other
     rows of the step keep their bits: a kernel computes the same with and without a norm before it and an activation
@@ -59,6 +60,7 @@ class MergedLinear:
         self.adapters: LinearAdapters | None = None
         self._ungated: Ungated | None = None  # the fused kernel's weight, without the activation
         self.observe: Observer | None = None
+        self.observe_output: Callable[[tuple[str, ...], Tensor], None] | None = None
         self.product_dtype = torch.float32
         self._short: tuple[list[Tensor | QTensor], Tensor] | None = None  # weights, and they as they are multiplied
         self.packed: list[Packed] | None = None
@@ -78,6 +80,8 @@ class MergedLinear:
             x = self._rms_norm(x, norm)
         if self.packed is None:
             merged = self._plain(x)
+            if self.observe_output is not None:
+                self.observe_output(self.roles, merged)
         else:
             outputs = [self._product(packed, x) for packed in self.packed]
             merged = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)

@@ -19,6 +19,7 @@ from lmkit.models.source import ModelSource
 from lmkit.models.spec import ModelSpec
 from lmkit.quant.data.hidden_states import BATCH_TOKENS, scratch_width
 from lmkit.quant.device import free_memory
+from lmkit.quant.layer.curvature import block_size, swept_rows
 from lmkit.quant.recipe import Recipe
 from lmkit.quant.report.evaluate import LOGIT_BYTES
 
@@ -169,6 +170,10 @@ def disk_bytes(source: ModelSource, recipe: Recipe) -> int:
     tokens = calibration.num_samples * calibration.seq_len * calibration.has_text
     width += 2 * sum(spec.layers[index].kv_size for index in spec.kv_sources)
     states = 4 * tokens * (width * (2 if recipe.needs_exact else 1) + spec.per_layer)
+    if recipe.needs_curvature:  # states in front of all layers, then the curvature of all outputs (layer.sweep)
+        outputs = (rows for layer in spec.layers for rows, _ in recipe.cost(layer).readers)
+        swept = calibration.seq_len * swept_rows(calibration.num_samples, calibration.seq_len)
+        states += 4 * swept * spec.hidden_size * (spec.num_layers + 1) + sum(2 * n * block_size(n) for n in outputs)
     if recipe.model_step is not None:  # a step's states in front of all layers; the checkpoint is written twice
         rows = min(recipe.model_step.rows, calibration.num_samples)
         states += 4 * rows * calibration.seq_len * spec.hidden_size * (spec.num_layers + 1) + _stored_bytes(

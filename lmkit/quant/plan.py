@@ -151,26 +151,29 @@ def rows_within(source: ModelSource, recipe: Recipe, seconds: float, device: str
 
 def estimate(spec: ModelSpec, recipe: Recipe, speed: Speed) -> dict[str, float]:
     """Estimated seconds of each phase, in the order of the phases."""
-    layers = mixed = finish = evaluation = 0.0
+    before = layers = mixed = finish = evaluation = 0.0
+    num_tokens = recipe.calibration.num_samples * recipe.calibration.seq_len
     for layer in spec.layers:
         cost = recipe.cost(layer)
         passes = (1 + 1 / recipe.observed_share(layer) + 3 / HELD_OUT) * recipe.calibration.has_text
         layers += cost.forward_seconds(passes * cost.num_tokens, speed.short, speed)
         layers += STORING * layer.num_weights / speed.rounding
         layers += sum(step.seconds(cost, speed) for step in recipe.layer_steps)
+        before += sum(step.seconds_before(cost, speed) for step in recipe.layer_steps)
         finish += 0.0 if recipe.model_step is None else recipe.model_step.seconds(cost, speed)
         variants = 4 * len(candidates(recipe)) * spec.num_layers / 2  # mean number of variants that pass a layer
         mixed += cost.forward_seconds(variants * MEASURED_ROWS * MEASURED_LEN, speed.full, speed)
         evaluation += cost.forward_seconds(2 * EVAL_TOKENS, speed.engine, speed)  # of two models
+    before += sum(step.seconds_of_head(spec, num_tokens, speed) for step in recipe.layer_steps)
     if recipe.model_step is not None:
-        tokens = recipe.calibration.num_samples * recipe.calibration.seq_len
-        finish += recipe.model_step.seconds_of_head(spec, tokens, speed)
+        finish += recipe.model_step.seconds_of_head(spec, num_tokens, speed)
     everything = spec.num_weights + spec.vocab_size * spec.hidden_size
     logits = 2 * EVAL_TOKENS * spec.vocab_size
     evaluation += logits * (2.0 * spec.hidden_size / speed.engine + SCORING / speed.rounding)
     return {
         "mixed precision": 0.0 if recipe.average_bits is None else mixed,
         "weights": 16.0 * everything / speed.full,  # each is read and compared
+        **({"curvature": before} if recipe.needs_curvature else {}),
         "layers": layers,
         **({} if recipe.model_step is None else {recipe.model_step.name(): finish}),
         "evaluation": evaluation,

@@ -28,6 +28,7 @@ from lmkit.errors import ConfigError, UnsupportedError
 from lmkit.formats.base import get_format
 from lmkit.formats.parts import Activations
 from lmkit.models.layer_spec import LayerSpec
+from lmkit.models.spec import ModelSpec
 from lmkit.other_names import hint
 from lmkit.quant.device import multiplies_bfloat16
 from lmkit.quant.sections import NO_TEXT, CalibrationRecipe, DatasetRecipe, KVLayerRecipe, KVRecipe, SchemeRecipe
@@ -102,6 +103,11 @@ class Recipe(StrictStruct, frozen=True, kw_only=True):
         """Whether a step wants the hidden states of the original model."""
         return any(step.needs_exact for step in self.steps)
 
+    @property
+    def needs_curvature(self) -> bool:
+        """Whether a step wants the curvature of the loss."""
+        return any(step.needs_curvature for step in self.steps)
+
     def observed_share(self, layer: LayerSpec) -> int:
         """Statistics of a layer's inputs are taken from the first of each so many batches. Moments take all."""
         everything = layer.is_sparse or self.kv.is_fitted or any(step.sees_all for step in self.steps)
@@ -125,6 +131,10 @@ class Recipe(StrictStruct, frozen=True, kw_only=True):
     def sample_tokens(self) -> int:
         """How many tokens of a linear's input are kept, if there are that many."""
         return next((step.sample_tokens for step in self.steps if step.sample_tokens is not None), SAMPLE_TOKENS)
+
+    def for_model(self, spec: ModelSpec) -> Recipe:
+        """The recipe without what its steps leave out for this model."""
+        return msgspec.structs.replace(self, steps=tuple(step.for_model(spec) for step in self.steps))
 
     def with_rows(self, count: int) -> Recipe:
         """The recipe with `count` rows of text."""

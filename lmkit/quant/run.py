@@ -42,6 +42,7 @@ from lmkit.quant.data.hidden_states import Stream
 from lmkit.quant.data.workdir import WorkFolder, open_work
 from lmkit.quant.kv.config import KVFit, KVStats, describable, make_kv_config, write_static
 from lmkit.quant.layer.quantize import LayerQuantizer, round_plainly
+from lmkit.quant.layer.sweep import CurvatureFiles, Sweep
 from lmkit.quant.plan import Plan, make_plan, rows_within
 from lmkit.quant.recipe import Recipe
 from lmkit.quant.refine.whole import Finished, WholeModel
@@ -173,11 +174,14 @@ class Quantizer:
         Returns the stream behind the last layer. None: without calibration text there is no stream.
         """
         source, spec, comm = self.source, self.source.spec, self.comm
+        curvatures = CurvatureFiles(work, comm)
         first = int(comm.broadcast_bytes(str(work.num_done).encode()))
         if first:
             log.info("going on in %s: %d of %d layers are finished", work.path, first, spec.num_layers)
         elif comm.is_first:
             check_weights(source, progress)
+            if self.recipe.needs_curvature:
+                curvatures.fill(self._sweep(), functools.partial(progress, "curvature"))
         stream = self._stream(work, first) if self.recipe.calibration.has_text else None
         for index in range(first, spec.num_layers):
             layer = source.layer(index, torch.float32, self.device)
@@ -187,7 +191,8 @@ class Quantizer:
             if stream is None:
                 report = round_plainly(source, self.recipe, self.plan, layer, done)
             else:
-                report = LayerQuantizer(source, self.recipe, self.plan, stream).quantize(layer, seen, done)
+                curvature = curvatures.load(index) if self.recipe.needs_curvature else {}
+                report = LayerQuantizer(source, self.recipe, self.plan, stream, curvature).quantize(layer, seen, done)
             # From here on, every process has its hidden states behind the layer on the disk, and none writes to them.
             comm.wait()
             if comm.is_first:
@@ -199,6 +204,10 @@ class Quantizer:
             del layer
             source.reader.release()
         return stream
+
+    def _sweep(self) -> Sweep:
+        dtype, seed = self.recipe.product_dtype(self.device), self.recipe.calibration.seed
+        return Sweep(self.source, self.data.rows, self.budget.batch_tokens, dtype, seed, self.device)
 
     def _stream(self, work: WorkFolder, layer: int) -> Stream:
         """The calibration rows in front of a layer."""
@@ -346,6 +355,7 @@ def prepare(
     estimate allows, and as there are. Nothing is written. Raises CheckpointError, ConfigError or UnsupportedError.
     """
     source = ModelSource(model)
+    recipe = recipe.for_model(source.spec)
     plan = make_plan(source, recipe, device)
     tokenizer = Tokenizer.from_pretrained(source.reader.path)
     if time_budget is not None and recipe.calibration.has_text:

@@ -187,13 +187,10 @@ def _finish(total: int, rows: int, padded: int, group: int, dim: int, sink_logit
             y[i] = sums[r * padded + i] * inverse
 
 
-def _attend(args: int, scratch: int, index: int) -> None:
-    """Compute one unit."""
-    a = read(args, AttendArgs)
+@inline
+def _attend_unit(a: AttendArgs, scratch: int, index: int) -> None:
     num_seqs, window, sinks, group, dim, padded = a.sequences.num_seqs, a.window, a.sinks, a.group, a.dim, a.padded
     plan = carray(pointer(a.sequences.plan), num_seqs + 2, np.int64)
-    if index >= plan[num_seqs]:
-        return
     starts, split = carray(pointer(a.sequences.starts), num_seqs + 1, np.int32), plan[num_seqs + 1]
     b = _find(plan, num_seqs, index)
     start, length = np.int64(starts[b]), np.int64(carray(pointer(a.sequences.lens), num_seqs, np.int32)[b])
@@ -280,6 +277,15 @@ def _attend(args: int, scratch: int, index: int) -> None:
     _finish(total, rows, padded, group, dim, logits, a.out + token * stride + 4 * head * group * dim, stride)
 
 
+def _attend(args: int, scratch: int, index: int) -> None:
+    """Compute every `tasks`-th unit from `index` on."""
+    a = read(args, AttendArgs)
+    num_units = carray(pointer(a.sequences.plan), a.sequences.num_seqs + 1, np.int64)[a.sequences.num_seqs]
+    while index < num_units:
+        _attend_unit(a, scratch, index)
+        index += a.tasks
+
+
 ATTEND = Task(_attend)
 
 
@@ -323,6 +329,7 @@ def paged_attention(
     if window:
         max_parts = min(max_parts, (sinks + window + num_tokens - num_seqs + 1) // PARTITION + 3)
     units, wanted = _max_units(num_tokens, num_seqs, heads, tile_tokens, max_parts)
+    tasks = min(units, 2 * wanted) if wanted else units  # most units of short contexts do not exist
     counters = units if wanted else 0
     plan = workspace.empty(num_seqs + 2 + counters, dtype=torch.int64)
     records = workspace.empty(counters * tile_tokens * group * (padded + 2))
@@ -336,7 +343,7 @@ def paged_attention(
         scale_bits=float_bits(spec.scale), softcap_bits=float_bits(spec.softcap),
         sink_logits=address(sink_logits), out=out.data_ptr(),
         records=address(records), counters=plan.data_ptr() + 8 * (num_seqs + 2), heads=heads, group=group, dim=dim,
-        padded=padded, block_size=k_cache.block_size, window=window, sinks=sinks, tile_tokens=tile_tokens,
+        padded=padded, tasks=tasks, block_size=k_cache.block_size, window=window, sinks=sinks, tile_tokens=tile_tokens,
         hadamard=int(k_cache.hadamard), query_limit=query_limit(k_cache.dtype, dim),
         query_form=query_form(isa, k_cache.dtype, dim, few=False),
         few_query_form=query_form(isa, k_cache.dtype, dim, few=True), mean=mean,
@@ -344,7 +351,7 @@ def paged_attention(
     )  # fmt: skip
     threads.run(
         ATTEND,
-        units,
+        tasks,
         numbers(args),
         parallel=num_tokens * max_keys * num_heads * dim > SERIAL_PRODUCTS,
         scratch=buffers.py_func(0, tile_tokens * group, padded, mean.num_pairs).copies + scratch_bytes(isa, padded),

@@ -71,6 +71,7 @@ class AttendArgs(NamedTuple):
     group: int  # query heads of each
     dim: int
     padded: int  # dim, filled up to whole vectors
+    tasks: int
     block_size: int
     window: int
     sinks: int

@@ -69,19 +69,19 @@ class Probe:
         return float(error) if bool(error.isfinite()) else float("inf")
 
 
-def fit_cache(calibrated: CalibratedLayer, seen: KVStats, recipe: KVRecipe, hidden: Tensor) -> None:
+def fit_cache(calibrated: CalibratedLayer, seen: KVStats, recipe: KVRecipe, hidden: Tensor) -> dict[str, Tensor]:
     """Choose the transform, fold lambda into the layer's float32 weights, and keep the result for kv_config.json in
-    `seen`.
+    `seen`. Returns the factors on the rows of linears, by role.
 
     hidden float32 [tokens, hidden_size]: the states behind the layer. Errors are relative to them.
     """
-    layer = calibrated.layer
+    layer, rows = calibrated.layer, dict[str, Tensor]()
     if layer.spec.delta:
-        return
+        return rows
     spec, sample = layer.spec, calibrated.inputs.get("attn.q")
     override = recipe.layers.get(layer.index, KVLayerRecipe())
     if {override.k_bits or recipe.bits, override.v_bits or recipe.bits} == {16}:
-        return
+        return rows
     online = recipe.scheme == "online"
     by_index = not (spec.rope.by_length or spec.rope.sections)  # angles that depend on a token's index alone
     mean = key_mean(seen, spec) if online and recipe.key_mean and by_index else ()
@@ -90,7 +90,7 @@ def fit_cache(calibrated: CalibratedLayer, seen: KVStats, recipe: KVRecipe, hidd
     mean = mean if any(mean) else ()
     if sample is None:  # the recipe leaves all of attention as it is
         seen.fit = KVFit(key_mean=mean, hadamard=online and recipe.hadamard is True)
-        return
+        return rows
     probe = Probe.of(layer, sample.sample, calibrated.sequences)
     k_type = INT8 if (override.k_bits or recipe.bits) == 8 else INT4
     alphas = ALPHAS if recipe.smooth else ALPHAS[:1]
@@ -107,7 +107,7 @@ def fit_cache(calibrated: CalibratedLayer, seen: KVStats, recipe: KVRecipe, hidd
     turn = min(best, key=lambda t: best[t][0] * (1.0 if t or len(best) == 1 else HADAMARD_GAIN))
     alpha = best[turn][1]
     if alpha:
-        fold(layer, scales[alpha])
+        rows = fold(layer, scales[alpha])
         seen.divide_keys(scales[alpha].cpu())
         probe, mean = probe.scaled(scales[alpha]), divided(mean, scales[alpha])
     keys = KVStorage(FLOAT32, FLOAT32, mean, turn)
@@ -115,6 +115,7 @@ def fit_cache(calibrated: CalibratedLayer, seen: KVStats, recipe: KVRecipe, hidd
     costs = {f"k {kind}": probe.error(replace(keys, k=kind)) / power for kind in (INT4, INT8)}
     costs |= {f"v {kind}": probe.error(KVStorage(FLOAT32, kind)) / power for kind in (INT4, INT8)}
     seen.fit = KVFit(alpha if recipe.smooth else None, mean, turn, costs)
+    return rows
 
 
 def key_mean(seen: KVStats, spec: LayerSpec) -> MeanByHead:
@@ -165,8 +166,9 @@ def of_queries(s: Tensor, spec: LayerSpec) -> Tensor:
     return s.repeat_interleave(spec.num_heads // spec.num_kv_heads, dim=0)
 
 
-def fold(layer: DecoderLayer, s: Tensor) -> None:
-    """Fold keys / s and queries * s into the weights. Scores change by rounding errors only."""
+def fold(layer: DecoderLayer, s: Tensor) -> dict[str, Tensor]:
+    """Fold keys / s and queries * s into the weights. Scores change by rounding errors only. Returns the factors on the
+    rows of linears, by role."""
     spec, weights = layer.spec, layer.weights
     s = s[:, torch.tensor(spec.pair_order).argsort()] if spec.pair_order else s  # as the checkpoint has them
     factors = {"attn.k": 1 / s, "attn.q": of_queries(s, spec)}
@@ -178,3 +180,4 @@ def fold(layer: DecoderLayer, s: Tensor) -> None:
                 weight = weights[name]
                 assert isinstance(weight, Tensor)
                 weights[name] = weight * (of_rows if weight.ndim == 1 else of_rows[:, None])
+    return {} if spec.qk_norm else {role: factor.flatten() for role, factor in factors.items()}

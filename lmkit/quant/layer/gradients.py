@@ -5,7 +5,7 @@ Nothing that has gradients is written to in place, so the sums of the residual s
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -33,8 +33,20 @@ class LayerWithGradients(DecoderLayer):
         out = functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=attention.scale, enable_gqa=True)
         return self.outputs(out.transpose(1, 2).flatten(0, 1).contiguous(), gates)
 
-    def output(self, hidden: Tensor, geometry: Geometry) -> Tensor:
-        """hidden float32 [tokens, hidden], whole sequences -> the next layer's."""
+    def observe_gradients(self, observer: Callable[[tuple[str, ...], Tensor], None]) -> None:
+        """Call `observer(roles, g [T, out])` on the way back, with the gradients at the outputs of linears that are
+        computed together, side by side. An expert sees the tokens that are sent to it."""
+
+        def watch(names: tuple[str, ...], y: Tensor) -> None:
+            y.register_hook(lambda gradient: observer(names, gradient))
+
+        for linear in self.linears:
+            linear.observe_output = watch
+
+    def output(self, hidden: Tensor, seq_len: int) -> Tensor:
+        """hidden float32 [tokens, hidden], whole sequences of `seq_len` tokens -> the next layer's. Each call has keys
+        and values of its own: they are part of what has gradients."""
+        geometry = Geometry.of(self.spec, len(hidden) // seq_len, seq_len, self.device)
         batch, rope, kv = geometry.batch, geometry.rope, geometry.kv
         attended = self.attention(hidden, batch, rope, kv, self.before("norm.attn"))
         middle = self.behind("norm.attn", hidden, attended)
@@ -58,6 +70,4 @@ def with_gradients(layer: DecoderLayer, weights: Mapping[str, Tensor]) -> LayerW
 
 def layer_output(layer: DecoderLayer, weights: Mapping[str, Tensor], hidden: Tensor) -> Tensor:
     """The layer's output with other weights on whole sequences. hidden and output float32 [rows, seq_len, hidden]."""
-    tuned = with_gradients(layer, weights)
-    geometry = Geometry.of(layer.spec, hidden.shape[0], hidden.shape[1], tuned.device)
-    return tuned.output(hidden.flatten(0, 1), geometry).view(hidden.shape)
+    return with_gradients(layer, weights).output(hidden.flatten(0, 1), hidden.shape[1]).view(hidden.shape)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import msgspec
@@ -43,6 +43,7 @@ class LayerQuantizer:
     recipe: Recipe
     plan: Plan
     stream: Stream
+    curvature: Mapping[str, Tensor]  # of the layer's outputs, if a step wants it (layer.curvature)
 
     def quantize(self, layer: DecoderLayer, seen: KVStats, done: Callable[[int], None]) -> LayerReport:
         """Rewrite `layer.weights` (float32) as they will be stored, fill `seen`, and move the stream behind the layer.
@@ -54,11 +55,12 @@ class LayerQuantizer:
         layer.multiply_in(self.recipe.product_dtype(layer.device))
         done(0)
         calibrated, first_output = self._observe(layer, seen)
-        fit_cache(calibrated, seen, self.recipe.kv, first_output)
+        rows = fit_cache(calibrated, seen, self.recipe.kv, first_output)
         original = layer.with_weights(dict(layer.weights))
         rtn = {role: round_to_nearest(calibrated.weight(role), scheme) for role, scheme in calibrated.schemes.items()}
         rtn_errors = _sample_errors(calibrated, {role: calibrated.weight(role) for role in rtn}, rtn)
-        work = LayerWork(calibrated, original, self.stream, self.recipe.activations, self.recipe.calibration.seed)
+        settings = self.recipe.activations, self.recipe.calibration.seed
+        work = LayerWork(calibrated, original, self.stream, *settings, self.curvature, rows)
         for stage, step in enumerate(self.recipe.layer_steps, 1):
             done(stage)
             if step.stage is Stage.ROUNDER:

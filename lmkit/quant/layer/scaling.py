@@ -52,6 +52,7 @@ def record(work: LayerWork, searches: list[ScaleSearch]) -> None:
     spec = work.calibrated.layer.spec
     work.scales += [found.report() for found in searches]
     work.columns |= {role: expand(found.best.scale, role, spec) for found in searches for role in found.consumers}
+    work.rows |= {found.source: 1 / found.best.scale for found in searches if found.source in spec.linears}
 
 
 def fold_each_pair(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -33,14 +34,16 @@ class Rounding:
 
 @dataclass
 class LayerWork:
-    """The steps rewrite `calibrated`. `original` is the layer before the first step. A transform fills `columns` and
-    `scales`, clipping fills `clips`, and a rounder or tuner fills `roundings`."""
+    """The steps rewrite `calibrated`. `original` is the layer before the first step. A transform fills `rows`,
+    `columns` and `scales`, clipping fills `clips`, and a rounder or tuner fills `roundings`."""
 
     calibrated: CalibratedLayer
     original: DecoderLayer
     stream: Stream
     activations: Activations  # how engines will round the inputs of linears
     seed: int
+    curvature: Mapping[str, Tensor] = field(default_factory=dict)  # of the layer's outputs, if a step wants it
+    rows: dict[str, Tensor] = field(default_factory=dict)  # by role, the factors on a weight's rows
     columns: dict[str, Tensor] = field(default_factory=dict)  # by role, the factors on a weight's columns
     scales: list[ScaleReport] = field(default_factory=list)
     clips: dict[str, ClipReport] = field(default_factory=dict)

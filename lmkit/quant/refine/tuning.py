@@ -18,23 +18,17 @@ from dataclasses import dataclass, field
 import torch
 from msgspec.structs import replace
 from torch import Tensor
-from torch.nn import functional
 
-from lmkit.kernels import ops
 from lmkit.kernels.cuda.module import TORCH, tensor_device
-from lmkit.kernels.ops import Norm
 from lmkit.layers.linear import Weights
-from lmkit.models import roles
 from lmkit.models.decoder_layer import DecoderLayer
-from lmkit.models.layer_spec import LayerSpec
 from lmkit.quant.data.buffer import Buffer
-from lmkit.quant.layer.gradients import LayerWithGradients, with_gradients
-from lmkit.quant.layer.layer import Geometry
+from lmkit.quant.layer.gradients import with_gradients
+from lmkit.quant.layer.head import HeadWithGradients
 from lmkit.quant.layer.moments import held_out_rows, run
 from lmkit.quant.refine.parameters import Changes, TunedLayer, no_changes
 from lmkit.quant.refine.snapshot import Snapshot
 from lmkit.quant.refine.whole import Finished, WholeModel
-from lmkit.quant.report.evaluate import LOGIT_BYTES
 from lmkit.quant.report.report import RefineReport
 
 BETAS = 0.9, 0.95
@@ -52,7 +46,6 @@ class Tuning:
     batch: int
     rate: float
     changes: list[Changes] = field(init=False)
-    _geometries: dict[tuple[LayerSpec, int], Geometry] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         model = self.model
@@ -65,13 +58,7 @@ class Tuning:
         folder = self.stream.folder
         self._buffer = Buffer((len(self.layers) + 1) * batch_tokens, spec.hidden_size, folder and folder / "refine.f32")
         self._states = self._buffer.states.view(len(self.layers) + 1, batch_tokens, -1)
-        head = self.original.head(None, f"{TORCH}{self.device}")
-        self._embed = head.embed_rows
-        weight = head.lm_head.weights[roles.LM_HEAD]
-        assert isinstance(weight, Tensor)
-        self._head = weight.to(self.dtype)
-        norm, eps = head.final_norm, spec.norm_eps
-        self._norm = None if norm is None else Norm(norm, eps, bias=head.final_bias)
+        self._head = HeadWithGradients(self.original, self.dtype, self.device)
         self.changes = [no_changes(self._layer(index).weights) for index in self.layers]
 
     def finish(self, done: Callable[[int, int], None]) -> Finished:
@@ -128,7 +115,7 @@ class Tuning:
 
     def behind_layers(self, row: int) -> Tensor:
         """The hidden states float32 [seq_len, hidden] of a row behind the tuned layers, as a check computes them."""
-        hidden = self._embed(self.rows[row, None].to(self.device))
+        hidden = self._head.embed_rows(self.rows[row, None].to(self.device))
         for index in self.layers:
             layer = self._layer(index)
             tuned = DecoderLayer(layer.spec, index, self.tuned(layer).changed(), self.stream.device)
@@ -179,23 +166,17 @@ class Tuning:
         size, count = self.stream.batch_rows * self.rows.shape[1], len(rows) * self.rows.shape[1]
         return [slice(begin, min(begin + size, count)) for begin in range(0, count, size)]
 
-    def _output(self, layer: LayerWithGradients, hidden: Tensor) -> Tensor:
-        key = layer.spec, len(hidden)
-        if key not in self._geometries:
-            seq_len = self.rows.shape[1]
-            self._geometries[key] = Geometry.of(layer.spec, len(hidden) // seq_len, seq_len, layer.device)
-        return layer.output(hidden, self._geometries[key])
-
     def _forward(self, rows: Tensor) -> None:
         """Fill the states in front of each layer and behind the last."""
         for part in self._parts(rows):
             whole = self.rows[rows].flatten()[part].view(-1, self.rows.shape[1])
-            self._states[0, part] = self._embed(whole.to(self.device)).cpu()
+            self._states[0, part] = self._head.embed_rows(whole.to(self.device)).cpu()
         for index in self.layers:
             layer = self._layer(index)
             tuned = with_gradients(layer, {role: w.detach() for role, w in self.tuned(layer).leaves().items()})
             for part in self._parts(rows):
-                self._states[index + 1, part] = self._output(tuned, self._states[index, part].to(self.device)).cpu()
+                hidden = self._states[index, part].to(self.device)
+                self._states[index + 1, part] = tuned.output(hidden, self.rows.shape[1]).cpu()
             self._buffer.release()
 
     def _backward(self, index: int, rows: Tensor, gradient: Tensor) -> Changes:
@@ -206,7 +187,7 @@ class Tuning:
         computed = with_gradients(layer, leaves)
         for part in self._parts(rows):
             hidden = self._states[index, part].to(self.device, copy=True).requires_grad_()
-            self._output(computed, hidden).backward(gradient[part].to(self.device))
+            computed.output(hidden, self.rows.shape[1]).backward(gradient[part].to(self.device))
             assert hidden.grad is not None
             gradient[part] = hidden.grad.cpu()
         self._buffer.release()
@@ -216,7 +197,7 @@ class Tuning:
         """The sum of KL over the tokens of a step, and the gradients of its mean behind the last layer. A few tokens
         are compared at a time."""
         seq_len, total = self.rows.shape[1], 0.0
-        at_once = max(1, LOGIT_BYTES // (4 * self.stored.spec.vocab_size))
+        at_once = self._head.tokens_at_once
         exact = self.stream.states(self.stream.layer, exact=True)
         for place, row in enumerate(rows.tolist()):
             for begin in range(0, seq_len, at_once):
@@ -225,8 +206,8 @@ class Tuning:
                 target = exact[row * seq_len + part.start : row * seq_len + part.stop].clone()
                 hidden = self._states[-1, own].to(self.device, copy=True).requires_grad_(gradient is not None)
                 with torch.no_grad():
-                    log_p = self._log_probabilities(target.to(self.device))
-                kl = (log_p.exp() * (log_p - self._log_probabilities(hidden))).sum()
+                    log_p = self._head.log_probabilities(target.to(self.device))
+                kl = (log_p.exp() * (log_p - self._head.log_probabilities(hidden))).sum()
                 total += float(kl.detach())
                 if gradient is not None:
                     (kl / (len(rows) * seq_len)).backward()
@@ -234,13 +215,3 @@ class Tuning:
                     gradient[own] = hidden.grad.cpu()
         self.original.reader.release()
         return total
-
-    def _log_probabilities(self, hidden: Tensor) -> Tensor:
-        """hidden float32 [tokens, hidden] behind the last layer -> float32 [tokens, vocab]"""
-        spec = self.original.spec
-        if self._norm is not None:
-            hidden = ops.rms_norm.select(f"{TORCH}{self.device}")(hidden, self._norm)
-        logits = functional.linear(hidden.to(self.dtype), self._head).float()
-        if spec.final_softcap:
-            logits = spec.final_softcap * (logits / spec.final_softcap).tanh()
-        return logits.log_softmax(-1)

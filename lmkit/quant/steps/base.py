@@ -140,6 +140,11 @@ class Step(StrictStruct, frozen=True, tag_field="step"):
         return False
 
     @property
+    def needs_curvature(self) -> bool:
+        """Whether the step wants to know how much each layer's outputs count for the loss (layer.curvature)."""
+        return False
+
+    @property
     def sample_tokens(self) -> int | None:
         """Tokens of each linear's input that the step wants in the sample, or None."""
         return None
@@ -162,14 +167,19 @@ class Step(StrictStruct, frozen=True, tag_field="step"):
             return None
         return f"{self.name()} needs type int and groups of 32, 64 or 128 inputs"
 
-    def needs_states_alone(self, spec: ModelSpec) -> str | None:
-        """The answer of `refuses_model` for a step that computes layers from their states alone (data.beside)."""
-        reason = f"{self.name()} does not go with layers that read the keys of others, or vectors of each token"
+    def needs_states_alone(self, spec: ModelSpec, what: str = "") -> str | None:
+        """The answer of `refuses_model` for a step that computes layers from their states alone (data.beside), or does
+        so for its key `what`."""
+        reason = f"{what or self.name()} does not go with layers that read the keys of others, or vectors of each token"
         return reason if spec.reads_beside else None
 
     def refuses_model(self, spec: ModelSpec) -> str | None:
         """Why the step cannot be done to this model, or None."""
         return None
+
+    def for_model(self, spec: ModelSpec) -> Self:
+        """The step without what is `auto` in it and does not go with this model."""
+        return self
 
     def apply(self, work: LayerWork) -> None:
         """Rewrite the layer and add the step's entries of the report to `work`."""
@@ -182,6 +192,10 @@ class Step(StrictStruct, frozen=True, tag_field="step"):
 
     def seconds(self, cost: LayerCost, speed: Speed) -> float:
         """Seconds that the step takes for one layer."""
+        return 0.0
+
+    def seconds_before(self, cost: LayerCost, speed: Speed) -> float:
+        """Seconds that the step takes for one layer before the layer loop."""
         return 0.0
 
     def seconds_of_head(self, spec: ModelSpec, num_tokens: int, speed: Speed) -> float:

@@ -12,31 +12,38 @@ column is rounded to make up for the earlier ones. This gives the codes of the p
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from dataclasses import dataclass, replace
+from typing import Annotated, ClassVar, Literal, Self
 
+import msgspec
 import torch
 from msgspec import Meta
 from torch import Tensor
 
 from lmkit.formats.parts import Activations
 from lmkit.layers.linear import in_full
+from lmkit.log import get_logger
+from lmkit.models.spec import ModelSpec
 from lmkit.qtensor import QTensor, QuantScheme, dequantize
+from lmkit.quant.layer.curvature import MAX_TOKENS, block_size, weights_of_outputs
+from lmkit.quant.layer.descent import descend
 from lmkit.quant.layer.layer import CalibratedLayer
 from lmkit.quant.layer.moments import HELD_OUT, Moments, collect, squared
 from lmkit.quant.layer.products import SHORT_TOKENS, times
+from lmkit.quant.layer.refine import by_halves, group_size, refine
 from lmkit.quant.layer.routed import MIN_TOKENS
 from lmkit.quant.layer.work import LayerWork, Rounding
 from lmkit.quant.steps.base import LayerCost, Speed, Stage, Step
 
-FEW = 16  # columns that are visited one after the other; their changes are passed on to later columns in products
+log = get_logger(__name__)
+
 MIN_DAMPING, MAX_DAMPING = 0.01, 1.0
+AUTO_LOSS = 2
 # For the estimate of time: products with the held-out inputs, the time of a weight in a round in roundings to nearest,
 # and calls of torch for a column.
 JUDGED, ROUNDING, COLUMN_CALLS = 4, 13, 15
-
-_SMALLEST_SCALE = torch.finfo(torch.float16).smallest_normal
+# The same for the rounds that weigh outputs: passes of the sweep, and the time of a weight in a round.
+SWEEP, DESCENT = 4, 12
 
 
 class Gptq(Step, frozen=True, tag="gptq"):
@@ -52,13 +59,36 @@ class Gptq(Step, frozen=True, tag="gptq"):
     strength: Annotated[float, Meta(ge=0, le=1)] = 1.0  # share of the way from this layer's own outputs to the exact
     sequential: bool = True  # attn.o and mlp.down are rounded on the outputs of the rounded linears before them
     refine: Annotated[int, Meta(ge=0, le=100)] = 2  # rounds of coordinate descent over scales and codes afterwards
+    loss: Annotated[int, Meta(ge=0, le=100)] | Literal["auto"] = 0  # rounds behind these that weigh the outputs' errors
+    # by the curvature of the model's loss (layer.curvature); auto: AUTO_LOSS if the model has gradients, or 0
 
     @property
     def needs_exact(self) -> bool:
         return self.targets == "exact" and self.strength > 0
 
+    @property
+    def loss_rounds(self) -> int:
+        return AUTO_LOSS if self.loss == "auto" else self.loss
+
+    @property
+    def needs_curvature(self) -> bool:
+        return self.loss_rounds > 0
+
     def refuses(self, scheme: QuantScheme, activations: Activations) -> str | None:
         return self.needs_integers(scheme)
+
+    def refuses_model(self, spec: ModelSpec) -> str | None:
+        if not self.needs_curvature:
+            return None
+        if spec.is_recurrent:  # for each token, gradients keep a state that is larger than all else
+            return "gptq: loss does not go with linear attention"
+        return self.needs_states_alone(spec, "gptq: loss")
+
+    def for_model(self, spec: ModelSpec) -> Self:
+        if self.loss != "auto" or (reason := self.refuses_model(spec)) is None:
+            return self
+        log.warning("%s: it is left out", reason)
+        return msgspec.structs.replace(self, loss=0)
 
     def apply(self, work: LayerWork) -> None:
         round_layer(work, self)
@@ -75,15 +105,38 @@ class Gptq(Step, frozen=True, tag="gptq"):
             short += (1 + 3 * self.refine) * rows * width**2
             full += width**3 / 3
             columns += rounds * width
+            short += self.loss_rounds * rows * width * (5 * width + 2 * block_size(rows))
+            numbers += self.loss_rounds * DESCENT * rows * width
         products = short / speed.short + full / speed.full
         rest = numbers / speed.rounding + columns * COLUMN_CALLS / speed.calls
         return cost.forward_seconds(passes * cost.num_tokens, speed.short, speed) + products + rest
+
+    def seconds_before(self, cost: LayerCost, speed: Speed) -> float:
+        if not self.needs_curvature:
+            return 0.0
+        num_tokens = min(cost.num_tokens, MAX_TOKENS)
+        squares = sum(num_tokens * rows * block_size(rows) for rows, _ in cost.readers)
+        return cost.forward_seconds(SWEEP * num_tokens, speed.short, speed) + squares / speed.short
+
+    def seconds_of_head(self, spec: ModelSpec, num_tokens: int, speed: Speed) -> float:
+        products = 3 * 2.0 * min(num_tokens, MAX_TOKENS) * spec.vocab_size * spec.hidden_size
+        return products / speed.short if self.needs_curvature else 0.0
+
+    def whole_numbers(self, spec: ModelSpec, group_size: int) -> int:
+        return spec.vocab_size * spec.hidden_size if self.needs_curvature else 0
 
     def working_numbers(self, cost: LayerCost) -> int:
         # The moments of a part's inputs, the largest one's factor while it is computed, and the columns in work.
         # Without `sequential`, every input's moments are in memory at once.
         moments = (max if self.sequential else sum)(sum(2 * width**2 for width in part) for part in cost.part_widths)
-        return cost.batch_tokens * cost.token_width + moments + 4 * max(cost.input_widths) ** 2 + 6 * cost.largest
+        rounding = cost.batch_tokens * cost.token_width + moments + 4 * max(cost.input_widths) ** 2 + 6 * cost.largest
+        if not self.needs_curvature:
+            return rounding
+        # Before: a layer's curvature, and what autograd keeps of a batch. Later: a block, and a few times its weights.
+        curvature = sum(rows * block_size(rows) for rows, _ in cost.readers)
+        sweep = curvature + cost.layer.num_weights + 3 * cost.batch_tokens * cost.token_width
+        block = max(6 * width * block_size(rows) + 3 * block_size(rows) ** 2 for rows, width in cost.readers)
+        return max(sweep, rounding + curvature + block)
 
 
 def round_layer(work: LayerWork, step: Gptq) -> None:
@@ -100,7 +153,7 @@ def round_layer(work: LayerWork, step: Gptq) -> None:
         moments = early or collect(*work.passes, _rows(calibrated, stage), work.columns)
         found: dict[str, Rounding] = {}
         for group in stage:
-            found |= _round_group(calibrated, step, group, moments[group[0]])
+            found |= _round_group(work, step, group, moments[group[0]])
         work.store(found)
 
 
@@ -127,10 +180,9 @@ def _stages(calibrated: CalibratedLayer) -> list[list[tuple[str, ...]]]:
     return list(stages.values())
 
 
-def _round_group(
-    calibrated: CalibratedLayer, step: Gptq, group: tuple[str, ...], moments: Moments
-) -> dict[str, Rounding]:
+def _round_group(work: LayerWork, step: Gptq, group: tuple[str, ...], moments: Moments) -> dict[str, Rounding]:
     """Round linears that read one input, as rows of one weight."""
+    calibrated = work.calibrated
     weights, size = [calibrated.weight(role) for role in group], calibrated.schemes[group[0]].group_size
     dtype = calibrated.layer.product_dtype
     plain = [calibrated.rounded(role, weight) for role, weight in zip(group, weights, strict=True)]
@@ -151,10 +203,17 @@ def _round_group(
     rounded = round_columns(weight, _stack(plain), factor, dtype, shift)
     moments.hessian.diagonal().add_(factor.added)
     rounded = refine(weight, rounded, moments.hessian, step.refine, dtype, shift)
-    parts = _split(rounded, [len(w) for w in weights])
-    return {
+    sizes = [len(w) for w in weights]
+    found = {
         role: _judge(w, q, p, moments, factor.damping, dtype)
-        for role, w, q, p in zip(group, weights, parts, plain, strict=True)
+        for role, w, q, p in zip(group, weights, _split(rounded, sizes), plain, strict=True)
+    }
+    # The judge counts all outputs alike, so it compares what has been made without the curvature.
+    blocks = weights_of_outputs(work.curvature, calibrated.layer.spec, group, work.rows)
+    weighted = descend(weight, rounded, moments.hessian, blocks, step.loss_rounds, dtype, shift)
+    return {
+        role: replace(rounding, weight=q) if rounding.method == "gptq" else rounding
+        for (role, rounding), q in zip(found.items(), _split(weighted, sizes), strict=True)
     }
 
 
@@ -266,20 +325,6 @@ def column_order(hessian: Tensor, kind: str, group_size: int) -> Tensor:
     return (first[:, None] * group_size + within[first]).flatten()
 
 
-def _by_halves(
-    begin: int, end: int, visit: Callable[[int, int], None], pass_on: Callable[[int, int, int], None], few: int = FEW
-) -> None:
-    """`visit` all columns (or groups) from `begin` to `end` in order, a few at a time. The changes by those from begin
-    to middle are passed on to those from middle to end in one product."""
-    if end - begin <= few:
-        visit(begin, end)
-        return
-    middle = (begin + end + 1) // 2
-    _by_halves(begin, middle, visit, pass_on, few)
-    pass_on(begin, middle, end)
-    _by_halves(middle, end, visit, pass_on, few)
-
-
 def round_columns(
     weight: Tensor,
     grid: QTensor,
@@ -294,7 +339,7 @@ def round_columns(
     that the linear will see come nearest to those of the original model.
     """
     scheme, order, feedback = grid.scheme, factor.order, factor.feedback
-    group_of = order // _group_size(grid)
+    group_of = order // group_size(grid)
     exact = weight.T[order].contiguous()  # [in, out], so that a column of the weight lies in one piece
     wanted = exact.clone() if shift is None else exact + factor.pull(shift)
     scales, zeros = grid.scales.float().T[group_of], grid.zeros.float().T[group_of]
@@ -309,82 +354,7 @@ def round_columns(
     def pass_on(begin: int, middle: int, end: int) -> None:
         wanted[middle:end] -= times(feedback[begin:middle, middle:end].T, errors[begin:middle].T, dtype)
 
-    _by_halves(0, len(order), round_some, pass_on)
+    by_halves(0, len(order), round_some, pass_on)
     unordered = torch.empty_like(codes)
     unordered[order] = codes
     return QTensor(unordered.T.to(torch.uint8).contiguous(), grid.scales, grid.zeros, scheme)
-
-
-def refine(
-    weight: Tensor,
-    rounded: QTensor,
-    hessian: Tensor,
-    rounds: int,
-    dtype: torch.dtype = torch.float32,
-    shift: Tensor | None = None,
-) -> QTensor:
-    """Coordinate descent on tr((W - W^) H (W - W^)^T), with `shift` as in `round_columns`. No step raises it, up to the
-    errors of products in `dtype`.
-
-    A round visits one group of inputs after the other. It takes the best scale for the group's codes, then the best
-    code for one column after the other.
-    """
-    scheme, size, h, short = rounded.scheme, _group_size(rounded), hessian, hessian.to(dtype)
-    codes = rounded.codes.float().T.contiguous()  # [in, out]
-    scales, zeros = rounded.scales.float().T.contiguous(), rounded.zeros.float().T.contiguous()  # [groups, out]
-    changes = torch.empty_like(codes)
-
-    def inputs(begin: int, end: int) -> slice:
-        return slice(begin * size, end * size)
-
-    def visit(begin: int, end: int) -> None:
-        for group in range(begin, end):
-            part = inputs(group, group + 1)
-            changes[part] = _refine_group(
-                codes[part], scales[group], zeros[group], gradient[part], h[part, part], scheme.max_code
-            )
-
-    def pass_on(begin: int, middle: int, end: int) -> None:
-        seen, later = inputs(begin, middle), inputs(middle, end)
-        gradient[later] -= times(short[later, seen], changes[seen].T, dtype)
-
-    for _ in range(rounds):
-        steps = (codes.view(len(scales), size, -1) - zeros[:, None]) * scales[:, None]
-        gradient = times(short, weight - steps.view(codes.shape).T, dtype)  # [in, out], H (W - W^)^T + S^T
-        if shift is not None:
-            gradient += shift.T
-        _by_halves(0, len(scales), visit, pass_on, few=1)
-    return QTensor(codes.T.to(torch.uint8).contiguous(), scales.T.to(torch.float16).contiguous(), rounded.zeros, scheme)
-
-
-def _refine_group(codes: Tensor, scales: Tensor, zeros: Tensor, gradient: Tensor, h: Tensor, max_code: int) -> Tensor:
-    """Refine one group's scales [out] and codes [size, out] in place. Returns the change of the weight [size, out]."""
-    before = (codes - zeros) * scales
-    steps = codes - zeros
-    curvature = (steps * (h @ steps)).sum(0)
-    best = (scales + (steps * gradient).sum(0) / curvature).to(torch.float16).float()
-    scales.copy_(torch.where((curvature > 0) & (best >= _SMALLEST_SCALE) & best.isfinite(), best, scales))
-    gradient = gradient - h @ (steps * scales - before)
-    diagonal, changes = h.diagonal().tolist(), torch.zeros_like(codes)
-
-    def refine_some(begin: int, end: int) -> None:
-        for i in range(begin, end):
-            if diagonal[i] > 0:
-                wanted = (steps[i] * scales + gradient[i] / diagonal[i]) / scales
-                code = (wanted + zeros).round_().clamp_(0, max_code)
-                changes[i] = (code - codes[i]) * scales
-                gradient[i + 1 : end].addr_(h[i + 1 : end, i], changes[i], alpha=-1)
-                codes[i] = code
-
-    def pass_on(begin: int, middle: int, end: int) -> None:
-        gradient[middle:end] -= h[middle:end, begin:middle] @ changes[begin:middle]
-
-    _by_halves(0, len(codes), refine_some, pass_on)
-    return (codes - zeros) * scales - before
-
-
-def _group_size(q: QTensor) -> int:
-    """Inputs that share a scale; groups are whole."""
-    num_groups = q.scales.shape[1]
-    assert q.codes.shape[1] % num_groups == 0
-    return q.codes.shape[1] // num_groups

@@ -157,6 +157,8 @@ class KVBlocks:
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks on the device, one after the other. A pair is (from, to)."""
+        if not pairs:  # nearly every step
+            return
         if self._on_cpu:
             for array in self._arrays:
                 for source, target in pairs:

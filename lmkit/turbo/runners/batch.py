@@ -92,12 +92,15 @@ class PersistentBatch:
         self.keeps_tables = False  # whether the last inputs have the same block tables as the inputs before them
         self.always_adapted = False  # whether all rows are computed in the way of rows with an adapter
         self._entries = [0] * num_slots  # number of sequences that have entered
+        # The values that grow by one in a decode step lie side by side.
+        moving = torch.zeros(2 + num_groups, max(max_step_tokens, num_slots), dtype=torch.int32)
+        self._moving = moving.numpy()
         self._inputs = {
             "token_ids": torch.zeros(max_step_tokens, dtype=torch.int64),
-            "positions": torch.zeros(max_step_tokens, dtype=torch.int32),
-            "slots": torch.zeros(num_groups, max_step_tokens, dtype=torch.int32),
+            "positions": moving[0],
+            "slots": moving[2:],
             "query_start": torch.zeros(num_slots + 1, dtype=torch.int32),
-            "context_lens": torch.zeros(num_slots, dtype=torch.int32),
+            "context_lens": moving[1],
             "block_tables": torch.zeros(self.block_tables.shape, dtype=torch.int32),
             "rope_lens": torch.zeros(num_slots, dtype=torch.int32),
             "states": torch.zeros(num_slots, ROW_FIELDS, dtype=torch.int32),
@@ -109,6 +112,7 @@ class PersistentBatch:
         self._arrays = {name: tensor.numpy() for name, tensor in self._inputs.items()}
         # By the number of sequences, and whether any has an adapter.
         self._decode_inputs: dict[tuple[int, bool], BatchInputs] = {}
+        self._decode_shape = 0, False  # of the latest decode step
         self._decoded: list[tuple[int, int]] = []  # (slot, position) of each token, if the inputs are a decode step's
 
     def enter(self, new: NewSequence) -> None:
@@ -209,14 +213,14 @@ class PersistentBatch:
             position % self.block_size for _, position in tokens
         )
         if self.keeps_tables:  # every sequence moves on by one token in the same blocks
-            for name in ("positions", "slots", "context_lens"):
-                self._arrays[name][..., :num_seqs] += 1
-            for row, (slot, position) in enumerate(tokens):
-                self._arrays["token_ids"][row] = self.token_ids[slot, position]
-        else:
-            slots, positions = np.array(tokens).T
-            self._write(slots, slots, positions, np.arange(num_seqs + 1), positions + 1)
-        shape = num_seqs, self._has_adapters(num_seqs)
+            self._moving[:, :num_seqs] += 1
+            token_ids = self._arrays["token_ids"]
+            for row, place in enumerate(tokens):
+                token_ids[row] = self.token_ids[place]
+            return self._decode_inputs[self._decode_shape]
+        slots, positions = np.array(tokens).T
+        self._write(slots, slots, positions, np.arange(num_seqs + 1), positions + 1)
+        shape = self._decode_shape = num_seqs, self._has_adapters(num_seqs)
         if shape not in self._decode_inputs:
             inputs = self._views(num_seqs, num_seqs, self.block_tables.shape[2], 0, 0)
             rows, start = torch.arange(num_seqs), inputs.geometries[0].query_start

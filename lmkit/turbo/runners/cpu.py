@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -20,6 +20,7 @@ from lmkit.kernels.cpu import ahead, jit, threads
 from lmkit.kernels.cpu.workspace import Workspace
 from lmkit.layers.batch import BatchInputs
 from lmkit.turbo.host_memory import available_memory
+from lmkit.turbo.kv.tiers.store import TierStore
 from lmkit.turbo.plan import Chunk, Sampled, SampledToken, StepPlan
 from lmkit.turbo.runners.batch import StepRows
 from lmkit.turbo.runners.cpu_captured import CapturedSteps
@@ -29,6 +30,14 @@ from lmkit.turbo.runners.sampler import Sampler
 from lmkit.turbo.runners.step_thread import StepThread
 
 MANY_ROWS = 64  # every kernel then runs its variant for many rows
+
+
+@contextmanager
+def _in_steps(num_threads: int) -> Iterator[None]:
+    """The thread of the steps is inside. It enters torch's mode once, and not in every step."""
+    threads.configure(num_threads)
+    with torch.inference_mode():
+        yield
 
 
 class CpuRunner(PlanRunner):
@@ -42,7 +51,7 @@ class CpuRunner(PlanRunner):
         self._workspace = Workspace(parts.workspace_bytes)
         self._captured = CapturedSteps(self.decoder, self.kv, self._workspace)
         self._overlaps = parts.config.overlap
-        self._thread = StepThread("engine-steps", partial(threads.configure, threads.num_threads()))
+        self._thread = StepThread("engine-steps", partial(_in_steps, threads.num_threads()))
 
     @torch.inference_mode()
     def warm_up(self) -> str:
@@ -84,10 +93,12 @@ class CpuRunner(PlanRunner):
         sampled = self.execute(plan)
         return StepResult(sampled, time.perf_counter() - start, self.kernel_seconds - before)
 
-    @torch.inference_mode()
     def execute(self, plan: StepPlan) -> list[Sampled]:
         """Carry out a plan. Returns one result for each of its chunks, in order."""
-        with self._begun(plan) as chunks:
+        with (
+            nullcontext() if torch.is_inference_mode_enabled() else torch.inference_mode(),
+            self._begun(plan) as chunks,
+        ):
             return self.for_all(plan, chunks, self._compute(chunks))
 
     def _compute(self, chunks: list[Chunk]) -> list[Sampled]:
@@ -95,7 +106,7 @@ class CpuRunner(PlanRunner):
             return []
         inputs, rows = self.batch.inputs(chunks)
         start = time.perf_counter()
-        with self._giving(chunks):
+        with nullcontext() if self._tiers is None else self._giving(chunks, self._tiers):
             if rows is not None and rows.wants_hidden:
                 with self._workspace.active():
                     logits, shown = self._with_hidden(chunks, rows, inputs)
@@ -110,10 +121,10 @@ class CpuRunner(PlanRunner):
         return [Sampled(new, *also) for new, also in zip(tokens, shown, strict=True)]
 
     @contextmanager
-    def _giving(self, chunks: list[Chunk]) -> Iterator[None]:
+    def _giving(self, chunks: list[Chunk], tiers: TierStore) -> Iterator[None]:
         """Give the blocks that chunks fill to other engines, layer by layer."""
         gives = [save for chunk in chunks for save in chunk.gives]
-        filling = None if self._tiers is None else self._tiers.filling
+        filling = tiers.filling
         if filling is None or not gives:
             yield
             return

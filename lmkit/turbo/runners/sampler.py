@@ -68,7 +68,6 @@ class Sampler:
         self.shown.pop(slot, None)
         self._beyond_argmax.discard(slot)
 
-    @np.errstate(over="ignore", invalid="ignore")  # an infinity is intended, or `isfinite` finds it
     def sample(self, logits: Tensor, slots: Seq[int], ahead: Seq[int] | None = None) -> list[SampledToken]:
         """Sample the next token of each row of `logits` (float32 [R, vocab]). The row's sequence is in slots[row].
 
@@ -79,7 +78,11 @@ class Sampler:
         raw = logits.numpy()
         if self._beyond_argmax.isdisjoint(slots):
             return self._most_likely(raw, slots)
-        ahead = ahead or [0] * len(slots)
+        return self._beyond(raw, slots, ahead or [0] * len(slots))
+
+    @np.errstate(over="ignore", invalid="ignore")  # an infinity is intended, or `isfinite` finds it
+    def _beyond(self, raw: np.ndarray, slots: Seq[int], ahead: Seq[int]) -> list[SampledToken]:
+        """As `sample`, with draws, edits and reports."""
         slot_ids = np.asarray(slots)
         edited, top = self._edit(raw, slots)
         tokens = edited.argmax(-1)  # the lowest id among the greatest logits

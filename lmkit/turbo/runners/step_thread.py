@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from queue import SimpleQueue
 from threading import Thread
 from typing import Any, Generic, TypeVar
@@ -17,11 +18,11 @@ Outcome = tuple[Any, BaseException | None]  # of a call: its result, or what it 
 
 
 class StepThread:
-    """Calls functions in their order. `begin` is called first, in the thread."""
+    """Calls functions in their order, inside of the context that `around` makes in the thread."""
 
-    def __init__(self, name: str, begin: Callable[[], None]) -> None:
+    def __init__(self, name: str, around: Callable[[], AbstractContextManager[None]]) -> None:
         self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._thread = Thread(target=_serve, args=(begin, self._calls), name=name, daemon=True)
+        self._thread = Thread(target=_serve, args=(around, self._calls), name=name, daemon=True)
         self._thread.start()
         self._end = weakref.finalize(self, self._calls.put, None)  # an engine that nobody closes leaves no thread
 
@@ -56,8 +57,8 @@ class _Call(Generic[T]):
         return found
 
 
-def _serve(begin: Callable[[], None], calls: SimpleQueue[Callable[[], None] | None]) -> None:
-    begin()
-    while (call := calls.get()) is not None:
-        call()
-        del call  # a waiting thread keeps nothing of the last step alive
+def _serve(around: Callable[[], AbstractContextManager[None]], calls: SimpleQueue[Callable[[], None] | None]) -> None:
+    with around():
+        while (call := calls.get()) is not None:
+            call()
+            del call  # a waiting thread keeps nothing of the last step alive

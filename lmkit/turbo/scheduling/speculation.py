@@ -15,6 +15,9 @@ follows from these chances and from the measured times of steps:
 
 A step with drafts waits for the tokens of the step before it. Its time includes what the host does in between, which a
 plain step hides.
+
+A step of a new size is prepared once (captured), which takes time. Such a size is taken as soon as it would have saved
+that time, had it been there before. Until then the best known size is, or none.
 """
 
 from __future__ import annotations
@@ -22,8 +25,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from operator import itemgetter
-from typing import Any
+from operator import attrgetter, itemgetter
+from typing import Any, NamedTuple
 
 from lmkit.turbo.plan import Sampled, StepPlan
 from lmkit.turbo.scheduling.history import History
@@ -38,6 +41,7 @@ TERMS = ((1, 0, 0, 0, 0), (0, 1, 0, 0, 0), (0, 0, 1, 0, 0))  # of pacing.StepTim
 FORCED = 0.97  # the chance of a token that a grammar forces: the same text may be written in other tokens
 SURE = 4.0  # guesses of a sequence that count as much as those of all other sequences
 FORGET = 0.998  # of what all sequences showed, with each guess
+LATEST = 8.0  # times of a step: what a new size takes longer counts as no more; kernels may have been compiled in it
 TIMED = 8  # one in so many plain steps is timed: they are alike
 
 
@@ -55,6 +59,17 @@ class Chances:
 
     def of(self, place: int) -> float:
         return self.right[place] / self.tried[place]
+
+
+class _Choice(NamedTuple):
+    """Guesses of a step, all tokens that are expected of it, and tokens a second."""
+
+    count: int
+    tokens: float
+    rate: float
+
+
+_RATE = attrgetter("rate")
 
 
 @dataclass
@@ -77,6 +92,8 @@ class Speculation:
         self._times = StepTimes()
         self._steps = 0
         self._seen: set[tuple[int, int]] = set()  # (sequences, tokens) of steps with drafts: the first may be compiled
+        self._first_times = StepTimes()  # of steps with drafts whose size is new
+        self._missed: dict[tuple[int, int], float] = {}  # by new size: seconds that it would have saved so far
         self._since: float | None = None  # when the last step's result came, if others followed at once
 
     def propose(self, sequences: list[Sequence], budget: int) -> bool:
@@ -112,15 +129,29 @@ class Speculation:
         chances = [(chance, seq) for seq in sequences for chance in self._chances_of(seq, least)]
         chances.sort(key=itemgetter(0), reverse=True)
         lengths: dict[Sequence, int] = {}
-        best, most, expected = 0, MARGIN * plain, float(num_seqs)
+        best = known = _Choice(0, float(num_seqs), MARGIN * plain)
+        expected = float(num_seqs)
         for count, (chance, _) in enumerate(chances[: max(budget, 0)], 1):
             expected += chance
-            rate = expected / (fixed + each * (num_seqs + count) + wait)
-            if rate > most:
-                best, most = count, rate
-        for _, seq in chances[: round_down(best, 3)]:
+            if count == round_down(count, 3):
+                choice = _Choice(count, expected, expected / (fixed + each * (num_seqs + count) + wait))
+                best = max(best, choice, key=_RATE)
+                if (num_seqs, num_seqs + count) in self._seen:
+                    known = max(known, choice, key=_RATE)
+        if best != known:
+            saved = best.tokens * (1 / (known.rate if known.count else plain) - 1 / best.rate)
+            best = best if self._is_worth_preparing(num_seqs, num_seqs + best.count, saved) else known
+        for _, seq in chances[: best.count]:
             lengths[seq] = lengths.get(seq, 0) + 1
-        return most, lengths
+        return best.rate, lengths
+
+    def _is_worth_preparing(self, num_seqs: int, num_tokens: int, saved: float) -> bool:
+        """Whether to take a new size, which would save so many seconds now."""
+        size, counts = (num_seqs, num_tokens), [1, num_tokens, 1, 0, 0]
+        missed = self._missed[size] = self._missed.get(size, 0.0) + saved
+        usual = self._times.predict(counts)
+        first = self._first_times.predict(counts) if self._first_times.num_records else usual
+        return missed >= min(first - usual, LATEST * usual)
 
     def _chances_of(self, seq: Sequence, least: float) -> list[float]:
         """The chance of each token of a draft to be kept: that all tokens before it are right, and itself."""
@@ -180,10 +211,13 @@ class Speculation:
                 self.num_draft_tokens += len(chunk.draft)
                 self.num_accepted += max(len(result.tokens) - 1, 0)
         self._steps += 1
-        if since is not None and ((num_seqs, num_tokens) in self._seen if drafted else self._steps % TIMED == 0):
-            self._times.record([1, num_tokens, waited, 0, 0], now - since)
+        size = num_seqs, num_tokens
+        if since is not None and (drafted or self._steps % TIMED == 0):
+            times = self._first_times if drafted and size not in self._seen else self._times
+            times.record([1, num_tokens, waited, 0, 0], now - since)
         if drafted:
-            self._seen.add((num_seqs, num_tokens))
+            self._seen.add(size)
+            self._missed.pop(size, None)
 
     def stats(self) -> dict[str, Any]:
         """Figures of EngineStats."""

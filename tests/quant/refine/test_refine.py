@@ -85,8 +85,10 @@ def weights_of(folder: Path) -> bytes:
     return (folder / "model.safetensors").read_bytes()
 
 
-def test_small_batches_of_tokens_add_up(tmp_path: Path) -> None:
-    source = tiny_checkpoint(tmp_path / "source")
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_small_batches_of_tokens_add_up(tmp_path: Path, family: str) -> None:
+    """Also where attention reads the cache, which has gradients, too."""
+    source = tiny_checkpoint(tmp_path / "source", family)
     quantizer = prepare(source, refining())
     whole = quantizer.run(tmp_path / "whole").refined
     quantizer.budget = quantizer.budget.__class__(**(vars(quantizer.budget) | {"batch_tokens": 48}))

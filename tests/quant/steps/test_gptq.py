@@ -15,6 +15,7 @@ from lmkit.qtensor import QTensor, QuantScheme, dequantize, quantize
 from lmkit.quant.data.hidden_states import Stream
 from lmkit.quant.layer.moments import Moments, collect, held_out_rows
 from lmkit.quant.layer.passes import LayerPass, Part
+from lmkit.quant.layer.refine import refine
 from lmkit.quant.run import prepare
 from lmkit.quant.steps import gptq
 from lmkit.quant.steps.gptq import Gptq
@@ -66,7 +67,7 @@ def test_it_errs_less_than_plain_rounding_on_other_tokens(order: str) -> None:
     weight, x, unseen = weight_of(), inputs(seed=1)[:800], inputs(seed=1)[800:]
     plain, rounded = quantize(weight, SCHEME), solve(weight, hessian_of(x), order)
     assert error(weight, rounded, unseen) < 0.6 * error(weight, plain, unseen)
-    refined = gptq.refine(weight, rounded, hessian_of(x), 2)
+    refined = refine(weight, rounded, hessian_of(x), 2)
     assert error(weight, refined, x) < 0.97 * error(weight, rounded, x)
     assert error(weight, refined, unseen) < error(weight, rounded, unseen)
 
@@ -76,7 +77,7 @@ def test_refinement_never_raises_the_error_and_keeps_the_zeros() -> None:
     rounded, errors = quantize(weight, SCHEME), []
     for _ in range(5):
         errors.append(error(weight, rounded, x))
-        refined = gptq.refine(weight, rounded, hessian_of(x), 1)
+        refined = refine(weight, rounded, hessian_of(x), 1)
         assert torch.equal(refined.zeros, rounded.zeros)
         rounded = refined
     assert errors == sorted(errors, reverse=True)
@@ -100,7 +101,7 @@ def test_rows_are_rounded_each_by_itself() -> None:
 def test_few_tokens_and_dead_inputs_leave_finite_codes() -> None:
     weight, x = weight_of(), inputs(tokens=20)
     x[:, 5] = 0
-    rounded = gptq.refine(weight, solve(weight, hessian_of(x)), hessian_of(x), 2)
+    rounded = refine(weight, solve(weight, hessian_of(x)), hessian_of(x), 2)
     assert bool(dequantize(rounded).isfinite().all())
     assert error(weight, rounded, x) < error(weight, quantize(weight, SCHEME), x)
     assert float((dequantize(rounded)[:, 5] - weight[:, 5]).abs().max()) < 0.5
@@ -138,7 +139,7 @@ def test_the_target_is_the_weight_for_the_original_outputs() -> None:
     least = error(weight / factors, wanted, x)
     assert error(weight / factors, found, x) < 1.5 * least
     assert error(weight / factors, gptq.round_columns(weight, grid, factor), x) > 100 * least
-    refined = gptq.refine(weight, found, hessian_of(x), 2, shift=shift)
+    refined = refine(weight, found, hessian_of(x), 2, shift=shift)
     assert error(weight / factors, refined, x) < error(weight / factors, found, x)
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 
 import pytest
 
@@ -13,7 +15,14 @@ from lmkit.turbo.runners.step_thread import StepThread
 
 def test_calls_run_in_order_in_one_thread() -> None:
     began: list[str] = []
-    thread = StepThread("steps", lambda: began.append(threading.current_thread().name))
+
+    @contextmanager
+    def around() -> Iterator[None]:
+        began.append(threading.current_thread().name)
+        yield
+        began.append("ended")
+
+    thread = StepThread("steps", around)
     seen: list[tuple[int, str]] = []
 
     def step(number: int) -> int:
@@ -26,10 +35,11 @@ def test_calls_run_in_order_in_one_thread() -> None:
     assert began == ["steps"]
     thread.close()
     thread.close()
+    assert began == ["steps", "ended"]
 
 
 def test_a_ticket_raises_what_its_call_raised_and_the_thread_goes_on() -> None:
-    thread = StepThread("steps", lambda: None)
+    thread = StepThread("steps", nullcontext)
     failed, fine = thread.submit(int, "x"), thread.submit(int, "7")
     with pytest.raises(ValueError, match="invalid literal"):
         failed()
@@ -38,7 +48,7 @@ def test_a_ticket_raises_what_its_call_raised_and_the_thread_goes_on() -> None:
 
 
 def test_a_thread_that_nobody_closes_ends() -> None:
-    thread = StepThread("steps", lambda: None)
+    thread = StepThread("steps", nullcontext)
     assert thread.submit(int, "7")() == 7
     inner, gone = thread._thread, weakref.ref(thread)
     del thread

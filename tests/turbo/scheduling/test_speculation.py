@@ -16,10 +16,15 @@ PERIOD = 11
 
 
 class Machine(FakeEngine):
-    """Steps of `fixed` + `each` * tokens seconds. What the host does in between takes `host`, which overlap hides."""
+    """Steps of `fixed` + `each` * tokens seconds. What the host does in between takes `host`, which overlap hides. The
+    first step of each size takes `first` more.
+    """
 
-    def __init__(self, *, fixed: float = 20.0, each: float = 2.0, host: float = 0.5, **changes: Any) -> None:
-        self.now, self.fixed, self.each, self.host = 0.0, fixed, each, host
+    def __init__(
+        self, *, fixed: float = 20.0, each: float = 2.0, host: float = 0.5, first: float = 0.0, **changes: Any
+    ) -> None:
+        self.now, self.fixed, self.each, self.host, self.first = 0.0, fixed, each, host, first
+        self.sizes = set[tuple[int, int]]()
         given = {"num_blocks": 2000, "max_step_tokens": 64, "max_model_len": 400, "max_batch_size": 16}
         super().__init__(limits(**(given | changes)), depth=2, clock=lambda: self.now)
         self.waited = deque[bool]()
@@ -32,7 +37,11 @@ class Machine(FakeEngine):
         return plan
 
     def land(self) -> None:
-        num_tokens = sum(chunk.num_tokens for chunk in self.plans[0].chunks)
+        chunks = self.plans[0].chunks
+        num_tokens = sum(chunk.num_tokens for chunk in chunks)
+        if (len(chunks), num_tokens) not in self.sizes:
+            self.sizes.add((len(chunks), num_tokens))
+            self.now += self.first
         self.now += self.fixed + self.each * num_tokens + (self.host if self.waited.popleft() else 0.0)
         super().land()
 
@@ -80,6 +89,13 @@ def test_guesses_never_cost_much(percent: int, count: int, each: float) -> None:
     plain = Machine(each=each).finish(requests(count, percent))
     most = 1.02 if percent < 50 else 1.04
     assert Machine(each=each, max_draft_tokens=16).finish(requests(count, percent)) < most * plain
+
+
+@pytest.mark.usefixtures("repeats")
+@pytest.mark.parametrize("percent", [80, 90])
+def test_few_sizes_are_taken_if_each_costs_much_once(percent: int) -> None:
+    plain = Machine(first=150.0).finish(requests(4, percent))
+    assert Machine(first=150.0, max_draft_tokens=16).finish(requests(4, percent)) < 0.92 * plain
 
 
 @pytest.mark.usefixtures("repeats")
