@@ -134,8 +134,12 @@ def config(shape: Shape) -> dict[str, object]:
     }
 
 
-def make_checkpoint(out: Path, shape: Shape, seed: int = 0) -> None:
-    """Write the bfloat16 checkpoint with a tokenizer of its own to `out`, a folder that does not exist yet."""
+def make_checkpoint(out: Path, shape: Shape, seed: int = 0, *, counts: bool = False) -> None:
+    """Write the bfloat16 checkpoint with a tokenizer of its own to `out`, a folder that does not exist yet.
+
+    `counts`: behind token n the likeliest is n + 1, whatever stands before. The head has the embedding of n in row
+    n + 1, and the layers compute as others do, but add nothing.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def matrix(rows: int, columns: int) -> torch.Tensor:
@@ -144,17 +148,20 @@ def make_checkpoint(out: Path, shape: Shape, seed: int = 0) -> None:
     with atomic_directory(out) as folder, tempfile.TemporaryDirectory() as texts:
         _write_tokenizer(Path(texts), shape.vocab)
         writer, ones = CheckpointWriter(folder), torch.ones(shape.hidden, dtype=torch.bfloat16)
-        writer.add("model.embed_tokens.weight", matrix(shape.vocab, shape.hidden))
+        embedding = matrix(shape.vocab, shape.hidden)
+        writer.add("model.embed_tokens.weight", embedding)
         for layer in range(shape.layers):
             prefix = f"model.layers.{layer}"
             for name, (rows, columns) in shape.linears().items():
-                writer.add(f"{prefix}.{name}.weight", matrix(rows, columns))
+                weight = matrix(rows, columns)
+                adds = name.endswith(("o_proj", "down_proj"))
+                writer.add(f"{prefix}.{name}.weight", weight.zero_() if counts and adds else weight)
             if shape.experts:
                 writer.add(f"{prefix}.mlp.gate.weight", matrix(shape.experts, shape.hidden))
             for name, size in shape.vectors().items():
                 writer.add(f"{prefix}.{name}.weight", torch.ones(size, dtype=torch.bfloat16))
         writer.add("model.norm.weight", ones.clone())
-        writer.add("lm_head.weight", matrix(shape.vocab, shape.hidden))
+        writer.add("lm_head.weight", embedding.roll(1, 0) if counts else matrix(shape.vocab, shape.hidden))
         writer.finish(dict(config(shape)), Path(texts))
 
 

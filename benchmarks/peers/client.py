@@ -35,7 +35,7 @@ class PeerProcess:
 
     def __init__(self, python: str, module: str, options: Options, log: Path, isa: str = "") -> None:
         arguments = [str(options.model)]
-        for name in ("threads", "max_batch", "max_context", "vocab"):
+        for name in ("threads", "max_batch", "max_context", "vocab", "guesses"):
             arguments += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
         self._log = log
         with log.open("wb") as errors:
@@ -68,7 +68,7 @@ class PeerProcess:
         except psutil.NoSuchProcess:
             return 0.0
 
-    def ask(self, **command: Any) -> dict[str, float]:
+    def ask(self, **command: Any) -> dict[str, Any]:
         """Send one command and wait for its answer. Raises EngineFailed."""
         assert self.process.stdin
         with self._awake():

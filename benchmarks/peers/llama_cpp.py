@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import json
 import re
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from typing import Any
 import gguf
 import llama_cpp as ll
 import numpy as np
+from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
 from benchmarks.peers.protocol import Facts, Options, main
 from benchmarks.peers.safetensors_numpy import Array, tensors
@@ -53,6 +55,7 @@ class LlamaCpp:
         self.size = (0, 0)  # sequences and tokens of a sequence that the context holds
         self.sequences: list[int] = []  # last token of each
         self.position = 0
+        self.loop: Any = None  # llama_cpp.Llama, for answers
         self.facts = Facts(
             metadata.version("llama-cpp-python"),
             f"Q4_0, flash attention, float16 KV (Q8_0 above 16k tokens), {_features()}",
@@ -86,6 +89,18 @@ class LlamaCpp:
         self.position += 1
         self.sequences = [self._best(number) for number in range(len(self.sequences))]
         return len(self.sequences)
+
+    def answer(self, prompt: list[int], count: int) -> Iterator[list[int]]:
+        """By llama-cpp-python's own loop, which has a prompt lookup."""
+        if self.loop is None:
+            options, threads = self.options, self.options.threads
+            lookup = LlamaPromptLookupDecoding(num_pred_tokens=options.guesses) if options.guesses else None
+            self.loop = ll.Llama(
+                str(options.model), n_ctx=options.max_context, n_batch=MICRO_BATCH, n_threads=threads,
+                n_threads_batch=threads, flash_attn=True, draft_model=lookup, verbose=False,
+            )  # fmt: skip
+        tokens = self.loop.generate(prompt, temp=0.0)
+        yield from ([token] for token in itertools.islice(tokens, count))
 
     def _open(self, batch: int, length: int) -> None:
         """Empty the context, or make one for another batch. Its cache has no room to spare, and its sequences have

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from lmkit.turbo.request import Request, SamplingParams
 class LmkitEngine:
     def __init__(self, options: Options, **config: Any) -> None:
         defaults: dict[str, Any] = {"kv_memory": KV_GIB << 30, "prefix_cache": False}
+        if options.guesses:
+            defaults |= {"speculate": "ngram", "max_draft_tokens": options.guesses}
         settings = EngineConfig(
             num_threads=options.threads,
             max_batch_size=options.max_batch,
@@ -57,6 +60,12 @@ class LmkitEngine:
         if failed:
             raise RuntimeError(failed)
         return sum(len(output.token_ids) for output in outputs)
+
+    def answer(self, prompt: list[int], count: int) -> Iterator[list[int]]:
+        params = SamplingParams(max_tokens=count, ignore_eos=True, temperature=0)
+        self.engine.add(Request(request_id=str(next(self.names)), prompt_ids=prompt, params=params))
+        while self.engine.has_work():
+            yield from (output.token_ids for output in self.engine.step() if output.token_ids)
 
 
 def prepare(source: Path, out: Path) -> None:

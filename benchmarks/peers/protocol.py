@@ -2,6 +2,7 @@
 
     {"do": "prefill", "batch": 4, "prompt_len": 64}    ->  {"seconds": 0.9}
     {"do": "decode", "steps": 16, "limit": 5.0}        ->  {"seconds": 1.1, "tokens": 64}
+    {"do": "answer", "prompt": [5, 6], "count": 160}   ->  {"seconds": 1.9, "tokens": 159, "ids": [7, 8, ...]}
 
 When its model is loaded, a process writes its Facts as the first line.
 """
@@ -16,10 +17,10 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol, runtime_checkable
 
 PR_SET_PDEATHSIG = 1
 MIN_STEPS = 2
@@ -50,6 +51,7 @@ class Options:
     max_batch: int
     max_context: int  # tokens of one sequence, prompt and answer
     vocab: int
+    guesses: int = 0  # tokens that prompt lookup guesses at most; 0: there is none
 
 
 class Engine(Protocol):
@@ -60,6 +62,14 @@ class Engine(Protocol):
 
     def step(self) -> int:
         """Make one more token for every sequence. Returns how many were made."""
+
+
+@runtime_checkable
+class Answering(Protocol):
+    """An engine that may guess with prompt lookup."""
+
+    def answer(self, prompt: list[int], count: int) -> Iterator[list[int]]:
+        """Greedily decode `count` tokens behind a prompt. Yields those of each step."""
 
 
 Make = Callable[[Options], Engine]
@@ -84,6 +94,7 @@ def main(make: Make, prepare: Prepare) -> None:
     run.add_argument("model", type=Path)
     for name in ("threads", "max-batch", "max-context", "vocab"):
         run.add_argument(f"--{name}", type=int, required=True)
+    run.add_argument("--guesses", type=int, default=0)
     arguments = vars(parser.parse_args())
     if arguments.pop("command") == "prepare":
         prepare(arguments["source"], arguments["out"])
@@ -101,8 +112,11 @@ def _serve(make: Make, options: Options) -> None:
             print(json.dumps(answer(engine, json.loads(line), options.vocab, number)), file=answers)
 
 
-def answer(engine: Engine, command: dict, vocab: int, number: int) -> dict[str, float]:
+def answer(engine: Engine, command: dict, vocab: int, number: int) -> dict[str, Any]:
     """Do the engine's command `number`."""
+    if command["do"] == "answer":
+        assert isinstance(engine, Answering)
+        return follow(engine, command["prompt"], command["count"])
     if command["do"] == "prefill":
         texts = prompts(command["batch"], command["prompt_len"], vocab, number)
         start = time.perf_counter()
@@ -120,6 +134,16 @@ def decode(engine: Engine, steps: int, limit: float) -> dict[str, float]:
             break
         tokens += engine.step()
     return {"seconds": time.perf_counter() - start, "tokens": tokens}
+
+
+def follow(engine: Answering, prompt: list[int], count: int) -> dict[str, Any]:
+    """Time an answer from its first tokens on. `tokens` are those behind them."""
+    steps = engine.answer(prompt, count)
+    ids = list(next(steps))
+    first, start = len(ids), time.perf_counter()
+    for new in steps:
+        ids += new
+    return {"seconds": time.perf_counter() - start, "tokens": len(ids) - first, "ids": ids}
 
 
 def _die_with_parent() -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ class Vllm:
             enforce_eager=True,
             enable_prefix_caching=False,
             kv_cache_dtype="fp8" if small_kv else "auto",
+            speculative_config=_lookup(options.guesses),
         )
         self.engine: Any = llm.llm_engine
         self.params = vllm.SamplingParams(
@@ -61,6 +63,21 @@ class Vllm:
 
     def step(self) -> int:
         return len(self.engine.step())
+
+    def answer(self, prompt: list[int], count: int) -> Iterator[list[int]]:
+        kind = vllm.sampling_params.RequestOutputKind.DELTA
+        params = vllm.SamplingParams(
+            temperature=0.0, max_tokens=count, ignore_eos=True, detokenize=False, output_kind=kind
+        )
+        self.engine.add_request(str(next(self.names)), {"prompt_token_ids": prompt}, params)
+        while self.engine.has_unfinished_requests():
+            yield from (list(output.outputs[0].token_ids) for output in self.engine.step())
+
+
+def _lookup(guesses: int) -> dict[str, Any] | None:
+    """Prompt lookup by the n-grams that lmkit looks up."""
+    sizes = {"prompt_lookup_min": 3, "prompt_lookup_max": 8}
+    return {"method": "ngram", "num_speculative_tokens": guesses, **sizes} if guesses else None
 
 
 def _awq_kernel() -> str:
