@@ -62,9 +62,9 @@ class Chances:
 
 
 class _Choice(NamedTuple):
-    """Guesses of a step, all tokens that are expected of it, and tokens a second."""
+    """The number of guesses in a step, all tokens that are expected of it, and tokens a second."""
 
-    count: int
+    guesses: int
     tokens: float
     rate: float
 
@@ -139,9 +139,9 @@ class Speculation:
                 if (num_seqs, num_seqs + count) in self._seen:
                     known = max(known, choice, key=_RATE)
         if best != known:
-            saved = best.tokens * (1 / (known.rate if known.count else plain) - 1 / best.rate)
-            best = best if self._is_worth_preparing(num_seqs, num_seqs + best.count, saved) else known
-        for _, seq in chances[: best.count]:
+            saved = best.tokens * (1 / (known.rate if known.guesses else plain) - 1 / best.rate)
+            best = best if self._is_worth_preparing(num_seqs, num_seqs + best.guesses, saved) else known
+        for _, seq in chances[: best.guesses]:
             lengths[seq] = lengths.get(seq, 0) + 1
         return best.rate, lengths
 
