@@ -11,10 +11,12 @@ from benchmarks.lookup_peers import CONTEXT, NUM_TOKENS, prompts
 from benchmarks.peers.lmkit_engine import LmkitEngine, prepare
 from benchmarks.peers.protocol import Options, follow
 from benchmarks.random_llama import make_checkpoint
+from lmkit.turbo.scheduling import speculation
 
 
 @pytest.mark.slow
-def test_a_model_counts_and_its_copies_are_guessed(tmp_path: Path) -> None:
+def test_a_model_counts_and_its_copies_are_guessed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speculation.StepTimes, "record", lambda self, counts, seconds: None)  # guesses pay
     shape = SIZES["tiny"]
     make_checkpoint(tmp_path / "checkpoint", shape, counts=True)
     prepare(tmp_path / "checkpoint", tmp_path / "awq")
