@@ -98,6 +98,7 @@ def _measure(entry: Entry, factor: int, job: Job, setting: Setting, original: Pa
     facts = json.loads((Path(job.out) / FACTS).read_text())
     result = cases.evaluate_against(job.dense if job.dense.exists() else job.checkpoint, Path(job.model), setting)
     assert result.divergence is not None
+    bits = facts.pop("bits") or cases.bits_per_weight(job.checkpoint, original)
     return Row(
         tool=entry.tool,
         recipe=entry.recipe,
@@ -106,7 +107,7 @@ def _measure(entry: Entry, factor: int, job: Job, setting: Setting, original: Pa
         perplexity=result.perplexity,
         reference_perplexity=result.divergence.reference_perplexity,
         same_top=result.divergence.same_top,
-        bits=cases.bits_per_weight(job.checkpoint, original),
+        bits=bits,
         **facts,
     )
 

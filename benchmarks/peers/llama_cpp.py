@@ -165,6 +165,21 @@ def _write_gguf(source: Path, out: Path) -> None:
     config = json.loads((source / "config.json").read_text())
     num_experts = config.get("num_experts", 0)
     writer = gguf.GGUFWriter(out, "qwen3moe" if num_experts else "llama")
+    add_sizes(writer, config)
+    if num_experts:
+        writer.add_expert_count(num_experts)
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    for name, values in _experts_together(source, num_experts):
+        heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}.get(name.split(".")[-2])
+        array = values if heads is None or num_experts else _interleaved(values, config[heads])
+        small = array.ndim == 1 or name.endswith("mlp.gate.weight")
+        writer.add_tensor(gguf_name(name), array.astype(np.float32 if small else np.float16))
+    finish(writer)
+
+
+def add_sizes(writer: Any, config: dict[str, Any]) -> None:
+    """What config.json says of a dense model."""
     writer.add_vocab_size(config["vocab_size"])
     writer.add_tokenizer_model("no_vocab")  # ids go in and come out
     writer.add_context_length(config["max_position_embeddings"])
@@ -175,19 +190,13 @@ def _write_gguf(source: Path, out: Path) -> None:
     writer.add_head_count_kv(config["num_key_value_heads"])
     writer.add_key_length(config["head_dim"])
     writer.add_value_length(config["head_dim"])
-    if num_experts:
-        writer.add_expert_count(num_experts)
-        writer.add_expert_used_count(config["num_experts_per_tok"])
-        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
     writer.add_rope_dimension_count(config["head_dim"])
-    writer.add_rope_freq_base(config["rope_theta"])
+    writer.add_rope_freq_base(config.get("rope_parameters", config)["rope_theta"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_F16)
-    for name, values in _experts_together(source, num_experts):
-        heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}.get(name.split(".")[-2])
-        array = values if heads is None or num_experts else _interleaved(values, config[heads])
-        small = array.ndim == 1 or name.endswith("mlp.gate.weight")
-        writer.add_tensor(_gguf_name(name), array.astype(np.float32 if small else np.float16))
+
+
+def finish(writer: Any) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -208,7 +217,7 @@ def _experts_together(source: Path, num_experts: int) -> Iterator[tuple[str, Arr
             yield f"{mlp}.experts.{part}", np.stack([held.pop(i) for i in range(num_experts)])
 
 
-def _gguf_name(name: str) -> str:
+def gguf_name(name: str) -> str:
     module = name.removesuffix(".weight")
     if ".experts." in name:
         return f"blk.{module.split('.')[2]}.ffn_{module.split('.')[-1]}_exps.weight"

@@ -39,7 +39,7 @@ def quantize(job: Job) -> tuple[str, str]:
         batch_size=BATCH,
         iters=iterations,
         lr=rate,
-        amp=False,  # float32: this processor has no bfloat16 products
+        amp=False,  # float32, the better for its quality
         device_map="cpu",
     )
     rounder.quantize_and_save(str(job.checkpoint), format="auto_awq")

@@ -16,13 +16,21 @@ class Tool:
     pip: str
 
 
+LMKIT_RECIPES = ("rtn", "awq", "gptq", "default", "loss", "refined", "mixed_3.0", "mixed_2.5")
 TOOLS = {
     tool.name: tool
     for tool in (
-        Tool("lmkit", "lmkit_tool", ("lmkit", "msgspec", "numba"), ("rtn", "awq", "gptq", "default", "refined"), "."),
+        Tool("lmkit", "lmkit_tool", ("lmkit", "msgspec", "numba"), LMKIT_RECIPES, "."),
         Tool("llm-compressor", "llm_compressor", ("llmcompressor",), ("awq", "gptq"), "llmcompressor"),
         Tool("auto-round", "auto_round", ("auto_round",), ("light", "signround", "awq+signround"), "auto-round"),
         Tool("gptqmodel", "gptqmodel", ("gptqmodel",), ("gptq", "awq"), "gptqmodel"),
+        Tool(
+            "llama.cpp",
+            "llama_cpp",
+            ("llama_cpp", "gguf", "transformers"),
+            ("iq4_xs", "iq3_xxs", "iq2_s"),
+            "llama-cpp-python gguf transformers",
+        ),
         Tool("autoawq", "autoawq", ("awq",), ("awq",), "autoawq transformers==4.51.3"),
     )
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,8 @@ def _leave_in_place(self: Any, *arguments: Any, **options: Any) -> None:
 
 
 def decode(job: Job) -> None:
+    if "num_experts" in json.loads((Path(job.model) / "config.json").read_text()):
+        return  # transformers refuses asymmetric experts (it finds no zeros), and lmkit reads them
     config = transformers.CompressedTensorsConfig(run_compressed=False)
     save_dense(load_float32(job.checkpoint, quantization_config=config), Path(job.model), job.dense)
 

@@ -13,7 +13,10 @@ RECIPES = {
     "awq": "awq_rtn_w4a16_g128",
     "gptq": "gptq_w4a16_g128",
     "default": DEFAULT_RECIPE,
+    "loss": "loss_w4a16_g128",
     "refined": "refined_w4a16_g128",
+    "mixed_3.0": "mixed_3.0",
+    "mixed_2.5": "mixed_2.5",
 }
 
 

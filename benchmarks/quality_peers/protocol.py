@@ -13,7 +13,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 FACTS = "facts.json"
@@ -46,7 +46,8 @@ class Facts:
     """Facts about one quantization.
 
     `seconds`: from opening the model to the checkpoint on disk; `cpu_seconds`: of all threads; `peak_gib`: the
-    process's largest resident memory until then, its libraries included; `settings`: the settings of the tool.
+    process's largest resident memory until then, its libraries included; `settings`: the settings of the tool; `bits`:
+    of a weight of the layers' linears, where lmkit cannot read them from the checkpoint.
     """
 
     version: str
@@ -54,11 +55,12 @@ class Facts:
     seconds: float
     cpu_seconds: float
     peak_gib: float
+    bits: float | None = None
 
 
-def run(quantize: Callable[[Job], tuple[str, str]], decode: Callable[[Job], None] | None = None) -> None:
-    """Run the job of the command line: quantize, write facts.json, then decode. `quantize` returns the tool's version
-    and settings."""
+def run(quantize: Callable[[Job], tuple[str, str]], decode: Callable[[Job], float | None] | None = None) -> None:
+    """Run the job of the command line: quantize, decode, then write facts.json. `quantize` returns the tool's version
+    and settings, `decode` the bits of a weight or None (Facts)."""
     job = Job(**json.loads(Path(sys.argv[1]).read_text()))
     start, start_cpu = time.perf_counter(), time.process_time()
     version, settings = quantize(job)
@@ -70,7 +72,7 @@ def run(quantize: Callable[[Job], tuple[str, str]], decode: Callable[[Job], None
         peak_gib=_peak_bytes() / 2**30,
     )
     if decode is not None:
-        decode(job)
+        facts = replace(facts, bits=decode(job))
     (Path(job.out) / FACTS).write_text(json.dumps(asdict(facts)))
 
 

@@ -22,7 +22,7 @@ def table(results: Results) -> Table:
     out.add_column("tool")
     for factor in factors:
         out.add_column("as it is" if factor == 1 else f"x{factor}", justify="right")
-    for name in ("bits", "seconds", "GiB"):
+    for name in ("bits", "seconds", "CPU seconds", "GiB"):
         out.add_column(name, justify="right")
     for entry in ENTRIES:
         rows = [results.get(entry, factor) for factor in factors]
@@ -30,9 +30,10 @@ def table(results: Results) -> Table:
         if seen:
             first = seen[0]
             cells = ["-" if row is None else f"{1000 * row.kl:.3f} ({row.perplexity:.3f})" for row in rows]
-            out.add_row(entry.name, *cells, f"{first.bits:.3f}", f"{first.seconds:.0f}", f"{first.peak_gib:.2f}")
+            taken = f"{first.seconds:.0f}", f"{first.cpu_seconds:.0f}", f"{first.peak_gib:.2f}"
+            out.add_row(entry.name, *cells, f"{first.bits:.3f}", *taken)
         elif entry.name in results.missing:
-            out.add_row(entry.name, results.missing[entry.name], *[""] * (len(factors) + 2))
+            out.add_row(entry.name, results.missing[entry.name], *[""] * (len(factors) + 3))
     if results.rows:
         perplexity = results.rows[0].reference_perplexity
         out.caption = f"perplexity of the original {perplexity:.3f}; seconds and GiB of the first column"

@@ -84,11 +84,12 @@ def test_a_tool_reports_what_it_took(tmp_path: Path) -> None:
         "    job.checkpoint.mkdir()\n"
         "    held = bytearray(64 << 20)\n"
         "    return '1.0', f'{len(job.load_rows())} rows'\n"
-        "run(quantize, lambda job: job.dense.mkdir())"
+        "run(quantize, lambda job: job.dense.mkdir() or 3.25)"
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path / "job.json")], cwd=ROOT, check=True)
     facts = json.loads((tmp_path / "facts.json").read_text())
     assert (facts["version"], facts["settings"]) == ("1.0", "2 rows")
     assert 64 / 1024 < facts["peak_gib"] < 1
     assert facts["seconds"] > 0
+    assert facts["bits"] == 3.25
     assert (tmp_path / "dense").is_dir()
