@@ -43,11 +43,11 @@ def states_of(model: torch.nn.Module, ids: list[int], **inputs: Any) -> np.ndarr
 
 
 def tokenizer(path: Path) -> None:
-    """Write one whose words are t0, t1 ... and that puts 1 before a text, 2 behind it, as BERT's does."""
-    words = {f"t{i}": i for i in range(199)}
+    """Write one whose words are t0, t1 ... and that puts 5 before a text, 6 behind it, as BERT's does."""
+    words = {f"t{i}" if i != 1 else "<pad>": i for i in range(199)}
     made = Tokenizer(models.WordLevel(words, unk_token="t3"))
     made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    made.post_processor = processors.BertProcessing(("t2", 2), ("t1", 1))
+    made.post_processor = processors.BertProcessing(("t6", 6), ("t5", 5))
     made.save(str(path / "tokenizer.json"))
 
 
