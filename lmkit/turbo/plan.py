@@ -7,6 +7,7 @@ import msgspec
 from lmkit.turbo.request import ImageInput, Pooling, SamplingParams, TokenLogprobs
 
 CAPTURED_TOKENS = 1024  # of a step with prompt tokens that is captured on a GPU, at most
+DRAFTED_TOKENS = 256  # of a step with drafts, at most: logits of all of them are computed
 
 
 class NewSequence(msgspec.Struct, frozen=True):

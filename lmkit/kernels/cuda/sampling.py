@@ -40,10 +40,11 @@ def compile_kernels(device: str) -> None:
     module.counters(device)
 
 
-def argmax(logits: Tensor, table: Tensor, slots: Tensor, last_token: Tensor, tokens: Tensor) -> None:
+def argmax(logits: Tensor, table: Tensor, slots: Tensor, last_token: Tensor | None, tokens: Tensor) -> None:
     """tokens int64 [R] = the greatest of each row of logits float32 [R, V]. Of equal logits the lowest id is taken. The
     token is -2 if the greatest logit is not finite. Each row's slot (int32 [R]) counts the token, and last_token (int64
-    [slots]) stores it. A row with a negative slot pads the batch and gets no token. Can be captured in a graph.
+    [slots]) stores it; without `last_token` neither happens. A row with a negative slot pads the batch and gets no
+    token. Can be captured in a graph.
     """
     num_rows, vocab = logits.shape
     wanted = 2 * module.backend(logits.device.type).num_sms() // max(num_rows, 1)

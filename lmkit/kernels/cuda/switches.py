@@ -23,6 +23,7 @@ class Switches(msgspec.Struct, frozen=True):
     prefetch: bool = True  # a product that begins early asks L2 for its next weights; needs `overlap`
     norm: bool = True  # products of up to 4 tokens compute the norm before them
     mixed: bool = True  # steps with prompt tokens are captured, by size
+    drafts: bool = True  # steps with drafts are captured, by size
     argmax: bool = True  # captured steps choose greedy tokens themselves
     work_list: bool = True  # attention to new tokens cuts long sequences into more items than short ones
     wgmma: bool = True  # products of 48 to 256 tokens take csrc/gemm_wide.cu; needs compute capability 9.0

@@ -16,7 +16,7 @@ from lmkit.models.stage import Stage
 from lmkit.turbo.host_memory import available_memory, gib
 from lmkit.turbo.kv.manager import KVLimits
 from lmkit.turbo.kv.tiers.host import check_host_bytes
-from lmkit.turbo.plan import CAPTURED_TOKENS
+from lmkit.turbo.plan import CAPTURED_TOKENS, DRAFTED_TOKENS
 from lmkit.turbo.scheduling.limits import SchedulerLimits
 
 if TYPE_CHECKING:
@@ -297,7 +297,8 @@ def _gpu_workspace_bytes(spec: ModelSpec, config: EngineConfig, num_groups: int)
     """
     widest = max(layer.activation_bytes(half=True) for layer in spec.kinds)
     outputs = max(layer.widest_product for layer in spec.kinds)
-    rows = min(config.sequences_per_step, config.tokens_per_step)
+    drafted = min(config.sequences_per_step * (1 + config.num_guesses), DRAFTED_TOKENS)
+    rows = min(max(config.sequences_per_step, drafted), config.tokens_per_step)
     columns = -(-(config.max_model_len or spec.max_position) // config.tokens_per_block)
     tables = 4 * num_groups * config.sequences_per_step * columns
     steps = (config.tokens_per_step, min(config.tokens_per_step, CAPTURED_TOKENS))

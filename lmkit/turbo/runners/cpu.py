@@ -25,7 +25,7 @@ from lmkit.turbo.plan import Chunk, Sampled, SampledToken, StepPlan
 from lmkit.turbo.runners.batch import StepRows
 from lmkit.turbo.runners.cpu_captured import CapturedSteps
 from lmkit.turbo.runners.device import CpuDevice
-from lmkit.turbo.runners.runner import SCORED_BYTES, PlanRunner, RunnerParts, StepResult, Ticket, sample_chunks
+from lmkit.turbo.runners.runner import SCORED_BYTES, PlanRunner, RunnerParts, StepResult, Ticket, rows_of, sample_chunks
 from lmkit.turbo.runners.sampler import Sampler
 from lmkit.turbo.runners.step_thread import StepThread
 
@@ -144,7 +144,7 @@ class CpuRunner(PlanRunner):
             sampled = self.sampler.sample_drafts(logits, drafts, [chunk.slot for chunk in chunks])
             if sampled is not None:
                 return sampled
-        return sample_chunks(self.sampler.sample, logits, chunks, rows)
+        return sample_chunks(lambda these, slots: self.sampler.sample(rows_of(logits, these), slots), chunks, rows)
 
     def _logits(self, inputs: BatchInputs) -> Tensor:
         """Logits float32 [R, vocab], valid until the next step."""

@@ -39,6 +39,7 @@ from lmkit.turbo.runners.cuda_captured import (
     CapturedSteps,
     capturable,
     decode_sizes,
+    draft_sizes,
     linear_kernels,
     mixed_sizes,
     obstacle,
@@ -46,7 +47,16 @@ from lmkit.turbo.runners.cuda_captured import (
 from lmkit.turbo.runners.device import CudaDevice, Event
 from lmkit.turbo.runners.gpu_sampler import GpuSampler
 from lmkit.turbo.runners.guides import Guides
-from lmkit.turbo.runners.runner import PlanRunner, RunnerParts, Shown, SlotStates, StepResult, Ticket, sample_chunks
+from lmkit.turbo.runners.runner import (
+    PlanRunner,
+    RunnerParts,
+    Shown,
+    SlotStates,
+    StepResult,
+    Ticket,
+    rows_of,
+    sample_chunks,
+)
 from lmkit.turbo.runners.sampler import Sampler
 from lmkit.turbo.runners.staging import Size, StagedInputs
 
@@ -91,7 +101,7 @@ class HostSampler:
         return Drawn(sampled)
 
 
-class _Computed(NamedTuple):
+class Computed(NamedTuple):
     """A step's results on the device, valid until the next step's place in the stream."""
 
     logits: Tensor  # float32 [R, vocab]
@@ -157,6 +167,7 @@ class CudaRunner(PlanRunner):
         self._sampler = self._make_sampler(device, parts)
         super().__init__(parts, self._sampler)
         self._device, self._deterministic = device, parts.config.deterministic
+        self._num_guesses = parts.config.num_guesses
         if self._deterministic:
             invariant.refuse(self.decoder, self.kv)
             # Inputs of a linear are rounded elsewhere if it has adapters, so what others use may not decide that.
@@ -165,8 +176,7 @@ class CudaRunner(PlanRunner):
         max_tokens = max(self.batch.max_step_tokens, num_slots)
         self._staged = StagedInputs(device, max_tokens, num_slots, width, num_groups, has_states=self.batch.has_states)
         self._known_tokens = ops.known_tokens.select(device.name)
-        greedy = self._sampler if isinstance(self._sampler, GpuSampler) and switches().argmax else None
-        argmax = None if greedy is None else greedy.argmax
+        argmax = self._sampler.argmax if isinstance(self._sampler, GpuSampler) and switches().argmax else None
         self.captured = CapturedSteps(device, self._forward, self._staged, width, argmax)
         self._plain_heads = found = plain_heads(self.decoder, self.kv)
         self._plain_gain = table(device.tensors).latent_gains.get(latent_key(found), 1.0) if found else 1.0
@@ -187,6 +197,8 @@ class CudaRunner(PlanRunner):
             return f"no steps: {reason}"
         num_slots = self.batch.block_tables.shape[1]
         mixed = mixed_sizes(num_slots, self.batch.max_step_tokens) if switches().mixed else []
+        if switches().drafts:
+            mixed += draft_sizes(num_slots, self.batch.max_step_tokens, self._num_guesses)
         sizes = capturable(decode_sizes(num_slots) + mixed, self.decoder)
         if self.decoder.step_adapters.count:
             adapted = [size._replace(adapted=True) for size in sizes]
@@ -222,13 +234,13 @@ class CudaRunner(PlanRunner):
             times = _Times(*(self._device.event() for _ in range(3)))
             inputs, rows = self.batch.inputs(chunks)
             times.begin.record()
-            logits, shown, drawn = self._logits(chunks, inputs, rows)
+            logits, shown, drawn = computed = self._logits(chunks, inputs, rows)
             times.model.record()
             tokens: list[list[SampledToken]] | None = None
             pending: Pending = Drawn([])
             expected: list[Expected] = []
             if rows is not None and any(chunk.draft for chunk in chunks):
-                tokens = self._sample_now(logits, chunks, rows)
+                tokens = self._sample_now(computed, chunks, rows)
                 self.append(chunks, tokens)
             elif slots := [chunk.slot for chunk in chunks if chunk.num_sampled]:
                 pending = self._sampler.sample(logits, slots) if drawn is None else drawn
@@ -236,9 +248,15 @@ class CudaRunner(PlanRunner):
             times.end.record()
             return _Launched(plan, chunks, shown, tokens, pending, expected, times)
 
-    def _sample_now(self, logits: Tensor, chunks: list[Chunk], rows: StepRows) -> list[list[SampledToken]]:
-        """The tokens of each chunk, some of which have drafts."""
-        return sample_chunks(lambda x, slots: self._sampler.sample(x, slots).result(), logits, chunks, rows)
+    def _sample_now(self, computed: Computed, chunks: list[Chunk], rows: StepRows) -> list[list[SampledToken]]:
+        """The tokens of each chunk, some of which have drafts. If all are greedy, the device is waited for once."""
+        sampler, (logits, _, drawn) = self._sampler, computed
+        if drawn is None and isinstance(sampler, GpuSampler) and sampler.is_greedy([chunk.slot for chunk in chunks]):
+            drawn = sampler.sample_drafts(logits)
+        if drawn is not None:
+            known = drawn.result()
+            return sample_chunks(lambda these, _: [known[row] for row in these], chunks, rows)
+        return sample_chunks(lambda these, slots: sampler.sample(rows_of(logits, these), slots).result(), chunks, rows)
 
     def _result(self, launched: _Launched) -> StepResult:
         drawn = launched.pending.result()
@@ -253,7 +271,7 @@ class CudaRunner(PlanRunner):
         seconds, kernels = launched.times.seconds() if launched.times is not None else (0.0, 0.0)
         return StepResult(self.for_all(launched.plan, launched.chunks, results), seconds, kernels)
 
-    def _logits(self, chunks: list[Chunk], inputs: BatchInputs, rows: StepRows | None) -> _Computed:
+    def _logits(self, chunks: list[Chunk], inputs: BatchInputs, rows: StepRows | None) -> Computed:
         prompts = self._prompts(inputs, rows)
         if not prompts and (size := self._captured_size(chunks, inputs, rows)) is not None:
             return self._replay(size, chunks, inputs)
@@ -263,9 +281,9 @@ class CudaRunner(PlanRunner):
             starts = inputs.geometries[0].query_start.tolist()
             on_device = replace(on_device, prompts=Prompts.of(prompts, starts, on_device.geometries))
         if rows is None or not rows.wants_hidden:
-            return _Computed(self._forward(on_device), nothing)
+            return Computed(self._forward(on_device), nothing)
         self._know(on_device.token_ids)
-        return _Computed(*self._with_hidden(chunks, rows, on_device))
+        return Computed(*self._with_hidden(chunks, rows, on_device))
 
     def _prompts(self, inputs: BatchInputs, rows: StepRows | None) -> list[Prompt]:
         """The chunks that latent attention computes over plain heads."""
@@ -279,13 +297,14 @@ class CudaRunner(PlanRunner):
         """The size of the captured step that computes these chunks, or None."""
         if rows is None:
             return self.captured.size_for(len(chunks), adapted=inputs.adapters is not None)
-        num_rows = len(inputs.logit_rows)
-        if rows.wants_hidden or not num_rows or num_rows != len(inputs.logit_start) - 1:  # more rows: a draft's
+        num_rows, drafted = len(inputs.logit_rows), any(chunk.draft for chunk in chunks)
+        if rows.wants_hidden or not num_rows or (drafted and not inputs.wants_all):
             return None
-        return self.captured.size_for(len(chunks), len(inputs.token_ids), adapted=inputs.adapters is not None)
+        adapted = inputs.adapters is not None
+        return self.captured.size_for(len(chunks), len(inputs.token_ids), adapted=adapted, drafted=drafted)
 
-    def _replay(self, size: Size, chunks: list[Chunk], inputs: BatchInputs) -> _Computed:
-        slots = [chunk.slot for chunk in chunks if chunk.num_sampled]
+    def _replay(self, size: Size, chunks: list[Chunk], inputs: BatchInputs) -> Computed:
+        slots = [chunk.slot for chunk in chunks for _ in range(chunk.num_sampled)]  # of the logit rows
         sampler = self._sampler
         greedy = isinstance(sampler, GpuSampler) and self.captured.chooses and sampler.is_greedy(slots)
         self._staged.put(
@@ -297,7 +316,7 @@ class CudaRunner(PlanRunner):
         )
         logits, tokens = self.captured.replay(size)
         drawn = sampler.chosen(tokens[: len(slots)]) if greedy and isinstance(sampler, GpuSampler) else None
-        return _Computed(logits[: len(slots)], [Shown()] * len(chunks), drawn)
+        return Computed(logits[: len(slots)], [Shown()] * len(chunks), drawn)
 
     def _forward(self, inputs: BatchInputs) -> Tensor:
         self._know(inputs.token_ids)

@@ -1,7 +1,7 @@
 """Captured steps: the launches of a step are captured once for each size and replayed as one.
 
-Steps are padded to the next size. There are sizes of decode steps, of one token for each sequence, and of steps with
-prompt tokens (mixed). All values that differ between steps are in buffers that stay where they are
+Steps are padded to the next size. There are sizes of decode steps, of one token for each sequence, of steps with prompt
+tokens (mixed), and of steps with drafts. All values that differ between steps are in buffers that stay where they are
 (turbo.runners.staging). The logits and the greedy tokens stay in one place too, and the next step overwrites them.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ from lmkit.layers.mlp_spec import MAX_PLACES
 from lmkit.layers.moe import MoE
 from lmkit.log import get_logger
 from lmkit.models.decoder import Decoder
-from lmkit.turbo.plan import CAPTURED_TOKENS
+from lmkit.turbo.plan import CAPTURED_TOKENS, DRAFTED_TOKENS
 from lmkit.turbo.runners.device import CudaDevice
 from lmkit.turbo.runners.staging import Size, StagedInputs
 
@@ -32,7 +33,14 @@ log = get_logger(__name__)
 
 HALVES = torch.float16, torch.bfloat16
 Forward = Callable[[BatchInputs], Tensor]
-Argmax = Callable[[Tensor, Tensor, Tensor], None]  # see GpuSampler.argmax
+
+
+class Argmax(Protocol):
+    """See GpuSampler.argmax."""
+
+    def __call__(self, logits: Tensor, slots: Tensor, tokens: Tensor, *, counts: bool) -> None: ...
+
+
 MIXED_TOKENS = (
     16,
     32,
@@ -48,6 +56,7 @@ MIXED_TOKENS = (
     1024,
 )  # larger steps take the GPU longer than the host
 MIXED_SEQS = (8, 32, 128)
+DRAFT_SEQS = (1, 4, 16, 64)
 
 
 def decode_sizes(max_batch_size: int) -> list[Size]:
@@ -61,6 +70,20 @@ def mixed_sizes(max_batch_size: int, max_tokens: int) -> list[Size]:
     seqs = [count for count in MIXED_SEQS if count < max_batch_size] + [max_batch_size]
     assert max(MIXED_TOKENS) <= CAPTURED_TOKENS, "the memory plan has room for less"
     return [Size(tokens, count) for tokens in MIXED_TOKENS for count in seqs if count < tokens <= max_tokens]
+
+
+def draft_sizes(max_batch_size: int, max_tokens: int, longest: int) -> list[Size]:
+    """Sizes of steps with drafts of up to `longest` tokens, ascending. Tokens double up to the most that so many
+    sequences can have."""
+    counts = sorted({min(count, max_batch_size) for count in DRAFT_SEQS})
+    most = min(DRAFTED_TOKENS, max_tokens)
+    sizes = [
+        Size(1 << power, count, drafted=True)
+        for power in range(most.bit_length())
+        for count in counts
+        if count < 1 << power < 2 * count * (1 + longest)
+    ]
+    return sizes if longest else []
 
 
 def obstacle(decoder: Decoder, kv: list[KVLayer]) -> str | None:
@@ -152,13 +175,15 @@ class CapturedSteps:
         Returns which steps are captured. If the forward pass cannot be captured after all, steps run without capture,
         and the text says why.
         """
-        rows = max(size.seqs for size in sizes)
+        rows = max(size.rows for size in sizes)
         self._logits = torch.empty(rows, vocab_size, device=self._device.tensors)
         self._tokens = torch.empty(rows, dtype=torch.int64, device=self._device.tensors)
-        decode = [size for size in sizes if size.is_decode]
-        mixed = [size for size in sizes if not size.is_decode]
-        told = [self._capture_all(name, group) for name, group in (("decode", decode), ("mixed", mixed)) if group]
-        return "; ".join(told)
+        kinds = {
+            "decode": [size for size in sizes if size.is_decode],
+            "mixed": [size for size in sizes if not (size.is_decode or size.drafted)],
+            "draft": [size for size in sizes if size.drafted],
+        }
+        return "; ".join(self._capture_all(name, group) for name, group in kinds.items() if group)
 
     def _capture_all(self, name: str, sizes: list[Size]) -> str:
         start = time.perf_counter()
@@ -180,26 +205,28 @@ class CapturedSteps:
 
         def launch() -> None:
             if len(logits := self._forward(inputs)):  # rank 0 alone has some
-                self._logits[: size.seqs].copy_(logits)
+                self._logits[: size.rows].copy_(logits)
             if self._argmax is not None:
-                self._argmax(self._logits[: size.seqs], greedy, self._tokens)
+                self._argmax(self._logits[: size.rows], greedy, self._tokens, counts=not size.drafted)
 
         launch()  # a first launch outside the capture: it compiles, chooses and allocates
         self._device.synchronize()
         return self._device.capture(launch)
 
-    def size_for(self, num_seqs: int, num_tokens: int | None = None, *, adapted: bool = False) -> Size | None:
-        """The smallest captured size that holds a decode step of `num_seqs` sequences, or a mixed step of `num_tokens`
-        tokens, with or without adapters; None if there is none."""
-        kind, least = (num_tokens is None, adapted), num_tokens or num_seqs
-        of_kind = (size for size in self._replays if (size.is_decode, size.adapted) == kind)
+    def size_for(
+        self, num_seqs: int, num_tokens: int | None = None, *, adapted: bool = False, drafted: bool = False
+    ) -> Size | None:
+        """The smallest captured size that holds a decode step of `num_seqs` sequences, or another step of `num_tokens`
+        tokens, with or without adapters and drafts; None if there is none."""
+        kind, least = (num_tokens is None, adapted, drafted), num_tokens or num_seqs
+        of_kind = (size for size in self._replays if (size.is_decode, *size[2:]) == kind)
         return next((size for size in of_kind if size.tokens >= least and size.seqs >= num_seqs), None)
 
     def replay(self, size: Size) -> tuple[Tensor, Tensor]:
         """Replay a step with the inputs that were staged last, padded to `size`.
 
-        Returns logits [seqs, vocab] and tokens [seqs], which mean something for rows that were staged as greedy. The
+        Returns logits [rows, vocab] and tokens [rows], which mean something for rows that were staged as greedy. The
         next step overwrites both.
         """
         self._replays[size]()
-        return self._logits[: size.seqs], self._tokens[: size.seqs]
+        return self._logits[: size.rows], self._tokens[: size.rows]

@@ -25,7 +25,7 @@ from lmkit.log import get_logger
 from lmkit.models.decoder import Decoder
 from lmkit.turbo.plan import Chunk, NewSequence, SampledToken, StepPlan
 from lmkit.turbo.runners.batch import StepRows
-from lmkit.turbo.runners.cuda import CudaRunner, DeviceSampler, Drawn, Pending
+from lmkit.turbo.runners.cuda import Computed, CudaRunner, DeviceSampler, Drawn, Pending
 from lmkit.turbo.runners.cuda_captured import mixtures
 from lmkit.turbo.runners.device import CudaDevice
 from lmkit.turbo.runners.processes import ENDED, Processes, SharedModel, Start, read, without_wishes
@@ -150,8 +150,8 @@ class LeadingCudaRunner(_Joined):
         self.ranks.check()
         return result
 
-    def _sample_now(self, logits: Tensor, chunks: list[Chunk], rows: StepRows) -> list[list[SampledToken]]:
-        tokens = super()._sample_now(logits, chunks, rows)
+    def _sample_now(self, computed: Computed, chunks: list[Chunk], rows: StepRows) -> list[list[SampledToken]]:
+        tokens = super()._sample_now(computed, chunks, rows)
         self.ranks.send(Tokens([[token.token_id for token in new] for new in tokens]))
         return tokens
 
@@ -196,5 +196,5 @@ class FollowingCudaRunner(_Joined):
                 return
             self.launch(plan)
 
-    def _sample_now(self, logits: Tensor, chunks: list[Chunk], rows: StepRows) -> list[list[SampledToken]]:
+    def _sample_now(self, computed: Computed, chunks: list[Chunk], rows: StepRows) -> list[list[SampledToken]]:
         return [[SampledToken(token) for token in new] for new in read(self._pipe, Tokens).token_ids]

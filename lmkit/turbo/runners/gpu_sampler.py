@@ -104,9 +104,20 @@ class GpuSampler:
         """Whether the slots need nothing but `argmax`."""
         return self._beyond_argmax.isdisjoint(slots)
 
-    def argmax(self, logits: Tensor, slots: Tensor, tokens: Tensor) -> None:
-        """Launch the greedy part of `sample`: tokens int64 [R] of slots int32 [R], -1 = padding. It can be captured."""
-        sampling.argmax(logits, self.table, slots, self.last_token, tokens)
+    def argmax(self, logits: Tensor, slots: Tensor, tokens: Tensor, *, counts: bool = True) -> None:
+        """Launch the greedy part of `sample`: tokens int64 [R] of slots int32 [R], -1 = padding. It can be captured.
+
+        Without `counts` the tokens are not those of the slots yet: a slot has the rows of a draft. Greedy slots need no
+        more, because the host knows the tokens of such a step before the next one.
+        """
+        sampling.argmax(logits, self.table, slots, self.last_token if counts else None, tokens)
+
+    def sample_drafts(self, logits: Tensor) -> PendingTokens:
+        """The most likely token of each row, where all rows are of greedy slots."""
+        tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+        slots = torch.zeros(len(logits), dtype=torch.int32, device=logits.device)
+        self.argmax(logits, slots, tokens, counts=False)
+        return self.chosen(tokens)
 
     def sample(self, logits: Tensor, slots: Seq[int]) -> PendingTokens:
         """Sample the next token of each row of `logits` (float32 [R, vocab]). The row's sequence is in slots[row].

@@ -240,10 +240,15 @@ class PlanRunner:
         return scores
 
 
+def rows_of(logits: Tensor, rows: list[int]) -> Tensor:
+    """These rows, ascending."""
+    return logits if len(rows) == len(logits) else logits[rows]
+
+
 def sample_chunks(
-    sample: Callable[[Tensor, list[int]], list[SampledToken]], logits: Tensor, chunks: list[Chunk], rows: StepRows
+    sample: Callable[[list[int], list[int]], list[SampledToken]], chunks: list[Chunk], rows: StepRows
 ) -> list[list[SampledToken]]:
-    """Sample the tokens of each chunk. `sample` takes rows of logits with their slots, and waits.
+    """Sample the tokens of each chunk. `sample` takes numbers of logit rows with their slots, and waits.
 
     A draft is sampled one token at a time, up to the first token that it did not guess, because a drawn token depends
     on the tokens before it.
@@ -253,7 +258,7 @@ def sample_chunks(
     step = 0
     while going_on:
         wanted = [rows.sample_rows[idx][step] for idx in going_on]
-        drawn = sample(logits if len(wanted) == len(logits) else logits[wanted], [chunks[i].slot for i in going_on])
+        drawn = sample(wanted, [chunks[i].slot for i in going_on])
         for idx, token in zip(going_on, drawn, strict=True):
             tokens[idx].append(token)
         going_on = [

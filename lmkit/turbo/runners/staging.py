@@ -34,15 +34,21 @@ LONG = ("token_ids", "logit_rows")  # int64, the others int32
 
 class Size(NamedTuple):
     """What a captured step is padded to. With one token for each sequence it is a decode step. A logit row of each
-    sequence is computed."""
+    sequence is computed, or of each token if sequences have drafts."""
 
     tokens: int
     seqs: int
     adapted: bool = False  # rows may have adapters
+    drafted: bool = False
 
     @property
     def is_decode(self) -> bool:
         return self.tokens == self.seqs
+
+    @property
+    def rows(self) -> int:
+        """Logit rows."""
+        return self.tokens if self.drafted else self.seqs
 
 
 class _Field(NamedTuple):
@@ -129,8 +135,8 @@ class StagedInputs:
     ) -> BatchInputs:
         """Copy `inputs` from the CPU to the device. The result is valid up to the next call's place in the stream.
 
-        pad_to: the step is padded to that size, with one logit row for each sequence, and block tables to `width`
-        columns. The added tokens belong to no sequence or to one without context, and write nothing.
+        pad_to: the step is padded to that size, and block tables to `width` columns. The added tokens belong to no
+        sequence or to one without context, and write nothing.
         keeps_tables: the block tables are the same as in the last call.
         greedy: the batch slots of the logit rows, if the step chooses their tokens.
         """
@@ -139,8 +145,8 @@ class StagedInputs:
         padded, width = num_seqs, max(width, used)
         adapted = inputs.adapters is not None
         if pad_to is not None:
-            num_tokens, padded, adapted = pad_to
-            num_rows = num_sampled = padded
+            num_tokens, padded, adapted, _ = pad_to
+            num_rows, num_sampled = pad_to.rows, padded
         sizes = num_tokens, padded, num_rows, num_sampled, width, self._num_groups
         fields = _layout(*sizes, adapted=adapted, has_states=self._has_states)
         piece = self._next_piece()
@@ -160,7 +166,7 @@ class StagedInputs:
                 continue
             flat[: len(values)] = values
             if len(values) < len(flat):
-                _pad(field.name, flat, values, is_decode=num_tokens == padded)
+                _pad(field.name, flat, values, pad_to or Size(num_tokens, padded))
         end = staged[-1].end
         self._memory[:end].copy_(piece.memory[:end], non_blocking=True)
         piece.copied.record()
@@ -205,13 +211,14 @@ class StagedInputs:
         return self.put(nothing, size)
 
 
-def _pad(name: str, flat: np.ndarray, values: np.ndarray, *, is_decode: bool) -> None:
+def _pad(name: str, flat: np.ndarray, values: np.ndarray, size: Size) -> None:
     """Fill what follows `values` in `flat`. In a decode step, token and logit row s belong to sequence s. In another
-    step the added sequences have no tokens, and the added logit rows are computed from the first token."""
+    step the added sequences have no tokens, and the added logit rows are computed from the first token: one for each
+    of these sequences, or none if sequences have drafts."""
     count = len(values)
     if name.startswith("slots.") or name in ("greedy", "adapters", "logit_adapters", "states"):
         flat[count:] = -1
-    elif name == "logit_start" or (is_decode and name in ("logit_rows", "query_start")):
+    elif (name == "logit_start" and not size.drafted) or (size.is_decode and name in ("logit_rows", "query_start")):
         flat[count:] = np.arange(count, len(flat))
     else:
-        flat[count:] = values[-1] if name == "query_start" else 0
+        flat[count:] = values[-1] if name in ("query_start", "logit_start") else 0

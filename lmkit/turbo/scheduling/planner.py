@@ -9,7 +9,7 @@ from itertools import islice
 
 from lmkit.turbo.decisions import DecisionStats
 from lmkit.turbo.kv.manager import KVManager, Prefix
-from lmkit.turbo.plan import Chunk, NewSequence, Save
+from lmkit.turbo.plan import DRAFTED_TOKENS, Chunk, NewSequence, Save
 from lmkit.turbo.scheduling import fairness, policy
 from lmkit.turbo.scheduling.fairness import Rank, Shares
 from lmkit.turbo.scheduling.limits import SchedulerLimits
@@ -67,7 +67,8 @@ class Planner:
         if stages > 1:  # equal parts in turns: one waits for its tokens while another is computed
             decoding = [seq for seq in decoding if not seq.num_pending][: -(-len(decoding) // stages)]
         # If all running sequences decode and the queue is empty, drafts share the rest of the budget.
-        drafts = 0 if self.waiting or len(decoding) < len(running) else step.budget - len(running)
+        most = min(step.budget, DRAFTED_TOKENS) - len(running)
+        drafts = 0 if self.waiting or len(decoding) < len(running) else most
         self._add_decodes(step, decoding, drafts)
         self._add_prompts(step, [seq for seq, count in uncomputed if count > 1 and seq not in step.victims])
         for victim in step.victims:

@@ -176,6 +176,11 @@ def test_greedy(device: str, kernel: object, vocab: int) -> None:
     counts = table.cpu().numpy().view(sampling.SLOT)["num_outputs"][:, 0]
     assert counts.tolist() == [2 * (landed.get(slot, -9) >= 0) for slot in range(30)]
     assert not module.counters(device).any()
+    other = torch.full_like(tokens, -9)
+    sampling.argmax(logits.to(device), table, slots.to(device), None, other)
+    assert other.tolist() == want.tolist()
+    after = table.cpu().numpy().view(sampling.SLOT)["num_outputs"][:, 0]
+    assert after.tolist() == counts.tolist(), "without the last tokens nothing is counted"
 
 
 def test_draws_follow_the_probabilities(device: str) -> None:

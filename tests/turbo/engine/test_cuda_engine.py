@@ -29,8 +29,9 @@ from lmkit.turbo.plan import StepPlan
 from lmkit.turbo.request import Request, SamplingParams, StepOutput
 from lmkit.turbo.runners import cuda as cuda_runner
 from lmkit.turbo.runners.cuda import CudaRunner
-from lmkit.turbo.runners.cuda_captured import chosen, decode_sizes, mixed_sizes
+from lmkit.turbo.runners.cuda_captured import chosen, decode_sizes, draft_sizes, mixed_sizes
 from lmkit.turbo.runners.device import CudaDevice, resolve_device
+from lmkit.turbo.runners.gpu_sampler import GpuSampler
 from lmkit.turbo.runners.staging import Size, StagedInputs
 from tests import emulator
 from tests.emulator.device import EmulatedDevice
@@ -355,6 +356,37 @@ def test_drafts_change_no_token(
     lengths = propose_drafts(engine, want, monkeypatch)
     assert tokens(run(engine, wanted)) == want
     assert max(lengths) == 4
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_steps_with_drafts_are_replayed_too(
+    checkpoint: Path, device: CudaDevice, temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their tokens are those of the same steps without capture. If all sequences are greedy, a step waits for the
+    device once."""
+    several = requests(logprobs=None, temperature=temperature)[:3]
+    guesses, results = tokens(run(on_gpu(checkpoint, device), several)), []
+    possible = {Size(count, seqs, drafted=True) for seqs in (1, 3) for count in (2, 4, 8, 16) if seqs < count}
+    assert set(draft_sizes(3, 24, 16)) == possible
+    for names in ("", "drafts=off", "argmax=off"):
+        monkeypatch.setattr(cuda_runner, "switches", lambda names=names: parse(names))
+        engine = on_gpu(checkpoint, device, overlap=False, speculate="ngram", max_batch_size=3)
+        assert isinstance(engine.runner, CudaRunner)
+        captured, sizes, fetched = engine.runner.captured, set(), []
+        sampler, replay = engine.runner._sampler, captured.replay
+        assert isinstance(sampler, GpuSampler)
+        fetch = sampler.fetch
+        monkeypatch.setattr(captured, "replay", lambda size, of=replay, to=sizes: (to.add(size), of(size))[1])
+        monkeypatch.setattr(sampler, "fetch", lambda *x, of=fetch, to=fetched: (to.append(len(x[0])), of(*x))[1])
+        lengths = propose_drafts(engine, guesses, monkeypatch)
+        results.append(tokens(run(engine, several)))
+        assert max(lengths) == 4
+        assert engine.stats().accepted_tokens > 8
+        drafted = {size for size in sizes if size.drafted}
+        assert bool(drafted) == (names != "drafts=off")
+        assert drafted <= possible
+        assert (max(fetched) > 3) == (temperature == 0), "the tokens of a draft come together"
+    assert results[0] == results[1] == results[2]
 
 
 def test_a_prefix_is_found_again(checkpoint: Path, device: CudaDevice) -> None:

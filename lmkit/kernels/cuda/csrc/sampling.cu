@@ -381,7 +381,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
 }
 EXPORT(sample)
 
-// Greedy rows only. Grid (parts of a row, rows); partial: u64 [rows, parts]; counters: zero, [rows].
+// Greedy rows only. Grid (parts of a row, rows); partial: u64 [rows, parts]; counters: zero, [rows]. `last_token` is
+// null if the host decides which tokens count.
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
     argmax(const float* logits, i64 stride, int vocab, Slot* table, const i32* slots, u64* partial, i32* counters,
            i64* last_token, i64* tokens) {
@@ -404,7 +405,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     counters[i] = 0;
     for (int part = 0; part < parts; ++part) best = max(best, __ldcg(&partial[i * parts + part]));
     tokens[i] = is_usable(value_of(best)) ? id_of(best) : FAILED_TOKEN;
-    commit(table, slot, tokens[i], last_token);
+    if (last_token) commit(table, slot, tokens[i], last_token);
 }
 EXPORT(argmax)
 
