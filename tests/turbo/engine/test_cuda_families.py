@@ -1,5 +1,4 @@
-"""DeepSeek, Gemma 4, OPT and hybrids of Qwen on device "cuda", emulated: log-probabilities are those of transformers,
-however a sequence is computed."""
+"""Families on device "cuda", emulated: log-probabilities are those of transformers, however a sequence is computed."""
 
 from __future__ import annotations
 
@@ -46,10 +45,11 @@ def assert_right(model: Any, prompts: dict[str, list[int]], outputs: dict[str, l
 def saved(path: Path, family: str, *, half: bool = True, **changes: Any) -> Any:
     """Write a model with a tokenizer, in float16 if `half`. Returns transformers' model in float32."""
     made = tiny.make(path, family, max_position_embeddings=LENGTH, **changes)
-    if half:
-        made.half().save_pretrained(path)
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copyfile(DEMO_FOLDER / file, path / file)
+    if not half:
+        return made
+    made.half().save_pretrained(path)
     kind = transformers.AutoModelForImageTextToText if family in tiny.VISION else transformers.AutoModelForCausalLM
     return kind.from_pretrained(path, dtype=torch.float32)
 
@@ -89,10 +89,17 @@ def test_prompts_over_plain_heads(
     assert cuda_runner.plain_heads(runner.decoder, runner.kv) is None
 
 
+# Their parts have tests of their own, so these are run with the exhaustive tests.
+ALIKE = ("dots1", "exaone4", "gemma2", "gemma3", "glm", "glm4", "glm4-moe", "gpt-oss", "granite", "internlm2",
+         "internlm3", "mistral-window", "mixtral", "olmo2", "olmo3", "phi3", "qwen3", "qwen3-moe", "qwen2.5-vl",
+         "qwen3-vl", "seed-oss", "smollm3")  # fmt: skip
+
+
 @emulated
 @pytest.mark.parametrize(
     ("family", "layers", "dtype", "most"),
     [
+        *(pytest.param(name, 2, "float32", 1e-4, marks=pytest.mark.exhaustive) for name in ALIKE),
         ("deepseek-v3", 2, "float32", 1e-4),
         ("deepseek-v2-lite", 2, "auto", 0.02),
         ("gemma4", 7, "float32", 1e-4),
