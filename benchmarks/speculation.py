@@ -214,11 +214,10 @@ def compare(model: str, kind: str, batch: int, rounds: int, speculate: str, own:
         _, wanted = run(engine, prompts, kind)
         engine.close()
     replays = not own and speculate.startswith(("eagle=", "mtp")) and model != str(DEMO_FOLDER) and kind != "json"
-    script = {tuple(prompt): answer for prompt, answer in pairs} | {
-        tuple(prompt): answer for prompt, answer in zip(prompts, wanted, strict=True)
-    }
+    asked = {tuple(prompt): answer for prompt, answer in zip(prompts, wanted, strict=True)}
+    script = {tuple(prompt): answer for prompt, answer in pairs} | asked
     head = f"eagle={DEMO_HEAD}" if speculate == "mtp" else speculate
-    known = guesses_of(head, kind, script, options) if replays else {}
+    known = guesses_of(head, kind, asked, options) if replays else {}
     with TemporaryDirectory() as folder:
         mine = speculate
         if replays and speculate != "mtp":
