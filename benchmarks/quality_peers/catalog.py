@@ -16,7 +16,7 @@ class Tool:
     pip: str
 
 
-LMKIT_RECIPES = ("rtn", "awq", "gptq", "default", "loss", "refined", "mixed_3.0", "mixed_2.5")
+LMKIT_RECIPES = ("rtn", "awq", "gptq", "awq_gptq", "default", "refined", "mixed_3.0", "mixed_2.5")
 TOOLS = {
     tool.name: tool
     for tool in (

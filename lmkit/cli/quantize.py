@@ -29,7 +29,7 @@ def quantize(
     recipe: Annotated[
         str | None,
         typer.Option(
-            show_default="awq_w4a16_g128", help="A recipe's name, or a .yaml file. The other options override it."
+            show_default="loss_w4a16_g128", help="A recipe's name, or a .yaml file. The other options override it."
         ),
     ] = None,
     weight_format: Annotated[

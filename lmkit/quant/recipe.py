@@ -36,7 +36,7 @@ from lmkit.quant.steps.base import SAMPLE_TOKENS, LayerCost, Stage
 from lmkit.quant.steps.registry import STEPS, AnyStep, of_stage
 
 RECIPES = Path(__file__).parents[1] / "data" / "recipes"
-DEFAULT_RECIPE = "awq_w4a16_g128"
+DEFAULT_RECIPE = "loss_w4a16_g128"
 FORMAT_RECIPES = {
     "gptq": "w4a16_g128_sym_gptq",
     "fp8": "fp8_block",

@@ -1,4 +1,4 @@
-"""The table of docs/families.md that says what the default recipe costs: `python -m tests.models.family_kl`.
+"""The table of docs/families.md that says what 4 bits cost: `python -m tests.models.family_kl`.
 
 Trained models are quantized as a user would do it. The other rows are tiny random models, in groups of 32: they show
 that every part of a family is calibrated and rounded, and no figure of a real model.
@@ -20,7 +20,7 @@ from tests.models.family_table import PAGE, written
 from tests.quant.helpers import tiny_checkpoint
 from tests.test_readme import ROWS
 
-HEADER = "| model, after the default recipe | KL, nats a token | standard error |"
+HEADER = "| model, after `awq_w4a16_g128` | KL, nats a token | standard error |"
 DATA = Path(__file__).resolve().parents[1] / "data"
 TRAINED = {
     "trained: demo (Llama)": DEMO_FOLDER,

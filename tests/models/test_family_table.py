@@ -11,7 +11,7 @@ def test_the_table_is_that_of_the_specifications() -> None:
     assert family_table.written(family_table.PAGE.read_text()) == family_table.table(), message
 
 
-def test_every_family_has_a_row_of_what_the_default_recipe_costs() -> None:
+def test_every_family_has_a_row_of_what_4_bits_cost() -> None:
     rows = family_table.written(family_table.PAGE.read_text(), family_kl.HEADER).splitlines()[2:]
     message = "run `python -m tests.models.family_kl`"
     assert [row.split(" | ")[0].strip("| ") for row in rows] == [*family_kl.TRAINED, *ROWS], message

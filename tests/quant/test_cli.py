@@ -64,7 +64,7 @@ def test_tables_show_plan_errors_and_evaluation(tmp_path: Path, monkeypatch: pyt
     source = tiny_checkpoint(tmp_path / "source", num_hidden_layers=1, intermediate_size=88)
     monkeypatch.setattr("lmkit.quant.run.EVAL_TOKENS", 256)
     shown = run("quantize", source, "-o", tmp_path / "out", "--calibration", "demo", *SMALL)
-    assert "recipe awq_w4a16_g128: awq_scale, awq_clip, gptq\n" in shown
+    assert "recipe loss_w4a16_g128: awq_scale, awq_clip, gptq\n" in shown
     assert "weights: 4 bits, groups of 32, format awq; KV cache: 16 bits\n" in shown
     assert "estimate:" in shown
     assert "stays dense: model.layers.0.mlp.down_proj: 88 inputs" in shown
@@ -132,12 +132,12 @@ def test_the_bundled_text_is_for_the_demo_model(source: Path, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("options", "recipe"),
     [
-        ((), "awq_w4a16_g128"),
-        ((None, 4), "awq_w4a16_g128"),
+        ((), "loss_w4a16_g128"),
+        ((None, 4), "loss_w4a16_g128"),
         ((None, 8), "rtn_w8a16"),
         (("gptq",), "w4a16_g128_sym_gptq"),
         (("gptq", 8), "w4a16_g128_sym_gptq"),
-        (("gptq_v2",), "awq_w4a16_g128"),
+        (("gptq_v2",), "loss_w4a16_g128"),
         (("compressed-tensors", 8), "rtn_w8a16"),
         (("fp8",), "fp8_block"),
         ((None, None, 4.5), "mixed_4.5"),

@@ -25,6 +25,7 @@ TWO_LAYERS = load_spec(config(Shape(layers=2)))
     ("spec", "name", "seconds"),
     [
         (DEMO, "awq_w4a16_g128", 11.2),
+        (DEMO, "loss_w4a16_g128", 25.0),
         (DEMO, "awq_rtn_w4a16_g128", 6.8),
         (DEMO, "gptq_w4a16_g128", 8.2),
         (DEMO, "refined_w4a16_g128", 24.7),
