@@ -131,7 +131,7 @@ PROXY: Mapping[str, str] = {
     "routing_strategy": "use --policy, with the same names (docs/routing.md)",
     "server_name": "use --host",
     "server_port": "use --port",
-    "serving_strategy": "start nodes with --role prefill and --role decode; the proxy pairs them",
+    "serving_strategy": "start nodes with role prefill and role decode of `lmkit serve`; the proxy pairs them",
     "ssl": "use --tls-cert and --tls-key",
     "static_backends": "use --node, once for each URL",
     "worker_urls": "use --node, once for each URL",
