@@ -20,7 +20,8 @@ Range = tuple[Tensor, Tensor]  # (lower, upper), each [out, groups]
 
 PIECE = 1 << 18  # weights that are rounded at a time
 
-_FP16 = torch.finfo(torch.float16)
+SMALLEST_SCALE = torch.finfo(torch.float16).smallest_normal  # of integers
+LARGEST_SCALE = torch.finfo(torch.float16).max
 _FP8 = torch.finfo(torch.float8_e4m3fn)
 
 
@@ -137,7 +138,7 @@ def grid_between(low: Tensor, high: Tensor, scheme: QuantScheme) -> tuple[Tensor
     if scheme.symmetric:
         high = torch.maximum(-low, high)
         low = -high
-    scales = ((high - low) / scheme.max_code).to(torch.float16).clamp(min=_FP16.smallest_normal)
+    scales = ((high - low) / scheme.max_code).to(torch.float16).clamp(min=SMALLEST_SCALE)
     if not bool(scales.isfinite().all()):
         widest = float(torch.maximum(-low, high).max())
         raise UnsupportedError(f"a weight of magnitude {widest:.3g} is beyond what a float16 scale can reach")

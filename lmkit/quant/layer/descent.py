@@ -20,12 +20,11 @@ import torch
 from torch import Tensor
 
 from lmkit.kernels.cpu.jit import FASTMATH
-from lmkit.qtensor import QTensor
+from lmkit.qtensor import LARGEST_SCALE, SMALLEST_SCALE, QTensor
 from lmkit.quant.layer.products import times
 from lmkit.quant.layer.refine import by_halves, group_size
 
 ROWS = 64  # of a tile
-SMALLEST, LARGEST = float(torch.finfo(torch.float16).smallest_normal), torch.finfo(torch.float16).max  # of scales
 
 
 def descend(
@@ -125,7 +124,7 @@ def _visit(
             curvature += step * products[i, j]
         if curvature > 0:
             best = _as_float16(scales[i] - slope / (own * curvature))
-            if SMALLEST <= best <= LARGEST:
+            if SMALLEST_SCALE <= best <= LARGEST_SCALE:
                 change = own * (best - scales[i])
                 scales[i] = best
                 for j in range(size):
@@ -147,7 +146,7 @@ def _visit(
 @numba.njit(error_model="numpy")
 def _as_float16(x: Any) -> Any:
     """The float16 that is nearest to x, if it is normal."""
-    if not x >= SMALLEST:
+    if not x >= SMALLEST_SCALE:
         return np.float32(0)
     unit = math.ldexp(1.0, math.frexp(x)[1] - 11)
     return np.float32(np.rint(x / unit) * unit)

@@ -7,11 +7,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from lmkit.qtensor import QTensor
+from lmkit.qtensor import SMALLEST_SCALE, QTensor
 from lmkit.quant.layer.products import times
 
 FEW = 16  # columns that are visited one after the other; their changes are passed on to later columns in products
-_SMALLEST_SCALE = torch.finfo(torch.float16).smallest_normal
 
 
 def by_halves(
@@ -76,7 +75,7 @@ def _refine_group(codes: Tensor, scales: Tensor, zeros: Tensor, gradient: Tensor
     steps = codes - zeros
     curvature = (steps * (h @ steps)).sum(0)
     best = (scales + (steps * gradient).sum(0) / curvature).to(torch.float16).float()
-    scales.copy_(torch.where((curvature > 0) & (best >= _SMALLEST_SCALE) & best.isfinite(), best, scales))
+    scales.copy_(torch.where((curvature > 0) & (best >= SMALLEST_SCALE) & best.isfinite(), best, scales))
     gradient = gradient - h @ (steps * scales - before)
     diagonal, changes = h.diagonal().tolist(), torch.zeros_like(codes)
 

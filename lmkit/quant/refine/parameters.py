@@ -15,10 +15,9 @@ from torch import Tensor
 
 from lmkit.layers.linear import Weights
 from lmkit.layers.mlp_spec import SCORE_BIAS
-from lmkit.qtensor import QTensor, dequantize
+from lmkit.qtensor import SMALLEST_SCALE, QTensor, dequantize
 
 FIXED = (SCORE_BIAS, "attn.sinks")  # vectors that are not tuned
-SMALLEST_SCALE = torch.finfo(torch.float16).smallest_normal
 Changes = dict[str, Tensor]  # role -> float32, of the shape of the scales or of the vector
 
 

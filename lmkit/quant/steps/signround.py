@@ -19,7 +19,7 @@ from torch.nn import functional
 from lmkit.config import PositiveInt
 from lmkit.formats.parts import Activations
 from lmkit.models.spec import ModelSpec
-from lmkit.qtensor import QTensor, QuantScheme, dequantize
+from lmkit.qtensor import SMALLEST_SCALE, QTensor, QuantScheme, dequantize
 from lmkit.quant.layer.gradients import layer_output
 from lmkit.quant.layer.moments import batches, run
 from lmkit.quant.layer.work import LayerWork, Rounding
@@ -28,7 +28,6 @@ from lmkit.quant.steps.base import LayerCost, Speed, Stage, Step
 CHECKS = 10  # how often the loss on the rows kept aside is computed
 MARGIN = 0.49  # largest distance of a weight from its code at the start, in steps
 RANGE = (0.5, 1.5)  # of the factors on the ends of a group's range
-_SMALLEST_SCALE = torch.finfo(torch.float16).smallest_normal
 
 Batch = tuple[Tensor, Tensor]  # (hidden states, targets) float32 [rows, seq_len, hidden]
 
@@ -139,7 +138,7 @@ class TunedWeight:
         else:
             below = self.zeros * self.low
             scales = self.scales * ((top - self.zeros) * self.high + below) / top
-        scales = _straight(scales, scales.to(torch.float16).float()).clamp_min(_SMALLEST_SCALE)
+        scales = _straight(scales, scales.to(torch.float16).float()).clamp_min(SMALLEST_SCALE)
         if not self.scheme.symmetric:
             zeros = below * self.scales / scales
             zeros = _straight(zeros, zeros.round()).clamp(0, top)
