@@ -196,10 +196,12 @@ class CudaRunner(PlanRunner):
             log.info("steps are not captured: %s", reason)
             return f"no steps: {reason}"
         num_slots = self.batch.block_tables.shape[1]
-        mixed = mixed_sizes(num_slots, self.batch.max_step_tokens) if switches().mixed else []
+        sizes, most = decode_sizes(num_slots), self.batch.max_step_tokens
+        if switches().mixed:
+            sizes += mixed_sizes(num_slots, most)
         if switches().drafts:
-            mixed += draft_sizes(num_slots, self.batch.max_step_tokens, self._num_guesses)
-        sizes = capturable(decode_sizes(num_slots) + mixed, self.decoder)
+            sizes += draft_sizes(num_slots, most, self._num_guesses)
+        sizes = capturable(sizes, self.decoder)
         if self.decoder.step_adapters.count:
             adapted = [size._replace(adapted=True) for size in sizes]
             sizes = adapted if self.batch.always_adapted else sizes + adapted
@@ -252,7 +254,7 @@ class CudaRunner(PlanRunner):
         """The tokens of each chunk, some of which have drafts. If all are greedy, the device is waited for once."""
         sampler, (logits, _, drawn) = self._sampler, computed
         if drawn is None and isinstance(sampler, GpuSampler) and sampler.is_greedy([chunk.slot for chunk in chunks]):
-            drawn = sampler.sample_drafts(logits)
+            drawn = sampler.most_likely(logits)
         if drawn is not None:
             known = drawn.result()
             return sample_chunks(lambda these, _: [known[row] for row in these], chunks, rows)

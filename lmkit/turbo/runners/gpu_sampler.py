@@ -112,7 +112,7 @@ class GpuSampler:
         """
         sampling.argmax(logits, self.table, slots, self.last_token if counts else None, tokens)
 
-    def sample_drafts(self, logits: Tensor) -> PendingTokens:
+    def most_likely(self, logits: Tensor) -> PendingTokens:
         """The most likely token of each row, where all rows are of greedy slots."""
         tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
         slots = torch.zeros(len(logits), dtype=torch.int32, device=logits.device)

@@ -95,12 +95,18 @@ def test_steps_of_any_shape_follow_one_another() -> None:
     assert kept > 20
 
 
-def test_a_step_with_prompt_tokens_is_padded_with_tokens_of_no_sequence() -> None:
+def two_sequences() -> tuple[PersistentBatch, StagedInputs]:
+    """Prompts of 5 and 9 tokens in the slots 1 and 3."""
     batch = PersistentBatch(num_slots=6, max_model_len=64, block_size=BLOCK, max_step_tokens=40)
     staged = StagedInputs(Deferred(), 40, 8, 16, has_states=True)
     staged.put(batch.example(30, 1), Size(40, 6), width=16, greedy=[5])  # what lay there before
     for slot, length in ((3, 9), (1, 5)):
         entered(batch, slot, length)
+    return batch, staged
+
+
+def test_a_step_with_prompt_tokens_is_padded_with_tokens_of_no_sequence() -> None:
+    batch, staged = two_sequences()
     chunks = [Chunk(1, 4, 1, [[1, 2]], 1), Chunk(3, 0, 6, [[3, 4]], 0)]
     inputs, _ = batch.inputs(chunks)
     got = staged.put(inputs, Size(16, 4), width=16, greedy=[1])
@@ -116,11 +122,7 @@ def test_a_step_with_prompt_tokens_is_padded_with_tokens_of_no_sequence() -> Non
 
 
 def test_a_step_with_drafts_has_logits_of_all_tokens() -> None:
-    batch = PersistentBatch(num_slots=6, max_model_len=64, block_size=BLOCK, max_step_tokens=40)
-    staged = StagedInputs(Deferred(), 40, 8, 16, has_states=True)
-    staged.put(batch.example(30, 1), Size(40, 6), width=16, greedy=[5])  # what lay there before
-    for slot, length in ((3, 9), (1, 5)):
-        entered(batch, slot, length)
+    batch, staged = two_sequences()
     chunks = [Chunk(1, 4, 3, [[1, 2]], 3, draft=[7, 8]), Chunk(3, 8, 1, [[3, 4]], 1)]
     inputs, _ = batch.inputs(chunks)
     got = staged.put(inputs, Size(8, 4, drafted=True), width=16, greedy=[1, 1, 1, 3])
