@@ -456,62 +456,58 @@ DEVICE float fold(float before, float next, float2 factors) {
     return fmaf(before, factors.x, __fmul_rn(next, factors.y));
 }
 
-// What the ranges before had, which lies in the record, and then these rows. The record is this block's own.
-DEVICE void fold_rows(Rows& rows, const Work& work, int row, const Record& record, float scale) {
-    __syncwarp();  // a lane has written for four
+// f(m, h, row of the block) for the rows of a warp's fragments that exist; `row` is the warp's first.
+template <class F>
+DEVICE void each_row(const Work& work, int row, F f) {
 #pragma unroll
     for (int m = 0; m < M_TILES; ++m)
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             const int mine = row + 16 * m + 8 * h + lane_id() / 4;
-            if (work.first_row + mine >= work.num_rows) continue;
-            float top = *record.maximum(mine);
-            const float2 factors = fold_factors(top, rows.maximum[m][h], scale);
-            rows.maximum[m][h] = top;
-            rows.sum[m][h] = fold(*record.sum(mine), rows.sum[m][h], factors);
-#pragma unroll
-            for (int n = 0; n < DV / 8; ++n) {
-                const float2 before =
-                    *reinterpret_cast<const float2*>(record.outputs(mine) + 8 * n + 2 * (lane_id() & 3));
-                rows.out[m][n][2 * h] = fold(before.x, rows.out[m][n][2 * h], factors);
-                rows.out[m][n][2 * h + 1] = fold(before.y, rows.out[m][n][2 * h + 1], factors);
-            }
+            if (work.first_row + mine < work.num_rows) f(m, h, mine);
         }
+}
+
+// What the ranges before had, which lies in the record, and then these rows. The record is this block's own.
+DEVICE void fold_rows(Rows& rows, const Work& work, int row, const Record& record, float scale) {
+    __syncwarp();  // a lane has written for four
+    each_row(work, row, [&](int m, int h, int mine) {
+        float top = *record.maximum(mine);
+        const float2 factors = fold_factors(top, rows.maximum[m][h], scale);
+        rows.maximum[m][h] = top;
+        rows.sum[m][h] = fold(*record.sum(mine), rows.sum[m][h], factors);
+#pragma unroll
+        for (int n = 0; n < DV / 8; ++n) {
+            const float2 before = *reinterpret_cast<const float2*>(record.outputs(mine) + 8 * n + 2 * (lane_id() & 3));
+            rows.out[m][n][2 * h] = fold(before.x, rows.out[m][n][2 * h], factors);
+            rows.out[m][n][2 * h + 1] = fold(before.y, rows.out[m][n][2 * h + 1], factors);
+        }
+    });
     __syncwarp();  // before a lane writes again
 }
 
 DEVICE void store_rows(const Rows& rows, const Work& work, int row, const Record& record) {
     const int t = lane_id() & 3;
+    each_row(work, row, [&](int m, int h, int mine) {
 #pragma unroll
-    for (int m = 0; m < M_TILES; ++m)
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            const int mine = row + 16 * m + 8 * h + lane_id() / 4;
-            if (work.first_row + mine >= work.num_rows) continue;
-#pragma unroll
-            for (int n = 0; n < DV / 8; ++n)
-                *reinterpret_cast<float2*>(record.outputs(mine) + 8 * n + 2 * t) =
-                    make_float2(rows.out[m][n][2 * h], rows.out[m][n][2 * h + 1]);
-            if (t == 0) *record.maximum(mine) = rows.maximum[m][h], *record.sum(mine) = rows.sum[m][h];
-        }
+        for (int n = 0; n < DV / 8; ++n)
+            *reinterpret_cast<float2*>(record.outputs(mine) + 8 * n + 2 * t) =
+                make_float2(rows.out[m][n][2 * h], rows.out[m][n][2 * h + 1]);
+        if (t == 0) *record.maximum(mine) = rows.maximum[m][h], *record.sum(mine) = rows.sum[m][h];
+    });
 }
 
 DEVICE void write_rows(const Rows& rows, const Work& work, int row, u16* out, int num_heads, int head,
                        const float* sink_logits, float scale) {
+    each_row(work, row, [&](int m, int h, int mine) {
+        float sum = rows.sum[m][h];
+        if (sink_logits) sum += sink_weight(sink_logits, work, mine, head, rows.maximum[m][h], scale);
+        u32* to = output(out, num_heads, head, work, mine) + (lane_id() & 3);
+        const float inverse = 1 / sum;
 #pragma unroll
-    for (int m = 0; m < M_TILES; ++m)
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            const int mine = row + 16 * m + 8 * h + lane_id() / 4;
-            if (work.first_row + mine >= work.num_rows) continue;
-            float sum = rows.sum[m][h];
-            if (sink_logits) sum += sink_weight(sink_logits, work, mine, head, rows.maximum[m][h], scale);
-            u32* to = output(out, num_heads, head, work, mine) + (lane_id() & 3);
-            const float inverse = 1 / sum;
-#pragma unroll
-            for (int n = 0; n < DV / 8; ++n)
-                to[4 * n] = Half::pack(rows.out[m][n][2 * h] * inverse, rows.out[m][n][2 * h + 1] * inverse);
-        }
+        for (int n = 0; n < DV / 8; ++n)
+            to[4 * n] = Half::pack(rows.out[m][n][2 * h] * inverse, rows.out[m][n][2 * h + 1] * inverse);
+    });
 }
 
 // Four outputs of a row, with its maximum and its sum, in a record.
