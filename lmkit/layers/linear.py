@@ -108,11 +108,16 @@ class MergedLinear:
             return y
         outputs = [self._product(packed, x) for packed in self.packed or ()]
         merged = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
+        merged = self._with_additions(adapters, rows, x, merged)
+        return merged if self.activation is None else self._gated_activation(merged, self.activation)
+
+    def _with_additions(self, adapters: LinearAdapters, rows: AdapterRows, x: Tensor, y: Tensor) -> Tensor:
+        """y [T, sum of the roles' out], the products of x, to which the adapters of its rows are added in place."""
         start = 0
         for role, width in zip(self.roles, self._widths, strict=True):
-            adapters.add(role, x, merged, rows, Columns(start, width, width, width))
+            adapters.add(role, x, y, rows, Columns(start, width, width, width))
             start += width
-        return merged if self.activation is None else self._gated_activation(merged, self.activation)
+        return y
 
     def _product(self, packed: Packed, x: Tensor, norm: Norm | None = None, **options: Any) -> Tensor:
         """The product of x, normalized first if there is a norm, and of its columns in the weight's order."""
@@ -135,17 +140,19 @@ class MergedLinear:
         if fused is not None and fused.implementation.epilogue and stream.dtype == torch.float32:
             self._product(fused, x, residual=stream)
             if self.adapters is not None and (rows := self.adapters.rows(len(x))) is not None:
-                (role,), (width,) = self.roles, self._widths
-                self.adapters.add(role, x, stream, rows, Columns(0, width, width, width))
+                self._with_additions(self.adapters, rows, x, stream)
             return stream, None
         return self(x), stream
 
     def float32(self, x: Tensor, norm: Norm | None = None) -> Tensor:
-        """As a call, but the result is not rounded to the activations' dtype. No adapter adds to it then."""
+        """As a call, but the result is not rounded to the activations' dtype. There is no activation."""
         fused, dtype = self._fused, x.dtype if norm is None else norm.dtype
-        if fused is not None and fused.implementation.epilogue and dtype != torch.float32:
+        if fused is None or not fused.implementation.epilogue or dtype == torch.float32:
+            return self(x, norm).float()
+        if self.adapters is None or (rows := self.adapters.rows(len(x))) is None:
             return self._product(fused, x, norm, dtype=torch.float32)
-        return self(x, norm).float()
+        x = x if norm is None else self._rms_norm(x, norm)
+        return self._with_additions(self.adapters, rows, x, self._product(fused, x, dtype=torch.float32))
 
     def _plain(self, x: Tensor) -> Tensor:
         """The products with the plain weights, side by side."""
