@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from lmkit.errors import CheckpointError, RequestError
-from lmkit.formats.peft import Adapter
+from lmkit.errors import CheckpointError
+from lmkit.formats.peft import Adapter, read_adapter
 from lmkit.formats.views import rows_of
 from lmkit.kernels.cuda.module import tensor_device
 from lmkit.layers.adapters import LinearAdapters
@@ -24,12 +24,6 @@ from lmkit.models.shard import COLUMNS, WHOLE, Shard
 from lmkit.models.spec import ModelSpec
 
 Place = tuple[int, str]  # layer, role
-
-
-@dataclass(frozen=True)
-class LoadedAdapter:
-    number: int  # of its rows in a step
-    digest: str
 
 
 @dataclass(frozen=True)
@@ -48,19 +42,17 @@ class Part:
 
 
 class DecoderAdapters:
-    """`count` places for adapters in a packed decoder. Steps without any compute as before.
-
-    All adapters stay in host memory. One that a request names is brought to a place: a free one, or that of the adapter
-    that no request has named for longest.
+    """The adapters of a packed decoder, by a key, in host memory. `count` of them have a place, by a number that steps
+    name. Steps without any compute as before.
     """
 
     def __init__(self, decoder: Decoder, count: int, part: Part | None = None) -> None:
         self._part = part or Part(decoder.spec, WHOLE)
         self._spec, self._dtype, self._device = decoder.spec, decoder.dtype, decoder.lm_head.device
-        decoder.step_adapters.count = count
-        self.placed: dict[str, LoadedAdapter] = {}  # by name, the one named last at the end
-        self._stored: dict[str, tuple[str, dict[Place, LowRank]]] = {}  # digest and additions, by name
-        self._free = list(range(count))[::-1]
+        self.count = decoder.step_adapters.count = count
+        self.digests: dict[int, str] = {}  # by key
+        self._additions: dict[int, dict[Place, LowRank]] = {}  # by key
+        self._placed: dict[int, int] = {}  # the key of each number
         self._linears: dict[Place, MergedLinear] = {}
         for layer in decoder.layers:
             roles = adaptable(layer.spec)
@@ -69,59 +61,38 @@ class DecoderAdapters:
                     linear.adapt(decoder.step_adapters)
                     self._linears |= {(layer.index, role): linear for role in linear.roles}
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._stored
+    def read(self, key: int, folder: str | Path) -> str:
+        """Read an adapter and keep it. Returns its digest. Any thread may call it, beside steps, too: the reading
+        of files and torch's operations let others run.
 
-    def load(self, name: str, adapter: Adapter) -> None:
-        """Keep an adapter, in a place if one is free, instead of one of the same name that no sequence uses.
-
-        Raises CheckpointError if it does not fit the model.
+        Raises CheckpointError if it does not fit the model, or for a file that cannot be used, and UnsupportedError.
         """
+        adapter = read_adapter(folder)
         additions = place(adapter, self._spec, self._part)
         if self._device == "cpu":
-            additions = side_by_side({key: addition.in_panels() for key, addition in additions.items()})
+            additions = {at: addition.in_panels() for at, addition in additions.items()}
         else:
-            additions = {key: _narrowed(addition, self._dtype) for key, addition in additions.items()}
-        if name in self:
-            self.unload(name)
-        self._stored[name] = adapter.digest, additions
-        if self._free:
-            self._put(name)
+            additions = {at: _narrowed(addition, self._dtype) for at, addition in additions.items()}
+        self._additions[key] = side_by_side(additions, is_pinned=tensor_device(self._device) != "cpu")
+        self.digests[key] = adapter.digest
+        return adapter.digest
 
-    def unload(self, name: str) -> None:
-        """Forget an adapter that no sequence uses."""
-        if name in self.placed:
-            self._take_out(name)
-        del self._stored[name]
+    def drop(self, key: int) -> None:
+        """Forget an adapter that has no place. An unknown key is ignored."""
+        self._additions.pop(key, None)
+        self.digests.pop(key, None)
 
-    def bring(self, name: str, is_used: Callable[[int], bool]) -> None:
-        """Bring an adapter to a place, unless it has one or is unknown. `is_used` of an adapter's number says whether
-        sequences have it. Raises RequestError if all places are used.
-        """
-        if name in self.placed:
-            self.placed[name] = self.placed.pop(name)
-        elif name in self._stored:
-            if not self._free:
-                unused = (other for other, known in self.placed.items() if not is_used(known.number))
-                if (longest := next(unused, None)) is None:
-                    message = "requests use all places for adapters; try again when some have ended"
-                    raise RequestError("overloaded", message)
-                self._take_out(longest)
-            self._put(name)
-
-    def _put(self, name: str) -> None:
-        digest, additions = self._stored[name]
-        found = self.placed[name] = LoadedAdapter(self._free.pop(), digest)
+    def place(self, number: int, key: int | None) -> None:
+        """Give an adapter the place of this number, which no step under way uses, or with None make the place free."""
+        for layer, role in self._additions.get(self._placed.pop(number, -1), ()):
+            self._adapters(layer, role).set(role, number, None)
+        if key is None:
+            return
+        additions, self._placed[number] = self._additions[key], key
         if self._device != "cpu":
             additions = side_by_side(additions, tensor_device(self._device))
         for (layer, role), addition in additions.items():
-            self._adapters(layer, role).set(role, found.number, addition)
-
-    def _take_out(self, name: str) -> None:
-        number = self.placed.pop(name).number
-        for layer, role in self._stored[name][1]:
-            self._adapters(layer, role).set(role, number, None)
-        self._free.append(number)
+            self._adapters(layer, role).set(role, number, addition)
 
     def _adapters(self, layer: int, role: str) -> LinearAdapters:
         adapters = self._linears[layer, role].adapters
@@ -189,16 +160,21 @@ def _narrowed(addition: LowRank, dtype: torch.dtype) -> LowRank:
     return LowRank(addition.a.to(kept), addition.b.to(kept), addition.scale)
 
 
-def side_by_side(placed: dict[Place, LowRank], device: str = "cpu") -> dict[Place, LowRank]:
-    """The same additions in one piece of memory: large pages hold it, and it is read from its start to its end."""
-    dtypes = {addition.a.dtype for addition in placed.values()}
-    memory = {dtype: zeros((_size(placed, dtype),), dtype, device) for dtype in dtypes}
-    used, moved = dict.fromkeys(dtypes, 0), dict[Place, LowRank]()
+def side_by_side(placed: dict[Place, LowRank], device: str = "cpu", *, is_pinned: bool = False) -> dict[Place, LowRank]:
+    """The same additions in one piece of memory: large pages hold it, and it is read from its start to its end. From
+    pinned host memory a GPU copies by itself, in the order of its stream.
+    """
+    memory, moved = dict[torch.dtype, Tensor](), dict[Place, LowRank]()
+    for dtype in {addition.a.dtype for addition in placed.values()}:
+        size = _size(placed, dtype)
+        memory[dtype] = torch.empty(size, dtype=dtype, pin_memory=True) if is_pinned else zeros((size,), dtype, device)
+    used = dict.fromkeys(memory, 0)
 
     def move(tensor: Tensor) -> Tensor:
         start = used[tensor.dtype]
         used[tensor.dtype] += tensor.numel()
-        return memory[tensor.dtype][start : used[tensor.dtype]].view(tensor.shape).copy_(tensor)
+        piece = memory[tensor.dtype][start : used[tensor.dtype]].view(tensor.shape)
+        return piece.copy_(tensor, non_blocking=True)
 
     for key, addition in placed.items():
         moved[key] = LowRank(move(addition.a), move(addition.b), addition.scale)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -40,6 +41,6 @@ async def unload(request: Request) -> dict[str, Any]:
 
 async def _set(request: Request, body: AdapterCommand, folder: str | None) -> dict[str, Any]:
     serving = await choose(request, body.model)
-    await serving.engine.set_adapter(body.lora_name, folder)
+    await asyncio.shield(serving.engine.set_adapter(body.lora_name, folder))  # it ends, also without its caller
     parent = pool(request).find(body.model).name
     return {"status": "success", "model": body.lora_name, "parent": parent, "loaded": folder is not None}

@@ -69,7 +69,7 @@ class Save(msgspec.Struct, frozen=True):
     block: int
 
 
-class StepPlan(msgspec.Struct, frozen=True):
+class StepPlan(msgspec.Struct, frozen=True, tag=True):
     """One step. The parts are applied in this order: freed slots, saves, copies, loads, new sequences, chunks.
 
     Plans are carried out one after the other, in the order in which they were made.

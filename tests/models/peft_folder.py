@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+
+from lmkit.formats.peft import read_adapter
 
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 CONFIG = {
@@ -52,3 +56,16 @@ def linears(model: torch.nn.Module, modules: tuple[str, ...] = MODULES) -> dict[
         for name, module in model.named_modules()
         if isinstance(module, torch.nn.Linear) and name.rpartition(".")[2] in modules
     }
+
+
+class SlowFiles:
+    """Adapters that an engine in this process reads are read when `opened` is set. `begun` says that one is wanted."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.begun, self.opened = threading.Event(), threading.Event()
+        monkeypatch.setattr("lmkit.models.adapters.read_adapter", self._read)
+
+    def _read(self, folder: Path) -> Any:
+        self.begun.set()
+        self.opened.wait()
+        return read_adapter(folder)

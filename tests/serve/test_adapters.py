@@ -89,9 +89,10 @@ def test_a_name_belongs_to_one(folders: tuple[str, ...]) -> None:
 
 
 def test_adapters_come_and_go_while_it_runs(folders: tuple[str, ...]) -> None:
+    """On both ranks."""
     first = Path(folders[0].partition("=")[2])
     keys = ("--api-key", "boss role=admin", "--api-key", "user")
-    options = ("--max-model-len", "128", "--adapter-root", str(first.parent), "--max-adapters", "1", *keys)
+    options = ("--max-model-len", "128", "--tp", "2", "--adapter-root", str(first.parent), "--max-adapters", "1", *keys)
     boss, user = ({"authorization": f"Bearer {key}"} for key in ("boss", "user"))
     (first.parent / "broken").mkdir()
     with Server(*options, engine=ENGINE) as running:

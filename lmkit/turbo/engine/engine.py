@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import astuple, dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, NoReturn, Self
@@ -20,7 +21,6 @@ import msgspec
 from lmkit import cores
 from lmkit.config import EngineConfig, default_num_threads
 from lmkit.errors import EngineLostError, LMKitError, RequestError
-from lmkit.formats.peft import read_adapter
 from lmkit.kernels.cpu import threads
 from lmkit.log import get_logger
 from lmkit.models import kv_storage, packed_cache
@@ -28,6 +28,7 @@ from lmkit.models.decoder import Decoder
 from lmkit.models.kv_storage import KVStorage
 from lmkit.models.tower import Tower
 from lmkit.turbo.engine import loading, pages
+from lmkit.turbo.engine.adapters import EngineAdapters
 from lmkit.turbo.engine.encoder import ALONE_SECONDS, Encoder
 from lmkit.turbo.engine.loading import LoadedModel
 from lmkit.turbo.engine.memory import scheduler_limits
@@ -119,7 +120,7 @@ class Engine:
         self._publisher: Publisher | None = None  # of what the prefix caches get and lose
         self._lost: str | None = None  # the reason why no step can run any more
         self._profile = Profile()
-        self._overlap, self._adapter_root = config.overlap, config.adapter_root
+        self._overlap = config.overlap
         self._under_way: deque[tuple[StepPlan, Ticket]] = deque()
         self.num_stages = config.pp
         self._depth = max(2, config.pp)  # plans under way at most, with overlap
@@ -139,9 +140,12 @@ class Engine:
             self._guides = Guides(model.tokenizer, spec.vocab_size)
             shared = self._tiers, self._guides, memory.max_model_len, memory.workspace, len(memory.layout.groups)
             parts = RunnerParts(config, model.decoder, kv, blocks, *shared, encoded)
-            self.adapters = loading.load_adapters(model, config)
+            adapters = loading.load_adapters(model, config)
             others = loading.start_others(model, config, device, cpus, self._lose)
             self.runner = make_runner(device, parts, others)
+            self.adapters = EngineAdapters(adapters, config, self.runner.tell)
+            if others is not None:
+                others.hear_adapters(self.adapters.heard)
             self._drafter = model.draft.start(self.runner, spec.vocab_size) if model.draft is not None else None
             captured = self._warm_up(limits, others)
         self._has_head, self._step_sizes = model.has_head, StepSizes()  # the first steps do not count
@@ -152,9 +156,10 @@ class Engine:
             tiers=self._tiers,
             kv_identity=model.kv_identity,
             forced=self.runner.forced,
-            adapters=self.adapters.placed if self.adapters else None,
+            adapters=self.adapters.placed,
             draft_model=self._drafter,
         )
+        self.adapters.is_used = self.scheduler.uses_adapter
         if config.kv_events is not None:
             from lmkit.turbo.kv.publisher import Publisher  # needs pyzmq, which an engine without events does not
 
@@ -206,8 +211,8 @@ class Engine:
             raise RequestError("unsupported_parameter", message, "model")
         if request.params.grammar:
             self._guides.prepare(request.params.grammar)
-        if request.adapter and self.adapters is not None:
-            self.adapters.bring(request.adapter, self.scheduler.uses_adapter)
+        if request.adapter:
+            self.adapters.bring(request.adapter)
         if not request.images:
             self.scheduler.add(request)
         elif self._encoder is not None:
@@ -215,25 +220,14 @@ class Engine:
         else:
             raise RequestError("unsupported_parameter", f"images: {self.info.images}", "messages")
 
-    def set_adapter(self, name: str, folder: str | None) -> str | None:
-        """Load the adapter in `folder`, which must lie inside the adapter_root, and return its path. None: unload it.
+    def set_adapter(self, name: str, folder: str | None) -> Future[str | None]:
+        """Load the adapter in `folder`, which must lie inside the adapter_root, beside the steps. None: unload it.
 
-        It takes the place of one with the same name.
-
-        Raises CheckpointError or UnsupportedError for files that cannot be used, and RequestError for all else.
+        It takes the place of one with the same name. Calls are carried out one after the other, while `step` is called.
+        The result is the adapter's path, set when requests can name it. Otherwise CheckpointError stands for files that
+        cannot be used, on any rank, and RequestError for all else; nothing has changed then.
         """
-        path = loading.inside(self._adapter_root, folder or ".")
-        assert self.adapters is not None
-        placed = self.adapters.placed.get(name)
-        if folder is None and name not in self.adapters:
-            raise RequestError("not_found", f"no adapter {name[:64]!r} is loaded", "lora_name")
-        if placed is not None and self.scheduler.uses_adapter(placed.number):
-            raise RequestError("overloaded", f"requests use the adapter {name[:64]!r}; try again when they have ended")
-        if folder is None:
-            self.adapters.unload(name)
-            return None
-        self.adapters.load(name, read_adapter(path))
-        return str(path)
+        return self.adapters.set(name, folder)
 
     def abort(self, request_id: str) -> None:
         """End a request early. Its last output says "abort". An unknown id is ignored: it may just have finished."""
@@ -243,7 +237,8 @@ class Engine:
 
     def has_work(self) -> bool:
         """Whether to call `step`. A lost engine wants to say so."""
-        return self._lost is not None or self.scheduler.has_work() or self._has_images()
+        is_idle = not (self.scheduler.has_work() or self._has_images() or self.adapters.has_work())
+        return self._lost is not None or not is_idle
 
     def _has_images(self) -> bool:
         return self._encoder is not None and self._encoder.has_work()
@@ -258,6 +253,7 @@ class Engine:
         if self._lost is not None:
             raise EngineLostError(self._lost)
         try:
+            self.adapters.advance()
             outputs = (self._encode() if self._encoder is not None else []) + self._step()
             if self._publisher is not None:
                 self._publisher.publish()
@@ -284,13 +280,20 @@ class Engine:
             if not self._under_way:
                 outputs = self.scheduler.take_outputs()
                 if not outputs and not self._has_images():
-                    self.scheduler.wait(IDLE_SECONDS)
+                    self._wait()
                 return outputs
             if plan is None or not self._overlap or len(self._under_way) >= self._depth:
                 try:
                     return self._collect(*self._under_way[0])
                 finally:
                     self._under_way.popleft()
+
+    def _wait(self) -> None:
+        """There is nothing to compute: wait a little for what is loaded."""
+        if self.adapters.has_work():
+            self.adapters.advance(IDLE_SECONDS)
+        else:
+            self.scheduler.wait(IDLE_SECONDS)
 
     @property
     def step_limit(self) -> float:
@@ -336,6 +339,7 @@ class Engine:
     def close(self) -> None:
         """Wait for steps under way, end the threads and release the disk. The engine cannot be used afterwards."""
         self.runner.close()
+        self.adapters.close()
         if self._publisher is not None:
             self._publisher.close()
         if self._drafter is not None:

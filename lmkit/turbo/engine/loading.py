@@ -7,16 +7,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
 
 from lmkit.config import NAMED_PEERS, EngineConfig
-from lmkit.errors import ConfigError, RequestError, UnsupportedError
+from lmkit.errors import ConfigError, UnsupportedError
 from lmkit.formats.generation_config import SamplingDefaults, read_defaults
-from lmkit.formats.peft import read_adapter
 from lmkit.formats.pooling import read_dimensions
 from lmkit.kernels.cuda.switches import turn_on
 from lmkit.kv_dtype import kv_dtype
@@ -160,7 +158,7 @@ def _tower(model: ResolvedModel, config: EngineConfig) -> Tower | str:
 
 
 def load_adapters(model: LoadedModel, config: EngineConfig) -> DecoderAdapters | None:
-    """The adapters of `config`, loaded, and places for them. None if there are to be none.
+    """The adapters of `config`, each by its index there; the first ones have places. None if there are to be no places.
 
     Raises ConfigError, CheckpointError or UnsupportedError.
     """
@@ -171,22 +169,13 @@ def load_adapters(model: LoadedModel, config: EngineConfig) -> DecoderAdapters |
         return None
     count = config.max_adapters or max(len(given), 0 if config.adapter_root is None else MAX_ADAPTERS)
     adapters = DecoderAdapters(model.decoder, count, model.part)
-    for name, folder in given.items():
-        adapters.load(name, read_adapter(folder))
+    for key, folder in enumerate(given.values()):
+        adapters.read(key, folder)
+        if key < count:
+            adapters.place(key, key)
     if given:
         log.info("adapters: %s", ", ".join(given))
     return adapters
-
-
-def inside(root: str | None, folder: str) -> Path:
-    """A folder that a caller names, below the folder of all that may be loaded. Raises RequestError."""
-    if root is None:
-        raise RequestError("permission_denied", "no adapters may be loaded: start with --adapter-root FOLDER")
-    base = Path(root).resolve()
-    path = (base / folder).resolve()
-    if not path.is_relative_to(base) or not path.is_dir():
-        raise RequestError("not_found", f"{folder[:256]!r} is no folder inside the --adapter-root", "lora_path")
-    return path
 
 
 def _announce(memory: MemoryPlan, storages: list[KVStorage], config: EngineConfig) -> None:
@@ -258,11 +247,9 @@ def _check_processes(config: EngineConfig) -> None:
         )
     alone = name.partition("=")[0] + "=1"
     if config.device != "cpu":
-        _check_gpus(config, name, alone)
-    if config.adapters and max(config.ep, config.pp) > 1:
+        _check_gpus(config, name)
+    if (config.adapters or config.adapter_root is not None) and config.pp > 1:
         raise ConfigError(f"{name} takes no adapters; merge them into the checkpoint, or use {alone}")
-    if config.adapter_root is not None or config.max_adapters is not None:
-        raise ConfigError(f"{name} loads no adapters while it runs; name them in adapters, or use {alone}")
     if config.has_drafter:
         raise ConfigError(f"{name} takes no draft model; use speculate ngram with tp or ep, or {alone}")
     if config.pp > 1 and config.speculate != "off":
@@ -272,7 +259,7 @@ def _check_processes(config: EngineConfig) -> None:
             raise ConfigError(f"{name} keeps no KV outside the engine; leave out {option}")
 
 
-def _check_gpus(config: EngineConfig, name: str, alone: str) -> None:
+def _check_gpus(config: EngineConfig, name: str) -> None:
     """Raise ConfigError for options that do not go together with a model that several GPUs share."""
     if config.pp > 1:
         raise ConfigError(f"{name} is for --device cpu; GPUs share a model by tp and ep")
@@ -280,8 +267,6 @@ def _check_gpus(config: EngineConfig, name: str, alone: str) -> None:
         raise ConfigError(f"{name}: at most {MAX_GPUS} GPUs share a model; use a smaller number")
     if config.cluster != "none":
         raise ConfigError(f"cluster={config.cluster} is for --device cpu; on GPUs all ranks are on one machine")
-    if config.adapters:
-        raise ConfigError(f"{name} takes no adapters on GPUs; merge them into the checkpoint, or use {alone}")
 
 
 def given(decoder: Decoder, config: EngineConfig, device: Device, storages: list[KVStorage] | None) -> LoadedModel:

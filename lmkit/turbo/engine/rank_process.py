@@ -15,11 +15,14 @@ import sys
 import threading
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from lmkit import log
 from lmkit.config import calm_openmp, environment
 from lmkit.errors import LMKitError
 
 if TYPE_CHECKING:
+    from lmkit.turbo.adapters import AdapterRead
     from lmkit.turbo.runners.device import Device
 
 
@@ -41,6 +44,13 @@ def _answer(line: str, status: int) -> int:
     return status
 
 
+def _say(read: AdapterRead) -> None:
+    """Say it to the engine, see Processes.hear_adapters."""
+    from lmkit.turbo.runners.processes import ADAPTER
+
+    _answer((ADAPTER + msgspec.json.encode(read)).decode(), 0)
+
+
 def main(device: Device | None = None) -> int:
     """Run a rank. `device`: another one than the configuration names."""
     calm_openmp()
@@ -56,6 +66,7 @@ def main(device: Device | None = None) -> int:
     from lmkit.kernels.cpu import threads
     from lmkit.models import kv_storage
     from lmkit.turbo.engine import loading
+    from lmkit.turbo.engine.adapters import RankAdapters
     from lmkit.turbo.kv.blocks import KVBlocks
     from lmkit.turbo.runners import cuda_ranks, ranks, remote
     from lmkit.turbo.runners.device import CpuDevice, CudaDevice
@@ -82,7 +93,7 @@ def main(device: Device | None = None) -> int:
             kv = kv_storage.allocate(spec.layers, model.storages, *sizes, device.name, plan.layout, slots)
         kv = [kv[layer.index] for layer in model.decoder.layers]
         of_model = model.decoder, kv, KVBlocks(kv), None, Guides(None, spec.vocab_size)
-        loading.load_adapters(model, config)  # they have the numbers that they have in rank 0
+        adapters = RankAdapters(loading.load_adapters(model, config), start.rank, _say)
         parts = RunnerParts(config, *of_model, plan.max_model_len, plan.workspace, len(plan.layout.groups))
         if isinstance(device, CudaDevice):
             on_gpu = cuda_ranks.ranks_of(device, parts, start.rank, through_host=start.through_host)
@@ -95,7 +106,7 @@ def main(device: Device | None = None) -> int:
         _answer("ready", 0)  # the first steps wait for all ranks
         runner = cuda_ranks.FollowingCudaRunner(device, parts, on_gpu, pipe)
         runner.warm_up()
-        runner.run()
+        runner.run(adapters.change)
         return 0
     if config.num_ranks > 1:
         shared = (remote if start.store else ranks).joined(start, spec.vocab_size)
@@ -104,7 +115,7 @@ def main(device: Device | None = None) -> int:
         runner = FollowingStage(device, parts, start, pipe)
     runner.warm_up()
     _answer("ready", 0)
-    runner.run()
+    runner.run(adapters.change)
     return 0
 
 

@@ -11,7 +11,7 @@ engine with it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import IO, Any
 
@@ -23,12 +23,13 @@ from lmkit.errors import EngineLostError, UnsupportedError
 from lmkit.kernels.cuda.ranks import GpuRanks
 from lmkit.log import get_logger
 from lmkit.models.decoder import Decoder
+from lmkit.turbo.adapters import AdapterChange
 from lmkit.turbo.plan import Chunk, NewSequence, SampledToken, StepPlan
 from lmkit.turbo.runners.batch import StepRows
 from lmkit.turbo.runners.cuda import Computed, CudaRunner, DeviceSampler, Drawn, Pending
 from lmkit.turbo.runners.cuda_captured import mixtures
 from lmkit.turbo.runners.device import CudaDevice
-from lmkit.turbo.runners.processes import ENDED, Processes, SharedModel, Start, read, without_wishes
+from lmkit.turbo.runners.processes import ENDED, Processes, SharedModel, Start, plans, read, without_wishes
 from lmkit.turbo.runners.ranks import Tokens
 from lmkit.turbo.runners.runner import RunnerParts, StepResult, Ticket
 
@@ -155,6 +156,10 @@ class LeadingCudaRunner(_Joined):
         self.ranks.send(Tokens([[token.token_id for token in new] for new in tokens]))
         return tokens
 
+    def tell(self, change: AdapterChange) -> None:
+        """See Runner."""
+        self.ranks.send(change)
+
     def close(self) -> None:
         """End the other ranks."""
         self.ranks.close()
@@ -187,14 +192,12 @@ class FollowingCudaRunner(_Joined):
     def _make_sampler(self, device: CudaDevice, parts: RunnerParts) -> DeviceSampler:
         return _SampledElsewhere(parts.config.sequences_per_step, device.tensors)
 
-    def run(self) -> None:
-        """Carry out plans until the pipe ends, or the ranks are lost."""
-        while not self.shared.is_lost:
-            try:
-                plan = read(self._pipe, StepPlan)
-            except EOFError:
-                return
+    def run(self, change: Callable[[AdapterChange], None]) -> None:
+        """Carry out plans, and changes between them, until the pipe ends, or the ranks are lost."""
+        for plan in plans(self._pipe, change):
             self.launch(plan)
+            if self.shared.is_lost:
+                return
 
     def _sample_now(self, computed: Computed, chunks: list[Chunk], rows: StepRows) -> list[list[SampledToken]]:
         return [[SampledToken(token) for token in new] for new in read(self._pipe, Tokens).token_ids]

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import IO, Any, NamedTuple, Protocol, TypeVar
@@ -19,6 +19,7 @@ import lmkit
 from lmkit.config import EngineConfig, child_environment
 from lmkit.errors import EngineLostError, LMKitError
 from lmkit.models.spec import ModelSpec
+from lmkit.turbo.adapters import AdapterChange, AdapterRead
 from lmkit.turbo.plan import StepPlan
 from lmkit.turbo.request import SamplingParams
 from lmkit.turbo.runners.device import Device
@@ -27,6 +28,7 @@ from lmkit.turbo.runners.runner import Runner, RunnerParts
 STOP_SECONDS = 5.0  # for a process to end by itself
 PROCESS = "lmkit.turbo.engine.rank_process"
 ENDED = "a process of this engine has ended or failed, and its part of the model with it"
+ADAPTER = b"adapter "  # begins a line in which a process says AdapterRead
 T = TypeVar("T")
 
 
@@ -53,9 +55,27 @@ def write(pipe: IO[bytes], message: msgspec.Struct) -> None:
 
 def read(pipe: IO[bytes], kind: type[T]) -> T:
     """Read a message. Raises EOFError at the end of the pipe."""
+    return msgspec.msgpack.decode(_data(pipe), type=kind)
+
+
+def _data(pipe: IO[bytes]) -> bytes:
     if not (length := pipe.read(4)):
         raise EOFError
-    return msgspec.msgpack.decode(pipe.read(int.from_bytes(length, "little")), type=kind)
+    return pipe.read(int.from_bytes(length, "little"))
+
+
+def plans(pipe: IO[bytes], change: Callable[[AdapterChange], None]) -> Iterator[StepPlan]:
+    """The plans that come, until the pipe ends. Changes that stand between them are carried out there."""
+    decoder = msgspec.msgpack.Decoder(StepPlan | AdapterChange)
+    while True:
+        try:
+            message = decoder.decode(_data(pipe))
+        except EOFError:
+            return
+        if isinstance(message, StepPlan):
+            yield message
+        else:
+            change(message)
 
 
 class Process(Protocol):
@@ -87,6 +107,7 @@ class Processes(ABC):
         """Start the processes. `lose` is called, from a thread, when one has ended. Raises LMKitError if one cannot be
         started."""
         self._lose, self._closed = lose, False
+        self._heard: Callable[[AdapterRead], None] | None = None
         self._processes: list[Process] = []
         with self._starts(model) as starts:
             for start in starts:
@@ -166,7 +187,16 @@ class Processes(ABC):
         except (BrokenPipeError, ValueError):
             raise EngineLostError(ENDED) from None
 
+    def hear_adapters(self, heard: Callable[[AdapterRead], None]) -> None:
+        """Have `heard` called, from threads, with what processes say of adapters."""
+        self._heard = heard
+
     def _watch(self, rank: int, process: Process) -> None:
+        assert process.stdout is not None
+        with contextlib.suppress(OSError):  # another machine
+            for line in process.stdout:
+                if line.startswith(ADAPTER) and self._heard is not None:
+                    self._heard(msgspec.json.decode(line.removeprefix(ADAPTER), type=AdapterRead))
         status = process.wait()
         if not self._closed:
             self._ended(

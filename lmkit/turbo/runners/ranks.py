@@ -12,7 +12,7 @@ from __future__ import annotations
 import mmap
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import IO
 
@@ -23,11 +23,12 @@ from lmkit.config import EngineConfig
 from lmkit.errors import EngineLostError
 from lmkit.kernels.cpu.collective import SharedRanks, shared_bytes
 from lmkit.models.spec import ModelSpec
+from lmkit.turbo.adapters import AdapterChange
 from lmkit.turbo.plan import Chunk, Sampled, SampledToken, StepPlan
 from lmkit.turbo.runners.batch import StepRows
 from lmkit.turbo.runners.cpu import CpuRunner
 from lmkit.turbo.runners.device import CpuDevice
-from lmkit.turbo.runners.processes import ENDED, Processes, SharedModel, Start, read, without_wishes
+from lmkit.turbo.runners.processes import ENDED, Processes, SharedModel, Start, plans, read, without_wishes
 from lmkit.turbo.runners.runner import RunnerParts
 
 
@@ -104,6 +105,13 @@ class LeadingRunner(CpuRunner):
         self.ranks.send(Tokens([[token.token_id for token in new] for new in tokens]))
         return tokens
 
+    def tell(self, change: AdapterChange) -> None:
+        """See Runner. The thread that sends plans sends it, so none of their tokens comes behind it."""
+        if self._overlaps:
+            self._thread.submit(self.ranks.send, change)
+        else:
+            self.ranks.send(change)
+
     def close(self) -> None:
         super().close()
         self.ranks.close()
@@ -124,13 +132,9 @@ class FollowingRunner(CpuRunner):
         super().__init__(device, parts)
         self._pipe = pipe
 
-    def run(self) -> None:
-        """Carry out plans until the pipe ends."""
-        while True:
-            try:
-                plan = read(self._pipe, StepPlan)
-            except EOFError:
-                return
+    def run(self, change: Callable[[AdapterChange], None]) -> None:
+        """Carry out plans, and changes between them, until the pipe ends."""
+        for plan in plans(self._pipe, change):
             self.execute(plan)
 
     def next_tokens(self, logits: Tensor, chunks: list[Chunk], rows: StepRows | None) -> list[list[SampledToken]]:

@@ -14,6 +14,7 @@ from torch import Tensor
 from lmkit.config import EngineConfig
 from lmkit.layers.batch import BatchInputs, KVLayer
 from lmkit.models.decoder import Decoder
+from lmkit.turbo.adapters import AdapterChange
 from lmkit.turbo.kv.blocks import KVBlocks
 from lmkit.turbo.kv.tiers.store import TierStore
 from lmkit.turbo.plan import Chunk, NewSequence, Sampled, SampledToken, StepPlan
@@ -53,6 +54,10 @@ class Runner(Protocol):
 
     def collect(self, ticket: Ticket) -> StepResult:
         """Wait for a plan. Raises the plan's error, or EngineLostError if no other plan can run either."""
+
+    def tell(self, change: AdapterChange) -> None:
+        """Have the model's other processes, if there are any, carry out a change between the plans before it and those
+        behind it."""
 
     def forced(self, slot: int) -> list[int]:
         """The next tokens of the slot's sequence, as far as its grammar leaves no choice. None if that is unknown."""
@@ -112,6 +117,9 @@ class PlanRunner:
         self._tiers = parts.tiers
         self._sums: dict[int, np.ndarray] = {}  # by slot: of the hidden states of a text so far, or its first one
         self._failed: set[int] = set()  # slots of a step that raised: a later plan's chunks for them are void
+
+    def tell(self, change: AdapterChange) -> None:
+        """See Runner."""
 
     def forced(self, slot: int) -> list[int]:
         """See Runner."""

@@ -18,8 +18,8 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import IO
@@ -30,11 +30,12 @@ from torch import Tensor
 
 from lmkit.errors import EngineLostError
 from lmkit.kernels.cpu import threads
+from lmkit.turbo.adapters import AdapterChange
 from lmkit.turbo.plan import Chunk, Sampled, StepPlan
 from lmkit.turbo.runners.batch import StepRows
 from lmkit.turbo.runners.cpu import CpuRunner
 from lmkit.turbo.runners.device import CpuDevice
-from lmkit.turbo.runners.processes import ENDED, Processes, SharedModel, Start, read, without_wishes
+from lmkit.turbo.runners.processes import ENDED, Processes, SharedModel, Start, plans, without_wishes
 from lmkit.turbo.runners.runner import RunnerParts, StepResult, Ticket
 
 HEADER = struct.Struct("<QQ")
@@ -257,13 +258,11 @@ class FollowingStage(CpuRunner):
         super().__init__(device, parts)
         self._pipe = pipe
 
-    def run(self) -> None:
-        """Carry out plans until the pipe ends, or another stage."""
-        while True:
-            try:
-                self.execute(read(self._pipe, StepPlan))
-            except (EOFError, EngineLostError):
-                return
+    def run(self, change: Callable[[AdapterChange], None]) -> None:
+        """Carry out plans, and changes between them, until the pipe ends, or another stage."""
+        with suppress(EngineLostError):
+            for plan in plans(self._pipe, change):
+                self.execute(plan)
 
     def _compute(self, chunks: list[Chunk]) -> list[Sampled]:
         if chunks:

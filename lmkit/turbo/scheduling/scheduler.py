@@ -31,9 +31,10 @@ from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lmkit.errors import RequestError
+from lmkit.turbo.adapters import LoadedAdapter
 from lmkit.turbo.decisions import DecisionStats
 from lmkit.turbo.kv.manager import KVManager
 from lmkit.turbo.kv.tiers.store import TierStore
@@ -49,9 +50,6 @@ from lmkit.turbo.scheduling.queue import RequestQueue
 from lmkit.turbo.scheduling.slots import BatchSlots
 from lmkit.turbo.scheduling.speculation import Speculation
 from lmkit.turbo.sequence import FAILED_TOKEN, Sequence, Status
-
-if TYPE_CHECKING:
-    from lmkit.models.adapters import LoadedAdapter
 
 PACED_STEPS = 8  # one in so many pure decode steps is recorded: they are alike, and recording takes time
 

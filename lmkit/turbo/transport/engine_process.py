@@ -19,7 +19,9 @@ import signal
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -71,7 +73,7 @@ class EngineLike(Protocol):
     def step_limit(self) -> float: ...
     def add(self, request: Request) -> None: ...
     def abort(self, request_id: str) -> None: ...
-    def set_adapter(self, name: str, folder: str | None) -> str | None: ...
+    def set_adapter(self, name: str, folder: str | None) -> Future[str | None]: ...
     def step(self) -> list[StepOutput]: ...
     def has_work(self) -> bool: ...
     def stats(self) -> EngineStats: ...
@@ -95,6 +97,7 @@ class EngineLoop:
         self._commands, self._events = commands, events
         self._decoder = msgspec.msgpack.Decoder(Command)
         self._encoder = msgspec.msgpack.Encoder()
+        self._adapters: deque[tuple[str, Future[str | None]]] = deque()  # calls of set_adapter to be answered
         self._open: set[str] = set()  # requests that the engine has and the front end waits for
         self._failures = 0
         self._failures_in_a_row = 0
@@ -111,8 +114,10 @@ class EngineLoop:
         while (last := self._take_commands()) is None:
             if self._engine.has_work():
                 self._step()
+            self._answer_adapters()
             self._send_stats()
         self._engine.close()
+        self._answer_adapters()
         return isinstance(last, Sleep)
 
     def send(self, event: Event) -> None:
@@ -137,14 +142,19 @@ class EngineLoop:
                     self._open.discard(request_id)
                     self._engine.abort(request_id)
                 case SetAdapter(name, folder):
-                    self.send(self._set_adapter(name, folder))
+                    self._adapters.append((name, self._engine.set_adapter(name, folder)))
                 case Sleep() | Shutdown() as last:
                     return last
         return None
 
-    def _set_adapter(self, name: str, folder: str | None) -> AdapterSet:
+    def _answer_adapters(self) -> None:
+        """Answer the calls that are done."""
+        while self._adapters and self._adapters[0][1].done():
+            self.send(self._adapter_set(*self._adapters.popleft()))
+
+    def _adapter_set(self, name: str, done: Future[str | None]) -> AdapterSet:
         try:
-            return AdapterSet(name, self._engine.set_adapter(name, folder))
+            return AdapterSet(name, done.result())
         except RequestError as error:
             return AdapterSet(name, code=error.code, error=error.message)
         except LMKitError as error:  # it may tell paths of this machine, which are for the log
@@ -285,6 +295,9 @@ def _sleep(commands: zmq.Socket, events: zmq.Socket) -> bool:
     while not isinstance(command, Wake | Shutdown):
         if isinstance(command, Sleep):  # others are late: they name requests that have ended
             events.send(msgspec.msgpack.encode(Asleep()))
+        elif isinstance(command, SetAdapter):
+            late = AdapterSet(command.name, code="engine_unavailable", error="the engine is asleep")
+            events.send(msgspec.msgpack.encode(late))
         command = decoder.decode(commands.recv())
     return isinstance(command, Wake)
 

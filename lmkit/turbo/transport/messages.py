@@ -20,7 +20,7 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
 
 
 class SetAdapter(msgspec.Struct, frozen=True, tag=True):
-    """Load the adapter in a folder, or with None unload it, and say AdapterSet."""
+    """Load the adapter in a folder, beside the steps, or with None unload it, and say AdapterSet when that is done."""
 
     name: str
     folder: str | None

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from lmkit.models.merge import merge
 from lmkit.turbo.engine.engine import Engine
 from lmkit.turbo.request import Request, SamplingParams
 from tests.models import peft_folder, tiny
+from tests.models.peft_folder import SlowFiles
 from tests.turbo.engine.test_engine import run, tokens
 
 OPTIONS: dict[str, Any] = {"kv_dtype": "float32", "max_model_len": 64, "block_size": 4, "max_batch_size": 40}
@@ -36,6 +39,14 @@ def prompt(seed: int, count: int = 9) -> list[int]:
 
 def request(name: str, ids: list[int], adapter: str = "", **fields: Any) -> Request:
     return Request(request_id=name, prompt_ids=ids, params=PARAMS, adapter=adapter, **fields)
+
+
+def set_adapter(engine: Engine, name: str, folder: str | None) -> str | None:
+    """Without any step."""
+    answer = engine.set_adapter(name, folder)
+    while not answer.done():
+        engine.adapters.advance(1.0)
+    return answer.result()
 
 
 def greedy(model: torch.nn.Module, ids: list[int], count: int = 8) -> list[int]:
@@ -225,21 +236,21 @@ def test_an_adapter_in_use_stays(tmp_path: Path) -> None:
         load_model(tmp_path / "base"), EngineConfig(**OPTIONS, adapter_root=str(tmp_path), max_adapters=1)
     )
     for name in ("a", "b", "a"):  # in the same place, one after the other
-        engine.set_adapter(name, "ab".replace(name, ""))
-        engine.set_adapter(name, name)  # instead of the other
+        set_adapter(engine, name, "ab".replace(name, ""))
+        set_adapter(engine, name, name)  # instead of the other
         engine.add(request("r", prompt(1), name))
         for folder in (None, name):
             with pytest.raises(RequestError, match="requests use"):
-                engine.set_adapter(name, folder)
-        engine.set_adapter("c", "a")  # it waits for the place
+                set_adapter(engine, name, folder)
+        set_adapter(engine, "c", "a")  # it waits for the place
         with pytest.raises(RequestError, match="use all places"):
             engine.add(request("c", prompt(1), "c"))
-        engine.set_adapter("c", None)
+        set_adapter(engine, "c", None)
         found = [token for output in _all(engine) for token in output.token_ids]
         assert found == greedy(merged(model, adapters[name]), prompt(1))
-        engine.set_adapter(name, None)
+        set_adapter(engine, name, None)
     with pytest.raises(RequestError, match="no adapter 'a'"):
-        engine.set_adapter("a", None)
+        set_adapter(engine, "a", None)
 
 
 def test_more_adapters_than_places(tmp_path: Path) -> None:
@@ -255,7 +266,6 @@ def test_more_adapters_than_places(tmp_path: Path) -> None:
     for names in (["a", "b"], ["c", ""], ["b", "d"], ["e", "d"], ["a", "e"]):
         found = run(engine, [request(name, prompt(1), name) for name in names])
         assert {name: tokens(outputs) for name, outputs in found.items()} == {name: want[name] for name in names}
-    assert engine.adapters is not None
     assert [*engine.adapters.placed] == ["a", "e"]
     assert len({tuple(ids) for ids in want.values()}) == 6
 
@@ -265,3 +275,71 @@ def _all(engine: Engine) -> list[Any]:
     while engine.has_work():
         outputs += engine.step()
     return outputs
+
+
+@pytest.fixture
+def files(monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowFiles]:
+    slow = SlowFiles(monkeypatch)
+    yield slow
+    slow.opened.set()  # a failed test leaves no thread that waits
+
+
+def test_steps_go_on_while_an_adapter_is_read(tmp_path: Path, files: SlowFiles) -> None:
+    """Nobody knows it before it is read. Calls are carried out one after the other."""
+    model = tiny.make(tmp_path / "base", "llama").float()
+    added = peft_folder.write(tmp_path / "a", peft_folder.linears(model), 1)
+    engine = Engine.of(load_model(tmp_path / "base"), EngineConfig(**OPTIONS, adapter_root=str(tmp_path)))
+    loaded = engine.set_adapter("a", "a")
+    later = [engine.set_adapter("a", None), engine.set_adapter("a", None), engine.set_adapter("b", "a")]
+    files.begun.wait()
+    engine.add(request("plain", prompt(1)))
+    while engine.scheduler.has_work():
+        engine.step()
+        with pytest.raises(RequestError, match="no adapter 'a' is loaded"):
+            engine.add(request("early", prompt(1), "a"))
+    assert engine.has_work()
+    assert not any(answer.done() for answer in (loaded, *later))
+    files.opened.set()
+    _all(engine)
+    assert later[0].result() is None
+    assert loaded.result() == later[2].result() == str(tmp_path / "a")
+    assert str(later[1].exception()) == "no adapter 'a' is loaded"
+    assert tokens(run(engine, [request("r", prompt(1), "b")])["r"]) == greedy(merged(model, added), prompt(1))
+
+
+def test_an_adapter_that_is_used_by_now_is_not_replaced(tmp_path: Path, files: SlowFiles) -> None:
+    model = tiny.make(tmp_path / "base", "llama").float()
+    for name in "ab":
+        added = peft_folder.write(tmp_path / name, peft_folder.linears(model), ord(name))
+    engine = Engine.of(load_model(tmp_path / "base"), EngineConfig(**OPTIONS, adapter_root=str(tmp_path)))
+    files.opened.set()
+    set_adapter(engine, "x", "a")
+    files.opened.clear()
+    answers = []
+    for name in ("used", "unused"):
+        loaded = engine.set_adapter("x", "b")
+        if name == "used":
+            engine.add(request(name, prompt(1), "x"))
+        files.opened.set()
+        while not loaded.done():
+            engine.adapters.advance(1.0)
+        answers.append(loaded)
+        _all(engine)
+    assert "requests use the adapter 'x'" in str(answers[0].exception())
+    assert answers[1].result() == str(tmp_path / "b")
+    assert tokens(run(engine, [request("r", prompt(1), "x")])["r"]) == greedy(merged(model, added), prompt(1))
+
+
+def test_an_engine_that_is_closed_reads_no_more(tmp_path: Path, files: SlowFiles) -> None:
+    model = tiny.make(tmp_path / "base", "llama").float()
+    peft_folder.write(tmp_path / "a", peft_folder.linears(model), 1)
+    before = set(threading.enumerate())
+    engine = Engine.of(load_model(tmp_path / "base"), EngineConfig(**OPTIONS, adapter_root=str(tmp_path)))
+    answers = [engine.set_adapter("a", "a"), engine.set_adapter("b", "a")]
+    files.begun.wait()
+    closing = threading.Thread(target=engine.close)
+    closing.start()
+    files.opened.set()
+    closing.join()
+    assert [str(answer.exception()) for answer in answers] == ["the engine has ended"] * 2
+    assert not [one.name for one in set(threading.enumerate()) - before if one.name.startswith("adapters")]

@@ -15,6 +15,7 @@ from lmkit.turbo.request import StepOutput
 from lmkit.turbo.runners.cuda import CudaRunner
 from lmkit.turbo.runners.device import CudaDevice
 from tests.models import peft_folder, tiny
+from tests.turbo.engine.test_adapters import set_adapter
 from tests.turbo.engine.test_cuda_engine import (  # noqa: F401  (fixtures)
     SIZES,
     assert_alike,
@@ -72,7 +73,7 @@ def test_adapters_of_one_batch_give_the_tokens_of_a_cpu(
 def test_steps_with_adapters_are_captured(quantized: Path, folders: Path, device: CudaDevice) -> None:  # noqa: F811
     engine = on_gpu(quantized, device, adapter_root=str(folders), kv_dtype="int8", activations="exact")
     for name in ("half", "wide"):
-        engine.set_adapter(name, name)
+        set_adapter(engine, name, name)
     runner, replayed = engine.runner, []
     assert isinstance(runner, CudaRunner)
     assert "decode steps" in engine.info.captured
@@ -87,8 +88,8 @@ def test_steps_with_adapters_are_captured(quantized: Path, folders: Path, device
     assert {size.adapted for size in replayed} == {True}
     assert {size.is_decode for size in replayed} == {True, False}
     replayed.clear()
-    engine.set_adapter("half", None)
+    set_adapter(engine, "half", None)
     run(engine, requests())
     assert {size.adapted for size in replayed} == {False}
-    engine.set_adapter("half", "half")  # in the same place
+    set_adapter(engine, "half", "half")  # in the same place
     assert tokens(answers(engine)) == tokens(got)

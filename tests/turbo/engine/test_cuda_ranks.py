@@ -22,8 +22,10 @@ from lmkit.turbo.engine.memory import EXCHANGE_BYTES
 from lmkit.turbo.runners import processes
 from lmkit.turbo.runners.cuda_ranks import LeadingCudaRunner
 from lmkit.turbo.runners.device import CudaDevice
-from tests.models import tiny
+from tests.models import peft_folder, tiny
 from tests.turbo.engine import test_cuda_engine
+from tests.turbo.engine.test_adapters import set_adapter
+from tests.turbo.engine.test_cuda_adapters import answers
 from tests.turbo.engine.test_cuda_engine import SIZES, SMALL, assert_alike, on_gpu, request, requests, tokens
 from tests.turbo.engine.test_engine import propose_drafts, run
 from tests.turbo.engine.test_ranks import check_a_kill_ends
@@ -111,6 +113,23 @@ def test_ranks_share_experts(tmp_path: Path, device: CudaDevice, engines: list[E
 
 
 @emulated
+def test_ranks_split_adapters(checkpoint: Path, device: CudaDevice, engines: list[Engine], tmp_path: Path) -> None:
+    """Of all linears, one at the start and one at run time. Steps with adapters are captured."""
+    shapes = peft_folder.linears(tiny.make(tmp_path / "base", "llama", **SIZES | {"intermediate_size": 256}))
+    for name in ("half", "wide"):
+        peft_folder.write(tmp_path / name, shapes, ord(name[0]), size=0.5, dtype=torch.float16)
+    options: dict[str, Any] = {"adapters": (f"half={tmp_path / 'half'}",), "adapter_root": str(tmp_path)}
+    options |= {"kv_memory": 1 << 20, "max_model_len": 96}
+    engines += [on_gpu(checkpoint, device, **options), on_gpu(checkpoint, device, tp=2, devices="0,0", **options)]
+    for one in engines:
+        set_adapter(one, "wide", "wide")
+    want, got = (answers(one, max_tokens=5) for one in engines)
+    assert assert_alike(got, want, 0.02) == 1
+    plain = tokens(run(engines[0], requests(max_tokens=5)))
+    assert all(plain[name] != tokens(want)[name] for name in ("0", "1", "3"))
+
+
+@emulated
 def test_inspect_shows_the_memory_of_each_rank(
     checkpoint: Path, device: CudaDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -146,7 +165,6 @@ def test_a_killed_rank_ends_the_engine_with_one_error(checkpoint: Path, device: 
         ({"pp": 2}, "pp=2 is for --device cpu; GPUs share a model by tp and ep"),
         ({"ep": 16}, "ep=16: at most 8 GPUs share a model"),
         ({"tp": 16}, "tp=16: at most 8 GPUs share a model"),
-        ({"tp": 2, "adapters": ("one=folder",)}, "tp=2 takes no adapters on GPUs; merge them"),
         ({"tp": 2, "kv_host_memory": 1 << 30}, "tp=2 keeps no KV outside the engine; leave out kv_host_memory"),
         ({"tp": 2, "cluster": "ray"}, "cluster=ray is for --device cpu"),
         ({"tp": 2, "devices": "0"}, "devices=0 names GPUs of ranks: give as many as tp or ep"),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +14,17 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lmkit.config import EngineConfig
-from lmkit.errors import ConfigError, EngineLostError, UnsupportedError
+from lmkit.errors import CheckpointError, ConfigError, EngineLostError, RequestError, UnsupportedError
+from lmkit.formats.peft import read_adapter
+from lmkit.models import load_spec
+from lmkit.models.adapters import adaptable
 from lmkit.turbo.engine.engine import Engine
 from lmkit.turbo.request import Request, SamplingParams
 from lmkit.turbo.runners.ranks import LeadingRunner
 from tests.models import peft_folder
 from tests.models.test_trained_moe import TRAINED_MOE
 from tests.quant.helpers import tiny_checkpoint
+from tests.turbo.engine.test_adapters import set_adapter
 
 PROMPTS = [[5, 6, 7, 8, 9] * 9, [11, 400, 31], [11, 400, 31, 7], [900, 12]]
 
@@ -81,29 +87,118 @@ def test_ranks_share_out_the_heads_of_latent_attention(tmp_path: Path) -> None:
     torch.testing.assert_close(found[1], found[0], rtol=0, atol=1e-3)
 
 
-def test_ranks_split_adapters(demo_model: Path, tmp_path: Path) -> None:
-    """Of all linears, each sequence with its own."""
-    config = LlamaConfig.from_pretrained(demo_model)
+@pytest.fixture(scope="module")
+def adapters(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of all linears, and a folder with none."""
+    root = tmp_path_factory.mktemp("adapters")
     with torch.device("meta"):
-        shapes = peft_folder.linears(LlamaForCausalLM(config))
-    for name in "ab":
-        peft_folder.write(tmp_path / name, shapes, ord(name), rank=5, size=0.5)
-    found = []
+        shapes = peft_folder.linears(LlamaForCausalLM(LlamaConfig.from_pretrained(demo_model)))
+    for name in "abc":
+        peft_folder.write(root / name, shapes, ord(name), rank=5, size=0.5)
+    (root / "broken").mkdir()
+    return root
+
+
+def answers_with(model: Engine, names: Iterable[str]) -> dict[str, list[int]]:
+    """Greedy tokens with each adapter, in one batch."""
+    params, answers = SamplingParams(max_tokens=16, ignore_eos=True), dict[str, list[int]]()
+    for name in names:
+        model.add(Request(request_id=f"{name}.", prompt_ids=PROMPTS[0], params=params, adapter=name))
+    while model.has_work():
+        for output in model.step():
+            assert output.error is None
+            answers.setdefault(output.request_id, []).extend(output.token_ids)
+    return answers
+
+
+def test_ranks_load_and_place_the_same_adapters(
+    demo_model: Path, adapters: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One at the start, others at run time, three in two places. What one rank cannot read changes nothing on any."""
+    found, options = [], {"adapters": (f"a={adapters / 'a'}",), "adapter_root": str(adapters), "max_adapters": 2}
     for tp in (1, 2):
-        model = engine(demo_model, tp, adapters=tuple(f"{name}={tmp_path / name}" for name in "ab"))
-        params, answers = SamplingParams(max_tokens=16, ignore_eos=True), dict[str, list[int]]()
+        model = engine(demo_model, tp, **options)
         try:
-            for name in ("", "a", "b"):
-                model.add(Request(request_id=f"{name}.", prompt_ids=PROMPTS[0], params=params, adapter=name))
-            while model.has_work():
-                for output in model.step():
-                    assert output.error is None
-                    answers.setdefault(output.request_id, []).extend(output.token_ids)
+            answers = [answers_with(model, ["", "a"])]
+            set_adapter(model, "b", "b")
+            set_adapter(model, "c", "c")
+            if tp == 2:
+                check_a_load_fails_on_one_rank(model, adapters, monkeypatch)
+            answers += [answers_with(model, names) for names in (["b", "", "c"], ["a", "b"])]
+            assert [*model.adapters.placed] == ["a", "b"]
+            set_adapter(model, "a", None)
+            set_adapter(model, "b", "c")
+            answers.append(answers_with(model, ["b", ""]))
+            with pytest.raises(RequestError, match="no adapter 'a' is loaded"):
+                answers_with(model, ["a"])
         finally:
             model.close()
         found.append(answers)
     assert found[0] == found[1]
-    assert len({tuple(ids) for ids in found[0].values()}) == 3
+    assert found[0][1]["c."] == found[0][3]["b."]
+    assert len({tuple(ids) for one in found[0] for ids in one.values()}) == 4
+
+
+def check_a_load_fails_on_one_rank(model: Engine, adapters: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def replaced(folder: str) -> Any:
+        """In rank 0 alone."""
+        return read_adapter(adapters / {"broken": "c", "c": "broken"}.get(Path(folder).name, "a"))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("lmkit.models.adapters.read_adapter", replaced)
+        for folder, error in (
+            ("broken", f"rank 1: {adapters / 'broken'}: no adapter_config.json"),
+            ("c", f"{adapters / 'broken'}: no adapter_config.json"),
+            ("b", f"{adapters / 'b'}: the ranks found different files there"),
+        ):
+            for name in ("b", "d"):
+                with pytest.raises(CheckpointError, match=f"^{error}"):
+                    set_adapter(model, name, folder)
+
+
+def test_steps_of_ranks_go_on_while_an_adapter_is_read(
+    demo_model: Path, adapters: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank that ends meanwhile ends the engine and the load."""
+    model = engine(demo_model, 2, adapter_root=str(adapters))
+    files = peft_folder.SlowFiles(monkeypatch)
+    try:
+        loaded = model.set_adapter("a", "a")
+        files.begun.wait()
+        params = SamplingParams(max_tokens=8, ignore_eos=True)
+        model.add(Request(request_id="plain", prompt_ids=PROMPTS[1], params=params))
+        while model.scheduler.has_work():
+            assert all(output.error is None for output in model.step())
+        assert not loaded.done()
+        runner = model.runner
+        assert isinstance(runner, LeadingRunner)
+        os.kill(runner.ranks.pids[0], signal.SIGKILL)
+        with pytest.raises(EngineLostError, match="ended"):
+            answers_with(model, [])
+    finally:
+        files.opened.set()
+        model.close()
+    assert str(loaded.exception()) == "the engine has ended"
+
+
+def test_ranks_that_share_experts_have_whole_adapters(tmp_path: Path) -> None:
+    spec = load_spec(json.loads((TRAINED_MOE / "config.json").read_text()))
+    shapes = {
+        layer.module_name(index, role): shape
+        for index, layer in enumerate(spec.layers)
+        for role, shape in adaptable(layer).items()
+    }
+    peft_folder.write(tmp_path / "a", shapes, 1, size=0.5)
+    found = []
+    for ep in (1, 2):
+        model = engine(TRAINED_MOE, 1, ep=ep, adapter_root=str(tmp_path))
+        try:
+            set_adapter(model, "a", "a")
+            found.append(answers_with(model, ["", "a"]))
+        finally:
+            model.close()
+    assert found[0] == found[1]
+    assert found[0]["."] != found[0]["a."]
 
 
 def test_ranks_that_share_experts_give_the_tokens_of_one() -> None:
@@ -172,9 +267,9 @@ def test_a_killed_rank_ends_the_engine_and_its_requests(demo_model: Path, name: 
         ({"tp": 1, "ep": 2}, UnsupportedError, "ep=2: LlamaForCausalLM has no experts; use tp=2"),
         ({"tp": 1, "ep": 2, "pp": 2}, ConfigError, "ep=2 and pp=2: a model is shared out in one way"),
         ({"tp": 2, "ep": 4}, ConfigError, "tp=2 and ep=4: the same processes share both; give one number"),
-        ({"tp": 1, "ep": 2, "adapters": ("one=folder",)}, ConfigError, "ep=2 takes no adapters; merge them"),
+        ({"tp": 1, "pp": 2, "adapters": ("one=folder",)}, ConfigError, "pp=2 takes no adapters; merge them"),
+        ({"tp": 1, "pp": 2, "adapter_root": "folder"}, ConfigError, "pp=2 takes no adapters; merge them"),
         ({"tp": 2, "kv_host_memory": 1 << 30}, ConfigError, "tp=2 keeps no KV outside the engine; leave out kv_host"),
-        ({"tp": 2, "adapter_root": "folder"}, ConfigError, "tp=2 loads no adapters while it runs"),
         ({"tp": 2, "speculate": "draft=folder"}, ConfigError, "tp=2 takes no draft model"),
         ({"tp": 2, "kv_disk_path": "kv"}, ConfigError, "leave out kv_disk_path"),
     ],

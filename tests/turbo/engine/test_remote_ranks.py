@@ -16,7 +16,8 @@ from lmkit.turbo.request import Request, SamplingParams
 from lmkit.turbo.runners import placing, remote
 from lmkit.turbo.runners.processes import PROCESS, Start
 from lmkit.turbo.runners.remote import Door
-from tests.turbo.engine.test_ranks import GREEDY, PROMPTS, engine, tokens
+from tests.turbo.engine.test_adapters import set_adapter
+from tests.turbo.engine.test_ranks import GREEDY, PROMPTS, adapters, answers_with, engine, tokens  # noqa: F401
 
 
 class LocalPlacer:
@@ -53,9 +54,16 @@ def test_ranks_over_tcp_give_the_tokens_of_one(demo_model: Path) -> None:
     assert LocalPlacer.started[-1].wait(10) == 0  # it ends with its engine
 
 
-def test_a_rank_that_ends_takes_the_engine_with_it(demo_model: Path, caplog: pytest.LogCaptureFixture) -> None:
-    model = engine(demo_model, 2, cluster="ray")
+def test_a_rank_that_ends_takes_the_engine_with_it(
+    demo_model: Path,
+    adapters: Path,  # noqa: F811
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Until then it has loaded an adapter."""
+    model = engine(demo_model, 2, cluster="ray", adapter_root=str(adapters))
     try:
+        set_adapter(model, "a", "a")
+        assert answers_with(model, ["a"])["a."] != answers_with(model, [""])["."]
         model.add(Request(request_id="a", prompt_ids=PROMPTS[0], params=SamplingParams(max_tokens=80)))
         model.step()
         LocalPlacer.started[-1].kill()
