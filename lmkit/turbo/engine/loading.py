@@ -218,12 +218,12 @@ def _check_alone(spec: ModelSpec, config: EngineConfig) -> None:
     if the model has any of both."""
     if not (spec.is_recurrent or spec.sees_all):
         return
-    has_all = config.device == "cpu" and not spec.sees_all  # a CPU has adapters and tiers of recurrent layers
+    has_tiers = config.device == "cpu" and not spec.sees_all  # of recurrent layers
     given = {
-        "adapters": bool(config.adapters) and not has_all,
-        "adapter_root": config.adapter_root is not None and not has_all,
-        "kv_host_memory": config.kv_host_memory is not None and not has_all,
-        "kv_disk_path": config.kv_disk_path is not None and not has_all,
+        "adapters": spec.sees_all and bool(config.adapters),
+        "adapter_root": spec.sees_all and config.adapter_root is not None,
+        "kv_host_memory": config.kv_host_memory is not None and not has_tiers,
+        "kv_disk_path": config.kv_disk_path is not None and not has_tiers,
         "kv_listen": config.kv_listen is not None,
         "kv_peer": config.kv_peer is not None,
         "kv_events": config.kv_events is not None,

@@ -15,7 +15,7 @@ from lmkit.turbo.request import StepOutput
 from lmkit.turbo.runners.cuda import CudaRunner
 from lmkit.turbo.runners.device import CudaDevice
 from tests.models import peft_folder, tiny
-from tests.turbo.engine.test_adapters import set_adapter
+from tests.turbo.engine.test_adapters import FUSED, set_adapter
 from tests.turbo.engine.test_cuda_engine import (  # noqa: F401  (fixtures)
     SIZES,
     assert_alike,
@@ -28,6 +28,7 @@ from tests.turbo.engine.test_cuda_engine import (  # noqa: F401  (fixtures)
     requests,
     tokens,
 )
+from tests.turbo.engine.test_cuda_families import LENGTH, assert_right, saved
 from tests.turbo.engine.test_engine import run
 
 pytestmark = pytest.mark.slow
@@ -93,3 +94,29 @@ def test_steps_with_adapters_are_captured(quantized: Path, folders: Path, device
     assert {size.adapted for size in replayed} == {False}
     set_adapter(engine, "half", "half")  # in the same place
     assert tokens(answers(engine)) == tokens(got)
+
+
+@emulated
+@pytest.mark.parametrize(
+    ("family", "dtype", "most"),
+    [
+        ("qwen3.5", "auto", 0.1),  # a merged model in float16 is as far from float32
+        ("qwen3-next-dense", "float32", 1e-4),
+    ],
+)
+def test_adapters_of_linear_attention(
+    tmp_path: Path,
+    device: CudaDevice,  # noqa: F811
+    family: str,
+    dtype: Any,
+    most: float,
+) -> None:
+    """Of all linears, some in one tensor of the checkpoint. In 16 bits steps are captured."""
+    model = saved(tmp_path / "base", family, half=dtype == "auto", num_hidden_layers=3)
+    shapes = peft_folder.linears(model, (*peft_folder.MODULES, *FUSED))
+    for name, delta in peft_folder.write(tmp_path / "a", shapes, 1, size=0.3, dtype=torch.float16).items():
+        model.get_submodule(name).weight.data += delta
+    wanted = [msgspec.structs.replace(one, adapter="a") for one in requests(max_tokens=8)[1:3]]
+    engine = on_gpu(tmp_path / "base", device, dtype=dtype, max_model_len=LENGTH, adapters=(f"a={tmp_path / 'a'}",))
+    assert ("decode steps" in engine.info.captured) == (dtype == "auto")
+    assert_right(model, {one.request_id: one.prompt_ids for one in wanted}, run(engine, wanted), most)
