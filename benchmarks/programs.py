@@ -33,7 +33,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,10 +42,12 @@ from typing import Any
 import httpx
 
 from benchmarks import report
+from lmkit.api.generation import GenerationConfig
 from lmkit.errors import ConfigError
 from lmkit.formats.hub import DEMO_FOLDER
 from lmkit.program import Branch, Server, Trace
 from lmkit.program.model import Answer, Messages, Model, Prompt, Score
+from lmkit.program.remote import fields_of
 from lmkit.program.run import opened
 from lmkit.quant.report.evaluate import HELDOUT_TEXT
 
@@ -190,17 +192,17 @@ class Plain:
     async def render(self, messages: Messages) -> str:
         raise NotImplementedError("the programs here write plain text")
 
-    async def generate(self, prompt: Prompt, options: Mapping[str, Any], on_text: Any) -> Answer:
+    async def generate(self, prompt: Prompt, config: GenerationConfig, on_text: Any) -> Answer:
         names = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
-        given = {names.get(name, name): value for name, value in options.items() if value is not None}
-        answer = await self._complete(prompt.text, given)
+        fields = {names.get(name, name): value for name, value in fields_of(config).items()}
+        answer = await self._complete(prompt.text, fields)
         return Answer((), None, answer["text"], 0, 0, 0)
 
     async def score(self, prompt: Prompt, texts: Sequence[str]) -> list[Score]:
         if self._scores:
             return list(await asyncio.gather(*(self._score(prompt.text, text) for text in texts)))
-        given = {"structured_outputs": {"choice": list(texts)}, "max_tokens": 8}
-        chosen = (await self._complete(prompt.text, given))["text"]
+        fields = {"structured_outputs": {"choice": list(texts)}, "max_tokens": 8}
+        chosen = (await self._complete(prompt.text, fields))["text"]
         return [Score((), (0.0 if text == chosen else -1.0,), 0) for text in texts]
 
     async def _score(self, before: str, text: str) -> Score:
@@ -236,8 +238,8 @@ class Watched:
             self.known.add(value)
         self.reused += num_cached * counts
 
-    async def generate(self, prompt: Prompt, options: Mapping[str, Any], on_text: Any) -> Answer:
-        answer = await self._model.generate(prompt, options, on_text)
+    async def generate(self, prompt: Prompt, config: GenerationConfig, on_text: Any) -> Answer:
+        answer = await self._model.generate(prompt, config, on_text)
         self._note(answer.prompt_ids, answer.num_cached, (answer.ids or ())[:-1])
         return answer
 

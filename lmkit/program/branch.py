@@ -7,19 +7,26 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self, TypedDict, Unpack
 
+from lmkit import other_names
+from lmkit.api.generation import GenerationConfig
 from lmkit.errors import ConfigError
 from lmkit.program.model import Ids, Model, Prompt
 from lmkit.program.trace import Node, Part, Span
 
 OnPart = Callable[[Part], None]
 PLAIN = {"temperature": 0.0, "max_new_tokens": 512}
+NOT_HERE = {  # fields of GenerationConfig
+    "do_sample": other_names.NO_SAMPLING,
+    "logprobs": "gen gives text alone; select compares log-probabilities",
+    "response_format": "use schema, regex or choices",
+}
 SPECIAL = re.compile(r"[\\.+*?()|\[\]{}^$#&~-]")  # characters that mean something in a pattern
 
 
 class Sampling(TypedDict, total=False):
     """Fields of GenerationConfig. Decoding is greedy, up to 512 tokens, unless they say otherwise."""
 
-    max_new_tokens: int
+    max_new_tokens: int | None
     min_new_tokens: int
     temperature: float
     top_p: float
@@ -32,7 +39,9 @@ class Sampling(TypedDict, total=False):
     repetition_penalty: float
     presence_penalty: float
     frequency_penalty: float
+    logit_bias: Mapping[int, float]
     ignore_eos: bool
+    skip_special_tokens: bool
 
 
 @dataclass
@@ -96,12 +105,15 @@ class Branch:
         It is JSON that follows `schema`, or a text that matches `regex`, or one of `choices`, if one of them is given.
         Raises ConfigError or RequestError.
         """
-        options: dict[str, Any] = PLAIN | {"response_format": _form(schema, regex, choices)} | sampling
+        for given in NOT_HERE.keys() & sampling.keys():
+            raise ConfigError(f"gen takes no {given}: {NOT_HERE[given]}")
+        options: dict[str, Any] = {**PLAIN, **sampling, "response_format": _form(schema, regex, choices)}
+        config = GenerationConfig(**options)
         whole = await self.text()
         prompt = self._prompt(whole)
         on_part = self.on_part
         show = None if on_part is None else (lambda text: on_part(Part(self.node.path, name, text)))
-        answer = await self.model.generate(prompt, options, show)
+        answer = await self.model.generate(prompt, config, show)
         span = Span(
             "gen",
             answer.text,
@@ -167,8 +179,8 @@ class Branch:
 
 
 def _check_texts(texts: Sequence[str], where: str) -> None:
-    if not texts or not all(isinstance(text, str) and text for text in texts):
-        raise ConfigError(f"{where}: expected one or more texts that are not empty")
+    if isinstance(texts, str) or not texts or not all(isinstance(text, str) and text for text in texts):
+        raise ConfigError(f"{where}: expected a list of one or more texts that are not empty")
 
 
 def _form(schema: Any, regex: str | None, choices: Sequence[str] | None) -> dict[str, Any] | None:
@@ -177,6 +189,10 @@ def _form(schema: Any, regex: str | None, choices: Sequence[str] | None) -> dict
     if len(given) > 1:
         raise ConfigError(f"gen: {' and '.join(given)} do not go together; give one of them")
     if schema is not None:
+        if not isinstance(schema, Mapping):
+            raise ConfigError(
+                "gen: schema: expected a JSON schema as a dict; model_json_schema() of pydantic gives one"
+            )
         return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
     if choices is not None:
         _check_texts(choices, "gen: choices")

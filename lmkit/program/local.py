@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lmkit.api.generation import GenerationConfig
 from lmkit.errors import RequestError
@@ -35,10 +35,7 @@ class Local:
             return self._tokenizer.encode_behind(prompt.ids, prompt.text)
         return self._tokenizer.encode(prompt.text, add_special_tokens=not prompt.is_chat)
 
-    async def generate(
-        self, prompt: Prompt, options: Mapping[str, Any], on_text: Callable[[str], None] | None
-    ) -> Answer:
-        config = GenerationConfig(**options)
+    async def generate(self, prompt: Prompt, config: GenerationConfig, on_text: Callable[[str], None] | None) -> Answer:
         if config.response_format is None:
             request = self._maker.request(self._encode(prompt), config)
         else:  # a grammar is compiled

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from lmkit.api.generation import GenerationConfig
 
 Messages = Sequence[Mapping[str, Any]]
 Ids = tuple[int, ...]
@@ -50,10 +53,8 @@ class Model(Protocol):
     async def render(self, messages: Messages) -> str:
         """The text of a conversation, up to where the assistant speaks."""
 
-    async def generate(
-        self, prompt: Prompt, options: Mapping[str, Any], on_text: Callable[[str], None] | None
-    ) -> Answer:
-        """Continue a prompt. `options` are fields of GenerationConfig. `on_text` gets the text as it comes."""
+    async def generate(self, prompt: Prompt, config: GenerationConfig, on_text: Callable[[str], None] | None) -> Answer:
+        """Continue a prompt. `on_text` gets the text as it comes."""
 
     async def score(self, prompt: Prompt, texts: Sequence[str]) -> list[Score]:
         """The log-probabilities of texts behind a prompt that is not empty."""

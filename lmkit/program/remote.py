@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
+from lmkit.api.generation import GenerationConfig
 from lmkit.errors import HTTP_STATUS, LMKitError, RequestError
 from lmkit.program.model import Answer, Messages, Prompt, Score
 from lmkit.web.sse import EventData
@@ -46,11 +49,8 @@ class Remote:
     async def render(self, messages: Messages) -> str:
         return str((await self._post("/apply-template", {"messages": list(messages)}))["prompt"])
 
-    async def generate(
-        self, prompt: Prompt, options: Mapping[str, Any], on_text: Callable[[str], None] | None
-    ) -> Answer:
-        body = _prompt(prompt) | {name: value for name, value in options.items() if value is not None}
-        body["return_token_ids"] = True
+    async def generate(self, prompt: Prompt, config: GenerationConfig, on_text: Callable[[str], None] | None) -> Answer:
+        body = _prompt(prompt) | fields_of(config) | {"return_token_ids": True}
         if on_text is None:
             parts = [await self._post("/generate", body)]
         else:
@@ -111,6 +111,13 @@ def _prompt(prompt: Prompt) -> dict[str, Any]:
     if prompt.ids:
         return {"input_ids": prompt.ids, "text": prompt.text}
     return {"text": prompt.text} | ({"add_special_tokens": False} if prompt.is_chat else {})
+
+
+def fields_of(config: GenerationConfig) -> dict[str, Any]:
+    """The fields of a request: those that differ from the defaults. -1 new tokens: until the context is full."""
+    defaults = msgspec.structs.asdict(GenerationConfig())
+    fields = {name: value for name, value in msgspec.structs.asdict(config).items() if value != defaults[name]}
+    return fields | ({"max_new_tokens": -1} if config.max_new_tokens is None else {})
 
 
 def _score(answer: dict[str, Any]) -> Score:

@@ -63,7 +63,7 @@ async def tree(branch: Branch, module: str) -> dict[str, object]:
 async def talk(branch: Branch) -> str:
     branch.system("You are brief.")
     branch.user("What is a list?")
-    await branch.gen("first", max_new_tokens=12)
+    await branch.gen("first", max_new_tokens=12, seed=-1, top_k=-1, stop="", logit_bias={300: 3.0, 280: -3.0})
     branch.user("And a set?")
     branch += "A set"
     first, second = branch.fork(2)
@@ -202,6 +202,10 @@ def test_an_error_ends_the_others_and_leaves_nothing(pipe: Pipeline, server: Rem
     [
         (lambda b: b.gen(schema={}, regex="a"), ConfigError, "schema and regex"),
         (lambda b: b.gen(choices=[]), ConfigError, "choices"),
+        (lambda b: b.gen(logprobs=1), ConfigError, "no logprobs"),
+        (lambda b: b.gen(max_tokens=1), ConfigError, "use max_new_tokens"),
+        (lambda b: b.gen(choices="yes"), ConfigError, "choices: expected a list"),
+        (lambda b: b.gen(schema=Branch), ConfigError, "model_json_schema"),
         (lambda b: b.select([""]), ConfigError, "not empty"),
         (lambda b: b.select(["a"]), ConfigError, "write some text first"),
         (lambda b: b.gen(regex="("), RequestError, "regex"),
