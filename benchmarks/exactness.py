@@ -1,12 +1,20 @@
-"""Guesses change nothing: greedy tokens of many prompts, and the distribution of sampled tokens at each position.
+"""Guesses change nothing: answers to many prompts, and the distribution of sampled tokens at each position.
 
-    python -m benchmarks.exactness [MODEL] [--speculate HOW] [--prompts N] [--seeds N] [--positions N] [--batch N]
+    python -m benchmarks.exactness [MODEL] [--speculate HOW] [--draft-history N] [--variation NAME] [--prompts N]
+                                   [--seeds N] [--positions N] [--batch N]
 
-Greedy: every token of N prompts of held-out text is compared with that of an engine without guesses.
+Greedy: the answers to N prompts of held-out text are compared with those of an engine without guesses: tokens, text,
+log-probabilities, and why each ended. `--variation` names what the requests or the engines have besides:
+
+    penalties, bias, logprobs, stop, grammar    fields of the requests
+    again        each prompt comes twice: the prefix cache has it
+    preempted    the engine with guesses has KV for half of a batch
+    adapters     three of four requests have a LoRA adapter, one of two
+    int4         the KV cache has 4 bits
 
 Sampled: one prompt is continued at temperature 1, N times with guesses and N times without, by different seeds. A
 chi-square test of two samples compares the tokens at each position; rare tokens are counted together. With the same
-seeds the tokens are the same, which is checked as well. Guesses are made in every step, whether they pay or not.
+seeds the answers are the same, which is checked as well. Guesses are made in every step, whether they pay or not.
 """
 
 from __future__ import annotations
@@ -14,41 +22,76 @@ from __future__ import annotations
 import argparse
 import math
 from collections import Counter
+from dataclasses import dataclass, field
+from itertools import cycle, zip_longest
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 from unittest.mock import patch
 
 from benchmarks import report
+from benchmarks.lora import write_adapter
 from lmkit.config import EngineConfig
 from lmkit.formats.hub import DEMO_FOLDER
+from lmkit.jsonfile import read_json
+from lmkit.models import load_spec
 from lmkit.quant.report.evaluate import HELDOUT_TEXT
 from lmkit.text import Tokenizer
+from lmkit.text.grammar import json_schema
 from lmkit.turbo.engine.engine import Engine
 from lmkit.turbo.request import Request, SamplingParams
 from lmkit.turbo.scheduling import drafting, speculation
+from lmkit.turbo.transport.output import OutputProcessor, TextLogprobs
 
 NUM_TOKENS = 32  # of a greedy answer
 PROMPT_CHARACTERS = 160
+MAX_TOKENS = 256  # of a prompt and its answer
 RARE = 10  # tokens that were drawn less often, in both samples together, are one bin
+ENDED = -1  # in place of a token: the answer has ended
+TIGHT = 64  # tokens of KV for each sequence, if some are to be preempted
+ADAPTERS = ("", "first", "first", "second")  # of requests, in turns
+TEXT = {"type": "string", "maxLength": 9}
+SCHEMA = {"type": "object", "properties": {"name": TEXT, "module": TEXT}, "required": ["name", "module"]}
+PARAMS: dict[str, dict[str, Any]] = {
+    "penalties": {"repetition_penalty": 1.2, "presence_penalty": 0.3, "frequency_penalty": 0.4},
+    "bias": {"logit_bias": {token: 0.02 * token - 2 for token in range(200)}},
+    "logprobs": {"logprobs": 3},
+    "stop": {"stop": ("\n\n", "self.", "):", "re")},
+    "grammar": {"grammar": json_schema(SCHEMA), "ignore_eos": False},
+}
+VARIATIONS = ("none", *PARAMS, "again", "preempted", "adapters", "int4")
 
 
-def answers(engine: Engine, prompts: list[list[int]], params: list[SamplingParams], batch: int) -> list[list[int]]:
-    """The tokens behind each prompt, `batch` prompts at a time: while requests wait, no guesses are made."""
-    found: dict[str, list[int]] = {str(i): [] for i in range(len(prompts))}
-    requests = [
-        Request(request_id=str(i), prompt_ids=ids, params=how)
-        for i, (ids, how) in enumerate(zip(prompts, params, strict=True))
-    ]
+@dataclass
+class Answer:
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    logprobs: list[TextLogprobs] = field(default_factory=list)
+    why: str | None = None  # it ended
+
+
+def answers(engine: Engine, requests: list[Request], batch: int) -> list[Answer]:
+    """The answer to each request, `batch` of them at a time: while requests wait, no guesses are made."""
+    tokenizer = Tokenizer.from_pretrained(DEMO_FOLDER)
+    follow = {request.request_id: OutputProcessor(tokenizer, request) for request in requests}
+    found = {name: Answer() for name in follow}
     for start in range(0, len(requests), batch):
         for request in requests[start : start + batch]:
             engine.add(request)
         while engine.has_work():
-            for output in engine.step():
+            for step in engine.step():
+                output, answer = follow[step.request_id].process(step), found[step.request_id]
                 assert output.error is None, output.error
-                found[output.request_id] += output.token_ids
+                answer.tokens += output.token_ids
+                answer.text += output.text
+                answer.logprobs += output.logprobs
+                answer.why = answer.why or output.finish_reason
+                if output.abort_engine:
+                    engine.abort(step.request_id)
     return list(found.values())
 
 
-def prompts_of(model: str, count: int, vocab_size: int) -> list[list[int]]:
+def prompts_of(count: int, vocab_size: int) -> list[list[int]]:
     """Held-out code, its beginning twice, so that guesses are made. Ids are folded into a smaller vocabulary."""
     tokenizer, text = Tokenizer.from_pretrained(DEMO_FOLDER), HELDOUT_TEXT.read_text()
     starts = range(0, len(text) - PROMPT_CHARACTERS, max(1, (len(text) - PROMPT_CHARACTERS) // count))
@@ -70,16 +113,72 @@ def chi_square(one: list[int], two: list[int]) -> float:
     return (math.cbrt(total / freedom) - (1 - 2 / (9 * freedom))) / math.sqrt(2 / (9 * freedom))
 
 
+def deviation(one: list[Answer], two: list[Answer]) -> float:
+    """The largest deviation of two samples of answers at a position."""
+    columns = (zip_longest(*(answer.tokens for answer in sample), fillvalue=ENDED) for sample in (one, two))
+    pairs = zip_longest(*columns, fillvalue=(ENDED,) * len(one))
+    return max(chi_square(list(a), list(b)) for a, b in pairs)
+
+
+def engines(given: argparse.Namespace, folder: Path) -> tuple[Engine, Engine]:
+    """One without guesses, and one that makes them. Adapters are written to `folder`."""
+    options: dict[str, Any] = {"max_batch_size": given.batch, "max_model_len": MAX_TOKENS}
+    if given.variation == "int4":
+        options["kv_dtype"] = "int4"
+    if given.variation == "adapters":
+        spec = load_spec(read_json(Path(given.model) / "config.json", 1 << 20))
+        for seed, name in enumerate(("first", "second")):
+            write_adapter(folder / name, spec, None, 64, seed)
+        options["adapters"] = tuple(f"{name}={folder / name}" for name in ("first", "second"))
+    plain = Engine(given.model, EngineConfig(**options))
+    if given.variation == "preempted":
+        tokens = plain.info.num_blocks * plain.info.block_size
+        options["kv_memory"] = max(TIGHT * given.batch, MAX_TOKENS) * plain.info.memory["kv"] // tokens
+    how = {"speculate": given.speculate, "draft_history": given.draft_history}
+    return plain, Engine(given.model, EngineConfig(**options, **how))
+
+
+def compare(plain: Engine, guessing: Engine, given: argparse.Namespace) -> dict[str, Any]:
+    fields: dict[str, Any] = {"max_tokens": NUM_TOKENS, "ignore_eos": True} | PARAMS.get(given.variation, {})
+    adapters = cycle(ADAPTERS if given.variation == "adapters" else ("",))
+    times = 2 if given.variation == "again" else 1
+    prompts = prompts_of(given.prompts // times, plain.info.vocab_size) * times
+
+    def request(number: int, prompt: list[int], adapter: str, **changed: Any) -> Request:
+        params = SamplingParams(**fields | changed)
+        return Request(request_id=str(number), prompt_ids=prompt, params=params, adapter=adapter)
+
+    greedy = [request(i, prompt, adapter) for (i, prompt), adapter in zip(enumerate(prompts), adapters, strict=False)]
+    pairs = zip(*(answers(engine, greedy, given.batch) for engine in (guessing, plain)), strict=True)
+    different = sum(mine != other for mine, other in pairs)
+    of_greedy = guessing.stats()
+
+    def drawn(engine: Engine, first: int) -> list[Answer]:
+        how = {"max_tokens": given.positions, "temperature": 1.0}
+        seeds = zip(range(first, first + given.seeds), adapters, strict=False)
+        return answers(engine, [request(s, prompts[0], adapter, seed=s, **how) for s, adapter in seeds], given.batch)
+
+    one, two = drawn(guessing, 0), drawn(plain, given.seeds)
+    stats = guessing.stats()
+    return {
+        "speculate": given.speculate, "variation": given.variation, "prompts": len(prompts), "different": different,
+        "guesses": of_greedy.draft_tokens, "right": of_greedy.accepted_tokens, "seeds": given.seeds,
+        "right_sampled": stats.accepted_tokens - of_greedy.accepted_tokens, "same_with_seed": drawn(plain, 0) == one,
+        "largest_deviation": deviation(one, two), "preemptions": stats.preemptions,
+    }  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Guesses change no token.")
     parser.add_argument("model", nargs="?", default=str(DEMO_FOLDER))
-    parser.add_argument("--speculate", default="ngram")
+    parser.add_argument("--speculate", default="ngram", help="ngram, draft=FOLDER, eagle=FOLDER or mtp")
+    parser.add_argument("--draft-history", type=int, default=0, help="tokens of earlier answers to guess from")
+    parser.add_argument("--variation", choices=VARIATIONS, default="none")
     parser.add_argument("--prompts", type=int, default=1000)
     parser.add_argument("--seeds", type=int, default=2000)
     parser.add_argument("--positions", type=int, default=12)
     parser.add_argument("--batch", type=int, default=16)
     given = parser.parse_args()
-    options: dict[str, Any] = {"max_batch_size": given.batch, "max_model_len": 256}
     always = (
         patch.object(drafting, "PROBE_SHARE", 1e9),
         patch.object(drafting, "FIRST_PROBES", 1 << 30),
@@ -87,32 +186,11 @@ def main() -> None:
     )
     for change in always:
         change.start()
-    plain, guessing = (Engine(given.model, EngineConfig(**options, speculate=how)) for how in ("off", given.speculate))
-    prompts = prompts_of(given.model, given.prompts, plain.info.vocab_size)
-    greedy = [SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)] * len(prompts)
-    greedy_of = (answers(engine, prompts, greedy, given.batch) for engine in (guessing, plain))
-    pairs = zip(*greedy_of, strict=True)
-    different = sum(mine != other for mine, other in pairs)
-    of_greedy = guessing.stats()
-
-    def drawn(engine: Engine, first: int) -> list[list[int]]:
-        seeds = range(first, first + given.seeds)
-        how = [SamplingParams(max_tokens=given.positions, temperature=1.0, seed=s, ignore_eos=True) for s in seeds]
-        return answers(engine, [prompts[0]] * given.seeds, how, given.batch)
-
-    one, two = drawn(guessing, 0), drawn(plain, given.seeds)
-    same = drawn(plain, 0) == one
-    deviations = [
-        chi_square(list(a), list(b)) for a, b in zip(zip(*one, strict=True), zip(*two, strict=True), strict=True)
-    ]
-    accepted = guessing.stats().accepted_tokens - of_greedy.accepted_tokens
-    report.show([{
-        "speculate": given.speculate, "prompts": len(prompts), "different": different,
-        "guesses": of_greedy.draft_tokens, "right": of_greedy.accepted_tokens, "seeds": given.seeds,
-        "right_sampled": accepted, "same_with_seed": same, "largest_deviation": max(deviations),
-    }])  # fmt: skip
-    for engine in (plain, guessing):
-        engine.close()
+    with TemporaryDirectory() as folder:
+        plain, guessing = engines(given, Path(folder))
+        report.show([compare(plain, guessing, given)])
+        for engine in (plain, guessing):
+            engine.close()
 
 
 if __name__ == "__main__":
