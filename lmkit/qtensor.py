@@ -150,8 +150,9 @@ def grid_between(low: Tensor, high: Tensor, scheme: QuantScheme) -> tuple[Tensor
 def codes_for(weight: Tensor, scales: Tensor, zeros: Tensor, scheme: QuantScheme) -> Tensor:
     """The nearest codes uint8 [..., out, in] of `weight` on a given grid, saturated. Leading dimensions broadcast."""
     in_features = weight.shape[-1]
-    shape = (*torch.broadcast_shapes(weight.shape[:-1], scales.shape[:-1]), in_features)
-    codes = torch.empty(shape, dtype=torch.uint8, device=weight.device)
+    # torch.broadcast_shapes needs torch._refs, which a process of turbo.transport.deferred does not have.
+    lead = torch.broadcast_tensors(weight[..., :1], scales[..., :1])[0].shape[:-1]
+    codes = torch.empty((*lead, in_features), dtype=torch.uint8, device=weight.device)
     for rows in _pieces(weight):
         values = _grouped(weight[..., rows, :].float(), scheme) / scales[..., rows, :].float().unsqueeze(-1)
         values.round_().add_(zeros[..., rows, :].float().unsqueeze(-1)).clamp_(0, scheme.max_code)
