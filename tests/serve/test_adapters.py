@@ -134,7 +134,7 @@ def test_adapters_come_and_go_while_it_runs(folders: tuple[str, ...]) -> None:
         assert unload("a") == text("a") == 404
         for path in ("..", "../..", "/etc", "nowhere", str(first.parent.parent)):
             assert load("x", path) == (404, f"{path!r} is no folder inside the --adapter-root")
-        assert load("x", "broken")[0] == 400
+        assert load("x", "broken") == (400, "broken: no adapter_config.json; a LoRA adapter of PEFT has it")
         assert load("demo", "first", load_inplace=True)[0] == load("a=b", "first")[0] == 400
         assert load("a", "first")[0] == 200
         running.worker().kill()

@@ -182,13 +182,16 @@ class EngineAdapters:
             self._begin(self._calls[0])
 
     def _digest_of(self, call: _Call) -> str:
-        """Raises CheckpointError if a rank cannot use the adapter, or has another one."""
+        """Raises CheckpointError if a rank cannot use the adapter, or has another one. It names the folder as the
+        caller does, who need not know where the adapter_root is."""
+        assert call.folder is not None
         for read in sorted(call.reads, key=lambda read: read.rank):
             if read.error:
-                raise CheckpointError(f"rank {read.rank}: {read.error}" if read.rank else read.error)
+                error = read.error.replace(call.path, call.folder)
+                raise CheckpointError(f"rank {read.rank}: {error}" if read.rank else error)
         digests = {read.digest for read in call.reads}
         if len(digests) > 1:
-            raise CheckpointError(f"{call.path}: the ranks found different files there; give all the same")
+            raise CheckpointError(f"{call.folder}: the ranks found different files there; give all the same")
         return digests.pop()
 
     def _check_unused(self, name: str) -> None:

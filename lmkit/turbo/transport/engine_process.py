@@ -157,11 +157,8 @@ class EngineLoop:
             return AdapterSet(name, done.result())
         except RequestError as error:
             return AdapterSet(name, code=error.code, error=error.message)
-        except LMKitError as error:  # it may tell paths of this machine, which are for the log
-            logger.error("adapter %s: %s", name, error)
-            return AdapterSet(
-                name, code="invalid_request", error="the adapter cannot be used; the server's log says why"
-            )
+        except LMKitError as error:
+            return AdapterSet(name, code="invalid_request", error=str(error))
 
     def _check(self) -> None:
         """Check the engine's integrity once in each pause. A defect is logged and counted, like a failed step."""

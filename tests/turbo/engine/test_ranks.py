@@ -147,9 +147,9 @@ def check_a_load_fails_on_one_rank(model: Engine, adapters: Path, monkeypatch: p
     with monkeypatch.context() as patch:
         patch.setattr("lmkit.models.adapters.read_adapter", replaced)
         for folder, error in (
-            ("broken", f"rank 1: {adapters / 'broken'}: no adapter_config.json"),
+            ("broken", "rank 1: broken: no adapter_config.json"),
             ("c", f"{adapters / 'broken'}: no adapter_config.json"),
-            ("b", f"{adapters / 'b'}: the ranks found different files there"),
+            ("b", "b: the ranks found different files there"),
         ):
             for name in ("b", "d"):
                 with pytest.raises(CheckpointError, match=f"^{error}"):
