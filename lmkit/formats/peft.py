@@ -22,7 +22,7 @@ from lmkit.formats.safetensors_file import SafetensorsFile
 from lmkit.jsonfile import read_json
 from lmkit.low_rank import DTYPES, MAX_RANK, LowRank
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG, WEIGHTS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 CONFIG_BYTES = 1 << 20
 PREFIX = "base_model.model."
 NAME = re.compile(r"(.+)\.lora_([AB])(?:\.default)?\.weight")
@@ -51,7 +51,9 @@ def read_adapter(path: str | Path) -> Adapter:
     folder = Path(path)
     for name in (CONFIG, WEIGHTS):
         if not (folder / name).is_file():
-            raise CheckpointError(f"{folder}: no {name}; a LoRA adapter of PEFT has it")
+            is_pickle = name == WEIGHTS and (folder / PICKLE).exists()
+            hint = f"{PICKLE} may run code; save it as safetensors" if is_pickle else "a LoRA adapter of PEFT has it"
+            raise CheckpointError(f"{folder}: no {name}; {hint}")
     config = read_json(folder / CONFIG, CONFIG_BYTES)
     alphas = _checked(config, folder / CONFIG)
     file = SafetensorsFile(folder / WEIGHTS)
@@ -80,7 +82,9 @@ def _checked(config: dict[str, Any], where: Path) -> dict[str, float]:
         if name not in KNOWN | {"init_lora_weights"} and value not in (None, False, [], {}, ""):
             raise UnsupportedError(f"{where}: {name}: {str(value)[:64]!r} is not supported; merge the adapter")
     patterns = config.get("alpha_pattern") or {}
-    alphas: dict[str, Any] = {"": config.get("lora_alpha"), **patterns} if isinstance(patterns, dict) else {"": None}
+    if not isinstance(patterns, dict):
+        raise CheckpointError(f"{where}: alpha_pattern: expected an object of names and numbers")
+    alphas: dict[str, Any] = {"": config.get("lora_alpha"), **patterns}
     for pattern, alpha in alphas.items():
         if type(alpha) not in (int, float) or not abs(alpha) < 1e6:
             raise CheckpointError(f"{where}: lora_alpha {str(alpha)[:64]!r} is not a sensible number")
@@ -98,6 +102,8 @@ def _addition(
     if not (a.ndim == b.ndim == 2 and 1 <= len(a) == b.shape[1] <= MAX_RANK):
         shapes = f"{list(a.shape)} and {list(b.shape)}"
         raise CheckpointError(f"{file.path}: {module}: lora_A and lora_B are {shapes}, expected [r, in] and [out, r]")
+    if not config.get("rank_pattern") and config.get("r") != len(a):
+        raise CheckpointError(f"{file.path}: {module}: rank {len(a)}, and {CONFIG} has r {str(config.get('r'))[:64]}")
     if a.dtype not in DTYPES or a.dtype != b.dtype:
         raise CheckpointError(f"{file.path}: {module}: expected float32, bfloat16 or float16, got {a.dtype}, {b.dtype}")
     named = (pattern for pattern in alphas if pattern and (module == pattern or module.endswith("." + pattern)))

@@ -176,6 +176,8 @@ MODULE = "model.layers.0.self_attn.q_proj"
         ({"something_new": 3}, UnsupportedError, "something_new"),
         ({"lora_alpha": 1e9}, CheckpointError, "lora_alpha"),
         ({"alpha_pattern": {"(a+)+": 3}}, UnsupportedError, "alpha_pattern"),
+        ({"alpha_pattern": ["q_proj"]}, CheckpointError, "alpha_pattern: expected an object"),
+        ({"r": 3}, CheckpointError, "rank 4, and adapter_config.json has r 3"),
         ({"shapes": {MODULE: (48, 47)}}, CheckpointError, r"\[48, 47\], the model has \[48, 48\]"),
         ({"shapes": {"model.layers.7.self_attn.q_proj": (48, 48)}}, CheckpointError, "takes an adapter; the nearest"),
         ({"shapes": {"lm_head": (199, 48)}}, CheckpointError, "lm_head is no linear"),
@@ -220,6 +222,9 @@ def test_files_that_are_no_adapter(tmp_path: Path) -> None:
         opened(f"a={folder}")
     (folder / "adapter_config.json").write_text("{")
     with pytest.raises(CheckpointError, match=r"adapter_config\.json"):
+        opened(f"a={folder}")
+    weights.rename(folder / "adapter_model.bin")
+    with pytest.raises(CheckpointError, match="bin may run code; save it as safetensors"):
         opened(f"a={folder}")
 
 
