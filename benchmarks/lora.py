@@ -1,10 +1,12 @@
 """Decoding with LoRA adapters beside decoding without.
 
-    python -m benchmarks.lora [MODEL] [--batches 1,32] [--adapters 32] [--rank 16] [--rounds N] [--json FILE]
+    python -m benchmarks.lora [MODEL] [--batches 1,32] [--adapters 32] [--rank 16] [--rounds N] [--load] [--json FILE]
 
 Adapters of random weights in bfloat16, on all linears of attention and MLP, or on q and v alone. `plain`: the model as
 it is. `unused`: the adapters are loaded. `all`: each sequence has another adapter. `half`: every second one has none.
 They take turns.
+
+`--load`: how long steps take while an adapter of `--rank` on all linears is loaded, and how long that takes alone.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import math
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +98,47 @@ def measure(model: str, target: str, batches: list[int], count: int, rank: int, 
     return rows
 
 
+def measure_load(model: str, batch: int, rank: int, rounds: int) -> dict[str, Any]:
+    """Milliseconds of steps, with and without a load beside them: the median and the longest one of a round."""
+    spec = load_spec(read_json(Path(model) / "config.json", 1 << 20))
+    figures: dict[str, list[float]] = {}
+    with tempfile.TemporaryDirectory() as root:
+        write_adapter(Path(root) / "a", spec, None, rank, 0)
+        size = (Path(root) / "a" / "adapter_model.safetensors").stat().st_size
+        engine = Engine(model, EngineConfig(max_batch_size=batch, max_model_len=1024, adapter_root=root))
+        params = SamplingParams(max_tokens=900, ignore_eos=True, seed=0)
+        for i in range(batch):
+            engine.add(Request(request_id=str(i), prompt_ids=[7 * i + 3] * PROMPT_TOKENS, params=params))
+        for _ in range(2 * NUM_TOKENS):
+            engine.step()
+        for _ in range(rounds):
+            before = [_seconds(engine.step) for _ in range(2 * NUM_TOKENS)]
+            done, during = engine.set_adapter("a", "a"), []
+            while not done.done():
+                during.append(_seconds(engine.step))
+            for name, steps in (("step", before), ("step_loading", during)):
+                figures.setdefault(f"{name}_ms", []).append(1e3 * statistics.median(steps))
+                figures.setdefault(f"longest_{name}_ms", []).append(1e3 * max(steps))
+            figures.setdefault("load_ms", []).append(1e3 * sum(during))
+        for i in range(batch):
+            engine.abort(str(i))
+        while engine.has_work():
+            engine.step()
+        for _ in range(rounds):
+            start, done = time.perf_counter(), engine.set_adapter("a", "a")
+            while not done.done():
+                engine.step()
+            figures.setdefault("load_alone_ms", []).append(1e3 * (time.perf_counter() - start))
+        engine.close()
+    return {"b": batch, "rank": rank, "mb": size / 1e6} | {name: statistics.median(x) for name, x in figures.items()}
+
+
+def _seconds(step: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    step()
+    return time.perf_counter() - start
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("model", nargs="?", default=str(DEMO_FOLDER))
@@ -102,10 +146,13 @@ def main() -> None:
     parser.add_argument("--adapters", type=int, default=32)
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--load", action="store_true", help="measure loading beside steps instead")
     parser.add_argument("--json", type=Path, help="also write the figures here")
     given = parser.parse_args()
-    rows = []
-    for target in TARGETS:
+    rows = list[dict[str, Any]]()
+    if given.load:
+        rows = [measure_load(given.model, batch, given.rank, given.rounds) for batch in given.batches]
+    for target in () if given.load else TARGETS:
         rows += measure(given.model, target, given.batches, given.adapters, given.rank, given.rounds)
     report.show(rows)
     if given.json:
