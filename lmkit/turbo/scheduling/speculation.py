@@ -43,6 +43,7 @@ SURE = 4.0  # guesses of a sequence that count as much as those of all other seq
 FORGET = 0.998  # of what all sequences showed, with each guess
 LATEST = 8.0  # times of a step: what a new size takes longer counts as no more; kernels may have been compiled in it
 TIMED = 8  # one in so many plain steps is timed: they are alike
+FIRST_PLAIN = 2  # steps without guesses at first: they show what waiting adds to a step with guesses
 
 
 @dataclass
@@ -125,6 +126,8 @@ class Speculation:
         """
         num_seqs = len(sequences)
         fixed, each, wait, plain = self._costs(num_seqs)
+        if self._steps < FIRST_PLAIN:
+            return MARGIN * plain, {}
         least = each * plain  # a guess with a smaller chance costs more time than it saves
         chances = [(chance, seq) for seq in sequences for chance in self._chances_of(seq, least)]
         chances.sort(key=itemgetter(0), reverse=True)
@@ -212,7 +215,7 @@ class Speculation:
                 self.num_accepted += max(len(result.tokens) - 1, 0)
         self._steps += 1
         size = num_seqs, num_tokens
-        if since is not None and (drafted or self._steps % TIMED == 0):
+        if since is not None and (drafted or self._steps <= FIRST_PLAIN or self._steps % TIMED == 0):
             times = self._first_times if drafted and size not in self._seen else self._times
             times.record([1, num_tokens, waited, 0, 0], now - since)
         if drafted:

@@ -99,10 +99,11 @@ def test_few_sizes_are_taken_if_each_costs_much_once(percent: int) -> None:
 
 
 @pytest.mark.usefixtures("repeats")
-def test_a_long_pause_of_the_host_is_a_reason_not_to_wait() -> None:
-    """A few guesses show how long it is."""
+@pytest.mark.parametrize("percent", [70, 100])
+def test_a_long_pause_of_the_host_is_a_reason_not_to_wait(percent: int) -> None:
+    """A few guesses show how long it is, even if there are some at each step."""
     engine = Machine(host=200.0, max_draft_tokens=4)
-    engine.finish(requests(1, 70))
+    engine.finish(requests(1, percent))
     assert engine.scheduler.stats().drafts < 10
 
 
