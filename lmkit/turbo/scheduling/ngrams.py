@@ -3,6 +3,9 @@ where they stood before. The text is the sequence's own, and other texts that it
 
 Code that is edited, quoted documents and structured answers repeat long parts of what is there. A guess costs a few
 look-ups in dictionaries, and the text is indexed as it grows.
+
+A long run of right guesses ends where the text was edited. Its source is not given up: the text goes on behind the
+next token that both have, or one token further, where one was replaced.
 """
 
 from __future__ import annotations
@@ -14,6 +17,8 @@ import numpy as np
 
 LONG, SHORT = 8, 3  # tokens that are looked up: the long ones first
 LONGEST = 32  # agreeing tokens that are told apart
+RUN = 6  # agreeing tokens behind which a wrong guess is an edit
+WINDOW = 16  # tokens of the source, from that guess on, in which it may go on
 MULTIPLIER, MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1
 END = -1  # in token_ids: behind a text that others follow
 
@@ -45,13 +50,16 @@ class Ngrams:
     """The index of one text, and the place that the text repeats now, in itself or in one of the `others`.
 
     `place` is the position of the guess at the next token, -1 if there is none. `agreed` is the number of tokens before
-    it that agree with the text's last ones, at most LONGEST.
+    it that agree with the text's last ones, at most LONGEST. Behind an edit they are counted from there: 0 if the last
+    token was replaced, 1 at the first that both texts have.
     """
 
     def __init__(self, token_ids: array[int], others: Callable[[], Iterable[Index]] = tuple) -> None:
         self._own, self._others = Index(token_ids), others
         self._source = token_ids  # the text of `place`
         self.place, self.agreed = -1, 0
+        self._edit = array("i"), 0  # a text, and the place in it where the last long run ended
+        self._resumed = False  # whether `place` was found behind an edit
         self._own.extend(len(token_ids) - 1)
 
     @property
@@ -63,22 +71,43 @@ class Ngrams:
         """Take in the next token of the text. Returns (`agreed` before it, whether the guess at it was right), or None
         if there was no guess.
         """
-        at, self._own.known = self.known, self.known + 1
-        judged = None
-        if self.place >= 0:
-            judged = self.agreed, self._source[self.place] == self._own.token_ids[at]
-            self.place, self.agreed = (self.place + 1, min(self.agreed + 1, LONGEST)) if judged[1] else (-1, 0)
-            if judged[1] and self._source[self.place] == END:
-                self.place, self.agreed = -1, 0
-        self._index(at + 1)
-        return judged
+        token, place, agreed = self._own.token_ids[self.known], self.place, self.agreed
+        self._own.known += 1
+        right = place >= 0 and self._source[place] == token
+        self.place, self.agreed = -1, 0
+        if not right:
+            self._resume(token, place, ends_run=agreed >= (SHORT if self._resumed else RUN))
+        elif self._source[place + 1] != END:
+            self.place, self.agreed = place + 1, min(agreed + 1, LONGEST)
+        self._index(self.known)
+        return (agreed, right) if place >= 0 else None
+
+    def _resume(self, token: int, wrong: int, *, ends_run: bool) -> None:
+        """Go on in the source behind an edit, if `token` was inserted, replaced, or follows deleted ones. `wrong` is
+        the place of a wrong guess.
+        """
+        if ends_run:
+            self._edit = self._source, wrong
+        source, edit = self._edit
+        end = self.known - 1 if source is self._own.token_ids else len(source)
+        window = source[edit : min(edit + WINDOW, end)]
+        if token in window:
+            place, agreed = edit + window.index(token) + 1, 1
+        elif ends_run:
+            place, agreed = edit + 1, 0
+        else:
+            return
+        if END not in source[edit : place + 1]:
+            self._source, self.place, self.agreed, self._resumed = source, place, agreed, True
 
     def _index(self, end: int) -> None:
-        """Index the n-grams that end at `end`. If there is no guess, look up where they stood before."""
+        """Index the n-grams that end at `end`. If there is no guess, or few tokens before it agree, look up where they
+        stood before.
+        """
         for size, places in self._own.places.items():
             if end >= size:
                 key = self._key(end, size)
-                if self.place < 0:
+                if self.agreed < SHORT:
                     for index in (self._own, *self._others()):
                         if key in index.places[size]:
                             self._take(index.token_ids, index.places[size][key], end)
@@ -92,7 +121,7 @@ class Ngrams:
         while agreed < min(place, LONGEST) and source[place - 1 - agreed] == tokens[end - 1 - agreed]:
             agreed += 1
         if agreed >= max(SHORT, self.agreed + 1) and source[place] != END:
-            self._source, self.place, self.agreed = source, place, agreed
+            self._source, self.place, self.agreed, self._resumed = source, place, agreed, False
 
     def _key(self, end: int, size: int) -> int:
         """A sum modulo 2^64."""

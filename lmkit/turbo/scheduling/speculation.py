@@ -35,7 +35,8 @@ from lmkit.turbo.scheduling.pacing import StepTimes, round_down
 from lmkit.turbo.sequence import Sequence
 
 MARGIN = 1.05
-BANDS = (4, 6, 9, 14, 22, LONGEST + 1)  # agreeing tokens below which a guess belongs to the first, second, ... band
+# Agreeing tokens below which a guess belongs to the first, second, ... band: the first three are those behind an edit.
+BANDS = (1, 2, 3, 4, 6, 9, 14, 22, LONGEST + 1)
 BAND = [next(place for place, end in enumerate(BANDS) if agreed < end) for agreed in range(LONGEST + 1)]
 TERMS = ((1, 0, 0, 0, 0), (0, 1, 0, 0, 0), (0, 0, 1, 0, 0))  # of pacing.StepTimes: a step, a token of it, waiting
 FORCED = 0.97  # the chance of a token that a grammar forces: the same text may be written in other tokens

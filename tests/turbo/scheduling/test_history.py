@@ -47,6 +47,29 @@ def test_an_answer_is_guessed_behind_its_question_and_in_its_middle() -> None:
     assert guessed(kept, [0, *ANSWER]) == [], "behind an answer stands another one, of other text"
 
 
+@pytest.mark.parametrize(
+    ("text", "guesses"),
+    [
+        ([*ANSWER[:4], 77], [ANSWER[5]]),
+        ([*ANSWER[:3], ANSWER[4]], [ANSWER[5]]),
+        ([*ANSWER[:5], 77], []),
+        ([*ANSWER[:3], ANSWER[5]], []),
+        ([*ANSWER[:3], 31], []),
+    ],
+    ids=["replaced", "deleted", "at the end", "all deleted", "of the next answer"],
+)
+def test_an_answer_goes_on_behind_an_edit_up_to_its_end(text: list[int], guesses: list[int]) -> None:
+    kept = history_of()
+    kept.add(ended(QUESTION, ANSWER))
+    kept.add(ended([3, 4], [31, 32, 33, 34]))
+    seq = ended(QUESTION, [])
+    index = Ngrams(seq.token_ids, lambda: kept.of(seq))
+    seq.token_ids += array("i", text)
+    while index.known < len(seq.token_ids):
+        index.learn()
+    assert index.guess(9) == guesses
+
+
 def test_the_longest_agreement_counts() -> None:
     """The own text agrees in three tokens, an answer in eight, a later one in four."""
     kept = history_of()

@@ -1,4 +1,6 @@
-"""Guesses from a text itself: they follow the place whose tokens agree, and a prompt is indexed as an answer is."""
+"""Guesses from a text itself: they follow the place whose tokens agree, also behind an edit, and a prompt is indexed
+as an answer is.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ import pytest
 from hypothesis import given
 
 from lmkit.turbo.scheduling import ngrams
-from lmkit.turbo.scheduling.ngrams import LONGEST, SHORT, Ngrams
+from lmkit.turbo.scheduling.ngrams import LONGEST, RUN, SHORT, WINDOW, Ngrams
 
 TEXTS = st.lists(st.integers(0, 3), min_size=1, max_size=80)
 
@@ -31,9 +33,46 @@ def test_the_tokens_before_a_guess_agree(text: list[int], data: st.DataObject) -
     assert index.known == len(text)
     if index.place >= 0:
         count = index.agreed
-        assert SHORT <= count <= LONGEST
+        assert count <= LONGEST
         assert text[index.place - count : index.place] == text[len(text) - count :]
         assert index.guess(1) == [text[index.place]]
+
+
+@given(st.lists(st.integers(0, 9), min_size=SHORT, max_size=30), st.data())
+def test_few_tokens_agree_only_if_no_more_do(text: list[int], data: st.DataObject) -> None:
+    """The text comes again with edits. Wherever its last tokens stood before, at least so many agree."""
+    for _ in range(3):
+        at = data.draw(st.integers(0, len(text)))
+        text += (
+            text[:at] + data.draw(st.lists(st.integers(0, 9), max_size=3)) + text[at + data.draw(st.integers(0, 3)) :]
+        )
+        text = text[-200:]
+    ends = [text[end - SHORT : end] for end in range(SHORT, len(text))]
+    assert (learned(text, SHORT).agreed >= SHORT) == (text[-SHORT:] in ends)
+
+
+@pytest.mark.parametrize(
+    ("edited", "guesses", "agreed"),
+    [
+        ([-2], [RUN + 1, RUN + 2, RUN + 3], 0),
+        ([-2, RUN + 1], [RUN + 2, RUN + 3, RUN + 4], 1),
+        ([-2, -3], [], 0),
+        ([-2, -3, RUN], [RUN + 1, RUN + 2, RUN + 3], 1),
+        ([RUN + 4], [RUN + 5, RUN + 6, RUN + 7], 1),
+        ([RUN + WINDOW - 1], [RUN + WINDOW, RUN + WINDOW + 1, RUN + WINDOW + 2], 1),
+        ([-2, RUN + WINDOW], [], 0),
+    ],
+    ids=["replaced", "one more", "another inserted", "inserted", "deleted", "many deleted", "too many deleted"],
+)
+def test_a_text_goes_on_behind_an_edit(edited: list[int], guesses: list[int], agreed: int) -> None:
+    source = list(range(100))
+    index = learned([*source, *range(RUN), *edited], len(source))
+    assert (index.guess(3), index.agreed) == (guesses, agreed)
+
+
+def test_a_short_run_is_no_edit() -> None:
+    source = list(range(100))
+    assert learned([*source, *range(RUN - 1), -2], len(source)).guess(3) == []
 
 
 @given(TEXTS)
