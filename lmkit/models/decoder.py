@@ -62,6 +62,10 @@ class Decoder:
         self.softcap = ops.softcap.select(device) if spec.final_softcap else None
         self.step_adapters = StepAdapters(device)  # see models.adapters
 
+    @property
+    def linears(self) -> tuple[MergedLinear, ...]:
+        return *(linear for layer in self.layers for linear in layer.linears), self.lm_head
+
     def join(self, ranks: Ranks, *, split: bool) -> None:
         """Compute together with other ranks from now on. `split`: each has a part of attention and dense MLPs."""
         self.ranks = ranks

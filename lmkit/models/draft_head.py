@@ -7,21 +7,22 @@
 The next state, normalized, gives the logits of token t + 2. It is also the state in front of the next guess, for which
 the model has no streams yet. The head may have fewer tokens than the model.
 
-A guess needs no exact numbers, so the linears are rounded to 8 bits, and so are their inputs.
+A guess needs no exact numbers, so the linears are rounded to 8 bits, and on a CPU so are their inputs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
 
 from lmkit.errors import CheckpointError, UnsupportedError
 from lmkit.formats.checkpoint import CheckpointReader
+from lmkit.kernels.cuda.module import tensor_device
 from lmkit.kernels.ops import Norm
 from lmkit.layers.batch import BatchInputs, KVLayer, Projected
 from lmkit.layers.linear import MergedLinear, Weights
@@ -29,8 +30,11 @@ from lmkit.models import load_spec, roles
 from lmkit.models.decoder import Decoder
 from lmkit.models.decoder_layer import DecoderLayer
 from lmkit.models.layer_spec import LayerSpec
+from lmkit.models.loader import to_device
+from lmkit.models.resolved import ResolvedModel
 from lmkit.models.rounding import scheme_for
-from lmkit.models.source import quantize_rows
+from lmkit.models.shard import WHOLE
+from lmkit.models.source import placed, quantize_rows
 from lmkit.models.spec import ModelSpec
 from lmkit.qtensor import QTensor
 
@@ -40,24 +44,74 @@ TO_MODEL = "d2t"  # int64 [the head's tokens]: what is added to a token of the h
 SETTINGS = "eagle_config"
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where a head computes: on the device of its model."""
+
+    device: str
+    dtype: torch.dtype  # of activations
+
+    @classmethod
+    def of(cls, model: ResolvedModel) -> Self:
+        return cls(model.packing.device, model.activation_dtype)
+
+    @property
+    def at(self) -> str:
+        """The device of tensors."""
+        return tensor_device(self.device)
+
+    @property
+    def kv_dtype(self) -> str:
+        """The type of the head's keys and values."""
+        return "bfloat16" if self.device == "cpu" else str(self.dtype).removeprefix("torch.")
+
+    @property
+    def activations(self) -> str:
+        """What inputs of linears are rounded to."""
+        return "int8" if self.device == "cpu" else "exact"
+
+    def of_tensor(self, tensor: Tensor) -> Tensor:
+        """A plain tensor, as activations are."""
+        return tensor.to(self.at, self.dtype)
+
+    def rounded(self, weight: Tensor) -> Tensor | QTensor:
+        """A linear's weight in 8 bits, or plain if no groups fit."""
+        coded = rounded(weight)
+        return coded if isinstance(coded, QTensor) else self.of_tensor(coded)
+
+    def all(self, weights: Weights) -> Weights:
+        return {role: placed(weight, self.device, self.at, self.dtype) for role, weight in weights.items()}
+
+    def linear(self, role: str, weight: Tensor) -> MergedLinear:
+        """A packed linear."""
+        linear = MergedLinear((role,), self.all({role: self.rounded(weight)}), self.device)
+        linear.pack(self.activations)
+        to_device((linear,), self.device)
+        return linear
+
+    def pack_layer(self, layer: DecoderLayer) -> None:
+        layer.pack(self.activations)
+        to_device(layer.linears, self.device)
+
+
 class HeadLayer(DecoderLayer):
     """The layer. `of_token` is the part of q, k and v that reads embeddings; `embedded` has a step's [T, hidden]."""
 
     embedded: Tensor
 
-    def __init__(self, spec: LayerSpec, weights: Weights, of_token: MergedLinear) -> None:
-        super().__init__(spec, 0, weights)
-        self.of_token = of_token
+    def __init__(self, spec: LayerSpec, weights: Weights, token_part: Weights, place: Place) -> None:
+        super().__init__(spec, 0, weights, place.device, place.dtype)
+        self.of_token = MergedLinear(roles.QKV, token_part, place.device)
 
-    def pack(self, activations: str, packed: Callable[[MergedLinear], None] = lambda linear: None) -> None:
-        self.of_token.pack(activations)
-        super().pack(activations, packed)
+    @property
+    def linears(self) -> tuple[MergedLinear, ...]:
+        return self.of_token, *super().linears
 
     def queries_keys_values(self, x: Tensor, norm: Norm | None = None) -> Projected:
         """See DecoderLayer."""
-        total = self.of_token(self.embedded, self.norm("norm.token"))
+        total = self.of_token.float32(self.embedded, self.norm("norm.token"))
         delta, rest = self.qkv.add_to(total, x if norm is None else self.rms_norm(x, norm))
-        spec, merged = self.spec, delta if rest is None else delta + rest
+        spec, merged = self.spec, (delta if rest is None else delta + rest).to(self.dtype)
         parts = merged.split((spec.q_size, spec.kv_size, spec.kv_size), dim=-1)
         q, k, v = (part.view(len(x), -1, spec.head_dim) for part in parts)
         return Projected(q, k, v)
@@ -101,9 +155,13 @@ class EagleHead(DraftHead):
 
     fc: MergedLinear
 
+    @property
+    def linears(self) -> tuple[MergedLinear, ...]:
+        return self.fc, *super().linears
+
     def first_states(self, streams: Tensor) -> Tensor:
         """See DraftHead."""
-        return self.fc(streams)
+        return self.fc.float32(streams.to(self.dtype))
 
     def stream(self, token_ids: Tensor) -> tuple[Tensor, Tensor | None]:
         """See DraftHead."""
@@ -135,6 +193,8 @@ class HeadParts(Protocol):
 class HeadSource(Protocol):
     """An open checkpoint of a head."""
 
+    place: Place
+
     @property
     def spec(self) -> ModelSpec: ...
 
@@ -165,16 +225,30 @@ class EagleParts:
     def join(self, model: Decoder) -> EagleHead:
         """The head beside the model."""
         embed = model.embed_tokens if self.embed_tokens is None else self.embed_tokens
-        head = EagleHead(self.spec, embed, [self.layer], self.norm, self.lm_head or model.lm_head)
+        head = EagleHead(self.spec, embed, [self.layer], self.norm, self.lm_head or model.lm_head, model.dtype)
         head.fc = self.fc
         return head
 
 
-class EagleSource:
-    """An open checkpoint of a head for a model of `target`. Raises CheckpointError or UnsupportedError."""
+def whole_head(model: ResolvedModel) -> MergedLinear | None:
+    """The model's head, packed, where the rank's model has a part of it. None: it is whole there."""
+    if model.shard.size == 1:
+        return None
+    lm_head = replace(model, shard=WHOLE).lm_head()
+    lm_head.pack(model.packing.activations)
+    return lm_head
 
-    def __init__(self, path: str | Path, target: ModelSpec) -> None:
-        self.reader = CheckpointReader(path)
+
+def whole_head_bytes(model: ResolvedModel) -> int:
+    return math.prod(model.spec.head_shape) * model.dtype.itemsize if model.shard.size > 1 else 0
+
+
+class EagleSource:
+    """An open checkpoint of a head for `model`. Raises CheckpointError or UnsupportedError."""
+
+    def __init__(self, path: str | Path, model: ResolvedModel) -> None:
+        self.reader, self.place, target = CheckpointReader(path), Place.of(model), model.spec
+        self._model = model
         config, where = self.reader.config, self.reader.path
         names = config.get("architectures") or [None]
         if "eagle3" not in str(names[0]).lower():
@@ -200,37 +274,39 @@ class EagleSource:
     @property
     def weight_bytes(self) -> int:
         """Bytes of the loaded head, at most."""
-        return self.reader.nbytes()
+        return self.reader.nbytes() + (0 if self._has_head else whole_head_bytes(self._model))
+
+    @property
+    def _has_head(self) -> bool:
+        return self.reader.has("lm_head.weight")
 
     def read(self) -> EagleParts:
-        layer, hidden, reader = self.spec.layers[0], self.spec.hidden_size, self.reader
+        layer, hidden, reader, place = self.spec.layers[0], self.spec.hidden_size, self.reader, self.place
         weights: Weights = {role: self._plain(f"{LAYER}.{name}", (hidden,)).float() for role, name in NORMS.items()}
         token_part: Weights = {}
         for role, (rows, columns) in layer.linears.items():
             name = f"{LAYER}.{layer.names[role]}"
             if role in roles.QKV:
                 both = self._plain(name, (rows, 2 * hidden))
-                token_part[role], weights[role] = (rounded(part) for part in both.split(hidden, 1))
+                token_part[role], weights[role] = (place.rounded(part) for part in both.split(hidden, 1))
             else:
-                weights[role] = rounded(self._plain(name, (rows, columns)))
-        head_layer = HeadLayer(layer, weights, MergedLinear(roles.QKV, token_part))
-        head_layer.pack("int8")
+                weights[role] = place.rounded(self._plain(name, (rows, columns)))
+        head_layer = HeadLayer(layer, place.all(weights), place.all(token_part), place)
+        place.pack_layer(head_layer)
         fc = self._linear(FC, (hidden, len(self.streams) * hidden))
-        has_head, ids = reader.has("lm_head.weight"), None
-        lm_head = self._linear("lm_head", (self.num_tokens, hidden)) if has_head else None
+        has_head, ids = self._has_head, None
+        lm_head = self._linear("lm_head", (self.num_tokens, hidden)) if has_head else whole_head(self._model)
         if has_head and self.num_tokens != self.spec.vocab_size:
             ids = self._token_ids()
         elif self.num_tokens != self.spec.vocab_size:
             raise CheckpointError(f"{reader.path}: {self.num_tokens} tokens of its own need an lm_head.weight")
         shape = self.spec.head_shape
-        embed = self._plain(EMBED, shape).float() if reader.has(EMBED + ".weight") else None
-        norm = self._plain(NORM, (hidden,)).float()
+        embed = place.of_tensor(self._plain(EMBED, shape)) if reader.has(EMBED + ".weight") else None
+        norm = self._plain(NORM, (hidden,)).float().to(place.at)
         return EagleParts(self.spec, self.streams, head_layer, fc, norm, lm_head, embed, ids)
 
     def _linear(self, name: str, shape: tuple[int, int]) -> MergedLinear:
-        linear = MergedLinear((name,), {name: rounded(self._plain(name, shape))})
-        linear.pack("int8")
-        return linear
+        return self.place.linear(name, self._plain(name, shape))
 
     def _token_ids(self) -> Tensor:
         reader = self.reader
@@ -239,7 +315,7 @@ class EagleSource:
         ids = torch.arange(self.num_tokens) + reader.tensor(TO_MODEL).long().flatten()
         if len(ids) != self.num_tokens or not bool(((ids >= 0) & (ids < self.spec.vocab_size)).all()):
             raise CheckpointError(f"{reader.path}: {TO_MODEL} names tokens that the model does not have")
-        return ids
+        return ids.to(self.place.at)
 
     def _plain(self, module: str, shape: tuple[int, ...]) -> Tensor:
         name, path = module + ".weight", self.reader.path

@@ -173,11 +173,11 @@ def _load(model: ResolvedModel) -> Decoder:
     layers = list(_packed_layers(model))
     lm_head = model.lm_head()
     lm_head.pack(model.packing.activations)
-    _to_device((lm_head,), model.packing.device)
+    to_device((lm_head,), model.packing.device)
     return _decoder(model, layers, lm_head)
 
 
-def _to_device(linears: Iterable[MergedLinear], device: str) -> None:
+def to_device(linears: Iterable[MergedLinear], device: str) -> None:
     """Move the tensors that a kernel's `pack` may have left on the host."""
     if device != "cpu":
         for linear in linears:
@@ -188,7 +188,7 @@ def _packed_layers(model: ResolvedModel) -> Iterator[DecoderLayer]:
     for index in model.stage.layers(model.spec):
         layer = model.layer(index)
         layer.pack(model.packing.activations)
-        _to_device(layer.linears, model.packing.device)
+        to_device(layer.linears, model.packing.device)
         model.reader.release()
         yield layer
 

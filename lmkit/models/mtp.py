@@ -8,7 +8,7 @@ stored with, from what the model's final norm gives.
 The model's head makes the next state the logits of token t + 2. It is also the state in front of the next guess, for
 which the model has no result yet.
 
-A guess needs no exact numbers, so the linears are rounded to 8 bits, and so are their inputs. Linears that the
+A guess needs no exact numbers, so the linears are rounded to 8 bits, and on a CPU so are their inputs. Linears that the
 checkpoint has quantized stay as they are.
 """
 
@@ -17,16 +17,15 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
 from lmkit.errors import CheckpointError
 from lmkit.formats.parts import missing_parts
 from lmkit.kernels.ops import Norm
-from lmkit.layers.linear import MergedLinear, Weights
+from lmkit.layers.linear import MergedLinear
 from lmkit.models.decoder import Decoder
 from lmkit.models.decoder_layer import DecoderLayer
-from lmkit.models.draft_head import DraftHead, rounded
+from lmkit.models.draft_head import DraftHead, Place, whole_head, whole_head_bytes
 from lmkit.models.mtp_spec import MTPSpec
 from lmkit.models.resolved import ResolvedModel
 from lmkit.models.source import ModelSource
@@ -42,6 +41,10 @@ class MTPHead(DraftHead):
     parts: MTPParts
     model: Decoder
 
+    @property
+    def linears(self) -> tuple[MergedLinear, ...]:
+        return self.parts.of_token, self.parts.of_state, *super().linears
+
     def first_states(self, streams: Tensor) -> Tensor:
         """See DraftHead."""
         return self.model.final_states(streams, None)
@@ -53,9 +56,9 @@ class MTPHead(DraftHead):
     def stream(self, token_ids: Tensor) -> tuple[Tensor, Tensor | None]:
         """See DraftHead."""
         eps = self.spec.norm_eps
-        total = self.parts.of_token(self.embed(token_ids), Norm(self.parts.token_norm, eps, None, torch.float32))
+        total = self.parts.of_token.float32(self.embed(token_ids), Norm(self.parts.token_norm, eps, None, self.dtype))
         states = self.states[: len(token_ids)]
-        normed = self.rms_norm(states, Norm(self.parts.state_norm, eps, None, torch.float32))
+        normed = self.rms_norm(states, Norm(self.parts.state_norm, eps, None, self.dtype))
         return self.parts.of_state.add_to(total, normed)
 
 
@@ -71,11 +74,13 @@ class MTPParts:
     token_norm: Tensor
     state_norm: Tensor
     norm: Tensor
+    lm_head: MergedLinear | None  # None: the model's
     token_ids: Tensor | None = None
 
     def join(self, model: Decoder) -> MTPHead:
         """The head beside the model."""
-        head = MTPHead(self.spec, model.embed_tokens, [self.layer], self.norm, model.lm_head)
+        lm_head = self.lm_head or model.lm_head
+        head = MTPHead(self.spec, model.embed_tokens, [self.layer], self.norm, lm_head, model.dtype)
         head.parts, head.model = self, model
         return head
 
@@ -93,7 +98,7 @@ class MTPSource:
         self.mtp: MTPSpec = mtp
         self.spec = replace(target.source.spec, layers=(mtp.layer,), mtp=None, vision=None)
         self.streams = (target.spec.num_layers,)
-        self._dtype = target.dtype
+        self._model, self.place = target, Place.of(target)
         self._source = ModelSource(path, part=self.spec)
         self.reader = self._source.reader
         if missing := missing_parts(self.reader, mtp.fc):
@@ -103,35 +108,29 @@ class MTPSource:
     def weight_bytes(self) -> int:
         """Bytes of the loaded layer, at most."""
         infos = (self.reader.info(name) for name in self.reader.names() if name.startswith(self.mtp.prefix))
-        return sum(max(info.nbytes, 2 * math.prod(info.shape)) for info in infos)
+        return sum(max(info.nbytes, 2 * math.prod(info.shape)) for info in infos) + whole_head_bytes(self._model)
 
     def read(self) -> MTPParts:
-        source, hidden, mtp = self._source, self.spec.hidden_size, self.mtp
-        weights = source.layer_weights(0, self._dtype)
+        source, hidden, mtp, place = self._source, self.spec.hidden_size, self.mtp, self.place
+        weights = source.layer_weights(0, self._model.dtype)
         for role in mtp.layer.linears.keys() - set(mtp.layer.unrounded):
             weight = weights[role]
-            weights[role] = weight if isinstance(weight, QTensor) else rounded(weight)
-        layer = DecoderLayer(mtp.layer, 0, weights)
-        layer.pack("int8")
+            weights[role] = weight if isinstance(weight, QTensor) else place.rounded(weight)
+        layer = DecoderLayer(mtp.layer, 0, place.all(weights), place.device, place.dtype)
+        place.pack_layer(layer)
         fc = source.format.read_linear(self.reader, mtp.fc)
         whole = dequantize(fc) if isinstance(fc, QTensor) else fc
         if tuple(whole.shape) != (hidden, 2 * hidden):
             raise CheckpointError(f"{self.reader.path}: {mtp.fc} is {list(whole.shape)}, not {[hidden, 2 * hidden]}")
-        of_token, of_state = (_linear(role, half) for role, half in zip(FC, whole.split(hidden, 1), strict=True))
+        of_token, of_state = (place.linear(*half) for half in zip(FC, whole.split(hidden, 1), strict=True))
         token_norm, state_norm, norm = (
-            source.norm(name + ".weight", hidden) for name in (mtp.token_norm, mtp.state_norm, mtp.norm)
+            source.norm(name + ".weight", hidden).to(place.at) for name in (mtp.token_norm, mtp.state_norm, mtp.norm)
         )
-        return MTPParts(self.spec, self.streams, layer, of_token, of_state, token_norm, state_norm, norm)
+        norms = token_norm, state_norm, norm
+        return MTPParts(self.spec, self.streams, layer, of_token, of_state, *norms, whole_head(self._model))
 
     def close(self) -> None:
         self._source.close()
-
-
-def _linear(role: str, weight: Tensor) -> MergedLinear:
-    weights: Weights = {role: rounded(weight)}
-    linear = MergedLinear((role,), weights)
-    linear.pack("int8")
-    return linear
 
 
 def has_mtp(model: ResolvedModel) -> bool:

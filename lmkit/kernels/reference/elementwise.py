@@ -46,7 +46,12 @@ def add_positions(x: Tensor, table: Tensor, positions: Tensor) -> None:
 
 @implements(ops.keep, "reference", device="any")
 def keep(x: Tensor, residual: Tensor | None, out: Tensor, scale: float = 1.0) -> None:
-    out.copy_((x if residual is None else x + residual) * scale)
+    if residual is None:
+        out.copy_(x)
+    else:
+        torch.add(x, residual, out=out)
+    if scale != 1:
+        out *= scale
 
 
 @implements(ops.ungated_activation, "reference", device="any")

@@ -14,6 +14,7 @@ from lmkit.errors import ConfigError
 from lmkit.kv_dtype import kv_dtype
 from lmkit.log import get_logger
 from lmkit.models import kv_storage
+from lmkit.models.decoder import Decoder
 from lmkit.models.draft_head import HeadParts, HeadSource
 from lmkit.models.kv_storage import KVStorage
 from lmkit.models.packed_cache import PackedFile
@@ -21,13 +22,23 @@ from lmkit.turbo.engine.memory import MemoryPlan, plan_memory
 from lmkit.turbo.host_memory import gib
 from lmkit.turbo.kv.blocks import KVBlocks
 from lmkit.turbo.runners.cpu import CpuRunner
+from lmkit.turbo.runners.cuda import CudaRunner
+from lmkit.turbo.runners.device import CpuDevice, Device
 from lmkit.turbo.runners.guides import Guides
-from lmkit.turbo.runners.head_drafter import HeadDrafter
+from lmkit.turbo.runners.head_drafter import CudaHeadRunner, HeadDrafter, HeadRunner
 from lmkit.turbo.runners.runner import Runner, RunnerParts
 from lmkit.turbo.runners.streams import Streams
 
 log = get_logger(__name__)
-STORAGE = KVStorage(kv_dtype("bfloat16"), kv_dtype("bfloat16"))
+
+
+def parts_of(config: EngineConfig, decoder: Decoder, storages: list[KVStorage], memory: MemoryPlan) -> RunnerParts:
+    """The parts of the runner of a model or head that guesses."""
+    spec, layout = decoder.spec, memory.layout
+    sizes = memory.num_blocks, config.tokens_per_block, memory.max_model_len
+    kv = kv_storage.allocate(spec.layers, storages, *sizes, config.device, layout)
+    shared = None, Guides(None, spec.vocab_size), memory.max_model_len, memory.workspace, len(layout.groups)
+    return RunnerParts(config, decoder, kv, KVBlocks(kv), *shared)
 
 
 @dataclass(frozen=True)
@@ -36,21 +47,23 @@ class LoadedHead:
 
     config: EngineConfig
     parts: HeadParts
+    storage: KVStorage
     memory: MemoryPlan
 
-    def start(self, runner: Runner, vocab_size: int) -> HeadDrafter:
+    def start(self, runner: Runner, device: Device, vocab_size: int) -> HeadDrafter:
         """Make the drafter beside `runner`, whose model has `vocab_size` tokens."""
-        assert isinstance(runner, CpuRunner)
-        config, memory, spec = self.config, self.memory, self.parts.spec
-        batch = runner.batch
-        streams = Streams(self.parts.streams, spec.hidden_size, len(batch.num_tokens), batch.max_step_tokens)
+        assert isinstance(runner, CpuRunner | CudaRunner)
+        batch, at = runner.batch, runner.decoder.embed_tokens.device
+        sizes = len(batch.num_tokens), batch.max_step_tokens
+        streams = Streams(self.parts.streams, self.parts.spec.hidden_size, *sizes, at)
         runner.keep_streams(streams)
-        sizes = memory.num_blocks, config.tokens_per_block, memory.max_model_len
-        kv = kv_storage.allocate(spec.layers, [STORAGE], *sizes, "cpu", memory.layout)
-        guides = Guides(None, spec.vocab_size)
-        head = self.parts.join(runner.decoder)
-        parts = RunnerParts(config, head, kv, KVBlocks(kv), None, guides, memory.max_model_len, memory.workspace)
-        drafter = HeadDrafter(parts, self.parts, memory.num_blocks, vocab_size, runner.call, streams)
+        parts = parts_of(self.config, self.parts.join(runner.decoder), [self.storage], self.memory)
+        own = (
+            HeadRunner(device, parts, self.parts.token_ids)
+            if isinstance(device, CpuDevice)
+            else CudaHeadRunner(device, parts, self.parts.token_ids)
+        )
+        drafter = HeadDrafter(own, self.memory.num_blocks, vocab_size, runner.call, streams)
         drafter.warm_up()
         return drafter
 
@@ -61,13 +74,14 @@ class ResolvedHead:
 
     config: EngineConfig
     source: HeadSource
+    storage: KVStorage
     memory: MemoryPlan
 
     def load(self, check: Callable[[PackedFile], Any]) -> LoadedHead:
         """See ResolvedDraft. There is no packed file."""
         parts = self.source.read()
         log.info("draft head: %s for %s tokens", gib(self.memory.total), f"{self.memory.num_tokens:,}")
-        return LoadedHead(self.config, parts, self.memory)
+        return LoadedHead(self.config, parts, self.storage, self.memory)
 
 
 @contextmanager
@@ -81,10 +95,12 @@ def resolved_head(config: EngineConfig, own: EngineConfig, source: HeadSource, f
             own = structs.replace(own, max_model_len=min(own.max_model_len, source.spec.max_position))
         slots, tokens = config.sequences_per_step, config.tokens_per_step
         streams = Streams.num_bytes(len(source.streams), source.spec.hidden_size, slots, tokens)
+        kind = kv_dtype(source.place.kv_dtype)
+        storage = KVStorage(kind, kind)
         try:
-            memory = plan_memory(source.spec, own, [STORAGE.dtypes], source.weight_bytes + streams, free)
+            memory = plan_memory(source.spec, own, [storage.dtypes], source.weight_bytes + streams, free)
         except ConfigError as error:
             raise ConfigError(f"draft head, which gets a third of the free memory: {error}") from None
-        yield ResolvedHead(own, source, memory)
+        yield ResolvedHead(own, source, storage, memory)
     finally:
         source.close()

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from lmkit.config import EngineConfig
-from lmkit.errors import ConfigError, UnsupportedError
+from lmkit.errors import ConfigError
 from lmkit.log import get_logger
-from lmkit.models import kv_storage
 from lmkit.models.decoder import Decoder
 from lmkit.models.draft_head import EagleSource
 from lmkit.models.kv_storage import KVStorage
@@ -20,15 +21,15 @@ from lmkit.models.mtp import MTPSource, has_mtp
 from lmkit.models.packed_cache import PackedFile
 from lmkit.models.resolved import ResolvedModel, resolved
 from lmkit.text import Tokenizer
-from lmkit.turbo.engine.draft_head import ResolvedHead, resolved_head
+from lmkit.turbo.engine.draft_head import ResolvedHead, parts_of, resolved_head
 from lmkit.turbo.engine.memory import MemoryPlan, loaded_bytes, plan_memory
 from lmkit.turbo.host_memory import gib
-from lmkit.turbo.kv.blocks import KVBlocks
 from lmkit.turbo.runners.cpu import CpuRunner
+from lmkit.turbo.runners.cuda import CudaRunner
 from lmkit.turbo.runners.device import Device
 from lmkit.turbo.runners.drafter import Drafter
-from lmkit.turbo.runners.guides import Guides
-from lmkit.turbo.runners.runner import Runner, RunnerParts
+from lmkit.turbo.runners.factory import make_runner
+from lmkit.turbo.runners.runner import Runner
 
 log = get_logger(__name__)
 SHARE = 3  # the draft model takes at most this part of the free memory: one third
@@ -43,17 +44,13 @@ class LoadedDraft:
     storages: list[KVStorage]
     memory: MemoryPlan
 
-    def start(self, runner: Runner, vocab_size: int) -> Drafter:
+    def start(self, runner: Runner, device: Device, vocab_size: int) -> Drafter:
         """Make the drafter beside `runner`, whose model has `vocab_size` tokens."""
-        assert isinstance(runner, CpuRunner)
-        config, memory, spec = self.config, self.memory, self.decoder.spec
-        sizes = memory.num_blocks, config.tokens_per_block, memory.max_model_len
-        kv = kv_storage.allocate(spec.layers, self.storages, *sizes, "cpu", memory.layout)
-        guides = Guides(None, spec.vocab_size)
-        parts = RunnerParts(
-            config, self.decoder, kv, KVBlocks(kv), None, guides, memory.max_model_len, memory.workspace
-        )
-        drafter = Drafter(parts, memory.num_blocks, vocab_size, runner.call)
+        assert isinstance(runner, CpuRunner | CudaRunner)
+        parts = parts_of(self.config, self.decoder, self.storages, self.memory)
+        own = make_runner(device, parts)
+        assert isinstance(own, CpuRunner | CudaRunner)
+        drafter = Drafter(own, self.memory.num_blocks, vocab_size, runner.call)
         drafter.warm_up()
         return drafter
 
@@ -74,27 +71,23 @@ class ResolvedDraft:
 
 @contextmanager
 def resolved_draft(
-    config: EngineConfig, device: Device, target: ResolvedModel
+    config: EngineConfig, device: Device, target: ResolvedModel, rank: int = 0
 ) -> Iterator[ResolvedDraft | ResolvedHead | None]:
-    """The draft model or head of `config` for the model `target`, if there is one.
+    """The draft model or head of `config` for the model `target`, if there is one. Rank 0 alone has it.
 
     Raises CheckpointError, ConfigError or UnsupportedError.
     """
-    kind, _, folder = config.speculate.partition("=")
-    if kind == "auto":
-        kind = _automatic(config, device, target)
-    if kind in ("off", "ngram"):
+    kind, folder = kind_of(config, target), config.speculate.partition("=")[2]
+    if kind in ("off", "ngram") or rank:
         yield None
         return
-    if device.name != "cpu":
-        raise UnsupportedError("draft models and heads run on a CPU alone so far; use speculate ngram on a GPU")
-    free = device.free_memory() // SHARE
+    free = device.free_memory() // config.num_sharing // SHARE
     if kind != "draft":
-        source = MTPSource(target) if kind == "mtp" else EagleSource(folder, target.spec)
+        source = MTPSource(target) if kind == "mtp" else EagleSource(folder, target)
         with resolved_head(config, _own(config, config.max_model_len), source, free) as head:
             yield head
         return
-    with resolved(folder, device="cpu") as model:
+    with resolved(folder, device=device.name) as model:
         if not model.source.has_head:
             raise ConfigError(f"draft model {model.reader.path}: this checkpoint has no head to generate with")
         if model.spec.is_recurrent:
@@ -112,18 +105,30 @@ def resolved_draft(
         yield ResolvedDraft(own, model, memory)
 
 
-def _automatic(config: EngineConfig, device: Device, target: ResolvedModel) -> str:
-    """What `speculate` auto means: the checkpoint's own layer for multi-token prediction, if it has one, or ngram."""
-    alone = device.name == "cpu" and config.num_processes == 1
-    kind = "mtp" if alone and has_mtp(target) else "ngram"
+def kind_of(config: EngineConfig, target: ResolvedModel) -> str:
+    """How tokens are guessed. `speculate` auto means the checkpoint's own layer for multi-token prediction, if it has
+    one and its ranks, if there are several, are on a CPU; else ngram."""
+    kind = config.speculate.partition("=")[0]
+    if kind != "auto":
+        return kind
+    can = config.device == "cpu" or config.num_processes == 1
+    kind = "mtp" if can and has_mtp(target) else "ngram"
     log.info("speculate: %s", kind)
     return kind
+
+
+def follow(decoder: Decoder, config: EngineConfig, target: ResolvedModel) -> None:
+    """Let another rank's part of the model compute what rank 0's head reads. Its layer for multi-token prediction reads
+    what the last layer gives for all tokens of a prompt."""
+    if kind_of(config, target) == "mtp":
+        rows = max(config.tokens_per_step, config.sequences_per_step)
+        decoder.kept = {decoder.spec.num_layers: torch.empty(rows, decoder.spec.hidden_size)}
 
 
 def _own(config: EngineConfig, max_model_len: int | None) -> EngineConfig:
     """The configuration of the draft model's runner."""
     return EngineConfig(
-        device="cpu",
+        device=config.device,
         max_batch_size=config.max_batch_size,
         max_step_tokens=config.max_step_tokens,
         block_size=config.block_size,

@@ -146,7 +146,8 @@ class Engine:
             self.adapters = EngineAdapters(adapters, config, self.runner.tell)
             if others is not None:
                 others.hear_adapters(self.adapters.heard)
-            self._drafter = model.draft.start(self.runner, spec.vocab_size) if model.draft is not None else None
+            of_model = self.runner, device, spec.vocab_size
+            self._drafter = model.draft.start(*of_model) if model.draft is not None else None
             captured = self._warm_up(limits, others)
         self._has_head, self._step_sizes = model.has_head, StepSizes()  # the first steps do not count
         eos = model.tokenizer.eos_token_ids if model.tokenizer is not None else ()

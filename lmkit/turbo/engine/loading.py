@@ -35,7 +35,7 @@ from lmkit.text.images import TEXT_ONLY
 from lmkit.turbo.engine import copies
 from lmkit.turbo.engine.classes import pooling_of, read_classes
 from lmkit.turbo.engine.draft_head import LoadedHead
-from lmkit.turbo.engine.drafting import LoadedDraft, resolved_draft
+from lmkit.turbo.engine.drafting import LoadedDraft, follow, resolved_draft
 from lmkit.turbo.engine.memory import MemoryPlan, loaded_bytes, no_images, plan_memory
 from lmkit.turbo.engine.streaming import streaming_of, with_batch
 from lmkit.turbo.kv.blocks import KVBlocks, kv_identity
@@ -88,7 +88,7 @@ def load(model_path: str, config: EngineConfig, device: Device, rank: int = 0) -
     pin_results(config, device)
     options = load_options(config, rank)
     streaming = streaming_of(config)
-    with resolved(model_path, **options) as model, resolved_draft(config, device, model) as draft:
+    with resolved(model_path, **options) as model, resolved_draft(config, device, model, rank) as draft:
         spec, path = model.spec, model.reader.path
         _check_alone(spec, config)
         sampling, classes = read_defaults(path, config.generation_config), read_classes(model.source)
@@ -124,6 +124,8 @@ def load(model_path: str, config: EngineConfig, device: Device, rank: int = 0) -
             decoder = load_decoder(model, **how, streaming=streaming)
             if memory.copies:
                 copies.keep(decoder)
+            if rank:
+                follow(decoder, config, model)
             loaded_draft = draft.load(mapped.append) if draft is not None else None
         log.info("weights loaded in %.1f s", time.perf_counter() - start)
         log.debug("weights of %s", path)
@@ -250,8 +252,6 @@ def _check_processes(config: EngineConfig) -> None:
         _check_gpus(config, name)
     if (config.adapters or config.adapter_root is not None) and config.pp > 1:
         raise ConfigError(f"{name} takes no adapters; merge them into the checkpoint, or use {alone}")
-    if config.has_drafter:
-        raise ConfigError(f"{name} takes no draft model; use speculate ngram with tp or ep, or {alone}")
     if config.pp > 1 and config.speculate != "off":
         raise ConfigError(f"{name} guesses no tokens: it has several steps under way; leave out speculate, or use pp=1")
     for option in ("kv_host_memory", "kv_disk_path", "kv_peer"):
@@ -267,6 +267,8 @@ def _check_gpus(config: EngineConfig, name: str) -> None:
         raise ConfigError(f"{name}: at most {MAX_GPUS} GPUs share a model; use a smaller number")
     if config.cluster != "none":
         raise ConfigError(f"cluster={config.cluster} is for --device cpu; on GPUs all ranks are on one machine")
+    if config.has_drafter:
+        raise ConfigError(f"{name} takes no draft model or head on GPUs; use speculate ngram, or one GPU")
 
 
 def given(decoder: Decoder, config: EngineConfig, device: Device, storages: list[KVStorage] | None) -> LoadedModel:

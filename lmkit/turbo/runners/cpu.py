@@ -81,6 +81,10 @@ class CpuRunner(PlanRunner):
         edits = self.sampler.edits.get(slot)
         return edits.guide.forced() if edits is not None and edits.guide is not None else []
 
+    def resume(self, num_outputs: dict[int, int]) -> None:
+        """See Sampler."""
+        self.sampler.resume(num_outputs)
+
     def call(self, work: Callable[[], Any]) -> Any:
         """Carry out `work` where steps run, after those under way, and wait for it."""
         return self._thread.submit(work)() if self._overlaps else work()

@@ -9,10 +9,10 @@ step itself takes the token that was sampled last in that slot (ops.known_tokens
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -76,6 +76,7 @@ class DeviceSampler(SlotStates, Protocol):
     last_token: Tensor  # int64 [slots] on the device: the token that was sampled last
 
     def sample(self, logits: Tensor, slots: Sequence[int]) -> Pending: ...
+    def resume(self, num_outputs: dict[int, int]) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ class HostSampler:
     def __init__(self, num_slots: int, vocab_size: int, device: str, guides: Guides) -> None:
         self._sampler = Sampler(num_slots, vocab_size, guides)
         self.last_token = torch.zeros(num_slots, dtype=torch.int64, device=device)
-        self.set, self.clear = self._sampler.set, self._sampler.clear
+        self.set, self.clear, self.resume = self._sampler.set, self._sampler.clear, self._sampler.resume
 
     def sample(self, logits: Tensor, slots: Sequence[int]) -> Pending:
         sampled = self._sampler.sample(logits.cpu(), slots)
@@ -225,6 +226,14 @@ class CudaRunner(PlanRunner):
                 raise EngineLostError(f"the GPU refuses to go on ({reason}); start the engine again") from error
             raise
 
+    def resume(self, num_outputs: dict[int, int]) -> None:
+        """See Sampler."""
+        self._sampler.resume(num_outputs)
+
+    def call(self, work: Callable[[], Any]) -> Any:
+        """Carry out `work`, whose launches follow those of the steps so far."""
+        return work()
+
     def close(self) -> None:
         """Do nothing: the stream has no thread."""
 
@@ -237,6 +246,8 @@ class CudaRunner(PlanRunner):
             inputs, rows = self.batch.inputs(chunks)
             times.begin.record()
             logits, shown, drawn = computed = self._logits(chunks, inputs, rows)
+            if self.streams is not None:
+                self.streams.keep(chunks)
             times.model.record()
             tokens: list[list[SampledToken]] | None = None
             pending: Pending = Drawn([])

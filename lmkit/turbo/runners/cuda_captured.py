@@ -127,7 +127,7 @@ def chosen(decoder: Decoder) -> Iterator[tuple[str, Implementation]]:
             yield "norms", layer.rms_norm
     for mixture in mixtures(decoder):
         yield from (("experts", implementation) for implementation in mixture.implementations)
-    for linear in (*(linear for layer in decoder.layers for linear in layer.linears), decoder.lm_head):
+    for linear in decoder.linears:
         for packed in linear.packed or ():
             yield "linears", packed.implementation
         if linear.adapters is not None:
@@ -136,7 +136,7 @@ def chosen(decoder: Decoder) -> Iterator[tuple[str, Implementation]]:
 
 def linear_kernels(decoder: Decoder, max_tokens: int) -> Iterator[Kernel]:
     """The kernels that the products of the packed weights launch in steps of up to `max_tokens` tokens."""
-    for linear in (*(linear for layer in decoder.layers for linear in layer.linears), decoder.lm_head):
+    for linear in decoder.linears:
         for packed in linear.packed or ():
             if isinstance(packed.weight, PackedWeight):
                 yield from gemm_table.kernels(packed.weight, decoder.dtype, max_tokens)

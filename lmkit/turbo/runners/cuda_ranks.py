@@ -177,6 +177,9 @@ class _SampledElsewhere:
     def clear(self, slot: int) -> None:
         """Do nothing."""
 
+    def resume(self, num_outputs: dict[int, int]) -> None:
+        """Do nothing."""
+
     def sample(self, logits: Tensor, slots: Sequence[int]) -> Pending:
         """No tokens: they come with the next step."""
         return Drawn([])

@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -122,6 +123,14 @@ class CudaDevice:
         if isinstance(error, torch.AcceleratorError):
             return not isinstance(error, torch.OutOfMemoryError)
         return getattr(error, "status", None) in FATAL
+
+
+def upload(array: np.ndarray, device: torch.device) -> Tensor:
+    """Copy an array to a device without a wait. The pinned memory is kept until the copy has been made."""
+    tensor = torch.from_numpy(array)
+    if device.type != "cuda" or not tensor.numel():
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 Device = CpuDevice | CudaDevice

@@ -1,10 +1,12 @@
-"""A draft model on a CPU: a runner of its own, whose KV follows the sequences of another model.
+"""A draft model: a runner of its own, whose KV follows the sequences of another model.
 
 Before it guesses, it computes the tokens that the other model has chosen since. The KV of guesses that were wrong is
 written again. A sequence keeps its place here when it is preempted there.
 
 It samples as the other model does, with the request's temperature and seed. The same random numbers then choose the
 same token wherever both models find it equally likely.
+
+On a GPU all steps of a draft are launched before the first guess is known, and the host waits once.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import takewhile
 from typing import Any
 
 import msgspec
@@ -22,8 +25,8 @@ from lmkit.log import get_logger
 from lmkit.turbo.plan import Chunk, NewSequence, StepPlan
 from lmkit.turbo.request import SamplingParams
 from lmkit.turbo.runners.cpu import CpuRunner
-from lmkit.turbo.runners.device import CpuDevice
-from lmkit.turbo.runners.runner import RunnerParts
+from lmkit.turbo.runners.cuda import CudaRunner
+from lmkit.turbo.runners.runner import StepResult, Ticket
 from lmkit.turbo.sequence import Sequence
 
 log = get_logger(__name__)
@@ -47,17 +50,16 @@ class Drafter:
 
     def __init__(
         self,
-        parts: RunnerParts,
+        runner: CpuRunner | CudaRunner,
         num_blocks: int,
         vocab_size: int,
         call: Callable[[Callable[[], Any]], Any],
-        runner: CpuRunner | None = None,
     ) -> None:
-        self._runner = runner or CpuRunner(CpuDevice(), parts)
-        self._max_len, self._call = parts.max_model_len, call
-        self._vocab_size = min(vocab_size, parts.decoder.spec.vocab_size)  # tokens that both models have
-        self._num_groups = len(self._runner.batch.block_tables)
-        self._slots = list(range(parts.config.sequences_per_step))
+        self._runner, self._call = runner, call
+        num_slots, self._max_len = runner.batch.token_ids.shape
+        self._vocab_size = min(vocab_size, runner.decoder.spec.vocab_size)  # tokens that both models have
+        self._num_groups = len(runner.batch.block_tables)
+        self._slots = list(range(num_slots))
         self._blocks = list(range(num_blocks))
         self._texts: dict[Sequence, Text] = {}
         self._new: dict[int, NewSequence] = {}  # by slot: they enter with the next step
@@ -65,7 +67,8 @@ class Drafter:
         self._has_failed = False
 
     def warm_up(self) -> None:
-        self._runner.warm_up()
+        if captured := self._runner.warm_up():
+            log.info("guesses: captured %s", captured)
 
     def close(self) -> None:
         self._runner.close()
@@ -93,34 +96,43 @@ class Drafter:
     def _draft(self, lengths: dict[Sequence, int]) -> Drafts:
         chunks: dict[Sequence, Chunk] = {}
         room = self._runner.batch.max_step_tokens
-        for seq, length in lengths.items():
-            chunk = self._catch_up(seq, length, room, lengths) if room else None
+        for seq in sorted(lengths, key=lambda seq: -lengths[seq]):  # those that go on are the first rows of each step
+            chunk = self._catch_up(seq, lengths[seq], room, lengths) if room else None
             if chunk is not None:
                 chunks[seq] = chunk
                 room -= chunk.num_tokens
-        drafts: dict[Sequence, list[int]] = {seq: [] for seq, chunk in chunks.items() if chunk.num_sampled}
-        steps = []
+        self._runner.resume({chunk.slot: seq.num_outputs for seq, chunk in chunks.items()})
+        launched = list[tuple[dict[Sequence, Chunk], Ticket, float]]()
         while chunks:
             start = time.perf_counter()
-            self._step(chunks, drafts)
+            ticket = self._step(chunks)
+            launched.append((chunks, ticket, time.perf_counter() - start))
+            chunks = {
+                seq: Chunk(chunk.slot, self._texts[seq].computed, 1, [], 1)
+                for seq, chunk in chunks.items()
+                if chunk.num_sampled and len(launched) < lengths[seq]
+            }
+        drafts, steps = dict[Sequence, list[int]](), list[tuple[int, float]]()
+        for chunks, ticket, on_host in launched:
+            sampled, seconds, *_ = ticket()
+            for seq, result in zip(chunks, sampled, strict=True):
+                drafts.setdefault(seq, []).extend(token.token_id for token in result.tokens)
             count = sum(chunk.num_tokens for chunk in chunks.values())
             if count <= (2 + max(lengths.values())) * len(chunks):  # or it had a prompt, or tokens without guesses
-                steps.append((len(chunks), time.perf_counter() - start))
-            chunks = {
-                seq: Chunk(self._texts[seq].slot, self._texts[seq].computed, 1, [], 1)
-                for seq, draft in drafts.items()
-                if seq in chunks and len(draft) < lengths[seq] and 0 <= draft[-1] < self._vocab_size
-            }
-        known = {seq: [token for token in draft if 0 <= token < self._vocab_size] for seq, draft in drafts.items()}
+                steps.append((len(chunks), max(seconds, on_host)))
+        known = {seq: list(takewhile(self._is_known, draft)) for seq, draft in drafts.items()}
         return {seq: draft for seq, draft in known.items() if draft}, steps
 
-    def _step(self, chunks: dict[Sequence, Chunk], drafts: dict[Sequence, list[int]]) -> None:
+    def _is_known(self, token: int) -> bool:
+        return 0 <= token < self._vocab_size
+
+    def _step(self, chunks: dict[Sequence, Chunk]) -> Ticket:
         new, self._new = list(self._new.values()), {}
-        results = self._runner.execute(StepPlan([], new, list(chunks.values())))
-        for (seq, chunk), result in zip(chunks.items(), results, strict=True):
+        runner = self._runner
+        ticket = partial(runner.collect, runner.launch(StepPlan([], new, list(chunks.values()))))
+        for seq, chunk in chunks.items():
             self._texts[seq].computed += chunk.num_tokens
-            if result.tokens:
-                drafts[seq].append(result.tokens[0].token_id)
+        return ticket if isinstance(runner, CudaRunner) else _known(ticket())
 
     def _catch_up(self, seq: Sequence, length: int, room: int, wanted: dict[Sequence, int]) -> Chunk | None:
         """The tokens of the sequence to compute before its first guess, at most `room`. None if it finds no place."""
@@ -137,7 +149,6 @@ class Drafter:
             self.forget(seq)
             return None
         self._correct(text, tokens)
-        self._runner.sampler.num_outputs[text.slot] = seq.num_outputs
         count = min(num_tokens - text.computed, room)
         return Chunk(text.slot, text.computed, count, new_blocks, int(text.computed + count == num_tokens))
 
@@ -187,6 +198,10 @@ class Drafter:
         """Drop what is kept of other sequences, such as preempted ones."""
         for seq in [seq for seq in self._texts if seq not in wanted]:
             self.forget(seq)
+
+
+def _known(result: StepResult) -> Ticket:
+    return lambda: result
 
 
 PLAIN = SamplingParams()

@@ -16,9 +16,12 @@ from torch import Tensor
 
 from lmkit.kernels.cuda import sampling
 from lmkit.turbo.plan import NewSequence, SampledToken
+from lmkit.turbo.runners.device import upload
 from lmkit.turbo.runners.guides import Guides, RunningGuide
 from lmkit.turbo.runners.sampler import edits_logits, penalizes
 from lmkit.turbo.sequence import FAILED_TOKEN
+
+NUM_OUTPUTS = list(sampling.SLOT.names or ()).index("num_outputs")
 
 
 @dataclass(frozen=True)
@@ -99,6 +102,13 @@ class GpuSampler:
         self._guided.pop(slot, None)
         self._shown.pop(slot, None)
         self._beyond_argmax.discard(slot)
+
+    def resume(self, num_outputs: dict[int, int]) -> None:
+        """See Sampler. A greedy slot needs no number."""
+        drawn = np.array([item for item in num_outputs.items() if item[0] in self._beyond_argmax], np.int64)
+        if len(drawn):
+            slots, counts = self._upload(drawn.T.copy())
+            self.table[:, NUM_OUTPUTS].index_copy_(0, slots, counts)
 
     def is_greedy(self, slots: Seq[int]) -> bool:
         """Whether the slots need nothing but `argmax`."""
@@ -221,11 +231,7 @@ class GpuSampler:
         return [lists, seen]
 
     def _upload(self, array: np.ndarray) -> Tensor:
-        """Copy an array to the device without a wait. The pinned memory is kept until the copy has been made."""
-        tensor = torch.from_numpy(array)
-        if not self.table.is_cuda or not tensor.numel():
-            return tensor.to(self.table.device)
-        return tensor.pin_memory().to(self.table.device, non_blocking=True)
+        return upload(array, self.table.device)
 
 
 def _download(tensor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""A head that guesses (models.draft_head) on a CPU, beside the model whose residual streams it reads.
+"""A head that guesses (models.draft_head), beside the model whose residual streams it reads.
 
 Before it guesses, it computes the tokens that the model has chosen since, from the model's streams. Behind them it goes
 on from its own states. What it has computed from its own states is computed again from the model's.
@@ -17,77 +17,97 @@ import torch
 from torch import Tensor
 
 from lmkit.layers.batch import BatchInputs
-from lmkit.models.draft_head import DraftHead, HeadParts
+from lmkit.models.draft_head import DraftHead
 from lmkit.turbo.plan import Chunk
 from lmkit.turbo.runners.batch import in_order
 from lmkit.turbo.runners.cpu import CpuRunner
-from lmkit.turbo.runners.device import CpuDevice
+from lmkit.turbo.runners.cuda import CudaRunner
+from lmkit.turbo.runners.device import CpuDevice, CudaDevice
 from lmkit.turbo.runners.drafter import Drafter, Drafts, Text
-from lmkit.turbo.runners.runner import RunnerParts
+from lmkit.turbo.runners.runner import RunnerParts, Ticket
 from lmkit.turbo.runners.streams import Streams
 from lmkit.turbo.sequence import Sequence
 
 
-class HeadRunner(CpuRunner):
+class _AllTokens:
     """Gives logits of the model's tokens: those that the head does not have are impossible."""
 
     def __init__(self, parts: RunnerParts, token_ids: Tensor | None) -> None:
-        super().__init__(CpuDevice(), parts)
-        self._token_ids = token_ids
-        shape = parts.config.sequences_per_step, parts.decoder.spec.vocab_size
-        self._all = None if token_ids is None else torch.full(shape, -torch.inf)
+        self._token_ids, shape = token_ids, (parts.config.sequences_per_step, parts.decoder.spec.vocab_size)
+        self._logits = None if token_ids is None else torch.full(shape, -torch.inf, device=token_ids.device)
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        """Logits [R, the head's tokens] -> [R, vocab], valid until the next call."""
+        if self._logits is None or self._token_ids is None:
+            return logits
+        return self._logits[: len(logits)].index_copy_(1, self._token_ids, logits)
+
+
+class HeadRunner(CpuRunner):
+    """The runner of a head whose tokens are `token_ids` of the model; None: all."""
+
+    def __init__(self, device: CpuDevice, parts: RunnerParts, token_ids: Tensor | None) -> None:
+        super().__init__(device, parts)
+        self._all = _AllTokens(parts, token_ids)
 
     def _logits(self, inputs: BatchInputs) -> Tensor:
-        logits = super()._logits(inputs)
-        if self._all is None or self._token_ids is None:
-            return logits
-        return self._all[: len(logits)].index_copy_(1, self._token_ids, logits)
+        return self._all(super()._logits(inputs))
+
+
+class CudaHeadRunner(CudaRunner):
+    """The same on a GPU."""
+
+    def __init__(self, device: CudaDevice, parts: RunnerParts, token_ids: Tensor | None) -> None:
+        super().__init__(device, parts)
+        self._all = _AllTokens(parts, token_ids)
+
+    def _forward(self, inputs: BatchInputs) -> Tensor:
+        return self._all(super()._forward(inputs))
 
 
 class HeadDrafter(Drafter):
-    """See Drafter. `parts.decoder` is the head, joined to its model."""
+    """See Drafter. The runner's decoder is the head, joined to its model."""
 
     def __init__(
         self,
-        parts: RunnerParts,
-        head: HeadParts,
+        runner: HeadRunner | CudaHeadRunner,
         num_blocks: int,
         vocab_size: int,
         call: Callable[[Callable[[], Any]], Any],
         streams: Streams,
     ) -> None:
-        super().__init__(parts, num_blocks, vocab_size, call, HeadRunner(parts, head.token_ids))
+        super().__init__(runner, num_blocks, vocab_size, call)
         # Its distributions are too rough for the same random numbers to choose the same tokens.
         self._drawing = frozenset({"logit_bias"})
         self._streams = streams
-        self._states = torch.zeros(self._runner.batch.max_step_tokens, parts.decoder.spec.hidden_size)
-        self._next_states = torch.zeros_like(self._states)
-        decoder = parts.decoder
-        assert isinstance(decoder, DraftHead)
-        decoder.states, decoder.next_states = self._states, self._next_states
-        self._head = decoder
-        self._rows: dict[Sequence, int] = {}  # of the states behind the last step
+        head = runner.decoder
+        assert isinstance(head, DraftHead)
+        rows = max(runner.batch.max_step_tokens, len(self._slots))
+        head.states = torch.zeros(rows, head.spec.hidden_size, device=head.embed_tokens.device)
+        head.next_states = torch.zeros_like(head.states)
+        self._head = head
+        self._goes_on = False  # from its own states, behind the first step of a draft
 
     def _draft(self, lengths: dict[Sequence, int]) -> Drafts:
-        self._rows = {}
+        self._goes_on = False
         return super()._draft(lengths)
 
-    def _step(self, chunks: dict[Sequence, Chunk], drafts: dict[Sequence, list[int]]) -> None:
-        by_slot = {chunk.slot: seq for seq, chunk in chunks.items()}
-        ordered = [(by_slot[chunk.slot], chunk) for chunk in in_order(list(chunks.values()))]
-        if self._rows:
-            states = self._head.own_states(self._next_states[[self._rows[seq] for seq, _ in ordered]])
+    def _step(self, chunks: dict[Sequence, Chunk]) -> Ticket:
+        """See Drafter. The rows of those that go on were the first ones of the step before, in this order."""
+        if self._goes_on:
+            states = self._head.own_states(self._head.next_states[: len(chunks)])
         else:
-            kept = [self._kept(seq, chunk) for seq, chunk in ordered]
-            states = self._head.first_states(torch.cat(kept))
-        self._states[: len(states)] = states
-        super()._step(chunks, drafts)
-        self._rows = {seq: row for row, (seq, chunk) in enumerate(ordered) if chunk.num_sampled}
+            by_slot = {chunk.slot: seq for seq, chunk in chunks.items()}
+            ordered = in_order(list(chunks.values()))
+            states = self._head.first_states(self._streams.take([self._kept(by_slot[c.slot], c) for c in ordered]))
+        self._head.states[: len(states)] = states
+        self._goes_on = True
+        return super()._step(chunks)
 
-    def _kept(self, seq: Sequence, chunk: Chunk) -> Tensor:
-        """The streams in front of the chunk's tokens: those of the tokens before."""
+    def _kept(self, seq: Sequence, chunk: Chunk) -> tuple[int, int, int]:
+        """Where the streams in front of the chunk's tokens are: those of the tokens before."""
         first = self._texts[seq].start + chunk.start - 1
-        return self._streams.take(seq.slot, first, first + chunk.num_tokens)
+        return seq.slot, first, first + chunk.num_tokens
 
     def _begin(self, seq: Sequence, length: int) -> int | None:
         """See Drafter."""

@@ -42,6 +42,11 @@ class Sampler:
         self._beyond_argmax: set[int] = set()  # slots that draw, edit or report
         self._op = ops.draw.select("cpu")
 
+    def resume(self, num_outputs: dict[int, int]) -> None:
+        """Draw the next token of each slot as that behind so many tokens."""
+        for slot, count in num_outputs.items():
+            self.num_outputs[slot] = count
+
     def set(self, slot: int, new: NewSequence) -> None:
         """Set up the slot for a sequence. After a preemption its state is rebuilt from its tokens."""
         params = new.params

@@ -8,6 +8,20 @@ import pytest
 
 from lmkit.turbo.engine.engine import Engine
 from lmkit.turbo.runners.head_drafter import HeadDrafter
+from lmkit.turbo.scheduling.drafting import ModelSpeculation
+from lmkit.turbo.sequence import Sequence
+
+
+@pytest.fixture(autouse=True)
+def three_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What guesses beside the model guesses three tokens of each sequence in every step, whatever that costs."""
+
+    def lengths(self: ModelSpeculation, sequences: list[Sequence], budget: int, rate: float) -> dict[Sequence, int]:
+        wanted = {seq: min(3, self._longest_draft(seq)) for seq in sequences}
+        return {seq: length for seq, length in wanted.items() if length > 0}
+
+    monkeypatch.setattr(ModelSpeculation, "_model_lengths", lengths)
+
 
 Seen = list[tuple[list[int], int, list[int]]]  # tokens of a text, the first whose stream is kept, guesses behind them
 

@@ -30,6 +30,30 @@ def with_tokens(folder: Path, demo_model: Path, tokens: list[int]) -> Path:
     return folder
 
 
+def tiny_head(folder: Path, model: Path, tokens: list[int], streams: tuple[int, int, int]) -> Path:
+    """A head of random weights for a tiny model. It guesses these tokens alone."""
+    of_model = json.loads((model / "config.json").read_text())
+    hidden, wide = of_model["hidden_size"], of_model["intermediate_size"]
+    config = json.loads((DEMO_HEAD / "config.json").read_text()) | {
+        "hidden_size": hidden, "intermediate_size": wide, "num_attention_heads": 2, "num_key_value_heads": 1,
+        "draft_vocab_size": len(tokens), "eagle_config": {"eagle_aux_hidden_state_layer_ids": streams},
+    }  # fmt: skip
+    shapes = {
+        "fc": (hidden, 3 * hidden), "lm_head": (len(tokens), hidden),
+        "midlayer.self_attn.q_proj": (2 * SIZE, 2 * hidden), "midlayer.self_attn.k_proj": (SIZE, 2 * hidden),
+        "midlayer.self_attn.v_proj": (SIZE, 2 * hidden), "midlayer.self_attn.o_proj": (hidden, 2 * SIZE),
+        "midlayer.mlp.gate_proj": (wide, hidden), "midlayer.mlp.up_proj": (wide, hidden),
+        "midlayer.mlp.down_proj": (hidden, wide),
+    }  # fmt: skip
+    weights = {f"{name}.weight": torch.randn(shape) * 0.2 for name, shape in shapes.items()}
+    norms = "norm", *(f"midlayer.{name}" for name in ("hidden_norm", "input_layernorm", "post_attention_layernorm"))
+    weights |= {f"{name}.weight": torch.ones(hidden) for name in norms}
+    folder.mkdir()
+    save_file(weights | {"d2t": torch.tensor(tokens) - torch.arange(len(tokens))}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
 class Reference:
     """What a head computes, one token after the other."""
 

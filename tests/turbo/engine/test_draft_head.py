@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM
 
 from lmkit.config import EngineConfig
-from lmkit.errors import CheckpointError, ConfigError, LMKitError, UnsupportedError
+from lmkit.errors import CheckpointError, LMKitError, UnsupportedError
 from lmkit.models import draft_head
 from lmkit.turbo.engine.engine import Engine
 from lmkit.turbo.request import Request, SamplingParams
@@ -164,8 +164,3 @@ def test_heads_that_cannot_be_used(
     folder = changed(head, tmp_path / "head", config, tensors)
     with pytest.raises(error, match=message):
         Engine(str(demo_model), EngineConfig(speculate=f"eagle={folder}"))
-
-
-def test_a_head_goes_with_no_ranks(demo_model: Path, head: Path) -> None:
-    with pytest.raises(ConfigError, match="no draft model"):
-        Engine(str(demo_model), EngineConfig(speculate=f"eagle={head}", tp=2))

@@ -11,11 +11,13 @@ import pytest
 
 from lmkit.config import EngineConfig
 from lmkit.errors import ConfigError
+from lmkit.formats.hub import DEMO_FOLDER
 from lmkit.text.grammar import json_schema
 from lmkit.turbo.engine.engine import Engine
 from lmkit.turbo.request import Request, SamplingParams, StepOutput
 from lmkit.turbo.runners.drafter import Drafter
 from lmkit.turbo.scheduling import drafting, speculation
+from tests.models import tiny
 from tests.turbo.engine.test_engine import engine_for, requests_for, run
 
 SCHEMA = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 9}}, "required": ["name"]}
@@ -102,6 +104,17 @@ def test_the_same_model_guesses_right(demo_model: Path) -> None:
         stats = compare(demo_model, demo_model, requests_for(demo_model, temperature=temperature)).stats()
         assert stats.accepted_tokens > 0.9 * stats.draft_tokens
         assert stats.steps < stats.generation_tokens / 4
+
+
+def test_a_draft_model_whose_layers_have_tables_of_their_own(tmp_path: Path) -> None:
+    """A full layer, and two with a window in another group each."""
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    sizes = {"vocab_size": 4096, "num_hidden_layers": 3, "sliding_window": 20, "layer_types": kinds}
+    tiny.make(tmp_path, "qwen2-window", **sizes)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(DEMO_FOLDER / file, tmp_path / file)
+    stats = compare(tmp_path, tmp_path, requests_for(tmp_path), max_model_len=96).stats()
+    assert stats.accepted_tokens > 0.9 * stats.draft_tokens
 
 
 def test_requests_without_speculation_get_no_guesses(demo_model: Path, draft_model: Path) -> None:

@@ -12,13 +12,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lmkit.config import EngineConfig
-from lmkit.errors import CheckpointError, ConfigError
-from lmkit.models import mtp as mtp_module
+from lmkit.errors import CheckpointError
+from lmkit.models import draft_head
 from lmkit.quant.run import prepare
 from lmkit.text.grammar import json_schema
 from lmkit.turbo.engine.describe import describe_model
 from lmkit.turbo.engine.engine import Engine
 from lmkit.turbo.request import Request, SamplingParams
+from lmkit.turbo.runners.drafter import Drafter
 from lmkit.turbo.runners.head_drafter import HeadDrafter
 from tests.models import mtp
 from tests.quant.helpers import recipe
@@ -51,7 +52,7 @@ def drafter_of(engine: Engine) -> HeadDrafter:
 @pytest.mark.parametrize("family", sorted(mtp.ALONE))
 def test_guesses_are_those_of_the_definition(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a prompt in chunks, after wrong guesses, and behind own guesses."""
-    monkeypatch.setattr(mtp_module, "rounded", lambda weight: weight.float())
+    monkeypatch.setattr(draft_head, "rounded", lambda weight: weight.float())
     reference = mtp.make(tmp_path, family)
     engine = engine_for(tmp_path, speculate="mtp", max_draft_tokens=3)
     seen = watch(engine, monkeypatch)
@@ -71,7 +72,7 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def with_luck(drafter: HeadDrafter, answers: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def with_luck(drafter: Drafter, answers: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Let some of the guesses be right."""
     rng, draft = random.Random(1), drafter.draft
 
@@ -130,8 +131,6 @@ def test_auto_takes_the_layer_of_the_checkpoint(hybrid: Path, demo_model: Path) 
 def test_it_is_refused_where_it_is_not(hybrid: Path, demo_model: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no layer for multi-token prediction"):
         engine_for(demo_model, speculate="mtp")
-    with pytest.raises(ConfigError, match="takes no draft model"):
-        engine_for(demo_model, speculate="mtp", tp=2)
     shutil.copytree(hybrid, tmp_path / "broken")
     tensors = load_file(hybrid / "model.safetensors")
     del tensors["mtp.layers.0.self_attn.k_proj.weight"]
