@@ -69,6 +69,7 @@ class DecoderAdapters:
         """
         adapter = read_adapter(folder)
         additions = place(adapter, self._spec, self._part)
+        additions = {at: addition for at, addition in additions.items() if at in self._linears}  # of a stage's layers
         if self._device == "cpu":
             additions = {at: addition.in_panels() for at, addition in additions.items()}
         else:

@@ -79,7 +79,7 @@ class EngineAdapters:
         self, adapters: DecoderAdapters | None, config: EngineConfig, tell: Callable[[AdapterChange], None]
     ) -> None:
         """`adapters` has those of `config`; None = there are no places. `tell` says a change to the other ranks."""
-        self._root, self._num_ranks, self._tell = config.adapter_root, config.num_ranks, tell
+        self._root, self._num_ranks, self._tell = config.adapter_root, config.num_processes, tell
         self.is_used: Callable[[int], bool] = lambda number: False  # whether sequences have the adapter of a number
         self.placed: dict[str, LoadedAdapter] = {}  # by name, the one named last at the end
         self._known: dict[str, tuple[int, str]] = {}  # key and digest, by name

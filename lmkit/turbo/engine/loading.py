@@ -247,11 +247,8 @@ def _check_processes(config: EngineConfig) -> None:
         raise ConfigError(
             f"{name} and ep={config.ep}: the same processes share both; give one number, or leave one of them out"
         )
-    alone = name.partition("=")[0] + "=1"
     if config.device != "cpu":
         _check_gpus(config, name)
-    if (config.adapters or config.adapter_root is not None) and config.pp > 1:
-        raise ConfigError(f"{name} takes no adapters; merge them into the checkpoint, or use {alone}")
     if config.pp > 1 and config.speculate != "off":
         raise ConfigError(f"{name} guesses no tokens: it has several steps under way; leave out speculate, or use pp=1")
     for option in ("kv_host_memory", "kv_disk_path", "kv_peer"):

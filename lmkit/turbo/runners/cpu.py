@@ -89,6 +89,13 @@ class CpuRunner(PlanRunner):
         """Carry out `work` where steps run, after those under way, and wait for it."""
         return self._thread.submit(work)() if self._overlaps else work()
 
+    def later(self, work: Callable[[], Any]) -> None:
+        """Carry out `work` where steps run, after those under way, and do not wait for it."""
+        if self._overlaps:
+            self._thread.submit(work)
+        else:
+            work()
+
     def close(self) -> None:
         self._thread.close()
 

@@ -14,6 +14,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import IO
 
 import msgspec
@@ -106,11 +107,8 @@ class LeadingRunner(CpuRunner):
         return tokens
 
     def tell(self, change: AdapterChange) -> None:
-        """See Runner. The thread that sends plans sends it, so none of their tokens comes behind it."""
-        if self._overlaps:
-            self._thread.submit(self.ranks.send, change)
-        else:
-            self.ranks.send(change)
+        """See Runner. The thread that sends plans and tokens sends it, so it comes between two plans."""
+        self.later(partial(self.ranks.send, change))
 
     def close(self) -> None:
         super().close()

@@ -174,6 +174,10 @@ class FirstStage(CpuRunner):
         self._thread.submit(self._begin, flight)
         return lambda: self._thread.submit(self._land, flight)()
 
+    def tell(self, change: AdapterChange) -> None:
+        """See Runner. The thread that sends plans sends it."""
+        self.later(partial(self.stages.send, change))
+
     def close(self) -> None:
         super().close()
         self.stages.close()

@@ -16,7 +16,8 @@ from lmkit.turbo.engine.engine import Engine
 from lmkit.turbo.plan import StepPlan
 from lmkit.turbo.request import Request, SamplingParams, StepOutput
 from lmkit.turbo.runners.stages import FirstStage
-from tests.turbo.engine.test_ranks import check_a_kill_ends, engine, tokens
+from tests.turbo.engine.test_adapters import set_adapter
+from tests.turbo.engine.test_ranks import adapters, answers_with, check_a_kill_ends, engine, tokens  # noqa: F401
 
 
 @pytest.mark.parametrize("pp", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
@@ -24,6 +25,20 @@ def test_stages_give_the_tokens_of_one_process(demo_model: Path, pp: int) -> Non
     """Greedy and drawn ones. With little memory for KV, sequences are preempted."""
     one = tokens(demo_model, 1, kv_dtype="int8", kv_memory=1 << 20)
     assert tokens(demo_model, 1, pp=pp, kv_dtype="int8", kv_memory=pp << 20) == one
+
+
+def test_stages_have_the_adapters_of_their_layers(demo_model: Path, adapters: Path) -> None:  # noqa: F811
+    """One of the start and one of the running engine, in turns in one place."""
+    found, options = [], {"adapters": (f"a={adapters / 'a'}",), "adapter_root": str(adapters), "max_adapters": 1}
+    for pp in (1, 2):
+        model = engine(demo_model, 1, pp=pp, **options)
+        try:
+            set_adapter(model, "b", "b")
+            found.append([answers_with(model, names) for names in (["a", ""], ["b", ""], ["a"])])
+        finally:
+            model.close()
+    assert found[0] == found[1]
+    assert len({tuple(ids) for one in found[0] for ids in one.values()}) == 3
 
 
 def shown(path: Path, **options: Any) -> list[Any]:
@@ -98,7 +113,6 @@ def test_a_killed_stage_ends_the_engine_and_its_requests(demo_model: Path) -> No
         ({"pp": 9}, UnsupportedError, "pp=9: the model has 8 layers"),
         ({"pp": 2, "tp": 2}, ConfigError, "tp=2 and pp=2: a model is shared out in one way"),
         ({"pp": 2, "kv_host_memory": 1 << 30}, ConfigError, "pp=2 keeps no KV outside the engine; leave out kv_host"),
-        ({"pp": 2, "adapters": ("one=folder",)}, ConfigError, "pp=2 takes no adapters; merge them"),
         ({"pp": 2, "speculate": "ngram"}, ConfigError, "pp=2 guesses no tokens"),
         ({"pp": 2, "weights_memory": 1 << 20}, ConfigError, "pp=2 keeps all weights in memory"),
     ],
