@@ -87,7 +87,9 @@ class ThroughputBench:
             steps=after.steps - before.steps,
             preemptions=after.preemptions - before.preemptions,
             draft_tokens=after.draft_tokens - before.draft_tokens,
-            accepted_tokens=after.accepted_tokens - before.accepted_tokens,
+            accepted_tokens=(accepted := after.accepted_tokens - before.accepted_tokens),
+            draft_tokens_per_step=1 + accepted / drafts if (drafts := after.drafts - before.drafts) else 0.0,
+            draft_seconds_saved=after.draft_seconds_saved - before.draft_seconds_saved,
             skipped_turns=self._skipped_turns,
             requests=self._records,
         )

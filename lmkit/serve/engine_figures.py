@@ -107,6 +107,8 @@ class EngineFigures(Collector):
         for prefix in ("lmkit", "vllm"):
             for name, (text, value) in counts.items():
                 yield self._counter(f"{prefix}:spec_decode_{name}", text, value)
+        saved = "Seconds that guesses saved, against steps without; negative: lost"
+        yield self._gauge("lmkit:spec_decode_time_saved_seconds", saved, stats.draft_seconds_saved)
         kept = "Tokens of answers that guesses look up"
         yield self._gauge("lmkit:spec_decode_history_tokens", kept, stats.history_tokens)
 

@@ -263,6 +263,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     drafts: int = 0  # times that guesses at a sequence's next tokens were computed
     draft_tokens: int = 0  # such guesses
     accepted_tokens: int = 0  # guesses among these that were right, and kept
+    draft_seconds_saved: float = 0.0  # by guesses, against steps without; negative: lost
     history_tokens: int = 0  # of answers that are kept for guesses at later ones
     images: dict[str, int] = {}  # images that were encoded, and such that were found encoded
     tiers: dict[str, int] = {}  # figures of the KV tiers: bytes, failures ...

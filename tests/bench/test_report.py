@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lmkit.bench.metrics import Burst, Distribution, RequestRecord, summarize
-from lmkit.bench.report import latency_table, profile_table
+from lmkit.bench.report import _offline_notes, latency_table, profile_table
 from lmkit.bench.schema import LatencyRun, StepProfile, ThroughputRun
 from lmkit.cli.bench import _print_runs
 
@@ -63,3 +63,16 @@ def test_runs_side_by_side_are_as_many_as_fit(
     assert text.count("p50 / p90 / p99") == len(runs)
     assert text.count("demo[/x]") > 1  # a user's text is no markup
     assert text.count("preemptions") == 1
+
+
+@pytest.mark.parametrize(("seconds", "shown"), [(1.25, "saved 1.25 s"), (-0.5, "lost 0.50 s")])
+def test_guesses_are_told_with_what_they_saved(seconds: float, shown: str) -> None:
+    record = RequestRecord(conversation=0, prompt_tokens=9, requested_tokens=3, scheduled=0, start=0, end=2,
+                           bursts=[Burst(1, 1), Burst(2, 2)])  # fmt: skip
+    run = ThroughputRun(concurrency=1, summary=summarize([record]), steps=1, preemptions=0, skipped_turns=0,
+                        draft_tokens=40, accepted_tokens=30, draft_tokens_per_step=2.5,
+                        draft_seconds_saved=seconds)  # fmt: skip
+    (line,) = _offline_notes(run)
+    assert "30 of 40" in line
+    assert "2.50 tokens" in line
+    assert line.endswith(shown)

@@ -23,6 +23,7 @@ FIGURES = EngineStats(
     evicted_blocks=5,
     sessions=2,
     decisions={"admitted: best match": 4, "waits: no blocks": 1},
+    draft_seconds_saved=-1.5,
     tiers={"host bytes": 4096},
 )
 
@@ -49,6 +50,10 @@ def test_the_cache() -> None:
     config = next(name for name in found if name.startswith("vllm:cache_config_info{"))
     for label in ('block_size="16"', 'num_gpu_blocks="8"', 'kv_cache_size_tokens="128"'):
         assert label in config
+
+
+def test_the_time_that_guesses_lost() -> None:
+    assert samples(FIGURES)['lmkit:spec_decode_time_saved_seconds{model_name="model"}'] == -1.5
 
 
 def test_the_scheduler_s_decisions() -> None:

@@ -88,6 +88,12 @@ class HeadDrafter(Drafter):
         self._head = head
         self._goes_on = False  # from its own states, behind the first step of a draft
 
+    def follow(self, wanted: bool) -> float:
+        """See DraftModel. The model's streams are kept meanwhile."""
+        self._streams.are_wanted = wanted
+        seconds, self._streams.seconds = self._streams.seconds, 0.0
+        return seconds
+
     def _draft(self, lengths: dict[Sequence, int]) -> Drafts:
         self._goes_on = False
         return super()._draft(lengths)

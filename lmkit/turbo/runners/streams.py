@@ -6,6 +6,7 @@ begins again with them.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -30,6 +31,8 @@ class Streams:
         self.places = dict(zip(layers, self.of_step.split(hidden_size, 1), strict=True))
         self._kept = torch.zeros(num_slots * WINDOW, width, dtype=torch.bfloat16, device=device)
         self._spans = [(0, 0)] * num_slots  # the positions whose streams are kept
+        self.are_wanted = True  # any thread may change it
+        self.seconds = 0.0  # of keeping streams
 
     @staticmethod
     def num_bytes(num_streams: int, hidden_size: int, num_slots: int, max_step_tokens: int) -> int:
@@ -40,7 +43,11 @@ class Streams:
         self._spans[slot] = 0, 0
 
     def keep(self, chunks: list[Chunk]) -> None:
-        """Keep the streams of a step of these chunks."""
+        """Keep the streams of a step of these chunks, if they are wanted."""
+        if not self.are_wanted:
+            self._spans = [(0, 0)] * len(self._spans)
+            return
+        start = time.perf_counter()
         rows, places, first = list[int](), list[int](), 0
         for chunk in in_order(chunks):
             end = chunk.start + chunk.num_tokens
@@ -53,6 +60,7 @@ class Streams:
             self._spans[chunk.slot] = max(begin, end - WINDOW), end
         of_rows = self.of_step[:first] if len(rows) == first else self.of_step[self._index(rows)]
         self._kept.index_copy_(0, self._index(places), of_rows.bfloat16())
+        self.seconds += time.perf_counter() - start
 
     def _index(self, numbers: list[int]) -> Tensor:
         return upload(np.array(numbers), self._kept.device)

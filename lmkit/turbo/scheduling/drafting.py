@@ -8,17 +8,22 @@ Its steps cost time that guesses of the text do not cost, so both times are lear
 a second. If the text's own guesses make more, they are taken.
 
 No guess is judged that is not computed. Where the draft model does not pay, it is tried again now and then, so seldom
-that trying costs at most PROBE_SHARE of the time.
+that trying is expected to cost PROBE_SHARE of the time. What it costs beyond that, such as prompts, shows in an account
+of the draft model (accounts.py).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 from typing import Protocol
 
 from lmkit.turbo.plan import Sampled, StepPlan
+from lmkit.turbo.scheduling.accounts import Account
 from lmkit.turbo.scheduling.history import History
 from lmkit.turbo.scheduling.pacing import StepTimes, round_down
 from lmkit.turbo.scheduling.speculation import FORGET, MARGIN, SURE, TERMS, Speculation
@@ -26,7 +31,7 @@ from lmkit.turbo.sequence import Sequence
 
 PROBE_LENGTH = 3  # guesses of a sequence when the draft model is tried
 FIRST_PROBES = 4  # are not rare: they show what a draft step costs
-PROBE_SHARE = 0.01
+PROBE_SHARE = 0.005
 AROUND = 0.1  # the weight of the newest draft in what drafts take beside their steps
 
 
@@ -36,6 +41,11 @@ class DraftModel(Protocol):
     def draft(self, lengths: dict[Sequence, int]) -> tuple[dict[Sequence, list[int]], list[tuple[int, float]]]:
         """Guess so many tokens of each sequence, or fewer, or none. Also returns (tokens, seconds) of each step that
         computed guesses, and nothing but them.
+        """
+
+    def follow(self, wanted: bool) -> float:
+        """Whether guesses may be wanted soon. Returns seconds that following the sequences has taken since the last
+        call.
         """
 
     def forget(self, seq: Sequence) -> None:
@@ -63,13 +73,14 @@ class ModelSpeculation(Speculation):
         longest: int,
         forced: Callable[[int], list[int]],
         history: History,
-        model: DraftModel,
         clock: Callable[[], float],
+        model: DraftModel,
         *,
         overlaps: bool,
     ) -> None:
-        super().__init__(longest, forced, history, overlaps=overlaps)
-        self._model, self._clock = model, clock
+        super().__init__(longest, forced, history, clock, overlaps=overlaps)
+        self._model = model
+        self._model_accounts: defaultdict[int, Account] = defaultdict(Account)
         self._model_times = StepTimes()
         self._around = 0.0  # seconds of a draft beside the draft model's steps: other threads, Python
         self._all = Chance(4.0, 2.0)
@@ -77,17 +88,13 @@ class ModelSpeculation(Speculation):
         self._drafted: dict[int, Sequence] = {}  # by slot: sequences whose draft is the model's
         self._num_probes, self._next_probe = 0, 0  # the second counts steps
 
-    def propose(self, sequences: list[Sequence], budget: int) -> bool:
+    def _choose(self, sequences: list[Sequence], budget: int) -> Callable[[], None] | None:
         """See Speculation."""
-        rate, lengths = self._lengths(sequences, budget)
+        rate, lengths = self._text_lengths(sequences, budget)
         by_model = self._model_lengths(sequences, budget, rate)
-        if any(seq.num_pending for seq in sequences):
-            return bool(lengths or by_model)
         if by_model:
-            self._draft(by_model, len(sequences))
-        else:
-            self._guess(lengths)
-        return False
+            return partial(self._draft, by_model, len(sequences))
+        return partial(self._guess, lengths) if lengths else None
 
     def _draft(self, lengths: dict[Sequence, int], num_seqs: int) -> None:
         start = self._clock()
@@ -95,6 +102,7 @@ class ModelSpeculation(Speculation):
         for num_tokens, seconds in steps:
             self._model_times.record([1, num_tokens, 0, 0, 0], seconds)
         seconds = self._clock() - start
+        self._book(self._account(self._model_accounts, num_seqs), -seconds, num_seqs)
         if self._since is not None:  # the draft model's time is no part of the step's
             self._since += seconds
         if steps and len(steps) == max(map(len, drafts.values()), default=0):  # all steps were timed
@@ -103,6 +111,7 @@ class ModelSpeculation(Speculation):
         for seq, draft in drafts.items():
             seq.propose(draft)
             self._drafted[seq.slot] = seq
+            self._own.setdefault(seq, Chance(0.0, 0.0))
         self._num_probes += bool(drafts)
         if self._num_probes > FIRST_PROBES:
             self._next_probe = self._steps + self._steps_between_probes(num_seqs)
@@ -115,6 +124,17 @@ class ModelSpeculation(Speculation):
         return math.ceil(cost * plain / num_seqs / PROBE_SHARE)
 
     def _model_lengths(self, sequences: list[Sequence], budget: int, rate: float) -> dict[Sequence, int]:
+        """`_lengths_by_model`, as far as the account allows it."""
+        account = self._account(self._model_accounts, len(sequences))
+        cost = self._model.follow(account.is_open)
+        if not account.is_open:
+            return {}
+        start = self._clock()
+        lengths = self._lengths_by_model(sequences, budget, rate)
+        self._has_chosen(account, self._clock() - start + cost, sequences, lengths)
+        return lengths
+
+    def _lengths_by_model(self, sequences: list[Sequence], budget: int, rate: float) -> dict[Sequence, int]:
         """The length of each sequence's draft, if the model's drafts make more than `rate` tokens a second."""
         longest = {seq: self._longest_draft(seq) for seq in sequences}
         longest = {seq: length for seq, length in longest.items() if length > 0}
@@ -167,11 +187,18 @@ class ModelSpeculation(Speculation):
                 if seq is not None and chunk.draft:
                     right = max(len(result.tokens) - 1, 0)
                     wrong = int(right < len(chunk.draft))
-                    self._own.setdefault(seq, Chance(0.0, 0.0)).record(right, wrong)
                     self._all.record(right, wrong, FORGET)
-            self._own = {seq: chance for seq, chance in self._own.items() if seq in self._texts}
+                    if seq in self._own:  # it has not ended
+                        self._own[seq].record(right, wrong)
             self._drafted = {}
         super().record(plan, sampled, now, waited=waited, goes_on=goes_on)
+
+    def _earn(self, num_seqs: int) -> None:
+        super()._earn(num_seqs)
+        self._account(self._model_accounts, num_seqs).earn()
+
+    def _all_accounts(self) -> Iterable[Account]:
+        return chain(self._accounts.values(), self._model_accounts.values())
 
     def forget(self, seq: Sequence) -> None:
         """See Speculation."""

@@ -101,9 +101,9 @@ class Scheduler:
         own = limits.max_draft_tokens, forced, History(limits.draft_history, self.kv.namespace)
         self._speculation: Speculation | None = None
         if limits.max_draft_tokens and draft_model is not None:
-            self._speculation = ModelSpeculation(*own, draft_model, clock, overlaps=limits.overlaps)
+            self._speculation = ModelSpeculation(*own, clock, draft_model, overlaps=limits.overlaps)
         elif limits.max_draft_tokens:
-            self._speculation = Speculation(*own, overlaps=limits.overlaps)
+            self._speculation = Speculation(*own, clock, overlaps=limits.overlaps)
         self._arrivals = self._prompt_tokens = self._generation_tokens = self._steps = 0
 
     # ---- requests

@@ -16,19 +16,24 @@ follows from these chances and from the measured times of steps:
 A step with drafts waits for the tokens of the step before it. Its time includes what the host does in between, which a
 plain step hides.
 
+Expectations may be wrong, so what guesses really saved or lost is booked (accounts.py). For a number of sequences with
+which they lose there are hardly any.
+
 A step of a new size is prepared once (captured), which takes time. Such a size is taken as soon as it would have saved
 that time, had it been there before. Until then the best known size is, or none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
 from lmkit.turbo.plan import Sampled, StepPlan
+from lmkit.turbo.scheduling.accounts import Account
 from lmkit.turbo.scheduling.history import History
 from lmkit.turbo.scheduling.ngrams import LONGEST, Ngrams
 from lmkit.turbo.scheduling.pacing import StepTimes, round_down
@@ -38,12 +43,15 @@ MARGIN = 1.05
 # Agreeing tokens below which a guess belongs to the first, second, ... band: the first three are those behind an edit.
 BANDS = (1, 2, 3, 4, 6, 9, 14, 22, LONGEST + 1)
 BAND = [next(place for place, end in enumerate(BANDS) if agreed < end) for agreed in range(LONGEST + 1)]
-TERMS = ((1, 0, 0, 0, 0), (0, 1, 0, 0, 0), (0, 0, 1, 0, 0))  # of pacing.StepTimes: a step, a token of it, waiting
 FORCED = 0.97  # the chance of a token that a grammar forces: the same text may be written in other tokens
 SURE = 4.0  # guesses of a sequence that count as much as those of all other sequences
 FORGET = 0.998  # of what all sequences showed, with each guess
 LATEST = 8.0  # times of a step: what a new size takes longer counts as no more; kernels may have been compiled in it
-TIMED = 8  # one in so many plain steps is timed: they are alike
+HOST = 0.1  # the count of the fourth term of pacing.StepTimes: what choosing drafts adds to a step
+TERMS = ((1, 0, 0, 0, 0), (0, 1, 0, 0, 0), (0, 0, 1, HOST, 0))  # a step, a token of it, guesses in it
+# In so many steps there are no guesses, to show the time of a plain step. It is never seen else where guesses go on.
+REST, FIRST_REST, REST_EVERY = 4, 28, 256
+TIMED = 32  # one in so many plain steps is timed: they are alike
 FIRST_PLAIN = 2  # steps without guesses at first: they show what waiting adds to a step with guesses
 
 
@@ -84,9 +92,20 @@ class _Text:
 
 
 class Speculation:
-    """Proposes drafts of at most `longest` tokens. It owns the indices of the running sequences' texts."""
+    """Proposes drafts of at most `longest` tokens. It owns the indices of the running sequences' texts. `clock` counts
+    seconds.
+    """
 
-    def __init__(self, longest: int, forced: Callable[[int], list[int]], history: History, *, overlaps: bool) -> None:
+    def __init__(
+        self,
+        longest: int,
+        forced: Callable[[int], list[int]],
+        history: History,
+        clock: Callable[[], float],
+        *,
+        overlaps: bool,
+    ) -> None:
+        self._clock = clock
         self.num_drafts = self.num_draft_tokens = self.num_accepted = 0
         self._longest, self._forced, self._history, self._overlaps = longest, forced, history, overlaps
         self._texts: dict[Sequence, _Text] = {}
@@ -96,6 +115,10 @@ class Speculation:
         self._seen: set[tuple[int, int]] = set()  # (sequences, tokens) of steps with drafts: the first may be compiled
         self._first_times = StepTimes()  # of steps with drafts whose size is new
         self._missed: dict[tuple[int, int], float] = {}  # by new size: seconds that it would have saved so far
+        self._accounts: defaultdict[int, Account] = defaultdict(Account)  # by the number of sequences, see _account
+        self._would_save = 0.0  # seconds that a step would save whose size is not prepared
+        self._is_active = False  # drafts were chosen, or none, since the last step
+        self._payer: Account | None = None  # of waiting and of the step with the guesses that were wanted last
         self._since: float | None = None  # when the last step's result came, if others followed at once
 
     def propose(self, sequences: list[Sequence], budget: int) -> bool:
@@ -103,11 +126,53 @@ class Speculation:
 
         If tokens of some are not known yet, nothing is proposed. The result says whether to wait for them.
         """
-        _, lengths = self._lengths(sequences, budget)
+        self._is_active = False
+        if self._rests():
+            return False
+        propose = self._choose(sequences, budget)
         if any(seq.num_pending for seq in sequences):
-            return bool(lengths)
-        self._guess(lengths)
+            return propose is not None
+        if propose is not None:
+            propose()
         return False
+
+    def _rests(self) -> bool:
+        """Whether steps show now what a plain step takes."""
+        return self._times.num_records > 0 and FIRST_REST <= self._steps % REST_EVERY < FIRST_REST + REST
+
+    def _choose(self, sequences: list[Sequence], budget: int) -> Callable[[], None] | None:
+        """What proposes the drafts that pay best. None: none pays."""
+        _, lengths = self._text_lengths(sequences, budget)
+        return partial(self._guess, lengths) if lengths else None
+
+    def _text_lengths(self, sequences: list[Sequence], budget: int) -> tuple[float, dict[Sequence, int]]:
+        """`_lengths`, as far as the account allows it."""
+        account = self._account(self._accounts, len(sequences))
+        if not account.is_open:
+            self._texts.clear()  # an index is made at once more quickly than token by token
+            return 0.0, {}
+        start = self._clock()
+        self._would_save = 0.0
+        rate, lengths = self._lengths(sequences, budget)
+        self._has_chosen(account, max(self._clock() - start - self._would_save, 0.0), sequences, lengths)
+        return rate, lengths
+
+    def _has_chosen(
+        self, account: Account, seconds: float, sequences: list[Sequence], lengths: dict[Sequence, int]
+    ) -> None:
+        """Choosing these lengths took so many seconds, which the account pays."""
+        self._is_active = True
+        self._book(account, -seconds, len(sequences))
+        if lengths:
+            self._payer = account
+
+    @staticmethod
+    def _account(accounts: defaultdict[int, Account], num_seqs: int) -> Account:
+        return accounts[num_seqs.bit_length()]
+
+    def _plain(self, num_seqs: int) -> float:
+        """Seconds of a step of an engine that never guesses."""
+        return self._times.predict([1, num_seqs, not self._overlaps, 0, 0])
 
     def _guess(self, lengths: dict[Sequence, int]) -> None:
         for seq, length in lengths.items():
@@ -115,11 +180,11 @@ class Speculation:
             seq.propose(text.forced[:length] or text.ngrams.guess(length))
 
     def _costs(self, num_seqs: int) -> tuple[float, float, float, float]:
-        """Seconds of a step, of each of its tokens, and of waiting for the step before it; tokens a second of plain
-        steps.
+        """Seconds of a step, of each of its tokens, and of waiting for the step before it with all that belongs to
+        guesses; tokens a second of plain steps.
         """
         fixed, each, wait = (self._times.predict(counts) for counts in TERMS)
-        return fixed, each, wait, num_seqs / (fixed + each * num_seqs + (0.0 if self._overlaps else wait))
+        return fixed, each, wait, num_seqs / self._plain(num_seqs)
 
     def _lengths(self, sequences: list[Sequence], budget: int) -> tuple[float, dict[Sequence, int]]:
         """The draft's length of each sequence that gets one: those that make the most tokens a second, and how many
@@ -151,7 +216,8 @@ class Speculation:
 
     def _is_worth_preparing(self, num_seqs: int, num_tokens: int, saved: float) -> bool:
         """Whether to take a new size, which would save so many seconds now."""
-        size, counts = (num_seqs, num_tokens), [1, num_tokens, 1, 0, 0]
+        size, counts = (num_seqs, num_tokens), [1, num_tokens, 1, HOST, 0]
+        self._would_save = saved
         missed = self._missed[size] = self._missed.get(size, 0.0) + saved
         usual = self._times.predict(counts)
         first = self._first_times.predict(counts) if self._first_times.num_records else usual
@@ -209,6 +275,7 @@ class Speculation:
             self._since = None
             return
         drafted = num_tokens > num_seqs
+        self._earn(num_seqs)
         if drafted:
             for chunk, result in zip(plan.chunks, sampled, strict=True):
                 self.num_drafts += bool(chunk.draft)
@@ -216,12 +283,39 @@ class Speculation:
                 self.num_accepted += max(len(result.tokens) - 1, 0)
         self._steps += 1
         size = num_seqs, num_tokens
-        if since is not None and (drafted or self._steps <= FIRST_PLAIN or self._steps % TIMED == 0):
-            times = self._first_times if drafted and size not in self._seen else self._times
-            times.record([1, num_tokens, waited, 0, 0], now - since)
+        if self._payer is not None and (drafted or (waited and self._overlaps)):
+            saved = self._saved(plan, sampled, None if since is None else now - since)
+            self._book(self._payer, saved, num_seqs)
+        times = self._first_times if drafted and size not in self._seen else self._times
+        is_timed = drafted or self._steps <= FIRST_PLAIN or not self._steps % TIMED or self._rests()
+        if since is not None and is_timed:
+            times.record([1, num_tokens, waited, HOST * self._is_active, 0], now - since)
         if drafted:
             self._seen.add(size)
             self._missed.pop(size, None)
+
+    def _earn(self, num_seqs: int) -> None:
+        """A step without prompt tokens has passed."""
+        self._account(self._accounts, num_seqs).earn()
+
+    def _all_accounts(self) -> Iterable[Account]:
+        return self._accounts.values()
+
+    def _book(self, account: Account, saved: float, num_seqs: int) -> None:
+        if self._times.num_records:  # otherwise it is not known what a step takes
+            account.book(saved, self._plain(num_seqs))
+
+    def _saved(self, plan: StepPlan, sampled: list[Sampled], seconds: float | None) -> float:
+        """Seconds that a step's tokens would have taken in plain steps, less those that it took. If these are not
+        known, as expected.
+        """
+        num_seqs, num_tokens = len(plan.chunks), sum(chunk.num_tokens for chunk in plan.chunks)
+        usual = self._times.predict([1, num_tokens, 1, HOST, 0])
+        if seconds is None:
+            seconds = usual
+        elif (num_seqs, num_tokens) not in self._seen:
+            seconds = min(seconds, LATEST * usual)
+        return sum(len(result.tokens) for result in sampled) / num_seqs * self._plain(num_seqs) - seconds
 
     def stats(self) -> dict[str, Any]:
         """Figures of EngineStats."""
@@ -229,5 +323,6 @@ class Speculation:
             "drafts": self.num_drafts,
             "draft_tokens": self.num_draft_tokens,
             "accepted_tokens": self.num_accepted,
+            "draft_seconds_saved": sum(account.saved for account in self._all_accounts()),
             "history_tokens": self._history.num_tokens,
         }

@@ -34,6 +34,9 @@ class Model:
         self.machine.now += count * self.seconds + self.around
         return drafts, [(len(lengths), self.seconds)] * count
 
+    def follow(self, wanted: bool) -> float:
+        return 0.0
+
     def forget(self, seq: Sequence) -> None:
         self.forgotten.append(seq.request_id)
 
@@ -60,6 +63,17 @@ def test_a_draft_model_never_costs_much(percent: int, seconds: float, count: int
     machine = DraftingMachine(percent, seconds)
     first = machine.finish(requests(count, 0))
     assert first < 1.1 * plain + 5 * (drafting.PROBE_LENGTH * seconds + 20)  # what the first steps learn from
+
+
+@pytest.mark.parametrize("around", [0.0, 300.0], ids=["short prompts", "long prompts"])
+def test_a_draft_model_that_is_never_right_costs_a_small_share(around: float) -> None:
+    """What its prompts take is not expected, so it shows only in the account."""
+    plain, machine = Machine(), DraftingMachine(0, 10.0, around)
+    for turn in range(20):
+        texts = [msgspec.structs.replace(r, request_id=f"{turn}") for r in requests(1, 0)]
+        plain.finish(texts)
+        machine.finish(texts)
+    assert machine.now < 1.015 * plain.now + 12 * plain.fixed + 3 * around  # no time is known in the first steps
 
 
 def test_what_a_draft_takes_beside_its_steps_counts() -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
+import msgspec
 import pytest
 
 from lmkit.turbo.plan import StepPlan
 from lmkit.turbo.request import Request
+from lmkit.turbo.scheduling.speculation import Speculation
 from tests.turbo import fakes
 from tests.turbo.fakes import FakeEngine, limits, next_token, request, solo
 
@@ -105,6 +107,36 @@ def test_a_long_pause_of_the_host_is_a_reason_not_to_wait(percent: int) -> None:
     engine = Machine(host=200.0, max_draft_tokens=4)
     engine.finish(requests(1, percent))
     assert engine.scheduler.stats().drafts < 10
+
+
+@pytest.mark.usefixtures("repeats")
+@pytest.mark.parametrize(("count", "percent"), [(1, 0), (1, 60), (1, 100), (4, 100)])  # all sequences end together
+def test_the_time_that_guesses_saved_is_known(percent: int, count: int) -> None:
+    plain, engine = Machine(), Machine(max_draft_tokens=8)
+    saved, shown = [0.0], [0.0]
+    for turn in range(3):
+        texts = [msgspec.structs.replace(r, request_id=f"{turn} {r.request_id}") for r in requests(count, percent)]
+        saved.append(plain.finish(texts) - engine.finish(texts))
+        shown.append(engine.scheduler.stats().draft_seconds_saved)
+    # The first steps are not counted, because the time of a step is not known.
+    assert shown[-1] - shown[1] == pytest.approx(saved[-1] - saved[1], abs=0.02 * plain.now)
+
+
+@pytest.mark.usefixtures("repeats")
+def test_choosing_for_long_is_a_reason_not_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, engine = Machine(), Machine(max_draft_tokens=8)
+    choose, seconds = Speculation._lengths, 0.2 * plain.fixed
+
+    def slowly(self: Speculation, *given: Any) -> Any:
+        engine.now += seconds
+        return choose(self, *given)
+
+    monkeypatch.setattr(Speculation, "_lengths", slowly)
+    for turn in range(10):
+        texts = [msgspec.structs.replace(r, request_id=f"{turn}") for r in requests(1, 0)]
+        plain.finish(texts)
+        engine.finish(texts)
+    assert engine.now < 1.015 * plain.now + 8 * plain.fixed
 
 
 @pytest.mark.usefixtures("repeats")

@@ -1,0 +1,48 @@
+"""What guesses lose is bounded by an account of measured times, whatever the chooser expects of them.
+
+    a step with guesses saves    tokens that it gave / tokens of a plain step * time of a plain step  -  its own time
+
+Computing guesses, choosing between them and waiting for tokens costs time as well. All of it goes into the account,
+which gains SHARE of the decoding time besides. When the account is empty, there are no guesses until it has saved up
+TRIAL. So guesses that never help cost SHARE of the time in the long run.
+
+Amounts are in plain steps, so they mean the same for every model.
+"""
+
+from __future__ import annotations
+
+SHARE = 0.01  # of the time
+CREDIT, TRIAL = 12.0, 6.0  # the most that is kept; what there is at first, and again when guesses go on
+# A loss at once counts as no more while guesses go on, because it may be an investment, such as the prompt's KV of a
+# draft model. The rest counts when guesses stop. They do when it exceeds MOST_INVESTED.
+LARGE_LOSS, MOST_INVESTED = 4.0, 100.0
+
+
+class Account:
+    """It is open while guesses may be made."""
+
+    def __init__(self) -> None:
+        self.is_open = True
+        self.saved = 0.0  # seconds in all; negative: lost
+        self._balance, self._invested = TRIAL, 0.0
+
+    def earn(self) -> None:
+        """A decode step has passed."""
+        self._add(SHARE)
+
+    def book(self, saved: float, plain: float) -> None:
+        """Guesses saved so many seconds, or lost them. A plain step takes `plain` seconds."""
+        self.saved += saved
+        steps = saved / plain
+        self._invested -= min(steps + LARGE_LOSS, 0.0)
+        self._add(max(steps, -LARGE_LOSS))
+
+    def _add(self, steps: float) -> None:
+        balance = self._balance + steps
+        self._invested = max(self._invested - max(balance - CREDIT, 0.0), 0.0)
+        self._balance = min(balance, CREDIT)
+        if self.is_open and (self._balance < 0 or self._invested > MOST_INVESTED):
+            self.is_open = False
+            self._balance, self._invested = self._balance - self._invested, 0.0
+        elif not self.is_open and self._balance >= TRIAL:
+            self.is_open = True
