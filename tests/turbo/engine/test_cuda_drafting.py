@@ -74,6 +74,10 @@ def test_tokens_are_those_without_a_draft_model(
     want = tokens(run(on_gpu(checkpoint, device, **EXACT), wanted))
     engine = on_gpu(checkpoint, device, **EXACT, speculate=f"draft={checkpoint}")
     sizes, others = replays(engine, monkeypatch)
+    runner, calls = drafter_of(engine)._runner, list[str]()
+    for name in ("launch", "collect"):
+        whole = getattr(runner, name)
+        monkeypatch.setattr(runner, name, lambda x, of=whole, name=name: (calls.append(name[0]), of(x))[1])
     for _ in range(2):  # the second time with the prefix cache
         assert tokens(run(engine, wanted)) == want
     stats = engine.stats()
@@ -81,6 +85,7 @@ def test_tokens_are_those_without_a_draft_model(
     assert stats.accepted_tokens > 0.8 * stats.draft_tokens > 10
     assert sum(size.is_decode for size in sizes) > 4
     assert min(others, default=24) > 16, "a prompt's tokens"
+    assert "lllccc" in "".join(calls)
     assert not drafter_of(engine)._has_failed
     assert not drafter_of(engine)._texts
 
