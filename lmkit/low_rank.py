@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -69,6 +70,10 @@ class LowRanks:
             scale = int(torch.tensor(entry.scale, dtype=torch.float32).view(torch.int32))
             fields = [entry.a.data_ptr(), entry.b.data_ptr(), entry.a.shape[-2], kind, scale]
             self.addresses[number] = torch.tensor(fields)
+
+
+Parts = Sequence[tuple[LowRanks, Columns]]  # linears of one input, and the places of their outputs
+Add = Callable[[Tensor], None]  # adds what adapters add to the parts, to their outputs
 
 
 class AdapterRows(NamedTuple):

@@ -15,7 +15,7 @@ from torch import Tensor
 from lmkit.kernels import ops
 from lmkit.kernels.cpu.panels import interleave
 from lmkit.kernels.cuda.module import tensor_device
-from lmkit.low_rank import AdapterRows, Columns, LowRank, LowRanks
+from lmkit.low_rank import AdapterRows, Add, Columns, LowRank, LowRanks
 
 
 class StepAdapters:
@@ -50,8 +50,12 @@ class LinearAdapters:
     def set(self, role: str, number: int, entry: LowRank | None) -> None:
         self._additions[role].set(number, entry.in_panels() if entry is not None and self._in_panels else entry)
 
-    def add(self, role: str, x: Tensor, y: Tensor, rows: AdapterRows, columns: Columns) -> None:
-        self.implementation(x, y, rows, self._additions[role], columns)
+    def begin(self, x: Tensor, rows: AdapterRows, places: list[Columns]) -> Add:
+        """Compute what is added to the roles' products of x beside the products themselves. The result adds it to them,
+        which stand at `places`."""
+        parts = list(zip(self._additions.values(), places, strict=True))
+        add: Add = self.implementation(x, rows, parts)
+        return add
 
 
 class Ungated(NamedTuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ from lmkit.kernels.registry import ExpertLinears, Implementation, Op
 from lmkit.layers.adapters import LinearAdapters, StepAdapters, Ungated
 from lmkit.layers.outline import WeightKind, kind_of, packed_outline
 from lmkit.log import get_logger
-from lmkit.low_rank import AdapterRows, Columns
+from lmkit.low_rank import AdapterRows, Add, Columns
 from lmkit.qtensor import QTensor, QuantScheme, dequantize, per_row
 
 log = get_logger(__name__)
@@ -98,26 +99,24 @@ class MergedLinear:
         """The products of x, normalized already, with what the adapters of its rows add."""
         if self.activation is not None and self._ungated is not None and (fused := self._fused) is not None:
             weight, bias, panel = self._ungated
+            places = [Columns(i * panel, panel, 2 * panel, width) for i, width in enumerate(self._widths)]
+            add = adapters.begin(x, rows, places)
             wide = fused.implementation.epilogue and x.dtype != torch.float32
             options: dict[str, Any] = {"dtype": torch.float32} if wide else {}
             merged = self._product(fused._replace(weight=weight, bias=bias), x, **options)
-            for place, role in enumerate(self.roles):
-                columns = Columns(place * panel, panel, 2 * panel, self._widths[place])
-                adapters.add(role, x, merged, rows, columns)
-            y: Tensor = self._gated_panels(merged, self.activation, panel, self._widths[0], x.dtype)
+            y: Tensor = self._gated_panels(merged, self.activation, panel, self._widths[0], x.dtype, add)
             return y
+        add = self._begin(adapters, rows, x)
         outputs = [self._product(packed, x) for packed in self.packed or ()]
         merged = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
-        merged = self._with_additions(adapters, rows, x, merged)
+        add(merged)
         return merged if self.activation is None else self._gated_activation(merged, self.activation)
 
-    def _with_additions(self, adapters: LinearAdapters, rows: AdapterRows, x: Tensor, y: Tensor) -> Tensor:
-        """y [T, sum of the roles' out], the products of x, to which the adapters of its rows are added in place."""
-        start = 0
-        for role, width in zip(self.roles, self._widths, strict=True):
-            adapters.add(role, x, y, rows, Columns(start, width, width, width))
-            start += width
-        return y
+    def _begin(self, adapters: LinearAdapters, rows: AdapterRows, x: Tensor) -> Add:
+        """Begin what the adapters of x's rows add to its products, which stand side by side."""
+        ends = itertools.accumulate(self._widths)
+        places = [Columns(end - width, width, width, width) for end, width in zip(ends, self._widths, strict=True)]
+        return adapters.begin(x, rows, places)
 
     def _product(self, packed: Packed, x: Tensor, norm: Norm | None = None, **options: Any) -> Tensor:
         """The product of x, normalized first if there is a norm, and of its columns in the weight's order."""
@@ -140,7 +139,7 @@ class MergedLinear:
         if fused is not None and fused.implementation.epilogue and stream.dtype == torch.float32:
             self._product(fused, x, residual=stream)
             if self.adapters is not None and (rows := self.adapters.rows(len(x))) is not None:
-                self._with_additions(self.adapters, rows, x, stream)
+                self._begin(self.adapters, rows, x)(stream)
             return stream, None
         return self(x), stream
 
@@ -152,7 +151,9 @@ class MergedLinear:
         if self.adapters is None or (rows := self.adapters.rows(len(x))) is None:
             return self._product(fused, x, norm, dtype=torch.float32)
         x = x if norm is None else self._rms_norm(x, norm)
-        return self._with_additions(self.adapters, rows, x, self._product(fused, x, dtype=torch.float32))
+        y = self._product(fused, x, dtype=torch.float32)
+        self._begin(self.adapters, rows, x)(y)
+        return y
 
     def _plain(self, x: Tensor) -> Tensor:
         """The products with the plain weights, side by side."""

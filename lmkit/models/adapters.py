@@ -144,14 +144,16 @@ def check_place(adapter: Adapter, spec: ModelSpec) -> dict[str, Place]:
 
 
 def place(adapter: Adapter, spec: ModelSpec, part: Part) -> dict[Place, LowRank]:
-    """The additions by layer and role, for the packed linears of a rank, whose model `spec` is. Raises CheckpointError
-    as `check_place` does.
+    """The additions by layer and role, in the order of a step, for the packed linears of a rank, whose model `spec` is.
+    Raises CheckpointError as `check_place` does.
     """
     adapter = one_by_one(adapter, part.whole)
-    places = check_place(adapter, part.whole)
+    modules = {place: module for module, place in check_place(adapter, part.whole).items()}
     return {
-        (index, role): in_order(part.of(adapter.additions[module], index, role), role, spec.layers[index])
-        for module, (index, role) in places.items()
+        (index, role): in_order(part.of(adapter.additions[modules[index, role]], index, role), role, layer)
+        for index, layer in enumerate(spec.layers)
+        for role in layer.linears
+        if (index, role) in modules
     }
 
 

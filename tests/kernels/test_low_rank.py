@@ -7,6 +7,8 @@ import torch
 
 import lmkit.kernels  # noqa: F401  (registers)
 from lmkit.kernels import ops
+from lmkit.kernels.cpu import low_rank, threads
+from lmkit.kernels.cpu.workspace import Workspace
 from lmkit.kernels.registry import Implementation, Op
 from lmkit.low_rank import DTYPES, AdapterRows, Columns, LowRank, LowRanks
 
@@ -35,19 +37,63 @@ def test_add_low_rank(dtype: torch.dtype, inputs: int, columns: Columns) -> None
     y = torch.randn(6, 2200, generator=generator)
     kernel, reference = both(ops.add_low_rank)
     got, want = y.clone(), y.clone()
-    kernel(x, got, AdapterRows(numbers), panels, columns)
-    reference(x, want, AdapterRows(numbers), additions, columns)
+    kernel(x, AdapterRows(numbers), [(panels, columns)])(got)
+    reference(x, AdapterRows(numbers), [(additions, columns)])(want)
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
     assert torch.equal(got[[1, 4]], y[[1, 4]])
     assert not torch.equal(got[[0]], y[[0]])
     for row in range(6):  # whatever rows stand beside it
         alone = y[row : row + 1].clone()
-        kernel(x[row : row + 1], alone, AdapterRows(numbers[row : row + 1]), panels, columns)
+        kernel(x[row : row + 1], AdapterRows(numbers[row : row + 1]), [(panels, columns)])(alone)
         assert torch.equal(alone[0], got[row])
     panels.set(3, None)
     again = y.clone()
-    kernel(x, again, AdapterRows(numbers), panels, columns)
+    kernel(x, AdapterRows(numbers), [(panels, columns)])(again)
     assert torch.equal(again[[0, 3]], y[[0, 3]])
+
+
+@pytest.mark.parametrize("rows", [5, low_rank.ROWS + 7])
+def test_linears_of_one_input_beside_other_work(rows: int) -> None:
+    """One call for several, at once and in a captured program, for rows that are kept at a time and for more."""
+    generator = torch.Generator().manual_seed(rows)
+    places = [Columns(0, 100, 100, 100), Columns(100, 16, 32, 40), Columns(116, 16, 32, 40)]
+    of_kernel, of_reference = ([(LowRanks(3), columns) for columns in places] for _ in range(2))
+    for (panels, columns), (plain, _), numbers in zip(of_kernel, of_reference, [(0, 1), (1,), (0, 2)], strict=True):
+        for number in numbers:
+            a, b = (torch.randn(3 + number, size, generator=generator) / 8 for size in (70, columns.size))
+            plain.set(number, LowRank(a, b, 0.5))
+            panels.set(number, LowRank(a, b, 0.5).in_panels())
+    numbers = torch.arange(rows, dtype=torch.int32) % 4 - 1
+    x, y = torch.randn(rows, 70, generator=generator), torch.randn(rows, 200, generator=generator)
+    kernel, reference = both(ops.add_low_rank)
+    want, at_once, captured = y.clone(), y.clone(), y.clone()
+    reference(x, AdapterRows(numbers), of_reference)(want)
+    kernel(x, AdapterRows(numbers), of_kernel)(at_once)
+    torch.testing.assert_close(at_once, want, rtol=1e-4, atol=1e-4)
+    workspace = Workspace(1 << 20)  # as long as the program
+    with workspace.active(), threads.capturing() as program:
+        kernel(x, AdapterRows(numbers), of_kernel)(captured)
+    program.launch()
+    assert torch.equal(captured, at_once)
+
+
+@pytest.mark.parametrize("rows", [3, low_rank.ROWS + 1])
+def test_gates_after_an_addition(rows: int) -> None:
+    generator = torch.Generator().manual_seed(2)
+    gate_up, x = torch.randn(rows, 96, generator=generator), torch.randn(rows, 8, generator=generator)
+    entry = LowRank(torch.randn(2, 8, generator=generator), torch.randn(2, 40, generator=generator), 1.0)
+    parts = [(LowRanks(1), Columns(start, 16, 32, 40)) for start in (0, 16)]
+    for additions, _ in parts:
+        additions.set(0, entry.in_panels())
+    numbers = torch.zeros(rows, dtype=torch.int32)
+    numbers[1] = -1
+    added, (add, _), (kernel, _) = gate_up.clone(), both(ops.add_low_rank), both(ops.gated_panels)
+    add(x, AdapterRows(numbers), parts)(added)
+    want, plain = kernel(added, "silu", 16, 40), kernel(gate_up, "silu", 16, 40)
+    got = kernel(gate_up.clone(), "silu", 16, 40, add=add(x, AdapterRows(numbers), parts))
+    assert torch.equal(got, want)
+    assert torch.equal(got[1], plain[1])
+    assert not torch.equal(got[0], plain[0])
 
 
 @pytest.mark.parametrize("activation", ops.ACTIVATIONS)

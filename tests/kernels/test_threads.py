@@ -139,6 +139,41 @@ def test_a_program_calls_the_host_between_jobs() -> None:
         assert third.tolist() == [8 + 4 * start] * 5
 
 
+@pytest.mark.parametrize("num_threads", [1, 2, 5])
+@pytest.mark.parametrize("calls_host", [False, True])
+def test_a_job_aside_is_done_when_it_is_joined(num_threads: int, calls_host: bool) -> None:
+    """Also if the host is called before. Jobs behind it in the program run before it is joined, or beside it."""
+    threads.configure(num_threads)
+    count = 50
+    first, aside, second, third, fourth = (torch.zeros(count, dtype=torch.int64) for _ in range(5))
+
+    def double(source: torch.Tensor, target: torch.Tensor) -> tuple[int, ...]:
+        return source.data_ptr(), target.data_ptr(), count
+
+    def compute() -> None:
+        join = threads.run_aside(DOUBLE, count, double(first, aside))
+        threads.run(DOUBLE, count, double(first, second))
+        if calls_host:
+            threads.run_on_host(lambda: seen.append(aside.tolist()))
+        threads.run(DOUBLE, count, double(second, third), in_order=True)
+        join()
+        threads.run(DOUBLE, count, double(aside, fourth))
+
+    seen: list[list[int]] = []
+    compute()  # at once
+    with threads.capturing() as program:
+        compute()
+    for start in range(30):
+        first[:] = torch.arange(count) + start
+        aside.zero_()
+        program.launch()
+        once = first + first.flip(0)
+        assert torch.equal(aside, once)
+        assert torch.equal(third, 2 * once)
+        assert torch.equal(fourth, 2 * once)
+        assert not calls_host or seen[-1] == once.tolist()
+
+
 def test_an_empty_program_ends() -> None:
     with threads.capturing() as program:
         pass

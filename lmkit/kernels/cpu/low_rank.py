@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
 import numpy as np
 import torch
 from numba import carray
@@ -14,13 +18,15 @@ from lmkit.kernels.cpu.emit import F32, I16, I32, Emitter, Value, constant
 from lmkit.kernels.cpu.intrinsics import bits_to_float, copy, pointer, tile, unpack
 from lmkit.kernels.cpu.jit import Task, inline
 from lmkit.kernels.cpu.panels import ACTIVATION_NUMBERS, multiply_gates
+from lmkit.kernels.cpu.structs import num_bytes, numbers, read
 from lmkit.kernels.cpu.tiles import Tile, register
 from lmkit.kernels.registry import implements
-from lmkit.low_rank import MAX_RANK, PANEL, AdapterRows, Columns, LowRanks
+from lmkit.low_rank import MAX_RANK, PANEL, AdapterRows, Add, Parts
 
 LANES = 16
 ELEMENTS = ("float32", "bfloat16", "float16")  # in the order of lmkit.low_rank.DTYPES
 AHEAD = 8192  # bytes
+ROWS = 64  # whose sums are kept at a time; turbo/engine/memory.py counts on it
 
 
 def _load(e: Emitter, element: str, address: Value) -> Value:
@@ -64,7 +70,7 @@ def factors_tile(element: str) -> Tile:
 
 
 def outputs_tile(element: str) -> Tile:
-    """out [PANEL] += factors [rank] times one panel of B."""
+    """out [PANEL] = factors [rank] times one panel of B."""
 
     def body(e: Emitter, rows: int, arguments: list[Value]) -> None:
         factors, b, rank, out = arguments
@@ -77,8 +83,7 @@ def outputs_tile(element: str) -> Tile:
             for total, weight in zip(sums, weights, strict=True):
                 e.builder.store(e.fma(factor, weight, e.builder.load(total)), total)
         for j, total in enumerate(sums):
-            place = e.offset(out, 4 * LANES * j)
-            e.store(e.builder.fadd(e.load(place, e.vector(F32)), e.builder.load(total)), place)
+            e.store(e.builder.load(total), e.offset(out, 4 * LANES * j))
 
     return register(f"low_rank_outputs.{element}", LANES, (1,), 4, body)
 
@@ -107,30 +112,62 @@ def _outputs(kind: int, factors: int, b: int, rank: int, out: int) -> None:
         tile(TO_HALVES, 1, (factors, b, rank, out))
 
 
+class Additions(NamedTuple):
+    """What is added to rows: sums float32 [rows, parts], each part of whole panels. Each one's PART follows."""
+
+    numbers: int
+    sums: int
+    stride: int
+    parts: int
+
+
+class SumsArgs(NamedTuple):
+    x: int
+    x_stride: int
+    inputs: int
+    additions: Additions
+
+
+class AddArgs(NamedTuple):
+    y: int
+    y_stride: int
+    additions: Additions
+
+
+SUMS_BYTES, ADD_BYTES = num_bytes(SumsArgs), num_bytes(AddArgs)
+PART = 6  # numbers: addresses of the adapters' entries, bytes before the part in a row of sums, and the columns
 SCRATCH = 4 * (PANEL + MAX_RANK + LANES * MAX_RANK)
 
 
-def _add_low_rank(args: int, scratch: int, index: int) -> None:
-    """Add the addition of row `index`."""
-    x, x_stride, y, y_stride, numbers, entries, inputs, outputs, start, width, stride = unpack(args, 11)
-    number = carray(pointer(numbers), index + 1, np.int32)[index]
-    if number < 0:
-        return
-    a, b, rank, kind, scale_bits = unpack(entries + 40 * number, 5)
+@inline
+def _entry(entries: int, numbers_at: int, row: int) -> Any:
+    """The entry of a row's adapter, see LowRanks. Its first number is 0 if nothing is added."""
+    number = carray(pointer(numbers_at), row + 1, np.int32)[row]
+    return unpack(entries + 40 * number, 5) if number >= 0 else (0, 0, 0, 0, 0)
+
+
+def _low_rank_sums(args: int, scratch: int, index: int) -> None:
+    """Compute what is added to one part of a row."""
+    of = read(args, SumsArgs)
+    additions = of.additions
+    row, part = index // additions.parts, index % additions.parts
+    entries, before, outputs = unpack(args + SUMS_BYTES + 8 * PART * part, 3)
+    a, b, rank, kind, scale_bits = _entry(entries, additions.numbers, row)
     if a == 0:
         return
     panel_bytes = PANEL * rank * (4 if kind == 0 else 2)
     factors_at, sums_at = scratch + 4 * PANEL, scratch + 4 * (PANEL + MAX_RANK)
-    panel, factors = carray(pointer(scratch), PANEL, np.float32), carray(pointer(factors_at), rank, np.float32)
-    sums, scale = carray(pointer(sums_at), LANES * rank, np.float32), bits_to_float(np.uint32(scale_bits))
+    factors, scale = carray(pointer(factors_at), rank, np.float32), bits_to_float(np.uint32(scale_bits))
+    sums = carray(pointer(sums_at), LANES * rank, np.float32)
     for i in range(LANES * rank):
         sums[i] = np.float32(0)
-    row, panels, rest = x + index * x_stride, inputs // PANEL, inputs % PANEL
-    _factors(kind, row, a, panels, rank, sums_at)
+    x, panels, rest = of.x + row * of.x_stride, of.inputs // PANEL, of.inputs % PANEL
+    _factors(kind, x, a, panels, rank, sums_at)
     if rest:
+        panel = carray(pointer(scratch), PANEL, np.float32)
         for i in range(PANEL):
             panel[i] = np.float32(0)
-        copy(row + 4 * (inputs - rest), scratch, 4 * rest)
+        copy(x + 4 * (of.inputs - rest), scratch, 4 * rest)
         _factors(kind, scratch, a + panels * panel_bytes, 1, rank, sums_at)
     factors[:] = np.float32(0)
     for i in range(LANES):
@@ -138,32 +175,40 @@ def _add_low_rank(args: int, scratch: int, index: int) -> None:
             factors[r] += sums[r * LANES + i]
     for r in range(rank):
         factors[r] *= scale
-    done, place, row = 0, 0, y + index * y_stride + 4 * start  # `place` in the group of columns that begins at `row`
-    while done < outputs:
-        end = min(done + PANEL, outputs)
-        if place + PANEL <= width and done + PANEL == end:
-            _outputs(kind, factors_at, b, rank, row + 4 * place)
-            done, place = end, place + PANEL
-        else:
-            panel[:] = np.float32(0)
-            _outputs(kind, factors_at, b, rank, scratch)
-        column = 0
-        while done < end:
-            size = min(end - done, width - place)
-            part = carray(pointer(row + 4 * place), size, np.float32)
-            for i in range(size):
-                part[i] += panel[column + i]
-            done, column, place = done + size, column + size, place + size
-            if place == width:
-                row, place = row + 4 * stride, 0
-        if place == width:
-            row, place = row + 4 * stride, 0
+    out = additions.sums + row * additions.stride + before
+    for _ in range(0, outputs, PANEL):
+        _outputs(kind, factors_at, b, rank, out)
         b += panel_bytes
+        out += 4 * PANEL
+
+
+@inline
+def _add_to_row(args: int, index: int) -> None:
+    of = read(args, AddArgs)
+    additions = of.additions
+    for part in range(additions.parts):
+        entries, before, outputs, start, width, stride = unpack(args + ADD_BYTES + 8 * PART * part, 6)
+        if _entry(entries, additions.numbers, index)[0] != 0:
+            source = additions.sums + index * additions.stride + before
+            target = of.y + index * of.y_stride + 4 * start
+            for done in range(0, outputs, width):
+                size = min(width, outputs - done)
+                added, y = carray(pointer(source), size, np.float32), carray(pointer(target), size, np.float32)
+                for i in range(size):
+                    y[i] += added[i]
+                source += 4 * width
+                target += 4 * stride
+
+
+def _add_sums(args: int, scratch: int, index: int) -> None:
+    """Add what is added to row `index`."""
+    _add_to_row(args, index)
 
 
 def _gated_panels(args: int, scratch: int, index: int) -> None:
-    """Compute row `index`."""
+    """Add what is added to row `index`, and compute it."""
     gate_up, row_bytes, y, size, width, activation = unpack(args, 6)
+    _add_to_row(args + 8 * 6, index)
     done, at = 0, gate_up + index * row_bytes
     while done < size:
         count = min(width, size - done)
@@ -172,23 +217,63 @@ def _gated_panels(args: int, scratch: int, index: int) -> None:
         done, at = done + count, at + 8 * width
 
 
-ADD_LOW_RANK, GATED_PANELS = Task(_add_low_rank), Task(_gated_panels)
+NOTHING = tuple(numbers(AddArgs(0, 0, Additions(0, 0, 0, parts=0))))
+LOW_RANK_SUMS, ADD_SUMS, GATED_PANELS = Task(_low_rank_sums), Task(_add_sums), Task(_gated_panels)
+
+
+@dataclass(frozen=True)
+class _Addition:
+    """What is added to up to ROWS rows. It is being computed, until `join` is called."""
+
+    numbers: Tensor
+    sums: Tensor
+    table: tuple[int, ...]  # Additions, and the parts
+    join: Callable[[], None]
+
+    @classmethod
+    def begin(cls, x: Tensor, numbers: Tensor, parts: Parts) -> _Addition:
+        width, table = 0, list[int]()
+        for additions, at in parts:
+            table += additions.addresses.data_ptr(), 4 * width, at.size, at.start, at.width, at.stride
+            width += -(-at.size // PANEL) * PANEL
+        sums = workspace.empty(len(x), width)
+        of_sums = (*Additions(numbers.data_ptr(), sums.data_ptr(), 4 * width, len(parts)), *table)
+        args = x.data_ptr(), 4 * x.stride(0), x.shape[1], *of_sums
+        return cls(numbers, sums, of_sums, threads.run_aside(LOW_RANK_SUMS, len(x) * len(parts), args, scratch=SCRATCH))
+
+    def args(self, y: Tensor) -> tuple[int, ...]:
+        """AddArgs, and the parts behind them, once the sums are there."""
+        self.join()
+        return y.data_ptr(), 4 * y.stride(0), *self.table
+
+    def __call__(self, y: Tensor) -> None:
+        threads.run(ADD_SUMS, len(y), self.args(y), parallel=y.numel() > SERIAL_VALUES >> 3)
 
 
 @implements(ops.add_low_rank, "cpu", device="cpu", priority=20)
-def add_low_rank(x: Tensor, y: Tensor, rows: AdapterRows, additions: LowRanks, columns: Columns) -> None:
-    args = (
-        x.data_ptr(), 4 * x.stride(0), y.data_ptr(), 4 * y.stride(0), rows.numbers.data_ptr(),
-        additions.addresses.data_ptr(), x.shape[1], columns.size, columns.start, columns.width, columns.stride,
-    )  # fmt: skip
-    threads.run(ADD_LOW_RANK, len(x), args, parallel=len(x) > 1, scratch=SCRATCH)
+def add_low_rank(x: Tensor, rows: AdapterRows, parts: Parts) -> Add:
+    if len(x) <= ROWS:
+        return _Addition.begin(x, rows.numbers, parts)
+
+    def add(y: Tensor) -> None:
+        for start in range(0, len(x), ROWS):
+            block = slice(start, start + ROWS)
+            _Addition.begin(x[block], rows.numbers[block], parts)(y[block])
+
+    return add
 
 
 @implements(ops.gated_panels, "cpu", device="cpu", priority=20)
-def gated_panels(gate_up: Tensor, activation: str, width: int, size: int, dtype: torch.dtype | None = None) -> Tensor:
+def gated_panels(gate_up: Tensor, activation: str, width: int, size: int, dtype: torch.dtype | None = None,
+                 add: Add | None = None) -> Tensor:  # fmt: skip
     assert dtype in (None, torch.float32)
+    if isinstance(add, _Addition):
+        of_addition = add.args(gate_up)
+    else:
+        of_addition = NOTHING
+        if add is not None:
+            add(gate_up)
     y = workspace.empty(len(gate_up), size)
-    row_bytes, number = 4 * gate_up.stride(0), ACTIVATION_NUMBERS[activation]
-    args = (gate_up.data_ptr(), row_bytes, y.data_ptr(), size, width, number)
-    threads.run(GATED_PANELS, len(gate_up), args, parallel=2 * y.numel() > SERIAL_VALUES)
+    of_gates = gate_up.data_ptr(), 4 * gate_up.stride(0), y.data_ptr(), size, width, ACTIVATION_NUMBERS[activation]
+    threads.run(GATED_PANELS, len(gate_up), (*of_gates, *of_addition), parallel=2 * y.numel() > SERIAL_VALUES)
     return y

@@ -5,9 +5,11 @@ program. It takes indices of a job until none is left, waits until all taken ind
 job. No thread waits for a thread that took nothing. A core that is busy elsewhere therefore delays a program once, at
 its end, not at every job.
 
-    program   int64: scratch bytes | job | job | ... | 0
-        job       int64: task, next index, indices done (a counter of `wait_for`), count, chunk, n | n arguments
+    program   int64: scratch bytes, threads that have begun | job | job | ... | 0
+        job       int64: task, next index, indices done (a counter of `wait_for`), count, chunk, n, aside | n arguments
         chunk     a thread takes so many indices at once; if negative, so many shares are left, and it takes one
+        aside     0; 1: every second thread begins with this job, and none waits for it; below 0: so many bytes lie
+                  between here and a job aside, which all threads end now
 
 A late thread may still look at a job that is long done. This is safe: only the two counters of a job ever change.
 
@@ -37,7 +39,7 @@ from lmkit.kernels.cpu.intrinsics import SLEEPER, add, allocate, call, call_work
 from lmkit.log import get_logger
 
 log = get_logger(__name__)
-_HEADER = 6  # int64 numbers of a job before its arguments
+_HEADER = 7  # int64 numbers of a job before its arguments
 _ALIGN = 64
 SHARES = 2  # for each thread: the part of the remaining indices that it takes
 Launcher = Callable[[int, int], None]  # (address of a program, threads)
@@ -73,18 +75,34 @@ class _Jobs:
         self._counters: list[int] = []
         self._scratch = 0
         self._parallel = False
+        self._aside: dict[int, tuple[int, ...]] = {}  # jobs that are still to be joined, by their place
 
-    def add(self, job: tuple[int, ...], args: Sequence[int], *, parallel: bool, scratch: int) -> None:
-        self._counters += (len(self._numbers) + 2, len(self._numbers) + 3)  # after the scratch bytes
+    def add(self, job: tuple[int, ...], args: Sequence[int], *, parallel: bool, scratch: int) -> int:
+        """Returns the job's place."""
+        place = len(self._numbers)
+        self._counters += (place + 3, place + 4)  # after the two numbers of the program
         self._numbers.extend((*job, *args))
         self._scratch = max(self._scratch, scratch)
         self._parallel |= parallel
+        return place
+
+    def add_aside(self, job: tuple[int, ...], args: Sequence[int], *, scratch: int) -> int:
+        place = self.add((*job[:-1], 1), args, parallel=True, scratch=scratch)
+        self._aside[place] = job
+        return place
+
+    def join(self, *places: int) -> None:
+        """End the jobs aside at these places, or all."""
+        for place in places or tuple(self._aside):
+            if (job := self._aside.pop(place, None)) is not None:
+                task, *_, count, chunk, _, _ = job
+                self._numbers.extend((task, 0, 0, count, chunk, 0, 8 * (place - len(self._numbers))))
 
     @functools.cached_property
     def _ready(self) -> tuple[np.ndarray, np.ndarray, int]:
         """(all numbers, the places of the counters, the address of the numbers)."""
-        numbers = np.array([self._scratch, *self._numbers, 0], np.int64)
-        return numbers, np.array(self._counters, np.int64), numbers.ctypes.data
+        numbers = np.array([self._scratch, 0, *self._numbers, 0], np.int64)
+        return numbers, np.array([1, *self._counters], np.int64), numbers.ctypes.data
 
     def __call__(self) -> None:
         numbers, counters, address = self._ready
@@ -109,6 +127,8 @@ class Program:
         return last
 
     def call(self, function: Callable[[], None]) -> None:
+        if self._parts and isinstance(last := self._parts[-1], _Jobs):
+            last.join()
         self._parts.append(function)
 
     def launch(self) -> None:
@@ -172,13 +192,28 @@ def run(
         _ = WORK.address
         return
     chunk = count if not parallel else -SHARES * num_threads() if in_order else 1
-    job = (address, 0, 0, count, chunk, len(args))
+    job = (address, 0, 0, count, chunk, len(args), 0)
     program = _CAPTURING.get()
     if program is not None:
         program.jobs.add(job, args, parallel=parallel, scratch=scratch)
         return
-    alone = array("q", (scratch, *job, *args, 0))
+    alone = array("q", (scratch, 0, *job, *args, 0))
     _POOL.launch(alone.buffer_info()[0], min(num_threads(), count) if parallel else 1)
+
+
+def run_aside(task: jit.Task, count: int, args: Sequence[int], *, scratch: int = 0) -> Callable[[], None]:
+    """As `run`, beside the jobs that follow until the result is called, which none of them may depend on.
+
+    Every second thread begins with the task, the others with the next jobs, so that cores that compute stand beside
+    cores that wait for memory. Outside of a program that is captured it runs at once.
+    """
+    program = _CAPTURING.get()
+    if program is None or not count:
+        run(task, count, args, scratch=scratch)
+        return lambda: None
+    jobs = program.jobs
+    place = jobs.add_aside((task.address, 0, 0, count, 1, len(args), 0), args, scratch=scratch)
+    return functools.partial(jobs.join, place)
 
 
 def run_on_host(function: Callable[[], None]) -> None:
@@ -200,30 +235,41 @@ def _share(job: int, count: int, chunk: int) -> int:
     return max(1, left // -chunk)
 
 
-def _work(program: int) -> None:
-    (scratch_bytes,) = unpack(program, 1)
-    scratch = allocate((scratch_bytes + _ALIGN) // _ALIGN * _ALIGN)
-    job = program + 8
-    task, _, _, count, chunk, length = unpack(job, _HEADER)
-    while task:
-        done = 0
+@jit.inline
+def _take(job: int, scratch: int) -> None:
+    """Take indices of a job until none is left."""
+    task, _, _, count, chunk = unpack(job, 5)
+    done = 0
+    taken = _share(job, count, chunk)
+    index = add(job + 8, taken)
+    while index < count:
+        end = min(index + taken, count)
+        done += end - index
+        while index < end:
+            call(task, job + 8 * _HEADER, scratch, index)
+            index += 1
         taken = _share(job, count, chunk)
         index = add(job + 8, taken)
-        while index < count:
-            end = min(index + taken, count)
-            done += end - index
-            while index < end:
-                call(task, job + 8 * _HEADER, scratch, index)
-                index += 1
-            taken = _share(job, count, chunk)
-            index = add(job + 8, taken)
-        if done:
-            before = add(job + 16, done)
-            if before >= SLEEPER and before % SLEEPER + done == count:
-                wake(job + 16)
-        wait_for(job + 16, count)
+    if done:
+        before = add(job + 16, done)
+        if before >= SLEEPER and before % SLEEPER + done == count:
+            wake(job + 16)
+
+
+def _work(program: int) -> None:
+    (scratch_bytes,) = unpack(program, 1)
+    thread = add(program + 8, 1)
+    scratch = allocate((scratch_bytes + _ALIGN) // _ALIGN * _ALIGN)
+    job = program + 16
+    task, _, _, count, _, length, aside = unpack(job, _HEADER)
+    while task:
+        place = job + min(aside, 0)
+        if aside <= 0 or thread % 2:
+            _take(place, scratch)
+        if aside <= 0:
+            wait_for(place + 16, count)
         job += 8 * (_HEADER + length)
-        task, _, _, count, chunk, length = unpack(job, _HEADER)
+        task, _, _, count, _, length, aside = unpack(job, _HEADER)
     release(scratch)
 
 
@@ -248,4 +294,4 @@ def _numba_launcher(worker: int) -> Launcher:
     return start
 
 
-__all__: list[Any] = ["Program", "capturing", "configure", "keep", "num_threads", "run", "run_on_host"]
+__all__: list[Any] = ["Program", "capturing", "configure", "keep", "num_threads", "run", "run_aside", "run_on_host"]

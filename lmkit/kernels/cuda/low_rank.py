@@ -19,7 +19,7 @@ from lmkit.kernels.cuda.elementwise import (
 )
 from lmkit.kernels.cuda.module import HALVES, Kernel
 from lmkit.kernels.registry import implements
-from lmkit.low_rank import MAX_RANK, AdapterRows, Columns, LowRanks
+from lmkit.low_rank import MAX_RANK, AdapterRows, Add, Columns, LowRanks, Parts
 
 ROWS = 8  # of a block, as in low_rank.cu
 WARPS, RANK_PARTS = 4, 4  # rows of A that a block reads at a time, and blocks that share an adapter's
@@ -35,11 +35,19 @@ def rows_by_adapter(numbers: Tensor, count: int) -> Tensor:
 
 
 @implements(ops.add_low_rank, "cuda", device="cuda", accepts=accepts, priority=20)
-def add_low_rank(x: Tensor, y: Tensor, rows: AdapterRows, additions: LowRanks, columns: Columns) -> None:
+def add_low_rank(x: Tensor, rows: AdapterRows, parts: Parts) -> Add:
+    def add(y: Tensor) -> None:
+        for additions, columns in parts:
+            _add(x, y, rows, additions, columns)
+
+    return add
+
+
+def _add(x: Tensor, y: Tensor, rows: AdapterRows, additions: LowRanks, columns: Columns) -> None:
     tokens, inputs = x.shape
     half = half_of(x, y)
     if half is None or rows.order is None or x.stride(1) != 1 or y.stride(1) != 1:
-        ops.add_low_rank.fall_back("reference", dtypes_of(x, y))(x, y, rows, additions, columns)
+        ops.add_low_rank.fall_back("reference", dtypes_of(x, y))(x, rows, [(additions, columns)])(y)
         return
     factors = torch.empty(tokens, MAX_RANK, dtype=torch.float32, device=x.device)
     of_step = rows.numbers, rows.order, additions.addresses, factors, tokens
@@ -55,7 +63,10 @@ def add_low_rank(x: Tensor, y: Tensor, rows: AdapterRows, additions: LowRanks, c
 
 
 @implements(ops.gated_panels, "cuda", device="cuda", accepts=accepts, priority=20)
-def gated_panels(gate_up: Tensor, activation: str, width: int, size: int, dtype: torch.dtype | None = None) -> Tensor:
+def gated_panels(gate_up: Tensor, activation: str, width: int, size: int, dtype: torch.dtype | None = None,
+                 add: Add | None = None) -> Tensor:  # fmt: skip
+    if add is not None:
+        add(gate_up)
     dtype = dtype or gate_up.dtype
     half = half_of(gate_up, dtype)
     if half is None or gate_up.stride(1) != 1:

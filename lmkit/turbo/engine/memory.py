@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 # allocates later, and 40 MiB for what the front end and its helpers still take. On a GPU: cuBLAS, kernels and the bytes
 # that torch's cache rounds up.
 RUNTIME_BYTES = {"cpu": 128 << 20, "cuda": 400 << 20}
+ADDED_ROWS = 64  # whose additions of adapters stand beside a product; kernels/cpu/low_rank.py takes no more at a time
 GPU_SCRATCH_BYTES = 64 << 20  # of a product; kernels/cuda/gemm_plan.py takes no plan with more
 EXCHANGE_BYTES = 9 << 20  # of a rank, for the others to read; kernels/cuda/ranks.py takes no more
 SNAPSHOTS = 16  # of recurrent state, for each sequence of the batch, unless they exceed their share
@@ -274,12 +275,17 @@ def _token_bytes(spec: ModelSpec, kv_dtypes: list[tuple[KVDtype, KVDtype]], layo
 
 
 def _workspace_bytes(spec: ModelSpec, config: EngineConfig) -> int:
-    """float32 activations of the widest point of a layer, of experts, and two copies of the step's logits."""
+    """float32 activations of the widest point of a layer, what adapters add there, activations of experts, and two
+    copies of the step's logits."""
     tokens = config.tokens_per_step
     widest = max(layer.activation_bytes() for layer in spec.kinds)
     of_experts = max(layer.places_bytes(tokens) for layer in spec.kinds)
     rows = min(config.sequences_per_step, tokens)
-    return max(tokens * widest, of_experts) + 4 * 2 * rows * spec.vocab_size + 4 * 3 * tokens * spec.per_layer
+    added = 0
+    if config.adapters or config.adapter_root is not None:
+        added = 4 * min(tokens, ADDED_ROWS) * max(layer.widest_product for layer in spec.kinds)
+    of_layer = max(tokens * widest + added, of_experts)
+    return of_layer + 4 * 2 * rows * spec.vocab_size + 4 * 3 * tokens * spec.per_layer
 
 
 def _gpu_workspace_bytes(spec: ModelSpec, config: EngineConfig, num_groups: int) -> int:

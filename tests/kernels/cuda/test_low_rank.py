@@ -47,7 +47,7 @@ def additions(inputs: int, outputs: int, half: torch.dtype, device: str) -> tupl
 def added(x: Tensor, y: Tensor, numbers: Tensor, of: LowRanks, columns: Columns) -> Tensor:
     out = y.clone()
     rows = AdapterRows(numbers, low_rank.rows_by_adapter(numbers, COUNT))
-    low_rank.add_low_rank(x, out, rows, of, columns)
+    low_rank.add_low_rank(x, rows, [(of, columns)])(out)
     return out
 
 
@@ -65,7 +65,7 @@ def test_add_low_rank(
     y = torch.randn(tokens, 620, generator=generator).to(result)
     got = added(x.to(device), y.to(device), numbers.to(device), there, columns).cpu()
     want = y.float().clone()
-    reference.add_low_rank(x, want, AdapterRows(numbers), here, columns)
+    reference.add_low_rank(x, AdapterRows(numbers), [(here, columns)])(want)
     step = {F32: 1e-4, F16: 2**-10, BF16: 2**-7}[result]
     torch.testing.assert_close(got.float(), want, rtol=step, atol=1e-4)
     unchanged = (numbers == -1) | (numbers == 1)

@@ -9,11 +9,12 @@ import pytest
 
 from lmkit.config import EngineConfig
 from lmkit.errors import ConfigError
+from lmkit.kernels.cpu import low_rank
 from lmkit.kv_dtype import BFLOAT16, FLOAT32, INT4, INT8, KVDtype
 from lmkit.layers.batch import allocate_kv
 from lmkit.layers.delta_spec import DeltaSpec
 from lmkit.models import load_spec
-from lmkit.turbo.engine.memory import RUNTIME_BYTES, plan_memory
+from lmkit.turbo.engine.memory import ADDED_ROWS, RUNTIME_BYTES, plan_memory
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -101,6 +102,15 @@ def test_context_shrinks_to_the_pool_unless_it_was_asked_for() -> None:
 def test_what_cannot_fit_is_refused(config: EngineConfig, weights: int, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         plan_memory(SPEC, config, BF16, weight_bytes=weights, available=8 * GIB)
+
+
+def test_what_adapters_add_is_planned() -> None:
+    assert ADDED_ROWS == low_rank.ROWS
+    plain, adapted = (
+        plan_memory(SPEC, EngineConfig(max_batch_size=3, adapter_root=root), BF16, weight_bytes=GIB, available=8 * GIB)
+        for root in (None, "adapters")
+    )
+    assert adapted.workspace - plain.workspace == 4 * ADDED_ROWS * LAYER.widest_product
 
 
 def test_a_gpu_has_memory_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
