@@ -41,6 +41,7 @@ from lmkit.text.grammar import json_schema
 from lmkit.turbo.engine.engine import Engine
 from lmkit.turbo.request import Request, SamplingParams
 from lmkit.turbo.scheduling import drafting, speculation
+from lmkit.turbo.scheduling.accounts import Account
 from lmkit.turbo.transport.output import OutputProcessor, TextLogprobs
 
 NUM_TOKENS = 32  # of a greedy answer
@@ -182,6 +183,8 @@ def main() -> None:
     always = (
         patch.object(drafting, "PROBE_SHARE", 1e9),
         patch.object(drafting, "FIRST_PROBES", 1 << 30),
+        patch.object(Account, "book"),
+        patch.object(speculation.Speculation, "_rests", return_value=False),
         patch.object(speculation.Speculation, "_costs", lambda self, num_seqs: (1.0, 1e-6, 0.0, float(num_seqs))),
     )
     for change in always:

@@ -50,6 +50,8 @@ from lmkit.turbo.request import Request, SamplingParams
 from lmkit.turbo.runners.cpu import CpuRunner
 from lmkit.turbo.runners.sampler import Sampler
 from lmkit.turbo.scheduling import drafting
+from lmkit.turbo.scheduling.accounts import Account
+from lmkit.turbo.scheduling.speculation import Speculation
 
 NUM_TOKENS = 160  # of an answer
 LONGEST_GUESS = 8  # of a head whose guesses are replayed
@@ -164,7 +166,12 @@ def guesses_of(
         known.update(((tuple(seq.request.prompt_ids), seq.num_tokens), tokens) for seq, tokens in found.items())
         return {}, steps
 
-    with patch.object(engine._drafter, "draft", recorded), patch.object(drafting, "PROBE_SHARE", 1e9):
+    with (
+        patch.object(engine._drafter, "draft", recorded),
+        patch.object(drafting, "PROBE_SHARE", 1e9),
+        patch.object(Account, "book"),
+        patch.object(Speculation, "_rests", return_value=False),
+    ):
         run(engine, [list(prompt) for prompt in script], kind)
     engine.close()
     return known
