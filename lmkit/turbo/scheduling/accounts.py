@@ -11,7 +11,7 @@ Amounts are in plain steps, so they mean the same for every model.
 
 from __future__ import annotations
 
-SHARE = 0.01  # of the time
+SHARE = 0.005  # of the time
 CREDIT, TRIAL = 12.0, 6.0  # the most that is kept; what there is at first, and again when guesses go on
 # A loss at once counts as no more while guesses go on, because it may be an investment, such as the prompt's KV of a
 # draft model. The rest counts when guesses stop. They do when it exceeds MOST_INVESTED.
