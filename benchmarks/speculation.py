@@ -57,7 +57,6 @@ NUM_TOKENS = 160  # of an answer
 LONGEST_GUESS = 8  # of a head whose guesses are replayed
 HEAD_TOKENS = 8192  # of a head of random weights, at most
 PROMPT_CHARACTERS, BEGINNING = 700, 60
-DEMO_HEAD = DEMO_FOLDER.parent / "draft_head"
 KINDS = ("copy", "edit", "free", "fresh", "json", "again", "form")
 KEPT = {"again", "form"}  # kinds with answers that were given before
 HISTORY = 65536  # tokens of these that the engine keeps
@@ -223,7 +222,7 @@ def compare(model: str, kind: str, batch: int, rounds: int, speculate: str, own:
     replays = not own and speculate.startswith(("eagle=", "mtp")) and model != str(DEMO_FOLDER) and kind != "json"
     asked = {tuple(prompt): answer for prompt, answer in zip(prompts, wanted, strict=True)}
     script = {tuple(prompt): answer for prompt, answer in pairs} | asked
-    head = f"eagle={DEMO_HEAD}" if speculate == "mtp" else speculate
+    head = "eagle=demo" if speculate == "mtp" else speculate
     known = guesses_of(head, kind, asked, options) if replays else {}
     with TemporaryDirectory() as folder:
         mine = speculate

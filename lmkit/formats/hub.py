@@ -13,6 +13,7 @@ from lmkit.extras import needed_for
 
 DEMO = "demo"
 DEMO_FOLDER = Path(__file__).resolve().parents[1] / "demo" / "model"
+DEMO_HEAD = DEMO_FOLDER.parent / "draft_head"  # of that model: it guesses its tokens
 
 # Weights as safetensors, and text files; never pickled weights or code.
 WEIGHTS = "*.safetensors"

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from lmkit.errors import CheckpointError, UnsupportedError
 from lmkit.formats.checkpoint import CheckpointReader
+from lmkit.formats.hub import DEMO, DEMO_HEAD
 from lmkit.kernels.cuda.module import tensor_device
 from lmkit.kernels.ops import Norm
 from lmkit.layers.batch import BatchInputs, KVLayer, Projected
@@ -244,9 +245,12 @@ def whole_head_bytes(model: ResolvedModel) -> int:
 
 
 class EagleSource:
-    """An open checkpoint of a head for `model`. Raises CheckpointError or UnsupportedError."""
+    """An open checkpoint of a head for `model`; "demo" is that of the bundled model, unless there is such a folder.
+    Raises CheckpointError or UnsupportedError.
+    """
 
     def __init__(self, path: str | Path, model: ResolvedModel) -> None:
+        path = DEMO_HEAD if str(path) == DEMO and not Path(path).is_dir() else path
         self.reader, self.place, target = CheckpointReader(path), Place.of(model), model.spec
         self._model = model
         config, where = self.reader.config, self.reader.path

@@ -11,9 +11,8 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from lmkit.formats.hub import DEMO_FOLDER
+from lmkit.formats.hub import DEMO_HEAD
 
-DEMO_HEAD = DEMO_FOLDER.parent / "draft_head"
 STREAMS = (2, 5, 7)
 HEADS, KV_HEADS, SIZE = 4, 2, 64
 

@@ -10,7 +10,6 @@ import pytest
 from lmkit.turbo.engine.engine import Engine
 from tests.models import mtp
 from tests.turbo.engine.guesses import three_guesses
-from tests.turbo.engine.heads import DEMO_HEAD
 from tests.turbo.engine.test_drafting import drafter_of, shown
 from tests.turbo.engine.test_engine import requests_for, run
 from tests.turbo.engine.test_mtp import requests, with_luck
@@ -38,7 +37,7 @@ def assert_guesses(ranks: Engine) -> None:
 @pytest.mark.parametrize("how", ["draft", "eagle"])
 def test_tokens_are_those_of_the_ranks_alone(demo_model: Path, alone: dict[str, Any], how: str) -> None:
     """The head guesses through the model's own head, and each rank has a part of that."""
-    ranks = engine(demo_model, 2, speculate=f"{how}={demo_model if how == 'draft' else DEMO_HEAD}")
+    ranks = engine(demo_model, 2, speculate=f"{how}={demo_model if how == 'draft' else 'demo'}")
     try:
         for _ in range(2):
             assert shown(run(ranks, requests_for(demo_model))) == alone
