@@ -74,13 +74,13 @@ def _checked(config: dict[str, Any], where: Path) -> dict[str, float]:
     if (kind := config.get("peft_type")) != "LORA":
         raise UnsupportedError(f"{where}: peft_type {kind!r}: lmkit serves LoRA adapters alone")
     if config.get("bias", "none") != "none":
-        raise UnsupportedError(f"{where}: bias {config['bias']!r}: trained biases are not supported; merge the adapter")
+        raise UnsupportedError(f"{where}: bias {config['bias']!r}: trained biases are not supported; PEFT can merge it")
     if (start := config.get("init_lora_weights", True)) not in (True, False, None, "gaussian", "eva"):
         why = "the base model's weights were changed for it; save it as plain LoRA"  # PiSSA, OLoRA, CorDA, LoftQ
         raise UnsupportedError(f"{where}: init_lora_weights {str(start)[:64]!r}: {why}")
     for name, value in config.items():
         if name not in KNOWN | {"init_lora_weights"} and value not in (None, False, [], {}, ""):
-            raise UnsupportedError(f"{where}: {name}: {str(value)[:64]!r} is not supported; merge the adapter")
+            raise UnsupportedError(f"{where}: {name}: {str(value)[:64]!r} is not supported; PEFT can merge it")
     patterns = config.get("alpha_pattern") or {}
     if not isinstance(patterns, dict):
         raise CheckpointError(f"{where}: alpha_pattern: expected an object of names and numbers")
