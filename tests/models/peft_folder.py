@@ -14,6 +14,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from lmkit.formats.peft import read_adapter
+from lmkit.models import load_spec
+from lmkit.models.adapters import adaptable
 
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 CONFIG = {
@@ -55,6 +57,16 @@ def linears(model: torch.nn.Module, modules: tuple[str, ...] = MODULES) -> dict[
         name: (module.out_features, module.in_features)
         for name, module in model.named_modules()
         if isinstance(module, torch.nn.Linear) and name.rpartition(".")[2] in modules
+    }
+
+
+def linears_of(checkpoint: Path) -> dict[str, tuple[int, int]]:
+    """The linears of a checkpoint that may have additions."""
+    spec = load_spec(json.loads((checkpoint / "config.json").read_text()))
+    return {
+        layer.module_name(index, role): shape
+        for index, layer in enumerate(spec.layers)
+        for role, shape in adaptable(layer).items()
     }
 
 

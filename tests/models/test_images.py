@@ -4,6 +4,7 @@ the engine's tokens are, after a preemption and behind cached prefixes."""
 from __future__ import annotations
 
 import json
+import math
 import random
 from pathlib import Path
 from typing import Any
@@ -21,12 +22,13 @@ from lmkit.models.loader import load_model
 from lmkit.models.tower import Tower
 from lmkit.quant.recipe import parse_recipe
 from lmkit.quant.run import prepare
+from lmkit.turbo.engine.encoder import Encoder
 from lmkit.turbo.engine.engine import Engine
 from lmkit.turbo.plan import Chunk, NewSequence
 from lmkit.turbo.request import ImageInput, Request, SamplingParams, StepOutput
 from lmkit.turbo.runners.batch import PersistentBatch
 from lmkit.turbo.runners.images import EncodedImages
-from tests.models import tiny
+from tests.models import peft_folder, tiny
 from tests.models.pictures import expected, picture, prompt, rows_of, tower_of
 from tests.quant.helpers import tiny_checkpoint
 
@@ -133,9 +135,13 @@ def blocks(path: Path, count: int) -> int:
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-def test_the_engine_gives_transformers_tokens(served: Path, vl: Model, overlap: bool) -> None:
+def test_the_engine_gives_transformers_tokens(
+    served: Path, vl: Model, overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In shared steps, after a preemption, and behind cached prefixes; the same marks with other images do not hit."""
     model, _, tower = vl
+    encode = Encoder.advance  # a request's images in one step, so that no time decides when it begins
+    monkeypatch.setattr(Encoder, "advance", lambda encoder, seconds: encode(encoder, math.inf))
     engine = Engine(str(served), EngineConfig(**SIZES, kv_memory=blocks(served, 12), overlap=overlap))
     ids = [*text(3), -1, *text(2, 1), -1, *text(5, 2)]
     first = request("a", *prompt(tower, ids, [picture(tower, 4, 4, 1), picture(tower, 3, 5, 2)]), count=22)
@@ -154,6 +160,24 @@ def test_the_engine_gives_transformers_tokens(served: Path, vl: Model, overlap: 
     second = third.images[1].start
     assert 16 <= cut[0].cached_tokens <= second, "what stands before the second image hits, and nothing of the image"
     assert engine.stats().images["encoded"] == 4
+    engine.close()
+
+
+def test_an_adapter_gets_its_place_when_images_are_encoded(tmp_path: Path) -> None:
+    """Until then another may have it."""
+    path = tiny_checkpoint(tmp_path / "model", "qwen2.5-vl", vocab_size=199)
+    for name in "ab":
+        peft_folder.write(tmp_path / name, peft_folder.linears_of(path), ord(name))
+    folders = tuple(f"{name}={tmp_path / name}" for name in "ab")
+    engine, tower = Engine(str(path), EngineConfig(**SIZES, adapters=folders, max_adapters=1)), tower_of(path)
+    engine.add(request("a", *prompt(tower, [*text(3), -1, 5], [picture(tower, 4, 4)]), adapter="a"))
+    engine.add(request("b", text(3), (), adapter="b"))
+    assert [*engine.adapters.placed] == ["b"]
+    engine.abort("b")
+    ends = dict[str, str]()
+    while engine.has_work():
+        ends |= {output.request_id: output.finish_reason for output in engine.step() if output.finish_reason}
+    assert ends == {"a": "length", "b": "abort"}
     engine.close()
 
 

@@ -170,7 +170,8 @@ class Engine:
         self.info = msgspec.structs.replace(_info(model, limits, captured), kv_port=kv_port)
         if isinstance(model.tower, Tower):
             assert isinstance(self.runner, CpuRunner)
-            self._encoder = Encoder(model.tower, limits, encoded, self.scheduler.add, self.runner.call)
+            admit = partial(_admit, self.adapters, self.scheduler)
+            self._encoder = Encoder(model.tower, limits, encoded, admit, self.runner.call)
         for file in model.mapped:
             packed_cache.check_in_background(file, self._lose)
         pages.take_in_background(blocks.parts)
@@ -212,10 +213,8 @@ class Engine:
             raise RequestError("unsupported_parameter", message, "model")
         if request.params.grammar:
             self._guides.prepare(request.params.grammar)
-        if request.adapter:
-            self.adapters.bring(request.adapter)
         if not request.images:
-            self.scheduler.add(request)
+            _admit(self.adapters, self.scheduler, request)
         elif self._encoder is not None:
             self._encoder.add(request)
         else:
@@ -361,6 +360,13 @@ class Engine:
 
     def check_integrity(self) -> None:
         self.scheduler.check_integrity()
+
+
+def _admit(adapters: EngineAdapters, scheduler: Scheduler, request: Request) -> None:
+    """Give a request to the scheduler. Its adapter, if it has one, has a place from then on."""
+    if request.adapter:
+        adapters.bring(request.adapter)
+    scheduler.add(request)
 
 
 def _raise(error: Exception) -> NoReturn:

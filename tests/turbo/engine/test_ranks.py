@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 from collections.abc import Iterable
@@ -16,8 +15,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from lmkit.config import EngineConfig
 from lmkit.errors import CheckpointError, ConfigError, EngineLostError, RequestError, UnsupportedError
 from lmkit.formats.peft import read_adapter
-from lmkit.models import load_spec
-from lmkit.models.adapters import adaptable
 from lmkit.turbo.engine.engine import Engine
 from lmkit.turbo.request import Request, SamplingParams
 from lmkit.turbo.runners.ranks import LeadingRunner
@@ -182,13 +179,7 @@ def test_steps_of_ranks_go_on_while_an_adapter_is_read(
 
 
 def test_ranks_that_share_experts_have_whole_adapters(tmp_path: Path) -> None:
-    spec = load_spec(json.loads((TRAINED_MOE / "config.json").read_text()))
-    shapes = {
-        layer.module_name(index, role): shape
-        for index, layer in enumerate(spec.layers)
-        for role, shape in adaptable(layer).items()
-    }
-    peft_folder.write(tmp_path / "a", shapes, 1, size=0.5)
+    peft_folder.write(tmp_path / "a", peft_folder.linears_of(TRAINED_MOE), 1, size=0.5)
     found = []
     for ep in (1, 2):
         model = engine(TRAINED_MOE, 1, ep=ep, adapter_root=str(tmp_path))
