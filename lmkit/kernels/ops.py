@@ -28,7 +28,6 @@ from lmkit.attention_spec import AttentionSpec
 from lmkit.kernels.delta import DeltaStates, DeltaWeights
 from lmkit.kernels.registry import op
 from lmkit.kv_dtype import INT4, KVDtype
-from lmkit.low_rank import AdapterRows, Add, Parts
 
 FP8_MAX = 448.0
 ACTIVATIONS = ("silu", "gelu_tanh", "clamped_swish")  # of gated linears
@@ -101,7 +100,8 @@ class Norm:
 def rms_norm(x: Tensor, norm: Norm) -> Tensor:
     """y = s / sqrt(mean(s^2, -1) + eps) * weight, s = x or x + residual. x and y [..., H], any leading shape.
 
-    With a bias, s is replaced by s - mean(s, -1), and the bias is added to y (LayerNorm, arXiv 1607.06450)."""
+    With a bias, s is replaced by s - mean(s, -1), and the bias is added to y (LayerNorm, arXiv 1607.06450).
+    """
 
 
 @op
@@ -143,7 +143,8 @@ def softcap(x: Tensor, cap: float) -> Tensor:
 def known_tokens(token_ids: Tensor, last_token: Tensor) -> None:
     """Replace ids below 0, in place: last_token[-1 - id], or 0 if that is below 0 too (no token could be sampled).
     token_ids int64 [T], last_token int64 [slots]. An id below 0 is a token that the host did not know when it launched
-    the step."""
+    the step.
+    """
 
 
 @op
@@ -174,25 +175,6 @@ def gated_activation(gate_up: Tensor, activation: str) -> Tensor:
 
     clamped_swish  f(x) = m / (1 + e^(-SWISH m)), m = min(x, CLAMP); g(y) = 1 + max(-CLAMP, min(y, CLAMP))
     """
-
-
-@op
-def gated_panels(gate_up: Tensor, activation: str, width: int, size: int, dtype: torch.dtype | None = None,
-                 add: Add | None = None) -> Tensor:  # fmt: skip
-    """`gated_activation` of gate_up [T, 2 n * width], gate and up in turns of `width` columns, after `add_low_rank`'s
-    `add`. The result [T, size] has `dtype`, or gate_up's. Columns beyond `size` of each half are padding."""
-
-
-@op
-def rows_by_adapter(numbers: Tensor, count: int) -> Tensor:
-    """int32 [T]: the rows of numbers int32 [T] by number, below `count`, in any order within one; -1 comes last."""
-
-
-@op
-def add_low_rank(x: Tensor, rows: AdapterRows, parts: Parts) -> Add:
-    """Begin the additions of each row's adapter to linears of x [T, in]. The result, called once, adds them to y [T, C]
-    in place; a CPU may compute them beside the work in between. x and y are float32, or on a GPU 16 bits. The outputs
-    of a part stand in its columns of y, one group after the other. A row's sum does not depend on other rows."""
 
 
 @op

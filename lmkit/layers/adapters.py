@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from lmkit.kernels import ops
+from lmkit.kernels import low_rank_ops
 from lmkit.kernels.cpu.panels import interleave
 from lmkit.kernels.cuda.module import tensor_device
 from lmkit.low_rank import AdapterRows, Add, Columns, LowRank, LowRanks
@@ -23,7 +23,7 @@ class StepAdapters:
 
     def __init__(self, device: str) -> None:
         self._by_count: dict[int, AdapterRows] = {}
-        self._sorts, self._order = device != "cpu", ops.rows_by_adapter.select(device)
+        self._sorts, self._order = device != "cpu", low_rank_ops.rows_by_adapter.select(device)
         self.count = 0  # adapters at most
 
     def set(self, *numbers: Tensor | None) -> None:
@@ -45,7 +45,7 @@ class LinearAdapters:
         self.rows = step.of
         self._in_panels = device == "cpu"
         self._additions = {role: LowRanks(step.count, tensor_device(device)) for role in roles}
-        self.implementation = ops.add_low_rank.select(device)
+        self.implementation = low_rank_ops.add_low_rank.select(device)
 
     def set(self, role: str, number: int, entry: LowRank | None) -> None:
         self._additions[role].set(number, entry.in_panels() if entry is not None and self._in_panels else entry)

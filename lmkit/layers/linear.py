@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lmkit.errors import CheckpointError, UnsupportedError
-from lmkit.kernels import ops
+from lmkit.kernels import low_rank_ops, ops
 from lmkit.kernels.ops import Norm
 from lmkit.kernels.registry import ExpertLinears, Implementation, Op
 from lmkit.layers.adapters import LinearAdapters, StepAdapters, Ungated
@@ -68,7 +68,7 @@ class MergedLinear:
         self._widths: list[int] = []  # output widths of the packed roles
         self._rms_norm = ops.rms_norm.select(device)
         self._gated_activation = ops.gated_activation.select(device)
-        self._gated_panels = ops.gated_panels.select(device)
+        self._gated_panels = low_rank_ops.gated_panels.select(device)
         self._gather = ops.gather_columns.select(device)
 
     def __call__(self, x: Tensor, norm: Norm | None = None) -> Tensor:

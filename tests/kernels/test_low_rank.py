@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import lmkit.kernels  # noqa: F401  (registers)
-from lmkit.kernels import ops
+from lmkit.kernels import low_rank_ops, ops
 from lmkit.kernels.cpu import low_rank, threads
 from lmkit.kernels.cpu.workspace import Workspace
 from lmkit.kernels.registry import Implementation, Op
@@ -35,7 +35,7 @@ def test_add_low_rank(dtype: torch.dtype, inputs: int, columns: Columns) -> None
     numbers = torch.tensor([3, -1, 0, 3, 1, 0], dtype=torch.int32)
     x = torch.randn(6, 2 * inputs, generator=generator)[:, :inputs]  # rows with a stride
     y = torch.randn(6, 2200, generator=generator)
-    kernel, reference = both(ops.add_low_rank)
+    kernel, reference = both(low_rank_ops.add_low_rank)
     got, want = y.clone(), y.clone()
     kernel(x, AdapterRows(numbers), [(panels, columns)])(got)
     reference(x, AdapterRows(numbers), [(additions, columns)])(want)
@@ -65,7 +65,7 @@ def test_linears_of_one_input_beside_other_work(rows: int) -> None:
             panels.set(number, LowRank(a, b, 0.5).in_panels())
     numbers = torch.arange(rows, dtype=torch.int32) % 4 - 1
     x, y = torch.randn(rows, 70, generator=generator), torch.randn(rows, 200, generator=generator)
-    kernel, reference = both(ops.add_low_rank)
+    kernel, reference = both(low_rank_ops.add_low_rank)
     want, at_once, captured = y.clone(), y.clone(), y.clone()
     reference(x, AdapterRows(numbers), of_reference)(want)
     kernel(x, AdapterRows(numbers), of_kernel)(at_once)
@@ -87,7 +87,7 @@ def test_gates_after_an_addition(rows: int) -> None:
         additions.set(0, entry.in_panels())
     numbers = torch.zeros(rows, dtype=torch.int32)
     numbers[1] = -1
-    added, (add, _), (kernel, _) = gate_up.clone(), both(ops.add_low_rank), both(ops.gated_panels)
+    added, (add, _), (kernel, _) = gate_up.clone(), both(low_rank_ops.add_low_rank), both(low_rank_ops.gated_panels)
     add(x, AdapterRows(numbers), parts)(added)
     want, plain = kernel(added, "silu", 16, 40), kernel(gate_up, "silu", 16, 40)
     got = kernel(gate_up.clone(), "silu", 16, 40, add=add(x, AdapterRows(numbers), parts))
@@ -101,6 +101,6 @@ def test_gates_after_an_addition(rows: int) -> None:
 def test_gated_panels(activation: str, width: int, size: int) -> None:
     panels = -(-size // width)
     gate_up = torch.randn(3, 2 * width * panels, generator=torch.Generator().manual_seed(1)) * 3
-    kernel, reference = both(ops.gated_panels)
+    kernel, reference = both(low_rank_ops.gated_panels)
     got = kernel(gate_up, activation, width, size)
     torch.testing.assert_close(got, reference(gate_up, activation, width, size), rtol=1e-5, atol=1e-5)

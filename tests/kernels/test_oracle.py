@@ -85,11 +85,9 @@ def test_every_op_has_a_reference_and_cases() -> None:
     for op in vars(ops).values():
         if isinstance(op, Op):
             assert op.named("reference").priority == 0
-            # No CPU's step has unknown tokens: cuda/test_tokens.py. Others have tests of their own: test_low_rank.py,
-            # test_experts.py
+            # No CPU's step has unknown tokens: cuda/test_tokens.py. Experts have tests of their own: test_experts.py
             experts = ops.route, ops.expert_places, ops.sum_places, ops.add_rows, ops.add_shared
-            adapters = ops.gated_panels, ops.add_low_rank, ops.rows_by_adapter
-            if op not in (ops.known_tokens, *adapters, *experts):
+            if op not in (ops.known_tokens, *experts):
                 assert any(case.op is op for case in CASES), op.name
 
 

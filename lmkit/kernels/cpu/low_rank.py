@@ -11,7 +11,7 @@ import torch
 from numba import carray
 from torch import Tensor
 
-from lmkit.kernels import ops
+from lmkit.kernels import low_rank_ops
 from lmkit.kernels.cpu import threads, workspace
 from lmkit.kernels.cpu.elementwise import SERIAL_VALUES
 from lmkit.kernels.cpu.emit import F32, I16, I32, Emitter, Value, constant
@@ -250,7 +250,7 @@ class _Addition:
         threads.run(ADD_SUMS, len(y), self.args(y), parallel=y.numel() > SERIAL_VALUES >> 3)
 
 
-@implements(ops.add_low_rank, "cpu", device="cpu", priority=20)
+@implements(low_rank_ops.add_low_rank, "cpu", device="cpu", priority=20)
 def add_low_rank(x: Tensor, rows: AdapterRows, parts: Parts) -> Add:
     if len(x) <= ROWS:
         return _Addition.begin(x, rows.numbers, parts)
@@ -263,9 +263,15 @@ def add_low_rank(x: Tensor, rows: AdapterRows, parts: Parts) -> Add:
     return add
 
 
-@implements(ops.gated_panels, "cpu", device="cpu", priority=20)
-def gated_panels(gate_up: Tensor, activation: str, width: int, size: int, dtype: torch.dtype | None = None,
-                 add: Add | None = None) -> Tensor:  # fmt: skip
+@implements(low_rank_ops.gated_panels, "cpu", device="cpu", priority=20)
+def gated_panels(
+    gate_up: Tensor,
+    activation: str,
+    width: int,
+    size: int,
+    dtype: torch.dtype | None = None,
+    add: Add | None = None,
+) -> Tensor:
     assert dtype in (None, torch.float32)
     if isinstance(add, _Addition):
         of_addition = add.args(gate_up)

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lmkit.kernels import ops
+from lmkit.kernels import low_rank_ops
 from lmkit.kernels.cuda.elementwise import (
     ACTIVATIONS,
     BLOCK,
@@ -27,14 +27,14 @@ SORTERS = 1024
 ROWS_BY_ADAPTER = Kernel("low_rank.cu", "rows_by_adapter")
 
 
-@implements(ops.rows_by_adapter, "cuda", device="cuda", accepts=accepts, priority=20)
+@implements(low_rank_ops.rows_by_adapter, "cuda", device="cuda", accepts=accepts, priority=20)
 def rows_by_adapter(numbers: Tensor, count: int) -> Tensor:
     order = torch.empty_like(numbers)
     ROWS_BY_ADAPTER(1, SORTERS, [numbers, order, len(numbers), count], shared=4 * (count + 1))
     return order
 
 
-@implements(ops.add_low_rank, "cuda", device="cuda", accepts=accepts, priority=20)
+@implements(low_rank_ops.add_low_rank, "cuda", device="cuda", accepts=accepts, priority=20)
 def add_low_rank(x: Tensor, rows: AdapterRows, parts: Parts) -> Add:
     def add(y: Tensor) -> None:
         for additions, columns in parts:
@@ -47,7 +47,7 @@ def _add(x: Tensor, y: Tensor, rows: AdapterRows, additions: LowRanks, columns: 
     tokens, inputs = x.shape
     half = half_of(x, y)
     if half is None or rows.order is None or x.stride(1) != 1 or y.stride(1) != 1:
-        ops.add_low_rank.fall_back("reference", dtypes_of(x, y))(x, rows, [(additions, columns)])(y)
+        low_rank_ops.add_low_rank.fall_back("reference", dtypes_of(x, y))(x, rows, [(additions, columns)])(y)
         return
     factors = torch.empty(tokens, MAX_RANK, dtype=torch.float32, device=x.device)
     of_step = rows.numbers, rows.order, additions.addresses, factors, tokens
@@ -62,15 +62,21 @@ def _add(x: Tensor, y: Tensor, rows: AdapterRows, additions: LowRanks, columns: 
     )
 
 
-@implements(ops.gated_panels, "cuda", device="cuda", accepts=accepts, priority=20)
-def gated_panels(gate_up: Tensor, activation: str, width: int, size: int, dtype: torch.dtype | None = None,
-                 add: Add | None = None) -> Tensor:  # fmt: skip
+@implements(low_rank_ops.gated_panels, "cuda", device="cuda", accepts=accepts, priority=20)
+def gated_panels(
+    gate_up: Tensor,
+    activation: str,
+    width: int,
+    size: int,
+    dtype: torch.dtype | None = None,
+    add: Add | None = None,
+) -> Tensor:
     if add is not None:
         add(gate_up)
     dtype = dtype or gate_up.dtype
     half = half_of(gate_up, dtype)
     if half is None or gate_up.stride(1) != 1:
-        y: Tensor = ops.gated_panels.fall_back("reference", dtypes_of(gate_up, dtype))(
+        y: Tensor = low_rank_ops.gated_panels.fall_back("reference", dtypes_of(gate_up, dtype))(
             gate_up, activation, width, size, dtype
         )
         return y

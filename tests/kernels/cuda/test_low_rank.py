@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from lmkit.kernels import ops
+from lmkit.kernels import low_rank_ops, ops
 from lmkit.kernels.cuda import low_rank
-from lmkit.kernels.reference import elementwise as reference
+from lmkit.kernels.reference import low_rank as reference
 from lmkit.low_rank import AdapterRows, Columns, LowRank, LowRanks
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -19,9 +19,9 @@ COUNT = 6
 
 @pytest.fixture(autouse=True)
 def no_fallback() -> Iterator[None]:
-    before = ops.add_low_rank.fallbacks.total() + ops.gated_panels.fallbacks.total()
+    before = low_rank_ops.add_low_rank.fallbacks.total() + low_rank_ops.gated_panels.fallbacks.total()
     yield
-    assert ops.add_low_rank.fallbacks.total() + ops.gated_panels.fallbacks.total() == before
+    assert low_rank_ops.add_low_rank.fallbacks.total() + low_rank_ops.gated_panels.fallbacks.total() == before
 
 
 @pytest.mark.parametrize("tokens", [1, 9, 130])
