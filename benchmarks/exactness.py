@@ -1,10 +1,10 @@
 """Guesses change nothing: answers to many prompts, and the distribution of sampled tokens at each position.
 
-    python -m benchmarks.exactness [MODEL] [--speculate HOW] [--draft-history N] [--variation NAME] [--prompts N]
-                                   [--seeds N] [--positions N] [--batch N]
+    python -m benchmarks.exactness [MODEL] [--speculate HOW] [--draft-history N] [--variations NAME ...]
+                                   [--prompts N] [--seeds N] [--positions N] [--batch N]
 
 Greedy: the answers to N prompts of held-out text are compared with those of an engine without guesses: tokens, text,
-log-probabilities, and why each ended. `--variation` names what the requests or the engines have besides:
+log-probabilities, and why each ended. `--variations` names what requests or engines have besides, each in turn:
 
     penalties, bias, logprobs, stop, grammar    fields of the requests
     again        each prompt comes twice: the prefix cache has it
@@ -23,7 +23,7 @@ import argparse
 import math
 from collections import Counter
 from dataclasses import dataclass, field
-from itertools import cycle, zip_longest
+from itertools import zip_longest
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -49,7 +49,7 @@ PROMPT_CHARACTERS = 160
 MAX_TOKENS = 256  # of a prompt and its answer
 RARE = 10  # tokens that were drawn less often, in both samples together, are one bin
 ENDED = -1  # in place of a token: the answer has ended
-TIGHT = 64  # tokens of KV for each sequence, if some are to be preempted
+TIGHT = 96  # tokens of KV for each sequence, if some are to be preempted
 ADAPTERS = ("", "first", "first", "second")  # of requests, in turns
 TEXT = {"type": "string", "maxLength": 9}
 SCHEMA = {"type": "object", "properties": {"name": TEXT, "module": TEXT}, "required": ["name", "module"]}
@@ -59,8 +59,9 @@ PARAMS: dict[str, dict[str, Any]] = {
     "logprobs": {"logprobs": 3},
     "stop": {"stop": ("\n\n", "self.", "):", "re")},
     "grammar": {"grammar": json_schema(SCHEMA), "ignore_eos": False},
+    "preempted": {"max_tokens": 3 * NUM_TOKENS},
 }
-VARIATIONS = ("none", *PARAMS, "again", "preempted", "adapters", "int4")
+VARIATIONS = ("none", *PARAMS, "again", "adapters", "int4")
 
 
 @dataclass
@@ -121,48 +122,48 @@ def deviation(one: list[Answer], two: list[Answer]) -> float:
     return max(chi_square(list(a), list(b)) for a, b in pairs)
 
 
-def engines(given: argparse.Namespace, folder: Path) -> tuple[Engine, Engine]:
+def engines(given: argparse.Namespace, variation: str, folder: Path) -> tuple[Engine, Engine]:
     """One without guesses, and one that makes them. Adapters are written to `folder`."""
     options: dict[str, Any] = {"max_batch_size": given.batch, "max_model_len": MAX_TOKENS}
-    if given.variation == "int4":
+    if variation == "int4":
         options["kv_dtype"] = "int4"
-    if given.variation == "adapters":
+    if variation == "adapters":
         spec = load_spec(read_json(Path(given.model) / "config.json", 1 << 20))
         for seed, name in enumerate(("first", "second")):
             write_adapter(folder / name, spec, None, 64, seed)
         options["adapters"] = tuple(f"{name}={folder / name}" for name in ("first", "second"))
     plain = Engine(given.model, EngineConfig(**options))
-    if given.variation == "preempted":
+    if variation == "preempted":
         tokens = plain.info.num_blocks * plain.info.block_size
         options["kv_memory"] = max(TIGHT * given.batch, MAX_TOKENS) * plain.info.memory["kv"] // tokens
     how = {"speculate": given.speculate, "draft_history": given.draft_history}
     return plain, Engine(given.model, EngineConfig(**options, **how))
 
 
-def compare(plain: Engine, guessing: Engine, given: argparse.Namespace) -> dict[str, Any]:
-    fields: dict[str, Any] = {"max_tokens": NUM_TOKENS, "ignore_eos": True} | PARAMS.get(given.variation, {})
-    adapters = cycle(ADAPTERS if given.variation == "adapters" else ("",))
-    times = 2 if given.variation == "again" else 1
+def compare(plain: Engine, guessing: Engine, given: argparse.Namespace, variation: str) -> dict[str, Any]:
+    fields: dict[str, Any] = {"max_tokens": NUM_TOKENS, "ignore_eos": True} | PARAMS.get(variation, {})
+    adapters = ADAPTERS if variation == "adapters" else ("",)
+    times = 2 if variation == "again" else 1
     prompts = prompts_of(given.prompts // times, plain.info.vocab_size) * times
 
-    def request(number: int, prompt: list[int], adapter: str, **changed: Any) -> Request:
-        params = SamplingParams(**fields | changed)
+    def request(number: int, prompt: list[int], **changed: Any) -> Request:
+        adapter, params = adapters[number % len(adapters)], SamplingParams(**fields | changed)
         return Request(request_id=str(number), prompt_ids=prompt, params=params, adapter=adapter)
 
-    greedy = [request(i, prompt, adapter) for (i, prompt), adapter in zip(enumerate(prompts), adapters, strict=False)]
+    greedy = [request(i, prompt) for i, prompt in enumerate(prompts)]
     pairs = zip(*(answers(engine, greedy, given.batch) for engine in (guessing, plain)), strict=True)
     different = sum(mine != other for mine, other in pairs)
     of_greedy = guessing.stats()
 
     def drawn(engine: Engine, first: int) -> list[Answer]:
         how = {"max_tokens": given.positions, "temperature": 1.0}
-        seeds = zip(range(first, first + given.seeds), adapters, strict=False)
-        return answers(engine, [request(s, prompts[0], adapter, seed=s, **how) for s, adapter in seeds], given.batch)
+        seeds = range(first, first + given.seeds)
+        return answers(engine, [request(seed, prompts[0], seed=seed, **how) for seed in seeds], given.batch)
 
     one, two = drawn(guessing, 0), drawn(plain, given.seeds)
     stats = guessing.stats()
     return {
-        "speculate": given.speculate, "variation": given.variation, "prompts": len(prompts), "different": different,
+        "speculate": given.speculate, "variation": variation, "prompts": len(prompts), "different": different,
         "guesses": of_greedy.draft_tokens, "right": of_greedy.accepted_tokens, "seeds": given.seeds,
         "right_sampled": stats.accepted_tokens - of_greedy.accepted_tokens, "same_with_seed": drawn(plain, 0) == one,
         "largest_deviation": deviation(one, two), "preemptions": stats.preemptions,
@@ -174,7 +175,7 @@ def main() -> None:
     parser.add_argument("model", nargs="?", default=str(DEMO_FOLDER))
     parser.add_argument("--speculate", default="ngram", help="ngram, draft=FOLDER, eagle=FOLDER or mtp")
     parser.add_argument("--draft-history", type=int, default=0, help="tokens of earlier answers to guess from")
-    parser.add_argument("--variation", choices=VARIATIONS, default="none")
+    parser.add_argument("--variations", nargs="+", choices=VARIATIONS, default=["none"])
     parser.add_argument("--prompts", type=int, default=1000)
     parser.add_argument("--seeds", type=int, default=2000)
     parser.add_argument("--positions", type=int, default=12)
@@ -189,11 +190,14 @@ def main() -> None:
     )
     for change in always:
         change.start()
-    with TemporaryDirectory() as folder:
-        plain, guessing = engines(given, Path(folder))
-        report.show([compare(plain, guessing, given)])
-        for engine in (plain, guessing):
-            engine.close()
+    rows = []
+    for variation in given.variations:
+        with TemporaryDirectory() as folder:
+            plain, guessing = engines(given, variation, Path(folder))
+            rows.append(compare(plain, guessing, given, variation))
+            for engine in (plain, guessing):
+                engine.close()
+    report.show(rows)
 
 
 if __name__ == "__main__":
