@@ -12,7 +12,9 @@ Amounts are in plain steps, so they mean the same for every model.
 from __future__ import annotations
 
 SHARE = 0.005  # of the time
-CREDIT, TRIAL = 12.0, 6.0  # the most that is kept; what there is at first, and again when guesses go on
+TRIAL = 6.0  # what there is when guesses go on, and at least at first
+FIRST_SECONDS = 0.02  # what there is at first, if it is more: indices of prompts, and times that are not known yet
+ENOUGH, CREDIT = 12.0, 64.0  # what is kept before investments are paid off; the most that is kept
 # A loss at once counts as no more while guesses go on, because it may be an investment, such as the prompt's KV of a
 # draft model. The rest counts when guesses stop. They do when it exceeds MOST_INVESTED.
 LARGE_LOSS, MOST_INVESTED = 4.0, 100.0
@@ -25,6 +27,12 @@ class Account:
         self.is_open = True
         self.saved = 0.0  # seconds in all; negative: lost
         self._balance, self._invested = TRIAL, 0.0
+        self._is_new = True
+
+    @property
+    def can_try(self) -> bool:
+        """Whether there is enough for guesses that are not expected to pay."""
+        return self._balance >= TRIAL
 
     def earn(self) -> None:
         """A decode step has passed."""
@@ -33,14 +41,17 @@ class Account:
     def book(self, saved: float, plain: float) -> None:
         """Guesses saved so many seconds, or lost them. A plain step takes `plain` seconds."""
         self.saved += saved
+        if self._is_new:
+            self._is_new, self._balance = False, max(FIRST_SECONDS / plain, TRIAL)
         steps = saved / plain
         self._invested -= min(steps + LARGE_LOSS, 0.0)
         self._add(max(steps, -LARGE_LOSS))
 
     def _add(self, steps: float) -> None:
         balance = self._balance + steps
-        self._invested = max(self._invested - max(balance - CREDIT, 0.0), 0.0)
-        self._balance = min(balance, CREDIT)
+        paid_off = min(max(balance - ENOUGH, 0.0), self._invested)
+        self._invested -= paid_off
+        self._balance = min(balance - paid_off, max(self._balance, CREDIT))
         if self.is_open and (self._balance < 0 or self._invested > MOST_INVESTED):
             self.is_open = False
             self._balance, self._invested = self._balance - self._invested, 0.0

@@ -40,6 +40,9 @@ from lmkit.turbo.scheduling.pacing import StepTimes, round_down
 from lmkit.turbo.sequence import Sequence
 
 MARGIN = 1.05
+# Drafts are tried, although they seem to take too long, if so many tokens of a sequence are expected of them, and if the
+# chance of each guess is as large as this.
+LIKELY, UNLIKELY = 4.0, 0.25
 # Agreeing tokens below which a guess belongs to the first, second, ... band: the first three are those behind an edit.
 BANDS = (1, 2, 3, 4, 6, 9, 14, 22, LONGEST + 1)
 BAND = [next(place for place, end in enumerate(BANDS) if agreed < end) for agreed in range(LONGEST + 1)]
@@ -153,7 +156,7 @@ class Speculation:
             return 0.0, {}
         start = self._clock()
         self._would_save = 0.0
-        rate, lengths = self._lengths(sequences, budget)
+        rate, lengths = self._lengths(sequences, budget, account)
         self._has_chosen(account, max(self._clock() - start - self._would_save, 0.0), sequences, lengths)
         return rate, lengths
 
@@ -186,30 +189,35 @@ class Speculation:
         fixed, each, wait = (self._times.predict(counts) for counts in TERMS)
         return fixed, each, wait, num_seqs / self._plain(num_seqs)
 
-    def _lengths(self, sequences: list[Sequence], budget: int) -> tuple[float, dict[Sequence, int]]:
+    def _lengths(self, sequences: list[Sequence], budget: int, account: Account) -> tuple[float, dict[Sequence, int]]:
         """The draft's length of each sequence that gets one: those that make the most tokens a second, and how many
-        these are.
+        these are. The times of long drafts may be expected too long, because short ones showed them alone. So likely
+        ones are tried as well, if the account can pay for it.
         """
         num_seqs = len(sequences)
         fixed, each, wait, plain = self._costs(num_seqs)
         if self._steps < FIRST_PLAIN:
             return MARGIN * plain, {}
         least = each * plain  # a guess with a smaller chance costs more time than it saves
+        if account.can_try:
+            least = min(least, UNLIKELY)
         chances = [(chance, seq) for seq in sequences for chance in self._chances_of(seq, least)]
         chances.sort(key=itemgetter(0), reverse=True)
         lengths: dict[Sequence, int] = {}
-        best = known = _Choice(0, float(num_seqs), MARGIN * plain)
+        best = known = last = _Choice(0, float(num_seqs), MARGIN * plain)
         expected = float(num_seqs)
         for count, (chance, _) in enumerate(chances[: max(budget, 0)], 1):
             expected += chance
             if count == round_down(count, 3):
                 choice = _Choice(count, expected, expected / (fixed + each * (num_seqs + count) + wait))
-                best = max(best, choice, key=_RATE)
+                best, last = max(best, choice, key=_RATE), choice
                 if (num_seqs, num_seqs + count) in self._seen:
                     known = max(known, choice, key=_RATE)
         if best != known:
             saved = best.tokens * (1 / (known.rate if known.guesses else plain) - 1 / best.rate)
             best = best if self._is_worth_preparing(num_seqs, num_seqs + best.guesses, saved) else known
+        elif not best.guesses and last.tokens > LIKELY * num_seqs and account.can_try:
+            best = last
         for _, seq in chances[: best.guesses]:
             lengths[seq] = lengths.get(seq, 0) + 1
         return best.rate, lengths
@@ -285,7 +293,10 @@ class Speculation:
         size = num_seqs, num_tokens
         if self._payer is not None and (drafted or (waited and self._overlaps)):
             saved = self._saved(plan, sampled, None if since is None else now - since)
-            self._book(self._payer, saved, num_seqs)
+            if drafted and size not in self._seen:  # `_is_worth_preparing` has weighed what it takes
+                self._payer.saved += saved
+            else:
+                self._book(self._payer, saved, num_seqs)
         times = self._first_times if drafted and size not in self._seen else self._times
         is_timed = drafted or self._steps <= FIRST_PLAIN or not self._steps % TIMED or self._rests()
         if since is not None and is_timed:
@@ -306,15 +317,12 @@ class Speculation:
             account.book(saved, self._plain(num_seqs))
 
     def _saved(self, plan: StepPlan, sampled: list[Sampled], seconds: float | None) -> float:
-        """Seconds that a step's tokens would have taken in plain steps, less those that it took. If these are not
-        known, as expected.
+        """Seconds that a step's tokens would have taken in plain steps, less those that it took, or is expected to take
+        if these are not known.
         """
         num_seqs, num_tokens = len(plan.chunks), sum(chunk.num_tokens for chunk in plan.chunks)
-        usual = self._times.predict([1, num_tokens, 1, HOST, 0])
         if seconds is None:
-            seconds = usual
-        elif (num_seqs, num_tokens) not in self._seen:
-            seconds = min(seconds, LATEST * usual)
+            seconds = self._times.predict([1, num_tokens, 1, HOST, 0])
         return sum(len(result.tokens) for result in sampled) / num_seqs * self._plain(num_seqs) - seconds
 
     def stats(self) -> dict[str, Any]:
