@@ -40,8 +40,8 @@ from lmkit.turbo.scheduling.pacing import StepTimes, round_down
 from lmkit.turbo.sequence import Sequence
 
 MARGIN = 1.05
-# Drafts are tried, although they seem to take too long, if so many tokens of a sequence are expected of them, and if the
-# chance of each guess is as large as this.
+# Drafts are tried, although they seem to take too long, if so many tokens of a sequence are expected of them, and if
+# each guess has such a chance.
 LIKELY, UNLIKELY = 4.0, 0.25
 # Agreeing tokens below which a guess belongs to the first, second, ... band: the first three are those behind an edit.
 BANDS = (1, 2, 3, 4, 6, 9, 14, 22, LONGEST + 1)
