@@ -3,7 +3,8 @@
     a step with guesses saves    tokens that it gave / tokens of a plain step * time of a plain step  -  its own time
 
 Computing guesses, choosing between them and waiting for tokens costs time as well. All of it goes into the account,
-which gains SHARE of the decoding time besides. When the account is empty, there are no guesses until it has saved up
+except steps of a new size, whose preparation speculation.py has weighed. The account gains SHARE of the decoding time
+besides. When the account is empty, there are no guesses until it has saved up
 TRIAL. So guesses that never help cost SHARE of the time in the long run.
 
 Amounts are in plain steps, so they mean the same for every model.

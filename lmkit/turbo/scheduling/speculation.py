@@ -293,10 +293,7 @@ class Speculation:
         size = num_seqs, num_tokens
         if self._payer is not None and (drafted or (waited and self._overlaps)):
             saved = self._saved(plan, sampled, None if since is None else now - since)
-            if drafted and size not in self._seen:  # `_is_worth_preparing` has weighed what it takes
-                self._payer.saved += saved
-            else:
-                self._book(self._payer, saved, num_seqs)
+            self._book(self._payer, saved, num_seqs, is_prepared=not drafted or size in self._seen)
         times = self._first_times if drafted and size not in self._seen else self._times
         is_timed = drafted or self._steps <= FIRST_PLAIN or not self._steps % TIMED or self._rests()
         if since is not None and is_timed:
@@ -312,9 +309,13 @@ class Speculation:
     def _all_accounts(self) -> Iterable[Account]:
         return self._accounts.values()
 
-    def _book(self, account: Account, saved: float, num_seqs: int) -> None:
-        if self._times.num_records:  # otherwise it is not known what a step takes
+    def _book(self, account: Account, saved: float, num_seqs: int, *, is_prepared: bool = True) -> None:
+        if not self._times.num_records:  # it is not known what a step takes
+            return
+        if is_prepared:
             account.book(saved, self._plain(num_seqs))
+        else:  # `_is_worth_preparing` has weighed what it takes
+            account.saved += saved
 
     def _saved(self, plan: StepPlan, sampled: list[Sampled], seconds: float | None) -> float:
         """Seconds that a step's tokens would have taken in plain steps, less those that it took, or is expected to take
