@@ -6,7 +6,7 @@
     padding to the alignment | data, each tensor aligned; offsets count from here
 
 Nothing in the file is trusted: counts and lengths are compared with the rest of the file before they are used. Arrays
-(the tokenizer's vocabulary) are skipped.
+(the tokenizer's vocabulary) are skipped, and read when they are asked for.
 """
 
 from __future__ import annotations
@@ -27,9 +27,11 @@ MAX_TENSORS = MAX_PAIRS = 1 << 17
 MAX_NAME_BYTES = 1 << 10
 MAX_DIMENSIONS = 4
 MAX_SIZE = 1 << 40
+MAX_ARRAY = 1 << 24  # values of an array that is read
 
 _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 _STRING, _ARRAY = 8, 9
+_LENGTH = struct.Struct("<Q")
 
 
 @dataclass(frozen=True)
@@ -70,8 +72,16 @@ class GgufTensor:
     start: int
 
 
+@dataclass(frozen=True)
+class _Array:
+    kind: int
+    count: int
+    start: int  # place of the first value in the file
+    end: int
+
+
 class GgufFile:
-    """An open file: `.metadata` (numbers, flags and strings by key) and `.tensors` by name.
+    """An open file: `.metadata` (numbers, flags and strings by key), `.array` and `.tensors` by name.
 
     Raises CheckpointError for a damaged file, and UnsupportedError for tensors of another type.
     """
@@ -85,13 +95,38 @@ class GgufFile:
             raise CheckpointError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
         cursor = _Cursor(self._map, path)
         counts = _read_start(cursor)
-        self.metadata = _read_pairs(cursor, counts[1])
+        self.metadata, self._arrays = _read_pairs(cursor, counts[1])
         self.tensors = _read_tensors(cursor, counts[0], self.metadata.get("general.alignment", 32))
 
     def raw(self, name: str) -> Tensor:
         """A tensor's bytes, uint8 [nbytes]: a view of the file that is copied when written to."""
         info = self.tensors[name]
         return torch.frombuffer(self._map, dtype=torch.uint8, count=info.nbytes, offset=info.start)
+
+    def array(self, key: str) -> list[Any] | None:
+        """The values (numbers, flags or strings) of a key that holds an array; None without the key.
+
+        Raises CheckpointError for a key that holds a single value, for more than MAX_ARRAY values, and for text that is
+        not UTF-8.
+        """
+        if key in self.metadata:
+            raise CheckpointError(f"{self.path}: key {key!r} is {type(self.metadata[key]).__name__}, expected an array")
+        if key not in self._arrays:
+            return None
+        array = self._arrays[key]
+        if array.count > MAX_ARRAY:
+            raise CheckpointError(f"{self.path}: key {key!r} has {array.count} values, more than {MAX_ARRAY}")
+        if array.kind != _STRING:
+            return list(struct.unpack(f"<{array.count}{_SCALARS[array.kind][1]}", self._map[array.start : array.end]))
+        data, texts, at = self._map[array.start : array.end], [], 0
+        try:
+            for _ in range(array.count):
+                end = at + 8 + _LENGTH.unpack_from(data, at)[0]
+                texts.append(data[at + 8 : end].decode())
+                at = end
+        except UnicodeDecodeError:
+            raise CheckpointError(f"{self.path}: key {key!r}: value {len(texts)} is not UTF-8 text") from None
+        return texts
 
 
 @dataclass
@@ -106,6 +141,18 @@ class _Cursor:
         if not 0 <= count <= len(self.data) - self.at:
             raise self.error(f"truncated: byte {self.at} asks for {count} more, the file has {len(self.data)}")
         self.at += count
+
+    def skip_strings(self, count: int) -> None:
+        """A loop without calls: a vocabulary has hundreds of thousands of strings."""
+        at, last = self.at, len(self.data) - _LENGTH.size
+        for _ in range(count):  # ends at the file's end at the latest: each takes at least eight bytes
+            if at > last:
+                break
+            at += _LENGTH.size + _LENGTH.unpack_from(self.data, at)[0]
+        else:
+            self.skip(at - self.at)
+            return
+        raise self.error(f"truncated: a list of {count} strings does not end before the file's {len(self.data)} bytes")
 
     def take(self, count: int) -> bytes:
         start = self.at
@@ -142,34 +189,34 @@ def _read_start(cursor: _Cursor) -> tuple[int, int]:
     return tensors, pairs
 
 
-def _read_pairs(cursor: _Cursor, count: int) -> dict[str, Any]:
+def _read_pairs(cursor: _Cursor, count: int) -> tuple[dict[str, Any], dict[str, _Array]]:
+    """Single values, and where arrays are."""
     metadata: dict[str, Any] = {}
-    seen: set[str] = set()
+    arrays: dict[str, _Array] = {}
     for _ in range(count):
         key, kind = cursor.string(MAX_NAME_BYTES), cursor.number("<I")
-        if key in seen:
+        if key in metadata or key in arrays:
             raise cursor.error(f"key {key!r} is given twice")
-        seen.add(key)
         if kind in _SCALARS:
             metadata[key] = cursor.number(_SCALARS[kind])
         elif kind == _STRING:
             metadata[key] = cursor.string()
         elif kind == _ARRAY:
-            _skip_array(cursor, key)
+            arrays[key] = _skip_array(cursor, key)
         else:
             raise cursor.error(f"key {key!r} has type {kind}, which there is not")
-    return metadata
+    return metadata, arrays
 
 
-def _skip_array(cursor: _Cursor, key: str) -> None:
-    kind, count = cursor.number("<I"), cursor.number("<Q")
+def _skip_array(cursor: _Cursor, key: str) -> _Array:
+    kind, count, start = cursor.number("<I"), cursor.number("<Q"), cursor.at
     if kind in _SCALARS:
         cursor.skip(count * struct.calcsize(_SCALARS[kind]))
     elif kind == _STRING:
-        for _ in range(count):  # ends at the file's end at the latest: each takes at least eight bytes
-            cursor.skip(cursor.number("<Q"))
+        cursor.skip_strings(count)
     else:
         raise cursor.error(f"key {key!r} is an array of type {kind}, which is not read")
+    return _Array(kind, count, start, cursor.at)
 
 
 def _read_tensors(cursor: _Cursor, count: int, alignment: Any) -> dict[str, GgufTensor]:

@@ -22,6 +22,8 @@ INNER = {
 }  # fmt: skip
 OUTER = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 
+ARRAYS = [(bool, "?", 7), (int, "i", 5), (float, "f", 6), (str, "s", 8)]  # type of values, code, type in the file
+
 Encoded = tuple[str, tuple[int, ...], bytes]  # type, shape with the outermost size first, data
 
 
@@ -98,7 +100,9 @@ def _value(value: Any) -> bytes:
     if isinstance(value, str):
         return struct.pack("<I", 8) + _string(value)
     if isinstance(value, list):
-        return struct.pack("<IIQ", 9, 8, len(value)) + b"".join(map(_string, value))
+        code, kind = next(known for known in ARRAYS if isinstance(next(iter(value), ""), known[0]))[1:]
+        content = b"".join(map(_string, value)) if code == "s" else struct.pack(f"<{len(value)}{code}", *value)
+        return struct.pack("<IIQ", 9, kind, len(value)) + content
     if isinstance(value, bool):
         return struct.pack("<I?", 7, value)
     return struct.pack("<If", 6, value) if isinstance(value, float) else struct.pack("<II", 4, value)

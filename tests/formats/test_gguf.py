@@ -258,6 +258,21 @@ def test_counts_are_held_against_the_file(tmp_path: Path) -> None:
             GgufFile(tmp_path / "m.gguf")
 
 
+def test_arrays_are_read_when_they_are_asked_for(tmp_path: Path) -> None:
+    arrays = {"s": ["a", "", "ü\n"], "i": [-1, 1 << 30], "f": [0.5, -2.0], "b": [True, False]}
+    path = tmp_path / "m.gguf"
+    write(path, LLAMA | arrays, EMBED)
+    file = GgufFile(path)
+    assert {key: file.array(key) for key in arrays} == arrays
+    assert file.array("none") is None
+    assert not arrays.keys() & file.metadata.keys()
+    with pytest.raises(CheckpointError, match=r"key 'general\.architecture' is str, expected an array"):
+        file.array("general.architecture")
+    path.write_bytes(path.read_bytes().replace("ü".encode(), b"\xff\xff"))
+    with pytest.raises(CheckpointError, match="not UTF-8"):
+        GgufFile(path).array("s")
+
+
 def test_lmkit_convert_takes_a_file_or_its_folder(tmp_path: Path) -> None:
     path = made(tmp_path / "folder", "llama", q4_0)
     shutil.rmtree(tmp_path / "folder" / "source")
