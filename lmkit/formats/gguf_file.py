@@ -103,8 +103,8 @@ class GgufFile:
         info = self.tensors[name]
         return torch.frombuffer(self._map, dtype=torch.uint8, count=info.nbytes, offset=info.start)
 
-    def array(self, key: str) -> list[Any] | None:
-        """The values (numbers, flags or strings) of a key that holds an array; None without the key.
+    def array(self, key: str) -> list[Any]:
+        """The values (numbers, flags or strings) of a key that holds an array; none without the key.
 
         Raises CheckpointError for a key that holds a single value, for more than MAX_ARRAY values, and for text that is
         not UTF-8.
@@ -112,7 +112,7 @@ class GgufFile:
         if key in self.metadata:
             raise CheckpointError(f"{self.path}: key {key!r} is {type(self.metadata[key]).__name__}, expected an array")
         if key not in self._arrays:
-            return None
+            return []
         array = self._arrays[key]
         if array.count > MAX_ARRAY:
             raise CheckpointError(f"{self.path}: key {key!r} has {array.count} values, more than {MAX_ARRAY}")
