@@ -23,7 +23,7 @@ HELP = {
         "quantize": "Round the weights of a 16-bit checkpoint while it loads.",
         "max_model_len": "Context in tokens. Default: the model's.",
         "generation_config": "Sampling defaults: auto (the checkpoint's generation_config.json), none, or a path.",
-        "chat_template": "A file with a chat template, or its text. Default: the checkpoint's.",
+        "chat_template": "A chat template's file, its text, or its name in the checkpoint. Default: the checkpoint's.",
         "adapters": "A LoRA adapter, NAME=FOLDER, served as a model of that name. Repeat the option for more.",
         "adapter_root": "A folder whose adapters may be loaded while the server runs. Default: none may.",
         "max_adapters": "Adapters in one batch; others wait in host memory.",

@@ -44,6 +44,7 @@ COPIED = (
     "chat_template.json",
     "generation_config.json",
 )
+COPIED_BELOW = ("additional_chat_templates/*.jinja",)  # files of folders of these
 
 
 class CheckpointReader:
@@ -206,7 +207,9 @@ class CheckpointWriter:
         if isinstance(entry, dict) and (mirror := MIRRORS.get(str(entry.get("quant_method")))):
             write_file(self.path / mirror, to_json(entry))
         for source in _text_files(copy_from):
-            copy_file(source, self.path / source.name)
+            target = self.path / source.relative_to(copy_from)
+            target.parent.mkdir(exist_ok=True)
+            copy_file(source, target)
         sync_directory(self.path)
 
 
@@ -216,7 +219,8 @@ def _partial_name(number: int) -> str:
 
 def _text_files(folder: Path) -> list[Path]:
     names = [*COPIED, *sorted(path.name for path in folder.glob("LICENSE*"))]
-    return [_inside(folder, name) for name in names if (folder / name).is_file()]
+    files = [_inside(folder, name) for name in names if (folder / name).is_file()]
+    return files + [file for pattern in COPIED_BELOW for file in sorted(folder.glob(pattern)) if file.is_file()]
 
 
 def _weight_map(folder: Path) -> dict[str, str]:

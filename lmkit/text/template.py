@@ -3,34 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
-from lmkit.errors import CheckpointError, ConfigError, RequestError
+from lmkit.errors import CheckpointError, RequestError
 from lmkit.text.sandbox import Sandbox
+from lmkit.text.special_tokens import NAMED_TOKENS
 
 MAX_TEMPLATE_CHARS = 1 << 20
 CPU_SECONDS = 2.0  # of one rendering
 MEMORY = 512 << 20  # of the process, in bytes beyond what it has when it starts
-NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 # A model whose template has no such switch has one way to answer, and neither value changes it.
 THINKING_SWITCHES = frozenset({"enable_thinking", "thinking"})
 _GIVEN = frozenset({"messages", "add_generation_prompt", "tools", "documents", *NAMED_TOKENS})
-
-
-def given_template(given: str) -> str:
-    """The text of a template that a user gives: a file, or the text itself. Raises ConfigError."""
-    if os.path.exists(given):
-        try:
-            return Path(given).read_text(encoding="utf-8")
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"chat_template {given}: cannot read: {error}") from None
-    if "{{" in given or "{%" in given:
-        return given
-    raise ConfigError(f"chat_template {given[:64]!r}: there is no such file, and a template has {{{{ or {{%")
 
 
 class TemplateProcess(Sandbox):
@@ -54,32 +40,48 @@ SHARED = TemplateProcess()
 
 
 class ChatTemplate:
-    """A checkpoint's Jinja chat template."""
+    """A checkpoint's Jinja chat template, perhaps with another one for requests with tools."""
 
     def __init__(
-        self, source: str, named_tokens: Mapping[str, str] | None = None, process: TemplateProcess = SHARED
+        self,
+        source: str,
+        named_tokens: Mapping[str, str] | None = None,
+        process: TemplateProcess = SHARED,
+        for_tools: str | None = None,
     ) -> None:
-        """Raises CheckpointError if `source` is too long. Its errors show when it is first used; see `parameters`."""
-        if len(source) > MAX_TEMPLATE_CHARS:
-            raise CheckpointError(f"chat template: {len(source)} characters, limit {MAX_TEMPLATE_CHARS}")
+        """Raises CheckpointError if a text is too long. Its errors show when it is first used; see `parameters`."""
+        for text in (source, for_tools or ""):
+            if len(text) > MAX_TEMPLATE_CHARS:
+                raise CheckpointError(f"chat template: {len(text)} characters, limit {MAX_TEMPLATE_CHARS}")
         self.source, self._named, self._process = source, dict(named_tokens or {}), process
+        self.tool_source = source if for_tools is None else for_tools  # what a request with tools is rendered by
 
     @property
     def takes_tools(self) -> bool:
         """Whether the template writes the tools of a request. Raises CheckpointError if it does not compile."""
-        return "tools" in self._variables
+        return "tools" in self._variables[self.tool_source]
+
+    @property
+    def writes_calls(self) -> bool:
+        """Whether the template for a request without tools knows of them, and so of calls in the messages."""
+        return "tools" in self._variables[self.source]
 
     @property
     def parameters(self) -> frozenset[str]:
-        """The variables that a request may set. Raises CheckpointError if the template does not compile."""
-        return self._variables - _GIVEN
+        """The variables that a request may set. Raises CheckpointError if a template does not compile."""
+        return frozenset().union(*self._variables.values()) - _GIVEN - self._named.keys()
 
     @cached_property
-    def _variables(self) -> frozenset[str]:
-        kind, value = self._process.ask(self.source, None)
-        if kind != "variables":
-            raise CheckpointError(f"chat template: does not compile: {value or 'it needs too much time or memory'}")
-        return frozenset(value)
+    def _variables(self) -> dict[str, frozenset[str]]:
+        """The variables of each template, by its source."""
+        found = {}
+        for source in (self.source, self.tool_source):
+            kind, value = self._process.ask(source, None)
+            if kind != "variables":
+                reason = value or "it needs too much time or memory"
+                raise CheckpointError(f"chat template: does not compile: {reason}")
+            found[source] = frozenset(value)
+        return found
 
     def render(
         self,
@@ -91,19 +93,18 @@ class ChatTemplate:
     ) -> str:
         """The conversation as one text. Raises RequestError if the template refuses the messages.
 
-        Arguments of calls in the messages are objects.
+        Arguments of calls in the messages are objects. As in transformers, a field without a value (None) is left out
+        of its message, and `tools` and `documents` are None without any.
         A variable that the template does not have is refused, unless its value asks for nothing.
         """
-        variables = self._known(variables) if variables else {}
-        given: dict[str, Any] = {"messages": messages, "add_generation_prompt": add_generation_prompt}
-        if tools:
-            given["tools"] = tools
-        kind, value = self._process.ask(self.source, self._named | variables | given)
-        has_calls = any(message.get("tool_calls") for message in messages)
-        for other in (_with_text_arguments, _with_text) if has_calls else ():
-            if kind == "failed":
-                given["messages"] = list(map(other, messages))
-                kind, value = self._process.ask(self.source, self._named | variables | given)
+        given = self._named | (self._known(variables) if variables else {})
+        given |= {"add_generation_prompt": add_generation_prompt, "tools": list(tools) or None, "documents": None}
+        source = self.tool_source if tools else self.source
+        kind, value = self._process.ask(source, given | {"messages": list(map(_without_none, messages))})
+        for other in _OTHER_FORMS if _is_incomplete(messages) else ():
+            if kind != "failed":
+                break
+            kind, value = self._process.ask(source, given | {"messages": list(map(other, messages))})
         if kind != "text":
             raise RequestError("invalid_request", _REFUSALS[kind].format(value), "messages")
         return str(value)
@@ -118,20 +119,33 @@ class ChatTemplate:
         return known
 
 
+def _without_none(message: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in message.items() if value is not None}
+
+
+def _is_incomplete(messages: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether messages have what templates read in different forms: calls, or no content."""
+    return any(message.get("tool_calls") or message.get("content") is None for message in messages)
+
+
 def _with_text(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Qwen3's first template takes no null beside calls, which others look for."""
+    """Qwen3's first template takes nothing but a text beside calls."""
     return {**message, "content": message.get("content") or ""}
 
 
 def _with_text_arguments(message: Mapping[str, Any]) -> dict[str, Any]:
-    """DeepSeek's templates take JSON texts."""
+    """DeepSeek's templates take JSON texts, and look for null beside calls."""
     calls = []
     for call in message.get("tool_calls") or ():
         function = call["function"]
         text = json.dumps(function["arguments"], ensure_ascii=False)
         calls.append(call | {"function": function | {"arguments": text}})
-    return {**message, "tool_calls": calls} if calls else dict(message)
+    changed = {"tool_calls": calls, "content": message.get("content") or None} if calls else {}
+    return _without_none(message) | changed
 
+
+# Messages for templates that fail on those of transformers, in the order in which they are tried.
+_OTHER_FORMS = (_with_text, _with_text_arguments)
 
 _REFUSALS = {  # by the kind of a reply
     "refused": "chat template: {}",

@@ -1,12 +1,12 @@
 """A checkpoint's tokenizer.
 
-`tokenizer.json` decides ids and decoding. `tokenizer_config.json` adds special tokens and the chat template.
-`generation_config.json` and `config.json` add the ids that end a sequence.
+`tokenizer.json` decides ids and decoding. `tokenizer_config.json` and files of older checkpoints add special tokens
+(`special_tokens`) and chat templates (`template_files`). `generation_config.json` and `config.json` add the ids that
+end a sequence.
 """
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,16 +16,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import tokenizers
 
 from lmkit.errors import CheckpointError, LMKitError, RequestError
-from lmkit.jsonfile import read_json
 from lmkit.text.decoding import decoder_stages
-from lmkit.text.template import NAMED_TOKENS, ChatTemplate, given_template
+from lmkit.text.special_tokens import CONFIG, add_special_tokens, read_config
+from lmkit.text.template import ChatTemplate
+from lmkit.text.template_files import chosen_template, given_template, read_templates
 from lmkit.text.token_length import max_token_chars
 
 if TYPE_CHECKING:
     from lmkit.text.grammar import Grammars
-
-_TOKEN_FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
-MAX_CONFIG_BYTES = 16 << 20  # tokenizer_config.json and the like; real ones stay below 1 MiB
 
 
 class EncodedPair(NamedTuple):
@@ -80,7 +78,8 @@ class Tokenizer:
     def from_pretrained(cls, path: str | Path, chat_template: str | None = None) -> Tokenizer:
         """Read a checkpoint folder; only tokenizer.json must exist. Raises CheckpointError or UnsupportedError.
 
-        `chat_template` stands in place of the folder's, see `given_template`. Raises ConfigError for a wrong one.
+        `chat_template` stands in place of the folder's: the name of one of its templates, or see `given_template`.
+        Raises ConfigError for a wrong one.
         """
         folder = Path(path)
         file = folder / "tokenizer.json"
@@ -92,23 +91,19 @@ class Tokenizer:
 
     @classmethod
     def _read(cls, folder: Path, backend: tokenizers.Tokenizer, chat_template: str | None) -> Tokenizer:
-        config = _read_json(folder / "tokenizer_config.json")
-        named = {name: text for name in NAMED_TOKENS if (text := _token_text(config.get(name)))}
-        _add_tokens(backend, config, named, folder / "tokenizer_config.json")
-
-        template = (
-            _read_template(folder, config, named)
-            if chat_template is None
-            else ChatTemplate(given_template(chat_template), named)
-        )
+        config = read_config(folder / CONFIG)
+        named = add_special_tokens(backend, folder, config)
+        templates = read_templates(folder, config)
+        if chat_template is not None:
+            templates = {"default": templates.get(chat_template) or given_template(chat_template)}
         eos = [i for i in [backend.token_to_id(named.get("eos_token", ""))] if i is not None]
         for name in ("generation_config.json", "config.json"):
-            eos += _eos_ids(_read_json(folder / name).get("eos_token_id"), folder / name)
+            eos += _eos_ids(read_config(folder / name).get("eos_token_id"), folder / name)
         return cls(
             backend,
             eos_token_ids=tuple(sorted(set(eos))),
             named_tokens=named,
-            chat_template=template,
+            chat_template=chosen_template(templates, named),
         )
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -257,63 +252,8 @@ def _library_errors(error: Callable[[str], LMKitError]) -> Iterator[None]:
         raise
 
 
-def _read_json(file: Path) -> dict[str, Any]:
-    """The JSON object of an optional file; {} without the file."""
-    return read_json(file, MAX_CONFIG_BYTES) if os.path.lexists(file) else {}
-
-
-def _token_text(value: Any) -> str | None:
-    """A token in tokenizer_config.json is a string, or an object with `content`."""
-    text = value.get("content") if isinstance(value, dict) else value
-    return text if isinstance(text, str) else None
-
-
-def _add_tokens(backend: tokenizers.Tokenizer, config: dict[str, Any], named: dict[str, str], where: Path) -> None:
-    """Add the tokens that only tokenizer_config.json declares, with the ids that it declares."""
-    known = {token.content for token in backend.get_added_tokens_decoder().values()}
-    declared = config.get("added_tokens_decoder") or {}
-    if not isinstance(declared, dict) or not all(key.isdecimal() and len(key) < 11 for key in declared):
-        raise CheckpointError(f"{where}: added_tokens_decoder: expected an object of token id -> token")
-    for token_id, entry in sorted(declared.items(), key=lambda item: int(item[0])):
-        text = _token_text(entry)
-        if text is None:
-            raise CheckpointError(f"{where}: added_tokens_decoder[{token_id}]: no token text")
-        if text not in known:
-            options = entry if isinstance(entry, dict) else {}
-            flags = {key: bool(options.get(key)) for key in _TOKEN_FLAGS}
-            backend.add_tokens([tokenizers.AddedToken(text, **flags)])
-            known.add(text)
-        if backend.token_to_id(text) != int(token_id):
-            raise CheckpointError(f"{where}: token {text!r} has id {backend.token_to_id(text)}, not {token_id}")
-    extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
-    if not isinstance(extra, list | dict):
-        raise CheckpointError(f"{where}: extra_special_tokens: expected a list or an object of tokens")
-    special = [*named.values(), *map(_token_text, extra.values() if isinstance(extra, dict) else extra)]
-    missing = [text for text in special if text and text not in known]
-    backend.add_special_tokens([tokenizers.AddedToken(text, special=True, normalized=False) for text in missing])
-
-
 def _eos_ids(value: Any, where: Path) -> list[int]:
     ids = [] if value is None else value if isinstance(value, list) else [value]
     if not all(type(i) is int and 0 <= i < 1 << 31 for i in ids):
         raise CheckpointError(f"{where}: eos_token_id={value!r}: expected a token id or a list of them")
     return ids
-
-
-def _read_template(folder: Path, config: dict[str, Any], named: Mapping[str, str]) -> ChatTemplate | None:
-    """The template of chat_template.jinja, else of tokenizer_config.json: one text, or a list of named ones with a
-    default.
-    """
-    file = folder / "chat_template.jinja"
-    try:
-        source: Any = file.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        source = config.get("chat_template")
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{file}: cannot read: {error}") from None
-    if isinstance(source, list):
-        entries = [entry for entry in source if isinstance(entry, dict)]
-        source = next((entry.get("template") for entry in entries if entry.get("name") == "default"), None)
-    if source is not None and not isinstance(source, str):
-        raise CheckpointError(f"{folder}/tokenizer_config.json: chat_template: expected text or a list of named texts")
-    return ChatTemplate(source, named) if source is not None else None

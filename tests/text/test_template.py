@@ -44,7 +44,7 @@ def test_demo_template_renders_as_jinja_with_trimmed_blocks(demo: Tokenizer) -> 
 @pytest.mark.parametrize(
     ("source", "written"),
     [
-        ("{% if messages[0].content is none %}{{ messages[0].tool_calls[0].function.arguments.a }}{% endif %}", "1"),
+        ("{{ messages[0].content is defined }}{{ messages[0].tool_calls[0].function.arguments.a }}", "False1"),
         ("{{ messages[0].content is none }}{{ '' + messages[0].tool_calls[0].function.arguments }}", 'True{"a": 1}'),
         ("{{ messages[0].content.strip() }}{{ messages[0].tool_calls[0].function.arguments.a }}", "1"),
     ],

@@ -31,14 +31,17 @@ class Style:
     ) -> None:
         """A parser is a name of DIALECTS or THOUGHTS, "none", or None: as the template shows."""
         template = tokenizer.chat_template
-        source = template.source if template is not None else ""
+        source = template.tool_source if template is not None else ""
         self.takes_tools = template is not None and template.takes_tools
+        self._writes_calls = template is not None and template.writes_calls
         own = dialect_of(source) if tool_parser is None else DIALECTS.get(tool_parser)
         if tool_parser is None and not self.takes_tools:
             own = PLAIN
         self.dialect: Dialect | None = own
         self.thought: Thought | None = (
-            thought_of(source) if reasoning_parser is None else THOUGHTS.get(reasoning_parser)
+            thought_of(template.source if template is not None else "")
+            if reasoning_parser is None
+            else THOUGHTS.get(reasoning_parser)
         )
         self._tokenizer = tokenizer
 
@@ -92,7 +95,7 @@ class Style:
             message = "this model's chat template shows no form for calls of tools; name one with --tool-parser"
             raise RequestError("unsupported_parameter", message, "tools")
         has_calls = any(message.get("tool_calls") or message["role"] == "tool" for message in messages)
-        if not self.takes_tools and (tools or has_calls):
+        if (tools and not self.takes_tools) or (has_calls and not tools and not self._writes_calls):
             form = self.dialect if self.dialect is not None and self.dialect.syntax == "json" else PLAIN
             messages, tools = with_texts(messages, tools, form), []
         text = self._tokenizer.render_chat(messages, add_generation_prompt=add, variables=variables, tools=tools)
@@ -201,8 +204,8 @@ def _up_to(text: str, last: ChatMessage) -> str:
 
 
 def plain_message(message: ChatMessage) -> dict[str, Any]:
-    """A message as chat templates read it: arguments of calls are objects."""
-    plain: dict[str, Any] = {"role": message.role, "content": message.content or ""}
+    """A message as chat templates read it: arguments of calls are objects. `content` is None if there is none."""
+    plain: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.parts:
         plain["content"] = shown_parts(message.parts)
     if message.name is not None:
@@ -212,7 +215,6 @@ def plain_message(message: ChatMessage) -> dict[str, Any]:
     if message.thoughts:
         plain["reasoning_content"] = message.thoughts
     if message.tool_calls:
-        plain["content"] = message.content or None  # some templates ask for none
         plain["tool_calls"] = [
             {
                 "id": call.id,
