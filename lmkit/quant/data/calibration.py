@@ -22,7 +22,8 @@ from torch import Tensor
 from lmkit.config import StrictStruct
 from lmkit.errors import ConfigError, RequestError
 from lmkit.log import get_logger
-from lmkit.quant.data.sources import Document, documents
+from lmkit.quant.data.rows import Document
+from lmkit.quant.data.sources import documents
 from lmkit.quant.sections import CalibrationRecipe, DatasetRecipe
 from lmkit.text import Tokenizer
 
@@ -101,12 +102,8 @@ def encode_dataset(source: str, tokenizer: Tokenizer, count: int) -> list[int]:
 
     Raises the errors of `load_calibration`.
     """
-    ids = _row_prefix(tokenizer)
-    for piece in _pieces(_Tally(source, 0).count(documents(source)), 8192):
-        if len(ids) >= count:
-            break
-        ids += _encode(piece, tokenizer)
-    return ids[:count]
+    pieces = _pieces(_Tally(source, 0).count(documents(source)), 8192)
+    return (_row_prefix(tokenizer) + _tokens(pieces, count, tokenizer, source))[:count]
 
 
 def parse_source(argument: str) -> str | dict[str, Any]:
@@ -161,7 +158,7 @@ class _Tally:
     digest: Any = field(default_factory=hashlib.sha256)
 
     def count(self, found: Iterable[Document]) -> Iterator[Document]:
-        """The documents that are not empty. Raises ConfigError if all are."""
+        """The documents that are not empty."""
         for document in found:
             self.num_documents += 1
             if isinstance(document, str):
@@ -169,16 +166,16 @@ class _Tally:
             else:
                 text, content = "".join(message["content"] for message in document), msgspec.json.encode(document)
             self.digest.update(len(content).to_bytes(8, "little") + content)
-            if not text.strip():
+            if not document:
                 self.empty.append(self.num_documents)
                 continue
             self.short += len(text) < self.seq_len
             yield document
         if self.empty:
-            which = f"{len(self.empty)} of {self.num_documents} rows are empty"
-            if len(self.empty) == self.num_documents:
-                raise ConfigError(f"calibration data {self.source}: {which}")
-            log.warning("calibration data %s: %s and left out, the first: row %d", self.source, which, self.empty[0])
+            log.warning(
+                "calibration data %s: %d of %d rows hold no text and are left out, the first: row %d",
+                self.source, len(self.empty), self.num_documents, self.empty[0],
+            )  # fmt: skip
 
     def report(self, weight: float | None, samples: int) -> SourceReport:
         return SourceReport(
@@ -197,11 +194,7 @@ def _rows(pieces: list[Document], part: _Part, count: int, recipe: CalibrationRe
     random.Random(recipe.seed).shuffle(pieces)
     prefix = _row_prefix(tokenizer)
     width = recipe.seq_len - len(prefix)
-    ids: list[int] = []
-    for piece in pieces:
-        if len(ids) >= count * width:
-            break
-        ids += _encode(piece, tokenizer)
+    ids = _tokens(pieces, count * width, tokenizer, ", ".join(part.names))
     if len(ids) < count * width:
         raise TooLittleTextError(
             f"calibration data {', '.join(part.names)}: {len(ids):,} tokens, too short for {count} samples of "
@@ -217,15 +210,36 @@ def _row_prefix(tokenizer: Tokenizer) -> list[int]:
     return start if start == [tokenizer.bos_token_id] else []
 
 
+def _tokens(pieces: Iterable[Document], count: int, tokenizer: Tokenizer, where: str) -> list[int]:
+    """The tokens of the first pieces, `count` or a few more, or of all pieces.
+
+    Conversations that the chat template refuses are left out with a warning. Raises ConfigError if it refuses all.
+    """
+    ids: list[int] = []
+    refused: list[str] = []
+    for piece in pieces:
+        if len(ids) >= count:
+            break
+        try:
+            ids += _encode(piece, tokenizer)
+        except RequestError as error:
+            refused.append(error.message)
+    if refused and not ids:
+        raise ConfigError(f"calibration data {where}: the chat template refuses every conversation: {refused[0]}")
+    if refused:
+        log.warning(
+            "calibration data %s: the chat template refuses %d conversations, which are left out; the first: %s",
+            where, len(refused), refused[0],
+        )  # fmt: skip
+    return ids
+
+
 def _encode(document: Document, tokenizer: Tokenizer) -> list[int]:
     if isinstance(document, str):
         return tokenizer.encode(document, add_special_tokens=False)
     if tokenizer.chat_template is None:
-        raise ConfigError("calibration data has `messages`, but the model has no chat template; use data with `text`")
-    try:
-        return tokenizer.encode_chat(document, add_generation_prompt=False)
-    except RequestError as error:
-        raise ConfigError(f"calibration data: the chat template refuses a conversation: {error.message}") from None
+        raise ConfigError("calibration data has conversations, the model no chat template; use data with `text`")
+    return tokenizer.encode_chat(document, add_generation_prompt=False)
 
 
 def _pieces(found: Iterable[Document], size: int) -> Iterator[Document]:

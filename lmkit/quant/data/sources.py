@@ -1,7 +1,7 @@
 """Texts and conversations to calibrate or evaluate with, one document at a time.
 
-Sources: .txt; .jsonl and .parquet with `text`, or with `messages` (objects with `role` and `content`); folders of
-these; folders that `datasets` saved; `hub:ORG/NAME`, `hub:ORG/NAME/CONFIG@SPLIT`; names in calibration/presets.yaml.
+Sources: .txt; .jsonl, .json and .parquet with rows in one of several schemas (quant.data.rows); folders of these;
+folders that `datasets` saved; `hub:ORG/NAME`, `hub:ORG/NAME/CONFIG@SPLIT`; names in calibration/presets.yaml.
 """
 
 from __future__ import annotations
@@ -18,18 +18,16 @@ import yaml
 from lmkit.config import StrictStruct, parse
 from lmkit.errors import CheckpointError, ConfigError
 from lmkit.extras import needed_for
+from lmkit.quant.data.rows import COLUMNS, Document, nothing_usable, read_row, row_documents
 
 PRESETS = Path(__file__).parents[2] / "data" / "calibration" / "presets.yaml"
-SUFFIXES = (".txt", ".jsonl", ".parquet")
+SUFFIXES = (".txt", ".jsonl", ".parquet", ".json")
 HUB_DOCUMENTS = 4096  # limit for a dataset of the hub (its beginning) and for a saved one (evenly spaced)
 HUB_NAME = re.compile(r"hub:(?P<path>[^/@]+/[^/@]+)(?:/(?P<name>[^@]+))?(?:@(?P<split>.+))?")
 
-Messages = list[dict[str, Any]]
-Document = str | Messages
-
 
 class Preset(StrictStruct, frozen=True):
-    """A named data set: a file beside presets.yaml or a dataset of the hub, and the columns to read."""
+    """A named data set: a file beside presets.yaml or a dataset of the hub."""
 
     file: str | None = None
     sha256: str | None = None  # of `file`
@@ -39,8 +37,6 @@ class Preset(StrictStruct, frozen=True):
     data_files: str | None = None
     revision: str | None = None
     split: str = "train"
-    text: str = "text"
-    chat: tuple[str, str] | None = None  # the columns of question and answer, in place of `text` and `messages`
 
 
 def documents(source: str) -> Iterator[Document]:
@@ -54,7 +50,8 @@ def documents(source: str) -> Iterator[Document]:
     elif (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
         yield from _saved_documents(path)
     elif path.is_dir():
-        files = sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES and file.is_file())
+        found = sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES and file.is_file())
+        files = [file for file in found if file.suffix != ".json"] or found  # beside others, .json describes them
         if not files:
             raise ConfigError(f"calibration data {path}: no {', '.join(SUFFIXES)} file in this folder")
         for file in files:
@@ -90,7 +87,7 @@ def _preset_documents(name: str, preset: Preset) -> Iterator[Document]:
 def read_documents(file: Path) -> Iterator[Document]:
     """Texts and conversations of one file. Raises ConfigError or CheckpointError; the error names the file and the
     row."""
-    readers = {".txt": _read_txt, ".jsonl": _read_jsonl, ".parquet": _read_parquet}
+    readers = {".txt": _read_txt, ".jsonl": _read_jsonl, ".json": _read_json, ".parquet": _read_parquet}
     if file.suffix not in readers:
         raise ConfigError(f"calibration data {file}: expected one of {', '.join(SUFFIXES)}")
     try:
@@ -113,14 +110,30 @@ def _read_txt(file: Path) -> Iterator[Document]:
 
 def _read_jsonl(file: Path) -> Iterator[Document]:
     with file.open("rb") as lines:
-        yield from _row_documents(_json_rows(lines, file), file)
+        yield from row_documents(_json_rows(lines, file), file)
 
 
-def _json_rows(lines: Iterable[bytes], file: Path) -> Iterator[dict[str, Any]]:
+def _read_json(file: Path) -> Iterator[Document]:
+    """A list of rows, an object with one list of rows, or, as some files are named so, rows in lines."""
+    content = file.read_bytes()
+    try:
+        data = msgspec.json.decode(content)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        yield from row_documents(_json_rows(content.splitlines(), file), file)
+        return
+    lists = [value for value in data.values() if isinstance(value, list)] if isinstance(data, dict) else []
+    in_object = len(lists) == 1 and all(isinstance(row, dict) for row in lists[0]) and read_row(data) is None
+    rows = data if isinstance(data, list) else lists[0] if in_object else [data]
+    if unreadable := next((row for row in rows if not isinstance(row, dict | list | str)), None):
+        raise CheckpointError(f"calibration data {file}: a row is not a JSON object: {str(unreadable)[:64]}")
+    yield from row_documents(rows, file)
+
+
+def _json_rows(lines: Iterable[bytes], file: Path) -> Iterator[dict[str, Any] | list[dict[str, Any]] | str]:
     for number, line in enumerate(lines, 1):
         if line.strip():
             try:
-                yield msgspec.json.decode(line, type=dict[str, Any])
+                yield msgspec.json.decode(line, type=dict[str, Any] | list[dict[str, Any]] | str)
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
                 raise CheckpointError(f"calibration data {file}:{number}: not a JSON object: {error}") from None
 
@@ -132,46 +145,16 @@ def _read_parquet(file: Path) -> Iterator[Document]:
 
     try:
         with parquet.ParquetFile(file) as table:
-            columns = [name for name in ("text", "messages") if name in table.schema_arrow.names]
+            names = table.schema_arrow.names
+            columns = [name for name in names if name.lower() in COLUMNS]
             if not columns:
-                found = ", ".join(table.schema_arrow.names)
-                raise ConfigError(f"calibration data {file}: no column `text` or `messages`, only {found}")
-            rows = (row for batch in table.iter_batches(columns=columns[:1]) for row in batch.to_pylist())
-            yield from _row_documents(rows, file)
+                raise ConfigError(nothing_usable(file, "no column holds a text", names))
+            rows = (row for batch in table.iter_batches(columns=columns) for row in batch.to_pylist())
+            yield from row_documents(rows, file)
     except pyarrow.ArrowException as error:
         raise CheckpointError(f"calibration data {file}: not a readable Parquet file: {error}") from None
     except UnicodeDecodeError as error:
         raise CheckpointError(f"calibration data {file}: not UTF-8 text: {error}") from None
-
-
-def _row_documents(rows: Iterable[dict[str, Any]], where: object, preset: Preset | None = None) -> Iterator[Document]:
-    preset, count = preset or Preset(), 0
-    for count, row in enumerate(rows, 1):
-        document = _document(row, preset)
-        if document is None:
-            wanted = f"neither `{preset.text}` (a string) nor `messages` (a list of objects with `role` and `content`)"
-            if preset.chat is not None:
-                wanted = f"no strings in the columns {preset.chat[0]} and {preset.chat[1]}"
-            raise ConfigError(f"calibration data {where}: row {count} has {wanted}")
-        yield document
-    if count == 0:
-        raise ConfigError(f"calibration data {where}: no rows")
-
-
-def _document(row: dict[str, Any], preset: Preset) -> Document | None:
-    if preset.chat is not None:
-        question, answer = (row.get(column) for column in preset.chat)
-        if isinstance(question, str) and isinstance(answer, str):
-            return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-        return None
-    text, messages = row.get(preset.text), row.get("messages")
-    if isinstance(text, str):
-        return text
-    return messages if isinstance(messages, list) and messages and all(map(_is_message, messages)) else None
-
-
-def _is_message(value: object) -> bool:
-    return isinstance(value, dict) and all(isinstance(value.get(key), str) for key in ("role", "content"))
 
 
 def _saved_documents(folder: Path) -> Iterator[Document]:
@@ -191,7 +174,7 @@ def _saved_documents(folder: Path) -> Iterator[Document]:
             raise ConfigError(f"calibration data {folder}: no split `train` among {splits}; name one: {folder}/SPLIT")
         data = data[name]
     count = min(len(data), HUB_DOCUMENTS)
-    yield from _row_documents((data[i * len(data) // count] for i in range(count)), folder)
+    yield from row_documents((data[i * len(data) // count] for i in range(count)), folder)
 
 
 def _hub_documents(name: str, preset: Preset) -> Iterator[Document]:
@@ -210,11 +193,11 @@ def _hub_documents(name: str, preset: Preset) -> Iterator[Document]:
             split=preset.split,
             streaming=True,
         )
-        yield from _row_documents(stream.take(HUB_DOCUMENTS), name, preset)
+        yield from row_documents(stream.take(HUB_DOCUMENTS), name)
     except (OSError, ValueError, RuntimeError, httpx.HTTPError, datasets.exceptions.DatasetsError) as error:
         raise ConfigError(
             f"calibration data {name}: cannot load {preset.path} from the hub ({_first_line(error)}); give a local "
-            f".txt, .jsonl or .parquet file, or `demo`"
+            f".txt, .jsonl, .json or .parquet file, or `demo`"
         ) from None
 
 
