@@ -46,7 +46,10 @@ def convert(
         linears = chosen(model, output, format, progress=lambda done, total: bar.update("linears", done, total))
     remember(output)
     quantized = sum(scheme is not None for scheme in linears.values())
-    print(f"{output}: {quantized} linears as {format}, read back and found equal")
+    if quantized:
+        print(f"{output}: {quantized} linears as {format}, read back and found equal")
+    else:
+        print(f"{output}: {len(linears)} linears are dense")
 
 
 def _to_dense(model: str, output: Path) -> None:
