@@ -50,7 +50,7 @@ def quantize(
     ] = None,
     group_size: Annotated[
         Literal["32", "64", "128", "channel", "tensor", "block"] | None,
-        typer.Option(rich_help_panel=GRID, help="Weights that share a scale."),
+        typer.Option(rich_help_panel=GRID, help="Weights that share a scale; exactly so many."),
     ] = None,
     kv_bits: Annotated[
         Literal["16", "8", "4", "auto"] | None,
@@ -61,7 +61,7 @@ def quantize(
         typer.Option(
             metavar="SOURCE[:WEIGHT]",
             rich_help_panel=TEXT,
-            help="A preset, a .txt, .jsonl or .parquet file, a folder or hub:ORG/NAME; may be repeated, with weights.",
+            help="A preset, a .txt, .json(l) or .parquet file, a folder or hub:ORG/NAME; repeat it for more.",
         ),
     ] = None,
     num_samples: Annotated[int | None, typer.Option(min=1, rich_help_panel=TEXT, help="Rows of text.")] = None,
@@ -118,7 +118,11 @@ def quantize(
 
     if bits not in (None, 2, 3, 4, 8):
         raise ConfigError(f"--bits {bits:g}: expected 2, 3, 4 or 8; --average-bits {bits:g} mixes them")
-    scheme = {"bits": bits and int(bits), "group_size": _number(group_size)}
+    scheme = {
+        "bits": bits and int(bits),
+        "group_size": _number(group_size),
+        "smaller_groups": None if group_size is None else False,  # exactly what was asked for
+    }
     chosen = recipe or recipe_for(weight_format, bits, average_bits)
     loaded = load_recipe(
         chosen,
@@ -214,7 +218,7 @@ def _print_plan(model: str, chosen: str, quantizer: Quantizer, seconds: float) -
     calibration = recipe.calibration
     steps = ", ".join(step.name() for step in recipe.steps)
     print(f"{model}: recipe {chosen}: {steps}")
-    print(f"weights: {_scheme(recipe)}, format {recipe.format}; KV cache: {recipe.kv.bits} bits")
+    print(f"weights: {_scheme(recipe, plan.groups)}, format {recipe.format}; KV cache: {recipe.kv.bits} bits")
     rows = f"{calibration.num_samples} rows of {calibration.seq_len} tokens from {_sources(calibration)}"
     print(f"calibration: {rows if calibration.has_text else 'none, rounding to nearest needs no text'}")
     print(
@@ -229,14 +233,10 @@ def _print_plan(model: str, chosen: str, quantizer: Quantizer, seconds: float) -
         print(f"stays dense: {modules[0]}{more}: {reason}")
 
 
-def _scheme(recipe: Recipe) -> str:
+def _scheme(recipe: Recipe, groups: str) -> str:
     """`4 bits, groups of 128`, `8 bits, float, per block, activations float8`."""
-    from lmkit.quant.sections import WIDE_GROUPS
-
-    scheme, grouped = recipe.scheme, recipe.scheme.group_size not in WIDE_GROUPS
-    parts = [f"{scheme.bits} bits"]
-    parts += [] if scheme.type == "int" else [scheme.type]
-    parts.append(f"groups of {scheme.group_size}" if grouped else f"per {scheme.group_size}")
+    scheme = recipe.scheme
+    parts = [f"{scheme.bits} bits", *([] if scheme.type == "int" else [scheme.type]), groups]
     parts += [] if recipe.activations == "none" else [f"activations {recipe.activations}"]
     parts += [] if recipe.average_bits is None else [f"or finer: {recipe.average_bits:g} bits on average"]
     return ", ".join(parts)

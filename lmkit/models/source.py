@@ -28,7 +28,7 @@ from lmkit.models.decoder import Decoder
 from lmkit.models.decoder_layer import DecoderLayer
 from lmkit.models.fused import views
 from lmkit.models.registry import BASE, CLASSIFIER
-from lmkit.models.rounding import saved_bytes, scheme_for
+from lmkit.models.rounding import check_rounding, saved_bytes, scheme_for
 from lmkit.models.spec import ModelSpec
 from lmkit.qtensor import QTensor, QuantScheme, dequantize, quantize
 
@@ -58,6 +58,8 @@ class ModelSource:
             raise ConfigError(
                 f"quantize={rounding}: {self.reader.path} is quantized already ({self.format.name}); leave quantize out"
             )
+        if rounding != "none":
+            check_rounding(self.spec, rounding, self.reader.path)
         self.reader.show(views(self.reader, self.spec))
         if self.spec.tie_embeddings and any(self.reader.has(f"{roles.LM_HEAD}.{mark}") for mark in MARKS):
             self.spec = replace(self.spec, tie_embeddings=False)  # a head of its own: embeddings are not quantized

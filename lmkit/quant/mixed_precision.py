@@ -8,7 +8,7 @@ choice in KL.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -16,14 +16,12 @@ from lmkit.errors import ConfigError
 from lmkit.formats.base import get_format
 from lmkit.models.layer_spec import Shape
 from lmkit.models.spec import ModelSpec
-from lmkit.qtensor import QuantScheme
+from lmkit.qtensor import Linears, QuantScheme
+from lmkit.quant.groups import SCALE_BITS, candidates, computed_together
 from lmkit.quant.recipe import Recipe
 
 MEASURED_ROWS, MEASURED_LEN = 8, 128  # KL is measured on so many rows of the calibration data, of so many tokens
 RESOLUTION = 1 << 16  # the spare bits are counted in this many units, if their costs have no larger common divisor
-SCALE_BITS = 16
-LOW_BITS = 2, 3  # for budgets that the recipe's scheme exceeds
-EXPERTS = "mlp.experts."
 DENSE_BITS = {"float32": 32, "bfloat16": 16, "float16": 16}
 
 
@@ -63,40 +61,24 @@ class BitBudget:
         return (self.fixed_bits + spent) / self.num_weights
 
 
-def candidates(recipe: Recipe) -> tuple[QuantScheme, ...]:
-    """The schemes that a linear may get. Without a budget, this is the recipe's scheme alone."""
-    base = recipe.scheme.scheme()
-    if recipe.average_bits is None or recipe.format == "awq" or base.bits != 4:  # an AWQ file has one scheme
-        return (base,)
-    finer = () if base.group_size == 32 else (replace(base, group_size=32),)
-    of_scale = (SCALE_BITS + base.bits * (not base.symmetric)) / max(base.group_size, 1)
-    widths = LOW_BITS if recipe.average_bits < base.bits + of_scale else ()
-    low = [replace(scheme, bits=bits, symmetric=False) for bits in widths for scheme in (base, *finer)]
-    return *low, base, *finer, replace(base, bits=8, symmetric=True)
-
-
-def make_bit_budget(spec: ModelSpec, recipe: Recipe, dense: dict[str, str]) -> BitBudget:
-    """The groups and their choices for a model. `dense`: the modules that stay dense in any case."""
+def make_bit_budget(spec: ModelSpec, recipe: Recipe, linears: Linears) -> BitBudget:
+    """The groups and their choices for a model. `linears`: the schemes that `groups.fit_groups` gives."""
     groups, fixed_bits = [], 0
     for index, layer in enumerate(spec.layers):
-        fused = {role: group[0] for group in layer.fused for role in group}
-        together: dict[str, dict[str, str]] = {}
-        for role, shape in layer.linears.items():
-            module = layer.module_name(index, role)
-            if module in dense:
-                fixed_bits += stored_bits(spec, recipe, shape, None)
-            else:  # engines compute all experts of a layer in one kernel
-                first = EXPERTS if role.startswith(EXPERTS) else fused.get(role, role)
-                together.setdefault(first, {})[role] = module
-        groups += [_group(spec, recipe, index, modules) for modules in together.values()]
+        for roles in computed_together(layer):
+            modules = {role: layer.module_name(index, role) for role in roles}
+            fixed = [role for role, module in modules.items() if linears[module] is None]
+            fixed_bits += sum(stored_bits(spec, recipe, layer.linears[role], None) for role in fixed)
+            if free := {role: module for role, module in modules.items() if role not in fixed}:
+                groups.append(_group(spec, recipe, index, free, linears[next(iter(free.values()))]))
     return BitBudget(tuple(groups), fixed_bits, spec.num_weights)
 
 
-def _group(spec: ModelSpec, recipe: Recipe, layer: int, names: dict[str, str]) -> Group:
+def _group(spec: ModelSpec, recipe: Recipe, layer: int, names: dict[str, str], base: QuantScheme | None) -> Group:
     can_write = get_format(recipe.format).can_write
     shapes = [spec.layers[layer].linears[role] for role in names]
     choices: list[QuantScheme | None] = [
-        scheme for scheme in candidates(recipe) if all(can_write(shape, scheme) is None for shape in shapes)
+        scheme for scheme in candidates(recipe, base) if all(can_write(shape, scheme) is None for shape in shapes)
     ]
     bits = {choice: sum(stored_bits(spec, recipe, shape, choice) for shape in shapes) for choice in [*choices, None]}
     ordered = sorted(bits, key=lambda choice: bits[choice])
@@ -113,11 +95,11 @@ def stored_bits(spec: ModelSpec, recipe: Recipe, shape: Shape, scheme: QuantSche
     return out_features * in_features * scheme.bits + scales
 
 
-def check_reachable(spec: ModelSpec, recipe: Recipe, dense: dict[str, str]) -> None:
+def check_reachable(spec: ModelSpec, recipe: Recipe, linears: Linears) -> None:
     """Raise ConfigError for a budget below the lowest possible one, or for one that leaves every linear dense."""
     if recipe.average_bits is None:
         return
-    asked, budget = f"average_bits {recipe.average_bits:g}", make_bit_budget(spec, recipe, dense)
+    asked, budget = f"average_bits {recipe.average_bits:g}", make_bit_budget(spec, recipe, linears)
     if recipe.average_bits < budget.lowest:
         lowest = math.ceil(1000 * budget.lowest) / 1000
         raise ConfigError(f"recipe: {asked} cannot be reached; the lowest for this model is {lowest:g}")

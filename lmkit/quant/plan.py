@@ -5,26 +5,24 @@ from __future__ import annotations
 
 import functools
 import math
-import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 
 import torch
 
 from lmkit.errors import ConfigError, UnsupportedError
-from lmkit.formats.base import get_format
 from lmkit.kernels.cuda.module import tensor_device
 from lmkit.log import get_logger
 from lmkit.models.source import ModelSource
 from lmkit.models.spec import ModelSpec
 from lmkit.qtensor import QuantScheme, dequantize, quantize
 from lmkit.quant.device import multiplies_bfloat16, wait
+from lmkit.quant.groups import candidates, check_dense, fit_groups
 from lmkit.quant.kv.config import check_layers
 from lmkit.quant.layer.moments import HELD_OUT
 from lmkit.quant.layer.products import times
-from lmkit.quant.mixed_precision import MEASURED_LEN, MEASURED_ROWS, candidates, check_reachable
+from lmkit.quant.mixed_precision import MEASURED_LEN, MEASURED_ROWS, check_reachable
 from lmkit.quant.recipe import Recipe
 from lmkit.quant.report.evaluate import EVAL_TOKENS
 from lmkit.quant.steps.base import Speed
@@ -42,7 +40,8 @@ NUM_ROWS = (1024, 768, 512, 384, 256, 192, 128, 96, 64, 48, 32, 24, 16)  # that 
 @dataclass(frozen=True)
 class Plan:
     """`linears` maps the module of every linear to its scheme (None = it stays dense). `dense` maps the modules that
-    stay dense to the reason. `seconds` estimates each phase of a run, by the name that its progress has.
+    stay dense to the reason. `groups` tells the sizes of groups, and why (quant.groups). `seconds` estimates each phase
+    of a run, by the name that its progress has.
 
     With a budget of bits, quant.report.sensitivity chooses the schemes.
     """
@@ -50,6 +49,7 @@ class Plan:
     spec: ModelSpec
     linears: dict[str, QuantScheme | None]
     dense: dict[str, str]
+    groups: str
     seconds: dict[str, float]
 
     def schemes(self, layer: int) -> dict[str, QuantScheme]:
@@ -81,47 +81,18 @@ def make_plan(source: ModelSource, recipe: Recipe, device: str = "cpu") -> Plan:
         if reason := step.refuses_model(spec):
             raise UnsupportedError(f"{path}: {reason}")
     check_layers(recipe.kv, spec, recipe.format)
-    dense = dense_modules(spec, recipe)
-    modules = [spec.module_name(i, role) for i in range(spec.num_layers) for role in spec.layers[i].linears]
-    if len(dense) == len(modules):
-        raise ConfigError(f"recipe: nothing to quantize, every linear stays dense: {next(iter(dense.values()))}")
-    linears = {module: None if module in dense else recipe.scheme.scheme() for module in modules}
-    check_reachable(spec, recipe, dense)
+    grids = fit_groups(spec, recipe)
+    check_dense(path, spec, recipe, grids)
+    if not any(grids.linears.values()):
+        raise ConfigError(f"recipe: nothing to quantize, every linear stays dense: {next(iter(grids.dense.values()))}")
+    _warn_split_groups(spec, grids.dense)
+    check_reachable(spec, recipe, grids.linears)
+    linears = dict(grids.linears)
     for index, layer in enumerate(spec.layers):
         matrices = [role for role, shape in layer.matrices.items() if len(shape) == 2]
         linears |= {spec.module_name(index, role): None for role in (*layer.routers, *matrices)}
-    return Plan(spec, linears, dense, estimate(spec, recipe, measure_speed(recipe.product_dtype(device), device)))
-
-
-def dense_modules(spec: ModelSpec, recipe: Recipe) -> dict[str, str]:
-    """The linears that stay dense, with the reason: the recipe ignores them, or the format cannot store them."""
-    weight_format, schemes = get_format(recipe.format), candidates(recipe)
-    dense, matched = {}, set()
-    for layer in range(spec.num_layers):
-        for role, shape in spec.layers[layer].linears.items():
-            module = spec.module_name(layer, role)
-            patterns = [p for p in recipe.ignore if fnmatchcase(role, p) or fnmatchcase(module, p)]
-            matched |= set(patterns)
-            if patterns:
-                dense[module] = f"ignored by the recipe ({patterns[0]})"
-            elif role in spec.layers[layer].unrounded:
-                dense[module] = "small, and every later state depends on it"
-            elif all(reasons := [weight_format.can_write(shape, scheme) for scheme in schemes]):
-                dense[module] = str(reasons[0])
-    for pattern in recipe.ignore:
-        if pattern not in matched:
-            raise ConfigError(
-                f"recipe: ignore: {pattern!r} matches no linear; use a role ({_role_patterns(spec)}) or a pattern of "
-                "module names such as *.layers.0.*"
-            )
-    _warn_split_groups(spec, dense)
-    return dense
-
-
-def _role_patterns(spec: ModelSpec) -> str:
-    """Every role of the model, with * for the number of an expert."""
-    every = [role for layer in range(spec.num_layers) for role in spec.layers[layer].linears]
-    return ", ".join(dict.fromkeys(re.sub(r"\d+", "*", role) for role in every))
+    seconds = estimate(spec, recipe, measure_speed(recipe.product_dtype(device), device))
+    return Plan(spec, linears, grids.dense, grids.groups, seconds)
 
 
 def _warn_split_groups(spec: ModelSpec, dense: dict[str, str]) -> None:

@@ -24,7 +24,7 @@ from msgspec import Meta
 
 from lmkit import other_names, yaml_file
 from lmkit.config import StrictStruct, parse
-from lmkit.errors import ConfigError, UnsupportedError
+from lmkit.errors import ConfigError
 from lmkit.formats.base import get_format
 from lmkit.formats.parts import Activations
 from lmkit.models.layer_spec import LayerSpec
@@ -49,6 +49,8 @@ DECLARES: dict[str, tuple[Activations, ...]] = {
     "awq": ("none",), "gptq": ("none",), "gptq_v2": ("none",), "fp8": ("float8",),
     "compressed-tensors": ("none", "int8", "float8"),
 }  # fmt: skip
+MIXED_FORMAT = "compressed-tensors"  # each linear has a scheme of its own; the others have one for all
+AWQ_BITS = 4  # the only ones that AWQ holds
 OBSERVED_TOKENS = 4096  # enough for means and for the moments of a few inputs
 ANY_SHAPE = (1024, 1024)  # a weight that every group size divides
 
@@ -156,12 +158,10 @@ def _scheme_problem(recipe: Recipe) -> str | None:
         return "activations float8 need scheme {bits: 8, type: float}"
     if activations not in DECLARES[recipe.format]:
         return f"format {recipe.format} has activations {' or '.join(DECLARES[recipe.format])}, not {activations}"
-    try:
-        reason = get_format(recipe.format).can_write(ANY_SHAPE, weights)
-    except UnsupportedError as error:
-        return str(error)
+    reason = get_format(recipe.format).can_write(ANY_SHAPE, weights)
     if reason is not None:
-        return f"format {recipe.format} cannot store the scheme: {reason}"
+        other = "" if get_format(MIXED_FORMAT).can_write(ANY_SHAPE, weights) else f"; --format {MIXED_FORMAT} can"
+        return f"format {recipe.format} cannot store the scheme: {reason}{other}"
     return next(filter(None, (step.refuses(weights, activations) for step in recipe.steps)), None)
 
 
@@ -195,7 +195,8 @@ def load_recipe(name: str, overrides: dict[str, Any] | None = None) -> Recipe:
     """Read a recipe by its name in recipes/ or by its path. Raises ConfigError.
 
     `overrides` ({key: value}, {section: {key: value}}) replace values of the file and pass the same checks. A value
-    None overrides nothing. If they need text and the file has none, the text is the default.
+    None overrides nothing. If they need text and the file has none, the text is the default. If they change the bits,
+    and no format is named, it is one that holds them.
     """
     path = find_recipe(name)
     where = f"recipe {name}"
@@ -209,6 +210,9 @@ def load_recipe(name: str, overrides: dict[str, Any] | None = None) -> Recipe:
         elif given := {key: value for key, value in values.items() if value is not None}:
             stored = changed.get(section) or {}
             changed[section] = (stored if isinstance(stored, dict) else {}) | given
+    bits = (overrides or {}).get("scheme", {}).get("bits")
+    if bits not in (None, AWQ_BITS):  # of a recipe that names no format, and is therefore AWQ's
+        changed.setdefault("format", MIXED_FORMAT)
     calibration = changed.get("calibration")
     if isinstance(calibration, dict) and calibration.get("dataset") == NO_TEXT and _asks_for_text(overrides or {}):
         changed["calibration"] = {key: value for key, value in calibration.items() if key != "dataset"}

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Annotated, Literal
 
 from msgspec import Meta
 
 from lmkit.config import PositiveInt, StrictStruct
+from lmkit.models.rounding import GROUPS
 from lmkit.qtensor import QuantScheme
 
 KVBits = Literal[16, 8, 4]
@@ -22,12 +24,15 @@ class SchemeRecipe(StrictStruct, frozen=True):
     `group_size` inputs of an output row share a scale and, unless the grid is symmetric, a zero. "channel" (also
     written -1) is the whole row. Type float (float8 e4m3, symmetric) has one scale for the row, the whole tensor, or a
     block of 128 rows and 128 inputs.
+
+    With `smaller_groups`, linears whose inputs are not whole groups get groups of 64 or 32 (quant.groups).
     """
 
     bits: Literal[2, 3, 4, 8] = 4
     type: Literal["int", "float"] = "int"
     group_size: Literal[-1, 32, 64, 128, "channel", "tensor", "block"] = 128
     symmetric: bool | None = None  # by default false for int
+    smaller_groups: bool = True
 
     def __post_init__(self) -> None:
         if self.type == "int" and self.group_size in ("tensor", "block"):
@@ -35,7 +40,7 @@ class SchemeRecipe(StrictStruct, frozen=True):
         if self.type == "float" and self.group_size not in WIDE_GROUPS:
             raise ValueError(f"group_size {self.group_size} is for type int; float has channel, tensor or block")
         if self.type == "float" and self.bits != 8:
-            raise ValueError("type float has `bits: 8`")
+            raise ValueError("type float has `bits: 8`; --format compressed-tensors has integers of others")
         if self.type == "float" and self.symmetric is False:
             raise ValueError("type float is symmetric")
 
@@ -43,6 +48,12 @@ class SchemeRecipe(StrictStruct, frozen=True):
         rows, size = (1, self.group_size) if isinstance(self.group_size, int) else WIDE_GROUPS[self.group_size]
         symmetric = self.type == "float" or bool(self.symmetric)
         return QuantScheme(self.bits, size, symmetric, self.type, rows)
+
+    @property
+    def schemes(self) -> tuple[QuantScheme, ...]:
+        """The grid, and the same in the smaller groups that a linear may get."""
+        whole, sizes = self.scheme(), GROUPS if self.smaller_groups and self.group_size not in WIDE_GROUPS else ()
+        return whole, *(replace(whole, group_size=size) for size in sizes if size < whole.group_size)
 
 
 class KVLayerRecipe(StrictStruct, frozen=True):

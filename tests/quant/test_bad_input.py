@@ -83,10 +83,10 @@ def test_groups_of_one_sign_do_not_saturate(tmp_path: Path, sign: int) -> None:
 
 
 def test_inputs_that_fill_no_group_stay_dense_with_the_reason(tmp_path: Path) -> None:
-    path = tiny_checkpoint(tmp_path / "source", intermediate_size=88)
+    path = tiny_checkpoint(tmp_path / "source", hidden_size=256, intermediate_size=8)
     report = prepare(path, AWQ).run(tmp_path / "out")
     reasons = {linear.reason for layer in report.layers for linear in layer.linears if linear.reason}
-    assert reasons == {"88 inputs are not a multiple of the group size 32"}
+    assert reasons == {"8 inputs are not a multiple of the group size 32"}
     load_model(tmp_path / "out")
 
 

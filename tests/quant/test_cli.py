@@ -61,13 +61,13 @@ def test_quantize_then_eval_as_json(source: Path, tmp_path: Path) -> None:
 
 
 def test_tables_show_plan_errors_and_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = tiny_checkpoint(tmp_path / "source", num_hidden_layers=1, intermediate_size=88)
+    source = tiny_checkpoint(tmp_path / "source", num_hidden_layers=1, hidden_size=256, intermediate_size=8)
     monkeypatch.setattr("lmkit.quant.run.EVAL_TOKENS", 256)
     shown = run("quantize", source, "-o", tmp_path / "out", "--calibration", "demo", *SMALL)
     assert "recipe loss_w4a16_g128: awq_scale, awq_clip, gptq\n" in shown
     assert "weights: 4 bits, groups of 32, format awq; KV cache: 16 bits\n" in shown
     assert "estimate:" in shown
-    assert "stays dense: model.layers.0.mlp.down_proj: 88 inputs" in shown
+    assert "stays dense: model.layers.0.mlp.down_proj: 8 inputs" in shown
     assert "same most likely token" in shown
     assert "calibration: demo: 108 documents, sha256 " in shown
     assert "GiB at the peak; report: " in shown

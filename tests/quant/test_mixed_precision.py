@@ -17,7 +17,8 @@ from lmkit.layers.batch import allocate_kv, whole_batch
 from lmkit.models.roles import LINEARS
 from lmkit.models.source import ModelSource
 from lmkit.qtensor import QuantScheme, quantize
-from lmkit.quant.mixed_precision import BitBudget, Group, candidates, choose, make_bit_budget, name_of
+from lmkit.quant.groups import candidates, fit_groups
+from lmkit.quant.mixed_precision import BitBudget, Group, choose, make_bit_budget, name_of
 from lmkit.quant.plan import make_plan
 from lmkit.quant.recipe import Recipe
 from lmkit.quant.report import sensitivity
@@ -90,7 +91,7 @@ def test_bits_are_those_of_the_file(source: Path, tmp_path: Path) -> None:
 def test_fused_linears_share_what_all_of_them_can_have(tmp_path: Path) -> None:
     path = tiny_checkpoint(tmp_path, intermediate_size=96)
     asked = mixed(9, ignore=["attn.k"])
-    budget = make_bit_budget(ModelSource(path).spec, asked, make_plan(ModelSource(path), asked).dense)
+    budget = make_bit_budget(ModelSource(path).spec, asked, make_plan(ModelSource(path), asked).linears)
     first = [group for group in budget.groups if group.layer == 0]
     assert [tuple(group.modules) for group in first] == [
         ("attn.q", "attn.v"), ("attn.o",), ("mlp.gate", "mlp.up"), ("mlp.down",),
@@ -121,7 +122,7 @@ def test_budgets_out_of_reach_are_refused_with_what_can_be_reached(source: Path)
 
 def test_kl_is_that_of_the_model_with_one_group_rounded(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = ModelSource(source)
-    budget = make_bit_budget(model.spec, mixed(5), {})
+    budget = make_bit_budget(model.spec, mixed(5), fit_groups(model.spec, mixed(5)).linears)
     rows = torch.randint(0, model.spec.vocab_size, (3, 20), generator=torch.Generator().manual_seed(1))
     measured = sensitivity.measure(model, budget.groups, rows)
 

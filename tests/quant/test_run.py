@@ -185,11 +185,11 @@ def test_ignored_linears_stay_dense(source: Path, tmp_path: Path) -> None:
 
 
 def test_linears_that_the_format_cannot_hold_stay_dense(tmp_path: Path) -> None:
-    path = tiny_checkpoint(tmp_path / "source", intermediate_size=88)
+    path = tiny_checkpoint(tmp_path / "source", hidden_size=256, intermediate_size=8)
     report = prepare(path, AWQ).run(tmp_path / "out")
     dense = {linear.module: linear.reason for layer in report.layers for linear in layer.linears if linear.reason}
     assert dense.keys() == {f"model.layers.{i}.mlp.down_proj" for i in (0, 1)}
-    assert set(dense.values()) == {"88 inputs are not a multiple of the group size 32"}
+    assert set(dense.values()) == {"8 inputs are not a multiple of the group size 32"}
     load_model(tmp_path / "out")
 
 

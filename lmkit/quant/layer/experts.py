@@ -26,8 +26,9 @@ def empty_inputs(
     many of the expert's own tokens.
     """
     sizes = {role: scheme.group_size for role, scheme in schemes.items()}
+    readers = {spec.linears[role][1]: size for role, size in sizes.items()}  # by the width of their input
     if sizes:
-        sizes |= dict.fromkeys(spec.routers, next(iter(sizes.values())))
+        sizes |= {role: readers.get(width, -1) for role, (_, width) in spec.routers.items()}
     inputs: dict[str, InputStats] = {}
     for role, reads in spec.input_of.items():
         if role in sizes and reads not in inputs:

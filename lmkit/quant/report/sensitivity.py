@@ -24,10 +24,11 @@ from lmkit.models.decoder_layer import DecoderLayer, joined
 from lmkit.models.resolved import resolve_dtype
 from lmkit.models.source import ModelSource
 from lmkit.qtensor import QuantScheme
+from lmkit.quant.groups import fit_groups
 from lmkit.quant.layer.grid import round_to_nearest
 from lmkit.quant.layer.layer import Geometry
 from lmkit.quant.mixed_precision import MEASURED_LEN, MEASURED_ROWS, BitBudget, Group, choose, make_bit_budget, name_of
-from lmkit.quant.plan import Plan, dense_modules
+from lmkit.quant.plan import Plan
 from lmkit.quant.recipe import Recipe
 from lmkit.quant.report.evaluate import LOGIT_BYTES, Progress
 from lmkit.quant.report.report import MixedPrecisionGroup, MixedPrecisionReport
@@ -61,8 +62,9 @@ def choose_schemes(
     """
     assert recipe.average_bits is not None
     start = time.perf_counter()
-    linears, dense = dict(plan.linears), dense_modules(source.spec, recipe)
-    budget = make_bit_budget(source.spec, recipe, dense)
+    grids = fit_groups(source.spec, recipe)
+    linears, dense = dict(plan.linears), grids.dense
+    budget = make_bit_budget(source.spec, recipe, grids.linears)
     used = rows[torch.linspace(0, len(rows) - 1, min(MEASURED_ROWS, len(rows))).round().long(), :MEASURED_LEN]
     kl = measure(source, budget.groups, used, progress, device)
     chosen = choose(budget, kl, recipe.average_bits)
