@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json as jsonlib
 import time
-from typing import Annotated
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from lmkit.formats.known import Model
 
 
 def list_models(json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
@@ -16,18 +20,33 @@ def list_models(json: Annotated[bool, typer.Option("--json", help="Print JSON.")
     from lmkit.formats.known import models
     from lmkit.turbo.host_memory import gib
 
-    found = models()
+    found = [_measured(model) for model in models()]
     if json:
         print(jsonlib.dumps([model.as_dict() for model in found], indent=2))
         return
     print_table(
         ("name", "size", "format", "bits", "modified"),
         [
-            (m.name, gib(m.num_bytes), m.format, f"{m.bits or ''}", f"{duration(time.time() - m.modified)} ago")
+            (
+                m.name,
+                gib(m.num_bytes),
+                m.format,
+                "" if m.bits is None else f"{m.bits:.4g}",
+                f"{duration(time.time() - m.modified)} ago",
+            )
             for m in found
         ],
         right=("size", "bits"),
     )
+
+
+def _measured(model: Model) -> Model:
+    """The model with the bits of a weight in the file. Dense ones have those of their dtype, and are not opened."""
+    if model.format == "dense":
+        return model
+    from lmkit.models.weight_bits import bits_of_folder
+
+    return replace(model, bits=bits_of_folder(model.path) or model.bits)
 
 
 def pull(

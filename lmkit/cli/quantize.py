@@ -265,12 +265,11 @@ def _print_report(report: QuantReport, output: Path) -> None:
         table.add_column(column, justify="right")
     for layer in report.layers:
         errors = (mean(x.rtn_error for x in layer.linears), mean(x.error for x in layer.linears))
-        bits = mean(x.bits for x in layer.linears)
         table.add_row(
             str(layer.index),
             *("dense" if error is None else f"{error:.5f}" for error in errors),
             "-" if layer.error is None else f"{layer.error:.5f}",
-            "-" if bits is None else f"{bits:.2f}",
+            "-" if layer.bits is None else f"{layer.bits:.2f}",
             f"{layer.seconds:.1f}",
         )
     Console(markup=False).print(table)
@@ -282,7 +281,8 @@ def _print_report(report: QuantReport, output: Path) -> None:
         print(f"calibration: {source['source']}{weight}: {source['documents']:,} documents, {digest}")
     saved = report.bytes_after / report.bytes_before
     memory = "" if report.peak_bytes is None else f", {report.peak_bytes / 2**30:.2f} GiB at the peak"
-    print(f"{output}: {report.bytes_after:,} bytes of weights, {saved:.0%} of the source")
+    bits = "" if report.bits is None else f"{report.bits:.2f} bits a weight in linears, "
+    print(f"{output}: {bits}{report.bytes_after:,} bytes in all, {saved:.0%} of the source")
     print(f"{duration(report.seconds)}{memory}; report: {output / FILE_NAME}")
     if report.evaluation is not None:
         print_result(report.evaluation)

@@ -23,7 +23,7 @@ class Model:
     path: str
     num_bytes: int  # of the weights
     format: str
-    bits: int | None  # of the quantized weights, or of the dense ones; None if config.json does not say
+    bits: float | None  # of a weight, as config.json has it; None if it does not say
     modified: float  # seconds since 1970
 
     def as_dict(self) -> dict[str, Any]:

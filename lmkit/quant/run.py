@@ -34,6 +34,7 @@ from lmkit.log import get_logger
 from lmkit.models.fused import stored_name
 from lmkit.models.loader import trim_heap
 from lmkit.models.source import ModelSource
+from lmkit.models.weight_bits import stored_bits
 from lmkit.qtensor import QTensor, QuantScheme
 from lmkit.quant.budget import Budget, check_evaluation, fit, peak_bytes, size
 from lmkit.quant.data.calibration import CalibrationData, TooLittleTextError, load_calibration
@@ -48,7 +49,7 @@ from lmkit.quant.recipe import Recipe
 from lmkit.quant.refine.whole import Finished, WholeModel
 from lmkit.quant.report.evaluate import EVAL_TOKENS, EvalResult, Progress, evaluate
 from lmkit.quant.report.html import save_html
-from lmkit.quant.report.layer_report import LayerReport
+from lmkit.quant.report.layer_report import LayerReport, with_bits
 from lmkit.quant.report.report import MixedPrecisionReport, QuantReport
 from lmkit.quant.report.selfcheck import check_logits, check_weights
 from lmkit.quant.report.sensitivity import choose_schemes
@@ -125,19 +126,22 @@ class Quantizer:
                 folder, expected = work.new_checkpoint(), finished.hidden
                 records = self._assemble(work, folder, records, finished.layer)
             self._check(folder, expected, records)
+            stored = stored_bits(self.source.spec, ModelSource(folder).reader)
             evaluation = None if eval_ids is None else self._evaluate(folder, eval_ids, Path(output), progress)
             report = QuantReport(
                 lmkit_version=lmkit.__version__,
                 model=str(self.source.reader.path),
                 recipe=msgspec.to_builtins(self.recipe, str_keys=True),
                 calibration=self.data.report(),
-                layers=tuple(record.report for record in records),
+                layers=with_bits((record.report for record in records), self.source.spec, stored),
                 bytes_before=self.source.reader.nbytes(),
                 bytes_after=sum(file.stat().st_size for file in folder.glob("*.safetensors")),
                 evaluation=evaluation,
                 seconds=round(time.perf_counter() - start, 2),
                 mixed_precision=mixed,
                 refined=None if finished is None else finished.report,
+                groups=self.plan.groups,
+                bits=sum(stored.values()) / self.source.spec.num_weights,
                 peak_bytes=peak_bytes(),
             )  # fmt: skip
             report.save(folder)
@@ -328,14 +332,8 @@ class Quantizer:
         log.info("read back: logits differ by at most %.1e of the largest", difference)
 
     def _evaluate(self, folder: Path, ids: list[int], output: Path, progress: Progress) -> EvalResult:
-        result = evaluate(
-            folder,
-            ids,
-            against=self.source.reader.path,
-            seq_len=min(512, self.source.spec.max_position),
-            limit=EVAL_TOKENS,
-            progress=progress,
-        )
+        path, seq_len = self.source.reader.path, min(512, self.source.spec.max_position)
+        result = evaluate(folder, ids, against=path, seq_len=seq_len, limit=EVAL_TOKENS, progress=progress)
         return msgspec.structs.replace(result, model=str(output))
 
 

@@ -77,7 +77,7 @@ def read_row(row: Any) -> Document | None:
     texts = [columns.get(name) for name in TEXTS]
     found: list[Document | None] = [_text(texts[0]), *(read_turns(columns.get(name)) for name in TURNS)]
     found += [_pair(columns), *map(_text, texts)]
-    return next(filter(None, found), None)
+    return next((document for document in found if document), None)
 
 
 def read_turns(turns: Any) -> Messages | None:

@@ -28,7 +28,7 @@ from lmkit.quant.layer.passes import LayerPass, Part
 from lmkit.quant.layer.work import LayerWork, Rounding
 from lmkit.quant.plan import Plan
 from lmkit.quant.recipe import Recipe
-from lmkit.quant.report.layer_report import LayerReport, LinearReport, stored_bits
+from lmkit.quant.report.layer_report import LayerReport, LinearReport
 from lmkit.quant.steps.base import Stage
 
 SEARCH_PREFIX = 512  # attention is compared on at most so many tokens of a row
@@ -184,7 +184,6 @@ def linear_report(
         format=recipe.format if isinstance(weight, QTensor) else "dense",
         reason=plan.dense.get(module),
         error=error,
-        bits=stored_bits(weight, 8 * source.stored_dtype(layer.index, role).itemsize),
     )
 
 

@@ -21,6 +21,7 @@ from lmkit.quant.report.markup import Html, Percent, cards, number, page, pairs,
 from lmkit.quant.report.report import MixedPrecisionReport, QuantReport, RefineReport
 
 FILE_NAME = "report.html"
+LINEARS = "of a weight in linears"
 LAYER_COLUMNS = (
     "layer", "RTN, mean of linears", "stored, mean of linears", "whole layer", "held out: RTN", "held out: recipe",
     "bits", "seconds",
@@ -88,10 +89,9 @@ def _headline(report: QuantReport) -> str:
     result, mixed, bits = report.evaluation, report.mixed_precision, report.recipe.get("kv", {}).get("bits")
     before, after = report.bytes_before, report.bytes_after
     kept = f"{after / before:.1%} of the source" if before else ""
-    average = mean(x.bits for layer in report.layers for x in layer.linears) if mixed is None else mixed.reached
     figures: list[tuple[str, Any, str]] = [
         ("Weights", f"{_size(before)} → {_size(after)}", kept),
-        ("Bits per weight", average, "mean of the linears" if mixed is None else f"of {mixed.bits:g} allowed"),
+        ("Bits per weight", report.bits, LINEARS if mixed is None else f"{LINEARS}, of {mixed.bits:g} allowed"),
     ]
     far = None if result is None else result.divergence
     if far is not None:
@@ -160,7 +160,7 @@ def _layer_row(layer: LayerReport) -> tuple[Any, ...]:
     linears, held_out = layer.linears, layer.held_out
     errors = (mean(x.rtn_error for x in linears), mean(x.error for x in linears), layer.error)
     rows = (None, None) if held_out is None else (held_out.rtn_error, held_out.error)
-    return (layer.index, *errors, *rows, mean(x.bits for x in linears), layer.seconds)
+    return (layer.index, *errors, *rows, layer.bits, layer.seconds)
 
 
 def _layer(layer: LayerReport) -> str:

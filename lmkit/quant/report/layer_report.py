@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+import math
+from collections.abc import Iterable, Mapping
+
+import msgspec
 
 from lmkit.config import StrictStruct
-from lmkit.qtensor import QTensor
+from lmkit.models.layer_spec import LayerSpec
+from lmkit.models.spec import ModelSpec
 
 
 class ScaleReport(StrictStruct, frozen=True):
@@ -37,7 +41,7 @@ class LinearReport(StrictStruct, frozen=True):
     clip: ClipReport | None = None
     rtn_error: float | None = None
     error: float | None = None
-    bits: float | None = None  # of a weight as it is stored, with its share of scales and zeros
+    bits: float | None = None  # of a weight in the file (models.weight_bits)
     method: str | None = None  # the method that gave the codes: "rtn", "gptq", "signround"
     fallback: str | None = None  # why this is not the recipe's method
     damping: float | None = None  # of the Hessian, as much as was needed
@@ -78,11 +82,17 @@ class LayerReport(StrictStruct, frozen=True):
     seconds: float
     experts: ExpertsReport | None = None
     held_out: HeldOutReport | None = None
+    bits: float | None = None  # mean of all weights of the linears, in the file
 
 
-def stored_bits(weight: Tensor | QTensor, dense_bits: int) -> float:
-    """Bits of one weight in the file: its code and its share of scales and zeros. A dense weight has `dense_bits`."""
-    if isinstance(weight, Tensor):
-        return float(dense_bits)
-    bits = weight.scheme.bits
-    return bits + (8 * weight.scales.nbytes + bits * weight.zeros.numel()) / weight.codes.numel()
+def with_bits(reports: Iterable[LayerReport], spec: ModelSpec, stored: Mapping[str, int]) -> tuple[LayerReport, ...]:
+    """The reports with the bits of a weight. `stored`: the bits of each linear's module (models.weight_bits)."""
+    return tuple(_with_bits(report, spec.layers[report.index], stored) for report in reports)
+
+
+def _with_bits(report: LayerReport, layer: LayerSpec, stored: Mapping[str, int]) -> LayerReport:
+    sizes = {layer.module_name(report.index, role): math.prod(shape) for role, shape in layer.linears.items()}
+    linears = tuple(
+        msgspec.structs.replace(linear, bits=stored[linear.module] / sizes[linear.module]) for linear in report.linears
+    )
+    return msgspec.structs.replace(report, linears=linears, bits=sum(stored[m] for m in sizes) / layer.num_weights)

@@ -64,6 +64,8 @@ class QuantReport(StrictStruct, frozen=True):
     seconds: float
     mixed_precision: MixedPrecisionReport | None = None
     refined: RefineReport | None = None
+    groups: str | None = None  # the sizes of groups, and why
+    bits: float | None = None  # of a weight in linears, in the file (models.weight_bits)
     peak_bytes: int | None = None  # memory of the whole process
 
     def save(self, folder: Path) -> None:

@@ -20,6 +20,7 @@ from lmkit.models.resolved import ResolvedModel, resolved
 from lmkit.models.spec import ModelSpec
 from lmkit.models.streamed import forecast
 from lmkit.models.tower import tower_bytes
+from lmkit.models.weight_bits import bits_of_linears
 from lmkit.turbo.engine import copies
 from lmkit.turbo.engine.loading import load_options
 from lmkit.turbo.engine.memory import RUNTIME_BYTES, MemoryPlan, loaded_bytes, plan_memory
@@ -69,7 +70,7 @@ def describe_model(path: str, config: EngineConfig) -> dict[str, Any]:
                 "dtype": spec.dtype,
                 "parameters": spec.num_weights + heads,
                 "linear_parameters": spec.num_weights,
-                "bits_per_linear_weight": round(8 * _layer_bytes(model) / spec.num_weights, 3),
+                "bits_per_linear_weight": round(bits_of_linears(spec, reader), 3),
                 "file_bytes": reader.nbytes(),
                 "vision_tower_bytes": tower_bytes(model) or None,
                 "mtp_bytes": mtp_bytes(model) or None,
@@ -149,13 +150,6 @@ def _packed_files(checkpoint: Path, parent: str | None) -> dict[str, Any]:
         "files": len(files),
         "bytes": sum(file.stat().st_size for file in files),
     }
-
-
-def _layer_bytes(model: ResolvedModel) -> int:
-    """Bytes of the decoder layers' linears with their scales and zeros, as stored."""
-    reader = model.reader
-    modules = {layer.module_name(i, role) for i, layer in enumerate(model.spec.layers) for role in layer.linears}
-    return sum(reader.info(name).nbytes for name in reader.names() if name.rpartition(".")[0] in modules)
 
 
 def _serving(model: ResolvedModel, config: EngineConfig, available: int) -> dict[str, Any]:

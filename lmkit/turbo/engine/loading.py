@@ -30,6 +30,7 @@ from lmkit.models.spec import ModelSpec
 from lmkit.models.stage import Stage
 from lmkit.models.streamed import forecast
 from lmkit.models.tower import Tower, has_tower, load_tower
+from lmkit.models.weight_bits import bits_of_linears
 from lmkit.text import Tokenizer
 from lmkit.text.images import TEXT_ONLY
 from lmkit.turbo.engine import copies
@@ -111,8 +112,9 @@ def load(model_path: str, config: EngineConfig, device: Device, rank: int = 0) -
         identity = kv_identity(model, config) if has_tiers else b""
         disk = _open_disk(config, identity, memory.block_bytes)
         name = spec.architecture.removesuffix("ForCausalLM")
-        rounded = "" if config.quantize == "none" else f" rounded to {config.quantize}"
-        log.info("model: %s, %s weights%s, %s", name, model.source.format.name, rounded, model.packing.dtype)
+        bits = f" of {bits_of_linears(model.source.spec, model.source.reader):.2f} bits"
+        bits = bits if config.quantize == "none" else f" rounded to {config.quantize}"
+        log.info("model: %s, %s weights%s, %s", name, model.source.format.name, bits, model.packing.dtype)
         _announce(memory, model.storages, config)
         if spec.sees_all and config.max_model_len is None and memory.max_model_len < spec.max_position:
             log.warning("max_step_tokens bounds texts: this model reads %d tokens in one step", spec.max_position)

@@ -9,10 +9,8 @@ from typing import Any
 
 import msgspec
 import pytest
-import torch
 
 from lmkit.formats.hub import DEMO_FOLDER
-from lmkit.qtensor import QuantScheme, quantize
 from lmkit.quant.report.chart import bar_chart, line_chart, sparkline
 from lmkit.quant.report.evaluate import Divergence, EvalResult
 from lmkit.quant.report.html import model_name, render
@@ -23,7 +21,6 @@ from lmkit.quant.report.layer_report import (
     LayerReport,
     LinearReport,
     ScaleReport,
-    stored_bits,
 )
 from lmkit.quant.report.markup import STYLE, pairs, without_folders
 from lmkit.quant.report.report import MixedPrecisionGroup, MixedPrecisionReport, QuantReport
@@ -253,9 +250,3 @@ def test_ticks_surround_the_values_and_bars_start_at_zero(values: list[float]) -
     bars = ticks(bar_chart(values, title="t", x_label="x", y_label="y"))
     assert min(bars) == 0
     assert max(values) <= max(bars) <= 2 * max(values)
-
-
-def test_bits_count_scales_and_zeros() -> None:
-    weight = torch.randn(8, 128)
-    assert stored_bits(quantize(weight, QuantScheme(4, 32)), 16) == 4 + (16 + 4) / 32
-    assert stored_bits(weight, 16) == 16
