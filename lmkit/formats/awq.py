@@ -2,7 +2,7 @@
 
     module.qweight  int32   [in, out / 8]           words of packing.py, along out
     module.qzeros   int32   [in / group, out / 8]
-    module.scales   float16 [in / group, out]       w = (code - zero) * scale
+    module.scales   float16 [in / group, out]       w = (code - zero) * scale; also read in other float types
 
 AutoAWQ defined this layout; vLLM, SGLang, LMDeploy and transformers read it.
 """
@@ -18,7 +18,7 @@ from lmkit.formats.checkpoint import CheckpointReader, CheckpointWriter
 from lmkit.formats.dense import read_dense
 from lmkit.formats.packing import pack_awq, unpack_awq
 from lmkit.formats.parts import (
-    AUTO_ROUND_NOTES,
+    FLOATS,
     HEAD,
     Activations,
     Fields,
@@ -26,7 +26,6 @@ from lmkit.formats.parts import (
     half_scales,
     listed,
     matrix_shape,
-    method_problem,
     names_problem,
     one_scheme,
     read_part,
@@ -34,31 +33,18 @@ from lmkit.formats.parts import (
     refuse_beside,
     refuse_extras,
     size_problem,
+    stated_or_equal,
 )
 from lmkit.qtensor import Linears, QTensor, QuantScheme
 
-_FIELDS: Fields = (
-    ("bits", "w_bit", (4,)),
-    ("zero_point", "zero_point", (True, None)),
-    ("desc_act", "desc_act", (False, None)),
-    ("lm_head", "lm_head", (True, False, None)),
-    ("data_type", "data_type", ("int", None)),
-    ("modules_in_block_to_quantize", "modules_in_block_to_quantize", (None,)),
-)
-_READ = {"quant_method", "group_size", "q_group_size", "modules_to_not_convert"}
-# Fields that say how the file was made, or how another engine should run it. They do not concern the tensors.
-_NOTES = {
-    "act_group_aware", "backend", "batch_size", "block_name_to_quantize", "cache_block_outputs", "damp_percent",
-    "dataset", "do_fuse", "exllama_config", "fuse_max_seq_len", "max_input_length", "meta", "model_seqlen",
-    "module_name_preceding_first_block", "modules_to_fuse", "pad_token_id", "sym", "tokenizer", "true_sequential",
-}  # fmt: skip
+_FIELDS: Fields = (("bits", "w_bit", (4, None)), ("data_type", "data_type", ("int", None)))
 
 
 class AwqFormat:
     name = "awq"
 
     def accepts(self, config: dict[str, Any]) -> str | None:
-        return entry_problem(config, ("gemm",))
+        return entry_problem(config["quantization_config"])
 
     def activations(self, config: dict[str, Any]) -> Activations:
         return "none"
@@ -66,7 +52,7 @@ class AwqFormat:
     def read_linear(self, reader: CheckpointReader, module: str) -> Tensor | QTensor:
         if (weight := read_if_dense(reader, module)) is not None:
             return weight
-        return _read(reader, module, QuantScheme(bits=4, group_size=group_size(reader.config["quantization_config"])))
+        return _read(reader, module)
 
     def can_write(self, shape: tuple[int, int], scheme: QuantScheme) -> str | None:
         return can_write(shape, scheme)
@@ -101,13 +87,10 @@ class AwqFormat:
         } | ({"lm_head": True} if linears.get(HEAD) else {})
 
 
-def entry_problem(config: dict[str, Any], versions: tuple[str, ...]) -> str | None:
-    """The reason why a checkpoint with this config.json is not in one of these versions of AWQ; None if it is."""
-    if problem := method_problem(config, "awq"):
-        return problem
-    entry = config["quantization_config"]
+def entry_problem(entry: dict[str, Any]) -> str | None:
+    """The reason why a quantization_config of any version of AWQ cannot be read; None if it can."""
     return (
-        field_problem(entry, (("version", "format", versions), *_FIELDS), _READ | _NOTES | AUTO_ROUND_NOTES)
+        field_problem(entry, _FIELDS)
         or _group_size_problem(entry)
         or names_problem("modules_to_not_convert", entry.get("modules_to_not_convert"))
     )
@@ -115,10 +98,10 @@ def entry_problem(config: dict[str, Any], versions: tuple[str, ...]) -> str | No
 
 def awq_version(config: dict[str, Any]) -> str:
     """The version of a checkpoint in AWQ; empty if it is in another format."""
-    if method_problem(config, "awq"):
+    entry = config.get("quantization_config")
+    if not isinstance(entry, dict) or entry.get("quant_method") != "awq":
         return ""
-    entry = config["quantization_config"]
-    return str(entry.get("version", entry.get("format"))).lower()
+    return str(entry.get("version") or entry.get("format") or entry.get("checkpoint_format") or "gemm").lower()
 
 
 def read_if_dense(reader: CheckpointReader, module: str) -> Tensor | None:
@@ -147,25 +130,32 @@ def can_write(shape: tuple[int, int], scheme: QuantScheme) -> str | None:
     return None
 
 
-def _read(reader: CheckpointReader, module: str, scheme: QuantScheme) -> QTensor:
+def _read(reader: CheckpointReader, module: str) -> QTensor:
     in_features, words = matrix_shape(reader, module + ".qweight", ("I32",))
+    scheme = QuantScheme(4, module_group_size(reader, module, in_features))
     if reason := can_write((8 * words, in_features), scheme):
         raise CheckpointError(f"{reader.path}: {module}: {reason}")
     groups = scheme.num_groups(in_features)
     qzeros = read_part(reader, module + ".qzeros", ("I32",), (groups, words))
-    scales = read_scales(reader, module + ".scales", (groups, 8 * words), dtypes=("F16",)).T.contiguous()
+    scales = read_scales(reader, module + ".scales", (groups, 8 * words)).T.contiguous()
     codes, zeros = (unpack_awq(part).T.contiguous() for part in (reader.tensor(module + ".qweight"), qzeros))
     return QTensor(codes, scales, zeros, scheme)
 
 
+def module_group_size(reader: CheckpointReader, module: str, in_features: int) -> int:
+    """The group size of a module in version "gemm"."""
+    num_groups, _ = matrix_shape(reader, module + ".scales", FLOATS)
+    return stated_or_equal(group_size(reader.config["quantization_config"]), in_features, num_groups)
+
+
 def group_size(entry: dict[str, Any]) -> Any:
-    """The entry's group size, under either of its names."""
+    """The entry's group size, under either of its names; None if it has none."""
     return entry.get("group_size", entry.get("q_group_size"))
 
 
 def _group_size_problem(entry: dict[str, Any]) -> str | None:
     size = group_size(entry)
-    if problem := size_problem(size):
+    if size is not None and (problem := size_problem(size)):
         return problem
     if entry.get("q_group_size", size) != size:
         return f"group_size is {size} and q_group_size {entry['q_group_size']!r}"

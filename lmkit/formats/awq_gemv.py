@@ -28,17 +28,16 @@ from lmkit.formats.read_only import ReadOnlyFormat
 from lmkit.qtensor import QTensor, QuantScheme
 
 TURN = 64  # inputs of an output before the next output's
-VERSIONS = {"awq_gemv": ("gemv",), "awq_gemv_fast": ("gemv_fast", "llm-awq")}
 
 
 @dataclass(frozen=True)
 class AwqGemvFormat(ReadOnlyFormat):
-    """`name` is one of VERSIONS."""
+    """`name` is awq_gemv or awq_gemv_fast."""
 
     name: str
 
     def accepts(self, config: dict[str, Any]) -> str | None:
-        return entry_problem(config, VERSIONS[self.name])
+        return entry_problem(config["quantization_config"])
 
     def read_linear(self, reader: CheckpointReader, module: str) -> Tensor | QTensor:
         if (weight := read_if_dense(reader, module)) is not None:
@@ -50,7 +49,7 @@ def _read(reader: CheckpointReader, module: str) -> QTensor:
     out_features, words = matrix_shape(reader, module + ".qweight", ("I32",))
     scheme, groups, columns = _columns(reader, module, 8 * words)
     qzeros = read_part(reader, module + ".qzeros", ("I32",), (out_features, columns // 8))
-    scales = read_scales(reader, module + ".scales", (out_features, columns), dtypes=("F16",))
+    scales = read_scales(reader, module + ".scales", (out_features, columns))
     codes = unpack_words(reader.tensor(module + ".qweight"), 4, 8 * words)
     return QTensor(codes, scales[:, :groups].contiguous(), unpack_words(qzeros, 4, groups), scheme)
 
@@ -62,12 +61,12 @@ def _read_fast(reader: CheckpointReader, module: str) -> QTensor:
     scheme, groups, columns = _columns(reader, module, in_features)
     name = next((name for part in ("scaled_zeros", "qzeros") if reader.has(name := f"{module}.{part}")), "")
     scales, offsets = (
-        read_scales(reader, part, (columns, 4 * quarter), dtypes=("F16",))[:groups].T.contiguous()
+        read_scales(reader, part, (columns, 4 * quarter))[:groups].T.contiguous()
         for part in (module + ".scales", name or module + ".qzeros")
     )
     zeros = (-offsets.float() / scales.float()).nan_to_num().round()
     fits = bool(((zeros >= 0) & (zeros <= scheme.max_code)).all())
-    if not fits or not torch.equal((zeros * scales.float()).half(), -offsets):
+    if not fits or not torch.equal((zeros * scales.float()).to(offsets.dtype), -offsets):
         raise CheckpointError(f"{reader.path}: {name} are not zeros from 0 to 15 times the scales")
     codes = _in_order(reader.tensor(module + ".qweight"))
     return QTensor(codes, scales, zeros.to(torch.uint8), scheme)
@@ -75,7 +74,7 @@ def _read_fast(reader: CheckpointReader, module: str) -> QTensor:
 
 def _columns(reader: CheckpointReader, module: str, in_features: int) -> tuple[QuantScheme, int, int]:
     """(scheme, groups, columns with the padding) of a linear."""
-    scheme = QuantScheme(bits=4, group_size=group_size(reader.config["quantization_config"]))
+    scheme = QuantScheme(bits=4, group_size=group_size(reader.config["quantization_config"]) or 128)
     groups, size = scheme.num_groups(in_features), in_features if scheme.group_size == -1 else scheme.group_size
     if in_features % size:
         raise CheckpointError(f"{reader.path}: {module}: {in_features} inputs are not a multiple of {size}, a group")

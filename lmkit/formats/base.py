@@ -1,8 +1,13 @@
-"""Weight formats: the meaning of a checkpoint's tensors. Each format is one object without state, found by a table."""
+"""Weight formats: the meaning of a checkpoint's tensors. Each format is one object without state, found by a table.
+
+The tensors say what they are: which modules are quantized, and by codes of which width, in groups of which size. Of
+`quantization_config` a format reads what tensors cannot say, and refuses what would change the model's values. All
+other fields say how the file was made, or how another engine should run it, and have no effect.
+"""
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -28,7 +33,8 @@ class WeightFormat(Protocol):
     def name(self) -> str: ...
 
     def accepts(self, config: dict[str, Any]) -> str | None:
-        """None if a checkpoint with this config.json is in this format, else the reason why it is not."""
+        """None if this format reads a checkpoint with this config.json, whose `quant_method` and layout are its own;
+        else the reason why it does not."""
 
     def activations(self, config: dict[str, Any]) -> Activations:
         """The activations that a checkpoint with this config.json asks for with its 8-bit weights."""
@@ -57,21 +63,59 @@ class WeightFormat(Protocol):
         """
 
 
-FORMATS: tuple[WeightFormat, ...] = (
-    DenseFormat(), AwqFormat(), GptqFormat("gptq"), GptqFormat("gptq_v2"), CompressedTensorsFormat(), Fp8Format(),
-    AwqGemvFormat("awq_gemv"), AwqGemvFormat("awq_gemv_fast"), Mxfp4Format(), ModelOptFormat(), BitsAndBytesFormat(),
-)  # fmt: skip
+DENSE: WeightFormat = DenseFormat()
+
+
+class Method(NamedTuple):
+    """A `quant_method`: the fields that name a layout of its tensors, and the format of each layout. The first layout
+    is that of a file that names none."""
+
+    fields: tuple[str, ...]
+    layouts: dict[str, WeightFormat]
+
+
+AWQ_FAST = AwqGemvFormat("awq_gemv_fast")
+METHODS: dict[str, Method] = {
+    "awq": Method(
+        ("version", "format", "checkpoint_format"),
+        {"gemm": AwqFormat(), "gemv": AwqGemvFormat("awq_gemv"), "gemv_fast": AWQ_FAST, "llm-awq": AWQ_FAST},
+    ),
+    "gptq": Method(("checkpoint_format", "format"), {"gptq": GptqFormat("gptq"), "gptq_v2": GptqFormat("gptq_v2")}),
+    "compressed-tensors": Method((), {"": CompressedTensorsFormat()}),
+    "fp8": Method((), {"": Fp8Format()}),
+    "mxfp4": Method((), {"": Mxfp4Format()}),
+    "modelopt": Method((), {"": ModelOptFormat()}),
+    "bitsandbytes": Method((), {"": BitsAndBytesFormat()}),
+}
+FORMATS: tuple[WeightFormat, ...] = tuple(
+    dict.fromkeys([DENSE, *(found for method in METHODS.values() for found in method.layouts.values())])
+)
 
 
 def resolve_format(config: dict[str, Any]) -> WeightFormat:
-    """The format of a checkpoint with this config.json. Raises UnsupportedError with every format's reason."""
-    reasons = []
-    for weight_format in FORMATS:
-        reason = weight_format.accepts(config)
-        if reason is None:
-            return weight_format
-        reasons.append(f"{weight_format.name}: {reason}")
-    raise UnsupportedError("config.json: no weight format reads this checkpoint: " + "; ".join(reasons))
+    """The format of a checkpoint with this config.json. Raises UnsupportedError with the reason why the format that
+    `quantization_config` names does not read it."""
+    if (entry := config.get("quantization_config")) is None:
+        return _accepted(DENSE, config)
+    if not isinstance(entry, dict):
+        raise UnsupportedError("config.json: quantization_config is not an object")
+    name = entry.get("quant_method")
+    if not isinstance(name, str) or name not in METHODS:
+        raise UnsupportedError(f"config.json: quant_method is {name!r}; lmkit reads {', '.join(METHODS)}")
+    method = METHODS[name]
+    named = {field: str(entry[field]).lower() for field in method.fields if entry.get(field) is not None}
+    layout = next(iter(named.values()), next(iter(method.layouts)))
+    for field, value in named.items():
+        if value not in method.layouts or value != layout:
+            known = layout if layout in method.layouts else " or ".join(method.layouts)
+            raise UnsupportedError(f"config.json: {name}: {field} is {value!r}, expected {known}")
+    return _accepted(method.layouts[layout], config)
+
+
+def _accepted(weight_format: WeightFormat, config: dict[str, Any]) -> WeightFormat:
+    if reason := weight_format.accepts(config):
+        raise UnsupportedError(f"config.json: {weight_format.name}: {reason}")
+    return weight_format
 
 
 def get_format(name: str) -> WeightFormat:

@@ -28,8 +28,6 @@ from lmkit.formats.parts import (
     Fields,
     field_problem,
     matrix_shape,
-    method_problem,
-    names_problem,
     read_part,
     read_scales,
 )
@@ -45,11 +43,6 @@ _FIELDS: Fields = (
     ("bnb_4bit_quant_storage", "bnb_4bit_quant_storage", ("uint8", None)),
     ("llm_int8_has_fp16_weight", "llm_int8_has_fp16_weight", (False, None)),
 )
-# Fields that repeat what the tensors say, or that say how another engine should run them.
-_NOTES = {
-    "quant_method", "load_in_4bit", "load_in_8bit", "_load_in_4bit", "_load_in_8bit", "bnb_4bit_compute_dtype",
-    "bnb_4bit_use_double_quant", "llm_int8_enable_fp32_cpu_offload", "llm_int8_skip_modules", "llm_int8_threshold",
-}  # fmt: skip
 
 
 class State(msgspec.Struct, frozen=True):
@@ -68,12 +61,7 @@ class BitsAndBytesFormat(ReadOnlyFormat):
     name = "bitsandbytes"
 
     def accepts(self, config: dict[str, Any]) -> str | None:
-        if problem := method_problem(config, "bitsandbytes"):
-            return problem
-        entry = config["quantization_config"]
-        return field_problem(entry, _FIELDS, _NOTES) or names_problem(
-            "llm_int8_skip_modules", entry.get("llm_int8_skip_modules")
-        )
+        return field_problem(config["quantization_config"], _FIELDS)
 
     def read_linear(self, reader: CheckpointReader, module: str) -> Tensor | QTensor:
         if reader.has(module + ".SCB"):

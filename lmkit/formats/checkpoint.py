@@ -18,6 +18,7 @@ from torch import Tensor
 from lmkit.errors import CheckpointError
 from lmkit.formats.atomic import atomic_directory, copy_file, sync_directory, write_errors, write_file
 from lmkit.formats.hub import resolve_model_path
+from lmkit.formats.published import as_read
 from lmkit.formats.safetensors_file import DTYPES, MAX_HEADER_BYTES, SafetensorsFile, TensorInfo, write_safetensors
 from lmkit.formats.views import View
 from lmkit.jsonfile import read_json, to_json
@@ -72,6 +73,7 @@ class CheckpointReader:
         self.is_base = "embed_tokens.weight" in self._files  # without its head, as sentence-transformers saves it
         if self.is_base:
             self._name_as_whole()
+        self.config = as_read(self.config, self.path, self._files)
 
     def _name_as_whole(self) -> None:
         """Name the tensors of a model without its head as those of a whole one."""

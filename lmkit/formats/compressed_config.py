@@ -16,7 +16,9 @@ import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from lmkit.config import StrictStruct, parse
+import msgspec
+
+from lmkit.config import parse
 from lmkit.errors import ConfigError, UnsupportedError
 from lmkit.formats.parts import HEAD, Activations, size_problem
 from lmkit.formats.patterns import names_pattern, pattern_problem
@@ -25,10 +27,15 @@ from lmkit.qtensor import Linears, QuantScheme
 Storage = Literal["pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "nvfp4-pack-quantized"]
 NVFP4 = QuantScheme(4, 16, symmetric=True, kind="float")
 EVERY_LINEAR = "Linear"
+STATUSES = ("compressed", "frozen")  # others have scales that are not final
 
 
-class Args(StrictStruct, frozen=True):
-    """How a tensor is quantized. Fields that only say how the parameters were found do not concern the tensors."""
+class Read(msgspec.Struct, frozen=True, kw_only=True):
+    """What is read of an object. Its other fields say how the file was made, or how another engine should run it."""
+
+
+class Args(Read, frozen=True):
+    """How a tensor is quantized."""
 
     num_bits: int = 8
     type: Literal["int", "float"] = "int"
@@ -36,15 +43,11 @@ class Args(StrictStruct, frozen=True):
     strategy: str | None = None
     group_size: int | None = None
     block_structure: tuple[int, int] | None = None
-    dynamic: bool | str = False
+    dynamic: bool | str | None = False
     actorder: str | bool | None = None
-    scale_dtype: str | None = None
-    zp_dtype: str | None = None
-    observer: str | None = None
-    observer_kwargs: dict[str, Any] = {}
 
 
-class Group(StrictStruct, frozen=True):
+class Group(Read, frozen=True):
     targets: tuple[str, ...]
     weights: Args | None = None
     input_activations: Args | None = None
@@ -52,21 +55,14 @@ class Group(StrictStruct, frozen=True):
     format: str | None = None
 
 
-class Entry(StrictStruct, frozen=True):
-    quant_method: str
+class Entry(Read, frozen=True):
     config_groups: dict[str, Group]
     format: str = "dense"
-    quantization_status: str = "compressed"
+    quantization_status: str | None = None
     ignore: tuple[str, ...] | None = ()
-    kv_cache_scheme: dict[str, Any] | None = None  # of the cache, not of the weights; k_scale and v_scale go with it
     sparsity_config: dict[str, Any] | None = None
     transform_config: dict[str, Any] | None = None
     moe_sparsity_config: None = None
-    global_compression_ratio: float | None = None
-    version: str | None = None
-    run_compressed: bool | None = None
-    dequantize: bool | None = None
-    use_optimized_inference: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -110,8 +106,9 @@ def read_rules(entry: dict[str, Any]) -> Rules:
 @functools.lru_cache(maxsize=8)
 def _read_rules(entry: str) -> Rules:
     given = parse(json.loads(entry), Entry, "quantization_config")
-    if given.quantization_status != "compressed":
-        raise UnsupportedError(f"quantization_status is {given.quantization_status!r}, expected 'compressed'")
+    if given.quantization_status not in (None, *STATUSES):
+        known = " or ".join(map(repr, STATUSES))
+        raise UnsupportedError(f"quantization_status is {given.quantization_status!r}, expected {known}")
     if given.transform_config and given.transform_config.get("config_groups", True):
         raise UnsupportedError("transform_config: activations would have to be transformed")
     if given.sparsity_config and given.sparsity_config.get("format", "dense") != "dense":

@@ -30,10 +30,10 @@ from lmkit.formats.dense import read_dense
 from lmkit.formats.nvfp4 import read_compressed
 from lmkit.formats.packing import pack_words, unpack_words
 from lmkit.formats.parts import (
+    FLOATS,
     Activations,
     in_groups,
     matrix_shape,
-    method_problem,
     of_kernels,
     read_float8,
     read_part,
@@ -42,15 +42,14 @@ from lmkit.formats.parts import (
 )
 from lmkit.qtensor import Linears, QTensor, QuantScheme
 
+PARTS = ("weight_packed", "weight_shape", "weight_scale")  # a module without these is dense
+
 
 class CompressedTensorsFormat:
     name = "compressed-tensors"
 
     def accepts(self, config: dict[str, Any]) -> str | None:
-        if problem := method_problem(config, "compressed-tensors"):
-            return problem
-        entry = config["quantization_config"]
-        return compressed_config.problem(entry)
+        return compressed_config.problem(config["quantization_config"])
 
     def activations(self, config: dict[str, Any]) -> Activations:
         return read_rules(config["quantization_config"]).activations
@@ -62,6 +61,10 @@ class CompressedTensorsFormat:
                 if reader.has(f"{module}.{part}"):
                     raise CheckpointError(f"{reader.path}: {module} has a {part}, but config.json leaves it dense")
             return read_dense(reader, module)
+        if not any(reader.has(f"{module}.{part}") for part in PARTS):
+            return read_dense(reader, module)
+        if rule.scheme.kind == "int" and _is_float(reader, module):
+            return _round(reader, module, rule.scheme)
         if rule.storage == "nvfp4-pack-quantized":
             return read_compressed(reader, module)
         if rule.storage == "pack-quantized":
@@ -171,6 +174,28 @@ def _read_floats(reader: CheckpointReader, module: str, rule: Rule) -> QTensor:
     whole = [(), (1,), (1, 1)] if scheme.rows == -1 else []
     scales = read_scales(reader, module + ".weight_scale", groups, *whole).reshape(groups)
     return QTensor(read_float8(reader, module + ".weight", shape), scales, torch.zeros(0, dtype=torch.uint8), scheme)
+
+
+def _is_float(reader: CheckpointReader, module: str) -> bool:
+    name = module + ".weight"
+    return reader.has(name) and reader.info(name).dtype in FLOATS and not reader.has(module + ".weight_packed")
+
+
+def _round(reader: CheckpointReader, module: str, scheme: QuantScheme) -> QTensor:
+    """A weight that is stored as floats, with the scales of its codes ("frozen", not compressed). Engines round it as
+    it is used."""
+    weight = read_dense(reader, module).float()
+    scales = _read_scales(reader, module, scheme, (len(weight), weight.shape[1]))
+    zeros = torch.full(scales.shape, 1 << (scheme.bits - 1), dtype=torch.uint8)
+    if not scheme.symmetric:
+        name = module + ".weight_zero_point"
+        zeros = _from_signed(reader, name, read_part(reader, name, ("I8",), tuple(scales.shape)), scheme)
+    if weight.shape[1] % scales.shape[1]:
+        raise CheckpointError(f"{reader.path}: {module}.weight_scale has {scales.shape[1]} groups: they do not fit")
+    grouped = weight.unflatten(1, (scales.shape[1], -1))  # type: ignore[no-untyped-call]
+    codes = (grouped / scales.float()[..., None]).round() + zeros[..., None]
+    codes = codes.clamp(0, scheme.max_code).to(torch.uint8).flatten(1)
+    return in_groups(reader, module + ".weight_g_idx", of_kernels(QTensor(codes, scales, zeros, scheme)))
 
 
 def _weight_shape(reader: CheckpointReader, module: str, dtypes: tuple[str, ...]) -> tuple[int, int]:

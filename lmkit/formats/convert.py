@@ -13,7 +13,8 @@ from lmkit.formats.atomic import copy_file
 from lmkit.formats.base import WeightFormat, get_format, resolve_format
 from lmkit.formats.checkpoint import CheckpointReader, CheckpointWriter, atomic_directory
 from lmkit.formats.kv_config import FILE_NAME
-from lmkit.formats.parts import FLOATS, MARKS
+from lmkit.formats.parts import FLOATS
+from lmkit.formats.published import MARKS
 from lmkit.formats.verify import verify, weight_digest
 from lmkit.qtensor import Linears, QTensor, QuantScheme
 

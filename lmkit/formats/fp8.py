@@ -1,14 +1,19 @@
-"""FP8 in blocks (`quant_method` fp8): float8 e4m3 codes and one scale for each block of the weight.
+"""FP8 (`quant_method` fp8 and fbgemm_fp8): float8 e4m3 codes, and one scale for each block, each output or the tensor.
 
     module.weight            float8 e4m3 [out, in]
     module.weight_scale_inv  float32 [ceil(out / rows), ceil(in / columns)]    w = code * scale, in spite of the name
 
-`weight_block_size` is [rows, columns], usually 128 by 128; the last blocks may be smaller. Engines compute with
-activations in float8, with a scale for each token and `columns` inputs. DeepSeek defined this layout.
+A scale is also named `weight_scale`. One number is the scale of the whole weight, and [out] or [out, 1] has one for
+each output. Otherwise `weight_block_size` is [rows, columns], 128 by 128 if it is not given; the last blocks may be
+smaller. DeepSeek defined the layout in blocks, for which engines compute with activations in float8, with a scale for
+each token and `columns` inputs. Scales of activations (`input_scale`, `activation_scale`) are not read. Blocks are
+written.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,7 +30,6 @@ from lmkit.formats.parts import (
     field_problem,
     listed,
     matrix_shape,
-    method_problem,
     names_problem,
     one_scheme,
     read_float8,
@@ -34,26 +38,24 @@ from lmkit.formats.parts import (
 from lmkit.qtensor import Linears, QTensor, QuantScheme
 
 _FIELDS: Fields = (
-    ("fmt", "fmt", ("e4m3", None)),
-    ("activation_scheme", "activation_scheme", ("dynamic", "static", None)),
-    ("scale_fmt", "scale_fmt", ("ue8m0", None)),  # scales that are powers of 2, stored like others
+    ("fmt", "fmt", ("e4m3", "float8_e4m3fn", None)),
+    ("expert_dtype", "expert_dtype", ("fp8", None)),
 )
-_READ = {"quant_method", "weight_block_size", "modules_to_not_convert", "ignored_layers", "dequantize"}
+SCALES = ("weight_scale_inv", "weight_scale")  # names of a weight's scales
+BLOCK = (128, 128)
 
 
 class Fp8Format:
     name = "fp8"
 
     def accepts(self, config: dict[str, Any]) -> str | None:
-        if problem := method_problem(config, "fp8"):
-            return problem
         entry = config["quantization_config"]
         size = entry.get("weight_block_size")
-        if not (isinstance(size, list) and len(size) == 2
+        if size is not None and not (isinstance(size, list) and len(size) == 2
                 and all(type(n) is int and 1 <= n <= MAX_GROUP_SIZE for n in size)):  # fmt: skip
             return f"weight_block_size is {size!r}, expected two sizes such as [128, 128]"
         return (
-            field_problem(entry, _FIELDS, _READ)
+            field_problem(entry, _FIELDS)
             or names_problem("modules_to_not_convert", entry.get("modules_to_not_convert"))
             or names_problem("ignored_layers", entry.get("ignored_layers"))
         )
@@ -62,21 +64,13 @@ class Fp8Format:
         return "float8"
 
     def read_linear(self, reader: CheckpointReader, module: str) -> Tensor | QTensor:
-        entry, scale_name = reader.config["quantization_config"], module + ".weight_scale_inv"
-        if not reader.has(scale_name):
+        entry = reader.config["quantization_config"]
+        if not any(reader.has(f"{module}.{scale}") for scale in SCALES):
             return read_dense(reader, module)
         skipped = [*(entry.get("modules_to_not_convert") or []), *(entry.get("ignored_layers") or [])]
         if name := listed(module, skipped):
             raise CheckpointError(f"{reader.path}: {module} has scales, but {name!r} is listed as not quantized")
-        if not reader.has(module + ".weight"):
-            raise CheckpointError(f"{reader.path}: tensor {module}.weight is missing")
-        rows, columns = entry["weight_block_size"]
-        scheme = QuantScheme(8, columns, True, "float", rows)
-        out_features, in_features = shape = matrix_shape(reader, module + ".weight", ("F8_E4M3",))
-        blocks = scheme.num_row_groups(out_features), scheme.num_groups(in_features)
-        scales = read_scales(reader, scale_name, blocks)
-        codes = read_float8(reader, module + ".weight", shape)
-        return QTensor(codes, scales, torch.zeros(0, dtype=torch.uint8), scheme)
+        return read_scaled(reader, module, entry.get("weight_block_size"))
 
     def can_write(self, shape: tuple[int, int], scheme: QuantScheme) -> str | None:
         if scheme.kind != "float":
@@ -114,3 +108,28 @@ class Fp8Format:
             "weight_block_size": [scheme.rows, scheme.group_size],
             "modules_to_not_convert": sorted(module for module, scheme in every.items() if scheme is None),
         }
+
+
+def read_scaled(reader: CheckpointReader, module: str, block: Sequence[int] | None = None) -> QTensor:
+    """A weight in float8 with its scales, whose shape tells what shares one. `block` is (outputs, inputs) of a scale
+    for each block; None = not stated. Raises CheckpointError."""
+    if not reader.has(module + ".weight"):
+        raise CheckpointError(f"{reader.path}: tensor {module}.weight is missing")
+    out_features, in_features = shape = matrix_shape(reader, module + ".weight", ("F8_E4M3",))
+    name = next(name for scale in SCALES if reader.has(name := f"{module}.{scale}"))
+    stored = reader.info(name).shape
+    rows, columns = block or BLOCK
+    blocks = QuantScheme(8, columns, True, "float", rows)
+    in_blocks = blocks.num_row_groups(out_features), blocks.num_groups(in_features)
+    # ModelOpt writes a scale of blocks as [row groups, 1, groups, 1].
+    of_blocks = in_blocks, (in_blocks[0], 1, in_blocks[1], 1)
+    if math.prod(stored) == 1 and (block is None or stored not in of_blocks):
+        scheme = QuantScheme(8, -1, True, "float", -1)
+    elif stored in ((out_features,), (out_features, 1)) and stored not in of_blocks:
+        scheme = QuantScheme(8, -1, True, "float")
+    else:
+        scheme = blocks
+    expected = scheme.num_row_groups(out_features), scheme.num_groups(in_features)
+    scales = read_scales(reader, name, *(of_blocks if scheme == blocks else (stored,))).reshape(expected)
+    codes = read_float8(reader, module + ".weight", shape)
+    return QTensor(codes, scales, torch.zeros(0, dtype=torch.uint8), scheme)

@@ -10,20 +10,21 @@ cannot hold zero 0: one writer's -1 wraps around to the largest code, another's 
 and one reader takes the largest code as 2**b. Therefore only symmetric weights are written in version 1, and an
 asymmetric file is read only if no zero is stored as the largest code.
 
-Codes of 2 and 3 bits are read as codes of 4 with the same zeros and scales. They are not written.
+Some writers store the zeros of symmetric weights unchanged in version 1, or minus 1 in version 2. With `sym`, a weight
+whose stored zeros are all the middle of the codes, or all one less, has its zeros in the middle.
 
-`dynamic` maps patterns of module names to the differences of these modules. "-:pattern" leaves modules dense;
-"+:pattern" or a bare pattern replaces bits, group_size or sym. Patterns match from the name's beginning, and the first
-match counts.
+Codes of 2 and 3 bits are read as codes of 4 with the same zeros and scales. The shapes of a module's tensors tell its
+bits and its group size, so `dynamic` and `extra_config`, which tell them again for some modules, are not read.
+`dynamic` is written: "-:pattern" leaves the modules dense that a pattern matches from the name's beginning.
 """
 
 from __future__ import annotations
 
 import math
-import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lmkit.errors import CheckpointError, UnsupportedError
@@ -31,7 +32,7 @@ from lmkit.formats.checkpoint import CheckpointReader, CheckpointWriter
 from lmkit.formats.dense import read_dense
 from lmkit.formats.packing import pack_words, unpack_words
 from lmkit.formats.parts import (
-    AUTO_ROUND_NOTES,
+    FLOATS,
     HEAD,
     Activations,
     Fields,
@@ -40,7 +41,6 @@ from lmkit.formats.parts import (
     half_scales,
     in_groups,
     matrix_shape,
-    method_problem,
     of_kernels,
     one_scheme,
     read_part,
@@ -48,30 +48,19 @@ from lmkit.formats.parts import (
     refuse_beside,
     refuse_extras,
     size_problem,
+    stated_or_equal,
 )
-from lmkit.formats.patterns import names_pattern, pattern_problem
+from lmkit.formats.patterns import names_pattern
 from lmkit.qtensor import Linears, QTensor, QuantScheme
 
+BITS = (2, 3, 4, 8)
 _FIELDS: Fields = (
-    ("bits", "bits", (2, 3, 4, 8)),
-    ("sym", "sym", (True, False)),
-    ("desc_act", "desc_act", (False, True, None)),
-    ("lm_head", "lm_head", (True, False, None)),
+    ("bits", "bits", (*BITS, None)),
+    ("sym", "sym", (True, False, None)),
     ("data_type", "data_type", ("int", None)),
-    ("pack_dtype", "pack_dtype", ("int32", None)),
     ("is_marlin_format", "is_marlin_format", (False, None)),
-    ("modules_in_block_to_quantize", "modules_in_block_to_quantize", (None,)),
 )
-_READ = {"quant_method", "method", "group_size", "checkpoint_format", "format", "dynamic"}
-# Fields that say how the file was made, or how another engine should run it. They do not concern the tensors.
-_NOTES = {
-    "act_group_aware", "backend", "batch_size", "block_name_to_quantize", "cache_block_outputs", "damp_auto_increment",
-    "damp_percent", "dataset", "disable_exllama", "exllama_config", "hyb_act", "max_input_length", "mse", "meta",
-    "mock_quantization", "model_file_base_name", "model_name_or_path", "model_seqlen",
-    "module_name_preceding_first_block", "offload_to_disk", "offload_to_disk_path", "pack_impl", "pad_token_id",
-    "rotation", "static_groups", "tokenizer", "true_sequential", "use_cuda_fp16", "use_exllama", "v2", "v2_alpha",
-}  # fmt: skip
-_OVERRIDES = {"bits", "group_size", "sym", "desc_act"}
+_PER_MODULE = ("dynamic", "extra_config")
 
 
 @dataclass(frozen=True)
@@ -86,19 +75,9 @@ class GptqFormat:
         return 1 if self.name == "gptq" else 0
 
     def accepts(self, config: dict[str, Any]) -> str | None:
-        if problem := method_problem(config, "gptq"):
-            return problem
         entry = config["quantization_config"]
-        stored = entry.get("checkpoint_format", entry.get("format", "gptq"))
-        if stored != self.name or entry.get("format", stored) != stored:
-            return f"checkpoint_format is {stored!r}"
-        if entry.get("rotation"):
-            return f"rotation is {entry['rotation']!r}: activations would have to be rotated"
-        return (
-            field_problem(entry, _FIELDS, _READ | _NOTES | AUTO_ROUND_NOTES)
-            or size_problem(entry.get("group_size"))
-            or _dynamic_problem(entry.get("dynamic"))
-        )
+        size = entry.get("group_size")
+        return field_problem(entry, _FIELDS) or (None if size is None else size_problem(size))
 
     def activations(self, config: dict[str, Any]) -> Activations:
         return "none"
@@ -107,35 +86,37 @@ class GptqFormat:
         if not reader.has(module + ".qweight"):
             return read_dense(reader, module)
         refuse_beside(reader, module, "qweight", ("weight",))
-        entry = _entry_for(reader.config["quantization_config"], module)
-        if entry is None:
-            raise CheckpointError(f"{reader.path}: {module} has a qweight, but `dynamic` leaves it dense")
-        return self._read(reader, module, QuantScheme(entry["bits"], entry["group_size"], entry["sym"]))
-
-    def _read(self, reader: CheckpointReader, module: str, scheme: QuantScheme) -> QTensor:
         words, out_features = matrix_shape(reader, module + ".qweight", ("I32",))
-        in_features = words * 32 // scheme.bits
+        entry = reader.config["quantization_config"]
+        bits = stored_bits(reader, module)
+        in_features, (num_groups, _) = words * 32 // bits, matrix_shape(reader, module + ".scales", FLOATS)
+        scheme = QuantScheme(bits, stated_or_equal(entry.get("group_size"), in_features, num_groups))
         if reason := _shape_problem((out_features, in_features), scheme):
             raise CheckpointError(f"{reader.path}: {module}: {reason}")
         groups = scheme.num_groups(in_features)
-        qzeros = read_part(reader, module + ".qzeros", ("I32",), (groups, out_features * scheme.bits // 32))
+        qzeros = read_part(reader, module + ".qzeros", ("I32",), (groups, out_features * bits // 32))
         scales = read_scales(reader, module + ".scales", (groups, out_features)).T.contiguous()
-        codes = unpack_words(reader.tensor(module + ".qweight").T.contiguous(), scheme.bits, in_features)
-        zeros = self._zeros(reader, module, unpack_words(qzeros, scheme.bits, out_features), scheme)
-        return in_groups(reader, module + ".g_idx", of_kernels(QTensor(codes, scales, zeros, scheme)))
+        codes = unpack_words(reader.tensor(module + ".qweight").T.contiguous(), bits, in_features)
+        zeros, symmetric = self._zeros(reader, module, unpack_words(qzeros, bits, out_features), bits)
+        weight = QTensor(codes, scales, zeros.T.contiguous(), replace(scheme, symmetric=symmetric))
+        return in_groups(reader, module + ".g_idx", of_kernels(weight))
 
-    def _zeros(self, reader: CheckpointReader, module: str, stored: Tensor, scheme: QuantScheme) -> Tensor:
-        """Zeros [groups, out] as stored -> [out, groups]. Raises CheckpointError if they are ambiguous."""
-        where = f"{reader.path}: {module}.qzeros"
-        if self.zero_offset and bool((stored == scheme.max_code).any()):
+    def _zeros(self, reader: CheckpointReader, module: str, stored: Tensor, bits: int) -> tuple[Tensor, bool]:
+        """Zeros [groups, out] as stored -> (zeros, whether the weight is symmetric). Raises CheckpointError if they are
+        ambiguous."""
+        entry, middle, top = reader.config["quantization_config"], 1 << (bits - 1), (1 << bits) - 1
+        where, is_symmetric = f"{reader.path}: {module}.qzeros", entry.get("sym") is not False
+        if is_symmetric and any(bool((stored == zero).all()) for zero in (middle, middle - 1)):
+            return torch.full_like(stored, middle), True
+        if self.zero_offset and bool((stored == top).any()):
             raise CheckpointError(
-                f"{where} holds {scheme.max_code}, which stands for a zero of {scheme.max_code + 1}, or of 0 in this "
-                "version 1 of the format; a file of version 2 says which"
+                f"{where} holds {top}, which stands for a zero of {top + 1}, or of 0 in this version 1 of the format; "
+                "a file of version 2 says which"
             )
-        zeros = (stored + self.zero_offset).T.contiguous()
-        if scheme.symmetric and bool((zeros != 1 << (scheme.bits - 1)).any()):
-            raise CheckpointError(f"{where} are not all {1 << (scheme.bits - 1)}, but `sym` is true")
-        return zeros
+        zeros = stored + self.zero_offset
+        if entry.get("sym") and not any(entry.get(name) for name in _PER_MODULE):
+            raise CheckpointError(f"{where} are not all {middle}, but `sym` is true")
+        return zeros, False
 
     def can_write(self, shape: tuple[int, int], scheme: QuantScheme) -> str | None:
         if scheme.kind != "int":
@@ -192,43 +173,10 @@ def _shape_problem(shape: tuple[int, int], scheme: QuantScheme) -> str | None:
     return None
 
 
-def _entry_for(entry: dict[str, Any], module: str) -> dict[str, Any] | None:
-    """The quantization_config that applies to a module; None if `dynamic` leaves it dense."""
-    for key, changes in (entry.get("dynamic") or {}).items():
-        sign, pattern = _split(key)
-        if re.match(pattern, module):
-            return None if sign == "-" else entry | changes
-    return entry
-
-
-def _split(key: str) -> tuple[str, str]:
-    """A key of `dynamic` -> (sign, pattern)."""
-    return (key[0], key[2:]) if key[:2] in ("-:", "+:") else ("+", key)
-
-
-def _dynamic_problem(dynamic: Any) -> str | None:
-    if dynamic is None:
-        return None
-    if not isinstance(dynamic, dict):
-        return "dynamic is not an object"
-    for key, changes in dynamic.items():
-        sign, pattern = _split(key)
-        if problem := pattern_problem(pattern):
-            return f"dynamic: {problem}"
-        if sign == "+":
-            if not isinstance(changes, dict) or changes.keys() - _OVERRIDES - _NOTES:
-                return f"dynamic: {key!r} changes other fields than {', '.join(sorted(_OVERRIDES))}"
-            if problem := _override_problem({name: changes[name] for name in changes.keys() & _OVERRIDES}):
-                return f"dynamic: {key!r}: {problem}"
-    return None
-
-
-def _override_problem(changes: dict[str, Any]) -> str | None:
-    allowed = {field: values for field, _, values in _FIELDS}
-    for name, value in changes.items():
-        if name == "group_size":
-            if problem := size_problem(value):
-                return problem
-        elif value not in allowed[name] or value is None or type(value) is not type(allowed[name][0]):
-            return f"{name} is {value!r}"
-    return None
+def stored_bits(reader: CheckpointReader, module: str) -> int:
+    """The bits of a module's codes, by the shapes of its tensors."""
+    entry = reader.config["quantization_config"]
+    _, words = matrix_shape(reader, module + ".qzeros", ("I32",))
+    _, out_features = matrix_shape(reader, module + ".scales", FLOATS)
+    found = next((bits for bits in BITS if out_features * bits == 32 * words), None)
+    return found or int(entry.get("bits") or 4)

@@ -17,7 +17,7 @@ from torch import Tensor
 from lmkit.errors import CheckpointError
 from lmkit.formats.checkpoint import CheckpointReader
 from lmkit.formats.dense import read_dense
-from lmkit.formats.parts import method_problem, names_problem, read_part
+from lmkit.formats.parts import field_problem, read_part
 from lmkit.formats.read_only import ReadOnlyFormat
 from lmkit.qtensor import QTensor, QuantScheme
 
@@ -31,12 +31,7 @@ class Mxfp4Format(ReadOnlyFormat):
     name = "mxfp4"
 
     def accepts(self, config: dict[str, Any]) -> str | None:
-        if problem := method_problem(config, "mxfp4"):
-            return problem
-        entry = config["quantization_config"]
-        if unknown := sorted(entry.keys() - {"quant_method", "modules_to_not_convert", "dequantize"}):
-            return f"quantization_config has unknown fields {', '.join(unknown)}"
-        return names_problem("modules_to_not_convert", entry.get("modules_to_not_convert"))
+        return field_problem(config["quantization_config"], ())
 
     def read_linear(self, reader: CheckpointReader, module: str) -> Tensor | QTensor:
         name = f"{module}.{BLOCKS}"

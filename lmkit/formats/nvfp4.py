@@ -7,6 +7,8 @@
 
 Byte i has input 2 i in its low nibble. A nibble is a float4 as in MXFP4. w = nibble * (scale / global scale), or
 nibble * (scale * scale_2), in float32. As with MXFP4, a weight becomes an 8-bit QTensor without loss.
+
+ModelOpt's other algorithms here have weights in float8: see fp8.py. A module's tensors say which it is.
 """
 
 from __future__ import annotations
@@ -20,13 +22,13 @@ from torch import Tensor
 from lmkit.errors import CheckpointError
 from lmkit.formats.checkpoint import CheckpointReader
 from lmkit.formats.dense import read_dense
+from lmkit.formats.fp8 import read_scaled
 from lmkit.formats.mxfp4 import CODES, FLOAT4
 from lmkit.formats.parts import (
+    Activations,
     Fields,
     field_problem,
     matrix_shape,
-    method_problem,
-    names_problem,
     read_float8,
     read_scales,
 )
@@ -36,26 +38,26 @@ from lmkit.qtensor import QTensor
 GROUP_SIZE = 16
 SCHEME = replace(FLOAT4, group_size=GROUP_SIZE)
 _FIELDS: Fields = (
-    ("quant_algo", "quant_algo", ("nvfp4",)),
-    ("group_size", "group_size", (GROUP_SIZE, None)),
+    ("quant_algo", "quant_algo", ("nvfp4", "fp8", "fp8_per_channel_per_token", "fp8_pb_wo", "mixed_precision")),
 )
-# Notes on how the file was made; config_groups repeats quant_algo, and tensors say which modules are dense.
-_READ = {"quant_method", "config_groups", "ignore", "exclude_modules", "producer", "kv_cache_scheme"}
 
 
 class ModelOptFormat(ReadOnlyFormat):
     name = "modelopt"
 
     def accepts(self, config: dict[str, Any]) -> str | None:
-        if problem := method_problem(config, "modelopt"):
-            return problem
-        entry = config["quantization_config"]
-        return field_problem(entry, _FIELDS, _READ) or names_problem("ignore", entry.get("ignore"))
+        return field_problem(config["quantization_config"], _FIELDS)
+
+    def activations(self, config: dict[str, Any]) -> Activations:
+        """Those of float8 weights; the inputs of NVFP4 stay exact."""
+        return "none" if str(config["quantization_config"].get("quant_algo")).lower() == "nvfp4" else "float8"
 
     def read_linear(self, reader: CheckpointReader, module: str) -> Tensor | QTensor:
-        if not reader.has(module + ".weight_scale_2"):
-            return read_dense(reader, module)
-        return read_nvfp4(reader, module, "weight", _factor(reader, module + ".weight_scale_2"))
+        if reader.has(module + ".pre_quant_scale"):
+            raise CheckpointError(f"{reader.path}: {module}.pre_quant_scale: inputs would have to be scaled by it")
+        if reader.has(module + ".weight_scale_2"):
+            return read_nvfp4(reader, module, "weight", _factor(reader, module + ".weight_scale_2"))
+        return read_scaled(reader, module) if reader.has(module + ".weight_scale") else read_dense(reader, module)
 
 
 def read_compressed(reader: CheckpointReader, module: str) -> QTensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -18,12 +17,8 @@ Activations = Literal["none", "int8", "float8"]
 
 # (field, its other spelling, allowed values; None is among them if the field is optional)
 Fields = tuple[tuple[str, str, tuple[Any, ...]], ...]
-# Fields that AutoRound adds to AWQ and GPTQ entries. They describe its search, and do not concern the tensors.
-AUTO_ROUND_NOTES = {
-    "amp", "autoround_version", "batch_size", "enable_minmax_tuning", "enable_norm_bias_tuning", "enable_quanted_input",
-    "gradient_accumulate_steps", "iters", "low_gpu_mem_usage", "lr", "minmax_lr", "nsamples", "provider",
-    "quant_block_list", "scale_dtype", "seqlen", "to_quant_block_names",
-}  # fmt: skip
+# Fields that ask for more than the weights: activations would have to be turned, or an adapter added.
+CHANGES = ("rotation", "rotation_config", "transform_config", "adapter")
 FLOATS = ("F16", "BF16", "F32")
 MAX_GROUP_SIZE = 1 << 17
 HEAD = "lm_head"  # the module of a model's output head
@@ -35,25 +30,11 @@ _NEEDED = (
     (("weight_packed", "weight_shape"), ("weight_packed", "weight_scale", "weight_shape")),
     (("mxfp4_blocks", "mxfp4_scales"), ("mxfp4_blocks", "mxfp4_scales")),
 )
-MARKS = ("qweight", "weight_packed", "weight_scale", "weight_scale_inv")  # a module with one of these is quantized
 
 
-def method_problem(config: dict[str, Any], method: str) -> str | None:
-    """The reason why config.json's quantization_config is not of this `quant_method`; None if it is."""
-    entry = config.get("quantization_config")
-    if not isinstance(entry, dict):
-        return "config.json has no quantization_config object"
-    return None if entry.get("quant_method") == method else f"quant_method is {entry.get('quant_method')!r}"
-
-
-def field_problem(entry: dict[str, Any], fields: Fields, others: Iterable[str]) -> str | None:
-    """The reason why an entry does not fit `fields` and `others`, the only ones allowed; None if it fits.
-
-    Case is ignored.
-    """
-    known = {name for field in fields for name in field[:2]} | {*others}
-    if unknown := sorted(entry.keys() - known):
-        return f"quantization_config has unknown fields {', '.join(unknown)}"
+def field_problem(entry: dict[str, Any], fields: Fields) -> str | None:
+    """The reason why a quantization_config does not fit `fields`, or asks for one of CHANGES; None if it fits. Other
+    fields have no effect. Case is ignored."""
     for field, other, allowed in fields:
         for name in [name for name in (field, other) if name in entry] or [field]:
             value = entry.get(name)
@@ -61,6 +42,8 @@ def field_problem(entry: dict[str, Any], fields: Fields, others: Iterable[str]) 
             if value not in allowed or type(value) not in map(type, allowed):
                 expected = " or ".join(repr(choice) for choice in allowed if choice is not None)
                 return f"{name} is {entry.get(name)!r}, expected {expected}"
+    if changed := next((name for name in CHANGES if entry.get(name)), None):
+        return f"{changed} is {entry[changed]!r:.80}: more than the weights would have to be changed"
     return None
 
 
@@ -69,6 +52,15 @@ def size_problem(size: Any) -> str | None:
     if type(size) is not int or (size != -1 and not 1 <= size <= MAX_GROUP_SIZE):
         return f"group_size is {size!r}, expected a positive number or -1"
     return None
+
+
+def stated_or_equal(stated: Any, in_features: int, num_groups: int) -> int:
+    """The group size of a weight with so many groups: the stated one if it gives them, else the size of equal groups,
+    which is a multiple of 8. If there is no such size, it is the stated one."""
+    size, rest = divmod(in_features, num_groups)
+    if stated is not None and (rest or size % 8 or QuantScheme(8, stated).num_groups(in_features) == num_groups):
+        return int(stated)
+    return -1 if num_groups == 1 else size
 
 
 def names_problem(field: str, names: Any) -> str | None:
@@ -130,7 +122,9 @@ def read_part(reader: CheckpointReader, name: str, dtypes: tuple[str, ...], *sha
 
 
 def matrix_shape(reader: CheckpointReader, name: str, dtypes: tuple[str, ...]) -> tuple[int, int]:
-    """[rows, columns] of a matrix. Raises CheckpointError if it is not a matrix or is empty."""
+    """[rows, columns] of a matrix. Raises CheckpointError if it is missing, not a matrix, or empty."""
+    if not reader.has(name):
+        raise CheckpointError(f"{reader.path}: tensor {name} is missing")
     info = reader.info(name)
     if info.dtype not in dtypes or len(info.shape) != 2 or 0 in info.shape:
         expected = " or ".join(dtypes)

@@ -83,6 +83,8 @@ def views(reader: CheckpointReader, spec: ModelSpec) -> dict[str, View]:
     for (old, new), suffix in product(OUTER.items(), SUFFIXES):
         if reader.has(source := f"{old}.{suffix}"):
             found[f"{new}.{suffix}"] = named(source, reader.info(source).shape)
+    if spec.tie_embeddings and not _is_there(reader, found, roles.EMBED) and _is_there(reader, found, roles.LM_HEAD):
+        found[f"{roles.EMBED}.weight"] = _head_as_embeddings(reader, found)
     for index, layer in enumerate(spec.layers):
         found |= dict(_linears(reader, index, layer))
         for role in (layer.vectors | layer.matrices).keys() & UNSUFFIXED:
@@ -91,6 +93,16 @@ def views(reader: CheckpointReader, spec: ModelSpec) -> dict[str, View]:
         if isinstance(layer.mlp, MoESpec):
             found |= dict(_experts(reader, index, layer, layer.mlp))
     return found
+
+
+def _is_there(reader: CheckpointReader, found: dict[str, View], module: str) -> bool:
+    return f"{module}.weight" in found or reader.has(f"{module}.weight")
+
+
+def _head_as_embeddings(reader: CheckpointReader, found: dict[str, View]) -> View:
+    """A tied model may be stored with its head alone, which is then shown as the embeddings."""
+    name = f"{roles.LM_HEAD}.weight"
+    return found.pop(name, None) or named(name, reader.info(name).shape)
 
 
 def _linears(reader: CheckpointReader, index: int, layer: LayerSpec) -> Iterator[tuple[str, View]]:

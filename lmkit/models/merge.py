@@ -46,7 +46,7 @@ def merge(
                     progress(done, len(found.additions))
                 writer.add(name, tensor)
                 reader.release()
-            writer.finish(reader.config, reader.path)
+            writer.finish(source.config, reader.path)
     finally:
         source.close()
     return len(found.additions)

@@ -14,9 +14,10 @@ from torch import Tensor
 from lmkit.errors import CheckpointError, ConfigError
 from lmkit.formats.base import WeightFormat, resolve_format
 from lmkit.formats.checkpoint import CheckpointReader
+from lmkit.formats.gptq import GptqFormat, stored_bits
 from lmkit.formats.mxfp4 import BLOCKS
 from lmkit.formats.mxfp4 import SCALES as MX_SCALES
-from lmkit.formats.parts import FLOATS, MARKS, missing_parts
+from lmkit.formats.parts import FLOATS, missing_parts
 from lmkit.formats.safetensors_file import DTYPES
 from lmkit.kernels.cuda.module import tensor_device
 from lmkit.kernels.ops import Norm
@@ -27,6 +28,7 @@ from lmkit.models import load_spec, roles
 from lmkit.models.decoder import Decoder
 from lmkit.models.decoder_layer import DecoderLayer
 from lmkit.models.fused import views
+from lmkit.models.head import has_own_head, untied
 from lmkit.models.registry import BASE, CLASSIFIER
 from lmkit.models.rounding import check_rounding, saved_bytes, scheme_for
 from lmkit.models.spec import ModelSpec
@@ -61,8 +63,8 @@ class ModelSource:
         if rounding != "none":
             check_rounding(self.spec, rounding, self.reader.path)
         self.reader.show(views(self.reader, self.spec))
-        if self.spec.tie_embeddings and any(self.reader.has(f"{roles.LM_HEAD}.{mark}") for mark in MARKS):
-            self.spec = replace(self.spec, tie_embeddings=False)  # a head of its own: embeddings are not quantized
+        if self.spec.tie_embeddings and has_own_head(self.reader):
+            self.spec, self.config = replace(self.spec, tie_embeddings=False), untied(self.config)
         classifies = self.spec.architecture.endswith(CLASSIFIER)
         writes = not (classifies or self.spec.sees_all)
         self.has_head = writes and (self.spec.tie_embeddings or not self._lacks_head())
@@ -136,9 +138,16 @@ class ModelSource:
             weights[role] = weight if isinstance(weight, QTensor) else _to(weight, dtype)
             if spec.has_bias(role):
                 weights[role + ".bias"] = self._plain(module + ".bias", dtype)
-            elif self.reader.has(module + ".bias"):
-                raise CheckpointError(f"{path}: {module}.bias is there, but config.json says there is none")
+            else:
+                self._check_no_bias(module)
         return weights
+
+    def _check_no_bias(self, module: str) -> None:
+        """Raise CheckpointError if a linear without a bias has one in the file that is not all zeros. Older quantizers
+        write zeros for every linear."""
+        name = module + ".bias"
+        if self.reader.has(name) and bool(self._plain(name, None).any()):
+            raise CheckpointError(f"{self.reader.path}: {name} is there, but config.json says there is none")
 
     def layer(self, index: int, dtype: torch.dtype | None = None, device: str = "cpu") -> DecoderLayer:
         """A layer with plain weights, for calibration."""
@@ -240,6 +249,7 @@ class ModelSource:
     def _head(self, dtype: torch.dtype | None) -> Tensor | QTensor:
         if self.spec.tie_embeddings:
             return self._projected(roles.PROJECT_OUT, dtype)[: self.spec.num_logits]
+        self._check_no_bias(roles.LM_HEAD)
         weight = self.format.read_linear(self.reader, roles.LM_HEAD)
         return weight if isinstance(weight, QTensor) else _to(weight, dtype)
 
@@ -320,8 +330,8 @@ class ModelSource:
         on_cpu, is_byte = device == "cpu", self.reader.info(name).dtype == "U8"
         short = on_cpu and activations == "int8"  # codes of float4 stay in 4 bits
         codes, scales = 1 if short else 2, 8 if on_cpu and not short else 5  # float32 scales with zeros of 32 or 8 bits
-        if suffix in ("qweight", "qzeros") and self.config["quantization_config"].get("bits") in (2, 3):
-            return 2
+        if suffix in ("qweight", "qzeros") and isinstance(self.format, GptqFormat):
+            return 2 if stored_bits(self.reader, module) in (2, 3) else 1
         if suffix in NVFP4_CODES and is_byte:  # of 4 bits; dense ones on a GPU, and of other formats
             return codes if on_cpu and self._is_nvfp4(module) else 2 * dense
         if suffix == "weight_scale" and self._is_nvfp4(module):

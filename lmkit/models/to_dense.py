@@ -50,7 +50,7 @@ def to_dense(model: str | Path, output: str | Path, *, progress: Progress = lamb
                     raise UnsupportedError(f"{reader.path}: {name} is quantized in a part that stays as it is")
                 if not name.startswith(tuple(f"{module}." for module in modules)):
                     writer.add(name, reader.tensor(name))
-            writer.finish({k: v for k, v in reader.config.items() if k != "quantization_config"}, reader.path)
+            writer.finish({k: v for k, v in source.config.items() if k != "quantization_config"}, reader.path)
             if (reader.path / FILE_NAME).is_file():
                 copy_file(reader.path / FILE_NAME, folder / FILE_NAME)
     finally:

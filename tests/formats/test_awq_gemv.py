@@ -65,13 +65,21 @@ def test_it_becomes_another_format(tmp_path: Path, version: str, group: int) -> 
     [
         ("gemv", {"qzeros": None}, "m.qzeros is missing"),
         ("gemv", {"qzeros": torch.ones(16, 2, dtype=torch.int32)}, r"m.qzeros is I32 \[16, 2\].*ask for I32 \[16, 1\]"),
-        ("gemv", {"scales": torch.ones(16, 3).half()}, r"m.scales is F16 \[16, 3\].*ask for F16 \[16, 8\]"),
+        (
+            "gemv",
+            {"scales": torch.ones(16, 3).half()},
+            r"m.scales is F16 \[16, 3\].*ask for F16 or BF16 or F32 \[16, 8\]",
+        ),
         ("gemv", {"qweight": torch.ones(16, 24, dtype=torch.int16)}, "m.qweight is I16"),
         ("gemv", {"qweight": torch.ones(16, 47, dtype=torch.int32)}, "376 inputs are not a multiple of 128"),
         ("gemv", {"weight": torch.ones(16, 384)}, "has both qweight and weight"),
         ("gemv_fast", {"qzeros": None}, "m.qzeros is missing"),
         ("gemv_fast", {"qweight": torch.ones(4, 352, dtype=torch.int16)}, "352 inputs are not a multiple of 64"),
-        ("gemv_fast", {"scales": torch.ones(8, 12).half()}, r"m.scales is F16 \[8, 12\].*ask for F16 \[8, 16\]"),
+        (
+            "gemv_fast",
+            {"scales": torch.ones(8, 12).half()},
+            r"m.scales is F16 \[8, 12\].*ask for F16 or BF16 or F32 \[8, 16\]",
+        ),
         ("gemv_fast", {"scales": torch.full((8, 16), torch.inf).half()}, "not finite"),
         ("gemv_fast", {"qzeros": torch.full((8, 16), 0.5).half()}, "m.qzeros are not zeros from 0 to 15 times"),
     ],
@@ -90,5 +98,7 @@ def test_it_is_not_written() -> None:
 
 def test_other_versions_are_refused() -> None:
     entry = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "exllama"}
-    with pytest.raises(UnsupportedError, match=r"expected 'gemm'.*expected 'gemv'.*expected 'gemv_fast' or 'llm-awq'"):
+    with pytest.raises(
+        UnsupportedError, match=r"awq: version is 'exllama', expected gemm or gemv or gemv_fast or llm-awq$"
+    ):
         resolve_format({"quantization_config": entry})

@@ -87,7 +87,7 @@ def test_blocks_of_float8(tmp_path: Path) -> None:
         (QuantScheme(8, 16), "gptq_v2", "awq", {}, f"{MODULE}: AWQ cannot store it: 8 bits, AWQ has 4"),
         (QuantScheme(4, 16, act_order=True), "gptq_v2", "awq", {}, f"{MODULE}: AWQ cannot store it: activation order"),
         (QuantScheme(4, 16), "awq", "fp8", {}, "fp8 cannot store it: 4-bit integers"),
-        (FLOAT8, "fp8", "compressed-tensors", {"scale_fmt": "x"}, "scale_fmt is 'x'"),
+        (FLOAT8, "fp8", "compressed-tensors", {"fmt": "x"}, "fmt is 'x'"),
         (FLOAT8, "fp8", "awq", {}, "AWQ has no place for float8 activations"),
         (QuantScheme(4, 16), "compressed-tensors", "awq", {"kv_cache_scheme": {"num_bits": 8}}, "a kv_cache_scheme"),
         (

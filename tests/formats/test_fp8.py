@@ -72,12 +72,11 @@ def test_tensors_that_disagree(tmp_path: Path, changes: dict[str, torch.Tensor |
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"weight_block_size": None}, "weight_block_size is None"),
         ({"weight_block_size": [128]}, r"weight_block_size is \[128\]"),
         ({"weight_block_size": [0, 128]}, r"weight_block_size is \[0, 128\]"),
         ({"fmt": "e5m2"}, "fmt is 'e5m2'"),
         ({"modules_to_not_convert": "lm_head"}, "modules_to_not_convert is not a list"),
-        ({"new": 1}, "unknown fields new"),
+        ({"expert_dtype": "fp4"}, "expert_dtype is 'fp4'"),
     ],
 )
 def test_config_refused(changes: dict[str, Any], message: str) -> None:

@@ -129,9 +129,9 @@ def test_what_is_not_built_is_refused(tmp_path: Path) -> None:
     config = json.loads((path / "config.json").read_text())
     with pytest.raises(UnsupportedError, match=r"swiglu_limit = 5\.0 is not supported; lmkit runs 7\.0"):
         load_spec(config | {"swiglu_limit": 5.0})
-    config["quantization_config"]["block_size"] = 16
+    config["quantization_config"]["rotation"] = "hadamard"
     (path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UnsupportedError, match="mxfp4: quantization_config has unknown fields block_size"):
+    with pytest.raises(UnsupportedError, match="mxfp4: rotation is 'hadamard'"):
         ModelSource(path)
 
 

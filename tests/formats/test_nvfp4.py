@@ -103,8 +103,8 @@ def test_modelopt(tmp_path: Path, shape: tuple[int, ...]) -> None:
 
 
 def test_other_algorithms_are_refused() -> None:
-    with pytest.raises(UnsupportedError, match="modelopt: quant_algo is 'FP8', expected 'nvfp4'"):
-        resolve_format({"quantization_config": MODELOPT | {"quant_algo": "FP8"}})
+    with pytest.raises(UnsupportedError, match="modelopt: quant_algo is 'W4A8_AWQ', expected 'nvfp4' or 'fp8'"):
+        resolve_format({"quantization_config": MODELOPT | {"quant_algo": "W4A8_AWQ"}})
     wrong = COMPRESSED["config_groups"]["group_0"] | {"weights": WEIGHTS | {"group_size": 32}}
     with pytest.raises(UnsupportedError, match="weights are 4-bit floats"):
         resolve_format({"quantization_config": COMPRESSED | {"config_groups": {"group_0": wrong}}})
