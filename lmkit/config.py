@@ -10,6 +10,7 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args
 
@@ -53,6 +54,9 @@ BODY_MEMORY = 256 << 20  # bytes of the bodies of all requests under way
 KVEventsAddress = Annotated[str, msgspec.Meta(pattern=r"^tcp://\S+:\d+$")]
 PositiveFloat = Annotated[float, msgspec.Meta(gt=0)]
 PositiveInt = Annotated[int, msgspec.Meta(ge=1)]
+Share = Annotated[str, msgspec.Meta(pattern=r"^\d+(\.\d+)?%$")]
+# Fields of EngineConfig that are bytes, and may be written like 2G.
+SIZES = ("weights_memory", "kv_memory", "kv_host_memory", "kv_disk_memory", "image_memory")
 
 
 def require_linux() -> None:
@@ -66,10 +70,19 @@ class StrictStruct(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Base of every configuration: immutable and keyword-only; unknown fields are refused."""
 
 
-class EngineConfig(StrictStruct, frozen=True, kw_only=True, metaclass=CheckedMeta):
+class _Sizes(CheckedMeta):
+    """Its constructor takes sizes as bytes or as texts like "2G"."""
+
+    def plain(cls, given: dict[str, Any]) -> dict[str, Any]:
+        texts = {name: given[name] for name in SIZES if isinstance(given.get(name), str)}
+        return given | {name: parse_size(name, text, name) for name, text in texts.items()}
+
+
+class EngineConfig(StrictStruct, frozen=True, kw_only=True, metaclass=_Sizes):
     """How one engine runs one model. `auto` and None are resolved once, into a new value, and each decision is logged.
 
-    `on` returns a copy with the fields that depend on the device resolved.
+    `on` returns a copy with the fields that depend on the device resolved. The fields of SIZES are bytes; the
+    constructor takes texts like "2G", too.
     """
 
     OTHERS = other_names.ENGINE
@@ -87,7 +100,7 @@ class EngineConfig(StrictStruct, frozen=True, kw_only=True, metaclass=CheckedMet
     max_batch_size: BatchSize | None = None  # sequences in one step; None = 64, or more if reading weights takes longer
     max_step_tokens: StepTokens | None = None  # token budget of one step; None = by the device
     max_model_len: PositiveInt | None = None  # None = the model's max_position_embeddings
-    kv_memory: PositiveInt | None = None  # bytes for KV blocks; None = from max_batch_size and free memory
+    kv_memory: PositiveInt | Share | None = None  # bytes for KV blocks, or a share of the free memory; None = by a plan
     max_queue: PositiveInt = 1024  # waiting requests; one more is refused with 503
     queue_quota: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0  # share of these that one tenant may have open
     max_queued_tokens: PositiveInt = 4 << 20  # prompt tokens of all open requests; more are refused with 503
@@ -414,6 +427,17 @@ def parse_seconds(text: str, where: str) -> float:
     if not parts or "".join(map("".join, parts)) != text.strip().lower():
         raise ConfigError(f"{where}: {text!r} is not a time; write for example 20m or 1h30m")
     return sum(float(number) * _SECONDS[unit] for number, unit in parts)
+
+
+def parse_size(name: str, text: str, where: str) -> int | str:
+    """The value of a field of SIZES. `kv_memory` may be a share of the free memory, `30%`. Raises ConfigError."""
+    body = text.strip()
+    if name != "kv_memory" or not body.endswith("%"):
+        return parse_bytes(text, where)
+    with suppress(ValueError):
+        if 0 < float(body[:-1]) <= 100:
+            return f"{float(body[:-1]):g}%"
+    raise ConfigError(f"{where}: {text!r} is not a share of the memory; write for example 30%")
 
 
 def parse_bytes(text: str, where: str) -> int:

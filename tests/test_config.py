@@ -145,3 +145,20 @@ def test_openmp_sleeps_soon_unless_the_user_chose(
     monkeypatch.setattr(os, "environ", dict(given))
     calm_openmp()
     assert os.environ.get("GOMP_SPINCOUNT") == spins
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("300M", 300 << 20), (" 2g", 2 << 30), ("30%", "30%"), ("12.50 %", "12.5%")]
+)
+def test_sizes_of_an_engine_may_be_texts(text: str, value: int | str) -> None:
+    assert EngineConfig(kv_memory=text).kv_memory == value  # type: ignore[arg-type]
+    assert EngineConfig(kv_memory=value).kv_memory == value  # type: ignore[arg-type]
+    assert EngineConfig(kv_host_memory="1G", image_memory="7M").image_memory == 7 << 20  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("text", ["lots", "0%", "101%", "-3%", "%", "0", ""])
+def test_sizes_of_an_engine_that_are_none(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"kv_memory: .*; write for example|kv_memory: .* greater than zero"):
+        EngineConfig(kv_memory=text)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"kv_host_memory: '30%' is not a size"):
+        EngineConfig(kv_host_memory="30%")  # type: ignore[arg-type]

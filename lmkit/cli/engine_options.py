@@ -10,7 +10,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from lmkit.cli.settings import origin
-from lmkit.config import EngineConfig, StrictStruct, parse, parse_bytes
+from lmkit.config import EngineConfig, StrictStruct, parse, parse_size
 from lmkit.errors import ConfigError
 
 HELP = {
@@ -41,7 +41,7 @@ HELP = {
     "Memory and cache": {
         "weights_memory": "Memory for weights, e.g. 8G; layers beyond are read in every step. Default: for all.",
         "weights_path": "A folder on a fast disk to read these layers from. Default: beside the checkpoint.",
-        "kv_memory": "Memory for the KV cache, e.g. 2G. Default: what the batch needs.",
+        "kv_memory": "KV cache, as 2G or 30%. Default: for the batch; on a CPU at most a quarter of the free memory.",
         "kv_host_memory": "Host memory for KV that does not fit, e.g. 2G. Default: none.",
         "kv_disk_path": "A folder for KV on disk, which survives a restart. Default: none.",
         "kv_disk_memory": "Bytes on disk that the folder may take.",
@@ -88,9 +88,9 @@ def engine_options(**given: Any) -> EngineConfig:
     return parse(given, EngineConfig, "engine options")
 
 
-def size(context: typer.Context, option: typer.CallbackParam, text: str | None) -> int | None:
+def size(context: typer.Context, option: typer.CallbackParam, text: str | None) -> int | str | None:
     """The callback of an option that takes bytes as 2G. Raises ConfigError."""
-    return None if text is None else parse_bytes(text, origin(context, option))
+    return None if text is None else parse_size(str(option.name), text, origin(context, option))
 
 
 @functools.cache  # resolving them takes milliseconds, which every command would wait for at each option

@@ -11,7 +11,7 @@ import yaml
 
 from lmkit import yaml_file
 from lmkit.cli.engine_options import SIZES
-from lmkit.config import EngineConfig, PositiveFloat, ServerConfig, parse, parse_bytes
+from lmkit.config import EngineConfig, PositiveFloat, ServerConfig, parse, parse_size
 from lmkit.errors import ConfigError
 from lmkit.other_names import ENGINE, hint
 
@@ -83,5 +83,5 @@ def _model(name: str, given: dict[str, Any], where: str, engine: EngineConfig, k
         if option not in own:
             raise ConfigError(f"{where}: {option!r} is not an option of a model{hint(option, ENGINE, own)}")
         is_size = option in SIZES and isinstance(value, str)
-        own[option] = parse_bytes(value, f"{where}: {option}") if is_size else value
+        own[option] = parse_size(option, value, f"{where}: {option}") if is_size else value
     return ListedModel(name, path, parse(own, EngineConfig, where), keep_alive, aliases, revision)

@@ -56,7 +56,7 @@ def cluster(context: typer.Context, server: ServerConfig) -> ClusterConfig:
     given, count, model = _given(context), context.params["dp"], context.params["model"]
     threads = context.params["num_threads"] or default_num_threads()
     options = {name: value for name, value in given.items() if name not in _OF_THE_ADDRESS}
-    options |= {name: options[name] // count for name in _SHARED if options.get(name)}
+    options |= {name: _divided(options[name], count) for name in _SHARED if options.get(name)}
     names = server.served_model_name
     group = Group(
         model=model,
@@ -84,6 +84,11 @@ def cluster(context: typer.Context, server: ServerConfig) -> ClusterConfig:
     }
     fields = {"models": [group], "proxy": proxy, "drain_seconds": max(server.drain_seconds, 1e-3)}
     return parse(msgspec.to_builtins(fields), ClusterConfig, "--dp")
+
+
+def _divided(size: int | str, count: int) -> int | str:
+    """The part of a replica: of bytes, or of a share like `30%`."""
+    return size // count if isinstance(size, int) else f"{float(size.removesuffix('%')) / count:g}%"
 
 
 def _given(context: typer.Context) -> dict[str, Any]:

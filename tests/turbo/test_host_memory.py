@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import mmap
 from pathlib import Path
 
 import pytest
 
-from lmkit.turbo.host_memory import available_memory
+from lmkit.turbo.host_memory import available_memory, memory_limit, shortage
 from tests.test_cores import write
 
 MIB = 1 << 20
@@ -45,3 +46,20 @@ def test_a_group_that_is_full_leaves_nothing(tmp_path: Path) -> None:
     write(tmp_path, {"proc/self/cgroup": "0::/"})
     write(tmp_path / "sys/fs/cgroup", {name: str(content) for name, content in V2.items()} | {"memory.max": "5"})
     assert available_memory(tmp_path) == 0
+
+
+def test_the_limit_of_addresses_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, {"proc/self/statm": "1000 10 5 1 0 50 0"})
+    monkeypatch.setattr("resource.getrlimit", lambda which: (1000 * mmap.PAGESIZE + 77, -1))
+    assert available_memory(tmp_path) == 77
+    assert memory_limit(tmp_path) == 1000 * mmap.PAGESIZE + 77
+
+
+def test_memory_is_short_below_a_share_of_the_limit(tmp_path: Path) -> None:
+    write(tmp_path, {"proc/self/cgroup": "0::/"})
+    files = {"memory.max": 320 * MIB, "memory.current": 310 * MIB, "memory.stat": "anon 9"}
+    write(tmp_path / "sys/fs/cgroup", {name: str(content) for name, content in files.items()})
+    assert shortage(tmp_path) == 0
+    write(tmp_path / "sys/fs/cgroup", {"memory.current": str(313 * MIB)})
+    assert shortage(tmp_path) == 3 * MIB
+    assert memory_limit(tmp_path) == 320 * MIB

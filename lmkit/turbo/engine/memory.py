@@ -34,6 +34,8 @@ SNAPSHOTS = 16  # of recurrent state, for each sequence of the batch, unless the
 SNAPSHOT_SHARE = 0.25  # of the memory left after the weights
 COPIES_SHARE = 0.5  # of the memory left after the weights, which copies of weights take at most
 KV_SHARE = {"cpu": 0.8, "cuda": 0.92}  # share of the memory left after the weights, if the user gives no budget
+# Without a budget, also the most that the batch's KV takes of all that is available: a CPU's memory is for others, too.
+GUEST_SHARE = {"cpu": 0.25, "cuda": 1.0}
 
 
 def loaded_bytes(model: ResolvedModel, config: EngineConfig) -> int:
@@ -87,6 +89,10 @@ class MemoryPlan:
     def total(self) -> int:
         """Bytes of all but the runtime."""
         return self.weights + self.copies + self.workspace + self.states + self.snapshots + self.host + self.kv
+
+    def to_come(self, config: EngineConfig) -> int:
+        """Bytes of host memory that an engine takes after it has loaded the weights."""
+        return self.host if config.device == "cuda" else self.total - self.weights - self.copies + self.runtime
 
     def lines(self, kv_dtype: str) -> list[str]:
         """The plan in lines of at most 55 characters. `kv_dtype` names the storage."""
@@ -174,8 +180,9 @@ def plan_memory(
 ) -> MemoryPlan:
     """Size the block pool. Raises a ConfigError that says what to change if the model or one sequence cannot fit.
 
-    With `kv_memory` the pool has that size. Without it, the pool holds max_batch_size full sequences or takes its share
-    of the free memory, whichever is less. Without `max_model_len` the context shrinks to what the pool can hold.
+    With `kv_memory` the pool has that size. Without it, the pool holds max_batch_size full sequences, or as many as
+    its shares of the memory hold (KV_SHARE, GUEST_SHARE). Without `max_model_len` the context shrinks to what the pool
+    can hold; with it, one sequence of that length may take more than GUEST_SHARE.
 
     `copies`: bytes of the copies of weights, which are left out if they would take more than their share, or KV that
     was asked for.
@@ -184,6 +191,7 @@ def plan_memory(
     """
     on_gpu = config.device == "cuda"
     free = available_memory() if available is None else available
+    asked = asked_kv(config, free)
     layout = layout_of(spec, config.attention_sinks, kv_dtypes)
     num_groups = len(layout.groups)
     stages = Stage(0, config.pp).cut(spec)
@@ -201,7 +209,7 @@ def plan_memory(
     left = free - weight_bytes - workspace - states - runtime - (0 if on_gpu else host)
     num_snapshots = 0
     if spec.is_recurrent and config.prefix_cache:
-        room = min(int(left * SNAPSHOT_SHARE), left - (config.kv_memory or 0))
+        room = min(int(left * SNAPSHOT_SHARE), left - (asked or 0))
         num_snapshots = max(0, min(SNAPSHOTS * config.sequences_per_step, room // spec.state_bytes))
         left -= num_snapshots * spec.state_bytes
     if left < num_groups * block_bytes:
@@ -211,10 +219,8 @@ def plan_memory(
             "kv_host_memory"
         )
     all_left = left * config.num_processes
-    if config.kv_memory is not None and config.kv_memory > all_left:
-        raise ConfigError(
-            f"kv_memory {gib(config.kv_memory)} is more than the {gib(all_left)} left after the weights; lower it"
-        )
+    if asked is not None and asked > all_left:
+        raise ConfigError(f"kv_memory {gib(asked)} is more than the {gib(all_left)} left after the weights; lower it")
     longest = min(spec.max_position, config.tokens_per_step) if spec.sees_all else spec.max_position
     wanted_len = max_model_len = config.max_model_len or longest
     if wanted_len > spec.max_position:
@@ -222,13 +228,14 @@ def plan_memory(
     if wanted_len > longest:
         raise ConfigError(f"max_model_len {wanted_len}: this model reads a text in one step; raise max_step_tokens")
     blocks_per_sequence = kv_limits(spec, config, layout, 0).blocks_for(wanted_len)
+    one_sequence = blocks_per_sequence * block_bytes
     share = KV_SHARE["cuda" if on_gpu else "cpu"]
-    room = int((left - copies) * share) if config.kv_memory is None else left - copies
-    needed = config.kv_memory or blocks_per_sequence * block_bytes
-    copies = copies if copies <= left * COPIES_SHARE and needed <= room else 0
+    room = int((left - copies) * share) if asked is None else left - copies
+    copies = copies if copies <= left * COPIES_SHARE and (asked or one_sequence) <= room else 0
     left -= copies
-    kv_memory = config.kv_memory and config.kv_memory // config.num_processes  # of one of them
-    budget = kv_memory or min(int(left * share), blocks_per_sequence * config.sequences_per_step * block_bytes)
+    guest = max(int(free * GUEST_SHARE["cuda" if on_gpu else "cpu"]), one_sequence if config.max_model_len else 0)
+    by_default = min(int(left * share), guest, one_sequence * config.sequences_per_step)
+    budget = by_default if asked is None else asked // config.num_processes
     num_blocks = budget // block_bytes
     limits = kv_limits(spec, config, layout, num_blocks, num_snapshots)
     if num_blocks < num_groups:
@@ -238,7 +245,7 @@ def plan_memory(
         fits = limits.longest
         if config.max_model_len is not None:
             raise ConfigError(
-                f"one sequence of {wanted_len} tokens needs {gib(blocks_per_sequence * block_bytes)} of KV cache and "
+                f"one sequence of {wanted_len} tokens needs {gib(one_sequence)} of KV cache and "
                 f"{gib(budget)} is planned; lower max_model_len to {fits}, raise kv_memory, or use kv_dtype int8/int4"
             )
         max_model_len = fits
@@ -253,7 +260,7 @@ def plan_memory(
         num_tokens=limits.capacity(max_model_len),
         max_model_len=max_model_len,
         wanted_len=wanted_len,
-        wanted_kv=blocks_per_sequence * block_bytes,
+        wanted_kv=one_sequence,
         layout=layout,
         runtime=runtime,
         states=states,
@@ -261,6 +268,13 @@ def plan_memory(
         num_snapshots=num_snapshots,
         copies=copies,
     )
+
+
+def asked_kv(config: EngineConfig, free: int) -> int | None:
+    """The bytes that `kv_memory` asks for, of all processes, where each has `free` bytes. None: it asks for none."""
+    if isinstance(config.kv_memory, str):
+        return int(free * config.num_processes * float(config.kv_memory.removesuffix("%")) / 100)
+    return config.kv_memory
 
 
 def _token_bytes(spec: ModelSpec, kv_dtypes: list[tuple[KVDtype, KVDtype]], layout: KVLayout, layers: range) -> int:

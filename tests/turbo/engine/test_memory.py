@@ -6,6 +6,8 @@ import re
 from dataclasses import replace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from lmkit.config import EngineConfig
 from lmkit.errors import ConfigError
@@ -14,7 +16,7 @@ from lmkit.kv_dtype import BFLOAT16, FLOAT32, INT4, INT8, KVDtype
 from lmkit.layers.batch import allocate_kv
 from lmkit.layers.delta_spec import DeltaSpec
 from lmkit.models import load_spec
-from lmkit.turbo.engine.memory import ADDED_ROWS, RUNTIME_BYTES, plan_memory
+from lmkit.turbo.engine.memory import ADDED_ROWS, RUNTIME_BYTES, asked_kv, kv_limits, plan_memory
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -102,6 +104,60 @@ def test_context_shrinks_to_the_pool_unless_it_was_asked_for() -> None:
 def test_what_cannot_fit_is_refused(config: EngineConfig, weights: int, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         plan_memory(SPEC, config, BF16, weight_bytes=weights, available=8 * GIB)
+
+
+def test_a_default_pool_is_a_guest() -> None:
+    """It takes a quarter of the memory, also if the batch could use more. What was asked for may be more."""
+    plan = plan_memory(SPEC, EngineConfig(), BF16, weight_bytes=GIB // 8, available=GIB // 2)
+    assert GIB // 8 - plan.block_bytes < plan.kv <= GIB // 8
+    assert plan.max_model_len == 4096
+    long = load_spec(CONFIG | {"max_position_embeddings": 1 << 17})  # 256 MiB of KV for one sequence
+    assert plan_memory(long, EngineConfig(), BF16, 0, available=GIB - (4 << 20)).max_model_len < 1 << 17
+    asked_len = EngineConfig(max_model_len=1 << 17)
+    assert plan_memory(long, asked_len, BF16, 0, available=GIB - (4 << 20)).kv == 256 << 20
+    asked = plan_memory(SPEC, EngineConfig(kv_memory=GIB // 4), BF16, weight_bytes=0, available=GIB // 2)
+    assert asked.kv == GIB // 4
+    on_gpu = plan_memory(SPEC, EngineConfig(max_batch_size=256).on("cuda"), BF16, weight_bytes=0, available=2 * GIB)
+    assert on_gpu.kv > GIB
+
+
+def test_a_share_is_of_what_is_free() -> None:
+    plan = plan_memory(SPEC, EngineConfig(kv_memory="30%"), BF16, weight_bytes=0, available=GIB)
+    assert 0.3 * GIB - plan.block_bytes < plan.kv <= 0.3 * GIB
+    shared = plan_memory(SPEC, EngineConfig(kv_memory="30%", tp=2), BF16, weight_bytes=0, available=GIB)
+    assert shared.kv == plan.kv, "each of two processes has as much free memory, and takes its part of both shares"
+    with pytest.raises(ConfigError, match=r"kv_memory 972\.8 MiB is more than the .* left after the weights"):
+        plan_memory(SPEC, EngineConfig(kv_memory="95%"), BF16, weight_bytes=0, available=GIB)
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    available=st.integers(0, 4 * GIB),
+    weights=st.integers(0, GIB),
+    batch=st.integers(1, 256),
+    length=st.none() | st.integers(1, 4096),
+    kv_memory=st.none() | st.integers(1, GIB) | st.sampled_from(["1%", "25%", "100%"]),
+)
+def test_a_plan_is_within_the_limit_and_holds_a_sequence(
+    available: int, weights: int, batch: int, length: int | None, kv_memory: int | str | None
+) -> None:
+    config = EngineConfig(max_batch_size=batch, max_model_len=length, kv_memory=kv_memory)  # type: ignore[arg-type]
+    try:
+        plan = plan_memory(SPEC, config, BF16, weights, available)
+    except ConfigError:
+        return
+    assert plan.total + plan.runtime <= available
+    limits = kv_limits(SPEC, config, plan.layout, plan.num_blocks)
+    assert limits.blocks_for(plan.max_model_len) <= plan.num_blocks
+    assert plan.max_model_len >= 1
+    assert length is None or plan.max_model_len == length
+    asked = asked_kv(config, available)
+    if asked is not None:
+        assert plan.kv <= asked
+    else:
+        one = limits.blocks_for(length) * plan.block_bytes if length else 0
+        assert plan.kv <= max(available // 4, one)
+        assert plan.kv <= batch * limits.blocks_for(plan.wanted_len) * plan.block_bytes
 
 
 def test_what_adapters_add_is_planned() -> None:
