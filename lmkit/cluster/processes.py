@@ -17,6 +17,7 @@ import psutil
 
 from lmkit.cluster.gpus import least_used, num_gpus, visible_gpus
 from lmkit.config import child_environment
+from lmkit.ended import MemoryKills
 from lmkit.errors import ConfigError
 from lmkit.log import get_logger
 
@@ -69,6 +70,7 @@ class Child:
 
     def __init__(self, process: asyncio.subprocess.Process, id: str, say: Say) -> None:
         self._process, self._id, self._say = process, id, say
+        self._kills = MemoryKills()
         self._reading = asyncio.create_task(self._read())
 
     @classmethod
@@ -108,9 +110,7 @@ class Child:
     @property
     def ended(self) -> str:
         code = self._process.returncode
-        if code is None:
-            return ""
-        return f"ended with status {code}" if code >= 0 else f"was ended by {signal.Signals(-code).name}"
+        return "" if code is None else self._kills.ended(code)
 
     def drain(self) -> None:
         self._signal(signal.SIGTERM)

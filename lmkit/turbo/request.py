@@ -225,6 +225,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int
     kv_dtype: str
     memory: dict[str, int]  # bytes by purpose
+    reserved: int = 0  # bytes of memory that the engine's processes take at most, libraries included
     hidden_size: int = 0  # of an embedding
     pooling: Pooling = "last"  # for embeddings
     dimensions: tuple[int, ...] = ()  # that embeddings may be cut to; empty: the checkpoint names none, so any
@@ -242,6 +243,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     num_waiting: int = 0
     blocks_used: int = 0
     blocks_total: int = 0
+    blocks_backed: int = 0  # blocks that have taken memory from the system
     kept_since: float | None = None  # on the monotonic clock: the prefix cache has all that was used since; see Ledger
     preemptions: int = 0
     prompt_tokens: int = 0

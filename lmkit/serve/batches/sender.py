@@ -39,7 +39,7 @@ class Answer(NamedTuple):
         if status == 200:
             return cls(status, body)
         error = msgspec.json.decode(body)["error"]
-        return cls(status, body, error["code"], error["message"] == STOPPED)
+        return cls(status, body, error["code"], error["message"].startswith(STOPPED))
 
     @classmethod
     def failed(cls, error: RequestError) -> Answer:

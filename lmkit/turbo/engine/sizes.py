@@ -15,6 +15,7 @@ from contextlib import suppress
 import msgspec
 
 from lmkit.config import EngineConfig
+from lmkit.ended import MemoryKills
 from lmkit.errors import CheckpointError, ConfigError, LMKitError, UnsupportedError
 from lmkit.turbo.host_memory import gib
 
@@ -38,7 +39,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
 async def sizes(models: Sequence[tuple[str, str, EngineConfig]], budget: int | None) -> Sizes:
     """Raises the LMKitError of opening a checkpoint, and ConfigError for a model that does not fit the budget."""
-    pipe = asyncio.subprocess.PIPE
+    pipe, kills = asyncio.subprocess.PIPE, MemoryKills()
     process = await asyncio.create_subprocess_exec(sys.executable, "-m", __name__, stdin=pipe, stdout=pipe)
     try:
         answer, _ = await process.communicate(msgspec.json.encode(Query(list(models), budget)))
@@ -47,7 +48,8 @@ async def sizes(models: Sequence[tuple[str, str, EngineConfig]], budget: int | N
             process.kill()
         raise
     if process.returncode != 0:
-        raise LMKitError(f"the memory of the models cannot be planned: status {process.returncode}; its log says why")
+        how = kills.ended(process.returncode or 0)
+        raise LMKitError(f"the memory of the models cannot be planned: the process {how}; its log says why")
     found = msgspec.json.decode(answer, type=Sizes | Failed)
     if isinstance(found, Failed):
         raise _ERRORS.get(found.kind, LMKitError)(found.message)

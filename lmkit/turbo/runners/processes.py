@@ -17,6 +17,7 @@ import msgspec
 
 import lmkit
 from lmkit.config import EngineConfig, child_environment
+from lmkit.ended import MemoryKills
 from lmkit.errors import EngineLostError, LMKitError
 from lmkit.models.spec import ModelSpec
 from lmkit.turbo.adapters import AdapterChange, AdapterRead
@@ -107,6 +108,7 @@ class Processes(ABC):
         """Start the processes. `lose` is called, from a thread, when one has ended. Raises LMKitError if one cannot be
         started."""
         self._lose, self._closed = lose, False
+        self._kills = MemoryKills()
         self._heard: Callable[[AdapterRead], None] | None = None
         self._processes: list[Process] = []
         with self._starts(model) as starts:
@@ -200,7 +202,7 @@ class Processes(ABC):
         status = process.wait()
         if not self._closed:
             self._ended(
-                f"rank {rank} of {len(self._processes) + 1} has ended with status {status}; start the engine again"
+                f"rank {rank} of {len(self._processes) + 1} {self._kills.ended(status)}; start the engine again"
             )
 
     def _ended(self, reason: str) -> None:

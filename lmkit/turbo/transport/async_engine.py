@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
-import tempfile
 from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any, Literal
@@ -22,7 +20,9 @@ from lmkit.errors import CheckpointError, ConfigError, LMKitError, RequestError,
 from lmkit.turbo.request import EngineInfo, EngineStats, Request, Siblings, StepOutput
 from lmkit.turbo.transport import messages
 from lmkit.turbo.transport.adapter_calls import AdapterCalls
+from lmkit.turbo.transport.death import how_ended
 from lmkit.turbo.transport.restart import RestartPolicy
+from lmkit.turbo.transport.socket_folder import SocketFolder
 from lmkit.turbo.transport.spawned import SILENT_SECONDS, EngineProcess
 from lmkit.turbo.transport.steps import Rest, Steps
 
@@ -31,7 +31,6 @@ AT_REST = ("asleep", "draining")  # in these states a process that ends is not s
 STOP_SECONDS = 5.0  # how long a process may take to finish its step before it is killed
 LATE_SECONDS = 1.0  # after a request's deadline it is ended here, if the engine has not ended it
 STOPPED = "the engine stopped while it was working on this request"
-MAX_IPC_PATH = 100  # sockaddr_un holds 107 bytes
 
 _START_ERRORS = {kind.__name__: kind for kind in (ConfigError, CheckpointError, UnsupportedError)}
 
@@ -80,7 +79,7 @@ class AsyncEngine:
         self._adapter_calls = AdapterCalls()
         self._supervisor: asyncio.Task[None] | None = None
         self._dead = asyncio.Event()
-        self._directory: Path | None = None
+        self._folder = SocketFolder()
         self._stats = EngineStats()
         self.state: State = "asleep"
         self.info: EngineInfo | None = None
@@ -184,6 +183,11 @@ class AsyncEngine:
     def engine_pid(self) -> int | None:
         return self._process.pid if self._process else None
 
+    @property
+    def resident(self) -> int:
+        """Bytes of memory that the engine process had at its last sign of life."""
+        return self._process.resident if self._process else 0
+
     def submit(self, siblings: Siblings) -> None:
         """Send requests to the engine. `generate` yields the steps of each. Raises RequestError if they are refused."""
         if self.state == "draining":
@@ -246,7 +250,7 @@ class AsyncEngine:
         """End the process at once."""
         if self._process is not None:
             self._process.kill()
-        self._remove_directory()
+        self._folder.remove()
 
     # ---- requests
 
@@ -304,7 +308,7 @@ class AsyncEngine:
         """
         self.num_starts += 1
         self._context = self._context or zmq.Context()
-        where = self._context, self._socket_prefix()
+        where = self._context, self._folder.prefix(self.num_starts)
         new = await EngineProcess.spawn(*where, self._arguments, self._handle, silent_seconds=self._silent_seconds)
         try:
             await self._until_ready(new)
@@ -316,26 +320,13 @@ class AsyncEngine:
     async def _until_ready(self, process: EngineProcess) -> None:
         """Wait until the process has loaded the model. Raises the LMKitError that prevents it."""
         self._ready = ready = asyncio.get_running_loop().create_future()
-        either: set[asyncio.Future[Any]] = {ready, process.listening}
-        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({ready, process.listening}, return_when=asyncio.FIRST_COMPLETED)  # type: ignore[type-var]
         if not ready.done():
             process.listening.result()
-            message = f"the engine process ended with status {process.exited.result()} while starting; its log says why"
-            raise LMKitError(message)
+            raise LMKitError(f"while starting, {how_ended(process, None, self._stats)}")
         self.info = ready.result()
         if self.state != "draining":
             self.state = "ready"
-
-    def _socket_prefix(self) -> Path:
-        """The path prefix of the next process's sockets, in a private folder. It is made anew if it was removed."""
-        if self._directory is None or not self._directory.is_dir():
-            try:
-                self._directory = Path(tempfile.mkdtemp(prefix="lmkit-"))  # mode 0700
-            except OSError as error:
-                raise LMKitError(f"{error.filename}: no folder for sockets can be made: {error.strerror}") from None
-        if len(str(self._directory)) > MAX_IPC_PATH - len("/00000.commands"):
-            raise ConfigError(f"{self._directory}: too long a path for a socket; set TMPDIR to a shorter one")
-        return self._directory / str(self.num_starts)
 
     async def _supervise(self) -> None:
         """Start the process again whenever it ends. At the end no process runs, and no request waits."""
@@ -376,11 +367,12 @@ class AsyncEngine:
         self._process = None
         if self.state not in AT_REST:
             self.state = "restarting"
-        self._stats = EngineStats()
-        self._fail_all("engine_unavailable", STOPPED)
         await lost.stop(0)
+        how = how_ended(lost, self.info, self._stats)
+        self._stats = EngineStats()
+        self._fail_all("engine_unavailable", f"{STOPPED}: {how}" if lost.was_killed_for_memory else STOPPED)
         reason = f": {error}" if (error := lost.listening.exception()) else ""
-        logger.error("the engine process ended with status %d%s", lost.exited.result(), reason)
+        logger.error("%s%s", how, reason)
 
     async def _close(self) -> None:
         if self._supervisor is not None:
@@ -393,8 +385,4 @@ class AsyncEngine:
         if self._context is not None:
             self._context.destroy(linger=0)
             self._context = None
-        self._remove_directory()
-
-    def _remove_directory(self) -> None:
-        if self._directory is not None:
-            shutil.rmtree(self._directory, ignore_errors=True)
+        self._folder.remove()

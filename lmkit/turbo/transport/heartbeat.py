@@ -19,6 +19,7 @@ import msgspec
 import zmq
 
 from lmkit import log
+from lmkit.turbo.host_memory import resident_memory
 from lmkit.turbo.transport.messages import BEAT_SECONDS, Beat
 
 HUNG = 70  # exit status
@@ -54,10 +55,10 @@ class Heartbeat:
 
     def _beat(self) -> None:
         encode = msgspec.msgpack.Encoder().encode
-        before, seconds, beat = None, 0.0, Beat()
+        before, seconds, is_slow = None, 0.0, False
         while True:
             with suppress(zmq.Again):  # the front end is far behind: it has signs of life in plenty
-                self._socket.send(encode(beat), zmq.NOBLOCK)
+                self._socket.send(encode(Beat(is_slow, resident_memory())), zmq.NOBLOCK)
             if self._ended.wait(BEAT_SECONDS):
                 return
             call = self._call
@@ -65,7 +66,7 @@ class Heartbeat:
             before, limit = call, call() if call is not None else 0.0
             if seconds > limit:
                 _end(seconds, limit)
-            beat = Beat(is_slow=seconds > limit / 2)
+            is_slow = seconds > limit / 2
 
 
 def _end(seconds: float, limit: float) -> None:

@@ -50,6 +50,7 @@ class Beat(msgspec.Struct, frozen=True, tag=True):
     """A sign of life. It comes also while the engine loads, compiles or computes."""
 
     is_slow: bool = False  # the step under way has taken more than half of the time that it may take
+    resident: int = 0  # bytes of memory that the process has
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):

@@ -16,6 +16,7 @@ import zmq.asyncio
 
 import lmkit
 from lmkit import log
+from lmkit.ended import MemoryKills
 from lmkit.errors import LMKitError
 from lmkit.turbo.transport import messages
 
@@ -50,6 +51,8 @@ class EngineProcess:
         self._unsent: list[messages.Command] = []
         self._silent = 0.0  # seconds since the last event, in turns of this process
         self._silent_seconds = silent_seconds
+        self._kills = MemoryKills()
+        self.resident = 0  # bytes of memory that the process had at its last sign of life
         self._is_ready = self._is_slow = False
         self.exited = asyncio.ensure_future(process.wait())
         self.listening = asyncio.ensure_future(self._listen())
@@ -151,7 +154,7 @@ class EngineProcess:
         self._silent = 0.0
         event = self._decoder.decode(message)
         if isinstance(event, messages.Beat):
-            self._is_slow = event.is_slow
+            self._is_slow, self.resident = event.is_slow, event.resident
             return
         self._is_ready |= isinstance(event, messages.Ready)
         self._handle(event)
@@ -163,6 +166,16 @@ class EngineProcess:
             self._silent += messages.BEAT_SECONDS
         logger.error("the engine process gave no sign of life for %.0f s and is killed", self._silent)
         self.kill()
+
+    @property
+    def was_killed_for_memory(self) -> bool:
+        """Of a process that has ended."""
+        return self._kills.killed(self.exited.result())
+
+    @property
+    def ended(self) -> str:
+        """How the process ended: `ended with status 3`."""
+        return self._kills.ended(self.exited.result())
 
     async def stop(self, grace: float) -> None:
         """Ask the process to end, kill it after `grace` seconds, and close the sockets."""

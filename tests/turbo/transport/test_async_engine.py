@@ -79,7 +79,7 @@ def test_generates_in_another_process_and_leaves_nothing() -> None:
         await engine.start()
         assert engine.info is not None
         assert engine.info.vocab_size == 4096
-        folder = engine._directory
+        folder = engine._folder.path
         assert folder is not None
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
         pid = engine.engine_pid
@@ -342,8 +342,8 @@ def test_start_up_errors_reach_the_caller(model: str, kind: type[LMKitError], me
         with pytest.raises(kind, match=message):
             await engine.start()
         assert engine.state == "dead"
-        assert engine._directory is not None
-        assert not engine._directory.exists()
+        assert engine._folder.path is not None
+        assert not engine._folder.path.exists()
 
     run(main())
 
@@ -393,8 +393,8 @@ def test_shutdown_right_after_the_process_died(delay: float) -> None:
         await asyncio.sleep(delay)
         await engine.shutdown()
         assert engine.state == "dead"
-        assert engine._directory is not None
-        assert not engine._directory.exists()
+        assert engine._folder.path is not None
+        assert not engine._folder.path.exists()
 
     run(main())
 
@@ -425,7 +425,7 @@ def test_the_process_dies_with_its_parent(busy: bool) -> None:
             if {busy}:
                 asyncio.ensure_future(collect(engine, request("HANG")))
                 await asyncio.sleep(0.3)
-            print(engine.engine_pid, engine._directory, flush=True)
+            print(engine.engine_pid, engine._folder.path, flush=True)
             await asyncio.sleep(60)
 
         asyncio.run(main())

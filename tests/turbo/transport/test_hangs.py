@@ -110,8 +110,8 @@ def test_a_deadline_holds_though_the_engine_is_silent() -> None:
 def test_sockets_that_were_removed_are_made_anew() -> None:
     async def main() -> None:
         async with running() as engine:
-            assert engine._directory is not None
-            shutil.rmtree(engine._directory)
+            assert engine._folder.path is not None
+            shutil.rmtree(engine._folder.path)
             assert len(await collect(engine, request())) == 8
             os.kill(pid_of(engine), signal.SIGKILL)
             await until(lambda: engine.state == "restarting")
@@ -168,19 +168,22 @@ def test_a_supervisor_that_fails_leaves_nothing_behind(monkeypatch: pytest.Monke
     run(main())
 
 
+def engines() -> list[psutil.Process]:
+    """The engine processes of this one. Other tests leave the process of chat templates."""
+    living = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
+    return [child for child in living if any("engine_process" in part for part in child.cmdline())]
+
+
 @pytest.mark.parametrize(("delay", "signal_number"), [(0.0, signal.SIGKILL), (1.0, signal.SIGSEGV)])
 def test_t12_an_engine_killed_while_it_loads(delay: float, signal_number: signal.Signals, tmp_path: Path) -> None:
     async def main() -> None:
-        starting, me = asyncio.create_task(make(tmp_path / "slow-to-load").start()), psutil.Process()
-
-        def engines() -> list[psutil.Process]:  # other tests leave the process of chat templates
-            living = [child for child in me.children() if child.status() != psutil.STATUS_ZOMBIE]
-            return [child for child in living if any("engine_process" in part for part in child.cmdline())]
-
+        starting = asyncio.create_task(make(tmp_path / "slow-to-load").start())
         await until(lambda: len(engines()) == 1)
         await asyncio.sleep(delay)
         engines()[0].send_signal(signal_number)
-        with pytest.raises(LMKitError, match=f"status -{signal_number.value} while starting"):
+        with pytest.raises(
+            LMKitError, match=f"while starting, the engine process was ended by {signal_number.name}; its log"
+        ):
             await starting
 
     run(main())
