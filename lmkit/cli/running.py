@@ -14,7 +14,10 @@ if TYPE_CHECKING:
 
 
 def ps(json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
-    """Show the servers and proxies that this user runs on this machine."""
+    """Show the servers and proxies that this user runs on this machine.
+
+    "used" is the memory that a server and its engines have now, "reserved" what they take at most.
+    """
     from lmkit.cli.progress import duration
     from lmkit.cli.table import print_table
     from lmkit.turbo.host_memory import gib
@@ -30,6 +33,7 @@ def ps(json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False
                 "url": entry.url,
                 "uptime_seconds": round(entry.seconds, 1),
                 "memory_bytes": _memory(entry.pid),
+                "reserved_bytes": entry.reserved,
             }
             for entry in entries
         ]
@@ -38,9 +42,19 @@ def ps(json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False
         print("nothing runs; `lmkit serve MODEL` starts a server")
     else:
         print_table(
-            ("pid", "model", "address", "uptime", "memory"),
-            [(str(e.pid), _name(e), e.url or "loading", duration(e.seconds), gib(_memory(e.pid))) for e in entries],
-            right=("pid", "uptime", "memory"),
+            ("pid", "model", "address", "uptime", "used", "reserved"),
+            [
+                (
+                    str(e.pid),
+                    _name(e),
+                    e.url or "loading",
+                    duration(e.seconds),
+                    gib(_memory(e.pid)),
+                    "" if e.reserved is None else gib(e.reserved),
+                )
+                for e in entries
+            ],
+            right=("pid", "uptime", "used", "reserved"),
         )
 
 

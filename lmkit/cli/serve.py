@@ -306,10 +306,11 @@ def _run(models: list[ListedModel], config: ServerConfig, engine: str | None) ->
         )
         pooled.append(PooledModel(model.name, front_end, aliases=model.aliases, keep_alive=model.keep_alive))
     name = ",".join(model.name for model in models)
+    pool = ModelPool(pooled, config.memory_budget)
     with registered("serve", name, config.drain_seconds) as tell:
 
         def on_ready(url: str) -> None:
-            tell(url)
+            tell(url, pool.reserved)
             print(f"serving {name} on {url}", flush=True)
 
-        return serve(ModelPool(pooled, config.memory_budget), config, on_ready)
+        return serve(pool, config, on_ready)

@@ -11,6 +11,7 @@ from prometheus_client.registry import Collector
 from lmkit.turbo.request import EngineStats
 from lmkit.turbo.step_sizes import BOUNDS
 from lmkit.turbo.transport.async_engine import AsyncEngine
+from lmkit.turbo.transport.death import kv_used
 
 _REASON = ["model_name", "reason"]
 
@@ -77,6 +78,14 @@ class EngineFigures(Collector):
             yield self._gauge("lmkit:state_snapshots", "Snapshots of recurrent states", held)
             yield self._gauge("lmkit:state_snapshots_limit", "Room for such snapshots", stats.snapshots_total)
             yield self._counter("lmkit:evicted_snapshots", "Snapshots that gave their place to others", gone)
+        if (info := self._engine.info) is not None:
+            kv = GaugeMetricFamily("lmkit:kv_memory_bytes", "Memory of the KV cache", labels=["model_name", "state"])
+            reserved = info.memory.get("kv", 0)
+            yield self._labelled(kv, {("used",): kv_used(info, stats), ("reserved",): reserved})
+            used = GaugeMetricFamily(
+                "lmkit:engine_memory_bytes", "Memory of the engine process", labels=["model_name", "state"]
+            )
+            yield self._labelled(used, {("used",): self._engine.resident, ("reserved",): info.reserved})
         yield self._gauge("lmkit:sessions", "Sessions whose lease has not ended", stats.sessions)
         if (info := self._engine.info) is not None:
             tokens = info.block_size * info.num_blocks

@@ -21,7 +21,7 @@ from lmkit.errors import LMKitError, RequestError
 from lmkit.log import get_logger
 from lmkit.text import Tokenizer
 from lmkit.turbo.engine.sizes import sizes
-from lmkit.turbo.host_memory import gib
+from lmkit.turbo.host_memory import gib, resident_memory
 from lmkit.turbo.transport.async_engine import AsyncEngine
 
 if TYPE_CHECKING:
@@ -115,6 +115,12 @@ class ModelPool:
     @property
     def only(self) -> PooledModel | None:
         return self.models[0] if len(self.models) == 1 else None
+
+    @property
+    def reserved(self) -> int:
+        """Bytes of memory that this process and the engines take at most, once they have started."""
+        engines = [model.engine.info.reserved for model in self.models if model.engine.info is not None]
+        return resident_memory() + (sum(engines) if self.budget is None else self.budget)
 
     @property
     def health(self) -> str:

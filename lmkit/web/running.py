@@ -13,7 +13,7 @@ import signal
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol
 from urllib.parse import urlsplit
 
 import msgspec
@@ -28,6 +28,10 @@ Kind = Literal["serve", "proxy", "up"]
 logger = get_logger(__name__)
 
 
+class Tell(Protocol):
+    def __call__(self, url: str, reserved: int | None = None) -> None: ...
+
+
 class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One process, as its file has it."""
 
@@ -38,6 +42,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     host: str  # of the machine: a home folder may be shared by several
     name: str  # the model's; empty for a proxy
     url: str | None = None  # None while the model loads
+    reserved: int | None = None  # bytes of memory that a server takes at most; None while the model loads
     drain_seconds: float
     admin_key: str | None = None  # of a proxy that was given none
 
@@ -57,10 +62,9 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 @contextlib.contextmanager
-def registered(
-    kind: Kind, name: str, drain_seconds: float, admin_key: str | None = None
-) -> Iterator[Callable[[str], None]]:
-    """Keep a file for this process, readable by its user alone. The function that it gives tells the server's URL.
+def registered(kind: Kind, name: str, drain_seconds: float, admin_key: str | None = None) -> Iterator[Tell]:
+    """Keep a file for this process, readable by its user alone. The function that it gives tells the server's URL, and
+    the bytes of memory that it takes at most.
 
     A folder that cannot be written is a warning: the server runs, and others do not find it.
     """
@@ -85,7 +89,7 @@ def registered(
 
     write(entry)
     try:
-        yield lambda url: write(msgspec.structs.replace(entry, url=url))
+        yield lambda url, reserved=None: write(msgspec.structs.replace(entry, url=url, reserved=reserved))
     finally:
         with contextlib.suppress(OSError):
             (folder / entry.file).unlink()

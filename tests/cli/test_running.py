@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from lmkit.cli.main import app
+from lmkit.turbo.host_memory import gib
 from tests.cli.commands import mistake
 from tests.serve.live import Server
 
@@ -41,9 +42,12 @@ def test_two_servers_are_shown_and_stopped() -> None:
         assert [row["url"] for row in rows] == [first.url, second.url]
         assert [row["pid"] for row in rows] == [first.process.pid, second.process.pid]
         assert all(row["model"] == "demo" and row["memory_bytes"] > 10 << 20 for row in rows)
+        engine = 300 << 20  # that the fake engine reserves; the front end has some more
+        assert all(engine + (10 << 20) < row["reserved_bytes"] < engine + (1 << 30) for row in rows)
         table = lmkit("ps").splitlines()
-        assert table[0].split() == ["PID", "MODEL", "ADDRESS", "UPTIME", "MEMORY"]
+        assert table[0].split() == ["PID", "MODEL", "ADDRESS", "UPTIME", "USED", "RESERVED"]
         assert table[1].split()[:3] == [str(first.process.pid), "demo", first.url]
+        assert table[1].endswith(gib(rows[0]["reserved_bytes"]))
 
         assert "2 servers are demo" in mistake("stop", "demo")
         port = first.url.rpartition(":")[2]

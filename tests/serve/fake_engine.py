@@ -78,7 +78,8 @@ class FakeEngine:
             num_blocks=128,
             block_size=config.tokens_per_block,
             kv_dtype="float32",
-            memory={"weights": 1},
+            memory={"weights": 1, "kv": 128 << 20},
+            reserved=300 << 20,
             hidden_size=EMBEDDING_SIZE,
         )
 
@@ -176,6 +177,9 @@ class FakeEngine:
         return 2.0 if any(sequence.mood == "HANG" for sequence in list(self._sequences.values())) else 60.0
 
     def check_integrity(self) -> None:
+        pass
+
+    def rest(self) -> None:
         pass
 
     def close(self) -> None:

@@ -21,8 +21,9 @@ from tests.serve.fake_engine import DEMO
 
 TOKENIZER = Tokenizer.from_pretrained(DEMO)
 INFO = EngineInfo(
-    model_path="demo", vocab_size=4096, max_model_len=64, num_blocks=8, block_size=16, kv_dtype="float32", memory={}
-)
+    model_path="demo", vocab_size=4096, max_model_len=64, num_blocks=8, block_size=16, kv_dtype="float32",
+    memory={"kv": 4096}, reserved=9000,
+)  # fmt: skip
 CHAT: dict[str, Any] = {"model": "model", "messages": [{"role": "user", "content": "Hi"}]}
 TEXT: dict[str, Any] = {"model": "model", "prompt": "Hi"}
 CHAT_PATH, TEXT_PATH = "/v1/chat/completions", "/v1/completions"

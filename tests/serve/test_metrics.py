@@ -22,6 +22,8 @@ FIGURES = EngineStats(
     blocks_cached=12,
     evicted_blocks=5,
     sessions=2,
+    blocks_total=8,
+    blocks_backed=2,
     decisions={"admitted: best match": 4, "waits: no blocks": 1},
     draft_seconds_saved=-1.5,
     tiers={"host bytes": 4096},
@@ -47,6 +49,10 @@ def test_the_cache() -> None:
     assert found[f"lmkit:cached_blocks{label}"] == 12
     assert found[f"lmkit:evicted_blocks_total{label}"] == 5
     assert found[f"lmkit:sessions{label}"] == 2
+    for metric, used, reserved in (("kv", 1024, 4096), ("engine", 0, 9000)):
+        states = {"used": used, "reserved": reserved}
+        name = f"lmkit:{metric}_memory_bytes"
+        assert {state: found[f'{name}{{model_name="model",state="{state}"}}'] for state in states} == states
     config = next(name for name in found if name.startswith("vllm:cache_config_info{"))
     for label in ('block_size="16"', 'num_gpu_blocks="8"', 'kv_cache_size_tokens="128"'):
         assert label in config

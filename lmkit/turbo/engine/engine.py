@@ -27,14 +27,17 @@ from lmkit.models import kv_storage, packed_cache
 from lmkit.models.decoder import Decoder
 from lmkit.models.kv_storage import KVStorage
 from lmkit.models.tower import Tower
-from lmkit.turbo.engine import loading, pages
+from lmkit.turbo.engine import loading
 from lmkit.turbo.engine.adapters import EngineAdapters
 from lmkit.turbo.engine.encoder import ALONE_SECONDS, Encoder
+from lmkit.turbo.engine.info import engine_info
 from lmkit.turbo.engine.loading import LoadedModel
 from lmkit.turbo.engine.memory import scheduler_limits
+from lmkit.turbo.engine.no_memory import finds_memory, missing_memory
+from lmkit.turbo.engine.rest import Rest
 from lmkit.turbo.kv.blocks import KVBlocks
 from lmkit.turbo.plan import StepPlan
-from lmkit.turbo.request import EngineInfo, EngineStats, Pooling, Request, SamplingParams, StepOutput
+from lmkit.turbo.request import EngineStats, Pooling, Request, SamplingParams, StepOutput
 from lmkit.turbo.runners.cpu import CpuRunner
 from lmkit.turbo.runners.device import Device, resolve_device
 from lmkit.turbo.runners.factory import make_runner
@@ -124,11 +127,10 @@ class Engine:
         self._under_way: deque[tuple[StepPlan, Ticket]] = deque()
         self.num_stages = config.pp
         self._depth = max(2, config.pp)  # plans under way at most, with overlap
-        self._failed_steps, self._step_sizes = 0, StepSizes()
-        self._token_seconds = 0.0
+        self._failed_steps, self._step_sizes, self._token_seconds = 0, StepSizes(), 0.0
         self._base_seconds = STEP_SECONDS + (memory.weights + model.step_bytes) / SLOW_DISK
         limits, encoded = scheduler_limits(config, memory, spec), EncodedImages(config.image_memory)
-        with loading.fits_the_gpu("the KV cache or the first steps"):
+        with finds_memory("the KV cache or the first steps"):
             sizes = memory.num_blocks, config.tokens_per_block, memory.max_model_len
             kv = kv_storage.allocate(
                 spec.layers, model.storages, *sizes, device.name, memory.layout,
@@ -167,14 +169,14 @@ class Engine:
             of = self.scheduler.kv.caches, limits.kv.classes, limits.kv.block_size
             self._publisher = Publisher(config.kv_events, config.kv_events_topic, *of)
         kv_port = self._block_server.address[1] if self._block_server is not None else 0
-        self.info = msgspec.structs.replace(_info(model, limits, captured), kv_port=kv_port)
+        self.info = msgspec.structs.replace(engine_info(model, limits, captured), kv_port=kv_port)
         if isinstance(model.tower, Tower):
             assert isinstance(self.runner, CpuRunner)
             admit = partial(_admit, self.adapters, self.scheduler)
             self._encoder = Encoder(model.tower, limits, encoded, admit, self.runner.call)
         for file in model.mapped:
             packed_cache.check_in_background(file, self._lose)
-        pages.take_in_background(blocks.parts)
+        self._rest = Rest(config, self.scheduler.kv, blocks)
 
     def _lose(self, reason: str) -> None:
         """From any thread: nothing can be computed any more. The next `step` says so, with the first reason."""
@@ -242,6 +244,10 @@ class Engine:
 
     def _has_images(self) -> bool:
         return self._encoder is not None and self._encoder.has_work()
+
+    def rest(self) -> None:
+        """Another second has passed without work, see Rest."""
+        self._rest.turn(self._profile.steps)
 
     def step(self) -> list[StepOutput]:
         """Schedule, compute and sample. Returns the outputs of the oldest step under way, or outputs that need no step.
@@ -322,8 +328,11 @@ class Engine:
             self._failed_steps += 1
             if is_lost := isinstance(error, EngineLostError):  # it says all in one line
                 self._lose(str(error))
-            log.error("a step failed; its %d requests end with an error", len(plan.chunks), exc_info=not is_lost)
-            return self.scheduler.fail(plan, "the engine failed while computing this request")
+            if missing := missing_memory(error):
+                log.error("a step found no memory; use a smaller --kv-memory or --max-batch-size: %s", missing)
+            count, reason = len(plan.chunks), "found no memory" if missing else "failed"
+            log.error("a step failed; its %d requests end with an error", count, exc_info=not (is_lost or missing))
+            return self.scheduler.fail(plan, f"the engine {reason} while computing this request")
         collected = time.perf_counter()
         outputs = self.scheduler.update(plan, sampled, seconds)
         self._step_sizes.note(plan, outputs)
@@ -351,8 +360,8 @@ class Engine:
             self._tiers.close()
 
     def stats(self) -> EngineStats:
-        counted = {"failed_steps": self._failed_steps} | self._step_sizes.figures()
-        stats = msgspec.structs.replace(self.scheduler.stats(), **counted)
+        counted = self._step_sizes.figures() | self._rest.figures()
+        stats = msgspec.structs.replace(self.scheduler.stats(), failed_steps=self._failed_steps, **counted)
         if self._encoder is None:
             return stats
         waiting = stats.num_waiting + len(self._encoder)
@@ -371,24 +380,3 @@ def _admit(adapters: EngineAdapters, scheduler: Scheduler, request: Request) -> 
 
 def _raise(error: Exception) -> NoReturn:
     raise error
-
-
-def _info(model: LoadedModel, limits: SchedulerLimits, captured: str) -> EngineInfo:
-    memory = model.memory
-    return EngineInfo(
-        model_path=model.path,
-        vocab_size=limits.vocab_size,
-        max_model_len=limits.max_model_len,
-        max_batch_size=limits.max_batch_size,
-        num_blocks=memory.num_tokens // limits.kv.block_size,
-        block_size=limits.kv.block_size,
-        kv_dtype=kv_storage.storage_text(model.storages),
-        memory=memory.as_dict(),
-        hidden_size=model.decoder.spec.hidden_size,
-        pooling=model.pooling,
-        dimensions=model.dimensions,
-        classes=model.classes,
-        sampling=model.sampling,
-        images=model.tower if isinstance(model.tower, str) else model.tower.settings,
-        captured=captured,
-    )

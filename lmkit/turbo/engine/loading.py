@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-import torch
 
 from lmkit.config import NAMED_PEERS, EngineConfig
 from lmkit.errors import ConfigError, UnsupportedError
@@ -38,6 +36,7 @@ from lmkit.turbo.engine.classes import pooling_of, read_classes
 from lmkit.turbo.engine.draft_head import LoadedHead
 from lmkit.turbo.engine.drafting import LoadedDraft, follow, resolved_draft
 from lmkit.turbo.engine.memory import MemoryPlan, loaded_bytes, no_images, plan_memory
+from lmkit.turbo.engine.no_memory import finds_memory
 from lmkit.turbo.engine.streaming import streaming_of, with_batch
 from lmkit.turbo.kv.blocks import KVBlocks, kv_identity
 from lmkit.turbo.kv.tiers import wire
@@ -121,7 +120,7 @@ def load(model_path: str, config: EngineConfig, device: Device, rank: int = 0) -
         for line in streamed.lines(config.sequences_per_step) if streamed is not None else ():
             log.info(line)
         start, mapped = time.perf_counter(), list[PackedFile]()
-        with fits_the_gpu("the weights"):
+        with finds_memory("the weights"):
             how: dict[str, Any] = {"packed_cache": config.packed_cache, "check": mapped.append}
             decoder = load_decoder(model, **how, streaming=streaming)
             if memory.copies:
@@ -290,7 +289,7 @@ def given(decoder: Decoder, config: EngineConfig, device: Device, storages: list
     memory = plan_memory(spec, config, [s.dtypes for s in storages], 0, device.free_memory(), wanted)
     _announce(memory, storages, config)
     if memory.copies:
-        with fits_the_gpu("copies of the weights"):
+        with finds_memory("copies of the weights"):
             copies.keep(decoder)
     kept = False, b"", None
     pooling = "last" if config.pooling == "auto" else config.pooling
@@ -298,18 +297,6 @@ def given(decoder: Decoder, config: EngineConfig, device: Device, storages: list
         spec.architecture, config, decoder, storages, memory, None, *kept, SamplingDefaults(), pooling, (),
         not spec.sees_all, [],
     )  # fmt: skip
-
-
-@contextmanager
-def fits_the_gpu(what: str) -> Iterator[None]:
-    """Turn an out-of-memory error into a ConfigError that says in one line that `what` found no room on the GPU."""
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        short = str(error).partition(". ")[0]
-        raise ConfigError(
-            f"{what} found no room in the GPU's memory; lower kv_memory, max_batch_size or max_step_tokens: {short}"
-        ) from None
 
 
 def check_together(config: EngineConfig) -> None:

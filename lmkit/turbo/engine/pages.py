@@ -1,47 +1,43 @@
-"""Taking the memory of the KV cache from the system while the engine serves already.
-
-The system gives a page when it is first written. Until then other processes count its memory as free, and the step that
-writes it waits. To take all pages before the first token would be a large part of a short start.
-"""
+"""The memory of KV blocks on a CPU. The system gives a page when it is first written; here pages go back to it."""
 
 from __future__ import annotations
 
 import ctypes
 import mmap
-import os
-import threading
-import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 
 from torch import Tensor
 
-from lmkit.log import get_logger
-
-log = get_logger(__name__)
-_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE of Linux 5.14: take pages as a write would, but leave their content
-_CHUNK = 4 << 20  # bytes; meanwhile the process can map no other memory
+_DONTNEED = 4  # MADV_DONTNEED: the pages are free, and zeros when they are used again
 
 
-def take_in_background(tensors: Iterable[Tensor]) -> threading.Thread:
-    """Take the pages of tensors on the CPU, one after the other, as long as they live. Tensors on a GPU are left out.
-    An older system gives pages when they are first written."""
-    alive = [weakref.ref(tensor) for tensor in tensors if tensor.device.type == "cpu"]
-    # The exit waits for the thread, which then stops: one that the exit froze within torch would end the process.
-    thread = threading.Thread(target=_take, args=(alive,), name="take-pages")
-    thread.start()
-    return thread
+def give_back(parts: Iterable[Tensor], blocks: Sequence[int]) -> int:
+    """Give the pages that lie within these blocks back to the system. Their content is lost.
 
-
-def _take(alive: list[weakref.ref[Tensor]]) -> None:
-    madvise = ctypes.CDLL(None, use_errno=True).madvise
+    parts: uint8 [num_blocks, bytes] on the CPU. blocks: ascending. Returns the bytes that were given back. A system
+    that refuses keeps its pages.
+    """
+    madvise = ctypes.CDLL(None).madvise
     madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    for reference in alive:
-        at = 0
-        while threading.main_thread().is_alive() and (tensor := reference()) is not None and at < tensor.nbytes:
-            start, end = tensor.data_ptr() + at, tensor.data_ptr() + min(at + _CHUNK, tensor.nbytes)
-            page = start // mmap.PAGESIZE * mmap.PAGESIZE
-            if madvise(page, end - page, _POPULATE_WRITE):
-                log.debug("pages of the KV cache are taken when they are used: %s", os.strerror(ctypes.get_errno()))
-                return
-            at += _CHUNK
-            del tensor  # or it would live on until all its pages are taken
+    given = 0
+    for part in parts:
+        for first, end in _runs(blocks):
+            size = part.shape[1]
+            start, stop = _pages(part.data_ptr() + first * size, part.data_ptr() + end * size)
+            if start < stop and not madvise(start, stop - start, _DONTNEED):
+                given += stop - start
+    return given
+
+
+def _pages(start: int, stop: int) -> tuple[int, int]:
+    """The addresses of the whole pages within these."""
+    return -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, stop // mmap.PAGESIZE * mmap.PAGESIZE
+
+
+def _runs(blocks: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Ascending numbers as ranges: 1 2 3 7 -> (1, 4) (7, 8)."""
+    first = 0
+    for i in range(1, len(blocks) + 1):
+        if i == len(blocks) or blocks[i] != blocks[i - 1] + 1:
+            yield blocks[first], blocks[i - 1] + 1
+            first = i

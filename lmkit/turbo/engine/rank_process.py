@@ -67,6 +67,7 @@ def main(device: Device | None = None) -> int:
     from lmkit.models import kv_storage
     from lmkit.turbo.engine import loading
     from lmkit.turbo.engine.adapters import RankAdapters
+    from lmkit.turbo.engine.no_memory import finds_memory
     from lmkit.turbo.kv.blocks import KVBlocks
     from lmkit.turbo.runners import cuda_ranks, ranks, remote
     from lmkit.turbo.runners.device import CpuDevice, CudaDevice
@@ -87,7 +88,7 @@ def main(device: Device | None = None) -> int:
     try:
         model = loading.load(start.model_path, config, device, start.rank)
         spec, plan = model.decoder.spec, model.memory
-        with loading.fits_the_gpu("the KV cache"):
+        with finds_memory("the KV cache"):
             sizes = plan.num_blocks, config.tokens_per_block, plan.max_model_len
             slots = config.sequences_per_step
             kv = kv_storage.allocate(spec.layers, model.storages, *sizes, device.name, plan.layout, slots)

@@ -14,6 +14,9 @@ class BlockPool:
     is one, and so is a fork that shares the block. The prefix cache may be an owner too; the block is then also marked
     *cached*. A block is *idle* while the cache is its only owner, that is, while it can be evicted.
 
+    A free block whose memory was never written, or was given back to the system, is *fresh*. It is allocated only if no
+    other block is free, the lowest first, so the memory in use grows with use.
+
     Several blocks can be allocated as a *stripe*. A stripe is owned, shared and freed as one, and the id of its first
     block names it. All counts are counts of blocks.
     """
@@ -28,11 +31,17 @@ class BlockPool:
         self._num_idle = 0
         self._sizes = [1] * num_blocks  # size of the stripe that this block names
         self._stripes: dict[int, list[int]] = {}  # first block -> blocks, for stripes of more than one block
-        self._free = list(range(num_blocks - 1, -1, -1))  # a stack: a block just freed may still be in the CPU's cache
+        self._free: list[int] = []  # a stack: a block just freed may still be in the CPU's cache
+        self._fresh = list(range(num_blocks - 1, -1, -1))  # a stack
 
     @property
     def num_free(self) -> int:
-        return len(self._free)
+        return len(self._free) + len(self._fresh)
+
+    @property
+    def num_backed(self) -> int:
+        """Blocks that have memory: held ones, and free ones that were in use before."""
+        return self.num_blocks - len(self._fresh)
 
     @property
     def num_cached(self) -> int:
@@ -59,10 +68,9 @@ class BlockPool:
 
     def allocate(self, count: int, size: int = 1) -> list[int]:
         """Allocate `count` stripes of `size` blocks with one reference each. The caller has checked `num_free`."""
-        assert 0 <= count * size <= len(self._free), f"{count * size} blocks asked of {len(self._free)} free"
-        start = len(self._free) - count * size
-        blocks = self._free[start:][::-1]
-        del self._free[start:]
+        assert 0 <= count * size <= self.num_free, f"{count * size} blocks asked of {self.num_free} free"
+        blocks = _pop(self._free, min(count * size, len(self._free)))
+        blocks += _pop(self._fresh, count * size - len(blocks))
         if size > 1:
             stripes = {blocks[i]: blocks[i : i + size] for i in range(0, len(blocks), size)}
             self._stripes |= stripes
@@ -115,6 +123,12 @@ class BlockPool:
         else:
             self._free.append(block)
 
+    def give_back(self) -> list[int]:
+        """Make all free blocks fresh. Returns those that were not, ascending: the caller gives their memory back."""
+        given, self._free = sorted(self._free), []
+        self._fresh = sorted({*self._fresh, *given}, reverse=True)
+        return given
+
     def keep(self, blocks: Iterable[int]) -> None:
         """Make the prefix cache an owner of each of these held blocks, and mark them as cached."""
         references, cached = self._references, self._cached
@@ -143,8 +157,8 @@ class BlockPool:
 
     def check_integrity(self) -> None:
         """Check that free and held blocks add up, and that no id is free twice or free and held. O(num_blocks)."""
-        free = set(self._free)
-        assert len(free) == len(self._free), "a block is free twice"
+        free = {*self._free, *self._fresh}
+        assert len(free) == self.num_free, "a block is free twice"
         assert not free or (min(free) >= 0 and max(free) < self.num_blocks), "a block that does not exist is free"
         assert not any(map(self._references.__getitem__, free)), "a free block is still held"
         owned = [block for block, count in enumerate(self._references) if count]
@@ -157,3 +171,11 @@ class BlockPool:
         assert all(map(self.references, cached)), "a free block is marked as cached"
         num_idle = sum(self.size(block) for block in cached if self._references[block] == 1)
         assert num_idle == self._num_idle, f"{num_idle} blocks are idle, {self._num_idle} were counted"
+
+
+def _pop(stack: list[int], count: int) -> list[int]:
+    """Take `count` entries from the top, the topmost first."""
+    start = len(stack) - count
+    taken = stack[start:][::-1]
+    del stack[start:]
+    return taken

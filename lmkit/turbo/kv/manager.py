@@ -18,6 +18,7 @@ from collections.abc import Iterable
 from lmkit.turbo.decisions import DecisionStats
 from lmkit.turbo.kv.block_pool import BlockPool
 from lmkit.turbo.kv.class_tables import ClassTables
+from lmkit.turbo.kv.growth import Growth
 from lmkit.turbo.kv.integrity import check_owners
 from lmkit.turbo.kv.leases import Leases
 from lmkit.turbo.kv.ledger import Ledger
@@ -48,6 +49,7 @@ class KVManager:
         self.saves: list[Save] = []
         quota = max(1, int(limits.cache_quota * limits.num_blocks)) if limits.cache_quota < 1 else None
         self._ledger = Ledger(quota)
+        self.growth = Growth(self.pool, self._ledger)
         self._classes = ClassTables.of(limits, self.pool, self._ledger)
         self._has_windows = any(of.window for of in self._classes)
         self._nothing = Prefix((Match([], 0, None),) * len(limits.classes), 0)
@@ -282,7 +284,7 @@ class KVManager:
         return [row for of, table in pairs for row in of.by_group(table.blocks)]
 
     def _allocate(self, count: int, size: int) -> list[int]:
-        short = count * size - self.pool.num_free
+        short = self.growth.lacking(count * size)
         if short > 0 and self.limits.prefix_cache:
             self._ledger.evict(short)
         return self.pool.allocate(count, size)

@@ -373,6 +373,7 @@ class Scheduler:
             num_waiting=len(self._waiting),
             blocks_used=self.limits.kv.num_blocks - kv.num_available,
             blocks_total=self.limits.kv.num_blocks,
+            blocks_backed=kv.pool.num_backed,
             preemptions=self._planner.num_preemptions,
             prompt_tokens=self._prompt_tokens,
             generation_tokens=self._generation_tokens,

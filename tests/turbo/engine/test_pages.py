@@ -1,4 +1,4 @@
-"""Pages of the KV cache are taken in the background, and their content stays."""
+"""The memory of the KV cache: pages are taken as blocks are used, and go back. They are counted, nothing is timed."""
 
 from __future__ import annotations
 
@@ -12,48 +12,100 @@ import pytest
 import torch
 
 from lmkit.config import EngineConfig
-from lmkit.turbo.engine import pages
+from lmkit.turbo.engine import pages, rest
 from lmkit.turbo.engine.engine import Engine
+from lmkit.turbo.kv.blocks import KVBlocks
+from lmkit.turbo.request import Request, SamplingParams
 
-CHUNKS = 3
+BLOCK = 3 * mmap.PAGESIZE  # bytes
 
 
 @pytest.fixture
-def region() -> torch.Tensor:
-    """Fresh memory of some chunks and a rest, which begins within a page."""
-    memory = mmap.mmap(-1, CHUNKS * pages._CHUNK + 2 * mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return torch.from_numpy(np.frombuffer(memory, np.uint8))[64:]
+def part() -> torch.Tensor:
+    """Fresh memory for ten blocks, which begins within a page: uint8 [10, BLOCK]."""
+    memory = mmap.mmap(-1, 11 * BLOCK, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.from_numpy(np.frombuffer(memory, np.uint8))[64 : 64 + 10 * BLOCK].view(10, BLOCK)
 
 
-def resident(region: torch.Tensor) -> np.ndarray:
-    """Whether each page of a region is taken."""
+def resident(region: torch.Tensor) -> int:
+    """The number of pages of a region that are taken."""
     start = region.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
     size = region.data_ptr() + region.nbytes - start
     found = np.zeros(-(-size // mmap.PAGESIZE), np.uint8)
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.mincore(ctypes.c_void_p(start), ctypes.c_size_t(size), ctypes.c_void_p(found.ctypes.data)):
         pytest.skip(f"mincore: {os.strerror(ctypes.get_errno())}")
-    return found & 1
+    return int((found & 1).sum())
 
 
-def test_all_pages_are_taken_and_keep_their_content(region: torch.Tensor) -> None:
-    if tuple(map(int, os.uname().release.split(".")[:2])) < (5, 14):
-        pytest.skip("the system gives pages at their first use")
-    region[5 * mmap.PAGESIZE] = 7
-    assert not resident(region).all()
-    pages.take_in_background([region]).join(60)
-    assert resident(region).all()
-    assert int(region.sum()) == region[5 * mmap.PAGESIZE] == 7
+def test_whole_pages_of_blocks_go_back(part: torch.Tensor) -> None:
+    part[:] = 7
+    assert resident(part) == 31
+    assert pages.give_back([part], [1, 4, 5, 6]) == (2 + 8) * mmap.PAGESIZE
+    assert resident(part) == 21
+    assert int(part[[0, 2, 3, 7, 8, 9]].to(torch.int64).sum()) == 6 * BLOCK * 7, "other blocks keep their content"
+    assert pages.give_back([part], []) == 0
 
 
-def test_a_system_that_refuses_is_left_alone(region: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pages, "_POPULATE_WRITE", 9999)
-    pages.take_in_background([region]).join(60)
-    assert not resident(region).all()
+def run(engine: Engine, name: str, length: int) -> None:
+    params = SamplingParams(max_tokens=1, ignore_eos=True)
+    engine.add(Request(request_id=name, prompt_ids=[(7 * i + ord(name)) % 500 for i in range(length)], params=params))
+    while engine.has_work():
+        engine.step()
 
 
-def test_an_engine_takes_its_kv_cache(demo_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    taken: list[torch.Tensor] = []
-    monkeypatch.setattr(pages, "take_in_background", taken.extend)
-    Engine(str(demo_model), EngineConfig(max_batch_size=2, kv_memory=32 << 20)).close()
-    assert 24 << 20 < sum(tensor.nbytes for tensor in taken) <= 32 << 20
+def blocks_of(engine: Engine) -> KVBlocks:
+    return engine._rest._blocks
+
+
+def test_an_engine_takes_memory_as_it_is_used(demo_model: Path) -> None:
+    """Pages are huge where the system has such: so the pool is large, and a tenth of it is used."""
+    size = 512 << 20
+    engine = Engine(str(demo_model), EngineConfig(max_batch_size=2, kv_memory=size, max_step_tokens=64))
+    whole = sum(resident(part) for part in blocks_of(engine).parts)
+    taken = mmap.PAGESIZE * whole
+    assert taken < size // 8, "the start takes little"
+    run(engine, "a", 2000)
+    stats, used = engine.stats(), mmap.PAGESIZE * sum(resident(part) for part in blocks_of(engine).parts)
+    assert stats.blocks_backed == -(-2001 // 32)
+    assert stats.blocks_backed * blocks_of(engine).nbytes <= used < size // 4
+    engine.close()
+
+
+def test_an_idle_engine_gives_back_what_is_not_cached(demo_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lmkit.turbo.host_memory.shortage", lambda: 0)
+    engine = Engine(str(demo_model), EngineConfig(max_batch_size=2, kv_memory=64 << 20, prefix_cache=False))
+    run(engine, "a", 1000)
+    before = sum(map(resident, blocks_of(engine).parts))
+    for _ in range(rest.GIVE_BACK_TURNS - 1):
+        engine.rest()
+    assert engine.stats().blocks_backed == -(-1001 // 32)
+    engine.rest()
+    assert engine.stats().blocks_backed == 0
+    freed = (before - sum(map(resident, blocks_of(engine).parts))) * mmap.PAGESIZE
+    assert freed > 0.8 * 31 * blocks_of(engine).nbytes
+    run(engine, "b", 1000)
+    engine.check_integrity()
+    engine.close()
+
+
+@pytest.mark.parametrize("kv_memory", [None, 64 << 20])
+def test_cached_blocks_go_back_when_memory_is_short(
+    demo_model: Path, monkeypatch: pytest.MonkeyPatch, kv_memory: int | None
+) -> None:
+    monkeypatch.setattr("lmkit.turbo.host_memory.shortage", lambda: 0)
+    engine = Engine(str(demo_model), EngineConfig(max_batch_size=2, kv_memory=kv_memory))
+    answers = []
+    for name in ("a", "b"):
+        run(engine, name, 999)
+        engine.rest()
+        answers.append(engine.stats().blocks_cached)
+    first, both = answers
+    assert both >= 2 * first > 0
+    engine.scheduler.kv.growth.shortage = lambda: 10 * blocks_of(engine).nbytes
+    engine.rest()
+    left = both - 10 if kv_memory is None else both
+    assert engine.stats().blocks_cached == engine.stats().blocks_backed == left, "a size that was asked for stays"
+    run(engine, "a", 999)
+    engine.check_integrity()
+    engine.close()

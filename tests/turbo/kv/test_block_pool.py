@@ -77,7 +77,7 @@ def test_a_cached_block_is_idle_while_nobody_else_holds_it() -> None:
 )
 def test_check_integrity_sees_damage(free: list[int], references: list[int], message: str) -> None:
     pool = BlockPool(3)
-    pool._free, pool._references = free, references
+    pool._fresh, pool._references = free, references
     with pytest.raises(AssertionError, match=message):
         pool.check_integrity()
 
@@ -129,3 +129,22 @@ def test_random_operations_agree_with_a_plain_count() -> None:
         assert (pool.num_cached, pool.num_idle) == (len(cached), len(cached - set(owners)))
         assert all(pool.references(b) == owners.count(b) + (b in cached) for b in range(20))
         pool.check_integrity()
+
+
+def test_memory_is_taken_as_blocks_are_used_and_given_back() -> None:
+    pool = BlockPool(8)
+    assert pool.num_backed == 0
+    first = pool.allocate(3)
+    pool.free_all(first)
+    assert (pool.num_backed, pool.num_free) == (3, 8)
+    assert sorted(pool.allocate(3)) == first, "blocks that have memory come first"
+    pool.free_all(first)
+    held = pool.allocate(4)
+    assert (sorted(held), pool.num_backed) == ([0, 1, 2, 3], 4)
+    pool.free_all(held[:2])
+    assert pool.give_back() == sorted(held[:2])
+    assert (pool.num_backed, pool.num_free) == (2, 6)
+    pool.check_integrity()
+    assert pool.give_back() == []
+    assert pool.allocate(3) == [*sorted(held[:2]), 4], "the lowest block is used first"
+    pool.check_integrity()

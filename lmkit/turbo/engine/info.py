@@ -1,0 +1,32 @@
+"""What an engine tells its front end when it is ready."""
+
+from __future__ import annotations
+
+from lmkit.models.kv_storage import storage_text
+from lmkit.turbo.engine.loading import LoadedModel
+from lmkit.turbo.host_memory import resident_memory
+from lmkit.turbo.request import EngineInfo
+from lmkit.turbo.scheduling.limits import SchedulerLimits
+
+
+def engine_info(model: LoadedModel, limits: SchedulerLimits, captured: str) -> EngineInfo:
+    """The facts of an engine that has computed its first steps. `captured`: what the runner says of captured steps."""
+    memory = model.memory
+    return EngineInfo(
+        model_path=model.path,
+        vocab_size=limits.vocab_size,
+        max_model_len=limits.max_model_len,
+        max_batch_size=limits.max_batch_size,
+        num_blocks=memory.num_tokens // limits.kv.block_size,
+        block_size=limits.kv.block_size,
+        kv_dtype=storage_text(model.storages),
+        memory=memory.as_dict(),
+        reserved=model.config.num_local * (resident_memory() + memory.to_come(model.config)),
+        hidden_size=model.decoder.spec.hidden_size,
+        pooling=model.pooling,
+        dimensions=model.dimensions,
+        classes=model.classes,
+        sampling=model.sampling,
+        images=model.tower if isinstance(model.tower, str) else model.tower.settings,
+        captured=captured,
+    )
