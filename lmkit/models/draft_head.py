@@ -241,7 +241,7 @@ def whole_head(model: ResolvedModel) -> MergedLinear | None:
 
 
 def whole_head_bytes(model: ResolvedModel) -> int:
-    return math.prod(model.spec.head_shape) * model.dtype.itemsize if model.shard.size > 1 else 0
+    return math.prod(model.spec.head_shape) * model.embed_dtype.itemsize if model.shard.size > 1 else 0
 
 
 class EagleSource:

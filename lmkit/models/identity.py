@@ -39,6 +39,7 @@ class Packing:
     tp: int = 1  # ranks of tensor parallelism
     ep: int = 1  # ranks of expert parallelism
     quantize: str = "none"
+    as_stored: bool = False  # each dense weight keeps its own dtype
 
 
 def resolve_activations(asked: Activations, device: str) -> Activations:

@@ -158,8 +158,8 @@ def _write(model: ResolvedModel, writer: PackedWriter) -> None:
     writer.kinds.append(kinds_of(lm_head.weights))
     lm_head.pack(model.packing.activations)
     _keep(writer, model.spec.num_layers, lm_head)
-    if not model.source.stores(roles.EMBED, model.packing.dtype):
-        writer.keep(roles.EMBED, model.source.embed_tokens(model.dtype))
+    if not model.maps_embeddings:
+        writer.keep(roles.EMBED, model.source.embed_tokens(model.kept_dtype))
 
 
 def _keep(writer: PackedWriter, index: int, linear: MergedLinear) -> None:
@@ -198,10 +198,10 @@ def _decoder(
 ) -> Decoder:
     """The decoder. If the checkpoint stores embeddings in the wanted dtype, they come from it, else from `file`."""
     source = model.source
-    if file is not None and not source.stores(roles.EMBED, model.packing.dtype):
-        embed = file.take(roles.EMBED, torch.empty(model.spec.head_shape, dtype=model.dtype, device="meta"))
+    if file is not None and not model.maps_embeddings:
+        embed = file.take(roles.EMBED, torch.empty(model.spec.head_shape, dtype=model.embed_dtype, device="meta"))
     else:
-        embed = source.embed_tokens(model.dtype)
+        embed = source.embed_tokens(model.kept_dtype)
         if isinstance(file, StreamedFile):
             read_single_pages(embed)
     source.reader.release()
@@ -210,5 +210,5 @@ def _decoder(
     final_norm = None if norm is None else norm.clone().to(at)
     plain = {"final_bias": source.final_bias(), "positions": source.positions()}
     extras: dict[str, Any] = {name: None if tensor is None else tensor.to(at) for name, tensor in plain.items()}
-    extras["per_layer"], extras["embed_norm"] = source.per_layer(model.dtype, at), source.embed_norm(at)
+    extras["per_layer"], extras["embed_norm"] = source.per_layer(model.kept_dtype, at), source.embed_norm(at)
     return Decoder(model.spec, embed.to(at), layers, final_norm, lm_head, model.activation_dtype, **extras)

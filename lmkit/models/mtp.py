@@ -112,7 +112,7 @@ class MTPSource:
 
     def read(self) -> MTPParts:
         source, hidden, mtp, place = self._source, self.spec.hidden_size, self.mtp, self.place
-        weights = source.layer_weights(0, self._model.dtype)
+        weights = source.layer_weights(0, self._model.kept_dtype)
         for role in mtp.layer.linears.keys() - set(mtp.layer.unrounded):
             weight = weights[role]
             weights[role] = weight if isinstance(weight, QTensor) else place.rounded(weight)

@@ -58,14 +58,29 @@ class ResolvedModel:
         return dtype
 
     @property
+    def kept_dtype(self) -> torch.dtype | None:
+        """The dtype that dense weights are read as; None = each as it is stored."""
+        return None if self.packing.as_stored else self.dtype
+
+    @property
+    def embed_dtype(self) -> torch.dtype:
+        """The dtype of embeddings in memory."""
+        return self.source.embed_dtype if self.packing.as_stored else self.dtype
+
+    @property
+    def maps_embeddings(self) -> bool:
+        """Whether embeddings are in memory as the checkpoint stores them."""
+        return not self.spec.projected and self.embed_dtype is self.source.embed_dtype
+
+    @property
     def activation_dtype(self) -> torch.dtype:
         return activation_dtype(self.packing.device, self.dtype)
 
     def weight_bytes(self) -> int:
         """Bytes of the loaded weights. Each rank has the whole embedding. If there are stages, those of the largest."""
         how = self.packing
-        total = self.source.weight_bytes(how.dtype, how.lm_head, how.device, how.activations)
-        embedding = math.prod(self.spec.head_shape) * self.dtype.itemsize
+        total = self.source.weight_bytes(None if how.as_stored else how.dtype, how.lm_head, how.device, how.activations)
+        embedding = math.prod(self.spec.head_shape) * self.embed_dtype.itemsize
         head = math.prod(self.spec.head_shape) if self.packing.lm_head == "int8" else embedding
         layers = total - embedding - head
         if self.stage.count > 1:
@@ -83,9 +98,9 @@ class ResolvedModel:
     def layer(self, index: int) -> DecoderLayer:
         """A layer with plain weights, on the device."""
         if self.shard.size == 1:
-            return self.source.layer(index, self.dtype, self.packing.device)
+            return self.source.layer(index, self.kept_dtype, self.packing.device)
         spec = self.spec.layers[index]
-        weights = self.source.layer_weights(index, self.dtype, spec.linears | spec.routers)
+        weights = self.source.layer_weights(index, self.kept_dtype, spec.linears | spec.routers)
         weights = self.shard.weights(self.source.spec.layers[index], weights)
         return DecoderLayer(spec, index, weights, self.packing.device, self.activation_dtype)
 
@@ -110,11 +125,11 @@ class ResolvedModel:
 
     def norms(self, index: int) -> Weights:
         """A layer's vectors by role."""
-        return self.shard.weights(self.source.spec.layers[index], self.source.norms(index, self.dtype))
+        return self.shard.weights(self.source.spec.layers[index], self.source.norms(index, self.kept_dtype))
 
     def lm_head(self) -> MergedLinear:
         """The head as a plain linear."""
-        head = self.source.lm_head(self.dtype, self.packing.device, self.packing.lm_head)
+        head = self.source.lm_head(self.kept_dtype, self.packing.device, self.packing.lm_head)
         if self.shard.size > 1:
             head.weights[roles.LM_HEAD] = self.shard.rows(head.weights[roles.LM_HEAD], self.head_rows)
         return head
@@ -156,7 +171,8 @@ def resolved(
     try:
         weight_dtype = resolve_dtype(dtype, source.spec.dtype, device)
         asked = resolve_activations(activations, device)
-        packing = Packing(device, weight_dtype, asked, lm_head, shard.rank, shard.tp, shard.ep, quantize)
+        as_stored = (device, dtype, weight_dtype) == ("cpu", "auto", "float16")
+        packing = Packing(device, weight_dtype, asked, lm_head, shard.rank, shard.tp, shard.ep, quantize, as_stored)
         storages = resolve_storage(source.reader, source.spec, kv_dtype, weight_dtype)
         heads = [layer.num_kv_heads for layer in source.spec.layers]
         storages = [shard.storage(storage, count) for storage, count in zip(storages, heads, strict=True)]
@@ -168,16 +184,11 @@ def resolved(
 def resolve_dtype(asked: str, stored: str, device: str) -> str:
     """The dtype of dense weights, decided once. `auto` keeps the checkpoint's dtype if the device computes with it.
 
-    A CPU does not multiply float16; it is widened to float32, since bfloat16 would round it. A GPU's kernels take
-    float16 and bfloat16. float32 runs through torch there and has to be asked for.
+    A CPU's kernels take all three, and multiply exact values. In a float16 checkpoint some weights may have another
+    dtype, which they keep there: float16 would round them. A GPU's kernels take float16 and bfloat16. float32 runs
+    through torch there and has to be asked for.
     """
-    if device != "cpu":
-        if asked == "auto" and stored == "float32":
-            log.info("float32 weights become float16; --dtype float32 is slow")
-            return "float16"
-        return stored if asked == "auto" else asked
-    dtype = stored if asked == "auto" else asked
-    if dtype == "float16":
-        log.info("float16 weights are widened to float32 on the CPU")
-        return "float32"
-    return dtype
+    if device != "cpu" and asked == "auto" and stored == "float32":
+        log.info("float32 weights become float16; --dtype float32 is slow")
+        return "float16"
+    return stored if asked == "auto" else asked

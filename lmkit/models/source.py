@@ -174,10 +174,10 @@ class ModelSource:
         """The dtype of a dense tensor of a layer, `attn.q` or `attn.q.bias`."""
         return DTYPES[self.reader.info(self.spec.tensor_name(index, role)).dtype]
 
-    def stores(self, module: str, dtype: str) -> bool:
-        """Whether the checkpoint already stores the module's weight in that dtype."""
-        stored = DTYPES[self.reader.info(module + ".weight").dtype]
-        return stored is getattr(torch, dtype) and not (self.spec.projected and module == roles.EMBED)
+    @property
+    def embed_dtype(self) -> torch.dtype:
+        """The dtype of `embed_tokens()`."""
+        return torch.float32 if self.spec.projected else DTYPES[self.reader.info(roles.EMBED + ".weight").dtype]
 
     def embed_tokens(self, dtype: torch.dtype | None = None) -> Tensor:
         """[vocab, hidden]: what the stream gets."""
@@ -303,10 +303,11 @@ class ModelSource:
             raise CheckpointError(f"{self.reader.path}: {name} is {stored}, expected {', '.join(FLOATS)}")
         return _to(self.reader.tensor(name), dtype)
 
-    def weight_bytes(self, dtype: str, lm_head: str = "auto", device: str = "cpu", activations: str = "int8") -> int:
-        """Bytes of the loaded model with dense weights as `dtype`. A tied head is a second, packed copy. Where weights
-        of float4 are kept in 4 bits, and where not, depends on the device and on what inputs are rounded to."""
-        dense = torch.empty(0, dtype=getattr(torch, dtype)).element_size()
+    def weight_bytes(self, dtype: str | None, lm_head: str = "auto", device: str = "cpu", activations: str = "int8") -> int:
+        """Bytes of the loaded model with dense weights as `dtype` (None = as stored). A tied head is a second, packed
+        copy. Where weights of float4 are kept in 4 bits, and where not, depends on the device and on what inputs are
+        rounded to."""
+        dense: int = (self.embed_dtype if dtype is None else getattr(torch, dtype)).itemsize
         total = 0
         for name in self.reader.names():
             if name.startswith(self.spec.unread):
@@ -314,7 +315,8 @@ class ModelSource:
             info = self.reader.info(name)
             floating = info.dtype in FLOATS and not name.endswith(SCALES)
             growth = 1 if floating else self._growth(name, dense, device, activations)
-            total += math.prod(info.shape) * dense if floating else info.nbytes * growth
+            is_cast = floating and dtype is not None
+            total += math.prod(info.shape) * dense if is_cast else info.nbytes * growth
         head = self.spec.num_logits * self.spec.hidden_size
         if self.spec.tie_embeddings:
             total += head * dense

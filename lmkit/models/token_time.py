@@ -27,7 +27,7 @@ def token_seconds(model: ResolvedModel, file: PackedFile | None) -> float:
     layer = DecoderLayer(spec, index, dict(model.norms(index)), model.packing.device, model.activation_dtype)
     shapes = spec.linears | spec.routers
     linear = max(layer.linears, key=lambda one: sum(prod(shapes[role]) for role in one.roles))
-    weights = {} if file else model.source.layer_weights(index, model.dtype, linear.roles)
+    weights = {} if file else model.source.layer_weights(index, model.kept_dtype, linear.roles)
     kinds = file.kinds[index] if file else kinds_of(weights)
     of_roles = [shapes[role] for role in linear.roles]
     linear.pack_outline(

@@ -546,7 +546,7 @@ def _dense(tokens: int, k: int, n: int, dtype: torch.dtype) -> Case:
         return torch.randn(tokens, k) * 3, torch.randn(n, k).to(dtype), bias, None, None
 
     traits = {"out_features": n, "in_features": k, "dtype": dtype}
-    brief = dtype != torch.float16 and tokens in (3, 5, 110)
+    brief = tokens in (3, 5, 110)
     return Case(ops.linear_dense, f"{tokens}x{k}x{n}-{dtype}", _seeded(make), traits, brief=brief)
 
 

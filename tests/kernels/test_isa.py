@@ -161,6 +161,26 @@ def test_bfloat16_pairs_are_widened_without_shuffles_and_spills() -> None:
         assert not [line for line in loop if "vpmovzx" in line or "Spill" in line]
 
 
+@pytest.mark.parametrize(
+    ("level", "cpu", "triple", "instruction"),
+    [
+        ("avx2", "haswell", X86, "vcvtph2ps"),
+        ("avx_vnni", "alderlake", X86, "vcvtph2ps"),
+        ("avx512_vnni", "znver4", X86, "vcvtph2ps"),
+        ("neon_dot", "neoverse-n1", ARM, "fcvtl"),
+        ("neon_i8mm", "neoverse-v2", ARM, "fcvtl"),
+    ],
+)
+def test_float16_is_widened_by_an_instruction_without_spills(
+    level: str, cpu: str, triple: str, instruction: str
+) -> None:
+    for tile in (tiles.float_tile(isa.named(level), "float16"), tiles.widen_tile(isa.named(level), "float16")):
+        loops = innermost_loops(assembly(tile, cpu, triple))
+        assert len(loops) >= len(tile.rows)
+        assert all(any(f"\t{instruction}\t" in line for line in loop) for loop in loops)
+        assert not [line for loop in loops for line in spills(loop)]
+
+
 @pytest.mark.parametrize("cpu", ["sapphirerapids", "graniterapids"])
 def test_attention_on_tile_registers(cpu: str) -> None:
     level = isa.named("amx")
@@ -230,6 +250,7 @@ def test_portable_kernels_compile_for_other_processors(triple: str, cpu: str) ->
     for tile in (
         tiles.int_tile(level, 4, packed=True, half_scales=True),
         tiles.float_tile(level),
+        tiles.float_tile(level, "float16"),
         *attention_kernels(level, FLOAT32, INT8, INT4),
         attention_rows.softcap_tile(),
     ):

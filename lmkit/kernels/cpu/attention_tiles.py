@@ -23,7 +23,7 @@ from llvmlite import ir
 from lmkit.kernels.cpu.dots import half_products, nibble_products, nibbles, pick, word_products
 from lmkit.kernels.cpu.emit import F32, I8, I16, I32, I64, Emitter, Value, constant
 from lmkit.kernels.cpu.isa import Isa
-from lmkit.kernels.cpu.tiles import Tile, register
+from lmkit.kernels.cpu.tiles import Tile, load_halves, register
 from lmkit.kv_dtype import BFLOAT16, FLOAT16, FLOAT32, FP8, INT4, INT8, KVDtype
 
 WORDS, PAIRS = KVDtype("words", 16), KVDtype("pairs", 32)  # used for copies only
@@ -37,10 +37,12 @@ def _is_integer(form: KVDtype) -> bool:
     return form.has_minimum or form in (WORDS, PAIRS)
 
 
-def _floats(e: Emitter, form: KVDtype, address: Value) -> Value:
+def _floats(e: Emitter, isa: Isa, form: KVDtype, address: Value) -> Value:
     """Load one vector as floats."""
     if form == FLOAT32:
         return e.load(address, e.vector(F32))
+    if form == FLOAT16:
+        return load_halves(e, isa, address)
     return widened(e, form, e.builder.zext(e.load(address, e.vector(STORED[BYTES[form]])), e.vector(I32)))
 
 
@@ -90,7 +92,7 @@ def _key_vectors(e: Emitter, isa: Isa, form: KVDtype, address: Value) -> list[Va
     """Load a chunk of a key: one vector; for int4 two vectors of bytes, half a row apart."""
     b, words = e.builder, e.vector(I16, 2 * e.lanes)
     if not _is_integer(form):
-        return [_floats(e, form, address)]
+        return [_floats(e, isa, form, address)]
     if form == WORDS:
         return [e.load(address, words)]
     if form == INT4:
@@ -202,7 +204,7 @@ def _value_vectors(e: Emitter, isa: Isa, form: KVDtype, first: Value, second: Va
     """
     b, words = e.builder, e.vector(I16, 2 * e.lanes)
     if not _is_integer(form):
-        return [_floats(e, form, e.offset(first, BYTES[form] * e.lanes * j)) for j in (0, 1)]
+        return [_floats(e, isa, form, e.offset(first, BYTES[form] * e.lanes * j)) for j in (0, 1)]
     apart = [*range(0, 2 * e.lanes, 2), *range(1, 2 * e.lanes, 2)] if isa.neon else list(range(2 * e.lanes))
     if form == PAIRS:
         pairs = [e.load(e.offset(first, 4 * e.lanes * j), words) for j in (0, 1)]

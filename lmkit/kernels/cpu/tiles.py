@@ -6,6 +6,7 @@ instruction set. A dispatcher `f(rows, ...)` runs the largest that fits and retu
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -174,14 +175,15 @@ def unpack_tile(isa: Isa, values: tuple[int, ...] = ()) -> Tile:
 
 def group_scales(e: Emitter, isa: Isa, half: bool, scales: Value, first: Value, vectors: int) -> list[Value]:
     """The scales from number `first` on as float32, a vector for each output vector."""
-    b = e.builder
-    size, converts = 2 if half else 4, bool(isa.needs & {"f16c", "neon"})
-    places = [e.offset(scales, e.times(e.offset(first, j * e.lanes), size)) for j in range(vectors)]
-    if not half:
-        return [e.load(place, e.vector(F32)) for place in places]
-    if converts:
-        return [b.fpext(e.load(place, e.vector(F16)), e.vector(F32)) for place in places]
-    return [e.half_to_float(b.zext(e.load(place, e.vector(I16)), e.vector(I32))) for place in places]
+    size, load = (2, functools.partial(load_halves, e, isa)) if half else (4, functools.partial(e.load, kind=e.vector(F32)))
+    return [load(e.offset(scales, e.times(e.offset(first, j * e.lanes), size))) for j in range(vectors)]
+
+
+def load_halves(e: Emitter, isa: Isa, address: Value) -> Value:
+    """A vector of finite float16 as float32: one instruction where there is one, else integer arithmetic."""
+    if isa.needs & {"f16c", "neon"}:
+        return e.builder.fpext(e.load(address, e.vector(F16)), e.vector(F32))
+    return e.half_to_float(e.builder.zext(e.load(address, e.vector(I16)), e.vector(I32)))
 
 
 SUM_SPLIT = 7  # bits: 128 * zero fits a word, and so do the sum's two parts if |sum| < LARGEST_SUM
@@ -269,7 +271,7 @@ def float_tile(isa: Isa, stored: str = "float32") -> Tile:
             return [e.load(address, e.vector(F32))]
         if stored == "bfloat16":
             return e.bfloat_pair(e.load(address, e.vector(I32)))
-        return [e.half_to_float(e.builder.zext(e.load(address, e.vector(I16)), e.vector(I32)))]
+        return [load_halves(e, isa, address)]
 
     def body(e: Emitter, rows: int, arguments: list[Value]) -> None:
         x, ldx, w, ldw, c, ldc, k = arguments
@@ -310,7 +312,7 @@ def widen_tile(isa: Isa, kind: str) -> Tile:
     widen = of_codes.get(kind, _widen_pairs if kind == "bfloat16" else _widen_halves)
 
     def body(e: Emitter, rows: int, arguments: list[Value]) -> None:
-        widen(e, isa.float_vectors, kind, *arguments)
+        widen(e, isa, kind, *arguments)
 
     name = f"widen_tile.{isa.name}.{kind}"
     return register(name, isa.lanes, (1,), 5, body)
@@ -321,17 +323,17 @@ def _load_row(e: Emitter, vectors: int, address: Value) -> list[Value]:
 
 
 def _widen_halves(
-    e: Emitter, vectors: int, kind: str, source: Value, target: Value, count: Value, scales_at: Value, zeros_at: Value
+    e: Emitter, isa: Isa, kind: str, source: Value, target: Value, count: Value, scales_at: Value, zeros_at: Value
 ) -> None:
-    with e.loop(e.times(count, vectors)) as i:
-        bits = e.builder.zext(e.load(e.offset(source, e.times(i, 2 * e.lanes)), e.vector(I16)), e.vector(I32))
-        e.store(e.half_to_float(bits), e.offset(target, e.times(i, 4 * e.lanes)))
+    with e.loop(e.times(count, isa.float_vectors)) as i:
+        halves = load_halves(e, isa, e.offset(source, e.times(i, 2 * e.lanes)))
+        e.store(halves, e.offset(target, e.times(i, 4 * e.lanes)))
 
 
 def _widen_pairs(
-    e: Emitter, vectors: int, kind: str, source: Value, target: Value, count: Value, scales_at: Value, zeros_at: Value
+    e: Emitter, isa: Isa, kind: str, source: Value, target: Value, count: Value, scales_at: Value, zeros_at: Value
 ) -> None:
-    b, row_bytes = e.builder, 4 * vectors * e.lanes
+    b, vectors, row_bytes = e.builder, isa.float_vectors, 4 * isa.float_tile
     with e.loop(b.lshr(b.add(count, I64(1)), I64(1))) as row:
         for j in range(vectors):
             pair = e.load(e.offset(source, e.times(row, row_bytes), 4 * e.lanes * j), e.vector(I32))
@@ -340,9 +342,9 @@ def _widen_pairs(
 
 
 def _widen_int4(
-    e: Emitter, vectors: int, kind: str, source: Value, target: Value, count: Value, scales_at: Value, zeros_at: Value
+    e: Emitter, isa: Isa, kind: str, source: Value, target: Value, count: Value, scales_at: Value, zeros_at: Value
 ) -> None:
-    b, integers = e.builder, e.vector(I32)
+    b, integers, vectors = e.builder, e.vector(I32), isa.float_vectors
     scales, zeros = _load_row(e, vectors, scales_at), _load_row(e, vectors, zeros_at)
     with e.loop(b.lshr(b.add(count, I64(1)), I64(1))) as pair:
         for j in range(vectors):
@@ -357,9 +359,9 @@ def _widen_int4(
 
 
 def _widen_bytes(
-    e: Emitter, vectors: int, kind: str, source: Value, target: Value, count: Value, scales_at: Value, zeros_at: Value
+    e: Emitter, isa: Isa, kind: str, source: Value, target: Value, count: Value, scales_at: Value, zeros_at: Value
 ) -> None:
-    b = e.builder
+    b, vectors = e.builder, isa.float_vectors
     scales = _load_row(e, vectors, scales_at)
     zeros = _load_row(e, vectors, zeros_at) if kind == CODES8 else []
     with e.loop(count) as k:
