@@ -303,7 +303,9 @@ class ModelSource:
             raise CheckpointError(f"{self.reader.path}: {name} is {stored}, expected {', '.join(FLOATS)}")
         return _to(self.reader.tensor(name), dtype)
 
-    def weight_bytes(self, dtype: str | None, lm_head: str = "auto", device: str = "cpu", activations: str = "int8") -> int:
+    def weight_bytes(
+        self, dtype: str | None, lm_head: str = "auto", device: str = "cpu", activations: str = "int8"
+    ) -> int:
         """Bytes of the loaded model with dense weights as `dtype` (None = as stored). A tied head is a second, packed
         copy. Where weights of float4 are kept in 4 bits, and where not, depends on the device and on what inputs are
         rounded to."""

@@ -28,7 +28,6 @@ from lmkit.formats.direct_file import PAGE, DirectFile, Reading, memory_for_read
 from lmkit.formats.safetensors_file import DTYPES
 from lmkit.kernels.cpu import threads
 from lmkit.layers.mlp_spec import MoESpec
-from lmkit.models import roles
 from lmkit.models.decoder_layer import DecoderLayer
 from lmkit.models.layer_spec import LayerSpec
 from lmkit.models.packed_cache import PackedCache, PackedFile

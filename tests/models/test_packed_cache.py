@@ -94,7 +94,6 @@ def awq(path: Path) -> Path:
 
 
 def float16(path: Path) -> Path:
-    """Its embeddings are widened, so they cannot be mapped from the checkpoint."""
     model = tiny.make(path, "qwen2")
     model.half().save_pretrained(path)
     return path

@@ -6,7 +6,6 @@ instruction set. A dispatcher `f(rows, ...)` runs the largest that fits and retu
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -175,8 +174,8 @@ def unpack_tile(isa: Isa, values: tuple[int, ...] = ()) -> Tile:
 
 def group_scales(e: Emitter, isa: Isa, half: bool, scales: Value, first: Value, vectors: int) -> list[Value]:
     """The scales from number `first` on as float32, a vector for each output vector."""
-    size, load = (2, functools.partial(load_halves, e, isa)) if half else (4, functools.partial(e.load, kind=e.vector(F32)))
-    return [load(e.offset(scales, e.times(e.offset(first, j * e.lanes), size))) for j in range(vectors)]
+    places = [e.offset(scales, e.times(e.offset(first, j * e.lanes), 2 if half else 4)) for j in range(vectors)]
+    return [load_halves(e, isa, place) if half else e.load(place, e.vector(F32)) for place in places]
 
 
 def load_halves(e: Emitter, isa: Isa, address: Value) -> Value:
