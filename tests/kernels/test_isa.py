@@ -114,7 +114,8 @@ def test_exact_activations_on_tiles_without_spills(cpu: str) -> None:
         assert text.count("\ttdpbf16ps\t") > 0
         assert len(re.findall(r"\tvfmadd\w+ps\t", text)) == 4 * coded  # a row of the epilogue
         assert not re.search("zmm.*(Spill|Reload)", text)
-    for kind, instruction in ((CODES4, "vpermw"), (CODES8, "vcvtdq2ps"), (FLOAT8, "vpermw")):
+    halves = ((dense_products.HIGH, "vcvtph2ps"), (dense_products.LOW, "vcvtph2ps"))
+    for kind, instruction in ((CODES4, "vpermw"), (CODES8, "vcvtdq2ps"), (FLOAT8, "vpermw"), *halves):
         (loop, *_) = innermost_loops(assembly(dense_products.widen_tile(level, kind), cpu))
         assert any(instruction in line for line in loop)
         assert not [line for line in loop if "Spill" in line or "vpinsr" in line]

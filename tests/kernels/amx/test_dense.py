@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lmkit.kernels.cpu import dense, isa, threads, tiles
 from lmkit.kernels.cpu.amx import dense as amx_dense
+from lmkit.kernels.cpu.packed_dense import CODE_BITS
 from lmkit.kernels.ops import Norm
 from lmkit.kernels.registry import Implementation
 from lmkit.qtensor import QTensor, QuantScheme, dequantize, quantize
@@ -18,6 +19,7 @@ from lmkit.qtensor import QTensor, QuantScheme, dequantize, quantize
 LEVEL = isa.host() if isa.host().tiles else isa.named("amx+emulated")
 SCHEMES = {  # by kind; None: a dense weight
     "bfloat16": (None,),
+    "float16": (None,),
     tiles.CODES4: (QuantScheme(4, 128), QuantScheme(4, 96), QuantScheme(4, -1)),
     tiles.CODES8: (QuantScheme(8, 32), QuantScheme(8, -1)),
     tiles.FLOAT8: (QuantScheme(8, 128, True, "float"), QuantScheme(8, -1, True, "float", 7)),
@@ -38,13 +40,14 @@ def _threads() -> Iterator[None]:
 
 
 def kernel(kind: str) -> Implementation:
-    return dense.dense_implementation(LEVEL) if kind == "bfloat16" else dense.codes_implementation(LEVEL, kind)
+    return dense.codes_implementation(LEVEL, kind) if kind in CODE_BITS else dense.dense_implementation(LEVEL)
 
 
-def weight_of(scheme: QuantScheme | None, outputs: int = OUTPUTS) -> Any:
+def weight_of(kind: str, scheme: QuantScheme | None, outputs: int = OUTPUTS) -> Any:
     torch.manual_seed(6)
     weight = torch.randn(outputs, INPUTS) * torch.rand(outputs, 1)
-    return weight.bfloat16() if scheme is None else quantize(weight, scheme)
+    weight[0] *= 1e-5  # subnormal in float16
+    return weight.to(getattr(torch, kind)) if scheme is None else quantize(weight, scheme)
 
 
 def exactly(weight: Any) -> Tensor:
@@ -59,7 +62,7 @@ def halves(x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(("kind", "scheme"), CASES)
 def test_only_activations_are_rounded(kind: str, scheme: QuantScheme | None) -> None:
-    weight, impl = weight_of(scheme), kernel(kind)
+    weight, impl = weight_of(kind, scheme), kernel(kind)
     x = torch.randn(20, INPUTS) * 10 ** (torch.rand(20, 1) * 4 - 2)
     seen = halves(x)
     assert float(((seen - x.double()) / x.double()).abs().max()) <= 2.0**-17
@@ -72,7 +75,7 @@ def test_bits_depend_on_no_other_row_block_span_or_thread(
     kind: str, scheme: QuantScheme | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     impl, x, bias = kernel(kind), torch.randn(75, INPUTS), torch.randn(OUTPUTS)
-    packed = impl.pack(weight_of(scheme))
+    packed = impl.pack(weight_of(kind, scheme))
     assert amx_dense.fits(packed)
     together = impl(x, packed, bias)
     for start, count in ((0, 1), (7, 2), (3, 8), (10, 15), (20, 16), (1, 17), (30, 40)):
@@ -85,11 +88,11 @@ def test_bits_depend_on_no_other_row_block_span_or_thread(
         assert torch.equal(impl(x, packed, bias), together)
 
 
-@pytest.mark.parametrize("kind", ["bfloat16", tiles.CODES4])
+@pytest.mark.parametrize("kind", ["bfloat16", "float16", tiles.CODES4])
 def test_gates_norms_and_strides(kind: str) -> None:
     """Against the float kernels of the same layout."""
     impl, other = kernel(kind), dense.dense_implementation(isa.named("avx512_vnni+emulated"))
-    weight = weight_of(SCHEMES[kind][0], 2 * OUTPUTS)
+    weight = weight_of(kind, SCHEMES[kind][0], 2 * OUTPUTS)
     wide, bias = torch.randn(21, 2 * INPUTS), torch.randn(2 * OUTPUTS)
     x, stream, scale = wide[:, INPUTS:], torch.randn(21, INPUTS), torch.rand(INPUTS)
     norms = [Norm(scale, 1e-5, stream.clone()) for _ in range(2)]
@@ -103,6 +106,6 @@ def test_gates_norms_and_strides(kind: str) -> None:
 
 
 def test_groups_that_fill_no_tile_keep_the_float_kernel() -> None:
-    packed = kernel(tiles.FLOAT8).pack(weight_of(QuantScheme(8, 33, True, "float")))
+    packed = kernel(tiles.FLOAT8).pack(weight_of(tiles.FLOAT8, QuantScheme(8, 33, True, "float")))
     assert not amx_dense.fits(packed)
     assert not amx_dense.fits(kernel("bfloat16").pack(torch.zeros(8, 8)))

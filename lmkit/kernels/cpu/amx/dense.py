@@ -1,7 +1,7 @@
-"""Linears on exact activations on tiles: bfloat16 weights, codes of 4 and 8 bits, float8.
+"""Linears on exact activations on tiles: weights in bfloat16 and float16, codes of 4 and 8 bits, float8.
 
 An activation is the sum of two bfloat16 and errs by 2^-17 of itself at most. Everything else is exact up to the float32
-sums: weights are bfloat16, integers or float8 (dense_products.py).
+sums: weights are bfloat16, the sum of two bfloat16, integers or float8 (dense_products.py).
 
 A task computes two panels for a block of tokens, segment by segment. All tokens of the block take a segment's weights
 from the first-level cache, and their own halves from the second-level cache. If a block is too long for that cache, the
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from lmkit.kernels.cpu import threads, workspace
 from lmkit.kernels.cpu.amx import dense_products
-from lmkit.kernels.cpu.amx.dense_products import SEGMENT, STEP, STEP_BYTES, SUM_ROW, WIDTH
+from lmkit.kernels.cpu.amx.dense_products import HIGH, LOW, SEGMENT, STEP, STEP_BYTES, SUM_ROW, WIDTH
 from lmkit.kernels.cpu.amx.products import PRODUCTS
 from lmkit.kernels.cpu.amx.tile_file import ROW_BYTES, ROWS, SLOTS, configure_tile, release_tile
 from lmkit.kernels.cpu.elementwise import SERIAL_VALUES, NormArgs, norm_arguments, normed_row
@@ -46,7 +46,8 @@ from lmkit.kernels.ops import Norm
 BLOCK_TOKENS = 128  # a panel is read once for so many
 HALVES_BYTES = 1 << 20  # of a block and a span: half of a second-level cache
 WIDENED = SEGMENT // STEP * STEP_BYTES  # bytes of a segment of a panel
-BUFFERS = SLOTS + 2 * PRODUCTS + 2 * WIDENED  # of a task, before its sums
+BUFFERS = SLOTS + 2 * PRODUCTS + 4 * WIDENED  # of a task, before its sums
+FLOAT16 = "float16"
 
 
 class Halves(NamedTuple):
@@ -83,7 +84,7 @@ class ProductArgs(NamedTuple):
 
 
 def fits(packed: PackedDense) -> bool:
-    return packed.kind == BFLOAT16 or (
+    return packed.kind in (BFLOAT16, FLOAT16) or (
         packed.kind in CODE_BITS and (packed.groups == 1 or packed.group_size % STEP == 0)
     )
 
@@ -113,9 +114,10 @@ SPLIT = Task(_split)
 @functools.cache
 def product_task(isa: Isa, kind: str) -> Task:
     """The task of two panels and a block of tokens."""
-    is_coded = kind in CODE_BITS
+    is_coded, is_split = kind in CODE_BITS, kind == FLOAT16
     multiply, finish = dense_products.product_tile(isa, coded=is_coded).name, dense_products.finish_tile().name
-    widen = dense_products.widen_tile(isa, kind).name  # not used for bfloat16
+    widen = dense_products.widen_tile(isa, HIGH if is_split else kind).name  # not used for bfloat16
+    widen_low = dense_products.widen_tile(isa, LOW).name
     configure, release = configure_tile(isa, ROW_BYTES).name, release_tile(isa).name
     input_bytes = CODE_BITS.get(kind, 16) * WIDTH // 8  # of a panel
     step_lines = STEP * input_bytes // CACHE_LINE
@@ -143,11 +145,13 @@ def product_task(isa: Isa, kind: str) -> Task:
             count = min(SEGMENT, (group + 1) * a.group - k, a.last - k)
             steps, of_group = (count + STEP - 1) // STEP, 4 * group * WIDTH
             source, w, next_w = panel + k * input_bytes, panel + k * input_bytes, next_panel
-            if is_coded:
+            if is_coded or is_split:
                 w, next_w = widened, WIDENED
                 for p in range(num_panels):
                     zeros = a.zeros + 4 * (first + p) * a.groups * WIDTH + of_group if a.zeros else scales
                     tile(widen, 1, (source + p * next_panel, widened + p * WIDENED, count, zeros))
+                    if is_split:
+                        tile(widen_low, 1, (source + p * next_panel, widened + (2 + p) * WIDENED, count, zeros))
             lines, ahead = (step_lines + tokens - 1) // tokens, source + count * input_bytes
             share = (rows + steps - 1) // steps
             for t in range(tokens):
@@ -163,6 +167,9 @@ def product_task(isa: Isa, kind: str) -> Task:
                     new, old = old, new
                 else:
                     tile(multiply, 1, (scratch, x, x_tile, w, next_w, c, next_c, *asking))
+                    if is_split:
+                        unasked = (steps, ahead, next_panel, 0)
+                        tile(multiply, 1, (scratch, x, x_tile, w + 2 * WIDENED, next_w, c, next_c, *unasked))
             k += count
         if is_coded:
             tile(finish, 1, (*late, late_rows))

@@ -5,7 +5,8 @@ An activation is the sum of two bfloat16, `high` and `low`, which leaves an erro
 by the same weights into the same sums. Tile registers 0 to 3 hold the sums of 16 outputs each, 4 and 5 the halves of
 activations, 6 and 7 weights. A segment's weights, 16 KB, and the halves, 8 KB, leave room in a first-level cache.
 
-Dense weights are read from their panels, and the sums go on from segment to segment. Codes are widened to bfloat16
+bfloat16 weights are read from their panels, and the sums go on from segment to segment. A float16 weight is the sum of
+two bfloat16, too, and both parts are multiplied, one segment after the other. Codes are widened to bfloat16
 first: the integers (code - zero), or float8. Both are exact there, as (code - zero) * scale would not be. The scales
 are left to the epilogue of each segment, which therefore lies in one group:
 
@@ -17,6 +18,7 @@ epilogue reads the other one. Its 64 vectors cost about 64 cycles beside 32 dots
 
 from __future__ import annotations
 
+import functools
 import struct
 from collections.abc import Callable
 
@@ -26,13 +28,14 @@ from lmkit.kernels.cpu.amx.products import COLUMNS
 from lmkit.kernels.cpu.amx.tile_file import ROW_BYTES, ROWS, TileFile
 from lmkit.kernels.cpu.emit import F32, I8, I16, I32, I64, Emitter, Value, constant
 from lmkit.kernels.cpu.isa import Isa
-from lmkit.kernels.cpu.tiles import CACHE_LINE, CODES4, CODES8, Tile, register
+from lmkit.kernels.cpu.tiles import CACHE_LINE, CODES4, CODES8, Tile, load_halves, register
 
 STEP = 32  # inputs of a dot
 SEGMENT = 4 * STEP
 WIDTH = 32  # outputs in a panel; two panels have the COLUMNS of products.py
 SUM_ROW = 4 * WIDTH  # bytes
 STEP_BYTES = 2 * STEP * WIDTH  # of a panel's weights as bfloat16
+HIGH, LOW = "float16.high", "float16.low"  # kinds of widen_tile
 
 
 def _epilogue(
@@ -116,9 +119,10 @@ def finish_tile() -> Tile:
 
 def widen_tile(isa: Isa, kind: str) -> Tile:
     """Widen `count` inputs of a panel's codes to bfloat16 [16 * steps, 32, 2], filled up with zeros. `zeros` are those
-    of one group, float32 [32]. Codes are those of packed_dense.py.
+    of one group, float32 [32]. Codes are those of packed_dense.py. HIGH and LOW are parts of float16 numbers, whose sum
+    is the number: each part has no more than the 8 bits of a bfloat16.
     """
-    widen = {CODES4: _widen_int4, CODES8: _widen_int8}.get(kind, _widen_float8)
+    widen = WIDEN.get(kind, _widen_float8)
 
     def body(e: Emitter, rows: int, arguments: list[Value]) -> None:
         source, target, count, zeros = arguments
@@ -227,3 +231,29 @@ def _widen_float8(e: Emitter, isa: Isa, source: Value, zeros: Value) -> OfPair:
         return b.or_(value, b.shl(b.and_(codes, constant(words, 0x80)), constant(words, 8)))
 
     return of_pair
+
+
+def _widen_halves(e: Emitter, isa: Isa, source: Value, zeros: Value, *, low: bool) -> OfPair:
+    """By float32: its upper half, or the upper half of what is left."""
+    b, bits, upper = e.builder, e.vector(I32), constant(e.vector(I32), 0xFFFF0000)
+
+    def of_pair(pair: Value, j: int, both: bool) -> Value:
+        place = e.offset(source, e.times(pair, 4 * WIDTH), 2 * e.lanes * j)
+
+        def part(at: Value) -> Value:
+            x = load_halves(e, isa, at)
+            high = b.and_(b.bitcast(x, bits), upper)
+            return b.bitcast(b.fsub(x, b.bitcast(high, x.type)), bits) if low else high
+
+        first = b.lshr(part(place), constant(bits, 16))
+        return b.or_(first, b.and_(part(e.offset(place, 2 * WIDTH)), upper)) if both else first
+
+    return of_pair
+
+
+WIDEN: dict[str, Callable[[Emitter, Isa, Value, Value], OfPair]] = {
+    CODES4: _widen_int4,
+    CODES8: _widen_int8,
+    HIGH: functools.partial(_widen_halves, low=False),
+    LOW: functools.partial(_widen_halves, low=True),
+}
