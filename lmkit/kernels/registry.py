@@ -57,6 +57,8 @@ class Implementation:
     priority: int = 0
     epilogue: bool = False  # of a linear: takes `dtype` and `residual`
     of_experts: ExpertLinears | None = None  # of a linear, for mixtures of experts
+    # Of a linear: (packed, rows int64 [T], factor) -> float32 [T, in], these rows of the weight times the factor.
+    rows: Callable[..., Any] | None = None
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         return self.run(*args, **options)
@@ -116,11 +118,12 @@ def implements(
     priority: int = 0,
     epilogue: bool = False,
     of_experts: ExpertLinears | None = None,
+    rows: Callable[..., Any] | None = None,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register the decorated function as an implementation of `target`. Higher priority is asked first."""
 
     def register(run: Callable[..., Any]) -> Callable[..., Any]:
-        target.register(Implementation(name, device, run, accepts, pack, priority, epilogue, of_experts))
+        target.register(Implementation(name, device, run, accepts, pack, priority, epilogue, of_experts, rows))
         return run
 
     return register

@@ -118,6 +118,13 @@ class MergedLinear:
         places = [Columns(end - width, width, width, width) for end, width in zip(ends, self._widths, strict=True)]
         return adapters.begin(x, rows, places)
 
+    def rows(self, rows: Tensor, factor: float = 1.0) -> Tensor:
+        """Rows int64 [T] of the packed weight times a factor, float32 [T, in], as an embedding gives them."""
+        fused = self._fused
+        assert fused is not None and fused.order is None and fused.implementation.rows is not None  # noqa: PT018
+        y: Tensor = fused.implementation.rows(fused.weight, rows, factor)
+        return y
+
     def _product(self, packed: Packed, x: Tensor, norm: Norm | None = None, **options: Any) -> Tensor:
         """The product of x, normalized first if there is a norm, and of its columns in the weight's order."""
         if packed.order is not None:

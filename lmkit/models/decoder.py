@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lmkit.kernels import ops
+from lmkit.kernels.cuda.module import tensor_device
 from lmkit.kernels.ops import Norm
 from lmkit.layers.adapters import StepAdapters
 from lmkit.layers.batch import BatchInputs, KVLayer
@@ -23,14 +24,14 @@ from lmkit.models.spec import ModelSpec
 
 class Decoder:
     """A whole model, or a stage of it (models.stage). `embed_tokens` [vocab, hidden] and `final_norm` [hidden] are
-    plain; `lm_head` is a linear. A final LayerNorm has a `final_bias`. `positions` [max_position, hidden], if there are
-    any, are added to embeddings.
+    plain; `lm_head` is a linear. `embed_tokens` may be a packed head, whose rows are the embeddings then. A final
+    LayerNorm has a `final_bias`. `positions` [max_position, hidden], if there are any, are added to embeddings.
     """
 
     def __init__(
         self,
         spec: ModelSpec,
-        embed_tokens: Tensor,
+        embed_tokens: Tensor | MergedLinear,
         layers: list[DecoderLayer],
         final_norm: Tensor | None,
         lm_head: MergedLinear,
@@ -61,6 +62,11 @@ class Decoder:
         self.keep = ops.keep.select(device)
         self.softcap = ops.softcap.select(device) if spec.final_softcap else None
         self.step_adapters = StepAdapters(device)  # see models.adapters
+
+    @property
+    def at(self) -> torch.device:
+        """The device of tensors."""
+        return torch.device(tensor_device(self.lm_head.device))
 
     @property
     def linears(self) -> tuple[MergedLinear, ...]:
@@ -149,7 +155,12 @@ class Decoder:
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Token ids int64 [T] -> float32 [T, hidden]."""
-        x: Tensor = self.embedding(self.embed_tokens, token_ids, self.spec.embedding_scale)
+        table, factor = self.embed_tokens, self.spec.embedding_scale
+        x: Tensor = (
+            table.rows(token_ids, factor)
+            if isinstance(table, MergedLinear)
+            else self.embedding(table, token_ids, factor)
+        )
         return x
 
     def embed_rows(self, rows: Tensor) -> Tensor:

@@ -220,7 +220,7 @@ class EagleParts:
     fc: MergedLinear
     norm: Tensor
     lm_head: MergedLinear | None  # None: the model's
-    embed_tokens: Tensor | None
+    embed_tokens: Tensor | None  # None: the model's
     token_ids: Tensor | None
 
     def join(self, model: Decoder) -> EagleHead:

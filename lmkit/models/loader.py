@@ -47,9 +47,9 @@ def load(
     """A decoder ready to serve. Every linear is packed for the kernel that its format and this machine select.
 
     `packed_cache` keeps packed weights in a file and maps it (see packed_cache.py). Without it they are packed into
-    memory. `check` gets the mapped file, and raises CheckpointError if its data is damaged. Embeddings are mapped from
-    the checkpoint if they keep its dtype. With `streaming` some layers are read from the file in every step, see
-    streamed.py. Raises ConfigError too if that is not possible.
+    memory. `check` gets the mapped file, and raises CheckpointError if its data is damaged. Embeddings are the rows of
+    a head that is tied to them, or else mapped from the checkpoint if they keep its dtype. With `streaming` some layers
+    are read from the file in every step, see streamed.py. Raises ConfigError too if that is not possible.
     """
     try:
         if streaming is not None:
@@ -158,7 +158,7 @@ def _write(model: ResolvedModel, writer: PackedWriter) -> None:
     writer.kinds.append(kinds_of(lm_head.weights))
     lm_head.pack(model.packing.activations)
     _keep(writer, model.spec.num_layers, lm_head)
-    if not model.maps_embeddings:
+    if not (model.shares_head or model.maps_embeddings):
         writer.keep(roles.EMBED, model.source.embed_tokens(model.kept_dtype))
 
 
@@ -196,14 +196,19 @@ def _packed_layers(model: ResolvedModel) -> Iterator[DecoderLayer]:
 def _decoder(
     model: ResolvedModel, layers: list[DecoderLayer], lm_head: MergedLinear, file: Stored | None = None
 ) -> Decoder:
-    """The decoder. If the checkpoint stores embeddings in the wanted dtype, they come from it, else from `file`."""
+    """The decoder. Embeddings are a tied head's rows, or the checkpoint's if it stores them in the wanted dtype, or
+    those of `file`."""
     source = model.source
-    if file is not None and not model.maps_embeddings:
+    embed: torch.Tensor | MergedLinear
+    if model.shares_head:
+        embed = lm_head
+    elif file is not None and not model.maps_embeddings:
         embed = file.take(roles.EMBED, torch.empty(model.spec.head_shape, dtype=model.embed_dtype, device="meta"))
     else:
         embed = source.embed_tokens(model.kept_dtype)
         if isinstance(file, StreamedFile):
             read_single_pages(embed)
+        embed = embed.to(tensor_device(model.packing.device))
     source.reader.release()
     at = tensor_device(model.packing.device)
     norm = source.final_norm()
@@ -211,4 +216,4 @@ def _decoder(
     plain = {"final_bias": source.final_bias(), "positions": source.positions()}
     extras: dict[str, Any] = {name: None if tensor is None else tensor.to(at) for name, tensor in plain.items()}
     extras["per_layer"], extras["embed_norm"] = source.per_layer(model.kept_dtype, at), source.embed_norm(at)
-    return Decoder(model.spec, embed.to(at), layers, final_norm, lm_head, model.activation_dtype, **extras)
+    return Decoder(model.spec, embed, layers, final_norm, lm_head, model.activation_dtype, **extras)

@@ -68,6 +68,15 @@ class ResolvedModel:
         return self.source.embed_dtype if self.packing.as_stored else self.dtype
 
     @property
+    def shares_head(self) -> bool:
+        """Whether the packed head also gives the embeddings, which then have no memory of their own: a whole tied head
+        on a CPU, as the checkpoint has it."""
+        spec = self.source.spec
+        whole = self.shard.size == self.stage.count == 1 and spec.num_logits == spec.vocab_size
+        tied = spec.tie_embeddings and not spec.projected and self.packing.lm_head == "auto"
+        return self.packing.device == "cpu" and whole and tied
+
+    @property
     def maps_embeddings(self) -> bool:
         """Whether embeddings are in memory as the checkpoint stores them."""
         return not self.spec.projected and self.embed_dtype is self.source.embed_dtype
@@ -89,7 +98,7 @@ class ResolvedModel:
         if self.shard.size > 1:
             share = self.spec.num_weights / self.source.spec.num_weights
             return int(share * layers) + head // self.shard.size + embedding
-        return total
+        return total - embedding if self.shares_head else total
 
     def _share(self, layers: range) -> float:
         """The share of all weights of linears that lie in these layers."""

@@ -49,7 +49,7 @@ def unpacked_bytes(model: ResolvedModel, step_tokens: int) -> int:
         numbers += (spec.first_position + spec.max_position) * spec.hidden_size
     numbers += spec.per_layer * (spec.hidden_size + spec.per_layer_vocab)
     rows, width = spec.head_shape[0], spec.hidden_size * model.embed_dtype.itemsize
-    is_mapped = model.maps_embeddings
+    is_mapped = model.maps_embeddings and not model.shares_head
     return 4 * numbers + (min(rows * width, step_tokens * (width + PAGE)) if is_mapped else 0)
 
 
@@ -63,9 +63,9 @@ def forecast(model: ResolvedModel, streaming: Streaming) -> Forecast:
     if file is not None:
         return Forecast(_Sections(file, model).plan(model, streaming), DirectFile(file.path).bandwidth(), seconds)
     head = prod(model.spec.head_shape) * model.embed_dtype.itemsize
-    linears = max(0, model.weight_bytes() - 2 * head)
+    linears = max(0, model.weight_bytes() - (head if model.shares_head else 2 * head))
     fixed = unpacked_bytes(model, streaming.step_tokens) + head
-    fixed += 0 if model.maps_embeddings else head
+    fixed += 0 if model.maps_embeddings or model.shares_head else head
 
     def sizes(layer: LayerSpec) -> Parts:
         parts = layer.linears.values() if _has_order(layer) else [(layer.num_weights, 1)]

@@ -69,19 +69,33 @@ def test_float16_weights_stay_as_they_are_stored(tmp_path: Path, packed_cache: b
 @pytest.mark.parametrize("name", ["float16", "bfloat16"])
 def test_packed_weights_take_16_bits(tmp_path: Path, name: str) -> None:
     """Panels add less than their width to the outputs of a linear."""
-    tiny.make(tmp_path, "qwen2", hidden_size=64, num_attention_heads=4, vocab_size=256, intermediate_size=128).to(
-        getattr(torch, name)
-    ).save_pretrained(tmp_path)
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "vocab_size": 256, "intermediate_size": 128}
+    model_of = tiny.make(tmp_path, "qwen2", tie_word_embeddings=True, **sizes)
+    model_of.to(getattr(torch, name)).save_pretrained(tmp_path)
     with resolved(tmp_path) as model:
         decoder, planned, spec = load(model), model.weight_bytes(), model.spec
         assert {storage.dtypes[0].name for storage in model.storages} == {name}
     weights = spec.num_weights + spec.num_logits * spec.hidden_size
     total = sum(tensor.nbytes for tensor in packed(decoder))
     assert 2 * weights <= total <= 2.1 * weights
-    assert planned <= 1.1 * (total + decoder.embed_tokens.nbytes)
+    assert decoder.embed_tokens is decoder.lm_head  # one copy
+    assert planned <= 1.1 * total
 
 
 def test_a_dtype_that_is_asked_for_is_that_of_all_weights(tmp_path: Path) -> None:
-    decoder = load_model(stored(tmp_path, torch.float32), dtype="float16")
+    decoder = load_model(stored(tmp_path, torch.float32, tie_word_embeddings=False), dtype="float16")
+    assert isinstance(decoder.embed_tokens, Tensor)
     assert {tensor.dtype for tensor in packed(decoder)} == {torch.float16}
     assert decoder.embed_tokens.dtype is torch.float16
+
+
+@pytest.mark.parametrize("name", ["float32", "float16", "bfloat16"])
+def test_a_tied_head_gives_the_embeddings(tmp_path: Path, name: str) -> None:
+    """The same bits as a table of its own."""
+    model = tiny.make(tmp_path, "gemma3")  # with a factor on embeddings
+    model.to(getattr(torch, name)).save_pretrained(tmp_path)
+    decoder, own = load_model(tmp_path), load_model(tmp_path, lm_head="int8")
+    assert decoder.embed_tokens is decoder.lm_head
+    assert isinstance(own.embed_tokens, Tensor)
+    ids = torch.tensor([0, 7, 198, 7])
+    assert torch.equal(decoder.embed(ids), own.embed(ids))

@@ -144,8 +144,10 @@ def test_auto_activations_are_int8_on_a_cpu_and_share_its_file(tmp_path: Path) -
 
 
 def test_the_weights_are_mapped_and_aligned(loaded: Loaded) -> None:
+    """The head is tied: its rows are the embeddings."""
     decoder = load_model(loaded.checkpoint, packed_cache=True)
-    addresses = [decoder.embed_tokens.data_ptr()]
+    assert decoder.embed_tokens is decoder.lm_head
+    addresses: list[int] = []
 
     def note(name: str, tensor: torch.Tensor) -> torch.Tensor:
         assert tensor.data_ptr() % 64 == 0, name
@@ -157,7 +159,20 @@ def test_the_weights_are_mapped_and_aligned(loaded: Loaded) -> None:
     maps = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
     spans = [(*(int(n, 16) for n in line[0].split("-")), line[5]) for line in maps if len(line) > 5]
     of = [next(path for low, high, path in spans if low <= address < high) for address in addresses]
-    assert of == [str(loaded.checkpoint / "model.safetensors"), *[str(loaded.file)] * (len(addresses) - 1)]
+    assert of == [str(loaded.file)] * len(addresses)
+
+
+@pytest.mark.parametrize(("tied", "options"), [(False, {}), (True, {"lm_head": "int8"})])
+def test_embeddings_of_their_own_are_mapped_from_the_checkpoint(
+    tmp_path: Path, tied: bool, options: dict[str, Any]
+) -> None:
+    checkpoint = dense(tmp_path / "model", tie_word_embeddings=tied)
+    embed = load_model(checkpoint, packed_cache=True, **options).embed_tokens
+    assert isinstance(embed, torch.Tensor)
+    maps = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
+    spans = [(*(int(n, 16) for n in line[0].split("-")), line[5]) for line in maps if len(line) > 5]
+    of = next(path for low, high, path in spans if low <= embed.data_ptr() < high)
+    assert of == str(checkpoint / "model.safetensors")
 
 
 def test_the_file_is_one_that_other_programs_read(loaded: Loaded) -> None:

@@ -23,6 +23,7 @@ from lmkit.kernels.cpu.intrinsics import pointer, tile, unpack
 from lmkit.kernels.cpu.isa import Isa
 from lmkit.kernels.cpu.jit import Task
 from lmkit.kernels.cpu.packed_dense import CODE_BITS, KINDS, PackedDense, pack_codes, pack_dense
+from lmkit.kernels.cpu.packed_rows import dense_rows
 from lmkit.kernels.cpu.panels import (
     CHUNK_BYTES,
     NO_EXPERTS,
@@ -182,7 +183,7 @@ def _accepts_codes(kind: str, /, *, group_size: int, bits: int | None = None, **
 def dense_implementation(isa: Isa) -> Implementation:
     run, pack = functools.partial(linear, isa), functools.partial(pack_dense, isa)
     name, experts = f"cpu.{isa.name}", _of_experts(isa)
-    return Implementation(name, "cpu", run, _accepts_dense, pack, priority=20, of_experts=experts)
+    return Implementation(name, "cpu", run, _accepts_dense, pack, 20, of_experts=experts, rows=dense_rows)
 
 
 def heads_implementation(isa: Isa) -> Implementation:
@@ -202,4 +203,4 @@ def codes_implementation(isa: Isa, kind: str) -> Implementation:
     """The implementation for codes. `kind` is one of CODE_BITS."""
     run, pack = functools.partial(linear, isa), functools.partial(pack_codes, isa, kind)
     name, experts, accepts = f"cpu.{isa.name}", _of_experts(isa), functools.partial(_accepts_codes, kind)
-    return Implementation(name, "cpu", run, accepts, pack, priority=20, of_experts=experts)
+    return Implementation(name, "cpu", run, accepts, pack, 20, of_experts=experts, rows=dense_rows)

@@ -23,6 +23,7 @@ from lmkit.kernels.cpu.dots import BLOCK, LOOKED_UP, dot_for
 from lmkit.kernels.cpu.intrinsics import pointer, tile, unpack
 from lmkit.kernels.cpu.isa import Isa
 from lmkit.kernels.cpu.jit import Task
+from lmkit.kernels.cpu.packed_rows import quantized_rows
 from lmkit.kernels.cpu.packed_weight import PackedWeight, accepts, pack
 from lmkit.kernels.cpu.panels import (
     CHUNK_BYTES,
@@ -179,4 +180,5 @@ def implementation(isa: Isa, bits: int) -> Implementation:
         functools.partial(pack, isa),
         20,
         of_experts=ExpertLinears(_table, functools.partial(of_experts, isa, bits), max_rows),
+        rows=functools.partial(quantized_rows, isa, bits),
     )

@@ -63,6 +63,12 @@ def _linear(product: Callable[[Tensor, Any, Tensor | None], Tensor]) -> Callable
     return linear
 
 
+def rows_of(packed: Kept, rows: Tensor, factor: float = 1.0) -> Tensor:
+    """See registry.Implementation.rows."""
+    weight = packed.weight
+    return (dequantize(weight) if isinstance(weight, QTensor) else weight)[rows].float() * factor
+
+
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     y = x.float() @ weight.float().t()
     return (y if bias is None else y + bias.float()).to(x.dtype)
@@ -125,10 +131,10 @@ def _accepts_torch(*, dtype: torch.dtype, **traits: Any) -> str | None:
     return None if dtype in TORCH_DTYPES else f"weights of {dtype}"
 
 
-implements(ops.linear_dense, "reference", device="any", pack=keep, epilogue=True)(_linear(_product))
-implements(ops.linear_dense, "torch", device="any", accepts=_accepts_torch, pack=keep, priority=10, epilogue=True)(
-    _linear(_torch_product)
-)
+implements(ops.linear_dense, "reference", device="any", pack=keep, epilogue=True, rows=rows_of)(_linear(_product))
+implements(
+    ops.linear_dense, "torch", device="any", accepts=_accepts_torch, pack=keep, priority=10, epilogue=True, rows=rows_of
+)(_linear(_torch_product))
 for _op, _bits, _multiply in (
     (ops.linear_w4a16, 4, _dequantized_product),
     (ops.linear_w4a8, 4, _int8_product),
@@ -137,6 +143,6 @@ for _op, _bits, _multiply in (
     (ops.linear_fp8, 8, _dequantized_product),
     (ops.linear_fp8_a8, 8, _fp8_product),
 ):
-    implements(_op, "reference", device="any", accepts=accepts_bits(_bits), pack=keep, epilogue=True)(
+    implements(_op, "reference", device="any", accepts=accepts_bits(_bits), pack=keep, epilogue=True, rows=rows_of)(
         _linear(_multiply)
     )

@@ -53,7 +53,7 @@ class LoadedHead:
     def start(self, runner: Runner, device: Device, vocab_size: int) -> HeadDrafter:
         """Make the drafter beside `runner`, whose model has `vocab_size` tokens."""
         assert isinstance(runner, CpuRunner | CudaRunner)
-        batch, at = runner.batch, runner.decoder.embed_tokens.device
+        batch, at = runner.batch, runner.decoder.at
         sizes = len(batch.num_tokens), batch.max_step_tokens
         streams = Streams(self.parts.streams, self.parts.spec.hidden_size, *sizes, at)
         runner.keep_streams(streams)

@@ -83,7 +83,7 @@ class HeadDrafter(Drafter):
         head = runner.decoder
         assert isinstance(head, DraftHead)
         rows = max(runner.batch.max_step_tokens, len(self._slots))
-        head.states = torch.zeros(rows, head.spec.hidden_size, device=head.embed_tokens.device)
+        head.states = torch.zeros(rows, head.spec.hidden_size, device=head.at)
         head.next_states = torch.zeros_like(head.states)
         self._head = head
         self._goes_on = False  # from its own states, behind the first step of a draft

@@ -121,8 +121,9 @@ def test_no_more_memory_is_taken(demo_model: Path) -> None:
         for start, stop in sorted(places(decoder)):
             taken += max(0, stop - max(start, end))
             end = max(end, stop)
+        embed = decoder.embed_tokens
         rest = [
-            decoder.embed_tokens[: 2 * SMALL["max_step_tokens"]],
+            embed[: 2 * SMALL["max_step_tokens"]] if isinstance(embed, torch.Tensor) else None,
             decoder.final_norm,
             *(w for layer in decoder.layers for w in layer.weights.values()),
         ]
