@@ -60,11 +60,20 @@ class KeyMean:
 
 
 @dataclass(frozen=True)
+class Balance:
+    """A matrix A for each KV head. Keys are stored as A k, and queries meet them as A^-T q: scores stay as they are."""
+
+    keys: Tensor  # float32 [num_kv_heads, D, D], A^T
+    queries: Tensor  # float32 [num_kv_heads, D, D], A^-1
+
+
+@dataclass(frozen=True)
 class KVTensor:
     """The keys or the values of one layer in blocked storage; `params` is empty unless `dtype` is coded.
 
-    A reader does not see the other fields. Keys without their mean, and keys multiplied by the orthonormal
-    Walsh-Hadamard matrix of D (`hadamard`: D is a power of two), are read as plain keys.
+    A reader does not see the other fields. Keys without their mean, keys multiplied by the orthonormal Walsh-Hadamard
+    matrix of D (`hadamard`: D is a power of two) or by `balance`, and vectors of position 0 without `first` are read as
+    plain ones.
     """
 
     data: Tensor
@@ -73,6 +82,8 @@ class KVTensor:
     mean: KeyMean | None = None
     hadamard: bool = False
     scales: Tensor | None = None  # float32 [num_kv_heads], of codes: fixed scales instead of one per token
+    balance: Balance | None = None  # of keys, in place of `hadamard`
+    first: Tensor | None = None  # float32 [num_kv_heads, D], subtracted from the vector of position 0, after RoPE
 
     @property
     def block_size(self) -> int:
@@ -154,13 +165,15 @@ def rope_angles(positions: Tensor, inv_freq: Tensor, magnitude: float) -> tuple[
 
 @op
 def rope_append(
-    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, k_cache: KVTensor, v_cache: KVTensor, slots: Tensor
-) -> None:
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, k_cache: KVTensor, v_cache: KVTensor, slots: Tensor,
+    positions: Tensor | None = None,
+) -> None:  # fmt: skip
     """Rotate q and k in place, then `kv_append` k and v.
 
     The first R of D elements rotate in pairs (i, i + R/2) (Llama/NeoX order): with cos and sin float32 [T, R/2],
     x_i' = x_i cos - x_{i+R/2} sin, x_{i+R/2}' = x_{i+R/2} cos + x_i sin. q [T, num_heads, D], k and v [T, num_kv_heads
-    or 0, D] may be views into one tensor. A `mean` of the key cache is subtracted from k before that.
+    or 0, D] may be views into one tensor. A `mean` of the key cache is subtracted from k before that. `positions` as in
+    kv_append.
     """
 
 
@@ -178,11 +191,14 @@ def gated_activation(gate_up: Tensor, activation: str) -> Tensor:
 
 
 @op
-def kv_append(k: Tensor, v: Tensor, k_cache: KVTensor, v_cache: KVTensor, slots: Tensor) -> None:
+def kv_append(
+    k: Tensor, v: Tensor, k_cache: KVTensor, v_cache: KVTensor, slots: Tensor, positions: Tensor | None = None
+) -> None:
     """Store k and v [T, num_kv_heads, D] (float32/bfloat16) at int32 slots [T]; slots are unique, -1 = skip.
 
     If the cache has a `mean`, k comes without it. With `hadamard`, each head is stored as k H / sqrt(D), where H is the
-    matrix of natural order (Sylvester's).
+    matrix of natural order (Sylvester's), with a `balance` as k @ balance.keys. `first` is subtracted before that from
+    tokens whose `positions` (int32 [T], the index in the sequence) is 0. Without `positions` there are none.
 
     int8 and int4 quantize per token and head over D, asymmetric: minimum = min(x) rounded to float16,
     scale = (max(x) - minimum) / (2^bits - 1) rounded to float16,
@@ -215,17 +231,17 @@ def paged_attention(
         j <= p and (window == 0 or j > p - window or j < sinks)
 
     These are attention sinks (arXiv 2309.17453), except that positions stay absolute: nothing is rotated again when the
-    window moves on. Scores are s = q . k * scale, or c * tanh(s / c) of that if softcap c is above 0 (Gemma 2,
-    arXiv 2408.00118). The result is softmax(s) @ v, [T, num_heads, v_cache.dim] in q's dtype. `sink_logits` [num_heads]
-    are the scores of one more key of each head, which every query sees and whose value is 0. With a `mean`, the key of
-    position t is the stored key + RoPE_t(b). Blocks may hold anything, even NaN, at keys that no query sees; the
-    table's entries for them only have to be valid.
+    window moves on. Scores are s = q . k * scale, or c * tanh(s / c) of that if softcap c is above 0 (Gemma 2, arXiv
+    2408.00118). The result is softmax(s) @ v, [T, num_heads, v_cache.dim] in q's dtype. `sink_logits` [num_heads] are
+    the scores of one more key of each head, which every query sees and whose value is 0. With a `mean`, the key of
+    position t is the stored key + RoPE_t(b); with a `first`, key and value 0 are the stored ones + `first`. Blocks may
+    hold anything, even NaN, at keys that no query sees; the table's entries for them only have to be valid.
 
     An implementation may multiply int4 keys by queries of 8 bits. The CPU and the reference do. Then x = q * scale
-    (multiplied by the Hadamard matrix, if the keys are) is replaced by round_half_even(x / step) * step, with
-    step = max|x| / L of each row and head and L = min(127, floor(32767 / (30 ceil(D / 32)))), so that sums of products
-    of codes fit int16. The error is some 17 times smaller than that of the keys, whose steps are a 15th of their range.
-    The share of a `mean` is computed from q itself.
+    (multiplied by the Hadamard matrix or balance.queries, if the keys are) is replaced by round_half_even(x / step) *
+    step, with step = max|x| / L of each row and head and L = min(127, floor(32767 / (30 ceil(D / 32)))), so that sums
+    of products of codes fit int16. The error is some 17 times smaller than that of the keys, whose steps are a 15th of
+    their range. The shares of a `mean` and of a `first` are computed from q itself.
     """
 
 
@@ -241,6 +257,7 @@ def rope_paged_attention(
     geometry: BatchGeometry,
     spec: AttentionSpec,
     sink_logits: Tensor | None = None,
+    positions: Tensor | None = None,
 ) -> Tensor:
     """`rope_append` of the tokens, then `paged_attention` of their queries. q and k are undefined afterwards."""
 

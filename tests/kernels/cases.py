@@ -15,7 +15,7 @@ from lmkit.attention_spec import AttentionSpec
 from lmkit.formats.mxfp4 import FLOAT4
 from lmkit.kernels import ops
 from lmkit.kernels.delta import DeltaStates, DeltaWeights
-from lmkit.kernels.ops import BatchGeometry, KeyMean, KVTensor, Norm
+from lmkit.kernels.ops import Balance, BatchGeometry, KeyMean, KVTensor, Norm
 from lmkit.kernels.registry import Implementation, Op
 from lmkit.kv_dtype import BFLOAT16, FLOAT16, FLOAT32, FP8, INT4, INT8, KVDtype
 from lmkit.layers.batch import KVLayer, allocate_kv
@@ -74,9 +74,10 @@ def _to(value: Any, device: str) -> Any:
         bias = None if value.bias is None else value.bias.to(device)
         return Norm(value.weight.to(device), value.eps, residual, value.dtype, bias)
     if isinstance(value, KVTensor):
-        mean = value.mean and KeyMean(*(part.to(device) for part in vars(value.mean).values()))
-        scales = None if value.scales is None else value.scales.to(device)
-        return KVTensor(value.data.to(device), value.params.to(device), value.dtype, mean, value.hadamard, scales)
+        moved = {name: _to(part, device) for name, part in vars(value).items() if name != "dtype"}
+        return replace(value, **moved)
+    if isinstance(value, KeyMean | Balance):
+        return replace(value, **{name: part.to(device) for name, part in vars(value).items()})
     if isinstance(value, DeltaStates):
         return DeltaStates(*(part.to(device) for part in vars(value).values()))
     if isinstance(value, DeltaWeights):
@@ -111,8 +112,8 @@ def _seeded(make: Callable[[], tuple[Any, ...]]) -> Callable[[], tuple[Any, ...]
 
 def all_cases() -> list[Case]:
     return [
-        *elementwise_cases(), *rope_cases(), *kv_cases(), *attention_cases(), *key_cases(), *linear_cases(),
-        *rope_attention_cases(), *draw_cases(), *delta_cases(),
+        *elementwise_cases(), *rope_cases(), *kv_cases(), *attention_cases(), *key_cases(), *balanced_cases(),
+        *linear_cases(), *rope_attention_cases(), *draw_cases(), *delta_cases(),
     ]  # fmt: skip
 
 
@@ -372,6 +373,72 @@ def key_mean(kv_heads: int, dim: int, rotary: int, positions: int) -> KeyMean:
     inv_freq = 1.0 / 5e5 ** (torch.arange(half) / half)
     cos, sin = ops.rope_angles.named("reference")(torch.arange(positions).int(), inv_freq, 1.1)
     return KeyMean(vector, pairs, torch.stack([cos.T, sin.T], dim=1).contiguous())
+
+
+def balance(kv_heads: int, dim: int) -> Balance:
+    """Matrices whose rows have lengths from 1/4 to 4."""
+    lengths = torch.logspace(-2, 2, dim, base=2)[:, None]
+    of_keys = (torch.linalg.qr(torch.randn(kv_heads, dim, dim))[0] * lengths).contiguous()
+    return Balance(of_keys, torch.linalg.inv(of_keys.double()).transpose(1, 2).float().contiguous())
+
+
+BALANCED = (  # types, KV heads, queries a KV head, D, window, sinks, soft cap, whether keys have a mean, too
+    ((FLOAT32, FLOAT32), 2, 3, 16, 0, 0, 0.0, True),
+    ((INT4, INT4), 3, 3, 64, 0, 0, 0.0, True),
+    ((INT4, INT4), 1, 4, 256, 40, 0, 0.0, True),
+    ((INT4, INT8), 2, 9, 80, 40, 3, 0.0, False),
+    ((INT8, INT4), 2, 1, 6, 0, 0, 30.0, True),
+    ((INT4, FLOAT16), 2, 2, 128, 290, 0, 0.0, False),
+)
+
+
+def balanced_cases() -> Iterator[Case]:
+    """Keys multiplied by matrices, and keys and values of position 0 that lack a vector, before and behind windows."""
+    for types, heads, group, dim, window, sinks, softcap, with_mean in BALANCED:
+
+        def caches(
+            num_blocks: int, types: Any = types, heads: int = heads, dim: int = dim, with_mean: bool = with_mean
+        ) -> tuple[KVTensor, KVTensor]:
+            kv = allocate_kv(num_blocks, heads, 16, dim, types)
+            mean = key_mean(heads, dim, dim // 2 // 2 * 2, 16 * num_blocks) if with_mean else None
+            k = replace(kv.k, mean=mean, balance=balance(heads, dim), first=torch.randn(heads, dim) * 9)
+            return k, replace(kv.v, first=torch.randn(heads, dim) * 5)
+
+        def append(make: Any = caches, heads: int = heads, group: int = group, dim: int = dim) -> tuple[Any, ...]:
+            k_cache, v_cache = make(3)
+            angles = torch.rand(40, dim // 2 // 2) * 7
+            positions = torch.tensor([0, 1, 2, 0, *range(3, 39)]).int()
+            q, k, v = torch.randn(40, heads * group, dim), torch.randn(40, heads, dim), torch.randn(40, heads, dim)
+            slots = torch.randperm(48)[:40].int()
+            return q, k, v, angles.cos(), angles.sin(), k_cache, v_cache, slots, positions
+
+        def attend(
+            make: Any = caches, heads: int = heads, group: int = group, dim: int = dim,
+            spec: AttentionSpec = AttentionSpec(dim**-0.5, window, sinks, softcap),
+        ) -> tuple[Any, ...]:  # fmt: skip
+            lengths, new = [300, 1, 60, 700], [1, 1, 60, 30]
+            width = -(-max(lengths) // 16)
+            k_cache, v_cache = make(len(lengths) * width)
+            tables = torch.randperm(len(lengths) * width).view(len(lengths), width).int()
+            positions = torch.cat([torch.arange(length) for length in lengths])
+            slots = torch.cat([t.repeat_interleave(16)[:n] * 16 for t, n in zip(tables, lengths, strict=True)])
+            k, v = torch.randn(2, len(positions), heads, dim)
+            at_zero = (positions == 0)[:, None, None]
+            assert k_cache.first is not None
+            k, v = k + at_zero * k_cache.first, v + at_zero * v_cache.first
+            slots = (slots + positions % 16).int()
+            ops.kv_append.named("reference")(k, v, k_cache, v_cache, slots, positions.int())
+            starts = [0, *itertools.accumulate(new)]
+            q = torch.randn(starts[-1], heads * group, dim)
+            return q, k_cache, v_cache, geometry(starts, lengths, tables), spec
+
+        traits, name = _heads(heads, group, dim), f"{names(types)}-{dim}-balanced"
+        coarse = types[0].coded  # a last bit of the products may carry a number over the edge of a code
+        tolerance = 0.07 if coarse else F32_TOLERANCE
+        yield Case(ops.rope_append, name, _seeded(append), traits | {"rotary_dim": dim // 2 // 2 * 2}, tolerance)
+        exact = {INT8, INT4}.isdisjoint(types)
+        tolerance = 5e-5 if exact else 2 * WORD_TOLERANCE
+        yield Case(ops.paged_attention, name, _seeded(attend), traits, tolerance, brief=True)
 
 
 def key_cases() -> Iterator[Case]:

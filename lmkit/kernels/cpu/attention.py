@@ -26,16 +26,10 @@ from torch import Tensor
 
 from lmkit.attention_spec import AttentionSpec
 from lmkit.kernels.cpu import attention_rows, threads, workspace
-from lmkit.kernels.cpu.amx.attention_tiles import planes_tile
 from lmkit.kernels.cpu.attention_arguments import (
-    BYTES,
-    FLOAT_PLANES,
     FLOATS,
     PARTITION,
-    WORD_PLANES,
-    WORDS,
     AttendArgs,
-    Buffers,
     Mean,
     Partition,
     PlanArgs,
@@ -45,12 +39,12 @@ from lmkit.kernels.cpu.attention_arguments import (
     buffers,
 )
 from lmkit.kernels.cpu.attention_keys import ask_for, locate, num_parts, skipped_parts, span
+from lmkit.kernels.cpu.attention_queries import prepare_queries, queries_of
 from lmkit.kernels.cpu.attention_storage import DIRECT_ROWS, query_form, query_limit, scratch_bytes, storage
-from lmkit.kernels.cpu.emit import I8, I16
-from lmkit.kernels.cpu.intrinsics import add, bits_to_float, call, exp, fma, pointer, tile
+from lmkit.kernels.cpu.intrinsics import add, call, copy, exp, fma, pointer, tile
 from lmkit.kernels.cpu.isa import Isa
 from lmkit.kernels.cpu.jit import Task, float_bits, inline
-from lmkit.kernels.cpu.kv import rope_append, rows_of, turn_hadamard
+from lmkit.kernels.cpu.kv import rope_append, rows_of
 from lmkit.kernels.cpu.panels import address, as_type
 from lmkit.kernels.cpu.structs import numbers, read, write
 from lmkit.kernels.ops import BatchGeometry, KeyMean, KVTensor
@@ -61,8 +55,6 @@ from lmkit.kernels.registry import Implementation
 TILE_ROWS = {False: 48, True: 128}  # by Isa.tiles: enough to pay for copying the keys
 UNITS_PER_THREAD = 4  # with fewer tiles, partitions become units
 SERIAL_PRODUCTS = 1 << 20
-TO_WORDS, TO_BYTES = (attention_rows.words_tile(element).name for element in (I16, I8))
-OF_FLOATS, OF_WORDS = (planes_tile(words=words).name for words in (False, True))
 MERGE, SOFTCAP = attention_rows.merge_tile().name, attention_rows.softcap_tile().name
 
 
@@ -104,27 +96,13 @@ def _find(plan: Any, num_seqs: int, unit: int) -> int:
 
 
 @inline
-def _mean_shares(mean: Mean, query: int, head: int, dim: int, out: int) -> None:
-    """Write a query's factors of the head's key mean: float32 (of the cosine, of the sine) per pair (ops.KeyMean)."""
-    size, half = mean.num_pairs, mean.half
-    index = carray(pointer(mean.pairs + 4 * head * size), size, np.int32)
-    x = carray(pointer(query), 2 * half, np.float32)
-    b = carray(pointer(mean.vectors + 4 * head * dim), 2 * half, np.float32)
-    share = carray(pointer(out), 2 * size, np.float32)
-    for p in range(size):
-        i = np.int64(index[p])
-        share[2 * p] = x[i] * b[i] + x[i + half] * b[i + half]
-        share[2 * p + 1] = x[i + half] * b[i] - x[i] * b[i + half]
-
-
-@inline
 def _add_mean(mean: Mean, scores: int, rows: int, first: int, end: int, shares: int, head: int, begin: int) -> None:
     """Add the key mean's part to the scores of keys first .. end of the partition that begins at position `begin`."""
     size = mean.num_pairs
     index = carray(pointer(mean.pairs + 4 * head * size), size, np.int32)
     for r in range(rows):
         s = carray(pointer(scores + 4 * r * PARTITION), PARTITION, np.float32)
-        share = carray(pointer(shares + 8 * r * size), 2 * size, np.float32)
+        share = carray(pointer(shares + 4 * r * (2 * size + 1)), 2 * size, np.float32)
         for p in range(size):
             at = mean.angles + 4 * begin + 8 * np.int64(index[p]) * mean.positions
             cos = carray(pointer(at), PARTITION, np.float32)
@@ -135,32 +113,26 @@ def _add_mean(mean: Mean, scores: int, rows: int, first: int, end: int, shares: 
 
 
 @inline
-def _prepare_queries(a: AttendArgs, source: int, head: int, rows: int, form: int, memory: Buffers) -> None:
-    """Write queries times the scale, padded with 0, and then in their form: words or bytes up to the query limit, or
-    for each row its two planes (see amx/attention_tiles.py).
-    """
-    dim, padded, scale = a.dim, a.padded, bits_to_float(np.uint32(a.scale_bits))
+def _add_first_keys(scores: int, rows: int, shares: int, num_shares: int) -> None:
+    """Add to the scores of position 0 what its key lacks: the last of a row's shares."""
     for r in range(rows):
-        x = carray(pointer(source + r // a.group * a.q_stride + 4 * (r % a.group) * dim), dim, np.float32)
-        floats = memory.floats + 4 * r * padded
-        row = carray(pointer(floats), padded, np.float32)
-        for i in range(dim):
-            row[i] = x[i] * scale
-        for i in range(dim, padded):
-            row[i] = 0
-        _mean_shares(a.mean, floats, head, dim, memory.shares + 8 * r * a.mean.num_pairs)
-        if a.hadamard:
-            turn_hadamard(floats, dim)
-        sizes = (padded // 8, a.query_limit, memory.steps + 8 * r)
-        if form == BYTES:
-            tile(TO_BYTES, 1, (floats, memory.words + r * padded, *sizes))
-        elif form == WORDS:
-            tile(TO_WORDS, 1, (floats, memory.words + 2 * r * padded, *sizes))
-        elif form == FLOAT_PLANES:
-            tile(OF_FLOATS, 1, (floats, memory.words + 4 * r * padded, 2 * padded, padded // 32))
-        elif form == WORD_PLANES:
-            tile(TO_WORDS, 1, (floats, floats, *sizes))  # words need half the room and are written behind the reads
-            tile(OF_WORDS, 1, (floats, memory.words + 2 * r * padded, padded, padded // 32))
+        s = carray(pointer(scores + 4 * r * PARTITION), 1, np.float32)
+        s[0] += carray(pointer(shares + 4 * r * num_shares), num_shares, np.float32)[num_shares - 1]
+
+
+@inline
+def _add_first_values(vector: int, dim: int, first_scores: int, record: int, rows: int, padded: int, position: int,
+                      group: int, window: int) -> None:  # fmt: skip
+    """Add what the value of position 0 lacks to the outputs of the record's rows that see it. `window` 0: all do."""
+    v = carray(pointer(vector), dim, np.float32)
+    maxima = carray(pointer(record + 4 * rows * padded), rows, np.float32)
+    scores = carray(pointer(first_scores), rows, np.float32)
+    for r in range(rows):
+        if window == 0 or position + r // group < window:
+            weight = exp(scores[r] - maxima[r])
+            y = carray(pointer(record + 4 * r * padded), dim, np.float32)
+            for i in range(dim):
+                y[i] = fma(weight, v[i], y[i])
 
 
 @inline
@@ -207,7 +179,7 @@ def _attend_unit(a: AttendArgs, scratch: int, index: int) -> None:
     memory = buffers(scratch, a.tile_tokens * group, padded, a.mean.num_pairs)
     job, scores, total = memory.job, memory.scores, memory.total
 
-    source = a.q + token * a.q_stride + 4 * head * group * dim
+    source = a.queries.q + token * a.queries.stride + head * a.queries.head_bytes
     few = rows <= DIRECT_ROWS
     form = a.few_query_form if few else a.query_form
     first_part, end_part = 0 if sinks else first_key // PARTITION, (end_key + PARTITION - 1) // PARTITION
@@ -228,7 +200,7 @@ def _attend_unit(a: AttendArgs, scratch: int, index: int) -> None:
     if a.keys.params:
         ask_for(*here, *asked, a.keys.params, 4)
         ask_for(*here, *asked, a.values.params, 4)
-    _prepare_queries(a, source, head, rows, form, memory)
+    prepare_queries(a, source, head, rows, form, memory)
     locate(*here, *where, *of_keys)
     while p < end_part:
         begin, first, end, hidden, _ = where
@@ -247,9 +219,15 @@ def _attend_unit(a: AttendArgs, scratch: int, index: int) -> None:
         call(key_stage, job, memory.copies, 0)
         if a.mean.num_pairs:
             _add_mean(a.mean, scores, rows, first, end, memory.shares, head, begin)
+        has_first = begin == 0 and first == 0 and end > 0
+        if has_first and a.first_keys:
+            _add_first_keys(scores, rows, memory.shares, 2 * a.mean.num_pairs + 1)
         if a.softcap_bits:
             for r in range(rows):
                 tile(SOFTCAP, 1, (scores + 4 * (r * PARTITION + first), (end - first + 7) // 8, a.softcap_bits))
+        if has_first:  # the next stage overwrites the scores
+            for r in range(rows):
+                copy(scores + 4 * r * PARTITION, memory.first_scores + 4 * r, 4)
         num_next = 0
         if after < end_part:
             locate(*here, *where, *of_keys)
@@ -263,6 +241,10 @@ def _attend_unit(a: AttendArgs, scratch: int, index: int) -> None:
             next_places=memory.key_places + 8 * where[1], num_next=num_next, next_lines=(a.keys.row_bytes + 63) // 64,
         ))  # fmt: skip
         call(value_stage, job, memory.copies, 0)
+        if has_first and a.first_values:
+            of_head = a.first_values + 4 * head * dim
+            limit = 0 if sinks else window
+            _add_first_values(of_head, dim, memory.first_scores, record, rows, padded, position, group, limit)
         if p > first_part:
             _merge(total, memory.other, rows, padded)
         p = after
@@ -335,18 +317,21 @@ def paged_attention(
     records = workspace.empty(counters * tile_tokens * group * (padded + 2))
     out = workspace.empty(num_tokens, num_heads, dim)
     sequences = Sequences(plan.data_ptr(), num_seqs, query_start.data_ptr(), context_lens.data_ptr())
-    mean, to_plan = _mean(k_cache.mean), PlanArgs(sequences, heads, tile_tokens, window, sinks, wanted, counters)
+    mean = _mean(k_cache.mean)
+    queries, _kept = queries_of(q, k_cache, mean, spec.scale)
+    to_plan = PlanArgs(sequences, heads, tile_tokens, window, sinks, wanted, counters)
     threads.run(PLAN, 1, numbers(to_plan), parallel=False)
     args = AttendArgs(
         sequences,
-        tables=block_tables.data_ptr(), table_width=block_tables.stride(0), q=q.data_ptr(), q_stride=4 * q.stride(0),
-        scale_bits=float_bits(spec.scale), softcap_bits=float_bits(spec.softcap),
+        tables=block_tables.data_ptr(), table_width=block_tables.stride(0), queries=queries,
+        softcap_bits=float_bits(spec.softcap),
         sink_logits=address(sink_logits), out=out.data_ptr(),
         records=address(records), counters=plan.data_ptr() + 8 * (num_seqs + 2), heads=heads, group=group, dim=dim,
         padded=padded, tasks=tasks, block_size=k_cache.block_size, window=window, sinks=sinks, tile_tokens=tile_tokens,
         hadamard=int(k_cache.hadamard), query_limit=query_limit(k_cache.dtype, dim),
         query_form=query_form(isa, k_cache.dtype, dim, few=False),
         few_query_form=query_form(isa, k_cache.dtype, dim, few=True), mean=mean,
+        first_keys=address(k_cache.first), first_values=address(v_cache.first),
         keys=storage(isa, k_cache, dim, keys=True), values=storage(isa, v_cache, dim, keys=False),
     )  # fmt: skip
     threads.run(
@@ -369,8 +354,9 @@ def after_append(isa: Isa) -> Implementation:
     def rope_paged_attention(
         q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, k_cache: KVTensor, v_cache: KVTensor,
         geometry: BatchGeometry, spec: AttentionSpec, sink_logits: Tensor | None = None,
+        positions: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        rope_append(q, k, v, cos, sin, k_cache, v_cache, geometry.slots)
+        rope_append(q, k, v, cos, sin, k_cache, v_cache, geometry.slots, positions)
         return paged_attention(isa, q, k_cache, v_cache, geometry, spec, sink_logits)
 
     return Implementation(f"cpu.{isa.name}", "cpu", rope_paged_attention, accepts_rope, priority=20)

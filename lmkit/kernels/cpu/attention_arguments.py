@@ -50,7 +50,18 @@ class Mean(NamedTuple):
     positions: int = 0
 
 
-FLOATS, WORDS, BYTES, FLOAT_PLANES, WORD_PLANES = range(5)  # forms of queries, see _prepare_queries
+class Queries(NamedTuple):
+    """The queries, and bytes between tokens, between the query heads of two KV heads, and between these heads."""
+
+    q: int
+    stride: int
+    head_bytes: int
+    row_bytes: int
+    scale_bits: int
+    are_turned: int  # 1: their shares follow each row (attention_queries.py)
+
+
+FLOATS, WORDS, BYTES, FLOAT_PLANES, WORD_PLANES = range(5)  # forms of queries, see prepare_queries
 
 
 class AttendArgs(NamedTuple):
@@ -59,9 +70,7 @@ class AttendArgs(NamedTuple):
     sequences: Sequences
     tables: int
     table_width: int
-    q: int
-    q_stride: int
-    scale_bits: int
+    queries: Queries
     softcap_bits: int
     sink_logits: int  # float32 by query head, or 0
     out: int
@@ -81,6 +90,8 @@ class AttendArgs(NamedTuple):
     query_form: int
     few_query_form: int
     mean: Mean
+    first_keys: int  # vectors that position 0 lacks, or 0
+    first_values: int
     keys: Storage
     values: Storage
 
@@ -102,7 +113,8 @@ class Buffers(NamedTuple):
     value_params: int
     total: int  # two records
     other: int
-    shares: int
+    shares: int  # for each row, those of attention_queries.py
+    first_scores: int  # of the key of position 0
     copies: int  # after all others
 
 
@@ -165,6 +177,7 @@ def buffers(at: int, rows: int, padded: int, num_pairs: int) -> Buffers:
     params = places + 16 * PARTITION
     total = params + 16 * PARTITION
     shares = total + 2 * record
-    copies = (shares + 8 * rows * num_pairs + 63) // 64 * 64
+    first_scores = shares + 4 * rows * (2 * num_pairs + 1)
+    copies = (first_scores + 4 * rows + 63) // 64 * 64
     return Buffers(job, floats, words, steps, scores, weights, word_steps, offset, places, places + 8 * PARTITION,
-                   params, params + 8 * PARTITION, total, total + record, shares, copies)  # fmt: skip
+                   params, params + 8 * PARTITION, total, total + record, shares, first_scores, copies)  # fmt: skip

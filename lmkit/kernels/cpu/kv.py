@@ -16,6 +16,7 @@ from lmkit.kernels.cpu.intrinsics import (
     float_to_bfloat,
     float_to_e4m3,
     float_to_half,
+    fma,
     half_to_float,
     order,
     pointer,
@@ -125,6 +126,23 @@ def turn_hadamard(at: int, dim: int) -> None:
 
 
 @inline
+def multiply(source: int, matrix: int, dim: int, target: int) -> None:
+    """target = source @ matrix: float32 [dim], [dim, dim]. Sums are in the order of the rows."""
+    x, y = carray(pointer(source), dim, np.float32), carray(pointer(target), dim, np.float32)
+    y[:] = 0
+    whole = dim // 4 * 4
+    for i in range(0, whole, 4):  # four rows at a time: y is loaded and stored once for them
+        a, b, c, d = x[i], x[i + 1], x[i + 2], x[i + 3]
+        rows = carray(pointer(matrix + 4 * i * dim), 4 * dim, np.float32)
+        for j in range(dim):
+            y[j] = fma(d, rows[j + 3 * dim], fma(c, rows[j + 2 * dim], fma(b, rows[j + dim], fma(a, rows[j], y[j]))))
+    for i in range(whole, dim):
+        row = carray(pointer(matrix + 4 * i * dim), dim, np.float32)
+        for j in range(dim):
+            y[j] = fma(x[i], row[j], y[j])
+
+
+@inline
 def _rotate(head: int, half: int, cos: int, sin: int) -> None:
     """Rotate the first 2 * half elements of a head by angles with cos and sin float32 [half]."""
     c, s = carray(pointer(cos), half, np.float32), carray(pointer(sin), half, np.float32)
@@ -151,6 +169,9 @@ class Rows(NamedTuple):
     stored: int
     params: int
     scales: int  # fixed scales, or 0
+    first: int  # what is subtracted at position 0, or 0
+    hadamard: int
+    matrices: int  # that rows are multiplied with, or 0
 
 
 class Queries(NamedTuple):
@@ -167,11 +188,11 @@ class Queries(NamedTuple):
 class AppendArgs(NamedTuple):
     queries: Queries
     slots: int
+    positions: int  # or 0
     heads: int  # KV heads
     dim: int
     block_size: int
     mean: int  # of keys, or 0
-    hadamard: int
     keys: Rows
     values: Rows
 
@@ -192,35 +213,45 @@ def _append(args: int, scratch: int, index: int) -> None:
     slot = np.int64(carray(pointer(a.slots + 4 * index), 1, np.int32)[0])
     if slot < 0:
         return
+    is_first = a.positions != 0 and carray(pointer(a.positions + 4 * index), 1, np.int32)[0] == 0
     for head in range(2 * heads):
         is_value = head >= heads
         rows, h = (values, head - heads) if is_value else (keys, head)
         where = (slot // block_size * heads + h) * block_size + slot % block_size
         source = rows.data + index * rows.stride + 4 * h * dim
-        if a.hadamard and not is_value:
+        if rows.hadamard or (is_first and rows.first):
             copy(source, scratch, 4 * dim)
             source = scratch
+        if is_first and rows.first:
+            _subtract(source, rows.first + 4 * h * dim, dim)
+        if rows.hadamard:
             turn_hadamard(source, dim)
+        if rows.matrices:
+            multiply(source, rows.matrices + 4 * h * dim * dim, dim, scratch + 4 * dim)
+            source = scratch + 4 * dim
         fixed = carray(pointer(rows.scales + 4 * h), 1, np.float32)[0] if rows.scales else np.float32(0)
-        _store(source, dim, rows.kind, rows.stored, rows.params, where, fixed, scratch + 4 * dim)
+        _store(source, dim, rows.kind, rows.stored, rows.params, where, fixed, scratch + 8 * dim)
 
 
 APPEND = Task(_append)
 
 
 @implements(ops.kv_append, "cpu", device="cpu", accepts=accepts_heads, priority=20)
-def kv_append(k: Tensor, v: Tensor, k_cache: KVTensor, v_cache: KVTensor, slots: Tensor) -> None:
-    _run(rows_of(k), rows_of(v), k_cache, v_cache, slots, Queries(), 0)
+def kv_append(
+    k: Tensor, v: Tensor, k_cache: KVTensor, v_cache: KVTensor, slots: Tensor, positions: Tensor | None = None
+) -> None:
+    _run(rows_of(k), rows_of(v), k_cache, v_cache, slots, positions, Queries(), 0)
 
 
 @implements(ops.rope_append, "cpu", device="cpu", accepts=accepts_rope, priority=20)
 def rope_append(
-    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, k_cache: KVTensor, v_cache: KVTensor, slots: Tensor
-) -> None:
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, k_cache: KVTensor, v_cache: KVTensor, slots: Tensor,
+    positions: Tensor | None = None,
+) -> None:  # fmt: skip
     wide_q, wide_k, cos, sin = rows_of(q), rows_of(k), cos.contiguous(), sin.contiguous()
     angles = (cos.data_ptr(), sin.data_ptr(), cos.shape[1])
     queries = Queries(wide_q.data_ptr(), 4 * wide_q.stride(0), q.shape[1], *angles)
-    _run(wide_k, rows_of(v), k_cache, v_cache, slots, queries, q.numel())
+    _run(wide_k, rows_of(v), k_cache, v_cache, slots, positions, queries, q.numel())
     for x, wide in ((q, wide_q), (k, wide_k)):
         if wide is not x:  # x was widened or copied, but the op works in place
             x.copy_(wide)
@@ -229,20 +260,24 @@ def rope_append(
 def _rows(x: Tensor, cache: KVTensor) -> Rows:
     assert cache.data.is_contiguous()
     assert cache.params.is_contiguous()
+    assert cache.balance is None or cache.balance.keys.is_contiguous()
     of_cache = KINDS[cache.dtype], cache.data.data_ptr(), cache.params.data_ptr(), address(cache.scales)
-    return Rows(x.data_ptr(), 4 * x.stride(0), *of_cache)
+    turned = address(cache.first), int(cache.hadamard), address(cache.balance and cache.balance.keys)
+    return Rows(x.data_ptr(), 4 * x.stride(0), *of_cache, *turned)
 
 
 def _run(
-    k: Tensor, v: Tensor, k_cache: KVTensor, v_cache: KVTensor, slots: Tensor, queries: Queries, values: int
-) -> None:
+    k: Tensor, v: Tensor, k_cache: KVTensor, v_cache: KVTensor, slots: Tensor, positions: Tensor | None,
+    queries: Queries, values: int,
+) -> None:  # fmt: skip
     slots = slots.contiguous()
     num_tokens, heads, dim = k.shape
     assert slots.dtype == torch.int32
+    assert positions is None or (positions.dtype == torch.int32 and positions.is_contiguous())
     mean = k_cache.mean.vector.data_ptr() if k_cache.mean is not None else 0
     args = AppendArgs(
-        queries, slots.data_ptr(), heads, dim, k_cache.block_size, mean, int(k_cache.hadamard),
+        queries, slots.data_ptr(), address(positions), heads, dim, k_cache.block_size, mean,
         keys=_rows(k, k_cache), values=_rows(v, v_cache),
     )  # fmt: skip
     parallel = values // 4 + k.numel() > SERIAL_VALUES
-    threads.run(APPEND, num_tokens, numbers(args), parallel=parallel, scratch=5 * dim)
+    threads.run(APPEND, num_tokens, numbers(args), parallel=parallel, scratch=9 * dim)

@@ -40,6 +40,8 @@ def problem(rows: tuple[Tensor, ...], caches: tuple[KVTensor, KVTensor]) -> str 
         return reason
     if dim > MAX_HEAD_DIM and any(cache.hadamard for cache in caches):
         return f"rows of {dim} that are turned"
+    if any(cache.balance is not None or cache.first is not None for cache in caches):
+        return "keys that are balanced"
     if other := {cache.dtype for cache in caches} - set(STORAGE):
         return f"KV stored as {other.pop()}"
     if all(x.stride(2) == 1 and x.stride(0) % 8 == x.stride(1) % 8 == 0 and x.data_ptr() % 16 == 0 for x in rows):
@@ -67,10 +69,11 @@ def append_kernel(dim: int, keys: KVDtype, values: KVDtype, bf16: bool) -> Kerne
 
 @implements(ops.rope_append, "cuda", device="cuda", accepts=accepts, priority=20)
 def rope_append(
-    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, k_cache: KVTensor, v_cache: KVTensor, slots: Tensor
-) -> None:
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, k_cache: KVTensor, v_cache: KVTensor, slots: Tensor,
+    positions: Tensor | None = None,
+) -> None:  # fmt: skip
     if (reason := problem((q, k, v), (k_cache, v_cache))) is not None:
-        ops.rope_append.fall_back("reference", reason)(q, k, v, cos, sin, k_cache, v_cache, slots)
+        ops.rope_append.fall_back("reference", reason)(q, k, v, cos, sin, k_cache, v_cache, slots, positions)
         return
     mean = None if k_cache.mean is None else k_cache.mean.vector
     angles = (cos.contiguous(), sin.contiguous(), cos.shape[1], mean)
@@ -79,9 +82,11 @@ def rope_append(
 
 
 @implements(ops.kv_append, "cuda", device="cuda", accepts=accepts, priority=20)
-def kv_append(k: Tensor, v: Tensor, k_cache: KVTensor, v_cache: KVTensor, slots: Tensor) -> None:
+def kv_append(
+    k: Tensor, v: Tensor, k_cache: KVTensor, v_cache: KVTensor, slots: Tensor, positions: Tensor | None = None
+) -> None:
     if (reason := problem((k, v), (k_cache, v_cache))) is not None:
-        ops.kv_append.fall_back("reference", reason)(k, v, k_cache, v_cache, slots)
+        ops.kv_append.fall_back("reference", reason)(k, v, k_cache, v_cache, slots, positions)
         return
     no_queries, no_angles = strided(None), (None, None, 0, None)
     _append((*no_queries, *strided(k), *strided(v), *no_angles), k, 0, k_cache, v_cache, slots)

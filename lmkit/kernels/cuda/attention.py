@@ -76,21 +76,22 @@ def rope_paged_attention(
     geometry: BatchGeometry,
     spec: AttentionSpec,
     sink_logits: Tensor | None = None,
+    positions: Tensor | None = None,
 ) -> Tensor:
     decodes = _decodes(q, geometry)
     if is_wide(q.shape[2], k_cache, v_cache) or not k.shape[1]:  # no keys: those of another layer are read
-        rope_append(q, k, v, cos, sin, k_cache, v_cache, geometry.slots)
+        rope_append(q, k, v, cos, sin, k_cache, v_cache, geometry.slots, positions)
         rows: Tensor = paged_attention(q, k_cache, v_cache, geometry, spec, sink_logits)
         return rows
     if (reason := attention_problem((q, k, v), k_cache, v_cache, decodes)) is not None:
         reference = ops.rope_paged_attention.fall_back("reference", reason)
-        y: Tensor = reference(q, k, v, cos, sin, k_cache, v_cache, geometry, spec, sink_logits)
+        y: Tensor = reference(q, k, v, cos, sin, k_cache, v_cache, geometry, spec, sink_logits, positions)
         return y
     if decodes:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         decode_attention(q, (k, v, cos, sin), k_cache, v_cache, geometry, spec, out, sink_logits)
         return out
-    rope_append(q, k, v, cos, sin, k_cache, v_cache, geometry.slots)
+    rope_append(q, k, v, cos, sin, k_cache, v_cache, geometry.slots, positions)
     y = paged_attention(q, k_cache, v_cache, geometry, spec, sink_logits)
     return y
 

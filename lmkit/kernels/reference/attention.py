@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
@@ -11,7 +9,13 @@ from lmkit.attention_spec import AttentionSpec
 from lmkit.kernels import ops
 from lmkit.kernels.ops import BatchGeometry, KVTensor
 from lmkit.kernels.reference.elementwise import accepts_rope, rope_append
-from lmkit.kernels.reference.kv import accepts_heads, hadamard, mean_keys, read_blocks
+from lmkit.kernels.reference.kv import (
+    accepts_heads,
+    left_out_vectors,
+    read_blocks,
+    stored_vectors,
+    turned_queries,
+)
 from lmkit.kernels.registry import implements
 from lmkit.kv_dtype import INT4
 
@@ -36,12 +40,11 @@ def _scores(queries: Tensor, k_cache: KVTensor, blocks: Tensor, length: int) -> 
     if k_cache.dtype != INT4:
         keys = read_blocks(k_cache, blocks, length).repeat_interleave(group, dim=0)
         return queries @ keys.transpose(1, 2)
-    keys = read_blocks(replace(k_cache, mean=None), blocks, length).repeat_interleave(group, dim=0)
-    turned = hadamard if k_cache.hadamard else torch.clone  # the transform is its own inverse
-    scores = turned(rounded_queries(turned(queries))) @ keys.transpose(1, 2)
-    if k_cache.mean is None:
+    keys = stored_vectors(k_cache, blocks, length).repeat_interleave(group, dim=0)
+    scores = rounded_queries(turned_queries(queries, k_cache)) @ keys.transpose(1, 2)
+    if (left_out := left_out_vectors(k_cache, length)) is None:
         return scores
-    return scores + queries @ mean_keys(k_cache.mean, length).repeat_interleave(group, dim=0).transpose(1, 2)
+    return scores + queries @ left_out.repeat_interleave(group, dim=0).transpose(1, 2)
 
 
 @implements(ops.paged_attention, "reference", device="any", accepts=accepts_heads)
@@ -91,7 +94,8 @@ def rope_paged_attention(
     geometry: BatchGeometry,
     spec: AttentionSpec,
     sink_logits: Tensor | None = None,
+    positions: Tensor | None = None,
 ) -> Tensor:
-    rope_append(q, k, v, cos, sin, k_cache, v_cache, geometry.slots)
+    rope_append(q, k, v, cos, sin, k_cache, v_cache, geometry.slots, positions)
     out: Tensor = paged_attention(q, k_cache, v_cache, geometry, spec, sink_logits)
     return out

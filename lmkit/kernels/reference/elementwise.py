@@ -89,8 +89,9 @@ def accepts_rope(*, rotary_dim: int, head_dim: int, **traits: Any) -> str | None
 
 @implements(ops.rope_append, "reference", device="any", accepts=accepts_rope)
 def rope_append(
-    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, k_cache: KVTensor, v_cache: KVTensor, slots: Tensor
-) -> None:
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, k_cache: KVTensor, v_cache: KVTensor, slots: Tensor,
+    positions: Tensor | None = None,
+) -> None:  # fmt: skip
     half = cos.shape[-1]
     if k_cache.mean is not None and k.shape[1]:
         k -= k_cache.mean.vector
@@ -100,7 +101,7 @@ def rope_append(
         rotated = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)  # before x changes
         x[..., : 2 * half] = rotated.to(x.dtype)
     if k.shape[1]:
-        kv_append(k, v, k_cache, v_cache, slots)
+        kv_append(k, v, k_cache, v_cache, slots, positions)
 
 
 def _clamped_swish(gate: Tensor, up: Tensor) -> Tensor:

@@ -22,13 +22,17 @@ def accepts_heads(*, num_heads: int, num_kv_heads: int, head_dim: int, **traits:
 
 
 @implements(ops.kv_append, "reference", device="any", accepts=accepts_heads)
-def kv_append(k: Tensor, v: Tensor, k_cache: KVTensor, v_cache: KVTensor, slots: Tensor) -> None:
+def kv_append(
+    k: Tensor, v: Tensor, k_cache: KVTensor, v_cache: KVTensor, slots: Tensor, positions: Tensor | None = None
+) -> None:
     kept = slots >= 0
     slots = slots[kept].long()
+    at_zero = torch.zeros_like(kept[kept]) if positions is None else positions[kept] == 0
     for x, cache in ((k[kept], k_cache), (v[kept], v_cache)):
         block, offset = slots // cache.block_size, slots % cache.block_size
-        if cache.hadamard:
-            x = hadamard(x.float())
+        if cache.first is not None:
+            x = x.float() - at_zero[:, None, None] * cache.first
+        x = turned_keys(x, cache)
         if cache.dtype.coded:
             codes, params = quantize_vectors(x, cache.dtype, cache.scales)
             if cache.dtype == INT4:
@@ -75,8 +79,45 @@ def hadamard(x: Tensor) -> Tensor:
     return turned
 
 
+def turned_keys(x: Tensor, cache: KVTensor) -> Tensor:
+    """Keys [T, heads, D] as they are stored, before rounding."""
+    if cache.hadamard:
+        return hadamard(x.float())
+    return x if cache.balance is None else torch.einsum("thd,hde->the", x.float(), cache.balance.keys)
+
+
+def turned_queries(q: Tensor, cache: KVTensor) -> Tensor:
+    """Queries float32 [num_heads, T, D] as they meet the stored keys."""
+    if cache.hadamard:
+        return hadamard(q)
+    if cache.balance is None:
+        return q
+    return q @ cache.balance.queries.repeat_interleave(len(q) // len(cache.balance.queries), dim=0)
+
+
 def read_blocks(cache: KVTensor, blocks: Tensor, length: int) -> Tensor:
     """The first `length` tokens of a block table, float32 [num_kv_heads, length, D]."""
+    values = stored_vectors(cache, blocks, length)
+    if cache.hadamard:
+        values = hadamard(values)
+    if cache.balance is not None:
+        values = values @ cache.balance.queries.transpose(1, 2)
+    if (left_out := left_out_vectors(cache, length)) is not None:
+        values = values + left_out
+    return values
+
+
+def left_out_vectors(cache: KVTensor, length: int) -> Tensor | None:
+    """What the stored vectors of positions 0 .. length - 1 lack, float32 [num_kv_heads, length, D]; None: nothing."""
+    if cache.first is None:
+        return None if cache.mean is None else mean_keys(cache.mean, length)
+    others = cache.first.new_zeros(*cache.first.shape)[:, None].expand(-1, length - 1, -1)
+    first = torch.cat([cache.first[:, None], others], dim=1)
+    return first if cache.mean is None else first + mean_keys(cache.mean, length)
+
+
+def stored_vectors(cache: KVTensor, blocks: Tensor, length: int) -> Tensor:
+    """As read_blocks, but as they are stored: turned, and without what was subtracted."""
     data = cache.data[blocks.long()]  # [blocks, heads, block_size, D or D/2]
     if cache.dtype == INT4:
         data = torch.cat([data & 15, data >> 4], dim=-1)
@@ -84,10 +125,7 @@ def read_blocks(cache: KVTensor, blocks: Tensor, length: int) -> Tensor:
     if cache.dtype.coded:
         scale, minimum = cache.params[blocks.long()].float().unbind(-1)
         values = values * scale[..., None] + minimum[..., None]
-    if cache.hadamard:
-        values = hadamard(values)
-    values = values.transpose(0, 1).flatten(1, 2)[:, :length]
-    return values if cache.mean is None else values + mean_keys(cache.mean, length)
+    return values.transpose(0, 1).flatten(1, 2)[:, :length]
 
 
 def mean_keys(mean: KeyMean, length: int) -> Tensor:
