@@ -36,6 +36,12 @@ def quantize(
         Literal["awq", "gptq", "gptq_v2", "compressed-tensors", "fp8"] | None,
         typer.Option("--format", rich_help_panel=GRID, help="File format of the weights."),
     ] = None,
+    weights: Annotated[
+        Literal["none"] | None,
+        typer.Option(
+            rich_help_panel=GRID, help="none: leave the weights as they are, and calibrate the KV cache alone."
+        ),
+    ] = None,
     bits: Annotated[
         float | None, typer.Option(metavar="<2|3|4|8>", rich_help_panel=GRID, help="Bits of a weight.")
     ] = None,
@@ -112,18 +118,22 @@ def quantize(
     from lmkit.quant.data.calibration import parse_source
     from lmkit.quant.data.comm import Comm
     from lmkit.quant.device import fits, resolve_device
-    from lmkit.quant.recipe import load_recipe, recipe_for
+    from lmkit.quant.recipe import EVERYTHING, KV_RECIPE, load_recipe, recipe_for
     from lmkit.quant.report.evaluate import encode_text
     from lmkit.quant.run import prepare
 
     if bits not in (None, 2, 3, 4, 8):
         raise ConfigError(f"--bits {bits:g}: expected 2, 3, 4 or 8; --average-bits {bits:g} mixes them")
+    of_weights = {"format": weight_format, "bits": bits, "average-bits": average_bits, "group-size": group_size}
+    if weights is not None and any(value is not None for value in of_weights.values()):
+        given = ", ".join(f"--{name}" for name, value in of_weights.items() if value is not None)
+        raise ConfigError(f"--weights none leaves the weights as they are; leave out {given}")
     scheme = {
         "bits": bits and int(bits),
         "group_size": _number(group_size),
         "smaller_groups": None if group_size is None else False,  # exactly what was asked for
     }
-    chosen = recipe or recipe_for(weight_format, bits, average_bits)
+    chosen = recipe or (KV_RECIPE if weights else recipe_for(weight_format, bits, average_bits))
     loaded = load_recipe(
         chosen,
         {
@@ -131,6 +141,7 @@ def quantize(
             "average_bits": average_bits,
             "scheme": scheme,
             "kv": {"bits": _number(kv_bits)},
+            "ignore": [EVERYTHING] if weights else None,
             "calibration": {
                 "dataset": [parse_source(item) for item in calibration] if calibration else None,
                 "num_samples": num_samples, "seq_len": seq_len, "seed": seed,
@@ -218,7 +229,8 @@ def _print_plan(model: str, chosen: str, quantizer: Quantizer, seconds: float) -
     calibration = recipe.calibration
     steps = ", ".join(step.name() for step in recipe.steps)
     print(f"{model}: recipe {chosen}: {steps}")
-    print(f"weights: {_scheme(recipe, plan.groups)}, format {recipe.format}; KV cache: {recipe.kv.bits} bits")
+    grid = "as they are" if recipe.keeps_weights else f"{_scheme(recipe, plan.groups)}, format {recipe.format}"
+    print(f"weights: {grid}; KV cache: {recipe.kv.bits} bits")
     rows = f"{calibration.num_samples} rows of {calibration.seq_len} tokens from {_sources(calibration)}"
     print(f"calibration: {rows if calibration.has_text else 'none, rounding to nearest needs no text'}")
     print(
@@ -226,7 +238,7 @@ def _print_plan(model: str, chosen: str, quantizer: Quantizer, seconds: float) -
         f"batches of {budget.batch_tokens} tokens"
     )
     by_reason: dict[str, list[str]] = {}
-    for module, reason in plan.dense.items():
+    for module, reason in () if recipe.keeps_weights else plan.dense.items():
         by_reason.setdefault(reason, []).append(module)
     for reason, modules in by_reason.items():
         more = f" and {len(modules) - 1} more" if len(modules) > 1 else ""

@@ -6,10 +6,13 @@ the transforms of keys before rounding. The statistics explain the choices. docs
 
 from __future__ import annotations
 
+import hashlib
+import math
 from pathlib import Path
 from typing import Annotated, Literal
 
 import msgspec
+import numpy as np
 from msgspec import Meta
 
 from lmkit.config import PositiveInt, StrictStruct
@@ -19,14 +22,45 @@ from lmkit.jsonfile import read_json, to_json
 from lmkit.kv_dtype import INT4, KV_DTYPES, CodedName, KVDtype
 
 FILE_NAME = "kv_config.json"
-FORMAT, VERSION = "lmkit-kv-config", 2
-MAX_BYTES = 10 << 20
+FORMAT, VERSIONS = "lmkit-kv-config", (2, 3)  # 3 has `balance`, `first_key`, `first_value` and `values_turned`
+MAX_BYTES = 512 << 20  # most of it matrices
 
 Storage = Literal["dense"] | CodedName
 Statistic = Annotated[float, Meta(ge=0, le=1e38)]
+LARGEST_CONDITION = 1e6  # of a balance: its inverse keeps most digits of float64
 Number = Annotated[float, Meta(ge=-1e30, le=1e30)]
 # (i, b_i, b_{i + R/2}) of a RoPE pair: the elements i and i + R/2 of a key rotate together; R elements rotate in all.
 PairMean = tuple[Annotated[int, Meta(ge=0)], Number, Number]
+
+
+class Numbers(StrictStruct, frozen=True):
+    """An array of float16: little-endian bytes, the last dimension innermost. In the file they are base64."""
+
+    shape: tuple[PositiveInt, ...]
+    data: bytes
+
+    def __post_init__(self) -> None:
+        if len(self.data) != 2 * math.prod(self.shape):
+            raise ValueError(f"{len(self.data)} bytes for shape {list(self.shape)} in float16")
+        if not np.isfinite(self.array()).all():
+            raise ValueError("a number is not finite")
+
+    def __repr__(self) -> str:
+        return f"Numbers({list(self.shape)}, sha256 {hashlib.sha256(self.data).hexdigest()})"
+
+    @classmethod
+    def of(cls, x: np.ndarray) -> Numbers:
+        """Round x to float16. Numbers beyond its range become its largest."""
+        largest = np.finfo(np.float16).max
+        return cls(x.shape, np.clip(x, -largest, largest).astype("<f2").tobytes())
+
+    def array(self) -> np.ndarray:
+        """The numbers as float32."""
+        return np.frombuffer(self.data, "<f2").reshape(self.shape).astype(np.float32)
+
+    def heads(self, heads: slice) -> Numbers:
+        """A part of the first dimension."""
+        return Numbers.of(self.array()[heads])
 
 
 class KVLayerConfig(StrictStruct, frozen=True, kw_only=True):
@@ -37,6 +71,10 @@ class KVLayerConfig(StrictStruct, frozen=True, kw_only=True):
     smoothing: Annotated[float, Meta(ge=0, le=1)] | None = None  # for information; it is in the weights
     key_mean: tuple[tuple[PairMean, ...], ...] = ()  # by head: subtracted before RoPE, attention adds its part
     hadamard: bool = False  # keys are stored rotated by the Walsh-Hadamard matrix of head_dim
+    balance: Numbers | None = None  # by head, A [head_dim, head_dim]: keys are stored as A k, queries become A^-T q
+    first_key: Numbers | None = None  # by head: subtracted from the key of position 0, attention adds its part
+    first_value: Numbers | None = None  # the same of the value
+    values_turned: bool = False  # for information: v_proj and o_proj are rotated in each head
     k_absmax: tuple[Statistic, ...] = ()  # largest |key| after RoPE, before anything is subtracted
     v_absmax: tuple[Statistic, ...] = ()  # largest |value|
     k_mean_ratio: tuple[Statistic, ...] = ()  # max over the head's channels of |mean| / std over tokens, before RoPE
@@ -47,14 +85,28 @@ class KVLayerConfig(StrictStruct, frozen=True, kw_only=True):
             return f"{INT4} needs an even head_dim, not {head_dim}"
         if self.hadamard and head_dim & (head_dim - 1):
             return f"hadamard needs a head_dim that is a power of two, not {head_dim}"
+        if self.hadamard and self.balance is not None:
+            return "hadamard and balance exclude each other"
+        of_head = num_kv_heads, head_dim
+        sizes: dict[str, tuple[int, ...]] = {
+            "balance": (*of_head, head_dim),
+            "first_key": of_head,
+            "first_value": of_head,
+        }
+        for name, shape in sizes.items():
+            numbers: Numbers | None = getattr(self, name)
+            if numbers is not None and numbers.shape != shape:
+                return f"{name} is {list(numbers.shape)}, expected {list(shape)}"
+        if self.balance is not None and not all(c < LARGEST_CONDITION for c in np.linalg.cond(self.balance.array())):
+            return "balance: a matrix has no inverse"
         for name in ("k_absmax", "v_absmax", "k_mean_ratio", "key_mean"):
             count = len(getattr(self, name))
             if count not in (0, num_kv_heads):
                 return f"{name} has {count} items for {num_kv_heads} KV heads"
         for pairs in self.key_mean:
-            numbers = [pair for pair, _, _ in pairs]
-            if len(set(numbers)) < len(numbers) or max(numbers, default=0) >= head_dim // 2:
-                return f"key_mean: pairs {numbers} are not {head_dim // 2} different ones at most, counted from 0"
+            places = [pair for pair, _, _ in pairs]
+            if len(set(places)) < len(places) or max(places, default=0) >= head_dim // 2:
+                return f"key_mean: pairs {places} are not {head_dim // 2} different ones at most, counted from 0"
         return None
 
 
@@ -62,7 +114,7 @@ class KVConfig(StrictStruct, frozen=True, kw_only=True):
     """The whole file."""
 
     format: Literal["lmkit-kv-config"] = "lmkit-kv-config"
-    version: Literal[2] = 2
+    version: Literal[2, 3] = 3
     granularity: Literal["per_token_per_head"] = "per_token_per_head"
     symmetric: bool = False
     params_dtype: Literal["float16"] = "float16"
@@ -105,8 +157,9 @@ def load_kv_config(folder: str | Path) -> KVConfig | None:
     if data.get("format") != FORMAT:
         raise CheckpointError(f"{path}: `format` is {data.get('format')!r}, expected {FORMAT!r}")
     version = data.get("version")
-    if version != VERSION:
-        raise CheckpointError(f"{path}: version {version!r}, and this lmkit reads version {VERSION}")
+    if version not in VERSIONS:
+        known = " and ".join(map(str, VERSIONS))
+        raise CheckpointError(f"{path}: version {version!r}, and this lmkit reads versions {known}")
     missing = [name for name in KVConfig.__struct_fields__ if name not in data]
     if missing:
         raise CheckpointError(f"{path}: {', '.join(missing)} missing")

@@ -72,6 +72,7 @@ class DecoderLayer:
         self.o = MergedLinear(("attn.o",), weights, device)
         self.ranks: Ranks | None = None  # with the other parts of attention, whose outputs are added up
         self.mlp_ranks: Ranks | None = None  # the same of the MLP
+        self.observe_queries: Callable[[Tensor], None] | None = None  # sees q [T, num_heads, head_dim] before RoPE
         self.shows_all_tokens = False  # whether observers of an expert also see tokens of other experts
         self.per_layer = (
             PerLayerGate(weights, next(iter(spec.mlps.values())).activation, device) if spec.per_layer else None
@@ -251,8 +252,11 @@ class DecoderLayer:
             assert gates is not None
             return self.delta(q, gates, batch, kv)
         geometry = batch.geometries[kv.group]
+        if self.observe_queries is not None:
+            self.observe_queries(q)
         sinks = self.weights.get("attn.sinks")
-        out: Tensor = self.attention_op(q, k, v, *rope, kv.k, kv.v, geometry, self.spec.attention, sinks)
+        attention, positions = self.spec.attention, batch.positions
+        out: Tensor = self.attention_op(q, k, v, *rope, kv.k, kv.v, geometry, attention, sinks, positions)
         return self.outputs(out, gates)
 
     def outputs(self, out: Tensor, gates: Tensor | None) -> Tensor:
@@ -270,7 +274,7 @@ class DecoderLayer:
         if self.delta is not None:
             attended = self.attend(projected, batch, rope, kv)
             return self.gather(attended, rows).to(attended.dtype), self.gather(stream, rows)
-        self.append_op(q, k, v, *rope, kv.k, kv.v, batch.geometries[kv.group].slots)
+        self.append_op(q, k, v, *rope, kv.k, kv.v, batch.geometries[kv.group].slots, batch.positions)
         if not len(rows):  # a chunk that ends before its prompt does
             return stream[:0], stream[:0]
         if gates is not None:

@@ -5,24 +5,23 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from lmkit.errors import CheckpointError, UnsupportedError
 from lmkit.formats.checkpoint import CheckpointReader
-from lmkit.formats.kv_config import KVConfig, KVLayerConfig, PairMean, load_kv_config
+from lmkit.formats.kv_config import KVConfig, KVLayerConfig, load_kv_config
 from lmkit.formats.kv_scheme import KVScheme, parse_kv_scheme
 from lmkit.kernels import ops
 from lmkit.kernels.cuda.module import tensor_device
-from lmkit.kernels.ops import KeyMean
-from lmkit.kv_dtype import KVDtype, kv_dtype
+from lmkit.kv_dtype import INT4, KVDtype, kv_dtype
 from lmkit.layers.batch import KVLayer, allocate_kv, allocate_states
 from lmkit.layers.rope import Rope
 from lmkit.layers.rope_spec import RopeSpec
 from lmkit.log import get_logger
 from lmkit.models.kv_layout import KVLayout
+from lmkit.models.kv_transform import PLAIN, KVTransform
 from lmkit.models.layer_spec import LayerSpec
 from lmkit.models.spec import ModelSpec
 
@@ -33,12 +32,11 @@ SMALLEST_SCALE, LARGEST_SCALE = 2.0**-14, 65504 / 128  # in float16, so that a m
 
 @dataclass(frozen=True)
 class KVStorage:
-    """The storage of one layer. `key_mean` by head; scales by head, or none: then each token has its own."""
+    """The storage of one layer. Scales by head, or none: then each token has its own."""
 
     k: KVDtype
     v: KVDtype
-    key_mean: tuple[tuple[PairMean, ...], ...] = ()
-    hadamard: bool = False
+    transform: KVTransform = PLAIN
     k_scales: tuple[float, ...] = ()
     v_scales: tuple[float, ...] = ()
 
@@ -46,14 +44,16 @@ class KVStorage:
     def dtypes(self) -> tuple[KVDtype, KVDtype]:
         return self.k, self.v
 
-    @property
-    def has_mean(self) -> bool:
-        return any(self.key_mean)
-
 
 def storage_text(storages: Sequence[KVStorage]) -> str:
     """The storage types of all layers in words: `int8`, or `int8/int4` if keys and values differ."""
     return " ".join(sorted({str(s.k) if s.k == s.v else f"{s.k}/{s.v}" for s in storages}))
+
+
+def is_uncalibrated(spec: ModelSpec, storages: Sequence[KVStorage]) -> bool:
+    """Whether a layer has INT4 keys that calibration would change, and did not."""
+    plain = (s.k == INT4 and s.transform == PLAIN for s in storages)
+    return any(p and not (layer.delta or layer.latent) for p, layer in zip(plain, spec.layers, strict=True))
 
 
 def resolve_storage(reader: CheckpointReader, spec: ModelSpec, asked: str, dense: str) -> list[KVStorage]:
@@ -93,11 +93,9 @@ def _filled(spec: ModelSpec, storages: list[KVStorage]) -> list[KVStorage]:
 def _configured(config: KVConfig, spec: LayerSpec, index: int, dense: KVDtype, given: KVDtype | None) -> KVStorage:
     layer = config.layers[index]
     k, v = config.dtypes(index, dense) if given is None else (given, given)
-    if not k.coded:
-        return KVStorage(k, v)
-    if problem := mean_problem(spec, layer):
+    if k.coded and (problem := mean_problem(spec, layer)):
         raise CheckpointError(f"kv_config.json: layer {index}: key_mean: {problem}")
-    return KVStorage(k, v, layer.key_mean, layer.hadamard)
+    return KVStorage(k, v, KVTransform.of(layer, keys=k.coded, values=v.coded))
 
 
 def mean_problem(spec: LayerSpec, layer: KVLayerConfig) -> str | None:
@@ -140,13 +138,14 @@ def _scales(reader: CheckpointReader, spec: ModelSpec, scheme: KVScheme, layer: 
 
 
 def table_bytes(spec: ModelSpec, storages: list[KVStorage], positions: int) -> int:
-    """Bytes of the angle tables that key means need."""
-    return sum(4 * rope.rotary_dim * positions for rope in _ropes_of_means(spec.layers, storages))
+    """Bytes of the angle tables that key means need, and of the matrices of keys and queries."""
+    tables = sum(4 * rope.rotary_dim * positions for rope in _ropes_of_means(spec.layers, storages))
+    return tables + sum(storage.transform.num_bytes() for storage in storages)
 
 
 def _ropes_of_means(layers: Sequence[LayerSpec], storages: list[KVStorage]) -> dict[RopeSpec, None]:
     """The rotary embeddings of layers whose keys are stored without their mean."""
-    return {layer.rope: None for layer, storage in zip(layers, storages, strict=True) if storage.has_mean}
+    return {layer.rope: None for layer, storage in zip(layers, storages, strict=True) if storage.transform.has_mean}
 
 
 def allocate(
@@ -164,6 +163,8 @@ def allocate(
     when they are first written. Groups of `layout` share their tensors; without it every layer has its own.
     Linear attention has no blocks, but recurrent states of `num_states` sequences, and room for `num_guesses` of them
     (see allocate_states)."""
+    if device.startswith("cuda"):
+        storages = _on_gpu(layers, storages)
     tables = {rope: _angles(rope, positions, device) for rope in _ropes_of_means(layers, storages)}
     places = [(0, i) for i in range(len(layers))] if layout is None else layout.places()
     at, plain = tensor_device(device), dict[int, KVLayer]()
@@ -184,11 +185,18 @@ def allocate(
     return found
 
 
+def _on_gpu(layers: Sequence[LayerSpec], storages: list[KVStorage]) -> list[KVStorage]:
+    """The storages with what GPU kernels do of their transforms."""
+    if any(storage.transform.balance or storage.transform.first_value for storage in storages):
+        log.warning("kv_config.json: on a GPU keys are rotated by a Hadamard matrix in place of calibrated ones")
+    pairs = zip(layers, storages, strict=True)
+    return [replace(storage, transform=storage.transform.on_gpu(layer.head_dim)) for layer, storage in pairs]
+
+
 def _layer(spec: LayerSpec, storage: KVStorage, plain: KVLayer, table: Tensor | None) -> KVLayer:
-    mean = None if table is None or not storage.has_mean else _key_mean(spec, storage.key_mean, table)
-    device = plain.k.data.device
-    keys: dict[str, Any] = {"mean": mean, "hadamard": storage.hadamard, "scales": _vector(storage.k_scales, device)}
-    return replace(plain, k=replace(plain.k, **keys), v=replace(plain.v, scales=_vector(storage.v_scales, device)))
+    k, v = storage.transform.keys(spec, plain.k, table), storage.transform.values(plain.v)
+    k_scales, v_scales = (_vector(numbers, k.data.device) for numbers in (storage.k_scales, storage.v_scales))
+    return replace(plain, k=replace(k, scales=k_scales), v=replace(v, scales=v_scales))
 
 
 def _vector(numbers: tuple[float, ...], device: torch.device) -> Tensor | None:
@@ -202,16 +210,3 @@ def _angles(spec: RopeSpec, positions: int, device: str) -> Tensor:
     every = torch.arange(positions, dtype=torch.int32, device=tensor_device(device))
     cos, sin = angles(every, rope.inv_freq, rope.magnitude)
     return torch.stack([cos.T, sin.T], dim=1).contiguous()
-
-
-def _key_mean(spec: LayerSpec, by_head: tuple[tuple[PairMean, ...], ...], table: Tensor) -> KeyMean:
-    half, count = spec.rope.rotary_dim // 2, max(map(len, by_head))
-    vector = torch.zeros(spec.num_kv_heads, spec.head_dim)
-    pairs = torch.zeros(spec.num_kv_heads, count, dtype=torch.int32)
-    for head, given in enumerate(by_head):
-        numbers = [pair for pair, _, _ in given]
-        unused = [pair for pair in range(half) if pair not in numbers]
-        pairs[head] = torch.tensor(numbers + unused[: count - len(numbers)])
-        for pair, first, second in given:
-            vector[head, pair], vector[head, pair + half] = first, second
-    return KeyMean(vector.to(table.device), pairs.to(table.device), table)

@@ -113,8 +113,8 @@ class Shard:
     def storage(self, storage: KVStorage, num_kv_heads: int) -> KVStorage:
         """The storage of this rank's heads. `num_kv_heads` is that of the whole layer."""
         heads = self.kv_heads(num_kv_heads)
-        names = ("key_mean", "k_scales", "v_scales")
-        return replace(storage, **{name: getattr(storage, name)[heads] for name in names})
+        k_scales, v_scales = storage.k_scales[heads], storage.v_scales[heads]
+        return replace(storage, transform=storage.transform.heads(heads), k_scales=k_scales, v_scales=v_scales)
 
     def weights(self, spec: LayerSpec, weights: Weights) -> Weights:
         """This rank's part of a layer's weights by role; experts are its own. `spec` is the whole layer. Raises

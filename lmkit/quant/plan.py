@@ -83,7 +83,7 @@ def make_plan(source: ModelSource, recipe: Recipe, device: str = "cpu") -> Plan:
     check_layers(recipe.kv, spec, recipe.format)
     grids = fit_groups(spec, recipe)
     check_dense(path, spec, recipe, grids)
-    if not any(grids.linears.values()):
+    if not any(grids.linears.values()) and not (recipe.keeps_weights and recipe.kv.is_fitted):
         raise ConfigError(f"recipe: nothing to quantize, every linear stays dense: {next(iter(grids.dense.values()))}")
     _warn_split_groups(spec, grids.dense)
     check_reachable(spec, recipe, grids.linears)

@@ -41,6 +41,8 @@ FORMAT_RECIPES = {
     "gptq": "w4a16_g128_sym_gptq",
     "fp8": "fp8_block",
 }  # for a format that the default cannot be written in
+KV_RECIPE = "kv4"  # for weights that stay as they are
+EVERYTHING = "*"  # a pattern of `ignore`
 MOVED = {"bits": "the average is called average_bits, the width of one scheme stands in scheme: {bits: 4}"}
 
 FormatName = Literal["awq", "gptq", "gptq_v2", "compressed-tensors", "fp8"]
@@ -87,6 +89,11 @@ class Recipe(StrictStruct, frozen=True, kw_only=True):
     def model_step(self) -> AnyStep | None:
         """The step that is done once, behind the last layer."""
         return next((step for step in self.steps if step.stage is Stage.MODEL), None)
+
+    @property
+    def keeps_weights(self) -> bool:
+        """Whether every linear stays dense on purpose."""
+        return EVERYTHING in self.ignore
 
     @property
     def is_plain(self) -> bool:

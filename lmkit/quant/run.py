@@ -314,9 +314,12 @@ class Quantizer:
             work.restore(index, seen)
             seen.fit = record.kv_fit
         linears = dict.fromkeys(_unread_linears(source)) | self.plan.linears
-        entry = get_format(self.recipe.format).config_entry(linears, activations=self.recipe.activations)
+        entry = None
+        if any(linears.values()):
+            entry = get_format(self.recipe.format).config_entry(linears, activations=self.recipe.activations)
         entry = write_static(writer, entry, self.recipe.kv, spec, kv_stats)
-        writer.finish(source.config | {"quantization_config": entry}, source.reader.path)
+        config = source.config if entry is None else source.config | {"quantization_config": entry}
+        writer.finish(config, source.reader.path)
         if self.recipe.kv.scheme == "online" and self.recipe.calibration.has_text and describable(spec):
             save_kv_config(make_kv_config(self.recipe.kv, spec, kv_stats), folder)
         return written

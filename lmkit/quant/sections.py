@@ -56,6 +56,9 @@ class SchemeRecipe(StrictStruct, frozen=True):
         return whole, *(replace(whole, group_size=size) for size in sizes if size < whole.group_size)
 
 
+SWITCHES = ("key_mean", "hadamard", "balance", "first_token", "value_hadamard")
+
+
 class KVLayerRecipe(StrictStruct, frozen=True):
     """Bits of one layer that differ from the rest."""
 
@@ -66,8 +69,9 @@ class KVLayerRecipe(StrictStruct, frozen=True):
 class KVRecipe(StrictStruct, frozen=True):
     """Storage of the KV cache.
 
-    `bits`: 16 = as the model computes, auto = 4 or 8 for each layer's keys and values. `smooth`, `key_mean` and
-    `hadamard` change keys before they are quantized (quant.kv.fit); auto = where it helps.
+    `bits`: 16 = as the model computes, auto = 4 or 8 for each layer's keys and values. The switches change keys and
+    values before they are quantized (quant.kv.fit); auto = where it helps. `balance` takes the place of `smooth` and
+    `hadamard`.
     """
 
     bits: KVBits | Literal["auto"] = 16
@@ -76,8 +80,40 @@ class KVRecipe(StrictStruct, frozen=True):
     smooth: bool = True  # SmoothAttention with a searched exponent
     key_mean: Switch = "auto"  # leave the mean before RoPE out of the cache
     hadamard: Switch = "auto"  # rotate keys by the Walsh-Hadamard matrix
+    balance: Switch = "auto"  # multiply keys and queries by calibrated matrices; auto = INT4 keys
+    first_token: Switch = "auto"  # leave the mean key and value of position 0 out of the cache; auto = INT4
+    value_hadamard: Switch = "auto"  # rotate values in the weights around them; auto = INT4 values
     scheme: Literal["online", "static8"] = "online"  # static8: one scale for all tokens, in the checkpoint
     layers: dict[Annotated[int, Meta(ge=0)], KVLayerRecipe] = {}
+
+    @property
+    def switches(self) -> dict[str, Switch]:
+        """What changes keys and values online, by name."""
+        return {name: getattr(self, name) for name in SWITCHES}
+
+    def bits_of(self, layer: int) -> tuple[int | str, int | str]:
+        """Bits of a layer's keys and values."""
+        own = self.layers.get(layer, KVLayerRecipe())
+        return own.k_bits or self.bits, own.v_bits or self.bits
+
+    def balances(self, layer: int) -> bool:
+        """Whether keys and queries of a layer are multiplied by matrices."""
+        return self._applies(self.balance, self.bits_of(layer)[0]) and self.hadamard is not True
+
+    def leaves_out_first(self, layer: int) -> tuple[bool, bool]:
+        """Whether the key, and the value, of position 0 are left out."""
+        k_bits, v_bits = self.bits_of(layer)
+        return self._applies(self.first_token, k_bits), self._applies(self.first_token, v_bits)
+
+    def turns_values(self, layer: int) -> bool:
+        """Whether a layer's values are rotated, if its weights allow it."""
+        return self._applies(self.value_hadamard, self.bits_of(layer)[1])
+
+    def _applies(self, switch: Switch, bits: int | str) -> bool:
+        """Whether keys or values of so many bits are changed. `auto` bits may become 4."""
+        if self.scheme != "online" or bits == 16:
+            return False
+        return bits in (4, "auto") if switch == "auto" else switch
 
     @property
     def is_fitted(self) -> bool:
@@ -86,8 +122,10 @@ class KVRecipe(StrictStruct, frozen=True):
         return self.bits != 16 or any(bits not in (None, 16) for bits in others)
 
     def __post_init__(self) -> None:
-        if self.scheme == "static8" and (self.bits != 8 or self.layers or True in (self.key_mean, self.hadamard)):
-            raise ValueError("`scheme` static8 has 8 bits everywhere, and neither key_mean nor hadamard")
+        if self.scheme == "static8" and (self.bits != 8 or self.layers or True in self.switches.values()):
+            raise ValueError(f"`scheme` static8 has 8 bits everywhere, and none of {', '.join(self.switches)}")
+        if self.balance is True and self.hadamard is True:
+            raise ValueError("`balance` and `hadamard` exclude each other")
 
 
 class DatasetRecipe(StrictStruct, frozen=True):

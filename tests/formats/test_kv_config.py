@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lmkit.errors import CheckpointError
-from lmkit.formats.kv_config import KVConfig, KVLayerConfig, load_kv_config, save_kv_config
+from lmkit.formats.kv_config import KVConfig, KVLayerConfig, Numbers, load_kv_config, save_kv_config
 from lmkit.kv_dtype import BFLOAT16, FP8, INT4, INT8
 
 EXAMPLE: dict[str, Any] = {
@@ -81,6 +83,27 @@ def test_there_and_back(tmp_path: Path, given_layers: list[KVLayerConfig]) -> No
     assert json.loads((tmp_path / "kv_config.json").read_text()).keys() == EXAMPLE.keys()
 
 
+def numbers_of(*shape: int, value: float = 1.0) -> dict[str, Any]:
+    """As the file has an array of one value."""
+    data = np.full(shape, value, "<f2").tobytes()
+    return {"shape": list(shape), "data": base64.b64encode(data).decode()}
+
+
+def test_arrays_are_little_endian_float16_in_base64(tmp_path: Path) -> None:
+    matrices = np.random.default_rng(0).normal(size=(2, 64, 64)).astype("<f2")
+    layer = KVLayerConfig(k="int4", v="int4", balance=Numbers.of(matrices), first_key=Numbers.of(matrices[:, 0]))
+    save_kv_config(KVConfig(num_kv_heads=2, head_dim=64, layers=(layer,)), tmp_path)
+    stored = json.loads((tmp_path / "kv_config.json").read_text())
+    assert stored["version"] == 3
+    found = stored["layers"][0]["balance"]
+    raw = np.frombuffer(base64.b64decode(found["data"]), "<f2").reshape(found["shape"])
+    assert np.array_equal(raw, matrices)
+    config = load_kv_config(tmp_path)
+    assert config is not None
+    assert config.layers == (layer,)
+    assert np.array_equal(Numbers.of(np.array([1e9, -1e9])).array(), np.array([65504.0, -65504.0], np.float32))
+
+
 def changed_layer(**changes: Any) -> dict[str, Any]:
     return EXAMPLE | {"layers": [EXAMPLE["layers"][0] | changes]}
 
@@ -92,8 +115,8 @@ def changed_layer(**changes: Any) -> dict[str, Any]:
         ("[]", "expected a JSON object"),
         ("{}", "`format` is None, expected 'lmkit-kv-config'"),
         (EXAMPLE | {"format": "other"}, "`format` is 'other'"),
-        (EXAMPLE | {"version": 3}, "version 3, and this lmkit reads version 2"),
-        (EXAMPLE | {"version": 1}, "version 1, and this lmkit reads version 2"),
+        (EXAMPLE | {"version": 4}, "version 4, and this lmkit reads versions 2 and 3"),
+        (EXAMPLE | {"version": 1}, "version 1, and this lmkit reads versions 2 and 3"),
         (EXAMPLE | {"version": True}, "version True"),
         (EXAMPLE | {"version": "1"}, "version '1'"),
         (EXAMPLE | {"rotation": "hadamard"}, "unknown field `rotation`"),
@@ -114,6 +137,11 @@ def changed_layer(**changes: Any) -> dict[str, Any]:
         (changed_layer(key_mean=[[], [[32, 2.0, 3.0]]]), r"pairs \[32\] are not"),
         (changed_layer(key_mean=[[], [[1, 2.0]]]), "key_mean"),
         (changed_layer(key_mean=[[], [[-1, 2.0, 1.0]]]), "key_mean"),
+        (changed_layer(balance={"shape": [2, 64, 64], "data": ""}), "0 bytes for shape"),
+        (changed_layer(first_key=numbers_of(2, 32)), r"layer 0: first_key is \[2, 32\], expected \[2, 64\]"),
+        (changed_layer(first_value=numbers_of(2, 64, value=float("nan"))), "a number is not finite"),
+        (changed_layer(balance=numbers_of(2, 64, 64)), "layer 0: hadamard and balance exclude each other"),
+        (changed_layer(hadamard=False, balance=numbers_of(2, 64, 64)), "layer 0: balance: a matrix has no inverse"),
         (changed_layer(residual=64), "unknown field `residual`"),
         (changed_layer(k_absmax=[1.0]), "layer 0: k_absmax has 1 items for 2 KV heads"),
         (changed_layer(v_absmax=[1.0, -1.0]), "v_absmax"),

@@ -19,6 +19,7 @@ from lmkit.kernels.reference.kv import mean_keys, read_blocks
 from lmkit.kv_dtype import BFLOAT16, FLOAT32, FP8, INT4, INT8
 from lmkit.models import load_spec
 from lmkit.models.kv_storage import KVStorage, allocate, resolve_storage, table_bytes
+from lmkit.models.kv_transform import KVTransform
 from lmkit.models.spec import ModelSpec
 
 SIZES = {
@@ -64,9 +65,10 @@ def test_kv_config(tmp_path: Path) -> None:
     )
     save_kv_config(KVConfig(num_kv_heads=2, head_dim=16, layers=layers), source.path)
     first, second = resolve_storage(source, spec(), "auto", "float32")
-    assert first == KVStorage(INT4, FLOAT32, MEAN, hadamard=True)
+    assert first == KVStorage(INT4, FLOAT32, KVTransform(MEAN, hadamard=True))
     assert second == KVStorage(FLOAT32, FP8)
-    assert resolve_storage(source, spec(), "int8", "float32") == [KVStorage(INT8, INT8, MEAN, hadamard=True)] * 2
+    int8 = KVStorage(INT8, INT8, KVTransform(MEAN, hadamard=True))
+    assert resolve_storage(source, spec(), "int8", "float32") == [int8] * 2
     assert resolve_storage(source, spec(), "bfloat16", "float32") == [KVStorage(BFLOAT16, BFLOAT16)] * 2
     assert table_bytes(spec(), [first, second], 100) == 4 * 16 * 100
     assert table_bytes(spec(), [second, second], 100) == 0
@@ -81,7 +83,7 @@ def test_kv_config(tmp_path: Path) -> None:
 
 
 def test_heads_with_fewer_pairs(tmp_path: Path) -> None:
-    storage = KVStorage(FLOAT32, FLOAT32, (((1, 9.0, -4.0), (0, 1.0, 2.0)), ((7, 3.0, 1.0),)))
+    storage = KVStorage(FLOAT32, FLOAT32, KVTransform((((1, 9.0, -4.0), (0, 1.0, 2.0)), ((7, 3.0, 1.0),))))
     (layer,) = allocate(spec().layers[:1], [storage], 4, 8, 30)
     mean = layer.k.mean
     assert mean is not None

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,11 +17,13 @@ from lmkit.config import EngineConfig
 from lmkit.errors import UnsupportedError
 from lmkit.formats.base import get_format
 from lmkit.formats.checkpoint import CheckpointReader, CheckpointWriter
+from lmkit.formats.kv_config import Numbers
 from lmkit.kernels.cpu import collective
 from lmkit.kernels.cpu.collective import SharedRanks, shared_bytes
 from lmkit.kv_dtype import kv_dtype
 from lmkit.layers.batch import allocate_kv, whole_batch
 from lmkit.models.kv_storage import KVStorage
+from lmkit.models.kv_transform import KVTransform
 from lmkit.models.loader import load_model
 from lmkit.models.resolved import resolved
 from lmkit.models.shard import Shard
@@ -156,3 +159,8 @@ def test_the_storage_of_keys_follows_their_heads() -> None:
     plain = KVStorage(kv_dtype("int8"), kv_dtype("int8"), k_scales=(1.0, 2.0, 3.0, 4.0), v_scales=(5.0, 6.0, 7.0, 8.0))
     assert Shard(1, 2).storage(plain, 4) == replace(plain, k_scales=(3.0, 4.0), v_scales=(7.0, 8.0))
     assert Shard(5, 8).storage(plain, 4) == replace(plain, k_scales=(3.0,), v_scales=(7.0,))
+    numbers = np.arange(4 * 2 * 2, dtype=np.float32).reshape(4, 2, 2)
+    mean = tuple(((0, float(head), 1.0),) for head in range(4))
+    whole = KVTransform(mean, balance=Numbers.of(numbers), first_key=Numbers.of(numbers[:, 0]))
+    part = Shard(1, 2).storage(replace(plain, transform=whole), 4).transform
+    assert part == KVTransform(mean[2:], balance=Numbers.of(numbers[2:]), first_key=Numbers.of(numbers[2:, 0]))

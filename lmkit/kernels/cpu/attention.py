@@ -31,6 +31,7 @@ from lmkit.kernels.cpu.attention_arguments import (
     PARTITION,
     AttendArgs,
     Mean,
+    MeanArgs,
     Partition,
     PlanArgs,
     ScoreArgs,
@@ -40,6 +41,7 @@ from lmkit.kernels.cpu.attention_arguments import (
 )
 from lmkit.kernels.cpu.attention_keys import ask_for, locate, num_parts, skipped_parts, span
 from lmkit.kernels.cpu.attention_queries import prepare_queries, queries_of
+from lmkit.kernels.cpu.attention_stages import mean_task
 from lmkit.kernels.cpu.attention_storage import DIRECT_ROWS, query_form, query_limit, scratch_bytes, storage
 from lmkit.kernels.cpu.intrinsics import add, call, copy, exp, fma, pointer, tile
 from lmkit.kernels.cpu.isa import Isa
@@ -96,20 +98,14 @@ def _find(plan: Any, num_seqs: int, unit: int) -> int:
 
 
 @inline
-def _add_mean(mean: Mean, scores: int, rows: int, first: int, end: int, shares: int, head: int, begin: int) -> None:
-    """Add the key mean's part to the scores of keys first .. end of the partition that begins at position `begin`."""
+def _locate_angles(mean: Mean, head: int, places: int) -> None:
+    """Write the places of the cosines and sines of a head's pairs."""
     size = mean.num_pairs
     index = carray(pointer(mean.pairs + 4 * head * size), size, np.int32)
-    for r in range(rows):
-        s = carray(pointer(scores + 4 * r * PARTITION), PARTITION, np.float32)
-        share = carray(pointer(shares + 4 * r * (2 * size + 1)), 2 * size, np.float32)
-        for p in range(size):
-            at = mean.angles + 4 * begin + 8 * np.int64(index[p]) * mean.positions
-            cos = carray(pointer(at), PARTITION, np.float32)
-            sin = carray(pointer(at + 4 * mean.positions), PARTITION, np.float32)
-            of_cos, of_sin = share[2 * p], share[2 * p + 1]
-            for i in range(first, end):
-                s[i] = fma(of_sin, sin[i], fma(of_cos, cos[i], s[i]))
+    at = carray(pointer(places), 2 * size, np.int64)
+    for p in range(size):
+        at[2 * p] = mean.angles + 8 * np.int64(index[p]) * mean.positions
+        at[2 * p + 1] = at[2 * p] + 4 * mean.positions
 
 
 @inline
@@ -201,6 +197,7 @@ def _attend_unit(a: AttendArgs, scratch: int, index: int) -> None:
         ask_for(*here, *asked, a.keys.params, 4)
         ask_for(*here, *asked, a.values.params, 4)
     prepare_queries(a, source, head, rows, form, memory)
+    _locate_angles(a.mean, head, memory.angle_places)
     locate(*here, *where, *of_keys)
     while p < end_part:
         begin, first, end, hidden, _ = where
@@ -218,7 +215,11 @@ def _attend_unit(a: AttendArgs, scratch: int, index: int) -> None:
         ))  # fmt: skip
         call(key_stage, job, memory.copies, 0)
         if a.mean.num_pairs:
-            _add_mean(a.mean, scores, rows, first, end, memory.shares, head, begin)
+            num_shares = 2 * a.mean.num_pairs + 1
+            write(job, MeanArgs(
+                rows, first, end, begin, memory.shares, num_shares, memory.angle_places, num_shares - 1, scores
+            ))  # fmt: skip
+            call(a.mean.stage, job, memory.copies, 0)
         has_first = begin == 0 and first == 0 and end > 0
         if has_first and a.first_keys:
             _add_first_keys(scores, rows, memory.shares, 2 * a.mean.num_pairs + 1)
@@ -271,11 +272,11 @@ def _attend(args: int, scratch: int, index: int) -> None:
 ATTEND = Task(_attend)
 
 
-def _mean(mean: KeyMean | None) -> Mean:
+def _mean(isa: Isa, mean: KeyMean | None) -> Mean:
     if mean is None:
         return Mean()
     half, _, positions = mean.table.shape
-    pairs = mean.pairs.shape[1], mean.vector.data_ptr(), mean.pairs.data_ptr()
+    pairs = mean_task(isa).address, mean.pairs.shape[1], mean.vector.data_ptr(), mean.pairs.data_ptr()
     return Mean(*pairs, half, mean.table.data_ptr(), positions)
 
 
@@ -317,7 +318,7 @@ def paged_attention(
     records = workspace.empty(counters * tile_tokens * group * (padded + 2))
     out = workspace.empty(num_tokens, num_heads, dim)
     sequences = Sequences(plan.data_ptr(), num_seqs, query_start.data_ptr(), context_lens.data_ptr())
-    mean = _mean(k_cache.mean)
+    mean = _mean(isa, k_cache.mean)
     queries, _kept = queries_of(q, k_cache, mean, spec.scale)
     to_plan = PlanArgs(sequences, heads, tile_tokens, window, sinks, wanted, counters)
     threads.run(PLAN, 1, numbers(to_plan), parallel=False)

@@ -42,6 +42,7 @@ class Storage(NamedTuple):
 class Mean(NamedTuple):
     """The mean of keys. Without one, all fields but the number of pairs are 0."""
 
+    stage: int = 0  # address of the task that adds it: mean_task
     num_pairs: int = 0  # of a head
     vectors: int = 0
     pairs: int = 0
@@ -115,6 +116,7 @@ class Buffers(NamedTuple):
     other: int
     shares: int  # for each row, those of attention_queries.py
     first_scores: int  # of the key of position 0
+    angle_places: int
     copies: int  # after all others
 
 
@@ -159,6 +161,18 @@ class ValueArgs(NamedTuple):
     next_lines: int
 
 
+class MeanArgs(NamedTuple):
+    rows: int
+    first: int  # keys first .. end of the partition at position `begin` are computed
+    end: int
+    begin: int
+    shares: int  # float32 [rows, num_shares]: the factors of the angles come first
+    num_shares: int
+    places: int  # of the angles of all positions, one for each factor
+    num_angles: int
+    scores: int  # float32 [rows, PARTITION], added to
+
+
 JOB_BYTES = -(-max(num_bytes(ScoreArgs), num_bytes(ValueArgs)) // 64) * 64
 
 
@@ -178,6 +192,8 @@ def buffers(at: int, rows: int, padded: int, num_pairs: int) -> Buffers:
     total = params + 16 * PARTITION
     shares = total + 2 * record
     first_scores = shares + 4 * rows * (2 * num_pairs + 1)
-    copies = (first_scores + 4 * rows + 63) // 64 * 64
+    angle_places = (first_scores + 4 * rows + 7) // 8 * 8
+    copies = (angle_places + 16 * num_pairs + 63) // 64 * 64
     return Buffers(job, floats, words, steps, scores, weights, word_steps, offset, places, places + 8 * PARTITION,
-                   params, params + 8 * PARTITION, total, total + record, shares, first_scores, copies)  # fmt: skip
+                   params, params + 8 * PARTITION, total, total + record, shares, first_scores, angle_places,
+                   copies)  # fmt: skip

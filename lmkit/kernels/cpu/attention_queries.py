@@ -143,8 +143,8 @@ def queries_of(q: Tensor, k_cache: KVTensor, mean: Mean, scale: float) -> tuple[
     width = dim + 2 * mean.num_pairs + 1
     out = workspace.empty(heads, num_tokens, group, width)
     assert k_cache.balance is None or k_cache.balance.queries.is_contiguous()
-    matrices = address(k_cache.balance and k_cache.balance.queries)
-    args = TurnArgs(plain, num_tokens, group, dim, mean, address(k_cache.first), matrices, out.data_ptr())
+    matrices = None if k_cache.balance is None else k_cache.balance.queries
+    args = TurnArgs(plain, num_tokens, group, dim, mean, address(k_cache.first), address(matrices), out.data_ptr())
     parallel = num_tokens * num_heads * dim * dim > SERIAL_TURNS
     threads.run(TURN, heads * num_tokens, numbers(args), parallel=parallel, scratch=4 * dim)
     strides = 4 * group * width, 4 * num_tokens * group * width, 4 * width

@@ -13,10 +13,10 @@ from numba import carray
 
 from lmkit.kernels.cpu import attention_rows
 from lmkit.kernels.cpu import attention_tiles as tiles
-from lmkit.kernels.cpu.attention_arguments import PARTITION, ScoreArgs, ValueArgs
+from lmkit.kernels.cpu.attention_arguments import PARTITION, MeanArgs, ScoreArgs, ValueArgs
 from lmkit.kernels.cpu.attention_panels import GROUP, LINE, key_panel_tile
 from lmkit.kernels.cpu.attention_tiles import BYTES, KEYS
-from lmkit.kernels.cpu.intrinsics import pointer, tile
+from lmkit.kernels.cpu.intrinsics import fma, pointer, tile
 from lmkit.kernels.cpu.isa import Isa
 from lmkit.kernels.cpu.jit import Task, float_bits, inline
 from lmkit.kernels.cpu.structs import read
@@ -134,6 +134,33 @@ def panel_score_task(isa: Isa, kind: KVDtype) -> Task:
         scale_rows(scale, a)
 
     return Task(scores)
+
+
+@functools.cache
+def mean_task(isa: Isa) -> Task:
+    """Add the key mean's part to the scores of keys first .. end of a partition: factors times angles."""
+    product, width = tiles.product_tile(isa, FLOAT32).name, 2 * isa.lanes
+
+    def add_means(args: int, scratch: int, index: int) -> None:
+        a = read(args, MeanArgs)
+        whole = a.first + (a.end - a.first) // width * width
+        ld = 4 * a.num_shares
+        for key in range(a.first, whole, width):
+            r, column = 0, 4 * (a.begin + key)
+            while r < a.rows:
+                score = a.scores + 4 * (r * PARTITION + key)
+                sizes = (4 * PARTITION, 2 * width, a.num_angles, 0, 0)
+                r += tile(product, a.rows - r, (a.shares + r * ld, ld, a.places, column, score, *sizes))
+        at = carray(pointer(a.places), a.num_angles, np.int64)
+        for r in range(a.rows):
+            s = carray(pointer(a.scores + 4 * r * PARTITION), PARTITION, np.float32)
+            share = carray(pointer(a.shares + r * ld), a.num_angles, np.float32)
+            for i in range(a.num_angles):
+                angles = carray(pointer(at[i] + 4 * a.begin), PARTITION, np.float32)
+                for key in range(whole, a.end):
+                    s[key] = fma(share[i], angles[key], s[key])
+
+    return Task(add_means)
 
 
 @functools.cache

@@ -262,7 +262,8 @@ def _rows(x: Tensor, cache: KVTensor) -> Rows:
     assert cache.params.is_contiguous()
     assert cache.balance is None or cache.balance.keys.is_contiguous()
     of_cache = KINDS[cache.dtype], cache.data.data_ptr(), cache.params.data_ptr(), address(cache.scales)
-    turned = address(cache.first), int(cache.hadamard), address(cache.balance and cache.balance.keys)
+    matrices = None if cache.balance is None else cache.balance.keys
+    turned = address(cache.first), int(cache.hadamard), address(matrices)
     return Rows(x.data_ptr(), 4 * x.stride(0), *of_cache, *turned)
 
 

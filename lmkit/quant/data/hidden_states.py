@@ -34,6 +34,7 @@ from lmkit.quant.data.beside import Beside
 from lmkit.quant.data.buffer import Buffer
 from lmkit.quant.data.comm import Comm
 from lmkit.quant.kv.config import KVStats
+from lmkit.quant.layer.gradients import turned
 from lmkit.quant.layer.layer import Geometry
 from lmkit.quant.layer.observe import Observer
 
@@ -180,9 +181,9 @@ class Stream:
 
     def output(self, layer: DecoderLayer, number: int, *, exact: bool = False, seen: KVStats | None = None) -> Tensor:
         """The layer's output for one batch. Its keys and values, if it has any, are added to `seen`."""
-        output, geometry = self._forward(layer, number, exact)
+        output, geometry, queries = self._forward(layer, number, exact, seen)
         if seen is not None and not layer.spec.delta:
-            seen.add(*geometry.keys_and_values(), geometry.rope)
+            seen.add(*geometry.keys_and_values(), geometry.rope, queries, geometry.batch.positions)
         return output
 
     def outputs(
@@ -219,11 +220,12 @@ class Stream:
             numbers = wanted[first : first + comm.world_size]
             own: list[Tensor] = []
             if comm.rank < len(numbers):
-                own = self._recorded(layer, numbers[comm.rank], exact, inputs, seen is not None)
+                own = self._recorded(layer, numbers[comm.rank], exact, inputs, seen)
             for source, number in enumerate(numbers):
-                output, keys, values, which, *observed = map(self.here, comm.broadcast(own, source))
+                output, keys, values, queries, which, *observed = map(self.here, comm.broadcast(own, source))
                 if seen is not None:
-                    seen.add(keys, values, self.geometry(len(output) // self.seq_len, self.seq_len).rope)
+                    of_batch = self.geometry(len(output) // self.seq_len, self.seq_len)
+                    seen.add(keys, values, of_batch.rope, queries, of_batch.batch.positions)
                 for i, x in zip(which.tolist(), observed, strict=True):
                     if observer is not None and i % comm.world_size == comm.rank:
                         observer(inputs[i], x)
@@ -233,9 +235,10 @@ class Stream:
             comm.share(observer.inputs[role], i % comm.world_size)
 
     def _recorded(
-        self, layer: DecoderLayer, number: int, exact: bool, inputs: list[str], with_kv: bool
+        self, layer: DecoderLayer, number: int, exact: bool, inputs: list[str], seen: KVStats | None
     ) -> list[Tensor]:
-        """[output, keys, values, indices into `inputs` of the observed inputs, *the observed inputs] of one batch."""
+        """[output, keys, values, queries, indices into `inputs` of the observed inputs, *the observed inputs] of one
+        batch."""
         which, observed = [], []
 
         def record(role: str, x: Tensor) -> None:
@@ -244,19 +247,25 @@ class Stream:
                 observed.append(x.float())
 
         layer.observe(record)
-        output, geometry = self._forward(layer, number, exact)
+        output, geometry, queries = self._forward(layer, number, exact, seen)
         layer.observe(None)
-        keys_and_values = geometry.keys_and_values() if with_kv else (torch.empty(0), torch.empty(0))
-        found = [output, *keys_and_values, torch.tensor(which, dtype=torch.int64), *observed]
+        keys_and_values = (torch.empty(0), torch.empty(0)) if seen is None else geometry.keys_and_values()
+        found = [output, *keys_and_values, queries, torch.tensor(which, dtype=torch.int64), *observed]
         return [tensor.cpu() for tensor in found]
 
-    def _forward(self, layer: DecoderLayer, number: int, exact: bool) -> tuple[Tensor, Geometry]:
-        hidden = self.hidden(number, exact=exact)
+    def _forward(
+        self, layer: DecoderLayer, number: int, exact: bool, seen: KVStats | None
+    ) -> tuple[Tensor, Geometry, Tensor]:
+        """(output, geometry, queries after RoPE) of one batch. There are no queries unless `seen` wants them."""
+        hidden, queries = self.hidden(number, exact=exact), [torch.empty(0)]
         geometry = self.inputs(self._tokens(number), exact=exact)
+        if seen is not None and seen.moments is not None:
+            layer.observe_queries = lambda q: queries.append(turned(q, geometry.rope))
         # An op may write into its residual argument.
         delta, residual = layer(hidden.clone(), None, geometry.batch, geometry.rope, geometry.kv)
+        layer.observe_queries = None
         self._buffer(self.layer, exact).release()
-        return joined(delta, residual), geometry
+        return joined(delta, residual), geometry, queries[-1]
 
     def rows_of(self, every: int) -> int:
         """The number of rows in the first of each `every` batches."""

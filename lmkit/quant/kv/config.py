@@ -13,11 +13,13 @@ from torch import Tensor
 
 from lmkit.errors import ConfigError
 from lmkit.formats.checkpoint import CheckpointWriter
-from lmkit.formats.kv_config import KVConfig, KVLayerConfig, PairMean, Storage
+from lmkit.formats.kv_config import KVConfig, KVLayerConfig, Storage
 from lmkit.formats.kv_scheme import KVScheme
 from lmkit.log import get_logger
 from lmkit.models.kv_storage import LARGEST_SCALE, SMALLEST_SCALE, scale_name
+from lmkit.models.kv_transform import PLAIN, KVTransform
 from lmkit.models.spec import ModelSpec
+from lmkit.quant.kv.balance import Moments, turns_values
 from lmkit.quant.sections import KVLayerRecipe, KVRecipe
 
 log = get_logger(__name__)
@@ -30,15 +32,15 @@ RISKY_RATIO = 8.0
 
 @dataclass(frozen=True)
 class KVFit:
-    """The best transform that was found for a layer's keys (quant.kv.fit), and the cost of storing its keys or values.
+    """The transform that was found for a layer's keys and values (quant.kv.fit), and the cost of storing them.
 
     `errors` of "k int4", "k int8", "v int4" and "v int8": squared error of the attention's output, relative to the
     hidden states.
     """
 
     smoothing: float | None = None
-    key_mean: tuple[tuple[PairMean, ...], ...] = ()
-    hadamard: bool = False
+    transform: KVTransform = PLAIN
+    values_turned: bool = False  # in the weights
     errors: dict[str, float] = field(default_factory=dict)
 
 
@@ -53,15 +55,28 @@ class KVStats:
     k_square_sum: Tensor
     num_tokens: int = 0
     fit: KVFit = field(default_factory=KVFit)
+    moments: Moments | None = None  # of keys and queries, if a recipe wants them; they are not kept
 
     @classmethod
     def empty(cls, num_kv_heads: int, head_dim: int) -> KVStats:
         zeros = torch.zeros(num_kv_heads, head_dim)
         return cls(zeros, zeros.clone(), zeros.double(), zeros.double())
 
-    def add(self, keys: Tensor, values: Tensor, rope: tuple[Tensor, Tensor]) -> None:
+    def add(
+        self,
+        keys: Tensor,
+        values: Tensor,
+        rope: tuple[Tensor, Tensor],
+        queries: Tensor | None = None,
+        positions: Tensor | None = None,
+    ) -> None:
         """Add keys and values, float32 [tokens, num_kv_heads, head_dim] each. `rope` holds the cosines and sines
-        [tokens, R/2] that rotated the keys."""
+        [tokens, R/2] that rotated the keys. Moments need queries [tokens, num_heads, head_dim] after RoPE, and
+        positions [tokens], too."""
+        if self.moments is not None:
+            assert queries is not None
+            assert positions is not None
+            self.moments.add(keys, queries, rope, positions)
         self.k_absmax = torch.maximum(self.k_absmax, keys.abs().amax(0).cpu())
         self.v_absmax = torch.maximum(self.v_absmax, values.abs().amax(0).cpu())
         keys = turned_back(keys, *rope)
@@ -116,6 +131,10 @@ def check_layers(recipe: KVRecipe, spec: ModelSpec, weight_format: str = "") -> 
             raise ConfigError(f"recipe: kv: 4 bits need an even head_dim, not {dim}")
         if recipe.hadamard is True and dim & (dim - 1):
             raise ConfigError(f"recipe: kv: hadamard needs a head_dim that is a power of two, not {dim}")
+    if recipe.value_hadamard is True and not all(turns_values(layer) for layer in spec.kinds if not layer.delta):
+        raise ConfigError(
+            "recipe: kv: value_hadamard: the output of this model's attention is gated, or keys are values"
+        )
     if recipe.key_mean is True and spec.dynamic_length:
         raise ConfigError("recipe: kv: key_mean needs angles that do not depend on the sequence, RoPE here is dynamic")
     if recipe.scheme == "static8" and weight_format != "compressed-tensors":
@@ -140,13 +159,18 @@ def make_kv_config(recipe: KVRecipe, spec: ModelSpec, stats: list[KVStats]) -> K
         k_bits = override.k_bits or _k_bits(recipe, seen, index, chosen)
         v_bits = override.v_bits or chosen.get((index, "v")) or recipe.bits
         k, v = (_storage(recipe, bits) for bits in (k_bits, v_bits))
+        found = seen.fit.transform
         layers.append(
             KVLayerConfig(
                 k=k,
                 v=v,
                 smoothing=seen.fit.smoothing,
-                key_mean=() if k == "dense" else seen.fit.key_mean,
-                hadamard=k != "dense" and seen.fit.hadamard,
+                key_mean=() if k == "dense" else found.key_mean,
+                hadamard=k != "dense" and found.hadamard,
+                balance=None if k == "dense" else found.balance,
+                first_key=None if k == "dense" else found.first_key,
+                first_value=None if v == "dense" else found.first_value,
+                values_turned=seen.fit.values_turned,
                 k_absmax=tuple(seen.k_absmax.amax(-1).tolist()),
                 v_absmax=tuple(seen.v_absmax.amax(-1).tolist()),
                 k_mean_ratio=tuple(seen.k_mean_ratio.tolist()),
@@ -160,7 +184,7 @@ def _k_bits(recipe: KVRecipe, seen: KVStats, index: int, chosen: dict[tuple[int,
     """Bits of the keys: 8 instead of 4 where a constant offset stays in the cache and would take most levels."""
     bits = chosen.get((index, "k")) or recipe.bits
     ratio = float(seen.k_mean_ratio.max())
-    if bits == 4 and ratio > RISKY_RATIO and not any(seen.fit.key_mean):
+    if bits == 4 and ratio > RISKY_RATIO and not seen.fit.transform.has_mean and seen.fit.transform.balance is None:
         log.warning("layer %d: keys have 8 bits: their mean is %.0f times what differs, and stays", index, ratio)
         return 8
     return bits

@@ -1,6 +1,14 @@
-"""The transform of a layer's keys before they are quantized, fitted on the calibration data.
+"""The transform of a layer's keys and values before they are quantized, fitted on the calibration data.
 
-- The mean before RoPE, b (a large key bias), is left out of the cache for heads where |b| / std is above RISKY_RATIO.
+Of INT4 keys and values:
+
+- The mean before RoPE, b, is left out of the cache at the largest pairs of each head.
+- Keys and queries are multiplied by the matrices of quant.kv.balance. Values are rotated in the weights around them.
+- The mean key and value of position 0, an attention sink with numbers of its own, are left out.
+
+Of other keys, or without matrices:
+
+- The mean is left out for heads where |b| / std is above RISKY_RATIO.
 - SmoothAttention (QServe, arXiv 2405.04532) divides key channels by lambda and multiplies query channels by lambda, so
   that no channel takes most of a token's levels. Both elements of a RoPE pair and all query heads of a KV head share
   one lambda. Norms on queries and keys are shared by all heads; with them, all heads share one lambda. lambda =
@@ -12,28 +20,31 @@ Candidates are compared by the output of the attention block. The kernels that s
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from lmkit.formats.kv_config import PairMean
+from lmkit.formats.kv_config import Numbers
 from lmkit.kv_dtype import FLOAT32, INT4, INT8
 from lmkit.layers.batch import Projected
+from lmkit.layers.rope import frequencies
 from lmkit.models.decoder_layer import DecoderLayer
 from lmkit.models.kv_storage import KVStorage, allocate
+from lmkit.models.kv_transform import KVTransform, MeanByHead
 from lmkit.models.layer_spec import LayerSpec
-from lmkit.quant.kv.config import RISKY_RATIO, KVFit, KVStats
+from lmkit.quant.kv.balance import Moments, balanced, mean_vector, turn_values, turns_values
+from lmkit.quant.kv.config import RISKY_RATIO, KVStats
 from lmkit.quant.layer.layer import BLOCK_SIZE, CalibratedLayer, Geometry
-from lmkit.quant.sections import KVLayerRecipe, KVRecipe
+from lmkit.quant.sections import KVRecipe
 
 ALPHAS = (0.0, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 LARGE_MEAN = 4.0  # times the typical std of a channel; a smaller mean may stay
+SMALL_MEAN = 0.5  # the same, where matrices make all channels equally wide
 MAX_PAIRS = 8  # of a head's mean; each pair costs attention two multiply-adds a key and query
 HADAMARD_GAIN = 0.9  # of the error without it; a rotation that does not get below this is not worth its time
 LIMIT = 1e4  # of lambda, either way
-
-MeanByHead = tuple[tuple[PairMean, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -49,6 +60,11 @@ class Probe:
     def of(cls, layer: DecoderLayer, sample: Tensor, sequences: Geometry) -> Probe:
         probe = cls(layer, sequences, layer.queries_keys_values(sample), exact=sample)
         return replace(probe, exact=probe.output(KVStorage(FLOAT32, FLOAT32)))
+
+    def first(self) -> tuple[Tensor, Tensor]:
+        """Keys before RoPE, and values, of the first tokens of the sequences."""
+        first = self.sequences.batch.positions == 0
+        return self.projected.k[first], self.projected.v[first]
 
     def scaled(self, s: Tensor) -> Probe:
         """The probe with lambda [num_kv_heads, head_dim] moved from keys to queries."""
@@ -76,56 +92,102 @@ def fit_cache(calibrated: CalibratedLayer, seen: KVStats, recipe: KVRecipe, hidd
     hidden float32 [tokens, hidden_size]: the states behind the layer. Errors are relative to them.
     """
     layer, rows = calibrated.layer, dict[str, Tensor]()
-    if layer.spec.delta:
+    k_bits, v_bits = recipe.bits_of(layer.index)
+    if layer.spec.delta or {k_bits, v_bits} == {16}:
         return rows
-    spec, sample = layer.spec, calibrated.inputs.get("attn.q")
-    override = recipe.layers.get(layer.index, KVLayerRecipe())
-    if {override.k_bits or recipe.bits, override.v_bits or recipe.bits} == {16}:
+    if layer.spec.latent or layer.spec.kv_from is not None:
         return rows
-    online = recipe.scheme == "online"
-    by_index = not (spec.rope.by_length or spec.rope.sections)  # angles that depend on a token's index alone
-    mean = key_mean(seen, spec) if online and recipe.key_mean and by_index else ()
-    if recipe.key_mean == "auto":
-        mean = tuple(m if r > RISKY_RATIO else () for m, r in zip(mean, seen.k_mean_ratio.tolist(), strict=False))
-    mean = mean if any(mean) else ()
-    if sample is None:  # the recipe leaves all of attention as it is
-        seen.fit = KVFit(key_mean=mean, hadamard=online and recipe.hadamard is True)
-        return rows
-    probe = Probe.of(layer, sample.sample, calibrated.sequences)
-    k_type = INT8 if (override.k_bits or recipe.bits) == 8 else INT4
+    probe = Probe.of(layer, calibrated.inputs["attn.q"].sample, calibrated.sequences)
+    by_index = not (layer.spec.rope.by_length or layer.spec.rope.sections)  # angles depend on a token's index alone
+    if seen.moments is not None:
+        mean = key_mean(seen, layer.spec, SMALL_MEAN) if recipe.key_mean and by_index else ()
+        b = mean_vector(mean, layer.spec)
+        a = balanced(seen.moments.without(b), seen.moments.queries / max(seen.moments.num_tokens, 1))
+        keys, smoothing = KVTransform(mean, balance=Numbers.of(a.numpy())), None
+    else:
+        with_mean = recipe.scheme == "online" and recipe.key_mean and by_index
+        mean = key_mean(seen, layer.spec, LARGE_MEAN) if with_mean else ()
+        if recipe.key_mean == "auto":
+            mean = tuple(m if r > RISKY_RATIO else () for m, r in zip(mean, seen.k_mean_ratio.tolist(), strict=False))
+        keys, smoothing, s = _smoothed(calibrated, probe, mean if any(mean) else (), recipe, k_bits)
+        if smoothing:
+            rows, probe = fold(layer, s), probe.scaled(s)
+            seen.divide_keys(s.cpu())
+    wanted = recipe.leaves_out_first(layer.index)
+    transform = with_first(keys, layer.spec, *probe.first(), wanted=wanted)
+    power = float(hidden.square().mean(dtype=torch.float64)) or 1.0
+    costs = {f"k {kind}": probe.error(KVStorage(kind, FLOAT32, transform)) / power for kind in (INT4, INT8)}
+    costs |= {f"v {kind}": probe.error(KVStorage(FLOAT32, kind, transform)) / power for kind in (INT4, INT8)}
+    seen.fit = replace(seen.fit, smoothing=smoothing if recipe.smooth else None, transform=transform, errors=costs)
+    return rows
+
+
+def prepare_cache(layer: DecoderLayer, seen: KVStats, recipe: KVRecipe) -> None:
+    """Before a layer is observed: rotate its values in the weights, and ask for the statistics that matrices need."""
+    spec = layer.spec
+    if spec.delta or spec.latent or spec.kv_from is not None:
+        return
+    if recipe.turns_values(layer.index) and turns_values(spec):
+        turn_values(layer)
+        seen.fit = replace(seen.fit, values_turned=True)
+    if recipe.balances(layer.index):
+        seen.moments = Moments.empty(spec)
+
+
+def fit_first(layer: DecoderLayer, seen: KVStats, recipe: KVRecipe, hidden: Iterable[Tensor]) -> None:
+    """Find the key and value of position 0 anew, from the states float32 [sequences, hidden_size] in front of the layer
+    as it will be stored: steps may have scaled its values."""
+    wanted = recipe.leaves_out_first(layer.index)
+    if layer.spec.delta or layer.spec.latent or layer.spec.kv_from is not None or not any(wanted):
+        return
+    norm = layer.before("norm.attn")
+    projected = [layer.queries_keys_values(x, norm) for x in hidden]
+    keys, values = torch.cat([p.k for p in projected]), torch.cat([p.v for p in projected])
+    seen.fit = replace(seen.fit, transform=with_first(seen.fit.transform, layer.spec, keys, values, wanted=wanted))
+
+
+def _smoothed(
+    calibrated: CalibratedLayer, probe: Probe, mean: MeanByHead, recipe: KVRecipe, k_bits: int | str
+) -> tuple[KVTransform, float, Tensor]:
+    """The best of lambdas, with and without a Hadamard matrix: (transform, alpha, lambda)."""
+    spec, k_type = probe.layer.spec, INT8 if k_bits == 8 else INT4
     alphas = ALPHAS if recipe.smooth else ALPHAS[:1]
     turns = (False, True) if recipe.hadamard == "auto" else (recipe.hadamard,)
-    turns = turns if online and not spec.head_dim & (spec.head_dim - 1) else (False,)
+    turns = turns if recipe.scheme == "online" and not spec.head_dim & (spec.head_dim - 1) else (False,)
     scales = {alpha: smoothing_scale(probe, mean, alpha, exact_powers(calibrated)) for alpha in alphas}
     best = {}
     for turn in turns:
         errors = {
-            alpha: probe.scaled(s).error(KVStorage(k_type, FLOAT32, divided(mean, s), turn))
+            alpha: probe.scaled(s).error(KVStorage(k_type, FLOAT32, KVTransform(divided(mean, s), turn)))
             for alpha, s in scales.items()
         }
         best[turn] = min((error, alpha) for alpha, error in errors.items())
     turn = min(best, key=lambda t: best[t][0] * (1.0 if t or len(best) == 1 else HADAMARD_GAIN))
     alpha = best[turn][1]
-    if alpha:
-        rows = fold(layer, scales[alpha])
-        seen.divide_keys(scales[alpha].cpu())
-        probe, mean = probe.scaled(scales[alpha]), divided(mean, scales[alpha])
-    keys = KVStorage(FLOAT32, FLOAT32, mean, turn)
-    power = float(hidden.square().mean(dtype=torch.float64)) or 1.0
-    costs = {f"k {kind}": probe.error(replace(keys, k=kind)) / power for kind in (INT4, INT8)}
-    costs |= {f"v {kind}": probe.error(KVStorage(FLOAT32, kind)) / power for kind in (INT4, INT8)}
-    seen.fit = KVFit(alpha if recipe.smooth else None, mean, turn, costs)
-    return rows
+    return KVTransform(divided(mean, scales[alpha]) if alpha else mean, turn), alpha, scales[alpha]
 
 
-def key_mean(seen: KVStats, spec: LayerSpec) -> MeanByHead:
-    """By head, the pairs of the mean before RoPE that are much larger than the typical std, largest first."""
+def with_first(
+    transform: KVTransform, spec: LayerSpec, keys: Tensor, values: Tensor, *, wanted: tuple[bool, bool]
+) -> KVTransform:
+    """The transform that also leaves out position 0. keys (before RoPE) and values of first tokens, float32 [sequences,
+    num_kv_heads, D]; `wanted`: of keys, of values."""
+    magnitude = frequencies(spec.rope)[1]  # at position 0, RoPE is a factor on the elements that it turns
+    key = keys.double().mean(0).cpu() - mean_vector(transform.key_mean, spec)
+    key[:, : spec.rope.rotary_dim] *= magnitude
+    value = values.double().mean(0).cpu()
+    found = (Numbers.of(x.numpy()) if is_wanted else None for x, is_wanted in zip((key, value), wanted, strict=True))
+    return replace(transform, first_key=next(found), first_value=next(found))
+
+
+def key_mean(seen: KVStats, spec: LayerSpec, smallest: float) -> MeanByHead:
+    """By head, the pairs of the mean before RoPE that are larger than `smallest` typical stds, largest first."""
     half = spec.rope.rotary_dim // 2
     found = []
     for mean, std in zip(seen.k_mean, seen.k_std, strict=True):
         radius = torch.hypot(mean[:half], mean[half : 2 * half])
         order = radius.argsort(descending=True)[:MAX_PAIRS].tolist()
-        kept = [i for i in order if radius[i] > LARGE_MEAN * std[: 2 * half].median()]
+        kept = [i for i in order if radius[i] > smallest * std[: 2 * half].median()]
         found.append(tuple((i, float(mean[i].float()), float(mean[i + half].float())) for i in kept))
     return tuple(found)
 

@@ -18,12 +18,12 @@ from lmkit.models.source import ModelSource
 from lmkit.qtensor import QTensor
 from lmkit.quant.data.hidden_states import Stream
 from lmkit.quant.kv.config import KVStats
-from lmkit.quant.kv.fit import fit_cache
+from lmkit.quant.kv.fit import fit_cache, fit_first, prepare_cache
 from lmkit.quant.layer.experts import empty_inputs, experts_report
 from lmkit.quant.layer.grid import round_to_nearest
 from lmkit.quant.layer.held_out import compare_held_out
 from lmkit.quant.layer.layer import CalibratedLayer, relative_error
-from lmkit.quant.layer.observe import Observer, sample_rows, sample_tokens
+from lmkit.quant.layer.observe import InputStats, Observer, sample_rows, sample_tokens
 from lmkit.quant.layer.passes import LayerPass, Part
 from lmkit.quant.layer.work import LayerWork, Rounding
 from lmkit.quant.plan import Plan
@@ -53,6 +53,7 @@ class LayerQuantizer:
         """
         start = time.perf_counter()
         layer.multiply_in(self.recipe.product_dtype(layer.device))
+        prepare_cache(layer, seen, self.recipe.kv)
         done(0)
         calibrated, first_output = self._observe(layer, seen)
         rows = fit_cache(calibrated, seen, self.recipe.kv, first_output)
@@ -76,6 +77,8 @@ class LayerQuantizer:
         for each in work.passes:
             if each is not None:
                 self.stream.keep(each.layer, exact=each.exact)
+        starts = (self.stream.hidden(number)[:: self.stream.seq_len] for number in range(len(self.stream)))
+        fit_first(layer, seen, self.recipe.kv, starts)
         roundings = {role: rounding.weight for role, rounding in work.roundings.items()}
         errors = _sample_errors(calibrated, work.unrounded, roundings)
         return LayerReport(
@@ -122,6 +125,8 @@ class LayerQuantizer:
         schemes = self.plan.schemes(layer.index)
         at = tensor_device(layer.device)
         inputs = empty_inputs(layer.spec, schemes, row_ids, token_ids, recipe.calibration.seed, at)
+        if recipe.kv.is_fitted and "attn.q" in layer.spec.linears and "attn.q" not in inputs:  # it stays dense
+            inputs["attn.q"] = InputStats.empty(layer.spec.hidden_size, -1, row_ids, at)
         layer.shows_all_tokens = recipe.calibration.all_experts
         outputs = stream.outputs(layer, observer=Observer(inputs), seen=seen, every=every)
         for number, output in outputs:

@@ -78,8 +78,10 @@ def describe_model(path: str, config: EngineConfig) -> dict[str, Any]:
             "kv_cache": {
                 "kv_config": load_kv_config(reader.path) is not None,
                 "storage": _distinct({"k": str(s.k), "v": str(s.v)} for s in storages),
-                "key_mean_layers": sum(s.has_mean for s in storages),
-                "hadamard_layers": sum(s.hadamard for s in storages),
+                "key_mean_layers": sum(s.transform.has_mean for s in storages),
+                "hadamard_layers": sum(s.transform.hadamard for s in storages),
+                "balanced_layers": sum(s.transform.balance is not None for s in storages),
+                "position_0_layers": sum(s.transform.first_key is not None for s in storages),
                 "bytes_per_token": sum(token_bytes),
             },
             "sampling_defaults": _sampling(read_defaults(reader.path, config.generation_config)),

@@ -17,11 +17,22 @@ from lmkit.kv_dtype import FLOAT32, FP8, INT4, INT8, KVDtype
 from lmkit.models import load_spec
 from lmkit.models.decoder_layer import DecoderLayer
 from lmkit.models.kv_storage import KVStorage, allocate
+from lmkit.models.kv_transform import PLAIN, KVTransform
 from lmkit.models.source import ModelSource
 from lmkit.quant.kv.config import KVStats
-from lmkit.quant.kv.fit import Probe, divided, fit_cache, fold, key_mean, smoothing_scale
+from lmkit.quant.kv.fit import (
+    LARGE_MEAN,
+    Probe,
+    divided,
+    fit_cache,
+    fit_first,
+    fold,
+    key_mean,
+    prepare_cache,
+    smoothing_scale,
+)
 from lmkit.quant.layer.layer import CalibratedLayer, Geometry
-from lmkit.quant.sections import KVRecipe
+from lmkit.quant.sections import SWITCHES, KVRecipe
 from tests.quant import helpers
 
 ROWS, LENGTH = 4, 48
@@ -86,7 +97,7 @@ def test_the_statistics_are_of_keys_before_rope(tmp_path: Path) -> None:
     seen = seen_of(probe)
     torch.testing.assert_close(seen.k_mean.float(), probe.projected.k.mean(0), rtol=1e-3, atol=1e-3)
     torch.testing.assert_close(seen.k_std.float(), probe.projected.k.std(0, correction=0), rtol=2e-2, atol=2e-2)
-    for pairs in key_mean(seen, layer.layer.spec):
+    for pairs in key_mean(seen, layer.layer.spec, LARGE_MEAN):
         assert pairs[0][0] == BIASED
         assert len(pairs) <= 8
 
@@ -96,8 +107,8 @@ def test_a_mean_left_out_is_exact(tmp_path: Path, dtype: KVDtype) -> None:
     """Float keys: as without; codes: as those of a model without the bias, although its scores are in the hundreds."""
     layer = calibrated(tmp_path, "qwen2", bias=300.0)
     probe = probe_of(layer)
-    mean = key_mean(seen_of(probe), layer.layer.spec)
-    with_mean = probe.error(KVStorage(dtype, FLOAT32, mean))
+    mean = key_mean(seen_of(probe), layer.layer.spec, LARGE_MEAN)
+    with_mean = probe.error(KVStorage(dtype, FLOAT32, KVTransform(mean)))
     limit = {FLOAT32: 1e-10, INT8: 2e-5, FP8: 2e-3, INT4: 1e-2}[dtype] * float(probe.exact.square().mean())
     assert with_mean < limit
     if dtype != FLOAT32:
@@ -116,8 +127,8 @@ def test_int4_gets_better_and_function_stays(tmp_path: Path, family: str, change
     fit_cache(layer, seen, KVRecipe(bits=4), torch.ones(1, 1))
     after = probe_of(layer)
     torch.testing.assert_close(after.exact, probe.exact, rtol=1e-4, atol=1e-4)
-    assert bool(any(seen.fit.key_mean)) == ("bias" in changes)
-    found = after.error(KVStorage(INT4, FLOAT32, seen.fit.key_mean, seen.fit.hadamard))
+    assert seen.fit.transform.has_mean == ("bias" in changes)
+    found = after.error(KVStorage(INT4, FLOAT32, seen.fit.transform))
     assert found == pytest.approx(seen.fit.errors["k int4"], rel=0.2)
     assert found <= plain * (0.34 if "bias" in changes or family == "llama" else 1.0)
     assert seen.fit.errors["k int8"] < seen.fit.errors["k int4"]
@@ -135,8 +146,11 @@ def test_a_recipe_that_switches_all_off_changes_nothing(tmp_path: Path) -> None:
     layer = calibrated(tmp_path, "qwen2", bias=300.0, gain=9.0)
     before = {role: weight.clone() for role, weight in layer.layer.weights.items() if isinstance(weight, Tensor)}
     seen = seen_of(probe_of(layer))
-    fit_cache(layer, seen, KVRecipe(bits=4, smooth=False, key_mean=False, hadamard=False), torch.ones(1, 1))
-    assert (seen.fit.key_mean, seen.fit.hadamard, seen.fit.smoothing) == ((), False, None)
+    off = KVRecipe(4, smooth=False, **dict.fromkeys(SWITCHES, False))
+    prepare_cache(layer.layer, seen, off)
+    fit_cache(layer, seen, off, torch.ones(1, 1))
+    fit_first(layer.layer, seen, off, [])
+    assert (seen.fit.transform, seen.fit.smoothing, seen.fit.values_turned) == (PLAIN, None, False)
     assert all(torch.equal(before[role], weight) for role, weight in layer.layer.weights.items())  # type: ignore[arg-type]
     fit_cache(layer, seen, KVRecipe(bits=16), torch.ones(1, 1))
     assert all(torch.equal(before[role], weight) for role, weight in layer.layer.weights.items())  # type: ignore[arg-type]
@@ -168,7 +182,7 @@ def test_the_mean_is_exact_far_into_a_sequence() -> None:
     k, v = torch.randn(count, 1, 32, generator=generator) + b, torch.randn(count, 1, 32, generator=generator)
     q = torch.randn(count, 2, 32, generator=generator) / 20
     outputs = []
-    for storage in (KVStorage(FLOAT32, FLOAT32), KVStorage(FLOAT32, FLOAT32, mean)):
+    for storage in (KVStorage(FLOAT32, FLOAT32), KVStorage(FLOAT32, FLOAT32, KVTransform(mean))):
         (kv,) = allocate([spec], [storage], len(geometry.kv.k.data), 32, start + count)
         queries = q.clone()
         (batch,) = geometry.batch.geometries

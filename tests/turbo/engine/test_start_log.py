@@ -24,7 +24,7 @@ def logging_as_before() -> Iterator[None]:
     root.handlers[:], root.level, root.propagate = before
 
 
-def started(capsys: pytest.CaptureFixture[str], model: Path, level: str = "INFO", **options: int) -> list[str]:
+def started(capsys: pytest.CaptureFixture[str], model: Path, level: str = "INFO", **options: int | str) -> list[str]:
     log.setup(level, process="engine")
     engine = Engine(str(model), EngineConfig(**(SMALL | options)))  # type: ignore[arg-type]
     engine.close()
@@ -46,6 +46,13 @@ def test_a_context_that_is_cut_is_a_warning(capsys: pytest.CaptureFixture[str], 
     (cut,) = [line for line in lines if "context" in line]
     assert " W engine: the context is cut to 256 of the model's 4,096 tokens" in cut
     assert "a full context needs 16.0 MiB; set kv_memory 16M" in cut
+
+
+def test_int4_keys_without_calibration_are_a_warning(capsys: pytest.CaptureFixture[str], demo_model: Path) -> None:
+    lines = started(capsys, demo_model, "WARNING", kv_dtype="int4")
+    (line,) = [line for line in lines if "int4 KV is not calibrated" in line]
+    assert f"`lmkit quantize {demo_model} -o OUT --weights none --kv-bits 4 --calibration TEXT`" in line
+    assert not started(capsys, demo_model, "WARNING", kv_dtype="int8")
 
 
 def test_details_for_programs(capsys: pytest.CaptureFixture[str], demo_model: Path) -> None:
