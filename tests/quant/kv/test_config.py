@@ -13,6 +13,7 @@ from lmkit.formats.checkpoint import CheckpointReader
 from lmkit.formats.kv_scheme import parse_kv_scheme
 from lmkit.kv_dtype import BFLOAT16, INT4, INT8
 from lmkit.models import load_spec
+from lmkit.models.kv_transform import KVTransform
 from lmkit.models.spec import ModelSpec
 from lmkit.quant.kv.config import KVFit, KVStats, check_layers, make_kv_config, turned_back, write_static
 from lmkit.quant.report.evaluate import encode_text, evaluate
@@ -43,7 +44,7 @@ def test_statistics_over_batches() -> None:
     (layer,) = make_kv_config(KVRecipe(bits=4), spec(num_hidden_layers=1), [seen]).layers
     assert (layer.k, layer.v) == ("int8", "int4")  # nothing was found to take the offset out
     assert layer.k_absmax == tuple(keys.abs().amax((0, 2)).tolist())
-    seen.fit = KVFit(smoothing=0.5, key_mean=((), ((4, 100.0, 0.0),)), hadamard=True)
+    seen.fit = KVFit(smoothing=0.5, transform=KVTransform(((), ((4, 100.0, 0.0),)), hadamard=True))
     (layer,) = make_kv_config(KVRecipe(bits=4), spec(num_hidden_layers=1), [seen]).layers
     assert (layer.k, layer.v, layer.smoothing, layer.key_mean, layer.hadamard) == (
         "int4", "int4", 0.5, ((), ((4, 100.0, 0.0),)), True,

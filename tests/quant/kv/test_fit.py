@@ -124,7 +124,7 @@ def test_int4_gets_better_and_function_stays(tmp_path: Path, family: str, change
     probe = probe_of(layer)
     seen = seen_of(probe)
     plain = probe.error(KVStorage(INT4, FLOAT32))
-    fit_cache(layer, seen, KVRecipe(bits=4), torch.ones(1, 1))
+    fit_cache(layer, seen, KVRecipe(bits=4, balance=False, first_token=False), torch.ones(1, 1))
     after = probe_of(layer)
     torch.testing.assert_close(after.exact, probe.exact, rtol=1e-4, atol=1e-4)
     assert seen.fit.transform.has_mean == ("bias" in changes)
