@@ -163,6 +163,18 @@ def test_bfloat16_pairs_are_widened_without_shuffles_and_spills() -> None:
 
 
 @pytest.mark.parametrize(
+    ("level", "cpu", "triple"),
+    [("avx512_vnni", "znver4", X86), ("neon_dot", "neoverse-n1", ARM), ("neon_i8mm", "neoverse-v2", ARM)],
+)
+def test_pairs_of_panels_without_spills(level: str, cpu: str, triple: str) -> None:
+    for kind in ("float32", "float16"):
+        tile = tiles.float_tile(isa.named(level), kind, pairs=True)
+        loops = innermost_loops(assembly(tile, cpu, triple))
+        assert len(loops) >= len(tile.rows)
+        assert not [line for loop in loops for line in spills(loop)]
+
+
+@pytest.mark.parametrize(
     ("level", "cpu", "triple", "instruction"),
     [
         ("avx2", "haswell", X86, "vcvtph2ps"),

@@ -16,7 +16,7 @@ import torch
 from numba import carray
 from torch import Tensor
 
-from lmkit.kernels.cpu import tiles, workspace
+from lmkit.kernels.cpu import threads, tiles, workspace
 from lmkit.kernels.cpu.amx import dense as amx_dense
 from lmkit.kernels.cpu.elementwise import embedding, rms_norm
 from lmkit.kernels.cpu.intrinsics import pointer, tile, unpack
@@ -46,6 +46,7 @@ from lmkit.kernels.ops import Norm, Places
 from lmkit.kernels.registry import ExpertLinears, Implementation
 
 DIRECT_ROWS = 6  # more rows share weights that are widened once
+PAIRED_PANELS = 8  # for each thread: so many are shared out in pairs
 
 
 class ProductArgs(NamedTuple):
@@ -68,10 +69,11 @@ class ProductArgs(NamedTuple):
 def product_task(isa: Isa, kind: str) -> Task:
     """The task of one block of rows, or of one expert's rows, times a few panels."""
     multiply, width, is_coded = tiles.float_tile(isa).name, isa.float_tile, kind in CODE_BITS
-    direct = tiles.float_tile(isa, "float32" if is_coded else kind).name
+    stored = "float32" if is_coded else kind
+    direct, pair = tiles.float_tile(isa, stored).name, tiles.float_tile(isa, stored, pairs=True).name
     stored_bytes, code_bits = 4 if kind == "float32" else 2, CODE_BITS.get(kind, 0)
     stored_row = (2 if kind == "float16" else 4) * width  # bytes
-    widen = tiles.widen_tile(isa, kind).name  # not used for float32
+    widen, most_paired = tiles.widen_tile(isa, kind).name, tiles.pair_rows(isa)[0]  # nothing widens float32
 
     def product(args: int, scratch: int, index: int) -> None:
         a = read(args, ProductArgs)
@@ -86,7 +88,8 @@ def product_task(isa: Isa, kind: str) -> Task:
             carray(pointer(scratch), num_panels * num_rows * width, np.float32)[:] = 0
             for k in range(0, a.inputs, chunk):
                 count = min(chunk, a.inputs - k)
-                for p in range(num_panels):
+                p = 0
+                while p < num_panels:
                     panel = weight + (first + p) * a.panel_bytes
                     values = scratch + num_panels * sums_bytes
                     is_direct, ldw = stored_bytes == 4 or (not is_coded and num_rows <= DIRECT_ROWS), 4 * width
@@ -105,11 +108,18 @@ def product_task(isa: Isa, kind: str) -> Task:
                             start = stop
                     else:
                         tile(widen, 1, (panel + 2 * k * width, values, count, 0, 0))
+                    if not is_coded and num_rows <= most_paired and p + 1 < num_panels:
+                        sums, rows_at = scratch + p * sums_bytes, a.x + row * a.x_stride + 4 * k
+                        given = (rows_at, a.x_stride, values, ldw, sums, 4 * width, count)
+                        tile(pair, num_rows, (*given, a.panel_bytes, sums_bytes))
+                        p += 2
+                        continue
                     r = 0
                     while r < num_rows:
                         rows_at, sums = a.x + (row + r) * a.x_stride + 4 * k, scratch + p * sums_bytes + 4 * r * width
                         given = (rows_at, a.x_stride, values, ldw, sums, 4 * width, count)
                         r += tile(direct, num_rows - r, given) if is_direct else tile(multiply, num_rows - r, given)
+                    p += 1
             store_panels(a.results, bias, scratch, width, row, num_rows, first, num_panels)
             row += num_rows
 
@@ -145,6 +155,8 @@ def _multiply(
     panel_bytes = packed.data[0].nbytes
     row_block, chunk = max(1, min(rows, ROW_BLOCK)), CHUNK_BYTES // (4 * width)
     per_task = panels_per_task(panel_bytes, panels, packed.activation is not None)
+    if rows <= tiles.pair_rows(isa)[0] and panels >= PAIRED_PANELS * threads.num_threads():
+        per_task += per_task % 2
     blocks = Blocks(rows, panels, per_task, row_block)
     args = ProductArgs(
         blocks, experts, x=x.data_ptr(), x_stride=4 * x.stride(0), weight=packed.data.data_ptr(),

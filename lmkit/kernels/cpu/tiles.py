@@ -255,14 +255,21 @@ def codes_tile(*, wide: bool) -> Tile:
     return register(name, ACTIVATION_LANES, (1,), 7, body)
 
 
-def float_tile(isa: Isa, stored: str = "float32") -> Tile:
+def pair_rows(isa: Isa) -> tuple[int, ...]:
+    """The row counts that leave registers for a second panel. ARM's panels are twice as many vectors wide."""
+    return (1,) if isa.neon else (3, 2, 1)
+
+
+def float_tile(isa: Isa, stored: str = "float32", *, pairs: bool = False) -> Tile:
     """c [rows, tile] += x [rows, k] @ w [k, tile], in float32, inputs strictly in order.
 
     `ldx`, `ldw` and `ldc` are the bytes between rows of each. w is `stored` as float32, bfloat16 or float16 and widened
     in registers. This gives the same bits as weights widened by `widen_tile`. A row of bfloat16 holds two inputs, side
-    by side for each output: [k / 2, tile, 2].
+    by side for each output: [k / 2, tile, 2]. With `pairs` two panels are multiplied, `next_w` and `next_c` bytes
+    apart: each sum waits for itself, input by input, and a row of one panel has few sums.
     """
-    vectors, inputs = isa.float_vectors, 2 if stored == "bfloat16" else 1
+    panels, inputs = 2 if pairs else 1, 2 if stored == "bfloat16" else 1
+    vectors = panels * isa.float_vectors
 
     def load_weights(e: Emitter, address: Value) -> list[Value]:
         """A vector for each input of a row."""
@@ -273,11 +280,17 @@ def float_tile(isa: Isa, stored: str = "float32") -> Tile:
         return [load_halves(e, isa, address)]
 
     def body(e: Emitter, rows: int, arguments: list[Value]) -> None:
-        x, ldx, w, ldw, c, ldc, k = arguments
+        x, ldx, w, ldw, c, ldc, k, *nexts = arguments
         b, kind = e.builder, e.vector(F32)
         vector_bytes = (2 if stored == "float16" else 4) * e.lanes
         sums = e.variables(rows, vectors, kind)
-        places = [[e.offset(c, e.times(ldc, i), 4 * e.lanes * j) for j in range(vectors)] for i in range(rows)]
+        within = isa.float_vectors
+        next_w, next_c = nexts or (I64(0), I64(0))
+        of_panels = [e.offset(c, e.times(next_c, panel)) for panel in range(panels)]
+        columns = [divmod(j, within) for j in range(vectors)]
+        places = [
+            [e.offset(of_panels[panel], e.times(ldc, i), 4 * e.lanes * j) for panel, j in columns] for i in range(rows)
+        ]
 
         for i in range(rows):
             for j in range(vectors):
@@ -286,7 +299,8 @@ def float_tile(isa: Isa, stored: str = "float32") -> Tile:
             of_rows = [e.offset(x, e.times(ldx, i), e.times(index, 4)) for i in range(rows)]
             for n in range(0, size, inputs):
                 start = e.offset(w, b.mul(b.sdiv(e.offset(index, n), I64(inputs)), ldw))
-                weights = [load_weights(e, e.offset(start, vector_bytes * j)) for j in range(vectors)]
+                starts = [e.offset(start, e.times(next_w, panel)) for panel in range(panels)]
+                weights = [load_weights(e, e.offset(starts[panel], vector_bytes * j)) for panel, j in columns]
                 for m, i in itertools.product(range(min(inputs, size)), range(rows)):
                     value = e.scalar(of_rows[i], n + m, size)
                     for j in range(vectors):
@@ -295,8 +309,8 @@ def float_tile(isa: Isa, stored: str = "float32") -> Tile:
             for j in range(vectors):
                 e.store(b.load(sums[i][j]), places[i][j])
 
-    name = f"float_tile.{isa.name}.{stored}"
-    return register(name, isa.lanes, isa.float_rows, 7, body)
+    name = f"float_tile.{isa.name}.{stored}" + ".pairs" * pairs
+    return register(name, isa.lanes, pair_rows(isa) if pairs else isa.float_rows, 9 if pairs else 7, body)
 
 
 def widen_tile(isa: Isa, kind: str) -> Tile:
