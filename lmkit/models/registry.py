@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import importlib
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -28,12 +29,17 @@ MLP_LIMITS = {"intermediate_size": 1 << 19}
 MOE_LIMITS = {"num_experts": 1 << 12, "experts_per_token": 1 << 8, "num_groups": 1 << 12}
 
 
-def family(*architectures: str) -> Callable[[Family], Family]:
-    """Register a function from config.json to ModelSpec for these `architectures`."""
+def family(*architectures: str, defaults: Mapping[str, Any] | None = None) -> Callable[[Family], Family]:
+    """Register a function from config.json to ModelSpec for these `architectures`. It gets the `defaults` of keys that
+    config.json leaves out."""
 
     def register(function: Family) -> Family:
-        FAMILIES.update(dict.fromkeys(architectures, function))
-        return function
+        @functools.wraps(function)
+        def with_defaults(config: dict[str, Any]) -> ModelSpec:
+            return function({**(defaults or {}), **config})
+
+        FAMILIES.update(dict.fromkeys(architectures, with_defaults))
+        return with_defaults
 
     return register
 

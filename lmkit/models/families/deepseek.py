@@ -10,6 +10,7 @@ from lmkit.attention_spec import AttentionSpec
 from lmkit.errors import CheckpointError, UnsupportedError
 from lmkit.layers.latent_spec import LatentSpec
 from lmkit.layers.rope_spec import RopeSpec
+from lmkit.models.families import defaults
 from lmkit.models.families.llama import integer, layer_spec, model_spec, num_layers, rope_spec
 from lmkit.models.families.moe import deepseek_experts, with_mtp
 from lmkit.models.layer_spec import LayerSpec
@@ -21,7 +22,7 @@ GREEDY, GROUPS = "greedy", "group_limited_greedy"
 SIZES = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
 
 
-@family("DeepseekV2ForCausalLM")
+@family("DeepseekV2ForCausalLM", defaults=defaults.DEEPSEEK_V2)
 def deepseek_v2(hf: dict[str, Any]) -> ModelSpec:
     """Experts by softmax. The best expert of a group stands for it. Their scores are not divided by their sum."""
     method = hf.get("topk_method") or GREEDY
@@ -34,10 +35,8 @@ def deepseek_v2(hf: dict[str, Any]) -> ModelSpec:
     return model_spec(hf, deepseek_experts(hf, _layers(hf, interleaved=True), sigmoid=False, group_top=1))
 
 
-@family("DeepseekV3ForCausalLM")
+@family("DeepseekV3ForCausalLM", defaults=defaults.DEEPSEEK_V3)
 def deepseek_v3(hf: dict[str, Any]) -> ModelSpec:
-    hf = {"first_k_dense_replace": 3, "n_group": 8, "topk_group": 4, "n_shared_experts": 1, "norm_topk_prob": True,
-          "routed_scaling_factor": 2.5} | hf  # fmt: skip
     return with_mtp(hf, _layers(hf, interleaved=bool(hf.get("rope_interleave", True))))
 
 

@@ -10,36 +10,34 @@ from dataclasses import replace
 from typing import Any
 
 from lmkit.attention_spec import AttentionSpec
+from lmkit.models.families import defaults
 from lmkit.models.families.llama import integer, layer_spec, model_spec, num_layers, number, typed_layers
 from lmkit.models.layer_spec import LayerSpec
 from lmkit.models.registry import family
 from lmkit.models.roles import LLAMA_NAMES, POST_NORM_NAMES
 from lmkit.models.spec import ModelSpec
 
-DEFAULTS = {"head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True}
-THETA, LOCAL_THETA = 1e6, 1e4  # of Gemma 3
 
-
-@family("Gemma2ForCausalLM")
+@family("Gemma2ForCausalLM", defaults=defaults.GEMMA2)
 def gemma2(hf: dict[str, Any]) -> ModelSpec:
     hf = _with_pattern(hf, 2)
     layer = _layer(hf, softcap=number(hf, "attn_logit_softcapping", 0.0))
     return _model(hf, typed_layers(hf, layer, integer(hf, "sliding_window", 0)))
 
 
-@family("Gemma3ForCausalLM")
+@family("Gemma3ForCausalLM", defaults=defaults.GEMMA3)
 def gemma3(hf: dict[str, Any]) -> ModelSpec:
     hf = _with_pattern(hf, integer(hf, "sliding_window_pattern", 6))
     layer = replace(_layer(hf, softcap=number(hf, "attn_logit_softcapping", 0.0)), qk_norm=True)
-    window = integer(hf, "sliding_window", 4096)
-    local = number(hf, "rope_local_base_freq", LOCAL_THETA)
-    return _model(hf, typed_layers(hf, layer, window, theta=number(hf, "rope_theta", THETA), local_theta=local))
+    window = integer(hf, "sliding_window", 0)
+    bases = number(hf, "rope_theta", 0.0), number(hf, "rope_local_base_freq", 0.0)
+    return _model(hf, typed_layers(hf, layer, window, bases=bases))
 
 
 def _with_pattern(hf: dict[str, Any], period: int) -> dict[str, Any]:
-    """Defaults filled in. Every `period`-th layer has no window."""
+    """With `layer_types`. Every `period`-th layer has no window."""
     kinds = ["sliding_attention" if (i + 1) % max(period, 1) else "full_attention" for i in range(num_layers(hf))]
-    return DEFAULTS | hf | ({} if hf.get("layer_types") else {"layer_types": kinds})
+    return hf | ({} if hf.get("layer_types") else {"layer_types": kinds})
 
 
 def _layer(hf: dict[str, Any], *, softcap: float) -> LayerSpec:

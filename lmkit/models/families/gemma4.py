@@ -15,6 +15,7 @@ from lmkit.attention_spec import AttentionSpec
 from lmkit.errors import CheckpointError, UnsupportedError
 from lmkit.layers.mlp_spec import MLPSpec, MoESpec
 from lmkit.layers.rope_spec import RopeSpec
+from lmkit.models.families import defaults
 from lmkit.models.families.gemma import rounded
 from lmkit.models.families.llama import activation, integer, layer_spec, model_spec, num_layers, number, rope_spec
 from lmkit.models.layer_spec import LayerSpec
@@ -23,8 +24,6 @@ from lmkit.models.roles import BESIDE_EXPERTS, LLAMA_NAMES, PER_LAYER_NAMES, POS
 from lmkit.models.spec import ModelSpec
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-DEFAULTS = {"head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True,
-            "hidden_size_per_layer_input": 256, "sliding_window": 512}  # fmt: skip
 ROPES = {
     FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
     SLIDING: {"rope_type": "default", "rope_theta": 1e4},
@@ -32,9 +31,8 @@ ROPES = {
 TOWERS = ("model.vision_tower.", "model.embed_vision.", "model.audio_tower.", "model.embed_audio.")
 
 
-@family("Gemma4ForCausalLM")
+@family("Gemma4ForCausalLM", defaults=defaults.GEMMA4)
 def gemma4(hf: dict[str, Any]) -> ModelSpec:
-    hf = DEFAULTS | hf
     kinds = _kinds(hf)
     shared = integer(hf, "num_kv_shared_layers", 0)
     sources = _sources(kinds, len(kinds) - shared)
@@ -123,7 +121,7 @@ def _rope(hf: dict[str, Any], kind: str, head_dim: int) -> RopeSpec:
     given = hf.get("rope_parameters") or ROPES
     if not isinstance(given, dict) or not isinstance(given.get(kind), dict):
         raise CheckpointError(f"config.json: rope_parameters has nothing for {kind}")
-    return rope_spec(hf | {"rope_parameters": given[kind]}, head_dim)
+    return rope_spec(hf | {"rope_scaling": None, "rope_parameters": given[kind]}, head_dim)
 
 
 def _experts(hf: dict[str, Any], dense: MLPSpec) -> MoESpec:

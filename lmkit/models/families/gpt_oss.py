@@ -6,6 +6,7 @@ from typing import Any
 
 from lmkit.errors import UnsupportedError
 from lmkit.layers.mlp_spec import MLPSpec, MoESpec
+from lmkit.models.families import defaults
 from lmkit.models.families.llama import integer, layer_spec, model_spec, num_layers, number, typed_windows, windowed
 from lmkit.models.registry import family
 from lmkit.models.roles import GPT_OSS_EXPERTS, LLAMA_NAMES
@@ -14,7 +15,7 @@ from lmkit.models.spec import ModelSpec
 BUILT = {"swiglu_limit": 7.0, "swiglu_alpha": 1.702}  # the activation clamped_swish has these
 
 
-@family("GptOssForCausalLM")
+@family("GptOssForCausalLM", defaults=defaults.GPT_OSS)
 def gpt_oss(hf: dict[str, Any]) -> ModelSpec:
     kinds = ["full_attention" if i % 2 else "sliding_attention" for i in range(num_layers(hf))]
     hf = {"layer_types": kinds, "head_dim": 64} | {key: x for key, x in hf.items() if x is not None}

@@ -6,12 +6,13 @@ from typing import Any
 
 from lmkit.attention_spec import AttentionSpec
 from lmkit.errors import CheckpointError
+from lmkit.models.families import defaults
 from lmkit.models.families.llama import layer_spec, model_spec, num_layers, number
 from lmkit.models.registry import family
 from lmkit.models.spec import ModelSpec
 
 
-@family("GraniteForCausalLM")
+@family("GraniteForCausalLM", defaults=defaults.GRANITE)
 def granite(hf: dict[str, Any]) -> ModelSpec:
     """The stream x gets x + m * block(norm(x)) in each layer. Here it is x / m, which gets x / m + block(norm(x / m)).
 

@@ -11,6 +11,7 @@ from lmkit.attention_spec import AttentionSpec
 from lmkit.errors import CheckpointError, UnsupportedError
 from lmkit.layers.mlp_spec import MLPSpec
 from lmkit.layers.rope_spec import RopeSpec
+from lmkit.models.families import defaults
 from lmkit.models.layer_spec import LayerSpec
 from lmkit.models.registry import MAX_LAYERS, family
 from lmkit.models.spec import ModelSpec
@@ -70,41 +71,41 @@ def activation(hf: dict[str, Any]) -> str:
     return ACTIVATIONS[name]
 
 
-@family("LlamaForCausalLM")
+@family("LlamaForCausalLM", defaults=defaults.LLAMA)
 def llama(hf: dict[str, Any]) -> ModelSpec:
     bias = bool(hf.get("attention_bias", False))
     layer = layer_spec(hf, attn_bias=bias, o_bias=bias, mlp_bias=bool(hf.get("mlp_bias", False)))
     return model_spec(hf, [layer] * num_layers(hf))
 
 
-@family("MistralForCausalLM")
+@family("MistralForCausalLM", defaults=defaults.MISTRAL)
 def mistral(hf: dict[str, Any]) -> ModelSpec:
     return model_spec(hf, windowed(layer_spec(hf), [integer(hf, "sliding_window", 0)] * num_layers(hf)))
 
 
-@family("Qwen2ForCausalLM")
+@family("Qwen2ForCausalLM", defaults=defaults.QWEN2)
 def qwen2(hf: dict[str, Any]) -> ModelSpec:
     return model_spec(hf, windowed(layer_spec(hf, attn_bias=True), layer_windows(hf)))
 
 
-@family("InternLM3ForCausalLM")
+@family("InternLM3ForCausalLM", defaults=defaults.INTERNLM3)
 def internlm3(hf: dict[str, Any]) -> ModelSpec:
     """Its own code has `qkv_bias` and `bias`. transformers has one for all of attention."""
     qkv = bool(hf.get("attention_bias", hf.get("qkv_bias", False)))
     others = bool(hf.get("mlp_bias", hf.get("bias", False)))
     o_bias = qkv if "attention_bias" in hf else others
-    layer = layer_spec({"head_dim": 128} | hf, attn_bias=qkv, o_bias=o_bias, mlp_bias=others)
+    layer = layer_spec(hf, attn_bias=qkv, o_bias=o_bias, mlp_bias=others)
     return model_spec(hf, [layer] * num_layers(hf))
 
 
-@family("SeedOssForCausalLM")
+@family("SeedOssForCausalLM", defaults=defaults.SEED_OSS)
 def seed_oss(hf: dict[str, Any]) -> ModelSpec:
     flags = {"attn_bias": bool(hf.get("attention_bias", True)), "o_bias": bool(hf.get("attention_out_bias", False))}
-    layer = layer_spec({"head_dim": 128} | hf, mlp_bias=bool(hf.get("mlp_bias", False)), **flags)
+    layer = layer_spec(hf, mlp_bias=bool(hf.get("mlp_bias", False)), **flags)
     return model_spec(hf, [layer] * num_layers(hf))
 
 
-@family("SmolLM3ForCausalLM")
+@family("SmolLM3ForCausalLM", defaults=defaults.SMOLLM3)
 def smollm3(hf: dict[str, Any]) -> ModelSpec:
     """Every fourth layer turns no heads. Only such layers may have a window."""
     count, bias = num_layers(hf), bool(hf.get("attention_bias", False))
@@ -118,19 +119,19 @@ def smollm3(hf: dict[str, Any]) -> ModelSpec:
     windows = layer_windows(hf)
     unturned = replace(layer, rope=replace(layer.rope, kind="none"))
     layers = windowed(layer, windows), windowed(unturned, windows)
-    return model_spec({"tie_word_embeddings": True} | hf, [layers[not turns][i] for i, turns in enumerate(turned)])
+    return model_spec(hf, [layers[not turns][i] for i, turns in enumerate(turned)])
 
 
-@family("Qwen3ForCausalLM")
+@family("Qwen3ForCausalLM", defaults=defaults.QWEN3)
 def qwen3(hf: dict[str, Any]) -> ModelSpec:
     bias = bool(hf.get("attention_bias", False))
-    hf = hf | {"head_dim": integer(hf, "head_dim", 128)}
     return model_spec(hf, windowed(layer_spec(hf, attn_bias=bias, o_bias=bias, qk_norm=True), layer_windows(hf)))
 
 
 def rope_spec(hf: dict[str, Any], head_dim: int) -> RopeSpec:
-    """`rope_parameters` (transformers 5), or `rope_theta` with `rope_scaling` (before)."""
-    parameters = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    """`rope_parameters` (transformers 5), or `rope_theta` with `rope_scaling` (before). Of both, `rope_scaling` counts:
+    somebody added it."""
+    parameters = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
     if not isinstance(parameters, dict):
         raise CheckpointError("config.json: rope_parameters is not an object")
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
@@ -138,10 +139,8 @@ def rope_spec(hf: dict[str, Any], head_dim: int) -> RopeSpec:
         raise UnsupportedError(f"config.json: rope_type {kind!r} is not supported; lmkit runs {', '.join(ROPE_KINDS)}")
     max_position = integer(hf, "max_position_embeddings", 2048)
     original = integer(parameters, ORIGINAL, integer(hf, ORIGINAL, 0))
-    if kind in ("dynamic", "yarn", "longrope") and not original:
+    if kind in ("dynamic", "yarn", "longrope", "llama3") and not original:
         original = max_position
-    if kind == "llama3" and not original:
-        raise CheckpointError("config.json: rope_type llama3 needs original_max_position_embeddings")
     factor = parameters.get("factor")
     if factor is None:
         factor = max_position / original if kind in ("yarn", "longrope") else 1.0
@@ -181,23 +180,27 @@ def _factors(parameters: dict[str, Any], key: str) -> tuple[float, ...]:
 
 
 def typed_layers(
-    hf: dict[str, Any], layer: LayerSpec, window: int, *, theta: float = 0.0, local_theta: float = 0.0
+    hf: dict[str, Any], layer: LayerSpec, window: int, *, bases: tuple[float, float] | None = None
 ) -> list[LayerSpec]:
     """The layer for each entry of `layer_types`: with the window and the RoPE of its kind.
 
-    transformers 5 has `rope_parameters` by kind of layer. Before, `rope_scaling` was for layers without a window alone.
-    With a `theta` given, old files have RoPE by kind too; without, all layers have the same.
+    `bases`: those of layers without and with a window, in a family whose `rope_parameters` are by kind of layer. There,
+    `rope_scaling` is for layers without a window. In other families all layers have the same RoPE.
     """
     typed_windows(hf, window)  # checks layer_types
-    nested, made = hf.get("rope_parameters"), {}
-    for kind, size, base in (("full_attention", 0, theta), ("sliding_attention", window, local_theta)):
-        if isinstance(nested, dict) and kind in nested:
-            rope = rope_spec(hf | {"rope_parameters": nested[kind]}, layer.head_dim)
-        elif base:
-            scaling = (hf.get("rope_scaling") or {}) if kind == "full_attention" else {}
-            rope = rope_spec(hf | {"rope_scaling": {"rope_theta": base} | scaling}, layer.head_dim)
-        else:
-            rope = layer.rope
+    nested, scaling = hf.get("rope_parameters") or {}, hf.get("rope_scaling") or {}
+    if not isinstance(nested, dict) or not isinstance(scaling, dict):
+        raise CheckpointError("config.json: rope_parameters is not an object")
+    made = {}
+    for index, (kind, size) in enumerate((("full_attention", 0), ("sliding_attention", window))):
+        rope = layer.rope
+        if bases is not None:
+            own = (
+                {"rope_type": "default", "rope_theta": bases[index]}
+                | (nested.get(kind) or {})
+                | ({} if index else scaling)
+            )
+            rope = rope_spec(hf | {"rope_scaling": None, "rope_parameters": own}, layer.head_dim)
         made[kind] = replace(layer, attention=replace(layer.attention, window=size), rope=rope)
     return [made[kind] for kind in hf["layer_types"]]
 

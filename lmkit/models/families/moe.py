@@ -8,6 +8,7 @@ from typing import Any
 
 from lmkit.errors import CheckpointError
 from lmkit.layers.mlp_spec import MLPSpec, MoESpec
+from lmkit.models.families import defaults
 from lmkit.models.families.llama import (
     activation,
     integer,
@@ -29,7 +30,7 @@ from lmkit.models.spec import ModelSpec
 PREDICTING = "num_nextn_predict_layers"
 
 
-@family("MixtralForCausalLM")
+@family("MixtralForCausalLM", defaults=defaults.MIXTRAL)
 def mixtral(hf: dict[str, Any]) -> ModelSpec:
     """Mistral's attention; every layer is sparse."""
     dense = mistral(hf)
@@ -42,7 +43,7 @@ def mixtral(hf: dict[str, Any]) -> ModelSpec:
     return replace(dense, layers=tuple(replace(layer, mlp=moe, names=names) for layer in dense.layers))
 
 
-@family("Qwen2MoeForCausalLM")
+@family("Qwen2MoeForCausalLM", defaults=defaults.QWEN2_MOE)
 def qwen2_moe(hf: dict[str, Any]) -> ModelSpec:
     if hf.get("layer_types") is None:  # by default windows alternate; Qwen2 has them from a layer on
         last = integer(hf, "max_window_layers", 28)
@@ -53,7 +54,7 @@ def qwen2_moe(hf: dict[str, Any]) -> ModelSpec:
     return model_spec(hf, with_experts(hf, layers, shared if shared.intermediate_size else None))
 
 
-@family("Qwen3MoeForCausalLM")
+@family("Qwen3MoeForCausalLM", defaults=defaults.QWEN3_MOE)
 def qwen3_moe(hf: dict[str, Any]) -> ModelSpec:
     bias = bool(hf.get("attention_bias", False))
     window = integer(hf, "sliding_window", 0) if hf.get("use_sliding_window", False) else 0
@@ -61,14 +62,13 @@ def qwen3_moe(hf: dict[str, Any]) -> ModelSpec:
     return model_spec(hf, with_experts(hf, windowed(layer, [window] * num_layers(hf))))
 
 
-@family("Glm4MoeForCausalLM")
+@family("Glm4MoeForCausalLM", defaults=defaults.GLM4_MOE)
 def glm4_moe(hf: dict[str, Any]) -> ModelSpec:
-    hf = {"partial_rotary_factor": 0.5, "first_k_dense_replace": 1, "n_shared_experts": 1, "norm_topk_prob": True} | hf
     layer = layer_spec(hf, attn_bias=bool(hf.get("attention_bias", False)), qk_norm=bool(hf.get("use_qk_norm", False)))
     return with_mtp(hf, [layer] * num_layers(hf))
 
 
-@family("Dots1ForCausalLM")
+@family("Dots1ForCausalLM", defaults=defaults.DOTS1)
 def dots1(hf: dict[str, Any]) -> ModelSpec:
     bias, window = bool(hf.get("attention_bias", False)), integer(hf, "sliding_window", 0)
     layer = layer_spec(hf, attn_bias=bias, o_bias=bias, qk_norm=True)

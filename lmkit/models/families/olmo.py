@@ -5,30 +5,29 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from lmkit.models.families import defaults
 from lmkit.models.families.llama import integer, layer_spec, model_spec, num_layers, number, typed_layers
 from lmkit.models.layer_spec import LayerSpec
 from lmkit.models.registry import family
 from lmkit.models.roles import BEHIND_NAMES, LLAMA_NAMES
 from lmkit.models.spec import ModelSpec
 
-THETA = 5e5  # of OLMo 3
 
-
-@family("Olmo2ForCausalLM")
+@family("Olmo2ForCausalLM", defaults=defaults.OLMO2)
 def olmo2(hf: dict[str, Any]) -> ModelSpec:
     return model_spec(hf, [_layer(hf, joint_qk_norm=True)] * num_layers(hf))
 
 
-@family("Olmo3ForCausalLM")
+@family("Olmo3ForCausalLM", defaults=defaults.OLMO3)
 def olmo3(hf: dict[str, Any]) -> ModelSpec:
     """Three layers of four have a window, and RoPE that is not stretched."""
     hf = _with_pattern(hf, 4)
-    theta = number(hf, "rope_theta", THETA)
-    layer, window = _layer(hf, joint_qk_norm=True), integer(hf, "sliding_window", 4096)
-    return model_spec(hf, typed_layers(hf, layer, window, theta=theta, local_theta=theta))
+    layer, window = _layer(hf, joint_qk_norm=True), integer(hf, "sliding_window", 0)
+    bases = number(hf, "rope_theta", 0.0), float(defaults.OLMO3["rope_theta"])  # as transformers has it
+    return model_spec(hf, typed_layers(hf, layer, window, bases=bases))
 
 
-@family("Exaone4ForCausalLM")
+@family("Exaone4ForCausalLM", defaults=defaults.EXAONE4)
 def exaone4(hf: dict[str, Any]) -> ModelSpec:
     """If some layers have a window, the others turn no heads."""
     window = integer(hf, "sliding_window", 0)

@@ -7,6 +7,7 @@ from typing import Any
 from lmkit.errors import UnsupportedError
 from lmkit.layers.mlp_spec import MLPSpec
 from lmkit.layers.rope_spec import RopeSpec
+from lmkit.models.families import defaults
 from lmkit.models.families.llama import integer, layer_spec, model_spec, num_layers
 from lmkit.models.registry import family
 from lmkit.models.roles import OPT_NAMES
@@ -18,7 +19,7 @@ FIRST_POSITION = 2
 BUILT = {"activation_function": "relu", "enable_bias": True, "layer_norm_elementwise_affine": True}
 
 
-@family("OPTForCausalLM")
+@family("OPTForCausalLM", defaults=defaults.OPT)
 def opt(hf: dict[str, Any]) -> ModelSpec:
     hidden, heads = integer(hf, "hidden_size"), max(integer(hf, "num_attention_heads"), 1)
     before, width = bool(hf.get("do_layer_norm_before", True)), integer(hf, "word_embed_proj_dim", hidden)
@@ -43,4 +44,4 @@ def opt(hf: dict[str, Any]) -> ModelSpec:
         "final_norm": before and not hf.get("_remove_final_layer_norm", False),
         "projected": 0 if width == hidden else width,
     }
-    return model_spec({"tie_word_embeddings": True} | hf, [layer] * num_layers(hf), **flags)
+    return model_spec(hf, [layer] * num_layers(hf), **flags)

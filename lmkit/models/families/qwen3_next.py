@@ -11,6 +11,7 @@ from typing import Any
 from lmkit.errors import CheckpointError
 from lmkit.layers.delta_spec import DeltaSpec
 from lmkit.layers.mlp_spec import MLPSpec
+from lmkit.models.families import defaults
 from lmkit.models.families.llama import integer, layer_spec, model_spec, num_layers
 from lmkit.models.families.moe import with_experts
 from lmkit.models.families.qwen_vl import TOWER_3, seeing, tower_3
@@ -23,18 +24,18 @@ from lmkit.models.spec import ModelSpec
 LINEAR, FULL = "linear_attention", "full_attention"
 
 
-@family("Qwen3NextForCausalLM")
+@family("Qwen3NextForCausalLM", defaults=defaults.QWEN3_NEXT)
 def qwen3_next(hf: dict[str, Any]) -> ModelSpec:
-    return _hybrid({"norm_topk_prob": True} | hf)
+    return _hybrid(hf)
 
 
-@family("Qwen3_5ForCausalLM")
+@family("Qwen3_5ForCausalLM", defaults=defaults.QWEN3_5)
 def qwen3_5(hf: dict[str, Any]) -> ModelSpec:
     """Dense. A token of text has the same position in all three rows of M-RoPE, so this is RoPE."""
     return _hybrid(hf | {"num_experts": 0}, flat=True)
 
 
-@family("Qwen3_5MoeForCausalLM")
+@family("Qwen3_5MoeForCausalLM", defaults=defaults.QWEN3_5_MOE)
 def qwen3_5_moe(hf: dict[str, Any]) -> ModelSpec:
     return _hybrid(hf | {"norm_topk_prob": True}, flat=True)
 
@@ -63,7 +64,6 @@ def _inside(hf: dict[str, Any], of_text: Callable[[dict[str, Any]], ModelSpec]) 
 
 def _hybrid(hf: dict[str, Any], *, flat: bool = False) -> ModelSpec:
     """Norms have the factor 1 + w, but for that inside linear attention. `flat`: see DeltaSpec."""
-    hf = {"partial_rotary_factor": 0.25} | hf
     bias = bool(hf.get("attention_bias", False))
     full = layer_spec(hf, attn_bias=bias, o_bias=bias, qk_norm=True, gated=True)
     layers = [replace(full, gated=False, attn_bias=False, o_bias=False, qk_norm=False, delta=_delta(hf, flat))

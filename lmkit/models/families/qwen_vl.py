@@ -144,7 +144,7 @@ def _layers(vision: dict[str, Any], key: str, default: list[int] | None) -> tupl
 
 def _sections(hf: dict[str, Any], rotary_dim: int) -> tuple[int, ...]:
     """The pairs that turn by time, height and width."""
-    given = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    given = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
     sections = given.get("mrope_section", [16, 24, 24])
     fits = isinstance(sections, list) and len(sections) == 3 and all(type(x) is int and x > 0 for x in sections)
     if not fits or 2 * sum(sections) != rotary_dim:
