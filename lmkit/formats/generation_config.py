@@ -50,6 +50,7 @@ NOT_APPLIED: Mapping[str, tuple[Any, ...]] = {
     "max_time": (),
     "min_length": (0,),
     "min_new_tokens": (0,),
+    "mirostat": (0,),  # of a GGUF file
     "no_repeat_ngram_size": (0,),
     "num_beam_groups": (1,),
     "num_beams": (1,),
@@ -60,6 +61,7 @@ NOT_APPLIED: Mapping[str, tuple[Any, ...]] = {
     "top_h": (),
     "typical_p": (1,),
     "watermarking_config": (),
+    "xtc_probability": (0,),  # of a GGUF file
 }
 
 

@@ -191,8 +191,9 @@ def _merges(file: GgufFile, vocabulary: Vocabulary) -> list[tuple[str, str]]:
     known = set(vocabulary.tokens)
     merges: dict[tuple[str, str], None] = {}
     for rank, merge in enumerate(file.array(PREFIX + "merges")):
-        cut = merge.find(" ", 1) if isinstance(merge, str) else -1
-        left, right = merge[:cut], merge[cut + 1 :]
+        text = merge if isinstance(merge, str) else ""
+        cut = text.find(" ", 1)
+        left, right = text[:cut], text[cut + 1 :]
         if cut < 0 or left not in known or right not in known or left + right not in known:
             raise vocabulary.error(f"{PREFIX}merges: merge {rank}, {merge!r:.60}, is not of tokens to a token")
         merges[left, right] = None

@@ -16,6 +16,8 @@ from lmkit.errors import LMKitError
 from lmkit.formats.checkpoint import CheckpointReader
 from lmkit.formats.generation_config import read_defaults
 from lmkit.formats.gguf import GgufReader
+from lmkit.formats.gguf_file import GgufFile
+from lmkit.formats.gguf_tokenizer import generation_config, tokenizer_config, tokenizer_json
 from lmkit.formats.kv_config import KVConfig, KVLayerConfig, load_kv_config, save_kv_config
 from lmkit.models import load_spec
 from lmkit.models.source import ModelSource
@@ -53,6 +55,12 @@ def read_gguf(path: Path) -> None:
     reader.linears()
 
 
+def read_gguf_tokenizer(path: Path) -> None:
+    file = GgufFile(path)
+    for read in (tokenizer_config, generation_config, tokenizer_json):
+        read(file)
+
+
 def use_tokenizer(path: Path) -> None:
     tokenizer = Tokenizer.from_pretrained(path)
     tokenizer.decode(tokenizer.encode("def f(x): return 'naïve 🙂'"))
@@ -72,6 +80,30 @@ def write_gguf(path: Path) -> bytes:
     }
     gguf_writer.write(path, metadata, tensors)
     return path.read_bytes()
+
+
+@pytest.mark.parametrize("number", SIZES)
+@pytest.mark.parametrize("name", ["gpt2", "llama", "t5", "bert"])
+def test_gguf_tokenizers(tmp_path: Path, name: str, number: int) -> None:
+    """Any byte of the metadata changed: a tokenizer, or one of lmkit's errors."""
+    key, file = "tokenizer.ggml.", tmp_path / "m.gguf"
+    metadata = {
+        key + "model": name, key + "pre": "qwen2",
+        key + "tokens": ["<unk>", "<s>", "</s>", "a", "b", "ab", "<|im_end|>"],
+        key + "token_type": [2, 3, 3, 1, 1, 1, 4], key + "scores": [0.0, 0.0, 0.0, -1.0, -2.0, -3.0, 0.0],
+        key + "merges": ["a b"], key + "bos_token_id": 1, key + "eos_token_id": 2, key + "unknown_token_id": 0,
+        key + "seperator_token_id": 2, "tokenizer.chat_template": "{{ messages }}", "general.sampling.temp": 0.5,
+    }  # fmt: skip
+    gguf_writer.write(file, metadata, {})
+    seed = file.read_bytes()
+    read_gguf_tokenizer(file)
+
+    def attempt(rng: random.Random) -> None:
+        file.unlink()
+        file.write_bytes(mutated_bytes(seed, rng))
+        read_gguf_tokenizer(file)
+
+    survives(number, name, attempt, LMKitError)
 
 
 @pytest.mark.parametrize("number", SIZES)
