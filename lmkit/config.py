@@ -30,7 +30,7 @@ HeadStorage = Literal["auto", "int8"]
 ClusterName = Literal["none", "ray", "torchrun"]
 Quantize = Literal["none", "int4", "int8", "fp8"]
 Reranker = Literal["cosine", "yes_no"]  # of embeddings; or the probability that the model answers yes
-PoolingName = Literal["auto", "last", "mean", "cls"]
+PoolingName = Literal["auto", "last", "mean", "cls", "max", "weighted_mean", "mean_sqrt_len"]
 Speculate = Annotated[str, msgspec.Meta(pattern=r"^(off|auto|ngram|mtp|(draft|eagle)=.+)$")]
 Activations = Literal["auto", "int8", "fp8", "exact"]
 LogLevel = Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"]
@@ -138,7 +138,7 @@ class EngineConfig(StrictStruct, frozen=True, kw_only=True, metaclass=_Sizes):
     max_adapters: Annotated[int, msgspec.Meta(ge=1, le=1024)] | None = (
         None  # in one batch, at most; None = all `adapters`, 8 with a root
     )
-    pooling: PoolingName = "auto"  # of embeddings; auto = the checkpoint's, see formats.pooling
+    pooling: PoolingName = "auto"  # of embeddings; auto = the checkpoint's, see formats.sentences
     generation_config: str = "auto"  # sampling defaults: auto = the checkpoint's, none, or a file or folder
     chat_template: str | None = None  # a file of Jinja, or the template itself; None = the checkpoint's
 

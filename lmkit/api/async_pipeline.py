@@ -185,10 +185,13 @@ class AsyncPipeline:
         requests = await asyncio.to_thread(self.maker.scoring, input_ids)
         return [mean_nll(last) for last in await self._ends(requests)]
 
-    async def embed(self, inputs: str | Sequence[int] | Iterable[str | Sequence[int]]) -> Vectors:
+    async def embed(
+        self, inputs: str | Sequence[int] | Iterable[str | Sequence[int]], prompt_name: str | None = None
+    ) -> Vectors:
         """As Pipeline.embed."""
-        requests = await asyncio.to_thread(self.maker.embedding, inputs)
-        return matrix([embedding_of(last) for last in await self._ends(requests)])
+        requests = await asyncio.to_thread(self.maker.embedding, inputs, prompt_name)
+        rows = [embedding_of(last) for last in await self._ends(requests)]
+        return matrix(rows, layers=self.maker.vector_layers)
 
     if not TYPE_CHECKING:
 

@@ -196,16 +196,20 @@ class Pipeline:
         values = {out.request_id: mean_nll(out) for out in self.steps(deque(requests)) if out.finish_reason is not None}
         return [values[request.request_id] for request in requests]
 
-    def embed(self, inputs: str | Sequence[int] | Iterable[str | Sequence[int]]) -> Vectors:
-        """Embeddings of unit length, float32 [inputs, hidden], of each text or list of token ids.
+    def embed(
+        self, inputs: str | Sequence[int] | Iterable[str | Sequence[int]], prompt_name: str | None = None
+    ) -> Vectors:
+        """Embeddings of unit length, float32 [inputs, size], of each text or list of token ids.
 
-        Raises RequestError for an input without tokens, or of more tokens than the context holds.
+        `prompt_name` is one of the checkpoint's prompts for texts, which stands before each. Raises RequestError for
+        another name, and for an input without tokens, or of more tokens than the context holds.
         """
         self._check_open()
-        requests = self.maker.embedding(inputs)
+        requests = self.maker.embedding(inputs, prompt_name)
         ends = (out for out in self.steps(deque(requests)) if out.finish_reason is not None)
         rows = {out.request_id: embedding_of(out) for out in ends}
-        return matrix([rows[request.request_id] for request in requests])
+        found = [rows[request.request_id] for request in requests]
+        return matrix(found, layers=self.maker.vector_layers)
 
     def close(self) -> None:
         """Abort running requests. The pipeline cannot be used afterwards."""

@@ -16,9 +16,10 @@ from lmkit.api.response import Response, Session, refused, response
 from lmkit.config import EngineConfig
 from lmkit.errors import ConfigError, RequestError
 from lmkit.text import Tokenizer
+from lmkit.text.cut import cut_text
 from lmkit.text.images import ReadImage
 from lmkit.text.messages import ImagePart, has_images, message_parts, plain_messages, shown_parts
-from lmkit.turbo.request import EngineInfo, ImageInput, Request, StepOutput
+from lmkit.turbo.request import EngineInfo, ImageInput, Request, StepOutput, VectorLayer
 from lmkit.turbo.transport.output import AssistantTurn, RequestOutput
 from lmkit.turbo.transport.prompt_images import read_images, with_images
 
@@ -111,16 +112,28 @@ class RequestMaker:
 
         return Chats(self._tokenizer)
 
+    @property
+    def vector_layers(self) -> tuple[VectorLayer, ...]:
+        """What follows the pooling of embeddings."""
+        return self._info.vector_layers
+
     def scoring(self, inputs: Any) -> list[Request]:
         """Requests for the log-probabilities of texts or lists of token ids. Raises RequestError."""
         config = GenerationConfig(max_new_tokens=0)
         rows = id_rows(inputs, self._tokenizer.encode, 2, "perplexity needs at least two tokens")
         return [self.request(row, config, prompt_logprobs=True) for row in rows]
 
-    def embedding(self, inputs: Any) -> list[Request]:
+    def embedding(self, inputs: Any, prompt_name: str | None = None) -> list[Request]:
         """Requests for the embeddings of texts or lists of token ids. Raises RequestError."""
-        config = GenerationConfig(max_new_tokens=0)
-        rows = id_rows(inputs, self._tokenizer.encode, 1, "an embedding needs at least one token")
+        config, sentences = GenerationConfig(max_new_tokens=0), self._info.sentences
+        prompt, longest = sentences.prompt(prompt_name), sentences.max_tokens
+
+        def encode(text: str) -> list[int]:
+            if not longest or longest > self._info.max_model_len:
+                return self._tokenizer.encode(prompt + text)
+            return cut_text(prompt + text, self._tokenizer, longest, special=True, keep_end=False)
+
+        rows = id_rows(inputs, encode, 1, "an embedding needs at least one token")
         return [self.request(row, config, pooling=self._info.pooling) for row in rows]
 
     def request(self, prompt_ids: list[int], config: GenerationConfig, **fields: Any) -> Request:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from lmkit.formats.sentences import KINDS
 from lmkit.serve.serving import Serving
 from lmkit.strict import NEVER, OF_MODEL, Schema
 from lmkit.text.template import THINKING_SWITCHES
@@ -30,7 +31,9 @@ def limits(server: Serving) -> dict[str, Schema]:
         "effort": {} if knows_effort else NEVER,
         "image": NEVER if isinstance(info.images, str) else {},
         "dimensions": {"enum": [*info.dimensions, most]} if info.dimensions else {"maximum": most},
-        "cut": {"maximum": info.max_model_len},
+        "prompt": {"enum": sorted(info.sentences.prompts)} if info.sentences.prompts else NEVER,
+        "kind": {"enum": sorted({*info.sentences.prompts, *KINDS})},
+        "cut": {"maximum": min(info.sentences.max_tokens or info.max_model_len, info.max_model_len)},
         "instruction": {"maxLength": 0} if server.config.reranker == "cosine" else {},
     }
 

@@ -20,9 +20,10 @@ from lmkit.formats.generation_config import RANGES
 from lmkit.serve.auth import NOBODY, Owner
 from lmkit.serve.constraint import constraint
 from lmkit.serve.protocol import MAX_SEQUENCES, ChatCompletionRequest, CompletionRequest, Placed
-from lmkit.serve.truncate import cut, cut_text, room
+from lmkit.serve.truncate import room
 from lmkit.text import EncodedTurn, TokenHistory, Tokenizer
 from lmkit.text.chat.style import Style, called_tools
+from lmkit.text.cut import cut, cut_text
 from lmkit.text.images import data_url
 from lmkit.turbo.request import MAX_LOGPROBS, EngineInfo, Request, SamplingParams
 from lmkit.turbo.transport.prompt_images import read_images, with_images

@@ -17,6 +17,7 @@ import tokenizers
 
 from lmkit.errors import CheckpointError, LMKitError, RequestError
 from lmkit.text.decoding import decoder_stages
+from lmkit.text.sentence_settings import lower_if_asked
 from lmkit.text.special_tokens import CONFIG, add_special_tokens, read_config
 from lmkit.text.template import ChatTemplate
 from lmkit.text.template_files import chosen_template, given_template, read_templates
@@ -93,6 +94,7 @@ class Tokenizer:
     def _read(cls, folder: Path, backend: tokenizers.Tokenizer, chat_template: str | None) -> Tokenizer:
         config = read_config(folder / CONFIG)
         named = add_special_tokens(backend, folder, config)
+        lower_if_asked(backend, folder)
         templates = read_templates(folder, config)
         if chat_template is not None:
             templates = {"default": templates.get(chat_template) or given_template(chat_template)}

@@ -10,11 +10,12 @@ import msgspec
 
 from lmkit.errors import RequestError
 from lmkit.formats.generation_config import RANGES, SamplingDefaults
+from lmkit.formats.sentences import Layer, Sentences
 from lmkit.text.images import TEXT_ONLY, ImageSettings
 
 MAX_STOPS, MAX_LOGIT_BIAS, MAX_LOGPROBS = 16, 1024, 20
 FinishReason = Literal["stop", "length", "abort", "error"]
-Pooling = Literal["last", "mean", "cls"]  # which final hidden states of a text are its embedding
+Pooling = str  # which final hidden states of a text are its embedding: modes of formats.sentences, joined by "+"
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -214,6 +215,17 @@ class Classes(msgspec.Struct, frozen=True, kw_only=True):
     dense_bias: bytes = b""  # float32 [hidden]
 
 
+class VectorLayer(msgspec.Struct, frozen=True, kw_only=True):
+    """A module behind the pooling. A Dense is activation(weight @ vector + bias), perhaps with its input added."""
+
+    kind: Layer
+    weight: bytes = b""  # float32 [outputs, inputs], or [inputs] of a LayerNorm
+    bias: bytes = b""  # float32 [outputs]
+    activation: str = "Identity"  # one of formats.sentences.ACTIVATIONS
+    has_residual: bool = False
+    residual: bytes = b""  # float32 [outputs, inputs], by which the input is multiplied before; empty: it is not
+
+
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     """The facts that an engine sends to its front end when it is ready."""
 
@@ -228,6 +240,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     reserved: int = 0  # bytes of memory that the engine's processes take at most, libraries included
     hidden_size: int = 0  # of an embedding
     pooling: Pooling = "last"  # for embeddings
+    sentences: Sentences = Sentences()  # how embeddings of texts are made
+    vector_layers: tuple[VectorLayer, ...] = ()  # of embeddings, behind the pooling
     dimensions: tuple[int, ...] = ()  # that embeddings may be cut to; empty: the checkpoint names none, so any
     classes: Classes | None = None  # of a checkpoint that classifies texts
     sampling: SamplingDefaults = SamplingDefaults()  # for requests that do not say how to sample
@@ -246,7 +260,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     blocks_backed: int = 0  # blocks that have taken memory from the system
     kept_since: float | None = None  # on the monotonic clock: the prefix cache has all that was used since; see Ledger
     preemptions: int = 0
-    prompt_tokens: int = 0
+    prompt_tokens: int = 0  # computed, chunk by chunk; those found in a cache are not
     generation_tokens: int = 0
     steps: int = 0
     step_sizes: list[int] = []  # steps by their tokens, in the classes of turbo.step_sizes

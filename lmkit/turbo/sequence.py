@@ -149,7 +149,7 @@ class Sequence:
     @property
     def max_cached(self) -> int:
         """The first tokens whose KV may come from a cache. The others are computed for what they give."""
-        if self.request.pooling in ("mean", "cls"):
+        if self.request.pooling not in (None, "last"):
             return 0
         return self.request.logprobs_start if self.scores_prompt else self.num_tokens - 1
 

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
+from lmkit.api.in_process import pipeline
 from lmkit.config import EngineConfig
 from lmkit.serve.embeddings.vectors import scores
 from lmkit.text import Tokenizer
@@ -57,6 +59,23 @@ def test_embeddings(tmp_path: Path, name: str, mode: str) -> None:
     assert engine.info.pooling == mode
     cosines = (peer.encode(TEXTS) * found).sum(1) / np.linalg.norm(found, axis=1)
     assert cosines.min() > 0.999999
+
+
+@pytest.mark.parametrize("mode", ["max", "weightedmean", "mean_sqrt_len_tokens", ("cls", "mean", "lasttoken")])
+def test_modules_lengths_and_prompts(tmp_path: Path, mode: str | tuple[str, ...]) -> None:
+    base, saved = folder(tmp_path / "base", "Bert"), str(tmp_path / "saved")
+    size = 48 * (3 if isinstance(mode, tuple) else 1)
+    parts = [
+        models.Transformer(base, max_seq_length=12), models.Pooling(48, pooling_mode=mode),
+        models.Dense(size, 32, activation_function=torch.nn.GELU()), models.Normalize(), models.Dense(32, 16),
+    ]  # fmt: skip
+    prompts = {"query": "t11 t12 ", "document": "t13 "}
+    peer = theirs.SentenceTransformer(modules=parts, device="cpu", prompts=prompts, default_prompt_name="document")
+    peer.save(saved)
+    with pipeline(saved, device="cpu", packed_cache=False, max_batch_size=4) as pipe:
+        for name in (None, "query", "document"):
+            want, found = peer.encode(TEXTS, prompt_name=name), pipe.embed(TEXTS, prompt_name=name)
+            assert ((want * found).sum(1) / np.linalg.norm(want, axis=1)).min() > 0.999999
 
 
 @pytest.mark.parametrize("name", tiny.ENCODERS)

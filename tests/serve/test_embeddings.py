@@ -20,7 +20,7 @@ from lmkit.config import ServerConfig
 from lmkit.errors import RequestError
 from lmkit.serve.embeddings import judge, vectors
 from lmkit.serve.embeddings.encoding import encoded
-from lmkit.serve.truncate import cut_text
+from lmkit.text.cut import cut_text
 from lmkit.turbo.request import Classes, EngineInfo, Request, Siblings, StepOutput, TokenLogprobs
 from lmkit.turbo.transport.steps import Rest
 from tests.serve.fake_engine import EMBEDDING_SIZE, embedding

@@ -129,9 +129,12 @@ class ClassifyRequest(InputRequest):
     use_activation: bool | None = None  # default true; false: logits
 
 
+OF_TEXTS = ("prompt_name", "input_type")
 OF_BYTES = ("embed_dtype", "endianness")
 SWITCHES = ("normalize", "use_activation")  # two names
 _SIZE = WithJsonSchema({"type": "integer", "minimum": 1, OF_MODEL: "dimensions"})
+_PROMPT = WithJsonSchema({"type": "string", "maxLength": 256, OF_MODEL: "prompt"})
+_KIND = WithJsonSchema({"type": "string", "maxLength": 256, OF_MODEL: "kind"})
 _BYTES = given("encoding_format", encoding_format={"enum": ["base64", "bytes", "bytes_only"]})
 
 
@@ -139,6 +142,8 @@ class EmbeddingRequest(InputRequest):
     conditions = (
         *InputRequest.conditions,
         *(goes_with(name, _BYTES, NOTHING) for name in OF_BYTES),
+        *(goes_with(name, given("input")) for name in OF_TEXTS),
+        {"not": {"allOf": [given(name) for name in OF_TEXTS]}},
         {"anyOf": [{"properties": {name: {"enum": [value, None]} for name in SWITCHES}} for value in (True, False)]},
     )
 
@@ -146,11 +151,17 @@ class EmbeddingRequest(InputRequest):
     embed_dtype: DType | None = None  # of bytes; default float32
     endianness: Endianness | None = None  # of bytes; default little
     dimensions: Annotated[int, Field(ge=1), _SIZE] | None = None  # the first so many, normalized again
+    prompt_name: Annotated[str, Field(max_length=256), _PROMPT] | None = None  # sentence-transformers' and TEI's
+    input_type: Annotated[str, Field(max_length=256), _KIND] | None = None  # of Cohere, Voyage and NVIDIA: query ...
     normalize: bool | None = None  # vLLM's; default true
     use_activation: bool | None = None  # vLLM's newer name for it
 
     @model_validator(mode="after")
     def _goes_together(self) -> Self:
+        if self.prompt_name is not None and self.input_type is not None:
+            raise RequestError("invalid_request", "send prompt_name or input_type, not both", "input_type")
+        if self.messages is not None and (wrong := self._first_of(OF_TEXTS)):
+            raise RequestError("invalid_request", f"{wrong}: it goes with input", wrong)
         if self.encoding_format in (None, "float") and (wrong := self._first_of(OF_BYTES)):
             raise RequestError(
                 "invalid_request", f"{wrong}: it goes with encoding_format base64, bytes, bytes_only", wrong

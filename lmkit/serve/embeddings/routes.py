@@ -24,6 +24,7 @@ from lmkit.serve.embeddings.protocol import (
 )
 from lmkit.serve.embeddings.vectors import Embedder
 from lmkit.serve.streaming import WholeAnswer
+from lmkit.turbo.transport.vectors import similarities
 
 if TYPE_CHECKING:
     from lmkit.turbo.transport.vectors import Vectors
@@ -45,7 +46,9 @@ async def embeddings(request: Request) -> Response:
         raise RequestError("invalid_request", message, "dimensions")
     param = "input" if body.messages is None else "messages"
     texts: Sequence[Text] = body.input or [await embedder.conversation(body)]
-    vectors = await embedder.vectors(texts, param, normalize=body.is_normalized, size=body.dimensions or most)
+    prompt = "" if body.messages else embedder.server.info.sentences.prompt(body.prompt_name, body.input_type)
+    size = body.dimensions or most
+    vectors = await embedder.vectors(texts, param, prompt=prompt, normalize=body.is_normalized, size=size)
     form = body.embed_dtype or "float32", body.endianness or "little"
     if body.encoding_format in ("bytes", "bytes_only"):
         return _bytes(embedder, vectors, *form, with_metadata=body.encoding_format == "bytes")
@@ -58,7 +61,7 @@ async def embeddings(request: Request) -> Response:
 async def rerank(request: Request) -> Response:
     body, embedder = await begin(request, RerankRequest, "rerank-")
     texts, param = (body.texts or (), "texts") if body.documents is None else (body.documents, "documents")
-    scores = await _scores(embedder, body, [body.query], texts, param)
+    scores = await _scores(embedder, body, [body.query], texts, param, ("query", "document"))
     best = sorted(range(len(scores)), key=lambda i: (-scores[i], i))[: body.top_n or None]
     if body.documents is None:
         return WholeAnswer(
@@ -93,9 +96,17 @@ async def begin(request: Request, kind: type[B], prefix: str) -> tuple[B, Embedd
 
 
 async def _scores(
-    embedder: Embedder, body: PairsRequest, first: list[str], second: Sequence[str], param: str
+    embedder: Embedder,
+    body: PairsRequest,
+    first: list[str],
+    second: Sequence[str],
+    param: str,
+    kinds: tuple[str | None, str | None] = (None, None),
 ) -> list[float]:
-    """Of each pair, or of one `first` with each of `second`. Raises RequestError."""
+    """Of each pair, or of one `first` with each of `second`. `kinds` of both choose the prompts of an embedding.
+
+    Raises RequestError.
+    """
     classes, pairs = embedder.server.info.classes, list(zip(first * (len(second) // len(first)), second, strict=True))
     if embedder.server.config.reranker == "yes_no":
         return await Judge(embedder, body).scores(pairs, param)
@@ -106,8 +117,12 @@ async def _scores(
         return await embedder.pair_scores(pairs, classes, param)
     if classes is not None:
         raise RequestError("invalid_request", "this model classifies texts: POST /classify has its scores", "model")
-    vectors = await embedder.vectors([*first, *second], param)
-    return cosines(vectors[: len(first)], vectors[len(first) :])
+    sentences = embedder.server.info.sentences
+    normalize = sentences.is_unit or sentences.similarity == "cosine"
+    prompts = [sentences.prompt(None, kind) for kind in kinds]
+    texts = [prompt + text for prompt, side in zip(prompts, (first, second), strict=True) for text in side]
+    vectors = await embedder.vectors(texts, param, normalize=normalize)
+    return similarities(vectors[: len(first)], vectors[len(first) :], sentences.similarity)
 
 
 def listed(embedder: Embedder, data: Iterator[dict[str, Any]]) -> Response:
@@ -131,9 +146,3 @@ def _bytes(
 
 def _head(embedder: Embedder) -> dict[str, Any]:
     return {"id": embedder.id, "created": int(time.time()), "model": embedder.server.model_name}
-
-
-def cosines(first: Vectors, second: Vectors) -> list[float]:
-    """Of each pair of unit vectors, or of one `first` with each of `second`. A pair's does not depend on the others."""
-    values: list[float] = (first.astype(float) * second).sum(axis=1).tolist()
-    return values

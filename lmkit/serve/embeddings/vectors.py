@@ -14,8 +14,9 @@ from lmkit.serve.auth import owner
 from lmkit.serve.embeddings.protocol import InputRequest, Text, TextsRequest
 from lmkit.serve.serving import Serving, new_id
 from lmkit.serve.to_request import check_ids, placement
-from lmkit.serve.truncate import cut, cut_text, room
+from lmkit.serve.truncate import room
 from lmkit.text import Tokenizer
+from lmkit.text.cut import cut, cut_text
 from lmkit.text.tokenizer import EncodedPair
 from lmkit.turbo.request import Classes, EngineInfo, Request, SamplingParams
 from lmkit.turbo.transport.output import RequestOutput
@@ -38,13 +39,17 @@ class Embedder:
         self.id = new_id(prefix)
         self._num_tokens = self._num_cached = 0
 
-    async def vectors(self, texts: Sequence[Text], param: str, *, normalize: bool = True, size: int = 0) -> Vectors:
-        """Embeddings float32 [texts, size], by default of unit length; size 0 = the model's.
+    async def vectors(
+        self, texts: Sequence[Text], param: str, *, prompt: str = "", normalize: bool = True, size: int = 0
+    ) -> Vectors:
+        """Embeddings float32 [texts, size], by default of unit length; size 0 = the model's. `prompt` stands before
+        each text that is not given as token ids.
 
         Raises RequestError, which names the field `param`.
         """
+        texts = [prompt + text if isinstance(text, str) else text for text in texts] if prompt else texts
         rows = await self._states(sum(map(_num_chars, texts)), lambda: self._requests(texts, param))
-        work = partial(matrix, rows, size, normalize=normalize)
+        work = partial(matrix, rows, size, normalize=normalize, layers=self.server.info.vector_layers)
         return await self.server.texts.run(self.request.receive, 0, work)
 
     async def pair_scores(self, pairs: Sequence[tuple[str, str]], classes: Classes, param: str) -> list[float]:
@@ -167,8 +172,11 @@ def _parts(requests: list[Request]) -> Iterator[list[Request]]:
 def token_ids(text: Text, tokenizer: Tokenizer, info: EngineInfo, body: TextsRequest, param: str) -> list[int]:
     """The tokens of a text, cut as the body says. Raises RequestError for a text that the model cannot take."""
     context = info.max_model_len
-    most = room(body.truncate_prompt_tokens, context)
+    longest = info.sentences.max_tokens
+    most = room(body.truncate_prompt_tokens, min(longest or context, context))
     _check_side(body, most)
+    if most is None and 0 < longest <= context:
+        most = longest  # as sentence-transformers does
     keep_end, special = body.truncation_side == "left", body.add_special_tokens is not False
     if isinstance(text, list):
         ids = list(_joined(text, tokenizer, context, param))

@@ -12,12 +12,12 @@ from torch import Tensor
 from lmkit.config import PoolingName
 from lmkit.errors import CheckpointError, ConfigError, UnsupportedError
 from lmkit.formats.checkpoint import CheckpointReader
-from lmkit.formats.pooling import read_pooling
+from lmkit.formats.sentences import OF_SENTENCES, Mode, Sentences, read_sentences
 from lmkit.jsonfile import read_json
 from lmkit.models.registry import CLASSIFIER
 from lmkit.models.source import ModelSource
 from lmkit.models.spec import ModelSpec
-from lmkit.turbo.request import Activation, Classes, Pooling
+from lmkit.turbo.request import Activation, Classes
 
 DECODER = "score", None
 # By what an architecture begins with: the linear that gives the classes, and the one in front of it.
@@ -27,18 +27,21 @@ ENCODERS = {
     "XLMRoberta": ("classifier.out_proj", "classifier.dense"),
 }
 MAX_BYTES, MAX_CONFIG_BYTES = 64 << 20, 1 << 20
-OF_SENTENCES = "config_sentence_transformers.json"
 REGRESSION, INDEPENDENT = "regression", "multi_label_classification"  # as transformers names the kinds of problems
 ACTIVATIONS: dict[str, Activation] = {"Sigmoid": "sigmoid", "Identity": "none"}  # of torch, for sentence-transformers
 
 
-def pooling_of(path: Path, asked: PoolingName, spec: ModelSpec, classes: Classes | None) -> Pooling:
-    """Which hidden states are an embedding. Raises ConfigError for another choice than that of a head for classes."""
+def sentences_of(path: Path, asked: PoolingName, spec: ModelSpec, classes: Classes | None) -> Sentences:
+    """How embeddings are made. A pooling that is `asked` for stands in place of sentence-transformers' files.
+
+    Raises ConfigError for another choice than that of a head for classes.
+    """
     if classes is None:
-        return read_pooling(path, "mean" if spec.sees_all else "last") if asked == "auto" else asked
+        usual: Mode = "mean" if spec.sees_all else "last"
+        return read_sentences(path, usual) if asked == "auto" else Sentences(pooling=asked)
     if asked not in ("auto", classes.pooling):
         raise ConfigError(f"pooling={asked}: the classes of this model need {classes.pooling}; leave it out")
-    return classes.pooling
+    return Sentences(pooling=classes.pooling)
 
 
 def read_classes(source: ModelSource) -> Classes | None:

@@ -13,7 +13,7 @@ import msgspec
 from lmkit.config import NAMED_PEERS, EngineConfig
 from lmkit.errors import ConfigError, UnsupportedError
 from lmkit.formats.generation_config import SamplingDefaults, read_defaults
-from lmkit.formats.pooling import read_dimensions
+from lmkit.formats.sentences import Sentences, read_dimensions
 from lmkit.kernels.cuda.switches import turn_on
 from lmkit.kv_dtype import INT4, kv_dtype
 from lmkit.log import get_logger
@@ -32,11 +32,12 @@ from lmkit.models.weight_bits import bits_of_linears
 from lmkit.text import Tokenizer
 from lmkit.text.images import TEXT_ONLY
 from lmkit.turbo.engine import copies
-from lmkit.turbo.engine.classes import pooling_of, read_classes
+from lmkit.turbo.engine.classes import read_classes, sentences_of
 from lmkit.turbo.engine.draft_head import LoadedHead
 from lmkit.turbo.engine.drafting import LoadedDraft, follow, resolved_draft
 from lmkit.turbo.engine.memory import MemoryPlan, loaded_bytes, no_images, plan_memory
 from lmkit.turbo.engine.no_memory import finds_memory
+from lmkit.turbo.engine.sentences import read_layers
 from lmkit.turbo.engine.streaming import streaming_of, with_batch
 from lmkit.turbo.kv.blocks import KVBlocks, kv_identity
 from lmkit.turbo.kv.tiers import wire
@@ -44,7 +45,7 @@ from lmkit.turbo.kv.tiers.block_server import BlockServer
 from lmkit.turbo.kv.tiers.disk import DiskTier
 from lmkit.turbo.kv.tiers.peer import PeerTier
 from lmkit.turbo.kv.tiers.store import TierStore
-from lmkit.turbo.request import Classes, Pooling
+from lmkit.turbo.request import Classes, VectorLayer
 from lmkit.turbo.runners import factory
 from lmkit.turbo.runners.device import CudaDevice, Device
 from lmkit.turbo.runners.processes import Processes, SharedModel
@@ -74,7 +75,9 @@ class LoadedModel:
     kv_identity: bytes  # of the blocks in the tiers
     disk: DiskTier | None
     sampling: SamplingDefaults
-    pooling: Pooling
+    sentences: Sentences
+    layers: tuple[VectorLayer, ...]  # of embeddings
+    vector_size: int  # of an embedding
     dimensions: tuple[int, ...]  # that embeddings may be cut to, see EngineInfo
     has_head: bool  # otherwise it can give embeddings alone
     mapped: list[PackedFile]  # files of packed weights whose data is still to be checked
@@ -97,7 +100,8 @@ def load(model_path: str, config: EngineConfig, device: Device, rank: int = 0) -
         spec, path = model.spec, model.reader.path
         _check_alone(spec, config)
         sampling, classes = read_defaults(path, config.generation_config), read_classes(model.source)
-        pooling = pooling_of(path, config.pooling, spec, classes)
+        sentences = sentences_of(path, config.pooling, spec, classes)
+        layers, vector_size = read_layers(path, sentences, spec.hidden_size)
         dimensions = read_dimensions(path)
         weight_bytes = loaded_bytes(model, config) + (draft.memory.total if draft is not None else 0)
         dtypes = [storage.dtypes for storage in model.storages]
@@ -143,7 +147,9 @@ def load(model_path: str, config: EngineConfig, device: Device, rank: int = 0) -
     tokenizer = None if rank else Tokenizer.from_pretrained(path, config.chat_template)
     kept = has_tiers, identity, disk
     return LoadedModel(
-        str(path), config, decoder, model.storages, memory, tokenizer, *kept, sampling, pooling, dimensions, has_head,
+        str(path), config, decoder, model.storages, memory, tokenizer, *kept, sampling, sentences, layers, vector_size,
+        dimensions,
+        has_head,
         mapped,
         loaded_draft,
         streamed.plan.step_bytes if streamed is not None else 0,
@@ -300,10 +306,10 @@ def given(decoder: Decoder, config: EngineConfig, device: Device, storages: list
         with finds_memory("copies of the weights"):
             copies.keep(decoder)
     kept = False, b"", None
-    pooling = "last" if config.pooling == "auto" else config.pooling
+    sentences = Sentences(pooling="last" if config.pooling == "auto" else config.pooling)
     return LoadedModel(
-        spec.architecture, config, decoder, storages, memory, None, *kept, SamplingDefaults(), pooling, (),
-        not spec.sees_all, [],
+        spec.architecture, config, decoder, storages, memory, None, *kept, SamplingDefaults(), sentences, (),
+        spec.hidden_size, (), not spec.sees_all, [],
     )  # fmt: skip
 
 

@@ -22,6 +22,7 @@ from lmkit.turbo.request import TokenLogprobs
 from lmkit.turbo.runners.batch import PersistentBatch, StepRows
 from lmkit.turbo.runners.guides import Guides
 from lmkit.turbo.runners.images import EncodedImages
+from lmkit.turbo.runners.pooling import PooledText
 from lmkit.turbo.runners.sampler import token_logprobs
 from lmkit.turbo.runners.streams import Streams
 
@@ -115,7 +116,7 @@ class PlanRunner:
         self.streams: Streams | None = None
         self._blocks = parts.blocks
         self._tiers = parts.tiers
-        self._sums: dict[int, np.ndarray] = {}  # by slot: of the hidden states of a text so far, or its first one
+        self._pooled: dict[int, PooledText] = {}  # by slot: the hidden states of a text so far
         self._failed: set[int] = set()  # slots of a step that raised: a later plan's chunks for them are void
 
     def tell(self, change: AdapterChange) -> None:
@@ -139,7 +140,7 @@ class PlanRunner:
             self._move(plan)
             for slot in plan.freed:
                 self._states.clear(slot)
-                self._sums.pop(slot, None)
+                self._pooled.pop(slot, None)
             for new in plan.new:
                 self._failed.discard(new.slot)
                 self.batch.enter(new)
@@ -203,22 +204,17 @@ class PlanRunner:
 
     @np.errstate(over="ignore", invalid="ignore")  # the result is checked
     def _embed(self, chunk: Chunk, span: range, delta: Tensor, residual: Tensor | None) -> bytes:
-        """Take in the hidden states of the step's tokens `span`. Returns the embedding if the chunk ends its text.
-
-        The sum adds one token after the other, so it does not depend on the chunks.
-        """
+        """Take in the hidden states of the step's tokens `span`. Returns the embedding if the chunk ends its text."""
         part = slice(span.start, span.stop)
         states = self.decoder.final_states(delta[part], None if residual is None else residual[part]).cpu().numpy()
-        if self.batch.pooling[chunk.slot] == "last":
+        kind = self.batch.pooling[chunk.slot]
+        if kind == "last":
             pooled = states[-1]
-        elif self.batch.pooling[chunk.slot] == "cls":
-            pooled = self._sums[chunk.slot] = states[0] if chunk.start == 0 else self._sums[chunk.slot]
         else:
-            total = np.zeros(states.shape[1]) if chunk.start == 0 else self._sums[chunk.slot]
-            for row in states:
-                total += row
-            self._sums[chunk.slot] = total
-            pooled = (total / (chunk.start + chunk.num_tokens)).astype(np.float32)
+            if chunk.start == 0:
+                self._pooled[chunk.slot] = PooledText(kind, states.shape[1])
+            self._pooled[chunk.slot].add(states)
+            pooled = self._pooled[chunk.slot].result()
         return pooled.tobytes() if chunk.num_sampled and np.isfinite(pooled).all() else b""
 
     def _scores(

@@ -271,6 +271,7 @@ class Scheduler:
             self._pacer.record(len(plan.chunks) - len(prompts), num_prompt, context, seconds)
 
     def _advance(self, seq: Sequence, chunk: Chunk, result: Sampled) -> None:
+        self._prompt_tokens += max(min(chunk.start + chunk.num_tokens, seq.num_prompt_tokens) - chunk.start, 0)
         if result.prompt_logprobs:
             seq.gather_prompt_logprobs(chunk.start, result.prompt_logprobs)
         if seq.status is Status.RUNNING and chunk.start < seq.num_prompt_tokens:
@@ -289,7 +290,6 @@ class Scheduler:
     def _extend(self, seq: Sequence, tokens: list[SampledToken], embedding: bytes) -> None:
         """Append the tokens that one step sampled, up to the token that ends the sequence."""
         first = not seq.num_outputs
-        self._prompt_tokens += seq.num_prompt_tokens if first else 0
         cached = (seq.cached_tokens or 0) if first else 0
         queued, params = (seq.queue_seconds or 0.0) if first else 0.0, seq.request.params
         scored = [TokenLogprobs(t.token_id, t.logprob, t.top) for t in tokens if params.logprobs is not None]

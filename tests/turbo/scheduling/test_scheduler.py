@@ -33,6 +33,15 @@ def test_a_long_prompt_is_computed_in_chunks() -> None:
     assert [o.finish_reason for o in engine.outputs["a"]] == ["length"]
 
 
+def test_prompt_tokens_count_chunk_by_chunk() -> None:
+    engine = FakeEngine()
+    engine.add(request("a", 40, max_tokens=2))
+    counts = []
+    while engine.step():
+        counts.append(engine.scheduler.stats().prompt_tokens)
+    assert counts == [16, 32, 40, 40]
+
+
 def test_a_prompt_on_its_way_is_told_on_request() -> None:
     engine = FakeEngine()
     engine.add(msgspec.structs.replace(request("a", 40, max_tokens=2), progress=True))
@@ -267,7 +276,7 @@ def test_stats_count() -> None:
     engine.step()
     stats = engine.scheduler.stats()
     assert (stats.num_running, stats.num_waiting, stats.blocks_used, stats.blocks_total) == (1, 1, 5, 16)
-    assert stats.prompt_tokens == 0
+    assert stats.prompt_tokens == 16
     engine.run()
     stats = engine.scheduler.stats()
     assert (stats.num_running, stats.num_waiting, stats.blocks_used, stats.steps) == (0, 0, 0, 6)
