@@ -19,7 +19,7 @@ class Stage(Protocol):
         """The output that is certain after these pieces."""
 
     def finish(self) -> list[str]:
-        """The output that was held back."""
+        """The output that was held back. A character whose last byte is missing is left out."""
 
     def alone(self, piece: str | bytes) -> str | bytes:
         """The output of one piece inside a text, independent of its neighbours."""
@@ -78,7 +78,8 @@ class ByteLevel:
         return [self._utf8.decode(b"".join(map(_piece_bytes, pieces)))]
 
     def finish(self) -> list[str]:
-        return [self._utf8.decode(b"", True)]
+        self._utf8.reset()
+        return []
 
     def alone(self, piece: str | bytes) -> str | bytes:
         return _piece_bytes(piece) if isinstance(piece, str) else piece
@@ -102,10 +103,19 @@ class ByteFallback:
             if _BYTE_PIECE.fullmatch(piece):
                 self._run.append(int(piece[3:5], 16))
             else:
-                out += [*self.finish(), piece]
+                out += [*self._text(), piece]
         return out
 
     def finish(self) -> list[str]:
+        try:
+            self._run.decode()
+        except UnicodeDecodeError as error:
+            if error.reason == "unexpected end of data":
+                del self._run[error.start :]
+        return self._text()
+
+    def _text(self) -> list[str]:
+        """The run, which ends here."""
         run = bytes(self._run)
         self._run.clear()
         try:

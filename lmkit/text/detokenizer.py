@@ -65,7 +65,8 @@ class _StopMatcher:
 
 
 class IncrementalDetokenizer:
-    """Turns a sequence's tokens into text as they come. The parts add up to `tokenizer.decode` of all tokens.
+    """Turns a sequence's tokens into text as they come. The parts add up to `tokenizer.decode` of all tokens,
+    but for a character at the end whose last bytes are missing, as a limit of tokens leaves it: it is not shown.
 
     The work is linear in the output. Text is held back while it may be the beginning of a stop string, a character
     whose last byte is missing, or a run of byte tokens that has not ended.

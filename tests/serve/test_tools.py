@@ -212,7 +212,8 @@ def only(mode: str, *tools: Any) -> dict[str, Any]:
         ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "f g both twice"),
         ({"tool_choice": NAMED}, "g"),
         ({"tool_choice": NAMED, "parallel_tool_calls": True}, "g twice"),
-        ({"tool_choice": only("required", NAMED)}, "g twice"),
+        ({"tool_choice": only("required", NAMED)}, "g"),
+        ({"tool_choice": only("required", NAMED), "parallel_tool_calls": True}, "g twice"),
         ({"tool_choice": only("auto", NAMED)}, "text g twice"),
     ],
 )

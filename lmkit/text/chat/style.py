@@ -265,9 +265,9 @@ def must_call(body: ToolOptions) -> bool:
 
 
 def _may_call_again(body: ToolOptions) -> bool:
-    """OpenAI: a function by name is called exactly once."""
+    """OpenAI: a function by name is called exactly once. So is the only one, if the answer must be a call."""
     asked = body.parallel_tool_calls
-    return not isinstance(body.tool_choice, NamedFunction) if asked is None else asked
+    return not (must_call(body) and len(called_tools(body)) == 1) if asked is None else asked
 
 
 def _held_schema(tool: Tool, grammars: Grammars) -> Mapping[str, Any]:

@@ -11,9 +11,10 @@ import re
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
+from lmkit.text.dialects.bare import BARE, CLOSED, FENCED, LEFT_OVER, STARTS, Form
 from lmkit.text.dialects.gemma import PIECE, GemmaValue, inside
 from lmkit.text.dialects.json_end import JsonEnd
-from lmkit.text.dialects.schemas import WORDS, is_text, types_of
+from lmkit.text.dialects.schemas import types_by_name, value_of
 from lmkit.text.dialects.table import ESCAPE, Dialect, Thought
 
 MAX_PIECE = 4096
@@ -122,6 +123,16 @@ class Parser:
                 return None
             yield
 
+    def _form(self, form: Form) -> Steps:
+        """As `_match`, but it ends as soon as the text can no longer become the form."""
+        while True:
+            if found := form.whole.match(self._text, 0, MAX_FORM):
+                self._text = self._text[found.end() :]
+                return found
+            if self._is_last or len(self._text) >= MAX_FORM or not form.begun.fullmatch(self._text):
+                return None
+            yield
+
     def _choose(self, patterns: Sequence[str]) -> Steps:
         """The index of the first pattern that matches at the front of the text, which is taken away; -1 for none."""
         found = yield from self._match("|".join(f"({pattern})" for pattern in patterns))
@@ -177,12 +188,32 @@ class Parser:
         around = self._thought.around if self._thought else ()
         marks = [self._dialect.begin, *around] if self._dialect else around
         plain: Callable[[str], None] = self._say("content") if self._dialect or self._thought else self._plain
+        if self._dialect and self._dialect.bare:
+            marks = [*marks, *STARTS]
+            yield from self._bare_calls(BARE, "", plain)
         while mark := (yield from self._until(marks, plain)):
             if mark in around:
                 self._turn()
-                continue
-            assert self._dialect is not None
-            yield from self._calls(self._dialect, self._dialect.begin, plain)
+            elif mark in STARTS:
+                before = mark.removesuffix("{")
+                self._text = mark.removeprefix(before) + self._text
+                yield from self._bare_calls(STARTS[mark], before, plain)
+            else:
+                assert self._dialect is not None
+                yield from self._calls(self._dialect, self._dialect.begin, plain)
+
+    def _bare_calls(self, form: Form, mark: str, plain: Callable[[str], None]) -> Steps:
+        """Calls of tools that there are, without marks. What is no call is content."""
+        while header := (yield from self._form(form)):
+            if header["name"] not in self._schemas:
+                plain(mark + header[0])
+                return
+            self._begin(header["name"])
+            yield from self._json(lambda text: self._add("arguments", text))
+            yield from self._form(CLOSED[form is FENCED])
+            yield from self._form(LEFT_OVER)
+            form, mark = BARE, ""
+        plain(mark)
 
     def _plain(self, text: str) -> None:
         self._add("content", text)
@@ -267,7 +298,7 @@ class Parser:
 
         `line` stands around each value.
         """
-        types = _types(self._schemas.get(name))
+        types = types_by_name(self._schemas.get(name))
         before = "{"
         while found := (yield from self._match(form)):
             parameter = found["name"].strip()
@@ -276,15 +307,15 @@ class Parser:
             parts: list[str] = []
             closed = yield from self._until([end], parts.append)
             value = "".join(parts)
-            self._add("arguments", _value(value.removeprefix(line).removesuffix(line), types.get(parameter, ())))
+            self._add("arguments", value_of(value.removeprefix(line).removesuffix(line), types.get(parameter, ())))
             if not closed:
                 return
         self._add("arguments", "{}" if before == "{" else "}")
 
     def _gemma(self, name: str) -> Steps:
         """Whether a call's arguments are whole."""
-        types = _types(self._schemas.get(name))
-        value = GemmaValue(lambda key, word: _value(word.strip(), types.get(key, ())))
+        types = types_by_name(self._schemas.get(name))
+        value = GemmaValue(lambda key, word: value_of(word.strip(), types.get(key, ())))
         while found := (yield from self._match(PIECE)):
             piece = found[0].strip()
             written = value.take(piece)
@@ -356,28 +387,6 @@ def _named(text: str) -> tuple[str | None, str]:
     if len(call["name"]) > MAX_NAME:
         return None, ""
     return call["name"], json.dumps(call.get("arguments", call.get("parameters", {})), ensure_ascii=False)
-
-
-def _types(schema: Any) -> dict[str, tuple[str, ...]]:
-    """The JSON types of each parameter, as far as its schema names them."""
-    properties = schema.get("properties") if isinstance(schema, Mapping) else None
-    if not isinstance(properties, Mapping):
-        return {}
-    return {name: types_of(about, schema) for name, about in properties.items()}
-
-
-def _value(text: str, types: tuple[str, ...]) -> str:
-    """A parameter's value as JSON. A text that is no JSON of its type is a string."""
-    if is_text(types):
-        words = {word for kind in types for word in WORDS.get(kind, ())}
-        return text if text in words else json.dumps(text, ensure_ascii=False)
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        value = text
-    if isinstance(value, str) and not text.strip().startswith('"'):
-        return json.dumps(text, ensure_ascii=False)
-    return text.strip()
 
 
 def _ended() -> Steps:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -104,3 +105,25 @@ def _referred(name: str, root: Schema) -> Any:
 def _type(value: Any) -> str:
     kinds = ((str, "string"), (bool, "boolean"), (int, "integer"), (float, "number"), (list, "array"), (dict, "object"))
     return next((name for kind, name in kinds if isinstance(value, kind)), "null")
+
+
+def types_by_name(schema: Any) -> dict[str, tuple[str, ...]]:
+    """The JSON types of each parameter, as far as its schema names them."""
+    properties = schema.get("properties") if isinstance(schema, Mapping) else None
+    if not isinstance(properties, Mapping):
+        return {}
+    return {name: types_of(about, schema) for name, about in properties.items()}
+
+
+def value_of(text: str, types: tuple[str, ...]) -> str:
+    """A parameter's value as JSON. A text that is no JSON of its type is a string."""
+    if is_text(types):
+        words = {word for kind in types for word in WORDS.get(kind, ())}
+        return text if text in words else json.dumps(text, ensure_ascii=False)
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        value = text
+    if isinstance(value, str) and not text.strip().startswith('"'):
+        return json.dumps(text, ensure_ascii=False)
+    return text.strip()

@@ -45,6 +45,7 @@ class Dialect:
     closing: str = ""
     syntax: Syntax = "json"
     in_object: bool = False  # name and arguments are members of one JSON object
+    bare: bool = False  # calls of tools that there are may stand in the text without marks (dialects.bare)
     only_first: bool = False  # calls without `begin` may start an answer, if it starts with a JSON object
     specials: tuple[str, ...] = ()  # marks that may be special tokens
     num_id_chars: int = 24  # of a call's id
@@ -129,6 +130,7 @@ _ALL = (
         "</tool_call>",
         written=('<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>"),
         between="\n",
+        bare=True,
         specials=_XML,
     ),
     Dialect(

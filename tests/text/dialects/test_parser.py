@@ -171,3 +171,35 @@ def test_cohere_s_marks_of_an_answer_are_not_shown(call_id: str) -> None:
     calls = f'<|START_ACTION|>[\n    {{{call_id}"tool_name": "f", "parameters": {{"a": 3}}}}\n]<|END_ACTION|>'
     assert calls_of(parsed(cohere, calls)) == [("f", {"a": 3})]
     assert parsed(cohere, calls.replace("tool_name", "tool"))[0].kind == "content"
+
+
+CALL = '{"name": "f", "arguments": {"a": 1}}'
+F = [("f", {"a": 1})]
+
+
+@pytest.mark.parametrize(
+    ("text", "calls", "said"),
+    [
+        (CALL, F, ""),
+        (f"```json\n{CALL}\n```", F, ""),
+        (f"```\n{CALL}\n```\nDone.", F, "Done."),
+        (f"Sure:\n```json\n{CALL}\n```", F, "Sure:"),
+        (f"Sure:\n{CALL}\n{CALL}", F * 2, "Sure:"),
+        (f"{CALL}\n</tool_call>", F, ""),
+        ('{\n "name": "f",\n "parameters": {"a": "}"}\n}', [("f", {"a": "}"})], ""),
+        *((text, [], text) for text in (
+            CALL.replace('"f"', '"Bob"'), '{"name": "f", "age": 3}', '```json\n{"name": "x"}\n```', '{"a": {"b": 1}}',
+            "```python\nx = {}\n```", 'x\n{"name": 1}', '{"name": "f"', "x\n{\n}\n```\n{\n```",
+        )),
+    ],
+)  # fmt: skip
+def test_calls_without_marks_are_calls_of_the_tools_that_there_are(text: str, calls: object, said: str) -> None:
+    found = [
+        [event for piece in pieces for event in parser.feed(piece)] + parser.end()
+        for pieces in (text, [text], [text[i : i + 5] for i in range(0, len(text), 5)])
+        for parser in [Parser(DIALECTS["hermes"], None, parameters={"f": {}, "g": None})]
+    ]
+    events = collected(found[0])
+    assert all(collected(other) == events for other in found)
+    assert calls_of(events) == calls
+    assert "".join(event.text for event in events if event.kind == "content") == said
