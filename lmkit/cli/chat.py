@@ -6,12 +6,13 @@ import math
 import sys
 from contextlib import closing
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from lmkit.cli.chat_conversation import Conversation
+from lmkit.cli.chat_conversation import Conversation, execute
 from lmkit.cli.chat_models import LocalModel, RemoteModel, printable
+from lmkit.cli.engine_options import size
 from lmkit.errors import ConfigError
 
 
@@ -26,8 +27,18 @@ def chat(
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
     temperature: Annotated[float | None, typer.Option(min=0, help="0 = greedy; default the model's.")] = None,
     top_p: Annotated[float | None, typer.Option(min=0, max=1, help="Nucleus sampling.")] = None,
+    top_k: Annotated[int | None, typer.Option(min=0, help="The most likely tokens alone; 0 = all.")] = None,
+    min_p: Annotated[float | None, typer.Option(min=0, max=1, help="A share of the likeliest token's.")] = None,
     max_tokens: Annotated[int | None, typer.Option(min=1, help="Longest answer, in tokens.")] = None,
     seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
+    lines: Annotated[
+        bool, typer.Option("--lines", help="Each line of a text piped in is a message or a command of one chat.")
+    ] = False,
+    kv_dtype: Annotated[str | None, typer.Option(help="Of a folder's KV cache, as in lmkit serve.")] = None,
+    kv_memory: Annotated[
+        str | None, typer.Option(callback=size, help="Memory of a folder's KV cache, such as 300M.")
+    ] = None,
+    max_model_len: Annotated[int | None, typer.Option(min=1, help="Context of a folder's model, in tokens.")] = None,
     api_key: Annotated[str | None, typer.Option(help="For a server; default LMKIT_API_KEY.")] = None,
     generation_config: Annotated[
         str | None, typer.Option(help="Sampling defaults of a folder's model: auto, none, or a path.")
@@ -35,10 +46,14 @@ def chat(
     plain: Annotated[bool, typer.Option("--plain", help="Show answers as they are, not as Markdown.")] = False,
 ) -> None:
     """Talk to a model: interactively, or once with --prompt or piped text."""
-    options = {"temperature": temperature, "top_p": top_p, "max_tokens": max_tokens, "seed": seed}
+    options = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p}
+    options |= {"max_tokens": max_tokens, "seed": seed}
     given = {name: value for name, value in options.items() if value is not None}
     if any(not math.isfinite(value) for value in given.values()):
-        raise ConfigError("--temperature and --top-p must be finite numbers")
+        raise ConfigError("--temperature, --top-p and --min-p must be finite numbers")
+    of_folder: dict[str, Any] = {"kv_dtype": kv_dtype, "kv_memory": kv_memory, "max_model_len": max_model_len}
+    of_folder |= {"generation_config": generation_config}
+    chosen = {name: value for name, value in of_folder.items() if value is not None}
     from lmkit.web.listen import ADDRESS
 
     if ADDRESS.fullmatch(target) and not Path(target).exists():
@@ -46,10 +61,11 @@ def chat(
     if target.startswith(("http://", "https://")):
         from lmkit.config import environment
 
-        if generation_config is not None:
-            raise ConfigError(f"--generation-config is for a folder; {target} has its own")
+        if chosen:
+            option = next(iter(chosen)).replace("_", "-")
+            raise ConfigError(f"--{option} is for a folder; {target} has its own")
         with closing(RemoteModel.connect(target, model, api_key or environment().api_key, given)) as remote:
-            _talk(Conversation(remote, system), prompt, plain)
+            _talk(Conversation(remote, system), prompt, plain, lines=lines)
         return
     if model is not None or api_key is not None:
         raise ConfigError(f"--model and --api-key are for a server; {target} is a folder")
@@ -58,12 +74,14 @@ def chat(
     with quick_start():
         from lmkit import pipeline
 
-        pipe = pipeline(target, log_level="WARNING", generation_config=generation_config or "auto")
+        pipe = pipeline(target, log_level="WARNING", **chosen)
     with pipe:
-        _talk(Conversation(LocalModel(pipe, given), system), prompt, plain, pipe.engine.info.sampling.text())
+        _talk(
+            Conversation(LocalModel(pipe, given), system), prompt, plain, pipe.engine.info.sampling.text(), lines=lines
+        )
 
 
-def _talk(conversation: Conversation, prompt: str | None, plain: bool, note: str = "") -> None:
+def _talk(conversation: Conversation, prompt: str | None, plain: bool, note: str = "", *, lines: bool = False) -> None:
     if prompt is None and sys.stdin.isatty():
         from lmkit.cli.chat_terminal import Terminal
 
@@ -72,7 +90,19 @@ def _talk(conversation: Conversation, prompt: str | None, plain: bool, note: str
     text = sys.stdin.read() if prompt is None else prompt
     if not text.strip():
         raise ConfigError("the prompt is empty")
-    for piece in conversation.ask(text):
+    for message in filter(str.strip, text.splitlines()) if lines and prompt is None else (text,):
+        if message.strip() == "/exit" and lines:
+            return
+        before = None
+        if message.startswith("/") and lines:
+            said, message, before = execute(conversation, message.strip())
+            print(shown(said), end="\n" if said else "")
+        if message:
+            _answer(conversation, message, before)
+
+
+def _answer(conversation: Conversation, message: str, before: int | None) -> None:
+    for piece in conversation.ask(message, before):
         if not piece.is_thought:
             print(shown(piece.text), end="", flush=True)
     print()
