@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from lmkit.errors import CheckpointError
+from lmkit.small_files import read
 
 T = TypeVar("T")
 
@@ -42,25 +43,12 @@ def _parse(data: bytes, where: str) -> Any:
 
 def read_json(path: Path, limit: int) -> dict[str, Any]:
     """The object in the file `path` of at most `limit` bytes."""
-    return parse_json(_read(path, limit), str(path))
+    return parse_json(read(path, limit), str(path))
 
 
 def read_list(path: Path, limit: int) -> list[Any]:
     """The array in the file `path` of at most `limit` bytes."""
-    return parse_list(_read(path, limit), str(path))
-
-
-def _read(path: Path, limit: int) -> bytes:
-    if path.exists() and not path.is_file():  # opening a pipe would wait for ever
-        raise CheckpointError(f"{path}: not a regular file")
-    try:
-        with path.open("rb") as file:
-            data = file.read(limit + 1)
-    except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror}") from None
-    if len(data) > limit:
-        raise CheckpointError(f"{path}: larger than the limit of {limit} bytes")
-    return data
+    return parse_list(read(path, limit), str(path))
 
 
 def to_json(value: Any) -> bytes:

@@ -76,7 +76,7 @@ PACKAGE: Mapping[str, str] = {
     "AutoTokenizer": "use pipeline(model).tokenizer",
     "ChatTemplateConfig": OWN_TEMPLATE,
     **each("use EngineConfig", "EngineArgs PytorchEngineConfig TurbomindEngineConfig"),
-    "Llama": "use pipeline(model); `lmkit convert` reads GGUF files",
+    "Llama": "use pipeline(model); a model may be a GGUF file",
     "SamplingParams": "use GenerationConfig",
     "SpeculativeConfig": SPECULATION,
     "VisionConfig": TEXT_ONLY,

@@ -91,7 +91,7 @@ def points(config: OnlineConfig, seed: int) -> list[LoadPoint]:
 
 
 def _find_tokenizer(name: str | None, model: str) -> Tokenizer | None:
-    if name is None and model != DEMO and not os.path.isdir(model):
+    if name is None and model != DEMO and not os.path.exists(model):
         return None
     return Tokenizer.from_pretrained(resolve_model_path(name or model, weights=False))
 

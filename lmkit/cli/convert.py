@@ -4,6 +4,7 @@ With `--merge-adapter` it adds a LoRA adapter to a dense checkpoint.
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -18,7 +19,10 @@ def convert(
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder to write; it must not exist or be empty.")],
     format: Annotated[
         Literal["awq", "gptq", "gptq_v2", "compressed-tensors", "fp8", "dense"] | None,
-        typer.Option(help="Format to write; dense has the dtype of config.json, and float16 from a .gguf file."),
+        typer.Option(
+            help="Format to write; dense has the dtype of config.json, or float16. Default for a .gguf file: the one "
+            "that holds what the file has."
+        ),
     ] = None,
     merge_adapter: Annotated[
         Path | None,
@@ -30,24 +34,30 @@ def convert(
     """Write a quantized checkpoint in another format without loss, and verify it. Or write dense weights, or merge a
     LoRA adapter."""
     from lmkit.formats.convert import convert
-    from lmkit.formats.gguf import convert_gguf, is_gguf
+    from lmkit.formats.gguf_model import is_gguf
     from lmkit.formats.known import remember
+    from lmkit.models.gguf_convert import convert_gguf
 
     if merge_adapter is not None:
         _merge(model, merge_adapter, output, format)
         return
-    if format is None:
+    from_gguf = is_gguf(model)
+    if format is None and not from_gguf:
         raise ConfigError("convert: give --format, or --merge-adapter")
-    if format == "dense" and not is_gguf(model):
+    if format == "dense" and not from_gguf:
         _to_dense(model, output)
         return
-    chosen = convert_gguf if is_gguf(model) else convert
     with ProgressBar(quiet=False) as bar:
-        linears = chosen(model, output, format, progress=lambda done, total: bar.update("linears", done, total))
+        progress = partial(bar.update, "linears")
+        if from_gguf:
+            written, linears = convert_gguf(model, output, format, progress=progress)
+        else:
+            assert format is not None
+            written, linears = format, convert(model, output, format, progress=progress)
     remember(output)
     quantized = sum(scheme is not None for scheme in linears.values())
     if quantized:
-        print(f"{output}: {quantized} linears as {format}, read back and found equal")
+        print(f"{output}: {quantized} linears as {written}, read back and found equal")
     else:
         print(f"{output}: {len(linears)} linears are dense")
 

@@ -14,6 +14,7 @@ from lmkit.cli.engine_options import SIZES
 from lmkit.config import EngineConfig, PositiveFloat, ServerConfig, parse, parse_size
 from lmkit.errors import ConfigError
 from lmkit.other_names import ENGINE, hint
+from lmkit.small_files import model_name
 
 FILES = (".yaml", ".yml")
 
@@ -39,8 +40,7 @@ def listed_models(
         if text.endswith(FILES):
             found += _from_file(Path(text), engine, server.keep_alive)
         else:
-            called = Path(text).resolve().name if Path(text).is_dir() else text
-            found.append(ListedModel(called, text, engine, server.keep_alive))
+            found.append(ListedModel(model_name(text), text, engine, server.keep_alive))
     for option, value in {"--served-model-name": own, "--revision": revision}.items():
         if value and len(found) > 1:
             raise ConfigError(f"{option} is for a single model; list several in a file, see docs/models.md")

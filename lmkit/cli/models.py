@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def list_models(json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
-    """Show models of the Hugging Face cache, and folders that lmkit wrote or served."""
+    """Show models of the Hugging Face cache, folders and files that lmkit wrote or served, and GGUF files here."""
     from lmkit.cli.progress import duration
     from lmkit.cli.table import print_table
     from lmkit.formats.known import models

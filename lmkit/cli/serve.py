@@ -294,7 +294,7 @@ def _run(models: list[ListedModel], config: ServerConfig, engine: str | None) ->
     pooled = []
     for model in models:
         path = resolve_model_path(model.path, revision=model.revision)
-        if Path(model.path).is_dir():
+        if Path(model.path).exists():
             remember(path)
         front_end = AsyncEngine(
             path,

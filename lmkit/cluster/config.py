@@ -16,6 +16,7 @@ from lmkit.errors import ConfigError
 from lmkit.other_names import hint
 from lmkit.proxy.config import ProxyConfig, Seconds
 from lmkit.proxy.rules import ModelName
+from lmkit.small_files import model_name
 
 # Options of `lmkit serve` that `lmkit up` itself gives to each replica.
 OWN_OPTIONS = frozenset({
@@ -59,7 +60,7 @@ class Group(StrictStruct, frozen=True):
 
     @property
     def called(self) -> str:
-        return self.name or (Path(self.model).resolve().name if Path(self.model).is_dir() else self.model)
+        return self.name or model_name(self.model)
 
     @property
     def label(self) -> str:

@@ -19,6 +19,7 @@ from lmkit.formats.checkpoint import CheckpointReader, CheckpointWriter
 from lmkit.formats.compressed_tensors import CompressedTensorsFormat
 from lmkit.formats.dense import DenseFormat
 from lmkit.formats.fp8 import Fp8Format
+from lmkit.formats.gguf import GgufFormat
 from lmkit.formats.gptq import GptqFormat
 from lmkit.formats.mxfp4 import Mxfp4Format
 from lmkit.formats.nvfp4 import ModelOptFormat
@@ -86,6 +87,7 @@ METHODS: dict[str, Method] = {
     "mxfp4": Method((), {"": Mxfp4Format()}),
     "modelopt": Method((), {"": ModelOptFormat()}),
     "bitsandbytes": Method((), {"": BitsAndBytesFormat()}),
+    "gguf": Method((), {"": GgufFormat()}),
 }
 FORMATS: tuple[WeightFormat, ...] = tuple(
     dict.fromkeys([DENSE, *(found for method in METHODS.values() for found in method.layouts.values())])

@@ -15,6 +15,7 @@ from typing import Any, Self
 
 from torch import Tensor
 
+from lmkit import small_files
 from lmkit.errors import CheckpointError
 from lmkit.formats.atomic import atomic_directory, copy_file, sync_directory, write_errors, write_file
 from lmkit.formats.hub import resolve_model_path
@@ -191,7 +192,8 @@ class CheckpointWriter:
         return tensors
 
     def finish(self, config: dict[str, Any], copy_from: Path) -> None:
-        """Name the shards, write their index and config.json, copy the text files of the checkpoint `copy_from`."""
+        """Name the shards, write their index and config.json, copy the text files of the checkpoint `copy_from`, or
+        write those that a GGUF file holds."""
         self.flush()
         count = len(self._shards)
         assert count, "a checkpoint without tensors"
@@ -208,7 +210,11 @@ class CheckpointWriter:
         entry = config.get("quantization_config")
         if isinstance(entry, dict) and (mirror := MIRRORS.get(str(entry.get("quant_method")))):
             write_file(self.path / mirror, to_json(entry))
-        for source in _text_files(copy_from):
+        if copy_from.is_file():  # GGUF, which holds them
+            for name in COPIED:
+                if small_files.exists(copy_from / name):
+                    write_file(self.path / name, small_files.read(copy_from / name, MAX_CONFIG_BYTES))
+        for source in _text_files(copy_from) if copy_from.is_dir() else ():
             target = self.path / source.relative_to(copy_from)
             target.parent.mkdir(exist_ok=True)
             copy_file(source, target)

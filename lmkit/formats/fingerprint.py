@@ -6,6 +6,8 @@ import hashlib
 from functools import cache
 from pathlib import Path
 
+from lmkit.formats.gguf_model import parts_of
+
 SAMPLE_BYTES = 1 << 20
 _FILES = (".json", ".safetensors", ".gguf", ".jinja", ".model", ".txt")
 
@@ -18,7 +20,7 @@ def fingerprint(folder: Path) -> str:
     """
     digest = hashlib.sha256()
     try:
-        for path in sorted(path for path in Path(folder).iterdir() if path.suffix in _FILES):
+        for path in _files(Path(folder)):
             size = path.stat().st_size
             digest.update(f"{path.name} {size}\n".encode())
             with path.open("rb") as file:
@@ -29,6 +31,13 @@ def fingerprint(folder: Path) -> str:
     except OSError:
         digest = hashlib.sha256(str(folder).encode())
     return digest.hexdigest()[:32]
+
+
+def _files(checkpoint: Path) -> list[Path]:
+    """The files of a folder, or of a model in GGUF."""
+    if checkpoint.is_file():
+        return parts_of(checkpoint)
+    return sorted(path for path in checkpoint.iterdir() if path.suffix in _FILES)
 
 
 def files_digest(model: Path, adapter: str | Path | None) -> str:

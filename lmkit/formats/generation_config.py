@@ -12,6 +12,7 @@ import msgspec
 
 from lmkit.errors import CheckpointError, ConfigError
 from lmkit.jsonfile import read_json
+from lmkit.small_files import exists
 
 FILE = "generation_config.json"
 MAX_BYTES = 10 << 20
@@ -102,7 +103,7 @@ def read_defaults(folder: Path, choice: str = "auto") -> SamplingDefaults:
     Raises ConfigError if that path does not exist, and CheckpointError for a file that cannot be used.
     """
     file = folder / FILE
-    if choice == "none" or (choice == "auto" and not file.exists()):
+    if choice == "none" or (choice == "auto" and not exists(file)):
         return SamplingDefaults()
     if choice != "auto":
         file = Path(choice) / FILE if Path(choice).is_dir() else Path(choice)

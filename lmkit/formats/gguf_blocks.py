@@ -3,6 +3,7 @@
     Q4_0 Q5_0 Q8_0      32 weights: float16 scale, codes of 4, 5 or 8 bits
     Q4_1 Q5_1           the same with a float16 minimum
     IQ4_NL              32 weights: float16 scale, 4-bit places in a table of 16 codes
+    MXFP4               32 weights: an exponent, places in a table of twice the numbers of float4
     IQ4_XS              256 weights: float16 d, for each 32 a 6-bit s (scale = d s), 4-bit places in the same table
     Q3_K Q6_K           256 weights: float16 d, for each 16 a signed s of 6 or 8 bits, codes of 3 or 6 bits
     Q2_K                256 weights: float16 d and m, for each 16 two 4-bit factors: scale = d s, offset = m t
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 
 CHUNK = 1 << 15  # blocks decoded at a time
+FLOAT4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
 
@@ -117,19 +119,27 @@ def _q6_k(b: Tensor) -> Coded:
 
 
 def _iq4_nl(b: Tensor) -> Coded:
-    return Coded(_groups(_from_table(b[:, 2:]), 32), _half(b, 0))
+    return Coded(_groups(_from_table(b[:, 2:], IQ4), 32), _half(b, 0))
 
 
 def _iq4_xs(b: Tensor) -> Coded:
     scales = (_unpack(b[:, 4:8], 4, 1) | _unpack(b[:, 2:4], 2, 1) << 4) - 32
-    return Coded(_groups(_from_table(b[:, 8:]), 32), _half(b, 0) * scales.float())
+    return Coded(_groups(_from_table(b[:, 8:], IQ4), 32), _half(b, 0) * scales.float())
 
 
-def _from_table(packed: Tensor) -> Tensor:
-    return torch.tensor(IQ4, dtype=torch.int16)[_unpack(packed, 4, 16).long()]
+def _mxfp4(b: Tensor) -> Coded:
+    """Of the exponents, 255 is no number; a scale is half of 2 ** (e - 127), as codes are twice the values."""
+    exponents = b[:, :1].to(torch.int32)
+    scales = torch.ldexp(torch.ones(exponents.shape), exponents - 128)
+    return Coded(_groups(_from_table(b[:, 1:], FLOAT4), 32), scales.where(exponents < 255, torch.nan))
+
+
+def _from_table(packed: Tensor, table: tuple[int, ...]) -> Tensor:
+    return torch.tensor(table, dtype=torch.int16)[_unpack(packed, 4, 16).long()]
 
 
 CODED: dict[str, Callable[[Tensor], Coded]] = {
     "Q4_0": _q4_0, "Q4_1": _q4_1, "Q5_0": _q5_0, "Q5_1": _q5_1, "Q8_0": _q8_0, "Q2_K": _q2_k, "Q3_K": _q3_k,
     "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k, "IQ4_NL": _iq4_nl, "IQ4_XS": _iq4_xs,
+    "MXFP4": _mxfp4,
 }  # fmt: skip

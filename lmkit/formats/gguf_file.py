@@ -12,16 +12,15 @@ Nothing in the file is trusted: counts and lengths are compared with the rest of
 from __future__ import annotations
 
 import mmap
+import re
 import struct
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from lmkit.errors import CheckpointError, UnsupportedError
+from lmkit.formats.mapped_file import MappedFile
 
 MAX_TENSORS = MAX_PAIRS = 1 << 17
 MAX_NAME_BYTES = 1 << 10
@@ -59,7 +58,13 @@ STORAGES = {
     20: Storage("IQ4_NL", 32, 18),
     23: Storage("IQ4_XS", 256, 136),
     30: Storage("BF16", 1, 2),
+    39: Storage("MXFP4", 32, 17),
 }
+
+
+def storage_bits(name: str) -> int:
+    """Bits of a type's codes: 4 for Q4_K."""
+    return next(int(digits) for digits in re.findall(r"\d+", name))
 
 
 @dataclass(frozen=True)
@@ -80,28 +85,24 @@ class _Array:
     end: int
 
 
-class GgufFile:
+class GgufFile(MappedFile):
     """An open file: `.metadata` (numbers, flags and strings by key), `.array` and `.tensors` by name.
 
     Raises CheckpointError for a damaged file, and UnsupportedError for tensors of another type.
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        try:
-            with path.open("rb") as file:
-                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        except (OSError, ValueError) as error:  # ValueError: an empty file
-            raise CheckpointError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
+        super().__init__(path, "GGUF", 4)
         cursor = _Cursor(self._map, path)
         counts = _read_start(cursor)
         self.metadata, self._arrays = _read_pairs(cursor, counts[1])
         self.tensors = _read_tensors(cursor, counts[0], self.metadata.get("general.alignment", 32))
+        self.header_end = cursor.at
 
-    def raw(self, name: str) -> Tensor:
-        """A tensor's bytes, uint8 [nbytes]: a view of the file that is copied when written to."""
+    def raw(self, name: str) -> memoryview:
+        """A tensor's bytes: a view of the file."""
         info = self.tensors[name]
-        return torch.frombuffer(self._map, dtype=torch.uint8, count=info.nbytes, offset=info.start)
+        return memoryview(self._map)[info.start : info.start + info.nbytes]
 
     def array(self, key: str) -> list[Any]:
         """The values (numbers, flags or strings) of a key that holds an array; none without the key.

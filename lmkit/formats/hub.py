@@ -10,6 +10,7 @@ from pathlib import Path
 
 from lmkit.errors import CheckpointError
 from lmkit.extras import needed_for
+from lmkit.formats.gguf_model import SUFFIX, find_gguf, is_gguf
 
 DEMO = "demo"
 DEMO_FOLDER = Path(__file__).resolve().parents[1] / "demo" / "model"
@@ -19,7 +20,6 @@ DEMO_HEAD = DEMO_FOLDER.parent / "draft_head"  # of that model: it guesses its t
 WEIGHTS = "*.safetensors"
 PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 WANTED = [WEIGHTS, "*.json", "*.jinja", "merges.txt", "tokenizer.model", "LICENSE*"]
-CONVERT = "GGUF files are not run; first `lmkit convert {} -o FOLDER --format compressed-tensors`, or dense"
 UNWANTED = ["*/*", "consolidated*"]  # other exports of the same weights
 
 _LOG_IN = "log in with `hf auth login` or set HF_TOKEN"
@@ -35,6 +35,7 @@ REASONS = {
 
 def resolve_model_path(name: str | Path, *, weights: bool = True, revision: str | None = None) -> Path:
     """The folder of a checkpoint: an existing one, the bundled "demo", or a snapshot of a Hugging Face Hub repository.
+    A model in GGUF has a file, the first one, in place of a folder.
 
     Only a string that could name a repository (`model`, `owner/model`) is looked up on the Hub, through the Hub's own
     cache and settings. Without `weights`, only the small files are fetched, and a folder may hold anything. `revision`
@@ -46,6 +47,8 @@ def resolve_model_path(name: str | Path, *, weights: bool = True, revision: str 
     if os.path.isdir(name):  # os.path: names too long for the file system are no error
         found = path
     elif os.path.exists(name):
+        if is_gguf(path):
+            return find_gguf(path)
         raise CheckpointError(f"{path}: {_about_file(path)}")
     elif name == DEMO:
         return DEMO_FOLDER
@@ -53,6 +56,8 @@ def resolve_model_path(name: str | Path, *, weights: bool = True, revision: str 
         raise CheckpointError(f"{name}: no such folder")
     else:
         found = _download(name, WANTED if weights else [pattern for pattern in WANTED if pattern != WEIGHTS], revision)
+    if is_gguf(found) and (weights or not (found / "tokenizer.json").exists()):
+        return find_gguf(found)
     if weights and (problem := _about_folder(found)):
         raise CheckpointError(f"{found}: {problem}")
     return found
@@ -60,8 +65,6 @@ def resolve_model_path(name: str | Path, *, weights: bool = True, revision: str 
 
 def _about_file(path: Path) -> str:
     """What to do with a file that was given in place of a checkpoint's folder."""
-    if path.suffix == ".gguf":
-        return CONVERT.format(path)
     if path.suffix in PICKLED:
         return "pickled weights can run code and are not read; give a checkpoint's folder, with safetensors"
     if path.suffix == ".safetensors":
@@ -77,8 +80,6 @@ def _about_folder(folder: Path) -> str:
         return f"cannot be read: {error.strerror}"
     kinds = {Path(name).suffix for name in names}
     if ".safetensors" not in kinds:
-        if ".gguf" in kinds:
-            return CONVERT.format(folder)
         if kinds & {*PICKLED}:
             return "has only pickled weights, which can run code and are not read; convert them to safetensors"
         return "has no .safetensors weights, so it is no checkpoint" if names else "the folder is empty"
@@ -86,7 +87,7 @@ def _about_folder(folder: Path) -> str:
 
 
 def _may_be_repository(name: str) -> bool:
-    if Path(name).suffix in (".gguf", ".safetensors", *PICKLED):
+    if Path(name).suffix in (SUFFIX, ".safetensors", *PICKLED):
         return False
     return name.count("/") <= 1 and name[:1] not in ("", ".", "/", "~") and not name.endswith("/")
 
@@ -105,8 +106,8 @@ def pull(name: str, *, revision: str | None = None, announce: Callable[[int, int
         sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
     chosen = [file for file in sizes if _matches(file, WANTED) and not _matches(file, UNWANTED)]
     if not any(_matches(file, [WEIGHTS]) for file in chosen):
-        gguf = any(file.endswith(".gguf") for file in sizes)
-        advice = "; download one of its GGUF files and give it to `lmkit convert`" if gguf else ""
+        gguf = any(file.endswith(SUFFIX) for file in sizes)
+        advice = "; download one of its GGUF files, and serve that" if gguf else ""
         raise CheckpointError(f"{name} has no weights as safetensors{advice}")
     announce(len(chosen), sum(sizes[file] for file in chosen))
     return _download(name, WANTED, info.sha)

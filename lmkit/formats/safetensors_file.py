@@ -9,16 +9,14 @@ the bytes of its dtype and shape. Otherwise the header is refused. Allocations a
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import json
 import mmap
 import threading
 import zlib
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
-from os import fstat, fsync
+from os import fsync
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +25,12 @@ from torch import Tensor
 
 from lmkit.errors import CheckpointError
 from lmkit.formats.atomic import write_errors
+from lmkit.formats.mapped_file import MappedFile
 from lmkit.jsonfile import parse_json
 
 MAX_HEADER_BYTES = 16 << 20  # some 100,000 tensors; parsed, hostile JSON of this size stays below half a gigabyte
 MAX_NUMEL = 1 << 62
 WRITE_BYTES = 16 << 20  # bytes of a tensor in one call
-SAMPLES, SAMPLE_BYTES = 16, 4096  # of a file's data in its content digest
 
 DTYPES = {
     "BOOL": torch.bool,
@@ -53,9 +51,6 @@ DTYPES = {
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
-# Python 3.11 has no name for it. This is its value in Linux on x86-64 and arm64.
-_MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
-
 
 @dataclass(frozen=True)
 class TensorInfo:
@@ -70,28 +65,16 @@ class TensorInfo:
 _CRC_BYTES = 64 << 20  # of one call, after which a program may end
 
 
-class SafetensorsFile:
+class SafetensorsFile(MappedFile):
     """An open file: `.infos` by name, `.metadata`, tensors as views of the mapping. Raises CheckpointError.
 
-    The mapping is private: writing to a tensor does not change the file, and a tensor takes no memory until it is
-    written to. The mapping lives until the last of its tensors is gone. If another process truncates the file during
-    that time, this process is killed (SIGBUS), as with any mapped file.
+    A tensor takes no memory until it is written to; see MappedFile.
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        try:
-            with path.open("rb") as file:
-                status = fstat(file.fileno())
-                size, self._modified = status.st_size, status.st_mtime_ns
-                if size < 8:
-                    raise CheckpointError(f"{path}: truncated: {size} bytes, a safetensors file has at least 8")
-                # Without NORESERVE the kernel may refuse to map a file larger than the machine's memory.
-                flags = mmap.MAP_PRIVATE | _MAP_NORESERVE
-                self._map = mmap.mmap(file.fileno(), size, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-        except OSError as error:
-            raise CheckpointError(f"{path}: {error.strerror}") from None
+        super().__init__(path, "safetensors", 8)
         self.infos, self.metadata = _parse_header(self._map, path)
+        self.header_end = 8 + int.from_bytes(self._map[:8], "little")
 
     def tensor(self, name: str) -> Tensor:
         info = self.infos[name]
@@ -104,16 +87,6 @@ class SafetensorsFile:
         count = info.nbytes // dtype.itemsize
         return torch.frombuffer(self._map, dtype=dtype, count=count, offset=info.start).reshape(info.shape)
 
-    def content_digest(self) -> str:
-        """Changes with the file's size, time of modification, header, or a sample of its data."""
-        size = len(self._map)
-        header_end = 8 + int.from_bytes(self._map[:8], "little")
-        digest = hashlib.sha256(f"{size} {self._modified}".encode() + self._map[:header_end])
-        for i in range(SAMPLES):
-            start = max(0, size - SAMPLE_BYTES) * i // (SAMPLES - 1)
-            digest.update(self._map[start : start + SAMPLE_BYTES])
-        return digest.hexdigest()
-
     def data_crc32(self) -> int | None:
         """Of all bytes behind the header. Other Python threads run meanwhile. None if the program ends before."""
         start, crc = min((info.start for info in self.infos.values()), default=len(self._map)), 0
@@ -123,19 +96,6 @@ class SafetensorsFile:
                     return None
                 crc = zlib.crc32(data[at : at + _CRC_BYTES], crc)
         return crc
-
-    def read_ahead(self) -> None:
-        """Ask the kernel to fetch the whole file from the disk in the background, into huge pages if it can."""
-        with suppress(OSError):  # a kernel without huge pages
-            self._map.madvise(mmap.MADV_HUGEPAGE)
-        self._map.madvise(mmap.MADV_WILLNEED)
-
-    def release(self) -> None:
-        """Free the memory of the data read so far.
-
-        Tensors that are used later are read again; changes of tensors are lost.
-        """
-        self._map.madvise(mmap.MADV_DONTNEED)
 
 
 def read_single_pages(tensor: Tensor) -> None:

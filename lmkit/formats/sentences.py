@@ -22,6 +22,7 @@ import msgspec
 
 from lmkit.errors import CheckpointError, RequestError, UnsupportedError
 from lmkit.jsonfile import read_json, read_list
+from lmkit.small_files import exists
 from lmkit.text.sentence_settings import MODULES, sentence_settings
 
 CONFIG, OF_SENTENCES = "config.json", "config_sentence_transformers.json"
@@ -87,7 +88,7 @@ def read_sentences(folder: Path, usual: Mode = "last") -> Sentences:
 
     Raises UnsupportedError for modules and poolings that lmkit does not compute, and CheckpointError for broken files.
     """
-    if not (folder / MODULES).exists():
+    if not exists(folder / MODULES):
         return Sentences(pooling=usual)
     pooling, modules, includes_prompt = str(usual), list[Module](), True
     for entry in read_list(folder / MODULES, MAX_BYTES):
@@ -118,7 +119,7 @@ def read_dimensions(folder: Path) -> tuple[int, ...]:
     They stand in config.json as `matryoshka_dimensions`, or are empty. Raises CheckpointError for any other value.
     """
     file = folder / CONFIG
-    named = read_json(file, MAX_BYTES).get("matryoshka_dimensions") if file.exists() else None
+    named = read_json(file, MAX_BYTES).get("matryoshka_dimensions") if exists(file) else None
     if named is None:
         return ()
     if not (isinstance(named, list) and named and all(type(size) is int and size > 0 for size in named)):
@@ -148,7 +149,7 @@ def _pooling(config: dict[str, Any], file: Path) -> str:
 
 
 def _module(kind: str, path: str, file: Path) -> Module:
-    config = read_json(file, MAX_BYTES) if file.exists() else {}
+    config = read_json(file, MAX_BYTES) if exists(file) else {}
     places = {config.get(name) or "sentence_embedding" for name in ("module_input_name", "module_output_name")}
     activation = str(config.get("activation_function", "Tanh" if kind == "Dense" else "Identity")).rpartition(".")[2]
     if places != {"sentence_embedding"}:
@@ -166,7 +167,7 @@ def _max_tokens(folder: Path) -> int:
     asked = sentence_settings(folder).get("max_seq_length")
     if asked is None:
         places = (("tokenizer_config.json", "model_max_length"), (CONFIG, "max_position_embeddings"))
-        files = [(folder / file, key) for file, key in places if (folder / file).exists()]
+        files = [(folder / file, key) for file, key in places if exists(folder / file)]
         found = [read_json(file, MAX_CONFIG_BYTES).get(key) for file, key in files]
         asked = min((n for n in found if type(n) is int and n > 0), default=None)
     if asked is not None and not (type(asked) is int and asked > 0):
@@ -176,7 +177,7 @@ def _max_tokens(folder: Path) -> int:
 
 def _prompts(folder: Path) -> dict[str, Any]:
     file = folder / OF_SENTENCES
-    config = read_json(file, MAX_BYTES) if file.exists() else {}
+    config = read_json(file, MAX_BYTES) if exists(file) else {}
     prompts, default = config.get("prompts") or {}, config.get("default_prompt_name")
     if not isinstance(prompts, dict) or not all(isinstance(text, str) for text in prompts.values()):
         raise CheckpointError(f"{file}: prompts: expected an object of name -> text")

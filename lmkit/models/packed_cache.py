@@ -260,7 +260,7 @@ def cache_folders(checkpoint: Path, parent: Path | None = None) -> list[Path]:
         return [parent / own]
     private, beside = environment().cache_dir / "packed" / own, checkpoint / FOLDER
     is_ours = checkpoint.resolve() == DEMO_FOLDER  # a part of the installation
-    return [private] if is_ours or beside.is_symlink() else [beside, private]
+    return [private] if is_ours or checkpoint.is_file() or beside.is_symlink() else [beside, private]
 
 
 def _is_trusted(folder: Path, checkpoint: Path) -> bool:

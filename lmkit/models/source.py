@@ -13,7 +13,6 @@ from torch import Tensor
 
 from lmkit.errors import CheckpointError, ConfigError
 from lmkit.formats.base import WeightFormat, resolve_format
-from lmkit.formats.checkpoint import CheckpointReader
 from lmkit.formats.gptq import GptqFormat, stored_bits
 from lmkit.formats.mxfp4 import BLOCKS
 from lmkit.formats.mxfp4 import SCALES as MX_SCALES
@@ -27,8 +26,8 @@ from lmkit.layers.per_layer import PerLayerWeights
 from lmkit.models import load_spec, roles
 from lmkit.models.decoder import Decoder
 from lmkit.models.decoder_layer import DecoderLayer
-from lmkit.models.fused import views
 from lmkit.models.head import has_own_head, untied
+from lmkit.models.opened import open_checkpoint, show_tensors
 from lmkit.models.registry import BASE, CLASSIFIER
 from lmkit.models.rounding import check_rounding, saved_bytes, scheme_for
 from lmkit.models.spec import ModelSpec
@@ -48,10 +47,17 @@ class ModelSource:
     """
 
     def __init__(
-        self, path: str | Path, *, attention_sinks: int = 0, rounding: str = "none", part: ModelSpec | None = None
+        self,
+        path: str | Path,
+        *,
+        attention_sinks: int = 0,
+        rounding: str = "none",
+        part: ModelSpec | None = None,
+        floats: bool = False,
     ) -> None:
-        """`part`: the specification of another part of the checkpoint, in place of the model's."""
-        self.reader = CheckpointReader(path)
+        """`part`: the specification of another part of the checkpoint, in place of the model's. `floats`: read what a
+        GGUF file has quantized as floats."""
+        self.reader = open_checkpoint(path, floats=floats or rounding != "none")
         self.config: dict[str, Any] = self.reader.config
         self.spec: ModelSpec = part or load_spec(self.config).with_sinks(attention_sinks)
         self.format: WeightFormat = resolve_format(self.config)
@@ -62,7 +68,7 @@ class ModelSource:
             )
         if rounding != "none":
             check_rounding(self.spec, rounding, self.reader.path)
-        self.reader.show(views(self.reader, self.spec))
+        show_tensors(self.reader, self.spec)
         if self.spec.tie_embeddings and has_own_head(self.reader):
             self.spec, self.config = replace(self.spec, tie_embeddings=False), untied(self.config)
         classifies = self.spec.architecture.endswith(CLASSIFIER)

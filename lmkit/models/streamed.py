@@ -71,7 +71,9 @@ def forecast(model: ResolvedModel, streaming: Streaming) -> Forecast:
         parts = layer.linears.values() if _has_order(layer) else [(layer.num_weights, 1)]
         return tuple(linears * prod(part) // model.spec.num_weights for part in parts)
 
-    largest = max(model.reader.path.glob("*.safetensors"), key=lambda path: path.stat().st_size)
+    folder = model.reader.path
+    files = [folder] if folder.is_file() else folder.glob("*.safetensors")
+    largest = max(files, key=lambda path: path.stat().st_size)
     plan = plan_stream([sizes(layer) for layer in model.spec.layers], fixed, streaming.memory)
     return Forecast(plan, DirectFile(largest).bandwidth(), seconds)
 

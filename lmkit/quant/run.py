@@ -355,7 +355,7 @@ def prepare(
     quant.device.resolve_device gives. With a `time_budget` in seconds, the recipe gets as many rows of text as its
     estimate allows, and as there are. Nothing is written. Raises CheckpointError, ConfigError or UnsupportedError.
     """
-    source = ModelSource(model)
+    source = ModelSource(model, floats=True)
     recipe = recipe.for_model(source.spec)
     plan = make_plan(source, recipe, device)
     tokenizer = Tokenizer.from_pretrained(source.reader.path)

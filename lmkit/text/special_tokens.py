@@ -6,7 +6,6 @@ special_tokens_map.json, whose values then win, and in added_tokens.json. This i
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,6 +14,7 @@ import tokenizers
 
 from lmkit.errors import CheckpointError
 from lmkit.jsonfile import read_json
+from lmkit.small_files import exists
 
 CONFIG, MAP, ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -33,7 +33,7 @@ class Declared(NamedTuple):
 
 def read_config(file: Path) -> dict[str, Any]:
     """The JSON object of an optional file; {} without the file. Raises CheckpointError."""
-    return read_json(file, MAX_CONFIG_BYTES) if os.path.lexists(file) else {}
+    return read_json(file, MAX_CONFIG_BYTES) if exists(file) else {}
 
 
 def add_special_tokens(backend: tokenizers.Tokenizer, folder: Path, config: dict[str, Any]) -> dict[str, str]:

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from lmkit.errors import CheckpointError, ConfigError
-from lmkit.text.special_tokens import CONFIG, read_config
+from lmkit.small_files import exists, read
+from lmkit.text.special_tokens import CONFIG, MAX_CONFIG_BYTES, read_config
 from lmkit.text.template import ChatTemplate
 
 FILE, FOLDER = "chat_template.jinja", "additional_chat_templates"
@@ -35,7 +36,7 @@ def read_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     chat_template.json, if it has that file.
     """
     files = [(DEFAULT, folder / FILE), *((file.stem, file) for file in sorted((folder / FOLDER).glob("*.jinja")))]
-    found = {name: _text(file) for name, file in files if os.path.lexists(file)}
+    found = {name: _text(file) for name, file in files if exists(file)}
     if DEFAULT in found:
         return found
     older = _named(read_config(folder / OLDER_FILE).get("chat_template"), folder / OLDER_FILE)
@@ -63,6 +64,6 @@ def _named(value: Any, where: Path) -> dict[str, str]:
 
 def _text(file: Path) -> str:
     try:
-        return file.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
+        return read(file, MAX_CONFIG_BYTES).decode()
+    except ValueError as error:
         raise CheckpointError(f"{file}: cannot read: {error}") from None

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import tokenizers
 
 from lmkit.errors import CheckpointError, LMKitError, RequestError
+from lmkit.small_files import read
 from lmkit.text.decoding import decoder_stages
 from lmkit.text.sentence_settings import lower_if_asked
 from lmkit.text.special_tokens import CONFIG, add_special_tokens, read_config
@@ -25,6 +26,8 @@ from lmkit.text.token_length import max_token_chars
 
 if TYPE_CHECKING:
     from lmkit.text.grammar import Grammars
+
+MAX_TOKENIZER_BYTES = 512 << 20
 
 
 class EncodedPair(NamedTuple):
@@ -77,16 +80,17 @@ class Tokenizer:
 
     @classmethod
     def from_pretrained(cls, path: str | Path, chat_template: str | None = None) -> Tokenizer:
-        """Read a checkpoint folder; only tokenizer.json must exist. Raises CheckpointError or UnsupportedError.
+        """Read a folder, in which only tokenizer.json must exist, or a GGUF file.
 
         `chat_template` stands in place of the folder's: the name of one of its templates, or see `given_template`.
-        Raises ConfigError for a wrong one.
+        Raises ConfigError for a wrong one, CheckpointError and UnsupportedError.
         """
         folder = Path(path)
         file = folder / "tokenizer.json"
         with _library_errors(lambda why: CheckpointError(f"{file}: cannot read the tokenizer: {why}")):
             try:
-                return cls._read(folder, tokenizers.Tokenizer.from_buffer(file.read_bytes()), chat_template)
+                backend = tokenizers.Tokenizer.from_buffer(read(file, MAX_TOKENIZER_BYTES))
+                return cls._read(folder, backend, chat_template)
             except (OSError, ValueError) as error:
                 raise CheckpointError(f"{file}: cannot read the tokenizer: {error}") from None
 

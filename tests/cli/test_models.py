@@ -91,7 +91,7 @@ def test_what_the_hub_refuses_is_one_line(hub: FakeHub, words: list[str], reason
 def test_no_weights_and_no_network_are_one_line(hub: FakeHub) -> None:
     hub.files = {"config.json": b"{}", "model-q4.gguf": b"GGUF"}
     assert lmkit("pull", "org/model").stderr.splitlines()[-1] == (
-        "lmkit: org/model has no weights as safetensors; download one of its GGUF files and give it to `lmkit convert`"
+        "lmkit: org/model has no weights as safetensors; download one of its GGUF files, and serve that"
     )
     hub.shutdown()
     hub.server_close()

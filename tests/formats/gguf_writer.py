@@ -13,6 +13,7 @@ from torch import Tensor
 TYPES = {
     "F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q8_0": 8, "Q2_K": 10, "Q3_K": 11, "Q4_K": 12,
     "Q5_K": 13, "Q6_K": 14, "IQ4_NL": 20, "IQ4_XS": 23, "BF16": 30,
+    "MXFP4": 39,
 }  # fmt: skip
 INNER = {
     "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "self_attn.q_proj": "attn_q",
@@ -108,6 +109,22 @@ def _value(value: Any) -> bytes:
     return struct.pack("<If", 6, value) if isinstance(value, float) else struct.pack("<II", 4, value)
 
 
+def paired(module: str, tensor: Tensor, heads: int, kv_heads: int) -> Tensor:
+    """Llama's rows of q and k as rotary pairs, other tensors as they are."""
+    count = {"q_proj": heads, "k_proj": kv_heads}.get(module.split(".")[-1])
+    if count is None:
+        return tensor
+    return tensor.reshape(count, 2, -1, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
+
+
+def halves(module: str, tensor: Tensor, heads: int, kv_heads: int) -> Tensor:
+    """The other way round."""
+    count = {"q_proj": heads, "k_proj": kv_heads}.get(module.split(".")[-1])
+    if count is None:
+        return tensor
+    return tensor.reshape(count, -1, 2, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
+
+
 def write_model(path: Path, model: Any, encode: Callable[[Tensor], Encoded] = floats) -> dict[str, Encoded]:
     """Write a transformers model as a GGUF file, with its linears encoded by `encode`. Returns the tensors in the
     file's order."""
@@ -125,15 +142,14 @@ def write_model(path: Path, model: Any, encode: Callable[[Tensor], Encoded] = fl
         f"{kind}.attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
         f"{kind}.rope.freq_base": float(config.rope_parameters["rope_theta"]),
     }
-    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     tensors = {}
     for name, tensor in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         module, _, suffix = name.rpartition(".")
         inner = module.split(".", 3)[-1]
-        if kind == "llama" and (count := heads.get(module.split(".")[-1])):
-            tensor = tensor.reshape(count, 2, -1, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
+        if kind == "llama":
+            tensor = paired(module, tensor, config.num_attention_heads, config.num_key_value_heads)
         place = OUTER.get(module) or f"blk.{module.split('.')[2]}.{INNER[inner]}"
         tensors[f"{place}.{suffix}"] = encode(tensor) if inner in INNER and tensor.ndim == 2 else floats(tensor)
     write(path, metadata, tensors)

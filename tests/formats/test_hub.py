@@ -11,7 +11,6 @@ from huggingface_hub.errors import HTTPError, LocalEntryNotFoundError
 
 from lmkit.errors import CheckpointError
 from lmkit.formats.checkpoint import CheckpointReader, resolve_model_path
-from lmkit.formats.hub import CONVERT
 
 
 @pytest.fixture
@@ -48,7 +47,6 @@ def test_a_checkpoint_s_folder(tmp_path: Path, hub: list[Any]) -> None:
     ("file", "message"),
     [
         ("weights", "is a file; give the checkpoint's folder"),
-        ("m.gguf", CONVERT),
         ("m.bin", "pickled weights can run code and are not read; give a checkpoint's folder, with safetensors"),
         ("m.safetensors", "is only a part of a checkpoint; give its folder (.), with config.json and the tokenizer"),
     ],
@@ -72,7 +70,6 @@ def test_a_file_is_no_checkpoint(
         ([], "the folder is empty"),
         (["config.json", "model.safetensors.index.json"], "has no .safetensors weights, so it is no checkpoint"),
         (["model.safetensors"], "has no config.json, so it is no checkpoint"),
-        (["config.json", "m.gguf"], CONVERT),
         (["config.json", "pytorch_model.bin"], "has only pickled weights, which can run code and are not read"),
     ],
 )

@@ -15,7 +15,6 @@ import torch
 from lmkit.errors import LMKitError
 from lmkit.formats.checkpoint import CheckpointReader
 from lmkit.formats.generation_config import read_defaults
-from lmkit.formats.gguf import GgufReader
 from lmkit.formats.gguf_file import GgufFile
 from lmkit.formats.gguf_tokenizer import generation_config, tokenizer_config, tokenizer_json
 from lmkit.formats.kv_config import KVConfig, KVLayerConfig, load_kv_config, save_kv_config
@@ -49,10 +48,10 @@ def read_all(path: Path) -> None:
 
 
 def read_gguf(path: Path) -> None:
-    reader = GgufReader(path)
-    for name in reader.names():
-        reader.tensor(name)
-    reader.linears()
+    source = ModelSource(path)
+    for name in source.reader.names():
+        source.reader.tensor(name)
+    source.layer_weights(0)
 
 
 def read_gguf_tokenizer(path: Path) -> None:
@@ -76,8 +75,12 @@ def write_gguf(path: Path) -> bytes:
     }  # fmt: skip
     tensors = {
         "token_embd.weight": gguf_writer.floats(torch.zeros(2, 32)),
-        "blk.0.attn_q.weight": gguf_writer.q4_0(torch.randn(32, 32)),
+        "output_norm.weight": gguf_writer.floats(torch.ones(32)),
     }
+    for name in ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down"):
+        tensors[f"blk.0.{name}.weight"] = gguf_writer.q4_0(torch.randn(32, 32))
+    for name in ("attn_norm", "ffn_norm"):
+        tensors[f"blk.0.{name}.weight"] = gguf_writer.floats(torch.ones(32))
     gguf_writer.write(path, metadata, tensors)
     return path.read_bytes()
 

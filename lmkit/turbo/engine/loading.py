@@ -21,6 +21,7 @@ from lmkit.models.adapters import DecoderAdapters, Part
 from lmkit.models.decoder import Decoder
 from lmkit.models.kv_storage import KVStorage, is_uncalibrated, storage_text
 from lmkit.models.loader import load as load_decoder
+from lmkit.models.opened import widened
 from lmkit.models.packed_cache import PackedFile
 from lmkit.models.resolved import ResolvedModel, resolved
 from lmkit.models.shard import Shard
@@ -123,6 +124,8 @@ def load(model_path: str, config: EngineConfig, device: Device, rank: int = 0) -
         bits = f" of {bits_of_linears(model.source.spec, model.source.reader):.2f} bits"
         bits = bits if config.quantize == "none" else f" rounded to {config.quantize}"
         log.info("model: %s, %s weights%s, %s", name, model.source.format.name, bits, model.packing.dtype)
+        if line := widened(model.reader, model.packing.dtype):
+            log.info(line)
         _announce(memory, model.storages, config)
         if config.kv_dtype == INT4.name and not rank and is_uncalibrated(spec, model.storages):
             command = f"{path} -o OUT --weights none" if model.source.format.name == "dense" else "ORIGINAL -o OUT"

@@ -1,0 +1,52 @@
+"""Checkpoints of all kinds, opened: folders of safetensors and GGUF files."""
+
+from __future__ import annotations
+
+from collections import Counter
+from math import prod
+from pathlib import Path
+
+import torch
+
+from lmkit.formats.checkpoint import CheckpointReader, resolve_model_path
+from lmkit.formats.gguf import GgufReader
+from lmkit.models.fused import views
+from lmkit.models.gguf_names import pieces
+from lmkit.models.spec import ModelSpec
+
+
+def open_checkpoint(path: str | Path, *, floats: bool = False) -> CheckpointReader:
+    """The checkpoint of a path or a name that `resolve_model_path` knows. `floats`: see GgufReader.
+
+    Raises CheckpointError and UnsupportedError.
+    """
+    found = resolve_model_path(path)
+    return GgufReader(found, floats=floats) if found.is_file() else CheckpointReader(found)
+
+
+def widened(reader: CheckpointReader, dtype: str) -> str:
+    """A line on the linears of a GGUF file that take more memory than in the file, or an empty text."""
+    if not isinstance(reader, GgufReader):
+        return ""
+    kinds, weights, nbytes = Counter[str](), 0, 0
+    for name in reader.names():
+        kind = reader.storage(name)
+        if kind is not None and reader.scheme(name) is None:
+            kinds[kind] += 1
+            weights += prod(reader.info(name).shape)
+            nbytes += reader.info(name).nbytes
+    if not kinds:
+        return ""
+    size = getattr(torch, dtype).itemsize
+    return (
+        f"{', '.join(sorted(kinds))}: no grid of lmkit holds these types: {kinds.total()} linears take {8 * size} bits "
+        f"a weight, {weights * size >> 20} MiB (in the file {nbytes >> 20} MiB)"
+    )
+
+
+def show_tensors(reader: CheckpointReader, spec: ModelSpec) -> None:
+    """Let the reader show the tensors of this model that it has inside others, or under other names."""
+    if isinstance(reader, GgufReader):
+        reader.show_pieces(pieces(reader, spec))
+    else:
+        reader.show(views(reader, spec))

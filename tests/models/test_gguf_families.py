@@ -1,0 +1,68 @@
+"""Every architecture that llama.cpp writes and lmkit serves: a GGUF file gives the logits of the model in it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lmkit.layers.batch import whole_batch
+from lmkit.models.loader import load_model
+from tests.models import tiny
+from tests.models.gguf_files import write_gguf
+from tests.models.test_families import BLOCK, TOLERANCE, expected, kv_for, prompts
+
+# family of tests.models.tiny -> (llama.cpp's architecture, differences of the model)
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama-tied-bias": ("llama", {}),
+    "llama-linear": ("llama", {}),
+    "llama-yarn": ("llama", {}),
+    "llama-llama3": ("llama", {}),
+    "llama-mha-wide-heads": ("llama", {}),
+    "mistral": ("llama", {}),
+    "mixtral": ("llama", {}),
+    "internlm3": ("llama", {}),
+    "qwen2": ("qwen2", {}),
+    "qwen2-moe": ("qwen2moe", {"mlp_only_layers": []}),
+    "qwen3": ("qwen3", {}),
+    "qwen3-moe": ("qwen3moe", {"decoder_sparse_step": 1}),
+    "qwen3-next": ("qwen3next", {}),
+    "gemma2": ("gemma2", {"query_pre_attn_scalar": 16}),
+    "gemma3": ("gemma3", {"query_pre_attn_scalar": 16}),
+    "gemma4": ("gemma4", {}),
+    "gemma4-values": ("gemma4", {}),
+    "gemma4-moe": ("gemma4", {"num_global_key_value_heads": 2}),
+    "phi3": ("phi3", {}),
+    "phi3-long": ("phi3", {}),
+    "granite": ("granite", {}),
+    "olmo2": ("olmo2", {}),
+    "olmo3": ("olmo2", {}),
+    "exaone4": ("exaone4", {}),
+    "exaone4-full": ("exaone4", {}),
+    "smollm3": ("smollm3", {"no_rope_layer_interval": 4}),
+    "glm": ("chatglm", {}),
+    "glm4": ("glm4", {}),
+    "glm4-moe": ("glm4moe", {}),
+    "seed-oss": ("seed_oss", {}),
+    "internlm2": ("internlm2", {"attention_bias": True}),
+    "gpt-oss": ("gpt-oss", {}),
+    "deepseek-v2-lite": ("deepseek2", {"rope_parameters": tiny.YARN | {"mscale": 0.707, "mscale_all_dim": 0.707}}),
+    "deepseek-v2": ("deepseek2", {}),
+    "deepseek-v3": ("deepseek2", {}),
+    "dots1": ("dots1", {}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_logits_of_transformers(tmp_path: Path, name: str) -> None:
+    arch, differences = CASES[name]
+    model = tiny.make(tmp_path / "saved", name.replace("internlm2", "llama"), **differences)
+    write_gguf(tmp_path / "m.gguf", model, tmp_path / "saved", arch)
+    decoder = load_model(tmp_path / "m.gguf")
+    batch, num_blocks = whole_batch(prompts(), BLOCK)
+    logits = decoder(batch, kv_for(decoder, num_blocks))
+    for row, got in zip(prompts(), logits.split([len(r) for r in prompts()]), strict=True):
+        torch.testing.assert_close(got, expected(model, row), rtol=TOLERANCE, atol=TOLERANCE)
