@@ -96,6 +96,9 @@ class CheckpointReader:
         self._views |= views
         self._sources |= {view.source for view in views.values()}
 
+    def narrow(self) -> None:
+        """Give weights that the file has in codes, and that nobody keeps so, in config.json's dtype from now on."""
+
     def names(self) -> list[str]:
         """All tensors, sorted."""
         return sorted((self._files.keys() - self._sources) | self._views.keys())

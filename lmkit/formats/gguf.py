@@ -57,7 +57,7 @@ class GgufReader(CheckpointReader):
         self.file = GgufModel(Path(path))
         self.path, self.is_base = self.file.path, False
         self.config: dict[str, Any] = make_config(self.file)
-        self._floats, self._pieces = floats, dict[str, Piece]()
+        self._floats, self._narrow, self._pieces = floats, floats, dict[str, Piece]()
         matrices = {info.storage.name for info in self.file.tensors.values() if len(info.shape) > 1}
         if not floats and matrices & GRIDS.keys():
             self.config["quantization_config"] = {"quant_method": METHOD}
@@ -65,6 +65,9 @@ class GgufReader(CheckpointReader):
     def show_pieces(self, pieces: Mapping[str, Piece]) -> None:
         """Show these tensors of the model."""
         self._pieces |= pieces
+
+    def narrow(self) -> None:
+        self._narrow = True
 
     def names(self) -> list[str]:
         return sorted(self._pieces)
@@ -143,7 +146,7 @@ class GgufReader(CheckpointReader):
             dtype: torch.dtype = getattr(torch, FLOATS[storage])
             return dtype
         is_matrix = storage not in FLOATS
-        return getattr(torch, self.config["dtype"]) if self._floats and is_matrix else torch.float32
+        return getattr(torch, self.config["dtype"]) if self._narrow and is_matrix else torch.float32
 
     def _raw(self, source: str, rows: Callable[[Tensor], Tensor] | None) -> tuple[Storage, Tensor]:
         """The bytes of some rows, uint8. Of a vector of floats each number is a row."""

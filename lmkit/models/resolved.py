@@ -181,6 +181,8 @@ def resolved(
         weight_dtype = resolve_dtype(dtype, source.spec.dtype, device)
         asked = resolve_activations(activations, device)
         as_stored = (device, dtype, weight_dtype) == ("cpu", "auto", "float16")
+        if as_stored:
+            source.reader.narrow()
         packing = Packing(device, weight_dtype, asked, lm_head, shard.rank, shard.tp, shard.ep, quantize, as_stored)
         storages = resolve_storage(source.reader, source.spec, kv_dtype, weight_dtype)
         heads = [layer.num_kv_heads for layer in source.spec.layers]

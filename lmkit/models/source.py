@@ -324,7 +324,10 @@ class ModelSource:
             floating = info.dtype in FLOATS and not name.endswith(SCALES)
             growth = 1 if floating else self._growth(name, dense, device, activations)
             is_cast = floating and dtype is not None
-            total += math.prod(info.shape) * dense if is_cast else info.nbytes * growth
+            if floating:
+                total += math.prod(info.shape) * (dense if is_cast else DTYPES[info.dtype].itemsize)
+            else:
+                total += info.nbytes * growth
         head = self.spec.num_logits * self.spec.hidden_size
         if self.spec.tie_embeddings:
             total += head * dense

@@ -5,11 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import torch
 
 from lmkit.layers.batch import whole_batch
 from lmkit.models.loader import load_model
+from lmkit.models.resolved import resolved
 from tests.models import tiny
 from tests.models.gguf_files import write_gguf
 from tests.models.test_families import BLOCK, TOLERANCE, expected, kv_for, prompts
@@ -66,3 +68,21 @@ def test_the_logits_of_transformers(tmp_path: Path, name: str) -> None:
     logits = decoder(batch, kv_for(decoder, num_blocks))
     for row, got in zip(prompts(), logits.split([len(r) for r in prompts()]), strict=True):
         torch.testing.assert_close(got, expected(model, row), rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def test_what_no_grid_holds_takes_sixteen_bits(tmp_path: Path) -> None:
+    """As the memory plan says. float32 keeps all bits."""
+    model = tiny.make(tmp_path / "saved", "llama", hidden_size=64, intermediate_size=96, num_attention_heads=4)
+
+    def q4_1(tensor: torch.Tensor) -> tuple[str, tuple[int, ...], bytes]:
+        codes = gguf.quants.quantize(tensor.numpy(), gguf.GGMLQuantizationType.Q4_1)
+        return "Q4_1", tuple(tensor.shape), codes.tobytes()
+
+    write_gguf(tmp_path / "m.gguf", model, tmp_path / "saved", "llama", q4_1)
+    for dtype, kept in (("auto", torch.float16), ("float32", torch.float32)):
+        with resolved(tmp_path / "m.gguf", dtype=dtype) as found:
+            weight = found.layer(0).weights["attn.q"]
+            assert isinstance(weight, torch.Tensor)
+            assert weight.dtype == kept
+            linears = found.spec.num_weights * kept.itemsize
+            assert linears < found.weight_bytes() < 2 * linears
