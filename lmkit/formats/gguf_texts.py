@@ -59,7 +59,7 @@ def _pooling(file: GgufModel) -> str | None:
 
 def _modules(file: GgufModel) -> list[dict[str, str]] | None:
     """modules.json of sentence-transformers."""
-    kinds = {"Transformer": "", "Pooling": "1_Pooling"}
+    kinds = {"Transformer": "", "Pooling": "1_Pooling", "Normalize": "2_Normalize"}  # as llama.cpp's server does
     modules = [{"type": f"sentence_transformers.models.{kind}", "path": path} for kind, path in kinds.items()]
     return modules if _pooling(file) else None
 
