@@ -319,7 +319,7 @@ def paged_attention(
     out = workspace.empty(num_tokens, num_heads, dim)
     sequences = Sequences(plan.data_ptr(), num_seqs, query_start.data_ptr(), context_lens.data_ptr())
     mean = _mean(isa, k_cache.mean)
-    queries, _kept = queries_of(q, k_cache, mean, spec.scale)
+    queries, _kept = queries_of(isa, q, k_cache, mean, spec.scale)
     to_plan = PlanArgs(sequences, heads, tile_tokens, window, sinks, wanted, counters)
     threads.run(PLAN, 1, numbers(to_plan), parallel=False)
     args = AttendArgs(

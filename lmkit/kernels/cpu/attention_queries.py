@@ -4,11 +4,12 @@ that a score stage takes.
 A row's *shares* are its products with what is left out of the stored keys: for each pair of a key mean its factors of
 the cosine and of the sine (ops.KeyMean), then its product with the key of position 0 (KVTensor.first). They need the
 query as it was before it is turned. A `balance` is D x D multiplications for each query head, too many to repeat for
-every partition of a long context. Queries of such keys are therefore turned once, by a task of their own (TURN).
+every partition of a long context. Queries of such keys are therefore turned once, by a task of their own.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import numpy as np
@@ -27,13 +28,16 @@ from lmkit.kernels.cpu.attention_arguments import (
     Mean,
     Queries,
 )
+from lmkit.kernels.cpu.attention_tiles import product_tile
 from lmkit.kernels.cpu.emit import I8, I16
 from lmkit.kernels.cpu.intrinsics import bits_to_float, fma, pointer, tile
+from lmkit.kernels.cpu.isa import Isa
 from lmkit.kernels.cpu.jit import Task, float_bits, inline
 from lmkit.kernels.cpu.kv import multiply, turn_hadamard
 from lmkit.kernels.cpu.panels import address
 from lmkit.kernels.cpu.structs import numbers, read
 from lmkit.kernels.ops import KVTensor
+from lmkit.kv_dtype import FLOAT32
 
 TO_WORDS, TO_BYTES = (attention_rows.words_tile(element).name for element in (I16, I8))
 OF_FLOATS, OF_WORDS = (planes_tile(words=words).name for words in (False, True))
@@ -102,37 +106,48 @@ class TurnArgs(NamedTuple):
     out: int  # float32 [num_kv_heads, num_tokens, group, dim + shares]
 
 
-def _turn(args: int, scratch: int, index: int) -> None:
-    """The query heads of one token and KV head: index = KV head, token."""
-    a = read(args, TurnArgs)
-    dim, size = a.dim, 2 * a.mean.num_pairs
-    head, token = index // a.num_tokens, index % a.num_tokens
-    scale, x = bits_to_float(np.uint32(a.queries.scale_bits)), carray(pointer(scratch), dim, np.float32)
-    first = carray(pointer(a.first + 4 * head * dim), dim, np.float32)
-    for g in range(a.group):
-        at = a.queries.q + token * a.queries.stride + head * a.queries.head_bytes + g * a.queries.row_bytes
-        source = carray(pointer(at), dim, np.float32)
-        out = a.out + 4 * (index * a.group + g) * (dim + size + 1)
+@functools.cache
+def turn_task(isa: Isa) -> Task:
+    """The query heads of one token and KV head: index = KV head, token. They share the loads of the matrix."""
+    product, width = product_tile(isa, FLOAT32).name, 2 * isa.lanes
+
+    def turn(args: int, scratch: int, index: int) -> None:
+        a = read(args, TurnArgs)
+        group, dim, size = a.group, a.dim, 2 * a.mean.num_pairs
+        head, token = index // a.num_tokens, index % a.num_tokens
+        scale, ld = bits_to_float(np.uint32(a.queries.scale_bits)), 4 * (dim + size + 1)
+        first = carray(pointer(a.first + 4 * head * dim), dim, np.float32)
+        whole, matrix, rows = dim % width == 0, a.matrices + 4 * head * dim * dim, scratch + 8 * dim
+        places = carray(pointer(scratch), dim, np.int64)
         for i in range(dim):
-            x[i] = source[i] * scale
-        _mean_shares(a.mean, scratch, head, dim, out + 4 * dim)
-        product = np.float32(0)
-        if a.first:
-            for i in range(dim):
-                product = fma(x[i], first[i], product)
-        carray(pointer(out + 4 * (dim + size)), 1, np.float32)[0] = product
-        if a.matrices:
-            multiply(scratch, a.matrices + 4 * head * dim * dim, dim, out)
-        else:
+            places[i] = matrix + 4 * i * dim
+        for g in range(group):
+            at = a.queries.q + token * a.queries.stride + head * a.queries.head_bytes + g * a.queries.row_bytes
+            source, x = carray(pointer(at), dim, np.float32), carray(pointer(rows + 4 * g * dim), dim, np.float32)
+            out = a.out + (index * group + g) * ld
             y = carray(pointer(out), dim, np.float32)
             for i in range(dim):
-                y[i] = x[i]
+                x[i] = source[i] * scale
+                y[i] = np.float32(0) if a.matrices else x[i]
+            _mean_shares(a.mean, rows + 4 * g * dim, head, dim, out + 4 * dim)
+            total = np.float32(0)
+            if a.first:
+                for i in range(dim):
+                    total = fma(x[i], first[i], total)
+            carray(pointer(out + 4 * (dim + size)), 1, np.float32)[0] = total
+            if a.matrices and not whole:
+                multiply(rows + 4 * g * dim, matrix, dim, out)
+        if a.matrices and whole:
+            for column in range(0, dim, width):
+                r = 0
+                while r < group:
+                    x_at, out = rows + 4 * r * dim, a.out + (index * group + r) * ld + 4 * column
+                    r += tile(product, group - r, (x_at, 4 * dim, scratch, 4 * column, out, ld, 2 * width, dim, 0, 0))
+
+    return Task(turn)
 
 
-TURN = Task(_turn)
-
-
-def queries_of(q: Tensor, k_cache: KVTensor, mean: Mean, scale: float) -> tuple[Queries, Tensor]:
+def queries_of(isa: Isa, q: Tensor, k_cache: KVTensor, mean: Mean, scale: float) -> tuple[Queries, Tensor]:
     """Queries float32 [T, num_heads, D] as attention reads them, and the tensor that holds them."""
     num_tokens, num_heads, dim = q.shape
     heads = k_cache.data.shape[1]
@@ -146,6 +161,7 @@ def queries_of(q: Tensor, k_cache: KVTensor, mean: Mean, scale: float) -> tuple[
     matrices = None if k_cache.balance is None else k_cache.balance.queries
     args = TurnArgs(plain, num_tokens, group, dim, mean, address(k_cache.first), address(matrices), out.data_ptr())
     parallel = num_tokens * num_heads * dim * dim > SERIAL_TURNS
-    threads.run(TURN, heads * num_tokens, numbers(args), parallel=parallel, scratch=4 * dim)
+    scratch = 8 * dim + 4 * group * dim
+    threads.run(turn_task(isa), heads * num_tokens, numbers(args), parallel=parallel, scratch=scratch)
     strides = 4 * group * width, 4 * num_tokens * group * width, 4 * width
     return Queries(out.data_ptr(), *strides, ONE_BITS, 1), out
