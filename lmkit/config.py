@@ -50,6 +50,7 @@ BATCH_SIZE = 64  # used if no batch size is given, unless weights are streamed
 BatchSize = Annotated[int, msgspec.Meta(ge=1, le=MAX_BATCH_SIZE)]
 StepTokens = Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
 MAX_TIMEOUT = 86400.0  # seconds that a request may ask for
+MAX_BODY = 32 << 20  # bytes of one request's body: an agent's conversation with images
 BODY_MEMORY = 256 << 20  # bytes of the bodies of all requests under way
 KVEventsAddress = Annotated[str, msgspec.Meta(pattern=r"^tcp://\S+:\d+$")]
 PositiveFloat = Annotated[float, msgspec.Meta(gt=0)]
@@ -257,7 +258,8 @@ class ServerConfig(StrictStruct, frozen=True):
     cors_origins: tuple[str, ...] = ()  # web pages that may read answers
     cors_credentials: bool = False  # and may send cookies, for a login in front of the server
     max_connections_per_address: PositiveInt | None = None  # None = as many as the server takes in all
-    max_body_bytes: PositiveInt = 4 << 20
+    strict_fields: bool = False  # a field that lmkit lacks is refused even if it changes nothing
+    max_body_bytes: PositiveInt = MAX_BODY
     body_memory: PositiveInt = BODY_MEMORY
     answer_memory: PositiveInt = 512 << 20  # bytes of all answers that have not ended or are not read
     drain_seconds: Annotated[float, msgspec.Meta(ge=0)] = 30.0  # how long requests may finish after SIGTERM

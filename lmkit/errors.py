@@ -20,6 +20,7 @@ HTTP_STATUS = {
     "method_not_allowed": 405,
     "request_timeout": 408,
     "request_too_large": 413,
+    "unsupported_media_type": 415,
     "rate_limit_exceeded": 429,  # this client has too much open
     "insufficient_quota": 429,  # a budget of this client is used up
     "client_disconnected": 499,

@@ -1,8 +1,9 @@
 """Fields of other engines' APIs that lmkit does not have, each with the values that ask for nothing.
 
-Clients send such values because they write every field of their own API. A value that asks for nothing is accepted and
-any other is refused, so no field is ever ignored. The APIs are those of OpenAI, vLLM, SGLang, LMDeploy, TGI, llama.cpp
-and TensorRT-LLM. No torch here.
+Clients send such values because they write every field of their own API. A value that asks for nothing is accepted.
+Any other is refused, because the field changes tokens, limits, privacy or money, or what the answer shows. Those of
+HINTS change none of it: they are left out and noted (`lmkit.hints`), as are fields that stand in no table. The APIs are
+those of OpenAI, vLLM, SGLang, LMDeploy, TGI, llama.cpp and TensorRT-LLM. No torch here.
 """
 
 from __future__ import annotations
@@ -70,7 +71,6 @@ GENERATION: Mapping[str, Values] = {
     "penalty_alpha": _ZERO,
     "prompt_ignore_length": _ZERO,
     "repeat_last_n": _MINUS,  # repetition_penalty looks at the whole context
-    "repeat_penalty": _ONE,
     "repetition_detection": _NONE,
     "repetition_ngram_size": _ZERO,
     "repetition_ngram_threshold": _ZERO,
@@ -95,7 +95,6 @@ GENERATION: Mapping[str, Values] = {
     "max_length": _NONE,
     "max_new_tokens": _NONE,
     "min_length": _ZERO,
-    "min_new_tokens": _ZERO,
     "n_discard": _ZERO,
     "n_indent": _ZERO,
     "n_keep": _ZERO,
@@ -200,6 +199,7 @@ GENERATION: Mapping[str, Values] = {
     "rid": _NONE,
     "routed_dp_rank": _NONE,
     "session_params": _NONE,
+    "tenant": _NONE,  # a key has one, and no field names another
     "vllm_xargs": (None, {}),
     "with_cache": _OFF,
 }
@@ -210,6 +210,7 @@ CHAT: Mapping[str, Values] = {
     "chat_template": _NONE,
     "do_preprocess": _ON,
     "guideline": _NONE,
+    "logprob_start_len": _ZERO,
     "suffix": (None, ""),
     "tool_prompt": _NONE,
 }
@@ -235,6 +236,7 @@ EMBEDDING: Mapping[str, Values] = {
 }
 # Of GenerationConfig alone, beside those of GENERATION.
 PYTHON: Mapping[str, Values] = {
+    "repeat_penalty": _ONE,
     "bad_token_ids": (None, []),
     "best_of": _ONE,
     "echo": _OFF,
@@ -264,6 +266,18 @@ MESSAGE: Mapping[str, Values] = {
     "tool_calls": (None, []),
     "tool_call_id": _NONE,
 }
+# Fields of these tables that change nothing of an answer.
+_HINTS = """
+agent_hierarchy annotations cache_prompt caller conversation_params custom_labels data_parallel_rank defer_loading
+diagnostics disagg_prefill_dp_rank eager_input_streaming id_slot include_reasoning input_examples media_io_kwargs
+metadata moderation ngram_corpus_id parallel_tool_calls personality phase prediction preserve_cache
+prompt_cache_breakpoint prompt_cache_options prompt_cache_retention provider_specific_fields reasoning
+reasoning_content reasoning_effort reasoning_format reasoning_in_content refusal request_id response_fields
+return_cached_tokens_details rid routed_dp_rank safety_identifier separate_reasoning service_tier
+skip_reading_prefix_cache speed stream_interval stream_reasoning thinking_blocks thinking_forced_open
+use_audio_in_video user_profile_id verbosity web_search_options with_cache workspace_id
+"""
+HINTS = frozenset(_HINTS.split())
 # Of fields that lmkit has: values with which other APIs say that a field is not set.
 UNSET: Mapping[str, Values] = {
     "allowed_token_ids": ([],),

@@ -172,7 +172,6 @@ HTTP: Mapping[str, str] = {
     "n_predict": "use max_tokens",
     "n_probs": "use logprobs",
     "no_stop_trim": "use include_stop_str_in_output",
-    "num_ctx": "the server's --max-model-len sets it",
     "num_predict": "use max_tokens",
     "prompt": "send it to /v1/completions",
     "prompt_token_ids": "send token ids as the prompt of /v1/completions",
@@ -200,3 +199,8 @@ def hint(name: str, others: Mapping[str, str], ours: Iterable[str] = ()) -> str:
         return f": {others[name]}"
     close = get_close_matches(name, list(ours), n=1)
     return f"; did you mean {close[0]}?" if close else ""
+
+
+def is_misspelt(name: str, ours: Iterable[str]) -> bool:
+    """Whether a name is nearly one of ours. In so short a distance nobody has another field."""
+    return len(name) < 64 and bool(get_close_matches(name, list(ours), n=1, cutoff=0.9))

@@ -1,4 +1,7 @@
-"""Strict models of requests: an unknown field is an error. A field of another server must ask for nothing."""
+"""Models of requests. A field that is not theirs is an error, or a hint that is left out (`lmkit.hints`).
+
+A field of another server that would change the answer must ask for nothing.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,8 @@ from pydantic import (
 
 from lmkit import neutral
 from lmkit.errors import RequestError
-from lmkit.other_names import HTTP, hint
+from lmkit.hints import ignore
+from lmkit.other_names import HTTP, hint, is_misspelt
 
 M = TypeVar("M", bound=BaseModel)
 Schema = dict[str, Any]
@@ -56,6 +60,8 @@ class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
     # Fields of others, with their values that ask for nothing. An entry does not count for a model with such a field.
     absent: ClassVar[Mapping[str, neutral.Values]] = {}
+    aliases: ClassVar[Mapping[str, str]] = {}  # other servers' names of fields -> ours
+    takes_hints: ClassVar[bool] = True  # False: of our own commands, in which every field counts
     # Conditions between fields, for /openapi.json. Validators check them.
     conditions: ClassVar[tuple[Schema, ...]] = ()
 
@@ -65,6 +71,8 @@ class Strict(BaseModel):
         for name, field in schema.get("properties", {}).items():
             if unset := [value for value in cls._unset(name) if name not in schema.get("required", ())]:
                 schema["properties"][name] = {"anyOf": [*field.pop("anyOf", [field]), {"enum": unset}]}
+        if cls.takes_hints:
+            schema.pop("additionalProperties", None)
         if cls.conditions:
             schema["allOf"] = list(cls.conditions)
         return schema
@@ -77,20 +85,36 @@ class Strict(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _only_known(cls, data: Any) -> Any:
-        """Refuse the first unknown field.
+        """Our fields alone. Raises RequestError for the first field that is neither ours nor a hint.
 
         This runs before pydantic, which would report each of a million unknown fields.
         """
         if not isinstance(data, dict):
             return data
+        data = _own_names(data, cls.aliases)
         absent = (data.keys() & cls.absent.keys()) - cls.model_fields.keys()
         data = _drop_neutral(data, {name: cls.absent[name] for name in absent})
-        unknown = next((name for name in data if name not in cls.model_fields), None)
-        if unknown is not None:
-            name = unknown[:64]
-            advice = hint(name, HTTP, cls.model_fields)
-            raise RequestError("unknown_parameter", f"unknown parameter {name!r}{advice}", name)
-        return data
+        unknown = [name for name in data if name not in cls.model_fields]
+        for name in unknown:
+            _leave_out(name, cls.model_fields, cls.takes_hints)
+        return {name: value for name, value in data.items() if name in cls.model_fields} if unknown else data
+
+
+def _own_names(data: dict[str, Any], aliases: Mapping[str, str]) -> dict[str, Any]:
+    """`data` with our names of its fields. Raises RequestError if a field has two values."""
+    for name in data.keys() & aliases.keys():
+        own, value = aliases[name], data[name]
+        if data.get(own) is not None and data[own] != value:
+            raise RequestError("invalid_request", f"{own} and {name} differ; send one of them", name)
+        data = {other: data[other] for other in data if other != name} | ({own: value} if value is not None else {})
+    return data
+
+
+def _leave_out(name: str, ours: Mapping[str, Any], takes_hints: bool) -> None:
+    """Note a hint. Raises RequestError for a field that means one of ours, and where every field counts."""
+    if not takes_hints or name in HTTP or is_misspelt(name, ours) or not ignore(name):
+        name = name[:64]
+        raise RequestError("unknown_parameter", f"unknown parameter {name!r}{hint(name, HTTP, ours)}", name)
 
 
 # The validators of APIs that not every server's clients use are built by the first request, and not at the start.
@@ -116,9 +140,12 @@ class Nullable(Strict):
 
 
 def _drop_neutral(data: dict[str, Any], absent: Mapping[str, neutral.Values]) -> dict[str, Any]:
-    """`data` without the fields that ask for nothing. Raises RequestError if a field of `absent` asks for something."""
+    """`data` without the fields that ask for nothing, and without hints. Raises RequestError for a field of `absent`
+    that asks for something."""
     for name in data:
-        if name in absent and not neutral.is_neutral(data[name], absent[name]):
+        if name not in absent or neutral.is_neutral(data[name], absent[name]):
+            continue
+        if name not in neutral.HINTS or not ignore(name):
             message = f"{name} is not supported by this server{hint(name, HTTP)}"
             raise RequestError("unsupported_parameter", message, name)
     return {name: value for name, value in data.items()

@@ -91,11 +91,14 @@ def serve(
             callback=checked(ServerConfig, "max_connections_per_address"),
         ),
     ] = None,
-    max_body: Annotated[str, _server("Largest request body.", callback=size)] = "4M",
+    max_body: Annotated[str, _server("Largest request body.", callback=size)] = "32M",
     body_memory: Annotated[str, _server("For the bodies of all requests together.", callback=size)] = "256M",
     answer_memory: Annotated[
         str, _server("For answers that are not sent or read yet; one gets an eighth.", callback=size)
     ] = "512M",
+    strict_fields: Annotated[
+        bool, _server("Refuse fields that lmkit lacks, also those that change nothing.", "--strict-fields")
+    ] = _SERVER.strict_fields,
     drain_seconds: Annotated[
         float,
         _server("Seconds for requests to finish after SIGTERM.", callback=checked(ServerConfig, "drain_seconds")),
@@ -229,6 +232,7 @@ def serve(
         root_path=root_path,
         max_connections_per_address=max_connections_per_address,
         max_body_bytes=int(max_body),
+        strict_fields=strict_fields,
         body_memory=int(body_memory),
         answer_memory=int(answer_memory),
         drain_seconds=drain_seconds,

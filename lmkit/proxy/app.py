@@ -32,7 +32,7 @@ from lmkit.proxy.config import ProxyConfig, Registration, node_url
 from lmkit.proxy.continuing import respond
 from lmkit.proxy.dashboard import Dashboard
 from lmkit.proxy.dispatch import Dispatcher
-from lmkit.proxy.downstream import DownstreamResponse
+from lmkit.proxy.downstream import DownstreamResponse, holding
 from lmkit.proxy.fleet import Fleet
 from lmkit.proxy.forward import Forwarder
 from lmkit.proxy.health import HealthChecker
@@ -211,7 +211,8 @@ class Proxy:
                 def run(call: Call) -> Awaitable[None]:
                     return self._dispatcher.run(call, response, receive, self.stop)
 
-                await respond(call, asked, self._forwarder, self.transcripts, response, run)
+                async with holding(response) if asked.stream is True else contextlib.nullcontext():
+                    await respond(call, asked, self._forwarder, self.transcripts, response, run)
 
     async def list_models(self, exchange: Exchange) -> None:
         listed, ledger = self.registry.models(self._router.aliases()), self.ledger

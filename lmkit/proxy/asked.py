@@ -25,6 +25,7 @@ class Asked(msgspec.Struct, frozen=True):
     cache_salt: Any = None
     previous_response_id: Any = None
     conversation: Any = None  # an id, or an object with one
+    stream: Any = None
     tools: msgspec.Raw = _RAW
     system: msgspec.Raw = _RAW
     instructions: msgspec.Raw = _RAW

@@ -14,6 +14,7 @@ from lmkit import yaml_file
 from lmkit.choices import with_choices
 from lmkit.config import (
     BODY_MEMORY,
+    MAX_BODY,
     LogFormat,
     LogLevel,
     NodeRole,
@@ -121,7 +122,7 @@ class ProxyConfig(StrictStruct, frozen=True):
     prices: dict[str, Price] = {}  # by model, of a million tokens; "*" = of all others
     ask_usage: bool = True  # nodes are asked for the usage with each chunk of a stream; off: with the last one only
     forwarded_routes: tuple[RoutePath, ...] = ROUTES  # other POST requests get 404
-    max_body_bytes: PositiveInt = 16 << 20
+    max_body_bytes: PositiveInt = MAX_BODY
     body_memory: PositiveInt = BODY_MEMORY
     body_timeout: Seconds = 30.0  # for a client to send its whole body
     max_connections_per_address: PositiveInt | None = None  # None = as many as the proxy takes in all

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
 from email.utils import formatdate
 
 from starlette.responses import Response
 from starlette.types import Message, Send
 
 from lmkit.errors import RequestError
-from lmkit.web.errors import error_event, error_response
+from lmkit.web.errors import error_event, error_response, event_of
 from lmkit.web.receive import client_disconnected
 from lmkit.web.sse import WholeEvents
+
+HOLD_SECONDS = 1.0  # a client that asked for a stream gets its head after this time
+COMMENT_SECONDS = 10.0  # between two comments
+COMMENT = b": waiting\n\n"
+MAX_REFUSAL = 64 << 10  # bytes of an answer that becomes the last event of a stream
+_STREAM = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"))
 
 
 class DownstreamResponse:
@@ -27,8 +36,10 @@ class DownstreamResponse:
         self._events: WholeEvents | None = None
         self._added: tuple[tuple[bytes, bytes], ...] = ()
         self.node = ""  # the URL of the node that answers
-        self.started = False
+        self.started = False  # with a node's answer, or an error
         self.finished = False
+        self._is_held = False  # the client has the head of a stream, and no node has answered yet
+        self._refusal: bytearray | None = None  # a node's answer that is no stream, to a client that was held
 
     def add_headers(self, headers: Iterable[tuple[bytes, bytes]]) -> None:
         """Headers of the proxy itself, for the response to come. They replace those added before."""
@@ -47,17 +58,40 @@ class DownstreamResponse:
             self.finished = True
             raise client_disconnected() from None
 
+    async def hold(self) -> None:
+        """Begin a stream for a client that waits for its node, and write comments until the node answers."""
+        await asyncio.sleep(HOLD_SECONDS)
+        if self.started or self.finished:
+            return
+        self._is_held, self._events = True, WholeEvents()
+        await self._send({"type": "http.response.start", "status": 200, "headers": [*_STREAM, *self._added]})
+        while not (self.started or self.finished):
+            await self._send({"type": "http.response.body", "body": COMMENT, "more_body": True})
+            await asyncio.sleep(COMMENT_SECONDS)
+
     async def start(self, status: int, headers: Iterable[tuple[bytes, bytes]], *, events: bool = False) -> None:
         """Start a streamed response. `events`: the body is server-sent events."""
+        if self._is_held:
+            self.started = True
+            self._refusal = None if events and status == 200 else bytearray()
+            return
         self._events = WholeEvents() if events else None
         await self.send({"type": "http.response.start", "status": status, "headers": list(headers)})
 
     async def write(self, data: bytes) -> None:
+        if self._refusal is not None:
+            self._refusal += data[: MAX_REFUSAL - len(self._refusal)]
+            return
         piece = data if self._events is None else self._events.feed(data)
         if piece:
             await self.send({"type": "http.response.body", "body": piece, "more_body": True})
 
     async def end(self, last: bytes = b"") -> None:
+        if self._refusal is not None:
+            await self.write(last)
+            body = event_of(bytes(self._refusal), self._path)
+            await self.send({"type": "http.response.body", "body": body})
+            return
         rest = last if self._events is None else self._events.feed(last) + self._events.rest()
         await self.send({"type": "http.response.body", "body": rest})
 
@@ -69,7 +103,7 @@ class DownstreamResponse:
         """
         if self.finished:
             return
-        if not self.started:
+        if not (self.started or self._is_held):
             await self.whole(error_response(error, retry_after=self.retry_after, path=self._path))
         elif self._events is not None:
             separator = b"\n\n" if self._events.inside else b""
@@ -80,3 +114,15 @@ class DownstreamResponse:
         headers = [*response.raw_headers, (b"date", formatdate(usegmt=True).encode())]
         await self.send({"type": "http.response.start", "status": response.status_code, "headers": headers})
         await self.send({"type": "http.response.body", "body": response.body})
+
+
+@asynccontextmanager
+async def holding(response: DownstreamResponse) -> AsyncIterator[None]:
+    """In this block the client is held, see `DownstreamResponse.hold`."""
+    task = asyncio.create_task(response.hold())
+    try:
+        yield
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError, OSError):  # a client that left: the block learns it, too
+            await task

@@ -20,7 +20,7 @@ _TO_NODE_PREFIXES = (b"x-stainless-",)  # the version of OpenAI's and Anthropic'
 _TO_CLIENT = frozenset({
     b"content-type", b"content-length", b"content-encoding", b"cache-control", b"date", b"retry-after",
     b"retry-after-ms", b"x-should-retry", b"x-accel-buffering", b"server-timing", b"x-request-id", b"request-id",
-    b"openai-model", b"openai-version", b"openai-processing-ms",
+    b"openai-model", b"openai-version", b"openai-processing-ms", b"x-lmkit-ignored",
 })  # fmt: skip
 _TO_CLIENT_PREFIXES = (b"x-ratelimit-", b"anthropic-ratelimit-")
 _VIA = re.compile(rb"1\.1 lmkit-[0-9a-f]{16}")  # what a proxy writes; another text of a client's stays behind

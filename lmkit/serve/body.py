@@ -9,9 +9,11 @@ from pydantic import BaseModel
 from starlette.requests import Request
 
 from lmkit.errors import RequestError
+from lmkit.hints import begin
 from lmkit.serve.choose import shared
 from lmkit.serve.resume import resumption
 from lmkit.strict import validate
+from lmkit.web.access_log import note_ignored
 from lmkit.web.budget import Share
 from lmkit.web.receive import decode_json, read_body
 
@@ -29,7 +31,11 @@ async def read_json(request: Request, model: type[M], translate: Callable[[Any],
     raw = await read_raw(request, request.state.held.enter_context(server.bodies.share()))
     request.state.resumption, raw = resumption(request, raw)
     data = await server.hooks.before(request.scope["path"], decode_json(raw))
-    return validate(data if translate is None else translate(data), model)
+    found = begin(is_strict=server.config.strict_fields)
+    note_ignored(request.scope, found)
+    body = validate(data if translate is None else translate(data), model)
+    server.metrics.ignored(found.ignored)
+    return body
 
 
 async def read_raw(request: Request, share: Share) -> bytes:

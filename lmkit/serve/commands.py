@@ -12,6 +12,8 @@ from lmkit.strict import Strict
 class ModelCommand(Strict):
     """What an operator does with a model."""
 
+    takes_hints = False
+
     model: str | None = None
 
 

@@ -8,14 +8,16 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from fastapi import APIRouter, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import Metric
 
+from lmkit import hints
 from lmkit.errors import RequestError
+from lmkit.log import get_logger
 from lmkit.serve.engine_figures import EngineFigures
 from lmkit.serve.vllm_names import VllmNames
 from lmkit.turbo.request import Request as EngineRequest
@@ -47,6 +49,7 @@ ASKED = {  # of prompts that were admitted
 REJECTIONS = ("queue_full", "rate_limit_exceeded")
 
 router = APIRouter()
+log = get_logger(__name__)
 
 
 @router.get("/metrics")
@@ -101,6 +104,13 @@ class Metrics:
             (*labels, "reason"),
             registry=self.registry,
         )
+        self._ignored = Counter(
+            "lmkit:ignored_fields",
+            "Fields of requests that were left out because they change nothing",
+            labels,
+            registry=self.registry,
+        ).labels(model_name)
+        self._noted: set[str] = set()  # fields that the log has named
         counters = [prompt_tokens, generation_tokens, self.ended, self.rejected]
         self.registry.register(VllmNames([*histograms.values(), *counters]))
         self.model_name = model_name
@@ -110,6 +120,14 @@ class Metrics:
             self.ended.labels(model_name, reason)
         for reason in REJECTIONS:
             self.rejected.labels(model_name, reason)
+
+    def ignored(self, names: Iterable[str]) -> None:
+        """Count fields that were left out. The log names each once."""
+        for name in names:
+            self._ignored.inc()
+            if name not in self._noted and len(self._noted) < hints.MAX_NAMES:
+                self._noted.add(name)
+                log.info("requests have the field %r, which changes nothing here and is left out", name)
 
     @contextmanager
     def admitting(self) -> Iterator[None]:

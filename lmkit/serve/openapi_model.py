@@ -21,14 +21,12 @@ def limits(server: Serving) -> dict[str, Schema]:
     info, tokenizer = server.info, server.tokenizer
     template, most = tokenizer.chat_template, info.hidden_size
     parameters = frozenset[str]() if template is None else template.parameters
-    knows_effort = not parameters.isdisjoint({"reasoning_effort", *THINKING_SWITCHES})
     variables = THINKING_SWITCHES | parameters
     return {
         "logprobs": most_logprobs(server.config.max_logprobs, info.vocab_size),
         "token": {"maximum": info.vocab_size - 1},
         "text": {} if tokenizer.encode("") else {"minLength": 1},
         "variables": {"properties": dict.fromkeys(sorted(variables), VALUE), "additionalProperties": {"type": "null"}},
-        "effort": {} if knows_effort else NEVER,
         "image": NEVER if isinstance(info.images, str) else {},
         "dimensions": {"enum": [*info.dimensions, most]} if info.dimensions else {"maximum": most},
         "prompt": {"enum": sorted(info.sentences.prompts)} if info.sentences.prompts else NEVER,

@@ -71,8 +71,19 @@ class Placed(Strict):
     timeout: Annotated[float, Field(gt=0, le=MAX_TIMEOUT)] | None = None  # seconds; then 504
 
 
+def _text(value: Any) -> Any:
+    return str(value) if type(value) is int and value >= 0 else value
+
+
+SessionId = Annotated[  # LMDeploy's are numbers
+    str, Field(min_length=1, max_length=256), BeforeValidator(_text, json_schema_input_type=str | int)
+]
+
+
 class Extensions(Placed):
     """Fields of every route that generates, also where its own API lacks them. None means the default."""
+
+    aliases = {"min_new_tokens": "min_tokens", "repeat_penalty": "repetition_penalty"}
 
     seed: Annotated[int, Field(ge=0, lt=1 << 63)] | None = None  # choice i gets seed + i
     presence_penalty: Penalty | None = None
@@ -86,7 +97,7 @@ class Extensions(Placed):
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
-    session_id: Annotated[str, Field(min_length=1, max_length=256)] | None = None  # its KV and tokens stay for a lease
+    session_id: SessionId | None = None  # its KV and tokens stay for a lease
     speculate: bool | None = None  # false: no guesses at this answer's tokens, where the server guesses
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextlib import aclosing
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -22,7 +22,7 @@ from lmkit.serve.parts import Asked, ChatCompletionChunk, Completion, PromptProg
 from lmkit.serve.protocol import ChatCompletionRequest, CompletionRequest
 from lmkit.serve.resume import Resumption
 from lmkit.serve.serving import MIN_LOGPROB, Serving, UsageCount, new_id
-from lmkit.serve.streaming import EventStream, Failed, WholeAnswer, event
+from lmkit.serve.streaming import COMMENT, EventStream, Failed, WholeAnswer, event
 from lmkit.serve.to_request import with_numbers
 from lmkit.turbo import request as engine
 from lmkit.turbo.transport.output import RequestOutput, TextLogprobs, TokenText
@@ -108,6 +108,10 @@ class ResponseBuilder(ABC, Generic[B]):
     def failed(self) -> Failed:
         """What writes the error event of a stream; None: as the route's API has it."""
         return None
+
+    def early(self) -> str:
+        """What a stream begins with while its request waits."""
+        return COMMENT
 
     @property
     def is_movable(self) -> bool:
@@ -297,6 +301,11 @@ async def respond(
     return await answer(request, builder_type(server, body, owner(request), share))
 
 
+def is_forwarded(headers: Mapping[str, str]) -> bool:
+    """Whether a proxy of lmkit waits for the answer: it reads the status, and keeps its client's connection itself."""
+    return "lmkit-" in headers.get("via", "")
+
+
 async def answer(request: Request, builder: ResponseBuilder[Any]) -> Response:
     """Run the builder's requests. Raises RequestError."""
     resumption: Resumption | None = getattr(request.state, "resumption", None)
@@ -317,7 +326,8 @@ async def answer(request: Request, builder: ResponseBuilder[Any]) -> Response:
         builder.requests = decoding(builder.requests, part)
     if builder.body.stream:
         if builder.resumption is None:
-            return await EventStream.open(request.receive, builder.chunks(), builder.failed)
+            early = None if is_forwarded(request.headers) else builder.early
+            return await EventStream.open(request.receive, builder.chunks(), builder.failed, early)
         stream = await EventStream.open(request.receive, builder.resumption.events(builder.chunks()), builder.failed)
         stream.headers[STREAM_HEADER.decode()] = builder.server.system_fingerprint
         return stream

@@ -30,6 +30,8 @@ router = APIRouter()
 
 
 class UpdateRequest(Strict):
+    takes_hints = False
+
     metadata: Metadata | None
 
 

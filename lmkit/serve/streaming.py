@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
 from contextlib import aclosing
 from typing import Any
 
@@ -18,9 +18,11 @@ from lmkit.serve.errors import with_error_event
 from lmkit.web.receive import while_connected
 
 Failed = Callable[[RequestError], str] | None
+Early = Callable[[], str] | None
 DONE = "data: [DONE]\n\n"  # the last event of OpenAI's streams of chunks
 COMMENT = ": keep-alive\n\n"  # clients skip it (HTML, 9.2.6)
-KEEP_ALIVE_SECONDS = 15.0
+KEEP_ALIVE_SECONDS = 10.0
+FIRST_SECONDS = 0.5  # a stream begins without its first event after this time
 
 
 def event(data: str, name: str = "") -> str:
@@ -98,42 +100,58 @@ def _blocks(parts: Iterator[str], size: int) -> Iterator[str]:
 class EventStream(Response):
     """Sends server-sent events, and if `events` fails an error event, see `errors.with_error_event`.
 
-    Use `open`: it waits for the first event. A request that fails before it therefore gets an HTTP status of its own.
-    `events` is closed when the response ends, also if the client disconnects.
+    Use `open`: it waits for the first event, but not long where something may stand before it. A request that fails
+    soon therefore gets an HTTP status of its own, and a request that waits gets bytes, so that nobody between cuts it
+    off. `events` is closed when the response ends, also if the client disconnects.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, first: str, events: AsyncGenerator[str], failed: Failed = None) -> None:
+    def __init__(
+        self, first: asyncio.Future[str], events: AsyncGenerator[str], failed: Failed = None, early: Early = None
+    ) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
-        self._first, self._events, self._failed = first, events, failed
+        self._first, self._events, self._failed, self._early = first, events, failed, early
         self._num_sent = 0
 
     @classmethod
-    async def open(cls, receive: Receive, events: AsyncGenerator[str], failed: Failed = None) -> EventStream:
+    async def open(
+        cls, receive: Receive, events: AsyncGenerator[str], failed: Failed = None, early: Early = None
+    ) -> EventStream:
+        """`early` writes what is sent where the first event takes longer than FIRST_SECONDS. None: wait for it."""
+        first = asyncio.ensure_future(_next(events))
         try:
-            first = await while_connected(receive, _next(events))
+            await while_connected(receive, _known(first, None if early is None else FIRST_SECONDS))
         except BaseException:
-            await events.aclose()
+            await _closed(first, events)
             raise
-        return cls(first, events, failed)
+        return cls(first, events, failed, early)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with aclosing(self._events):
+        try:
             await _until_left(receive, self._send_all(scope, send))
+        finally:
+            await _closed(self._first, self._events)
 
     async def _send_all(self, scope: Scope, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         keeping = asyncio.create_task(self._keep_alive(send))
         try:
-            async with aclosing(with_error_event(scope, _chain(self._first, self._events), self._failed)) as events:
+            async with aclosing(with_error_event(scope, self._all_events(), self._failed)) as events:
                 async for text in events:
                     self._num_sent += 1
                     await send(_body(text, more=True))
         finally:
             keeping.cancel()
         await send(_body("", more=False))
+
+    async def _all_events(self) -> AsyncGenerator[str]:
+        if self._early is not None and not self._first.done():
+            yield self._early()
+        yield await self._first
+        async for text in self._events:
+            yield text
 
     async def _keep_alive(self, send: Send) -> None:
         """Send a comment when nothing was sent for a while, so that nobody between takes the connection for dead."""
@@ -161,7 +179,14 @@ async def _next(events: AsyncGenerator[str]) -> str:
     return await anext(events)
 
 
-async def _chain(first: str, events: AsyncIterator[str]) -> AsyncGenerator[str]:
-    yield first
-    async for text in events:
-        yield text
+async def _known(first: asyncio.Future[str], seconds: float | None) -> None:
+    """Wait for a first event, `seconds` at most. Raises what it raised."""
+    done, _ = await asyncio.wait({first}, timeout=seconds)
+    for future in done:
+        future.result()
+
+
+async def _closed(first: asyncio.Future[str], events: AsyncGenerator[str]) -> None:
+    first.cancel()
+    await asyncio.gather(first, return_exceptions=True)
+    await events.aclose()

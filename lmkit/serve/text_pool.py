@@ -6,9 +6,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import ctypes
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import NamedTuple, TypeVar
 
 from starlette.types import Receive
@@ -48,6 +50,7 @@ class TextPool:
         """
         if only_tokens and num_chars <= QUICK_CHARS:
             return work()
+        work = partial(contextvars.copy_context().run, work)
         lane = next(lane for lane in self._lanes if num_chars <= lane.max_chars)
         if lane is self._lanes[0]:
             return await asyncio.get_running_loop().run_in_executor(lane.threads, work)

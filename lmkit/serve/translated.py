@@ -15,6 +15,7 @@ from typing import Any
 from starlette.requests import Request as HttpRequest
 
 from lmkit.errors import RequestError
+from lmkit.hints import ignore
 from lmkit.serve.choose import choose
 from lmkit.serve.constraint import constraint
 from lmkit.serve.images import ImageSources
@@ -120,9 +121,12 @@ def sealed(text: str) -> str:
 
 
 def opened(seal: str, param: str) -> str:
-    """The text of `sealed`. Raises RequestError if another server wrote it."""
+    """The text of `sealed`; empty for a hint, as what another server wrote, and only that can read, is one. Raises
+    RequestError for a damaged text."""
     try:
         if seal and not seal.startswith(_MARK):
+            if ignore(param):
+                return ""
             raise ValueError
         return base64.b64decode(seal.removeprefix(_MARK), validate=True).decode()
     except (ValueError, binascii.Error):

@@ -1,7 +1,8 @@
 """Constrained output: the tokens that may come next, so that an answer fits a JSON schema, a pattern or a grammar.
 
 llguidance compiles a grammar for a tokenizer and walks through it token by token (github.com/guidance-ai/llguidance). A
-grammar that it cannot hold is refused; nothing of a schema is left out. Here a *grammar* is llguidance's JSON text.
+grammar that it cannot hold is refused. A schema loses only the keywords that it cannot hold (`held_schema`). Here a
+*grammar* is llguidance's JSON text.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ from llguidance import LLMatcher, StructTag
 from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
 
 from lmkit.errors import RequestError
+from lmkit.hints import ignore
 from lmkit.text.dialects.table import MARKS
 from lmkit.text.grammar_process import LIMITS, compiled_tokenizer
+from lmkit.text.held_schema import held
 from lmkit.text.sandbox import Sandbox
 from lmkit.text.structural_tag import lark_of, without
 
@@ -34,12 +37,20 @@ CPU_SECONDS, MEMORY = 10.0, 2 << 30  # of the process that checks them
 SHARED = Sandbox("grammar_process.py", CPU_SECONDS, MEMORY)
 
 
-def json_schema(schema: Any) -> str:
-    """JSON texts that a JSON Schema (draft 2020-12) accepts."""
+def json_schema(schema: Any, strict: bool | None = None) -> str:
+    """JSON texts that a JSON Schema (draft 2020-12) accepts.
+
+    A keyword that no grammar holds is left out alone, as a hint of the request. Raises ValueError for one that counts:
+    with `strict`, and where no field is a hint.
+    """
     if isinstance(schema, str):
         schema = json.loads(schema)
     if not isinstance(schema, dict):
         raise ValueError("expected a JSON schema: an object, or its text")
+    schema, left_out = held(schema)
+    for name in left_out:
+        if strict or not ignore(f"schema.{name}"):
+            raise ValueError(f"the schema's {name} cannot be held by a grammar")
     return str(LLMatcher.grammar_from_json_schema(schema, {"whitespace_pattern": WHITESPACE}))
 
 
@@ -123,7 +134,7 @@ def structural_tag(value: Any) -> str:
         raise ValueError(f'expected {{"format": ...}}, or {shape} with a trigger at the begin of each') from None
 
 
-KINDS: Mapping[str, Callable[[Any], str]] = {
+KINDS: Mapping[str, Callable[..., str]] = {
     "json_schema": json_schema,
     "json_object": json_object,
     "regex": regex,
@@ -135,12 +146,15 @@ KINDS: Mapping[str, Callable[[Any], str]] = {
 }
 
 
-def grammar_of(kind: str, value: Any, param: str) -> str:
-    """The grammar of one of KINDS. Raises RequestError, which names `param`, for a value of a wrong shape."""
+def grammar_of(kind: str, value: Any, param: str, **options: Any) -> str:
+    """The grammar of one of KINDS, whose function has these options.
+
+    Raises RequestError, which names `param`, for a value of a wrong shape.
+    """
     try:
         if len(json.dumps(value)) > MAX_CHARS:
             raise ValueError(f"at most {MAX_CHARS} characters of JSON")
-        return KINDS[kind](value)
+        return KINDS[kind](value, **options)
     except (ValueError, RecursionError) as error:
         reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise RequestError("invalid_request", f"{param}: {reason}", param) from None
@@ -162,7 +176,7 @@ def response_format(value: Mapping[str, Any]) -> str:
         case {"type": "json_schema", "json_schema": {"schema": schema, **about}, **rest} if not rest:
             if unknown := [name for name in about if name not in ("name", "description", "strict")]:
                 raise RequestError("invalid_request", f"{param}: unknown field {str(unknown[0])[:64]!r}", param)
-            return grammar_of("json_schema", schema, param)
+            return grammar_of("json_schema", schema, param, strict=about.get("strict"))
         case {"type": "regex_schema", "regex_schema": pattern, **rest} if not rest:
             return grammar_of("regex", pattern, param)
         case {"type": "structural_tag", **tag}:

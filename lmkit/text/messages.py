@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Literal, NamedTuple, get_args
 
 from lmkit.errors import RequestError
+from lmkit.hints import ignore
 from lmkit.neutral import MESSAGE, is_neutral
 
 DETAILS = ("auto", "low", "high")
@@ -28,12 +29,15 @@ def message_parts(content: list[Any]) -> list[str | ImagePart]:
 
 def _part(part: Any) -> str | ImagePart:
     kind = part.get("type") if isinstance(part, dict) else None
+    if kind in ("text", *IMAGE_PARTS):
+        part = {name: value for name, value in part.items() if name in ("type", kind) or not ignore(name)}
     if kind == "text" and part.keys() == {"type", "text"}:
         if not isinstance(part["text"], str):
             raise ValueError("a part's text must be a string")
         return part["text"]
     if kind in IMAGE_PARTS and part.keys() == {"type", kind}:
         given = part[kind] if isinstance(part[kind], dict) else {"url": part[kind]}
+        given = {name: value for name, value in given.items() if name in ("url", "detail") or not ignore(name)}
         if given.keys() <= {"url", "detail"} and given.get("url") is not None:
             detail = given.get("detail") or "auto"
             if detail not in DETAILS:

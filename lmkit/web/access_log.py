@@ -14,6 +14,7 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lmkit.errors import RequestError
+from lmkit.hints import Reading
 from lmkit.log import get_logger
 from lmkit.web.auth import key_id
 from lmkit.web.errors import remark
@@ -22,6 +23,8 @@ from lmkit.web.request_id import request_id, with_request_id
 MAX_PATH_BYTES = 128
 # What programs ask every few seconds. Good answers are logged at DEBUG.
 REGULAR = frozenset({("GET", "/health"), ("GET", "/admin/nodes"), ("POST", "/nodes")})
+
+IGNORED = b"x-lmkit-ignored"  # the fields of a request that were left out, see lmkit.hints
 
 log = get_logger(__name__)
 
@@ -47,6 +50,9 @@ class AccessLog:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 message["headers"] = with_request_id(message.get("headers", ()), name)
+                if (found := state.get("ignored")) and (names := found.shown()):
+                    message["headers"].append((IGNORED, names.encode()))
+                    note(scope, ignored=names)
             await send(message)
 
         try:
@@ -63,6 +69,11 @@ class AccessLog:
 def note_error(scope: Scope, error: RequestError) -> None:
     """Keep the request's error for its line."""
     scope.setdefault("state", {})["error"] = error
+
+
+def note_ignored(scope: Scope, found: Reading) -> None:
+    """Keep what is left out of the request, which may still grow, for a header of the answer and for the line."""
+    scope.setdefault("state", {})["ignored"] = found
 
 
 def note(scope: Scope, **fields: str | int) -> None:

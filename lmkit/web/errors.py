@@ -49,8 +49,13 @@ def error_body(error: RequestError, path: str = "") -> bytes:
 
 def error_event(error: RequestError, path: str = "") -> bytes:
     """The error as the last of a stream's server-sent events."""
+    return event_of(error_body(error, path), path)
+
+
+def event_of(body: bytes, path: str = "") -> bytes:
+    """The JSON of an error as an event of a stream on the route `path`."""
     name = b"event: error\n" if path.startswith(ANTHROPIC_ROUTES) else b""
-    return name + b"data: " + error_body(error, path) + b"\n\n"
+    return name + b"data: " + b" ".join(body.splitlines()) + b"\n\n"
 
 
 def remark(error: RequestError) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import zlib
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
@@ -18,10 +19,19 @@ T = TypeVar("T")
 async def read_body(scope: Scope, receive: Receive, max_bytes: int, timeout: float, share: Share) -> bytes:
     """The whole body; `timeout` is in seconds. `share` counts its bytes as they arrive.
 
-    Raises RequestError: request_too_large, overloaded, request_timeout or client_disconnected. A body of up to twice
-    `max_bytes` is read before it is refused, because many clients read the response only after they have sent the body.
+    A body in gzip or deflate is unpacked, and the limits are those of what it holds.
+
+    Raises RequestError: request_too_large, unsupported_media_type, overloaded, request_timeout or client_disconnected.
+    A body of up to twice `max_bytes` is read before it is refused, because many clients read the response only after
+    they have sent the body.
     """
-    too_large = RequestError("request_too_large", f"the body is larger than {max_bytes} bytes")
+    message = (
+        f"the body is larger than {max_bytes} bytes; the server's --max-body (max_body_bytes of a proxy) sets this"
+    )
+    too_large = RequestError("request_too_large", message)
+    coding = dict(scope["headers"]).get(b"content-encoding", b"identity").strip().lower()
+    if coding not in _CODINGS:
+        raise RequestError("unsupported_media_type", "Content-Encoding: send the body plain, in gzip or in deflate")
     length = dict(scope["headers"]).get(b"content-length", b"")
     if length.isdigit() and int(length[:20]) > 2 * max_bytes:
         raise too_large
@@ -53,7 +63,29 @@ async def read_body(scope: Scope, receive: Receive, max_bytes: int, timeout: flo
         share.on_refusal = None
     if size > max_bytes:
         raise too_large
-    return bytes(body)
+    if (window := _CODINGS[coding]) is None:
+        return bytes(body)
+    plain = _unpacked(body, window, max_bytes + 1)
+    if len(plain) > max_bytes:
+        raise too_large
+    share.add(len(plain))
+    return plain
+
+
+# Content codings -> zlib's window bits: 47 reads the heads of gzip and zlib.
+_CODINGS = {b"identity": None, b"": None, b"gzip": 47, b"x-gzip": 47, b"deflate": 47}
+
+
+def _unpacked(body: bytearray, window: int, max_bytes: int) -> bytes:
+    """At most `max_bytes` of what a packed body holds. Raises RequestError for a damaged one."""
+    try:
+        unpacker = zlib.decompressobj(window)
+        plain = unpacker.decompress(body, max_bytes)
+        if len(plain) < max_bytes and not unpacker.eof:
+            raise zlib.error("it is cut off")
+    except zlib.error as error:
+        raise RequestError("invalid_request", f"the body is not of its Content-Encoding: {error}") from None
+    return plain
 
 
 def decode_json(

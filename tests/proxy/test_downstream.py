@@ -1,3 +1,4 @@
+import asyncio
 import json
 
 import pytest
@@ -6,6 +7,7 @@ from hypothesis import strategies as st
 from starlette.types import Message
 
 from lmkit.errors import RequestError
+from lmkit.proxy import downstream
 from lmkit.proxy.downstream import DownstreamResponse
 from lmkit.web.errors import error_body
 from lmkit.web.sse import WholeEvents
@@ -140,3 +142,41 @@ async def test_server_that_raises_for_a_client_that_left() -> None:
         await response.write(b"x")
     assert caught.value.code == "client_disconnected"
     await response.fail(BROKEN)
+
+
+async def held(wire: Wire, monkeypatch: pytest.MonkeyPatch, path: str = "") -> DownstreamResponse:
+    """A response whose client has waited for its node."""
+    monkeypatch.setattr(downstream, "HOLD_SECONDS", 0.0)
+    response = DownstreamResponse(wire.send, path=path)
+    task = asyncio.create_task(response.hold())
+    while not wire.body():
+        await asyncio.sleep(0)
+    task.cancel()
+    return response
+
+
+@pytest.mark.anyio
+async def test_a_client_that_waits_for_its_node_gets_a_comment_and_then_the_stream(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    wire = Wire()
+    response = await held(wire, monkeypatch)
+    assert not response.started, "another node may still answer"
+    await response.start(200, [], events=True)
+    await response.write(b"data: 1\n\n")
+    await response.end()
+    assert wire.body() == downstream.COMMENT + b"data: 1\n\n"
+    assert [message["type"] for message in wire.messages].count("http.response.start") == 1
+
+
+@pytest.mark.anyio
+async def test_a_node_s_refusal_reaches_a_client_that_waited_as_an_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    wire = Wire()
+    response = await held(wire, monkeypatch, "/v1/messages")
+    await response.start(400, [])
+    await response.write(b'{"type":\n "error"}')
+    await response.end()
+    assert wire.body() == downstream.COMMENT + b'event: error\ndata: {"type":  "error"}\n\n'
+    wire = Wire()
+    await (await held(wire, monkeypatch)).fail(BROKEN)
+    assert wire.body().startswith(downstream.COMMENT + b"data: {")

@@ -98,7 +98,7 @@ def test_values_that_ask_for_nothing_are_accepted(path: str) -> None:
 
 @pytest.mark.parametrize("path", [CHAT_PATH, TEXT_PATH])
 def test_any_other_value_of_a_field_that_lmkit_lacks_is_refused_by_name(path: str) -> None:
-    for name in ABSENT[path]:
+    for name in ABSENT[path].keys() - neutral.HINTS:
         answer = APP.post(path, BODIES[path] | {name: "something", "model": "model"})
         error = answer.json()["error"]
         assert (answer.status_code, error["code"], error["param"]) == (400, "unsupported_parameter", name)
@@ -135,17 +135,14 @@ def test_a_number_is_no_boolean() -> None:
     ("path", "field", "value", "advice"),
     [
         (CHAT_PATH, "max_new_tokens", 5, ": use max_tokens"),
-        (CHAT_PATH, "min_new_tokens", 5, ": use min_tokens"),
         (CHAT_PATH, "random_seed", 5, ": use seed"),
         (CHAT_PATH, "stop_words", ["a"], ": use stop"),
-        (CHAT_PATH, "repeat_penalty", 1.1, ": use repetition_penalty"),
         (CHAT_PATH, "prompt", "Hi", ": send it to /v1/completions"),
         (TEXT_PATH, "messages", [], ": send it to /v1/chat/completions"),
         (CHAT_PATH, "do_sample", False, ": temperature=0 is greedy, any other temperature samples"),
         (CHAT_PATH, "temprature", 1, "; did you mean temperature?"),
         (CHAT_PATH, "max_token", 1, "; did you mean max_tokens?"),
         (TEXT_PATH, "top_logprobs", 2, ""),
-        (CHAT_PATH, "surprise", 1, ""),
     ],
 )
 def test_a_refusal_tells_our_name(path: str, field: str, value: Any, advice: str) -> None:

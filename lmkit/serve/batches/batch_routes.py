@@ -26,11 +26,15 @@ router = APIRouter()
 
 
 class OutputExpiry(Strict):
+    takes_hints = False
+
     anchor: Annotated[str, WithJsonSchema(ANCHOR)]
     seconds: Annotated[int, WithJsonSchema(SECONDS)]
 
 
 class BatchRequest(Strict):
+    takes_hints = False
+
     input_file_id: Annotated[str, Field(max_length=64)]
     endpoint: Annotated[str, WithJsonSchema({"enum": list(ENDPOINTS)})]
     # as 24h, at most MAX_WINDOW_HOURS

@@ -29,6 +29,7 @@ class MessagesAnswer(BlockBuilder):
         self, server: Serving, chat: ChatCompletionRequest, owner: Owner, share: Share, asked: MessagesRequest
     ) -> None:
         super().__init__(server, chat, owner, share)
+        self._has_begun = False  # the stream
         self._hides = asked.thinking is not None and asked.thinking.display == "omitted"
 
     async def gather(self) -> None:
@@ -45,16 +46,18 @@ class MessagesAnswer(BlockBuilder):
         return self._message(list(map(self._block, self.blocks.all))) | self._ended() | {"usage": self._usage()}
 
     async def chunks(self) -> AsyncGenerator[str]:
-        started = False
         async for step in self.steps():
-            if not started:
-                started = True
-                usage = self._usage() | {"output_tokens": 0}  # none was sent yet; message_delta has their number
-                yield _event("message_start", message=self._message([]) | {"usage": usage})
+            if not self._has_begun:
+                yield self.early()
             for text in self._written(step):
                 yield text
         yield _event("message_delta", delta=self._ended(), usage=self._usage())
         yield _event("message_stop")
+
+    def early(self) -> str:
+        self._has_begun = True
+        usage = self._usage() | {"output_tokens": 0}  # none was sent yet; message_delta has their number
+        return _event("message_start", message=self._message([]) | {"usage": usage})
 
     def _message(self, content: list[dict[str, Any]]) -> dict[str, Any]:
         return {

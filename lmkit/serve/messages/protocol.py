@@ -13,6 +13,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from lmkit import neutral
 from lmkit.errors import RequestError
+from lmkit.hints import ignore
 from lmkit.serve.numbers import Temperature, TopP
 from lmkit.serve.protocol import ChatExtensions
 from lmkit.strict import LAZY, NULL, Nullable, given
@@ -65,9 +66,15 @@ def _texts(value: Any) -> Any:
         return [{"type": "text", "text": value}]
     for block in value if isinstance(value, list) else ():
         kind = block.get("type") if isinstance(block, dict) else None
-        if kind in ("image", "document", "search_result", "container_upload", "tool_reference"):
+        if kind in ("image", "document", "search_result", "container_upload"):
             raise ValueError(f"blocks of type {kind!r} are not supported: the model reads text")
-    return value
+    return [block for block in value if not _is_foreign(block)] if isinstance(value, list) else value
+
+
+def _is_foreign(block: Any) -> bool:
+    """Whether a block is what another server's own tools did, or a mark for them."""
+    kind = block.get("type") if isinstance(block, dict) else None
+    return isinstance(kind, str) and kind not in _KINDS and ignore(f"messages.{kind}")
 
 
 class Base64Source(Nullable):
@@ -96,19 +103,23 @@ def _blocks(value: Any) -> Any:
     if not isinstance(value, list):
         return _texts(value)
     _texts([block for block in value if not (isinstance(block, dict) and block.get("type") == "image")])
-    return value
+    return [block for block in value if not _is_foreign(block)]
 
 
 class ToolResult(_Block):
     type: Literal["tool_result"]
     tool_use_id: Id
-    content: Annotated[list[Text], BeforeValidator(_texts, json_schema_input_type=str | list[Text])] = []
+    content: Annotated[
+        list[Annotated[Text | Image, Field(discriminator="type")]],
+        BeforeValidator(_blocks, json_schema_input_type=str | list[Text | Image]),
+    ] = []
     is_error: bool | None = None
 
 
 Block = Annotated[Text | Image | Thinking | RedactedThinking | ToolUse | ToolResult, Field(discriminator="type")]
 
 
+_KINDS = ("text", "image", "thinking", "redacted_thinking", "tool_use", "tool_result")
 BLOCKS_OF: Mapping[str, tuple[str, ...]] = {
     "assistant": ("text", "thinking", "redacted_thinking", "tool_use"),
     "user": ("text", "image", "tool_result"),
@@ -154,9 +165,14 @@ def _client_tools(tools: Any) -> Any:
         raise ValueError(f"at most {MAX_TOOLS} tools")
     for tool in tools if isinstance(tools, list) else ():
         kind = tool.get("type") if isinstance(tool, dict) else None
-        if isinstance(kind, str) and kind != "custom":
+        if isinstance(kind, str) and kind != "custom" and not ignore(f"tools.{kind}"):
             raise ValueError(f"tools of type {kind[:64]!r} are not supported: send tools with an input_schema")
-    return tools
+    return [tool for tool in tools if not _runs_elsewhere(tool)] if isinstance(tools, list) else tools
+
+
+def _runs_elsewhere(tool: Any) -> bool:
+    """Whether a tool is one that Anthropic's servers or models know. The prompt leaves it out."""
+    return isinstance(tool, dict) and isinstance(tool.get("type"), str) and tool["type"] != "custom"
 
 
 class ToolChoice(Nullable):
@@ -259,7 +275,7 @@ class MessagesRequest(Prompt):
     temperature: Temperature | None = None
     top_p: TopP | None = None
     metadata: Metadata | None = None
-    service_tier: Literal["auto", "standard_only"] | None = None  # there is one tier
+    service_tier: Annotated[str, Field(max_length=64)] | None = None  # there is one tier
 
 
 # Names of the chat request that stands behind, in the words of this API.

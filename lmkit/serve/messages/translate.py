@@ -77,26 +77,38 @@ def _said(turns: Turns, role: str, blocks: Iterable[Any]) -> None:
     """Results of tools are messages of their own; the texts and images between them are one message each."""
     parts: list[dict[str, Any]] = []
     for block in [*blocks, None]:
-        if isinstance(block, Text):
-            parts.append({"type": "text", "text": block.text})
-            continue
-        if isinstance(block, Image):
-            parts.append({"type": "image_url", "image_url": {"url": block.url}})
+        if isinstance(block, Text | Image):
+            parts.append(_part(block))
             continue
         if parts:
             turns.add(role, parts)
             parts = []
         if isinstance(block, ToolResult):
-            text = (ERROR if block.is_error else "") + _text(block.content)
-            turns.add("tool", text, tool_call_id=block.tool_use_id)
+            turns.add("tool", _result(block), tool_call_id=block.tool_use_id)
+
+
+def _result(block: ToolResult) -> str | list[dict[str, Any]]:
+    error = ERROR if block.is_error else ""
+    if not any(isinstance(part, Image) for part in block.content):
+        return error + _text(part for part in block.content if isinstance(part, Text))
+    marks = [{"type": "text", "text": error}] * bool(error)
+    return marks + list(map(_part, block.content))
+
+
+def _part(block: Text | Image) -> dict[str, Any]:
+    if isinstance(block, Text):
+        return {"type": "text", "text": block.text}
+    return {"type": "image_url", "image_url": {"url": block.url}}
 
 
 def _redacted(turns: Turns, block: RedactedThinking) -> None:
-    turns.reasoning(opened(block.data, "data"))
+    if text := opened(block.data, "redacted_thinking"):
+        turns.reasoning(text)
 
 
 def _thinking(turns: Turns, block: Thinking) -> None:
-    turns.reasoning(block.thinking or opened(block.signature, "signature"))
+    if text := block.thinking or opened(block.signature, "signature"):
+        turns.reasoning(text)
 
 
 def _tool_use(turns: Turns, block: ToolUse) -> None:

@@ -19,6 +19,7 @@ from lmkit.serve.response import timings
 from lmkit.serve.responses.conversations import Conversations
 from lmkit.serve.responses.custom import InputText, input_of
 from lmkit.serve.responses.protocol import NAMES, CustomTool, ResponsesRequest, with_id
+from lmkit.serve.responses.tools import presented
 from lmkit.serve.serving import Serving
 from lmkit.serve.streaming import Failed, event
 from lmkit.serve.translated import renamed, sealed
@@ -55,7 +56,8 @@ class ResponsesAnswer(BlockBuilder):
         super().__init__(server, chat, owner, share)
         self._exchange, self._asked = exchange, exchange.body
         self._number = -1  # of the last event
-        self._custom = {tool.name for tool in exchange.body.tools or () if isinstance(tool, CustomTool)}
+        self._tools = {one.shown: one for one in presented(exchange.body.tools)}
+        self._custom = {one.shown for one in self._tools.values() if isinstance(one.tool, CustomTool)}
         self._input = InputText()  # of the custom call that grows
         self._token_ids = array("i")  # of the answer, if they are shown
 
@@ -80,12 +82,15 @@ class ResponsesAnswer(BlockBuilder):
     async def chunks(self) -> AsyncGenerator[str]:
         async for step in self.steps():
             if self._number < 0:
-                for kind in ("created", "in_progress"):
-                    yield self._event(f"response.{kind}", response=self.response("in_progress"))
+                yield self.early()
             for text in self._written(step):
                 yield text
         response = await self._end()
         yield self._event(f"response.{response['status']}", response=response, **self._times())
+
+    def early(self) -> str:
+        events = ("response.created", "response.in_progress")
+        return "".join(self._event(kind, response=self.response("in_progress")) for kind in events)
 
     def _times(self) -> dict[str, Timings]:
         """llama.cpp's field of an event, if the request asks for it."""
@@ -213,12 +218,19 @@ class ResponsesAnswer(BlockBuilder):
             case "text":
                 item |= {"type": "message", "role": "assistant", "content": [] if is_new else [self._part(block)]}
             case "call" if block.name in self._custom:
-                item |= {"type": "custom_tool_call", "call_id": block.call_id, "name": block.name}
+                item |= {"type": "custom_tool_call", "call_id": block.call_id, **self._called(block)}
                 item["input"] = input_of(block.text)
             case "call":
-                item |= {"type": "function_call", "call_id": block.call_id, "name": block.name}
+                item |= {"type": "function_call", "call_id": block.call_id, **self._called(block)}
                 item["arguments"] = block.text
         return item
+
+    def _called(self, block: Block) -> dict[str, str]:
+        """The tool as the request names it."""
+        one = self._tools.get(block.name)
+        if one is None or one.namespace is None:
+            return {"name": block.name}
+        return {"name": one.tool.name, "namespace": one.namespace}
 
     def _part(self, block: Block) -> dict[str, Any]:
         if block.kind == "reasoning":
@@ -264,7 +276,7 @@ class ResponsesAnswer(BlockBuilder):
             case "grow":
                 yield self._event(f"{kind}.delta", **at, delta=step.text)
             case "close":
-                yield self._event(f"{kind}.done", **at, name=block.name, arguments=block.text)
+                yield self._event(f"{kind}.done", **at, name=self._called(block)["name"], arguments=block.text)
                 yield self._item_event("done", block, _status(block))
 
     def _custom_written(self, step: Step, at: dict[str, Any]) -> Iterator[str]:

@@ -35,6 +35,8 @@ class CreateRequest(Nullable):
 
 
 class UpdateRequest(Strict):
+    takes_hints = False
+
     metadata: Metadata | None
 
 

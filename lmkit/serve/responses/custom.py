@@ -16,7 +16,7 @@ _WHOLE = re.compile(rf'(?:[^"\\]|{_ESCAPE})*')  # characters of a JSON string; t
 def input_schema(tool: CustomTool) -> dict[str, Any]:
     """The schema of the function's arguments."""
     text: dict[str, Any] = {"type": "string"}
-    if isinstance(tool.format, Pattern):
+    if isinstance(tool.format, Pattern) and tool.format.syntax == "regex":
         text["pattern"] = f"^(?:{tool.format.definition})$"
     return {"type": "object", "properties": {"input": text}, "required": ["input"], "additionalProperties": False}
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from lmkit import neutral
+from lmkit.hints import ignore
 from lmkit.serve.numbers import Temperature, TopP
 from lmkit.serve.protocol import ChatExtensions, Metadata, ModelName
 from lmkit.serve.serving import new_id
@@ -61,6 +62,7 @@ def _parts_and_images(value: Any) -> Any:
 
 Parts = Annotated[list[TextPart], BeforeValidator(_parts, json_schema_input_type=str | list[TextPart])]
 Content = Annotated[TextPart | ImagePart, Field(discriminator="type")]
+Contents = Annotated[list[Content], BeforeValidator(_parts_and_images, json_schema_input_type=str | list[Content])]
 
 
 class Message(Nullable):
@@ -72,7 +74,7 @@ class Message(Nullable):
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
-    content: Annotated[list[Content], BeforeValidator(_parts_and_images, json_schema_input_type=str | list[Content])]
+    content: Contents
     id: ItemId | None = None
     status: Status | None = None
 
@@ -89,7 +91,8 @@ class FunctionCall(Nullable):
     type: Literal["function_call"]
     call_id: ItemId
     name: CalledName
-    arguments: str
+    namespace: CalledName | None = None  # of the tool, see tools.presented
+    arguments: Annotated[str, BeforeValidator(lambda value: "{}" if value is None else value)]
     id: ItemId | None = None
     status: Status | None = None
 
@@ -99,7 +102,7 @@ class FunctionCallOutput(Nullable):
 
     type: Literal["function_call_output"]
     call_id: ItemId
-    output: Parts
+    output: Contents
     name: str | None = None
     id: ItemId | None = None
     status: Status | None = None
@@ -121,7 +124,7 @@ class CustomCallOutput(Nullable):
 
     type: Literal["custom_tool_call_output"]
     call_id: ItemId
-    output: Parts
+    output: Contents
     id: ItemId | None = None
     status: Status | None = None
 
@@ -160,7 +163,14 @@ def _item_list(value: Any) -> Any:
         value = [{"role": "user", "content": value}]
     if not isinstance(value, list):
         return value
-    return [{"type": "message", **item} if isinstance(item, dict) else item for item in value]
+    items = [{"type": "message", **item} if isinstance(item, dict) else item for item in value]
+    return [item for item in items if not _is_foreign(item)]
+
+
+def _is_foreign(item: Any) -> bool:
+    """Whether an item is what another server's tools did, or a reference to one of its items."""
+    kind = item.get("type") if isinstance(item, dict) else None
+    return isinstance(kind, str) and kind not in _INPUT_IDS and ignore(f"input.{kind}")
 
 
 Items = Annotated[
@@ -170,15 +180,23 @@ Items = Annotated[
 ]
 
 
+OURS = ("function", "custom", "namespace")  # kinds of tools that the client runs
+
+
 def _client_tools(tools: Any) -> Any:
     if isinstance(tools, list) and len(tools) > MAX_TOOLS:
         raise ValueError(f"at most {MAX_TOOLS} tools")
     for tool in tools if isinstance(tools, list) else ():
         kind = tool.get("type") if isinstance(tool, dict) else None
-        if isinstance(kind, str) and kind not in ("function", "custom"):
+        if isinstance(kind, str) and kind not in OURS and not ignore(f"tools.{kind}"):
             known = "send functions or custom tools, which the client runs"
             raise ValueError(f"tools of type {kind[:64]!r} are not supported: {known}")
-    return tools
+    return [tool for tool in tools if not _runs_elsewhere(tool)] if isinstance(tools, list) else tools
+
+
+def _runs_elsewhere(tool: Any) -> bool:
+    """Whether a tool is one that another server runs. The prompt leaves it out."""
+    return isinstance(tool, dict) and isinstance(tool.get("type"), str) and tool["type"] not in OURS
 
 
 class FunctionTool(Nullable):
@@ -195,16 +213,12 @@ class AnyText(Nullable):
     type: Literal["text"]
 
 
-def _regex(value: Any) -> Any:
-    if value == "lark":
-        raise ValueError("the input of a custom tool cannot be held to a grammar in Lark's syntax; send a regex")
-    return value
-
-
 class Pattern(Nullable):
+    """Which texts a custom tool takes. A regex is held. The model is told a grammar of Lark, see tools.function_of."""
+
     type: Literal["grammar"]
-    syntax: Annotated[Literal["regex"], BeforeValidator(_regex)]
-    definition: str
+    syntax: Literal["regex", "lark"]
+    definition: Annotated[str, Field(max_length=1 << 16)]
 
 
 class CustomTool(Nullable):
@@ -218,12 +232,25 @@ class CustomTool(Nullable):
     format: Annotated[AnyText | Pattern, Field(discriminator="type")] | None = None
 
 
-AnyTool = Annotated[FunctionTool | CustomTool, Field(discriminator="type")]
+OneTool = Annotated[FunctionTool | CustomTool, Field(discriminator="type")]
+
+
+class Namespace(Nullable):
+    """Tools of one source. Their calls carry its name."""
+
+    type: Literal["namespace"]
+    name: ToolName
+    description: str | None = None
+    tools: Annotated[list[OneTool], Field(max_length=MAX_TOOLS)]
+
+
+AnyTool = Annotated[FunctionTool | CustomTool | Namespace, Field(discriminator="type")]
 
 
 class NamedTool(Nullable):
     type: Literal["function", "custom"]
     name: Annotated[str, Field(max_length=MAX_NAME_CHARS)]
+    namespace: Annotated[str, Field(max_length=MAX_NAME_CHARS)] | None = None
 
 
 class AllowedTools(Nullable):
@@ -241,9 +268,9 @@ class Reasoning(Nullable):
     absent = {"context": ("auto",), "mode": ("standard",)}
 
     effort: Effort | None = None
-    # There is no summary beside the reasoning itself, and "auto" leaves that to the server.
-    summary: Literal["auto"] | None = None
-    generate_summary: Literal["auto"] | None = None
+    # There is no summary beside the reasoning itself.
+    summary: Annotated[str, Field(max_length=64)] | None = None
+    generate_summary: Annotated[str, Field(max_length=64)] | None = None
 
 
 class StreamOptions(Nullable):
@@ -251,12 +278,21 @@ class StreamOptions(Nullable):
 
 
 class ConversationName(Strict):
+    takes_hints = False
+
     id: ItemId
 
 
 def _conversation(value: Any) -> Any:
     is_named = isinstance(value, dict) and value.keys() == {"id"} and value["id"] is not None
     return value["id"] if is_named else value
+
+
+def _never_cut(value: str) -> str:
+    """ "auto" lets the server leave out items of a conversation that is too long; this one refuses it."""
+    if value == "auto" and not ignore("truncation"):
+        raise ValueError("auto is not supported: a conversation that is too long is refused")
+    return value
 
 
 class Prompt(ChatExtensions):
@@ -288,7 +324,7 @@ class Prompt(ChatExtensions):
     parallel_tool_calls: bool | None = None
     text: Text | None = None
     reasoning: Reasoning | None = None
-    truncation: Literal["disabled"] | None = None
+    truncation: Annotated[Literal["disabled", "auto"], AfterValidator(_never_cut)] | None = None
 
 
 # What an answer may show beside its items. The first two are honoured; the others belong to tools that run in the
@@ -298,6 +334,14 @@ Includable = Literal[
     "web_search_call.results", "web_search_call.action.sources", "message.input_image.image_url",
     "computer_call_output.output.image_url", "code_interpreter_call.outputs",
 ]  # fmt: skip
+
+
+def _includable(value: Any) -> Any:
+    """Without what a later version of the API may show."""
+    if not isinstance(value, list):
+        return value
+    known = get_args(Includable)
+    return [name for name in value if name in known or not isinstance(name, str) or not ignore(f"include.{name}")]
 
 
 class ResponsesRequest(Prompt):
@@ -322,7 +366,7 @@ class ResponsesRequest(Prompt):
     temperature: Temperature | None = None
     top_p: TopP | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    include: Annotated[list[Includable], Field(max_length=64)] | None = None
+    include: Annotated[list[Includable], Field(max_length=64), BeforeValidator(_includable)] | None = None
     metadata: Metadata | None = None
     prompt_cache_key: Annotated[str, Field(max_length=1024)] | None = None  # as in chat: any value is accepted
     user: Annotated[str, Field(max_length=1024)] | None = None  # only for the server's request log

@@ -6,16 +6,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from lmkit.serve.protocol import ChatCompletionRequest
-from lmkit.serve.responses.custom import arguments_of, input_schema
+from lmkit.serve.responses.custom import arguments_of
 from lmkit.serve.responses.protocol import (
     NAMES,
     AllowedTools,
     CustomCall,
     CustomCallOutput,
-    CustomTool,
     FunctionCall,
     FunctionCallOutput,
-    FunctionTool,
     ImagePart,
     Item,
     Message,
@@ -25,6 +23,7 @@ from lmkit.serve.responses.protocol import (
     ResponsesRequest,
     TextPart,
 )
+from lmkit.serve.responses.tools import function_of, presented, shown_name
 from lmkit.serve.translated import Turns, chat_request, joined, opened
 
 
@@ -33,7 +32,7 @@ def to_chat(body: Prompt, items: Sequence[Item]) -> ChatCompletionRequest:
     fields: dict[str, Any] = {
         "model": body.model,
         "messages": _messages(body.instructions, items),
-        "tools": [_tool(tool) for tool in body.tools or ()] or None,
+        "tools": list(map(function_of, presented(body.tools))) or None,
         "tool_choice": _tool_choice(body.tool_choice),
         "parallel_tool_calls": body.parallel_tool_calls,
         "response_format": _response_format(body.text.format if body.text else None),
@@ -81,7 +80,7 @@ def _part(part: TextPart | ImagePart) -> dict[str, Any]:
 
 
 def _call(turns: Turns, item: FunctionCall) -> None:
-    turns.call(item.call_id, item.name, item.arguments)
+    turns.call(item.call_id, shown_name(item.name, item.namespace), item.arguments)
 
 
 def _custom_call(turns: Turns, item: CustomCall) -> None:
@@ -89,11 +88,14 @@ def _custom_call(turns: Turns, item: CustomCall) -> None:
 
 
 def _output(turns: Turns, item: FunctionCallOutput | CustomCallOutput) -> None:
-    turns.add("tool", _text(item.output), tool_call_id=item.call_id)
+    texts = [part for part in item.output if isinstance(part, TextPart)]
+    content = _text(texts) if len(texts) == len(item.output) else list(map(_part, item.output))
+    turns.add("tool", content, tool_call_id=item.call_id)
 
 
 def _reasoning(turns: Turns, item: ReasoningItem) -> None:
-    turns.reasoning(_text(item.content or item.summary) or opened(item.encrypted_content or "", "encrypted_content"))
+    if text := _text(item.content or item.summary) or opened(item.encrypted_content or "", "encrypted_content"):
+        turns.reasoning(text)
 
 
 _ADD: Mapping[type, Callable[[Turns, Any], None]] = {
@@ -110,19 +112,17 @@ def _text(parts: Iterable[TextPart]) -> str:
     return joined(part.text for part in parts)
 
 
-def _tool(tool: FunctionTool | CustomTool) -> dict[str, Any]:
-    schema, strict = (input_schema(tool), True) if isinstance(tool, CustomTool) else (tool.parameters, tool.strict)
-    function = {"name": tool.name, "description": tool.description, "parameters": schema, "strict": strict}
-    return {"type": "function", "function": {name: value for name, value in function.items() if value is not None}}
-
-
 def _tool_choice(choice: str | NamedTool | AllowedTools | None) -> Any:
     if isinstance(choice, NamedTool):
-        return {"type": "function", "function": {"name": choice.name}}
+        return _named(choice)
     if isinstance(choice, AllowedTools):
-        tools = [{"type": "function", "function": {"name": tool.name}} for tool in choice.tools]
+        tools = list(map(_named, choice.tools))
         return {"type": "allowed_tools", "allowed_tools": {"mode": choice.mode, "tools": tools}}
     return choice
+
+
+def _named(tool: NamedTool) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": shown_name(tool.name, tool.namespace)}}
 
 
 def _response_format(form: dict[str, Any] | None) -> dict[str, Any] | None:

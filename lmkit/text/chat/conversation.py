@@ -16,6 +16,7 @@ from pydantic import (
 )
 
 from lmkit import neutral
+from lmkit.hints import ignore
 from lmkit.strict import OF_MODEL, Nullable, Schema, Strict
 from lmkit.text.chat import given
 from lmkit.text.messages import (
@@ -53,6 +54,8 @@ def _message_list(value: Any) -> Any:
 
 def _arguments(value: Any) -> Any:
     """Arguments of a call as a JSON text. Clients that keep them as an object send that."""
+    if value is None:
+        return "{}"
     return json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else value
 
 
@@ -76,7 +79,6 @@ class ChatMessage(Strict):
     conditions: ClassVar[tuple[Schema, ...]] = (given.MESSAGE,)
 
     role: Role | Literal["tool"]
-    # None: only of the assistant
     content: Annotated[str | None, BeforeValidator(joined_parts), WithJsonSchema(given.CONTENT)] = None
     name: Annotated[str, Field(max_length=MAX_NAME_CHARS)] | None = None  # passed to the chat template
     tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_CALLS)] | None = None
@@ -91,20 +93,29 @@ class ChatMessage(Strict):
         """`content` is the text alone."""
         message = handler(data)
         if isinstance(data, dict) and has_images(data.get("content")):
-            if message.role != "user":
-                raise ValueError("images belong to messages of the user")
+            if message.role not in ("user", "tool"):
+                raise ValueError("images belong to messages of the user, and to results of tools")
             message._parts = tuple(message_parts(data["content"]))
         return message
 
+    @model_validator(mode="before")
+    @classmethod
+    def _of_the_role(cls, data: Any) -> Any:
+        """Without notes that another role's messages have, and with a refusal as the text that it was."""
+        if not isinstance(data, dict):
+            return data
+        role, given = data.get("role"), {name for name, value in data.items() if value not in (None, "", [])}
+        for name in given & {"reasoning", "reasoning_content", "tool_call_id"}:
+            if role != ("tool" if name == "tool_call_id" else "assistant") and ignore(name):
+                data = {other: value for other, value in data.items() if other != name}
+        if role == "assistant" and "content" not in given and isinstance(data.get("refusal"), str):
+            data = data | {"content": data["refusal"], "refusal": None}
+        return data
+
     @model_validator(mode="after")
     def _fits_the_role(self) -> ChatMessage:
-        if self.role != "assistant":
-            if self.content is None:
-                raise ValueError("content: expected text or a list of text parts")
-            if self.tool_calls or self.reasoning or self.reasoning_content:
-                raise ValueError("tool_calls and reasoning belong to the assistant's messages")
-        elif self.content is None and not self.tool_calls and not self.thoughts:
-            raise ValueError("expected content or tool_calls")
+        if self.role != "assistant" and (self.tool_calls or self.thoughts):
+            raise ValueError("tool_calls and reasoning belong to the assistant's messages")
         if self.tool_call_id is not None and self.role != "tool":
             raise ValueError("tool_call_id belongs to messages of role tool")
         return self
@@ -198,8 +209,7 @@ class ToolOptions(Strict):
     parallel_tool_calls: bool | None = None  # default true, and false for a function by name
 
 
-_EFFORT: Schema = {"type": "string", "maxLength": 16, OF_MODEL: "effort"}
-Effort = Annotated[str, Field(max_length=16), WithJsonSchema(_EFFORT)]  # a variable of the chat template
+Effort = Annotated[str, Field(max_length=16)]  # a variable of the chat template; see EFFORTS
 
 
 class Chat(ToolOptions):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import get_args
 
-from lmkit.strict import NULL, OF_MODEL, Schema, given
+from lmkit.strict import NULL, OF_MODEL, Schema
 from lmkit.text.messages import DETAILS, IMAGE_PARTS, Role
 
 
@@ -13,7 +13,6 @@ def _part(kind: str, value: Schema) -> Schema:
         "type": "object",
         "properties": {"type": {"const": kind}, kind: value},
         "required": ["type", kind],
-        "additionalProperties": False,
     }
 
 
@@ -22,7 +21,6 @@ _URL: Schema = {
     "type": "object",
     "properties": {"url": _STRING, "detail": {"enum": [None, *DETAILS]}},
     "required": ["url"],
-    "additionalProperties": False,
 }
 _TEXTS: Schema = {"type": "array", "items": _part("text", _STRING)}
 _IMAGES = [_part(kind, {"anyOf": [_STRING, _URL]}) | {OF_MODEL: "image"} for kind in IMAGE_PARTS]
@@ -35,26 +33,10 @@ _NOTHING: Schema = {"enum": [None, "", []]}
 
 
 def _of(role: str) -> Schema:
-    """A message of anyone but the assistant."""
-    return given(
-        "content",
-        role={"const": role},
-        tool_call_id={} if role == "tool" else NULL,
-        **{"content": {"not": NULL} if role == "user" else _NO_IMAGES},
-        **dict.fromkeys(("tool_calls", "reasoning", "reasoning_content"), _NOTHING),
-    )
+    """A message of anyone but the assistant. Only users and tools send images."""
+    content = {} if role in ("user", "tool") else {"anyOf": [_NO_IMAGES, NULL]}
+    return {"properties": {"role": {"const": role}, "content": content, "tool_calls": _NOTHING}}
 
 
-def _of_assistant(name: str) -> Schema:
-    """A message of the assistant that has this field, and perhaps others."""
-    content = {"anyOf": [_NO_IMAGES, NULL]}
-    needed = _NO_IMAGES if name == "content" else {"not": _NOTHING}
-    return given(name, role={"const": "assistant"}, tool_call_id=NULL, **{"content": content, name: needed})
-
-
-MESSAGE: Schema = {
-    "anyOf": [
-        *(_of(role) for role in (*get_args(Role), "tool") if role != "assistant"),
-        *map(_of_assistant, ("content", "tool_calls", "reasoning", "reasoning_content")),
-    ]
-}
+_OF_ASSISTANT: Schema = {"properties": {"role": {"const": "assistant"}, "content": {"anyOf": [_NO_IMAGES, NULL]}}}
+MESSAGE: Schema = {"anyOf": [*(_of(role) for role in (*get_args(Role), "tool") if role != "assistant"), _OF_ASSISTANT]}

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lmkit.errors import RequestError
+from lmkit.hints import ignore
 from lmkit.text import Tokenizer
 from lmkit.text.chat.answer_events import AnswerEvents
 from lmkit.text.chat.conversation import AllowedTools, Chat, ChatMessage, NamedFunction, Tool, ToolOptions
@@ -20,6 +22,7 @@ from lmkit.text.template import THINKING_SWITCHES
 if TYPE_CHECKING:
     from lmkit.text.grammar import Grammars
 
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 VERBOSITY = {"low": "Keep your answers short.", "high": "Answer at length and in detail."}
 
 
@@ -107,9 +110,11 @@ class Style:
         if effort is None or template is None:
             return variables
         if "reasoning_effort" in template.parameters:
-            asked: dict[str, Any] = {"reasoning_effort": effort}
+            asked: dict[str, Any] = {"reasoning_effort": nearest_effort(effort, template.source)}
         elif switches := THINKING_SWITCHES & template.parameters:
             asked = dict.fromkeys(switches, effort not in ("none", "minimal"))
+        elif ignore("reasoning_effort"):
+            return variables
         else:
             message = "reasoning_effort: this model's chat template knows none"
             raise RequestError("unsupported_parameter", message, "reasoning_effort")
@@ -193,6 +198,14 @@ class Style:
         )
 
 
+def nearest_effort(effort: str, source: str) -> str:
+    """The effort of those that a template names, or of the three usual ones, which is nearest to this one."""
+    if effort not in EFFORTS:
+        return effort
+    known = [one for one in EFFORTS if one in EFFORTS[2:5] or re.search(rf"""["']{one}["']""", source)]
+    return min(known, key=lambda one: abs(EFFORTS.index(one) - EFFORTS.index(effort)))
+
+
 def _up_to(text: str, last: ChatMessage) -> str:
     """A rendered conversation up to the end of its last message, as the template shows it. Raises RequestError."""
     content = last.content or ""
@@ -271,18 +284,22 @@ def _may_call_again(body: ToolOptions) -> bool:
 
 
 def _held_schema(tool: Tool, grammars: Grammars) -> Mapping[str, Any]:
-    """The schema of a tool's arguments. One that no grammar holds gives any object, unless the tool is strict."""
+    """The schema of a tool's arguments, without what no grammar holds. A strict tool's is held whole, or refused."""
     from lmkit.text.dialects.grammar import ANY_OBJECT, NO_PARAMETERS
-    from lmkit.text.grammar import json_schema
+    from lmkit.text.grammar import grammar_of
+    from lmkit.text.held_schema import held
 
-    schema = {"type": "object", **tool.function.parameters} if tool.function.parameters else NO_PARAMETERS
+    function = tool.function
+    schema = {"type": "object", **function.parameters} if function.parameters else NO_PARAMETERS
     try:
-        grammars.check(json_schema(schema), f"tools: {tool.function.name}")
+        whole = grammar_of("json_schema", schema, f"tools: {function.name}", strict=bool(function.strict))
+        grammars.check(whole, f"tools: {function.name}")
     except RequestError as error:
-        if tool.function.strict:
+        if function.strict:
             raise RequestError(error.code, error.message, "tools") from None
+        ignore(f"tools.{function.name}.parameters")
         return ANY_OBJECT
-    return schema
+    return held(schema)[0]
 
 
 def _described(tool: Tool) -> dict[str, Any]:

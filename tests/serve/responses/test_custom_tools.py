@@ -69,7 +69,6 @@ def test_a_pattern_holds_the_input() -> None:
     grammar = engine.requests[0].params.grammar
     assert re.search(r"\[0-9\]\+ days", grammar)
     for change, message in (
-        ({"syntax": "lark"}, "Lark"),
         ({"definition": "(?=a)b"}, "patch"),
         ({"type": "cfg"}, "grammar"),
     ):

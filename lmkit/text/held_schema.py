@@ -1,0 +1,86 @@
+"""The part of a JSON schema that a grammar holds (llguidance's), and the keywords that it leaves out.
+
+A keyword that forbids nothing, and a `format` that JSON Schema calls an annotation, go without a word.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+FORMATS = frozenset(
+    ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "unknown")
+)
+_NAMED = ("properties", "patternProperties", "$defs", "definitions")  # objects whose values are schemas
+_LISTED = ("allOf", "anyOf", "oneOf", "prefixItems")
+_ONE = ("items", "additionalProperties", "additionalItems")
+_NAMES = """
+$dynamicRef $recursiveRef contains dependencies dependentRequired dependentSchemas else if maxContains minContains not
+propertyNames then unevaluatedItems unevaluatedProperties uniqueItems
+"""
+_UNHELD = frozenset(_NAMES.split())
+_NOTHING: Mapping[str, tuple[Any, ...]] = {  # values with which a keyword forbids nothing
+    "dependencies": ({},),
+    "dependentRequired": ({},),
+    "dependentSchemas": ({},),
+    "propertyNames": ({}, True, {"type": "string"}),
+    "unevaluatedItems": ({}, True),
+    "unevaluatedProperties": ({}, True),
+    "uniqueItems": (False,),
+}
+_COMBINED = frozenset({"$ref", "allOf", "anyOf", "oneOf"})
+_LOOKS_AROUND = re.compile(r"(?<!\\)(?:\\\\)*(?:\(\?<?[=!]|\\[1-9])")  # (?=...), (?<!...), \1
+
+
+def held(schema: Any) -> tuple[Any, tuple[str, ...]]:
+    """The schema without what no grammar holds, and the names of those keywords. Raises RecursionError."""
+    left_out: dict[str, None] = {}
+    return _held(schema, left_out), tuple(left_out)
+
+
+def _held(schema: Any, left_out: dict[str, None]) -> Any:
+    if not isinstance(schema, dict):
+        return schema
+    kept: dict[str, Any] = {}
+    for name, value in schema.items():
+        if name in _NAMED and isinstance(value, dict):
+            kept[name] = {key: _held(item, left_out) for key, item in value.items()}
+        elif name in _LISTED and isinstance(value, list):
+            kept[name] = [_held(item, left_out) for item in value]
+        elif name in _ONE:
+            kept[name] = (
+                [_held(item, left_out) for item in value] if isinstance(value, list) else _held(value, left_out)
+            )
+        elif name == "unevaluatedProperties" and value is False and not _COMBINED & schema.keys():
+            kept.setdefault("additionalProperties", False)  # without other parts all properties are in sight
+        elif not _is_unheld(name, value):
+            kept[name] = value
+        elif name != "format" and not _forbids_nothing(name, value, schema):
+            left_out[name] = None
+    return kept
+
+
+def _is_unheld(name: str, value: Any) -> bool:
+    match name:
+        case "format":
+            return value not in FORMATS if isinstance(value, str) else True
+        case "pattern":
+            return isinstance(value, str) and _LOOKS_AROUND.search(value) is not None
+        case "$ref":
+            return isinstance(value, str) and not value.startswith("#")
+    return name in _UNHELD
+
+
+def _forbids_nothing(name: str, value: Any, schema: Mapping[str, Any]) -> bool:
+    if name == "not":  # a type that the values have not
+        kind, other = schema.get("type"), value.get("type") if isinstance(value, dict) and len(value) == 1 else None
+        return (
+            isinstance(kind, str)
+            and isinstance(other, str)
+            and kind != other
+            and {kind, other} != {"integer", "number"}
+        )
+    if name in ("minContains", "maxContains", "then", "else"):
+        return ("contains" if "Contains" in name else "if") not in schema
+    return any(value == nothing and type(value) is type(nothing) for nothing in _NOTHING.get(name, ()))

@@ -1,0 +1,90 @@
+"""The models, transformers' float32 copies of them, and a table of what was found.
+
+With LMKIT_REAL_TABLE=FILE the session writes a Markdown table of its figures (model x check) to FILE.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import pydoc_data.topics
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lmkit.kernels.cpu import isa
+from tests.real.packages import GEMMA3, MINILM, MODELS, SMOLLM2, Published
+
+PROSE_BYTES = 120_000  # of English for calibration, and as much for evaluation
+_figures: dict[str, dict[str, str]] = {}  # by check, then by model
+
+Record = Callable[[Published, str, str], None]  # (model, check, figure)
+
+
+def pytest_sessionfinish() -> None:
+    if (target := os.environ.get("LMKIT_REAL_TABLE")) and _figures:
+        Path(target).write_text(table())
+
+
+def table() -> str:
+    names = [model.name for model in MODELS if any(model.name in row for row in _figures.values())]
+    rows = [[check, *(row.get(name, "") for name in names)] for check, row in _figures.items()]
+    lines = [["check", *names], ["---"] * (len(names) + 1), *rows]
+    head = f"{datetime.date.today()}, {os.cpu_count()} cores, {isa.best()}"
+    return f"{head}\n\n" + "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+
+
+@pytest.fixture(scope="session")
+def record() -> Record:
+    def add(model: Published, check: str, figure: str) -> None:
+        _figures.setdefault(check, {})[model.name] = figure
+
+    return add
+
+
+def fetched(model: Published) -> Path:
+    if not model.path.exists():
+        pytest.skip(f"{model.name}: `make real-models` fetches it")
+    return model.path
+
+
+@pytest.fixture(scope="session", params=[SMOLLM2, GEMMA3], ids=["smollm2", "gemma3"])
+def generator(request: pytest.FixtureRequest) -> Published:
+    """A model that generates text."""
+    fetched(request.param)
+    return request.param
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    return fetched(SMOLLM2)
+
+
+@pytest.fixture(scope="session")
+def minilm() -> Path:
+    return fetched(MINILM)
+
+
+@pytest.fixture(scope="session")
+def reference(generator: Published) -> Iterator[Any]:
+    """transformers' model of the same file in float32."""
+    import torch
+    import transformers
+
+    pytest.importorskip("gguf")
+    found = transformers.AutoModelForCausalLM.from_pretrained(
+        generator.path.parent, gguf_file=generator.name, dtype=torch.float32
+    )
+    yield found.eval()
+
+
+@pytest.fixture(scope="session")
+def prose(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """English for calibration and other English for evaluation: the language reference that Python carries."""
+    topics = [text for _, text in sorted(pydoc_data.topics.topics.items()) if len(text) > 2000]
+    folder = tmp_path_factory.mktemp("prose")
+    for name, texts in (("calibration", topics[::2]), ("evaluation", topics[1::2])):
+        (folder / f"{name}.txt").write_text("\n\n".join(texts)[:PROSE_BYTES])
+    return folder / "calibration.txt", folder / "evaluation.txt"
