@@ -46,6 +46,7 @@ from lmkit.proxy.stop import Stop
 from lmkit.proxy.stored import CHATS
 from lmkit.proxy.transcripts import Transcripts
 from lmkit.proxy.upstream import Upstream
+from lmkit.web import anthropic_models
 from lmkit.web.access_log import note, note_error
 from lmkit.web.auth import ApiKey, key_id, named_client
 from lmkit.web.budget import Budget
@@ -165,11 +166,10 @@ class Proxy:
             key = authorize(self.keys, route.access, scope["headers"])
             await route.handler(self, Exchange(scope, receive, response, key, tap))
         except Exception as error:  # noqa: BLE001 - the HTTP edge: public_error logs it
-            shown = public_error(error)
-            note_error(scope, shown)
-            await self._fail(response, shown)
+            await self._fail(scope, response, public_error(error))
 
-    async def _fail(self, response: DownstreamResponse, error: RequestError) -> None:
+    async def _fail(self, scope: Scope, response: DownstreamResponse, error: RequestError) -> None:
+        note_error(scope, error)
         if error.code == "client_disconnected":
             self.metrics.disconnects.inc()
             return
@@ -214,30 +214,30 @@ class Proxy:
                 async with holding(response) if asked.stream is True else contextlib.nullcontext():
                     await respond(call, asked, self._forwarder, self.transcripts, response, run)
 
-    async def list_models(self, exchange: Exchange) -> None:
+    def _listed(self, exchange: Exchange) -> list[dict[str, Any]]:
+        """The models that the client's key may use."""
         listed, ledger = self.registry.models(self._router.aliases()), self.ledger
-        if ledger and (key := ledger.key(exchange.key)):
-            listed = [entry for entry in listed if ledger.allows(key, entry["id"])]
-        await _json(exchange, {"object": "list", "data": listed})
+        key = ledger.key(exchange.key) if ledger else None
+        return [entry for entry in listed if key is None or ledger is None or ledger.allows(key, entry["id"])]
+
+    async def list_models(self, exchange: Exchange) -> None:
+        await _json(exchange, anthropic_models.page(self._listed(exchange), exchange.scope["headers"]))
 
     async def show_model(self, exchange: Exchange) -> None:
         name = exchange.scope["path"].removeprefix(_MODEL_PREFIX)
-        entries = {entry["id"]: entry for entry in self.registry.models(self._router.aliases())}
-        if name not in entries:
+        if not (entries := [entry for entry in self._listed(exchange) if entry["id"] == name]):
             raise self.registry.absence(name)
-        await _json(exchange, entries[name])
+        await _json(exchange, anthropic_models.card(entries[0], exchange.scope["headers"]))
 
     async def show_health(self, exchange: Exchange) -> None:
         """200 while the proxy itself works, in whatever state its nodes are; 503 while it drains."""
         nodes = self.registry.nodes()
         counts = {"nodes": len(nodes), "healthy_nodes": sum(node.healthy for node in nodes)}
-        await _json(
-            exchange, {"status": "draining" if self.draining else "ok", **counts}, 503 if self.draining else 200
-        )
+        status = "draining" if self.draining else "ok"
+        await _json(exchange, {"status": status, **counts}, 503 if self.draining else 200)
 
     async def show_metrics(self, exchange: Exchange) -> None:
-        headers = {"Content-Type": metrics.CONTENT_TYPE}
-        await exchange.response.whole(Response(self.metrics.render(), headers=headers))
+        await exchange.response.whole(Response(self.metrics.render(), headers={"Content-Type": metrics.CONTENT_TYPE}))
 
     async def show_nodes(self, exchange: Exchange) -> None:
         await _json(exchange, self._fleet_status())
@@ -285,8 +285,7 @@ class Proxy:
 
     async def show_events(self, exchange: Exchange) -> None:
         """What the dashboard shows, as long as the client stays."""
-        watching = self._dashboard.stream(exchange.response, lambda: self.draining)
-        await while_connected(exchange.receive, watching)
+        await while_connected(exchange.receive, self._dashboard.stream(exchange.response, lambda: self.draining))
 
     async def show_root(self, exchange: Exchange) -> None:
         """For a person who opens the address."""

@@ -7,9 +7,11 @@ from typing import Literal
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel
+from starlette.responses import JSONResponse, Response
 
 from lmkit.serve.choose import pool
 from lmkit.serve.pool import PooledModel
+from lmkit.web import anthropic_models
 
 router = APIRouter()
 
@@ -31,16 +33,16 @@ class ModelList(BaseModel):
     data: list[ModelCard]
 
 
-@router.get("/v1/models")
-async def list_models(request: Request) -> ModelList:
+@router.get("/v1/models", response_model=ModelList)
+async def list_models(request: Request) -> Response:
     """Each model under each of its names."""
-    models = pool(request).models
-    return ModelList(data=[_card(model, name) for model in models for name in model.names])
+    cards = [_card(model, name).model_dump() for model in pool(request).models for name in model.names]
+    return JSONResponse(anthropic_models.page(cards, request.headers.raw))
 
 
-@router.get("/v1/models/{name:path}")
-async def get_model(name: str, request: Request) -> ModelCard:
-    return _card(pool(request).find(name), name)
+@router.get("/v1/models/{name:path}", response_model=ModelCard)
+async def get_model(name: str, request: Request) -> Response:
+    return JSONResponse(anthropic_models.card(_card(pool(request).find(name), name).model_dump(), request.headers.raw))
 
 
 def _root(model: PooledModel, name: str) -> str:

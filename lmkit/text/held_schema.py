@@ -33,15 +33,17 @@ _COMBINED = frozenset({"$ref", "allOf", "anyOf", "oneOf"})
 _LOOKS_AROUND = re.compile(r"(?<!\\)(?:\\\\)*(?:\(\?<?[=!]|\\[1-9])")  # (?=...), (?<!...), \1
 
 
-def held(schema: Any) -> tuple[Any, tuple[str, ...]]:
+def held(schema: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
     """The schema without what no grammar holds, and the names of those keywords. Raises RecursionError."""
     left_out: dict[str, None] = {}
-    return _held(schema, left_out), tuple(left_out)
+    return _kept(schema, left_out), tuple(left_out)
 
 
 def _held(schema: Any, left_out: dict[str, None]) -> Any:
-    if not isinstance(schema, dict):
-        return schema
+    return _kept(schema, left_out) if isinstance(schema, dict) else schema  # true and false are schemas, too
+
+
+def _kept(schema: Mapping[str, Any], left_out: dict[str, None]) -> dict[str, Any]:
     kept: dict[str, Any] = {}
     for name, value in schema.items():
         if name in _NAMED and isinstance(value, dict):

@@ -25,10 +25,8 @@ async def read_body(scope: Scope, receive: Receive, max_bytes: int, timeout: flo
     A body of up to twice `max_bytes` is read before it is refused, because many clients read the response only after
     they have sent the body.
     """
-    message = (
-        f"the body is larger than {max_bytes} bytes; the server's --max-body (max_body_bytes of a proxy) sets this"
-    )
-    too_large = RequestError("request_too_large", message)
+    options = "--max-body of the server, max_body_bytes of a proxy"
+    too_large = RequestError("request_too_large", f"the body is larger than {max_bytes} bytes, the limit: {options}")
     coding = dict(scope["headers"]).get(b"content-encoding", b"identity").strip().lower()
     if coding not in _CODINGS:
         raise RequestError("unsupported_media_type", "Content-Encoding: send the body plain, in gzip or in deflate")

@@ -38,13 +38,10 @@ def shown_name(name: str, namespace: str | None) -> str:
 def function_of(one: Presented) -> dict[str, Any]:
     """A tool of a chat."""
     tool, description = one.tool, one.tool.description
-    if isinstance(tool, CustomTool):
-        schema, strict = input_schema(tool), True
-        if isinstance(tool.format, Pattern) and tool.format.syntax == "lark":
-            ignore("tools.format.lark")  # the text stands in a JSON string, where no grammar of it holds
-            told = f"The input follows this Lark grammar:\n{tool.format.definition}"
-            description = f"{description}\n{told}" if description else told
-    else:
-        schema, strict = tool.parameters, tool.strict
+    schema, strict = (input_schema(tool), True) if isinstance(tool, CustomTool) else (tool.parameters, tool.strict)
+    if isinstance(tool, CustomTool) and isinstance(tool.format, Pattern) and tool.format.syntax == "lark":
+        ignore("tools.format.lark")  # the text stands in a JSON string, where no grammar of it holds
+        told = f"The input follows this Lark grammar:\n{tool.format.definition}"
+        description = f"{description}\n{told}" if description else told
     function = {"name": one.shown, "description": description, "parameters": schema, "strict": strict}
     return {"type": "function", "function": {name: value for name, value in function.items() if value is not None}}

@@ -246,3 +246,14 @@ def test_a_failure_in_the_middle_of_a_stream_is_an_event(server: Server) -> None
     assert rest[-3] == "event: error"
     assert json.loads(rest[-2].removeprefix("data: "))["error"]["type"] == "api_error"
     assert "secret" not in "".join(rest)
+
+
+def test_models_have_anthropic_s_form_for_its_clients(server: Server) -> None:
+    version = {"anthropic-version": "2023-06-01"}
+    page = httpx.get(server.url + "/v1/models", headers=version).json()
+    assert (page["first_id"], page["has_more"]) == ("demo", False)
+    (card,) = page["data"]
+    assert card["type"] == "model"
+    assert card["created_at"].endswith("Z")
+    assert httpx.get(server.url + "/v1/models/demo", headers=version).json() == card
+    assert httpx.get(server.url + "/v1/models").json()["object"] == "list"
