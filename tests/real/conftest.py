@@ -8,7 +8,7 @@ from __future__ import annotations
 import datetime
 import os
 import pydoc_data.topics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +68,7 @@ def minilm() -> Path:
 
 
 @pytest.fixture(scope="session")
-def reference(generator: Published) -> Iterator[Any]:
+def reference(generator: Published) -> Any:
     """transformers' model of the same file in float32."""
     import torch
     import transformers
@@ -77,7 +77,7 @@ def reference(generator: Published) -> Iterator[Any]:
     found = transformers.AutoModelForCausalLM.from_pretrained(
         generator.path.parent, gguf_file=generator.name, dtype=torch.float32
     )
-    yield found.eval()
+    return found.eval()
 
 
 @pytest.fixture(scope="session")

