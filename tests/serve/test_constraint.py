@@ -72,7 +72,7 @@ def test_no_constraint(engine: ScriptedEngine, fields: dict[str, Any]) -> None:
         ({"grammar": "\xd4\xa2\xbb"}, "grammar", "Expected ::="),
         ({"ebnf": "#\xfa"}, "ebnf", "root"),
         (
-            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"not": {}}}}},
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"not": {}}, "strict": True}}},
             "response_format",
             "not",
         ),

@@ -65,7 +65,7 @@ def test_bodies_that_are_taken_are_described(document: dict[str, Any], path: str
         return
     schema = resolved(document, schema)
     assert SAMPLES[path].keys() <= schema["properties"].keys()
-    assert not schema["additionalProperties"]
+    assert "additionalProperties" not in schema  # hints of clients
     assert set(schema.get("required", ())) <= SAMPLES[path].keys()
 
 
@@ -159,8 +159,7 @@ BATCH = {"endpoint": "/v1/completions", "completion_window": "24h", "input_file_
              {"logit_bias": {"5": 1}}, {"stream": False, "prompt_logprobs": 1}],
             [{"continue_final_message": True, "messages": ""},
              {"seed": -2}, {"guided_json_object": 0}, {"max_tokens": 2.5}, {"temperature": -1}, {"top_p": 0},
-             {"messages": [MESSAGE, {"role": "assistant"}]}, {"messages": [MESSAGE | {"reasoning": "a"}]},
-             {"messages": [MESSAGE | {"tool_call_id": "b"}]}, {"messages": [MESSAGE | {"content": ["a"]}]},
+             {"messages": [MESSAGE | {"content": ["a"]}]},
              {"top_logprobs": 2}, {"stream_options": {"include_usage": True}}, {"return_progress": True},
              {"echo": True}, {"tool_choice": "required"}, {"tool_choice": "required", "tools": []},
              {"logit_bias": {"a": 1}}, {"stream": True, "prompt_logprobs": 1},
@@ -193,8 +192,8 @@ BATCH = {"endpoint": "/v1/completions", "completion_window": "24h", "input_file_
         ),
         (
             "/v1/conversations", {},
-            [{}, {"items": "a"}, {"metadata": None}],
-            [{"other": None}, {"items": [{"role": "assistant", "content": [IMAGE]}]},
+            [{}, {"items": "a"}, {"metadata": None}, {"other": None}],
+            [{"items": [{"role": "assistant", "content": [IMAGE]}]},
              {"items": [{"type": "function_call", "call_id": "a", "name": "", "arguments": "{}"}]}],
         ),
         (
