@@ -20,6 +20,7 @@ from pydantic import (
 
 from lmkit import neutral
 from lmkit.config import MAX_TIMEOUT
+from lmkit.hints import ignore
 from lmkit.serve.numbers import Biases, Penalty, Repetition, Share, Temperature, TokenId, TopK, TopP
 from lmkit.strict import NEVER, NULL, OF_MODEL, No, Schema, Strict, Yes, exactly_one, given, goes_with
 from lmkit.text.chat.conversation import MAX_TOOLS, Chat, Messages, TemplateVariables, Tool
@@ -99,6 +100,13 @@ class Extensions(Placed):
     include_stop_str_in_output: bool | None = None
     session_id: SessionId | None = None  # its KV and tokens stay for a lease
     speculate: bool | None = None  # false: no guesses at this answer's tokens, where the server guesses
+
+
+def never_cut(value: str) -> str:
+    """OpenAI's `truncation`: "auto" would leave out items of a conversation that is too long. Raises ValueError."""
+    if value == "auto" and not ignore("truncation"):
+        raise ValueError("auto is not supported: a conversation that is too long is refused")
+    return value
 
 
 class ChatExtensions(Extensions):

@@ -163,16 +163,20 @@ class Tool(_Block):
 def _client_tools(tools: Any) -> Any:
     if isinstance(tools, list) and len(tools) > MAX_TOOLS:
         raise ValueError(f"at most {MAX_TOOLS} tools")
-    for tool in tools if isinstance(tools, list) else ():
-        kind = tool.get("type") if isinstance(tool, dict) else None
-        if isinstance(kind, str) and kind != "custom" and not ignore(f"tools.{kind}"):
-            raise ValueError(f"tools of type {kind[:64]!r} are not supported: send tools with an input_schema")
     return [tool for tool in tools if not _runs_elsewhere(tool)] if isinstance(tools, list) else tools
 
 
 def _runs_elsewhere(tool: Any) -> bool:
-    """Whether a tool is one that Anthropic's servers or models know. The prompt leaves it out."""
-    return isinstance(tool, dict) and isinstance(tool.get("type"), str) and tool["type"] != "custom"
+    """Whether a tool is one that Anthropic's servers or models know. The prompt leaves it out.
+
+    Raises ValueError where none may be.
+    """
+    kind = tool.get("type") if isinstance(tool, dict) else None
+    if not isinstance(kind, str) or kind == "custom":
+        return False
+    if not ignore(f"tools.{kind}"):
+        raise ValueError(f"tools of type {kind[:64]!r} are not supported: send tools with an input_schema")
+    return True
 
 
 class ToolChoice(Nullable):

@@ -10,7 +10,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from lmkit import neutral
 from lmkit.hints import ignore
 from lmkit.serve.numbers import Temperature, TopP
-from lmkit.serve.protocol import ChatExtensions, Metadata, ModelName
+from lmkit.serve.protocol import ChatExtensions, Metadata, ModelName, never_cut
 from lmkit.serve.serving import new_id
 from lmkit.strict import LAZY, NULL, No, Nullable, Schema, Strict, given, goes_with
 from lmkit.text.chat.conversation import MAX_MESSAGES, MAX_TOOLS, CalledName, Effort, ToolName, check_parts
@@ -186,17 +186,18 @@ OURS = ("function", "custom", "namespace")  # kinds of tools that the client run
 def _client_tools(tools: Any) -> Any:
     if isinstance(tools, list) and len(tools) > MAX_TOOLS:
         raise ValueError(f"at most {MAX_TOOLS} tools")
-    for tool in tools if isinstance(tools, list) else ():
-        kind = tool.get("type") if isinstance(tool, dict) else None
-        if isinstance(kind, str) and kind not in OURS and not ignore(f"tools.{kind}"):
-            known = "send functions or custom tools, which the client runs"
-            raise ValueError(f"tools of type {kind[:64]!r} are not supported: {known}")
     return [tool for tool in tools if not _runs_elsewhere(tool)] if isinstance(tools, list) else tools
 
 
 def _runs_elsewhere(tool: Any) -> bool:
-    """Whether a tool is one that another server runs. The prompt leaves it out."""
-    return isinstance(tool, dict) and isinstance(tool.get("type"), str) and tool["type"] not in OURS
+    """Whether a tool is one that another server runs. The prompt leaves it out. Raises ValueError where none may be."""
+    kind = tool.get("type") if isinstance(tool, dict) else None
+    if not isinstance(kind, str) or kind in OURS:
+        return False
+    if not ignore(f"tools.{kind}"):
+        known = "send functions or custom tools, which the client runs"
+        raise ValueError(f"tools of type {kind[:64]!r} are not supported: {known}")
+    return True
 
 
 class FunctionTool(Nullable):
@@ -278,21 +279,12 @@ class StreamOptions(Nullable):
 
 
 class ConversationName(Strict):
-    takes_hints = False
-
     id: ItemId
 
 
 def _conversation(value: Any) -> Any:
     is_named = isinstance(value, dict) and value.keys() == {"id"} and value["id"] is not None
     return value["id"] if is_named else value
-
-
-def _never_cut(value: str) -> str:
-    """ "auto" lets the server leave out items of a conversation that is too long; this one refuses it."""
-    if value == "auto" and not ignore("truncation"):
-        raise ValueError("auto is not supported: a conversation that is too long is refused")
-    return value
 
 
 class Prompt(ChatExtensions):
@@ -324,7 +316,7 @@ class Prompt(ChatExtensions):
     parallel_tool_calls: bool | None = None
     text: Text | None = None
     reasoning: Reasoning | None = None
-    truncation: Annotated[Literal["disabled", "auto"], AfterValidator(_never_cut)] | None = None
+    truncation: Annotated[Literal["disabled", "auto"], AfterValidator(never_cut)] | None = None
 
 
 # What an answer may show beside its items. The first two are honoured; the others belong to tools that run in the
