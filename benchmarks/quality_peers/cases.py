@@ -17,7 +17,7 @@ from lmkit.layers.batch import allocate_kv, whole_batch
 from lmkit.models.loader import load_model
 from lmkit.models.source import ModelSource
 from lmkit.quant.data.calibration import load_calibration
-from lmkit.quant.report.evaluate import EvalResult, encode_text, evaluate
+from lmkit.quant.report.evaluate import EvalResult, encode_text, evaluate, window_prefix
 from lmkit.quant.sections import CalibrationRecipe
 from lmkit.text import Tokenizer
 
@@ -77,6 +77,7 @@ def evaluate_against(model: Path, original: Path, setting: Setting) -> EvalResul
         against=original,
         kv_dtype="float32",
         activations="exact",
+        prefix=window_prefix(original),
         seq_len=setting.seq_len,
         limit=setting.eval_tokens,
     )

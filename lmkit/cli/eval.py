@@ -57,6 +57,7 @@ def evaluate(
             activations=activations,
             lm_head=lm_head,
             packed_cache=packed_cache,
+            prefix=evaluation.window_prefix(model),
             seq_len=seq_len,
             limit=limit,
             tp=tp,

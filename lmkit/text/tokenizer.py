@@ -112,6 +112,12 @@ class Tokenizer:
             chat_template=chosen_template(templates, named),
         )
 
+    @property
+    def start(self) -> list[int]:
+        """BOS, if the tokenizer begins a text with it. The model then expects it in front of every sequence."""
+        start = self.encode("")[:1]
+        return start if start == [self.bos_token_id] else []
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`. Special tokens that are written out in it are recognised, as the tokenizer does."""
         with _library_errors(lambda _: RequestError("internal_error", "the model's tokenizer fails on this text")):

@@ -46,7 +46,8 @@ def cells(source: Path, recipe: Recipe, seq_len: int) -> list[str]:
         except LMKitError:
             return ["refused", ""]
         ids = evaluation.encode_text(out, None, source)
-        far = evaluation.evaluate(out, ids, against=source, seq_len=seq_len, limit=8192).divergence
+        prefix = evaluation.window_prefix(out)
+        far = evaluation.evaluate(out, ids, against=source, prefix=prefix, seq_len=seq_len, limit=8192).divergence
     assert far is not None
     return [f"{far.kl_mean:.5f}", f"{far.kl_stderr:.5f}"]
 

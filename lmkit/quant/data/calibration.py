@@ -103,7 +103,7 @@ def encode_dataset(source: str, tokenizer: Tokenizer, count: int) -> list[int]:
     Raises the errors of `load_calibration`.
     """
     pieces = _pieces(_Tally(source, 0).count(documents(source)), 8192)
-    return (_row_prefix(tokenizer) + _tokens(pieces, count, tokenizer, source))[:count]
+    return (tokenizer.start + _tokens(pieces, count, tokenizer, source))[:count]
 
 
 def parse_source(argument: str) -> str | dict[str, Any]:
@@ -192,8 +192,8 @@ class _Tally:
 def _rows(pieces: list[Document], part: _Part, count: int, recipe: CalibrationRecipe, tokenizer: Tokenizer) -> Tensor:
     """int64 [count, seq_len]"""
     random.Random(recipe.seed).shuffle(pieces)
-    prefix = _row_prefix(tokenizer)
-    width = recipe.seq_len - len(prefix)
+    start = tokenizer.start
+    width = recipe.seq_len - len(start)
     ids = _tokens(pieces, count * width, tokenizer, ", ".join(part.names))
     if len(ids) < count * width:
         raise TooLittleTextError(
@@ -201,13 +201,7 @@ def _rows(pieces: list[Document], part: _Part, count: int, recipe: CalibrationRe
             f"{recipe.seq_len}; lower num_samples or seq_len to fit, or give more text"
         )
     body = torch.tensor(ids[: count * width]).view(count, width)
-    return torch.cat([torch.tensor(prefix, dtype=torch.int64).expand(count, -1), body], dim=1)
-
-
-def _row_prefix(tokenizer: Tokenizer) -> list[int]:
-    """BOS, if the tokenizer starts a text with it. The model then expects it in every sequence."""
-    start = tokenizer.encode("")[:1]
-    return start if start == [tokenizer.bos_token_id] else []
+    return torch.cat([torch.tensor(start, dtype=torch.int64).expand(count, -1), body], dim=1)
 
 
 def _tokens(pieces: Iterable[Document], count: int, tokenizer: Tokenizer, where: str) -> list[int]:

@@ -2,6 +2,7 @@
 
 Protocol: the tokens are cut into windows of `seq_len` that do not overlap (the last may be shorter). A limit takes as
 many windows as it allows, evenly spaced. Each window starts from an empty cache, and its first token is not predicted.
+Where the tokenizer begins a text with BOS, every window begins with it: such a model never reads anything else there.
 KL is sum p log(p / q) in nats for each predicted token, with p of the reference. The model is measured as it is served:
 packed weights, the storage types of its KV cache, and int8 activations in quantized linears unless exact activations
 are asked for. The reference runs with exact activations and float32 KV. Standard errors treat tokens as independent.
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -38,7 +39,10 @@ from lmkit.text import Tokenizer
 BLOCK_SIZE = 32
 LOGIT_BYTES = 64 << 20  # of one model's logits that are held at a time, for any vocabulary
 
-PROTOCOL = "non-overlapping windows of seq_len from an empty cache, first token of each not predicted, KL in nats"
+PROTOCOL = (
+    "non-overlapping windows of seq_len from an empty cache, each behind BOS where the tokenizer adds it, "
+    "first token of each not predicted, KL in nats"
+)
 
 HELDOUT_TEXT = Path(__file__).parents[2] / "demo" / "text" / "heldout.txt"
 
@@ -91,6 +95,7 @@ def evaluate(
     activations: Activations = "auto",
     lm_head: HeadStorage = "auto",
     packed_cache: bool = False,
+    prefix: Sequence[int] = (),
     seq_len: int = 512,
     limit: int | None = None,
     tp: int = 1,
@@ -98,6 +103,8 @@ def evaluate(
     progress: Progress = lambda *state: None,
 ) -> EvalResult:
     """Measure a checkpoint on text (at most `limit` tokens), and against a reference checkpoint if one is given.
+
+    Every window begins with `prefix` (`window_prefix`); `seq_len` counts it.
 
     With `tp` or `ep` so many processes share the model. The reference is whole, in this process.
 
@@ -121,7 +128,7 @@ def evaluate(
         raise ConfigError(
             f"{model_path} predicts {model.vocab_size} tokens, {against} {reference.vocab_size}: no comparison"
         )
-    windows = cut_windows(token_ids, seq_len, limit)
+    windows = cut_windows(token_ids, seq_len, limit, prefix)
     parts = []
     with ExitStack() as stack:
         if (size := max(tp, ep)) > 1:
@@ -170,6 +177,11 @@ def encode_documents(model_path: str | Path, dataset: str, count: int, against: 
     return _encoded_alike(lambda tokenizer: encode_dataset(dataset, tokenizer, count), dataset, model_path, against)
 
 
+def window_prefix(model_path: str | Path) -> list[int]:
+    """The token with which the model's tokenizer begins every text, if there is one."""
+    return Tokenizer.from_pretrained(resolve_model_path(model_path)).start
+
+
 def _encoded_alike(
     encode: Callable[[Tokenizer], list[int]], what: str, model_path: str | Path, against: str | Path | None
 ) -> list[int]:
@@ -179,12 +191,15 @@ def _encoded_alike(
     return token_ids
 
 
-def cut_windows(token_ids: list[int], seq_len: int, limit: int | None) -> list[list[int]]:
-    """The windows of the protocol; a limit below one window shortens it."""
-    if limit is not None and limit < seq_len:
-        return [token_ids[:limit]]
-    windows = [token_ids[i : i + seq_len] for i in range(0, len(token_ids), seq_len)]
+def cut_windows(token_ids: list[int], seq_len: int, limit: int | None, prefix: Sequence[int] = ()) -> list[list[int]]:
+    """The windows of the protocol; a limit below one window shortens it. The text may begin with `prefix`, too."""
+    before = len(prefix)
+    text = token_ids[before:] if token_ids[:before] == list(prefix) else token_ids
+    width = min(limit or seq_len, seq_len) - before
+    windows = [[*prefix, *text[i : i + width]] for i in range(0, len(text), width)]
     windows = [window for window in windows if len(window) > 1]
+    if limit is not None and limit < seq_len:
+        return windows[:1]
     count = len(windows) if limit is None else min(len(windows), limit // seq_len)
     return [windows[i * len(windows) // count] for i in range(count)]
 

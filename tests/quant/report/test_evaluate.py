@@ -9,16 +9,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 import torch
 import transformers
+from tokenizers.processors import TemplateProcessing
 from torch import Tensor
+from typer.testing import CliRunner
 
+from lmkit.cli.main import app
 from lmkit.errors import ConfigError, EngineLostError
 from lmkit.quant.report import evaluate as evaluation
 from lmkit.quant.report.evaluate import cut_windows, encode_text, evaluate
+from lmkit.quant.run import prepare
 from tests.models import tiny
 from tests.models.test_trained_moe import TRAINED_MOE
-from tests.quant.helpers import SIZES, tiny_checkpoint
+from tests.quant.helpers import SIZES, recipe, tiny_checkpoint
 
 SEQ_LEN = 32
 TOKENS = torch.randint(0, 4096, (3 * SEQ_LEN + 7,), generator=torch.Generator().manual_seed(0)).tolist()
@@ -119,6 +124,46 @@ def test_windows_cover_the_text_and_a_limit_spreads_them() -> None:
     assert cut_windows(tokens, 10, 7) == [tokens[:7]]
     assert list(chain(*cut_windows(tokens[:101], 10, None))) == tokens[:100]  # a single token predicts nothing
     assert cut_windows(tokens, 10, 1000) == cut_windows(tokens, 10, None)
+
+
+def test_every_window_begins_with_the_prefix() -> None:
+    text = list(range(1, 30))
+    for tokens in (text, [0, *text]):
+        windows = cut_windows(tokens, 10, None, [0])
+        assert [window[0] for window in windows] == [0] * 4
+        assert [token for window in windows for token in window[1:]] == text
+        assert max(map(len, windows)) == 10
+        assert cut_windows(tokens, 10, 7, [0]) == [[0, *text[:6]]]
+    assert cut_windows([0, *text[:10]], 10, None, [0])[1] == [0, 10]  # it predicts the one token
+
+
+def test_bos_is_where_the_tokenizer_puts_it(tmp_path: Path, pair: tuple[Path, Path]) -> None:
+    """In front of every window of `lmkit eval` and of the evaluation behind a quantization."""
+    model = tiny_checkpoint(tmp_path / "model")
+    assert evaluation.window_prefix(model) == []
+    backend, name = tokenizers.Tokenizer.from_file(str(model / "tokenizer.json")), "<|endoftext|>"
+    bos = backend.token_to_id(name)
+    backend.post_processor = TemplateProcessing(f"{name} $A", special_tokens=[(name, bos)])
+    backend.save(str(model / "tokenizer.json"))
+    (model / "tokenizer_config.json").write_text(json.dumps({"bos_token": name}))
+    assert evaluation.window_prefix(model) == [bos]
+    ids = encode_text(model)[:200]
+    assert ids[0] == bos
+    result = evaluate(model, ids, prefix=[bos], kv_dtype="float32", activations="exact", seq_len=SEQ_LEN)
+    windows = [torch.tensor([[bos, *ids[i : i + SEQ_LEN - 1]]]) for i in range(1, len(ids), SEQ_LEN - 1)]
+    oracle = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    with torch.no_grad():
+        losses = [oracle(w).logits[0, :-1].log_softmax(-1).gather(1, w[0, 1:, None]) for w in windows]
+    assert result.num_tokens == len(ids) - 1
+    assert math.log(result.perplexity) == pytest.approx(-float(torch.cat(losses).mean()), rel=1e-4)
+    text = tmp_path / "text.txt"
+    text.write_text("import os\n" * 200)
+    out = CliRunner().invoke(app, ["eval", str(model), "--text", str(text), "--seq-len", "32", "--json"])
+    count = len(encode_text(model, text)) - 1
+    assert json.loads(out.stdout)["num_tokens"] == count  # every token of the text, none lost at a window's beginning
+    report = prepare(model, recipe()).run(tmp_path / "out", eval_ids=ids)
+    assert report.evaluation is not None
+    assert report.evaluation.num_tokens == len(ids) - 1
 
 
 def test_what_cannot_be_measured_is_refused(pair: tuple[Path, Path], tmp_path: Path) -> None:
