@@ -83,7 +83,8 @@ def balanced(keys: Tensor, queries: Tensor) -> Tensor:
     scales = variances.clamp_min(torch.finfo(torch.float64).tiny) ** 0.25
     a = scales[..., None] * directions.transpose(1, 2) @ torch.linalg.inv(root)
     turned: Tensor = rotation(dim) @ a
-    return turned * (math.sqrt(dim) / torch.linalg.matrix_norm(turned)[:, None, None])
+    turned *= math.sqrt(dim) / torch.linalg.matrix_norm(turned)[:, None, None]
+    return turned
 
 
 def _mean_variance(moments: Tensor) -> Tensor:
