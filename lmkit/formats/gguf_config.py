@@ -58,6 +58,8 @@ DELTA = {
     "linear_num_value_heads": "ssm.time_step_rank",
     "full_attention_interval": "full_attention_interval",
 }
+# A file without the key has no such thing. A config.json without it has the default of its family's class.
+NONE_IF_ABSENT = {*WINDOW, *CAPS, "q_lora_rank"}
 SIGMOID = 2  # expert_gating_func
 
 
@@ -146,7 +148,20 @@ def _qwen3next(facts: Facts, config: dict[str, Any]) -> dict[str, Any]:
 def _olmo2(facts: Facts, config: dict[str, Any]) -> dict[str, Any]:
     if not config.get("sliding_window"):
         return {}
-    return {"architectures": ["Olmo3ForCausalLM"], "model_type": "olmo3", "layer_types": facts.layer_types(4)}
+    plain = {"rope_type": "default", "rope_theta": config.get("rope_theta", 5e5)}
+    stretched = rope_fields(facts, config).get("rope_scaling", {})
+    return {
+        "architectures": ["Olmo3ForCausalLM"],
+        "model_type": "olmo3",
+        "layer_types": facts.layer_types(4),
+        "rope_parameters": {FULL: plain | stretched, SLIDING: plain},
+    }
+
+
+def _phi3(facts: Facts, config: dict[str, Any]) -> dict[str, Any]:
+    """The length before a scaling stands outside of it."""
+    original = facts.number("rope.scaling.original_context_length")
+    return {"original_max_position_embeddings": original or config["max_position_embeddings"]}
 
 
 def _exaone4(facts: Facts, config: dict[str, Any]) -> dict[str, Any]:
@@ -191,7 +206,7 @@ def _bert(facts: Facts, config: dict[str, Any]) -> dict[str, Any]:
 
 ARCHITECTURES: Mapping[str, Architecture] = {
     "llama": Architecture("LlamaForCausalLM", "llama", LOCAL_EXPERTS | WINDOW, more=_llama),
-    "mistral3": Architecture("MistralForCausalLM", "mistral", more=_mistral3),
+    "mistral3": Architecture("MistralForCausalLM", "mistral", WINDOW, more=_mistral3),
     "qwen2": Architecture("Qwen2ForCausalLM", "qwen2"),
     "qwen2moe": Architecture("Qwen2MoeForCausalLM", "qwen2_moe", EXPERTS | SHARED, {"norm_topk_prob": False}),
     "qwen3": Architecture("Qwen3ForCausalLM", "qwen3"),
@@ -200,7 +215,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "gemma2": Architecture("Gemma2ForCausalLM", "gemma2", CAPS | WINDOW, more=_gemma(2, 46)),
     "gemma3": Architecture("Gemma3ForCausalLM", "gemma3_text", CAPS | WINDOW, more=_gemma(6, 62)),
     "gemma4": Architecture("Gemma4ForCausalLM", "gemma4_text", EXPERTS | CAPS | WINDOW, more=_gemma4),
-    "phi3": Architecture("Phi3ForCausalLM", "phi3", WINDOW),
+    "phi3": Architecture("Phi3ForCausalLM", "phi3", WINDOW, more=_phi3),
     "granite": Architecture("GraniteForCausalLM", "granite", GRANITE),
     "olmo2": Architecture("Olmo2ForCausalLM", "olmo2", WINDOW, more=_olmo2),
     "exaone4": Architecture("Exaone4ForCausalLM", "exaone4", WINDOW, more=_exaone4),
@@ -250,7 +265,8 @@ def make_config(file: GgufModel) -> dict[str, Any]:
     for key, name in (("bos_token_id", "bos"), ("eos_token_id", "eos"), ("pad_token_id", "padding")):
         if type(token := file.metadata.get(f"tokenizer.ggml.{name}_token_id")) is int:
             config[key] = token
-    return {name: value for name, value in config.items() if value is not None}
+    absent = dict.fromkeys(NONE_IF_ABSENT & entry.fields.keys())
+    return absent | {name: value for name, value in config.items() if value is not None or name in NONE_IF_ABSENT}
 
 
 PER_LAYER = ("intermediate_size", "num_key_value_heads")  # of Gemma 4, which may have other ones in each layer

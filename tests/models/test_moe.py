@@ -220,7 +220,6 @@ def test_which_layers_are_sparse() -> None:
     [
         {"num_experts": 10**6}, {"num_experts_per_tok": 9}, {"num_experts_per_tok": 0}, {"moe_intermediate_size": 0},
         {"decoder_sparse_step": 0}, {"mlp_only_layers": "all"}, {"mlp_only_layers": [None]}, {"num_experts": None},
-        {"architectures": ["Qwen2MoeForCausalLM"]},
         {"architectures": ["Qwen2MoeForCausalLM"], "shared_expert_intermediate_size": 2**30},
     ],
 )  # fmt: skip
