@@ -37,7 +37,7 @@ def test_the_lines_of_a_start(capsys: pytest.CaptureFixture[str], demo_model: Pa
     texts = [line.partition(" I engine: ")[2] for line in lines if " I engine: " in line]
     kinds = [text.partition(":")[0] for text in texts if not text.startswith(("compiling", "packing", "weights"))]
     assert kinds == ["device", "model", "KV cache", "context", "memory"]
-    assert "model: Llama, dense weights, bfloat16" in texts
+    assert "model: Llama, dense weights of 16.00 bits, bfloat16" in texts
     assert "context: 4,096 tokens" in texts
 
 
