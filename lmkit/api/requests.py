@@ -19,7 +19,7 @@ from lmkit.text import Tokenizer
 from lmkit.text.cut import cut_text
 from lmkit.text.images import ReadImage
 from lmkit.text.messages import ImagePart, has_images, message_parts, plain_messages, shown_parts
-from lmkit.turbo.request import EngineInfo, ImageInput, Request, StepOutput, VectorLayer
+from lmkit.turbo.request import EngineInfo, ImageInput, Request, StepOutput, VectorLayer, check_head
 from lmkit.turbo.transport.output import AssistantTurn, RequestOutput
 from lmkit.turbo.transport.prompt_images import read_images, with_images
 
@@ -93,6 +93,7 @@ class RequestMaker:
         options = self._chats.options(asked) if has_chats else None
         for index, (prompt, config) in enumerate(zip(items, configs_for(gen_config, len(items)), strict=True)):
             try:
+                check_head(self._info.has_head)
                 if options is None or (isinstance(prompt, str) and not asked):
                     batch.requests[index] = self.request(self._text_ids(str(prompt), do_preprocess), config, **fields)
                     continue
@@ -157,6 +158,7 @@ class RequestMaker:
 
     def turn(self, prompt: Any, session: Session, gen_config: Any) -> Turn:
         """The next turn of a conversation. Raises RequestError if it cannot run."""
+        check_head(self._info.has_head)
         messages = plain_messages([*_history(session), {"role": "user", "content": prompt}])
         found = [self._read(message) for message in messages if has_images(message["content"])]
         shown = [message | {"content": _shown(message["content"])} for message in messages]

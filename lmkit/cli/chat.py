@@ -76,6 +76,8 @@ def chat(
 
         pipe = pipeline(target, log_level="WARNING", **chosen)
     with pipe:
+        if not pipe.engine.info.has_head:
+            raise ConfigError(f"{target} generates no text; `lmkit serve {target}` serves its embeddings or classes")
         _talk(
             Conversation(LocalModel(pipe, given), system), prompt, plain, pipe.engine.info.sampling.text(), lines=lines
         )

@@ -65,6 +65,11 @@ class Sentences(msgspec.Struct, frozen=True, kw_only=True):
     default_prompt: str = ""
     similarity: Similarity = "cosine"
 
+    def text(self, size: int) -> str:
+        """What a start says of embeddings of `size` numbers."""
+        cut = f", of a text's first {self.max_tokens:,} tokens" if self.max_tokens else ""
+        return f"{self.pooling} pooling, {size:,} numbers{cut}"
+
     def prompt(self, name: str | None, kind: str | None = None) -> str:
         """What is put before a text: the prompt of that name, or for a kind of text as clients name it.
 

@@ -308,6 +308,7 @@ def is_forwarded(headers: Mapping[str, str]) -> bool:
 
 async def answer(request: Request, builder: ResponseBuilder[Any]) -> Response:
     """Run the builder's requests. Raises RequestError."""
+    engine.check_head(builder.server.info.has_head)
     resumption: Resumption | None = getattr(request.state, "resumption", None)
     part = part_of(request)
     if resumption is not None:

@@ -22,6 +22,7 @@ from lmkit.serve.images import ImageSources
 from lmkit.serve.protocol import ChatCompletionRequest, ChatExtensions
 from lmkit.serve.to_request import chat_prompt, prompt_room, sampling_params, with_numbers
 from lmkit.strict import validate
+from lmkit.turbo.request import check_head
 from lmkit.turbo.transport.prompt_images import read_images, with_images
 
 
@@ -39,6 +40,7 @@ def chat_request(body: ChatExtensions, fields: Mapping[str, Any], names: Mapping
 async def num_prompt_tokens(http: HttpRequest, chat: ChatCompletionRequest, names: Mapping[str, str]) -> int:
     """The length of a chat's prompt. Raises RequestError."""
     server = await choose(http, chat.model)
+    check_head(server.info.has_head)
     sources = ImageSources(server.config)
     await sources.fetch(chat.images)
 

@@ -190,7 +190,7 @@ class Tokenizer:
         if self.chat_template is None:
             raise RequestError(
                 "invalid_request",
-                "this model has no chat template; it completes texts: /v1/completions, or do_preprocess=False",
+                "this model has no chat template: send texts in place of messages, or leave do_preprocess off",
                 "messages",
             )
         return self.chat_template.render(

@@ -238,6 +238,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     kv_dtype: str
     memory: dict[str, int]  # bytes by purpose
     reserved: int = 0  # bytes of memory that the engine's processes take at most, libraries included
+    has_head: bool = True  # otherwise it generates no text
     hidden_size: int = 0  # of an embedding
     pooling: Pooling = "last"  # for embeddings
     sentences: Sentences = Sentences()  # how embeddings of texts are made
@@ -248,6 +249,13 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     images: ImageSettings | str = TEXT_ONLY  # how the engine wants images, or why it takes none
     kv_port: int = 0  # where it gives blocks to other engines; 0 = nowhere
     captured: str = ""  # on a GPU: the steps that are captured as graphs, or why none is
+
+
+def check_head(has_head: bool) -> None:
+    """Raise RequestError for a model that generates no text."""
+    if not has_head:
+        message = "this checkpoint has no head to generate with: it gives embeddings, at /v1/embeddings, or classes"
+        raise RequestError("unsupported_parameter", message, "model")
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):

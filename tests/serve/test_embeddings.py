@@ -283,6 +283,27 @@ def test_a_conversation_is_embedded_as_the_template_writes_it() -> None:
     assert shown(one) == shown(other)
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": MESSAGES}),
+        ("/v1/chat/completions", {"messages": MESSAGES, "stream": True}),
+        ("/v1/completions", {"prompt": "Hi"}),
+        ("/generate", {"prompt": "Hi"}),
+        ("/v1/responses", {"input": "Hi"}),
+        ("/v1/messages", {"messages": MESSAGES, "max_tokens": 4}),
+        ("/v1/messages/count_tokens", {"messages": MESSAGES}),
+    ],
+)
+def test_a_model_without_a_head_generates_nothing(path: str, body: dict[str, Any]) -> None:
+    engine = EmbeddingEngine()
+    engine.info = msgspec.structs.replace(engine.info, has_head=False)
+    response = App(engine).post(path, {"model": "model", **body})
+    assert response.status_code == 400
+    assert "no head to generate with: it gives embeddings" in response.json()["error"]["message"]
+    assert not engine.requests
+
+
 def test_neutral_fields_are_accepted() -> None:
     assert post("/v1/embeddings", input="a", embed_dtype="float32", request_id=None, user="me").status_code == 200
 

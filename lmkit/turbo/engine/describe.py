@@ -22,8 +22,10 @@ from lmkit.models.streamed import forecast
 from lmkit.models.tower import tower_bytes
 from lmkit.models.weight_bits import bits_of_linears
 from lmkit.turbo.engine import copies
+from lmkit.turbo.engine.classes import read_classes, sentences_of
 from lmkit.turbo.engine.loading import load_options
 from lmkit.turbo.engine.memory import RUNTIME_BYTES, MemoryPlan, loaded_bytes, plan_memory
+from lmkit.turbo.engine.sentences import read_layers
 from lmkit.turbo.engine.streaming import streaming_of, with_batch
 from lmkit.turbo.runners.device import resolve_device
 
@@ -40,9 +42,9 @@ def describe_model(path: str, config: EngineConfig) -> dict[str, Any]:
     config = config.on(device.name)
     with resolved(path, **load_options(config)) as model:
         model.check_cut()
-        spec, reader, storages = model.source.spec, model.reader, model.storages
+        spec, reader = model.source.spec, model.reader
+        writes = not spec.sees_all
         heads = (1 if spec.tie_embeddings else 2) * math.prod(spec.head_shape)
-        token_bytes = [layer.kv_token_bytes(*s.dtypes) for layer, s in zip(model.spec.layers, storages, strict=True)]
         shares = config.num_sharing if device.name == "cuda" else config.num_processes
         return {
             "path": str(reader.path),
@@ -75,16 +77,9 @@ def describe_model(path: str, config: EngineConfig) -> dict[str, Any]:
                 "vision_tower_bytes": tower_bytes(model) or None,
                 "mtp_bytes": mtp_bytes(model) or None,
             },
-            "kv_cache": {
-                "kv_config": load_kv_config(reader.path) is not None,
-                "storage": _distinct({"k": str(s.k), "v": str(s.v)} for s in storages),
-                "key_mean_layers": sum(s.transform.has_mean for s in storages),
-                "hadamard_layers": sum(s.transform.hadamard for s in storages),
-                "balanced_layers": sum(s.transform.balance is not None for s in storages),
-                "position_0_layers": sum(s.transform.first_key is not None for s in storages),
-                "bytes_per_token": sum(token_bytes),
-            },
-            "sampling_defaults": _sampling(read_defaults(reader.path, config.generation_config)),
+            "kv_cache": _kv_cache(model) if writes else None,
+            "embeddings": None if writes else _embeddings(model, config),
+            "sampling_defaults": _sampling(read_defaults(reader.path, config.generation_config)) if writes else None,
             "serving": {"device": device.name} | _serving(model, config, device.free_memory() // shares),
             "packed_weights": _packed_files(reader.path, config.weights_path),
         }
@@ -143,6 +138,34 @@ def _sampling(defaults: SamplingDefaults) -> dict[str, Any]:
     }
 
 
+def _kv_cache(model: ResolvedModel) -> dict[str, Any]:
+    storages = model.storages
+    token_bytes = [layer.kv_token_bytes(*s.dtypes) for layer, s in zip(model.spec.layers, storages, strict=True)]
+    return {
+        "kv_config": load_kv_config(model.reader.path) is not None,
+        "storage": _distinct({"k": str(s.k), "v": str(s.v)} for s in storages),
+        "key_mean_layers": sum(s.transform.has_mean for s in storages),
+        "hadamard_layers": sum(s.transform.hadamard for s in storages),
+        "balanced_layers": sum(s.transform.balance is not None for s in storages),
+        "position_0_layers": sum(s.transform.first_key is not None for s in storages),
+        "bytes_per_token": sum(token_bytes),
+    }
+
+
+def _embeddings(model: ResolvedModel, config: EngineConfig) -> dict[str, Any]:
+    """What an encoder, which keeps no KV, makes of texts."""
+    path, spec, classes = model.reader.path, model.spec, read_classes(model.source)
+    sentences = sentences_of(path, config.pooling, spec, classes)
+    return {
+        "pooling": sentences.pooling,
+        "size": read_layers(path, sentences, spec.hidden_size)[1],
+        "unit_length": sentences.is_unit,
+        "cut_to_tokens": sentences.max_tokens or None,
+        "prompts": list(sentences.prompts),
+        "classes": list(classes.labels) if classes else [],
+    }
+
+
 def _packed_files(checkpoint: Path, parent: str | None) -> dict[str, Any]:
     """The folder of the packed weights, and the number and size of its files."""
     folders = cache_folders(checkpoint, Path(parent) if parent else None)
@@ -170,6 +193,7 @@ def _serving(model: ResolvedModel, config: EngineConfig, available: int) -> dict
         plan = planned(config)
     except ConfigError as error:
         problem = str(error)
+    cache, texts = (None, plan) if model.spec.sees_all else (plan, None)
     return {
         "fits": plan is not None,
         "problem": problem or (plan.shortage() if plan else "") or None,
@@ -180,10 +204,12 @@ def _serving(model: ResolvedModel, config: EngineConfig, available: int) -> dict
         "runtime_bytes": RUNTIME_BYTES[config.device],
         "state_bytes": (plan and plan.states) or None,
         "snapshot_bytes": (plan and plan.snapshots) or None,
-        "kv_bytes": plan and plan.kv,
+        "kv_bytes": cache and cache.kv,
+        "text_bytes": texts and texts.kv,
         "available_bytes": available,
-        "kv_blocks": plan and plan.num_blocks,
-        "kv_tokens": plan and plan.num_tokens,
-        "context": plan and plan.max_model_len,
+        "kv_blocks": cache and cache.num_blocks,
+        "kv_tokens": cache and cache.num_tokens,
+        "context": cache and cache.max_model_len,
+        "longest_text": texts and texts.max_model_len,
         "streaming": streamed.expected(config.sequences_per_step) if streamed else None,
     }

@@ -37,7 +37,7 @@ from lmkit.turbo.engine.no_memory import finds_memory, missing_memory
 from lmkit.turbo.engine.rest import Rest
 from lmkit.turbo.kv.blocks import KVBlocks
 from lmkit.turbo.plan import StepPlan
-from lmkit.turbo.request import EngineStats, Pooling, Request, SamplingParams, StepOutput
+from lmkit.turbo.request import EngineStats, Pooling, Request, SamplingParams, StepOutput, check_head
 from lmkit.turbo.runners.cpu import CpuRunner
 from lmkit.turbo.runners.device import Device, resolve_device
 from lmkit.turbo.runners.factory import make_runner
@@ -210,9 +210,8 @@ class Engine:
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises RequestError if it can never run or the queue is full."""
-        if request.pooling is None and not self._has_head:
-            message = "this checkpoint has no head to generate with: it gives embeddings, at /v1/embeddings, or classes"
-            raise RequestError("unsupported_parameter", message, "model")
+        if request.pooling is None:
+            check_head(self._has_head)
         if request.params.grammar:
             self._guides.prepare(request.params.grammar)
         if not request.images:

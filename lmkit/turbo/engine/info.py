@@ -22,6 +22,7 @@ def engine_info(model: LoadedModel, limits: SchedulerLimits, captured: str) -> E
         kv_dtype=storage_text(model.storages),
         memory=memory.as_dict(),
         reserved=model.config.num_local * (resident_memory() + memory.to_come(model.config)),
+        has_head=model.has_head,
         hidden_size=model.vector_size,
         pooling=model.sentences.pooling,
         sentences=model.sentences,

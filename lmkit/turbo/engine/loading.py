@@ -127,6 +127,8 @@ def load(model_path: str, config: EngineConfig, device: Device, rank: int = 0) -
         if line := widened(model.reader, model.packing.dtype):
             log.info(line)
         _announce(memory, model.storages, config)
+        if spec.sees_all and classes is None:
+            log.info("embeddings: %s", sentences.text(vector_size))
         if config.kv_dtype == INT4.name and not rank and is_uncalibrated(spec, model.storages):
             command = f"{path} -o OUT --weights none" if model.source.format.name == "dense" else "ORIGINAL -o OUT"
             log.warning(UNCALIBRATED, command)
@@ -250,6 +252,7 @@ def _check_alone(spec: ModelSpec, config: EngineConfig) -> None:
         "ep": config.ep > 1,
         "pp": config.pp > 1,
         "weights_memory": spec.sees_all and config.weights_memory is not None,
+        "kv_dtype": spec.sees_all and config.kv_dtype == INT4.name,  # it needs a calibration, which writes text
     }
     if refused := [name for name, is_given in given.items() if is_given]:
         why = "reads each text as a whole" if spec.sees_all else "has recurrent states"

@@ -84,6 +84,7 @@ class MemoryPlan:
     snapshots: int = 0  # of these states, for the prefix cache
     num_snapshots: int = 0
     copies: int = 0  # of weights, in 16 bits; 0 if they found no room
+    whole_texts: bool = False  # the KV is that of the texts of a step, and nothing is kept
 
     @property
     def total(self) -> int:
@@ -99,8 +100,8 @@ class MemoryPlan:
         used = self.total - self.host + self.runtime
         host = [f"KV that leaves the cache: {gib(self.host)} of host memory"] if self.host else []
         return [
-            f"KV cache: {kv_dtype}, {gib(self.kv)} for {self.num_tokens:,} tokens",
-            f"context: {self.max_model_len:,} tokens",
+            f"{'texts' if self.whole_texts else 'KV cache'}: {kv_dtype}, {gib(self.kv)} for {self.num_tokens:,} tokens",
+            f"{'longest text' if self.whole_texts else 'context'}: {self.max_model_len:,} tokens",
             f"memory: {gib(used)} of {gib(self.available)}, weights {gib(self.weights)}",
             *([f"copies of weights in 16 bits: {gib(self.copies)}"] if self.copies else []),
             *(
@@ -112,11 +113,17 @@ class MemoryPlan:
         ]
 
     def shortage(self) -> str:
-        """A warning if the KV cache is too small for the model's context, or an empty text."""
+        """A warning if the memory is too small for the model's context, or an empty text."""
         if self.max_model_len == self.wanted_len:
             return ""
         room = self.available - (self.total - self.kv) - self.runtime
         larger = f"set kv_memory {-(-self.wanted_kv >> 20)}M, " if self.wanted_kv <= room else "free memory, "
+        if self.whole_texts:
+            return (
+                f"texts of more than {self.max_model_len:,} of the model's {self.wanted_len:,} tokens find no room: "
+                f"{gib(self.kv)} is planned for texts, and the longest needs {gib(self.wanted_kv)}; {larger}or set "
+                f"max_model_len {self.max_model_len}"
+            )
         return (
             f"the context is cut to {self.max_model_len:,} of the model's {self.wanted_len:,} tokens: the KV cache has "
             f"{gib(self.kv)}, and a full context needs {gib(self.wanted_kv)}; {larger}use a smaller kv_dtype (int8, "
@@ -244,9 +251,11 @@ def plan_memory(
     if num_blocks < blocks_per_sequence:
         fits = limits.longest
         if config.max_model_len is not None:
+            decoders = "of KV cache and", ", or use kv_dtype int8/int4"
+            of_what, smaller = ("of memory and", "") if spec.sees_all else decoders
             raise ConfigError(
-                f"one sequence of {wanted_len} tokens needs {gib(one_sequence)} of KV cache and "
-                f"{gib(budget)} is planned; lower max_model_len to {fits}, raise kv_memory, or use kv_dtype int8/int4"
+                f"one sequence of {wanted_len} tokens needs {gib(one_sequence)} {of_what} {gib(budget)} "
+                f"is planned; lower max_model_len to {fits}, raise kv_memory{smaller}"
             )
         max_model_len = fits
     return MemoryPlan(
@@ -267,6 +276,7 @@ def plan_memory(
         snapshots=num_snapshots * spec.state_bytes,
         num_snapshots=num_snapshots,
         copies=copies,
+        whole_texts=spec.sees_all,
     )
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from lmkit.quant.report.evaluate import evaluate
 from lmkit.quant.run import prepare
 from lmkit.serve.embeddings.vectors import scores
 from lmkit.turbo.engine.classes import read_classes
+from lmkit.turbo.engine.describe import describe_model
 from lmkit.turbo.engine.engine import Engine
 from lmkit.turbo.request import Classes, Pooling, Request, SamplingParams
 from tests.emulator.device import EmulatedDevice
@@ -147,7 +150,7 @@ def test_an_encoder_runs_from_its_folder(tmp_path: Path) -> None:
     model = tiny.make_encoder(tmp_path, "XLMRoberta")
     tokenizer(tmp_path)
     want = states_of(model, TEXTS[0]).mean(0)
-    for quantize, near in (("none", 0.9999), ("int8", 0.99)):
+    for quantize, near in (("none", 0.9999), ("fp8", 0.99)):
         options = EngineConfig(**(SMALL | {"device": "cpu", "quantize": quantize, "packed_cache": False}))
         engine = Engine(str(tmp_path), options)
         assert (engine.info.pooling, engine.info.max_model_len) == ("mean", 32)
@@ -159,6 +162,42 @@ def test_an_encoder_runs_from_its_folder(tmp_path: Path) -> None:
         engine.close()
 
 
+def test_what_is_said_of_an_encoder_has_no_kv_cache_and_no_context(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tiny.make_encoder(tmp_path, "Bert")
+    tokenizer(tmp_path)
+    (tmp_path / "modules.json").write_text('[{"type": "sentence_transformers.models.Transformer", "path": ""}]')
+    (tmp_path / "sentence_bert_config.json").write_text('{"max_seq_length": 24}')
+    options = EngineConfig(**(SMALL | {"device": "cpu", "packed_cache": False}))
+    with caplog.at_level(logging.INFO, "lmkit"):
+        engine = Engine(str(tmp_path), options)
+    has_head, memory = engine.info.has_head, engine.info.memory["kv"]
+    engine.close()
+    assert not has_head
+    lines = [record.getMessage() for record in caplog.records]
+    assert "longest text: 32 tokens" in lines
+    assert "embeddings: mean pooling, 48 numbers, of a text's first 24 tokens" in lines
+    assert any(re.fullmatch(r"texts: float32, \S+ MiB for [\d,]+ tokens", line) for line in lines)
+    assert not [line for line in lines if "KV" in line or "context" in line]
+    report = describe_model(str(tmp_path), options)
+    assert (report["kv_cache"], report["sampling_defaults"]) == (None, None)
+    serving = report["serving"]
+    assert [serving[name] for name in ("kv_bytes", "kv_blocks", "kv_tokens", "context")] == [None] * 4
+    assert (serving["text_bytes"], serving["longest_text"]) == (memory, 32)
+    shape = {"pooling": "mean", "size": 48, "unit_length": False, "cut_to_tokens": 24, "prompts": [], "classes": []}
+    assert report["embeddings"] == shape
+
+
+def test_little_memory_for_texts_is_a_shortage(tmp_path: Path) -> None:
+    tiny.make_encoder(tmp_path, "Bert")
+    block = 8 * 3 * 2 * 48 * 4
+    options = SMALL | {"device": "cpu", "kv_memory": 2 * block, "max_model_len": None}
+    said = describe_model(str(tmp_path), EngineConfig(**options))["serving"]["problem"]
+    assert said.startswith("texts of more than 16 of the model's 64 tokens find no room")
+    assert "KV" not in said
+
+
 @pytest.mark.parametrize(
     ("options", "line"),
     [
@@ -167,6 +206,11 @@ def test_an_encoder_runs_from_its_folder(tmp_path: Path) -> None:
         ({"kv_host_memory": 1 << 20, "kv_events": "tcp://127.0.0.1:0"}, "leave out kv_host_memory, kv_events"),
         ({"max_step_tokens": 16}, "max_model_len 32: this model reads a text in one step; raise max_step_tokens"),
         ({"pooling": "mean"}, "the classes of this model need cls"),
+        ({"kv_dtype": "int4"}, "reads each text as a whole; leave out kv_dtype"),
+        (
+            {"max_model_len": 32, "kv_memory": 1 << 15},
+            r"needs \S+ MiB of memory and \S+ MiB is planned.*raise kv_memory$",
+        ),
     ],
 )
 def test_options_that_do_not_go_with_whole_texts_are_refused(
