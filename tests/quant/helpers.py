@@ -22,6 +22,11 @@ SIZES = {
     "vocab_size": 4096, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 128, "initializer_range": 0.1,
 }  # fmt: skip
+# Sizes of which a family of `tiny` has odd ones. With these, groups of 32 divide the inputs of every linear.
+WHOLE = {
+    "moe_intermediate_size": 64, "shared_expert_intermediate_size": 32, "ffn_dim": 96, "v_head_dim": 16,
+    "q_lora_rank": 32, "linear_value_head_dim": 16,
+}  # fmt: skip
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 SCALE = {"step": "awq_scale", "tokens": 128}
 CLIP = {"step": "awq_clip", "grid": 5}
@@ -29,8 +34,10 @@ RTN = {"step": "rtn"}
 
 
 def tiny_checkpoint(path: Path, name: str = "llama", **overrides: Any) -> Path:
-    """A random model of family `name` with the demo model's tokenizer."""
-    tiny.make(path, name, **(SIZES | overrides))
+    """A random model of family `name` with the demo model's tokenizer. Groups of 32 divide its linears."""
+    own = tiny.FAMILIES[name][1]
+    whole = {key: size for key, size in WHOLE.items() if own.get(key)}
+    tiny.make(path, name, **(SIZES | whole | overrides))
     for file in TOKENIZER_FILES:
         shutil.copyfile(DEMO_FOLDER / file, path / file)
     return path
