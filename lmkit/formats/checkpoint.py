@@ -45,8 +45,17 @@ COPIED = (
     "chat_template.jinja",
     "chat_template.json",
     "generation_config.json",
+    "modules.json",
+    "config_sentence_transformers.json",
+    "1_Pooling/config.json",
 )
-COPIED_BELOW = ("additional_chat_templates/*.jinja",)  # files of folders of these
+# Patterns of more of them: texts of templates, and sentence-transformers' settings and modules with their weights.
+COPIED_BELOW = (
+    "additional_chat_templates/*.jinja",
+    "sentence_*_config.json",
+    "[0-9]*_*/config.json",
+    "[0-9]*_*/model.safetensors",
+)
 
 
 class CheckpointReader:
@@ -216,6 +225,7 @@ class CheckpointWriter:
         if copy_from.is_file():  # GGUF, which holds them
             for name in COPIED:
                 if small_files.exists(copy_from / name):
+                    (self.path / name).parent.mkdir(exist_ok=True)
                     write_file(self.path / name, small_files.read(copy_from / name, MAX_CONFIG_BYTES))
         for source in _text_files(copy_from) if copy_from.is_dir() else ():
             target = self.path / source.relative_to(copy_from)
@@ -229,9 +239,9 @@ def _partial_name(number: int) -> str:
 
 
 def _text_files(folder: Path) -> list[Path]:
-    names = [*COPIED, *sorted(path.name for path in folder.glob("LICENSE*"))]
-    files = [_inside(folder, name) for name in names if (folder / name).is_file()]
-    return files + [file for pattern in COPIED_BELOW for file in sorted(folder.glob(pattern)) if file.is_file()]
+    found = [path for pattern in ("LICENSE*", *COPIED_BELOW) for path in sorted(folder.glob(pattern))]
+    names = dict.fromkeys([*COPIED, *(str(path.relative_to(folder)) for path in found)])
+    return [_inside(folder, name) for name in names if (folder / name).is_file()]
 
 
 def _weight_map(folder: Path) -> dict[str, str]:

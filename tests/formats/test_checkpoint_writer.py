@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors.torch
@@ -13,6 +14,8 @@ import torch
 
 from lmkit.errors import CheckpointError, ConfigError
 from lmkit.formats.checkpoint import CheckpointReader, CheckpointWriter, atomic_directory
+from lmkit.formats.sentences import read_sentences
+from lmkit.turbo.engine.sentences import read_layers
 from tests.formats.files import folder
 
 CONFIG = {"model_type": "llama", "name": "größe", "b": [1, 2.5, None]}
@@ -174,3 +177,40 @@ def test_killed_writer_leaves_no_target(tmp_path: Path) -> None:
         (partial / "x").touch()
     assert [path.name for path in tmp_path.iterdir()] == [out.name]
     assert [path.name for path in out.iterdir()] == ["x"]
+
+
+def test_the_modules_of_sentence_transformers_are_copied(tmp_path: Path) -> None:
+    """Embeddings of the new checkpoint are made as those of the source. A link out of the folder is refused."""
+    source, target = tmp_path / "source", tmp_path / "target"
+    kinds = {"Transformer": "", "Pooling": "1_Pooling", "Dense": "2_Dense", "Normalize": "3_Normalize"}
+    modules = [{"type": f"sentence_transformers.models.{kind}", "path": path} for kind, path in kinds.items()]
+    files: dict[str, Any] = {
+        "modules.json": modules,
+        "sentence_bert_config.json": {"max_seq_length": 24},
+        "config_sentence_transformers.json": {"prompts": {"query": "Q: "}, "similarity_fn_name": "dot"},
+        "1_Pooling/config.json": {"pooling_mode_cls_token": True},
+        "2_Dense/config.json": {"activation_function": "torch.nn.modules.linear.Identity"},
+    }
+    for name, content in files.items():
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        (source / name).write_text(json.dumps(content))
+    safetensors.torch.save_file({"linear.weight": torch.randn(3, 2)}, source / "2_Dense" / "model.safetensors")
+    target.mkdir()
+    writer = CheckpointWriter(target)
+    writer.add("a", torch.zeros(2))
+    writer.finish({}, source)
+    wanted = read_sentences(source)
+    assert (wanted.pooling, wanted.max_tokens, wanted.prompts, wanted.similarity) == (
+        "cls",
+        24,
+        {"query": "Q: "},
+        "dot",
+    )
+    assert read_sentences(target) == wanted
+    assert read_layers(target, wanted, 2) == read_layers(source, wanted, 2)
+    (source / "1_Pooling" / "config.json").unlink()
+    (source / "1_Pooling" / "config.json").symlink_to("/etc/hostname")
+    again = CheckpointWriter(tmp_path)
+    again.add("a", torch.zeros(2))
+    with pytest.raises(CheckpointError, match="outside the checkpoint's folder"):
+        again.finish({}, source)
