@@ -75,6 +75,22 @@ def test_calls_whole_and_streamed() -> None:
     assert len(stream) > 10
 
 
+@pytest.mark.parametrize("fence", [("", ""), ("```json\n", "\n```")])
+def test_a_call_without_marks_is_a_call_whole_and_streamed(fence: tuple[str, str]) -> None:
+    """As Qwen2.5-Coder writes it, bare or in a fence. An object that names no tool is text."""
+    call = fence[0] + '{"name": "f", "arguments": {"a": 1}}' + fence[1]
+    server, _ = app("I look.\n" + call)
+    whole = server.post(CHAT_PATH, CHAT).json()["choices"][0]
+    assert (whole["finish_reason"], whole["message"]["content"]) == ("tool_calls", "I look.")
+    (made,) = whole["message"]["tool_calls"]
+    assert (made["function"]["name"], json.loads(made["function"]["arguments"])) == ("f", {"a": 1})
+    assert joined(streamed(server.post(CHAT_PATH, CHAT | {"stream": True}))) == (plain(whole["message"]), "tool_calls")
+    text = call.replace('"f"', '"other"')
+    choice = app(text)[0].post(CHAT_PATH, CHAT).json()["choices"][0]
+    assert (choice["finish_reason"], choice["message"]["content"]) == ("stop", text)
+    assert not choice["message"].get("tool_calls")
+
+
 def test_without_tools_a_call_is_text() -> None:
     text = written(HERMES, CALLS)
     server, _ = app(text)
