@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 
+from lmkit.ended import MemoryKills
 from lmkit.errors import EngineLostError
 from lmkit.kernels.cpu import threads
 from lmkit.kernels.cpu.collective import SharedRanks, shared_bytes
@@ -26,7 +27,7 @@ Follow = Callable[[int, SharedRanks], None]  # what another rank does, by its nu
 def others(follow: Follow, size: int, seq_len: int, spec: ModelSpec) -> Iterator[SharedRanks]:
     """Run ranks 1 and on, until the block ends. `follow` is their work, which can be pickled; `spec` is rank 0's.
 
-    Raises EngineLostError if one of them ends early.
+    Raises EngineLostError if one of them ends early, with how it ended.
     """
     slot = -(-4 * max(seq_len * spec.hidden_size, spec.vocab_size) // 64) * 64
     num_bytes, num_threads = shared_bytes(size, slot), threads.num_threads()
@@ -37,6 +38,7 @@ def others(follow: Follow, size: int, seq_len: int, spec: ModelSpec) -> Iterator
     path, each = f"/proc/{os.getpid()}/fd/{file}", max(1, num_threads // size)
     arguments = [(follow, path, num_bytes, each, (rank, size, slot, spec.vocab_size)) for rank in range(1, size)]
     processes: list[BaseProcess] = [context.Process(target=_run, args=given, daemon=True) for given in arguments]
+    kills = MemoryKills()
     for process in processes:
         process.start()
     threading.Thread(target=_watch, args=(processes, shared), daemon=True).start()
@@ -44,13 +46,21 @@ def others(follow: Follow, size: int, seq_len: int, spec: ModelSpec) -> Iterator
     try:
         yield shared
         if shared.is_lost:
-            raise EngineLostError("a process of this evaluation has ended or failed; its message stands above")
+            raise EngineLostError(_how_it_ended(processes, kills))
     finally:
         threads.configure(num_threads)
         for process in processes:
             process.kill()
             process.join()
         os.close(file)
+
+
+def _how_it_ended(processes: list[BaseProcess], kills: MemoryKills) -> str:
+    """How each rank ended that did."""
+    ends = [(rank, status) for rank, other in enumerate(processes, 1) if (status := other.exitcode) is not None]
+    how = ", ".join(f"process {rank} {kills.ended(status)}" for rank, status in ends)
+    remedy = "use fewer processes, or free memory" if any(kills.killed(status) for _, status in ends) else ""
+    return f"of this evaluation, {how}; {remedy or 'its message stands above'}"
 
 
 def _run(follow: Follow, path: str, num_bytes: int, num_threads: int, where: tuple[int, int, int, int]) -> None:
