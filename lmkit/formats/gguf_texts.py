@@ -70,5 +70,5 @@ _FILES: dict[str, Callable[[GgufModel], Any]] = {
     "tokenizer_config.json": lambda file: tokenizer_config(file.first),
     "generation_config.json": lambda file: generation_config(file.first),
     "modules.json": _modules,
-    "1_Pooling/config.json": lambda file: {"pooling_mode": _pooling(file)},
+    "1_Pooling/config.json": lambda file: {"pooling_mode": kind} if (kind := _pooling(file)) else None,
 }
