@@ -53,11 +53,11 @@ class Client:
             f"/{SERVICE}/GenerateStream", GenerateRequest.SerializeToString, Answer.FromString
         )
 
-    def generate(self, *, key: str = "", timeout: float = 20, **fields: Any) -> list[Any]:
+    def generate(self, *, key: str = "", timeout: float = 120, **fields: Any) -> list[Any]:
         metadata = [("authorization", f"Bearer {key}")] if key else []
         return list(self._whole(GenerateRequest(**fields), timeout=timeout, metadata=metadata).answers)
 
-    def stream(self, *, key: str = "", timeout: float = 20, **fields: Any) -> Any:
+    def stream(self, *, key: str = "", timeout: float = 120, **fields: Any) -> Any:
         metadata = [("authorization", f"Bearer {key}")] if key else []
         return self._stream(GenerateRequest(**fields), timeout=timeout, metadata=metadata)
 

@@ -88,7 +88,6 @@ def test_all_apis_show_the_same_image(server: Server) -> None:
         (image("/etc/passwd"), {}, "send a data: URL, or file:///PATH"),
         (image("data:image/png;base64,AAAA"), {}, "no image that can be read"),
         (image(URL), {"truncate_prompt_tokens": 9}, "truncate_prompt_tokens does not go with images"),
-        ({"type": "image_url", "image_url": URL, "size": 1}, {}, "only parts"),
         ({"type": "input_audio", "input_audio": {}}, {}, "only parts"),
     ],
 )
