@@ -98,6 +98,7 @@ def test_every_family_and_format_has_a_place() -> None:
         "mxfp4",
         "modelopt",
         "bitsandbytes",
+        "gguf",
     }  # read only
     assert read == {form.name for form in FORMATS}
 
