@@ -64,7 +64,7 @@ def connect(server: Server, key: str = "none") -> openai.OpenAI:
 
 @pytest.mark.parametrize("url", [COMPLETIONS, CHAT])
 def test_the_openai_client(client: openai.OpenAI, url: str) -> None:
-    lines = [line(f"r{i}", url=url, seed=i) for i in range(20)] + [line("bad", url=url, wibble=1)]
+    lines = [line(f"r{i}", url=url, seed=i) for i in range(20)] + [line("bad", url=url, temprature=1)]
     batch = send(client, lines, url, metadata={"of": "mine"})
     assert (batch.object, batch.endpoint, batch.metadata) == ("batch", url, {"of": "mine"})
     batch = ended(client, batch)
@@ -80,7 +80,7 @@ def test_the_openai_client(client: openai.OpenAI, url: str) -> None:
         assert response["body"]["choices"] == alone["choices"]  # type: ignore[index]
         assert response["body"]["usage"] == alone["usage"]  # type: ignore[index]
     assert bad["bad"]["response"]["status_code"] == 400
-    assert bad["bad"]["response"]["body"]["error"]["param"] == "wibble"
+    assert bad["bad"]["response"]["body"]["error"]["param"] == "temprature"
     assert batch.id in [each.id for each in client.batches.list(limit=1)]
 
 
