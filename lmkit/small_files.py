@@ -10,11 +10,12 @@ import importlib
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 from lmkit.errors import CheckpointError
 
-# Suffix of a file with a model -> the module whose `content` makes its small files. It is imported when one is asked
-# for: it stands on a higher floor.
+# Suffix of a file with a model -> the module whose `content` makes its small files, and whose `has` tells if it could.
+# It is imported when one is asked for: it stands on a higher floor.
 INSIDE = {".gguf": "lmkit.formats.gguf_texts"}
 PART = re.compile(r"-\d{5}-of-\d{5}$")  # of a model in several files
 DEPTH = 2  # folders inside: 1_Pooling/config.json
@@ -23,13 +24,16 @@ DEPTH = 2  # folders inside: 1_Pooling/config.json
 def exists(path: Path) -> bool:
     """Whether there is such a file, or a link to nothing."""
     model = _model(path)
-    return os.path.lexists(path) if model is None else _content(model, path) is not None
+    if model is None:
+        return os.path.lexists(path)
+    found: bool = _inside(model).has(model, str(path.relative_to(model)))
+    return found
 
 
 def read(path: Path, limit: int) -> bytes:
     """The content of a file of at most `limit` bytes. Raises CheckpointError, also for one that is missing."""
     if (model := _model(path)) is not None:
-        data = _content(model, path)
+        data: bytes | None = _inside(model).content(model, str(path.relative_to(model)))
         if data is None:
             raise CheckpointError(f"{path}: the file has nothing for it")
         return data
@@ -59,6 +63,5 @@ def _model(path: Path) -> Path | None:
     return next((parent for parent in found if parent.is_file()), None)
 
 
-def _content(model: Path, path: Path) -> bytes | None:
-    data: bytes | None = importlib.import_module(INSIDE[model.suffix]).content(model, str(path.relative_to(model)))
-    return data
+def _inside(model: Path) -> Any:
+    return importlib.import_module(INSIDE[model.suffix])

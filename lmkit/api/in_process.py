@@ -27,7 +27,6 @@ from lmkit.config import EngineConfig
 from lmkit.errors import EngineLostError, RequestError
 from lmkit.log import get_logger, setup
 from lmkit.other_names import missing
-from lmkit.text import Tokenizer
 from lmkit.turbo.engine.engine import Engine
 from lmkit.turbo.request import Request, StepOutput
 from lmkit.turbo.transport.output import OutputProcessor, RequestOutput
@@ -64,7 +63,8 @@ class Pipeline:
     def __init__(self, model: str, config: EngineConfig) -> None:
         self.engine = Engine(model, config)
         self.engine.info.sampling.announce(log)
-        self.tokenizer = Tokenizer.from_pretrained(self.engine.info.model_path, config.chat_template)
+        assert self.engine.tokenizer is not None
+        self.tokenizer = self.engine.tokenizer
         self.maker = RequestMaker(self.tokenizer, self.engine.info)
         self._outputs: dict[str, deque[StepOutput]] = {}
         self._lock = threading.Lock()

@@ -18,7 +18,7 @@ from torch import Tensor
 from lmkit.errors import CheckpointError, UnsupportedError
 from lmkit.formats.checkpoint import CheckpointReader
 from lmkit.formats.dense import read_dense
-from lmkit.formats.gguf_blocks import CODED, values
+from lmkit.formats.gguf_blocks import CHUNK, CODED, values
 from lmkit.formats.gguf_config import make_config
 from lmkit.formats.gguf_file import Storage
 from lmkit.formats.gguf_model import FLOATS, GgufModel
@@ -44,6 +44,7 @@ class Piece(NamedTuple):
     rows: Callable[[Tensor], Tensor] | None = None  # takes some, or reorders them; works on their bytes, too
     make: Callable[..., Tensor] | None = None  # of the sources' floats, in place of `rows`
     kept: bool = False  # a linear, which stays quantized if it can
+    offset: float = 0.0  # the file has the tensor plus this number
 
 
 class GgufReader(CheckpointReader):
@@ -105,6 +106,7 @@ class GgufReader(CheckpointReader):
             tensor = piece.make(*(self._floats_of(source, None) for source in piece.sources)).reshape(piece.shape)
         else:
             tensor = self._floats_of(piece.sources[0], piece.rows).reshape(piece.shape)
+        tensor = tensor.float() - piece.offset if piece.offset else tensor
         tensor = tensor.to(self._dtype(piece))
         if not bool(tensor.isfinite().all()):
             raise CheckpointError(f"{self._where(name)}: holds numbers that are not finite")
@@ -142,7 +144,7 @@ class GgufReader(CheckpointReader):
     def _dtype(self, piece: Piece) -> torch.dtype:
         """Of `tensor`. A tensor that is made of others has no type in the file."""
         storage = self.file.tensors[piece.sources[0]].storage.name
-        if storage in FLOATS and piece.make is None:
+        if storage in FLOATS and piece.make is None and not piece.offset:
             dtype: torch.dtype = getattr(torch, FLOATS[storage])
             return dtype
         is_matrix = storage not in FLOATS
@@ -188,21 +190,26 @@ class GgufFormat(ReadOnlyFormat):
 
 def _quantized(storage: Storage, scheme: QuantScheme, raw: Tensor, shape: tuple[int, ...], where: str) -> QTensor:
     """Blocks -> codes uint8 [out, in], positive scales and zeros uint8 [out, in / 32]. Scales are float16, those of
-    IQ4_XS and MXFP4 float32."""
-    rows, columns = shape
-    coded = CODED[storage.name](raw.view(-1, storage.nbytes))
+    IQ4_XS and MXFP4 float32. Some rows at a time: the codes of a whole head take many times its memory."""
+    some = raw.view(shape[0], -1).split(max(1, CHUNK * GROUP // shape[1]))
+    parts = [_quantized_rows(storage, scheme, part, where) for part in some]
+    codes, scales, zeros = (torch.cat(of_parts) for of_parts in zip(*parts, strict=True))
+    return QTensor(codes, scales, zeros, scheme)
+
+
+def _quantized_rows(storage: Storage, scheme: QuantScheme, raw: Tensor, where: str) -> tuple[Tensor, Tensor, Tensor]:
+    coded, rows = CODED[storage.name](raw.view(-1, storage.nbytes)), len(raw)
     codes, scales = coded.codes.reshape(rows, -1, GROUP), coded.scales.reshape(rows, -1)
     if not bool(scales.isfinite().all()):
         raise CheckpointError(f"{where}: holds scales that are not finite")
     negative = scales.signbit()
     if storage.name == "Q8_0" and bool(negative.any()):  # -128 has no opposite
         raise CheckpointError(f"{where}: holds negative scales")
-    zeros = torch.full((rows, columns // GROUP), 1 << (scheme.bits - 1), dtype=torch.uint8)
+    zeros = torch.full(scales.shape, 1 << (scheme.bits - 1), dtype=torch.uint8)
     if storage.name == "Q4_0":
-        # c d = (-1 - c - (-1)) (-d): half of Q4_0's scales are negative and become positive, with a zero of 7.
-        codes, zeros = torch.where(negative[..., None], -1 - codes, codes), zeros - negative.to(torch.uint8)
+        # c d = (~c - (-1)) (-d): half of Q4_0's scales are negative and become positive, with a zero of 7.
+        codes, zeros = codes ^ -negative[..., None].to(torch.int8), zeros - negative.to(torch.uint8)
     else:
-        codes = torch.where(negative[..., None], -codes, codes)
-    codes = (codes + (1 << (scheme.bits - 1))).to(torch.uint8).reshape(rows, columns)
-    scales = scales.abs() if storage.name in ("IQ4_XS", "MXFP4") else scales.abs().half()
-    return QTensor(codes, scales, zeros, scheme)
+        codes = codes * (1 - 2 * negative[..., None].to(torch.int8))
+    codes = (codes.view(torch.uint8) + (1 << (scheme.bits - 1))).flatten(1)  # modulo 256
+    return codes, scales.abs() if storage.name in ("IQ4_XS", "MXFP4") else scales.abs().half(), zeros

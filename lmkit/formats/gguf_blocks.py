@@ -28,7 +28,7 @@ IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 class Coded(NamedTuple):
     """w = scales * codes - offsets."""
 
-    codes: Tensor  # int16 [blocks, groups, weights of a group]
+    codes: Tensor  # int8 [blocks, groups, weights of a group]
     scales: Tensor  # float32 [blocks, groups]
     offsets: Tensor | None = None  # as scales
 
@@ -44,10 +44,10 @@ def values(storage: str, raw: Tensor, nbytes: int) -> Tensor:
 
 
 def _unpack(packed: Tensor, bits: int, width: int) -> Tensor:
-    """uint8 [blocks, bytes] -> int16 [blocks, values]. Of each `width` bytes, the lowest `bits` come first."""
+    """uint8 [blocks, bytes] -> int8 [blocks, values]. Of each `width` bytes, the lowest `bits` come first."""
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8)
     found = packed.reshape(len(packed), -1, 1, width) >> shifts[:, None] & ((1 << bits) - 1)
-    return found.reshape(len(packed), -1).to(torch.int16)
+    return found.reshape(len(packed), -1).view(torch.int8)
 
 
 def _half(blocks: Tensor, at: int) -> Tensor:
@@ -80,7 +80,7 @@ def _five(low: Tensor, high: Tensor) -> Tensor:
 
 
 def _q8_0(b: Tensor) -> Coded:
-    return Coded(_groups(b[:, 2:].contiguous().view(torch.int8).to(torch.int16), 32), _half(b, 0))
+    return Coded(_groups(b[:, 2:].contiguous().view(torch.int8), 32), _half(b, 0))
 
 
 def _q2_k(b: Tensor) -> Coded:
@@ -135,7 +135,7 @@ def _mxfp4(b: Tensor) -> Coded:
 
 
 def _from_table(packed: Tensor, table: tuple[int, ...]) -> Tensor:
-    return torch.tensor(table, dtype=torch.int16)[_unpack(packed, 4, 16).long()]
+    return torch.tensor(table, dtype=torch.int8)[_unpack(packed, 4, 16).long()]
 
 
 CODED: dict[str, Callable[[Tensor], Coded]] = {

@@ -16,8 +16,10 @@ from lmkit.jsonfile import to_json
 
 POOLINGS = {1: "mean", 2: "cls", 3: "lasttoken"}  # pooling_type, see sentence-transformers; 0: the file names none
 RANK = 4
+TOKENIZER = "tokenizer.json"
+Version = tuple[Path, int, int]  # a model, and the time of its last change and its size
 BESIDE = (
-    "tokenizer.json",
+    TOKENIZER,
     "tokenizer_config.json",
     "special_tokens_map.json",
     "chat_template.jinja",
@@ -30,22 +32,45 @@ def content(model: Path, name: str) -> bytes | None:
 
     A file without a tokenizer has the texts that lie beside it.
     """
-    make = _FILES.get(name)
-    if make is None and name not in BESIDE:
+    if name not in _FILES and name not in BESIDE:
         return None
-    status = model.stat()
-    file = _opened(model, status.st_mtime_ns, status.st_size)
-    if name in BESIDE and not has_tokenizer(file.first):
-        beside = model.parent / name
+    version = _version(model)
+    if (beside := _beside(model, name, version)) is not None:
         return beside.read_bytes() if beside.is_file() else None
-    value = None if make is None else make(file)
-    return value.encode() if isinstance(value, str) else None if value is None else to_json(value)
+    if name == TOKENIZER:
+        return tokenizer_json(_opened(*version).first).encode()
+    return _made(name, version)
+
+
+def has(model: Path, name: str) -> bool:
+    """Whether there is a file of this name. Raises as `content`, whose work it does not do for a tokenizer."""
+    if name != TOKENIZER:
+        return content(model, name) is not None
+    beside = _beside(model, name, _version(model))
+    return beside is None or beside.is_file()
+
+
+def _version(model: Path) -> Version:
+    status = model.stat()
+    return model, status.st_mtime_ns, status.st_size
+
+
+def _beside(model: Path, name: str, version: Version) -> Path | None:
+    """Where the text is if the model has no tokenizer; None if it is inside."""
+    return model.parent / name if name in BESIDE and not has_tokenizer(_opened(*version).first) else None
 
 
 @lru_cache(maxsize=2)
 def _opened(model: Path, modified: int, size: int) -> GgufModel:
     """Opened once for a model's files: a vocabulary takes a while to walk through."""
     return GgufModel(model)
+
+
+@lru_cache(maxsize=2 * 8)
+def _made(name: str, version: Version) -> bytes | None:
+    """A file that is short, and asked for several times. Most of them need the whole vocabulary."""
+    value = _FILES[name](_opened(*version)) if name in _FILES else None
+    return None if value is None else to_json(value)
 
 
 def _pooling(file: GgufModel) -> str | None:
@@ -66,7 +91,6 @@ def _modules(file: GgufModel) -> list[dict[str, str]] | None:
 
 _FILES: dict[str, Callable[[GgufModel], Any]] = {
     "config.json": make_config,
-    "tokenizer.json": lambda file: tokenizer_json(file.first),
     "tokenizer_config.json": lambda file: tokenizer_config(file.first),
     "generation_config.json": lambda file: generation_config(file.first),
     "modules.json": _modules,

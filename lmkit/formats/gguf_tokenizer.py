@@ -226,12 +226,11 @@ def _scored_merges(vocabulary: Vocabulary, scores: list[float]) -> list[tuple[st
     mergeable = (TokenType.NORMAL, TokenType.UNUSED)
     ids = [i for i, kind in enumerate(vocabulary.types) if kind in mergeable]
     known = {vocabulary.tokens[i] for i in ids}
-    merges = []
-    for i in sorted(ids, key=lambda i: -scores[i]):
+    merges: list[tuple[str, str]] = []
+    for i in sorted(ids, key=scores.__getitem__, reverse=True):
         text = vocabulary.tokens[i]
-        for cut in range(len(text) - 1, 0, -1):
-            if text[:cut] in known and text[cut:] in known:
-                merges.append((text[:cut], text[cut:]))
+        cuts = range(len(text) - 1, 0, -1)
+        merges += [(left, right) for cut in cuts if (left := text[:cut]) in known and (right := text[cut:]) in known]
     return merges
 
 

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import lru_cache
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -106,8 +107,12 @@ def has_tokenizer(file: GgufFile) -> bool:
     return file.metadata.get(PREFIX + "model", "none") not in ("none", "no_vocab")
 
 
+@lru_cache(maxsize=1)
 def read_vocabulary(file: GgufFile) -> Vocabulary:
-    """Raises CheckpointError for metadata that is broken, and UnsupportedError for a kind that is not known."""
+    """The file's vocabulary, read once for all that is made of it.
+
+    Raises CheckpointError for metadata that is broken, and UnsupportedError for a kind that is not known.
+    """
     name = setting(file, "model", str, None)
     if name not in KINDS:
         raise UnsupportedError(f"{file.path}: tokenizer.ggml.model is {name!r}; lmkit reads {', '.join(KINDS)}")
@@ -136,7 +141,7 @@ def numbers(file: GgufFile, key: str, count: int, default: float, kind: type) ->
     values = file.array(PREFIX + key)
     if not values:
         return [default] * count
-    if len(values) < count or not all(type(value) in (int, kind) and isfinite(value) for value in values):
+    if len(values) < count or not ({*map(type, values)} <= {int, kind} and all(map(isfinite, values))):
         raise CheckpointError(
             f"{file.path}: {PREFIX}{key}: expected {count} numbers ({kind.__name__}), one a token; it has {len(values)}"
         )

@@ -86,7 +86,7 @@ def pieces(reader: GgufReader, spec: ModelSpec) -> dict[str, Piece]:
     maker = _Maker(reader, spec)
     found = {name: maker.piece(name, (source,), None) for name, source in OUTER.items() if maker.has(source)}
     if spec.norm_offset and (norm := roles.FINAL_NORM + ".weight") in found:
-        found[norm] = maker.piece(norm, (OUTER[norm],), None, lambda weight: weight.float() - spec.norm_offset)
+        found[norm] = found[norm]._replace(offset=spec.norm_offset)
     for name in (roles.EMBED, roles.LM_HEAD):
         if (weight := f"{name}.weight") in found:
             found[weight] = found[weight]._replace(kept=True)
@@ -126,15 +126,10 @@ class _Maker:
             rows = self._in_order(layer, role, rows)
             if not is_bias and role in VALUES:
                 return self.piece(role, (source,), None, VALUES[role])
-            make: Callable[..., Tensor] | None = None
-            if role in layer.vectors and self.spec.norm_offset and not is_bias:
-                make = self._without_offset
+            offset = self.spec.norm_offset if role in layer.vectors and not is_bias else 0.0
             kept = role in layer.linears and not is_bias
-            return self.piece(role, (source,), rows, make, kept=kept)
+            return self.piece(role, (source,), rows, kept=kept)._replace(offset=offset)
         return None
-
-    def _without_offset(self, weight: Tensor) -> Tensor:
-        return weight.float() - self.spec.norm_offset
 
     def _places(self, layer: LayerSpec, role: str) -> Iterator[Place]:
         """Where a role may be, the first place that is there first."""

@@ -13,6 +13,7 @@ from lmkit.formats.gguf import GgufReader
 from lmkit.models.fused import views
 from lmkit.models.gguf_names import pieces
 from lmkit.models.spec import ModelSpec
+from lmkit.qtensor import QuantScheme
 
 
 def open_checkpoint(path: str | Path, *, floats: bool = False) -> CheckpointReader:
@@ -42,6 +43,17 @@ def widened(reader: CheckpointReader, dtype: str) -> str:
         f"{', '.join(sorted(kinds))}: no grid of lmkit holds these types: {kinds.total()} linears take {8 * size} bits "
         f"a weight, {weights * size >> 20} MiB (in the file {nbytes >> 20} MiB)"
     )
+
+
+def coded_scheme(reader: CheckpointReader, name: str) -> QuantScheme | None:
+    """The scheme of a tensor that a GGUF file has in codes; None for other tensors."""
+    return reader.scheme(name) if isinstance(reader, GgufReader) and reader.has(name) else None
+
+
+def coded_bytes(shape: tuple[int, ...], scheme: QuantScheme) -> int:
+    """Bytes of a weight's codes, and of the float16 scale and the zero byte of each group."""
+    rows, width = shape
+    return rows * (width * scheme.bits // 8 + 3 * scheme.num_groups(width))
 
 
 def show_tensors(reader: CheckpointReader, spec: ModelSpec) -> None:

@@ -73,7 +73,8 @@ class ResolvedModel:
         on a CPU, as the checkpoint has it."""
         spec = self.source.spec
         whole = self.shard.size == self.stage.count == 1 and spec.num_logits == spec.vocab_size
-        tied = spec.tie_embeddings and not spec.projected and self.packing.lm_head == "auto"
+        stored = self.packing.lm_head == "auto" or self.source.tied_scheme is not None
+        tied = spec.tie_embeddings and not spec.projected and stored
         return self.packing.device == "cpu" and whole and tied
 
     @property
@@ -90,7 +91,7 @@ class ResolvedModel:
         how = self.packing
         total = self.source.weight_bytes(None if how.as_stored else how.dtype, how.lm_head, how.device, how.activations)
         embedding = math.prod(self.spec.head_shape) * self.embed_dtype.itemsize
-        head = math.prod(self.spec.head_shape) if self.packing.lm_head == "int8" else embedding
+        head = self.source.head_bytes(self.embed_dtype.itemsize, how.lm_head)
         layers = total - embedding - head
         if self.stage.count > 1:
             first, *others = (self._share(part) for part in self.stage.cut(self.spec))

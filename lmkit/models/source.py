@@ -27,7 +27,7 @@ from lmkit.models import load_spec, roles
 from lmkit.models.decoder import Decoder
 from lmkit.models.decoder_layer import DecoderLayer
 from lmkit.models.head import has_own_head, untied
-from lmkit.models.opened import open_checkpoint, show_tensors
+from lmkit.models.opened import coded_bytes, coded_scheme, open_checkpoint, show_tensors
 from lmkit.models.registry import BASE, CLASSIFIER
 from lmkit.models.rounding import check_rounding, saved_bytes, scheme_for
 from lmkit.models.spec import ModelSpec
@@ -253,11 +253,26 @@ class ModelSource:
         return MergedLinear((roles.LM_HEAD,), {roles.LM_HEAD: head}, device)
 
     def _head(self, dtype: torch.dtype | None) -> Tensor | QTensor:
+        if self.tied_scheme is not None:
+            return self.format.read_linear(self.reader, roles.EMBED)
         if self.spec.tie_embeddings:
             return self._projected(roles.PROJECT_OUT, dtype)[: self.spec.num_logits]
         self._check_no_bias(roles.LM_HEAD)
         weight = self.format.read_linear(self.reader, roles.LM_HEAD)
         return weight if isinstance(weight, QTensor) else _to(weight, dtype)
+
+    @property
+    def tied_scheme(self) -> QuantScheme | None:
+        """The scheme of a head that shares the codes of the embeddings; None for other heads."""
+        spec = self.spec
+        shares = spec.tie_embeddings and not spec.projected and spec.num_logits == spec.vocab_size
+        return coded_scheme(self.reader, roles.EMBED + ".weight") if shares else None
+
+    def head_bytes(self, dense: int, storage: str = "auto") -> int:
+        """Bytes of a head that the checkpoint has as numbers of `dense` bytes, or as tied embeddings in codes."""
+        shape = self.spec.num_logits, self.spec.hidden_size
+        scheme = self.tied_scheme or (HEAD_SCHEME if storage == "int8" else None)
+        return math.prod(shape) * dense if scheme is None else coded_bytes(shape, scheme)
 
     def head(self, dtype: torch.dtype | None = None, device: str = "cpu") -> Decoder:
         """A decoder without layers. Only `embed`, `embed_rows`, `per_layer` and `head` work, with plain weights."""
@@ -322,19 +337,18 @@ class ModelSource:
                 continue
             info = self.reader.info(name)
             floating = info.dtype in FLOATS and not name.endswith(SCALES)
-            growth = 1 if floating else self._growth(name, dense, device, activations)
-            is_cast = floating and dtype is not None
             if floating:
-                total += math.prod(info.shape) * (dense if is_cast else DTYPES[info.dtype].itemsize)
+                total += math.prod(info.shape) * (DTYPES[info.dtype].itemsize if dtype is None else dense)
+            elif (scheme := coded_scheme(self.reader, name)) is not None:
+                total += coded_bytes(info.shape, scheme)
             else:
-                total += info.nbytes * growth
-        head = self.spec.num_logits * self.spec.hidden_size
+                total += info.nbytes * self._growth(name, dense, device, activations)
         if self.spec.tie_embeddings:
-            total += head * dense
+            total += self.head_bytes(dense, lm_head)
+        elif lm_head == "int8":
+            total += self.head_bytes(dense, lm_head) - self.head_bytes(dense)
         if self.spec.projected:
             total += self.spec.vocab_size * (self.spec.hidden_size - self.spec.projected) * dense
-        if lm_head == "int8":  # a byte a weight, and for each group a float16 scale and a zero byte
-            total += head - head * dense + 3 * self.spec.num_logits * HEAD_SCHEME.num_groups(self.spec.hidden_size)
         return total - saved_bytes(self.spec, self.rounding, dense)
 
     def _growth(self, name: str, dense: int, device: str, activations: str) -> int:

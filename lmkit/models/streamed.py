@@ -62,10 +62,11 @@ def forecast(model: ResolvedModel, streaming: Streaming) -> Forecast:
     seconds = token_seconds(model, file)
     if file is not None:
         return Forecast(_Sections(file, model).plan(model, streaming), DirectFile(file.path).bandwidth(), seconds)
-    head = prod(model.spec.head_shape) * model.embed_dtype.itemsize
-    linears = max(0, model.weight_bytes() - (head if model.shares_head else 2 * head))
+    embedding = 0 if model.shares_head else prod(model.spec.head_shape) * model.embed_dtype.itemsize
+    head = model.source.head_bytes(model.embed_dtype.itemsize, model.packing.lm_head)
+    linears = max(0, model.weight_bytes() - head - embedding)
     fixed = unpacked_bytes(model, streaming.step_tokens) + head
-    fixed += 0 if model.maps_embeddings or model.shares_head else head
+    fixed += 0 if model.maps_embeddings else embedding
 
     def sizes(layer: LayerSpec) -> Parts:
         parts = layer.linears.values() if _has_order(layer) else [(layer.num_weights, 1)]

@@ -16,11 +16,15 @@ from typing import Any
 import pytest
 import tokenizers
 
+from lmkit import small_files
 from lmkit.errors import CheckpointError, LMKitError, UnsupportedError
 from lmkit.formats.gguf_file import GgufFile
 from lmkit.formats.gguf_tokenizer import generation_config, tokenizer_config, tokenizer_json
 from lmkit.formats.hub import DEMO_FOLDER
+from lmkit.text import Tokenizer
+from lmkit.text.special_tokens import CONFIG, read_config
 from tests.formats.gguf_writer import write
+from tests.formats.test_gguf import EMBED, LLAMA
 
 G = "tokenizer.ggml."
 TEXTS = ["", "Hello, it's 12345.", " naïve\n\n  façade\t", "<|im_start|>user\nHi<|im_end|>", "漢字 🙂\r\n", "a  b   c"]
@@ -187,3 +191,23 @@ def test_broken_metadata_is_one_clear_line(tmp_path: Path, change: dict[str, Any
     assert isinstance(error.value, LMKitError)
     assert "\n" not in str(error.value)
     assert str(error.value).startswith(str(file.path))
+
+
+def test_one_reading_of_the_vocabulary_makes_all_small_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are asked for many times, and a vocabulary of 262144 tokens takes a second to read."""
+    write(tmp_path / "m.gguf", LLAMA | demo_metadata(), EMBED)
+    asked: list[str] = []
+    array = GgufFile.array
+    monkeypatch.setattr(GgufFile, "array", lambda self, key: asked.append(key) or array(self, key))
+    tokenizer = Tokenizer.from_pretrained(tmp_path / "m.gguf")
+    assert tokenizer.eos_token_ids == (0, 2)
+    assert small_files.exists(tmp_path / "m.gguf" / "tokenizer.json")
+    assert asked.count(G + "tokens") == 1
+    assert asked.count(G + "merges") == 1
+
+
+def test_small_files_follow_a_file_that_is_written_anew(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    for name in ("one", "three"):
+        write(path, demo_metadata() | {"tokenizer.chat_template": name}, {})
+        assert read_config(path / CONFIG)["chat_template"] == name

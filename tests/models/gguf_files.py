@@ -42,7 +42,22 @@ WINDOWED = ("gemma2", "gemma3", "gemma4", "phi3", "olmo2", "exaone4", "gpt-oss")
 PATTERNED = ("olmo2", "exaone4", "gemma4")
 
 
-def write_gguf(path: Path, model: Any, folder: Path, arch: str, encode: Callable[[Tensor], Encoded] = floats) -> None:
+Encode = Callable[[Tensor], Encoded]
+
+
+def coded(storage: str) -> Encode:
+    """What writes matrices in one of the package's types."""
+
+    def encode(tensor: Tensor) -> Encoded:
+        codes = gguf.quants.quantize(tensor.float().numpy(), gguf.GGMLQuantizationType[storage])
+        return storage, tuple(tensor.shape), codes.tobytes()
+
+    return encode
+
+
+def write_gguf(
+    path: Path, model: Any, folder: Path, arch: str, encode: Encode = floats, embeddings: Encode = floats
+) -> None:
     """Write the model that was saved in `folder`. `encode` writes matrices of layers."""
     config = model.config
     config.allow_global_per_layer_attribute_access = True
@@ -54,7 +69,8 @@ def write_gguf(path: Path, model: Any, folder: Path, arch: str, encode: Callable
         place = name if is_own else names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert place is not None, name
         matrix = place.startswith("blk.") and tensor.ndim > 1 and not re.search(r"norm|inp|conv|k_b|v_b", place)
-        tensors[place] = encode(tensor) if matrix else floats(tensor.contiguous())
+        write_one = encode if matrix else embeddings if place == "token_embd.weight" else floats
+        tensors[place] = write_one(tensor.contiguous())
     if not config.tie_word_embeddings or arch == "bert":
         assert arch == "bert" or "output.weight" in tensors
     else:

@@ -5,15 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import gguf
 import pytest
 import torch
 
 from lmkit.layers.batch import whole_batch
 from lmkit.models.loader import load_model
 from lmkit.models.resolved import resolved
+from lmkit.qtensor import QTensor, dequantize
 from tests.models import tiny
-from tests.models.gguf_files import write_gguf
+from tests.models.gguf_files import coded, write_gguf
 from tests.models.test_families import BLOCK, TOLERANCE, expected, kv_for, prompts
 
 # family of tests.models.tiny -> (llama.cpp's architecture, differences of the model)
@@ -73,12 +73,7 @@ def test_the_logits_of_transformers(tmp_path: Path, name: str) -> None:
 def test_what_no_grid_holds_takes_sixteen_bits(tmp_path: Path) -> None:
     """As the memory plan says. float32 keeps all bits."""
     model = tiny.make(tmp_path / "saved", "llama", hidden_size=64, intermediate_size=96, num_attention_heads=4)
-
-    def q4_1(tensor: torch.Tensor) -> tuple[str, tuple[int, ...], bytes]:
-        codes = gguf.quants.quantize(tensor.numpy(), gguf.GGMLQuantizationType.Q4_1)
-        return "Q4_1", tuple(tensor.shape), codes.tobytes()
-
-    write_gguf(tmp_path / "m.gguf", model, tmp_path / "saved", "llama", q4_1)
+    write_gguf(tmp_path / "m.gguf", model, tmp_path / "saved", "llama", coded("Q4_1"))
     for dtype, kept in (("auto", torch.float16), ("float32", torch.float32)):
         with resolved(tmp_path / "m.gguf", dtype=dtype) as found:
             weight = found.layer(0).weights["attn.q"]
@@ -86,3 +81,34 @@ def test_what_no_grid_holds_takes_sixteen_bits(tmp_path: Path) -> None:
             assert weight.dtype == kept
             linears = found.spec.num_weights * kept.itemsize
             assert linears < found.weight_bytes() < 2 * linears
+
+
+@pytest.mark.parametrize("storage", ["Q8_0", "Q5_0", "Q4_0"])
+def test_a_tied_head_and_its_embeddings_share_their_codes(tmp_path: Path, storage: str) -> None:
+    model = tiny.make(tmp_path / "saved", "llama-tied-bias", hidden_size=64, num_attention_heads=4, vocab_size=384)
+    path = tmp_path / "m.gguf"
+    write_gguf(path, model, tmp_path / "saved", "llama", embeddings=coded(storage))
+    with resolved(path, dtype="float32", activations="exact") as found:
+        head = found.lm_head().weights["lm_head"]
+        assert isinstance(head, QTensor)
+        torch.testing.assert_close(dequantize(head), found.source.embed_tokens(), rtol=0, atol=0)
+        layers = sum(p.numel() for p in model.model.layers.parameters()) + found.spec.hidden_size
+        embeddings = head.codes.numel() * head.scheme.bits // 8 + 3 * head.scales.numel()
+        assert found.weight_bytes() == layers * found.dtype.itemsize + embeddings
+        model.model.embed_tokens.weight.data.copy_(dequantize(head))
+    decoder = load_model(path, dtype="float32", activations="exact")
+    assert decoder.embed_tokens is decoder.lm_head
+    batch, num_blocks = whole_batch(prompts(), BLOCK)
+    logits = decoder(batch, kv_for(decoder, num_blocks))
+    for row, got in zip(prompts(), logits.split([len(r) for r in prompts()]), strict=True):
+        torch.testing.assert_close(got, expected(model, row), rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def test_the_memory_plan_counts_codes_as_they_lie_in_memory(tmp_path: Path) -> None:
+    """A Q5_0 weight takes 8 bits."""
+    model = tiny.make(tmp_path / "saved", "llama", hidden_size=64, intermediate_size=96, num_attention_heads=4)
+    write_gguf(tmp_path / "m.gguf", model, tmp_path / "saved", "llama", coded("Q5_0"))
+    with resolved(tmp_path / "m.gguf", dtype="float32") as found:
+        weights = found.spec.num_weights
+        others = sum(p.numel() for p in model.parameters()) - weights
+        assert found.weight_bytes() == weights + 3 * weights // 32 + 4 * others

@@ -16,6 +16,7 @@ from lmkit.layers.batch import KVLayer
 from lmkit.models import roles
 from lmkit.models.decoder_layer import joined
 from lmkit.models.source import ModelSource
+from lmkit.qtensor import QTensor, dequantize
 from lmkit.quant.layer.layer import Geometry
 from lmkit.quant.report.evaluate import Progress
 
@@ -104,5 +105,5 @@ def _normalized(source: ModelSource, hidden: Tensor) -> Tensor:
 def _logits(source: ModelSource, x: Tensor, tokens: Tensor) -> Tensor:
     """x [seq_len, hidden], normalized -> logits float32 [seq_len, tokens] of some consecutive tokens."""
     weight = source.lm_head().weights[roles.LM_HEAD]
-    assert isinstance(weight, Tensor)
-    return x @ weight[int(tokens[0]) : int(tokens[-1]) + 1].float().T
+    rows = slice(int(tokens[0]), int(tokens[-1]) + 1)
+    return x @ (dequantize(weight)[rows] if isinstance(weight, QTensor) else weight[rows].float()).T

@@ -139,6 +139,7 @@ class Engine:
             kv = [kv[layer.index] for layer in model.decoder.layers]
             blocks = KVBlocks(kv)
             self._tiers, self._block_server = loading.open_tiers(config, model, blocks)
+            self.tokenizer = model.tokenizer
             self._guides = Guides(model.tokenizer, spec.vocab_size)
             shared = self._tiers, self._guides, memory.max_model_len, memory.workspace, len(memory.layout.groups)
             parts = RunnerParts(config, model.decoder, kv, blocks, *shared, encoded)
