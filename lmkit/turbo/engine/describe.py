@@ -147,7 +147,7 @@ def _kv_cache(model: ResolvedModel) -> dict[str, Any]:
         "key_mean_layers": sum(s.transform.has_mean for s in storages),
         "hadamard_layers": sum(s.transform.hadamard for s in storages),
         "balanced_layers": sum(s.transform.balance is not None for s in storages),
-        "position_0_layers": sum(s.transform.first_key is not None for s in storages),
+        "first_position_layers": sum(s.transform.first_key is not None for s in storages),
         "bytes_per_token": sum(token_bytes),
     }
 
