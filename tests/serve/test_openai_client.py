@@ -22,8 +22,10 @@ HELLO: list[Any] = [{"role": "user", "content": "Hello"}]
 
 
 def text(count: int, seed: int = 0) -> str:
-    """What the fake engine answers: `count` tokens of the endless phrase, from token `seed` on. A character that the last
-    token leaves open is not shown."""
+    """What the fake engine answers: `count` tokens of the endless phrase, from token `seed` on.
+
+    A character that the last token leaves open is not shown.
+    """
     return TOKENIZER.decode([IDS[(seed + i) % len(IDS)] for i in range(count)]).rstrip("\N{REPLACEMENT CHARACTER}")
 
 

@@ -15,10 +15,12 @@ from torch import Tensor
 
 from lmkit.config import EngineConfig
 from lmkit.formats.checkpoint import CheckpointReader, CheckpointWriter
+from lmkit.formats.kv_config import Numbers
 from lmkit.kv_dtype import BFLOAT16, FLOAT16, FLOAT32, FP8, INT4, INT8, KV_DTYPES, KVDtype
 from lmkit.layers.batch import KVLayer, allocate_kv
 from lmkit.models.identity import Packing, resolve_activations
 from lmkit.models.kv_storage import KVStorage
+from lmkit.models.kv_transform import KVTransform
 from lmkit.models.resolved import ResolvedModel
 from lmkit.turbo.kv import blocks as kv_blocks
 from lmkit.turbo.kv.blocks import KVBlocks, kv_identity
@@ -154,9 +156,18 @@ def test_whatever_decides_a_blocks_content_changes_the_identity(
     others = [
         of([KVStorage(INT8, INT8), KVStorage(INT8, INT4)]),
         of(plain[:1]),
-        of([dataclasses.replace(plain[0], hadamard=True), plain[1]]),
-        of([plain[1], dataclasses.replace(plain[0], hadamard=True)]),
-        of([dataclasses.replace(plain[0], key_mean=(((1, 9.0, -4.0),), ())), plain[1]]),
+        of([dataclasses.replace(plain[0], transform=KVTransform(hadamard=True)), plain[1]]),
+        of([plain[1], dataclasses.replace(plain[0], transform=KVTransform(hadamard=True))]),
+        of([dataclasses.replace(plain[0], transform=KVTransform(key_mean=(((1, 9.0, -4.0),), ()))), plain[1]]),
+        of(
+            [dataclasses.replace(plain[0], transform=KVTransform(first_key=Numbers.of(np.full((2, 8), 0.5)))), plain[1]]
+        ),
+        of(
+            [
+                dataclasses.replace(plain[0], transform=KVTransform(first_key=Numbers.of(np.full((2, 8), 0.25)))),
+                plain[1],
+            ]
+        ),
         of([dataclasses.replace(plain[0], k_scales=(0.5, 0.5)), plain[1]]),
         of([dataclasses.replace(plain[0], v_scales=(0.5, 0.5)), plain[1]]),
         of(dtype="bfloat16"),
