@@ -50,7 +50,7 @@ PROMPTS = [[5, 6, 7], list(range(40, 75)), [9] * 11, [100, 3]]
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """float16, so that what a CPU widens is what a GPU has."""
+    """float16, which CPU and GPU keep."""
     path = tmp_path_factory.mktemp("models") / "dense"
     model = tiny.make(path, "llama", **SIZES)
     model.half().save_pretrained(path)
@@ -473,7 +473,7 @@ def test_dtypes(checkpoint: Path, device: CudaDevice, dtype: Any) -> None:
     assert (engine.runner.captured.size_for(3) is None) == (dtype == "float32")
     got = run(engine, requests(max_tokens=4))
     if dtype == "float32":
-        assert tokens(got) == tokens(run(on_cpu(checkpoint), requests(max_tokens=4)))
+        assert tokens(got) == tokens(run(on_cpu(checkpoint, dtype="float32"), requests(max_tokens=4)))
 
 
 def test_packed_weights_are_mapped_from_the_file(
