@@ -269,7 +269,7 @@ def test_dense(tmp_path: Path) -> None:
 def test_formats_by_name() -> None:
     assert {weight_format.name for weight_format in FORMATS} == {
         "dense", "awq", "awq_gemv", "awq_gemv_fast", "gptq", "gptq_v2", "compressed-tensors", "fp8", "mxfp4",
-        "bitsandbytes", "modelopt",
+        "bitsandbytes", "modelopt", "gguf",
     }  # fmt: skip
-    with pytest.raises(UnsupportedError, match="'gguf' is not one of dense, awq"):
-        get_format("gguf")
+    with pytest.raises(UnsupportedError, match="'ggml' is not one of dense, awq"):
+        get_format("ggml")
