@@ -111,6 +111,10 @@ class DownstreamResponse:
 
     async def whole(self, response: Response) -> None:
         """Send a complete response of the proxy itself. It gets a Date here, because the HTTP server adds none."""
+        if self._is_held:  # the client has a head already
+            await self.start(response.status_code, [])
+            await self.end(bytes(response.body))
+            return
         headers = [*response.raw_headers, (b"date", formatdate(usegmt=True).encode())]
         await self.send({"type": "http.response.start", "status": response.status_code, "headers": headers})
         await self.send({"type": "http.response.body", "body": response.body})

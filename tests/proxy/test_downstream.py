@@ -4,6 +4,7 @@ import json
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from starlette.responses import Response
 from starlette.types import Message
 
 from lmkit.errors import RequestError
@@ -177,6 +178,9 @@ async def test_a_node_s_refusal_reaches_a_client_that_waited_as_an_event(monkeyp
     await response.write(b'{"type":\n "error"}')
     await response.end()
     assert wire.body() == downstream.COMMENT + b'event: error\ndata: {"type":  "error"}\n\n'
+    wire = Wire()
+    await (await held(wire, monkeypatch)).whole(Response(b"{}", 404))
+    assert wire.body() == downstream.COMMENT + b"data: {}\n\n"
     wire = Wire()
     await (await held(wire, monkeypatch)).fail(BROKEN)
     assert wire.body().startswith(downstream.COMMENT + b"data: {")
