@@ -57,10 +57,18 @@ def others(follow: Follow, size: int, seq_len: int, spec: ModelSpec) -> Iterator
 
 def _how_it_ended(processes: list[BaseProcess], kills: MemoryKills) -> str:
     """How each rank ended that did."""
-    ends = [(rank, status) for rank, other in enumerate(processes, 1) if (status := other.exitcode) is not None]
+    ready = set(wait([process.sentinel for process in processes], timeout=0))
+    ends = [(rank, _status(other)) for rank, other in enumerate(processes, 1) if other.sentinel in ready]
     how = ", ".join(f"process {rank} {kills.ended(status)}" for rank, status in ends)
     remedy = "use fewer processes, or free memory" if any(kills.killed(status) for _, status in ends) else ""
     return f"of this evaluation, {how}; {remedy or 'its message stands above'}"
+
+
+def _status(process: BaseProcess) -> int:
+    """The status of a process whose sentinel is ready. The sentinel comes a moment before the status can be had."""
+    process.join()
+    assert process.exitcode is not None
+    return process.exitcode
 
 
 def _run(follow: Follow, path: str, num_bytes: int, num_threads: int, where: tuple[int, int, int, int]) -> None:

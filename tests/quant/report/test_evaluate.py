@@ -212,7 +212,7 @@ def test_a_process_that_cannot_start_ends_the_evaluation(
     pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(evaluation, "_follow", math.sqrt)  # a function that another process cannot call like this
-    with pytest.raises(EngineLostError, match="a process of this evaluation has ended"):
+    with pytest.raises(EngineLostError, match="of this evaluation, process 1 ended with status 1; its message"):
         evaluate(pair[1], TOKENS, kv_dtype="float32", seq_len=SEQ_LEN, tp=2)
 
 
