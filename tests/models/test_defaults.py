@@ -57,6 +57,26 @@ def test_each_key_left_out(name: str) -> None:
     assert compared > 20
 
 
+@pytest.mark.parametrize("part", ["text_config", "vision_config"])
+@pytest.mark.parametrize("name", tiny.VISION)
+def test_each_key_of_a_part_left_out(name: str, part: str) -> None:
+    """The language model's part and the tower's."""
+    class_name, differences = tiny.FAMILIES[name]
+    options = tiny.with_vision(copy.deepcopy(tiny.COMMON | differences), tiny.VISION[name])
+    stem = class_name.removesuffix("Config")
+    kind = getattr(transformers, class_name)
+    config = kind(**options).to_dict() | {"architectures": [f"{stem}ForConditionalGeneration"]}
+    assert isinstance(spec_or_reason(config), ModelSpec)
+    compared = 0
+    for key in config[part].keys() - NEEDED:
+        rest = copy.deepcopy(config)
+        del rest[part][key]
+        if (whole := completed(name, rest)) is not None and isinstance(expected := spec_or_reason(whole), ModelSpec):
+            assert spec_or_reason(rest) == expected, key
+            compared += 1
+    assert compared > 10
+
+
 LONG = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "factor": 2.0}
 SCALINGS: list[dict[str, Any]] = [
     {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 24},

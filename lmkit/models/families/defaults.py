@@ -221,3 +221,30 @@ XLM_ROBERTA: Defaults = {
     3072, "hidden_act": "gelu", "max_position_embeddings": 512, "type_vocab_size": 2, "layer_norm_eps": 1e-12,
     "is_decoder": False, "add_cross_attention": False, "tie_word_embeddings": True,
 }  # fmt: skip
+_QWEN_VL: Defaults = {
+    "vocab_size": 152064, "hidden_size": 8192, "intermediate_size": 29568, "num_hidden_layers": 80,
+    "num_attention_heads": 64, "num_key_value_heads": 8, "max_position_embeddings": 32768, "rms_norm_eps": 1e-05,
+    "max_window_layers": 80, "rope_theta": 1000000.0,
+}  # fmt: skip
+_QWEN3_TOWER: Defaults = {
+    "depth": 27, "hidden_size": 1152, "hidden_act": "gelu_pytorch_tanh", "intermediate_size": 4304, "num_heads": 16,
+    "in_channels": 3, "patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2,
+    "num_position_embeddings": 2304,
+}  # fmt: skip
+# Models with a tower: what differs from the language model's own class, and what the tower's class has.
+QWEN2_VL, QWEN2_VL_TOWER = _QWEN_VL, {
+    "depth": 32, "embed_dim": 1280, "hidden_size": 3584, "hidden_act": "quick_gelu", "mlp_ratio": 4, "num_heads": 16,
+    "in_channels": 3, "patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2,
+}  # fmt: skip
+QWEN2_5_VL, QWEN2_5_VL_TOWER = _QWEN_VL, {
+    "depth": 32, "hidden_size": 3584, "hidden_act": "silu", "intermediate_size": 3420, "num_heads": 16,
+    "in_channels": 3, "patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2, "window_size": 112,
+    "fullatt_block_indexes": [7, 15, 23, 31],
+}  # fmt: skip
+QWEN3_VL: Defaults = {"max_position_embeddings": 128000, "rope_theta": 500000.0}
+QWEN3_VL_MOE: Defaults = QWEN3_VL | {
+    "intermediate_size": 5632, "num_attention_heads": 16, "num_key_value_heads": 16,
+    "moe_intermediate_size": 1408, "num_experts_per_tok": 4, "num_experts": 60,
+}  # fmt: skip
+QWEN3_VL_TOWER: Defaults = _QWEN3_TOWER | {"deepstack_visual_indexes": [8, 16, 24]}
+QWEN3_5_TOWER = _QWEN3_TOWER

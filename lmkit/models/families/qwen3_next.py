@@ -14,7 +14,7 @@ from lmkit.layers.mlp_spec import MLPSpec
 from lmkit.models.families import defaults
 from lmkit.models.families.llama import integer, layer_spec, model_spec, num_layers
 from lmkit.models.families.moe import with_experts
-from lmkit.models.families.qwen_vl import TOWER_3, seeing, tower_3
+from lmkit.models.families.qwen_vl import TOWER_3, seeing, tower_3, vision_config
 from lmkit.models.layer_spec import LayerSpec
 from lmkit.models.mtp_spec import beside
 from lmkit.models.registry import family
@@ -57,7 +57,8 @@ def _inside(hf: dict[str, Any], of_text: Callable[[dict[str, Any]], ModelSpec]) 
         raise CheckpointError("config.json: text_config is not an object")
     spec = of_text(hf | text | {"architectures": hf["architectures"]})
     if hf.get("vision_config") is not None:
-        spec = seeing(spec, text, tower_3(hf), mixed_sections=True)
+        tower = tower_3(hf | {"vision_config": defaults.QWEN3_5_TOWER | vision_config(hf)})
+        spec = seeing(spec, text, tower, mixed_sections=True)
     layers = tuple(replace(layer, prefix="model.language_model.layers") for layer in spec.layers)
     return replace(spec, layers=layers, unread=(*spec.unread, TOWER_3))
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from lmkit.errors import CheckpointError, UnsupportedError
+from lmkit.models.families import defaults
 from lmkit.models.families.llama import integer, qwen2, qwen3
 from lmkit.models.families.moe import qwen3_moe
 from lmkit.models.registry import family
@@ -26,32 +27,35 @@ ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh", "quick_gelu": "
 @family("Qwen2VLForConditionalGeneration")
 def qwen2_vl(hf: dict[str, Any]) -> ModelSpec:
     """All layers of the tower see the whole image."""
-    vision = _vision_config(hf)
-    width = integer(vision, "embed_dim", 1280)
-    sizes = {"hidden_size": width, "inner_size": width * integer(vision, "mlp_ratio", 4), "patch_size": 14, "depth": 32}
-    tower = vision_spec(hf, "quick_gelu", **sizes, num_heads=16, names=NAMES_2, layer_norm=True)
+    hf = _completed(hf, defaults.QWEN2_VL, defaults.QWEN2_VL_TOWER)
+    vision = vision_config(hf)
+    width = integer(vision, "embed_dim")
+    sizes = {"hidden_size": width, "inner_size": width * integer(vision, "mlp_ratio")}
+    tower = vision_spec(hf, "quick_gelu", **sizes, names=NAMES_2, layer_norm=True)
     return replace(_with_tower(hf, qwen2, tower), unread=(TOWER,))
 
 
 @family("Qwen2_5_VLForConditionalGeneration")
 def qwen2_5_vl(hf: dict[str, Any]) -> ModelSpec:
+    hf = _completed(hf, defaults.QWEN2_5_VL, defaults.QWEN2_5_VL_TOWER)
     return replace(_with_tower(hf, qwen2, windowed_tower(hf)), unread=(TOWER,))
 
 
 @family("Qwen3VLForConditionalGeneration")
 def qwen3_vl(hf: dict[str, Any]) -> ModelSpec:
-    return _deep(hf, qwen3)
+    return _deep(_completed(hf, defaults.QWEN3_VL, defaults.QWEN3_VL_TOWER), qwen3)
 
 
 @family("Qwen3VLMoeForConditionalGeneration")
 def qwen3_vl_moe(hf: dict[str, Any]) -> ModelSpec:
     """Scores of chosen experts always add up to 1."""
+    hf = _completed(hf, defaults.QWEN3_VL_MOE, defaults.QWEN3_VL_TOWER)
     return _deep(hf | {"norm_topk_prob": True}, qwen3_moe)
 
 
 def _deep(hf: dict[str, Any], of_text: Callable[[dict[str, Any]], ModelSpec]) -> ModelSpec:
     """Outputs of some layers of the tower are added behind the first layers of the language model (DeepStack)."""
-    tapped = _layers(_vision_config(hf), "deepstack_visual_indexes", [8, 16, 24])
+    tapped = _layers(vision_config(hf), "deepstack_visual_indexes")
     spec = _with_tower(hf, of_text, tower_3(hf, tapped=tapped), mixed_sections=True)
     if spec.deep_layers > spec.num_layers:
         raise CheckpointError("vision_config: deepstack_visual_indexes has more layers than the language model")
@@ -59,15 +63,19 @@ def _deep(hf: dict[str, Any], of_text: Callable[[dict[str, Any]], ModelSpec]) ->
     return replace(spec, layers=layers, unread=(TOWER_3,))
 
 
-def _with_tower(
-    hf: dict[str, Any], of_text: Callable[[dict[str, Any]], ModelSpec], tower: VisionSpec, **rope: Any
-) -> ModelSpec:
-    """The language model with its tower. transformers 5 writes the language model's numbers into `text_config`, and
-    before they stood at the top."""
+def _completed(hf: dict[str, Any], text_defaults: dict[str, Any], tower_defaults: dict[str, Any]) -> dict[str, Any]:
+    """config.json with the language model's numbers at the top, and what it leaves out. transformers 5 writes them into
+    `text_config`, and before they stood at the top."""
     text = hf.get("text_config") or {}
     if not isinstance(text, dict):
         raise CheckpointError("config.json: text_config is not an object")
-    hf = text | hf
+    return text_defaults | text | hf | {"vision_config": tower_defaults | vision_config(hf)}
+
+
+def _with_tower(
+    hf: dict[str, Any], of_text: Callable[[dict[str, Any]], ModelSpec], tower: VisionSpec, **rope: Any
+) -> ModelSpec:
+    """The language model with its tower."""
     plain = {key: _without_sections(hf[key]) for key in ("rope_scaling", "rope_parameters") if hf.get(key)}
     return seeing(of_text(hf | plain), hf, tower, **rope)
 
@@ -81,18 +89,18 @@ def seeing(spec: ModelSpec, hf: dict[str, Any], tower: VisionSpec, **rope: Any) 
 
 def tower_3(hf: dict[str, Any], **given: Any) -> VisionSpec:
     """The tower of Qwen3-VL, and without tapped layers that of Qwen3.5."""
-    side = math.isqrt(integer(_vision_config(hf), "num_position_embeddings", 2304))
+    side = math.isqrt(integer(vision_config(hf), "num_position_embeddings"))
     if not side:
         raise CheckpointError("vision_config: num_position_embeddings is 0")
     options: dict[str, Any] = {"positions": side, "patch_bias": True, "layer_norm": True, "names": NAMES_3}
     options["prefix"] = TOWER_3
-    return vision_spec(hf, "gelu_pytorch_tanh", patch_size=16, **options, **given)
+    return vision_spec(hf, "gelu_pytorch_tanh", **options, **given)
 
 
 def windowed_tower(hf: dict[str, Any]) -> VisionSpec:
     """The tower of Qwen2.5-VL."""
-    vision = _vision_config(hf)
-    full = _layers(vision, "fullatt_block_indexes", None)
+    vision = vision_config(hf)
+    full = _layers(vision, "fullatt_block_indexes")
     window = integer(vision, "window_size")
     spec = vision_spec(hf, "silu", window_size=window, full_layers=full)
     if not spec.window_cells:
@@ -101,19 +109,17 @@ def windowed_tower(hf: dict[str, Any]) -> VisionSpec:
 
 
 def vision_spec(hf: dict[str, Any], activation: str, **given: Any) -> VisionSpec:
-    """The tower of a config.json. `given` has fields of VisionSpec, and defaults of `patch_size`, `depth` and
-    `num_heads`. Raises CheckpointError and UnsupportedError."""
-    vision = _vision_config(hf)
+    """The tower of a config.json. `given` has fields of VisionSpec. Raises CheckpointError and UnsupportedError."""
+    vision = vision_config(hf)
     if vision.get("hidden_act", activation) != activation:
         raise UnsupportedError(f"vision_config: hidden_act {vision['hidden_act']!r}; lmkit has {activation}")
-    defaults = {name: given.pop(name, None) for name in ("patch_size", "depth", "num_heads")}
     fields: dict[str, Any] = {
-        "num_layers": integer(vision, "depth", defaults["depth"]),
-        "num_heads": integer(vision, "num_heads", defaults["num_heads"]),
-        "channels": integer(vision, "in_channels", integer(vision, "in_chans", 3)),
-        "patch_size": integer(vision, "patch_size", defaults["patch_size"]),
-        "temporal_patch_size": integer(vision, "temporal_patch_size", 2),
-        "merge_size": integer(vision, "spatial_merge_size", 2),
+        "num_layers": integer(vision, "depth"),
+        "num_heads": integer(vision, "num_heads"),
+        "channels": integer(vision, "in_channels"),
+        "patch_size": integer(vision, "patch_size"),
+        "temporal_patch_size": integer(vision, "temporal_patch_size"),
+        "merge_size": integer(vision, "spatial_merge_size"),
         "activation": ACTIVATIONS[activation],
         "token_id": integer(hf, "image_token_id", 151655),
     }
@@ -128,15 +134,15 @@ def vision_spec(hf: dict[str, Any], activation: str, **given: Any) -> VisionSpec
     return spec
 
 
-def _vision_config(hf: dict[str, Any]) -> dict[str, Any]:
+def vision_config(hf: dict[str, Any]) -> dict[str, Any]:
     vision = hf.get("vision_config")
     if not isinstance(vision, dict):
         raise CheckpointError("config.json: vision_config is not an object")
     return vision
 
 
-def _layers(vision: dict[str, Any], key: str, default: list[int] | None) -> tuple[int, ...]:
-    found = vision.get(key, default)
+def _layers(vision: dict[str, Any], key: str) -> tuple[int, ...]:
+    found = vision.get(key)
     if not isinstance(found, list) or not all(type(x) is int for x in found):
         raise CheckpointError(f"vision_config: {key} is not a list of integers")
     return tuple(found)
