@@ -5,14 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import ssl
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 from urllib.parse import parse_qs
 
-import httpx
 import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -45,7 +43,7 @@ from lmkit.proxy.router import Router, Routing
 from lmkit.proxy.stop import Stop
 from lmkit.proxy.stored import CHATS
 from lmkit.proxy.transcripts import Transcripts
-from lmkit.proxy.upstream import Upstream
+from lmkit.proxy.upstream import Upstream, node_tls
 from lmkit.web import anthropic_models
 from lmkit.web.access_log import note, note_error
 from lmkit.web.auth import ApiKey, key_id, named_client
@@ -53,7 +51,6 @@ from lmkit.web.budget import Budget
 from lmkit.web.errors import method_not_allowed, public_error
 from lmkit.web.receive import decode_json, read_body, while_connected
 from lmkit.web.routes import is_known_elsewhere, not_found
-from lmkit.web.tls import trusting
 
 log = get_logger(__name__)
 MAX_ADMIN_BODY = 1 << 20
@@ -97,7 +94,7 @@ class Proxy:
         self.draining = False
         self.stop = Stop()  # when set, running responses are broken off
         self.active = 0  # forwarded requests, from their first body byte on
-        self._upstream = Upstream(_tls(), connect_timeout=config.connect_timeout, read_timeout=config.read_timeout)
+        self._upstream = Upstream(node_tls(), connect_timeout=config.connect_timeout, read_timeout=config.read_timeout)
         self.health = HealthChecker(self.registry, self._upstream, config)
         self._bodies = Budget(config.body_memory, what="bodies of requests")
         self._router = Router(self.registry, config)
@@ -204,8 +201,10 @@ class Proxy:
             path, client = scope["path"], named_client(scope["headers"])
             asked, name = read_asked(body), key.key if key else ""
             routing = self._router.routing(asked, scope["headers"], f"{name}\0{client}")
-            async with charged(self.ledger, key, tap, response, path, body) as sent:
-                about = path, scope["query_string"], scope["headers"], sent, asked.model
+            context = self.registry.context((routing.model, *routing.fallback))
+            charging = charged(self.ledger, key, tap, response, path, body, asked.model, context)
+            async with charging as (sent, added):
+                about = path, scope["query_string"], [*scope["headers"], *added], sent, asked.model
                 call = Call(*about, routing, journal, name, client)
 
                 def run(call: Call) -> Awaitable[None]:
@@ -388,12 +387,6 @@ async def _not_found(proxy: Proxy, exchange: Exchange) -> None:
 
 async def _not_allowed(allowed: Iterable[str], proxy: Proxy, exchange: Exchange) -> None:
     raise method_not_allowed(exchange.scope["method"], allowed)
-
-
-@functools.cache
-def _tls() -> ssl.SSLContext:
-    """The TLS settings for nodes on https: the authorities that httpx trusts, and those of LMKIT_CA_FILE, vouch."""
-    return trusting(httpx.create_ssl_context(trust_env=False))
 
 
 async def _json(exchange: Exchange, value: Any, status: int = 200) -> None:

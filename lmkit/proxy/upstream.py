@@ -18,10 +18,13 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+import httpx
+
 from lmkit.log import get_logger
 from lmkit.proxy.addresses import refusal
 from lmkit.proxy.channel import BrokenError, Channel, SilentError, UnreachableError, UpstreamError
 from lmkit.proxy.http1 import Head
+from lmkit.web.tls import trusting
 
 __all__ = ["Answer", "BrokenError", "SilentError", "UnreachableError", "Upstream", "UpstreamError"]
 log = get_logger(__name__)
@@ -240,3 +243,9 @@ def _parts(url: str) -> tuple[Origin, bytes, bytes]:
     if " " in target:
         raise ValueError("a target with a space")
     return *_origin(authority), target.encode("latin-1")
+
+
+@functools.cache
+def node_tls() -> ssl.SSLContext:
+    """The TLS settings for nodes on https: the authorities that httpx trusts, and those of LMKIT_CA_FILE, vouch."""
+    return trusting(httpx.create_ssl_context(trust_env=False))
