@@ -7,8 +7,10 @@ is left out and noted. Where nobody called `begin`, as in Python, no field is a 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Collection
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from typing import Any
 
 from lmkit.errors import RequestError
 
@@ -19,9 +21,10 @@ _UNSAFE = re.compile(r"[^A-Za-z0-9_.-]")
 
 @dataclass(frozen=True)
 class Reading:
-    """How a request is read. `ignored` has the names of what was left out, in their order."""
+    """How a request is read. `ignored` has the names of what was left out, in their order; `told` is told each."""
 
     is_strict: bool
+    told: Callable[[str], None] = lambda name: None
     ignored: dict[str, None] = field(default_factory=dict)
 
     def shown(self) -> str:
@@ -33,9 +36,9 @@ class Reading:
 _READING: ContextVar[Reading | None] = ContextVar("reading", default=None)
 
 
-def begin(*, is_strict: bool) -> Reading:
+def begin(*, is_strict: bool, told: Callable[[str], None] = lambda name: None) -> Reading:
     """Read a request in this context, which is the task of one request. Threads that work for it copy its context."""
-    found = Reading(is_strict)
+    found = Reading(is_strict, told)
     _READING.set(found)
     return found
 
@@ -47,5 +50,22 @@ def ignore(name: str) -> bool:
         return False
     if len(found.ignored) >= MAX_NAMES:
         raise RequestError("invalid_request", f"more than {MAX_NAMES} fields that this server does not know")
-    found.ignored[name[:64]] = None
+    if (name := name[:64]) not in found.ignored:
+        found.ignored[name] = None
+        found.told(name)
     return True
+
+
+def without_foreign(values: list[Any], kinds: Collection[str], what: str, advice: str) -> list[Any]:
+    """`values` without those whose type is none of `kinds`: what another server's own tools are, or did.
+
+    Raises ValueError where such a one is no hint.
+    """
+    kept = []
+    for value in values:
+        kind = value.get("type") if isinstance(value, dict) else None
+        if not isinstance(kind, str) or kind in kinds:
+            kept.append(value)
+        elif not ignore(f"{what}.{kind}"):
+            raise ValueError(f"{what} of type {kind[:64]!r} are not supported: {advice}")
+    return kept

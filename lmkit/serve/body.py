@@ -31,11 +31,9 @@ async def read_json(request: Request, model: type[M], translate: Callable[[Any],
     raw = await read_raw(request, request.state.held.enter_context(server.bodies.share()))
     request.state.resumption, raw = resumption(request, raw)
     data = await server.hooks.before(request.scope["path"], decode_json(raw))
-    found = begin(is_strict=server.config.strict_fields)
+    found = begin(is_strict=server.config.strict_fields, told=server.metrics.ignored)
     note_ignored(request.scope, found)
-    body = validate(data if translate is None else translate(data), model)
-    server.metrics.ignored(found.ignored)
-    return body
+    return validate(data if translate is None else translate(data), model)
 
 
 async def read_raw(request: Request, share: Share) -> bytes:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from fastapi import APIRouter, Request, Response
@@ -121,13 +121,12 @@ class Metrics:
         for reason in REJECTIONS:
             self.rejected.labels(model_name, reason)
 
-    def ignored(self, names: Iterable[str]) -> None:
-        """Count fields that were left out. The log names each once."""
-        for name in names:
-            self._ignored.inc()
-            if name not in self._noted and len(self._noted) < hints.MAX_NAMES:
-                self._noted.add(name)
-                log.info("requests have the field %r, which changes nothing here and is left out", name)
+    def ignored(self, name: str) -> None:
+        """Count a field that was left out. The log names each once."""
+        self._ignored.inc()
+        if name not in self._noted and len(self._noted) < hints.MAX_NAMES:
+            self._noted.add(name)
+            log.info("requests have the field %r, which changes nothing here and is left out", name)
 
     @contextmanager
     def admitting(self) -> Iterator[None]:

@@ -168,7 +168,7 @@ class Tokenizer:
                 f"this model's maximum context length is {context} tokens, and the {param} has {num_tokens} or more; "
                 "shorten it"
             )
-            raise RequestError("context_length_exceeded", message, param, n_ctx=context)
+            raise RequestError("context_length_exceeded", message, param, n_prompt_tokens=num_tokens, n_ctx=context)
 
     def check_template(self) -> None:
         """Raise CheckpointError if there is a chat template that does not compile, before a request needs it."""

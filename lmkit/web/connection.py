@@ -39,6 +39,7 @@ LINGER_SECONDS, LINGER_BYTES = 2.0, 64 << 20
 MAX_HEAD_BYTES, MAX_HEADERS = 16 << 10, 128  # of a request's target and headers
 PACE_SECONDS = 0.01  # between two sends of an answer that is under way: each takes some 0.1 ms of a core
 PIPELINED_BYTES = 1 << 16  # sent ahead of an answer and not read yet
+ABSOLUTE = re.compile(rb"https?://([^/?]*)", re.IGNORECASE)  # the form of a request's target to a proxy
 SLICE = 32  # parsed events, of which a body has one a chunk
 # What servers read in different ways: a line that ends with LF alone, and one that goes on in the next (RFC 9112, 2.2
 # and 5.2). One of them may see a second request where another sees a part of the first.
@@ -227,6 +228,7 @@ class _Parser(h11.Connection):
             event = super().next_event()
             if isinstance(event, h11.Request):
                 self._check(event)
+                event = _in_origin_form(event)
         except h11.RemoteProtocolError as error:
             self.status = error.error_status_hint if error.error_status_hint in (431, 505) else 400
             self.complaint = "this is not a valid HTTP request"
@@ -257,6 +259,16 @@ class _Parser(h11.Connection):
         names = {name for name, _ in request.headers}
         if b"transfer-encoding" in names and (b"content-length" in names or request.http_version < b"1.1"):
             raise h11.RemoteProtocolError("two framings of one body: RFC 9112, 6.1 and 6.3")
+
+
+def _in_origin_form(request: h11.Request) -> h11.Request:
+    """A request whose target is a whole URL, as for a proxy, and its path alone otherwise (RFC 9112, 3.2.2)."""
+    if (found := ABSOLUTE.match(request.target)) is None:
+        return request
+    path = request.target[found.end() :]
+    headers = [(name, found[1] if name == b"host" else value) for name, value in request.headers]
+    target = path if path.startswith(b"/") else b"/" + path
+    return h11.Request(method=request.method, headers=headers, target=target, http_version=request.http_version)
 
 
 class _Flow(FlowControl):

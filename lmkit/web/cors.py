@@ -19,6 +19,7 @@ def with_cors(app: ASGIApp, origins: Sequence[str], *, credentials: bool = False
         allow_origins=origins,
         allow_methods=("GET", "POST", "DELETE", "OPTIONS"),
         allow_credentials=credentials,
+        allow_private_network=True,  # a page of these origins may be a public one, and the server a private one
         allow_headers=("*",),  # OpenAI's JavaScript client sends some of its own
         expose_headers=("x-request-id", "retry-after") if origins else (),
     )

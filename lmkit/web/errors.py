@@ -27,13 +27,20 @@ _ANTHROPIC_TYPES = {
 }  # fmt: skip
 
 
+def _said(error: RequestError) -> str:
+    """A message in the words that Anthropic's agents look for to shorten the conversation."""
+    if error.code != "context_length_exceeded":
+        return error.message
+    number, most = (error.details.get(name) for name in ("n_prompt_tokens", "n_ctx"))
+    is_known = isinstance(number, int) and isinstance(most, int) and number > most
+    return f"prompt is too long: {f'{number} tokens > {most} maximum' if is_known else error.message}"
+
+
 def error_body(error: RequestError, path: str = "") -> bytes:
     """`{"error": {message, type, param, code}}` as JSON; in Anthropic's form if `path` is one of its routes."""
     if path.startswith(ANTHROPIC_ROUTES):
         kind = _ANTHROPIC_TYPES.get(error.status, "api_error")
-        # Agents look for these words, and shorten the conversation.
-        start = "prompt is too long: " if error.code == "context_length_exceeded" else ""
-        shown: dict[str, object] = {"type": kind, "message": start + error.message[:MAX_MESSAGE_CHARS]}
+        shown: dict[str, object] = {"type": kind, "message": _said(error)[:MAX_MESSAGE_CHARS]}
         if error.details:
             shown["details"] = error.details
         return msgspec.json.encode({"type": "error", "error": shown})

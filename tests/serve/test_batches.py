@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
 import json
 import os
 import time
@@ -111,6 +112,7 @@ def test_a_file_with_a_mistake_is_refused_with_its_line(
 def test_t9_lines_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "in.jsonl"
     path.write_bytes(jsonl([line("a"), line("b", prompt="x" * 5000), line("c")]) + b"\n\n" + b"[" * 9000)
+    path.write_bytes(codecs.BOM_UTF8 + path.read_bytes())  # as editors of other systems begin a file
     total, errors = records.check_file(path, COMPLETIONS, 1000)
     assert (total, [error["line"] for error in errors]) == (2, [2, 6])
     monkeypatch.setattr(records, "MAX_LINES", 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import zlib
 from typing import Any
 
@@ -73,6 +74,8 @@ def test_metrics_count_what_was_left_out() -> None:
         app.post(CHAT_PATH, CHAT | {"client_metadata": {}, "surprise": 1})
     text = app.request("GET", "/metrics").text
     assert 'lmkit:ignored_fields_total{model_name="model"} 6.0' in text
+    app.post(CHAT_PATH, CHAT | {"reasoning_effort": "high"})  # which is only seen while the prompt is written
+    assert 'lmkit:ignored_fields_total{model_name="model"} 7.0' in app.request("GET", "/metrics").text
 
 
 def test_other_names_of_our_fields_are_honoured() -> None:
@@ -148,6 +151,34 @@ def test_a_refusal_is_the_text_of_its_turn() -> None:
 )  # fmt: skip
 def test_what_other_servers_do_is_left_out_of_responses(change: dict[str, Any], named: set[str]) -> None:
     assert names(RESPONSES, change) == named
+
+
+def test_a_reference_is_the_item_of_a_stored_response() -> None:
+    engine = ScriptedEngine()
+    app = App(engine)
+    first = app.post(RESPONSES, ITEMS | {"store": True}).json()
+    (item,) = first["output"]
+    for reference in ({"type": "item_reference", "id": item["id"]}, {"id": item["id"]}):
+        answer = app.post(RESPONSES, ITEMS | {"store": True, "input": [HI, reference, HI]})
+        assert IGNORED not in answer.headers
+        said = [HI, {"role": "assistant", "content": item["content"][0]["text"]}, HI]
+        assert engine.requests[-1].prompt_ids == TOKENIZER.encode_chat(said)
+    listed = app.request("GET", f"{RESPONSES}/{answer.json()['id']}/input_items").json()["data"]
+    assert [one["type"] for one in listed] == ["message"] * 3
+    count = app.post(f"{RESPONSES}/input_tokens", {"model": "model", "input": [HI, reference, HI]}).json()
+    assert count["input_tokens"] == len(engine.requests[-1].prompt_ids)
+    strict = App(ScriptedEngine(), ServerConfig(strict_fields=True))
+    unknown = strict.post(RESPONSES, ITEMS | {"input": [HI, {"type": "item_reference", "id": "msg_x"}]})
+    assert (unknown.status_code, unknown.json()["error"]["param"]) == (400, "input")
+    assert "msg_x" in unknown.text
+
+
+def test_a_long_prompt_is_said_in_the_words_of_the_messages_api() -> None:
+    app = App(ScriptedEngine())
+    for words in (5000, 500_000):  # the second is too long for any tokenizing
+        answer = app.post(MESSAGES, TURNS | {"messages": [HI | {"content": "word " * words}]})
+        assert answer.status_code == 400
+        assert re.fullmatch(r"prompt is too long: \d+ tokens > 4096 maximum", answer.json()["error"]["message"])
 
 
 def test_a_tool_that_is_left_out_cannot_be_forced() -> None:

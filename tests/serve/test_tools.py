@@ -59,7 +59,7 @@ def joined(choices: list[dict[str, Any]]) -> tuple[dict[str, Any], Any]:
 
 def plain(message: dict[str, Any]) -> dict[str, Any]:
     calls = [call["function"] for call in message.get("tool_calls", ())]
-    return {"content": message["content"] or "", "reasoning": message.get("reasoning", ""), "tool_calls": calls}
+    return {"content": message["content"] or "", "reasoning": message["reasoning"] or "", "tool_calls": calls}
 
 
 def test_calls_whole_and_streamed() -> None:
@@ -147,10 +147,10 @@ def test_reasoning_and_calls_in_special_tokens(thinker: Tokenizer) -> None:
     assert joined(streamed(stream)) == (plain(message), "tool_calls")
     assert f'"reasoning_tokens":{thoughts}' in stream.text
     hidden = server.post(CHAT_PATH, CHAT | {"include_reasoning": False}).json()["choices"][0]["message"]
-    assert "reasoning" not in hidden
+    assert hidden["reasoning"] is hidden["reasoning_content"] is None
     for field in ({"separate_reasoning": False}, {"reasoning_format": "none"}):
         kept = server.post(CHAT_PATH, CHAT | field).json()["choices"][0]["message"]
-        assert "reasoning" not in kept
+        assert kept["reasoning"] is None
         assert kept["content"].startswith("<think>")
         assert "</think>" in kept["content"]
     for field in ({"separate_reasoning": True}, {"reasoning_format": "deepseek"}):

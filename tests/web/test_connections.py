@@ -267,6 +267,25 @@ async def test_t9_heads_that_are_refused(head: bytes, status: int) -> None:
         assert answer.count(b"HTTP/1.1") == 1
 
 
+@pytest.mark.parametrize(
+    ("target", "path", "query"),
+    [
+        ("http://h:8/v1/models?a=b", "/v1/models", "a=b"),
+        ("HTTPS://h:8", "/", ""),
+        ("http://h:8?a", "/", "a"),
+        ("/http://x/", "/http://x/", ""),
+    ],
+)
+async def test_a_target_may_be_a_whole_url(target: str, path: str, query: str) -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        host = dict(scope["headers"])[b"host"].decode()
+        await Response(f"{scope['path']} {scope['query_string'].decode()} {host}")(scope, receive, send)
+
+    async with serving(app) as port:  # type: ignore[arg-type]
+        answer = await ask(port, f"GET {target} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode())
+        assert answer.decode().rpartition("\r\n")[2] == f"{path} {query} {'x' if target[0] == '/' else 'h:8'}"
+
+
 async def test_t9_a_body_after_the_refusal_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "LINGER_SECONDS", 0.3)
     async with serving(App()) as port:

@@ -285,6 +285,9 @@ async def test_t8_pages_of_listed_origins_may_read_answers_and_no_others() -> No
             allowed = await client.options(address + CHAT, headers={"origin": ours} | preflight)
             assert allowed.status_code == 200
             assert allowed.headers["access-control-allow-origin"] == ours
+            private = {"access-control-request-private-network": "true"}
+            allowed = await client.options(address + CHAT, headers={"origin": ours} | preflight | private)
+            assert allowed.headers["access-control-allow-private-network"] == "true"
             assert "x-any" in allowed.headers["access-control-allow-headers"]
             assert allowed.headers["x-request-id"]
             for path, headers in (("/v1/models", BEARER), ("/v1/models", {}), (CHAT, BEARER)):  # errors can be read too

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -93,6 +94,7 @@ def lines(path: Path, max_bytes: int) -> Iterator[tuple[int, bytes]]:
         number = 0
         while line := file.readline(max_bytes + 1):
             number += 1
+            line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
             if line.strip():
                 yield number, line
             while line and not line.endswith(b"\n") and len(line) > max_bytes:

@@ -13,7 +13,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from lmkit import neutral
 from lmkit.errors import RequestError
-from lmkit.hints import ignore
+from lmkit.hints import without_foreign
 from lmkit.serve.numbers import Temperature, TopP
 from lmkit.serve.protocol import ChatExtensions
 from lmkit.strict import LAZY, NULL, Nullable, given
@@ -68,13 +68,12 @@ def _texts(value: Any) -> Any:
         kind = block.get("type") if isinstance(block, dict) else None
         if kind in ("image", "document", "search_result", "container_upload"):
             raise ValueError(f"blocks of type {kind!r} are not supported: the model reads text")
-    return [block for block in value if not _is_foreign(block)] if isinstance(value, list) else value
+    return _ours(value) if isinstance(value, list) else value
 
 
-def _is_foreign(block: Any) -> bool:
-    """Whether a block is what another server's own tools did, or a mark for them."""
-    kind = block.get("type") if isinstance(block, dict) else None
-    return isinstance(kind, str) and kind not in _KINDS and ignore(f"messages.{kind}")
+def _ours(blocks: list[Any]) -> list[Any]:
+    """Without what another server's own tools did, and marks for them."""
+    return without_foreign(blocks, _KINDS, "messages", f"send blocks of type {', '.join(_KINDS)}")
 
 
 class Base64Source(Nullable):
@@ -103,7 +102,7 @@ def _blocks(value: Any) -> Any:
     if not isinstance(value, list):
         return _texts(value)
     _texts([block for block in value if not (isinstance(block, dict) and block.get("type") == "image")])
-    return [block for block in value if not _is_foreign(block)]
+    return _ours(value)
 
 
 class ToolResult(_Block):
@@ -163,20 +162,9 @@ class Tool(_Block):
 def _client_tools(tools: Any) -> Any:
     if isinstance(tools, list) and len(tools) > MAX_TOOLS:
         raise ValueError(f"at most {MAX_TOOLS} tools")
-    return [tool for tool in tools if not _runs_elsewhere(tool)] if isinstance(tools, list) else tools
-
-
-def _runs_elsewhere(tool: Any) -> bool:
-    """Whether a tool is one that Anthropic's servers or models know. The prompt leaves it out.
-
-    Raises ValueError where none may be.
-    """
-    kind = tool.get("type") if isinstance(tool, dict) else None
-    if not isinstance(kind, str) or kind == "custom":
-        return False
-    if not ignore(f"tools.{kind}"):
-        raise ValueError(f"tools of type {kind[:64]!r} are not supported: send tools with an input_schema")
-    return True
+    if not isinstance(tools, list):
+        return tools
+    return without_foreign(tools, ("custom",), "tools", "send tools with an input_schema")
 
 
 class ToolChoice(Nullable):

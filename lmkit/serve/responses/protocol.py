@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from lmkit import neutral
-from lmkit.hints import ignore
+from lmkit.hints import ignore, without_foreign
 from lmkit.serve.numbers import Temperature, TopP
 from lmkit.serve.protocol import ChatExtensions, Metadata, ModelName, never_cut
 from lmkit.serve.serving import new_id
@@ -138,15 +138,22 @@ class ReasoningItem(Nullable):
     status: Status | None = None
 
 
+class ItemReference(Nullable):
+    """An item of a stored response, see routes.resolved."""
+
+    type: Literal["item_reference"]
+    id: ItemId
+
+
 Item = Annotated[
-    Message | FunctionCall | FunctionCallOutput | CustomCall | CustomCallOutput | ReasoningItem,
+    Message | FunctionCall | FunctionCallOutput | CustomCall | CustomCallOutput | ReasoningItem | ItemReference,
     Field(discriminator="type"),
 ]
 
 
 _INPUT_IDS = {
     "message": "msg_", "function_call": "fc_", "function_call_output": "fco_", "custom_tool_call": "ctc_",
-    "custom_tool_call_output": "ctco_", "reasoning": "rs_",
+    "custom_tool_call_output": "ctco_", "reasoning": "rs_", "item_reference": "",
 }  # fmt: skip
 
 
@@ -163,14 +170,13 @@ def _item_list(value: Any) -> Any:
         value = [{"role": "user", "content": value}]
     if not isinstance(value, list):
         return value
-    items = [{"type": "message", **item} if isinstance(item, dict) else item for item in value]
-    return [item for item in items if not _is_foreign(item)]
+    items = [{"type": _kind(item), **item} if isinstance(item, dict) else item for item in value]
+    return without_foreign(items, _INPUT_IDS, "input", f"send items of type {', '.join(_INPUT_IDS)}")
 
 
-def _is_foreign(item: Any) -> bool:
-    """Whether an item is what another server's tools did, or a reference to one of its items."""
-    kind = item.get("type") if isinstance(item, dict) else None
-    return isinstance(kind, str) and kind not in _INPUT_IDS and ignore(f"input.{kind}")
+def _kind(item: dict[str, Any]) -> str:
+    """Of an item that does not say it."""
+    return "item_reference" if "id" in item and "role" not in item else "message"
 
 
 Items = Annotated[
@@ -186,18 +192,9 @@ OURS = ("function", "custom", "namespace")  # kinds of tools that the client run
 def _client_tools(tools: Any) -> Any:
     if isinstance(tools, list) and len(tools) > MAX_TOOLS:
         raise ValueError(f"at most {MAX_TOOLS} tools")
-    return [tool for tool in tools if not _runs_elsewhere(tool)] if isinstance(tools, list) else tools
-
-
-def _runs_elsewhere(tool: Any) -> bool:
-    """Whether a tool is one that another server runs. The prompt leaves it out. Raises ValueError where none may be."""
-    kind = tool.get("type") if isinstance(tool, dict) else None
-    if not isinstance(kind, str) or kind in OURS:
-        return False
-    if not ignore(f"tools.{kind}"):
-        known = "send functions or custom tools, which the client runs"
-        raise ValueError(f"tools of type {kind[:64]!r} are not supported: {known}")
-    return True
+    if not isinstance(tools, list):
+        return tools
+    return without_foreign(tools, OURS, "tools", "send functions or custom tools, which the client runs")
 
 
 class FunctionTool(Nullable):

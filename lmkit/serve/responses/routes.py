@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import msgspec
 from fastapi import APIRouter, Request, Response
 from pydantic import TypeAdapter
 
 from lmkit.errors import RequestError
+from lmkit.hints import ignore
 from lmkit.serve.auth import owner
 from lmkit.serve.body import read_json
 from lmkit.serve.choose import choose, shared
@@ -17,7 +18,15 @@ from lmkit.serve.response import answer
 from lmkit.serve.responses.answer import Exchange, ResponsesAnswer
 from lmkit.serve.responses.background import OPEN, Background
 from lmkit.serve.responses.conversations import conversations
-from lmkit.serve.responses.protocol import NAMES, Item, ListQuery, Prompt, ResponsesRequest, RetrieveQuery
+from lmkit.serve.responses.protocol import (
+    NAMES,
+    Item,
+    ItemReference,
+    ListQuery,
+    Prompt,
+    ResponsesRequest,
+    RetrieveQuery,
+)
 from lmkit.serve.responses.translate import to_chat
 from lmkit.serve.translated import num_prompt_tokens
 from lmkit.strict import LAZY, validate
@@ -25,6 +34,8 @@ from lmkit.web.pair import PAIR_HEADER
 from lmkit.web.response_store import ResponseStore, Stored
 
 PATH = "/v1/responses"
+ID_CHARS = 32  # of an answer's id, with which the ids of its items begin
+P = TypeVar("P", bound=Prompt)
 router = APIRouter()
 _ITEMS: TypeAdapter[list[Item]] = TypeAdapter(list[Item], config=LAZY)
 
@@ -34,6 +45,7 @@ async def create(request: Request) -> Response:
     body = await read_json(request, ResponsesRequest)
     request.state.user = body.user or body.safety_identifier
     server = await choose(request, body.model)
+    body = await _resolved(request, body)
     chat = to_chat(body, [*await _earlier(request, body), *body.input])
     exchange = Exchange(body, _owner(request), _store(request))
     share = request.state.held.enter_context(server.answers.share())
@@ -50,7 +62,7 @@ async def create(request: Request) -> Response:
 
 @router.post(f"{PATH}/input_tokens")
 async def input_tokens(request: Request) -> Response:
-    body = await read_json(request, Prompt)
+    body = await _resolved(request, await read_json(request, Prompt))
     chat = to_chat(body, [*await _earlier(request, body), *body.input])
     number = await num_prompt_tokens(request, chat, NAMES)
     return _json({"object": "response.input_tokens", "input_tokens": number})
@@ -98,6 +110,26 @@ async def input_items(id: str, request: Request) -> Response:
         "last_id": page[-1]["id"] if page else None,
         "has_more": start + query.limit < len(items),
     })  # fmt: skip
+
+
+async def _resolved(request: Request, body: P) -> P:
+    """The body with stored items in place of references to them. One that is not here is left out."""
+    references = [item.id for item in body.input if isinstance(item, ItemReference)]
+    if not references:
+        return body
+    found: dict[str, Any] = {}
+    share = request.state.held.enter_context(shared(request).bodies.share())
+    for response in dict.fromkeys(ResponsesAnswer.prefix + id.rpartition("_")[2][:ID_CHARS] for id in references):
+        if (stored := await _store(request).get(_owner(request), response)) is not None:
+            share.add(len(stored.response))
+            found |= {item["id"]: item for item in msgspec.json.decode(stored.response)["output"]}
+    for id in references:
+        if id not in found and not ignore("input.item_reference"):
+            raise RequestError("invalid_request", f"input: there is no item {id[:64]!r} here", "input")
+    known = iter(_ITEMS.validate_python([found[id] for id in references if id in found]))
+    items = [next(known) if isinstance(item, ItemReference) else item for item in body.input
+             if not isinstance(item, ItemReference) or item.id in found]  # fmt: skip
+    return body.model_copy(update={"input": items})
 
 
 async def _earlier(request: Request, body: Prompt) -> Iterable[Item]:

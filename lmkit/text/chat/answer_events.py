@@ -120,8 +120,7 @@ def message(events: Iterable[Event], answer: AnswerEvents) -> dict[str, Any]:
             (calls[-1][1] if kind == "arguments" else texts[kind]).append(text)
     content, reasoning = "".join(texts["content"]), "".join(texts["reasoning"])
     whole: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
-    if reasoning:
-        whole |= {"reasoning": reasoning, "reasoning_content": reasoning}
+    whole |= dict.fromkeys(("reasoning", "reasoning_content"), reasoning or None)
     if calls:
         whole["content"] = content or None
         whole["tool_calls"] = [
