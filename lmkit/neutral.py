@@ -217,7 +217,6 @@ CHAT: Mapping[str, Values] = {
 COMPLETION: Mapping[str, Values] = {
     "continue_final_message": _OFF,
     "do_preprocess": _OFF,
-    "suffix": (None, ""),
     "top_logprobs": _ZERO,
 }
 # Of a body of /v1/embeddings, /v1/rerank or /v1/score.

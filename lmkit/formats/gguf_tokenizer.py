@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from lmkit.formats.gguf_file import GgufFile
 
 MARK = "\u2581"  # SentencePiece's space
-NAMES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+NAMES = (
+    "bos", "eos", "unk", "sep", "pad", "cls", "mask", "fim_pre", "fim_suf", "fim_mid", "prefix", "suffix", "middle",
+)  # fmt: skip
 # Keys of general.sampling -> fields of generation_config.json.
 SAMPLING = {
     "temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "penalty_repeat": "repetition_penalty",

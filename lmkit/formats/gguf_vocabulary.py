@@ -27,6 +27,8 @@ ID_KEYS = {
     "bos": "bos_token_id", "eos": "eos_token_id", "unk": "unknown_token_id", "sep": "seperator_token_id",
     "pad": "padding_token_id", "cls": "cls_token_id", "mask": "mask_token_id", "eot": "eot_token_id",
     "eom": "eom_token_id", "fim_pad": "fim_pad_token_id", "fim_rep": "fim_rep_token_id", "fim_sep": "fim_sep_token_id",
+    "fim_pre": "fim_pre_token_id", "fim_suf": "fim_suf_token_id", "fim_mid": "fim_mid_token_id",
+    "prefix": "prefix_token_id", "suffix": "suffix_token_id", "middle": "middle_token_id",  # older names of these
 }  # fmt: skip
 # Texts of tokens that end a sequence, as llama.cpp knows them: many files name one such id and have several.
 ENDS = frozenset((

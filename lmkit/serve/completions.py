@@ -10,6 +10,7 @@ from fastapi import APIRouter, Request, Response
 
 from lmkit.serve.collect import Collected
 from lmkit.serve.constraint import is_constrained
+from lmkit.serve.fill_in import filled_in
 from lmkit.serve.parts import Completion, CompletionChoice, CompletionLogprobs
 from lmkit.serve.protocol import CompletionRequest
 from lmkit.serve.response import ResponseBuilder, clamped, respond, token_name
@@ -35,7 +36,9 @@ class CompletionResponse(ResponseBuilder[CompletionRequest]):
 
     @property
     def only_tokens(self) -> bool:
-        return len(self.body.prompt) == 1 and not self.body.endings and not is_constrained(self.body)
+        return (
+            len(self.body.prompt) == 1 and not (self.body.endings or self.body.suffix) and not is_constrained(self.body)
+        )
 
     @property
     def only_scores(self) -> bool:
@@ -43,10 +46,12 @@ class CompletionResponse(ResponseBuilder[CompletionRequest]):
 
     @property
     def num_chars(self) -> int:
-        return sum(map(len, self.body.prompt)) + len(self.body.prompt_start_ids or ())
+        return sum(map(len, (*self.body.prompt, self.body.prompt_start_ids or (), self.body.suffix or "")))
 
     def make_requests(self) -> list[engine.Request]:
-        return completion_requests(self.body, self.server.tokenizer, self.server.info, self.id, owner=self.owner)
+        body, tokenizer, info = self.body, self.server.tokenizer, self.server.info
+        body = filled_in(body, body.suffix, tokenizer, info) if body.suffix else body
+        return completion_requests(body, tokenizer, info, self.id, owner=self.owner)
 
     async def whole(self) -> Any:
         chosen = await self.chosen()

@@ -241,6 +241,7 @@ class CompletionRequest(_Sampling):
     best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None  # number generated; the best n are returned
     echo: bool | None = None
     logprobs: NumTop | None = None
+    suffix: str | None = None  # the text behind the answer; the model must have tokens for filling in
     # not OpenAI's
     add_special_tokens: bool | None = None  # vLLM's, of prompts that are texts; default true
     prompt_start_ids: list[int] | None = None  # token ids with which each prompt begins; its text follows

@@ -22,6 +22,7 @@ from lmkit.formats.gguf_file import GgufFile
 from lmkit.formats.gguf_tokenizer import generation_config, tokenizer_config, tokenizer_json
 from lmkit.formats.hub import DEMO_FOLDER
 from lmkit.text import Tokenizer
+from lmkit.text.infill import find_marks
 from lmkit.text.special_tokens import CONFIG, read_config
 from tests.formats.gguf_writer import write
 from tests.formats.test_gguf import EMBED, LLAMA
@@ -61,6 +62,15 @@ def opened(folder: Path, metadata: dict[str, Any]) -> GgufFile:
 
 def backend(file: GgufFile) -> tokenizers.Tokenizer:
     return tokenizers.Tokenizer.from_str(tokenizer_json(file))
+
+
+@pytest.mark.parametrize("names", ["fim_pre fim_suf fim_mid", "prefix suffix middle"])
+def test_tokens_for_filling_in_are_those_that_the_file_names(tmp_path: Path, names: str) -> None:
+    ids = {f"{G}{name}_token_id": id for name, id in zip(names.split(), (300, 301, 302), strict=True)}
+    write(tmp_path / "m.gguf", LLAMA | demo_metadata() | ids, EMBED)
+    found = find_marks(Tokenizer.from_pretrained(tmp_path / "m.gguf"))
+    assert found is not None
+    assert (found.prefix, found.suffix, found.middle) == (300, 301, 302)
 
 
 def test_the_demo_s_tokenizer_comes_back(tmp_path: Path) -> None:
