@@ -71,9 +71,6 @@ def serve(
     api_key_file: Annotated[
         Path | None, _server("A file with one key a line: KEY [name=value ...]. It is read again when it changes.")
     ] = None,
-    allowed_host: Annotated[
-        list[str] | None, _server("A name of this server, if it has no keys; *.example.com, repeatable.")
-    ] = None,
     cors_origin: Annotated[
         list[str] | None, _server("Pages of this site may call the server; repeatable. None may by default.")
     ] = None,
@@ -230,8 +227,6 @@ def serve(
         served_model_name=tuple(name for text in served_model_name or () for name in text.split(",")),
         api_keys=tuple(api_key or ()),
         api_key_file=str(api_key_file) if api_key_file else None,
-        proxy_key=None if api_key or api_key_file else secrets.token_urlsafe(32),
-        allowed_hosts=tuple(allowed_host or ()),
         cors_origins=tuple(cors_origin or ()),
         cors_credentials=cors_credentials,
         root_path=root_path,
@@ -316,7 +311,7 @@ def _run(models: list[ListedModel], config: ServerConfig, engine: str | None) ->
         pooled.append(PooledModel(model.name, front_end, aliases=model.aliases, keep_alive=model.keep_alive))
     name = ",".join(model.name for model in models)
     pool = ModelPool(pooled, config.memory_budget)
-    with registered("serve", name, config.drain_seconds, proxy_key=config.proxy_key) as tell:
+    with registered("serve", name, config.drain_seconds) as tell:
 
         def on_ready(url: str) -> None:
             tell(url, pool.reserved)

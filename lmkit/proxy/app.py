@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from lmkit.errors import RequestError
 from lmkit.log import get_logger
-from lmkit.proxy import kept, metrics
+from lmkit.proxy import kept, metrics, ollama
 from lmkit.proxy.accounts import routes as accounts
 from lmkit.proxy.accounts.ledger import Ledger
 from lmkit.proxy.accounts.tap import Tap, charged
@@ -199,18 +199,18 @@ class Proxy:
         scope, receive, response, key, tap = exchange
         async with self._admitted(exchange) as (body, journal):
             path, client = scope["path"], named_client(scope["headers"])
+            body = ollama.own_body(path, body, self.registry.names(self._router.aliases()))
             asked, name = read_asked(body), key.key if key else ""
             routing = self._router.routing(asked, scope["headers"], f"{name}\0{client}")
-            context = self.registry.context((routing.model, *routing.fallback))
-            charging = charged(self.ledger, key, tap, response, path, body, asked.model, context)
-            async with charging as (sent, added):
-                about = path, scope["query_string"], [*scope["headers"], *added], sent, asked.model
+            async with charged(self.ledger, key, tap, response, path, body) as sent:
+                about = path, scope["query_string"], scope["headers"], sent, asked.model
                 call = Call(*about, routing, journal, name, client)
 
                 def run(call: Call) -> Awaitable[None]:
                     return self._dispatcher.run(call, response, receive, self.stop)
 
-                async with holding(response) if asked.stream is True else contextlib.nullcontext():
+                response.model = asked.model
+                async with holding(response) if ollama.streams(path, asked.stream) else contextlib.nullcontext():
                     await respond(call, asked, self._forwarder, self.transcripts, response, run)
 
     def _listed(self, exchange: Exchange) -> list[dict[str, Any]]:
@@ -310,6 +310,10 @@ ROUTES: dict[str, dict[str, Route]] = {
 }
 
 
+async def _show_list(make: Callable[[ollama.Entries], Any], proxy: Proxy, exchange: Exchange) -> None:
+    await _json(exchange, make(proxy._listed(exchange)))
+
+
 def _of_accounts(access: Access, handler: accounts.Handler) -> Route:
     async def answer(proxy: Proxy, exchange: Exchange) -> None:
         if proxy.ledger is None:
@@ -329,6 +333,9 @@ def _of_accounts(access: Access, handler: accounts.Handler) -> Route:
 ROUTES |= {
     path: {method: _of_accounts(*route) for method, route in methods.items()}
     for path, methods in accounts.ROUTES.items()
+}
+ROUTES |= {
+    path: {"GET": Route(Access.USER, functools.partial(_show_list, make))} for path, make in ollama.LISTS.items()
 }
 _SHOW_MODEL = {"GET": Route(Access.USER, Proxy.show_model)}
 _FORWARD = {"POST": Route(Access.USER, Proxy.forward)}

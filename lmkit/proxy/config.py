@@ -23,7 +23,6 @@ from lmkit.config import (
     RootPath,
     StrictStruct,
     TenantsBy,
-    wrong_host,
     wrong_origin,
 )
 from lmkit.errors import ConfigError
@@ -48,6 +47,7 @@ ROUTES = (
     "/v2/rerank", "/rerank", "/v1/score", "/score",
     "/tokenize", "/detokenize", "/apply-template", "/v1/encode", "/v1/classify", "/classify", "/v1/moderations",
     "/v1/audio/speech", "/v1/images/generations", "/generate", "/v1/files", "/v1/batches", "/v1/conversations",
+    "/api/chat", "/api/generate", "/api/show", "/api/pull", "/api/embed", "/api/embeddings", "/completion", "/infill",
 )  # fmt: skip
 
 
@@ -113,7 +113,6 @@ class ProxyConfig(StrictStruct, frozen=True):
     api_keys: tuple[str, ...] = ()  # each `KEY [name=value ...]`, see web.auth.ApiKey; empty = no authentication
     admin_keys: tuple[Key, ...] = ()  # for /admin; empty = one that `lmkit proxy` makes and this user's commands find
     root_path: RootPath = ""  # as ServerConfig has it
-    allowed_hosts: tuple[str, ...] = ()  # as ServerConfig has it
     cors_origins: tuple[str, ...] = ()  # web pages that may read answers
     cors_credentials: bool = False  # and may send cookies
     chat_page: bool = True  # a page for people at /
@@ -151,7 +150,7 @@ class ProxyConfig(StrictStruct, frozen=True):
         urls = [node.url for node in self.nodes]
         if twice := sorted({url for url in urls if urls.count(url) > 1}):
             raise ValueError(f"node {twice[0]} is given twice")
-        if reason := wrong_origin(self.cors_origins) or wrong_host(self.allowed_hosts):
+        if reason := wrong_origin(self.cors_origins):
             raise ValueError(reason)
         if self.body_memory < self.max_body_bytes:
             raise ValueError("body_memory is less than max_body_bytes; no body of that size could ever be read")

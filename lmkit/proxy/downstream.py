@@ -13,6 +13,7 @@ from starlette.types import Message, Send
 
 from lmkit.errors import RequestError
 from lmkit.web.errors import error_event, error_response, event_of
+from lmkit.web.ollama import LINES, STREAMS, empty_part, line
 from lmkit.web.receive import client_disconnected
 from lmkit.web.sse import WholeEvents
 
@@ -20,7 +21,7 @@ HOLD_SECONDS = 1.0  # a client that asked for a stream gets its head after this 
 COMMENT_SECONDS = 10.0  # between two comments
 COMMENT = b": waiting\n\n"
 MAX_REFUSAL = 64 << 10  # bytes of an answer that becomes the last event of a stream
-_STREAM = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"))
+_EVENTS = b"text/event-stream; charset=utf-8"
 
 
 class DownstreamResponse:
@@ -31,7 +32,8 @@ class DownstreamResponse:
 
     def __init__(self, send: Send, retry_after: float | None = 1.0, path: str = "") -> None:
         """Errors have the form of the route `path`."""
-        self._send, self._path = send, path
+        self._send, self._path, self._lines = send, path, path in STREAMS
+        self.model = ""  # as the client names it
         self.retry_after = retry_after  # of a refusal, in seconds; None: never
         self._events: WholeEvents | None = None
         self._added: tuple[tuple[bytes, bytes], ...] = ()
@@ -63,19 +65,22 @@ class DownstreamResponse:
         await asyncio.sleep(HOLD_SECONDS)
         if self.started or self.finished:
             return
-        self._is_held, self._events = True, WholeEvents()
-        await self._send({"type": "http.response.start", "status": 200, "headers": [*_STREAM, *self._added]})
+        self._is_held, self._events = True, WholeEvents(lines=self._lines)
+        kind = LINES.encode() if self._lines else _EVENTS
+        headers = [(b"content-type", kind), (b"cache-control", b"no-cache"), *self._added]
+        await self._send({"type": "http.response.start", "status": 200, "headers": headers})
         while not (self.started or self.finished):
-            await self._send({"type": "http.response.body", "body": COMMENT, "more_body": True})
+            comment = line(empty_part(self._path, self.model)).encode() if self._lines else COMMENT
+            await self._send({"type": "http.response.body", "body": comment, "more_body": True})
             await asyncio.sleep(COMMENT_SECONDS)
 
     async def start(self, status: int, headers: Iterable[tuple[bytes, bytes]], *, events: bool = False) -> None:
-        """Start a streamed response. `events`: the body is server-sent events."""
+        """Start a streamed response. `events`: the body is server-sent events, or lines where the route has these."""
         if self._is_held:
             self.started = True
             self._refusal = None if events and status == 200 else bytearray()
             return
-        self._events = WholeEvents() if events else None
+        self._events = WholeEvents(lines=self._lines) if events else None
         await self.send({"type": "http.response.start", "status": status, "headers": list(headers)})
 
     async def write(self, data: bytes) -> None:
@@ -106,7 +111,7 @@ class DownstreamResponse:
         if not (self.started or self._is_held):
             await self.whole(error_response(error, retry_after=self.retry_after, path=self._path))
         elif self._events is not None:
-            separator = b"\n\n" if self._events.inside else b""
+            separator = self._events.separator if self._events.inside else b""
             await self.send({"type": "http.response.body", "body": separator + error_event(error, self._path)})
 
     async def whole(self, response: Response) -> None:

@@ -35,6 +35,7 @@ from lmkit.proxy.stored import PATH as RESPONSES
 from lmkit.proxy.tenants import named
 from lmkit.proxy.upstream import Answer, BrokenError, SilentError, UnreachableError, Upstream, UpstreamError
 from lmkit.web.errors import ERROR_HEADER
+from lmkit.web.ollama import LINES, STREAMS
 from lmkit.web.resume import STREAM_HEADER
 
 log = get_logger(__name__)
@@ -284,7 +285,8 @@ class Forwarder:
         headers = to_client(answer.raw_headers)
         kinds = dict(headers)
         kind = kinds.get(b"content-type", b"").partition(b";")[0].strip().lower()
-        events = kind == b"text/event-stream" and b"content-encoding" not in kinds
+        stream = LINES.encode() if call.path in STREAMS else b"text/event-stream"
+        events = kind == stream and b"content-encoding" not in kinds
         if events:  # an error event may have to be added
             headers = [(name, value) for name, value in headers if name != b"content-length"]
         if client.started and call.path == RESPONSES:
@@ -347,11 +349,11 @@ class Forwarder:
             (b"accept-encoding", b"identity"),  # an error event cannot be added to a compressed stream
             (b"via", b"1.1 " + self._own_via),
         ]
-        if node.key is not None:
+        if node.config.api_key is not None:
             if node.config.tenants == "header":
                 headers.append(call.journal.header())
                 body = call.journal.known() + body
-            headers.append((b"authorization", b"Bearer " + node.key.encode()))
+            headers.append((b"authorization", b"Bearer " + node.config.api_key.encode()))
         return url, headers, body
 
 

@@ -12,13 +12,8 @@ from lmkit.proxy.config import ProxyConfig
 from lmkit.proxy.registry import ModelEntries, Node, Registry
 from lmkit.proxy.rules import ModelName
 from lmkit.proxy.upstream import Upstream, UpstreamError
-from lmkit.web.running import Entry, proxy_key_at, running
 
 log = get_logger(__name__)
-NO_KEY = (
-    "node %s: its streams end when it fails, because it has no key of this proxy: start it with --api-key "
-    "'KEY role=proxy', and give the proxy the api_key KEY for it"
-)
 MAX_ANSWER_BYTES, MAX_MODELS = 1 << 20, 1000
 
 
@@ -39,15 +34,12 @@ class HealthChecker:
 
     async def check_all(self) -> None:
         """Check every node, and compare those that are up."""
-        here = running()
-        await asyncio.gather(*(self.check(node, here) for node in self._registry.nodes()))
+        await asyncio.gather(*map(self.check, self._registry.nodes()))
         for node, why in self._registry.eject().items():
             log.warning("node %s gets no requests for a while: %s", node.url, why)
 
-    async def check(self, node: Node, here: list[Entry] | None = None) -> None:
-        """Check one node and record the result; `here` are this user's processes on this machine. Never raises."""
-        if node.config.api_key is None and node.config.tenants == "header":
-            node.found_key = proxy_key_at(node.url, running() if here is None else here)
+    async def check(self, node: Node) -> None:
+        """Check one node and record the result. Never raises."""
         try:
             async with asyncio.timeout(self._timeout):
                 if not await self._is_well(node):
@@ -62,8 +54,6 @@ class HealthChecker:
         else:
             if self._registry.succeeded(node, models, note=note):
                 log.info("node %s is up, models: %s", node.url, ", ".join(sorted(node.models or ())))
-                if node.key is None and node.config.tenants == "header":
-                    log.warning(NO_KEY, node.url)
             return
         if self._registry.failed(node, failure):
             log.warning("node %s is down: %s", node.url, failure)
@@ -96,7 +86,7 @@ class HealthChecker:
             if not 200 <= answer.status <= 299:
                 if answer.status == 404:
                     raise _MissingError(f"{path} answered 404")
-                hint = ": check its api_key, or its --allowed-host" if answer.status in (401, 403) else ""
+                hint = ": check its api_key" if answer.status in (401, 403) else ""
                 raise ConfigError(f"{path} answered {answer.status}{hint}")
             body = await answer.body(MAX_ANSWER_BYTES)
         finally:

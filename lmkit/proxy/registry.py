@@ -6,7 +6,7 @@ import hashlib
 import math
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from random import Random
@@ -17,12 +17,10 @@ from lmkit.proxy.breaker import Breaker
 from lmkit.proxy.config import NodeConfig, ProxyConfig, Registration
 from lmkit.proxy.outliers import MAX_SAMPLES, MIN_SAMPLES, ramps, worst
 from lmkit.proxy.prefixes import Cut, PrefixIndex
-from lmkit.whole import whole
 
 ModelEntries = dict[str, dict[str, Any]]  # model id -> its object in a /v1/models list
 BROKEN = frozenset({500, 502, 504})  # statuses that count against a node; 503 only says that it is busy
 LATENCY_DECAY = 0.2  # share of the newest sample in the moving average
-MAX_CONTEXT = 1 << 31  # tokens
 TOKENS_RUNNING = 64  # of a prompt: what they delay a new request is what a running request delays it
 
 
@@ -40,7 +38,6 @@ class Node:
     down_since: float = -math.inf  # by the registry's clock
     up_since: float = -math.inf  # by the registry's clock
     draining: bool = False  # it gets no new requests
-    found_key: str | None = None  # of a server of this user here that has no api_key
     checked: bool = False  # a check has ended, well or badly
     failures: int = 0  # consecutive, of checks and connections; only a good check resets it
     successes: int = 0  # consecutive good checks
@@ -77,11 +74,6 @@ class Node:
     def id(self) -> str:
         """A short name that does not tell the address."""
         return hashlib.sha256(b"lmkit node " + self.url.encode()).hexdigest()[:8]
-
-    @property
-    def key(self) -> str | None:
-        """Sent to it, as a Bearer token."""
-        return self.config.api_key or self.found_key
 
     @property
     def admits(self) -> bool:
@@ -210,13 +202,6 @@ class Registry:
         able = [n for n in able if n.config.role != "prefill"] or able
         return [n for n in able if n.breaker.admits] or able
 
-    def context(self, models: Iterable[str]) -> int | None:
-        """The longest context of these models, in tokens, as their nodes list it. None = not known of each."""
-        lengths = [whole((node.models or {}).get(model, {}).get("max_model_len", 0))
-                   for model in models for node in self.nodes() if model in (node.models or ())]  # fmt: skip
-        known = [length for length in lengths if length is not None and 0 < length <= MAX_CONTEXT]
-        return max(known) if len(known) == len(lengths) and known else None
-
     def prefill_nodes(self, model: str) -> list[Node]:
         """The healthy nodes that compute prompts for the decode nodes of `model`."""
         nodes = [n for n in self._nodes.values() if n.config.role == "prefill" and n.healthy and n.admits]
@@ -286,6 +271,10 @@ class Registry:
         union |= {name: {"id": name, "object": "model", "created": 0, "owned_by": "lmkit"} for name in absent}
         union |= {alias: union[model] | {"id": alias} for alias, model in aliases.items() if model in union}
         return [union[name] for name in sorted(union)]
+
+    def names(self, aliases: Mapping[str, str]) -> set[str]:
+        """All names that requests may give."""
+        return {*aliases, *self.on_demand}.union(*(node.models or () for node in self.nodes()))
 
     @contextmanager
     def holding(self, model: str, tokens: int) -> Iterator[None]:

@@ -26,7 +26,7 @@ from lmkit.proxy.channel import BrokenError, Channel, SilentError, UnreachableEr
 from lmkit.proxy.http1 import Head
 from lmkit.web.tls import trusting
 
-__all__ = ["Answer", "BrokenError", "SilentError", "UnreachableError", "Upstream", "UpstreamError"]
+__all__ = ["Answer", "BrokenError", "SilentError", "UnreachableError", "Upstream", "UpstreamError", "node_tls"]
 log = get_logger(__name__)
 
 KEEP_ALIVE_SECONDS = 2.0  # of idle connections; less than the 5 s after which common servers close them
@@ -34,6 +34,12 @@ NAME_SECONDS = 10.0  # in which a name's addresses are not asked for again
 NEXT_ADDRESS_SECONDS = 0.25  # after which the next address of a name is tried beside the first (RFC 8305)
 
 Headers = Iterable[tuple[bytes, bytes]]
+
+
+@functools.cache
+def node_tls() -> ssl.SSLContext:
+    """The TLS settings for nodes on https: the authorities that httpx trusts, and those of LMKIT_CA_FILE, vouch."""
+    return trusting(httpx.create_ssl_context(trust_env=False))
 
 
 class Origin(NamedTuple):
@@ -243,9 +249,3 @@ def _parts(url: str) -> tuple[Origin, bytes, bytes]:
     if " " in target:
         raise ValueError("a target with a space")
     return *_origin(authority), target.encode("latin-1")
-
-
-@functools.cache
-def node_tls() -> ssl.SSLContext:
-    """The TLS settings for nodes on https: the authorities that httpx trusts, and those of LMKIT_CA_FILE, vouch."""
-    return trusting(httpx.create_ssl_context(trust_env=False))

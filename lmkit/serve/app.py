@@ -18,6 +18,7 @@ from lmkit.serve import (
     generate,
     health,
     invocations,
+    llama_cpp,
     metrics,
     models,
     openapi,
@@ -35,6 +36,7 @@ from lmkit.serve.errors import Edge, handle_http_exception, handle_request_error
 from lmkit.serve.hooks.hooks import Hooks
 from lmkit.serve.messages import routes as messages
 from lmkit.serve.metrics import Metrics
+from lmkit.serve.ollama import routes as ollama
 from lmkit.serve.pool import ModelPool
 from lmkit.serve.responses import conversations
 from lmkit.serve.responses import routes as responses
@@ -48,7 +50,6 @@ from lmkit.web.budget import Budget
 from lmkit.web.chat_page import ChatPage
 from lmkit.web.cors import with_cors
 from lmkit.web.data_folder import DataFolder
-from lmkit.web.hosts import Hosts
 from lmkit.web.response_store import ResponseStore
 from lmkit.web.resumable import Resumable
 from lmkit.web.routes import WithV1
@@ -58,6 +59,7 @@ ANSWER_PARTS = 8  # one answer may hold this part of the memory for all
 ROOMS = (
     chat, stored_chats, completions, responses, conversations, messages, generate, embeddings, classify, models,
     adapters, sleep, tokenize, file_routes, batch_routes, metrics, health, openapi, invocations,
+    ollama, llama_cpp,
 )  # fmt: skip
 ROUTERS = [module.router for module in ROOMS]
 
@@ -110,14 +112,12 @@ def create_app(models: ModelPool, tokenizers: Sequence[Tokenizer], config: Serve
     app.state.routes = [f"{min(route.methods or ())} {route.path_format}" for route in ours]
     app.add_exception_handler(RequestError, handle_request_error)
     app.add_exception_handler(HTTPException, handle_http_exception)
-    app.add_middleware(ApiKeys, keys=config.api_keys, file=config.api_key_file, proxy_key=config.proxy_key)
+    app.add_middleware(ApiKeys, keys=config.api_keys, file=config.api_key_file)
     if config.chat_page:
         app.add_middleware(ChatPage)
     app.add_middleware(Edge)
     app.add_middleware(Resumable)
     app.add_middleware(with_cors, origins=config.cors_origins, credentials=config.cors_credentials)
-    if not (config.api_keys or config.api_key_file):
-        app.add_middleware(Hosts, names=(config.host, *config.allowed_hosts))
     app.add_middleware(AccessLog)
     app.add_middleware(Traced)
     app.add_middleware(WithV1, root=config.root_path)  # the last added is the outermost

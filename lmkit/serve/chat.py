@@ -114,10 +114,8 @@ class ChatBuilder(ResponseBuilder[ChatCompletionRequest]):
             self.server.sessions.put(self._session, history)
 
     def logprob(self, entry: TextLogprobs) -> ChatLogprob:
-        top = entry.top[: self.num_top(self.body.top_logprobs)]
-        as_ids = bool(self.body.return_tokens_as_token_ids)
-        shown = msgspec.structs.asdict(_token(entry.token, as_ids))
-        return ChatLogprob(**shown, top_logprobs=[_token(token, as_ids) for token in top])
+        top, as_ids = self.num_top(self.body.top_logprobs), bool(self.body.return_tokens_as_token_ids)
+        return shown_logprob(entry, top, as_ids=as_ids)
 
 
 class _ChatResponse(ChatBuilder):
@@ -223,6 +221,12 @@ class _ChatResponse(ChatBuilder):
 
     def _chunk(self, choices: list[ChatChunkChoice], *, last: bool = False, **fields: Any) -> str:
         return self.chunk(ChatCompletionChunk(**self.head, choices=choices, **fields), last=last)
+
+
+def shown_logprob(entry: TextLogprobs, num_top: int, *, as_ids: bool = False) -> ChatLogprob:
+    """A token of an answer, with as many of the most likely ones."""
+    shown = msgspec.structs.asdict(_token(entry.token, as_ids))
+    return ChatLogprob(**shown, top_logprobs=[_token(token, as_ids) for token in entry.top[:num_top]])
 
 
 def _token(token: TokenText, as_id: bool) -> TopLogprob:

@@ -19,7 +19,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from lmkit import __version__
-from lmkit.serve import stored_chats
+from lmkit.serve import llama_cpp, stored_chats
 from lmkit.serve.auth import OPEN_PATHS
 from lmkit.serve.batches.batch_routes import BatchRequest
 from lmkit.serve.batches.file_routes import ANCHOR, LIMIT, SECONDS
@@ -28,6 +28,7 @@ from lmkit.serve.commands import AdapterCommand, LoadAdapterCommand, ModelComman
 from lmkit.serve.embeddings.protocol import ClassifyRequest, EmbeddingRequest, RerankRequest, ScoreRequest
 from lmkit.serve.invocations import ROUTES
 from lmkit.serve.messages import protocol as anthropic
+from lmkit.serve.ollama import protocol as ollama
 from lmkit.serve.openapi_model import fitted, limits
 from lmkit.serve.parts import ChatCompletionChunk, Completion
 from lmkit.serve.protocol import (
@@ -41,6 +42,9 @@ from lmkit.serve.protocol import (
 from lmkit.serve.responses import conversations
 from lmkit.serve.responses import protocol as openai
 from lmkit.strict import NULL, OF_MODEL, given
+from lmkit.web.ollama import LINES
+from lmkit.web.ollama import PREFIX as OLLAMA_ROUTES
+from lmkit.web.ollama import STREAMS as OLLAMA_STREAMS
 
 router = APIRouter()
 REF = "#/components/schemas/"
@@ -73,6 +77,14 @@ BODIES: Mapping[str, type[BaseModel]] = {
     "/detokenize": DetokenizeRequest,
     "/v1/encode": EncodeRequest,
     "/apply-template": TemplateRequest,
+    "/api/chat": ollama.ChatBody,
+    "/api/generate": ollama.GenerateBody,
+    "/api/embed": ollama.EmbedBody,
+    "/api/embeddings": ollama.EmbeddingsBody,
+    "/api/show": ollama.ShowBody,
+    "/api/pull": ollama.PullBody,
+    "/completion": llama_cpp.NativeRequest,
+    "/infill": llama_cpp.InfillRequest,
     "/v1/load_lora_adapter": LoadAdapterCommand,
     "/v1/unload_lora_adapter": AdapterCommand,
     "/sleep": SleepCommand,
@@ -135,7 +147,7 @@ OTHER_BODIES: Mapping[str, dict[str, Any]] = {
     },
 }
 CHUNKS = {"/v1/chat/completions": ChatCompletionChunk, "/v1/completions": Completion}
-STREAMS = {*CHUNKS, "/v1/responses", "/v1/messages", "/generate", "/invocations"}
+STREAMS = {*CHUNKS, "/v1/responses", "/v1/messages", "/generate", "/invocations", "/completion", "/infill"}
 BYTES = {"/v1/embeddings", "/invocations"}  # with encoding_format
 PAGE: dict[str, dict[str, Any]] = {"limit": {"type": "integer", "minimum": 1, "maximum": 100}, "after": TEXT}
 ORDER: dict[str, dict[str, Any]] = {"order": {"enum": ["asc", "desc"]}}
@@ -158,6 +170,8 @@ ERROR = {
     },
     "required": ["error"],
 }
+
+ERROR_TEXT = {"type": "object", "properties": {"error": TEXT}, "required": ["error"]}  # Ollama's
 
 
 @router.get("/openapi.json")
@@ -200,13 +214,16 @@ def _operation(route: APIRoute, method: str, body: dict[str, Any] | None) -> dic
     found: dict[str, Any] = {"application/json": {}}
     if method == "POST" and path in STREAMS:
         found["text/event-stream"] = {"schema": _event(path)} if path in CHUNKS else {}
+    if path in OLLAMA_STREAMS:
+        found[LINES] = {}
     if path in BYTES:
         found["application/octet-stream"] = {}
     if path == "/metrics":
         found = {"text/plain": {}}
     if path.endswith("/content"):
         found = {"application/octet-stream": {}}
-    error = {"description": "An error", "content": {"application/json": {"schema": {"$ref": REF + "Error"}}}}
+    wrong = ERROR_TEXT if path.startswith(OLLAMA_ROUTES) else {"$ref": REF + "Error"}
+    error = {"description": "An error", "content": {"application/json": {"schema": wrong}}}
     operation: dict[str, Any] = {
         "operationId": re.sub(r"\W+", "_", f"{method}{path}".lower()).strip("_"),
         "parameters": list(_parameters(route, method)),

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
 from contextlib import aclosing
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from pydantic import BaseModel
@@ -22,6 +22,16 @@ Early = Callable[[], str] | None
 DONE = "data: [DONE]\n\n"  # the last event of OpenAI's streams of chunks
 COMMENT = ": keep-alive\n\n"  # clients skip it (HTML, 9.2.6)
 KEEP_ALIVE_SECONDS = 10.0
+
+
+class Wire(NamedTuple):
+    """How a stream is written: its media type, and what says nothing but keeps its connection open."""
+
+    media_type: str
+    comment: Callable[[], str]
+
+
+EVENTS = Wire("text/event-stream", lambda: COMMENT)
 FIRST_SECONDS = 0.5  # a stream begins without its first event after this time
 
 
@@ -105,19 +115,29 @@ class EventStream(Response):
     off. `events` is closed when the response ends, also if the client disconnects.
     """
 
-    media_type = "text/event-stream"
-
     def __init__(
-        self, first: asyncio.Future[str], events: AsyncGenerator[str], failed: Failed = None, early: Early = None
+        self,
+        first: asyncio.Future[str],
+        events: AsyncGenerator[str],
+        failed: Failed = None,
+        early: Early = None,
+        wire: Wire = EVENTS,
     ) -> None:
-        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(headers=headers, media_type=wire.media_type)
+        self._comment = wire.comment
         del self.headers["content-length"]
         self._first, self._events, self._failed, self._early = first, events, failed, early
         self._num_sent = 0
 
     @classmethod
     async def open(
-        cls, receive: Receive, events: AsyncGenerator[str], failed: Failed = None, early: Early = None
+        cls,
+        receive: Receive,
+        events: AsyncGenerator[str],
+        failed: Failed = None,
+        early: Early = None,
+        wire: Wire = EVENTS,
     ) -> EventStream:
         """`early` writes what is sent where the first event takes longer than FIRST_SECONDS. None: wait for it."""
         first = asyncio.ensure_future(_next(events))
@@ -126,7 +146,7 @@ class EventStream(Response):
         except BaseException:
             await _closed(first, events)
             raise
-        return cls(first, events, failed, early)
+        return cls(first, events, failed, early, wire)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -159,7 +179,7 @@ class EventStream(Response):
             before = self._num_sent
             await asyncio.sleep(KEEP_ALIVE_SECONDS)
             if self._num_sent == before:
-                await send(_body(COMMENT, more=True))
+                await send(_body(self._comment(), more=True))
 
 
 async def _until_left(receive: Receive, sending: Coroutine[Any, Any, None]) -> None:

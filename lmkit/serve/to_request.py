@@ -343,14 +343,15 @@ def _fan_out(
     each = [msgspec.structs.replace(like.params, seed=(seed + i) % (1 << 64)) for i in range(choices)]
     requests: list[Request] = []
     for ids in prompts:
-        _check_prompt(ids, wanted, info, param)
+        check_prompt(ids, wanted, info, param)
         for params in each:
             request_id = f"{like.request_id}-{len(requests)}"
             requests.append(msgspec.structs.replace(like, request_id=request_id, prompt_ids=ids, params=params))
     return requests
 
 
-def _check_prompt(ids: Sequence[int], wanted: int, info: EngineInfo, param: str) -> None:
+def check_prompt(ids: Sequence[int], wanted: int, info: EngineInfo, param: str) -> None:
+    """Raise RequestError unless a prompt and as many new tokens as are `wanted` fit the context."""
     if not ids:
         raise _invalid(f"{param}: no tokens; the prompt is empty", param)
     check_ids(ids, info.vocab_size, param)

@@ -1,6 +1,6 @@
 """The JSON body, the status and the headers of every error that a client gets.
 
-The body is OpenAI's envelope, and Anthropic's on the routes of Anthropic's API.
+The body is OpenAI's envelope; Anthropic's and Ollama's routes have those of their APIs.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from starlette.responses import Response
 
 from lmkit.errors import RequestError
 from lmkit.log import get_logger
+from lmkit.web.ollama import PREFIX as OLLAMA_ROUTES
+from lmkit.web.ollama import STREAMS as OLLAMA_STREAMS
 
 MAX_MESSAGE_CHARS = 1000
 _NOTHING: Mapping[str, str] = {}
@@ -37,7 +39,9 @@ def _said(error: RequestError) -> str:
 
 
 def error_body(error: RequestError, path: str = "") -> bytes:
-    """`{"error": {message, type, param, code}}` as JSON; in Anthropic's form if `path` is one of its routes."""
+    """`{"error": {message, type, param, code}}` as JSON; in the form of the API that has the route `path`."""
+    if path.startswith(OLLAMA_ROUTES):
+        return msgspec.json.encode({"error": error.message[:MAX_MESSAGE_CHARS]})
     if path.startswith(ANTHROPIC_ROUTES):
         kind = _ANTHROPIC_TYPES.get(error.status, "api_error")
         shown: dict[str, object] = {"type": kind, "message": _said(error)[:MAX_MESSAGE_CHARS]}
@@ -55,12 +59,14 @@ def error_body(error: RequestError, path: str = "") -> bytes:
 
 
 def error_event(error: RequestError, path: str = "") -> bytes:
-    """The error as the last of a stream's server-sent events."""
+    """The error as the last event of a stream."""
     return event_of(error_body(error, path), path)
 
 
 def event_of(body: bytes, path: str = "") -> bytes:
     """The JSON of an error as an event of a stream on the route `path`."""
+    if path in OLLAMA_STREAMS:
+        return b" ".join(body.splitlines()) + b"\n"
     name = b"event: error\n" if path.startswith(ANTHROPIC_ROUTES) else b""
     return name + b"data: " + b" ".join(body.splitlines()) + b"\n\n"
 

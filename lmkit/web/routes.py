@@ -32,9 +32,10 @@ _OTHERS = frozenset({
     "/reset_prefix_cache", "/resume", "/resume_memory_occupation", "/server_info",
     "/start_profile", "/stop_profile", "/terminate", "/update_weights",
     "/update_weights_from_disk", "/update_weights_from_distributed", "/update_weights_from_tensor",
-    "/wakeup", "/chat_tokenize", "/info", "/prometheus", "/completion", "/embedding",
-    "/infill", "/lora-adapters", "/props", "/reranking", "/slots", "/api", "/docs", "/redoc",
-    "/nodes",
+    "/wakeup", "/chat_tokenize", "/info", "/prometheus", "/embedding",
+    "/lora-adapters", "/reranking", "/docs", "/redoc", "/nodes",
+    "/api/blobs", "/api/copy", "/api/create", "/api/delete", "/api/me", "/api/push", "/api/signout",
+    "/api/web_fetch", "/api/web_search",
 })  # fmt: skip
 
 

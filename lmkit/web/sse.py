@@ -1,4 +1,4 @@
-"""Reading server-sent events."""
+"""Reading server-sent events, and streams of a JSON object a line."""
 
 from __future__ import annotations
 
@@ -30,6 +30,9 @@ class EventData:
         return ended
 
 
+_LINE_END = re.compile(rb"\n")
+
+
 class WholeEvents:
     """Passes server-sent events on whole: the bytes stay the same, only the cuts between pieces move.
 
@@ -38,7 +41,9 @@ class WholeEvents:
 
     MAX_HELD = 1 << 20  # bytes of one event; a longer one is passed on in parts
 
-    def __init__(self) -> None:
+    def __init__(self, *, lines: bool = False) -> None:
+        """`lines`: each line is an event."""
+        self._end, self.separator = (_LINE_END, b"\n") if lines else (_EVENT_END, b"\n\n")
         self._held = b""
         self.inside = False  # part of an event has been passed on
 
@@ -47,7 +52,7 @@ class WholeEvents:
         start = max(0, len(self._held) - 3)  # an event's end may have begun in the last piece
         self._held += data
         end = 0
-        for match in _EVENT_END.finditer(self._held, start):
+        for match in self._end.finditer(self._held, start):
             end = match.end()
         if end:
             self.inside = False

@@ -21,9 +21,15 @@ OPERATIONS = {  # gen_ai.operation.name
     "/v1/chat/completions": "chat",
     "/v1/messages": "chat",
     "/v1/responses": "chat",
+    "/api/chat": "chat",
     "/v1/completions": "text_completion",
     "/generate": "text_completion",
+    "/api/generate": "text_completion",
+    "/completion": "text_completion",
+    "/infill": "text_completion",
     "/v1/embeddings": "embeddings",
+    "/api/embed": "embeddings",
+    "/api/embeddings": "embeddings",
 }
 _HEADERS = ("traceparent", "tracestate")
 

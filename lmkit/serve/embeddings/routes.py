@@ -22,7 +22,7 @@ from lmkit.serve.embeddings.protocol import (
     Text,
     TextsRequest,
 )
-from lmkit.serve.embeddings.vectors import Embedder
+from lmkit.serve.embeddings.vectors import Embedder, check_dimensions
 from lmkit.serve.streaming import WholeAnswer
 from lmkit.turbo.transport.vectors import similarities
 
@@ -37,17 +37,12 @@ router = APIRouter()
 @router.post("/v1/embeddings")
 async def embeddings(request: Request) -> Response:
     body, embedder = await begin(request, EmbeddingRequest, "embd-")
-    most, known = embedder.server.info.hidden_size, embedder.server.info.dimensions
-    if known and body.dimensions not in (None, most, *known):
-        message = f"dimensions={body.dimensions}: this model was trained for {', '.join(map(str, known))}"
-        raise RequestError("invalid_request", message, "dimensions")
-    if body.dimensions is not None and body.dimensions > most:
-        message = f"dimensions={body.dimensions}: this model's embeddings have {most}; ask for at most as many"
-        raise RequestError("invalid_request", message, "dimensions")
+    info = embedder.server.info
+    check_dimensions(body.dimensions, info)
     param = "input" if body.messages is None else "messages"
     texts: Sequence[Text] = body.input or [await embedder.conversation(body)]
-    prompt = "" if body.messages else embedder.server.info.sentences.prompt(body.prompt_name, body.input_type)
-    size = body.dimensions or most
+    prompt = "" if body.messages else info.sentences.prompt(body.prompt_name, body.input_type)
+    size = body.dimensions or info.hidden_size
     vectors = await embedder.vectors(texts, param, prompt=prompt, normalize=body.is_normalized, size=size)
     form = body.embed_dtype or "float32", body.endianness or "little"
     if body.encoding_format in ("bytes", "bytes_only"):

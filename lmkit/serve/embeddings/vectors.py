@@ -157,6 +157,17 @@ def scores(states: Vectors, classes: Classes, *, raw: bool) -> Vectors:
     return shown
 
 
+def check_dimensions(asked: int | None, info: EngineInfo) -> None:
+    """Raise RequestError unless embeddings may have this size."""
+    most, known = info.hidden_size, info.dimensions
+    if known and asked not in (None, most, *known):
+        message = f"dimensions={asked}: this model was trained for {', '.join(map(str, known))}"
+        raise RequestError("invalid_request", message, "dimensions")
+    if asked is not None and asked > most:
+        message = f"dimensions={asked}: this model's embeddings have {most}; ask for at most as many"
+        raise RequestError("invalid_request", message, "dimensions")
+
+
 def _parts(requests: list[Request]) -> Iterator[list[Request]]:
     part: list[Request] = []
     num_tokens = 0
