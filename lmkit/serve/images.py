@@ -120,12 +120,34 @@ class ImageSources:
         return data
 
 
+# Those that end with an IPv4 address: IPv4-compatible, translated (RFC 2765) and NAT64 (RFC 6052). ISATAP: RFC 5214.
+WITH_IPV4 = tuple(map(ipaddress.IPv6Network, ("::/96", "::ffff:0:0:0/96", "64:ff9b::/96")))
+LOCAL_NAT64 = (ipaddress.IPv6Network("64:ff9b:1::/48"),)  # each network's own (RFC 8215)
+ISATAP = 0x5EFE
+
+
 def is_public(address: str) -> bool:
     """Whether an address is one of the public internet."""
     found = ipaddress.ip_address(address.partition("%")[0])
-    if isinstance(found, ipaddress.IPv6Address) and (inner := found.ipv4_mapped or found.sixtofour):
-        return inner.is_global and not inner.is_multicast
-    return found.is_global and not found.is_multicast
+    if isinstance(found, ipaddress.IPv6Address):
+        if found.is_site_local or any(found in network for network in LOCAL_NAT64):
+            return False
+        if inner := _embedded(found):
+            return all(map(_is_global, inner))
+    return _is_global(found)
+
+
+def _is_global(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
+    return address.is_global and not address.is_multicast
+
+
+def _embedded(address: ipaddress.IPv6Address) -> list[ipaddress.IPv4Address]:
+    """The IPv4 addresses that a gateway may take from an IPv6 address."""
+    last = ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
+    found = [address.ipv4_mapped, address.sixtofour, *(address.teredo or ())]
+    if any(address in network for network in WITH_IPV4) or int(address) >> 32 & 0xFDFFFFFF == ISATAP:
+        found.append(last)
+    return [inner for inner in found if inner is not None]
 
 
 def _resolver(hosts: Sequence[str]) -> Any:

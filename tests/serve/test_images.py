@@ -162,8 +162,12 @@ def test_other_hosts_are_not_asked(host: str, url: str, hosts: tuple[str, ...], 
 def test_private_addresses() -> None:
     private = ["127.0.0.1", "10.0.0.1", "169.254.169.254", "192.168.1.1", "100.64.0.1", "0.0.0.0", "224.0.0.1", "::1"]
     private += ["fe80::1%eth0", "fc00::1", "::ffff:10.0.0.1", "2002:7f00:1::", "::"]
+    private += ["64:ff9b::10.0.0.1", "64:ff9b::7f00:1", "64:ff9b:1::5db8:d822", "::127.0.0.1", "::ffff:0:192.168.0.1"]
+    private += ["2001:0:5db8:d822::f5ff:fffe", "2001:db8::1", "2606:2800::5efe:10.0.0.1", "2606:2800::200:5efe:7f00:1"]
+    private += ["fec0::1"]
     assert not any(map(is_public, private))
     assert is_public("93.184.216.34")
+    assert is_public("64:ff9b::93.184.216.34")
     assert is_public("2606:2800:220:1:248:1893:25c8:1946")
 
 
