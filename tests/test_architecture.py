@@ -168,6 +168,7 @@ def test_forbidden_constructs() -> None:
 
 
 BROAD_EXCEPT_ALLOWED = {
+    "turbo/engine/adapters.py",  # a call to load one never ends the engine
     "turbo/engine/engine.py",  # the engine step: one request never ends the engine
     "turbo/runners/drafter.py",  # guesses are never needed
     "turbo/runners/stages.py",  # the plan's ticket raises it

@@ -146,7 +146,7 @@ class EngineAdapters:
                 if call.name not in self._known:
                     raise RequestError("not_found", f"no adapter {call.name[:64]!r} is loaded", "lora_name")
                 self._forget(call.name)
-        except RequestError as error:
+        except Exception as error:  # noqa: BLE001 - it is this call's
             self._end(call, error)
             return
         if call.folder is None:
@@ -160,7 +160,7 @@ class EngineAdapters:
         try:
             digest = self._digest_of(call)
             self._check_unused(call.name)
-        except LMKitError as error:
+        except Exception as error:  # noqa: BLE001 - it is this call's
             self._change(DropAdapter(call.key))
             self._end(call, error)
             return
@@ -171,10 +171,10 @@ class EngineAdapters:
             self._put(call.name)
         self._end(call, call.path)
 
-    def _end(self, call: _Call, outcome: str | LMKitError | None) -> None:
+    def _end(self, call: _Call, outcome: str | Exception | None) -> None:
         """Answer a call, and begin the next one."""
         self._calls.popleft()
-        if isinstance(outcome, LMKitError):
+        if isinstance(outcome, Exception):
             call.answer.set_exception(outcome)
         else:
             call.answer.set_result(outcome)
@@ -225,7 +225,8 @@ def inside(root: str | None, folder: str) -> Path:
     if root is None:
         raise RequestError("permission_denied", "no adapters may be loaded: start with --adapter-root FOLDER")
     base = Path(root).resolve()
-    path = (base / folder).resolve()
-    if not path.is_relative_to(base) or not path.is_dir():
-        raise RequestError("not_found", f"{folder[:256]!r} is no folder inside the --adapter-root", "lora_path")
-    return path
+    with suppress(OSError, ValueError):  # a name that is too long, or that no file can have
+        path = (base / folder).resolve()
+        if path.is_relative_to(base) and path.is_dir():
+            return path
+    raise RequestError("not_found", f"{folder[:256]!r} is no folder inside the --adapter-root", "lora_path")

@@ -144,10 +144,18 @@ class EngineLoop:
                     self._open.discard(request_id)
                     self._engine.abort(request_id)
                 case SetAdapter(name, folder):
-                    self._adapters.append((name, self._engine.set_adapter(name, folder)))
+                    self._adapters.append((name, self._set_adapter(name, folder)))
                 case Sleep() | Shutdown() as last:
                     return last
         return None
+
+    def _set_adapter(self, name: str, folder: str | None) -> Future[str | None]:
+        try:
+            return self._engine.set_adapter(name, folder)
+        except Exception as error:  # noqa: BLE001 - it is this call's
+            failed: Future[str | None] = Future()
+            failed.set_exception(error)
+            return failed
 
     def _answer_adapters(self) -> None:
         """Answer the calls that are done."""
@@ -161,6 +169,9 @@ class EngineLoop:
             return AdapterSet(name, code=error.code, error=error.message)
         except LMKitError as error:
             return AdapterSet(name, code="invalid_request", error=str(error))
+        except Exception:
+            logger.exception("an adapter could not be set")
+            return AdapterSet(name, code="engine_error", error="the adapter could not be set; the server's log has why")
 
     def _check(self) -> None:
         """Check the engine's integrity once in each pause. A defect is logged and counted, like a failed step."""

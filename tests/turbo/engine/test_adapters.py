@@ -19,6 +19,7 @@ from lmkit.errors import CheckpointError, ConfigError, LMKitError, RequestError,
 from lmkit.models import load_spec
 from lmkit.models.loader import load_model
 from lmkit.models.merge import merge
+from lmkit.turbo.engine.adapters import EngineAdapters
 from lmkit.turbo.engine.engine import Engine
 from lmkit.turbo.request import Request, SamplingParams
 from tests.models import peft_folder, tiny
@@ -226,6 +227,14 @@ def test_files_that_are_no_adapter(tmp_path: Path) -> None:
     weights.rename(folder / "adapter_model.bin")
     with pytest.raises(CheckpointError, match="bin may run code; save it as safetensors"):
         opened(f"a={folder}")
+
+
+@pytest.mark.parametrize("folder", ["a\0b", "a" * 300, "a/" * 3000, "\udcff", "é" * 200, "..", "a\n", "/"])
+def test_a_folder_that_no_file_system_has_is_that_calls_error(tmp_path: Path, folder: str) -> None:
+    adapters = EngineAdapters(None, EngineConfig(adapter_root=str(tmp_path)), tell=lambda change: None)
+    with pytest.raises(RequestError, match="is no folder inside") as refusal:
+        adapters.set("x", folder).result(0)
+    assert refusal.value.code == "not_found"
 
 
 def test_a_limit_without_a_root_is_refused(tmp_path: Path) -> None:
