@@ -59,6 +59,12 @@ def is_constrained(body: ChatCompletionRequest | CompletionRequest) -> bool:
     return bool(_asked(body))
 
 
+def checks_a_grammar(body: ChatCompletionRequest | CompletionRequest) -> bool:
+    """Whether reading the request may compile a grammar."""
+    others = ("tools", "thinking_token_budget")
+    return is_constrained(body) or any(getattr(body, name, None) for name in others)
+
+
 def _asked(body: ChatCompletionRequest | CompletionRequest) -> dict[str, Any]:
     fields = ("response_format", "structured_outputs", *_KINDS)
     return {name: value for name in fields if (value := getattr(body, name)) is not None}

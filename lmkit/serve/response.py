@@ -17,6 +17,7 @@ from lmkit.serve.auth import Owner, owner
 from lmkit.serve.body import read_json
 from lmkit.serve.choose import choose
 from lmkit.serve.collect import Collected, check_output
+from lmkit.serve.constraint import checks_a_grammar
 from lmkit.serve.pair import decoding, part_of, prefill
 from lmkit.serve.parts import Asked, ChatCompletionChunk, Completion, PromptProgress, RequestMetrics, Timings
 from lmkit.serve.protocol import ChatCompletionRequest, CompletionRequest
@@ -85,6 +86,11 @@ class ResponseBuilder(ABC, Generic[B]):
     @abstractmethod
     def num_chars(self) -> int:
         """The length of the body's texts, or of its token ids."""
+
+    @property
+    def guided(self) -> str | None:
+        """The tenant, if `prepare` checks a grammar."""
+        return self.owner.tenant if checks_a_grammar(self.body) else None
 
     @property
     def only_tokens(self) -> bool:
@@ -324,7 +330,8 @@ async def answer(request: Request, builder: ResponseBuilder[Any]) -> Response:
         builder.be(resumption.identity)
     await while_connected(request.receive, builder.gather())
     texts = builder.server.texts
-    await texts.run(request.receive, builder.num_chars, builder.prepare, only_tokens=builder.only_tokens)
+    num_chars, quick = builder.num_chars, builder.only_tokens
+    await texts.run(request.receive, num_chars, builder.prepare, only_tokens=quick, guided=builder.guided)
     if part is not None and part.role == "prefill":
         prompts = builder.requests[:: builder.choices_per_prompt]
         return await prefill(request, builder.server, prompts, builder.share, part)

@@ -16,8 +16,9 @@ from starlette.requests import Request as HttpRequest
 
 from lmkit.errors import RequestError
 from lmkit.hints import ignore
+from lmkit.serve.auth import owner
 from lmkit.serve.choose import choose
-from lmkit.serve.constraint import constraint
+from lmkit.serve.constraint import checks_a_grammar, constraint
 from lmkit.serve.images import ImageSources
 from lmkit.serve.protocol import ChatCompletionRequest, ChatExtensions
 from lmkit.serve.to_request import chat_prompt, prompt_room, sampling_params, with_numbers
@@ -56,7 +57,8 @@ async def num_prompt_tokens(http: HttpRequest, chat: ChatCompletionRequest, name
             number = len(with_images(prompt.ids, images, server.info)[0])
             return number if most is None else min(number, most)
 
-    return await server.texts.run(http.receive, chat.num_chars, counted)
+    guided = owner(http).tenant if checks_a_grammar(chat) else None
+    return await server.texts.run(http.receive, chat.num_chars, counted, guided=guided)
 
 
 @contextmanager

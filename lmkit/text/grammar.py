@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import threading
-from collections import OrderedDict
+import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -22,19 +22,27 @@ from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
 from lmkit.errors import RequestError
 from lmkit.hints import ignore
 from lmkit.text.dialects.table import MARKS
+from lmkit.text.fair_turns import TENANT
 from lmkit.text.grammar_process import LIMITS, compiled_tokenizer
 from lmkit.text.held_schema import held
-from lmkit.text.sandbox import Sandbox
+from lmkit.text.sandbox import Sandboxes
 from lmkit.text.structural_tag import lark_of, without
+from lmkit.text.tenant_cache import TenantCache
 
 MAX_CHARS = 256 << 10  # of a schema, pattern or grammar
 MAX_CHOICES = 4096
-MAX_COMPILED = 64  # grammars that are kept
 # Between the parts of a JSON text. A model may write it on lines of its own, but not spaces for ever.
 WHITESPACE = r"[ \t\r\n]{0,32}"
-MAX_CHECKED = 256  # grammars that are known to be right
-CPU_SECONDS, MEMORY = 10.0, 2 << 30  # of the process that checks them
-SHARED = Sandbox("grammar_process.py", CPU_SECONDS, MEMORY)
+# What llguidance says of a grammar that goes beyond its limits, and of one whose rules have no end.
+TOO_MUCH, NO_RULE = ("too many", "too big", "fuel", "max is"), "NoExtensionBias"
+MAX_CHECKED = 4096  # verdicts on grammars that are remembered, a sixteenth of them for one tenant
+CHECKERS = Sandboxes(2, "grammar_process.py", cpu_seconds=10.0, memory=2 << 30)  # a grammar's limits are tighter
+MAX_BYTES = 256 << 20  # of compiled grammars that are kept, a quarter of it for one tenant
+# llguidance tells no sizes. What it builds takes 100 to 300 MB for a second of work, and it does so as answers get on.
+MIN_BYTES, BYTES_A_SECOND = 32 << 10, 250e6
+QUICK_SECONDS = 2e-3  # a mask that takes no longer builds next to nothing
+# The time of a guide: at the start, and for each token. A mask usually takes 0.1 to 2 ms.
+MAX_SECONDS, TOKEN_SECONDS = 1.0, 0.02
 
 
 def json_schema(schema: Any, strict: bool | None = None) -> str:
@@ -70,7 +78,9 @@ def choice(texts: Any) -> str:
     """One of several texts."""
     if not isinstance(texts, list) or not 0 < len(texts) <= MAX_CHOICES:
         raise ValueError(f"expected a list of 1 to {MAX_CHOICES} texts")
-    return lark("start: " + "\n  | ".join(json.dumps(_text(text), ensure_ascii=False) for text in texts))
+    return lark(
+        "start: CHOICE\nCHOICE: " + "\n  | ".join(json.dumps(_text(text), ensure_ascii=False) for text in texts)
+    )
 
 
 def without_words(words: Any) -> str:
@@ -202,7 +212,7 @@ def with_special_marks(tokenizer: str) -> str:
 
 
 class Grammars:
-    """Grammars compiled for one tokenizer. The last ones are kept. Several threads may use it."""
+    """Grammars compiled for one tokenizer. Each tenant's last ones are kept. Several threads may use it."""
 
     def __init__(self, tokenizer: str, eos_token_ids: Sequence[int], vocab_size: int) -> None:
         """`tokenizer` is the text of tokenizer.json, `vocab_size` that of the logits, which may be more.
@@ -219,67 +229,69 @@ class Grammars:
         except ValueError:
             raise _unsupported("the model's tokenizer is of a kind that cannot follow one") from None
         self.vocab_size = vocab_size
-        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
-        self._checked: OrderedDict[str, None] = OrderedDict()
-        self._lock = threading.Lock()
+        self.compiled: TenantCache[LLMatcher] = TenantCache(MAX_BYTES // 4, MAX_BYTES)
+        self._verdicts: TenantCache[str] = TenantCache(MAX_CHECKED // 16, MAX_CHECKED)
 
     def check(self, grammar: str, param: str) -> None:
         """Raise RequestError, which names `param` and the reason, unless the grammar can be followed.
 
-        Call it before `guide`: a grammar that nobody has checked may end this process.
+        Call it before `guide`: a grammar that nobody has checked may end this process. It waits for its tenant's turn.
         """
-        with self._lock:
-            if grammar in self._checked:
-                return
-        kind, reason = self._asked(grammar)
-        if kind == "limit":
-            reason = "compiling it takes too much time, memory or depth; make it simpler"
-        if kind != "ok":
+        tenant, key = TENANT.get(), _digest(grammar)
+        if (reason := self._verdicts.get(tenant, key)) is None:
+            kind, reason = CHECKERS.ask(self._name, self._parts, grammar)
+            if kind == "limit" or any(words in reason.lower() for words in TOO_MUCH):
+                reason = "following it takes too much time, memory or depth; make it simpler"
+            elif NO_RULE in reason:
+                reason = "no answer fits it: a part of it is only itself"
+            self._verdicts.put(tenant, key, reason, 1)
+        if reason:
             raise RequestError("invalid_request", f"{param}: {reason}", param)
-        with self._lock:
-            self._checked[grammar] = None
-            while len(self._checked) > MAX_CHECKED:
-                self._checked.popitem(last=False)
 
-    def _asked(self, grammar: str) -> tuple[str, str]:
-        for _ in range(3):  # another thread's grammar may end the process in between
-            kind, reason = SHARED.ask("grammar", self._name, grammar)
-            if kind != "unknown":
-                return kind, reason
-            SHARED.ask("tokenizer", self._name, *self._parts)
-        return "limit", ""
+    def has(self, grammar: str, tenant: str = "") -> bool:
+        """Whether the grammar is compiled for this tenant."""
+        return self.compiled.get(tenant, _digest(grammar)) is not None
 
-    def guide(self, grammar: str) -> Guide:
+    def guide(self, grammar: str, tenant: str = "") -> Guide:
         """A guide at the start of an answer."""
-        return Guide(self._matcher(grammar).deep_copy(), self.vocab_size)
+        key = _digest(grammar)
+        start = time.thread_time()
+        matcher = self.compiled.get(tenant, key)
+        if matcher is None:
+            matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=LIMITS)
+            size = MIN_BYTES + 16 * len(grammar) + int(BYTES_A_SECOND * (time.thread_time() - start))
+            self.compiled.put(tenant, key, matcher, size)
 
-    def _matcher(self, grammar: str) -> LLMatcher:
-        with self._lock:
-            if (found := self._compiled.get(grammar)) is not None:
-                self._compiled.move_to_end(grammar)
-                return found
-        matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=LIMITS)  # other threads go on meanwhile
-        with self._lock:
-            self._compiled[grammar] = matcher
-            while len(self._compiled) > MAX_COMPILED:
-                self._compiled.popitem(last=False)
-        return matcher
+        def grown(seconds: float) -> None:
+            if seconds == math.inf:  # its copies share what they have built, and that they cannot go on
+                self.compiled.drop(tenant, key)
+            else:
+                self.compiled.grow(tenant, key, int(BYTES_A_SECOND * seconds))
+
+        return Guide(matcher.deep_copy(), self.vocab_size, grown)
 
 
 class Guide:
-    """One answer on its way through a grammar."""
+    """One answer on its way through a grammar. One that takes too much time fails: it allows no token."""
 
-    def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
-        self._matcher = matcher
-        # A bit for each token, from the lowest bit on. A guide that has failed allows none.
+    def __init__(
+        self, matcher: LLMatcher, vocab_size: int, grown: Callable[[float], None] = lambda seconds: None
+    ) -> None:
+        """`grown` is told the seconds in which the grammar was built further; infinity if the guide failed."""
+        self._matcher, self._grown = matcher, grown
+        # A bit for each token, from the lowest bit on.
         self.allowed = np.zeros(-(-vocab_size // 32), np.int32)
-        self._look()
+        self._seconds = MAX_SECONDS
+        self._advance([])
 
     def advance(self, token_ids: list[int]) -> None:
         """Take in the answer's next tokens, and find those that may follow."""
-        if not self._matcher.is_stopped():  # a token behind the end was computed for nothing
-            self._matcher.consume_tokens(token_ids)
-        self._look()
+        self._seconds += len(token_ids) * TOKEN_SECONDS
+        self._advance(token_ids)
+
+    @property
+    def has_failed(self) -> bool:
+        return self._seconds <= 0 or self._matcher.is_error()
 
     @property
     def may_be_forced(self) -> bool:
@@ -290,13 +302,19 @@ class Guide:
         """The tokens that must come next, as the tokenizer would write their text; none where there is a choice."""
         return list(self._matcher.compute_ff_tokens()) if self.may_be_forced else []
 
-    def _look(self) -> None:
-        if self._matcher.is_error():
+    def _advance(self, token_ids: list[int]) -> None:
+        start = time.thread_time()
+        if token_ids and not self._matcher.is_stopped():  # a token behind the end was computed for nothing
+            self._matcher.consume_tokens(token_ids)
+        if not self._matcher.is_error() and self._seconds > 0:
+            self._matcher.unsafe_compute_mask_ptr(self.allowed.ctypes.data, self.allowed.nbytes)
+        seconds = time.thread_time() - start
+        self._seconds = min(self._seconds - seconds, MAX_SECONDS)
+        if self.has_failed:  # out of fuel, or of time
             self.allowed[:] = 0
-            return
-        self._matcher.unsafe_compute_mask_ptr(self.allowed.ctypes.data, self.allowed.nbytes)
-        if self._matcher.is_error():  # out of fuel
-            self.allowed[:] = 0
+            self._grown(math.inf)
+        elif seconds > QUICK_SECONDS:
+            self._grown(seconds)
 
 
 def _unsupported(reason: str) -> RequestError:
@@ -307,3 +325,7 @@ def _text(value: Any) -> str:
     if not isinstance(value, str) or not value:
         raise ValueError("expected a text")
     return value
+
+
+def _digest(grammar: str) -> bytes:
+    return hashlib.sha256(grammar.encode(errors="surrogatepass")).digest()

@@ -7,10 +7,13 @@ import socket
 import subprocess
 import sys
 import threading
+from collections import deque
 from pathlib import Path
 from typing import Any
 
 import msgspec
+
+from lmkit.text.fair_turns import TENANT, FairTurns
 
 WALL_SECONDS = 60.0  # for a process that was stopped, or that waits for a processor
 MAX_REPLY_BYTES = 128 << 20
@@ -75,3 +78,25 @@ class Sandbox:
     def _end(self) -> None:
         self._process.kill()
         self._process.wait()
+
+
+class Sandboxes:
+    """Several processes of one module. The tenants of `fair_turns.TENANT` take turns at them."""
+
+    def __init__(self, count: int, module: str, cpu_seconds: float, memory: int) -> None:
+        """The last three are those of a `Sandbox`."""
+        self._turns = FairTurns(count)
+        self._idle = deque(Sandbox(module, cpu_seconds, memory) for _ in range(count))
+
+    def ask(self, name: str, parts: tuple[Any, ...], *value: Any) -> tuple[str, Any]:
+        """The answer to ("grammar", name, *value) of a process that has been told ("tokenizer", name, *parts)."""
+        with self._turns.turn(TENANT.get()):
+            sandbox = self._idle.pop()  # the one that was used last: others are started only where it is busy
+            try:
+                kind, answer = sandbox.ask("grammar", name, *value)
+                if kind == "unknown":
+                    sandbox.ask("tokenizer", name, *parts)
+                    kind, answer = sandbox.ask("grammar", name, *value)
+                return kind, answer
+            finally:
+                self._idle.append(sandbox)

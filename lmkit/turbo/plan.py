@@ -25,6 +25,7 @@ class NewSequence(msgspec.Struct, frozen=True):
     logprobs_start: int = 0  # position of the prompt token behind which prompt_logprobs begin
     images: tuple[ImageInput, ...] = ()
     second_start: int | None = None  # see Request
+    tenant: str = ""  # whose request it is
 
     def output_ids(self) -> list[int]:
         """The tokens generated so far."""

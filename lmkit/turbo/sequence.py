@@ -181,6 +181,7 @@ class Sequence:
             block_tables=block_tables,
             images=self.request.images,
             second_start=self.request.second_start,
+            tenant=self.request.tenant,
         )
 
     def gather_prompt_logprobs(self, start: int, values: list[TokenLogprobs]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import threading
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,9 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from lmkit.errors import RequestError
 from lmkit.text import Tokenizer
 from lmkit.text import grammar as grammars
+from lmkit.text.fair_turns import FairTurns
 from lmkit.text.grammar import Guide, grammar_of, response_format
+from lmkit.text.tenant_cache import TenantCache
 from tests.serve.fake_engine import DEMO
 
 TOKENIZER = Tokenizer.from_pretrained(DEMO)
@@ -66,6 +69,7 @@ def random_answer(grammar: str, seed: int, most: int = 400) -> str:
         ("json_schema", json.dumps(PERSON), ['{"name":"Ada","age":36}'], ["[]"]),
         ("json_object", True, ["{}", '{"a": [1, {"b": null}]}'], ["[]", "1", "{", '{"a": nul}']),
         ("regex", "[0-9]{3}-[a-f]+", ["123-abc"], ["12-abc", "123-xyz", "123-"]),
+        ("choice", [f"number {i}" for i in range(grammars.MAX_CHOICES)], ["number 0", "number 4095"], ["number 4096"]),
         ("choice", ["yes", "no", 'say "no"\n', "naïve"], ["yes", "no", 'say "no"\n', "naïve"], ["maybe", "yesno", ""]),
         ("grammar", 'start: "a" ("b" | "c")+', ["ab", "abcb"], ["a", "ba"]),
         ("grammar", 'root ::= "a" ("b" | "c")+', ["ab", "abcb"], ["a", "ba"]),
@@ -132,6 +136,9 @@ def test_masks_are_those_of_a_walk_through_all_tokens(schema: dict[str, Any]) ->
         ("choice", ["a", ""], "text"),
         ("choice", ["x"] * (grammars.MAX_CHOICES + 1), "list"),
         ("grammar", 'start: "a" foo', "foo"),
+        ("grammar", "start: start", "no answer fits it"),
+        ("json_schema", {"$ref": "#"}, "no answer fits it"),
+        ("json_schema", {"anyOf": [{"$ref": "#"}]}, "no answer fits it"),
         ("structural_tag", {"structures": [], "triggers": []}, "structures"),
         ("structural_tag", {"structures": [{"begin": "<f>", "schema": {}, "end": ""}], "triggers": ["x"]}, "trigger"),
     ],
@@ -205,11 +212,49 @@ def test_a_guide_that_is_led_astray_allows_nothing_and_one_at_its_end_stays_ther
     assert set(allowed(ended)) <= set(TOKENIZER.eos_token_ids)
 
 
-def test_only_the_last_grammars_are_kept() -> None:
+def test_grammars_are_kept_by_bytes_and_no_tenant_takes_the_place_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammars, "BYTES_A_SECOND", 0)  # of work, which differs from run to run
     mine = Tokenizer.from_pretrained(DEMO).grammars(4096)
-    for number in range(grammars.MAX_COMPILED + 5):
-        mine.guide(grammar_of("choice", [f"x{number}"], "field"))
-    assert len(mine._compiled) == grammars.MAX_COMPILED
+    mine.compiled = TenantCache(10 * grammars.MIN_BYTES, 100 * grammars.MIN_BYTES)
+    other = mine.guide(grammar_of("choice", ["mine"], "field"), "other")
+    for number in range(12):
+        mine.guide(grammar_of("choice", [f"x{number}"], "field"), "greedy")
+    assert 5 <= len(mine.compiled) < 12
+    assert mine.compiled.size <= 11 * grammars.MIN_BYTES
+    kept = len(mine.compiled)
+    mine.guide(grammar_of("choice", ["mine"], "field"), "other")
+    assert len(mine.compiled) == kept
+    assert len(allowed(other))
+
+
+def test_a_guide_that_takes_too_much_time_fails_and_its_grammar_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = Tokenizer.from_pretrained(DEMO).grammars(4096)
+    guide = mine.guide(grammar_of("regex", "[a-z]{1,100}", "field"))
+    monkeypatch.setattr(grammars, "TOKEN_SECONDS", -grammars.MAX_SECONDS)
+    guide.advance(TOKENIZER.encode("a", add_special_tokens=False))
+    assert len(allowed(guide)) == 0
+    assert len(mine.compiled) == 0
+
+
+def test_turns_are_fair_between_tenants() -> None:
+    turns, order, entered, leave = FairTurns(2), list[str](), threading.Semaphore(0), threading.Semaphore(0)
+
+    def work(tenant: str) -> None:
+        with turns.turn(tenant):
+            order.append(tenant)
+            entered.release()
+            leave.acquire()
+
+    threads = [threading.Thread(target=work, args=(tenant,)) for tenant in ("greedy",) * 6 + ("small",)]
+    for thread in threads:
+        thread.start()
+    assert entered.acquire(timeout=10)
+    assert entered.acquire(timeout=10)
+    assert sorted(order) == ["greedy", "small"]  # one tenant never has all places
+    leave.release(len(threads))
+    for thread in threads:
+        thread.join(10)
+    assert len(order) == 7
 
 
 CHAIN = "\n".join(["start: r0", *(f"r{i}: r{i + 1}" for i in range(10_000)), 'r10000: "a"'])
@@ -224,11 +269,21 @@ REFERENCES["$defs"]["5000"] = {"type": "null"}  # type: ignore[index]
         ("json_schema", REFERENCES),
         ("json_schema", {"const": -(2**63) + 1}),
         ("json_schema", {"type": "integer", "minimum": -(2**63) + 1, "maximum": -(2**63) + 1}),
+        ("json_schema", {"properties": {f"p{i}": {"type": "string"} for i in range(9000)}}),
+        ("json_schema", {"type": "string", "pattern": "^((a{1000}){1000}){1000}$"}),
+        ("regex", "[a-z]{3}((a{1000}){1000}){1000}"),
+        ("regex", "a{1000000000}"),
+        ("grammar", 'start: C\nA: "a"{1000}\nB: A{1000}\nC: B{1000}'),
+        ("grammar", 'start: (("a"{1000}){1000}){1000}'),
+        ("structural_tag", {"format": {"type": "regex", "pattern": "((a{1000}){1000}){1000}"}}),
     ],
-    ids=["chain of rules", "chain of references", "constant", "range"],
-)
-def test_t11_a_grammar_that_ends_its_compiler_is_refused(kind: str, value: Any) -> None:
-    with pytest.raises(RequestError, match=r"field: compiling it takes too much") as error:
+    ids=[
+        "chain of rules", "chain of references", "constant", "range", "properties", "pattern", "late", "long",
+        "terminals", "rules", "tag",
+    ],
+)  # fmt: skip
+def test_t11_a_grammar_that_takes_too_much_is_refused(kind: str, value: Any) -> None:
+    with pytest.raises(RequestError, match=r"field: following it takes too much") as error:
         GRAMMARS.check(grammar_of(kind, value, "field"), "field")
     assert (error.value.code, error.value.param) == ("invalid_request", "field")
     GRAMMARS.check(grammar_of("choice", ["x"], "field"), "field")

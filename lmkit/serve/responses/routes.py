@@ -56,7 +56,7 @@ async def create(request: Request) -> Response:
         message = "background: such a response is fetched later, so it needs store and goes without stream"
         raise RequestError("invalid_request", message, "background")
     await made.gather()
-    await server.texts.run(request.receive, made.num_chars, made.prepare)
+    await server.texts.run(request.receive, made.num_chars, made.prepare, guided=made.guided)
     return _json(await _background(request).begin(made, request.state.held.pop_all()))
 
 

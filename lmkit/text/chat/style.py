@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -151,7 +152,7 @@ class Style:
 
         grammars = self._tokenizer.grammars(vocab_size)
         form = Form(
-            [Called(tool.function.name, _held_schema(tool, grammars)) for tool in tools],
+            [Called(tool.function.name, _held_schema(tool, None)) for tool in tools],
             self.dialect if tools else None,
             must_call=must_call(body),
             parallel=_may_call_again(body),
@@ -162,7 +163,14 @@ class Style:
         )
         whole = grammar(form, self._tokenizer)
         param = "tools" if tools else "response_format" if content else "thinking_token_budget"
-        grammars.check(whole, param)
+        try:
+            grammars.check(whole, param)
+        except RequestError:
+            if not tools:
+                raise
+            held = [Called(tool.function.name, _held_schema(tool, grammars)) for tool in tools]
+            whole = grammar(replace(form, tools=held), self._tokenizer)
+            grammars.check(whole, param)
         return whole
 
     def _check_budget(self) -> None:
@@ -283,8 +291,11 @@ def _may_call_again(body: ToolOptions) -> bool:
     return not (must_call(body) and len(called_tools(body)) == 1) if asked is None else asked
 
 
-def _held_schema(tool: Tool, grammars: Grammars) -> Mapping[str, Any]:
-    """The schema of a tool's arguments, without what no grammar holds. A strict tool's is held whole, or refused."""
+def _held_schema(tool: Tool, grammars: Grammars | None) -> Mapping[str, Any]:
+    """The schema of a tool's arguments, without what no grammar holds. A strict tool's is held whole, or refused.
+
+    With `grammars` a schema that they refuse is any object; they are asked one by one where all together are refused.
+    """
     from lmkit.text.dialects.grammar import ANY_OBJECT, NO_PARAMETERS
     from lmkit.text.grammar import grammar_of
     from lmkit.text.held_schema import held
@@ -293,7 +304,8 @@ def _held_schema(tool: Tool, grammars: Grammars) -> Mapping[str, Any]:
     schema = {"type": "object", **function.parameters} if function.parameters else NO_PARAMETERS
     try:
         whole = grammar_of("json_schema", schema, f"tools: {function.name}", strict=bool(function.strict))
-        grammars.check(whole, f"tools: {function.name}")
+        if grammars is not None:
+            grammars.check(whole, f"tools: {function.name}")
     except RequestError as error:
         if function.strict:
             raise RequestError(error.code, error.message, "tools") from None

@@ -29,6 +29,7 @@ from lmkit.models.kv_storage import KVStorage
 from lmkit.models.tower import Tower
 from lmkit.turbo.engine import loading
 from lmkit.turbo.engine.adapters import EngineAdapters
+from lmkit.turbo.engine.compiling import Compiling
 from lmkit.turbo.engine.encoder import ALONE_SECONDS, Encoder
 from lmkit.turbo.engine.info import engine_info
 from lmkit.turbo.engine.loading import LoadedModel
@@ -141,6 +142,7 @@ class Engine:
             self._tiers, self._block_server = loading.open_tiers(config, model, blocks)
             self.tokenizer = model.tokenizer
             self._guides = Guides(model.tokenizer, spec.vocab_size)
+            self._compiling = self._compiles(limits)
             shared = self._tiers, self._guides, memory.max_model_len, memory.workspace, len(memory.layout.groups)
             parts = RunnerParts(config, model.decoder, kv, blocks, *shared, encoded)
             adapters = loading.load_adapters(model, config)
@@ -173,8 +175,7 @@ class Engine:
         self.info = msgspec.structs.replace(engine_info(model, limits, captured), kv_port=kv_port)
         if isinstance(model.tower, Tower):
             assert isinstance(self.runner, CpuRunner)
-            admit = partial(_admit, self.adapters, self.scheduler)
-            self._encoder = Encoder(model.tower, limits, encoded, admit, self.runner.call)
+            self._encoder = Encoder(model.tower, limits, encoded, self._compiling.add, self.runner.call)
         for file in model.mapped:
             packed_cache.check_in_background(file, self._lose)
         self._rest = Rest(config, self.scheduler.kv, blocks)
@@ -213,14 +214,21 @@ class Engine:
         """Queue a request. Raises RequestError if it can never run or the queue is full."""
         if request.pooling is None:
             check_head(self._has_head)
-        if request.params.grammar:
-            self._guides.prepare(request.params.grammar)
         if not request.images:
-            _admit(self.adapters, self.scheduler, request)
+            self._compiling.add(request)
         elif self._encoder is not None:
             self._encoder.add(request)
         else:
             raise RequestError("unsupported_parameter", f"images: {self.info.images}", "messages")
+
+    def _compiles(self, limits: SchedulerLimits) -> Compiling:
+        def admit(request: Request) -> None:
+            """Give a request to the scheduler. Its adapter, if it has one, has a place from then on."""
+            if request.adapter:
+                self.adapters.bring(request.adapter)
+            self.scheduler.add(request)
+
+        return Compiling(self._guides, limits, admit)
 
     def set_adapter(self, name: str, folder: str | None) -> Future[str | None]:
         """Load the adapter in `folder`, which must lie inside the adapter_root, beside the steps. None: unload it.
@@ -234,12 +242,14 @@ class Engine:
     def abort(self, request_id: str) -> None:
         """End a request early. Its last output says "abort". An unknown id is ignored: it may just have finished."""
         self.scheduler.abort(request_id)
+        self._compiling.abort(request_id)
         if self._encoder is not None:
             self._encoder.abort(request_id)
 
     def has_work(self) -> bool:
         """Whether to call `step`. A lost engine wants to say so."""
-        is_idle = not (self.scheduler.has_work() or self._has_images() or self.adapters.has_work())
+        waits = self._has_images() or self.adapters.has_work() or self._compiling.has_work()
+        is_idle = not (self.scheduler.has_work() or waits)
         return self._lost is not None or not is_idle
 
     def _has_images(self) -> bool:
@@ -260,7 +270,7 @@ class Engine:
             raise EngineLostError(self._lost)
         try:
             self.adapters.advance()
-            outputs = (self._encode() if self._encoder is not None else []) + self._step()
+            outputs = (self._encode() if self._encoder is not None else []) + self._compiling.advance() + self._step()
             if self._publisher is not None:
                 self._publisher.publish()
             if self._encoder is not None:
@@ -298,6 +308,8 @@ class Engine:
         """There is nothing to compute: wait a little for what is loaded."""
         if self.adapters.has_work():
             self.adapters.advance(IDLE_SECONDS)
+        elif self._compiling.has_work():
+            self._compiling.wait(IDLE_SECONDS)
         else:
             self.scheduler.wait(IDLE_SECONDS)
 
@@ -362,20 +374,14 @@ class Engine:
     def stats(self) -> EngineStats:
         counted = self._step_sizes.figures() | self._rest.figures()
         stats = msgspec.structs.replace(self.scheduler.stats(), failed_steps=self._failed_steps, **counted)
+        waiting = stats.num_waiting + len(self._compiling)
         if self._encoder is None:
-            return stats
-        waiting = stats.num_waiting + len(self._encoder)
+            return msgspec.structs.replace(stats, num_waiting=waiting)
+        waiting += len(self._encoder)
         return msgspec.structs.replace(stats, num_waiting=waiting, images=dict(self._encoder.counts))
 
     def check_integrity(self) -> None:
         self.scheduler.check_integrity()
-
-
-def _admit(adapters: EngineAdapters, scheduler: Scheduler, request: Request) -> None:
-    """Give a request to the scheduler. Its adapter, if it has one, has a place from then on."""
-    if request.adapter:
-        adapters.bring(request.adapter)
-    scheduler.add(request)
 
 
 def _raise(error: Exception) -> NoReturn:

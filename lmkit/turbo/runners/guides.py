@@ -1,4 +1,7 @@
-"""Grammars of running sequences. They are compiled, and the tokens that may come next are found, beside the steps."""
+"""Grammars of running sequences. They are compiled, and the tokens that may come next are found, beside the steps.
+
+Two threads work for all sequences, and release the interpreter's lock: no mask waits for a grammar that is compiled.
+"""
 
 from __future__ import annotations
 
@@ -17,28 +20,38 @@ if TYPE_CHECKING:
 
 
 class Guides:
-    """Makes the guides of an engine's sequences. One thread works for all; it releases the interpreter's lock."""
+    """Makes the guides of an engine's sequences."""
 
     def __init__(self, tokenizer: Tokenizer | None, vocab_size: int) -> None:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
-        self._thread = ThreadPoolExecutor(1, "grammars")
+        self._thread, self._compiler = ThreadPoolExecutor(1, "grammars"), ThreadPoolExecutor(1, "compiler")
 
-    def prepare(self, grammar: str) -> None:
-        """Begin to compile a request's grammar. Raises RequestError if this engine has no tokenizer."""
+    def has(self, tenant: str, grammar: str) -> bool:
+        """Whether a grammar of this tenant is compiled. Raises RequestError if this engine has no tokenizer."""
         if self._tokenizer is None:
             raise RequestError("unsupported_parameter", "an engine without a tokenizer follows no grammar", "grammar")
-        self._thread.submit(self._guide, grammar, [])
+        return self._tokenizer.grammars(self._vocab_size).has(grammar, tenant)
+
+    def compile(self, tenant: str, grammar: str) -> Future[None]:
+        """Begin to compile a grammar, up to the mask of its first token. The result is an error if that fails."""
+
+        def work() -> None:
+            if self._guide(tenant, grammar, []).has_failed:
+                raise RequestError("invalid_request", "the grammar cannot be followed", "grammar")
+
+        return self._compiler.submit(work)
 
     def begin(self, new: NewSequence) -> RunningGuide:
         """The guide of a sequence that enters, behind the tokens of its answer so far."""
-        return RunningGuide(self._thread, lambda: self._guide(new.params.grammar, new.output_ids()))
+        return RunningGuide(self._thread, lambda: self._guide(new.tenant, new.params.grammar, new.output_ids()))
 
     def close(self) -> None:
+        self._compiler.shutdown(cancel_futures=True)
         self._thread.shutdown()
 
-    def _guide(self, grammar: str, token_ids: list[int]) -> Guide:
+    def _guide(self, tenant: str, grammar: str, token_ids: list[int]) -> Guide:
         assert self._tokenizer is not None
-        guide = self._tokenizer.grammars(self._vocab_size).guide(grammar)
+        guide = self._tokenizer.grammars(self._vocab_size).guide(grammar, tenant)
         if token_ids:
             guide.advance(token_ids)
         return guide

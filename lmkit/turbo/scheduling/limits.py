@@ -73,3 +73,11 @@ def check_request(request: Request, limits: SchedulerLimits) -> int:
             "max_tokens",
         )
     return max_tokens
+
+
+def failure_of(request: Request) -> dict[str, str]:
+    """What an output says of a request whose next token cannot be chosen: `error`, and its code."""
+    if not request.params.grammar:
+        return {"error": "what the model computes for this request is not finite numbers"}
+    message = "no token may follow in this answer: its grammar has a dead end, or takes too much time or memory"
+    return {"error": message, "error_code": "invalid_request"}

@@ -43,7 +43,7 @@ from lmkit.turbo.request import EngineStats, FinishReason, Request, StepOutput, 
 from lmkit.turbo.scheduling.drafting import DraftModel, ModelSpeculation
 from lmkit.turbo.scheduling.fairness import Shares
 from lmkit.turbo.scheduling.history import History
-from lmkit.turbo.scheduling.limits import SchedulerLimits, check_request
+from lmkit.turbo.scheduling.limits import SchedulerLimits, check_request, failure_of
 from lmkit.turbo.scheduling.pacing import Pacer
 from lmkit.turbo.scheduling.planner import Planner
 from lmkit.turbo.scheduling.queue import RequestQueue
@@ -285,7 +285,7 @@ class Scheduler:
         if tokens:
             self._extend(seq, tokens, result.embedding)
         if has_failed and seq.status is not Status.FINISHED:
-            self._finish(seq, "error", error="what the model computes for this request is not finite numbers")
+            self._finish(seq, "error", **failure_of(seq.request))
 
     def _extend(self, seq: Sequence, tokens: list[SampledToken], embedding: bytes) -> None:
         """Append the tokens that one step sampled, up to the token that ends the sequence."""
