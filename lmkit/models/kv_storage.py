@@ -163,8 +163,6 @@ def allocate(
     when they are first written. Groups of `layout` share their tensors; without it every layer has its own.
     Linear attention has no blocks, but recurrent states of `num_states` sequences, and room for `num_guesses` of them
     (see allocate_states)."""
-    if device.startswith("cuda"):
-        storages = _on_gpu(layers, storages)
     tables = {rope: _angles(rope, positions, device) for rope in _ropes_of_means(layers, storages)}
     places = [(0, i) for i in range(len(layers))] if layout is None else layout.places()
     at, plain = tensor_device(device), dict[int, KVLayer]()
@@ -183,14 +181,6 @@ def allocate(
         else:
             found.append(_layer(layer, storage, replace(plain[place], group=group), tables.get(layer.rope)))
     return found
-
-
-def _on_gpu(layers: Sequence[LayerSpec], storages: list[KVStorage]) -> list[KVStorage]:
-    """The storages with what GPU kernels do of their transforms."""
-    if any(storage.transform.balance or storage.transform.first_value for storage in storages):
-        log.warning("kv_config.json: on a GPU keys are rotated by a Hadamard matrix in place of calibrated ones")
-    pairs = zip(layers, storages, strict=True)
-    return [replace(storage, transform=storage.transform.on_gpu(layer.head_dim)) for layer, storage in pairs]
 
 
 def _layer(spec: LayerSpec, storage: KVStorage, plain: KVLayer, table: Tensor | None) -> KVLayer:

@@ -49,12 +49,6 @@ class KVTransform:
             parts[name] = whole and whole.heads(heads)
         return replace(self, **parts)
 
-    def on_gpu(self, head_dim: int) -> KVTransform:
-        """What GPU kernels do of it: with a Hadamard matrix in place of others, where there is one. All of position 0
-        is stored."""
-        turned = self.hadamard or (self.balance is not None and not head_dim & (head_dim - 1))
-        return KVTransform(self.key_mean, turned)
-
     def num_bytes(self) -> int:
         """Bytes of the matrices in memory."""
         return 0 if self.balance is None else 2 * 4 * self.balance.array().size

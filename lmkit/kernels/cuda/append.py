@@ -38,10 +38,8 @@ def problem(rows: tuple[Tensor, ...], caches: tuple[KVTensor, KVTensor]) -> str 
         return elementwise.dtypes_of(*rows)
     if (reason := head_dim_problem(dim, are_one=are_one(*caches))) is not None:
         return reason
-    if dim > MAX_HEAD_DIM and any(cache.hadamard for cache in caches):
+    if dim > MAX_HEAD_DIM and (leaves_out(*caches) or any(cache.hadamard for cache in caches)):
         return f"rows of {dim} that are turned"
-    if any(cache.balance is not None or cache.first is not None for cache in caches):
-        return "keys that are balanced"
     if other := {cache.dtype for cache in caches} - set(STORAGE):
         return f"KV stored as {other.pop()}"
     if all(x.stride(2) == 1 and x.stride(0) % 8 == x.stride(1) % 8 == 0 and x.data_ptr() % 16 == 0 for x in rows):
@@ -54,6 +52,12 @@ def are_one(k_cache: KVTensor, v_cache: KVTensor) -> bool:
     return k_cache.data is v_cache.data
 
 
+def leaves_out(k_cache: KVTensor, v_cache: KVTensor) -> bool:
+    """Whether keys are balanced, or vectors of position 0 lack a part. Their kernels are variants of their own, and
+    turn.py prepares their queries."""
+    return any(x is not None for x in (k_cache.balance, k_cache.first, v_cache.first))
+
+
 def head_dim_problem(head_dim: int, *, are_one: bool) -> str | None:
     step = 32 if are_one or head_dim > MAX_HEAD_DIM else 16
     if head_dim % step or head_dim > MAX_ROW_DIM:
@@ -62,8 +66,8 @@ def head_dim_problem(head_dim: int, *, are_one: bool) -> str | None:
 
 
 @cache
-def append_kernel(dim: int, keys: KVDtype, values: KVDtype, bf16: bool) -> Kernel:
-    defines = {"LM_BF16": 1} if bf16 else {}
+def append_kernel(dim: int, keys: KVDtype, values: KVDtype, bf16: bool, *, balanced: bool = False) -> Kernel:
+    defines = ({"LM_BF16": 1} if bf16 else {}) | ({"BALANCED": 1} if balanced else {})
     return Kernel("append.cu", "append", DIM=dim, KEYS=STORAGE[keys], VALUES=STORAGE[values], **defines)
 
 
@@ -78,7 +82,7 @@ def rope_append(
     mean = None if k_cache.mean is None else k_cache.mean.vector
     angles = (cos.contiguous(), sin.contiguous(), cos.shape[1], mean)
     values = strided(None if are_one(k_cache, v_cache) else v)  # a row that is both is stored once, as a key
-    _append((*strided(q), *strided(k), *values, *angles), k, q.shape[1], k_cache, v_cache, slots)
+    _append((*strided(q), *strided(k), *values, *angles), k, q.shape[1], k_cache, v_cache, slots, positions)
 
 
 @implements(ops.kv_append, "cuda", device="cuda", accepts=accepts, priority=20)
@@ -89,18 +93,24 @@ def kv_append(
         ops.kv_append.fall_back("reference", reason)(k, v, k_cache, v_cache, slots, positions)
         return
     no_queries, no_angles = strided(None), (None, None, 0, None)
-    _append((*no_queries, *strided(k), *strided(v), *no_angles), k, 0, k_cache, v_cache, slots)
+    _append((*no_queries, *strided(k), *strided(v), *no_angles), k, 0, k_cache, v_cache, slots, positions)
 
 
 def _append(
-    rows: tuple[Any, ...], k: Tensor, num_heads: int, k_cache: KVTensor, v_cache: KVTensor, slots: Tensor
-) -> None:
+    rows: tuple[Any, ...], k: Tensor, num_heads: int, k_cache: KVTensor, v_cache: KVTensor, slots: Tensor,
+    positions: Tensor | None,
+) -> None:  # fmt: skip
     """Launch the append kernel. `rows` are its arguments before the caches."""
     tokens, kv_heads, dim = k.shape
-    kernel = append_kernel(dim, k_cache.dtype, v_cache.dtype, k.dtype == torch.bfloat16)
+    assert positions is None or (positions.dtype == torch.int32 and positions.is_contiguous())
+    matrices = None if k_cache.balance is None else k_cache.balance.keys
+    assert matrices is None or matrices.is_contiguous()
+    left_out = leaves_out(k_cache, v_cache)
+    kernel = append_kernel(dim, k_cache.dtype, v_cache.dtype, k.dtype == torch.bfloat16, balanced=left_out)
     blocks = -(-tokens * (num_heads + 2 * kv_heads) // HEADS_PER_BLOCK)
     sizes = (tokens, num_heads, kv_heads, k_cache.block_size)
-    kernel(blocks, 128, [*rows, *storage(k_cache), *storage(v_cache), slots, *sizes])
+    of_position_0 = (positions, matrices, k_cache.first, v_cache.first) if left_out else ()
+    kernel(blocks, 128, [*rows, *storage(k_cache), *storage(v_cache), slots, *sizes, *of_position_0])
 
 
 def strided(x: Tensor | None) -> tuple[Any, ...]:

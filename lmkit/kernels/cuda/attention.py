@@ -1,6 +1,7 @@
 """Attention over blocked KV: sequences with one new token go to csrc/decode_attention.cu, others to prefill's kernel.
 
-A step with exactly one token per sequence is one launch: rotation, append, attention and merge.
+A step with exactly one token per sequence is one launch: rotation, append, attention and merge. If keys are balanced,
+or position 0 lacks a part, it is three: append.cu, turn.cu for the queries, and attention.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ from torch import Tensor
 
 from lmkit.attention_spec import AttentionSpec
 from lmkit.kernels import ops
-from lmkit.kernels.cuda.append import STORAGE, accepts, problem, rope_append, storage, strided
+from lmkit.kernels.cuda.append import STORAGE, accepts, leaves_out, problem, rope_append, storage, strided
 from lmkit.kernels.cuda.gemm_table import SplitKey, table
 from lmkit.kernels.cuda.gpus import RESERVED_SHARED, Capability, gpu_of
 from lmkit.kernels.cuda.module import NUM_COUNTERS, Kernel, backend, counters
 from lmkit.kernels.cuda.prefill import MAX_MEAN_PAIRS, in_bits, prefill_attention
 from lmkit.kernels.cuda.switches import switches
+from lmkit.kernels.cuda.turn import turned
 from lmkit.kernels.cuda.wide import is_wide, wide_attention, wide_problem
 from lmkit.kernels.ops import BatchGeometry, KVTensor
 from lmkit.kernels.registry import implements
@@ -56,11 +58,13 @@ def paged_attention(
         return wide_attention(q, k_cache, v_cache, geometry, spec)
     out = q.new_empty(*q.shape[:2], v_cache.dim)
     mixed = not decodes and num_seqs > 1 and not switches().invariant
+    rows, shares = turned(q, k_cache, v_cache)
     if decodes or mixed:
-        decode_attention(q, None, k_cache, v_cache, geometry, spec, out, sink_logits)
+        decode_attention(rows, None, k_cache, v_cache, geometry, spec, out, sink_logits, shares)
     if not decodes:
-        q = q if q.stride(1) == q.shape[2] else q.contiguous()
-        prefill_attention(q, k_cache, v_cache, geometry, spec, out, skip_single=mixed, sink_logits=sink_logits)
+        rows = rows if rows.stride(1) == rows.shape[2] else rows.contiguous()
+        learned = {"sink_logits": sink_logits, "shares": shares}
+        prefill_attention(rows, k_cache, v_cache, geometry, spec, out, skip_single=mixed, **learned)
     return out
 
 
@@ -87,7 +91,7 @@ def rope_paged_attention(
         reference = ops.rope_paged_attention.fall_back("reference", reason)
         y: Tensor = reference(q, k, v, cos, sin, k_cache, v_cache, geometry, spec, sink_logits, positions)
         return y
-    if decodes:
+    if decodes and not leaves_out(k_cache, v_cache):
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         decode_attention(q, (k, v, cos, sin), k_cache, v_cache, geometry, spec, out, sink_logits)
         return out
@@ -111,11 +115,12 @@ def decode_attention(
     spec: AttentionSpec,
     out: Tensor,
     sink_logits: Tensor | None = None,
+    shares: Tensor | None = None,
 ) -> None:
     """Write the rows of `out` [T, num_heads, D] of sequences with exactly one query; zeros for empty sequences.
 
     `new` is (k, v, cos, sin) of ops.rope_append: the kernel then rotates and appends too. None: q is already rotated
-    and everything is appended.
+    and everything is appended. q and `shares` are turn.Queries.
     """
     num_heads, dim = q.shape[1:]
     kv_heads = k_cache.data.shape[1]
@@ -129,7 +134,8 @@ def decode_attention(
         half, _, positions = mean.table.shape
         means = (mean.vector, mean.pairs, mean.table, half, mean.pairs.shape[1], positions)
 
-    shape = shape_of(dim, k_cache.dtype, v_cache.dtype, group, mean is not None, backend(q.device.type).capability())
+    capability, with_shares = backend(q.device.type).capability(), shares is not None
+    shape = shape_of(dim, k_cache.dtype, v_cache.dtype, group, mean is not None, capability, with_shares=with_shares)
     head_tiles = -(-group // (8 * shape.n_tiles))
     blocks = num_seqs * kv_heads * head_tiles
     tiles = -(-tables.shape[1] * k_cache.block_size // TILE)
@@ -145,27 +151,29 @@ def decode_attention(
     rows = min(group, 8 * shape.n_tiles)
     partials = torch.empty(math.prod(grid) * rows * (dim + 2) if splits else 0, device=q.device)
     kernel = decode_kernel(
-        dim, (k_cache.dtype, v_cache.dtype), q.dtype == torch.bfloat16, k_cache.block_size, shape,
-        mean=mean is not None, capped=spec.softcap > 0,
+        dim, (k_cache.dtype, v_cache.dtype), out.dtype == torch.bfloat16, k_cache.block_size, shape,
+        mean=mean is not None, capped=spec.softcap > 0, with_shares=with_shares,
     )  # fmt: skip
     args = [
         *strided(q), *strided(k), *strided(v), cos, sin, 0 if cos is None else cos.shape[1],
         *storage(k_cache), *storage(v_cache)[:3], *means, slots, tables, tables.stride(0), geometry.query_start,
         geometry.context_lens, *in_bits(spec), spec.window, spec.sinks,
         None if sink_logits is None else sink_logits.float(), out, partials, counters(q.device.type), kv_heads, group,
-        num_seqs, places if listed else 0, cost,
+        num_seqs, places if listed else 0, cost, *(() if shares is None else (shares, v_cache.first)),
     ]  # fmt: skip
     kernel(grid, THREADS, args, shared=shape.shared)
 
 
 @cache
 def decode_kernel(
-    dim: int, stored: tuple[KVDtype, KVDtype], bf16: bool, block_size: int, shape: Shape, *, mean: bool, capped: bool
-) -> Kernel:
+    dim: int, stored: tuple[KVDtype, KVDtype], bf16: bool, block_size: int, shape: Shape, *, mean: bool, capped: bool,
+    with_shares: bool = False,
+) -> Kernel:  # fmt: skip
     keys, values = (STORAGE[dtype] for dtype in stored)
+    defines = ({"LM_BF16": 1} if bf16 else {}) | ({"SHARES": 1} if with_shares else {})
     return Kernel(
         "decode_attention.cu", "decode_attention", DIM=dim, KEYS=keys, VALUES=values, NT=shape.n_tiles,
-        BLOCK=block_size, STAGES=shape.stages, MEAN=int(mean), SOFTCAP=int(capped), **({"LM_BF16": 1} if bf16 else {}),
+        BLOCK=block_size, STAGES=shape.stages, MEAN=int(mean), SOFTCAP=int(capped), **defines,
     )  # fmt: skip
 
 
@@ -198,13 +206,17 @@ class Shape(NamedTuple):
 
 
 @cache
-def shape_of(dim: int, keys: KVDtype, values: KVDtype, group: int, mean: bool, capability: Capability) -> Shape:
+def shape_of(
+    dim: int, keys: KVDtype, values: KVDtype, group: int, mean: bool, capability: Capability, *,
+    with_shares: bool = False,
+) -> Shape:  # fmt: skip
     """The block's shape. The rings of two blocks keep an SM's share of the memory's bandwidth in flight. With rows
     longer than 128 there are no registers for a second tile of heads."""
     n_tiles = 2 if group > 8 and dim <= 128 else 1
     rows, strides = 8 * n_tiles, row_stride(keys, dim) + row_stride(values, dim)
     stage = WARPS * (UNIT * strides + UNIT * 8)
     rest = strides + rows * (2 * dim + 12 + 8 * WARPS) + 128 + (rows * 6 * dim if mean else 0)  # the kernel's `Shared`
+    rest += 4 * rows if with_shares else 0
     whole = gpu_of(capability).shared
     stages = max(2, min(MAX_STAGES, (whole // 2 - RESERVED_SHARED - rest) // stage))
     shared = max(stages * stage, WARPS * rows * dim * 4) + rest
@@ -224,7 +236,7 @@ def attention_problem(rows: tuple[Tensor, ...], k_cache: KVTensor, v_cache: KVTe
         return reason
     if k_cache.block_size % UNIT:
         return f"blocks of {k_cache.block_size} tokens, not of a multiple of {UNIT}"
-    if v_cache.hadamard or v_cache.mean is not None:
+    if v_cache.hadamard or v_cache.mean is not None or v_cache.balance is not None:
         return "values that are turned, or stored without a mean"
     if decodes and v_cache.dim != k_cache.dim:
         return "new tokens with values of another width than keys"
@@ -233,6 +245,7 @@ def attention_problem(rows: tuple[Tensor, ...], k_cache: KVTensor, v_cache: KVTe
         return f"a key mean of {pairs} pairs, more than {MAX_MEAN_PAIRS}"
     heads, dim = rows[0].shape[1:]
     group, capability = heads // k_cache.data.shape[1], backend(rows[0].device.type).capability()
-    if not shape_of(dim, k_cache.dtype, v_cache.dtype, group, pairs > 0, capability).fits:
+    kinds, with_shares = (k_cache.dtype, v_cache.dtype), leaves_out(k_cache, v_cache)
+    if not shape_of(dim, *kinds, group, pairs > 0, capability, with_shares=with_shares).fits:
         return f"{group} queries of {dim} for a KV head, which shared memory cannot hold"
     return None

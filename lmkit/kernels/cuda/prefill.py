@@ -43,9 +43,10 @@ def prefill_attention(
     *,
     skip_single: bool,
     sink_logits: Tensor | None = None,
+    shares: Tensor | None = None,
 ) -> None:
     """ops.paged_attention into `out` [T, num_heads, v_cache.dim], contiguous. `skip_single` skips sequences of one
-    query.
+    query. q and `shares` are turn.Queries.
 
     q is float16 or bfloat16 [T, num_heads, D]; its tokens are any multiple of 16 bytes apart. Sequences without queries
     or without context are skipped. The result does not depend on how blocks of threads are scheduled.
@@ -56,10 +57,10 @@ def prefill_attention(
     if not num_seqs or num_tokens < 1 + skip_single:
         return
     pairs = 0 if mean is None else mean.pairs.shape[1]
-    stored, bf16 = (k_cache.dtype, v_cache.dtype), q.dtype == torch.bfloat16
+    stored, bf16 = (k_cache.dtype, v_cache.dtype), out.dtype == torch.bfloat16
     fixed = PART_KEYS if switches().invariant else 0
     of_step = bf16, (dim, value_dim), stored, pairs, q.device.type
-    kernel, keys, shared = variant(*of_step, capped=spec.softcap > 0, part_keys=fixed)
+    kernel, keys, shared = variant(*of_step, capped=spec.softcap > 0, part_keys=fixed, with_shares=shares is not None)
     part = kernel.defines.get("PART", 0) * keys
     slots = num_tokens * group // ROWS + num_seqs
     blocks, max_keys = slots * num_kv_heads, tables.shape[1] * k_cache.block_size
@@ -77,6 +78,7 @@ def prefill_attention(
         tables.stride(0), geometry.query_start, geometry.context_lens, num_seqs, group, k_cache.block_size,
         spec.window, spec.sinks, k_cache.hadamard, skip_single, *in_bits(spec),
         None if sink_logits is None else sink_logits.float(), out, records, rows, counters(q.device.type),
+        *(() if shares is None else (shares, v_cache.first)),
     ]  # fmt: skip
     kernel((num_kv_heads, slots, splits), 128 if value_dim <= 128 else 256, args, shared=shared)
 
@@ -109,6 +111,7 @@ def variant(
     *,
     capped: bool,
     part_keys: int = 0,
+    with_shares: bool = False,
 ) -> tuple[Kernel, int, int]:
     """(the kernel, keys of its tile, its bytes of shared memory). dims: those of keys and of values. part_keys: those
     of a range at a fixed position, rounded to whole tiles; 0 = ranges as `num_splits` has them."""
@@ -118,6 +121,7 @@ def variant(
     defines = {"HEAD_DIM": dim, "KEYS": keys, "K_STORAGE": STORAGE[k], "V_STORAGE": STORAGE[v]}
     defines |= {"MEAN_PAIRS": mean_pairs, "SOFTCAP": int(capped)} | ({"LM_BF16": 1} if bf16 else {})
     defines |= {} if value_dim == dim else {"VALUE_DIM": value_dim}
+    defines |= {"SHARES": 1} if with_shares else {}
     defines |= {"PART": max(1, part_keys // keys)} if part_keys else {}
     kernel = Kernel("prefill_attention.cu", "prefill_attention", **defines)
     return kernel, keys, shared_bytes(dims, k, v, mean_pairs, keys)

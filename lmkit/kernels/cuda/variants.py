@@ -10,6 +10,7 @@ import itertools
 import pkgutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from types import ModuleType
 from typing import Any
@@ -25,7 +26,7 @@ from lmkit.kernels.cuda.library import invariant_product
 from lmkit.kernels.cuda.module import HALVES, Kernel, Launch
 from lmkit.kernels.cuda.prefill import PART_KEYS, variant
 from lmkit.kernels.delta import ROW_FIELDS, DeltaStates, DeltaWeights
-from lmkit.kernels.ops import BatchGeometry, KVTensor, Norm
+from lmkit.kernels.ops import Balance, BatchGeometry, KeyMean, KVTensor, Norm
 from lmkit.kernels.registry import Implementation, Op
 from lmkit.kv_dtype import FLOAT16, FP8, INT4, INT8, KVDtype, kv_dtype
 from lmkit.qtensor import QTensor, QuantScheme
@@ -43,6 +44,7 @@ STORAGES = (FLOAT16, INT8, INT4, FP8)
 # Of the experts of Qwen3 30B-A3B: out, in, activation; and tokens with 8 experts each.
 EXPERTS = ((1536, 2048, "silu"), (2048, 768, None))
 EXPERT_TOKENS = (1, 32, 512)
+MEAN_PAIRS = 8
 BLOCK, BLOCKS, SEQUENCES = 64, 1024, 8
 NUM_RANKS = 2, 4, 8
 VOCAB, HIDDEN, SIZES = 128256, 4096, (2048, 3584, 4096)
@@ -88,6 +90,8 @@ def common() -> tuple[Kernel, ...]:
                 stored = kv_dtype(str(half).removeprefix("torch.")) if storage == FLOAT16 else storage
                 for heads in HEADS:
                     _attention(half, heads, stored)
+                    if stored == INT4:  # with what `lmkit quantize --kv-bits 4` finds
+                        _attention(half, heads, stored, balanced=True)
                 _plain_heads(half, stored)
                 for num_heads in LATENT_HEADS:
                     _wide(half, (num_heads, 1, ROW), ROW_ROTARY, stored, latent=True)
@@ -244,10 +248,14 @@ def _call_linear(impl: Implementation, packed: Any, half: torch.dtype, n: int, k
         impl(x, packed, None, None, dtype=torch.float32)
 
 
-def _attention(half: torch.dtype, heads: tuple[int, int, int, float], storage: KVDtype) -> None:
+def _attention(
+    half: torch.dtype, heads: tuple[int, int, int, float], storage: KVDtype, *, balanced: bool = False
+) -> None:
     num_heads, num_kv_heads, dim, softcap = heads
     traits = {"rotary_dim": dim, "head_dim": dim, "num_heads": num_heads, "num_kv_heads": num_kv_heads}
     caches = _kv(num_kv_heads, dim, storage), _kv(num_kv_heads, dim, storage)
+    if balanced:
+        caches = _balanced(*caches)
     tables = _empty(SEQUENCES, BLOCKS // SEQUENCES, dtype=torch.int32)
     for tokens in (SEQUENCES, 64 * SEQUENCES):  # decoding, and prompts
         q = _empty(tokens, num_heads, dim, dtype=half)
@@ -260,6 +268,8 @@ def _attention(half: torch.dtype, heads: tuple[int, int, int, float], storage: K
         if (attend := _ours(ops.rope_paged_attention, **traits)) is not None:
             geometry = BatchGeometry(starts, lens, tables, slots)
             attend(q, k, v, cos, sin, *caches, geometry, AttentionSpec(dim**-0.5, softcap=softcap))
+    if balanced:
+        return
     of_heads = half == torch.bfloat16, (dim, dim), (storage, storage), 0, DEVICE
     variant(*of_heads, capped=softcap > 0, part_keys=PART_KEYS)[0].compile(DEVICE)
 
@@ -296,6 +306,15 @@ def _plain_heads(half: torch.dtype, storage: KVDtype) -> None:
     start, lens = (_empty(size, dtype=torch.int32) for size in (2, 1))
     geometry = BatchGeometry(start, lens, table, table[0])
     attend(_empty(BLOCK, heads, ROW_ROTARY + nope, dtype=half), k, v, geometry, AttentionSpec(ROW**-0.5))
+
+
+def _balanced(k_cache: KVTensor, v_cache: KVTensor) -> tuple[KVTensor, KVTensor]:
+    """With matrices of keys, means at as many pairs as a calibration takes, and vectors of position 0."""
+    heads, dim = k_cache.data.shape[1], k_cache.dim
+    first, matrices = _empty(heads, dim), _empty(heads, dim, dim)
+    mean = KeyMean(first, _empty(heads, MEAN_PAIRS, dtype=torch.int32), _empty(dim // 2, 2, BLOCK))
+    k_cache = replace(k_cache, mean=mean, balance=Balance(matrices, matrices), first=first)
+    return k_cache, replace(v_cache, first=first)
 
 
 def _kv(num_kv_heads: int, dim: int, storage: KVDtype) -> KVTensor:

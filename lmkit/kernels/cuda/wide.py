@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lmkit.attention_spec import AttentionSpec
-from lmkit.kernels.cuda.append import MAX_HEAD_DIM, STORAGE, are_one, problem
+from lmkit.kernels.cuda.append import MAX_HEAD_DIM, STORAGE, are_one, leaves_out, problem
 from lmkit.kernels.cuda.gemm_table import WideKey, table
 from lmkit.kernels.cuda.gpus import Capability, gpu_of
 from lmkit.kernels.cuda.module import NUM_COUNTERS, Kernel, backend, counters
@@ -76,7 +76,7 @@ def wide_problem(
     """Why the kernel cannot attend, or None."""
     if (reason := problem((q,), (k_cache, v_cache))) is not None:
         return reason
-    if any(cache.hadamard or cache.mean is not None for cache in (k_cache, v_cache)):
+    if leaves_out(k_cache, v_cache) or any(cache.hadamard or cache.mean is not None for cache in (k_cache, v_cache)):
         return "wide rows that are turned, or stored without a mean"
     if spec.window or spec.softcap or sink_logits is not None:
         return "wide rows with a window, a soft cap or learned sinks"

@@ -12,10 +12,10 @@ from torch import Tensor
 from lmkit.attention_spec import AttentionSpec
 from lmkit.kernels import ops
 from lmkit.kernels.cuda import attention
-from lmkit.kernels.ops import BatchGeometry
+from lmkit.kernels.ops import Balance, BatchGeometry
 from lmkit.kv_dtype import BFLOAT16, FLOAT16, FP8, INT4, INT8, KVDtype
 from lmkit.layers.batch import allocate_kv
-from tests.kernels.cases import geometry, key_mean
+from tests.kernels.cases import balance, geometry, key_mean
 
 HEADS, KV_HEADS, DIM, BLOCK = 4, 2, 64, 16
 BOUNDS = (0, 40, 67, 68, 69, 70)  # of the steps' tokens: two chunks, then one token at a time
@@ -37,6 +37,14 @@ def run(
         table = torch.stack([cos.T, sin.T], dim=1).contiguous()
         k_cache = replace(k_cache, mean=replace(mean, vector=mean.vector.to(device), pairs=mean.pairs.to(device),
                                                 table=table.to(device)))  # fmt: skip
+    v_cache = kv.v
+    if "balance" in keys:
+        balanced, (key, value) = balance(KV_HEADS, DIM), torch.randn(2, KV_HEADS, DIM)
+        balanced = Balance(balanced.keys.to(device), balanced.queries.to(device))
+        k_cache, v_cache = (
+            replace(k_cache, balance=balanced, first=key.to(device)),
+            replace(kv.v, first=value.to(device)),
+        )
     blocks = torch.arange(total // BLOCK + 1).flip(0).int()
     tokens = torch.arange(total)
     slots = (blocks[tokens // BLOCK] * BLOCK + tokens % BLOCK).int()
@@ -46,9 +54,9 @@ def run(
         of_step = [x[begin:end].to(device) for x in (cos, sin)]
         batch = geometry([0, end - begin], [end], blocks[None], slots[begin:end])
         batch = BatchGeometry(*(x.to(device) for x in vars(batch).values()))
-        args = k_cache, kv.v, batch, AttentionSpec(DIM**-0.5)
+        args = k_cache, v_cache, batch, AttentionSpec(DIM**-0.5), None, tokens[begin:end].int().to(device)
         results.append(attention.rope_paged_attention(*step, *of_step, *args))
-    return torch.cat(results), *(x for cache in (k_cache, kv.v) for x in (cache.data, cache.params))
+    return torch.cat(results), *(x for cache in (k_cache, v_cache) for x in (cache.data, cache.params))
 
 
 @pytest.mark.parametrize(
@@ -59,6 +67,7 @@ def run(
         ((INT8, INT8), torch.bfloat16, "mean"),
         ((INT4, FP8), torch.float16, "mean hadamard"),
         ((INT8, INT4), torch.float16, ""),
+        ((INT4, INT4), torch.bfloat16, "mean balance"),
     ],
 )
 def test_chunks_and_tokens_give_what_a_prompt_gives(

@@ -20,7 +20,7 @@ from lmkit.kernels.registry import Op
 from lmkit.kv_dtype import FLOAT16, FLOAT32, INT8, KVDtype
 from lmkit.layers.batch import allocate_kv
 from tests import emulator
-from tests.kernels.cases import key_mean
+from tests.kernels.cases import balance, key_mean
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 
@@ -112,6 +112,8 @@ def test_a_fallback_is_told_once(name: str, monkeypatch: pytest.MonkeyPatch, cap
         (64, FLOAT32, {}, "KV stored as float32"),
         (64, INT8, {"block_size": 8}, "blocks of 8 tokens"),
         (64, INT8, {"turned": True}, "values that are turned"),
+        (64, INT8, {"balanced": True}, None),
+        (512, INT8, {"balanced": True}, "rows of 512 that are turned"),
         (64, INT8, {"pairs": 16}, None),
         (64, INT8, {"pairs": 17}, "17 pairs, more than 16"),
         (256, FLOAT16, {"capability": (9, 0)}, None),
@@ -124,6 +126,8 @@ def test_attention_says_what_it_cannot_do(
     emulator.install(capability=changes.get("capability", (9, 0)))
     kv = allocate_kv(2, 1, changes.get("block_size", 16), dim, (stored, stored))
     k_cache, v_cache = kv.k, replace(kv.v, hadamard="turned" in changes)
+    if "balanced" in changes:
+        k_cache = replace(k_cache, balance=balance(1, dim))
     if "pairs" in changes:
         pairs = torch.zeros(1, changes["pairs"], dtype=torch.int32)
         k_cache = replace(k_cache, mean=replace(key_mean(1, 64, 64, 8), pairs=pairs))

@@ -4,8 +4,15 @@
 // and written back. Keys and values are quantized and stored. With null angles nothing is rotated (kv_append, without
 // query heads). With null values there are no value heads: the key's row is the value too.
 //
+// BALANCED: from the vectors of position 0 `first` is subtracted, and keys are multiplied by a matrix of their head. The
+// tokens of a head then follow each other, so that a block reads few matrices, from L1 for most of its tokens.
+//
 // DIM: D. KEYS, VALUES: storage types (StorageType). LM_BF16: q, k, v are bfloat16.
 #include "kv.cuh"
+
+#ifndef BALANCED
+#define BALANCED 0
+#endif
 
 struct Store {  // one layer's keys or values
     u8 *data, *params;
@@ -18,6 +25,31 @@ DEVICE void write_back(u16* row, const float (&x)[DIM / 16], bool active) {
 #pragma unroll
     for (int e = 0; e < DIM / 16; ++e) bits[e] = Half::from_float(x[e]);
     if (active) store_span(row + (lane_id() & 15) * (DIM / 16), bits);
+}
+
+// What is stored in place of a head: without `first` [DIM], times `matrix` [DIM][DIM], each unless it is null. Sums are in
+// the order of the matrix's rows.
+DEVICE void balance(float (&x)[DIM / 16], const float* matrix, const float* first) {
+    constexpr int E = DIM / 16;
+    const int column = (lane_id() & 15) * E;
+    if (first) {
+#pragma unroll
+        for (int e = 0; e < E; ++e) x[e] -= first[column + e];
+    }
+    if (!__any_sync(0xffffffffu, matrix != nullptr)) return;
+    float y[E] = {};
+#pragma unroll(E <= 4 ? 4 : 1)
+    for (int lane = 0; lane < 16; ++lane)
+#pragma unroll
+        for (int e = 0; e < E; ++e) {
+            const float value = __shfl_sync(0xffffffffu, x[e], (lane_id() & 16) + lane);
+            alignas(16) float m[E] = {};
+            if (matrix) load_span(m, matrix + (lane * E + e) * DIM + column);
+#pragma unroll
+            for (int j = 0; j < E; ++j) y[j] = fmaf(value, m[j], y[j]);
+        }
+#pragma unroll
+    for (int e = 0; e < E; ++e) x[e] = matrix ? y[e] : x[e];
 }
 
 template <int TYPE>
@@ -36,15 +68,24 @@ extern "C" __global__ void __launch_bounds__(128)
 append(u16* q, i64 q_token, i64 q_head, u16* k, i64 k_token, i64 k_head, u16* v, i64 v_token, i64 v_head,
        const float* cosines, const float* sines, int half, const float* mean, u8* k_data, u8* k_params,
        const float* k_scales, int k_hadamard, u8* v_data, u8* v_params, const float* v_scales, int v_hadamard,
-       const i32* slots, int tokens, int q_heads, int kv_heads, int block_size) {
+       const i32* slots, int tokens, int q_heads, int kv_heads, int block_size
+#if BALANCED
+       , const i32* positions, const float* matrices, const float* k_first, const float* v_first
+#endif
+) {
     begin_kernel();
     const int heads = q_heads + (v ? 2 : 1) * kv_heads;
     const i64 index = blockIdx.x * 8ll + threadIdx.x / 16, count = static_cast<i64>(tokens) * heads;
     // The two halves of a warp may have different kinds of heads. All lanes take part in the warp operations of each
     // path. A half that has another kind of head, or nothing to do, takes part with `mine` false.
     const bool active = index < count;
+#if BALANCED
+    const i64 token = active ? index % tokens : 0;
+    const int head = active ? static_cast<int>(index / tokens) : 0;
+#else
     const i64 token = active ? index / heads : 0;
     const int head = active ? static_cast<int>(index - token * heads) : 0;
+#endif
     const int kind = head < q_heads ? 0 : head < q_heads + kv_heads ? 1 : 2;
     const int kv_head = kind == 0 ? 0 : (head - q_heads) % kv_heads;
 
@@ -58,6 +99,12 @@ append(u16* q, i64 q_token, i64 q_head, u16* k, i64 k_token, i64 k_head, u16* v,
     if (half > 0 && kind < 2) write_back(row, x, active);
 
     const int slot = kind > 0 && active ? slots[token] : -1;
+#if BALANCED
+    const float* first = kind == 1 ? k_first : kind == 2 ? v_first : nullptr;
+    const bool lacks = slot >= 0 && first && positions && positions[token] == 0;
+    balance(x, kind == 1 && matrices ? matrices + static_cast<i64>(kv_head) * DIM * DIM : nullptr,
+            lacks ? first + kv_head * DIM : nullptr);
+#endif
     const i64 where = slot < 0 ? 0 : row_of_slot(slot, block_size, kv_heads, kv_head);
     if (__any_sync(0xffffffffu, kind == 1))
         store<KEYS>({k_data, k_params, k_scales, k_hadamard}, where, kv_head, x, kind == 1 && slot >= 0);

@@ -29,10 +29,16 @@
 // on timing.
 //
 // DIM: D. KEYS, VALUES: storage types. NT: tiles of 8 heads. BLOCK: tokens of a KV block. STAGES. MEAN: keys without
-// their mean (ops.KeyMean). SOFTCAP: scores are capped. LM_BF16: q, k, v and the result are bfloat16.
+// their mean (ops.KeyMean). SOFTCAP: scores are capped. SHARES: queries come from turn.cu, in the keys' type and with
+// their shares of what the keys lack; scores and outputs get those of position 0. LM_BF16: q, k, v and the result are
+// bfloat16, of SHARES the result alone.
 #include "kv.cuh"
 #include "softcap.cuh"
 #include "work.cuh"
+
+#ifndef SHARES
+#define SHARES 0
+#endif
 
 using Keys = Storage<KEYS, DIM>;
 using Values = Storage<VALUES, DIM>;
@@ -66,9 +72,14 @@ struct Shared {
     float to_logits[ROWS], sums[ROWS], starts[ROWS];  // of heads: factors of scores, sums of queries, first values of S
     float maxima[WARPS][ROWS], totals[WARPS][ROWS];
     int is_last;
-#if MEAN
+#if MEAN && !SHARES
     u16 plain[ROWS][DIM];  // queries that are not Hadamard-transformed
+#endif
+#if MEAN
     float2 mean_shares[ROWS][DIM / 2];  // factors of the cosine and the sine of a pair
+#endif
+#if SHARES
+    float first_shares[ROWS];  // what the scores of position 0 lack
 #endif
 };
 
@@ -156,7 +167,7 @@ struct Fetcher {
 // Stores a query head, held by 16 lanes, in shared memory, with the factors that its scores need.
 DEVICE void prepare_query(Shared& shared, int row, float (&x)[E], bool turned, float to_logits) {
     const int lane = lane_id() & 15;
-#if MEAN
+#if MEAN && !SHARES
 #pragma unroll
     for (int e = 0; e < E; ++e) shared.plain[row][lane * E + e] = Half::from_float(x[e]);
 #endif
@@ -179,7 +190,30 @@ DEVICE void prepare_query(Shared& shared, int row, float (&x)[E], bool turned, f
     if (lane == 0) shared.sums[row] = whole, shared.starts[row] = start, shared.to_logits[row] = to_logits / factor;
 }
 
+#if SHARES
+// Loads a head of a query from turn.cu.
+DEVICE void load_turned(float (&x)[E], const u16* row) {
+    alignas(16) u16 bits[E];
+    load_span(bits, row + (lane_id() & 15) * E);
+#pragma unroll
+    for (int e = 0; e < E; ++e) x[e] = Keys::Float::to_float(bits[e]);
+}
+
+// The shares of heads, from float [heads][2 num_pairs + 1].
+DEVICE void prepare_shares(Shared& shared, const float* shares, int num_pairs, int heads, float to_logits) {
+    const int size = 2 * num_pairs + 1;
+    for (int i = threadIdx.x; i < heads * (num_pairs + 1); i += WARPS * 32) {
+        const int row = i / (num_pairs + 1), p = i % (num_pairs + 1);
+        const float* from = shares + row * size + 2 * p;
+        if (p == num_pairs) shared.first_shares[row] = from[0] * to_logits;
 #if MEAN
+        else shared.mean_shares[row][p] = make_float2(from[0] * to_logits, from[1] * to_logits);
+#endif
+    }
+}
+#endif
+
+#if MEAN && !SHARES
 // The factors of cos(t theta_i) and sin(t theta_i) in q . RoPE_t(b).
 DEVICE void prepare_mean(Shared& shared, const Mean& mean, int kv_head, int heads, float to_logits) {
     const int half = mean.half;
@@ -220,6 +254,7 @@ struct Attention {
     float shift[NT][2], total[NT][2], minima[NT][2];  // LIFT - maximum, sum of weights, sum of weight * minimum
     float to_logits[NT][2], query_sum[NT][2], start[NT][2];
     float top, inverse_top;  // the greatest value scale so far
+    float first[NT][2];  // SHARES: the weight of position 0, in the lanes that have it
 
     DEVICE void begin(const Shared& shared) {
         const int g = lane_id() >> 2, t = lane_id() & 3;
@@ -243,6 +278,7 @@ struct Attention {
                 shift[n][h] = NOTHING, total[n][h] = minima[n][h] = 0.0f;
                 to_logits[n][h] = shared.to_logits[row];
                 query_sum[n][h] = shared.sums[row], start[n][h] = shared.starts[row];
+                first[n][h] = 0.0f;
             }
         }
         top = inverse_top = 0.0f;
@@ -287,8 +323,8 @@ struct Attention {
         }
     }
 
-    // Adds 16 tokens with logits x.
-    DEVICE void add(float (&x)[NT][4], const u8* stage) {
+    // Adds 16 tokens with logits x. `is_first`: this lane's first one is at position 0.
+    DEVICE void add(float (&x)[NT][4], const u8* stage, bool is_first) {
         float scale[2] = {1.0f, 1.0f}, minimum[2] = {0.0f, 0.0f};
         if constexpr (Values::CODED) {
 #pragma unroll
@@ -309,7 +345,7 @@ struct Attention {
         for (int n = 0; n < NT; ++n)
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
-                const float p0 = ex2(x[n][2 * i] + shift[n][0]), p1 = ex2(x[n][2 * i + 1] + shift[n][1]);
+                float p0 = ex2(x[n][2 * i] + shift[n][0]), p1 = ex2(x[n][2 * i + 1] + shift[n][1]);
                 if constexpr (Values::CODED) {
                     total[n][0] += p0, total[n][1] += p1;
                     if constexpr (Values::HAS_MINIMUM) minima[n][0] += p0 * minimum[i], minima[n][1] += p1 * minimum[i];
@@ -317,8 +353,12 @@ struct Attention {
                     weights[n][i] = F16::pack(p0 * share, p1 * share);
                 } else {  // the sum uses the rounded weights of the product: the largest weight's rounding cancels
                     const u32 pair = Values::Float::pack(p0, p1);
-                    total[n][0] += Values::Float::lo(pair), total[n][1] += Values::Float::hi(pair);
+                    p0 = Values::Float::lo(pair), p1 = Values::Float::hi(pair);
+                    total[n][0] += p0, total[n][1] += p1;
                     weights[n][i] = pair;
+                }
+                if constexpr (SHARES) {
+                    if (is_first && i == 0) first[n][0] = p0, first[n][1] = p1;
                 }
                 weights[n][i] = movmatrix_trans(weights[n][i]);
             }
@@ -354,7 +394,7 @@ struct Attention {
                 for (int step = 4; step < 32; step *= 2)
                     greatest = fmaxf(greatest, __shfl_xor_sync(0xffffffffu, greatest, step));
                 const float next = fminf(shift[n][h], LIFT - greatest), factor = ex2(next - shift[n][h]);
-                shift[n][h] = next, total[n][h] *= factor, minima[n][h] *= factor;
+                shift[n][h] = next, total[n][h] *= factor, minima[n][h] *= factor, first[n][h] *= factor;
 #pragma unroll
                 for (int s = 0; s < Values::STEPS; ++s)
                     out[n][s][h] *= factor * drop, out[n][s][2 + h] *= factor * drop;
@@ -362,7 +402,8 @@ struct Attention {
     }
 
     // Leaves the warp's results in shared memory: accumulated [ROWS][DIM], and a maximum and a sum for each head.
-    DEVICE void finish(float* accumulated, float* maxima, float* totals) {
+    // `first_value`: what the value of position 0 lacks, or null.
+    DEVICE void finish(float* accumulated, float* maxima, float* totals, const float* first_value) {
         const int g = lane_id() >> 2, t = lane_id() & 3;
 #pragma unroll
         for (int n = 0; n < NT; ++n)
@@ -373,6 +414,7 @@ struct Attention {
                 for (int step = 4; step < 32; step *= 2) {
                     total[n][h] += __shfl_xor_sync(0xffffffffu, total[n][h], step);
                     minima[n][h] += __shfl_xor_sync(0xffffffffu, minima[n][h], step);
+                    if constexpr (SHARES) first[n][h] += __shfl_xor_sync(0xffffffffu, first[n][h], step);
                 }
                 if (g == 0) maxima[row] = -shift[n][h], totals[row] = total[n][h];
 #pragma unroll
@@ -382,6 +424,9 @@ struct Attention {
                         const int element = Values::value_element(s, g + 8 * i);
                         float value = out[n][s][2 * i + h];
                         if constexpr (Values::CODED) value = value * (top * Values::UNIT) + minima[n][h];
+                        if constexpr (SHARES) {
+                            if (first_value && element >= 0) value += first[n][h] * first_value[element];
+                        }
                         if (element >= 0) accumulated[row * DIM + element] = value;
                     }
             }
@@ -406,6 +451,16 @@ DEVICE void add_mean(float (&x)[NT][4], const Shared& shared, const Mean& mean, 
                 }
         }
     }
+}
+#endif
+
+#if SHARES
+// Lanes 0 to 3 have the scores of position 0.
+DEVICE void add_first_key(float (&x)[NT][4], const Shared& shared) {
+#pragma unroll
+    for (int n = 0; n < NT; ++n)
+#pragma unroll
+        for (int h = 0; h < 2; ++h) x[n][h] += shared.first_shares[8 * n + 2 * lane_id() + h];
 }
 #endif
 
@@ -488,7 +543,11 @@ decode_attention(const u16* q, i64 q_token, i64 q_head, const u16* k, i64 k_toke
                  int positions, const i32* slots, const i32* block_tables, int max_blocks, const i32* query_start,
                  const i32* context_lens, float to_logits, float cap, int window, int sinks,
                  const float* sink_logits, u16* out, float* partials, i32* counters, int kv_heads, int group,
-                 int sequences, int places, int cost) {
+                 int sequences, int places, int cost
+#if SHARES
+                 , const float* shares, const float* first_values
+#endif
+) {
     launch_next();
     if (!k) wait_for_previous();  // the kernel before appends this step's keys and values
     const int tiles_of_heads = gridDim.y / kv_heads, kv_head = blockIdx.y / tiles_of_heads;
@@ -544,7 +603,11 @@ decode_attention(const u16* q, i64 q_token, i64 q_head, const u16* k, i64 k_toke
 #pragma unroll
         for (int e = 0; e < E; ++e) x[e] = 0.0f;
         const u16* query = q + row * q_token + (kv_head * group + first_head + r) * q_head;
+#if SHARES
+        if (r < heads) load_turned(x, query);
+#else
         if (r < heads) load_head<DIM>(x, query, nullptr, angles);
+#endif
         prepare_query(shared, r, x, turned, to_logits);
     }
     if (owner)
@@ -554,6 +617,11 @@ decode_attention(const u16* q, i64 q_token, i64 q_head, const u16* k, i64 k_toke
     __syncthreads();
 #if MEAN
     const Mean mean{mean_vector, mean_pairs, mean_table, mean_half, num_pairs, positions};
+#endif
+#if SHARES
+    prepare_shares(shared, shares + out_row * (2 * num_pairs + 1), num_pairs, heads, to_logits);
+    __syncthreads();
+#elif MEAN
     prepare_mean(shared, mean, kv_head, heads, to_logits);
     __syncthreads();
 #endif
@@ -585,6 +653,10 @@ decode_attention(const u16* q, i64 q_token, i64 q_head, const u16* k, i64 k_toke
 #if MEAN
         add_mean(x, shared, mean, mean_pairs + kv_head * num_pairs, token);
 #endif
+        const bool is_first = token == 0 && lane_id() < 4;
+#if SHARES
+        if (is_first) add_first_key(x, shared);
+#endif
         if constexpr (SOFTCAP) {
             const SoftCap capped(cap);
 #pragma unroll
@@ -599,12 +671,16 @@ decode_attention(const u16* q, i64 q_token, i64 q_head, const u16* k, i64 k_toke
                 for (int j = 0; j < 4; ++j)
                     if (!(visible >> ((lane_id() >> 2) + 4 * (j & 2)) & 1)) x[n][j] = -__uint_as_float(0x7f800000u);
         }
-        state.add(x, stage);
+        state.add(x, stage, is_first);
     }
 
     __syncthreads();
     auto* accumulated = reinterpret_cast<float*>(shared_memory);
-    state.finish(accumulated + warp_id() * ROWS * DIM, shared.maxima[warp_id()], shared.totals[warp_id()]);
+    const float* first_value = nullptr;
+#if SHARES
+    if (first_values) first_value = first_values + kv_head * DIM;
+#endif
+    state.finish(accumulated + warp_id() * ROWS * DIM, shared.maxima[warp_id()], shared.totals[warp_id()], first_value);
     __syncthreads();
     u16* result = out + out_row * DIM;
     if (sink_logits) sink_logits += kv_head * group + first_head;

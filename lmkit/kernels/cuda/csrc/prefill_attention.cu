@@ -26,6 +26,9 @@
 // score is sum over pairs (share_c cos + share_s sin). That is six more products a pair, since every number is split in
 // two: x ~ high + low.
 //
+// With SHARES, queries come from turn.cu, in the keys' type and with their shares of what the keys lack. That of position 0
+// is added to its scores, and what its value lacks to the tile of values.
+//
 // Tiles that no row sees are skipped. Tiles that some row sees only in part are masked. Keys that no row of the block
 // of threads sees are replaced by zeros. If there are few blocks of threads, the keys of each one are split into up to
 // `num_splits` ranges, and the block that finishes last adds up the ranges in order.
@@ -42,6 +45,9 @@
 
 #ifndef VALUE_DIM
 #define VALUE_DIM HEAD_DIM
+#endif
+#ifndef SHARES
+#define SHARES 0
 #endif
 #define D HEAD_DIM
 #define DV VALUE_DIM
@@ -65,6 +71,8 @@ constexpr u32 NOWHERE = 0xffffffffu;  // a place
 
 using KeyNumber = Storage<K_STORAGE, D>::Float;
 using ValueNumber = Storage<V_STORAGE, DV>::Float;
+using QueryNumber = Choice<SHARES, KeyNumber, Half>::Type;
+constexpr int NUM_SHARES = 2 * MEAN_PAIRS + 1;  // of a query, with SHARES
 
 // Runs do_part(0 .. COUNT - 1), with the threads side by side.
 template <int COUNT, class F>
@@ -225,11 +233,18 @@ struct Mean {
 };
 
 // A query's factors of the mean, from x [DK]: columns high, high, low of the cosine's share, then of the sine's.
-DEVICE void mean_shares(u16* x, const Mean& mean) {
+// `shares`: those of the query that turn.cu has found, or null.
+DEVICE void mean_shares(u16* x, const Mean& mean, const float* shares) {
     for (int p = lane_id() & 15; p < MEAN_COLUMNS / 6 + 1; p += 16) {
         u16* to = x + D + 6 * p;
         if (p >= MEAN_PAIRS) {
             for (int i = 6 * p; i < min(6 * p + 6, MEAN_COLUMNS); ++i) x[D + i] = 0;
+            continue;
+        }
+        if (SHARES) {
+            split_number((shares ? shares[2 * p] : 0.0f) / SHARE_UNIT, to[0], to[2]);
+            split_number((shares ? shares[2 * p + 1] : 0.0f) / SHARE_UNIT, to[3], to[5]);
+            to[1] = to[0], to[4] = to[3];
             continue;
         }
         const int i = mean.pairs[p];
@@ -259,16 +274,28 @@ DEVICE void mean_angles(u8* tile, const Mean& mean, int first_key) {
     }
 }
 
+// The shares of a row (turn.cu), or null if it does not exist. `shares`: of the sequence's first token and the
+// KV head; a token's are `step` queries apart.
+DEVICE const float* shares_of(const float* shares, int step, const Work& work, int row) {
+    const int at = work.first_row + row;
+    if (at >= work.num_rows) return nullptr;
+    return shares + (static_cast<i64>(at / work.group) * step + at % work.group) * NUM_SHARES;
+}
+
 // Prepares the loaded queries for the product with the keys. Half a warp has a row.
-DEVICE void prepare_queries(u8* shared, const Mean& mean, bool turned) {
+DEVICE void prepare_queries(
+    u8* shared, const Mean& mean, bool turned, const float* shares, int step, const Work& work) {
     constexpr int E = D / 16;
     for (int row = threadIdx.x / 16; row < ROWS; row += THREADS / 16) {
         u16* x = reinterpret_cast<u16*>(shared + row * Q_STRIDE);
-        if (MEAN_PAIRS) mean_shares(x, mean);
+        if (MEAN_PAIRS) mean_shares(x, mean, SHARES ? shares_of(shares, step, work, row) : nullptr);
         __syncwarp();
         x += (lane_id() & 15) * E;
         float y[E];
-        load_floats(y, x, nullptr);
+        alignas(16) u16 loaded[E];
+        load_span(loaded, x);
+#pragma unroll
+        for (int e = 0; e < E; ++e) y[e] = QueryNumber::to_float(loaded[e]);
         if constexpr ((D & (D - 1)) == 0)
             if (turned) hadamard<D>(y);
         alignas(16) u16 bits[E];
@@ -384,17 +411,37 @@ DEVICE void mask(float (&s)[M_TILES][N_TILES][4], const Work& work, int row, int
         }
 }
 
+// Adds to the scores of position 0, the first ones of the tile, what they lack.
+DEVICE void add_first_key(
+    float (&s)[M_TILES][N_TILES][4], const float* shares, int step, const Work& work, int row) {
+    if (lane_id() & 3) return;
+#pragma unroll
+    for (int m = 0; m < M_TILES; ++m)
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const float* mine = shares_of(shares, step, work, row + 16 * m + 8 * h + lane_id() / 4);
+            if (mine) s[m][0][2 * h] += mine[2 * MEAN_PAIRS];
+        }
+}
+
+// Adds to the value of position 0, the first one of the tile, what it lacks.
+DEVICE void add_first_value(u8* tile, const float* first) {
+    u16* x = reinterpret_cast<u16*>(tile);
+    for (int i = threadIdx.x; i < DV; i += THREADS) x[i] = ValueNumber::from_float(ValueNumber::to_float(x[i]) + first[i]);
+}
+
 // The factor on scores before 2 is raised to them. With a soft cap it is 1.
 DEVICE float to_logits(float scale) { return SOFTCAP ? 1.0f : scale; }
 
 // Attends to a tile of keys from `key` on, for the warp's rows from `row` on.
 DEVICE void attend(
     Rows& rows, const Work& work, int row, int key, const u8* queries, const u8* keys, const u8* values, float scale,
-    float cap) {
+    float cap, const float* shares, int step) {
     const int first = work.spans[warp_id()].x, last = work.spans[warp_id()].y, end = key + KEYS - 1;
     if (key > last || (work.window && end <= first - work.window && key >= work.sinks)) return;
     float s[M_TILES][N_TILES][4] = {};
     multiply_keys(s, queries + row * Q_STRIDE, keys);
+    if (SHARES && key == 0) add_first_key(s, shares, step, work, row);
     if constexpr (SOFTCAP) {
         const SoftCap capped(cap);
 #pragma unroll
@@ -583,7 +630,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, DV <= 128 ? 2 : 1) prefill
     const float* mean_vector, const int* mean_pairs, const float* mean_table, int mean_half, int mean_positions,
     const int* block_tables, int table_stride, const int* query_start, const int* context_lens, int num_seqs, int group,
     int block_size, int window, int sinks, int turned, int skip_single, float scale, float cap,
-    const float* sink_logits, u16* out, float* records, int record_rows, int* counters) {
+    const float* sink_logits, u16* out, float* records, int record_rows, int* counters
+#if SHARES
+    , const float* all_shares, const float* first_values
+#endif
+) {
     begin_kernel();
     const int head = blockIdx.x, num_kv_heads = gridDim.x, slot = gridDim.y - 1 - blockIdx.y, num_splits = gridDim.z;
     u8* const queries = shared_memory;
@@ -610,6 +661,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, DV <= 128 ? 2 : 1) prefill
 
     const Mean mean{mean_vector + head * D, mean_pairs + head * MEAN_PAIRS, mean_table, mean_half, mean_positions};
 
+#if SHARES
+    const int step = num_kv_heads * group;  // of tokens, in queries
+    const float* const shares = all_shares + (i64(work.token) * step + head * group) * NUM_SHARES;
+    const float* const first_value = first_values ? first_values + head * DV : nullptr;
+#else
+    constexpr int step = 0;
+    constexpr const float *shares = nullptr, *first_value = nullptr;
+#endif
+
     // The row of the storage with this thread's key of tile i.
     const auto place = [&](int i) {
         const int key = work.first_key(i) + threadIdx.x;
@@ -628,10 +688,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, DV <= 128 ? 2 : 1) prefill
     __syncthreads();
     load(begin);
     cp_async_commit();
-    if (MEAN_PAIRS || turned || KeyNumber::is_bf16 != Half::is_bf16) {
+    if (MEAN_PAIRS || turned || KeyNumber::is_bf16 != QueryNumber::is_bf16) {
         cp_async_wait<0>();
         __syncthreads();
-        prepare_queries(queries, mean, turned);
+        prepare_queries(queries, mean, turned, shares, step, work);
     }
 
     Rows rows;
@@ -648,10 +708,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, DV <= 128 ? 2 : 1) prefill
             if (MEAN_PAIRS) mean_angles(keys.tile(stage), mean, work.first_key(i));
             __syncthreads();
         }
+        if (SHARES && first_value && work.first_key(i) == 0) {
+            add_first_value(values.tile(stage), first_value);
+            __syncthreads();
+        }
         if (i + 1 < end) load(i + 1);
         cp_async_commit();
         if (work.first_row + row < work.num_rows)
-            attend(rows, work, row, work.first_key(i), queries, keys.tile(stage), values.tile(stage), scale, cap);
+            attend(rows, work, row, work.first_key(i), queries, keys.tile(stage), values.tile(stage), scale, cap,
+                   shares, step);
         if (threadIdx.x < KEYS) places[stage * KEYS + threadIdx.x] = place(i + 2);
         if (folds && (i + 1 == end || work.tile(i) / TILES != work.tile(i + 1) / TILES)) {
             add_lanes(rows);
