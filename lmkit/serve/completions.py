@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import Any
+from typing import Any, ClassVar
 
 from fastapi import APIRouter, Request, Response
 
+from lmkit.errors import RequestError
 from lmkit.serve.collect import Collected
 from lmkit.serve.constraint import is_constrained
 from lmkit.serve.fill_in import filled_in
@@ -15,7 +16,7 @@ from lmkit.serve.parts import Completion, CompletionChoice, CompletionLogprobs
 from lmkit.serve.protocol import CompletionRequest
 from lmkit.serve.response import ResponseBuilder, clamped, respond, token_name
 from lmkit.serve.streaming import DONE
-from lmkit.serve.to_request import choices_per_prompt, completion_requests
+from lmkit.serve.to_request import LIMITS, NO_LIMIT, choices_per_prompt, completion_requests
 from lmkit.turbo import request as engine
 from lmkit.turbo.transport.output import RequestOutput, TextLogprobs, TokenText
 
@@ -29,6 +30,7 @@ async def completions(request: Request) -> Response:
 
 class CompletionResponse(ResponseBuilder[CompletionRequest]):
     prefix = "cmpl-"
+    must_fit: ClassVar[bool] = True  # False: an answer whose limit goes beyond the context ends where that does
 
     @property
     def choices_per_prompt(self) -> int:
@@ -51,7 +53,13 @@ class CompletionResponse(ResponseBuilder[CompletionRequest]):
     def make_requests(self) -> list[engine.Request]:
         body, tokenizer, info = self.body, self.server.tokenizer, self.server.info
         body = filled_in(body, body.suffix, tokenizer, info) if body.suffix else body
-        return completion_requests(body, tokenizer, info, self.id, owner=self.owner)
+        try:
+            return completion_requests(body, tokenizer, info, self.id, owner=self.owner)
+        except RequestError as error:
+            if self.must_fit or error.code != "context_length_exceeded":
+                raise
+            body = body.model_copy(update=dict.fromkeys(LIMITS) | {"max_tokens": NO_LIMIT})
+            return completion_requests(body, tokenizer, info, self.id, owner=self.owner)
 
     async def whole(self) -> Any:
         chosen = await self.chosen()

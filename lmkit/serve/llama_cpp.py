@@ -93,6 +93,7 @@ async def infill(request: Request) -> Response:
 
 class NativeAnswer(CompletionResponse):
     prefix = "native-"
+    must_fit = False
 
     async def whole(self) -> Any:
         """One answer, or a list of them for several prompts or choices."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 from datetime import UTC, datetime
 from typing import Any
 
@@ -18,9 +18,11 @@ FOLLOWS = "0.13.0"  # the version of Ollama whose API this is: clients ask for a
 TAG = ":latest"
 
 
-def own_name(name: str, known: Iterable[str]) -> str:
-    """The name that a request means: Ollama's clients add `:latest` to a name without a tag."""
-    return name if name in known else name.removesuffix(TAG)
+def own_name(name: str, known: Collection[str]) -> str:
+    """The name that a request means: a name without a tag and one with `:latest` are the same to Ollama's clients."""
+    if name in known:
+        return name
+    return name + TAG if name + TAG in known else name.removesuffix(TAG)
 
 
 def shown_name(name: str) -> str:

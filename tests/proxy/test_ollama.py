@@ -135,3 +135,4 @@ async def test_the_lists_have_the_models_that_a_key_may_use(tmp_path: Path) -> N
         older = await here.http.post("/api/show", json={"name": "m"}, headers=key)
         assert older.json()["target"] == "/api/show"
         assert json.loads(here.node.requests[-1].body) == {"model": "m"}
+        assert await here.used() == [["m", 1, 0, 0, 0]]

@@ -57,6 +57,18 @@ BODIES: dict[str, dict[str, Any]] = {
         "stop_sequences": ["x"],
         "thinking": {"type": "adaptive"},
     },
+    "/api/chat": {
+        "model": "demo",
+        "messages": [
+            {"role": "user", "content": "Hi 日本"},
+            {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {"a": 1}}}]},
+            {"role": "tool", "content": "x", "tool_name": "f"},
+        ],
+        "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}],
+        "options": {"num_predict": 2, "stop": ["x"], "num_ctx": 9},
+        "keep_alive": "5m",
+        "think": False,
+    },
     "/v1/encode": {"input": ["a", "b"], "do_preprocess": True},
 }
 
@@ -70,6 +82,9 @@ def answered(server: Server, path: str, num_examples: int) -> None:
         answer = server.post(path, content=data, headers={"Content-Type": "application/json"})
         assert answer.status_code == 200 or 400 <= answer.status_code < 500, answer.text
         if answer.status_code != 200:
+            if path.startswith("/api/"):
+                assert isinstance(answer.json()["error"], str)
+                return
             known = {"message", "type"} if path == "/v1/messages" else {"message", "type", "param", "code"}
             assert answer.json()["error"].keys() == known
 

@@ -139,6 +139,8 @@ def test_other_routes_have_the_hooks_too() -> None:
         "/v1/chat/completions": {"messages": chat}, "/v1/messages": {"messages": chat},
         "/v1/responses": {"input": "FORBIDDEN"}, "/generate": {"text": "FORBIDDEN"},
         "/v1/embeddings": {"input": "FORBIDDEN"}, "/v1/rerank": {"query": "FORBIDDEN", "documents": ["a"]},
+        "/api/chat": {"messages": chat}, "/api/generate": {"prompt": "FORBIDDEN"}, "/api/embed": {"input": "FORBIDDEN"},
+        "/completion": {"prompt": "FORBIDDEN"}, "/infill": {"prompt": "FORBIDDEN"},
     }  # fmt: skip
     for path, response in zip(bodies, post(to, *bodies.values(), paths=list(bodies)), strict=True):
         assert response.status_code == 400, path

@@ -168,6 +168,8 @@ def test_generate_with_a_template_raw_and_behind_an_earlier_answer() -> None:
     assert "".join(part["response"] for part in texts) == "Hello"
     assert engine.requests[-1].params.max_tokens is None
     assert last["done_reason"] == "stop"
+    beyond = ask(app, GENERATE, prompt="Hi", raw=True, options={"num_predict": 1 << 20}, stream=False)
+    assert beyond["response"] == "Hello"
     count = len(engine.requests)
     assert ask(app, GENERATE, stream=False)["done_reason"] == "load"
     assert parts(app, messages=[])[0]["done_reason"] == "load"

@@ -10,10 +10,11 @@ import msgspec
 
 from lmkit.proxy.accounts.account import Usage
 from lmkit.proxy.accounts.usage import BYTES_PER_TOKEN, Extent, Reader
-from lmkit.web.ollama import PREFIX
+from lmkit.web.ollama import GENERATION, PREFIX
 from lmkit.web.receive import decode_json
 
 NATIVE = ("/completion", "/infill")
+UNCOUNTED = ("/api/show", "/api/pull")
 
 
 class _Told(msgspec.Struct):
@@ -63,6 +64,8 @@ def extent_of(path: str, body: bytes) -> Extent:
 
 def reader_of(asked: Extent, path: str, num_bytes: int, *, continuous: bool) -> Reader:
     """The reader of a route's answers; see `Reader`."""
+    if path in UNCOUNTED:
+        return NoReader(asked, path, num_bytes, continuous=continuous)
     if path.startswith(PREFIX):
         return LineReader(asked, path, num_bytes, continuous=continuous)
     if path in NATIVE:
@@ -70,8 +73,19 @@ def reader_of(asked: Extent, path: str, num_bytes: int, *, continuous: bool) -> 
     return Reader(asked, path, num_bytes, continuous=continuous)
 
 
+class NoReader(Reader):
+    """Of answers that no model writes."""
+
+    def total(self) -> Usage:
+        return Usage()
+
+
 class LineReader(Reader):
     """Of answers with a JSON object a line, the last of which may end without a break."""
+
+    def __init__(self, asked: Extent, path: str, num_bytes: int, *, continuous: bool) -> None:
+        super().__init__(asked, path, num_bytes, continuous=continuous)
+        self._writes = path in GENERATION
 
     def whole(self, piece: bytes) -> None:
         self.begun = True
@@ -99,7 +113,7 @@ class LineReader(Reader):
             self._read(bytes(self._held))
         if self._final:
             return self._told
-        return Usage(self._prompt, 0, self._deltas or self._passed // BYTES_PER_TOKEN)
+        return Usage(self._prompt, 0, (self._deltas or self._passed // BYTES_PER_TOKEN) if self._writes else 0)
 
 
 class NativeReader(Reader):

@@ -14,7 +14,7 @@ from lmkit.serve.auth import Owner
 from lmkit.serve.chat import ChatBuilder, shown_logprob
 from lmkit.serve.completions import CompletionResponse
 from lmkit.serve.ollama.protocol import NAMES, GenerateBody
-from lmkit.serve.protocol import ChatCompletionRequest, CompletionRequest
+from lmkit.serve.protocol import ChatCompletionRequest
 from lmkit.serve.response import ResponseBuilder
 from lmkit.serve.serving import Serving
 from lmkit.serve.streaming import Failed, Wire
@@ -137,13 +137,14 @@ class ChatAnswer(_Lines, ChatBuilder):
         texts: dict[str, list[str]] = {"content": [], "reasoning": []}
         calls: list[dict[str, Any]] = []
         logprobs: list[TextLogprobs] = []
-        async for kind, value, output in self._steps():
-            logprobs += output.logprobs if kind == "output" else []
-            if kind == "call":
-                calls.append(value)
-            elif kind != "output":
-                texts[kind].append(value)
-                self.share.add(4 * len(value))
+        async with aclosing(self._steps()) as steps:
+            async for kind, value, output in steps:
+                logprobs += output.logprobs if kind == "output" else []
+                if kind == "call":
+                    calls.append(value)
+                elif kind != "output":
+                    texts[kind].append(value)
+                    self.share.add(4 * len(value))
         assert self.last is not None
         content, thinking = ("".join(texts[kind]) for kind in ("content", "reasoning"))
         shown = self.part(content, thinking=thinking, calls=calls)
@@ -152,21 +153,24 @@ class ChatAnswer(_Lines, ChatBuilder):
     async def chunks(self) -> AsyncGenerator[str]:
         logprobs: dict[str, Any] = {}  # of an output, which its first part shows
         top = self.num_top(self.body.top_logprobs)
-        async for kind, value, output in self._steps():
-            match kind:
-                case "output":
+        async with aclosing(self._steps()) as steps:
+            async for kind, value, output in steps:
+                if kind == "output":
                     logprobs = self.logprobs(output.logprobs, top)
                     continue
-                case "content":
-                    part = self.part(value)
-                case "reasoning":
-                    part = self.part(thinking=value)
-                case _:
-                    part = self.part(calls=[value])
-            yield line(part | logprobs)
-            logprobs = {}
+                yield line(self._part_of(kind, value) | logprobs)
+                logprobs = {}
         assert self.last is not None
         yield line(self.part() | logprobs | self.end(self.last))
+
+    def _part_of(self, kind: str, value: Any) -> dict[str, Any]:
+        match kind:
+            case "content":
+                return self.part(value)
+            case "reasoning":
+                return self.part(thinking=value)
+            case _:
+                return self.part(calls=[value])
 
     async def _steps(self) -> AsyncGenerator[tuple[str, Any, RequestOutput]]:
         """Each output, and then what it adds: content, reasoning, or a call that is whole."""
@@ -217,9 +221,7 @@ class TextAnswer(_Lines, CompletionResponse):
     """An answer to a prompt as it is."""
 
     prefix = "ollama-"
-
-    def __init__(self, server: Serving, body: CompletionRequest, owner: Owner, share: Share) -> None:
-        super().__init__(server, body, owner, share)
+    must_fit = False
 
     def make_requests(self) -> list[engine.Request]:
         with renamed({**NAMES, "prompt_start_ids": "context"}):

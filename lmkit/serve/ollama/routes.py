@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from typing import Any
 
@@ -94,14 +95,15 @@ async def embeddings(request: Request) -> Response:
 @router.get("/api/tags")
 async def tags(request: Request) -> Response:
     """Each model under each of its names."""
-    return JSONResponse({"models": [models.listed(m, name) for m in pool(request).models for name in m.names]})
+    named = [(model, name) for model in pool(request).models for name in model.names]
+    return JSONResponse({"models": await asyncio.to_thread(lambda: [models.listed(*each) for each in named])})
 
 
 @router.get("/api/ps")
 async def running(request: Request) -> Response:
     """The models that are in memory."""
     awake = [model for model in pool(request).models if not model.must_wait]
-    return JSONResponse({"models": list(map(models.running, awake))})
+    return JSONResponse({"models": await asyncio.to_thread(lambda: list(map(models.running, awake)))})
 
 
 @router.post("/api/show")
@@ -109,7 +111,7 @@ async def show(request: Request) -> Response:
     """What a model is and can do. A model that sleeps is loaded."""
     body = await read_json(request, ShowBody)
     server = await _choose(request, body.model)
-    return JSONResponse(models.shown(server))
+    return JSONResponse(await asyncio.to_thread(models.shown, server))
 
 
 @router.get("/api/version")
