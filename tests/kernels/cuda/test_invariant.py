@@ -26,6 +26,7 @@ from lmkit.kernels.reference.linear import keep
 from lmkit.kv_dtype import BFLOAT16, FLOAT16, FP8, INT4, INT8, KVDtype
 from lmkit.qtensor import QuantScheme, dequantize, per_row, quantize
 from tests import emulator
+from tests.kernels.cuda.test_balanced import changed, there
 from tests.kernels.cuda.test_prefill_attention import inputs
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -137,6 +138,7 @@ CASES = [
     ((INT8, INT8), BF16, (1, 8, 64), (0, 0), "mean", 0.0),
     ((INT4, INT4), F16, (1, 4, 64), (0, 0), "hadamard", 3.0),
     ((FP8, FP8), F16, (1, 1, 256), (40, 0), "", 0.0),
+    ((INT4, INT4), BF16, (1, 3, 64), (0, 0), "mean balance first", 0.0),
 ]
 # The queries from position 250 on, as steps may have them: all, one by one, in chunks.
 CHUNKS = ((70,), (1, 1, 30, 38), (5, 1, 64))
@@ -165,6 +167,9 @@ def test_attention(
 
     monkeypatch.setattr(prefill, "num_parts", num_parts)
     args = inputs(types, dtype, heads, device, block_size=16, window=window, keys=keys, lengths=((320, 70), (90, 9)))
+    if "balance" in keys:
+        caches = changed(args.k_cache, args.v_cache, keys)
+        args = args._replace(k_cache=there(caches[0], device), v_cache=there(caches[1], device))
     spec, batch, attend = replace(args.spec, softcap=softcap), args.geometry, ops.paged_attention.named("cuda")
     assert attend.run is not None
     learned = torch.linspace(-1, 2, args.q.shape[1], device=device)

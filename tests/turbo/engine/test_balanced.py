@@ -16,7 +16,7 @@ from lmkit.models.kv_storage import KVStorage, allocate
 from lmkit.models.kv_transform import KVTransform
 from lmkit.models.loader import load
 from lmkit.models.resolved import resolved
-from tests.turbo.engine.test_engine import engine_for
+from tests.turbo.engine.test_engine import engine_for, propose_drafts, requests_for, run, tokens
 from tests.turbo.engine.test_engine_cache import FIRST, ask
 
 HEADS, DIM, LAYERS = 2, 64, 8  # of the demo
@@ -62,3 +62,18 @@ def test_chunks_the_prefix_cache_and_tiers_change_nothing(balanced_model: Path, 
     assert ask(engine, FIRST) == (answer, 200)
     assert ask(engine, FIRST[:1], 3) == (ask(engine_for(balanced_model), FIRST[:1], 3)[0], 0)
     engine.close()
+
+
+def test_drafts_and_preemption_change_nothing(balanced_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts that are refused are overwritten, and what a preempted sequence has at position 0 is computed again."""
+    requests = [request for request in requests_for(balanced_model) if len(request.prompt_ids) < 20]
+    want = {name: tokens(outputs) for name, outputs in run(engine_for(balanced_model), requests).items()}
+    longest = max(len(request.prompt_ids) for request in requests) + 24 + 8  # in whole blocks
+    kv_memory = LAYERS * HEADS * 2 * 36 * longest
+    small = engine_for(balanced_model, kv_memory=kv_memory, max_model_len=None, prefix_cache=False)
+    assert {name: tokens(outputs) for name, outputs in run(small, requests).items()} == want
+    assert small.stats().preemptions > 0
+    drafted = engine_for(balanced_model, overlap=False)
+    lengths = propose_drafts(drafted, want, monkeypatch)
+    assert {name: tokens(outputs) for name, outputs in run(drafted, requests).items()} == want
+    assert max(lengths) == 4
