@@ -22,7 +22,7 @@ FLOORS = {
     "layers": 2,
     "models": 3,
     "quant": 4, "turbo": 4,
-    "serve": 5, "proxy": 5, "api": 5, "program": 5, "bench": 5, "advise": 5,
+    "serve": 5, "proxy": 5, "api": 5, "program": 5, "bench": 5, "advise": 5, "conform": 5,
     "cluster": 6,
     "cli": 7,
 }  # fmt: skip
@@ -31,7 +31,7 @@ SAME_FLOOR_STRANGERS = {frozenset(pair) for pair in [("kernels", "formats"), ("w
                                                      ("proxy", "api"), ("serve", "api"), ("program", "serve"),
                                                      ("bench", "serve"), ("bench", "proxy")]}  # fmt: skip
 # What these rooms may import besides the lowest floor.
-ONLY = {"proxy": {"web"}, "cluster": {"proxy", "web"}}
+ONLY = {"proxy": {"web"}, "cluster": {"proxy", "web"}, "conform": {"web"}}
 # Importing these, and all that they import, must not import torch.
 TORCH_FREE = [
     "lmkit", "lmkit.errors", "lmkit.config", "lmkit.log", "lmkit.text", "lmkit.models", "lmkit.cli.main",
@@ -39,7 +39,7 @@ TORCH_FREE = [
     "lmkit.cluster.cluster",
     "lmkit.neutral", "lmkit.extras", "lmkit.api.async_pipeline", "lmkit.program",
     "lmkit.bench.online", "lmkit.bench.report", "lmkit.bench.plot", "lmkit.advise.describe",
-    "lmkit.advise.server", "lmkit.advise.settings", "lmkit.advise.workload",
+    "lmkit.conform.suites", "lmkit.advise.server", "lmkit.advise.settings", "lmkit.advise.workload",
     "lmkit.turbo.request", "lmkit.turbo.sequence", "lmkit.turbo.plan", "lmkit.turbo.kv.block_pool",
     "lmkit.turbo.kv.radix_cache", "lmkit.turbo.kv.manager", "lmkit.turbo.kv.tiers.store",
     "lmkit.turbo.scheduling.policy", "lmkit.turbo.scheduling.scheduler", "lmkit.turbo.scheduling.pacing",

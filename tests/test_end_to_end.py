@@ -18,6 +18,9 @@ import pytest
 import torch
 import transformers
 
+from lmkit.conform.case import Server
+from lmkit.conform.suites import outcomes
+
 QUESTION = [{"role": "user", "content": "Write a Python function `is_empty`: Return True if the queue is empty."}]
 
 
@@ -74,6 +77,15 @@ def test_chat_and_streaming_agree(client: openai.OpenAI) -> None:
     )
     assert whole.choices[0].message.content.startswith("def ")
     assert [m.id for m in client.models.list()] == ["demo"]
+
+
+@pytest.mark.slow
+def test_what_clients_depend_on(addresses: tuple[str, str]) -> None:
+    """At the proxy, and so at the server."""
+    with httpx.Client(base_url=addresses[1], timeout=120) as http:
+        found = list(outcomes(Server(http, "demo"), ("openai", "responses", "messages", "agents")))
+    assert len(found) > 30
+    assert [(case.suite, case.name, reason) for case, reason in found if reason] == []
 
 
 @pytest.mark.slow
