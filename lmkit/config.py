@@ -254,6 +254,7 @@ class ServerConfig(StrictStruct, frozen=True):
     served_model_name: tuple[str, ...] = ()  # of one model, the first is its own; empty = the folder's name
     api_keys: tuple[str, ...] = ()  # each `KEY [name=value ...]`, see web.auth.ApiKey; empty = no authentication
     api_key_file: str | None = None  # more of them, one a line; read again when it changes
+    proxy_key: str | None = None  # by which a server without keys knows a proxy, see web.running; None = it knows none
     root_path: RootPath = ""  # before every path, if a reverse proxy leaves it there, as /llm; "" = nothing
     cors_origins: tuple[str, ...] = ()  # web pages that may read answers
     cors_credentials: bool = False  # and may send cookies, for a login in front of the server

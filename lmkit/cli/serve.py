@@ -227,6 +227,7 @@ def serve(
         served_model_name=tuple(name for text in served_model_name or () for name in text.split(",")),
         api_keys=tuple(api_key or ()),
         api_key_file=str(api_key_file) if api_key_file else None,
+        proxy_key=None if api_key or api_key_file else secrets.token_urlsafe(32),
         cors_origins=tuple(cors_origin or ()),
         cors_credentials=cors_credentials,
         root_path=root_path,
@@ -311,7 +312,7 @@ def _run(models: list[ListedModel], config: ServerConfig, engine: str | None) ->
         pooled.append(PooledModel(model.name, front_end, aliases=model.aliases, keep_alive=model.keep_alive))
     name = ",".join(model.name for model in models)
     pool = ModelPool(pooled, config.memory_budget)
-    with registered("serve", name, config.drain_seconds) as tell:
+    with registered("serve", name, config.drain_seconds, proxy_key=config.proxy_key) as tell:
 
         def on_ready(url: str) -> None:
             tell(url, pool.reserved)

@@ -349,11 +349,11 @@ class Forwarder:
             (b"accept-encoding", b"identity"),  # an error event cannot be added to a compressed stream
             (b"via", b"1.1 " + self._own_via),
         ]
-        if node.config.api_key is not None:
+        if node.key is not None:
             if node.config.tenants == "header":
                 headers.append(call.journal.header())
                 body = call.journal.known() + body
-            headers.append((b"authorization", b"Bearer " + node.config.api_key.encode()))
+            headers.append((b"authorization", b"Bearer " + node.key.encode()))
         return url, headers, body
 
 

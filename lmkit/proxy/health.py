@@ -12,8 +12,13 @@ from lmkit.proxy.config import ProxyConfig
 from lmkit.proxy.registry import ModelEntries, Node, Registry
 from lmkit.proxy.rules import ModelName
 from lmkit.proxy.upstream import Upstream, UpstreamError
+from lmkit.web.running import Entry, proxy_key_at, running
 
 log = get_logger(__name__)
+NO_KEY = (
+    "node %s: its streams end when it fails, because it has no key of this proxy: start it with --api-key "
+    "'KEY role=proxy', and give the proxy the api_key KEY for it"
+)
 MAX_ANSWER_BYTES, MAX_MODELS = 1 << 20, 1000
 
 
@@ -34,12 +39,15 @@ class HealthChecker:
 
     async def check_all(self) -> None:
         """Check every node, and compare those that are up."""
-        await asyncio.gather(*map(self.check, self._registry.nodes()))
+        here = running()
+        await asyncio.gather(*(self.check(node, here) for node in self._registry.nodes()))
         for node, why in self._registry.eject().items():
             log.warning("node %s gets no requests for a while: %s", node.url, why)
 
-    async def check(self, node: Node) -> None:
-        """Check one node and record the result. Never raises."""
+    async def check(self, node: Node, here: list[Entry] | None = None) -> None:
+        """Check one node and record the result; `here` are this user's processes on this machine. Never raises."""
+        if node.config.api_key is None and node.config.tenants == "header":
+            node.found_key = proxy_key_at(node.url, running() if here is None else here)
         try:
             async with asyncio.timeout(self._timeout):
                 if not await self._is_well(node):
@@ -54,6 +62,8 @@ class HealthChecker:
         else:
             if self._registry.succeeded(node, models, note=note):
                 log.info("node %s is up, models: %s", node.url, ", ".join(sorted(node.models or ())))
+                if node.key is None and node.config.tenants == "header":
+                    log.warning(NO_KEY, node.url)
             return
         if self._registry.failed(node, failure):
             log.warning("node %s is down: %s", node.url, failure)

@@ -38,6 +38,7 @@ class Node:
     down_since: float = -math.inf  # by the registry's clock
     up_since: float = -math.inf  # by the registry's clock
     draining: bool = False  # it gets no new requests
+    found_key: str | None = None  # of a server of this user here that has no api_key
     checked: bool = False  # a check has ended, well or badly
     failures: int = 0  # consecutive, of checks and connections; only a good check resets it
     successes: int = 0  # consecutive good checks
@@ -74,6 +75,11 @@ class Node:
     def id(self) -> str:
         """A short name that does not tell the address."""
         return hashlib.sha256(b"lmkit node " + self.url.encode()).hexdigest()[:8]
+
+    @property
+    def key(self) -> str | None:
+        """Sent to it, as a Bearer token."""
+        return self.config.api_key or self.found_key
 
     @property
     def admits(self) -> bool:

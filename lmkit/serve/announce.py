@@ -139,9 +139,9 @@ class Told:
 
 
 def _key_for_proxies(config: ServerConfig) -> str | None:
-    """The key with which proxies call this server, None if it has no keys."""
+    """The key with which proxies call this server, None if it has keys and none of a proxy."""
     keys = parse_keys(config.api_keys) + (read_keys(config.api_key_file) if config.api_key_file else [])
-    return next((key.key for key in keys if key.role == "proxy"), None)
+    return next((key.key for key in keys if key.role == "proxy"), config.proxy_key)
 
 
 def _reason(answer: httpx.Response) -> str:

@@ -112,7 +112,7 @@ def create_app(models: ModelPool, tokenizers: Sequence[Tokenizer], config: Serve
     app.state.routes = [f"{min(route.methods or ())} {route.path_format}" for route in ours]
     app.add_exception_handler(RequestError, handle_request_error)
     app.add_exception_handler(HTTPException, handle_http_exception)
-    app.add_middleware(ApiKeys, keys=config.api_keys, file=config.api_key_file)
+    app.add_middleware(ApiKeys, keys=config.api_keys, file=config.api_key_file, proxy_key=config.proxy_key)
     if config.chat_page:
         app.add_middleware(ChatPage)
     app.add_middleware(Edge)

@@ -43,10 +43,16 @@ class ApiKeys:
     It checks `scope["path"]`, as the router does, and never a URL built from the Host header.
     """
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str], file: str | None = None) -> None:
-        """Raises ConfigError for a file or a key that cannot be used."""
+    def __init__(
+        self, app: ASGIApp, keys: Sequence[str], file: str | None = None, proxy_key: str | None = None
+    ) -> None:
+        """`proxy_key` opens nothing: a request that has it comes from a proxy, if the server has no keys.
+
+        Raises ConfigError for a file or a key that cannot be used.
+        """
         assert not isinstance(keys, str)
         self._app = app
+        self._from_proxy = Keyring([(proxy_key, True)] if proxy_key else [])
         self._given, self._file = parse_keys(keys), KeyFile(file) if file is not None else None
         self._meters: dict[ApiKey, Meter] = {}
         self._take_keys()
@@ -62,6 +68,7 @@ class ApiKeys:
             meter: Meter | None = None
             try:
                 state["key"] = key = self.key(scope["path"], scope["headers"])
+                state["is_proxy"] = key.role == "proxy" if key else bool(self._from_proxy.find(scope["headers"]))
                 state["owner"] = owner_of(key, named_client(scope["headers"]))
                 if key is not None and scope["method"] == "POST" and (meter := self._meters.get(key)):
                     meter.request()

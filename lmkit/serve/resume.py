@@ -77,13 +77,13 @@ class Resumption:
 def resumption(request: Request, raw: bytes) -> tuple[Resumption | None, bytes]:
     """What a proxy says about the stream, and the body without it. Raises RequestError.
 
-    Only a key with the role proxy may say it: the known tokens choose what the answer seems to be.
+    Only a proxy may say it, by its key: the known tokens choose what the answer seems to be.
     """
     value = request.headers.get(STREAM_HEADER.decode())
     if value is None:
         return None, raw
-    identity, key = Identity.read(value), getattr(request.state, "key", None)
-    if key is None or key.role != "proxy":
+    identity = Identity.read(value)
+    if not getattr(request.state, "is_proxy", False):
         if identity.fingerprint:
             raise RequestError("permission_denied", "only a key with the role proxy may resume a stream")
         return None, raw

@@ -11,7 +11,7 @@ import os
 import select
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Literal, Protocol
 from urllib.parse import urlsplit
@@ -45,6 +45,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     reserved: int | None = None  # bytes of memory that a server takes at most; None while the model loads
     drain_seconds: float
     admin_key: str | None = None  # of a proxy that was given none
+    proxy_key: str | None = None  # of a server without keys: a proxy of this user shows by it that it is one
 
     @property
     def port(self) -> int | None:
@@ -62,7 +63,9 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 @contextlib.contextmanager
-def registered(kind: Kind, name: str, drain_seconds: float, admin_key: str | None = None) -> Iterator[Tell]:
+def registered(
+    kind: Kind, name: str, drain_seconds: float, admin_key: str | None = None, proxy_key: str | None = None
+) -> Iterator[Tell]:
     """Keep a file for this process, readable by its user alone. The function that it gives tells the server's URL, and
     the bytes of memory that it takes at most.
 
@@ -78,6 +81,7 @@ def registered(kind: Kind, name: str, drain_seconds: float, admin_key: str | Non
         name=name,
         drain_seconds=drain_seconds,
         admin_key=admin_key,
+        proxy_key=proxy_key,
     )
 
     def write(entry: Entry) -> None:
@@ -115,16 +119,26 @@ def running() -> list[Entry]:
 
 def admin_key_at(address: str) -> str | None:
     """The admin key that a proxy of this user and machine made for itself, if it listens at this address."""
+    return next((entry.admin_key for entry in _listening_at(address, running()) if entry.admin_key), None)
+
+
+def proxy_key_at(address: str, among: Iterable[Entry]) -> str | None:
+    """The key by which a server of this user and machine, if it listens at this address, knows a proxy.
+
+    `among` are processes that run. The key ends with its process: what takes over the port learns nothing of use.
+    """
+    return next((entry.proxy_key for entry in _listening_at(address, among) if entry.proxy_key), None)
+
+
+def _listening_at(address: str, entries: Iterable[Entry]) -> Iterator[Entry]:
     try:
         named = urlsplit(address)
         port, host = named.port, named.hostname or ""
     except ValueError:
-        return None
-    for entry in running():
-        here = entry.url is not None and (is_loopback(host) or host == urlsplit(entry.url).hostname)
-        if here and entry.admin_key and entry.port == port:
-            return entry.admin_key
-    return None
+        return
+    for entry in entries:
+        if entry.url is not None and (is_loopback(host) or host == urlsplit(entry.url).hostname) and entry.port == port:
+            yield entry
 
 
 def stop(entries: list[Entry], ended: Callable[[Entry], None], *, extra_seconds: float = 30.0) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lmkit.proxy import forward
+from lmkit.proxy import forward, health
 from lmkit.proxy.forward import MAX_LEFT
 from lmkit.proxy.journal import MAX_RESUMES, Journal
 from lmkit.web.budget import Budget
@@ -120,6 +120,30 @@ async def test_t9_a_node_without_a_key_is_told_nothing() -> None:
     ):
         await http.post(CHAT, content=BODY, headers={HEADER: "mine"})
         assert a.requests[0].header(HEADER) == []
+
+
+async def test_nodes_of_this_user_and_machine_need_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(health, "proxy_key_at", lambda url, among: f"found for {url}")
+    async with (
+        nodes(
+            FakeNode("a", script=writes(FIRST + NOTE, ends=False)),
+            FakeNode("b", script=writes(SECOND + DONE + END, ends=True)),
+        ) as (a, b),
+        proxy_for(a, b, policy="round_robin") as (_, url),
+        client(url) as http,
+    ):
+        assert (await http.post(CHAT, content=BODY)).content == FIRST + SECOND + DONE
+        for node in (a, b):
+            assert node.requests[0].header("authorization") == [f"Bearer found for {node.url}"]
+            assert node.checks[0].header("authorization") == []
+
+
+async def test_a_node_without_a_key_is_named_at_the_start(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("WARNING", logger="lmkit"):
+        async with nodes(FakeNode("a"), keyed("b", writes(ends=True))) as (a, b), proxy_for(a, b):
+            pass
+    assert caplog.text.count("its streams end when it fails") == 1
+    assert f"node {a.url}: " in caplog.text
 
 
 async def test_an_answer_that_breaks_off_is_asked_of_another_node() -> None:

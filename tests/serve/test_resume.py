@@ -125,6 +125,26 @@ def test_t9_only_the_role_proxy_may_resume(node: Server) -> None:
     assert "role proxy" in resumed.text
 
 
+def test_a_server_without_keys_believes_the_proxy_that_it_gave_its_own_key() -> None:
+    app = App(ScriptedEngine(), ServerConfig(proxy_key=KEY))
+    body = json.dumps(CHAT | {"stream": True}).encode()
+
+    def streamed(stream: str, key: str, known: bytes = b"") -> httpx.Response:
+        headers = {"content-type": "application/json", HEADER: stream, "x-lmkit-tenant": "0" * 32}
+        headers |= {"authorization": f"Bearer {key}"} if key else {}
+        return app.request("POST", CHAT_PATH, content=known + body, headers=headers)
+
+    first = streamed(ID, KEY)
+    _, notes = parts(first.text)
+    known = json.dumps(notes[:1]).encode()
+    later = f"{ID} {first.headers[HEADER]} {len(known)}"
+    assert streamed(later, KEY, known=known).status_code == 200
+    for key in ("", "k" * 15):
+        answer = streamed(ID, key)
+        assert (answer.status_code, HEADER in answer.headers) == (200, False)
+        assert streamed(later, key, known=known).status_code == 403
+
+
 @pytest.mark.parametrize(
     "known",
     [[[9, [70]]], [[0, [1 << 20]]], [[0, [-1]]], [{"a": 1}], [[0, [70] * 12]]],

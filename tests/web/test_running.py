@@ -14,7 +14,7 @@ import pytest
 
 from lmkit.errors import LMKitError
 from lmkit.web import running
-from lmkit.web.running import Entry, registered
+from lmkit.web.running import Entry, admin_key_at, proxy_key_at, registered
 
 DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(60)"
 
@@ -63,6 +63,20 @@ def test_a_process_is_found_while_it_runs(folder: Path) -> None:
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert not running.running()
     assert not list(folder.iterdir())
+
+
+def test_a_server_hands_its_key_to_proxies_of_its_user_alone(folder: Path) -> None:
+    with registered("serve", "m", 0.0, proxy_key="secret") as tell:
+        tell("http://127.0.0.1:8123")
+        here = running.running()
+        (file,) = folder.iterdir()
+        assert (b"secret" in file.read_bytes(), stat.S_IMODE(file.stat().st_mode)) == (True, 0o600)
+        for address, key in {
+            "http://127.0.0.1:8123": "secret", "http://localhost:8123": "secret", "http://127.0.0.1:8124": None,
+            "http://10.0.0.5:8123": None, "http://127.0.0.1:x": None,
+        }.items():  # fmt: skip
+            assert proxy_key_at(address, here) == key, address
+        assert admin_key_at("http://127.0.0.1:8123") is None
 
 
 def test_a_link_in_the_way_is_not_followed(folder: Path, tmp_path: Path) -> None:
