@@ -233,6 +233,12 @@ def wrong_origin(origins: Sequence[str]) -> str | None:
     return f"{wrong[0]!r} is not an origin; write each site as https://chat.example.com" if wrong else None
 
 
+def wrong_host(hosts: Sequence[str]) -> str | None:
+    """Why these cannot be the names of a server; None if they can. "*" is every name."""
+    wrong = [host for host in hosts if not re.fullmatch(r"\*|(\*\.)?[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*", host)]
+    return f"{wrong[0]!r} is not a host; write a name such as llm.example.com or *.example.com" if wrong else None
+
+
 ToolParser = Literal[
     "hermes", "qwen3_coder", "glm45", "functiongemma", "deepseek_v3", "deepseek_v31", "mistral", "mistral_list",
     "internlm", "cohere", "llama3", "harmony", "none",
@@ -256,6 +262,7 @@ class ServerConfig(StrictStruct, frozen=True):
     api_key_file: str | None = None  # more of them, one a line; read again when it changes
     proxy_key: str | None = None  # by which a server without keys knows a proxy, see web.running; None = it knows none
     root_path: RootPath = ""  # before every path, if a reverse proxy leaves it there, as /llm; "" = nothing
+    allowed_hosts: tuple[str, ...] = ()  # its names besides loopback ones and `host`, if it has no keys: see web.hosts
     cors_origins: tuple[str, ...] = ()  # web pages that may read answers
     cors_credentials: bool = False  # and may send cookies, for a login in front of the server
     max_connections_per_address: PositiveInt | None = None  # None = as many as the server takes in all
@@ -292,7 +299,7 @@ class ServerConfig(StrictStruct, frozen=True):
     otlp_traces_endpoint: str | None = None  # a collector's URL; None = OTEL_EXPORTER_OTLP_ENDPOINT, else no traces
 
     def __post_init__(self) -> None:
-        if reason := wrong_origin(self.cors_origins):
+        if reason := wrong_origin(self.cors_origins) or wrong_host(self.allowed_hosts):
             raise ConfigError(reason)
         for proxy in self.proxies:
             if not re.fullmatch(r"https?://[^/\s]+(/\S*)?", proxy):

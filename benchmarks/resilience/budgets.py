@@ -38,7 +38,7 @@ def unfinished_bodies(setting: Setting) -> float:
     """MiB by which a proxy grows while many clients send all but the last byte of a body."""
     config = setting.workdir / "proxy.yaml"
     config.write_text(f"max_body_bytes: {2 * BODY_BYTES}\nbody_memory: {BODY_MEMORY}\n")
-    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % BODY_BYTES
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % BODY_BYTES
     body = bytes(BODY_BYTES - 1)
     with routing(options=("--config", str(config))) as proxy, contextlib.ExitStack() as stack:
         growth = Growth(proxy)
@@ -82,7 +82,7 @@ def ask(server: Command, fields: dict[str, int]) -> dict[str, list[object]]:
 def unread_streams(server: Command, number: int) -> Iterator[None]:
     """Clients that ask for a long stream and read nothing of it."""
     body = json.dumps(LOGPROBS | {"stream": True, "max_tokens": 3500, "n": 4}).encode()
-    head = "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: "
+    head = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: "
     with contextlib.ExitStack() as stack:
         for _ in range(number):
             client = stack.enter_context(socket.socket())

@@ -20,7 +20,10 @@ from benchmarks.resilience.processes import Command, HealthProbe, routing, servi
 
 OPEN_FILES = 1024
 KEY = "the-key"
-HEAD = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nAuthorization: Bearer {key}\r\n"
+HEAD = (
+    "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    "Authorization: Bearer {key}\r\n"
+)
 _runs: dict[bool, dict[str, float]] = {}
 Attack = Callable[[Command, float, int], Coroutine[Any, Any, None]]
 

@@ -20,7 +20,7 @@ from benchmarks.resilience.soak import LENGTHS, PROMPTS, REQUEST_SECONDS, body, 
 
 SECONDS, NUM_KILLS = 180.0, 2
 WRONG = (
-    {"model": "no"}, {"prompt": 1}, {"temperature": -1}, {"max_tokens": 10**9}, {"unknown": 1},
+    {"model": "no"}, {"prompt": 1}, {"temperature": -1}, {"max_tokens": 10**9}, {"n": 0},
     {"response_format": {"type": "x"}},
 )  # fmt: skip
 

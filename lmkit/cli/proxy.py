@@ -43,6 +43,10 @@ def proxy(
     ] = None,
     tls_cert: Annotated[str | None, typer.Option(help="A certificate chain in PEM: serve https.")] = None,
     tls_key: Annotated[str | None, typer.Option(help="Its key; default in the same file.")] = None,
+    allowed_host: Annotated[
+        list[str] | None,
+        typer.Option(help="A name of the proxy, if clients need no key; *.example.com, may be repeated."),
+    ] = None,
     cors_origin: Annotated[
         list[str] | None, typer.Option(help="Pages of this site may call the proxy; may be repeated.")
     ] = None,
@@ -104,6 +108,7 @@ def proxy(
     options |= {"grpc_port": grpc_port}
     options |= {"key_store": key_store, "data_dir": data_dir, "dashboard": dashboard}
     options |= {"cors_credentials": cors_credentials, "root_path": root_path}
+    options |= {"allowed_hosts": tuple(allowed_host) if allowed_host else None}
     options |= {"cors_origins": tuple(cors_origin) if cors_origin else None, "chat_page": chat_page}
     load = functools.partial(load_config, config, nodes=nodes, host=host, port=port, **options)
     file = ConfigFile(config, load) if config is not None else None

@@ -31,8 +31,8 @@ _REFUSED = {
     "role": "replicas are alike; start servers without --dp, or use `lmkit up`",
 }
 _OF_THE_ADDRESS = (
-    "model", "served_model_name", "config", "print_config", "host", "port", "api_key", "cors_origin", "chat_page",
-    "cors_credentials", "root_path", "max_connections_per_address", "drain_seconds", "dp", "num_threads",
+    "model", "served_model_name", "config", "print_config", "host", "port", "api_key", "allowed_host", "cors_origin",
+    "chat_page", "cors_credentials", "root_path", "max_connections_per_address", "drain_seconds", "dp", "num_threads",
 )  # fmt: skip
 _SHARED = ("weights_memory", "kv_memory", "kv_host_memory", "image_memory", "memory_budget")  # each has its part
 
@@ -69,6 +69,7 @@ def cluster(context: typer.Context, server: ServerConfig) -> ClusterConfig:
         "host": server.host,
         "port": server.port,
         "api_keys": server.api_keys,
+        "allowed_hosts": server.allowed_hosts,
         "cors_origins": server.cors_origins,
         "cors_credentials": server.cors_credentials,
         "root_path": server.root_path,

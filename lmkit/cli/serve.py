@@ -71,6 +71,9 @@ def serve(
     api_key_file: Annotated[
         Path | None, _server("A file with one key a line: KEY [name=value ...]. It is read again when it changes.")
     ] = None,
+    allowed_host: Annotated[
+        list[str] | None, _server("A name of this server, if it has no keys; *.example.com, repeatable.")
+    ] = None,
     cors_origin: Annotated[
         list[str] | None, _server("Pages of this site may call the server; repeatable. None may by default.")
     ] = None,
@@ -228,6 +231,7 @@ def serve(
         api_keys=tuple(api_key or ()),
         api_key_file=str(api_key_file) if api_key_file else None,
         proxy_key=None if api_key or api_key_file else secrets.token_urlsafe(32),
+        allowed_hosts=tuple(allowed_host or ()),
         cors_origins=tuple(cors_origin or ()),
         cors_credentials=cors_credentials,
         root_path=root_path,

@@ -23,6 +23,7 @@ from lmkit.config import (
     RootPath,
     StrictStruct,
     TenantsBy,
+    wrong_host,
     wrong_origin,
 )
 from lmkit.errors import ConfigError
@@ -113,6 +114,7 @@ class ProxyConfig(StrictStruct, frozen=True):
     api_keys: tuple[str, ...] = ()  # each `KEY [name=value ...]`, see web.auth.ApiKey; empty = no authentication
     admin_keys: tuple[Key, ...] = ()  # for /admin; empty = one that `lmkit proxy` makes and this user's commands find
     root_path: RootPath = ""  # as ServerConfig has it
+    allowed_hosts: tuple[str, ...] = ()  # as ServerConfig has it
     cors_origins: tuple[str, ...] = ()  # web pages that may read answers
     cors_credentials: bool = False  # and may send cookies
     chat_page: bool = True  # a page for people at /
@@ -150,7 +152,7 @@ class ProxyConfig(StrictStruct, frozen=True):
         urls = [node.url for node in self.nodes]
         if twice := sorted({url for url in urls if urls.count(url) > 1}):
             raise ValueError(f"node {twice[0]} is given twice")
-        if reason := wrong_origin(self.cors_origins):
+        if reason := wrong_origin(self.cors_origins) or wrong_host(self.allowed_hosts):
             raise ValueError(reason)
         if self.body_memory < self.max_body_bytes:
             raise ValueError("body_memory is less than max_body_bytes; no body of that size could ever be read")

@@ -96,7 +96,7 @@ class HealthChecker:
             if not 200 <= answer.status <= 299:
                 if answer.status == 404:
                     raise _MissingError(f"{path} answered 404")
-                hint = ": check its api_key" if answer.status in (401, 403) else ""
+                hint = ": check its api_key, or its --allowed-host" if answer.status in (401, 403) else ""
                 raise ConfigError(f"{path} answered {answer.status}{hint}")
             body = await answer.body(MAX_ANSWER_BYTES)
         finally:

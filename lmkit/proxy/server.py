@@ -19,6 +19,7 @@ from lmkit.proxy.reload import ConfigFile
 from lmkit.web.access_log import AccessLog
 from lmkit.web.chat_page import ChatPage, StaticPage
 from lmkit.web.cors import with_cors
+from lmkit.web.hosts import Hosts
 from lmkit.web.listen import bind, is_loopback, listen, on_signals, url
 from lmkit.web.resumable import Resumable
 from lmkit.web.routes import WithV1
@@ -66,6 +67,8 @@ def http_server(
     if config.dashboard:
         app = StaticPage(app, dashboard.PAGE, "/dashboard", "/dashboard/")
     app = with_cors(Resumable(app), config.cors_origins, credentials=config.cors_credentials)
+    if not proxy.keys.for_clients:
+        app = Hosts(app, (config.host, *config.allowed_hosts))
     app = WithV1(Traced(AccessLog(app)), config.root_path)
     return HttpServer(
         app,

@@ -50,6 +50,7 @@ from lmkit.web.budget import Budget
 from lmkit.web.chat_page import ChatPage
 from lmkit.web.cors import with_cors
 from lmkit.web.data_folder import DataFolder
+from lmkit.web.hosts import Hosts
 from lmkit.web.response_store import ResponseStore
 from lmkit.web.resumable import Resumable
 from lmkit.web.routes import WithV1
@@ -118,6 +119,8 @@ def create_app(models: ModelPool, tokenizers: Sequence[Tokenizer], config: Serve
     app.add_middleware(Edge)
     app.add_middleware(Resumable)
     app.add_middleware(with_cors, origins=config.cors_origins, credentials=config.cors_credentials)
+    if not (config.api_keys or config.api_key_file):
+        app.add_middleware(Hosts, names=(config.host, *config.allowed_hosts))
     app.add_middleware(AccessLog)
     app.add_middleware(Traced)
     app.add_middleware(WithV1, root=config.root_path)  # the last added is the outermost

@@ -33,12 +33,13 @@ CONSTRAINED = {"model": "model", "messages": CHAT["messages"], "response_format"
 TEXT: dict[str, Any] = {
     "model": "model", "prompt": ["a", "b"], "max_tokens": 5, "best_of": 2, "echo": True, "logprobs": 3, "n": 1
 }  # fmt: skip
-HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 BODY = b'{"model": "demo", "prompt": "Hi", "max_tokens": 2}'
 RAW = [
     HEAD + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY,
     HEAD + b"Transfer-Encoding: chunked\r\n\r\n%x\r\n" % len(BODY) + BODY + b"\r\n0\r\n\r\n",
-    b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: keep-alive\r\n\r\nGET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n",
+    b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: keep-alive\r\n\r\n"
+    b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n",
 ]
 
 

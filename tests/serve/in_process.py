@@ -132,7 +132,7 @@ class App:
 
     def request(self, method: str, path: str, **options: Any) -> httpx.Response:
         async def main() -> httpx.Response:
-            async with httpx.AsyncClient(transport=self._transport, base_url="http://test") as client:
+            async with httpx.AsyncClient(transport=self._transport, base_url="http://localhost") as client:
                 return await client.request(method, path, **options)
 
         return asyncio.run(main())

@@ -32,7 +32,7 @@ def post(to: App, *bodies: dict[str, Any], paths: Sequence[str] = ()) -> list[ht
     each = zip(paths or ["/v1/completions"] * len(bodies), bodies, strict=True)
 
     async def main() -> list[httpx.Response]:
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(to.app), base_url="http://test") as client:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(to.app), base_url="http://localhost") as client:
             try:
                 return [await client.post(path, json=TEXT | body) for path, body in each]
             finally:

@@ -37,9 +37,8 @@ def raw_request(server: Server, body: dict[str, Any], window: int | None = None)
     connection.settimeout(20)
     connection.connect((address.hostname, address.port))
     data = json.dumps(body).encode()
-    head = (
-        f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n"
-    )
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    head += f"Content-Length: {len(data)}\r\n"
     connection.sendall(head.encode() + b"\r\n" + data)
     return connection
 

@@ -67,7 +67,7 @@ class Setting:
         self.pool = ModelPool(models, int(room * SIZE))
         self.app = create_app(self.pool, [TOKENIZER] * len(models), config or ServerConfig())
         transport = httpx.ASGITransport(self.app)
-        self.client = httpx.AsyncClient(transport=transport, base_url="http://test")
+        self.client = httpx.AsyncClient(transport=transport, base_url="http://localhost")
 
     async def ask(self, model: str | None, **fields: Any) -> httpx.Response:
         named = {} if model is None else {"model": model}

@@ -30,7 +30,7 @@ def test_a_stream_goes_on(server: Server) -> None:
     whole = server.post(PATH, content=BODY, headers=key)
     with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))) as link:
         fields = "".join(f"{name}: {value}\r\n" for name, value in (key | {"x-lmkit-resume": "60"}).items())
-        head = f"POST {PATH} HTTP/1.1\r\nHost: x\r\n{fields}"
+        head = f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\n{fields}"
         link.sendall(f"{head}Content-Length: {len(BODY)}\r\n\r\n".encode() + BODY)
         first = b""
         while len(re.findall(rb"data: .*\n\n", first)) < 3:
