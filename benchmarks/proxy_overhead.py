@@ -84,7 +84,7 @@ class Client:
 
     def __init__(self, target: Target) -> None:
         self._target = target
-        head = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {target.key}\r\n"
+        head = f"POST {PATH} HTTP/1.1\r\nHost: [::]\r\nAuthorization: Bearer {target.key}\r\n"
         head += f"Content-Type: application/json\r\nContent-Length: {len(BODY)}\r\n\r\n"
         self._request = head.encode() + BODY
 

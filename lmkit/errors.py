@@ -70,3 +70,10 @@ class RequestError(LMKitError):
         self.param = param
         self.details = details
         self.status = HTTP_STATUS[code]
+
+
+class NotReadyError(RequestError):
+    """The engine is not there now. It has not seen the request, which another server, or this one later, may answer."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__("engine_unavailable", message)

@@ -18,7 +18,7 @@ from typing import Any
 from benchmarks.routing.trace import Ask, Conversation, Shape, conversations
 from lmkit.config import PolicyName
 from lmkit.proxy.config import NodeConfig, ProxyConfig
-from lmkit.proxy.forward import MAX_RESENDS
+from lmkit.proxy.moves import MAX_RESENDS
 from lmkit.proxy.policies import POLICIES, Policy
 from lmkit.proxy.registry import Node, Registry
 from lmkit.proxy.retries import RetryBudget

@@ -13,6 +13,7 @@ import msgspec
 
 from lmkit.cluster.config import ClusterConfig
 from lmkit.cluster.processes import Child, Say
+from lmkit.config import wrong_host
 from lmkit.errors import LMKitError
 from lmkit.log import get_logger
 from lmkit.proxy.config import ProxyConfig
@@ -71,8 +72,10 @@ class ProxyProcess:
 
     def _write(self) -> None:
         config, default = self._config, ProxyConfig()
+        named = httpx.URL(config.address or "").host
         proxy = msgspec.structs.replace(
             config.proxy,
+            allowed_hosts=(*config.proxy.allowed_hosts, *([named] if wrong_host([named]) is None else [])),
             on_demand={group.called: config.start_seconds for group in config.models},
             mixed_weights=True,
             api_keys=(*config.proxy.api_keys, f"{self.node_key} role=node"),

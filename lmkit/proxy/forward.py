@@ -24,6 +24,7 @@ from lmkit.proxy.downstream import DownstreamResponse
 from lmkit.proxy.headers import to_client, to_node
 from lmkit.proxy.journal import MAX_RESUMES
 from lmkit.proxy.metrics import Metrics
+from lmkit.proxy.moves import Moves
 from lmkit.proxy.pairs import Pairs
 from lmkit.proxy.policies import Choice
 from lmkit.proxy.registry import BROKEN, Node, Registry
@@ -34,17 +35,14 @@ from lmkit.proxy.stored import ASK_SECONDS, BATCHES, FILES, Keepers
 from lmkit.proxy.stored import PATH as RESPONSES
 from lmkit.proxy.tenants import named
 from lmkit.proxy.upstream import Answer, BrokenError, SilentError, UnreachableError, Upstream, UpstreamError
-from lmkit.web.errors import ERROR_HEADER
+from lmkit.web.errors import ERROR_HEADER, NOT_READY
 from lmkit.web.ollama import LINES, STREAMS
 from lmkit.web.resume import STREAM_HEADER
 
 log = get_logger(__name__)
-
-# A request that reached a node and got no response may have broken the node. It is sent twice more, not to every node.
-MAX_RESENDS = 2
-MAX_LEFT = 2  # nodes that a request leaves before its first byte because checks call them down; it stays at the next
 STALL_SECONDS = 60.0  # without a byte from a node that sends a comment every 15 s; then the stream goes on elsewhere
-_ERROR_HEADER = ERROR_HEADER.lower().encode()
+_ERROR_HEADER, _NOT_READY = ERROR_HEADER.lower().encode(), NOT_READY.encode()
+_AWAY = frozenset({_NOT_READY, b"shutting_down"})  # the engine has not seen the request
 MAX_LIST_BYTES = 8 << 20  # of one page of a node's files or batches
 MAX_WHOLE_BYTES = 1 << 20  # of an answer that is sent once it is whole
 WAIT_SECONDS = 0.1  # between looks for a node that is back
@@ -136,7 +134,7 @@ class Forwarder:
                 answer = await self._upstream.send(call.method, *self._request(node, call))
                 try:
                     check_answer(answer)
-                    await self._pass_on(node, answer, call, client, [node])
+                    await self._pass_on(node, answer, call, client, [node], self._moves(call, 0.0))
                 finally:
                     answer.close()
             except SilentError:
@@ -149,7 +147,8 @@ class Forwarder:
 
     async def _relay(self, call: Call, client: DownstreamResponse) -> None:
         tried: list[Node] = []
-        resends = num_left = sent_again = 0
+        wait = max(self._registry.node_wait, self._registry.on_demand.get(call.model, 0.0))
+        moves, sent_again = self._moves(call, wait), 0
         error = self._registry.absence(call.model)
         self._retries.earn()
         while candidates := await self._candidates(call, tried):
@@ -164,21 +163,19 @@ class Forwarder:
                 tried[-2].failovers += 1
             with self._registry.using(node, call.routing.prompt):
                 try:
-                    movable, may_leave = resends < MAX_RESENDS, num_left < MAX_LEFT
-                    if await self._attempt(choice, call, client, tried, movable=movable, may_leave=may_leave):
+                    if await self._attempt(choice, call, client, tried, moves):
                         return
                 except TimeoutError:  # of `_leaving`
                     log.warning("node %s is down: a request that waited for its answer goes to another", node.url)
-                    num_left += 1
+                    moves.leave()
                     self._record(node, good=False)
                 except UnreachableError as failure:
                     if self._registry.failed(node, f"connections fail ({failure})"):
                         log.warning("node %s is down: connections fail", node.url)
                     self._record(node, good=False)
                 except _EngineDownError:
-                    if self._registry.failed(node, "its engine is not ready"):
-                        log.warning("node %s is down: its engine is not ready", node.url)
-                    resends += 1
+                    self._not_ready(node)
+                    moves.resend()
                 except SilentError:
                     self._record(node, good=False)
                     raise RequestError("upstream_timeout", "the node did not answer in time") from None
@@ -186,19 +183,31 @@ class Forwarder:
                     raise RequestError("invalid_request", "a header of the request cannot be sent on") from None
                 except BrokenError as failure:  # no failed check: a client may cause it at will
                     log.warning("node %s gave no usable answer to a request: %s", node.url, failure)
-                    resends += 1
+                    moves.resend()
                     self._record(node, good=False)
             error = RequestError("bad_gateway", "no node answered the request")
             if client.started:
                 error = RequestError("bad_gateway", "the node broke off in the middle of its answer")
-            if resends > MAX_RESENDS or call.journal.num_resumes > MAX_RESUMES:
+            moves.look()
+            if moves.are_over:
                 break
-            if resends + num_left > sent_again:  # a node has seen the request, so it may have cost something
-                sent_again = resends + num_left
+            if moves.total > sent_again:  # a node has seen the request, so it may have cost something
+                sent_again = moves.total
                 if not self._retries.spend():
                     break
                 await asyncio.sleep(self._retries.pause(sent_again))
         raise error
+
+    def _moves(self, call: Call, seconds: float) -> Moves:
+        return Moves(call.journal, seconds, lambda: self._registry.clock())
+
+    def _not_ready(self, node: Node) -> None:
+        if self._registry.failed(node, "its engine is not ready"):
+            log.warning("node %s is down: its engine is not ready", node.url)
+
+    def _may_wait(self, call: Call, moves: Moves) -> bool:
+        """Whether a call may ask again, although no other node is there now."""
+        return moves.may_wait() and self._registry.may_return(call.model, self._registry.clock())
 
     async def _candidates(self, call: Call, tried: list[Node]) -> list[Node]:
         """The nodes to choose from. If there are none, wait for one that may come; then all may be tried again.
@@ -216,14 +225,7 @@ class Forwarder:
         return found
 
     async def _attempt(
-        self,
-        choice: Choice,
-        call: Call,
-        client: DownstreamResponse,
-        tried: list[Node],
-        *,
-        movable: bool,
-        may_leave: bool,
+        self, choice: Choice, call: Call, client: DownstreamResponse, tried: list[Node], moves: Moves
     ) -> bool:
         """Send the call to one node and pass its response on.
 
@@ -232,7 +234,7 @@ class Forwarder:
         Raises UpstreamError only as long as nothing has been sent to the client.
         """
         node, start = choice.node, time.perf_counter()
-        leaving = functools.partial(_leaving, node, call, movable=may_leave)
+        leaving = functools.partial(_leaving, node, call, movable=moves.may_leave)
         async with self._pairs.prompt_of(choice, call, self._request) as added, leaving():
             with self._registry.prefilling(node, 0 if added else choice.missing):
                 url, headers, body = self._request(node, call)
@@ -242,15 +244,19 @@ class Forwarder:
             self._registry.answered(node, call.model, answer.status, seconds)
             self._metrics.first_byte.observe(seconds)
             begun = call.journal.begin(answer.headers.get(STREAM_HEADER))
+            code = answer.headers.get(_ERROR_HEADER) if answer.status == 503 else None
+            if code == b"shutting_down" and node.origin == "registered":
+                node.leaving = True  # it is about to say so itself
+            if code == _NOT_READY:
+                self._not_ready(node)
+            is_away = code in _AWAY or (client.started and code not in (None, b"engine_unavailable"))
+            if is_away and (call.last or client.started) and self._may_wait(call, moves):
+                return False
             if client.started and not begun:  # it cannot go on with the stream
-                call.journal.num_resumes += 1
+                call.journal.move()
                 return False
             if answer.status == 503:
-                if answer.headers.get(_ERROR_HEADER) == b"shutting_down" and node.origin == "registered":
-                    node.leaving = True  # it is about to say so itself
-                    if self._registry.may_return(call.model, self._registry.clock()):
-                        return False
-                if movable and answer.headers.get(_ERROR_HEADER) == b"engine_unavailable":
+                if moves.may_resend and code == b"engine_unavailable":
                     raise _EngineDownError
                 if self._registry.candidates(call.model, tried) and self._retries.spend():
                     return False
@@ -267,7 +273,7 @@ class Forwarder:
                 else:
                     async with leaving():
                         await answer.read()
-            whole = await self._pass_on(node, answer, call, client, tried)
+            whole = await self._pass_on(node, answer, call, client, tried, moves)
             self._record(node, good=whole and answer.status not in BROKEN)
             return whole or not call.journal.is_open
         finally:
@@ -278,7 +284,7 @@ class Forwarder:
             log.warning("node %s: requests fail one after the other, so it gets none for a while", node.url)
 
     async def _pass_on(
-        self, node: Node, answer: Answer, call: Call, client: DownstreamResponse, tried: list[Node]
+        self, node: Node, answer: Answer, call: Call, client: DownstreamResponse, tried: list[Node], moves: Moves
     ) -> bool:
         """Send the answer to the client. False: the node broke off. If the journal is open, another one goes on."""
         journal = call.journal
@@ -326,13 +332,14 @@ class Forwarder:
             else:
                 error = RequestError("bad_gateway", "the node broke off in the middle of its answer")
             if journal.is_open:
-                journal.num_resumes += 1
+                journal.move()
             else:
                 await client.fail(error)
             return False
-        if journal.is_open and self._registry.candidates(call.model, tried):  # its own error, which is held
-            log.warning("node %s gave up a stream, which goes on at another", node.url)
-            journal.num_resumes += 1
+        moves.look()
+        if journal.is_open and (self._registry.candidates(call.model, tried) or self._may_wait(call, moves)):
+            log.warning("node %s gave up a stream, which goes on at another", node.url)  # its error is held
+            journal.move()
             return False
         await client.write(journal.rest())
         await client.end()

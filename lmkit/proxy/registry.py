@@ -122,7 +122,7 @@ class Registry:
         self._nodes: dict[str, Node] = {}
         self._picks = 0
         self.prefixes = PrefixIndex[Node]()
-        self.on_demand = config.on_demand
+        self.on_demand, self.node_wait = config.on_demand, config.node_wait
         self.held: dict[str, Held] = {}  # by model
 
     def nodes(self) -> list[Node]:
@@ -247,7 +247,7 @@ class Registry:
         """Whether requests wait for a node for `model`: one is healthy, went down lately, or comes on demand."""
         if self.clock() - waiting_since < self.on_demand.get(model, 0.0):
             return True
-        since = self.clock() - self._config.node_wait
+        since = self.clock() - self.node_wait
         serving = [n for n in self.nodes() if model in (n.models or ()) and n.admits]
         return any(n.healthy or n.down_since > since for n in serving)
 

@@ -145,7 +145,7 @@ class ResponseBuilder(ABC, Generic[B]):
     def be(self, identity: Identity) -> None:
         """Take ids and seeds from the proxy. Call it before `prepare`. Raises RequestError."""
         if identity.fingerprint not in ("", self.server.system_fingerprint):
-            raise RequestError("engine_unavailable", "another model began this stream")
+            raise RequestError("model_not_found", "another model began this stream")
         self.identity, self.id = identity, self.prefix + identity.key
         self.head |= {"id": self.id, "created": identity.created}
         if self.body.seed is None:

@@ -17,7 +17,7 @@ from msgspec.structs import replace as replace_struct
 
 import lmkit
 from lmkit.config import ServerConfig
-from lmkit.errors import RequestError
+from lmkit.errors import NotReadyError, RequestError
 from lmkit.formats.fingerprint import files_digest
 from lmkit.serve.admission import Admission
 from lmkit.serve.collect import Backlog
@@ -82,7 +82,7 @@ class Serving:
     def info(self) -> EngineInfo:
         """The engine's information. Raises RequestError if no engine has started yet."""
         if self.engine.info is None:
-            raise RequestError("engine_unavailable", f"the engine is {self.engine.state}")
+            raise NotReadyError(f"the engine is {self.engine.state}")
         return self.engine.info
 
     @property

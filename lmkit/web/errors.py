@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 import msgspec
 from starlette.responses import Response
 
-from lmkit.errors import RequestError
+from lmkit.errors import NotReadyError, RequestError
 from lmkit.log import get_logger
 from lmkit.web.ollama import PREFIX as OLLAMA_ROUTES
 from lmkit.web.ollama import STREAMS as OLLAMA_STREAMS
@@ -76,6 +76,7 @@ def remark(error: RequestError) -> str:
     return f" code={error.code}" + (f" param={error.param!r}" if error.param else "")
 
 
+NOT_READY = "engine_not_ready"  # of a NotReadyError, in this header:
 ERROR_HEADER = "X-LMKit-Error"  # of a 429 or 503: its code, which a proxy can read without the body
 
 
@@ -90,7 +91,7 @@ def error_response(
     if error.status == 401:
         added["WWW-Authenticate"] = "Bearer"
     if error.status in (429, 503):
-        added[ERROR_HEADER] = error.code
+        added[ERROR_HEADER] = NOT_READY if isinstance(error, NotReadyError) else error.code
         if retry_after is not None:
             added["Retry-After"] = str(max(1, round(retry_after)))
     if error.code == "insufficient_quota":

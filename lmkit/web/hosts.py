@@ -18,7 +18,8 @@ from lmkit.errors import RequestError
 from lmkit.web.access_log import note_error
 from lmkit.web.errors import error_response
 
-OPEN_PATHS = frozenset({"/health", "/ping"})  # what load balancers ask, under any name
+# What load balancers ask, under any name; and where nodes register, which needs a key in any case.
+OPEN_PATHS = frozenset({"/health", "/ping", "/nodes"})
 LOOPBACK = ("localhost", "*.localhost")  # browsers ask no name server for these (RFC 6761, 6.3)
 MAX_SHOWN = 100
 _HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\[\]:/?#@\s]+)(?::\d{0,5})?")

@@ -174,7 +174,7 @@ async def test_hostile_request_lines() -> None:
                b"/v1/x;y", b"/v1/a\\b", b"http://127.0.0.1/v1/chat/completions", b"*"]  # fmt: skip
     async with nodes(FakeNode()) as (node,), proxy_for(node, api_keys=(USER,)) as (_, url):
         for target in targets:
-            head = b"POST %s HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n" % (target, len(body))
+            head = b"POST %s HTTP/1.1\r\nHost: [::]\r\nContent-Length: %d\r\n" % (target, len(body))
             assert await raw(url, head + b"\r\n" + body) == b"401", target
             assert await raw(url, head + b"Authorization: Bearer user-key\r\n\r\n" + body) == b"404", target
         assert (
@@ -182,9 +182,9 @@ async def test_hostile_request_lines() -> None:
             == b"401"
         )
         assert await raw(url, b"HEAD /v1/models HTTP/1.1\r\nHost: x/health?\r\n\r\n") == b"401"
-        assert await raw(url, b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n") == b"200"
-        assert await raw(url, b"GET /health HTTP/1.1\r\nHost: x\r\nX: " + b"y" * 100_000 + b"\r\n\r\n") == b"431"
-        assert await raw(url, b"GET /health HTTP/1.1\r\nHost: x\r\n" + b"a: b\r\n" * 10_000 + b"\r\n") == b"431"
+        assert await raw(url, b"GET /health HTTP/1.1\r\nHost: [::]\r\n\r\n") == b"200"
+        assert await raw(url, b"GET /health HTTP/1.1\r\nHost: [::]\r\nX: " + b"y" * 100_000 + b"\r\n\r\n") == b"431"
+        assert await raw(url, b"GET /health HTTP/1.1\r\nHost: [::]\r\n" + b"a: b\r\n" * 10_000 + b"\r\n") == b"431"
         assert node.requests == []
 
 
@@ -192,6 +192,7 @@ async def test_hostile_request_lines() -> None:
 async def test_no_cross_origin_permission_is_given() -> None:
     async with proxy_for() as (_, url):
         reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
-        writer.write(b"GET /v1/models HTTP/1.1\r\nHost: x\r\nOrigin: http://evil.example\r\nConnection: close\r\n\r\n")
+        head = b"GET /v1/models HTTP/1.1\r\nHost: [::]\r\nOrigin: http://evil.example\r\n"
+        writer.write(head + b"Connection: close\r\n\r\n")
         assert b"access-control" not in (await reader.read()).lower()
         writer.close()

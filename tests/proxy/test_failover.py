@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from lmkit.proxy import forward, health
-from lmkit.proxy.forward import MAX_LEFT
 from lmkit.proxy.journal import MAX_RESUMES, Journal
+from lmkit.proxy.moves import MAX_LEFT
 from lmkit.web.budget import Budget
 from lmkit.web.resume import ERROR
 from tests.proxy.fakes import BODY, CHAT, Exchange, FakeNode, Script, client, eventually, nodes, proxy_for
@@ -70,11 +70,18 @@ async def test_a_stream_goes_on_at_another_node(broken: Script) -> None:
 
 async def test_another_model_does_not_go_on_with_a_stream() -> None:
     other = writes(b"data: other\n\n" + NOTE, DONE + END, ends=True, name="fp_ffffffffffff")
-    text, one, two = await asked(writes(FIRST + NOTE, ends=False), other)
+    once = writes(FIRST + NOTE, ends=False)
+
+    async def first(exchange: Exchange) -> None:
+        if len(exchange.request.body) == len(BODY):
+            await once(exchange)
+        exchange.writer.close()
+
+    text, one, two = await asked(first, other)
     assert text.startswith(FIRST.decode())
     assert "bad_gateway" in text
     assert "other" not in text
-    assert len(one) + len(two) <= MAX_RESUMES + 2
+    assert len(one) + len(two) <= 2 * MAX_RESUMES + 2
 
 
 async def test_a_stream_that_said_its_end_is_not_resumed() -> None:
@@ -292,3 +299,49 @@ async def test_a_response_is_looked_for_at_the_node_that_ended_it() -> None:
         key = a.requests[0].header(HEADER)[0].split()[0]
         assert (await http.get(f"/v1/responses/resp_{key}")).json()["node"] == "b"
         assert len(a.requests) == 1
+
+
+async def test_a_stream_that_gets_on_moves_as_often_as_its_nodes_end() -> None:
+    """More often than a stream may move without a token, back to nodes that ended it, and past ones that refuse it."""
+    last, at = 3 * MAX_RESUMES, 0
+
+    async def script(exchange: Exchange) -> None:
+        nonlocal at
+        at += 1
+        if at % 3 == 0:
+            await exchange.reply(503, {}, ("x-lmkit-error", "engine_not_ready" if at % 2 else "shutting_down"))
+            return
+        await exchange.start_events((HEADER, PRINT))
+        await exchange.chunk(b"data: %d\n\n" % at + NOTE)
+        if at < last and at % 4:
+            exchange.writer.close()
+            return
+        await exchange.chunk(b'data: {"error": 1}\n\n' if at < last else DONE + END)
+        await exchange.end()
+
+    options: dict[str, Any] = {"policy": "round_robin", "node_wait": 20.0, "health_interval": 0.05}
+    async with (
+        nodes(keyed("a", script), keyed("b", script)) as fakes,
+        proxy_for(*fakes, **options) as (_, url),
+        client(url) as http,
+    ):
+        got = (await http.post(CHAT, content=BODY)).content
+    assert got.endswith(DONE)
+    assert b"error" not in got
+    assert got.count(b"data: ") == at - at // 3 + 1
+    assert at >= last
+
+
+async def test_a_stream_that_ends_each_node_at_the_same_token_is_given_up() -> None:
+    fatal = writes(FIRST + NOTE, b'data: {"error": 1}\n\n', ends=True)
+
+    async def script(exchange: Exchange) -> None:
+        if len(exchange.request.body) == len(BODY):
+            await fatal(exchange)
+        else:
+            await exchange.reply(503, {}, ("x-lmkit-error", "engine_unavailable"))
+
+    async with nodes(keyed("a", script)) as (a,), proxy_for(a, node_wait=20.0) as (_, url), client(url) as http:
+        got = (await http.post(CHAT, content=BODY)).text
+        assert "bad_gateway" in got
+        assert len(a.requests) <= MAX_RESUMES + 2

@@ -16,7 +16,7 @@ import pytest
 
 from lmkit.proxy.app import Proxy
 from lmkit.proxy.config import NodeConfig
-from lmkit.proxy.forward import MAX_RESENDS
+from lmkit.proxy.moves import MAX_RESENDS
 from lmkit.web import connection
 from tests.proxy.fakes import BODY, CHAT, Exchange, FakeNode, client, eventually, idle, nodes, proxy_for, streamed
 
@@ -272,7 +272,7 @@ async def test_client_that_leaves_cancels_the_node_at_once(when: str) -> None:
             node.left.clear()
             reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
             writer.write(
-                b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s" % (len(BODY), BODY)
+                b"POST /v1/completions HTTP/1.1\r\nHost: [::]\r\nContent-Length: %d\r\n\r\n%s" % (len(BODY), BODY)
             )
             if when == "before the first byte":
                 await eventually(lambda: len(node.requests) == turn)  # noqa: B023
@@ -302,7 +302,7 @@ async def test_t9_clients_that_do_not_read_give_their_places_back(monkeypatch: p
         proxy_for(node, max_in_flight=4) as (proxy, url),
         client(url) as http,
     ):
-        request = b"POST %s HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s" % (CHAT.encode(), len(BODY), BODY)
+        request = b"POST %s HTTP/1.1\r\nHost: [::]\r\nContent-Length: %d\r\n\r\n%s" % (CHAT.encode(), len(BODY), BODY)
         writers = []
         for _ in range(4):
             _, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]), limit=1024)
@@ -329,7 +329,7 @@ async def test_client_that_stops_reading_slows_the_node_down() -> None:
 
     async with nodes(FakeNode(script=script)) as (node,), proxy_for(node) as (proxy, url):
         _, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]), limit=1024)
-        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s" % (len(BODY), BODY))
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: [::]\r\nContent-Length: %d\r\n\r\n%s" % (len(BODY), BODY))
         last = -1
         while sent != last or not sent:  # until nothing moves any more
             last = sent
@@ -550,7 +550,7 @@ async def test_breakers_never_shut_every_node() -> None:
         assert (await http.post(CHAT, content=BODY)).status_code == 200
 
 
-@pytest.mark.parametrize(("fault", "num_refused"), [("reset", 12), ("busy", 8)])
+@pytest.mark.parametrize(("fault", "num_refused"), [("reset", 13), ("busy", 8)])
 async def test_retries_are_a_share_of_requests(fault: str, num_refused: int) -> None:
     """A cluster in which every node fails gets little more than the clients' own requests."""
 

@@ -324,7 +324,7 @@ async def test_slow_body_and_slow_head(monkeypatch: pytest.MonkeyPatch) -> None:
     async with proxy_for(body_timeout=0.2) as (proxy, url):
         port = int(url.rpartition(":")[2])
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n\r\n{")
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: [::]\r\nContent-Length: 10\r\n\r\n{")
         assert (await asyncio.wait_for(reader.read(), 10)).startswith(b"HTTP/1.1 408")
         writer.close()
         reader, writer = await asyncio.open_connection("127.0.0.1", port)

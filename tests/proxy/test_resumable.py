@@ -46,7 +46,7 @@ class Slow:
 async def cut(url: str, count: int, slow: Slow, **headers: str) -> AsyncIterator[bytes]:
     """The first `count` events of a stream whose connection then breaks."""
     reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
-    lines = [f"POST {CHAT} HTTP/1.1", "Host: x", f"Content-Length: {len(BODY)}", f"{RESUME}: 30"]
+    lines = [f"POST {CHAT} HTTP/1.1", "Host: [::]", f"Content-Length: {len(BODY)}", f"{RESUME}: 30"]
     lines += [f"{name}: {value}" for name, value in headers.items()]
     writer.write("\r\n".join([*lines, "", ""]).encode() + BODY)
     slow.step(count)

@@ -153,7 +153,7 @@ def test_a_server_without_keys_believes_the_proxy_that_it_gave_its_own_key() -> 
 def test_known_outputs_that_do_not_fit_are_refused(node: Server, known: list[Any]) -> None:
     fingerprint = ask(node, TEXT, ID).headers[HEADER]
     assert ask(node, TEXT, ID, fingerprint, known=known).status_code == 400
-    assert ask(node, TEXT, ID, "fp_000000000000", known=[[0, [70]]]).status_code == 503
+    assert ask(node, TEXT, ID, "fp_000000000000", known=[[0, [70]]]).status_code == 404
     assert ask(node, TEXT, "nonsense").status_code == 400
 
 

@@ -258,7 +258,7 @@ async def test_both_take_a_key_in_either_header() -> None:
 async def test_t9_unfinished_bodies_share_one_budget() -> None:
     """Each more makes the server refuse the largest. A small request passes beside them, and all is given back."""
     head = (
-        f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Type: application/json\r\n"
+        f"POST {CHAT} HTTP/1.1\r\nHost: [::]\r\nAuthorization: Bearer {KEY}\r\nContent-Type: application/json\r\n"
         f"Content-Length: {MAX_BODY}\r\n\r\n"
     )
     async with both() as addresses, httpx.AsyncClient(trust_env=False, headers=BEARER | JSON) as client:

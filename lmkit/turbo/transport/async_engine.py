@@ -16,7 +16,7 @@ import zmq
 
 from lmkit import log
 from lmkit.config import EngineConfig, LogFormat
-from lmkit.errors import CheckpointError, ConfigError, LMKitError, RequestError, UnsupportedError
+from lmkit.errors import CheckpointError, ConfigError, LMKitError, NotReadyError, RequestError, UnsupportedError
 from lmkit.turbo.request import EngineInfo, EngineStats, Request, Siblings, StepOutput
 from lmkit.turbo.transport import messages
 from lmkit.turbo.transport.adapter_calls import AdapterCalls
@@ -193,7 +193,7 @@ class AsyncEngine:
         if self.state == "draining":
             raise RequestError("shutting_down", "the server is shutting down")
         if self.state != "ready" or self._process is None:
-            raise RequestError("engine_unavailable", f"the engine is {self.state}")
+            raise NotReadyError(f"the engine is {self.state}")
         names = [siblings.first.request_id, *(name for name, _ in siblings.others)]
         assert self._streams.keys().isdisjoint(names), f"request ids {names} are in use"
         too_many = len(self._streams) + len(names) > self.config.max_queue + self.max_batch_size
