@@ -49,7 +49,7 @@ class Sandbox:
                 self._stream.write(line)
                 self._stream.flush()
                 return msgspec.json.decode(self._stream.readline(MAX_REPLY_BYTES), type=tuple[str, Any])
-            except (OSError, msgspec.DecodeError):
+            except (OSError, msgspec.DecodeError, UnicodeDecodeError):
                 self._end()
                 return "limit", ""
             except BaseException:  # the late reply would be taken for that to the next request

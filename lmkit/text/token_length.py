@@ -17,6 +17,8 @@ from lmkit.text.decoding import BYTE_ALPHABET
 _COMPOSED = {"NFC": 4, "NFKC": 4, "NFD": 1, "NFKD": 1, "Lowercase": 1, "Prepend": 1, "ByteLevel": 1}
 # Pre-tokenizers that drop no character: they cut, insert, or replace one character by one or more.
 _CUTTING = frozenset({"ByteLevel", "Metaspace", "Digits"})
+# A text that grows more in the normalizer is none, and its tokens would take much time and memory.
+MAX_GROWTH, PIECE = 4, 512
 _BYTE_PIECES = frozenset(f"<0x{byte:02X}>" for byte in range(256))
 
 
@@ -80,3 +82,36 @@ def _composed(normalizer: dict[str, Any] | None) -> int | None:
 def _drops_nothing(pre_tokenizer: dict[str, Any]) -> bool:
     kind = pre_tokenizer["type"]
     return kind in _CUTTING or (kind in ("Split", "Punctuation") and pre_tokenizer["behavior"] != "Removed")
+
+
+class Growth:
+    """How much a text grows in a normalizer, found piece by piece, so that little is done for one that grows too much.
+
+    Unicode's compatibility forms make up to 18 characters of one beyond ASCII, and replacements make any number.
+    """
+
+    def __init__(self, normalizer: Any) -> None:
+        self._normalizer = normalizer
+        steps = _sequence(_state(normalizer), "normalizers")
+        self._any_text = any(map(_lengthens, steps))
+        self._beyond_ascii = any(step["type"] in ("NFKC", "NFKD", "Precompiled") for step in steps)
+
+    def is_too_much(self, text: str) -> bool:
+        """Whether the text becomes one of more than MAX_GROWTH times its length, and of more than a piece's."""
+        if not (self._any_text or (self._beyond_ascii and not text.isascii())):
+            return False
+        left = MAX_GROWTH * max(len(text), PIECE)
+        for start in range(0, len(text), PIECE):
+            left -= len(self._normalizer.normalize_str(text[start : start + PIECE]))
+            if left < 0:
+                return True
+        return False
+
+
+def _lengthens(step: Mapping[str, Any]) -> bool:
+    match step:
+        case {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)}:
+            return len(new) > len(old)
+        case {"type": "Replace", "content": str(new)}:  # a regular expression may match nothing, everywhere
+            return bool(new)
+    return False

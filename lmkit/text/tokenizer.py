@@ -22,7 +22,7 @@ from lmkit.text.sentence_settings import lower_if_asked
 from lmkit.text.special_tokens import CONFIG, add_special_tokens, read_config
 from lmkit.text.template import ChatTemplate
 from lmkit.text.template_files import chosen_template, given_template, read_templates
-from lmkit.text.token_length import max_token_chars
+from lmkit.text.token_length import MAX_GROWTH, Growth, max_token_chars
 
 if TYPE_CHECKING:
     from lmkit.text.grammar import Grammars
@@ -73,6 +73,7 @@ class Tokenizer:
         vocab = backend.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocab.values(), default=-1) + 1
         self.max_token_chars = max_token_chars(backend, vocab)
+        self._growth = Growth(backend.normalizer)
         self.make_stages = decoder_stages(backend.decoder)
         self._pieces: dict[int, str | None] = {}
         self._grammars: dict[int, Grammars] = {}
@@ -122,6 +123,7 @@ class Tokenizer:
         """Token ids of `text`. Special tokens that are written out in it are recognised, as the tokenizer does."""
         with _library_errors(lambda _: RequestError("internal_error", "the model's tokenizer fails on this text")):
             try:  # the batch call releases the interpreter lock and skips offsets
+                self._check_growth(text)
                 ids: list[int] = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
             except (TypeError, UnicodeEncodeError):
                 raise RequestError("invalid_request", "the text is not valid Unicode (lone surrogate)") from None
@@ -131,10 +133,16 @@ class Tokenizer:
         """The tokens of two texts that a model reads together, as the tokenizer puts them."""
         with _library_errors(lambda _: RequestError("internal_error", "the model's tokenizer fails on this text")):
             try:
+                self._check_growth(first + second)
                 encoded = self.backend.encode_batch_fast([(first, second)], add_special_tokens=special)[0]
             except (TypeError, UnicodeEncodeError):
                 raise RequestError("invalid_request", "the text is not valid Unicode (lone surrogate)") from None
         return EncodedPair(encoded.ids, encoded.type_ids, [i for i, n in enumerate(encoded.sequence_ids) if n == 1])
+
+    def _check_growth(self, text: str) -> None:
+        if self._growth.is_too_much(text):
+            message = f"the model's tokenizer makes more than {MAX_GROWTH} times as many characters of this text"
+            raise RequestError("invalid_request", message)
 
     def encode_behind(self, ids: Sequence[int], text: str) -> list[int]:
         """Token ids of a text that begins with `ids` and goes on with `text`.

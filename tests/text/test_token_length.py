@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
 
+from lmkit.errors import RequestError
 from lmkit.text import Tokenizer
 from tests.text.samples import BYTES, DEMO, TOKENIZERS
 
@@ -94,3 +96,29 @@ def test_the_bound_is_of_use(name: str, text: str) -> None:
 def test_no_bound_where_one_token_may_stand_for_any_number_of_characters(tokenizer: Tokenizer) -> None:
     assert tokenizer.max_token_chars is None
     assert tokenizer.min_tokens("a" * 1_000_000) == 0
+
+
+@pytest.mark.parametrize(
+    ("normalizer", "text", "is_refused"),
+    [
+        (normalizers.Replace("a", "a" * 100), "a" * 9000, True),
+        (
+            normalizers.Sequence([normalizers.Lowercase(), normalizers.Replace(Regex("x*"), "yyyyyyyyy")]),
+            "z" * 900,
+            True,
+        ),
+        (normalizers.NFKC(), "\ufdfa" * 9000, True),
+        (normalizers.NFKD(), "\ufdfa plain" * 900, False),
+        (normalizers.NFKC(), "a" * 9000, False),
+        (normalizers.NFD(), "\ud55c" * 9000, False),
+        (normalizers.Replace("a", "a" * 100), "a" * 9, False),
+        (None, "\ufdfa" * 9000, False),
+    ],
+)
+def test_a_text_that_grows_too_much_is_refused(normalizer: Any, text: str, is_refused: bool) -> None:
+    tokenizer = bpe(unk_token="a")
+    tokenizer.backend.normalizer = normalizer
+    tokenizer = Tokenizer(tokenizer.backend)
+    for encode in (tokenizer.encode, lambda text: tokenizer.encode_pair(text, "b")):
+        with pytest.raises(RequestError, match="4 times as many") if is_refused else nullcontext():
+            encode(text)
