@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from email.utils import formatdate
@@ -12,7 +13,7 @@ from starlette.responses import Response
 from starlette.types import Message, Send
 
 from lmkit.errors import RequestError
-from lmkit.web.errors import error_event, error_response, event_of
+from lmkit.web.errors import RESPONSES_ROUTES, error_event, error_response, event_of
 from lmkit.web.ollama import LINES, STREAMS, empty_part, line
 from lmkit.web.receive import client_disconnected
 from lmkit.web.sse import WholeEvents
@@ -21,6 +22,7 @@ HOLD_SECONDS = 1.0  # a client that asked for a stream gets its head after this 
 COMMENT_SECONDS = 10.0  # between two comments
 COMMENT = b": waiting\n\n"
 MAX_REFUSAL = 64 << 10  # bytes of an answer that becomes the last event of a stream
+_NUMBER = re.compile(rb'"sequence_number":(\d{1,15})')
 _EVENTS = b"text/event-stream; charset=utf-8"
 
 
@@ -33,6 +35,7 @@ class DownstreamResponse:
     def __init__(self, send: Send, retry_after: float | None = 1.0, path: str = "") -> None:
         """Errors have the form of the route `path`."""
         self._send, self._path, self._lines = send, path, path in STREAMS
+        self._is_numbered, self._number = path.startswith(RESPONSES_ROUTES), 0  # of the next event
         self.model = ""  # as the client names it
         self.retry_after = retry_after  # of a refusal, in seconds; None: never
         self._events: WholeEvents | None = None
@@ -89,6 +92,8 @@ class DownstreamResponse:
             return
         piece = data if self._events is None else self._events.feed(data)
         if piece:
+            if self._is_numbered:
+                self._number = max([self._number, *(int(found) + 1 for found in _NUMBER.findall(piece))])
             await self.send({"type": "http.response.body", "body": piece, "more_body": True})
 
     async def end(self, last: bytes = b"") -> None:
@@ -112,7 +117,9 @@ class DownstreamResponse:
             await self.whole(error_response(error, retry_after=self.retry_after, path=self._path))
         elif self._events is not None:
             separator = self._events.separator if self._events.inside else b""
-            await self.send({"type": "http.response.body", "body": separator + error_event(error, self._path)})
+            await self.send(
+                {"type": "http.response.body", "body": separator + error_event(error, self._path, self._number)}
+            )
 
     async def whole(self, response: Response) -> None:
         """Send a complete response of the proxy itself. It gets a Date here, because the HTTP server adds none."""

@@ -6,6 +6,7 @@ The body is OpenAI's envelope; Anthropic's and Ollama's routes have those of the
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import msgspec
 from starlette.responses import Response
@@ -22,6 +23,7 @@ log = get_logger(__name__)
 
 
 ANTHROPIC_ROUTES = "/v1/messages"
+RESPONSES_ROUTES = "/v1/responses"
 _ANTHROPIC_TYPES = {
     400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
     405: "invalid_request_error", 413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error",
@@ -58,17 +60,29 @@ def error_body(error: RequestError, path: str = "") -> bytes:
     return msgspec.json.encode({"error": fields | error.details})
 
 
-def error_event(error: RequestError, path: str = "") -> bytes:
-    """The error as the last event of a stream."""
-    return event_of(error_body(error, path), path)
+def error_event(error: RequestError, path: str = "", number: int = 0) -> bytes:
+    """The error as the last event of a stream; `number` is its place in one of the Responses API."""
+    return event_of(error_body(error, path), path, number)
 
 
-def event_of(body: bytes, path: str = "") -> bytes:
+def event_of(body: bytes, path: str = "", number: int = 0) -> bytes:
     """The JSON of an error as an event of a stream on the route `path`."""
     if path in OLLAMA_STREAMS:
         return b" ".join(body.splitlines()) + b"\n"
-    name = b"event: error\n" if path.startswith(ANTHROPIC_ROUTES) else b""
+    if path.startswith(RESPONSES_ROUTES):
+        body = _typed(body, number)
+    name = b"event: error\n" if path.startswith((ANTHROPIC_ROUTES, RESPONSES_ROUTES)) else b""
     return name + b"data: " + b" ".join(body.splitlines()) + b"\n\n"
+
+
+def _typed(body: bytes, number: int) -> bytes:
+    """An error of the Responses API as one of its events, which have types. The envelope stays in it."""
+    try:
+        envelope = msgspec.json.decode(body, type=dict[str, dict[str, Any]])
+    except (msgspec.DecodeError, UnicodeDecodeError):  # it is another server's
+        return body
+    shown = {name: envelope.get("error", {}).get(name) for name in ("code", "message", "param")}
+    return msgspec.json.encode({"type": "error", "sequence_number": number} | shown | envelope)
 
 
 def remark(error: RequestError) -> str:

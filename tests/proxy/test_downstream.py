@@ -1,6 +1,7 @@
 import asyncio
 import json
 
+import openai.types.responses
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -90,6 +91,20 @@ async def test_errors_of_anthropic_s_routes_have_its_form() -> None:
     assert streamed.body() == b"event: error\ndata: " + json.dumps(error, separators=(",", ":")).encode() + b"\n\n"
     await DownstreamResponse(whole.send, path="/v1/messages/count_tokens").fail(BROKEN)
     assert json.loads(whole.body()) == error
+
+
+@pytest.mark.anyio
+async def test_errors_of_the_responses_api_are_events_with_a_type_and_a_number() -> None:
+    wire = Wire()
+    response = DownstreamResponse(wire.send, path="/v1/responses")
+    await response.start(200, [], events=True)
+    await response.write(b'event: x\ndata: {"type":"x","sequence_number":6}\n\n')
+    await response.fail(BROKEN)
+    name, data = wire.body().split(b"\n\n")[1].split(b"\ndata: ")
+    assert name == b"event: error"
+    event = openai.types.responses.ResponseErrorEvent.model_validate_json(data)
+    assert (event.sequence_number, event.code, event.message) == (7, "bad_gateway", "the node broke off")
+    assert json.loads(data)["error"]["type"] == "server_error"
 
 
 @pytest.mark.anyio
