@@ -124,7 +124,7 @@ class ProxyProcess:
         try:
             answer = await self._http.get(self.address + "/admin/nodes", headers=headers)
             return msgspec.json.decode(answer.raise_for_status().content, type=Status)
-        except (httpx.HTTPError, msgspec.DecodeError) as error:
+        except (httpx.HTTPError, msgspec.DecodeError, UnicodeDecodeError) as error:
             log.debug("the proxy does not answer: %s", error)
             return None
 

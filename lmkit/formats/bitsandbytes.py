@@ -102,7 +102,7 @@ def _state(reader: CheckpointReader, name: str) -> State:
         raise CheckpointError(f"{reader.path}: {name} is {info.dtype} {[*info.shape]}, expected bytes of JSON")
     try:
         state = msgspec.json.decode(bytes(reader.tensor(name).tolist()), type=State)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{reader.path}: {name}: {error}") from None
     if min(state.blocksize, *state.shape) < 1 or math.prod(state.shape) % 2:
         raise CheckpointError(f"{reader.path}: {name}: blocks of {state.blocksize} of a weight {[*state.shape]}")

@@ -42,7 +42,7 @@ def load_state(path: Path) -> FleetState:
         return FleetState()
     except OSError as error:
         raise ConfigError(f"state_file {path}: cannot be read: {error.strerror}") from None
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise ConfigError(f"state_file {path}: {error}; repair or delete it") from None
 
 

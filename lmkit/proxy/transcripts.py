@@ -77,7 +77,7 @@ class Recorder:
     async def whole(self, body: bytes) -> None:
         try:
             response = msgspec.json.decode(body, type=_Response)
-        except msgspec.MsgspecError:
+        except (msgspec.MsgspecError, UnicodeDecodeError):
             return
         if response.status in ENDED and response.store:
             previous = self._asked.previous_response_id
@@ -94,7 +94,7 @@ class Recorder:
             if b'"response.completed"' in data or b'"response.incomplete"' in data:
                 try:
                     event = msgspec.json.decode(data, type=_Event)
-                except msgspec.MsgspecError:
+                except (msgspec.MsgspecError, UnicodeDecodeError):
                     continue
                 if event.type.removeprefix("response.") in ENDED:
                     await self.whole(bytes(event.response))

@@ -89,7 +89,7 @@ def resumption(request: Request, raw: bytes) -> tuple[Resumption | None, bytes]:
         return None, raw
     try:
         known = msgspec.json.decode(raw[: identity.num_bytes] or b"[]", type=list[Known])
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, UnicodeDecodeError):
         raise RequestError("invalid_request", "the known outputs of the stream are malformed") from None
     return Resumption(identity, known), raw[identity.num_bytes :]
 

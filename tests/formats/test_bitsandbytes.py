@@ -54,12 +54,21 @@ def test_eight_bits_become_compressed_tensors(tmp_path: Path) -> None:
     assert torch.equal(*map(dequantize, found))
 
 
+NOT_UTF8 = torch.tensor([*b'{"dtype":"', 255, *b'"}'], dtype=torch.uint8)
+
+
 @pytest.mark.parametrize(
     ("name", "part", "value", "message"),
     [
         ("nf4", "weight.absmax", torch.zeros(23, dtype=torch.uint8), r"absmax is U8 \[23\]"),
         ("nf4", "weight.quant_map", torch.full((16,), torch.nan), "quant_map holds numbers that are not finite"),
         ("nf4", "weight.quant_state.bitsandbytes__nf4", torch.tensor([123], dtype=torch.uint8), "nf4: .*truncated"),
+        (
+            "nf4",
+            "weight.quant_state.bitsandbytes__nf4",
+            NOT_UTF8,
+            "nf4: .*utf-8",
+        ),
         ("int8", "weight_format", torch.tensor(1, dtype=torch.uint8), "only weights in rows are read"),
         ("int8", "SCB", torch.ones(3), r"SCB is F32 \[3\]"),
     ],

@@ -171,7 +171,7 @@ def _load(path: Path, device: str) -> TableFile:
         file = msgspec.json.decode(path.read_bytes(), type=TableFile)
     except FileNotFoundError:
         return empty
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
         log.warning("%s is not used: %s", path, error)
         return empty
     if (file.version, file.device) != (VERSION, device):

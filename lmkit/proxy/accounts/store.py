@@ -89,7 +89,7 @@ class Store:
                 for digest, value in self._db.execute("SELECT digest, value FROM keys")
             }
             teams = [msgspec.json.decode(value, type=Team) for (value,) in self._db.execute("SELECT value FROM teams")]
-        except (msgspec.MsgspecError, sqlite3.Error) as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError, sqlite3.Error) as error:
             raise ConfigError(f"key_store {self.path}: {error}") from None
         return keys, {team.name: team for team in teams}
 

@@ -182,7 +182,7 @@ class Reader:
             return line
         try:
             event = _decode_event(data)
-        except (msgspec.MsgspecError, RecursionError):
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             return line
         self._deltas += 1
         told = event.usage or (event.response or event.message or _Holder()).usage
@@ -212,7 +212,7 @@ class Reader:
         end = line.rstrip()
         try:
             _decode_tail(b"{" + end[at + 1 :])
-        except msgspec.MsgspecError:  # it is not the last field
+        except (msgspec.MsgspecError, UnicodeDecodeError):  # it is not the last field
             fields = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
             if fields.pop("usage", None) is None:
                 return line
@@ -231,7 +231,7 @@ class Reader:
                 if self._native:
                     return self._native_usage(_decode_answers(self._held))
                 told = msgspec.json.decode(self._held, type=_Holder).usage
-            except (msgspec.MsgspecError, RecursionError):
+            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
                 told = None
             else:
                 return told.usage() if told else Usage()

@@ -74,7 +74,7 @@ class Batches:
             for path in sorted(data.folder("batches").glob("batch_*.json")):
                 try:
                     batch = msgspec.json.decode(path.read_bytes(), type=Batch)
-                except msgspec.DecodeError as error:
+                except (msgspec.DecodeError, UnicodeDecodeError) as error:
                     logger.error("%s is not read: %s", path, error)
                 else:
                     self._batches[batch.id] = batch

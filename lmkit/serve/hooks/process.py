@@ -103,7 +103,7 @@ def _settings(name: str, line: bytes) -> Settings:
         if "error" in found:
             raise ConfigError(f"--hook {name}: {found['error']}")
         settings = msgspec.convert(found, Settings)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"--hook {name}: {error if line else 'its process ended while it was imported'}") from None
     if not (settings.before or settings.after):
         raise ConfigError(f"--hook {name}: it has neither a function before nor after")

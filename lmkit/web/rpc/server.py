@@ -195,7 +195,7 @@ class Generation:
 async def _read(context: Any, data: bytes) -> Any:
     try:
         return msgspec.json.decode(data)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, UnicodeDecodeError):
         await _fail(context, 502, {})
 
 
