@@ -10,12 +10,16 @@ from starlette.types import Message
 
 from lmkit.errors import RequestError
 from lmkit.serve import streaming
-from lmkit.serve.streaming import COMMENT, EventStream
+from lmkit.serve.streaming import EVENTS, EventStream, Wire
 
 pytestmark = pytest.mark.anyio
 
 
-async def test_comments_come_between_events(monkeypatch: pytest.MonkeyPatch) -> None:
+LINES = Wire("application/x-ndjson", lambda: '{"done":false}\n')
+
+
+@pytest.mark.parametrize("wire", [EVENTS, LINES])
+async def test_comments_come_between_events(monkeypatch: pytest.MonkeyPatch, wire: Wire) -> None:
     monkeypatch.setattr(streaming, "KEEP_ALIVE_SECONDS", 0.02)
     commented = asyncio.Event()
     sent: list[str] = []
@@ -31,13 +35,13 @@ async def test_comments_come_between_events(monkeypatch: pytest.MonkeyPatch) -> 
 
     async def send(message: Message) -> None:
         sent.append(message.get("body", b"").decode())
-        if sent[-1] == COMMENT:
+        if sent[-1] == wire.comment():
             commented.set()
 
-    stream = await EventStream.open(receive, events())
+    stream = await EventStream.open(receive, events(), wire=wire)
     await stream({"type": "http", "headers": [], "path": "/", "method": "POST"}, receive, send)
     assert sent[1] == "data: 1\n\n"
-    assert set(sent[2:-2]) == {COMMENT}
+    assert set(sent[2:-2]) == {wire.comment()}
     assert sent[-2:] == ["data: 2\n\n", ""]
 
 
