@@ -29,6 +29,7 @@ WATCHED: dict[str, str] = {
     "test_append.py": "test_rope_append and (80-20 or 256-256)",
     "test_decode_attention.py": "test_shapes and (80-48 or 96-16) or append_and_attend and (80-20 or 64-32)",
     "test_prefill_attention.py": "many_splits or may_be_anything and types2 or test_attention and (types7 or types17)",
+    "test_balanced.py": "test_attention and types4 and both or test_append and 96",
     "test_wide_attention.py": "may_be_anything or (other_shapes and shape1)",
 }
 
