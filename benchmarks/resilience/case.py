@@ -23,11 +23,17 @@ class Case(NamedTuple):
     measure: Callable[[Setting], float]
     refusal: Callable[[], str] = str  # why it cannot run here, or an empty text
 
-    def row(self, value: float) -> dict[str, Any]:
+    @property
+    def needs_quiet(self) -> bool:
+        """A time is of the machine as well, so a miss is measured again."""
+        return self.unit == "s"
+
+    def row(self, value: float | None, error: str = "") -> dict[str, Any]:
+        """None: it raised `error`, which is a miss."""
         return {
             "case": self.name,
-            "value": round(value, 3),
+            "value": None if value is None else round(value, 3),
             "limit": self.limit,
             "unit": self.unit,
-            "kept": value <= self.limit,
-        }
+            "kept": value is not None and value <= self.limit,
+        } | ({"error": error} if error else {})

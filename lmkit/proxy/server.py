@@ -66,7 +66,11 @@ def http_server(
     app: ASGIApp = ChatPage(proxy) if config.chat_page else proxy
     if config.dashboard:
         app = StaticPage(app, dashboard.PAGE, "/dashboard", "/dashboard/")
-    app = with_cors(Resumable(app), config.cors_origins, credentials=config.cors_credentials)
+    app = with_cors(
+        Resumable(app, lambda scope: authorize(proxy.keys, Access.USER, scope["headers"])),
+        config.cors_origins,
+        credentials=config.cors_credentials,
+    )
     if not proxy.keys.for_clients:
         app = Hosts(app, (config.host, *config.allowed_hosts))
     app = WithV1(Traced(AccessLog(app)), config.root_path)

@@ -113,11 +113,11 @@ def create_app(models: ModelPool, tokenizers: Sequence[Tokenizer], config: Serve
     app.state.routes = [f"{min(route.methods or ())} {route.path_format}" for route in ours]
     app.add_exception_handler(RequestError, handle_request_error)
     app.add_exception_handler(HTTPException, handle_http_exception)
+    app.add_middleware(Resumable)
     app.add_middleware(ApiKeys, keys=config.api_keys, file=config.api_key_file, proxy_key=config.proxy_key)
     if config.chat_page:
         app.add_middleware(ChatPage)
     app.add_middleware(Edge)
-    app.add_middleware(Resumable)
     app.add_middleware(with_cors, origins=config.cors_origins, credentials=config.cors_credentials)
     if not (config.api_keys or config.api_key_file):
         app.add_middleware(Hosts, names=(config.host, *config.allowed_hosts))

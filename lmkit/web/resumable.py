@@ -15,6 +15,7 @@ import itertools
 import re
 import secrets
 from collections import deque
+from collections.abc import Callable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -26,7 +27,7 @@ from lmkit.web.sse import WholeEvents, events_of
 
 HEADER, LAST_EVENT = b"x-lmkit-resume", b"last-event-id"
 MAX_SECONDS = 300
-MAX_STREAMS = 64  # that are kept at once
+MAX_STREAMS, MAX_EACH = 64, 16  # that are kept at once: in all, and for one key
 MAX_KEPT_BYTES = 1 << 20  # of one answer's events that its client has taken; the newest stay
 MAX_UNREAD_BYTES = 256 << 10  # that its client has not taken; then the answer waits
 _CREDENTIALS = (b"authorization", b"x-api-key", b"api-key")
@@ -36,8 +37,9 @@ _ID = re.compile(rb"([0-9a-f]{32})\.(\d{1,12})")
 class Resumable:
     """Middleware."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
+    def __init__(self, app: ASGIApp, check: Callable[[Scope], object] | None = None) -> None:
+        """`check` raises RequestError for a key that is good no more. None: what stands before this has looked."""
+        self._app, self._check = app, check
         self._streams: dict[bytes, _Stream] = {}
         self._running = set[asyncio.Task[None]]()
 
@@ -66,7 +68,13 @@ class Resumable:
             raise RequestError(
                 "overloaded", f"{MAX_STREAMS} streams are kept for their clients; leave x-lmkit-resume out"
             )
+        credentials = _credentials(headers)
+        if any(credentials) and sum(credentials == one.credentials for one in self._streams.values()) >= MAX_EACH:
+            raise RequestError(
+                "overloaded", f"{MAX_EACH} streams of this key are kept for it; leave x-lmkit-resume out"
+            )
         stream = _Stream(_owner(scope, headers), int(seconds), receive)
+        stream.credentials = credentials
         stream.work = asyncio.create_task(self._run(scope, stream))
         self._running.add(stream.work)
         stream.work.add_done_callback(self._running.discard)
@@ -85,6 +93,8 @@ class Resumable:
 
     def _find(self, scope: Scope, headers: dict[bytes, bytes]) -> tuple[_Stream, int]:
         """The stream that a client takes up, and the last event that it has."""
+        if self._check is not None:
+            self._check(scope)
         found = _ID.fullmatch(headers[LAST_EVENT])
         stream = self._streams.get(found[1]) if found else None
         if found is None or stream is None or not hmac.compare_digest(stream.owner, _owner(scope, headers)):
@@ -97,7 +107,11 @@ class Resumable:
 
 def _owner(scope: Scope, headers: dict[bytes, bytes]) -> bytes:
     """Whose stream it is: the route and the credentials."""
-    return b"\0".join([scope["path"].encode(), *(headers.get(name, b"") for name in _CREDENTIALS)])
+    return b"\0".join([scope["path"].encode(), *_credentials(headers)])
+
+
+def _credentials(headers: dict[bytes, bytes]) -> list[bytes]:
+    return [headers.get(name, b"") for name in _CREDENTIALS]
 
 
 class _Stream:
@@ -105,6 +119,7 @@ class _Stream:
 
     def __init__(self, owner: bytes, seconds: int, receive: Receive) -> None:
         self.id, self.owner = secrets.token_hex(16).encode(), owner
+        self.credentials: list[bytes] = []
         self.work: asyncio.Task[None] | None = None  # of the application
         self.is_over = asyncio.Event()  # no client may come any more
         self.kept = deque[tuple[int, bytes]]()  # (number, event), the oldest first

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.resilience.__main__ import measured
 from benchmarks.resilience.case import Case, Setting
 from benchmarks.resilience.catalog import GROUPS
 from benchmarks.resilience.failover import NothingHitError
@@ -41,5 +42,7 @@ def test_rows() -> None:
     def unused(_: Setting) -> float:
         raise AssertionError
 
+    row = measured(Case("x", "", 2, unused), quick=True)
+    assert (row["kept"], row["value"], row["error"]) == (False, None, "AssertionError: ")
     assert Case("x", "s", 2, unused).row(2.0)["kept"]
     assert not Case("x", "s", 2, unused).row(2.1)["kept"]

@@ -12,6 +12,7 @@ import httpx
 import openai
 import pytest
 
+from lmkit.proxy.auth import Keys
 from lmkit.web import resumable
 from tests.proxy.fakes import BODY, CHAT, Exchange, FakeNode, client, eventually, nodes, proxy_for, streamed
 
@@ -127,12 +128,32 @@ async def test_t17_no_other_client_gets_a_stream() -> None:
     ):
         slow.step(8)
         headers = {LAST: last_id(first)}
-        for other in ({}, {"authorization": "Bearer bob"}, {"x-api-key": "alice"}):
+        assert (await http.post(CHAT, headers=headers)).status_code == 401
+        for other in ({"authorization": "Bearer bob"}, {"x-api-key": "alice"}):
             assert (await http.post(CHAT, headers=headers | other)).status_code == 404
         mine = {"authorization": "Bearer alice"}
         assert (await http.post("/v1/completions", headers=headers | mine)).status_code == 404
         assert (await http.post(CHAT, headers=headers | mine)).status_code == 200
     assert len(slow.node.requests) == 1
+
+
+async def test_a_key_that_is_good_no_more_takes_up_nothing_and_one_key_has_a_part_of_the_places(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(resumable, "MAX_EACH", 1)
+    slow, alice, bob = Slow(), {"authorization": "Bearer alice"}, {"authorization": "Bearer bob"}
+    async with (
+        nodes(slow.node),
+        proxy_for(slow.node, api_keys=("alice", "bob")) as (proxy, url),
+        client(url) as http,
+        cut(url, 2, slow, **alice) as first,
+    ):
+        slow.step(20)
+        again = await http.post(CHAT, content=BODY, headers={RESUME: "30"} | alice)
+        assert (again.status_code, "this key" in again.text) == (503, True)
+        assert (await http.post(CHAT, content=BODY, headers={RESUME: "30"} | bob)).status_code == 200
+        proxy.keys = Keys.of(("bob",), ())
+        assert (await http.post(CHAT, headers={LAST: last_id(first)} | alice)).status_code == 401
 
 
 @pytest.mark.parametrize("value", ["", "0", "x", "301", "-1", "9" * 30])

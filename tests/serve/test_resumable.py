@@ -39,7 +39,7 @@ def test_a_stream_goes_on(server: Server) -> None:
             first += piece
     first = b"".join(re.findall(rb"id: .*\ndata: .*\n\n", first))
     last = re.findall(rb"id: (\S+)", first)[-1].decode()
-    assert server.post(PATH, content=BODY, headers={"last-event-id": last}).status_code == 404
+    assert server.post(PATH, content=BODY, headers={"last-event-id": last}).status_code == 401
     rest = server.post(PATH, headers=key | {"last-event-id": last})
     assert "".join(texts(first + rest.content)) == "".join(texts(whole.content))
     assert rest.content.endswith(b"data: [DONE]\n\n")
