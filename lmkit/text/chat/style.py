@@ -152,7 +152,10 @@ class Style:
 
         grammars = self._tokenizer.grammars(vocab_size)
         form = Form(
-            [Called(tool.function.name, _held_schema(tool, None)) for tool in tools],
+            [
+                Called(tool.function.name, _held_schema(tool, grammars if _has_patterns(tool) else None))
+                for tool in tools
+            ],
             self.dialect if tools else None,
             must_call=must_call(body),
             parallel=_may_call_again(body),
@@ -289,6 +292,11 @@ def _may_call_again(body: ToolOptions) -> bool:
     """OpenAI: a function by name is called exactly once. So is the only one, if the answer must be a call."""
     asked = body.parallel_tool_calls
     return not (must_call(body) and len(called_tools(body)) == 1) if asked is None else asked
+
+
+def _has_patterns(tool: Tool) -> bool:
+    """Whether a check of all tools together may not see what is too much: it takes one way through the grammar."""
+    return '"pattern' in json.dumps(tool.function.parameters)
 
 
 def _held_schema(tool: Tool, grammars: Grammars | None) -> Mapping[str, Any]:
