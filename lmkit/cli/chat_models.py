@@ -83,8 +83,20 @@ class RemoteModel:
     lmkit server finds the conversation in its prefix cache anyway.
     """
 
-    def __init__(self, client: httpx.Client, names: list[str], name: str, options: dict[str, Any]) -> None:
-        self._client, self.names, self.name, self.options = client, names, name, options
+    def __init__(
+        self, client: httpx.Client, cards: dict[str, dict[str, Any]], name: str, options: dict[str, Any]
+    ) -> None:
+        self._client, self._cards, self.name, self.options = client, cards, name, options
+        self.names = list(cards)
+
+    @property
+    def card(self) -> dict[str, Any]:
+        """What the server says of the model in its list."""
+        return self._cards[self.name]
+
+    @property
+    def url(self) -> str:
+        return str(self._client.base_url).rstrip("/")
 
     @classmethod
     def connect(cls, url: str, model: str | None, api_key: str | None, options: dict[str, Any]) -> RemoteModel:
@@ -99,8 +111,8 @@ class RemoteModel:
         client = httpx.Client(**client_options(url, api_key, timeout=600))
         try:
             base = str(client.base_url).rstrip("/")
-            names = _models(client, base, model)
-            return cls(client, names, _chosen(names, base, model), options)
+            cards = _models(client, base, model)
+            return cls(client, cards, _chosen(list(cards), base, model), options)
         except BaseException:
             client.close()
             raise
@@ -133,8 +145,8 @@ class RemoteModel:
         raise LMKitError("the server broke off in the middle of its answer")
 
 
-def _models(client: httpx.Client, base: str, model: str | None) -> list[str]:
-    """The names that a server lists. A server that lists none, though it answers, is taken to have `model`."""
+def _models(client: httpx.Client, base: str, model: str | None) -> dict[str, dict[str, Any]]:
+    """The cards of a server's models, by name. One that lists none, though it answers, is taken to have `model`."""
     import httpx
 
     try:
@@ -149,11 +161,11 @@ def _models(client: httpx.Client, base: str, model: str | None) -> list[str]:
     if not response.is_success and model is None:
         raise LMKitError(f"{base}: {_error_text(response)}")
     try:
-        return [str(entry["id"]) for entry in response.json()["data"]]
+        return {str(entry["id"]): dict(entry) for entry in response.json()["data"]}
     except (ValueError, KeyError, TypeError):
         if model is None:
             raise LMKitError(f"{base} does not list models as an OpenAI server does") from None
-        return [model]
+        return {model: {}}
 
 
 def _chosen(names: list[str], base: str, model: str | None) -> str:

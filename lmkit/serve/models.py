@@ -24,6 +24,7 @@ class ModelCard(BaseModel):
     max_model_len: int | None
     state: str
     input_modalities: list[str] = ["text"]
+    tool_parser: str | None  # how it writes calls of tools: a dialect, see docs/tools.md. null = it cannot
     root: str  # its model's first name; of an adapter its folder inside the --adapter-root. Other folders are not told
     parent: str | None = None  # of an adapter: its model
 
@@ -63,6 +64,7 @@ def _card(model: PooledModel, name: str) -> ModelCard:
         max_model_len=info.max_model_len if info else None,
         state=model.engine.health,
         input_modalities=["text", "image"] if info and not isinstance(info.images, str) else ["text"],
+        tool_parser=model.serving.style.tool_parser,
         root=_root(model, name),
         parent=model.name if name in model.engine.config.adapter_folders else None,
     )

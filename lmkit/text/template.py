@@ -95,16 +95,22 @@ class ChatTemplate:
 
         Arguments of calls in the messages are objects. As in transformers, a field without a value (None) is left out
         of its message, and `tools` and `documents` are None without any.
+        A template that does not know the role `developer` reads `system`.
+        Where the template refuses messages of the system in the middle, they are texts of the user.
         A variable that the template does not have is refused, unless its value asks for nothing.
         """
         given = self._named | (self._known(variables) if variables else {})
         given |= {"add_generation_prompt": add_generation_prompt, "tools": list(tools) or None, "documents": None}
         source = self.tool_source if tools else self.source
+        if "developer" not in source:  # it would be left out, or refused
+            messages = [{**one, "role": "system"} if one["role"] == "developer" else one for one in messages]
         kind, value = self._process.ask(source, given | {"messages": list(map(_without_none, messages))})
         for other in _OTHER_FORMS if _is_incomplete(messages) else ():
             if kind != "failed":
                 break
             kind, value = self._process.ask(source, given | {"messages": list(map(other, messages))})
+        if kind == "refused" and (others := _with_user_notes(messages)) != list(messages):
+            return self.render(others, add_generation_prompt=add_generation_prompt, variables=variables, tools=tools)
         if kind != "text":
             raise RequestError("invalid_request", _REFUSALS[kind].format(value), "messages")
         return str(value)
@@ -126,6 +132,22 @@ def _without_none(message: Mapping[str, Any]) -> dict[str, Any]:
 def _is_incomplete(messages: Sequence[Mapping[str, Any]]) -> bool:
     """Whether messages have what templates read in different forms: calls, or no content."""
     return any(message.get("tool_calls") or message.get("content") is None for message in messages)
+
+
+def _with_user_notes(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Messages whose later ones of the system are texts of the user. Two of the user in a row become one."""
+    others: list[Mapping[str, Any]] = []
+    for message in messages:
+        if others and message["role"] == "system":
+            message = {**message, "role": "user"}
+        before = others[-1] if others else {}
+        earlier, later = before.get("content"), message.get("content")
+        both_users = message["role"] == before.get("role") == "user"
+        if both_users and isinstance(earlier, str) and isinstance(later, str):
+            others[-1] = {**before, "content": f"{earlier}\n\n{later}"}
+        else:
+            others.append(message)
+    return others
 
 
 def _with_text(message: Mapping[str, Any]) -> dict[str, Any]:

@@ -27,14 +27,22 @@ MOODS = ("CRASH", "KILL", "SLOW", "EOS", "REFUSE", "HANG", "BROKEN")
 
 
 def script(answers: list[str]) -> str:
-    """A text for the first message of a conversation: the answers to it and to each result of a tool."""
-    return f"SCRIPT{json.dumps(answers)}END"
+    """A text for the first message of a conversation: the answers to it and to each result of a tool.
+
+    It is hexadecimal: clients quote and escape what their users write.
+    """
+    return f"SCRIPT{json.dumps(answers).encode().hex()}END"
 
 
 def scripted(prompt: str) -> str | None:
-    """The answer that a prompt asks for: that of its place in the conversation, where results have the word RESULT."""
-    found = re.search(r"SCRIPT(\[.*?\])END", prompt)
-    return json.loads(found[1])[prompt.count("RESULT")] if found else None
+    """The answer that a prompt asks for: that of its place in the conversation, where results have the word RESULT.
+
+    What is asked after the last of them gets the last answer again.
+    """
+    if (found := re.search(r"SCRIPT([0-9a-f]*)END", prompt)) is None:
+        return None
+    answers: list[str] = json.loads(bytes.fromhex(found[1]))
+    return answers[min(prompt.count("RESULT"), len(answers) - 1)]
 
 
 def embedding(ids: list[int]) -> bytes:
@@ -85,12 +93,12 @@ class FakeEngine:
 
     def add(self, request: Request) -> None:
         text = self._tokenizer.decode(request.prompt_ids)
-        mood = next((mood for mood in MOODS if mood in text), None)
+        answer = scripted(text)
+        mood = next((mood for mood in MOODS if mood in text), None) if answer is None else None
         if mood == "REFUSE" or len(self._sequences) >= self._config.max_queue + self._config.sequences_per_step:
             raise RequestError("queue_full", "the queue is full")
         if mood == "BROKEN":
             raise ZeroDivisionError("secret detail")
-        answer = scripted(text)
         ids = [] if answer is None else [*self._tokenizer.encode(answer, False), EOS]
         self._sequences[request.request_id] = _Sequence(request, mood, ids)
         self._prompt_tokens += len(request.prompt_ids)

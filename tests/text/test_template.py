@@ -55,6 +55,23 @@ def test_calls_are_written_as_the_template_wants_them(source: str, written: str)
     assert ChatTemplate(source).render([{"role": "assistant", "content": None, "tool_calls": [call]}]) == written
 
 
+def test_messages_of_the_system_in_the_middle_are_the_users_where_a_template_refuses_them() -> None:
+    loop = "{% for m in messages %}{{ m.role[0] }}({{ m.content }}){% endfor %}"
+    strict = "{% for m in messages[1:] if m.role == 'system' %}{{ raise_exception('not first') }}{% endfor %}" + loop
+    said = [("system", "a"), ("system", "b"), ("user", "c"), ("assistant", "d"), ("user", "e"), ("system", "f")]
+    messages = [{"role": role, "content": content} for role, content in said]
+    assert ChatTemplate(loop).render(messages) == "s(a)s(b)u(c)a(d)u(e)s(f)"
+    assert ChatTemplate(strict).render(messages) == "s(a)u(b\n\nc)a(d)u(e\n\nf)"
+    with pytest.raises(RequestError, match="no users"):
+        ChatTemplate("{{ raise_exception('no users') }}").render(messages)
+
+
+def test_a_template_that_does_not_know_developers_reads_the_system() -> None:
+    messages = [{"role": "developer", "content": "a"}]
+    assert ChatTemplate("{{ messages[0].role }}").render(messages) == "system"
+    assert ChatTemplate("{{ messages[0].role }}{# developer #}").render(messages) == "developer"
+
+
 def test_bos_is_not_doubled() -> None:
     llama = TOKENIZERS["llama"]
     template = ChatTemplate("{{ bos_token }}{{ messages[0].content }}", {"bos_token": "<s>"})

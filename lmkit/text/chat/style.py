@@ -49,6 +49,11 @@ class Style:
         )
         self._tokenizer = tokenizer
 
+    @property
+    def tool_parser(self) -> str | None:
+        """The name of the dialect; None for a model that takes no chats, or no tools."""
+        return self.dialect.name if self.dialect is not None and self._tokenizer.chat_template is not None else None
+
     def special_ids(self, tools: bool) -> tuple[int, ...]:
         """Special tokens that are marks, so the parser must see them."""
         marks = (*self.dialect.specials, self.dialect.begin) if tools and self.dialect else ()
