@@ -236,7 +236,7 @@ def whole_head(model: ResolvedModel) -> MergedLinear | None:
     if model.shard.size == 1:
         return None
     lm_head = replace(model, shard=WHOLE).lm_head()
-    lm_head.pack(model.packing.activations)
+    lm_head.pack(model.head_activations)
     return lm_head
 
 

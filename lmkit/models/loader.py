@@ -140,7 +140,8 @@ def _map_linear(
 ) -> None:
     """Give a linear the file's tensors. `index` is its layer, num_layers for the head. Raises LookupError too."""
     kinds = [file.kinds[index][role] for role in linear.roles]
-    linear.pack_outline(model.packing.activations, kinds, shapes, biases)
+    activations = model.head_activations if index == model.spec.num_layers else model.packing.activations
+    linear.pack_outline(activations, kinds, shapes, biases)
     at = tensor_device(model.packing.device)
     linear.replace_packed(f"layers.{index}", lambda name, outline: file.take(name, outline).to(at))
 
@@ -156,7 +157,7 @@ def _write(model: ResolvedModel, writer: PackedWriter) -> None:
         trim_heap()
     lm_head = model.lm_head()
     writer.kinds.append(kinds_of(lm_head.weights))
-    lm_head.pack(model.packing.activations)
+    lm_head.pack(model.head_activations)
     _keep(writer, model.spec.num_layers, lm_head)
     if not (model.shares_head or model.maps_embeddings):
         writer.keep(roles.EMBED, model.source.embed_tokens(model.kept_dtype))
@@ -172,7 +173,7 @@ def _load(model: ResolvedModel) -> Decoder:
     """Pack every linear into memory."""
     layers = list(_packed_layers(model))
     lm_head = model.lm_head()
-    lm_head.pack(model.packing.activations)
+    lm_head.pack(model.head_activations)
     to_device((lm_head,), model.packing.device)
     return _decoder(model, layers, lm_head)
 

@@ -21,6 +21,7 @@ from lmkit.models.decoder_layer import DecoderLayer
 from lmkit.models.identity import Packing, resolve_activations
 from lmkit.models.kv_storage import KVStorage, resolve_storage, table_bytes
 from lmkit.models.layer_spec import LayerSpec
+from lmkit.models.opened import coded_scheme
 from lmkit.models.shard import COLUMNS, WHOLE, Shard
 from lmkit.models.source import ModelSource, activation_dtype
 from lmkit.models.spec import ModelSpec
@@ -143,6 +144,13 @@ class ResolvedModel:
         if self.shard.size > 1:
             head.weights[roles.LM_HEAD] = self.shard.rows(head.weights[roles.LM_HEAD], self.head_rows)
         return head
+
+    @property
+    def head_activations(self) -> str:
+        """How the head's inputs are rounded. On a CPU those of a head that a GGUF file has in codes are not, because
+        the error would be larger than what often lies between the two likeliest tokens."""
+        scheme = self.source.tied_scheme or coded_scheme(self.reader, roles.LM_HEAD + ".weight")
+        return "exact" if scheme is not None and self.packing.device == "cpu" else self.packing.activations
 
     @property
     def head_rows(self) -> slice:
