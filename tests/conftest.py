@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import logging
 import os
 import shutil
@@ -24,11 +25,15 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of
 
 import pytest
 import torch
+import typer.testing
 
 import lmkit
 from lmkit.kernels.cuda import module
 from lmkit.log import Sparing
 from tests import emulator
+
+# Every call of a CliRunner builds all commands, which takes a second.
+typer.testing._get_command = functools.cache(typer.testing._get_command)
 
 DEMO = Path(lmkit.__file__).parent / "demo"
 

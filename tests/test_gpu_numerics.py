@@ -39,7 +39,7 @@ def quantized(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-@pytest.fixture(params=["dense", "w4"])
+@pytest.fixture(params=["dense", pytest.param("w4", marks=pytest.mark.exhaustive)])
 def checkpoint(request: pytest.FixtureRequest) -> Path:
     folder: Path = request.getfixturevalue("quantized") if request.param == "w4" else DEMO_FOLDER
     return folder

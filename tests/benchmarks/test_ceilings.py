@@ -83,6 +83,7 @@ def test_tile_loops_run(task: loops.Task) -> None:
     threads.run(task, 1, (3,), scratch=loops.TILE_SCRATCH)
 
 
+@pytest.mark.exhaustive
 def test_ceilings_are_finite_and_positive() -> None:
     found = measure_ceilings(seconds=0.0)
     assert 0 < found.bytes_per_s < 1e14

@@ -228,6 +228,7 @@ def test_options_are_checked() -> None:
             parse_pythons([wrong], ENGINES)
 
 
+@pytest.mark.exhaustive
 def test_lmkit_alone(tmp_path: Path) -> None:
     """The command on a tiny model: one row for each point, and the peer whose Python cannot run is named."""
     no_python = tmp_path / "python"

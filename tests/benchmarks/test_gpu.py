@@ -64,6 +64,7 @@ def out(tmp_path: Path) -> Iterator[Path]:
     module.counters.cache_clear()
 
 
+@pytest.mark.exhaustive
 def test_every_section_in_a_rehearsal(out: Path) -> None:
     for section in SECTIONS:
         context = Context(out, "cpu", seconds=1000, name=section.name)

@@ -1,9 +1,12 @@
 import asyncio
 import math
 
+import pytest
+
 from benchmarks import http_path
 
 
+@pytest.mark.exhaustive
 def test_both_ways_are_measured() -> None:
     (row,) = asyncio.run(http_path.measure("demo", [2], rounds=1))
     assert row["requests"] == 2

@@ -9,6 +9,7 @@ from benchmarks.resilience.case import Case, Setting
 from benchmarks.resilience.catalog import GROUPS
 from benchmarks.resilience.failover import NothingHitError
 
+SHORT = ("budgets", "front_end", "streams")
 BUSY = 20  # times as slow a test's machine may be
 
 
@@ -23,7 +24,9 @@ def _measured(case: Case, setting: Setting) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize(
+    "group", [name if name in SHORT else pytest.param(name, marks=pytest.mark.exhaustive) for name in GROUPS]
+)
 def test_limits_are_kept(group: str, tmp_path: Path) -> None:
     """Cases of a group share servers, so one test runs them all."""
     missed = []

@@ -41,7 +41,10 @@ def files(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    [name if name in ("default", "no text") else pytest.param(name, marks=pytest.mark.exhaustive) for name in CASES],
+)
 def test_a_second_device_gives_the_same_files(name: str, tmp_path: Path) -> None:
     family, chosen = CASES[name]
     source = tiny_checkpoint(tmp_path / "source", family, num_hidden_layers=2 if name == "experts" else 1)

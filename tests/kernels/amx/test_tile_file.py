@@ -166,7 +166,13 @@ def faulty(name: str) -> None:
     run(body, configuration(), np.zeros(1024, np.uint8), level=EMULATED)
 
 
-@pytest.mark.parametrize("name", ["shapes", "rows", "palette", "released", "unconfigured"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "rows",
+        *(pytest.param(n, marks=pytest.mark.exhaustive) for n in ("shapes", "palette", "released", "unconfigured")),
+    ],
+)
 def test_faults_end_the_process(name: str) -> None:
     code = f"from tests.kernels.amx.test_tile_file import faulty; print('started', flush=True); faulty({name!r})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

@@ -80,6 +80,7 @@ def test_the_sanitizer_finds_what_was_planted(tmp_path: Path, after_x: int, afte
     assert "planted" in done.stderr
 
 
+@pytest.mark.exhaustive
 def test_kernels_stay_within_their_buffers() -> None:
     options = ["-v", "-x", "-s", "-m", "not gpu", "-p", "tests.kernels.cuda.sanitized", "-p", "no:cacheprovider"]
     chosen = " or ".join(f"{file.removesuffix('.py')} and ({names})" for file, names in WATCHED.items())

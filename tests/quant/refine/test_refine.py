@@ -29,7 +29,7 @@ def refining(**sections: Any) -> Any:
     return recipe(RTN, REFINE, rounder=None, **({"calibration": TEXT} | sections))
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "qwen3-moe"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", pytest.param("qwen3-moe", marks=pytest.mark.exhaustive)])
 def test_it_lowers_the_divergence_and_changes_no_code(tmp_path: Path, family: str) -> None:
     source = tiny_checkpoint(tmp_path / "source", family)
     text = TEXT | ({"num_samples": 24} if family == "qwen3-moe" else {})  # each expert sees a part
@@ -85,7 +85,7 @@ def weights_of(folder: Path) -> bytes:
     return (folder / "model.safetensors").read_bytes()
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("family", ["llama", pytest.param("gemma2", marks=pytest.mark.exhaustive)])
 def test_small_batches_of_tokens_add_up(tmp_path: Path, family: str) -> None:
     """Also where attention reads the cache, which has gradients, too."""
     source = tiny_checkpoint(tmp_path / "source", family)

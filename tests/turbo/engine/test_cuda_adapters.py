@@ -52,7 +52,7 @@ def answers(engine: Engine, **params: Any) -> dict[str, list[StepOutput]]:
 
 
 @emulated
-@pytest.mark.parametrize("model", ["checkpoint", "quantized"])
+@pytest.mark.parametrize("model", [pytest.param("checkpoint", marks=pytest.mark.exhaustive), "quantized"])
 def test_adapters_of_one_batch_give_the_tokens_of_a_cpu(
     model: str,
     folders: Path,
@@ -70,6 +70,7 @@ def test_adapters_of_one_batch_give_the_tokens_of_a_cpu(
     assert all(tokens(plain)[name] != tokens(want)[name] for name in ("0", "1", "3"))
 
 
+@pytest.mark.exhaustive
 @emulated
 def test_steps_with_adapters_are_captured(quantized: Path, folders: Path, device: CudaDevice) -> None:  # noqa: F811
     engine = on_gpu(quantized, device, adapter_root=str(folders), kv_dtype="int8", activations="exact")
@@ -96,6 +97,7 @@ def test_steps_with_adapters_are_captured(quantized: Path, folders: Path, device
     assert tokens(answers(engine)) == tokens(got)
 
 
+@pytest.mark.exhaustive
 @emulated
 @pytest.mark.parametrize(
     ("family", "dtype", "most"),

@@ -149,6 +149,7 @@ def unchanged(path: Path, device: CudaDevice, wanted: list[Request], how: str, m
     assert not drafter_of(engine)._has_failed
 
 
+@pytest.mark.exhaustive
 def test_a_head(device: CudaDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It has half of the model's tokens."""
     model, own = tmp_path / "model", list(range(0, 211, 2))
@@ -162,6 +163,7 @@ def test_a_head(device: CudaDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     unchanged(model, device, greedy_and_drawn(10), how, monkeypatch)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("family", ["qwen3.5", "glm4-moe"])
 def test_a_layer_for_multi_token_prediction(
     tmp_path: Path, device: CudaDevice, family: str, monkeypatch: pytest.MonkeyPatch

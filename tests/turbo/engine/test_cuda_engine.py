@@ -134,7 +134,14 @@ def assert_alike(got: dict[str, list[StepOutput]], want: dict[str, list[StepOutp
 
 
 @pytest.mark.parametrize(
-    ("kv_dtype", "tolerance"), [("auto", 0.02), ("bfloat16", 0.1), ("int8", 0.1), ("fp8", 0.2), ("int4", 0.8)]
+    ("kv_dtype", "tolerance"),
+    [
+        ("auto", 0.02),
+        pytest.param("bfloat16", 0.1, marks=pytest.mark.exhaustive),
+        pytest.param("int8", 0.1, marks=pytest.mark.exhaustive),
+        pytest.param("fp8", 0.2, marks=pytest.mark.exhaustive),
+        ("int4", 0.8),
+    ],
 )
 def test_greedy_tokens_are_those_of_the_cpu(
     checkpoint: Path, device: CudaDevice, kv_dtype: Any, tolerance: float
@@ -150,6 +157,7 @@ def test_four_bit_weights_give_the_tokens_of_the_cpu(quantized: Path, device: Cu
     assert assert_alike(got, want, 0.02) == 1
 
 
+@pytest.mark.exhaustive
 def test_rounded_inputs_give_nearly_the_logits_of_exact_ones(quantized: Path, device: CudaDevice) -> None:
     """No product runs through torch, and rounding costs what it costs on a CPU."""
     exact, rounded = (on_gpu(quantized, device, activations=kind) for kind in ("exact", "int8"))
@@ -183,6 +191,7 @@ def test_an_int8_head(checkpoint: Path, device: CudaDevice, activations: Any, to
     torch.testing.assert_close(got, want, atol=tolerance, rtol=0)
 
 
+@pytest.mark.exhaustive
 def test_inputs_in_activation_order_give_the_tokens_of_the_cpu(
     checkpoint: Path, device: CudaDevice, tmp_path: Path
 ) -> None:
@@ -196,7 +205,9 @@ def test_inputs_in_activation_order_give_the_tokens_of_the_cpu(
 
 @emulated
 @pytest.mark.usefixtures("captured")
-@pytest.mark.parametrize(("temperature", "dtype"), [(0.0, "float16"), (1.0, "float32")])
+@pytest.mark.parametrize(
+    ("temperature", "dtype"), [(0.0, "float16"), pytest.param(1.0, "float32", marks=pytest.mark.exhaustive)]
+)
 def test_results_do_not_depend_on_batch_chunks_graphs_or_overlap(
     checkpoint: Path, device: CudaDevice, temperature: float, dtype: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -219,6 +230,7 @@ def test_results_do_not_depend_on_batch_chunks_graphs_or_overlap(
             assert assert_alike(got, want, 0.02) == 1, name
 
 
+@pytest.mark.exhaustive
 def test_a_sequence_that_gave_way_goes_on_where_it_was(checkpoint: Path, device: CudaDevice) -> None:
     """Its token may be on the way to the host when it leaves its slot to another."""
     wanted = requests(max_tokens=26)[1:3]
@@ -268,6 +280,7 @@ def test_decode_steps_are_replayed_in_the_next_captured_size(
     assert decode_sizes(3) == [Size(1, 1), Size(2, 2), Size(3, 3)]
 
 
+@pytest.mark.exhaustive
 def test_steps_with_prompt_tokens_are_replayed_too(
     checkpoint: Path, device: CudaDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -315,6 +328,7 @@ def test_a_layer_of_a_decode_step_is_five_launches_or_seven(
     assert launches.total() - (5 + norms) * layers <= 6, "tokens, embedding, angles, norm, head, argmax"
 
 
+@pytest.mark.exhaustive
 @emulated
 @pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
 def test_kernels_that_overlap_wait_for_each_other(
@@ -358,7 +372,7 @@ def test_drafts_change_no_token(
     assert max(lengths) == 4
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", [0.0, pytest.param(1.0, marks=pytest.mark.exhaustive)])
 def test_steps_with_drafts_are_replayed_too(
     checkpoint: Path, device: CudaDevice, temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -397,6 +411,7 @@ def test_a_prefix_is_found_again(checkpoint: Path, device: CudaDevice) -> None:
     assert again["b"][0].cached_tokens >= 48
 
 
+@pytest.mark.exhaustive
 def test_layers_with_and_without_a_window_have_tables_of_their_own(
     tmp_path: Path, device: CudaDevice, captured: None
 ) -> None:
@@ -427,6 +442,7 @@ def test_kv_comes_back_from_host_memory(checkpoint: Path, device: CudaDevice) ->
     engine.close()
 
 
+@pytest.mark.exhaustive
 def test_prompt_logprobs_are_those_of_the_cpu(checkpoint: Path, device: CudaDevice) -> None:
     wanted = request("p", list(range(50)), 2, prompt_logprobs=True)
     got, want = (run(e, [wanted])["p"][0].prompt_logprobs for e in (on_gpu(checkpoint, device), on_cpu(checkpoint)))
@@ -434,6 +450,7 @@ def test_prompt_logprobs_are_those_of_the_cpu(checkpoint: Path, device: CudaDevi
     assert max(abs(a.logprob - b.logprob) for a, b in zip(got, want, strict=True)) < 0.05
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "family",
     [
@@ -463,6 +480,7 @@ def test_every_kind_of_model_runs(tmp_path: Path, device: CudaDevice, family: st
     assert_alike(got, want, 0.05)
 
 
+@pytest.mark.exhaustive
 @emulated
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "auto"])
 def test_dtypes(checkpoint: Path, device: CudaDevice, dtype: Any) -> None:
@@ -476,6 +494,7 @@ def test_dtypes(checkpoint: Path, device: CudaDevice, dtype: Any) -> None:
         assert tokens(got) == tokens(run(on_cpu(checkpoint, dtype="float32"), requests(max_tokens=4)))
 
 
+@pytest.mark.exhaustive
 def test_packed_weights_are_mapped_from_the_file(
     quantized: Path, device: CudaDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -487,6 +506,7 @@ def test_packed_weights_are_mapped_from_the_file(
     assert len(list((path / ".lmkit").glob("packed-*.safetensors"))) == 1
 
 
+@pytest.mark.exhaustive
 def test_a_launch_that_fails_ends_its_own_requests(
     checkpoint: Path, device: CudaDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -548,6 +568,7 @@ def test_a_lost_gpu_ends_every_request_and_the_engine(
         loop._step()
 
 
+@pytest.mark.exhaustive
 def test_a_step_that_cannot_be_captured_is_run_as_it_is(
     checkpoint: Path, device: CudaDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:

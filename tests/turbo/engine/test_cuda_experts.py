@@ -64,6 +64,7 @@ class Watching(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.exhaustive
 def test_steps_with_experts_are_captured(
     experts: Path,
     device: CudaDevice,  # noqa: F811
@@ -116,6 +117,7 @@ def test_int8_inputs(
     assert_alike(got, run(apart, requests(max_tokens=5)[:2]), 0.02)
 
 
+@pytest.mark.exhaustive
 @emulated
 def test_kernels_that_overlap_wait_for_each_other(
     experts: Path,

@@ -54,6 +54,7 @@ def saved(path: Path, family: str, *, half: bool = True, **changes: Any) -> Any:
     return kind.from_pretrained(path, dtype=torch.float32)
 
 
+@pytest.mark.exhaustive
 @emulated
 def test_prompts_over_plain_heads(
     tmp_path: Path,
@@ -101,16 +102,16 @@ ALIKE = ("dots1", "exaone4", "gemma2", "gemma3", "glm", "glm4", "glm4-moe", "gpt
     [
         *(pytest.param(name, 2, "float32", 1e-4, marks=pytest.mark.exhaustive) for name in ALIKE),
         ("deepseek-v3", 2, "float32", 1e-4),
-        ("deepseek-v2-lite", 2, "auto", 0.02),
-        ("gemma4", 7, "float32", 1e-4),
-        ("gemma4", 7, "auto", 0.02),
-        ("gemma4-values", 3, "auto", 0.02),
-        ("opt", 2, "float32", 1e-4),
-        ("opt", 2, "auto", 0.02),
-        ("opt-350m", 2, "float32", 1e-4),
-        ("opt-350m", 2, "auto", 0.02),
+        pytest.param("deepseek-v2-lite", 2, "auto", 0.02, marks=pytest.mark.exhaustive),
+        pytest.param("gemma4", 7, "float32", 1e-4, marks=pytest.mark.exhaustive),
+        pytest.param("gemma4", 7, "auto", 0.02, marks=pytest.mark.exhaustive),
+        pytest.param("gemma4-values", 3, "auto", 0.02, marks=pytest.mark.exhaustive),
+        pytest.param("opt", 2, "float32", 1e-4, marks=pytest.mark.exhaustive),
+        pytest.param("opt", 2, "auto", 0.02, marks=pytest.mark.exhaustive),
+        pytest.param("opt-350m", 2, "float32", 1e-4, marks=pytest.mark.exhaustive),
+        pytest.param("opt-350m", 2, "auto", 0.02, marks=pytest.mark.exhaustive),
         ("qwen3-next", 2, "float32", 1e-4),
-        ("qwen3.5-vl", 3, "float32", 1e-4),
+        pytest.param("qwen3.5-vl", 3, "float32", 1e-4, marks=pytest.mark.exhaustive),
         ("qwen3.5", 3, "auto", 0.05),  # transformers in float16 is as far from float32
     ],
 )

@@ -61,7 +61,10 @@ def exact(outputs: dict[str, list[StepOutput]]) -> dict[str, list[Any]]:
 
 
 @emulated
-@pytest.mark.parametrize(("weights", "kv_dtype", "temperature"), [("dense", "float16", 0.0), ("w4", "int8", 1.0)])
+@pytest.mark.parametrize(
+    ("weights", "kv_dtype", "temperature"),
+    [pytest.param("dense", "float16", 0.0, marks=pytest.mark.exhaustive), ("w4", "int8", 1.0)],
+)
 def test_a_request_alone_and_among_others(
     checkpoint: Path,
     device: CudaDevice,
@@ -120,6 +123,7 @@ def test_without_kernels_it_is_refused(checkpoint: Path, device: CudaDevice, mon
         engine(checkpoint, device)
 
 
+@pytest.mark.exhaustive
 @emulated
 def test_a_model_with_windows(tmp_path: Path, device: CudaDevice) -> None:
     kinds = ["sliding_attention", "full_attention"]
@@ -130,6 +134,7 @@ def test_a_model_with_windows(tmp_path: Path, device: CudaDevice) -> None:
     assert exact(run(engine_of(tmp_path, device, max_step_tokens=7), wanted)) == want
 
 
+@pytest.mark.exhaustive
 @emulated
 def test_a_long_context(checkpoint: Path, device: CudaDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its keys are in ranges, which several blocks of threads have, or one, whatever else is in the step."""
@@ -146,6 +151,7 @@ def test_a_long_context(checkpoint: Path, device: CudaDevice, monkeypatch: pytes
     assert exact(again) == want
 
 
+@pytest.mark.exhaustive
 @emulated
 def test_adapters(checkpoint: Path, device: CudaDevice, tmp_path: Path) -> None:
     """Others of a step have another one or none. Inputs of 8-bit weights are rounded behind the norm then."""
@@ -162,6 +168,7 @@ def test_adapters(checkpoint: Path, device: CudaDevice, tmp_path: Path) -> None:
     assert exact(run(model, wanted)) == want
 
 
+@pytest.mark.exhaustive
 @emulated
 def test_a_mixture_of_experts(tmp_path: Path, device: CudaDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     """More rows of an expert than a product has are computed in parts, not expert by expert."""
@@ -177,6 +184,7 @@ def test_a_mixture_of_experts(tmp_path: Path, device: CudaDevice, monkeypatch: p
     assert exact(run(engine_of(tmp_path / "w4", device, max_model_len=96, max_step_tokens=9), wanted)) == want
 
 
+@pytest.mark.exhaustive
 @emulated
 def test_two_ranks(checkpoint: Path, device: CudaDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     """They add up their parts in the order of ranks."""

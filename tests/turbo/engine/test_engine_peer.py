@@ -52,7 +52,7 @@ def answer(engine: Engine, prompt: list[int], count: int = 12, **params: Any) ->
     return tokens(outputs), outputs[0].cached_tokens
 
 
-@pytest.mark.parametrize("kv_dtype", ["auto", "int8", "int4"])
+@pytest.mark.parametrize("kv_dtype", ["auto", pytest.param("int8", marks=pytest.mark.exhaustive), "int4"])
 def test_a_decode_engine_answers_as_one_engine_does(demo_model: Path, key: str, kv_dtype: Any) -> None:
     whole = engine_for(demo_model, kv_dtype=kv_dtype, prefix_cache=False)
     prefill = engine_for(
@@ -76,7 +76,7 @@ def test_a_decode_engine_answers_as_one_engine_does(demo_model: Path, key: str, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("end", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.exhaustive)])
 def test_a_lost_prefill_engine_means_computing(demo_model: Path, key: str, end: signal.Signals) -> None:
     options = SMALL | {"kv_host_memory": 64 << 20, "kv_listen": "127.0.0.1:0", "kv_key_file": key}
     code = PREFILL.replace("OPTIONS", repr(options)).replace("PROMPT", repr(FIRST))

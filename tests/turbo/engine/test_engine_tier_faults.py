@@ -69,7 +69,7 @@ def restarted(model: Path, kv: Path) -> Engine:
     return engine
 
 
-@pytest.mark.parametrize(("call", "count"), [("writev", 9), pytest.param("rename", 14, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("call", "count"), [("writev", 9), pytest.param("rename", 14, marks=pytest.mark.exhaustive)])
 def test_a_killed_process(demo_model: Path, tmp_path: Path, want: list[int], call: str, count: int) -> None:
     code = KILLED.replace("PROMPT", str(FIRST)).replace("OPTIONS", str(SMALL))
     command = [sys.executable, "-c", code, str(demo_model), str(tmp_path), call, str(count)]
@@ -84,7 +84,7 @@ def test_a_killed_process(demo_model: Path, tmp_path: Path, want: list[int], cal
     engine.close()
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.exhaustive)])
 def test_damaged_files(demo_model: Path, filled: Path, want: list[int], seed: int) -> None:
     blocks = sorted(filled.rglob("*.kv"))
     for number, path in enumerate(blocks):

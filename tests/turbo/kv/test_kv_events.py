@@ -95,7 +95,7 @@ class Followed(Traffic):
         self.compare()
 
 
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("depth", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
 def test_events_give_the_trees_content_at_every_moment(depth: int, tmp_path: Path) -> None:
     """Through evictions, preemptions, tiers, sessions, tenants, salts, windows, drafts, aborts and failed steps."""
     total = Counter[str]()

@@ -27,7 +27,7 @@ def run(
 
 
 @pytest.mark.parametrize("disturb", [False, True])
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("depth", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
 def test_random_traffic(depth: int, disturb: bool, tmp_path: Path) -> None:
     counts = run(tmp_path, range(48), depth, disturb=disturb, thorough=True)
     assert counts["preemptions"] > 150, "the traffic no longer exercises preemption"
@@ -38,7 +38,7 @@ def test_random_traffic(depth: int, disturb: bool, tmp_path: Path) -> None:
     assert disturb or depth > 1 or counts["exact"] > 3
 
 
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("depth", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
 def test_random_traffic_with_drafts(depth: int, tmp_path: Path) -> None:
     counts = run(tmp_path, range(100, 124), depth, disturb=True, thorough=True, drafts=True)
     assert counts["preemptions"] > 100, "the traffic no longer exercises preemption"
@@ -46,7 +46,7 @@ def test_random_traffic_with_drafts(depth: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("drafts", [False, True])
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("depth", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
 def test_random_traffic_of_a_model_with_recurrent_states(depth: int, drafts: bool, tmp_path: Path) -> None:
     counts: Counter[str] = Counter()
     for seed in range(200, 240):
