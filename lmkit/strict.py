@@ -21,6 +21,7 @@ from lmkit import neutral
 from lmkit.errors import RequestError
 from lmkit.hints import ignore
 from lmkit.other_names import HTTP, hint, is_misspelt
+from lmkit.whole import whole
 
 M = TypeVar("M", bound=BaseModel)
 Schema = dict[str, Any]
@@ -158,7 +159,7 @@ def _whole_numbers(value: Any, depth: int) -> Any:
     Deeper than `depth` nothing changes.
     """
     if isinstance(value, float):
-        return int(value) if value.is_integer() and abs(value) < 1 << 53 else value
+        return value if (number := whole(value)) is None else number
     if not isinstance(value, list | dict) or not depth:
         return value
     before = list(value) if isinstance(value, list) else list(value.values())

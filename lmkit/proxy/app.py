@@ -202,8 +202,10 @@ class Proxy:
             body = ollama.own_body(path, body, self.registry.names(self._router.aliases()))
             asked, name = read_asked(body), key.key if key else ""
             routing = self._router.routing(asked, scope["headers"], f"{name}\0{client}")
-            async with charged(self.ledger, key, tap, response, path, body) as sent:
-                about = path, scope["query_string"], scope["headers"], sent, asked.model
+            context = self.registry.context((routing.model, *routing.fallback))
+            charging = charged(self.ledger, key, tap, response, path, body, asked.model, context)
+            async with charging as (sent, added):
+                about = path, scope["query_string"], [*scope["headers"], *added], sent, asked.model
                 call = Call(*about, routing, journal, name, client)
 
                 def run(call: Call) -> Awaitable[None]:
@@ -230,10 +232,9 @@ class Proxy:
 
     async def show_health(self, exchange: Exchange) -> None:
         """200 while the proxy itself works, in whatever state its nodes are; 503 while it drains."""
-        nodes = self.registry.nodes()
-        counts = {"nodes": len(nodes), "healthy_nodes": sum(node.healthy for node in nodes)}
-        status = "draining" if self.draining else "ok"
-        await _json(exchange, {"status": status, **counts}, 503 if self.draining else 200)
+        healthy = [node.healthy for node in self.registry.nodes()]
+        status, code = ("draining", 503) if self.draining else ("ok", 200)
+        await _json(exchange, {"status": status, "nodes": len(healthy), "healthy_nodes": sum(healthy)}, code)
 
     async def show_metrics(self, exchange: Exchange) -> None:
         await exchange.response.whole(Response(self.metrics.render(), headers={"Content-Type": metrics.CONTENT_TYPE}))
@@ -272,15 +273,14 @@ class Proxy:
         await _json(exchange, self._fleet_status(url))
 
     async def remove_node(self, exchange: Exchange) -> None:
-        url = _node_of(exchange, "/admin/nodes")
-        await self.fleet.remove(url)
+        await self.fleet.remove(url := _node_of(exchange, "/admin/nodes"))
         await _json(exchange, {"removed": url, "persistent": self.fleet.persistent})
 
     def _fleet_status(self, url: str | None = None) -> dict[str, Any]:
-        nodes = [node for node in self.registry.status() if url in (None, node["url"])]
         held = {model: held._asdict() for model, held in self.registry.held.items()}
+        data = [node for node in self.registry.status() if url in (None, node["url"])]
         told = {"persistent": self.fleet.persistent, "policy": self._router.policy, "held": held}
-        return {"object": "list", "data": nodes, **told}
+        return {"object": "list", "data": data, **told}
 
     async def show_events(self, exchange: Exchange) -> None:
         """What the dashboard shows, as long as the client stays."""

@@ -6,7 +6,7 @@ import hashlib
 import math
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from random import Random
@@ -17,10 +17,12 @@ from lmkit.proxy.breaker import Breaker
 from lmkit.proxy.config import NodeConfig, ProxyConfig, Registration
 from lmkit.proxy.outliers import MAX_SAMPLES, MIN_SAMPLES, ramps, worst
 from lmkit.proxy.prefixes import Cut, PrefixIndex
+from lmkit.whole import whole
 
 ModelEntries = dict[str, dict[str, Any]]  # model id -> its object in a /v1/models list
 BROKEN = frozenset({500, 502, 504})  # statuses that count against a node; 503 only says that it is busy
 LATENCY_DECAY = 0.2  # share of the newest sample in the moving average
+MAX_CONTEXT = 1 << 31  # tokens
 TOKENS_RUNNING = 64  # of a prompt: what they delay a new request is what a running request delays it
 
 
@@ -207,6 +209,13 @@ class Registry:
         ]  # fmt: skip
         able = [n for n in able if n.config.role != "prefill"] or able
         return [n for n in able if n.breaker.admits] or able
+
+    def context(self, models: Iterable[str]) -> int | None:
+        """The longest context of these models, in tokens, as their nodes list it. None = not known of each."""
+        lengths = [whole((node.models or {}).get(model, {}).get("max_model_len", 0))
+                   for model in models for node in self.nodes() if model in (node.models or ())]  # fmt: skip
+        known = [length for length in lengths if length is not None and 0 < length <= MAX_CONTEXT]
+        return max(known) if len(known) == len(lengths) and known else None
 
     def prefill_nodes(self, model: str) -> list[Node]:
         """The healthy nodes that compute prompts for the decode nodes of `model`."""

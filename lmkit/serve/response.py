@@ -28,6 +28,8 @@ from lmkit.serve.to_request import with_numbers
 from lmkit.turbo import request as engine
 from lmkit.turbo.transport.output import RequestOutput, TextLogprobs, TokenText
 from lmkit.web.budget import Share
+from lmkit.web.counts import HEADER as COUNTS_HEADER
+from lmkit.web.counts import MARK
 from lmkit.web.receive import while_connected
 from lmkit.web.resume import STREAM_HEADER, Identity
 
@@ -317,6 +319,16 @@ def is_forwarded(headers: Mapping[str, str]) -> bool:
     return "lmkit-" in headers.get("via", "")
 
 
+async def _counted(builder: ResponseBuilder[Any]) -> AsyncGenerator[str]:
+    """The stream with comments that tell its usage so far, see `web.counts`."""
+    before = (0, 0, 0)
+    async with aclosing(builder.chunks()) as chunks:
+        async for text in chunks:
+            now = builder.count.so_far()
+            yield text if now == before else f"{text}{MARK.decode()}{now[0]} {now[1]} {now[2]}\n\n"
+            before = now
+
+
 async def answer(request: Request, builder: ResponseBuilder[Any]) -> Response:
     """Run the builder's requests. Raises RequestError."""
     engine.check_head(builder.server.info.has_head)
@@ -338,10 +350,11 @@ async def answer(request: Request, builder: ResponseBuilder[Any]) -> Response:
     if part is not None:
         builder.requests = decoding(builder.requests, part)
     if builder.body.stream:
+        chunks = _counted(builder) if COUNTS_HEADER.decode() in request.headers else builder.chunks()
         if builder.resumption is None:
             early = None if is_forwarded(request.headers) else builder.early
-            return await EventStream.open(request.receive, builder.chunks(), builder.failed, early, builder.wire)
-        stream = await EventStream.open(request.receive, builder.resumption.events(builder.chunks()), builder.failed)
+            return await EventStream.open(request.receive, chunks, builder.failed, early, builder.wire)
+        stream = await EventStream.open(request.receive, builder.resumption.events(chunks), builder.failed)
         stream.headers[STREAM_HEADER.decode()] = builder.server.system_fingerprint
         return stream
     return WholeAnswer(await while_connected(request.receive, builder.whole()))

@@ -224,6 +224,10 @@ class UsageCount:
         self._completion_tokens[idx] = output.num_output_tokens
         self._cached_tokens[idx] = output.num_cached_tokens
 
+    def so_far(self) -> tuple[int, int, int]:
+        """(tokens of the prompts, those of them that a cache had, tokens of the answers)."""
+        return self._prompt_tokens, sum(self._cached_tokens[:: self._choices]), sum(self._completion_tokens)
+
     def usage(self) -> Usage:
         completion = sum(self._completion_tokens)
         return Usage(

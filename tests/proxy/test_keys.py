@@ -234,6 +234,77 @@ async def test_a_client_that_leaves_is_charged_for_what_was_made(tmp_path: Path,
         assert ledger.account("key", key_id).held.tokens == 0
 
 
+LONG = {
+    "/v1/responses": b'event: x\ndata: {"type":"response.output_text.delta","delta":"%s"}\n\n' % (b"abcd" * 50),
+    "/v1/messages": b'event: x\ndata: {"type":"content_block_delta","delta":{"text":"%s"}}\n\n' % (b"abcd" * 50),
+}
+
+
+@pytest.mark.parametrize("counts", [True, False])
+@pytest.mark.parametrize("path", LONG)
+async def test_events_of_many_tokens_are_charged_as_many(tmp_path: Path, path: str, counts: bool) -> None:
+    """A slow client gets many tokens in one event. lmkit's nodes count them in comments, which no client sees."""
+
+    async def script(exchange: Exchange) -> None:
+        await exchange.start_events()
+        asked = exchange.request.header("x-lmkit-counts") == ["1"]
+        for count in (70, 140):
+            await exchange.chunk(LONG[path] + (b": usage 9 4 %d\n\n" % count if counts and asked else b""))
+        await exchange.until_left()
+
+    body = {"model": "m", "stream": True, "max_tokens": 200, "max_output_tokens": 200}
+    async with managed(tmp_path, FakeNode(script=script)) as here:
+        key_id, key = await here.key()
+        async with here.http.stream("POST", path, json=body, headers=key) as got:
+            pieces = got.aiter_bytes()
+            seen = b""
+            while len(seen) < 2 * len(LONG[path]):
+                seen += await anext(pieces)
+        assert seen == 2 * LONG[path]
+        ledger = here.proxy.ledger
+        assert ledger is not None
+        await eventually(lambda: ledger.account("key", key_id).used["total"].requests == 1, 30)
+        ((*_, cached, output),) = await here.used()
+        assert (cached, output) == ((4, 140) if counts else (0, 100))  # else a token for four bytes of text
+
+
+async def test_numbers_that_no_node_can_mean_do_not_count(tmp_path: Path) -> None:
+    told: Any = {}
+
+    async def script(exchange: Exchange) -> None:
+        await exchange.reply(200, {"usage": told})
+
+    async with managed(tmp_path, FakeNode(script=script), prices={"*": Price(output=1_000_000)}) as here:
+        _, key = await here.key()
+        for number in (1 << 63, 1 << 100, 1e300, -5, "7", True, None, 2.5, [], 7.0):
+            told.update(prompt_tokens=1, completion_tokens=number, prompt_tokens_details={"cached_tokens": number})
+            assert (await here.http.post(CHAT, json=BODY, headers=key)).status_code == 200, number
+        ((_, requests, *_, output),) = await here.used()
+        assert (requests, output) == (10, 2 * (1 << 31) + 7)
+        for path in ("/admin/keys", "/admin/usage", "/metrics"):
+            assert (await here.http.get(path, headers=ADMIN)).status_code == 200
+    async with managed(tmp_path, FakeNode(script=script)) as again:
+        assert (await again.used())[0][-1] == 2 * (1 << 31) + 7
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("n", "16"), ("n", 0), ("max_tokens", True), ("max_tokens", 2.5), ("priority", "-9")]
+)
+async def test_a_number_that_cannot_be_read_is_refused(tmp_path: Path, field: str, value: Any) -> None:
+    async with managed(tmp_path, FakeNode(script=answer)) as here:
+        _, key = await here.key()
+        refused = await here.http.post(CHAT, json={**BODY, field: value}, headers=key)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, field)
+        assert not here.node.requests
+
+
+async def test_a_route_that_does_not_say_what_it_uses_is_not_for_keys_with_limits(tmp_path: Path) -> None:
+    async with managed(tmp_path, FakeNode(script=answer), forwarded_routes=("/v1/new",)) as here:
+        for limits, status in (({"tokens/day": 10**6}, 403), ({"requests/day": 5}, 200)):
+            _, key = await here.key(limits=limits)
+            assert (await here.http.post("/v1/new", json=BODY, headers=key)).status_code == status
+
+
 async def test_a_stream_that_breaks_off_is_charged_for_what_came(tmp_path: Path) -> None:
     async def script(exchange: Exchange) -> None:
         await exchange.start_events()
@@ -287,7 +358,10 @@ async def test_models_and_priorities_of_a_key(tmp_path: Path) -> None:
         assert [entry["id"] for entry in listed] == ["m"]
         refused = await here.http.post(CHAT, json={**BODY, "model": "other"}, headers=key)
         assert (refused.status_code, refused.json()["error"]["param"]) == (403, "model")
-        assert (await here.http.post(CHAT, json={**BODY, "priority": 4}, headers=key)).status_code == 403
+        for soon in (4, 4.0, -1e3):
+            assert (await here.http.post(CHAT, json={**BODY, "priority": soon}, headers=key)).status_code == 403
+        inner = {"model": "m", "text": "a", "sampling_params": {"priority": -1000}}
+        assert (await here.http.post("/generate", json=inner, headers=key)).status_code == 403
         assert (await here.http.post(CHAT, json={**BODY, "priority": 6}, headers=key)).status_code == 200
         assert (await here.http.post(CHAT, json=BODY, headers=key)).status_code == 200
         assert [json.loads(request.body)["priority"] for request in here.node.requests] == [6, 5]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sqlite3
 from datetime import UTC, datetime
 from pathlib import Path
@@ -230,3 +231,32 @@ async def test_a_removed_team_that_comes_again_has_used_what_it_had(tmp_path: Pa
         await ledger.set_team("shop", {})
         assert ledger.account("team", "shop").used["total"].requests == 1
         assert msgspec.to_builtins(ledger.known(key.id))["team"] is None
+
+
+async def test_rows_that_cannot_be_read_are_put_aside_and_the_store_opens(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "keys.db"
+    async with Ledger(path) as ledger:
+        await ledger.set_team("shop", {})
+        ids = [(await ledger.create({"name": name, "team": team}))[0].id for name, team in WHOSE]
+        for key_id in ids:
+            await request(ledger, key_id, Usage(5, 0, 5))
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as db:
+        db.execute("UPDATE keys SET value = '{broken' WHERE id = ?", (ids[1],))
+        db.execute("UPDATE teams SET value = '{\"name\": 5}'")
+        for day, count in ((1, 9e18), (2, "many"), (3, -1), (4, (1 << 63) - 1), (5, 1 << 61), (6, 1 << 61)):
+            values = (f"2026-11-0{day}", ids[0], "", "m", 1, count, 0, 1, count)
+            db.execute("INSERT INTO usage VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", values)
+    async with Ledger(path) as again:
+        assert [key.id for key in again.listed()] == [ids[0]]  # the team of the last is gone, and with it its limits
+        assert again.account("key", ids[0]).used["total"].tokens == 2 * ((1 << 61) + 1) + 10
+        await request(again, ids[0], Usage(5, 0, 1 << 62))
+        assert (await again.report(("key",), "0001-01-01", "9999-12-31"))[0]["output"] > 1 << 61
+    assert "4 rows of usage cannot be read; they are in usage_aside now" in caplog.text
+    with contextlib.closing(sqlite3.connect(path)) as db:
+        assert [db.execute(f"SELECT COUNT(*) FROM {name}_aside").fetchone()[0] for name in ASIDE] == [1, 1, 4]
+
+
+WHOSE = (("a", None), ("b", None), ("c", "shop"))
+ASIDE = ("keys", "teams", "usage")

@@ -56,9 +56,11 @@ async def test_an_answer_is_charged_by_its_counts_under_the_models_own_name(tmp_
 async def test_only_num_predict_bounds_what_is_reserved(tmp_path: Path) -> None:
     async with managed(tmp_path, FakeNode(script=stream)) as here:
         _, key = await here.key(limits={"tokens/day": 500})
-        for fields in ({"max_tokens": 1}, {"options": {"num_predict": 9000}}, {"n_predict": 1}):
-            refused = await here.http.post(CHAT, json=BODY | fields, headers=key)
-            assert (refused.status_code, type(refused.json()["error"])) == (429, str), fields
+        refused = await here.http.post(CHAT, json=BODY | {"options": {"num_predict": 9000.0}}, headers=key)
+        assert (refused.status_code, type(refused.json()["error"])) == (429, str)
+        for fields in ({"max_tokens": 1}, {"n_predict": 1}, {"options": {"num_predict": -1}}):  # open: it is set
+            assert (await here.http.post(CHAT, json=BODY | fields, headers=key)).status_code == 200
+            assert 9 < json.loads(here.node.requests[-1].body)["options"]["num_predict"] < 500, fields
         assert (await here.http.post(CHAT, json=BODY | {"options": {"num_predict": 9}}, headers=key)).status_code == 200
 
 

@@ -7,6 +7,7 @@ are exact in any order.
 from __future__ import annotations
 
 import calendar
+import math
 from collections.abc import Iterable
 from datetime import UTC, date, datetime, timedelta
 from typing import Annotated, Any, Literal, NamedTuple
@@ -41,7 +42,17 @@ class Price(StrictStruct, frozen=True):
         cached = self.input if self.cached_input is None else self.cached_input
         rates = (self.input, cached, self.output)
         counts = (usage.input - usage.cached, usage.cached, usage.output)
-        return sum(round(rate * (UNIT // 1_000_000)) * count for rate, count in zip(rates, counts, strict=True))
+        return sum(_units(rate) * count for rate, count in zip(rates, counts, strict=True))
+
+    def answer_tokens(self, money: int, prompt: int) -> float:
+        """How many tokens of answers so much money is left for, after a prompt of so many."""
+        left, rate = money - max(self.of(Usage(prompt)), self.of(Usage(prompt, prompt))), _units(self.output)
+        return left // rate if rate else math.inf
+
+
+def _units(rate: float) -> int:
+    """Of one token, for the price of a million."""
+    return round(rate * (UNIT // 1_000_000))
 
 
 class Usage(NamedTuple):
@@ -65,6 +76,12 @@ class Amount(NamedTuple):
 
     def plus(self, other: Amount, sign: int = 1) -> Amount:
         return Amount(*(a + sign * b for a, b in zip(self, other, strict=True)))
+
+
+def reserved(most: Usage, price: Price | None) -> Amount:
+    """What is held for a request that uses `most` at most. Any part of its prompt may be found in a cache."""
+    money = max(price.of(most), price.of(most._replace(cached=most.input))) if price else 0
+    return Amount(1, most.tokens, money)
 
 
 class Rules(StrictStruct, frozen=True, kw_only=True):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import msgspec
 
 from lmkit.errors import RequestError
@@ -50,10 +52,15 @@ class Account:
                 return RequestError("insufficient_quota", message), period
         return None
 
-    def left(self) -> dict[str, int | float]:
-        """What is left of each limit but those per minute."""
-        left = {}
+    def rest(self) -> Iterator[tuple[str, int]]:
+        """What is left of each limit but those per minute: its kind, and how much."""
         for kind, period, most in self.limits:
-            value = max(0, most - getattr(self.used[period], kind) - getattr(self.held, kind))
-            left[f"{kind}/{period}"] = float(shown(kind, value)) if kind == "money" else value
-        return left
+            yield kind, max(0, most - getattr(self.used[period], kind) - getattr(self.held, kind))
+
+    def left(self) -> dict[str, int | float]:
+        """The same as it is shown."""
+        shares = zip(self.limits, self.rest(), strict=True)
+        return {
+            f"{kind}/{period}": float(shown(kind, value)) if kind == "money" else value
+            for (kind, period, _), (_, value) in shares
+        }

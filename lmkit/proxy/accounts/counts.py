@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 
 from lmkit.proxy.accounts.account import Usage
-from lmkit.proxy.accounts.usage import BYTES_PER_TOKEN, Extent, Reader
-from lmkit.web.ollama import GENERATION, PREFIX
-from lmkit.web.receive import decode_json
+from lmkit.proxy.accounts.extent import Extent
+from lmkit.proxy.accounts.usage import BYTES_PER_TOKEN, Reader, length, tokens
+from lmkit.web.ollama import PREFIX
 
 NATIVE = ("/completion", "/infill")
 UNCOUNTED = ("/api/show", "/api/pull")
@@ -20,10 +20,10 @@ UNCOUNTED = ("/api/show", "/api/pull")
 class _Told(msgspec.Struct):
     """Numbers of one answer up to here. Ollama has them in the last line alone."""
 
-    prompt_eval_count: int = 0
-    eval_count: int = 0
-    tokens_evaluated: int = 0
-    tokens_predicted: int = 0
+    prompt_eval_count: Any = None
+    eval_count: Any = None
+    tokens_evaluated: Any = None
+    tokens_predicted: Any = None
     index: int = 0
     done: bool = False
     response: Any = None  # texts of Ollama's parts
@@ -31,8 +31,13 @@ class _Told(msgspec.Struct):
     thinking: Any = None
 
     def usage(self) -> Usage:
-        told = self.prompt_eval_count or self.tokens_evaluated, 0, self.eval_count or self.tokens_predicted
-        return Usage(*(max(0, value) for value in told))
+        prompt = tokens(self.prompt_eval_count) or tokens(self.tokens_evaluated)
+        return Usage(prompt, 0, tokens(self.eval_count) or tokens(self.tokens_predicted))
+
+    @property
+    def num_bytes(self) -> int:
+        """Of its text."""
+        return sum(map(length, (self.response, self.thinking, self.message)))
 
     @property
     def adds_text(self) -> bool:
@@ -42,50 +47,31 @@ class _Told(msgspec.Struct):
         return any(texts)
 
 
-class _Limits(msgspec.Struct):
-    """What a body of Ollama's routes says of an answer's length."""
-
-    options: Any = None
-
-
 _decode = msgspec.json.Decoder(_Told).decode
 _decode_all = msgspec.json.Decoder(_Told | list[_Told]).decode
 
 
-def extent_of(path: str, body: bytes) -> Extent:
-    """What a request may use. Fields that the route does not know do not count. Raises RequestError."""
-    asked: Extent = decode_json(body, Extent)
-    if not path.startswith(PREFIX):
-        return asked
-    limits: _Limits = decode_json(body, _Limits)
-    options = limits.options if isinstance(limits.options, dict) else {}
-    return Extent(asked.model, priority=asked.priority, max_tokens=options.get("num_predict"))
-
-
-def reader_of(asked: Extent, path: str, num_bytes: int, *, continuous: bool) -> Reader:
+def reader_of(asked: Extent, path: str, most: Usage, bound: Usage, *, continuous: bool) -> Reader:
     """The reader of a route's answers; see `Reader`."""
+    kind = Reader
     if path in UNCOUNTED:
-        return NoReader(asked, path, num_bytes, continuous=continuous)
-    if path.startswith(PREFIX):
-        return LineReader(asked, path, num_bytes, continuous=continuous)
-    if path in NATIVE:
-        return NativeReader(asked, path, num_bytes, continuous=continuous)
-    return Reader(asked, path, num_bytes, continuous=continuous)
+        kind = NoReader
+    elif path.startswith(PREFIX):
+        kind = LineReader
+    elif path in NATIVE:
+        kind = NativeReader
+    return kind(asked, path, most, bound, continuous=continuous)
 
 
 class NoReader(Reader):
     """Of answers that no model writes."""
 
-    def total(self) -> Usage:
+    def total(self, *, left: bool = False) -> Usage:
         return Usage()
 
 
 class LineReader(Reader):
     """Of answers with a JSON object a line, the last of which may end without a break."""
-
-    def __init__(self, asked: Extent, path: str, num_bytes: int, *, continuous: bool) -> None:
-        super().__init__(asked, path, num_bytes, continuous=continuous)
-        self._writes = path in GENERATION
 
     def whole(self, piece: bytes) -> None:
         self.begun = True
@@ -105,15 +91,17 @@ class LineReader(Reader):
         with suppress(msgspec.MsgspecError, RecursionError):
             told = _decode(line)
             self._deltas += told.adds_text
+            self._text += told.num_bytes
             if told.done or told.prompt_eval_count:
                 self._told, self._final = told.usage(), True
 
-    def total(self) -> Usage:
+    def _total(self, left: bool) -> Usage:
         if self._held:
             self._read(bytes(self._held))
         if self._final:
             return self._told
-        return Usage(self._prompt, 0, (self._deltas or self._passed // BYTES_PER_TOKEN) if self._writes else 0)
+        seen = max(self._deltas, self._text // BYTES_PER_TOKEN, 0 if self._text else self._passed // BYTES_PER_TOKEN)
+        return Usage(self._prompt, 0, min(seen, self._most.output))
 
 
 class NativeReader(Reader):
@@ -127,11 +115,11 @@ class NativeReader(Reader):
                 self._parts[told.index] = told.usage()
         return match[0]
 
-    def total(self) -> Usage:
+    def _total(self, left: bool) -> Usage:
         if self._held:
             with suppress(msgspec.MsgspecError, RecursionError):
                 found = _decode_all(bytes(self._held))
                 self._parts |= {told.index: told.usage() for told in (found if isinstance(found, list) else [found])}
         if self._parts:
             return self._native_usage([])
-        return Usage(self._prompt, 0, self._deltas or self._passed // BYTES_PER_TOKEN)
+        return Usage(self._prompt, 0, min(self._deltas or self._passed // BYTES_PER_TOKEN, self._most.output))

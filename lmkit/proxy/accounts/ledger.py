@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import math
 import secrets
 import sqlite3
 from collections.abc import Callable, Mapping, Sequence
@@ -170,6 +171,17 @@ class Ledger:
 
     def price(self, model: str) -> Price | None:
         return self.prices.get(model, self.prices.get("*"))
+
+    def room(self, key: Key, price: Price | None, prompt: int) -> float:
+        """How many tokens of answers the key's limits and its team's leave, after a prompt of so many."""
+        left = math.inf
+        for account in self.accounts_of(key):
+            for kind, amount in account.rest():
+                if kind == "tokens":
+                    left = min(left, amount - prompt)
+                elif kind == "money" and price is not None:
+                    left = min(left, price.answer_tokens(amount, prompt))
+        return left
 
     def reserve(self, key: Key, model: str, most: Amount, price: Price | None) -> Reservation:
         """Hold the most that a request may use. Raises Refusal, and RequestError for what the key may never do."""

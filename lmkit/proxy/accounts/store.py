@@ -11,14 +11,17 @@ import sqlite3
 from collections.abc import Iterable, Sequence
 from datetime import date
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
 from lmkit.errors import ConfigError
+from lmkit.log import get_logger
 from lmkit.proxy.accounts.account import Amount, Key, Team, Usage
 
+T = TypeVar("T")
 VERSION = 1
+log = get_logger(__name__)
 MAX_LOG_BYTES = 8 << 20
 _SCHEMA = """
 CREATE TABLE keys (id TEXT PRIMARY KEY, digest TEXT NOT NULL UNIQUE, value TEXT NOT NULL) WITHOUT ROWID;
@@ -29,10 +32,13 @@ CREATE TABLE usage (
     PRIMARY KEY (day, key, team, model)) WITHOUT ROWID;
 """
 _COUNTS = ("requests", "input", "cached", "output", "money")
+MOST = 1 << 61  # of a count; two of them still fit SQLite's integers
 _ADD = (
     "INSERT INTO usage VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO UPDATE SET "
-    + ", ".join(f"{name} = {name} + excluded.{name}" for name in _COUNTS)
+    + ", ".join(f"{name} = MIN({name} + excluded.{name}, {MOST})" for name in _COUNTS)
 )  # fmt: skip
+# Rows that lmkit does not write: of another program, of an older version, of a damaged disk.
+_WRONG = " OR ".join(f"typeof({name}) != 'integer' OR {name} NOT BETWEEN 0 AND {MOST}" for name in _COUNTS)
 GROUPS = ("day", "key", "team", "model")
 
 
@@ -82,41 +88,71 @@ class Store:
             raise ConfigError(f"key_store {path}: made by another version of lmkit ({version}, not {VERSION})")
 
     def load(self) -> tuple[dict[str, Key], dict[str, Team]]:
-        """(keys by digest, teams by name). Raises ConfigError for a row that cannot be read."""
+        """(keys by digest, teams by name). What cannot be read is put aside, so that it never keeps a proxy from
+        starting: its keys are refused. Raises ConfigError for a file that SQLite cannot read."""
         try:
-            keys = {
-                digest: msgspec.json.decode(value, type=Key)
-                for digest, value in self._db.execute("SELECT digest, value FROM keys")
-            }
-            teams = [msgspec.json.decode(value, type=Team) for (value,) in self._db.execute("SELECT value FROM teams")]
-        except (msgspec.MsgspecError, UnicodeDecodeError, sqlite3.Error) as error:
+            self._put_aside("usage", _WRONG)
+            teams = {team.name: team for team in self._values("teams", "name", Team).values()}
+            keys = self._values("keys", "digest", Key)
+            for digest, key in list(keys.items()):
+                if key.team is not None and key.team not in teams:
+                    log.error("key_store %s: the key %s belongs to no team here; it is refused", self.path, key.id)
+                    del keys[digest]
+        except sqlite3.Error as error:
             raise ConfigError(f"key_store {self.path}: {error}") from None
-        return keys, {team.name: team for team in teams}
+        return keys, teams
+
+    def _values(self, table: str, name: str, type: type[T]) -> dict[str, T]:
+        found, wrong = {}, []
+        for key, value in self._db.execute(f"SELECT {name}, value FROM {table}").fetchall():
+            try:
+                found[str(key)] = msgspec.json.decode(value, type=type)
+            except (msgspec.MsgspecError, UnicodeDecodeError, TypeError, RecursionError):
+                wrong.append(key)
+        for key in wrong:
+            self._put_aside(table, f"{name} IS ?", key)
+        return found
+
+    def _put_aside(self, table: str, condition: str, *values: Any) -> None:
+        """Move rows to a table that nothing reads."""
+        (count,) = self._db.execute(f"SELECT COUNT(*) FROM {table} WHERE {condition}", values).fetchone()
+        if not count:
+            return
+        log.error(
+            "key_store %s: %d rows of %s cannot be read; they are in %s_aside now", self.path, count, table, table
+        )
+        with self._db:
+            self._db.execute("BEGIN")
+            self._db.execute(f"CREATE TABLE IF NOT EXISTS {table}_aside AS SELECT * FROM {table} WHERE 0")
+            self._db.execute(f"INSERT INTO {table}_aside SELECT * FROM {table} WHERE {condition}", values)
+            self._db.execute(f"DELETE FROM {table} WHERE {condition}", values)
 
     def used(self, by: str, since: date) -> dict[str, Amount]:
         """What each key or team has used since a day. `by` is `key` or `team`."""
         assert by in GROUPS
+        counts = ("requests", "input + output", "money")
         rows = self._db.execute(
-            f"SELECT {by}, SUM(requests), SUM(input + output), SUM(money) FROM usage WHERE day >= ? GROUP BY {by}",
-            (since.isoformat(),),
+            f"SELECT {by}, {_sums(counts)} FROM usage WHERE day >= ? GROUP BY {by}", (since.isoformat(),)
         )
-        return {name: Amount(*counts) for name, *counts in rows}
+        return {name: Amount(*_joined(parts)) for name, *parts in rows}
 
     def report(self, by: Sequence[str], since: str, until: str) -> list[dict[str, Any]]:
         """Sums of usage by some of GROUPS, for days from `since` to `until`, both included."""
         assert by
         assert set(by) <= set(GROUPS)
         names = ", ".join(by)
-        sums = ", ".join(f"SUM({name})" for name in _COUNTS)
         rows = self._db.execute(
-            f"SELECT {names}, {sums} FROM usage WHERE day BETWEEN ? AND ? GROUP BY {names} ORDER BY {names}",
+            f"SELECT {names}, {_sums(_COUNTS)} FROM usage WHERE day BETWEEN ? AND ? GROUP BY {names} ORDER BY {names}",
             (since, until),
         )
-        return [dict(zip((*by, *_COUNTS), row, strict=True)) for row in rows]
+        return [dict(zip((*by, *_COUNTS), (*row[: len(by)], *_joined(row[len(by) :])), strict=True)) for row in rows]
 
     def add(self, charges: Iterable[Charge]) -> None:
         """Add charges, all or none."""
-        rows = [(c.day.isoformat(), c.key, c.team, c.model, 1, *c.usage, c.money) for c in charges]
+        rows = [
+            (c.day.isoformat(), c.key, c.team, c.model, 1, *(min(n, MOST) for n in (*c.usage, c.money)))
+            for c in charges
+        ]
         with self._db:  # a statement of its own each, so begin one transaction
             self._db.execute("BEGIN")
             self._db.executemany(_ADD, rows)
@@ -152,3 +188,12 @@ class Store:
 
     def close(self) -> None:
         self._db.close()
+
+
+def _sums(counts: Sequence[str]) -> str:
+    """Sums in two parts each: one that is too large for an integer would be an error of SQLite's."""
+    return ", ".join(f"SUM(({count}) >> 32), SUM(({count}) & 0xffffffff)" for count in counts)
+
+
+def _joined(parts: Sequence[int]) -> list[int]:
+    return [(high << 32) + low for high, low in zip(parts[::2], parts[1::2], strict=True)]

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
-from typing import Any
 
 import msgspec
 from starlette.types import Message, Send
 
 from lmkit.errors import RequestError
-from lmkit.proxy.accounts.account import Usage
-from lmkit.proxy.accounts.counts import extent_of, reader_of
+from lmkit.proxy.accounts.account import Usage, reserved
+from lmkit.proxy.accounts.counts import reader_of
+from lmkit.proxy.accounts.extent import Extent
 from lmkit.proxy.accounts.ledger import Ledger, Refusal, Reservation
 from lmkit.proxy.accounts.usage import Reader
 from lmkit.proxy.downstream import DownstreamResponse
 from lmkit.web.auth import ApiKey
+from lmkit.web.counts import HEADER
 
 _LIMIT_HEADERS = (b"x-ratelimit-", b"anthropic-ratelimit-")
 
@@ -58,7 +60,8 @@ class Tap:
         fields = dict(headers)
         self._events = fields.get(b"content-type", b"").partition(b";")[0].strip().lower() == b"text/event-stream"
         if self._reader is not None:
-            self._reader.length = int(fields.get(b"content-length", b"-1"))
+            length = fields.get(b"content-length", b"")
+            self._reader.length = int(length) if length.isdigit() and len(length) < 20 else -1
         return {**message, "headers": [*headers, *self._reservation.headers()]}
 
     async def end(self, *, left: bool = False) -> None:
@@ -67,7 +70,7 @@ class Tap:
         if reservation is None or self._reader is None:
             return
         if self._good or left:
-            self.usage = self._reader.total()
+            self.usage = self._reader.total(left=left)
             await reservation.settle(self.usage)
         else:
             reservation.release()
@@ -81,31 +84,39 @@ async def charged(
     response: DownstreamResponse,
     path: str,
     body: bytes,
-) -> AsyncGenerator[bytes]:
+    model: str,
+    context: int | None,
+) -> AsyncGenerator[tuple[bytes, list[tuple[bytes, bytes]]]]:
     """Reserve what a request may use, and charge what it has used at the end of the block.
 
-    Yields the body that a node gets. Raises RequestError for a request that its key may not send now.
+    `context` is that of the model in tokens, None = not known. Yields the body that a node gets, and headers for it.
+    Raises RequestError for a request that its key may not send now.
     """
     key = ledger.key(held) if ledger else None
     if ledger is None or key is None:
-        yield body
+        yield body, []
         return
-    asked = extent_of(path, body)
-    if asked.background is True:  # its answer comes before its tokens
+    asked = Extent(path, body)
+    if asked.background not in (None, False):  # its answer comes before its tokens
         message = "a response in the background cannot be charged to a key of the key store"
         raise RequestError("permission_denied", message, "background")
-    price = ledger.price(asked.model)
-    reader = reader_of(asked, path, len(body), continuous=ledger.ask_usage)
-    added = reader.asking() | _priority(asked.priority, key.min_priority)
+    price = ledger.price(model)
+    most = asked.allot(context, lambda prompt: ledger.room(key, price, prompt))
+    if not asked.is_known and ledger.room(key, price, 0) < math.inf:
+        message = f"{path} does not say what it uses, and this key has a limit of tokens or money"
+        raise RequestError("permission_denied", message)
+    reader = reader_of(asked, path, most, asked.most_told(context), continuous=ledger.ask_usage)
     try:
-        reservation = ledger.reserve(key, asked.model, asked.most(len(body), price), price)
+        reservation = ledger.reserve(key, model, reserved(most, price), price)
     except Refusal as refusal:
         response.retry_after = refusal.after
         raise refusal.error from None
+    added = reader.asking() | _priority(asked.priority, key.min_priority)
+    asked.fields.update({name: msgspec.Raw(msgspec.json.encode(value)) for name, value in added.items()})
     tap.begin(reservation, reader)
     left = False
     try:
-        yield _with(body, added) if added else body
+        yield asked.body(), [(HEADER, b"1")]
     except RequestError as error:
         left = error.code == "client_disconnected"
         raise
@@ -113,16 +124,11 @@ async def charged(
         await tap.end(left=left)
 
 
-def _priority(asked: Any, soonest: int) -> dict[str, int]:
+def _priority(asked: int | None, soonest: int) -> dict[str, int]:
     """The priority to set in a body that has none. Raises RequestError for one that the key may not have."""
     if asked is None:
         return {"priority": soonest} if soonest > 0 else {}
-    if type(asked) is int and asked < soonest:
+    if asked < soonest:
         message = f"priority={asked}: this API key may ask for {soonest} and more (lower is sooner)"
         raise RequestError("permission_denied", message, "priority")
     return {}
-
-
-def _with(body: bytes, added: dict[str, Any]) -> bytes:
-    """The body with other values of some fields. The rest keeps its bytes."""
-    return msgspec.json.encode(msgspec.json.decode(body, type=dict[str, msgspec.Raw]) | added)

@@ -13,39 +13,48 @@ from typing import Any
 
 import msgspec
 
-from lmkit.proxy.accounts.account import Amount, Price, Usage
+from lmkit.proxy.accounts.account import Usage
+from lmkit.proxy.accounts.extent import MAX_CONTEXT, Extent
+from lmkit.web.counts import MARK
+from lmkit.whole import whole
 
 CHUNKED = ("/v1/chat/completions", "/v1/completions")  # routes whose streams are chunks
 BYTES_PER_TOKEN = 4  # of a usual text, where no better number is known
-UNSTATED_OUTPUT = 1024  # tokens reserved for an answer without a limit of its own
-TEMPLATE_TOKENS = 256  # that a chat template may add
+MAX_TAIL = 4096
+_NO_TEXT = {"type", "role", "id", "finish_reason", "logprobs", "token_ids"}
 _LINE = re.compile(rb"(?m)^data: ?([^\r\n]+)(?:\r\n|\n|\r){1,2}")
+_COUNTS = re.compile(rb"(?m)^" + MARK + rb"(\d{1,10}) (\d{1,10}) (\d{1,10})\n\n")
+_LAST = re.compile(rb'"usage":(\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\})')
 
 
 class _Details(msgspec.Struct):
-    cached_tokens: int | None = None
+    cached_tokens: Any = None
 
 
 class _Told(msgspec.Struct):
-    """OpenAI's two forms and Anthropic's."""
+    """OpenAI's two forms and Anthropic's. A node may write anything: what is no number of tokens counts as none."""
 
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
-    input_tokens: int | None = None
-    output_tokens: int | None = None
+    prompt_tokens: Any = None
+    completion_tokens: Any = None
+    input_tokens: Any = None
+    output_tokens: Any = None
     prompt_tokens_details: _Details | None = None
     input_tokens_details: _Details | None = None
-    cache_read_input_tokens: int | None = None  # not part of Anthropic's input_tokens
-    cache_creation_input_tokens: int | None = None
-    cached_tokens: int | None = None  # of /generate
+    cache_read_input_tokens: Any = None  # not part of Anthropic's input_tokens
+    cache_creation_input_tokens: Any = None
+    cached_tokens: Any = None  # of /generate
 
     def usage(self) -> Usage:
         details = self.prompt_tokens_details or self.input_tokens_details
-        read, made = self.cache_read_input_tokens or 0, self.cache_creation_input_tokens or 0
-        told = (self.prompt_tokens or self.input_tokens or 0) + read + made
-        cached = min(told, read + ((details and details.cached_tokens) or self.cached_tokens or 0))
-        values = (told, cached, self.completion_tokens or self.output_tokens or 0)
-        return Usage(*(max(0, value) for value in values))
+        read, made = tokens(self.cache_read_input_tokens), tokens(self.cache_creation_input_tokens)
+        told = (tokens(self.prompt_tokens) or tokens(self.input_tokens)) + read + made
+        cached = min(told, read + (tokens(details and details.cached_tokens) or tokens(self.cached_tokens)))
+        return Usage(told, cached, tokens(self.completion_tokens) or tokens(self.output_tokens))
+
+
+def tokens(value: Any) -> int:
+    """A number of tokens that a node tells; 0 for what is none."""
+    return min(max(whole(value) or 0, 0), MAX_CONTEXT)
 
 
 class _Holder(msgspec.Struct):
@@ -73,46 +82,7 @@ class _OnlyUsage(msgspec.Struct, forbid_unknown_fields=True):
 _decode_event = msgspec.json.Decoder(_Event).decode
 _decode_part = msgspec.json.Decoder(_Part).decode
 _decode_tail = msgspec.json.Decoder(_OnlyUsage).decode
-
-
-class Extent(msgspec.Struct):
-    """The fields of a request's body that say how much it may use, and how its usage is told."""
-
-    model: str
-    stream: Any = None
-    stream_options: Any = None
-    max_tokens: Any = None
-    max_completion_tokens: Any = None
-    n_predict: Any = None
-    max_output_tokens: Any = None
-    n: Any = None
-    best_of: Any = None
-    priority: Any = None
-    max_new_tokens: Any = None
-    background: Any = None  # of /v1/responses
-    sampling_params: Any = None  # of /generate: fields of the body may stand there
-
-    def __post_init__(self) -> None:
-        if isinstance(self.sampling_params, dict):
-            for name in ("n", "best_of", "max_tokens", "max_completion_tokens", "n_predict", "max_new_tokens"):
-                setattr(self, name, self.sampling_params.get(name, getattr(self, name)))
-
-    def most(self, num_bytes: int, price: Price | None) -> Amount:
-        """The most that a request of so many bytes uses: no token is shorter than a byte.
-
-        The answer of a request that states no limit may be longer than what is reserved for it.
-        """
-        named = (
-            self.max_tokens,
-            self.max_completion_tokens,
-            self.n_predict,
-            self.max_output_tokens,
-            self.max_new_tokens,
-        )
-        limits = [n for n in named if _counts(n)]
-        answers = max([1, *(n for n in (self.n, self.best_of) if _counts(n))])
-        usage = Usage(num_bytes + TEMPLATE_TOKENS, 0, (min(limits) if limits else UNSTATED_OUTPUT) * answers)
-        return Amount(1, usage.tokens, price.of(usage) if price else 0)
+_decode_told = msgspec.json.Decoder(_Told).decode
 
 
 def _decode_answers(data: bytes | bytearray) -> list[_Part]:
@@ -121,31 +91,48 @@ def _decode_answers(data: bytes | bytearray) -> list[_Part]:
     return found if isinstance(found, list) else [found]
 
 
-def _counts(value: Any) -> bool:
-    return type(value) is int and 0 < value < 1 << 32
+def _text_bytes(data: bytes) -> int:
+    """The length of the new text in an event, of any API."""
+    try:
+        event = msgspec.json.decode(data, type=dict[str, Any])
+        return sum(length(event.get(name)) for name in ("delta", "choices"))
+    except (msgspec.MsgspecError, RecursionError):
+        return 0
+
+
+def length(value: Any) -> int:
+    """The bytes of all texts in a part of an event."""
+    if isinstance(value, str):
+        return len(value.encode())
+    if isinstance(value, dict):
+        value = [item for name, item in value.items() if name not in _NO_TEXT]
+    return sum(map(length, value)) if isinstance(value, list) else 0
 
 
 class Reader:
     """Reads the usage of one answer, and takes out of a stream what its client did not ask for."""
 
-    MAX_HELD = 16 << 20  # bytes of an answer that is no stream; a longer one is charged by its length
+    MAX_HELD = 16 << 20  # bytes of an answer that is no stream; of a longer one, the usage at its end is read
 
-    def __init__(self, asked: Extent, path: str, num_bytes: int, *, continuous: bool) -> None:
-        """`num_bytes`: the length of the request. `continuous`: nodes are asked for the usage with every chunk."""
-        options = asked.stream_options if isinstance(asked.stream_options, dict) else {}
+    def __init__(self, asked: Extent, path: str, most: Usage, bound: Usage, *, continuous: bool) -> None:
+        """`most` is reserved: no estimate is above it. Nothing that a node tells counts above `bound`. `continuous`:
+        nodes are asked for the usage with every chunk."""
+        options = asked.stream_options
         self._chunked = bool(asked.stream) and path in CHUNKED
         self._native = path == "/generate"
         self._wanted = options.get("include_usage") is True
         self._wanted_each = self._wanted and options.get("continuous_usage_stats") is True
         self._continuous = continuous
         self._options = options
-        self._prompt = num_bytes // BYTES_PER_TOKEN  # until the answer tells
+        self._most, self._bound = most, bound
+        self._prompt = min(asked.num_bytes // BYTES_PER_TOKEN, most.input)  # until the answer tells
         self._told = Usage()
-        self._choices = asked.n if _counts(asked.n) else 1  # of a prompt
+        self._choices = asked.num_choices  # of a prompt
         self._parts = dict[int, Usage]()  # of the choices of /generate
         self._held = bytearray()
+        self._tail = b""  # of a long whole answer
         self._passed = 0  # bytes of a whole answer
-        self._deltas = 0
+        self._deltas = self._text = 0  # events with text, and its bytes
         self._final = False  # the usage told is that of the whole answer, or of all so far
         self.length = -1  # of an answer that is no stream, if it is known
         self.done = False  # what comes next ends the answer: a client may take it for whole
@@ -165,11 +152,19 @@ class Reader:
         self.done = self._passed == self.length
         if self._passed <= self.MAX_HELD:
             self._held += piece
+        else:
+            self._tail = (self._tail + piece)[-MAX_TAIL:]
 
     def events(self, piece: bytes) -> bytes:
         """Read server-sent events. Returns what the client gets."""
         self.begun = True
-        return _LINE.sub(self._line, piece)
+        passed = _LINE.sub(self._line, piece)
+        return _COUNTS.sub(self._counted, passed) if MARK in passed else passed
+
+    def _counted(self, match: re.Match[bytes]) -> bytes:
+        """A comment of a node with the usage so far."""
+        self._told, self._final = Usage(*map(max, self._told, map(int, match.groups()))), True
+        return b""
 
     def _line(self, match: re.Match[bytes]) -> bytes:
         line, data = match[0], match[1]
@@ -178,7 +173,9 @@ class Reader:
                 self._told, self._final = self._native_usage([_decode_part(data)]), True
         if b'"usage"' not in data:
             self.done = self.done or data == b"[DONE]"
-            self._deltas += b"delta" in data or b'"text"' in data
+            if not self._final:
+                self._deltas += b"delta" in data or b'"text"' in data
+                self._text += _text_bytes(data)
             return line
         try:
             event = _decode_event(data)
@@ -220,19 +217,31 @@ class Reader:
             return line.replace(data, msgspec.json.encode(rest))
         return line[:at] + (b',"usage":null}' if self._wanted else b"}") + line[len(end) :]
 
-    def total(self) -> Usage:
-        """What was used. An estimate where the answer does not tell: it broke off, its client left, or it is huge."""
+    def total(self, *, left: bool = False) -> Usage:
+        """What was used. An estimate where the answer does not tell: it broke off, or its client has `left`."""
+        return Usage(*map(min, self._total(left), self._bound))
+
+    def _total(self, left: bool) -> Usage:
         if self.begun and not self._passed:  # a stream
             if self._final:
                 return self._told
-            return Usage(self._told.input or self._prompt, self._told.cached, max(self._told.output, self._deltas))
-        if self._held:
-            try:
-                if self._native:
-                    return self._native_usage(_decode_answers(self._held))
-                told = msgspec.json.decode(self._held, type=_Holder).usage
-            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-                told = None
-            else:
-                return told.usage() if told else Usage()
-        return Usage(self._prompt, 0, self._passed // BYTES_PER_TOKEN)
+            seen = min(max(self._deltas, self._text // BYTES_PER_TOKEN), self._most.output)
+            return Usage(self._told.input or self._prompt, self._told.cached, max(self._told.output, seen))
+        if self._held and (usage := self._of_whole()) is not None:
+            return usage
+        # No token is shorter than a byte, and a client that leaves chooses how much it has.
+        seen = self._passed if left else self._passed // BYTES_PER_TOKEN
+        return Usage(self._prompt, 0, min(seen, self._most.output))
+
+    def _of_whole(self) -> Usage | None:
+        """The usage of an answer that is no stream; None if it is not there to its end."""
+        if self._tail:
+            found = _LAST.findall(self._tail)
+            return _decode_told(found[-1]).usage() if found else None
+        try:
+            if self._native:
+                return self._native_usage(_decode_answers(self._held))
+            told = msgspec.json.decode(self._held, type=_Holder).usage
+        except (msgspec.MsgspecError, RecursionError):
+            return None
+        return told.usage() if told else Usage()

@@ -1,0 +1,206 @@
+"""What is reserved for a request is never less than what a node may use for it, whatever its body says.
+
+The oracle is the node's own reading: its models of bodies, and the requests that its engine would get.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Callable, Sequence
+from random import Random
+from typing import Any
+
+import msgspec
+import pytest
+
+from lmkit.errors import RequestError
+from lmkit.proxy.accounts.extent import ROUTES, Extent
+from lmkit.proxy.config import ROUTES as FORWARDED
+from lmkit.serve.embeddings.protocol import EmbeddingRequest, RerankRequest, ScoreRequest
+from lmkit.serve.generate import completion_fields
+from lmkit.serve.messages.protocol import MessagesRequest
+from lmkit.serve.messages.translate import to_chat as of_messages
+from lmkit.serve.protocol import ChatCompletionRequest, CompletionRequest
+from lmkit.serve.responses.protocol import ResponsesRequest
+from lmkit.serve.responses.translate import to_chat as of_responses
+from lmkit.serve.to_request import chat_requests, choices_per_prompt, completion_requests
+from lmkit.strict import validate
+from lmkit.turbo.request import EngineInfo, Request
+from tests.serve.in_process import INFO, TOKENIZER
+
+CONTEXT = 512
+MODEL_INFO = EngineInfo(**{name: getattr(INFO, name) for name in INFO.__struct_fields__} | {"max_model_len": CONTEXT})
+CASES = 250  # of a route
+Body = dict[str, Any]
+
+
+def used(requests: Sequence[Request], choices: int) -> tuple[int, int]:
+    """The most tokens of (prompts, answers)."""
+    prompts = sum(len(request.prompt_ids) for request in requests[::choices])
+    rooms = [(request.params.max_tokens, CONTEXT - len(request.prompt_ids)) for request in requests]
+    return prompts, sum(room if most is None else min(most, room) for most, room in rooms)
+
+
+def completion(body: Any) -> tuple[int, int]:
+    read = validate(body, CompletionRequest)
+    return used(completion_requests(read, TOKENIZER, MODEL_INFO, "x"), choices_per_prompt(read))
+
+
+def chat(read: ChatCompletionRequest, *, must_fit: bool = False) -> tuple[int, int]:
+    return used(chat_requests(read, TOKENIZER, MODEL_INFO, "x", must_fit=must_fit)[0], read.n or 1)
+
+
+def responses(body: Any) -> tuple[int, int]:
+    read = validate(body, ResponsesRequest)
+    return chat(of_responses(read, read.input))
+
+
+def pairs(firsts: list[str], seconds: list[str], more: str | None) -> tuple[int, int]:
+    count = max(len(firsts), len(seconds))
+    both = zip(itertools.cycle(firsts), itertools.cycle(seconds), range(count), strict=False)
+    return sum(len(TOKENIZER.encode(f"{more or ''}{a}{b}")) + 60 for a, b, _ in both), 0
+
+
+def rerank(body: Any) -> tuple[int, int]:
+    read = validate(body, RerankRequest)
+    return pairs([read.query], read.documents or read.texts or [], read.instruction)
+
+
+def score(body: Any) -> tuple[int, int]:
+    read = validate(body, ScoreRequest)
+    return pairs(read.text_1, read.text_2, read.instruction)
+
+
+def embedding(body: Any) -> tuple[int, int]:
+    texts = validate(body, EmbeddingRequest).input or []
+    return sum(len(TOKENIZER.encode(text) if isinstance(text, str) else text) + 16 for text in texts), 0
+
+
+NUMBERS = [
+    None, 0, 1, 2, 5, 16, 16.0, 5e1, 300, 3000.0, -1, -1.0, -2, 2.5, "16", True, False, 1 << 70, 1e300, [], {},
+]  # fmt: skip
+TEXTS = [
+    "hi", "", "one two three", "x" * 60, ["hi"] * 3, ["a", "bb", [1, 2, 3]], [[1, 2]] * 4, [5, 6, 7], [5.0, 6.0], [],
+    [[]], ["hi", ""] * 8, [""], None, 3, ["x" * 30], {"prompt_string": "a"}, [{"text": "abc"}] * 5,
+]  # fmt: skip
+MESSAGES = [
+    [{"role": "user", "content": "hi"}],
+    [{"role": role, "content": "x y " * 5} for role in ("system", "user", "assistant", "user")],
+    [{"role": "user", "content": [{"type": "text", "text": "hi"}]}],
+]
+LENGTHS = ("max_tokens", "max_completion_tokens", "n_predict", "max_new_tokens", "num_predict", "max_output_tokens")
+TOOL = {"name": "f", "parameters": {"type": "object", "properties": {"a": {"enum": [1] * 40}}}}
+FIELDS: dict[str, list[Any]] = {
+    **dict.fromkeys(("n", "best_of", "min_tokens", "min_new_tokens", "prompt_logprobs"), NUMBERS),
+    **dict.fromkeys((*LENGTHS, "priority"), NUMBERS), "echo": [True, None], "stream": [True, False, None],
+    "prompt_start_ids": [[1] * 40, [2], None], "endings": [["a"] * 9, ["b"]],
+}  # fmt: skip
+
+# By route: how a node reads its body, the fields that it needs, and others that some bodies have.
+NODES: dict[str, tuple[Callable[[Any], tuple[int, int]], dict[str, list[Any]], dict[str, list[Any]]]] = {
+    "/v1/completions": (completion, {"prompt": TEXTS}, FIELDS),
+    "/generate": (
+        lambda body: completion(completion_fields(body)),
+        {"text": TEXTS},
+        {**FIELDS, "text": TEXTS, "input_ids": TEXTS, "prompt": TEXTS},
+    ),
+    "/v1/chat/completions": (
+        lambda body: chat(validate(body, ChatCompletionRequest), must_fit=True),
+        {"messages": MESSAGES},
+        {**FIELDS, "tools": [[{"type": "function", "function": TOOL}], []]},
+    ),
+    "/v1/responses": (
+        responses,
+        {"input": [*MESSAGES, "hi"]},
+        {**FIELDS, "tools": [[{"type": "function", **TOOL}]]},
+    ),
+    "/v1/messages": (
+        lambda body: chat(of_messages(validate(body, MessagesRequest))),
+        {"messages": MESSAGES, "max_tokens": NUMBERS},
+        FIELDS,
+    ),
+    "/v1/rerank": (rerank, {"query": TEXTS[:4], "documents": [["hi"] * 9, *TEXTS]}, {"instruction": ["judge " * 20]}),
+    "/v1/score": (score, {"text_1": TEXTS, "text_2": [["hi"] * 9, *TEXTS]}, {"instruction": ["judge " * 20]}),
+    "/v1/embeddings": (embedding, {"input": TEXTS}, FIELDS),
+}
+
+
+def drawn(rng: Random, needed: dict[str, list[Any]], others: dict[str, list[Any]], inner: str) -> bytes:
+    """A body. Some have a field twice, and some have fields in their inner object."""
+
+    def some(most: int) -> list[tuple[str, Any]]:
+        names = rng.sample(sorted(others), min(len(others), rng.randint(0, most)))
+        # small numbers pass together more often than odd ones
+        return [(name, rng.choice(others[name][:6] if rng.random() < 0.7 else others[name])) for name in names]
+
+    fields = [("model", "m"), *((name, rng.choice(values)) for name, values in needed.items()), *some(4)]
+    if rng.random() < 0.2:
+        fields += some(2)
+    shown = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in fields]
+    if inner and rng.random() < 0.6:
+        shown.append(f'"{inner}": {{' + ", ".join(f"{json.dumps(n)}: {json.dumps(v)}" for n, v in some(4)) + "}")
+    return ("{" + ", ".join(shown) + "}").encode()
+
+
+@pytest.mark.parametrize("path", NODES)
+def test_no_request_uses_more_than_is_reserved_for_it(path: str) -> None:
+    read, needed, others = NODES[path]
+    rng, served = Random(f"reserve {path}"), 0
+    for _ in range(CASES):
+        body = drawn(rng, needed, others, ROUTES[path].inner)
+        left = rng.choice([math.inf, 5000, 900, 40])
+        try:
+            asked = Extent(path, body)
+            most = asked.allot(CONTEXT, lambda prompt, left=left: left - prompt)  # type: ignore[misc]
+            if most.tokens > left:
+                continue  # refused
+            prompts, answers = read(msgspec.json.decode(asked.body()))
+        except RequestError:
+            continue
+        served += 1
+        assert prompts <= most.input, body
+        assert answers <= most.output, body
+    assert served > CASES // 20  # most odd bodies are refused, but not all
+
+
+def test_each_forwarded_route_says_what_it_uses() -> None:
+    stored = {"/v1/files", "/v1/batches", "/v1/conversations"}  # they cost nothing, or are refused to charged keys
+    assert set(FORWARDED) - stored <= set(ROUTES)
+
+
+def test_what_is_not_in_the_body_is_taken_at_its_maximum() -> None:
+    image = {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}]}
+    hidden = json.dumps(image).replace("image_url", "\\u0069mage_url").encode()
+    for path, body in (
+        ("/v1/chat/completions", json.dumps(image).encode()),
+        ("/v1/chat/completions", hidden),
+        ("/v1/responses", b'{"input": "hi", "previous_response_id": "resp_1"}'),
+        ("/v1/responses", b'{"input": "hi", "conversation": {"id": "conv_1"}}'),
+        ("/v1/responses", b'{"input": [{"type": "item_reference", "id": "msg_1"}]}'),
+    ):
+        assert Extent(path, body).allot(100_000, lambda prompt: math.inf).input == 100_000, body
+    usual = Extent("/v1/chat/completions", b'{"messages": [{"role": "user", "content": "what is an \\"image\\"?"}]}')
+    assert usual.allot(100_000, lambda prompt: math.inf).input < 400
+
+
+def test_an_open_limit_is_set_for_keys_with_limits_alone() -> None:
+    def body(path: str, left: float, context: int | None = 4096, **fields: Any) -> Any:
+        asked = Extent(path, json.dumps({"model": "m", **fields}).encode())
+        asked.allot(context, lambda prompt: left)
+        return msgspec.json.decode(asked.body())
+
+    chats = "/v1/chat/completions"
+    assert body(chats, math.inf) == {"model": "m"}
+    assert body(chats, 20_000) == {"model": "m"}  # all of the context is reserved
+    assert body(chats, 10_000)["max_tokens"] == 2500  # a quarter of what is left
+    assert body(chats, 700)["max_tokens"] == 700
+    assert body(chats, 700, n=2)["max_tokens"] == 350
+    assert body(chats, 10_000, None)["max_tokens"] == 2500
+    assert body(chats, 10_000, max_tokens=-1, n_predict=5) == {"model": "m", "max_tokens": 2500}
+    assert body(chats, 10_000, n_predict=5.0) == {"model": "m", "max_tokens": 5}  # not every node knows the other name
+    assert body("/v1/responses", 700)["max_output_tokens"] == 700
+    assert body("/v1/completions", 700)["max_tokens"] == 16  # as the API has it
+    inner = body("/generate", 700, text="a", sampling_params={"temperature": 0, "n": 2})
+    assert inner["sampling_params"] == {"temperature": 0, "n": 2, "max_new_tokens": 16}
