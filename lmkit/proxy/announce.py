@@ -1,13 +1,15 @@
 """What a node says of itself when it registers, and whether the proxy believes it. Pure functions over plain values.
 
 A node may name only its own address, so that nobody can lead the proxy to another host. It may not serve a model under
-a name that another owner's nodes serve, nor other weights under the name of its own ones.
+a name that another owner's nodes serve or have served, nor other weights under the name of its own ones. A name belongs
+to the key that had it first, until an administrator removes its last node or the key leaves the configuration.
 """
 
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Annotated, Literal
 
@@ -16,10 +18,12 @@ import msgspec
 
 from lmkit.config import NodeRole, StrictStruct
 from lmkit.errors import RequestError
-from lmkit.proxy.config import Key, Registration
+from lmkit.proxy.config import Key, ProxyConfig, Registration
 from lmkit.proxy.registry import Node
 from lmkit.proxy.rules import ModelName, Tag
+from lmkit.web.auth import id_of, parse_key
 
+MAX_NAMES = 10_000  # of models that are owned
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
 
 
@@ -76,8 +80,38 @@ def registration(announced: Announcement, peer: str, allowed: Sequence[str]) -> 
     return node
 
 
-def refusal(announced: Announcement, url: str, owner: str, nodes: Iterable[Node], *, mixed: bool = False) -> str:
-    """Why a node of this owner may not serve these models here, or an empty text. `mixed`: other weights are fine."""
+def owners(config: ProxyConfig) -> set[str]:
+    """The ids of the keys that may register nodes."""
+    keys = [key.key for key in map(parse_key, config.api_keys) if key.role == "node"]
+    return {id_of(key) for key in (*keys, *config.admin_keys)}
+
+
+def no_place(owner: str, owners: Collection[str], nodes: Sequence[Node], max_nodes: int) -> str:
+    """Why there is no place for another node of this owner, or an empty text.
+
+    Half of the places are shared out among the owners. Nobody takes what is left of another's share.
+    """
+    counts = Counter(node.owner for node in nodes)
+    share = max_nodes // (2 * max(1, len(owners)))
+    kept = sum(max(0, share - counts[other]) for other in owners if other != owner)
+    if len(nodes) + kept < max_nodes:
+        return ""
+    return f"there are {len(nodes)} nodes already, and {kept} places are kept for other keys: see max_nodes"
+
+
+def refusal(
+    announced: Announcement,
+    url: str,
+    owner: str,
+    nodes: Iterable[Node],
+    names: Mapping[str, str],
+    *,
+    mixed: bool = False,
+) -> str:
+    """Why a node of this owner may not serve these models here, or an empty text. `mixed`: other weights are fine.
+
+    `names` has the owner of each name that a registered node has had, also while none of its nodes is here.
+    """
     for node in nodes:
         if node.url == url:
             if node.owner != owner:
@@ -88,6 +122,9 @@ def refusal(announced: Announcement, url: str, owner: str, nodes: Iterable[Node]
                 return f"the model name {model!r} belongs to another owner's nodes"
             if not mixed and announced.models[model] != node.fingerprints.get(model, announced.models[model]):
                 return f"{model!r} is served here with other weights; give these another name, and rules or an alias"
+    for model in announced.models:
+        if names.get(model, owner) != owner:
+            return f"the model name {model!r} belongs to another owner's nodes"
     return ""
 
 

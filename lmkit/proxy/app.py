@@ -46,7 +46,7 @@ from lmkit.proxy.transcripts import Transcripts
 from lmkit.proxy.upstream import Upstream, node_tls
 from lmkit.web import anthropic_models
 from lmkit.web.access_log import note, note_error
-from lmkit.web.auth import ApiKey, key_id, named_client
+from lmkit.web.auth import ApiKey, id_of, named_client
 from lmkit.web.budget import Budget
 from lmkit.web.errors import method_not_allowed, public_error
 from lmkit.web.receive import decode_json, read_body, while_connected
@@ -237,7 +237,7 @@ class Proxy:
         await _json(exchange, {"status": status, "nodes": len(healthy), "healthy_nodes": sum(healthy)}, code)
 
     async def show_metrics(self, exchange: Exchange) -> None:
-        await exchange.response.whole(Response(self.metrics.render(), headers={"Content-Type": metrics.CONTENT_TYPE}))
+        await exchange.response.whole(self.metrics.response(exchange.key))
 
     async def show_nodes(self, exchange: Exchange) -> None:
         await _json(exchange, self._fleet_status())
@@ -260,7 +260,7 @@ class Proxy:
         peer = (scope.get("client") or ("",))[0]
         wanted = registration(announced, peer, self.config.node_hosts)
         new = self.registry.get(wanted.url) is None
-        node = await self.fleet.announce(announced, wanted, key_id(scope["headers"]))
+        node = await self.fleet.announce(announced, wanted, id_of(key.key))
         if new and node is not None:
             log.info("node %s registers itself", node.url)
             await self.health.check(node)

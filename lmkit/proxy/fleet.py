@@ -13,7 +13,7 @@ import msgspec
 from lmkit.config import StrictStruct
 from lmkit.errors import ConfigError, RequestError
 from lmkit.log import get_logger
-from lmkit.proxy.announce import Announcement, heard, refusal
+from lmkit.proxy.announce import MAX_NAMES, Announcement, heard, no_place, owners, refusal
 from lmkit.proxy.config import NodeConfig, ProxyConfig, Registration
 from lmkit.proxy.registry import Node, Registry
 
@@ -27,6 +27,7 @@ class FleetState(StrictStruct, frozen=True):
     added: tuple[Registration, ...] = ()
     removed: tuple[str, ...] = ()
     drained: tuple[str, ...] = ()  # nodes that get no new requests
+    names: dict[str, str] = {}  # of models that registered nodes serve or served -> the id of the key that owns it
 
 
 def load_state(path: Path) -> FleetState:
@@ -74,6 +75,10 @@ class Fleet:
         self._registry = registry
         self._max_nodes, self._mixed = config.max_nodes, config.mixed_weights
         self._lock = asyncio.Lock()
+        self._owners = owners(config)
+        names = {model: owner for model, owner in self._state.names.items() if owner in self._owners}
+        self._state = msgspec.structs.replace(self._state, names=names)
+        registry.gone.update(dict.fromkeys(names, registry.clock()))
         for node in config.nodes:
             if node.url in self._state.removed:
                 log.warning(
@@ -141,13 +146,18 @@ class Fleet:
             if url in self._state.removed:
                 raise RequestError("permission_denied", f"{url} was removed; `lmkit proxy add {url}` admits it again")
             if known is None or known.origin == "registered":  # of others only the load counts
-                if reason := refusal(announced, url, owner, self._registry.nodes(), mixed=self._mixed):
+                names = self._state.names
+                if reason := refusal(announced, url, owner, self._registry.nodes(), names, mixed=self._mixed):
                     raise RequestError("permission_denied", reason, "models")
                 if announced.state == "leaving":
-                    self._registry.remove(url)
+                    self._registry.remove(url, may_return=True)
                     return None
-                if known is None and len(self._registry.nodes()) >= self._max_nodes:
-                    raise RequestError("invalid_request", f"there are {self._max_nodes} nodes already: see max_nodes")
+                if known is None and (full := no_place(owner, self._owners, self._registry.nodes(), self._max_nodes)):
+                    raise RequestError("invalid_request", full)
+                if len(names.keys() | announced.models.keys()) > MAX_NAMES:
+                    raise RequestError("invalid_request", f"there are {MAX_NAMES} names of models already")
+                fresh = names | dict.fromkeys(announced.models, owner)
+                await self._save(msgspec.structs.replace(self._state, names=fresh))
                 known = self._registry.add(registration, "registered")
                 known.owner = owner
             if heard(known, announced):
@@ -159,29 +169,34 @@ class Fleet:
     async def remove(self, url: str) -> None:
         """Remove a node; its running requests continue.
 
-        Raises RequestError if there is no such node, or if it cannot be saved.
+        The names of models that no other node serves are free again. Raises RequestError if there is no such node, or
+        if it cannot be saved.
         """
         async with self._lock:
             if (node := self._registry.get(url)) is None:
                 raise RequestError("not_found", f"there is no node {url!r}", "url")
             await self._drop([url], refused={url} if node.origin == "registered" else set())
+            free = (node.models or {}).keys() - {m for other in self._registry.nodes() for m in other.models or ()}
+            names = {model: owner for model, owner in self._state.names.items() if model not in free}
+            await self._save(msgspec.structs.replace(self._state, names=names))
 
     async def expire(self) -> list[str]:
         """Remove the nodes whose lease has ended, and return their URLs."""
         async with self._lock:
             urls = self._registry.expired()
             if urls:
-                await self._drop(urls)
+                await self._drop(urls, may_return=True)
             return urls
 
-    async def _drop(self, urls: list[str], refused: Collection[str] = ()) -> None:
+    async def _drop(self, urls: list[str], refused: Collection[str] = (), *, may_return: bool = False) -> None:
         """`refused` may not register again."""
         added = tuple(r for r in self._state.added if r.url not in urls)
         removed = {*self._state.removed, *self._configured.intersection(urls), *refused}
         drained = tuple(url for url in self._state.drained if url not in urls)
-        await self._save(FleetState(added=added, removed=tuple(sorted(removed)), drained=drained))
+        changed = {"added": added, "removed": tuple(sorted(removed)), "drained": drained}
+        await self._save(msgspec.structs.replace(self._state, **changed))
         for url in urls:
-            self._registry.remove(url)
+            self._registry.remove(url, may_return=may_return)
 
     async def _save(self, state: FleetState) -> None:
         if self._path is not None and state != self._state:

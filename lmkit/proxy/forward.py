@@ -149,7 +149,7 @@ class Forwarder:
         tried: list[Node] = []
         wait = max(self._registry.node_wait, self._registry.on_demand.get(call.model, 0.0))
         moves, sent_again = self._moves(call, wait), 0
-        error = self._registry.absence(call.model)
+        error: RequestError | None = None
         self._retries.earn()
         while candidates := await self._candidates(call, tried):
             choice = self._router.choose(candidates, call.routing)
@@ -185,7 +185,8 @@ class Forwarder:
                     log.warning("node %s gave no usable answer to a request: %s", node.url, failure)
                     moves.resend()
                     self._record(node, good=False)
-            error = RequestError("bad_gateway", "no node answered the request")
+            if moves.total:  # a node has seen the request
+                error = RequestError("bad_gateway", "no node answered the request")
             if client.started:
                 error = RequestError("bad_gateway", "the node broke off in the middle of its answer")
             moves.look()
@@ -196,7 +197,7 @@ class Forwarder:
                 if not self._retries.spend():
                     break
                 await asyncio.sleep(self._retries.pause(sent_again))
-        raise error
+        raise error or self._registry.absence(call.model)
 
     def _moves(self, call: Call, seconds: float) -> Moves:
         return Moves(call.journal, seconds, lambda: self._registry.clock())

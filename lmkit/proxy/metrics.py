@@ -7,11 +7,13 @@ from collections.abc import Iterable
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
+from starlette.responses import Response
 
 from lmkit.proxy.accounts.store import Charge
 from lmkit.proxy.breaker import State
 from lmkit.proxy.registry import Held, Registry
 from lmkit.proxy.retries import RetryBudget
+from lmkit.web.auth import ApiKey
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
@@ -47,14 +49,22 @@ class Metrics:
             ["model", "kind"],
             registry=self._own,
         )
-        self._own.register(_Nodes(registry))
+        self._nodes = _Nodes(registry)
+        self._own.register(self._nodes)
         self._own.register(_Retries(retries))
 
     def charged(self, charge: Charge) -> None:
         for kind, count in charge.usage._asdict().items():
             self.tokens.labels(charge.model, kind).inc(count)
 
-    def render(self) -> bytes:
+    def response(self, key: ApiKey | None) -> Response:
+        """What a key may see. Addresses of nodes are for operators, and where nobody needs a key."""
+        text = self.render(addresses=key is None or key.role in ("admin", "metrics"))
+        return Response(text, headers={"Content-Type": CONTENT_TYPE})
+
+    def render(self, *, addresses: bool = True) -> bytes:
+        """Without `addresses`, nodes have their ids instead."""
+        self._nodes.addresses = addresses
         return generate_latest(self._own)
 
 
@@ -75,6 +85,7 @@ class _Retries(Collector):
 class _Nodes(Collector):
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
+        self.addresses = True
 
     def collect(self) -> Iterable[Metric]:
         up = GaugeMetricFamily("lmkit_proxy_node_up", "1 for a healthy node", labels=["node"])
@@ -96,16 +107,17 @@ class _Nodes(Collector):
         weight = GaugeMetricFamily("lmkit_proxy_node_weight", "A node's weight, less while it starts", labels=["node"])
         ramping = self._registry.ramps([node for node in self._registry.nodes() if node.healthy])
         for node in self._registry.nodes():
-            ejected.add_metric([node.url], node.ejections)
-            weight.add_metric([node.url], node.config.weight * ramping.get(node, 1.0))
-            up.add_metric([node.url], node.healthy)
-            busy.add_metric([node.url], node.in_flight)
-            failovers.add_metric([node.url], node.failovers)
-            breaks.add_metric([node.url], node.breaks)
-            breaker.add_metric([node.url], _BREAKER.index(node.breaker.state))
-            opened.add_metric([node.url], node.breaker.opened)
+            name = node.url if self.addresses else node.id
+            ejected.add_metric([name], node.ejections)
+            weight.add_metric([name], node.config.weight * ramping.get(node, 1.0))
+            up.add_metric([name], node.healthy)
+            busy.add_metric([name], node.in_flight)
+            failovers.add_metric([name], node.failovers)
+            breaks.add_metric([name], node.breaks)
+            breaker.add_metric([name], _BREAKER.index(node.breaker.state))
+            opened.add_metric([name], node.breaker.opened)
             for (model, status), count in node.answers.items():
-                answers.add_metric([node.url, model, str(status)], count)
+                answers.add_metric([name, model, str(status)], count)
         held = GaugeMetricFamily(
             "lmkit_proxy_held_requests", "Requests that wait until a node for their model comes", labels=["model"]
         )

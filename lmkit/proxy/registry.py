@@ -23,6 +23,8 @@ ModelEntries = dict[str, dict[str, Any]]  # model id -> its object in a /v1/mode
 BROKEN = frozenset({500, 502, 504})  # statuses that count against a node; 503 only says that it is busy
 LATENCY_DECAY = 0.2  # share of the newest sample in the moving average
 MAX_CONTEXT = 1 << 31  # tokens
+MAX_GONE = 10_000  # names of models whose nodes are away
+STARTED_SECONDS = 60.0  # in which a proxy without a node expects the first
 TOKENS_RUNNING = 64  # of a prompt: what they delay a new request is what a running request delays it
 
 
@@ -126,6 +128,8 @@ class Registry:
         self.prefixes = PrefixIndex[Node]()
         self.on_demand, self.node_wait = config.on_demand, config.node_wait
         self.held: dict[str, Held] = {}  # by model
+        self.gone: dict[str, float] = {}  # models whose last node left or lost its lease, and when
+        self._start = clock()
 
     def nodes(self) -> list[Node]:
         return list(self._nodes.values())
@@ -155,9 +159,16 @@ class Registry:
             node.models = None
         return node
 
-    def remove(self, url: str) -> Node | None:
+    def remove(self, url: str, *, may_return: bool = False) -> Node | None:
+        """Take a node out. Its models stay known if it `may_return`: it left by itself, or its lease has ended."""
         if node := self._nodes.pop(url, None):
             self.prefixes.forget(node)
+            for model in node.models or ():
+                self.gone.pop(model, None)
+                if may_return:
+                    self.gone[model] = self.clock()
+            while len(self.gone) > MAX_GONE:
+                del self.gone[next(iter(self.gone))]
         return node
 
     def expired(self) -> list[str]:
@@ -258,7 +269,9 @@ class Registry:
             return True
         since = self.clock() - self.node_wait
         serving = [n for n in self.nodes() if model in (n.models or ()) and n.admits]
-        return any(n.healthy or n.down_since > since for n in serving)
+        if any(n.healthy or n.down_since > since for n in serving) or self.gone.get(model, -math.inf) > since:
+            return True
+        return not self._nodes and self._start > since  # it has just started, and its nodes may not know that yet
 
     def absence(self, model: str) -> RequestError:
         """The error that says why no node can serve `model`."""
@@ -268,9 +281,10 @@ class Registry:
             return RequestError(
                 "engine_unavailable", f"no node for {shown} came within {seconds:g} s; try again", "model"
             )
-        if any(model in (node.models or ()) for node in self.nodes()):
+        if model in self.gone or any(model in (node.models or ()) for node in self.nodes()):
             return RequestError("engine_unavailable", f"no node that serves {shown} is healthy; try again", "model")
-        if any(node.models is None for node in self.nodes()):
+        started = not self._nodes and self.clock() - self._start < STARTED_SECONDS and self._config.node_wait > 0
+        if started or any(node.models is None for node in self.nodes()):
             return RequestError(
                 "engine_unavailable", f"{shown} is not known, and a node could not be asked yet; try again", "model"
             )

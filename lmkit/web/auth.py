@@ -69,16 +69,17 @@ class Keyring(Generic[T]):
         self._entries = [(_digest(key.encode()), value) for key, value in keys]
 
     def find(self, headers: Headers) -> T | None:
-        """The value of the request's key. None if the request has no key, several different ones or an unknown one.
+        """The value of the request's key, see `presented_keys`. None if none of its keys is known, or two are.
 
-        The time does not depend on the key: its digest is compared with those of all keys.
+        The time does not depend on the keys: their digests are compared with those of all keys.
         """
-        presented = presented_key(headers)
-        if presented is None:
-            return None
-        digest = _digest(presented)
-        values = [value for known, value in self._entries if hmac.compare_digest(digest, known)]
-        return values[0] if values else None
+        digests = [_digest(key) for key in presented_keys(headers)]
+        found = [
+            value
+            for digest in digests
+            for value in [value for known, value in self._entries if hmac.compare_digest(digest, known)][:1]
+        ]
+        return found[0] if len(found) == 1 else None
 
 
 def tenant_of(key: str, client: str = "") -> str:
@@ -115,21 +116,29 @@ def invalid_api_key() -> RequestError:
 
 
 def key_id(headers: Headers) -> str:
-    """A short name of the key that a request presents, for the log; "" without one. It does not tell the key."""
-    presented = presented_key(headers)
-    return hashlib.sha256(b"lmkit key " + presented).hexdigest()[:8] if presented else ""
+    """A short name of the key that a request presents first, for the log; "" without one. It does not tell the key."""
+    presented = presented_keys(headers)
+    return id_of(presented[0]) if presented else ""
 
 
-def presented_key(headers: Headers) -> bytes | None:
-    """The key that a request sends. None without one, and with several different ones."""
-    found = set()
-    for name, value in headers:
-        if name == b"x-api-key":
-            found.add(value.strip())
-        elif name == b"authorization":
-            scheme, _, key = value.strip().partition(b" ")
-            found.add(key.strip() if scheme.lower() == b"bearer" else b"")
-    return found.pop() if len(found) == 1 else None
+def id_of(key: str | bytes) -> str:
+    """The short name of a key. It does not tell the key."""
+    return hashlib.sha256(b"lmkit key " + (key.encode() if isinstance(key, str) else key)).hexdigest()[:8]
+
+
+def presented_keys(headers: Headers) -> list[bytes]:
+    """The different keys that a request sends: those of Authorization, then those of x-api-key; at most four.
+
+    Clients send a stale or an empty x-api-key of their environment beside the right Authorization, or the other way
+    round. So the one that is known counts. If two are known, nobody can say who asks, and the request is refused.
+    """
+    headers = list(headers)
+    bearer = [value.strip().partition(b" ") for name, value in headers if name == b"authorization"]
+    if len(bearer) > 1:  # HTTP has one such header, and what stands between may read the other
+        return []
+    keys = [key.strip() for scheme, _, key in bearer if scheme.lower() == b"bearer"]
+    keys += [value.strip() for name, value in headers if name == b"x-api-key"]
+    return list(dict.fromkeys(key for key in keys if key))[:4]
 
 
 def _digest(key: bytes) -> bytes:

@@ -10,10 +10,11 @@ import httpx
 import pytest
 
 from lmkit.errors import RequestError
-from lmkit.proxy.announce import Announcement, registration
+from lmkit.proxy.announce import Announcement, no_place, registration
 from lmkit.proxy.app import Proxy
 from lmkit.proxy.config import NodeConfig, ProxyConfig
 from lmkit.proxy.fleet import load_state
+from lmkit.proxy.registry import Registry
 from tests.proxy.fakes import BODY, CHAT, Exchange, FakeNode, client, eventually, nodes, proxy_for
 from tests.proxy.test_prefixes import cuts
 
@@ -105,6 +106,65 @@ async def test_t20_a_name_is_not_taken_over() -> None:
         for fake in (a, c):  # a new version of the weights, once the old one is gone
             assert (await announce(http, fake, state="leaving")).status_code == 200
         assert (await announce(http, a, models={"m": "w2"})).status_code == 200
+
+
+async def test_t20_a_name_stays_its_owners_while_no_node_of_theirs_is_here(tmp_path: Path) -> None:
+    """Not when the node restarts, nor when the proxy does, until an administrator removes it."""
+    fakes, options = (FakeNode("a"), FakeNode("b")), {"state_file": str(tmp_path / "state.json"), "api_keys": KEYS}
+    async with nodes(*fakes) as (a, b):
+        async with proxy_for(**options) as (_, url), client(url) as http:
+            assert (await announce(http, a)).status_code == 200
+            assert (await announce(http, a, state="leaving")).status_code == 200
+            taken = await announce(http, b, "other-owner-key-2", lease_seconds=3600)
+            assert (taken.status_code, "belongs to another owner" in taken.text) == (403, True)
+        async with proxy_for(**options, admin_keys=("admin",)) as (_, url), client(url) as http:
+            assert (await announce(http, b, "other-owner-key-2")).status_code == 403
+            assert (await announce(http, a)).status_code == 200
+            admin = {"authorization": "Bearer admin"}
+            assert (await http.delete("/admin/nodes", params={"url": a.url}, headers=admin)).status_code == 200
+            assert (await announce(http, b, "other-owner-key-2")).status_code == 200
+
+
+async def test_a_model_whose_node_is_away_is_expected_back(tmp_path: Path) -> None:
+    """503, which clients repeat, after a lease has ended, a node has left, and the proxy has started anew."""
+    fakes, options = (FakeNode("a"), FakeNode("b")), {"state_file": str(tmp_path / "state.json"), "api_keys": KEYS[:2]}
+    async with nodes(*fakes) as (a, b):
+        async with proxy_for(**options) as (proxy, url), client(url) as http:
+
+            async def asked(model: str) -> tuple[int, bool]:
+                answer = await http.post(CHAT, json={"model": model})
+                return answer.status_code, "retry-after" in answer.headers
+
+            assert (await announce(http, a)).status_code == 200
+            assert (await announce(http, b, models={"n": ""})).status_code == 200
+            assert (await announce(http, a, state="leaving")).status_code == 200
+            now = proxy.registry.clock()
+            proxy.registry.clock = lambda: now + 60
+            assert await proxy.fleet.expire() == [b.url]
+            assert [await asked(model) for model in ("m", "n")] == [(503, True)] * 2
+            assert (await asked("never-here"))[0] == 404
+            assert not proxy.registry.may_return("n", now)  # of the tests, node_wait is 0
+        async with proxy_for(**options, node_wait=30.0) as (proxy, url), client(url) as http:
+            asking = [asyncio.create_task(http.post(CHAT, json={"model": model})) for model in ("m", "never-here")]
+            await eventually(lambda: set(proxy.registry.held) == {"m", "never-here"})  # a node may not know yet
+            assert (await announce(http, a)).status_code == 200
+            assert [(await task).status_code for task in asking] == [200, 404]
+
+
+async def test_one_key_does_not_fill_all_places() -> None:
+    owners = {"a", "b"}
+
+    def full(owner: str, *counts: int) -> bool:
+        registry = Registry(ProxyConfig())
+        for i, name in enumerate(name for name, count in zip("ab", counts, strict=True) for _ in range(count)):
+            registry.add(NodeConfig(url=f"http://10.0.0.{i}"), "registered").owner = name
+        return bool(no_place(owner, owners, registry.nodes(), 16))
+
+    assert not full("a", 11, 0)
+    assert full("a", 12, 0)  # four are kept for the other
+    assert not full("b", 12, 3)
+    assert not full("b", 4, 11)
+    assert full("b", 8, 8)
 
 
 async def test_t20_a_node_key_changes_no_node_of_an_administrator() -> None:

@@ -48,7 +48,9 @@ def bearer(key: str) -> tuple[bytes, bytes]:
         (Access.USER, [(b"authorization", USER.encode())], "invalid_api_key"),
         (Access.USER, [(b"authorization", b"Basic " + USER.encode())], "invalid_api_key"),
         (Access.USER, [bearer("wrong"), bearer(USER)], "invalid_api_key"),
-        (Access.USER, [(b"x-api-key", b"wrong"), bearer(USER)], "invalid_api_key"),
+        (Access.USER, [(b"x-api-key", b"wrong"), bearer(USER)], None),
+        (Access.USER, [(b"x-api-key", ADMIN.encode()), bearer(USER)], "invalid_api_key"),  # who asks?
+        (Access.ADMIN, [(b"x-api-key", b"wrong"), bearer(USER)], "permission_denied"),
         (Access.USER, [(b"x-api-key", USER.encode()), bearer(USER)], None),
         (Access.USER, [bearer("\xff")], "invalid_api_key"),
         (Access.ADMIN, [], "invalid_api_key"),
@@ -134,7 +136,7 @@ async def test_everything_but_health_needs_a_key(method: str) -> None:
 
 @pytest.mark.anyio
 async def test_unknown_routes_and_methods_for_a_known_client() -> None:
-    proxy = Proxy(ProxyConfig(api_keys=(USER,), admin_keys=(ADMIN,)))
+    proxy = Proxy(ProxyConfig(api_keys=(USER,), admin_keys=(ADMIN,), node_wait=0.0))
     headers = [*LOCAL, bearer(USER)]
     assert await call(proxy, "GET", "/nope", headers) == 404
     assert await call(proxy, "GET", "/v1/completions", headers) == 405
@@ -171,7 +173,7 @@ async def test_hostile_request_lines() -> None:
     b"/v1/chat/../completions", b"/v1/%2e%2e/admin",
                b"/v1%2fchat/completions", b"/v1/chat%2fcompletions", b"/v1/chat/completions/", b"/v1/",
                b"/V1/chat/completions", b"/v1/./x",
-               b"/v1/x;y", b"/v1/a\\b", b"http://127.0.0.1/v1/chat/completions", b"*"]  # fmt: skip
+               b"/v1/x;y", b"/v1/a\\b", b"http://127.0.0.1/v1/../v1/chat/completions", b"*"]  # fmt: skip
     async with nodes(FakeNode()) as (node,), proxy_for(node, api_keys=(USER,)) as (_, url):
         for target in targets:
             head = b"POST %s HTTP/1.1\r\nHost: [::]\r\nContent-Length: %d\r\n" % (target, len(body))
@@ -186,6 +188,9 @@ async def test_hostile_request_lines() -> None:
         assert await raw(url, b"GET /health HTTP/1.1\r\nHost: [::]\r\nX: " + b"y" * 100_000 + b"\r\n\r\n") == b"431"
         assert await raw(url, b"GET /health HTTP/1.1\r\nHost: [::]\r\n" + b"a: b\r\n" * 10_000 + b"\r\n") == b"431"
         assert node.requests == []
+        whole = b"POST http://127.0.0.1/v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 14\r\n"
+        assert await raw(url, whole + b"\r\n" + body) == b"401"
+        assert await raw(url, whole + b"Authorization: Bearer user-key\r\n\r\n" + body) == b"200"
 
 
 @pytest.mark.anyio

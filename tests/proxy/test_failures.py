@@ -54,7 +54,7 @@ async def test_no_node_answers() -> None:
         await a.stop()
         await b.stop()
         response = await http.post(CHAT, content=BODY)
-        assert (response.status_code, response.json()["error"]["code"]) == (502, "bad_gateway")
+        assert (response.status_code, response.json()["error"]["code"]) == (503, "engine_unavailable")
         assert "127.0.0.1" not in response.text  # no address of a node
         assert all(node.in_flight == 0 for node in proxy.registry.nodes())
 

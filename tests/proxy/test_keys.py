@@ -392,6 +392,8 @@ async def test_t7_only_an_admin_manages_keys_and_no_list_shows_one(tmp_path: Pat
             assert (await here.http.request(method, path, json={})).status_code == 401
             assert (await here.http.request(method, path, json={}, headers=key)).status_code == 403
         secret = key["authorization"].removeprefix("Bearer ")
+        assert here.node.url in (await here.http.get("/metrics", headers=ADMIN)).text
+        assert here.node.url not in (await here.http.get("/metrics", headers=key)).text
         for path in ("/admin/keys", "/admin/usage", "/admin/teams", "/metrics"):
             assert secret not in (await here.http.get(path, headers=ADMIN)).text
 

@@ -68,7 +68,7 @@ async def test_a_stream_that_breaks_off_is_charged_by_its_parts_and_ends_with_an
     async def breaks(exchange: Exchange) -> None:
         await lines(exchange, part("a"), part(""), part("b"))
         await exchange.chunk(b'{"message":')
-        exchange.reset()
+        exchange.writer.close()  # a reset would take with it what the proxy has not read
 
     async with managed(tmp_path, FakeNode(script=breaks)) as here:
         _, key = await here.key()

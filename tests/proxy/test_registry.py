@@ -57,7 +57,7 @@ def test_no_candidates_is_an_empty_list_with_a_reason() -> None:
     assert registry.candidates("m") == []
     error = registry.absence("m")
     assert (error.code, error.status) == ("engine_unavailable", 503)
-    assert Registry(ProxyConfig()).absence("m").status == 404
+    assert Registry(ProxyConfig(node_wait=0.0)).absence("m").status == 404
 
 
 def test_model_is_not_denied_before_every_node_could_say() -> None:

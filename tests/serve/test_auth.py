@@ -62,8 +62,24 @@ def test_anything_else_does_not(value: bytes) -> None:
     assert ask("/v1/models", bearer(value)) == 401
 
 
+@pytest.mark.parametrize("others", [(b"", b"stale"), (b"stale",), (b"",)])
+def test_a_right_key_counts_beside_wrong_and_empty_ones(others: tuple[bytes, ...]) -> None:
+    """Clients send the x-api-key of their environment beside the Authorization that they were given, or vice versa."""
+    beside = [(b"x-api-key", other) for other in others]
+    assert ask("/v1/models", bearer(b"Bearer first-key"), *beside) == 200
+    assert ask("/v1/models", *beside, (b"x-api-key", b"first-key"), bearer(b"Bearer stale")) == 200
+    assert ask("/v1/models", bearer(b"Basic x"), (b"x-api-key", b"first-key")) == 200
+    assert ask("/v1/models", bearer(b"Bearer wrong"), *beside) == 401
+
+
 def test_two_authorization_headers_are_refused() -> None:
     assert ask("/v1/models", bearer(b"Bearer first-key"), bearer(b"Bearer wrong")) == 401
+
+
+def test_two_different_right_keys_are_refused() -> None:
+    """Nobody can say who asks."""
+    assert ask("/v1/models", bearer(b"Bearer first-key"), (b"x-api-key", b"Second-Key")) == 401
+    assert ask("/v1/models", bearer(b"Bearer first-key"), (b"x-api-key", b"first-key")) == 200
 
 
 @pytest.mark.parametrize(

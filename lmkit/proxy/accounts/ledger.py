@@ -40,7 +40,7 @@ from lmkit.proxy.accounts.account import (
 )  # fmt: skip
 from lmkit.proxy.accounts.counters import Account
 from lmkit.proxy.accounts.store import Charge, Store
-from lmkit.web.auth import ApiKey, Headers, presented_key
+from lmkit.web.auth import ApiKey, Headers, presented_keys
 
 T = TypeVar("T")
 SYNC_SECONDS = 1.0
@@ -149,8 +149,8 @@ class Ledger:
 
     def find(self, headers: Headers) -> ApiKey | None:
         """The request's key, if it is one of the store. Its text there is the digest, which names the tenant."""
-        secret = presented_key(headers)
-        digest = digest_of(secret) if secret else ""
+        digests = [digest for secret in presented_keys(headers) if (digest := digest_of(secret)) in self._keys]
+        digest = digests[0] if len(digests) == 1 else ""
         key = self._keys.get(digest)
         if key is None or key.revoked:
             return None

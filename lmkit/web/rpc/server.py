@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
 import msgspec
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2
 from starlette.types import ASGIApp, Message
 
 from lmkit.config import MAX_TIMEOUT
@@ -30,7 +31,10 @@ MAX_MESSAGE_BYTES = 1 << 20  # of a message, which is read before its call begin
 HANDSHAKE_SECONDS = 10
 PATH = "/generate"  # of the application
 STOP_SECONDS = 3.0  # for answers to reach their clients at the end
+HEALTH = "grpc.health.v1.Health"
 WATCH_SECONDS = 0.5  # between looks at the health
+MAX_WATCHES, MAX_WATCHES_OF_HOST = 256, 32  # calls of the health service at once: they need no key
+MESSAGE_SECONDS = 5.0  # for the message of such a call to come
 HEADERS = ("authorization", "x-api-key", "x-request-id", "x-lmkit-tenant", "traceparent", "tracestate")
 # HTTP status -> gRPC status
 CODES = {
@@ -83,7 +87,16 @@ async def serving(
         ),
     }
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
-    health_pb2_grpc.add_HealthServicer_to_server(Health(takes_requests), server)
+    health = Health(takes_requests)
+    how = {
+        "request_deserializer": health_pb2.HealthCheckRequest.FromString,
+        "response_serializer": health_pb2.HealthCheckResponse.SerializeToString,
+    }
+    checks = {
+        "Check": grpc.stream_stream_rpc_method_handler(health.check, **how),
+        "Watch": grpc.stream_stream_rpc_method_handler(health.watch, **how),
+    }
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(HEALTH, checks),))
     host = f"[{host}]" if ":" in host else host
     address = f"{host}:{port}"
     try:
@@ -222,25 +235,45 @@ def _client(peer: str) -> tuple[str, int]:
     return host or "-", int(port) if port.isdecimal() else 0
 
 
-class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
-    """The standard health service, which needs no key. It knows the server ("") and the service Generation."""
+class Health:
+    """The standard health service, which needs no key. It knows the server ("") and the service Generation.
+
+    Its calls read their message themselves: one that never comes must not keep a place. Few of them run at once, so
+    that calls without a key leave the others theirs.
+    """
 
     def __init__(self, takes_requests: Callable[[], bool]) -> None:
         self._takes_requests = takes_requests
+        self._running = Counter[str]()  # by host
 
-    async def Check(self, request: Any, context: Any) -> Any:
-        if request.service not in ("", SERVICE):
-            await context.abort(grpc.StatusCode.NOT_FOUND, f"expected the service {SERVICE}, or none")
-        return self._status()
+    async def check(self, requests: Any, context: Any) -> None:
+        async with self._place(context):
+            request = await _message(requests, context)
+            if request.service not in ("", SERVICE):
+                await context.abort(grpc.StatusCode.NOT_FOUND, f"expected the service {SERVICE}, or none")
+            await context.write(self._status())
 
-    async def Watch(self, request: Any, context: Any) -> None:
-        last = None
-        while True:
-            now = self._status() if request.service in ("", SERVICE) else _UNKNOWN
-            if now != last:
-                await context.write(now)
-            last = now
-            await asyncio.sleep(WATCH_SECONDS)
+    async def watch(self, requests: Any, context: Any) -> None:
+        async with self._place(context):
+            request, last = await _message(requests, context), None
+            while True:
+                now = self._status() if request.service in ("", SERVICE) else _UNKNOWN
+                if now != last:
+                    await context.write(now)
+                last = now
+                await asyncio.sleep(WATCH_SECONDS)
+
+    @asynccontextmanager
+    async def _place(self, context: Any) -> AsyncGenerator[None]:
+        host = _client(context.peer())[0]
+        if self._running.total() >= MAX_WATCHES or self._running[host] >= MAX_WATCHES_OF_HOST:
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many calls of the health service; end some")
+        self._running[host] += 1
+        try:
+            yield
+        finally:
+            self._running[host] -= 1
+            self._running += Counter()  # without hosts that have none
 
     def _status(self) -> Any:
         return _SERVING if self._takes_requests() else _NOT_SERVING
@@ -254,3 +287,13 @@ _SERVING, _NOT_SERVING, _UNKNOWN = (
         health_pb2.HealthCheckResponse.SERVICE_UNKNOWN,
     )
 )
+
+
+async def _message(requests: Any, context: Any) -> Any:
+    try:
+        async with asyncio.timeout(MESSAGE_SECONDS):
+            async for request in requests:
+                return request
+    except TimeoutError:
+        pass
+    await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"no message came within {MESSAGE_SECONDS:g} s")

@@ -6,7 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,7 @@ import pytest
 from lmkit.errors import ConfigError
 from lmkit.turbo.kv.tiers import peer as peers
 from lmkit.turbo.kv.tiers import wire
-from lmkit.turbo.kv.tiers.block_server import BlockServer
+from lmkit.turbo.kv.tiers.block_server import MAX_GREETING, BlockServer
 from lmkit.turbo.kv.tiers.peer import PeerTier
 from lmkit.turbo.kv.tiers.store import TierStore
 from tests.turbo.kv.tier_helpers import BLOCK, KV_IDENTITY, ArrayBlocks, chain, content, load, save
@@ -56,6 +56,15 @@ def test_the_blocks_of_a_peer_are_found_and_loaded(server: BlockServer, host: in
     assert load(store, blocks, KEYS[:4]).hits == {"host" if host else "peer": 4}
     assert store.stats()["loaded_peer"] == (4 if host else 8)
     store.close()
+
+
+def test_connections_that_say_nothing_keep_no_peer_out(server: BlockServer) -> None:
+    with ExitStack() as stack:
+        for _ in range(3 * MAX_GREETING):
+            stack.enter_context(socket.create_connection(server.address))
+        store, _ = store_at(server.address)
+        assert store.lookup(KEYS) == 4
+        store.close()
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,8 @@ from lmkit.turbo.kv.tiers.keys import KEY_BYTES
 
 log = get_logger(__name__)
 
-MAX_CONNECTIONS = 64
+MAX_CONNECTIONS = 64  # of peers that have shown the key
+MAX_GREETING = 32  # of those that have not yet; one more ends the oldest of them, so that silent ones keep nobody out
 SEND_SECONDS = 5.0  # for a client that does not read
 
 Lookup = Callable[[Sequence[bytes]], int]  # how many of the keys are kept, from the first on
@@ -33,6 +34,7 @@ class BlockServer:
         self._kind, self._lookup, self._read, self._follow = kind, lookup, read, follow
         self._failures = Failures()
         self._open: set[socket.socket] = set()
+        self._greeting: dict[socket.socket, None] = {}  # the oldest first
         try:
             family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
             self._listener = socket.create_server(address, family=family, backlog=MAX_CONNECTIONS)
@@ -48,15 +50,20 @@ class BlockServer:
                 sock, _ = self._listener.accept()
             except OSError:
                 return  # closed
-            if len(self._open) >= MAX_CONNECTIONS:
-                sock.close()
-                continue
-            self._open.add(sock)
+            if len(self._greeting) >= MAX_GREETING and (oldest := next(iter(self._greeting), None)) is not None:
+                self._greeting.pop(oldest, None)
+                with suppress(OSError):
+                    oldest.shutdown(socket.SHUT_RDWR)  # ends its thread
+            self._greeting[sock] = None
             threading.Thread(target=self._serve, args=(sock,), name="kv-give", daemon=True).start()
 
     def _serve(self, sock: socket.socket) -> None:
         try:
             link = wire.accept(sock, self._kind)
+            if len(self._open) >= MAX_CONNECTIONS:
+                return
+            self._open.add(sock)
+            self._greeting.pop(sock, None)
             while True:
                 self._answer(link)
         except OSError as error:
@@ -64,6 +71,7 @@ class BlockServer:
                 self._failures.note("giving KV to a peer", error)
         finally:
             self._open.discard(sock)
+            self._greeting.pop(sock, None)
             sock.close()
 
     def _answer(self, link: wire.Link) -> None:
@@ -89,6 +97,6 @@ class BlockServer:
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # ends accept()
         self._listener.close()
-        for sock in list(self._open):
+        for sock in (*self._open, *self._greeting):
             with suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
