@@ -36,6 +36,7 @@ from lmkit.web.auth import parse_key
 Key = Annotated[str, msgspec.Meta(min_length=1, max_length=512, pattern=r"^[\x21-\x7e]+$")]
 _ROUTE = (
     r"^(/v[12](/[A-Za-z0-9_-][A-Za-z0-9._~:@-]*)+"
+    r"|/api/(chat|generate|show|pull|embed|embeddings)|/(completion|infill)"
     r"|/(rerank|score|classify|tokenize|detokenize|apply-template|generate))$"  # none of the proxy's own pages
 )
 RoutePath = Annotated[str, msgspec.Meta(max_length=256, pattern=_ROUTE)]

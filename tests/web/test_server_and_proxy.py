@@ -70,7 +70,7 @@ CASES: list[tuple[int, str, str, dict[str, Any]]] = [
     (401, "POST", CHAT, {"headers": {"authorization": "Bearer wrong"}, "json": {}}),
     (401, "POST", CHAT, {"headers": {"authorization": f"Basic {KEY}"}, "json": {}}),
     (401, "POST", CHAT, {"headers": {"x-api-key": "wrong"}, "json": {}}),
-    (401, "POST", CHAT, {"headers": BEARER | {"x-api-key": "wrong"}, "json": {}}),
+    (400, "POST", CHAT, {"headers": BEARER | JSON | {"x-api-key": "wrong"}, "content": b"{"}),  # one right key of two
     (404, "GET", "/nowhere", {"headers": BEARER}),
     (404, "GET", "/metric", {"headers": BEARER}),
     (400, "POST", CHAT, {"headers": BEARER | JSON, "content": b'{"model": '}),
