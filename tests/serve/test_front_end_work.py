@@ -85,7 +85,7 @@ def test_a_very_short_text_needs_no_thread(monkeypatch: pytest.MonkeyPatch) -> N
         (CHAT_PATH, chat),
     ):
         app.post(path, body)
-    assert [name.startswith("lmkit-text") for name in threads] == [False, True, True, True]
+    assert [name.startswith("lmkit-") for name in threads] == [False, True, True, True]
 
 
 def _named(names: list[str], work: Callable[[Any], None]) -> Callable[[Any], None]:
