@@ -92,7 +92,7 @@ def test_distributions_are_the_cpus(checkpoint: Path, device: str, dtype: str, r
     assert divergence(ours.roll(1, -1), reference) > KL
 
 
-@pytest.mark.parametrize("kv_dtype", ["float16", "int8"])
+@pytest.mark.parametrize("kv_dtype", ["float16", pytest.param("int8", marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("device", ["emulated", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_greedy_tokens_are_the_cpus(
     checkpoint: Path, device: str, kv_dtype: str, request: pytest.FixtureRequest

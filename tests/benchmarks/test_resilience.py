@@ -9,7 +9,7 @@ from benchmarks.resilience.case import Case, Setting
 from benchmarks.resilience.catalog import GROUPS
 from benchmarks.resilience.failover import NothingHitError
 
-SHORT = ("budgets", "front_end", "streams")
+SHORT = ("budgets", "streams")
 BUSY = 20  # times as slow a test's machine may be
 
 
