@@ -2,7 +2,8 @@
 
 A web page may let its own name mean another address than before, such as 127.0.0.1 ("DNS rebinding"). The browser then
 takes a server there for the page's own site, and hands over all that it answers. The name stays in the Host header.
-So a server that asks for no key answers to addresses, which no page can make its own, and to names that it was given.
+So a server that asks for no key answers to addresses, which no page can make its own, to names that it was given, and
+to names without a dot, such as those of a container network: nobody can own one in the public name system.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from lmkit.web.errors import error_response
 OPEN_PATHS = frozenset({"/health", "/ping", "/nodes"})
 LOOPBACK = ("localhost", "*.localhost")  # browsers ask no name server for these (RFC 6761, 6.3)
 MAX_SHOWN = 100
+_LOCAL_NAME = re.compile(r"[a-z][a-z0-9_-]*")
 _HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\[\]:/?#@\s]+)(?::\d{0,5})?")
 
 
@@ -43,9 +45,11 @@ class Hosts:
         await self._app(scope, receive, send)
 
     def knows(self, host: str) -> bool:
-        """Whether the value of a Host header is an address or one of the names, with or without a port."""
+        """Whether the value of a Host header is an address, a name without a dot or one of the names, with or without a
+        port."""
         name = host_name(host)
-        return bool(name) and (_is_address(name) or any(fnmatchcase(name, known) for known in self._names))
+        is_local = _is_address(name) or _LOCAL_NAME.fullmatch(name) is not None
+        return bool(name) and (is_local or any(fnmatchcase(name, known) for known in self._names))
 
 
 def host_name(host: str) -> str:

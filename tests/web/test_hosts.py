@@ -15,10 +15,10 @@ from tests.serve.in_process import App, ScriptedEngine
 
 OURS = (
     "localhost", "LocalHost:8000", "localhost.", "app.localhost:1", "127.0.0.1", "127.0.0.1:8000", "192.168.1.7:8000",
-    "[::1]:8000", "[::1]", "gpu1:8000", "a.example.com.", "llm.example.com:443",
+    "[::1]:8000", "[::1]", "gpu1:8000", "node_2:8000", "x", "a.example.com.", "llm.example.com:443",
 )  # fmt: skip
 STRANGE = (
-    "evil.example", "evil.example:8000", "localhost.evil.example", "127.0.0.1.evil.example", "evil-localhost",
+    "evil.example", "evil.example:8000", "localhost.evil.example", "127.0.0.1.evil.example", "evil-localhost.example",
     "example.com", "evil.example@localhost", "localhost/evil.example", "0x7f.1", "2130706433", "[evil.example]",
     "", ":80", "localhost,evil.example", "evil.example:localhost", "127.0.0.1:80:80",
 )  # fmt: skip
