@@ -1,6 +1,6 @@
 """The models, transformers' float32 copies of them, and a table of what was found.
 
-With LMKIT_REAL_TABLE=FILE the session writes a Markdown table of its figures (model x check) to FILE.
+With LMKIT_REAL_TABLE=FILE a Markdown table of the figures so far (model x check) is written to FILE.
 """
 
 from __future__ import annotations
@@ -23,16 +23,11 @@ _figures: dict[str, dict[str, str]] = {}  # by check, then by model
 Record = Callable[[Published, str, str], None]  # (model, check, figure)
 
 
-def pytest_sessionfinish() -> None:
-    if (target := os.environ.get("LMKIT_REAL_TABLE")) and _figures:
-        Path(target).write_text(table())
-
-
 def table() -> str:
     names = [model.name for model in MODELS if any(model.name in row for row in _figures.values())]
     rows = [[check, *(row.get(name, "") for name in names)] for check, row in _figures.items()]
     lines = [["check", *names], ["---"] * (len(names) + 1), *rows]
-    head = f"{datetime.date.today()}, {os.cpu_count()} cores, {isa.best()}"
+    head = f"{datetime.date.today()}, {os.cpu_count()} cores, {isa.host().name}"
     return f"{head}\n\n" + "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
 
 
@@ -40,6 +35,8 @@ def table() -> str:
 def record() -> Record:
     def add(model: Published, check: str, figure: str) -> None:
         _figures.setdefault(check, {})[model.name] = figure
+        if target := os.environ.get("LMKIT_REAL_TABLE"):  # after each figure: a run takes hours
+            Path(target).write_text(table())
 
     return add
 
