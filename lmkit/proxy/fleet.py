@@ -6,12 +6,12 @@ import asyncio
 import os
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
 from lmkit.config import StrictStruct
-from lmkit.errors import ConfigError, RequestError
+from lmkit.errors import JSON_ERRORS, ConfigError, RequestError
 from lmkit.log import get_logger
 from lmkit.proxy.announce import MAX_NAMES, Announcement, heard, no_place, owners, refusal
 from lmkit.proxy.config import NodeConfig, ProxyConfig, Registration
@@ -43,7 +43,7 @@ def load_state(path: Path) -> FleetState:
         return FleetState()
     except OSError as error:
         raise ConfigError(f"state_file {path}: cannot be read: {error.strerror}") from None
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except JSON_ERRORS as error:
         raise ConfigError(f"state_file {path}: {error}; repair or delete it") from None
 
 
@@ -175,10 +175,9 @@ class Fleet:
         async with self._lock:
             if (node := self._registry.get(url)) is None:
                 raise RequestError("not_found", f"there is no node {url!r}", "url")
-            await self._drop([url], refused={url} if node.origin == "registered" else set())
-            free = (node.models or {}).keys() - {m for other in self._registry.nodes() for m in other.models or ()}
-            names = {model: owner for model, owner in self._state.names.items() if model not in free}
-            await self._save(msgspec.structs.replace(self._state, names=names))
+            served = {model for other in self._registry.nodes() if other is not node for model in other.models or ()}
+            names = {m: owner for m, owner in self._state.names.items() if m in served or m not in (node.models or ())}
+            await self._drop([url], refused={url} if node.origin == "registered" else set(), names=names)
 
     async def expire(self) -> list[str]:
         """Remove the nodes whose lease has ended, and return their URLs."""
@@ -188,12 +187,14 @@ class Fleet:
                 await self._drop(urls, may_return=True)
             return urls
 
-    async def _drop(self, urls: list[str], refused: Collection[str] = (), *, may_return: bool = False) -> None:
-        """`refused` may not register again."""
+    async def _drop(
+        self, urls: list[str], refused: Collection[str] = (), *, may_return: bool = False, **changed: Any
+    ) -> None:
+        """`refused` may not register again. `changed` has other fields of the state, which is saved once."""
         added = tuple(r for r in self._state.added if r.url not in urls)
         removed = {*self._state.removed, *self._configured.intersection(urls), *refused}
         drained = tuple(url for url in self._state.drained if url not in urls)
-        changed = {"added": added, "removed": tuple(sorted(removed)), "drained": drained}
+        changed |= {"added": added, "removed": tuple(sorted(removed)), "drained": drained}
         await self._save(msgspec.structs.replace(self._state, **changed))
         for url in urls:
             self._registry.remove(url, may_return=may_return)
