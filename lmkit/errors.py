@@ -6,6 +6,11 @@ is a defect of lmkit itself.
 
 from __future__ import annotations
 
+import msgspec
+
+# What msgspec raises for bytes that are not the JSON it wants. Bytes that are not UTF-8 are no DecodeError of its own.
+JSON_ERRORS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+
 # RequestError.code -> HTTP status. A code that is missing here is a defect, so RequestError refuses it.
 HTTP_STATUS = {
     "invalid_request": 400,  # malformed JSON, wrong type, out of range

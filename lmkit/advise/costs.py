@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from lmkit.errors import ConfigError
+from lmkit.errors import JSON_ERRORS, ConfigError
 from lmkit.turbo.plan import StepPlan
 from lmkit.turbo.scheduling.limits import SchedulerLimits
 
@@ -121,7 +121,7 @@ def read_costs(path: Path) -> CostFile:
         found = msgspec.json.decode(path.read_bytes(), type=CostFile)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}; measure it with --model MODEL") from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except JSON_ERRORS as error:
         raise ConfigError(f"{path}: no costs of `lmkit advise --model`: {error}") from None
     if found.schema != SCHEMA or not found.types:
         raise ConfigError(f"{path}: schema is {found.schema!r}, expected {SCHEMA!r}; measure it with --model MODEL")

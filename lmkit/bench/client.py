@@ -22,7 +22,7 @@ import msgspec
 from lmkit.bench.config import Endpoint
 from lmkit.bench.counting import Chunk
 from lmkit.bench.workload import Dialogue
-from lmkit.errors import ConfigError, LMKitError
+from lmkit.errors import JSON_ERRORS, ConfigError, LMKitError
 from lmkit.web.listen import ADDRESS
 from lmkit.web.tls import trusting
 
@@ -215,7 +215,7 @@ class Client:
     def _take(self, data: bytes, now: float, answer: StreamedResponse) -> None:
         try:
             event = self._decoder.decode(data)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except JSON_ERRORS as error:
             raise _StreamError("bad_chunk", f"not a completion chunk: {error}") from None
         if event.error is not None:
             raise _StreamError("error_event", _message(event.error))

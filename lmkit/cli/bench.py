@@ -18,7 +18,7 @@ from lmkit.cli.options import takes
 from lmkit.cli.progress import ProgressBar
 from lmkit.cli.usage import Command
 from lmkit.config import EngineConfig, StrictStruct, parse
-from lmkit.errors import ConfigError
+from lmkit.errors import JSON_ERRORS, ConfigError
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -121,7 +121,7 @@ load_options.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
 def _online_config(url: str, rate: str, concurrency: str | None, extra_body: str, load: dict[str, Any]) -> OnlineConfig:
     try:
         body = msgspec.json.decode(extra_body, type=dict[str, Any])
-    except msgspec.DecodeError as error:
+    except JSON_ERRORS as error:
         raise ConfigError(f"--extra-body {extra_body!r}: expected a JSON object ({error})") from None
     rates = [None if math.isinf(r) else r for r in parse_list(rate, float, "--rate")]
     given = {"url": url, "rates": rates, "concurrencies": _limits(concurrency), "extra_body": body, **load}

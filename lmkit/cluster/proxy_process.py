@@ -14,7 +14,7 @@ import msgspec
 from lmkit.cluster.config import ClusterConfig
 from lmkit.cluster.processes import Child, Say
 from lmkit.config import wrong_host
-from lmkit.errors import LMKitError
+from lmkit.errors import JSON_ERRORS, LMKitError
 from lmkit.log import get_logger
 from lmkit.proxy.config import ProxyConfig
 from lmkit.web.running import admin_key_at
@@ -124,7 +124,7 @@ class ProxyProcess:
         try:
             answer = await self._http.get(self.address + "/admin/nodes", headers=headers)
             return msgspec.json.decode(answer.raise_for_status().content, type=Status)
-        except (httpx.HTTPError, msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (httpx.HTTPError, *JSON_ERRORS) as error:
             log.debug("the proxy does not answer: %s", error)
             return None
 

@@ -21,7 +21,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from lmkit.errors import CheckpointError
+from lmkit.errors import JSON_ERRORS, CheckpointError
 from lmkit.formats.checkpoint import CheckpointReader
 from lmkit.formats.dense import read_dense
 from lmkit.formats.parts import (
@@ -102,7 +102,7 @@ def _state(reader: CheckpointReader, name: str) -> State:
         raise CheckpointError(f"{reader.path}: {name} is {info.dtype} {[*info.shape]}, expected bytes of JSON")
     try:
         state = msgspec.json.decode(bytes(reader.tensor(name).tolist()), type=State)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except JSON_ERRORS as error:
         raise CheckpointError(f"{reader.path}: {name}: {error}") from None
     if min(state.blocksize, *state.shape) < 1 or math.prod(state.shape) % 2:
         raise CheckpointError(f"{reader.path}: {name}: blocks of {state.blocksize} of a weight {[*state.shape]}")

@@ -29,7 +29,7 @@ import msgspec
 from torch import Tensor
 
 from lmkit.config import environment
-from lmkit.errors import CheckpointError
+from lmkit.errors import JSON_ERRORS, CheckpointError
 from lmkit.formats.atomic import sync_directory
 from lmkit.formats.hub import DEMO_FOLDER
 from lmkit.formats.safetensors_file import DTYPES, SafetensorsFile, TensorInfo
@@ -75,7 +75,7 @@ class PackedFile:
             raise CheckpointError(f"{path}: its header is damaged")
         try:
             self.kinds = msgspec.json.decode(metadata.get("kinds", ""), type=list[Kinds])
-        except msgspec.MsgspecError as error:
+        except JSON_ERRORS as error:
             raise CheckpointError(f"{path}: {error}") from None
 
     def read_ahead(self) -> None:

@@ -6,7 +6,7 @@ import asyncio
 
 import msgspec
 
-from lmkit.errors import ConfigError
+from lmkit.errors import JSON_ERRORS, ConfigError
 from lmkit.log import get_logger
 from lmkit.proxy.config import ProxyConfig
 from lmkit.proxy.registry import ModelEntries, Node, Registry
@@ -115,7 +115,7 @@ def parse_models(body: bytes) -> ModelEntries:
     try:
         entries = msgspec.json.decode(body)["data"]
         names = [entry.id for entry in msgspec.convert(entries, list[_Entry])]
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, TypeError, KeyError):
+    except (*JSON_ERRORS, TypeError, KeyError):
         raise ConfigError("/v1/models did not answer a list of models") from None
     if len(names) > MAX_MODELS:
         raise ConfigError(f"/v1/models lists more than {MAX_MODELS} models")

@@ -18,7 +18,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope
 
-from lmkit.errors import RequestError
+from lmkit.errors import JSON_ERRORS, RequestError
 from lmkit.proxy.call import Call
 from lmkit.proxy.downstream import DownstreamResponse
 from lmkit.proxy.forward import Forwarder
@@ -136,7 +136,7 @@ def _first_model(form: bytes) -> str:
     found = _MODEL.search(form)
     try:
         return msgspec.json.decode(found[1], type=str) if found else ""
-    except (msgspec.DecodeError, UnicodeDecodeError):  # the node will say what is wrong with the line
+    except JSON_ERRORS:  # the node will say what is wrong with the line
         return ""
 
 
@@ -193,7 +193,7 @@ async def _all_of(forwarder: Forwarder, node: Node, call: Call, params: Mapping[
         try:
             part = msgspec.json.decode(answer, type=_Page)
             ids = [item["id"] for item in part.data]
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, KeyError):
+        except (*JSON_ERRORS, KeyError):
             raise RequestError("bad_gateway", f"a node's answer to GET {call.path} is no list") from None
         found += part.data
         if not part.has_more or not part.data:

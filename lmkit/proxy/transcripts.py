@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from lmkit.errors import JSON_ERRORS
 from lmkit.proxy.asked import Asked
 from lmkit.web.auth import tenant_of
 from lmkit.web.data_folder import DataFolder
@@ -77,7 +78,7 @@ class Recorder:
     async def whole(self, body: bytes) -> None:
         try:
             response = msgspec.json.decode(body, type=_Response)
-        except (msgspec.MsgspecError, UnicodeDecodeError):
+        except JSON_ERRORS:
             return
         if response.status in ENDED and response.store:
             previous = self._asked.previous_response_id
@@ -94,7 +95,7 @@ class Recorder:
             if b'"response.completed"' in data or b'"response.incomplete"' in data:
                 try:
                     event = msgspec.json.decode(data, type=_Event)
-                except (msgspec.MsgspecError, UnicodeDecodeError):
+                except JSON_ERRORS:
                     continue
                 if event.type.removeprefix("response.") in ENDED:
                     await self.whole(bytes(event.response))

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 from starlette.requests import Request
 
-from lmkit.errors import RequestError
+from lmkit.errors import JSON_ERRORS, RequestError
 from lmkit.turbo import request as engine
 from lmkit.turbo.transport.output import OutputProcessor, RequestOutput
 from lmkit.web.resume import END, ERROR, STREAM_HEADER, Identity, Known
@@ -89,7 +89,7 @@ def resumption(request: Request, raw: bytes) -> tuple[Resumption | None, bytes]:
         return None, raw
     try:
         known = msgspec.json.decode(raw[: identity.num_bytes] or b"[]", type=list[Known])
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except JSON_ERRORS:
         raise RequestError("invalid_request", "the known outputs of the stream are malformed") from None
     return Resumption(identity, known), raw[identity.num_bytes :]
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from lmkit.errors import JSON_ERRORS
 from lmkit.text.fair_turns import TENANT, FairTurns
 
 WALL_SECONDS = 60.0  # for a process that was stopped, or that waits for a processor
@@ -49,7 +50,7 @@ class Sandbox:
                 self._stream.write(line)
                 self._stream.flush()
                 return msgspec.json.decode(self._stream.readline(MAX_REPLY_BYTES), type=tuple[str, Any])
-            except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+            except (OSError, *JSON_ERRORS):
                 self._end()
                 return "limit", ""
             except BaseException:  # the late reply would be taken for that to the next request

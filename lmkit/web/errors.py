@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 from starlette.responses import Response
 
-from lmkit.errors import NotReadyError, RequestError
+from lmkit.errors import JSON_ERRORS, NotReadyError, RequestError
 from lmkit.log import get_logger
 from lmkit.web.ollama import PREFIX as OLLAMA_ROUTES
 from lmkit.web.ollama import STREAMS as OLLAMA_STREAMS
@@ -79,7 +79,7 @@ def _typed(body: bytes, number: int) -> bytes:
     """An error of the Responses API as one of its events, which have types. The envelope stays in it."""
     try:
         envelope = msgspec.json.decode(body, type=dict[str, dict[str, Any]])
-    except (msgspec.DecodeError, UnicodeDecodeError):  # it is another server's
+    except JSON_ERRORS:  # it is another server's
         return body
     shown = {name: envelope.get("error", {}).get(name) for name in ("code", "message", "param")}
     return msgspec.json.encode({"type": "error", "sequence_number": number} | shown | envelope)

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from lmkit.config import environment
-from lmkit.errors import LMKitError
+from lmkit.errors import JSON_ERRORS, LMKitError
 from lmkit.log import get_logger
 from lmkit.web.listen import is_loopback
 
@@ -107,7 +107,7 @@ def running() -> list[Entry]:
             if path.lstat().st_uid != os.getuid():
                 continue  # in a folder that others may write to, only our own files say whom to signal
             entry = msgspec.json.decode(path.read_bytes(), type=Entry)
-        except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+        except (OSError, *JSON_ERRORS):
             continue  # it ended this moment, or the file is of another version
         if entry.boot == _boot() and _start(entry.pid) == entry.start:
             found.append(entry)

@@ -80,6 +80,27 @@ async def test_a_stream_that_breaks_off_is_charged_by_its_parts_and_ends_with_an
         assert output == 2  # the empty part only keeps the connection open
 
 
+@pytest.mark.parametrize("path", [CHAT, "/completion"])
+async def test_an_answer_that_is_not_utf_8_is_passed_on_and_charged(tmp_path: Path, path: str) -> None:
+    mark = b"" if path == CHAT else b"data: "
+    event = mark + b'{"message": {"content": "\xff"}, "index": "\xff"}\n' + (b"\n" if mark else b"")
+
+    async def strange(exchange: Exchange) -> None:
+        await (lines(exchange) if path == CHAT else exchange.start_events())
+        await exchange.chunk(event)
+        await exchange.end()
+
+    async with managed(tmp_path, FakeNode(script=strange)) as here:
+        _, key = await here.key()
+        body = BODY if path == CHAT else {"model": "m", "prompt": "hi", "stream": True}
+        got = await here.http.post(path, json=body, headers=key)
+        assert got.content == event
+        ((_, num_requests, prompt, _, output),) = await here.used()
+        assert num_requests == 1
+        assert prompt > 0
+        assert output > 0
+
+
 async def test_a_client_that_is_held_gets_empty_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(downstream, "HOLD_SECONDS", 0.0)
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from lmkit.config import environment
+from lmkit.errors import JSON_ERRORS
 from lmkit.kernels.cuda import gemm, gemm_plan, gemm_wide
 from lmkit.kernels.cuda.gemm_pack import PackedWeight
 from lmkit.kernels.cuda.gemm_plan import Plan, Problem
@@ -171,7 +172,7 @@ def _load(path: Path, device: str) -> TableFile:
         file = msgspec.json.decode(path.read_bytes(), type=TableFile)
     except FileNotFoundError:
         return empty
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (OSError, *JSON_ERRORS) as error:
         log.warning("%s is not used: %s", path, error)
         return empty
     if (file.version, file.device) != (VERSION, device):

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from lmkit.errors import JSON_ERRORS
 from lmkit.proxy.accounts.account import Usage
 from lmkit.proxy.accounts.extent import Extent
 from lmkit.proxy.accounts.usage import BYTES_PER_TOKEN, Reader, length, tokens
@@ -88,7 +89,7 @@ class LineReader(Reader):
         self.done = self._final or self._passed == self.length
 
     def _read(self, line: bytes) -> None:
-        with suppress(msgspec.MsgspecError, RecursionError):
+        with suppress(*JSON_ERRORS):
             told = _decode(line)
             self._deltas += told.adds_text
             self._text += told.num_bytes
@@ -108,16 +109,16 @@ class NativeReader(Reader):
     """Of llama.cpp's answers: each event has the numbers of its choice so far."""
 
     def _line(self, match: re.Match[bytes]) -> bytes:
-        with suppress(msgspec.MsgspecError, RecursionError):
+        self._deltas += 1
+        with suppress(*JSON_ERRORS):
             told = _decode(match[1])
-            self._deltas += 1
             if told.tokens_evaluated:
                 self._parts[told.index] = told.usage()
         return match[0]
 
     def _total(self, left: bool) -> Usage:
         if self._held:
-            with suppress(msgspec.MsgspecError, RecursionError):
+            with suppress(*JSON_ERRORS):
                 found = _decode_all(bytes(self._held))
                 self._parts |= {told.index: told.usage() for told in (found if isinstance(found, list) else [found])}
         if self._parts:

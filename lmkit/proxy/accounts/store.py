@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
-from lmkit.errors import ConfigError
+from lmkit.errors import JSON_ERRORS, ConfigError
 from lmkit.log import get_logger
 from lmkit.proxy.accounts.account import Amount, Key, Team, Usage
 
@@ -107,7 +107,7 @@ class Store:
         for key, value in self._db.execute(f"SELECT {name}, value FROM {table}").fetchall():
             try:
                 found[str(key)] = msgspec.json.decode(value, type=type)
-            except (msgspec.MsgspecError, UnicodeDecodeError, TypeError, RecursionError):
+            except (*JSON_ERRORS, TypeError):
                 wrong.append(key)
         for key in wrong:
             self._put_aside(table, f"{name} IS ?", key)

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from lmkit.errors import JSON_ERRORS
 from lmkit.proxy.accounts.account import Usage
 from lmkit.proxy.accounts.extent import MAX_CONTEXT, Extent
 from lmkit.web.counts import MARK
@@ -96,7 +97,7 @@ def _text_bytes(data: bytes) -> int:
     try:
         event = msgspec.json.decode(data, type=dict[str, Any])
         return sum(length(event.get(name)) for name in ("delta", "choices"))
-    except (msgspec.MsgspecError, RecursionError):
+    except JSON_ERRORS:
         return 0
 
 
@@ -169,7 +170,7 @@ class Reader:
     def _line(self, match: re.Match[bytes]) -> bytes:
         line, data = match[0], match[1]
         if self._native:
-            with suppress(msgspec.MsgspecError, RecursionError):
+            with suppress(*JSON_ERRORS):
                 self._told, self._final = self._native_usage([_decode_part(data)]), True
         if b'"usage"' not in data:
             self.done = self.done or data == b"[DONE]"
@@ -179,7 +180,7 @@ class Reader:
             return line
         try:
             event = _decode_event(data)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        except JSON_ERRORS:
             return line
         self._deltas += 1
         told = event.usage or (event.response or event.message or _Holder()).usage
@@ -209,7 +210,7 @@ class Reader:
         end = line.rstrip()
         try:
             _decode_tail(b"{" + end[at + 1 :])
-        except (msgspec.MsgspecError, UnicodeDecodeError):  # it is not the last field
+        except JSON_ERRORS:  # it is not the last field
             fields = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
             if fields.pop("usage", None) is None:
                 return line
@@ -242,6 +243,6 @@ class Reader:
             if self._native:
                 return self._native_usage(_decode_answers(self._held))
             told = msgspec.json.decode(self._held, type=_Holder).usage
-        except (msgspec.MsgspecError, RecursionError):
+        except JSON_ERRORS:
             return None
         return told.usage() if told else Usage()

@@ -16,7 +16,7 @@ import msgspec
 import yaml
 
 from lmkit.config import StrictStruct, parse
-from lmkit.errors import CheckpointError, ConfigError
+from lmkit.errors import JSON_ERRORS, CheckpointError, ConfigError
 from lmkit.extras import needed_for
 from lmkit.quant.data.rows import COLUMNS, Document, nothing_usable, read_row, row_documents
 
@@ -118,7 +118,7 @@ def _read_json(file: Path) -> Iterator[Document]:
     content = file.read_bytes()
     try:
         data = msgspec.json.decode(content)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except JSON_ERRORS:
         yield from row_documents(_json_rows(content.splitlines(), file), file)
         return
     lists = [value for value in data.values() if isinstance(value, list)] if isinstance(data, dict) else []
@@ -134,7 +134,7 @@ def _json_rows(lines: Iterable[bytes], file: Path) -> Iterator[dict[str, Any] | 
         if line.strip():
             try:
                 yield msgspec.json.decode(line, type=dict[str, Any] | list[dict[str, Any]] | str)
-            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            except JSON_ERRORS as error:
                 raise CheckpointError(f"calibration data {file}:{number}: not a JSON object: {error}") from None
 
 

@@ -13,7 +13,7 @@ from uuid import uuid4
 
 import msgspec
 
-from lmkit.errors import RequestError
+from lmkit.errors import JSON_ERRORS, RequestError
 from lmkit.log import get_logger
 from lmkit.web.data_folder import DataFolder
 
@@ -72,7 +72,7 @@ class Files:
     def _load(self, keep: Collection[str]) -> None:
         for path in sorted(self._folder.iterdir()):
             if path.suffix == ".json":
-                with suppress(OSError, msgspec.DecodeError):
+                with suppress(OSError, *JSON_ERRORS):
                     self._keep(msgspec.json.decode(path.read_bytes(), type=File))
         for path in self._folder.iterdir():
             if path.stem not in self._files and path.name not in keep:

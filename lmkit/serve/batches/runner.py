@@ -24,7 +24,7 @@ from prometheus_client import CollectorRegistry
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
-from lmkit.errors import RequestError
+from lmkit.errors import JSON_ERRORS, RequestError
 from lmkit.log import get_logger
 from lmkit.serve.auth import Owner
 from lmkit.serve.batches import batch as records
@@ -74,7 +74,7 @@ class Batches:
             for path in sorted(data.folder("batches").glob("batch_*.json")):
                 try:
                     batch = msgspec.json.decode(path.read_bytes(), type=Batch)
-                except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                except JSON_ERRORS as error:
                     logger.error("%s is not read: %s", path, error)
                 else:
                     self._batches[batch.id] = batch

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Self
 
 import msgspec
 
-from lmkit.errors import ConfigError
+from lmkit.errors import JSON_ERRORS, ConfigError
 
 START_SECONDS = 60.0  # for the imports of a hook
 MAX_LINE_BYTES = 1 << 28
@@ -103,7 +103,7 @@ def _settings(name: str, line: bytes) -> Settings:
         if "error" in found:
             raise ConfigError(f"--hook {name}: {found['error']}")
         settings = msgspec.convert(found, Settings)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except JSON_ERRORS as error:
         raise ConfigError(f"--hook {name}: {error if line else 'its process ended while it was imported'}") from None
     if not (settings.before or settings.after):
         raise ConfigError(f"--hook {name}: it has neither a function before nor after")

@@ -18,7 +18,7 @@ from grpc_health.v1 import health_pb2
 from starlette.types import ASGIApp, Message
 
 from lmkit.config import MAX_TIMEOUT
-from lmkit.errors import HTTP_STATUS, ConfigError, RequestError
+from lmkit.errors import HTTP_STATUS, JSON_ERRORS, ConfigError, RequestError
 from lmkit.log import get_logger
 from lmkit.web.inside import call
 from lmkit.web.rpc.messages import SERVICE, Answer, GenerateRequest, GenerateResponse
@@ -208,7 +208,7 @@ class Generation:
 async def _read(context: Any, data: bytes) -> Any:
     try:
         return msgspec.json.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except JSON_ERRORS:
         await _fail(context, 502, {})
 
 
