@@ -37,7 +37,7 @@ class Growth:
 def unfinished_bodies(setting: Setting) -> float:
     """MiB by which a proxy grows while many clients send all but the last byte of a body."""
     config = setting.workdir / "proxy.yaml"
-    config.write_text(f"max_body_bytes: {2 * BODY_BYTES}\nbody_memory: {BODY_MEMORY}\n")
+    config.write_text(f"max_body_bytes: {2 * BODY_BYTES}\nbody_memory: {BODY_MEMORY}\nnode_wait: 0\n")
     head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % BODY_BYTES
     body = bytes(BODY_BYTES - 1)
     with routing(options=("--config", str(config))) as proxy, contextlib.ExitStack() as stack:
