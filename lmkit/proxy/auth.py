@@ -8,7 +8,7 @@ from enum import Enum
 
 from lmkit.errors import RequestError
 from lmkit.proxy.accounts.ledger import Ledger
-from lmkit.web.auth import ApiKey, Headers, Keyring, invalid_api_key, parse_key
+from lmkit.web.auth import ApiKey, Headers, Keyring, invalid_api_key, only_known, parse_key, presented_keys
 
 
 class Access(Enum):
@@ -37,8 +37,14 @@ class Keys:
         return cls(Keyring((key.key, key) for key in keys), for_clients, "admin" in roles, "node" in roles, managed)
 
     def find(self, headers: Headers) -> ApiKey | None:
-        """The request's key. Raises RequestError for one that has expired."""
-        return self.keyring.find(headers) or (self.managed.find(headers) if self.managed else None)
+        """The request's key, see `only_known`. Raises RequestError if there is none but one that has expired."""
+        found = only_known(headers, self._value)
+        if found is None and self.managed is not None:
+            self.managed.check_expiry(presented_keys(headers))
+        return found
+
+    def _value(self, key: bytes) -> ApiKey | None:
+        return self.keyring.value(key) or (self.managed.value(key) if self.managed else None)
 
 
 def authorize(keys: Keys, access: Access, headers: Headers) -> ApiKey | None:

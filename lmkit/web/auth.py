@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Annotated, Generic, Literal, TypeVar
 
 import msgspec
@@ -69,17 +69,17 @@ class Keyring(Generic[T]):
         self._entries = [(_digest(key.encode()), value) for key, value in keys]
 
     def find(self, headers: Headers) -> T | None:
-        """The value of the request's key, see `presented_keys`. None if none of its keys is known, or two are.
+        """The value of the request's key, see `only_known`.
 
         The time does not depend on the keys: their digests are compared with those of all keys.
         """
-        digests = [_digest(key) for key in presented_keys(headers)]
-        found = [
-            value
-            for digest in digests
-            for value in [value for known, value in self._entries if hmac.compare_digest(digest, known)][:1]
-        ]
-        return found[0] if len(found) == 1 else None
+        return only_known(headers, self.value)
+
+    def value(self, key: bytes) -> T | None:
+        """The value of one key; None if it is not known."""
+        digest = _digest(key)
+        values = [value for known, value in self._entries if hmac.compare_digest(digest, known)]
+        return values[0] if values else None
 
 
 def tenant_of(key: str, client: str = "") -> str:
@@ -127,11 +127,7 @@ def id_of(key: str | bytes) -> str:
 
 
 def presented_keys(headers: Headers) -> list[bytes]:
-    """The different keys that a request sends: those of Authorization, then those of x-api-key; at most four.
-
-    Clients send a stale or an empty x-api-key of their environment beside the right Authorization, or the other way
-    round. So the one that is known counts. If two are known, nobody can say who asks, and the request is refused.
-    """
+    """The different keys that a request sends: those of Authorization, then those of x-api-key; at most four."""
     headers = list(headers)
     bearer = [value.strip().partition(b" ") for name, value in headers if name == b"authorization"]
     if len(bearer) > 1:  # HTTP has one such header, and what stands between may read the other
@@ -139,6 +135,16 @@ def presented_keys(headers: Headers) -> list[bytes]:
     keys = [key.strip() for scheme, _, key in bearer if scheme.lower() == b"bearer"]
     keys += [value.strip() for name, value in headers if name == b"x-api-key"]
     return list(dict.fromkeys(key for key in keys if key))[:4]
+
+
+def only_known(headers: Headers, known: Callable[[bytes], T | None]) -> T | None:
+    """What `known` says of the one key of a request of which it says anything. None: of no key, or of two.
+
+    Clients send a stale or an empty x-api-key of their environment beside the right Authorization, or the other way
+    round. So the one that is known counts. If two are known, nobody can say who asks, and the request is refused.
+    """
+    found = [value for key in presented_keys(headers) if (value := known(key)) is not None]
+    return found[0] if len(found) == 1 else None
 
 
 def _digest(key: bytes) -> bytes:

@@ -16,6 +16,7 @@ from lmkit.errors import ConfigError, RequestError
 from lmkit.proxy.accounts.account import Amount, Price, Usage, end_of, start_of
 from lmkit.proxy.accounts.ledger import Ledger, Refusal, digest_of
 from lmkit.proxy.accounts.store import Store
+from lmkit.proxy.auth import Keys
 
 pytestmark = pytest.mark.anyio
 
@@ -141,12 +142,11 @@ async def test_t7_a_key_is_stored_as_its_digest_only(tmp_path: Path) -> None:
     path = tmp_path / "keys.db"
     async with Ledger(path) as ledger:
         key, secret = await ledger.create({"name": "a"})
-        header = [(b"authorization", f"Bearer {secret}".encode())]
-        found = ledger.find(header)
+        found = ledger.value(secret.encode())
         assert found is not None
         assert (found.key, ledger.key(found)) == (digest_of(secret), key)
-        assert ledger.find([(b"authorization", f"Bearer {secret.upper()}".encode())]) is None
-        assert ledger.find([(b"authorization", f"Bearer {digest_of(secret)}".encode())]) is None
+        assert ledger.value(secret.upper().encode()) is None
+        assert ledger.value(digest_of(secret).encode()) is None
     assert path.stat().st_mode & 0o777 == 0o600
     for file in tmp_path.iterdir():
         assert secret.encode() not in file.read_bytes()
@@ -156,16 +156,22 @@ async def test_an_expired_and_a_revoked_key_are_refused_and_keep_their_usage(tmp
     clock = Clock("2026-11-29T12:00:00")
     async with Ledger(tmp_path / "keys.db", clock) as ledger:
         key, secret = await ledger.create({"name": "a", "expires": "2026-11-30T00:00:00Z"})
-        header = [(b"x-api-key", secret.encode())]
-        assert ledger.find(header)
+        _, right = await ledger.create({"name": "b"})
+        keys = Keys.of(["other"], [], ledger)
+        header, beside = [(b"x-api-key", secret.encode())], (b"authorization", f"Bearer {right}".encode())
+        assert keys.find(header) == ledger.value(secret.encode())
+        assert keys.find([*header, beside]) is None  # who asks?
+        assert keys.find([*header, (b"authorization", b"Bearer other")]) is None
         await request(ledger, key.id, Usage(1, 0, 1))
         clock.set("2026-11-30T00:00:00")
         with pytest.raises(RequestError, match="expired at 2026-11-30 00:00 UTC"):
-            ledger.find(header)
+            keys.find(header)
+        assert keys.find([*header, beside]) == ledger.value(right.encode())  # the right one counts
         await ledger.update(key.id, {"expires": None})
-        assert ledger.find(header)
+        assert keys.find(header)
         await ledger.update(key.id, {"revoked": True})
-        assert ledger.find(header) is None
+        assert keys.find(header) is None
+        assert keys.find([*header, beside]) == ledger.value(right.encode())
         assert [row["requests"] for row in await ledger.report(("key",), "2026-11-29", "2026-11-29")] == [1]
 
 

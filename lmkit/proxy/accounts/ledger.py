@@ -14,7 +14,7 @@ import hashlib
 import math
 import secrets
 import sqlite3
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, date, datetime
 from pathlib import Path
@@ -40,7 +40,7 @@ from lmkit.proxy.accounts.account import (
 )  # fmt: skip
 from lmkit.proxy.accounts.counters import Account
 from lmkit.proxy.accounts.store import Charge, Store
-from lmkit.web.auth import ApiKey, Headers, presented_keys
+from lmkit.web.auth import ApiKey
 
 T = TypeVar("T")
 SYNC_SECONDS = 1.0
@@ -147,16 +147,22 @@ class Ledger:
 
     # Requests
 
-    def find(self, headers: Headers) -> ApiKey | None:
-        """The request's key, if it is one of the store. Its text there is the digest, which names the tenant."""
-        digests = [digest for secret in presented_keys(headers) if (digest := digest_of(secret)) in self._keys]
-        digest = digests[0] if len(digests) == 1 else ""
+    def value(self, secret: bytes) -> ApiKey | None:
+        """This key of the store, if it is in force. Its text there is the digest, which names the tenant."""
+        digest = digest_of(secret)
         key = self._keys.get(digest)
-        if key is None or key.revoked:
+        if key is None or key.revoked or self._has_expired(key):
             return None
-        if key.expires is not None and key.expires <= self.now():
-            raise RequestError("invalid_api_key", f"this API key expired at {key.expires:%Y-%m-%d %H:%M} UTC")
         return ApiKey(key=digest, min_priority=key.min_priority)
+
+    def _has_expired(self, key: Key) -> bool:
+        return key.expires is not None and key.expires <= self.now()
+
+    def check_expiry(self, secrets: Iterable[bytes]) -> None:
+        """Raise RequestError if one of these is a key that has expired."""
+        for key in filter(None, map(self._keys.get, map(digest_of, secrets))):
+            if not key.revoked and self._has_expired(key):
+                raise RequestError("invalid_api_key", f"this API key expired at {key.expires:%Y-%m-%d %H:%M} UTC")
 
     def key(self, held: ApiKey | None) -> Key | None:
         return self._keys.get(held.key) if held else None
