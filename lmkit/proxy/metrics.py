@@ -49,9 +49,8 @@ class Metrics:
             ["model", "kind"],
             registry=self._own,
         )
-        self._nodes = _Nodes(registry)
-        self._own.register(self._nodes)
         self._own.register(_Retries(retries))
+        self._registry = registry
 
     def charged(self, charge: Charge) -> None:
         for kind, count in charge.usage._asdict().items():
@@ -64,8 +63,7 @@ class Metrics:
 
     def render(self, *, addresses: bool = True) -> bytes:
         """Without `addresses`, nodes have their ids instead."""
-        self._nodes.addresses = addresses
-        return generate_latest(self._own)
+        return generate_latest(self._own) + generate_latest(_Nodes(self._registry, addresses=addresses))
 
 
 class _Retries(Collector):
@@ -83,9 +81,8 @@ class _Retries(Collector):
 
 
 class _Nodes(Collector):
-    def __init__(self, registry: Registry) -> None:
-        self._registry = registry
-        self.addresses = True
+    def __init__(self, registry: Registry, *, addresses: bool) -> None:
+        self._registry, self._addresses = registry, addresses
 
     def collect(self) -> Iterable[Metric]:
         up = GaugeMetricFamily("lmkit_proxy_node_up", "1 for a healthy node", labels=["node"])
@@ -107,7 +104,7 @@ class _Nodes(Collector):
         weight = GaugeMetricFamily("lmkit_proxy_node_weight", "A node's weight, less while it starts", labels=["node"])
         ramping = self._registry.ramps([node for node in self._registry.nodes() if node.healthy])
         for node in self._registry.nodes():
-            name = node.url if self.addresses else node.id
+            name = node.url if self._addresses else node.id
             ejected.add_metric([name], node.ejections)
             weight.add_metric([name], node.config.weight * ramping.get(node, 1.0))
             up.add_metric([name], node.healthy)
