@@ -22,7 +22,6 @@ from lmkit.log import get_logger
 from lmkit.proxy.call import Call
 from lmkit.proxy.downstream import DownstreamResponse
 from lmkit.proxy.headers import to_client, to_node
-from lmkit.proxy.journal import MAX_RESUMES
 from lmkit.proxy.metrics import Metrics
 from lmkit.proxy.moves import Moves
 from lmkit.proxy.pairs import Pairs
@@ -175,7 +174,7 @@ class Forwarder:
                     self._record(node, good=False)
                 except _EngineDownError:
                     self._not_ready(node)
-                    moves.resend()
+                    moves.resend(node)
                 except SilentError:
                     self._record(node, good=False)
                     raise RequestError("upstream_timeout", "the node did not answer in time") from None
@@ -183,7 +182,7 @@ class Forwarder:
                     raise RequestError("invalid_request", "a header of the request cannot be sent on") from None
                 except BrokenError as failure:  # no failed check: a client may cause it at will
                     log.warning("node %s gave no usable answer to a request: %s", node.url, failure)
-                    moves.resend()
+                    moves.resend(node)
                     self._record(node, good=False)
             if moves.total:  # a node has seen the request
                 error = RequestError("bad_gateway", "no node answered the request")
@@ -197,10 +196,11 @@ class Forwarder:
                 if not self._retries.spend():
                     break
                 await asyncio.sleep(self._retries.pause(sent_again))
+            await asyncio.sleep(moves.pause)
         raise error or self._registry.absence(call.model)
 
     def _moves(self, call: Call, seconds: float) -> Moves:
-        return Moves(call.journal, seconds, lambda: self._registry.clock())
+        return Moves(call.journal, seconds, self._upstream.silence, lambda: self._registry.clock())
 
     def _not_ready(self, node: Node) -> None:
         if self._registry.failed(node, "its engine is not ready"):
@@ -254,7 +254,7 @@ class Forwarder:
             if is_away and (call.last or client.started) and self._may_wait(call, moves):
                 return False
             if client.started and not begun:  # it cannot go on with the stream
-                call.journal.move()
+                moves.move(None)
                 return False
             if answer.status == 503:
                 if moves.may_resend and code == b"engine_unavailable":
@@ -309,8 +309,7 @@ class Forwarder:
             await client.end(answer.read_body)
             return True
         try:
-            movable = journal.is_open and journal.num_resumes < MAX_RESUMES
-            async with _leaving(node, call, movable=movable) as limit:
+            async with _leaving(node, call, movable=journal.is_open and moves.may_resend) as limit:
                 while piece := await answer.piece():
                     limit.reschedule(None)  # a slow client is no silence of the node
                     if first:
@@ -333,14 +332,14 @@ class Forwarder:
             else:
                 error = RequestError("bad_gateway", "the node broke off in the middle of its answer")
             if journal.is_open:
-                journal.move()
+                moves.move(node if isinstance(failure, BrokenError) else None)
             else:
                 await client.fail(error)
             return False
         moves.look()
         if journal.is_open and (self._registry.candidates(call.model, tried) or self._may_wait(call, moves)):
             log.warning("node %s gave up a stream, which goes on at another", node.url)  # its error is held
-            journal.move()
+            moves.move(node)
             return False
         await client.write(journal.rest())
         await client.end()

@@ -10,7 +10,6 @@ from lmkit.web.budget import Share
 from lmkit.web.resume import MAX_JOURNAL_BYTES, STREAM_HEADER, Identity
 from lmkit.web.sse import WholeEvents
 
-MAX_RESUMES, MAX_MOVES = 4, 32  # of one stream: without a new token, and in all
 _NOTE = re.compile(rb"^: lmkit ([^\n]+)\n\n", re.MULTILINE)  # an event's own lines never begin with a colon
 _KEEP_ALIVE = b": keep-alive\n\n"
 
@@ -25,8 +24,6 @@ class Journal:
         self._events = WholeEvents()
         self._entries = bytearray()  # with a comma behind each
         self._held = b""  # events whose note has not come
-        self.num_resumes = 0  # since the last new token
-        self.num_moves = 0
         self.num_notes = 0
         self.is_open = False  # the stream can go on elsewhere
         self.is_complete = False  # the client has all of the answer
@@ -90,12 +87,6 @@ class Journal:
         else:
             self._entries += entry + b","
             self.num_notes += 1
-            self.num_resumes = 0
-
-    def move(self) -> None:
-        """A node broke off, or does not go on with the stream."""
-        self.num_resumes += 1
-        self.num_moves += 1
 
     def reserve(self, num_bytes: int) -> bool:
         """Pay for bytes that are kept until the call ends. False: there is no room."""

@@ -95,7 +95,7 @@ class Upstream:
 
         A node that reads none of a request's body is silent, too.
         """
-        self._tls, self._connect_timeout, self._silence = tls, connect_timeout, read_timeout
+        self._tls, self._connect_timeout, self.silence = tls, connect_timeout, read_timeout
         self._idle = defaultdict[Origin, list[Channel]](list)
         self.channels = set[Channel]()  # all that are open
         self._names: dict[tuple[str, int], tuple[float, asyncio.Task[list[str]]]] = {}
@@ -190,7 +190,7 @@ class Upstream:
     async def _open(self, origin: Origin, address: str) -> Channel:
         tls: dict[str, Any] = {"ssl": self._tls, "server_hostname": origin.host} if origin.is_tls else {}
         loop = asyncio.get_running_loop()
-        make = functools.partial(Channel, self._silence, self.channels.discard)
+        make = functools.partial(Channel, self.silence, self.channels.discard)
         channel: Channel
         _, channel = await loop.create_connection(make, address, origin.port, **tls)
         self.channels.add(channel)

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from lmkit.proxy import forward, health
-from lmkit.proxy.journal import MAX_RESUMES, Journal
-from lmkit.proxy.moves import MAX_LEFT
+from lmkit.proxy.journal import Journal
+from lmkit.proxy.moves import MAX_LEFT, MAX_RESENDS
 from lmkit.web.budget import Budget
 from lmkit.web.resume import ERROR
 from tests.proxy.fakes import BODY, CHAT, Exchange, FakeNode, Script, client, eventually, nodes, proxy_for
@@ -81,7 +81,7 @@ async def test_another_model_does_not_go_on_with_a_stream() -> None:
     assert text.startswith(FIRST.decode())
     assert "bad_gateway" in text
     assert "other" not in text
-    assert len(one) + len(two) <= 2 * MAX_RESUMES + 2
+    assert len(one) + len(two) <= 2 * MAX_RESENDS + 2
 
 
 async def test_a_stream_that_said_its_end_is_not_resumed() -> None:
@@ -251,7 +251,7 @@ async def test_a_stream_that_has_moved_often_stays_at_a_node_whose_checks_fail()
         nonlocal at
         at += 1
         await exchange.start_events((HEADER, PRINT))
-        if at <= MAX_RESUMES:
+        if at <= MAX_RESENDS:
             exchange.writer.close()
             return
         await exchange.chunk(FIRST + NOTE)
@@ -260,7 +260,7 @@ async def test_a_stream_that_has_moved_often_stays_at_a_node_whose_checks_fail()
         await exchange.chunk(SECOND + NOTE + DONE + END)
         await exchange.end()
 
-    among = [FakeNode(str(number), api_key="k", script=moves) for number in range(MAX_RESUMES + 2)]
+    among = [FakeNode(str(number), api_key="k", script=moves) for number in range(MAX_RESENDS + 2)]
     checks = {"health_interval": 0.02, "unhealthy_after": 1}
     async with (
         nodes(*among) as fakes,
@@ -303,7 +303,7 @@ async def test_a_response_is_looked_for_at_the_node_that_ended_it() -> None:
 
 async def test_a_stream_that_gets_on_moves_as_often_as_its_nodes_end() -> None:
     """More often than a stream may move without a token, back to nodes that ended it, and past ones that refuse it."""
-    last, at = 3 * MAX_RESUMES, 0
+    last, at = 3 * MAX_RESENDS, 0
 
     async def script(exchange: Exchange) -> None:
         nonlocal at
@@ -344,4 +344,4 @@ async def test_a_stream_that_ends_each_node_at_the_same_token_is_given_up() -> N
     async with nodes(keyed("a", script)) as (a,), proxy_for(a, node_wait=20.0) as (_, url), client(url) as http:
         got = (await http.post(CHAT, content=BODY)).text
         assert "bad_gateway" in got
-        assert len(a.requests) <= MAX_RESUMES + 2
+        assert len(a.requests) <= MAX_RESENDS + 2
