@@ -202,8 +202,8 @@ class Proxy:
             body = ollama.own_body(path, body, self.registry.names(self._router.aliases()))
             asked, name = read_asked(body), key.key if key else ""
             routing = self._router.routing(asked, scope["headers"], f"{name}\0{client}")
-            context = self.registry.context((routing.model, *routing.fallback))
-            charging = charged(self.ledger, key, tap, response, path, body, asked.model, context)
+            sizes = self.registry.sizes((routing.model, *routing.fallback))
+            charging = charged(self.ledger, key, tap, response, path, body, asked.model, sizes)
             async with charging as (sent, added):
                 about = path, scope["query_string"], [*scope["headers"], *added], sent, asked.model
                 call = Call(*about, routing, journal, name, client)

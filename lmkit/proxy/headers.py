@@ -15,6 +15,7 @@ Headers = Iterable[tuple[bytes, bytes]]
 _TO_NODE = frozenset({
     b"accept", b"content-type", b"user-agent", b"x-request-id", b"traceparent", b"tracestate", b"idempotency-key",
     b"openai-beta", b"anthropic-version", b"anthropic-beta", b"x-lmkit-counts",
+    b"x-lmkit-prompt-tokens",
 })  # fmt: skip
 _TO_NODE_PREFIXES = (b"x-stainless-",)  # the version of OpenAI's and Anthropic's clients
 _TO_CLIENT = frozenset({

@@ -13,6 +13,7 @@ from random import Random
 from typing import Any, NamedTuple
 
 from lmkit.errors import RequestError
+from lmkit.proxy.accounts.account import Sizes
 from lmkit.proxy.breaker import Breaker
 from lmkit.proxy.config import NodeConfig, ProxyConfig, Registration
 from lmkit.proxy.outliers import MAX_SAMPLES, MIN_SAMPLES, ramps, worst
@@ -221,12 +222,16 @@ class Registry:
         able = [n for n in able if n.config.role != "prefill"] or able
         return [n for n in able if n.breaker.admits] or able
 
-    def context(self, models: Iterable[str]) -> int | None:
-        """The longest context of these models, in tokens, as their nodes list it. None = not known of each."""
-        lengths = [whole((node.models or {}).get(model, {}).get("max_model_len", 0))
-                   for model in models for node in self.nodes() if model in (node.models or ())]  # fmt: skip
-        known = [length for length in lengths if length is not None and 0 < length <= MAX_CONTEXT]
-        return max(known) if len(known) == len(lengths) and known else None
+    def sizes(self, models: Iterable[str]) -> Sizes:
+        """The largest sizes of these models, as their nodes list them. One is known if each node tells it."""
+        entries = [entries[m] for m in models for node in self.nodes() if m in (entries := node.models or {})]
+
+        def largest(field: str) -> int | None:
+            told = [whole(entry.get(field)) for entry in entries]
+            known = [size for size in told if size is not None and 0 < size <= MAX_CONTEXT]
+            return max(known) if len(known) == len(told) and known else None
+
+        return Sizes(largest("max_model_len"), largest("template_tokens"))
 
     def prefill_nodes(self, model: str) -> list[Node]:
         """The healthy nodes that compute prompts for the decode nodes of `model`."""

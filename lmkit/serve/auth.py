@@ -13,6 +13,7 @@ from lmkit.web.access_log import note_error
 from lmkit.web.auth import ApiKey, Headers, Keyring, invalid_api_key, named_client, tenant_of
 from lmkit.web.errors import error_response
 from lmkit.web.key_file import KeyFile, parse_keys
+from lmkit.web.prompt_limit import limit_prompts
 from lmkit.web.rates import Meter, measure
 
 OPEN_PATHS = frozenset({"/health", "/ping"})  # for load balancers; /metrics shows traffic, so it needs a key
@@ -70,6 +71,7 @@ class ApiKeys:
                 state["key"] = key = self.key(scope["path"], scope["headers"])
                 state["is_proxy"] = key.role == "proxy" if key else bool(self._from_proxy.find(scope["headers"]))
                 state["owner"] = owner_of(key, named_client(scope["headers"]))
+                limit_prompts(scope["headers"])
                 if key is not None and scope["method"] == "POST" and (meter := self._meters.get(key)):
                     meter.request()
             except RequestError as error:

@@ -22,6 +22,7 @@ class ModelCard(BaseModel):
     created: int
     owned_by: str = "lmkit"
     max_model_len: int | None
+    template_tokens: int | None  # of the shortest chat, nearly all the template's. null = there is none
     state: str
     input_modalities: list[str] = ["text"]
     tool_parser: str | None  # how it writes calls of tools: a dialect, see docs/tools.md. null = it cannot
@@ -62,6 +63,7 @@ def _card(model: PooledModel, name: str) -> ModelCard:
         id=name,
         created=model.serving.created,
         max_model_len=info.max_model_len if info else None,
+        template_tokens=model.serving.tokenizer.template_tokens,
         state=model.engine.health,
         input_modalities=["text", "image"] if info and not isinstance(info.images, str) else ["text"],
         tool_parser=model.serving.style.tool_parser,

@@ -41,6 +41,7 @@ def load_tokenizer(engine: AsyncEngine) -> Tokenizer:
     """A model's tokenizer, whose chat template has been checked. Raises LMKitError."""
     tokenizer = Tokenizer.from_pretrained(engine.model_path, engine.config.chat_template)
     tokenizer.check_template()
+    _ = tokenizer.template_tokens  # which every list of models tells
     return tokenizer
 
 

@@ -30,6 +30,7 @@ from lmkit.turbo.transport.output import RequestOutput, TextLogprobs, TokenText
 from lmkit.web.budget import Share
 from lmkit.web.counts import HEADER as COUNTS_HEADER
 from lmkit.web.counts import MARK
+from lmkit.web.prompt_limit import check_prompts
 from lmkit.web.receive import while_connected
 from lmkit.web.resume import STREAM_HEADER, Identity
 
@@ -138,6 +139,8 @@ class ResponseBuilder(ABC, Generic[B]):
         return self.body.n or 1
 
     def outputs(self) -> AsyncGenerator[tuple[int, RequestOutput]]:
+        """The outputs as they come, each with its choice. Raises RequestError."""
+        check_prompts(sum(len(request.prompt_ids) for request in self.requests[:: self.choices_per_prompt]))
         if (resumption := self.resumption) is None:
             shares = self.only_scores and not self.requests[0].params.prompt_top
             return self.server.run(self.requests, self.choices_per_prompt, self.share, shares_scores=shares)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -182,6 +183,15 @@ class Tokenizer:
         """Raise CheckpointError if there is a chat template that does not compile, before a request needs it."""
         if self.chat_template is not None:
             _ = self.chat_template.parameters
+
+    @cached_property
+    def template_tokens(self) -> int | None:
+        """How many tokens the chat template makes of the shortest message. None: there is none, or it refuses that."""
+        try:
+            text = self.render_chat([{"role": "user", "content": "a"}])
+        except RequestError:
+            return None
+        return len(self.encode(text, add_special_tokens=False))
 
     def render_chat(
         self,

@@ -55,6 +55,13 @@ def _units(rate: float) -> int:
     return round(rate * (UNIT // 1_000_000))
 
 
+class Sizes(NamedTuple):
+    """What the nodes of a model tell of it, in tokens. None = not known."""
+
+    context: int | None = None  # the longest
+    template: int | None = None  # that its chat template adds to a message
+
+
 class Usage(NamedTuple):
     """Tokens of one request. `cached` are a part of `input`."""
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from lmkit.errors import RequestError
-from lmkit.proxy.accounts.account import Usage
+from lmkit.proxy.accounts.account import Sizes, Usage
 from lmkit.web.receive import decode_json
 from lmkit.whole import whole
 
@@ -27,11 +27,13 @@ OPEN_SHARE = 4  # and it may have one part in so many of what is left
 UNKNOWN_CONTEXT = 4096  # tokens of an answer without a limit, where no node tells its model's context
 UNKNOWN_PROMPT = 32768  # tokens of a prompt that is not in the body, where no node tells its model's context
 MAX_CONTEXT = 1 << 31  # tokens; no model has more
-TEMPLATE_TOKENS = 256  # that a chat template may add
+TEMPLATE_TOKENS = 256  # that a chat template may add; more if its nodes say so
 TOOLS_TOKENS = 1024  # that it may add where there are tools
 BYTES_PER_TOKEN = 3  # of a text; few have less
 # Parts of a prompt whose tokens the body's length does not bound; and JSON that hides the names of its fields.
-_ELSEWHERE = re.compile(rb'"(?:input_)?(?:images?|audio|video|file)(?:_url|_id)?"|"item_reference"|\\u00[2-7]')
+_ELSEWHERE = re.compile(
+    rb'"(?:input_)?(?:images?|audio|video|file)(?:_url|_id)?"|"item_reference"|"type"\s*:\s*"document"|\\u00[2-7]'
+)
 _CONTINUED = ("previous_response_id", "conversation")
 Fields = dict[str, msgspec.Raw]
 
@@ -108,14 +110,16 @@ class Extent:
         self._prompt += sum(size * (math.ceil(self._num_prompts / count) - 1) for size, count in prompts)
         self._is_elsewhere = _ELSEWHERE.search(body) is not None or any(self._given(_CONTINUED))
 
-    def allot(self, context: int | None, room: Callable[[int], float]) -> Usage:
-        """The most that it may use. `context` is that of its model, in tokens; None = not known. `room` says how many
-        tokens of answers the key has left after a prompt of so many.
+    def allot(self, sizes: Sizes, room: Callable[[int], float]) -> Usage:
+        """The most that it may use of a model of these sizes. `room` says how many tokens of answers the key has left
+        after a prompt of so many.
 
         A key with limits gets the limit of a request that leaves it open, or has it by another name, into the body.
         """
         route, answers = self._route, self._num_prompts * self.num_choices
-        prompt, whole_prompts = self._prompt, (context or UNKNOWN_PROMPT) * self._num_prompts
+        context = sizes.context
+        prompt = self._prompt + max(0, (sizes.template or 0) - TEMPLATE_TOKENS)
+        whole_prompts = (context or UNKNOWN_PROMPT) * self._num_prompts
         if self._is_elsewhere:
             prompt = max(prompt, whole_prompts)
         if context is not None:

@@ -10,7 +10,7 @@ import msgspec
 from starlette.types import Message, Send
 
 from lmkit.errors import RequestError
-from lmkit.proxy.accounts.account import Usage, reserved
+from lmkit.proxy.accounts.account import Sizes, Usage, reserved
 from lmkit.proxy.accounts.counts import reader_of
 from lmkit.proxy.accounts.extent import Extent
 from lmkit.proxy.accounts.ledger import Ledger, Refusal, Reservation
@@ -18,6 +18,7 @@ from lmkit.proxy.accounts.usage import Reader
 from lmkit.proxy.downstream import DownstreamResponse
 from lmkit.web.auth import ApiKey
 from lmkit.web.counts import HEADER
+from lmkit.web.prompt_limit import HEADER as PROMPT_LIMIT
 
 _LIMIT_HEADERS = (b"x-ratelimit-", b"anthropic-ratelimit-")
 
@@ -85,12 +86,12 @@ async def charged(
     path: str,
     body: bytes,
     model: str,
-    context: int | None,
+    sizes: Sizes,
 ) -> AsyncGenerator[tuple[bytes, list[tuple[bytes, bytes]]]]:
     """Reserve what a request may use, and charge what it has used at the end of the block.
 
-    `context` is that of the model in tokens, None = not known. Yields the body that a node gets, and headers for it.
-    Raises RequestError for a request that its key may not send now.
+    `sizes` are the model's. Yields the body that a node gets, and headers for it. Raises RequestError for a request
+    that its key may not send now.
     """
     key = ledger.key(held) if ledger else None
     if ledger is None or key is None:
@@ -101,11 +102,12 @@ async def charged(
         message = "a response in the background cannot be charged to a key of the key store"
         raise RequestError("permission_denied", message, "background")
     price = ledger.price(model)
-    most = asked.allot(context, lambda prompt: ledger.room(key, price, prompt))
-    if not asked.is_known and ledger.room(key, price, 0) < math.inf:
+    most = asked.allot(sizes, lambda prompt: ledger.room(key, price, prompt))
+    is_limited = ledger.room(key, price, 0) < math.inf
+    if is_limited and not asked.is_known:
         message = f"{path} does not say what it uses, and this key has a limit of tokens or money"
         raise RequestError("permission_denied", message)
-    reader = reader_of(asked, path, most, asked.most_told(context), continuous=ledger.ask_usage)
+    reader = reader_of(asked, path, most, asked.most_told(sizes.context), continuous=ledger.ask_usage)
     try:
         reservation = ledger.reserve(key, model, reserved(most, price), price)
     except Refusal as refusal:
@@ -116,7 +118,7 @@ async def charged(
     tap.begin(reservation, reader)
     left = False
     try:
-        yield asked.body(), [(HEADER, b"1")]
+        yield asked.body(), [(HEADER, b"1"), *([(PROMPT_LIMIT, b"%d" % most.input)] if is_limited else [])]
     except RequestError as error:
         left = error.code == "client_disconnected"
         raise

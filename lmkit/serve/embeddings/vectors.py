@@ -21,6 +21,7 @@ from lmkit.text.tokenizer import EncodedPair
 from lmkit.turbo.request import Classes, EngineInfo, Request, SamplingParams
 from lmkit.turbo.transport.output import RequestOutput
 from lmkit.turbo.transport.vectors import matrix
+from lmkit.web.prompt_limit import check_prompts
 from lmkit.web.receive import while_connected
 
 if TYPE_CHECKING:
@@ -121,6 +122,7 @@ class Embedder:
         """The last output of each request. The tokens of the `counted` ones are those of the body. `shares_scores`: see
         Serving.run.
         """
+        check_prompts(sum(len(request.prompt_ids) for request in counted))
         ends = []
         for part in _parts(requests):
             done: dict[int, RequestOutput] = {}
