@@ -2,17 +2,21 @@
 
     python -m benchmarks.resilience [--quick] [--json FILE] [--only NAME ...]
 
-A case that raises is a miss. A case that needs a quiet machine is measured up to three times, and says so. --json is
-written after each case. Cases start `lmkit serve` and `lmkit proxy` on the demo model, offline. --quick runs every case
-at a small size. The groups `clusters`, `ray`, `soak` and `streams` take minutes, and run only if they are named.
+A case that raises, or does not end, is a miss. A case that needs a quiet machine is measured up to three times, and
+says so. --json is written at the start and after each case. Cases start `lmkit serve` and `lmkit proxy` on the demo
+model, offline. --quick runs every case at a small size. The groups `clusters`, `ray`, `soak` and `streams` take
+minutes, and run only if they are named.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import signal
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +29,34 @@ from benchmarks.resilience.catalog import GROUPS
 
 TRIES = 3
 LONG = ("clusters", "ray", "soak", "streams")
+CASE_SECONDS, LONG_SECONDS = 400.0, 1500.0  # then a case is given up; one of a long group
 console = Console(width=None if sys.stdout.isatty() else 120)
 
 
-def measured(case: Case, *, quick: bool) -> dict[str, Any]:
-    """The row of a case, whatever it raises."""
+def measured(case: Case, *, quick: bool, turn: int = 1, seconds: float = CASE_SECONDS) -> dict[str, Any]:
+    """The row of a case, whatever it raises, and also if it does not end within `seconds`."""
     with tempfile.TemporaryDirectory(prefix="lmkit-resilience-", ignore_cleanup_errors=True) as scratch:
         try:
-            return case.row(case.measure(Setting(Path(scratch), quick)))
+            with given_up_after(seconds):
+                return case.row(case.measure(Setting(Path(scratch), quick, turn)), turns=turn)
         except Exception as error:  # noqa: BLE001 - the other cases go on
-            return case.row(None, f"{type(error).__name__}: {error}"[:500])
+            return case.row(None, f"{type(error).__name__}: {error}"[:500], turns=turn)
+
+
+@contextlib.contextmanager
+def given_up_after(seconds: float) -> Iterator[None]:
+    """Raise TimeoutError in the block, which must be in the main thread."""
+
+    def give_up(*_: object) -> None:
+        raise TimeoutError(f"it did not end within {seconds:g} s")
+
+    handler = signal.signal(signal.SIGALRM, give_up)
+    before, _ = signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, before)
+        signal.signal(signal.SIGALRM, handler)
 
 
 def shown(row: dict[str, Any]) -> str:
@@ -48,18 +70,21 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=GROUPS, metavar="NAME", help="some groups")
     arguments = parser.parse_args()
     names = arguments.only or [name for name in GROUPS if name not in LONG]
-    rows, start = [], time.perf_counter()
-    for case in (case for name in names for case in GROUPS[name]):
+    rows: list[dict[str, Any]] = []
+    start = time.perf_counter()
+    if arguments.json:
+        save(arguments.json, "resilience", rows, quick=arguments.quick)
+    for group, case in ((name, case) for name in names for case in GROUPS[name]):
         if reason := case.refusal():
             console.print(f"{case.name}: left out, {reason}")
             continue
-        begin, tries = time.perf_counter(), 0
-        while True:
-            row, tries = measured(case, quick=arguments.quick), tries + 1
-            if row["kept"] or not case.needs_quiet or tries == TRIES:
+        begin, seconds = time.perf_counter(), LONG_SECONDS if group in LONG else CASE_SECONDS
+        for turn in range(1, TRIES + 1):
+            row = measured(case, quick=arguments.quick, turn=turn, seconds=seconds)
+            if row["kept"] or not case.needs_quiet or turn == TRIES:
                 break
             console.print(f"{case.name}: {shown(row)} {case.unit}, measured again: it needs a quiet machine")
-        rows.append(row)
+        rows.append(row | {"seconds": round(time.perf_counter() - begin, 1)})
         state = "kept" if row["kept"] else f"NOT KEPT {row.get('error', '')}".rstrip()
         console.print(f"{case.name}: {shown(row)} {case.unit}, {state}, {time.perf_counter() - begin:.0f} s")
         if arguments.json:

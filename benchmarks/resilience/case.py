@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
+
+T = TypeVar("T")
 
 
 class Setting(NamedTuple):
@@ -12,6 +15,7 @@ class Setting(NamedTuple):
 
     workdir: Path  # an empty folder of the case's own
     quick: bool  # sizes at which the case takes seconds, so that the tests run it
+    turn: int = 1  # of the measurements of one case
 
 
 class Case(NamedTuple):
@@ -28,12 +32,35 @@ class Case(NamedTuple):
         """A time is of the machine as well, so a miss is measured again."""
         return self.unit == "s"
 
-    def row(self, value: float | None, error: str = "") -> dict[str, Any]:
-        """None: it raised `error`, which is a miss."""
+    def row(self, value: float | None, error: str = "", turns: int = 1) -> dict[str, Any]:
+        """None: it raised `error`, which is a miss. `turns` is how often it was measured."""
         return {
             "case": self.name,
             "value": None if value is None else round(value, 3),
             "limit": self.limit,
             "unit": self.unit,
             "kept": value is not None and value <= self.limit,
+            "needs_quiet": self.needs_quiet,
+            "turns": turns,
         } | ({"error": error} if error else {})
+
+
+def shared(run: Callable[[Setting], T]) -> Callable[[Setting], T]:
+    """`run` once for all cases that ask for it in the same turn. If it raises, it raises for each of them."""
+    results: dict[tuple[bool, int], T] = {}
+    failures: dict[tuple[bool, int], Exception] = {}
+
+    @functools.wraps(run)
+    def once(setting: Setting) -> T:
+        which = setting.quick, setting.turn
+        if which in failures:
+            raise failures[which]
+        if which not in results:
+            try:
+                results[which] = run(setting)
+            except Exception as error:
+                failures[which] = error
+                raise
+        return results[which]
+
+    return once

@@ -10,10 +10,14 @@ from benchmarks.resilience import (
     failover,
     fairness,
     front_end,
+    grammars,
+    money,
+    names,
     network,
     proxy,
     soak,
     streams,
+    strikes,
 )
 from benchmarks.resilience.case import Case
 
@@ -22,9 +26,12 @@ GROUPS: dict[str, tuple[Case, ...]] = {
     "clusters": clusters.CASES,
     "connections": connections.CASES,
     "engine_faults": engine_faults.CASES,
-    "failover": failover.CASES,
+    "failover": (*failover.CASES, *strikes.CASES),
     "fairness": fairness.CASES,
     "front_end": front_end.CASES,
+    "grammars": grammars.CASES,
+    "money": money.CASES,
+    "names": names.CASES,
     "network": network.CASES,
     "proxy": proxy.CASES,
     "ray": clusters.RAY,

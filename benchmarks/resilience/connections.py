@@ -15,7 +15,7 @@ from typing import Any
 
 import httpx
 
-from benchmarks.resilience.case import Case, Setting
+from benchmarks.resilience.case import Case, Setting, shared
 from benchmarks.resilience.processes import Command, HealthProbe, routing, serving
 
 OPEN_FILES = 1024
@@ -24,7 +24,6 @@ HEAD = (
     "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     "Authorization: Bearer {key}\r\n"
 )
-_runs: dict[bool, dict[str, float]] = {}
 Attack = Callable[[Command, float, int], Coroutine[Any, Any, None]]
 
 
@@ -140,13 +139,12 @@ async def seconds_to_notice(command: Command, server: Command) -> float:
         return time.monotonic() - start
 
 
+@shared
 def run(setting: Setting) -> dict[str, float]:
     """The worst /health of server and proxy under each attack, the log in MiB, and the seconds to a disconnect.
 
     One run serves all cases.
     """
-    if setting.quick in _runs:
-        return _runs[setting.quick]
     figures = dict.fromkeys(ATTACKS, 0.0)
     with both(setting) as commands:
         for name, (attack, length) in ATTACKS.items():
@@ -157,7 +155,6 @@ def run(setting: Setting) -> dict[str, float]:
                 figures[name] = max(figures[name], health.worst)
         figures["disconnect"] = max(asyncio.run(seconds_to_notice(command, commands[0])) for command in commands)
         figures["log"] = max(command.num_log_bytes for command in commands) / 2**20
-    _runs[setting.quick] = figures
     return figures
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import resource
 import shutil
@@ -16,7 +15,7 @@ from typing import Any
 import httpx
 import psutil
 
-from benchmarks.resilience.case import Case, Setting
+from benchmarks.resilience.case import Case, Setting, shared
 from benchmarks.resilience.processes import Command, serving
 from lmkit.formats.hub import resolve_model_path
 from lmkit.turbo.engine.engine import Engine
@@ -76,8 +75,7 @@ def recovery(server: Command, attack: Callable[[], None], **fields: Any) -> floa
     return time.monotonic() - start
 
 
-@functools.cache
-def hung() -> float:
+def hung(setting: Setting) -> float:
     """The worst of two recoveries: the engine is stopped, and its step never ends. A deadline is kept meanwhile."""
     engine = f"{__name__}:{HangingEngine.__name__}"
     with serving("--engine", engine, "--step-timeout", str(STEP_TIMEOUT), "--served-model-name", "model") as server:
@@ -85,8 +83,8 @@ def hung() -> float:
         return max(stopped, recovery(server, lambda: None, session_id=HANGING))
 
 
-@functools.cache
-def killed() -> tuple[float, float]:
+@shared
+def killed(setting: Setting) -> tuple[float, float]:
     """Seconds until the server answers again without its sockets, and until it has ended without open files."""
     with serving("--served-model-name", "model") as server:
 
@@ -126,8 +124,8 @@ def damaged_weights(setting: Setting) -> float:
 
 
 CASES = (
-    Case("engine stopped, step that never ends: until the server answers again", "s", 60, lambda setting: hung()),
-    Case("engine killed, its sockets removed: until the server answers again", "s", 60, lambda setting: killed()[0]),
-    Case("engine killed, no open files: until the server has ended", "s", 60, lambda setting: killed()[1]),
+    Case("engine stopped, step that never ends: until the server answers again", "s", 60, hung),
+    Case("engine killed, its sockets removed: until the server answers again", "s", 60, lambda at: killed(at)[0]),
+    Case("engine killed, no open files: until the server has ended", "s", 60, lambda at: killed(at)[1]),
     Case("200 wrong bits in packed weights: until they are packed anew", "s", 120, damaged_weights),
 )

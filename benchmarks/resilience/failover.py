@@ -163,6 +163,16 @@ class Replicas:
     def drain(self, number: int) -> None:
         self.nodes[number].process.send_signal(signal.SIGTERM)
 
+    def restart(self, number: int) -> None:
+        """A node drains and ends, and another starts in its place."""
+        old = self.nodes[number]
+        old.stop()
+        self.nodes[number] = self._start(old.address[1])
+
+    def kill_engine(self, number: int) -> None:
+        """A node starts its engine again."""
+        self.nodes[number].engine().kill()
+
     @staticmethod
     def _signal(node: Command, number: int) -> None:
         for pid in (node.process.pid, *(child.pid for child in node.children())):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import shutil
 import threading
 import time
@@ -14,7 +13,7 @@ from typing import NamedTuple
 import httpx
 
 import lmkit
-from benchmarks.resilience.case import Case, Setting
+from benchmarks.resilience.case import Case, Setting, shared
 from benchmarks.resilience.processes import Command, HealthProbe, serving
 
 DEMO = Path(lmkit.__file__).parent / "demo" / "model"
@@ -53,9 +52,9 @@ class LongTexts(NamedTuple):
     health_seconds: float  # the slowest /health beside /tokenize and /detokenize
 
 
-@functools.cache
-def long_texts(quick: bool) -> LongTexts:
-    text, times = WORDS * (40_000 if quick else 180_000), 6 if quick else 18
+@shared
+def long_texts(setting: Setting) -> LongTexts:
+    text, times = WORDS * (40_000 if setting.quick else 180_000), 6 if setting.quick else 18
     with serving() as command, ThreadPoolExecutor(6) as threads:
         _post(command, "/v1/completions", 200, prompt="import os", max_tokens=1)
         before = command.resident_mib
@@ -88,19 +87,19 @@ CASES = (
         "a request for one token beside prompts that are too long: worst",
         "s",
         1.5,
-        lambda setting: long_texts(setting.quick).short_seconds,
+        lambda setting: long_texts(setting).short_seconds,
     ),
     Case(
         "prompts that are too long, and token texts: memory kept",
         "MiB",
         300.0,
-        lambda setting: long_texts(setting.quick).kept_mib,
+        lambda setting: long_texts(setting).kept_mib,
     ),
     Case(
         "token texts of a large body: worst /health",
         "s",
         0.5,
-        lambda setting: long_texts(setting.quick).health_seconds,
+        lambda setting: long_texts(setting).health_seconds,
     ),
     Case("a template that loops or grows without end: worst refusal", "s", 15.0, hostile_template),
 )

@@ -122,6 +122,15 @@ def _running(*arguments: str, max_open_files: int | None, **environment: str) ->
         command.stop()
 
 
+def until_healthy(proxy: Command, count: int) -> None:
+    """Wait until so many nodes of a proxy are healthy."""
+    deadline = time.monotonic() + START_SECONDS
+    while httpx.get(f"{proxy.url}/health", timeout=10).json()["healthy_nodes"] < count:
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"{count} nodes are not healthy:\n{proxy.log}")
+        time.sleep(0.1)
+
+
 class HealthProbe:
     """Asks for /health every `every` seconds, each time on a new connection, while its block runs.
 

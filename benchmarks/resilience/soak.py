@@ -8,7 +8,6 @@ do not retry.
 from __future__ import annotations
 
 import asyncio
-import functools
 import itertools
 import json
 import os
@@ -22,7 +21,7 @@ from dataclasses import dataclass, field
 import aiohttp
 import httpx
 
-from benchmarks.resilience.case import Case
+from benchmarks.resilience.case import Case, Setting, shared
 from benchmarks.resilience.processes import Command, HealthProbe, routing
 
 SECONDS, KILL_EVERY = 600.0, 20.0
@@ -158,9 +157,9 @@ async def load(proxy: Command, nodes: list[Node], outcome: Outcome, *, quick: bo
     outcome.grown_mib = proxy.resident_mib - memory
 
 
-@functools.cache
-def run(quick: bool) -> Outcome:
-    """One run, for all cases. Takes ten minutes, or about half of one if `quick`."""
+@shared
+def run(setting: Setting) -> Outcome:
+    """One run, for all cases. Takes ten minutes, or about half of one if quick."""
     outcome = Outcome()
     nodes = [Node(), Node()]
     try:
@@ -168,7 +167,7 @@ def run(quick: bool) -> Outcome:
             time.sleep(1)
             files = proxy.num_open_files
             with HealthProbe(proxy.url) as health:
-                asyncio.run(load(proxy, nodes, outcome, quick=quick))
+                asyncio.run(load(proxy, nodes, outcome, quick=setting.quick))
             time.sleep(5)
             undisturbed(proxy.url)  # a use of the pool closes the connections to nodes that were idle for too long
             outcome.worst_health = health.worst
@@ -180,7 +179,7 @@ def run(quick: bool) -> Outcome:
 
 
 def _figure(name: str, unit: str, limit: float, figure: Callable[[Outcome], float]) -> Case:
-    return Case(f"soak: {name}", unit, limit, lambda setting: figure(run(setting.quick)))
+    return Case(f"soak: {name}", unit, limit, lambda setting: figure(run(setting)))
 
 
 CASES = (

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import json
 import random
 import re
@@ -14,7 +13,7 @@ from dataclasses import dataclass, field
 import aiohttp
 import httpx
 
-from benchmarks.resilience.case import Case
+from benchmarks.resilience.case import Case, Setting, shared
 from benchmarks.resilience.processes import Command, serving
 from benchmarks.resilience.soak import LENGTHS, PROMPTS, REQUEST_SECONDS, body, undisturbed
 
@@ -108,12 +107,12 @@ async def load(server: Command, outcome: Outcome, *, quick: bool) -> None:
     outcome.grown_mib = server.resident_mib - memory
 
 
-@functools.cache
-def run(quick: bool) -> Outcome:
-    """One run, for all cases. Takes three minutes and a start, or some seconds if `quick`."""
+@shared
+def run(setting: Setting) -> Outcome:
+    """One run, for all cases. Takes three minutes and a start, or some seconds if quick."""
     outcome = Outcome()
     with serving() as server:
-        asyncio.run(load(server, outcome, quick=quick))
+        asyncio.run(load(server, outcome, quick=setting.quick))
         deadline = time.monotonic() + 30
         while time.monotonic() < deadline:
             outcome.num_stuck = sum(_gauge(server, f"num_requests_{state}") for state in ("running", "waiting"))
@@ -134,7 +133,7 @@ def _gauge(server: Command, name: str) -> float:
 
 
 def _figure(name: str, unit: str, limit: float, figure: Callable[[Outcome], float]) -> Case:
-    return Case(f"streams: {name}", unit, limit, lambda setting: figure(run(setting.quick)))
+    return Case(f"streams: {name}", unit, limit, lambda setting: figure(run(setting)))
 
 
 CASES = (

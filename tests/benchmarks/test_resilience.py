@@ -1,11 +1,13 @@
 """Every attack of `python -m benchmarks.resilience`, at a small size: its limit is kept."""
 
+import itertools
+import threading
 from pathlib import Path
 
 import pytest
 
 from benchmarks.resilience.__main__ import measured
-from benchmarks.resilience.case import Case, Setting
+from benchmarks.resilience.case import Case, Setting, shared
 from benchmarks.resilience.catalog import GROUPS
 from benchmarks.resilience.failover import NothingHitError
 
@@ -47,5 +49,23 @@ def test_rows() -> None:
 
     row = measured(Case("x", "", 2, unused), quick=True)
     assert (row["kept"], row["value"], row["error"]) == (False, None, "AssertionError: ")
+    endless = measured(Case("x", "", 2, lambda _: float(threading.Event().wait())), quick=True, seconds=0.05)
+    assert (endless["kept"], endless["error"]) == (False, "TimeoutError: it did not end within 0.05 s")
     assert Case("x", "s", 2, unused).row(2.0)["kept"]
     assert not Case("x", "s", 2, unused).row(2.1)["kept"]
+
+
+def test_cases_share_a_run_of_their_turn(tmp_path: Path) -> None:
+    numbers = itertools.count(1)
+
+    @shared
+    def run(_: Setting) -> int:
+        if (number := next(numbers)) == 2:
+            raise ValueError(number)
+        return number
+
+    assert [run(Setting(tmp_path, quick=True)) for _ in range(3)] == [1, 1, 1]
+    for _ in range(2):  # the second case of the group does not repeat what failed
+        with pytest.raises(ValueError, match="2"):
+            run(Setting(tmp_path, quick=True, turn=2))
+    assert run(Setting(tmp_path, quick=True, turn=3)) == 3
