@@ -70,7 +70,7 @@ def test_two_models_behind_a_proxy(folder: Path) -> None:
     assert re.search(r"\bup\s+second\b", printed), printed
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_quantize_and_serve(folder: Path) -> None:
     """A second start finds the quantized model and serves it at once."""
     script = str(EXAMPLES / "quantize_and_serve.sh")

@@ -10,7 +10,10 @@ from benchmarks import speculation
 from lmkit.formats.hub import DEMO_FOLDER
 
 
-@pytest.mark.parametrize("kind", ["copy", "fresh", "json"])
+@pytest.mark.parametrize(
+    "kind",
+    ["copy", pytest.param("fresh", marks=pytest.mark.exhaustive), pytest.param("json", marks=pytest.mark.exhaustive)],
+)
 def test_both_ways_are_measured(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speculation, "NUM_TOKENS", 40)
     row = speculation.compare(str(DEMO_FOLDER), kind, 2, 1, "ngram")

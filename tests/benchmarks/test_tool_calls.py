@@ -6,9 +6,9 @@ from tests.serve.live import Server
 
 def test_required_calls_are_valid_and_stream_the_same() -> None:
     with Server(engine="lmkit.turbo.engine.engine:Engine") as server:
-        faults = asyncio.run(tool_calls.measure(server.url, 12))
-    assert faults[""] == 12
-    assert sum(faults.values()) == 12
+        faults = asyncio.run(tool_calls.measure(server.url, 6))
+    assert faults[""] == 6
+    assert sum(faults.values()) == 6
 
 
 def test_faults_are_seen() -> None:

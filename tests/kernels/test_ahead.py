@@ -183,7 +183,7 @@ def test_t24_kills_while_kernels_are_compiled(tmp_path: Path) -> None:
     """Whole files alone are read, and nothing waits for a process that is gone."""
     env = os.environ | {"LMKIT_CACHE_DIR": str(tmp_path)}
     start: dict[str, Any] = {"cwd": ROOT, "env": env, "text": True, "stdout": -1, "stderr": -1}
-    for delay in (0.0, 0.05, 0.2, 0.5):
+    for delay in (0.0, 0.2):
         killed = subprocess.Popen([sys.executable, "-c", PROGRAM], **start, start_new_session=True)
         assert killed.stderr is not None
         if any("compiling" in line for line in iter(killed.stderr.readline, "")):

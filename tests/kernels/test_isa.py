@@ -139,7 +139,7 @@ def test_float_kernels_without_spills(level: str, cpu: str) -> None:
     ("level", "cpu", "of_words", "of_bytes", "register"),
     [
         ("avx512_vnni", "znver4", "vpdpwssd", "vpdpbusd", "zmm"),
-        ("avx512_vnni", "icelake-server", "vpdpwssd", "vpdpbusd", "zmm"),
+        pytest.param("avx512_vnni", "icelake-server", "vpdpwssd", "vpdpbusd", "zmm", marks=pytest.mark.exhaustive),
         ("avx_vnni", "alderlake", "vpdpwssd", "vpdpbusd", "ymm"),
         ("avx2", "znver3", "vpmaddwd", "vpmaddubsw", "ymm"),
     ],
@@ -213,8 +213,7 @@ def test_attention_on_tile_registers(cpu: str) -> None:
 NEON = [  # with the names of LLVM: Graviton 2, Graviton 3, Graviton 4 and Grace, Apple M2
     ("neon_dot", "neoverse-n1", "sdot"),
     ("neon_i8mm", "neoverse-v1", "usmmla"),
-    ("neon_i8mm", "neoverse-v2", "usmmla"),
-    ("neon_i8mm", "apple-m2", "usmmla"),
+    *(pytest.param("neon_i8mm", cpu, "usmmla", marks=pytest.mark.exhaustive) for cpu in ("neoverse-v2", "apple-m2")),
 ]
 LIBRARY_CALL = re.compile(r"\b(call|bl)\s+(?!\"?\.?L?lmkit)")
 

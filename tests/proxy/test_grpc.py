@@ -39,7 +39,7 @@ def test_calls_are_routed_checked_and_go_on_elsewhere(tmp_path: Path) -> None:
     try:
         client = Client(commands[-1])
         request: dict[str, Any] = {"text": "def add(a, b):", "model": "demo"}
-        request["sampling_params"] = {"max_tokens": 3000, "seed": 1, "temperature": 1.0, "ignore_eos": True}
+        request["sampling_params"] = {"max_tokens": 1000, "seed": 1, "temperature": 1.0, "ignore_eos": True}
         (calm,) = client.generate(key=MINE, **request)
         assert client.refused(key="wrong", **request).code() == grpc.StatusCode.UNAUTHENTICATED
         assert client.refused(key=MINE, text="Hi", model="other").code() == grpc.StatusCode.NOT_FOUND

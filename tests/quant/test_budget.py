@@ -62,6 +62,7 @@ def measure(source: Path, out: Path, rows: int, mode: str) -> dict[str, int]:
     return result
 
 
+@pytest.mark.exhaustive
 def test_memory_does_not_grow_with_the_rows_and_stays_in_the_budget(wide: Path, tmp_path: Path) -> None:
     few = measure(wide, tmp_path / "few", 2, "free")["peak"]
     many = measure(wide, tmp_path / "many", 64, "tight")

@@ -43,7 +43,7 @@ def files(folder: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    [name if name in ("default", "no text") else pytest.param(name, marks=pytest.mark.exhaustive) for name in CASES],
+    [name if name == "no text" else pytest.param(name, marks=pytest.mark.exhaustive) for name in CASES],
 )
 def test_a_second_device_gives_the_same_files(name: str, tmp_path: Path) -> None:
     family, chosen = CASES[name]

@@ -27,7 +27,7 @@ def divergence(model: Path, source: Path, ids: list[int]) -> Divergence:
     return result.divergence
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_each_method_is_closer_to_the_source_than_the_one_before(
     demo_model: Path, heldout_ids: list[int], tmp_path: Path
 ) -> None:
