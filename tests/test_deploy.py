@@ -24,7 +24,7 @@ from tests.serve.live import Server
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "docs" / "deploy"
-PAGE = (ROOT / "docs" / "deploy.md").read_text()
+PAGE = (ROOT / "docs" / "operate.md").read_text()
 COMMANDS: Any = typer.main.get_command(app)
 OURS = {
     *VARIABLES,

@@ -43,7 +43,7 @@ def listed_models(
             found.append(ListedModel(model_name(text), text, engine, server.keep_alive))
     for option, value in {"--served-model-name": own, "--revision": revision}.items():
         if value and len(found) > 1:
-            raise ConfigError(f"{option} is for a single model; list several in a file, see docs/models.md")
+            raise ConfigError(f"{option} is for a single model; list several in a file, see docs/operate.md")
     if own:
         found = [model._replace(name=own[0], aliases=own[1:]) for model in found]
     if revision is not None:
@@ -53,14 +53,14 @@ def listed_models(
         if not name:
             raise ConfigError("a model's name is empty")
         if names.count(name) > 1:
-            raise ConfigError(f"two models are called {name!r}; name them in a file, see docs/models.md")
+            raise ConfigError(f"two models are called {name!r}; name them in a file, see docs/operate.md")
     return found
 
 
 def _from_file(path: Path, engine: EngineConfig, keep_alive: float | None) -> list[ListedModel]:
     tree, data = yaml_file.read(path)
     if not isinstance(tree, yaml.MappingNode) or not data:
-        raise ConfigError(f"{path}: expected models as `name: path`, or with options, see docs/models.md")
+        raise ConfigError(f"{path}: expected models as `name: path`, or with options, see docs/operate.md")
     found = []
     for (key, _), (name, value) in zip(tree.value, data.items(), strict=True):
         where = f"{path}:{key.start_mark.line + 1}: {name}"
