@@ -27,7 +27,7 @@ def attending(spec: ModelSpec) -> LayerSpec:
 
 
 def norms(layer: LayerSpec) -> str:
-    where = {(True, False): "before", (True, True): "before and behind", (False, True): "behind"}
+    where = {(True, False): "before", (True, True): "before and after", (False, True): "after"}
     kind = ", LayerNorm" if layer.norm_bias else ""
     return where[layer.pre_norms, layer.post_norms] + (", on q and k" if layer.qk_norm else "") + kind
 
