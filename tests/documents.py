@@ -68,3 +68,27 @@ def commands(block: Block) -> list[Command]:
         elif found:
             found[-1].shown.append(line)
     return found
+
+
+def prose(text: str) -> str:
+    """A document without its code."""
+    fenced = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    return re.sub(r"`[^`]*`", "", re.sub(r"^ {4}\S.*$", "", fenced, flags=re.MULTILINE))
+
+
+def links(text: str) -> list[str]:
+    """The targets of a document's links and pictures that are not addresses of the web."""
+    found = re.findall(r"\]\(\s*([^)\s]+)\s*\)", prose(text))
+    return [target for target in found if not re.match(r"[a-z]+:", target)]
+
+
+def anchors(text: str) -> set[str]:
+    """What a link may name behind `#`: the headings, as GitHub and the site write them."""
+    code = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    titles = re.findall(r"^#{1,6} +(.+?) *$", code, re.MULTILINE)
+    slugs = [re.sub(r"[^\w\- ]", "", _shown(title).lower()).replace(" ", "-") for title in titles]
+    return {slug if not slugs[:i].count(slug) else f"{slug}_{slugs[:i].count(slug)}" for i, slug in enumerate(slugs)}
+
+
+def _shown(title: str) -> str:
+    return re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", title).replace("`", "")

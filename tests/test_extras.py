@@ -86,7 +86,7 @@ def test_an_extra_brings_its_modules() -> None:
     assert everything.name == "lmkit"
     assert everything.extras == EXTRAS.keys() - {"cuda", "ray"}
     assert "lmkit[all]" in OPTIONAL["dev"]
-    assert OPTIONAL.keys() == {*EXTRAS, "cuda12", "all", "dev"}
+    assert OPTIONAL.keys() == {*EXTRAS, "cuda12", "all", "dev", "docs"}
 
 
 @pytest.mark.parametrize("folder", ["benchmarks", "tests", "calibration"])
