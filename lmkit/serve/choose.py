@@ -29,6 +29,7 @@ async def choose(request: HttpRequest, name: str | None, seconds: float | None =
             limit = seconds or model.engine.config.request_timeout
             await while_connected(request.receive, models.until_awake(model, limit))
         model.users += 1
+        model.is_done = False
     request.state.held.callback(models.release, model)
     return model.serving if name is None else model.serving.called(name)
 

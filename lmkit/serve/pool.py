@@ -58,6 +58,7 @@ class PooledModel:
     users: int = 0  # requests that run
     waiting: int = 0  # requests that wait until it is awake
     gives_way: bool = False  # new requests wait until it has slept
+    is_done: bool = False  # it sleeps once it is idle: the request that used it last said so
     used_at: float = 0.0
     turn_end: float = 0.0
     failures: int = 0  # loads in a row
@@ -137,6 +138,11 @@ class ModelPool:
         if name is None:
             raise RequestError("invalid_request", "this server has several models; name one, see /v1/models", "model")
         raise RequestError("model_not_found", f"the model {name[:64]!r} does not exist", "model")
+
+    async def let_go(self, model: PooledModel) -> None:
+        """Put the model to sleep once no request uses it, unless another request uses it later."""
+        model.is_done = True
+        await self._tend(model)
 
     def release(self, model: PooledModel) -> None:
         """A request of the model has ended."""
@@ -298,7 +304,7 @@ class ModelPool:
 
     async def _put_to_sleep(self, model: PooledModel) -> None:
         await model.engine.sleep()
-        model.gives_way = False
+        model.gives_way = model.is_done = False
         logger.info("%s sleeps", model.name)
 
     async def _until_idle(self) -> None:
@@ -320,7 +326,8 @@ class ModelPool:
                 model.gives_way = False
 
     async def _tend(self, model: PooledModel) -> None:
-        is_over = model.keep_alive is not None and time.monotonic() - model.used_at >= model.keep_alive
+        idle_for = time.monotonic() - model.used_at
+        is_over = model.is_done or (model.keep_alive is not None and idle_for >= model.keep_alive)
         if self._changing.locked():
             return
         async with self._changing:

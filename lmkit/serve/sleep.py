@@ -73,8 +73,13 @@ def _answer(model: PooledModel) -> dict[str, Any]:
     return {"model": model.name, "state": model.engine.health}
 
 
-def check_role(request: Request) -> None:
-    """Raise RequestError unless the key has the role admin, or the server has no keys."""
+def is_operator(request: Request) -> bool:
+    """Whether the key has the role admin, or the server has no keys."""
     key = request.state.key
-    if key is not None and key.role != "admin":
+    return key is None or key.role == "admin"
+
+
+def check_role(request: Request) -> None:
+    """Raise RequestError unless an operator asks."""
+    if not is_operator(request):
         raise RequestError("permission_denied", "this needs a key with role=admin")

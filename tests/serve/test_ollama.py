@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
@@ -14,6 +15,7 @@ from lmkit.text.dialects import DIALECTS
 from tests.serve import in_process
 from tests.serve.in_process import TOKENIZER, App, ScriptedEngine
 from tests.serve.live import Server
+from tests.serve.test_pool import Setting, run, until
 from tests.serve.test_tools import TEMPLATE
 from tests.text.dialects.answers import CALLS, with_marks, written
 
@@ -206,6 +208,7 @@ def test_lists_of_models() -> None:
     assert shown["model_info"]["llama.context_length"] == 4096
     assert shown["model_info"]["general.architecture"] == "llama"
     assert shown["capabilities"] == ["completion", "tools"]
+    assert ".Suffix" not in shown["template"]
     older = app.post("/api/show", {"name": "model"})
     assert older.json() == shown
     assert app.request("GET", "/api/version").json()["version"]
@@ -233,3 +236,46 @@ def test_embeddings_are_those_of_openais_route(server: Server) -> None:
     refused = server.post("/api/embed", {"model": "demo", "input": "a " * 100_000, "truncate": False})
     assert (refused.status_code, "context length" in refused.json()["error"]) == (400, True)
     assert server.post("/api/embed", {"model": "demo", "input": []}).json()["embeddings"] == []
+
+
+@pytest.mark.parametrize(
+    ("config", "headers", "obeyed"),
+    [
+        ({}, {}, True),
+        ({"api_keys": ("user", "boss role=admin")}, {"authorization": "Bearer boss"}, True),
+        ({"api_keys": ("user", "boss role=admin")}, {"authorization": "Bearer user"}, False),
+        ({}, {"via": "1.1 lmkit-0123456789abcdef"}, False),
+    ],
+    ids=["no keys", "admin", "user", "proxy"],
+)
+def test_keep_alive_0_is_an_operators_order_to_sleep(
+    config: dict[str, Any], headers: dict[str, str], obeyed: bool
+) -> None:
+    async def main() -> None:
+        here = Setting(room=3, config=ServerConfig(**config))
+        model, engine = here.pool.find("a"), here.engines["a"]
+
+        async def ask(prompt: str, keep_alive: Any) -> Any:
+            body = {"model": "a:latest", "prompt": prompt, "raw": True, "stream": False, "keep_alive": keep_alive}
+            answer = await here.client.post(GENERATE, json=body, headers=headers)
+            assert answer.headers.get("x-lmkit-ignored") == (None if obeyed and keep_alive != "5m" else "keep_alive")
+            return answer.json()["done_reason"]
+
+        assert await ask("", 0) == ("unload" if obeyed else "load")
+        assert here.log == ["wake a"] * (not obeyed), "nothing is loaded to be unloaded"
+        engine.answers.clear()
+        asked = [asyncio.ensure_future(ask("Hi", "0s")) for _ in range(2)]
+        await until(lambda: model.users == 2)
+        await here.pool.let_go(model)
+        assert here.log == ["wake a"], "a model with requests stays"
+        engine.answers.set()
+        assert await asyncio.gather(*asked) == ["length"] * 2
+        tending = asyncio.ensure_future(here.pool.tend())
+        await until(lambda: here.log == ["wake a", "sleep a"])
+        tending.cancel()
+        assert await ask("Hi", 0) == "length"
+        assert model.is_done is obeyed
+        assert await ask("Hi", "5m") == "length"
+        assert not model.is_done, "it stays for whoever comes later"
+
+    run(main())

@@ -243,11 +243,11 @@ class TextAnswer(_Lines, CompletionResponse):
         yield line(self.part() | self.end(self.last))
 
 
-def loaded(path: str, name: str, started: float) -> dict[str, Any]:
-    """The answer to a request that only asks for the model to be there."""
+def without_prompt(path: str, name: str, started: float, reason: str) -> dict[str, Any]:
+    """The answer to a request that only asks for the model to be there ("load"), or not ("unload")."""
     seconds = time.monotonic() - started
     took = {"total_duration": round(NS * seconds), "load_duration": round(NS * seconds)}
-    return empty_part(path, name) | {"created_at": now(), "done": True, "done_reason": "load"} | took
+    return empty_part(path, name) | {"created_at": now(), "done": True, "done_reason": reason} | took
 
 
 def refuse_beside(asked: GenerateBody) -> None:

@@ -17,6 +17,7 @@ from lmkit.text.special_tokens import read_config
 from lmkit.turbo.request import EngineInfo
 from lmkit.web.ollama import entry, written
 
+FILLS_IN = "{# .Suffix #}"  # Continue looks for this word of Go's templates in the template of a model that fills in
 FOREVER = 3600.0 * 24 * 365 * 100  # what Ollama tells of a model that stays
 
 
@@ -55,15 +56,16 @@ def shown(server: Serving) -> dict[str, Any]:
         f"{family or 'lmkit'}.block_count": config.get("num_hidden_layers"),
         f"{family or 'lmkit'}.vocab_size": info.vocab_size,
     }
-    sampling = info.sampling.sampling()
+    parameters = {"num_ctx": info.max_model_len} | info.sampling.sampling()
+    can = capabilities(server, info)
     about = entry(server.model_name, created=server.created, family=family)
     return {
         "modelfile": f"# served by lmkit\nFROM {server.model_name}\n",
-        "parameters": "\n".join(f"{name:<30} {value}" for name, value in sampling.items()),
-        "template": "" if template is None else template.source,
+        "parameters": "\n".join(f"{name:<30} {value}" for name, value in parameters.items()),
+        "template": ("" if template is None else template.source) + FILLS_IN * ("insert" in can),
         "details": about["details"],
         "model_info": {name: value for name, value in facts.items() if value is not None},
-        "capabilities": capabilities(server, info),
+        "capabilities": can,
         "modified_at": about["modified_at"],
     }
 

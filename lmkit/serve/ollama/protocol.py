@@ -1,7 +1,7 @@
 """The part of Ollama's API that this server supports. What it lacks is refused by name, or a hint (`lmkit.hints`).
 
 The model's context, its place in memory and the time that it stays there are the server's own: fields about them are
-hints.
+hints. Only `keep_alive: 0` is an order, where the client may give it.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ draft_num_predict embedding_only f16_kv kv_cache_type logits_all low_vram main_g
 num_keep num_thread numa rope_frequency_base rope_frequency_scale shift use_mlock use_mmap vocab_only
 """
 MACHINE = frozenset(_MACHINE.split())
+AT_ONCE = (0, "0", "0s", "0m", "0h", "0ms")  # values of `keep_alive`
 Text = Annotated[str, Field(max_length=1 << 26)]
 Images = Annotated[list[Text], Field(max_length=MAX_IMAGES)]  # base64
 
@@ -41,6 +42,9 @@ def _unlimited(value: Any) -> Any:
     return -1 if value == -2 else value
 
 
+NumPredict = Annotated[int, Field(ge=-1, lt=1 << 31), BeforeValidator(_unlimited)]  # tokens of an answer
+
+
 class Options(Nullable):
     """Of one answer. None means the default."""
 
@@ -48,7 +52,7 @@ class Options(Nullable):
         name: neutral.GENERATION[name] for name in ("mirostat", "mirostat_eta", "mirostat_tau", "tfs_z", "typical_p")
     } | {"penalize_newline": (None, False), "penalize_nl": (None, False)}
 
-    num_predict: Annotated[int, Field(ge=-1, lt=1 << 31), BeforeValidator(_unlimited)] | None = None
+    num_predict: NumPredict | None = None
     temperature: Temperature | None = None
     top_k: Annotated[TopK, BeforeValidator(lambda value: value or -1)] | None = None  # 0 is off
     top_p: TopP | None = None
@@ -85,13 +89,21 @@ class Options(Nullable):
         return self
 
 
-def _stays(value: Any) -> None:
-    """`keep_alive`: the server's --keep-alive says how long a model stays in memory. Raises ValueError."""
-    if value is not None and not ignore("keep_alive"):
+def _stays(value: Any) -> int | None:
+    """`keep_alive`: 0 if the model is to leave memory, else None: the server's --keep-alive says how long one stays.
+
+    Raises ValueError.
+    """
+    if value is None:
+        return None
+    if value in AT_ONCE and not isinstance(value, bool):
+        return 0
+    if not ignore("keep_alive"):
         raise ValueError("--keep-alive of the server decides it; leave it out")
+    return None
 
 
-KeepAlive = Annotated[None, BeforeValidator(_stays, json_schema_input_type=str | float | None)]
+KeepAlive = Annotated[Literal[0] | None, BeforeValidator(_stays, json_schema_input_type=str | float | None)]
 
 
 class _Body(ChatExtensions):
@@ -104,6 +116,7 @@ class _Body(ChatExtensions):
     model: Annotated[str, Field(max_length=1024)]
     stream: bool | None = None  # default true
     options: Options | None = None
+    num_predict: NumPredict | None = None  # Open WebUI writes it here, too; the smaller one counts
     format: Literal["", "json"] | dict[str, Any] | None = None
     think: bool | Literal["none", "minimal", "low", "medium", "high", "max"] | None = None
     keep_alive: KeepAlive = None
@@ -120,6 +133,7 @@ class CalledFunction(Nullable):
 
 class ToolCall(Nullable):
     id: Annotated[str, Field(max_length=256)] | None = None
+    index: int | None = None
     type: Literal["function"] = "function"
     function: CalledFunction
 

@@ -12,6 +12,7 @@ from fastapi import APIRouter, Request, Response
 from starlette.responses import JSONResponse
 
 from lmkit.errors import RequestError
+from lmkit.hints import ignore
 from lmkit.serve.auth import owner
 from lmkit.serve.body import read_json
 from lmkit.serve.choose import choose, pool
@@ -19,26 +20,28 @@ from lmkit.serve.embeddings.encoding import entries
 from lmkit.serve.embeddings.protocol import EmbeddingRequest
 from lmkit.serve.embeddings.vectors import Embedder, check_dimensions
 from lmkit.serve.ollama import models
-from lmkit.serve.ollama.answer import ChatAnswer, TextAnswer, loaded, refuse_beside
+from lmkit.serve.ollama.answer import ChatAnswer, TextAnswer, refuse_beside, without_prompt
 from lmkit.serve.ollama.protocol import ChatBody, EmbedBody, EmbeddingsBody, GenerateBody, PullBody, ShowBody
 from lmkit.serve.ollama.translate import chat_of, chat_of_prompt, completion_of
 from lmkit.serve.protocol import Placed
-from lmkit.serve.response import answer
+from lmkit.serve.response import answer, is_forwarded
 from lmkit.serve.serving import Serving
+from lmkit.serve.sleep import is_operator
 from lmkit.serve.streaming import WholeAnswer
 from lmkit.strict import validate
 from lmkit.web.ollama import LINES, line, own_name, version
 
 router = APIRouter()
+Body = ChatBody | GenerateBody | EmbedBody | EmbeddingsBody  # that use a model
 
 
 @router.post("/api/chat")
 async def chat(request: Request) -> Response:
     started, body = time.monotonic(), await read_json(request, ChatBody)
     asked = chat_of(body) if body.messages else None
-    server = await _choose(request, body.model, body.timeout)
     if asked is None:
-        return _loaded(request, body, started)
+        return await _without_prompt(request, body, started)
+    server = await _choose(request, body)
     share = request.state.held.enter_context(server.answers.share())
     builder = ChatAnswer(server, asked, owner(request), share)
     builder.be_asked(request.scope["path"], body.model, started)
@@ -48,9 +51,9 @@ async def chat(request: Request) -> Response:
 @router.post("/api/generate")
 async def generate(request: Request) -> Response:
     started, body = time.monotonic(), await read_json(request, GenerateBody)
-    server = await _choose(request, body.model, body.timeout)
     if not (body.prompt or body.suffix or body.images):
-        return _loaded(request, body, started)
+        return await _without_prompt(request, body, started)
+    server = await _choose(request, body)
     share = request.state.held.enter_context(server.answers.share())
     as_it_is = body.raw or body.suffix or server.tokenizer.chat_template is None
     if as_it_is:
@@ -110,7 +113,7 @@ async def running(request: Request) -> Response:
 async def show(request: Request) -> Response:
     """What a model is and can do. A model that sleeps is loaded."""
     body = await read_json(request, ShowBody)
-    server = await _choose(request, body.model)
+    server = await choose(request, _own(request, body.model))
     return JSONResponse(await asyncio.to_thread(models.shown, server))
 
 
@@ -143,19 +146,41 @@ def _own(request: Request, name: str) -> str:
     return own_name(name, known)
 
 
-async def _choose(request: Request, name: str, seconds: float | None = None) -> Serving:
-    return await choose(request, _own(request, name), seconds)
+async def _choose(request: Request, body: Body) -> Serving:
+    """The model of a request, which may say that it is the last one for now."""
+    name = _own(request, body.model)
+    server = await choose(request, name, body.timeout)
+    pool(request).find(name).is_done = _unloads(request, body)
+    return server
 
 
-def _loaded(request: Request, body: ChatBody | GenerateBody, started: float) -> Response:
-    found = loaded(request.scope["path"], body.model, started)
+def _unloads(request: Request, body: Body) -> bool:
+    """Whether a request orders its model out of memory. Who may not POST /sleep may not, and a proxy's client does not
+    know the node: then it is a hint. Raises RequestError where every field counts.
+    """
+    if body.keep_alive is None:
+        return False
+    if is_operator(request) and not is_forwarded(request.headers):
+        return True
+    if not ignore("keep_alive"):
+        raise RequestError("permission_denied", "keep_alive: this needs a key with role=admin of the node itself")
+    return False
+
+
+async def _without_prompt(request: Request, body: ChatBody | GenerateBody, started: float) -> Response:
+    """Load the model, or unload it."""
+    if unloads := _unloads(request, body):
+        await pool(request).let_go(pool(request).find(_own(request, body.model)))
+    else:
+        await _choose(request, body)
+    found = without_prompt(request.scope["path"], body.model, started, "unload" if unloads else "load")
     return JSONResponse(found) if body.stream is False else Response(line(found), media_type=LINES)
 
 
 async def _embedder(
     request: Request, body: EmbedBody | EmbeddingsBody, texts: list[str], cut: dict[str, Any]
 ) -> Embedder:
-    server = await _choose(request, body.model, body.timeout)
+    server = await _choose(request, body)
     placed = {name: value for name in Placed.model_fields if (value := getattr(body, name)) is not None}
     return Embedder(request, server, validate({"input": texts or [""], **placed, **cut}, EmbeddingRequest), "embd-")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -62,8 +63,8 @@ def _chat(body: ChatBody | GenerateBody, messages: list[dict[str, Any]], **field
 def _fields(body: ChatBody | GenerateBody) -> dict[str, Any]:
     options = body.options or Options()
     fields: dict[str, Any] = {name: getattr(options, name) for name in SAME}
-    if options.num_predict is not None:
-        fields["max_tokens"] = options.num_predict
+    if limits := [limit for limit in (options.num_predict, body.num_predict) if limit is not None]:
+        fields["max_tokens"] = min(limits, key=lambda limit: math.inf if limit < 0 else limit)
     if body.format == "json":
         fields["response_format"] = {"type": "json_object"}
     elif body.format:
