@@ -21,6 +21,7 @@ from lmkit.web.sse import WholeEvents
 HOLD_SECONDS = 1.0  # a client that asked for a stream gets its head after this time
 COMMENT_SECONDS = 10.0  # between two comments
 COMMENT = b": waiting\n\n"
+OWN = b"x-lmkit-"  # headers of these names say what no other part of an answer does
 MAX_REFUSAL = 64 << 10  # bytes of an answer that becomes the last event of a stream
 _NUMBER = re.compile(rb'"sequence_number":(\d{1,15})')
 _EVENTS = b"text/event-stream; charset=utf-8"
@@ -82,9 +83,20 @@ class DownstreamResponse:
         if self._is_held:
             self.started = True
             self._refusal = None if events and status == 200 else bytearray()
+            if self._refusal is None:
+                await self.write(self._late((*self._added, *headers)))
             return
         self._events = WholeEvents(lines=self._lines) if events else None
         await self.send({"type": "http.response.start", "status": status, "headers": list(headers)})
+
+    def _late(self, headers: Iterable[tuple[bytes, bytes]]) -> bytes:
+        """lmkit's own headers for a client that got its head before they were known: comments, or fields of a part."""
+        fields = {name.decode(): value.decode("latin-1") for name, value in headers if name.startswith(OWN)}
+        if not fields:
+            return b""
+        if self._lines:
+            return line(empty_part(self._path, self.model) | fields).encode()
+        return "".join(f": {name}: {value}\n" for name, value in fields.items()).encode("latin-1") + b"\n"
 
     async def write(self, data: bytes) -> None:
         if self._refusal is not None:

@@ -186,6 +186,23 @@ async def test_a_client_that_waits_for_its_node_gets_a_comment_and_then_the_stre
 
 
 @pytest.mark.anyio
+@pytest.mark.parametrize("path", ["", "/api/chat"])
+async def test_headers_of_lmkit_that_come_late_stand_in_the_stream(monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+    wire = Wire()
+    response = await held(wire, monkeypatch, path)
+    before = wire.body()
+    response.add_headers([(b"x-lmkit-reason", b"free")])
+    await response.start(200, [(b"x-request-id", b"1"), (b"x-lmkit-ignored", b"seed,user")], events=True)
+    late = wire.body().removeprefix(before)
+    if path:
+        shown = json.loads(late)
+        assert (shown["x-lmkit-reason"], shown["x-lmkit-ignored"]) == ("free", "seed,user")
+        assert (shown["message"]["content"], shown["done"]) == ("", False)
+    else:
+        assert late == b": x-lmkit-reason: free\n: x-lmkit-ignored: seed,user\n\n"
+
+
+@pytest.mark.anyio
 async def test_a_node_s_refusal_reaches_a_client_that_waited_as_an_event(monkeypatch: pytest.MonkeyPatch) -> None:
     wire = Wire()
     response = await held(wire, monkeypatch, "/v1/messages")
