@@ -63,15 +63,21 @@ def written(grammar: str, seed: int) -> str:
     return TOKENIZER.decode(ids, False)
 
 
+@pytest.mark.parametrize("num_seeds", [1, pytest.param(20, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize(("client", "function"), FUNCTIONS, ids=[f"{c}-{f['name']}" for c, f in FUNCTIONS])
-def test_every_schema_is_held(client: str, function: dict[str, Any]) -> None:
+def test_every_schema_is_held(client: str, function: dict[str, Any], num_seeds: int) -> None:
     forced = {"type": "function", "function": {"name": function["name"]}}
     engine = ScriptedEngine()
     body = CHAT | {"tools": [{"type": "function", "function": function}], "tool_choice": forced}
     answer = App(engine).post(CHAT_PATH, body)
     assert answer.status_code == 200, answer.text
     assert "x-lmkit-ignored" not in answer.headers, "a part of the schema was left out"
-    text = written(engine.requests[0].params.grammar, seed=1)
-    call = json.JSONDecoder().raw_decode(text, text.index("{"))[0]
-    assert call["name"] == function["name"]
-    jsonschema.validate(call["arguments"], function["parameters"])
+    for seed in range(num_seeds):
+        text = written(engine.requests[0].params.grammar, seed)
+        call = json.JSONDecoder().raw_decode(text, text.index("{"))[0]
+        assert call["name"] == function["name"]
+        jsonschema.validate(call["arguments"], function["parameters"])
+
+
+def test_the_captured_tools_are_all_there() -> None:
+    assert len(FUNCTIONS) == 61

@@ -79,6 +79,12 @@ def test_all_apis_show_the_same_image(server: Server) -> None:
     usage = answer["usage"]
     assert usage["input_tokens"] + usage.get("cache_read_input_tokens", 0) == plain + TOKENS + 2
 
+    of_ollama = {"model": "vl", "stream": False, "options": {"num_predict": 4, "temperature": 0}}
+    bare = {"images": [base64.b64encode(PNG).decode()]}
+    told = {"messages": [{"role": "user", "content": "What is it?", **bare}]}
+    for path, body in (("/api/chat", told), ("/api/generate", bare | {"prompt": "What is it?"})):
+        assert post(server, path, of_ollama | body)["prompt_eval_count"] == plain + TOKENS + 2
+
 
 @pytest.mark.parametrize(
     ("part", "fields", "message"),
