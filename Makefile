@@ -31,7 +31,7 @@ demo-real: setup real-models ## the same way on SmolLM2-135M-Instruct, a GGUF fi
 
 docs: setup ## the documents as a site in build/site; strict: a link that leads nowhere ends it
 	$(PIP_INSTALL) -c constraints.txt -e '.[docs]'
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 	@echo build/site/index.html
 
 resilience: setup ## attacks and loads on real servers, each with its limit; build/resilience.json

@@ -22,7 +22,7 @@ def test_links_lead_to_pages_and_headings(page: Path) -> None:
     for target in links(page.read_text()):
         name, _, heading = target.partition("#")
         path = (page.parent / name).resolve() if name else page
-        assert path.exists(), f"{target}: no such file"
+        assert path.is_file() or (path / "README.md").exists(), f"{target}: no such page"
         assert not heading or heading in anchors(path.read_text()), f"{target}: no such heading"
 
 
