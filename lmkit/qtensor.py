@@ -33,7 +33,7 @@ class QuantScheme:
     e4m3, symmetric: per output channel (rows 1, group_size -1), per tensor (-1, -1) or in blocks (128, 128).
     """
 
-    bits: int  # 4 or 8
+    bits: int  # 2, 3, 4 or 8
     group_size: int
     symmetric: bool = False
     kind: Literal["int", "float"] = "int"

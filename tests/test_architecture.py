@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -47,6 +48,11 @@ TORCH_FREE = [
 ]  # fmt: skip
 
 
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def room(module: str) -> str:
     parts = module.split(".")
     return parts[1] if len(parts) > 1 else "__init__"
@@ -59,7 +65,7 @@ def module_name(path: Path) -> str:
 
 def imports(path: Path) -> Iterator[tuple[str, int]]:
     """(absolute module, line) of every import of lmkit, in-function imports included, TYPE_CHECKING ones too."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
             yield from ((alias.name, node.lineno) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -142,7 +148,7 @@ def _calls(tree: ast.AST) -> Iterator[tuple[str, ast.Call]]:
 def test_forbidden_constructs() -> None:
     wrong = []
     for path in FILES:
-        where, tree = path.relative_to(PACKAGE).as_posix(), ast.parse(path.read_text())
+        where, tree = path.relative_to(PACKAGE).as_posix(), parsed(path)
         for node in ast.walk(tree):
             line = f"{where}:{getattr(node, 'lineno', 0)}"
             if isinstance(node, ast.Global):
@@ -184,7 +190,7 @@ BROAD_EXCEPT_ALLOWED = {
 
 def test_broad_except_only_at_the_edges() -> None:
     for path in FILES:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(parsed(path)):
             if isinstance(node, ast.ExceptHandler):
                 broad = node.type is None or ast.unparse(node.type) in ("Exception", "BaseException")
                 where = path.relative_to(PACKAGE).as_posix()
@@ -206,3 +212,26 @@ def test_files_are_readable_in_five_minutes() -> None:
         lines = path.read_text().splitlines()
         justified = any("Longer than usual" in line for line in lines[:40])
         assert len(lines) <= 400 or justified, f"{path.relative_to(ROOT)}: {len(lines)} lines"
+
+
+MOST_LINES = 60  # of a function
+# Longer: commands, whose options are their parameters; kernels, which are compiled whole; five that are long today.
+LONG_FUNCTIONS = {
+    "cli/advise.py:advise", "cli/chat.py:chat", "cli/proxy.py:proxy", "cli/quantize.py:quantize", "cli/serve.py:serve",
+    "kernels/cpu/amx/dense.py:product", "kernels/cpu/amx/dense.py:product_task",
+    "kernels/cpu/attention.py:_attend_unit", "kernels/cpu/attention_tiles.py:body",
+    "kernels/cpu/attention_tiles.py:softmax_tile", "kernels/cpu/tiles.py:int_tile",
+    "quant/report/evaluate.py:evaluate", "turbo/engine/engine.py:_start", "turbo/engine/loading.py:load",
+    "turbo/engine/memory.py:plan_memory", "turbo/engine/rank_process.py:main",
+}  # fmt: skip
+
+
+def test_functions_fit_a_screen() -> None:
+    kinds = ast.FunctionDef | ast.AsyncFunctionDef
+    functions = ((path, node) for path in FILES for node in ast.walk(parsed(path)) if isinstance(node, kinds))
+    long = {
+        f"{path.relative_to(PACKAGE).as_posix()}:{node.name}"
+        for path, node in functions
+        if node.end_lineno is not None and node.end_lineno - node.lineno >= MOST_LINES
+    }
+    assert long <= LONG_FUNCTIONS, f"more than {MOST_LINES} lines: {', '.join(sorted(long - LONG_FUNCTIONS))}"
