@@ -19,7 +19,7 @@ import torch
 import transformers
 
 from lmkit.conform.case import Server
-from lmkit.conform.suites import outcomes
+from lmkit.conform.suites import SUITES, outcomes
 
 QUESTION = [{"role": "user", "content": "Write a Python function `is_empty`: Return True if the queue is empty."}]
 
@@ -83,8 +83,8 @@ def test_chat_and_streaming_agree(client: openai.OpenAI) -> None:
 def test_what_clients_depend_on(addresses: tuple[str, str]) -> None:
     """At the proxy, and so at the server."""
     with httpx.Client(base_url=addresses[1], timeout=120) as http:
-        found = list(outcomes(Server(http, "demo"), ("openai", "responses", "messages", "agents")))
-    assert len(found) > 30
+        found = list(outcomes(Server(http, "demo"), SUITES))
+    assert len(found) > 70
     assert [(case.suite, case.name, reason) for case, reason in found if reason] == []
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lmkit.web.sse import EventData
@@ -28,14 +29,36 @@ def need(condition: object, reason: str) -> None:
 class Server:
     """A model of a server. Its methods raise Failed for an answer of another status than 200."""
 
-    def __init__(self, http: httpx.Client, model: str) -> None:
-        self._http, self.model = http, model
+    def __init__(self, http: httpx.Client, model: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._http, self.model, self._clock = http, model, clock
 
     def get(self, path: str, **headers: str) -> Any:
-        return _json(self._http.get(path, headers=headers))
+        return json_of(self._http.get(path, headers=headers))
+
+    def get_absolute(self, path: str) -> Any:
+        """The request's target has scheme and host, as clients send it to what they take for a proxy."""
+        target = str(self._http.base_url.join(path)).encode()
+        return json_of(self._http.get(path, extensions={"target": target}))
 
     def post(self, path: str, body: dict[str, Any]) -> Any:
-        return _json(self._http.post(path, json={"model": self.model, **body}))
+        return json_of(self._http.post(path, json={"model": self.model, **body}))
+
+    def post_bytes(self, path: str, body: bytes, **headers: str) -> httpx.Response:
+        return self._http.post(path, content=body, headers={"content-type": "application/json", **headers})
+
+    def upload(self, name: str, content: bytes) -> Any:
+        """A file for a batch."""
+        return json_of(self._http.post("/v1/files", files={"file": (name, content)}, data={"purpose": "batch"}))
+
+    def accepts(self, path: str, key: str, bodies: Mapping[str, dict[str, Any]]) -> None:
+        """Each of these bodies is answered, and the answer has this key. The reason names all that are not."""
+        reasons = {}
+        for name, body in bodies.items():
+            try:
+                need(key in self.post(path, body), f"an answer without {key}")
+            except Failed as error:
+                reasons[name] = str(error)
+        need(not reasons, f"{', '.join(reasons)}: {next(iter(reasons.values()), '')}")
 
     def refusal(self, path: str, body: dict[str, Any], *statuses: int) -> Any:
         """The JSON of an answer that has one of these statuses."""
@@ -45,7 +68,7 @@ class Server:
 
     def events(self, path: str, body: dict[str, Any]) -> list[Any]:
         """The data of a stream's server-sent events. "[DONE]" is a text, all others are JSON."""
-        data = self._stream(path, body, "text/event-stream")
+        data = self.stream(path, body, "text/event-stream")
         whole, cut = EventData(), EventData()
         events = whole.feed(data)
         need(data.endswith((b"\n\n", b"\r\n\r\n")), "the stream ends inside of an event")
@@ -55,17 +78,43 @@ class Server:
 
     def lines(self, path: str, body: dict[str, Any]) -> list[Any]:
         """The objects of a stream of JSON lines."""
-        data = self._stream(path, body, "application/x-ndjson")
+        data = self.stream(path, body, "application/x-ndjson")
         need(data.endswith(b"\n"), "the stream ends inside of a line")
         return [json.loads(line) for line in data.splitlines()]
 
-    def _stream(self, path: str, body: dict[str, Any], media_type: str) -> bytes:
+    def stream(self, path: str, body: dict[str, Any], media_type: str) -> bytes:
+        """All bytes of a stream."""
         with self._http.stream("POST", path, json={"model": self.model, **body}) as answer:
             data = answer.read()
             need(answer.status_code == 200, _refused(answer))
             found = answer.headers.get("content-type", "")
             need(found.startswith(media_type), f"the stream's type is {found or 'missing'}, not {media_type}")
         return data
+
+    def leave(self, path: str, body: dict[str, Any], num_bytes: int) -> None:
+        """Begin a stream, and close the connection when this many of its bytes have come."""
+        with self._http.stream("POST", path, json={"model": self.model, **body}) as answer:
+            need(answer.status_code == 200, f"HTTP {answer.status_code}")
+            seen = 0
+            for piece in answer.iter_bytes() if num_bytes else ():
+                if (seen := seen + len(piece)) >= num_bytes:
+                    break
+
+    def seconds_until(self, path: str, body: dict[str, Any], word: bytes) -> float:
+        """Seconds until this word has come in a stream; for none, until its headers have."""
+        start, seen = self._clock(), b""
+        with self._http.stream("POST", path, json={"model": self.model, **body}) as answer:
+            seconds = self._clock() - start
+            if answer.status_code != 200:
+                answer.read()
+                raise Failed(_refused(answer))
+            pieces = answer.iter_bytes() if word else iter(())
+            while word not in seen:
+                piece = next(pieces, None)
+                need(piece is not None, f"a stream without {word.decode()}")
+                seen += piece or b""
+                seconds = self._clock() - start
+        return seconds
 
 
 class Case(NamedTuple):
@@ -102,7 +151,7 @@ def case(suite: str, name: str) -> Callable[[Run], Run]:
     return add
 
 
-def _json(answer: httpx.Response) -> Any:
+def json_of(answer: httpx.Response) -> Any:
     need(answer.status_code == 200, _refused(answer))
     return answer.json()
 

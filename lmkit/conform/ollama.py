@@ -41,3 +41,23 @@ def generate(server: Server) -> None:
 def schema(server: Server) -> None:
     body = {"messages": [HI], "stream": False, "format": SCHEMA, "options": {"num_predict": 128}}
     check_arguments(server.post("/api/chat", body)["message"]["content"])
+
+
+@case("ollama", "what a model is, and which are awake")
+def shown(server: Server) -> None:
+    model = server.post("/api/show", {})
+    need(isinstance(model["details"], dict) and "completion" in model["capabilities"], "no details and capabilities")
+    need(isinstance(model["model_info"], dict), "no model_info")
+    need(isinstance(server.get("/api/ps")["models"], list), "no list of models that are awake")
+
+
+@case("ollama", "a request without messages loads the model")
+def loaded(server: Server) -> None:
+    answer = server.post("/api/chat", {"messages": [], "stream": False})
+    need(answer["done"] is True and answer["done_reason"] == "load", f"done_reason is {answer['done_reason']}")
+
+
+@case("ollama", "errors have Ollama's form")
+def errors(server: Server) -> None:
+    error = server.refusal("/api/chat", {"model": "no-such", "messages": [HI]}, 404)["error"]
+    need(isinstance(error, str), "the error is no text")

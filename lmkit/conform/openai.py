@@ -31,6 +31,13 @@ def check_arguments(text: str) -> None:
     need(arguments in ({"kind": "a"}, {"kind": "b"}), f"arguments that do not fit the schema: {text}")
 
 
+def context(server: Server) -> int:
+    """Tokens of the context, as lists of models tell it; 4096 where the server does not."""
+    entries = [entry for entry in server.get("/v1/models")["data"] if entry["id"] == server.model]
+    found = entries[0] if entries else {}
+    return int(found.get("max_model_len") or (found.get("meta") or {}).get("n_ctx") or 4096)
+
+
 @case("openai", "models are listed")
 def models(server: Server) -> None:
     page = server.get("/v1/models")
@@ -45,6 +52,8 @@ def chat(server: Server) -> None:
     need(answer["object"] == "chat.completion", f"object is {answer['object']}")
     need(choice["message"]["role"] == "assistant", "the message is not the assistant's")
     need(isinstance(choice["message"]["content"], str), "the content is no text")
+    empty = [name for name in ("reasoning_content", "reasoning") if choice["message"].get(name) == ""]
+    need(not empty, f"{empty} is an empty text where there is no reasoning")
     need(choice["finish_reason"] in REASONS, f"finish_reason is {choice['finish_reason']}")
     check_usage(answer["usage"])
 

@@ -79,6 +79,33 @@ def stored(server: Server) -> None:
     need(server.get(f"{PATH}/{first['id']}")["id"] == first["id"], "the response is not found again")
 
 
+@case("responses", "item_reference names an item of a stored response")
+def referred(server: Server) -> None:
+    first = server.post(PATH, ASK | {"store": True})
+    (item,) = (item for item in first["output"] if item["type"] == "message")
+    turn = {"role": "user", "content": "Go on."}
+    alone = server.post(PATH, {"input": [turn], "max_output_tokens": 1})
+    both = server.post(PATH, {"input": [{"type": "item_reference", "id": item["id"]}, turn], "max_output_tokens": 1})
+    need(both["usage"]["input_tokens"] > alone["usage"]["input_tokens"], "the item is not in the prompt")
+
+
+@case("responses", "a call of a namespace comes back under its names")
+def of_namespace(server: Server) -> None:
+    space = {"type": "namespace", "name": "files", "description": "Files", "tools": [TOOL]}
+    body = {"input": "Say hi.", "tools": [space], "tool_choice": "required", "max_output_tokens": 128}
+    calls = [item for item in server.post(PATH, body)["output"] if item["type"] == "function_call"]
+    need(calls and all((call["name"], call["namespace"]) == ("choose", "files") for call in calls), f"calls: {calls}")
+    check_arguments(calls[0]["arguments"])
+
+
+@case("responses", "a call of a custom tool is a text")
+def of_custom(server: Server) -> None:
+    tool = {"type": "custom", "name": "letter", "format": {"type": "grammar", "syntax": "regex", "definition": "[ab]"}}
+    body = {"input": "Say hi.", "tools": [tool], "tool_choice": "required", "max_output_tokens": 128}
+    calls = [item for item in server.post(PATH, body)["output"] if item["type"] == "custom_tool_call"]
+    need(calls and calls[0]["input"] in ("a", "b"), f"calls that do not fit the pattern: {calls}")
+
+
 @case("responses", "an answer of a JSON schema")
 def schema(server: Server) -> None:
     form = {"format": {"type": "json_schema", "name": "kind", "schema": SCHEMA, "strict": True}}

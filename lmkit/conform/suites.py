@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from lmkit.conform import agents, messages, ollama, openai, responses  # noqa: F401 - each adds its cases
+from lmkit.conform import (  # noqa: F401 - each adds its cases
+    accepted,
+    agents,
+    messages,
+    ollama,
+    openai,
+    responses,
+    schemas,
+    streams,
+    wire,
+)
 from lmkit.conform.case import CASES, Case, Server
 
 SUITES = ("openai", "responses", "messages", "ollama", "agents")

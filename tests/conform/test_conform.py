@@ -5,9 +5,11 @@ That lmkit's own server passes stands in test_end_to_end.
 
 from __future__ import annotations
 
+import gzip
 import json
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -16,16 +18,20 @@ import pytest
 from typer.testing import CliRunner
 
 from lmkit.cli.main import app
+from lmkit.conform import wire
 from lmkit.conform.case import Case, Failed, Server
 from lmkit.conform.messages import built
 from lmkit.conform.responses import check_stream
 from lmkit.conform.suites import CASES, SUITES
 
 
+def asked(answer: Callable[[httpx.Request], httpx.Response], clock: Callable[[], float] = time.monotonic) -> Server:
+    return Server(httpx.Client(transport=httpx.MockTransport(answer), base_url="http://test"), "m", clock)
+
+
 def server(answer: httpx.Response) -> Server:
     """One that answers everything with this."""
-    transport = httpx.MockTransport(lambda request: answer)
-    return Server(httpx.Client(transport=transport, base_url="http://test"), "m")
+    return asked(lambda _: httpx.Response(answer.status_code, headers=answer.headers, content=answer.content))
 
 
 def stream(*data: str) -> httpx.Response:
@@ -74,9 +80,8 @@ USAGE = {"id": "c", "choices": [], "usage": {"prompt_tokens": 1, "completion_tok
     ],
 )
 def test_chunks_in_disorder_are_found(events: tuple[Any, ...], says: str) -> None:
-    (case,) = (case for case in CASES if (case.suite, case.name) == ("openai", "a streamed chat"))
     answer = stream(*(one if isinstance(one, str) else json.dumps(one) for one in events))
-    reason = case.outcome(server(answer))
+    reason = found("openai", "a streamed chat").outcome(server(answer))
     assert says in reason
     assert bool(says) == bool(reason)
 
@@ -101,6 +106,61 @@ def test_events_in_disorder_are_found() -> None:
     with pytest.raises(Failed, match="gaps"):
         check_stream([created, ended])
     assert check_stream([created, ended | {"sequence_number": 1}]) == {"output": []}
+
+
+def found(suite: str, name: str) -> Case:
+    (case,) = (case for case in CASES if (case.suite, case.name) == (suite, name))
+    return case
+
+
+def test_a_row_names_all_that_is_refused() -> None:
+    def answer(request: httpx.Request) -> httpx.Response:
+        body = json.loads(request.content)
+        is_refused = body.get("reasoning_effort") in ("xhigh", "max")
+        error = {"error": {"message": f"no {body.get('reasoning_effort')}"}}
+        return httpx.Response(400, json=error) if is_refused else httpx.Response(200, json={"choices": []})
+
+    case = found("openai", "reasoning_effort of any value")
+    assert case.outcome(asked(answer)) == "xhigh, max: HTTP 400: no xhigh"
+
+
+class Pieces(httpx.SyncByteStream):
+    """A stream of single bytes that counts what was read of it."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data, self.num_read, self.is_closed = data, 0, False
+
+    def __iter__(self) -> Iterator[bytes]:
+        for number in self.data:
+            self.num_read += 1
+            yield bytes([number])
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, 5])
+def test_a_client_leaves_at_a_byte(num_bytes: int) -> None:
+    pieces = Pieces(b"data: 1\n\n")
+    asked(lambda _: httpx.Response(200, stream=pieces)).leave("/", {}, num_bytes)
+    assert (pieces.num_read, pieces.is_closed) == (num_bytes, True)
+
+
+@pytest.mark.parametrize(("word", "seconds"), [(b"", 1.0), (b"a", 2.0), (b"ab", 3.0)])
+def test_a_stream_begins_with_its_headers_or_a_word(word: bytes, seconds: float) -> None:
+    """The clock's time is the number of its readings: one at the start, one for the headers, one for each byte."""
+    times = iter(range(100))
+    slow = asked(lambda _: httpx.Response(200, stream=Pieces(b"abc")), lambda: float(next(times)))
+    assert slow.seconds_until("/", {}, word) == seconds
+    with pytest.raises(Failed, match="without x"):
+        slow.seconds_until("/", {}, b"x")
+
+
+def test_bodies_are_coded_as_their_header_says() -> None:
+    """Of zstd, the frame by its definition: magic number, descriptor, size - 256, and one raw block, the last."""
+    text = b"x" * 300
+    assert gzip.decompress(wire.CODINGS["gzip"](text)) == text
+    assert wire.zstd(text) == bytes.fromhex("28b52ffd 60 2c00 610900") + text
 
 
 @pytest.fixture
@@ -130,6 +190,8 @@ def test_the_table(silent: str) -> None:
     assert result.exit_code == 1
     head, *rows, count = result.stdout.splitlines()
     assert head.split() == ["SUITE", "CASE", "RESULT", "REASON"]
-    assert [row for row in rows if "passed" in row] == [row for row in rows if "models are listed" in row]
-    assert "HTTP 404" in rows[1]
-    assert count == f"1 of {len(rows)} passed"
+    passed = [row.split("passed")[0].split(maxsplit=1)[1].strip() for row in rows if "passed" in row]
+    assert passed == ["models are listed", "a target with scheme and host"]
+    (row,) = (row for row in rows if "a whole chat" in row)
+    assert "HTTP 404" in row
+    assert count == f"2 of {len(rows)} passed"
