@@ -79,6 +79,12 @@ class Breaker:
             self.eject("its requests fail one after the other")
         return opens
 
+    def reset(self) -> None:
+        """Forget all: the node was down, which is why requests failed, and is there again."""
+        self._failures, self._rest, self._good, self._trials, self._rested = 0, 1, 0, 0, 0.0
+        self._failed.clear()
+        self._open_until, self.why, self.closed_at = None, "", self._clock()
+
     @property
     def failed_share(self) -> float:
         """Of the last `WINDOW` requests since the last rest, 0 to 1."""

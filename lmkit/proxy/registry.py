@@ -188,6 +188,7 @@ class Registry:
             came_up, node.healthy, node.reason = not node.healthy, True, note
             if came_up:
                 node.up_since = self.clock()
+                node.breaker.reset()
             return came_up
         node.reason = f"{node.successes} of {self._healthy_after} good checks"
         return False

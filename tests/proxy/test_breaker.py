@@ -36,6 +36,19 @@ def rest(breaker: Breaker, clock: Clock) -> float:
     return (clock.now - start) / SECONDS
 
 
+def test_a_node_that_is_there_again_begins_anew(breaker: Breaker, clock: Clock) -> None:
+    """Its streams broke one after the other when it was killed. The new process has broken none."""
+    for _ in range(3):
+        for _ in range(3):
+            breaker.record(good=False)
+        assert not breaker.admits
+        breaker.reset()
+        assert (breaker.admits, breaker.state, breaker.failed_share) == (True, "closed", 0.0)
+    for _ in range(3):
+        breaker.record(good=False)
+    assert 1 <= rest(breaker, clock) <= 1 + JITTER + 0.01  # the first rest again
+
+
 def test_rests_grow_while_the_node_stays_bad(breaker: Breaker, clock: Clock) -> None:
     assert [breaker.record(good=False) for _ in range(3)] == [False, False, True]
     for times in (1, 2, 4, 8, 16, MAX_REST):

@@ -42,6 +42,18 @@ def test_thresholds_count_consecutive_checks() -> None:
     assert node.reason is None
 
 
+def test_a_node_that_went_down_and_came_back_gets_requests_at_once() -> None:
+    registry, (node, other) = fleet("a", "b", unhealthy_after=1, breaker_failures=2)
+    for _ in range(2):
+        node.breaker.record(good=False)  # its streams, when it was killed
+    assert registry.candidates("m") == [other]
+    registry.succeeded(node)  # its checks were good all the time: the breaker stays as it is
+    assert registry.candidates("m") == [other]
+    registry.failed(node, "Connection refused")
+    registry.succeeded(node)
+    assert registry.candidates("m") == [node, other]
+
+
 def test_node_that_was_never_up_needs_good_checks_in_a_row() -> None:
     registry = Registry(ProxyConfig(healthy_after=2))
     node = registry.add(NodeConfig(url="http://a", models=("m",)), "config")
