@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
+import time
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from email.utils import formatdate
@@ -45,6 +46,7 @@ class DownstreamResponse:
         self.started = False  # with a node's answer, or an error
         self.finished = False
         self._is_held = False  # the client has the head of a stream, and no node has answered yet
+        self._sent_at = 0.0  # the last byte of the body, by the monotonic clock
         self._refusal: bytearray | None = None  # a node's answer that is no stream, to a client that was held
 
     def add_headers(self, headers: Iterable[tuple[bytes, bytes]]) -> None:
@@ -58,11 +60,21 @@ class DownstreamResponse:
             message["headers"] = [*message["headers"], *self._added]
         elif message["type"] == "http.response.body" and not message.get("more_body", False):
             self.finished = True
+        self._sent_at = time.monotonic()
         try:
             await self._send(message)
         except OSError:
             self.finished = True
             raise client_disconnected() from None
+
+    async def wait(self, seconds: float) -> None:
+        """Sleep. A client whose stream has begun gets comments meanwhile, as from a node, so that it stays."""
+        end = time.monotonic() + seconds
+        while (left := end - time.monotonic()) > 0:
+            await asyncio.sleep(min(left, COMMENT_SECONDS))
+            is_stream = self.started and not self.finished and self._events is not None and not self._events.inside
+            if is_stream and time.monotonic() - self._sent_at >= COMMENT_SECONDS:
+                await self.send(self._comment())
 
     async def hold(self) -> None:
         """Begin a stream for a client that waits for its node, and write comments until the node answers."""
@@ -74,9 +86,12 @@ class DownstreamResponse:
         headers = [(b"content-type", kind), (b"cache-control", b"no-cache"), *self._added]
         await self._send({"type": "http.response.start", "status": 200, "headers": headers})
         while not (self.started or self.finished):
-            comment = line(empty_part(self._path, self.model)).encode() if self._lines else COMMENT
-            await self._send({"type": "http.response.body", "body": comment, "more_body": True})
+            await self._send(self._comment())
             await asyncio.sleep(COMMENT_SECONDS)
+
+    def _comment(self) -> Message:
+        comment = line(empty_part(self._path, self.model)).encode() if self._lines else COMMENT
+        return {"type": "http.response.body", "body": comment, "more_body": True}
 
     async def start(self, status: int, headers: Iterable[tuple[bytes, bytes]], *, events: bool = False) -> None:
         """Start a streamed response. `events`: the body is server-sent events, or lines where the route has these."""

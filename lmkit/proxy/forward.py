@@ -150,7 +150,7 @@ class Forwarder:
         moves, sent_again = self._moves(call, wait), 0
         error: RequestError | None = None
         self._retries.earn()
-        while candidates := await self._candidates(call, tried):
+        while candidates := await self._candidates(call, client, tried):
             choice = self._router.choose(candidates, call.routing)
             node = choice.node
             tried.append(node)
@@ -196,7 +196,7 @@ class Forwarder:
                 if not self._retries.spend():
                     break
                 await asyncio.sleep(self._retries.pause(sent_again))
-            await asyncio.sleep(moves.pause)
+            await client.wait(moves.pause)
         raise error or self._registry.absence(call.model)
 
     def _moves(self, call: Call, seconds: float) -> Moves:
@@ -210,7 +210,7 @@ class Forwarder:
         """Whether a call may ask again, although no other node is there now."""
         return moves.may_wait() and self._registry.may_return(call.model, self._registry.clock())
 
-    async def _candidates(self, call: Call, tried: list[Node]) -> list[Node]:
+    async def _candidates(self, call: Call, client: DownstreamResponse, tried: list[Node]) -> list[Node]:
         """The nodes to choose from. If there are none, wait for one that may come; then all may be tried again.
 
         Empty: no node can be expected.
@@ -221,7 +221,7 @@ class Forwarder:
         with self._registry.holding(call.model, call.routing.tokens):
             while not found and self._registry.may_return(call.model, since):
                 tried.clear()
-                await asyncio.sleep(WAIT_SECONDS)
+                await client.wait(WAIT_SECONDS)
                 found = self._registry.candidates(call.model, tried)
         return found
 

@@ -216,3 +216,26 @@ async def test_a_node_s_refusal_reaches_a_client_that_waited_as_an_event(monkeyp
     wire = Wire()
     await (await held(wire, monkeypatch)).fail(BROKEN)
     assert wire.body().startswith(downstream.COMMENT + b"data: {")
+
+
+@pytest.mark.anyio
+async def test_a_client_of_a_stream_that_waits_for_its_next_node_gets_comments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(downstream, "COMMENT_SECONDS", 0.01)
+    wire, plain = Wire(), Wire()
+    response, whole = DownstreamResponse(wire.send), DownstreamResponse(plain.send)
+    await response.wait(0.03)  # nothing has begun
+    await response.start(200, [], events=True)
+    await response.write(b"data: 1\n\n")
+    await response.wait(0.05)
+    await response.write(b"data: " + b"x" * WholeEvents.MAX_HELD)  # passed on by halves
+    await response.wait(0.03)
+    await response.end()
+    await response.wait(0.03)
+    body = b"".join(message.get("body", b"") for message in wire.messages)
+    assert body.startswith(b"data: 1\n\n" + downstream.COMMENT)
+    assert set(body.removeprefix(b"data: 1\n\n").partition(b"data: ")[0].split(b"\n\n")) == {b": waiting", b""}
+    assert b"waiting" not in body.partition(b"data: x")[2]
+    await whole.start(200, [])
+    await whole.write(b"{")
+    await whole.wait(0.03)
+    assert [message.get("body") for message in plain.messages[1:]] == [b"{"]
