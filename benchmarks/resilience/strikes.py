@@ -17,11 +17,11 @@ ROUNDS = 6  # of strikes, each at two of three nodes
 
 def first_cluster(setting: Setting, *, registers: bool) -> float:
     """Streams that fail or change while one of two nodes without keys is killed, and stays away."""
-    state = {"LMKIT_STATE_DIR": str(setting.workdir / "state")}
+    state = str(setting.workdir / "state")
     running: list[Command] = []
 
     def start(*arguments: str) -> Command:
-        running.append(Command(*arguments, "--port", "0", **state))
+        running.append(Command(*arguments, "--port", "0", LMKIT_STATE_DIR=state))
         return running[-1]
 
     try:
