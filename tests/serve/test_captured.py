@@ -21,7 +21,7 @@ FOLDER = Path(__file__).parent / "captured"
 CAPTURED = {path.stem: json.loads(path.read_text()) for path in sorted(FOLDER.glob("*.json"))}
 IGNORED = {"codex": {"client_metadata", "tools.web_search"}, "claude": {"reasoning_effort"}}
 MOST_TOKENS = 1500
-CLOSING = frozenset('"}],')  # without a bias for them a random string has no end
+CLOSING = frozenset('"}],:')  # without a bias for them a random string has no end; a URI has none without a colon
 BITS = np.arange(32, dtype=np.uint32)
 
 
