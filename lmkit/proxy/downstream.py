@@ -19,7 +19,7 @@ from lmkit.web.ollama import LINES, STREAMS, empty_part, line
 from lmkit.web.receive import client_disconnected
 from lmkit.web.sse import WholeEvents
 
-HOLD_SECONDS = 1.0  # a client that asked for a stream gets its head after this time
+HOLD_SECONDS = 0.75  # a client that asked for a stream gets its head after this time; more than a node takes to begin
 COMMENT_SECONDS = 10.0  # between two comments
 COMMENT = b": waiting\n\n"
 OWN = b"x-lmkit-"  # headers of these names say what no other part of an answer does
