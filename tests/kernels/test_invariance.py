@@ -19,7 +19,7 @@ from lmkit.kernels.registry import Op
 from lmkit.kv_dtype import BFLOAT16, FLOAT32, FP8, INT4, INT8, KVDtype
 from lmkit.layers.batch import KVLayer
 from lmkit.qtensor import QuantScheme, quantize
-from tests.kernels.cases import filled_cache, geometry, key_mean
+from tests.kernels.cases import balance, filled_cache, geometry, key_mean
 
 
 @pytest.fixture(autouse=True)
@@ -131,7 +131,10 @@ def test_attention_sequences_chunks_and_splits(
     kv_heads, group = 2, 3
     kv, tables = filled_cache(types, kv_heads, dim, 16, LENGTHS)
     if dim == 64:
-        kv = KVLayer(replace(kv.k, mean=key_mean(kv_heads, dim, dim, max(LENGTHS)), hadamard=True), kv.v)
+        turned: dict[str, Any] = {"hadamard": True}
+        if types[0] == INT8:
+            turned = {"balance": balance(kv_heads, dim), "first": torch.randn(kv_heads, dim)}
+        kv = KVLayer(replace(kv.k, mean=key_mean(kv_heads, dim, dim, max(LENGTHS)), **turned), kv.v)
     q = torch.randn(sum(NEW), kv_heads * group, dim) * 3
     starts = [0, *torch.tensor(NEW).cumsum(0).tolist()]
     impl = attention.implementation(isa.named(level))

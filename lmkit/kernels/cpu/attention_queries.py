@@ -10,7 +10,7 @@ every partition of a long context. Queries of such keys are therefore turned onc
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import carray
@@ -41,7 +41,8 @@ from lmkit.kv_dtype import FLOAT32
 
 TO_WORDS, TO_BYTES = (attention_rows.words_tile(element).name for element in (I16, I8))
 OF_FLOATS, OF_WORDS = (planes_tile(words=words).name for words in (False, True))
-SERIAL_TURNS = 1 << 18  # multiplications
+SERIAL_TURNS = 1 << 17  # multiplications
+TURN_ROWS = 24  # that share a matrix's loads
 ONE_BITS = float_bits(1.0)
 
 
@@ -95,6 +96,19 @@ def prepare_queries(a: AttendArgs, source: int, head: int, rows: int, form: int,
             tile(OF_WORDS, 1, (floats, memory.words + 2 * r * padded, padded, padded // 32))
 
 
+@inline
+def _product(x: Any, y: Any, dim: int) -> Any:
+    """x . y in four sums, so that no addition waits for the one before it."""
+    a = b = c = d = np.float32(0)
+    whole = dim // 4 * 4
+    for i in range(0, whole, 4):
+        a, b = fma(x[i], y[i], a), fma(x[i + 1], y[i + 1], b)
+        c, d = fma(x[i + 2], y[i + 2], c), fma(x[i + 3], y[i + 3], d)
+    for i in range(whole, dim):
+        a = fma(x[i], y[i], a)
+    return (a + b) + (c + d)
+
+
 class TurnArgs(NamedTuple):
     queries: Queries
     num_tokens: int
@@ -104,47 +118,60 @@ class TurnArgs(NamedTuple):
     first: int  # keys of position 0, or 0
     matrices: int  # or 0
     out: int  # float32 [num_kv_heads, num_tokens, group, dim + shares]
+    block: int  # tokens of a unit
+    parts: int  # units that share the columns of a block
 
 
 @functools.cache
 def turn_task(isa: Isa) -> Task:
-    """The query heads of one token and KV head: index = KV head, token. They share the loads of the matrix."""
+    """The query heads of a block of tokens and a KV head. They share the loads of the matrix: index = KV head, block,
+    part of the columns. The first part also writes the shares."""
     product, width = product_tile(isa, FLOAT32).name, 2 * isa.lanes
 
     def turn(args: int, scratch: int, index: int) -> None:
         a = read(args, TurnArgs)
         group, dim, size = a.group, a.dim, 2 * a.mean.num_pairs
-        head, token = index // a.num_tokens, index % a.num_tokens
+        blocks, part = (a.num_tokens + a.block - 1) // a.block, index % a.parts
+        head, token = index // a.parts // blocks, index // a.parts % blocks * a.block
+        rows = min(a.block, a.num_tokens - token) * group
         scale, ld = bits_to_float(np.uint32(a.queries.scale_bits)), 4 * (dim + size + 1)
         first = carray(pointer(a.first + 4 * head * dim), dim, np.float32)
-        whole, matrix, rows = dim % width == 0, a.matrices + 4 * head * dim * dim, scratch + 8 * dim
-        places = carray(pointer(scratch), dim, np.int64)
+        whole, matrix, floats = dim % width == 0, a.matrices + 4 * head * dim * dim, scratch + 8 * dim
+        places, to = carray(pointer(scratch), dim, np.int64), a.out + (head * a.num_tokens + token) * group * ld
+        panels = (dim + width - 1) // width
+        column, end = panels * part // a.parts * width, min(panels * (part + 1) // a.parts * width, dim)
         for i in range(dim):
             places[i] = matrix + 4 * i * dim
-        for g in range(group):
-            at = a.queries.q + token * a.queries.stride + head * a.queries.head_bytes + g * a.queries.row_bytes
-            source, x = carray(pointer(at), dim, np.float32), carray(pointer(rows + 4 * g * dim), dim, np.float32)
-            out = a.out + (index * group + g) * ld
+        for r in range(rows):
+            at = a.queries.q + (token + r // group) * a.queries.stride + head * a.queries.head_bytes
+            source = carray(pointer(at + r % group * a.queries.row_bytes), dim, np.float32)
+            x, out = carray(pointer(floats + 4 * r * dim), dim, np.float32), to + r * ld
             y = carray(pointer(out), dim, np.float32)
             for i in range(dim):
                 x[i] = source[i] * scale
+            for i in range(column, end):
                 y[i] = np.float32(0) if a.matrices else x[i]
-            _mean_shares(a.mean, rows + 4 * g * dim, head, dim, out + 4 * dim)
-            total = np.float32(0)
-            if a.first:
-                for i in range(dim):
-                    total = fma(x[i], first[i], total)
-            carray(pointer(out + 4 * (dim + size)), 1, np.float32)[0] = total
             if a.matrices and not whole:
-                multiply(rows + 4 * g * dim, matrix, dim, out)
+                multiply(floats + 4 * r * dim, matrix, dim, out)
+            if part == 0:
+                _mean_shares(a.mean, floats + 4 * r * dim, head, dim, out + 4 * dim)
+                share = carray(pointer(out + 4 * (dim + size)), 1, np.float32)
+                share[0] = _product(x, first, dim) if a.first else np.float32(0)
         if a.matrices and whole:
-            for column in range(0, dim, width):
+            for start in range(column, end, width):
                 r = 0
-                while r < group:
-                    x_at, out = rows + 4 * r * dim, a.out + (index * group + r) * ld + 4 * column
-                    r += tile(product, group - r, (x_at, 4 * dim, scratch, 4 * column, out, ld, 2 * width, dim, 0, 0))
+                while r < rows:
+                    x_at, out = floats + 4 * r * dim, to + r * ld + 4 * start
+                    r += tile(product, rows - r, (x_at, 4 * dim, scratch, 4 * start, out, ld, 2 * width, dim, 0, 0))
 
     return Task(turn)
+
+
+def _units(heads: int, num_tokens: int, group: int, panels: int) -> tuple[int, int]:
+    """(tokens of a unit, parts of its columns): many rows share a matrix's loads, as long as all threads have work."""
+    wanted = 2 * threads.num_threads()
+    block = max(1, min(TURN_ROWS // group, heads * num_tokens // wanted))
+    return block, min(panels, -(-wanted // (heads * -(-num_tokens // block))))
 
 
 def queries_of(isa: Isa, q: Tensor, k_cache: KVTensor, mean: Mean, scale: float) -> tuple[Queries, Tensor]:
@@ -159,9 +186,14 @@ def queries_of(isa: Isa, q: Tensor, k_cache: KVTensor, mean: Mean, scale: float)
     out = workspace.empty(heads, num_tokens, group, width)
     assert k_cache.balance is None or k_cache.balance.queries.is_contiguous()
     matrices = None if k_cache.balance is None else k_cache.balance.queries
-    args = TurnArgs(plain, num_tokens, group, dim, mean, address(k_cache.first), address(matrices), out.data_ptr())
+    block, parts = _units(heads, num_tokens, group, dim // isa.value_tile if dim % isa.value_tile == 0 else 1)
     parallel = num_tokens * num_heads * dim * dim > SERIAL_TURNS
-    scratch = 8 * dim + 4 * group * dim
-    threads.run(turn_task(isa), heads * num_tokens, numbers(args), parallel=parallel, scratch=scratch)
+    parts = parts if parallel and matrices is not None else 1
+    args = TurnArgs(
+        plain, num_tokens, group, dim, mean, address(k_cache.first), address(matrices), out.data_ptr(), block, parts
+    )
+    units = heads * -(-num_tokens // block) * parts
+    scratch = 8 * dim + 4 * block * group * dim
+    threads.run(turn_task(isa), units, numbers(args), parallel=parallel, scratch=scratch)
     strides = 4 * group * width, 4 * num_tokens * group * width, 4 * width
     return Queries(out.data_ptr(), *strides, ONE_BITS, 1), out

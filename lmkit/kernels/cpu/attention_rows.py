@@ -4,6 +4,8 @@ to words and scale scores. Forms and places are those of attention_tiles.py.
 
 from __future__ import annotations
 
+import itertools
+
 from llvmlite import ir
 
 from lmkit.kernels.cpu.attention_tiles import BYTES, PAIRS, STORED, WORDS, widened
@@ -195,3 +197,41 @@ def softcap_tile() -> Tile:
             e.store(b.fmul(e.tanh(b.fmul(score, inverse)), cap), place)
 
     return register("softcap_tile", 8, (1,), 3, body)
+
+
+def mean_tile(isa: Isa) -> Tile:
+    """s [rows, 8 or more keys] += shares [rows, count] @ angles, `chunks` vectors of keys; a key's sum is in order.
+
+    The angles begin `column` bytes into the rows at `places`. `ldx` and `lds` are the bytes between rows.
+    """
+
+    def body(e: Emitter, rows: int, arguments: list[Value]) -> None:
+        shares, ldx, places, column, s, lds, chunks, count = arguments
+        b, floats, most = e.builder, e.vector(F32), 4 if rows <= 3 else 2
+        sums = e.variables(rows, most, floats)
+        for index, size in e.steps(chunks, [most, 1], unroll=False):
+            at = e.times(index, 4 * e.lanes)
+            places_of = [
+                (sums[i][j], e.offset(s, e.times(lds, i), at, 4 * e.lanes * j))
+                for i in range(rows)
+                for j in range(size)
+            ]
+            for variable, score in places_of:
+                b.store(e.load(score, floats), variable)
+            with e.loop(count, unroll=False) as angle:
+                place = e.offset(e.load(e.offset(places, e.times(angle, 8)), I64), column, at)
+                share = e.offset(shares, e.times(angle, 4))
+                vectors: dict[int, Value] = {}
+                factors: dict[int, Value] = {}
+                few, many = (range(size), range(rows)) if rows > size else (range(rows), range(size))
+                for outer, inner in itertools.product(many, few):  # the fewer operands stay in registers
+                    i, j = (outer, inner) if rows > size else (inner, outer)
+                    if i not in factors:
+                        factors[i] = e.splat(e.load(e.offset(share, e.times(ldx, i)), F32))
+                    if j not in vectors:
+                        vectors[j] = e.load(e.offset(place, 4 * e.lanes * j), floats)
+                    b.store(e.fma(factors[i], vectors[j], b.load(sums[i][j])), sums[i][j])
+            for variable, score in places_of:
+                e.store(b.load(variable), score)
+
+    return register(f"mean_tile.{isa.name}", isa.lanes, (6, 4, 3, 2, 1), 8, body)

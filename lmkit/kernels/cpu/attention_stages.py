@@ -139,18 +139,15 @@ def panel_score_task(isa: Isa, kind: KVDtype) -> Task:
 @functools.cache
 def mean_task(isa: Isa) -> Task:
     """Add the key mean's part to the scores of keys first .. end of a partition: factors times angles."""
-    product, width = tiles.product_tile(isa, FLOAT32).name, 2 * isa.lanes
+    product, width = attention_rows.mean_tile(isa).name, isa.lanes
 
     def add_means(args: int, scratch: int, index: int) -> None:
         a = read(args, MeanArgs)
-        whole = a.first + (a.end - a.first) // width * width
-        ld = 4 * a.num_shares
-        for key in range(a.first, whole, width):
-            r, column = 0, 4 * (a.begin + key)
-            while r < a.rows:
-                score = a.scores + 4 * (r * PARTITION + key)
-                sizes = (4 * PARTITION, 2 * width, a.num_angles, 0, 0)
-                r += tile(product, a.rows - r, (a.shares + r * ld, ld, a.places, column, score, *sizes))
+        chunks, ld, r = (a.end - a.first) // width, 4 * a.num_shares, 0
+        whole = a.first + chunks * width
+        while r < a.rows:
+            of_keys = (4 * (a.begin + a.first), a.scores + 4 * (r * PARTITION + a.first), 4 * PARTITION)
+            r += tile(product, a.rows - r, (a.shares + r * ld, ld, a.places, *of_keys, chunks, a.num_angles))
         at = carray(pointer(a.places), a.num_angles, np.int64)
         for r in range(a.rows):
             s = carray(pointer(a.scores + 4 * r * PARTITION), PARTITION, np.float32)

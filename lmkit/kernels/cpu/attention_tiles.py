@@ -117,7 +117,7 @@ def score_tile(isa: Isa, form: KVDtype) -> Tile:
         q, ldq, places, s, lds, chunks, fours = arguments
         b, narrow = e.builder, _sums_bytes_in_words(isa, form)
         kind = e.vector(I16, 2 * e.lanes) if narrow else e.vector(I32 if integer else F32)
-        keys = 4 if rows <= 2 or isa.registers == 32 else 2  # at a time: as many sums as registers hold
+        keys = 4 if rows <= 3 or isa.registers == 32 else 2  # at a time: as many sums as registers hold
         half, size = e.times(chunks, 4 * e.lanes), key_bytes(isa, form)
         sums = e.variables(rows, keys, kind)
         with e.loop(e.times(fours, 4 // keys)) as index:
@@ -157,7 +157,12 @@ def score_tile(isa: Isa, form: KVDtype) -> Tile:
 
     name = f"score_tile.{isa.name}.{form}"
     rows = isa.score_rows[1:] if form == INT4 else isa.score_rows  # two vectors of codes at a time
-    return register(name, isa.lanes, rows, 7, body)
+    return register(name, isa.lanes, with_three(rows), 7, body)
+
+
+def with_three(rows: tuple[int, ...]) -> tuple[int, ...]:
+    """Three query heads often share a KV head. They take a step of their own, if four would."""
+    return tuple(sorted({*rows, 3}, reverse=True)) if rows[0] > 3 else rows
 
 
 def _sum_eight(e: Emitter, eight: list[Value]) -> Value:
@@ -271,7 +276,7 @@ def product_tile(isa: Isa, form: KVDtype, *, raw: bool = False) -> Tile:
                 e.store(total, output)
 
     name = f"product_tile.{isa.name}.{form}" + ".raw" * raw
-    return register(name, isa.lanes, isa.float_rows, 10, body)
+    return register(name, isa.lanes, with_three(isa.float_rows), 10, body)
 
 
 def softmax_tile(isa: Isa, kind_of_values: KVDtype, *, planes: bool = False) -> Tile:
