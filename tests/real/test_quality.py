@@ -12,16 +12,20 @@ from lmkit.quant.recipe import load_recipe
 from lmkit.quant.report.evaluate import encode_text, evaluate
 from lmkit.quant.run import prepare
 from tests.real.conftest import Record
-from tests.real.packages import Published
+from tests.real.packages import GEMMA3, SMOLLM2, Published
 
 pytestmark = pytest.mark.exhaustive
 NUM_TOKENS = 4096
-# A row of the table -> a recipe, sections of it, and the largest KL in nats a token.
-RECIPES: dict[str, tuple[str, dict[str, Any], float]] = {
-    "KL, default recipe": ("loss_w4a16_g128", {}, 0.12),
-    "KL, AWQ recipe": ("awq_w4a16_g128", {}, 0.30),
-    "KL, RTN": ("rtn_w4a16_g128", {}, 0.60),
-    "KL, INT4 KV, calibrated": ("kv4", {}, 0.015),
+# A row of the table -> a recipe, and the largest KL in nats a token of SmolLM2 and of Gemma 3.
+RECIPES: dict[str, tuple[str, dict[Published, float]]] = {
+    "KL, default recipe": ("loss_w4a16_g128", {SMOLLM2: 0.09, GEMMA3: 0.40}),
+    "KL, AWQ recipe": ("awq_w4a16_g128", {SMOLLM2: 0.20, GEMMA3: 0.60}),
+    "KL, RTN": ("rtn_w4a16_g128", {SMOLLM2: 0.45, GEMMA3: 1.20}),
+    "KL, INT4 KV, calibrated": ("kv4", {SMOLLM2: 0.015, GEMMA3: 0.015}),
+}
+CACHES: dict[str, dict[Published, float]] = {
+    "int8": {SMOLLM2: 0.003, GEMMA3: 0.03},  # keys of Gemma 3 have channels far above the others
+    "int4": {SMOLLM2: 0.20, GEMMA3: 3.0},
 }
 
 
@@ -36,19 +40,17 @@ def divergence(generator: Published, model: Path, text: Path, **options: Any) ->
 def test_a_recipe_keeps_the_model(
     generator: Published, tmp_path: Path, prose: tuple[Path, Path], record: Record, check: str
 ) -> None:
-    name, sections, most = RECIPES[check]
+    name, most = RECIPES[check]
     calibration = {"dataset": [parse_source(str(prose[0]))], "num_samples": 16, "seq_len": 512}
-    prepare(str(generator.path), load_recipe(name, sections | {"calibration": calibration})).run(tmp_path / "out")
+    prepare(str(generator.path), load_recipe(name, {"calibration": calibration})).run(tmp_path / "out")
     kl = divergence(generator, tmp_path / "out", prose[1])
     record(generator, check, kl)
-    assert float(kl) <= most
+    assert float(kl) <= most[generator]
 
 
-@pytest.mark.parametrize(("kind", "most"), [("int8", 0.003), ("int4", 3.0)])
-def test_a_cache_without_calibration(
-    generator: Published, prose: tuple[Path, Path], record: Record, kind: Any, most: float
-) -> None:
+@pytest.mark.parametrize("kind", CACHES)
+def test_a_cache_without_calibration(generator: Published, prose: tuple[Path, Path], record: Record, kind: Any) -> None:
     """INT4 is the reason for calibrating."""
     kl = divergence(generator, generator.path, prose[1], kv_dtype=kind)
     record(generator, f"KL, {kind.upper()} KV as it is", kl)
-    assert float(kl) <= most
+    assert float(kl) <= CACHES[kind][generator]
