@@ -83,7 +83,7 @@ class Breaker:
         """Forget all: the node was down, which is why requests failed, and is there again."""
         self._failures, self._rest, self._good, self._trials, self._rested = 0, 1, 0, 0, 0.0
         self._failed.clear()
-        self._open_until, self.why, self.closed_at = None, "", self._clock()
+        self._open_until, self.why, self.closed_at = None, "", -math.inf
 
     @property
     def failed_share(self) -> float:
