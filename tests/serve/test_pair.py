@@ -103,6 +103,7 @@ def told(answer: httpx.Response) -> tuple[str, list[int]]:
     text = re.sub(r'"(id|created|system_fingerprint)": ?("[^"]*"|\d+)', "", answer.text)
     counts = re.findall(r'"cache(?:d|_read_input)_tokens": ?(\d+)', text)
     text = re.sub(r'"(cached|cache_read_input|input|prompt)_tokens": ?\d+', "", text)
+    text = re.sub(r"^: .*\n\n", "", text, flags=re.MULTILINE)  # comments while a node is slow or another one is found
     if text.startswith("data: "):  # where events are cut depends on the time
         text = "".join(re.findall(r'"text":"(.*?)","logprobs"', text)) + text[text.index('"usage":{') :]
     return text, [int(count) for count in counts]
