@@ -93,7 +93,9 @@ def test_distributions_are_the_cpus(checkpoint: Path, device: str, dtype: str, r
 
 
 @pytest.mark.parametrize("kv_dtype", ["float16", pytest.param("int8", marks=pytest.mark.exhaustive)])
-@pytest.mark.parametrize("device", ["emulated", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(
+    "device", [pytest.param("emulated", marks=pytest.mark.exhaustive), pytest.param("cuda", marks=pytest.mark.gpu)]
+)
 def test_greedy_tokens_are_the_cpus(
     checkpoint: Path, device: str, kv_dtype: str, request: pytest.FixtureRequest
 ) -> None:

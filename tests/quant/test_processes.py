@@ -43,6 +43,7 @@ def launch(source: Path, recipe_file: Path, out: Path) -> subprocess.Popen[bytes
     )  # fmt: skip
 
 
+@pytest.mark.exhaustive
 def test_two_processes_give_the_codes_of_one(tmp_path: Path) -> None:
     source, recipe_file = tiny_checkpoint(tmp_path / "source", num_hidden_layers=6), tmp_path / "recipe.yaml"
     recipe_file.write_text(RECIPE)
