@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from lmkit.conform import messages, openai, responses
-from lmkit.conform.case import Server, case
+from lmkit.conform.case import Server, case, each, need
 from lmkit.conform.openai import CALL, CHAT, HI
 
 Bodies = dict[str, dict[str, Any]]
@@ -151,8 +151,13 @@ PLAIN: dict[str, tuple[dict[str, Any], str]] = {
 
 
 def accepts(row: Row, server: Server) -> None:
+    """Each body is answered, and the answer has the key of its route."""
     plain, key = PLAIN[row.path]
-    server.accepts(row.path, key, {name: plain | body for name, body in row.bodies.items()})
+
+    def answered(name: str) -> None:
+        need(key in server.post(row.path, plain | row.bodies[name]), f"an answer without {key}")
+
+    each(row.bodies, answered)
 
 
 for _row in ROWS:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lmkit.web.sse import EventData
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 MAX_TOKENS = 24
 SHOWN = 160  # characters of a reason
+OTHER_FORM = (LookupError, TypeError, ValueError, AttributeError)  # raised where an answer has another form
 
 
 class Failed(Exception):
@@ -24,6 +25,19 @@ def need(condition: object, reason: str) -> None:
     """Raises Failed with the reason unless the condition holds."""
     if not condition:
         raise Failed(reason)
+
+
+def each(names: Iterable[str], ask: Callable[[str], None]) -> None:
+    """`ask` for each name. Raises Failed with all names for which it fails, and why the first one does."""
+    reasons = {}
+    for name in names:
+        try:
+            ask(name)
+        except Failed as error:
+            reasons[name] = str(error)
+        except OTHER_FORM as error:
+            reasons[name] = f"{type(error).__name__}: {error}"
+    need(not reasons, f"{', '.join(reasons)}: {next(iter(reasons.values()), '')}")
 
 
 class Server:
@@ -49,16 +63,6 @@ class Server:
     def upload(self, name: str, content: bytes) -> Any:
         """A file for a batch."""
         return json_of(self._http.post("/v1/files", files={"file": (name, content)}, data={"purpose": "batch"}))
-
-    def accepts(self, path: str, key: str, bodies: Mapping[str, dict[str, Any]]) -> None:
-        """Each of these bodies is answered, and the answer has this key. The reason names all that are not."""
-        reasons = {}
-        for name, body in bodies.items():
-            try:
-                need(key in self.post(path, body), f"an answer without {key}")
-            except Failed as error:
-                reasons[name] = str(error)
-        need(not reasons, f"{', '.join(reasons)}: {next(iter(reasons.values()), '')}")
 
     def refusal(self, path: str, body: dict[str, Any], *statuses: int) -> Any:
         """The JSON of an answer that has one of these statuses."""
@@ -132,7 +136,7 @@ class Case(NamedTuple):
             return _shown(str(error))
         except httpx.HTTPError as error:
             return _shown(f"no whole answer: {error or type(error).__name__}")
-        except (LookupError, TypeError, ValueError, AttributeError) as error:
+        except OTHER_FORM as error:
             return _shown(f"the answer has another form: {type(error).__name__}: {error}")
         return ""
 

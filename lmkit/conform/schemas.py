@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-from lmkit.conform.case import Failed, Server, case, need
+from lmkit.conform.case import Server, case, each, need
 from lmkit.conform.openai import CHAT, FORCED, HI, SCHEMA
 
 ASK: dict[str, Any] = {"messages": [HI], "max_tokens": 32, "temperature": 0}  # enough for the first property
@@ -36,18 +37,14 @@ def beside(keyword: str) -> dict[str, Any]:
     return SCHEMA | {"properties": properties, "required": ["kind", "other"]}
 
 
-def each(ask: Any) -> None:
-    """`ask` gives the text for a schema. Raises Failed with all keywords for which it does not follow the schema."""
-    reasons = {}
-    for keyword in KEYWORDS:
-        try:
-            text = ask(beside(keyword))
-            need("".join(text.split()).startswith(HELD), f"the rest is not held: {text}")
-        except Failed as error:
-            reasons[keyword] = str(error)
-        except (LookupError, TypeError, ValueError, AttributeError) as error:
-            reasons[keyword] = f"{type(error).__name__}: {error}"
-    need(not reasons, f"{', '.join(reasons)}: {next(iter(reasons.values()), '')}")
+def held(ask: Callable[[dict[str, Any]], str]) -> None:
+    """`ask` gives the text for a schema. It must follow the schema beside each keyword."""
+
+    def follows(keyword: str) -> None:
+        text = ask(beside(keyword))
+        need("".join(text.split()).startswith(HELD), f"the rest is not held: {text}")
+
+    each(KEYWORDS, follows)
 
 
 @case("openai", "tools with keywords that forbid nothing, or cannot be held")
@@ -57,7 +54,7 @@ def tools(server: Server) -> None:
         body = ASK | {"tools": [tool], "tool_choice": FORCED}
         return server.post(CHAT, body)["choices"][0]["message"]["tool_calls"][0]["function"]["arguments"]
 
-    each(ask)
+    held(ask)
 
 
 @case("openai", "answers of a schema with such keywords")
@@ -66,4 +63,4 @@ def answers(server: Server) -> None:
         form = {"type": "json_schema", "json_schema": {"name": "kind", "schema": schema}}
         return server.post(CHAT, ASK | {"response_format": form})["choices"][0]["message"]["content"]
 
-    each(ask)
+    held(ask)
