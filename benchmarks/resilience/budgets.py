@@ -18,7 +18,7 @@ MIB = 1 << 20
 BODY_BYTES = 4 * MIB  # of each unfinished body
 BODY_MEMORY = 32 * MIB  # of the proxy
 ANSWER_MEMORY = 16 * MIB  # of the server; one answer gets an eighth
-LATEST = 240.0  # seconds until streams that nobody reads are ended
+LATEST = 60.0  # seconds until streams that nobody reads are ended
 LOGPROBS = {"model": "demo", "messages": "Tell a story.", "ignore_eos": True, "logprobs": True, "top_logprobs": 20}
 
 
@@ -55,7 +55,7 @@ def unfinished_bodies(setting: Setting) -> float:
 
 def held_answers(setting: Setting) -> float:
     """MiB by which a server grows under whole answers with log-probabilities, and under streams that nobody reads."""
-    num_choices, num_streams = (4, 1) if setting.quick else (16, 6)
+    num_choices, num_streams = (4, 1) if setting.quick else (16, 12)
     with serving("--answer-memory", str(ANSWER_MEMORY)) as server:
         ask(server, {"max_tokens": 4})  # what the first request makes stays
         growth = Growth(server)
