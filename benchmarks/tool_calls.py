@@ -18,7 +18,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import aiohttp
+import httpx
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from rich.console import Console
 
@@ -102,12 +102,12 @@ def fault(request: dict[str, Any], message: dict[str, Any], finish_reason: str) 
     return ""
 
 
-async def streamed(response: aiohttp.ClientResponse) -> tuple[dict[str, Any], str]:
+async def streamed(response: httpx.Response) -> tuple[dict[str, Any], str]:
     """(the message that the deltas add up to, the finish_reason)."""
     message: dict[str, Any] = {"content": "", "tool_calls": []}
     reason = ""
-    async for line in response.content:
-        if not line.startswith(b"data: {"):
+    async for line in response.aiter_lines():
+        if not line.startswith("data: {"):
             continue
         (choice,) = json.loads(line[6:])["choices"]
         delta, reason = choice["delta"], choice["finish_reason"] or reason
@@ -119,14 +119,13 @@ async def streamed(response: aiohttp.ClientResponse) -> tuple[dict[str, Any], st
     return message, reason
 
 
-async def one(http: aiohttp.ClientSession, number: int, faults: Counter[str]) -> None:
+async def one(http: httpx.AsyncClient, number: int, faults: Counter[str]) -> None:
     request = body(number)
-    async with http.post("/v1/chat/completions", json=request) as response:
-        answer = await response.json()
-        assert response.status == 200, answer
-        choice = answer["choices"][0]
-        faults[fault(request, choice["message"], choice["finish_reason"])] += 1
-    async with http.post("/v1/chat/completions", json=request | {"stream": True}) as response:
+    response = await http.post("/v1/chat/completions", json=request)
+    assert response.status_code == 200, response.text
+    choice = response.json()["choices"][0]
+    faults[fault(request, choice["message"], choice["finish_reason"])] += 1
+    async with http.stream("POST", "/v1/chat/completions", json=request | {"stream": True}) as response:
         message, _ = await streamed(response)
         whole = [call["function"] for call in choice["message"].get("tool_calls") or ()]
         faults["streams that differ"] += [call["function"] for call in message["tool_calls"]] != whole
@@ -137,11 +136,11 @@ async def measure(url: str, num_requests: int) -> Counter[str]:
     faults: Counter[str] = Counter()
     numbers = iter(range(num_requests))
 
-    async def client(http: aiohttp.ClientSession) -> None:
+    async def client(http: httpx.AsyncClient) -> None:
         for number in numbers:
             await one(http, number, faults)
 
-    async with aiohttp.ClientSession(url, timeout=aiohttp.ClientTimeout(total=600)) as http:
+    async with httpx.AsyncClient(base_url=url, timeout=600, trust_env=False) as http:
         await asyncio.gather(*(client(http) for _ in range(AT_ONCE)))
     return faults
 

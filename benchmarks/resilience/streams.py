@@ -10,12 +10,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import aiohttp
 import httpx
 
 from benchmarks.resilience.case import Case, Setting, shared
 from benchmarks.resilience.processes import Command, serving
-from benchmarks.resilience.soak import LENGTHS, PROMPTS, REQUEST_SECONDS, body, undisturbed
+from benchmarks.resilience.soak import LENGTHS, PROMPTS, REQUEST_SECONDS, body, new_client, undisturbed
 
 SECONDS, NUM_KILLS = 180.0, 2
 WRONG = (
@@ -40,57 +39,52 @@ class Outcome:
 async def client(url: str, answers: dict[tuple[str, int], str], outcome: Outcome, seed: int, end: float) -> None:
     rng = random.Random(seed)
     url += "/v1/completions"
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=REQUEST_SECONDS)) as http:
+    async with new_client() as http:
         while time.monotonic() < end:
             prompt, length, kind = rng.choice(PROMPTS), rng.choice(LENGTHS), rng.random()
             payload = body(prompt, length, stream=True)
             try:
-                if kind < 0.15:
-                    await _wrong(http, url, payload | rng.choice(WRONG), outcome)
-                elif kind < 0.3:
-                    await _leave(http, url, payload, rng.randrange(length), outcome)
-                else:
-                    await _read(http, url, payload, answers[prompt, length], outcome)
-            except (aiohttp.ClientError, TimeoutError) as error:
+                async with asyncio.timeout(REQUEST_SECONDS):
+                    if kind < 0.15:
+                        await _wrong(http, url, payload | rng.choice(WRONG), outcome)
+                    elif kind < 0.3:
+                        await _leave(http, url, payload, rng.randrange(length), outcome)
+                    else:
+                        await _read(http, url, payload, answers[prompt, length], outcome)
+            except (httpx.HTTPError, TimeoutError) as error:
                 outcome.lost.append(f"{type(error).__name__} {error}")
 
 
-async def _wrong(http: aiohttp.ClientSession, url: str, payload: dict[str, object], outcome: Outcome) -> None:
-    async with http.post(url, json=payload) as response:
-        text = await response.text()
-        if 400 <= response.status <= 499:
-            outcome.num_refused += 1
-        elif response.status == 503:
-            outcome.num_told += 1
-        else:
-            outcome.lost.append(f"{response.status} to {payload}: {text[:100]}")
+async def _wrong(http: httpx.AsyncClient, url: str, payload: dict[str, object], outcome: Outcome) -> None:
+    response = await http.post(url, json=payload)
+    if 400 <= response.status_code <= 499:
+        outcome.num_refused += 1
+    elif response.status_code == 503:
+        outcome.num_told += 1
+    else:
+        outcome.lost.append(f"{response.status_code} to {payload}: {response.text[:100]}")
 
 
-async def _leave(
-    http: aiohttp.ClientSession, url: str, payload: dict[str, object], events: int, outcome: Outcome
-) -> None:
-    async with http.post(url, json=payload) as response:
-        async for _ in response.content:
-            events -= 1
-            if events < 0:
+async def _leave(http: httpx.AsyncClient, url: str, payload: dict[str, object], pieces: int, outcome: Outcome) -> None:
+    async with http.stream("POST", url, json=payload) as response:
+        async for _ in response.aiter_raw():
+            pieces -= 1
+            if pieces < 0:
                 break
-        response.close()
     outcome.num_left += 1
 
 
-async def _read(
-    http: aiohttp.ClientSession, url: str, payload: dict[str, object], answer: str, outcome: Outcome
-) -> None:
-    async with http.post(url, json=payload) as response:
-        content = (await response.read()).decode()
-    if response.status == 200 and content.endswith("data: [DONE]\n\n"):
+async def _read(http: httpx.AsyncClient, url: str, payload: dict[str, object], answer: str, outcome: Outcome) -> None:
+    response = await http.post(url, json=payload)
+    status, content = response.status_code, response.text
+    if status == 200 and content.endswith("data: [DONE]\n\n"):
         events = [json.loads(line[6:]) for line in content.split("\n\n") if line.startswith("data: {")]
         outcome.num_answers += 1
         outcome.num_wrong += "".join(event["choices"][0]["text"] for event in events) != answer
-    elif '"error"' in content and (response.status in (429, 500, 503) or response.status == 200):
+    elif '"error"' in content and status in (200, 429, 500, 503):
         outcome.num_told += 1
     else:
-        outcome.lost.append(f"{response.status} {content[-200:]}")
+        outcome.lost.append(f"{status} {content[-200:]}")
 
 
 async def load(server: Command, outcome: Outcome, *, quick: bool) -> None:

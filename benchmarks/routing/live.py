@@ -21,8 +21,12 @@ from collections.abc import AsyncIterator
 from random import Random
 from typing import Any
 
-import aiohttp
-from aiohttp import web
+import httpx
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
 
 from benchmarks.routing.__main__ import ideal
 from benchmarks.routing.sim import Engine, Machine
@@ -41,7 +45,7 @@ class LiveNode:
         self._numbers = iter(range(1 << 40))
         self.prompt_tokens = self.cached_tokens = 0
 
-    async def answer(self, request: web.Request) -> web.Response:
+    async def answer(self, request: Request) -> JSONResponse:
         body = await request.json()
         ask, now = Ask(*json.loads(body["metadata"]["ask"])), time.monotonic() * self._speed
         number = next(self._numbers)
@@ -55,20 +59,17 @@ class LiveNode:
             del self._engine.running[number]
         message = {"role": "assistant", "content": "x"}
         choice = {"index": 0, "message": message, "finish_reason": "stop"}
-        return web.json_response({"id": "1", "object": "chat.completion", "model": "m", "choices": [choice]})
+        return JSONResponse({"id": "1", "object": "chat.completion", "model": "m", "choices": [choice]})
 
-    def app(self) -> web.Application:
-        async def models(_: web.Request) -> web.Response:
-            return web.json_response({"object": "list", "data": [{"id": "m", "object": "model"}]})
+    def app(self) -> Starlette:
+        async def models(_: Request) -> JSONResponse:
+            return JSONResponse({"object": "list", "data": [{"id": "m", "object": "model"}]})
 
-        async def fine(_: web.Request) -> web.Response:
-            return web.json_response({"status": "ok"})
+        async def fine(_: Request) -> JSONResponse:
+            return JSONResponse({"status": "ok"})
 
-        app = web.Application(client_max_size=16 << 20)
-        app.add_routes([
-            web.post("/v1/chat/completions", self.answer), web.get("/v1/models", models), web.get("/{any:.*}", fine),
-        ])  # fmt: skip
-        return app
+        routes = [Route("/v1/chat/completions", self.answer, methods=["POST"]), Route("/v1/models", models)]
+        return Starlette(routes=[*routes, Route("/{any:path}", fine)])
 
 
 def text(owner: int, tokens: int) -> str:
@@ -83,20 +84,21 @@ def body(ask: Ask) -> bytes:
     return json.dumps({"model": "m", "messages": [system, user], "metadata": {"ask": json.dumps(fields)}}).encode()
 
 
-async def talk(
-    http: aiohttp.ClientSession, url: str, conversation: Conversation, left: list[int], speed: float
-) -> None:
+def new_client() -> httpx.AsyncClient:
+    return httpx.AsyncClient(limits=httpx.Limits(max_connections=None), timeout=None, trust_env=False, headers=JSON)
+
+
+async def talk(http: httpx.AsyncClient, url: str, conversation: Conversation, left: list[int], speed: float) -> None:
     while conversation.left and left[0] > 0:
         left[0] -= 1
-        async with http.post(url + "/v1/chat/completions", data=body(conversation.next()), headers=JSON) as answer:
-            await answer.read()
-            answer.raise_for_status()
+        answer = await http.post(url + "/v1/chat/completions", content=body(conversation.next()))
+        answer.raise_for_status()
         await asyncio.sleep(conversation.pause() / speed)
 
 
 async def play(url: str, shape: Shape, seed: int, speed: float) -> None:
     left, start = [shape.requests], time.monotonic()
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http, asyncio.TaskGroup() as group:
+    async with new_client() as http, asyncio.TaskGroup() as group:
         for when, conversation in conversations(shape, Random(seed + 1)):
             if left[0] <= 0:
                 break
@@ -111,16 +113,19 @@ def free_port() -> int:
 
 @contextlib.asynccontextmanager
 async def served(nodes: list[LiveNode]) -> AsyncIterator[list[str]]:
-    async with contextlib.AsyncExitStack() as stack:
-        urls = []
-        for node in nodes:
-            runner = web.AppRunner(node.app(), access_log=None)
-            await runner.setup()
-            stack.push_async_callback(runner.cleanup)
-            port = free_port()
-            await web.TCPSite(runner, "127.0.0.1", port).start()
-            urls.append(f"http://127.0.0.1:{port}")
-        yield urls
+    ports = [free_port() for _ in nodes]
+    servers = [
+        uvicorn.Server(uvicorn.Config(node.app(), port=port, log_level="critical"))
+        for node, port in zip(nodes, ports, strict=True)
+    ]
+    async with asyncio.TaskGroup() as group:
+        for server in servers:
+            group.create_task(server.serve())
+        while not all(server.started for server in servers):
+            await asyncio.sleep(0.01)
+        yield [f"http://127.0.0.1:{port}" for port in ports]
+        for server in servers:
+            server.should_exit = True
 
 
 @contextlib.asynccontextmanager
@@ -130,13 +135,12 @@ async def routed(command: list[str], port: int) -> AsyncIterator[str]:
     silent = asyncio.subprocess.DEVNULL
     process = await asyncio.create_subprocess_exec(*command, stdout=silent, stderr=silent)
     try:
-        async with aiohttp.ClientSession() as http, asyncio.timeout(READY_SECONDS):
+        async with new_client() as http, asyncio.timeout(READY_SECONDS):
             while True:
-                with contextlib.suppress(aiohttp.ClientError):
+                with contextlib.suppress(httpx.HTTPError):
                     ask = body(Ask(0, 0, 4, 8, 1))
-                    async with http.post(url + "/v1/chat/completions", data=ask, headers=JSON) as answer:
-                        if answer.status == 200:
-                            break
+                    if (await http.post(url + "/v1/chat/completions", content=ask)).is_success:
+                        break
                 await asyncio.sleep(0.5)
         yield url
     finally:

@@ -19,7 +19,7 @@ from lmkit.errors import ConfigError
 
 SCHEMA = "lmkit.bench/1"
 Benchmark = Literal["throughput", "latency", "online"]
-_PACKAGES = ("torch", "numba", "numpy", "tokenizers", "aiohttp")
+_PACKAGES = ("torch", "numba", "numpy", "tokenizers")
 
 
 class ClientHealth(msgspec.Struct, frozen=True):

@@ -35,6 +35,7 @@ from lmkit.proxy.fleet import Fleet
 from lmkit.proxy.forward import Forwarder
 from lmkit.proxy.health import HealthChecker
 from lmkit.proxy.journal import Journal
+from lmkit.proxy.node_client import node_client
 from lmkit.proxy.pairs import Pairs
 from lmkit.proxy.registry import Registry
 from lmkit.proxy.reload import ConfigFile
@@ -43,7 +44,6 @@ from lmkit.proxy.router import Router, Routing
 from lmkit.proxy.stop import Stop
 from lmkit.proxy.stored import CHATS
 from lmkit.proxy.transcripts import Transcripts
-from lmkit.proxy.upstream import Upstream, node_tls
 from lmkit.web import anthropic_models
 from lmkit.web.access_log import note, note_error
 from lmkit.web.auth import ApiKey, id_of, named_client
@@ -94,7 +94,7 @@ class Proxy:
         self.draining = False
         self.stop = Stop()  # when set, running responses are broken off
         self.active = 0  # forwarded requests, from their first body byte on
-        self._upstream = Upstream(node_tls(), connect_timeout=config.connect_timeout, read_timeout=config.read_timeout)
+        self._upstream = node_client(config)
         self.health = HealthChecker(self.registry, self._upstream, config)
         self._bodies = Budget(config.body_memory, what="bodies of requests")
         self._router = Router(self.registry, config)

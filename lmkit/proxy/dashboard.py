@@ -18,7 +18,7 @@ from lmkit.errors import RequestError
 from lmkit.proxy.downstream import DownstreamResponse
 from lmkit.proxy.registry import Node, Registry
 from lmkit.proxy.router import Router
-from lmkit.proxy.upstream import Upstream, UpstreamError
+from lmkit.web.upstream import Upstream, UpstreamError
 
 PAGE = Path(__file__).parent / "page"
 MAX_WATCHERS = 16

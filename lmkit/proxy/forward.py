@@ -33,10 +33,10 @@ from lmkit.proxy.stop import Stop, breakable
 from lmkit.proxy.stored import ASK_SECONDS, BATCHES, FILES, Keepers
 from lmkit.proxy.stored import PATH as RESPONSES
 from lmkit.proxy.tenants import named
-from lmkit.proxy.upstream import Answer, BrokenError, SilentError, UnreachableError, Upstream, UpstreamError
 from lmkit.web.errors import ERROR_HEADER, NOT_READY
 from lmkit.web.ollama import LINES, STREAMS
 from lmkit.web.resume import STREAM_HEADER
+from lmkit.web.upstream import Answer, BrokenError, SilentError, UnreachableError, Upstream, UpstreamError
 
 log = get_logger(__name__)
 STALL_SECONDS = 60.0  # without a byte from a node that sends a comment every 15 s; then the stream goes on elsewhere

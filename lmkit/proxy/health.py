@@ -11,8 +11,8 @@ from lmkit.log import get_logger
 from lmkit.proxy.config import ProxyConfig
 from lmkit.proxy.registry import ModelEntries, Node, Registry
 from lmkit.proxy.rules import ModelName
-from lmkit.proxy.upstream import Upstream, UpstreamError
 from lmkit.web.running import Entry, proxy_key_at, running
+from lmkit.web.upstream import Upstream, UpstreamError
 
 log = get_logger(__name__)
 NO_KEY = (

@@ -22,9 +22,9 @@ from lmkit.proxy.metrics import Metrics
 from lmkit.proxy.policies import Choice
 from lmkit.proxy.registry import BROKEN, Node, Registry
 from lmkit.proxy.router import Router
-from lmkit.proxy.upstream import UnreachableError, Upstream, UpstreamError
 from lmkit.web.auth import client_name, tenant_of
 from lmkit.web.pair import Part
+from lmkit.web.upstream import UnreachableError, Upstream, UpstreamError
 
 log = get_logger(__name__)
 

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
 from lmkit.proxy.registry import Node, Registry
-from lmkit.proxy.upstream import UpstreamError
+from lmkit.web.upstream import UpstreamError
 
 PATH, FILES, BATCHES = "/v1/responses", "/v1/files", "/v1/batches"
 CHATS, CONVERSATIONS = "/v1/chat/completions", "/v1/conversations"

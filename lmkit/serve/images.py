@@ -9,10 +9,10 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import os
-import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import unquote
 
 from lmkit.config import ServerConfig
@@ -20,15 +20,15 @@ from lmkit.errors import RequestError
 from lmkit.log import get_logger
 from lmkit.text.images import MAX_IMAGES, data_url
 from lmkit.text.messages import ImagePart
-
-if TYPE_CHECKING:
-    from yarl import URL
+from lmkit.web.upstream import UnreachableError, Upstream, UpstreamError, addresses_of, client_tls
 
 log = get_logger(__name__)
 
 MAX_BYTES = 20 << 20  # of all images that are fetched or read for one request
 SECONDS = 10.0  # for all of them
-Address = tuple[int, str]  # family and text
+DEFAULT_PORTS = {"http": 80, "https": 443}
+AT_ONCE = 4  # connections of one request
+HEADERS = ((b"accept", b"image/*"), (b"accept-encoding", b"identity"), (b"user-agent", b"lmkit"))
 
 
 class ImageSources:
@@ -60,48 +60,52 @@ class ImageSources:
             return self._read(self._folder, source[7:])
         raise _refused("send it as a data: URL" if self._folder is None else "send a data: URL, or file:///PATH")
 
-    def _checked(self, text: str) -> URL:
-        """The one reading of a URL that is both judged and used."""
-        from yarl import URL
+    def _checked(self, text: str) -> str:
+        """The URL written anew from its one reading, which is judged here."""
+        import httpx
 
         try:
-            url = URL(text)
-            host, port = url.raw_host, url.port
-        except ValueError:
+            url = httpx.URL(text)
+            host, port = url.raw_host.decode(), url.port
+        except (httpx.InvalidURL, ValueError):
             raise _refused("it is not a URL") from None
-        names = {host, f"{host}:{port}"} if url.is_default_port() else {f"{host}:{port}"}
-        if not host or url.user is not None or not names & set(self._hosts):
+        given = f"{host}:{port or DEFAULT_PORTS[url.scheme]}"
+        is_named = given in self._hosts or (port is None and host in self._hosts)
+        if not host or url.userinfo or not is_named:
             rule = "this server fetches images of no host" if not self._hosts else "this host is not one to fetch from"
             raise RequestError("permission_denied", f"image: {rule}; send it as a data: URL", "messages")
-        return url
+        authority = f"[{host}]" if ":" in host else host
+        return f"{url.scheme}://{authority}{'' if port is None else f':{port}'}{url.raw_path.decode()}"
 
-    async def _fetch(self, wanted: dict[str, URL]) -> None:
-        import aiohttp
-
-        connector = aiohttp.TCPConnector(resolver=_resolver(self._hosts), use_dns_cache=False, limit=4)
-        options: dict[str, Any] = {"auto_decompress": False, "trust_env": False, "cookie_jar": aiohttp.DummyCookieJar()}
+    async def _fetch(self, wanted: dict[str, str]) -> None:
+        client = Upstream(client_tls(), connect_timeout=SECONDS, read_timeout=SECONDS, resolve=_public_addresses)
+        slots = asyncio.Semaphore(AT_ONCE)
+        gets = [asyncio.ensure_future(self._get(client, slots, url)) for url in wanted.values()]
         try:
-            async with asyncio.timeout(SECONDS), aiohttp.ClientSession(connector=connector, **options) as session:
-                found = await asyncio.gather(*(self._get(session, url) for url in wanted.values()))
+            async with asyncio.timeout(SECONDS):
+                found = await asyncio.gather(*gets)
         except TimeoutError:
             raise _refused(f"its host did not answer within {SECONDS:.0f} s") from None
-        except (aiohttp.ClientError, OSError) as error:
-            log.info("an image was not fetched: %s", type(error).__name__)
+        except UpstreamError as error:
+            log.info("an image was not fetched: %s", error)
             raise _refused("its host could not be asked") from None
+        finally:
+            for get in gets:
+                get.cancel()
+            await client.close()
         self._fetched = dict(zip(wanted, found, strict=True))
 
-    async def _get(self, session: Any, url: URL) -> bytes:
-        if _is_address(url.raw_host or "") and url.raw_host not in _named(self._hosts):
-            raise _refused("this host is not one to fetch from")
+    async def _get(self, client: Upstream, slots: asyncio.Semaphore, url: str) -> bytes:
         parts = []
-        async with session.get(url, allow_redirects=False, headers={"accept": "image/*"}) as answer:
-            if answer.status != 200:
-                raise _refused(f"its host answered {answer.status}; redirects are not followed")
-            async for part in answer.content.iter_chunked(1 << 16):
-                self._left -= len(part)
-                if self._left < 0:
-                    raise _refused(f"more than {MAX_BYTES >> 20} MiB in one request")
-                parts.append(part)
+        async with slots:
+            with closing(await client.send("GET", url, HEADERS)) as answer:
+                if answer.status != 200:
+                    raise _refused(f"its host answered {answer.status}; redirects are not followed")
+                while part := await answer.piece():
+                    self._left -= len(part)
+                    if self._left < 0:
+                        raise _refused(f"more than {MAX_BYTES >> 20} MiB in one request")
+                    parts.append(part)
         return b"".join(parts)
 
     def _read(self, folder: str, name: str) -> bytes:
@@ -150,42 +154,12 @@ def _embedded(address: ipaddress.IPv6Address) -> list[ipaddress.IPv4Address]:
     return [inner for inner in found if inner is not None]
 
 
-def _resolver(hosts: Sequence[str]) -> Any:
-    """A resolver that gives public addresses only. What it gives is what is connected to."""
-    from aiohttp.abc import AbstractResolver, ResolveResult
-
-    class Resolver(AbstractResolver):
-        async def resolve(
-            self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC
-        ) -> list[ResolveResult]:
-            loop = asyncio.get_running_loop()
-            infos = await loop.getaddrinfo(host, port, family=family, type=socket.SOCK_STREAM)
-            found = [(info[0], str(info[4][0])) for info in infos]
-            if not found or not all(is_public(address) for _, address in found):
-                raise OSError("not a public address")
-            numeric = socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
-            return [
-                ResolveResult(hostname=host, host=address, port=port, family=kind, proto=0, flags=numeric)
-                for kind, address in found
-            ]
-
-        async def close(self) -> None:
-            pass
-
-    return Resolver()
-
-
-def _named(hosts: Sequence[str]) -> set[str]:
-    """The addresses that the operator names, without their ports."""
-    return {name for host in hosts for name in (host, host.rpartition(":")[0])}
-
-
-def _is_address(host: str) -> bool:
-    try:
-        ipaddress.ip_address(host.partition("%")[0])
-    except ValueError:
-        return False
-    return True
+async def _public_addresses(host: str, port: int) -> list[str]:
+    """The addresses of a name, all of them public. What this gives is what is connected to."""
+    addresses = await addresses_of(host, port)
+    if not all(map(is_public, addresses)):
+        raise UnreachableError("not a public address")
+    return addresses
 
 
 def _is_remote(source: str) -> bool:

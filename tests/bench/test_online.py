@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from lmkit.bench.client import Client, EventParser, StreamedResponse
+from lmkit.bench.client import Client, StreamedResponse
 from lmkit.bench.config import Endpoint, OnlineConfig, WorkloadConfig
 from lmkit.bench.metrics import RequestRecord
 from lmkit.bench.online import Measured, measure, points
@@ -65,15 +65,6 @@ def send(server: FakeServer, model: str, *, timeout: float = 10.0, endpoint: End
             await client.close()
 
     return asyncio.run(once())
-
-
-def test_events_in_any_pieces() -> None:
-    stream = b': comment\r\n\r\ndata: {"a": "\xe2\x80\xa8"}\n\nevent: x\ndata:two\r\n\r\ndata: [DONE]\n\n'
-    for size in (1, 2, 7, len(stream)):
-        parser = EventParser()
-        pieces = [stream[i : i + size] for i in range(0, len(stream), size)]
-        events = [event for piece in pieces for event in parser.feed(piece)]
-        assert events == [b'{"a": "\xe2\x80\xa8"}', b"two", b"[DONE]"]
 
 
 @pytest.mark.parametrize("endpoint", ["chat", "completions"])

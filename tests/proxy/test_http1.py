@@ -7,9 +7,9 @@ import ssl
 
 import pytest
 
-from lmkit.proxy.channel import BrokenError
-from lmkit.proxy.http1 import MAX_LINE_BYTES, MAX_TRAILERS, Body, Head, MalformedError, read_head
-from lmkit.proxy.upstream import Upstream
+from lmkit.web.channel import BrokenError
+from lmkit.web.http1 import MAX_LINE_BYTES, MAX_TRAILERS, Body, Head, MalformedError, read_head
+from lmkit.web.upstream import Upstream
 from tests.proxy.fakes import Exchange, FakeNode, nodes
 
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked"

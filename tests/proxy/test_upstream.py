@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
-from lmkit.proxy.upstream import UnreachableError, Upstream
+from lmkit.proxy.config import ProxyConfig
+from lmkit.proxy.node_client import node_client
+from lmkit.web.upstream import UnreachableError, Upstream
 from tests.proxy.fakes import FakeNode, nodes
 
 pytestmark = pytest.mark.anyio
@@ -35,7 +37,7 @@ def resolve_to(monkeypatch: pytest.MonkeyPatch, *addresses: str) -> None:
 async def test_t20_a_name_that_comes_to_mean_a_metadata_service_is_not_connected_to(
     addresses: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    upstream = Upstream(ssl.create_default_context(), connect_timeout=5, read_timeout=5)
+    upstream = node_client(ProxyConfig())
     try:
         async with nodes(FakeNode()) as (node,):
             resolve_to(monkeypatch, "127.0.0.1")

@@ -1,4 +1,4 @@
-"""One connection to a node: a request at a time, and its answer with what may go wrong."""
+"""One connection to a server: a request at a time, and its answer with what may go wrong."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from lmkit.proxy.http1 import MAX_HEAD_BYTES, Body, Head, MalformedError, read_head
+from lmkit.web.http1 import MAX_HEAD_BYTES, Body, Head, MalformedError, read_head
 
 PIECE_BYTES = 64 << 10  # a body larger than this is sent in such pieces, with other work between them
 MAX_UNREAD_BYTES = 128 << 10  # of an answer; with more, nothing is read until they are taken
@@ -14,23 +14,23 @@ MAX_INTERIM = 16  # answers 1xx before the answer
 
 
 class UpstreamError(Exception):
-    """A request to a node failed. The text gives the reason, and never quotes the node or the client."""
+    """A request to a server failed. The text gives the reason, and never quotes the server or the client."""
 
 
 class UnreachableError(UpstreamError):
-    """There is no connection to the node, so it has not seen the request."""
+    """There is no connection to the server, so it has not seen the request."""
 
 
 class SilentError(UpstreamError):
-    """The node sent nothing for too long."""
+    """The server sent nothing for too long."""
 
 
 class BrokenError(UpstreamError):
-    """The node gave no answer that can be read, or broke off within one."""
+    """The server gave no answer that can be read, or broke off within one."""
 
 
 class Channel(asyncio.Protocol):
-    """`silence` are the seconds in which the node must take or send a byte while one is waited for."""
+    """`silence` are the seconds in which the server must take or send a byte while one is waited for."""
 
     def __init__(self, silence: float, on_lost: Callable[[Channel], None]) -> None:
         self._silence, self._on_lost = silence, on_lost
@@ -133,7 +133,7 @@ class Channel(asyncio.Protocol):
             self._waiter = None
 
     def _check(self) -> None:
-        """End the wait if the node has been silent. The timer is not set anew for each byte, because those are many."""
+        """End the wait if the server has been silent. The timer is not set anew for each byte: those are many."""
         self._timer = None
         if self._waiter is None:
             return

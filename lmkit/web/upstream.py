@@ -1,4 +1,4 @@
-"""Requests to nodes over one pool of connections, and their answers, byte for byte.
+"""Requests to servers over one pool of connections, and their answers, byte for byte.
 
 The client is small, because each request pays for what a client can do: there are no cookies, proxies of the
 environment, redirections, codings and headers of its own.
@@ -15,30 +15,28 @@ import socket
 import ssl
 from asyncio.staggered import staggered_race
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, NamedTuple
 
-import httpx
-
-from lmkit.log import get_logger
-from lmkit.proxy.addresses import refusal
-from lmkit.proxy.channel import BrokenError, Channel, SilentError, UnreachableError, UpstreamError
-from lmkit.proxy.http1 import Head
+from lmkit.web.channel import BrokenError, Channel, SilentError, UnreachableError, UpstreamError
+from lmkit.web.http1 import Head
 from lmkit.web.tls import trusting
 
-__all__ = ["Answer", "BrokenError", "SilentError", "UnreachableError", "Upstream", "UpstreamError", "node_tls"]
-log = get_logger(__name__)
+__all__ = ["Answer", "BrokenError", "SilentError", "UnreachableError", "Upstream", "UpstreamError", "client_tls"]
 
 KEEP_ALIVE_SECONDS = 2.0  # of idle connections; less than the 5 s after which common servers close them
 NAME_SECONDS = 10.0  # in which a name's addresses are not asked for again
 NEXT_ADDRESS_SECONDS = 0.25  # after which the next address of a name is tried beside the first (RFC 8305)
 
 Headers = Iterable[tuple[bytes, bytes]]
+Resolve = Callable[[str, int], Coroutine[Any, Any, list[str]]]  # of a name and a port; raises UnreachableError, OSError
 
 
 @functools.cache
-def node_tls() -> ssl.SSLContext:
-    """The TLS settings for nodes on https: the authorities that httpx trusts, and those of LMKIT_CA_FILE, vouch."""
+def client_tls() -> ssl.SSLContext:
+    """The TLS settings for servers on https: the authorities that httpx trusts, and those of LMKIT_CA_FILE, vouch."""
+    import httpx
+
     return trusting(httpx.create_ssl_context(trust_env=False))
 
 
@@ -51,7 +49,7 @@ class Origin(NamedTuple):
 
 
 class Answer:
-    """A node's answer from its head on. `close` it in every case; only a whole one's connection is used again."""
+    """An answer from its head on. `close` it in every case; only a whole one's connection is used again."""
 
     def __init__(self, upstream: Upstream, origin: Origin, channel: Channel, head: Head) -> None:
         self._upstream, self._origin, self._channel = upstream, origin, channel
@@ -88,13 +86,17 @@ class Answer:
 
 
 class Upstream:
-    """The connections to all nodes. They belong to one event loop; `close` them there."""
+    """The connections to several servers. They belong to one event loop; `close` them there."""
 
-    def __init__(self, tls: ssl.SSLContext, *, connect_timeout: float, read_timeout: float) -> None:
-        """`connect_timeout` bounds making a connection, `read_timeout` each silence of a node. Both are in seconds.
+    def __init__(
+        self, tls: ssl.SSLContext, *, connect_timeout: float, read_timeout: float, resolve: Resolve | None = None
+    ) -> None:
+        """`connect_timeout` bounds making a connection, `read_timeout` each silence of a server. Both are in seconds.
 
-        A node that reads none of a request's body is silent, too.
+        A server that reads none of a request's body is silent, too. `resolve` finds the addresses of a name: those, and
+        no others, are connected to.
         """
+        self._resolve = resolve or addresses_of
         self._tls, self._connect_timeout, self.silence = tls, connect_timeout, read_timeout
         self._idle = defaultdict[Origin, list[Channel]](list)
         self.channels = set[Channel]()  # all that are open
@@ -127,7 +129,7 @@ class Upstream:
                 return Answer(self, origin, channel, await channel.ask(method, head, body))
             except BrokenError:
                 channel.release()
-                # A node may close an idle connection just as the request comes. It has not seen that, or it has: then
+                # A server may close an idle connection just as the request comes. It has not seen that, or it has: then
                 # only a request without effects is sent again at once.
                 if method != "GET" or channel.num_exchanges == 1 or channel.has_begun:
                     raise
@@ -185,7 +187,7 @@ class Upstream:
         except OSError as error:
             # The numbers of these two mean other things.
             number = 0 if isinstance(error, (socket.gaierror, ssl.SSLError)) else error.errno
-            raise UnreachableError(os.strerror(number) if number else type(error).__name__) from None
+            raise UnreachableError(os.strerror(number) if number else type(error).__name__) from error
 
     async def _open(self, origin: Origin, address: str) -> Channel:
         tls: dict[str, Any] = {"ssl": self._tls, "server_hostname": origin.host} if origin.is_tls else {}
@@ -205,7 +207,7 @@ class Upstream:
         loop = asyncio.get_running_loop()
         since, asking = self._names.get((host, port), (-math.inf, None))
         if asking is None or loop.time() - since > NAME_SECONDS:
-            asking = loop.create_task(_resolve(host, port))
+            asking = loop.create_task(self._resolve(host, port))
             self._names[host, port] = loop.time(), asking
             asking.add_done_callback(functools.partial(self._resolved, (host, port)))
         return await asyncio.shield(asking)
@@ -216,16 +218,13 @@ class Upstream:
             self._names.pop(name, None)
 
 
-async def _resolve(host: str, port: int) -> list[str]:
-    """A name's addresses, which may be nodes. A node's name can come to mean a metadata service later."""
+async def addresses_of(host: str, port: int) -> list[str]:
+    """The addresses of a name, at least one. Raises UnreachableError and OSError."""
     try:
         found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except UnicodeError:
         raise UnreachableError("a name that no host can have") from None
     addresses = list(dict.fromkeys(str(entry[4][0]) for entry in found))
-    if refused := [reason for address in addresses if (reason := refusal(address, registered=True))]:
-        log.warning("%s %s", host, refused[0])
-        raise UnreachableError("an address that may not be a node")
     if not addresses:
         raise UnreachableError("a name without an address")
     return addresses

@@ -24,7 +24,7 @@ class MalformedError(ValueError):
 
 
 class Head(NamedTuple):
-    """The names of `headers` are as the node spells them, those of `fields` in lower case."""
+    """The names of `headers` are as the server spells them, those of `fields` in lower case."""
 
     minor: int  # of HTTP/1.
     status: int
@@ -33,7 +33,7 @@ class Head(NamedTuple):
 
     @property
     def is_last(self) -> bool:
-        """Whether the node closes the connection behind the answer."""
+        """Whether the server closes the connection after the answer."""
         return self.minor == 0 or b"close" in self.fields.get(b"connection", b"").lower()
 
 
