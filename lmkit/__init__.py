@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from lmkit.api.names import PACKAGE
 from lmkit.other_names import hint
 
 if TYPE_CHECKING:
@@ -55,10 +54,9 @@ if not TYPE_CHECKING:  # a type checker sees the imports above
             if _HOMES[name].startswith("api."):  # not every other system can import it
                 importlib.import_module("lmkit.config").require_linux()
             return getattr(importlib.import_module(f"lmkit.{_HOMES[name]}"), name)
-        if name in PACKAGE:  # an ImportError shows its message where an AttributeError would not
-            raise ImportError(f"lmkit has no {name}{hint(name, PACKAGE)}")
-        advice = hint(name, {}, __all__)
-        raise AttributeError(f"module 'lmkit' has no attribute {name!r}{advice}")
+        if advice := hint(name, table="package"):  # an ImportError shows its message where an AttributeError would not
+            raise ImportError(f"lmkit has no {name}{advice}")
+        raise AttributeError(f"module 'lmkit' has no attribute {name!r}{hint(name, __all__)}")
 
     def __dir__() -> list[str]:
         return sorted({*globals(), *__all__})

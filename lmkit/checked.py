@@ -18,7 +18,7 @@ from lmkit.errors import ConfigError
 class CheckedMeta(msgspec.StructMeta):
     """Makes the constructor of a struct check names and types, as reading the struct from a file does.
 
-    `OTHERS` of the class are other tools' names for its fields. Raises ConfigError.
+    An unknown field that another tool has is answered with ours (`lmkit.other_names`). Raises ConfigError.
     """
 
     if not TYPE_CHECKING:  # a type checker sees the constructor of the fields
@@ -28,14 +28,12 @@ class CheckedMeta(msgspec.StructMeta):
                 raise ConfigError(f"{cls.__name__}: expected fields by name, got {reprlib.repr(args[0])}")
             given = cls.plain(named)
             for name in given.keys() - set(cls.__struct_fields__):
-                advice = other_names.hint(name, cls.OTHERS, cls.__struct_fields__)
+                advice = other_names.hint(name, cls.__struct_fields__, cls.__name__)
                 raise ConfigError(f"{cls.__name__} has no field {name}{advice}")
             try:
                 return msgspec.convert(given, cls)
             except msgspec.ValidationError as error:
                 raise ConfigError(f"{cls.__name__}: {_in_words(str(error), cls, given)}") from None
-
-    OTHERS: Mapping[str, str] = {}
 
     def plain(cls, given: dict[str, Any]) -> dict[str, Any]:
         """The values that the caller gave, each as the field has it."""

@@ -1,4 +1,4 @@
-"""The values that a field takes, for errors: msgspec names the wrong value alone."""
+"""The values and fields that may stand at a place, for errors: msgspec names the wrong one alone."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from msgspec import ValidationError, inspect
+
+from lmkit.other_names import hint
 
 
 def with_choices(error: ValidationError, into: Any) -> str:
@@ -17,12 +19,27 @@ def with_choices(error: ValidationError, into: Any) -> str:
     message = str(error)
     if not message.startswith("Invalid enum value"):
         return message
+    values = [str(value) for kind in _at(message, into) for variant in _variants(kind) for value in _values(variant)]
+    return f"{message}; expected {', '.join(dict.fromkeys(values))}" if values else message
+
+
+def explained(error: ValidationError, into: Any) -> str:
+    """The same, and for an unknown field `; did you mean port?`."""
+    message = with_choices(error, into)
+    unknown = re.search(r"unknown field `(.*?)`", message)
+    if unknown is None:
+        return message
+    structs = (each for kind in _at(message, into) for each in _variants(kind) if isinstance(each, inspect.StructType))
+    return message + hint(unknown[1], [field.encode_name for struct in structs for field in struct.fields])
+
+
+def _at(message: str, into: Any) -> list[inspect.Type]:
+    """The types at the place that a message names, within type `into`."""
     where = re.search(r" - at `\$(.*)`$", message)
     kinds = [inspect.type_info(into)]
     for name, _ in re.findall(r"\.([^.\[]+)|(\[[^\]]*\])", where[1] if where else ""):
         kinds = [inner for kind in kinds for inner in _inner(kind, name)]
-    values = [str(value) for kind in kinds for variant in _variants(kind) for value in _values(variant)]
-    return f"{message}; expected {', '.join(dict.fromkeys(values))}" if values else message
+    return kinds
 
 
 def _variants(kind: inspect.Type) -> Iterator[inspect.Type]:

@@ -86,8 +86,6 @@ class EngineConfig(StrictStruct, frozen=True, kw_only=True, metaclass=_Sizes):
     constructor takes texts like "2G", too.
     """
 
-    OTHERS = other_names.ENGINE
-
     device: Device = "auto"
     dtype: WeightDtype = "auto"  # of dense weights; auto = the checkpoint's, see models.resolved.resolve_dtype
     kv_dtype: KVStorageName = "auto"  # auto = the checkpoint's kv_config.json, else the weights' dtype
@@ -146,7 +144,7 @@ class EngineConfig(StrictStruct, frozen=True, kw_only=True, metaclass=_Sizes):
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            raise other_names.missing(self, name, other_names.ENGINE)
+            raise other_names.missing(self, name)
 
     def on(self, device: Literal["cpu", "cuda"]) -> EngineConfig:
         """This configuration for that device, with the device's defaults filled in. A plan of streamed weights chooses

@@ -20,7 +20,7 @@ from pydantic import (
 from lmkit import neutral
 from lmkit.errors import RequestError
 from lmkit.hints import ignore
-from lmkit.other_names import HTTP, hint, is_misspelt
+from lmkit.other_names import hint, is_misspelt, names
 from lmkit.whole import whole
 
 M = TypeVar("M", bound=BaseModel)
@@ -113,9 +113,9 @@ def _own_names(data: dict[str, Any], aliases: Mapping[str, str]) -> dict[str, An
 
 def _leave_out(name: str, ours: Mapping[str, Any], takes_hints: bool) -> None:
     """Note a hint. Raises RequestError for a field that means one of ours, and where every field counts."""
-    if not takes_hints or name in HTTP or is_misspelt(name, ours) or not ignore(name):
+    if not takes_hints or name in names("request") or is_misspelt(name, ours) or not ignore(name):
         name = name[:64]
-        raise RequestError("unknown_parameter", f"unknown parameter {name!r}{hint(name, HTTP, ours)}", name)
+        raise RequestError("unknown_parameter", f"unknown parameter {name!r}{hint(name, ours, 'request')}", name)
 
 
 # The validators of APIs that not every server's clients use are built by the first request, and not at the start.
@@ -147,7 +147,7 @@ def _drop_neutral(data: dict[str, Any], absent: Mapping[str, neutral.Values]) ->
         if name not in absent or neutral.is_neutral(data[name], absent[name]):
             continue
         if name not in neutral.HINTS or not ignore(name):
-            message = f"{name} is not supported by this server{hint(name, HTTP)}"
+            message = f"{name} is not supported by this server{hint(name, table='request')}"
             raise RequestError("unsupported_parameter", message, name)
     return {name: value for name, value in data.items()
             if name not in absent and not neutral.is_neutral(value, neutral.UNSET.get(name, ()))}  # fmt: skip

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import msgspec
 import yaml
 
+from lmkit.choices import explained
 from lmkit.errors import ConfigError
+
+T = TypeVar("T")
 
 
 def read(path: Path, name: str = "") -> tuple[yaml.Node | None, Any]:
@@ -31,6 +35,15 @@ def read(path: Path, name: str = "") -> tuple[yaml.Node | None, Any]:
         raise ConfigError(f"{name}:{line}: not valid YAML: {error.problem or error.context}") from None
     except (yaml.YAMLError, RecursionError) as error:
         raise ConfigError(f"{name}: not valid YAML: {' '.join(str(error).split())}") from None
+
+
+def load(path: Path, into: type[T]) -> T:
+    """The file as a struct. Raises ConfigError with the file's line."""
+    tree, data = read(path)
+    try:
+        return msgspec.convert(data, into)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{path}:{line_of(tree, str(error))}: {explained(error, into)}") from None
 
 
 def _refuse_duplicates(tree: yaml.Node | None, name: str) -> None:

@@ -11,10 +11,9 @@ from typing import Any, NamedTuple
 import typer
 
 import lmkit
-from lmkit import neutral, other_names
-from lmkit.api import names
+from lmkit import neutral
 from lmkit.cli.main import app
-from lmkit.cli.other_commands import COMMANDS, OPTIONS
+from lmkit.other_names import names
 from lmkit.proxy.app import ROUTES as PROXY_ROUTES
 from lmkit.serve.app import ROUTERS
 from lmkit.serve.protocol import ChatCompletionRequest, CompletionRequest
@@ -26,12 +25,15 @@ CODE = re.compile(r"`([^`]+)`")
 NAME = re.compile(r"(?!llama-)-{0,2}[a-z_][\w-]*")  # an option, a field or a command, alone; no other program
 RECIPES = {path.stem for path in (ROOT / "recipes").glob("*.yaml")}
 ROOT_COMMAND: Any = typer.main.get_command(app)
-PYTHON = {**names.PACKAGE, **names.PIPELINE, **names.RESPONSE, **names.SESSION, **names.CALL, **names.OPENING}
+PYTHON = {
+    name: advice
+    for table in ("package", "Pipeline", "Response", "Session", "call", "pipeline")
+    for name, advice in names(table).items()
+}
 REQUEST_FIELDS = {*ChatCompletionRequest.model_fields, *CompletionRequest.model_fields}
 REFUSED = {*neutral.GENERATION, *neutral.CHAT, *neutral.COMPLETION}  # by name, unless the value asks for nothing
 OWNERS = {"pipe": lmkit.Pipeline, "pipe.tokenizer": Tokenizer, "session": lmkit.Session, "response": lmkit.Response}
-NOTHING = {value for name, value in vars(other_names).items() if name.startswith("NO_") and name != "NO_SAMPLING"}
-NOTHING -= {other_names.NO_BANS}
+NOTHING = {"lmkit has no beam search", "lmkit never runs code of a checkpoint"}
 
 
 class Row(NamedTuple):
@@ -90,7 +92,7 @@ def command_exists(text: str) -> bool:
 def of_command(path: str) -> Space:
     command = command_at(path.split())[1]
     return Space(lambda name: name.split()[0] in options(command) or command_exists(f"lmkit {path} {name}"),
-                 OPTIONS[path])  # fmt: skip
+                 names(f"lmkit {path}"))  # fmt: skip
 
 
 def of_fields(fields: Any, advice: Mapping[str, str]) -> Space:
@@ -115,10 +117,10 @@ def route_exists(text: str) -> bool:
 
 SPACES: dict[str, Space] = {
     **{f"lmkit {path}": of_command(path) for path in ("quantize", "serve", "proxy", "bench online")},
-    "lmkit": Space(command_exists, COMMANDS),
-    "EngineConfig": of_fields(lmkit.EngineConfig.__struct_fields__, other_names.ENGINE),
-    "GenerationConfig": of_fields(lmkit.GenerationConfig.__struct_fields__, other_names.GENERATION),
-    "request field": of_fields(REQUEST_FIELDS, other_names.HTTP),
+    "lmkit": Space(command_exists, names("lmkit")),
+    "EngineConfig": of_fields(lmkit.EngineConfig.__struct_fields__, names("EngineConfig")),
+    "GenerationConfig": of_fields(lmkit.GenerationConfig.__struct_fields__, names("GenerationConfig")),
+    "request field": of_fields(REQUEST_FIELDS, names("request")),
     "Python": Space(python_exists, PYTHON),
     "route": Space(route_exists, {}),
 }

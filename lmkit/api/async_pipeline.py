@@ -10,7 +10,6 @@ from contextlib import aclosing
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, Unpack, overload
 
-from lmkit.api import names
 from lmkit.api.generation import GenConfigs, GenerationConfig
 from lmkit.api.progress import progress_bar
 from lmkit.api.prompts import CallOptions, Prompt, names_ours
@@ -196,7 +195,7 @@ class AsyncPipeline:
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            raise missing(self, name, names.PIPELINE)
+            raise missing(self, name)
 
     @property
     def maker(self) -> RequestMaker:

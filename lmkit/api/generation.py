@@ -37,7 +37,6 @@ class GenerationConfig(Sampling, frozen=True, kw_only=True, forbid_unknown_field
     """
 
     MAX, MIN = "max_new_tokens", "min_new_tokens"
-    OTHERS = other_names.GENERATION
 
     do_sample: bool | None = None  # False = greedy, whatever the temperature; True needs a temperature above 0
     max_new_tokens: int | Literal["auto"] | None = "auto"  # None = until the context is full; 0 = only prefill
@@ -73,7 +72,7 @@ class GenerationConfig(Sampling, frozen=True, kw_only=True, forbid_unknown_field
     else:
 
         def __getattr__(self, name: str) -> Any:
-            raise other_names.missing(self, name, other_names.GENERATION)
+            raise other_names.missing(self, name)
 
     @classmethod
     def plain(cls, given: dict[str, Any]) -> dict[str, Any]:
@@ -141,4 +140,4 @@ def _asks_for_nothing(name: str, value: Any) -> bool:
         is_unset = type(value) in (int, bool) and neutral.is_neutral(value, neutral.UNSET.get(name, ()))
         return is_unset or (value is None and name != GenerationConfig.MAX)
     values = neutral.PYTHON.get(name) or neutral.GENERATION.get(name) or ()
-    return (value is None and name in other_names.GENERATION) or neutral.is_neutral(value, values)
+    return (value is None and name in other_names.names("GenerationConfig")) or neutral.is_neutral(value, values)

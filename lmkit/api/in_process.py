@@ -17,7 +17,6 @@ from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, overload
 
-from lmkit.api import names
 from lmkit.api.generation import GenConfigs, GenerationConfig
 from lmkit.api.progress import progress_bar
 from lmkit.api.prompts import CallOptions, Prompt, names_ours
@@ -236,7 +235,7 @@ class Pipeline:
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            raise missing(self, name, names.PIPELINE)
+            raise missing(self, name)
 
     def _check_open(self) -> None:
         if self._is_closed:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypedDict, TypeVar
 
 from lmkit import other_names
-from lmkit.api import names
 from lmkit.api.generation import GenerationConfig
 from lmkit.errors import ConfigError, RequestError
 
@@ -97,13 +96,13 @@ def names_ours(call: F) -> F:
     opens = "model" in known  # then further keywords are fields of EngineConfig, which checks them
     if "options" in known and not opens:
         known += CallOptions.__annotations__
-    others = names.OPENING if opens else {**names.CALL, **other_names.GENERATION}
+    table = "pipeline" if opens else "call"
     shown = call.__qualname__.removesuffix(".__call__").removesuffix(".__init__")
 
     @functools.wraps(call)
     def checked(*args: Any, **named: Any) -> Any:
-        for name in named.keys() & others.keys() if opens else named.keys() - set(known):
-            advice = other_names.hint(name, others, known)
+        for name in named.keys() & other_names.names(table).keys() if opens else named.keys() - set(known):
+            advice = other_names.hint(name, known, table)
             if name in GenerationConfig.__struct_fields__:
                 advice = f": use gen_config=GenerationConfig({name}=...)"
             raise ConfigError(f"{shown} has no argument {name}{advice}")

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-from lmkit.api import names
 from lmkit.api.prompts import Messages
 from lmkit.errors import RequestError
 from lmkit.other_names import missing
@@ -41,7 +40,7 @@ class Response:
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            raise missing(self, name, names.RESPONSE)
+            raise missing(self, name)
 
     def extend(self, part: Response) -> None:
         """Append the next part of a stream."""
@@ -84,7 +83,7 @@ class Session:
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            raise missing(self, name, names.SESSION)
+            raise missing(self, name)
 
     def fork(self) -> Session:
         """An independent copy. The common part of both is computed and kept once."""

@@ -13,7 +13,7 @@ from lmkit import yaml_file
 from lmkit.cli.engine_options import SIZES
 from lmkit.config import EngineConfig, PositiveFloat, ServerConfig, parse, parse_size
 from lmkit.errors import ConfigError
-from lmkit.other_names import ENGINE, hint
+from lmkit.other_names import hint
 from lmkit.small_files import model_name
 
 FILES = (".yaml", ".yml")
@@ -81,7 +81,7 @@ def _model(name: str, given: dict[str, Any], where: str, engine: EngineConfig, k
     own = msgspec.structs.asdict(engine)
     for option, value in given.items():
         if option not in own:
-            raise ConfigError(f"{where}: {option!r} is not an option of a model{hint(option, ENGINE, own)}")
+            raise ConfigError(f"{where}: {option!r} is not an option of a model{hint(option, own, 'EngineConfig')}")
         is_size = option in SIZES and isinstance(value, str)
         own[option] = parse_size(option, value, f"{where}: {option}") if is_size else value
     return ListedModel(name, path, parse(own, EngineConfig, where), keep_alive, aliases, revision)

@@ -13,12 +13,11 @@ import typer
 import yaml
 
 from lmkit import yaml_file
-from lmkit.cli.other_commands import OPTIONS
-from lmkit.cli.usage import Command, Group, explain, names, no_option
+from lmkit.cli.usage import Command, Group, explain, no_option, words_of
 from lmkit.config import VARIABLES, lmkit_variables
 from lmkit.errors import ConfigError
 from lmkit.log import get_logger
-from lmkit.other_names import hint
+from lmkit.other_names import hint, names
 
 _ORIGINS = "lmkit.origins"  # in a context's meta: where each value stands that is not on the command line
 _OF_A_CALL = ("config", "print_config")  # options that a file cannot have
@@ -55,12 +54,12 @@ class Settings:
                 found[param.name] = text.split() if _takes_several(param) else text
                 ctx.meta.setdefault(_ORIGINS, {})[param.name] = variable
             elif variable not in known and variable.startswith(_PROXY) == (self.prefix == _PROXY):
-                logger.warning("%s is not a variable of lmkit%s", variable, hint(variable, {}, known))
+                logger.warning("%s is not a variable of lmkit%s", variable, hint(variable, known))
         return found
 
     def _explain(self, ctx: Any, words: list[str], error: typer.TyperException) -> str:
-        others = OPTIONS.get(str(ctx.info_name), {})
-        ours = {name for param in self.params for name in names(param)}
+        others = names(f"lmkit {ctx.info_name}")
+        ours = {name for param in self.params for name in words_of(param)}
         for word in words:  # the parser takes -ngl for three options, and names the first
             if word.startswith("-") and word not in ours and word.lstrip("-").replace("-", "_") in others:
                 return no_option(ctx, word)
@@ -88,7 +87,7 @@ def _takes_several(param: Any) -> bool:
 
 
 def _label(param: Any) -> str:
-    return str(names(param)[0] if param.param_type_name == "option" else param.name.upper())
+    return str(words_of(param)[0] if param.param_type_name == "option" else param.name.upper())
 
 
 def read_config(ctx: typer.Context, path: str | None) -> str | None:
@@ -103,7 +102,7 @@ def read_config(ctx: typer.Context, path: str | None) -> str | None:
     for key, value in tree.value if tree is not None else ():
         place, name = f"{path}:{key.start_mark.line + 1}", str(key.value).replace("-", "_")
         if name not in params:
-            raise ConfigError(f"{place}: {key.value!r} is not an option{hint(name, OPTIONS['serve'], params)}")
+            raise ConfigError(f"{place}: {key.value!r} is not an option{hint(name, params, 'lmkit serve')}")
         if name not in found:
             found[name] = _text(value, params[name], f"{place}: {name}")
             ctx.meta.setdefault(_ORIGINS, {})[name] = f"{place}: {name}"

@@ -13,9 +13,8 @@ from typing import Any, Literal, get_args, get_origin
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from lmkit.cli.other_commands import COMMANDS, OPTIONS, VALUES
 from lmkit.errors import ConfigError
-from lmkit.other_names import hint
+from lmkit.other_names import hint, names
 
 
 def _format_options(command: Any, context: Any, formatter: Any) -> None:
@@ -56,10 +55,10 @@ class Group(TyperGroup):
             self.parse_args(ctx, args)  # shows the help and ends the command
         path = _path(ctx)
         for name in (" ".join([*path, *args[:2]]), " ".join([*path, args[0]])):
-            if name in COMMANDS:
-                raise ConfigError(f"no command `{name}`{hint(name, COMMANDS)}")
+            if advice := hint(name, table="lmkit"):
+                raise ConfigError(f"no command `{name}`{advice}")
         if args[0] not in self.commands and not args[0].startswith("-") and not ctx.resilient_parsing:
-            advice = hint(args[0], {}, self.commands) or f"; there are {', '.join(self.commands)}"
+            advice = hint(args[0], self.commands) or f"; there are {', '.join(self.commands)}"
             raise ConfigError(f"no command `{' '.join([*path, args[0]])}`{advice}")
         return super().resolve_command(ctx, args)
 
@@ -104,15 +103,15 @@ def _said(context: Any, message: str) -> str:
 
 def no_option(context: Any, given: str) -> str:
     """One line for an option that the command of this context has not."""
-    options = [name for param in context.command.get_params(context) for name in names(param)]
-    others = OPTIONS.get(" ".join(_path(context)) or context.info_name, {})
+    options = [name for param in context.command.get_params(context) for name in words_of(param)]
+    others = names(f"lmkit {' '.join(_path(context)) or context.info_name}")
     name = given.lstrip("-").replace("-", "_")
     if name in others:
         advice = f": {_as_options(others[name], options)}"
     elif given in _below(context.command):
         advice = "; options of a command come after its name"
     else:
-        advice = hint(given.replace("_", "-"), {}, options)
+        advice = hint(given.replace("_", "-"), options)
     help_command = " ".join(["lmkit help", *_path(context)])
     return _said(context, f"no option {given}{advice or f'; see `{help_command}`'}")
 
@@ -120,7 +119,7 @@ def no_option(context: Any, given: str) -> str:
 def _below(command: Any) -> set[str]:
     """The options of the commands of a group."""
     commands = getattr(command, "commands", {}).values()
-    return {name for below in commands for param in below.params for name in names(param)}
+    return {name for below in commands for param in below.params for name in words_of(param)}
 
 
 def _as_options(advice: str, options: Iterable[str]) -> str:
@@ -134,7 +133,7 @@ def _as_options(advice: str, options: Iterable[str]) -> str:
 
 def _missing(error: Any) -> str:
     param = error.param
-    name = " or ".join(names(param)) if param.param_type_name == "option" else param.name.upper()
+    name = " or ".join(words_of(param)) if param.param_type_name == "option" else param.name.upper()
     return _said(error.ctx, f"{name} is missing: {(param.help or '').rstrip('.')}")
 
 
@@ -142,9 +141,9 @@ def _bad_value(error: Any) -> str:
     param, cause = error.param, error.__cause__
     if param is None or not hasattr(cause, "errors"):
         return _plain(error)
-    name = names(param)[0] if param.param_type_name == "option" else param.name.upper()
+    name = words_of(param)[0] if param.param_type_name == "option" else param.name.upper()
     value, wanted = cause.errors()[0]["input"], expected(param)
-    return f"{name} {value!r}: expected {wanted}{hint(str(value), VALUES)}"
+    return f"{name} {value!r}: expected {wanted}{hint(str(value), table='value')}"
 
 
 def expected(param: Any) -> str:
@@ -174,7 +173,7 @@ def _plain(error: Any) -> str:
     return _said(error.ctx, f"{message[:1].lower()}{message[1:]}")
 
 
-def names(param: Any) -> list[str]:
+def words_of(param: Any) -> list[str]:
     """The names of an option, the long one first."""
     return sorted([*param.opts, *param.secondary_opts], key=lambda name: not name.startswith("--"))
 

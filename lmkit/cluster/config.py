@@ -10,10 +10,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from lmkit import yaml_file
-from lmkit.choices import with_choices
 from lmkit.config import NodeRole, PositiveFloat, PositiveInt, StrictStruct
-from lmkit.errors import ConfigError
-from lmkit.other_names import hint
 from lmkit.proxy.config import ProxyConfig, Seconds
 from lmkit.proxy.rules import ModelName
 from lmkit.small_files import model_name
@@ -131,23 +128,7 @@ class ClusterConfig(StrictStruct, frozen=True):
 
 def read(path: Path) -> ClusterConfig:
     """The file's configuration. Files that the proxy needs are beside it. Raises ConfigError with the file's line."""
-    tree, data = yaml_file.read(path)
-    try:
-        config = msgspec.convert(data, ClusterConfig)
-    except msgspec.ValidationError as error:
-        message = with_choices(error, ClusterConfig) + _near(str(error))
-        raise ConfigError(f"{path}:{yaml_file.line_of(tree, str(error))}: {message}") from None
+    config = yaml_file.load(path, ClusterConfig)
     named = {name: getattr(config.proxy, name) for name in ("key_store", "data_dir", "tls_cert", "tls_key")}
     beside = {name: str((path.parent / value).resolve()) for name, value in named.items() if value is not None}
     return msgspec.structs.replace(config, proxy=msgspec.structs.replace(config.proxy, **beside))
-
-
-def _near(message: str) -> str:
-    """`; did you mean cores?` for a message about an unknown field."""
-    places: tuple[tuple[str, type[StrictStruct]], ...] = (
-        (r"\.scaling", Scaling), (r"\.replicas", Bounds), (r"\$\.models", Group),
-        (r"\$\.proxy", ProxyConfig),
-    )  # fmt: skip
-    unknown = re.search(r"unknown field `(.*?)`", message)
-    known = next((struct for place, struct in places if re.search(place, message)), ClusterConfig)
-    return hint(unknown[1], {}, known.__struct_fields__) if unknown else ""

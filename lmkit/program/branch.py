@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self, TypedDict, Unpack
 
-from lmkit import other_names
 from lmkit.api.generation import GenerationConfig
 from lmkit.errors import ConfigError
 from lmkit.program.model import Ids, Model, Prompt
@@ -16,7 +15,7 @@ from lmkit.program.trace import Node, Part, Span
 OnPart = Callable[[Part], None]
 PLAIN = {"temperature": 0.0, "max_new_tokens": 512}
 NOT_HERE = {  # fields of GenerationConfig
-    "do_sample": other_names.NO_SAMPLING,
+    "do_sample": "temperature=0 is greedy, any other temperature samples",
     "logprobs": "gen gives text alone; select compares log-probabilities",
     "response_format": "use schema, regex or choices",
 }

@@ -11,7 +11,6 @@ import httpx
 import msgspec
 
 from lmkit import yaml_file
-from lmkit.choices import with_choices
 from lmkit.config import (
     BODY_MEMORY,
     MAX_BODY,
@@ -27,10 +26,9 @@ from lmkit.config import (
     wrong_origin,
 )
 from lmkit.errors import ConfigError
-from lmkit.other_names import hint
 from lmkit.proxy.accounts.account import Price
 from lmkit.proxy.addresses import refusal
-from lmkit.proxy.rules import ModelName, Rule, Shadow, Tag, Target, When, mistake
+from lmkit.proxy.rules import ModelName, Rule, Tag, mistake
 from lmkit.web.auth import parse_key
 
 Key = Annotated[str, msgspec.Meta(min_length=1, max_length=512, pattern=r"^[\x21-\x7e]+$")]
@@ -209,25 +207,7 @@ def load_config(path: str | Path | None, *, nodes: Sequence[NodeConfig] = (), **
 
 
 def _read(path: Path) -> ProxyConfig:
-    tree, data = yaml_file.read(path)
-    try:
-        config = msgspec.convert(data, ProxyConfig)
-    except msgspec.ValidationError as error:
-        message = with_choices(error, ProxyConfig) + _near(str(error))
-        raise ConfigError(f"{path}:{yaml_file.line_of(tree, str(error))}: {message}") from None
+    config = yaml_file.load(path, ProxyConfig)
     named = {name: getattr(config, name) for name in ("state_file", "key_store", "data_dir", "tls_cert", "tls_key")}
     beside = {name: str(path.parent / value) for name, value in named.items() if value is not None}
     return msgspec.structs.replace(config, **beside)
-
-
-def _near(message: str) -> str:
-    """`; did you mean port?` for a message about an unknown field."""
-    unknown = re.search(r"unknown field `(.*?)`", message)
-    known = next((struct for place, struct in _STRUCTS if re.search(place, message)), ProxyConfig)
-    return hint(unknown[1], {}, known.__struct_fields__) if unknown else ""
-
-
-# The struct at a place of the file, for a hint; the first place that fits counts.
-_STRUCTS: tuple[tuple[str, type[StrictStruct]], ...] = (
-    (r"\.when\b", When), (r"\.to\b", Target), (r"\.shadow\b", Shadow), (r"\$\.rules", Rule), (r"\$\.nodes", NodeConfig),
-)  # fmt: skip

@@ -22,7 +22,7 @@ import msgspec
 import torch
 from msgspec import Meta
 
-from lmkit import other_names, yaml_file
+from lmkit import yaml_file
 from lmkit.config import StrictStruct, parse
 from lmkit.errors import ConfigError
 from lmkit.formats.base import get_format
@@ -263,10 +263,10 @@ def find_recipe(name: str) -> Path:
             return path
         raise ConfigError(f"recipe {name}: no such file")
     shipped = _shipped()
-    if name in other_names.RECIPES:
-        raise ConfigError(f"no recipe {name}{hint(name, other_names.RECIPES)}")
+    if advice := hint(name, table="recipe"):
+        raise ConfigError(f"no recipe {name}{advice}")
     if name not in shipped:
-        near = hint(name, {}, shipped)
+        near = hint(name, shipped)
         raise ConfigError(f"recipe {name!r}: not a .yaml file and not one of {', '.join(shipped)}{near}")
     return shipped[name]
 

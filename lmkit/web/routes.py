@@ -72,7 +72,7 @@ def not_found(path: str, routes: Iterable[str]) -> RequestError:
     if known := is_known_elsewhere(path):
         return RequestError("not_found", f"{known} is not supported by this server, which has {', '.join(ours)}")
     paths = [route.partition(" ")[2] for route in ours]
-    return RequestError("not_found", f"there is no such route{hint(path, {}, paths)}")
+    return RequestError("not_found", f"there is no such route{hint(path, paths)}")
 
 
 def is_known_elsewhere(path: str) -> str:

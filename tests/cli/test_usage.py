@@ -14,8 +14,8 @@ from typer.core import TyperGroup
 from typer.testing import CliRunner
 
 from lmkit.cli.main import app
-from lmkit.cli.other_commands import COMMANDS, OPTIONS
 from lmkit.errors import ConfigError
+from lmkit.other_names import names
 from tests.cli.commands import mistake
 
 ROOT: Any = typer.main.get_command(app)
@@ -100,10 +100,12 @@ def test_a_group_of_options_has_a_heading() -> None:
 def test_names_of_other_tools_are_none_of_ours() -> None:
     """And the option that an advice says to use exists."""
     paths = {" ".join(path): command for path, command in every_command()}
-    assert not COMMANDS.keys() & paths.keys()
-    for path, names in OPTIONS.items():
+    assert not names("lmkit").keys() & paths.keys()
+    found = {path: names(f"lmkit {path}") for path in paths}
+    assert {path for path, advised in found.items() if advised} > {"serve", "proxy", "quantize", "bench online"}
+    for path, advised in found.items():
         options = option_names(paths[path])
-        for name, advice in names.items():
+        for name, advice in advised.items():
             assert f"--{name.replace('_', '-')}" not in options
             with pytest.raises(ConfigError) as raised:
                 ROOT.main([*path.split(), f"--{name}", "1"])

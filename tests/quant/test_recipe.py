@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import lmkit
-from lmkit import other_names
 from lmkit.errors import ConfigError
 from lmkit.formats.hub import DEMO_FOLDER
 from lmkit.models.source import ModelSource
+from lmkit.other_names import names
 from lmkit.qtensor import QuantScheme
 from lmkit.quant.recipe import DEFAULT_RECIPE, RECIPES, load_recipe
 from lmkit.quant.steps.base import Stage
@@ -37,7 +37,7 @@ def test_every_shipped_recipe_loads(name: str) -> None:
 
 def test_names_of_methods_lead_to_recipes_that_are_shipped() -> None:
     shipped = {path.stem for path in RECIPES.glob("*.yaml")}
-    for name, advice in other_names.RECIPES.items():
+    for name, advice in names("recipe").items():
         assert name not in shipped
         assert shipped & set(advice.replace(",", "").split()), advice
         with pytest.raises(ConfigError, match=f"^no recipe {name}: use "):
