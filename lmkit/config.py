@@ -6,6 +6,7 @@ here once, and all commands read this list.
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import sys
@@ -20,6 +21,7 @@ from lmkit import choices, cores, other_names
 from lmkit.checked import CheckedMeta
 from lmkit.errors import ConfigError, UnsupportedError
 from lmkit.kv_dtype import KVName
+from lmkit.option import Option, options_of
 
 T = TypeVar("T")
 
@@ -56,8 +58,12 @@ KVEventsAddress = Annotated[str, msgspec.Meta(pattern=r"^tcp://\S+:\d+$")]
 PositiveFloat = Annotated[float, msgspec.Meta(gt=0)]
 PositiveInt = Annotated[int, msgspec.Meta(ge=1)]
 Share = Annotated[str, msgspec.Meta(pattern=r"^\d+(\.\d+)?%$")]
-# Fields of EngineConfig that are bytes, and may be written like 2G.
-SIZES = ("weights_memory", "kv_memory", "kv_host_memory", "kv_disk_memory", "image_memory")
+Fraction = Annotated[float, msgspec.Meta(gt=0, le=1)]
+Ranks = Annotated[int, msgspec.Meta(ge=1, le=64)]
+Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
+_model = functools.partial(Option, group="Model")
+_memory = functools.partial(Option, group="Memory and cache")
+_schedule = functools.partial(Option, group="Scheduling")
 
 
 def require_linux() -> None:
@@ -75,71 +81,190 @@ class _Sizes(CheckedMeta):
     """Its constructor takes sizes as bytes or as texts like "2G"."""
 
     def plain(cls, given: dict[str, Any]) -> dict[str, Any]:
-        texts = {name: given[name] for name in SIZES if isinstance(given.get(name), str)}
+        texts = {name: text for name, text in given.items() if isinstance(text, str) and is_size(cls, name)}
         return given | {name: parse_size(name, text, name) for name, text in texts.items()}
+
+
+def is_size(config: type, name: str) -> bool:
+    """Whether a field of a configuration is bytes, and may be written like 2G."""
+    option = options_of(config).get(name)
+    return option is not None and option.is_size
 
 
 class EngineConfig(StrictStruct, frozen=True, kw_only=True, metaclass=_Sizes):
     """How one engine runs one model. `auto` and None are resolved once, into a new value, and each decision is logged.
 
-    `on` returns a copy with the fields that depend on the device resolved. The fields of SIZES are bytes; the
-    constructor takes texts like "2G", too.
+    Each field is an option of the command line, in this order. `on` returns a copy with the fields that depend on the
+    device resolved. For sizes the constructor takes texts like "2G", too.
     """
 
-    device: Device = "auto"
-    dtype: WeightDtype = "auto"  # of dense weights; auto = the checkpoint's, see models.resolved.resolve_dtype
-    kv_dtype: KVStorageName = "auto"  # auto = the checkpoint's kv_config.json, else the weights' dtype
-    activations: Activations = "auto"  # of quantized linears: rounding per token and group; auto = by device
-    lm_head: HeadStorage = "auto"  # auto = as the checkpoint has it, int8 = quantized while loading, groups of 128
-    quantize: Quantize = "none"  # rounds the linears of a dense checkpoint while it loads, see models.rounding
-    packed_cache: bool = True  # keep packed weights in a file beside the checkpoint, and map it at the next start
-    weights_memory: PositiveInt | None = None  # bytes for weights; every step reads layers beyond; None = all stay
-    weights_path: str | None = None  # folder for the packed weights that are read then; None = beside the checkpoint
-    block_size: Annotated[int, msgspec.Meta(ge=1, le=1024)] | None = None  # tokens per KV block; None = by the device
-    max_batch_size: BatchSize | None = None  # sequences in one step; None = 64, or more if reading weights takes longer
-    max_step_tokens: StepTokens | None = None  # token budget of one step; None = by the device
-    max_model_len: PositiveInt | None = None  # None = the model's max_position_embeddings
-    kv_memory: PositiveInt | Share | None = None  # bytes for KV blocks, or a share of the free memory; None = by a plan
-    max_queue: PositiveInt = 1024  # waiting requests; one more is refused with 503
-    queue_quota: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0  # share of these that one tenant may have open
-    max_queued_tokens: PositiveInt = 4 << 20  # prompt tokens of all open requests; more are refused with 503
-    tp: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1  # processes that share each layer of the model
-    ep: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1  # processes that share the experts; with tp the same processes
-    pp: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1  # processes with some layers each, one behind the other
-    devices: Annotated[str, msgspec.Meta(pattern=r"^(0(,\d+)*)?$")] = ""  # of the ranks of tp and ep; "" = 0,1,...
-    cluster: ClusterName = "none"  # what has ranks of tp on other machines, see runners.placing; none = all are here
-    deterministic: bool = False  # the tokens of a request depend on it alone: on a CPU always, on a GPU if asked for
-    num_threads: PositiveInt | None = None  # of all of them; None = the physical cores this process may use
-    image_memory: PositiveInt = 256 << 20  # bytes for images that are encoded, beyond those in use
-    image_pixels: Annotated[int, msgspec.Meta(ge=1 << 10, le=1 << 24)] = 1 << 20  # larger images are made smaller
-    prefix_cache: bool = True  # keep the KV of prompts and answers for later requests
-    cache_quota: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0  # share of the KV blocks that one tenant may keep
-    session_lease: PositiveFloat = 300.0  # seconds for which a session's KV stays after its last answer
-    kv_host_memory: PositiveInt | None = None  # bytes of host memory for KV evicted from the device; None = none
-    kv_disk_path: str | None = None  # folder for KV on disk, which survives a restart; None = none
-    kv_disk_memory: PositiveInt = 16 << 30  # bytes on disk
-    kv_listen: str | None = None  # HOST:PORT where it gives blocks of the two tiers above to other engines; None = no
-    kv_peer: str | None = None  # HOST:PORT of such an engine, whose blocks it fetches; NAMED_PEERS; None = none
-    kv_key_file: str | None = None  # the secret that both need
-    kv_events: KVEventsAddress | None = None  # where it publishes what its prefix cache gets and loses; None = nowhere
-    kv_events_topic: str = ""  # of these messages
-    attention_sinks: Annotated[int, msgspec.Meta(ge=0, le=1 << 20)] = 0  # first tokens that sliding windows still see
-    priority_seconds: Annotated[float, msgspec.Meta(ge=0)] = 10.0  # seconds of waiting worth one level of priority
-    max_overtakes: Annotated[int, msgspec.Meta(ge=0)] = 8  # by later requests with a longer cached prefix, per request
-    decode_slowdown: Annotated[float, msgspec.Meta(gt=1)] = 2.0  # the largest slowdown of decoding during a prefill
-    overlap: bool = True  # prepare the next step while one runs
-    request_timeout: PositiveFloat | None = None  # seconds for a request that names none; None = no limit
-    speculate: Speculate = "off"  # guess the next tokens and compute several in one step, where that is faster
-    max_draft_tokens: Annotated[int, msgspec.Meta(ge=1, le=64)] = 16  # guesses for one sequence in one step
-    draft_history: Annotated[int, msgspec.Meta(ge=0, le=1 << 24)] = 0  # tokens of a tenant's answers, for guesses
-    adapters: tuple[str, ...] = ()  # LoRA adapters, each NAME=FOLDER, see formats.peft; a request names one
-    adapter_root: str | None = None  # adapters in this folder may be loaded and unloaded while it runs; None = none may
-    max_adapters: Annotated[int, msgspec.Meta(ge=1, le=1024)] | None = (
-        None  # in one batch, at most; None = all `adapters`, 8 with a root
+    device: Annotated[Device, _model("auto takes a GPU if there is one.")] = "auto"
+    # auto = the checkpoint's, see models.resolved.resolve_dtype
+    dtype: Annotated[WeightDtype, _model("Type of dense weights, and on a GPU of activations.")] = "auto"
+    # auto = the checkpoint's kv_config.json, else the weights' dtype
+    kv_dtype: Annotated[KVStorageName, _model("Type of the KV cache.")] = "auto"
+    # per token and group; auto = by device
+    activations: Annotated[Activations, _model("Rounding of inputs of quantized linears.")] = "auto"
+    # int8 = quantized while loading, groups of 128
+    lm_head: Annotated[HeadStorage, _model("auto (as in the checkpoint), or int8 (smaller).")] = "auto"
+    # see models.rounding
+    quantize: Annotated[Quantize, _model("Round the weights of a 16-bit checkpoint while it loads.")] = "none"
+    max_model_len: Annotated[PositiveInt | None, _model("Context in tokens. Default: the model's.")] = None
+    generation_config: Annotated[
+        str, _model("Sampling defaults: auto (the checkpoint's generation_config.json), none, or a path.")
+    ] = "auto"
+    chat_template: Annotated[
+        str | None,
+        _model("A chat template's file, its text, or its name in the checkpoint. Default: the checkpoint's."),
+    ] = None
+    # see formats.peft; a request names one
+    adapters: Annotated[
+        tuple[str, ...],
+        _model("A LoRA adapter, NAME=FOLDER, served as a model of that name. Repeat the option for more."),
+    ] = ()
+    adapter_root: Annotated[
+        str | None, _model("A folder whose adapters may be loaded while the server runs. Default: none may.")
+    ] = None
+    # None = all `adapters`, 8 with a root
+    max_adapters: Annotated[
+        Annotated[int, msgspec.Meta(ge=1, le=1024)] | None,
+        _model("Adapters in one batch; others wait in host memory."),
+    ] = None
+    # see formats.sentences
+    pooling: Annotated[
+        PoolingName,
+        _model("Embeddings: auto (the checkpoint's), the state of the last or first (cls) token, or the mean."),
+    ] = "auto"
+    attention_sinks: Annotated[
+        int, msgspec.Meta(ge=0, le=1 << 20), _model("First tokens that sliding windows still see.")
+    ] = 0
+    packed_cache: Annotated[bool, _model("Keep packed weights in a file, <checkpoint>/.lmkit, for the next start.")] = (
+        True
     )
-    pooling: PoolingName = "auto"  # of embeddings; auto = the checkpoint's, see formats.sentences
-    generation_config: str = "auto"  # sampling defaults: auto = the checkpoint's, none, or a file or folder
-    chat_template: str | None = None  # a file of Jinja, or the template itself; None = the checkpoint's
+    tp: Annotated[Ranks, _model("Processes that share the model: each computes a part of every layer.")] = 1
+    ep: Annotated[
+        Ranks,
+        _model("Processes that share the experts of a mixture; with --tp the same processes, so the same number."),
+    ] = 1
+    pp: Annotated[Ranks, _model("Processes that share the model: each computes some of the layers.")] = 1
+    devices: Annotated[
+        str,
+        msgspec.Meta(pattern=r"^(0(,\d+)*)?$"),
+        _model("GPUs of the processes of --tp or --ep: 0,1 for example, 0,0 to try it on one. Default: 0,1 and on."),
+    ] = ""
+    # see runners.placing
+    cluster: Annotated[
+        ClusterName,
+        _model("Place the processes of --tp on other machines: ray, or torchrun. Default: all here."),
+    ] = "none"
+    deterministic: Annotated[
+        bool, _model("A request's tokens depend on it alone: on a CPU always; on a GPU slowly, if at all.")
+    ] = False
+    # of all processes together
+    num_threads: Annotated[PositiveInt | None, _model("Default: the physical cores this process may use.")] = None
+
+    weights_memory: Annotated[
+        PositiveInt | None,
+        _memory("Memory for weights, e.g. 8G; layers beyond are read in every step. Default: for all.", is_size=True),
+    ] = None
+    weights_path: Annotated[
+        str | None, _memory("A folder on a fast disk to read these layers from. Default: beside the checkpoint.")
+    ] = None
+    kv_memory: Annotated[
+        PositiveInt | Share | None,
+        _memory(
+            "KV cache, as 2G or 30%. Default: for the batch; on a CPU at most a quarter of the free memory.",
+            is_size=True,
+        ),
+    ] = None
+    kv_host_memory: Annotated[
+        PositiveInt | None, _memory("Host memory for KV that does not fit, e.g. 2G. Default: none.", is_size=True)
+    ] = None
+    kv_disk_path: Annotated[
+        str | None, _memory("A folder for KV on disk, which survives a restart. Default: none.")
+    ] = None
+    kv_disk_memory: Annotated[PositiveInt, _memory("Bytes on disk that the folder may take.", is_size=True)] = 16 << 30
+    kv_listen: Annotated[
+        str | None, _memory("Give KV in host memory or on disk to other engines, at HOST:PORT. Default: no.")
+    ] = None
+    # or NAMED_PEERS
+    kv_peer: Annotated[
+        str | None,
+        _memory("HOST:PORT of an engine with --kv-listen, to fetch the KV of prompts from. Default: none."),
+    ] = None
+    kv_key_file: Annotated[str | None, _memory("A file with the key that both engines need.")] = None
+    # beyond those in use
+    image_memory: Annotated[
+        PositiveInt, _memory("Memory for encoded images that later requests may show again.", is_size=True)
+    ] = 256 << 20
+    image_pixels: Annotated[
+        int,
+        msgspec.Meta(ge=1 << 10, le=1 << 24),
+        _memory("The most pixels that a model sees of an image; larger ones are made smaller."),
+    ] = 1 << 20
+    block_size: Annotated[
+        Annotated[int, msgspec.Meta(ge=1, le=1024)] | None,
+        _memory("Tokens in a KV block. Default: 32 on a CPU, 64 on a GPU."),
+    ] = None
+    prefix_cache: Annotated[bool, _memory("Keep the KV of prompts and answers for later requests.")] = True
+    cache_quota: Annotated[
+        Fraction, _memory("Share of the KV cache that one API key may keep. Default with several keys: 0.5.")
+    ] = 1.0
+    kv_events: Annotated[
+        KVEventsAddress | None,
+        _memory("Publish what the cache gets and loses, over ZeroMQ at tcp://HOST:PORT. Default: nowhere."),
+    ] = None
+    kv_events_topic: Annotated[str, _memory("Topic of these messages.")] = ""
+    session_lease: Annotated[
+        PositiveFloat, _memory("Seconds for which a session's KV stays after its last answer.")
+    ] = 300.0
+
+    max_batch_size: Annotated[
+        BatchSize | None,
+        _schedule("Sequences in one step. Default: 64, or with --weights-memory as many as hide the disk."),
+    ] = None
+    max_step_tokens: Annotated[
+        StepTokens | None,
+        _schedule("Tokens in one step. Default: 512 on a CPU, 4096 on a GPU, at least twice a chosen batch."),
+    ] = None
+    max_queue: Annotated[PositiveInt, _schedule("Waiting requests; one more is refused.")] = 1024
+    queue_quota: Annotated[
+        Fraction, _schedule("Share of the queue that one API key may fill. Default with several keys: 0.5.")
+    ] = 1.0
+    max_queued_tokens: Annotated[PositiveInt, _schedule("Prompt tokens of all open requests; more are refused.")] = (
+        4 << 20
+    )
+    request_timeout: Annotated[
+        PositiveFloat | None, _schedule("Seconds that a request may take if it names no timeout. Default: no limit.")
+    ] = None
+    priority_seconds: Annotated[
+        float,
+        msgspec.Meta(ge=0),
+        _schedule("Seconds of waiting that one level of a request's priority is worth."),
+    ] = 10.0
+    max_overtakes: Annotated[
+        int,
+        msgspec.Meta(ge=0),
+        _schedule("How often later requests with a longer cached prefix may overtake a request."),
+    ] = 8
+    decode_slowdown: Annotated[
+        float,
+        msgspec.Meta(gt=1),
+        _schedule("Largest slowdown of decoding during a prefill: 2 = twice as slow."),
+    ] = 2.0
+    overlap: Annotated[bool, _schedule("Prepare the next step while one runs.")] = True
+    speculate: Annotated[
+        Speculate,
+        _schedule("Guess tokens if that is faster: auto, ngram, mtp, draft=FOLDER (a model), eagle=FOLDER (a head)."),
+    ] = "off"
+    max_draft_tokens: Annotated[
+        int, msgspec.Meta(ge=1, le=64), _schedule("The most guesses for one sequence in one step.")
+    ] = 16
+    draft_history: Annotated[
+        int,
+        msgspec.Meta(ge=0, le=1 << 24),
+        _schedule("Tokens of one API key's earlier answers that guesses look up, too, e.g. 65536."),
+    ] = 0
 
     if not TYPE_CHECKING:
 
@@ -247,54 +372,151 @@ ReasoningParser = Literal["think", "mistral", "seed_oss", "cohere", "harmony", "
 RootPath = Annotated[str, msgspec.Meta(pattern=r"^(/[A-Za-z0-9._~-]+)*$")]
 
 
-class ServerConfig(StrictStruct, frozen=True):
-    """How one `lmkit serve` front end listens."""
+ListenPort = Annotated[Port, Option("0 takes a free one.")]
 
-    host: str = "127.0.0.1"
-    port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 8000
-    grpc_port: Annotated[int, msgspec.Meta(ge=0, le=65535)] | None = None  # None = no gRPC
-    tls_cert: str | None = None  # a certificate chain in PEM; None = plain HTTP
-    tls_key: str | None = None  # its key; None = in the same file
-    served_model_name: tuple[str, ...] = ()  # of one model, the first is its own; empty = the folder's name
-    api_keys: tuple[str, ...] = ()  # each `KEY [name=value ...]`, see web.auth.ApiKey; empty = no authentication
-    api_key_file: str | None = None  # more of them, one a line; read again when it changes
+
+class Listener(StrictStruct, frozen=True):
+    """What `lmkit serve` and `lmkit proxy` have in common as servers."""
+
+    host: Annotated[str, Option("Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1"
+    port: ListenPort = 8000
+    grpc_port: Annotated[Port | None, Option("Serve gRPC, too; 0 takes a free port.")] = None
+    tls_cert: Annotated[str | None, Option("A certificate chain in PEM: serve https.")] = None
+    tls_key: Annotated[str | None, Option("Its key; default in the same file.")] = None
+    # besides loopback ones and `host`, see web.hosts
+    allowed_hosts: Annotated[
+        tuple[str, ...],
+        Option("A name of this server, if it has no keys; *.example.com, repeatable.", name="allowed_host"),
+    ] = ()
+    cors_origins: Annotated[
+        tuple[str, ...],
+        Option("Pages of this site may call the server; repeatable. None may by default.", name="cors_origin"),
+    ] = ()
+    cors_credentials: Annotated[bool, Option("These pages may send cookies, too.", is_switch=True)] = False
+    root_path: Annotated[
+        RootPath, Option("A path in front of every route, /llm: for a reverse proxy that leaves it.")
+    ] = ""
+    chat_page: Annotated[bool, Option("A page for people at /.")] = True
+    log_format: Annotated[LogFormat, Option("json: an object a line.")] = "text"
+    # None = OTEL_EXPORTER_OTLP_ENDPOINT, else no traces
+    otlp_traces_endpoint: Annotated[
+        str | None, Option("Send OpenTelemetry traces to this collector, http://HOST:4318.")
+    ] = None
+
+
+class ServerConfig(Listener, frozen=True):
+    """How one `lmkit serve` front end listens. A field with an `Option` is an option of the command."""
+
+    # of one model, the first is its own
+    served_model_name: Annotated[
+        tuple[str, ...], _model("Default: the folder's name, or the name given. Several: A,B.")
+    ] = ()
+    # each `KEY [name=value ...]`, see web.auth.ApiKey; empty = no authentication
+    api_keys: Annotated[
+        tuple[str, ...],
+        Option("Accept this key; repeatable. Others see it here, not in LMKIT_API_KEY.", name="api_key"),
+    ] = ()
+    api_key_file: Annotated[
+        str | None,
+        Option("A file with one key a line: KEY [name=value ...]. It is read again when it changes.", metavar="<path>"),
+    ] = None
     proxy_key: str | None = None  # by which a server without keys knows a proxy, see web.running; None = it knows none
-    root_path: RootPath = ""  # before every path, if a reverse proxy leaves it there, as /llm; "" = nothing
-    allowed_hosts: tuple[str, ...] = ()  # its names besides loopback ones and `host`, if it has no keys: see web.hosts
-    cors_origins: tuple[str, ...] = ()  # web pages that may read answers
-    cors_credentials: bool = False  # and may send cookies, for a login in front of the server
-    max_connections_per_address: PositiveInt | None = None  # None = as many as the server takes in all
-    strict_fields: bool = False  # a field that lmkit lacks is refused even if it changes nothing
-    max_body_bytes: PositiveInt = MAX_BODY
-    body_memory: PositiveInt = BODY_MEMORY
-    answer_memory: PositiveInt = 512 << 20  # bytes of all answers that have not ended or are not read
-    drain_seconds: Annotated[float, msgspec.Meta(ge=0)] = 30.0  # how long requests may finish after SIGTERM
-    step_timeout: Annotated[float, msgspec.Meta(ge=1)] | None = None  # None = by what a step costs at worst
-    image_hosts: tuple[str, ...] = ()  # HOST or HOST:PORT from which images may be fetched; empty = from none
-    image_folder: str | None = None  # file:// URLs of images may name files in it; None = none may
-    chat_page: bool = True  # a page for people at /
-    keep_alive: PositiveFloat | None = None  # seconds without a request after which a model sleeps; None = no limit
-    memory_budget: PositiveInt | None = None  # bytes for all engines; None = for several models, what is free
-    tool_parser: ToolParser | None = None  # see text.dialects; None = as the chat template shows
-    reasoning_parser: ReasoningParser | None = None  # None = as the chat template shows
-    reranker: Reranker = "cosine"  # how pairs of texts are scored
-    data_dir: str | None = None  # what it keeps for clients, see serve.data_folder; None = a temporary folder
-    response_store: Annotated[int, msgspec.Meta(ge=0)] = 256 << 20  # bytes of stored responses; 0 = none
-    response_ttl: Annotated[float, msgspec.Meta(gt=0)] = 30 * 86400.0  # seconds since a response was last used
-    max_file_bytes: PositiveInt = 100 << 20  # of one file that a client uploads
-    file_space: PositiveInt = 4 << 30  # bytes on disk of the files of all clients
-    enable_force_include_usage: bool = False  # every chunk of a stream has the usage so far
-    enable_per_request_metrics: bool = False  # answers have their times
-    max_logprobs: Annotated[int, msgspec.Meta(ge=-1)] = 20  # tokens with log-probabilities at a position; -1 = all
-    hooks: tuple[str, ...] = ()  # each module:object or the name of an entry point, see serve.hooks
-    proxies: tuple[str, ...] = ()  # addresses of `lmkit proxy` with which it registers
-    node_key: str | None = None  # sent to them: one of their keys with role=node
-    node_url: str | None = None  # at which they reach it; None = at the address it calls them from
-    node_tags: tuple[str, ...] = ()  # its class, for their rules
-    role: NodeRole = "both"  # what it is to them
-    log_level: LogLevel = "INFO"
-    log_format: LogFormat = "text"
-    otlp_traces_endpoint: str | None = None  # a collector's URL; None = OTEL_EXPORTER_OTLP_ENDPOINT, else no traces
+    max_connections_per_address: Annotated[
+        PositiveInt | None, Option("Of one client address; default as many as the server takes in all.")
+    ] = None
+    max_body_bytes: Annotated[PositiveInt, Option("Largest request body.", name="max_body", is_size=True)] = MAX_BODY
+    body_memory: Annotated[PositiveInt, Option("For the bodies of all requests together.", is_size=True)] = BODY_MEMORY
+    answer_memory: Annotated[
+        PositiveInt, Option("For answers that are not sent or read yet; one gets an eighth.", is_size=True)
+    ] = 512 << 20
+    strict_fields: Annotated[
+        bool, Option("Refuse fields that lmkit lacks, also those that change nothing.", is_switch=True)
+    ] = False
+    drain_seconds: Annotated[float, msgspec.Meta(ge=0), Option("Seconds for requests to finish after SIGTERM.")] = 30.0
+    step_timeout: Annotated[
+        Annotated[float, msgspec.Meta(ge=1)] | None,
+        Option("Seconds after which a step hangs and the engine is started again. Default: two minutes or more."),
+    ] = None
+    memory_budget: Annotated[
+        PositiveInt | None, Option("For all engines of several models. Default: what is free.", is_size=True)
+    ] = None
+    keep_alive: Annotated[
+        PositiveFloat | None,
+        Option("Seconds without a request after which a model sleeps. Default: no limit."),
+    ] = None
+    # see text.dialects
+    tool_parser: Annotated[
+        ToolParser | None,
+        Option("How the model writes calls. Default: as its chat template shows.", metavar="<name>"),
+    ] = None
+    reasoning_parser: Annotated[
+        ReasoningParser | None,
+        Option("How the model reasons. Default: as its chat template shows.", metavar="<name>"),
+    ] = None
+    reranker: Annotated[
+        Reranker, Option("Scores of /v1/rerank: cosine (of embeddings), or yes_no (the model's answer).")
+    ] = "cosine"
+    # see web.data_folder
+    data_dir: Annotated[
+        str | None, Option("Keep files, batches and responses of clients here. Default: a temporary folder.")
+    ] = None
+    response_store: Annotated[
+        int,
+        msgspec.Meta(ge=0),
+        Option("For responses that clients may continue (/v1/responses); 0 stores none.", is_size=True),
+    ] = 256 << 20
+    response_ttl: Annotated[
+        float,
+        msgspec.Meta(gt=0),
+        Option("Seconds that a response stays after its last use; default 30 days."),
+    ] = 30 * 86400.0
+    max_file_bytes: Annotated[
+        PositiveInt, Option("Largest file that a client may upload, for a batch.", name="max_file", is_size=True)
+    ] = 100 << 20
+    file_space: Annotated[
+        PositiveInt,
+        Option("For the files of all clients in the data folder; one gets its --queue-quota.", is_size=True),
+    ] = 4 << 30
+    image_hosts: Annotated[
+        tuple[str, ...],
+        Option("Fetch images of this HOST or HOST:PORT; repeatable. Default: of none.", name="image_host"),
+    ] = ()
+    image_folder: Annotated[
+        str | None, Option("A folder whose files messages may show, as file:///PATH. Default: none.")
+    ] = None
+    max_logprobs: Annotated[
+        int,
+        msgspec.Meta(ge=-1),
+        Option("Most tokens that a request may see at a position, with log-probabilities; -1 = the whole vocabulary."),
+    ] = 20
+    enable_force_include_usage: Annotated[
+        bool, Option("Every chunk of a stream has the usage so far, asked or not.", is_switch=True)
+    ] = False
+    enable_per_request_metrics: Annotated[bool, Option("Answers have their times, as `metrics`.", is_switch=True)] = (
+        False
+    )
+    # or the name of an entry point, see serve.hooks
+    hooks: Annotated[
+        tuple[str, ...],
+        Option("module:object that sees each request or answer, and may change or refuse it; repeatable.", name="hook"),
+    ] = ()
+    proxies: Annotated[
+        tuple[str, ...],
+        Option("Register with the lmkit proxy at this address; repeatable.", name="proxy", metavar="<url>"),
+    ] = ()
+    node_key: Annotated[
+        str | None,
+        Option("The proxy's key with role=node; default that of a proxy of yours here.", metavar="<key>"),
+    ] = None
+    node_url: Annotated[
+        str | None,
+        Option("Where the proxy reaches this server; default where it is called from.", metavar="<url>"),
+    ] = None
+    node_tags: Annotated[tuple[str, ...], Option("Its class, for the proxy's rules; repeatable.", name="node_tag")] = ()
+    role: Annotated[
+        NodeRole, Option("What it computes for a proxy: prefill (prompts), decode (the rest), or both.")
+    ] = "both"
+    log_level: Annotated[LogLevel, Option("How much is logged.", any_case=True)] = "INFO"
 
     def __post_init__(self) -> None:
         if reason := wrong_origin(self.cors_origins) or wrong_host(self.allowed_hosts):
@@ -304,6 +526,8 @@ class ServerConfig(StrictStruct, frozen=True):
                 raise ConfigError(f"--proxy {proxy!r}: write the proxy's address, for example http://10.0.0.5:8080")
         if not self.proxies and (self.node_key or self.node_url or self.node_tags):
             raise ConfigError("--node-key, --node-url and --node-tag are for a proxy: name it with --proxy")
+        if self.body_memory < self.max_body_bytes:
+            raise ConfigError("--body-memory must be at least --max-body, or no body of that size could ever be read")
 
 
 # Variables that every command reads. `lmkit serve` and `lmkit proxy` read one for each of their options as well.
@@ -438,7 +662,7 @@ def parse_seconds(text: str, where: str) -> float:
 
 
 def parse_size(name: str, text: str, where: str) -> int | str:
-    """The value of a field of SIZES. `kv_memory` may be a share of the free memory, `30%`. Raises ConfigError."""
+    """The value of a field that is bytes. `kv_memory` may be a share of the free memory, `30%`. Raises ConfigError."""
     body = text.strip()
     if name != "kv_memory" or not body.endswith("%"):
         return parse_bytes(text, where)

@@ -55,22 +55,23 @@ def commands(command: Any, words: tuple[str, ...]) -> Iterator[tuple[str, Any, A
     """(name, command, its context) of a command and of those below it that do something."""
     context = typer.Context(command, info_name=" ".join(words))
     inner = getattr(command, "commands", {})
-    if not inner:
+    if not inner or (command.invoke_without_command and words[1:]):
         yield " ".join(words), command, context
     for name, each in inner.items():
         yield from commands(each, (*words, name))
 
 
 def options(command: Any, context: Any) -> str:
-    """A table of a command's arguments and options, in the groups of its help."""
-    rows = []
+    """A table of a command's arguments and options, in the groups of its help, with variables of the environment."""
+    rows, prefix = [], getattr(command, "prefix", "")
     for param in command.get_params(context):
         if param.name != "help" and (record := param.get_help_record(context)) is not None:
             written, text = (" ".join(part.split()) for part in record)
             panel = getattr(param, "rich_help_panel", None)
             group = panel or ("Arguments" if param.param_type_name == "argument" else "")
-            rows.append((f"`{written}`", text, group))
-    return table(rows, "option", "", "group")
+            variable = (f"`{prefix}{param.name.upper()}`",) if param.name != "print_config" else ("",)
+            rows.append((f"`{written}`", text, group, *(variable if prefix else ())))
+    return table(rows, "option", "", "group", *(("variable",) if prefix else ()))
 
 
 def meaning(function: Any) -> str:

@@ -25,6 +25,7 @@ from tests.serve.live import Server
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "docs" / "deploy"
 PAGE = (ROOT / "docs" / "operate.md").read_text()
+REFERENCE = (ROOT / "docs" / "reference.md").read_text()
 COMMANDS: Any = typer.main.get_command(app)
 OURS = {
     *VARIABLES,
@@ -48,8 +49,8 @@ def image_environment() -> dict[str, str]:
     return dict(word.split("=", 1) for word in shlex.split(last("ENV")))
 
 
-def test_the_page_names_every_variable_and_no_other() -> None:
-    rows = [line for line in PAGE.splitlines() if line.startswith("|")]
+def test_the_pages_name_every_variable_and_no_other() -> None:
+    rows = [line for page in (PAGE, REFERENCE) for line in page.splitlines() if line.startswith("|")]
     assert set(re.findall(r"`(LMKIT_[A-Z_]+)`", "\n".join(rows))) == OURS
     assert set(re.findall(r"LMKIT_[A-Z_]+", PAGE.replace("LMKIT_`", ""))) <= OURS
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, TypeVar
@@ -10,6 +11,7 @@ import msgspec
 
 from lmkit.config import PositiveInt, StrictStruct
 from lmkit.errors import ConfigError
+from lmkit.option import Option
 
 N = TypeVar("N", int, float)
 Progress = Callable[[str, int, int], None]  # the current work, the amount done, the total
@@ -20,38 +22,47 @@ DEFAULT_OUTPUT_LEN = 128
 NonNegativeInt = Annotated[int, msgspec.Meta(ge=0)]
 Seconds = Annotated[float, msgspec.Meta(ge=0)]
 Positive = Annotated[float, msgspec.Meta(gt=0)]
+_server = functools.partial(Option, group="Server")
+_load = functools.partial(Option, group="Load")
 
 
 class WorkloadConfig(StrictStruct, frozen=True):
     """The prompts of a benchmark."""
 
-    num_prompts: PositiveInt = 100  # conversations
-    dataset: str | None = None  # a file; None = random text
-    input_len: PositiveInt = 256  # tokens of a random prompt, without the shared prefix
-    output_len: PositiveInt | None = None  # None = the data set's, else DEFAULT_OUTPUT_LEN
-    range_ratio: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.0  # lengths are uniform in mean * (1 -+ ratio)
-    num_prefixes: NonNegativeInt = 0  # different beginnings that random prompts share
-    prefix_len: NonNegativeInt = 0  # tokens of such a beginning
-    turns: PositiveInt = 1  # turns of a conversation; those of a data set may have fewer
-    seed: NonNegativeInt = 0
+    num_prompts: Annotated[PositiveInt, Option("Conversations.")] = 100
+    dataset: Annotated[
+        str | None, Option("ShareGPT JSON, or JSON lines with prompt or messages. Default: random text.")
+    ] = None
+    input_len: Annotated[PositiveInt, Option("Tokens of a random prompt, and of each later turn.")] = 256
+    output_len: Annotated[PositiveInt | None, Option("Tokens of an answer. Default: the data set's, or 128.")] = None
+    range_ratio: Annotated[
+        float, msgspec.Meta(ge=0, lt=1), Option("Random lengths are uniform in LEN * (1 -+ RATIO).")
+    ] = 0.0
+    num_prefixes: Annotated[NonNegativeInt, Option("Random prompts begin with one of this many shared texts.")] = 0
+    prefix_len: Annotated[NonNegativeInt, Option("Tokens of a shared text; the rest of the prompt follows it.")] = 0
+    turns: Annotated[PositiveInt, Option("Turns of a conversation; each contains all earlier ones.")] = 1
+    seed: Annotated[NonNegativeInt, Option("Seed of prompts and arrivals.")] = 0
 
 
 class OnlineConfig(StrictStruct, frozen=True):
     """The server and the loads of an online benchmark: every rate with every concurrency."""
 
     url: str
-    endpoint: Endpoint = "chat"
-    model: str | None = None  # None = the only one that the server lists
-    tokenizer: str | None = None  # a folder or a Hub name; None = `model`, if that is a folder here or "demo"
+    endpoint: Annotated[Endpoint, _server("The API that is called.")] = "chat"
+    model: Annotated[str | None, _server("Default: the only one that the server lists.")] = None
+    tokenizer: Annotated[
+        str | None,
+        _server("For random prompts: the model's folder or Hub name. Default: the model, if here."),
+    ] = None
+    timeout: Annotated[Positive, _server("Seconds for a whole answer.")] = 600.0
+    ignore_eos: Annotated[bool, _server("Answers of exactly the given length, if the server can.")] = True
     rates: tuple[Positive | None, ...] = (None,)  # conversations per second; None = as soon as the limit allows
     concurrencies: tuple[PositiveInt | None, ...] = (None,)  # conversations at once; None = no limit
-    burstiness: Positive = 1.0
-    duration: Positive | None = None
-    ramp: Seconds = 0.0
-    think: Seconds = 0.0
-    warmup: NonNegativeInt = 1
-    timeout: Positive = 600.0
-    ignore_eos: bool = True
+    burstiness: Annotated[Positive, _load("Shape of arrivals: 1 Poisson, below in bursts, above even.")] = 1.0
+    duration: Annotated[Positive | None, _load("Send for this many seconds, with prompts used again.")] = None
+    ramp: Annotated[Seconds, _load("Seconds in which the load rises; they are not measured.")] = 0.0
+    think: Annotated[Seconds, _load("Seconds between an answer and the next turn.")] = 0.0
+    warmup: Annotated[NonNegativeInt, _load("Conversations before each run that are not measured.")] = 1
     extra_body: dict[str, Any] = {}
 
 

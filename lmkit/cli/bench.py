@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -13,11 +12,10 @@ import msgspec
 import typer
 
 from lmkit.bench.config import OnlineConfig, WorkloadConfig, parse_goodput, parse_list
-from lmkit.cli.engine_options import checked, engine_options, kinds
-from lmkit.cli.options import takes
+from lmkit.cli.options import fields_of, struct_of, takes
 from lmkit.cli.progress import ProgressBar
 from lmkit.cli.usage import Command
-from lmkit.config import EngineConfig, StrictStruct, parse
+from lmkit.config import EngineConfig, parse
 from lmkit.errors import JSON_ERRORS, ConfigError
 
 if TYPE_CHECKING:
@@ -59,63 +57,8 @@ Price = Annotated[
 ]
 
 
-WORKLOAD = {
-    "num_prompts": "Conversations.",
-    "dataset": "ShareGPT JSON, or JSON lines with prompt or messages. Default: random text.",
-    "input_len": "Tokens of a random prompt, and of each later turn.",
-    "output_len": "Tokens of an answer. Default: the data set's, or 128.",
-    "range_ratio": "Random lengths are uniform in LEN * (1 -+ RATIO).",
-    "num_prefixes": "Random prompts begin with one of this many shared texts.",
-    "prefix_len": "Tokens of a shared text; the rest of the prompt follows it.",
-    "turns": "Turns of a conversation; each contains all earlier ones.",
-    "seed": "Seed of prompts and arrivals.",
-}
-SERVER = {
-    "endpoint": "The API that is called.",
-    "model": "Default: the only one that the server lists.",
-    "tokenizer": "For random prompts: the model's folder or Hub name. Default: the model, if here.",
-    "timeout": "Seconds for a whole answer.",
-    "ignore_eos": "Answers of exactly the given length, if the server can.",
-}
-LOAD = {
-    "burstiness": "Shape of arrivals: 1 Poisson, below in bursts, above even.",
-    "duration": "Send for this many seconds, with prompts used again.",
-    "ramp": "Seconds in which the load rises; they are not measured.",
-    "think": "Seconds between an answer and the next turn.",
-    "warmup": "Conversations before each run that are not measured.",
-}
-
-
-def workload_options(**given: Any) -> WorkloadConfig:
-    return parse(given, WorkloadConfig, "bench")
-
-
-def load_options(**given: Any) -> dict[str, Any]:
-    return given
-
-
-def _options_of(config: type[StrictStruct], group: str, help: dict[str, str]) -> list[inspect.Parameter]:
-    """The fields of `config` that `help` names, as options with the checks of the fields."""
-    fields = {field.name: field for field in msgspec.structs.fields(config)}
-    return [
-        inspect.Parameter(
-            name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=fields[name].default,
-            annotation=Annotated[
-                kinds(config)[name], typer.Option(help=text, rich_help_panel=group, callback=checked(config, name))
-            ],
-        )
-        for name, text in help.items()
-    ]
-
-
-workload_options.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-    _options_of(WorkloadConfig, "Prompts", WORKLOAD)
-)
-load_options.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-    _options_of(OnlineConfig, "Server", SERVER) + _options_of(OnlineConfig, "Load", LOAD)
-)
+ENGINE = struct_of(EngineConfig, "engine options")
+WORKLOAD = struct_of(WorkloadConfig, "bench", group="Prompts")
 
 
 def _online_config(url: str, rate: str, concurrency: str | None, extra_body: str, load: dict[str, Any]) -> OnlineConfig:
@@ -164,7 +107,7 @@ def requests_output_options(json: Json = None, requests: Requests = False, plot:
 
 
 @app.command(cls=Command, short_help="The engine in this process, without a server.")
-@takes(workload=workload_options, output=requests_output_options, engine=engine_options)
+@takes(workload=WORKLOAD, output=requests_output_options, engine=ENGINE)
 def throughput(
     model: Model,
     concurrency: Annotated[str | None, typer.Option(help="Conversations in the engine at once, e.g. 1,8,64.")] = None,
@@ -211,7 +154,7 @@ def throughput(
 
 
 @app.command(cls=Command, short_help="Prefill and decode of static batches.")
-@takes(output=output_options, engine=engine_options)
+@takes(output=output_options, engine=ENGINE)
 def latency(
     model: Model,
     batch_size: Annotated[str, typer.Option(help="Sequences in a batch, e.g. 1,8,32.")] = "1,4,16",
@@ -250,7 +193,7 @@ def latency(
 
 
 @app.command(cls=Command, short_help="Load on any OpenAI-compatible server.")
-@takes(load=load_options, workload=workload_options, output=requests_output_options)
+@takes(load=fields_of(OnlineConfig), workload=WORKLOAD, output=requests_output_options)
 def online(
     url: Annotated[str, typer.Argument(help="http://HOST:PORT of a server or proxy.")] = "http://127.0.0.1:8000",
     rate: Annotated[str, typer.Option(help="Conversations that arrive per second, e.g. 0.5,2,8 or inf.")] = "inf",

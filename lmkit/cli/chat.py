@@ -12,10 +12,14 @@ import typer
 
 from lmkit.cli.chat_conversation import Conversation, execute
 from lmkit.cli.chat_models import LocalModel, RemoteModel, printable
-from lmkit.cli.engine_options import size
+from lmkit.cli.options import fields_of, takes
+from lmkit.config import EngineConfig
 from lmkit.errors import ConfigError
 
+FOLDER = ("kv_dtype", "kv_memory", "max_model_len", "generation_config")  # what is for a folder alone
 
+
+@takes(of_folder=fields_of(EngineConfig, *FOLDER, group="Model in a folder", is_partial=True))
 def chat(
     target: Annotated[
         str, typer.Argument(help='http://HOST:PORT of a server or proxy, a checkpoint folder, or "demo".')
@@ -34,16 +38,10 @@ def chat(
     lines: Annotated[
         bool, typer.Option("--lines", help="Each line of a text piped in is a message or a command of one chat.")
     ] = False,
-    kv_dtype: Annotated[str | None, typer.Option(help="Of a folder's KV cache, as in lmkit serve.")] = None,
-    kv_memory: Annotated[
-        str | None, typer.Option(callback=size, help="Memory of a folder's KV cache, such as 300M.")
-    ] = None,
-    max_model_len: Annotated[int | None, typer.Option(min=1, help="Context of a folder's model, in tokens.")] = None,
     api_key: Annotated[str | None, typer.Option(help="For a server; default LMKIT_API_KEY.")] = None,
-    generation_config: Annotated[
-        str | None, typer.Option(help="Sampling defaults of a folder's model: auto, none, or a path.")
-    ] = None,
     plain: Annotated[bool, typer.Option("--plain", help="Show answers as they are, not as Markdown.")] = False,
+    *,
+    of_folder: dict[str, Any],
 ) -> None:
     """Talk to a model: interactively, or once with --prompt or piped text."""
     options = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p}
@@ -51,9 +49,6 @@ def chat(
     given = {name: value for name, value in options.items() if value is not None}
     if any(not math.isfinite(value) for value in given.values()):
         raise ConfigError("--temperature, --top-p and --min-p must be finite numbers")
-    of_folder: dict[str, Any] = {"kv_dtype": kv_dtype, "kv_memory": kv_memory, "max_model_len": max_model_len}
-    of_folder |= {"generation_config": generation_config}
-    chosen = {name: value for name, value in of_folder.items() if value is not None}
     from lmkit.web.listen import ADDRESS
 
     if ADDRESS.fullmatch(target) and not Path(target).exists():
@@ -61,8 +56,8 @@ def chat(
     if target.startswith(("http://", "https://")):
         from lmkit.config import environment
 
-        if chosen:
-            option = next(iter(chosen)).replace("_", "-")
+        if of_folder:
+            option = next(iter(of_folder)).replace("_", "-")
             raise ConfigError(f"--{option} is for a folder; {target} has its own")
         with closing(RemoteModel.connect(target, model, api_key or environment().api_key, given)) as remote:
             _talk(Conversation(remote, system), prompt, plain, lines=lines)
@@ -74,7 +69,7 @@ def chat(
     with quick_start():
         from lmkit import pipeline
 
-        pipe = pipeline(target, log_level="WARNING", **chosen)
+        pipe = pipeline(target, log_level="WARNING", **of_folder)
     with pipe:
         if not pipe.engine.info.has_head:
             raise ConfigError(f"{target} generates no text; `lmkit serve {target}` serves its embeddings or classes")

@@ -10,8 +10,7 @@ import msgspec
 import yaml
 
 from lmkit import yaml_file
-from lmkit.cli.engine_options import SIZES
-from lmkit.config import EngineConfig, PositiveFloat, ServerConfig, parse, parse_size
+from lmkit.config import EngineConfig, PositiveFloat, ServerConfig, is_size, parse, parse_size
 from lmkit.errors import ConfigError
 from lmkit.other_names import hint
 from lmkit.small_files import model_name
@@ -82,6 +81,6 @@ def _model(name: str, given: dict[str, Any], where: str, engine: EngineConfig, k
     for option, value in given.items():
         if option not in own:
             raise ConfigError(f"{where}: {option!r} is not an option of a model{hint(option, own, 'EngineConfig')}")
-        is_size = option in SIZES and isinstance(value, str)
-        own[option] = parse_size(option, value, f"{where}: {option}") if is_size else value
+        is_text = isinstance(value, str) and is_size(EngineConfig, option)
+        own[option] = parse_size(option, value, f"{where}: {option}") if is_text else value
     return ListedModel(name, path, parse(own, EngineConfig, where), keep_alive, aliases, revision)

@@ -1,12 +1,22 @@
-"""Shared options of several commands, as one parameter that holds them all."""
+"""Options of commands: made from the fields of a configuration, and shared by several commands as one parameter."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
+import typer
+
+from lmkit.cli.settings import origin
+from lmkit.config import StrictStruct, parse, parse_size
+from lmkit.errors import ConfigError
+from lmkit.option import Option, kinds, options_of
 
 Maker = Callable[..., Any]
+Config = type[StrictStruct]
+_UNITS = (("G", 30), ("M", 20), ("K", 10), ("", 0))
 
 
 def takes(**makers: Maker) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -31,3 +41,93 @@ def takes(**makers: Maker) -> Callable[[Callable[..., None]], Callable[..., None
 
 def _parameters(function: Maker) -> list[inspect.Parameter]:
     return list(inspect.signature(function, eval_str=True).parameters.values())
+
+
+def fields_of(config: Config, *only: str, group: str = "", is_partial: bool = False) -> Maker:
+    """A maker of the fields of `config` that are options, or of `only` these, as {field: value}.
+
+    `group` is the heading of `only` these, else of options that name none. With `is_partial` an option that is not
+    given has no value: something else, such as a file, has the default.
+    """
+    found = {field: option for field, option in options_of(config).items() if not only or field in only}
+    names = {option.name or field: field for field, option in found.items()}
+    headed = {field: group if only else option.group or group for field, option in found.items()}
+
+    def made(**given: Any) -> dict[str, Any]:
+        return {names[name]: value for name, value in given.items() if not (is_partial and value in (None, ()))}
+
+    defaults = {field.name: field.default for field in msgspec.structs.fields(config)}
+    made.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [
+            _parameter(config, field, option._replace(group=headed[field]), defaults[field], is_partial)
+            for field, option in found.items()
+        ]
+    )
+    return made
+
+
+def struct_of(config: Config, where: str, group: str = "") -> Maker:
+    """A maker of `config` from its fields that are options. `where` begins the text of a ConfigError."""
+    fields = fields_of(config, group=group)
+
+    def made(**given: Any) -> Any:
+        return parse(fields(**given), config, where)
+
+    made.__signature__ = inspect.signature(fields)  # type: ignore[attr-defined]
+    return made
+
+
+def _parameter(config: Config, field: str, option: Option, default: Any, is_partial: bool) -> inspect.Parameter:
+    """The parameter of a command that is the option of a field, as typer wants it."""
+    kind, name, text = kinds(config)[field], option.name or field, option.help
+    if option.is_size:
+        kind, default = str if default is not None else str | None, default and size_text(default)
+    elif kind == tuple[str, ...]:
+        kind, default = list[str], list(default)
+    words = []
+    if kind is bool:
+        word = name.replace("_", "-")
+        words = [f"--{word}" if option.is_switch else f"--{word}/--no-{word}"]
+    if is_partial and default not in (None, [], ""):
+        text += "" if option.is_switch else f" Default: {_shown(default)}."
+        kind, default = kind | None, None
+    described = typer.Option(
+        *words,
+        help=text,
+        rich_help_panel=option.group or None,
+        callback=_check(config, field, option),
+        metavar=option.metavar or ("<size>" if option.is_size else None),
+        case_sensitive=not option.any_case,
+    )
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, described]
+    )
+
+
+def _shown(default: Any) -> str:
+    return {True: "on", False: "off"}[default] if isinstance(default, bool) else str(default)
+
+
+def size_text(size: int) -> str:
+    """`32M` for 32 << 20: the largest unit in which the size is a whole number."""
+    unit, shift = next((unit, shift) for unit, shift in _UNITS if size >> shift << shift == size)
+    return f"{size >> shift}{unit}"
+
+
+def _check(config: Config, field: str, option: Option) -> Callable[[typer.Context, typer.CallbackParam, Any], Any]:
+    """The callback of an option. It gives the field's value, and raises ConfigError for one out of range."""
+    kind = kinds(config, limits=True)[field]
+
+    def check(context: typer.Context, param: typer.CallbackParam, value: Any) -> Any:
+        if value is None:
+            return None
+        where, read = origin(context, param), value
+        if option.is_size:
+            read = 0 if value.strip() == "0" else parse_size(field, value, where)
+        try:
+            return parse(read, kind, f"{where} {value}")
+        except ConfigError as error:
+            reason = str(error).replace("Expected", "expected").replace("`float`", "a number")
+            raise ConfigError(reason.replace("`int`", "an integer")) from None
+
+    return check

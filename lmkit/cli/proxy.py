@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lmkit.cli import proxy_keys
+from lmkit.cli.options import fields_of, takes
 from lmkit.cli.proxy_call import DEFAULT_PROXY, AdminKey, ProxyOption, call
 from lmkit.cli.settings import ProxyGroup
-from lmkit.config import LogFormat, PolicyName, TenantsBy
+from lmkit.config import TenantsBy
 from lmkit.errors import ConfigError
 from lmkit.extras import needed_for
+from lmkit.proxy.config import NodeConfig, ProxyConfig, load_config
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -33,53 +35,13 @@ WAIT_SECONDS = 0.5  # between looks at a node that drains
 
 
 @app.callback()
+@takes(fields=fields_of(ProxyConfig, is_partial=True))
 def proxy(
     context: typer.Context,
     config: Annotated[str | None, typer.Option(help="YAML or JSON file.")] = None,
-    host: Annotated[str | None, typer.Option(help="Address to listen on; default 127.0.0.1.")] = None,
-    port: Annotated[int | None, typer.Option(min=0, max=65535, help="0 = any free one; default 8080.")] = None,
-    grpc_port: Annotated[
-        int | None, typer.Option(min=0, max=65535, help="Serve gRPC, too; 0 takes a free port.")
-    ] = None,
-    tls_cert: Annotated[str | None, typer.Option(help="A certificate chain in PEM: serve https.")] = None,
-    tls_key: Annotated[str | None, typer.Option(help="Its key; default in the same file.")] = None,
-    allowed_host: Annotated[
-        list[str] | None,
-        typer.Option(help="A name of the proxy, if clients need no key; *.example.com, may be repeated."),
-    ] = None,
-    cors_origin: Annotated[
-        list[str] | None, typer.Option(help="Pages of this site may call the proxy; may be repeated.")
-    ] = None,
-    cors_credentials: Annotated[
-        bool | None, typer.Option("--cors-credentials", help="These pages may send cookies, too.")
-    ] = None,
-    root_path: Annotated[
-        str | None, typer.Option(help="A path in front of every route, /llm: for a reverse proxy that leaves it.")
-    ] = None,
-    chat_page: Annotated[
-        bool | None, typer.Option("--chat-page/--no-chat-page", help="A page for people at /; default on.")
-    ] = None,
-    dashboard: Annotated[
-        bool | None,
-        typer.Option("--dashboard/--no-dashboard", help="A page for administrators at /dashboard; default on."),
-    ] = None,
     node: Annotated[list[str] | None, typer.Option(help="URL of a node, http://HOST:PORT; may be repeated.")] = None,
-    policy: Annotated[
-        PolicyName | None, typer.Option(metavar="<name>", help="How a node is chosen; default prefix.")
-    ] = None,
-    state_file: Annotated[
-        str | None, typer.Option(help="A file that keeps nodes added and removed at run time.")
-    ] = None,
-    key_store: Annotated[
-        str | None, typer.Option(help="A file of keys with limits, and of what they used; clients then need a key.")
-    ] = None,
-    data_dir: Annotated[
-        str | None, typer.Option(help="A folder that keeps stored responses, for when their node is down.")
-    ] = None,
-    log_format: Annotated[LogFormat | None, typer.Option(help="json: an object a line; default text.")] = None,
-    otlp_traces_endpoint: Annotated[
-        str | None, typer.Option(help="Send OpenTelemetry traces to this collector, http://HOST:4318.")
-    ] = None,
+    *,
+    fields: dict[str, Any],
 ) -> None:
     """Forward requests to nodes by the model they name. Without a command, runs until SIGTERM."""
     if context.invoked_subcommand is not None:
@@ -96,21 +58,13 @@ def proxy(
     from lmkit import log
     from lmkit.config import parse
     from lmkit.proxy.auth import Keys
-    from lmkit.proxy.config import NodeConfig, load_config
     from lmkit.proxy.reload import ConfigFile
     from lmkit.proxy.server import run
     from lmkit.web.running import registered
     from lmkit.web.tracing import start_if_wanted
 
     nodes = [parse({"url": url}, NodeConfig, "--node") for url in node or ()]
-    options: dict[str, Any] = {"tls_cert": tls_cert, "tls_key": tls_key, "policy": policy, "state_file": state_file}
-    options |= {"log_format": log_format, "otlp_traces_endpoint": otlp_traces_endpoint}
-    options |= {"grpc_port": grpc_port}
-    options |= {"key_store": key_store, "data_dir": data_dir, "dashboard": dashboard}
-    options |= {"cors_credentials": cors_credentials, "root_path": root_path}
-    options |= {"allowed_hosts": tuple(allowed_host) if allowed_host else None}
-    options |= {"cors_origins": tuple(cors_origin) if cors_origin else None, "chat_page": chat_page}
-    load = functools.partial(load_config, config, nodes=nodes, host=host, port=port, **options)
+    load = functools.partial(load_config, config, nodes=nodes, **fields)
     file = ConfigFile(config, load) if config is not None else None
     resolved = file.config if file is not None else load()
     log.setup(resolved.log_level, log_format=resolved.log_format)

@@ -8,7 +8,7 @@ import msgspec
 import typer
 
 from lmkit.cli.settings import origin
-from lmkit.config import ServerConfig, default_num_threads, parse
+from lmkit.config import Listener, ServerConfig, default_num_threads, parse
 from lmkit.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -33,6 +33,10 @@ _REFUSED = {
 _OF_THE_ADDRESS = (
     "model", "served_model_name", "config", "print_config", "host", "port", "api_key", "allowed_host", "cors_origin",
     "chat_page", "cors_credentials", "root_path", "max_connections_per_address", "drain_seconds", "dp", "num_threads",
+)  # fmt: skip
+_OF_THE_PROXY = (
+    *Listener.__struct_fields__, "api_keys", "max_connections_per_address", "max_body_bytes", "body_memory",
+    "drain_seconds", "log_level",
 )  # fmt: skip
 _SHARED = ("weights_memory", "kv_memory", "kv_host_memory", "image_memory", "memory_budget")  # each has its part
 
@@ -65,24 +69,8 @@ def cluster(context: typer.Context, server: ServerConfig) -> ClusterConfig:
         cores=max(1, threads // count),
         options=options,
     )
-    proxy = {
-        "host": server.host,
-        "port": server.port,
-        "api_keys": server.api_keys,
-        "allowed_hosts": server.allowed_hosts,
-        "cors_origins": server.cors_origins,
-        "cors_credentials": server.cors_credentials,
-        "root_path": server.root_path,
-        "chat_page": server.chat_page,
-        "max_connections_per_address": server.max_connections_per_address,
-        "max_body_bytes": server.max_body_bytes,
-        "body_memory": server.body_memory,
-        "aliases": dict.fromkeys(names[1:], names[0]) if names else {},
-        "drain_seconds": server.drain_seconds,
-        "log_level": server.log_level,
-        "log_format": server.log_format,
-        "otlp_traces_endpoint": server.otlp_traces_endpoint,
-    }
+    proxy = {name: getattr(server, name) for name in _OF_THE_PROXY}
+    proxy["aliases"] = dict.fromkeys(names[1:], names[0]) if names else {}
     fields = {"models": [group], "proxy": proxy, "drain_seconds": max(server.drain_seconds, 1e-3)}
     return parse(msgspec.to_builtins(fields), ClusterConfig, "--dp")
 

@@ -7,25 +7,25 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-import httpx
 import msgspec
 
 from lmkit import yaml_file
 from lmkit.config import (
     BODY_MEMORY,
     MAX_BODY,
-    LogFormat,
+    Listener,
+    ListenPort,
     LogLevel,
     NodeRole,
     PolicyName,
     PositiveInt,
-    RootPath,
     StrictStruct,
     TenantsBy,
     wrong_host,
     wrong_origin,
 )
 from lmkit.errors import ConfigError
+from lmkit.option import Option
 from lmkit.proxy.accounts.account import Price
 from lmkit.proxy.addresses import refusal
 from lmkit.proxy.rules import ModelName, Rule, Tag, mistake
@@ -83,24 +83,25 @@ class Registration(NodeConfig, frozen=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        import httpx
+
         if reason := refusal(httpx.URL(self.url).host, registered=True):
             raise ValueError(f"{self.url!r} {reason}")
 
 
-class ProxyConfig(StrictStruct, frozen=True):
-    """How one `lmkit proxy` listens, checks its nodes and forwards. All times are in seconds."""
+class ProxyConfig(Listener, frozen=True):
+    """How one `lmkit proxy` listens, checks its nodes and forwards. All times are in seconds.
 
-    host: str = "127.0.0.1"
-    port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 8080
-    grpc_port: Annotated[int, msgspec.Meta(ge=0, le=65535)] | None = None  # None = no gRPC
-    tls_cert: str | None = None  # a certificate chain in PEM; None = plain HTTP
-    tls_key: str | None = None  # its key; None = in the same file
+    A field with an `Option` is an option of the command as well.
+    """
+
+    port: ListenPort = 8080
     nodes: tuple[NodeConfig, ...] = ()
     max_nodes: PositiveInt = 256
     node_hosts: tuple[
         str, ...
     ] = ()  # networks and host names, besides its own address, that a node may name as its own
-    policy: PolicyName = "prefix"
+    policy: Annotated[PolicyName, Option("How a node is chosen.", metavar="<name>")] = "prefix"
     pair_tokens: PositiveInt = 256  # of a prompt that a decode node lacks: a prefill node computes so many or more
     pair_wait: Seconds = 10.0  # for a prefill node to begin; then the decode node computes the prompt
     aliases: dict[ModelName, ModelName] = {}  # other names of models
@@ -112,15 +113,13 @@ class ProxyConfig(StrictStruct, frozen=True):
     max_shadows: Annotated[int, msgspec.Meta(ge=0)] = 16  # copies for shadows at once; one more is left out
     api_keys: tuple[str, ...] = ()  # each `KEY [name=value ...]`, see web.auth.ApiKey; empty = no authentication
     admin_keys: tuple[Key, ...] = ()  # for /admin; empty = one that `lmkit proxy` makes and this user's commands find
-    root_path: RootPath = ""  # as ServerConfig has it
-    allowed_hosts: tuple[str, ...] = ()  # as ServerConfig has it
-    cors_origins: tuple[str, ...] = ()  # web pages that may read answers
-    cors_credentials: bool = False  # and may send cookies
-    chat_page: bool = True  # a page for people at /
-    dashboard: bool = True  # a page for administrators at /dashboard
-    state_file: str | None = None  # remembers nodes added and removed at run time
-    key_store: str | None = None  # a file of keys with limits, teams and what they used; clients then need a key
-    data_dir: str | None = None  # a folder for copies of stored responses, see proxy.transcripts
+    dashboard: Annotated[bool, Option("A page for administrators at /dashboard.")] = True
+    state_file: Annotated[str | None, Option("A file that keeps nodes added and removed at run time.")] = None
+    key_store: Annotated[
+        str | None, Option("A file of keys with limits, and of what they used; clients then need a key.")
+    ] = None
+    # see proxy.transcripts
+    data_dir: Annotated[str | None, Option("A folder that keeps stored responses, for when their node is down.")] = None
     prices: dict[str, Price] = {}  # by model, of a million tokens; "*" = of all others
     ask_usage: bool = True  # nodes are asked for the usage with each chunk of a stream; off: with the last one only
     forwarded_routes: tuple[RoutePath, ...] = ROUTES  # other POST requests get 404
@@ -144,8 +143,6 @@ class ProxyConfig(StrictStruct, frozen=True):
     retry_share: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.2  # retries beside requests, see proxy.retries
     drain_seconds: Annotated[float, msgspec.Meta(ge=0, le=86400)] = 30.0  # how long requests may finish after SIGTERM
     log_level: LogLevel = "INFO"
-    log_format: LogFormat = "text"
-    otlp_traces_endpoint: str | None = None  # see config.ServerConfig
 
     def __post_init__(self) -> None:
         urls = [node.url for node in self.nodes]
@@ -176,6 +173,8 @@ class ProxyConfig(StrictStruct, frozen=True):
 
 def node_url(text: str) -> str:
     """The canonical spelling of a node's URL. Raises ValueError with the reason if it is wrong."""
+    import httpx  # only here, because the command line imports this module
+
     if not re.fullmatch(r"(?i)https?://[a-z0-9._\-\[\]:]+(/[a-z0-9._~/\-]*)?", text):
         raise ValueError(f"{text!r} is not a node's URL; write for example http://10.0.0.5:8000")
     try:

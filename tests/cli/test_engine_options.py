@@ -10,12 +10,11 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from lmkit.cli import engine_options as module
 from lmkit.cli import serve as serve_module
-from lmkit.cli.engine_options import engine_options
-from lmkit.cli.options import takes
+from lmkit.cli.options import struct_of, takes
 from lmkit.cli.serve import serve
 from lmkit.config import EngineConfig
+from lmkit.option import options_of
 
 ALL: dict[str, Any] = {
     "device": "cpu", "dtype": "float32", "kv_dtype": "int8", "activations": "exact", "lm_head": "int8",
@@ -59,7 +58,7 @@ def arguments(values: dict[str, Any]) -> list[str]:
 def application(found: list[EngineConfig] | None = None) -> typer.Typer:
     """A command that appends its EngineConfig to `found`."""
 
-    @takes(config=engine_options)
+    @takes(config=struct_of(EngineConfig, "engine options"))
     def command(config: EngineConfig) -> None:
         if found is not None:
             found.append(config)
@@ -82,8 +81,7 @@ def test_defaults_are_the_configuration_s() -> None:
 
 
 def test_every_field_is_an_option() -> None:
-    described = [name for group in module.HELP.values() for name in group]
-    assert sorted(ALL) == sorted(EngineConfig.__struct_fields__) == sorted(described)
+    assert sorted(ALL) == sorted(EngineConfig.__struct_fields__) == sorted(options_of(EngineConfig))
     default = EngineConfig()
     assert all(getattr(default, name) != value for name, value in ALL.items())
     assert parsed(arguments(ALL)) == EngineConfig(**ALL)

@@ -10,10 +10,11 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from lmkit.cli.engine_options import HELP
 from lmkit.cli.main import app
-from lmkit.cli.other_commands import OPTIONS
+from lmkit.config import EngineConfig
 from lmkit.errors import ConfigError
+from lmkit.option import options_of
+from lmkit.other_names import names
 
 
 @pytest.fixture(autouse=True)
@@ -192,8 +193,8 @@ server_port serving_strategy ssl
 
 
 def test_every_option_of_lmdeploy_has_an_answer() -> None:
-    assert not set(LMDEPLOY.split()) - OPTIONS["serve"].keys()
-    assert not set(LMDEPLOY_PROXY.split()) - OPTIONS["proxy"].keys()
+    assert not set(LMDEPLOY.split()) - names("lmkit serve").keys()
+    assert not set(LMDEPLOY_PROXY.split()) - names("lmkit proxy").keys()
 
 
 def test_commands_of_other_servers_tell_ours() -> None:
@@ -219,7 +220,9 @@ def test_the_proxy_has_variables_of_its_own(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_help_has_groups_and_fits_the_terminal() -> None:
     text = CliRunner().invoke(app, ["serve", "--help"], terminal_width=80).stdout
-    assert all(f"\n{title}:\n" in text for title in (*HELP, "Server"))
+    assert all(
+        f"\n{title}:\n" in text for title in {option.group for option in options_of(EngineConfig).values()} | {"Server"}
+    )
     assert "int8|fp8|int4" in text
     assert "LMKIT_KV_MEMORY" in text
     assert max(map(len, text.splitlines())) <= 80
