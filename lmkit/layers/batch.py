@@ -14,7 +14,7 @@ from torch import Tensor
 from lmkit.kernels.delta import DeltaStates
 from lmkit.kernels.ops import BatchGeometry, KVTensor
 from lmkit.kv_dtype import KVDtype
-from lmkit.layers.delta_spec import DeltaSpec
+from lmkit.layers.blocks.state import PagedKV, Recurrent, State
 from lmkit.layers.prompts import Prompts
 
 ALIGNMENT = 64  # of KV blocks: a cache line
@@ -138,13 +138,29 @@ def allocate_kv(
 
 
 def allocate_states(
-    spec: DeltaSpec, num_states: int, num_guesses: tuple[int, int] = (0, 0), device: str = "cpu"
+    state: Recurrent, num_states: int, num_guesses: tuple[int, int] = (0, 0), device: str = "cpu"
 ) -> DeltaStates:
     """Zeroed recurrent states of `num_states` sequences for one layer. `num_guesses`: (slots, guesses of each)."""
-    conv = zeros((num_states, spec.channels, spec.kernel - 1), torch.float32, device)
-    shape = num_states, spec.num_value_heads, spec.key_dim, spec.value_dim
-    guessed = zeros((*num_guesses, spec.guess_width), torch.float32, device)
-    return DeltaStates(conv, zeros(shape, torch.float32, device), guessed)
+    shapes = (num_states, *state.window), (num_states, *state.matrix), (*num_guesses, state.draft_width)
+    return DeltaStates(*(zeros(shape, torch.float32, device) for shape in shapes))
+
+
+def allocate_state(
+    state: State,
+    num_blocks: int,
+    block_size: int,
+    dtypes: tuple[KVDtype, KVDtype],
+    num_states: int,
+    num_guesses: tuple[int, int] = (0, 0),
+    device: str = "cpu",
+) -> KVLayer:
+    """What one layer keeps of sequences, zeroed: `num_blocks` blocks of keys and values, or `num_states` recurrent
+    states (see allocate_states)."""
+    if not isinstance(state, PagedKV):
+        states = None if state is None else allocate_states(state, num_states, num_guesses, device)
+        return replace(allocate_kv(0, 1, block_size, 2, dtypes, device), states=states)
+    kv = allocate_kv(num_blocks, state.num_heads, block_size, state.head_dim, dtypes, device)
+    return replace(kv, v=kv.k) if state.shared else kv
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:

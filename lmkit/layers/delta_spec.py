@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lmkit.layers.blocks.state import Recurrent
+
 
 @dataclass(frozen=True)
 class DeltaSpec:
@@ -61,12 +63,8 @@ class DeltaSpec:
         return 2 * (self.channels + values) + 4 * (self.channels + 4 * self.num_value_heads) + (4 + 2) * values
 
     @property
-    def guess_width(self) -> int:
-        """Numbers that a guessed token gives to the state, see kernels.delta."""
-        return self.channels + 2 * self.num_value_heads
-
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of a sequence's state, float32: last inputs of the convolution, and a matrix for each value head."""
-        window = self.channels * (self.kernel - 1)
-        return 4 * (window + self.num_value_heads * self.key_dim * self.value_dim)
+    def state(self) -> Recurrent:
+        """The last inputs of the convolution, and a matrix for each value head. A draft token keeps its inputs of the
+        convolution and its gates."""
+        matrix = self.num_value_heads, self.key_dim, self.value_dim
+        return Recurrent((self.channels, self.kernel - 1), matrix, self.channels + 2 * self.num_value_heads)

@@ -47,10 +47,12 @@ class KVLayout:
 
 def layout_of(spec: ModelSpec, sinks: int, dtypes: Sequence[tuple[KVDtype, KVDtype]]) -> KVLayout:
     """The groups of a model whose layers store K and V in `dtypes`. `sinks` replaces the model's own, if not 0."""
-    sinks = sinks or max(layer.attention.sinks for layer in spec.layers)
-    readers = tuple(layer.kv_from for layer in spec.layers if layer.kv_from is not None)
+    sinks = sinks or max((layer.kv.sinks for layer in spec.kinds if layer.kv), default=0)
+    readers = tuple(layer.kv.source for layer in spec.layers if layer.kv and layer.kv.source is not None)
     own = spec.layers[: spec.num_layers - len(readers)]
-    kinds = [(layer.num_kv_heads, layer.head_dim, *stored) for layer, stored in zip(own, dtypes, strict=False)]
+    kinds = [
+        (kv and (kv.num_heads, kv.head_dim, *stored)) for kv, stored in zip((x.kv for x in own), dtypes, strict=False)
+    ]
     return replace(kv_layout(spec.windows[: len(own)], sinks, kinds), readers=readers)
 
 

@@ -16,7 +16,7 @@ from lmkit.formats.kv_scheme import KVScheme, parse_kv_scheme
 from lmkit.kernels import ops
 from lmkit.kernels.cuda.module import tensor_device
 from lmkit.kv_dtype import INT4, KVDtype, kv_dtype
-from lmkit.layers.batch import KVLayer, allocate_kv, allocate_states
+from lmkit.layers.batch import KVLayer, allocate_state
 from lmkit.layers.rope import Rope
 from lmkit.layers.rope_spec import RopeSpec
 from lmkit.log import get_logger
@@ -53,7 +53,9 @@ def storage_text(storages: Sequence[KVStorage]) -> str:
 def is_uncalibrated(spec: ModelSpec, storages: Sequence[KVStorage]) -> bool:
     """Whether a layer has INT4 keys that calibration would change, and did not."""
     plain = (s.k == INT4 and s.transform == PLAIN for s in storages)
-    return any(p and not (layer.delta or layer.latent) for p, layer in zip(plain, spec.layers, strict=True))
+    return any(
+        p and layer.kv is not None and not layer.kv.shared for p, layer in zip(plain, spec.layers, strict=True)
+    )
 
 
 def resolve_storage(reader: CheckpointReader, spec: ModelSpec, asked: str, dense: str) -> list[KVStorage]:
@@ -66,28 +68,32 @@ def resolve_storage(reader: CheckpointReader, spec: ModelSpec, asked: str, dense
     given = None if asked == "auto" else kv_dtype(asked)
     config = load_kv_config(reader.path)
     is_described = config is not None or (given is None and parse_kv_scheme(reader.config) is not None)
-    if is_described and any(layer.latent for layer in spec.kinds):
+    if is_described and any(layer.kv is not None and layer.kv.shared for layer in spec.kinds):
         raise UnsupportedError(
             f"{reader.path}: kv_config.json and kv_cache_scheme are not for latent attention; remove them"
         )
+    if is_described and not spec.has_kv:
+        raise UnsupportedError(
+            f"{reader.path}: kv_config.json and kv_cache_scheme are for keys and values, which this model does not have"
+        )
     if config is not None:
-        for layer in spec.kinds:
-            config.check(spec.num_layers, layer.num_kv_heads, layer.head_dim)
+        for kv in {layer.kv for layer in spec.kinds if layer.kv is not None}:
+            config.check(spec.num_layers, kv.num_heads, kv.head_dim)
         of_layers = enumerate(spec.layers)
         return _filled(spec, [_configured(config, layer, index, kv_dtype(dense), given) for index, layer in of_layers])
     scheme = parse_kv_scheme(reader.config) if given is None else None
     if scheme is not None:
-        attending = {i: _fixed(reader, spec, scheme, i) for i, layer in enumerate(spec.layers) if not layer.delta}
+        attending = {i: _fixed(reader, spec, scheme, i) for i, layer in enumerate(spec.layers) if layer.kv}
         return _filled(spec, [attending.get(i, next(iter(attending.values()))) for i in range(spec.num_layers)])
     dtype = given or kv_dtype(dense)
     return [KVStorage(dtype, dtype)] * spec.num_layers
 
 
 def _filled(spec: ModelSpec, storages: list[KVStorage]) -> list[KVStorage]:
-    """Storages where layers of linear attention, which store no keys and values, have the types of the first other."""
-    first = next(storage for layer, storage in zip(spec.layers, storages, strict=True) if not layer.delta)
+    """Storages where layers that store no keys and values have the types of the first other."""
+    first = next(storage for layer, storage in zip(spec.layers, storages, strict=True) if layer.kv)
     plain = KVStorage(first.k, first.v)
-    return [plain if layer.delta else storage for layer, storage in zip(spec.layers, storages, strict=True)]
+    return [storage if layer.kv else plain for layer, storage in zip(spec.layers, storages, strict=True)]
 
 
 def _configured(config: KVConfig, spec: LayerSpec, index: int, dense: KVDtype, given: KVDtype | None) -> KVStorage:
@@ -161,23 +167,21 @@ def allocate(
 ) -> list[KVLayer]:
     """Zeroed blocks for every layer, for sequences of at most `positions` tokens. The system provides zeroed pages only
     when they are first written. Groups of `layout` share their tensors; without it every layer has its own.
-    Linear attention has no blocks, but recurrent states of `num_states` sequences, and room for `num_guesses` of them
-    (see allocate_states)."""
+    Recurrent layers have no blocks, but states of `num_states` sequences, and room for `num_guesses` of them (see
+    allocate_states)."""
     tables = {rope: _angles(rope, positions, device) for rope in _ropes_of_means(layers, storages)}
     places = [(0, i) for i in range(len(layers))] if layout is None else layout.places()
     at, plain = tensor_device(device), dict[int, KVLayer]()
     for layer, storage, (_, place) in zip(layers, storages, places, strict=True):
-        if place not in plain and layer.kv_from is None:
-            shape = 0 if layer.delta else num_blocks, layer.num_kv_heads, block_size, layer.head_dim
-            plain[place] = allocate_kv(*shape, storage.dtypes, at)
-            if layer.delta:
-                plain[place] = replace(plain[place], states=allocate_states(layer.delta, num_states, num_guesses, at))
-            if layer.latent:
-                plain[place] = replace(plain[place], v=plain[place].k)
+        if place not in plain and (layer.kv is None or layer.kv.source is None):
+            sizes = num_blocks, block_size, storage.dtypes, num_states, num_guesses
+            plain[place] = allocate_state(layer.state, *sizes, at)
     found = list[KVLayer]()
     for layer, storage, (group, place) in zip(layers, storages, places, strict=True):
-        if layer.kv_from is not None:
-            found.append(found[layer.kv_from])
+        if layer.kv is None:
+            found.append(replace(plain[place], group=group))
+        elif layer.kv.source is not None:
+            found.append(found[layer.kv.source])
         else:
             found.append(_layer(layer, storage, replace(plain[place], group=group), tables.get(layer.rope)))
     return found

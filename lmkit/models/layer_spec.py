@@ -12,6 +12,7 @@ from functools import cached_property
 
 from lmkit.attention_spec import AttentionSpec
 from lmkit.kv_dtype import KVDtype
+from lmkit.layers.blocks.state import PagedKV, Recurrent, State
 from lmkit.layers.delta_spec import DeltaSpec
 from lmkit.layers.latent_spec import LatentSpec
 from lmkit.layers.mlp_spec import GPU_ROWS, MAX_PLACES, MLPSpec, MoESpec
@@ -274,23 +275,32 @@ class LayerSpec:
         pair = 4 * hidden + 2 * inner if half else 8 * (hidden + inner)
         return 24 * num_tokens * hidden + places * pair
 
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of a sequence's recurrent state."""
-        return self.delta.state_bytes if self.delta else 0
+    @cached_property
+    def state(self) -> State:
+        """What the layer keeps of a sequence."""
+        if self.delta:
+            return self.delta.state
+        of_window = self.attention.window, self.attention.sinks
+        return PagedKV(self.num_kv_heads, self.head_dim, self.latent is not None, self.kv_from, *of_window)
 
     @property
-    def guess_bytes(self) -> int:
-        """Bytes that a guessed token keeps for the state."""
-        return 4 * self.delta.guess_width if self.delta else 0
+    def kv(self) -> PagedKV | None:
+        """The keys and values that attention reads, if the layer has attention."""
+        return self.state if isinstance(self.state, PagedKV) else None
+
+    @property
+    def plain_kv(self) -> PagedKV | None:
+        """Those that are the layer's own, and apart: a transform of them can be fitted."""
+        return self.kv if self.kv is not None and self.kv.is_plain else None
+
+    @property
+    def recurrent(self) -> Recurrent | None:
+        """The recurrent state, if the layer has one."""
+        return self.state if isinstance(self.state, Recurrent) else None
 
     def kv_token_bytes(self, k: KVDtype, v: KVDtype) -> int:
         """Bytes of one token's keys and values in these storage types, including their parameters."""
-        if self.delta or self.kv_from is not None:
-            return 0
-        if self.latent:  # a row is both
-            return k.row_bytes(self.head_dim)
-        return self.num_kv_heads * (k.row_bytes(self.head_dim) + v.row_bytes(self.head_dim))
+        return 0 if self.kv is None else self.kv.token_bytes(k, v)
 
     @cached_property
     def widest_mlp(self) -> int:

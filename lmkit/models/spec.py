@@ -72,12 +72,17 @@ class ModelSpec:
     @property
     def is_recurrent(self) -> bool:
         """Whether layers keep a state for each sequence, which has no blocks."""
-        return any(layer.delta for layer in self.kinds)
+        return any(layer.recurrent for layer in self.kinds)
+
+    @property
+    def has_kv(self) -> bool:
+        """Whether layers keep keys and values."""
+        return any(layer.kv for layer in self.kinds)
 
     @property
     def state_bytes(self) -> int:
         """Bytes of the recurrent states of one sequence."""
-        return sum(layer.state_bytes for layer in self.layers)
+        return sum(layer.recurrent.num_bytes for layer in self.layers if layer.recurrent)
 
     @property
     def per_layer(self) -> int:
@@ -102,7 +107,7 @@ class ModelSpec:
     @property
     def windows(self) -> tuple[int, ...]:
         """The sliding window of each layer, 0 = full."""
-        return tuple(layer.attention.window for layer in self.layers)
+        return tuple(layer.kv.window if layer.kv else 0 for layer in self.layers)
 
     @property
     def second_row(self) -> int:

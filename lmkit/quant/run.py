@@ -190,7 +190,7 @@ class Quantizer:
         for index in range(first, spec.num_layers):
             layer = source.layer(index, torch.float32, self.device)
             source.reader.release()
-            seen = KVStats.empty(layer.spec.num_kv_heads, layer.spec.head_dim)
+            seen = KVStats.of(layer.spec.kv)
             done = functools.partial(self._stage_done, progress, index)
             if stream is None:
                 report = round_plainly(source, self.recipe, self.plan, layer, done)
@@ -299,7 +299,7 @@ class Quantizer:
         writer = CheckpointWriter(folder, self.budget.shard_bytes, written=release)
         for name in _other_tensors(source):
             writer.add(name, source.reader.tensor(name))
-        kv_stats = [KVStats.empty(layer.num_kv_heads, layer.head_dim) for layer in spec.layers]
+        kv_stats = [KVStats.of(layer.kv) for layer in spec.layers]
         written = []
         for index, (seen, record) in enumerate(zip(kv_stats, records, strict=True)):
             if changed is None:

@@ -13,6 +13,7 @@ from lmkit.config import EngineConfig
 from lmkit.kv_dtype import FLOAT32
 from lmkit.models.loader import load_model
 from lmkit.turbo.engine.engine import Engine
+from lmkit.turbo.engine.memory import RECORD_BYTES
 from lmkit.turbo.request import Request, SamplingParams
 from tests.models import tiny
 
@@ -36,8 +37,8 @@ def greedy(engine: Engine, prompts: list[list[int]], count: int = 16) -> list[li
 def test_tokens_after_preemption_and_behind_a_prefix(tmp_path: Path, name: str) -> None:
     model = tiny.make(tmp_path, name)
     decoder = load_model(tmp_path)
-    memory = 9 * 8 * sum(layer.kv_token_bytes(FLOAT32, FLOAT32) for layer in decoder.spec.layers)
-    engine = Engine.of(decoder, EngineConfig(**SIZES, kv_dtype="float32", kv_memory=memory))
+    block = 8 * sum(layer.kv_token_bytes(FLOAT32, FLOAT32) for layer in decoder.spec.layers) or RECORD_BYTES
+    engine = Engine.of(decoder, EngineConfig(**SIZES, kv_dtype="float32", kv_memory=9 * block))
     prompts = [PROMPT, PROMPT[3:]]
     together = greedy(engine, prompts)
     assert engine.stats().preemptions  # nine blocks do not hold both

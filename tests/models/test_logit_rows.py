@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lmkit.kv_dtype import FLOAT32, INT4, INT8, KVDtype
-from lmkit.layers.batch import KVLayer, allocate_kv, allocate_states
+from lmkit.layers.batch import KVLayer, allocate_state
 from lmkit.models.decoder import Decoder
 from lmkit.models.layer_spec import LayerSpec
 from lmkit.models.loader import load_model
@@ -56,8 +56,7 @@ def steps(decoder: Decoder, dtypes: tuple[KVDtype, KVDtype]) -> list[tuple[Tenso
 
 
 def storage(layer: LayerSpec, dtypes: tuple[KVDtype, KVDtype]) -> KVLayer:
-    kv = allocate_kv(24, layer.num_kv_heads, BLOCK, layer.head_dim, dtypes)
-    return replace(kv, states=allocate_states(layer.delta, 3)) if layer.delta else kv
+    return allocate_state(layer.state, 24, BLOCK, dtypes, 3)
 
 
 def stored(kv: list[KVLayer]) -> list[Tensor]:

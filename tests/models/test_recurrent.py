@@ -43,6 +43,12 @@ def test_options_that_need_keys_and_values_are_refused(folder: Path, options: di
         Engine(str(folder), EngineConfig(**SIZES, **options))
 
 
+def test_a_model_without_attention_has_no_tiers(tmp_path: Path) -> None:
+    tiny.make(tmp_path, "qwen3.5-recurrent")
+    with pytest.raises(ConfigError, match="leave out kv_host_memory"):
+        Engine(str(tmp_path), EngineConfig(**SIZES, kv_host_memory=1 << 20))
+
+
 def test_the_plan_has_a_state_for_each_sequence_of_the_batch(folder: Path) -> None:
     engine = Engine.of(load_model(folder), EngineConfig(**SIZES))
     layers = engine.info.memory["states"] // (3 * 4 * ((2 * 2 * 8 + 6 * 12) * 3 + 6 * 8 * 12))

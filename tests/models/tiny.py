@@ -156,6 +156,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-next-dense": ("Qwen3NextConfig", LINEAR | {"num_experts": 0, "num_hidden_layers": 3, "attention_bias": True,
                                                      "layer_types": ["full_attention"] + ["linear_attention"] * 2}),
     "qwen3.5": ("Qwen3_5TextConfig", LINEAR),
+    "qwen3.5-recurrent": ("Qwen3_5TextConfig", LINEAR | {"num_hidden_layers": 3, "layer_types": ["linear_attention"] * 3}),
     "qwen3.5-moe": ("Qwen3_5MoeTextConfig", EXPERTS | LINEAR | {"num_hidden_layers": 4, "initializer_range": 0.1}),
     "qwen3.5-vl": ("Qwen3_5Config", LINEAR | {"num_hidden_layers": 3, "partial_rotary_factor": 0.5}),
     "qwen3.5-vision": ("Qwen3_5TextConfig", LINEAR | {"num_hidden_layers": 3, "tie_word_embeddings": True}),

@@ -87,5 +87,5 @@ def test_eight_bits_come_close(tmp_path: Path, steps: tuple[dict[str, Any], ...]
 
 def test_a_storage_for_a_layer_without_keys_is_refused(tmp_path: Path) -> None:
     source = tiny_checkpoint(tmp_path / "source", "qwen3-next", **SHAPE)
-    with pytest.raises(ConfigError, match=r"kv\.layers: layer 0 has linear attention"):
+    with pytest.raises(ConfigError, match=r"kv\.layers: layer 0 has no keys and values"):
         prepare(source, recipe(kv={"bits": 8, "layers": {0: {"k_bits": 4}}}, calibration=SHORT))

@@ -182,7 +182,7 @@ class Stream:
     def output(self, layer: DecoderLayer, number: int, *, exact: bool = False, seen: KVStats | None = None) -> Tensor:
         """The layer's output for one batch. Its keys and values, if it has any, are added to `seen`."""
         output, geometry, queries = self._forward(layer, number, exact, seen)
-        if seen is not None and not layer.spec.delta:
+        if seen is not None and layer.spec.kv is not None:
             seen.add(*geometry.keys_and_values(), geometry.rope, queries, geometry.batch.positions)
         return output
 
@@ -214,7 +214,7 @@ class Stream:
     ) -> Iterator[tuple[int, Tensor]]:
         """`outputs` in rounds. In a round each process runs one batch; then all exchange their results in order."""
         comm, inputs = self.comm, [] if observer is None else list(observer.inputs)
-        seen = None if layer.spec.delta else seen
+        seen = None if layer.spec.kv is None else seen
         wanted = range(0, len(self), every)
         for first in range(0, len(wanted), comm.world_size):
             numbers = wanted[first : first + comm.world_size]

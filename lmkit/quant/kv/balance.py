@@ -109,7 +109,7 @@ def rotation(dim: int) -> Tensor:
 def turns_values(spec: LayerSpec) -> bool:
     """Whether values can be rotated in the weights: no number of attention's output is changed by itself before
     attn.o."""
-    return not (spec.gated or spec.key_is_value or spec.latent or spec.delta or spec.kv_from is not None)
+    return spec.plain_kv is not None and not (spec.gated or spec.key_is_value)
 
 
 def turn_values(layer: DecoderLayer) -> None:

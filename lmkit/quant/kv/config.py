@@ -15,6 +15,7 @@ from lmkit.errors import ConfigError
 from lmkit.formats.checkpoint import CheckpointWriter
 from lmkit.formats.kv_config import KVConfig, KVLayerConfig, Storage
 from lmkit.formats.kv_scheme import KVScheme
+from lmkit.layers.blocks.state import PagedKV
 from lmkit.log import get_logger
 from lmkit.models.kv_storage import LARGEST_SCALE, SMALLEST_SCALE, scale_name
 from lmkit.models.kv_transform import PLAIN, KVTransform
@@ -61,6 +62,11 @@ class KVStats:
     def empty(cls, num_kv_heads: int, head_dim: int) -> KVStats:
         zeros = torch.zeros(num_kv_heads, head_dim)
         return cls(zeros, zeros.clone(), zeros.double(), zeros.double())
+
+    @classmethod
+    def of(cls, kv: PagedKV | None) -> KVStats:
+        """Those of a layer that keeps `kv`, before any token was seen."""
+        return cls.empty(0, 0) if kv is None else cls.empty(kv.num_heads, kv.head_dim)
 
     def add(
         self,
@@ -121,17 +127,17 @@ def check_layers(recipe: KVRecipe, spec: ModelSpec, weight_format: str = "") -> 
     for layer in recipe.layers:
         if layer >= spec.num_layers:
             raise ConfigError(f"recipe: kv.layers: there is no layer {layer}, the model has {spec.num_layers}")
-        if spec.layers[layer].delta:
-            raise ConfigError(f"recipe: kv.layers: layer {layer} has linear attention, without keys and values")
+        if spec.layers[layer].kv is None:
+            raise ConfigError(f"recipe: kv.layers: layer {layer} has no keys and values: its state is recurrent")
     if recipe.bits != 16 and not describable(spec):
         raise ConfigError("recipe: kv: no file describes this model's KV cache; leave kv out, and use serve --kv-dtype")
     bits = {recipe.bits, *(b for layer in recipe.layers.values() for b in (layer.k_bits, layer.v_bits))}
-    for dim in {layer.head_dim for layer in spec.kinds}:
+    for dim in {layer.kv.head_dim for layer in spec.kinds if layer.kv}:
         if bits & {4, "auto"} and dim % 2:
             raise ConfigError(f"recipe: kv: 4 bits need an even head_dim, not {dim}")
         if recipe.hadamard is True and dim & (dim - 1):
             raise ConfigError(f"recipe: kv: hadamard needs a head_dim that is a power of two, not {dim}")
-    if recipe.value_hadamard is True and not all(turns_values(layer) for layer in spec.kinds if not layer.delta):
+    if recipe.value_hadamard is True and not all(turns_values(layer) for layer in spec.kinds if layer.kv):
         raise ConfigError(
             "recipe: kv: value_hadamard: the output of this model's attention is gated, or keys are values"
         )
@@ -143,8 +149,8 @@ def check_layers(recipe: KVRecipe, spec: ModelSpec, weight_format: str = "") -> 
 
 def describable(spec: ModelSpec) -> bool:
     """Whether a kv_config.json can describe the model's KV cache: it has one size of heads for all layers."""
-    sizes = {(layer.num_kv_heads, layer.head_dim) for layer in spec.kinds if not layer.delta}
-    return len(sizes) == 1 and not any(layer.latent for layer in spec.kinds)
+    kept = [layer.kv for layer in spec.kinds if layer.kv]
+    return len({(kv.num_heads, kv.head_dim) for kv in kept}) == 1 and not any(kv.shared for kv in kept)
 
 
 def make_kv_config(recipe: KVRecipe, spec: ModelSpec, stats: list[KVStats]) -> KVConfig:
@@ -152,7 +158,7 @@ def make_kv_config(recipe: KVRecipe, spec: ModelSpec, stats: list[KVStats]) -> K
     chosen = _budgeted(recipe, spec, stats) if recipe.bits == "auto" else {}
     layers = []
     for index, seen in enumerate(stats):
-        if spec.layers[index].delta:
+        if spec.layers[index].kv is None:
             layers.append(KVLayerConfig(k="dense", v="dense"))
             continue
         override = recipe.layers.get(index, KVLayerRecipe())
@@ -176,8 +182,8 @@ def make_kv_config(recipe: KVRecipe, spec: ModelSpec, stats: list[KVStats]) -> K
                 k_mean_ratio=tuple(seen.k_mean_ratio.tolist()),
             )
         )
-    first = spec.layers[0]  # the file has one size of heads for all layers
-    return KVConfig(num_kv_heads=first.num_kv_heads, head_dim=first.head_dim, layers=tuple(layers))
+    first = next(layer.kv for layer in spec.layers if layer.kv)  # the file has one size of heads for all layers
+    return KVConfig(num_kv_heads=first.num_heads, head_dim=first.head_dim, layers=tuple(layers))
 
 
 def _k_bits(recipe: KVRecipe, seen: KVStats, index: int, chosen: dict[tuple[int, str], int]) -> int | str:
@@ -200,7 +206,7 @@ def _budgeted(recipe: KVRecipe, spec: ModelSpec, stats: list[KVStats]) -> dict[t
     """(layer, "k" or "v") -> 4 or 8. The budget allows so many 8s; they go where they save the most error."""
     gains: dict[tuple[int, str], float] = {}
     for index, seen in enumerate(stats):
-        for which in () if spec.layers[index].delta else ("k", "v"):
+        for which in ("k", "v") if spec.layers[index].kv else ():
             four, eight = (seen.fit.errors.get(f"{which} int{bits}", 0.0) for bits in (4, 8))
             gains[index, which] = four - eight
     allowed = int(len(gains) * (recipe.average_bits - 4) / 4 + 1e-9)
@@ -217,7 +223,7 @@ def write_static(
         return entry
     scheme = KVScheme(type="float" if recipe.type == "fp8" else "int")
     for index, seen in enumerate(stats):
-        if spec.layers[index].delta:
+        if spec.layers[index].kv is None:
             continue
         for which, peak in (("k_scale", seen.k_absmax.max()), ("v_scale", seen.v_absmax.max())):
             scale = (peak / (448 if recipe.type == "fp8" else 127)).clamp(SMALLEST_SCALE, LARGEST_SCALE)

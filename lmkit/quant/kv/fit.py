@@ -93,9 +93,7 @@ def fit_cache(calibrated: CalibratedLayer, seen: KVStats, recipe: KVRecipe, hidd
     """
     layer, rows = calibrated.layer, dict[str, Tensor]()
     k_bits, v_bits = recipe.bits_of(layer.index)
-    if layer.spec.delta or {k_bits, v_bits} == {16}:
-        return rows
-    if layer.spec.latent or layer.spec.kv_from is not None:
+    if layer.spec.plain_kv is None or {k_bits, v_bits} == {16}:
         return rows
     probe = Probe.of(layer, calibrated.inputs["attn.q"].sample, calibrated.sequences)
     by_index = not (layer.spec.rope.by_length or layer.spec.rope.sections)  # angles depend on a token's index alone
@@ -125,7 +123,7 @@ def fit_cache(calibrated: CalibratedLayer, seen: KVStats, recipe: KVRecipe, hidd
 def prepare_cache(layer: DecoderLayer, seen: KVStats, recipe: KVRecipe) -> None:
     """Before a layer is observed: rotate its values in the weights, and ask for the statistics that matrices need."""
     spec = layer.spec
-    if spec.delta or spec.latent or spec.kv_from is not None:
+    if spec.plain_kv is None:
         return
     if recipe.turns_values(layer.index) and turns_values(spec):
         turn_values(layer)
@@ -138,7 +136,7 @@ def fit_first(layer: DecoderLayer, seen: KVStats, recipe: KVRecipe, hidden: Iter
     """Find the key and value of position 0 anew, from the states float32 [sequences, hidden_size] in front of the layer
     as it will be stored: steps may have scaled its values."""
     wanted = recipe.leaves_out_first(layer.index)
-    if layer.spec.delta or layer.spec.latent or layer.spec.kv_from is not None or not any(wanted):
+    if layer.spec.plain_kv is None or not any(wanted):
         return
     norm = layer.before("norm.attn")
     projected = [layer.queries_keys_values(x, norm) for x in hidden]

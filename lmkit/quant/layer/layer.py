@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from torch import Tensor
 from lmkit.errors import CheckpointError
 from lmkit.kernels.cuda.module import tensor_device
 from lmkit.kv_dtype import FLOAT32
-from lmkit.layers.batch import BatchInputs, KVLayer, allocate_kv, allocate_states, whole_batch
+from lmkit.layers.batch import BatchInputs, KVLayer, allocate_state, whole_batch
 from lmkit.layers.rope import Rope
 from lmkit.models import roles
 from lmkit.models.decoder_layer import CosSin, DecoderLayer
@@ -38,10 +38,7 @@ class Geometry:
     def of(cls, spec: LayerSpec, num_rows: int, seq_len: int, device: str = "cpu") -> Geometry:
         at = tensor_device(device)
         batch, num_blocks = whole_batch([[0] * seq_len] * num_rows, BLOCK_SIZE, at)
-        num_blocks = 0 if spec.delta else num_blocks
-        kv = allocate_kv(num_blocks, spec.num_kv_heads, BLOCK_SIZE, spec.head_dim, (FLOAT32, FLOAT32), at)
-        if spec.delta:
-            kv = replace(kv, states=allocate_states(spec.delta, num_rows, device=at))
+        kv = allocate_state(spec.state, num_blocks, BLOCK_SIZE, (FLOAT32, FLOAT32), num_rows, device=at)
         return cls(batch, Rope(spec.rope, device)(batch), kv)
 
     def keys_and_values(self) -> tuple[Tensor, Tensor]:

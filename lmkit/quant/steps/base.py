@@ -92,7 +92,7 @@ class LayerCost:
     def token_width(self) -> int:
         """Numbers of one token at the widest place: gate and up, separate and concatenated, and their product, or what
         linear attention reads and gives."""
-        of_states = 2 * self.layer.widest_product if self.layer.delta else 0
+        of_states = 2 * self.layer.widest_product if self.layer.recurrent else 0
         return max(5 * self.layer.widest_mlp, of_states) + 6 * self.layer.hidden_size
 
     @cached_property

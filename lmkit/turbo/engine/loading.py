@@ -240,7 +240,7 @@ def _check_alone(spec: ModelSpec, config: EngineConfig) -> None:
     if the model has any of both."""
     if not (spec.is_recurrent or spec.sees_all):
         return
-    has_tiers = config.device == "cpu" and not spec.sees_all  # of recurrent layers
+    has_tiers = config.device == "cpu" and not spec.sees_all and spec.has_kv  # of recurrent layers
     given = {
         "adapters": spec.sees_all and bool(config.adapters),
         "adapter_root": spec.sees_all and config.adapter_root is not None,

@@ -30,6 +30,7 @@ RUNTIME_BYTES = {"cpu": 128 << 20, "cuda": 400 << 20}
 ADDED_ROWS = 64  # whose additions of adapters stand beside a product; kernels/cpu/low_rank.py takes no more at a time
 GPU_SCRATCH_BYTES = 64 << 20  # of a product; kernels/cuda/gemm_plan.py takes no plan with more
 EXCHANGE_BYTES = 9 << 20  # of a rank, for the others to read; kernels/cuda/ranks.py takes no more
+RECORD_BYTES = 64  # of a block of a model without keys and values: what the host counts of it
 SNAPSHOTS = 16  # of recurrent state, for each sequence of the batch, unless they exceed their share
 SNAPSHOT_SHARE = 0.25  # of the memory left after the weights
 COPIES_SHARE = 0.5  # of the memory left after the weights, which copies of weights take at most
@@ -85,6 +86,7 @@ class MemoryPlan:
     num_snapshots: int = 0
     copies: int = 0  # of weights, in 16 bits; 0 if they found no room
     whole_texts: bool = False  # the KV is that of the texts of a step, and nothing is kept
+    has_kv: bool = True  # without it, blocks are only counted: they say how many tokens the states have seen
 
     @property
     def total(self) -> int:
@@ -99,8 +101,9 @@ class MemoryPlan:
         """The plan in lines of at most 55 characters. `kv_dtype` names the storage."""
         used = self.total - self.host + self.runtime
         host = [f"KV that leaves the cache: {gib(self.host)} of host memory"] if self.host else []
+        cache = f"{'texts' if self.whole_texts else 'KV cache'}: {kv_dtype}, {gib(self.kv)} for"
         return [
-            f"{'texts' if self.whole_texts else 'KV cache'}: {kv_dtype}, {gib(self.kv)} for {self.num_tokens:,} tokens",
+            f"{cache if self.has_kv else 'no KV cache: states of'} {self.num_tokens:,} tokens",
             f"{'longest text' if self.whole_texts else 'context'}: {self.max_model_len:,} tokens",
             f"memory: {gib(used)} of {gib(self.available)}, weights {gib(self.weights)}",
             *([f"copies of weights in 16 bits: {gib(self.copies)}"] if self.copies else []),
@@ -118,6 +121,11 @@ class MemoryPlan:
             return ""
         room = self.available - (self.total - self.kv) - self.runtime
         larger = f"set kv_memory {-(-self.wanted_kv >> 20)}M, " if self.wanted_kv <= room else "free memory, "
+        if not self.has_kv:
+            return (
+                f"the context is cut to {self.max_model_len:,} of the model's {self.wanted_len:,} tokens: records of "
+                f"blocks have {gib(self.kv)}; {larger}or set max_model_len {self.max_model_len}"
+            )
         if self.whole_texts:
             return (
                 f"texts of more than {self.max_model_len:,} of the model's {self.wanted_len:,} tokens find no room: "
@@ -203,11 +211,9 @@ def plan_memory(
     num_groups = len(layout.groups)
     stages = Stage(0, config.pp).cut(spec)
     block_bytes = config.tokens_per_block * max(_token_bytes(spec, kv_dtypes, layout, layers) for layers in stages)
+    block_bytes = block_bytes or RECORD_BYTES
     workspace = _gpu_workspace_bytes(spec, config, num_groups) if on_gpu else _workspace_bytes(spec, config)
-    guesses, slots = config.num_guesses, config.sequences_per_step
-    states = slots * max(
-        sum(spec.layers[i].state_bytes + guesses * spec.layers[i].guess_bytes for i in layers) for layers in stages
-    )
+    states = config.sequences_per_step * max(_state_bytes(spec, config.num_guesses, layers) for layers in stages)
     host = config.kv_host_memory or 0
     check_host_bytes(host, block_bytes)
     if on_gpu and host > (on_host := available_memory()):
@@ -277,6 +283,7 @@ def plan_memory(
         num_snapshots=num_snapshots,
         copies=copies,
         whole_texts=spec.sees_all,
+        has_kv=spec.has_kv,
     )
 
 
@@ -293,9 +300,15 @@ def _token_bytes(spec: ModelSpec, kv_dtypes: list[tuple[KVDtype, KVDtype]], layo
     by_place = {
         places[layer][1]: spec.layers[layer].kv_token_bytes(*kv_dtypes[layer])
         for layer in layers
-        if spec.layers[layer].kv_from is None
+        if (kv := spec.layers[layer].kv) is not None and kv.source is None
     }
     return sum(by_place.values())
+
+
+def _state_bytes(spec: ModelSpec, num_guesses: int, layers: range) -> int:
+    """Bytes of the recurrent state of a sequence in these layers, with what its guesses keep for it."""
+    states = (spec.layers[layer].recurrent for layer in layers)
+    return sum(state.num_bytes + num_guesses * state.draft_bytes for state in states if state is not None)
 
 
 def _workspace_bytes(spec: ModelSpec, config: EngineConfig) -> int:
@@ -346,5 +359,6 @@ def _gpu_workspace_bytes(spec: ModelSpec, config: EngineConfig, num_groups: int)
     )
     exchanges = EXCHANGE_BYTES + 4 * rows * -(-spec.vocab_size // ranks) if (ranks := config.num_ranks) > 1 else 0
     weights, logits = 2 * 2 * outputs * spec.hidden_size, 3 * 4 * rows * spec.vocab_size
-    guesses = config.sequences_per_step * config.num_guesses * max(layer.guess_bytes for layer in spec.kinds)
+    kept = (layer.recurrent.draft_bytes for layer in spec.kinds if layer.recurrent)
+    guesses = config.sequences_per_step * config.num_guesses * max(kept, default=0)
     return activations + latent + weights + logits + 2 * tables + exchanges + guesses

@@ -40,11 +40,11 @@ from lmkit.kernels.ops import BatchGeometry, Places
 from lmkit.kv_dtype import INT4, INT8, KVDtype, kv_dtype
 from lmkit.layers import latent_cost
 from lmkit.layers.batch import BatchInputs, KVLayer, allocate_kv
+from lmkit.layers.blocks.state import PagedKV
 from lmkit.layers.latent_cost import Prompt
 from lmkit.layers.moe import MoE
 from lmkit.layers.prompts import Prompts
 from lmkit.models.decoder import Decoder
-from lmkit.models.layer_spec import LayerSpec
 from lmkit.models.loader import load_model
 from lmkit.turbo.runners.cuda import latent_key
 from lmkit.turbo.runners.device import CudaDevice
@@ -183,12 +183,12 @@ class AttentionShape(NamedTuple):
 
 def attention_shapes(decoder: Decoder) -> list[AttentionShape]:
     """The shapes of attention to new tokens, each once."""
-    specs = [layer.spec for layer in decoder.layers if layer.spec.delta is None]
-    return list(dict.fromkeys(map(_shape, specs)))
+    of_layers = ((layer.spec.num_heads, layer.spec.kv) for layer in decoder.layers)
+    return list(dict.fromkeys(_shape(num_heads, kv) for num_heads, kv in of_layers if kv))
 
 
-def _shape(spec: LayerSpec) -> AttentionShape:
-    return AttentionShape(spec.head_dim, spec.num_heads, spec.num_kv_heads, spec.latent is not None)
+def _shape(num_heads: int, kv: PagedKV) -> AttentionShape:
+    return AttentionShape(kv.head_dim, num_heads, kv.num_heads, kv.shared)
 
 
 def _storages(dtype: torch.dtype) -> tuple[KVDtype, ...]:

@@ -40,6 +40,7 @@ class KVBlocks:
     """The blocks of a model's layers, with the interface that turbo.kv.tiers needs (`BlockBytes`)."""
 
     def __init__(self, layers: Sequence[KVLayer]) -> None:
+        """Layers of a model without keys and values have no blocks: nothing is copied, and there are no tiers."""
         tensors: dict[int, Tensor] = {}  # layers of different groups share them
         self._ends: list[int] = []  # of the parts of each layer
         for layer in layers:
@@ -47,6 +48,7 @@ class KVBlocks:
             tensors |= {tensor.data_ptr(): tensor for tensor in stored}
             self._ends.append(len(tensors))
         self.parts = [_as_bytes(tensor) for tensor in tensors.values()]  # each uint8 [num_blocks, bytes]
+        self._at = layers[0].k.data.device
         self._arrays = [part.numpy() for part in self.parts] if self._on_cpu else []  # the same memory
         self._sizes = [part.shape[1] for part in self.parts]
         self._starts = [0, *accumulate(self._sizes)]
@@ -54,14 +56,14 @@ class KVBlocks:
         states = [tensor for layer in layers if layer.states is not None for tensor in layer.states.parts]
         self._states = [_as_bytes(tensor).numpy() for tensor in states] if self._on_cpu else []
         self._state_starts = [0, *accumulate(state.shape[1] for state in self._states)]
-        self._num_blocks = len(self.parts[0])
+        self._num_blocks = len(self.parts[0]) if self.parts else 0
         self._stream: torch.cuda.Stream | None = None  # `_write_beside` writes blocks on it
         self._readers: torch.cuda.Stream | None = None  # `_read_beside` reads them on it
-        self._copier = BlockCopier(self.parts) if is_available() and not self._on_cpu else None
+        self._copier = BlockCopier(self.parts) if is_available() and self.parts and not self._on_cpu else None
 
     @property
     def _on_cpu(self) -> bool:
-        return self.parts[0].device.type == "cpu"
+        return self._at.type == "cpu"
 
     @property
     def nbytes(self) -> int:

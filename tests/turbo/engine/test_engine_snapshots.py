@@ -19,6 +19,7 @@ from lmkit.models import load_spec
 from lmkit.models.decoder import Decoder
 from lmkit.models.loader import load_model
 from lmkit.turbo.engine.engine import Engine
+from lmkit.turbo.engine.memory import RECORD_BYTES
 from lmkit.turbo.plan import StepPlan
 from lmkit.turbo.request import Request, SamplingParams
 from lmkit.turbo.scheduling.planner import Planner, Step
@@ -30,10 +31,10 @@ from tests.models import tiny
 SIZES: dict[str, Any] = {"block_size": 4, "max_step_tokens": 16, "max_model_len": 64, "kv_dtype": "float32"}
 
 
-@pytest.fixture(scope="module")
-def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
-    path = tmp_path_factory.mktemp("qwen3-next")
-    tiny.make(path, "qwen3-next")
+@pytest.fixture(scope="module", params=["qwen3-next", "qwen3.5-recurrent"])
+def decoder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Decoder:
+    path = tmp_path_factory.mktemp(request.param)
+    tiny.make(path, request.param)
     return load_model(path)
 
 
@@ -75,8 +76,8 @@ def test_snapshots_change_no_bit(decoder: Decoder, monkeypatch: pytest.MonkeyPat
     plain = Engine.of(decoder, EngineConfig(**SIZES | {"max_step_tokens": 64}, max_batch_size=1, prefix_cache=False))
     expected = answers(plain, made, rng)
     plain.close()
-    memory = 18 * 4 * sum(layer.kv_token_bytes(FLOAT32, FLOAT32) for layer in decoder.spec.layers)
-    engine = Engine.of(decoder, EngineConfig(**SIZES, max_batch_size=5, kv_memory=memory))
+    block = 4 * sum(layer.kv_token_bytes(FLOAT32, FLOAT32) for layer in decoder.spec.layers) or RECORD_BYTES
+    engine = Engine.of(decoder, EngineConfig(**SIZES, max_batch_size=5, kv_memory=18 * block))
     for _ in range(2):
         assert answers(engine, made, rng) == expected
     stats = engine.stats()

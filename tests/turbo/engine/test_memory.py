@@ -16,7 +16,7 @@ from lmkit.kv_dtype import BFLOAT16, FLOAT32, INT4, INT8, KVDtype
 from lmkit.layers.batch import allocate_kv
 from lmkit.layers.delta_spec import DeltaSpec
 from lmkit.models import load_spec
-from lmkit.turbo.engine.memory import ADDED_ROWS, RUNTIME_BYTES, asked_kv, kv_limits, plan_memory
+from lmkit.turbo.engine.memory import ADDED_ROWS, RECORD_BYTES, RUNTIME_BYTES, asked_kv, kv_limits, plan_memory
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -61,8 +61,8 @@ def test_snapshots_of_recurrent_states_are_planned() -> None:
     delta = DeltaSpec(2, 4, 16, 16, 4)
     spec = replace(SPEC, layers=(replace(SPEC.layers[0], delta=delta), *SPEC.layers[1:]))
     plan = plan_memory(spec, EngineConfig(max_batch_size=3), BF16, weight_bytes=GIB, available=8 * GIB)
-    assert plan.states == 3 * delta.state_bytes
-    assert (plan.num_snapshots, plan.snapshots) == (48, 48 * delta.state_bytes)
+    assert plan.states == 3 * delta.state.num_bytes
+    assert (plan.num_snapshots, plan.snapshots) == (48, 48 * delta.state.num_bytes)
     assert plan.total == plan.weights + plan.workspace + plan.states + plan.snapshots + plan.kv
     assert "states: 0.0 MiB, 48 snapshots: 0.3 MiB" in plan.lines("bfloat16")
     little = plan_memory(
@@ -72,6 +72,19 @@ def test_snapshots_of_recurrent_states_are_planned() -> None:
     assert little.snapshots <= little.kv
     without = plan_memory(spec, EngineConfig(max_batch_size=3, prefix_cache=False), BF16, 0, available=8 * GIB)
     assert without.snapshots == 0
+
+
+def test_a_model_without_keys_and_values_is_planned() -> None:
+    """Its blocks only count tokens, and a record is what they take."""
+    spec = replace(SPEC, layers=tuple(replace(layer, delta=DeltaSpec(2, 4, 16, 16, 4)) for layer in SPEC.layers))
+    plan = plan_memory(spec, EngineConfig(max_batch_size=3), BF16, weight_bytes=GIB, available=8 * GIB)
+    assert (plan.num_tokens, plan.max_model_len) == (3 * 4096, 4096)
+    assert plan.kv == plan.num_blocks * RECORD_BYTES
+    assert (plan.states, plan.num_snapshots) == (3 * spec.state_bytes, 48)
+    assert plan.lines("bfloat16")[0] == "no KV cache: states of 12,288 tokens"
+    little = plan_memory(spec, EngineConfig(kv_memory=2 * RECORD_BYTES), BF16, weight_bytes=GIB, available=8 * GIB)
+    assert little.max_model_len == 2 * 32
+    assert "records of blocks" in little.shortage()
 
 
 def test_context_shrinks_to_the_pool_unless_it_was_asked_for() -> None:

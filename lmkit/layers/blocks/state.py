@@ -1,0 +1,56 @@
+"""What a layer keeps of a sequence between steps: all that memory plan, allocation, snapshots and tiers know of it.
+
+No torch: a layer's specification holds one. `layers.batch.allocate_state` makes the tensors.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from lmkit.kv_dtype import KVDtype
+
+
+@dataclass(frozen=True)
+class PagedKV:
+    """A key and a value of each token, in the blocks of the KV pool."""
+
+    num_heads: int
+    head_dim: int
+    shared: bool = False  # one row is both key and value, as in latent attention
+    source: int | None = None  # the layer whose keys and values are read; there are none of this layer's own
+    window: int = 0  # a token at position p reads keys > p - window; 0 = all before it
+    sinks: int = 0  # first tokens that the window does not leave behind
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether keys and values are the layer's own, and apart."""
+        return not self.shared and self.source is None
+
+    def token_bytes(self, k: KVDtype, v: KVDtype) -> int:
+        """Bytes of a token's key and value in these storage types, with their parameters."""
+        if self.source is not None:
+            return 0
+        return self.num_heads * (k.row_bytes(self.head_dim) + (0 if self.shared else v.row_bytes(self.head_dim)))
+
+
+@dataclass(frozen=True)
+class Recurrent:
+    """One state for each sequence, float32, whose size does not grow. It has no blocks: snapshots of it are cached."""
+
+    window: tuple[int, int]  # (channels, tokens): the last inputs of a causal convolution
+    matrix: tuple[int, int, int]  # (heads, rows, columns)
+    draft_width: int  # numbers that a draft token keeps until it is accepted, see kernels.delta
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of a sequence's state."""
+        return 4 * (math.prod(self.window) + math.prod(self.matrix))
+
+    @property
+    def draft_bytes(self) -> int:
+        """Bytes that a draft token keeps."""
+        return 4 * self.draft_width
+
+
+State = PagedKV | Recurrent | None
