@@ -25,8 +25,9 @@ from benchmarks.report import interleaved, save, share
 from lmkit.config import default_num_threads
 from lmkit.kernels.cpu import isa, threads
 from lmkit.kernels.cpu.workspace import Workspace
+from lmkit.layers.blocks.mlp import MLPSpec
+from lmkit.layers.blocks.moe import MoESpec
 from lmkit.layers.linear import Weights
-from lmkit.layers.mlp_spec import MLPSpec, MoESpec
 from lmkit.layers.moe import MoE
 from lmkit.qtensor import QTensor, QuantScheme
 

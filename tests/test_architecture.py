@@ -236,3 +236,46 @@ def test_functions_fit_a_screen() -> None:
         if node.end_lineno is not None and node.end_lineno - node.lineno >= MOST_LINES
     }
     assert long <= LONG_FUNCTIONS, f"more than {MOST_LINES} lines: {', '.join(sorted(long - LONG_FUNCTIONS))}"
+
+
+def classes_of_blocks() -> dict[str, Path]:
+    """The classes that describe or compute blocks, each with its file. Their bases are Block and Forward."""
+    found: dict[str, Path] = {}
+    known, files = {"Block", "Forward"}, sorted((PACKAGE / "layers").rglob("*.py"))
+    while True:
+        new = {
+            node.name: path
+            for path in files
+            for node in parsed(path).body
+            if isinstance(node, ast.ClassDef) and known & {ast.unparse(base) for base in node.bases}
+        }
+        if new.keys() == found.keys():
+            return found
+        found, known = new, known | new.keys()
+
+
+def kinds_asked(path: Path) -> Iterator[tuple[str, int]]:
+    """(class, line) of every test of a value's class."""
+    for node in ast.walk(parsed(path)):
+        tested: list[ast.AST] = []
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("isinstance", "issubclass"):
+            tested = [node.args[1]]
+        elif isinstance(node, ast.Compare) and ast.unparse(node.left).startswith("type("):
+            tested = list(node.comparators)
+        elif isinstance(node, ast.MatchClass):
+            tested = [node.cls]
+        for part in tested:
+            yield from ((name.id, name.lineno) for name in ast.walk(part) if isinstance(name, ast.Name))
+
+
+def test_no_block_is_asked_for_its_kind() -> None:
+    """A block answers; only its own files know which one it is (layers/forward.py has the table)."""
+    blocks = classes_of_blocks()
+    assert {"SelfAttentionSpec", "MoESpec", "Attention", "LatentAttention", "MoE"} <= blocks.keys()
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line}: {name}"
+        for path in FILES
+        for name, line in kinds_asked(path)
+        if name in blocks and not path.stem.startswith(blocks[name].stem)
+    ]
+    assert not wrong, "\n".join(wrong)

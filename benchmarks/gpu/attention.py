@@ -22,8 +22,8 @@ from lmkit.kernels import latent_ops, ops
 from lmkit.kernels.ops import BatchGeometry
 from lmkit.kv_dtype import kv_dtype
 from lmkit.layers.batch import KVLayer, allocate_kv
+from lmkit.layers.blocks.latent import LatentSpec
 from lmkit.layers.latent_cost import heads_at_once
-from lmkit.layers.latent_spec import LatentSpec
 
 BLOCK = 64
 STORAGES = ("float16", "int8", "int4", "fp8")

@@ -11,8 +11,9 @@ from torch import Tensor
 from benchmarks.gpu.context import Context
 from benchmarks.gpu.models import GROUP, random_qtensor
 from benchmarks.gpu.timing import host_seconds_of, seconds_of, synchronize
+from lmkit.layers.blocks.mlp import MLPSpec
+from lmkit.layers.blocks.moe import MoESpec
 from lmkit.layers.linear import Weights
-from lmkit.layers.mlp_spec import MLPSpec, MoESpec
 from lmkit.layers.moe import MoE
 
 HIDDEN, SPEC = 2048, MoESpec(128, 8, MLPSpec(768))
@@ -23,7 +24,7 @@ COPIES = 4  # inputs that choose different experts, in turn
 
 def layer(spec: MoESpec, hidden: int, device: str, activations: str) -> MoE:
     weights: Weights = {"mlp.router": torch.randn(spec.num_experts, hidden, device=device).half() / 20}
-    for role in spec.parts:
+    for role in spec.mlps:
         inner = spec.expert.intermediate_size
         for part, shape in {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}.items():
             weights[f"{role}.{part}"] = random_qtensor(*shape, device)

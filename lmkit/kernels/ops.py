@@ -286,7 +286,7 @@ def draw(
 
 @dataclass(frozen=True)
 class Routing:
-    """How a token's experts are chosen from its logits. layers.mlp_spec.MoESpec says what the fields mean."""
+    """How a token's experts are chosen from its logits. layers.blocks.moe.MoESpec says what the fields mean."""
 
     experts_per_token: int
     normalize: bool

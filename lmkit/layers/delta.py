@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -10,23 +11,29 @@ from torch import Tensor
 from lmkit.kernels import ops
 from lmkit.kernels.delta import DeltaWeights
 from lmkit.kernels.ops import Norm
-from lmkit.layers.batch import BatchInputs, KVLayer
-from lmkit.layers.delta_spec import DeltaSpec
-from lmkit.layers.linear import MergedLinear, Weights
+from lmkit.kernels.registry import Implementation
+from lmkit.layers.block import At, Forward, Parts
+from lmkit.layers.blocks.delta import DeltaSpec
+from lmkit.layers.linear import MergedLinear
 
 
-class GatedDelta:
-    """What stands between the block's input and its output linear. `weights` has the roles of DeltaSpec."""
+class GatedDelta(Forward):
+    """The weights have the roles of DeltaSpec."""
 
-    def __init__(self, spec: DeltaSpec, eps: float, weights: Weights, device: str) -> None:
-        self.spec, self.eps, self.weights = spec, eps, weights
+    out: MergedLinear
+
+    def __init__(self, spec: DeltaSpec, parts: Parts) -> None:
+        self.spec, self.parts = spec, parts
+        weights, device = parts.weights, parts.device
         self.inputs = MergedLinear(spec.inputs, weights, device)
         self.gates = MergedLinear(spec.gates, weights, device)
+        self.out = MergedLinear(("attn.o",), weights, device)
         self.advance = ops.gated_delta.select(device, key_dim=spec.key_dim, kernel=spec.kernel)
+        self._gather = ops.embedding.select(device)
 
     @property
     def linears(self) -> tuple[MergedLinear, ...]:
-        return self.inputs, self.gates
+        return self.inputs, self.gates, self.out
 
     def projected(self, x: Tensor, norm: Norm | None = None) -> tuple[Tensor, Tensor]:
         """The results of `inputs` and `gates`, [T, ...] each, the latter in float32. A residual of the norm is added
@@ -36,19 +43,26 @@ class GatedDelta:
             x, norm = norm.residual, replace(norm, residual=None)
         return y, self.gates.float32(x, norm)
 
-    def __call__(self, y: Tensor, gates: Tensor, batch: BatchInputs, kv: KVLayer) -> Tensor:
-        """What `projected` gives -> the input of attn.o [T, value heads * value_dim]. Advances the states."""
-        assert kv.states is not None
-        conv, a_log, dt_bias, norm = (self._plain(role) for role in ("conv", "a_log", "dt_bias", "delta_norm"))
-        weights = DeltaWeights(conv.flatten(1), a_log, dt_bias, norm, self.eps, self.spec.flat)
-        geometry, rows = batch.geometries[kv.group], batch.states
+    def inner(self, x: Tensor, norm: Norm | None = None, at: At | None = None) -> Tensor:
+        """See Forward: [T, value heads * value_dim]. Advances the states."""
+        assert at is not None
+        assert at.kv.states is not None
+        y, gates = self.projected(x, norm)
+        roles = ("attn.conv", "attn.a_log", "attn.dt_bias", "attn.delta_norm")
+        conv, a_log, dt_bias, of_norm = (self.parts.vector(role) for role in roles)
+        weights = DeltaWeights(conv.flatten(1), a_log, dt_bias, of_norm, self.parts.eps, self.spec.flat)
+        geometry, rows = at.batch.geometries[at.kv.group], at.batch.states
         if rows is None:
             fresh = [[b, -1, -1, 0, 0, 0] for b in range(len(geometry.context_lens))]
             rows = torch.tensor(fresh, dtype=torch.int32).to(y.device)
-        out: Tensor = self.advance(y, gates, weights, kv.states, rows, geometry)
+        out: Tensor = self.advance(y, gates, weights, at.kv.states, rows, geometry)
         return out
 
-    def _plain(self, name: str) -> Tensor:
-        weight = self.weights[f"attn.{name}"]
-        assert isinstance(weight, Tensor)
-        return weight
+    def logit_rows(self, x: Tensor, norm: Norm | None, at: At, stream: Tensor) -> tuple[Tensor, Tensor]:
+        """See Forward. The states take all tokens."""
+        inner, rows = self.inner(x, norm, at), at.batch.logit_rows
+        return self._gather(inner, rows).to(inner.dtype), self._gather(stream, rows)
+
+    def captured(self) -> Iterator[tuple[str, Implementation]]:
+        """See Forward."""
+        yield "linear attention", self.advance

@@ -9,44 +9,71 @@ So K_h moves to the query, and V_h behind attention: nothing that is kept for a 
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from lmkit.kernels import ops
 from lmkit.kernels.ops import Norm
-from lmkit.layers.latent_spec import EPS, LatentSpec
-from lmkit.layers.linear import MergedLinear, Weights
-from lmkit.layers.rope_spec import RopeSpec
+from lmkit.kernels.registry import Implementation
+from lmkit.layers.attention import Attending
+from lmkit.layers.batch import Projected
+from lmkit.layers.block import At, Parts
+from lmkit.layers.blocks.latent import EPS, LatentSpec
+from lmkit.layers.linear import MergedLinear
 
 
-class LatentAttention:
+class ChunkAttention(Protocol):
+    """See layers.latent_prompts.PlainHeads."""
+
+    @property
+    def runs(self) -> bool: ...
+    def __call__(self, x: Tensor, norm: Norm | None, at: At) -> Tensor: ...
+
+
+class LatentAttention(Attending):
     """What latent attention computes before and behind the attention op. `weights` has the roles of LatentSpec.
 
     Once the linears are packed, each head's parts of kv_b are packed too, in `dtype`, at the first call.
     """
 
-    def __init__(
-        self,
-        spec: LatentSpec,
-        num_heads: int,
-        weights: Weights,
-        device: str,
-        dtype: torch.dtype,
-        rope: RopeSpec,
-    ) -> None:
-        self.spec, self.num_heads, self.weights = spec, num_heads, weights
-        self.dtype, self.interleaved = dtype, rope.interleaved
+    has_norms = True
+
+    def __init__(self, spec: LatentSpec, parts: Parts) -> None:
+        super().__init__(parts, spec.heads, spec.attention, spec.rope, shared=True)
+        weights, device = parts.weights, parts.device
+        self.spec, self.num_heads, self.interleaved = spec, spec.num_heads, spec.rope.interleaved
         self.inputs = MergedLinear(spec.inputs, weights, device)
         self.q_b = MergedLinear(("attn.q_b",), weights, device) if spec.q_lora_rank else None
-        self._rms_norm = ops.rms_norm.select(device)
+        self.plain_heads: ChunkAttention | None = None  # computes chunks of prompts on a GPU
         self.linear_heads = ops.linear_heads.select(device)
         self._heads: tuple[Any, Any] | None = None
 
     @property
     def linears(self) -> tuple[MergedLinear, ...]:
-        return (self.inputs,) if self.q_b is None else (self.inputs, self.q_b)
+        return (self.inputs, self.out) if self.q_b is None else (self.inputs, self.q_b, self.out)
+
+    def inner(self, x: Tensor, norm: Norm | None = None, at: At | None = None) -> Tensor:
+        """See Forward."""
+        if self.plain_heads is not None and at is not None and at.batch.prompts is not None:
+            return self.plain_heads(x, norm, at)
+        return super().inner(x, norm, at)
+
+    def queries_keys_values(self, x: Tensor, norm: Norm | None = None) -> Projected:
+        """See Attending. A row is both k and v, in the same memory: it is stored after RoPE has turned it in place."""
+        q, row = self.queries_and_rows(x, norm)
+        return Projected(q, row, row)
+
+    def outputs(self, out: Tensor, gates: Tensor | None) -> Tensor:
+        """See Attending."""
+        return self.values(out)
+
+    def captured(self) -> Iterator[tuple[str, Implementation]]:
+        """See Forward."""
+        yield from super().captured()
+        yield "latent products", self.linear_heads
 
     def queries_and_rows(self, x: Tensor, norm: Norm | None) -> tuple[Tensor, Tensor]:
         """x [T, hidden] -> (queries [T, heads, row_dim], rows [T, 1, row_dim]), before RoPE."""
@@ -67,7 +94,7 @@ class LatentAttention:
             queries = self.q_b(queries.contiguous(), self._norm("attn.q_a_norm"))
         heads = queries.view(len(x), self.num_heads, spec.query_dim)
         plain, rotary = heads.split((spec.qk_nope_head_dim, spec.qk_rope_head_dim), dim=2)
-        latent = self._rms_norm(latent.contiguous(), self._norm("attn.kv_a_norm"))
+        latent = self.rms_norm(latent.contiguous(), self._norm("attn.kv_a_norm"))
         return self._halves(rotary), plain, torch.cat([self._halves(turned), latent], dim=1)[:, None]
 
     def values(self, attended: Tensor) -> Tensor:

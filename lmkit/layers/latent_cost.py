@@ -3,17 +3,14 @@
 Over the latent (layers.latent), a query and a key cost 2 x row_dim multiply-adds a head, and nothing is made of the
 context. Over plain heads they cost query_dim + v_head_dim, 3.6 times fewer for DeepSeek-V3, but the context's rows are
 expanded first: a product with kv_b, and its result is written and read. That pays for many queries.
-
-No torch: the memory plan counts what the rows take.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from lmkit.layers.latent_spec import LatentSpec
+from lmkit.layers.blocks.latent import SCRATCH_BYTES, LatentSpec
 
-SCRATCH_BYTES = 256 << 20  # of a layer: expanded rows, of as many heads at a time as fit
 # An H200's, per us: multiply-adds in attention over the latent and over plain heads, in the library, bytes of memory.
 LATENT_RATE, PLAIN_RATE, LIBRARY_RATE, MEMORY_RATE = 0.9e8, 1.65e8, 3e8, 4.3e6
 FIXED = 60.0  # us of a layer, by which plain heads have to be faster: several launches, and no captured step
@@ -56,8 +53,3 @@ def heads_at_once(length: int, spec: LatentSpec, num_heads: int) -> int:
     """The heads whose keys and values of a context fit into SCRATCH_BYTES beside the rows that they are made of."""
     left = SCRATCH_BYTES - 2 * length * spec.row_dim
     return max(0, min(num_heads, left // (2 * length * (spec.query_dim + spec.v_head_dim))))
-
-
-def scratch_bytes(length: int, spec: LatentSpec, num_heads: int) -> int:
-    """Bytes that chunks of sequences of up to `length` tokens take."""
-    return min(SCRATCH_BYTES, 2 * length * (spec.row_dim + num_heads * (spec.query_dim + spec.v_head_dim)))

@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
-from lmkit.attention_spec import AttentionSpec
 from lmkit.kernels import latent_ops, ops
 from lmkit.kernels.ops import BatchGeometry, Norm
-from lmkit.layers.batch import BatchInputs, KVLayer
+from lmkit.layers.batch import KVLayer
+from lmkit.layers.block import At, Forward
 from lmkit.layers.latent import LatentAttention
 from lmkit.layers.latent_cost import Prompt, heads_at_once
 from lmkit.layers.prompts import Prompts
+
+
+def plain_heads(blocks: Iterable[Forward]) -> PlainHeads | None:
+    """Those of the first block with latent attention; all are alike."""
+    found = (block.plain_heads for block in blocks if isinstance(block, LatentAttention))
+    return next((plain for plain in found if isinstance(plain, PlainHeads)), None)
 
 
 class PlainHeads:
     """Latent attention in which the chunks of BatchInputs.prompts have plain keys and values, a group of heads at a
     time. Other sequences of the step are computed over the latent. Both append the same rows."""
 
-    def __init__(self, latent: LatentAttention, attention: AttentionSpec, rotary_dim: int, device: str) -> None:
-        self.latent, self.attention = latent, attention
-        spec, heads = latent.spec, latent.num_heads
+    def __init__(self, latent: LatentAttention, device: str) -> None:
+        self.latent, self.attention = latent, latent.spec.attention
+        spec, heads, rotary_dim = latent.spec, latent.num_heads, latent.spec.rope.rotary_dim
         plain = {"head_dim": spec.query_dim, "num_heads": heads, "num_kv_heads": heads}
         rows = {"head_dim": spec.row_dim, "num_heads": heads, "num_kv_heads": 1, "latent": True}
         self.turn = ops.rope_append.select(device, rotary_dim=rotary_dim, latent=True, **plain)
@@ -36,11 +44,10 @@ class PlainHeads:
         used = self.turn, self.append, self.attend, self.attend_rows, self.kv_rows, self.plain_heads
         return all(implementation.device == "cuda" for implementation in used) and self.latent.spec.v_head_dim % 16 == 0
 
-    def __call__(
-        self, x: Tensor, norm: Norm | None, batch: BatchInputs, rope: tuple[Tensor, Tensor], kv: KVLayer
-    ) -> Tensor:
-        """x [T, hidden], normalized if `norm` is None -> the input of attn.o [T, heads * v_head_dim]. Appends to
-        `kv`."""
+    def __call__(self, x: Tensor, norm: Norm | None, at: At) -> Tensor:
+        """x [T, hidden], normalized if `norm` is None -> the input of attn.o [T, heads * v_head_dim]. Appends to the
+        KV blocks."""
+        batch, rope, kv = at
         prompts, geometry, spec = batch.prompts, batch.geometries[kv.group], self.latent.spec
         assert prompts is not None
         turned, plain, rows = self.latent.parts_and_rows(x, norm)

@@ -18,7 +18,7 @@ exchange the outputs, and add them up in the order above. The result has the bit
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import cached_property
 
@@ -29,15 +29,16 @@ from lmkit.kernels import ops
 from lmkit.kernels.cpu import workspace
 from lmkit.kernels.ops import Norm, Routing
 from lmkit.kernels.registry import Implementation
+from lmkit.layers.block import At, Forward
+from lmkit.layers.blocks.moe import EXPERT_SCALE, MAX_PLACES, SCORE_BIAS, MoESpec
 from lmkit.layers.linear import LinearsOfExperts, MergedLinear, Weights
 from lmkit.layers.mlp import GatedMLP
-from lmkit.layers.mlp_spec import EXPERT_SCALE, MAX_PLACES, SCORE_BIAS, MoESpec
 from lmkit.layers.ranks import Ranks
 
 Together = tuple[LinearsOfExperts, LinearsOfExperts]  # gate and up, and down
 
 
-class MoE:
+class MoE(Forward):
     """The experts of one layer. Roles are `mlp.experts.<number>.gate|up|down` and `mlp.router`, and with a shared
     expert `mlp.shared.gate|up|down` and `mlp.shared_router`. `weights` keeps `mlp.score_bias`.
 
@@ -47,11 +48,10 @@ class MoE:
 
     def __init__(self, spec: MoESpec, weights: Weights, device: str = "cpu") -> None:
         self.spec, self.weights = spec, weights
-        self.all_tokens = False
         self.ranks: Ranks | None = None  # which hold the other experts
         self.shared_ranks: Ranks | None = None  # which hold the other parts of the shared expert
-        mlps = {role: GatedMLP(role, mlp, weights, device) for role, mlp in spec.parts.items()}
-        self.router = MergedLinear(tuple(spec.routers), weights, device)
+        mlps = {role: GatedMLP(role, mlp, weights, device) for role, mlp in spec.mlps.items()}
+        self.router = MergedLinear(tuple(spec.router_sizes), weights, device)
         self.shared = mlps.pop("mlp.shared", None)
         self.experts = list(mlps.values())
         self.routing = Routing(
@@ -67,7 +67,7 @@ class MoE:
         self._add_shared = ops.add_shared.select(device)
 
     def join(self, ranks: Ranks, split: Ranks | None) -> Ranks | None:
-        """As GatedMLP.join. Whole experts are added up here."""
+        """See Forward. Whole experts are added up here."""
         if self.spec.held is None:
             return split
         self.ranks, self.shared_ranks = ranks, split
@@ -93,12 +93,12 @@ class MoE:
         tokens = num_tokens * self.spec.experts_per_token / self.spec.num_experts
         return linears if linears is not None and all(x.suits(tokens, dtype) for x in linears) else None
 
-    @property
-    def implementations(self) -> tuple[Implementation, ...]:
-        """The implementations of what runs beside the linears, if the experts are computed together."""
-        return self._route, self._places, self._sum_places, self._add_shared
+    def captured(self) -> Iterator[tuple[str, Implementation]]:
+        """See Forward. The experts are computed together."""
+        used = self._route, self._places, self._sum_places, self._add_shared
+        return (("experts", implementation) for implementation in used)
 
-    def __call__(self, x: Tensor, norm: Norm | None = None) -> Tensor:
+    def __call__(self, x: Tensor, norm: Norm | None = None, at: At | None = None) -> Tensor:
         """x [T, hidden], normalized if `norm` is None -> the block's contribution float32 [T, hidden]."""
         if self.spec.beside:
             assert norm is not None
@@ -191,9 +191,10 @@ class MoE:
             self._add_rows(out, tokens, y, factors[places])
         return out
 
-    def add_to(self, stream: Tensor, x: Tensor, norm: Norm) -> tuple[Tensor, Tensor | None]:
-        """As GatedMLP.add_to."""
-        return self(x, norm), stream
+
+def mixtures_of(blocks: Iterable[Forward]) -> list[MoE]:
+    """The mixtures of experts among blocks."""
+    return [block for block in blocks if isinstance(block, MoE)]
 
 
 def by_expert(experts: Tensor) -> Iterator[tuple[int, Tensor]]:

@@ -15,7 +15,10 @@ from torch import Tensor
 
 from lmkit.kernels import ops
 from lmkit.kernels.ops import Norm
-from lmkit.layers.linear import MergedLinear, Weights
+from lmkit.layers.block import At, Forward, Parts
+from lmkit.layers.blocks.mlp import PerLayerSpec
+from lmkit.layers.linear import MergedLinear
+from lmkit.layers.ranks import Ranks
 
 
 @dataclass(frozen=True)
@@ -54,15 +57,31 @@ class PerLayerVectors:
         return vectors
 
 
-class PerLayerGate:
-    """What a layer does with its vectors. `weights` has `per_layer.gate` and `per_layer.out`."""
+class PerLayerGate(Forward):
+    """What a layer does with its vectors. The weights have `per_layer.gate` and `per_layer.out`."""
 
-    def __init__(self, weights: Weights, activation: str, device: str) -> None:
-        self.gate = MergedLinear(("per_layer.gate",), weights, device)
-        self.out = MergedLinear(("per_layer.out",), weights, device)
-        self._activation, self._multiply = activation, ops.multiply_gates.select(device)
+    def __init__(self, spec: PerLayerSpec, parts: Parts) -> None:
+        self.spec, self.index = spec, parts.layer
+        self.gate = MergedLinear(("per_layer.gate",), parts.weights, parts.device)
+        self.last = MergedLinear(("per_layer.out",), parts.weights, parts.device)
+        self._multiply = ops.multiply_gates.select(parts.device)
+        self._gather = ops.embedding.select(parts.device)
 
-    def __call__(self, stream: Tensor, vectors: Tensor) -> Tensor:
-        """The residual stream [T, hidden], in the dtype that linears read, and vectors float32 [T, width] -> what the
-        layer adds, before its norm."""
-        return self.out(self._multiply(vectors, self.gate(stream), self._activation).to(stream.dtype))
+    @property
+    def linears(self) -> tuple[MergedLinear, ...]:
+        return self.gate, self.last
+
+    def __call__(self, x: Tensor, norm: Norm | None = None, at: At | None = None) -> Tensor:
+        """The residual stream x [T, hidden], in the dtype that linears read -> what the layer adds, float32, before its
+        norm. x may be that of the batch's logit rows alone."""
+        assert at is not None
+        assert at.batch.per_layer is not None
+        width = self.spec.width
+        vectors = at.batch.per_layer[:, self.index * width :][:, :width]
+        if len(x) < len(vectors):
+            vectors = self._gather(vectors, at.batch.logit_rows)
+        return self.last(self._multiply(vectors, self.gate(x), self.spec.activation).to(x.dtype)).float()
+
+    def join(self, ranks: Ranks, split: Ranks | None) -> Ranks | None:
+        """See Forward. Each rank has all of it."""
+        return None

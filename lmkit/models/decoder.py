@@ -13,6 +13,7 @@ from lmkit.kernels.cuda.module import tensor_device
 from lmkit.kernels.ops import Norm
 from lmkit.layers.adapters import StepAdapters
 from lmkit.layers.batch import BatchInputs, KVLayer
+from lmkit.layers.block import NO_ANGLES, Forward
 from lmkit.layers.linear import MergedLinear
 from lmkit.layers.per_layer import PerLayerVectors, PerLayerWeights
 from lmkit.layers.ranks import Ranks
@@ -55,7 +56,9 @@ class Decoder:
         self.behind: Callable[[int], None] | None = None  # called behind each layer with its place among `layers`
         device = lm_head.device
         self.per_layer = None if per_layer is None else PerLayerVectors(per_layer, spec.norm_eps, device, dtype)
-        self.ropes = {rope: Rope(rope, device) for rope in dict.fromkeys(layer.rope for layer in spec.layers)}
+        turned = dict.fromkeys(layer.rope for layer in spec.layers if layer.kv is not None)
+        self.ropes = {rope: Rope(rope, device) for rope in turned}
+        self._angles_of = [list(turned).index(layer.spec.rope) if layer.spec.kv else -1 for layer in layers]
         self.embedding = ops.embedding.select(device)
         self.add_positions = ops.add_positions.select(device)
         self.rms_norm = ops.rms_norm.select(device)
@@ -69,6 +72,11 @@ class Decoder:
         return torch.device(tensor_device(self.lm_head.device))
 
     @property
+    def blocks(self) -> tuple[Forward, ...]:
+        """What computes the blocks of all layers."""
+        return tuple(each.block for layer in self.layers for each in layer.blocks)
+
+    @property
     def linears(self) -> tuple[MergedLinear, ...]:
         return *(linear for layer in self.layers for linear in layer.linears), self.lm_head
 
@@ -76,8 +84,7 @@ class Decoder:
         """Compute together with other ranks from now on. `split`: each has a part of attention and dense MLPs."""
         self.ranks = ranks
         for layer in self.layers:
-            layer.ranks = ranks if split else None
-            layer.mlp_ranks = layer.mlp.join(ranks, layer.ranks)
+            layer.join(ranks, ranks if split else None)
 
     @torch.inference_mode()
     def __call__(self, batch: BatchInputs, kv: list[KVLayer]) -> Tensor:
@@ -118,7 +125,7 @@ class Decoder:
         the stream that it receives, and sends its own.
         """
         self.step_adapters.set(batch.adapters, batch.logit_adapters)
-        angles = {spec: rope(batch) for spec, rope in self.ropes.items()}
+        angles = [*(rope(batch) for rope in self.ropes.values()), NO_ANGLES]
         if self.spec.sees_all:
             batch, logits_only = batch.seeing_all(), False
         delta, last, kept = self._stream_in(batch), self.spec.num_layers, self.kept
@@ -129,7 +136,9 @@ class Decoder:
             of_rows = logits_only and layer.index == last - 1 and last not in kept and self.spec.deep_layers < last
             if layer.index in kept:
                 self.keep(delta, residual, kept[layer.index][: len(delta)])
-            delta, residual = layer(delta, residual, batch, angles[layer.spec.rope], kv_layer, logits_only=of_rows)
+            delta, residual = layer(
+                delta, residual, batch, angles[self._angles_of[place]], kv_layer, logits_only=of_rows
+            )
             if layer.index < self.spec.deep_layers and batch.image_rows is not None and batch.image_values is not None:
                 delta[batch.image_rows] += batch.image_values.chunk(self.spec.deep_layers + 1, -1)[layer.index + 1]
             if self.behind is not None:

@@ -25,7 +25,10 @@ from lmkit.formats.checkpoint import CheckpointReader
 from lmkit.formats.hub import DEMO, DEMO_HEAD
 from lmkit.kernels.cuda.module import tensor_device
 from lmkit.kernels.ops import Norm
+from lmkit.layers.attention import Attention
 from lmkit.layers.batch import BatchInputs, KVLayer, Projected
+from lmkit.layers.blocks.attention import SelfAttentionSpec
+from lmkit.layers.forward import FORWARDS
 from lmkit.layers.linear import MergedLinear, Weights
 from lmkit.models import load_spec, roles
 from lmkit.models.decoder import Decoder
@@ -95,27 +98,35 @@ class Place:
         to_device(layer.linears, self.device)
 
 
-class HeadLayer(DecoderLayer):
-    """The layer. `of_token` is the part of q, k and v that reads embeddings; `embedded` has a step's [T, hidden]."""
+class HeadAttention(Attention):
+    """Attention that also reads embeddings. `of_token` is the part of q, k and v that does."""
 
-    embedded: Tensor
-
-    def __init__(self, spec: LayerSpec, weights: Weights, token_part: Weights, place: Place) -> None:
-        super().__init__(spec, 0, weights, place.device, place.dtype)
-        self.of_token = MergedLinear(roles.QKV, token_part, place.device)
+    of_token: MergedLinear
+    embedded: Tensor  # of a step's tokens, [T, hidden]
 
     @property
     def linears(self) -> tuple[MergedLinear, ...]:
         return self.of_token, *super().linears
 
     def queries_keys_values(self, x: Tensor, norm: Norm | None = None) -> Projected:
-        """See DecoderLayer."""
-        total = self.of_token.float32(self.embedded, self.norm("norm.token"))
-        delta, rest = self.qkv.add_to(total, x if norm is None else self.rms_norm(x, norm))
+        """See Attention."""
+        total = self.of_token.float32(self.embedded, self.parts.norm("norm.token"))
+        delta, rest = self.inputs.add_to(total, x if norm is None else self.rms_norm(x, norm))
         spec, merged = self.spec, (delta if rest is None else delta + rest).to(self.dtype)
         parts = merged.split((spec.q_size, spec.kv_size, spec.kv_size), dim=-1)
         q, k, v = (part.view(len(x), -1, spec.head_dim) for part in parts)
         return Projected(q, k, v)
+
+
+class HeadLayer(DecoderLayer):
+    """The layer of a head."""
+
+    forwards = FORWARDS | {SelfAttentionSpec: HeadAttention}
+    mixer: HeadAttention
+
+    def __init__(self, spec: LayerSpec, weights: Weights, token_part: Weights, place: Place) -> None:
+        super().__init__(spec, 0, weights, place.device, place.dtype)
+        self.mixer.of_token = MergedLinear(roles.QKV, token_part, place.device)
 
 
 class DraftHead(Decoder):
@@ -168,7 +179,7 @@ class EagleHead(DraftHead):
         """See DraftHead."""
         (layer,) = self.layers
         assert isinstance(layer, HeadLayer)
-        layer.embedded = self.embed(token_ids)
+        layer.mixer.embedded = self.embed(token_ids)
         return self.states[: len(token_ids)], None
 
 
@@ -266,7 +277,8 @@ class EagleSource:
         layer, settings = self.spec.layers[0], config.get(SETTINGS) or {}
         if config.get("norm_before_residual") or settings.get("use_aux_hidden_state") is False:
             raise UnsupportedError(f"{where}: heads with norm_before_residual, or without use_aux_hidden_state")
-        if layer.attn_bias or layer.o_bias or target.projected or self.spec.hidden_size != target.hidden_size:
+        biased = any(layer.has_bias(role) for role in layer.linears if role.startswith("attn."))
+        if biased or target.projected or self.spec.hidden_size != target.hidden_size:
             raise UnsupportedError(f"{where}: heads with biases, or of another hidden_size than the model's")
         last = target.num_layers
         self.streams = tuple(settings.get("eagle_aux_hidden_state_layer_ids") or (2, last // 2, last - 3))

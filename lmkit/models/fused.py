@@ -25,7 +25,7 @@ from lmkit.formats.awq import awq_version
 from lmkit.formats.checkpoint import CheckpointReader
 from lmkit.formats.mxfp4 import BLOCKS, SCALES
 from lmkit.formats.views import SUFFIXES, Rows, View, expert_of, named, rows_of
-from lmkit.layers.mlp_spec import EXPERT_SCALE, SCORE_BIAS, MoESpec
+from lmkit.layers.blocks.moe import EXPERT_SCALE, SCORE_BIAS, MoESpec
 from lmkit.models import roles
 from lmkit.models.layer_spec import LayerSpec
 from lmkit.models.spec import ModelSpec
@@ -90,8 +90,8 @@ def views(reader: CheckpointReader, spec: ModelSpec) -> dict[str, View]:
         for role in (layer.vectors | layer.matrices).keys() & UNSUFFIXED:
             if reader.has(source := layer.module_name(index, role)):
                 found[source + ".weight"] = named(source, reader.info(source).shape)
-        if isinstance(layer.mlp, MoESpec):
-            found |= dict(_experts(reader, index, layer, layer.mlp))
+        if layer.mixture is not None:
+            found |= dict(_experts(reader, index, layer, layer.mixture))
     return found
 
 
@@ -118,17 +118,17 @@ def _linears(reader: CheckpointReader, index: int, layer: LayerSpec) -> Iterator
 
 def fused_linears(layer: LayerSpec) -> dict[str, dict[str, Rows]]:
     """The fused linears that a checkpoint may have of this layer, by the end of their names: the rows of each role."""
-    shares = _shares(layer.num_heads, layer.num_kv_heads, layer.num_kv_heads)
-    per_head = layer.num_heads // layer.num_kv_heads
-    grouped = [Rows(rows.start, rows.stop, layer.num_kv_heads) for rows in _shares(per_head, 1, 1)]
-    fused = {
-        "self_attn.qkv_proj": dict(zip(roles.QKV, shares, strict=True)),
-        "attention.wqkv": dict(zip(roles.QKV, grouped, strict=True)),
-    }
-    if layer.gated:
-        halves = [replace(half, groups=layer.num_heads) for half in HALVES]
-        fused["self_attn.q_proj"] = dict(zip(("attn.q", "attn.gate"), halves, strict=True))
-    if not layer.is_sparse:
+    fused: dict[str, dict[str, Rows]] = {}
+    if layer.kv is not None:
+        shares = _shares(layer.num_heads, layer.num_kv_heads, layer.num_kv_heads)
+        grouped = _shares(layer.num_heads // layer.num_kv_heads, 1, 1)
+        by_head = [Rows(rows.start, rows.stop, layer.num_kv_heads) for rows in grouped]
+        fused["self_attn.qkv_proj"] = dict(zip(roles.QKV, shares, strict=True))
+        fused["attention.wqkv"] = dict(zip(roles.QKV, by_head, strict=True))
+    if (gated := ("attn.q", "attn.gate"))[1] in layer.row_groups:
+        halves = [replace(half, groups=layer.row_groups["attn.gate"]) for half in HALVES]
+        fused["self_attn.q_proj"] = dict(zip(gated, halves, strict=True))
+    if "mlp.gate" in layer.linears:
         fused["mlp.gate_up_proj"] = dict(zip(("mlp.gate", "mlp.up"), HALVES, strict=True))
     return fused
 

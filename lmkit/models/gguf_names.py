@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lmkit.errors import CheckpointError
 from lmkit.formats.gguf import GgufReader, Piece
-from lmkit.layers.mlp_spec import EXPERT_SCALE, SCORE_BIAS, MoESpec
+from lmkit.layers.blocks.moe import EXPERT_SCALE, SCORE_BIAS
 from lmkit.models import roles
 from lmkit.models.layer_spec import LayerSpec
 from lmkit.models.spec import ModelSpec
@@ -49,7 +49,8 @@ OWN = {
     **dict.fromkeys(("qwen3next", "glm4moe", "seed_oss", "gpt-oss"), _NORM),
     "bert": {"norm.attn": "attn_output_norm", "norm.mlp": "layer_output_norm"},
 }
-BESIDE = {f"mlp.shared.{part}": f"ffn_{part}" for part in ("gate", "up", "down")}  # a dense MLP beside experts
+# Linears that stand with another one, so many groups of rows in turns (LayerSpec.row_groups): tensor, place in a group.
+IN_GROUPS = {"attn.q": ("attn_q", 0), "attn.gate": ("attn_q", 1), "attn.b": ("ssm_ba", 0), "attn.a": ("ssm_ba", 1)}
 PAIRED = (
     "llama",
     "granite",
@@ -134,33 +135,25 @@ class _Maker:
     def _places(self, layer: LayerSpec, role: str) -> Iterator[Place]:
         """Where a role may be, the first place that is there first."""
         expert, part = roles.expert_of(role), role.rpartition(".")[2]
-        names = NAMES | OWN.get(self.kind, {})
-        if isinstance(layer.mlp, MoESpec) and layer.mlp.beside:
-            names = names | BESIDE
-        if layer.delta:
-            names = names | {"attn.o": "ssm_out"}
+        names = NAMES | OWN.get(self.kind, {}) | layer.gguf_names
         if expert is not None:
             yield Place(names[f"mlp.experts.{{}}.{part}"], lambda weight: weight[expert])
             yield Place(f"ffn_{part}.{expert}")  # as files of 2023 have it
             if part in ("gate", "up"):
                 yield Place("ffn_gate_up_exps", lambda weight: _half(weight[expert], part))
             return
-        if role in roles.QKV and not layer.latent and not layer.gated:
-            sizes = layer.q_size, layer.kv_size, layer.kv_size
+        if role in layer.row_groups:
+            source, which = IN_GROUPS[role]
+            if names.get(role, source) != source:
+                yield Place(names[role])
+            yield Place(source, lambda weight: _of_groups(weight, layer.row_groups[role], which))
+            return
+        if role in roles.QKV and layer.kv is not None and not layer.kv.shared:
+            sizes = tuple(heads * layer.head_dim for heads in (layer.num_heads, *(layer.num_kv_heads,) * 2))
             start = sum(sizes[: roles.QKV.index(role)])
             size = sizes[roles.QKV.index(role)]
             yield Place(names[role])
             yield Place("attn_qkv", lambda weight: _cut(weight, start, size, sum(sizes)))
-            return
-        if layer.gated and role in ("attn.q", "attn.gate"):  # for each head: q | gate
-            yield Place(
-                "attn_q", lambda weight: _of_groups(weight, layer.num_heads, ("attn.q", "attn.gate").index(role))
-            )
-            return
-        if layer.delta and role in ("attn.b", "attn.a"):
-            heads, which = layer.delta.num_key_heads, ("attn.b", "attn.a").index(role)
-            yield Place(names[role])
-            yield Place("ssm_ba", lambda weight: _of_groups(weight, heads, which))
             return
         if role in ("mlp.gate", "mlp.up") and self.kind in FUSED_MLP:
             yield Place("ffn_up", lambda weight: _half(weight, part))

@@ -21,7 +21,7 @@ SOURCES = (
     "attention_spec.py",
     "kernels/**/*.py",
     "kernels/cuda/csrc/*",
-    "layers/*.py",
+    "layers/**/*.py",
     "formats/*.py",
     "models/*.py",
 )  # the sources that compute and pack

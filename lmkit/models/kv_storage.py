@@ -53,9 +53,7 @@ def storage_text(storages: Sequence[KVStorage]) -> str:
 def is_uncalibrated(spec: ModelSpec, storages: Sequence[KVStorage]) -> bool:
     """Whether a layer has INT4 keys that calibration would change, and did not."""
     plain = (s.k == INT4 and s.transform == PLAIN for s in storages)
-    return any(
-        p and layer.kv is not None and not layer.kv.shared for p, layer in zip(plain, spec.layers, strict=True)
-    )
+    return any(p and layer.kv is not None and not layer.kv.shared for p, layer in zip(plain, spec.layers, strict=True))
 
 
 def resolve_storage(reader: CheckpointReader, spec: ModelSpec, asked: str, dense: str) -> list[KVStorage]:

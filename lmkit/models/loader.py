@@ -13,12 +13,12 @@ import torch
 from lmkit.errors import CheckpointError, ConfigError, UnsupportedError
 from lmkit.formats.safetensors_file import read_single_pages
 from lmkit.kernels.cuda.module import tensor_device
+from lmkit.layers.blocks.base import Shape
 from lmkit.layers.linear import MergedLinear, Weights
 from lmkit.log import get_logger
 from lmkit.models import roles
 from lmkit.models.decoder import Decoder
 from lmkit.models.decoder_layer import DecoderLayer
-from lmkit.models.layer_spec import Shape
 from lmkit.models.packed_cache import PackedCache, PackedFile, PackedWriter, kinds_of
 from lmkit.models.resolved import ResolvedModel, resolved
 from lmkit.models.stream_plan import Streaming

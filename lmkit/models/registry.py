@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from lmkit.errors import CheckpointError, UnsupportedError
-from lmkit.layers.mlp_spec import MoESpec
+from lmkit.layers.blocks.base import check_limits
 from lmkit.models.layer_spec import LayerSpec
 from lmkit.models.spec import ModelSpec
 
@@ -24,9 +24,7 @@ CLASSIFIER = "ForSequenceClassification"  # and that of a model with a head for 
 # Far above any existing model, yet so low that no product of two overflows or is allocated by mistake.
 MAX_LAYERS = 1 << 10
 LIMITS = {"vocab_size": 1 << 22, "max_position": 1 << 26}
-LAYER_LIMITS = {"hidden_size": 1 << 17, "num_heads": 1 << 12, "num_kv_heads": 1 << 12, "head_dim": 1 << 10}
-MLP_LIMITS = {"intermediate_size": 1 << 19}
-MOE_LIMITS = {"num_experts": 1 << 12, "experts_per_token": 1 << 8, "num_groups": 1 << 12}
+LAYER_LIMITS = {"hidden_size": 1 << 17}
 
 
 def family(*architectures: str, defaults: Mapping[str, Any] | None = None) -> Callable[[Family], Family]:
@@ -81,7 +79,7 @@ def _unknown(name: object) -> UnsupportedError:
 
 
 def _check(spec: ModelSpec) -> None:
-    _check_limits(spec, LIMITS)
+    check_limits(spec, LIMITS)
     if spec.sees_all and (any(spec.windows) or spec.is_recurrent):
         raise UnsupportedError(
             "config.json: the model's tokens see later ones, through sliding windows or recurrent states; lmkit runs "
@@ -92,47 +90,8 @@ def _check(spec: ModelSpec) -> None:
 
 
 def _check_layer(layer: LayerSpec) -> None:
-    _check_limits(layer, LAYER_LIMITS)
-    if isinstance(layer.mlp, MoESpec):
-        _check_moe(layer.mlp)
-    else:
-        _check_limits(layer.mlp, MLP_LIMITS)
-    if layer.num_heads % layer.num_kv_heads:
-        raise CheckpointError(
-            f"config.json: {layer.num_heads} attention heads cannot share {layer.num_kv_heads} key-value heads evenly"
-        )
-    rope = layer.rope
-    if layer.head_dim % 2 or rope.rotary_dim % 2 or not 2 <= rope.rotary_dim <= layer.head_dim:
-        raise CheckpointError(
-            f"config.json: head_dim {layer.head_dim} with rotary part {rope.rotary_dim} cannot be rotated"
-        )
+    check_limits(layer, LAYER_LIMITS)
+    for block in layer:
+        block.check()
     if not 0 < layer.norm_eps < 1:
         raise CheckpointError(f"config.json: rms_norm_eps = {layer.norm_eps!r} is not in (0, 1)")
-    if not (rope.theta > 1 and rope.factor > 0):
-        raise CheckpointError(f"config.json: rope_theta {rope.theta!r}, factor {rope.factor!r} cannot be")
-    for factors in (rope.short_factor, rope.long_factor):
-        if rope.kind == "longrope" and (len(factors) != rope.rotary_dim // 2 or min(factors) <= 0):
-            count = rope.rotary_dim // 2
-            raise CheckpointError(f"config.json: LongRoPE needs {count} positive factors, short and long ones")
-
-
-def _check_limits(spec: object, limits: dict[str, int], what: str = "") -> None:
-    for name, limit in limits.items():
-        value = getattr(spec, name)
-        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= limit:
-            raise CheckpointError(f"config.json: {what}{name} = {value!r} is not in 1 .. {limit}")
-
-
-def _check_moe(moe: MoESpec) -> None:
-    _check_limits(moe, MOE_LIMITS, "experts: ")
-    for mlp in (moe.expert, moe.shared or moe.expert):
-        _check_limits(mlp, MLP_LIMITS, "experts: ")
-    if moe.experts_per_token > moe.num_experts:
-        raise CheckpointError(f"config.json: a token cannot have {moe.experts_per_token} of {moe.num_experts} experts")
-    if moe.num_groups > 1:
-        size, rest = divmod(moe.num_experts, moe.num_groups)
-        if rest or size < moe.group_top or not moe.experts_per_token <= moe.groups_per_token * size <= moe.num_experts:
-            raise CheckpointError(
-                f"config.json: {moe.experts_per_token} experts a token cannot come from {moe.groups_per_token} of "
-                f"{moe.num_groups} groups of {moe.num_experts} experts"
-            )

@@ -20,7 +20,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from lmkit.errors import UnsupportedError
-from lmkit.layers.mlp_spec import MLPSpec, MoESpec
 from lmkit.models import roles
 from lmkit.models.layer_spec import LayerSpec
 from lmkit.models.spec import ModelSpec
@@ -72,43 +71,8 @@ class Shard:
         return replace(spec, layers=tuple(new[layer] for layer in spec.layers))
 
     def _layer(self, spec: LayerSpec) -> LayerSpec:
-        if self.ep > 1 and isinstance(spec.mlp, MoESpec):
-            spec = replace(spec, mlp=self._own_experts(spec.mlp))
-        return self._split(spec) if self.tp > 1 else spec
-
-    def _own_experts(self, moe: MoESpec) -> MoESpec:
-        """The mixture with this rank's experts. No rank has more than rank 0, for which memory is planned."""
-        if self.ep > moe.num_experts:
-            raise UnsupportedError(
-                f"ep={self.ep}: a layer has {moe.num_experts} experts, and a rank needs one; use a smaller ep"
-            )
-        start, end = (-(-moe.num_experts * rank // self.ep) for rank in (self.rank, self.rank + 1))
-        return replace(moe, held=range(start, end))
-
-    def _split(self, spec: LayerSpec) -> LayerSpec:
-        heads, kv_heads = spec.num_heads, spec.num_kv_heads
-        if heads % self.size:
-            raise UnsupportedError(f"tp={self.size}: {heads} attention heads cannot be shared out evenly")
-        if kv_heads % self.size and self.size % kv_heads:
-            raise UnsupportedError(f"tp={self.size}: {kv_heads} KV heads cannot be shared out evenly")
-        if spec.delta or spec.gated:
-            raise UnsupportedError(f"tp={self.size}: linear attention is not split over processes; use tp=1")
-        if spec.joint_qk_norm:
-            raise UnsupportedError(f"tp={self.size}: this model normalizes all heads together; use tp=1")
-        mlp = spec.mlp
-        if isinstance(mlp, MoESpec) and mlp.beside:
-            raise UnsupportedError(f"tp={self.size}: experts beside a dense MLP are not split over processes; use ep")
-        if isinstance(mlp, MLPSpec):
-            mlp = self._mlp(mlp)
-        else:
-            expert = self._mlp(mlp.expert) if self.ep == 1 else mlp.expert
-            mlp = replace(mlp, expert=expert, shared=mlp.shared and self._mlp(mlp.shared))
-        return replace(spec, num_heads=heads // self.size, num_kv_heads=max(1, kv_heads // self.size), mlp=mlp)
-
-    def _mlp(self, mlp: MLPSpec) -> MLPSpec:
-        if mlp.intermediate_size % self.size:
-            raise UnsupportedError(f"tp={self.size}: an MLP of {mlp.intermediate_size} cannot be shared out evenly")
-        return replace(mlp, intermediate_size=mlp.intermediate_size // self.size)
+        parts = (replace(each, block=each.block.share(self.rank, self.tp, self.ep)) for each in spec.blocks)
+        return replace(spec, blocks=tuple(parts))
 
     def storage(self, storage: KVStorage, num_kv_heads: int) -> KVStorage:
         """The storage of this rank's heads. `num_kv_heads` is that of the whole layer."""

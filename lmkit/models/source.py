@@ -20,8 +20,8 @@ from lmkit.formats.parts import FLOATS, missing_parts
 from lmkit.formats.safetensors_file import DTYPES
 from lmkit.kernels.cuda.module import tensor_device
 from lmkit.kernels.ops import Norm
+from lmkit.layers.blocks.moe import SCORE_BIAS
 from lmkit.layers.linear import MergedLinear, Weights
-from lmkit.layers.mlp_spec import SCORE_BIAS
 from lmkit.layers.per_layer import PerLayerWeights
 from lmkit.models import load_spec, roles
 from lmkit.models.decoder import Decoder

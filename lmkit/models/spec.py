@@ -135,7 +135,9 @@ class ModelSpec:
         if count and not any(self.windows):
             raise ConfigError(f"attention_sinks={count}: no layer of this {self.architecture} has a sliding window")
         new = {
-            layer: replace(layer, attention=replace(layer.attention, sinks=count if layer.attention.window else 0))
+            layer: layer.having(attention=replace(layer.attention, sinks=count if layer.attention.window else 0))
+            if layer.kv
+            else layer
             for layer in self.kinds
         }
         return replace(self, layers=tuple(new[layer] for layer in self.layers))

@@ -29,7 +29,7 @@ class Stage:
 
     def cut(self, spec: ModelSpec) -> list[range]:
         """The layers of each stage. Raises UnsupportedError as `layers` does."""
-        if self.count > 1 and any(layer.per_layer or layer.kv_from is not None for layer in spec.kinds):
+        if self.count > 1 and spec.reads_beside:
             raise UnsupportedError(f"pp={self.count}: layers of this model share keys and values; use pp=1")
         if self.count > spec.num_layers:
             raise UnsupportedError(f"pp={self.count}: the model has {spec.num_layers} layers, and a stage needs one")

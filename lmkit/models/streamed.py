@@ -27,7 +27,6 @@ from lmkit.errors import CheckpointError, EngineLostError
 from lmkit.formats.direct_file import PAGE, DirectFile, Reading, memory_for_reads, span
 from lmkit.formats.safetensors_file import DTYPES
 from lmkit.kernels.cpu import threads
-from lmkit.layers.mlp_spec import MoESpec
 from lmkit.models.decoder_layer import DecoderLayer
 from lmkit.models.layer_spec import LayerSpec
 from lmkit.models.packed_cache import PackedCache, PackedFile
@@ -81,7 +80,7 @@ def forecast(model: ResolvedModel, streaming: Streaming) -> Forecast:
 
 def _has_order(layer: LayerSpec) -> bool:
     """Whether each step computes the linears of a layer once and in the order of the file."""
-    return not (layer.latent or layer.delta or layer.per_layer or isinstance(layer.mlp, MoESpec))
+    return all(block.in_order for block in layer)
 
 
 class _Sections:

@@ -17,7 +17,8 @@ import msgspec
 
 from lmkit.errors import ConfigError
 from lmkit.formats.base import get_format
-from lmkit.models.layer_spec import LayerSpec, Shape
+from lmkit.layers.blocks.base import Shape
+from lmkit.models.layer_spec import LayerSpec
 from lmkit.models.rounding import MAX_DENSE, group_text
 from lmkit.models.spec import ModelSpec
 from lmkit.qtensor import Linears, QuantScheme

@@ -14,7 +14,7 @@ import numpy as np
 
 from lmkit.errors import ConfigError
 from lmkit.formats.base import get_format
-from lmkit.models.layer_spec import Shape
+from lmkit.layers.blocks.base import Shape
 from lmkit.models.spec import ModelSpec
 from lmkit.qtensor import Linears, QuantScheme
 from lmkit.quant.groups import SCALE_BITS, candidates, computed_together

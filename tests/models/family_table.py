@@ -8,7 +8,6 @@ from pathlib import Path
 
 from lmkit.errors import UnsupportedError
 from lmkit.kv_dtype import INT4, INT8
-from lmkit.layers.mlp_spec import MoESpec
 from lmkit.models import load_spec
 from lmkit.models.layer_spec import LayerSpec
 from lmkit.models.shard import Shard
@@ -23,31 +22,32 @@ HEADER = f"| {' | '.join(COLUMNS)} | steps on a GPU |"
 
 def attending(spec: ModelSpec) -> LayerSpec:
     """The first layer with keys and values."""
-    return next(layer for layer in spec.layers if not layer.delta)
+    return next(layer for layer in spec.layers if layer.kv)
 
 
 def norms(layer: LayerSpec) -> str:
     where = {(True, False): "before", (True, True): "before and after", (False, True): "after"}
     kind = ", LayerNorm" if layer.norm_bias else ""
-    return where[layer.pre_norms, layer.post_norms] + (", on q and k" if layer.qk_norm else "") + kind
+    return where[layer.pre_norms, layer.post_norms] + (", on q and k" if "attn.q_norm" in layer.vectors else "") + kind
 
 
 def attention(spec: ModelSpec) -> str:
-    parts = ["latent"] if spec.layers[0].latent else []
+    layer = attending(spec)
+    is_latent = layer.kv is not None and layer.kv.shared
+    parts = ["latent"] if is_latent else []
     parts += ["linear in most layers", "gated"] if spec.is_recurrent else []
     parts += ["sliding windows"] if any(spec.windows) else []
-    layer, unturned = attending(spec), any(x.rope.kind == "none" for x in spec.kinds)
-    if unturned:
+    if any(x.rope.kind == "none" for x in spec.kinds if x.kv):
         parts.append("some layers without RoPE" if spec.first_position is None else "learned positions")
-    parts += ["RoPE on a part"] if not layer.latent and layer.rope.rotary_dim < layer.head_dim else []
+    parts += ["RoPE on a part"] if not is_latent and layer.rope.rotary_dim < layer.head_dim else []
     parts += ["pairs of neighbours"] if layer.rope.interleaved else []
     parts += ["soft cap"] if layer.attention.softcap else []
-    parts += ["learned sinks"] if layer.has_sinks else []
+    parts += ["learned sinks"] if "attn.sinks" in layer.vectors else []
     return ", ".join(parts) or "full"
 
 
 def mlp(spec: ModelSpec) -> str:
-    sparse = [layer.mlp for layer in spec.layers if isinstance(layer.mlp, MoESpec)]
+    sparse = [layer.mixture for layer in spec.layers if layer.mixture]
     if sparse:
         chosen = "experts by sigmoid" if sparse[0].sigmoid else "experts"
         return f"{chosen} and a shared one" if sparse[0].shared else chosen

@@ -54,7 +54,7 @@ def test_no_rank_has_more_experts_than_the_first(tmp_path: Path) -> None:
     held = []
     for rank in range(3):
         with resolved(tmp_path, shard=Shard(rank, 1, 3)) as model:
-            held.append(next(layer.mlp.experts for layer in model.spec.layers))
+            held.append(next(layer.mixture.experts for layer in model.spec.layers if layer.mixture))
     assert held == [range(2), range(2, 3), range(3, 4)]
 
 

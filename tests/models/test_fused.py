@@ -95,8 +95,7 @@ def test_lambda_is_folded_into_heads_of_pairs(tmp_path: Path) -> None:
     s = torch.cat([half, half, torch.full((2, 8), 0.75)], dim=1)  # both elements of a pair share one
 
     def attention() -> torch.Tensor:
-        geometry = Geometry.of(layer.spec, 1, len(x))
-        return layer.attention(x, geometry.batch, geometry.rope, geometry.kv)
+        return layer.attention(x, None, Geometry.of(layer.spec, 1, len(x)).at)
 
     before = attention()
     fold(layer, s)

@@ -95,7 +95,7 @@ def test_logits_on_every_kv_type(tmp_path: Path, dtype: KVDtype, name: str, size
     model, decoder = tiny.make(tmp_path, "gemma2"), load_model(tmp_path)
     if name == "reference":
         for layer in decoder.layers:
-            layer.attention_op = ops.rope_paged_attention.named("reference")
+            layer.attention.attention_op = ops.rope_paged_attention.named("reference")
     kv = kv_of(decoder, dtype)
     logits = ours(decoder, kv, sizes)
     want = expected(model, Stored(kv, rounds_queries=True))

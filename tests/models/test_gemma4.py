@@ -25,7 +25,7 @@ from lmkit.qtensor import QTensor
 from lmkit.quant.budget import disk_bytes
 from lmkit.quant.data.hidden_states import Stream
 from lmkit.quant.layer.observe import sample_rows
-from lmkit.quant.layer.passes import LayerPass, Part
+from lmkit.quant.layer.passes import LayerPass
 from lmkit.quant.report.evaluate import encode_text, evaluate
 from lmkit.quant.run import prepare
 from lmkit.turbo.engine.engine import Engine
@@ -150,7 +150,7 @@ def test_each_stream_is_the_hidden_states_of_the_decoder(shared: Path, tmp_path:
             torch.testing.assert_close(whole, decoder.kept[index + 1], rtol=1e-4, atol=1e-4)
             in_parts = LayerPass(stream, layer, exact=exact)
             for tokens in (tokens for number in range(len(stream)) for tokens in stream.slices(number, 3)):
-                in_parts.move(tokens, Part.END)
+                in_parts.move(tokens, in_parts.end)
             other = layer.with_weights(layer.weights | {"attn.k_norm": torch.rand(layer.spec.head_dim)})
             for number, output in stream.outputs(other, exact=not exact):
                 stream.put(number, output, exact=not exact)
@@ -183,11 +183,11 @@ def test_the_sample_of_attention_reads_the_keys_of_its_own_tokens(shared: Path) 
     tokens = [*range(10), *range(4 * 24, 4 * 24 + 10)]
     whole = LayerPass(stream, layer)
     for number in range(len(stream)):
-        whole.move(stream.slices(number)[0], Part.ATTENTION_OUT)
-    expected = layer.project(stream.scratch(torch.float32)[tokens, : layer.spec.attended_size])
+        whole.move(stream.slices(number)[0], layer.spec.part_of("attn.o"))
+    expected = layer.attention.project(stream.scratch(torch.float32)[tokens, : layer.spec.inner_width(0)])
     sequences, hidden = stream.sampled(ids, length, every), stream.states(2)[tokens]
     stream.inputs(stream.slices(0)[0])  # of other tokens
-    found = layer.attention(hidden, sequences.batch, sequences.rope, sequences.kv, layer.before("norm.attn"))
+    found = layer.attention(*layer.mixing.read(hidden)[:2], sequences.at)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 

@@ -76,7 +76,7 @@ def test_kv_config(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="layer 0: key_mean: angles depend on"):
         resolve_storage(source, spec(rope_parameters=rope), "auto", "float32")
     layer = spec().layers[0]
-    layer = dataclasses.replace(layer, rope=dataclasses.replace(layer.rope, rotary_dim=2))
+    layer = layer.having(rope=dataclasses.replace(layer.rope, rotary_dim=2))
     partial = dataclasses.replace(spec(), layers=(layer, layer))
     with pytest.raises(CheckpointError, match="pair 1 does not turn, RoPE has 1 pairs"):
         resolve_storage(source, partial, "auto", "float32")

@@ -11,6 +11,8 @@ import torch
 from lmkit.config import EngineConfig
 from lmkit.kv_dtype import FLOAT32, INT4
 from lmkit.layers.batch import whole_batch
+from lmkit.layers.block import At
+from lmkit.layers.blocks.base import two_blocks
 from lmkit.models import load_spec
 from lmkit.models.decoder_layer import DecoderLayer
 from lmkit.models.kv_storage import KVStorage, allocate
@@ -36,7 +38,7 @@ def test_weights_and_flops() -> None:
     assert (sparse.num_weights, sparse.active_weights) == (ATTENTION + 8 * MLP, ATTENTION + 2 * MLP)
     assert dense.weight_bytes(4.25) == (ATTENTION + MLP) * 4.25 / 8
     assert dense.flops(10, 100) == 10 * (2 * (ATTENTION + MLP) + 4 * 32 * 128 * 100)
-    windowed = dataclasses.replace(dense, attention=dataclasses.replace(dense.attention, window=30, sinks=4))
+    windowed = dense.having(attention=dataclasses.replace(dense.attention, window=30, sinks=4))
     assert windowed.flops(10, 100) == 10 * (2 * (ATTENTION + MLP) + 4 * 32 * 128 * 34)
     assert windowed.flops(10, 20) == dense.flops(10, 20)
 
@@ -74,7 +76,7 @@ def plain_layer(post_norms: bool) -> DecoderLayer:
     """A small layer of random weights."""
     config = {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 2, "intermediate_size": 88}
     (spec,) = load_spec(CONFIG | config | {"num_hidden_layers": 1}).layers
-    spec = dataclasses.replace(spec, post_norms=post_norms, names=LLAMA_NAMES | POST_NORM_NAMES)
+    spec = spec.having(blocks=two_blocks(*spec, post_norms=post_norms), names=LLAMA_NAMES | POST_NORM_NAMES)
     torch.manual_seed(0)
     weights = {role: torch.randn(shape) / 7 for role, shape in spec.linears.items()}
     weights |= {role: torch.rand(size) + 0.5 for role, size in spec.vectors.items()}
@@ -97,7 +99,7 @@ def test_norms_behind_the_blocks(packed: bool) -> None:
         return torch.nn.functional.rms_norm(y, (48,), weights[role], layer.spec.norm_eps)  # type: ignore[arg-type]
 
     inner = plain_layer(post_norms=False)
-    expected = x + norm(inner.attention(norm(x, "norm.attn"), batch, (cos, sin), kv), "norm.attn_out")
+    expected = x + norm(inner.attention(norm(x, "norm.attn"), None, At(batch, (cos, sin), kv)), "norm.attn_out")
     expected = expected + norm(inner.mlp(norm(expected, "norm.mlp")), "norm.mlp_out")
     for delta, residual in ((x.clone(), None), (x - 3.0, torch.full_like(x, 3.0))):
         delta, rest = layer(delta, residual, batch, (cos, sin), kv)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -68,7 +67,9 @@ def projected(decoder: Decoder) -> list[int]:
     """The numbers of rows that the last layer's output projection gets from now on."""
     rows: list[int] = []
     layer = decoder.layers[-1]
-    project, add_to = layer.o.__call__, layer.o.add_to
+    out = layer.mixer.out
+    assert out is not None
+    project, add_to = out.__call__, out.add_to
 
     class Counted:
         def __call__(self, x: Tensor) -> Tensor:
@@ -79,7 +80,7 @@ def projected(decoder: Decoder) -> list[int]:
             rows.append(len(x))
             return add_to(stream, x)
 
-    layer.o = Counted()  # type: ignore[assignment]
+    layer.mixer.out = Counted()  # type: ignore[assignment]
     return rows
 
 

@@ -13,6 +13,7 @@ from lmkit.errors import ConfigError
 from lmkit.formats.kv_config import load_kv_config
 from lmkit.kv_dtype import INT8
 from lmkit.layers.batch import whole_batch
+from lmkit.layers.blocks.delta import DeltaSpec
 from lmkit.models.kv_storage import KVStorage, allocate
 from lmkit.models.loader import load_model
 from lmkit.models.source import ModelSource
@@ -32,8 +33,8 @@ def test_it_is_quantized_and_served(tmp_path: Path, name: str) -> None:
     steps: list[Any] = [SCALE, CLIP]
     prepare(source, recipe(*steps, rounder={"step": "gptq"}, kv={"bits": 8}, calibration=SHORT)).run(out)
     before, found = ModelSource(source), ModelSource(out)
-    delta = found.spec.layers[0].delta
-    assert delta is not None
+    delta = found.spec.layers[0].mixer
+    assert isinstance(delta, DeltaSpec)
     weights = found.layer_weights(0)
     assert all(isinstance(weights[role], QTensor) for role in (*delta.inputs, "attn.o"))
     assert not any(isinstance(weights[role], QTensor) for role in delta.gates)

@@ -22,11 +22,6 @@ class PagedKV:
     window: int = 0  # a token at position p reads keys > p - window; 0 = all before it
     sinks: int = 0  # first tokens that the window does not leave behind
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether keys and values are the layer's own, and apart."""
-        return not self.shared and self.source is None
-
     def token_bytes(self, k: KVDtype, v: KVDtype) -> int:
         """Bytes of a token's key and value in these storage types, with their parameters."""
         if self.source is not None:

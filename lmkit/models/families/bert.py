@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lmkit.errors import UnsupportedError
-from lmkit.layers.mlp_spec import UNGATED, MLPSpec
+from lmkit.layers.blocks.mlp import UNGATED, MLPSpec
 from lmkit.layers.rope_spec import RopeSpec
 from lmkit.models.families import defaults
 from lmkit.models.families.llama import integer, layer_spec, model_spec, num_layers, number

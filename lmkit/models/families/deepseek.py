@@ -8,7 +8,7 @@ from typing import Any
 
 from lmkit.attention_spec import AttentionSpec
 from lmkit.errors import CheckpointError, UnsupportedError
-from lmkit.layers.latent_spec import LatentSpec
+from lmkit.layers.blocks.latent import LatentSpec
 from lmkit.layers.rope_spec import RopeSpec
 from lmkit.models.families import defaults
 from lmkit.models.families.llama import integer, layer_spec, model_spec, num_layers, rope_spec
@@ -42,16 +42,19 @@ def deepseek_v3(hf: dict[str, Any]) -> ModelSpec:
 
 def _layers(hf: dict[str, Any], *, interleaved: bool) -> list[LayerSpec]:
     """The layers as dense ones."""
-    latent = LatentSpec(**{name: integer(hf, name) for name in SIZES}, q_lora_rank=integer(hf, "q_lora_rank", 0))
+    sizes: dict[str, Any] = {name: integer(hf, name) for name in SIZES} | {"q_lora_rank": integer(hf, "q_lora_rank", 0)}
+    latent = LatentSpec(**sizes, num_heads=integer(hf, "num_attention_heads"))
     if not all(getattr(latent, name) for name in SIZES):
         raise CheckpointError(f"config.json: {', '.join(SIZES)} must be positive")
     rope, bias = rope_spec(hf, latent.qk_rope_head_dim), bool(hf.get("attention_bias", False))
-    layer = layer_spec(
-        hf | {"head_dim": latent.row_dim, "num_key_value_heads": 1},
+    latent = replace(
+        latent,
         attention=AttentionSpec(latent.query_dim**-0.5 * _magnitude(rope) ** 2),
-        rope=replace(rope, interleaved=interleaved), latent=latent, attn_bias=bias, o_bias=bias, names=LATENT_NAMES,
-    )  # fmt: skip
-    return [layer] * num_layers(hf)
+        rope=replace(rope, interleaved=interleaved),
+        attn_bias=bias,
+        o_bias=bias,
+    )
+    return [layer_spec(hf, mixer=latent, names=LATENT_NAMES)] * num_layers(hf)
 
 
 def _magnitude(rope: RopeSpec) -> float:

@@ -28,7 +28,7 @@ def gemma2(hf: dict[str, Any]) -> ModelSpec:
 @family("Gemma3ForCausalLM", defaults=defaults.GEMMA3)
 def gemma3(hf: dict[str, Any]) -> ModelSpec:
     hf = _with_pattern(hf, integer(hf, "sliding_window_pattern", 6))
-    layer = replace(_layer(hf, softcap=number(hf, "attn_logit_softcapping", 0.0)), qk_norm=True)
+    layer = _layer(hf, softcap=number(hf, "attn_logit_softcapping", 0.0)).having(qk_norm=True)
     window = integer(hf, "sliding_window", 0)
     bases = number(hf, "rope_theta", 0.0), number(hf, "rope_local_base_freq", 0.0)
     return _model(hf, typed_layers(hf, layer, window, bases=bases))

@@ -13,7 +13,9 @@ from typing import Any
 
 from lmkit.attention_spec import AttentionSpec
 from lmkit.errors import CheckpointError, UnsupportedError
-from lmkit.layers.mlp_spec import MLPSpec, MoESpec
+from lmkit.layers.blocks.base import Residual
+from lmkit.layers.blocks.mlp import MLPSpec, PerLayerSpec
+from lmkit.layers.blocks.moe import MoESpec
 from lmkit.layers.rope_spec import RopeSpec
 from lmkit.models.families import defaults
 from lmkit.models.families.gemma import rounded
@@ -88,17 +90,20 @@ def _layer(hf: dict[str, Any], index: int, kind: str, kv_from: int | None) -> La
     names = LLAMA_NAMES | POST_NORM_NAMES | PER_LAYER_NAMES
     has_experts = bool(hf.get("enable_moe_block", False))
     heads = _heads(hf, index, kind)
-    return layer_spec(
+    layer = layer_spec(
         hf | heads,
         attention=AttentionSpec(1.0, window=integer(hf, "sliding_window") if kind == SLIDING else 0),
         rope=_rope(hf, kind, heads["head_dim"]),
         mlp=_experts(hf, mlp) if has_experts else mlp,
-        attn_bias=bias, o_bias=bias, qk_norm=True, post_norms=True, value_norm=True, stream_scale=True,
+        attn_bias=bias, o_bias=bias, qk_norm=True, post_norms=True, value_norm=True,
         key_is_value=bool(hf.get("attention_k_eq_v", False)) and kind == FULL,
         kv_from=kv_from,
-        per_layer=integer(hf, "hidden_size_per_layer_input"),
         names=names | BESIDE_EXPERTS if has_experts else names,
     )  # fmt: skip
+    width, blocks = integer(hf, "hidden_size_per_layer_input"), layer.blocks
+    if width:
+        blocks += (Residual(PerLayerSpec(width, mlp.activation), norm_out="norm.per_layer_out"),)
+    return replace(layer, blocks=(*blocks[:-1], replace(blocks[-1], scale="stream_scale")))
 
 
 def _heads(hf: dict[str, Any], index: int, kind: str) -> dict[str, int]:

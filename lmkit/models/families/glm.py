@@ -26,5 +26,5 @@ def glm4(hf: dict[str, Any]) -> ModelSpec:
 
 def _model(hf: dict[str, Any], **flags: Any) -> ModelSpec:
     layer = layer_spec(hf, attn_bias=bool(hf["attention_bias"]), **flags)
-    layer = replace(layer, rope=replace(layer.rope, interleaved=True))
+    layer = layer.having(rope=replace(layer.rope, interleaved=True))
     return model_spec(hf, [layer] * num_layers(hf))

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 from lmkit.attention_spec import AttentionSpec
 from lmkit.errors import CheckpointError, UnsupportedError
-from lmkit.layers.mlp_spec import MLPSpec
+from lmkit.layers.blocks.attention import SelfAttentionSpec
+from lmkit.layers.blocks.base import Block, two_blocks
+from lmkit.layers.blocks.mlp import MLPSpec
 from lmkit.layers.rope_spec import RopeSpec
 from lmkit.models.families import defaults
 from lmkit.models.layer_spec import LayerSpec
@@ -22,22 +24,42 @@ ORIGINAL = "original_max_position_embeddings"
 DTYPES = ("float32", "bfloat16", "float16")
 
 
-def layer_spec(hf: dict[str, Any], *, mlp_bias: bool = False, **flags: Any) -> LayerSpec:
-    """A dense layer with full attention from a config.json of transformers 4 or 5. `flags` override fields of
-    LayerSpec."""
+NORMS = "pre_norms", "post_norms", "stream_norms"  # see two_blocks
+OUTER = {field.name for field in fields(LayerSpec)}
+
+
+def layer_spec(
+    hf: dict[str, Any],
+    *,
+    mixer: Block | None = None,
+    mlp: Block | None = None,
+    mlp_bias: bool = False,
+    **flags: Any,
+) -> LayerSpec:
+    """A layer from a config.json of transformers 4 or 5: attention, or `mixer`, and a dense MLP, or `mlp`. `flags`
+    override fields of LayerSpec and SelfAttentionSpec, and choose the places of norms."""
+    outer: dict[str, Any] = {
+        "hidden_size": integer(hf, "hidden_size"),
+        "norm_eps": number(hf, "rms_norm_eps", 1e-6),
+    } | {name: flags.pop(name) for name in OUTER & flags.keys()}
+    norms = {name: flags.pop(name) for name in NORMS if name in flags}
+    mixer = mixer or self_attention(hf, **flags)
+    mlp = mlp or MLPSpec(integer(hf, "intermediate_size"), activation(hf), mlp_bias)
+    return LayerSpec(blocks=two_blocks(mixer, mlp, **norms), **outer)
+
+
+def self_attention(hf: dict[str, Any], **flags: Any) -> SelfAttentionSpec:
+    """Full attention from config.json. `flags` override fields."""
     num_heads = integer(hf, "num_attention_heads")
     head_dim = integer(hf, "head_dim", integer(hf, "hidden_size") // max(num_heads, 1))
-    fields: dict[str, Any] = {
-        "hidden_size": integer(hf, "hidden_size"),
+    own: dict[str, Any] = {
         "num_heads": num_heads,
         "num_kv_heads": integer(hf, "num_key_value_heads", num_heads),
         "head_dim": head_dim,
         "attention": AttentionSpec(max(head_dim, 1) ** -0.5),
         "rope": rope_spec(hf, head_dim),
-        "mlp": MLPSpec(integer(hf, "intermediate_size"), activation(hf), mlp_bias),
-        "norm_eps": number(hf, "rms_norm_eps", 1e-6),
     }
-    return LayerSpec(**(fields | flags))
+    return SelfAttentionSpec(**(own | flags))
 
 
 def model_spec(hf: dict[str, Any], layers: Iterable[LayerSpec], **flags: Any) -> ModelSpec:
@@ -45,7 +67,7 @@ def model_spec(hf: dict[str, Any], layers: Iterable[LayerSpec], **flags: Any) ->
     dtype = str(hf.get("dtype") or hf.get("torch_dtype") or "float32").removeprefix("torch.")
     if dtype not in DTYPES:
         raise UnsupportedError(f"config.json: dtype {dtype!r} is not supported; lmkit runs {', '.join(DTYPES)}")
-    fields: dict[str, Any] = {
+    own: dict[str, Any] = {
         "architecture": hf["architectures"][0],
         "layers": tuple(layers),
         "vocab_size": integer(hf, "vocab_size"),
@@ -53,12 +75,12 @@ def model_spec(hf: dict[str, Any], layers: Iterable[LayerSpec], **flags: Any) ->
         "dtype": dtype,
         "tie_embeddings": bool(hf.get("tie_word_embeddings", False)),
     }
-    return ModelSpec(**(fields | flags))
+    return ModelSpec(**(own | flags))
 
 
 def windowed(layer: LayerSpec, windows: list[int]) -> list[LayerSpec]:
     """The same layer once for each of the windows, 0 = full attention."""
-    made = {window: replace(layer, attention=replace(layer.attention, window=window)) for window in set(windows)}
+    made = {window: layer.having(attention=replace(layer.attention, window=window)) for window in set(windows)}
     return [made[window] for window in windows]
 
 
@@ -100,8 +122,8 @@ def internlm3(hf: dict[str, Any]) -> ModelSpec:
 
 @family("SeedOssForCausalLM", defaults=defaults.SEED_OSS)
 def seed_oss(hf: dict[str, Any]) -> ModelSpec:
-    flags = {"attn_bias": bool(hf.get("attention_bias", True)), "o_bias": bool(hf.get("attention_out_bias", False))}
-    layer = layer_spec(hf, mlp_bias=bool(hf.get("mlp_bias", False)), **flags)
+    bias, o_bias = bool(hf.get("attention_bias", True)), bool(hf.get("attention_out_bias", False))
+    layer = layer_spec(hf, mlp_bias=bool(hf.get("mlp_bias", False)), attn_bias=bias, o_bias=o_bias)
     return model_spec(hf, [layer] * num_layers(hf))
 
 
@@ -117,7 +139,7 @@ def smollm3(hf: dict[str, Any]) -> ModelSpec:
     if hf.get("layer_types") is None:
         hf = hf | {"layer_types": ["full_attention" if turns else "sliding_attention" for turns in turned]}
     windows = layer_windows(hf)
-    unturned = replace(layer, rope=replace(layer.rope, kind="none"))
+    unturned = layer.having(rope=replace(layer.rope, kind="none"))
     layers = windowed(layer, windows), windowed(unturned, windows)
     return model_spec(hf, [layers[not turns][i] for i, turns in enumerate(turned)])
 
@@ -201,7 +223,7 @@ def typed_layers(
                 | ({} if index else scaling)
             )
             rope = rope_spec(hf | {"rope_scaling": None, "rope_parameters": own}, layer.head_dim)
-        made[kind] = replace(layer, attention=replace(layer.attention, window=size), rope=rope)
+        made[kind] = layer.having(attention=replace(layer.attention, window=size), rope=rope)
     return [made[kind] for kind in hf["layer_types"]]
 
 

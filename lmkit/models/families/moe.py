@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from lmkit.errors import CheckpointError
-from lmkit.layers.mlp_spec import MLPSpec, MoESpec
+from lmkit.layers.blocks.mlp import MLPSpec
+from lmkit.layers.blocks.moe import MoESpec
 from lmkit.models.families import defaults
 from lmkit.models.families.llama import (
     activation,
@@ -40,7 +41,7 @@ def mixtral(hf: dict[str, Any]) -> ModelSpec:
         expert=MLPSpec(integer(hf, "intermediate_size")),
     )
     names = LLAMA_NAMES | MIXTRAL_EXPERTS
-    return replace(dense, layers=tuple(replace(layer, mlp=moe, names=names) for layer in dense.layers))
+    return replace(dense, layers=tuple(layer.having(mlp=moe, names=names) for layer in dense.layers))
 
 
 @family("Qwen2MoeForCausalLM", defaults=defaults.QWEN2_MOE)
@@ -102,7 +103,7 @@ def deepseek_experts(hf: dict[str, Any], layers: list[LayerSpec], **flags: Any) 
     moe = MoESpec(**(fields | flags))
     dense = integer(hf, "first_k_dense_replace", 0)
     return [
-        layer if i < dense else replace(layer, mlp=moe, names={**layer.names, **SIGMOID_EXPERTS})
+        layer if i < dense else layer.having(mlp=moe, names={**layer.names, **SIGMOID_EXPERTS})
         for i, layer in enumerate(layers)
     ]
 
@@ -134,6 +135,6 @@ def with_experts(hf: dict[str, Any], layers: list[LayerSpec], shared: MLPSpec | 
     )
     names = LLAMA_NAMES | QWEN_EXPERTS
     return [
-        replace(layer, mlp=moe, names=names) if has_experts else layer
+        layer.having(mlp=moe, names=names) if has_experts else layer
         for layer, has_experts in zip(layers, sparse, strict=True)
     ]

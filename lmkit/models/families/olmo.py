@@ -38,7 +38,7 @@ def exaone4(hf: dict[str, Any]) -> ModelSpec:
     period = len(pattern) if isinstance(pattern, str) else integer(hf, "sliding_window_pattern", 4)
     layers = typed_layers(_with_pattern(hf, period), layer, window)
     unturned = replace(layer.rope, kind="none")
-    return model_spec(hf, [one if one.attention.window else replace(one, rope=unturned) for one in layers])
+    return model_spec(hf, [one if one.attention.window else one.having(rope=unturned) for one in layers])
 
 
 def _with_pattern(hf: dict[str, Any], period: int) -> dict[str, Any]:

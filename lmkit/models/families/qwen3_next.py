@@ -9,8 +9,8 @@ from dataclasses import replace
 from typing import Any
 
 from lmkit.errors import CheckpointError
-from lmkit.layers.delta_spec import DeltaSpec
-from lmkit.layers.mlp_spec import MLPSpec
+from lmkit.layers.blocks.delta import DeltaSpec
+from lmkit.layers.blocks.mlp import MLPSpec
 from lmkit.models.families import defaults
 from lmkit.models.families.llama import integer, layer_spec, model_spec, num_layers
 from lmkit.models.families.moe import with_experts
@@ -67,8 +67,8 @@ def _hybrid(hf: dict[str, Any], *, flat: bool = False) -> ModelSpec:
     """Norms have the factor 1 + w, but for that inside linear attention. `flat`: see DeltaSpec."""
     bias = bool(hf.get("attention_bias", False))
     full = layer_spec(hf, attn_bias=bias, o_bias=bias, qk_norm=True, gated=True)
-    layers = [replace(full, gated=False, attn_bias=False, o_bias=False, qk_norm=False, delta=_delta(hf, flat))
-              if kind == LINEAR else full for kind in _kinds(hf)]  # fmt: skip
+    linear = layer_spec(hf, mixer=_delta(hf, flat))
+    layers = [linear if kind == LINEAR else full for kind in _kinds(hf)]
     shared = MLPSpec(integer(hf, "shared_expert_intermediate_size", 0))
     *layers, last = with_experts(hf, [*layers, full], shared if shared.intermediate_size else None)
     mtp = beside(_named(last))
@@ -76,7 +76,7 @@ def _hybrid(hf: dict[str, Any], *, flat: bool = False) -> ModelSpec:
 
 
 def _named(layer: LayerSpec) -> LayerSpec:
-    return replace(layer, names={**layer.names, **(DELTA_NAMES if layer.delta else GATED_NAMES)})
+    return replace(layer, names={**layer.names, **(DELTA_NAMES if layer.recurrent else GATED_NAMES)})
 
 
 def _kinds(hf: dict[str, Any]) -> list[str]:

@@ -82,9 +82,12 @@ def _with_tower(
 
 def seeing(spec: ModelSpec, hf: dict[str, Any], tower: VisionSpec, **rope: Any) -> ModelSpec:
     """The language model with a tower and M-RoPE. `rope` has fields of RopeSpec."""
-    sections = _sections(hf, spec.layers[0].rope.rotary_dim)
-    turned = replace(spec.layers[0].rope, sections=sections, **rope)
-    return replace(spec, layers=tuple(replace(layer, rope=turned) for layer in spec.layers), vision=tower)
+    plain = next((layer.rope for layer in spec.layers if layer.kv), None)
+    if plain is None:
+        raise UnsupportedError("config.json: layer_types names no layer of full_attention, which a tower needs")
+    turned = replace(plain, sections=_sections(hf, plain.rotary_dim), **rope)
+    layers = (layer.having(rope=turned) if layer.kv else layer for layer in spec.layers)
+    return replace(spec, layers=tuple(layers), vision=tower)
 
 
 def tower_3(hf: dict[str, Any], **given: Any) -> VisionSpec:

@@ -173,9 +173,10 @@ class Stream:
             return
         for number in range(len(self)):
             geometry, hidden = self.inputs(self._tokens(number), exact=exact), self.hidden(number, exact=exact)
-            q, k, v, _ = layer.queries_keys_values(hidden, layer.before("norm.attn"))
+            x, norm, _ = layer.mixing.read(hidden)
+            q, k, v, _ = layer.attention.queries_keys_values(x, norm)
             kv = geometry.kv
-            layer.append_op(q, k, v, *geometry.rope, kv.k, kv.v, geometry.batch.geometries[0].slots)
+            layer.attention.append_op(q, k, v, *geometry.rope, kv.k, kv.v, geometry.batch.geometries[0].slots)
             self.beside.put(layer.index, self._tokens(number), STREAMS[exact], *geometry.keys_and_values())
             self._buffer(self.layer, exact).release()
 
@@ -260,10 +261,11 @@ class Stream:
         hidden, queries = self.hidden(number, exact=exact), [torch.empty(0)]
         geometry = self.inputs(self._tokens(number), exact=exact)
         if seen is not None and seen.moments is not None:
-            layer.observe_queries = lambda q: queries.append(turned(q, geometry.rope))
+            layer.attention.observe_queries = lambda q: queries.append(turned(q, geometry.rope))
         # An op may write into its residual argument.
         delta, residual = layer(hidden.clone(), None, geometry.batch, geometry.rope, geometry.kv)
-        layer.observe_queries = None
+        if seen is not None and seen.moments is not None:
+            layer.attention.observe_queries = None
         self._buffer(self.layer, exact).release()
         return joined(delta, residual), geometry, queries[-1]
 
@@ -305,4 +307,4 @@ class Stream:
 def scratch_width(spec: ModelSpec) -> int:
     """The width of the states inside a layer: the output of attention, and the product of gate and up if the layer has
     no experts."""
-    return max(max(layer.attended_size, 0 if layer.is_sparse else layer.widest_mlp) for layer in spec.kinds)
+    return max(layer.inner_width(place) for layer in spec.kinds for place in range(len(layer.blocks)))

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lmkit.layers.blocks.attention import SelfAttentionSpec
 from lmkit.models.decoder_layer import DecoderLayer
 from lmkit.models.kv_transform import MeanByHead
 from lmkit.models.layer_spec import LayerSpec
@@ -35,7 +36,7 @@ class Moments:
     num_tokens: int = 0
 
     @classmethod
-    def empty(cls, spec: LayerSpec) -> Moments:
+    def empty(cls, spec: SelfAttentionSpec) -> Moments:
         heads, dim = spec.num_kv_heads, spec.head_dim
         wide = dim + spec.rope.rotary_dim
         return cls(torch.zeros(heads, wide, wide).double(), torch.zeros(heads, dim, dim).double())
@@ -64,7 +65,7 @@ class Moments:
         return wide @ self.keys @ wide.transpose(1, 2) / max(self.num_tokens, 1)
 
 
-def mean_vector(mean: MeanByHead, spec: LayerSpec) -> Tensor:
+def mean_vector(mean: MeanByHead, spec: SelfAttentionSpec) -> Tensor:
     """b of the pairs, float64 [num_kv_heads, D]."""
     b, half = torch.zeros(spec.num_kv_heads, spec.head_dim, dtype=torch.float64), spec.rope.rotary_dim // 2
     for head, pairs in enumerate(mean):
@@ -109,7 +110,8 @@ def rotation(dim: int) -> Tensor:
 def turns_values(spec: LayerSpec) -> bool:
     """Whether values can be rotated in the weights: no number of attention's output is changed by itself before
     attn.o."""
-    return spec.plain_kv is not None and not (spec.gated or spec.key_is_value)
+    attention = spec.fitted_kv
+    return attention is not None and not (attention.gated or attention.key_is_value)
 
 
 def turn_values(layer: DecoderLayer) -> None:

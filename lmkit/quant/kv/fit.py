@@ -29,11 +29,11 @@ from torch import Tensor
 from lmkit.formats.kv_config import Numbers
 from lmkit.kv_dtype import FLOAT32, INT4, INT8
 from lmkit.layers.batch import Projected
+from lmkit.layers.blocks.attention import SelfAttentionSpec
 from lmkit.layers.rope import frequencies
 from lmkit.models.decoder_layer import DecoderLayer
 from lmkit.models.kv_storage import KVStorage, allocate
 from lmkit.models.kv_transform import KVTransform, MeanByHead
-from lmkit.models.layer_spec import LayerSpec
 from lmkit.quant.kv.balance import Moments, balanced, mean_vector, turn_values, turns_values
 from lmkit.quant.kv.config import RISKY_RATIO, KVStats
 from lmkit.quant.layer.layer import BLOCK_SIZE, CalibratedLayer, Geometry
@@ -52,13 +52,16 @@ class Probe:
     """What attention reads of the sampled sequences. `exact` is the output of the attention block for them."""
 
     layer: DecoderLayer
+    spec: SelfAttentionSpec
     sequences: Geometry
     projected: Projected
     exact: Tensor
 
     @classmethod
     def of(cls, layer: DecoderLayer, sample: Tensor, sequences: Geometry) -> Probe:
-        probe = cls(layer, sequences, layer.queries_keys_values(sample), exact=sample)
+        spec = layer.spec.fitted_kv
+        assert spec is not None
+        probe = cls(layer, spec, sequences, layer.attention.queries_keys_values(sample), exact=sample)
         return replace(probe, exact=probe.output(KVStorage(FLOAT32, FLOAT32)))
 
     def first(self) -> tuple[Tensor, Tensor]:
@@ -68,17 +71,17 @@ class Probe:
 
     def scaled(self, s: Tensor) -> Probe:
         """The probe with lambda [num_kv_heads, head_dim] moved from keys to queries."""
-        q, k = self.projected.q * of_queries(s, self.layer.spec), self.projected.k / s
+        q, k = self.projected.q * of_queries(s, self.spec), self.projected.k / s
         return replace(self, projected=self.projected._replace(q=q, k=k))
 
     def output(self, storage: KVStorage) -> Tensor:
         """The output of the attention block, float32 [tokens, hidden], with a cache of this storage."""
         layer, batch = self.layer, self.sequences.batch
-        spec, positions = layer.spec, int(batch.geometries[0].context_lens.max())
+        attention, positions = layer.attention, int(batch.geometries[0].context_lens.max())
         num_blocks = int(batch.geometries[0].block_tables.max()) + 1
-        (kv,) = allocate([spec], [storage], num_blocks, BLOCK_SIZE, positions, layer.device)
+        (kv,) = allocate([layer.spec], [storage], num_blocks, BLOCK_SIZE, positions, layer.device)
         copies = self.projected._replace(q=self.projected.q.clone(), k=self.projected.k.clone())
-        return layer.o(layer.attend(copies, batch, self.sequences.rope, kv))
+        return attention.out(attention.attend(copies, self.sequences.at._replace(kv=kv)))
 
     def error(self, storage: KVStorage) -> float:
         error = (self.output(storage) - self.exact).square().mean(dtype=torch.float64)
@@ -93,18 +96,19 @@ def fit_cache(calibrated: CalibratedLayer, seen: KVStats, recipe: KVRecipe, hidd
     """
     layer, rows = calibrated.layer, dict[str, Tensor]()
     k_bits, v_bits = recipe.bits_of(layer.index)
-    if layer.spec.plain_kv is None or {k_bits, v_bits} == {16}:
+    spec = layer.spec.fitted_kv
+    if spec is None or {k_bits, v_bits} == {16}:
         return rows
     probe = Probe.of(layer, calibrated.inputs["attn.q"].sample, calibrated.sequences)
-    by_index = not (layer.spec.rope.by_length or layer.spec.rope.sections)  # angles depend on a token's index alone
+    by_index = not (spec.rope.by_length or spec.rope.sections)  # angles depend on a token's index alone
     if seen.moments is not None:
-        mean = key_mean(seen, layer.spec, SMALL_MEAN) if recipe.key_mean and by_index else ()
-        b = mean_vector(mean, layer.spec)
+        mean = key_mean(seen, spec, SMALL_MEAN) if recipe.key_mean and by_index else ()
+        b = mean_vector(mean, spec)
         a = balanced(seen.moments.without(b), seen.moments.queries / max(seen.moments.num_tokens, 1))
         keys, smoothing = KVTransform(mean, balance=Numbers.of(a.numpy())), None
     else:
         with_mean = recipe.scheme == "online" and recipe.key_mean and by_index
-        mean = key_mean(seen, layer.spec, LARGE_MEAN) if with_mean else ()
+        mean = key_mean(seen, spec, LARGE_MEAN) if with_mean else ()
         if recipe.key_mean == "auto":
             mean = tuple(m if r > RISKY_RATIO else () for m, r in zip(mean, seen.k_mean_ratio.tolist(), strict=False))
         keys, smoothing, s = _smoothed(calibrated, probe, mean if any(mean) else (), recipe, k_bits)
@@ -112,7 +116,7 @@ def fit_cache(calibrated: CalibratedLayer, seen: KVStats, recipe: KVRecipe, hidd
             rows, probe = fold(layer, s), probe.scaled(s)
             seen.divide_keys(s.cpu())
     wanted = recipe.leaves_out_first(layer.index)
-    transform = with_first(keys, layer.spec, *probe.first(), wanted=wanted)
+    transform = with_first(keys, spec, *probe.first(), wanted=wanted)
     power = float(hidden.square().mean(dtype=torch.float64)) or 1.0
     costs = {f"k {kind}": probe.error(KVStorage(kind, FLOAT32, transform)) / power for kind in (INT4, INT8)}
     costs |= {f"v {kind}": probe.error(KVStorage(FLOAT32, kind, transform)) / power for kind in (INT4, INT8)}
@@ -122,10 +126,10 @@ def fit_cache(calibrated: CalibratedLayer, seen: KVStats, recipe: KVRecipe, hidd
 
 def prepare_cache(layer: DecoderLayer, seen: KVStats, recipe: KVRecipe) -> None:
     """Before a layer is observed: rotate its values in the weights, and ask for the statistics that matrices need."""
-    spec = layer.spec
-    if spec.plain_kv is None:
+    spec = layer.spec.fitted_kv
+    if spec is None:
         return
-    if recipe.turns_values(layer.index) and turns_values(spec):
+    if recipe.turns_values(layer.index) and turns_values(layer.spec):
         turn_values(layer)
         seen.fit = replace(seen.fit, values_turned=True)
     if recipe.balances(layer.index):
@@ -136,19 +140,19 @@ def fit_first(layer: DecoderLayer, seen: KVStats, recipe: KVRecipe, hidden: Iter
     """Find the key and value of position 0 anew, from the states float32 [sequences, hidden_size] in front of the layer
     as it will be stored: steps may have scaled its values."""
     wanted = recipe.leaves_out_first(layer.index)
-    if layer.spec.plain_kv is None or not any(wanted):
+    spec = layer.spec.fitted_kv
+    if spec is None or not any(wanted):
         return
-    norm = layer.before("norm.attn")
-    projected = [layer.queries_keys_values(x, norm) for x in hidden]
+    projected = [layer.attention.queries_keys_values(*layer.mixing.read(x)[:2]) for x in hidden]
     keys, values = torch.cat([p.k for p in projected]), torch.cat([p.v for p in projected])
-    seen.fit = replace(seen.fit, transform=with_first(seen.fit.transform, layer.spec, keys, values, wanted=wanted))
+    seen.fit = replace(seen.fit, transform=with_first(seen.fit.transform, spec, keys, values, wanted=wanted))
 
 
 def _smoothed(
     calibrated: CalibratedLayer, probe: Probe, mean: MeanByHead, recipe: KVRecipe, k_bits: int | str
 ) -> tuple[KVTransform, float, Tensor]:
     """The best of lambdas, with and without a Hadamard matrix: (transform, alpha, lambda)."""
-    spec, k_type = probe.layer.spec, INT8 if k_bits == 8 else INT4
+    spec, k_type = probe.spec, INT8 if k_bits == 8 else INT4
     alphas = ALPHAS if recipe.smooth else ALPHAS[:1]
     turns = (False, True) if recipe.hadamard == "auto" else (recipe.hadamard,)
     turns = turns if recipe.scheme == "online" and not spec.head_dim & (spec.head_dim - 1) else (False,)
@@ -166,7 +170,7 @@ def _smoothed(
 
 
 def with_first(
-    transform: KVTransform, spec: LayerSpec, keys: Tensor, values: Tensor, *, wanted: tuple[bool, bool]
+    transform: KVTransform, spec: SelfAttentionSpec, keys: Tensor, values: Tensor, *, wanted: tuple[bool, bool]
 ) -> KVTransform:
     """The transform that also leaves out position 0. keys (before RoPE) and values of first tokens, float32 [sequences,
     num_kv_heads, D]; `wanted`: of keys, of values."""
@@ -178,7 +182,7 @@ def with_first(
     return replace(transform, first_key=next(found), first_value=next(found))
 
 
-def key_mean(seen: KVStats, spec: LayerSpec, smallest: float) -> MeanByHead:
+def key_mean(seen: KVStats, spec: SelfAttentionSpec, smallest: float) -> MeanByHead:
     """By head, the pairs of the mean before RoPE that are larger than `smallest` typical stds, largest first."""
     half = spec.rope.rotary_dim // 2
     found = []
@@ -193,7 +197,7 @@ def key_mean(seen: KVStats, spec: LayerSpec, smallest: float) -> MeanByHead:
 def smoothing_scale(probe: Probe, mean: MeanByHead, alpha: float, powers: bool) -> Tensor:
     """lambda, float32 [num_kv_heads, head_dim]; 1 in the middle of each head. `powers`: round lambda to powers of two,
     as no float type rounds a product with them."""
-    spec = probe.layer.spec
+    spec = probe.spec
     half = spec.rope.rotary_dim // 2
     keys = probe.projected.k.clone()
     for head, pairs in enumerate(mean):
@@ -211,7 +215,8 @@ def smoothing_scale(probe: Probe, mean: MeanByHead, alpha: float, powers: bool) 
 
 def exact_powers(calibrated: CalibratedLayer) -> bool:
     """Whether lambda is folded into a tensor that is stored in a short float type."""
-    spec = calibrated.layer.spec
+    spec = calibrated.layer.spec.fitted_kv
+    assert spec is not None
     return spec.attn_bias or spec.qk_norm or not {"attn.q", "attn.k"} <= set(calibrated.schemes)
 
 
@@ -221,7 +226,7 @@ def divided(mean: MeanByHead, s: Tensor) -> MeanByHead:
     return tuple(tuple((i, x / scale[i], y / scale[i]) for i, x, y in pairs) for pairs, scale in by_head)
 
 
-def of_queries(s: Tensor, spec: LayerSpec) -> Tensor:
+def of_queries(s: Tensor, spec: SelfAttentionSpec) -> Tensor:
     """[num_kv_heads, head_dim] -> [num_heads, head_dim]. Each query head gets the value of its KV head."""
     return s.repeat_interleave(spec.num_heads // spec.num_kv_heads, dim=0)
 
@@ -229,7 +234,8 @@ def of_queries(s: Tensor, spec: LayerSpec) -> Tensor:
 def fold(layer: DecoderLayer, s: Tensor) -> dict[str, Tensor]:
     """Fold keys / s and queries * s into the weights. Scores change by rounding errors only. Returns the factors on the
     rows of linears, by role."""
-    spec, weights = layer.spec, layer.weights
+    spec, weights = layer.spec.fitted_kv, layer.weights
+    assert spec is not None
     s = s[:, torch.tensor(spec.pair_order).argsort()] if spec.pair_order else s  # as the checkpoint has them
     factors = {"attn.k": 1 / s, "attn.q": of_queries(s, spec)}
     for role, factor in factors.items():

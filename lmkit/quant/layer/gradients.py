@@ -12,26 +12,42 @@ from torch import Tensor
 from torch.nn import functional
 
 from lmkit.kernels.cuda.module import TORCH
-from lmkit.layers.batch import BatchInputs, KVLayer, Projected
-from lmkit.models.decoder_layer import CosSin, DecoderLayer
+from lmkit.layers.attention import Attending, Attention
+from lmkit.layers.batch import Projected
+from lmkit.layers.block import At, CosSin
+from lmkit.layers.blocks.attention import SelfAttentionSpec
+from lmkit.layers.blocks.latent import LatentSpec
+from lmkit.layers.forward import FORWARDS
+from lmkit.layers.latent import LatentAttention
+from lmkit.models.decoder_layer import DecoderLayer
 from lmkit.quant.layer.layer import Geometry
+
+
+class _WithGradients(Attending):
+    def attend(self, projected: Projected, at: At) -> Tensor:
+        """The decoder's attention on copies: it rotates queries and keys in place. Plain attention is torch's, which
+        keeps no scores."""
+        (q, k, v, gates), scores = projected, self.scores
+        if scores.window or scores.softcap or "attn.sinks" in self.weights:
+            return super().attend(projected._replace(q=q.clone(), k=k.clone()), at)
+        num_rows, rope = len(at.batch.rope_lens), at.rope
+        q, k, v = (x.view(num_rows, -1, *x.shape[1:]).transpose(1, 2) for x in (turned(q, rope), turned(k, rope), v))
+        out = functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scores.scale, enable_gqa=True)
+        return self.outputs(out.transpose(1, 2).flatten(0, 1).contiguous(), gates)
+
+
+class _Attention(_WithGradients, Attention):
+    pass
+
+
+class _LatentAttention(_WithGradients, LatentAttention):
+    pass
 
 
 class LayerWithGradients(DecoderLayer):
     """A layer on the reference operations, for whole sequences of one length."""
 
-    def attend(self, projected: Projected, batch: BatchInputs, rope: CosSin, kv: KVLayer) -> Tensor:
-        """The decoder's attention on copies: it rotates queries and keys in place. Plain attention is torch's, which
-        keeps no scores."""
-        if self.spec.delta:
-            return super().attend(projected, batch, rope, kv)
-        (q, k, v, gates), attention = projected, self.spec.attention
-        if attention.window or attention.softcap or self.spec.has_sinks:
-            return super().attend(projected._replace(q=q.clone(), k=k.clone()), batch, rope, kv)
-        num_rows = len(batch.rope_lens)
-        q, k, v = (x.view(num_rows, -1, *x.shape[1:]).transpose(1, 2) for x in (turned(q, rope), turned(k, rope), v))
-        out = functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=attention.scale, enable_gqa=True)
-        return self.outputs(out.transpose(1, 2).flatten(0, 1).contiguous(), gates)
+    forwards = FORWARDS | {SelfAttentionSpec: _Attention, LatentSpec: _LatentAttention}
 
     def observe_gradients(self, observer: Callable[[tuple[str, ...], Tensor], None]) -> None:
         """Call `observer(roles, g [T, out])` on the way back, with the gradients at the outputs of linears that are
@@ -46,11 +62,11 @@ class LayerWithGradients(DecoderLayer):
     def output(self, hidden: Tensor, seq_len: int) -> Tensor:
         """hidden float32 [tokens, hidden], whole sequences of `seq_len` tokens -> the next layer's. Each call has keys
         and values of its own: they are part of what has gradients."""
-        geometry = Geometry.of(self.spec, len(hidden) // seq_len, seq_len, self.device)
-        batch, rope, kv = geometry.batch, geometry.rope, geometry.kv
-        attended = self.attention(hidden, batch, rope, kv, self.before("norm.attn"))
-        middle = self.behind("norm.attn", hidden, attended)
-        return self.behind("norm.mlp", middle, self.feed_forward(middle, self.before("norm.mlp"))) * self.stream_scale
+        at = Geometry.of(self.spec, len(hidden) // seq_len, seq_len, self.device).at
+        for block in self.blocks:
+            x, norm, _ = block.read(hidden)
+            hidden = block.apart(hidden, block.contribution(x, norm, at))
+        return hidden
 
 
 def turned(x: Tensor, rope: CosSin) -> Tensor:

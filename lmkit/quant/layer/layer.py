@@ -12,9 +12,10 @@ from lmkit.errors import CheckpointError
 from lmkit.kernels.cuda.module import tensor_device
 from lmkit.kv_dtype import FLOAT32
 from lmkit.layers.batch import BatchInputs, KVLayer, allocate_state, whole_batch
+from lmkit.layers.block import NO_ANGLES, At, CosSin
 from lmkit.layers.rope import Rope
 from lmkit.models import roles
-from lmkit.models.decoder_layer import CosSin, DecoderLayer
+from lmkit.models.decoder_layer import DecoderLayer
 from lmkit.models.layer_spec import LayerSpec
 from lmkit.qtensor import QTensor, QuantScheme, dequantize
 from lmkit.quant.layer.grid import Shrink, round_to_nearest
@@ -39,7 +40,12 @@ class Geometry:
         at = tensor_device(device)
         batch, num_blocks = whole_batch([[0] * seq_len] * num_rows, BLOCK_SIZE, at)
         kv = allocate_state(spec.state, num_blocks, BLOCK_SIZE, (FLOAT32, FLOAT32), num_rows, device=at)
-        return cls(batch, Rope(spec.rope, device)(batch), kv)
+        return cls(batch, NO_ANGLES if spec.kv is None else Rope(spec.rope, device)(batch), kv)
+
+    @property
+    def at(self) -> At:
+        """What blocks read of the sequences."""
+        return At(self.batch, self.rope, self.kv)
 
     def keys_and_values(self) -> tuple[Tensor, Tensor]:
         """The keys and values that the last pass stored, float32 [tokens, num_kv_heads, head_dim] each."""
@@ -85,13 +91,12 @@ class CalibratedLayer:
         """The output of the block behind `source` for the sampled inputs. Behind a norm, the
         block is the whole attention, MLP or mixture of experts. Behind a linear, it is the one linear that follows.
         Attention needs whole sequences and takes all inputs."""
-        layer, sequences = self.layer, self.sequences
-        if source == "norm.attn":
-            sample = self.input(layer.spec.fused[0][0]).sample
-            return layer.attention(sample, sequences.batch, sequences.rope, sequences.kv)
-        (reader, *_) = dict(layer.spec.smooth)[source]
+        (reader, *_) = dict(self.layer.spec.smooth)[source]
         sample = self.input(reader).sample
-        return layer.feed_forward(sample) if source == "norm.mlp" else layer.linear_of(reader)(sample)
+        block = next((each for each in self.layer.blocks if each.spec.norm == source), None)
+        if block is None:
+            return self.layer.linear_of(reader)(sample)
+        return block.contribution(sample, None, self.sequences.at)
 
     def has_statistics(self, role: str) -> bool:
         """Whether a linear saw enough tokens to be fitted to them. An expert may have seen few or none."""

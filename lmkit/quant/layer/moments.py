@@ -17,7 +17,7 @@ from lmkit.layers.linear import in_full
 from lmkit.models.decoder_layer import DecoderLayer, joined
 from lmkit.models.roles import expert_of
 from lmkit.quant.data.hidden_states import Stream
-from lmkit.quant.layer.passes import LayerPass, Part
+from lmkit.quant.layer.passes import LayerPass
 from lmkit.quant.layer.products import add_product, add_square, mirror, times
 
 HELD_OUT = 16  # one of so many rows is held out
@@ -104,7 +104,7 @@ def collect(
     sends other tokens to the experts, so experts have no exact inputs.
     """
     roles, stream = tuple(weights), hidden.stream
-    part = Part.of(roles[0])
+    part = hidden.layer.spec.part_of(roles[0])
     exact_roles = tuple(role for role in roles if expert_of(role) is None)
     lacks = original is not None and hidden.residual_part(part) is not None
     moments = {

@@ -2,39 +2,21 @@
 
     hidden --attention--> attended --attn.o--> + hidden = middle --gate, up--> inner --mlp.down--> + middle = next
 
-The linears of a layer are rounded one after the other. Each part starts where the last one left every token, so nothing
-is computed twice. `attended` and `inner` are stored in a scratch buffer, in the numbers that the layer multiplies.
-`middle` is stored in the buffer of the next layer's hidden states. A mixture of experts has no `inner`: its output is
-computed from `middle` each time. A layer may add its part of the tokens' vectors behind the MLP, and scale the stream.
+Part 2 i begins block i of the layer, part 2 i + 1 its last linear. The linears of a layer are rounded one after the
+other. Each part starts where the last one left every token, so nothing is computed twice. `attended` and `inner` are
+stored in a scratch buffer, in the numbers that the layer multiplies. `middle` is stored in the buffer of the next
+layer's hidden states. A mixture of experts has no `inner`: its output is computed from `middle` each time.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import IntEnum
 
 from torch import Tensor
 
-from lmkit.layers.moe import MoE
+from lmkit.layers.block import At
 from lmkit.models.decoder_layer import DecoderLayer
 from lmkit.quant.data.hidden_states import Stream
-
-
-class Part(IntEnum):
-    """The parts of a layer in order. A stream stands in front of one of them."""
-
-    ATTENTION = 0
-    ATTENTION_OUT = 1
-    MLP = 2
-    MLP_OUT = 3
-    END = 4
-
-    @classmethod
-    def of(cls, role: str) -> Part:
-        """The part that the linear `role` begins."""
-        if role.startswith("attn."):
-            return cls.ATTENTION_OUT if role == "attn.o" else cls.ATTENTION
-        return cls.MLP_OUT if role.endswith(".down") else cls.MLP
 
 
 class _SeenAll(Exception):
@@ -43,7 +25,7 @@ class _SeenAll(Exception):
 
 @dataclass
 class LayerPass:
-    """One stream inside a layer. All tokens stand in front of `part`; `exact`: it is the original model's stream.
+    """One stream inside a layer. All tokens stand before `part`; `exact`: it is the original model's stream.
 
     Before `part` is set to a new one, all tokens are moved there.
     """
@@ -51,9 +33,14 @@ class LayerPass:
     stream: Stream
     layer: DecoderLayer
     exact: bool = False
-    part: Part = Part.ATTENTION
+    part: int = 0
 
-    def inputs(self, tokens: slice, part: Part, roles: tuple[str, ...]) -> dict[str, Tensor]:
+    @property
+    def end(self) -> int:
+        """The part after the last one."""
+        return 2 * len(self.layer.blocks)
+
+    def inputs(self, tokens: slice, part: int, roles: tuple[str, ...]) -> dict[str, Tensor]:
         """Move whole rows of `tokens` up to `part` and return the inputs that `roles`, linears of this part, see there.
         An expert without tokens is left out."""
         self.move(tokens, part)
@@ -67,8 +54,8 @@ class LayerPass:
                 if len(seen) == len(roles):
                     raise _SeenAll
 
-        # The experts are computed as a whole, behind the router.
-        part = Part.MLP_OUT if part is Part.MLP and self.layer.spec.is_sparse else part
+        if self.layer.blocks[part // 2].block.out is None:  # it is computed as a whole
+            part |= 1
         self.layer.observe(record)
         try:
             self._compute(part, tokens)
@@ -78,58 +65,49 @@ class LayerPass:
             self.layer.observe(None)
         return seen
 
-    def residual_part(self, part: Part) -> Part | None:
-        """The part in front of which the residual stream stands, to which a part adds the outputs of its one linear."""
-        spec = self.layer.spec
-        if spec.post_norms or spec.stream_norms or (part is Part.MLP_OUT and spec.is_sparse):
-            return None
-        return {Part.ATTENTION_OUT: Part.ATTENTION, Part.MLP_OUT: Part.MLP}.get(part)
+    def residual_part(self, part: int) -> int | None:
+        """The part before which the residual stream stands, to which a part adds the outputs of its one linear."""
+        block = self.layer.blocks[part // 2]
+        adds = part % 2 and block.block.out is not None and not (block.spec.norm_out or block.spec.norm_sum)
+        return part - 1 if adds else None
 
-    def residual(self, tokens: slice, part: Part) -> Tensor:
+    def residual(self, tokens: slice, part: int) -> Tensor:
         """The residual stream of `tokens`, to which a part adds."""
         before = self.residual_part(part)
         assert before is not None
         return self._states(before, tokens)
 
-    def move(self, tokens: slice, part: Part) -> None:
+    def move(self, tokens: slice, part: int) -> None:
         """Move whole rows of `tokens` up to `part`. When all tokens are there, the caller sets `part`."""
         for at in range(self.part, part):
-            result = self._compute(Part(at), tokens)
+            result = self._compute(at, tokens)
             if result is not None:
                 self._place(at + 1)[tokens] = result
 
     def _place(self, part: int) -> Tensor:
-        """The buffer of the states in front of a part, [tokens, width]."""
-        if part in (Part.ATTENTION_OUT, Part.MLP_OUT):
-            spec = self.layer.spec
-            width = spec.attended_size if part == Part.ATTENTION_OUT else spec.widest_mlp
+        """The buffer of the states before a part, [tokens, width]."""
+        if part % 2:
+            width = self.layer.spec.inner_width(part // 2)
             return self.stream.scratch(self.layer.product_dtype, exact=self.exact)[:, :width]
-        return self.stream.states(self.stream.layer + (part > Part.ATTENTION), exact=self.exact)
+        return self.stream.states(self.stream.layer + (part > 0), exact=self.exact)
 
     def _states(self, part: int, tokens: slice) -> Tensor:
-        """The states of `tokens` in front of a part, where the layer is."""
+        """The states of `tokens` before a part, where the layer is."""
         return self.stream.here(self._place(part)[tokens])
 
-    def _compute(self, part: Part, tokens: slice) -> Tensor | None:
-        """The states behind a part, for whole rows. None: they are the same as in front of it."""
-        layer, stream = self.layer, self.stream
-        if part is Part.ATTENTION:
-            hidden = self._states(part, tokens)
-            geometry = stream.inputs(tokens, exact=self.exact)
-            projected = layer.queries_keys_values(hidden, layer.before("norm.attn"))
-            return layer.attend(projected, geometry.batch, geometry.rope, geometry.kv)
-        if part is Part.ATTENTION_OUT:
-            hidden, attended = self._states(Part.ATTENTION, tokens), layer.project(self._states(part, tokens))
-            return layer.behind("norm.attn", hidden, attended)
-        middle = self._states(Part.MLP, tokens)
-        if isinstance(layer.mlp, MoE):
-            if part is Part.MLP:
-                return None
-            return self._finished(tokens, middle + layer.feed_forward(middle, layer.before("norm.mlp")))
-        if part is Part.MLP:
-            return layer.mlp.inner(middle, layer.before("norm.mlp"))
-        return self._finished(tokens, layer.behind("norm.mlp", middle, layer.reduce(self._states(part, tokens))))
+    def _compute(self, part: int, tokens: slice) -> Tensor | None:
+        """The states after a part, for whole rows. None: they are the same as before it."""
+        block, stream = self.layer.blocks[part // 2], self._states(part & ~1, tokens)
+        is_whole = block.block.out is None
+        if part % 2 and not is_whole:
+            return block.apart(stream, block.whole(block.block.project(self._states(part, tokens))))
+        if is_whole and not part % 2:
+            return None
+        x, norm, _ = block.read(stream)
+        at = self._at(block.spec.block.state is not None, tokens)
+        return block.apart(stream, block.contribution(x, norm, at)) if is_whole else block.block.inner(x, norm, at)
 
-    def _finished(self, tokens: slice, behind: Tensor) -> Tensor:
-        """The states behind the MLP -> those behind the layer."""
-        return self.layer.finished(behind, self.stream.vectors(tokens).batch)
+    def _at(self, has_state: bool, tokens: slice) -> At:
+        """What a block reads of whole rows: with the keys and values of earlier layers if it keeps a state."""
+        geometry = self.stream.inputs(tokens, exact=self.exact) if has_state else self.stream.vectors(tokens)
+        return geometry.at

@@ -24,7 +24,7 @@ from lmkit.quant.layer.grid import round_to_nearest
 from lmkit.quant.layer.held_out import compare_held_out
 from lmkit.quant.layer.layer import CalibratedLayer, relative_error
 from lmkit.quant.layer.observe import InputStats, Observer, sample_rows, sample_tokens
-from lmkit.quant.layer.passes import LayerPass, Part
+from lmkit.quant.layer.passes import LayerPass
 from lmkit.quant.layer.work import LayerWork, Rounding
 from lmkit.quant.plan import Plan
 from lmkit.quant.recipe import Recipe
@@ -158,13 +158,13 @@ class LayerQuantizer:
     def _finish(self, layer_pass: LayerPass) -> None:
         """Move all tokens behind the layer. Processes share the work if the pass stands at the layer's beginning."""
         stream, exact = self.stream, layer_pass.exact
-        if layer_pass.part is Part.ATTENTION:
+        if layer_pass.part == 0:
             for number, output in stream.outputs(layer_pass.layer, exact=exact):
                 stream.put(number, output, exact=exact)
             return
         for number in range(len(stream)):
             for tokens in stream.slices(number):
-                layer_pass.move(tokens, Part.END)
+                layer_pass.move(tokens, layer_pass.end)
             stream.release()
 
     def _round_dense(self, calibrated: CalibratedLayer) -> None:

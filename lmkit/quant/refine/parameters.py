@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from lmkit.layers.blocks.moe import SCORE_BIAS
 from lmkit.layers.linear import Weights
-from lmkit.layers.mlp_spec import SCORE_BIAS
 from lmkit.qtensor import SMALLEST_SCALE, QTensor, dequantize
 
 FIXED = (SCORE_BIAS, "attn.sinks")  # vectors that are not tuned

@@ -18,7 +18,6 @@ from lmkit.formats.parts import Activations
 from lmkit.models.layer_spec import LayerSpec
 from lmkit.models.spec import ModelSpec
 from lmkit.qtensor import QuantScheme
-from lmkit.quant.layer.passes import Part
 from lmkit.quant.layer.work import LayerWork
 from lmkit.quant.refine.whole import Finished, WholeModel
 
@@ -83,9 +82,9 @@ class LayerCost:
     def part_widths(self) -> list[list[int]]:
         """`input_widths` of each part of the layer. All experts are in one part."""
         readers = {reads for role, reads in self.layer.input_of.items() if role in self.layer.linears}
-        parts: dict[Part, list[int]] = {}
+        parts: dict[int, list[int]] = {}
         for reader in readers:
-            parts.setdefault(Part.of(reader), []).append(self.layer.linear_shape(reader)[1])
+            parts.setdefault(self.layer.part_of(reader), []).append(self.layer.linear_shape(reader)[1])
         return list(parts.values())
 
     @property

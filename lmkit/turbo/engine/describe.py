@@ -13,7 +13,6 @@ from lmkit.config import EngineConfig
 from lmkit.errors import ConfigError, UnsupportedError
 from lmkit.formats.generation_config import RANGES, SamplingDefaults, read_defaults
 from lmkit.formats.kv_config import load_kv_config
-from lmkit.layers.mlp_spec import MoESpec
 from lmkit.models.mtp import mtp_bytes
 from lmkit.models.packed_cache import cache_folders
 from lmkit.models.resolved import ResolvedModel, resolved
@@ -60,8 +59,9 @@ def describe_model(path: str, config: EngineConfig) -> dict[str, Any]:
                         "window": layer.attention.window or None,
                     }
                     for layer in spec.kinds
+                    if layer.kv is not None
                 ),
-                "rope": _distinct(layer.rope.kind for layer in spec.kinds),
+                "rope": _distinct(layer.rope.kind for layer in spec.kinds if layer.kv is not None),
                 "mlp_size": max(layer.widest_mlp for layer in spec.kinds),
                 "experts": _experts(spec),
                 "vocabulary": spec.vocab_size,
@@ -118,7 +118,7 @@ def _distinct(facts: Iterable[T]) -> list[T]:
 
 def _experts(spec: ModelSpec) -> dict[str, Any] | None:
     """The experts of a model with sparse layers."""
-    sparse = [layer.mlp for layer in spec.layers if isinstance(layer.mlp, MoESpec)]
+    sparse = [layer.mixture for layer in spec.layers if layer.mixture is not None]
     if not sparse:
         return None
     moe = sparse[0]

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from lmkit.config import EngineConfig
 from lmkit.errors import ConfigError
 from lmkit.kv_dtype import KVDtype
-from lmkit.layers.latent_cost import scratch_bytes
 from lmkit.models.kv_layout import KVLayout, layout_of
 from lmkit.models.spec import ModelSpec
 from lmkit.models.stage import Stage
@@ -349,16 +348,9 @@ def _gpu_workspace_bytes(spec: ModelSpec, config: EngineConfig, num_groups: int)
         max(tokens * widest, *(layer.places_bytes(tokens, half=True) for layer in spec.kinds)) + GPU_SCRATCH_BYTES
         for tokens in steps
     )
-    latent = max(
-        (
-            scratch_bytes(columns * config.tokens_per_block, layer.latent, layer.num_heads)
-            for layer in spec.kinds
-            if layer.latent
-        ),
-        default=0,
-    )
+    prompts = max(layer.prompt_bytes(columns * config.tokens_per_block) for layer in spec.kinds)
     exchanges = EXCHANGE_BYTES + 4 * rows * -(-spec.vocab_size // ranks) if (ranks := config.num_ranks) > 1 else 0
     weights, logits = 2 * 2 * outputs * spec.hidden_size, 3 * 4 * rows * spec.vocab_size
     kept = (layer.recurrent.draft_bytes for layer in spec.kinds if layer.recurrent)
     guesses = config.sequences_per_step * config.num_guesses * max(kept, default=0)
-    return activations + latent + weights + logits + 2 * tables + exchanges + guesses
+    return activations + prompts + weights + logits + 2 * tables + exchanges + guesses

@@ -40,9 +40,11 @@ from lmkit.kernels.ops import BatchGeometry, Places
 from lmkit.kv_dtype import INT4, INT8, KVDtype, kv_dtype
 from lmkit.layers import latent_cost
 from lmkit.layers.batch import BatchInputs, KVLayer, allocate_kv
+from lmkit.layers.block import At
 from lmkit.layers.blocks.state import PagedKV
 from lmkit.layers.latent_cost import Prompt
-from lmkit.layers.moe import MoE
+from lmkit.layers.latent_prompts import plain_heads
+from lmkit.layers.moe import mixtures_of
 from lmkit.layers.prompts import Prompts
 from lmkit.models.decoder import Decoder
 from lmkit.models.loader import load_model
@@ -160,7 +162,7 @@ class TunableExperts(NamedTuple):
 def tunable_experts(decoder: Decoder) -> Iterator[TunableExperts]:
     """The products of experts of each shape and format."""
     seen: set[Key] = set()
-    for mixture in (layer.mlp for layer in decoder.layers if isinstance(layer.mlp, MoE)):
+    for mixture in mixtures_of(decoder.blocks):
         for by_token, linears in zip((True, False), mixture.together(1, decoder.dtype) or (), strict=False):
             if isinstance(table := linears.table, ExpertTable):
                 key = Key.of(table.packed, decoder.dtype, len(table.parts))
@@ -240,10 +242,9 @@ def _fastest(
 def tune_latent(table: Table, device: str, decoder: Decoder) -> list[LatentGain]:
     """Measure what a chunk of a prompt saves over plain heads, and put that into the table, as a multiple of the
     estimate."""
-    layer = next((layer for layer in decoder.layers if layer.plain_heads is not None and layer.plain_heads.runs), None)
-    if layer is None or layer.plain_heads is None:
+    plain, (tokens, length) = plain_heads(decoder.blocks), LATENT_CHUNK
+    if plain is None or not plain.runs:
         return []
-    plain, (tokens, length) = layer.plain_heads, LATENT_CHUNK
     spec, num_heads = plain.latent.spec, plain.latent.num_heads
     blocks, stored = length // KV_BLOCK, _storages(decoder.dtype)[0]
     kv = allocate_kv(blocks, 1, KV_BLOCK, spec.row_dim, (stored, stored), device)
@@ -264,15 +265,16 @@ def tune_latent(table: Table, device: str, decoder: Decoder) -> list[LatentGain]
     chunk = Prompt(0, 0, tokens, length)
     over_plain = replace(batch, prompts=Prompts.of([chunk], [0, tokens], (geometry,)))
     x = torch.randn(tokens, decoder.spec.hidden_size, device=device).to(decoder.dtype)
-    cos, sin = torch.rand(2, tokens, layer.spec.rope.rotary_dim // 2, device=device)
+    cos, sin = torch.rand(2, tokens, spec.rope.rotary_dim // 2, device=device)
+    latent, at = plain.latent, At(batch, (cos, sin), kv)
 
-    def latent(i: int) -> Tensor:
-        return layer.attend(layer.queries_keys_values(x), batch, (cos, sin), kv)
+    def over_latent(i: int) -> Tensor:
+        return latent.attend(latent.queries_keys_values(x), at)
 
     def over_heads(i: int) -> Tensor:
-        return plain(x, None, over_plain, (cos, sin), kv)
+        return plain(x, None, at._replace(batch=over_plain))
 
-    times = [gemm_table.measure_on_device(way, 1) for way in (latent, over_heads)]
+    times = [gemm_table.measure_on_device(way, 1) for way in (over_latent, over_heads)]
     key = latent_key(plain)
     table.latent_gains[key] = (times[0] - times[1]) / latent_cost.gain(tokens, length, spec, num_heads)
     return [LatentGain(key, table.latent_gains[key])]

@@ -26,6 +26,7 @@ from lmkit.kernels.cuda.module import Kernel
 from lmkit.kernels.cuda.prefill import variant
 from lmkit.kernels.cuda.switches import switches
 from lmkit.kv_dtype import FLOAT32, kv_dtype
+from lmkit.layers import latent_prompts
 from lmkit.layers.batch import BatchInputs, KVLayer
 from lmkit.layers.latent_cost import Prompt, chunks_of
 from lmkit.layers.latent_prompts import PlainHeads
@@ -139,7 +140,7 @@ class _Launched:
 
 def plain_heads(decoder: Decoder, kv: list[KVLayer]) -> PlainHeads | None:
     """That of the layers with latent attention, all alike, if kernels compute it; None otherwise."""
-    found = next((layer.plain_heads for layer in decoder.layers if layer.plain_heads is not None), None)
+    found = latent_prompts.plain_heads(decoder.blocks)
     if not switches().plain_heads or found is None or not found.runs or any(x.k.dtype == FLOAT32 for x in kv):
         return None
     return found

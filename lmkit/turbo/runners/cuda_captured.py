@@ -21,8 +21,8 @@ from lmkit.kernels.cuda.module import Kernel
 from lmkit.kernels.registry import Implementation
 from lmkit.kv_dtype import FLOAT32
 from lmkit.layers.batch import BatchInputs, KVLayer
-from lmkit.layers.mlp_spec import MAX_PLACES
-from lmkit.layers.moe import MoE
+from lmkit.layers.blocks.moe import MAX_PLACES
+from lmkit.layers.moe import MoE, mixtures_of
 from lmkit.log import get_logger
 from lmkit.models.decoder import Decoder
 from lmkit.turbo.plan import CAPTURED_TOKENS, DRAFTED_TOKENS
@@ -102,7 +102,7 @@ def obstacle(decoder: Decoder, kv: list[KVLayer]) -> str | None:
 
 def mixtures(decoder: Decoder) -> list[MoE]:
     """The mixtures of experts."""
-    return [layer.mlp for layer in decoder.layers if isinstance(layer.mlp, MoE)]
+    return mixtures_of(decoder.blocks)
 
 
 def capturable(sizes: list[Size], decoder: Decoder) -> list[Size]:
@@ -120,13 +120,8 @@ def chosen(decoder: Decoder) -> Iterator[tuple[str, Implementation]]:
     if decoder.softcap is not None:
         yield "logits", decoder.softcap
     for layer in decoder.layers:
-        yield ("attention", layer.attention_op) if layer.delta is None else ("linear attention", layer.delta.advance)
-        if layer.latent is not None:
-            yield "latent products", layer.latent.linear_heads
-        if layer.spec.qk_norm or layer.spec.post_norms or layer.latent is not None:
-            yield "norms", layer.rms_norm
-    for mixture in mixtures(decoder):
-        yield from (("experts", implementation) for implementation in mixture.implementations)
+        for block in layer.blocks:
+            yield from block.captured()
     for linear in decoder.linears:
         for packed in linear.packed or ():
             yield "linears", packed.implementation

@@ -44,7 +44,7 @@ def _refusal(reason: str) -> ConfigError:
 
 def _problem(decoder: Decoder, kv: list[KVLayer]) -> str | None:
     layers = decoder.layers
-    if any(layer.latent is not None for layer in layers):
+    if any(layer.spec.kv is not None and layer.spec.kv.shared for layer in layers):
         return "attention is latent, which a GPU computes in another order for each batch"
     if any(layer.spec.head_dim > MAX_HEAD_DIM for layer in layers):
         return f"heads have more than {MAX_HEAD_DIM} elements, whose attention is split by the batch on a GPU"

@@ -15,7 +15,7 @@ from lmkit.kernels.cuda import elementwise, experts, gemm_experts, gemm_pack, in
 from lmkit.kernels.cuda.gemm_experts import ExpertTable
 from lmkit.kernels.cuda.gemm_plan import SCRATCH_BYTES
 from lmkit.kernels.ops import Norm, Places, Routing
-from lmkit.layers.mlp_spec import GPU_ROWS
+from lmkit.layers.blocks.moe import GPU_ROWS
 from lmkit.qtensor import QTensor, QuantScheme, quantize
 from tests import emulator
 from tests.kernels.cuda import test_int8_rows

@@ -72,7 +72,7 @@ def test_values_turned_in_the_weights_leave_outputs_equal(tmp_path: Path, family
     whole = calibrated(tmp_path, family)
     probe, layer = probe_of(whole), whole.layer.with_weights(dict(whole.layer.weights))
     turn_values(layer)
-    after = replace(probe, layer=layer, projected=layer.queries_keys_values(whole.inputs["attn.q"].sample))
+    after = replace(probe, layer=layer, projected=layer.attention.queries_keys_values(whole.inputs["attn.q"].sample))
     torch.testing.assert_close(after.output(KVStorage(FLOAT32, FLOAT32)), probe.exact, rtol=1e-4, atol=1e-5)
     assert not torch.allclose(after.projected.v, probe.projected.v, atol=1e-2)
 

@@ -45,7 +45,7 @@ def calibrated(tmp_path: Path, family: str, bias: float = 0.0, gain: float = 1.0
     layer = source.layer(0, torch.float32)
     rows = layer.weights["attn.k"]
     assert isinstance(rows, Tensor)
-    if layer.spec.attn_bias:
+    if "attn.k.bias" in layer.weights:
         offset = layer.weights["attn.k.bias"]
         assert isinstance(offset, Tensor)
         offset.view(-1, 16)[:, [BIASED, BIASED + 8]] += torch.tensor([bias, -bias])
@@ -59,7 +59,7 @@ def seen_of(probe: Probe) -> KVStats:
     seen = KVStats.empty(*projected.k.shape[1:])
     copies = projected._replace(q=projected.q.clone(), k=projected.k.clone())
     geometry = probe.sequences
-    probe.layer.attend(copies, geometry.batch, geometry.rope, geometry.kv)
+    probe.layer.attention.attend(copies, geometry.at)
     seen.add(*geometry.keys_and_values(), geometry.rope)
     return seen
 
@@ -70,7 +70,7 @@ def probe_of(layer: CalibratedLayer) -> Probe:
 
 def scores(layer: DecoderLayer, sample: Tensor, geometry: Geometry) -> Tensor:
     """Of all pairs of tokens, queries and keys after RoPE, [heads, tokens, tokens]."""
-    q, k, v, _ = layer.queries_keys_values(sample)
+    q, k, v, _ = layer.attention.queries_keys_values(sample)
     ops.rope_append.named("reference")(
         q, k, v, *geometry.rope, geometry.kv.k, geometry.kv.v, geometry.batch.geometries[0].slots
     )

@@ -14,7 +14,7 @@ from lmkit.models.source import ModelSource
 from lmkit.qtensor import QTensor, QuantScheme, dequantize, quantize
 from lmkit.quant.data.hidden_states import Stream
 from lmkit.quant.layer.moments import Moments, collect, held_out_rows
-from lmkit.quant.layer.passes import LayerPass, Part
+from lmkit.quant.layer.passes import LayerPass
 from lmkit.quant.layer.refine import refine
 from lmkit.quant.run import prepare
 from lmkit.quant.steps import gptq
@@ -168,11 +168,11 @@ def test_a_pass_in_parts_is_the_layers_forward(tmp_path: Path, family: str) -> N
     tokens = slice(0, len(whole))
     for role in layer.spec.linears:
         if expert_of(role) is None:
-            part = Part.of(role)
+            part = layer.spec.part_of(role)
             x = layer_pass.inputs(tokens, part, (role,))[role]
             torch.testing.assert_close(x, seen_by(stream, layer, role), rtol=1e-5, atol=1e-5)
             layer_pass.part = part
-    layer_pass.move(tokens, Part.END)
+    layer_pass.move(tokens, layer_pass.end)
     stream.advance()
     torch.testing.assert_close(stream.hidden(0), whole, rtol=1e-5, atol=1e-5)
 

@@ -14,7 +14,7 @@ from lmkit.errors import ConfigError
 from lmkit.kernels.cpu import low_rank
 from lmkit.kv_dtype import BFLOAT16, FLOAT32, INT4, INT8, KVDtype
 from lmkit.layers.batch import allocate_kv
-from lmkit.layers.delta_spec import DeltaSpec
+from lmkit.layers.blocks.delta import DeltaSpec
 from lmkit.models import load_spec
 from lmkit.turbo.engine.memory import ADDED_ROWS, RECORD_BYTES, RUNTIME_BYTES, asked_kv, kv_limits, plan_memory
 
@@ -59,7 +59,7 @@ def test_default_pool_serves_the_whole_batch_when_memory_allows() -> None:
 
 def test_snapshots_of_recurrent_states_are_planned() -> None:
     delta = DeltaSpec(2, 4, 16, 16, 4)
-    spec = replace(SPEC, layers=(replace(SPEC.layers[0], delta=delta), *SPEC.layers[1:]))
+    spec = replace(SPEC, layers=(LAYER.having(mixer=delta), *SPEC.layers[1:]))
     plan = plan_memory(spec, EngineConfig(max_batch_size=3), BF16, weight_bytes=GIB, available=8 * GIB)
     assert plan.states == 3 * delta.state.num_bytes
     assert (plan.num_snapshots, plan.snapshots) == (48, 48 * delta.state.num_bytes)
@@ -76,7 +76,7 @@ def test_snapshots_of_recurrent_states_are_planned() -> None:
 
 def test_a_model_without_keys_and_values_is_planned() -> None:
     """Its blocks only count tokens, and a record is what they take."""
-    spec = replace(SPEC, layers=tuple(replace(layer, delta=DeltaSpec(2, 4, 16, 16, 4)) for layer in SPEC.layers))
+    spec = replace(SPEC, layers=(LAYER.having(mixer=DeltaSpec(2, 4, 16, 16, 4)),) * 4)
     plan = plan_memory(spec, EngineConfig(max_batch_size=3), BF16, weight_bytes=GIB, available=8 * GIB)
     assert (plan.num_tokens, plan.max_model_len) == (3 * 4096, 4096)
     assert plan.kv == plan.num_blocks * RECORD_BYTES

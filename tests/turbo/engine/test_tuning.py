@@ -18,6 +18,7 @@ from lmkit.kernels.cuda import attention, gemm, gemm_experts, gemm_table, module
 from lmkit.kernels.cuda.gemm_table import Entry, Key, SplitKey, WideKey
 from lmkit.kv_dtype import INT8
 from lmkit.layers import latent_cost
+from lmkit.layers.blocks.latent import LatentSpec
 from lmkit.models.loader import load_model
 from lmkit.turbo.engine import tuning
 from lmkit.turbo.engine.tuning import (
@@ -181,9 +182,9 @@ def test_latent_attention_is_tuned(tmp_path: Path, table: gemm_table.Table, monk
     )
     (gain,) = tuning.tune_latent(table, "cpu", decoder)
     torch.testing.assert_close(*results, rtol=0, atol=2e-3 * float(results[0].abs().max()))
-    layer = decoder.layers[0]
-    assert layer.latent is not None
-    assert gain.factor == pytest.approx(3.0 / latent_cost.gain(20, 64, layer.latent.spec, 6))
+    spec = decoder.layers[0].spec.mixer
+    assert isinstance(spec, LatentSpec)
+    assert gain.factor == pytest.approx(3.0 / latent_cost.gain(20, 64, spec, 6))
     table.save()
     again = gemm_table.Table(table.path, "emulated")
     assert (again.wide_blocks, again.latent_gains) == (table.wide_blocks, table.latent_gains)

@@ -1,0 +1,114 @@
+"""Linear attention by the gated delta rule as a block. `layers.delta` computes it, `kernels.delta` has the formulas."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Self
+
+from lmkit.errors import UnsupportedError
+from lmkit.layers.blocks.base import Block, Pairs, Shape
+from lmkit.layers.blocks.state import Recurrent
+
+
+@dataclass(frozen=True)
+class DeltaSpec(Block):
+    """One state for a sequence in place of keys and values (Gated DeltaNet, arXiv 2412.06464).
+
+    Each key head serves `num_value_heads / num_key_heads` neighbouring value heads.
+    """
+
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int  # of a head
+    value_dim: int
+    kernel: int  # tokens that the causal convolution sees
+
+    flat: bool = False  # heads lie in one tensor for each part, as in Qwen3.5, not all parts for each key head
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """The roles of the linears that read the block's input and give queries, keys, values and output gates."""
+        return ("attn.qkv", "attn.z") if self.flat else ("attn.qkvz",)
+
+    @property
+    def gates(self) -> tuple[str, ...]:
+        """The roles of those that give how much of a state changes, and how much decays. They are small."""
+        return ("attn.b", "attn.a") if self.flat else ("attn.ba",)
+
+    @property
+    def channels(self) -> int:
+        """Channels of the convolution: queries, keys and values."""
+        return 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
+
+    @property
+    def num_values(self) -> int:
+        """Width of all value heads."""
+        return self.num_value_heads * self.value_dim
+
+    @property
+    def out(self) -> str:
+        return "attn.o"
+
+    def linears(self, hidden: int) -> dict[str, Shape]:
+        sizes = (self.channels, self.num_values) if self.flat else (self.channels + self.num_values,)
+        small = dict.fromkeys(self.gates, (2 * self.num_value_heads // len(self.gates), hidden))
+        wide = {role: (size, hidden) for role, size in zip(self.inputs, sizes, strict=True)}
+        return wide | small | {"attn.o": (hidden, self.num_values)}
+
+    @property
+    def matrices(self) -> dict[str, tuple[int, ...]]:
+        return {
+            "attn.conv": (self.channels, 1, self.kernel),
+            "attn.a_log": (self.num_value_heads,),
+            "attn.dt_bias": (self.num_value_heads,),
+            "attn.delta_norm": (self.value_dim,),
+        }
+
+    @property
+    def fused(self) -> tuple[tuple[str, ...], ...]:
+        return (self.inputs + self.gates,)
+
+    @property
+    def unrounded(self) -> tuple[str, ...]:
+        return self.gates
+
+    @property
+    def row_groups(self) -> dict[str, int]:
+        """For each key head: b, a."""
+        return dict.fromkeys(self.gates, self.num_key_heads) if self.flat else {}
+
+    @property
+    def gguf_names(self) -> Mapping[str, str]:
+        return {"attn.o": "ssm_out"}
+
+    def smooth(self, norm: str) -> Pairs:
+        return ((norm, self.inputs + self.gates),) if norm else ()
+
+    @property
+    def state(self) -> Recurrent:
+        """The last inputs of the convolution, and a matrix for each value head. A draft token keeps its inputs of the
+        convolution and its gates."""
+        matrix = self.num_value_heads, self.key_dim, self.value_dim
+        return Recurrent((self.channels, self.kernel - 1), matrix, self.channels + 2 * self.num_value_heads)
+
+    def products(self, context: float) -> float:
+        """Three products with each matrix, whatever the context is."""
+        return 3 * self.num_value_heads * self.key_dim * self.value_dim
+
+    @property
+    def widest_product(self) -> int:
+        return self.channels + self.num_values
+
+    def inner_bytes(self, *, half: bool = False) -> int:
+        """What the linears give, channels after the convolution, gates before and after their functions, and the
+        results of the states and of the block."""
+        channels, values, heads = self.channels, self.num_values, self.num_value_heads
+        if half:
+            return 2 * (channels + values) + 4 * (channels + 4 * heads) + (4 + 2) * values
+        return 4 * (2 * self.widest_product + 4 * heads)
+
+    def share(self, rank: int, tp: int, ep: int) -> Self:
+        if tp > 1:
+            raise UnsupportedError(f"tp={tp}: linear attention is not split over processes; use tp=1")
+        return self

@@ -1,0 +1,39 @@
+"""The table of blocks: what computes each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from lmkit.layers.attention import Attention
+from lmkit.layers.block import Forward, Parts
+from lmkit.layers.blocks.attention import SelfAttentionSpec
+from lmkit.layers.blocks.base import Block
+from lmkit.layers.blocks.delta import DeltaSpec
+from lmkit.layers.blocks.latent import LatentSpec
+from lmkit.layers.blocks.mlp import MLPSpec, PerLayerSpec
+from lmkit.layers.blocks.moe import MoESpec
+from lmkit.layers.delta import GatedDelta
+from lmkit.layers.latent import LatentAttention
+from lmkit.layers.latent_prompts import PlainHeads
+from lmkit.layers.mlp import GatedMLP
+from lmkit.layers.moe import MoE
+from lmkit.layers.per_layer import PerLayerGate
+
+Forwards = dict[type[Block], Callable[[Any, Parts], Forward]]
+
+
+def _latent(spec: LatentSpec, parts: Parts) -> LatentAttention:
+    block = LatentAttention(spec, parts)
+    block.plain_heads = PlainHeads(block, parts.device) if parts.device == "cuda" else None
+    return block
+
+
+FORWARDS: Forwards = {
+    SelfAttentionSpec: Attention,
+    LatentSpec: _latent,
+    DeltaSpec: GatedDelta,
+    MLPSpec: lambda spec, parts: GatedMLP("mlp", spec, parts.weights, parts.device),
+    MoESpec: lambda spec, parts: MoE(spec, parts.weights, parts.device),
+    PerLayerSpec: PerLayerGate,
+}
