@@ -91,12 +91,14 @@ class CalibratedLayer:
         """The output of the block behind `source` for the sampled inputs. Behind a norm, the
         block is the whole attention, MLP or mixture of experts. Behind a linear, it is the one linear that follows.
         Attention needs whole sequences and takes all inputs."""
-        (reader, *_) = dict(self.layer.spec.smooth)[source]
+        layer = self.layer
+        if source == "norm.attn":  # a model without norms before its blocks has this block, too
+            sample = self.input(layer.mixing.spec.block.fused[0][0]).sample
+            return layer.mixing.contribution(sample, None, self.sequences.at)
+        (reader, *_) = dict(layer.spec.smooth)[source]
         sample = self.input(reader).sample
-        block = next((each for each in self.layer.blocks if each.spec.norm == source), None)
-        if block is None:
-            return self.layer.linear_of(reader)(sample)
-        return block.contribution(sample, None, self.sequences.at)
+        block = next((each for each in layer.blocks if each.spec.norm == source), None)
+        return layer.linear_of(reader)(sample) if block is None else block.contribution(sample, None, self.sequences.at)
 
     def has_statistics(self, role: str) -> bool:
         """Whether a linear saw enough tokens to be fitted to them. An expert may have seen few or none."""
