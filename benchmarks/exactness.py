@@ -1,20 +1,20 @@
-"""Guesses change nothing: answers to many prompts, and the distribution of sampled tokens at each position.
+"""Draft tokens change nothing: answers to many prompts, and the distribution of sampled tokens at each position.
 
     python -m benchmarks.exactness [MODEL] [--speculate HOW] [--draft-history N] [--variations NAME ...]
                                    [--prompts N] [--seeds N] [--positions N] [--batch N]
 
-Greedy: the answers to N prompts of held-out text are compared with those of an engine without guesses: tokens, text,
+Greedy: the answers to N prompts of held-out text are compared with those of an engine without drafts: tokens, text,
 log-probabilities, and why each ended. `--variations` names what requests or engines have besides, each in turn:
 
     penalties, bias, logprobs, stop, grammar    fields of the requests
     again        each prompt comes twice: the prefix cache has it
-    preempted    the engine with guesses has KV for half of a batch
+    preempted    the engine with draft tokens has KV for half of a batch
     adapters     three of four requests have a LoRA adapter, one of two
     int4         the KV cache has 4 bits
 
-Sampled: one prompt is continued at temperature 1, N times with guesses and N times without, by different seeds. A
+Sampled: one prompt is continued at temperature 1, N times with draft tokens and N times without, by different seeds. A
 chi-square test of two samples compares the tokens at each position; rare tokens are counted together. With the same
-seeds the answers are the same, which is checked as well. Guesses are made in every step, whether they pay or not.
+seeds the answers are the same, which is checked as well. Draft tokens are made in every step, whether they pay or not.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from lmkit.text import Tokenizer
 from lmkit.text.grammar import json_schema
 from lmkit.turbo.engine.engine import Engine
 from lmkit.turbo.request import Request, SamplingParams
-from lmkit.turbo.scheduling import drafting, speculation
+from lmkit.turbo.scheduling import model_speculation, speculation
 from lmkit.turbo.scheduling.accounts import Account
 from lmkit.turbo.transport.output import OutputProcessor, TextLogprobs
 
@@ -73,7 +73,7 @@ class Answer:
 
 
 def answers(engine: Engine, requests: list[Request], batch: int) -> list[Answer]:
-    """The answer to each request, `batch` of them at a time: while requests wait, no guesses are made."""
+    """The answer to each request, `batch` of them at a time: while requests wait, no draft tokens are made."""
     tokenizer = Tokenizer.from_pretrained(DEMO_FOLDER)
     follow = {request.request_id: OutputProcessor(tokenizer, request) for request in requests}
     found = {name: Answer() for name in follow}
@@ -94,7 +94,7 @@ def answers(engine: Engine, requests: list[Request], batch: int) -> list[Answer]
 
 
 def prompts_of(count: int, vocab_size: int) -> list[list[int]]:
-    """Held-out code, its beginning twice, so that guesses are made. Ids are folded into a smaller vocabulary."""
+    """Held-out code, its beginning twice, so that drafts are made. Ids are folded into a smaller vocabulary."""
     tokenizer, text = Tokenizer.from_pretrained(DEMO_FOLDER), HELDOUT_TEXT.read_text()
     starts = range(0, len(text) - PROMPT_CHARACTERS, max(1, (len(text) - PROMPT_CHARACTERS) // count))
     pieces = [text[start : start + PROMPT_CHARACTERS] for start in starts][:count]
@@ -123,7 +123,7 @@ def deviation(one: list[Answer], two: list[Answer]) -> float:
 
 
 def engines(given: argparse.Namespace, variation: str, folder: Path) -> tuple[Engine, Engine]:
-    """One without guesses, and one that makes them. Adapters are written to `folder`."""
+    """One without draft tokens, and one that makes them. Adapters are written to `folder`."""
     options: dict[str, Any] = {"max_batch_size": given.batch, "max_model_len": MAX_TOKENS}
     if variation == "int4":
         options["kv_dtype"] = "int4"
@@ -140,7 +140,7 @@ def engines(given: argparse.Namespace, variation: str, folder: Path) -> tuple[En
     return plain, Engine(given.model, EngineConfig(**options, **how))
 
 
-def compare(plain: Engine, guessing: Engine, given: argparse.Namespace, variation: str) -> dict[str, Any]:
+def compare(plain: Engine, drafting: Engine, given: argparse.Namespace, variation: str) -> dict[str, Any]:
     fields: dict[str, Any] = {"max_tokens": NUM_TOKENS, "ignore_eos": True} | PARAMS.get(variation, {})
     adapters = ADAPTERS if variation == "adapters" else ("",)
     times = 2 if variation == "again" else 1
@@ -151,30 +151,30 @@ def compare(plain: Engine, guessing: Engine, given: argparse.Namespace, variatio
         return Request(request_id=str(number), prompt_ids=prompt, params=params, adapter=adapter)
 
     greedy = [request(i, prompt) for i, prompt in enumerate(prompts)]
-    pairs = zip(*(answers(engine, greedy, given.batch) for engine in (guessing, plain)), strict=True)
+    pairs = zip(*(answers(engine, greedy, given.batch) for engine in (drafting, plain)), strict=True)
     different = sum(mine != other for mine, other in pairs)
-    of_greedy = guessing.stats()
+    of_greedy = drafting.stats()
 
     def drawn(engine: Engine, first: int) -> list[Answer]:
         how = {"max_tokens": given.positions, "temperature": 1.0}
         seeds = range(first, first + given.seeds)
         return answers(engine, [request(seed, prompts[0], seed=seed, **how) for seed in seeds], given.batch)
 
-    one, two = drawn(guessing, 0), drawn(plain, given.seeds)
-    stats = guessing.stats()
+    one, two = drawn(drafting, 0), drawn(plain, given.seeds)
+    stats = drafting.stats()
     return {
         "speculate": given.speculate, "variation": variation, "prompts": len(prompts), "different": different,
-        "guesses": of_greedy.draft_tokens, "right": of_greedy.accepted_tokens, "seeds": given.seeds,
+        "drafts": of_greedy.draft_tokens, "right": of_greedy.accepted_tokens, "seeds": given.seeds,
         "right_sampled": stats.accepted_tokens - of_greedy.accepted_tokens, "same_with_seed": drawn(plain, 0) == one,
         "largest_deviation": deviation(one, two), "preemptions": stats.preemptions,
     }  # fmt: skip
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Guesses change no token.")
+    parser = argparse.ArgumentParser(description="Draft tokens change no token.")
     parser.add_argument("model", nargs="?", default=str(DEMO_FOLDER))
     parser.add_argument("--speculate", default="ngram", help="ngram, draft=FOLDER, eagle=FOLDER or mtp")
-    parser.add_argument("--draft-history", type=int, default=0, help="tokens of earlier answers to guess from")
+    parser.add_argument("--draft-history", type=int, default=0, help="tokens of earlier answers to draft from")
     parser.add_argument("--variations", nargs="+", choices=VARIATIONS, default=["none"])
     parser.add_argument("--prompts", type=int, default=1000)
     parser.add_argument("--seeds", type=int, default=2000)
@@ -182,8 +182,8 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=16)
     given = parser.parse_args()
     always = (
-        patch.object(drafting, "PROBE_SHARE", 1e9),
-        patch.object(drafting, "FIRST_PROBES", 1 << 30),
+        patch.object(model_speculation, "PROBE_SHARE", 1e9),
+        patch.object(model_speculation, "FIRST_PROBES", 1 << 30),
         patch.object(Account, "book"),
         patch.object(speculation.Speculation, "_rests", return_value=False),
         patch.object(speculation.Speculation, "_costs", lambda self, num_seqs: (1.0, 1e-6, 0.0, float(num_seqs))),
@@ -193,9 +193,9 @@ def main() -> None:
     rows = []
     for variation in given.variations:
         with TemporaryDirectory() as folder:
-            plain, guessing = engines(given, variation, Path(folder))
-            rows.append(compare(plain, guessing, given, variation))
-            for engine in (plain, guessing):
+            plain, drafting = engines(given, variation, Path(folder))
+            rows.append(compare(plain, drafting, given, variation))
+            for engine in (plain, drafting):
                 engine.close()
     report.show(rows)
 

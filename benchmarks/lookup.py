@@ -1,17 +1,17 @@
-"""How many tokens of known answers a step gets from guesses at them, without an engine.
+"""How many tokens of known answers a step gets from drafts of them, without an engine.
 
     python -m benchmarks.lookup [--cost C] [--commits N] [--json FILE]
 
     copy, edit   the answers of benchmarks.speculation
     eighth       `edit` of benchmarks.lookup_peers: every eighth token is another one
     rename       held-out code is repeated with four names changed
-    commits      files of this repository behind the last commits that edited them; the prompt is the file before that
+    commits      files of this repository after the last commits that edited them; the prompt is the file before that
 
-`index` is what `--speculate ngram` does. `longest` guesses what followed the longest suffix of the text that stood
-before, where it stood last: a suffix automaton finds the same. Both with and without guesses behind edits.
+`index` is what `--speculate ngram` does. `longest` drafts what followed the longest suffix of the text that stood
+before, where it stood last: a suffix automaton finds the same. Both with and without draft tokens after edits.
 
-A step takes 1, and C more for each guess. It has as many guesses as make the most tokens in this time, by the chances
-that the answer has shown so far. The ratio is that of the time without guesses to the time with them.
+A step takes 1, and C more for each draft token. It has as many drafts as make the most tokens in this time, by the
+chances that the answer has shown so far. The ratio is that of the time without draft tokens to the time with them.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Case = tuple[list[int], list[int]]  # a prompt and its answer
 
 
 class Longest(Ngrams):
-    """Guesses what followed the longest suffix that stood before."""
+    """Drafts what followed the longest suffix that stood before."""
 
     def __init__(self, token_ids: array[int]) -> None:
         self.ends: defaultdict[bytes, list[int]] = defaultdict(list)  # by the last SHORT tokens
@@ -57,7 +57,7 @@ class Longest(Ngrams):
 
 
 def commits(count: int, encode: Callable[[str], list[int]]) -> list[Case]:
-    """The last so many files that a commit edited, before and behind it."""
+    """The last so many files that a commit edited, before and after it."""
 
     def git(*command: str) -> str:
         return subprocess.run(["git", *command], check=True, capture_output=True, text=True).stdout
@@ -92,23 +92,23 @@ def cases(num_commits: int) -> dict[str, list[Case]]:
 
 
 def measure(pairs: list[Case], proposer: type[Ngrams], cost: float) -> tuple[float, float]:
-    """(the time without guesses / the time with them, tokens a step)"""
+    """(the time without draft tokens / the time with them, tokens a step)"""
     common, num_tokens, num_steps, time = Chances(), 0, 0, 0.0
     for prompt, answer in pairs:
         text, own = array("i", prompt), Chances([0.0] * len(BANDS), [0.0] * len(BANDS))
-        guesser, rest = proposer(text), answer
+        drafter, rest = proposer(text), answer
         draft: list[int] = []
         while rest:
             right = next((i for i, pair in enumerate(zip(draft, rest, strict=False)) if pair[0] != pair[1]), len(draft))
             num_steps, time = num_steps + 1, time + 1 + cost * len(draft)
             text.extend(rest[: right + 1])
             rest = rest[right + 1 :]
-            while guesser.known < len(text):
-                if judged := guesser.learn():
+            while drafter.known < len(text):
+                if judged := drafter.learn():
                     own.record(*judged)
                     common.record(*judged)
-            draft = guesser.guess(LONGEST_DRAFT)
-            del draft[_best_length(len(draft), guesser.agreed, own, common, cost) :]
+            draft = drafter.draft(LONGEST_DRAFT)
+            del draft[_best_length(len(draft), drafter.agreed, own, common, cost) :]
         num_tokens += len(answer)
     return num_tokens / time, num_tokens / num_steps
 
@@ -125,8 +125,8 @@ def _best_length(longest: int, agreed: int, own: Chances, common: Chances, cost:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Guesses from text at known answers.")
-    parser.add_argument("--cost", type=float, default=0.08, help="of a guess, in plain steps")
+    parser = argparse.ArgumentParser(description="Drafts of known answers from their text.")
+    parser.add_argument("--cost", type=float, default=0.08, help="of a draft token, in plain steps")
     parser.add_argument("--commits", type=int, default=20)
     parser.add_argument("--json", type=Path, help="also write the figures here")
     given = parser.parse_args()

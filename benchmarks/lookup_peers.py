@@ -1,16 +1,16 @@
 """Prompt lookup of lmkit, llama.cpp and vLLM, each beside its own decoding without: one model, the same prompts.
 
     python -m benchmarks.lookup_peers [--peer NAME=PYTHON ...] [--engines a,b] [--size 1b|tiny] [--workdir DIR]
-                                      [--guesses N] [--rounds N] [--json FILE]
+                                      [--drafts N] [--rounds N] [--json FILE]
 
-The model has random weights, but it counts: behind token n it chooses n + 1 (random_llama). So all engines decode a
-known text at the cost of any model of this shape, and the prompt decides which guesses are right.
+The model has random weights, but it counts: after token n it chooses n + 1 (random_llama). So all engines decode a
+known text at the cost of any model of this shape, and the prompt decides which draft tokens are right.
 
     copy    the answer stands in the prompt
     edit    the same, but every eighth token is another one there
     fresh   nothing of the answer stands in the prompt
 
-An engine runs in two processes, without guesses and with them. They take turns. The clock starts at the first token.
+An engine runs in two processes, without drafts and with them. They take turns. The clock starts at the first token.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from lmkit.config import default_num_threads
 from lmkit.errors import LMKitError
 
 NUM_TOKENS, KNOWN, BEGINNING, CONTEXT = 160, 320, 16, 1024
-FIRST = 2  # behind the special tokens
+FIRST = 2  # after the special tokens
 EDITED = 8
 NAMES = ("lmkit", "llama.cpp", "vllm-awq")
 
@@ -49,7 +49,7 @@ def prompts(vocab: int) -> dict[str, list[int]]:
 
 
 def measure(
-    kind: EngineKind, pythons: list[str], shape: Shape, folder: Path, guesses: int, rounds: int
+    kind: EngineKind, pythons: list[str], shape: Shape, folder: Path, drafts: int, rounds: int
 ) -> list[dict[str, Any]]:
     """A row for each kind of prompt. Raises EngineFailed."""
     python, model = pythons[0], folder / (kind.form or "checkpoint")
@@ -59,7 +59,7 @@ def measure(
         client.prepare(maker_python, f"{PEERS}.{maker.module}", folder / "checkpoint", model, folder / "prepare.log")
     with contextlib.ExitStack() as stack:
         processes = []
-        for count in (0, guesses):
+        for count in (0, drafts):
             options = Options(model, default_num_threads(), 1, CONTEXT, shape.vocab, count)
             log = folder / f"{kind.name}.{count}.log"
             processes.append(stack.enter_context(PeerProcess(python, f"{PEERS}.{kind.module}", options, log)))
@@ -71,9 +71,9 @@ def measure(
             for turn in range(rounds + 1):  # the first warms up
                 for process, of_process in zip(processes, rates, strict=True):
                     of_process += [_rate(process, prompt)] * bool(turn)
-            plain, guessed = map(statistics.median, rates)
+            plain, drafted = map(statistics.median, rates)
             row = {"engine": kind.label, "version": processes[0].facts.version, "kind": name}
-            rows.append(row | {"plain_tok_s": plain, "guessed_tok_s": guessed, "ratio": guessed / plain})
+            rows.append(row | {"plain_tok_s": plain, "drafting_tok_s": drafted, "ratio": drafted / plain})
         return rows
 
 
@@ -91,7 +91,7 @@ def main() -> None:
     parser.add_argument("--engines", default=",".join(NAMES))
     parser.add_argument("--size", choices=["1b", "tiny"], default="1b")
     parser.add_argument("--workdir", type=Path, default=Path("lookup_peers"))
-    parser.add_argument("--guesses", type=int, default=10)
+    parser.add_argument("--drafts", type=int, default=10)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path, help="also write the figures here")
     given = parser.parse_args()
@@ -105,12 +105,12 @@ def main() -> None:
         rows = []
         for kind in kinds:
             having = pythons.get(kind.python or kind.name, [sys.executable])
-            rows += measure(kind, having, shape, folder, given.guesses, given.rounds)
+            rows += measure(kind, having, shape, folder, given.drafts, given.rounds)
             report.show(rows)
     except (LMKitError, EngineFailed) as error:
         sys.exit(f"error: {error}")
     if given.json:
-        report.save(given.json, "lookup_peers", rows, guesses=given.guesses)
+        report.save(given.json, "lookup_peers", rows, drafts=given.drafts)
 
 
 if __name__ == "__main__":

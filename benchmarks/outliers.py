@@ -2,7 +2,7 @@
 
     python -m benchmarks.outliers demo /tmp/outliers30 --factor 30
 
-In every layer a few channels of each norm are multiplied by `factor`, and the columns of the linears behind it are
+In every layer a few channels of each norm are multiplied by `factor`, and the columns of the linears after it are
 divided by `factor`. Activations get the large channels that real models have; logits stay (float32, up to rounding).
 The script uses nothing of lmkit except the place of the demo model, so that other tools are measured on the same file.
 """

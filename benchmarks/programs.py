@@ -96,7 +96,7 @@ class Task:
 
 
 async def questions(branch: Branch, rng: random.Random, task: Task) -> None:
-    """Multiple choice behind examples that all questions share (MMLU)."""
+    """Multiple choice after examples that all questions share (MMLU)."""
     branch += task.shared("examples", 2400) + piece(rng, 200) + "\nAnswer:"
     await branch.select([" A", " B", " C", " D"])
 

@@ -137,7 +137,7 @@ def config(shape: Shape) -> dict[str, object]:
 def make_checkpoint(out: Path, shape: Shape, seed: int = 0, *, counts: bool = False) -> None:
     """Write the bfloat16 checkpoint with a tokenizer of its own to `out`, a folder that does not exist yet.
 
-    `counts`: behind token n the likeliest is n + 1, whatever stands before. The head has the embedding of n in row
+    `counts`: after token n the likeliest is n + 1, whatever stands before. The head has the embedding of n in row
     n + 1, and the layers compute as others do, but add nothing.
     """
     generator = torch.Generator().manual_seed(seed)

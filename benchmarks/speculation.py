@@ -8,16 +8,16 @@
     fresh   code goes on, sampled with temperature 1: little repeats itself
     json    an answer that follows a schema, whose keys its grammar forces
     again   `fresh`, asked a second time; the engine keeps its answers (`--draft-history`)
-    form    a form is filled in behind each text, after it was filled in behind other texts; answers are kept
+    form    a form is filled in after each text, after it was filled in after other texts; answers are kept
 
 The demo model answers first. Its answers are the script of the other model, if one is named: that model computes every
 step, and each sampled token is replaced by the script's. So a model of random weights has the demo's acceptance, and
 its own costs. In `copy`, `edit` and `form` the script is the text itself. `json` has no script.
 
-`--speculate eagle=FOLDER` names a head of the demo model. For another model its guesses are replayed too: a head of
-random weights, in that model's shape, computes every step, and gives the guesses of the demo's head. `--speculate mtp`
+`--speculate eagle=FOLDER` names a head of the demo model. For another model its drafts are replayed too: a head of
+random weights, in that model's shape, computes every step, and gives the drafts of the demo's head. `--speculate mtp`
 does the same with the layer for multi-token prediction that the model itself has. With `--own` a trained MODEL, which
-has the demo's tokens, answers and guesses for itself.
+has the demo's tokens, answers and draft tokens for itself.
 
 A round decodes the same prompts with both engines. The ratio is the median over the rounds.
 """
@@ -49,12 +49,12 @@ from lmkit.turbo.plan import NewSequence, SampledToken
 from lmkit.turbo.request import Request, SamplingParams
 from lmkit.turbo.runners.cpu import CpuRunner
 from lmkit.turbo.runners.sampler import Sampler
-from lmkit.turbo.scheduling import drafting
+from lmkit.turbo.scheduling import model_speculation
 from lmkit.turbo.scheduling.accounts import Account
 from lmkit.turbo.scheduling.speculation import Speculation
 
 NUM_TOKENS = 160  # of an answer
-LONGEST_GUESS = 8  # of a head whose guesses are replayed
+LONGEST_DRAFT = 8  # of a head whose draft tokens are replayed
 HEAD_TOKENS = 8192  # of a head of random weights, at most
 PROMPT_CHARACTERS, BEGINNING = 700, 60
 KINDS = ("copy", "edit", "free", "fresh", "json", "again", "form")
@@ -150,10 +150,10 @@ def run(engine: Engine, prompts: list[list[int]], kind: str, salt: str = "") -> 
     return time.perf_counter() - start, list(answers.values())
 
 
-def guesses_of(
+def drafts_of(
     head: str, kind: str, script: dict[Prompt, list[int]], options: dict[str, Any]
 ) -> dict[tuple[Prompt, int], list[int]]:
-    """What the demo model's head guesses at each place of the script: by prompt and the number of tokens so far."""
+    """What the demo model's head drafts at each place of the script: by prompt and the number of tokens so far."""
     known: dict[tuple[Prompt, int], list[int]] = {}
     engine = Engine(str(DEMO_FOLDER), EngineConfig(**options, speculate=head))
     assert engine._drafter is not None
@@ -161,13 +161,13 @@ def guesses_of(
     draft = engine._drafter.draft
 
     def recorded(lengths: dict[Any, int]) -> Any:
-        found, steps = draft(dict.fromkeys(lengths, LONGEST_GUESS))
+        found, steps = draft(dict.fromkeys(lengths, LONGEST_DRAFT))
         known.update(((tuple(seq.request.prompt_ids), seq.num_tokens), tokens) for seq, tokens in found.items())
         return {}, steps
 
     with (
         patch.object(engine._drafter, "draft", recorded),
-        patch.object(drafting, "PROBE_SHARE", 1e9),
+        patch.object(model_speculation, "PROBE_SHARE", 1e9),
         patch.object(Account, "book"),
         patch.object(Speculation, "_rests", return_value=False),
     ):
@@ -177,7 +177,7 @@ def guesses_of(
 
 
 def replay(engine: Engine, known: dict[tuple[Prompt, int], list[int]]) -> None:
-    """Let the engine's head compute, and guess what another head has guessed."""
+    """Let the engine's head compute, and draft what another head has drafted."""
     assert engine._drafter is not None
     draft = engine._drafter.draft
 
@@ -223,14 +223,14 @@ def compare(model: str, kind: str, batch: int, rounds: int, speculate: str, own:
     asked = {tuple(prompt): answer for prompt, answer in zip(prompts, wanted, strict=True)}
     script = {tuple(prompt): answer for prompt, answer in pairs} | asked
     head = "eagle=demo" if speculate == "mtp" else speculate
-    known = guesses_of(head, kind, asked, options) if replays else {}
+    known = drafts_of(head, kind, asked, options) if replays else {}
     with TemporaryDirectory() as folder:
         mine = speculate
         if replays and speculate != "mtp":
             random_head(Path(model), Path(folder))
             mine = f"eagle={folder}"
-        guesses = EngineConfig(**options, speculate=mine, draft_history=HISTORY if kind in KEPT else 0)
-        engines = [Engine(model, config) for config in (EngineConfig(**options), guesses)]
+        drafts = EngineConfig(**options, speculate=mine, draft_history=HISTORY if kind in KEPT else 0)
+        engines = [Engine(model, config) for config in (EngineConfig(**options), drafts)]
     if replays:
         replay(engines[1], known)
     for engine in engines if kind != "json" else []:
@@ -249,15 +249,15 @@ def compare(model: str, kind: str, batch: int, rounds: int, speculate: str, own:
     stats = engines[1].stats()
     for engine in engines:
         engine.close()
-    plain, guessed = (statistics.median(column) for column in zip(*times, strict=True))
+    plain, drafted = (statistics.median(column) for column in zip(*times, strict=True))
     return {
         "kind": kind,
         "batch": batch,
         "plain_tokens_per_s": sum(map(len, wanted)) / plain,
-        "guessed_tokens_per_s": sum(map(len, wanted)) / guessed,
+        "drafting_tokens_per_s": sum(map(len, wanted)) / drafted,
         "ratio": statistics.median(a / b for a, b in times),
         "steps": steps[0],
-        "guessed_steps": steps[1],
+        "draft_steps": steps[1],
         "tokens_a_step": sum(map(len, wanted)) / batch / steps[1],
         "accepted": stats.accepted_tokens / stats.draft_tokens if stats.draft_tokens else 0.0,
     }

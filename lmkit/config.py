@@ -255,15 +255,15 @@ class EngineConfig(StrictStruct, frozen=True, kw_only=True, metaclass=_Sizes):
     overlap: Annotated[bool, _schedule("Prepare the next step while one runs.")] = True
     speculate: Annotated[
         Speculate,
-        _schedule("Guess tokens if that is faster: auto, ngram, mtp, draft=FOLDER (a model), eagle=FOLDER (a head)."),
+        _schedule("Draft tokens if that is faster: auto, ngram, mtp, draft=FOLDER (a model), eagle=FOLDER (a head)."),
     ] = "off"
     max_draft_tokens: Annotated[
-        int, msgspec.Meta(ge=1, le=64), _schedule("The most guesses for one sequence in one step.")
+        int, msgspec.Meta(ge=1, le=64), _schedule("The most draft tokens for one sequence in one step.")
     ] = 16
     draft_history: Annotated[
         int,
         msgspec.Meta(ge=0, le=1 << 24),
-        _schedule("Tokens of one API key's earlier answers that guesses look up, too, e.g. 65536."),
+        _schedule("Tokens of one API key's earlier answers that drafts look up, too, e.g. 65536."),
     ] = 0
 
     if not TYPE_CHECKING:
@@ -282,13 +282,13 @@ class EngineConfig(StrictStruct, frozen=True, kw_only=True, metaclass=_Sizes):
         )
 
     @property
-    def num_guesses(self) -> int:
-        """Guesses for one sequence in one step, at most."""
+    def num_draft_tokens(self) -> int:
+        """Draft tokens for one sequence in one step, at most."""
         return self.max_draft_tokens if self.speculate != "off" else 0
 
     @property
     def has_drafter(self) -> bool:
-        """Whether `speculate` names what guesses beside the model: a smaller model, a head or a layer."""
+        """Whether `speculate` names what drafts beside the model: a smaller model, a head or a layer."""
         return self.speculate not in ("off", "auto", "ngram")
 
     @property

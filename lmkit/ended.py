@@ -41,7 +41,7 @@ def _kills(root: Path) -> int:
 
 
 def _count(file: Path) -> int | None:
-    """The number behind `oom_kill` in a file; None if there is none."""
+    """The number after `oom_kill` in a file; None if there is none."""
     with suppress(OSError, ValueError, KeyError):
         return int(dict(line.split() for line in file.read_text().splitlines())["oom_kill"])
     return None

@@ -19,7 +19,7 @@ class LowRank:
     """An addition to a linear: scale * (x A^T) B^T (LoRA, arXiv 2106.09685).
 
     In panels, as a CPU reads them from start to end, a matrix [rank, n] is [ceil(n / PANEL), rank, PANEL], with zeros
-    behind its last column.
+    after its last column.
     """
 
     a: Tensor  # [rank, in], of DTYPES

@@ -58,7 +58,7 @@ def is_open(command: str) -> bool:
 
 
 def commands(block: Block) -> list[Command]:
-    """The lines behind `$ `, each with the output below it."""
+    """The lines after `$ `, each with the output below it."""
     found: list[Command] = []
     for line in block.lines:
         if found and not found[-1].shown and is_open(found[-1].text):
@@ -83,7 +83,7 @@ def links(text: str) -> list[str]:
 
 
 def anchors(text: str) -> set[str]:
-    """What a link may name behind `#`: the headings, as GitHub and the site write them."""
+    """What a link may name after `#`: the headings, as GitHub and the site write them."""
     code = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
     titles = re.findall(r"^#{1,6} +(.+?) *$", code, re.MULTILINE)
     slugs = [re.sub(r"[^\w\- ]", "", _shown(title).lower()).replace(" ", "-") for title in titles]

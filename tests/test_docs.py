@@ -69,7 +69,7 @@ def parser() -> Any:
 
 
 def written(text: str) -> Iterator[tuple[str, bool]]:
-    """The words behind `lmkit` of each command in a document, and whether it is whole: prose may name a part of one."""
+    """The words after `lmkit` of each command in a document, and whether it is whole: prose may name a part of one."""
     for block in blocks(text):
         refused = [f"$ {command.text}" for command in commands(block) if command.is_refused]
         code = "\n".join(line for line in block.lines if line not in refused).replace("\\\n", " ")

@@ -1,4 +1,4 @@
-"""The real engine behind the real server and proxy, talked to with the official client."""
+"""The real engine after the real server and proxy, talked to with the official client."""
 
 from __future__ import annotations
 

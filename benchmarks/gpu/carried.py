@@ -19,7 +19,7 @@ WHEELS = Path(__file__).parent / "wheels"
 
 
 def use(folder: Path = WHEELS) -> list[str]:
-    """Make the carried modules importable, here and in processes that start later, behind those of the machine. Returns
+    """Make the carried modules importable, here and in processes that start later, after those of the machine. Returns
     the names of those that the machine does not have."""
     wheels = sorted(folder.glob("*.whl"))
     if not wheels:

@@ -121,7 +121,7 @@ def requests(engine: Engine, count: int, length: int, new_tokens: int, first: in
 
 def decode_rate(context: Context, engine: Engine, load: Load, traced: str = "") -> tuple[float, int, float, float]:
     """(output tokens per second, steps, seconds of a step, seconds of the prompts). `traced` names the rows of a trace
-    of one step's kernels behind the measurement; empty: none is made."""
+    of one step's kernels after the measurement; empty: none is made."""
     steps = 4 if context.rehearsal else STEPS
     for request in requests(engine, load.batch, load.context, 2 * steps + STEPS):
         engine.add(request)

@@ -1,4 +1,4 @@
-"""A conversation of 16 turns behind a long system prompt, with and without the prefix cache."""
+"""A conversation of 16 turns after a long system prompt, with and without the prefix cache."""
 
 from __future__ import annotations
 

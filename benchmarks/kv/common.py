@@ -33,7 +33,7 @@ class Row:
     case: str
     ratio: float
     goal: float
-    facts: dict[str, Any] = field(default_factory=dict)  # the measurements behind the ratio
+    facts: dict[str, Any] = field(default_factory=dict)  # the measurements after the ratio
 
     @property
     def reached(self) -> bool:

@@ -1,10 +1,10 @@
-"""Blocks that move layer by layer, beside blocks that move behind a step: what a pair of engines costs a prompt.
+"""Blocks that move layer by layer, beside blocks that move after a step: what a pair of engines costs a prompt.
 
     python -m benchmarks.kv.layers [MODEL] [--prompt-tokens 1024] [--rounds 8]
 
 One engine computes prompts, and another one gets their blocks and samples the first token. Each has a process and a
 thread of its own. Both ways take turns, prompt by prompt, each new to every cache. "prompt" is the time of the prompt
-in the first engine, "behind" the time from its end to the first token of the second one, and "left" the bytes that came
+in the first engine, "after" the time from its end to the first token of the second one, and "left" the bytes that came
 in that time. Figures are medians. MODEL is by default a Llama of 200M parameters with random 4-bit weights.
 """
 

@@ -35,7 +35,7 @@ class PeerProcess:
 
     def __init__(self, python: str, module: str, options: Options, log: Path, isa: str = "") -> None:
         arguments = [str(options.model)]
-        for name in ("threads", "max_batch", "max_context", "vocab", "guesses"):
+        for name in ("threads", "max_batch", "max_context", "vocab", "drafts"):
             arguments += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
         self._log = log
         with log.open("wb") as errors:

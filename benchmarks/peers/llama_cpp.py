@@ -94,7 +94,7 @@ class LlamaCpp:
         """By llama-cpp-python's own loop, which has a prompt lookup."""
         if self.loop is None:
             options, threads = self.options, self.options.threads
-            lookup = LlamaPromptLookupDecoding(num_pred_tokens=options.guesses) if options.guesses else None
+            lookup = LlamaPromptLookupDecoding(num_pred_tokens=options.drafts) if options.drafts else None
             self.loop = ll.Llama(
                 str(options.model), n_ctx=options.max_context, n_batch=MICRO_BATCH, n_threads=threads,
                 n_threads_batch=threads, flash_attn=True, draft_model=lookup, verbose=False,

@@ -20,8 +20,8 @@ from lmkit.turbo.request import Request, SamplingParams
 class LmkitEngine:
     def __init__(self, options: Options, **config: Any) -> None:
         defaults: dict[str, Any] = {"kv_memory": KV_GIB << 30, "prefix_cache": False}
-        if options.guesses:
-            defaults |= {"speculate": "ngram", "max_draft_tokens": options.guesses}
+        if options.drafts:
+            defaults |= {"speculate": "ngram", "max_draft_tokens": options.drafts}
         settings = EngineConfig(
             num_threads=options.threads,
             max_batch_size=options.max_batch,

@@ -51,7 +51,7 @@ class Options:
     max_batch: int
     max_context: int  # tokens of one sequence, prompt and answer
     vocab: int
-    guesses: int = 0  # tokens that prompt lookup guesses at most; 0: there is none
+    drafts: int = 0  # tokens that prompt lookup drafts at most; 0: there is none
 
 
 class Engine(Protocol):
@@ -66,7 +66,7 @@ class Engine(Protocol):
 
 @runtime_checkable
 class Answering(Protocol):
-    """An engine that may guess with prompt lookup."""
+    """An engine that may draft with prompt lookup."""
 
     def answer(self, prompt: list[int], count: int) -> Iterator[list[int]]:
         """Greedily decode `count` tokens behind a prompt. Yields those of each step."""
@@ -94,7 +94,7 @@ def main(make: Make, prepare: Prepare) -> None:
     run.add_argument("model", type=Path)
     for name in ("threads", "max-batch", "max-context", "vocab"):
         run.add_argument(f"--{name}", type=int, required=True)
-    run.add_argument("--guesses", type=int, default=0)
+    run.add_argument("--drafts", type=int, default=0)
     arguments = vars(parser.parse_args())
     if arguments.pop("command") == "prepare":
         prepare(arguments["source"], arguments["out"])
@@ -137,7 +137,7 @@ def decode(engine: Engine, steps: int, limit: float) -> dict[str, float]:
 
 
 def follow(engine: Answering, prompt: list[int], count: int) -> dict[str, Any]:
-    """Time an answer from its first tokens on. `tokens` are those behind them."""
+    """Time an answer from its first tokens on. `tokens` are those after them."""
     steps = engine.answer(prompt, count)
     ids = list(next(steps))
     first, start = len(ids), time.perf_counter()

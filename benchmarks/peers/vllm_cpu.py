@@ -36,7 +36,7 @@ class Vllm:
             enforce_eager=True,
             enable_prefix_caching=False,
             kv_cache_dtype="fp8" if small_kv else "auto",
-            speculative_config=_lookup(options.guesses),
+            speculative_config=_lookup(options.drafts),
         )
         self.engine: Any = llm.llm_engine
         self.params = vllm.SamplingParams(
@@ -74,10 +74,10 @@ class Vllm:
             yield from (list(output.outputs[0].token_ids) for output in self.engine.step())
 
 
-def _lookup(guesses: int) -> dict[str, Any] | None:
+def _lookup(drafts: int) -> dict[str, Any] | None:
     """Prompt lookup by the n-grams that lmkit looks up."""
     sizes = {"prompt_lookup_min": 3, "prompt_lookup_max": 8}
-    return {"method": "ngram", "num_speculative_tokens": guesses, **sizes} if guesses else None
+    return {"method": "ngram", "num_speculative_tokens": drafts, **sizes} if drafts else None
 
 
 def _awq_kernel() -> str:

@@ -1,4 +1,4 @@
-"""AutoRound: SignRound, its preset `light`, and SignRound behind AWQ; exported in the AWQ format."""
+"""AutoRound: SignRound, its preset `light`, and SignRound after AWQ; exported in the AWQ format."""
 
 from __future__ import annotations
 

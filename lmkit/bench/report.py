@@ -172,7 +172,7 @@ def _online_notes(run: OnlineRun) -> list[str]:
 def _offline_notes(run: ThroughputRun) -> list[str]:
     lines = [f"{run.preemptions} preemptions: the KV cache was too small for the batch"] if run.preemptions else []
     if run.draft_tokens:
-        right = f"{run.accepted_tokens} of {run.draft_tokens} guesses at next tokens were right"
+        right = f"{run.accepted_tokens} of {run.draft_tokens} drafts of next tokens were right"
         saved = f"{'saved' if run.draft_seconds_saved >= 0 else 'lost'} {abs(run.draft_seconds_saved):.2f} s"
-        lines.append(f"{right}: {run.draft_tokens_per_step:.2f} tokens of a sequence in a step with guesses, {saved}")
+        lines.append(f"{right}: {run.draft_tokens_per_step:.2f} tokens of a sequence in a step with drafts, {saved}")
     return lines

@@ -57,10 +57,10 @@ class ThroughputRun(msgspec.Struct, frozen=True, kw_only=True):
     summary: Summary
     steps: int  # of the engine
     preemptions: int
-    draft_tokens: int = 0  # guesses at next tokens that were computed
-    accepted_tokens: int = 0  # guesses among these that were right
-    draft_tokens_per_step: float = 0.0  # new tokens of a sequence in a step with guesses at its next ones
-    draft_seconds_saved: float = 0.0  # by guesses, against steps without; negative: lost
+    draft_tokens: int = 0  # drafts of next tokens that were computed
+    accepted_tokens: int = 0  # draft tokens among these that were right
+    draft_tokens_per_step: float = 0.0  # new tokens of a sequence in a step with drafts of its next ones
+    draft_seconds_saved: float = 0.0  # by draft tokens, against steps without; negative: lost
     skipped_turns: int  # never sent, because an earlier turn of their conversation failed
     requests: list[RequestRecord] = []  # times in seconds from the run's start
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Self
 
 LINE_SECONDS = 10.0  # between two lines where there is no terminal
-KNOWN = 0.02  # the share of the work behind which its speed is known
+KNOWN = 0.02  # the share of the work after which its speed is known
 
 
 def duration(seconds: float) -> str:

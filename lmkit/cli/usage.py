@@ -123,7 +123,7 @@ def _below(command: Any) -> set[str]:
 
 
 def _as_options(advice: str, options: Iterable[str]) -> str:
-    """`use max_model_len` -> `use --max-model-len`, for a word behind "use" that is an option of the command."""
+    """`use max_model_len` -> `use --max-model-len`, for a word after "use" that is an option of the command."""
     verb, _, rest = advice.partition(" ")
     word, space, end = rest.partition(" ")
     name = word.rstrip(",;:")

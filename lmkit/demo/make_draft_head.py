@@ -1,11 +1,11 @@
-"""Train an EAGLE-3 head (arXiv 2503.01840) that guesses the next tokens of the demo model.
+"""Train an EAGLE-3 head (arXiv 2503.01840) that drafts the next tokens of the demo model.
 
     python -m lmkit.demo.make_draft_head OUT --seconds 1300
 
-It reads three of the model's residual streams, and the embedding of the token behind them. One layer of the model's own
+It reads three of the model's residual streams, and the embedding of the token after them. One layer of the model's own
 shape turns both into the stream that the model's last layer would give, and the model's own head makes logits of it.
 It learns the model's distributions on the text that the model was trained on: with streams of the model, then with its
-own in their place, as it guesses (UNROLL tokens ahead). Its layer begins as the model's last one.
+own in their place, as it drafts (UNROLL tokens ahead). Its layer begins as the model's last one.
 """
 
 import argparse
@@ -61,8 +61,8 @@ class Head(torch.nn.Module):
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5) * self[name]
 
     def forward(self, states, embedded, angles, earlier):
-        """The stream behind the layer, from `states` and `embedded` [batch, sequence, hidden]. `earlier` has (k, v) of
-        each earlier turn of the unrolled guessing; this turn's are appended."""
+        """The stream after the layer, from `states` and `embedded` [batch, sequence, hidden]. `earlier` has (k, v) of
+        each earlier turn of the unrolled drafting; this turn's are appended."""
         b, t, _ = states.shape
         turn = len(earlier)
         x = torch.cat([self.norm(embedded, "midlayer.input_layernorm"), self.norm(states, "midlayer.hidden_norm")], -1)
@@ -71,7 +71,7 @@ class Head(torch.nn.Module):
         )
         q, k = rope(q, *angles), rope(k, *angles).repeat_interleave(HEADS // KV_HEADS, 1)
         earlier.append((k, v.repeat_interleave(HEADS // KV_HEADS, 1)))
-        # A guess sees the model's tokens up to `turn` places before it, then one guess of each turn.
+        # A draft token sees the model's tokens up to `turn` places before it, then one draft token of each turn.
         first_k, first_v = earlier[0]
         seen = torch.ones(t, t, dtype=torch.bool).tril(-turn)
         scores = [(q @ first_k.transpose(2, 3) / HEAD_DIM**0.5).masked_fill(~seen, -1e9)]
@@ -96,7 +96,7 @@ def rope(x, cos, sin):
 
 
 def losses(model, head, ids, angles):
-    """(loss, share of right guesses) of each turn."""
+    """(loss, share of accepted draft tokens) of each turn."""
     table = model.model.embed_tokens.weight
     with torch.no_grad():
         out = model(ids, output_hidden_states=True)

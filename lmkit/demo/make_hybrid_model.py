@@ -5,8 +5,8 @@ on the demo model's text with its tokenizer.
 
 Model: hidden 256, three layers of linear attention (the gated delta rule, 4 heads of 64) and one of full attention (4
 query and 2 key-value heads of 64, gated), MLP 640, tied head. Its embeddings start as the demo model's, everything else
-at random. The layer for multi-token prediction learns with the model: it guesses the model's own distribution of the
-token after next, then of the one behind it from its own state. See small.py for runs that were stopped.
+at random. The layer for multi-token prediction learns with the model: it drafts the model's own distribution of the
+token after next, then of the one after it from its own state. See small.py for runs that were stopped.
 Trained in bfloat16 with float32 master weights; needs torch, transformers, tokenizers and safetensors.
 """
 
@@ -61,7 +61,7 @@ def optimizers(model):
 
 
 def losses(model, rows):
-    """Cross entropies in nats: of the next token, then a share of those of the added layer's guesses, turn by turn,
+    """Cross entropies in nats: of the next token, then a share of those of the added layer's drafts, turn by turn,
     against the model's own distributions."""
     with torch.autocast("cpu", torch.bfloat16):
         states, mtp = model.model(rows[:, :-1], use_cache=False).last_hidden_state, model.mtp
@@ -75,8 +75,8 @@ def losses(model, rows):
         for turn in range(TURNS):  # place t: the state of token t and the embedding of token t + 1 give token t + 2
             x = mtp["fc"](torch.cat([embedded, mtp["pre_fc_norm_hidden"](states)], -1))
             states = mtp["norm"](mtp["layers"][0](x, position_embeddings=angles))
-            guessed = model.lm_head(states[:, turn::2]).float()  # half of them, which is enough to learn from
-            yield SHARE * F.cross_entropy(guessed.flatten(0, 1), wanted[:, turn::2].flatten(0, 1))
+            drafted = model.lm_head(states[:, turn::2]).float()  # half of them, which is enough to learn from
+            yield SHARE * F.cross_entropy(drafted.flatten(0, 1), wanted[:, turn::2].flatten(0, 1))
             states = states.roll(1, 1)
 
 

@@ -25,7 +25,7 @@ def demo_embeddings() -> torch.Tensor:
 
 
 def batch_of(tokens, seed):
-    """Rows of SEQ tokens, and the token behind each."""
+    """Rows of SEQ tokens, and the token after each."""
     generator = torch.Generator().manual_seed(seed)
     starts = torch.randint(0, len(tokens) - SEQ - 1, (BATCH,), generator=generator)
     return torch.stack([tokens[s : s + SEQ + 1] for s in starts])

@@ -7,7 +7,7 @@
                 qzeros   float16 [columns, out]         -zero * scale; also named scaled_zeros
                 scales   float16 [columns, out]
 
-w = (code - zero) * scale. A column is a group of inputs; columns behind the last group are padding. Version "llm-awq"
+w = (code - zero) * scale. A column is a group of inputs; columns after the last group are padding. Version "llm-awq"
 is gemv_fast under another name.
 """
 

@@ -75,7 +75,7 @@ class DirectFile:
         return Reading([self._readers.submit(self._read, at, end, into[at - first :][:_PIECE]) for at in pieces])
 
     def _read(self, at: int, end: int, into: memoryview) -> None:
-        """Fill `into` with the bytes from `at`. Those behind `end`, in its last page, may lie behind the file's end."""
+        """Fill `into` with the bytes from `at`. Those after `end`, in its last page, may lie after the file's end."""
         try:
             with REQUESTS:
                 count = os.preadv(self._descriptor, [into], at)

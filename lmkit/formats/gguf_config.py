@@ -15,7 +15,7 @@ from lmkit.formats.gguf_facts import FULL, SLIDING, Facts
 from lmkit.formats.gguf_model import GgufModel
 from lmkit.formats.gguf_rope import rope_fields
 
-# Hugging Face's name of a size -> the key behind the architecture's name.
+# Hugging Face's name of a size -> the key after the architecture's name.
 SIZES = {
     "hidden_size": "embedding_length",
     "num_hidden_layers": "block_count",

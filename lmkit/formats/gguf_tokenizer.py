@@ -122,7 +122,7 @@ def _added_tokens(file: GgufFile, vocabulary: Vocabulary) -> list[dict[str, Any]
     special = {i for i, kind in enumerate(vocabulary.types) if kind in (TokenType.CONTROL, TokenType.UNKNOWN)}
     special |= vocabulary.ends()
     defined = {i for i, kind in enumerate(vocabulary.types) if kind == TokenType.USER_DEFINED}
-    # llama.cpp knows by the model's name that Phi-3's own tokens take the white space behind them.
+    # llama.cpp knows by the model's name that Phi-3's own tokens take the white space after them.
     phi3 = any(name in str(file.metadata.get("general.name", "")).lower() for name in ("phi-3", "phi3"))
     kept = ("<unk>", "<s>", "<|endoftext|>")
     return [

@@ -14,7 +14,7 @@ from lmkit.formats.gguf_model import SUFFIX, find_gguf, is_gguf
 
 DEMO = "demo"
 DEMO_FOLDER = Path(__file__).resolve().parents[1] / "demo" / "model"
-DEMO_HEAD = DEMO_FOLDER.parent / "draft_head"  # of that model: it guesses its tokens
+DEMO_HEAD = DEMO_FOLDER.parent / "draft_head"  # of that model: it drafts its tokens
 
 # Weights as safetensors, and text files; never pickled weights or code.
 WEIGHTS = "*.safetensors"

@@ -88,7 +88,7 @@ class SafetensorsFile(MappedFile):
         return torch.frombuffer(self._map, dtype=dtype, count=count, offset=info.start).reshape(info.shape)
 
     def data_crc32(self) -> int | None:
-        """Of all bytes behind the header. Other Python threads run meanwhile. None if the program ends before."""
+        """Of all bytes after the header. Other Python threads run meanwhile. None if the program ends before."""
         start, crc = min((info.start for info in self.infos.values()), default=len(self._map)), 0
         with memoryview(self._map) as whole, whole[start:] as data:
             for at in range(0, len(data), _CRC_BYTES):

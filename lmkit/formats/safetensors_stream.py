@@ -35,7 +35,7 @@ class SafetensorsStream:
         self.path = path
         self._data_start = -(-(8 + min(header_bytes, MAX_HEADER_BYTES - 4096)) // 4096) * 4096
         self.infos: dict[str, TensorInfo] = {}
-        self.data_crc32 = 0  # of all bytes behind the header's space
+        self.data_crc32 = 0  # of all bytes after the header's space
         self._end = self._data_start
         with write_errors(path):
             self._file = path.open("xb")

@@ -17,12 +17,12 @@ Tokens are taken one after the other, so a result does not depend on how a seque
     its row of the states; on a GPU -1 = a sequence that pads the step, and whose results mean nothing
     the row that its tokens go on from: another one if it begins with a snapshot, -1 if it begins with zeros
     the row that gets a snapshot, -1 = none
-    the number of tokens in front of the snapshot
-    the guesses of the step before that are taken first
-    the guesses at the end of its tokens
+    the number of tokens before the snapshot
+    the draft tokens of the step before that are taken first
+    the draft tokens at the end of its tokens
 
-It is not known yet whether guesses are right. Their results are computed, but the state of the sequence stays that in
-front of them, and what they give to it is kept (`DeltaStates.guessed`). The next step says how many of them were right.
+It is not known yet whether drafts are accepted. Their results are computed, but the state of the sequence stays that in
+front of them, and what they give to it is kept (`DeltaStates.drafted`). The next step says how many of them were right.
 It takes these first, and their results are not computed again.
 """
 
@@ -49,11 +49,11 @@ class DeltaWeights:
 
 @dataclass(frozen=True)
 class DeltaStates:
-    """The states of a layer, float32: a row for each slot, then those of snapshots. Only slots have guesses."""
+    """The states of a layer, float32: a row for each slot, then those of snapshots. Only slots have draft tokens."""
 
     conv: Tensor  # [rows, C, kernel - 1]: the last inputs of the convolution, the oldest first
     matrix: Tensor  # [rows, Hv, Dk, Dv]
-    guessed: Tensor  # [slots, guesses, C + 2 Hv]: inputs of the convolution, b of all heads, a of all heads
+    drafted: Tensor  # [slots, draft tokens, C + 2 Hv]: inputs of the convolution, b of all heads, a of all heads
 
     @property
     def parts(self) -> tuple[Tensor, Tensor]:

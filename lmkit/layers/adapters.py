@@ -67,7 +67,7 @@ class Ungated(NamedTuple):
 
     @classmethod
     def of(cls, packed: Any, bias: Tensor | None, size: int) -> Ungated:
-        """`size` is that of each half. A weight that says no `width` has one half behind the other."""
+        """`size` is that of each half. A weight that says no `width` has one half after the other."""
         width: int = getattr(packed, "width", size)
         columns = {"out_features": 2 * -(-size // width) * width} if hasattr(packed, "out_features") else {}
         in_turns = None if bias is None else interleave(bias[:, None], width).flatten()

@@ -138,10 +138,10 @@ def allocate_kv(
 
 
 def allocate_states(
-    state: Recurrent, num_states: int, num_guesses: tuple[int, int] = (0, 0), device: str = "cpu"
+    state: Recurrent, num_states: int, num_draft_tokens: tuple[int, int] = (0, 0), device: str = "cpu"
 ) -> DeltaStates:
-    """Zeroed recurrent states of `num_states` sequences for one layer. `num_guesses`: (slots, guesses of each)."""
-    shapes = (num_states, *state.window), (num_states, *state.matrix), (*num_guesses, state.draft_width)
+    """Zeroed recurrent states of `num_states` sequences for one layer. `num_draft_tokens`: (slots, of each)."""
+    shapes = (num_states, *state.window), (num_states, *state.matrix), (*num_draft_tokens, state.draft_width)
     return DeltaStates(*(zeros(shape, torch.float32, device) for shape in shapes))
 
 
@@ -151,13 +151,13 @@ def allocate_state(
     block_size: int,
     dtypes: tuple[KVDtype, KVDtype],
     num_states: int,
-    num_guesses: tuple[int, int] = (0, 0),
+    num_draft_tokens: tuple[int, int] = (0, 0),
     device: str = "cpu",
 ) -> KVLayer:
     """What one layer keeps of sequences, zeroed: `num_blocks` blocks of keys and values, or `num_states` recurrent
     states (see allocate_states)."""
     if not isinstance(state, PagedKV):
-        states = None if state is None else allocate_states(state, num_states, num_guesses, device)
+        states = None if state is None else allocate_states(state, num_states, num_draft_tokens, device)
         return replace(allocate_kv(0, 1, block_size, 2, dtypes, device), states=states)
     kv = allocate_kv(num_blocks, state.num_heads, block_size, state.head_dim, dtypes, device)
     return replace(kv, v=kv.k) if state.shared else kv

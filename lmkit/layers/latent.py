@@ -4,7 +4,7 @@
     score of head h = q_rope . turned part + q_nope . (K_h c) = q_rope . turned part + (K_h^T q_nope) . c
     output of h     = V_h (sum of p c)                                    K_h and V_h are rows of kv_b
 
-So K_h moves to the query, and V_h behind attention: nothing that is kept for a token depends on the number of heads.
+So K_h moves to the query, and V_h after attention: nothing that is kept for a token depends on the number of heads.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class ChunkAttention(Protocol):
 
 
 class LatentAttention(Attending):
-    """What latent attention computes before and behind the attention op. `weights` has the roles of LatentSpec.
+    """What latent attention computes before and after the attention op. `weights` has the roles of LatentSpec.
 
     Once the linears are packed, each head's parts of kv_b are packed too, in `dtype`, at the first call.
     """

@@ -39,7 +39,7 @@ def chunks_of(
 
 
 def gain(tokens: int, length: int, spec: LatentSpec, num_heads: int) -> float:
-    """The us of a layer that `tokens` queries behind `length` - `tokens` keys are estimated to save over plain heads,
+    """The us of a layer that `tokens` queries after `length` - `tokens` keys are estimated to save over plain heads,
     without FIXED."""
     pairs = tokens * length - tokens * (tokens - 1) / 2
     part = spec.kv_lora_rank * (spec.qk_nope_head_dim + spec.v_head_dim)  # of kv_b, of a head

@@ -48,7 +48,7 @@ class MergedLinear:
 
     `adapters`, if there are any, add to the products of rows that use one, before an activation. On a CPU the other
     rows of the step keep their bits: a kernel computes the same with and without a norm before it and an activation
-    behind it. On a GPU a product of up to 4 tokens adds up in another order with the norm inside.
+    after it. On a GPU a product of up to 4 tokens adds up in another order with the norm inside.
     """
 
     def __init__(

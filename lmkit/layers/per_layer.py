@@ -1,8 +1,8 @@
-"""Per-layer embeddings (Gemma 3n and 4): each token has a small vector for each layer, which the layer adds behind its
+"""Per-layer embeddings (Gemma 3n and 4): each token has a small vector for each layer, which the layer adds after its
 MLP, as far as the residual stream x opens a gate.
 
     vectors of a token = (norm(projection(embedding)) + table[token]) / sqrt(2)      of all layers, before the first
-    x <- (x + norm(out(activation(gate(x)) * the layer's vector))) * stream scale    behind each layer
+    x <- (x + norm(out(activation(gate(x)) * the layer's vector))) * stream scale    after each layer
 """
 
 from __future__ import annotations

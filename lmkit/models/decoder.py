@@ -18,9 +18,9 @@ from lmkit.layers.linear import MergedLinear
 from lmkit.layers.per_layer import PerLayerVectors, PerLayerWeights
 from lmkit.layers.ranks import Ranks
 from lmkit.layers.rope import Rope
-from lmkit.models.beside import Kept, Line
 from lmkit.models.decoder_layer import DecoderLayer, joined
 from lmkit.models.spec import ModelSpec
+from lmkit.models.stage_link import Kept, StageLink
 
 
 class Decoder:
@@ -51,9 +51,9 @@ class Decoder:
         self.lm_head = lm_head
         self.dtype = dtype
         self.ranks: Ranks | None = None
-        self.line: Line | None = None
+        self.link: StageLink | None = None
         self.kept: Kept = {}
-        self.behind: Callable[[int], None] | None = None  # called behind each layer with its place among `layers`
+        self.behind: Callable[[int], None] | None = None  # called after each layer with its place among `layers`
         device = lm_head.device
         self.per_layer = None if per_layer is None else PerLayerVectors(per_layer, spec.norm_eps, device, dtype)
         turned = dict.fromkeys(layer.rope for layer in spec.layers if layer.kv is not None)
@@ -93,7 +93,7 @@ class Decoder:
         A stage gives none: the first one computes them from what it receives (`logits`).
         """
         delta, residual = self.hidden(batch, kv, logits_only=True)
-        if self.line is not None:
+        if self.link is not None:
             return torch.empty(0, self.spec.vocab_size)
         return self.logits(delta, residual, batch.logit_rows)
 
@@ -145,16 +145,16 @@ class Decoder:
                 self.behind(place)
         if last in kept:
             self.keep(delta, residual, kept[last][: len(delta)])
-        if self.line is not None:
+        if self.link is not None:
             if len(delta):
-                self.keep(delta, residual, self.line.place(len(delta)))
-            self.line.send(len(delta))
+                self.keep(delta, residual, self.link.place(len(delta)))
+            self.link.send(len(delta))
         return delta, residual
 
     def _stream_in(self, batch: BatchInputs) -> Tensor:
-        """The residual stream float32 [T, hidden] in front of the first layer."""
-        if self.line is not None and not self.line.is_first:
-            return self.line.receive(len(batch.token_ids))
+        """The residual stream float32 [T, hidden] before the first layer."""
+        if self.link is not None and not self.link.is_first:
+            return self.link.receive(len(batch.token_ids))
         delta = self.embed(batch.token_ids)
         if batch.image_rows is not None and batch.image_values is not None:
             delta[batch.image_rows] = batch.image_values[:, : self.spec.hidden_size]

@@ -1,13 +1,13 @@
-"""EAGLE-3 heads (arXiv 2503.01840): one layer that guesses the next tokens of another model, from its residual streams.
+"""EAGLE-3 heads (arXiv 2503.01840): one layer that drafts the next tokens of another model, from its residual streams.
 
     streams of three layers of token t --fc--> state --norm.attn--+
                                                                    side by side --q k v--> attention --o--> + state
     embedding of token t + 1 --------------------------norm.token--+      --norm.mlp--> MLP --> + = the next state
 
-The next state, normalized, gives the logits of token t + 2. It is also the state in front of the next guess, for which
+The next state, normalized, gives the logits of token t + 2. It is also the state before the next draft, for which
 the model has no streams yet. The head may have fewer tokens than the model.
 
-A guess needs no exact numbers, so the linears are rounded to 8 bits, and on a CPU so are their inputs.
+A draft token needs no exact numbers, so the linears are rounded to 8 bits, and on a CPU so are their inputs.
 """
 
 from __future__ import annotations
@@ -130,25 +130,25 @@ class HeadLayer(DecoderLayer):
 
 
 class DraftHead(Decoder):
-    """A head that guesses. Logits are those of its own tokens.
+    """A head that drafts. Logits are those of its own tokens.
 
     `states` float32 [tokens, hidden] has the state in front of each token of the next step, and is overwritten.
-    `next_states` float32 [rows, hidden] then has the stream behind each of its logit rows.
+    `next_states` float32 [rows, hidden] then has the stream after each of its logit rows.
     """
 
     states: Tensor
     next_states: Tensor
 
     def first_states(self, streams: Tensor) -> Tensor:
-        """The model's streams [tokens, streams * hidden] -> the states in front of the tokens behind them."""
+        """The model's streams [tokens, streams * hidden] -> the states before the tokens after them."""
         raise NotImplementedError
 
     def own_states(self, states: Tensor) -> Tensor:
-        """Some of `next_states` -> the states in front of the tokens behind them."""
+        """Some of `next_states` -> the states before the tokens after them."""
         return states
 
     def stream(self, token_ids: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The pair in front of the layer."""
+        """The pair before the layer."""
         raise NotImplementedError
 
     def hidden(

@@ -32,7 +32,7 @@ from lmkit.models.spec import ModelSpec
 
 WHOLE = Rows(Fraction(0), Fraction(1))
 HALVES = Rows(Fraction(0), Fraction(1, 2)), Rows(Fraction(1, 2), Fraction(1))
-# Other names of the parts before and behind the layers.
+# Other names of the parts before and after the layers.
 OUTER = {
     "model.tok_embeddings": roles.EMBED,
     "output": roles.LM_HEAD,

@@ -43,7 +43,7 @@ ENDINGS = {
     "mlp.router_norm": "scale",
     EXPERT_SCALE: "scale",
 }
-# What an architecture names otherwise. The norm in front of the MLP is the one behind attention, for most of these.
+# What an architecture names otherwise. The norm before the MLP is the one after attention, for most of these.
 _NORM = {"norm.mlp": "post_attention_norm"}
 OWN = {
     **dict.fromkeys(("qwen3next", "glm4moe", "seed_oss", "gpt-oss"), _NORM),

@@ -161,18 +161,18 @@ def allocate(
     device: str = "cpu",
     layout: KVLayout | None = None,
     num_states: int = 16,
-    num_guesses: tuple[int, int] = (0, 0),
+    num_draft_tokens: tuple[int, int] = (0, 0),
 ) -> list[KVLayer]:
     """Zeroed blocks for every layer, for sequences of at most `positions` tokens. The system provides zeroed pages only
     when they are first written. Groups of `layout` share their tensors; without it every layer has its own.
-    Recurrent layers have no blocks, but states of `num_states` sequences, and room for `num_guesses` of them (see
+    Recurrent layers have no blocks, but states of `num_states` sequences, and room for `num_draft_tokens` of them (see
     allocate_states)."""
     tables = {rope: _angles(rope, positions, device) for rope in _ropes_of_means(layers, storages)}
     places = [(0, i) for i in range(len(layers))] if layout is None else layout.places()
     at, plain = tensor_device(device), dict[int, KVLayer]()
     for layer, storage, (_, place) in zip(layers, storages, places, strict=True):
         if place not in plain and (layer.kv is None or layer.kv.source is None):
-            sizes = num_blocks, block_size, storage.dtypes, num_states, num_guesses
+            sizes = num_blocks, block_size, storage.dtypes, num_states, num_draft_tokens
             plain[place] = allocate_state(layer.state, *sizes, at)
     found = list[KVLayer]()
     for layer, storage, (group, place) in zip(layers, storages, places, strict=True):

@@ -1,14 +1,14 @@
-"""Layers for multi-token prediction (arXiv 2412.19437): one layer that guesses the next tokens of the model it is
+"""Layers for multi-token prediction (arXiv 2412.19437): one layer that drafts the next tokens of the model it is
 stored with, from what the model's final norm gives.
 
     final norm's result of token t --norm--+
                                             side by side --fc--> layer --norm--> the next state
     embedding of token t + 1 --------norm--+
 
-The model's head makes the next state the logits of token t + 2. It is also the state in front of the next guess, for
+The model's head makes the next state the logits of token t + 2. It is also the state before the next draft, for
 which the model has no result yet.
 
-A guess needs no exact numbers, so the linears are rounded to 8 bits, and on a CPU so are their inputs. Linears that the
+A draft needs no exact numbers, so the linears are rounded to 8 bits, and on a CPU so are their inputs. Linears that the
 checkpoint has quantized stay as they are.
 """
 
@@ -36,7 +36,7 @@ FC = ("token", "state")  # the parts of fc
 
 
 class MTPHead(DraftHead):
-    """A layer beside its model. Streams are those behind the model's last layer, before the final norm."""
+    """A layer beside its model. Streams are those after the model's last layer, before the final norm."""
 
     parts: MTPParts
     model: Decoder

@@ -10,7 +10,7 @@ from lmkit.models.layer_spec import LayerSpec
 
 @dataclass(frozen=True)
 class MTPSpec:
-    """A layer that stands beside a model, and names of the parts in front of it and behind it (see models.mtp)."""
+    """A layer that stands beside a model, and names of the parts before it and after it (see models.mtp)."""
 
     layer: LayerSpec
     prefix: str  # of the names of all its tensors
@@ -31,7 +31,7 @@ def beside(layer: LayerSpec) -> MTPSpec:
 
 
 def behind(layer: LayerSpec, number: int) -> MTPSpec:
-    """As DeepSeek-V3 and GLM-4.5 store it: behind the last layer, with copies of the embeddings and of the head."""
+    """As DeepSeek-V3 and GLM-4.5 store it: after the last layer, with copies of the embeddings and of the head."""
     prefix = f"{layer.prefix}.{number}."
     parts = ("eh_proj", "enorm", "hnorm", "shared_head.norm")
     return MTPSpec(replace(layer, number=number), prefix, *(prefix + part for part in parts))

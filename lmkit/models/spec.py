@@ -16,7 +16,7 @@ from lmkit.models.vision_spec import VisionSpec
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """One transformer: its layers, which may differ, and the parts before and behind them."""
+    """One transformer: its layers, which may differ, and the parts before and after them."""
 
     architecture: str  # as in config.json, for messages
     layers: tuple[LayerSpec, ...]
@@ -38,7 +38,7 @@ class ModelSpec:
     vision: VisionSpec | None = None  # a tower that encodes images
     per_layer_vocab: int = 0  # tokens in the table of layers.per_layer
     per_layer_scale: float = 1.0  # a factor on this table
-    mtp: MTPSpec | None = None  # a layer that guesses tokens, which the checkpoint may have
+    mtp: MTPSpec | None = None  # a layer that drafts tokens, which the checkpoint may have
 
     @property
     def num_layers(self) -> int:
@@ -96,7 +96,7 @@ class ModelSpec:
 
     @property
     def reads_beside(self) -> bool:
-        """Whether a layer reads more of a sequence than the states in front of it."""
+        """Whether a layer reads more of a sequence than the states before it."""
         return bool(self.per_layer or self.kv_sources)
 
     @property
@@ -116,7 +116,7 @@ class ModelSpec:
 
     @property
     def deep_layers(self) -> int:
-        """The number of first layers that add parts of images to the residual stream behind them (DeepStack)."""
+        """The number of first layers that add parts of images to the residual stream after them (DeepStack)."""
         return 0 if self.vision is None else len(self.vision.tapped)
 
     @property

@@ -149,7 +149,7 @@ class StreamedFile:
         return self._disk.begin(*self._part(section)) if section < len(self._places) else None
 
     def _read(self, section: int) -> None:
-        """Read and sum up everything to the end of this section. The one behind it is begun."""
+        """Read and sum up everything to the end of this section. The one after it is begun."""
         while self._num_read <= section:
             start, end, memory = self._part(self._num_read)
             assert self._ahead is not None
@@ -253,7 +253,7 @@ class _StreamedLayer(DecoderLayer):
 
 
 def _streamed(run: Callable[..., Any], wait: Callable[[], None], release: Callable[[], None]) -> Callable[..., Any]:
-    """`run`, once its weights are there. Their place is free behind it."""
+    """`run`, once its weights are there. Their place is free after it."""
 
     def streamed(*args: Any, **options: Any) -> Any:
         threads.run_on_host(wait)

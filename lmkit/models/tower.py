@@ -19,7 +19,7 @@ from lmkit.text.images import ImageSettings
 
 @dataclass(frozen=True)
 class Tower:
-    """Weights by their names behind `visual.`. Those in the file's own type are mapped from it."""
+    """Weights by their names after `visual.`. Those in the file's own type are mapped from it."""
 
     spec: VisionSpec
     weights: dict[str, Tensor]

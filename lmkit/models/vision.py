@@ -19,7 +19,7 @@ from lmkit.models.vision_spec import VisionSpec
 
 PART = 256  # patches that are computed at a time
 Weights = Callable[[str], Tensor]
-Steps = Generator[None, None, Tensor]  # stops behind each part of the work, and returns its result
+Steps = Generator[None, None, Tensor]  # stops after each part of the work, and returns its result
 
 EPS = 1e-6  # of every norm of the tower; config.json does not give it
 THETA = 10000.0  # of the tower's RoPE; config.json does not give it either
@@ -50,9 +50,9 @@ def tower(rows: Tensor, grid: tuple[int, int], spec: VisionSpec, weight: Weights
 
 def tower_steps(rows: Tensor, grid: tuple[int, int], spec: VisionSpec, weight: Weights) -> Steps:
     """The image's rows `[num_patches / merge_size^2, size of the language model]`, from left to right and downwards.
-    Behind a row stand its parts of the tapped layers, by ascending layer, of the same size each.
+    After a row stand its parts of the tapped layers, by ascending layer, of the same size each.
 
-    `rows` are `patches` of an image of `grid` patches (height, width). `weight` gives the tensor of a name behind
+    `rows` are `patches` of an image of `grid` patches (height, width). `weight` gives the tensor of a name after
     `visual.`, and its dtype is the one of the computation. The bits of the result do not depend on the caller.
     """
     cells, windows = _windows(grid, spec)

@@ -57,11 +57,11 @@ class Branch:
     values: dict[str, str] = field(default_factory=dict)  # of the variables, by name
     _messages: tuple[Mapping[str, Any], ...] = ()
     _rendered: str | None = ""  # the text of the messages; None: not known yet
-    _own: str = ""  # the text behind the messages
+    _own: str = ""  # the text after the messages
     _known: tuple[str, Ids] = ("", ())  # the beginning of the text whose tokens are known, and these
 
     def __iadd__(self, text: str) -> Self:
-        """Write. Behind a user's message this begins the assistant's turn."""
+        """Write. After a user's message this begins the assistant's turn."""
         if not isinstance(text, str):
             raise ConfigError(f"a branch takes text, got {type(text).__name__}")
         self.node.spans.append(Span("text", text))
@@ -120,7 +120,7 @@ class Branch:
             reused=answer.num_cached,
             computed=len(answer.prompt_ids) - answer.num_cached,
             generated=answer.num_tokens,
-            guessed=answer.num_tokens - answer.num_steps,
+            drafted=answer.num_tokens - answer.num_steps,
         )
         if answer.ids is None:
             self._known = whole, answer.prompt_ids
@@ -131,7 +131,7 @@ class Branch:
     async def select(self, choices: Sequence[str], name: str = "") -> str:
         """Append and return the choice whose tokens have the highest mean log-probability here.
 
-        Choices that begin alike are computed once behind the text so far, and their last tokens not at all. Raises
+        Choices that begin alike are computed once after the text so far, and their last tokens not at all. Raises
         ConfigError or RequestError.
         """
         _check_texts(choices, "select")

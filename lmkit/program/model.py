@@ -15,7 +15,7 @@ Ids = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Prompt:
-    """A text: the tokens with which it begins, and the text behind them."""
+    """A text: the tokens with which it begins, and the text after them."""
 
     ids: Ids
     text: str
@@ -30,7 +30,7 @@ class Answer:
     ids: Ids | None  # of the text; None if a stop string cut it
     text: str
     num_tokens: int  # that were generated, with the one that ended it
-    num_steps: int  # of the engine; fewer than tokens if guesses were right
+    num_steps: int  # of the engine; fewer than tokens if draft tokens were right
     num_cached: int  # tokens of the prompt whose KV was found
 
 

@@ -28,20 +28,20 @@ class Span:
     reused: int = 0  # prompt tokens whose KV was found
     computed: int = 0  # prompt tokens that were computed
     generated: int = 0  # tokens of the answer
-    guessed: int = 0  # tokens among these that came as right guesses, or were forced by a grammar
+    drafted: int = 0  # tokens among these that came as accepted draft tokens, or were forced by a grammar
     scores: dict[str, float] = field(default_factory=dict)  # mean log-probability of each text to select from
 
     def cost(self) -> str:
         parts = [f"{self.reused} reused", f"{self.computed} computed"]
         if self.kind == "gen":
-            parts.append(f"{self.generated} generated" + (f", {self.guessed} of them guessed" if self.guessed else ""))
+            parts.append(f"{self.generated} generated" + (f", {self.drafted} of them drafted" if self.drafted else ""))
         parts += [f"{text!r} {score:.3f}" for text, score in self.scores.items()]
         return "; ".join(parts)
 
 
 @dataclass
 class Node:
-    """One branch. Its text goes on behind its parent's, as it was when it was forked."""
+    """One branch. Its text goes on after its parent's, as it was when it was forked."""
 
     path: str
     spans: list[Span] = field(default_factory=list)
@@ -68,10 +68,10 @@ class Trace:
         return self.programs[-1]
 
     def totals(self) -> dict[str, int]:
-        """Tokens of all programs: reused, computed, generated, guessed."""
+        """Tokens of all programs: reused, computed, generated, drafted."""
         spans = [span for node in self.programs for span in node.all_spans()]
         return {
-            name: sum(getattr(span, name) for span in spans) for name in ("reused", "computed", "generated", "guessed")
+            name: sum(getattr(span, name) for span in spans) for name in ("reused", "computed", "generated", "drafted")
         }
 
     def save(self, path: str | Path) -> None:

@@ -22,7 +22,7 @@ class Journal:
         self._share = share
         self._identity = Identity(secrets.token_hex(16), int(time.time()))
         self._events = WholeEvents()
-        self._entries = bytearray()  # with a comma behind each
+        self._entries = bytearray()  # with a comma after each
         self._held = b""  # events whose note has not come
         self.num_notes = 0
         self.is_open = False  # the stream can go on elsewhere

@@ -18,7 +18,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 BYTES_PER_TOKEN = 4  # of JSON text, about
 CHUNK_BYTES = 256
-MAX_BYTES = 1 << 20  # of a prompt; what comes behind them is not looked at
+MAX_BYTES = 1 << 20  # of a prompt; what comes after them is not looked at
 MAX_ENTRIES = 1 << 18  # for all nodes together, about 110 MB
 
 N = TypeVar("N", bound=Hashable)

@@ -95,7 +95,7 @@ def _choices(recipe: Recipe) -> list[tuple[int, Recipe]]:
 def working_bytes(spec: ModelSpec, recipe: Recipe, batch_tokens: int) -> int:
     """Peak bytes of everything that grows with the model and the recipe. They do not grow with the number of rows."""
     whole = sum(step.whole_numbers(spec, recipe.scheme.scheme().group_size) for step in recipe.steps)
-    vectors = 4 * 3 * batch_tokens * spec.per_layer * recipe.calibration.has_text  # before their norm and behind it
+    vectors = 4 * 3 * batch_tokens * spec.per_layer * recipe.calibration.has_text  # before their norm and after it
     return 4 * whole + vectors + max(_layer_working_bytes(layer, recipe, batch_tokens) for layer in spec.kinds)
 
 
@@ -170,11 +170,11 @@ def disk_bytes(source: ModelSource, recipe: Recipe) -> int:
     tokens = calibration.num_samples * calibration.seq_len * calibration.has_text
     width += 2 * sum(spec.layers[index].kv_size for index in spec.kv_sources)
     states = 4 * tokens * (width * (2 if recipe.needs_exact else 1) + spec.per_layer)
-    if recipe.needs_curvature:  # states in front of all layers, then the curvature of all outputs (layer.sweep)
+    if recipe.needs_curvature:  # states before all layers, then the curvature of all outputs (layer.sweep)
         outputs = (rows for layer in spec.layers for rows, _ in recipe.cost(layer).readers)
         swept = calibration.seq_len * swept_rows(calibration.num_samples, calibration.seq_len)
         states += 4 * swept * spec.hidden_size * (spec.num_layers + 1) + sum(2 * n * block_size(n) for n in outputs)
-    if recipe.model_step is not None:  # a step's states in front of all layers; the checkpoint is written twice
+    if recipe.model_step is not None:  # a step's states before all layers; the checkpoint is written twice
         rows = min(recipe.model_step.rows, calibration.num_samples)
         states += 4 * rows * calibration.seq_len * spec.hidden_size * (spec.num_layers + 1) + _stored_bytes(
             source, recipe

@@ -87,7 +87,7 @@ class Recipe(StrictStruct, frozen=True, kw_only=True):
 
     @property
     def model_step(self) -> AnyStep | None:
-        """The step that is done once, behind the last layer."""
+        """The step that is done once, after the last layer."""
         return next((step for step in self.steps if step.stage is Stage.MODEL), None)
 
     @property

@@ -175,7 +175,7 @@ class Quantizer:
     def _quantize_layers(self, work: WorkFolder, progress: Progress) -> Stream | None:
         """Quantize the layers that are not finished yet and keep each in the work folder.
 
-        Returns the stream behind the last layer. None: without calibration text there is no stream.
+        Returns the stream after the last layer. None: without calibration text there is no stream.
         """
         source, spec, comm = self.source, self.source.spec, self.comm
         curvatures = CurvatureFiles(work, comm)
@@ -197,7 +197,7 @@ class Quantizer:
             else:
                 curvature = curvatures.load(index) if self.recipe.needs_curvature else {}
                 report = LayerQuantizer(source, self.recipe, self.plan, stream, curvature).quantize(layer, seen, done)
-            # From here on, every process has its hidden states behind the layer on the disk, and none writes to them.
+            # From here on, every process has its hidden states after the layer on the disk, and none writes to them.
             comm.wait()
             if comm.is_first:
                 weights = {role: weight.to("cpu") for role, weight in layer.weights.items()}
@@ -214,7 +214,7 @@ class Quantizer:
         return Sweep(self.source, self.data.rows, self.budget.batch_tokens, dtype, seed, self.device)
 
     def _stream(self, work: WorkFolder, layer: int) -> Stream:
-        """The calibration rows in front of a layer."""
+        """The calibration rows before a layer."""
         return Stream.embedded(
             self.source,
             self.data.rows,
@@ -271,7 +271,7 @@ class Quantizer:
         return writer.take()
 
     def _finish(self, work: WorkFolder, folder: Path, stream: Stream | None, progress: Progress) -> Finished | None:
-        """What the step behind the last layer makes of the checkpoint in `folder`, if the recipe has one."""
+        """What the step after the last layer makes of the checkpoint in `folder`, if the recipe has one."""
         step = self.recipe.model_step
         if step is None or stream is None:
             return None
@@ -326,7 +326,7 @@ class Quantizer:
 
     def _check(self, folder: Path, expected: Tensor | None, records: list[LayerRecord]) -> None:
         """Check that a second reader finds the intended weights in the written files, and that these give the logits
-        of the run, from the states of the last row behind the last layer."""
+        of the run, from the states of the last row after the last layer."""
         verify(folder, {module: value for record in records for module, value in record.digests.items()})
         if expected is None:
             return

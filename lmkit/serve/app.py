@@ -1,4 +1,4 @@
-"""The HTTP application: routes behind authentication, and the edge that turns failures into error responses."""
+"""The HTTP application: routes after authentication, and the edge that turns failures into error responses."""
 
 from __future__ import annotations
 

@@ -109,16 +109,16 @@ class EngineFigures(Collector):
     def _speculation(self) -> Iterator[Metric]:
         stats = self._engine.stats()
         counts = {
-            "num_drafts": ("Times that guesses at a sequence's next tokens were computed", stats.drafts),
-            "num_draft_tokens": ("Guesses that were computed", stats.draft_tokens),
-            "num_accepted_tokens": ("Guesses that were right", stats.accepted_tokens),
+            "num_drafts": ("Times that drafts of a sequence's next tokens were computed", stats.drafts),
+            "num_draft_tokens": ("Draft tokens that were computed", stats.draft_tokens),
+            "num_accepted_tokens": ("Draft tokens that were right", stats.accepted_tokens),
         }
         for prefix in ("lmkit", "vllm"):
             for name, (text, value) in counts.items():
                 yield self._counter(f"{prefix}:spec_decode_{name}", text, value)
-        saved = "Seconds that guesses saved, against steps without; negative: lost"
+        saved = "Seconds that drafts saved, against steps without; negative: lost"
         yield self._gauge("lmkit:spec_decode_time_saved_seconds", saved, stats.draft_seconds_saved)
-        kept = "Tokens of answers that guesses look up"
+        kept = "Tokens of answers that drafts look up"
         yield self._gauge("lmkit:spec_decode_history_tokens", kept, stats.history_tokens)
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:

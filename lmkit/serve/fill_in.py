@@ -50,7 +50,7 @@ def filled_in(
 
 
 def _file(name: str, text: str, found: Marks, encoded: Encode) -> list[int]:
-    """Another file ahead of the prompt: behind the model's mark with its name, or the text alone."""
+    """Another file ahead of the prompt: after the model's mark with its name, or the text alone."""
     if found.file is None:
         return encoded(f"{text}\n")
     return [found.file, *encoded(f"{name}\n{text}\n")]

@@ -79,7 +79,7 @@ def _kinds(value: Any) -> set[type]:
 
 
 def _logprobs(data: dict[str, Any], fields: dict[str, Any]) -> dict[str, int]:
-    """Our fields for SGLang's: log-probabilities of the answer's tokens, and of the prompt's behind a start."""
+    """Our fields for SGLang's: log-probabilities of the answer's tokens, and of the prompt's after a start."""
     asked, num_top, start = (data.get(name) for name in LOGPROBS)
     start = -1 if start is None else start
     if not (asked in (None, True, False) and type(num_top) in (type(None), int) and type(start) is int and start >= -1):

@@ -99,7 +99,7 @@ class Extensions(Placed):
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     session_id: SessionId | None = None  # its KV and tokens stay for a lease
-    speculate: bool | None = None  # false: no guesses at this answer's tokens, where the server guesses
+    speculate: bool | None = None  # false: no drafts of this answer's tokens, where the server drafts
 
 
 def never_cut(value: str) -> str:
@@ -241,11 +241,11 @@ class CompletionRequest(_Sampling):
     best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None  # number generated; the best n are returned
     echo: bool | None = None
     logprobs: NumTop | None = None
-    suffix: str | None = None  # the text behind the answer; the model must have tokens for filling in
+    suffix: str | None = None  # the text after the answer; the model must have tokens for filling in
     # not OpenAI's
     add_special_tokens: bool | None = None  # vLLM's, of prompts that are texts; default true
     prompt_start_ids: list[int] | None = None  # token ids with which each prompt begins; its text follows
-    logprob_start_len: Annotated[int, Field(ge=0)] | None = None  # SGLang's: prompt_logprobs begin behind this token
+    logprob_start_len: Annotated[int, Field(ge=0)] | None = None  # SGLang's: prompt_logprobs begin after this token
     # texts that may follow the prompt: nothing is generated, and each is an answer with its own log-probabilities
     endings: Annotated[list[str], Field(min_length=1, max_length=MAX_CHOICES)] | None = None
 

@@ -102,7 +102,7 @@ class ResponseBuilder(ABC, Generic[B]):
 
     @property
     def only_scores(self) -> bool:
-        """Whether the requests score texts behind one prompt."""
+        """Whether the requests score texts after one prompt."""
         return False
 
     @abstractmethod

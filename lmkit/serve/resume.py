@@ -33,7 +33,7 @@ class Resumption:
         self._texts: list[str] = []
 
     async def noted(self, outputs: Outputs) -> Outputs:
-        """`outputs`. Behind the events of each, which are complete when the next is asked for, comes its comment."""
+        """`outputs`. After the events of each, which are complete when the next is asked for, comes its comment."""
         left = len(self.known)
         async with aclosing(outputs):
             async for idx, output in outputs:
@@ -95,7 +95,7 @@ def resumption(request: Request, raw: bytes) -> tuple[Resumption | None, bytes]:
 
 
 def replayed(processors: Sequence[OutputProcessor], known: Sequence[Known], vocab_size: int) -> list[tuple[int, Any]]:
-    """The known outputs again, without log-probabilities. The processors go on behind them. Raises RequestError."""
+    """The known outputs again, without log-probabilities. The processors go on after them. Raises RequestError."""
     outputs = []
     for entry in known:
         if not (0 <= entry.choice < len(processors) and all(0 <= token < vocab_size for token in entry.token_ids)):

@@ -163,7 +163,7 @@ def _prompts(body: CompletionRequest, tokenizer: Tokenizer, info: EngineInfo, mo
 def _endings(
     body: CompletionRequest, prompts: list[list[int]], tokenizer: Tokenizer, info: EngineInfo, like: Request
 ) -> list[Request]:
-    """A request for each ending of one prompt. It scores the tokens behind the prompt."""
+    """A request for each ending of one prompt. It scores the tokens after the prompt."""
     others = body.echo or choices_per_prompt(body) > 1 or body.logprob_start_len or body.session_id
     others = others or body.truncate_prompt_tokens
     if others or len(prompts) > 1 or not prompts[0] or body.prompt_logprobs is None or _asked_tokens(body) != 0:

@@ -304,7 +304,7 @@ class Guide:
 
     def _advance(self, token_ids: list[int]) -> None:
         start = time.thread_time()
-        if token_ids and not self._matcher.is_stopped():  # a token behind the end was computed for nothing
+        if token_ids and not self._matcher.is_stopped():  # a token after the end was computed for nothing
             self._matcher.consume_tokens(token_ids)
         if not self._matcher.is_error() and self._seconds > 0:
             self._matcher.unsafe_compute_mask_ptr(self.allowed.ctypes.data, self.allowed.nbytes)

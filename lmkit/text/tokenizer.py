@@ -148,7 +148,7 @@ class Tokenizer:
     def encode_behind(self, ids: Sequence[int], text: str) -> list[int]:
         """Token ids of a text that begins with `ids` and goes on with `text`.
 
-        The given ids stay, unless this tokenizer writes `text` in another way behind other text than alone. Then the
+        The given ids stay, unless this tokenizer writes `text` in another way after other text than alone. Then the
         whole text is encoded anew.
         """
         new = self.encode(text, add_special_tokens=False)

@@ -22,7 +22,7 @@ class NewSequence(msgspec.Struct, frozen=True):
     block_tables: list[list[int]] = []  # of each group, for tokens whose KV was found; computation starts after them
     pooling: Pooling | None = None
     adapter: int = -1  # its number; -1 = none
-    logprobs_start: int = 0  # position of the prompt token behind which prompt_logprobs begin
+    logprobs_start: int = 0  # position of the prompt token after which prompt_logprobs begin
     images: tuple[ImageInput, ...] = ()
     second_start: int | None = None  # see Request
     tenant: str = ""  # whose request it is
@@ -40,17 +40,17 @@ class Chunk(msgspec.Struct, frozen=True):
     num_tokens: int
     new_blocks: list[list[int]]  # of each group, appended to the slot's block table; [] = none
     num_sampled: int  # last positions whose next token is sampled; 0 = the last known token is not reached yet
-    # Guesses at the tokens after the last known one: the last num_sampled - 1 tokens of the chunk. They are kept up to
+    # Drafts of the tokens after the last known one: the last num_sampled - 1 tokens of the chunk. They are kept up to
     # the first that differs from the sampled token.
     draft: list[int] = []
     # Of a model with recurrent states: the row that the tokens go on from (-1: the slot's, or none at position 0). The
-    # last `replayed` tokens before the chunk were guessed, and the state takes them first. Then it is the row that gets
-    # the state behind the first `snapshot_after` of all these (-1: none does).
+    # last `replayed` tokens before the chunk were drafted, and the state takes them first. Then it is the row that gets
+    # the state after the first `snapshot_after` of all these (-1: none does).
     source: int = -1
     snapshot: int = -1
     snapshot_after: int = 0
     replayed: int = 0
-    gives: list[Save] = []  # blocks that are full behind it, which other engines may get while it is computed
+    gives: list[Save] = []  # blocks that are full after it, which other engines may get while it is computed
 
 
 class Load(msgspec.Struct, frozen=True):

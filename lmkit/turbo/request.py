@@ -131,7 +131,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     prompt_ids: list[int]
     params: SamplingParams
     prompt_logprobs: bool = False  # also for each prompt token after the first; params.prompt_top gives their number
-    logprobs_start: int = 0  # if these are asked for: position of the prompt token behind which they begin
+    logprobs_start: int = 0  # if these are asked for: position of the prompt token after which they begin
     pooling: Pooling | None = None  # the output is the prompt's embedding; needs params.max_tokens of 0
     tenant: str = ""  # owner of the KV cache: no other tenant finds or times the KV that it computed
     weight: float = 1.0  # of the tenant: its share of the engine beside other tenants; more than 0
@@ -140,10 +140,10 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     session_id: str | None = None  # of the tenant: the KV of this conversation stays for a lease after the answer
     priority: int = 0  # lower = sooner; see turbo.scheduling.policy
     timeout: float | None = None  # seconds from its arrival at the engine; then it ends with an error
-    speculate: bool = True  # whether guesses at its tokens may be computed; its tokens are the same
+    speculate: bool = True  # whether drafts of its tokens may be computed; its tokens are the same
     progress: bool = False  # outputs before the first token say how much of the prompt is computed
     images: tuple[ImageInput, ...] = ()  # in the order of their tokens
-    known_ids: list[int] = []  # the answer's first tokens: it goes on behind them, as after a preemption
+    known_ids: list[int] = []  # the answer's first tokens: it goes on after them, as after a preemption
     kv_from: str = ""  # HOST:PORT of an engine that is computing the prompt, whose blocks are fetched as they come
     gives_kv: bool = False  # all blocks of the prompt are put into the tiers, for another engine
     second_start: int | None = None  # the position at which the second of two texts begins, of a model that tells them
@@ -182,7 +182,7 @@ class StepOutput(msgspec.Struct, frozen=True, kw_only=True):
     request_id: str
     token_ids: list[int]  # new tokens, including the eos or stop id that ended the request (never shown as text)
     finish_reason: FinishReason | None = None
-    # One for each of token_ids, on request. Without new tokens, if logprob_token_ids are asked for: behind the prompt.
+    # One for each of token_ids, on request. Without new tokens, if logprob_token_ids are asked for: after the prompt.
     logprobs: list[TokenLogprobs] = []
     prompt_logprobs: list[TokenLogprobs] = []  # with the first output: one for each prompt token after logprobs_start
     embedding: bytes = b""  # on request, with the last output: float32 [hidden], not normalized
@@ -216,7 +216,7 @@ class Classes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class VectorLayer(msgspec.Struct, frozen=True, kw_only=True):
-    """A module behind the pooling. A Dense is activation(weight @ vector + bias), perhaps with its input added."""
+    """A module after the pooling. A Dense is activation(weight @ vector + bias), perhaps with its input added."""
 
     kind: Layer
     weight: bytes = b""  # float32 [outputs, inputs], or [inputs] of a LayerNorm
@@ -242,7 +242,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     hidden_size: int = 0  # of an embedding
     pooling: Pooling = "last"  # for embeddings
     sentences: Sentences = Sentences()  # how embeddings of texts are made
-    vector_layers: tuple[VectorLayer, ...] = ()  # of embeddings, behind the pooling
+    vector_layers: tuple[VectorLayer, ...] = ()  # of embeddings, after the pooling
     dimensions: tuple[int, ...] = ()  # that embeddings may be cut to; empty: the checkpoint names none, so any
     classes: Classes | None = None  # of a checkpoint that classifies texts
     sampling: SamplingDefaults = SamplingDefaults()  # for requests that do not say how to sample
@@ -284,10 +284,10 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     evicted_snapshots: int = 0  # that gave their place to others
     sessions: int = 0  # sessions with a lease that has not ended
     decisions: dict[str, int] = {}  # the scheduler's decisions and their counts, such as "admitted: best match"
-    drafts: int = 0  # times that guesses at a sequence's next tokens were computed
-    draft_tokens: int = 0  # such guesses
-    accepted_tokens: int = 0  # guesses among these that were right, and kept
-    draft_seconds_saved: float = 0.0  # by guesses, against steps without; negative: lost
-    history_tokens: int = 0  # of answers that are kept for guesses at later ones
+    drafts: int = 0  # times that drafts of a sequence's next tokens were computed
+    draft_tokens: int = 0  # such draft tokens
+    accepted_tokens: int = 0  # draft tokens among these that were right, and kept
+    draft_seconds_saved: float = 0.0  # by draft tokens, against steps without; negative: lost
+    history_tokens: int = 0  # of answers that are kept for drafts of later ones
     images: dict[str, int] = {}  # images that were encoded, and such that were found encoded
     tiers: dict[str, int] = {}  # figures of the KV tiers: bytes, failures ...

@@ -32,7 +32,7 @@ class Use(Enum):
 
 
 class Snapshot(NamedTuple):
-    """A recurrent state that a step keeps: the state behind the first `num_tokens` tokens of a sequence."""
+    """A recurrent state that a step keeps: the state after the first `num_tokens` tokens of a sequence."""
 
     row: int  # of the states; -1 = none is kept
     num_tokens: int
@@ -66,8 +66,8 @@ class Sequence:
     num_computed: int = 0  # tokens whose KV is in the blocks when all scheduled steps have run
     num_completed: int = 0  # tokens among these whose steps have run already
     num_pending: int = 0  # tokens that scheduled steps will sample, without those for the positions of a draft
-    draft: list[int] = field(default_factory=list)  # guesses at the next tokens, for the next step; see `propose`
-    num_drafted: int = 0  # guesses that a scheduled step computes
+    draft: list[int] = field(default_factory=list)  # drafts of the next tokens, for the next step; see `propose`
+    num_drafted: int = 0  # draft tokens that a scheduled step computes
     in_flight: int = 0  # scheduled steps that compute it and have not been updated yet, and loads
     status: Status = Status.WAITING
     slot: int = -1  # of the persistent batch; -1 = none
@@ -81,11 +81,11 @@ class Sequence:
     tables: list[BlockTable] = field(default_factory=list)  # of each class of layers; written by KVManager only
     cache_ids: array[int] = field(init=False)  # int32: token_ids, and for a token of an image minus its number
     state: int = -1  # row of the recurrent state that it begins with; -1 = none, or its first step is planned
-    num_behind: int = 0  # right guesses, counted in num_computed, that its recurrent state takes in the next step
-    snapshot_at: dict[int, Use] = field(default_factory=dict)  # numbers of tokens behind which others want a snapshot
+    num_behind: int = 0  # accepted drafts, counted in num_computed, that its recurrent state takes in the next step
+    snapshot_at: dict[int, Use] = field(default_factory=dict)  # numbers of tokens after which others want a snapshot
     snapshots: list[Snapshot] = field(default_factory=list)  # that it owns, in the order of their tokens
     keys: list[bytes] = field(default_factory=list)  # keys of its full blocks in the tiers
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # gathered so far, behind logprobs_start
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # gathered so far, after logprobs_start
 
     def __post_init__(self) -> None:
         self.stop_ids = frozenset(self.eos_token_ids + self.request.params.stop_token_ids)
@@ -190,13 +190,13 @@ class Sequence:
         self.prompt_logprobs += values[first + len(self.prompt_logprobs) - max(start, first) :]
 
     def propose(self, draft: list[int]) -> None:
-        """Let the next step compute guesses at the tokens after the known ones, up to the sequence's maximum length."""
+        """Let the next step compute drafts of the tokens after the known ones, up to the sequence's maximum length."""
         assert not self.num_pending, f"{self.request_id}: a draft behind a token that is not known"
         self.draft = draft[: max(self.max_tokens - self.num_tokens - 1, 0)]
 
-    def keep_guesses(self, count: int, *, has_states: bool) -> None:
-        """The last `count` computed tokens were right guesses. With states they are completed when the states have
-        taken them, which the next step does: until then no snapshot stands behind them."""
+    def keep_drafts(self, count: int, *, has_states: bool) -> None:
+        """The last `count` computed tokens were accepted drafts. With states they are completed when the states have
+        taken them, which the next step does: until then no snapshot stands after them."""
         self.num_behind = count
         self.num_computed += count
         self.num_completed += 0 if has_states else count

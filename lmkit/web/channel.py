@@ -190,7 +190,7 @@ class Channel(asyncio.Protocol):
         self._wake()
 
     def _heads(self, data: bytes) -> bytes:
-        """Read heads until there is one of an answer. Returns the bytes behind it."""
+        """Read heads until there is one of an answer. Returns the bytes after it."""
         start = max(0, len(self._held) - 3)
         self._held += data
         while (end := self._held.find(b"\r\n\r\n", start)) >= 0:

@@ -209,7 +209,7 @@ class Connection(H11Protocol):
 class _Parser(h11.Connection):
     """h11's parser, which stops after `num_left` events and refuses more forms of a head.
 
-    An answer before the end of the body says that the connection ends behind it, so no client sends a request there.
+    An answer before the end of the body says that the connection ends after it, so no client sends a request there.
     """
 
     def __init__(self, max_head_bytes: int) -> None:

@@ -72,7 +72,7 @@ class Body:
         self._left = 0 if has_none or self._is_chunked else int(length or 0)  # bytes to come, of a chunk or in all
         self.ends_with_connection = not has_none and not self._is_chunked and length is None
         self.is_whole = has_none or not (self._is_chunked or self._left or self.ends_with_connection)
-        self.is_overrun = False  # bytes came behind the end
+        self.is_overrun = False  # bytes came after the end
         self._held, self._num_trailers = b"", -1
         self._is_behind_chunk = False
 

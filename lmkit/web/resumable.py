@@ -136,7 +136,7 @@ class _Stream:
         self._timer: asyncio.TimerHandle | None = None
 
     def _behind(self, after: int) -> list[tuple[int, bytes]]:
-        """The events behind event `after`."""
+        """The events after event `after`."""
         found = list(itertools.takewhile(lambda item: item[0] > after, reversed(self.kept)))
         return found[::-1]
 
@@ -191,7 +191,7 @@ class _Stream:
             self._changed.notify_all()
 
     async def serve(self, after: int, receive: Receive, send: Send) -> None:
-        """Send what comes behind event `after`, until it ends, the client leaves, or another client takes it up."""
+        """Send what comes after event `after`, until it ends, the client leaves, or another client takes it up."""
         self._turn += 1
         turn, self._taken = self._turn, after
         self._unread = sum(len(event) for _, event in self._behind(after))

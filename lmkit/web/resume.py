@@ -1,8 +1,8 @@
 """What a proxy and its node say to each other so that a stream can go on at another node.
 
-The proxy sends `Identity` in a header. The node draws ids and seeds from it, and writes a comment behind the events of
+The proxy sends `Identity` in a header. The node draws ids and seeds from it, and writes a comment after the events of
 each output: the tokens that they came from. If the node ends, the proxy sends the request to another one, with the
-tokens before the body. That node feeds them to its own parsers, writes none of their events, and goes on behind them.
+tokens before the body. That node feeds them to its own parsers, writes none of their events, and goes on after them.
 
     first request:   x-lmkit-stream: ID CREATED                          body
     its answer:      x-lmkit-stream: FINGERPRINT     data: ...\n\n: lmkit [0,[5,9],"",0]\n\n ...  : lmkit end\n\n
@@ -31,7 +31,7 @@ class Known(msgspec.Struct, frozen=True, array_like=True):
 
     choice: int
     token_ids: list[int]
-    end: Literal["", "length", "token", "string"] = ""  # what ended the choice behind them
+    end: Literal["", "length", "token", "string"] = ""  # what ended the choice after them
     cached_tokens: int = 0
 
 

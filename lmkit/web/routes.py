@@ -1,4 +1,4 @@
-"""Paths of requests: those behind a root path or without /v1, and what a 404 says.
+"""Paths of requests: those after a root path or without /v1, and what a 404 says.
 
 A 404 names a route of other servers as not supported. A slip gets the route that it resembles.
 """

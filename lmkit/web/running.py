@@ -152,7 +152,7 @@ def stop(entries: list[Entry], ended: Callable[[Entry], None], *, extra_seconds:
             try:
                 process = os.pidfd_open(entry.pid)
                 stack.callback(os.close, process)
-                if _start(entry.pid) != entry.start:  # looked at behind pidfd_open, which holds on to the process
+                if _start(entry.pid) != entry.start:  # looked at after pidfd_open, which holds on to the process
                     raise ProcessLookupError
                 signal.pidfd_send_signal(process, signal.SIGTERM)
             except ProcessLookupError:

@@ -66,7 +66,7 @@ def test_runs_side_by_side_are_as_many_as_fit(
 
 
 @pytest.mark.parametrize(("seconds", "shown"), [(1.25, "saved 1.25 s"), (-0.5, "lost 0.50 s")])
-def test_guesses_are_told_with_what_they_saved(seconds: float, shown: str) -> None:
+def test_drafts_are_told_with_what_they_saved(seconds: float, shown: str) -> None:
     record = RequestRecord(conversation=0, prompt_tokens=9, requested_tokens=3, scheduled=0, start=0, end=2,
                            bursts=[Burst(1, 1), Burst(2, 2)])  # fmt: skip
     run = ThroughputRun(concurrency=1, summary=summarize([record]), steps=1, preemptions=0, skipped_turns=0,

@@ -1,4 +1,4 @@
-"""Guesses at known answers, without an engine."""
+"""Drafts of known answers, without an engine."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from lmkit.turbo.scheduling.ngrams import SHORT, Ngrams
 def test_the_longest_suffix_that_stood_before_is_found(text: list[int], data: st.DataObject) -> None:
     num_prompt = data.draw(st.integers(1, len(text)))
     token_ids = array("i", text[:num_prompt])
-    guesser = Longest(token_ids)
+    drafter = Longest(token_ids)
     for end in range(num_prompt, len(text) + 1):
         token_ids.extend(text[len(token_ids) : end])
-        guesser.learn()
+        drafter.learn()
         agreed = {place: _agreement(text, place, end) for place in range(1, end)}
         most = max(agreed.values(), default=0)
         if most >= SHORT:
-            assert guesser.agreed == agreed[guesser.place] == most
+            assert drafter.agreed == agreed[drafter.place] == most
 
 
 def _agreement(text: list[int], place: int, end: int) -> int:

@@ -1,4 +1,4 @@
-"""A model that counts, and what prompt lookup guesses of it."""
+"""A model that counts, and what prompt lookup drafts of it."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from lmkit.turbo.scheduling import speculation
 
 
 @pytest.mark.slow
-def test_a_model_counts_and_its_copies_are_guessed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(speculation.StepTimes, "record", lambda self, counts, seconds: None)  # guesses pay
+def test_a_model_counts_and_its_copies_are_drafted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speculation.StepTimes, "record", lambda self, counts, seconds: None)  # draft tokens pay
     shape = SIZES["tiny"]
     make_checkpoint(tmp_path / "checkpoint", shape, counts=True)
     prepare(tmp_path / "checkpoint", tmp_path / "awq")
-    engine = LmkitEngine(Options(tmp_path / "awq", 1, 1, CONTEXT, shape.vocab, guesses=10))
+    engine = LmkitEngine(Options(tmp_path / "awq", 1, 1, CONTEXT, shape.vocab, drafts=10))
     accepted = {}
     for kind, prompt in prompts(shape.vocab).items():
         before = engine.engine.stats().accepted_tokens

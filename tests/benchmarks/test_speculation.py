@@ -1,4 +1,4 @@
-"""Both ways decode the script's tokens, and guesses of a copy are right."""
+"""Both ways decode the script's tokens, and draft tokens of a copy are right."""
 
 from __future__ import annotations
 
@@ -18,5 +18,5 @@ def test_both_ways_are_measured(kind: str, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(speculation, "NUM_TOKENS", 40)
     row = speculation.compare(str(DEMO_FOLDER), kind, 2, 1, "ngram")
     assert all(math.isfinite(value) and value > 0 for value in row.values() if isinstance(value, int)), row
-    assert row["guessed_steps"] <= row["steps"]
+    assert row["draft_steps"] <= row["steps"]
     assert math.isfinite(row["ratio"])

@@ -393,7 +393,7 @@ BALANCED = (  # types, KV heads, queries a KV head, D, window, sinks, soft cap, 
 
 
 def balanced_cases() -> Iterator[Case]:
-    """Keys multiplied by matrices, and keys and values of position 0 that lack a vector, before and behind windows."""
+    """Keys multiplied by matrices, and keys and values of position 0 that lack a vector, before and after windows."""
     for types, heads, group, dim, window, sinks, softcap, with_mean in BALANCED:
 
         def caches(
@@ -521,7 +521,7 @@ STATE_ROWS = [  # see kernels.delta
 
 def delta_cases() -> Iterator[Case]:
     """Sequences that begin, go on from a snapshot, go on, and have no token, in scattered rows of states. Two end with
-    guesses, and one begins with the right ones of the step before."""
+    draft tokens, and one begins with the right ones of the step before."""
     sizes = (2, 3, 8, 12, 4), (1, 1, 16, 5, 1), (3, 2, 32, 32, 2)
     for (key_heads, share, key_dim, value_dim, kernel), flat in itertools.product(sizes, (False, True)):
 
@@ -538,8 +538,8 @@ def delta_cases() -> Iterator[Case]:
             weights = DeltaWeights(
                 torch.randn(channels, size), torch.randn(hv), torch.randn(hv) * 3, torch.randn(dv), 1e-6, flat
             )
-            guessed = torch.randn(5, 4, channels + 2 * hv)
-            states = DeltaStates(torch.randn(7, channels, size - 1), torch.randn(7, hv, dk, dv), guessed)
+            drafted = torch.randn(5, 4, channels + 2 * hv)
+            states = DeltaStates(torch.randn(7, channels, size - 1), torch.randn(7, hv, dk, dv), drafted)
             y, gates = torch.randn(query_start[-1], hk * (2 * dk + 2 * g * dv)), torch.randn(query_start[-1], 2 * hv)
             tables = torch.zeros(len(lengths), 1).int()
             return y, gates, weights, states, rows, geometry(query_start, lengths, tables)
@@ -618,7 +618,7 @@ def _dense(tokens: int, k: int, n: int, dtype: torch.dtype) -> Case:
 
 
 def _normed_and_gated(op: Op, bits: int, tokens: int, half: int, with_bias: bool, activation: str) -> Case:
-    """A linear with a norm in front and a gate behind. The norm has a residual, except for one token."""
+    """A linear with a norm in front and a gate after. The norm has a residual, except for one token."""
     k = 100
 
     def make() -> tuple[Any, ...]:

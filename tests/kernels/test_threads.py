@@ -142,7 +142,7 @@ def test_a_program_calls_the_host_between_jobs() -> None:
 @pytest.mark.parametrize("num_threads", [1, 2, 5])
 @pytest.mark.parametrize("calls_host", [False, True])
 def test_a_job_aside_is_done_when_it_is_joined(num_threads: int, calls_host: bool) -> None:
-    """Also if the host is called before. Jobs behind it in the program run before it is joined, or beside it."""
+    """Also if the host is called before. Jobs after it in the program run before it is joined, or beside it."""
     threads.configure(num_threads)
     count = 50
     first, aside, second, third, fourth = (torch.zeros(count, dtype=torch.int64) for _ in range(5))

@@ -35,7 +35,7 @@ BEHIND = {"layer": "", "fc": "eh_proj", "token": "enorm", "state": "hnorm", "nor
 
 @dataclass
 class Reference:
-    """A model and its layer. `norms`: in front of fc, of embeddings and of states."""
+    """A model and its layer. `norms`: before fc, of embeddings and of states."""
 
     model: Any
     alone: Any  # of one layer
@@ -43,7 +43,7 @@ class Reference:
     norms: tuple[Any, Any]
 
     @torch.inference_mode()
-    def guesses(self, token_ids: list[int], start: int, count: int) -> list[int]:
+    def drafts(self, token_ids: list[int], start: int, count: int) -> list[int]:
         """The next `count` tokens. The layer's text begins at token `start`."""
         states = self.model.model(torch.tensor([token_ids])).last_hidden_state[0]
         of_token, of_state = self.norms

@@ -1,5 +1,5 @@
 """The engine gives every family's greedy tokens as transformers does: in steps that several sequences share, after a
-preemption, and behind a prefix that the cache has."""
+preemption, and after a prefix that the cache has."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Prompts with images: logits are those of transformers for whole prompts, chunks that cut images, and decoding; and
-the engine's tokens are, after a preemption and behind cached prefixes."""
+the engine's tokens are, after a preemption and after cached prefixes."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def blocks(path: Path, count: int) -> int:
 def test_the_engine_gives_transformers_tokens(
     served: Path, vl: Model, overlap: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In shared steps, after a preemption, and behind cached prefixes; the same marks with other images do not hit."""
+    """In shared steps, after a preemption, and after cached prefixes; the same marks with other images do not hit."""
     model, _, tower = vl
     encode = Encoder.advance  # a request's images in one step, so that no time decides when it begins
     monkeypatch.setattr(Encoder, "advance", lambda encoder, seconds: encode(encoder, math.inf))

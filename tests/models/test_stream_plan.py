@@ -44,7 +44,7 @@ def test_layers_of_one_part_take_turns_in_room_for_two() -> None:
     plan = plan_stream([(10,)] * 8, 1, 51)
     assert (plan.streamed, plan.step_bytes) == ((1, 3, 4, 6, 7), 50)
     assert [(turn.start, turn.end) for turn in plan.turns] == [(0, 10), (10, 20), (0, 10), (10, 20), (0, 10)]
-    assert plan.behind == [1, 3, 2, 2, 2]  # the first one comes behind the last one of the step before
+    assert plan.behind == [1, 3, 2, 2, 2]  # the first one comes after the last one of the step before
     three = plan_stream([(10,)] * 8, 1, 71)
     assert (three.behind, three.step_bytes) == ([1, 0, 2], 20)  # the middle one of three stays where it is
 

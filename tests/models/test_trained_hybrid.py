@@ -11,11 +11,11 @@ from lmkit.quant.report.evaluate import HELDOUT_TEXT, encode_text, evaluate
 from lmkit.text import Tokenizer
 from lmkit.turbo.engine.engine import Engine
 from lmkit.turbo.request import Request, SamplingParams
-from tests.turbo.engine.guesses import watch
-from tests.turbo.engine.test_drafting import guesses_always_pay, shown
+from tests.turbo.engine.drafts import watch
+from tests.turbo.engine.test_drafting import drafts_always_pay, shown
 from tests.turbo.engine.test_engine import run
 
-__all__ = ["guesses_always_pay"]
+__all__ = ["drafts_always_pay"]
 TRAINED_HYBRID = Path(__file__).parents[1] / "data" / "qwen3_5"
 
 
@@ -24,8 +24,8 @@ def test_it_predicts_held_out_text() -> None:
     assert found.perplexity < 30  # of 4,096 tokens
 
 
-def test_its_layer_guesses_what_it_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And the tokens are those without guesses, also behind prefixes that the cache has."""
+def test_its_layer_drafts_what_it_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the tokens are those without draft tokens, also after prefixes that the cache has."""
     text = Tokenizer.from_pretrained(TRAINED_HYBRID).encode(HELDOUT_TEXT.read_text()[:12_000])
     params = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
     requests = [
@@ -44,8 +44,8 @@ def test_its_layer_guesses_what_it_chooses(monkeypatch: pytest.MonkeyPatch) -> N
     engine.close()
     whole = {tuple(request.prompt_ids): [*request.prompt_ids, *want[request.request_id][0]] for request in requests}
     right = wrong = 0
-    for tokens, _, guesses in seen:
+    for tokens, _, drafts in seen:
         answer = next(text for prompt, text in whole.items() if tuple(tokens[: len(prompt)]) == prompt)
-        for guess, token in zip(guesses, answer[len(tokens) :], strict=False):
-            right, wrong = right + (guess == token), wrong + (guess != token)
+        for draft, token in zip(drafts, answer[len(tokens) :], strict=False):
+            right, wrong = right + (draft == token), wrong + (draft != token)
     assert right > 0.5 * (right + wrong)

@@ -171,7 +171,7 @@ def test_variables_stream_and_a_trace_tells_all(pipe: Pipeline, server: Remote, 
         assert {(part.branch, part.name) for part in parts} == {("0.0", "inner"), ("0", "outer")}
         assert trace.totals()["generated"] > 8
         outer = trace.programs[0].spans[-1]
-        assert 0 <= outer.guessed < outer.generated
+        assert 0 <= outer.drafted < outer.generated
         trace.save(tmp_path / "trace.html")
         page = (tmp_path / "trace.html").read_text()
         assert "<b>" not in page

@@ -134,7 +134,7 @@ def test_a_result_that_reads_back_differently_is_refused(tmp_path: Path) -> None
 
 
 def _hidden(source: ModelSource, row: Tensor) -> Tensor:
-    """Behind the last layer, float32, by the model as it is served."""
+    """After the last layer, float32, by the model as it is served."""
     from lmkit.kv_dtype import FLOAT32
     from lmkit.layers.batch import allocate_kv, whole_batch
 

@@ -168,7 +168,7 @@ def test_more_bits_are_worth_less_kl_and_the_plan_is_the_same_each_time(source: 
 
 @pytest.mark.parametrize("steps", [[{"step": "rtn"}], [{"step": "rtn"}, {"step": "refine"}]])
 def test_fewer_than_four_bits_are_kept_and_served(source: Path, tmp_path: Path, steps: list[dict[str, str]]) -> None:
-    """Files hold codes of 2 and 3 bits, also behind `refine`, which reads what was written."""
+    """Files hold codes of 2 and 3 bits, also after `refine`, which reads what was written."""
     report = prepare(source, mixed(3, steps=steps)).run(tmp_path / "out", eval_ids=encode_text(source)[:300])
     assert report.mixed_precision is not None
     assert (report.refined is not None) == (len(steps) == 2)

@@ -22,7 +22,7 @@ KEYS = ("first-key", "Second-Key")
 
 
 def ask(path: str = "/v1/models", *headers: tuple[bytes, bytes], scope: dict[str, Any] | None = None) -> int:
-    """The status an ASGI request gets; 200 from the application behind."""
+    """The status an ASGI request gets; 200 from the application behind it."""
     statuses: list[int] = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:

@@ -462,7 +462,7 @@ def test_a_reranker_answers_yes_or_no() -> None:
 
 @pytest.mark.slow
 def test_a_reranker_reads_the_model_s_own_probabilities() -> None:
-    """`endings` of /v1/completions scores the same words behind the same prompt."""
+    """`endings` of /v1/completions scores the same words after the same prompt."""
     pair = {"query": "Which module has paths?", "documents": ["import os.path", "x = 1"]}
     with running("serve", "demo", "--port", "0", "--max-model-len", "512", "--reranker", "yes_no") as url:
         ranked = httpx.post(f"{url}/v1/rerank", json=pair, timeout=60).json()["results"]

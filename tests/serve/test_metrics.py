@@ -58,7 +58,7 @@ def test_the_cache() -> None:
         assert label in config
 
 
-def test_the_time_that_guesses_lost() -> None:
+def test_the_time_that_drafts_lost() -> None:
     assert samples(FIGURES)['lmkit:spec_decode_time_saved_seconds{model_name="model"}'] == -1.5
 
 

@@ -153,7 +153,7 @@ def test_timings_are_shown_on_request() -> None:
 
 
 class ChunkingEngine(ScriptedEngine):
-    """Computes prompts eight tokens at a time, behind four that the cache had."""
+    """Computes prompts eight tokens at a time, after four that the cache had."""
 
     async def generate(self, request: Request, rest: Rest = None) -> AsyncGenerator[StepOutput]:
         for num in range(12, len(request.prompt_ids), 8):

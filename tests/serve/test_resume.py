@@ -70,7 +70,7 @@ def ask(
 
 
 def parts(text: str) -> tuple[list[str], list[Any]]:
-    """The events of each output and behind the last one, and the notes."""
+    """The events of each output and after the last one, and the notes."""
     *pieces, last, rest = re.split(r"^: lmkit (.*)\n\n", text, flags=re.MULTILINE)
     assert (last, rest) == ("end", "")
     return pieces[::2], [json.loads(note) for note in pieces[1::2]]

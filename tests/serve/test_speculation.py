@@ -1,4 +1,4 @@
-"""Answers and streams with guesses are those without, field by field."""
+"""Answers and streams with draft tokens are those without, field by field."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ OWN = {"id", "created", "prompt_tokens_details"}  # fields of one answer alone; 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
     options = ("--dtype", "float32", "--max-model-len", "512", "--speculate", "ngram", "--draft-history", "4096")
-    with Server(*options, engine="tests.serve.guessing_engine:Engine") as running:
+    with Server(*options, engine="tests.serve.drafting_engine:Engine") as running:
         yield running
         assert running.metric("lmkit:spec_decode_num_accepted_tokens_total") > 100
 
@@ -78,10 +78,10 @@ def streamed(server: Server, path: str, body: dict[str, Any]) -> tuple[dict[int,
     ],
     ids=str,
 )
-def test_answers_and_streams_are_those_without_guesses(server: Server, path: str, body: dict[str, Any]) -> None:
+def test_answers_and_streams_are_those_without_drafts(server: Server, path: str, body: dict[str, Any]) -> None:
     plain = body | {"speculate": False}
     want, want_streamed = server.post(path, plain), streamed(server, path, plain)
     assert want.is_success, want.text
-    for _ in range(2):  # the second time, all of the answer is guessed
+    for _ in range(2):  # the second time, all of the answer is drafted
         assert without(server.post(path, body).json(), OWN) == without(want.json(), OWN)
         assert streamed(server, path, body) == want_streamed

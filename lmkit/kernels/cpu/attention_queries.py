@@ -92,7 +92,7 @@ def prepare_queries(a: AttendArgs, source: int, head: int, rows: int, form: int,
         elif form == FLOAT_PLANES:
             tile(OF_FLOATS, 1, (floats, memory.words + 4 * r * padded, 2 * padded, padded // 32))
         elif form == WORD_PLANES:
-            tile(TO_WORDS, 1, (floats, floats, *sizes))  # words need half the room and are written behind the reads
+            tile(TO_WORDS, 1, (floats, floats, *sizes))  # words need half the room and are written after the reads
             tile(OF_WORDS, 1, (floats, memory.words + 2 * r * padded, padded, padded // 32))
 
 

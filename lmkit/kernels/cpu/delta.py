@@ -23,7 +23,7 @@ ONE, UNIT_EPS = np.float32(1), np.float32(ops.UNIT_EPS)
 LINEAR = np.float32(20)  # softplus(x) is x from here on
 USUAL_KERNEL = 4
 ROWS = 4  # of a state that are taken together
-SAVED = -2  # in place of a row: the scratch memory where the state in front of guesses is kept meanwhile
+SAVED = -2  # in place of a row: the scratch memory where the state before draft tokens is kept meanwhile
 
 
 class DeltaArgs(NamedTuple):
@@ -40,8 +40,8 @@ class DeltaArgs(NamedTuple):
     eps_bits: int
     windows: int
     matrices: int
-    guessed: int
-    guesses: int  # that a row has room for
+    drafted: int
+    drafts: int  # that a row has room for
     kernel: int
     key_heads: int
     value_heads: int
@@ -202,9 +202,9 @@ def _set(args: Any, from_row: int, to_row: int, head: int, saved: int) -> None:
 
 
 @inline
-def _kept(args: Any, row: int, guess: int) -> Any:
-    """The address of what a guess gives to the state."""
-    return args.guessed + 4 * (row * args.guesses + guess) * (_channels(args) + 2 * args.value_heads)
+def _kept(args: Any, row: int, draft: int) -> Any:
+    """The address of what a draft token gives to the state."""
+    return args.drafted + 4 * (row * args.drafts + draft) * (_channels(args) + 2 * args.value_heads)
 
 
 def _gated_delta(arguments: int, scratch: int, index: int) -> None:
@@ -215,7 +215,7 @@ def _gated_delta(arguments: int, scratch: int, index: int) -> None:
     start, end = np.int64(places[b]), np.int64(places[b + 1])
     places = carray(pointer(args.rows + 24 * b), 6, np.int32)
     row, source, snapshot, after = np.int64(places[0]), np.int64(places[1]), np.int64(places[2]), np.int64(places[3])
-    first, guessed = start - np.int64(places[4]), end - np.int64(places[5])
+    first, drafted = start - np.int64(places[4]), end - np.int64(places[5])
     span = 2 * dk + per * dv
     mixed, change, unused = _floats(scratch, span), _floats(scratch + 4 * span, dv), scratch + 4 * (span + dv)
     saved = unused + 4 * dv
@@ -229,9 +229,9 @@ def _gated_delta(arguments: int, scratch: int, index: int) -> None:
         if again:
             line = _kept(args, row, t - first)
             at = line + 4 * _channels(args)
-        if t >= guessed:
-            kept = _kept(args, row, t - guessed)
-            if t == guessed:
+        if t >= drafted:
+            kept = _kept(args, row, t - drafted)
+            if t == drafted:
                 _set(args, row, SAVED, head, saved)
         flat = again or args.flat != 0
         _convolve(args, line, flat, row, head, kept, mixed)
@@ -263,7 +263,7 @@ def _gated_delta(arguments: int, scratch: int, index: int) -> None:
                 out[j] = out[j] * factor * norm[j] * _silu(gates[i * dv + j])
         if snapshot >= 0 and t - first + 1 == after:
             _set(args, row, snapshot, head, saved)
-    if guessed < end:
+    if drafted < end:
         _set(args, SAVED, row, head, saved)
 
 
@@ -282,13 +282,13 @@ def gated_delta(
     args = DeltaArgs(
         y.data_ptr(), y.shape[1], gates.data_ptr(), int(weights.flat), geometry.query_start.data_ptr(), rows.data_ptr(),
         weights.conv.data_ptr(), weights.a_log.data_ptr(), weights.dt_bias.data_ptr(), weights.norm.data_ptr(),
-        float_bits(weights.eps), states.conv.data_ptr(), states.matrix.data_ptr(), states.guessed.data_ptr(),
-        states.guessed.shape[1], weights.conv.shape[1],
+        float_bits(weights.eps), states.conv.data_ptr(), states.matrix.data_ptr(), states.drafted.data_ptr(),
+        states.drafted.shape[1], weights.conv.shape[1],
         key_heads, value_heads, key_dim, value_dim, out.data_ptr(),
     )  # fmt: skip
     span = 2 * key_dim + value_heads // key_heads * value_dim
     scratch = 4 * (span + 2 * value_dim)
-    if states.guessed.numel():
+    if states.drafted.numel():
         scratch += 4 * (span * (weights.conv.shape[1] - 1) + (span - 2 * key_dim) * key_dim)
     threads.run(GATED_DELTA, len(rows) * key_heads, numbers(args), scratch=scratch)
     return out

@@ -242,7 +242,7 @@ class _Addition:
         return cls(numbers, sums, of_sums, threads.run_aside(LOW_RANK_SUMS, len(x) * len(parts), args, scratch=SCRATCH))
 
     def args(self, y: Tensor) -> tuple[int, ...]:
-        """AddArgs, and the parts behind them, once the sums are there."""
+        """AddArgs, and the parts after them, once the sums are there."""
         self.join()
         return y.data_ptr(), 4 * y.stride(0), *self.table
 

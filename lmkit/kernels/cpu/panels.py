@@ -43,7 +43,7 @@ def to_panels(rows: Tensor, width: int, gated: bool) -> Tensor:
 
 
 def padded(rows: Tensor, multiple: int) -> Tensor:
-    """rows [N, K] with zeros behind K up to a multiple. No copy if K is one."""
+    """rows [N, K] with zeros after K up to a multiple. No copy if K is one."""
     missing = -rows.shape[1] % multiple
     return torch.nn.functional.pad(rows, (0, missing)) if missing else rows
 

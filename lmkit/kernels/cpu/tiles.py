@@ -141,7 +141,7 @@ def int_tile(isa: Isa, bits: int, *, packed: bool, half_scales: bool, values: tu
 
 def prefetching(e: Emitter, isa: Isa, quads: Quads, count: int, start: Value, size: int) -> Quads:
     """`quads`, and between them the prefetches of `size` bytes. All at once, they would wait for each other, and the
-    loads behind them too. On ARM all come first: its compiler spills registers otherwise."""
+    loads after them too. On ARM all come first: its compiler spills registers otherwise."""
     lines, parts = range(0, size, CACHE_LINE), 1 if isa.neon else count
     for part, weights in enumerate(quads):
         if 0 < part < parts:

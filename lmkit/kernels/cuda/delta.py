@@ -36,10 +36,10 @@ def gated_delta(
     half = half_of(y)
     assert half is not None
     assert (y.stride(1), gates.stride(1), gates.dtype, rows.dtype) == (1, 1, torch.float32, torch.int32)
-    assert all(x.is_contiguous() for x in (*states.parts, states.guessed, rows, weights.conv))
+    assert all(x.is_contiguous() for x in (*states.parts, states.drafted, rows, weights.conv))
     heads = states.heads
     _, value_heads, key_dim, value_dim = heads
-    tokens, sequences, room = len(y), len(rows), states.guessed.shape[1]
+    tokens, sequences, room = len(y), len(rows), states.drafted.shape[1]
     all_rows, channels, kernel = tokens + sequences * room, *weights.conv.shape
     mixed = torch.empty(all_rows, channels, device=y.device)
     factors = torch.empty(all_rows, value_heads, 2, device=y.device)
@@ -49,7 +49,7 @@ def gated_delta(
     places = geometry.query_start, rows
     inputs = [
         y, np.int64(y.stride(0)), gates, np.int64(gates.stride(0)), *places, weights.conv, weights.a_log,
-        weights.dt_bias, states.conv, states.guessed, mixed, factors, tokens, room, *heads, *layout,
+        weights.dt_bias, states.conv, states.drafted, mixed, factors, tokens, room, *heads, *layout,
     ]  # fmt: skip
     grid = sequences, -(-(channels + value_heads) // BLOCK)
     kernel_for("delta.cu", "delta_inputs", half, KERNEL=kernel)(grid, BLOCK, inputs)

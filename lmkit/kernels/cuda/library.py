@@ -102,7 +102,7 @@ def invariant_product(
 def _output(
     x: Tensor, outputs: int, activation: str | None, dtype: torch.dtype, residual: Tensor | None
 ) -> tuple[Tensor, bool]:
-    """Where a kernel writes the product of x, and whether it adds to what is there. An activation comes behind it."""
+    """Where a kernel writes the product of x, and whether it adds to what is there. An activation comes after it."""
     if residual is not None and activation is None:
         return residual, True
     return torch.empty(len(x), outputs, dtype=torch.float32 if activation else dtype, device=x.device), False

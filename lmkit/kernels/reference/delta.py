@@ -20,20 +20,20 @@ def gated_delta(
 ) -> Tensor:
     out = [gates.new_zeros(0, states.heads[1] * states.heads[3])]
     starts = geometry.query_start.tolist()
-    for b, (row, source, snapshot, after, replayed, guesses) in enumerate(rows.tolist()):
+    for b, (row, source, snapshot, after, replayed, drafts) in enumerate(rows.tolist()):
         state = State(*(x[source].clone() if source >= 0 else torch.zeros_like(x[row]) for x in states.parts))
         tokens = slice(starts[b], starts[b + 1])
         given = [_inputs(*pair, weights, states) for pair in zip(y[tokens].float(), gates[tokens], strict=True)]
-        known = [_Inputs.of(states.guessed[row, i], states) for i in range(replayed)] + given
+        known = [_Inputs.of(states.drafted[row, i], states) for i in range(replayed)] + given
         for count, inputs in enumerate(known, 1):
-            if count > len(known) - guesses:
-                states.guessed[row, count - 1 - len(known) + guesses] = inputs.kept()
+            if count > len(known) - drafts:
+                states.drafted[row, count - 1 - len(known) + drafts] = inputs.kept()
             result, state = _token(inputs, weights, states, state)
             if count > replayed:
                 out.append(result)
             if snapshot >= 0 and count == after:
                 _keep(state, states, snapshot)
-            if count == len(known) - guesses:
+            if count == len(known) - drafts:
                 _keep(state, states, row)
     return torch.cat(out).to(y.dtype)
 

@@ -25,7 +25,7 @@ def bert(hf: dict[str, Any]) -> ModelSpec:
 @family("RobertaModel", defaults=defaults.ROBERTA)
 @family("XLMRobertaModel", defaults=defaults.XLM_ROBERTA)
 def roberta(hf: dict[str, Any]) -> ModelSpec:
-    """Positions begin behind that of padding."""
+    """Positions begin after that of padding."""
     return _encoder(hf, "roberta", first_position=integer(hf, "pad_token_id", 1) + 1)
 
 

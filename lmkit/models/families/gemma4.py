@@ -1,7 +1,7 @@
 """Gemma 4: layers with a window and without one have heads of different sizes. It answers text. Towers for images and
 sound stay in the checkpoint.
 
-Behind Gemma 3 it has a norm on v, a number that each layer multiplies the residual stream with, and, by its
+After Gemma 3 it has a norm on v, a number that each layer multiplies the residual stream with, and, by its
 configuration, keys that are values too, last layers that read the keys and values of earlier ones, vectors of each
 token for each layer (layers.per_layer), and experts beside the dense MLP.
 """

@@ -1,4 +1,4 @@
-"""GLM-4: RoPE on half of each head, in pairs of neighbours; GLM-4-0414 has norms before and behind."""
+"""GLM-4: RoPE on half of each head, in pairs of neighbours; GLM-4-0414 has norms before and after."""
 
 from __future__ import annotations
 

@@ -109,8 +109,8 @@ def deepseek_experts(hf: dict[str, Any], layers: list[LayerSpec], **flags: Any) 
 
 
 def with_mtp(hf: dict[str, Any], layers: list[LayerSpec]) -> ModelSpec:
-    """A model with DeepSeek's experts in these layers. Of the layers for multi-token prediction behind the last one,
-    the first guesses."""
+    """A model with DeepSeek's experts in these layers. Of the layers for multi-token prediction after the last one,
+    the first draft tokens."""
     *layers, last = deepseek_experts(hf, [*layers, layers[-1]])
     count = len(layers)
     unread = tuple(f"{last.prefix}.{number}." for number in range(count, count + integer(hf, PREDICTING, 0)))

@@ -1,4 +1,4 @@
-"""OLMo 2 and 3, and EXAONE 4: norms only behind attention and MLP, and norms on q and k."""
+"""OLMo 2 and 3, and EXAONE 4: norms only after attention and MLP, and norms on q and k."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def qwen3_vl_moe(hf: dict[str, Any]) -> ModelSpec:
 
 
 def _deep(hf: dict[str, Any], of_text: Callable[[dict[str, Any]], ModelSpec]) -> ModelSpec:
-    """Outputs of some layers of the tower are added behind the first layers of the language model (DeepStack)."""
+    """Outputs of some layers of the tower are added after the first layers of the language model (DeepStack)."""
     tapped = _layers(vision_config(hf), "deepstack_visual_indexes")
     spec = _with_tower(hf, of_text, tower_3(hf, tapped=tapped), mixed_sections=True)
     if spec.deep_layers > spec.num_layers:

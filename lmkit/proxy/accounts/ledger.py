@@ -104,7 +104,7 @@ class Reservation:
 
 
 class Ledger:
-    """All keys and teams. `async with` it: it then writes behind, and has written all at the end."""
+    """All keys and teams. `async with` it: it then writes in the background, and has written all at the end."""
 
     def __init__(self, path: Path, now: Callable[[], datetime] = _now) -> None:
         """Raises ConfigError for a file that cannot be used."""

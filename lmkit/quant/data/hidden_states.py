@@ -2,7 +2,7 @@
 
 There are two streams. One is the output of the layers that are quantized so far: the inputs that the next layer will
 really see. The other, if wanted, is the output of the original layers: the targets that it should still reach. Each
-stream has two buffers, one in front of the present layer and one in front of the next. The buffers take turns. With a
+stream has two buffers, one before the present layer and one before the next. The buffers take turns. With a
 folder they are mapped files:
 
     hidden-0.f32  hidden-1.f32   float32 [num_rows * seq_len, hidden]; layer i reads number i % 2 and writes the other
@@ -10,8 +10,8 @@ folder they are mapped files:
     exact-0.f32   exact-1.f32    ...
 
 hidden-scratch and exact-scratch hold the states inside the present layer (layer.passes). An interrupted layer
-can be done again, as the states in front of it are not written to. No more than a batch of each buffer is in memory.
-Some models read more of a token than its states (data.beside).
+can be done again, as the states before it are not written to. No more than a batch of each buffer is in memory.
+Some models read more of a token than its states (data.side_inputs).
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from lmkit.models.decoder_layer import DecoderLayer, joined
 from lmkit.models.layer_spec import LayerSpec
 from lmkit.models.source import ModelSource
 from lmkit.models.spec import ModelSpec
-from lmkit.quant.data.beside import Beside
 from lmkit.quant.data.buffer import Buffer
 from lmkit.quant.data.comm import Comm
+from lmkit.quant.data.side_inputs import SideInputs
 from lmkit.quant.kv.config import KVStats
 from lmkit.quant.layer.gradients import turned
 from lmkit.quant.layer.layer import Geometry
@@ -44,16 +44,16 @@ BATCH_TOKENS = 4096  # of the calibration set in one forward pass, at most
 
 @dataclass
 class Stream:
-    """float32 [rows * seq_len, hidden] for each batch. `put` fills the states in front of the next layer. `advance`
+    """float32 [rows * seq_len, hidden] for each batch. `put` fills the states before the next layer. `advance`
     moves on to that layer."""
 
     spec: ModelSpec
     num_rows: int
     seq_len: int
     batch_rows: int
-    layer: int  # the present states stand in front of it
+    layer: int  # the present states stand before it
     buffers: dict[str, tuple[Buffer, Buffer]]
-    beside: Beside
+    side_inputs: SideInputs
     comm: Comm
     folder: Path | None = None
     device: str = "cpu"  # where layers compute
@@ -73,9 +73,9 @@ class Stream:
         comm: Comm = Comm(),
         device: str = "cpu",
     ) -> Stream:
-        """A stream in front of the first layer. rows int64 [num_rows, seq_len]; `exact`: keep the original stream too.
+        """A stream before the first layer. rows int64 [num_rows, seq_len]; `exact`: keep the original stream too.
 
-        With `layer` above 0, the stream stands in front of that layer and takes its states from the files of `folder`.
+        With `layer` above 0, the stream stands before that layer and takes its states from the files of `folder`.
         """
         spec, (num_rows, seq_len) = source.spec, rows.shape
         sizes = num_rows * seq_len, spec.hidden_size
@@ -83,15 +83,15 @@ class Stream:
         for name in STREAMS[: 2 if exact else 1]:
             one, other = (Buffer(*sizes, folder and folder / f"{name}-{i}.f32") for i in (0, 1))
             buffers[name] = one, other
-        beside = Beside.of(spec, sizes[0], tuple(buffers), folder, device)
+        side_inputs = SideInputs.of(spec, sizes[0], tuple(buffers), folder, device)
         batch_rows = max(1, batch_tokens // seq_len)
-        stream = cls(spec, num_rows, seq_len, batch_rows, layer, buffers, beside, comm, folder, device)
+        stream = cls(spec, num_rows, seq_len, batch_rows, layer, buffers, side_inputs, comm, folder, device)
         if layer == 0:
             stream._embed(source.head(), rows)
         else:
             for pair in buffers.values():
                 pair[layer % 2].check()
-            beside.check(layer)
+            side_inputs.check(layer)
         return stream
 
     def _embed(self, head: Decoder, rows: Tensor) -> None:
@@ -101,8 +101,8 @@ class Stream:
                 buffers[0].states[self._tokens(number)] = states
                 buffers[0].release()
             if head.per_layer is not None:
-                self.beside.put_vectors(self._tokens(number), head.per_layer(part.flatten(), states))
-        self.beside.seal_vectors()
+                self.side_inputs.put_vectors(self._tokens(number), head.per_layer(part.flatten(), states))
+        self.side_inputs.seal_vectors()
 
     def __len__(self) -> int:
         return -(-self.num_rows // self.batch_rows)
@@ -112,7 +112,7 @@ class Stream:
         return "exact" in self.buffers
 
     def hidden(self, number: int, *, exact: bool = False) -> Tensor:
-        """One batch in front of the present layer. It must not be written to."""
+        """One batch before the present layer. It must not be written to."""
         return self.here(self._buffer(self.layer, exact).states[self._tokens(number)])
 
     def here(self, states: Tensor) -> Tensor:
@@ -120,7 +120,7 @@ class Stream:
         return states.to(tensor_device(self.device))
 
     def states(self, layer: int, *, exact: bool = False) -> Tensor:
-        """All tokens [rows * seq_len, hidden] in front of the present layer or of the next."""
+        """All tokens [rows * seq_len, hidden] before the present layer or of the next."""
         return self._buffer(layer, exact).states
 
     def scratch(self, dtype: torch.dtype, *, exact: bool = False) -> Tensor:
@@ -135,7 +135,7 @@ class Stream:
         """Leave all states to the page cache."""
         for buffer in (*self._scratch.values(), *(buffer for pair in self.buffers.values() for buffer in pair)):
             buffer.release()
-        self.beside.release()
+        self.side_inputs.release()
 
     def geometry(self, num_rows: int, seq_len: int) -> Geometry:
         """The geometry of the present layer. Layers that are alike share one."""
@@ -147,11 +147,11 @@ class Stream:
     def inputs(self, tokens: slice, *, exact: bool = False) -> Geometry:
         """The geometry of the present layer for `tokens`, whole rows, with what it reads of them beside the states.
         Valid until the next call."""
-        return self.beside.given(self._whole(tokens), self.layer, tokens, STREAMS[exact])
+        return self.side_inputs.given(self._whole(tokens), self.layer, tokens, STREAMS[exact])
 
     def vectors(self, tokens: slice) -> Geometry:
-        """The same for a part of the layer behind attention: without keys and values of earlier layers."""
-        return self.beside.with_vectors(self._whole(tokens), tokens)
+        """The same for a part of the layer after attention: without keys and values of earlier layers."""
+        return self.side_inputs.with_vectors(self._whole(tokens), tokens)
 
     def _whole(self, tokens: slice) -> Geometry:
         return self.geometry((tokens.stop - tokens.start) // self.seq_len, self.seq_len)
@@ -164,7 +164,7 @@ class Stream:
         own = Geometry.of(self.spec.layers[self.layer], len(ids) // seq_len, seq_len, self.device)
         parts = (self._tokens(number) for number in range(0, len(self), every))
         tokens = torch.cat([torch.arange(part.start, part.stop) for part in parts])[ids]
-        self.beside.fill(own, self.layer, tokens, STREAMS[0])
+        self.side_inputs.fill(own, self.layer, tokens, STREAMS[0])
         return own
 
     def keep(self, layer: DecoderLayer, *, exact: bool = False) -> None:
@@ -177,7 +177,7 @@ class Stream:
             q, k, v, _ = layer.attention.queries_keys_values(x, norm)
             kv = geometry.kv
             layer.attention.append_op(q, k, v, *geometry.rope, kv.k, kv.v, geometry.batch.geometries[0].slots)
-            self.beside.put(layer.index, self._tokens(number), STREAMS[exact], *geometry.keys_and_values())
+            self.side_inputs.put(layer.index, self._tokens(number), STREAMS[exact], *geometry.keys_and_values())
             self._buffer(self.layer, exact).release()
 
     def output(self, layer: DecoderLayer, number: int, *, exact: bool = False, seen: KVStats | None = None) -> Tensor:
@@ -281,14 +281,14 @@ class Stream:
         return [slice(*ends) for ends in itertools.pairwise([begin, *inside, end])]
 
     def put(self, number: int, hidden: Tensor, *, exact: bool = False) -> None:
-        """Store one batch in front of the next layer. The present layer still sees its own states."""
+        """Store one batch before the next layer. The present layer still sees its own states."""
         buffer = self._buffer(self.layer + 1, exact)
         buffer.states[self._tokens(number)] = hidden
         buffer.release()
 
     def advance(self) -> None:
-        """Move on to the next layer after every batch was put. Afterwards the states in front of it are on the disk."""
-        self.beside.seal(self.layer)
+        """Move on to the next layer after every batch was put. Afterwards the states before it are on the disk."""
+        self.side_inputs.seal(self.layer)
         self.layer += 1
         for exact in (False, True)[: len(self.buffers)]:
             self._buffer(self.layer, exact).seal()

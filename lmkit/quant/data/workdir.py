@@ -1,7 +1,7 @@
 """The work folder of a quantization, `.NAME.partial` beside the output. It lets a killed run resume.
 
 manifest.json                the identity of the run; a run with another identity is refused
-hidden-0.f32 hidden-1.f32    hidden states in front of the present layer and of the next, in turn (hidden_states.py)
+hidden-0.f32 hidden-1.f32    hidden states before the present layer and of the next, in turn (hidden_states.py)
 hidden-scratch               hidden states inside the present layer
 rank-1/                      the same files of another process
 layer-00003.safetensors      tensors of a finished layer, as the checkpoint will hold them

@@ -4,7 +4,7 @@ rest over all channels.
 A token's key shares 16 levels over head_dim channels, so one wide channel costs all others their digits. A key's error
 counts as much as the queries that meet it. `balanced` gives the matrix A for which keys A k and queries A^-T q have the
 same diagonal covariance, which minimizes the error of their products for noise that is alike in all channels; a
-rotation behind it makes the channels equally wide. Values are rotated alone, in the weights that make and read them.
+rotation after it makes the channels equally wide. Values are rotated alone, in the weights that make and read them.
 """
 
 from __future__ import annotations

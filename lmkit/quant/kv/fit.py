@@ -92,7 +92,7 @@ def fit_cache(calibrated: CalibratedLayer, seen: KVStats, recipe: KVRecipe, hidd
     """Choose the transform, fold lambda into the layer's float32 weights, and keep the result for kv_config.json in
     `seen`. Returns the factors on the rows of linears, by role.
 
-    hidden float32 [tokens, hidden_size]: the states behind the layer. Errors are relative to them.
+    hidden float32 [tokens, hidden_size]: the states after the layer. Errors are relative to them.
     """
     layer, rows = calibrated.layer, dict[str, Tensor]()
     k_bits, v_bits = recipe.bits_of(layer.index)
@@ -137,7 +137,7 @@ def prepare_cache(layer: DecoderLayer, seen: KVStats, recipe: KVRecipe) -> None:
 
 
 def fit_first(layer: DecoderLayer, seen: KVStats, recipe: KVRecipe, hidden: Iterable[Tensor]) -> None:
-    """Find the key and value of position 0 anew, from the states float32 [sequences, hidden_size] in front of the layer
+    """Find the key and value of position 0 anew, from the states float32 [sequences, hidden_size] before the layer
     as it will be stored: steps may have scaled its values."""
     wanted = recipe.leaves_out_first(layer.index)
     spec = layer.spec.fitted_kv

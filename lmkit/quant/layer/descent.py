@@ -3,7 +3,7 @@
 The error is tr(H_O E H E^T) of E = W^ - (W + S H^-1), for the moments H of the inputs and the curvature H_O of the
 outputs (YAQA, arXiv 2505.22988). Its gradient at W^ is H_O E H, so every change of a weight moves the gradients of all
 others. Weights are therefore visited in tiles: a few rows of one group of inputs. Inside a tile a change is passed on
-at once. The gradients of the other groups and of the other rows follow in products, behind the tile and behind the
+at once. The gradients of the other groups and of the other rows follow in products, after the tile and after the
 rows. The order is that of H_O: rows with the largest weight come first.
 """
 

@@ -22,7 +22,7 @@ def empty_inputs(
     """A record for each input that quantized linears read, and for a router's input, which its whole mixture of experts
     reads. They lie on the device `at`.
 
-    The sample holds the tokens `row_ids` in front of attention and `token_ids` elsewhere. For an expert, it holds as
+    The sample holds the tokens `row_ids` before attention and `token_ids` elsewhere. For an expert, it holds as
     many of the expert's own tokens.
     """
     sizes = {role: scheme.group_size for role, scheme in schemes.items()}

@@ -28,7 +28,7 @@ class HeadWithGradients:
         self.tokens_at_once = max(1, LOGIT_BYTES // (4 * source.spec.vocab_size))
 
     def log_probabilities(self, hidden: Tensor) -> Tensor:
-        """hidden float32 [tokens, hidden] behind the last layer -> float32 [tokens, vocab]"""
+        """hidden float32 [tokens, hidden] after the last layer -> float32 [tokens, vocab]"""
         if self._norm is not None:
             hidden = self._rms_norm(hidden, self._norm)
         logits = functional.linear(hidden.to(self.dtype), self._weight).float()

@@ -14,7 +14,7 @@ from lmkit.quant.report.layer_report import HeldOutReport
 def compare_held_out(stream: Stream, original: DecoderLayer, rtn: dict[str, QTensor]) -> HeldOutReport | None:
     """Compare two layers with the original model on the held-out rows: the layer as it will be stored, and the layer
     with plain rounding of its original weights. All rows have passed the stored layer, and the original if the stream
-    has its states, but the stream still stands in front of it. None if there are no such rows."""
+    has its states, but the stream still stands before it. None if there are no such rows."""
     plain = original.with_weights({**original.weights, **rtn})
     first_held = stream.num_rows - held_out_rows(stream.num_rows)
     pieces = [tokens for number in range(len(stream)) for tokens in stream.slices(number, first_held)]
@@ -36,6 +36,6 @@ def compare_held_out(stream: Stream, original: DecoderLayer, rtn: dict[str, QTen
 
 
 def _around(stream: Stream, tokens: slice, *, exact: bool = False) -> tuple[Tensor, Tensor]:
-    """The states of `tokens` in front of the present layer and behind it."""
+    """The states of `tokens` before the present layer and after it."""
     before, behind = (stream.states(stream.layer + i, exact=exact)[tokens] for i in (0, 1))
     return stream.here(before), stream.here(behind)

@@ -88,8 +88,8 @@ class CalibratedLayer:
         return round_to_nearest(weight, self.schemes[role], self.shrinks.get(role))
 
     def block_output(self, source: str) -> Tensor:
-        """The output of the block behind `source` for the sampled inputs. Behind a norm, the
-        block is the whole attention, MLP or mixture of experts. Behind a linear, it is the one linear that follows.
+        """The output of the block after `source` for the sampled inputs. After a norm, the
+        block is the whole attention, MLP or mixture of experts. After a linear, it is the one linear that follows.
         Attention needs whole sequences and takes all inputs."""
         layer = self.layer
         if source == "norm.attn":  # a model without norms before its blocks has this block, too

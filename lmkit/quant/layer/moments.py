@@ -27,7 +27,7 @@ HELD_OUT = 16  # one of so many rows is held out
 class Moments:
     """Moments of one linear input: `hessian` x^T x float32 [in, in], and `shift`.
 
-    x is the input behind quantized layers, e the input in the original model. `shift` float32 is (e - x)^T x [in, in],
+    x is the input after quantized layers, e the input in the original model. `shift` float32 is (e - x)^T x [in, in],
     or (W (e - x) + r)^T x [out, in] if there is a `weight` W. r is what the residual stream lacks of the original's, if
     the linear's outputs are added to it. Without an original stream, e is x and `shift` is None. `held`, `held_exact`
     float32 [tokens, in] and `held_lack` [tokens, out] are x, e and r of the held-out rows. The moments are complete
@@ -146,7 +146,7 @@ def batches(stream: Stream) -> Iterator[tuple[Tensor, Tensor | None, bool]]:
 
 def run(layer: DecoderLayer, stream: Stream, hidden: Tensor, tokens: slice | None = None) -> Tensor:
     """The layer's output for whole rows [tokens, hidden]. `tokens` says which they are, for a layer that reads more of
-    them than states (data.beside)."""
+    them than states (data.side_inputs)."""
     if tokens is None:
         geometry = stream.geometry(len(hidden) // stream.seq_len, stream.seq_len)
     else:

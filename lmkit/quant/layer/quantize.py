@@ -46,7 +46,7 @@ class LayerQuantizer:
     curvature: Mapping[str, Tensor]  # of the layer's outputs, if a step wants it (layer.curvature)
 
     def quantize(self, layer: DecoderLayer, seen: KVStats, done: Callable[[int], None]) -> LayerReport:
-        """Rewrite `layer.weights` (float32) as they will be stored, fill `seen`, and move the stream behind the layer.
+        """Rewrite `layer.weights` (float32) as they will be stored, fill `seen`, and move the stream after the layer.
 
         `done(stage)` reports the progress. Raises CheckpointError or UnsupportedError; the error names the layer and
         the linear.
@@ -156,7 +156,7 @@ class LayerQuantizer:
         return float(error / contribution) if contribution > 0 else 0.0
 
     def _finish(self, layer_pass: LayerPass) -> None:
-        """Move all tokens behind the layer. Processes share the work if the pass stands at the layer's beginning."""
+        """Move all tokens after the layer. Processes share the work if the pass stands at the layer's beginning."""
         stream, exact = self.stream, layer_pass.exact
         if layer_pass.part == 0:
             for number, output in stream.outputs(layer_pass.layer, exact=exact):

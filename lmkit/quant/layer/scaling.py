@@ -1,4 +1,4 @@
-"""Scales between an operation and the linears behind it. The operation's outputs are divided by s, and the input
+"""Scales between an operation and the linears after it. The operation's outputs are divided by s, and the input
 columns of the linears are multiplied by s. Nothing changes in exact arithmetic. The steps choose s."""
 
 from __future__ import annotations

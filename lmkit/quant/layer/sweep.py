@@ -1,10 +1,10 @@
-"""One pass through the original model and back, in front of the layer loop: the curvature of each layer's outputs.
+"""One pass through the original model and back, before the layer loop: the curvature of each layer's outputs.
 
 Calibration rows that are not held out go through the layers, and the states in front of each are kept in a file.
-Labels are drawn behind the last layer, one for a token. Gradients then go back through the layers, and each layer is
+Labels are drawn after the last layer, one for a token. Gradients then go back through the layers, and each layer is
 computed once more, this time with gradients. One layer is in memory at a time, and a batch of tokens inside it.
 
-The work folder gets, for a run that is resumed behind the sweep:
+The work folder gets, for a run that is resumed after the sweep:
 
 loss-00003.safetensors    the curvature of a layer (layer.curvature), as bfloat16
 loss.json                 the checksums of all of these; written last
@@ -71,7 +71,7 @@ class Sweep:
                 for part in self._parts():
                     states[index + 1, part] = layer.output(self._here(states[index, part]), self.rows.shape[1]).cpu()
                     buffer.release()
-        gradient = states[num_layers]  # behind a layer; it takes the place of the states there
+        gradient = states[num_layers]  # after a layer; it takes the place of the states there
         self._start(head, gradient)
         for index in reversed(range(num_layers)):
             done(2 * num_layers - 1 - index, 2 * num_layers)
@@ -95,7 +95,7 @@ class Sweep:
         return with_gradients(layer.multiply_in(self.dtype), dense)
 
     def _start(self, head: HeadWithGradients, states: Tensor) -> None:
-        """Put gradients of the cross entropy with drawn labels in the place of the states behind the last layer."""
+        """Put gradients of the cross entropy with drawn labels in the place of the states after the last layer."""
         generator = torch.Generator().manual_seed(self.seed)
         for part in states.split(head.tokens_at_once):
             hidden = self._here(part).requires_grad_()
@@ -107,7 +107,7 @@ class Sweep:
         self.source.reader.release()
 
     def _backward(self, index: int, states: Tensor, gradient: Tensor, release: Callable[[], None]) -> Curvature:
-        """The curvature of a layer. `gradient` [tokens, hidden] behind it becomes that in front of it."""
+        """The curvature of a layer. `gradient` [tokens, hidden] after it becomes that before it."""
         layer, found = self._layer(index), Curvature()
 
         def observe(roles: tuple[str, ...], g: Tensor) -> None:

@@ -1,7 +1,7 @@
-"""End-to-end tuning behind the layer loop: the KL divergence from the original model's logits is lowered by changes of
+"""End-to-end tuning after the layer loop: the KL divergence from the original model's logits is lowered by changes of
 scales, norms and biases (refine.parameters).
 
-Targets are the original model's hidden states behind its last layer, which the layer loop leaves. A step takes a few
+Targets are the original model's hidden states after its last layer, which the layer loop leaves. A step takes a few
 rows. They go through the layers with their present changes, and the states in front of each layer are kept. Gradients
 then go back through the layers, and each layer is computed once more, this time with gradients. One layer is in memory
 at a time, and a batch of tokens inside it. Adam's moments are as large as the changes: three numbers for a group.
@@ -114,7 +114,7 @@ class Tuning:
         return total / max(1, len(rows) * self.rows.shape[1])
 
     def behind_layers(self, row: int) -> Tensor:
-        """The hidden states float32 [seq_len, hidden] of a row behind the tuned layers, as a check computes them."""
+        """The hidden states float32 [seq_len, hidden] of a row after the tuned layers, as a check computes them."""
         hidden = self._head.embed_rows(self.rows[row, None].to(self.device))
         for index in self.layers:
             layer = self._layer(index)
@@ -167,7 +167,7 @@ class Tuning:
         return [slice(begin, min(begin + size, count)) for begin in range(0, count, size)]
 
     def _forward(self, rows: Tensor) -> None:
-        """Fill the states in front of each layer and behind the last."""
+        """Fill the states in front of each layer and after the last."""
         for part in self._parts(rows):
             whole = self.rows[rows].flatten()[part].view(-1, self.rows.shape[1])
             self._states[0, part] = self._head.embed_rows(whole.to(self.device)).cpu()
@@ -180,7 +180,7 @@ class Tuning:
             self._buffer.release()
 
     def _backward(self, index: int, rows: Tensor, gradient: Tensor) -> Changes:
-        """The gradients of a layer's changes. `gradient` [tokens, hidden] behind it becomes that in front of it."""
+        """The gradients of a layer's changes. `gradient` [tokens, hidden] after it becomes that before it."""
         layer = self._layer(index)
         tuned = self.tuned(layer)
         leaves = tuned.leaves()
@@ -194,7 +194,7 @@ class Tuning:
         return tuned.gradients(leaves)
 
     def _compare(self, rows: Tensor, gradient: Tensor | None = None) -> float:
-        """The sum of KL over the tokens of a step, and the gradients of its mean behind the last layer. A few tokens
+        """The sum of KL over the tokens of a step, and the gradients of its mean after the last layer. A few tokens
         are compared at a time."""
         seq_len, total = self.rows.shape[1], 0.0
         at_once = self._head.tokens_at_once

@@ -1,4 +1,4 @@
-"""A model behind the layer loop, as a step of the last stage gets it, and what such a step gives back."""
+"""A model after the layer loop, as a step of the last stage gets it, and what such a step gives back."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lmkit.quant.report.report import RefineReport
 @dataclass(frozen=True)
 class WholeModel:
     """`original` gives embeddings and the head, `stored` the layers as they are in the file, `rows` int64 [num_rows,
-    seq_len] the text. `stream` stands behind the last layer."""
+    seq_len] the text. `stream` stands after the last layer."""
 
     original: ModelSource
     stored: ModelSource
@@ -32,7 +32,7 @@ class WholeModel:
 @dataclass(frozen=True)
 class Finished:
     """`layer(index)` gives a layer's changed weights; None: the layers stay. `hidden` float32 [seq_len, hidden] are the
-    states of the last row behind the changed layers."""
+    states of the last row after the changed layers."""
 
     report: RefineReport
     layer: Callable[[int], Weights] | None = None

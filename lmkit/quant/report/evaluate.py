@@ -226,7 +226,7 @@ class _Scorer:
         return (slice(begin, min(begin + rows, num_rows)) for begin in range(0, num_rows, rows))
 
     def stream(self, window: list[int]) -> tuple[Tensor, Tensor | None]:
-        """The pair of tensors of the residual stream, [len(window), hidden], behind the last layer."""
+        """The pair of tensors of the residual stream, [len(window), hidden], after the last layer."""
         batch, _ = whole_batch([window], BLOCK_SIZE)
         return self.decoder.hidden(batch, self.kv)
 

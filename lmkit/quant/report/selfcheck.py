@@ -55,7 +55,7 @@ def check_logits(
     """Read a checkpoint back and run it, with exact activations, on one row of tokens int64 [seq_len].
 
     The layers are on `device` and multiply in `product_dtype`, as the run's did. `expected` float32 [seq_len, hidden]
-    are the run's hidden states behind the last layer. Returns the largest difference of two logits, in units of the
+    are the run's hidden states after the last layer. Returns the largest difference of two logits, in units of the
     largest logit. Raises CheckpointError if it exceeds TOLERANCE.
     """
     stored = ModelSource(checkpoint)
@@ -77,7 +77,7 @@ def check_logits(
 
 
 def _behind_layers(source: ModelSource, token_ids: Tensor, product_dtype: torch.dtype, device: str) -> Tensor:
-    """The hidden states behind the last layer, float32 [seq_len, hidden]. One layer is loaded at a time."""
+    """The hidden states after the last layer, float32 [seq_len, hidden]. One layer is loaded at a time."""
     head, at = source.head(), tensor_device(device)
     hidden = head.embed_rows(token_ids[None])
     vectors = None if head.per_layer is None else head.per_layer(token_ids, hidden).to(at)

@@ -2,7 +2,7 @@
 output when this linear alone is rounded.
 
 For every group of fused linears and every scheme there is a variant of the model that differs from it in that group
-alone. All variants go through the model together, a layer at a time, so that each layer is read once. Behind layer l
+alone. All variants go through the model together, a layer at a time, so that each layer is read once. After layer l
 there are the hidden states of the model, and of a variant for each choice in layers 0 .. l. With L layers, this takes
 L^2 / 2 times the choices of a layer forward passes of a few tokens. If VARIANT_BYTES do not hold all variants, they
 take several passes.

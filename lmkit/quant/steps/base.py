@@ -32,7 +32,7 @@ class Stage(IntEnum):
     CLIP = 1
     ROUNDER = 2
     TUNER = 3
-    MODEL = 4  # once, behind the last layer: quant.refine
+    MODEL = 4  # once, after the last layer: quant.refine
 
 
 @dataclass(frozen=True)
@@ -167,8 +167,8 @@ class Step(StrictStruct, frozen=True, tag_field="step"):
         return f"{self.name()} needs type int and groups of 32, 64 or 128 inputs"
 
     def needs_states_alone(self, spec: ModelSpec, what: str = "") -> str | None:
-        """The answer of `refuses_model` for a step that computes layers from their states alone (data.beside), or does
-        so for its key `what`."""
+        """The answer of `refuses_model` for a step that computes layers from their states alone (data.side_inputs), or
+        does so for its key `what`."""
         reason = f"{what or self.name()} does not go with layers that read the keys of others, or vectors of each token"
         return reason if spec.reads_beside else None
 

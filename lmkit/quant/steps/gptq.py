@@ -59,7 +59,7 @@ class Gptq(Step, frozen=True, tag="gptq"):
     strength: Annotated[float, Meta(ge=0, le=1)] = 1.0  # share of the way from this layer's own outputs to the exact
     sequential: bool = True  # attn.o and mlp.down are rounded on the outputs of the rounded linears before them
     refine: Annotated[int, Meta(ge=0, le=100)] = 2  # rounds of coordinate descent over scales and codes afterwards
-    loss: Annotated[int, Meta(ge=0, le=100)] | Literal["auto"] = 0  # rounds behind these that weigh the outputs' errors
+    loss: Annotated[int, Meta(ge=0, le=100)] | Literal["auto"] = 0  # rounds after these that weigh the outputs' errors
     # by the curvature of the model's loss (layer.curvature); auto: AUTO_LOSS if the model has gradients, or 0
 
     @property
@@ -141,7 +141,7 @@ class Gptq(Step, frozen=True, tag="gptq"):
 
 def round_layer(work: LayerWork, step: Gptq) -> None:
     """Round the linears in the order of the layer. The rounded weights are put into the layer, so that the linears
-    behind them are rounded on their outputs."""
+    after them are rounded on their outputs."""
     calibrated = work.calibrated
     stages = _stages(calibrated)
     early: dict[str, Moments] = {}

@@ -1,4 +1,4 @@
-"""Refining: behind the last layer, scales, norms and biases are tuned against the original model's logits.
+"""Refining: after the last layer, scales, norms and biases are tuned against the original model's logits.
 
 The steps before keep each layer's output. What they miss adds up over the layers, and it does not count alike: this
 step lowers the KL divergence itself, on the rows that statistics saw. The result is kept if the divergence on the

@@ -2,7 +2,7 @@
 channels. The scales move outliers from the inputs to the weights.
 
 Channel j of the input is divided by s_j = max|x_j|^alpha / max|w_j|^(1-alpha). The division is folded into the
-operation before, as AWQ's scales are, and the weights behind are multiplied by s_j. Nothing changes in exact
+operation before, as AWQ's scales are, and the weights after are multiplied by s_j. Nothing changes in exact
 arithmetic, but the weights carry the outliers. alpha 1 leaves no outliers in the input, alpha 0 none in the weights. A
 search compares a grid of alphas and s = 1 on the output of the block. The linears' input and weights are rounded as an
 engine will round them.
@@ -39,7 +39,7 @@ FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
 
 
 class SmoothQuant(Step, frozen=True, tag="smooth_quant"):
-    """Move difficulty from rounded activations to the weights behind them."""
+    """Move difficulty from rounded activations to the weights after them."""
 
     stage: ClassVar = Stage.TRANSFORM
     sees_all: ClassVar = True

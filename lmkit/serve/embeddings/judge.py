@@ -1,7 +1,7 @@
 """Scores of a reranker that answers yes or no, such as Qwen3-Reranker (arXiv 2506.05176).
 
 The chat template writes the model's own prompt for a query and a document. The score is the probability of "yes" as the
-next token, beside that of "no". Both are read as the log-probability of a token behind the prompt, whose KV is shared.
+next token, beside that of "no". Both are read as the log-probability of a token after the prompt, whose KV is shared.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Judge:
         return requests
 
     def _prompt(self, query: str, document: str, wanted: int, param: str) -> list[int]:
-        """The tokens of the question about a pair, behind which `wanted` more fit the context. Raises RequestError."""
+        """The tokens of the question about a pair, after which `wanted` more fit the context. Raises RequestError."""
         tokenizer, context = self._server.tokenizer, self._server.info.max_model_len
         text = f"<Instruct>: {self._body.instruction or TASK}\n<Query>: {query}\n<Document>: {document}"
         messages = [ChatMessage(role="system", content=SYSTEM), ChatMessage(role="user", content=text)]

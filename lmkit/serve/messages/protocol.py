@@ -270,7 +270,7 @@ class MessagesRequest(Prompt):
     service_tier: Annotated[str, Field(max_length=64)] | None = None  # there is one tier
 
 
-# Names of the chat request that stands behind, in the words of this API.
+# Names of the chat request that this one becomes, in the words of this API.
 NAMES: Mapping[str, str] = {
     "stop": "stop_sequences",
     "response_format": "output_config.format",

@@ -98,7 +98,7 @@ class _Lines(ResponseBuilder[Any]):
 
 
 class ChatAnswer(_Lines, ChatBuilder):
-    """An answer behind the model's chat template: of /api/chat, and of a prompt of /api/generate."""
+    """An answer after the model's chat template: of /api/chat, and of a prompt of /api/generate."""
 
     prefix = "ollama-"
     must_fit = False  # an answer that reaches the end of the context says so
@@ -121,7 +121,7 @@ class ChatAnswer(_Lines, ChatBuilder):
         return [self._behind(request) for request in requests] if self._before else requests
 
     def _behind(self, request: engine.Request) -> engine.Request:
-        """The request behind the tokens of earlier turns, which begin with BOS where it must stand."""
+        """The request after the tokens of earlier turns, which begin with BOS where it must stand."""
         check_ids(self._before, self.server.info.vocab_size, "context")
         start, own = self.server.tokenizer.start, request.prompt_ids
         own = own[len(start) :] if start and own[: len(start)] == start else own

@@ -231,7 +231,7 @@ class PullBody(Nullable):
     insecure: bool | None = None
 
 
-# Names of the chat request that stands behind, in the words of this API.
+# Names of the chat request that this one becomes, in the words of this API.
 NAMES: Mapping[str, str] = {
     "temperature": "options.temperature",
     "top_k": "options.top_k",

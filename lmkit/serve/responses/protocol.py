@@ -385,7 +385,7 @@ class ListQuery(Nullable):
     include: list[Includable] | None = None
 
 
-# Names of the chat request that stands behind, in the words of this API.
+# Names of the chat request that this one becomes, in the words of this API.
 NAMES: Mapping[str, str] = {
     "messages": "input",
     "max_tokens": "max_output_tokens",

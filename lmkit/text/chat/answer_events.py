@@ -77,7 +77,7 @@ class AnswerEvents:
         self._num_before_end += len(ids) - first
 
     def finish_reason(self, output: Output) -> str | None:
-        """That of the output, with OpenAI's name for an end behind calls."""
+        """That of the output, with OpenAI's name for an end after calls."""
         called = self._parser is not None and self._parser.num_calls and output.finish_reason == "stop"
         return "tool_calls" if called else output.finish_reason
 

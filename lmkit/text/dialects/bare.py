@@ -14,7 +14,7 @@ class Form(NamedTuple):
 
 
 def _form(atoms: list[str], word: str = "") -> Form:
-    """Patterns in a row, perhaps behind a `word`."""
+    """Patterns in a row, perhaps after a `word`."""
     begun = ""
     for atom in reversed(atoms):
         begun = f"(?:{atom}{begun})?"
@@ -32,7 +32,7 @@ _OBJECT = [
     '"', r"[a-z]{0,10}", r"(?:(?<=\"arguments)|(?<=\"parameters))", '"', r"\s*", ":", r"\s*", r"(?=\{)",
 ]  # fmt: skip
 BARE = _form([r"[\s,;]*", *_OBJECT])
-FENCED = _form([r"\s*", *_OBJECT], "json")  # behind the mark
+FENCED = _form([r"\s*", *_OBJECT], "json")  # after the mark
 FENCE = "```"
 STARTS = {FENCE: FENCED, "\n{": BARE}  # marks in a text where such a call may stand; the object is read again
 CLOSED = {

@@ -226,7 +226,7 @@ class _Rules:
         return f"{_json(_with_definitions(about, schema))} {self._literal(after)}"
 
     def _texts(self, options: Sequence[Mapping[str, Any]], name: str, after: str) -> str:
-        """A value that is a text or a word, and the mark behind it."""
+        """A value that is a text or a word, and the mark after it."""
         if any(leaf.get("type") == "string" and not patterns(leaf) for leaf in options):
             return self._up_to(name, after)  # which includes the words
         found = []
@@ -240,7 +240,7 @@ class _Rules:
         return self._rule(f"{name}_text", " | ".join(found))
 
     def _held_text(self, leaf: Mapping[str, Any], name: str, after: str) -> str:
-        """A string with a pattern, up to the first mark behind it."""
+        """A string with a pattern, up to the first mark after it."""
         if self._is_special(after):
             whole = " & ".join(f"/{_delimited(pattern)}/" for pattern in patterns(leaf))
             return f"{self._rule(name.upper(), whole)} {self._literal(after)}"

@@ -38,7 +38,7 @@ class JsonEnd:
                 case "}" | "]" if self._depth:
                     self._depth -= 1
                     self.is_done = not self._depth
-                case _:  # behind a number or a word
+                case _:  # after a number or a word
                     self.is_done = True
                     return at - 1
             if self.is_done:

@@ -66,7 +66,7 @@ class Parser:
         self._text, self._is_last = "", False
         self._events: list[Event] = []
         self._space: list[str] = []  # white space that is shown if text of the same kind follows
-        self._is_fresh = False  # behind something else than text
+        self._is_fresh = False  # after something else than text
         self.num_calls = 0
         harmony = (thought and thought.name == "harmony") or (dialect and dialect.syntax == "harmony")
         self._steps = self._harmony() if harmony else self._run()
@@ -234,7 +234,7 @@ class Parser:
             yield from self._calls(dialect, "", self._say("content"))
 
     def _calls(self, dialect: Dialect, mark: str, plain: Callable[[str], None]) -> Steps:
-        """The calls behind a mark. What is no call is content."""
+        """The calls after a mark. What is no call is content."""
         if dialect.opening.endswith("["):
             opened = yield from self._match(r"\s*\[(?=\s*\{)")
             mark += opened[0] if opened else ""

@@ -29,7 +29,7 @@ class Dialect:
     """How calls of tools are written. `written` and `between` are what a grammar makes the model write.
 
     `written` is (text before the name, text before the arguments, text after them), with NUMBER for any digits. The
-    first call has `opening` before it, further calls have `between`, and the last one `closing` behind it.
+    first call has `opening` before it, further calls have `between`, and the last one `closing` after it.
     """
 
     name: str

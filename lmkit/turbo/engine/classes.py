@@ -20,7 +20,7 @@ from lmkit.models.spec import ModelSpec
 from lmkit.turbo.request import Activation, Classes
 
 DECODER = "score", None
-# By what an architecture begins with: the linear that gives the classes, and the one in front of it.
+# By what an architecture begins with: the linear that gives the classes, and the one before it.
 ENCODERS = {
     "Bert": ("classifier", "bert.pooler.dense"),
     "Roberta": ("classifier.out_proj", "classifier.dense"),

@@ -135,7 +135,7 @@ class Engine:
             sizes = memory.num_blocks, config.tokens_per_block, memory.max_model_len
             kv = kv_storage.allocate(
                 spec.layers, model.storages, *sizes, device.name, memory.layout,
-                config.sequences_per_step + memory.num_snapshots, (config.sequences_per_step, config.num_guesses),
+                config.sequences_per_step + memory.num_snapshots, (config.sequences_per_step, config.num_draft_tokens),
             )  # fmt: skip
             kv = [kv[layer.index] for layer in model.decoder.layers]
             blocks = KVBlocks(kv)

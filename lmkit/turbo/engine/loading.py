@@ -34,8 +34,8 @@ from lmkit.text import Tokenizer
 from lmkit.text.images import TEXT_ONLY
 from lmkit.turbo.engine import copies
 from lmkit.turbo.engine.classes import read_classes, sentences_of
-from lmkit.turbo.engine.draft_head import LoadedHead
-from lmkit.turbo.engine.drafting import LoadedDraft, follow, resolved_draft
+from lmkit.turbo.engine.draft_head_loading import LoadedHead
+from lmkit.turbo.engine.draft_model_loading import LoadedDraft, follow, resolved_draft
 from lmkit.turbo.engine.memory import MemoryPlan, loaded_bytes, no_images, plan_memory
 from lmkit.turbo.engine.no_memory import finds_memory
 from lmkit.turbo.engine.sentences import read_layers
@@ -271,7 +271,7 @@ def _check_processes(config: EngineConfig) -> None:
     if config.device != "cpu":
         _check_gpus(config, name)
     if config.pp > 1 and config.speculate != "off":
-        raise ConfigError(f"{name} guesses no tokens: it has several steps under way; leave out speculate, or use pp=1")
+        raise ConfigError(f"{name} drafts no tokens: it has several steps under way; leave out speculate, or use pp=1")
     for option in ("kv_host_memory", "kv_disk_path", "kv_peer"):
         if getattr(config, option) is not None:
             raise ConfigError(f"{name} keeps no KV outside the engine; leave out {option}")
@@ -301,7 +301,7 @@ def given(decoder: Decoder, config: EngineConfig, device: Device, storages: list
     if _has_tiers(config):
         raise ConfigError("an engine of a decoder has no checkpoint whose KV could be kept in tiers")
     if config.has_drafter:
-        raise ConfigError("an engine of a decoder has no checkpoint beside which a draft model or head could guess")
+        raise ConfigError("an engine of a decoder has no checkpoint beside which a draft model or head could draft")
     if storages is None:
         kind = str(decoder.dtype).removeprefix("torch.") if config.kv_dtype == "auto" else config.kv_dtype
         storages = [KVStorage(kv_dtype(kind), kv_dtype(kind))] * spec.num_layers
@@ -322,7 +322,7 @@ def given(decoder: Decoder, config: EngineConfig, device: Device, storages: list
 def check_together(config: EngineConfig) -> None:
     """Raise ConfigError for options that do not go together."""
     if config.draft_history and config.speculate == "off":
-        raise ConfigError("draft_history keeps answers for guesses: use speculate ngram, too")
+        raise ConfigError("draft_history keeps answers for draft tokens: use speculate ngram, too")
     if config.kv_events is None:
         if config.kv_events_topic:
             raise ConfigError("kv_events_topic is the topic of kv_events: name their address too")

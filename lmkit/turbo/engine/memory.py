@@ -80,7 +80,7 @@ class MemoryPlan:
     wanted_kv: int  # bytes of KV for one sequence of that length
     layout: KVLayout
     runtime: int  # see RUNTIME_BYTES
-    states: int = 0  # recurrent states, one for each sequence of the batch, and what its guesses keep for it
+    states: int = 0  # recurrent states, one for each sequence of the batch, and what its draft tokens keep for it
     snapshots: int = 0  # of these states, for the prefix cache
     num_snapshots: int = 0
     copies: int = 0  # of weights, in 16 bits; 0 if they found no room
@@ -176,7 +176,7 @@ def scheduler_limits(config: EngineConfig, memory: MemoryPlan, spec: ModelSpec) 
         max_overtakes=config.max_overtakes,
         decode_slowdown=config.decode_slowdown,
         request_timeout=config.request_timeout,
-        max_draft_tokens=config.num_guesses,
+        max_draft_tokens=config.num_draft_tokens,
         draft_history=config.draft_history,
         overlaps=config.overlap,
         num_stages=config.pp,
@@ -212,7 +212,7 @@ def plan_memory(
     block_bytes = config.tokens_per_block * max(_token_bytes(spec, kv_dtypes, layout, layers) for layers in stages)
     block_bytes = block_bytes or RECORD_BYTES
     workspace = _gpu_workspace_bytes(spec, config, num_groups) if on_gpu else _workspace_bytes(spec, config)
-    states = config.sequences_per_step * max(_state_bytes(spec, config.num_guesses, layers) for layers in stages)
+    states = config.sequences_per_step * max(_state_bytes(spec, config.num_draft_tokens, layers) for layers in stages)
     host = config.kv_host_memory or 0
     check_host_bytes(host, block_bytes)
     if on_gpu and host > (on_host := available_memory()):
@@ -304,10 +304,10 @@ def _token_bytes(spec: ModelSpec, kv_dtypes: list[tuple[KVDtype, KVDtype]], layo
     return sum(by_place.values())
 
 
-def _state_bytes(spec: ModelSpec, num_guesses: int, layers: range) -> int:
-    """Bytes of the recurrent state of a sequence in these layers, with what its guesses keep for it."""
+def _state_bytes(spec: ModelSpec, num_draft_tokens: int, layers: range) -> int:
+    """Bytes of the recurrent state of a sequence in these layers, with what its draft tokens keep for it."""
     states = (spec.layers[layer].recurrent for layer in layers)
-    return sum(state.num_bytes + num_guesses * state.draft_bytes for state in states if state is not None)
+    return sum(state.num_bytes + num_draft_tokens * state.draft_bytes for state in states if state is not None)
 
 
 def _workspace_bytes(spec: ModelSpec, config: EngineConfig) -> int:
@@ -335,11 +335,11 @@ def _gpu_workspace_bytes(spec: ModelSpec, config: EngineConfig, num_groups: int)
     - the pinned block tables, twice,
     - plain keys and values of latent attention's prompts,
     - of several ranks, the memory that they read of each other, and a rank's part of the logits,
-    - guesses that a step of a model with recurrent states takes first.
+    - draft tokens that a step of a model with recurrent states takes first.
     """
     widest = max(layer.activation_bytes(half=True) for layer in spec.kinds)
     outputs = max(layer.widest_product for layer in spec.kinds)
-    drafted = min(config.sequences_per_step * (1 + config.num_guesses), DRAFTED_TOKENS)
+    drafted = min(config.sequences_per_step * (1 + config.num_draft_tokens), DRAFTED_TOKENS)
     rows = min(max(config.sequences_per_step, drafted), config.tokens_per_step)
     columns = -(-(config.max_model_len or spec.max_position) // config.tokens_per_block)
     tables = 4 * num_groups * config.sequences_per_step * columns
@@ -352,5 +352,5 @@ def _gpu_workspace_bytes(spec: ModelSpec, config: EngineConfig, num_groups: int)
     exchanges = EXCHANGE_BYTES + 4 * rows * -(-spec.vocab_size // ranks) if (ranks := config.num_ranks) > 1 else 0
     weights, logits = 2 * 2 * outputs * spec.hidden_size, 3 * 4 * rows * spec.vocab_size
     kept = (layer.recurrent.draft_bytes for layer in spec.kinds if layer.recurrent)
-    guesses = config.sequences_per_step * config.num_guesses * max(kept, default=0)
-    return activations + prompts + weights + logits + 2 * tables + exchanges + guesses
+    drafts = config.sequences_per_step * config.num_draft_tokens * max(kept, default=0)
+    return activations + prompts + weights + logits + 2 * tables + exchanges + drafts

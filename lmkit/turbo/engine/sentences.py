@@ -1,4 +1,4 @@
-"""The modules behind the pooling, with their weights, for the front end, which computes them."""
+"""The modules after the pooling, with their weights, for the front end, which computes them."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def with_batch(config: EngineConfig, forecast: Forecast, plan: Callable[[EngineC
     """`config` with a batch whose computing takes as long as reading the layers of a step.
 
     A batch that was asked for stays. Otherwise it is BATCH_SIZE, or more if reading takes longer than that and the KV
-    cache has _SEQUENCE tokens for each sequence. Guessed tokens fill a step too, so with speculation it is BATCH_SIZE.
+    cache has _SEQUENCE tokens for each sequence. Draft tokens fill a step too, so with speculation it is BATCH_SIZE.
     Half of the largest step is left for prompts. `plan` makes the memory plan of a configuration, or raises
     ConfigError.
     """

@@ -4,7 +4,7 @@
 
 Every storage type is copied bit for bit. In this file a block is bytes.
 
-A recurrent state is larger than a block. It is cut into parts of a block's size, which have numbers behind those of the
+A recurrent state is larger than a block. It is cut into parts of a block's size, which have numbers after those of the
 blocks: row * parts + part. Only a CPU moves them.
 """
 
@@ -111,7 +111,7 @@ class KVBlocks:
             target[self._starts[part] : self._starts[part + 1]] = self._arrays[part][block]
 
     def _read_beside(self, block: int, target: np.ndarray) -> Callable[[], None]:
-        """Gather the block behind the work launched so far, and move it to the host on a separate stream, so that steps
+        """Gather the block after the work launched so far, and move it to the host on a separate stream, so that steps
         continue meanwhile."""
         device = self.parts[0].device
         if self._readers is None:

@@ -237,7 +237,7 @@ class KVManager:
 
     def _take_state(self, seq: Sequence, done: Loaded) -> int:
         """As `take_loaded`. The cache gets what was loaded, and the sequence begins with what is found there: blocks
-        are useless without the state behind them."""
+        are useless without the state after them."""
         (table,), (state,) = seq.tables, seq.snapshots
         if is_whole := done.num_blocks == len(table.blocks) - table.num_published + self.state_parts:
             seq.num_completed = state.num_tokens
@@ -296,7 +296,7 @@ class KVManager:
 
         Full blocks are published. With `partial` the content of a partly filled last block is published too.
         """
-        partial = partial and self.snapshots is None  # no snapshot would stand behind it
+        partial = partial and self.snapshots is None  # no snapshot would stand after it
         for of, table in zip(self._classes, seq.tables, strict=False):
             self._publish(seq, of, table, num_tokens, partial=partial, running=running)
         if self.snapshots is not None and any(taken.num_tokens <= num_tokens for taken in seq.snapshots):

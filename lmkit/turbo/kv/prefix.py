@@ -16,7 +16,7 @@ class Prefix:
     """The longest prefix of a prompt that the caches of all classes have."""
 
     matches: tuple[Match, ...]  # one for each class, each of `num_tokens` tokens
-    num_tokens: int  # fewer than those of the matches' blocks if no recurrent state is kept behind these
+    num_tokens: int  # fewer than those of the matches' blocks if no recurrent state is kept after these
 
     @property
     def num_full(self) -> int:

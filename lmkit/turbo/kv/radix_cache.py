@@ -77,7 +77,7 @@ class RadixCache:
         self._block_size = block_size
         self._window = window
         self._view = WindowView(window, -(-sinks // block_size) if window else 0, block_size)
-        # A use marks a whole node. Nodes are short, so that blocks behind a window do not stay as recent as its own.
+        # A use marks a whole node. Nodes are short, so blocks that a window has left do not stay as recent as its own.
         self._max_run = window // block_size + 1 if window else sys.maxsize
         self._tree = RadixTree(block_size)
         self._partial: dict[int, Node] = {}  # by block
@@ -111,7 +111,7 @@ class RadixCache:
     def insert(self, namespace: Namespace, tokens: np.ndarray, blocks: Sequence[int], adapter: str = "") -> list[int]:
         """Remember that the KV of `tokens` (int32 [n]) lies in `blocks`, which the caller holds.
 
-        The last block may be partly filled. Blocks that a sliding window has passed may be HOLE. Blocks behind the last
+        The last block may be partly filled. Blocks that a sliding window has passed may be HOLE. Blocks after the last
         token are ignored. Returns the cache's block for each full block: the given block if it is new, another block if
         the cache already had these tokens, HOLE if the cache keeps none. A caller that goes on must take a reference to
         each block that is not its own. `adapter` is a name for the log.

@@ -1,14 +1,14 @@
-"""Snapshots of recurrent state: a prefix whose blocks are cached can be continued where a snapshot stands behind it.
+"""Snapshots of recurrent state: a prefix whose blocks are cached can be continued where a snapshot stands after it.
 
     rows of states   0 ..               one for each slot of the batch
                      limits.snapshots   free --a step--> a sequence's --publish--> a cached block's --evict--> free
 
-A snapshot stands behind the last token of a full block. A step takes it on its way (ops.gated_delta) into a row that
+A snapshot stands after the last token of a full block. A step takes it on its way (ops.gated_delta) into a row that
 the sequence owns. When that block is in the prefix cache, the row becomes the block's, and it is found with it. A block
 that leaves the cache takes its snapshot along. If a row is needed and none is free, a snapshot goes, and its block
 stays: the one used longest ago of those that were found once at most, as long as they have a part of the rows.
 
-Of a prompt two snapshots are kept: one behind its last full block, and one where it leaves a path that the cache has,
+Of a prompt two snapshots are kept: one after its last full block, and one where it leaves a path that the cache has,
 because others will leave it there, too. Beside these a sequence keeps its newest one, which is published when it ends
 or is preempted.
 """
@@ -31,7 +31,7 @@ POPULAR_SHARE = 0.75  # of the rows, at most, for snapshots that several sequenc
 
 
 class Snapshots:
-    """The rows of a model's snapshots, and the block that each of them stands behind."""
+    """The rows of a model's snapshots, and the block that each of them stands after."""
 
     def __init__(self, rows: range, block_size: int, pool: BlockPool, parts: int = 0) -> None:
         """parts: those of a state that a tier keeps, see turbo.kv.blocks."""
@@ -51,14 +51,14 @@ class Snapshots:
         return {"snapshots_used": used, "snapshots_total": total, "evicted_snapshots": self.num_evicted}
 
     def reachable(self, prefix: Prefix) -> Prefix:
-        """All full blocks of the prefix. Of their tokens those in front of the last snapshot need not be computed."""
+        """All full blocks of the prefix. Of their tokens those before the last snapshot need not be computed."""
         (match,), size = prefix.matches, self._block_size
         count = next((i for i in range(prefix.num_full, 0, -1) if match.blocks[i - 1] in self._of_block), 0)
         return Prefix((Match(match.blocks, prefix.num_full * size, None),), count * size)
 
     def find_below(self, prefix: Prefix, keys: list[bytes], tiers: TierStore) -> tuple[Prefix, list[bytes]]:
-        """The first blocks of the prefix, and the keys of what a tier has behind them: further blocks, and the parts of
-        the last state that stands behind one of all these. `keys` are those of the prompt's blocks. Without such a
+        """The first blocks of the prefix, and the keys of what a tier has after them: further blocks, and the parts of
+        the last state that stands after one of all these. `keys` are those of the prompt's blocks. Without such a
         state, or a row for it, the whole prefix and no keys."""
         (match,), size = prefix.matches, self._block_size
         tiers.touch(keys[: prefix.num_full])
@@ -74,7 +74,7 @@ class Snapshots:
         return prefix, []
 
     def take_loaded(self, seq: Sequence, num_tokens: int) -> range:
-        """The numbers of the parts of a row, into which the state behind the sequence's first tokens is loaded."""
+        """The numbers of the parts of a row, into which the state after the sequence's first tokens is loaded."""
         row = self._take(seq)
         seq.snapshots.append(Snapshot(row, num_tokens, Use.PROMPT))
         return self._numbers(row)
@@ -89,9 +89,9 @@ class Snapshots:
         return range(first, first + self._parts)
 
     def begin(self, seq: Sequence) -> None:
-        """Let a sequence that has just got its blocks go on from the snapshot behind its first `num_computed` tokens.
+        """Let a sequence that has just got its blocks go on from the snapshot after its first `num_computed` tokens.
 
-        It also holds the blocks behind them that the cache has. The same bytes are written to them again.
+        It also holds the blocks after them that the cache has. The same bytes are written to them again.
         """
         size, (table,) = self._block_size, seq.tables
         seq.snapshot_at = {(seq.num_tokens - 1) // size * size: Use.PROMPT}
@@ -111,7 +111,7 @@ class Snapshots:
     def of_chunk(self, seq: Sequence, count: int) -> tuple[int, Snapshot]:
         """(the row of states that the sequence's next `count` tokens go on from, the snapshot that they give).
 
-        Row -1 is its own, or none. Right guesses that the state lacks come before these tokens.
+        Row -1 is its own, or none. Accepted draft tokens that the state lacks come before these tokens.
         """
         start, source = seq.num_computed - seq.num_behind, -1
         if seq.has_entered:

@@ -19,7 +19,7 @@ class WindowView(NamedTuple):
         return max(num_tokens - self.window + 1, 0) // self.block_size if self.window else 0
 
     def usable(self, blocks: list[int], rest: int) -> int:
-        """The number of a path's blocks up to a position that sees no HOLE. `rest` tokens lie behind the last block."""
+        """The number of a path's blocks up to a position that sees no HOLE. `rest` tokens lie after the last block."""
         if HOLE not in blocks:
             return len(blocks)
         end = len(blocks)

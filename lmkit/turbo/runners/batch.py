@@ -82,7 +82,7 @@ class PersistentBatch:
         self.prompt_top = np.zeros(num_slots, np.int64)  # most likely tokens to report at each position of a prompt
         self.prompt_shown: list[tuple[int, ...]] = [()] * num_slots  # tokens to report there instead
         self.adapters = np.full(num_slots, -1, np.int32)
-        self.shifts = np.zeros(num_slots, np.int32)  # between the position of a token and its place behind images
+        self.shifts = np.zeros(num_slots, np.int32)  # between the position of a token and its place after images
         self.images: dict[int, PlacedImages] = {}  # of slots whose sequences have some
         self.encoded = EncodedImages(0)
         self.second_starts: dict[int, int] = {}  # of slots whose sequences have two texts, see Request
@@ -287,7 +287,7 @@ class PersistentBatch:
     def _rows(self, chunks: list[Chunk], first_rows: dict[int, int]) -> tuple[StepRows, list[range]]:
         """The rows of chunks whose first rows are given by slot, and the tokens of each whose logits are wanted.
 
-        Tokens that score stand in front of the one that is sampled. So they may be logit rows too, if their chunks
+        Tokens that score stand before the one that is sampled. So they may be logit rows too, if their chunks
         reach the end of the prompts, the step has no other use for hidden states, and there is memory for their logits.
         """
         scored = [self._scored(chunk, first_rows[chunk.slot]) for chunk in chunks]

@@ -68,7 +68,7 @@ class StepShape(NamedTuple):
     num_sampled: int  # sequences with such rows
     table_width: int
     has_adapters: bool = False
-    is_followed: bool = False  # behind each layer the host is called
+    is_followed: bool = False  # after each layer the host is called
 
     @classmethod
     def of(cls, inputs: BatchInputs, *, is_followed: bool = False) -> StepShape:

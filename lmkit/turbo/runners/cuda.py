@@ -169,7 +169,7 @@ class CudaRunner(PlanRunner):
         self._sampler = self._make_sampler(device, parts)
         super().__init__(parts, self._sampler)
         self._device, self._deterministic = device, parts.config.deterministic
-        self._num_guesses = parts.config.num_guesses
+        self._num_draft_tokens = parts.config.num_draft_tokens
         if self._deterministic:
             invariant.refuse(self.decoder, self.kv)
             # Inputs of a linear are rounded elsewhere if it has adapters, so what others use may not decide that.
@@ -202,7 +202,7 @@ class CudaRunner(PlanRunner):
         if switches().mixed:
             sizes += mixed_sizes(num_slots, most)
         if switches().drafts:
-            sizes += draft_sizes(num_slots, most, self._num_guesses)
+            sizes += draft_sizes(num_slots, most, self._num_draft_tokens)
         sizes = capturable(sizes, self.decoder)
         if self.decoder.step_adapters.count:
             adapted = [size._replace(adapted=True) for size in sizes]
@@ -214,7 +214,7 @@ class CudaRunner(PlanRunner):
         return captured
 
     def launch(self, plan: StepPlan) -> Ticket:
-        """Put a plan on the stream, behind the plans before it."""
+        """Put a plan on the stream, after the plans before it."""
         return partial(self._result, self._launch(plan))
 
     def collect(self, ticket: Ticket) -> StepResult:

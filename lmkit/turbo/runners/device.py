@@ -104,7 +104,7 @@ class CudaDevice:
         return HostSharing(register_host) if through_host else IpcSharing()
 
     def environment(self, gpu: int) -> dict[str, str]:
-        """The variables of a process with `gpu` as its first one, behind which it sees all others, too. Raises
+        """The variables of a process with `gpu` as its first one, after which it sees all others, too. Raises
         ConfigError if it is not there."""
         count = torch.cuda.device_count()
         if gpu >= count:

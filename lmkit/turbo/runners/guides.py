@@ -42,7 +42,7 @@ class Guides:
         return self._compiler.submit(work)
 
     def begin(self, new: NewSequence) -> RunningGuide:
-        """The guide of a sequence that enters, behind the tokens of its answer so far."""
+        """The guide of a sequence that enters, after the tokens of its answer so far."""
         return RunningGuide(self._thread, lambda: self._guide(new.tenant, new.params.grammar, new.output_ids()))
 
     def close(self) -> None:

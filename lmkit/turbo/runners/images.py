@@ -70,7 +70,7 @@ class PlacedImages:
     """The images of a sequence in a slot."""
 
     places: np.ndarray  # int32 [3, prompt tokens]
-    shift: int  # what is added to the position of a token behind the prompt
+    shift: int  # what is added to the position of a token after the prompt
     rows: tuple[tuple[int, Tensor], ...]  # position of an image's first token, and rows [tokens, hidden]
 
     @classmethod
@@ -83,7 +83,7 @@ class PlacedImages:
 def places(images: Iterable[ImageInput], num_tokens: int) -> tuple[np.ndarray, int]:
     """(int32 [3, num_tokens], shift): places in time, height and width, as M-RoPE counts them.
 
-    An image stands at one time, and its tokens at the rows and columns from there on. The text behind it goes on after
+    An image stands at one time, and its tokens at the rows and columns from there on. The text after it goes on after
     the largest place.
     """
     found = np.tile(np.arange(num_tokens, dtype=np.int32), (3, 1))

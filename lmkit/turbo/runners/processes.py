@@ -48,7 +48,7 @@ class Start(msgspec.Struct, frozen=True):
 
 
 def write(pipe: IO[bytes], message: msgspec.Struct) -> None:
-    """Write a message behind its length."""
+    """Write a message after its length."""
     data = msgspec.msgpack.encode(message)
     pipe.write(len(data).to_bytes(4, "little") + data)
     pipe.flush()
@@ -119,7 +119,7 @@ class Processes(ABC):
 
     @abstractmethod
     def _starts(self, model: SharedModel) -> AbstractContextManager[Sequence[Start]]:
-        """The first message to each process. Behind it process 0 closes the files that they alone are to hold."""
+        """The first message to each process. After it process 0 closes the files that they alone are to hold."""
 
     @abstractmethod
     def runner(self, device: Any, parts: RunnerParts) -> Runner:
@@ -142,7 +142,7 @@ class Processes(ABC):
         return {}
 
     def hear(self, word: str) -> list[str]:
-        """What every process says behind `word`. Raises LMKitError if one says something else: why it cannot start."""
+        """What every process says after `word`. Raises LMKitError if one says something else: why it cannot start."""
         found = []
         for rank, process in enumerate(self._processes, 1):
             assert process.stdout is not None

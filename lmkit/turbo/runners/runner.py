@@ -58,7 +58,7 @@ class Runner(Protocol):
 
     def tell(self, change: AdapterChange) -> None:
         """Have the model's other processes, if there are any, carry out a change between the plans before it and those
-        behind it."""
+        after it."""
 
     def forced(self, slot: int) -> list[int]:
         """The next tokens of the slot's sequence, as far as its grammar leaves no choice. None if that is unknown."""
@@ -189,7 +189,7 @@ class PlanRunner:
     def _shown(
         self, chunks: list[Chunk], rows: StepRows, delta: Tensor, residual: Tensor | None, logit_rows: Tensor
     ) -> tuple[Tensor, list[Shown]]:
-        """See `_with_hidden`. (delta, residual) [T, hidden] is the residual stream's pair behind the last layer."""
+        """See `_with_hidden`. (delta, residual) [T, hidden] is the residual stream's pair after the last layer."""
         pooled = zip(chunks, rows.pooled_rows, strict=True)
         embeddings = [self._embed(chunk, span, delta, residual) if span else b"" for chunk, span in pooled]
         shown = list(map(Shown, self._scores(chunks, rows.prompt_rows, delta, residual), embeddings))
@@ -254,7 +254,7 @@ def sample_chunks(
 ) -> list[list[SampledToken]]:
     """Sample the tokens of each chunk. `sample` takes numbers of logit rows with their slots, and waits.
 
-    A draft is sampled one token at a time, up to the first token that it did not guess, because a drawn token depends
+    A draft is sampled one token at a time, up to the first token that it did not draft, because a drawn token depends
     on the tokens before it.
     """
     tokens: list[list[SampledToken]] = [[] for _ in chunks]

@@ -43,7 +43,7 @@ class Sampler:
         self._op = ops.draw.select("cpu")
 
     def resume(self, num_outputs: dict[int, int]) -> None:
-        """Draw the next token of each slot as that behind so many tokens."""
+        """Draw the next token of each slot as that after so many tokens."""
         for slot, count in num_outputs.items():
             self.num_outputs[slot] = count
 
@@ -118,7 +118,7 @@ class Sampler:
         results = []
         for slot, draft in zip(slots, drafts, strict=True):
             tokens = [next(sampled) for _ in range(1 + len(draft))]
-            wrong = (i for i, guess in enumerate(draft) if tokens[i].token_id != guess)
+            wrong = (i for i, token_id in enumerate(draft) if tokens[i].token_id != token_id)
             kept = tokens[: next(wrong, len(draft)) + 1]
             self.num_outputs[slot] -= sum(token.token_id != FAILED_TOKEN for token in tokens[len(kept) :])
             results.append(kept)
@@ -186,7 +186,7 @@ class LogitEdits:
     bias_ids: np.ndarray  # int64
     bias: np.ndarray  # float32
     num_output: dict[int, int]  # if penalized: context token -> how often it was generated (0 = prompt only)
-    guide: RunningGuide | None  # behind the last token
+    guide: RunningGuide | None  # after the last token
 
     @classmethod
     def of(cls, new: NewSequence, vocab_size: int, guide: RunningGuide | None) -> LogitEdits:

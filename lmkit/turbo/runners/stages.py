@@ -42,10 +42,10 @@ HEADER = struct.Struct("<QQ")
 
 
 class Neighbours:
-    """The stages before and behind this one, over sockets. See models.beside.Line.
+    """The stages before and after this one, over sockets. See models.stage_link.StageLink.
 
     A thread takes in what arrives, so that no stage waits for another one to read. It holds as much as the plans under
-    way bring. In front of a plan's rows stand their size in bytes, and the nanoseconds that stages 1 and on have spent.
+    way bring. Before a plan's rows stand their size in bytes, and the nanoseconds that stages 1 and on have spent.
     """
 
     def __init__(self, index: int, before: socket.socket, behind: socket.socket, max_rows: int, width: int) -> None:
@@ -57,16 +57,16 @@ class Neighbours:
         threading.Thread(target=self._take_in, name="stage-inbox", daemon=True).start()
 
     def receive(self, num_rows: int) -> Tensor:
-        """See Line. Raises EngineLostError, here or in a captured step, if a stage has ended."""
+        """See StageLink. Raises EngineLostError, here or in a captured step, if a stage has ended."""
         threads.run_on_host(partial(self._receive, num_rows))
         return self._arrived[:num_rows]
 
     def place(self, num_rows: int) -> Tensor:
-        """See Line."""
+        """See StageLink."""
         return self._leaving[:num_rows]
 
     def send(self, num_rows: int) -> None:
-        """See Line. Raises EngineLostError as `receive` does."""
+        """See StageLink. Raises EngineLostError as `receive` does."""
         threads.run_on_host(partial(self._send, num_rows))
 
     def close(self) -> None:
@@ -117,7 +117,7 @@ class Neighbours:
 class Stages(Processes):
     """The processes of stages 1 and on."""
 
-    line: Neighbours
+    link: Neighbours
 
     @contextmanager
     def _starts(self, model: SharedModel) -> Iterator[list[Start]]:
@@ -128,7 +128,7 @@ class Stages(Processes):
         yield [Start(n, model.path, config, files[n], cpus=model.cpus[n]) for n in range(1, config.pp)]
         for given in (*before[1:], *behind[1:]):
             given.close()  # its stage alone holds it now, so that its end is seen
-        self.line = Neighbours(0, before[0], behind[0], config.tokens_per_step, model.spec.hidden_size)
+        self.link = Neighbours(0, before[0], behind[0], config.tokens_per_step, model.spec.hidden_size)
 
     def runner(self, device: CpuDevice, parts: RunnerParts) -> FirstStage:
         """See Processes."""
@@ -136,7 +136,7 @@ class Stages(Processes):
 
     def close(self) -> None:
         super().close()
-        self.line.close()
+        self.link.close()
 
 
 @dataclass
@@ -159,7 +159,7 @@ class FirstStage(CpuRunner):
     """The runner of stage 0. After a failure the stages may disagree, so no step follows it."""
 
     def __init__(self, device: CpuDevice, parts: RunnerParts, stages: Stages) -> None:
-        parts.decoder.line = stages.line
+        parts.decoder.link = stages.link
         super().__init__(device, parts)
         self.stages = stages
         self._flights: deque[_Flight] = deque()
@@ -237,8 +237,8 @@ class FirstStage(CpuRunner):
             flight.error, self._is_lost = error, True
 
     def _sampled(self, flight: _Flight) -> list[Sampled]:
-        stream = self.stages.line.receive(flight.num_rows)
-        flight.elsewhere = self.stages.line.spent / 1e9
+        stream = self.stages.link.receive(flight.num_rows)
+        flight.elsewhere = self.stages.link.spent / 1e9
         start = time.perf_counter()
         with self._workspace.active():
             if flight.logit_rows is not None and flight.rows is not None:
@@ -258,7 +258,7 @@ class FollowingStage(CpuRunner):
     def __init__(self, device: CpuDevice, parts: RunnerParts, start: Start, pipe: IO[bytes]) -> None:
         before, behind = (socket.socket(fileno=number) for number in start.files)
         size = parts.config.tokens_per_step, parts.decoder.spec.hidden_size
-        parts.decoder.line = Neighbours(start.rank, before, behind, *size)
+        parts.decoder.link = Neighbours(start.rank, before, behind, *size)
         super().__init__(device, parts)
         self._pipe = pipe
 

@@ -1,4 +1,4 @@
-"""Residual streams of a model's last steps, kept for a head that guesses its next tokens.
+"""Residual streams of a model's last steps, kept for a head that drafts its next tokens.
 
 Streams are large, so only those of a sequence's last WINDOW tokens are kept. A head that has not followed for longer
 begins again with them.
@@ -66,7 +66,7 @@ class Streams:
         return upload(np.array(numbers), self._kept.device)
 
     def span(self, slot: int) -> tuple[int, int]:
-        """The positions [begin, end) whose streams are kept. The last ones may be those of wrong guesses."""
+        """The positions [begin, end) whose streams are kept. The last ones may be those of rejected draft tokens."""
         return self._spans[slot]
 
     def take(self, spans: Sequence[tuple[int, int, int]]) -> Tensor:

@@ -1,9 +1,9 @@
-"""Answers that were given before, kept for guesses at later ones of the same tenant.
+"""Answers that were given before, kept for drafts of later ones of the same tenant.
 
 A tenant's answers stand in two halves. New ones go into the newer half. When it is full, the older one is dropped. An
 answer that comes again is in the newer half again, so what is dropped was not given for the longest time.
 
-Guesses show in the time that an answer takes, so they may tell what was answered before. Texts are therefore shared
+Drafts show in the time that an answer takes, so they may tell what was answered before. Texts are therefore shared
 where the KV cache is shared: within a namespace (kv.manager), which no tenant shares with another.
 """
 

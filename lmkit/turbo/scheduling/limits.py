@@ -24,11 +24,11 @@ class SchedulerLimits:
     max_overtakes: int = 8  # how often later sequences with longer cache matches may overtake a sequence
     decode_slowdown: float = 2.0  # the most that prompts may slow down decoding
     request_timeout: float | None = None  # seconds, for requests without a timeout of their own
-    max_draft_tokens: int = 0  # guesses that a step computes of one sequence; 0 = no speculation
-    draft_history: int = 0  # tokens of a tenant's answers that are kept for later guesses
+    max_draft_tokens: int = 0  # draft tokens that a step computes of one sequence; 0 = no speculation
+    draft_history: int = 0  # tokens of a tenant's answers that are kept for later draft tokens
     overlaps: bool = True  # plans are made while others run
     whole_texts: bool = False  # a text is computed in one step
-    num_stages: int = 1  # that carry out plans one behind the other: so many are to be under way at once
+    num_stages: int = 1  # that carry out plans one after the other: so many are to be under way at once
 
 
 def check_request(request: Request, limits: SchedulerLimits) -> int:

@@ -1,10 +1,10 @@
-"""Guesses at a sequence's next tokens, looked up in known text (prompt lookup decoding): what followed the last tokens
+"""Drafts of a sequence's next tokens, looked up in known text (prompt lookup decoding): what followed the last tokens
 where they stood before. The text is the sequence's own, and other texts that it is given (history.py).
 
-Code that is edited, quoted documents and structured answers repeat long parts of what is there. A guess costs a few
+Code that is edited, quoted documents and structured answers repeat long parts of what is there. A draft costs a few
 look-ups in dictionaries, and the text is indexed as it grows.
 
-A long run of right guesses ends where the text was edited. Its source is not given up: the text goes on behind the
+A long run of accepted drafts ends where the text was edited. Its source is not given up: the text goes on after the
 next token that both have, or one token further, where one was replaced.
 """
 
@@ -17,14 +17,14 @@ import numpy as np
 
 LONG, SHORT = 8, 3  # tokens that are looked up: the long ones first
 LONGEST = 32  # agreeing tokens that are told apart
-RUN = 6  # agreeing tokens behind which a wrong guess is an edit
-WINDOW = 16  # tokens of the source, from that guess on, in which it may go on
+RUN = 6  # agreeing tokens after which a rejected draft token is an edit
+WINDOW = 16  # tokens of the source, from that draft token on, in which it may go on
 MULTIPLIER, MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1
-END = -1  # in token_ids: behind a text that others follow
+END = -1  # in token_ids: after a text that others follow
 
 
 class Index:
-    """The places of the n-grams of `token_ids`. A place is the position behind the n-gram that came last."""
+    """The places of the n-grams of `token_ids`. A place is the position after the n-gram that came last."""
 
     def __init__(self, token_ids: array[int]) -> None:
         self.token_ids = token_ids
@@ -49,8 +49,8 @@ class Index:
 class Ngrams:
     """The index of one text, and the place that the text repeats now, in itself or in one of the `others`.
 
-    `place` is the position of the guess at the next token, -1 if there is none. `agreed` is the number of tokens before
-    it that agree with the text's last ones, at most LONGEST. Behind an edit they are counted from there: 0 if the last
+    `place` is the position of the draft for the next token, -1 if there is none. `agreed` is the number of tokens
+    before it that agree with the text's last ones, at most LONGEST. After an edit they are counted from there: 0 if the last
     token was replaced, 1 at the first that both texts have.
     """
 
@@ -59,7 +59,7 @@ class Ngrams:
         self._source = token_ids  # the text of `place`
         self.place, self.agreed = -1, 0
         self._edit = array("i"), 0  # a text, and the place in it where the last long run ended
-        self._resumed = False  # whether `place` was found behind an edit
+        self._resumed = False  # whether `place` was found after an edit
         self._own.extend(len(token_ids) - 1)
 
     @property
@@ -68,8 +68,8 @@ class Ngrams:
         return self._own.known
 
     def learn(self) -> tuple[int, bool] | None:
-        """Take in the next token of the text. Returns (`agreed` before it, whether the guess at it was right), or None
-        if there was no guess.
+        """Take in the next token of the text. Returns (`agreed` before it, whether the draft for it was right), or None
+        if there was no draft token.
         """
         token, place, agreed = self._own.token_ids[self.known], self.place, self.agreed
         self._own.known += 1
@@ -83,8 +83,8 @@ class Ngrams:
         return (agreed, right) if place >= 0 else None
 
     def _resume(self, token: int, wrong: int, *, ends_run: bool) -> None:
-        """Go on in the source behind an edit, if `token` was inserted, replaced, or follows deleted ones. `wrong` is
-        the place of a wrong guess.
+        """Go on in the source after an edit, if `token` was inserted, replaced, or follows deleted ones. `wrong` is
+        the place of a rejected draft token.
         """
         if ends_run:
             self._edit = self._source, wrong
@@ -101,7 +101,7 @@ class Ngrams:
             self._source, self.place, self.agreed, self._resumed = source, place, agreed, True
 
     def _index(self, end: int) -> None:
-        """Index the n-grams that end at `end`. If there is no guess, or few tokens before it agree, look up where they
+        """Index the n-grams that end at `end`. If there is no draft, or few tokens before it agree, look up where they
         stood before.
         """
         for size, places in self._own.places.items():
@@ -114,7 +114,7 @@ class Ngrams:
                 places[key] = end
 
     def _take(self, source: array[int], place: int, end: int) -> None:
-        """Guess what follows at `place`, if the tokens before it agree: two n-grams may have one key. The longest
+        """Draft what follows at `place`, if the tokens before it agree: two n-grams may have one key. The longest
         agreement counts.
         """
         tokens, agreed = self._own.token_ids, 0
@@ -130,7 +130,7 @@ class Ngrams:
             key = (key * MULTIPLIER + token + 1) & MASK
         return key
 
-    def guess(self, count: int) -> list[int]:
+    def draft(self, count: int) -> list[int]:
         """At most `count` tokens that may come next: what followed at `place`. Where the own text ends they go on from
         `place` again.
         """

@@ -23,10 +23,10 @@ SMALL_EVERY, SMALL = 8, 0.25
 
 # Seconds, before anything is measured. Reading the weights costs as much as computing eight tokens. Mixing costs as
 # much as computing one token, and so does attending to 10,000 tokens.
-FIRST_GUESS = (8e-3, 1e-3, 1e-3, 1e-3, 1e-7)
+PRIOR = (8e-3, 1e-3, 1e-3, 1e-3, 1e-7)
 # Standard deviations of logarithms: 0.1 is about 10 %.
-GUESSED = (1.0, 1.0, 2.0, 1.0, 2.0)  # of FIRST_GUESS's ratios
-SPEED_GUESSED = 5.0  # of all terms of FIRST_GUESS together
+DEVIATIONS = (1.0, 1.0, 2.0, 1.0, 2.0)  # of PRIOR's ratios
+SPEED_DEVIATION = 5.0  # of all terms of PRIOR together
 NOISE = 0.1  # of a step's time
 DRIFT = 0.005  # of a term, from a step to the next one in which it counts
 SPEED_DRIFT = 0.1  # of all terms together: other programs start or stop using the machine
@@ -52,9 +52,11 @@ class StepTimes:
 
     def __init__(self) -> None:
         self.num_records = 0
-        self._log = [math.log(guess) for guess in FIRST_GUESS]
-        speed = SPEED_GUESSED**2
-        self._cov = [[speed + (g**2 if i == j else 0.0) for j in range(len(GUESSED))] for i, g in enumerate(GUESSED)]
+        self._log = [math.log(prior) for prior in PRIOR]
+        speed = SPEED_DEVIATION**2
+        self._cov = [
+            [speed + (g**2 if i == j else 0.0) for j in range(len(DEVIATIONS))] for i, g in enumerate(DEVIATIONS)
+        ]
 
     def predict(self, counts: Sequence[float]) -> float:
         """Seconds of a step that has `counts` of each term."""
@@ -81,9 +83,9 @@ class StepTimes:
 
     def _drift(self, counts: list[float]) -> None:
         """Raise the variance of the terms that counted. No term's variance exceeds its first value."""
-        for i, (count, guessed) in enumerate(zip(counts, GUESSED, strict=True)):
+        for i, (count, deviation) in enumerate(zip(counts, DEVIATIONS, strict=True)):
             self._cov[i][i] += DRIFT**2 if count else 0.0
-            excess = self._cov[i][i] / (SPEED_GUESSED**2 + guessed**2)
+            excess = self._cov[i][i] / (SPEED_DEVIATION**2 + deviation**2)
             if excess > 1:
                 for j in range(len(counts)):
                     self._cov[i][j] /= math.sqrt(excess)
@@ -158,7 +160,7 @@ class Pacer:
     def prefill_seconds(self, start: int, end: int) -> float:
         """Seconds to compute tokens start .. end of one prompt in separate steps.
 
-        Before any prompt is recorded this is a guess: 1 ms a token, or a multiple of the time of decoding. The guess is
+        Before any prompt is recorded this is an assumption: 1 ms a token, or a multiple of the time of decoding. It is
         more than loading a token's KV takes, so a tier is tried first. After that both costs are known.
         """
         count = max(end - start, 0)

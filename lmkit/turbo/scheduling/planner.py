@@ -290,7 +290,7 @@ class Planner:
         return True
 
     def _is_worth_loading(self, seq: Sequence, match: Prefix, full: Prefix, keys: list[bytes]) -> bool:
-        """Whether to load the blocks with `keys` behind `full`, the match up to its last full block."""
+        """Whether to load the blocks with `keys` after `full`, the match up to its last full block."""
         start = match.num_tokens
         end = (full.num_full + len(keys) - self.kv.state_parts) * self.limits.kv.block_size
         if not keys or end <= start:

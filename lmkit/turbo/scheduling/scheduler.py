@@ -40,10 +40,10 @@ from lmkit.turbo.kv.manager import KVManager
 from lmkit.turbo.kv.tiers.store import TierStore
 from lmkit.turbo.plan import Chunk, Sampled, SampledToken, StepPlan
 from lmkit.turbo.request import EngineStats, FinishReason, Request, StepOutput, TokenLogprobs
-from lmkit.turbo.scheduling.drafting import DraftModel, ModelSpeculation
 from lmkit.turbo.scheduling.fairness import Shares
 from lmkit.turbo.scheduling.history import History
 from lmkit.turbo.scheduling.limits import SchedulerLimits, check_request, failure_of
+from lmkit.turbo.scheduling.model_speculation import DraftModel, ModelSpeculation
 from lmkit.turbo.scheduling.pacing import Pacer
 from lmkit.turbo.scheduling.planner import Planner
 from lmkit.turbo.scheduling.queue import RequestQueue
@@ -306,7 +306,7 @@ class Scheduler:
                 del new[count:]
                 break
         if len(new) > 1 and seq.status is Status.RUNNING:  # all but the last were computed as a draft
-            seq.keep_guesses(len(new) - 1, has_states=self.kv.snapshots is not None)
+            seq.keep_drafts(len(new) - 1, has_states=self.kv.snapshots is not None)
         self._generation_tokens += len(new)
         if not (first or scored or reason):  # nearly every output
             self._outputs.append(StepOutput(request_id=seq.request_id, token_ids=new))
@@ -340,7 +340,7 @@ class Scheduler:
     def _end(self, seq: Sequence, output: StepOutput) -> None:
         """Give the last output. Steps and loads under way still write to the blocks, which are released after them.
 
-        Those steps write behind the completed KV, which the cache has before the next turn of a conversation looks.
+        Those steps write after the completed KV, which the cache has before the next turn of a conversation looks.
         """
         if seq.status is Status.WAITING:
             self._waiting.remove(seq)

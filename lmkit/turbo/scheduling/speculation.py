@@ -1,13 +1,13 @@
-"""Speculative decoding: which sequences compute guesses at their next tokens beside the one token that is known.
+"""Speculative decoding: which sequences compute drafts of their next tokens beside the one token that is known.
 
-A step that computes a few tokens more of a sequence costs little, because reading the weights costs most. Guesses that
-the sampled tokens confirm are kept (plan.Chunk.draft), so the tokens are those of a run without guesses, bit for bit.
+A step that computes a few tokens more of a sequence costs little, because reading the weights costs most. Drafts that
+the sampled tokens confirm are kept (plan.Chunk.draft), so the tokens are those of a run without drafts, bit for bit.
 
-Guesses come from the text itself or from earlier answers (ngrams.py, history.py), or from a smaller model
-(drafting.py). Where a grammar leaves no choice, they are what must follow.
+Draft tokens come from the text itself or from earlier answers (ngrams.py, history.py), or from a smaller model
+(model_speculation.py). Where a grammar leaves no choice, they are what must follow.
 
-Guesses are judged all the time, also while none is computed: each new token shows whether a guess at it would have been
-right. The chance of a guess depends on how many tokens before it agreed with their source. The length of each draft
+Drafts are judged all the time, also while none is computed: each new token shows whether a draft for it would have been
+right. The chance of a draft depends on how many tokens before it agreed with their source. The length of each draft
 follows from these chances and from the measured times of steps:
 
     computed if   (sequences + expected tokens of drafts) / time of the step with them   is the largest, and larger than
@@ -16,7 +16,7 @@ follows from these chances and from the measured times of steps:
 A step with drafts waits for the tokens of the step before it. Its time includes what the host does in between, which a
 plain step hides.
 
-Expectations may be wrong, so what guesses really saved or lost is booked (accounts.py). For a number of sequences with
+Expectations may be wrong, so what drafts really saved or lost is booked (accounts.py). For a number of sequences with
 which they lose there are hardly any.
 
 A step of a new size is prepared once (captured), which takes time. Such a size is taken as soon as it would have saved
@@ -41,26 +41,26 @@ from lmkit.turbo.sequence import Sequence
 
 MARGIN = 1.05
 # Drafts are tried, although they seem to take too long, if so many tokens of a sequence are expected of them, and if
-# each guess has such a chance.
+# each draft token has such a chance.
 LIKELY, UNLIKELY = 4.0, 0.25
-# Agreeing tokens below which a guess belongs to the first, second, ... band: the first three are those behind an edit.
+# Agreeing tokens below which a draft belongs to the first, second, ... band: the first three are those after an edit.
 BANDS = (1, 2, 3, 4, 6, 9, 14, 22, LONGEST + 1)
 BAND = [next(place for place, end in enumerate(BANDS) if agreed < end) for agreed in range(LONGEST + 1)]
 FORCED = 0.97  # the chance of a token that a grammar forces: the same text may be written in other tokens
-SURE = 4.0  # guesses of a sequence that count as much as those of all other sequences
-FORGET = 0.998  # of what all sequences showed, with each guess
+SURE = 4.0  # draft tokens of a sequence that count as much as those of all other sequences
+FORGET = 0.998  # of what all sequences showed, with each draft token
 LATEST = 8.0  # times of a step: what a new size takes longer counts as no more; kernels may have been compiled in it
 HOST = 0.1  # the count of the fourth term of pacing.StepTimes: what choosing drafts adds to a step
-TERMS = ((1, 0, 0, 0, 0), (0, 1, 0, 0, 0), (0, 0, 1, HOST, 0))  # a step, a token of it, guesses in it
-# In so many steps there are no guesses, to show the time of a plain step. It is never seen else where guesses go on.
+TERMS = ((1, 0, 0, 0, 0), (0, 1, 0, 0, 0), (0, 0, 1, HOST, 0))  # a step, a token of it, draft tokens in it
+# In so many steps there are no drafts, to show the time of a plain step. It is never seen else where drafts go on.
 REST, FIRST_REST, REST_EVERY = 4, 28, 256
 TIMED = 32  # one in so many plain steps is timed: they are alike
-FIRST_PLAIN = 2  # steps without guesses at first: they show what waiting adds to a step with guesses
+FIRST_PLAIN = 2  # steps without draft tokens at first: they show what waiting adds to a step with draft tokens
 
 
 @dataclass
 class Chances:
-    """Guesses and right guesses, by band."""
+    """Draft tokens and accepted ones, by band."""
 
     tried: list[float] = field(default_factory=lambda: [4.0] * len(BANDS))
     right: list[float] = field(default_factory=lambda: [1.0] * len(BANDS))
@@ -75,9 +75,9 @@ class Chances:
 
 
 class _Choice(NamedTuple):
-    """The number of guesses in a step, all tokens that are expected of it, and tokens a second."""
+    """The number of draft tokens in a step, all tokens that are expected of it, and tokens a second."""
 
-    guesses: int
+    drafts: int
     tokens: float
     rate: float
 
@@ -87,7 +87,7 @@ _RATE = attrgetter("rate")
 
 @dataclass
 class _Text:
-    """What is known about one sequence's guesses."""
+    """What is known about one sequence's draft tokens."""
 
     ngrams: Ngrams
     own: Chances = field(default_factory=lambda: Chances([0.0] * len(BANDS), [0.0] * len(BANDS)))
@@ -121,7 +121,7 @@ class Speculation:
         self._accounts: defaultdict[int, Account] = defaultdict(Account)  # by the number of sequences, see _account
         self._would_save = 0.0  # seconds that a step would save whose size is not prepared
         self._is_active = False  # drafts were chosen, or none, since the last step
-        self._payer: Account | None = None  # of waiting and of the step with the guesses that were wanted last
+        self._payer: Account | None = None  # of waiting and of the step with the draft tokens that were wanted last
         self._since: float | None = None  # when the last step's result came, if others followed at once
 
     def propose(self, sequences: list[Sequence], budget: int) -> bool:
@@ -146,7 +146,7 @@ class Speculation:
     def _choose(self, sequences: list[Sequence], budget: int) -> Callable[[], None] | None:
         """What proposes the drafts that pay best. None: none pays."""
         _, lengths = self._text_lengths(sequences, budget)
-        return partial(self._guess, lengths) if lengths else None
+        return partial(self._propose, lengths) if lengths else None
 
     def _text_lengths(self, sequences: list[Sequence], budget: int) -> tuple[float, dict[Sequence, int]]:
         """`_lengths`, as far as the account allows it."""
@@ -174,17 +174,17 @@ class Speculation:
         return accounts[num_seqs.bit_length()]
 
     def _plain(self, num_seqs: int) -> float:
-        """Seconds of a step of an engine that never guesses."""
+        """Seconds of a step of an engine that never drafts."""
         return self._times.predict([1, num_seqs, not self._overlaps, 0, 0])
 
-    def _guess(self, lengths: dict[Sequence, int]) -> None:
+    def _propose(self, lengths: dict[Sequence, int]) -> None:
         for seq, length in lengths.items():
             text = self._texts[seq]
-            seq.propose(text.forced[:length] or text.ngrams.guess(length))
+            seq.propose(text.forced[:length] or text.ngrams.draft(length))
 
     def _costs(self, num_seqs: int) -> tuple[float, float, float, float]:
         """Seconds of a step, of each of its tokens, and of waiting for the step before it with all that belongs to
-        guesses; tokens a second of plain steps.
+        draft tokens; tokens a second of plain steps.
         """
         fixed, each, wait = (self._times.predict(counts) for counts in TERMS)
         return fixed, each, wait, num_seqs / self._plain(num_seqs)
@@ -198,7 +198,7 @@ class Speculation:
         fixed, each, wait, plain = self._costs(num_seqs)
         if self._steps < FIRST_PLAIN:
             return MARGIN * plain, {}
-        least = each * plain  # a guess with a smaller chance costs more time than it saves
+        least = each * plain  # a draft token with a smaller chance costs more time than it saves
         if account.can_try:
             least = min(least, UNLIKELY)
         chances = [(chance, seq) for seq in sequences for chance in self._chances_of(seq, least)]
@@ -214,11 +214,11 @@ class Speculation:
                 if (num_seqs, num_seqs + count) in self._seen:
                     known = max(known, choice, key=_RATE)
         if best != known:
-            saved = best.tokens * (1 / (known.rate if known.guesses else plain) - 1 / best.rate)
-            best = best if self._is_worth_preparing(num_seqs, num_seqs + best.guesses, saved) else known
-        elif not best.guesses and last.tokens > LIKELY * num_seqs and account.can_try:
+            saved = best.tokens * (1 / (known.rate if known.drafts else plain) - 1 / best.rate)
+            best = best if self._is_worth_preparing(num_seqs, num_seqs + best.drafts, saved) else known
+        elif not best.drafts and last.tokens > LIKELY * num_seqs and account.can_try:
             best = last
-        for _, seq in chances[: best.guesses]:
+        for _, seq in chances[: best.drafts]:
             lengths[seq] = lengths.get(seq, 0) + 1
         return best.rate, lengths
 
@@ -248,7 +248,7 @@ class Speculation:
         if text.ngrams.place < 0:
             return chances
         chance, agreed = 1.0, text.ngrams.agreed
-        for _ in text.ngrams.guess(longest):
+        for _ in text.ngrams.draft(longest):
             chance *= self._chance(text, agreed)
             if chance < least:
                 break

@@ -43,7 +43,7 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):
     num_cached_tokens: int = 0  # prompt tokens found in the cache, known from the first output on
     num_computed: int | None = None  # of the prompt's tokens, in an output before the first token, on request
     num_output_tokens: int  # so far
-    num_steps: int = 0  # so far: steps that gave tokens; fewer than tokens if guesses were right
+    num_steps: int = 0  # so far: steps that gave tokens; fewer than tokens if draft tokens were right
     num_preemptions: int = 0  # with the last output: times that the request lost its KV blocks
     queue_seconds: float = 0.0  # with the first output: that the request waited in the engine's queue
     prompt_seconds: float = 0.0  # from the end of that wait to the first output

@@ -1,4 +1,4 @@
-"""Requests that only score texts behind one prompt, sent to the engine as few.
+"""Requests that only score texts after one prompt, sent to the engine as few.
 
 A token's score comes from the position before it. So a text's last token need not be computed, and texts that begin
 alike need one sequence: it shows the scores of all tokens that may follow at its positions. Four answers of one token
@@ -27,7 +27,7 @@ class _Path:
 
     like: Request
     ids: list[int]
-    start: int  # position behind which scores begin
+    start: int  # position after which scores begin
     shown: frozenset[int]  # tokens whose scores are wanted
     task: asyncio.Task[StepOutput] | None = None
     num_readers: int = 0

@@ -35,7 +35,7 @@ class Steps:
     async def get(self, rest: Rest = None) -> StepOutput:
         """The next step. Raises the RequestError that ended the request.
 
-        `rest` gives the seconds until the one behind it. Without it each step of the engine comes by itself.
+        `rest` gives the seconds until the one after it. Without it each step of the engine comes by itself.
         """
         await self._arrived.wait()
         item = self._items.popleft()

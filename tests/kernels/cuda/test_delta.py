@@ -1,4 +1,4 @@
-"""The gated delta rule on a GPU: results, states, snapshots and guesses against the reference."""
+"""The gated delta rule on a GPU: results, states, snapshots and draft tokens against the reference."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def compare(device: str, args: tuple[Any, ...], dtype: torch.dtype) -> None:
     assert got.dtype == dtype
     close: dict[str, Any] = {"rtol": TOLERANCE[dtype], "atol": TOLERANCE[dtype]}
     torch.testing.assert_close(got.cpu(), expected, **close)
-    for mine, theirs in zip((*there[3].parts, there[3].guessed), (*given[3].parts, given[3].guessed), strict=True):
+    for mine, theirs in zip((*there[3].parts, there[3].drafted), (*given[3].parts, given[3].drafted), strict=True):
         torch.testing.assert_close(mine.cpu(), theirs, **close)
 
 
@@ -77,9 +77,9 @@ def test_more_tokens_than_a_tile(device: str) -> None:
     compare(device, (y, gates, weights, states, rows, geometry([0, 36, 37], [36, 9], torch.zeros(2, 1).int())), F32)
 
 
-def test_a_step_that_begins_with_guesses_of_the_step_before(device: str) -> None:
+def test_a_step_that_begins_with_drafts_of_the_step_before(device: str) -> None:
     *inputs, states = large(2)
-    states = replace(states, guessed=torch.randn(2, 4, 228))
+    states = replace(states, drafted=torch.randn(2, 4, 228))
     places = geometry([0, 2], [9], torch.zeros(1, 1).int())
     compare(device, (*inputs, states, torch.tensor([[0, 0, -1, -3, 3, 1]]).int(), places), F32)
 

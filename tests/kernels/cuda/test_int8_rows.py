@@ -78,7 +78,7 @@ def test_codes_are_the_most_extreme(device: str) -> None:
 
 
 def test_op(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Behind a norm, with float32 inputs, and with so many tokens that the library multiplies the rounded inputs."""
+    """After a norm, with float32 inputs, and with so many tokens that the library multiplies the rounded inputs."""
     q, x = weight(48, 256), inputs(5, 256, device)
     weights = packed(q, device)
     assert_near(run(ops.linear_w4a8, x, weights, None, dtype=F32), expected(x, q))

@@ -59,7 +59,7 @@ def test_dense(device: str, inputs: int, outputs: int, half: torch.dtype) -> Non
 
 
 def test_dense_with_all_that_stands_around(device: str) -> None:
-    """A norm and columns of a wider tensor in front; a gate, a residual stream, 16 bits behind."""
+    """A norm and columns of a wider tensor in front; a gate, a residual stream, 16 bits after."""
     wide, weight = torch.randn(20, 80, device=device).half(), torch.randn(48, 64, device=device).half()
     impl, stream = ops.linear_dense.named("cuda"), torch.randn(20, 48, device=device)
     norm = Norm(torch.rand(64, device=device), 1e-5, dtype=F16)
@@ -155,7 +155,7 @@ def test_attention(
     softcap: float,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Prompts and new tokens, whatever stands before the chunk in the step, and whatever the cache holds behind it.
+    """Prompts and new tokens, whatever stands before the chunk in the step, and whatever the cache holds after it.
     Keys are in ranges, with a block of threads for each, or one for all (as all queries together have it)."""
     torch.manual_seed(heads[2])
     monkeypatch.setattr(prefill, "PART_KEYS", 64)
@@ -174,7 +174,7 @@ def test_attention(
     assert attend.run is not None
     learned = torch.linspace(-1, 2, args.q.shape[1], device=device)
     results = []
-    for chunks, beside in zip(CHUNKS, (0, 1, 0), strict=True):  # 1: behind the other sequence
+    for chunks, beside in zip(CHUNKS, (0, 1, 0), strict=True):  # 1: after the other sequence
         rows, begin, is_whole = [], 0, len(chunks) == 1
         for size in chunks:
             mine, other = args.q[begin : begin + size], args.q[70:79] if beside else args.q[:0]

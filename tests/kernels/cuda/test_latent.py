@@ -42,7 +42,7 @@ def test_rows_are_read(device: str, kind: KVDtype, dtype: torch.dtype) -> None:
 def test_a_chunk_over_plain_heads(
     device: str, dtype: torch.dtype, splits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Values are not as wide as keys. The rows behind the context hold NaN."""
+    """Values are not as wide as keys. The rows after the context hold NaN."""
     torch.manual_seed(4)
     monkeypatch.setattr(prefill, "num_splits", lambda *_: splits)
     heads, length, tokens, turned, rank, plain, width = 3, 500, 40, 32, 48, 64, 32

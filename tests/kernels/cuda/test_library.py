@@ -91,7 +91,7 @@ def test_tokens_of_a_stream_do_not_depend_on_each_other(device: str) -> None:
 @pytest.mark.parametrize("half", [F16, BF16])
 @pytest.mark.parametrize("activation", [None, *ops.ACTIVATIONS])
 def test_dense(device: str, activation: str | None, half: torch.dtype, tokens: int) -> None:
-    """Norm in front, gate and residual stream behind, for the stream of weights and for the library's product."""
+    """Norm in front, gate and residual stream after, for the stream of weights and for the library's product."""
     x, weight, bias = torch.randn(tokens, 72), torch.randn(60, 72).to(half), torch.randn(60)
     norm, given = Norm(torch.rand(72), 1e-5, dtype=half), {"activation": activation}
     normed = elementwise.rms_norm(x.to(device), on(norm, device)).cpu()  # has its own test; it rounds

@@ -19,7 +19,7 @@ WATCHED: dict[str, str] = {
     "test_linear.py": "test_tails",
     "test_int8_rows.py": "test_formats and int4-256",
     "test_experts.py": "places_and_sums or (test_route and 21) or (products_are and int4-5)",
-    "test_delta.py": "begins_with_guesses or 2x3x8x12x4-flat",
+    "test_delta.py": "begins_with_drafts or 2x3x8x12x4-flat",
     "test_sampling.py": "lie_anywhere",
     "test_tokens.py": "known",
     "test_elementwise.py": "515-given1 or 512-given2 or begin_anywhere or wider_tensor or embedding or gated",

@@ -121,7 +121,7 @@ def test_the_report_counts_tokens_of_experts(quantized: tuple[Path, Path, QuantR
 
 @pytest.mark.parametrize("targets", ["exact", "same"])
 def test_gptq_rounds_each_expert_on_its_own_tokens(tmp_path: Path, targets: str) -> None:
-    """Judged, behind AWQ's scales, by what the expert gives for its own held-out tokens."""
+    """Judged, after AWQ's scales, by what the expert gives for its own held-out tokens."""
     source = tiny_checkpoint(tmp_path / "source", "mixtral", **EXPERTS["mixtral"])
     gptq = {"step": "gptq", "targets": targets}
     sections = {"scheme": {"group_size": 32}, "calibration": CALIBRATION}

@@ -99,7 +99,7 @@ def test_small_batches_of_tokens_add_up(tmp_path: Path, family: str) -> None:
 
 
 def killed_at(quantizer: Any, out: Path, step: int) -> int:
-    """Run in a child. SIGKILL ends it in front of a step of the tuning."""
+    """Run in a child. SIGKILL ends it before a step of the tuning."""
 
     def progress(what: str, done: int, total: int) -> None:
         if what == "refine" and done == step:

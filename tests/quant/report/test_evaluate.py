@@ -138,7 +138,7 @@ def test_every_window_begins_with_the_prefix() -> None:
 
 
 def test_bos_is_where_the_tokenizer_puts_it(tmp_path: Path, pair: tuple[Path, Path]) -> None:
-    """In front of every window of `lmkit eval` and of the evaluation behind a quantization."""
+    """In front of every window of `lmkit eval` and of the evaluation after a quantization."""
     model = tiny_checkpoint(tmp_path / "model")
     assert evaluation.window_prefix(model) == []
     backend, name = tokenizers.Tokenizer.from_file(str(model / "tokenizer.json")), "<|endoftext|>"

@@ -24,7 +24,7 @@ ROWS, SEQ_LEN = 4, 24
 
 # GQA; biases on every linear; norms on q and k with a head_dim of its own; a sliding window; no GQA
 FAMILIES = ["llama", "llama-tied-bias", "qwen2", "qwen3", "mistral-window", "llama-mha-wide-heads"]
-BEHIND = ["olmo2", "exaone4"]  # norms only behind the blocks
+BEHIND = ["olmo2", "exaone4"]  # norms only after the blocks
 
 
 def tiny_layer(path: Path, family: str = "llama") -> DecoderLayer:

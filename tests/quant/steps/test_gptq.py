@@ -160,7 +160,7 @@ def seen_by(stream: Stream, layer: DecoderLayer, role: str) -> Tensor:
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3-moe"])
 def test_a_pass_in_parts_is_the_layers_forward(tmp_path: Path, family: str) -> None:
-    """Inputs of every linear, and what stands behind the layer."""
+    """Inputs of every linear, and what stands after the layer."""
     source, stream = stream_of(tiny_checkpoint(tmp_path, family))
     layer = source.layer(stream.layer, torch.float32)
     whole = stream.output(layer, 0)

@@ -30,7 +30,7 @@ def with_tokens(folder: Path, demo_model: Path, tokens: list[int]) -> Path:
 
 
 def tiny_head(folder: Path, model: Path, tokens: list[int], streams: tuple[int, int, int]) -> Path:
-    """A head of random weights for a tiny model. It guesses these tokens alone."""
+    """A head of random weights for a tiny model. It drafts these tokens alone."""
     of_model = json.loads((model / "config.json").read_text())
     hidden, wide = of_model["hidden_size"], of_model["intermediate_size"]
     config = json.loads((DEMO_HEAD / "config.json").read_text()) | {
@@ -74,7 +74,7 @@ class Reference:
         return torch.cat([a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()], -1)
 
     def state(self, streams: Tensor) -> Tensor:
-        """Streams [3 * hidden] of a token -> the state in front of the token behind it."""
+        """Streams [3 * hidden] of a token -> the state before the token after it."""
         return self.linear(streams, "fc")
 
     def step(self, state: Tensor, token: int) -> tuple[Tensor, Tensor]:

@@ -77,8 +77,8 @@ def test_drafts_are_checked_by_the_grammar(demo_model: Path, monkeypatch: pytest
     assert max(lengths) > 0
 
 
-def test_guesses_follow_the_grammar(demo_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """JSON repeats itself, so there is much to guess."""
+def test_drafts_follow_the_grammar(demo_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """JSON repeats itself, so there is much to draft."""
     monkeypatch.setattr(speculation, "MARGIN", 0.0)
     monkeypatch.setattr(speculation.StepTimes, "record", lambda self, counts, seconds: None)
     grammar = grammar_of("regex", r'(\{"name": "[a-z]{3}", "size": [0-9]\}, ){6}', "field")
@@ -92,7 +92,7 @@ def test_guesses_follow_the_grammar(demo_model: Path, monkeypatch: pytest.Monkey
 
 
 def test_what_a_grammar_forces_is_computed_at_once(demo_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first key is guessed although nothing like it stood before."""
+    """The first key is drafted although nothing like it stood before."""
     monkeypatch.setattr(speculation.StepTimes, "record", lambda self, counts, seconds: None)
     first = constrained(demo_model)[0]
     grammar = grammar_of("regex", r'\{"shipping_address_of_the_customer": [0-9]\}', "field")

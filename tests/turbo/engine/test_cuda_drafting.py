@@ -1,5 +1,5 @@
 """Draft models, heads and layers for multi-token prediction on device "cuda", emulated: the tokens are those without
-guesses, and the guesses are those of a CPU."""
+draft tokens, and the draft tokens are those of a CPU."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lmkit.turbo.runners.cuda import CudaRunner
 from lmkit.turbo.runners.device import CudaDevice
 from lmkit.turbo.runners.staging import Size
 from tests.models import mtp, tiny
-from tests.turbo.engine.guesses import three_guesses, watch
+from tests.turbo.engine.drafts import three_drafts, watch
 from tests.turbo.engine.heads import tiny_head
 from tests.turbo.engine.test_cuda_engine import (
     SIZES,
@@ -36,7 +36,7 @@ from tests.turbo.engine.test_drafting import drafter_of, shown
 from tests.turbo.engine.test_engine import run
 from tests.turbo.engine.test_mtp import with_luck
 
-__all__ = ["captured", "checkpoint", "device", "three_guesses"]
+__all__ = ["captured", "checkpoint", "device", "three_drafts"]
 
 pytestmark = [pytest.mark.slow, emulated]
 EXACT: dict[str, Any] = {"dtype": "float32"}  # chunks of other sizes have the same tokens
@@ -68,8 +68,8 @@ def greedy_and_drawn(max_tokens: int) -> list[Request]:
 def test_tokens_are_those_without_a_draft_model(
     checkpoint: Path, device: CudaDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is the model itself, in float16, so its guesses are right. Its steps are captured, and launched before the
-    first guess is known."""
+    """It is the model itself, in float16, so its drafts are right. Its steps are captured, and launched before the
+    first draft token is known."""
     wanted = greedy_and_drawn(10)
     want = tokens(run(on_gpu(checkpoint, device, **EXACT), wanted))
     engine = on_gpu(checkpoint, device, **EXACT, speculate=f"draft={checkpoint}")
@@ -117,10 +117,10 @@ def test_a_draft_model_that_fails_is_left_out(
     assert engine.stats().failed_steps == 0
 
 
-def same_guesses(
+def same_drafts(
     path: Path, device: CudaDevice, wanted: list[Request], how: str, monkeypatch: pytest.MonkeyPatch
 ) -> set[int]:
-    """Check that a GPU guesses what a CPU does, in captured steps. Returns the guesses."""
+    """Check that a GPU drafts what a CPU does, in captured steps. Returns the draft tokens."""
     monkeypatch.setattr(draft_head.Place, "activations", "exact")
     options: dict[str, Any] = {"speculate": how}
     on_host, engine = on_cpu(path, **options), on_gpu(path, device, **options)
@@ -129,17 +129,17 @@ def same_guesses(
     for each in (on_host, engine):
         seen = watch(each, monkeypatch)
         run(each, wanted)
-        found.append({tuple(text): guesses for text, _, guesses in seen})
+        found.append({tuple(text): drafts for text, _, drafts in seen})
     on_both = found[0].keys() & found[1].keys()
     same = sum(all(map(int.__eq__, found[0][text], found[1][text])) for text in on_both)
     assert len(on_both) > 8
-    assert same > 0.5 * len(on_both)  # a GPU has halves, and another head would hardly ever guess the same
+    assert same > 0.5 * len(on_both)  # a GPU has halves, and another head would hardly ever draft the same
     assert sum(size.is_decode for size in sizes) > 8
-    return {token for guesses in found[1].values() for token in guesses}
+    return {token for drafts in found[1].values() for token in drafts}
 
 
 def unchanged(path: Path, device: CudaDevice, wanted: list[Request], how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check that guesses, of which some are right, change no token."""
+    """Check that drafts, of which some are right, change no token."""
     want = shown(run(on_gpu(path, device, **EXACT), wanted))
     engine = on_gpu(path, device, **EXACT, speculate=how)
     with_luck(drafter_of(engine), want, monkeypatch)
@@ -157,9 +157,9 @@ def test_a_head(device: CudaDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copyfile(DEMO_FOLDER / file, model / file)
     how = f"eagle={tiny_head(tmp_path / 'head', model, own, (0, 1, 2))}"
-    guessed = same_guesses(model, device, requests(max_tokens=12), how, monkeypatch)
-    assert len(guessed) > 5
-    assert guessed <= set(own)
+    drafted = same_drafts(model, device, requests(max_tokens=12), how, monkeypatch)
+    assert len(drafted) > 5
+    assert drafted <= set(own)
     unchanged(model, device, greedy_and_drawn(10), how, monkeypatch)
 
 
@@ -171,7 +171,7 @@ def test_a_layer_for_multi_token_prediction(
     """Its linears and experts are in 8 bits, whose groups take a multiple of 32 inputs."""
     sizes = {"hidden_size": 64, "intermediate_size": 96} | ({"moe_intermediate_size": 32} if "moe" in family else {})
     mtp.make(tmp_path, family, vocab_size=211, num_hidden_layers=2, **sizes)
-    same_guesses(tmp_path, device, requests(max_tokens=8)[1:3], "mtp", monkeypatch)
+    same_drafts(tmp_path, device, requests(max_tokens=8)[1:3], "mtp", monkeypatch)
     unchanged(tmp_path, device, greedy_and_drawn(6), "auto", monkeypatch)
 
 

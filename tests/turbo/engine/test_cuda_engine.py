@@ -379,7 +379,7 @@ def test_steps_with_drafts_are_replayed_too(
     """Their tokens are those of the same steps without capture. If all sequences are greedy, a step waits for the
     device once."""
     several = requests(logprobs=None, temperature=temperature)[:3]
-    guesses, results = tokens(run(on_gpu(checkpoint, device), several)), []
+    drafts, results = tokens(run(on_gpu(checkpoint, device), several)), []
     possible = {Size(count, seqs, drafted=True) for seqs in (1, 3) for count in (2, 4, 8, 16) if seqs < count}
     assert set(draft_sizes(3, 24, 16)) == possible
     for names in ("", "drafts=off", "argmax=off"):
@@ -392,7 +392,7 @@ def test_steps_with_drafts_are_replayed_too(
         fetch = sampler.fetch
         monkeypatch.setattr(captured, "replay", lambda size, of=replay, to=sizes: (to.add(size), of(size))[1])
         monkeypatch.setattr(sampler, "fetch", lambda *x, of=fetch, to=fetched: (to.append(len(x[0])), of(*x))[1])
-        lengths = propose_drafts(engine, guesses, monkeypatch)
+        lengths = propose_drafts(engine, drafts, monkeypatch)
         results.append(tokens(run(engine, several)))
         assert max(lengths) == 4
         assert engine.stats().accepted_tokens > 8

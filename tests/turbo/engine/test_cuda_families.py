@@ -61,7 +61,7 @@ def test_prompts_over_plain_heads(
     device: CudaDevice,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Every chunk of two tokens or more, beside new tokens and behind a prefix that is found again, two heads at a
+    """Every chunk of two tokens or more, beside new tokens and after a prefix that is found again, two heads at a
     time. Other steps are captured."""
     for where in (latent_cost, latent_prompts):
         monkeypatch.setattr(where, "heads_at_once", lambda *_: 2)
@@ -124,7 +124,7 @@ def test_log_probabilities_are_those_of_transformers(
     dtype: Any,
     most: float,
 ) -> None:
-    """Whole prompts, chunks beside new tokens, after a preemption, and behind a prefix that is found again. float32 is
+    """Whole prompts, chunks beside new tokens, after a preemption, and after a prefix that is found again. float32 is
     computed by torch. In 16 bits kernels compute, and steps are captured: without experts, whose choice turns on the
     last bit."""
     monkeypatch.setattr(ops.paged_attention, "fallbacks", Counter())
@@ -149,7 +149,7 @@ def test_log_probabilities_are_those_of_transformers(
 
 
 @emulated
-def test_guesses_do_not_reach_states(
+def test_drafts_do_not_reach_states(
     tmp_path: Path,
     device: CudaDevice,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,

@@ -74,7 +74,7 @@ def test_a_request_alone_and_among_others(
     kv_dtype: Any,
     temperature: float,
 ) -> None:
-    """In batches, in small chunks, behind prompts that the cache holds, after it gave way, and with drafts."""
+    """In batches, in small chunks, after prompts that the cache holds, after it gave way, and with drafts."""
     path = checkpoint
     if weights == "w4":
         make_awq(checkpoint, path := tmp_path / "w4", group=32)
@@ -154,7 +154,7 @@ def test_a_long_context(checkpoint: Path, device: CudaDevice, monkeypatch: pytes
 @pytest.mark.exhaustive
 @emulated
 def test_adapters(checkpoint: Path, device: CudaDevice, tmp_path: Path) -> None:
-    """Others of a step have another one or none. Inputs of 8-bit weights are rounded behind the norm then."""
+    """Others of a step have another one or none. Inputs of 8-bit weights are rounded after the norm then."""
     shapes = peft_folder.linears(tiny.make(tmp_path / "base", "llama", **SIZES))
     for seed, name in enumerate("ab"):
         peft_folder.write(tmp_path / name, shapes, seed, rank=5, size=0.5, dtype=torch.float16)

@@ -51,7 +51,7 @@ def ranks_are_emulated(request: pytest.FixtureRequest, monkeypatch: pytest.Monke
 
 @pytest.fixture
 def engines() -> Iterator[list[Engine]]:
-    """Engines that are closed behind the test."""
+    """Engines that are closed after the test."""
     found: list[Engine] = []
     yield found
     for engine in found:
@@ -178,7 +178,7 @@ def test_what_gpus_cannot_share_is_refused(
 
 
 def test_a_rank_sees_its_own_gpu_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And all others behind it, whose memory it maps."""
+    """And all others after it, whose memory it maps."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     device = CudaDevice()

@@ -1,4 +1,4 @@
-"""Draft heads: they guess what EAGLE-3 says, and the tokens are those of the model alone."""
+"""Draft heads: they draft what EAGLE-3 says, and the tokens are those of the model alone."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from lmkit.models import draft_head
 from lmkit.turbo.engine.engine import Engine
 from lmkit.turbo.request import Request, SamplingParams
 from lmkit.turbo.runners import streams
-from tests.turbo.engine.guesses import watch
+from tests.turbo.engine.drafts import watch
 from tests.turbo.engine.heads import STREAMS, Reference, with_tokens
-from tests.turbo.engine.test_drafting import compare, guesses_always_pay
+from tests.turbo.engine.test_drafting import compare, drafts_always_pay
 from tests.turbo.engine.test_engine import engine_for, requests_for, run
 
-__all__ = ["guesses_always_pay"]
+__all__ = ["drafts_always_pay"]
 
 
 @pytest.fixture(scope="module")
@@ -45,10 +45,10 @@ def streams_of(demo_model: Path) -> Any:
     return compute
 
 
-def test_guesses_are_those_of_the_reference(
+def test_drafts_are_those_of_the_reference(
     demo_model: Path, head: Path, streams_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also after wrong guesses, and those of a text that is longer than what is kept of its streams."""
+    """Also after rejected draft tokens, and those of a text that is longer than what is kept of its streams."""
     monkeypatch.setattr(draft_head, "rounded", lambda weight: weight.float())
     embeddings = load_file(demo_model / "model.safetensors")["model.embed_tokens.weight"]
     engine = engine_for(demo_model, speculate=f"eagle={head}", max_draft_tokens=3)
@@ -59,15 +59,15 @@ def test_guesses_are_those_of_the_reference(
     assert min(start for _, start, _ in seen) == 1
     assert max(start for _, start, _ in seen) >= 40
     right = 0
-    for token_ids, start, guesses in seen:
+    for token_ids, start, drafts in seen:
         reference, of_model = Reference(head, embeddings), streams_of(token_ids)
         for place in range(start, len(token_ids)):
             state, logits = reference.step(reference.state(of_model[place - 1]), token_ids[place])
         wanted = []
-        for _ in guesses:
+        for _ in drafts:
             wanted.append(int(logits.argmax()))
             state, logits = reference.step(state, wanted[-1])
-        right += wanted == guesses
+        right += wanted == drafts
     assert len(seen) > 10
     assert right >= 0.95 * len(seen)  # streams are kept in bfloat16
 
@@ -91,24 +91,24 @@ def test_preempted_sequences_go_on(demo_model: Path, head: Path) -> None:
 
 
 def test_a_head_with_fewer_tokens(demo_model: Path, tmp_path: Path) -> None:
-    """It guesses none but its own."""
+    """It drafts none but its own."""
     own = [*range(0, 4096, 2)]
     head = with_tokens(tmp_path / "head", demo_model, own)
     engine = engine_for(demo_model, speculate=f"eagle={head}")
     drafter = engine._drafter
     assert drafter is not None
-    guessed: set[int] = set()
+    drafted: set[int] = set()
     draft = drafter.draft
 
     def watched(lengths: dict[Any, int]) -> Any:
         found = draft(lengths)
-        guessed.update(token for guesses in found[0].values() for token in guesses)
+        drafted.update(token for drafts in found[0].values() for token in drafts)
         return found
 
     drafter.draft = watched  # type: ignore[method-assign]
     run(engine, requests_for(demo_model))
-    assert len(guessed) > 5
-    assert guessed <= set(own)
+    assert len(drafted) > 5
+    assert drafted <= set(own)
     compare(demo_model, head, requests_for(demo_model), how="eagle")
 
 

@@ -1,4 +1,4 @@
-"""Draft models: the tokens are those of the model alone, whatever is guessed and whatever happens beside it."""
+"""Draft models: the tokens are those of the model alone, whatever is drafted and whatever happens beside it."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from lmkit.formats.hub import DEMO_FOLDER
 from lmkit.text.grammar import json_schema
 from lmkit.turbo.engine.engine import Engine
 from lmkit.turbo.request import Request, SamplingParams, StepOutput
-from lmkit.turbo.runners.drafter import Drafter
-from lmkit.turbo.scheduling import drafting, speculation
+from lmkit.turbo.runners.draft_model_runner import DraftModelRunner
+from lmkit.turbo.scheduling import model_speculation, speculation
 from tests.models import tiny
 from tests.turbo.engine.test_engine import engine_for, requests_for, run
 
@@ -25,7 +25,7 @@ SCHEMA = {"type": "object", "properties": {"name": {"type": "string", "maxLength
 
 @pytest.fixture(scope="module")
 def draft_model(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The demo model without its last layers: it often guesses right, and often not."""
+    """The demo model without its last layers: it often drafts right, and often not."""
     folder = tmp_path_factory.mktemp("draft") / "model"
     shutil.copytree(demo_model, folder)
     config = json.loads((folder / "config.json").read_text())
@@ -35,14 +35,14 @@ def draft_model(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> P
 
 
 @pytest.fixture(autouse=True)
-def guesses_always_pay(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The draft model guesses in every step that allows it."""
-    monkeypatch.setattr(drafting, "PROBE_SHARE", 1e9)
-    monkeypatch.setattr(drafting, "FIRST_PROBES", 1 << 30)
+def drafts_always_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The draft model drafts in every step that allows it."""
+    monkeypatch.setattr(model_speculation, "PROBE_SHARE", 1e9)
+    monkeypatch.setattr(model_speculation, "FIRST_PROBES", 1 << 30)
     monkeypatch.setattr(speculation.StepTimes, "record", lambda self, counts, seconds: None)
 
 
-def drafter_of(engine: Engine) -> Drafter:
+def drafter_of(engine: Engine) -> DraftModelRunner:
     assert engine._drafter is not None
     return engine._drafter
 
@@ -99,7 +99,7 @@ def test_preempted_sequences_go_on(demo_model: Path, draft_model: Path) -> None:
     assert engine.stats().preemptions
 
 
-def test_the_same_model_guesses_right(demo_model: Path) -> None:
+def test_the_same_model_drafts_right(demo_model: Path) -> None:
     for temperature in (0.0, 1.0):
         stats = compare(demo_model, demo_model, requests_for(demo_model, temperature=temperature)).stats()
         assert stats.accepted_tokens > 0.9 * stats.draft_tokens
@@ -117,7 +117,7 @@ def test_a_draft_model_whose_layers_have_tables_of_their_own(tmp_path: Path) -> 
     assert stats.accepted_tokens > 0.9 * stats.draft_tokens
 
 
-def test_requests_without_speculation_get_no_guesses(demo_model: Path, draft_model: Path) -> None:
+def test_requests_without_speculation_get_no_drafts(demo_model: Path, draft_model: Path) -> None:
     engine = engine_for(demo_model, speculate=f"draft={draft_model}")
     params = SamplingParams(max_tokens=20, ignore_eos=True)
     run(engine, [Request(request_id="r", prompt_ids=[5, 6, 7], params=params, speculate=False)])
@@ -141,7 +141,7 @@ def test_aborted_requests_leave_nothing(demo_model: Path, draft_model: Path) -> 
 
 
 def test_a_prompt_longer_than_a_step_and_too_few_blocks(demo_model: Path, draft_model: Path) -> None:
-    """The draft model computes the prompt in several steps, and guesses for those that find room."""
+    """The draft model computes the prompt in several steps, and drafts for those that find room."""
     prompts = [[(7 * i + j) % 200 + 2 for i in range(150)] for j in range(4)]
     params = SamplingParams(max_tokens=40, ignore_eos=True)
     requests = [Request(request_id=f"r{j}", prompt_ids=prompt, params=params) for j, prompt in enumerate(prompts)]

@@ -62,7 +62,7 @@ def run(engine: Engine, requests: Iterable[Request]) -> dict[str, list[StepOutpu
 def propose_drafts(engine: Engine, want: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Each step that may compute a draft gets one, whose third token is wrong. The lengths of those that ran.
 
-    A step that overlaps with the one before it begins behind a token that is not known yet: it has no draft.
+    A step that overlaps with the one before it begins after a token that is not known yet: it has no draft.
     """
     schedule, lengths = engine.scheduler.schedule, list[int]()
 
@@ -169,7 +169,7 @@ def test_prompt_logprobs_do_not_depend_on_batch_chunks_or_the_part_that_is_score
     chunked = engine_for(demo_model, max_step_tokens=5)
     for engine in (engine_for(demo_model), chunked):
         assert {name: outputs[0].prompt_logprobs for name, outputs in run(engine, requests).items()} == want
-    for engine in (engine_for(demo_model), chunked):  # behind a start, whose prefix may be found
+    for engine in (engine_for(demo_model), chunked):  # after a start, whose prefix may be found
         late = [msgspec.structs.replace(r, logprobs_start=len(r.prompt_ids) * 2 // 3) for r in requests]
         got = run(engine, late) | {f"{name} again": outputs for name, outputs in run(engine, late).items()}
         for r in late:
@@ -242,10 +242,10 @@ def test_several_positions_of_a_step_are_sampled_as_one_after_the_other(
     ids=["greedy", "drawn", "edited"],
 )
 @pytest.mark.parametrize("options", [{}, {"overlap": False}, {"kv_dtype": "int4", "block_size": 16}], ids=str)
-def test_guesses_change_no_token(
+def test_drafts_change_no_token(
     demo_model: Path, params: dict[str, Any], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nor a log-probability. Guesses are computed whether they pay or not: the test depends on no machine's speed."""
+    """Nor a log-probability. Drafts are computed whether they pay or not: the test depends on no machine's speed."""
     code = Path(engine_module.__file__).read_text()[2000:2600]
     texts = [f"{code}\n# The same again:\n{code[:40]}", code, "x = 1\n" * 20]
     requests = [
@@ -259,7 +259,7 @@ def test_guesses_change_no_token(
     for most, kept in ((2, 0), (16, 0), (16, 4096)):
         engine = engine_for(demo_model, **big, speculate="ngram", max_draft_tokens=most, draft_history=kept)
         got = run(engine, requests)
-        if kept:  # asked again, the answers are guessed as a whole
+        if kept:  # asked again, the answers are drafted as a whole
             steps = engine.stats().steps
             got = run(engine, requests)
             assert engine.stats().steps - steps < steps / 2

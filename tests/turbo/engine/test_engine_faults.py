@@ -46,7 +46,7 @@ def serve(engine: Engine, requests: list[Request]) -> dict[str, list[Any]]:
     outputs: dict[str, list[Any]] = {}
     for output in (output for event in events if isinstance(event, Outputs) for output in event.outputs):
         before = outputs.setdefault(output.request_id, [])
-        if not before or before[-1].finish_reason is None:  # the front end passes nothing on behind the end
+        if not before or before[-1].finish_reason is None:  # the front end passes nothing on after the end
             before.append(output)
     return outputs
 

@@ -119,9 +119,9 @@ def test_tiers_change_no_bit(tier: str, tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(("family", "cached"), [("qwen3-next", True), ("qwen3.5", False)])
-def test_guesses_change_no_bit(family: str, cached: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A wrong guess leaves nothing in a state, and the states take every right one: in all chunks, with snapshots in
-    the middle of guesses, after preemptions, with penalties."""
+def test_drafts_change_no_bit(family: str, cached: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rejected draft leaves nothing in a state, and the states take every right one: in all chunks, with snapshots in
+    the middle of draft tokens, after preemptions, with penalties."""
     tiny.make(tmp_path, family)
     decoder, rng = load_model(tmp_path), random.Random(8)
     made = requests(rng, 10, max_tokens=18, repetition_penalty=1.3, frequency_penalty=0.5)
@@ -129,18 +129,18 @@ def test_guesses_change_no_bit(family: str, cached: bool, tmp_path: Path, monkey
     expected = answers(plain, made, rng)
     plain.close()
 
-    def guess(sequences: Iterable[Sequence]) -> None:
+    def draft(sequences: Iterable[Sequence]) -> None:
         for seq in sequences:
             answer = [token for token, _ in expected.get(seq.request_id, [])][seq.num_outputs :][: rng.randint(0, 7)]
             if not seq.num_pending:
                 seq.propose([token if rng.random() < 0.8 else (token + 1) % 199 for token in answer])
 
     def schedule(self: Scheduler) -> StepPlan | None:
-        guess(self._slots.running.values())
+        draft(self._slots.running.values())
         return make_plan(self)
 
     def add_decodes(self: Planner, step: Step, decoding: list[Sequence], spare: int) -> None:
-        add(self, step, decoding, 9)  # guesses also beside prompts
+        add(self, step, decoding, 9)  # draft tokens also beside prompts
 
     def awaits_tokens(self: Scheduler, speculation: Speculation) -> bool:
         drafted = any(seq.num_drafted for seq in self._slots.running.values())

@@ -1,4 +1,4 @@
-"""Layers for multi-token prediction: they guess what the definition says, and the tokens are those of the model."""
+"""Layers for multi-token prediction: they draft what the definition says, and the tokens are those of the model."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from lmkit.text.grammar import json_schema
 from lmkit.turbo.engine.describe import describe_model
 from lmkit.turbo.engine.engine import Engine
 from lmkit.turbo.request import Request, SamplingParams
-from lmkit.turbo.runners.drafter import Drafter
-from lmkit.turbo.runners.head_drafter import HeadDrafter
+from lmkit.turbo.runners.draft_head_runner import DraftHeadRunner
+from lmkit.turbo.runners.draft_model_runner import DraftModelRunner
 from tests.models import mtp
 from tests.quant.helpers import recipe
-from tests.turbo.engine.guesses import watch
-from tests.turbo.engine.test_drafting import SCHEMA, guesses_always_pay, shown
+from tests.turbo.engine.drafts import watch
+from tests.turbo.engine.test_drafting import SCHEMA, drafts_always_pay, shown
 from tests.turbo.engine.test_engine import run
 
-__all__ = ["guesses_always_pay"]
+__all__ = ["drafts_always_pay"]
 
 SIZES: dict[str, Any] = {"block_size": 8, "max_batch_size": 3, "max_step_tokens": 32, "max_model_len": 192,
                          "kv_dtype": "float32"}  # fmt: skip
@@ -44,21 +44,21 @@ def requests(count: int, **params: Any) -> list[Request]:
     return [Request(request_id=f"r{i}", prompt_ids=prompt, params=config) for i, prompt in enumerate(prompts)]
 
 
-def drafter_of(engine: Engine) -> HeadDrafter:
-    assert isinstance(engine._drafter, HeadDrafter)
+def drafter_of(engine: Engine) -> DraftHeadRunner:
+    assert isinstance(engine._drafter, DraftHeadRunner)
     return engine._drafter
 
 
 @pytest.mark.parametrize("family", sorted(mtp.ALONE))
-def test_guesses_are_those_of_the_definition(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a prompt in chunks, after wrong guesses, and behind own guesses."""
+def test_drafts_are_those_of_the_definition(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a prompt in chunks, after rejected draft tokens, and after own draft tokens."""
     monkeypatch.setattr(draft_head, "rounded", lambda weight: weight.float())
     reference = mtp.make(tmp_path, family)
     engine = engine_for(tmp_path, speculate="mtp", max_draft_tokens=3)
     seen = watch(engine, monkeypatch)
     run(engine, requests(2, max_tokens=6))
     engine.close()
-    right = sum(reference.guesses(tokens, start, len(guesses)) == guesses for tokens, start, guesses in seen)
+    right = sum(reference.drafts(tokens, start, len(drafts)) == drafts for tokens, start, drafts in seen)
     assert {start for _, start, _ in seen} == {1}
     assert len(seen) >= 5
     assert right >= 0.8 * len(seen)  # streams and the layer's keys and values are kept in bfloat16
@@ -72,16 +72,16 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def with_luck(drafter: Drafter, answers: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let some of the guesses be right."""
+def with_luck(drafter: DraftModelRunner, answers: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let some of the draft tokens be right."""
     rng, draft = random.Random(1), drafter.draft
 
     def lucky(lengths: dict[Any, int]) -> Any:
         drafts, steps = draft(lengths)
-        for seq, guesses in drafts.items():
+        for seq, drafted in drafts.items():
             answer = answers.get(seq.request_id, ([],))[0][seq.num_outputs :]
-            for place, token in enumerate(answer[: len(guesses)]):
-                guesses[place] = token if rng.random() < 0.7 else guesses[place]
+            for place, token in enumerate(answer[: len(drafted)]):
+                drafted[place] = token if rng.random() < 0.7 else drafted[place]
         return drafts, steps
 
     monkeypatch.setattr(drafter, "draft", lucky)
@@ -167,7 +167,7 @@ def test_a_quantized_checkpoint_keeps_it(tmp_path: Path, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("how", ["ngram", "mtp"])
 def test_a_grammar_holds_with_recurrent_states(hybrid: Path, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it forces is guessed, and what it forbids never is."""
+    """What it forces is drafted, and what it forbids never is."""
     made = requests(3, temperature=1.0, grammar=json_schema(SCHEMA), ignore_eos=False, max_tokens=40)
     plain, engine = engine_for(hybrid), engine_for(hybrid, speculate=how)
     want = shown(run(plain, made))

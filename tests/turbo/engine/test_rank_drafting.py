@@ -9,13 +9,13 @@ import pytest
 
 from lmkit.turbo.engine.engine import Engine
 from tests.models import mtp
-from tests.turbo.engine.guesses import three_guesses
+from tests.turbo.engine.drafts import three_drafts
 from tests.turbo.engine.test_drafting import drafter_of, shown
 from tests.turbo.engine.test_engine import requests_for, run
 from tests.turbo.engine.test_mtp import requests, with_luck
 from tests.turbo.engine.test_ranks import engine
 
-__all__ = ["three_guesses"]
+__all__ = ["three_drafts"]
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +26,7 @@ def alone(demo_model: Path) -> dict[str, Any]:
     return found
 
 
-def assert_guesses(ranks: Engine) -> None:
+def assert_drafts(ranks: Engine) -> None:
     stats, drafter = ranks.stats(), drafter_of(ranks)
     assert 0 < stats.accepted_tokens <= stats.draft_tokens
     assert not drafter._has_failed
@@ -36,12 +36,12 @@ def assert_guesses(ranks: Engine) -> None:
 
 @pytest.mark.parametrize("how", ["draft", "eagle"])
 def test_tokens_are_those_of_the_ranks_alone(demo_model: Path, alone: dict[str, Any], how: str) -> None:
-    """The head guesses through the model's own head, and each rank has a part of that."""
+    """The head drafts through the model's own head, and each rank has a part of that."""
     ranks = engine(demo_model, 2, speculate=f"{how}={demo_model if how == 'draft' else 'demo'}")
     try:
         for _ in range(2):
             assert shown(run(ranks, requests_for(demo_model))) == alone
-        assert_guesses(ranks)
+        assert_drafts(ranks)
     finally:
         ranks.close()
 
@@ -57,6 +57,6 @@ def test_a_layer_for_multi_token_prediction(tmp_path: Path, monkeypatch: pytest.
     try:
         with_luck(drafter_of(ranks), want, monkeypatch)
         assert shown(run(ranks, made)) == want
-        assert_guesses(ranks)
+        assert_drafts(ranks)
     finally:
         ranks.close()

@@ -259,7 +259,7 @@ def test_a_killed_rank_ends_the_engine_and_its_requests(demo_model: Path, name: 
         ({"tp": 1, "ep": 2, "pp": 2}, ConfigError, "ep=2 and pp=2: a model is shared out in one way"),
         ({"tp": 2, "ep": 4}, ConfigError, "tp=2 and ep=4: the same processes share both; give one number"),
         ({"tp": 2, "kv_host_memory": 1 << 30}, ConfigError, "tp=2 keeps no KV outside the engine; leave out kv_host"),
-        ({"tp": 1, "pp": 2, "speculate": "draft=folder"}, ConfigError, "pp=2 guesses no tokens"),
+        ({"tp": 1, "pp": 2, "speculate": "draft=folder"}, ConfigError, "pp=2 drafts no tokens"),
         ({"tp": 2, "kv_disk_path": "kv"}, ConfigError, "leave out kv_disk_path"),
     ],
 )

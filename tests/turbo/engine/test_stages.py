@@ -1,4 +1,4 @@
-"""Engines whose layers several processes share, one behind the other."""
+"""Engines whose layers several processes share, one after the other."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_a_killed_stage_ends_the_engine_and_its_requests(demo_model: Path) -> No
         ({"pp": 9}, UnsupportedError, "pp=9: the model has 8 layers"),
         ({"pp": 2, "tp": 2}, ConfigError, "tp=2 and pp=2: a model is shared out in one way"),
         ({"pp": 2, "kv_host_memory": 1 << 30}, ConfigError, "pp=2 keeps no KV outside the engine; leave out kv_host"),
-        ({"pp": 2, "speculate": "ngram"}, ConfigError, "pp=2 guesses no tokens"),
+        ({"pp": 2, "speculate": "ngram"}, ConfigError, "pp=2 drafts no tokens"),
         ({"pp": 2, "weights_memory": 1 << 20}, ConfigError, "pp=2 keeps all weights in memory"),
     ],
 )

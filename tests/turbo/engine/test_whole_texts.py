@@ -46,7 +46,7 @@ def states_of(model: torch.nn.Module, ids: list[int], **inputs: Any) -> np.ndarr
 
 
 def tokenizer(path: Path) -> None:
-    """Write one whose words are t0, t1 ... and that puts 5 before a text, 6 behind it, as BERT's does."""
+    """Write one whose words are t0, t1 ... and that puts 5 before a text, 6 after it, as BERT's does."""
     words = {f"t{i}" if i != 1 else "<pad>": i for i in range(199)}
     made = Tokenizer(models.WordLevel(words, unk_token="t3"))
     made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

@@ -206,7 +206,7 @@ class World:
                     yield node.namespace, (*above.tolist(), *node.tokens[: (i + 1) * SIZE].tolist())
 
     def publish(self, user: User) -> None:
-        blocks = user.table + self.rng.choices(range(40), k=self.rng.randrange(2))  # reserved ones behind do not matter
+        blocks = user.table + self.rng.choices(range(40), k=self.rng.randrange(2))  # reserved ones after do not matter
         expected = None if self.window else self.model.insert(user.namespace, user.tokens, blocks)
         kept = self.cache.insert(user.namespace, np.array(user.tokens, np.int32), blocks)
         assert expected in (None, kept)

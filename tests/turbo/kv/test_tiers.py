@@ -60,7 +60,7 @@ def test_the_header_is_what_the_documentation_says() -> None:
     assert head[60:] == zlib.crc32(head[:60] + data).to_bytes(4, "little")
 
 
-def test_cost_begins_with_a_guess_and_learns() -> None:
+def test_cost_begins_with_an_assumption_and_learns() -> None:
     cost = LoadCost(1 << 20)
     assert 0.0005 < cost.seconds({"host": 1}) < cost.seconds({"disk": 1}) < 0.01
     assert LoadCost(1 << 15).seconds({"disk": 6250}) < 6250 / 1000  # more than 1000 small blocks a second

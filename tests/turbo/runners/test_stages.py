@@ -34,10 +34,10 @@ def logits_of(path: Path, count: int) -> torch.Tensor:
             decoder, storages = load(model), model.storages
         kv = kv_storage.allocate(decoder.spec.layers, storages, num_blocks, 8, 16)
         if count > 1:
-            decoder.line = Neighbours(index, before[index], behind[index], 16, decoder.spec.hidden_size)
+            decoder.link = Neighbours(index, before[index], behind[index], 16, decoder.spec.hidden_size)
         decoders.append(decoder)
         logits = decoder(batch, [kv[layer.index] for layer in decoder.layers])
-    if (line := decoders[0].line) is None:
+    if (line := decoders[0].link) is None:
         return logits
     assert not len(logits)
     return decoders[0].logits(line.receive(len(batch.logit_rows)), None, torch.arange(len(batch.logit_rows)))

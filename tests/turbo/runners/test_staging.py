@@ -20,7 +20,7 @@ BLOCK = 4
 
 
 class Deferred(EmulatedDevice):
-    """Copies from staging memory happen as late as a stream may make them: when an event behind them is waited for."""
+    """Copies from staging memory happen as late as a stream may make them: when an event after them is waited for."""
 
     def __init__(self) -> None:
         super().__init__()

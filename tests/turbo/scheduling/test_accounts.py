@@ -1,4 +1,4 @@
-"""The account of what guesses saved and lost, in steps of one second."""
+"""The account of what drafts saved and lost, in steps of one second."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def steps_until_open(account: Account) -> int:
 
 
 @pytest.mark.parametrize("loss", [0.1, 1.0, 3.0, 30.0])
-def test_guesses_that_never_help_cost_a_share_of_the_time(loss: float) -> None:
+def test_drafts_that_never_help_cost_a_share_of_the_time(loss: float) -> None:
     account, steps = Account(), 50_000
     for _ in range(steps):
         account.earn()
@@ -26,7 +26,7 @@ def test_guesses_that_never_help_cost_a_share_of_the_time(loss: float) -> None:
     assert -account.saved > 0.5 * SHARE * steps, "it stopped trying"
 
 
-def test_the_first_guesses_of_a_fast_model_may_take_some_time() -> None:
+def test_the_first_drafts_of_a_fast_model_may_take_some_time() -> None:
     plain, lost = 1e-4, 0.0
     account = Account()
     while account.is_open:
@@ -43,7 +43,7 @@ def test_only_what_is_left_is_for_tries() -> None:
     assert not account.can_try
 
 
-def test_guesses_that_help_go_on() -> None:
+def test_drafts_that_help_go_on() -> None:
     account = Account()
     for _ in range(100):
         account.book(-1.5, 1.0)
@@ -73,7 +73,7 @@ def test_a_large_loss_may_pay_later() -> None:
     assert steps_until_open(account) < 4 * CREDIT / SHARE
 
 
-def test_a_large_loss_that_did_not_pay_counts_when_guesses_stop() -> None:
+def test_a_large_loss_that_did_not_pay_counts_when_drafts_stop() -> None:
     account = Account()
     account.book(-50.0, 1.0)
     account.book(-LARGE_LOSS, 1.0)
@@ -81,7 +81,7 @@ def test_a_large_loss_that_did_not_pay_counts_when_guesses_stop() -> None:
     assert steps_until_open(account) > 40 / SHARE
 
 
-def test_large_losses_are_bounded_even_if_guesses_help_between_them() -> None:
+def test_large_losses_are_bounded_even_if_drafts_help_between_them() -> None:
     account = Account()
     while account.is_open:
         account.book(-20.0, 1.0)

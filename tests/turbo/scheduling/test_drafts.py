@@ -1,4 +1,4 @@
-"""Drafts: whatever was guessed, a request gives the tokens that it gives without; right guesses save steps."""
+"""Drafts: whatever was drafted, a request gives the tokens that it gives without; accepted draft tokens save steps."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ class Drafting(FakeEngine):
     def schedule(self) -> StepPlan | None:
         for seq in self.scheduler._slots.running.values():
             if not seq.num_pending:
-                seq.propose(self._guesses(seq))
+                seq.propose(self._drafts(seq))
         return super().schedule()
 
-    def _guesses(self, seq: Sequence) -> list[int]:
+    def _drafts(self, seq: Sequence) -> list[int]:
         answer = solo(seq.request, self.scheduler.limits)[0][seq.num_outputs :][: self.length]
-        beyond = [5] * (self.length - len(answer))  # its end is not known to who guesses
+        beyond = [5] * (self.length - len(answer))  # its end is not known to who drafts
         return [token if self.rng.random() < self.chance else (token + 1) % 50 for token in answer] + beyond
 
 
-def test_right_guesses_save_steps() -> None:
+def test_accepted_drafts_save_steps() -> None:
     req = request("a", 5, max_tokens=20, logprobs=1)
     engine = Drafting(length=4)
     engine.add(req)
@@ -46,7 +46,7 @@ def test_right_guesses_save_steps() -> None:
     assert engine.scheduler.stats().generation_tokens == 20
 
 
-def test_what_is_behind_a_wrong_guess_is_computed_again() -> None:
+def test_what_is_after_a_rejected_draft_is_computed_again() -> None:
     req = request("a", 5, max_tokens=8)
     engine = Drafting(length=3, chance=0.0)
     engine.add(req)
@@ -57,7 +57,7 @@ def test_what_is_behind_a_wrong_guess_is_computed_again() -> None:
 
 @pytest.mark.parametrize("ending", ["eos", "stop id", "length", "context"])
 def test_a_sequence_ends_in_the_middle_of_a_right_draft(ending: str) -> None:
-    """What the step computed behind its end is in no cache: the next request finds what a step by step run leaves."""
+    """What the step computed after its end is in no cache: the next request finds what a step by step run leaves."""
     free, _ = solo(request("a", 5, max_tokens=30), LIMITS)
     params: dict[str, Any] = {
         "eos": {"ignore_eos": False, "max_tokens": None},

@@ -1,4 +1,4 @@
-"""Guesses from a tenant's earlier answers: found within its namespace alone, and bounded."""
+"""Draft tokens from a tenant's earlier answers: found within its namespace alone, and bounded."""
 
 from __future__ import annotations
 
@@ -29,26 +29,26 @@ def history_of(limit: int = 1000) -> History:
     return History(limit, lambda seq: (seq.request.tenant, seq.request.cache_salt))
 
 
-def guessed(kept: History, text: list[int], count: int = 16, **fields: Any) -> list[int]:
-    """The guesses behind `text`, the prompt of a new sequence."""
+def drafted(kept: History, text: list[int], count: int = 16, **fields: Any) -> list[int]:
+    """The draft tokens after `text`, the prompt of a new sequence."""
     seq = ended(text, [], **fields)
     index = Ngrams(seq.token_ids, lambda: kept.of(seq))
     index.learn()
-    return index.guess(count)
+    return index.draft(count)
 
 
-def test_an_answer_is_guessed_behind_its_question_and_in_its_middle() -> None:
+def test_an_answer_is_drafted_after_its_question_and_in_its_middle() -> None:
     kept = history_of()
     kept.add(ended([1, 2, *QUESTION], ANSWER))
     kept.add(ended([3, 4], [31, 32, 33, 34]))
-    assert guessed(kept, [9, 9, *QUESTION]) == ANSWER
-    assert guessed(kept, [9, 9, *QUESTION], 2) == ANSWER[:2]
-    assert guessed(kept, [0, *ANSWER[:3]]) == ANSWER[3:]
-    assert guessed(kept, [0, *ANSWER]) == [], "behind an answer stands another one, of other text"
+    assert drafted(kept, [9, 9, *QUESTION]) == ANSWER
+    assert drafted(kept, [9, 9, *QUESTION], 2) == ANSWER[:2]
+    assert drafted(kept, [0, *ANSWER[:3]]) == ANSWER[3:]
+    assert drafted(kept, [0, *ANSWER]) == [], "behind an answer stands another one, of other text"
 
 
 @pytest.mark.parametrize(
-    ("text", "guesses"),
+    ("text", "drafts"),
     [
         ([*ANSWER[:4], 77], [ANSWER[5]]),
         ([*ANSWER[:3], ANSWER[4]], [ANSWER[5]]),
@@ -58,7 +58,7 @@ def test_an_answer_is_guessed_behind_its_question_and_in_its_middle() -> None:
     ],
     ids=["replaced", "deleted", "at the end", "all deleted", "of the next answer"],
 )
-def test_an_answer_goes_on_behind_an_edit_up_to_its_end(text: list[int], guesses: list[int]) -> None:
+def test_an_answer_goes_on_behind_an_edit_up_to_its_end(text: list[int], drafts: list[int]) -> None:
     kept = history_of()
     kept.add(ended(QUESTION, ANSWER))
     kept.add(ended([3, 4], [31, 32, 33, 34]))
@@ -67,7 +67,7 @@ def test_an_answer_goes_on_behind_an_edit_up_to_its_end(text: list[int], guesses
     seq.token_ids += array("i", text)
     while index.known < len(seq.token_ids):
         index.learn()
-    assert index.guess(9) == guesses
+    assert index.draft(9) == drafts
 
 
 def test_the_longest_agreement_counts() -> None:
@@ -76,19 +76,19 @@ def test_the_longest_agreement_counts() -> None:
     kept.add(ended([1], [10, 11, 12, 13, 14, 15, 16, 17, 40]))
     kept.add(ended([1], [14, 15, 16, 17, 41]))
     own = [15, 16, 17, 42, 0]
-    assert guessed(kept, [*own, 10, 11, 12, 13, 14, 15, 16, 17], 1) == [40]
-    assert guessed(kept, [*own, 9, 14, 15, 16, 17], 1) == [41]
-    assert guessed(kept, [*own, 9, 15, 16, 17], 1) == [42]
+    assert drafted(kept, [*own, 10, 11, 12, 13, 14, 15, 16, 17], 1) == [40]
+    assert drafted(kept, [*own, 9, 14, 15, 16, 17], 1) == [41]
+    assert drafted(kept, [*own, 9, 15, 16, 17], 1) == [42]
 
 
 @pytest.mark.parametrize("other", [{"tenant": "b"}, {"tenant": "a", "cache_salt": "s"}, {"tenant": ""}], ids=str)
-def test_no_answer_is_guessed_in_another_namespace(other: dict[str, str]) -> None:
+def test_no_answer_is_drafted_in_another_namespace(other: dict[str, str]) -> None:
     kept = history_of()
     kept.add(ended(QUESTION, ANSWER, tenant="a"))
     kept.add(ended(QUESTION, [41, 42, 43], **other))
-    assert guessed(kept, QUESTION, tenant="a") == ANSWER
-    assert guessed(kept, QUESTION, **other) == [41, 42, 43]
-    assert guessed(kept, QUESTION, tenant="c") == []
+    assert drafted(kept, QUESTION, tenant="a") == ANSWER
+    assert drafted(kept, QUESTION, **other) == [41, 42, 43]
+    assert drafted(kept, QUESTION, tenant="c") == []
 
 
 def test_what_was_not_given_for_the_longest_time_is_dropped() -> None:
@@ -98,8 +98,8 @@ def test_what_was_not_given_for_the_longest_time_is_dropped() -> None:
     for turn in range(10):
         kept.add(ended([1], often, cache_salt=str(turn % 2)))
         assert kept.num_tokens <= 200
-        assert guessed(kept, [0, *once[:4]]) == (once[4:20] if turn < 3 else [])
-        assert guessed(kept, [0, *often[:4]], cache_salt=str(turn % 2)) == often[4:20]
+        assert drafted(kept, [0, *once[:4]]) == (once[4:20] if turn < 3 else [])
+        assert drafted(kept, [0, *often[:4]], cache_salt=str(turn % 2)) == often[4:20]
 
 
 def test_only_the_last_tenants_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,7 +107,7 @@ def test_only_the_last_tenants_are_kept(monkeypatch: pytest.MonkeyPatch) -> None
     kept = history_of()
     for tenant in "abac":
         kept.add(ended(QUESTION, ANSWER, tenant=tenant))
-    assert [guessed(kept, QUESTION, tenant=tenant) for tenant in "abc"] == [ANSWER, [], ANSWER]
+    assert [drafted(kept, QUESTION, tenant=tenant) for tenant in "abc"] == [ANSWER, [], ANSWER]
 
 
 @pytest.mark.parametrize("limit", [0, 1, 2, 40])
@@ -116,7 +116,7 @@ def test_an_answer_longer_than_its_room_is_cut(limit: int) -> None:
     kept.add(ended([1], list(range(100, 200))))
     kept.add(ended(list(range(50)), []))
     assert kept.num_tokens <= limit
-    assert guessed(kept, [0, 100, 101, 102]) == list(range(103, 118) if limit == 40 else [])
+    assert drafted(kept, [0, 100, 101, 102]) == list(range(103, 118) if limit == 40 else [])
 
 
 def test_the_same_question_again_takes_fewer_steps() -> None:
@@ -132,6 +132,6 @@ def test_the_same_question_again_takes_fewer_steps() -> None:
     assert engine.scheduler.stats().history_tokens == 3 * (20 + 60 + 1)
 
 
-def test_answers_are_not_kept_without_guesses() -> None:
+def test_answers_are_not_kept_without_drafts() -> None:
     with pytest.raises(ConfigError, match="use speculate ngram"):
         Engine("nowhere", EngineConfig(draft_history=1000))

@@ -1,4 +1,4 @@
-"""Guesses from a text itself: they follow the place whose tokens agree, also behind an edit, and a prompt is indexed
+"""Drafts from a text itself: they follow the place whose tokens agree, also after an edit, and a prompt is indexed
 as an answer is.
 """
 
@@ -28,14 +28,14 @@ def learned(text: list[int], num_prompt: int) -> Ngrams:
 
 
 @given(TEXTS, st.data())
-def test_the_tokens_before_a_guess_agree(text: list[int], data: st.DataObject) -> None:
+def test_the_tokens_before_a_draft_agree(text: list[int], data: st.DataObject) -> None:
     index = learned(text, data.draw(st.integers(1, len(text))))
     assert index.known == len(text)
     if index.place >= 0:
         count = index.agreed
         assert count <= LONGEST
         assert text[index.place - count : index.place] == text[len(text) - count :]
-        assert index.guess(1) == [text[index.place]]
+        assert index.draft(1) == [text[index.place]]
 
 
 @given(st.lists(st.integers(0, 9), min_size=SHORT, max_size=30), st.data())
@@ -52,7 +52,7 @@ def test_few_tokens_agree_only_if_no_more_do(text: list[int], data: st.DataObjec
 
 
 @pytest.mark.parametrize(
-    ("edited", "guesses", "agreed"),
+    ("edited", "drafts", "agreed"),
     [
         ([-2], [RUN + 1, RUN + 2, RUN + 3], 0),
         ([-2, RUN + 1], [RUN + 2, RUN + 3, RUN + 4], 1),
@@ -64,23 +64,23 @@ def test_few_tokens_agree_only_if_no_more_do(text: list[int], data: st.DataObjec
     ],
     ids=["replaced", "one more", "another inserted", "inserted", "deleted", "many deleted", "too many deleted"],
 )
-def test_a_text_goes_on_behind_an_edit(edited: list[int], guesses: list[int], agreed: int) -> None:
+def test_a_text_goes_on_behind_an_edit(edited: list[int], drafts: list[int], agreed: int) -> None:
     source = list(range(100))
     index = learned([*source, *range(RUN), *edited], len(source))
-    assert (index.guess(3), index.agreed) == (guesses, agreed)
+    assert (index.draft(3), index.agreed) == (drafts, agreed)
 
 
 def test_a_short_run_is_no_edit() -> None:
     source = list(range(100))
-    assert learned([*source, *range(RUN - 1), -2], len(source)).guess(3) == []
+    assert learned([*source, *range(RUN - 1), -2], len(source)).draft(3) == []
 
 
 @given(TEXTS)
 def test_a_repeated_end_is_found(text: list[int]) -> None:
     """Whatever stood before, three tokens that come a second time lead to what followed them."""
     index = learned([*text, 7, 8, 9, 5, 7, 8, 9], len(text))
-    assert index.guess(3) == [5, 7, 8]
-    assert index.guess(9) == [5, 7, 8, 9] * 2 + [5]
+    assert index.draft(3) == [5, 7, 8]
+    assert index.draft(9) == [5, 7, 8, 9] * 2 + [5]
 
 
 @given(TEXTS, st.data())
@@ -89,7 +89,7 @@ def test_a_prompt_is_indexed_as_an_answer_is(text: list[int], data: st.DataObjec
     assert whole._own.places == parts._own.places
 
 
-def test_each_token_judges_the_guess_at_it() -> None:
+def test_each_token_judges_the_draft_of_it() -> None:
     token_ids = array("i", [1, 2, 3, 4, 5, 1, 2, 3])
     index = Ngrams(token_ids)
     assert index.learn() is None
@@ -98,10 +98,10 @@ def test_each_token_judges_the_guess_at_it() -> None:
     assert index.learn() == (3, True)
     token_ids.append(9)
     assert index.learn() == (4, False)
-    assert index.guess(4) == []
+    assert index.draft(4) == []
 
 
 def test_texts_with_one_key_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ngrams, "MULTIPLIER", 0)  # the key is the last token alone
-    assert learned([1, 2, 3, 4, 9, 9, 3], 3).guess(2) == []
-    assert learned([1, 2, 3, 4, 1, 2, 3], 3).guess(2) == [4, 1]
+    assert learned([1, 2, 3, 4, 9, 9, 3], 3).draft(2) == []
+    assert learned([1, 2, 3, 4, 1, 2, 3], 3).draft(2) == [4, 1]

@@ -217,7 +217,7 @@ def test_garbage_is_survived(garbage: float) -> None:
 
 def test_price_of_a_prefill() -> None:
     machine, pacer, context = Machine(attend=1e-7), Pacer(2.0, MAX_TOKENS), 0
-    assert pacer.prefill_seconds(0, 1000) == pytest.approx(1.0, rel=0.2)  # the guess
+    assert pacer.prefill_seconds(0, 1000) == pytest.approx(1.0, rel=0.2)  # what is assumed
     assert pacer.prefill_seconds(7, 7) == 0.0
     for _ in range(4):
         for context in range(MAX_TOKENS, 16_384 + 1, MAX_TOKENS):

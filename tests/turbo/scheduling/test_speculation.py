@@ -1,4 +1,4 @@
-"""When guesses are computed: where they save time on the machine at hand, by a clock that charges each token."""
+"""When draft tokens are computed: where they save time on the machine at hand, by a clock that charges each token."""
 
 from __future__ import annotations
 
@@ -74,19 +74,19 @@ def requests(count: int, percent: int, **params: Any) -> list[Request]:
 
 @pytest.mark.usefixtures("repeats")
 def test_what_repeats_itself_takes_fewer_steps() -> None:
-    plain, guessing = Machine(), Machine(max_draft_tokens=8)
-    assert guessing.finish(requests(1, 100)) < plain.finish(requests(1, 100)) / 2.5
-    stats = guessing.scheduler.stats()
+    plain, drafting = Machine(), Machine(max_draft_tokens=8)
+    assert drafting.finish(requests(1, 100)) < plain.finish(requests(1, 100)) / 2.5
+    stats = drafting.scheduler.stats()
     assert stats.generation_tokens == 200
     assert 0.9 * stats.draft_tokens < stats.accepted_tokens <= stats.draft_tokens
-    assert stats.drafts <= guessing.num_steps < plain.num_steps / 2.5
+    assert stats.drafts <= drafting.num_steps < plain.num_steps / 2.5
 
 
 @pytest.mark.usefixtures("repeats")
 @pytest.mark.parametrize("percent", [0, 30, 60, 80, 95])
 @pytest.mark.parametrize("count", [1, 4, 16])
 @pytest.mark.parametrize("each", [0.1, 2.0, 10.0], ids=["a GPU", "a CPU", "a small model"])
-def test_guesses_never_cost_much(percent: int, count: int, each: float) -> None:
+def test_drafts_never_cost_much(percent: int, count: int, each: float) -> None:
     """The costs of this machine are learned on the way, by a few steps that do not pay."""
     plain = Machine(each=each).finish(requests(count, percent))
     most = 1.02 if percent < 50 else 1.04
@@ -103,7 +103,7 @@ def test_few_sizes_are_taken_if_each_costs_much_once(percent: int) -> None:
 @pytest.mark.usefixtures("repeats")
 @pytest.mark.parametrize("percent", [70, 100])
 def test_a_long_pause_of_the_host_is_a_reason_not_to_wait(percent: int) -> None:
-    """A few guesses show how long it is, even if there are some at each step."""
+    """A few draft tokens show how long it is, even if there are some at each step."""
     engine = Machine(host=200.0, max_draft_tokens=4)
     engine.finish(requests(1, percent))
     assert engine.scheduler.stats().drafts < 10
@@ -111,7 +111,7 @@ def test_a_long_pause_of_the_host_is_a_reason_not_to_wait(percent: int) -> None:
 
 @pytest.mark.usefixtures("repeats")
 @pytest.mark.parametrize(("count", "percent"), [(1, 0), (1, 60), (1, 100), (4, 100)])  # all sequences end together
-def test_the_time_that_guesses_saved_is_known(percent: int, count: int) -> None:
+def test_the_time_that_drafts_saved_is_known(percent: int, count: int) -> None:
     plain, engine = Machine(), Machine(max_draft_tokens=8)
     saved, shown = [0.0], [0.0]
     for turn in range(3):
@@ -140,14 +140,14 @@ def test_choosing_for_long_is_a_reason_not_to(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.usefixtures("repeats")
-def test_a_request_may_refuse_guesses() -> None:
+def test_a_request_may_refuse_drafts() -> None:
     engine = Machine(max_draft_tokens=8)
     engine.finish(requests(2, 100, speculate=False))
     assert not engine.scheduler.stats().drafts
 
 
 @pytest.mark.usefixtures("repeats")
-def test_guesses_stop_while_others_wait_or_prompts_are_computed() -> None:
+def test_drafts_stop_while_others_wait_or_prompts_are_computed() -> None:
     engine = Machine(max_draft_tokens=8, max_batch_size=2)
     engine.add(*requests(5, 100))
     while engine.scheduler.has_work():

@@ -96,7 +96,7 @@ class Traffic:
     deadlines.
 
     With `folder` it has lower tiers, and these fail, too. `thorough`: check all bookkeeping at every step. `drafts`:
-    next tokens are guessed, and some guesses are right. `recurrent`: the model has recurrent states.
+    next tokens are drafted, and some draft tokens are right. `recurrent`: the model has recurrent states.
     """
 
     def __init__(
@@ -200,8 +200,8 @@ class Traffic:
     def propose(self) -> None:
         for seq in self.engine.scheduler._slots.running.values():
             if not seq.num_pending and self.rng.random() < 0.7:
-                guesses = self.wanted[seq.request_id][0][seq.num_outputs :][: self.rng.choice([1, 2, 5, 9])]
-                seq.propose([token if self.rng.random() < 0.8 else self.rng.randrange(50) for token in guesses])
+                drafts = self.wanted[seq.request_id][0][seq.num_outputs :][: self.rng.choice([1, 2, 5, 9])]
+                seq.propose([token if self.rng.random() < 0.8 else self.rng.randrange(50) for token in drafts])
 
     def fail(self) -> None:
         """Let the oldest step raise before it has done anything, or after all is done."""

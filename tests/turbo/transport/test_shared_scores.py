@@ -1,4 +1,4 @@
-"""Requests that score texts behind one prompt share sequences, and get the scores that they would get alone."""
+"""Requests that score texts after one prompt share sequences, and get the scores that they would get alone."""
 
 from __future__ import annotations
 

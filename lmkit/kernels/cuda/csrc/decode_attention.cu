@@ -20,7 +20,7 @@
 // maximum that may be out of date by a factor of 2^4 (SLACK), so that most tiles need no reduction across lanes. 2^11
 // of headroom (LIFT) keeps small weights exact.
 //
-// Tokens that no query sees (behind the end, outside of the window) are not read: cp.async puts zeros in their place.
+// Tokens that no query sees (after the end, outside of the window) are not read: cp.async puts zeros in their place.
 // The newest token belongs to the last split. That split uses it as it will be read back: from the row that it also
 // appends.
 //

@@ -1,11 +1,11 @@
-// The gated delta rule. lmkit.kernels.delta has the formulas, and says what `rows`, states and guesses are. Three kernels:
+// The gated delta rule. lmkit.kernels.delta has the formulas, and says what `rows`, states and draft tokens are. Three kernels:
 //
 //     delta_inputs   a thread has a channel, and its last inputs in registers: q, k and v after the convolution and SiLU,
 //                    mixed [R, C]. Or it has the gates of a value head: factors [R, Hv, 2] = beta, decay
 //     delta_rule     a block has COLUMNS columns of a value head's state, in registers: o [T, Hv, Dv]
 //     delta_outputs  a warp has the head of a token: rms_norm(o) * norm * silu(z)
 //
-// Rows R of `mixed` and `factors` are those of the T tokens, then `room` for each sequence: of the guesses that it takes
+// Rows R of `mixed` and `factors` are those of the T tokens, then `room` for each sequence: of the draft tokens that it takes
 // first. A sequence's tokens are taken in order, and every sum has a fixed order. So a state does not depend on how its
 // sequence was cut into steps. A sequence without a state (row -1) pads the step.
 //
@@ -15,7 +15,7 @@
 
 constexpr int LANES = 4, COLUMNS = 32, THREADS = LANES * COLUMNS, AHEAD = 8;
 constexpr int ROW_FIELDS = 6;  // of `rows`
-constexpr int NEVER = -(1 << 30);  // no token's number; those of guesses may be below 0
+constexpr int NEVER = -(1 << 30);  // no token's number; those of draft tokens may be below 0
 constexpr float LINEAR = 20.0f, UNIT_EPS = 1e-6f;  // softplus(x) is x from here on; of unit vectors
 
 struct Sizes {
@@ -23,20 +23,20 @@ struct Sizes {
 
     DEVICE int shared() const { return value_heads / key_heads; }  // value heads for a key head
     DEVICE int channels() const { return 2 * key_heads * key_dim + value_heads * value_dim; }
-    DEVICE int kept() const { return channels() + 2 * value_heads; }  // numbers of a guess
+    DEVICE int kept() const { return channels() + 2 * value_heads; }  // numbers of a draft token
 };
 
-// A sequence's tokens t = first .. end - 1. Those before `start` are guesses of the step before, those from `guessed` on
-// are guesses that do not reach the state.
+// A sequence's tokens t = first .. end - 1. Those before `start` are draft tokens of the step before, those from `drafted` on
+// are draft tokens that do not reach the state.
 struct Sequence {
-    int row, source, snapshot, first, start, end, guessed, extra, snapshot_at;
+    int row, source, snapshot, first, start, end, drafted, extra, snapshot_at;
 
     DEVICE Sequence(const i32* rows, const i32* query_start, int b, int tokens, int room) {
         const i32* fields = rows + ROW_FIELDS * b;
         row = fields[0], source = fields[1], snapshot = fields[2];
         start = query_start[b], end = query_start[b + 1];
-        first = start - fields[4], guessed = end - fields[5];
-        snapshot_at = snapshot < 0 ? NEVER : first + fields[3];  // the token behind it
+        first = start - fields[4], drafted = end - fields[5];
+        snapshot_at = snapshot < 0 ? NEVER : first + fields[3];  // the token after it
         extra = tokens + b * room - first;
     }
     // Where a token is in `mixed` and `factors`.
@@ -64,15 +64,15 @@ constexpr int PAST = KERNEL - 1;
 // The tokens of a channel. Inputs are loaded AHEAD at a time.
 DEVICE void convolve(
     const Sequence& seq, const Sizes& n, int c, const void* y, i64 y_stride, const float* weights, float* windows,
-    float* guessed, float* mixed, int room, bool flat, bool half
+    float* drafted, float* mixed, int room, bool flat, bool half
 ) {
     float weight[KERNEL], window[PAST + 1] = {};
     const int channels = n.channels(), place = place_of(n, c, flat);
 #pragma unroll
     for (int j = 0; j < KERNEL; ++j) weight[j] = weights[c * KERNEL + j];
     const auto of_row = [&](int row) { return windows + (static_cast<i64>(row) * channels + c) * PAST; };
-    const auto kept = [&](int guess) -> float& {
-        return guessed[(static_cast<i64>(seq.row) * room + guess) * n.kept() + c];
+    const auto kept = [&](int draft) -> float& {
+        return drafted[(static_cast<i64>(seq.row) * room + draft) * n.kept() + c];
     };
     const auto store = [&](int row) {
 #pragma unroll
@@ -93,8 +93,8 @@ DEVICE void convolve(
         for (int i = 0; i < AHEAD; ++i) {
             const int t = begin + i;
             if (t >= seq.end) break;
-            if (t == seq.guessed) store(seq.row);
-            if (t >= seq.guessed) kept(t - seq.guessed) = x[i];
+            if (t == seq.drafted) store(seq.row);
+            if (t >= seq.drafted) kept(t - seq.drafted) = x[i];
             float total = weight[PAST] * x[i];
 #pragma unroll
             for (int j = 0; j < PAST; ++j) total += weight[j] * window[j];
@@ -105,23 +105,23 @@ DEVICE void convolve(
             if (t + 1 == seq.snapshot_at) store(seq.snapshot);
         }
     }
-    if (seq.guessed == seq.end) store(seq.row);
+    if (seq.drafted == seq.end) store(seq.row);
 }
 
 // The tokens of a value head's gates.
 DEVICE void gate(
     const Sequence& seq, const Sizes& n, int head, const float* gates, i64 gate_stride, float a_log, float dt_bias,
-    float* guessed, float* factors, int room, bool flat
+    float* drafted, float* factors, int room, bool flat
 ) {
     const int shared = n.shared();
     const int b_at = flat ? head : head + head / shared * shared, a_at = b_at + (flat ? n.value_heads : shared);
     for (int t = seq.first; t < seq.end; ++t) {
-        const auto kept = [&](int guess) {
-            return guessed + (static_cast<i64>(seq.row) * room + guess) * n.kept() + n.channels() + head;
+        const auto kept = [&](int draft) {
+            return drafted + (static_cast<i64>(seq.row) * room + draft) * n.kept() + n.channels() + head;
         };
         const float* given = t < seq.start ? kept(t - seq.first) : gates + t * gate_stride;
         const float b = t < seq.start ? given[0] : given[b_at], a = t < seq.start ? given[n.value_heads] : given[a_at];
-        if (t >= seq.guessed) kept(t - seq.guessed)[0] = b, kept(t - seq.guessed)[n.value_heads] = a;
+        if (t >= seq.drafted) kept(t - seq.drafted)[0] = b, kept(t - seq.drafted)[n.value_heads] = a;
         const float step = a + dt_bias, positive = step < LINEAR ? log1pf(expf(step)) : step;
         float* factor = factors + 2 * (seq.at(t) * n.value_heads + head);
         factor[0] = 1.0f / (1.0f + expf(-b)), factor[1] = expf(-expf(a_log) * positive);
@@ -131,7 +131,7 @@ DEVICE void gate(
 // Grid: (sequences, blocks of channels and value heads).
 extern "C" __global__ void __launch_bounds__(128) delta_inputs(
     const void* y, i64 y_stride, const float* gates, i64 gate_stride, const i32* query_start, const i32* rows,
-    const float* weights, const float* a_log, const float* dt_bias, float* windows, float* guessed, float* mixed,
+    const float* weights, const float* a_log, const float* dt_bias, float* windows, float* drafted, float* mixed,
     float* factors, int tokens, int room, int key_heads, int value_heads, int key_dim, int value_dim, int flat, int half
 ) {
     begin_kernel();
@@ -140,9 +140,9 @@ extern "C" __global__ void __launch_bounds__(128) delta_inputs(
     const int c = blockIdx.y * blockDim.x + threadIdx.x, head = c - n.channels();
     if (seq.row < 0 || head >= value_heads) return;
     if (head < 0) {
-        convolve(seq, n, c, y, y_stride, weights, windows, guessed, mixed, room, flat, half);
+        convolve(seq, n, c, y, y_stride, weights, windows, drafted, mixed, room, flat, half);
     } else {
-        gate(seq, n, head, gates, gate_stride, a_log[head], dt_bias[head], guessed, factors, room, flat);
+        gate(seq, n, head, gates, gate_stride, a_log[head], dt_bias[head], drafted, factors, room, flat);
     }
 }
 EXPORT(delta_inputs)
@@ -246,7 +246,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, ROWS > 32 ? 2 : 4) delta_r
     for (int t = seq.first; t < seq.end; ++t) {
         const int i = (t - seq.first) % TILE;
         if (i == 0) load_tile(tile, seq, n, t, head, begin, mixed, factors);
-        if (t == seq.guessed) store(seq.row);
+        if (t == seq.drafted) store(seq.row);
         const float o = advance(
             state, tile.unit[i][0] + 4 * lane, tile.unit[i][1] + 4 * lane, tile.v[i][mine], tile.factors[i][0],
             tile.factors[i][1]
@@ -255,7 +255,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, ROWS > 32 ? 2 : 4) delta_r
             out[(static_cast<i64>(t) * value_heads + head) * value_dim + column] = o;
         if (t + 1 == seq.snapshot_at) store(seq.snapshot);
     }
-    if (seq.guessed == seq.end) store(seq.row);
+    if (seq.drafted == seq.end) store(seq.row);
 }
 EXPORT(delta_rule)
 #endif
@@ -275,7 +275,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) delta_outputs(
     float total = 0.0f;
     for (int i = lane_id(); i < value_dim; i += 32) total += o[from + i] * o[from + i];
     const float factor = rsqrtf(warp_sum(total) / value_dim + eps);
-    // z stands behind all of v, or behind v of the key head.
+    // z stands after all of v, or after v of the key head.
     const int values = n.shared() * value_dim, v = 2 * key_heads * key_dim + head * value_dim;
     const i64 z = t * y_stride + (flat ? v + value_heads * value_dim : place_of(n, v, false) + values);
     for (int i = lane_id(); i < value_dim; i += 32) {

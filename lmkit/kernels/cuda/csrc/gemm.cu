@@ -27,7 +27,7 @@
 // If the kernel begins while the one before it ends (`early`), the first DEPTH - 1 stages of weights are under way
 // before it waits, and the pieces of x that belong to them follow in groups of their own. Unit u then has x in group
 // DEPTH - 1 + u of 2 (DEPTH - 1) + u, else in group u of DEPTH - 1 + u: DEPTH - 2 groups may be in flight either way.
-// It also asks L2 for the stages behind these, `ahead` bytes a block.
+// It also asks L2 for the stages after these, `ahead` bytes a block.
 //
 // Weights are never rounded. Codes minus zeros are small integers. Their products with Half are summed in float32 over
 // a group (at most a stage of it) and scaled in float32. Warps' sums meet in shared memory. Sums of blocks (ranges of
@@ -45,7 +45,7 @@
 // range of them to the pieces, which all stay. Its weights are under way meanwhile. For a few tokens and N_TILES 1.
 //
 // With INT8 x has codes of 8 bits, with a scale for each token and group of the weight (round_groups.cu has their order).
-// Integers are multiplied, exactly, and the sums of a group are scaled by both. A piece of x has the scales behind its
+// Integers are multiplied, exactly, and the sums of a group are scaled by both. A piece of x has the scales after its
 // rows, as [WARPS_K * STAGE_SCALES][TOKENS]: a lane reads those of its two tokens at once. With GROUPED, too, x has codes
 // and scales once for each of its rows, whichever experts read it. A stage of a tile is 4 mma for
 // 8 tokens, 24 + 3 instructions to dequantize, and 12 for each tile of tokens to scale its sums.
@@ -123,7 +123,7 @@ struct Stream {
     }
 };
 
-// Asks for the block's next weights, at most `bytes`: the stages behind those that `next` has under way.
+// Asks for the block's next weights, at most `bytes`: the stages after those that `next` has under way.
 DEVICE void ask_ahead(const Arguments& a, const Stream& next, int first_stage, int units, int blocks, int bytes) {
     int unit = next.unit, left = bytes / (BLOCK_TILES * STAGE_BYTES);  // stages of a row block
     for (int block = next.block; block < blocks && left > 0; block += gridDim.z, unit = 0) {

@@ -12,7 +12,7 @@
 //
 // Codes and x come by cp.async into rings of DEPTH stages. A lane reads back the codes that it copied; x and scales are
 // everybody's, so each stage has a barrier. Products of one stage are still under way at the next barrier: the slot that
-// is filled behind it is that of the stage before the last. DEPTH - 2 stages are in flight.
+// is filled after it is that of the stage before the last. DEPTH - 2 stages are in flight.
 //
 // A part of a stage is 64 inputs (32 with groups of 32) of 64 outputs. While the tensor cores multiply one part, the
 // warps dequantize the next one. Codes minus zeros are exact in Half. Their products are summed in float32 over a group

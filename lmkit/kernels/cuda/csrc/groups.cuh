@@ -19,7 +19,7 @@ DEVICE Share find_share(const i64* active, int index, int width) {
             group = static_cast<int>(entry[0]), first = static_cast<int>(entry[1]), end = static_cast<int>(entry[2]);
         }
         const int mine = (end - first + width - 1) / width;
-        int last = before + mine;  // the block behind the last of this lane's group
+        int last = before + mine;  // the block after the last of this lane's group
 #pragma unroll
         for (int step = 1; step < 32; step <<= 1) {
             const int other = __shfl_up_sync(0xffffffffu, last, step);

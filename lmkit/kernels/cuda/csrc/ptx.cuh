@@ -35,7 +35,7 @@ DEVICE void launch_next() {
 }
 
 // Waits until the kernels before this one have ended and their writes are visible. Every thread calls this, also one
-// that has nothing to do: the kernel behind this one relies on it. Before it, a thread reads nothing that a kernel of
+// that has nothing to do: the kernel after this one relies on it. Before it, a thread reads nothing that a kernel of
 // this step writes, and writes nothing but shared memory.
 DEVICE void wait_for_previous() {
 #if __CUDA_ARCH__ >= 900

@@ -4,7 +4,7 @@
 
 // The sequence that tile `slot` of all belongs to, where a tile has TILE rows of one sequence and a token has `group` rows.
 // A sequence's tiles begin at (its first row) / TILE, and one later for each sequence before it unless tokens are whole
-// tiles: there is room for all. `first`: the tile's first row, which may be behind the sequence's last.
+// tiles: there is room for all. `first`: the tile's first row, which may be after the sequence's last.
 template <int TILE>
 DEVICE int sequence_of(int slot, const i32* query_start, int sequences, int group, int& first) {
     const int spare = group % TILE != 0;

@@ -15,12 +15,12 @@
 
 using SharedMatrix = u64;  // a descriptor of B
 
-// B begins at `first`. The matrix with the next 8 k is next_k bytes behind, that with the next 8 columns next_n.
+// B begins at `first`. The matrix with the next 8 k is next_k bytes after, that with the next 8 columns next_n.
 DEVICE SharedMatrix shared_matrix(const void* first, int next_k, int next_n) {
     return (shared_address(first) & 0x3ffffu) >> 4 | static_cast<u64>(next_k >> 4) << 16 | static_cast<u64>(next_n >> 4) << 32;
 }
 
-// The same, `bytes` behind.
+// The same, `bytes` after.
 DEVICE SharedMatrix shared_matrix_behind(SharedMatrix matrix, int bytes) { return matrix + (bytes >> 4); }
 
 // Makes this thread's writes to shared memory, copies that it has waited for among them, visible to wgmma of all

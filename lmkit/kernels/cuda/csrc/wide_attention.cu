@@ -1,6 +1,6 @@
 // Attention over blocked KV whose rows are too wide for one warp's registers: heads of more than 256 elements, and rows
 // that are keys and values at once (SHARED), of one KV head for all query heads. The latter is what latent attention is
-// after each head's linears have moved to its queries and behind the sum (layers/latent.py; arXiv 2405.04434). Prompts,
+// after each head's linears have moved to its queries and after the sum (layers/latent.py; arXiv 2405.04434). Prompts,
 // chunks of them and new tokens alike: ops.paged_attention in one pass over the keys, with an online softmax.
 //
 // A block of threads computes ROWS rows of one sequence and KV head. A row is one head of one query token; the heads that
@@ -91,7 +91,7 @@ struct Stored {
     int block_size;
 };
 
-// Copies the rows of tokens from `first` on. Those behind `last` become zeros.
+// Copies the rows of tokens from `first` on. Those after `last` become zeros.
 DEVICE void copy_tile(Stage& to, const Stored& stored, const Tile& tile, int first, int last) {
     const int key = threadIdx.x / COPIERS, token = first + key, size = stored.block_size;
     const bool valid = token <= last;
@@ -103,7 +103,7 @@ DEVICE void copy_tile(Stage& to, const Stored& stored, const Tile& tile, int fir
 #endif
 }
 
-// Stores the queries, as Keys::Float. Rows behind the sequence's last become zeros.
+// Stores the queries, as Keys::Float. Rows after the sequence's last become zeros.
 DEVICE void load_queries(Shared& shared, const u16* q, const Tile& tile) {
     for (int i = threadIdx.x; i < ROWS * (DIM / 8); i += THREADS) {
         const int row = i / (DIM / 8), first = i % (DIM / 8) * 8;

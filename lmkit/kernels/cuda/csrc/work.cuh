@@ -50,7 +50,7 @@ DEVICE Work find_work(const TilesOf& tiles_of, int sequences, int index, int mos
             const int other = __shfl_up_sync(0xffffffffu, last, shift);
             if (lane >= shift) last += other;
         }
-        last += before;  // the item behind the last of this lane's sequence
+        last += before;  // the item after the last of this lane's sequence
         const u32 found = __ballot_sync(0xffffffffu, last - mine <= index && index < last);
         if (found) {
             const int from = __ffs(static_cast<i32>(found)) - 1;

@@ -1,4 +1,4 @@
-"""The expected time of loads: measured, with guesses before the first measurement.
+"""The expected time of loads: measured, with assumptions before the first measurement.
 
 A job of blocks takes   latency + sum over tiers of blocks * seconds per block.
 
@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-GUESSED_LATENCY = 300e-6  # a thread wakes up, results are collected
+PRIOR_LATENCY = 300e-6  # a thread wakes up, results are collected
 # Seconds for a block and bytes per second: on the low side.
-GUESSES = {"host": (10e-6, 1.5e9), "disk": (150e-6, 0.4e9), "peer": (500e-6, 0.1e9)}
+PRIORS = {"host": (10e-6, 1.5e9), "disk": (150e-6, 0.4e9), "peer": (500e-6, 0.1e9)}
 HALF_LIFE = 16  # blocks after which an observation counts half
 
 
@@ -20,8 +20,8 @@ class LoadCost:
     """Seconds per block of every tier, and seconds to start a job."""
 
     def __init__(self, block_bytes: int) -> None:
-        self.latency = GUESSED_LATENCY
-        self.per_block = {tier: fixed + block_bytes / speed for tier, (fixed, speed) in GUESSES.items()}
+        self.latency = PRIOR_LATENCY
+        self.per_block = {tier: fixed + block_bytes / speed for tier, (fixed, speed) in PRIORS.items()}
 
     def seconds(self, blocks: Mapping[str, int]) -> float:
         """Seconds of one job with `blocks` of each tier, from its turn on."""

@@ -82,7 +82,7 @@ class Filling:
             self.notify()
 
     def advance(self, layer: int) -> None:
-        """The step has computed a layer, the one behind the last."""
+        """The step has computed a layer, the one after the last."""
         if (step := self._step) is not None:
             end = step.filled
             for key, data in step.blocks.items():

@@ -58,7 +58,7 @@ def block_keys(
 
 
 def state_keys(key: bytes, count: int) -> list[bytes]:
-    """The keys of the parts of the recurrent state behind the block that has this key."""
+    """The keys of the parts of the recurrent state after the block that has this key."""
     return [hashlib.sha256(key + b"state %d" % part).digest() for part in range(count)]
 
 

@@ -4,7 +4,7 @@
          0      8  magic "lmkit-kv"
          8      4  version, 1
         12      4  0
-        16      8  bytes of the KV behind the header
+        16      8  bytes of the KV after the header
         24     32  the key
         56      4  0
         60      4  CRC-32 of bytes 0 .. 60 and the KV

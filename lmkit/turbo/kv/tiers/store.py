@@ -54,7 +54,7 @@ class BlockBytes(Protocol):
     def state_parts(self) -> int: ...  # of a recurrent state, each as large as a block
 
     def read(self, block: int, out: memoryview) -> Callable[[], None] | None:
-        """Copy a block to `out`; the block may change then. A device returns a wait; behind it `out` has the bytes."""
+        """Copy a block to `out`; the block may change then. A device returns a wait; after it `out` has the bytes."""
 
     def write(self, block: int, data: memoryview) -> None: ...
 

@@ -24,8 +24,8 @@ from lmkit.turbo.kv.blocks import KVBlocks
 from lmkit.turbo.runners.cpu import CpuRunner
 from lmkit.turbo.runners.cuda import CudaRunner
 from lmkit.turbo.runners.device import CpuDevice, Device
+from lmkit.turbo.runners.draft_head_runner import CudaHeadRunner, DraftHeadRunner, HeadRunner
 from lmkit.turbo.runners.guides import Guides
-from lmkit.turbo.runners.head_drafter import CudaHeadRunner, HeadDrafter, HeadRunner
 from lmkit.turbo.runners.runner import Runner, RunnerParts
 from lmkit.turbo.runners.streams import Streams
 
@@ -33,7 +33,7 @@ log = get_logger(__name__)
 
 
 def parts_of(config: EngineConfig, decoder: Decoder, storages: list[KVStorage], memory: MemoryPlan) -> RunnerParts:
-    """The parts of the runner of a model or head that guesses."""
+    """The parts of the runner of a model or head that drafts."""
     spec, layout = decoder.spec, memory.layout
     sizes = memory.num_blocks, config.tokens_per_block, memory.max_model_len
     kv = kv_storage.allocate(spec.layers, storages, *sizes, config.device, layout)
@@ -50,7 +50,7 @@ class LoadedHead:
     storage: KVStorage
     memory: MemoryPlan
 
-    def start(self, runner: Runner, device: Device, vocab_size: int) -> HeadDrafter:
+    def start(self, runner: Runner, device: Device, vocab_size: int) -> DraftHeadRunner:
         """Make the drafter beside `runner`, whose model has `vocab_size` tokens."""
         assert isinstance(runner, CpuRunner | CudaRunner)
         batch, at = runner.batch, runner.decoder.at
@@ -63,7 +63,7 @@ class LoadedHead:
             if isinstance(device, CpuDevice)
             else CudaHeadRunner(device, parts, self.parts.token_ids)
         )
-        drafter = HeadDrafter(own, self.memory.num_blocks, vocab_size, runner.call, streams)
+        drafter = DraftHeadRunner(own, self.memory.num_blocks, vocab_size, runner.call, streams)
         drafter.warm_up()
         return drafter
 

@@ -1,13 +1,13 @@
-"""Guesses of a smaller model, the draft model, beside those of the text itself.
+"""Draft tokens of a smaller model, the draft model, beside those of the text itself.
 
-The draft model computes its guesses one after the other, for all sequences in one batch:
+The draft model computes its draft tokens one after the other, for all sequences in one batch:
 
-    draft 1 .. draft k | one step of the model over the last token and k guesses of each sequence | draft 1 ..
+    draft 1 .. draft k | one step of the model over the last token and k draft tokens of each sequence | draft 1 ..
 
-Its steps cost time that guesses of the text do not cost, so both times are learned. The number k makes the most tokens
-a second. If the text's own guesses make more, they are taken.
+Its steps cost time that drafts of the text do not cost, so both times are learned. The number k makes the most tokens
+a second. If the text's own draft tokens make more, they are taken.
 
-No guess is judged that is not computed. Where the draft model does not pay, it is tried again now and then, so seldom
+No draft is judged that is not computed. Where the draft model does not pay, it is tried again now and then, so seldom
 that trying is expected to cost PROBE_SHARE of the time. What it costs beyond that, such as prompts, shows in an account
 of the draft model (accounts.py).
 """
@@ -29,22 +29,22 @@ from lmkit.turbo.scheduling.pacing import StepTimes, round_down
 from lmkit.turbo.scheduling.speculation import FORGET, MARGIN, SURE, TERMS, Speculation
 from lmkit.turbo.sequence import Sequence
 
-PROBE_LENGTH = 3  # guesses of a sequence when the draft model is tried
+PROBE_LENGTH = 3  # draft tokens of a sequence when the draft model is tried
 FIRST_PROBES = 4  # are not rare: they show what a draft step costs
 PROBE_SHARE = 0.005
 AROUND = 0.1  # the weight of the newest draft in what drafts take beside their steps
 
 
 class DraftModel(Protocol):
-    """Guesses the next tokens of sequences."""
+    """Drafts the next tokens of sequences."""
 
     def draft(self, lengths: dict[Sequence, int]) -> tuple[dict[Sequence, list[int]], list[tuple[int, float]]]:
-        """Guess so many tokens of each sequence, or fewer, or none. Also returns (tokens, seconds) of each step that
-        computed guesses, and nothing but them.
+        """Draft so many tokens of each sequence, or fewer, or none. Also returns (tokens, seconds) of each step that
+        computed draft tokens, and nothing but them.
         """
 
     def follow(self, wanted: bool) -> float:
-        """Whether guesses may be wanted soon. Returns seconds that following the sequences has taken since the last
+        """Whether drafts may be wanted soon. Returns seconds that following the sequences has taken since the last
         call.
         """
 
@@ -54,7 +54,7 @@ class DraftModel(Protocol):
 
 @dataclass
 class Chance:
-    """Guesses and right guesses."""
+    """Draft tokens and accepted ones."""
 
     tried: float
     right: float
@@ -94,7 +94,7 @@ class ModelSpeculation(Speculation):
         by_model = self._model_lengths(sequences, budget, rate)
         if by_model:
             return partial(self._draft, by_model, len(sequences))
-        return partial(self._guess, lengths) if lengths else None
+        return partial(self._propose, lengths) if lengths else None
 
     def _draft(self, lengths: dict[Sequence, int], num_seqs: int) -> None:
         start = self._clock()
@@ -168,13 +168,13 @@ class ModelSpeculation(Speculation):
 
     @staticmethod
     def _useful(chance: float, least: float, longest: int) -> int:
-        """The guesses whose chance to be kept is at least `least`."""
+        """The draft tokens whose chance to be kept is at least `least`."""
         if not 0 < least < 1:
             return longest if least <= 0 else 0
         return min(longest, int(math.log(least) / math.log(chance)))
 
     def _chance_of(self, seq: Sequence) -> float:
-        """The chance of a guess, if those before it are right. It is in (0, 1)."""
+        """The chance of a draft token, if those before it are right. It is in (0, 1)."""
         own = self._own.get(seq, Chance(0.0, 0.0))
         chance = (own.right + SURE * self._all.right / self._all.tried) / (own.tried + SURE)
         return min(max(chance, 0.001), 0.999)
@@ -208,5 +208,5 @@ class ModelSpeculation(Speculation):
 
 
 def _expected(chance: float, count: int) -> float:
-    """Guesses kept of `count`."""
+    """Draft tokens kept of `count`."""
     return chance * (1 - chance**count) / (1 - chance)

@@ -1,4 +1,4 @@
-"""What a drafting head guesses, seen from tests."""
+"""What a drafting head drafts, seen from tests."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 
 from lmkit.turbo.engine.engine import Engine
-from lmkit.turbo.runners.head_drafter import HeadDrafter
-from lmkit.turbo.scheduling.drafting import ModelSpeculation
+from lmkit.turbo.runners.draft_head_runner import DraftHeadRunner
+from lmkit.turbo.scheduling.model_speculation import ModelSpeculation
 from lmkit.turbo.sequence import Sequence
 
 
 @pytest.fixture(autouse=True)
-def three_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What guesses beside the model guesses three tokens of each sequence in every step, whatever that costs."""
+def three_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What drafts beside the model drafts three tokens of each sequence in every step, whatever that costs."""
 
     def lengths(self: ModelSpeculation, sequences: list[Sequence], budget: int, rate: float) -> dict[Sequence, int]:
         wanted = {seq: min(3, self._longest_draft(seq)) for seq in sequences}
@@ -23,18 +23,18 @@ def three_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ModelSpeculation, "_model_lengths", lengths)
 
 
-Seen = list[tuple[list[int], int, list[int]]]  # tokens of a text, the first whose stream is kept, guesses behind them
+Seen = list[tuple[list[int], int, list[int]]]  # tokens of a text, the first whose stream is kept, drafts after them
 
 
 def watch(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Seen:
-    """A list that gets all guesses of the engine's head from now on."""
+    """A list that gets all draft tokens of the engine's head from now on."""
     drafter, seen = engine._drafter, Seen()
-    assert isinstance(drafter, HeadDrafter)
+    assert isinstance(drafter, DraftHeadRunner)
     draft = drafter.draft
 
     def watched(lengths: dict[Any, int]) -> Any:
         found = draft(lengths)
-        seen.extend((seq.token_ids.tolist(), drafter._texts[seq].start, guesses) for seq, guesses in found[0].items())
+        seen.extend((seq.token_ids.tolist(), drafter._texts[seq].start, drafts) for seq, drafts in found[0].items())
         return found
 
     monkeypatch.setattr(drafter, "draft", watched)

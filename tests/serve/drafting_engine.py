@@ -1,4 +1,4 @@
-"""An engine that guesses in every step, whether it pays or not. It has a process of its own, so nothing is put back."""
+"""An engine that drafts in every step, whether it pays or not. It has a process of its own, so nothing is put back."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from typing import Protocol
 from torch import Tensor
 
 
-class Line(Protocol):
+class StageLink(Protocol):
     """The place of a decoder with some of the layers among the others (models.stage). They stand in a ring: the first
     has the embedding and the head, and gets what the last one sends."""
 
@@ -25,7 +25,7 @@ class Line(Protocol):
         """Send what lies in `place` to the next stage."""
 
 
-# Where the residual stream float32 [most tokens of a step, hidden] in front of some layers is kept, for what reads it
-# behind a step (runners.streams). The number of the layers stands for the stream behind the last one, which the last
+# Where the residual stream float32 [most tokens of a step, hidden] before some layers is kept, for what reads it
+# after a step (runners.streams). The number of the layers stands for the stream after the last one, which the last
 # layer then computes for all tokens.
 Kept = Mapping[int, Tensor]

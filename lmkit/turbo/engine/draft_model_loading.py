@@ -21,13 +21,13 @@ from lmkit.models.mtp import MTPSource, has_mtp
 from lmkit.models.packed_cache import PackedFile
 from lmkit.models.resolved import ResolvedModel, resolved
 from lmkit.text import Tokenizer
-from lmkit.turbo.engine.draft_head import ResolvedHead, parts_of, resolved_head
+from lmkit.turbo.engine.draft_head_loading import ResolvedHead, parts_of, resolved_head
 from lmkit.turbo.engine.memory import MemoryPlan, loaded_bytes, plan_memory
 from lmkit.turbo.host_memory import gib
 from lmkit.turbo.runners.cpu import CpuRunner
 from lmkit.turbo.runners.cuda import CudaRunner
 from lmkit.turbo.runners.device import Device
-from lmkit.turbo.runners.drafter import Drafter
+from lmkit.turbo.runners.draft_model_runner import DraftModelRunner
 from lmkit.turbo.runners.factory import make_runner
 from lmkit.turbo.runners.runner import Runner
 
@@ -44,13 +44,13 @@ class LoadedDraft:
     storages: list[KVStorage]
     memory: MemoryPlan
 
-    def start(self, runner: Runner, device: Device, vocab_size: int) -> Drafter:
+    def start(self, runner: Runner, device: Device, vocab_size: int) -> DraftModelRunner:
         """Make the drafter beside `runner`, whose model has `vocab_size` tokens."""
         assert isinstance(runner, CpuRunner | CudaRunner)
         parts = parts_of(self.config, self.decoder, self.storages, self.memory)
         own = make_runner(device, parts)
         assert isinstance(own, CpuRunner | CudaRunner)
-        drafter = Drafter(own, self.memory.num_blocks, vocab_size, runner.call)
+        drafter = DraftModelRunner(own, self.memory.num_blocks, vocab_size, runner.call)
         drafter.warm_up()
         return drafter
 
@@ -106,7 +106,7 @@ def resolved_draft(
 
 
 def kind_of(config: EngineConfig, target: ResolvedModel) -> str:
-    """How tokens are guessed. `speculate` auto means the checkpoint's own layer for multi-token prediction, if it has
+    """How tokens are drafted. `speculate` auto means the checkpoint's own layer for multi-token prediction, if it has
     one and its ranks, if there are several, are on a CPU; else ngram."""
     kind = config.speculate.partition("=")[0]
     if kind != "auto":

@@ -25,7 +25,7 @@ from lmkit.quant.layer.layer import Geometry
 
 
 @dataclass(frozen=True)
-class Beside:
+class SideInputs:
     """`vectors`: None if the model has none. `keys_values` by (stream, layer)."""
 
     spec: ModelSpec
@@ -36,7 +36,7 @@ class Beside:
     @classmethod
     def of(
         cls, spec: ModelSpec, num_tokens: int, streams: tuple[str, ...], folder: Path | None, device: str = "cpu"
-    ) -> Beside:
+    ) -> SideInputs:
         vectors = Buffer(num_tokens, spec.per_layer, folder and folder / "vectors.f32") if spec.per_layer else None
         keys_values = {
             (name, index): Buffer(

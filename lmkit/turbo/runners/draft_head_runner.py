@@ -1,9 +1,9 @@
-"""A head that guesses (models.draft_head), beside the model whose residual streams it reads.
+"""A head that drafts (models.draft_head), beside the model whose residual streams it reads.
 
-Before it guesses, it computes the tokens that the model has chosen since, from the model's streams. Behind them it goes
+Before it drafts, it computes the tokens that the model has chosen since, from the model's streams. After them it goes
 on from its own states. What it has computed from its own states is computed again from the model's.
 
-The text of a sequence begins here behind the first token whose streams are kept, at position 0. That changes nothing:
+The text of a sequence begins here after the first token whose streams are kept, at position 0. That changes nothing:
 RoPE sees distances alone.
 """
 
@@ -23,7 +23,7 @@ from lmkit.turbo.runners.batch import in_order
 from lmkit.turbo.runners.cpu import CpuRunner
 from lmkit.turbo.runners.cuda import CudaRunner
 from lmkit.turbo.runners.device import CpuDevice, CudaDevice
-from lmkit.turbo.runners.drafter import Drafter, Drafts, Text
+from lmkit.turbo.runners.draft_model_runner import DraftModelRunner, Drafts, Text
 from lmkit.turbo.runners.runner import RunnerParts, Ticket
 from lmkit.turbo.runners.streams import Streams
 from lmkit.turbo.sequence import Sequence
@@ -65,8 +65,8 @@ class CudaHeadRunner(CudaRunner):
         return self._all(super()._forward(inputs))
 
 
-class HeadDrafter(Drafter):
-    """See Drafter. The runner's decoder is the head, joined to its model."""
+class DraftHeadRunner(DraftModelRunner):
+    """See DraftModelRunner. The runner's decoder is the head, joined to its model."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class HeadDrafter(Drafter):
         head.states = torch.zeros(rows, head.spec.hidden_size, device=head.at)
         head.next_states = torch.zeros_like(head.states)
         self._head = head
-        self._goes_on = False  # from its own states, behind the first step of a draft
+        self._goes_on = False  # from its own states, after the first step of a draft
 
     def follow(self, wanted: bool) -> float:
         """See DraftModel. The model's streams are kept meanwhile."""
@@ -99,7 +99,7 @@ class HeadDrafter(Drafter):
         return super()._draft(lengths)
 
     def _step(self, chunks: dict[Sequence, Chunk]) -> Ticket:
-        """See Drafter. The rows of those that go on were the first ones of the step before, in this order."""
+        """See DraftModelRunner. The rows of those that go on were the first ones of the step before, in this order."""
         if self._goes_on:
             states = self._head.own_states(self._head.next_states[: len(chunks)])
         else:
@@ -111,12 +111,12 @@ class HeadDrafter(Drafter):
         return super()._step(chunks)
 
     def _kept(self, seq: Sequence, chunk: Chunk) -> tuple[int, int, int]:
-        """Where the streams in front of the chunk's tokens are: those of the tokens before."""
+        """Where the streams before the chunk's tokens are: those of the tokens before."""
         first = self._texts[seq].start + chunk.start - 1
         return seq.slot, first, first + chunk.num_tokens
 
     def _begin(self, seq: Sequence, length: int) -> int | None:
-        """See Drafter."""
+        """See DraftModelRunner."""
         begin, end = self._streams.span(seq.slot)
         text = self._texts.get(seq)
         if text is not None:
@@ -127,6 +127,6 @@ class HeadDrafter(Drafter):
         return begin + 1 if begin < seq.num_tokens - 1 <= end else None
 
     def _correct(self, text: Text, tokens: np.ndarray) -> None:
-        """See Drafter. Guesses, right or wrong, are computed again: `known` tokens have the model's states."""
+        """See DraftModelRunner. Drafts, right or wrong, are computed again: `known` tokens have the model's states."""
         text.computed = min(text.computed, text.known)
         super()._correct(text, tokens)

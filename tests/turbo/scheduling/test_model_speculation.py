@@ -1,4 +1,4 @@
-"""When a draft model guesses: where it saves time, by a clock that charges its steps as well."""
+"""When a draft model drafts: where it saves time, by a clock that charges its steps as well."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from lmkit.turbo.scheduling import drafting
+from lmkit.turbo.scheduling import model_speculation
 from lmkit.turbo.scheduling.scheduler import Scheduler
 from lmkit.turbo.sequence import Sequence
 from tests.turbo.fakes import next_token
@@ -15,7 +15,7 @@ from tests.turbo.scheduling.test_speculation import Machine, requests
 
 
 class Model:
-    """Guesses right with a chance of `percent` in a hundred, in steps of `seconds`. A draft takes `around` beside."""
+    """Drafts right with a chance of `percent` in a hundred, in steps of `seconds`. A draft takes `around` beside."""
 
     def __init__(self, machine: DraftingMachine, percent: int, seconds: float, around: float) -> None:
         self.machine, self.percent, self.seconds, self.around = machine, percent, seconds, around
@@ -62,7 +62,7 @@ def test_a_draft_model_never_costs_much(percent: int, seconds: float, count: int
     plain = Machine().finish(requests(count, 0))
     machine = DraftingMachine(percent, seconds)
     first = machine.finish(requests(count, 0))
-    assert first < 1.1 * plain + 5 * (drafting.PROBE_LENGTH * seconds + 20)  # what the first steps learn from
+    assert first < 1.1 * plain + 5 * (model_speculation.PROBE_LENGTH * seconds + 20)  # what the first steps learn from
 
 
 @pytest.mark.parametrize("around", [0.0, 300.0], ids=["short prompts", "long prompts"])
@@ -80,7 +80,7 @@ def test_what_a_draft_takes_beside_its_steps_counts() -> None:
     plain = Machine().finish(requests(1, 0))
     machine = DraftingMachine(90, 1.0, around=200.0)
     first = machine.finish(requests(1, 0))
-    assert first < 1.1 * plain + 5 * (drafting.PROBE_LENGTH + 200 + 20)
+    assert first < 1.1 * plain + 5 * (model_speculation.PROBE_LENGTH + 200 + 20)
 
 
 def test_what_pays_no_longer_is_tried_seldom_and_found_again() -> None:

@@ -1,12 +1,12 @@
 """A draft model: a runner of its own, whose KV follows the sequences of another model.
 
-Before it guesses, it computes the tokens that the other model has chosen since. The KV of guesses that were wrong is
+Before it drafts, it computes the tokens that the other model has chosen since. The KV of drafts that were wrong is
 written again. A sequence keeps its place here when it is preempted there.
 
 It samples as the other model does, with the request's temperature and seed. The same random numbers then choose the
 same token wherever both models find it equally likely.
 
-On a GPU all steps of a draft are launched before the first guess is known, and the host waits once.
+On a GPU all steps of a draft are launched before the first draft token is known, and the host waits once.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ class Text:
     slot: int
     start: int = 0  # the token of the sequence at which it begins
     known: int = 0  # tokens that the other model has chosen, as far as they are here
-    computed: int = 0  # tokens whose KV is here: known ones, then guesses
+    computed: int = 0  # tokens whose KV is here: known ones, then draft tokens
     blocks: list[int] = field(default_factory=list)  # of all groups
 
 
-class Drafter:
-    """See scheduling.drafting.DraftModel. `call` carries out work where steps of the other model run, and waits."""
+class DraftModelRunner:
+    """See scheduling.model_speculation.DraftModel. `call` works where steps of the other model run, and waits."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class Drafter:
 
     def warm_up(self) -> None:
         if captured := self._runner.warm_up():
-            log.info("guesses: captured %s", captured)
+            log.info("draft tokens: captured %s", captured)
 
     def close(self) -> None:
         self._runner.close()
@@ -86,12 +86,12 @@ class Drafter:
         return 0.0
 
     def draft(self, lengths: dict[Sequence, int]) -> Drafts:
-        """See DraftModel. If a step fails, there are no more guesses, and the other model goes on alone."""
+        """See DraftModel. If a step fails, there are no more draft tokens, and the other model goes on alone."""
         if self._has_failed:
             return {}, []
         try:
             drafts: Drafts = self._call(partial(self._draft, lengths))
-        except Exception:  # guesses are never needed
+        except Exception:  # draft tokens are never needed
             log.exception("the draft model failed; decoding goes on without it")
             self._has_failed = True
             return {}, []
@@ -122,7 +122,7 @@ class Drafter:
             for seq, result in zip(chunks, sampled, strict=True):
                 drafts.setdefault(seq, []).extend(token.token_id for token in result.tokens)
             count = sum(chunk.num_tokens for chunk in chunks.values())
-            if count <= (2 + max(lengths.values())) * len(chunks):  # or it had a prompt, or tokens without guesses
+            if count <= (2 + max(lengths.values())) * len(chunks):  # or it had a prompt, or tokens without draft tokens
                 steps.append((len(chunks), max(seconds, on_host)))
         known = {seq: list(takewhile(self._is_known, draft)) for seq, draft in drafts.items()}
         return {seq: draft for seq, draft in known.items() if draft}, steps
@@ -139,7 +139,7 @@ class Drafter:
         return ticket if isinstance(runner, CudaRunner) else _known(ticket())
 
     def _catch_up(self, seq: Sequence, length: int, room: int, wanted: dict[Sequence, int]) -> Chunk | None:
-        """The tokens of the sequence to compute before its first guess, at most `room`. None if it finds no place."""
+        """The tokens of the sequence to compute before its first draft, at most `room`. None if it finds no place."""
         start = self._begin(seq, length)
         if start is None or (num_tokens := seq.num_tokens - start) + length > self._max_len:
             return None
@@ -161,7 +161,7 @@ class Drafter:
         return 0
 
     def _correct(self, text: Text, tokens: np.ndarray) -> None:
-        """Put the next tokens of the text in the place of the guesses at them."""
+        """Put the next tokens of the text in the place of the drafts of them."""
         batch, slot, end = self._runner.batch, text.slot, text.known + len(tokens)
         held = batch.token_ids[slot, text.known : end]
         wrong = np.flatnonzero(held != tokens)
