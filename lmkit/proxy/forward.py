@@ -1,7 +1,7 @@
 """Forwards one request to a node and the node's response to the client, byte for byte.
 
-Before the first byte for the client, another node may take over, and after it if the journal of the stream is open.
-An answer that is no stream is sent once it is whole, if it is not large.
+Before the first byte for the client, another node may take over, and after it if the journal of the answer is open.
+An answer that is no stream is sent once it is whole, if it is not large. lmkit's nodes write it so that it can move.
 Otherwise the client learns of a break. The request's body has been read whole, so it can be sent again.
 """
 
@@ -11,14 +11,14 @@ import asyncio
 import functools
 import secrets
 import time
-from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
 from starlette.types import Receive
 
 from lmkit.errors import RequestError
 from lmkit.log import get_logger
+from lmkit.proxy.answers import become_whole, check_answer, is_in_one, is_small, leaving_node
 from lmkit.proxy.call import Call
 from lmkit.proxy.downstream import DownstreamResponse
 from lmkit.proxy.headers import to_client, to_node
@@ -35,7 +35,7 @@ from lmkit.proxy.stored import PATH as RESPONSES
 from lmkit.proxy.tenants import named
 from lmkit.web.errors import ERROR_HEADER, NOT_READY
 from lmkit.web.ollama import LINES, STREAMS
-from lmkit.web.resume import STREAM_HEADER
+from lmkit.web.resume import STREAM_HEADER, WHOLE_HEADER
 from lmkit.web.upstream import Answer, BrokenError, SilentError, UnreachableError, Upstream, UpstreamError
 
 log = get_logger(__name__)
@@ -43,7 +43,6 @@ STALL_SECONDS = 60.0  # without a byte from a node that sends a comment every 15
 _ERROR_HEADER, _NOT_READY = ERROR_HEADER.lower().encode(), NOT_READY.encode()
 _AWAY = frozenset({_NOT_READY, b"shutting_down"})  # the engine has not seen the request
 MAX_LIST_BYTES = 8 << 20  # of one page of a node's files or batches
-MAX_WHOLE_BYTES = 1 << 20  # of an answer that is sent once it is whole
 WAIT_SECONDS = 0.1  # between looks for a node that is back
 
 
@@ -164,7 +163,7 @@ class Forwarder:
                 try:
                     if await self._attempt(choice, call, client, tried, moves):
                         return
-                except TimeoutError:  # of `_leaving`
+                except TimeoutError:  # of `leaving_node`
                     log.warning("node %s is down: a request that waited for its answer goes to another", node.url)
                     moves.leave()
                     self._record(node, good=False)
@@ -235,7 +234,7 @@ class Forwarder:
         Raises UpstreamError only as long as nothing has been sent to the client.
         """
         node, start = choice.node, time.perf_counter()
-        leaving = functools.partial(_leaving, node, call, movable=moves.may_leave)
+        leaving = functools.partial(leaving_node, node, call, movable=moves.may_leave)
         async with self._pairs.prompt_of(choice, call, self._request) as added, leaving():
             with self._registry.prefilling(node, 0 if added else choice.missing):
                 url, headers, body = self._request(node, call)
@@ -244,17 +243,20 @@ class Forwarder:
             seconds = time.perf_counter() - start
             self._registry.answered(node, call.model, answer.status, seconds)
             self._metrics.first_byte.observe(seconds)
+            goes_on = client.started or call.journal.has_tokens
             begun = call.journal.begin(answer.headers.get(STREAM_HEADER))
             code = answer.headers.get(_ERROR_HEADER) if answer.status == 503 else None
             if code == b"shutting_down" and node.origin == "registered":
                 node.leaving = True  # it is about to say so itself
             if code == _NOT_READY:
                 self._not_ready(node)
-            is_away = code in _AWAY or (client.started and code not in (None, b"engine_unavailable"))
-            if is_away and (call.last or client.started) and self._may_wait(call, moves):
+            is_away = code in _AWAY or (goes_on and code not in (None, b"engine_unavailable"))
+            if is_away and (call.last or goes_on) and self._may_wait(call, moves):
                 return False
-            if client.started and not begun:  # it cannot go on with the stream
+            if goes_on and not begun:  # it cannot go on with the answer
                 moves.move(None)
+                if not client.started:
+                    call.journal.forget()
                 return False
             if answer.status == 503:
                 if moves.may_resend and code == b"engine_unavailable":
@@ -264,11 +266,8 @@ class Forwarder:
                 if not call.last:
                     raise RequestError("queue_full", "the nodes of the model are busy")
             check_answer(answer)
-            if (
-                not call.journal.is_open
-                and is_small(answer)
-                and call.journal.reserve(int(answer.headers[b"content-length"]))
-            ):
+            is_held = not call.journal.is_open and is_small(answer)
+            if is_held and call.journal.reserve(int(answer.headers[b"content-length"])):
                 if answer.is_whole:
                     await answer.read()
                 else:
@@ -289,17 +288,26 @@ class Forwarder:
     ) -> bool:
         """Send the answer to the client. False: the node broke off. If the journal is open, another one goes on."""
         journal = call.journal
+        if is_in_one(answer):
+            events = bytearray()
+
+            async def gather(_: bytes, ready: bytes) -> None:
+                events.extend(ready)
+
+            if not await self._follow(node, answer, call, client, tried, moves, gather):
+                return False
+            become_whole(answer, bytes(events + journal.rest()))
         headers = to_client(answer.raw_headers)
         kinds = dict(headers)
         kind = kinds.get(b"content-type", b"").partition(b";")[0].strip().lower()
         stream = LINES.encode() if call.path in STREAMS else b"text/event-stream"
-        events = kind == stream and b"content-encoding" not in kinds
-        if events:  # an error event may have to be added
+        is_stream = kind == stream and b"content-encoding" not in kinds
+        if is_stream:  # an error event may have to be added
             headers = [(name, value) for name, value in headers if name != b"content-length"]
         if client.started and call.path == RESPONSES:
             self._stored.remember(f"resp_{journal.key}", node)  # it stores the response
         if not client.started:
-            await client.start(answer.status, headers, events=events)
+            await client.start(answer.status, headers, events=is_stream)
         first = call.path in (RESPONSES, FILES, BATCHES) and answer.status == 200
         if answer.read_body is not None:
             if first:
@@ -308,22 +316,40 @@ class Forwarder:
                 await call.recorder.whole(answer.read_body)
             await client.end(answer.read_body)
             return True
+
+        async def write(piece: bytes, ready: bytes) -> None:
+            nonlocal first
+            if first:
+                self._stored.learn(node, piece)
+                first = False
+            if call.recorder is not None:
+                await call.recorder.events(ready)
+            await client.write(ready)
+
+        if not await self._follow(node, answer, call, client, tried, moves, write):
+            return False
+        await client.write(journal.rest())
+        await client.end()
+        return True
+
+    async def _follow(
+        self, node: Node, answer: Answer, call: Call, client: DownstreamResponse, tried: list[Node], moves: Moves,
+        take: Callable[[bytes, bytes], Awaitable[None]],
+    ) -> bool:  # fmt: skip
+        """Read the answer to its end. `take` gets each piece, and what of it and the last ones the client may have.
+
+        False: the node broke off. If the journal is open, another one goes on; else the client has been told.
+        """
+        journal = call.journal
         try:
-            async with _leaving(node, call, movable=journal.is_open and moves.may_resend) as limit:
+            async with leaving_node(node, call, movable=journal.is_open and moves.may_resend) as limit:
                 while piece := await answer.piece():
                     limit.reschedule(None)  # a slow client is no silence of the node
-                    if first:
-                        self._stored.learn(node, piece)
-                        first = False
-                    ready = journal.feed(piece)
-                    if call.recorder is not None:
-                        await call.recorder.events(ready)
-                    await client.write(ready)
+                    await take(piece, journal.feed(piece))
                     if journal.is_open:
                         limit.reschedule(asyncio.get_running_loop().time() + STALL_SECONDS)
         except (UpstreamError, TimeoutError) as failure:
             if journal.is_complete:
-                await client.end()
                 return True
             node.breaks += 1
             log.warning("node %s broke off in the middle of an answer: %s", node.url, failure)
@@ -338,11 +364,9 @@ class Forwarder:
             return False
         moves.look()
         if journal.is_open and (self._registry.candidates(call.model, tried) or self._may_wait(call, moves)):
-            log.warning("node %s gave up a stream, which goes on at another", node.url)  # its error is held
+            log.warning("node %s gave up an answer, which goes on at another", node.url)  # its error is held
             moves.move(node)
             return False
-        await client.write(journal.rest())
-        await client.end()
         return True
 
     def _request(self, node: Node, call: Call) -> tuple[str, list[tuple[bytes, bytes]], bytes]:
@@ -358,42 +382,7 @@ class Forwarder:
         ]
         if node.key is not None:
             if node.config.tenants == "header":
-                headers.append(call.journal.header())
+                headers += [call.journal.header(), (WHOLE_HEADER, b"1")]
                 body = call.journal.known() + body
             headers.append((b"authorization", b"Bearer " + node.key.encode()))
         return url, headers, body
-
-
-def is_small(answer: Answer) -> bool:
-    """Whether the answer is no stream, and short enough to be held until it is whole."""
-    length = answer.headers.get(b"content-length", b"")
-    streams = answer.headers.get(b"content-type", b"").lower().startswith(b"text/event-stream")
-    return not streams and length.isdigit() and int(length) <= MAX_WHOLE_BYTES
-
-
-@asynccontextmanager
-async def _leaving(node: Node, call: Call, *, movable: bool) -> AsyncGenerator[asyncio.Timeout]:
-    """Raises TimeoutError if the node is down, another could answer, and the call is `movable`; or at the limit."""
-    async with asyncio.timeout(None) as limit:
-        abandon = functools.partial(limit.reschedule, 0)  # a time that has passed
-        if movable:
-            node.waiting[abandon] = call.model
-        try:
-            yield limit
-        finally:
-            node.waiting.pop(abandon, None)
-
-
-def check_answer(answer: Answer) -> None:
-    """Raise BrokenError for an answer that cannot be passed on.
-
-    A length beside chunks says two things about where the body ends (RFC 9112, 6.3). A redirection would lead the
-    client past the proxy. 401 and 407 mean the proxy's own key, not the client's.
-    """
-    status, headers = answer.status, answer.headers
-    if b"content-length" in headers and b"transfer-encoding" in headers:
-        raise BrokenError("content-length beside transfer-encoding")
-    if not 200 <= status <= 599 or 300 <= status <= 399:
-        raise BrokenError(f"status {status}")
-    if status in (401, 407):
-        raise BrokenError(f"status {status}: check the node's api_key")

@@ -1,4 +1,4 @@
-"""What the proxy keeps of a stream so that another node can go on with it. See web.resume."""
+"""What the proxy keeps of an answer so that another node can go on with it. See web.resume."""
 
 from __future__ import annotations
 
@@ -50,6 +50,16 @@ class Journal:
             self._events, self._held, self.is_open = WholeEvents(), b"", True
             self._noted = True
         return fits
+
+    @property
+    def has_tokens(self) -> bool:
+        return bool(self._entries)
+
+    def forget(self) -> None:
+        """The next node begins the answer again: the client has nothing of it."""
+        self._share.add(-len(self._entries))
+        self._entries.clear()
+        self._identity, self.is_open = self._identity._replace(fingerprint=""), False
 
     def feed(self, data: bytes) -> bytes:
         """Add a piece of the answer. Returns the events that the client may have."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextlib import aclosing
+from functools import partial
 from typing import Any, ClassVar, Generic, TypeVar
 
 import msgspec
@@ -23,16 +25,17 @@ from lmkit.serve.parts import Asked, ChatCompletionChunk, Completion, PromptProg
 from lmkit.serve.protocol import ChatCompletionRequest, CompletionRequest
 from lmkit.serve.resume import Resumption
 from lmkit.serve.serving import MIN_LOGPROB, Serving, UsageCount, new_id
-from lmkit.serve.streaming import COMMENT, EVENTS, EventStream, Failed, WholeAnswer, Wire, event
+from lmkit.serve.streaming import COMMENT, EVENTS, EventStream, Failed, WholeAnswer, Wire, event, json_parts
 from lmkit.serve.to_request import with_numbers
 from lmkit.turbo import request as engine
 from lmkit.turbo.transport.output import RequestOutput, TextLogprobs, TokenText
 from lmkit.web.budget import Share
 from lmkit.web.counts import HEADER as COUNTS_HEADER
 from lmkit.web.counts import MARK
+from lmkit.web.errors import error_body
 from lmkit.web.prompt_limit import check_prompts
 from lmkit.web.receive import while_connected
-from lmkit.web.resume import STREAM_HEADER, Identity
+from lmkit.web.resume import STREAM_HEADER, WHOLE_HEADER, Identity
 
 B = TypeVar("B", ChatCompletionRequest, CompletionRequest)
 
@@ -130,9 +133,14 @@ class ResponseBuilder(ABC, Generic[B]):
     @property
     def is_movable(self) -> bool:
         """Whether another node can go on with the answer. What it cannot know are times and log-probabilities."""
-        body = self.body
-        lost = body.timings_per_token or body.return_progress or (self.repeats_logprobs and body.logprobs)
-        return bool(body.stream and not lost and not self.server.hooks.sees_answers)
+        body, lost = self.body, self.body.timings_per_token or self.body.return_progress
+        if not body.stream:
+            lost = (
+                lost or self.only_scores or self.choices_per_prompt > (body.n or 1) or body.prompt_logprobs is not None
+            )
+        if self.repeats_logprobs or not body.stream:
+            lost = lost or body.logprobs not in (None, False) or bool(body.logprob_token_ids)
+        return not (lost or self.server.hooks.sees_answers)
 
     @property
     def choices_per_prompt(self) -> int:
@@ -332,14 +340,26 @@ async def _counted(builder: ResponseBuilder[Any]) -> AsyncGenerator[str]:
             before = now
 
 
+async def _in_one(builder: ResponseBuilder[Any]) -> AsyncGenerator[str]:
+    """An answer that is no stream as one event, see `web.resume`."""
+    value = await builder.whole()
+    data = await asyncio.to_thread(lambda: "".join(json_parts(value)))
+    builder.share.add(len(data))
+    yield event(data)
+
+
+def _failed_whole(error: RequestError, path: str) -> str:
+    return event(error_body(error, path).decode(), str(error.status))
+
+
 async def answer(request: Request, builder: ResponseBuilder[Any]) -> Response:
     """Run the builder's requests. Raises RequestError."""
     engine.check_head(builder.server.info.has_head)
     resumption: Resumption | None = getattr(request.state, "resumption", None)
     part = part_of(request)
     if resumption is not None:
-        if builder.is_movable:
-            builder.resumption = resumption
+        if (builder.body.stream or resumption.takes_whole) and builder.is_movable:
+            builder.resumption, resumption.is_stream = resumption, bool(builder.body.stream)
         elif resumption.identity.fingerprint:
             raise RequestError("invalid_request", "this answer cannot be resumed")
         builder.be(resumption.identity)
@@ -352,12 +372,18 @@ async def answer(request: Request, builder: ResponseBuilder[Any]) -> Response:
         return await prefill(request, builder.server, prompts, builder.share, part)
     if part is not None:
         builder.requests = decoding(builder.requests, part)
-    if builder.body.stream:
+    if not builder.body.stream and builder.resumption is None:
+        return WholeAnswer(await while_connected(request.receive, builder.whole()))
+    failed = builder.failed
+    if not builder.body.stream:
+        chunks, failed = _in_one(builder), partial(_failed_whole, path=request.url.path)
+    else:
         chunks = _counted(builder) if COUNTS_HEADER.decode() in request.headers else builder.chunks()
-        if builder.resumption is None:
-            early = None if is_forwarded(request.headers) else builder.early
-            return await EventStream.open(request.receive, chunks, builder.failed, early, builder.wire)
-        stream = await EventStream.open(request.receive, builder.resumption.events(chunks), builder.failed)
-        stream.headers[STREAM_HEADER.decode()] = builder.server.system_fingerprint
-        return stream
-    return WholeAnswer(await while_connected(request.receive, builder.whole()))
+    if builder.resumption is None:
+        early = None if is_forwarded(request.headers) else builder.early
+        return await EventStream.open(request.receive, chunks, failed, early, builder.wire)
+    stream = await EventStream.open(request.receive, builder.resumption.events(chunks), failed)
+    stream.headers[STREAM_HEADER.decode()] = builder.server.system_fingerprint
+    if not builder.body.stream:
+        stream.headers[WHOLE_HEADER.decode()] = "1"
+    return stream

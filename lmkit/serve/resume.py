@@ -1,4 +1,4 @@
-"""Streams that another node can take over: the comments that tell a proxy how, and the replay of what it knows.
+"""Answers that another node can take over: the comments that tell a proxy how, and the replay of what it knows.
 
 See web.resume for what is sent. Outputs, and not single tokens, are replayed: what a parser shows of an answer may
 depend on where its parts were cut.
@@ -7,6 +7,7 @@ depend on where its parts were cut.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
@@ -17,24 +18,28 @@ from starlette.requests import Request
 from lmkit.errors import JSON_ERRORS, RequestError
 from lmkit.turbo import request as engine
 from lmkit.turbo.transport.output import OutputProcessor, RequestOutput
-from lmkit.web.resume import END, ERROR, STREAM_HEADER, Identity, Known
+from lmkit.web.resume import END, ERROR, STREAM_HEADER, WHOLE_HEADER, Identity, Known
 
+NOTE_SECONDS = 0.2  # between the comments of an answer that is no stream
 MOVABLE = frozenset({"engine_unavailable", "engine_error", "shutting_down"})  # errors that another node may not have
 Outputs = AsyncGenerator[tuple[int, RequestOutput]]
 _ENDS = {"": None, "length": "length", "token": "stop", "string": None}
 
 
 class Resumption:
-    """One stream that may go on elsewhere, or that goes on here."""
+    """One answer that may go on elsewhere, or that goes on here."""
 
-    def __init__(self, identity: Identity, known: Sequence[Known]) -> None:
-        self.identity, self.known = identity, known
+    is_stream = True  # or an answer of comments and one event
+
+    def __init__(self, identity: Identity, known: Sequence[Known], *, takes_whole: bool) -> None:
+        """`takes_whole`: the proxy also takes an answer that is no stream."""
+        self.identity, self.known, self.takes_whole = identity, known, takes_whole
         self._ready: asyncio.Queue[str | None] = asyncio.Queue(1)  # the texts of one output each
         self._texts: list[str] = []
 
     async def noted(self, outputs: Outputs) -> Outputs:
         """`outputs`. After the events of each, which are complete when the next is asked for, comes its comment."""
-        left = len(self.known)
+        left, held, due = len(self.known), "", 0.0
         async with aclosing(outputs):
             async for idx, output in outputs:
                 known = Known(idx, list(output.token_ids), _end(output), output.num_cached_tokens)
@@ -43,7 +48,12 @@ class Resumption:
                 if left:
                     left -= 1  # the client has these
                 else:
-                    await self._ready.put("".join(texts) + f": lmkit {msgspec.json.encode(known).decode()}\n\n")
+                    held += "".join(texts) + f": lmkit {msgspec.json.encode(known).decode()}\n\n"
+                    if self.is_stream or time.monotonic() >= due:
+                        due = time.monotonic() + NOTE_SECONDS
+                        await self._ready.put(held)
+                        held = ""
+        self._texts.insert(0, held)
 
     async def events(self, chunks: AsyncGenerator[str]) -> AsyncGenerator[str]:
         """The chunks that are made of `noted` outputs: those of one output in one piece, with its comment."""
@@ -91,7 +101,8 @@ def resumption(request: Request, raw: bytes) -> tuple[Resumption | None, bytes]:
         known = msgspec.json.decode(raw[: identity.num_bytes] or b"[]", type=list[Known])
     except JSON_ERRORS:
         raise RequestError("invalid_request", "the known outputs of the stream are malformed") from None
-    return Resumption(identity, known), raw[identity.num_bytes :]
+    takes_whole = WHOLE_HEADER.decode() in request.headers
+    return Resumption(identity, known, takes_whole=takes_whole), raw[identity.num_bytes :]
 
 
 def replayed(processors: Sequence[OutputProcessor], known: Sequence[Known], vocab_size: int) -> list[tuple[int, Any]]:

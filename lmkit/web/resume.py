@@ -1,4 +1,4 @@
-"""What a proxy and its node say to each other so that a stream can go on at another node.
+"""What a proxy and its node say to each other so that an answer can go on at another node.
 
 The proxy sends `Identity` in a header. The node draws ids and seeds from it, and writes a comment after the events of
 each output: the tokens that they came from. If the node ends, the proxy sends the request to another one, with the
@@ -7,6 +7,11 @@ tokens before the body. That node feeds them to its own parsers, writes none of 
     first request:   x-lmkit-stream: ID CREATED                          body
     its answer:      x-lmkit-stream: FINGERPRINT     data: ...\n\n: lmkit [0,[5,9],"",0]\n\n ...  : lmkit end\n\n
     next request:    x-lmkit-stream: ID CREATED FINGERPRINT LENGTH       [[0,[5,9],"",0],...]body
+
+An answer that is no stream can move, too, if the proxy asks for that. It then comes as comments and one event, from
+which the proxy makes the answer. The event of an error that comes after the first comment is named for its status.
+
+    request:    x-lmkit-whole: 1    answer:  x-lmkit-whole: 1    : lmkit [...]\n\n ... data: {...}\n\n: lmkit end\n\n
 """
 
 from __future__ import annotations
@@ -20,6 +25,7 @@ import msgspec
 from lmkit.errors import RequestError
 
 STREAM_HEADER = b"x-lmkit-stream"
+WHOLE_HEADER = b"x-lmkit-whole"
 END = ": lmkit end\n\n"  # the client has all of the answer
 ERROR = ": lmkit error\n\n"  # an error event comes that no other node would spare the client
 MAX_JOURNAL_BYTES = 1 << 20

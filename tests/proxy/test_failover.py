@@ -153,6 +153,67 @@ async def test_a_node_without_a_key_is_named_at_the_start(caplog: pytest.LogCapt
     assert f"node {a.url}: " in caplog.text
 
 
+def notes_whole(*pieces: bytes, ends: bool, name: str = PRINT) -> Script:
+    """As a node writes an answer that is no stream."""
+
+    async def script(exchange: Exchange) -> None:
+        assert exchange.request.header("x-lmkit-whole") == ["1"]
+        await exchange.start_events((HEADER, name), ("x-lmkit-whole", "1"))
+        for piece in pieces:
+            await exchange.chunk(piece)
+        if ends:
+            await exchange.end()
+        else:
+            exchange.writer.close()
+
+    return script
+
+
+WHOLE = b'data: {"answer": 1}\n\n'
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        notes_whole(NOTE, ends=False),
+        notes_whole(NOTE, b'data: {"ans', ends=False),
+        notes_whole(NOTE, b'event: 503\ndata: {"error": "shutting down"}\n\n', ends=True),
+    ],
+    ids=["after a note", "within the answer", "the node's own error"],
+)
+async def test_an_answer_that_is_no_stream_goes_on_at_another_node(broken: Script) -> None:
+    async with (
+        nodes(keyed("a", broken), keyed("b", notes_whole(WHOLE + END, ends=True))) as (a, b),
+        proxy_for(a, b, policy="round_robin") as (_, url),
+        client(url) as http,
+    ):
+        answer = await http.post(CHAT, content=BODY)
+        known = b'[[0,[5],"",0]]'
+        assert [node.requests[0].body for node in (a, b)] == [BODY, known + BODY]
+    assert (answer.status_code, answer.json()) == (200, {"answer": 1})
+    assert answer.headers["content-type"] == "application/json"
+    assert (answer.headers["content-length"], HEADER in answer.headers) == ("13", False)
+
+
+async def test_an_answer_that_another_model_began_is_begun_again() -> None:
+    other = notes_whole(NOTE + WHOLE + END, ends=True, name="fp_ffffffffffff")
+    async with (
+        nodes(keyed("a", notes_whole(NOTE, ends=False)), keyed("b", other)) as (a, b),
+        proxy_for(a, b, policy="round_robin") as (_, url),
+        client(url) as http,
+    ):
+        assert (await http.post(CHAT, content=BODY)).json() == {"answer": 1}
+        assert b.requests[0].body == b'[[0,[5],"",0]]' + BODY
+        assert b.requests[-1].body == BODY
+
+
+async def test_the_error_of_an_answer_that_is_no_stream_has_its_status() -> None:
+    failed = notes_whole(NOTE, ERROR.encode() + b'event: 422\ndata: {"error": "x"}\n\n', ends=True)
+    async with nodes(keyed("a", failed)) as (a,), proxy_for(a) as (_, url), client(url) as http:
+        answer = await http.post(CHAT, content=BODY)
+        assert (answer.status_code, answer.json()) == (422, {"error": "x"})
+
+
 async def test_an_answer_that_breaks_off_is_asked_of_another_node() -> None:
     async def broken(exchange: Exchange) -> None:
         await exchange.write(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 9\r\n\r\n{")

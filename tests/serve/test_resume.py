@@ -15,7 +15,7 @@ from lmkit.config import ServerConfig
 from tests.serve.in_process import CHAT, CHAT_PATH, TOKENIZER, App, ScriptedEngine
 from tests.serve.live import Server
 
-KEY, HEADER = "k" * 16, "x-lmkit-stream"
+KEY, HEADER, WHOLE = "k" * 16, "x-lmkit-stream", "x-lmkit-whole"
 ID = "0123456789abcdef0123456789abcdef 1700000000"
 ASK: dict[str, Any] = {
     "model": "demo",
@@ -89,6 +89,45 @@ def test_a_stream_goes_on_behind_each_of_its_outputs(node: Server, name: str) ->
         assert resumed.status_code == 200, resumed.text
         later, _ = parts(resumed.text)
         assert merged("".join(pieces[:count]) + "".join(later)) == merged(events), count
+
+
+@pytest.mark.parametrize("name", [name for name in BODIES if "logprob" not in str(BODIES[name])])
+def test_an_answer_that_is_no_stream_goes_on_after_its_notes(node: Server, name: str) -> None:
+    def told(known: list[Any] | None = None, *more: str) -> tuple[list[Any], dict[str, Any], str]:
+        journal = b"" if known is None else json.dumps(known).encode()
+        stream = " ".join([ID, *more, *([str(len(journal))] if known is not None else [])])
+        headers = {"authorization": f"Bearer {KEY}", "content-type": "application/json", HEADER: stream}
+        body = {key: value for key, value in asked(BODIES[name]).items() if key not in ("stream", "stream_options")}
+        content = journal + json.dumps(body).encode()
+        url = node.url + path_of(BODIES[name])
+        reply = httpx.post(url, content=content, headers=headers | {WHOLE: "1"}, timeout=60)
+        assert (reply.status_code, reply.headers[WHOLE]) == (200, "1"), reply.text
+        notes = re.findall(r"^: lmkit (\[.*)\n\n", reply.text, flags=re.MULTILINE)
+        ((answer,),) = [re.findall(r"^data: (.*)\n\n: lmkit end\n\n$", reply.text, flags=re.MULTILINE)]
+        return [json.loads(note) for note in notes], settled(json.loads(answer)), reply.headers[HEADER]
+
+    notes, answer, fingerprint = told()
+    assert notes
+    for count in {1, (len(notes) + 1) // 2, len(notes)}:
+        assert told(notes[:count], fingerprint)[1] == answer, count
+
+
+def settled(answer: Any) -> Any:
+    """Without times and the random ids of items."""
+    if isinstance(answer, list):
+        return [settled(value) for value in answer]
+    if not isinstance(answer, dict):
+        return answer
+    left_out = {"completed_at", "e2e_latency", "call_id", "cached_tokens", "cache_read_input_tokens", "input_tokens"}
+    nested = isinstance(answer.get("id"), str) and "object" not in answer and answer.get("type") != "message"
+    return {name: settled(value) for name, value in answer.items() if name not in left_out | ({"id"} if nested else set())}
+
+
+def test_answers_with_log_probabilities_are_not_told_as_notes(node: Server) -> None:
+    headers = {"authorization": f"Bearer {KEY}", HEADER: ID, WHOLE: "1"}
+    reply = httpx.post(node.url + path_of(ASK), json=ASK | {"logprobs": True}, headers=headers, timeout=60)
+    assert WHOLE not in reply.headers
+    assert reply.json()["choices"][0]["logprobs"]["content"]
 
 
 def test_a_stream_goes_on_within_its_reasoning_and_behind_it() -> None:

@@ -50,8 +50,8 @@ class Ngrams:
     """The index of one text, and the place that the text repeats now, in itself or in one of the `others`.
 
     `place` is the position of the draft for the next token, -1 if there is none. `agreed` is the number of tokens
-    before it that agree with the text's last ones, at most LONGEST. After an edit they are counted from there: 0 if the last
-    token was replaced, 1 at the first that both texts have.
+    before it that agree with the text's last ones, at most LONGEST. After an edit they are counted from there: 0 if the
+    last token was replaced, 1 at the first that both texts have.
     """
 
     def __init__(self, token_ids: array[int], others: Callable[[], Iterable[Index]] = tuple) -> None:
