@@ -93,7 +93,7 @@ def test_log_lines_cannot_be_forged(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_t21_a_library_that_repeats_itself_is_counted(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_library_that_repeats_itself_is_counted(capsys: pytest.CaptureFixture[str]) -> None:
     log.setup("INFO")
     for i in range(1000):
         logging.getLogger("asyncio").error("cannot accept\n%d", i)

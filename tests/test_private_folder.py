@@ -101,7 +101,7 @@ def test_roots_folder_is_trusted_unless_others_may_write_to_it(tmp_path: Path, m
         make(tmp_path)
 
 
-def test_t1_kernels_of_others_are_never_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_of_others_are_never_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Object code is run as it is: neither that of a foreign folder nor a file that others could plant is read."""
     kernel_files.write(tmp_path / "mine" / "a.kernel", CODE)
     assert kernel_files.read(tmp_path / "mine" / "a.kernel") == CODE
@@ -121,7 +121,7 @@ def test_t1_kernels_of_others_are_never_run(tmp_path: Path, monkeypatch: pytest.
     assert not kernel_files.is_writable(foreign)
 
 
-def test_t1_a_link_in_place_of_a_kernel_is_not_followed(tmp_path: Path) -> None:
+def test_a_link_in_place_of_a_kernel_is_not_followed(tmp_path: Path) -> None:
     kernel_files.write(tmp_path / "a" / "a.kernel", CODE)
     (tmp_path / "a" / "b.kernel").symlink_to(tmp_path / "a" / "a.kernel")
     assert kernel_files.read(tmp_path / "a" / "b.kernel") is None

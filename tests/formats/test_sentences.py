@@ -127,7 +127,7 @@ def test_prompts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", ["../other", "/etc", "..", "a/b"])
-def test_t3_a_module_outside_the_checkpoint_is_refused(tmp_path: Path, path: str) -> None:
+def test_a_module_outside_the_checkpoint_is_refused(tmp_path: Path, path: str) -> None:
     (tmp_path / "modules.json").write_text(json.dumps([module("Pooling", path)]))
     with pytest.raises(CheckpointError, match="inside the checkpoint"):
         read_sentences(tmp_path)

@@ -111,7 +111,7 @@ def test_gguf_tokenizers(tmp_path: Path, name: str, number: int) -> None:
 
 @pytest.mark.parametrize("number", SIZES)
 @pytest.mark.parametrize("kind", ["safetensors", "gguf"])
-def test_t3_weights(tmp_path: Path, kind: str, number: int) -> None:
+def test_weights(tmp_path: Path, kind: str, number: int) -> None:
     path = tmp_path / "m"
     folder(path, TENSORS)
     file, read = path / "model.safetensors", read_all
@@ -141,7 +141,7 @@ def test_t3_weights(tmp_path: Path, kind: str, number: int) -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_t24_json_files(
+def test_json_files(
     demo_model: Path, tmp_path: Path, name: str, read: Callable[[Path], Any], damage: str, number: int
 ) -> None:
     path = tmp_path / "m"
@@ -165,6 +165,6 @@ def test_t24_json_files(
 
 
 @pytest.mark.parametrize("number", SIZES)
-def test_t24_a_config_with_experts(number: int) -> None:
+def test_a_config_with_experts(number: int) -> None:
     load_spec(EXPERTS)
     survives(number, "experts", lambda rng: load_spec(mutated_json(EXPERTS, rng)), LMKitError)

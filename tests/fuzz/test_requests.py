@@ -53,14 +53,14 @@ def serve(data: Any) -> None:
 
 @pytest.mark.parametrize("number", SIZES)
 @pytest.mark.parametrize("body", [CHAT, CONSTRAINED, TEXT], ids=["chat", "schema", "text"])
-def test_t10_bodies(body: dict[str, Any], number: int) -> None:
+def test_bodies(body: dict[str, Any], number: int) -> None:
     survives(number, "values", lambda rng: serve(mutated_json(body, rng)), RequestError)
     raw = json.dumps(body).encode()
     survives(number, "bytes", lambda rng: serve(decode_json(mutated_bytes(raw, rng))), RequestError)
 
 
 @pytest.mark.parametrize("number", SIZES)
-def test_t9_bytes_on_a_connection(number: int) -> None:
+def test_bytes_on_a_connection(number: int) -> None:
     """Each connection gets an answer or its end; afterwards the server answers, in the memory that it had."""
     with Server() as server:
         address = ("127.0.0.1", int(server.url.rpartition(":")[2]))

@@ -179,7 +179,7 @@ def test_two_processes_share_the_work(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_t24_kills_while_kernels_are_compiled(tmp_path: Path) -> None:
+def test_kills_while_kernels_are_compiled(tmp_path: Path) -> None:
     """Whole files alone are read, and nothing waits for a process that is gone."""
     env = os.environ | {"LMKIT_CACHE_DIR": str(tmp_path)}
     start: dict[str, Any] = {"cwd": ROOT, "env": env, "text": True, "stdout": -1, "stderr": -1}

@@ -170,7 +170,7 @@ async def test_proxy_without_an_admin_key_has_no_admin() -> None:
         assert (await http.get("/v1/models")).status_code == 200
 
 
-async def test_t20_the_number_of_nodes_is_bounded() -> None:
+async def test_the_number_of_nodes_is_bounded() -> None:
     async with admin(max_nodes=2) as (proxy, http):
         for name, status in (("a", 200), ("b", 200), ("c", 400), ("a", 200)):
             body = {"url": f"http://127.0.0.1:9/{name}", "models": ["m"]}

@@ -27,7 +27,7 @@ async def announce(http: httpx.AsyncClient, fake: FakeNode, key: str = "first-ow
     return await http.post("/nodes", json=body, headers={"authorization": f"Bearer {key}"})
 
 
-async def test_t20_registration_needs_a_node_key() -> None:
+async def test_registration_needs_a_node_key() -> None:
     async with nodes(FakeNode()) as (fake,):
         async with proxy_for(api_keys=KEYS, admin_keys=("admin",)) as (proxy, url), client(url) as http:
             assert (await announce(http, fake, "wrong")).status_code == 401
@@ -71,7 +71,7 @@ def announced(**fields: Any) -> Announcement:
         ("", None, (), None),
     ],
 )
-async def test_t20_a_node_names_no_host_but_its_own(
+async def test_a_node_names_no_host_but_its_own(
     peer: str, url: str | None, allowed: tuple[str, ...], expected: str | None
 ) -> None:
     if expected is None:
@@ -81,7 +81,7 @@ async def test_t20_a_node_names_no_host_but_its_own(
         assert registration(announced(url=url), peer, allowed).url == expected
 
 
-async def test_t20_no_connection_is_made_to_a_host_that_may_not_be_named() -> None:
+async def test_no_connection_is_made_to_a_host_that_may_not_be_named() -> None:
     async with nodes(FakeNode()) as (fake,), proxy_for(api_keys=KEYS) as (proxy, url), client(url) as http:
         answer = await announce(http, fake, url=f"http://localhost:{fake.port}")
         assert (answer.status_code, "its own address only" in answer.text) == (403, True)
@@ -89,7 +89,7 @@ async def test_t20_no_connection_is_made_to_a_host_that_may_not_be_named() -> No
         assert proxy.registry.nodes() == []
 
 
-async def test_t20_a_name_is_not_taken_over() -> None:
+async def test_a_name_is_not_taken_over() -> None:
     fakes = FakeNode("a"), FakeNode("b"), FakeNode("c")
     async with nodes(*fakes) as (a, b, c), proxy_for(api_keys=KEYS) as (proxy, url), client(url) as http:
         assert (await announce(http, a)).status_code == 200
@@ -108,7 +108,7 @@ async def test_t20_a_name_is_not_taken_over() -> None:
         assert (await announce(http, a, models={"m": "w2"})).status_code == 200
 
 
-async def test_t20_a_name_stays_its_owners_while_no_node_of_theirs_is_here(tmp_path: Path) -> None:
+async def test_a_name_stays_its_owners_while_no_node_of_theirs_is_here(tmp_path: Path) -> None:
     """Not when the node restarts, nor when the proxy does, until an administrator removes it."""
     fakes, options = (FakeNode("a"), FakeNode("b")), {"state_file": str(tmp_path / "state.json"), "api_keys": KEYS}
     async with nodes(*fakes) as (a, b):
@@ -167,7 +167,7 @@ async def test_one_key_does_not_fill_all_places() -> None:
     assert full("b", 8, 8)
 
 
-async def test_t20_a_node_key_changes_no_node_of_an_administrator() -> None:
+async def test_a_node_key_changes_no_node_of_an_administrator() -> None:
     fakes = FakeNode("a"), FakeNode("b")
     async with nodes(*fakes) as (a, b), proxy_for(a, api_keys=KEYS) as (proxy, url), client(url) as http:
         assert (await announce(http, b)).status_code == 403  # the name belongs to the administrator's node

@@ -63,7 +63,7 @@ def test_with_keys(role: Access, headers: list[tuple[bytes, bytes]], expected: s
     assert outcome(BOTH, role, *headers) == expected
 
 
-def test_t7_without_an_admin_key_nobody_manages_nodes() -> None:
+def test_without_an_admin_key_nobody_manages_nodes() -> None:
     for lines in ([], [USER], ["p role=proxy"]):
         assert outcome(Keys.of(lines, []), Access.ADMIN) == "permission_denied"
         assert outcome(Keys.of(lines, []), Access.ADMIN, bearer(USER)) == "permission_denied"
@@ -71,7 +71,7 @@ def test_t7_without_an_admin_key_nobody_manages_nodes() -> None:
     assert outcome(Keys.of([], [ADMIN]), Access.USER) is None
 
 
-def test_t7_roles_stand_beside_keys() -> None:
+def test_roles_stand_beside_keys() -> None:
     keys = Keys.of([USER, "boss role=admin", "outer role=proxy"], [])
     assert outcome(keys, Access.ADMIN, bearer("boss")) is None
     for key in (USER, "outer"):

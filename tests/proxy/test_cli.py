@@ -114,7 +114,7 @@ async def test_keys_from_the_configuration(tmp_path: Path, monkeypatch: pytest.M
         assert json.loads(out)["data"][0]["models"] == ["x"]
 
 
-async def test_t7_nodes_are_managed_with_a_key_that_only_this_user_finds(
+async def test_nodes_are_managed_with_a_key_that_only_this_user_finds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No header tells a local program from a page or a relay on this machine, so an address proves nothing."""

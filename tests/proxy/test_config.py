@@ -132,14 +132,14 @@ def test_configurations_are_immutable() -> None:
      "metadata.google.internal", "METADATA.google.internal.", "0.0.0.0", "[::]", "224.0.0.1", "[ff02::1]", "2130706433",
      "0x7f.1", "0177.0.0.1", "127.1", "0x7f000001", "0.1.2.3", "255.255.255.255"],
 )  # fmt: skip
-def test_t20_addresses_that_are_never_a_node(host: str) -> None:
+def test_addresses_that_are_never_a_node(host: str) -> None:
     for kind in (NodeConfig, Registration):
         with pytest.raises(ValueError):  # noqa: PT011 - the reasons differ
             kind(url=f"http://{host}:8000")
 
 
 @pytest.mark.parametrize("host", ["169.254.1.1", "[fe80::1]", "[::ffff:169.254.7.7]"])
-def test_t20_link_local_addresses_come_from_the_configuration_only(host: str) -> None:
+def test_link_local_addresses_come_from_the_configuration_only(host: str) -> None:
     assert NodeConfig(url=f"http://{host}:8000")
     with pytest.raises(ValueError, match="link-local"):
         Registration(url=f"http://{host}:8000")
@@ -150,7 +150,7 @@ def test_private_addresses_may_be_registered(host: str) -> None:
     assert Registration(url=f"http://{host}:8000")
 
 
-def test_t20_the_number_of_nodes_is_bounded() -> None:
+def test_the_number_of_nodes_is_bounded() -> None:
     nodes = tuple(NodeConfig(url=f"http://n{i}") for i in range(3))
     with pytest.raises(ValueError, match="max_nodes is 2"):
         ProxyConfig(nodes=nodes, max_nodes=2)

@@ -119,7 +119,7 @@ async def test_a_silent_node_that_goes_down_loses_its_stream_to_another() -> Non
         assert text == FIRST + SECOND + DONE
 
 
-async def test_t9_a_node_without_a_key_is_told_nothing() -> None:
+async def test_a_node_without_a_key_is_told_nothing() -> None:
     async with (
         nodes(FakeNode("a", script=writes(FIRST, DONE, ends=True, name=""))) as (a,),
         proxy_for(a) as (_, url),
@@ -244,7 +244,7 @@ async def test_an_answer_of_a_node_that_goes_down_within_it_is_asked_of_another(
         assert (await http.post(CHAT, content=BODY)).json()["node"] == "b"
 
 
-def test_t9_notes_count_in_the_memory_for_bodies() -> None:
+def test_notes_count_in_the_memory_for_bodies() -> None:
     budget = Budget(100, what="bodies of requests")
     with budget.share() as share:
         share.add(60)

@@ -286,7 +286,7 @@ async def test_client_that_leaves_cancels_the_node_at_once(when: str) -> None:
         await eventually(lambda: num_busy(proxy) == 0)
 
 
-async def test_t9_clients_that_do_not_read_give_their_places_back(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_clients_that_do_not_read_give_their_places_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "WRITE_SECONDS", 0.5)
 
     async def script(exchange: Exchange) -> None:
@@ -454,7 +454,7 @@ async def test_stop_breaks_running_answers_off() -> None:
 
 
 @pytest.mark.parametrize("other", [True, False])
-async def test_t19_a_request_without_a_first_byte_leaves_a_node_that_goes_down(other: bool) -> None:
+async def test_a_request_without_a_first_byte_leaves_a_node_that_goes_down(other: bool) -> None:
     """Only if another node could answer: a busy node may miss a check and still answer."""
     release = asyncio.Event()
 

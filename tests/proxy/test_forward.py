@@ -66,7 +66,7 @@ FORGED = {
 }  # fmt: skip
 
 
-async def test_t20_headers_that_a_node_could_trust_are_never_the_clients() -> None:
+async def test_headers_that_a_node_could_trust_are_never_the_clients() -> None:
     async with nodes(FakeNode()) as (node,), proxy_for(node) as (_, url), client(url) as http:
         kept = {"Anthropic-Version": "1", "X-Stainless-Lang": "python", "Traceparent": "00-1-2-01"}
         assert (await http.post(CHAT, content=BODY, headers=FORGED | kept)).status_code == 200
@@ -78,7 +78,7 @@ async def test_t20_headers_that_a_node_could_trust_are_never_the_clients() -> No
 
 
 @pytest.mark.parametrize("status", [200, 201, 204, 400, 404, 422, 429, 500, 503, 529])
-async def test_t20_a_node_sets_no_cookies_or_policies_for_the_client(status: int) -> None:
+async def test_a_node_sets_no_cookies_or_policies_for_the_client(status: int) -> None:
     body = b"" if status == 204 else b'{"error": {"message": "from the node"}}'
     dropped = {
         "strict-transport-security": "max-age=1", "access-control-allow-origin": "*", "location": "http://elsewhere/",
@@ -104,7 +104,7 @@ async def test_t20_a_node_sets_no_cookies_or_policies_for_the_client(status: int
         assert request.header("cookie") == []
 
 
-async def test_t20_only_listed_routes_go_on_with_the_nodes_key() -> None:
+async def test_only_listed_routes_go_on_with_the_nodes_key() -> None:
     async with nodes(FakeNode()) as (node,), proxy_for(node) as (_, url), client(url) as http:
         for route in ("/v1/load_lora_adapter", "/v1/a/b.c:d", "/v1/chat/completions/", "/v1/x"):
             response = await http.post(route, content=BODY)
@@ -123,7 +123,7 @@ def tenants(node: FakeNode) -> list[str]:
     return [(request.header("x-lmkit-tenant") or [""])[0] for request in node.requests]
 
 
-async def test_t17_every_client_key_is_a_tenant_of_the_node() -> None:
+async def test_every_client_key_is_a_tenant_of_the_node() -> None:
     keys = ("a", "b", "outer role=proxy")
     async with nodes(FakeNode()) as (node,), proxy_for(node, api_keys=keys) as (_, url), client(url) as http:
         for key, name in (("a", ""), ("b", ""), ("a", ""), ("outer", "1" * 32), ("outer", "2" * 32), ("outer", "")):
@@ -137,14 +137,14 @@ async def test_t17_every_client_key_is_a_tenant_of_the_node() -> None:
     assert all(re.fullmatch("[0-9a-f]{32}", name) for name in names)
 
 
-async def test_t17_clients_without_keys_are_one_tenant_and_the_nodes_key_changes_the_name() -> None:
+async def test_clients_without_keys_are_one_tenant_and_the_nodes_key_changes_the_name() -> None:
     async with nodes(FakeNode()) as (node,), proxy_for(node) as (_, url), client(url) as http:
         await http.post(CHAT, content=BODY, headers={"authorization": "Bearer made-up"})
         assert tenants(node) == [""]
     assert len({client_name("a", "", key) for key in ("", "k", "l")}) == 3
 
 
-async def test_t17_a_node_that_takes_salts_gets_one_of_the_client_and_of_its_own() -> None:
+async def test_a_node_that_takes_salts_gets_one_of_the_client_and_of_its_own() -> None:
     async with nodes(FakeNode()) as (node,), proxy_for(node, api_keys=("a", "b")) as (proxy, url), client(url) as http:
         proxy.registry.add(NodeConfig(url=node.url, models=("m",), tenants="cache_salt"), "config")
         for key, salt in (("a", {}), ("b", {}), ("a", {"cache_salt": "s"}), ("b", {"cache_salt": "s"}), ("a", {})):

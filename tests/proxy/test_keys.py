@@ -380,7 +380,7 @@ async def test_keys_of_a_store_are_needed_and_are_tenants_of_their_own(tmp_path:
         assert (await here.http.post(CHAT, json=BODY, headers=a)).status_code == 401
 
 
-async def test_t7_only_an_admin_manages_keys_and_no_list_shows_one(tmp_path: Path) -> None:
+async def test_only_an_admin_manages_keys_and_no_list_shows_one(tmp_path: Path) -> None:
     async with managed(tmp_path, FakeNode()) as here:
         key_id, key = await here.key()
         calls = [

@@ -138,7 +138,7 @@ async def test_money_needs_a_price(tmp_path: Path) -> None:
             ledger.reserve(key, "m", Amount(1, 1, 0), None)
 
 
-async def test_t7_a_key_is_stored_as_its_digest_only(tmp_path: Path) -> None:
+async def test_a_key_is_stored_as_its_digest_only(tmp_path: Path) -> None:
     path = tmp_path / "keys.db"
     async with Ledger(path) as ledger:
         key, secret = await ledger.create({"name": "a"})

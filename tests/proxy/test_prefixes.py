@@ -30,7 +30,7 @@ def test_a_change_parts_everything_behind_it() -> None:
     assert same == [True] * 3 + [False] * (len(same) - 3)
 
 
-def test_t13_cuts_of_a_long_prompt_are_few_and_bounded() -> None:
+def test_cuts_of_a_long_prompt_are_few_and_bounded() -> None:
     found = cuts([bytes(4 * MAX_BYTES)])
     assert len(found) < 150
     assert found[-1].end <= MAX_BYTES

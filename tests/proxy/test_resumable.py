@@ -117,7 +117,7 @@ def _short(begin: object) -> object:
     return init
 
 
-async def test_t17_no_other_client_gets_a_stream() -> None:
+async def test_no_other_client_gets_a_stream() -> None:
     slow = Slow()
     keys = {"api_keys": ("alice", "bob")}
     async with (

@@ -34,7 +34,7 @@ async def test_conversations_stay_with_their_nodes() -> None:
                 assert await ask(http, conversation(name, turns)) == home
 
 
-async def test_t17_tenants_share_no_prefixes() -> None:
+async def test_tenants_share_no_prefixes() -> None:
     """A tenant must not learn from the choice of a node what another one has asked."""
     fakes = [FakeNode(name) for name in "ab"]
     async with (
@@ -64,7 +64,7 @@ async def test_sessions_stay_with_their_nodes(header: str) -> None:
 
 
 @pytest.mark.parametrize("policy", ["prefix", "least_tokens", "session", "min_expected_latency", "round_robin"])
-async def test_t14_the_reason_is_told_to_a_client_that_asks_and_no_address(policy: PolicyName) -> None:
+async def test_the_reason_is_told_to_a_client_that_asks_and_no_address(policy: PolicyName) -> None:
     fakes = [FakeNode("a"), FakeNode("b")]
     async with nodes(*fakes), proxy_for(*fakes, policy=policy) as (proxy, url), client(url) as http:
         plain = await http.post(CHAT, content=conversation("x", 1))

@@ -266,7 +266,7 @@ async def test_a_drained_node_gets_nothing_new_also_after_a_restart(tmp_path: Pa
         assert (await http.post("/admin/nodes/drain")).status_code == 400
 
 
-async def test_t7_draining_needs_an_admin_key() -> None:
+async def test_draining_needs_an_admin_key() -> None:
     async with (
         nodes(FakeNode()) as (fake,),
         proxy_for(fake, api_keys=("k",), admin_keys=("admin",)) as (_, url),

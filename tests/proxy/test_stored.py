@@ -115,7 +115,7 @@ async def test_a_response_whose_node_is_down_is_not_looked_for_elsewhere() -> No
         assert len(other.seen) == before
 
 
-async def test_t17_the_node_learns_whose_response_is_meant() -> None:
+async def test_the_node_learns_whose_response_is_meant() -> None:
     a, b = Keeper("a"), Keeper("b")
     a.kept.append("resp_x")
     b.kept.append("resp_x")
@@ -131,7 +131,7 @@ async def test_t17_the_node_learns_whose_response_is_meant() -> None:
     assert len(set(names)) == 2
 
 
-async def test_t20_only_the_routes_of_responses_go_on() -> None:
+async def test_only_the_routes_of_responses_go_on() -> None:
     async with nodes(FakeNode()) as (node,), proxy_for(node) as (_, url), client(url) as http:
         for method, path, status in (
             ("PUT", f"{PATH}/resp_x", 405),

@@ -144,7 +144,7 @@ async def test_a_stream_that_continues_a_response_goes_on_within(tmp_path: Path)
     assert "previous_response_id" not in json.loads(resumed)
 
 
-async def test_t17_copies_belong_to_one_client(pair: tuple[Writer, Writer], tmp_path: Path) -> None:
+async def test_copies_belong_to_one_client(pair: tuple[Writer, Writer], tmp_path: Path) -> None:
     async with (
         nodes(pair[0].node, pair[1].node) as fakes,
         proxy_for(*fakes, data_dir=str(tmp_path / "data"), api_keys=("one", "two")) as (_, url),

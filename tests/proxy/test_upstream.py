@@ -34,7 +34,7 @@ def resolve_to(monkeypatch: pytest.MonkeyPatch, *addresses: str) -> None:
     [("169.254.169.254",), ("fd00:ec2::254",), ("127.0.0.1", "169.254.169.254"), ("::ffff:100.100.100.200",),
      ("169.254.7.7",), ("fe80::1",), ("0.0.0.0",)],
 )  # fmt: skip
-async def test_t20_a_name_that_comes_to_mean_a_metadata_service_is_not_connected_to(
+async def test_a_name_that_comes_to_mean_a_metadata_service_is_not_connected_to(
     addresses: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     upstream = node_client(ProxyConfig())

@@ -37,7 +37,7 @@ def committed(folder: Path) -> WorkFolder:
 
 
 @pytest.mark.parametrize("suffix", [".json", ".kv.safetensors"])
-def test_t24_mutated_files_of_a_layer(tmp_path: Path, suffix: str) -> None:
+def test_mutated_files_of_a_layer(tmp_path: Path, suffix: str) -> None:
     work = committed(tmp_path)
     (file,) = work.path.glob(f"*{suffix}")
     whole = file.read_bytes()

@@ -78,7 +78,7 @@ def test_work_of_another_run_is_refused_with_the_difference(source: Path, tmp_pa
 
 
 @pytest.mark.parametrize("name", ["layer-00000.safetensors", "layer-00000.kv.safetensors", "hidden-1.f32"])
-def test_t24_a_flipped_bit_of_the_work_is_found(source: Path, tmp_path: Path, name: str) -> None:
+def test_a_flipped_bit_of_the_work_is_found(source: Path, tmp_path: Path, name: str) -> None:
     out = tmp_path / "out"
     stop_at(prepare(source, RECIPE), out, 1, Stopped())
     file = WorkFolder.beside(out).path / name

@@ -32,7 +32,7 @@ def refused(admission: Admission, requests: list[Request]) -> str:
     return caught.value.code
 
 
-def test_t18_a_tenant_fills_its_share_of_the_queue_and_no_more() -> None:
+def test_a_tenant_fills_its_share_of_the_queue_and_no_more() -> None:
     admission = Admission(CONFIG)
     with ExitStack() as held:
         held.enter_context(admission.admit(body("a", 5)))
@@ -45,7 +45,7 @@ def test_t18_a_tenant_fills_its_share_of_the_queue_and_no_more() -> None:
         pass
 
 
-def test_t18_a_tenant_is_admitted_by_the_tokens_of_its_prompts() -> None:
+def test_a_tenant_is_admitted_by_the_tokens_of_its_prompts() -> None:
     admission = Admission(CONFIG)
     with admission.admit(body("a", 4, tokens=100)):
         assert refused(admission, body("a", 2, tokens=51)) == "rate_limit_exceeded"
@@ -53,7 +53,7 @@ def test_t18_a_tenant_is_admitted_by_the_tokens_of_its_prompts() -> None:
             assert refused(admission, body("c", 1)) == "queue_full"
 
 
-def test_t10_a_body_that_never_fits_is_not_told_to_come_again() -> None:
+def test_a_body_that_never_fits_is_not_told_to_come_again() -> None:
     admission = Admission(CONFIG)
     assert refused(admission, body("a", 9)) == "invalid_request"
     assert refused(admission, body("a", 1, tokens=501)) == "invalid_request"
@@ -70,7 +70,7 @@ def test_a_refused_body_is_not_counted() -> None:
         pass
 
 
-def test_t18_a_429_says_when_to_come_again() -> None:
+def test_a_429_says_when_to_come_again() -> None:
     error = RequestError("rate_limit_exceeded", "too much")
     response = error_response(error, retry_after=7)
     assert (response.status_code, response.headers["retry-after"]) == (429, "7")
@@ -85,7 +85,7 @@ def test_t18_a_429_says_when_to_come_again() -> None:
         (None, -1000, True),
     ],
 )  # fmt: skip
-def test_t18_a_key_raises_its_priority_only_as_far_as_it_may(line: str | None, priority: int, allowed: bool) -> None:
+def test_a_key_raises_its_priority_only_as_far_as_it_may(line: str | None, priority: int, allowed: bool) -> None:
     owner = owner_of(parse_key(line), "") if line else owner_of(None, "")
     info = EngineInfo(
         model_path="m", vocab_size=50, max_model_len=64, num_blocks=4, block_size=4, kv_dtype="float32", memory={}

@@ -140,7 +140,7 @@ def test_unusable_keys_are_refused(options: list[str]) -> None:
         "a role=user b",
     ],
 )
-def test_t7_a_wrong_attribute_stops_the_start_and_does_not_show_the_key(line: str, tmp_path: Path) -> None:
+def test_a_wrong_attribute_stops_the_start_and_does_not_show_the_key(line: str, tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text(f"good role=proxy\n{line}\n")
     with pytest.raises(ConfigError, match="API key 2") as error:

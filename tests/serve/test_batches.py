@@ -109,7 +109,7 @@ def test_a_file_with_a_mistake_is_refused_with_its_line(
     assert says in error.message
 
 
-def test_t9_lines_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "in.jsonl"
     path.write_bytes(jsonl([line("a"), line("b", prompt="x" * 5000), line("c")]) + b"\n\n" + b"[" * 9000)
     path.write_bytes(codecs.BOM_UTF8 + path.read_bytes())  # as editors of other systems begin a file
@@ -242,7 +242,7 @@ def test_a_batch_fills_the_engine_and_not_its_queue() -> None:
     asyncio.run(main())
 
 
-def test_t9_answers_take_bounded_memory() -> None:
+def test_answers_take_bounded_memory() -> None:
     async def main() -> None:
         engine = Gated()
         engine.gate.set()
@@ -397,7 +397,7 @@ def test_other_routes_go_through_a_batch(client: openai.OpenAI, url: str, body: 
     assert (answer["status_code"], answer["body"]["object"]) == (200, kind)
 
 
-def test_t7_a_batch_is_its_client_s_alone() -> None:
+def test_a_batch_is_its_client_s_alone() -> None:
     with Server("--api-key", "one tokens_per_minute=100", "--api-key", "two") as server:
         one, two = connect(server, "one"), connect(server, "two")
         batch = ended(one, send(one, [line(name, max_tokens=90) for name in "abc"]))

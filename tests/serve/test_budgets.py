@@ -93,7 +93,7 @@ def text_of(events: list[Any]) -> str:
 
 
 @pytest.mark.anyio
-async def test_t18_a_stream_that_nobody_reads_ends_at_its_limit(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_stream_that_nobody_reads_ends_at_its_limit(caplog: pytest.LogCaptureFixture) -> None:
     engine, reader = Talkative(), Reader(num_read=3)
     app = app_of(engine, ServerConfig(answer_memory=8 * 512 * KIB))
     logger = logging.getLogger("lmkit.serve.collect")
@@ -137,7 +137,7 @@ async def test_a_slow_reader_gets_the_same_text_in_fewer_events() -> None:
 
 
 @pytest.mark.anyio
-async def test_t18_a_client_that_leaves_gives_back_what_waited() -> None:
+async def test_a_client_that_leaves_gives_back_what_waited() -> None:
     engine, reader = Talkative(), Reader(num_read=3)
     app = app_of(engine, ServerConfig())
     asking = asyncio.create_task(reader.ask(app, CHAT_PATH, CHAT | {"stream": True, "max_tokens": 200}))
@@ -151,7 +151,7 @@ async def test_t18_a_client_that_leaves_gives_back_what_waited() -> None:
 
 
 @pytest.mark.anyio
-async def test_t18_steps_that_come_all_at_once_do_not_end_an_answer() -> None:
+async def test_steps_that_come_all_at_once_do_not_end_an_answer() -> None:
     """As after a moment in which the processor was busy. On their way they take more than a whole answer does."""
     app = app_of(Talkative(pauses=False), ServerConfig(answer_memory=8 * 256 * KIB))
     for stream in (False, True):
@@ -162,7 +162,7 @@ async def test_t18_steps_that_come_all_at_once_do_not_end_an_answer() -> None:
 
 
 @pytest.mark.anyio
-async def test_t10_a_whole_answer_with_log_probabilities_takes_less_than_a_kib_a_token() -> None:
+async def test_a_whole_answer_with_log_probabilities_takes_less_than_a_kib_a_token() -> None:
     """As objects they would take 16 KiB."""
     app = app_of(Talkative(), ServerConfig())
     reader = Reader(num_read=0)
@@ -204,7 +204,7 @@ async def test_t10_a_whole_answer_with_log_probabilities_takes_less_than_a_kib_a
         (TEXT_PATH, TEXT | {"prompt": "a " * 20_000, "logprobs": 20, "echo": True, "stream": True}, "max_tokens"),
     ],
 )
-def test_t10_answers_that_cost_too_much_are_refused_at_once(path: str, body: dict[str, Any], param: str) -> None:
+def test_answers_that_cost_too_much_are_refused_at_once(path: str, body: dict[str, Any], param: str) -> None:
     engine = Talkative()
     response = send(engine=engine, path=path, json=body)
     assert response.status_code == 400

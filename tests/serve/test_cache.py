@@ -53,7 +53,7 @@ def named(app: App, body: dict[str, Any], client: str, key: str | None = None, p
     return app.request("POST", path, json=body, headers=headers)
 
 
-def test_t17_a_proxys_key_names_tenants_and_another_key_only_splits_its_own() -> None:
+def test_a_proxys_key_names_tenants_and_another_key_only_splits_its_own() -> None:
     engine = ScriptedEngine()
     app = App(engine, ServerConfig(api_keys=("p role=proxy", "q role=proxy", "u")))
     for key, client in (("p", FIRST), ("p", SECOND), ("q", FIRST), ("u", FIRST), ("u", SECOND)):
@@ -68,7 +68,7 @@ def test_t17_a_proxys_key_names_tenants_and_another_key_only_splits_its_own() ->
 
 
 @pytest.mark.parametrize("config", [ServerConfig(), ServerConfig(api_keys=("k",))])
-def test_t17_named_clients_share_nothing_under_one_key_or_none(config: ServerConfig) -> None:
+def test_named_clients_share_nothing_under_one_key_or_none(config: ServerConfig) -> None:
     app, key = App(ScriptedEngine(), config), "k" if config.api_keys else None
     for salt in ({}, {"cache_salt": "x"}):
         total, cached = details(named(app, CHAT | salt, FIRST, key))
@@ -84,7 +84,7 @@ def test_t17_named_clients_share_nothing_under_one_key_or_none(config: ServerCon
 
 
 @pytest.mark.parametrize("name", ["", "x", "A" * 32, "1" * 31, "1" * 33, f"{FIRST},{SECOND}"])
-def test_t17_a_malformed_client_name_is_refused(name: str) -> None:
+def test_a_malformed_client_name_is_refused(name: str) -> None:
     response = named(App(ScriptedEngine()), CHAT, name)
     assert (response.status_code, response.json()["error"]["code"]) == (400, "invalid_request")
 

@@ -30,7 +30,7 @@ def test_two_servers_do_not_share_a_folder(tmp_path: Path) -> None:
     DataFolder(str(tmp_path)).close()
 
 
-def test_t16_a_folder_that_others_may_read_is_refused_and_stays_as_it_is(tmp_path: Path) -> None:
+def test_a_folder_that_others_may_read_is_refused_and_stays_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "theirs").touch()
     tmp_path.chmod(0o750)
     with pytest.raises(ConfigError, match="chmod 700"):

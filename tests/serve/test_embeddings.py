@@ -322,7 +322,7 @@ def test_a_text_that_fails_ends_the_whole_request() -> None:
     assert (response.status_code, response.json()["error"]["code"]) == (504, "deadline_exceeded")
 
 
-def test_t9_embeddings_count_as_part_of_an_answer() -> None:
+def test_embeddings_count_as_part_of_an_answer() -> None:
     app = App(EmbeddingEngine(), ServerConfig(answer_memory=2000))
     response = app.post("/v1/embeddings", {"model": "model", "input": [[i] for i in range(90)]})
     assert response.status_code == 503, response.text

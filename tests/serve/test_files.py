@@ -70,7 +70,7 @@ def test_a_large_file_is_not_held_in_memory(server: Server) -> None:
     assert server._client.delete(f"{server.url}/v1/files/{answer.json()['id']}").status_code == 200
 
 
-def test_t16_a_file_is_its_client_s_alone_and_no_path() -> None:
+def test_a_file_is_its_client_s_alone_and_no_path() -> None:
     where = app(api_keys=("one", "two"))
     file = upload(where, key="one").json()["id"]
     as_one, as_two = ({"headers": {"authorization": f"Bearer {key}"}} for key in ("one", "two"))
@@ -113,27 +113,27 @@ def test_a_field_is_honoured_or_refused(form: dict[str, str], param: str, says: 
         (b"--b\r\n" + b"X: y\r\n" * 100 + b"\r\n\r\n--b--\r\n", "multipart/form-data; boundary=b", "not multipart"),
     ],
 )  # fmt: skip
-def test_t9_a_broken_form_is_refused(body: bytes, kind: str, says: str, tmp_path: Path) -> None:
+def test_a_broken_form_is_refused(body: bytes, kind: str, says: str, tmp_path: Path) -> None:
     answer = app(tmp_path).request("POST", "/v1/files", content=body, headers={"content-type": kind})
     assert answer.status_code == 400
     assert says in answer.json()["error"]["message"]
     assert not list((tmp_path / "files").iterdir())
 
 
-def test_t9_a_file_twice_is_refused() -> None:
+def test_a_file_twice_is_refused() -> None:
     files = [("file", ("a", b"1")), ("file", ("b", b"2"))]
     refused(app().request("POST", "/v1/files", files=files, data=FORM), 400, "file", "twice")
 
 
 @pytest.mark.parametrize("size", [1001, 100_000])
-def test_t9_a_file_may_have_max_file_bytes(size: int, tmp_path: Path) -> None:
+def test_a_file_may_have_max_file_bytes(size: int, tmp_path: Path) -> None:
     where = app(tmp_path, max_file_bytes=1000)
     refused(upload(where, b"x" * size), 413, "file", "larger than 1000 bytes")
     assert not list((tmp_path / "files").iterdir())
     assert upload(where, b"x" * 1000).status_code == 200
 
 
-def test_t9_the_space_is_bounded_and_comes_back(tmp_path: Path) -> None:
+def test_the_space_is_bounded_and_comes_back(tmp_path: Path) -> None:
     where = app(tmp_path, file_space=2500)
     first = upload(where, b"x" * 1000).json()["id"]
     assert upload(where, b"x" * 1000).status_code == 200
@@ -142,13 +142,13 @@ def test_t9_the_space_is_bounded_and_comes_back(tmp_path: Path) -> None:
     assert upload(where, b"x" * 1000).status_code == 200
 
 
-def test_t9_the_number_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lmkit.serve.batches.files.MAX_FILES", 2)
     where = app()
     assert [upload(where).status_code for _ in range(3)] == [200, 200, 413]
 
 
-def test_t8_a_page_of_another_site_cannot_upload() -> None:
+def test_a_page_of_another_site_cannot_upload() -> None:
     where = app(cors_origins=("https://ours.example",))
     refused(upload(where, origin="https://evil.example"), 403, None, "this origin")
     assert upload(where, origin="https://ours.example").status_code == 200

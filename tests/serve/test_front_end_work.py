@@ -34,7 +34,7 @@ async def _left() -> Any:
     return {"type": "http.disconnect"}
 
 
-def test_t13_a_prompt_that_cannot_fit_is_refused_untokenized(server: Server) -> None:
+def test_a_prompt_that_cannot_fit_is_refused_untokenized(server: Server) -> None:
     """4096 tokens of at most 45 characters fit."""
     text = "a b" * 100_000
     for path, body in (
@@ -98,7 +98,7 @@ def _named(names: list[str], work: Callable[[Any], None]) -> Callable[[Any], Non
     return noted
 
 
-def test_t19_work_whose_client_left_is_dropped() -> None:
+def test_work_whose_client_left_is_dropped() -> None:
     async def run() -> None:
         pool, blocked, done = TextPool(), threading.Event(), []
         held = asyncio.ensure_future(pool.run(_never, LONG, blocked.wait))
@@ -114,7 +114,7 @@ def test_t19_work_whose_client_left_is_dropped() -> None:
     asyncio.run(run())
 
 
-def test_t18_too_much_waiting_text_is_refused() -> None:
+def test_too_much_waiting_text_is_refused() -> None:
     async def run() -> None:
         pool, blocked = TextPool(), threading.Event()
         size = text_pool.MAX_WAITING_CHARS // 2

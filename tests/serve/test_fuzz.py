@@ -97,13 +97,13 @@ def answered(server: Server, path: str, num_examples: int) -> None:
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_t10_mutated_bodies(server: Server, path: str) -> None:
+def test_mutated_bodies(server: Server, path: str) -> None:
     answered(server, path, 40)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("path", BODIES)
-def test_t10_many_mutated_bodies(server: Server, path: str) -> None:
+def test_many_mutated_bodies(server: Server, path: str) -> None:
     answered(server, path, 2000)
 
 
@@ -119,14 +119,14 @@ LINES = b"".join(json.dumps({"custom_id": name, **LINE}).encode() + b"\n" for na
 
 @settings(deadline=None, max_examples=40)
 @given(data=mutated(FORM))
-def test_t9_mutated_forms(server: Server, data: bytes) -> None:
+def test_mutated_forms(server: Server, data: bytes) -> None:
     answer = server.post("/v1/files", content=data, headers={"Content-Type": "multipart/form-data; boundary=b"})
     assert answer.status_code == 200 or 400 <= answer.status_code < 500, answer.text
 
 
 @settings(deadline=None, max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=mutated(LINES))
-def test_t9_mutated_files_of_batches(tmp_path: Path, data: bytes) -> None:
+def test_mutated_files_of_batches(tmp_path: Path, data: bytes) -> None:
     path = tmp_path / "in.jsonl"
     path.write_bytes(data)
     total, errors = check_file(path, "/v1/completions", 1000)

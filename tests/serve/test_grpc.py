@@ -140,7 +140,7 @@ def test_every_field_reaches_the_answer(client: Client) -> None:
         ({"text": "x" * (2 << 20)}, grpc.StatusCode.RESOURCE_EXHAUSTED, "message larger than max"),
     ],
 )
-def test_t14_an_error_has_its_status_and_tells_nothing_of_the_server(
+def test_an_error_has_its_status_and_tells_nothing_of_the_server(
     client: Client, fields: dict[str, Any], code: Any, says: str
 ) -> None:
     error = client.refused(**fields)
@@ -160,7 +160,7 @@ def test_a_deadline_ends_the_request(server: Server, client: Client) -> None:
     server.until(lambda: server.metric("lmkit:num_requests_running") == 0)
 
 
-def test_t19_a_cancelled_stream_ends_in_the_engine(server: Server, client: Client) -> None:
+def test_a_cancelled_stream_ends_in_the_engine(server: Server, client: Client) -> None:
     call = client.stream(text="SLOW", sampling_params={"max_tokens": 3000})
     assert next(iter(call)).completion_tokens >= 1
     server.until(lambda: server.metric("lmkit:num_requests_running") == 1)
@@ -212,7 +212,7 @@ def test_calls_of_the_health_service_keep_nobody_out(server: Server, client: Cli
             break
 
 
-def test_t6_every_call_but_health_needs_a_key() -> None:
+def test_every_call_but_health_needs_a_key() -> None:
     with Server("--grpc-port", "0", "--api-key", "secret") as server:
         client = Client(server)
         for key in ("", "wrong", "SECRET"):

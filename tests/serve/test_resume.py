@@ -155,7 +155,7 @@ def test_a_stream_goes_on_within_its_reasoning_and_behind_it() -> None:
         assert merged("".join(pieces[:count]) + "".join(later)) == merged(events), count
 
 
-def test_t9_only_the_role_proxy_may_resume(node: Server) -> None:
+def test_only_the_role_proxy_may_resume(node: Server) -> None:
     first = ask(node, TEXT, ID, key="user")
     assert HEADER not in first.headers
     assert "lmkit" not in first.text

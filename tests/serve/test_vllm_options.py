@@ -50,7 +50,7 @@ def test_the_root_path_may_stand_in_front(server: Server, root: str) -> None:
         ("/llm/llm/v1/models", 404), ("/llmv1/models", 404), ("/%6clm/v1/models", 404), ("//llm/v1/models", 404),
     ],
 )  # fmt: skip
-def test_t6_the_root_path_is_taken_off_once_and_before_keys_are_checked(server: Server, path: str, status: int) -> None:
+def test_the_root_path_is_taken_off_once_and_before_keys_are_checked(server: Server, path: str, status: int) -> None:
     with httpx.Client(trust_env=False, headers={"authorization": f"Bearer {KEY}"}) as ours:
         assert ours.get(server.url + path).status_code == status
     with httpx.Client(trust_env=False) as stranger:
@@ -191,7 +191,7 @@ def test_max_logprobs_is_the_most_that_a_request_may_ask_for(most: int, asked: i
     assert (number["minimum"] <= asked <= number["maximum"]) is (found is not None)
 
 
-def test_t10_more_log_probabilities_than_an_answer_may_hold_are_refused() -> None:
+def test_more_log_probabilities_than_an_answer_may_hold_are_refused() -> None:
     app = App(ScriptedEngine(), ServerConfig(max_logprobs=-1, answer_memory=1 << 20))
     refused = app.post(TEXT_PATH, TEXT | {"logprobs": -1, "max_tokens": 1000})
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "max_tokens")

@@ -49,7 +49,7 @@ def test_the_library_s_panics_are_checkpoint_errors(tmp_path: Path, parts: dict[
         {"model": {"unk_token": "nope", "vocab": {"a": 0}, "merges": []}, "added_tokens": []},
     ],
 )
-def test_t14_failures_on_a_text_are_request_errors(tmp_path: Path, parts: dict[str, Any]) -> None:
+def test_failures_on_a_text_are_request_errors(tmp_path: Path, parts: dict[str, Any]) -> None:
     tokenizer = Tokenizer.from_pretrained(changed(tmp_path, **parts))
     with pytest.raises(RequestError, match="the model's tokenizer fails on this text"):
         tokenizer.encode("Hello 日本")
@@ -65,7 +65,7 @@ def test_t14_failures_on_a_text_are_request_errors(tmp_path: Path, parts: dict[s
     ],
 )
 @pytest.mark.parametrize("count", [5000, 400])
-def test_t24_numbers_of_thousands_of_digits(tmp_path: Path, name: str, content: str, count: int) -> None:
+def test_numbers_of_thousands_of_digits(tmp_path: Path, name: str, content: str, count: int) -> None:
     write_folder(tmp_path)
     (tmp_path / name).write_text(content.replace("DIGITS", "9" * count))
     try:
@@ -94,11 +94,11 @@ def refused_or_used(folder: Path, name: str, num_examples: int) -> None:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_t24_mutated_files(tmp_path: Path, name: str) -> None:
+def test_mutated_files(tmp_path: Path, name: str) -> None:
     refused_or_used(tmp_path, name, 15)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", FILES)
-def test_t24_many_mutated_files(tmp_path: Path, name: str) -> None:
+def test_many_mutated_files(tmp_path: Path, name: str) -> None:
     refused_or_used(tmp_path, name, 1500)

@@ -107,7 +107,7 @@ def test_split_utf8_waits_and_is_left_out_at_the_end(name: str) -> None:
 
 
 @pytest.mark.parametrize("case", ["plain", "bad bytes", "a run of bytes"])
-def test_t13_detokenization_is_linear(demo: Tokenizer, case: str) -> None:
+def test_detokenization_is_linear(demo: Tokenizer, case: str) -> None:
     """Neither whole texts nor runs of bytes are decoded again."""
     tokenizer, unit = {
         "plain": (demo, demo.encode("some words, again and again. ")),

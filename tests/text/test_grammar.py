@@ -143,7 +143,7 @@ def test_masks_are_those_of_a_walk_through_all_tokens(schema: dict[str, Any]) ->
         ("structural_tag", {"structures": [{"begin": "<f>", "schema": {}, "end": ""}], "triggers": ["x"]}, "trigger"),
     ],
 )
-def test_t11_what_cannot_be_held_is_refused_by_name(kind: str, value: Any, named: str) -> None:
+def test_what_cannot_be_held_is_refused_by_name(kind: str, value: Any, named: str) -> None:
     with pytest.raises(RequestError, match="field: ") as refusal:
         GRAMMARS.check(grammar_of(kind, value, "field"), "field")
     assert named in refusal.value.message
@@ -151,7 +151,7 @@ def test_t11_what_cannot_be_held_is_refused_by_name(kind: str, value: Any, named
     assert len(refusal.value.message) < 400
 
 
-def test_t11_a_deep_schema_is_refused() -> None:
+def test_a_deep_schema_is_refused() -> None:
     deep: Any = {}
     for _ in range(100_000):
         deep = {"items": deep}
@@ -159,7 +159,7 @@ def test_t11_a_deep_schema_is_refused() -> None:
         grammar_of("json_schema", deep, "field")
 
 
-def test_t11_a_step_that_needs_too_much_fuel_allows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_needs_too_much_fuel_allows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammars, "LIMITS", LLParserLimits(step_lexer_fuel=1, step_max_items=1, verbose_errors=False))
     guide = Tokenizer.from_pretrained(DEMO).grammars(4096).guide(grammar_of("regex", "(.*a.{60}){9}", "field"))
     guide.advance(TOKENIZER.encode("banana", add_special_tokens=False))
@@ -282,7 +282,7 @@ REFERENCES["$defs"]["5000"] = {"type": "null"}  # type: ignore[index]
         "terminals", "rules", "tag",
     ],
 )  # fmt: skip
-def test_t11_a_grammar_that_takes_too_much_is_refused(kind: str, value: Any) -> None:
+def test_a_grammar_that_takes_too_much_is_refused(kind: str, value: Any) -> None:
     with pytest.raises(RequestError, match=r"field: following it takes too much") as error:
         GRAMMARS.check(grammar_of(kind, value, "field"), "field")
     assert (error.value.code, error.value.param) == ("invalid_request", "field")

@@ -170,7 +170,7 @@ def test_template_errors_are_the_request_s_and_say_nothing_of_the_inside(source:
         "{% for i in range(100000) %}{{ messages[0].content }}{% endfor %}",
     ],
 )
-def test_t5_a_rendering_has_limits_of_time_and_memory(source: str, limited: TemplateProcess) -> None:
+def test_a_rendering_has_limits_of_time_and_memory(source: str, limited: TemplateProcess) -> None:
     template, messages = ChatTemplate(source, process=limited), [{"role": "user", "content": "x" * 1000}]
     with pytest.raises(RequestError, match="too much time or memory") as error:
         template.render(messages)
@@ -179,7 +179,7 @@ def test_t5_a_rendering_has_limits_of_time_and_memory(source: str, limited: Temp
 
 
 @pytest.mark.parametrize("source", ["{{ 'a' | center(10 ** 11) }}", "{{ 999999 ** 999999 }}"])
-def test_t5_compiling_has_the_same_limits(source: str, limited: TemplateProcess) -> None:
+def test_compiling_has_the_same_limits(source: str, limited: TemplateProcess) -> None:
     """Jinja computes constant expressions when it compiles."""
     with pytest.raises(RequestError, match="too much time or memory"):
         ChatTemplate(source, process=limited).render(CHAT)

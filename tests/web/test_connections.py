@@ -111,13 +111,13 @@ async def test_a_search_for_garbage_leaves_out_the_modules() -> None:
     assert (gc.get_freeze_count(), gc.get_threshold()) == (0, USUALLY)
 
 
-async def test_t9_a_silent_connection_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_silent_connection_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "KEEP_ALIVE_SECONDS", 0.2)
     async with serving(App()) as port:
         assert await ask(port, b"") == b""
 
 
-async def test_t9_a_head_that_does_not_end_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_head_that_does_not_end_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "HEAD_SECONDS", 0.2)
     async with serving(App()) as port:
         assert await ask(port, b"GET / HT") == b""
@@ -135,7 +135,7 @@ async def test_a_client_may_send_its_first_byte_later_than_a_head_may_take(monke
         writer.close()
 
 
-async def test_t9_with_silent_and_slow_connections_a_new_one_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_with_silent_and_slow_connections_a_new_one_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lmkit.web.server.most_connections", lambda _: 20)
     async with serving(App()) as port:
         silent = [await connect(port) for _ in range(70)]
@@ -147,7 +147,7 @@ async def test_t9_with_silent_and_slow_connections_a_new_one_is_served(monkeypat
             writer.close()
 
 
-async def test_t9_the_address_with_most_connections_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_address_with_most_connections_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lmkit.web.server.most_connections", lambda _: 10)
     async with serving(App()) as port:
         few = [await asyncio.open_connection("127.0.0.1", port, local_addr=("127.0.0.2", 0)) for _ in range(3)]
@@ -160,7 +160,7 @@ async def test_t9_the_address_with_most_connections_gives_way(monkeypatch: pytes
             writer.close()
 
 
-async def test_t9_one_address_has_no_more_than_its_connections() -> None:
+async def test_one_address_has_no_more_than_its_connections() -> None:
     app = App()
     async with serving(app, limit_each=3) as port:
         silent = [await connect(port) for _ in range(9)]
@@ -175,7 +175,7 @@ async def test_t9_one_address_has_no_more_than_its_connections() -> None:
             writer.close()
 
 
-async def test_t18_health_is_answered_when_every_connection_is_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_health_is_answered_when_every_connection_is_busy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lmkit.web.server.most_connections", lambda _: 5)
     app = App()
     async with serving(app) as port:
@@ -192,7 +192,7 @@ async def test_t18_health_is_answered_when_every_connection_is_busy(monkeypatch:
         assert (await ask(port, b"GET /other" + end)).startswith(b"HTTP/1.1 200 ")
 
 
-async def test_t9_without_files_it_accepts_again_later(
+async def test_without_files_it_accepts_again_later(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """asyncio would write a line for each entry of the backlog, 2,048 times a second."""
@@ -259,7 +259,7 @@ async def test_t9_without_files_it_accepts_again_later(
         (b"GET / HTTP/2.0\r\nHost: x\r\n\r\n", 505),
     ],
 )
-async def test_t9_heads_that_are_refused(head: bytes, status: int) -> None:
+async def test_heads_that_are_refused(head: bytes, status: int) -> None:
     async with serving(App()) as port:
         answer = await ask(port, head + b"GET /smuggled HTTP/1.1\r\nHost: x\r\n\r\n")
         assert answer.startswith(b"HTTP/1.1 %d " % status), answer
@@ -286,7 +286,7 @@ async def test_a_target_may_be_a_whole_url(target: str, path: str, query: str) -
         assert answer.decode().rpartition("\r\n")[2] == f"{path} {query} {'x' if target[0] == '/' else 'h:8'}"
 
 
-async def test_t9_a_body_after_the_refusal_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_body_after_the_refusal_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "LINGER_SECONDS", 0.3)
     async with serving(App()) as port:
         for framing in ("Content-Length: 100000", "Transfer-Encoding: chunked"):
@@ -320,7 +320,7 @@ async def test_an_answer_before_the_body_says_that_the_connection_ends() -> None
             writer.close()
 
 
-async def test_t9_bodies_of_tiny_chunks_take_turns() -> None:
+async def test_bodies_of_tiny_chunks_take_turns() -> None:
     """A round of the event loop parses one slice, whatever has arrived."""
     app, num_events = App(), []
     parse = connection._Parser.next_event
@@ -347,7 +347,7 @@ async def test_t9_bodies_of_tiny_chunks_take_turns() -> None:
     assert max(num_events) <= 8 * (connection.SLICE + 2)  # the first slices of all four may come in one round
 
 
-async def test_t9_a_client_that_does_not_read_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_client_that_does_not_read_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "WRITE_SECONDS", 0.5)
     app = App()
     app.size = 64 << 20
@@ -397,7 +397,7 @@ async def test_a_client_that_reads_slowly_is_not_cut_off(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("more", [b"", b"x", b"GET /", b"x" * 1_000_000])
-async def test_t19_a_client_that_leaves_is_noticed_behind_its_bytes(more: bytes) -> None:
+async def test_a_client_that_leaves_is_noticed_behind_its_bytes(more: bytes) -> None:
     app = App()
     async with serving(app) as port:
         _, writer = await connect(port, b"GET /wait HTTP/1.1\r\nHost: x\r\n\r\n")

@@ -157,7 +157,7 @@ def test_a_key_file_is_read_again_and_a_bad_one_keeps_the_old_keys(
     assert not file.changed()  # it looks once a second
 
 
-def test_t7_a_removed_key_stops_working_and_meters_of_others_stay(tmp_path: Path) -> None:
+def test_a_removed_key_stops_working_and_meters_of_others_stay(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     path.write_text("a requests_per_minute=1\nb\n")
     statuses: list[int] = []

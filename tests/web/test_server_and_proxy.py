@@ -154,7 +154,7 @@ async def test_every_answer_has_a_request_id() -> None:
 
 
 @pytest.mark.anyio
-async def test_t21_the_log_tells_who_asked_and_why_it_was_refused(caplog: pytest.LogCaptureFixture) -> None:
+async def test_the_log_tells_who_asked_and_why_it_was_refused(caplog: pytest.LogCaptureFixture) -> None:
     body = b'{"model": 5, "messages": [{"content": "secret"}]}'
     logger = logging.getLogger("lmkit")
     logger.addHandler(caplog.handler)  # lmkit's loggers may not propagate
@@ -255,7 +255,7 @@ async def test_both_take_a_key_in_either_header() -> None:
 
 
 @pytest.mark.anyio
-async def test_t9_unfinished_bodies_share_one_budget() -> None:
+async def test_unfinished_bodies_share_one_budget() -> None:
     """Each more makes the server refuse the largest. A small request passes beside them, and all is given back."""
     head = (
         f"POST {CHAT} HTTP/1.1\r\nHost: [::]\r\nAuthorization: Bearer {KEY}\r\nContent-Type: application/json\r\n"
@@ -284,7 +284,7 @@ async def test_t9_unfinished_bodies_share_one_budget() -> None:
 
 
 @pytest.mark.anyio
-async def test_t8_pages_of_listed_origins_may_read_answers_and_no_others() -> None:
+async def test_pages_of_listed_origins_may_read_answers_and_no_others() -> None:
     ours, other = "https://chat.example.com", "https://evil.example.com"
     preflight = {"access-control-request-method": "POST", "access-control-request-headers": "authorization,x-any"}
     async with both(cors_origins=(ours,)) as addresses, httpx.AsyncClient(trust_env=False) as client:
@@ -310,7 +310,7 @@ async def test_t8_pages_of_listed_origins_may_read_answers_and_no_others() -> No
 
 
 @pytest.mark.anyio
-async def test_t8_cors_is_off_by_default() -> None:
+async def test_cors_is_off_by_default() -> None:
     async with both() as addresses, httpx.AsyncClient(trust_env=False, headers=BEARER) as client:
         for address in addresses:
             answer = await client.get(address + "/v1/models", headers={"origin": "https://chat.example.com"})
@@ -322,7 +322,7 @@ async def test_t8_cors_is_off_by_default() -> None:
 
 
 @pytest.mark.parametrize("origin", ["*", "null", "chat.example.com", "https://a/", "https://A.example", "https://*.b"])
-def test_t8_an_origin_is_one_site(origin: str) -> None:
+def test_an_origin_is_one_site(origin: str) -> None:
     with pytest.raises(ConfigError, match="is not an origin"):
         ServerConfig(cors_origins=(origin,))
     with pytest.raises(ConfigError, match="is not an origin"):

@@ -278,7 +278,7 @@ def test_fields_of_lmkit_and_of_others_that_ask_for_nothing() -> None:
     assert (request.priority, request.session_id, params.max_tokens) == (3, "s", None)
 
 
-def test_t17_each_key_has_its_own_responses() -> None:
+def test_each_key_has_its_own_responses() -> None:
     app = App(ScriptedEngine(), ServerConfig(api_keys=("one", "two")))
     mine = app.post(PATH, {"model": "model", "input": "Hi"}, key="one").json()["id"]
     for key, status in (("two", 404), ("one", 200)):
@@ -290,7 +290,7 @@ def test_t17_each_key_has_its_own_responses() -> None:
     assert app.request("DELETE", f"{PATH}/{mine}", headers={"authorization": "Bearer two"}).status_code == 404
 
 
-def test_t17_a_proxy_s_clients_have_their_own_responses() -> None:
+def test_a_proxy_s_clients_have_their_own_responses() -> None:
     app = App(ScriptedEngine(), ServerConfig(api_keys=("node",)))
     mine = {"authorization": "Bearer node", "x-lmkit-tenant": "a" * 32}
     id = app.request("POST", PATH, json={"model": "model", "input": "Hi"}, headers=mine).json()["id"]
@@ -299,7 +299,7 @@ def test_t17_a_proxy_s_clients_have_their_own_responses() -> None:
         assert app.request("GET", f"{PATH}/{id}", headers=other).status_code == 404
 
 
-def test_t9_a_conversation_has_the_bytes_of_a_body_at_most() -> None:
+def test_a_conversation_has_the_bytes_of_a_body_at_most() -> None:
     app = App(ScriptedEngine(), ServerConfig(max_body_bytes=4000, body_memory=8000))
     id = None
     for _ in range(9):

@@ -51,7 +51,7 @@ def test_a_response_is_found_again_also_after_a_restart(tmp_path: Path) -> None:
     assert not run(again.delete("me", "a"))
 
 
-def test_t17_nobody_sees_continues_or_deletes_the_responses_of_others(tmp_path: Path) -> None:
+def test_nobody_sees_continues_or_deletes_the_responses_of_others(tmp_path: Path) -> None:
     store = opened(tmp_path)
     run(store.put("me", row("a")))
     run(store.put("you", row("b", "a")))
@@ -93,7 +93,7 @@ def run_sql(store: ResponseStore, query: str) -> list[tuple[Any, ...]]:
     return store._thread.submit(lambda: store._database.execute(query).fetchall()).result()
 
 
-def test_t18_the_owner_that_holds_most_makes_room(tmp_path: Path) -> None:
+def test_the_owner_that_holds_most_makes_room(tmp_path: Path) -> None:
     clock = Clock()
     store = opened(tmp_path, max_bytes=1000, clock=clock)
     run(store.put("small", row("mine", size=100)))

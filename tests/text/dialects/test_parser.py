@@ -112,7 +112,7 @@ def test_reasoning_that_the_prompt_begins() -> None:
 
 
 @pytest.mark.parametrize("dialect", EVERY, ids=ids)
-def test_t13_parsing_is_linear(dialect: Dialect) -> None:
+def test_parsing_is_linear(dialect: Dialect) -> None:
     whole = written(dialect, CALLS if dialect.parallel else CALLS[:1])
     header = dialect.opening + dialect.written[0]
     for unit in (whole, whole[: len(whole) // 2], header, dialect.begin, '{"name": "', "{", "\n", "<"):

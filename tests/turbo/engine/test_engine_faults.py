@@ -1,4 +1,4 @@
-"""T12: an exception in a step, of whatever kind, ends its requests alone. The engine goes on, with the same bits."""
+"""An exception in a step, of whatever kind, ends its requests alone. The engine goes on, with the same bits."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def serve(engine: Engine, requests: list[Request]) -> dict[str, list[Any]]:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("place", PLACES)
-def test_t12_an_exception_in_any_part_of_a_step(
+def test_an_exception_in_any_part_of_a_step(
     engine: Engine, wanted: dict[str, list[int]], demo_model: Path, place: str, kind: str
 ) -> None:
     *path, name = place.split(".")
@@ -84,7 +84,7 @@ def test_t12_an_exception_in_any_part_of_a_step(
 
 
 @pytest.mark.parametrize("name", ["schedule", "update"])
-def test_t12_a_scheduler_that_fails_ends_the_engine(
+def test_a_scheduler_that_fails_ends_the_engine(
     demo_model: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Half of a plan may be taken in. The process ends and is started again; it would turn in circles for ever."""

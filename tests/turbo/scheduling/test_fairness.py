@@ -22,7 +22,7 @@ def served(scheduler: Scheduler) -> Counter[str]:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_t18_tenants_that_wait_get_tokens_by_weight_within_the_bound(seed: int) -> None:
+def test_tenants_that_wait_get_tokens_by_weight_within_the_bound(seed: int) -> None:
     """Each tenant sends requests of its own kind, one of them a thousand at once, and all wait all the time."""
     rng = random.Random(seed)
     clock = Clock()
@@ -57,7 +57,7 @@ def test_t18_tenants_that_wait_get_tokens_by_weight_within_the_bound(seed: int) 
     assert sum(total.values()) > 10 * bound, "too few tokens to tell fair from unfair"
 
 
-def test_t18_a_flood_of_one_tenant_does_not_block_another() -> None:
+def test_a_flood_of_one_tenant_does_not_block_another() -> None:
     """The flood holds all seats with long answers. The other gets half of them, one in each step."""
     engine = FakeEngine(limits(max_batch_size=8, num_blocks=512, max_queue=2000, max_model_len=200, prefix_cache=True))
     engine.add(*(request(f"flood{i}", text(i, 3), max_tokens=190, tenant="a") for i in range(1024)))
@@ -102,7 +102,7 @@ def test_a_lower_priority_counts_until_its_time_of_waiting_is_over(priority: int
     assert 10 * priority <= clock.now <= 10 * priority + 8
 
 
-def test_t18_a_raised_priority_is_ahead_by_its_seconds_and_not_more() -> None:
+def test_a_raised_priority_is_ahead_by_its_seconds_and_not_more() -> None:
     clock = Clock()
     engine = FakeEngine(limits(max_batch_size=1, priority_seconds=10.0, max_queue=5000), clock=clock)
     engine.add(*(request(f"a{i}", 3, max_tokens=2, tenant="a", priority=-2) for i in range(1000)))

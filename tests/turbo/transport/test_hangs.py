@@ -175,7 +175,7 @@ def engines() -> list[psutil.Process]:
 
 
 @pytest.mark.parametrize(("delay", "signal_number"), [(0.0, signal.SIGKILL), (1.0, signal.SIGSEGV)])
-def test_t12_an_engine_killed_while_it_loads(delay: float, signal_number: signal.Signals, tmp_path: Path) -> None:
+def test_an_engine_killed_while_it_loads(delay: float, signal_number: signal.Signals, tmp_path: Path) -> None:
     async def main() -> None:
         starting = asyncio.create_task(make(tmp_path / "slow-to-load").start())
         await until(lambda: len(engines()) == 1)
@@ -189,7 +189,7 @@ def test_t12_an_engine_killed_while_it_loads(delay: float, signal_number: signal
     run(main())
 
 
-def test_t12_an_engine_killed_while_it_drains() -> None:
+def test_an_engine_killed_while_it_drains() -> None:
     async def main() -> None:
         engine = make()
         await engine.start()
