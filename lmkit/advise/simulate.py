@@ -125,11 +125,11 @@ class _Replica:
 class Simulation:
     """One run of `requests`, which are in the order of arrival, with one setting."""
 
-    def __init__(self, requests: Sequence[Asked], of: TypeCosts, setting: Setting, *, seed: int = 0) -> None:
+    def __init__(self, requests: Sequence[Asked], model: TypeCosts, setting: Setting, *, seed: int = 0) -> None:
         self._now = 0.0
         self._waiting = deque(enumerate(requests))
-        limits = limits_of(of.limits, setting)
-        self._replicas = [_Replica(limits, of.costs, lambda: self._now) for _ in range(setting.replicas)]
+        limits = limits_of(model.limits, setting)
+        self._replicas = [_Replica(limits, model.costs, lambda: self._now) for _ in range(setting.replicas)]
         config = ProxyConfig(max_nodes=setting.replicas, policy="prefix")
         self._registry = Registry(config, lambda: self._now, Random(seed))
         self._router = Router(self._registry, config, Random(seed))

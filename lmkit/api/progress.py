@@ -18,8 +18,14 @@ def progress_bar(count: int, shown: bool) -> Iterator[Callable[[Response], None]
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     speed_column = TextColumn("{task.fields[speed]}")
-    columns = TextColumn("prompts"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), speed_column
-    with Progress(*columns, console=Console(stderr=True)) as bar:
+    with Progress(
+        TextColumn("prompts"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        speed_column,
+        console=Console(stderr=True),
+    ) as bar:
         task, tokens = bar.add_task("", total=count, speed=""), 0
 
         def advance(part: Response) -> None:

@@ -91,13 +91,19 @@ def latency_table(title: str, runs: Sequence[LatencyRun]) -> Table:
     for column in ("batch", "in", "out", "prefill ms", "tok/s", "ms/token", "tok/s", "total ms"):
         table.add_column(column, justify="right", no_wrap=True)
     for run in runs:
-        shape = (str(run.batch_size), str(run.input_len), str(run.output_len))
         rates = (
             f"{run.prefill_tokens_per_s:,.0f}",
             f"{run.decode_tokens_per_s:,.0f}" if run.decode_tokens_per_s else "-",
         )
         table.add_row(
-            *shape, _median(run.prefill_ms), rates[0], _median(run.decode_ms_per_token), rates[1], _median(run.total_ms)
+            str(run.batch_size),
+            str(run.input_len),
+            str(run.output_len),
+            _median(run.prefill_ms),
+            rates[0],
+            _median(run.decode_ms_per_token),
+            rates[1],
+            _median(run.total_ms),
         )
     return table
 

@@ -250,7 +250,7 @@ def _print_advice(advice: Advice, costs: CostFile, seen: Latencies | None) -> No
 
     targets, percent = advice.targets, f"p{advice.targets.percent:g}"
     has_targets = targets.ttft_ms is not None or targets.itl_ms is not None
-    errors = ", ".join(f"{name} {of.error:.0%}" for name, of in costs.types.items())
+    errors = ", ".join(f"{name} {entry.error:.0%}" for name, entry in costs.types.items())
     print(f"\n{costs.model}: {advice.requests:,} requests simulated, times in ms; median error of a step: {errors}\n")
     rows = [] if seen is None else [("measured", "", "", "", *_latencies(seen), "", "", "", "")]
     for one in advice.tried:
@@ -280,8 +280,8 @@ def _print_advice(advice: Advice, costs: CostFile, seen: Latencies | None) -> No
         print(f"and in front of them:\n  lmkit proxy {nodes}")
 
 
-def _latencies(of: Latencies) -> list[str]:
-    return [f"{value:,.1f}" for value in (of.ttft_p50, of.ttft, of.itl_p50, of.itl)]
+def _latencies(latencies: Latencies) -> list[str]:
+    return [f"{value:,.1f}" for value in (latencies.ttft_p50, latencies.ttft, latencies.itl_p50, latencies.itl)]
 
 
 def _number(value: float | None) -> str:

@@ -78,8 +78,9 @@ def _print_ways(ways: list[dict[str, Any]]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    columns = "flags", "weights", "KV of a token", "tokens", "why not"
-    table = Table(*columns, title="of each process", title_justify="left")
+    table = Table(
+        "flags", "weights", "KV of a token", "tokens", "why not", title="of each process", title_justify="left"
+    )
     for way in ways:
         problem = way["problem"] or ""
         if not way["kv_tokens"]:

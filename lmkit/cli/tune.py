@@ -29,8 +29,8 @@ def tune(
         what, unit = (f"{key.experts} experts of {what}", "pairs") if key.experts else (what, "tokens")
         print(f"{what}: up to {entry.tokens} {unit} {entry.microseconds:.1f} us, {how}")
     for cost in tuned.split_costs:
-        of = cost.key
-        heads = f"heads of {of.head_dim}, {of.queries} for each KV head, KV of {of.bits} bits"
+        shape = cost.key
+        heads = f"heads of {shape.head_dim}, {shape.queries} for each KV head, KV of {shape.bits} bits"
         print(f"attention, {heads}: a split costs {cost.tiles} tiles")
     for each in tuned.wide_blocks:
         rows = f"rows of {each.key.row_dim}, {each.key.queries} queries each, KV of {each.key.bits} bits"

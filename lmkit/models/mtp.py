@@ -126,8 +126,9 @@ class MTPSource:
         token_norm, state_norm, norm = (
             source.norm(name + ".weight", hidden).to(place.at) for name in (mtp.token_norm, mtp.state_norm, mtp.norm)
         )
-        norms = token_norm, state_norm, norm
-        return MTPParts(self.spec, self.streams, layer, of_token, of_state, *norms, whole_head(self._model))
+        return MTPParts(
+            self.spec, self.streams, layer, of_token, of_state, token_norm, state_norm, norm, whole_head(self._model)
+        )
 
     def close(self) -> None:
         self._source.close()

@@ -133,8 +133,18 @@ class Router:
         if routing.prompt:
             capacity = None if choice.node.tells_losses else choice.node.kv_tokens
             index.add(choice.node, routing.prompt, capacity, ask.now)
-        names = (routing.model, choice.node.url, routing.policy, choice.reason, routing.rule)
-        self.recent.append(Decision(time.time(), *names, routing.tokens, len(candidates)))
+        self.recent.append(
+            Decision(
+                time.time(),
+                routing.model,
+                choice.node.url,
+                routing.policy,
+                choice.reason,
+                routing.rule,
+                routing.tokens,
+                len(candidates),
+            )
+        )
         return choice._replace(missing=ask.missing(choice.node))
 
 

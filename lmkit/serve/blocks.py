@@ -51,10 +51,10 @@ class Step(NamedTuple):
 class Blocks:
     """The blocks of one answer. Its methods return the steps that they make."""
 
-    def __init__(self, ids: Mapping[Kind, str], of: str) -> None:
-        """`ids`: how the ids of blocks begin; `of`: the answer's own, from which they are made."""
+    def __init__(self, ids: Mapping[Kind, str], answer_id: str) -> None:
+        """`ids`: how the ids of blocks begin; `answer_id`: the answer's own, from which they are made."""
         self.all: list[Block] = []
-        self._ids, self._of = ids, of
+        self._ids, self._of = ids, answer_id
         self._is_open = False
 
     def grow(self, kind: Kind, text: str, logprobs: tuple[TextLogprobs, ...] = ()) -> Iterator[Step]:

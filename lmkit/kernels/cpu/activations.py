@@ -128,11 +128,23 @@ def quantize(
     codes = memory.data_ptr()
     quantized = Activations(codes, row_bytes, codes + codes_bytes, codes + codes_bytes + scales_bytes)
     _kept, normed = (None, NormArgs()) if norm is None else norm_arguments(norm, x)
-    sizes = packed.in_features, groups, group, packed.whole_row
     threads.run(
         quantize_task(wide),
         blocks,
-        numbers(QuantizeArgs(x.data_ptr(), 4 * x.stride(0), rows, normed, quantized, layout, *sizes)),
+        numbers(
+            QuantizeArgs(
+                x.data_ptr(),
+                4 * x.stride(0),
+                rows,
+                normed,
+                quantized,
+                layout,
+                packed.in_features,
+                groups,
+                group,
+                packed.whole_row,
+            )
+        ),
         parallel=rows * padded > SERIAL_VALUES,
         scratch=64 + 4 * padded,
     )

@@ -195,5 +195,4 @@ def queries_of(isa: Isa, q: Tensor, k_cache: KVTensor, mean: Mean, scale: float)
     units = heads * -(-num_tokens // block) * parts
     scratch = 8 * dim + 4 * block * group * dim
     threads.run(turn_task(isa), units, numbers(args), parallel=parallel, scratch=scratch)
-    strides = 4 * group * width, 4 * num_tokens * group * width, 4 * width
-    return Queries(out.data_ptr(), *strides, ONE_BITS, 1), out
+    return Queries(out.data_ptr(), 4 * group * width, 4 * num_tokens * group * width, 4 * width, ONE_BITS, 1), out

@@ -249,8 +249,7 @@ def rope_append(
     positions: Tensor | None = None,
 ) -> None:  # fmt: skip
     wide_q, wide_k, cos, sin = rows_of(q), rows_of(k), cos.contiguous(), sin.contiguous()
-    angles = (cos.data_ptr(), sin.data_ptr(), cos.shape[1])
-    queries = Queries(wide_q.data_ptr(), 4 * wide_q.stride(0), q.shape[1], *angles)
+    queries = Queries(wide_q.data_ptr(), 4 * wide_q.stride(0), q.shape[1], cos.data_ptr(), sin.data_ptr(), cos.shape[1])
     _run(wide_k, rows_of(v), k_cache, v_cache, slots, positions, queries, q.numel())
     for x, wide in ((q, wide_q), (k, wide_k)):
         if wide is not x:  # x was widened or copied, but the op works in place
@@ -261,10 +260,18 @@ def _rows(x: Tensor, cache: KVTensor) -> Rows:
     assert cache.data.is_contiguous()
     assert cache.params.is_contiguous()
     assert cache.balance is None or cache.balance.keys.is_contiguous()
-    of_cache = KINDS[cache.dtype], cache.data.data_ptr(), cache.params.data_ptr(), address(cache.scales)
     matrices = None if cache.balance is None else cache.balance.keys
-    turned = address(cache.first), int(cache.hadamard), address(matrices)
-    return Rows(x.data_ptr(), 4 * x.stride(0), *of_cache, *turned)
+    return Rows(
+        x.data_ptr(),
+        4 * x.stride(0),
+        KINDS[cache.dtype],
+        cache.data.data_ptr(),
+        cache.params.data_ptr(),
+        address(cache.scales),
+        address(cache.first),
+        int(cache.hadamard),
+        address(matrices),
+    )
 
 
 def _run(

@@ -148,8 +148,8 @@ def _entry(entries: int, numbers_at: int, row: int) -> Any:
 
 def _low_rank_sums(args: int, scratch: int, index: int) -> None:
     """Compute what is added to one part of a row."""
-    of = read(args, SumsArgs)
-    additions = of.additions
+    asked = read(args, SumsArgs)
+    additions = asked.additions
     row, part = index // additions.parts, index % additions.parts
     entries, before, outputs = unpack(args + SUMS_BYTES + 8 * PART * part, 3)
     a, b, rank, kind, scale_bits = _entry(entries, additions.numbers, row)
@@ -161,13 +161,13 @@ def _low_rank_sums(args: int, scratch: int, index: int) -> None:
     sums = carray(pointer(sums_at), LANES * rank, np.float32)
     for i in range(LANES * rank):
         sums[i] = np.float32(0)
-    x, panels, rest = of.x + row * of.x_stride, of.inputs // PANEL, of.inputs % PANEL
+    x, panels, rest = asked.x + row * asked.x_stride, asked.inputs // PANEL, asked.inputs % PANEL
     _factors(kind, x, a, panels, rank, sums_at)
     if rest:
         panel = carray(pointer(scratch), PANEL, np.float32)
         for i in range(PANEL):
             panel[i] = np.float32(0)
-        copy(x + 4 * (of.inputs - rest), scratch, 4 * rest)
+        copy(x + 4 * (asked.inputs - rest), scratch, 4 * rest)
         _factors(kind, scratch, a + panels * panel_bytes, 1, rank, sums_at)
     factors[:] = np.float32(0)
     for i in range(LANES):
@@ -184,13 +184,13 @@ def _low_rank_sums(args: int, scratch: int, index: int) -> None:
 
 @inline
 def _add_to_row(args: int, index: int) -> None:
-    of = read(args, AddArgs)
-    additions = of.additions
+    asked = read(args, AddArgs)
+    additions = asked.additions
     for part in range(additions.parts):
         entries, before, outputs, start, width, stride = unpack(args + ADD_BYTES + 8 * PART * part, 6)
         if _entry(entries, additions.numbers, index)[0] != 0:
             source = additions.sums + index * additions.stride + before
-            target = of.y + index * of.y_stride + 4 * start
+            target = asked.y + index * asked.y_stride + 4 * start
             for done in range(0, outputs, width):
                 size = min(width, outputs - done)
                 added, y = carray(pointer(source), size, np.float32), carray(pointer(target), size, np.float32)

@@ -59,8 +59,16 @@ def prefill_attention(
     pairs = 0 if mean is None else mean.pairs.shape[1]
     stored, bf16 = (k_cache.dtype, v_cache.dtype), out.dtype == torch.bfloat16
     fixed = PART_KEYS if switches().invariant else 0
-    of_step = bf16, (dim, value_dim), stored, pairs, q.device.type
-    kernel, keys, shared = variant(*of_step, capped=spec.softcap > 0, part_keys=fixed, with_shares=shares is not None)
+    kernel, keys, shared = variant(
+        bf16,
+        (dim, value_dim),
+        stored,
+        pairs,
+        q.device.type,
+        capped=spec.softcap > 0,
+        part_keys=fixed,
+        with_shares=shares is not None,
+    )
     part = kernel.defines.get("PART", 0) * keys
     slots = num_tokens * group // ROWS + num_seqs
     blocks, max_keys = slots * num_kv_heads, tables.shape[1] * k_cache.block_size

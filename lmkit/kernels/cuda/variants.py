@@ -270,8 +270,10 @@ def _attention(
             attend(q, k, v, cos, sin, *caches, geometry, AttentionSpec(dim**-0.5, softcap=softcap))
     if balanced:
         return
-    of_heads = half == torch.bfloat16, (dim, dim), (storage, storage), 0, DEVICE
-    variant(*of_heads, capped=softcap > 0, part_keys=PART_KEYS)[0].compile(DEVICE)
+    kernel, *_ = variant(
+        half == torch.bfloat16, (dim, dim), (storage, storage), 0, DEVICE, capped=softcap > 0, part_keys=PART_KEYS
+    )
+    kernel.compile(DEVICE)
 
 
 def _wide(half: torch.dtype, heads: tuple[int, int, int], rotary: int, storage: KVDtype, *, latent: bool) -> None:

@@ -49,8 +49,7 @@ def descend(
         order = outputs.diagonal().argsort(descending=True, stable=True)
         rows, outputs = rows[order].to(weight.device), outputs[order][:, order].to(weight.device)
         part = QTensor(found.codes[rows], found.scales[rows], rounded.zeros[rows], rounded.scheme)
-        target = weight[rows], None if shift is None else shift[rows]
-        better = _descend(*target, part, hessian, outputs, rounds, dtype)
+        better = _descend(weight[rows], None if shift is None else shift[rows], part, hessian, outputs, rounds, dtype)
         found.codes[rows], found.scales[rows] = better.codes, better.scales
     return found
 

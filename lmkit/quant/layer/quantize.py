@@ -60,8 +60,15 @@ class LayerQuantizer:
         original = layer.with_weights(dict(layer.weights))
         rtn = {role: round_to_nearest(calibrated.weight(role), scheme) for role, scheme in calibrated.schemes.items()}
         rtn_errors = _sample_errors(calibrated, {role: calibrated.weight(role) for role in rtn}, rtn)
-        settings = self.recipe.activations, self.recipe.calibration.seed
-        work = LayerWork(calibrated, original, self.stream, *settings, self.curvature, rows)
+        work = LayerWork(
+            calibrated,
+            original,
+            self.stream,
+            self.recipe.activations,
+            self.recipe.calibration.seed,
+            self.curvature,
+            rows,
+        )
         for stage, step in enumerate(self.recipe.layer_steps, 1):
             done(stage)
             if step.stage is Stage.ROUNDER:

@@ -63,7 +63,7 @@ def check_logits(
     found = _behind_layers(stored, token_ids, product_dtype, device)
     own, others = _normalized(source, expected.cpu()), _normalized(stored, found.cpu())
     for part in torch.arange(source.spec.vocab_size).split(VOCAB_ROWS):
-        wanted, found = (_logits(of, x, part) for of, x in ((source, own), (stored, others)))
+        wanted, found = (_logits(model, x, part) for model, x in ((source, own), (stored, others)))
         difference = max(difference, float((found - wanted).abs().amax()))
         largest = max(largest, float(wanted.abs().amax()))
         source.reader.release()

@@ -35,10 +35,20 @@ log = get_logger(__name__)
 def parts_of(config: EngineConfig, decoder: Decoder, storages: list[KVStorage], memory: MemoryPlan) -> RunnerParts:
     """The parts of the runner of a model or head that drafts."""
     spec, layout = decoder.spec, memory.layout
-    sizes = memory.num_blocks, config.tokens_per_block, memory.max_model_len
-    kv = kv_storage.allocate(spec.layers, storages, *sizes, config.device, layout)
-    shared = None, Guides(None, spec.vocab_size), memory.max_model_len, memory.workspace, len(layout.groups)
-    return RunnerParts(config, decoder, kv, KVBlocks(kv), *shared)
+    kv = kv_storage.allocate(
+        spec.layers, storages, memory.num_blocks, config.tokens_per_block, memory.max_model_len, config.device, layout
+    )
+    return RunnerParts(
+        config,
+        decoder,
+        kv,
+        KVBlocks(kv),
+        None,
+        Guides(None, spec.vocab_size),
+        memory.max_model_len,
+        memory.workspace,
+        len(layout.groups),
+    )
 
 
 @dataclass(frozen=True)
@@ -54,8 +64,9 @@ class LoadedHead:
         """Make the drafter beside `runner`, whose model has `vocab_size` tokens."""
         assert isinstance(runner, CpuRunner | CudaRunner)
         batch, at = runner.batch, runner.decoder.at
-        sizes = len(batch.num_tokens), batch.max_step_tokens
-        streams = Streams(self.parts.streams, self.parts.spec.hidden_size, *sizes, at)
+        streams = Streams(
+            self.parts.streams, self.parts.spec.hidden_size, len(batch.num_tokens), batch.max_step_tokens, at
+        )
         runner.keep_streams(streams)
         parts = parts_of(self.config, self.parts.join(runner.decoder), [self.storage], self.memory)
         own = (

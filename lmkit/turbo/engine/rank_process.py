@@ -89,13 +89,30 @@ def main(device: Device | None = None) -> int:
         model = loading.load(start.model_path, config, device, start.rank)
         spec, plan = model.decoder.spec, model.memory
         with finds_memory("the KV cache"):
-            sizes = plan.num_blocks, config.tokens_per_block, plan.max_model_len
             slots = config.sequences_per_step
-            kv = kv_storage.allocate(spec.layers, model.storages, *sizes, device.name, plan.layout, slots)
+            kv = kv_storage.allocate(
+                spec.layers,
+                model.storages,
+                plan.num_blocks,
+                config.tokens_per_block,
+                plan.max_model_len,
+                device.name,
+                plan.layout,
+                slots,
+            )
         kv = [kv[layer.index] for layer in model.decoder.layers]
-        of_model = model.decoder, kv, KVBlocks(kv), None, Guides(None, spec.vocab_size)
         adapters = RankAdapters(loading.load_adapters(model, config), start.rank, _say)
-        parts = RunnerParts(config, *of_model, plan.max_model_len, plan.workspace, len(plan.layout.groups))
+        parts = RunnerParts(
+            config,
+            model.decoder,
+            kv,
+            KVBlocks(kv),
+            None,
+            Guides(None, spec.vocab_size),
+            plan.max_model_len,
+            plan.workspace,
+            len(plan.layout.groups),
+        )
         if isinstance(device, CudaDevice):
             on_gpu = cuda_ranks.ranks_of(device, parts, start.rank, through_host=start.through_host)
             _answer(f"memory {on_gpu.handle.hex()} {cuda_ranks.way_of_experts(model.decoder)}", 0)

@@ -51,19 +51,20 @@ class KVManager:
         self._ledger = Ledger(quota)
         self.growth = Growth(self.pool, self._ledger)
         self._classes = ClassTables.of(limits, self.pool, self._ledger)
-        self._has_windows = any(of.window for of in self._classes)
+        self._has_windows = any(layers.window for layers in self._classes)
         self._nothing = Prefix((Match([], 0, None),) * len(limits.classes), 0)
         self._tiers = tiers if limits.prefix_cache else None
         self.state_parts = self._tiers.blocks.state_parts if self._tiers is not None and limits.snapshots else 0
-        states = limits.snapshots, limits.block_size, self.pool, self.state_parts
-        self.snapshots = Snapshots(*states) if limits.snapshots else None
+        self.snapshots = (
+            Snapshots(limits.snapshots, limits.block_size, self.pool, self.state_parts) if limits.snapshots else None
+        )
         self._kv_identity = kv_identity
         self._num_loads = 0
 
     @property
     def caches(self) -> list[RadixCache]:
         """The cache of each class; empty if the prefix cache is off."""
-        return [of.cache for of in self._classes if of.cache is not None]
+        return [layers.cache for layers in self._classes if layers.cache is not None]
 
     @property
     def num_available(self) -> int:
@@ -145,8 +146,8 @@ class KVManager:
         """The blocks after a prefix, one for each of `keys`, that are seen from their end on: (index, class)."""
         indices = range(prefix.num_full, prefix.num_full + len(keys))
         seen = []
-        for c, of in enumerate(self._classes):
-            unseen = set(of.unseen(indices, indices.stop * self.block_size))
+        for c, layers in enumerate(self._classes):
+            unseen = set(layers.unseen(indices, indices.stop * self.block_size))
             seen += [(i, c) for i in indices if i not in unseen]
         return sorted(seen)  # by tokens first: if a load ends early, all classes have the same tokens
 
@@ -168,10 +169,10 @@ class KVManager:
             self.pool.share_all(table.blocks)
         tails = [match.tail for match in prefix.matches if match.tail is not None]
         self.pool.share_all(tails)  # no other class may write to them before they are copied
-        for of, table, tail in zip(self._classes, seq.tables, tails, strict=False):
+        for layers, table, tail in zip(self._classes, seq.tables, tails, strict=False):
             sources = self.pool.stripe(tail)
             self.pool.free(tail)  # it may be evicted for its own copy: its content is still there when the copy is made
-            (block,) = self._allocate(1, len(of.groups))
+            (block,) = self._allocate(1, len(layers.groups))
             self.copies += zip(sources, self.pool.stripe(block), strict=True)
             table.blocks.append(block)
         full = prefix.num_full * self.block_size
@@ -179,8 +180,8 @@ class KVManager:
         if self.snapshots is not None:
             self.snapshots.begin(seq)
         if seq.request.gives_kv and self._tiers is not None:  # the tiers may have lost what the device still has
-            for of, table in zip(self._classes, seq.tables, strict=True):
-                self._save(seq, of, table.blocks[: prefix.num_full], 0)
+            for layers, table in zip(self._classes, seq.tables, strict=True):
+                self._save(seq, layers, table.blocks[: prefix.num_full], 0)
 
     def acquire_below(self, seq: Sequence, prefix: Prefix, keys: list[bytes], seconds: float = 0.0) -> int:
         """Start the tables with a prefix that has no tail, followed by the blocks with `keys`.
@@ -191,11 +192,11 @@ class KVManager:
         keys, parts = keys[: len(keys) - self.state_parts], keys[len(keys) - self.state_parts :]
         start, end = prefix.num_full, prefix.num_full + len(keys)
         wanted = self._seen_below(prefix, keys)
-        for c, (of, table) in enumerate(zip(self._classes, seq.tables, strict=True)):
-            of.punch(table, of.unseen(range(start), end * self.block_size))
+        for c, (layers, table) in enumerate(zip(self._classes, seq.tables, strict=True)):
+            layers.punch(table, layers.unseen(range(start), end * self.block_size))
             indices = [i for i, wanted_class in wanted if wanted_class == c]
             table.blocks += [HOLE] * len(keys)
-            for i, block in zip(indices, self._allocate(len(indices), len(of.groups)), strict=True):
+            for i, block in zip(indices, self._allocate(len(indices), len(layers.groups)), strict=True):
                 table.blocks[i] = block
         load = Load(self._num_loads + 1, [], [], seq.kv_from, seconds)
         if seq.kv_from:
@@ -257,31 +258,31 @@ class KVManager:
         if not self._has_windows and max(num_tokens, whole) <= len(seq.tables[0].blocks) * self.block_size:
             return []  # nearly every decoding sequence; without windows all tables are equally long
         missing, needed = [], 0
-        for of, table in zip(self._classes, seq.tables, strict=True):
-            if gone := of.leaving(table, seq.num_computed):
+        for layers, table in zip(self._classes, seq.tables, strict=True):
+            if gone := layers.leaving(table, seq.num_computed):
                 if table.blocks[gone[-1]] != HOLE and (gone[-1] + 1) * self.block_size <= seq.num_completed:
-                    self._publish(seq, of, table, seq.num_completed)
-                of.punch(table, gone)
-            end = num_tokens if of.window else max(num_tokens, whole)
+                    self._publish(seq, layers, table, seq.num_completed)
+                layers.punch(table, gone)
+            end = num_tokens if layers.window else max(num_tokens, whole)
             count = max(-(-end // self.block_size) - len(table.blocks), 0)
             missing.append(count)
-            needed += count * len(of.groups)
+            needed += count * len(layers.groups)
         if not needed:
             return []
         while self.num_available < needed:
             if not self.end_lease():
                 return None
         new = []
-        for of, table, count in zip(self._classes, seq.tables, missing, strict=True):
-            blocks = self._allocate(count, len(of.groups))
+        for layers, table, count in zip(self._classes, seq.tables, missing, strict=True):
+            blocks = self._allocate(count, len(layers.groups))
             table.blocks += blocks
-            new += of.by_group(blocks)
+            new += layers.by_group(blocks)
         return new
 
     def block_tables(self, seq: Sequence) -> list[list[int]]:
         """The sequence's block table of each group."""
         pairs = zip(self._classes, seq.tables, strict=True)
-        return [row for of, table in pairs for row in of.by_group(table.blocks)]
+        return [row for layers, table in pairs for row in layers.by_group(table.blocks)]
 
     def _allocate(self, count: int, size: int) -> list[int]:
         short = self.growth.lacking(count * size)
@@ -297,8 +298,8 @@ class KVManager:
         Full blocks are published. With `partial` the content of a partly filled last block is published too.
         """
         partial = partial and self.snapshots is None  # no snapshot would stand after it
-        for of, table in zip(self._classes, seq.tables, strict=False):
-            self._publish(seq, of, table, num_tokens, partial=partial, running=running)
+        for layers, table in zip(self._classes, seq.tables, strict=False):
+            self._publish(seq, layers, table, num_tokens, partial=partial, running=running)
         if self.snapshots is not None and any(taken.num_tokens <= num_tokens for taken in seq.snapshots):
             (match,) = self._match(seq, num_tokens).matches
             given = self.snapshots.publish(seq, match, ended=not running or seq.status is Status.FINISHED)
@@ -308,7 +309,7 @@ class KVManager:
     def _publish(
         self,
         seq: Sequence,
-        of: ClassTables,
+        layers: ClassTables,
         table: BlockTable,
         num_tokens: int,
         *,
@@ -318,23 +319,23 @@ class KVManager:
         """Publish the blocks of one class."""
         full = num_tokens // self.block_size
         count = num_tokens if partial else full * self.block_size
-        if of.cache is None or not count or (full <= table.num_published and not partial):
+        if layers.cache is None or not count or (full <= table.num_published and not partial):
             return
         blocks = table.blocks[: -(-count // self.block_size)]
-        if running and of.has_twin(self.namespace(seq), seq.cached_as(full * self.block_size), blocks[:full]):
+        if running and layers.has_twin(self.namespace(seq), seq.cached_as(full * self.block_size), blocks[:full]):
             return
-        kept = of.cache.insert(self.namespace(seq), seq.cached_as(count).copy(), blocks, seq.request.adapter)
+        kept = layers.cache.insert(self.namespace(seq), seq.cached_as(count).copy(), blocks, seq.request.adapter)
         if self._tiers is not None:
             own = [block if block == found else HOLE for block, found in zip(blocks, kept, strict=False)]
-            self._save(seq, of, own[:full], table.num_published)
+            self._save(seq, layers, own[:full], table.num_published)
         table.num_published = max(table.num_published, full)
 
-    def _save(self, seq: Sequence, of: ClassTables, blocks: list[int], first: int) -> None:
+    def _save(self, seq: Sequence, layers: ClassTables, blocks: list[int], first: int) -> None:
         """Let the tiers keep these blocks of a class, the first of its sequence, from `first` on."""
         keys = self.keys(seq, len(blocks))
         for i in range(first, len(blocks)):
             if blocks[i] != HOLE:
-                named = self._of_groups(keys[i : i + 1], self._classes.index(of))
+                named = self._of_groups(keys[i : i + 1], self._classes.index(layers))
                 self.saves += map(Save, named, self.pool.stripe(blocks[i]))
 
     def release(self, seq: Sequence, now: float = 0.0, *, lease: bool = False) -> None:

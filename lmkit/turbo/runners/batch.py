@@ -192,8 +192,7 @@ class PersistentBatch:
         self._arrays["logit_adapters"][: len(logit_rows)] = self._arrays["adapters"][logit_rows]
         ends = np.cumsum([len(span) for span in spans if span], dtype=np.int32)
         self._arrays["logit_start"][1 : len(ends) + 1] = ends
-        sizes = len(positions), len(slots), width, len(logit_rows), len(ends)
-        inputs = self._views(*sizes)
+        inputs = self._views(len(positions), len(slots), width, len(logit_rows), len(ends))
         if self.images:
             placed = map(Span, slots.tolist(), starts.tolist(), query_start.tolist(), counts.tolist())
             inputs = with_images(inputs, placed, self.images)

@@ -74,8 +74,9 @@ class StepShape(NamedTuple):
     def of(cls, inputs: BatchInputs, *, is_followed: bool = False) -> StepShape:
         num_seqs, table_width = inputs.geometries[0].block_tables.shape
         num_sampled, has_adapters = len(inputs.logit_start) - 1, inputs.adapters is not None
-        rows = len(inputs.logit_rows), num_sampled
-        return cls(len(inputs.token_ids), num_seqs, *rows, table_width, has_adapters, is_followed)
+        return cls(
+            len(inputs.token_ids), num_seqs, len(inputs.logit_rows), num_sampled, table_width, has_adapters, is_followed
+        )
 
 
 @dataclass(frozen=True)

@@ -146,15 +146,15 @@ def plain_heads(decoder: Decoder, kv: list[KVLayer]) -> PlainHeads | None:
     return found
 
 
-def latent_key(of: PlainHeads) -> LatentKey:
+def latent_key(heads: PlainHeads) -> LatentKey:
     """The key of what was measured for these layers."""
-    spec = of.latent.spec
-    return LatentKey(of.latent.num_heads, spec.row_dim, spec.kv_lora_rank, spec.query_dim, spec.v_head_dim)
+    spec = heads.latent.spec
+    return LatentKey(heads.latent.num_heads, spec.row_dim, spec.kv_lora_rank, spec.query_dim, spec.v_head_dim)
 
 
-def plain_kernels(of: PlainHeads, kv: list[KVLayer], device: str) -> Iterator[Kernel]:
+def plain_kernels(heads: PlainHeads, kv: list[KVLayer], device: str) -> Iterator[Kernel]:
     """The kernels that these layers launch for prompts only."""
-    spec, dtype = of.latent.spec, of.latent.dtype
+    spec, dtype = heads.latent.spec, heads.latent.dtype
     half, bf16 = kv_dtype(str(dtype).removeprefix("torch.")), dtype == torch.bfloat16
     for stored in {each.k.dtype for each in kv}:
         yield rows_kernel(spec.row_dim, stored, bf16)

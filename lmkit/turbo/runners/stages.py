@@ -257,8 +257,9 @@ class FollowingStage(CpuRunner):
 
     def __init__(self, device: CpuDevice, parts: RunnerParts, start: Start, pipe: IO[bytes]) -> None:
         before, behind = (socket.socket(fileno=number) for number in start.files)
-        size = parts.config.tokens_per_step, parts.decoder.spec.hidden_size
-        parts.decoder.link = Neighbours(start.rank, before, behind, *size)
+        parts.decoder.link = Neighbours(
+            start.rank, before, behind, parts.config.tokens_per_step, parts.decoder.spec.hidden_size
+        )
         super().__init__(device, parts)
         self._pipe = pipe
 

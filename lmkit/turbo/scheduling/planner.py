@@ -153,8 +153,9 @@ class Planner:
         if step.is_contended:
             self.shares.charge(seq, count)
         gives = self._gives(seq, start, min(end, seq.num_prompt_tokens)) if seq.request.gives_kv else []
-        states = source, taken, after, seq.num_behind
-        step.chunks[seq.slot] = Chunk(seq.slot, start, count, blocks, num_sampled, draft, *states, gives)
+        step.chunks[seq.slot] = Chunk(
+            seq.slot, start, count, blocks, num_sampled, draft, source, taken, after, seq.num_behind, gives
+        )
         seq.num_behind = 0
 
     def _gives(self, seq: Sequence, start: int, end: int) -> list[Save]:

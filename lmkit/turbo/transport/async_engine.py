@@ -308,8 +308,13 @@ class AsyncEngine:
         """
         self.num_starts += 1
         self._context = self._context or zmq.Context()
-        where = self._context, self._folder.prefix(self.num_starts)
-        new = await EngineProcess.spawn(*where, self._arguments, self._handle, silent_seconds=self._silent_seconds)
+        new = await EngineProcess.spawn(
+            self._context,
+            self._folder.prefix(self.num_starts),
+            self._arguments,
+            self._handle,
+            silent_seconds=self._silent_seconds,
+        )
         try:
             await self._until_ready(new)
         except BaseException:
