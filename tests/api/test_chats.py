@@ -61,7 +61,7 @@ def test_answers_are_those_of_the_server(demo_model: Path) -> None:
     ended = 0
     command = ("serve", str(demo_model), "--port", "0", "--max-model-len", "1024", "--max-batch-size", "8")
     with running(*command) as url, pipeline(str(demo_model), **options) as pipe:  # type: ignore[arg-type]
-        for seed, case in enumerate(cases * 2):
+        for seed, case in enumerate(cases):
             prompt, config, asked = arguments(case, seed)
             body = {"messages": prompt, **asked, "temperature": 1.0, "seed": seed, "max_tokens": 150}
             reply = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60).json()
@@ -82,7 +82,7 @@ def test_answers_are_those_of_the_server(demo_model: Path) -> None:
         prompt, config, asked = arguments(case, 0)
         here = pipe(prompt, config, **asked)
         assert named(whole.tool_calls) == named(streamed.tool_calls) == named(here.tool_calls)
-    assert ended >= 4, "some of these answers are calls that end by themselves"
+    assert ended >= 2, "some of these answers are calls that end by themselves"
 
 
 def says(pipe: Pipeline, monkeypatch: pytest.MonkeyPatch, text: str) -> list[Request]:

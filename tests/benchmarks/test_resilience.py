@@ -11,7 +11,7 @@ from benchmarks.resilience.case import Case, Setting, shared
 from benchmarks.resilience.catalog import GROUPS
 from benchmarks.resilience.failover import NothingHitError
 
-SHORT = ("budgets", "streams")
+SHORT = ("budgets",)
 BUSY = 20  # times as slow a test's machine may be
 
 

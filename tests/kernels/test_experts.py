@@ -91,7 +91,11 @@ def implementations() -> list[Any]:
     found += [(f"{kind}", dense.codes_implementation(host, kind), value) for kind, value in codes.items()]
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
     found += [(str(dtype), dense.dense_implementation(host), dtype) for dtype in dtypes]
-    return [pytest.param(impl, kind, id=name) for name, impl, kind in found]
+    long = [pytest.mark.exhaustive]  # 8 bits by an emulated processor, which has the loop of 4 bits
+    return [
+        pytest.param(impl, kind, id=name, marks=long if isa.EMULATED in name and kind == 8 else ())
+        for name, impl, kind in found
+    ]
 
 
 def packed(impl: Implementation, kind: Any, rows: int, inputs: int, activation: str | None) -> Any:
