@@ -88,9 +88,7 @@ def test_no_constraint(engine: ScriptedEngine, fields: dict[str, Any]) -> None:
         ({"guided_regex": "a", "min_tokens": 3}, "min_tokens", "schema or grammar"),
     ],
 )
-def test_what_cannot_be_held_is_a_400(
-    engine: ScriptedEngine, fields: dict[str, Any], param: str, named: str
-) -> None:
+def test_what_cannot_be_held_is_a_400(engine: ScriptedEngine, fields: dict[str, Any], param: str, named: str) -> None:
     answer = App(engine).post(CHAT_PATH, CHAT | fields)
     error = answer.json()["error"]
     assert (answer.status_code, error["param"]) == (400, param)

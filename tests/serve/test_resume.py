@@ -120,7 +120,9 @@ def settled(answer: Any) -> Any:
         return answer
     left_out = {"completed_at", "e2e_latency", "call_id", "cached_tokens", "cache_read_input_tokens", "input_tokens"}
     nested = isinstance(answer.get("id"), str) and "object" not in answer and answer.get("type") != "message"
-    return {name: settled(value) for name, value in answer.items() if name not in left_out | ({"id"} if nested else set())}
+    return {
+        name: settled(value) for name, value in answer.items() if name not in left_out | ({"id"} if nested else set())
+    }
 
 
 def test_answers_with_log_probabilities_are_not_told_as_notes(node: Server) -> None:

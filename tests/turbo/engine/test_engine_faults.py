@@ -84,9 +84,7 @@ def test_an_exception_in_any_part_of_a_step(
 
 
 @pytest.mark.parametrize("name", ["schedule", "update"])
-def test_a_scheduler_that_fails_ends_the_engine(
-    demo_model: Path, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_scheduler_that_fails_ends_the_engine(demo_model: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Half of a plan may be taken in. The process ends and is started again; it would turn in circles for ever."""
     engine = engine_for(demo_model)
 
