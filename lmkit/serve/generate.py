@@ -26,8 +26,9 @@ NAMES = {
     "max_new_tokens": "max_tokens",
     "min_new_tokens": "min_tokens",
     "no_stop_trim": "include_stop_str_in_output",
+    "return_prompt_token_ids": "return_token_ids",
 }
-LOGPROBS = ("return_logprob", "top_logprobs_num", "logprob_start_len")  # SGLang's
+LOGPROBS = ("return_logprob", "top_logprobs_num", "logprob_start_len", "token_ids_logprob")  # SGLang's
 HERE = ("sampling_params", "return_text_in_logprobs", *LOGPROBS)  # not fields of /v1/completions
 ELSEWHERE = {  # fields of /v1/completions that this route has no place for
     "stream_options": "each event has the numbers of tokens",
@@ -78,18 +79,22 @@ def _kinds(value: Any) -> set[type]:
     return set(map(type, value)) if isinstance(value, list) else {type(value)}
 
 
-def _logprobs(data: dict[str, Any], fields: dict[str, Any]) -> dict[str, int]:
+def _logprobs(data: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
     """Our fields for SGLang's: log-probabilities of the answer's tokens, and of the prompt's after a start."""
-    asked, num_top, start = (data.get(name) for name in LOGPROBS)
+    asked, num_top, start, ids = (data.get(name) for name in LOGPROBS)
     start = -1 if start is None else start
     if not (asked in (None, True, False) and type(num_top) in (type(None), int) and type(start) is int and start >= -1):
         raise _invalid("expected return_logprob: true, top_logprobs_num: 5, logprob_start_len: 0, 1 ...", LOGPROBS[0])
-    if not asked and (num_top or start >= 0):
-        raise _invalid("top_logprobs_num and logprob_start_len need return_logprob: true", LOGPROBS[0])
+    if not asked and (num_top or start >= 0 or ids):
+        needs = "top_logprobs_num, logprob_start_len and token_ids_logprob need return_logprob: true"
+        raise _invalid(needs, LOGPROBS[0])
+    if ids and (num_top or start >= 0):
+        raise _invalid("send token_ids_logprob, or top_logprobs_num and logprob_start_len", "token_ids_logprob")
     if asked and fields.keys() & {"logprobs", "prompt_logprobs"}:
         raise _invalid("send either return_logprob, or logprobs and prompt_logprobs", LOGPROBS[0])
     names = ["logprobs"] * bool(asked) + ["prompt_logprobs"] * (start >= 0)
-    return dict.fromkeys(names, num_top or 0) | ({"logprob_start_len": start} if start > 0 else {})
+    others = ({"logprob_start_len": start} if start > 0 else {}) | ({"logprob_token_ids": ids} if ids else {})
+    return dict.fromkeys(names, num_top or 0) | others
 
 
 def _invalid(message: str, param: str) -> RequestError:
@@ -143,7 +148,7 @@ class GenerateResponse(CompletionResponse):
         if self.body.timings_per_token:
             about["timings"] = timings(output)
         if self.body.logprobs is not None:
-            about |= _lists("output", self.num_top(self.body.logprobs), logprobs)
+            about |= _lists("output", self.body.logprobs, logprobs, self.body.logprob_token_ids or ())
         prompt = self.prompt_ids(request_idx)
         shown = {} if prompt is None else {"prompt_token_ids": iter(prompt)}
         return {"index": index, "text": text, "output_ids": iter(ids), **shown, "meta_info": about}
@@ -160,12 +165,24 @@ def _finish(output: RequestOutput) -> dict[str, Any] | None:
             return {"type": reason}
 
 
-def _lists(what: str, num_top: int, positions: Callable[[], Iterator[TextLogprobs]]) -> dict[str, Any]:
-    """SGLang's lists for the tokens of the `input` or the `output`. An entry is [log-probability, token id, text]."""
+def _lists(
+    what: str, num_top: int, positions: Callable[[], Iterator[TextLogprobs]], shown: Sequence[int] = ()
+) -> dict[str, Any]:
+    """SGLang's lists for the tokens of the `input` or the `output`. An entry is [log-probability, token id, text].
+
+    `shown`: the token ids that were asked for, in the place of the most likely ones.
+    """
     lists: dict[str, Any] = {f"{what}_token_logprobs": (_entry(position.token) for position in positions())}
-    if num_top:
+    if shown:
+        lists[f"{what}_token_ids_logprobs"] = (_of_ids(position, shown) for position in positions())
+    elif num_top:
         lists[f"{what}_top_logprobs"] = (list(map(_entry, position.top[:num_top])) for position in positions())
     return lists
+
+
+def _of_ids(position: TextLogprobs, ids: Sequence[int]) -> list[list[Any]]:
+    found = {token.token_id: token for token in position.top}
+    return [_entry(found[token_id]) for token_id in ids]
 
 
 def _entry(token: TokenText) -> list[Any]:

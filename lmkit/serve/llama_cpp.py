@@ -16,6 +16,7 @@ from lmkit.errors import RequestError
 from lmkit.hints import ignore
 from lmkit.serve.chat import shown_logprob
 from lmkit.serve.choose import choose, pool
+from lmkit.serve.collect import Collected
 from lmkit.serve.completions import CompletionResponse
 from lmkit.serve.fill_in import filled_in
 from lmkit.serve.protocol import CompletionRequest
@@ -27,6 +28,7 @@ from lmkit.turbo import request as engine
 from lmkit.turbo.transport.output import RequestOutput, TextLogprobs
 
 MAX_FILES = 256
+BAN = -100.0
 SPEED = ("n_indent", "samplers", "t_max_predict_ms", "t_max_prompt_ms")  # wishes of editors for a quick answer
 
 router = APIRouter()
@@ -43,6 +45,8 @@ class NativeRequest(CompletionRequest):
     """The body of POST /completion."""
 
     n_probs: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None  # log-probabilities of so many tokens
+    return_tokens: bool | None = None  # a whole answer has the ids of its tokens; parts of a stream have them anyway
+    response_fields: Annotated[list[str], Field(max_length=64)] | None = None  # of the answer; "a/b" is b of a
 
 
 class InfillRequest(NativeRequest):
@@ -58,6 +62,25 @@ class InfillRequest(NativeRequest):
         return len(self.input_prefix) + len(self.input_suffix) + others
 
 
+def _prompt(value: Any) -> Any:
+    """Prompts without llama.cpp's objects around texts. Raises RequestError for one with images."""
+    if isinstance(value, list):
+        return [_prompt(item) for item in value]
+    if not isinstance(value, dict) or "prompt_string" not in value:
+        return value
+    if value.get("multimodal_data"):
+        message = "prompt: multimodal_data is not supported here; send images in a chat"
+        raise RequestError("unsupported_parameter", message, "prompt")
+    return value["prompt_string"]
+
+
+def _biases(value: Any) -> Any:
+    """llama.cpp's list of [token id, bias] as an object; a false is a ban."""
+    if not isinstance(value, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in value):
+        return value
+    return {str(token): BAN if bias is False else bias for token, bias in value}
+
+
 def _fields(data: Any) -> Any:
     """A body with what llama.cpp takes for granted: a prompt is answered until it ends."""
     if not isinstance(data, dict):
@@ -65,9 +88,13 @@ def _fields(data: Any) -> Any:
     data = {name: value for name, value in data.items() if name not in SPEED or not ignore(name)}
     if not any(data.get(name) is not None for name in ("max_tokens", "max_completion_tokens", "n_predict")):
         data["n_predict"] = NO_LIMIT
+    data |= {name: own(data[name]) for name, own in _FORMS.items() if name in data}
     if data.get("n_probs"):
         data.setdefault("logprobs", data["n_probs"])
     return data
+
+
+_FORMS = {"prompt": _prompt, "logit_bias": _biases}
 
 
 def _infill_fields(data: Any) -> Any:
@@ -98,18 +125,35 @@ class NativeAnswer(CompletionResponse):
     async def whole(self) -> Any:
         """One answer, or a list of them for several prompts or choices."""
         chosen = await self.chosen()
-        answers = [
-            self._part(idx, choice.text, choice.token_ids.tolist(), choice.answer_logprobs())
-            | self._end(idx, choice.last)
-            for idx, choice in enumerate(chosen)
-        ]
+        answers = [self._whole(idx, choice) for idx, choice in enumerate(chosen)]
         return answers[0] if len(answers) == 1 else iter(answers)
+
+    def _whole(self, idx: int, choice: Collected) -> dict[str, Any]:
+        ids = choice.token_ids.tolist() if self._asked.return_tokens else []
+        end = self._end(idx, choice.last, has_line="\n" in choice.text)
+        return self._chosen_fields(idx, self._part(idx, choice.text, ids, choice.answer_logprobs()) | end)
+
+    @property
+    def _asked(self) -> NativeRequest:
+        assert isinstance(self.body, NativeRequest)
+        return self.body
+
+    def _chosen_fields(self, idx: int, answer: dict[str, Any]) -> dict[str, Any]:
+        """The fields that the request names, and all of them if it names none."""
+        names = self._asked.response_fields
+        if not names:
+            return answer
+        if "prompt" in names:
+            answer["prompt"] = self.server.tokenizer.decode(self.requests[idx].prompt_ids, skip_special_tokens=False)
+        return {name: found for name in names if (found := _found(answer, name.split("/"))) is not None}
 
     async def chunks(self) -> AsyncGenerator[str]:
         """Events with the new text. The last of a choice has its numbers; nothing follows it."""
+        lines: set[int] = set()  # choices with more than one line
         async with aclosing(self.outputs()) as outputs:
             async for idx, output in outputs:
                 self.note(idx, output)
+                lines |= {idx} if "\n" in output.text else set()
                 for report in self.progress(output):
                     shown = self._part(idx, "", [], ()) | {"prompt_progress": msgspec.to_builtins(report)}
                     yield event(msgspec.json.encode(shown).decode())
@@ -117,8 +161,9 @@ class NativeAnswer(CompletionResponse):
                     part = self._part(idx, output.text, output.token_ids, output.logprobs) | _counts(output)
                     yield event(msgspec.json.encode(part).decode())
                 if output.finish_reason is not None:
-                    end = self._part(idx, "" if output.token_ids else output.text, [], ()) | self._end(idx, output)
-                    yield event(msgspec.json.encode(end).decode())
+                    end = self._part(idx, "" if output.token_ids else output.text, [], ())
+                    end = self._chosen_fields(idx, end | self._end(idx, output, has_line=idx in lines))
+                    yield event(msgspec.json.encode(end | {"stop": True}).decode())
 
     def _part(self, idx: int, text: str, ids: list[int], logprobs: Iterable[TextLogprobs]) -> dict[str, Any]:
         part: dict[str, Any] = {"index": idx, "content": text, "tokens": ids, "stop": False, "id_slot": -1}
@@ -134,10 +179,12 @@ class NativeAnswer(CompletionResponse):
             about["id"] = token.token_id
         return shown
 
-    def _end(self, idx: int, output: RequestOutput) -> dict[str, Any]:
+    def _end(self, idx: int, output: RequestOutput, *, has_line: bool) -> dict[str, Any]:
         word = output.stop_reason if isinstance(output.stop_reason, str) else ""
         kind = "word" if word else "limit" if output.finish_reason == "length" else "eos"
         params = self.requests[idx].params
+        biases: dict[int, float | None] = dict(params.logit_bias)
+        biases |= dict.fromkeys(self.server.tokenizer.eos_token_ids if params.ignore_eos else ())
         settings = {
             "n_predict": params.max_tokens or NO_LIMIT,
             "temperature": params.temperature,
@@ -145,6 +192,11 @@ class NativeAnswer(CompletionResponse):
             "top_p": params.top_p,
             "min_p": params.min_p,
             "seed": params.seed,
+            "repeat_penalty": params.repetition_penalty,
+            "presence_penalty": params.presence_penalty,
+            "frequency_penalty": params.frequency_penalty,
+            "ignore_eos": params.ignore_eos,
+            "logit_bias": [{"token": token, "bias": bias} for token, bias in biases.items()],
             "stop": list(params.stop),
         }
         return {
@@ -153,11 +205,19 @@ class NativeAnswer(CompletionResponse):
             **_counts(output),
             "tokens_cached": output.num_prompt_tokens + output.num_output_tokens,
             "generation_settings": settings,
+            "has_new_line": has_line,
             "truncated": False,
             "stop_type": kind,
             "stopping_word": word,
             "timings": msgspec.to_builtins(timings(output)),
         }
+
+
+def _found(answer: Any, path: list[str]) -> Any:
+    """The value at a path of names; None if there is none."""
+    for name in path:
+        answer = answer.get(name) if isinstance(answer, dict) else None
+    return answer
 
 
 def _counts(output: RequestOutput) -> dict[str, int]:

@@ -8,7 +8,7 @@ every key, and any key is accepted. As with OpenAI, it does not separate caches;
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import (
@@ -16,10 +16,12 @@ from pydantic import (
     BeforeValidator,
     Field,
     WithJsonSchema,
+    model_validator,
 )
 
 from lmkit import neutral
 from lmkit.config import MAX_TIMEOUT
+from lmkit.errors import RequestError
 from lmkit.hints import ignore
 from lmkit.serve.numbers import Biases, Penalty, Repetition, Share, Temperature, TokenId, TopK, TopP
 from lmkit.strict import NEVER, NULL, OF_MODEL, No, Schema, Strict, Yes, exactly_one, given, goes_with
@@ -175,6 +177,37 @@ _STREAMED_OR_WHOLE: Schema = {"anyOf": [
 ]}  # fmt: skip
 
 
+_SWITCH = {"disabled": False, "enabled": True, "adaptive": True, "auto": True}
+_BUDGET: tuple[str, dict[Any, Any]] = ("thinking_token_budget", {})
+# OpenRouter's and Anthropic's ways to ask for reasoning, which agents send in chats: ours, and ours of their values.
+_THOUGHTS: Mapping[str, Mapping[str, tuple[str, dict[Any, Any]]]] = {
+    "reasoning": {
+        "effort": ("reasoning_effort", {}),
+        "max_tokens": _BUDGET,
+        "enabled": ("enable_thinking", {}),
+        "exclude": ("include_reasoning", {True: False, False: True}),
+    },
+    "thinking": {"type": ("enable_thinking", _SWITCH), "budget_tokens": _BUDGET},
+}
+
+
+def _own_thoughts(data: dict[str, Any]) -> dict[str, Any]:
+    """A body with our fields for those of _THOUGHTS. Raises RequestError if it has both, and they differ."""
+    for name in [name for name in _THOUGHTS if isinstance(data.get(name), dict)]:
+        asked, data = data[name], {other: value for other, value in data.items() if other != name}
+        for key, value in asked.items():
+            own, values = _THOUGHTS[name].get(key, ("", {}))
+            if own and value is not None:
+                value = values.get(value, value) if isinstance(value, str | bool) else value
+                if data.get(own) not in (None, value):
+                    message = f"{name}.{key} differs from {own}; send one"
+                    raise RequestError("invalid_request", message, name)
+                data[own] = value
+            elif not own and not ignore(f"{name}.{key}"):
+                raise RequestError("unknown_parameter", f"{name}: unknown field {key[:64]!r}", name)
+    return data
+
+
 class ChatCompletionRequest(_Sampling, ChatExtensions, Chat):
     absent = {**neutral.GENERATION, **neutral.CHAT}
     conditions = (
@@ -198,6 +231,11 @@ class ChatCompletionRequest(_Sampling, ChatExtensions, Chat):
     store: bool | None = None
     metadata: Metadata | None = None  # labels of a stored answer
     echo: bool | None = None  # vLLM's, with continue_final_message: the answer begins with the text of that message
+
+    @model_validator(mode="before")
+    @classmethod
+    def _in_our_words(cls, data: Any) -> Any:
+        return _own_thoughts(data) if isinstance(data, dict) else data
 
     @property
     def num_chars(self) -> int:

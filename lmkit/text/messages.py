@@ -11,6 +11,10 @@ from lmkit.neutral import MESSAGE, is_neutral
 
 DETAILS = ("auto", "low", "high")
 IMAGE_PARTS = ("image_url", "image")  # OpenAI's, and transformers'
+# Parts that are a text, with the field that has it: of chats, of Responses, and of an answer that refused.
+TEXT_PARTS: Mapping[str, str] = {
+    "text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal",
+}  # fmt: skip
 Role = Literal["system", "developer", "user", "assistant"]
 MAX_NAME_CHARS = 256
 
@@ -29,12 +33,13 @@ def message_parts(content: list[Any]) -> list[str | ImagePart]:
 
 def _part(part: Any) -> str | ImagePart:
     kind = part.get("type") if isinstance(part, dict) else None
-    if kind in ("text", *IMAGE_PARTS):
-        part = {name: value for name, value in part.items() if name in ("type", kind) or not ignore(name)}
-    if kind == "text" and part.keys() == {"type", "text"}:
-        if not isinstance(part["text"], str):
+    own = TEXT_PARTS.get(kind, kind) if isinstance(kind, str) else None
+    if kind in (*TEXT_PARTS, *IMAGE_PARTS):
+        part = {name: value for name, value in part.items() if name in ("type", own) or not ignore(name)}
+    if kind in TEXT_PARTS and part.keys() == {"type", own}:
+        if not isinstance(part[own], str):
             raise ValueError("a part's text must be a string")
-        return part["text"]
+        return str(part[own])
     if kind in IMAGE_PARTS and part.keys() == {"type", kind}:
         given = part[kind] if isinstance(part[kind], dict) else {"url": part[kind]}
         given = {name: value for name, value in given.items() if name in ("url", "detail") or not ignore(name)}
@@ -103,3 +108,9 @@ def has_images(content: Any) -> bool:
 
 def _invalid(message: str) -> RequestError:
     return RequestError("invalid_request", message, "messages")
+
+
+def said(part: Any) -> Any:
+    """A part of an answer that refused, as the text that it was."""
+    refused = part.get("refusal") if isinstance(part, dict) and part.get("type") == "refusal" else None
+    return part if refused is None else {"type": "output_text", "text": refused}

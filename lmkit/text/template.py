@@ -116,8 +116,11 @@ class ChatTemplate:
         return str(value)
 
     def _known(self, variables: Mapping[str, Any]) -> dict[str, Any]:
-        known = {name: value for name, value in variables.items()
-                 if name in self.parameters or not (value is None or name in THINKING_SWITCHES)}  # fmt: skip
+        """The variables that the template has. A switch for thinking is set by its other name, too."""
+        asked = [value for name, value in variables.items() if name in THINKING_SWITCHES and value is not None]
+        known = dict.fromkeys(THINKING_SWITCHES & self.parameters, asked[0]) if asked else {}
+        known |= {name: value for name, value in variables.items()
+                  if name in self.parameters or not (value is None or name in THINKING_SWITCHES)}  # fmt: skip
         if unknown := sorted(known.keys() - self.parameters):
             names = ", ".join(sorted(self.parameters)) or "none"
             message = f"{unknown[0][:64]!r} is not a variable of this model's chat template (it has: {names})"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
 import zlib
 from collections.abc import Coroutine
 from typing import Any, TypeVar
@@ -17,7 +18,7 @@ T = TypeVar("T")
 
 
 async def read_body(scope: Scope, receive: Receive, max_bytes: int, timeout: float, share: Share) -> bytes:
-    """The whole body; `timeout` is in seconds. `share` counts its bytes as they arrive.
+    """The whole body without a byte order mark; `timeout` is in seconds. `share` counts its bytes as they arrive.
 
     A body in gzip or deflate is unpacked, and the limits are those of what it holds.
 
@@ -62,12 +63,12 @@ async def read_body(scope: Scope, receive: Receive, max_bytes: int, timeout: flo
     if size > max_bytes:
         raise too_large
     if (window := _CODINGS[coding]) is None:
-        return bytes(body)
+        return bytes(body).removeprefix(codecs.BOM_UTF8)
     plain = _unpacked(body, window, max_bytes + 1)
     if len(plain) > max_bytes:
         raise too_large
     share.add(len(plain))
-    return plain
+    return plain.removeprefix(codecs.BOM_UTF8)
 
 
 # Content codings -> zlib's window bits: 47 reads the heads of gzip and zlib.

@@ -85,7 +85,7 @@ def test_an_editors_infill(served: tuple[App, ScriptedEngine, Tokenizer]) -> Non
     app, engine, tokenizer = served
     answer = app.post("/infill", EDITOR)
     assert answer.status_code == 200, answer.text
-    assert (answer.json()["content"], answer.json()["stop_type"]) == ("return 1", "eos")
+    assert answer.json() == {"content": "return 1"}, "the one field that it asks for"
     text = "<|file_sep|>a.py\nA = 1\n<|fim_prefix|>def f():\n<|fim_suffix|>\nf()\n<|fim_middle|>    "
     assert tokenizer.decode(engine.requests[0].prompt_ids, skip_special_tokens=False) == text
     assert engine.requests[0].params.max_tokens == 5
@@ -94,7 +94,7 @@ def test_an_editors_infill(served: tuple[App, ScriptedEngine, Tokenizer]) -> Non
 
 def test_a_native_completion_whole_and_streamed(served: tuple[App, ScriptedEngine, Tokenizer]) -> None:
     app, engine, tokenizer = served
-    body = {"prompt": "Hi", "n_probs": 1}
+    body = {"prompt": "Hi", "n_probs": 1, "return_tokens": True}
     whole = app.post("/completion", body).json()
     assert (whole["content"], whole["stop"], whole["stop_type"]) == ("return 1", True, "eos")
     assert (whole["tokens_evaluated"], whole["tokens_predicted"]) == (len(tokenizer.encode("Hi")), len(whole["tokens"]))
@@ -105,6 +105,23 @@ def test_a_native_completion_whole_and_streamed(served: tuple[App, ScriptedEngin
     assert "".join(part["content"] for part in texts) == "return 1"
     assert (last["stop"], last["stop_type"], last["timings"]["predicted_n"]) == (True, "eos", len(whole["tokens"]))
     assert not any(part["stop"] for part in texts)
+
+
+def test_llama_cpps_forms_of_a_native_completion(served: tuple[App, ScriptedEngine, Tokenizer]) -> None:
+    app, engine, tokenizer = served
+    fields = ["content", "generation_settings/n_predict", "prompt", "no/such"]
+    body = {"prompt": {"prompt_string": "Hi"}, "n_predict": 9, "logit_bias": [[5, -2], [7, False]], "ignore_eos": True}
+    shown = app.post("/completion", body | {"response_fields": fields}).json()
+    assert shown == {"content": "return 1", "generation_settings/n_predict": 9, "prompt": "Hi"}
+    assert engine.requests[0].params.logit_bias == {5: -2.0, 7: -100.0}
+    whole = app.post("/completion", body).json()
+    assert (whole["tokens"], whole["has_new_line"]) == ([], False)
+    biases = {entry["token"]: entry["bias"] for entry in whole["generation_settings"]["logit_bias"]}
+    assert biases == {5: -2.0, 7: -100.0} | dict.fromkeys(tokenizer.eos_token_ids)
+    several = app.post("/completion", {"prompt": ["Hi", {"prompt_string": "Hi"}]}).json()
+    assert [answer["content"] for answer in several] == ["return 1"] * 2
+    image = app.post("/completion", {"prompt": {"prompt_string": "Hi", "multimodal_data": ["x"]}})
+    assert (image.status_code, image.json()["error"]["param"]) == (400, "prompt")
 
 
 def test_a_model_without_marks_refuses_by_name() -> None:

@@ -22,7 +22,8 @@ class Scored(ScriptedEngine):
         super().__init__(lambda request: ANSWER)
 
     async def generate(self, request: Request, rest: Rest = None) -> Any:
-        top = [(5 + i, -0.125 - i) for i in range(request.params.logprobs or 0)]
+        ids = request.params.logprob_token_ids or range(5, 5 + (request.params.logprobs or 0))
+        top = [(token, 4.875 - token) for token in ids]
         async for step in super().generate(request):
             scores = [TokenLogprobs(token, -0.5, top) for token in step.token_ids]
             best = [(5 + i, -0.125 - i) for i in range(request.params.prompt_top)]
@@ -123,6 +124,12 @@ def test_logprobs_of_answer_and_prompt(fields: dict[str, Any]) -> None:
     assert [len(entry) for entry in about["input_top_logprobs"]] == [0, 2, 2]
 
 
+def test_log_probabilities_of_certain_tokens() -> None:
+    about = ask(text="Hi", max_tokens=3, return_logprob=True, token_ids_logprob=[7, 5])["meta_info"]
+    assert [[entry[1] for entry in position] for position in about["output_token_ids_logprobs"]] == [[7, 5]] * 3
+    assert "output_top_logprobs" not in about
+
+
 def test_logprobs_in_a_stream() -> None:
     parts = events("/generate", text="Hi", max_tokens=3, return_logprob=True)
     assert [entry[1] for part in parts for entry in part["meta_info"]["output_token_logprobs"]] == ANSWER
@@ -145,6 +152,16 @@ def test_logprobs_in_a_stream() -> None:
         ({"text": "Hi", "lora_path": "a"}, "lora_path", "not supported"),
         ({"inputs": "Hi", "parameters": {}}, "text", "send text"),
         ({"text": "Hi", "top_logprobs_num": 2}, "return_logprob", "need return_logprob"),
+        ({"text": "Hi", "token_ids_logprob": [5]}, "return_logprob", "need return_logprob"),
+        ({"text": "Hi", "return_logprob": True, "token_ids_logprob": [4096]}, "logprob_token_ids", "out of vocab"),
+        ({"text": "Hi", "return_logprob": True, "token_ids_logprob": [[0]]}, "logprob_token_ids", "integer"),
+        (
+            {"text": "Hi", "return_logprob": True, "token_ids_logprob": [5], "top_logprobs_num": 1},
+            "token_ids_logprob",
+            "send token_ids_logprob, or",
+        ),
+        ({"text": "Hi", "video_data": "x"}, "video_data", "not supported"),
+        ({"text": "Hi", "no_logs": True}, "no_logs", "not supported"),
         ({"text": "Hi", "return_logprob": True, "logprob_start_len": -2}, "return_logprob", "0, 1"),
         ({"text": "Hi", "return_logprob": True, "logprobs": 3}, "return_logprob", "either"),
         ({"text": "Hi", "return_logprob": True, "logprob_start_len": 0, "stream": True}, "prompt_logprobs", "streamed"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import gzip
 import json
 import re
@@ -12,6 +13,7 @@ import pytest
 
 from lmkit.config import ServerConfig
 from lmkit.text.chat.style import nearest_effort
+from lmkit.text.template import ChatTemplate
 from tests.serve.in_process import CHAT, CHAT_PATH, TEXT, TEXT_PATH, TOKENIZER, App, ScriptedEngine
 
 IGNORED = "x-lmkit-ignored"
@@ -24,6 +26,7 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "ob
 CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 MARKED = {"type": "text", "text": "x", "cache_control": {}}
 HI = {"role": "user", "content": "Hi"}
+PART = {"type": "text", "text": "a"}
 
 
 def names(path: str, change: dict[str, Any]) -> set[str]:
@@ -91,6 +94,16 @@ def test_other_names_of_our_fields_are_honoured() -> None:
     assert "differ" in differing.json()["error"]["message"]
 
 
+def test_mistrals_word_for_a_call_that_must_be_made() -> None:
+    engine = ScriptedEngine()
+    for choice in ("any", "required"):
+        assert App(engine).post(CHAT_PATH, CHAT | {"tools": [TOOL], "tool_choice": choice}).status_code == 200
+    first, second = engine.requests
+    assert first.params.grammar == second.params.grammar != ""
+    custom = App(engine).post(CHAT_PATH, CHAT | {"tools": [{"type": "custom", "custom": {"name": "f"}}]})
+    assert custom.status_code == 400
+
+
 def assistant(**fields: Any) -> dict[str, Any]:
     return {"messages": [HI, {"role": "assistant", "content": "a", **fields}, HI]}
 
@@ -109,6 +122,14 @@ def result(content: Any, **fields: Any) -> dict[str, Any]:
         (assistant(reasoning_details=[{"type": "reasoning.text"}]), {"reasoning_details"}),
         (assistant(content=None, refusal="no"), set()),
         (assistant(id="m1", timestamp=1), {"id", "timestamp"}),
+        (assistant(content=[{"type": "thinking", "thinking": "t", "signature": "s"}, PART]), set()),
+        (assistant(content=[{"type": "thinking", "thinking": [{"type": "text", "text": "t"}]}, PART]), set()),
+        (assistant(content=[{"type": "redacted_thinking", "data": "x"}, PART]), {"content.thinking"}),
+        (assistant(content=[{"type": "refusal", "refusal": "no"}]), set()),
+        (assistant(content=[{"type": "output_text", "text": "a", "annotations": []}]), {"annotations"}),
+        ({"messages": [{"role": "user", "content": [{"type": "input_text", "text": "Hi"}]}]}, set()),
+        ({"reasoning": {"effort": "low", "summary": "auto"}}, {"reasoning.summary", "reasoning_effort"}),
+        ({"thinking": {"type": "enabled", "clear_thinking": False}}, {"thinking.clear_thinking"}),
         (assistant(content=None), set()),
         (assistant(content=[]), set()),
         ({"messages": [{"role": "user", "content": None}, HI]}, set()),
@@ -120,10 +141,24 @@ def result(content: Any, **fields: Any) -> dict[str, Any]:
         (result(None), set()),
         (result("x", function={"name": "f", "arguments": None}), set()),
         ({"reasoning_effort": "high"}, {"reasoning_effort"}),
+        ({"tools": [TOOL, {"type": "web_search", "web_search": {}}]}, {"tools.web_search"}),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": []}}], "metadata": []}, set()),
     ],
 )  # fmt: skip
 def test_notes_of_the_history_do_not_end_a_conversation(change: dict[str, Any], named: set[str]) -> None:
     assert names(CHAT_PATH, change) == named
+
+
+def test_thoughts_among_the_parts_of_a_turn_are_its_reasoning(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = "{% for m in messages %}[{{ m.reasoning_content }}|{{ m.content }}]{% endfor %}"
+    monkeypatch.setattr(TOKENIZER, "chat_template", ChatTemplate(source))
+    app = App(ScriptedEngine())
+    told = [{"type": "thinking", "thinking": "t"}, {"type": "reasoning", "text": "u"}]
+    for content in ([*told, PART], [PART, {"type": "thinking", "thinking": [{"type": "text", "text": "tu"}]}]):
+        tokens = app.post("/tokenize", {"model": "model", **assistant(content=content)}).json()["tokens"]
+        assert "[tu|a]" in TOKENIZER.decode(tokens, False)
+    users = app.post(CHAT_PATH, CHAT | {"messages": [HI | {"content": [*told, PART]}]})
+    assert users.status_code == 400
 
 
 def test_a_refusal_is_the_text_of_its_turn() -> None:
@@ -146,6 +181,7 @@ def test_a_refusal_is_the_text_of_its_turn() -> None:
         ({"reasoning": {"effort": "xhigh", "summary": "detailed"}}, {"reasoning_effort"}),
         ({"service_tier": "priority", "prompt_cache_retention": "24h"}, {"service_tier", "prompt_cache_retention"}),
         ({"truncation": "auto"}, {"truncation"}),
+        ({"input": [HI, {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}, HI]}, set()),
         ({"include": ["reasoning.encrypted_content", "new.thing"]}, {"include.new.thing"}),
     ],
 )  # fmt: skip
@@ -273,6 +309,11 @@ def test_an_effort_becomes_the_nearest_that_the_template_names() -> None:
         assert nearest_effort(asked, source) == found
     assert nearest_effort("none", "") == "low"
     assert nearest_effort("my own", "") == "my own"
+
+
+def test_a_byte_order_mark_may_stand_before_a_body() -> None:
+    body, headers = codecs.BOM_UTF8 + json.dumps(CHAT).encode(), {"content-type": "application/json"}
+    assert App(ScriptedEngine()).request("POST", CHAT_PATH, content=body, headers=headers).status_code == 200
 
 
 @pytest.mark.parametrize("coding", ["gzip", "deflate"])

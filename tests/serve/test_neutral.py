@@ -36,7 +36,7 @@ OURS: dict[str, list[Any]] = {
     "frequency_penalty": [None, 0, 0.0],
     "ignore_eos": [None, False],
     "include_stop_str_in_output": [None, False],
-    "logit_bias": [None, {}],
+    "logit_bias": [None, {}, []],
     "logprobs": [None, False],
     "max_completion_tokens": [None, -1],
     "max_tokens": [None, -1],
@@ -53,7 +53,7 @@ OURS: dict[str, list[Any]] = {
     "seed": [None, -1],
     "session_id": [None, -1],
     "skip_special_tokens": [None, True],
-    "stop": [None, []],
+    "stop": [None, [], ""],
     "stop_token_ids": [None, []],
     "stream": [None, False],
     "stream_options": [None],
@@ -183,6 +183,40 @@ def test_what_minus_one_means() -> None:
 
 def test_one_text_is_one_message_of_the_user() -> None:
     assert chat(messages="Hi")[0].prompt_ids == chat(messages=[{"role": "user", "content": "Hi"}])[0].prompt_ids
+
+
+@pytest.mark.parametrize("switch", ["enable_thinking", "thinking"])
+@pytest.mark.parametrize(
+    ("asked", "thinks"),
+    [
+        ({"thinking": {"type": "enabled", "budget_tokens": 99}}, True),
+        ({"thinking": {"type": "adaptive"}}, True),
+        ({"thinking": {"type": "disabled"}, "enable_thinking": False}, False),
+        ({"reasoning": {"effort": "high", "exclude": True, "max_tokens": None}}, True),
+        ({"reasoning": {"effort": "none"}}, False),
+        ({"reasoning": {"enabled": False}}, False),
+        ({"enable_thinking": True}, True),
+        ({"chat_template_kwargs": {"thinking": True}}, True),
+    ],
+)
+def test_every_way_to_ask_for_thoughts_sets_the_templates_switch(
+    monkeypatch: pytest.MonkeyPatch, switch: str, asked: dict[str, Any], thinks: bool
+) -> None:
+    source = "{% if " + switch + " is not defined %}-{% elif " + switch + " %}yes{% else %}no{% endif %}"
+    monkeypatch.setattr(TOKENIZER, "chat_template", ChatTemplate(source))
+    assert chat(**asked)[0].prompt_ids == TOKENIZER.encode("yes" if thinks else "no", False)
+    assert chat()[0].prompt_ids == TOKENIZER.encode("-", False)
+
+
+def test_other_ways_to_ask_for_thoughts_are_read_as_our_own() -> None:
+    body = validate(CHAT | {"reasoning": {"max_tokens": 5, "exclude": True}}, ChatCompletionRequest)
+    assert (body.thinking_token_budget, body.include_reasoning) == (5, False)
+    with pytest.raises(RequestError, match=r"reasoning.effort differs from reasoning_effort"):
+        chat(reasoning={"effort": "low"}, reasoning_effort="high")
+    with pytest.raises(RequestError, match="unknown field 'mood'"):
+        chat(thinking={"type": "enabled", "mood": 1})
+    with pytest.raises(RequestError, match="enable_thinking"):
+        chat(thinking={"type": "perhaps"})
 
 
 def test_a_switch_for_thoughts_reaches_a_template_that_has_it(monkeypatch: pytest.MonkeyPatch) -> None:

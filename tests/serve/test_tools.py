@@ -268,7 +268,7 @@ PAST = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{
         ({"tool_choice": {"type": "function", "function": {"name": "h"}}}, "tool_choice", "'h' is not in tools"),
         ({"tools": [*TOOLS, TOOLS[0]]}, "tools", "same name"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools", "pattern"),
-        ({"tools": [{"type": "web_search"}]}, "tools", "function"),
+        ({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools", "function"),
         ({"tools": [TOOLS[0]] * 1025}, "tools", "1024"),
         ({"separate_reasoning": True, "reasoning_format": "none"}, "reasoning_format", "differ"),
         ({"separate_reasoning": False, "include_reasoning": False}, "include_reasoning", "differ"),

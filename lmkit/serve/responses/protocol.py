@@ -14,7 +14,7 @@ from lmkit.serve.protocol import ChatExtensions, Metadata, ModelName, never_cut
 from lmkit.serve.serving import new_id
 from lmkit.strict import LAZY, NULL, No, Nullable, Schema, Strict, given, goes_with
 from lmkit.text.chat.conversation import MAX_MESSAGES, MAX_TOOLS, CalledName, Effort, ToolName, check_parts
-from lmkit.text.messages import DETAILS, MAX_NAME_CHARS
+from lmkit.text.messages import DETAILS, MAX_NAME_CHARS, said
 
 Status = Literal["in_progress", "completed", "incomplete"]
 TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
@@ -42,9 +42,10 @@ class ImagePart(Nullable):
 
 
 def _parts(value: Any) -> Any:
-    """A text is a list of one part. Parts that are no text are refused by their type."""
+    """A text is a list of one part, a refusal a text. Parts that are no text are refused by their type."""
     if isinstance(value, str):
         return [{"type": "input_text", "text": value}]
+    value = list(map(said, value)) if isinstance(value, list) else value
     for part in value if isinstance(value, list) else ():
         kind = part.get("type") if isinstance(part, dict) else None
         if isinstance(kind, str) and kind not in TEXTS:
@@ -56,6 +57,7 @@ def _parts_and_images(value: Any) -> Any:
     """As `_parts`, and images may stand beside the texts."""
     if not isinstance(value, list):
         return _parts(value)
+    value = list(map(said, value))
     _parts([part for part in value if not (isinstance(part, dict) and part.get("type") == "input_image")])
     return value
 
@@ -296,6 +298,7 @@ class Prompt(ChatExtensions):
         "background": (None, False),
         "context_management": (None, []),
         "personality": (None,),
+        "previous_input_messages": (None, []),
         "prompt": (None,),
     }
 

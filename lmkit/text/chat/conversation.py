@@ -16,7 +16,7 @@ from pydantic import (
 )
 
 from lmkit import neutral
-from lmkit.hints import ignore
+from lmkit.hints import ignore, without_foreign
 from lmkit.strict import OF_MODEL, Nullable, Schema, Strict
 from lmkit.text.chat import given
 from lmkit.text.messages import (
@@ -57,6 +57,33 @@ def _arguments(value: Any) -> Any:
     if value is None:
         return "{}"
     return json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else value
+
+
+THOUGHT_PARTS = ("thinking", "reasoning", "redacted_thinking")  # of the assistant's content
+
+
+def _with_thoughts(message: dict[str, Any]) -> dict[str, Any]:
+    """A message of the assistant whose reasoning is not among the parts of its content."""
+    content = message.get("content")
+    if not isinstance(content, list) or not any(_is_thought(part) for part in content):
+        return message
+    told = "".join(_thought(part) for part in content if _is_thought(part))
+    kept = {"content": [part for part in content if not _is_thought(part)]}
+    if message.get("reasoning") or message.get("reasoning_content") or not told:
+        return message | kept if ignore("content.thinking") else message
+    return message | kept | {"reasoning_content": told}
+
+
+def _is_thought(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") in THOUGHT_PARTS
+
+
+def _thought(part: dict[str, Any]) -> str:
+    """The text of a part with reasoning. Mistral's has a list of parts for it; an encrypted one has none."""
+    told = next((part[name] for name in ("thinking", "reasoning", "text") if part.get(name) is not None), "")
+    items = told if isinstance(told, list) else [told]
+    texts = [item.get("text") if isinstance(item, dict) else item for item in items]
+    return "".join(text for text in texts if isinstance(text, str))
 
 
 CalledName = Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)]
@@ -104,6 +131,7 @@ class ChatMessage(Strict):
         """Without notes that another role's messages have, and with a refusal as the text that it was."""
         if not isinstance(data, dict):
             return data
+        data = _with_thoughts(data) if data.get("role") == "assistant" else data
         role, given = data.get("role"), {name for name, value in data.items() if value not in (None, "", [])}
         for name in given & {"reasoning", "reasoning_content", "tool_call_id"}:
             if role != ("tool" if name == "tool_call_id" else "assistant") and ignore(name):
@@ -153,10 +181,15 @@ Messages = Annotated[
 ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
 
 
+def _schema(value: Any) -> Any:
+    """PHP writes an object without fields as a list."""
+    return {} if value == [] else value
+
+
 class Function(Nullable):
     name: ToolName
     description: str | None = None
-    parameters: dict[str, Any] | None = None  # a JSON schema
+    parameters: Annotated[dict[str, Any] | None, BeforeValidator(_schema)] = None  # a JSON schema
     strict: bool | None = None  # a schema that cannot be held is refused
 
 
@@ -184,7 +217,21 @@ class AllowedTools(Strict):
     allowed_tools: _Allowed
 
 
-ToolChoice = Literal["none", "auto", "required"] | Annotated[NamedFunction | AllowedTools, Field(discriminator="type")]
+def _choice(value: Any) -> Any:
+    """Mistral's word for `required` as OpenAI's."""
+    return "required" if value == "any" else value
+
+
+def _functions(value: Any) -> Any:
+    """Tools without those that another server would run by itself. Raises ValueError where they are no hints."""
+    own = ("function", "custom")
+    return without_foreign(value, own, "tools", "send functions") if isinstance(value, list) else value
+
+
+ToolChoice = Annotated[
+    Literal["none", "auto", "required"] | Annotated[NamedFunction | AllowedTools, Field(discriminator="type")],
+    BeforeValidator(_choice),
+]
 
 
 def _template_variables(value: Any) -> dict[str, Any]:
@@ -204,7 +251,7 @@ TemplateVariables = Annotated[
 class ToolOptions(Strict):
     """The tools of a chat, and how an answer may call them. None means the default."""
 
-    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS), BeforeValidator(_functions)] | None = None
     tool_choice: ToolChoice | None = None  # default auto
     parallel_tool_calls: bool | None = None  # default true, and false for a function by name
 

@@ -5,15 +5,13 @@ from __future__ import annotations
 from typing import get_args
 
 from lmkit.strict import NULL, OF_MODEL, Schema
-from lmkit.text.messages import DETAILS, IMAGE_PARTS, Role
+from lmkit.text.messages import DETAILS, IMAGE_PARTS, TEXT_PARTS, Role
 
 
-def _part(kind: str, value: Schema) -> Schema:
-    return {
-        "type": "object",
-        "properties": {"type": {"const": kind}, kind: value},
-        "required": ["type", kind],
-    }
+def _part(kind: str, value: Schema, own: str = "") -> Schema:
+    """Of a part whose value is in the field `own`, by default that of its kind."""
+    own = own or kind
+    return {"type": "object", "properties": {"type": {"const": kind}, own: value}, "required": ["type", own]}
 
 
 _STRING: Schema = {"type": "string"}
@@ -22,10 +20,11 @@ _URL: Schema = {
     "properties": {"url": _STRING, "detail": {"enum": [None, *DETAILS]}},
     "required": ["url"],
 }
-_TEXTS: Schema = {"type": "array", "items": _part("text", _STRING)}
+_TEXT = [_part(kind, _STRING, own) for kind, own in TEXT_PARTS.items()]
+_TEXTS: Schema = {"type": "array", "items": {"anyOf": _TEXT}}
 _IMAGES = [_part(kind, {"anyOf": [_STRING, _URL]}) | {OF_MODEL: "image"} for kind in IMAGE_PARTS]
 CONTENT: Schema = {
-    "anyOf": [_STRING, {"type": "array", "items": {"anyOf": [_part("text", _STRING), *_IMAGES]}}, NULL],
+    "anyOf": [_STRING, {"type": "array", "items": {"anyOf": [*_TEXT, *_IMAGES]}}, NULL],
     "default": None,
 }
 _NO_IMAGES: Schema = {"anyOf": [_STRING, _TEXTS]}
