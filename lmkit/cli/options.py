@@ -27,7 +27,9 @@ def takes(**makers: Maker) -> Callable[[Callable[..., None]], Callable[..., None
         shared = {name: _parameters(maker) for name, maker in makers.items()}
 
         def run(**given: Any) -> None:
-            made = {name: makers[name](**{p.name: given.pop(p.name) for p in ps}) for name, ps in shared.items()}
+            made = {
+                name: makers[name](**{p.name: given.pop(p.name, p.default) for p in ps}) for name, ps in shared.items()
+            }
             command(**given, **made)
 
         every = [*own, *(p for parameters in shared.values() for p in parameters)]

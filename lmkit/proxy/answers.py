@@ -52,9 +52,8 @@ def become_whole(answer: Answer, events: bytes) -> None:
     left_out = (b"content-type", b"cache-control", b"x-accel-buffering", b"content-length")
     fields = [(name, value) for name, value in answer.raw_headers if name.lower() not in left_out]
     answer.read_body = found[2]
-    answer.raw_headers = [
-        *fields, (b"content-type", b"application/json"), (b"content-length", b"%d" % len(found[2]))
-    ]  # fmt: skip
+    length = b"%d" % len(found[2])
+    answer.raw_headers = (*fields, (b"content-type", b"application/json"), (b"content-length", length))
 
 
 @asynccontextmanager

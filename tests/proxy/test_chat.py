@@ -34,7 +34,7 @@ async def run(target: str, capsys: pytest.CaptureFixture[str], **options: Any) -
         ("model", "prompt", "system", "temperature", "top_p", "max_tokens", "seed", "api_key")
     )
     defaults["plain"] = False
-    await asyncio.to_thread(chat, target, **{**defaults, **options})
+    await asyncio.to_thread(chat, target=target, **{**defaults, **options})
     return capsys.readouterr().out
 
 
