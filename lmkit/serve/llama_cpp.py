@@ -64,8 +64,10 @@ class InfillRequest(NativeRequest):
 
 def _prompt(value: Any) -> Any:
     """Prompts without llama.cpp's objects around texts. Raises RequestError for one with images."""
-    if isinstance(value, list):
-        return [_prompt(item) for item in value]
+    return list(map(_text, value)) if isinstance(value, list) else _text(value)
+
+
+def _text(value: Any) -> Any:
     if not isinstance(value, dict) or "prompt_string" not in value:
         return value
     if value.get("multimodal_data"):

@@ -33,7 +33,8 @@ def message_parts(content: list[Any]) -> list[str | ImagePart]:
 
 def _part(part: Any) -> str | ImagePart:
     kind = part.get("type") if isinstance(part, dict) else None
-    own = TEXT_PARTS.get(kind, kind) if isinstance(kind, str) else None
+    kind = kind if isinstance(kind, str) else ""
+    own = TEXT_PARTS.get(kind, kind)
     if kind in (*TEXT_PARTS, *IMAGE_PARTS):
         part = {name: value for name, value in part.items() if name in ("type", own) or not ignore(name)}
     if kind in TEXT_PARTS and part.keys() == {"type", own}:

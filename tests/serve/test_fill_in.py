@@ -122,6 +122,10 @@ def test_llama_cpps_forms_of_a_native_completion(served: tuple[App, ScriptedEngi
     assert [answer["content"] for answer in several] == ["return 1"] * 2
     image = app.post("/completion", {"prompt": {"prompt_string": "Hi", "multimodal_data": ["x"]}})
     assert (image.status_code, image.json()["error"]["param"]) == (400, "prompt")
+    nested: Any = "Hi"
+    for _ in range(700):
+        nested = [nested]
+    assert app.post("/completion", {"prompt": nested}).status_code == 400
 
 
 def test_a_model_without_marks_refuses_by_name() -> None:

@@ -48,6 +48,15 @@ def test_a_field_that_changes_nothing_is_left_out_and_named(path: str, field: st
     assert field in strict.text
 
 
+@pytest.mark.parametrize("kind", [[], {}, None, 5, "nonsense"])
+@pytest.mark.parametrize("role", ["user", "assistant"])
+def test_a_part_of_no_known_kind_is_refused(role: str, kind: Any) -> None:
+    turns = [{"role": role, "content": [{"type": kind}]}, {"role": "user", "content": "Hi"}]
+    answer = App(ScriptedEngine()).post("/v1/chat/completions", BODIES["/v1/chat/completions"] | {"messages": turns})
+    assert answer.status_code == 400
+    assert "only parts" in answer.text
+
+
 @pytest.mark.parametrize("path", BODIES)
 @pytest.mark.parametrize("field", ["stop_words", "max_length", "beam_width", "bad_words_ids", "temprature", "tenant"])
 def test_a_field_that_would_change_the_answer_is_refused(path: str, field: str) -> None:
