@@ -183,7 +183,7 @@ class Forwarder:
                     log.warning("node %s gave no usable answer to a request: %s", node.url, failure)
                     moves.resend(node)
                     self._record(node, good=False)
-            if moves.total:  # a node has seen the request
+            if moves.total or call.journal.has_begun:  # a node has seen the request
                 error = RequestError("bad_gateway", "no node answered the request")
             if client.started:
                 error = RequestError("bad_gateway", "the node broke off in the middle of its answer")
@@ -243,7 +243,7 @@ class Forwarder:
             seconds = time.perf_counter() - start
             self._registry.answered(node, call.model, answer.status, seconds)
             self._metrics.first_byte.observe(seconds)
-            goes_on = client.started or call.journal.has_tokens
+            goes_on = client.started or call.journal.has_begun
             begun = call.journal.begin(answer.headers.get(STREAM_HEADER))
             code = answer.headers.get(_ERROR_HEADER) if answer.status == 503 else None
             if code == b"shutting_down" and node.origin == "registered":
@@ -253,11 +253,12 @@ class Forwarder:
             is_away = code in _AWAY or (goes_on and code not in (None, b"engine_unavailable"))
             if is_away and (call.last or goes_on) and self._may_wait(call, moves):
                 return False
-            if goes_on and not begun:  # it cannot go on with the answer
-                moves.move(None)
+            if goes_on and not begun:
                 if not client.started:
                     call.journal.forget()
-                return False
+                if client.started or _takes_notes(node):  # it cannot go on with the answer; others begin it anew
+                    moves.move(None)
+                    return False
             if answer.status == 503:
                 if moves.may_resend and code == b"engine_unavailable":
                     raise _EngineDownError
@@ -292,6 +293,9 @@ class Forwarder:
             events = bytearray()
 
             async def gather(_: bytes, ready: bytes) -> None:
+                if not journal.reserve(len(ready)):
+                    message = "the answer does not fit the proxy's memory for bodies; try again later"
+                    raise RequestError("overloaded", message)
                 events.extend(ready)
 
             if not await self._follow(node, answer, call, client, tried, moves, gather):
@@ -381,8 +385,13 @@ class Forwarder:
             (b"via", b"1.1 " + self._own_via),
         ]
         if node.key is not None:
-            if node.config.tenants == "header":
+            if _takes_notes(node):
                 headers += [call.journal.header(), (WHOLE_HEADER, b"1")]
                 body = call.journal.known() + body
             headers.append((b"authorization", b"Bearer " + node.key.encode()))
         return url, headers, body
+
+
+def _takes_notes(node: Node) -> bool:
+    """Whether the node is asked to write notes, and gets those of other nodes: see `web.resume`."""
+    return node.key is not None and node.config.tenants == "header"

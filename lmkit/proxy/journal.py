@@ -52,14 +52,15 @@ class Journal:
         return fits
 
     @property
-    def has_tokens(self) -> bool:
-        return bool(self._entries)
+    def has_begun(self) -> bool:
+        """A node has begun the answer in a way that another one can go on with."""
+        return bool(self._identity.fingerprint)
 
     def forget(self) -> None:
         """The next node begins the answer again: the client has nothing of it."""
-        self._share.add(-len(self._entries))
-        self._entries.clear()
-        self._identity, self.is_open = self._identity._replace(fingerprint=""), False
+        self._identity = self._identity._replace(fingerprint="")
+        self._events, self._held, self._noted = WholeEvents(), b"", False
+        self._close()
 
     def feed(self, data: bytes) -> bytes:
         """Add a piece of the answer. Returns the events that the client may have."""
@@ -91,12 +92,15 @@ class Journal:
             return
         fits = len(self._entries) + len(entry) + 1 < MAX_JOURNAL_BYTES
         if not self._noted or not fits or not self.reserve(len(entry) + 1):
-            self.is_open = False
-            self._share.add(-len(self._entries))
-            self._entries.clear()
+            self._close()
         else:
             self._entries += entry + b","
             self.num_notes += 1
+
+    def _close(self) -> None:
+        self.is_open = False
+        self._share.add(-len(self._entries))
+        self._entries.clear()
 
     def reserve(self, num_bytes: int) -> bool:
         """Pay for bytes that are kept until the call ends. False: there is no room."""

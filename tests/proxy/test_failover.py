@@ -207,6 +207,41 @@ async def test_an_answer_that_another_model_began_is_begun_again() -> None:
         assert b.requests[-1].body == BODY
 
 
+@pytest.mark.parametrize("left", [NOTE + b'data: {"ans', NOTE, WHOLE], ids=["half an answer", "a note", "no note"])
+async def test_an_answer_that_another_kind_of_server_begins_again_has_nothing_of_the_first(left: bytes) -> None:
+    async def plain(exchange: Exchange) -> None:
+        await exchange.write(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n")
+        await exchange.chunk(b'{"answer":')
+        await exchange.chunk(b" 2}")
+        await exchange.end()
+
+    async with (
+        nodes(keyed("a", notes_whole(left, ends=False)), FakeNode("b", script=plain)) as (a, b),
+        proxy_for(a, b, policy="round_robin") as (_, url),
+        client(url) as http,
+    ):
+        assert (await http.post(CHAT, content=BODY)).text == '{"answer": 2}'
+        assert b.requests[-1].body == BODY
+
+
+async def test_an_answer_that_is_no_stream_counts_in_the_memory_for_bodies() -> None:
+    large = notes_whole(b'data: "' + b"x" * 5000 + b'"\n\n' + END, ends=True)
+    limits = {"max_body_bytes": 4096, "body_memory": 4096}
+    async with nodes(keyed("a", large)) as (a,), proxy_for(a, **limits) as (_, url), client(url) as http:
+        answer = await http.post(CHAT, content=BODY)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "overloaded")
+
+
+async def test_an_answer_whose_nodes_all_break_is_an_error_of_the_nodes() -> None:
+    async with (
+        nodes(keyed("a", notes_whole(NOTE, ends=False))) as (a,),
+        proxy_for(a, node_wait=0) as (_, url),
+        client(url) as http,
+    ):
+        answer = await http.post(CHAT, content=BODY)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (502, "bad_gateway")
+
+
 async def test_the_error_of_an_answer_that_is_no_stream_has_its_status() -> None:
     failed = notes_whole(NOTE, ERROR.encode() + b'event: 422\ndata: {"error": "x"}\n\n', ends=True)
     async with nodes(keyed("a", failed)) as (a,), proxy_for(a) as (_, url), client(url) as http:
