@@ -58,7 +58,7 @@ class Decoder:
         self.per_layer = None if per_layer is None else PerLayerVectors(per_layer, spec.norm_eps, device, dtype)
         turned = dict.fromkeys(layer.rope for layer in spec.layers if layer.kv is not None)
         self.ropes = {rope: Rope(rope, device) for rope in turned}
-        self._angles_of = [list(turned).index(layer.spec.rope) if layer.spec.kv else -1 for layer in layers]
+        self._angles_of = [list(turned).index(layer.rope) if layer.kv else -1 for layer in spec.layers]
         self.embedding = ops.embedding.select(device)
         self.add_positions = ops.add_positions.select(device)
         self.rms_norm = ops.rms_norm.select(device)
@@ -137,7 +137,7 @@ class Decoder:
             if layer.index in kept:
                 self.keep(delta, residual, kept[layer.index][: len(delta)])
             delta, residual = layer(
-                delta, residual, batch, angles[self._angles_of[place]], kv_layer, logits_only=of_rows
+                delta, residual, batch, angles[self._angles_of[layer.index]], kv_layer, logits_only=of_rows
             )
             if layer.index < self.spec.deep_layers and batch.image_rows is not None and batch.image_values is not None:
                 delta[batch.image_rows] += batch.image_values.chunk(self.spec.deep_layers + 1, -1)[layer.index + 1]

@@ -129,7 +129,6 @@ def test_kl_is_that_of_the_model_with_one_group_rounded(source: Path, monkeypatc
     def log_probs(rounded: Group | None, scheme: QuantScheme | None) -> torch.Tensor:
         decoder = model.head()
         decoder.layers = [model.layer(i, torch.float32) for i in range(2)]
-        decoder._angles_of = [0, 0]
         if rounded is not None and scheme is not None:
             weights = decoder.layers[rounded.layer].weights
             weights.update({role: quantize(weights[role], scheme) for role in rounded.modules})  # type: ignore[arg-type]
