@@ -46,6 +46,13 @@ def mistake(*words: str | Path) -> str:
     return str(result.exception)
 
 
+@pytest.mark.parametrize(("given", "size"), [("0", 0), ("2M", 2 << 20)])
+def test_a_size_may_be_nothing_where_that_means_something(given: str, size: int) -> None:
+    """--response-store 0 stores no responses; --kv-memory 0 is no size."""
+    assert printed("demo", "--response-store", given)["response_store"][0] == str(size)
+    assert "kv-memory" in mistake("serve", "--print-config", "demo", "--kv-memory", "0")
+
+
 def test_a_file_gives_options(file: Path) -> None:
     options = printed("--config", file)
     assert options["model"] == ("demo", f"{file}:1: model")
