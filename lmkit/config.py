@@ -20,7 +20,7 @@ import msgspec
 from lmkit import choices, cores, other_names
 from lmkit.checked import CheckedMeta
 from lmkit.errors import ConfigError, UnsupportedError
-from lmkit.kv_dtype import KVName
+from lmkit.kv_dtype import KVDtype, KVName, asked_kv_dtype
 from lmkit.option import Option, options_of
 
 T = TypeVar("T")
@@ -303,6 +303,11 @@ class EngineConfig(StrictStruct, frozen=True, kw_only=True, metaclass=_Sizes):
                 raise ConfigError(f"adapters: the name {name!r} stands there twice")
             folders[name] = folder
         return folders
+
+    @property
+    def asked_kv(self) -> KVDtype | None:
+        """The storage that `kv_dtype` names; None for auto."""
+        return asked_kv_dtype(self.kv_dtype)
 
     @property
     def num_ranks(self) -> int:

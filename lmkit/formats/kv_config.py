@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, cast
 
 import msgspec
 import numpy as np
@@ -19,7 +19,7 @@ from lmkit.config import PositiveInt, StrictStruct
 from lmkit.errors import CheckpointError
 from lmkit.formats.atomic import write_file
 from lmkit.jsonfile import read_json, to_json
-from lmkit.kv_dtype import INT4, KV_DTYPES, CodedName, KVDtype
+from lmkit.kv_dtype import KV_DTYPES, CodedName, KVDtype
 
 FILE_NAME = "kv_config.json"
 FORMAT, VERSIONS = "lmkit-kv-config", (2, 3)  # 3 has `balance`, `first_key`, `first_value` and `values_turned`
@@ -81,8 +81,9 @@ class KVLayerConfig(StrictStruct, frozen=True, kw_only=True):
 
     def problem(self, num_kv_heads: int, head_dim: int) -> str | None:
         """The reason why this cannot be a layer of such a model, or None."""
-        if head_dim % 2 and INT4.name in (self.k, self.v):
-            return f"{INT4} needs an even head_dim, not {head_dim}"
+        for dtype in (KV_DTYPES[name] for name in (self.k, self.v) if name in KV_DTYPES):
+            if head_dim * dtype.bits % 8:
+                return f"{dtype} needs an even head_dim, not {head_dim}"
         if self.hadamard and head_dim & (head_dim - 1):
             return f"hadamard needs a head_dim that is a power of two, not {head_dim}"
         if self.hadamard and self.balance is not None:
@@ -144,6 +145,11 @@ class KVConfig(StrictStruct, frozen=True, kw_only=True):
         """Storage types of a layer's (K, V); dense ones are `dense`."""
         stored = self.layers[layer]
         return KV_DTYPES.get(stored.k, dense), KV_DTYPES.get(stored.v, dense)
+
+
+def storage_name(dtype: KVDtype | None) -> Storage:
+    """The name of a coded type in the file; None = dense."""
+    return cast(Storage, "dense" if dtype is None else dtype.name)
 
 
 def load_kv_config(folder: str | Path) -> KVConfig | None:

@@ -27,7 +27,7 @@ from torch import Tensor
 from lmkit.attention_spec import AttentionSpec
 from lmkit.kernels.delta import DeltaStates, DeltaWeights
 from lmkit.kernels.registry import op
-from lmkit.kv_dtype import INT4, KVDtype
+from lmkit.kv_dtype import KVDtype
 
 FP8_MAX = 448.0
 ACTIVATIONS = ("silu", "gelu_tanh", "clamped_swish")  # of gated linears
@@ -92,7 +92,7 @@ class KVTensor:
     @property
     def dim(self) -> int:
         """D"""
-        return self.data.shape[3] * (2 if self.dtype == INT4 else 1)
+        return self.dtype.values(self.data.shape[3])
 
 
 @dataclass(frozen=True)

@@ -129,9 +129,8 @@ def allocate_kv(
 
     def tensor(dtype: KVDtype) -> KVTensor:
         shape = (num_blocks, num_kv_heads, block_size)
-        element = torch.uint8 if dtype.coded else getattr(torch, dtype.name)
-        data = zeros((*shape, dtype.columns(head_dim)), element, device)
-        params = zeros((*shape, 2) if dtype.coded else (0,), torch.float16, device)
+        data = zeros((*shape, dtype.columns(head_dim)), getattr(torch, dtype.element), device)
+        params = zeros((*shape, count) if (count := dtype.num_params(head_dim)) else (0,), torch.float16, device)
         return KVTensor(data, params, dtype)
 
     return KVLayer(tensor(dtypes[0]), tensor(dtypes[1]))

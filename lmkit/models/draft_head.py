@@ -25,6 +25,7 @@ from lmkit.formats.checkpoint import CheckpointReader
 from lmkit.formats.hub import DEMO, DEMO_HEAD
 from lmkit.kernels.cuda.module import tensor_device
 from lmkit.kernels.ops import Norm
+from lmkit.kv_dtype import BFLOAT16, KVDtype, dense_kv_dtype
 from lmkit.layers.attention import Attention
 from lmkit.layers.batch import BatchInputs, KVLayer, Projected
 from lmkit.layers.blocks.attention import SelfAttentionSpec
@@ -65,9 +66,9 @@ class Place:
         return tensor_device(self.device)
 
     @property
-    def kv_dtype(self) -> str:
+    def kv_dtype(self) -> KVDtype:
         """The type of the head's keys and values."""
-        return "bfloat16" if self.device == "cpu" else str(self.dtype).removeprefix("torch.")
+        return BFLOAT16 if self.device == "cpu" else dense_kv_dtype(self.dtype)
 
     @property
     def activations(self) -> str:

@@ -15,7 +15,7 @@ from lmkit.formats.kv_config import KVConfig, KVLayerConfig, load_kv_config
 from lmkit.formats.kv_scheme import KVScheme, parse_kv_scheme
 from lmkit.kernels import ops
 from lmkit.kernels.cuda.module import tensor_device
-from lmkit.kv_dtype import INT4, KVDtype, kv_dtype
+from lmkit.kv_dtype import KVDtype
 from lmkit.layers.batch import KVLayer, allocate_state
 from lmkit.layers.rope import Rope
 from lmkit.layers.rope_spec import RopeSpec
@@ -51,19 +51,20 @@ def storage_text(storages: Sequence[KVStorage]) -> str:
 
 
 def is_uncalibrated(spec: ModelSpec, storages: Sequence[KVStorage]) -> bool:
-    """Whether a layer has INT4 keys that calibration would change, and did not."""
-    plain = (s.k == INT4 and s.transform == PLAIN for s in storages)
+    """Whether a layer has keys that need a calibration and have had none."""
+    plain = (s.k.needs_calibration and s.transform == PLAIN for s in storages)
     return any(p and layer.kv is not None and not layer.kv.shared for p, layer in zip(plain, spec.layers, strict=True))
 
 
-def resolve_storage(reader: CheckpointReader, spec: ModelSpec, asked: str, dense: str) -> list[KVStorage]:
-    """Each layer's storage. `asked` is a storage type for all layers, or "auto": the checkpoint's kv_config.json, else
-    its kv_cache_scheme, else `dense`.
+def resolve_storage(
+    reader: CheckpointReader, spec: ModelSpec, given: KVDtype | None, dense: KVDtype
+) -> list[KVStorage]:
+    """Each layer's storage. `given` is asked for, for all layers; None: the checkpoint's kv_config.json, else its
+    kv_cache_scheme, else `dense`.
 
-    A storage type that is asked for keeps the kv_config.json's treatment of keys, if keys become codes in it. Raises
+    A type that is asked for keeps the kv_config.json's treatment of keys, if keys become codes in it. Raises
     CheckpointError for files that cannot be honoured.
     """
-    given = None if asked == "auto" else kv_dtype(asked)
     config = load_kv_config(reader.path)
     is_described = config is not None or (given is None and parse_kv_scheme(reader.config) is not None)
     if is_described and any(layer.kv is not None and layer.kv.shared for layer in spec.kinds):
@@ -78,12 +79,12 @@ def resolve_storage(reader: CheckpointReader, spec: ModelSpec, asked: str, dense
         for kv in {layer.kv for layer in spec.kinds if layer.kv is not None}:
             config.check(spec.num_layers, kv.num_heads, kv.head_dim)
         of_layers = enumerate(spec.layers)
-        return _filled(spec, [_configured(config, layer, index, kv_dtype(dense), given) for index, layer in of_layers])
+        return _filled(spec, [_configured(config, layer, index, dense, given) for index, layer in of_layers])
     scheme = parse_kv_scheme(reader.config) if given is None else None
     if scheme is not None:
         attending = {i: _fixed(reader, spec, scheme, i) for i, layer in enumerate(spec.layers) if layer.kv}
         return _filled(spec, [attending.get(i, next(iter(attending.values()))) for i in range(spec.num_layers)])
-    dtype = given or kv_dtype(dense)
+    dtype = given or dense
     return [KVStorage(dtype, dtype)] * spec.num_layers
 
 

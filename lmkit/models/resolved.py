@@ -14,6 +14,7 @@ import torch
 from lmkit.config import Activations
 from lmkit.formats.checkpoint import CheckpointReader
 from lmkit.formats.parts import FLOATS
+from lmkit.kv_dtype import KVDtype, dense_kv_dtype
 from lmkit.layers.linear import MergedLinear, Weights
 from lmkit.log import get_logger
 from lmkit.models import roles
@@ -170,7 +171,7 @@ def resolved(
     dtype: str = "auto",
     activations: Activations = "auto",
     lm_head: str = "auto",
-    kv_dtype: str = "auto",
+    kv_dtype: KVDtype | None = None,
     quantize: str = "none",
     attention_sinks: int = 0,
     shard: Shard = WHOLE,
@@ -179,7 +180,7 @@ def resolved(
     """Open a checkpoint; the end of the `with` closes it.
 
     `dtype` is that of dense weights (see resolve_dtype), and on a GPU that of activations too. `lm_head` int8 quantizes
-    the head. `kv_dtype` is a storage type for all layers, or auto (see resolve_storage). `quantize` rounds a dense
+    the head. `kv_dtype` is a storage type for all layers; None: see resolve_storage. `quantize` rounds a dense
     checkpoint's linears (see models.rounding). The first `attention_sinks` tokens stay visible to sliding windows.
     Raises CheckpointError, UnsupportedError, and ConfigError for sinks of a model without windows or for `quantize` of
     weights that are quantized already.
@@ -193,7 +194,7 @@ def resolved(
         if as_stored:
             source.reader.narrow()
         packing = Packing(device, weight_dtype, asked, lm_head, shard.rank, shard.tp, shard.ep, quantize, as_stored)
-        storages = resolve_storage(source.reader, source.spec, kv_dtype, weight_dtype)
+        storages = resolve_storage(source.reader, source.spec, kv_dtype, dense_kv_dtype(weight_dtype))
         heads = [layer.num_kv_heads for layer in source.spec.layers]
         storages = [shard.storage(storage, count) for storage, count in zip(storages, heads, strict=True)]
         yield ResolvedModel(source, packing, storages, shard, stage)

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from lmkit.config import PositiveInt, StrictStruct
+from lmkit.kv_dtype import FP8, INT4, INT8, KVDtype
 from lmkit.models.rounding import GROUPS
 from lmkit.qtensor import QuantScheme
 
@@ -95,6 +96,11 @@ class KVRecipe(StrictStruct, frozen=True):
         """Bits of a layer's keys and values."""
         own = self.layers.get(layer, KVLayerRecipe())
         return own.k_bits or self.bits, own.v_bits or self.bits
+
+    def stored(self, bits: int | str) -> KVDtype | None:
+        """The type of keys or values of so many bits; None = as the model computes."""
+        types: dict[int | str, KVDtype] = {8: FP8 if self.type == "fp8" else INT8, 4: INT4}
+        return types.get(bits)
 
     def balances(self, layer: int) -> bool:
         """Whether keys and queries of a layer are multiplied by matrices."""

@@ -16,7 +16,7 @@ from lmkit.formats.kv_config import KVConfig, KVLayerConfig, save_kv_config
 from lmkit.formats.kv_scheme import KVScheme
 from lmkit.kernels import ops
 from lmkit.kernels.reference.kv import mean_keys, read_blocks
-from lmkit.kv_dtype import BFLOAT16, FLOAT32, FP8, INT4, INT8
+from lmkit.kv_dtype import BFLOAT16, FLOAT32, FP8, INT4, INT8, KVDtype
 from lmkit.models import load_spec
 from lmkit.models.kv_storage import KVStorage, allocate, resolve_storage, table_bytes
 from lmkit.models.kv_transform import KVTransform
@@ -53,8 +53,8 @@ def scales(k: Any, v: Any) -> dict[str, Tensor]:
 
 def test_nothing_said(tmp_path: Path) -> None:
     source = reader(tmp_path)
-    assert resolve_storage(source, spec(), "auto", "bfloat16") == [KVStorage(BFLOAT16, BFLOAT16)] * 2
-    assert resolve_storage(source, spec(), "fp8", "bfloat16") == [KVStorage(FP8, FP8)] * 2
+    assert resolve_storage(source, spec(), None, BFLOAT16) == [KVStorage(BFLOAT16, BFLOAT16)] * 2
+    assert resolve_storage(source, spec(), FP8, BFLOAT16) == [KVStorage(FP8, FP8)] * 2
 
 
 def test_kv_config(tmp_path: Path) -> None:
@@ -64,22 +64,22 @@ def test_kv_config(tmp_path: Path) -> None:
         KVLayerConfig(k="dense", v="fp8", key_mean=MEAN, hadamard=True),
     )
     save_kv_config(KVConfig(num_kv_heads=2, head_dim=16, layers=layers), source.path)
-    first, second = resolve_storage(source, spec(), "auto", "float32")
+    first, second = resolve_storage(source, spec(), None, FLOAT32)
     assert first == KVStorage(INT4, FLOAT32, KVTransform(MEAN, hadamard=True))
     assert second == KVStorage(FLOAT32, FP8)
     int8 = KVStorage(INT8, INT8, KVTransform(MEAN, hadamard=True))
-    assert resolve_storage(source, spec(), "int8", "float32") == [int8] * 2
-    assert resolve_storage(source, spec(), "bfloat16", "float32") == [KVStorage(BFLOAT16, BFLOAT16)] * 2
+    assert resolve_storage(source, spec(), INT8, FLOAT32) == [int8] * 2
+    assert resolve_storage(source, spec(), BFLOAT16, FLOAT32) == [KVStorage(BFLOAT16, BFLOAT16)] * 2
     assert table_bytes(spec(), [first, second], 100) == 4 * 16 * 100
     assert table_bytes(spec(), [second, second], 100) == 0
     rope = {"rope_type": "dynamic", "factor": 3.0, "rope_theta": 10000.0}
     with pytest.raises(CheckpointError, match="layer 0: key_mean: angles depend on"):
-        resolve_storage(source, spec(rope_parameters=rope), "auto", "float32")
+        resolve_storage(source, spec(rope_parameters=rope), None, FLOAT32)
     layer = spec().layers[0]
     layer = layer.having(rope=dataclasses.replace(layer.rope, rotary_dim=2))
     partial = dataclasses.replace(spec(), layers=(layer, layer))
     with pytest.raises(CheckpointError, match="pair 1 does not turn, RoPE has 1 pairs"):
-        resolve_storage(source, partial, "auto", "float32")
+        resolve_storage(source, partial, None, FLOAT32)
 
 
 def test_heads_with_fewer_pairs(tmp_path: Path) -> None:
@@ -94,10 +94,10 @@ def test_heads_with_fewer_pairs(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [("int", INT8), ("float", FP8)])
-def test_static_scales_quantize(tmp_path: Path, kind: Any, dtype: str) -> None:
+def test_static_scales_quantize(tmp_path: Path, kind: Any, dtype: KVDtype) -> None:
     scheme = KVScheme(type=kind, strategy="attn_head").entry()
     source = reader(tmp_path, scales([[[0.5]], [[0.25]]], [[[0.125]], [[0.5]]]), scheme)
-    storage = resolve_storage(source, spec(), "auto", "float32")[1]
+    storage = resolve_storage(source, spec(), None, FLOAT32)[1]
     assert storage == KVStorage(dtype, dtype, k_scales=(0.5, 0.25), v_scales=(0.125, 0.5))
     kv = allocate(spec().layers[:1], [storage], 1, 4, 4)[0]
     x = torch.tensor([1.26, -3.1, 1000.0, -1000.0] * 4).expand(4, 2, 16)
@@ -115,12 +115,12 @@ def test_other_schemes(tmp_path: Path) -> None:
     scheme = KVScheme(type="float").entry()
     source = reader(tmp_path, scales([0.1], 0.2), scheme)
     (k_scale, _), (v_scale, _) = (
-        getattr(resolve_storage(source, spec(), "auto", "float32")[0], n) for n in ("k_scales", "v_scales")
+        getattr(resolve_storage(source, spec(), None, FLOAT32)[0], n) for n in ("k_scales", "v_scales")
     )
     assert (k_scale, v_scale) == (pytest.approx(0.1, rel=2**-11), pytest.approx(0.2, rel=2**-11))
-    assert resolve_storage(source, spec(), "int4", "float32") == [KVStorage(INT4, INT4)] * 2
+    assert resolve_storage(source, spec(), INT4, FLOAT32) == [KVStorage(INT4, INT4)] * 2
     source.config["quantization_config"]["kv_cache_scheme"]["dynamic"] = True
-    assert resolve_storage(source, spec(), "auto", "float32") == [KVStorage(FP8, FP8)] * 2
+    assert resolve_storage(source, spec(), None, FLOAT32) == [KVStorage(FP8, FP8)] * 2
 
 
 @pytest.mark.parametrize(
@@ -136,4 +136,4 @@ def test_other_schemes(tmp_path: Path) -> None:
 def test_scales_that_cannot_be_used(tmp_path: Path, tensors: dict[str, Tensor], message: str) -> None:
     source = reader(tmp_path, tensors, KVScheme(type="float").entry())
     with pytest.raises(CheckpointError, match=message):
-        resolve_storage(source, spec(), "auto", "float32")
+        resolve_storage(source, spec(), None, FLOAT32)

@@ -28,7 +28,7 @@ from lmkit.kernels.cuda.prefill import PART_KEYS, variant
 from lmkit.kernels.delta import ROW_FIELDS, DeltaStates, DeltaWeights
 from lmkit.kernels.ops import Balance, BatchGeometry, KeyMean, KVTensor, Norm
 from lmkit.kernels.registry import Implementation, Op
-from lmkit.kv_dtype import FLOAT16, FP8, INT4, INT8, KVDtype, kv_dtype
+from lmkit.kv_dtype import FLOAT16, FP8, INT4, INT8, KVDtype, dense_kv_dtype
 from lmkit.qtensor import QTensor, QuantScheme
 
 DEVICE = "meta"
@@ -87,7 +87,7 @@ def common() -> tuple[Kernel, ...]:
             _experts(half)
             _delta(half)
             for storage in STORAGES:
-                stored = kv_dtype(str(half).removeprefix("torch.")) if storage == FLOAT16 else storage
+                stored = dense_kv_dtype(half) if storage == FLOAT16 else storage
                 for heads in HEADS:
                     _attention(half, heads, stored)
                     if stored == INT4:  # with what `lmkit quantize --kv-bits 4` finds
@@ -320,7 +320,7 @@ def _balanced(k_cache: KVTensor, v_cache: KVTensor) -> tuple[KVTensor, KVTensor]
 
 
 def _kv(num_kv_heads: int, dim: int, storage: KVDtype) -> KVTensor:
-    element = torch.uint8 if storage.coded else getattr(torch, storage.name)
-    data = _empty(BLOCKS, num_kv_heads, BLOCK, storage.columns(dim), dtype=element)
-    params = _empty(*((BLOCKS, num_kv_heads, BLOCK, 2) if storage.coded else (0,)), dtype=torch.float16)
+    shape, count = (BLOCKS, num_kv_heads, BLOCK), storage.num_params(dim)
+    data = _empty(*shape, storage.columns(dim), dtype=getattr(torch, storage.element))
+    params = _empty(*((*shape, count) if count else (0,)), dtype=torch.float16)
     return KVTensor(data, params, storage)

@@ -10,7 +10,7 @@ from lmkit.kernels import latent_ops
 from lmkit.kernels.ops import KVTensor
 from lmkit.kernels.reference.kv import read_blocks
 from lmkit.kernels.registry import implements
-from lmkit.kv_dtype import kv_dtype
+from lmkit.kv_dtype import dense_kv_dtype
 
 
 @implements(latent_ops.kv_rows, "reference", device="any")
@@ -29,6 +29,4 @@ def plain_heads(rows: Tensor, keys: Tensor, values: Tensor) -> tuple[KVTensor, K
 
 def stored(heads: Tensor) -> KVTensor:
     """heads [heads, L, D] as storage of one block."""
-    return KVTensor(
-        heads[None], heads.new_empty(0, dtype=torch.float16), kv_dtype(str(heads.dtype).removeprefix("torch."))
-    )
+    return KVTensor(heads[None], heads.new_empty(0, dtype=torch.float16), dense_kv_dtype(heads.dtype))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lmkit.errors import ConfigError
 from lmkit.formats.checkpoint import CheckpointWriter
-from lmkit.formats.kv_config import KVConfig, KVLayerConfig, Storage
+from lmkit.formats.kv_config import KVConfig, KVLayerConfig, storage_name
 from lmkit.formats.kv_scheme import KVScheme
 from lmkit.layers.blocks.state import PagedKV
 from lmkit.log import get_logger
@@ -164,18 +164,18 @@ def make_kv_config(recipe: KVRecipe, spec: ModelSpec, stats: list[KVStats]) -> K
         override = recipe.layers.get(index, KVLayerRecipe())
         k_bits = override.k_bits or _k_bits(recipe, seen, index, chosen)
         v_bits = override.v_bits or chosen.get((index, "v")) or recipe.bits
-        k, v = (_storage(recipe, bits) for bits in (k_bits, v_bits))
+        k, v = (recipe.stored(bits) for bits in (k_bits, v_bits))
         found = seen.fit.transform
         layers.append(
             KVLayerConfig(
-                k=k,
-                v=v,
+                k=storage_name(k),
+                v=storage_name(v),
                 smoothing=seen.fit.smoothing,
-                key_mean=() if k == "dense" else found.key_mean,
-                hadamard=k != "dense" and found.hadamard,
-                balance=None if k == "dense" else found.balance,
-                first_key=None if k == "dense" else found.first_key,
-                first_value=None if v == "dense" else found.first_value,
+                key_mean=() if k is None else found.key_mean,
+                hadamard=k is not None and found.hadamard,
+                balance=None if k is None else found.balance,
+                first_key=None if k is None else found.first_key,
+                first_value=None if v is None else found.first_value,
                 values_turned=seen.fit.values_turned,
                 k_absmax=tuple(seen.k_absmax.amax(-1).tolist()),
                 v_absmax=tuple(seen.v_absmax.amax(-1).tolist()),
@@ -194,12 +194,6 @@ def _k_bits(recipe: KVRecipe, seen: KVStats, index: int, chosen: dict[tuple[int,
         log.warning("layer %d: keys have 8 bits: their mean is %.0f times what differs, and stays", index, ratio)
         return 8
     return bits
-
-
-def _storage(recipe: KVRecipe, bits: int | str) -> Storage:
-    if bits == 8:
-        return "fp8" if recipe.type == "fp8" else "int8"
-    return "int4" if bits == 4 else "dense"
 
 
 def _budgeted(recipe: KVRecipe, spec: ModelSpec, stats: list[KVStats]) -> dict[tuple[int, str], int]:

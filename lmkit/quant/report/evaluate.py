@@ -26,9 +26,10 @@ from lmkit.config import Activations, HeadStorage, KVStorageName, StrictStruct
 from lmkit.errors import ConfigError, UnsupportedError
 from lmkit.formats.hub import resolve_model_path
 from lmkit.kernels.cpu.collective import SharedRanks
+from lmkit.kv_dtype import FLOAT32, asked_kv_dtype
 from lmkit.layers.batch import KVLayer, whole_batch
 from lmkit.models.identity import resolve_activations
-from lmkit.models.kv_storage import allocate
+from lmkit.models.kv_storage import allocate, storage_text
 from lmkit.models.loader import load
 from lmkit.models.resolved import resolved
 from lmkit.models.shard import Shard
@@ -118,12 +119,12 @@ def evaluate(
         )
     if min(tp, ep) > 1 and tp != ep:
         raise ConfigError(f"tp={tp} and ep={ep}: the same processes share both; give one number, or leave one out")
-    options: dict[str, Any] = {"activations": activations, "lm_head": lm_head, "kv_dtype": kv_dtype}
+    options: dict[str, Any] = {"activations": activations, "lm_head": lm_head, "kv_dtype": asked_kv_dtype(kv_dtype)}
     options |= {"packed_cache": packed_cache}
     model = _Scorer(model_path, seq_len, shard=Shard(0, tp, ep), **options)
     reference = None
     if against is not None:
-        reference = _Scorer(against, seq_len, activations="exact", kv_dtype="float32")
+        reference = _Scorer(against, seq_len, activations="exact", kv_dtype=FLOAT32)
     if reference is not None and reference.vocab_size != model.vocab_size:
         raise ConfigError(
             f"{model_path} predicts {model.vocab_size} tokens, {against} {reference.vocab_size}: no comparison"
@@ -217,7 +218,7 @@ class _Scorer:
             self.decoder = load(model, packed_cache=packed_cache)
         num_blocks = -(-seq_len // BLOCK_SIZE)
         self.kv: list[KVLayer] = allocate(spec.layers, storages, num_blocks, BLOCK_SIZE, seq_len)
-        self.kv_dtype = " ".join(sorted({str(s.k) if s.k == s.v else f"{s.k}/{s.v}" for s in storages}))
+        self.kv_dtype = storage_text(storages)
         self.vocab_size = spec.vocab_size
 
     def parts(self, num_rows: int) -> Iterator[slice]:

@@ -11,7 +11,6 @@ from msgspec import structs
 
 from lmkit.config import EngineConfig
 from lmkit.errors import ConfigError
-from lmkit.kv_dtype import kv_dtype
 from lmkit.log import get_logger
 from lmkit.models import kv_storage
 from lmkit.models.decoder import Decoder
@@ -106,8 +105,7 @@ def resolved_head(config: EngineConfig, own: EngineConfig, source: HeadSource, f
             own = structs.replace(own, max_model_len=min(own.max_model_len, source.spec.max_position))
         slots, tokens = config.sequences_per_step, config.tokens_per_step
         streams = Streams.num_bytes(len(source.streams), source.spec.hidden_size, slots, tokens)
-        kind = kv_dtype(source.place.kv_dtype)
-        storage = KVStorage(kind, kind)
+        storage = KVStorage(source.place.kv_dtype, source.place.kv_dtype)
         try:
             memory = plan_memory(source.spec, own, [storage.dtypes], source.weight_bytes + streams, free)
         except ConfigError as error:

@@ -15,7 +15,7 @@ from lmkit.errors import ConfigError, UnsupportedError
 from lmkit.formats.generation_config import SamplingDefaults, read_defaults
 from lmkit.formats.sentences import Sentences, read_dimensions
 from lmkit.kernels.cuda.switches import turn_on
-from lmkit.kv_dtype import INT4, kv_dtype
+from lmkit.kv_dtype import dense_kv_dtype
 from lmkit.log import get_logger
 from lmkit.models.adapters import DecoderAdapters, Part
 from lmkit.models.decoder import Decoder
@@ -129,7 +129,7 @@ def load(model_path: str, config: EngineConfig, device: Device, rank: int = 0) -
         _announce(memory, model.storages, config)
         if spec.sees_all and classes is None:
             log.info("embeddings: %s", sentences.text(vector_size))
-        if config.kv_dtype == INT4.name and not rank and is_uncalibrated(spec, model.storages):
+        if config.asked_kv is not None and not rank and is_uncalibrated(spec, model.storages):
             command = f"{path} -o OUT --weights none" if model.source.format.name == "dense" else "ORIGINAL -o OUT"
             log.warning(UNCALIBRATED, command)
         if spec.sees_all and config.max_model_len is None and memory.max_model_len < spec.max_position:
@@ -218,8 +218,9 @@ def load_options(config: EngineConfig, rank: int = 0) -> dict[str, Any]:
         raise ConfigError(f"devices={config.devices} names GPUs of ranks: give as many as tp or ep, and device cuda")
     if config.num_processes > 1:
         _check_processes(config)
-    names = ("device", "dtype", "activations", "lm_head", "kv_dtype", "quantize", "attention_sinks")
+    names = ("device", "dtype", "activations", "lm_head", "quantize", "attention_sinks")
     return {name: getattr(config, name) for name in names} | {
+        "kv_dtype": config.asked_kv,
         "shard": Shard(rank if config.num_ranks > 1 else 0, config.tp, config.ep),
         "stage": Stage(rank if config.pp > 1 else 0, config.pp),
     }
@@ -241,6 +242,7 @@ def _check_alone(spec: ModelSpec, config: EngineConfig) -> None:
     if not (spec.is_recurrent or spec.sees_all):
         return
     has_tiers = config.device == "cpu" and not spec.sees_all and spec.has_kv  # of recurrent layers
+    kv = config.asked_kv
     given = {
         "adapters": spec.sees_all and bool(config.adapters),
         "adapter_root": spec.sees_all and config.adapter_root is not None,
@@ -252,7 +254,7 @@ def _check_alone(spec: ModelSpec, config: EngineConfig) -> None:
         "ep": config.ep > 1,
         "pp": config.pp > 1,
         "weights_memory": spec.sees_all and config.weights_memory is not None,
-        "kv_dtype": spec.sees_all and config.kv_dtype == INT4.name,  # it needs a calibration, which writes text
+        "kv_dtype": spec.sees_all and kv is not None and kv.needs_calibration,  # which writes text
     }
     if refused := [name for name, is_given in given.items() if is_given]:
         why = "reads each text as a whole" if spec.sees_all else "has recurrent states"
@@ -303,8 +305,8 @@ def given(decoder: Decoder, config: EngineConfig, device: Device, storages: list
     if config.has_drafter:
         raise ConfigError("an engine of a decoder has no checkpoint beside which a draft model or head could draft")
     if storages is None:
-        kind = str(decoder.dtype).removeprefix("torch.") if config.kv_dtype == "auto" else config.kv_dtype
-        storages = [KVStorage(kv_dtype(kind), kv_dtype(kind))] * spec.num_layers
+        dtype = config.asked_kv or dense_kv_dtype(decoder.dtype)
+        storages = [KVStorage(dtype, dtype)] * spec.num_layers
     wanted = copies.bytes_of(decoder, config)
     memory = plan_memory(spec, config, [s.dtypes for s in storages], 0, device.free_memory(), wanted)
     _announce(memory, storages, config)

@@ -37,7 +37,7 @@ from lmkit.kernels.cuda.gemm_table import (
 )
 from lmkit.kernels.cuda.module import Kernel
 from lmkit.kernels.ops import BatchGeometry, Places
-from lmkit.kv_dtype import INT4, INT8, KVDtype, kv_dtype
+from lmkit.kv_dtype import INT4, INT8, KVDtype, dense_kv_dtype
 from lmkit.layers import latent_cost
 from lmkit.layers.batch import BatchInputs, KVLayer, allocate_kv
 from lmkit.layers.block import At
@@ -194,7 +194,7 @@ def _shape(num_heads: int, kv: PagedKV) -> AttentionShape:
 
 
 def _storages(dtype: torch.dtype) -> tuple[KVDtype, ...]:
-    return kv_dtype(str(dtype).removeprefix("torch.")), INT8, INT4
+    return dense_kv_dtype(dtype), INT8, INT4
 
 
 def tune_splits(table: Table, device: str, dtype: torch.dtype, shape: AttentionShape) -> list[SplitCost]:

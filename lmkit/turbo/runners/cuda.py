@@ -25,7 +25,7 @@ from lmkit.kernels.cuda.latent import rows_kernel
 from lmkit.kernels.cuda.module import Kernel
 from lmkit.kernels.cuda.prefill import variant
 from lmkit.kernels.cuda.switches import switches
-from lmkit.kv_dtype import FLOAT32, kv_dtype
+from lmkit.kv_dtype import FLOAT32, dense_kv_dtype
 from lmkit.layers import latent_prompts
 from lmkit.layers.batch import BatchInputs, KVLayer
 from lmkit.layers.latent_cost import Prompt, chunks_of
@@ -155,7 +155,7 @@ def latent_key(heads: PlainHeads) -> LatentKey:
 def plain_kernels(heads: PlainHeads, kv: list[KVLayer], device: str) -> Iterator[Kernel]:
     """The kernels that these layers launch for prompts only."""
     spec, dtype = heads.latent.spec, heads.latent.dtype
-    half, bf16 = kv_dtype(str(dtype).removeprefix("torch.")), dtype == torch.bfloat16
+    half, bf16 = dense_kv_dtype(dtype), dtype == torch.bfloat16
     for stored in {each.k.dtype for each in kv}:
         yield rows_kernel(spec.row_dim, stored, bf16)
         yield append_kernel(spec.query_dim, stored, stored, bf16)
