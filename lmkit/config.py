@@ -19,13 +19,18 @@ import msgspec
 
 from lmkit import choices, cores, other_names
 from lmkit.checked import CheckedMeta
+from lmkit.devices import CPU, DEVICES, Device
 from lmkit.errors import ConfigError, UnsupportedError
 from lmkit.kv_dtype import KVDtype, KVName, asked_kv_dtype
 from lmkit.option import Option, options_of
 
 T = TypeVar("T")
 
-Device = Literal["auto", "cpu", "cuda"]
+if TYPE_CHECKING:
+    DeviceName = str
+else:
+    DeviceName = Literal["auto", *DEVICES]
+
 WeightDtype = Literal["auto", "float32", "bfloat16", "float16"]
 KVStorageName = Literal["auto", KVName]
 HeadStorage = Literal["auto", "int8"]
@@ -45,8 +50,6 @@ PolicyName = Literal[
 TenantsBy = Literal["header", "cache_salt"]  # how a node of the proxy learns of its clients
 NodeRole = Literal["both", "prefill", "decode"]  # of a node of the proxy: which part of requests it computes
 NAMED_PEERS = "named"  # as kv_peer: the engines that requests name
-BLOCK_SIZE = {"cpu": 32, "cuda": 64}  # used if no block size is given
-STEP_TOKENS = {"cpu": 512, "cuda": 4096}  # used if no token budget is given
 MAX_BATCH_SIZE = 4096
 BATCH_SIZE = 64  # used if no batch size is given, unless weights are streamed
 BatchSize = Annotated[int, msgspec.Meta(ge=1, le=MAX_BATCH_SIZE)]
@@ -98,7 +101,7 @@ class EngineConfig(StrictStruct, frozen=True, kw_only=True, metaclass=_Sizes):
     device resolved. For sizes the constructor takes texts like "2G", too.
     """
 
-    device: Annotated[Device, _model("auto takes a GPU if there is one.")] = "auto"
+    device: Annotated[DeviceName, _model("auto takes a GPU if there is one.")] = "auto"
     # auto = the checkpoint's, see models.resolved.resolve_dtype
     dtype: Annotated[WeightDtype, _model("Type of dense weights, and on a GPU of activations.")] = "auto"
     # auto = the checkpoint's kv_config.json, else the weights' dtype
@@ -271,15 +274,21 @@ class EngineConfig(StrictStruct, frozen=True, kw_only=True, metaclass=_Sizes):
         def __getattr__(self, name: str) -> Any:
             raise other_names.missing(self, name)
 
-    def on(self, device: Literal["cpu", "cuda"]) -> EngineConfig:
+    def on(self, name: str) -> EngineConfig:
         """This configuration for that device, with the device's defaults filled in. A plan of streamed weights chooses
         batch and step."""
+        device = DEVICES[name]
         return msgspec.structs.replace(
             self,
-            device=device,
-            block_size=self.block_size or BLOCK_SIZE[device],
-            max_step_tokens=self.max_step_tokens or (None if self.weights_memory else STEP_TOKENS[device]),
+            device=name,
+            block_size=self.block_size or device.block_size,
+            max_step_tokens=self.max_step_tokens or (None if self.weights_memory else device.step_tokens),
         )
+
+    @property
+    def target(self) -> Device:
+        """The device, or a CPU if `on` has not resolved it."""
+        return DEVICES.get(self.device, CPU)
 
     @property
     def num_draft_tokens(self) -> int:
@@ -337,12 +346,17 @@ class EngineConfig(StrictStruct, frozen=True, kw_only=True, metaclass=_Sizes):
     @property
     def num_sharing(self) -> int:
         """Processes on this machine that share the memory of process 0's device."""
-        return self.gpus.count(0) if self.device == "cuda" else self.num_local
+        return self.gpus.count(0) if self.target.own_memory else self.num_local
+
+    @property
+    def num_shares(self) -> int:
+        """Parts of the device's memory, one for each process of a plan: hosts of all processes count as one."""
+        return self.num_sharing if self.target.own_memory else self.num_processes
 
     @property
     def tokens_per_block(self) -> int:
-        """`block_size`, or the CPU's default if `on` has not resolved it."""
-        return self.block_size or BLOCK_SIZE["cpu"]
+        """`block_size`, or the device's."""
+        return self.block_size or self.target.block_size
 
     @property
     def sequences_per_step(self) -> int:
@@ -351,8 +365,8 @@ class EngineConfig(StrictStruct, frozen=True, kw_only=True, metaclass=_Sizes):
 
     @property
     def tokens_per_step(self) -> int:
-        """`max_step_tokens`, or the CPU's default if nothing has resolved it."""
-        return self.max_step_tokens or STEP_TOKENS["cpu"]
+        """`max_step_tokens`, or the device's."""
+        return self.max_step_tokens or self.target.step_tokens
 
 
 def wrong_origin(origins: Sequence[str]) -> str | None:

@@ -89,7 +89,7 @@ def advise(
 
     from lmkit.advise.describe import describe
     from lmkit.bench.config import parse_list
-    from lmkit.config import BLOCK_SIZE
+    from lmkit.devices import CPU
 
     if rate is not None and rate <= 0:
         raise ConfigError(f"--rate {rate:g}: must be above zero")
@@ -102,7 +102,7 @@ def advise(
     read = _read(trace, tokenizer, served_model, num_requests, seed)
     if sizes and not any(request.prompt is not None for request in read.requests):
         raise ConfigError(f"{trace}: has no prompts, so --kv-tokens has no use")
-    description = describe(read, kv_tokens=sizes, block_size=BLOCK_SIZE["cpu"])
+    description = describe(read, kv_tokens=sizes, block_size=CPU.block_size)
     advice = None
     if model is not None or costs is not None:
         from lmkit.advise.settings import Targets

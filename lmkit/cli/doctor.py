@@ -10,6 +10,7 @@ import typer
 
 def doctor(json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
     """Show what this machine can run: packages, processor, kernels, memory, GPU."""
+    from lmkit.devices import CPU, CUDA
     from lmkit.kernels.cpu import isa
 
     report = {
@@ -17,12 +18,12 @@ def doctor(json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = F
         "extras": _extras(),
         "machine": _machine(),
         "environment": _environment(),
-        "kernels": {"instruction set": isa.describe(), **_kernels("cpu")},
+        "kernels": {"instruction set": isa.describe(), **_kernels(CPU.name)},
         "caches": _caches(),
         "gpu": _gpu(),
     }
     if "capability" in report["gpu"]:
-        report["kernels on the gpu"] = _kernels("cuda")
+        report["kernels on the gpu"] = _kernels(CUDA.name)
     if json:
         print(jsonlib.dumps(report, indent=2))
         return

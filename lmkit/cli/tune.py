@@ -16,10 +16,11 @@ def tune(
 ) -> None:
     """Measure how a model's products and attention are computed fastest on this GPU, and keep it for engines."""
     from lmkit.config import EngineConfig
+    from lmkit.devices import CUDA
     from lmkit.turbo.engine.tuning import tune_model
     from lmkit.turbo.runners.device import CudaDevice, resolve_device
 
-    device = resolve_device(EngineConfig(device="cuda"))
+    device = resolve_device(EngineConfig(device=CUDA.name))
     assert isinstance(device, CudaDevice)
     tuned = tune_model(model, device, num_plans=plans, activations=activations)
     for entry in tuned.entries:

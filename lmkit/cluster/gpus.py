@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from lmkit.config import EngineConfig, environment
+from lmkit.devices import DEVICES
 
 
 def visible_gpus() -> list[str]:
@@ -25,7 +26,8 @@ def visible_gpus() -> list[str]:
 
 def num_gpus(options: Mapping[str, Any]) -> int:
     """GPUs that a replica with these options of `lmkit serve` may use."""
-    if options.get("device") == "cpu":
+    device = DEVICES.get(options.get("device", ""))
+    if device is not None and not device.own_memory:
         return 0
     named = {name: options[name] for name in ("tp", "ep", "devices") if options.get(name)}
     return 1 + max(EngineConfig(**named).gpus)

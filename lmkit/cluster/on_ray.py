@@ -11,6 +11,7 @@ from typing import Any
 
 from lmkit.cluster.gpus import num_gpus
 from lmkit.cluster.processes import Child
+from lmkit.devices import DEVICES
 from lmkit.errors import ConfigError, LMKitError
 from lmkit.extras import needed_for
 from lmkit.web.listen import is_loopback
@@ -131,7 +132,8 @@ class RayLauncher:
         and with device cuda its GPUs, which Ray shows to it alone."""
         tp, ep, pp = (int(options.get(name, 1)) for name in ("tp", "ep", "pp"))
         ray, bundle = self._ray, {"CPU": cores or max(tp, ep) * pp}
-        if options.get("device") == "cuda":
+        device = DEVICES.get(options.get("device", ""))
+        if device is not None and device.own_memory:
             bundle["GPU"] = num_gpus(options)
         group = ray.util.placement_group([bundle], strategy="STRICT_PACK")
         strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(group)

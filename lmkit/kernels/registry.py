@@ -60,6 +60,11 @@ class Implementation:
     # Of a linear: (packed, rows int64 [T], factor) -> float32 [T, in], these rows of the weight times the factor.
     rows: Callable[..., Any] | None = None
 
+    @property
+    def is_kernel(self) -> bool:
+        """Whether it is made for one device; otherwise torch's operations compute it on any."""
+        return self.device != "any"
+
     def __call__(self, *args: Any, **options: Any) -> Any:
         return self.run(*args, **options)
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from lmkit.devices import named
 from lmkit.kernels import low_rank_ops
 from lmkit.kernels.cpu.panels import interleave
 from lmkit.kernels.cuda.module import tensor_device
@@ -23,7 +24,7 @@ class StepAdapters:
 
     def __init__(self, device: str) -> None:
         self._by_count: dict[int, AdapterRows] = {}
-        self._sorts, self._order = device != "cpu", low_rank_ops.rows_by_adapter.select(device)
+        self._sorts, self._order = not named(device).panels, low_rank_ops.rows_by_adapter.select(device)
         self.count = 0  # adapters at most
 
     def set(self, *numbers: Tensor | None) -> None:
@@ -43,7 +44,7 @@ class LinearAdapters:
 
     def __init__(self, roles: tuple[str, ...], step: StepAdapters, device: str) -> None:
         self.rows = step.of
-        self._in_panels = device == "cpu"
+        self._in_panels = named(device).panels
         self._additions = {role: LowRanks(step.count, tensor_device(device)) for role in roles}
         self.implementation = low_rank_ops.add_low_rank.select(device)
 

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lmkit.devices import holding
 from lmkit.kernels.delta import DeltaStates
 from lmkit.kernels.ops import BatchGeometry, KVTensor
 from lmkit.kv_dtype import KVDtype
@@ -164,7 +165,7 @@ def allocate_state(
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:
     """torch.zeros. On a CPU numpy asks the system for huge pages. They arrive as zeros when they are first used."""
-    if device != "cpu":
+    if holding(device).own_memory:
         return torch.zeros(shape, dtype=dtype, device=device)
     num_bytes = math.prod(shape) * dtype.itemsize
     whole = np.zeros(num_bytes + ALIGNMENT, np.uint8)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from lmkit.devices import named
 from lmkit.layers.attention import Attention
 from lmkit.layers.block import Forward, Parts
 from lmkit.layers.blocks.attention import SelfAttentionSpec
@@ -25,7 +26,7 @@ Forwards = dict[type[Block], Callable[[Any, Parts], Forward]]
 
 def _latent(spec: LatentSpec, parts: Parts) -> LatentAttention:
     block = LatentAttention(spec, parts)
-    block.plain_heads = PlainHeads(block, parts.device) if parts.device == "cuda" else None
+    block.plain_heads = PlainHeads(block, parts.device) if named(parts.device).plain_heads else None
     return block
 
 

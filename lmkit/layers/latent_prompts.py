@@ -42,7 +42,7 @@ class PlainHeads:
     def runs(self) -> bool:
         """Whether kernels compute all of it."""
         used = self.turn, self.append, self.attend, self.attend_rows, self.kv_rows, self.plain_heads
-        return all(implementation.device == "cuda" for implementation in used) and self.latent.spec.v_head_dim % 16 == 0
+        return all(implementation.is_kernel for implementation in used) and self.latent.spec.v_head_dim % 16 == 0
 
     def __call__(self, x: Tensor, norm: Norm | None, at: At) -> Tensor:
         """x [T, hidden], normalized if `norm` is None -> the input of attn.o [T, heads * v_head_dim]. Appends to the

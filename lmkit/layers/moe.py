@@ -25,6 +25,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from lmkit.devices import named
 from lmkit.kernels import ops
 from lmkit.kernels.cpu import workspace
 from lmkit.kernels.ops import Norm, Routing
@@ -58,6 +59,7 @@ class MoE(Forward):
             spec.experts_per_token, spec.normalize, spec.sigmoid, spec.num_groups, spec.groups_per_token,
             spec.group_top, spec.scale,
         )  # fmt: skip
+        self._in_workspace = not named(device).own_memory
         self._rms_norm = ops.rms_norm.select(device)
         self._gather = ops.embedding.select(device)
         self._route = ops.route.select(device)
@@ -151,7 +153,7 @@ class MoE(Forward):
         return self._computed_apart(x, weights, experts)
 
     def _computed_by_place(self, x: Tensor, weights: Tensor, experts: Tensor, together: Together | None) -> Tensor:
-        out = workspace.empty(*x.shape) if x.device.type == "cpu" else torch.empty(x.shape, device=x.device)
+        out = workspace.empty(*x.shape) if self._in_workspace else torch.empty(x.shape, device=x.device)
         limits = [
             linears.max_rows * self.spec.num_experts for linears in together or () if linears.max_rows is not None
         ]

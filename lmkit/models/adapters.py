@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from lmkit.devices import holding, named
 from lmkit.errors import CheckpointError
 from lmkit.formats.peft import Adapter, read_adapter
 from lmkit.formats.views import rows_of
@@ -70,11 +71,11 @@ class DecoderAdapters:
         adapter = read_adapter(folder)
         additions = place(adapter, self._spec, self._part)
         additions = {at: addition for at, addition in additions.items() if at in self._linears}  # of a stage's layers
-        if self._device == "cpu":
+        if named(self._device).panels:
             additions = {at: addition.in_panels() for at, addition in additions.items()}
         else:
             additions = {at: _narrowed(addition, self._dtype) for at, addition in additions.items()}
-        self._additions[key] = side_by_side(additions, is_pinned=tensor_device(self._device) != "cpu")
+        self._additions[key] = side_by_side(additions, is_pinned=holding(tensor_device(self._device)).own_memory)
         self.digests[key] = adapter.digest
         return adapter.digest
 
@@ -90,7 +91,7 @@ class DecoderAdapters:
         if key is None:
             return
         additions, self._placed[number] = self._additions[key], key
-        if self._device != "cpu":
+        if named(self._device).own_memory:
             additions = side_by_side(additions, tensor_device(self._device))
         for (layer, role), addition in additions.items():
             self._adapters(layer, role).set(role, number, addition)

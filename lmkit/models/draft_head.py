@@ -20,6 +20,7 @@ from typing import Protocol, Self
 import torch
 from torch import Tensor
 
+from lmkit.devices import named
 from lmkit.errors import CheckpointError, UnsupportedError
 from lmkit.formats.checkpoint import CheckpointReader
 from lmkit.formats.hub import DEMO, DEMO_HEAD
@@ -68,12 +69,13 @@ class Place:
     @property
     def kv_dtype(self) -> KVDtype:
         """The type of the head's keys and values."""
-        return BFLOAT16 if self.device == "cpu" else dense_kv_dtype(self.dtype)
+        return dense_kv_dtype(self.dtype) if named(self.device).half_activations else BFLOAT16
 
     @property
     def activations(self) -> str:
         """What inputs of linears are rounded to."""
-        return "int8" if self.device == "cpu" else "exact"
+        asked = named(self.device).activations
+        return "exact" if asked == "auto" else asked
 
     def of_tensor(self, tensor: Tensor) -> Tensor:
         """A plain tensor, as activations are."""

@@ -9,8 +9,10 @@ import hashlib
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
+from typing import cast
 
 from lmkit.config import Activations
+from lmkit.devices import named
 from lmkit.formats.checkpoint import CheckpointReader
 from lmkit.kernels.cpu import isa
 
@@ -19,6 +21,7 @@ SOURCES = (
     "qtensor.py",
     "kv_dtype.py",
     "attention_spec.py",
+    "devices.py",
     "kernels/**/*.py",
     "kernels/cuda/csrc/*",
     "layers/**/*.py",
@@ -44,7 +47,7 @@ class Packing:
 
 def resolve_activations(asked: Activations, device: str) -> Activations:
     """auto means int8 on a CPU. On other devices each weight's format decides (layers.linear)."""
-    return "int8" if asked == "auto" and device == "cpu" else asked
+    return cast("Activations", named(device).activations) if asked == "auto" else asked
 
 
 def checkpoint_identity(reader: CheckpointReader) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from lmkit.devices import named
 from lmkit.errors import CheckpointError, ConfigError, UnsupportedError
 from lmkit.formats.safetensors_file import read_single_pages
 from lmkit.kernels.cuda.module import tensor_device
@@ -57,7 +58,7 @@ def load(
         decoder = _load_cached(model, check) if packed_cache else None
         return decoder or _load(model)
     finally:
-        if model.packing.device != "cpu":  # the host keeps no weights
+        if named(model.packing.device).own_memory:  # the host keeps no weights
             trim_heap()
 
 
@@ -180,7 +181,7 @@ def _load(model: ResolvedModel) -> Decoder:
 
 def to_device(linears: Iterable[MergedLinear], device: str) -> None:
     """Move the tensors that a kernel's `pack` may have left on the host."""
-    if device != "cpu":
+    if named(device).own_memory:
         for linear in linears:
             linear.replace_packed("", lambda _, tensor: tensor.to(tensor_device(device)))
 

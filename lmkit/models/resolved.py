@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from lmkit.config import Activations
+from lmkit.devices import named
 from lmkit.formats.checkpoint import CheckpointReader
 from lmkit.formats.parts import FLOATS
 from lmkit.kv_dtype import KVDtype, dense_kv_dtype
@@ -77,7 +78,7 @@ class ResolvedModel:
         whole = self.shard.size == self.stage.count == 1 and spec.num_logits == spec.vocab_size
         stored = self.packing.lm_head == "auto" or self.source.tied_scheme is not None
         tied = spec.tie_embeddings and not spec.projected and stored
-        return self.packing.device == "cpu" and whole and tied
+        return named(self.packing.device).shares_head and whole and tied
 
     @property
     def maps_embeddings(self) -> bool:
@@ -151,7 +152,9 @@ class ResolvedModel:
         """How the head's inputs are rounded. On a CPU those of a head that a GGUF file has in codes are not, because
         the error would be larger than what often lies between the two likeliest tokens."""
         scheme = self.source.tied_scheme or coded_scheme(self.reader, roles.LM_HEAD + ".weight")
-        return "exact" if scheme is not None and self.packing.device == "cpu" else self.packing.activations
+        return (
+            "exact" if scheme is not None and named(self.packing.device).exact_coded_heads else self.packing.activations
+        )
 
     @property
     def head_rows(self) -> slice:
@@ -190,7 +193,7 @@ def resolved(
     try:
         weight_dtype = resolve_dtype(dtype, source.spec.dtype, device)
         asked = resolve_activations(activations, device)
-        as_stored = (device, dtype, weight_dtype) == ("cpu", "auto", "float16")
+        as_stored = (dtype, weight_dtype) == ("auto", "float16") and not named(device).half_activations
         if as_stored:
             source.reader.narrow()
         packing = Packing(device, weight_dtype, asked, lm_head, shard.rank, shard.tp, shard.ep, quantize, as_stored)
@@ -209,7 +212,7 @@ def resolve_dtype(asked: str, stored: str, device: str) -> str:
     dtype, which they keep there: float16 would round them. A GPU's kernels take float16 and bfloat16. float32 runs
     through torch there and has to be asked for.
     """
-    if device != "cpu" and asked == "auto" and stored == "float32":
+    if named(device).half_activations and asked == "auto" and stored == "float32":
         log.info("float32 weights become float16; --dtype float32 is slow")
         return "float16"
     return stored if asked == "auto" else asked

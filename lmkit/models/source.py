@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lmkit.devices import named
 from lmkit.errors import CheckpointError, ConfigError
 from lmkit.formats.base import WeightFormat, resolve_format
 from lmkit.formats.gptq import GptqFormat, stored_bits
@@ -354,15 +355,15 @@ class ModelSource:
     def _growth(self, name: str, dense: int, device: str, activations: str) -> int:
         """The bytes that a coded tensor takes in memory for each of its bytes in the file, at most."""
         module, _, suffix = name.rpartition(".")
-        on_cpu, is_byte = device == "cpu", self.reader.info(name).dtype == "U8"
-        short = on_cpu and activations == "int8"  # codes of float4 stay in 4 bits
-        codes, scales = 1 if short else 2, 8 if on_cpu and not short else 5  # float32 scales with zeros of 32 or 8 bits
+        has_float4, is_byte = named(device).float4, self.reader.info(name).dtype == "U8"
+        # Codes of float4 stay in 4 bits, else they take 8. A scale becomes float32, with a zero of 8 or 32 bits.
+        codes, scales = (1, 5) if has_float4 and activations == "int8" else (2, 8 if has_float4 else 5)
         if suffix in ("qweight", "qzeros") and isinstance(self.format, GptqFormat):
             return 2 if stored_bits(self.reader, module) in (2, 3) else 1
         if suffix in NVFP4_CODES and is_byte:  # of 4 bits; dense ones on a GPU, and of other formats
-            return codes if on_cpu and self._is_nvfp4(module) else 2 * dense
+            return codes if has_float4 and self._is_nvfp4(module) else 2 * dense
         if suffix == "weight_scale" and self._is_nvfp4(module):
-            return scales if on_cpu else 0
+            return scales if has_float4 else 0
         return {BLOCKS: codes, MX_SCALES: scales}.get(suffix, 1)
 
     def _is_nvfp4(self, module: str) -> bool:
@@ -383,14 +384,14 @@ def quantize_rows(weight: Tensor, scheme: QuantScheme) -> QTensor:
 
 def placed(weight: Tensor | QTensor, device: str, at: str, dtype: torch.dtype | None) -> Tensor | QTensor:
     """The weight on the device. GPUs have no kernel for groups of 16: such a weight becomes dense there."""
-    if device != "cpu" and isinstance(weight, QTensor) and weight.scheme.group_size == 16:
+    if not named(device).float4 and isinstance(weight, QTensor) and weight.scheme.group_size == 16:
         return _to(dequantize(weight), dtype).to(at)
     return weight.to(at)
 
 
 def activation_dtype(device: str, dtype: torch.dtype | None) -> torch.dtype:
     """The dtype that linears and attention pass on: float32 on a CPU, that of the dense weights on a GPU."""
-    return torch.float32 if device == "cpu" or dtype is None else dtype
+    return dtype if named(device).half_activations and dtype is not None else torch.float32
 
 
 def _to(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:

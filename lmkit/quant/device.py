@@ -12,6 +12,7 @@ from contextlib import contextmanager
 
 import torch
 
+from lmkit.devices import CPU, CUDA
 from lmkit.errors import ConfigError, UnsupportedError
 from lmkit.kernels.cpu import isa
 from lmkit.kernels.cuda.module import TORCH, tensor_device
@@ -24,38 +25,41 @@ def resolve_device(asked: str, local_rank: int = 0) -> str:
 
     Raises ConfigError for another name, and UnsupportedError if there is no such GPU.
     """
-    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", asked):
+    if not re.fullmatch(rf"auto|{CPU.name}|{CUDA.name}(:\d+)?", asked):
         raise ConfigError(f"--device {asked}: expected auto, cpu, cuda or cuda:N")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if asked == "cpu" or (asked == "auto" and not count):
-        return "cpu"
+    if asked == CPU.name or (asked == "auto" and not count):
+        return CPU.name
     if not count:
         raise UnsupportedError(f"--device {asked}: torch {torch.__version__} finds no GPU here; use --device cpu")
     number = int(asked.partition(":")[2] or local_rank % count)
     if number >= count:
         raise UnsupportedError(f"--device {asked}: GPUs here are cuda:0 to cuda:{count - 1}")
-    return f"{TORCH}cuda:{number}"
+    return f"{TORCH}{CUDA.tensors}:{number}"
+
+
+def gpu(device: str) -> torch.device | None:
+    """The GPU that this is for torch, if it is one."""
+    at = torch.device(tensor_device(device))
+    return at if at.type == CUDA.tensors else None
 
 
 def multiplies_bfloat16(device: str) -> bool:
     """Whether products of bfloat16 matrices are faster than those of float32."""
-    at = torch.device(tensor_device(device))
-    if at.type == "cuda":
+    if (at := gpu(device)) is not None:
         return torch.cuda.get_device_capability(at) >= BFLOAT16_CAPABILITY
     return isa.multiplies_bfloat16()
 
 
 def wait(device: str) -> None:
     """Wait until all that was asked of the device is computed."""
-    at = torch.device(tensor_device(device))
-    if at.type == "cuda":
+    if (at := gpu(device)) is not None:
         torch.cuda.synchronize(at)
 
 
 def free_memory(device: str) -> int | None:
     """Bytes that are free on a device with memory of its own, else None."""
-    at = torch.device(tensor_device(device))
-    return torch.cuda.mem_get_info(at)[0] if at.type == "cuda" else None
+    return None if (at := gpu(device)) is None else torch.cuda.mem_get_info(at)[0]
 
 
 @contextmanager

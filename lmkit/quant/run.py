@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 import lmkit
+from lmkit.devices import named
 from lmkit.errors import CheckpointError
 from lmkit.formats.base import get_format
 from lmkit.formats.checkpoint import CheckpointWriter
@@ -169,7 +170,7 @@ class Quantizer:
             "calibration data": self.data.sha256,
             "tokens of a batch": self.budget.batch_tokens,
             "processes": self.comm.world_size,
-            "device": "cpu" if self.device == "cpu" else "torch",
+            "device": named(self.device).name,
         }
 
     def _quantize_layers(self, work: WorkFolder, progress: Progress) -> Stream | None:

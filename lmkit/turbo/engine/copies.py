@@ -57,7 +57,7 @@ class _Copied(NamedTuple):
 
 
 def _possible(config: EngineConfig) -> bool:
-    return config.device == "cuda" and config.weights_memory is None
+    return config.target.copies and config.weights_memory is None
 
 
 def _copied(decoder: Decoder) -> Iterator[_Copied]:

@@ -23,7 +23,7 @@ from lmkit.models.weight_bits import bits_of_linears
 from lmkit.turbo.engine import copies
 from lmkit.turbo.engine.classes import read_classes, sentences_of
 from lmkit.turbo.engine.loading import load_options
-from lmkit.turbo.engine.memory import RUNTIME_BYTES, MemoryPlan, loaded_bytes, plan_memory
+from lmkit.turbo.engine.memory import MemoryPlan, loaded_bytes, plan_memory
 from lmkit.turbo.engine.sentences import read_layers
 from lmkit.turbo.engine.streaming import streaming_of, with_batch
 from lmkit.turbo.runners.device import resolve_device
@@ -44,7 +44,7 @@ def describe_model(path: str, config: EngineConfig) -> dict[str, Any]:
         spec, reader = model.source.spec, model.reader
         writes = not spec.sees_all
         heads = (1 if spec.tie_embeddings else 2) * math.prod(spec.head_shape)
-        shares = config.num_sharing if device.name == "cuda" else config.num_processes
+        shares = config.num_shares
         return {
             "path": str(reader.path),
             "architecture": {
@@ -201,7 +201,7 @@ def _serving(model: ResolvedModel, config: EngineConfig, available: int) -> dict
         "copies_bytes": (plan and plan.copies) or None,
         "possible_copies_bytes": copies.possible_bytes(model, config) or None,
         "workspace_bytes": plan and plan.workspace,
-        "runtime_bytes": RUNTIME_BYTES[config.device],
+        "runtime_bytes": config.target.runtime_bytes,
         "state_bytes": (plan and plan.states) or None,
         "snapshot_bytes": (plan and plan.snapshots) or None,
         "kv_bytes": cache and cache.kv,

@@ -111,7 +111,7 @@ def kind_of(config: EngineConfig, target: ResolvedModel) -> str:
     kind = config.speculate.partition("=")[0]
     if kind != "auto":
         return kind
-    can = config.device == "cpu" or config.num_processes == 1
+    can = config.target.drafts_with_ranks or config.num_processes == 1
     kind = "mtp" if can and has_mtp(target) else "ngram"
     log.info("speculate: %s", kind)
     return kind

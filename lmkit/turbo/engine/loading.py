@@ -214,7 +214,7 @@ def load_options(config: EngineConfig, rank: int = 0) -> dict[str, Any]:
     """The arguments of `resolved` that a device's configuration gives. Raises ConfigError for what excludes others."""
     if config.cluster != "none" and (config.tp == 1 or config.num_processes > config.tp or config.ep > 1):
         raise ConfigError(f"cluster={config.cluster} places the ranks of tp alone: set tp, and leave out ep and pp")
-    if config.devices and (config.device != "cuda" or len(config.gpus) != config.num_ranks):
+    if config.devices and (not config.target.own_memory or len(config.gpus) != config.num_ranks):
         raise ConfigError(f"devices={config.devices} names GPUs of ranks: give as many as tp or ep, and device cuda")
     if config.num_processes > 1:
         _check_processes(config)
@@ -241,7 +241,7 @@ def _check_alone(spec: ModelSpec, config: EngineConfig) -> None:
     if the model has any of both."""
     if not (spec.is_recurrent or spec.sees_all):
         return
-    has_tiers = config.device == "cpu" and not spec.sees_all and spec.has_kv  # of recurrent layers
+    has_tiers = config.target.moves_states and not spec.sees_all and spec.has_kv  # of recurrent layers
     kv = config.asked_kv
     given = {
         "adapters": spec.sees_all and bool(config.adapters),
@@ -270,7 +270,7 @@ def _check_processes(config: EngineConfig) -> None:
         raise ConfigError(
             f"{name} and ep={config.ep}: the same processes share both; give one number, or leave one of them out"
         )
-    if config.device != "cpu":
+    if config.target.own_memory:
         _check_gpus(config, name)
     if config.pp > 1 and config.speculate != "off":
         raise ConfigError(f"{name} drafts no tokens: it has several steps under way; leave out speculate, or use pp=1")

@@ -21,11 +21,6 @@ from lmkit.turbo.scheduling.limits import SchedulerLimits
 if TYPE_CHECKING:
     from lmkit.models.resolved import ResolvedModel
 
-# What processes take beside the plan, from when it is made. On a CPU, measured with `lmkit serve`: 60 MiB for the pages
-# of libraries and compiled code that stay in use, which free memory counts as free, 25 MiB for what the engine
-# allocates later, and 40 MiB for what the front end and its helpers still take. On a GPU: cuBLAS, kernels and the bytes
-# that torch's cache rounds up.
-RUNTIME_BYTES = {"cpu": 128 << 20, "cuda": 400 << 20}
 ADDED_ROWS = 64  # whose additions of adapters stand beside a product; kernels/cpu/low_rank.py takes no more at a time
 GPU_SCRATCH_BYTES = 64 << 20  # of a product; kernels/cuda/gemm_plan.py takes no plan with more
 EXCHANGE_BYTES = 9 << 20  # of a rank, for the others to read; kernels/cuda/ranks.py takes no more
@@ -33,9 +28,6 @@ RECORD_BYTES = 64  # of a block of a model without keys and values: what the hos
 SNAPSHOTS = 16  # of recurrent state, for each sequence of the batch, unless they exceed their share
 SNAPSHOT_SHARE = 0.25  # of the memory left after the weights
 COPIES_SHARE = 0.5  # of the memory left after the weights, which copies of weights take at most
-KV_SHARE = {"cpu": 0.8, "cuda": 0.92}  # share of the memory left after the weights, if the user gives no budget
-# Without a budget, also the most that the batch's KV takes of all that is available: a CPU's memory is for others, too.
-GUEST_SHARE = {"cpu": 0.25, "cuda": 1.0}
 
 
 def loaded_bytes(model: ResolvedModel, config: EngineConfig) -> int:
@@ -49,13 +41,13 @@ def loaded_bytes(model: ResolvedModel, config: EngineConfig) -> int:
         images = tower_bytes(model)
         weights += images + (config.image_memory if images else 0)
     sizes = sorted((file.stat().st_size for file in files if file.is_file()), reverse=True)
-    return weights + tables + sum(sizes[: config.max_adapters] if config.device == "cuda" else sizes)
+    return weights + tables + sum(sizes[: config.max_adapters] if config.target.own_memory else sizes)
 
 
 def no_images(config: EngineConfig) -> str:
     """Why an engine with this configuration encodes no images, or an empty text."""
-    if config.device == "cuda":
-        return "images are encoded on a CPU alone so far"
+    if config.target.no_images:
+        return config.target.no_images
     if config.num_processes > 1:
         return "images are not encoded with tp, ep or pp"
     if config.kv_events is not None:
@@ -79,7 +71,7 @@ class MemoryPlan:
     wanted_len: int  # the model's context, or the one that was asked for
     wanted_kv: int  # bytes of KV for one sequence of that length
     layout: KVLayout
-    runtime: int  # see RUNTIME_BYTES
+    runtime: int  # see Device.runtime_bytes
     states: int = 0  # recurrent states, one for each sequence of the batch, and what its draft tokens keep for it
     snapshots: int = 0  # of these states, for the prefix cache
     num_snapshots: int = 0
@@ -94,7 +86,7 @@ class MemoryPlan:
 
     def to_come(self, config: EngineConfig) -> int:
         """Bytes of host memory that an engine takes after it has loaded the weights."""
-        return self.host if config.device == "cuda" else self.total - self.weights - self.copies + self.runtime
+        return self.host if config.target.own_memory else self.total - self.weights - self.copies + self.runtime
 
     def lines(self, kv_dtype: str) -> list[str]:
         """The plan in lines of at most 55 characters. `kv_dtype` names the storage."""
@@ -195,15 +187,15 @@ def plan_memory(
     """Size the block pool. Raises a ConfigError that says what to change if the model or one sequence cannot fit.
 
     With `kv_memory` the pool has that size. Without it, the pool holds max_batch_size full sequences, or as many as
-    its shares of the memory hold (KV_SHARE, GUEST_SHARE). Without `max_model_len` the context shrinks to what the pool
-    can hold; with it, one sequence of that length may take more than GUEST_SHARE.
+    its shares of the memory hold (see Device). Without `max_model_len` the context shrinks to what the pool
+    can hold; with it, one sequence of that length may take more than `guest_share`.
 
     `copies`: bytes of the copies of weights, which are left out if they would take more than their share, or KV that
     was asked for.
 
-    On a GPU (`config.device` is "cuda") `available` is the GPU's own memory, and the host tier takes host memory.
+    `available` is the memory of the device. If that is its own, the host tier takes host memory.
     """
-    on_gpu = config.device == "cuda"
+    device = config.target
     free = available_memory() if available is None else available
     asked = asked_kv(config, free)
     layout = layout_of(spec, config.attention_sinks, kv_dtypes)
@@ -211,14 +203,14 @@ def plan_memory(
     stages = Stage(0, config.pp).cut(spec)
     block_bytes = config.tokens_per_block * max(_token_bytes(spec, kv_dtypes, layout, layers) for layers in stages)
     block_bytes = block_bytes or RECORD_BYTES
-    workspace = _gpu_workspace_bytes(spec, config, num_groups) if on_gpu else _workspace_bytes(spec, config)
+    workspace = _gpu_workspace_bytes(spec, config, num_groups) if device.own_memory else _workspace_bytes(spec, config)
     states = config.sequences_per_step * max(_state_bytes(spec, config.num_draft_tokens, layers) for layers in stages)
     host = config.kv_host_memory or 0
     check_host_bytes(host, block_bytes)
-    if on_gpu and host > (on_host := available_memory()):
+    if device.own_memory and host > (on_host := available_memory()):
         raise ConfigError(f"kv_host_memory {gib(host)} is more than the {gib(on_host)} of host memory that is free")
-    runtime = RUNTIME_BYTES["cuda" if on_gpu else "cpu"]
-    left = free - weight_bytes - workspace - states - runtime - (0 if on_gpu else host)
+    runtime = device.runtime_bytes
+    left = free - weight_bytes - workspace - states - runtime - (0 if device.own_memory else host)
     num_snapshots = 0
     if spec.is_recurrent and config.prefix_cache:
         room = min(int(left * SNAPSHOT_SHARE), left - (asked or 0))
@@ -241,11 +233,11 @@ def plan_memory(
         raise ConfigError(f"max_model_len {wanted_len}: this model reads a text in one step; raise max_step_tokens")
     blocks_per_sequence = kv_limits(spec, config, layout, 0).blocks_for(wanted_len)
     one_sequence = blocks_per_sequence * block_bytes
-    share = KV_SHARE["cuda" if on_gpu else "cpu"]
+    share = device.kv_share
     room = int((left - copies) * share) if asked is None else left - copies
     copies = copies if copies <= left * COPIES_SHARE and (asked or one_sequence) <= room else 0
     left -= copies
-    guest = max(int(free * GUEST_SHARE["cuda" if on_gpu else "cpu"]), one_sequence if config.max_model_len else 0)
+    guest = max(int(free * device.guest_share), one_sequence if config.max_model_len else 0)
     by_default = min(int(left * share), guest, one_sequence * config.sequences_per_step)
     budget = by_default if asked is None else asked // config.num_processes
     num_blocks = budget // block_bytes

@@ -24,16 +24,16 @@ class Rest:
 
     def __init__(self, config: EngineConfig, kv: KVManager, blocks: KVBlocks) -> None:
         self._kv, self._blocks = kv, blocks
-        self._on_cpu = config.device == "cpu"
-        self._is_on = self._on_cpu and config.num_processes == 1
+        self._on_host = not config.target.own_memory
+        self._is_on = self._on_host and config.num_processes == 1
         self._evicts = config.kv_memory is None
         self._turns = self._steps = 0
-        if self._on_cpu:
+        if self._on_host:
             kv.growth.shortage = host_memory.shortage
 
     def figures(self) -> dict[str, int]:
         """Fields of EngineStats: a GPU's blocks have their memory from the start."""
-        return {} if self._on_cpu else {"blocks_backed": self._kv.pool.num_blocks}
+        return {} if self._on_host else {"blocks_backed": self._kv.pool.num_blocks}
 
     def turn(self, steps: int) -> None:
         """Another second has passed without work. `steps`: of the engine so far."""

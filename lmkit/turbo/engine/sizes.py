@@ -72,14 +72,14 @@ def _sizes(query: Query) -> Sizes:
         with resolved(path, **load_options(config)) as model:
             model.check_cut()
             weights = loaded_bytes(model, config)
-            shares = config.num_sharing if device.name == "cuda" else config.num_processes
+            shares = config.num_shares
             dtypes = [storage.dtypes for storage in model.storages]
             try:
                 share, copied = budget // shares, copies.planned_bytes(model, config)
                 plan = plan_memory(model.spec, config, dtypes, weights, share, copied)
             except ConfigError as error:
                 raise ConfigError(f"{name} does not fit a memory budget of {gib(budget)}: {error}") from None
-        parts = plan.as_dict() | ({"host": 0} if device.name == "cuda" else {})
+        parts = plan.as_dict() | ({"host": 0} if device.facts.own_memory else {})
         found.append((shares * sum(parts.values()), shares * plan.kv))
     assert budget is not None
     return Sizes(budget, found)

@@ -24,7 +24,7 @@ def streaming_of(config: EngineConfig) -> Streaming | None:
                 "weights_path is where layers beyond weights_memory are read from: set weights_memory too"
             )
         return None
-    if config.device != "cpu":
+    if "weights_memory" in config.target.refuses:
         raise ConfigError("weights_memory is for --device cpu; a GPU keeps all weights in its own memory")
     if config.num_processes > 1:
         name = config.shared_by

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lmkit.attention_spec import AttentionSpec
 from lmkit.config import Activations
+from lmkit.devices import CUDA
 from lmkit.errors import ConfigError, UnsupportedError
 from lmkit.kernels import ops
 from lmkit.kernels.cuda import attention, gemm, gemm_experts, gemm_table, linear, wide
@@ -140,7 +141,7 @@ class TunableExperts(NamedTuple):
         """Measure plans with tokens that like all experts equally, and put the best ones into the table."""
         packed, num_experts = self.table.packed, len(self.table.parts)
         key, device, found = Key.of(packed, dtype, num_experts), packed.codes.device, []
-        place = ops.expert_places.select("cuda")
+        place = ops.expert_places.select(CUDA.name)
         for tokens in self.tokens:
             chosen = torch.rand(tokens, num_experts, device=device).topk(self.per_token).indices
             places = place(chosen, num_experts, range(num_experts))

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from lmkit import __version__
 from lmkit.config import EngineConfig
+from lmkit.devices import holding
 from lmkit.kernels.cuda.blocks import BlockCopier
 from lmkit.kernels.cuda.module import is_available
 from lmkit.layers.batch import KVLayer
@@ -49,21 +50,21 @@ class KVBlocks:
             self._ends.append(len(tensors))
         self.parts = [_as_bytes(tensor) for tensor in tensors.values()]  # each uint8 [num_blocks, bytes]
         self._at = layers[0].k.data.device
-        self._arrays = [part.numpy() for part in self.parts] if self._on_cpu else []  # the same memory
+        self._arrays = [part.numpy() for part in self.parts] if self._on_host else []  # the same memory
         self._sizes = [part.shape[1] for part in self.parts]
         self._starts = [0, *accumulate(self._sizes)]
         self._nbytes = self._starts[-1]
         states = [tensor for layer in layers if layer.states is not None for tensor in layer.states.parts]
-        self._states = [_as_bytes(tensor).numpy() for tensor in states] if self._on_cpu else []
+        self._states = [_as_bytes(tensor).numpy() for tensor in states] if self._on_host else []
         self._state_starts = [0, *accumulate(state.shape[1] for state in self._states)]
         self._num_blocks = len(self.parts[0]) if self.parts else 0
         self._stream: torch.cuda.Stream | None = None  # `_write_beside` writes blocks on it
         self._readers: torch.cuda.Stream | None = None  # `_read_beside` reads them on it
-        self._copier = BlockCopier(self.parts) if is_available() and self.parts and not self._on_cpu else None
+        self._copier = BlockCopier(self.parts) if is_available() and self.parts and not self._on_host else None
 
     @property
-    def _on_cpu(self) -> bool:
-        return self._at.type == "cpu"
+    def _on_host(self) -> bool:
+        return not holding(self._at).own_memory
 
     @property
     def nbytes(self) -> int:
@@ -94,7 +95,7 @@ class KVBlocks:
             for stored, piece in self._of_state(block, data):
                 piece[:] = stored
             return None
-        if self._on_cpu:
+        if self._on_host:
             self._read(block, out, range(len(self.parts)))
             return None
         return self._read_beside(block, np.frombuffer(out, np.uint8))
@@ -136,7 +137,7 @@ class KVBlocks:
         if block >= self._num_blocks:
             for stored, piece in self._of_state(block, source):
                 stored[:] = piece
-        elif self._on_cpu:
+        elif self._on_host:
             for array, start, size in zip(self._arrays, self._starts, self._sizes, strict=False):
                 array[block] = source[start : start + size]
         else:
@@ -161,7 +162,7 @@ class KVBlocks:
         """Copy whole blocks on the device, one after the other. A pair is (from, to)."""
         if not pairs:  # nearly every step
             return
-        if self._on_cpu:
+        if self._on_host:
             for array in self._arrays:
                 for source, target in pairs:
                     array[target] = array[source]

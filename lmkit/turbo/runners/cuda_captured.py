@@ -96,7 +96,7 @@ def obstacle(decoder: Decoder, kv: list[KVLayer]) -> str | None:
         return "the residual stream is rounded through torch"
     if decoder.spec.dynamic_length:
         return "angles that depend on a prompt's length are found on the host"
-    reference = sorted({op for op, impl in chosen(decoder) if impl.device != "cuda"})
+    reference = sorted({op for op, impl in chosen(decoder) if not impl.is_kernel})
     return f"{', '.join(reference)} run through torch" if reference else None
 
 

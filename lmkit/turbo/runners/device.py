@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from lmkit.config import EngineConfig, environment
+from lmkit.devices import CPU, CUDA, holding
 from lmkit.errors import ConfigError, UnsupportedError
 from lmkit.kernels.cuda import module
 from lmkit.kernels.cuda.module import Kernel
@@ -40,8 +41,9 @@ class Event(Protocol):
 class CpuDevice:
     """A CPU: steps run where they are called."""
 
-    name: Literal["cpu"] = "cpu"
-    tensors = "cpu"
+    facts = CPU
+    name = CPU.name
+    tensors = CPU.tensors
 
     def free_memory(self) -> int:
         """Bytes that the engine may still take."""
@@ -55,8 +57,9 @@ class CudaDevice:
     captured.
     """
 
-    name: Literal["cuda"] = "cuda"
-    tensors = "cuda"
+    facts = CUDA
+    name = CUDA.name
+    tensors = CUDA.tensors
 
     def __init__(self) -> None:
         self.has_kernels = module.is_available()
@@ -128,7 +131,7 @@ class CudaDevice:
 def upload(array: np.ndarray, device: torch.device) -> Tensor:
     """Copy an array to a device without a wait. The pinned memory is kept until the copy has been made."""
     tensor = torch.from_numpy(array)
-    if device.type != "cuda" or not tensor.numel():
+    if not holding(device).own_memory or not tensor.numel():
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
 

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lmkit.devices import CPU
 from lmkit.kernels import ops
 from lmkit.kernels.reference.sampling import most_likely, relative_weights
 from lmkit.turbo.plan import NewSequence, SampledToken
@@ -40,7 +41,7 @@ class Sampler:
         self.shown: dict[int, tuple[int, ...]] = {}  # tokens to report instead of the most likely ones
         self.edits: dict[int, LogitEdits] = {}  # only for slots whose logits are changed before the draw
         self._beyond_argmax: set[int] = set()  # slots that draw, edit or report
-        self._op = ops.draw.select("cpu")
+        self._op = ops.draw.select(CPU.name)
 
     def resume(self, num_outputs: dict[int, int]) -> None:
         """Draw the next token of each slot as that after so many tokens."""

@@ -10,13 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lmkit.config import EngineConfig
+from lmkit.devices import CPU
 from lmkit.errors import ConfigError
 from lmkit.kernels.cpu import low_rank
 from lmkit.kv_dtype import BFLOAT16, FLOAT32, INT4, INT8, KVDtype
 from lmkit.layers.batch import allocate_kv
 from lmkit.layers.blocks.delta import DeltaSpec
 from lmkit.models import load_spec
-from lmkit.turbo.engine.memory import ADDED_ROWS, RECORD_BYTES, RUNTIME_BYTES, asked_kv, kv_limits, plan_memory
+from lmkit.turbo.engine.memory import ADDED_ROWS, RECORD_BYTES, asked_kv, kv_limits, plan_memory
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -66,7 +67,7 @@ def test_snapshots_of_recurrent_states_are_planned() -> None:
     assert plan.total == plan.weights + plan.workspace + plan.states + plan.snapshots + plan.kv
     assert "states: 0.0 MiB, 48 snapshots: 0.3 MiB" in plan.lines("bfloat16")
     little = plan_memory(
-        spec, EngineConfig(max_batch_size=3), BF16, 0, available=RUNTIME_BYTES["cpu"] + plan.workspace + (1 << 20)
+        spec, EngineConfig(max_batch_size=3), BF16, 0, available=CPU.runtime_bytes + plan.workspace + (1 << 20)
     )
     assert 0 < little.num_snapshots < 48
     assert little.snapshots <= little.kv
@@ -97,7 +98,7 @@ def test_context_shrinks_to_the_pool_unless_it_was_asked_for() -> None:
     full = [plan_memory(SPEC, EngineConfig(kv_memory=n << 20), BF16, 0, 8 * GIB) for n in (needed - 1, needed)]
     assert full[0].max_model_len < full[1].max_model_len == 4096
     assert not full[1].shortage()
-    little = plan_memory(SPEC, EngineConfig(max_batch_size=1), BF16, 0, available=RUNTIME_BYTES["cpu"] + (12 << 20))
+    little = plan_memory(SPEC, EngineConfig(max_batch_size=1), BF16, 0, available=CPU.runtime_bytes + (12 << 20))
     assert "; free memory, use a smaller kv_dtype" in little.shortage(), "more kv_memory would be refused"
     asked = EngineConfig(kv_memory=1 << 20, max_model_len=plan.max_model_len)
     assert not plan_memory(SPEC, asked, BF16, weight_bytes=0, available=8 * GIB).shortage()
