@@ -26,7 +26,7 @@ from torch import Tensor
 from benchmarks.contention import undisturbed
 from benchmarks.loops import AHEAD, READ, Kind, loops
 from benchmarks.report import interleaved, machine, save
-from lmkit.config import default_num_threads
+from lmkit.environment import default_num_threads
 from lmkit.kernels.cpu import isa, threads
 
 HUGE_PAGE = 2 << 20

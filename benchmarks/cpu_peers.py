@@ -36,7 +36,7 @@ from benchmarks.peers.protocol import Options
 from benchmarks.peers.samples import Sample, Samples
 from benchmarks.random_llama import LLAMA_1B, MOE_2B, Shape, config, make_checkpoint
 from benchmarks.report import save
-from lmkit.config import default_num_threads, environment
+from lmkit.environment import default_num_threads, environment
 from lmkit.errors import ConfigError, LMKitError
 from lmkit.jsonfile import read_json
 from lmkit.kernels.cpu import isa

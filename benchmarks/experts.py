@@ -22,7 +22,7 @@ from rich.table import Table
 
 from benchmarks.ceilings import Meter
 from benchmarks.report import interleaved, save, share
-from lmkit.config import default_num_threads
+from lmkit.environment import default_num_threads
 from lmkit.kernels.cpu import isa, threads
 from lmkit.kernels.cpu.workspace import Workspace
 from lmkit.layers.blocks.mlp import MLPSpec

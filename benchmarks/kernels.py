@@ -29,7 +29,7 @@ from benchmarks.ceilings import Meter, cache_bytes
 from benchmarks.loops import Kind
 from benchmarks.report import interleaved, machine, save, share
 from lmkit.attention_spec import AttentionSpec
-from lmkit.config import default_num_threads
+from lmkit.environment import default_num_threads
 from lmkit.formats.mxfp4 import FLOAT4
 from lmkit.kernels import ops
 from lmkit.kernels.cpu import isa, threads

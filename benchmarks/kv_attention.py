@@ -20,7 +20,7 @@ import lmkit.kernels  # noqa: F401  (registers)
 from benchmarks.ceilings import measure_ceilings
 from benchmarks.report import interleaved, machine, save
 from lmkit.attention_spec import AttentionSpec
-from lmkit.config import default_num_threads
+from lmkit.environment import default_num_threads
 from lmkit.kernels import ops
 from lmkit.kernels.cpu import isa, threads
 from lmkit.kernels.ops import BatchGeometry

@@ -30,7 +30,7 @@ from benchmarks.peers.catalog import ENGINES, EngineKind
 from benchmarks.peers.client import EngineFailed, PeerProcess
 from benchmarks.peers.protocol import Options
 from benchmarks.random_llama import Shape, make_checkpoint
-from lmkit.config import default_num_threads
+from lmkit.environment import default_num_threads
 from lmkit.errors import LMKitError
 
 NUM_TOKENS, KNOWN, BEGINNING, CONTEXT = 160, 320, 16, 1024

@@ -29,7 +29,7 @@ from benchmarks.quality_peers.catalog import ENTRIES, OUTLIERS, TOOLS, Entry
 from benchmarks.quality_peers.protocol import FACTS, Job
 from benchmarks.quality_peers.results import Results, Row
 from benchmarks.report import save
-from lmkit.config import default_num_threads
+from lmkit.environment import default_num_threads
 from lmkit.errors import ConfigError, LMKitError
 from lmkit.formats.hub import DEMO_FOLDER
 from lmkit.kernels.cpu import threads as kernel_threads

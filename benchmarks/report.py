@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from rich.console import Console
 from rich.table import Table
 
-from lmkit.config import default_num_threads
+from lmkit.environment import default_num_threads
 from lmkit.errors import LMKitError
 
 K = TypeVar("K")

@@ -28,7 +28,7 @@ from benchmarks.peers.lmkit_engine import LmkitEngine
 from benchmarks.peers.protocol import Options, decode, prompts
 from benchmarks.random_llama import LLAMA_1B, Shape, make_awq, make_checkpoint
 from benchmarks.report import save, share
-from lmkit.config import default_num_threads
+from lmkit.environment import default_num_threads
 from lmkit.errors import LMKitError
 from lmkit.kernels.cpu import threads as kernel_threads
 

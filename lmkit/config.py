@@ -1,4 +1,4 @@
-"""Configuration: frozen, strict structs, and the only reader of the environment.
+"""Configuration: frozen, strict structs.
 
 An unknown key or a wrong type is an error. No torch here: dtypes are strings. Longer than usual: every option stands
 here once, and all commands read this list.
@@ -7,17 +7,15 @@ here once, and all commands read this list.
 from __future__ import annotations
 
 import functools
-import os
 import re
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args
 
 import msgspec
 
-from lmkit import choices, cores, other_names
+from lmkit import choices, other_names
 from lmkit.checked import CheckedMeta
 from lmkit.devices import CPU, DEVICES, Device
 from lmkit.errors import ConfigError, UnsupportedError
@@ -549,115 +547,11 @@ class ServerConfig(Listener, frozen=True):
             raise ConfigError("--body-memory must be at least --max-body, or no body of that size could ever be read")
 
 
-# Variables that every command reads. `lmkit serve` and `lmkit proxy` read one for each of their options as well.
-VARIABLES = (
-    "LMKIT_API_KEY", "LMKIT_CA_FILE", "LMKIT_CACHE_DIR", "LMKIT_CPU_ISA", "LMKIT_CUDA", "LMKIT_LOG_LEVEL",
-    "LMKIT_NUM_THREADS", "LMKIT_STATE_DIR",
-)  # fmt: skip
-
-
-class Environment(StrictStruct, frozen=True):
-    """All environment variables that lmkit reads."""
-
-    cpu_isa: str | None  # LMKIT_CPU_ISA: force a lower kernel path: a name of kernels.cpu.isa.LEVELS
-    visible_gpus: str | None  # CUDA_VISIBLE_DEVICES, which CUDA reads; None = all
-    cuda: str  # LMKIT_CUDA: parts of the engine on a GPU, on or off: see kernels.cuda.switches
-    num_threads: int | None  # LMKIT_NUM_THREADS
-    cache_dir: Path  # LMKIT_CACHE_DIR: compiled kernels; packed weights if the checkpoint is not writable
-    state_dir: Path  # LMKIT_STATE_DIR: the lists of known models and of running servers
-    log_level: str  # LMKIT_LOG_LEVEL: one of LOG_LEVELS
-    rank: int  # of this process among these
-    rendezvous: tuple[str, int]  # HOST, PORT at which processes of torchrun find each other
-    world_size: int  # processes of one quantization on all machines, as its launcher sets it
-    local_world_size: int  # processes of one quantization on this machine
-    ca_file: str | None  # LMKIT_CA_FILE: authorities, in PEM, that lmkit's clients trust beside the usual ones
-    traces: bool  # OTEL_EXPORTER_OTLP_ENDPOINT or OTEL_EXPORTER_OTLP_TRACES_ENDPOINT, which OpenTelemetry reads, is set
-    api_key: str | None  # LMKIT_API_KEY: the key that `lmkit chat` and `lmkit proxy` clients send
-
-
-def environment() -> Environment:
-    """Read the environment. Raises ConfigError for a value that cannot be used."""
-    threads = os.environ.get("LMKIT_NUM_THREADS")
-    if threads is not None and not (threads.isdecimal() and int(threads) > 0):
-        raise ConfigError(f"LMKIT_NUM_THREADS={threads!r}: expected a positive integer")
-    return Environment(
-        cpu_isa=os.environ.get("LMKIT_CPU_ISA") or None,
-        visible_gpus=os.environ.get("CUDA_VISIBLE_DEVICES"),
-        cuda=os.environ.get("LMKIT_CUDA") or "",
-        num_threads=int(threads) if threads else None,
-        cache_dir=_folder("LMKIT_CACHE_DIR", "XDG_CACHE_HOME", "~/.cache"),
-        state_dir=_folder("LMKIT_STATE_DIR", "XDG_STATE_HOME", "~/.local/state"),
-        log_level=checked_level(os.environ.get("LMKIT_LOG_LEVEL") or "INFO", "LMKIT_LOG_LEVEL="),
-        rank=_number("RANK", 0),
-        rendezvous=(os.environ.get("MASTER_ADDR") or "127.0.0.1", _number("MASTER_PORT", 29500)),
-        world_size=_launched("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"),
-        local_world_size=_launched("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"),
-        ca_file=os.environ.get("LMKIT_CA_FILE") or None,
-        traces=any(os.environ.get(f"OTEL_EXPORTER_OTLP_{kind}ENDPOINT") for kind in ("", "TRACES_")),
-        api_key=os.environ.get("LMKIT_API_KEY") or None,
-    )
-
-
 def checked_level(level: Any, name: str = "log level ") -> str:
     """The level in capitals. Raises ConfigError, which starts with `name`, for an unknown one."""
     if not isinstance(level, str) or level.upper() not in LOG_LEVELS:
         raise ConfigError(f"{name}{level!r}: expected {', '.join(LOG_LEVELS)}")
     return level.upper()
-
-
-def _folder(own: str, parent: str, default: str) -> Path:
-    """The folder that `own` names, else that of lmkit in the user's folder of this kind (XDG base directories)."""
-    return Path(os.environ.get(own) or os.path.join(os.environ.get(parent) or os.path.expanduser(default), "lmkit"))
-
-
-def lmkit_variables() -> dict[str, str]:
-    """The variables LMKIT_* that are set and not empty."""
-    return {name: text for name, text in sorted(os.environ.items()) if name.startswith("LMKIT_") and text}
-
-
-def child_environment(**added: str) -> dict[str, str]:
-    """This process' environment for a server that it starts, without its own options, with variables added."""
-    kept = {name: text for name, text in os.environ.items() if not name.startswith("LMKIT_") or name in VARIABLES}
-    kept.pop("LMKIT_API_KEY", None)
-    return kept | added
-
-
-def default_num_threads() -> int:
-    """LMKIT_NUM_THREADS, else this process' share of the physical cores that it may use."""
-    here = environment()
-    return here.num_threads or max(1, cores.available().usable // here.local_world_size)
-
-
-def calm_openmp() -> None:
-    """Make the OpenMP threads of torch wait for work a fraction of a millisecond before they sleep, unless the user
-    chose (libgomp's GOMP_SPINCOUNT). By default each spins for several after every step, on a core that other processes
-    may need. For the entry of a process: torch's runtime reads it when it is loaded.
-    """
-    if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", "10000")
-
-
-def tokenize_serially() -> None:
-    """Make the tokenizers library work in the calling thread. By default all calls share threads of the library, and a
-    short text waits until long ones are done. For the entry of a server, before it has threads.
-    """
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-
-
-def _launched(*names: str) -> int:
-    """A count that torchrun (the first name), Open MPI or MPICH sets for its processes; 1 without a launcher."""
-    given = next((os.environ[name] for name in names if name in os.environ), "1")
-    if not (given.isdecimal() and int(given) > 0):
-        raise ConfigError(f"{names[0]}={given!r}: expected a positive integer")
-    return int(given)
-
-
-def _number(name: str, default: int) -> int:
-    """A number that torchrun sets. Raises ConfigError if it is none."""
-    given = os.environ.get(name) or str(default)
-    if not given.isdecimal():
-        raise ConfigError(f"{name}={given!r}: expected a number")
-    return int(given)
 
 
 def parse(data: Any, into: type[T], where: str) -> T:

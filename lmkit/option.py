@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any, NamedTuple, TypeVar, get_type_hints
+
+N = TypeVar("N")
 
 
 class Option(NamedTuple):
@@ -28,9 +30,10 @@ def kinds(config: type, *, limits: bool = False) -> dict[str, Any]:
 @functools.cache
 def options_of(config: type) -> dict[str, Option]:
     """The fields of a struct that are options, in their order. Those of its base come first."""
-    found = {}
-    for field, kind in kinds(config, limits=True).items():
-        for note in getattr(kind, "__metadata__", ()):
-            if isinstance(note, Option):
-                found[field] = note
-    return found
+    return notes_of(config, Option)
+
+
+def notes_of(config: type, kind: type[N]) -> dict[str, N]:
+    """{field: what its annotation says in a value of `kind`} of the fields that have one."""
+    notes = {field: getattr(annotation, "__metadata__", ()) for field, annotation in kinds(config, limits=True).items()}
+    return {field: note for field, found in notes.items() for note in found if isinstance(note, kind)}

@@ -16,6 +16,7 @@ from fastapi.routing import APIRoute
 
 from lmkit import errors
 from lmkit.cli.main import app
+from lmkit.environment import VARIABLES
 from lmkit.proxy import app as proxy
 from lmkit.serve.app import ROUTERS
 from lmkit.serve.metrics import ASKED, HISTOGRAMS
@@ -23,7 +24,7 @@ from tests.documents import ROOT
 
 PACKAGE = ROOT / "lmkit"
 MADE = "Made from the code by `python -m tests.pages`; a test compares it."
-VARIABLES = """\
+OPTIONS = """\
 Each is shown by `--help` as well. Those of `lmkit serve` and `lmkit proxy` are variables of the environment, too
 ([operate](operate.md#environment-variables))."""
 # Where a route is described: by the module of its handler, the longest name first.
@@ -72,6 +73,11 @@ def options(command: Any, context: Any) -> str:
             variable = (f"`{prefix}{param.name.upper()}`",) if param.name != "print_config" else ("",)
             rows.append((f"`{written}`", text, group, *(variable if prefix else ())))
     return table(rows, "option", "", "group", *(("variable",) if prefix else ()))
+
+
+def variables() -> str:
+    """A table of the variables that are no options of one command."""
+    return table([(f"`{v.name}`", v.readers, v.help) for v in VARIABLES.values()], "variable", "read by", "")
 
 
 def meaning(function: Any) -> str:
@@ -143,9 +149,10 @@ def codes() -> str:
 def reference() -> str:
     """docs/reference.md: options, routes, metrics and errors."""
     parts = ["# Reference", f"{MADE}\n[Serving](serving.md) explains the fields of requests."]
-    parts += ["## Options", VARIABLES]
+    parts += ["## Options", OPTIONS]
     for name, command, context in commands(typer.main.get_command(app), ("lmkit",)):
         parts += [f"### {name}", sentence(command.help or command.short_help or ""), options(command, context)]
+    parts += ["## Environment variables", variables()]
     parts += ["## Routes", "### Of a server", server_routes(), "### Of a proxy"]
     parts += ["All other routes of `forwarded_routes` go to a node.", proxy_routes()]
     parts += ["## Metrics", "Counters end in `_total` on the page. `{prefix}` is `lmkit` and `vllm`.", metrics()]

@@ -10,7 +10,8 @@ import sys
 import pytest
 
 from lmkit import log
-from lmkit.config import EngineConfig, calm_openmp, environment, parse, parse_bytes
+from lmkit.config import EngineConfig, parse, parse_bytes
+from lmkit.environment import calm_openmp, environment
 from lmkit.errors import HTTP_STATUS, ConfigError, RequestError
 from lmkit.turbo.request import SamplingParams
 

@@ -18,7 +18,8 @@ import typer
 from typer.testing import CliRunner
 
 from lmkit.cli.main import app
-from lmkit.config import VARIABLES, ServerConfig
+from lmkit.config import ServerConfig
+from lmkit.environment import VARIABLES
 from lmkit.turbo.transport.async_engine import STOP_SECONDS
 from tests.serve.live import Server
 

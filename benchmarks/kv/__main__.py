@@ -20,7 +20,7 @@ from rich.table import Table
 from benchmarks.kv import capacity, chat, history, hit_rate, interference, overhead, planning
 from benchmarks.kv.common import Row, Setting
 from benchmarks.report import machine, save
-from lmkit.config import default_num_threads
+from lmkit.environment import default_num_threads
 from lmkit.errors import LMKitError
 from lmkit.kernels.cpu import threads as kernel_threads
 

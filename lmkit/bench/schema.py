@@ -14,7 +14,7 @@ import msgspec
 
 import lmkit
 from lmkit.bench.metrics import Distribution, RequestRecord, Summary
-from lmkit.config import default_num_threads
+from lmkit.environment import default_num_threads
 from lmkit.errors import ConfigError
 
 SCHEMA = "lmkit.bench/1"

@@ -214,7 +214,7 @@ def online(
 
     from lmkit.bench import plot
     from lmkit.bench.online import measure
-    from lmkit.config import environment
+    from lmkit.environment import environment
 
     config = _online_config(url, rate, concurrency, extra_body, load)
     targets = parse_goodput(goodput) if goodput else None

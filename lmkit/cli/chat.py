@@ -54,7 +54,7 @@ def chat(
     if ADDRESS.fullmatch(target) and not Path(target).exists():
         raise ConfigError(f"{target} is not a folder; for a server write http://{target}")
     if target.startswith(("http://", "https://")):
-        from lmkit.config import environment
+        from lmkit.environment import environment
 
         if of_folder:
             option = next(iter(of_folder)).replace("_", "-")

@@ -17,7 +17,7 @@ from rich.segment import Segment, Segments
 
 from lmkit.cli.chat_conversation import COMMANDS, Conversation, execute
 from lmkit.cli.chat_models import Piece, printable
-from lmkit.config import environment
+from lmkit.environment import environment
 from lmkit.errors import LMKitError
 
 HISTORY = "chat_history"  # in the state folder

@@ -21,9 +21,9 @@ def conform(
 
     from lmkit.cli.chat_models import RemoteModel
     from lmkit.cli.table import print_table
-    from lmkit.config import environment
     from lmkit.conform.case import Server
     from lmkit.conform.suites import SUITES, outcomes
+    from lmkit.environment import environment
     from lmkit.web.client import client_options
 
     key = api_key or environment().api_key

@@ -66,7 +66,7 @@ def _extras() -> dict[str, str]:
 
 def _machine() -> dict[str, str]:
     from lmkit import cores
-    from lmkit.config import default_num_threads
+    from lmkit.environment import default_num_threads
     from lmkit.turbo.host_memory import available_memory, gib
 
     threads = f"{default_num_threads()} ({cores.available().describe()})"
@@ -75,7 +75,7 @@ def _machine() -> dict[str, str]:
 
 def _environment() -> dict[str, str]:
     """The variables of lmkit that are set. Keys are not shown."""
-    from lmkit.config import lmkit_variables
+    from lmkit.environment import lmkit_variables
 
     found = lmkit_variables()
     return {name: "set" if name == "LMKIT_API_KEY" else text for name, text in found.items()}
@@ -119,7 +119,7 @@ def _kernels(device: str) -> dict[str, Any]:
 
 def _caches() -> dict[str, str]:
     """Folder and size of the files kept between starts."""
-    from lmkit.config import environment
+    from lmkit.environment import environment
     from lmkit.kernels.cpu import jit
     from lmkit.turbo.host_memory import gib
 

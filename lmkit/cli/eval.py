@@ -36,7 +36,7 @@ def evaluate(
     """Measure perplexity on a text, and the distance between two models."""
     import msgspec
 
-    from lmkit.config import default_num_threads
+    from lmkit.environment import default_num_threads
     from lmkit.errors import ConfigError
     from lmkit.kernels.cpu import threads
     from lmkit.quant.report import evaluate as evaluation

@@ -34,7 +34,7 @@ def launch(
 ) -> None:
     """Run a coding agent with a model of this machine or of a server. A server that is started ends with it."""
     from lmkit.cli.agents import AGENTS
-    from lmkit.config import child_environment, environment
+    from lmkit.environment import child_environment, environment
 
     agent, extra = AGENTS[client], tuple(arguments or ())
     program = shutil.which(agent.command)

@@ -29,7 +29,8 @@ from lmkit.cli import (
 )
 from lmkit.cli.settings import ProxyGroup, ServeCommand
 from lmkit.cli.usage import Command, Group, Root
-from lmkit.config import calm_openmp, environment, require_linux
+from lmkit.config import require_linux
+from lmkit.environment import calm_openmp, environment
 from lmkit.errors import LMKitError
 
 app = typer.Typer(

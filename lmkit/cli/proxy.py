@@ -155,7 +155,7 @@ def drain(
 @app.command("dashboard")
 def show_dashboard(proxy: ProxyOption = DEFAULT_PROXY, admin_key: AdminKey = None) -> None:
     """Print the address of the dashboard, with the admin key."""
-    from lmkit.config import environment
+    from lmkit.environment import environment
     from lmkit.web.running import admin_key_at
 
     key = admin_key or admin_key_at(proxy) or environment().api_key

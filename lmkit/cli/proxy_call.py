@@ -22,7 +22,7 @@ def call(method: str, proxy: str, admin_key: str | None, path: str = "/admin/nod
     """One admin request. Raises LMKitError if the proxy cannot be reached or refuses the request."""
     import httpx
 
-    from lmkit.config import environment
+    from lmkit.environment import environment
     from lmkit.web.running import admin_key_at
     from lmkit.web.tls import trusting
 

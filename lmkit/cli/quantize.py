@@ -110,7 +110,8 @@ def quantize(
     json: Annotated[bool, typer.Option("--json", rich_help_panel=RUN, help="Print the report as JSON.")] = False,
 ) -> None:
     """Quantize a checkpoint by a recipe: its weights, and a configuration of its KV cache."""
-    from lmkit.config import default_num_threads, environment, parse_bytes, parse_seconds
+    from lmkit.config import parse_bytes, parse_seconds
+    from lmkit.environment import default_num_threads, environment
     from lmkit.formats.atomic import refuse_occupied
     from lmkit.formats.known import remember
     from lmkit.kernels.cpu import threads
@@ -204,7 +205,7 @@ def _check_machine(quantizer: Quantizer, output: Path, *, evaluates: bool) -> No
     """Refuse a run that this machine cannot hold by the estimate. An interrupted run has a part of its disk already."""
     import shutil
 
-    from lmkit.config import environment
+    from lmkit.environment import environment
     from lmkit.quant.budget import check_device, check_machine
     from lmkit.quant.data.workdir import WorkFolder
     from lmkit.turbo.host_memory import available_memory

@@ -8,7 +8,8 @@ import msgspec
 import typer
 
 from lmkit.cli.settings import origin
-from lmkit.config import Listener, ServerConfig, default_num_threads, parse
+from lmkit.config import Listener, ServerConfig, parse
+from lmkit.environment import default_num_threads
 from lmkit.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -15,7 +15,8 @@ from lmkit.cli.model_list import ListedModel, listed_models
 from lmkit.cli.node_role import with_role
 from lmkit.cli.options import fields_of, struct_of, takes
 from lmkit.cli.settings import read_config, resolved
-from lmkit.config import EngineConfig, ServerConfig, environment
+from lmkit.config import EngineConfig, ServerConfig
+from lmkit.environment import environment
 from lmkit.errors import ConfigError
 from lmkit.extras import needed_for
 from lmkit.web.key_file import parse_keys, read_keys

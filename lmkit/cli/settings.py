@@ -14,7 +14,7 @@ import yaml
 
 from lmkit import yaml_file
 from lmkit.cli.usage import Command, Group, explain, no_option, words_of
-from lmkit.config import VARIABLES, lmkit_variables
+from lmkit.environment import VARIABLES, lmkit_variables
 from lmkit.errors import ConfigError
 from lmkit.log import get_logger
 from lmkit.other_names import hint, names

@@ -7,8 +7,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from lmkit.config import EngineConfig, environment
+from lmkit.config import EngineConfig
 from lmkit.devices import DEVICES
+from lmkit.environment import environment
 
 
 def visible_gpus() -> list[str]:

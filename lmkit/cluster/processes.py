@@ -16,8 +16,8 @@ import msgspec
 import psutil
 
 from lmkit.cluster.gpus import least_used, num_gpus, visible_gpus
-from lmkit.config import child_environment
 from lmkit.ended import MemoryKills
+from lmkit.environment import child_environment
 from lmkit.errors import ConfigError
 from lmkit.log import get_logger
 

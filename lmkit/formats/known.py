@@ -10,7 +10,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from lmkit.config import environment
+from lmkit.environment import environment
 from lmkit.errors import LMKitError
 from lmkit.formats.gguf_file import storage_bits
 from lmkit.formats.gguf_model import BESIDE, SUFFIX, GgufModel, parts_of

@@ -28,7 +28,7 @@ from pathlib import Path
 import msgspec
 from torch import Tensor
 
-from lmkit.config import environment
+from lmkit.environment import environment
 from lmkit.errors import JSON_ERRORS, CheckpointError
 from lmkit.formats.atomic import sync_directory
 from lmkit.formats.hub import DEMO_FOLDER

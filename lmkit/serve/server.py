@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from lmkit import log
-from lmkit.config import ServerConfig, tokenize_serially
+from lmkit.config import ServerConfig
+from lmkit.environment import tokenize_serially
 from lmkit.serve.pool import ModelPool, load_tokenizer
 from lmkit.text import Tokenizer
 from lmkit.web.listen import bind, listen, on_signals, url

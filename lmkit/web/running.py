@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from lmkit.config import environment
+from lmkit.environment import environment
 from lmkit.errors import JSON_ERRORS, LMKitError
 from lmkit.log import get_logger
 from lmkit.web.listen import is_loopback

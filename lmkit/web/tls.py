@@ -7,7 +7,7 @@ import ssl
 from datetime import UTC, datetime
 from pathlib import Path
 
-from lmkit.config import environment
+from lmkit.environment import environment
 from lmkit.errors import ConfigError
 from lmkit.log import get_logger
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from lmkit.config import environment
+from lmkit.environment import environment
 from lmkit.errors import ConfigError
 from lmkit.extras import needed_for
 

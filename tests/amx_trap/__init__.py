@@ -10,7 +10,7 @@ from pathlib import Path
 
 import llvmlite.binding as llvm
 
-from lmkit.config import environment
+from lmkit.environment import environment
 from lmkit.kernels.cpu import isa
 
 SOURCE = Path(__file__).parent / "trap.c"

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from lmkit.config import environment
+from lmkit.environment import environment
 from lmkit.errors import UnsupportedError
 from lmkit.kernels.cuda import module
 from lmkit.kernels.cuda.gpus import Capability

@@ -11,7 +11,7 @@ from numba.core import config
 from numba.core.codegen import get_host_cpu_features
 from numba.core.registry import cpu_target
 
-from lmkit.config import environment
+from lmkit.environment import environment
 from lmkit.errors import ConfigError
 from lmkit.kernels.cpu.amx import permission
 from lmkit.log import get_logger

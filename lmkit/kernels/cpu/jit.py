@@ -26,7 +26,7 @@ import llvmlite.binding as llvm
 import numba
 import numpy as np
 
-from lmkit.config import environment
+from lmkit.environment import environment
 from lmkit.kernels.cpu import isa, kernel_files
 from lmkit.kernels.cpu.kernel_files import Kernel, ObjectCode
 from lmkit.log import get_logger

@@ -31,8 +31,8 @@ import numba
 import numpy as np
 import torch
 
-from lmkit.config import default_num_threads
 from lmkit.cores import available
+from lmkit.environment import default_num_threads
 from lmkit.errors import ConfigError
 from lmkit.kernels.cpu import jit, numa
 from lmkit.kernels.cpu.intrinsics import SLEEPER, add, allocate, call, call_worker, release, unpack, wait_for, wake

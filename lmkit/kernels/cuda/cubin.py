@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from lmkit.config import environment
+from lmkit.environment import environment
 from lmkit.errors import UnsupportedError
 
 CUPY_OPTIONS = "-ftz=true", "--device-as-default-execution-space"  # as CuPy compiles: subnormal numbers are zero

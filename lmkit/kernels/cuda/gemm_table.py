@@ -17,7 +17,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from lmkit.config import environment
+from lmkit.environment import environment
 from lmkit.errors import JSON_ERRORS
 from lmkit.kernels.cuda import gemm, gemm_plan, gemm_wide
 from lmkit.kernels.cuda.gemm_pack import PackedWeight

@@ -11,7 +11,7 @@ from functools import cache
 
 import msgspec
 
-from lmkit.config import environment
+from lmkit.environment import environment
 from lmkit.errors import ConfigError
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lmkit.config import environment
+from lmkit.environment import environment
 from lmkit.extras import needed_for
 
 TIMEOUT = timedelta(days=7)  # the others wait while one process evaluates, which may take long

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, NoReturn, Self
 import msgspec
 
 from lmkit import cores
-from lmkit.config import EngineConfig, default_num_threads
+from lmkit.config import EngineConfig
+from lmkit.environment import default_num_threads
 from lmkit.errors import EngineLostError, LMKitError, RequestError
 from lmkit.kernels.cpu import threads
 from lmkit.log import get_logger

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from lmkit import log
-from lmkit.config import calm_openmp, environment
+from lmkit.environment import calm_openmp, environment
 from lmkit.errors import LMKitError
 
 if TYPE_CHECKING:

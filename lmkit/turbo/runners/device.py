@@ -13,8 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lmkit.config import EngineConfig, environment
+from lmkit.config import EngineConfig
 from lmkit.devices import CPU, CUDA, holding
+from lmkit.environment import environment
 from lmkit.errors import ConfigError, UnsupportedError
 from lmkit.kernels.cuda import module
 from lmkit.kernels.cuda.module import Kernel

@@ -7,7 +7,8 @@ import sys
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from lmkit.config import EngineConfig, environment
+from lmkit.config import EngineConfig
+from lmkit.environment import environment
 from lmkit.errors import ConfigError, LMKitError
 from lmkit.extras import needed_for
 from lmkit.log import get_logger

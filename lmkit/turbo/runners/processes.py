@@ -16,8 +16,9 @@ from typing import IO, Any, NamedTuple, Protocol, TypeVar
 import msgspec
 
 import lmkit
-from lmkit.config import EngineConfig, child_environment
+from lmkit.config import EngineConfig
 from lmkit.ended import MemoryKills
+from lmkit.environment import child_environment
 from lmkit.errors import EngineLostError, LMKitError
 from lmkit.models.spec import ModelSpec
 from lmkit.turbo.adapters import AdapterChange, AdapterRead

@@ -30,7 +30,8 @@ import msgspec
 import zmq
 
 from lmkit import log
-from lmkit.config import EngineConfig, calm_openmp
+from lmkit.config import EngineConfig
+from lmkit.environment import calm_openmp
 from lmkit.errors import EngineLostError, LMKitError, RequestError
 from lmkit.turbo.request import EngineInfo, EngineStats, Request, StepOutput
 from lmkit.turbo.transport.deferred import quick_start
