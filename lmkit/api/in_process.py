@@ -62,8 +62,11 @@ class Pipeline:
     def __init__(self, model: str, config: EngineConfig) -> None:
         self.engine = Engine(model, config)
         self.engine.info.sampling.announce(log)
-        assert self.engine.tokenizer is not None
-        self.tokenizer = self.engine.tokenizer
+        try:
+            self.tokenizer = self.engine.tokenizer
+        except BaseException:
+            self.engine.close()
+            raise
         self.maker = RequestMaker(self.tokenizer, self.engine.info)
         self._outputs: dict[str, deque[StepOutput]] = {}
         self._lock = threading.Lock()

@@ -40,7 +40,7 @@ def tokenizer_json(file: GgufFile) -> str:
         "version": "1.0",
         "truncation": None,
         "padding": None,
-        "added_tokens": _added_tokens(file, vocabulary),
+        "added_tokens": [{"id": i} | token for i, token in _added_tokens(file, vocabulary).items()],
         "post_processor": _post_processor(file, vocabulary),
         **_BUILDERS[vocabulary.kind](file, vocabulary),
     }
@@ -65,6 +65,9 @@ def tokenizer_config(file: GgufFile) -> dict[str, Any]:
     }
     if vocabulary.kind == "bert":
         config["cls_token"] = vocabulary.text("bos")
+    # As checkpoints have it, but of named tokens alone: others add nothing to tokenizer.json.
+    added, named = _added_tokens(file, vocabulary), {vocabulary.ids[name] for name in names}
+    config["added_tokens_decoder"] = {str(i): token for i, token in added.items() if i in named}
     context = file.metadata.get(f"{file.metadata.get('general.architecture')}.context_length")
     if type(context) is int:
         config["model_max_length"] = context
@@ -117,17 +120,16 @@ def _chat_template(file: GgufFile) -> str | list[dict[str, str]] | None:
     return templates.get("default")
 
 
-def _added_tokens(file: GgufFile, vocabulary: Vocabulary) -> list[dict[str, Any]]:
-    """Tokens that are recognised in a text before it is cut into words."""
+def _added_tokens(file: GgufFile, vocabulary: Vocabulary) -> dict[int, dict[str, Any]]:
+    """Tokens that are recognised in a text before it is cut into words, by id."""
     special = {i for i, kind in enumerate(vocabulary.types) if kind in (TokenType.CONTROL, TokenType.UNKNOWN)}
     special |= vocabulary.ends()
     defined = {i for i, kind in enumerate(vocabulary.types) if kind == TokenType.USER_DEFINED}
     # llama.cpp knows by the model's name that Phi-3's own tokens take the white space after them.
     phi3 = any(name in str(file.metadata.get("general.name", "")).lower() for name in ("phi-3", "phi3"))
     kept = ("<unk>", "<s>", "<|endoftext|>")
-    return [
-        {
-            "id": i,
+    return {
+        i: {
             "content": vocabulary.tokens[i],
             "single_word": False,
             "lstrip": False,
@@ -136,7 +138,7 @@ def _added_tokens(file: GgufFile, vocabulary: Vocabulary) -> list[dict[str, Any]
             "special": i in special,
         }
         for i in sorted(special | defined)
-    ]
+    }
 
 
 def _post_processor(file: GgufFile, vocabulary: Vocabulary) -> dict[str, Any] | None:

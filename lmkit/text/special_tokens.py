@@ -42,12 +42,7 @@ def add_special_tokens(backend: tokenizers.Tokenizer, folder: Path, config: dict
     Returns the named ones as chat templates see them: `bos_token` and so on, and names of the model's own. Raises
     CheckpointError for tokens without text, and where a token would get another id than the file says.
     """
-    older = {} if "added_tokens_decoder" in config else read_config(folder / MAP)
-    members, listed = _extra(config, older, folder)
-    usual = {name: (config | older).get(name) for name in NAMED_TOKENS}
-    own = {name: value for name, value in (older | config).items() if name.endswith("_token") and name not in usual}
-    named = {name: token for name, value in (usual | own | members).items() if (token := _token(value))}
-    others = [token for value in listed if (token := _token(value))]
+    named, others = _of_names(folder, config)
     names = {token.text for token in named.values()}
     known = {token.content: token for token in backend.get_added_tokens_decoder().values()}
     if "added_tokens_decoder" in config:
@@ -63,6 +58,23 @@ def add_special_tokens(backend: tokenizers.Tokenizer, folder: Path, config: dict
         if token.text not in known:
             _add(backend, token, names)  # of several with this text, the flags of the last
     return {name: token.text for name, token in named.items()}
+
+
+def eos_token_id(folder: Path, config: dict[str, Any]) -> int | None:
+    """The id of the `eos_token` that `add_special_tokens` names, as far as the files say it beside the tokenizer."""
+    eos = _of_names(folder, config)[0].get("eos_token")
+    declared = _of_decoder(config.get("added_tokens_decoder") or {}, folder / CONFIG)
+    return next((token.id for token in declared if eos is not None and token.text == eos.text), None)
+
+
+def _of_names(folder: Path, config: dict[str, Any]) -> tuple[dict[str, Declared], list[Declared]]:
+    """The special tokens that have names, and further ones."""
+    older = {} if "added_tokens_decoder" in config else read_config(folder / MAP)
+    members, listed = _extra(config, older, folder)
+    usual = {name: (config | older).get(name) for name in NAMED_TOKENS}
+    own = {name: value for name, value in (older | config).items() if name.endswith("_token") and name not in usual}
+    named = {name: token for name, value in (usual | own | members).items() if (token := _token(value))}
+    return named, [token for value in listed if (token := _token(value))]
 
 
 def _add(backend: tokenizers.Tokenizer, token: Declared, names: Set[str]) -> None:

@@ -105,8 +105,7 @@ class Tokenizer:
         if chat_template is not None:
             templates = {"default": templates.get(chat_template) or given_template(chat_template)}
         eos = [i for i in [backend.token_to_id(named.get("eos_token", ""))] if i is not None]
-        for name in ("generation_config.json", "config.json"):
-            eos += _eos_ids(read_config(folder / name).get("eos_token_id"), folder / name)
+        eos += listed_ends(folder)
         return cls(
             backend,
             eos_token_ids=tuple(sorted(set(eos))),
@@ -280,6 +279,12 @@ def _library_errors(error: Callable[[str], LMKitError]) -> Iterator[None]:
         if type(raised) is Exception or type(raised).__name__ == "PanicException":
             raise error(str(raised).partition("\n")[0]) from None
         raise
+
+
+def listed_ends(folder: Path) -> list[int]:
+    """The ids that end a sequence, as generation_config.json and config.json have them. Raises CheckpointError."""
+    files = [folder / name for name in ("generation_config.json", "config.json")]
+    return [i for file in files for i in _eos_ids(read_config(file).get("eos_token_id"), file)]
 
 
 def _eos_ids(value: Any, where: Path) -> list[int]:

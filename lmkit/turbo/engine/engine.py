@@ -28,6 +28,7 @@ from lmkit.models import kv_storage, packed_cache
 from lmkit.models.decoder import Decoder
 from lmkit.models.kv_storage import KVStorage
 from lmkit.models.tower import Tower
+from lmkit.text import Tokenizer
 from lmkit.turbo.engine import loading
 from lmkit.turbo.engine.adapters import EngineAdapters
 from lmkit.turbo.engine.compiling import Compiling
@@ -141,8 +142,9 @@ class Engine:
             kv = [kv[layer.index] for layer in model.decoder.layers]
             blocks = KVBlocks(kv)
             self._tiers, self._block_server = loading.open_tiers(config, model, blocks)
-            self.tokenizer = model.tokenizer
-            self._guides = Guides(model.tokenizer, spec.vocab_size)
+            self._tokenizer = model.tokenizer
+            read = model.tokenizer.read if model.tokenizer is not None else None
+            self._guides = Guides(read, spec.vocab_size)
             self._compiling = self._compiles(limits)
             shared = self._tiers, self._guides, memory.max_model_len, memory.workspace, len(memory.layout.groups)
             parts = RunnerParts(config, model.decoder, kv, blocks, *shared, encoded)
@@ -156,7 +158,7 @@ class Engine:
             self._drafter = model.draft.start(*of_model) if model.draft is not None else None
             captured = self._warm_up(limits, others)
         self._has_head, self._step_sizes = model.has_head, StepSizes()  # the first steps do not count
-        eos = model.tokenizer.eos_token_ids if model.tokenizer is not None else ()
+        eos = model.tokenizer.eos_token_ids() if model.tokenizer is not None else ()
         self.scheduler = Scheduler(
             limits,
             eos,
@@ -313,6 +315,12 @@ class Engine:
             self._compiling.wait(IDLE_SECONDS)
         else:
             self.scheduler.wait(IDLE_SECONDS)
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's, which is read when it is first needed."""
+        assert self._tokenizer is not None
+        return self._tokenizer.read()
 
     @property
     def step_limit(self) -> float:

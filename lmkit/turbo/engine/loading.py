@@ -30,8 +30,8 @@ from lmkit.models.stage import Stage
 from lmkit.models.streamed import forecast
 from lmkit.models.tower import Tower, has_tower, load_tower
 from lmkit.models.weight_bits import bits_of_linears
-from lmkit.text import Tokenizer
 from lmkit.text.images import TEXT_ONLY
+from lmkit.text.tokenizer_file import TokenizerFile
 from lmkit.turbo.engine import copies
 from lmkit.turbo.engine.classes import read_classes, sentences_of
 from lmkit.turbo.engine.draft_head_loading import LoadedHead
@@ -71,7 +71,7 @@ class LoadedModel:
     decoder: Decoder
     storages: list[KVStorage]
     memory: MemoryPlan
-    tokenizer: Tokenizer | None
+    tokenizer: TokenizerFile | None
     has_tiers: bool
     kv_identity: bytes  # of the blocks in the tiers
     disk: DiskTier | None
@@ -149,7 +149,7 @@ def load(model_path: str, config: EngineConfig, device: Device, rank: int = 0) -
         log.debug("weights of %s", path)
         tower = _tower(model, config)
         has_head = model.source.has_head
-    tokenizer = None if rank else Tokenizer.from_pretrained(path, config.chat_template)
+    tokenizer = None if rank else TokenizerFile(path, config.chat_template)
     kept = has_tiers, identity, disk
     return LoadedModel(
         str(path), config, decoder, model.storages, memory, tokenizer, *kept, sampling, sentences, layers, vector_size,

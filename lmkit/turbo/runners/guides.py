@@ -16,21 +16,23 @@ from lmkit.text import Tokenizer
 from lmkit.turbo.plan import NewSequence
 
 if TYPE_CHECKING:
-    from lmkit.text.grammar import Guide
+    from lmkit.text.grammar import Grammars, Guide
 
 
 class Guides:
     """Makes the guides of an engine's sequences."""
 
-    def __init__(self, tokenizer: Tokenizer | None, vocab_size: int) -> None:
-        self._tokenizer, self._vocab_size = tokenizer, vocab_size
+    def __init__(self, read_tokenizer: Callable[[], Tokenizer] | None, vocab_size: int) -> None:
+        """`read_tokenizer` is called by the threads, for the first grammar and later ones: reading takes a while."""
+        self._read_tokenizer, self._vocab_size = read_tokenizer, vocab_size
+        self._grammars: Grammars | None = None
         self._thread, self._compiler = ThreadPoolExecutor(1, "grammars"), ThreadPoolExecutor(1, "compiler")
 
     def has(self, tenant: str, grammar: str) -> bool:
         """Whether a grammar of this tenant is compiled. Raises RequestError if this engine has no tokenizer."""
-        if self._tokenizer is None:
+        if self._read_tokenizer is None:
             raise RequestError("unsupported_parameter", "an engine without a tokenizer follows no grammar", "grammar")
-        return self._tokenizer.grammars(self._vocab_size).has(grammar, tenant)
+        return self._grammars is not None and self._grammars.has(grammar, tenant)
 
     def compile(self, tenant: str, grammar: str) -> Future[None]:
         """Begin to compile a grammar, up to the mask of its first token. The result is an error if that fails."""
@@ -50,8 +52,9 @@ class Guides:
         self._thread.shutdown()
 
     def _guide(self, tenant: str, grammar: str, token_ids: list[int]) -> Guide:
-        assert self._tokenizer is not None
-        guide = self._tokenizer.grammars(self._vocab_size).guide(grammar, tenant)
+        assert self._read_tokenizer is not None
+        self._grammars = self._read_tokenizer().grammars(self._vocab_size)
+        guide = self._grammars.guide(grammar, tenant)
         if token_ids:
             guide.advance(token_ids)
         return guide

@@ -34,7 +34,7 @@ class Both:
         self, device: str, news: Sequence[NewSequence], vocab: int, tokenizer: Tokenizer | None = None
     ) -> None:
         self.device = device
-        guides = Guides(tokenizer, vocab)
+        guides = Guides(None if tokenizer is None else lambda: tokenizer, vocab)
         self.cpu, self.gpu = Sampler(len(news), vocab, guides), GpuSampler(len(news), vocab, device, guides)
         for new in news:
             self.set(new)
