@@ -24,8 +24,11 @@ from lmkit.turbo.engine.engine import Engine
 
 OTHERS = "experts", "plain_heads"  # of other models: sections "experts" and "attention" measure these
 TURNED = tuple(
-    f"{name}={'off' if on else 'on'}" for name, on in msgspec.structs.asdict(Switches()).items() if name not in OTHERS
+    f"{name}={'off' if on else 'on'}"
+    for name, on in msgspec.structs.asdict(Switches()).items()
+    if isinstance(on, bool) and name not in OTHERS
 )
+UNCAPTURED = "kernels=off", "capture=off"
 CASE = Case("Llama-3-8B", "w4", (Load(1, 1024), Load(16, 1024)))
 REHEARSAL = Case("tiny Llama", "w4", (Load(2, 5),))
 OPTIONS: dict[str, dict[str, Any]] = {"INT8 head": {"head": "int8"}, "int8 activations": {"activations": "int8"}}

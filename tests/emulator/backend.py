@@ -23,6 +23,7 @@ from lmkit.kernels.cuda import module
 from lmkit.kernels.cuda.gpus import Capability
 from lmkit.kernels.cuda.module import Launch
 from lmkit.kernels.cuda.source import kernel_source
+from lmkit.kernels.cuda.switches import switches
 
 FLAGS = ("-std=c++17", "-O2", "-march=native", "-fPIC", "-ftls-model=initial-exec", "-shared", "-fno-strict-aliasing",
          "-w")  # fmt: skip
@@ -68,7 +69,7 @@ class EmulatedBackend:
         return int(self._runtime.lm_prefetched())
 
     def overlaps(self) -> bool:
-        return self._overlap
+        return self._overlap and switches().overlap
 
     def device_name(self) -> str:
         return "emulated"
@@ -101,7 +102,7 @@ class EmulatedBackend:
             if not self._runtime.lm_launch(
                 apply, addresses, _U32x3(*grid), _U32x3(*block), ctypes.c_uint64(shared),
                 ctypes.c_uint64(turn if source in PEERS else self._seed), ctypes.c_uint64(self._seed),
-                self._overlap, message, ctypes.c_uint64(len(message)),
+                self.overlaps(), message, ctypes.c_uint64(len(message)),
             ):  # fmt: skip
                 raise RuntimeError(f"{source}: {name}: {message.value.decode()}")
 

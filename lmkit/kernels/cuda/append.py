@@ -12,6 +12,7 @@ from torch import Tensor
 from lmkit.kernels import ops
 from lmkit.kernels.cuda import elementwise
 from lmkit.kernels.cuda.module import HALVES, Kernel
+from lmkit.kernels.cuda.switches import off
 from lmkit.kernels.ops import KVTensor
 from lmkit.kernels.reference.elementwise import accepts_rope
 from lmkit.kernels.reference.kv import accepts_heads
@@ -65,18 +66,22 @@ def head_dim_problem(head_dim: int, *, are_one: bool) -> str | None:
     return None
 
 
+def _accepts(**traits: Any) -> str | None:
+    return off("append.cu") or accepts(**traits)
+
+
 @cache
 def append_kernel(dim: int, keys: KVDtype, values: KVDtype, bf16: bool, *, balanced: bool = False) -> Kernel:
     defines = ({"LM_BF16": 1} if bf16 else {}) | ({"BALANCED": 1} if balanced else {})
     return Kernel("append.cu", "append", DIM=dim, KEYS=STORAGE[keys], VALUES=STORAGE[values], **defines)
 
 
-@implements(ops.rope_append, "cuda", device="cuda", accepts=accepts, priority=20)
+@implements(ops.rope_append, "cuda", device="cuda", accepts=_accepts, priority=20)
 def rope_append(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, k_cache: KVTensor, v_cache: KVTensor, slots: Tensor,
     positions: Tensor | None = None,
 ) -> None:  # fmt: skip
-    if (reason := problem((q, k, v), (k_cache, v_cache))) is not None:
+    if (reason := off("append.cu") or problem((q, k, v), (k_cache, v_cache))) is not None:
         ops.rope_append.fall_back("reference", reason)(q, k, v, cos, sin, k_cache, v_cache, slots, positions)
         return
     mean = None if k_cache.mean is None else k_cache.mean.vector
@@ -85,11 +90,11 @@ def rope_append(
     _append((*strided(q), *strided(k), *values, *angles), k, q.shape[1], k_cache, v_cache, slots, positions)
 
 
-@implements(ops.kv_append, "cuda", device="cuda", accepts=accepts, priority=20)
+@implements(ops.kv_append, "cuda", device="cuda", accepts=_accepts, priority=20)
 def kv_append(
     k: Tensor, v: Tensor, k_cache: KVTensor, v_cache: KVTensor, slots: Tensor, positions: Tensor | None = None
 ) -> None:
-    if (reason := problem((k, v), (k_cache, v_cache))) is not None:
+    if (reason := off("append.cu") or problem((k, v), (k_cache, v_cache))) is not None:
         ops.kv_append.fall_back("reference", reason)(k, v, k_cache, v_cache, slots, positions)
         return
     no_queries, no_angles = strided(None), (None, None, 0, None)

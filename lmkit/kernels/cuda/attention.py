@@ -15,12 +15,12 @@ from torch import Tensor
 
 from lmkit.attention_spec import AttentionSpec
 from lmkit.kernels import ops
-from lmkit.kernels.cuda.append import STORAGE, accepts, leaves_out, problem, rope_append, storage, strided
+from lmkit.kernels.cuda.append import MAX_HEAD_DIM, STORAGE, accepts, leaves_out, problem, rope_append, storage, strided
 from lmkit.kernels.cuda.gemm_table import SplitKey, table
 from lmkit.kernels.cuda.gpus import RESERVED_SHARED, Capability, gpu_of
 from lmkit.kernels.cuda.module import NUM_COUNTERS, Kernel, backend, counters
 from lmkit.kernels.cuda.prefill import MAX_MEAN_PAIRS, in_bits, prefill_attention
-from lmkit.kernels.cuda.switches import switches
+from lmkit.kernels.cuda.switches import off, switches
 from lmkit.kernels.cuda.turn import turned
 from lmkit.kernels.cuda.wide import is_wide, wide_attention, wide_problem
 from lmkit.kernels.ops import BatchGeometry, KVTensor
@@ -35,7 +35,16 @@ SPLIT_COSTS = {16: 2, 8: 3, 4: 6}
 MAX_STAGES = 5
 
 
-@implements(ops.paged_attention, "cuda", device="cuda", accepts=accepts, priority=20)
+def _accepts(*, head_dim: int, latent: bool = False, **traits: Any) -> str | None:
+    wide = latent or head_dim > MAX_HEAD_DIM
+    if wide:
+        reason = off("wide_attention.cu")
+    else:
+        reason = off("prefill_attention.cu") if not _has_own_kernel() else None
+    return reason or accepts(head_dim=head_dim, latent=latent, **traits)
+
+
+@implements(ops.paged_attention, "cuda", device="cuda", accepts=_accepts, priority=20)
 def paged_attention(
     q: Tensor,
     k_cache: KVTensor,
@@ -57,7 +66,7 @@ def paged_attention(
     if wide:
         return wide_attention(q, k_cache, v_cache, geometry, spec)
     out = q.new_empty(*q.shape[:2], v_cache.dim)
-    mixed = not decodes and num_seqs > 1 and not switches().invariant
+    mixed = not decodes and num_seqs > 1 and _has_own_kernel()
     rows, shares = turned(q, k_cache, v_cache)
     if decodes or mixed:
         decode_attention(rows, None, k_cache, v_cache, geometry, spec, out, sink_logits, shares)
@@ -68,7 +77,7 @@ def paged_attention(
     return out
 
 
-@implements(ops.rope_paged_attention, "cuda", device="cuda", accepts=accepts, priority=20)
+@implements(ops.rope_paged_attention, "cuda", device="cuda", accepts=_accepts, priority=20)
 def rope_paged_attention(
     q: Tensor,
     k: Tensor,
@@ -101,9 +110,14 @@ def rope_paged_attention(
 
 
 def _decodes(q: Tensor, geometry: BatchGeometry) -> bool:
-    """Whether every sequence has one query, and a kernel of its own attends. With `invariant` one kernel has all
-    queries, because the two add up in different orders."""
-    return len(q) == len(geometry.context_lens) and not switches().invariant
+    """Whether every sequence has one query, and a kernel of its own attends."""
+    return len(q) == len(geometry.context_lens) and _has_own_kernel()
+
+
+def _has_own_kernel() -> bool:
+    """Whether sequences with one query have a kernel of their own. With `invariant` one kernel has all queries, because
+    the two add up in different orders."""
+    return not switches().invariant and off("decode_attention.cu") is None
 
 
 def decode_attention(
@@ -232,7 +246,8 @@ def row_stride(dtype: KVDtype, dim: int) -> int:
 
 def attention_problem(rows: tuple[Tensor, ...], k_cache: KVTensor, v_cache: KVTensor, decodes: bool) -> str | None:
     """Why kernels cannot attend, or None. `decodes`: every sequence has one query."""
-    if (reason := problem(rows, (k_cache, v_cache))) is not None:
+    needed = (*(() if decodes else ("prefill_attention.cu",)), *(("turn.cu",) if leaves_out(k_cache, v_cache) else ()))
+    if (reason := off(*needed) or problem(rows, (k_cache, v_cache))) is not None:
         return reason
     if k_cache.block_size % UNIT:
         return f"blocks of {k_cache.block_size} tokens, not of a multiple of {UNIT}"

@@ -22,7 +22,7 @@ MAX_KEY_DIM, MAX_KERNEL = 256, 8  # that registers hold
 
 
 def _accepts(*, key_dim: int, kernel: int, **traits: Any) -> str | None:
-    if (reason := elementwise.accepts()) is not None:
+    if (reason := elementwise.accepts("delta.cu")) is not None:
         return reason
     if key_dim > MAX_KEY_DIM:
         return f"keys of {key_dim}, more than {MAX_KEY_DIM}"

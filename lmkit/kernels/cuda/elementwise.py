@@ -7,7 +7,7 @@ them which of a call's tensors have it.
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lmkit.kernels import ops
 from lmkit.kernels.cuda.module import HALVES, Kernel, is_available, missing
+from lmkit.kernels.cuda.switches import off
 from lmkit.kernels.ops import Norm
 from lmkit.kernels.registry import implements
 
@@ -29,8 +30,9 @@ ACTIVATIONS: dict[str | None, int] = {None: 0, "silu": 1, "gelu_tanh": 2, "clamp
 OUTPUTS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 1, torch.int8: 2, torch.float8_e4m3fn: 3}
 
 
-def accepts(**traits: Any) -> str | None:
-    return None if is_available() else missing()
+def accepts(*files: str, **traits: Any) -> str | None:
+    """Why kernels of these files cannot run, or None."""
+    return off(*files) if is_available() else missing()
 
 
 class RowCodes(NamedTuple):
@@ -41,7 +43,7 @@ class RowCodes(NamedTuple):
     sums: Tensor  # int32 [T], of int8 codes
 
 
-@implements(ops.rms_norm, "cuda", device="cuda", accepts=accepts, priority=20)
+@implements(ops.rms_norm, "cuda", device="cuda", accepts=partial(accepts, "norm.cu"), priority=20)
 def rms_norm(x: Tensor, norm: Norm) -> Tensor:
     dtype = result_dtype(x, norm)
     if (reason := _norm_problem(x, norm, dtype)) is not None:
@@ -78,7 +80,7 @@ def _norm_problem(x: Tensor, norm: Norm, dtype: torch.dtype) -> str | None:
     """Why norm.cu cannot compute a norm, or None."""
     if half_of(x, norm.residual, dtype) is None:
         return dtypes_of(x, norm.residual, dtype)
-    return f"{x.shape[-1]} columns, more than {MAX_COLUMNS}" if x.shape[-1] > MAX_COLUMNS else None
+    return f"{x.shape[-1]} columns, more than {MAX_COLUMNS}" if x.shape[-1] > MAX_COLUMNS else off("norm.cu")
 
 
 def _norm_rows(x: Tensor, norm: Norm | None, out: Tensor, dtype: torch.dtype, codes: RowCodes | None) -> None:
@@ -109,7 +111,7 @@ def _norm_rows(x: Tensor, norm: Norm | None, out: Tensor, dtype: torch.dtype, co
     kernel(-(-rows // block_rows), (threads, block_rows), args, shared=4 * WARP * 4)
 
 
-@implements(ops.embedding, "cuda", device="cuda", accepts=accepts, priority=20)
+@implements(ops.embedding, "cuda", device="cuda", accepts=partial(accepts, "elementwise.cu"), priority=20)
 def embedding(table: Tensor, rows: Tensor, scale: float = 1.0) -> Tensor:
     half = half_of(table)
     if half is None or table.stride(1) != 1:
@@ -124,7 +126,7 @@ def embedding(table: Tensor, rows: Tensor, scale: float = 1.0) -> Tensor:
     return out
 
 
-@implements(ops.gather_columns, "cuda", device="cuda", accepts=accepts, priority=20)
+@implements(ops.gather_columns, "cuda", device="cuda", accepts=partial(accepts, "elementwise.cu"), priority=20)
 def gather_columns(x: Tensor, order: Tensor) -> Tensor:
     if half_of(x) is None or x.stride(1) != 1:
         reason = dtypes_of(x) if half_of(x) is None else "rows that are not contiguous"
@@ -138,7 +140,7 @@ def gather_columns(x: Tensor, order: Tensor) -> Tensor:
     return out
 
 
-@implements(ops.add_positions, "cuda", device="cuda", accepts=accepts, priority=20)
+@implements(ops.add_positions, "cuda", device="cuda", accepts=partial(accepts, "elementwise.cu"), priority=20)
 def add_positions(x: Tensor, table: Tensor, positions: Tensor) -> None:
     assert x.dtype == table.dtype == torch.float32
     assert x.stride(1) == 1
@@ -149,7 +151,7 @@ def add_positions(x: Tensor, table: Tensor, positions: Tensor) -> None:
     kernel_for("elementwise.cu", "add_positions", torch.float16)(grid(len(x), columns), BLOCK, args)
 
 
-@implements(ops.ungated_activation, "cuda", device="cuda", accepts=accepts, priority=20)
+@implements(ops.ungated_activation, "cuda", device="cuda", accepts=partial(accepts, "elementwise.cu"), priority=20)
 def ungated_activation(x: Tensor, activation: str) -> Tensor:
     half = half_of(x)
     if half is None or not x.is_contiguous():
@@ -162,7 +164,7 @@ def ungated_activation(x: Tensor, activation: str) -> Tensor:
     return x
 
 
-@implements(ops.softcap, "cuda", device="cuda", accepts=accepts, priority=20)
+@implements(ops.softcap, "cuda", device="cuda", accepts=partial(accepts, "elementwise.cu"), priority=20)
 def softcap(x: Tensor, cap: float) -> Tensor:
     assert (x.dtype, x.is_contiguous()) == (torch.float32, True)
     kernel = kernel_for("elementwise.cu", "softcap", torch.float16)
@@ -170,11 +172,11 @@ def softcap(x: Tensor, cap: float) -> Tensor:
     return x
 
 
-@implements(ops.gated_activation, "cuda", device="cuda", accepts=accepts, priority=20)
+@implements(ops.gated_activation, "cuda", device="cuda", accepts=partial(accepts, "elementwise.cu"), priority=20)
 def gated_activation(gate_up: Tensor, activation: str) -> Tensor:
     half = half_of(gate_up)
-    if half is None:
-        y: Tensor = ops.gated_activation.fall_back("reference", dtypes_of(gate_up))(gate_up, activation)
+    if (reason := dtypes_of(gate_up) if half is None else off("elementwise.cu")) is not None:
+        y: Tensor = ops.gated_activation.fall_back("reference", reason)(gate_up, activation)
         return y
     columns = gate_up.shape[-1] // 2
     rows = gate_up.reshape(-1, 2 * columns)
@@ -188,7 +190,7 @@ def gated_activation(gate_up: Tensor, activation: str) -> Tensor:
     return out
 
 
-@implements(ops.rope_angles, "cuda", device="cuda", accepts=accepts, priority=20)
+@implements(ops.rope_angles, "cuda", device="cuda", accepts=partial(accepts, "elementwise.cu"), priority=20)
 def rope_angles(positions: Tensor, inv_freq: Tensor, magnitude: float) -> tuple[Tensor, Tensor]:
     tokens, half_dim = len(positions), len(inv_freq)
     cos, sin = torch.empty(2, tokens, half_dim, device=positions.device)

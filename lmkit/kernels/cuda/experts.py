@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -18,9 +20,10 @@ SORTERS = 1024  # threads of the block that sorts places
 ROUTE = Kernel("experts.cu", "route")
 EXPERT_PLACES = Kernel("experts.cu", "expert_places")
 SUM_PLACES = Kernel("experts.cu", "sum_places")
+_accepts = partial(accepts, "experts.cu")
 
 
-@implements(ops.route, "cuda", device="cuda", accepts=accepts, priority=20)
+@implements(ops.route, "cuda", device="cuda", accepts=_accepts, priority=20)
 def route(logits: Tensor, routing: Routing, bias: Tensor | None) -> tuple[Tensor, Tensor]:
     (tokens, experts), per_token = logits.shape, routing.experts_per_token
     if experts > MAX_EXPERTS or logits.dtype != torch.float32 or logits.stride(1) != 1:
@@ -38,7 +41,7 @@ def route(logits: Tensor, routing: Routing, bias: Tensor | None) -> tuple[Tensor
     return weights, numbers
 
 
-@implements(ops.expert_places, "cuda", device="cuda", accepts=accepts, priority=20)
+@implements(ops.expert_places, "cuda", device="cuda", accepts=_accepts, priority=20)
 def expert_places(experts: Tensor, num_experts: int, held: range) -> Places:
     count, per_token = experts.numel(), experts.shape[1]
     if num_experts > MAX_EXPERTS or count > MAX_PLACES:
@@ -56,7 +59,7 @@ def expert_places(experts: Tensor, num_experts: int, held: range) -> Places:
     return places
 
 
-@implements(ops.sum_places, "cuda", device="cuda", accepts=accepts, priority=20)
+@implements(ops.sum_places, "cuda", device="cuda", accepts=_accepts, priority=20)
 def sum_places(y: Tensor, weights: Tensor, places: Places, out: Tensor) -> None:
     if y.dtype != torch.float32 or not y.is_contiguous() or not out.is_contiguous():
         ops.sum_places.fall_back("reference", "outputs of experts of another kind")(y, weights, places, out)
@@ -67,7 +70,7 @@ def sum_places(y: Tensor, weights: Tensor, places: Places, out: Tensor) -> None:
     SUM_PLACES(grid(tokens, columns), BLOCK, args)
 
 
-@implements(ops.add_shared, "cuda", device="cuda", accepts=accepts, priority=20)
+@implements(ops.add_shared, "cuda", device="cuda", accepts=_accepts, priority=20)
 def add_shared(out: Tensor, y: Tensor, logits: Tensor | None) -> None:
     half = half_of(y)
     if half is None or not out.is_contiguous() or (logits is not None and logits.dtype != torch.float32):

@@ -35,7 +35,7 @@ from lmkit.kernels.cuda.gemm_plan import (
 from lmkit.kernels.cuda.gemm_table import Key, table
 from lmkit.kernels.cuda.gpus import gpu_of
 from lmkit.kernels.cuda.module import Kernel, backend, counters
-from lmkit.kernels.cuda.switches import switches
+from lmkit.kernels.cuda.switches import off, switches
 from lmkit.kernels.ops import Places
 from lmkit.kernels.registry import ExpertLinears
 
@@ -54,7 +54,7 @@ class ExpertTable:
 
     @classmethod
     def of(cls, parts: list[tuple[PackedWeight, Tensor | None]]) -> ExpertTable | None:
-        if not switches().experts:
+        if not switches().experts or off("gemm.cu") is not None:
             return None
         kept = [(packed, None if bias is None else bias.float().contiguous()) for packed, bias in parts]
         rows = [[w.codes.data_ptr(), w.params.data_ptr(), 0 if b is None else b.data_ptr()] for w, b in kept]

@@ -25,7 +25,7 @@ from lmkit.kernels.cuda.gemm_plan import Plan, Problem
 from lmkit.kernels.cuda.gemm_wide import WidePlan
 from lmkit.kernels.cuda.gpus import gpu_of
 from lmkit.kernels.cuda.module import Kernel, backend
-from lmkit.kernels.cuda.switches import switches
+from lmkit.kernels.cuda.switches import off, switches
 from lmkit.log import get_logger
 
 log = get_logger(__name__)
@@ -226,7 +226,7 @@ def _runs(plan: Plan | WidePlan, tokens: int, packed: PackedWeight) -> bool:
     limit = gpu_of(backend(packed.codes.device.type).capability()).block_shared
     if isinstance(plan, WidePlan):
         return gemm_wide.can_multiply(tokens, packed) and gemm_wide.problem_with(plan, problem, limit) is None
-    return gemm_plan.problem_with(plan, problem, limit) is None
+    return off("gemm.cu") is None and gemm_plan.problem_with(plan, problem, limit) is None
 
 
 def promising(tokens: int, packed: PackedWeight, count: int) -> tuple[Plan | WidePlan, ...]:
@@ -236,7 +236,9 @@ def promising(tokens: int, packed: PackedWeight, count: int) -> tuple[Plan | Wid
     where = backend(packed.codes.device.type)
     limit, num_sms, problem = gpu_of(where.capability()).block_shared, where.num_sms(), gemm.problem_of(tokens, packed)
     kernels = 2 if where.overlaps() and tokens <= SHARED_TOKENS else 1
-    plans: list[Plan | WidePlan] = list(gemm_plan.best(problem, num_sms, limit, count, kernels))
+    plans = list[Plan | WidePlan]()
+    if off("gemm.cu") is None:
+        plans += gemm_plan.best(problem, num_sms, limit, count, kernels)
     if gemm_wide.can_multiply(tokens, packed):
         plans += gemm_wide.best(problem, num_sms, limit, count)
     return tuple(sorted(plans, key=lambda plan: estimate(plan, problem, num_sms)))

@@ -26,7 +26,7 @@ from lmkit.kernels.cuda.gemm_plan import (
     sums_bytes,
 )
 from lmkit.kernels.cuda.module import Kernel, backend
-from lmkit.kernels.cuda.switches import switches
+from lmkit.kernels.cuda.switches import off, switches
 
 CAPABILITY = 9, 0  # the only one with wgmma
 MIN_TOKENS = 48
@@ -132,7 +132,7 @@ def can_multiply(tokens: int, packed: PackedWeight) -> bool:
     """Whether the kernel is for so many tokens and this weight. It stores 4 outputs at a time."""
     capability = backend(packed.codes.device.type).capability()
     fits = capability == CAPABILITY and packed.num_results % 4 == 0 and not packed.int8
-    return switches().wgmma and fits and tokens >= MIN_TOKENS
+    return switches().wgmma and off("gemm_wide.cu") is None and fits and tokens >= MIN_TOKENS
 
 
 @cache

@@ -23,7 +23,7 @@ THREADS, WIDTH = 256, 8  # WIDTH: elements of a thread
 def _accepts_rows(*, head_dim: int, dtype: torch.dtype, **traits: Any) -> str | None:
     if head_dim % 32:
         return f"rows of {head_dim}: multiples of 32"
-    return elementwise.accepts() or (None if dtype in HALVES else f"{dtype} is computed through torch")
+    return elementwise.accepts("read_rows.cu") or (None if dtype in HALVES else f"{dtype} is computed through torch")
 
 
 @implements(latent_ops.kv_rows, "cuda", device="cuda", accepts=_accepts_rows, priority=20)

@@ -51,11 +51,21 @@ class _Config(ctypes.Structure):  # CUlaunchConfig
 
 @cache
 def driver(path: str = "libcuda.so.1") -> ctypes.CDLL:
-    """The driver's library. Raises OSError if it is not there."""
+    """The driver's library. Raises OSError if it is not there, AttributeError if it is older than CUDA 11.8."""
     library = ctypes.CDLL(path)
     library.cuLaunchKernelEx.argtypes = (ctypes.c_void_p,) * 4
     library.cuGetErrorString.argtypes = (ctypes.c_int, ctypes.POINTER(ctypes.c_char_p))
     return library
+
+
+@cache
+def launcher_problem() -> str | None:
+    """Why the driver cannot launch, or None."""
+    try:
+        driver()
+    except (OSError, AttributeError) as error:
+        return f"the driver's library has no such launch: {error}"
+    return None
 
 
 class DriverLaunch:

@@ -20,7 +20,7 @@ from lmkit.kernels.cuda.dense_shape import dense_shape
 from lmkit.kernels.cuda.elementwise import ACTIVATIONS, BLOCK, MAX_COLUMNS, WIDTH, RowCodes, grid, is_aligned
 from lmkit.kernels.cuda.gpus import FLOAT8_CAPABILITY, gpu_of, version
 from lmkit.kernels.cuda.module import HALVES, backend, tensor_device
-from lmkit.kernels.cuda.switches import switches
+from lmkit.kernels.cuda.switches import off, switches
 from lmkit.kernels.ops import Norm
 from lmkit.kernels.reference.linear import Kept, keep
 from lmkit.kernels.registry import implements
@@ -36,7 +36,9 @@ PRODUCT_ROWS = 32  # minimum; torch._int_mm wants more than 16
 
 
 def _accepts_dense(*, dtype: torch.dtype, **traits: Any) -> str | None:
-    return elementwise.accepts() or (None if dtype in HALVES else f"weights of {dtype}: torch has them")
+    files = ("dense.cu",) if switches().invariant else ()
+    reason = elementwise.accepts("epilogue.cu", *files)
+    return reason or (None if dtype in HALVES else f"weights of {dtype}: torch has them")
 
 
 def _pack_dense(weight: Tensor, activation: str | None = None) -> Kept:
@@ -69,7 +71,7 @@ def linear_dense(
     dtype = dtype or x.dtype
     if switches().invariant:
         return invariant_product(x, weight, bias, packed.activation, dtype, residual)
-    if len(x) <= GEMV_TOKENS and _streams(x, weight):
+    if len(x) <= GEMV_TOKENS and _streams(x, weight) and off("gemv.cu") is None:
         return _few_tokens(x, weight, bias, packed.activation, dtype, residual)
     if residual is None and dtype == x.dtype:
         y = torch.nn.functional.linear(x, weight, None if bias is None else bias.to(dtype))
@@ -156,7 +158,7 @@ def _accepts_codes(*, group_size: int, in_features: int, out_features: int, **tr
 
 
 def _accepts_int8(*, bits: int = 8, **traits: Any) -> str | None:
-    return elementwise.accepts() or (_accepts_codes(**traits) if bits == 8 else f"{bits} bits")
+    return elementwise.accepts("norm.cu", "epilogue.cu") or (_accepts_codes(**traits) if bits == 8 else f"{bits} bits")
 
 
 def _accepts_fp8(**traits: Any) -> str | None:
@@ -188,7 +190,7 @@ def _linear(product: Callable[[RowCodes, CodedWeight], Tensor], code: torch.dtyp
         dtype: torch.dtype | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
-        few = len(x) <= GEMV_TOKENS and not switches().invariant
+        few = len(x) <= GEMV_TOKENS and not switches().invariant and off("gemv.cu") is None
         rounded = elementwise.quantize_rows(x, code, norm, min_rows=0 if few else PRODUCT_ROWS)
         dtype = dtype or elementwise.result_dtype(x, norm)
         scales = Scales(rounded.scales, packed.scales, rounded.sums, packed.zeros)

@@ -23,7 +23,7 @@ from lmkit.kernels.cuda.gemm_plan import Plan
 from lmkit.kernels.cuda.gemm_table import BUCKETS, choose
 from lmkit.kernels.cuda.library import wide_product
 from lmkit.kernels.cuda.module import HALVES
-from lmkit.kernels.cuda.switches import switches
+from lmkit.kernels.cuda.switches import off, switches
 from lmkit.kernels.ops import Norm
 from lmkit.kernels.registry import implements
 
@@ -137,7 +137,7 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype)
 def _accepts(
     code_bits: int, /, *, group_size: int = -1, bits: int | None = None, in_features: int = 8, **traits: Any
 ) -> str | None:
-    if (reason := elementwise.accepts()) is not None:
+    if (reason := elementwise.accepts("dequantize.cu", *(("gemm.cu",) if switches().invariant else ()))) is not None:
         return reason
     if bits not in (None, code_bits):
         return f"{bits} bits"
@@ -154,13 +154,17 @@ def _accepts_8(**traits: Any) -> str | None:
     return _accepts(8, **traits)
 
 
+def _accepts_rounded(code_bits: int, /, **traits: Any) -> str | None:
+    return off("round_groups.cu") or _accepts(code_bits, **traits)
+
+
 for _op, _accept in ((ops.linear_w4a16, _accepts_4), (ops.linear_w8a16, _accepts_8), (ops.linear_fp8, _accepts_8)):
     implements(
         _op, "cuda", device="cuda", accepts=_accept, pack=pack, priority=20, epilogue=True, of_experts=OF_EXPERTS
     )(linear)
 # library.py has 8 bits with one scale for each output.
-for _op, _name, _accept in ((ops.linear_w4a8, "cuda", _accepts_4), (ops.linear_w8a8, "cuda.groups", _accepts_8)):
-    _pack = partial(pack, rounds=True)
+for _op, _name, _bits in ((ops.linear_w4a8, "cuda", 4), (ops.linear_w8a8, "cuda.groups", 8)):
+    _pack, _accept = partial(pack, rounds=True), partial(_accepts_rounded, _bits)
     implements(
         _op, _name, device="cuda", accepts=_accept, pack=_pack, priority=19, epilogue=True, of_experts=OF_EXPERTS
     )(linear)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -25,16 +27,17 @@ ROWS = 8  # of a block, as in low_rank.cu
 WARPS, RANK_PARTS = 4, 4  # rows of A that a block reads at a time, and blocks that share an adapter's
 SORTERS = 1024
 ROWS_BY_ADAPTER = Kernel("low_rank.cu", "rows_by_adapter")
+_accepts = partial(accepts, "low_rank.cu")
 
 
-@implements(low_rank_ops.rows_by_adapter, "cuda", device="cuda", accepts=accepts, priority=20)
+@implements(low_rank_ops.rows_by_adapter, "cuda", device="cuda", accepts=_accepts, priority=20)
 def rows_by_adapter(numbers: Tensor, count: int) -> Tensor:
     order = torch.empty_like(numbers)
     ROWS_BY_ADAPTER(1, SORTERS, [numbers, order, len(numbers), count], shared=4 * (count + 1))
     return order
 
 
-@implements(low_rank_ops.add_low_rank, "cuda", device="cuda", accepts=accepts, priority=20)
+@implements(low_rank_ops.add_low_rank, "cuda", device="cuda", accepts=_accepts, priority=20)
 def add_low_rank(x: Tensor, rows: AdapterRows, parts: Parts) -> Add:
     def add(y: Tensor) -> None:
         for additions, columns in parts:
@@ -62,7 +65,7 @@ def _add(x: Tensor, y: Tensor, rows: AdapterRows, additions: LowRanks, columns: 
     )
 
 
-@implements(low_rank_ops.gated_panels, "cuda", device="cuda", accepts=accepts, priority=20)
+@implements(low_rank_ops.gated_panels, "cuda", device="cuda", accepts=_accepts, priority=20)
 def gated_panels(
     gate_up: Tensor,
     activation: str,

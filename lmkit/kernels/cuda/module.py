@@ -24,11 +24,14 @@ import torch
 from torch import Tensor
 
 from lmkit.errors import UnsupportedError
-from lmkit.kernels.cuda.cubin import cubin
+from lmkit.kernels.cuda.cubin import cubin, first_error
 from lmkit.kernels.cuda.gpus import EARLY_CAPABILITY, MIN_CAPABILITY, Capability, gpu_of, version
-from lmkit.kernels.cuda.launcher import DriverLaunch
+from lmkit.kernels.cuda.launcher import DriverLaunch, launcher_problem
 from lmkit.kernels.cuda.source import kernel_source, options
-from lmkit.kernels.cuda.switches import switches
+from lmkit.kernels.cuda.switches import ASKED, switches, turn_off, turned_off
+from lmkit.log import get_logger
+
+log = get_logger(__name__)
 
 Dim = int | tuple[int, ...]
 Launch = Callable[[tuple[int, ...], tuple[int, ...], Sequence[Any], int], None]  # grid, block, arguments, shared bytes
@@ -42,7 +45,7 @@ class Backend(Protocol):
     """A device, or an emulator of one, that runs kernels."""
 
     def load(self, source: str, name: str, defines: dict[str, int]) -> Launch:
-        """Compile an entry point of a file in csrc."""
+        """Compile an entry point of a file in csrc. Raises UnsupportedError if that is not possible."""
 
     def device_name(self) -> str:
         """The device's product name."""
@@ -105,9 +108,15 @@ def backend(device: str) -> Backend:
     return BACKENDS[device]
 
 
-@cache
 def missing() -> str | None:
-    """Why CUDA kernels cannot run here, or None."""
+    """Why CUDA kernels do not run here, or None."""
+    if not switches().kernels:
+        return f"CUDA kernels are turned off: {turned_off().get('kernels', ASKED)}"
+    return _missing()
+
+
+@cache
+def _missing() -> str | None:
     if not torch.cuda.is_available():
         return "torch finds no NVIDIA GPU"
     capability = torch.cuda.get_device_capability()
@@ -137,7 +146,12 @@ def tensor_device(device: str) -> str:
 
 def is_available() -> bool:
     """Whether kernels can run, on a GPU or emulated."""
-    return bool(BACKENDS) or missing() is None
+    return switches().kernels and (bool(BACKENDS) or missing() is None)
+
+
+def load_anew() -> None:
+    """Load the kernels of a GPU anew when they are launched next: switches have changed."""
+    BACKENDS.pop("cuda", None)
 
 
 @cache
@@ -168,9 +182,15 @@ class CupyBackend:
         return major, minor
 
     def load(self, source: str, name: str, defines: dict[str, int]) -> Launch:
-        function = self._compiled(source, defines).get_function(name)
-        limit = function.max_dynamic_shared_size_bytes
-        start = self._by_driver(name, function) if switches().launcher else self._by_cupy(function)
+        try:
+            function = self._compiled(source, defines).get_function(name)
+            limit = function.max_dynamic_shared_size_bytes
+        except (RuntimeError, ImportError, self._cupy.cuda.compiler.CompileException) as error:
+            log.debug("%s: %s", source, error)
+            raise UnsupportedError(
+                f"{source} cannot be compiled: {first_error(str(error))}; {without(source)}"
+            ) from error
+        start = self._by_driver(name, function) if self._has_launcher() else self._by_cupy(function)
 
         def launch(grid: tuple[int, ...], block: tuple[int, ...], args: Sequence[Any], shared: int) -> None:
             nonlocal limit
@@ -190,7 +210,13 @@ class CupyBackend:
         return cupy.RawModule(path=str(cubin(nvrtc, text, options(defines), arch)))
 
     def overlaps(self) -> bool:
-        return switches().launcher and switches().overlap and self.capability() >= EARLY_CAPABILITY
+        return self._has_launcher() and switches().overlap and self.capability() >= EARLY_CAPABILITY
+
+    def _has_launcher(self) -> bool:
+        """Whether launches are the driver's."""
+        if switches().launcher and (reason := launcher_problem()) is not None:
+            turn_off("launcher", reason)
+        return switches().launcher
 
     def _by_driver(self, name: str, function: Any) -> Launch:
         start = DriverLaunch(name, function.kernel.ptr, early=self.overlaps())
@@ -209,6 +235,11 @@ class CupyBackend:
                 function(grid, block, tuple(map(_argument, args)), shared_mem=shared)
 
         return launch
+
+
+def without(source: str) -> str:
+    """How to go on without the kernels of a file."""
+    return f"{ASKED}={source}=off goes on without it"
 
 
 def _argument(value: Any) -> Any:

@@ -5,6 +5,8 @@ The state of a sequence lies in its slot of a table on the device: records of SL
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -81,7 +83,7 @@ def score(
     return out
 
 
-@implements(ops.draw, "cuda", device="cuda", accepts=accepts, priority=20)
+@implements(ops.draw, "cuda", device="cuda", accepts=partial(accepts, "sampling.cu"), priority=20)
 def draw(
     logits: Tensor, rows: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, share: Tensor
 ) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import Tensor
 
 from lmkit.kernels import ops
@@ -13,6 +15,6 @@ THREADS = 256
 KERNEL = Kernel("tokens.cu", "known_tokens")
 
 
-@implements(ops.known_tokens, "cuda", device="cuda", accepts=accepts, priority=20)
+@implements(ops.known_tokens, "cuda", device="cuda", accepts=partial(accepts, "tokens.cu"), priority=20)
 def known_tokens(token_ids: Tensor, last_token: Tensor) -> None:
     KERNEL(-(-len(token_ids) // THREADS), THREADS, [token_ids, last_token, len(token_ids)])

@@ -15,6 +15,7 @@ from lmkit.kernels.cuda.gemm_table import WideKey, table
 from lmkit.kernels.cuda.gpus import Capability, gpu_of
 from lmkit.kernels.cuda.module import NUM_COUNTERS, Kernel, backend, counters
 from lmkit.kernels.cuda.prefill import LOG2E
+from lmkit.kernels.cuda.switches import off
 from lmkit.kernels.ops import BatchGeometry, KVTensor
 from lmkit.kv_dtype import INT4, KVDtype
 
@@ -74,7 +75,7 @@ def wide_problem(
     q: Tensor, k_cache: KVTensor, v_cache: KVTensor, spec: AttentionSpec, sink_logits: Tensor | None
 ) -> str | None:
     """Why the kernel cannot attend, or None."""
-    if (reason := problem((q,), (k_cache, v_cache))) is not None:
+    if (reason := off("wide_attention.cu") or problem((q,), (k_cache, v_cache))) is not None:
         return reason
     if leaves_out(k_cache, v_cache) or any(cache.hadamard or cache.mean is not None for cache in (k_cache, v_cache)):
         return "wide rows that are turned, or stored without a mean"

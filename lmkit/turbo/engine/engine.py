@@ -36,9 +36,9 @@ from lmkit.turbo.engine.encoder import ALONE_SECONDS, Encoder
 from lmkit.turbo.engine.info import engine_info
 from lmkit.turbo.engine.loading import LoadedModel
 from lmkit.turbo.engine.memory import scheduler_limits
-from lmkit.turbo.engine.no_memory import finds_memory, missing_memory
 from lmkit.turbo.engine.rest import Rest
 from lmkit.turbo.kv.blocks import KVBlocks
+from lmkit.turbo.no_memory import finds_memory, missing_memory
 from lmkit.turbo.plan import StepPlan
 from lmkit.turbo.request import EngineStats, Pooling, Request, SamplingParams, StepOutput, check_head
 from lmkit.turbo.runners.cpu import CpuRunner

@@ -37,7 +37,6 @@ from lmkit.turbo.engine.classes import read_classes, sentences_of
 from lmkit.turbo.engine.draft_head_loading import LoadedHead
 from lmkit.turbo.engine.draft_model_loading import LoadedDraft, follow, resolved_draft
 from lmkit.turbo.engine.memory import MemoryPlan, loaded_bytes, no_images, plan_memory
-from lmkit.turbo.engine.no_memory import finds_memory
 from lmkit.turbo.engine.sentences import read_layers
 from lmkit.turbo.engine.streaming import streaming_of, with_batch
 from lmkit.turbo.kv.blocks import KVBlocks, kv_identity
@@ -46,6 +45,7 @@ from lmkit.turbo.kv.tiers.block_server import BlockServer
 from lmkit.turbo.kv.tiers.disk import DiskTier
 from lmkit.turbo.kv.tiers.peer import PeerTier
 from lmkit.turbo.kv.tiers.store import TierStore
+from lmkit.turbo.no_memory import finds_memory
 from lmkit.turbo.request import Classes, VectorLayer
 from lmkit.turbo.runners import factory
 from lmkit.turbo.runners.device import CudaDevice, Device

@@ -16,6 +16,7 @@ from lmkit.turbo.host_memory import available_memory, gib
 from lmkit.turbo.kv.manager import KVLimits
 from lmkit.turbo.kv.tiers.host import check_host_bytes
 from lmkit.turbo.plan import CAPTURED_TOKENS, DRAFTED_TOKENS
+from lmkit.turbo.runners.captured_sizes import decode_sizes, draft_sizes, mixed_sizes
 from lmkit.turbo.scheduling.limits import SchedulerLimits
 
 if TYPE_CHECKING:
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
 ADDED_ROWS = 64  # whose additions of adapters stand beside a product; kernels/cpu/low_rank.py takes no more at a time
 GPU_SCRATCH_BYTES = 64 << 20  # of a product; kernels/cuda/gemm_plan.py takes no plan with more
+LAUNCHES = 9  # of a layer in a captured step, at most on average
+LAUNCH_BYTES = 16 << 10  # of a graph's launch on the device: about what others' engines report, measured on none here
 EXCHANGE_BYTES = 9 << 20  # of a rank, for the others to read; kernels/cuda/ranks.py takes no more
 RECORD_BYTES = 64  # of a block of a model without keys and values: what the host counts of it
 SNAPSHOTS = 16  # of recurrent state, for each sequence of the batch, unless they exceed their share
@@ -327,7 +330,8 @@ def _gpu_workspace_bytes(spec: ModelSpec, config: EngineConfig, num_groups: int)
     - the pinned block tables, twice,
     - plain keys and values of latent attention's prompts,
     - of several ranks, the memory that they read of each other, and a rank's part of the logits,
-    - draft tokens that a step of a model with recurrent states takes first.
+    - draft tokens that a step of a model with recurrent states takes first,
+    - the graphs of captured steps.
     """
     widest = max(layer.activation_bytes(half=True) for layer in spec.kinds)
     outputs = max(layer.widest_product for layer in spec.kinds)
@@ -345,4 +349,14 @@ def _gpu_workspace_bytes(spec: ModelSpec, config: EngineConfig, num_groups: int)
     weights, logits = 2 * 2 * outputs * spec.hidden_size, 3 * 4 * rows * spec.vocab_size
     kept = (layer.recurrent.draft_bytes for layer in spec.kinds if layer.recurrent)
     drafts = config.sequences_per_step * config.num_draft_tokens * max(kept, default=0)
-    return activations + prompts + weights + logits + 2 * tables + exchanges + drafts
+    parts = activations, prompts, weights, logits, 2 * tables, exchanges, drafts, _graph_bytes(spec, config)
+    return sum(parts)
+
+
+def _graph_bytes(spec: ModelSpec, config: EngineConfig) -> int:
+    """Bytes of the graphs of captured steps of all sizes."""
+    seqs, tokens = config.sequences_per_step, config.tokens_per_step
+    drafted = draft_sizes(seqs, tokens, config.num_draft_tokens)
+    graphs = len(decode_sizes(seqs)) + len(mixed_sizes(seqs, tokens)) + len(drafted)
+    kinds = 2 if config.adapters or config.adapter_root is not None else 1  # with adapters, and without
+    return kinds * graphs * spec.num_layers * LAUNCHES * LAUNCH_BYTES

@@ -67,8 +67,8 @@ def main(device: Device | None = None) -> int:
     from lmkit.models import kv_storage
     from lmkit.turbo.engine import loading
     from lmkit.turbo.engine.adapters import RankAdapters
-    from lmkit.turbo.engine.no_memory import finds_memory
     from lmkit.turbo.kv.blocks import KVBlocks
+    from lmkit.turbo.no_memory import finds_memory
     from lmkit.turbo.runners import cuda_ranks, ranks, remote
     from lmkit.turbo.runners.device import CpuDevice, CudaDevice
     from lmkit.turbo.runners.guides import Guides

@@ -25,6 +25,7 @@ from lmkit.config import EngineConfig
 from lmkit.devices import holding
 from lmkit.kernels.cuda.blocks import BlockCopier
 from lmkit.kernels.cuda.module import is_available
+from lmkit.kernels.cuda.switches import off
 from lmkit.layers.batch import KVLayer
 from lmkit.models.identity import how_computed, sources_digest
 from lmkit.models.resolved import ResolvedModel
@@ -60,7 +61,8 @@ class KVBlocks:
         self._num_blocks = len(self.parts[0]) if self.parts else 0
         self._stream: torch.cuda.Stream | None = None  # `_write_beside` writes blocks on it
         self._readers: torch.cuda.Stream | None = None  # `_read_beside` reads them on it
-        self._copier = BlockCopier(self.parts) if is_available() and self.parts and not self._on_host else None
+        copies = is_available() and off("copy.cu") is None and self.parts and not self._on_host
+        self._copier = BlockCopier(self.parts) if copies else None
 
     @property
     def _on_host(self) -> bool:

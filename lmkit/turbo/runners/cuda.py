@@ -24,7 +24,7 @@ from lmkit.kernels.cuda.gemm_table import LatentKey, table
 from lmkit.kernels.cuda.latent import rows_kernel
 from lmkit.kernels.cuda.module import Kernel
 from lmkit.kernels.cuda.prefill import variant
-from lmkit.kernels.cuda.switches import switches
+from lmkit.kernels.cuda.switches import ASKED, off, switches, turned_off
 from lmkit.kv_dtype import FLOAT32, dense_kv_dtype
 from lmkit.layers import latent_prompts
 from lmkit.layers.batch import BatchInputs, KVLayer
@@ -36,15 +36,8 @@ from lmkit.models.decoder import Decoder
 from lmkit.turbo.plan import Chunk, Sampled, SampledToken, StepPlan
 from lmkit.turbo.runners import invariant
 from lmkit.turbo.runners.batch import Expected, StepRows
-from lmkit.turbo.runners.cuda_captured import (
-    CapturedSteps,
-    capturable,
-    decode_sizes,
-    draft_sizes,
-    linear_kernels,
-    mixed_sizes,
-    obstacle,
-)
+from lmkit.turbo.runners.captured_sizes import Size, decode_sizes, draft_sizes, mixed_sizes
+from lmkit.turbo.runners.cuda_captured import CapturedSteps, capturable, linear_kernels, obstacle
 from lmkit.turbo.runners.device import CudaDevice, Event
 from lmkit.turbo.runners.gpu_sampler import GpuSampler
 from lmkit.turbo.runners.guides import Guides
@@ -59,7 +52,7 @@ from lmkit.turbo.runners.runner import (
     sample_chunks,
 )
 from lmkit.turbo.runners.sampler import Sampler
-from lmkit.turbo.runners.staging import Size, StagedInputs
+from lmkit.turbo.runners.staging import StagedInputs
 
 log = get_logger(__name__)
 
@@ -184,7 +177,8 @@ class CudaRunner(PlanRunner):
         self._plain_gain = table(device.tensors).latent_gains.get(latent_key(found), 1.0) if found else 1.0
 
     def _make_sampler(self, device: CudaDevice, parts: RunnerParts) -> DeviceSampler:
-        sampler = GpuSampler if device.has_kernels else HostSampler
+        samples = device.has_kernels and off("sampling.cu", "edit_logits.cu") is None
+        sampler = GpuSampler if samples else HostSampler
         return sampler(parts.config.sequences_per_step, parts.decoder.spec.vocab_size, device.tensors, parts.guides)
 
     @torch.inference_mode()
@@ -194,14 +188,16 @@ class CudaRunner(PlanRunner):
             self._device.compile(linear_kernels(self.decoder, self.batch.max_step_tokens))
         if self._plain_heads is not None:
             self._device.compile(plain_kernels(self._plain_heads, self.kv, self._device.tensors))
-        if (reason := obstacle(self.decoder, self.kv)) is not None:
+        reason = None if switches().capture else f"capture is turned off: {turned_off().get('capture', ASKED)}"
+        if (reason := reason or off("tokens.cu") or obstacle(self.decoder, self.kv)) is not None:
             log.info("steps are not captured: %s", reason)
             return f"no steps: {reason}"
         num_slots = self.batch.block_tables.shape[1]
         sizes, most = decode_sizes(num_slots), self.batch.max_step_tokens
-        if switches().mixed:
+        attends = off("prefill_attention.cu") is None  # several tokens of a sequence, by a kernel
+        if switches().mixed and attends:
             sizes += mixed_sizes(num_slots, most)
-        if switches().drafts:
+        if switches().drafts and attends:
             sizes += draft_sizes(num_slots, most, self._num_draft_tokens)
         sizes = capturable(sizes, self.decoder)
         if self.decoder.step_adapters.count:

@@ -14,10 +14,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from lmkit.kernels.cuda import gemm_experts, gemm_table
+from lmkit.errors import ConfigError, EngineLostError
+from lmkit.kernels.cuda import gemm_experts, gemm_table, module
 from lmkit.kernels.cuda.gemm_experts import ExpertTable
 from lmkit.kernels.cuda.gemm_pack import PackedWeight
 from lmkit.kernels.cuda.module import Kernel
+from lmkit.kernels.cuda.switches import turn_off
 from lmkit.kernels.registry import Implementation
 from lmkit.kv_dtype import FLOAT32
 from lmkit.layers.batch import BatchInputs, KVLayer
@@ -25,11 +27,14 @@ from lmkit.layers.blocks.moe import MAX_PLACES
 from lmkit.layers.moe import MoE, mixtures_of
 from lmkit.log import get_logger
 from lmkit.models.decoder import Decoder
-from lmkit.turbo.plan import CAPTURED_TOKENS, DRAFTED_TOKENS
+from lmkit.turbo.no_memory import missing_memory
+from lmkit.turbo.runners.captured_sizes import Size
 from lmkit.turbo.runners.device import CudaDevice
-from lmkit.turbo.runners.staging import Size, StagedInputs
+from lmkit.turbo.runners.staging import StagedInputs
 
 log = get_logger(__name__)
+
+LESS = "lower max_batch_size, max_step_tokens or kv_memory, or set LMKIT_CUDA=mixed=off"
 
 HALVES = torch.float16, torch.bfloat16
 Forward = Callable[[BatchInputs], Tensor]
@@ -39,51 +44,6 @@ class Argmax(Protocol):
     """See GpuSampler.argmax."""
 
     def __call__(self, logits: Tensor, slots: Tensor, tokens: Tensor, *, counts: bool) -> None: ...
-
-
-MIXED_TOKENS = (
-    16,
-    32,
-    48,
-    64,
-    96,
-    128,
-    192,
-    256,
-    384,
-    512,
-    768,
-    1024,
-)  # larger steps take the GPU longer than the host
-MIXED_SEQS = (8, 32, 128)
-DRAFT_SEQS = (1, 4, 16, 64)
-
-
-def decode_sizes(max_batch_size: int) -> list[Size]:
-    """Sizes of decode steps, ascending: 1, 2, 4, multiples of 8, above 256 multiples of 64, and the largest batch."""
-    counts = [1, 2, 4, *range(8, 256, 8), *range(256, max_batch_size, 64)]
-    return [Size(n, n) for n in (*(n for n in counts if n < max_batch_size), max_batch_size)]
-
-
-def mixed_sizes(max_batch_size: int, max_tokens: int) -> list[Size]:
-    """Sizes of steps with prompt tokens, ascending. Each has more tokens than sequences."""
-    seqs = [count for count in MIXED_SEQS if count < max_batch_size] + [max_batch_size]
-    assert max(MIXED_TOKENS) <= CAPTURED_TOKENS, "the memory plan has room for less"
-    return [Size(tokens, count) for tokens in MIXED_TOKENS for count in seqs if count < tokens <= max_tokens]
-
-
-def draft_sizes(max_batch_size: int, max_tokens: int, longest: int) -> list[Size]:
-    """Sizes of steps with drafts of up to `longest` tokens, ascending. Tokens double up to the most that so many
-    sequences can have."""
-    counts = sorted({min(count, max_batch_size) for count in DRAFT_SEQS})
-    most = min(DRAFTED_TOKENS, max_tokens)
-    sizes = [
-        Size(1 << power, count, drafted=True)
-        for power in range(most.bit_length())
-        for count in counts
-        if count < 1 << power < 2 * count * (1 + longest)
-    ]
-    return sizes if longest else []
 
 
 def obstacle(decoder: Decoder, kv: list[KVLayer]) -> str | None:
@@ -167,8 +127,9 @@ class CapturedSteps:
     def capture(self, sizes: list[Size], vocab_size: int) -> str:
         """Compile and capture every size. The largest comes first, so that the others find room in its memory.
 
-        Returns which steps are captured. If the forward pass cannot be captured after all, steps run without capture,
-        and the text says why.
+        Returns which steps are captured. If the forward pass cannot be captured after all, not even with kernels that
+        wait for each other, steps run without capture, and the text says why. Raises ConfigError if the graphs find no
+        room in memory.
         """
         rows = max(size.rows for size in sizes)
         self._logits = torch.empty(rows, vocab_size, device=self._device.tensors)
@@ -184,10 +145,16 @@ class CapturedSteps:
         start = time.perf_counter()
         try:
             replays = {size: self._capture(size) for size in sorted(sizes, reverse=True)}
-        except torch.OutOfMemoryError:
-            raise
         except RuntimeError as error:
             reason = str(error).partition("\n")[0]
+            if why := missing_memory(error):
+                raise ConfigError(f"captured {name} steps found no room in memory; {LESS}: {why}") from None
+            if self._device.is_lost(error):
+                raise EngineLostError(f"the GPU refuses to go on after {name} steps ({reason})") from error
+            if self._device.overlaps():
+                turn_off("overlap", f"{name} steps could not be captured: {reason}")
+                module.load_anew()
+                return self._capture_all(name, sizes)
             log.warning("%s steps are not captured: %s", name, reason)
             return f"no {name} steps: {reason}"
         self._device.synchronize()

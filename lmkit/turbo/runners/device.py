@@ -20,6 +20,7 @@ from lmkit.errors import ConfigError, UnsupportedError
 from lmkit.kernels.cuda import module
 from lmkit.kernels.cuda.module import Kernel
 from lmkit.kernels.cuda.ranks import LAYOUT, HostSharing, IpcSharing, Sharing, register_host
+from lmkit.kernels.cuda.switches import switches
 from lmkit.log import get_logger
 from lmkit.turbo.host_memory import available_memory
 
@@ -63,8 +64,15 @@ class CudaDevice:
     tensors = CUDA.tensors
 
     def __init__(self) -> None:
-        self.has_kernels = module.is_available()
         self._pool: Any = None
+
+    @property
+    def has_kernels(self) -> bool:
+        return module.is_available()
+
+    def overlaps(self) -> bool:
+        """Whether kernels begin while the one before them ends."""
+        return self.has_kernels and module.backend(self.tensors).overlaps()
 
     def free_memory(self) -> int:
         """Free bytes of the GPU's own memory; torch's cache of freed pieces counts as free."""
@@ -90,8 +98,12 @@ class CudaDevice:
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):  # the tiers' threads go on
-            launch()
+        try:
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):  # tiers' threads go on
+                launch()
+        except BaseException:
+            self._pool = None  # the memory of a capture that failed is no other's
+            raise
         return graph.replay
 
     def reach_each_other(self, gpus: Iterable[int]) -> bool:
@@ -145,7 +157,7 @@ def resolve_device(config: EngineConfig) -> Device:
     if config.device == "cpu":
         return CpuDevice()
     reason = module.missing()
-    if config.device == "auto":
+    if config.device == "auto" and (switches().kernels or not torch.cuda.is_available()):
         log.info("device: %s", "cuda" if reason is None else f"cpu ({reason})")
         return CudaDevice() if reason is None else CpuDevice()
     if not torch.cuda.is_available():

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lmkit.kernels.cuda import sampling
+from lmkit.kernels.cuda.switches import switches
 from lmkit.turbo.plan import NewSequence, SampledToken
 from lmkit.turbo.runners.device import upload
 from lmkit.turbo.runners.guides import Guides, RunningGuide
@@ -111,8 +112,8 @@ class GpuSampler:
             self.table[:, NUM_OUTPUTS].index_copy_(0, slots, counts)
 
     def is_greedy(self, slots: Seq[int]) -> bool:
-        """Whether the slots need nothing but `argmax`."""
-        return self._beyond_argmax.isdisjoint(slots)
+        """Whether `argmax` chooses the tokens of these slots."""
+        return switches().argmax and self._beyond_argmax.isdisjoint(slots)
 
     def argmax(self, logits: Tensor, slots: Tensor, tokens: Tensor, *, counts: bool = True) -> None:
         """Launch the greedy part of `sample`: tokens int64 [R] of slots int32 [R], -1 = padding. It can be captured.

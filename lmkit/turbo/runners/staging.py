@@ -25,30 +25,12 @@ from torch import Tensor
 from lmkit.kernels.delta import ROW_FIELDS
 from lmkit.kernels.ops import BatchGeometry
 from lmkit.layers.batch import BatchInputs
+from lmkit.turbo.runners.captured_sizes import Size
 from lmkit.turbo.runners.device import CudaDevice, Event
 
 NUM_STAGED = 4  # pieces: two steps are under way, one is being written
 ALIGN = 256  # bytes; the alignment that kernels may expect of an allocation
 LONG = ("token_ids", "logit_rows")  # int64, the others int32
-
-
-class Size(NamedTuple):
-    """What a captured step is padded to. With one token for each sequence it is a decode step. A logit row of each
-    sequence is computed, or of each token if sequences have drafts."""
-
-    tokens: int
-    seqs: int
-    adapted: bool = False  # rows may have adapters
-    drafted: bool = False
-
-    @property
-    def is_decode(self) -> bool:
-        return self.tokens == self.seqs
-
-    @property
-    def rows(self) -> int:
-        """Logit rows."""
-        return self.tokens if self.drafted else self.seqs
 
 
 class _Field(NamedTuple):

@@ -91,7 +91,8 @@ def test_an_error_has_its_number_and_text(library: ctypes.CDLL) -> None:
 def test_switches() -> None:
     assert parse("") == Switches()
     assert parse("overlap=off, launcher=on") == Switches(overlap=False)
-    for wrong in ("overlap", "overlap=1", "no_such=on"):
+    assert parse("kernels=off,gemm.cu=off,norm.cu=on") == Switches(kernels=False, off=frozenset({"gemm.cu"}))
+    for wrong in ("off", "no.cu=off", "overlap", "overlap=1", "no_such=on"):
         with pytest.raises(
             ConfigError, match=rf"LMKIT_CUDA: '{wrong}': expected NAME=on or NAME=off, with NAME one of"
         ):

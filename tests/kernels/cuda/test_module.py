@@ -13,10 +13,11 @@ import torch
 
 from lmkit.errors import UnsupportedError
 from lmkit.kernels.cuda import module
+from lmkit.kernels.cuda import switches as switches_module
 from lmkit.kernels.cuda.cubin import cubin
 from lmkit.kernels.cuda.module import CupyBackend, Kernel
 from lmkit.kernels.cuda.source import FOLDER, kernel_source, options
-from lmkit.kernels.cuda.switches import Switches
+from lmkit.kernels.cuda.switches import Switches, switches, turned_off
 
 
 class FakeFunction:
@@ -28,6 +29,10 @@ class FakeFunction:
         self.calls.append((grid, block, args, shared_mem, self.max_dynamic_shared_size_bytes))
 
 
+class CompileError(Exception):
+    pass
+
+
 @pytest.fixture
 def cupy(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     function = FakeFunction()
@@ -37,7 +42,10 @@ def cupy(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         return SimpleNamespace(get_function=lambda name: function)
 
     fake = SimpleNamespace(modules=[], function=function, RawModule=raw_module)
-    fake.cuda = SimpleNamespace(Stream=SimpleNamespace(from_external=lambda stream: nullcontext()))
+    fake.cuda = SimpleNamespace(
+        Stream=SimpleNamespace(from_external=lambda stream: nullcontext()),
+        compiler=SimpleNamespace(CompileException=CompileError),
+    )
     monkeypatch.setitem(__import__("sys").modules, "cupy", fake)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=7))
     monkeypatch.setitem(module.BACKENDS, "cpu", CupyBackend())
@@ -70,6 +78,7 @@ def test_the_driver_launches_early_where_it_can(
 
     cupy.function.kernel = SimpleNamespace(ptr=99)
     monkeypatch.setattr(module, "DriverLaunch", by_driver)
+    monkeypatch.setattr(module, "launcher_problem", lambda: None)
     monkeypatch.setattr(module, "switches", lambda: Switches(overlap=overlap))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     args = [torch.zeros(1), 3]
@@ -104,7 +113,7 @@ class FakeNvrtc:
         return program.encode()
 
     def getProgramLog(self, program: str) -> str:
-        return "line 1"
+        return "a warning\nkernel.cu(3): error: no such thing\nmore"
 
     def destroyProgram(self, program: str) -> None:
         pass
@@ -119,9 +128,36 @@ def test_code_for_one_architecture_is_compiled_once(monkeypatch: pytest.MonkeyPa
     assert path != cubin(nvrtc, "text", options({"A": 2}), "90a")
     assert len(nvrtc.compiled) == 2
     assert {"--gpu-architecture=sm_90a", "-ftz=true", "-DA=1"} <= set(nvrtc.compiled[0])
-    with pytest.raises(UnsupportedError, match="NVRTC: line 1"):
+    with pytest.raises(UnsupportedError, match=r"NVRTC: kernel.cu\(3\): error: no such thing$"):
         cubin(nvrtc, "an error", (), "90a")
     assert len(list(path.parent.iterdir())) == 2, "nothing is left of the failure"
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (CompileError("2 lines\nx.cu(7): error: expected a ;"), r"x.cu\(7\): error: expected a ;"),
+        (RuntimeError("CUDA_ERROR_NOT_FOUND: named symbol not found"), "CUDA_ERROR_NOT_FOUND: named symbol not found"),
+    ],
+)
+def test_what_cannot_be_compiled_is_one_line(cupy: SimpleNamespace, error: Exception, said: str) -> None:
+    def fail(**given: Any) -> Any:
+        raise error
+
+    cupy.RawModule = fail
+    with pytest.raises(UnsupportedError, match=f"^gemv.cu cannot be compiled: {said}; LMKIT_CUDA=gemv.cu=off goes on"):
+        Kernel("gemv.cu", "gemv")(1, 32, [torch.zeros(1)])
+
+
+def test_without_the_drivers_launch_cupy_launches(cupy: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(switches_module, "_TURNED_OFF", {})
+    monkeypatch.setattr(module, "switches", switches)
+    monkeypatch.setattr(module, "launcher_problem", lambda: "no such launch")
+    switches.cache_clear()
+    Kernel("ptx.cuh", "any")(1, 32, [torch.zeros(1)])
+    assert len(cupy.function.calls) == 1
+    assert turned_off() == {"launcher": "no such launch"}
+    switches.cache_clear()
 
 
 def test_an_empty_grid_is_no_launch(cupy: SimpleNamespace) -> None:

@@ -28,11 +28,12 @@ from lmkit.turbo.engine.engine import Engine
 from lmkit.turbo.plan import StepPlan
 from lmkit.turbo.request import Request, SamplingParams, StepOutput
 from lmkit.turbo.runners import cuda as cuda_runner
+from lmkit.turbo.runners.captured_sizes import Size, decode_sizes, draft_sizes, mixed_sizes
 from lmkit.turbo.runners.cuda import CudaRunner
-from lmkit.turbo.runners.cuda_captured import chosen, decode_sizes, draft_sizes, mixed_sizes
+from lmkit.turbo.runners.cuda_captured import chosen
 from lmkit.turbo.runners.device import CudaDevice, resolve_device
 from lmkit.turbo.runners.gpu_sampler import GpuSampler
-from lmkit.turbo.runners.staging import Size, StagedInputs
+from lmkit.turbo.runners.staging import StagedInputs
 from tests import emulator
 from tests.emulator.device import EmulatedDevice
 from tests.models import tiny

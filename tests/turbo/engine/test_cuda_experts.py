@@ -16,10 +16,11 @@ from lmkit.kernels.cuda import gemm_experts
 from lmkit.kernels.cuda.switches import parse
 from lmkit.models.loader import load_model
 from lmkit.turbo.engine.engine import Engine
+from lmkit.turbo.runners.captured_sizes import Size
 from lmkit.turbo.runners.cuda import CudaRunner
 from lmkit.turbo.runners.cuda_captured import capturable, mixtures
 from lmkit.turbo.runners.device import CudaDevice
-from lmkit.turbo.runners.staging import Size, StagedInputs
+from lmkit.turbo.runners.staging import StagedInputs
 from tests import emulator
 from tests.models import tiny
 from tests.turbo.engine.test_cuda_engine import (  # noqa: F401  (device: a fixture)

@@ -14,7 +14,7 @@ import torch
 from lmkit.config import EngineConfig
 from lmkit.errors import ConfigError
 from lmkit.turbo.engine.engine import Engine
-from lmkit.turbo.engine.no_memory import finds_memory, missing_memory
+from lmkit.turbo.no_memory import finds_memory, missing_memory
 from lmkit.turbo.request import Request, SamplingParams
 
 

@@ -12,8 +12,9 @@ from lmkit.layers.batch import BatchInputs
 from lmkit.turbo.plan import Chunk, NewSequence
 from lmkit.turbo.request import SamplingParams
 from lmkit.turbo.runners.batch import PersistentBatch
+from lmkit.turbo.runners.captured_sizes import Size
 from lmkit.turbo.runners.device import Event
-from lmkit.turbo.runners.staging import NUM_STAGED, Size, StagedInputs
+from lmkit.turbo.runners.staging import NUM_STAGED, StagedInputs
 from tests.emulator.device import EmulatedDevice
 
 BLOCK = 4

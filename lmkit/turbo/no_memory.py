@@ -10,12 +10,17 @@ import torch
 
 from lmkit.errors import ConfigError
 
+DRIVER_STATUS = 2  # CUDA_ERROR_OUT_OF_MEMORY, of launches by the driver and by CuPy
+SAID = "out of memory"
+
 
 def missing_memory(error: BaseException) -> str:
     """What an error says of an allocation that found no memory; an empty text for any other error."""
     first = (str(error).strip() or "no memory").splitlines()[0]
     if isinstance(error, torch.OutOfMemoryError):
         return f"GPU: {first.partition('. ')[0]}"
+    if getattr(error, "status", None) == DRIVER_STATUS or (isinstance(error, torch.AcceleratorError) and SAID in first):
+        return f"GPU: {first}"
     refused = isinstance(error, OSError) and error.errno == errno.ENOMEM
     of_torch = isinstance(error, RuntimeError) and "DefaultCPUAllocator" in first
     first = first.rpartition("DefaultCPUAllocator: ")[2]
