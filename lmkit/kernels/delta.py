@@ -10,20 +10,8 @@ A causal convolution over the tokens of a sequence and SiLU replace q, k and v. 
     S = decay S,  S = S + k (beta (v - S^T k))^T,  o = S^T q
     result = rms_norm(o) * norm * silu(z)
 
-Tokens are taken one after the other, so a result does not depend on how a sequence is cut into steps.
-
-`rows` int32 [B, 6] has for each sequence:
-
-    its row of the states; on a GPU -1 = a sequence that pads the step, and whose results mean nothing
-    the row that its tokens go on from: another one if it begins with a snapshot, -1 if it begins with zeros
-    the row that gets a snapshot, -1 = none
-    the number of tokens before the snapshot
-    the draft tokens of the step before that are taken first
-    the draft tokens at the end of its tokens
-
-It is not known yet whether drafts are accepted. Their results are computed, but the state of the sequence stays that in
-front of them, and what they give to it is kept (`DeltaStates.drafted`). The next step says how many of them were right.
-It takes these first, and their results are not computed again.
+The states are those of kernels.recurrent: matrix [rows, Hv, Dk, Dv], drafted [slots, draft tokens, C + 2 Hv]: inputs of
+the convolution, b of all heads, a of all heads.
 """
 
 from __future__ import annotations
@@ -32,7 +20,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-ROW_FIELDS = 6  # of `rows`
+from lmkit.kernels.recurrent import RecurrentStates
 
 
 @dataclass(frozen=True)
@@ -47,21 +35,7 @@ class DeltaWeights:
     flat: bool = False
 
 
-@dataclass(frozen=True)
-class DeltaStates:
-    """The states of a layer, float32: a row for each slot, then those of snapshots. Only slots have draft tokens."""
-
-    conv: Tensor  # [rows, C, kernel - 1]: the last inputs of the convolution, the oldest first
-    matrix: Tensor  # [rows, Hv, Dk, Dv]
-    drafted: Tensor  # [slots, draft tokens, C + 2 Hv]: inputs of the convolution, b of all heads, a of all heads
-
-    @property
-    def parts(self) -> tuple[Tensor, Tensor]:
-        """What a state is."""
-        return self.conv, self.matrix
-
-    @property
-    def heads(self) -> tuple[int, int, int, int]:
-        """(Hk, Hv, Dk, Dv)"""
-        _, value_heads, key_dim, value_dim = self.matrix.shape
-        return (self.conv.shape[1] - value_heads * value_dim) // (2 * key_dim), value_heads, key_dim, value_dim
+def heads_of(states: RecurrentStates) -> tuple[int, int, int, int]:
+    """(Hk, Hv, Dk, Dv)"""
+    _, value_heads, key_dim, value_dim = states.matrix.shape
+    return (states.conv.shape[1] - value_heads * value_dim) // (2 * key_dim), value_heads, key_dim, value_dim

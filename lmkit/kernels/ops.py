@@ -25,7 +25,8 @@ import torch
 from torch import Tensor
 
 from lmkit.attention_spec import AttentionSpec
-from lmkit.kernels.delta import DeltaStates, DeltaWeights
+from lmkit.kernels.delta import DeltaWeights
+from lmkit.kernels.recurrent import RecurrentStates
 from lmkit.kernels.registry import op
 from lmkit.kv_dtype import KVDtype
 
@@ -264,7 +265,7 @@ def rope_paged_attention(
 
 @op
 def gated_delta(
-    y: Tensor, gates: Tensor, weights: DeltaWeights, states: DeltaStates, rows: Tensor, geometry: BatchGeometry
+    y: Tensor, gates: Tensor, weights: DeltaWeights, states: RecurrentStates, rows: Tensor, geometry: BatchGeometry
 ) -> Tensor:
     """y and gates float32 [T, ...] -> [T, Hv * Dv]. `rows` int32 [B, 6]: the states of each. See kernels.delta."""
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from lmkit.devices import holding
-from lmkit.kernels.delta import DeltaStates
 from lmkit.kernels.ops import BatchGeometry, KVTensor
+from lmkit.kernels.recurrent import RecurrentStates
 from lmkit.kv_dtype import KVDtype
 from lmkit.layers.blocks.state import PagedKV, Recurrent, State
 from lmkit.layers.prompts import Prompts
@@ -33,7 +33,7 @@ class BatchInputs:
     logit_start: Tensor  # int32 [S + 1]: entries logit_start[s] .. logit_start[s + 1] of these belong to sequence s
     adapters: Tensor | None = None  # int32 [T]: each row's adapter, -1 = none; None if no row has one
     logit_adapters: Tensor | None = None  # int32 [R]: those of the logit rows
-    states: Tensor | None = None  # int32 [B, 6]: see kernels.delta; None = sequence b begins in row b
+    states: Tensor | None = None  # int32 [B, 6]: see kernels.recurrent; None = sequence b begins in row b
     per_layer: Tensor | None = None  # float32 [T, layers * width]: vectors of layers.per_layer, which the decoder makes
     prompts: Prompts | None = None  # chunks that latent attention computes over plain heads
     # Of a step with tokens of images:
@@ -53,6 +53,14 @@ class BatchInputs:
             ),
             **shared,
         )
+
+    @property
+    def state_rows(self) -> Tensor:
+        """`states`, or those of a step whose sequence b begins in row b."""
+        if self.states is not None:
+            return self.states
+        fresh = [[b, -1, -1, 0, 0, 0] for b in range(len(self.rope_lens))]
+        return torch.tensor(fresh, dtype=torch.int32).to(self.rope_lens.device)
 
     @property
     def wants_all(self) -> bool:
@@ -110,7 +118,7 @@ class KVLayer:
     k: KVTensor
     v: KVTensor
     group: int = 0
-    states: DeltaStates | None = None  # of linear attention, which has no keys and values
+    states: RecurrentStates | None = None  # of a recurrent block, which has no keys and values
 
     @property
     def storages(self) -> tuple[KVTensor, ...]:
@@ -139,10 +147,10 @@ def allocate_kv(
 
 def allocate_states(
     state: Recurrent, num_states: int, num_draft_tokens: tuple[int, int] = (0, 0), device: str = "cpu"
-) -> DeltaStates:
+) -> RecurrentStates:
     """Zeroed recurrent states of `num_states` sequences for one layer. `num_draft_tokens`: (slots, of each)."""
     shapes = (num_states, *state.window), (num_states, *state.matrix), (*num_draft_tokens, state.draft_width)
-    return DeltaStates(*(zeros(shape, torch.float32, device) for shape in shapes))
+    return RecurrentStates(*(zeros(shape, torch.float32, device) for shape in shapes))
 
 
 def allocate_state(

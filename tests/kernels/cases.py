@@ -14,8 +14,9 @@ from torch import Tensor
 from lmkit.attention_spec import AttentionSpec
 from lmkit.formats.mxfp4 import FLOAT4
 from lmkit.kernels import ops
-from lmkit.kernels.delta import DeltaStates, DeltaWeights
+from lmkit.kernels.delta import DeltaWeights
 from lmkit.kernels.ops import Balance, BatchGeometry, KeyMean, KVTensor, Norm
+from lmkit.kernels.recurrent import RecurrentStates
 from lmkit.kernels.registry import Implementation, Op
 from lmkit.kv_dtype import BFLOAT16, FLOAT16, FLOAT32, FP8, INT4, INT8, KVDtype
 from lmkit.layers.batch import KVLayer, allocate_kv
@@ -62,7 +63,7 @@ def run(implementation: Implementation, case: Case, device: str = "cpu") -> list
         changed = args[places.get(case.op.name, slice(0))]
         caches = [arg for arg in args if isinstance(arg, KVTensor)]
         return [*changed, *(part for cache in caches for part in (cache.data, cache.params))]
-    states = [part for arg in args if isinstance(arg, DeltaStates) for part in vars(arg).values()]
+    states = [part for arg in args if isinstance(arg, RecurrentStates) for part in vars(arg).values()]
     return [*result] if isinstance(result, tuple) else [result, *streams, *states]
 
 
@@ -78,8 +79,8 @@ def _to(value: Any, device: str) -> Any:
         return replace(value, **moved)
     if isinstance(value, KeyMean | Balance):
         return replace(value, **{name: part.to(device) for name, part in vars(value).items()})
-    if isinstance(value, DeltaStates):
-        return DeltaStates(*(part.to(device) for part in vars(value).values()))
+    if isinstance(value, RecurrentStates):
+        return RecurrentStates(*(part.to(device) for part in vars(value).values()))
     if isinstance(value, DeltaWeights):
         return replace(value, **{k: v.to(device) for k, v in vars(value).items() if isinstance(v, Tensor)})
     if isinstance(value, BatchGeometry):
@@ -514,7 +515,7 @@ def rope_attention_cases() -> Iterator[Case]:
         yield Case(ops.rope_paged_attention, names(types), _seeded(attend), traits, tolerance)
 
 
-STATE_ROWS = [  # see kernels.delta
+STATE_ROWS = [  # see kernels.recurrent
     [4, -1, 6, 3, 0, 2], [0, 5, -1, 0, 0, 0], [2, 2, 3, 4, 3, 4], [1, 1, -1, 0, 0, 0],
 ]  # fmt: skip
 
@@ -539,7 +540,7 @@ def delta_cases() -> Iterator[Case]:
                 torch.randn(channels, size), torch.randn(hv), torch.randn(hv) * 3, torch.randn(dv), 1e-6, flat
             )
             drafted = torch.randn(5, 4, channels + 2 * hv)
-            states = DeltaStates(torch.randn(7, channels, size - 1), torch.randn(7, hv, dk, dv), drafted)
+            states = RecurrentStates(torch.randn(7, channels, size - 1), torch.randn(7, hv, dk, dv), drafted)
             y, gates = torch.randn(query_start[-1], hk * (2 * dk + 2 * g * dv)), torch.randn(query_start[-1], 2 * hv)
             tables = torch.zeros(len(lengths), 1).int()
             return y, gates, weights, states, rows, geometry(query_start, lengths, tables)

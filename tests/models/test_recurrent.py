@@ -12,7 +12,8 @@ import torch
 from lmkit.config import EngineConfig
 from lmkit.errors import ConfigError, UnsupportedError
 from lmkit.kernels import ops
-from lmkit.kernels.delta import DeltaStates, DeltaWeights
+from lmkit.kernels.delta import DeltaWeights
+from lmkit.kernels.recurrent import RecurrentStates
 from lmkit.models.loader import load_model
 from lmkit.turbo.engine.engine import Engine
 from tests.kernels.cases import geometry
@@ -66,7 +67,7 @@ def test_states_do_not_depend_on_how_a_sequence_is_cut() -> None:
 
     found = []
     for cuts in ((0, 23), (0, 1, 2, 9, 22, 23)):
-        states = DeltaStates(torch.ones(2, 56, 3), torch.ones(2, 4, 8, 6), torch.ones(2, 0, 64))
+        states = RecurrentStates(torch.ones(2, 56, 3), torch.ones(2, 4, 8, 6), torch.ones(2, 0, 64))
         parts = [
             ops.gated_delta.named("cpu")(
                 y[a:b].contiguous(), gates[a:b], weights, states, rows(a), geometry([0, b - a], [b], table)

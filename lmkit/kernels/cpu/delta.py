@@ -15,8 +15,9 @@ from lmkit.kernels.cpu import threads, workspace
 from lmkit.kernels.cpu.intrinsics import bits_to_float, copy, exp, pointer
 from lmkit.kernels.cpu.jit import Task, float_bits, inline
 from lmkit.kernels.cpu.structs import numbers, read
-from lmkit.kernels.delta import DeltaStates, DeltaWeights
+from lmkit.kernels.delta import DeltaWeights, heads_of
 from lmkit.kernels.ops import BatchGeometry
+from lmkit.kernels.recurrent import RecurrentStates
 from lmkit.kernels.registry import implements
 
 ONE, UNIT_EPS = np.float32(1), np.float32(ops.UNIT_EPS)
@@ -272,12 +273,12 @@ GATED_DELTA = Task(_gated_delta)
 
 @implements(ops.gated_delta, "cpu", device="cpu", priority=20)
 def gated_delta(
-    y: Tensor, gates: Tensor, weights: DeltaWeights, states: DeltaStates, rows: Tensor, geometry: BatchGeometry
+    y: Tensor, gates: Tensor, weights: DeltaWeights, states: RecurrentStates, rows: Tensor, geometry: BatchGeometry
 ) -> Tensor:
     assert (y.dtype, y.is_contiguous(), rows.dtype, rows.is_contiguous()) == (torch.float32, True, torch.int32, True)
     assert weights.conv.is_contiguous()
     assert gates.is_contiguous()
-    key_heads, value_heads, key_dim, value_dim = states.heads
+    key_heads, value_heads, key_dim, value_dim = heads_of(states)
     out = workspace.empty(len(y), value_heads * value_dim)
     args = DeltaArgs(
         y.data_ptr(), y.shape[1], gates.data_ptr(), int(weights.flat), geometry.query_start.data_ptr(), rows.data_ptr(),

@@ -12,8 +12,9 @@ from lmkit.kernels import ops
 from lmkit.kernels.cuda import elementwise
 from lmkit.kernels.cuda.elementwise import half_of, kernel_for
 from lmkit.kernels.cuda.module import HALVES
-from lmkit.kernels.delta import DeltaStates, DeltaWeights
+from lmkit.kernels.delta import DeltaWeights, heads_of
 from lmkit.kernels.ops import BatchGeometry
+from lmkit.kernels.recurrent import RecurrentStates
 from lmkit.kernels.registry import implements
 
 LANES, COLUMNS, TILE = 4, 32, 16  # of delta.cu
@@ -31,13 +32,13 @@ def _accepts(*, key_dim: int, kernel: int, **traits: Any) -> str | None:
 
 @implements(ops.gated_delta, "cuda", device="cuda", accepts=_accepts, priority=20)
 def gated_delta(
-    y: Tensor, gates: Tensor, weights: DeltaWeights, states: DeltaStates, rows: Tensor, geometry: BatchGeometry
+    y: Tensor, gates: Tensor, weights: DeltaWeights, states: RecurrentStates, rows: Tensor, geometry: BatchGeometry
 ) -> Tensor:
     half = half_of(y)
     assert half is not None
     assert (y.stride(1), gates.stride(1), gates.dtype, rows.dtype) == (1, 1, torch.float32, torch.int32)
     assert all(x.is_contiguous() for x in (*states.parts, states.drafted, rows, weights.conv))
-    heads = states.heads
+    heads = heads_of(states)
     _, value_heads, key_dim, value_dim = heads
     tokens, sequences, room = len(y), len(rows), states.drafted.shape[1]
     all_rows, channels, kernel = tokens + sequences * room, *weights.conv.shape

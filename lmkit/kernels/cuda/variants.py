@@ -25,8 +25,9 @@ from lmkit.kernels.cuda.gpus import Capability
 from lmkit.kernels.cuda.library import invariant_product
 from lmkit.kernels.cuda.module import HALVES, Kernel, Launch
 from lmkit.kernels.cuda.prefill import PART_KEYS, variant
-from lmkit.kernels.delta import ROW_FIELDS, DeltaStates, DeltaWeights
+from lmkit.kernels.delta import DeltaWeights
 from lmkit.kernels.ops import Balance, BatchGeometry, KeyMean, KVTensor, Norm
+from lmkit.kernels.recurrent import ROW_FIELDS, RecurrentStates
 from lmkit.kernels.registry import Implementation, Op
 from lmkit.kv_dtype import FLOAT16, FP8, INT4, INT8, KVDtype, dense_kv_dtype
 from lmkit.qtensor import QTensor, QuantScheme
@@ -203,7 +204,7 @@ def _delta(half: torch.dtype) -> None:
     channels = 2 * key_heads * key_dim + values
     of_heads = _empty(value_heads)
     weights = DeltaWeights(_empty(channels, kernel), of_heads, of_heads, _empty(value_dim), 1e-6)
-    states = DeltaStates(
+    states = RecurrentStates(
         _empty(SEQUENCES, channels, kernel - 1),
         _empty(SEQUENCES, value_heads, key_dim, value_dim),
         _empty(SEQUENCES, 0, channels + 2 * value_heads),

@@ -9,16 +9,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lmkit.kernels import ops
-from lmkit.kernels.delta import DeltaStates, DeltaWeights
+from lmkit.kernels.delta import DeltaWeights, heads_of
 from lmkit.kernels.ops import BatchGeometry
+from lmkit.kernels.recurrent import RecurrentStates
 from lmkit.kernels.registry import implements
 
 
 @implements(ops.gated_delta, "reference", device="any")
 def gated_delta(
-    y: Tensor, gates: Tensor, weights: DeltaWeights, states: DeltaStates, rows: Tensor, geometry: BatchGeometry
+    y: Tensor, gates: Tensor, weights: DeltaWeights, states: RecurrentStates, rows: Tensor, geometry: BatchGeometry
 ) -> Tensor:
-    out = [gates.new_zeros(0, states.heads[1] * states.heads[3])]
+    out = [gates.new_zeros(0, heads_of(states)[1] * heads_of(states)[3])]
     starts = geometry.query_start.tolist()
     for b, (row, source, snapshot, after, replayed, drafts) in enumerate(rows.tolist()):
         state = State(*(x[source].clone() if source >= 0 else torch.zeros_like(x[row]) for x in states.parts))
@@ -47,8 +48,8 @@ class _Inputs(NamedTuple):
     z: Tensor  # [Hv, Dv]
 
     @classmethod
-    def of(cls, kept: Tensor, states: DeltaStates) -> _Inputs:
-        _, heads, _, dim = states.heads
+    def of(cls, kept: Tensor, states: RecurrentStates) -> _Inputs:
+        _, heads, _, dim = heads_of(states)
         channels, b, a = kept.split((kept.numel() - 2 * heads, heads, heads))
         return cls(channels, b, a, kept.new_zeros(heads, dim))
 
@@ -56,8 +57,8 @@ class _Inputs(NamedTuple):
         return torch.cat([self.channels, self.b, self.a]).detach()
 
 
-def _inputs(wide: Tensor, narrow: Tensor, weights: DeltaWeights, states: DeltaStates) -> _Inputs:
-    key_heads, value_heads, key_dim, value_dim = states.heads
+def _inputs(wide: Tensor, narrow: Tensor, weights: DeltaWeights, states: RecurrentStates) -> _Inputs:
+    key_heads, value_heads, key_dim, value_dim = heads_of(states)
     shared = value_heads // key_heads
     groups = 1 if weights.flat else key_heads  # of the parts of a row
     sizes = [part * key_heads // groups for part in (key_dim, key_dim, shared * value_dim, shared * value_dim)]
@@ -73,13 +74,13 @@ class State(NamedTuple):
     matrix: Tensor
 
 
-def _keep(state: State, states: DeltaStates, row: int) -> None:
+def _keep(state: State, states: RecurrentStates, row: int) -> None:
     for part, kept in zip(state, states.parts, strict=True):
         kept[row] = part.detach()
 
 
-def _token(inputs: _Inputs, weights: DeltaWeights, states: DeltaStates, before: State) -> tuple[Tensor, State]:
-    key_heads, value_heads, key_dim, value_dim = states.heads
+def _token(inputs: _Inputs, weights: DeltaWeights, states: RecurrentStates, before: State) -> tuple[Tensor, State]:
+    key_heads, value_heads, key_dim, value_dim = heads_of(states)
     shared = value_heads // key_heads
     window = torch.cat([before.conv, inputs.channels[:, None]], dim=1)
     mixed = F.silu((window * weights.conv).sum(1))

@@ -35,7 +35,7 @@ class Recurrent:
 
     window: tuple[int, int]  # (channels, tokens): the last inputs of a causal convolution
     matrix: tuple[int, int, int]  # (heads, rows, columns)
-    draft_width: int  # numbers that a draft token keeps until it is accepted, see kernels.delta
+    draft_width: int  # numbers that a draft token keeps until it is accepted, see kernels.recurrent
 
     @property
     def num_bytes(self) -> int:

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from lmkit.kernels.delta import ROW_FIELDS
 from lmkit.kernels.ops import BatchGeometry
+from lmkit.kernels.recurrent import ROW_FIELDS
 from lmkit.layers.batch import BatchInputs
 from lmkit.turbo.plan import Chunk, NewSequence
 from lmkit.turbo.request import Pooling
@@ -49,7 +49,7 @@ def in_order(chunks: list[Chunk]) -> list[Chunk]:
 
 
 def _state_rows(chunk: Chunk) -> tuple[int, ...]:
-    """See kernels.delta."""
+    """See kernels.recurrent."""
     source = chunk.source if chunk.source >= 0 or not chunk.start else chunk.slot
     return chunk.slot, source, chunk.snapshot, chunk.snapshot_after, chunk.replayed, len(chunk.draft)
 

@@ -22,8 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lmkit.kernels.delta import ROW_FIELDS
 from lmkit.kernels.ops import BatchGeometry
+from lmkit.kernels.recurrent import ROW_FIELDS
 from lmkit.layers.batch import BatchInputs
 from lmkit.turbo.runners.captured_sizes import Size
 from lmkit.turbo.runners.device import CudaDevice, Event

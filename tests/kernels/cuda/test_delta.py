@@ -16,7 +16,8 @@ from torch import Tensor
 import lmkit.kernels  # noqa: F401  (registers)
 from lmkit.kernels import ops
 from lmkit.kernels.cuda import delta, module
-from lmkit.kernels.delta import DeltaStates, DeltaWeights
+from lmkit.kernels.delta import DeltaWeights
+from lmkit.kernels.recurrent import RecurrentStates
 from tests import emulator
 from tests.kernels.cases import Case, delta_cases, geometry
 
@@ -63,11 +64,11 @@ def test_inputs_of_16_bits(device: str, dtype: torch.dtype) -> None:
     compare(device, CASES[0].make(), dtype)
 
 
-def large(tokens: int) -> tuple[Tensor, Tensor, DeltaWeights, DeltaStates]:
+def large(tokens: int) -> tuple[Tensor, Tensor, DeltaWeights, RecurrentStates]:
     """One head of keys and two of values, of sizes that no tile divides."""
     torch.manual_seed(tokens)
     weights = DeltaWeights(torch.randn(2 * 72 + 80, 4) / 2, torch.randn(2), torch.randn(2), torch.randn(40), 1e-6)
-    states = DeltaStates(torch.ones(3, 224, 3), torch.ones(3, 2, 72, 40), torch.zeros(2, 0, 228))
+    states = RecurrentStates(torch.ones(3, 224, 3), torch.ones(3, 2, 72, 40), torch.zeros(2, 0, 228))
     return torch.randn(tokens, 2 * 72 + 160), torch.randn(tokens, 4), weights, states
 
 

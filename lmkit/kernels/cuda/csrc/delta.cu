@@ -1,4 +1,5 @@
-// The gated delta rule. lmkit.kernels.delta has the formulas, and says what `rows`, states and draft tokens are. Three kernels:
+// The gated delta rule. lmkit.kernels.delta has the formulas, and kernels.recurrent says what `rows`,
+// states and draft tokens are. Three kernels:
 //
 //     delta_inputs   a thread has a channel, and its last inputs in registers: q, k and v after the convolution and SiLU,
 //                    mixed [R, C]. Or it has the gates of a value head: factors [R, Hv, 2] = beta, decay
