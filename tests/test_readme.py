@@ -69,6 +69,8 @@ ROWS = {
     "Qwen3.5-MoE": ("Qwen3_5MoeForCausalLM", "qwen3.5-moe"),
     "Qwen3.5, with its tower": ("Qwen3_5ForConditionalGeneration", "qwen3.5-vl"),
     "Qwen3.5-MoE, with its tower": ("Qwen3_5MoeForConditionalGeneration", "qwen3.5-moe-vision"),
+    "LFM2": ("Lfm2ForCausalLM", "lfm2"),
+    "LFM2-MoE": ("Lfm2MoeForCausalLM", "lfm2-moe"),
     "GLM-4.5": ("Glm4MoeForCausalLM", "glm4-moe"),
     "dots.llm1": ("Dots1ForCausalLM", "dots1"),
     "DeepSeek-V2, V2-Lite": ("DeepseekV2ForCausalLM", "deepseek-v2"),

@@ -14,12 +14,14 @@ from lmkit.layers.blocks.delta import DeltaSpec
 from lmkit.layers.blocks.latent import LatentSpec
 from lmkit.layers.blocks.mlp import MLPSpec, PerLayerSpec
 from lmkit.layers.blocks.moe import MoESpec
+from lmkit.layers.blocks.short_conv import ShortConvSpec
 from lmkit.layers.delta import GatedDelta
 from lmkit.layers.latent import LatentAttention
 from lmkit.layers.latent_prompts import PlainHeads
 from lmkit.layers.mlp import GatedMLP
 from lmkit.layers.moe import MoE
 from lmkit.layers.per_layer import PerLayerGate
+from lmkit.layers.short_conv import ShortConv
 
 Forwards = dict[type[Block], Callable[[Any, Parts], Forward]]
 
@@ -34,6 +36,7 @@ FORWARDS: Forwards = {
     SelfAttentionSpec: Attention,
     LatentSpec: _latent,
     DeltaSpec: GatedDelta,
+    ShortConvSpec: ShortConv,
     MLPSpec: lambda spec, parts: GatedMLP("mlp", spec, parts.weights, parts.device),
     MoESpec: lambda spec, parts: MoE(spec, parts.weights, parts.device),
     PerLayerSpec: PerLayerGate,

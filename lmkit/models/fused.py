@@ -41,6 +41,7 @@ OUTER = {
     "model.language_model.embed_tokens_per_layer": roles.PER_LAYER_TABLE,
     "model.language_model.per_layer_model_projection": roles.PER_LAYER_PROJECTION,
     "model.language_model.per_layer_projection_norm": roles.PER_LAYER_NORM,
+    "model.embedding_norm": roles.FINAL_NORM,
     "model.decoder.embed_tokens": roles.EMBED,
     "model.decoder.embed_positions": roles.POSITIONS,
     "model.decoder.project_in": roles.PROJECT_IN,

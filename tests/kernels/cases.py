@@ -13,11 +13,12 @@ from torch import Tensor
 
 from lmkit.attention_spec import AttentionSpec
 from lmkit.formats.mxfp4 import FLOAT4
-from lmkit.kernels import ops
+from lmkit.kernels import ops, recurrent_ops
 from lmkit.kernels.delta import DeltaWeights
 from lmkit.kernels.ops import Balance, BatchGeometry, KeyMean, KVTensor, Norm
 from lmkit.kernels.recurrent import RecurrentStates
 from lmkit.kernels.registry import Implementation, Op
+from lmkit.kernels.short_conv import ConvWeights
 from lmkit.kv_dtype import BFLOAT16, FLOAT16, FLOAT32, FP8, INT4, INT8, KVDtype
 from lmkit.layers.batch import KVLayer, allocate_kv
 from lmkit.qtensor import QTensor, QuantScheme, quantize
@@ -81,7 +82,7 @@ def _to(value: Any, device: str) -> Any:
         return replace(value, **{name: part.to(device) for name, part in vars(value).items()})
     if isinstance(value, RecurrentStates):
         return RecurrentStates(*(part.to(device) for part in vars(value).values()))
-    if isinstance(value, DeltaWeights):
+    if isinstance(value, DeltaWeights | ConvWeights):
         return replace(value, **{k: v.to(device) for k, v in vars(value).items() if isinstance(v, Tensor)})
     if isinstance(value, BatchGeometry):
         return BatchGeometry(*(part.to(device) for part in vars(value).values()))
@@ -114,7 +115,7 @@ def _seeded(make: Callable[[], tuple[Any, ...]]) -> Callable[[], tuple[Any, ...]
 def all_cases() -> list[Case]:
     return [
         *elementwise_cases(), *rope_cases(), *kv_cases(), *attention_cases(), *key_cases(), *balanced_cases(),
-        *linear_cases(), *rope_attention_cases(), *draw_cases(), *delta_cases(),
+        *linear_cases(), *rope_attention_cases(), *draw_cases(), *delta_cases(), *conv_cases(),
     ]  # fmt: skip
 
 
@@ -552,6 +553,21 @@ def delta_cases() -> Iterator[Case]:
             {},
             brief=True,
         )
+
+
+def conv_cases() -> Iterator[Case]:
+    """As `delta_cases`. 150 channels are more than a tile of the CPU, and no multiple of it."""
+    for channels, kernel, bias in ((150, 4, True), (7, 1, False), (128, 3, False)):
+
+        def advance(channels: int = channels, kernel: int = kernel, bias: bool = bias) -> Any:
+            query_start, lengths, rows = [0, 7, 8, 13, 13], [7, 30, 9, 4], torch.tensor(STATE_ROWS).int()
+            weights = ConvWeights(torch.randn(channels, kernel), torch.randn(channels) if bias else None)
+            drafted = torch.randn(5, 4, channels)
+            states = RecurrentStates(torch.randn(7, channels, kernel - 1), torch.zeros(7, 0, 0, 0), drafted)
+            batch = geometry(query_start, lengths, torch.zeros(len(lengths), 1).int())
+            return torch.randn(query_start[-1], 3 * channels), weights, states, rows, batch
+
+        yield Case(recurrent_ops.short_conv, f"{channels}x{kernel}" + "-bias" * bias, _seeded(advance), {}, brief=True)
 
 
 def draw_cases() -> Iterator[Case]:

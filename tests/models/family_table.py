@@ -8,6 +8,9 @@ from pathlib import Path
 
 from lmkit.errors import UnsupportedError
 from lmkit.kv_dtype import INT4, INT8
+from lmkit.layers.blocks.base import Block
+from lmkit.layers.blocks.delta import DeltaSpec
+from lmkit.layers.blocks.short_conv import ShortConvSpec
 from lmkit.models import load_spec
 from lmkit.models.layer_spec import LayerSpec
 from lmkit.models.shard import Shard
@@ -18,6 +21,12 @@ from tests.test_readme import ROWS
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "families.md"
 COLUMNS = "model", "architecture", "norms", "attention", "MLP", "`lmkit quantize`", "KV int8, int4", "`--tp`"
 HEADER = f"| {' | '.join(COLUMNS)} | steps on a GPU |"
+
+
+RECURRENT: dict[type[Block], str] = {
+    DeltaSpec: "linear in most layers",
+    ShortConvSpec: "short convolutions in most layers",
+}
 
 
 def attending(spec: ModelSpec) -> LayerSpec:
@@ -35,7 +44,8 @@ def attention(spec: ModelSpec) -> str:
     layer = attending(spec)
     is_latent = layer.kv is not None and layer.kv.shared
     parts = ["latent"] if is_latent else []
-    parts += ["linear in most layers", "gated"] if spec.is_recurrent else []
+    parts += [RECURRENT[type(x.mixer)] for x in spec.kinds if x.recurrent][:1]
+    parts += ["gated"] if "attn.gate" in layer.linears else []
     parts += ["sliding windows"] if any(spec.windows) else []
     if any(x.rope.kind == "none" for x in spec.kinds if x.kv):
         parts.append("some layers without RoPE" if spec.first_position is None else "learned positions")

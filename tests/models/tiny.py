@@ -47,6 +47,8 @@ LINEAR = {"head_dim": 16, "num_hidden_layers": 5, "full_attention_interval": 2,
           "linear_key_head_dim": 8, "linear_value_head_dim": 12, "linear_conv_kernel_dim": 4,
           "shared_expert_intermediate_size": 24}  # fmt: skip
 
+CONVOLVED = {"head_dim": 16, "layer_types": ["conv", "full_attention", "conv"], "norm_eps": 1e-4, "pad_token_id": None}
+
 GEMMA4 = {"head_dim": 16, "global_head_dim": 32, "sliding_window": 9, "hidden_size_per_layer_input": 0}
 
 INTERNLM2 = {
@@ -159,6 +161,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3.5-recurrent": ("Qwen3_5TextConfig", LINEAR | {"num_hidden_layers": 3, "use_cache": False,
                                                          "layer_types": ["linear_attention"] * 3}),
     "qwen3.5-moe": ("Qwen3_5MoeTextConfig", EXPERTS | LINEAR | {"num_hidden_layers": 4, "initializer_range": 0.1}),
+    "lfm2": ("Lfm2Config", CONVOLVED | {"conv_bias": True, "block_auto_adjust_ff_dim": False}),
+    "lfm2-adjusted": ("Lfm2Config", CONVOLVED | {"block_multiple_of": 16, "block_ffn_dim_multiplier": 1.3,
+                                                 "full_attn_idxs": [1], "layer_types": None, "conv_L_cache": 4}),
+    "lfm2-moe": ("Lfm2MoeConfig", CONVOLVED | EXPERTS | {"num_dense_layers": 1, "routed_scaling_factor": 1.5}),
     "qwen3.5-vl": ("Qwen3_5Config", LINEAR | {"num_hidden_layers": 3, "partial_rotary_factor": 0.5}),
     "qwen3.5-vision": ("Qwen3_5TextConfig", LINEAR | {"num_hidden_layers": 3, "tie_word_embeddings": True}),
     "qwen3.5-moe-vision": ("Qwen3_5MoeTextConfig", EXPERTS | LINEAR | {"num_hidden_layers": 3,
@@ -195,6 +201,8 @@ def make(path: Path, name: str, **overrides: Any) -> transformers.PreTrainedMode
     class_name, differences = FAMILIES[name]
     torch.manual_seed(7)
     options = copy.deepcopy(COMMON | differences | overrides)
+    if options.get("layer_types"):
+        options["layer_types"] = options["layer_types"][: options["num_hidden_layers"]]
     if "hidden_size_per_layer_input" in options:  # a vector for each token
         options["vocab_size_per_layer_input"] = options["vocab_size"]
     kind = transformers.AutoModelForCausalLM
@@ -207,7 +215,7 @@ def make(path: Path, name: str, **overrides: Any) -> transformers.PreTrainedMode
         if parameter.ndim == 1 or parameter_name.endswith("_bias"):
             torch.nn.init.normal_(parameter, mean=1.0 if "norm" in parameter_name else 0.0, std=0.3)
     for buffer_name, buffer in model.named_buffers():
-        if buffer_name.endswith("score_correction_bias"):
+        if buffer_name.endswith(("score_correction_bias", "expert_bias")):
             torch.nn.init.normal_(buffer, std=0.3)
         if buffer_name.endswith("layer_scalar"):
             torch.nn.init.uniform_(buffer, 0.5, 1.5)

@@ -86,6 +86,33 @@ def test_eight_bits_come_close(tmp_path: Path, steps: tuple[dict[str, Any], ...]
     assert (rounded - exact).norm() < 0.05 * exact.norm()
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("family", ["lfm2"])
+def test_other_recurrent_blocks_are_quantized_and_served(tmp_path: Path, family: str, bits: int) -> None:
+    """By the steps of the default recipe. All linears are rounded, and nothing else; the KV cache has as few bits."""
+    source, out = tiny_checkpoint(tmp_path / "source", family), tmp_path / "out"
+    steps: list[Any] = [SCALE, CLIP]
+    scheme = {"bits": bits, "group_size": 32}
+    rounder = {"step": "gptq"}
+    sections: dict[str, Any] = {"kv": {"bits": bits}, "scheme": scheme, "format": "compressed-tensors"}
+    prepare(source, recipe(*steps, rounder=rounder, calibration=SHORT, **sections)).run(out)
+    before, found = ModelSource(source), ModelSource(out)
+    for index, layer in enumerate(found.spec.layers):
+        weights = found.layer_weights(index)
+        assert all(isinstance(weights[role], QTensor) for role in layer.linears)
+        assert all(torch.equal(weights[role], before.layer_weights(index)[role]) for role in layer.matrices)
+    exact, rounded = logits(source), logits(out)
+    assert (rounded - exact).norm() < {4: 0.5, 8: 0.05}[bits] * exact.norm()
+    engine = Engine(str(out), EngineConfig(packed_cache=False, max_model_len=64, max_batch_size=2))
+    if found.spec.has_kv:
+        assert engine.info.kv_dtype == f"int{bits}"
+    params = SamplingParams(max_tokens=3, ignore_eos=True)
+    engine.add(Request(request_id="a", prompt_ids=[5, 6, 7], params=params))
+    tokens = [token for _ in iter(engine.has_work, False) for output in engine.step() for token in output.token_ids]
+    engine.close()
+    assert len(tokens) == 3
+
+
 def test_a_storage_for_a_layer_without_keys_is_refused(tmp_path: Path) -> None:
     source = tiny_checkpoint(tmp_path / "source", "qwen3-next", **SHAPE)
     with pytest.raises(ConfigError, match=r"kv\.layers: layer 0 has no keys and values"):

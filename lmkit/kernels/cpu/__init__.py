@@ -1,7 +1,19 @@
 """Kernels for the CPU: numba tasks over LLVM IR micro-kernels, chosen by the machine's instruction set (isa.py)."""
 
 from lmkit.kernels import ops
-from lmkit.kernels.cpu import attention, delta, dense, elementwise, experts, isa, kv, low_rank, quantized, sampling
+from lmkit.kernels.cpu import (
+    attention,
+    delta,
+    dense,
+    elementwise,
+    experts,
+    isa,
+    kv,
+    low_rank,
+    quantized,
+    sampling,
+    short_conv,
+)
 from lmkit.kernels.cpu.tiles import CODES4, CODES8, FLOAT8
 
 ops.paged_attention.register(attention.implementation(isa.host()))
@@ -13,4 +25,15 @@ for _op, _kind in ((ops.linear_w4a16, CODES4), (ops.linear_w8a16, CODES8), (ops.
 for _op, _bits in ((ops.linear_w4a8, 4), (ops.linear_w8a8, 8)):
     _op.register(quantized.implementation(isa.host(), _bits))
 
-__all__ = ["attention", "delta", "dense", "elementwise", "experts", "kv", "low_rank", "quantized", "sampling"]
+__all__ = [
+    "attention",
+    "delta",
+    "dense",
+    "elementwise",
+    "experts",
+    "kv",
+    "low_rank",
+    "quantized",
+    "sampling",
+    "short_conv",
+]

@@ -14,6 +14,7 @@ from lmkit.kernels.cuda import (
     linear,
     low_rank,
     sampling,
+    short_conv,
     tokens,
 )
 
@@ -28,5 +29,6 @@ __all__ = [
     "linear",
     "low_rank",
     "sampling",
+    "short_conv",
     "tokens",
 ]

@@ -19,7 +19,7 @@ import torch
 
 import lmkit.kernels.cuda
 from lmkit.attention_spec import AttentionSpec
-from lmkit.kernels import latent_ops, ops
+from lmkit.kernels import latent_ops, ops, recurrent_ops
 from lmkit.kernels.cuda import module, ranks
 from lmkit.kernels.cuda.gpus import Capability
 from lmkit.kernels.cuda.library import invariant_product
@@ -29,6 +29,7 @@ from lmkit.kernels.delta import DeltaWeights
 from lmkit.kernels.ops import Balance, BatchGeometry, KeyMean, KVTensor, Norm
 from lmkit.kernels.recurrent import ROW_FIELDS, RecurrentStates
 from lmkit.kernels.registry import Implementation, Op
+from lmkit.kernels.short_conv import ConvWeights
 from lmkit.kv_dtype import FLOAT16, FP8, INT4, INT8, KVDtype, dense_kv_dtype
 from lmkit.qtensor import QTensor, QuantScheme
 
@@ -39,6 +40,7 @@ WIDE_HEADS = 8, 1, 512  # Gemma 4, layers without a window
 LATENT_HEADS, ROW, ROW_ROTARY = (16, 128), 576, 64  # DeepSeek-V2-Lite, V3
 PLAIN = 128, 512, 128  # of these: the part of keys that RoPE does not turn, the latent, values
 DELTA = 16, 32, 128, 128, 4  # Qwen3-Next 80B: key heads, value heads, key and value sizes, convolution
+CONV = 2048, 3  # LFM2-1.2B: channels, taps
 WEIGHTS = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))  # out, in
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 STORAGES = (FLOAT16, INT8, INT4, FP8)
@@ -87,6 +89,7 @@ def common() -> tuple[Kernel, ...]:
             _linears(half)
             _experts(half)
             _delta(half)
+            _short_conv(half)
             for storage in STORAGES:
                 stored = dense_kv_dtype(half) if storage == FLOAT16 else storage
                 for heads in HEADS:
@@ -209,11 +212,24 @@ def _delta(half: torch.dtype) -> None:
         _empty(SEQUENCES, value_heads, key_dim, value_dim),
         _empty(SEQUENCES, 0, channels + 2 * value_heads),
     )
-    rows, starts, lens = (_empty(SEQUENCES, *size, dtype=torch.int32) for size in ((ROW_FIELDS,), (), ()))
-    geometry = BatchGeometry(starts, lens, _empty(SEQUENCES, 1, dtype=torch.int32), lens)
     if (advance := _ours(ops.gated_delta, key_dim=key_dim, kernel=kernel)) is not None:
         y, gates = _empty(SEQUENCES, channels + values, dtype=half), _empty(SEQUENCES, 2 * value_heads)
-        advance(y, gates, weights, states, rows, geometry)
+        advance(y, gates, weights, states, *_sequences())
+
+
+def _sequences() -> tuple[torch.Tensor, BatchGeometry]:
+    """What ops of recurrent blocks read of a step's sequences."""
+    rows, starts, lens = (_empty(SEQUENCES, *size, dtype=torch.int32) for size in ((ROW_FIELDS,), (), ()))
+    return rows, BatchGeometry(starts, lens, _empty(SEQUENCES, 1, dtype=torch.int32), lens)
+
+
+def _short_conv(half: torch.dtype) -> None:
+    """Run a short convolution."""
+    channels, kernel = CONV
+    states = (_empty(SEQUENCES, *size) for size in ((channels, kernel - 1), (0, 0, 0), (0, channels)))
+    if (advance := _ours(recurrent_ops.short_conv, kernel=kernel)) is not None:
+        y, weights = _empty(SEQUENCES, 3 * channels, dtype=half), ConvWeights(_empty(channels, kernel))
+        advance(y, weights, RecurrentStates(*states), *_sequences())
 
 
 def _linear(op: Op, scheme: QuantScheme, half: torch.dtype, n: int, k: int, tokens: int) -> None:

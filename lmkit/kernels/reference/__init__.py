@@ -1,5 +1,27 @@
 """Every op in plain torch with float32 accumulation: the oracle for all other implementations, on any device."""
 
-from lmkit.kernels.reference import attention, delta, elementwise, experts, kv, latent, linear, low_rank, sampling
+from lmkit.kernels.reference import (
+    attention,
+    delta,
+    elementwise,
+    experts,
+    kv,
+    latent,
+    linear,
+    low_rank,
+    sampling,
+    short_conv,
+)
 
-__all__ = ["attention", "delta", "elementwise", "experts", "kv", "latent", "linear", "low_rank", "sampling"]
+__all__ = [
+    "attention",
+    "delta",
+    "elementwise",
+    "experts",
+    "kv",
+    "latent",
+    "linear",
+    "low_rank",
+    "sampling",
+    "short_conv",
+]

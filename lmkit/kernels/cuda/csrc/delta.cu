@@ -1,22 +1,18 @@
-// The gated delta rule. lmkit.kernels.delta has the formulas, and kernels.recurrent says what `rows`,
-// states and draft tokens are. Three kernels:
+// The gated delta rule. lmkit.kernels.delta has the formulas, and kernels.recurrent says what `rows`, states
+// and draft tokens are. Three kernels:
 //
 //     delta_inputs   a thread has a channel, and its last inputs in registers: q, k and v after the convolution and SiLU,
 //                    mixed [R, C]. Or it has the gates of a value head: factors [R, Hv, 2] = beta, decay
 //     delta_rule     a block has COLUMNS columns of a value head's state, in registers: o [T, Hv, Dv]
 //     delta_outputs  a warp has the head of a token: rms_norm(o) * norm * silu(z)
 //
-// Rows R of `mixed` and `factors` are those of the T tokens, then `room` for each sequence: of the draft tokens that it takes
-// first. A sequence's tokens are taken in order, and every sum has a fixed order. So a state does not depend on how its
-// sequence was cut into steps. A sequence without a state (row -1) pads the step.
+// Rows R of `mixed` and `factors` are those of the tokens, then those of draft tokens: recurrent.cuh.
 //
 // Columns of a state do not depend on each other. LANES lanes share one: lane 8 g + c of a warp has column c, and of each
 // LANES * 4 rows the four from 4 g on, so that the lanes' float4 of k and q lie side by side in shared memory.
-#include "ptx.cuh"
+#include "recurrent.cuh"
 
-constexpr int LANES = 4, COLUMNS = 32, THREADS = LANES * COLUMNS, AHEAD = 8;
-constexpr int ROW_FIELDS = 6;  // of `rows`
-constexpr int NEVER = -(1 << 30);  // no token's number; those of draft tokens may be below 0
+constexpr int LANES = 4, COLUMNS = 32, THREADS = LANES * COLUMNS;
 constexpr float LINEAR = 20.0f, UNIT_EPS = 1e-6f;  // softplus(x) is x from here on; of unit vectors
 
 struct Sizes {
@@ -26,29 +22,6 @@ struct Sizes {
     DEVICE int channels() const { return 2 * key_heads * key_dim + value_heads * value_dim; }
     DEVICE int kept() const { return channels() + 2 * value_heads; }  // numbers of a draft token
 };
-
-// A sequence's tokens t = first .. end - 1. Those before `start` are draft tokens of the step before, those from `drafted` on
-// are draft tokens that do not reach the state.
-struct Sequence {
-    int row, source, snapshot, first, start, end, drafted, extra, snapshot_at;
-
-    DEVICE Sequence(const i32* rows, const i32* query_start, int b, int tokens, int room) {
-        const i32* fields = rows + ROW_FIELDS * b;
-        row = fields[0], source = fields[1], snapshot = fields[2];
-        start = query_start[b], end = query_start[b + 1];
-        first = start - fields[4], drafted = end - fields[5];
-        snapshot_at = snapshot < 0 ? NEVER : first + fields[3];  // the token after it
-        extra = tokens + b * room - first;
-    }
-    // Where a token is in `mixed` and `factors`.
-    DEVICE i64 at(int t) const { return t < start ? t + extra : t; }
-};
-
-DEVICE float silu(float x) { return x / (1.0f + expf(-x)); }
-
-DEVICE float load(const void* values, i64 at, bool half) {
-    return half ? Half::to_float(static_cast<const u16*>(values)[at]) : static_cast<const float*>(values)[at];
-}
 
 // Where q, k or v channel `c` of a token is in its row of y. A row has q of all heads, then k, v and z, or these for each
 // key head.
@@ -60,55 +33,6 @@ DEVICE int place_of(const Sizes& n, int c, bool flat) {
 }
 
 #ifdef KERNEL
-constexpr int PAST = KERNEL - 1;
-
-// The tokens of a channel. Inputs are loaded AHEAD at a time.
-DEVICE void convolve(
-    const Sequence& seq, const Sizes& n, int c, const void* y, i64 y_stride, const float* weights, float* windows,
-    float* drafted, float* mixed, int room, bool flat, bool half
-) {
-    float weight[KERNEL], window[PAST + 1] = {};
-    const int channels = n.channels(), place = place_of(n, c, flat);
-#pragma unroll
-    for (int j = 0; j < KERNEL; ++j) weight[j] = weights[c * KERNEL + j];
-    const auto of_row = [&](int row) { return windows + (static_cast<i64>(row) * channels + c) * PAST; };
-    const auto kept = [&](int draft) -> float& {
-        return drafted[(static_cast<i64>(seq.row) * room + draft) * n.kept() + c];
-    };
-    const auto store = [&](int row) {
-#pragma unroll
-        for (int j = 0; j < PAST; ++j) of_row(row)[j] = window[j];
-    };
-    if (seq.source >= 0)
-#pragma unroll
-        for (int j = 0; j < PAST; ++j) window[j] = of_row(seq.source)[j];
-#pragma unroll 1
-    for (int begin = seq.first; begin < seq.end; begin += AHEAD) {
-        float x[AHEAD] = {};
-#pragma unroll
-        for (int i = 0; i < AHEAD; ++i) {
-            const int t = begin + i;
-            if (t < seq.end) x[i] = t < seq.start ? kept(t - seq.first) : load(y, t * y_stride + place, half);
-        }
-#pragma unroll
-        for (int i = 0; i < AHEAD; ++i) {
-            const int t = begin + i;
-            if (t >= seq.end) break;
-            if (t == seq.drafted) store(seq.row);
-            if (t >= seq.drafted) kept(t - seq.drafted) = x[i];
-            float total = weight[PAST] * x[i];
-#pragma unroll
-            for (int j = 0; j < PAST; ++j) total += weight[j] * window[j];
-            mixed[seq.at(t) * channels + c] = silu(total);
-            window[PAST] = x[i];
-#pragma unroll
-            for (int j = 0; j < PAST; ++j) window[j] = window[j + 1];
-            if (t + 1 == seq.snapshot_at) store(seq.snapshot);
-        }
-    }
-    if (seq.drafted == seq.end) store(seq.row);
-}
-
 // The tokens of a value head's gates.
 DEVICE void gate(
     const Sequence& seq, const Sizes& n, int head, const float* gates, i64 gate_stride, float a_log, float dt_bias,
@@ -141,7 +65,12 @@ extern "C" __global__ void __launch_bounds__(128) delta_inputs(
     const int c = blockIdx.y * blockDim.x + threadIdx.x, head = c - n.channels();
     if (seq.row < 0 || head >= value_heads) return;
     if (head < 0) {
-        convolve(seq, n, c, y, y_stride, weights, windows, drafted, mixed, room, flat, half);
+        const int channels = n.channels(), place = place_of(n, c, flat);
+        convolve(
+            seq, c, channels, n.kept(), room, weights, 0.0f, windows, drafted,
+            [&](int t) { return load(y, t * y_stride + place, half); },
+            [&](int t, float total) { mixed[seq.at(t) * channels + c] = silu(total); }
+        );
     } else {
         gate(seq, n, head, gates, gate_stride, a_log[head], dt_bias[head], drafted, factors, room, flat);
     }
