@@ -31,7 +31,7 @@ app = typer.Typer(
     help="Measure the speed of a model in this process, or behind any OpenAI-compatible server.", no_args_is_help=True
 )
 
-Model = Annotated[str, typer.Argument(help='A checkpoint folder, or "demo".')]
+Model = Annotated[str, typer.Argument(help='A checkpoint folder, a .gguf file, or "demo".')]
 RESULTS = "Results"
 Json = Annotated[
     Path | None,

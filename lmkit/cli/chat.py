@@ -22,7 +22,7 @@ FOLDER = ("kv_dtype", "kv_memory", "max_model_len", "generation_config")  # what
 @takes(of_folder=fields_of(EngineConfig, *FOLDER, group="Model in a folder", is_partial=True))
 def chat(
     target: Annotated[
-        str, typer.Argument(help='http://HOST:PORT of a server or proxy, a checkpoint folder, or "demo".')
+        str, typer.Argument(help='http://HOST:PORT of a server or proxy, a folder, a .gguf file, or "demo".')
     ],
     model: Annotated[str | None, typer.Option(help="A model of the server; default the only one it serves.")] = None,
     prompt: Annotated[

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def evaluate(
-    model: Annotated[str, typer.Argument(help='A checkpoint folder, or "demo".')],
+    model: Annotated[str, typer.Argument(help='A checkpoint folder, a .gguf file, or "demo".')],
     against: Annotated[str | None, typer.Option(help="The reference, usually the original checkpoint.")] = None,
     text: Annotated[Path | None, typer.Option(help="A text file; default the held-out text of the demo model.")] = None,
     dataset: Annotated[

@@ -9,7 +9,7 @@ import typer
 
 
 def inspect(
-    model: Annotated[str, typer.Argument(help='A checkpoint folder, or "demo".')],
+    model: Annotated[str, typer.Argument(help='A checkpoint folder, a .gguf file, or "demo".')],
     max_model_len: Annotated[int | None, typer.Option(help="Context to plan memory for; default the model's.")] = None,
     max_batch_size: Annotated[
         int | None, typer.Option(help="Sequences to plan memory for. Default: as `lmkit serve` chooses it.")

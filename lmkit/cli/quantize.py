@@ -24,7 +24,7 @@ GRID, TEXT, RUN = "Weights and KV cache", "Calibration", "Run"
 
 # Longer than usual: the parameters are the command's options.
 def quantize(
-    model: Annotated[str, typer.Argument(help='A checkpoint folder, or "demo".')],
+    model: Annotated[str, typer.Argument(help='A checkpoint folder, a .gguf file, or "demo".')],
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder to write; it must not exist or be empty.")],
     recipe: Annotated[
         str | None,

@@ -29,7 +29,9 @@ _server: Any = functools.partial(typer.Option, rich_help_panel="Server")
 @takes(fields=fields_of(ServerConfig, group="Server"), engine_config=struct_of(EngineConfig, "engine options"))
 def serve(
     context: typer.Context,
-    model: Annotated[str, typer.Argument(help='A checkpoint folder, a Hub name, "demo", or a YAML file of models.')],
+    model: Annotated[
+        str, typer.Argument(help='A checkpoint folder, a .gguf file, a Hub name, "demo", or a YAML file of models.')
+    ],
     more_models: Annotated[list[str] | None, typer.Argument(help="Further models, loaded when needed.")] = None,
     revision: Annotated[
         str | None, typer.Option(help="A branch, tag or commit of a model on the Hub.", rich_help_panel="Model")

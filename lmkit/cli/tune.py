@@ -10,7 +10,7 @@ from lmkit.config import Activations
 
 
 def tune(
-    model: Annotated[str, typer.Argument(help='A checkpoint folder, or "demo".')],
+    model: Annotated[str, typer.Argument(help='A checkpoint folder, a .gguf file, or "demo".')],
     plans: Annotated[int, typer.Option(min=1, help="Plans to measure for each shape and number of tokens.")] = 8,
     activations: Annotated[Activations, typer.Option(help="Rounding of inputs, as in `lmkit serve`.")] = "auto",
 ) -> None:
