@@ -239,10 +239,10 @@ def test_functions_fit_a_screen() -> None:
     assert long <= LONG_FUNCTIONS, f"more than {MOST_LINES} lines: {', '.join(sorted(long - LONG_FUNCTIONS))}"
 
 
-def classes_of_blocks() -> dict[str, Path]:
-    """The classes that describe or compute blocks, each with its file. Their bases are Block and Forward."""
+def classes_below(bases: set[str], folder: str) -> dict[str, Path]:
+    """The classes of a folder with one of these bases, or with one of theirs, each with its file."""
     found: dict[str, Path] = {}
-    known, files = {"Block", "Forward"}, sorted((PACKAGE / "layers").rglob("*.py"))
+    known, files = bases, sorted((PACKAGE / folder).rglob("*.py"))
     while True:
         new = {
             node.name: path
@@ -271,7 +271,7 @@ def kinds_asked(path: Path) -> Iterator[tuple[str, int]]:
 
 def test_no_block_is_asked_for_its_kind() -> None:
     """A block answers; only its own files know which one it is (layers/forward.py has the table)."""
-    blocks = classes_of_blocks()
+    blocks = classes_below({"Block", "Forward"}, "layers")
     assert {"SelfAttentionSpec", "MoESpec", "Attention", "LatentAttention", "MoE"} <= blocks.keys()
     wrong = [
         f"{path.relative_to(ROOT)}:{line}: {name}"
@@ -279,4 +279,67 @@ def test_no_block_is_asked_for_its_kind() -> None:
         for name, line in kinds_asked(path)
         if name in blocks and not path.stem.startswith(blocks[name].stem)
     ]
+    assert not wrong, "\n".join(wrong)
+
+
+# The rooms of devices: the table of them, and the place where a quantization's option becomes torch's device.
+DEVICE_ROOMS = {"devices.py", "quant/device.py"}
+DEVICE_NAMES = {"cpu", "cuda"}
+NAMED_DEVICES = {"CPU", "CUDA", "TORCH"}  # of lmkit.devices
+
+
+def names_device(node: ast.AST) -> bool:
+    """Whether this is a device's name, or one of lmkit.devices or its name, or has one of them in it."""
+    if isinstance(node, ast.Constant):
+        return isinstance(node.value, str) and node.value.partition(":")[0] in DEVICE_NAMES
+    if isinstance(node, ast.Name):
+        return node.id in NAMED_DEVICES
+    if isinstance(node, ast.Attribute):
+        return names_device(node.value)
+    return isinstance(node, ast.Tuple | ast.List | ast.Set) and any(map(names_device, node.elts))
+
+
+def devices_asked(tree: ast.AST) -> Iterator[int]:
+    """The lines that compare with a device's name, or look something up by one."""
+    for node in ast.walk(tree):
+        asked: list[ast.AST] = []
+        if isinstance(node, ast.Compare):
+            asked = [node.left, *node.comparators]
+        elif isinstance(node, ast.Subscript):
+            asked = [node.slice]
+        elif isinstance(node, ast.MatchValue):
+            asked = [node.value]
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "startswith":
+            asked = list(node.args)
+        elif isinstance(node, ast.Dict):
+            keys = [key.value for key in node.keys if isinstance(key, ast.Constant)]
+            if set(keys) >= DEVICE_NAMES:
+                yield node.lineno
+        if any(map(names_device, asked)):
+            yield node.lineno
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        'device == "cpu"', 'at.type != "cuda"', 'device in ("cuda", "cpu")', 'at.startswith("cuda")', 'SIZES["cpu"]',
+        '{"cpu": 1, "cuda": 2}', "device is CUDA", "name == CPU.name", 'match x:\n case "cuda:0": pass',
+    ],
+)  # fmt: skip
+def test_a_question_for_a_device_is_found(code: str) -> None:
+    assert list(devices_asked(ast.parse(code)))
+
+
+def test_no_device_is_asked_for_its_name_or_class() -> None:
+    """A device answers (lmkit.devices, turbo.runners.device); kernels alone are made for one."""
+    kinds = classes_below({"EngineDevice", "PlanRunner"}, "turbo") | {"EngineDevice": PACKAGE, "PlanRunner": PACKAGE}
+    assert {"CpuDevice", "CudaDevice", "Gpu", "CpuRunner", "CudaRunner", "LeadingRunner", "FirstStage"} <= kinds.keys()
+    wrong = []
+    for path in FILES:
+        where = path.relative_to(PACKAGE).as_posix()
+        if where.startswith("kernels/"):
+            continue
+        if where not in DEVICE_ROOMS:
+            wrong += [f"{where}:{line}: compares devices" for line in devices_asked(parsed(path))]
+        wrong += [f"{where}:{line}: {name}" for name, line in kinds_asked(path) if name in kinds]
     assert not wrong, "\n".join(wrong)

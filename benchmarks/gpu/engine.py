@@ -20,7 +20,7 @@ from benchmarks.gpu.trace import trace
 from lmkit.config import Activations, EngineConfig, HeadStorage
 from lmkit.turbo.engine.engine import Engine
 from lmkit.turbo.request import Request, SamplingParams
-from lmkit.turbo.runners.device import CudaDevice
+from lmkit.turbo.runners.cuda_device import CudaDevice
 
 SECONDS = 1.5  # longest time of timed decoding
 STEPS = 200

@@ -15,14 +15,10 @@ def tune(
     activations: Annotated[Activations, typer.Option(help="Rounding of inputs, as in `lmkit serve`.")] = "auto",
 ) -> None:
     """Measure how a model's products and attention are computed fastest on this GPU, and keep it for engines."""
-    from lmkit.config import EngineConfig
-    from lmkit.devices import CUDA
     from lmkit.turbo.engine.tuning import tune_model
-    from lmkit.turbo.runners.device import CudaDevice, resolve_device
+    from lmkit.turbo.runners.cuda_device import CudaDevice
 
-    device = resolve_device(EngineConfig(device=CUDA.name))
-    assert isinstance(device, CudaDevice)
-    tuned = tune_model(model, device, num_plans=plans, activations=activations)
+    tuned = tune_model(model, CudaDevice.opened(), num_plans=plans, activations=activations)
     for entry in tuned.entries:
         key, plan = entry.key, entry.plan
         how = "the library" if plan is None else plan.words

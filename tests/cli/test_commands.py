@@ -129,7 +129,7 @@ def test_a_folder_keeps_its_brackets(tmp_path: Path) -> None:
 
 def test_inspect_has_the_same_keys_for_a_model_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     fitting = json.loads(CliRunner().invoke(app, ["inspect", "demo", "--json"]).stdout)
-    monkeypatch.setattr("lmkit.turbo.runners.device.available_memory", lambda: 100 << 20)
+    monkeypatch.setattr("lmkit.turbo.runners.cpu_device.available_memory", lambda: 100 << 20)
     report = json.loads(CliRunner().invoke(app, ["inspect", "demo", "--json"]).stdout)
     assert list(all_keys(report)) == list(all_keys(fitting))
     assert report["serving"]["fits"] is False

@@ -11,7 +11,8 @@ from torch import Tensor
 from lmkit.kernels.cuda.module import Kernel
 from lmkit.kernels.cuda.ranks import HostSharing, Sharing
 from lmkit.turbo.host_memory import available_memory
-from lmkit.turbo.runners.device import CudaDevice, Event
+from lmkit.turbo.runners.cuda_device import CudaDevice
+from lmkit.turbo.runners.device import Event
 
 
 class EmulatedDevice(CudaDevice):

@@ -26,7 +26,7 @@ from lmkit.turbo.engine.loading import load_options
 from lmkit.turbo.engine.memory import MemoryPlan, loaded_bytes, plan_memory
 from lmkit.turbo.engine.sentences import read_layers
 from lmkit.turbo.engine.streaming import streaming_of, with_batch
-from lmkit.turbo.runners.device import resolve_device
+from lmkit.turbo.runners.devices import resolve_device
 
 T = TypeVar("T")
 

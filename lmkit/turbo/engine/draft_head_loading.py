@@ -20,10 +20,8 @@ from lmkit.models.packed_cache import PackedFile
 from lmkit.turbo.engine.memory import MemoryPlan, plan_memory
 from lmkit.turbo.host_memory import gib
 from lmkit.turbo.kv.blocks import KVBlocks
-from lmkit.turbo.runners.cpu import CpuRunner
-from lmkit.turbo.runners.cuda import CudaRunner
-from lmkit.turbo.runners.device import CpuDevice, Device
-from lmkit.turbo.runners.draft_head_runner import CudaHeadRunner, DraftHeadRunner, HeadRunner
+from lmkit.turbo.runners.device import EngineDevice
+from lmkit.turbo.runners.draft_head_runner import DraftHeadRunner
 from lmkit.turbo.runners.guides import Guides
 from lmkit.turbo.runners.runner import Runner, RunnerParts
 from lmkit.turbo.runners.streams import Streams
@@ -59,20 +57,15 @@ class LoadedHead:
     storage: KVStorage
     memory: MemoryPlan
 
-    def start(self, runner: Runner, device: Device, vocab_size: int) -> DraftHeadRunner:
+    def start(self, runner: Runner, device: EngineDevice, vocab_size: int) -> DraftHeadRunner:
         """Make the drafter beside `runner`, whose model has `vocab_size` tokens."""
-        assert isinstance(runner, CpuRunner | CudaRunner)
         batch, at = runner.batch, runner.decoder.at
         streams = Streams(
             self.parts.streams, self.parts.spec.hidden_size, len(batch.num_tokens), batch.max_step_tokens, at
         )
         runner.keep_streams(streams)
         parts = parts_of(self.config, self.parts.join(runner.decoder), [self.storage], self.memory)
-        own = (
-            HeadRunner(device, parts, self.parts.token_ids)
-            if isinstance(device, CpuDevice)
-            else CudaHeadRunner(device, parts, self.parts.token_ids)
-        )
+        own = device.head_runner(parts, self.parts.token_ids)
         drafter = DraftHeadRunner(own, self.memory.num_blocks, vocab_size, runner.call, streams)
         drafter.warm_up()
         return drafter

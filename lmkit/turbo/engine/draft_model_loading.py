@@ -24,11 +24,8 @@ from lmkit.text import Tokenizer
 from lmkit.turbo.engine.draft_head_loading import ResolvedHead, parts_of, resolved_head
 from lmkit.turbo.engine.memory import MemoryPlan, loaded_bytes, plan_memory
 from lmkit.turbo.host_memory import gib
-from lmkit.turbo.runners.cpu import CpuRunner
-from lmkit.turbo.runners.cuda import CudaRunner
-from lmkit.turbo.runners.device import Device
+from lmkit.turbo.runners.device import EngineDevice
 from lmkit.turbo.runners.draft_model_runner import DraftModelRunner
-from lmkit.turbo.runners.factory import make_runner
 from lmkit.turbo.runners.runner import Runner
 
 log = get_logger(__name__)
@@ -44,13 +41,10 @@ class LoadedDraft:
     storages: list[KVStorage]
     memory: MemoryPlan
 
-    def start(self, runner: Runner, device: Device, vocab_size: int) -> DraftModelRunner:
+    def start(self, runner: Runner, device: EngineDevice, vocab_size: int) -> DraftModelRunner:
         """Make the drafter beside `runner`, whose model has `vocab_size` tokens."""
-        assert isinstance(runner, CpuRunner | CudaRunner)
         parts = parts_of(self.config, self.decoder, self.storages, self.memory)
-        own = make_runner(device, parts)
-        assert isinstance(own, CpuRunner | CudaRunner)
-        drafter = DraftModelRunner(own, self.memory.num_blocks, vocab_size, runner.call)
+        drafter = DraftModelRunner(device.runner(parts), self.memory.num_blocks, vocab_size, runner.call)
         drafter.warm_up()
         return drafter
 
@@ -71,7 +65,7 @@ class ResolvedDraft:
 
 @contextmanager
 def resolved_draft(
-    config: EngineConfig, device: Device, target: ResolvedModel, rank: int = 0
+    config: EngineConfig, device: EngineDevice, target: ResolvedModel, rank: int = 0
 ) -> Iterator[ResolvedDraft | ResolvedHead | None]:
     """The draft model or head of `config` for the model `target`, if there is one. Rank 0 alone has it.
 

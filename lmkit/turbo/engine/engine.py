@@ -41,9 +41,8 @@ from lmkit.turbo.kv.blocks import KVBlocks
 from lmkit.turbo.no_memory import finds_memory, missing_memory
 from lmkit.turbo.plan import StepPlan
 from lmkit.turbo.request import EngineStats, Pooling, Request, SamplingParams, StepOutput, check_head
-from lmkit.turbo.runners.cpu import CpuRunner
-from lmkit.turbo.runners.device import Device, resolve_device
-from lmkit.turbo.runners.factory import make_runner
+from lmkit.turbo.runners.device import EngineDevice
+from lmkit.turbo.runners.devices import resolve_device
 from lmkit.turbo.runners.guides import Guides
 from lmkit.turbo.runners.images import EncodedImages
 from lmkit.turbo.runners.processes import Processes
@@ -81,7 +80,9 @@ class Profile:
 class Engine:
     """Runs one checkpoint. Raises CheckpointError, ConfigError or UnsupportedError before it loads any weight."""
 
-    def __init__(self, model_path: str, config: EngineConfig | None = None, *, device: Device | None = None) -> None:
+    def __init__(
+        self, model_path: str, config: EngineConfig | None = None, *, device: EngineDevice | None = None
+    ) -> None:
         self._start(config, device, lambda config, device: loading.load(model_path, config, device))
 
     @classmethod
@@ -91,7 +92,7 @@ class Engine:
         config: EngineConfig | None = None,
         *,
         storages: list[KVStorage] | None = None,
-        device: Device | None = None,
+        device: EngineDevice | None = None,
     ) -> Self:
         """Make an engine of a packed decoder that is on its device. It needs no checkpoint. No token ends a sequence.
 
@@ -105,8 +106,8 @@ class Engine:
     def _start(
         self,
         config: EngineConfig | None,
-        device: Device | None,
-        load: Callable[[EngineConfig, Device], LoadedModel],
+        device: EngineDevice | None,
+        load: Callable[[EngineConfig, EngineDevice], LoadedModel],
     ) -> None:
         config = config or EngineConfig()
         device = device or resolve_device(config)
@@ -150,7 +151,7 @@ class Engine:
             parts = RunnerParts(config, model.decoder, kv, blocks, *shared, encoded)
             adapters = loading.load_adapters(model, config)
             others = loading.start_others(model, config, device, cpus, self._lose)
-            self.runner = make_runner(device, parts, others)
+            self.runner = device.runner(parts) if others is None else others.runner(parts)
             self.adapters = EngineAdapters(adapters, config, self.runner.tell)
             if others is not None:
                 others.hear_adapters(self.adapters.heard)
@@ -177,7 +178,6 @@ class Engine:
         kv_port = self._block_server.address[1] if self._block_server is not None else 0
         self.info = msgspec.structs.replace(engine_info(model, limits, captured), kv_port=kv_port)
         if isinstance(model.tower, Tower):
-            assert isinstance(self.runner, CpuRunner)
             self._encoder = Encoder(model.tower, limits, encoded, self._compiling.add, self.runner.call)
         for file in model.mapped:
             packed_cache.check_in_background(file, self._lose)

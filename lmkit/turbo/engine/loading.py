@@ -47,8 +47,7 @@ from lmkit.turbo.kv.tiers.peer import PeerTier
 from lmkit.turbo.kv.tiers.store import TierStore
 from lmkit.turbo.no_memory import finds_memory
 from lmkit.turbo.request import Classes, VectorLayer
-from lmkit.turbo.runners import factory
-from lmkit.turbo.runners.device import CudaDevice, Device
+from lmkit.turbo.runners.device import EngineDevice
 from lmkit.turbo.runners.processes import Processes, SharedModel
 
 log = get_logger(__name__)
@@ -89,7 +88,7 @@ class LoadedModel:
     part: Part | None = None  # the rank's part of the model that the decoder is
 
 
-def load(model_path: str, config: EngineConfig, device: Device, rank: int = 0) -> LoadedModel:
+def load(model_path: str, config: EngineConfig, device: EngineDevice, rank: int = 0) -> LoadedModel:
     """Load a checkpoint, or a rank's part of it. `config` is the device's configuration.
 
     Raises CheckpointError, ConfigError or UnsupportedError.
@@ -226,14 +225,12 @@ def load_options(config: EngineConfig, rank: int = 0) -> dict[str, Any]:
     }
 
 
-def pin_results(config: EngineConfig, device: Device) -> None:
+def pin_results(config: EngineConfig, device: EngineDevice) -> None:
     """Make a request's results depend on it alone, if `config` asks for that; on a CPU they always do. Raises
     ConfigError for options that do not go together with it on a GPU."""
-    if not config.deterministic or not isinstance(device, CudaDevice):
-        return
-    if not device.has_kernels:
-        raise ConfigError("deterministic needs kernels of its own on a GPU: install CuPy, or use --device cpu")
-    turn_on("invariant")
+    device.check(config)
+    if config.deterministic:
+        turn_on("invariant")
 
 
 def _check_alone(spec: ModelSpec, config: EngineConfig) -> None:
@@ -291,7 +288,9 @@ def _check_gpus(config: EngineConfig, name: str) -> None:
         raise ConfigError(f"{name} takes no draft model or head on GPUs; use speculate ngram, or one GPU")
 
 
-def given(decoder: Decoder, config: EngineConfig, device: Device, storages: list[KVStorage] | None) -> LoadedModel:
+def given(
+    decoder: Decoder, config: EngineConfig, device: EngineDevice, storages: list[KVStorage] | None
+) -> LoadedModel:
     """Wrap a decoder that is on the device already. `storages` or `config` gives the KV storage. There are no tiers."""
     pin_results(config, device)
     spec = decoder.spec
@@ -381,11 +380,11 @@ def open_tiers(
 
 
 def start_others(
-    model: LoadedModel, config: EngineConfig, device: Device, cpus: list[list[int]], lose: Callable[[str], None]
+    model: LoadedModel, config: EngineConfig, device: EngineDevice, cpus: list[list[int]], lose: Callable[[str], None]
 ) -> Processes | None:
     """Start the other processes of the model, if several share it. They plan the same memory."""
     if config.num_processes == 1:
         return None
     sizes = {"kv_memory": model.memory.kv * config.num_processes, "max_model_len": model.memory.max_model_len}
-    shared = SharedModel(model.path, msgspec.structs.replace(config, **sizes), model.decoder.spec, cpus, device)
-    return factory.start_others(shared, lose)
+    shared = SharedModel(model.path, msgspec.structs.replace(config, **sizes), model.decoder.spec, cpus)
+    return device.others(shared, lose)

@@ -23,7 +23,7 @@ from lmkit.errors import LMKitError
 
 if TYPE_CHECKING:
     from lmkit.turbo.adapters import AdapterRead
-    from lmkit.turbo.runners.device import Device
+    from lmkit.turbo.runners.device import EngineDevice
 
 
 def _end_with_parent() -> None:
@@ -38,20 +38,20 @@ def _end_with_parent() -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def _answer(line: str, status: int) -> int:
+def _tell(line: str) -> None:
+    """Tell the engine a line."""
     sys.stdout.write(line + "\n")
     sys.stdout.flush()
-    return status
 
 
 def _say(read: AdapterRead) -> None:
     """Say it to the engine, see Processes.hear_adapters."""
     from lmkit.turbo.runners.processes import ADAPTER
 
-    _answer((ADAPTER + msgspec.json.encode(read)).decode(), 0)
+    _tell((ADAPTER + msgspec.json.encode(read)).decode())
 
 
-def main(device: Device | None = None) -> int:
+def main(device: EngineDevice | None = None) -> int:
     """Run a rank. `device`: another one than the configuration names."""
     calm_openmp()
     log.setup("WARNING" if environment().log_level == "INFO" else environment().log_level, process="rank")
@@ -69,19 +69,16 @@ def main(device: Device | None = None) -> int:
     from lmkit.turbo.engine.adapters import RankAdapters
     from lmkit.turbo.kv.blocks import KVBlocks
     from lmkit.turbo.no_memory import finds_memory
-    from lmkit.turbo.runners import cuda_ranks, ranks, remote
-    from lmkit.turbo.runners.device import CpuDevice, CudaDevice
+    from lmkit.turbo.runners.devices import ENGINE_DEVICES
     from lmkit.turbo.runners.guides import Guides
     from lmkit.turbo.runners.processes import Start, read
-    from lmkit.turbo.runners.ranks import FollowingRunner
     from lmkit.turbo.runners.runner import RunnerParts
-    from lmkit.turbo.runners.stages import FollowingStage
 
     pipe = open(0, "rb", closefd=False)  # noqa: SIM115 - for as long as the process runs
     start = read(pipe, Start)
     os.chdir(start.folder)
     config = start.config
-    device = device or (CpuDevice() if config.device == "cpu" else CudaDevice())
+    device = device or ENGINE_DEVICES[config.device]()
     assert config.num_threads is not None
     cores.bind(start.cpus)
     threads.configure(config.num_threads)
@@ -113,26 +110,15 @@ def main(device: Device | None = None) -> int:
             plan.workspace,
             len(plan.layout.groups),
         )
-        if isinstance(device, CudaDevice):
-            on_gpu = cuda_ranks.ranks_of(device, parts, start.rank, through_host=start.through_host)
-            _answer(f"memory {on_gpu.handle.hex()} {cuda_ranks.way_of_experts(model.decoder)}", 0)
-            on_gpu.connect(read(pipe, cuda_ranks.Handles).handles)
+        runner = device.following(parts, start, pipe, _tell)
     except LMKitError as error:
-        return _answer(str(error), 2)
-    runner: FollowingRunner | FollowingStage | cuda_ranks.FollowingCudaRunner
-    if isinstance(device, CudaDevice):
-        _answer("ready", 0)  # the first steps wait for all ranks
-        runner = cuda_ranks.FollowingCudaRunner(device, parts, on_gpu, pipe)
-        runner.warm_up()
-        runner.run(adapters.change)
-        return 0
-    if config.num_ranks > 1:
-        shared = (remote if start.store else ranks).joined(start, spec.vocab_size)
-        runner = FollowingRunner(device, parts, shared, pipe)
-    else:
-        runner = FollowingStage(device, parts, start, pipe)
+        _tell(str(error))
+        return 2
+    if device.first_steps_wait:
+        _tell("ready")
     runner.warm_up()
-    _answer("ready", 0)
+    if not device.first_steps_wait:
+        _tell("ready")
     runner.run(adapters.change)
     return 0
 

@@ -61,7 +61,7 @@ def _sizes(query: Query) -> Sizes:
     from lmkit.turbo.engine import copies
     from lmkit.turbo.engine.loading import load_options
     from lmkit.turbo.engine.memory import loaded_bytes, plan_memory
-    from lmkit.turbo.runners.device import resolve_device
+    from lmkit.turbo.runners.devices import resolve_device
 
     budget, found = query.budget, []
     for name, path, config in query.models:

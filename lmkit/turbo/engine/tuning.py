@@ -50,7 +50,7 @@ from lmkit.layers.prompts import Prompts
 from lmkit.models.decoder import Decoder
 from lmkit.models.loader import load_model
 from lmkit.turbo.runners.cuda import latent_key
-from lmkit.turbo.runners.device import CudaDevice
+from lmkit.turbo.runners.gpu import Gpu
 
 SPLIT_TILES = (1, 2, 3, 4, 6, 8, 12)  # costs of a split that are compared
 WIDE_BLOCKS = (1, 2, 3, 4, 6, 8)  # of wide rows, on a multiprocessor
@@ -68,7 +68,7 @@ class Tuned(NamedTuple):
 
 
 @torch.inference_mode()
-def tune_model(path: str | Path, device: CudaDevice, *, num_plans: int, activations: Activations = "auto") -> Tuned:
+def tune_model(path: str | Path, device: Gpu, *, num_plans: int, activations: Activations = "auto") -> Tuned:
     """Measure the `num_plans` most promising plans of each shape and number of tokens, and how attention is split.
     Returns the best ones and the file that has them now. Raises UnsupportedError or ConfigError."""
     if not device.has_kernels:

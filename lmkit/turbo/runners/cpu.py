@@ -24,7 +24,6 @@ from lmkit.turbo.kv.tiers.store import TierStore
 from lmkit.turbo.plan import Chunk, Sampled, SampledToken, StepPlan
 from lmkit.turbo.runners.batch import StepRows
 from lmkit.turbo.runners.cpu_captured import CapturedSteps
-from lmkit.turbo.runners.device import CpuDevice
 from lmkit.turbo.runners.runner import SCORED_BYTES, PlanRunner, RunnerParts, StepResult, Ticket, rows_of, sample_chunks
 from lmkit.turbo.runners.sampler import Sampler
 from lmkit.turbo.runners.step_thread import StepThread
@@ -43,7 +42,7 @@ def _in_steps(num_threads: int) -> Iterator[None]:
 class CpuRunner(PlanRunner):
     """`execute` carries out a plan in the thread that calls it."""
 
-    def __init__(self, device: CpuDevice, parts: RunnerParts) -> None:
+    def __init__(self, parts: RunnerParts) -> None:
         self.sampler = Sampler(parts.config.sequences_per_step, parts.decoder.spec.vocab_size, parts.guides)
         super().__init__(parts, self.sampler)
         self.batch.max_scored_rows = SCORED_BYTES // (4 * parts.decoder.spec.vocab_size)

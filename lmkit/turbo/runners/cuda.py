@@ -38,7 +38,8 @@ from lmkit.turbo.runners import invariant
 from lmkit.turbo.runners.batch import Expected, StepRows
 from lmkit.turbo.runners.captured_sizes import Size, decode_sizes, draft_sizes, mixed_sizes
 from lmkit.turbo.runners.cuda_captured import CapturedSteps, capturable, linear_kernels, obstacle
-from lmkit.turbo.runners.device import CudaDevice, Event
+from lmkit.turbo.runners.device import Event
+from lmkit.turbo.runners.gpu import Gpu
 from lmkit.turbo.runners.gpu_sampler import GpuSampler
 from lmkit.turbo.runners.guides import Guides
 from lmkit.turbo.runners.runner import (
@@ -158,7 +159,9 @@ def plain_kernels(heads: PlainHeads, kv: list[KVLayer], device: str) -> Iterator
 class CudaRunner(PlanRunner):
     """`launch` returns when the step is on the stream. A step with drafts is sampled before it returns."""
 
-    def __init__(self, device: CudaDevice, parts: RunnerParts) -> None:
+    runs_ahead = True
+
+    def __init__(self, device: Gpu, parts: RunnerParts) -> None:
         self._sampler = self._make_sampler(device, parts)
         super().__init__(parts, self._sampler)
         self._device, self._deterministic = device, parts.config.deterministic
@@ -176,7 +179,7 @@ class CudaRunner(PlanRunner):
         self._plain_heads = found = plain_heads(self.decoder, self.kv)
         self._plain_gain = table(device.tensors).latent_gains.get(latent_key(found), 1.0) if found else 1.0
 
-    def _make_sampler(self, device: CudaDevice, parts: RunnerParts) -> DeviceSampler:
+    def _make_sampler(self, device: Gpu, parts: RunnerParts) -> DeviceSampler:
         samples = device.has_kernels and off("sampling.cu", "edit_logits.cu") is None
         sampler = GpuSampler if samples else HostSampler
         return sampler(parts.config.sequences_per_step, parts.decoder.spec.vocab_size, device.tensors, parts.guides)

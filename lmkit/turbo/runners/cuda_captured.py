@@ -29,7 +29,7 @@ from lmkit.log import get_logger
 from lmkit.models.decoder import Decoder
 from lmkit.turbo.no_memory import missing_memory
 from lmkit.turbo.runners.captured_sizes import Size
-from lmkit.turbo.runners.device import CudaDevice
+from lmkit.turbo.runners.gpu import Gpu
 from lmkit.turbo.runners.staging import StagedInputs
 
 log = get_logger(__name__)
@@ -108,7 +108,7 @@ class CapturedSteps:
 
     def __init__(
         self,
-        device: CudaDevice,
+        device: Gpu,
         forward: Forward,
         staged: StagedInputs,
         table_width: int,

@@ -28,7 +28,7 @@ from lmkit.turbo.plan import Chunk, NewSequence, SampledToken, StepPlan
 from lmkit.turbo.runners.batch import StepRows
 from lmkit.turbo.runners.cuda import Computed, CudaRunner, DeviceSampler, Drawn, Pending
 from lmkit.turbo.runners.cuda_captured import mixtures
-from lmkit.turbo.runners.device import CudaDevice
+from lmkit.turbo.runners.gpu import Gpu
 from lmkit.turbo.runners.processes import ENDED, Processes, SharedModel, Start, plans, read, without_wishes
 from lmkit.turbo.runners.ranks import Tokens
 from lmkit.turbo.runners.runner import RunnerParts, StepResult, Ticket
@@ -42,7 +42,7 @@ class Handles(msgspec.Struct, frozen=True):
     handles: list[bytes]
 
 
-def ranks_of(device: CudaDevice, parts: RunnerParts, rank: int, *, through_host: bool) -> GpuRanks:
+def ranks_of(device: Gpu, parts: RunnerParts, rank: int, *, through_host: bool) -> GpuRanks:
     """A rank's view of the ranks, which is yet to be connected. Raises UnsupportedError."""
     lost = device.staging(4).view(torch.int32).zero_()
     size, vocab_size = parts.config.num_ranks, parts.decoder.spec.vocab_size
@@ -60,12 +60,11 @@ class CudaRanks(Processes):
 
     shared: GpuRanks
 
-    def __init__(self, model: SharedModel, lose: Any) -> None:
-        assert isinstance(model.device, CudaDevice)
-        self._device, self._gpus = model.device, model.config.gpus
+    def __init__(self, device: Gpu, model: SharedModel, lose: Any) -> None:
+        self._device, self._gpus = device, model.config.gpus
         for gpu in self._gpus:
-            model.device.environment(gpu)  # it is there
-        self._through_host = not model.device.reach_each_other(self._gpus)
+            device.environment(gpu)  # it is there
+        self._through_host = not device.reach_each_other(self._gpus)
         if self._through_host:
             log.warning("GPUs that do not reach each other's memory exchange through host memory, which takes longer")
         super().__init__(model, lose)
@@ -79,9 +78,9 @@ class CudaRanks(Processes):
     def _variables(self, rank: int) -> dict[str, str]:
         return self._device.environment(self._gpus[rank])
 
-    def runner(self, device: CudaDevice, parts: RunnerParts) -> LeadingCudaRunner:
+    def runner(self, parts: RunnerParts) -> LeadingCudaRunner:
         """See Processes. Raises LMKitError if a rank cannot start."""
-        self.shared = ranks_of(device, parts, 0, through_host=self._through_host)
+        self.shared = ranks_of(self._device, parts, 0, through_host=self._through_host)
         said = [line.split() for line in self.hear("memory")]
         if {way for _, way in said} != {way_of_experts(parts.decoder)}:
             self.close()
@@ -90,7 +89,7 @@ class CudaRanks(Processes):
         self.send(Handles(handles))
         self.shared.connect(handles)
         super().wait_until_ready()
-        return LeadingCudaRunner(device, parts, self)
+        return LeadingCudaRunner(self._device, parts, self)
 
     def wait_until_ready(self) -> None:
         """Do nothing: `runner` has waited."""
@@ -113,7 +112,7 @@ class CudaRanks(Processes):
 class _Joined(CudaRunner):
     """The runner of a rank."""
 
-    def __init__(self, device: CudaDevice, parts: RunnerParts, shared: GpuRanks) -> None:
+    def __init__(self, device: Gpu, parts: RunnerParts, shared: GpuRanks) -> None:
         parts.decoder.join(shared, split=parts.config.tp > 1)
         self.shared = shared
         super().__init__(device, parts)
@@ -126,7 +125,7 @@ class _Joined(CudaRunner):
 class LeadingCudaRunner(_Joined):
     """The runner of rank 0."""
 
-    def __init__(self, device: CudaDevice, parts: RunnerParts, ranks: CudaRanks) -> None:
+    def __init__(self, device: Gpu, parts: RunnerParts, ranks: CudaRanks) -> None:
         self.ranks = ranks
         super().__init__(device, parts, ranks.shared)
 
@@ -188,11 +187,11 @@ class _SampledElsewhere:
 class FollowingCudaRunner(_Joined):
     """The runner of another rank. It takes plans from a pipe, and the tokens of steps with drafts."""
 
-    def __init__(self, device: CudaDevice, parts: RunnerParts, shared: GpuRanks, pipe: IO[bytes]) -> None:
+    def __init__(self, device: Gpu, parts: RunnerParts, shared: GpuRanks, pipe: IO[bytes]) -> None:
         super().__init__(device, parts, shared)
         self._pipe = pipe
 
-    def _make_sampler(self, device: CudaDevice, parts: RunnerParts) -> DeviceSampler:
+    def _make_sampler(self, device: Gpu, parts: RunnerParts) -> DeviceSampler:
         return _SampledElsewhere(parts.config.sequences_per_step, device.tensors)
 
     def run(self, change: Callable[[AdapterChange], None]) -> None:

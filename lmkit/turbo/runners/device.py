@@ -1,34 +1,87 @@
-"""The devices on which an engine computes. The scheduler and its plans are the same on all; the differences are here.
+"""What an engine asks of the device it runs on. The scheduler and its plans are the same on all.
 
-A CPU carries out a step when it is called. A GPU has a stream: launches run in order, and the host goes on meanwhile.
+A device that is there answers what an engine runs on it: its runner, that of a head that drafts, the other processes
+of a shared model. `lmkit.devices` has what is known before. runners.devices chooses one.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import IO, Any, ClassVar, Protocol, Self
 
-import numpy as np
-import torch
 from torch import Tensor
 
 from lmkit.config import EngineConfig
-from lmkit.devices import CPU, CUDA, holding
-from lmkit.environment import environment
-from lmkit.errors import ConfigError, UnsupportedError
-from lmkit.kernels.cuda import module
-from lmkit.kernels.cuda.module import Kernel
-from lmkit.kernels.cuda.ranks import LAYOUT, HostSharing, IpcSharing, Sharing, register_host
-from lmkit.kernels.cuda.switches import switches
-from lmkit.log import get_logger
-from lmkit.turbo.host_memory import available_memory
+from lmkit.devices import Device
+from lmkit.errors import ConfigError
+from lmkit.turbo.adapters import AdapterChange
+from lmkit.turbo.runners.processes import Processes, SharedModel, Start
+from lmkit.turbo.runners.runner import Runner, RunnerParts
 
-log = get_logger(__name__)
+Tell = Callable[[str], None]  # a process tells the engine a line
 
-# CUresult: an ECC error, an illegal address, a kernel that took too long, a destroyed context, an assertion, and faults
-# of a kernel from a bad stack to a launch that failed.
-FATAL = frozenset({214, 700, 702, 709, 710, *range(714, 720)})
+
+class FollowingRunner(Protocol):
+    """The runner of a process that is not the first one of its model."""
+
+    def warm_up(self) -> str:
+        """See Runner."""
+
+    def run(self, change: Callable[[AdapterChange], None]) -> None:
+        """Carry out plans, and changes between them, until the pipe ends."""
+
+
+class EngineDevice(ABC):
+    """A device on which an engine runs."""
+
+    facts: ClassVar[Device]
+    tensors: str  # the device of tensors, as torch names it
+    first_steps_wait = False  # the first steps of processes that share a model wait for each other
+
+    @property
+    def name(self) -> str:
+        return self.facts.name
+
+    @property
+    def has_kernels(self) -> bool:
+        """Whether kernels run; otherwise torch computes every op."""
+        return True
+
+    @classmethod
+    def missing(cls) -> str | None:
+        """Why engines do not run here unless they are told to, or None."""
+        return None
+
+    @classmethod
+    def opened(cls) -> Self:
+        """The device, which was asked for by name. Raises UnsupportedError if it is not there."""
+        return cls()
+
+    def check(self, config: EngineConfig) -> None:
+        """Raise ConfigError for what this very device cannot keep of `config`."""
+        if config.deterministic and not self.has_kernels:
+            raise ConfigError("deterministic needs kernels of its own on a GPU: install CuPy, or use --device cpu")
+
+    @abstractmethod
+    def free_memory(self) -> int:
+        """Bytes that the engine may still take."""
+
+    @abstractmethod
+    def runner(self, parts: RunnerParts) -> Runner:
+        """A runner with its state on the device. torch's OutOfMemoryError means that there is too little memory."""
+
+    @abstractmethod
+    def head_runner(self, parts: RunnerParts, token_ids: Tensor | None) -> Runner:
+        """The runner of a head that drafts. `token_ids`: its tokens by the model's numbers; None: all."""
+
+    @abstractmethod
+    def others(self, model: SharedModel, lose: Callable[[str], None]) -> Processes:
+        """Start the other processes of a model, see Processes."""
+
+    @abstractmethod
+    def following(self, parts: RunnerParts, start: Start, pipe: IO[bytes], tell: Tell) -> FollowingRunner:
+        """The runner of another process than the first. Raises LMKitError."""
 
 
 class Event(Protocol):
@@ -38,130 +91,3 @@ class Event(Protocol):
     def synchronize(self) -> None: ...
     def elapsed_time(self, end_event: Any) -> float:
         """Milliseconds from this event to `end_event`."""
-
-
-class CpuDevice:
-    """A CPU: steps run where they are called."""
-
-    facts = CPU
-    name = CPU.name
-    tensors = CPU.tensors
-
-    def free_memory(self) -> int:
-        """Bytes that the engine may still take."""
-        return available_memory()
-
-
-class CudaDevice:
-    """torch's current GPU and its default stream. Everything that an engine launches goes there, in order.
-
-    Without CuPy (`has_kernels` False) every op runs through torch. The reference ops wait for the stream, so nothing is
-    captured.
-    """
-
-    facts = CUDA
-    name = CUDA.name
-    tensors = CUDA.tensors
-
-    def __init__(self) -> None:
-        self._pool: Any = None
-
-    @property
-    def has_kernels(self) -> bool:
-        return module.is_available()
-
-    def overlaps(self) -> bool:
-        """Whether kernels begin while the one before them ends."""
-        return self.has_kernels and module.backend(self.tensors).overlaps()
-
-    def free_memory(self) -> int:
-        """Free bytes of the GPU's own memory; torch's cache of freed pieces counts as free."""
-        free, _ = torch.cuda.mem_get_info()
-        return int(free) + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-
-    def staging(self, num_bytes: int) -> Tensor:
-        """Pinned host memory, uint8 [num_bytes], from which the GPU copies by itself."""
-        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
-
-    def event(self) -> Event:
-        event: Event = torch.cuda.Event(enable_timing=True)
-        return event
-
-    def synchronize(self) -> None:
-        torch.cuda.synchronize()
-
-    def capture(self, launch: Callable[[], None]) -> Callable[[], None]:
-        """Capture the launches of `launch`, and return one call that repeats them.
-
-        All graphs share memory, because they run in turn.
-        """
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
-        graph = torch.cuda.CUDAGraph()
-        try:
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):  # tiers' threads go on
-                launch()
-        except BaseException:
-            self._pool = None  # the memory of a capture that failed is no other's
-            raise
-        return graph.replay
-
-    def reach_each_other(self, gpus: Iterable[int]) -> bool:
-        """Whether each of these GPUs can map the memory of the others."""
-        pairs = itertools.permutations(set(gpus), 2)
-        return all(torch.cuda.can_device_access_peer(*pair) for pair in pairs)
-
-    def sharing(self, *, through_host: bool) -> Sharing:
-        """How ranks share memory: that of GPUs, or of the host. Raises UnsupportedError where no kernels run."""
-        if not self.has_kernels:
-            raise UnsupportedError(f"tp on GPUs: {module.missing()}; use tp=1")
-        if 2 * torch.cuda.get_device_properties().multi_processor_count < LAYOUT.blocks:
-            raise UnsupportedError("tp: this GPU has too few multiprocessors to wait for others; use tp=1")
-        return HostSharing(register_host) if through_host else IpcSharing()
-
-    def environment(self, gpu: int) -> dict[str, str]:
-        """The variables of a process with `gpu` as its first one, after which it sees all others, too. Raises
-        ConfigError if it is not there."""
-        count = torch.cuda.device_count()
-        if gpu >= count:
-            raise ConfigError(f"tp: a rank is to have GPU {gpu}, and there are {count}; use a smaller tp, or devices")
-        visible = environment().visible_gpus
-        names = [str(number) for number in range(count)] if visible is None else visible.split(",")[:count]
-        return {"CUDA_VISIBLE_DEVICES": ",".join([names[gpu], *names[:gpu], *names[gpu + 1 :]])}
-
-    def compile(self, kernels: Iterable[Kernel]) -> None:
-        """Compile kernels before a step waits for them."""
-        module.compile_all(kernels, self.tensors)
-
-    def is_lost(self, error: BaseException) -> bool:
-        """Whether the GPU refuses everything after this error. It is a kernel's fault, raised at the next wait or
-        launch by torch, or by the driver, whose errors have a `status`."""
-        if isinstance(error, torch.AcceleratorError):
-            return not isinstance(error, torch.OutOfMemoryError)
-        return getattr(error, "status", None) in FATAL
-
-
-def upload(array: np.ndarray, device: torch.device) -> Tensor:
-    """Copy an array to a device without a wait. The pinned memory is kept until the copy has been made."""
-    tensor = torch.from_numpy(array)
-    if not holding(device).own_memory or not tensor.numel():
-        return tensor.to(device)
-    return tensor.pin_memory().to(device, non_blocking=True)
-
-
-Device = CpuDevice | CudaDevice
-
-
-def resolve_device(config: EngineConfig) -> Device:
-    """The device that an engine runs on. Raises UnsupportedError if the requested device is not there."""
-    if config.device == "cpu":
-        return CpuDevice()
-    reason = module.missing()
-    if config.device == "auto" and (switches().kernels or not torch.cuda.is_available()):
-        log.info("device: %s", "cuda" if reason is None else f"cpu ({reason})")
-        return CudaDevice() if reason is None else CpuDevice()
-    if not torch.cuda.is_available():
-        raise UnsupportedError(f"device cuda: {reason}; use --device cpu")
-    if reason is not None:
-        log.warning("%s. Every op runs through torch: right, but slow, and without CUDA graphs", reason)
-    return CudaDevice()

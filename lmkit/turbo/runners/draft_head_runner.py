@@ -22,9 +22,9 @@ from lmkit.turbo.plan import Chunk
 from lmkit.turbo.runners.batch import in_order
 from lmkit.turbo.runners.cpu import CpuRunner
 from lmkit.turbo.runners.cuda import CudaRunner
-from lmkit.turbo.runners.device import CpuDevice, CudaDevice
 from lmkit.turbo.runners.draft_model_runner import DraftModelRunner, Drafts, Text
-from lmkit.turbo.runners.runner import RunnerParts, Ticket
+from lmkit.turbo.runners.gpu import Gpu
+from lmkit.turbo.runners.runner import Runner, RunnerParts, Ticket
 from lmkit.turbo.runners.streams import Streams
 from lmkit.turbo.sequence import Sequence
 
@@ -46,8 +46,8 @@ class _AllTokens:
 class HeadRunner(CpuRunner):
     """The runner of a head whose tokens are `token_ids` of the model; None: all."""
 
-    def __init__(self, device: CpuDevice, parts: RunnerParts, token_ids: Tensor | None) -> None:
-        super().__init__(device, parts)
+    def __init__(self, parts: RunnerParts, token_ids: Tensor | None) -> None:
+        super().__init__(parts)
         self._all = _AllTokens(parts, token_ids)
 
     def _logits(self, inputs: BatchInputs) -> Tensor:
@@ -57,7 +57,7 @@ class HeadRunner(CpuRunner):
 class CudaHeadRunner(CudaRunner):
     """The same on a GPU."""
 
-    def __init__(self, device: CudaDevice, parts: RunnerParts, token_ids: Tensor | None) -> None:
+    def __init__(self, device: Gpu, parts: RunnerParts, token_ids: Tensor | None) -> None:
         super().__init__(device, parts)
         self._all = _AllTokens(parts, token_ids)
 
@@ -70,7 +70,7 @@ class DraftHeadRunner(DraftModelRunner):
 
     def __init__(
         self,
-        runner: HeadRunner | CudaHeadRunner,
+        runner: Runner,
         num_blocks: int,
         vocab_size: int,
         call: Callable[[Callable[[], Any]], Any],

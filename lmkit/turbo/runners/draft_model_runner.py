@@ -24,9 +24,7 @@ import numpy as np
 from lmkit.log import get_logger
 from lmkit.turbo.plan import Chunk, NewSequence, StepPlan
 from lmkit.turbo.request import SamplingParams
-from lmkit.turbo.runners.cpu import CpuRunner
-from lmkit.turbo.runners.cuda import CudaRunner
-from lmkit.turbo.runners.runner import StepResult, Ticket
+from lmkit.turbo.runners.runner import Runner, StepResult, Ticket
 from lmkit.turbo.sequence import Sequence
 
 log = get_logger(__name__)
@@ -50,7 +48,7 @@ class DraftModelRunner:
 
     def __init__(
         self,
-        runner: CpuRunner | CudaRunner,
+        runner: Runner,
         num_blocks: int,
         vocab_size: int,
         call: Callable[[Callable[[], Any]], Any],
@@ -136,7 +134,7 @@ class DraftModelRunner:
         ticket = partial(runner.collect, runner.launch(StepPlan([], new, list(chunks.values()))))
         for seq, chunk in chunks.items():
             self._texts[seq].computed += chunk.num_tokens
-        return ticket if isinstance(runner, CudaRunner) else _known(ticket())
+        return ticket if runner.runs_ahead else _known(ticket())
 
     def _catch_up(self, seq: Sequence, length: int, room: int, wanted: dict[Sequence, int]) -> Chunk | None:
         """The tokens of the sequence to compute before its first draft, at most `room`. None if it finds no place."""

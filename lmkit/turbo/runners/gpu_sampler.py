@@ -17,9 +17,9 @@ from torch import Tensor
 from lmkit.kernels.cuda import sampling
 from lmkit.kernels.cuda.switches import switches
 from lmkit.turbo.plan import NewSequence, SampledToken
-from lmkit.turbo.runners.device import upload
 from lmkit.turbo.runners.guides import Guides, RunningGuide
 from lmkit.turbo.runners.sampler import edits_logits, penalizes
+from lmkit.turbo.runners.upload import upload
 from lmkit.turbo.sequence import FAILED_TOKEN
 
 NUM_OUTPUTS = list(sampling.SLOT.names or ()).index("num_outputs")

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import IO, Any, NamedTuple, Protocol, TypeVar
+from typing import IO, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
@@ -24,7 +24,6 @@ from lmkit.models.spec import ModelSpec
 from lmkit.turbo.adapters import AdapterChange, AdapterRead
 from lmkit.turbo.plan import StepPlan
 from lmkit.turbo.request import SamplingParams
-from lmkit.turbo.runners.device import Device
 from lmkit.turbo.runners.runner import Runner, RunnerParts
 
 STOP_SECONDS = 5.0  # for a process to end by itself
@@ -99,7 +98,6 @@ class SharedModel(NamedTuple):
     config: EngineConfig  # of the other processes
     spec: ModelSpec
     cpus: list[list[int]]  # of each process; none: it is bound to nothing
-    device: Device  # of process 0
 
 
 class Processes(ABC):
@@ -123,7 +121,7 @@ class Processes(ABC):
         """The first message to each process. After it process 0 closes the files that they alone are to hold."""
 
     @abstractmethod
-    def runner(self, device: Any, parts: RunnerParts) -> Runner:
+    def runner(self, parts: RunnerParts) -> Runner:
         """The runner of process 0."""
 
     def _begin(self, start: Start) -> Process:

@@ -28,7 +28,6 @@ from lmkit.turbo.adapters import AdapterChange
 from lmkit.turbo.plan import Chunk, Sampled, SampledToken, StepPlan
 from lmkit.turbo.runners.batch import StepRows
 from lmkit.turbo.runners.cpu import CpuRunner
-from lmkit.turbo.runners.device import CpuDevice
 from lmkit.turbo.runners.processes import ENDED, Processes, SharedModel, Start, plans, read, without_wishes
 from lmkit.turbo.runners.runner import RunnerParts
 
@@ -63,9 +62,9 @@ class Ranks(Processes):
         finally:
             os.close(memory)
 
-    def runner(self, device: CpuDevice, parts: RunnerParts) -> LeadingRunner:
+    def runner(self, parts: RunnerParts) -> LeadingRunner:
         """See Processes."""
-        return LeadingRunner(device, parts, self)
+        return LeadingRunner(parts, self)
 
     def check(self) -> None:
         """Raise EngineLostError if a rank has ended."""
@@ -82,9 +81,9 @@ class Ranks(Processes):
 class LeadingRunner(CpuRunner):
     """The runner of rank 0."""
 
-    def __init__(self, device: CpuDevice, parts: RunnerParts, ranks: Ranks) -> None:
+    def __init__(self, parts: RunnerParts, ranks: Ranks) -> None:
         parts.decoder.join(ranks.shared, split=parts.config.tp > 1)
-        super().__init__(device, parts)
+        super().__init__(parts)
         self.ranks = ranks
 
     def execute(self, plan: StepPlan) -> list[Sampled]:
@@ -125,9 +124,9 @@ def joined(start: Start, vocab_size: int) -> SharedRanks:
 class FollowingRunner(CpuRunner):
     """The runner of another rank. It takes plans and tokens from a pipe."""
 
-    def __init__(self, device: CpuDevice, parts: RunnerParts, shared: SharedRanks, pipe: IO[bytes]) -> None:
+    def __init__(self, parts: RunnerParts, shared: SharedRanks, pipe: IO[bytes]) -> None:
         parts.decoder.join(shared, split=parts.config.tp > 1)
-        super().__init__(device, parts)
+        super().__init__(parts)
         self._pipe = pipe
 
     def run(self, change: Callable[[AdapterChange], None]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -45,6 +45,8 @@ class Runner(Protocol):
     """Carries out plans on one device, in the order in which they are launched."""
 
     decoder: Decoder
+    batch: PersistentBatch
+    runs_ahead: bool  # `launch` returns before the step has run, and later launches may follow at once
 
     def warm_up(self) -> str:
         """Compile and capture everything that steps need, before the first plan. Returns which steps are captured, or
@@ -62,6 +64,15 @@ class Runner(Protocol):
 
     def forced(self, slot: int) -> list[int]:
         """The next tokens of the slot's sequence, as far as its grammar leaves no choice. None if that is unknown."""
+
+    def resume(self, num_outputs: dict[int, int]) -> None:
+        """Sample the next tokens of these slots as if so many had been sampled, see Sampler."""
+
+    def call(self, work: Callable[[], Any]) -> Any:
+        """Carry out `work` where steps run, after those under way, and wait for it."""
+
+    def keep_streams(self, streams: Streams) -> None:
+        """Keep residual streams from now on. Called before the first step."""
 
     def close(self) -> None:
         """Wait for plans under way and end the threads."""
@@ -103,6 +114,8 @@ class PlanRunner:
     A runner has one model, its KV blocks, the persistent batch and the sampler's per-slot state.
     """
 
+    runs_ahead = False
+
     def __init__(self, parts: RunnerParts, states: SlotStates) -> None:
         config = parts.config
         self.decoder = parts.decoder
@@ -127,7 +140,7 @@ class PlanRunner:
         return []
 
     def keep_streams(self, streams: Streams) -> None:
-        """Keep residual streams from now on. Called before the first step."""
+        """See Runner."""
         self.streams, self.decoder.kept = streams, streams.places
 
     @contextmanager

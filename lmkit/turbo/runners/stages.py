@@ -34,7 +34,6 @@ from lmkit.turbo.adapters import AdapterChange
 from lmkit.turbo.plan import Chunk, Sampled, StepPlan
 from lmkit.turbo.runners.batch import StepRows
 from lmkit.turbo.runners.cpu import CpuRunner
-from lmkit.turbo.runners.device import CpuDevice
 from lmkit.turbo.runners.processes import ENDED, Processes, SharedModel, Start, plans, without_wishes
 from lmkit.turbo.runners.runner import RunnerParts, StepResult, Ticket
 
@@ -130,9 +129,9 @@ class Stages(Processes):
             given.close()  # its stage alone holds it now, so that its end is seen
         self.link = Neighbours(0, before[0], behind[0], config.tokens_per_step, model.spec.hidden_size)
 
-    def runner(self, device: CpuDevice, parts: RunnerParts) -> FirstStage:
+    def runner(self, parts: RunnerParts) -> FirstStage:
         """See Processes."""
-        return FirstStage(device, parts, self)
+        return FirstStage(parts, self)
 
     def close(self) -> None:
         super().close()
@@ -158,9 +157,9 @@ class _Flight:
 class FirstStage(CpuRunner):
     """The runner of stage 0. After a failure the stages may disagree, so no step follows it."""
 
-    def __init__(self, device: CpuDevice, parts: RunnerParts, stages: Stages) -> None:
+    def __init__(self, parts: RunnerParts, stages: Stages) -> None:
         parts.decoder.link = stages.link
-        super().__init__(device, parts)
+        super().__init__(parts)
         self.stages = stages
         self._flights: deque[_Flight] = deque()
         self._is_lost = False
@@ -255,12 +254,12 @@ class FirstStage(CpuRunner):
 class FollowingStage(CpuRunner):
     """The runner of another stage. It takes plans from a pipe."""
 
-    def __init__(self, device: CpuDevice, parts: RunnerParts, start: Start, pipe: IO[bytes]) -> None:
+    def __init__(self, parts: RunnerParts, start: Start, pipe: IO[bytes]) -> None:
         before, behind = (socket.socket(fileno=number) for number in start.files)
         parts.decoder.link = Neighbours(
             start.rank, before, behind, parts.config.tokens_per_step, parts.decoder.spec.hidden_size
         )
-        super().__init__(device, parts)
+        super().__init__(parts)
         self._pipe = pipe
 
     def run(self, change: Callable[[AdapterChange], None]) -> None:

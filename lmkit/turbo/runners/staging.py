@@ -26,7 +26,8 @@ from lmkit.kernels.ops import BatchGeometry
 from lmkit.kernels.recurrent import ROW_FIELDS
 from lmkit.layers.batch import BatchInputs
 from lmkit.turbo.runners.captured_sizes import Size
-from lmkit.turbo.runners.device import CudaDevice, Event
+from lmkit.turbo.runners.device import Event
+from lmkit.turbo.runners.gpu import Gpu
 
 NUM_STAGED = 4  # pieces: two steps are under way, one is being written
 ALIGN = 256  # bytes; the alignment that kernels may expect of an allocation
@@ -76,7 +77,7 @@ def _layout(
 class _Piece:
     """Pinned memory, and the event after the last copy from it."""
 
-    def __init__(self, device: CudaDevice, num_bytes: int) -> None:
+    def __init__(self, device: Gpu, num_bytes: int) -> None:
         self.memory = device.staging(num_bytes)
         self.array = self.memory.numpy()
         self.copied: Event = device.event()
@@ -89,7 +90,7 @@ class StagedInputs:
 
     def __init__(
         self,
-        device: CudaDevice,
+        device: Gpu,
         max_tokens: int,
         max_seqs: int,
         width: int,

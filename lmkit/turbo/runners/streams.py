@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lmkit.turbo.plan import Chunk
 from lmkit.turbo.runners.batch import in_order
-from lmkit.turbo.runners.device import upload
+from lmkit.turbo.runners.upload import upload
 
 WINDOW = 128
 

@@ -19,7 +19,7 @@ from lmkit.turbo.engine import copies, describe
 from lmkit.turbo.engine.engine import Engine
 from lmkit.turbo.engine.memory import plan_memory
 from lmkit.turbo.runners.cuda import CudaRunner
-from lmkit.turbo.runners.device import CudaDevice
+from lmkit.turbo.runners.cuda_device import CudaDevice
 from tests.kernels.cuda.test_linear import F16, F32, weight
 from tests.turbo.engine import test_cuda_engine
 from tests.turbo.engine.test_cuda_engine import SMALL, assert_alike, emulated, on_cpu, on_gpu, requests

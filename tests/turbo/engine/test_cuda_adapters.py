@@ -13,7 +13,7 @@ from lmkit.kernels import low_rank_ops
 from lmkit.turbo.engine.engine import Engine
 from lmkit.turbo.request import StepOutput
 from lmkit.turbo.runners.cuda import CudaRunner
-from lmkit.turbo.runners.device import CudaDevice
+from lmkit.turbo.runners.cuda_device import CudaDevice
 from tests.models import peft_folder, tiny
 from tests.turbo.engine.test_adapters import FUSED, set_adapter
 from tests.turbo.engine.test_cuda_engine import (  # noqa: F401  (fixtures)

@@ -10,7 +10,7 @@ import pytest
 
 from lmkit.formats.kv_config import KVConfig, KVLayerConfig, Numbers, save_kv_config
 from lmkit.kernels import ops
-from lmkit.turbo.runners.device import CudaDevice
+from lmkit.turbo.runners.cuda_device import CudaDevice
 from tests.turbo.engine.test_cuda_engine import (  # noqa: F401
     SIZES,
     assert_alike,

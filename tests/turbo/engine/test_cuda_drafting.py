@@ -17,7 +17,7 @@ from lmkit.turbo.engine.engine import Engine
 from lmkit.turbo.request import Request
 from lmkit.turbo.runners.captured_sizes import Size
 from lmkit.turbo.runners.cuda import CudaRunner
-from lmkit.turbo.runners.device import CudaDevice
+from lmkit.turbo.runners.cuda_device import CudaDevice
 from tests.models import mtp, tiny
 from tests.turbo.engine.drafts import three_drafts, watch
 from tests.turbo.engine.heads import tiny_head

@@ -31,7 +31,8 @@ from lmkit.turbo.runners import cuda as cuda_runner
 from lmkit.turbo.runners.captured_sizes import Size, decode_sizes, draft_sizes, mixed_sizes
 from lmkit.turbo.runners.cuda import CudaRunner
 from lmkit.turbo.runners.cuda_captured import chosen
-from lmkit.turbo.runners.device import CudaDevice, resolve_device
+from lmkit.turbo.runners.cuda_device import CudaDevice
+from lmkit.turbo.runners.devices import resolve_device
 from lmkit.turbo.runners.gpu_sampler import GpuSampler
 from lmkit.turbo.runners.staging import StagedInputs
 from tests import emulator
@@ -602,7 +603,7 @@ def test_no_room_on_the_gpu_is_one_line(checkpoint: Path, device: CudaDevice, mo
 def test_without_cupy_ops_run_through_torch(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(module, "missing", lambda: "CuPy is missing: pip install it")
-    monkeypatch.setattr("lmkit.turbo.runners.device.log", logging.getLogger("device"))
+    monkeypatch.setattr("lmkit.turbo.runners.gpu.log", logging.getLogger("device"))
     with caplog.at_level("WARNING"):
         device = resolve_device(EngineConfig(device="cuda"))
     assert device.name == "cuda"

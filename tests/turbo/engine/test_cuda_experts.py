@@ -19,7 +19,7 @@ from lmkit.turbo.engine.engine import Engine
 from lmkit.turbo.runners.captured_sizes import Size
 from lmkit.turbo.runners.cuda import CudaRunner
 from lmkit.turbo.runners.cuda_captured import capturable, mixtures
-from lmkit.turbo.runners.device import CudaDevice
+from lmkit.turbo.runners.cuda_device import CudaDevice
 from lmkit.turbo.runners.staging import StagedInputs
 from tests import emulator
 from tests.models import tiny

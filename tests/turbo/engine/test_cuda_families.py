@@ -18,7 +18,7 @@ from lmkit.kernels.cuda.switches import parse
 from lmkit.layers import latent_cost, latent_prompts
 from lmkit.turbo.request import StepOutput
 from lmkit.turbo.runners import cuda as cuda_runner
-from lmkit.turbo.runners.device import CudaDevice
+from lmkit.turbo.runners.cuda_device import CudaDevice
 from tests.models import tiny
 from tests.turbo.engine.test_cuda_engine import device, emulated, on_gpu, requests, tokens  # noqa: F401
 from tests.turbo.engine.test_engine import propose_drafts, run

@@ -22,7 +22,7 @@ from lmkit.models.loader import load_model
 from lmkit.turbo.engine.engine import Engine
 from lmkit.turbo.request import Request, SamplingParams, StepOutput
 from lmkit.turbo.runners import processes
-from lmkit.turbo.runners.device import CudaDevice
+from lmkit.turbo.runners.cuda_device import CudaDevice
 from tests.models import peft_folder, tiny
 from tests.turbo.engine.test_cuda_engine import SIZES, SMALL, checkpoint, device, requests
 from tests.turbo.engine.test_engine import propose_drafts, run

@@ -20,8 +20,8 @@ from lmkit.turbo.engine.engine import Engine
 from lmkit.turbo.engine.loading import MAX_GPUS
 from lmkit.turbo.engine.memory import EXCHANGE_BYTES
 from lmkit.turbo.runners import processes
+from lmkit.turbo.runners.cuda_device import CudaDevice
 from lmkit.turbo.runners.cuda_ranks import LeadingCudaRunner
-from lmkit.turbo.runners.device import CudaDevice
 from tests.models import peft_folder, tiny
 from tests.turbo.engine import test_cuda_engine
 from tests.turbo.engine.test_adapters import set_adapter

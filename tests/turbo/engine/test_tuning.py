@@ -30,7 +30,7 @@ from lmkit.turbo.engine.tuning import (
     tune_model,
     tune_splits,
 )
-from lmkit.turbo.runners import device as devices
+from lmkit.turbo.runners.cuda_device import CudaDevice
 from tests import emulator
 from tests.emulator.device import EmulatedDevice
 from tests.models import tiny
@@ -191,7 +191,7 @@ def test_latent_attention_is_tuned(tmp_path: Path, table: gemm_table.Table, monk
 
 
 def test_the_command(path: Path, table: gemm_table.Table, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "resolve_device", lambda config: EmulatedDevice())
+    monkeypatch.setattr(CudaDevice, "opened", EmulatedDevice)
     result = CliRunner().invoke(app, ["tune", str(path), "--plans", "2"])
     assert result.exit_code == 0, result.output
     assert "192 x 64, 4 bits: up to 1 tokens" in result.output
