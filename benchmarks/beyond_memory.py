@@ -81,7 +81,7 @@ def limited(limit: int) -> Iterator[Group]:
 
 def decode(model: str, batch_size: int, options: dict[str, Any]) -> dict[str, Any]:
     """Decode in this process: seconds of a step, bytes that it reads from the disk, and a digest of the tokens."""
-    mock.patch("lmkit.turbo.runners.device.available_memory", return_value=1 << 40).start()
+    mock.patch("lmkit.turbo.runners.cpu_device.available_memory", return_value=1 << 40).start()
     config = EngineConfig(device="cpu", max_model_len=64, max_batch_size=batch_size, **options)
     engine = Engine(model, config)
     params = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)

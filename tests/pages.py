@@ -16,6 +16,7 @@ from fastapi.routing import APIRoute
 
 from lmkit import errors
 from lmkit.cli.main import app
+from lmkit.conflicts import CONFLICTS, PROCESSES
 from lmkit.environment import VARIABLES
 from lmkit.proxy import app as proxy
 from lmkit.serve.app import ROUTERS
@@ -27,6 +28,8 @@ MADE = "Made from the code by `python -m tests.pages`; a test compares it."
 OPTIONS = """\
 Each is shown by `--help` as well. Those of `lmkit serve` and `lmkit proxy` are variables of the environment, too
 ([operate](operate.md#environment-variables))."""
+TOGETHER = """\
+The first rows are of `lmkit serve --role` and `--dp`. "no NAME" means that an option is left out, or turned off."""
 # Where a route is described: by the module of its handler, the longest name first.
 READ = {
     "lmkit.serve.responses": "apis.md#responses", "lmkit.serve.responses.conversations": "apis.md#conversations",
@@ -145,6 +148,23 @@ def codes() -> str:
     return table(rows, "code", "HTTP status", "")
 
 
+def conflicts() -> str:
+    """The table of lmkit.conflicts. What a reason quotes of a configuration stands as a word."""
+    words = {"shared": PROCESSES, "alone": "one process", "architecture": "this model", "max_ranks": "a few"}
+    words |= {name: f"{name.upper()}" for name in ("cluster", "devices", "pp", "ep")}
+    rows = [
+        (_side(row.option), _side(row.with_), row.reason.format_map(words | {"options": row.option}))
+        for row in CONFLICTS
+    ]
+    return table(rows, "option", "with", "why, and what to do")
+
+
+def _side(side: str) -> str:
+    """Names of options as code, traits as words."""
+    first, _, name = side.rpartition(" ")
+    return f"`{side}`" if not first else f"no `{name}`" if first == "no" else side
+
+
 @cache
 def reference() -> str:
     """docs/reference.md: options, routes, metrics and errors."""
@@ -153,6 +173,7 @@ def reference() -> str:
     for name, command, context in commands(typer.main.get_command(app), ("lmkit",)):
         parts += [f"### {name}", sentence(command.help or command.short_help or ""), options(command, context)]
     parts += ["## Environment variables", variables()]
+    parts += ["## Options that do not go together", TOGETHER, conflicts()]
     parts += ["## Routes", "### Of a server", server_routes(), "### Of a proxy"]
     parts += ["All other routes of `forwarded_routes` go to a node.", proxy_routes()]
     parts += ["## Metrics", "Counters end in `_total` on the page. `{prefix}` is `lmkit` and `vllm`.", metrics()]

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
+from lmkit import conflicts
 from lmkit.cli.model_list import ListedModel
 from lmkit.config import NAMED_PEERS, EngineConfig, NodeRole
 from lmkit.errors import ConfigError
@@ -19,19 +20,7 @@ def with_role(models: Sequence[ListedModel], role: NodeRole, *, has_proxy: bool)
 
 
 def _engine(config: EngineConfig, role: NodeRole, *, has_proxy: bool) -> EngineConfig:
-    if role == "prefill":
-        if config.kv_peer is not None:
-            raise ConfigError("--role prefill computes prompts and fetches none; leave out --kv-peer")
-        if config.kv_listen is None:
-            raise ConfigError("--role prefill gives KV away: add --kv-listen, --kv-host-memory and --kv-key-file")
-    if role == "decode":
-        if config.kv_listen is not None:
-            raise ConfigError("--role decode gives no KV away; leave out --kv-listen, or --role")
-        if config.kv_peer is None and not has_proxy:
-            raise ConfigError("--role decode: name the engine that computes prompts with --kv-peer, or a --proxy")
-        if config.kv_key_file is None:
-            raise ConfigError("--role decode fetches KV: add --kv-key-file, the key of the engines that compute it")
-        return replace(config, kv_peer=config.kv_peer or NAMED_PEERS)
-    if config.kv_peer == NAMED_PEERS:
-        raise ConfigError(f"--kv-peer {NAMED_PEERS}: write HOST:PORT, or --role decode")
+    if role == "decode" and has_proxy and config.kv_peer is None:
+        config = replace(config, kv_peer=NAMED_PEERS)
+    conflicts.check(config, f"role {role}")
     return config

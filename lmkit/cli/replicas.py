@@ -9,28 +9,13 @@ import typer
 
 from lmkit.cli.settings import origin
 from lmkit.config import Listener, ServerConfig, parse
+from lmkit.conflicts import REPLICAS, excluded
 from lmkit.environment import default_num_threads
 from lmkit.errors import ConfigError
 
 if TYPE_CHECKING:
     from lmkit.cluster.config import ClusterConfig
 
-# Options with which replicas make no sense, and what to do.
-_REFUSED = {
-    "more_models": "replicas are of one model; describe several in a file for `lmkit up`",
-    "grpc_port": "the address of replicas has no gRPC; start one server without --dp",
-    "tls_cert": "use `lmkit up`, whose file says by which name replicas reach the address",
-    "tls_key": "use `lmkit up`, whose file says by which name replicas reach the address",
-    "api_key_file": "give the keys by --api-key",
-    "data_dir": "replicas cannot share a folder; each keeps its own for as long as it runs",
-    "kv_disk_path": "replicas cannot share a folder; use --kv-host-memory",
-    "kv_listen": "replicas cannot share an address; start servers without --dp",
-    "proxy": "replicas have a proxy of their own; start servers without --dp to register them with yours",
-    "node_key": "replicas have a proxy of their own",
-    "node_url": "replicas have a proxy of their own",
-    "node_tag": "replicas have a proxy of their own",
-    "role": "replicas are alike; start servers without --dp, or use `lmkit up`",
-}
 _OF_THE_ADDRESS = (
     "model", "served_model_name", "config", "print_config", "host", "port", "api_key", "allowed_host", "cors_origin",
     "chat_page", "cors_credentials", "root_path", "max_connections_per_address", "drain_seconds", "dp", "num_threads",
@@ -48,8 +33,9 @@ def check(context: typer.Context) -> None:
     if model.endswith((".yaml", ".yml")):
         raise ConfigError(f"--dp: {model} has several models; describe their replicas in a file for `lmkit up`")
     params: dict[str, Any] = {str(param.name): param for param in context.command.params}
-    for name in given.keys() & _REFUSED.keys():
-        raise ConfigError(f"{origin(context, params[name])} does not go together with --dp: {_REFUSED[name]}")
+    for name, reason in excluded(REPLICAS).items():
+        if name in given:
+            raise ConfigError(f"{origin(context, params[name])} does not go together with --dp: {reason}")
     if not given.get("kv_events", ":0").endswith(":0"):
         raise ConfigError("--kv-events: each replica needs an address of its own; port 0 takes free ones")
 

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from lmkit import conflicts
 from lmkit.config import EngineConfig
 from lmkit.errors import ConfigError, UnsupportedError
 from lmkit.formats.generation_config import RANGES, SamplingDefaults, read_defaults
@@ -39,6 +40,7 @@ def describe_model(path: str, config: EngineConfig) -> dict[str, Any]:
     """
     device = resolve_device(config)
     config = config.on(device.name)
+    conflicts.check(config, *device.traits)
     with resolved(path, **load_options(config)) as model:
         model.check_cut()
         spec, reader = model.source.spec, model.reader

@@ -112,7 +112,6 @@ class Engine:
         config = config or EngineConfig()
         device = device or resolve_device(config)
         config = config.on(device.name)
-        loading.check_together(config)
         num_threads = config.num_threads or default_num_threads() * config.num_processes // config.num_local
         config = msgspec.structs.replace(config, num_threads=max(1, num_threads // config.num_processes))
         cpus = cores.shares(config.num_local) if config.num_local > 1 else [[]]

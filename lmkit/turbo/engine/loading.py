@@ -10,8 +10,10 @@ from typing import Any
 
 import msgspec
 
+from lmkit import conflicts
 from lmkit.config import NAMED_PEERS, EngineConfig
-from lmkit.errors import ConfigError, UnsupportedError
+from lmkit.conflicts import DECODER, FIXED_STATES, STATES, WHOLE_TEXTS
+from lmkit.errors import UnsupportedError
 from lmkit.formats.generation_config import SamplingDefaults, read_defaults
 from lmkit.formats.sentences import Sentences, read_dimensions
 from lmkit.kernels.cuda.switches import turn_on
@@ -57,7 +59,6 @@ UNCALIBRATED = (
     "calibrated); `lmkit quantize %s --kv-bits 4 --calibration TEXT` writes a calibrated model"
 )
 
-MAX_GPUS = 8  # that share a model: kernels/cuda/csrc/ranks.cu has numbers of all of them in registers
 MAX_ADAPTERS = 8  # places, if there is an adapter_root
 
 
@@ -93,12 +94,13 @@ def load(model_path: str, config: EngineConfig, device: EngineDevice, rank: int 
 
     Raises CheckpointError, ConfigError or UnsupportedError.
     """
-    pin_results(config, device)
+    conflicts.check(config, *device.traits)
+    pin_results(config)
     options = load_options(config, rank)
     streaming = streaming_of(config)
     with resolved(model_path, **options) as model, resolved_draft(config, device, model, rank) as draft:
         spec, path = model.spec, model.reader.path
-        _check_alone(spec, config)
+        conflicts.check(config, *traits_of(spec, config), architecture=spec.architecture)
         sampling, classes = read_defaults(path, config.generation_config), read_classes(model.source)
         sentences = sentences_of(path, config.pooling, spec, classes)
         layers, vector_size = read_layers(path, sentences, spec.hidden_size)
@@ -116,7 +118,8 @@ def load(model_path: str, config: EngineConfig, device: EngineDevice, rank: int 
         if streamed is not None:
             config = with_batch(config, streamed, plan)
         memory = plan(config)
-        has_tiers = _has_tiers(config)
+        check_peers(config)
+        has_tiers = any(each is not None for each in (config.kv_host_memory, config.kv_disk_path, config.kv_peer))
         identity = kv_identity(model, config) if has_tiers else b""
         disk = _open_disk(config, identity, memory.block_bytes)
         name = spec.architecture.removesuffix("ForCausalLM")
@@ -185,8 +188,6 @@ def load_adapters(model: LoadedModel, config: EngineConfig) -> DecoderAdapters |
     """
     given = config.adapter_folders
     if not given and config.adapter_root is None:
-        if config.max_adapters is not None:
-            raise ConfigError("max_adapters is for adapters or an adapter_root: name some, or leave max_adapters out")
         return None
     count = config.max_adapters or max(len(given), 0 if config.adapter_root is None else MAX_ADAPTERS)
     adapters = DecoderAdapters(model.decoder, count, model.part)
@@ -210,13 +211,7 @@ def _announce(memory: MemoryPlan, storages: list[KVStorage], config: EngineConfi
 
 
 def load_options(config: EngineConfig, rank: int = 0) -> dict[str, Any]:
-    """The arguments of `resolved` that a device's configuration gives. Raises ConfigError for what excludes others."""
-    if config.cluster != "none" and (config.tp == 1 or config.num_processes > config.tp or config.ep > 1):
-        raise ConfigError(f"cluster={config.cluster} places the ranks of tp alone: set tp, and leave out ep and pp")
-    if config.devices and (not config.target.own_memory or len(config.gpus) != config.num_ranks):
-        raise ConfigError(f"devices={config.devices} names GPUs of ranks: give as many as tp or ep, and device cuda")
-    if config.num_processes > 1:
-        _check_processes(config)
+    """The arguments of `resolved` that a device's configuration gives."""
     names = ("device", "dtype", "activations", "lm_head", "quantize", "attention_sinks")
     return {name: getattr(config, name) for name in names} | {
         "kv_dtype": config.asked_kv,
@@ -225,84 +220,29 @@ def load_options(config: EngineConfig, rank: int = 0) -> dict[str, Any]:
     }
 
 
-def pin_results(config: EngineConfig, device: EngineDevice) -> None:
-    """Make a request's results depend on it alone, if `config` asks for that; on a CPU they always do. Raises
-    ConfigError for options that do not go together with it on a GPU."""
-    device.check(config)
+def pin_results(config: EngineConfig) -> None:
+    """Make a request's results depend on it alone, if `config` asks for that; on a CPU they always do."""
     if config.deterministic:
         turn_on("invariant")
 
 
-def _check_alone(spec: ModelSpec, config: EngineConfig) -> None:
-    """Raise ConfigError for options that go together neither with recurrent states nor with tokens that see later ones,
-    if the model has any of both."""
-    if not (spec.is_recurrent or spec.sees_all):
-        return
-    has_tiers = config.target.moves_states and not spec.sees_all and spec.has_kv  # of recurrent layers
-    kv = config.asked_kv
-    given = {
-        "adapters": spec.sees_all and bool(config.adapters),
-        "adapter_root": spec.sees_all and config.adapter_root is not None,
-        "kv_host_memory": config.kv_host_memory is not None and not has_tiers,
-        "kv_disk_path": config.kv_disk_path is not None and not has_tiers,
-        "kv_listen": config.kv_listen is not None,
-        "kv_peer": config.kv_peer is not None,
-        "kv_events": config.kv_events is not None,
-        "ep": config.ep > 1,
-        "pp": config.pp > 1,
-        "weights_memory": spec.sees_all and config.weights_memory is not None,
-        "kv_dtype": spec.sees_all and kv is not None and kv.needs_calibration,  # which writes text
-    }
-    if refused := [name for name, is_given in given.items() if is_given]:
-        why = "reads each text as a whole" if spec.sees_all else "has recurrent states"
-        raise ConfigError(f"{spec.architecture} {why}; leave out {', '.join(refused)}")
-
-
-def _check_processes(config: EngineConfig) -> None:
-    """Raise ConfigError for options that do not go together with several processes."""
-    name = config.shared_by
-    if config.num_ranks > 1 and config.pp > 1:
-        raise ConfigError(f"{name} and pp={config.pp}: a model is shared out in one way; leave one of them out")
-    if min(config.tp, config.ep) > 1 and config.tp != config.ep:
-        raise ConfigError(
-            f"{name} and ep={config.ep}: the same processes share both; give one number, or leave one of them out"
-        )
-    if config.target.own_memory:
-        _check_gpus(config, name)
-    if config.pp > 1 and config.speculate != "off":
-        raise ConfigError(f"{name} drafts no tokens: it has several steps under way; leave out speculate, or use pp=1")
-    for option in ("kv_host_memory", "kv_disk_path", "kv_peer"):
-        if getattr(config, option) is not None:
-            raise ConfigError(f"{name} keeps no KV outside the engine; leave out {option}")
-
-
-def _check_gpus(config: EngineConfig, name: str) -> None:
-    """Raise ConfigError for options that do not go together with a model that several GPUs share."""
-    if config.pp > 1:
-        raise ConfigError(f"{name} is for --device cpu; GPUs share a model by tp and ep")
-    if config.num_ranks > MAX_GPUS:
-        raise ConfigError(f"{name}: at most {MAX_GPUS} GPUs share a model; use a smaller number")
-    if config.cluster != "none":
-        raise ConfigError(f"cluster={config.cluster} is for --device cpu; on GPUs all ranks are on one machine")
-    if config.has_drafter:
-        raise ConfigError(f"{name} takes no draft model or head on GPUs; use speculate ngram, or one GPU")
+def traits_of(spec: ModelSpec, config: EngineConfig) -> tuple[str, ...]:
+    """The traits of a model that rows of lmkit.conflicts name."""
+    if spec.sees_all:
+        return (WHOLE_TEXTS,)
+    if spec.is_recurrent:
+        return (STATES,) if config.target.moves_states and spec.has_kv else (STATES, FIXED_STATES)
+    return ()
 
 
 def given(
     decoder: Decoder, config: EngineConfig, device: EngineDevice, storages: list[KVStorage] | None
 ) -> LoadedModel:
     """Wrap a decoder that is on the device already. `storages` or `config` gives the KV storage. There are no tiers."""
-    pin_results(config, device)
     spec = decoder.spec
-    _check_alone(spec, config)
-    if config.num_processes > 1:
-        raise ConfigError(f"{config.shared_by} needs a checkpoint, which every process reads its part of")
-    if config.weights_memory is not None:
-        raise ConfigError("weights_memory needs a checkpoint, whose layers are read from the disk")
-    if _has_tiers(config):
-        raise ConfigError("an engine of a decoder has no checkpoint whose KV could be kept in tiers")
-    if config.has_drafter:
-        raise ConfigError("an engine of a decoder has no checkpoint beside which a draft model or head could draft")
+    conflicts.check(config, DECODER, *device.traits, *traits_of(spec, config), architecture=spec.architecture)
+    check_peers(config)
+    pin_results(config)
     if storages is None:
         dtype = config.asked_kv or dense_kv_dtype(decoder.dtype)
         storages = [KVStorage(dtype, dtype)] * spec.num_layers
@@ -320,35 +260,13 @@ def given(
     )  # fmt: skip
 
 
-def check_together(config: EngineConfig) -> None:
-    """Raise ConfigError for options that do not go together."""
-    if config.draft_history and config.speculate == "off":
-        raise ConfigError("draft_history keeps answers for draft tokens: use speculate ngram, too")
-    if config.kv_events is None:
-        if config.kv_events_topic:
-            raise ConfigError("kv_events_topic is the topic of kv_events: name their address too")
-    elif not config.prefix_cache:
-        raise ConfigError("kv_events tell what the prefix cache keeps; do not turn it off")
-
-
-def _has_tiers(config: EngineConfig) -> bool:
-    keeps = config.kv_host_memory is not None or config.kv_disk_path is not None
-    has_tiers = keeps or config.kv_peer is not None
-    if has_tiers and not config.prefix_cache:
-        names = "kv_host_memory and kv_disk_path keep" if keeps else "kv_peer fetches"
-        raise ConfigError(f"{names} what the prefix cache finds; do not turn it off")
-    if config.kv_listen is not None and not keeps:
-        raise ConfigError("kv_listen gives blocks of host memory or disk; set kv_host_memory or kv_disk_path")
-    if config.kv_key_file is not None and config.kv_listen is None and config.kv_peer is None:
-        raise ConfigError("kv_key_file is the key of kv_listen and kv_peer; name one of them too")
+def check_peers(config: EngineConfig) -> None:
+    """Raise ConfigError for an address or a key file of KV transfer that cannot be used."""
     for name in ("kv_listen", "kv_peer"):
         if (address := getattr(config, name)) is not None:
             if (name, address) != ("kv_peer", NAMED_PEERS):
                 wire.address_of(address, name)
             wire.read_secret(config.kv_key_file)
-    if config.kv_disk_path is None and config.kv_disk_memory != EngineConfig().kv_disk_memory:
-        raise ConfigError("kv_disk_memory bounds what lies in kv_disk_path; name that folder too")
-    return has_tiers
 
 
 def _open_disk(config: EngineConfig, identity: bytes, block_bytes: int) -> DiskTier | None:

@@ -57,6 +57,7 @@ async def sizes(models: Sequence[tuple[str, str, EngineConfig]], budget: int | N
 
 
 def _sizes(query: Query) -> Sizes:
+    from lmkit import conflicts
     from lmkit.models.resolved import resolved
     from lmkit.turbo.engine import copies
     from lmkit.turbo.engine.loading import load_options
@@ -69,6 +70,7 @@ def _sizes(query: Query) -> Sizes:
         config = config.on(device.name)
         if budget is None:
             budget = device.free_memory()
+        conflicts.check(config, *device.traits)
         with resolved(path, **load_options(config)) as model:
             model.check_cut()
             weights = loaded_bytes(model, config)

@@ -17,21 +17,9 @@ _SEQUENCE = 256  # tokens of KV that there must be for each sequence of a batch 
 
 
 def streaming_of(config: EngineConfig) -> Streaming | None:
-    """How the engine streams weights, if it does. Raises ConfigError for options that do not go together with it."""
+    """How the engine streams weights, if it does."""
     if config.weights_memory is None:
-        if config.weights_path is not None:
-            raise ConfigError(
-                "weights_path is where layers beyond weights_memory are read from: set weights_memory too"
-            )
         return None
-    if "weights_memory" in config.target.refuses:
-        raise ConfigError("weights_memory is for --device cpu; a GPU keeps all weights in its own memory")
-    if config.num_processes > 1:
-        name = config.shared_by
-        alone = name.partition("=")[0] + "=1"
-        raise ConfigError(f"{name} keeps all weights in memory; leave out weights_memory, or use {alone}")
-    if not config.packed_cache:
-        raise ConfigError("weights_memory reads layers from the file of packed weights; do not turn packed_cache off")
     folder = Path(config.weights_path) if config.weights_path else None
     return Streaming(config.weights_memory, folder, config.tokens_per_step)
 

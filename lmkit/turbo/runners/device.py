@@ -12,9 +12,8 @@ from typing import IO, Any, ClassVar, Protocol, Self
 
 from torch import Tensor
 
-from lmkit.config import EngineConfig
+from lmkit.conflicts import NO_KERNELS
 from lmkit.devices import Device
-from lmkit.errors import ConfigError
 from lmkit.turbo.adapters import AdapterChange
 from lmkit.turbo.runners.processes import Processes, SharedModel, Start
 from lmkit.turbo.runners.runner import Runner, RunnerParts
@@ -58,10 +57,10 @@ class EngineDevice(ABC):
         """The device, which was asked for by name. Raises UnsupportedError if it is not there."""
         return cls()
 
-    def check(self, config: EngineConfig) -> None:
-        """Raise ConfigError for what this very device cannot keep of `config`."""
-        if config.deterministic and not self.has_kernels:
-            raise ConfigError("deterministic needs kernels of its own on a GPU: install CuPy, or use --device cpu")
+    @property
+    def traits(self) -> tuple[str, ...]:
+        """What rows of lmkit.conflicts name of this very device."""
+        return () if self.has_kernels else (NO_KERNELS,)
 
     @abstractmethod
     def free_memory(self) -> int:

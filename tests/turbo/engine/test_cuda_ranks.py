@@ -12,12 +12,12 @@ import torch
 
 from benchmarks.random_llama import make_awq
 from lmkit.config import EngineConfig
+from lmkit.devices import CUDA
 from lmkit.errors import ConfigError
 from lmkit.formats.hub import DEMO_FOLDER
 from lmkit.kernels.cuda.ranks import LAYOUT
 from lmkit.turbo.engine import describe
 from lmkit.turbo.engine.engine import Engine
-from lmkit.turbo.engine.loading import MAX_GPUS
 from lmkit.turbo.engine.memory import EXCHANGE_BYTES
 from lmkit.turbo.runners import processes
 from lmkit.turbo.runners.cuda_device import CudaDevice
@@ -202,7 +202,7 @@ def test_gpus_that_do_not_reach_each_other_are_seen(monkeypatch: pytest.MonkeyPa
 
 
 def test_the_plan_has_room_for_exchanges() -> None:
-    assert LAYOUT.num_bytes(MAX_GPUS) <= EXCHANGE_BYTES
+    assert LAYOUT.num_bytes(CUDA.max_ranks) <= EXCHANGE_BYTES
 
 
 @pytest.mark.parametrize(("devices", "sharing"), [("", 1), ("0,1", 1), ("0,0", 2)])
