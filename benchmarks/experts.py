@@ -29,7 +29,7 @@ from lmkit.layers.blocks.mlp import MLPSpec
 from lmkit.layers.blocks.moe import MoESpec
 from lmkit.layers.linear import Weights
 from lmkit.layers.moe import MoE
-from lmkit.qtensor import QTensor, QuantScheme
+from lmkit.qtensor import QTensor, int_scheme
 
 HIDDEN, INNER, EXPERTS, PER_TOKEN, GROUP = 2048, 768, 128, 8, 128
 ROWS = (1, 4, 16, 64, 512)
@@ -40,7 +40,7 @@ console = Console()
 def codes(outputs: int, inputs: int) -> QTensor:
     scales = torch.rand(outputs, inputs // GROUP).half() / 100
     zeros = torch.full(scales.shape, 8, dtype=torch.uint8)
-    return QTensor(torch.randint(16, (outputs, inputs), dtype=torch.uint8), scales, zeros, QuantScheme(4, GROUP))
+    return QTensor(torch.randint(16, (outputs, inputs), dtype=torch.uint8), scales, zeros, int_scheme(4, GROUP))
 
 
 def layer(*, together: bool) -> MoE:

@@ -30,14 +30,14 @@ from benchmarks.loops import Kind
 from benchmarks.report import interleaved, machine, save, share
 from lmkit.attention_spec import AttentionSpec
 from lmkit.environment import default_num_threads
-from lmkit.formats.mxfp4 import FLOAT4
+from lmkit.formats.mxfp4 import MXFP4
 from lmkit.kernels import ops
 from lmkit.kernels.cpu import isa, threads
 from lmkit.kernels.ops import BatchGeometry
 from lmkit.kernels.registry import Op
 from lmkit.kv_dtype import FLOAT16, KV_DTYPES, KVDtype
 from lmkit.layers.batch import KVLayer, allocate_kv
-from lmkit.qtensor import QTensor, QuantScheme, quantize
+from lmkit.qtensor import QTensor, int_scheme, quantize
 
 console = Console(width=None if sys.stdout.isatty() else 120)
 SHAPES = {  # out, in: a 1B and an 8B Llama
@@ -75,16 +75,16 @@ def _kernel(name: str, op: Op, weight: Any, num_bytes: int, *, kind: Kind, **tra
 def candidates(n: int, k: int) -> Iterator[Candidate]:
     dense = torch.randn(n, k) / k**0.5
     shape: dict[str, Any] = {"out_features": n, "in_features": k}
-    four, eight = quantize(dense, QuantScheme(4, 128)), quantize(dense, QuantScheme(8, -1, symmetric=True))
+    four, eight = quantize(dense, int_scheme(4, 128)), quantize(dense, int_scheme(8, -1, symmetric=True))
     codes = n * k // 2 + n * k // 128 * 3
     yield _kernel("w4a8", ops.linear_w4a8, four, codes, kind="int4", group_size=128, bits=4, **shape)
     yield _kernel("w4a16", ops.linear_w4a16, four, codes, kind="bfloat16", group_size=128, bits=4, **shape)
     yield _kernel("w8a8", ops.linear_w8a8, eight, n * k, kind="int8", group_size=-1, bits=8, **shape)
     for name, group in (("mxfp4", 32), ("nvfp4", 16)):
-        scheme, groups = replace(FLOAT4, group_size=group), (n, k // group)
-        numbers = torch.tensor(scheme.values, dtype=torch.uint8)[torch.randint(16, (n, k))]
+        scheme, groups = replace(MXFP4.plain, group_size=group), (n, k // group)
+        numbers = torch.tensor(scheme.codes.values, dtype=torch.uint8)[torch.randint(16, (n, k))]
         floats = QTensor(numbers, torch.rand(groups), torch.full(groups, 128, dtype=torch.uint8), scheme)
-        traits = {"group_size": group, "bits": 8, "values": scheme.values}
+        traits = {"group_size": group, "bits": 8, "values": scheme.codes.values}
         yield _kernel(name, ops.linear_w8a8, floats, n * k // 2 + n * k // group * 5, kind="int4", **traits, **shape)
     kinds: dict[torch.dtype, Kind] = {torch.bfloat16: "bfloat16", torch.float32: "float"}
     for dtype, kind in kinds.items():

@@ -18,7 +18,7 @@ import lmkit.demo
 from lmkit.formats.awq import AwqFormat
 from lmkit.formats.checkpoint import CheckpointReader, CheckpointWriter, atomic_directory
 from lmkit.jsonfile import to_json
-from lmkit.qtensor import QuantScheme, quantize
+from lmkit.qtensor import int_scheme, quantize
 
 BOS, EOS = "<s>", "</s>"
 SCALE = 0.02  # standard deviation of the weights
@@ -171,7 +171,7 @@ def make_awq(source: Path, out: Path, group: int = GROUP) -> None:
     with CheckpointReader(source) as reader, atomic_directory(out) as folder:
         writer, awq = CheckpointWriter(folder), AwqFormat()
         columns = [reader.info(name).shape[1] for name in reader.names() if name.endswith("_proj.weight")]
-        scheme = QuantScheme(4, group if all(count % group == 0 for count in columns) else -1)
+        scheme = int_scheme(4, group if all(count % group == 0 for count in columns) else -1)
         for name in reader.names():
             tensor = reader.tensor(name)
             if name.endswith("_proj.weight"):

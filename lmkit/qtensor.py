@@ -1,20 +1,21 @@
 """The canonical quantized tensor: methods make it, formats store it, kernels pack it.
 
-Integers are unsigned codes on a uniform affine grid, w = (code - zero) * scale, per output row and group of
-`group_size` inputs. A symmetric scheme has zero = 2**(bits-1). Floats are float8 e4m3 codes, w = code * scale.
-`quantize` and `dequantize` are the oracle for everything else.
+A scheme says what the codes stand for (lmkit.codes), which of them share a scale, and how scales are kept
+(lmkit.scales). Integers are unsigned codes on a uniform affine grid, w = (code - zero) * scale, per output row and
+group of `group_size` inputs. `quantize` and `dequantize` are the oracle for everything else.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import torch
 from torch import Tensor
 
+from lmkit.codes import FLOAT8, Codes, Integers
 from lmkit.errors import CheckpointError, UnsupportedError
+from lmkit.scales import NUMBERS, Scales
 
 Range = tuple[Tensor, Tensor]  # (lower, upper), each [out, groups]
 
@@ -27,23 +28,52 @@ _FP8 = torch.finfo(torch.float8_e4m3fn)
 
 @dataclass(frozen=True)
 class QuantScheme:
-    """How a weight is quantized. `rows` outputs and `group_size` inputs share a scale; -1 = all of them.
+    """How a weight is quantized: what its codes stand for, which of them share a scale, and how scales are kept.
 
-    For integers, `rows` is 1, and `values` are the only codes that occur, if that is known. `kind` "float" is float8
-    e4m3, symmetric: per output channel (rows 1, group_size -1), per tensor (-1, -1) or in blocks (128, 128).
+    `rows` outputs and `group_size` inputs share one; -1 = all of them. For integers, `rows` is 1. Float8 has a scale
+    per output channel (rows 1, group_size -1), per tensor (-1, -1) or in blocks (128, 128).
     """
 
-    bits: int  # 2, 3, 4 or 8
+    codes: Codes
     group_size: int
-    symmetric: bool = False
-    kind: Literal["int", "float"] = "int"
     rows: int = 1
     act_order: bool = False  # inputs of a group lie apart: see QTensor.order
-    values: tuple[int, ...] = ()  # at most 16: a kernel may keep their numbers, in 4 bits
+    scales: Scales = NUMBERS
+
+    def __str__(self) -> str:
+        """`int4 g128`, `int8 channel`, `float8 block`"""
+        wide = {(1, -1): "channel", (-1, -1): "tensor", (128, 128): "block"}
+        return f"{self.codes} {wide.get((self.rows, self.group_size), f'g{self.group_size}')}"
+
+    @property
+    def bits(self) -> int:
+        """Of a code."""
+        return self.codes.bits
+
+    @property
+    def symmetric(self) -> bool:
+        return self.codes.symmetric
 
     @property
     def max_code(self) -> int:
+        """The largest integer."""
         return (1 << self.bits) - 1
+
+    @property
+    def group_bits(self) -> int:
+        """Bits of a group's scale and zero in a file."""
+        return self.scales.bits + (0 if self.symmetric else self.bits)
+
+    def num_bytes(self, shape: tuple[int, int]) -> int:
+        """Bytes of a weight [out, in] in memory: its codes, and of each group a float16 and a byte, or a float32."""
+        out_features, in_features = shape
+        of_group = 24 if self.codes.uniform else 32
+        return out_features * (in_features * self.bits + self.num_groups(in_features) * of_group) // 8
+
+    @property
+    def plain(self) -> QuantScheme:
+        """The scheme of `plain` weights."""
+        return replace(self, codes=self.codes.plain, rows=1, scales=NUMBERS)
 
     def num_groups(self, in_features: int) -> int:
         return 1 if self.group_size == -1 else -(-in_features // self.group_size)
@@ -52,14 +82,26 @@ class QuantScheme:
         return 1 if self.rows == -1 else -(-out_features // self.rows)
 
 
+def int_scheme(bits: int, group_size: int, symmetric: bool = False, *, act_order: bool = False) -> QuantScheme:
+    """Integers of so many bits; each `group_size` inputs of an output share a scale and a zero, -1 = all of them."""
+    return QuantScheme(Integers(bits, symmetric), group_size, act_order=act_order)
+
+
+def float8_scheme(group_size: int = -1, rows: int = 1) -> QuantScheme:
+    """float8 e4m3; `rows` outputs and `group_size` inputs share a scale, -1 = all of them."""
+    return QuantScheme(FLOAT8, group_size, rows)
+
+
 Linears = Mapping[str, QuantScheme | None]  # every linear's module and its scheme; None = it stays dense
 
 
 @dataclass(frozen=True)
 class QTensor:
-    """codes uint8 [out, in] (one code a byte), scales float16/bfloat16/float32 and zeros uint8 [out, groups].
+    """Codes [out, in], one an element of `scheme.codes.element`; scales float16/bfloat16/float32 [row groups, groups].
 
-    kind "float": codes float8_e4m3fn [out, in], scales [row groups, groups], zeros empty [0].
+    Zeros are uint8 [out, groups], or empty [0] if the codes have none.
+
+    `factor` float32 [1] belongs to the scales, if `scheme.scales` has one.
 
     Codes stand by group. With `act_order` of the scheme, column j of the codes belongs to input order[j].
     """
@@ -69,14 +111,16 @@ class QTensor:
     zeros: torch.Tensor
     scheme: QuantScheme
     order: torch.Tensor | None = None  # int32 [in]; there if the scheme has act_order
+    factor: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         assert (self.order is not None) == self.scheme.act_order
 
     def to(self, device: str) -> QTensor:
         """The same weight on that device."""
-        order = None if self.order is None else self.order.to(device)
-        return QTensor(self.codes.to(device), self.scales.to(device), self.zeros.to(device), self.scheme, order)
+        order, factor = (None if part is None else part.to(device) for part in (self.order, self.factor))
+        codes, scales, zeros = (part.to(device) for part in (self.codes, self.scales, self.zeros))
+        return QTensor(codes, scales, zeros, self.scheme, order, factor)
 
     def of_gathered(self) -> QTensor:
         """The weight whose inputs come in `order`."""
@@ -88,7 +132,7 @@ def quantize(weight: Tensor, scheme: QuantScheme, *, clip: Range | None = None) 
 
     See `grid` for `clip` and errors.
     """
-    if scheme.kind == "float":
+    if not scheme.codes.uniform:
         return _quantize_float8(weight, scheme)
     scales, zeros = grid(weight, scheme, clip)
     return QTensor(codes_for(weight, scales, zeros, scheme), scales, zeros, scheme)
@@ -96,25 +140,31 @@ def quantize(weight: Tensor, scheme: QuantScheme, *, clip: Range | None = None) 
 
 def dequantize(q: QTensor) -> Tensor:
     """The weight of `q`, float32 [out, in]."""
-    in_features = q.codes.shape[-1]
-    if q.scheme.kind == "float":
-        return q.codes.float() * _spread(q.scales.float(), q.codes.shape[-2], in_features, q.scheme)
+    codes, in_features, scales = q.scheme.codes, q.codes.shape[-1], _row_scales(q)
+    stored = q.codes.view(torch.uint8)  # float8 has no padding
     values = torch.empty(q.codes.shape, device=q.codes.device)
-    for rows in _pieces(q.codes):
-        codes = _grouped(q.codes[..., rows, :], q.scheme).float()
-        codes.sub_(q.zeros[..., rows, :].float().unsqueeze(-1)).mul_(q.scales[..., rows, :].float().unsqueeze(-1))
-        values[..., rows, :] = codes.flatten(-2)[..., :in_features]
+    for rows in _pieces(stored):
+        zeros = q.zeros[..., rows, :] if codes.uniform else q.zeros
+        numbers = codes.numbers(_grouped(stored[..., rows, :], q.scheme).view(q.codes.dtype), zeros)
+        numbers.mul_(scales[..., rows, :].float().unsqueeze(-1))
+        values[..., rows, :] = numbers.flatten(-2)[..., :in_features]
     return values if q.order is None else values[..., q.order.argsort()]
 
 
-def per_row(q: QTensor) -> QTensor:
-    """The same weight with separate scales for each output."""
-    if q.scheme.rows == 1:
+def plain(q: QTensor) -> QTensor:
+    """The same weight as kernels have it, in `scheme.plain`: codes on a uniform grid or float8, and for each output and
+    group a scale that is a number."""
+    if q.scheme == q.scheme.plain:
         return q
-    out_features = q.codes.shape[0]
-    rows = out_features if q.scheme.rows == -1 else q.scheme.rows
-    scales = q.scales.repeat_interleave(rows, 0)[:out_features].contiguous()
-    return QTensor(q.codes, scales, q.zeros, replace(q.scheme, rows=1))
+    return QTensor(*q.scheme.codes.as_plain(q.codes, _row_scales(q), q.zeros), q.scheme.plain, q.order)
+
+
+def _row_scales(q: QTensor) -> Tensor:
+    """The scale of each output and group as a number, [..., out, groups]."""
+    scales, rows, out_features = q.scheme.scales.plain(q.scales, q.factor), q.scheme.rows, q.codes.shape[-2]
+    if rows == 1:
+        return scales
+    return scales.repeat_interleave(out_features if rows == -1 else rows, 0)[:out_features].contiguous()
 
 
 def grid(weight: Tensor, scheme: QuantScheme, clip: Range | None = None) -> tuple[Tensor, Tensor]:
@@ -143,7 +193,7 @@ def grid_between(low: Tensor, high: Tensor, scheme: QuantScheme) -> tuple[Tensor
         widest = float(torch.maximum(-low, high).max())
         raise UnsupportedError(f"a weight of magnitude {widest:.3g} is beyond what a float16 scale can reach")
     if scheme.symmetric:
-        return scales, torch.full_like(scales, 1 << (scheme.bits - 1), dtype=torch.uint8)
+        return scales, scheme.codes.zeros(tuple(scales.shape)).to(scales.device)
     return scales, torch.round(-low / scales.float()).clamp(0, scheme.max_code).to(torch.uint8)
 
 
@@ -177,7 +227,7 @@ def _quantize_float8(weight: Tensor, scheme: QuantScheme) -> QTensor:
     scales = (blocks.abs().amax((1, 3)) / _FP8.max).clamp(min=torch.finfo(torch.float32).smallest_normal)
     codes = weight / _spread(scales, out_features, in_features, scheme)
     codes = codes.clamp(_FP8.min, _FP8.max).to(torch.float8_e4m3fn)
-    return QTensor(codes, scales, torch.zeros(0, dtype=torch.uint8), scheme)
+    return QTensor(codes, scales, scheme.codes.zeros(tuple(scales.shape)), scheme)
 
 
 def _spread(scales: Tensor, out_features: int, in_features: int, scheme: QuantScheme) -> Tensor:

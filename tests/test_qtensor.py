@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from lmkit.errors import CheckpointError, UnsupportedError
-from lmkit.qtensor import QTensor, QuantScheme, codes_for, dequantize, grid, quantize
+from lmkit.qtensor import QTensor, QuantScheme, codes_for, dequantize, float8_scheme, grid, int_scheme, quantize
 
 SMALLEST = 2.0**-14  # the smallest normal float16
 
-schemes = st.builds(QuantScheme, st.sampled_from([4, 8]), st.sampled_from([-1, 1, 3, 8, 32]), st.booleans())
+schemes = st.builds(int_scheme, st.sampled_from([4, 8]), st.sampled_from([-1, 1, 3, 8, 32]), st.booleans())
 # Groups of every kind: mixed, one sign, constant, zero, tiny (below the smallest scale), with an outlier.
 elements = st.one_of(
     st.sampled_from([0.0, 1e-7, -1e-7, 1e4, 0.5]),
@@ -110,7 +110,7 @@ def test_dequantized_weights_keep_their_codes(weight: torch.Tensor, scheme: Quan
 
 def test_known_answer() -> None:
     weight = torch.tensor([[-0.75, -0.5, -0.25, 0, 0.25, 0.5, 0.75, 1.0]])
-    q = quantize(weight, QuantScheme(4, 8))
+    q = quantize(weight, int_scheme(4, 8))
     assert q.codes.tolist() == [[0, 2, 4, 6, 8, 10, 12, 15]]
     assert q.zeros.tolist() == [[6]]
     assert float(q.scales[0, 0]) == float(np.float16(1.75 / 15))
@@ -118,7 +118,7 @@ def test_known_answer() -> None:
 
 
 def test_symmetric_known_answer() -> None:
-    q = quantize(torch.tensor([[-1.5, 0.0, 0.75, 1.5]]), QuantScheme(4, -1, symmetric=True))
+    q = quantize(torch.tensor([[-1.5, 0.0, 0.75, 1.5]]), int_scheme(4, -1, symmetric=True))
     assert float(q.scales[0, 0]) == float(np.float16(0.2))
     assert q.codes.tolist() == [[0, 8, 12, 15]]
 
@@ -126,14 +126,14 @@ def test_symmetric_known_answer() -> None:
 @pytest.mark.parametrize("sign", [1, -1])
 def test_groups_of_one_sign_do_not_saturate(sign: int) -> None:
     weight = sign * torch.linspace(10, 11, 16)[None]  # far from zero: a grid of [10, 11] could not hold it
-    q = quantize(weight, QuantScheme(4, 16))
+    q = quantize(weight, int_scheme(4, 16))
     assert (dequantize(q) - weight).abs().max() <= float(q.scales.max()) * 0.51
 
 
 def test_short_last_group_is_a_group_of_its_own() -> None:
     weight = torch.randn(3, 20, generator=torch.Generator().manual_seed(0)) + 3
-    whole = quantize(weight, QuantScheme(4, 16))
-    parts = quantize(weight[:, :16], QuantScheme(4, -1)), quantize(weight[:, 16:], QuantScheme(4, -1))
+    whole = quantize(weight, int_scheme(4, 16))
+    parts = quantize(weight[:, :16], int_scheme(4, -1)), quantize(weight[:, 16:], int_scheme(4, -1))
     assert torch.equal(whole.codes, torch.cat([part.codes for part in parts], 1))
     assert torch.equal(whole.scales, torch.cat([part.scales for part in parts], 1))
     assert torch.equal(dequantize(whole), torch.cat([dequantize(part) for part in parts], 1))
@@ -157,7 +157,7 @@ def test_clip_replaces_the_range(weight: torch.Tensor, scheme: QuantScheme, shri
 
 
 def test_candidates_broadcast() -> None:
-    scheme = QuantScheme(4, 8)
+    scheme = int_scheme(4, 8)
     weight = torch.randn(4, 16, generator=torch.Generator().manual_seed(1))
     ranges = torch.rand(5, 4, 2, generator=torch.Generator().manual_seed(2)) + 0.1
     scales, zeros = grid(weight, scheme, (-ranges, ranges))
@@ -170,7 +170,7 @@ def test_candidates_broadcast() -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_any_float_dtype(dtype: torch.dtype) -> None:
     weight = torch.randn(2, 32).to(dtype)
-    assert torch.equal(quantize(weight, QuantScheme(4, 32)).codes, quantize(weight.float(), QuantScheme(4, 32)).codes)
+    assert torch.equal(quantize(weight, int_scheme(4, 32)).codes, quantize(weight.float(), int_scheme(4, 32)).codes)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -178,20 +178,20 @@ def test_refuses_what_is_not_finite(value: float) -> None:
     weight = torch.ones(3, 40)
     weight[1, 37] = value
     with pytest.raises(CheckpointError, match=r"\[1, 37\]"):
-        quantize(weight, QuantScheme(4, 16))
+        quantize(weight, int_scheme(4, 16))
     clip = (-torch.ones(3, 3), torch.ones(3, 3))
     with pytest.raises(CheckpointError, match=r"\[1, 37\]"):
-        quantize(weight, QuantScheme(4, 16), clip=clip)
+        quantize(weight, int_scheme(4, 16), clip=clip)
 
 
 @pytest.mark.parametrize("value", [1e6, 3e38])
 def test_refuses_what_no_float16_scale_reaches(value: float) -> None:
     with pytest.raises(UnsupportedError, match="float16"):
-        quantize(torch.tensor([[value, -value]]), QuantScheme(4, -1))
-    assert dequantize(quantize(torch.tensor([[9e5]]), QuantScheme(4, -1)))[0, 0] == pytest.approx(9e5, rel=1e-3)
+        quantize(torch.tensor([[value, -value]]), int_scheme(4, -1))
+    assert dequantize(quantize(torch.tensor([[9e5]]), int_scheme(4, -1)))[0, 0] == pytest.approx(9e5, rel=1e-3)
 
 
-FLOAT8 = [QuantScheme(8, size, True, "float", rows) for size, rows in ((-1, 1), (-1, -1), (128, 128))]
+FLOAT8 = [float8_scheme(size, rows) for size, rows in ((-1, 1), (-1, -1), (128, 128))]
 
 
 @pytest.mark.parametrize("scheme", FLOAT8)

@@ -15,10 +15,10 @@ from lmkit.models.decoder import Decoder
 from lmkit.models.decoder_layer import DecoderLayer
 from lmkit.models.layer_spec import LayerSpec
 from lmkit.models.source import HEAD_SCHEME
-from lmkit.qtensor import QTensor, QuantScheme, quantize
+from lmkit.qtensor import QTensor, int_scheme, quantize
 
 GROUP = 128
-SCHEME = QuantScheme(4, GROUP)
+SCHEME = int_scheme(4, GROUP)
 Storage = Literal["w4", "bfloat16"]
 TINY = Shape("tiny Llama", 256, 256, 2, 4, 2, 64, 384)  # of a rehearsal
 _LLAMA_ROPE = {"rope_theta": 500000.0}

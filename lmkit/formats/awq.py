@@ -35,7 +35,7 @@ from lmkit.formats.parts import (
     size_problem,
     stated_or_equal,
 )
-from lmkit.qtensor import Linears, QTensor, QuantScheme
+from lmkit.qtensor import Linears, QTensor, QuantScheme, int_scheme
 
 _FIELDS: Fields = (("bits", "w_bit", (4, None)), ("data_type", "data_type", ("int", None)))
 
@@ -117,8 +117,8 @@ def read_if_dense(reader: CheckpointReader, module: str) -> Tensor | None:
 def can_write(shape: tuple[int, int], scheme: QuantScheme) -> str | None:
     """None if a weight [out, in] quantized by `scheme` can be stored, else the reason why it must stay dense."""
     out_features, in_features = shape
-    if scheme.kind != "int":
-        return "float8 weights, AWQ has integers"
+    if not scheme.codes.uniform:
+        return f"{scheme.codes.words}, AWQ has integers"
     if scheme.bits != 4:
         return f"{scheme.bits} bits, AWQ has 4"
     if scheme.act_order:
@@ -132,7 +132,7 @@ def can_write(shape: tuple[int, int], scheme: QuantScheme) -> str | None:
 
 def _read(reader: CheckpointReader, module: str) -> QTensor:
     in_features, words = matrix_shape(reader, module + ".qweight", ("I32",))
-    scheme = QuantScheme(4, module_group_size(reader, module, in_features))
+    scheme = int_scheme(4, module_group_size(reader, module, in_features))
     if reason := can_write((8 * words, in_features), scheme):
         raise CheckpointError(f"{reader.path}: {module}: {reason}")
     groups = scheme.num_groups(in_features)

@@ -25,7 +25,7 @@ from lmkit.formats.checkpoint import CheckpointReader
 from lmkit.formats.packing import unpack_words
 from lmkit.formats.parts import matrix_shape, read_part, read_scales
 from lmkit.formats.read_only import ReadOnlyFormat
-from lmkit.qtensor import QTensor, QuantScheme
+from lmkit.qtensor import QTensor, QuantScheme, int_scheme
 
 TURN = 64  # inputs of an output before the next output's
 
@@ -74,7 +74,7 @@ def _read_fast(reader: CheckpointReader, module: str) -> QTensor:
 
 def _columns(reader: CheckpointReader, module: str, in_features: int) -> tuple[QuantScheme, int, int]:
     """(scheme, groups, columns with the padding) of a linear."""
-    scheme = QuantScheme(bits=4, group_size=group_size(reader.config["quantization_config"]) or 128)
+    scheme = int_scheme(4, group_size(reader.config["quantization_config"]) or 128)
     groups, size = scheme.num_groups(in_features), in_features if scheme.group_size == -1 else scheme.group_size
     if in_features % size:
         raise CheckpointError(f"{reader.path}: {module}: {in_features} inputs are not a multiple of {size}, a group")

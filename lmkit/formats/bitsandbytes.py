@@ -32,9 +32,9 @@ from lmkit.formats.parts import (
     read_scales,
 )
 from lmkit.formats.read_only import ReadOnlyFormat
-from lmkit.qtensor import QTensor, QuantScheme
+from lmkit.qtensor import QTensor, int_scheme
 
-BYTES = QuantScheme(8, -1, symmetric=True)
+BYTES = int_scheme(8, -1, symmetric=True)
 STATE = ".weight.quant_state.bitsandbytes__"
 MAX_STATE_BYTES = 1 << 16
 

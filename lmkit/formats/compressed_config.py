@@ -20,12 +20,12 @@ import msgspec
 
 from lmkit.config import parse
 from lmkit.errors import ConfigError, UnsupportedError
+from lmkit.formats.compressed_storages import STORAGES, Storage
+from lmkit.formats.nvfp4 import NVFP4
 from lmkit.formats.parts import HEAD, Activations, size_problem
 from lmkit.formats.patterns import names_pattern, pattern_problem
-from lmkit.qtensor import Linears, QuantScheme
+from lmkit.qtensor import Linears, QuantScheme, float8_scheme, int_scheme
 
-Storage = Literal["pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "nvfp4-pack-quantized"]
-NVFP4 = QuantScheme(4, 16, symmetric=True, kind="float")
 EVERY_LINEAR = "Linear"
 STATUSES = ("compressed", "frozen")  # others have scales that are not final
 
@@ -151,7 +151,7 @@ def _scheme(weights: Args) -> QuantScheme:
         shape = shapes.get(strategy)
         if shape is None or (strategy == "block" and min(shape) < 1):
             raise UnsupportedError(f"strategy {strategy!r} of 8-bit floats with blocks {weights.block_structure}")
-        return QuantScheme(8, shape[1], True, "float", shape[0])
+        return float8_scheme(shape[1], shape[0])
     if weights.num_bits not in (2, 3, 4, 8):
         raise UnsupportedError(f"weights have {weights.num_bits} bits, expected 2, 3, 4 or 8")
     if strategy not in ("group", "channel", "tensor"):
@@ -159,7 +159,7 @@ def _scheme(weights: Args) -> QuantScheme:
     size = weights.group_size if strategy == "group" else -1
     if problem := size_problem(size):
         raise UnsupportedError(problem)
-    return QuantScheme(weights.num_bits, size if size is not None else -1, weights.symmetric)
+    return int_scheme(weights.num_bits, size if size is not None else -1, weights.symmetric)
 
 
 def _activations(given: Args | None) -> Activations:
@@ -170,16 +170,12 @@ def _activations(given: Args | None) -> Activations:
     return "int8" if given.type == "int" else "float8"
 
 
-def _storage(scheme: QuantScheme, storage: str) -> Storage:
-    if scheme == NVFP4 and storage == "nvfp4-pack-quantized":
-        return "nvfp4-pack-quantized"
-    if scheme.kind == "float" and scheme != NVFP4 and storage in ("float-quantized", "naive-quantized"):
-        return "float-quantized"
-    if scheme.kind == "int" and storage == "pack-quantized":
-        return "pack-quantized"
-    if scheme.kind == "int" and storage in ("int-quantized", "naive-quantized"):
-        return "int-quantized"
-    raise UnsupportedError(f"format {storage!r} with {scheme.bits}-bit weights of type {scheme.kind}")
+def _storage(scheme: QuantScheme, name: str) -> Storage:
+    """The packing of this name, which other packings of a scheme's kind may have, too."""
+    for storage in STORAGES:
+        if storage.holds(scheme) and name in (storage.name, *storage.others):
+            return storage
+    raise UnsupportedError(f"format {name!r} with {scheme.bits}-bit weights of type {scheme.codes.type}")
 
 
 def _rank(target: str, module: str) -> int | None:
@@ -192,10 +188,8 @@ def _rank(target: str, module: str) -> int | None:
 
 
 def storage_of(scheme: QuantScheme, activations: Activations) -> Storage:
-    """The storage of a written weight. 8-bit integers with exact activations are packed, like 4-bit ones."""
-    if scheme.kind == "float":
-        return "float-quantized"
-    return "int-quantized" if scheme.bits == 8 and activations == "int8" else "pack-quantized"
+    """The packing of a written weight."""
+    return next(storage for storage in STORAGES if storage.writes(scheme, activations))
 
 
 def make_entry(linears: Linears, activations: Activations, kv_cache_scheme: dict[str, Any] | None) -> dict[str, Any]:
@@ -225,7 +219,7 @@ def make_entry(linears: Linears, activations: Activations, kv_cache_scheme: dict
 def _group(scheme: QuantScheme, activations: Activations) -> dict[str, Any]:
     """A config group without its targets."""
     weights: dict[str, Any] = {
-        "num_bits": scheme.bits, "type": scheme.kind, "symmetric": scheme.symmetric or scheme.kind == "float",
+        "num_bits": scheme.bits, "type": scheme.codes.type, "symmetric": scheme.symmetric,
         "strategy": "channel", "group_size": None, "dynamic": False, "actorder": None,
     }  # fmt: skip
     if scheme.rows == -1:
@@ -238,17 +232,17 @@ def _group(scheme: QuantScheme, activations: Activations) -> dict[str, Any]:
         "weights": weights,
         "input_activations": _input_activations(scheme, activations),
         "output_activations": None,
-        "format": storage_of(scheme, activations),
+        "format": storage_of(scheme, activations).name,
     }
 
 
 def _input_activations(scheme: QuantScheme, activations: Activations) -> dict[str, Any] | None:
     """Dynamic activations: a scale for each token, or with weights in blocks for each block's inputs. None = exact."""
-    if activations == "none" or (scheme.kind, scheme.bits) != ("int" if activations == "int8" else "float", 8):
+    if activations == "none" or (scheme.codes.type, scheme.bits) != ("int" if activations == "int8" else "float", 8):
         return None
     in_groups = scheme.rows > 1
     return {
-        "num_bits": 8, "type": scheme.kind, "symmetric": True, "strategy": "group" if in_groups else "token",
+        "num_bits": 8, "type": scheme.codes.type, "symmetric": True, "strategy": "group" if in_groups else "token",
         "group_size": scheme.group_size if in_groups else None, "dynamic": True,
     }  # fmt: skip
 

@@ -16,7 +16,7 @@ from lmkit.formats.kv_config import FILE_NAME
 from lmkit.formats.parts import FLOATS
 from lmkit.formats.published import MARKS
 from lmkit.formats.verify import verify, weight_digest
-from lmkit.qtensor import Linears, QTensor, QuantScheme
+from lmkit.qtensor import Linears, QTensor, QuantScheme, plain
 
 CODED = (*MARKS, "SCB")  # a module with one of these has codes that other formats may hold
 PARTS = (
@@ -49,7 +49,7 @@ def convert(
         source = resolve_format(reader.config)
         if format_name == "dense" or source.name in ("dense", format_name):
             raise ConfigError(f"{reader.path}: is {source.name}; convert goes from one quantized format to another")
-        linears = _linears(reader, source)
+        linears = _linears(reader, source, target)
         entry = target.config_entry(
             linears,
             activations=source.activations(reader.config),
@@ -65,7 +65,7 @@ def convert(
     return dict(linears)
 
 
-def _linears(reader: CheckpointReader, source: WeightFormat) -> Linears:
+def _linears(reader: CheckpointReader, source: WeightFormat, target: WeightFormat) -> Linears:
     """Every matrix's module and its scheme, None = dense.
 
     Some formats store every zero and do not say whether weights are symmetric; others hold only symmetric weights.
@@ -74,21 +74,29 @@ def _linears(reader: CheckpointReader, source: WeightFormat) -> Linears:
     linears: dict[str, QuantScheme | None] = {}
     is_symmetric = True
     for module, is_quantized in _matrices(reader):
-        weight = source.read_linear(reader, module) if is_quantized else None
+        weight = _as_held(source.read_linear(reader, module), target) if is_quantized else None
         if isinstance(weight, Tensor):
             raise UnsupportedError(f"{reader.path}: {module} lies on no grid of integers; use --format dense")
         linears[module] = weight.scheme if isinstance(weight, QTensor) else None
-        if isinstance(weight, QTensor) and weight.scheme.kind == "int":
-            is_symmetric = is_symmetric and bool((weight.zeros == 1 << (weight.scheme.bits - 1)).all())
+        if isinstance(weight, QTensor):
+            is_symmetric = is_symmetric and weight.scheme.codes.suits(weight.zeros)
         if static := next((part for part in STATIC if reader.has(f"{module}.{part}")), None):
             raise UnsupportedError(f"{reader.path}: {module}.{static}: static activation scales are not converted")
         reader.release()
     if not any(linears.values()):
         raise CheckpointError(f"{reader.path}: no linear is quantized in codes that move; try --format dense")
     return {
-        module: scheme and replace(scheme, symmetric=scheme.symmetric or is_symmetric)
+        module: replace(scheme, codes=scheme.codes.made_symmetric()) if scheme and is_symmetric else scheme
         for module, scheme in linears.items()
     }
+
+
+def _as_held(weight: Tensor | QTensor, target: WeightFormat) -> Tensor | QTensor:
+    """The weight in codes that the target has, if there are such."""
+    if isinstance(weight, Tensor) or weight.scheme.codes == weight.scheme.codes.plain:
+        return weight
+    out_features, in_features = weight.codes.shape
+    return weight if target.can_write((out_features, in_features), weight.scheme) is None else plain(weight)
 
 
 def _matrices(reader: CheckpointReader) -> list[tuple[str, bool]]:
@@ -116,7 +124,7 @@ def _write(
     activations, digests = source.activations(reader.config), {}
     quantized = {module: scheme for module, scheme in linears.items() if scheme is not None}
     for number, (module, scheme) in enumerate(quantized.items()):
-        weight = source.read_linear(reader, module)
+        weight = _as_held(source.read_linear(reader, module), target)
         assert isinstance(weight, QTensor)
         weight = replace(weight, scheme=scheme)
         digests[module] = weight_digest(weight)

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lmkit.codes import FLOAT8
 from lmkit.errors import CheckpointError, UnsupportedError
 from lmkit.formats.checkpoint import CheckpointReader, CheckpointWriter
 from lmkit.formats.dense import read_dense
@@ -35,7 +36,7 @@ from lmkit.formats.parts import (
     read_float8,
     read_scales,
 )
-from lmkit.qtensor import Linears, QTensor, QuantScheme
+from lmkit.qtensor import Linears, QTensor, QuantScheme, float8_scheme
 
 _FIELDS: Fields = (
     ("fmt", "fmt", ("e4m3", "float8_e4m3fn", None)),
@@ -73,8 +74,8 @@ class Fp8Format:
         return read_scaled(reader, module, entry.get("weight_block_size"))
 
     def can_write(self, shape: tuple[int, int], scheme: QuantScheme) -> str | None:
-        if scheme.kind != "float":
-            return f"{scheme.bits}-bit integers, fp8 has floats"
+        if scheme.codes != FLOAT8:
+            return f"{scheme.codes.words}, fp8 has floats"
         if scheme.rows < 1 or scheme.group_size == -1:
             return "one scale for a whole row or tensor, fp8 has blocks; use compressed-tensors"
         return None
@@ -119,14 +120,14 @@ def read_scaled(reader: CheckpointReader, module: str, block: Sequence[int] | No
     name = next(name for scale in SCALES if reader.has(name := f"{module}.{scale}"))
     stored = reader.info(name).shape
     rows, columns = block or BLOCK
-    blocks = QuantScheme(8, columns, True, "float", rows)
+    blocks = float8_scheme(columns, rows)
     in_blocks = blocks.num_row_groups(out_features), blocks.num_groups(in_features)
     # ModelOpt writes a scale of blocks as [row groups, 1, groups, 1].
     of_blocks = in_blocks, (in_blocks[0], 1, in_blocks[1], 1)
     if math.prod(stored) == 1 and (block is None or stored not in of_blocks):
-        scheme = QuantScheme(8, -1, True, "float", -1)
+        scheme = float8_scheme(-1, -1)
     elif stored in ((out_features,), (out_features, 1)) and stored not in of_blocks:
-        scheme = QuantScheme(8, -1, True, "float")
+        scheme = float8_scheme()
     else:
         scheme = blocks
     expected = scheme.num_row_groups(out_features), scheme.num_groups(in_features)

@@ -22,17 +22,17 @@ from lmkit.formats.gguf_blocks import CHUNK, CODED, values
 from lmkit.formats.gguf_config import make_config
 from lmkit.formats.gguf_file import Storage
 from lmkit.formats.gguf_model import FLOATS, GgufModel
-from lmkit.formats.mxfp4 import FLOAT4
+from lmkit.formats.mxfp4 import MXFP4
 from lmkit.formats.read_only import ReadOnlyFormat
 from lmkit.formats.safetensors_file import NAMES, TensorInfo
-from lmkit.qtensor import QTensor, QuantScheme
+from lmkit.qtensor import QTensor, QuantScheme, int_scheme
 
 METHOD = "gguf"  # quant_method
 GROUP = 32
 GRIDS = {
-    "Q4_0": QuantScheme(4, GROUP),
-    **dict.fromkeys(("Q5_0", "Q8_0", "IQ4_NL", "IQ4_XS"), QuantScheme(8, GROUP, symmetric=True)),
-    "MXFP4": FLOAT4,
+    "Q4_0": int_scheme(4, GROUP),
+    **dict.fromkeys(("Q5_0", "Q8_0", "IQ4_NL", "IQ4_XS"), int_scheme(8, GROUP, symmetric=True)),
+    "MXFP4": MXFP4.plain,
 }  # what is kept at its bits; its groups have an integer zero
 
 

@@ -21,7 +21,7 @@ bits and its group size, so `dynamic` and `extra_config`, which tell them again 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -51,7 +51,7 @@ from lmkit.formats.parts import (
     stated_or_equal,
 )
 from lmkit.formats.patterns import names_pattern
-from lmkit.qtensor import Linears, QTensor, QuantScheme
+from lmkit.qtensor import Linears, QTensor, QuantScheme, int_scheme
 
 BITS = (2, 3, 4, 8)
 _FIELDS: Fields = (
@@ -90,7 +90,7 @@ class GptqFormat:
         entry = reader.config["quantization_config"]
         bits = stored_bits(reader, module)
         in_features, (num_groups, _) = words * 32 // bits, matrix_shape(reader, module + ".scales", FLOATS)
-        scheme = QuantScheme(bits, stated_or_equal(entry.get("group_size"), in_features, num_groups))
+        scheme = int_scheme(bits, stated_or_equal(entry.get("group_size"), in_features, num_groups))
         if reason := _shape_problem((out_features, in_features), scheme):
             raise CheckpointError(f"{reader.path}: {module}: {reason}")
         groups = scheme.num_groups(in_features)
@@ -98,7 +98,7 @@ class GptqFormat:
         scales = read_scales(reader, module + ".scales", (groups, out_features)).T.contiguous()
         codes = unpack_words(reader.tensor(module + ".qweight").T.contiguous(), bits, in_features)
         zeros, symmetric = self._zeros(reader, module, unpack_words(qzeros, bits, out_features), bits)
-        weight = QTensor(codes, scales, zeros.T.contiguous(), replace(scheme, symmetric=symmetric))
+        weight = QTensor(codes, scales, zeros.T.contiguous(), int_scheme(bits, scheme.group_size, symmetric))
         return in_groups(reader, module + ".g_idx", of_kernels(weight))
 
     def _zeros(self, reader: CheckpointReader, module: str, stored: Tensor, bits: int) -> tuple[Tensor, bool]:
@@ -119,8 +119,8 @@ class GptqFormat:
         return zeros, False
 
     def can_write(self, shape: tuple[int, int], scheme: QuantScheme) -> str | None:
-        if scheme.kind != "int":
-            return "float8 weights, GPTQ has integers"
+        if not scheme.codes.uniform:
+            return f"{scheme.codes.words}, GPTQ has integers"
         if self.zero_offset and not scheme.symmetric:
             return "asymmetric weights: version 1 of GPTQ cannot hold a zero of 0; use gptq_v2"
         return _shape_problem(shape, scheme)

@@ -3,8 +3,7 @@
     <module>.mxfp4_blocks   uint8 [out, groups, 16]: byte i has input 2 i in its low nibble, 2 i + 1 in its high one
     <module>.mxfp4_scales   uint8 [out, groups]: the scale is 2^(byte - 127); 255 is NaN
 
-A nibble is a sign and one of 0, 0.5, 1, 1.5, 2, 3, 4, 6. Twice these are integers, so a weight becomes an 8-bit QTensor
-without loss. The names are those of lmkit.models.fused; files have `experts.gate_up_proj_blocks` of all experts.
+The names are those of lmkit.models.fused; files have `experts.gate_up_proj_blocks` of all experts.
 """
 
 from __future__ import annotations
@@ -14,17 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lmkit.codes import E2M1
 from lmkit.errors import CheckpointError
 from lmkit.formats.checkpoint import CheckpointReader
 from lmkit.formats.dense import read_dense
 from lmkit.formats.parts import field_problem, read_part
 from lmkit.formats.read_only import ReadOnlyFormat
 from lmkit.qtensor import QTensor, QuantScheme
+from lmkit.scales import EXPONENTS
 
 BLOCKS, SCALES = "mxfp4_blocks", "mxfp4_scales"
-TWICE = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12], dtype=torch.int16)
-CODES = torch.cat([TWICE, -TWICE]) + 128
-FLOAT4 = QuantScheme(8, 32, symmetric=True, values=tuple(CODES.tolist()))
+MXFP4 = QuantScheme(E2M1, 32, scales=EXPONENTS)
 
 
 class Mxfp4Format(ReadOnlyFormat):
@@ -45,7 +44,4 @@ class Mxfp4Format(ReadOnlyFormat):
         if bool((exponents == 255).any()):
             raise CheckpointError(f"{reader.path}: {module}.{SCALES} holds numbers that are not finite")
         nibbles = torch.stack([blocks & 15, blocks >> 4], dim=-1).flatten(1)
-        ones = torch.ones(exponents.shape)
-        scales = torch.ldexp(ones, exponents.to(torch.int32) - 128)  # half of the file's, as codes are twice the values
-        zeros = torch.full(exponents.shape, 128, dtype=torch.uint8)
-        return QTensor(CODES[nibbles.long()].to(torch.uint8), scales, zeros, FLOAT4)
+        return QTensor(nibbles, exponents, E2M1.zeros(exponents.shape), MXFP4)

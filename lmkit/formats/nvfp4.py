@@ -6,24 +6,23 @@
     module.weight_global_scale  float32 [1]: divides      module.weight_scale_2  float32: multiplies
 
 Byte i has input 2 i in its low nibble. A nibble is a float4 as in MXFP4. w = nibble * (scale / global scale), or
-nibble * (scale * scale_2), in float32. As with MXFP4, a weight becomes an 8-bit QTensor without loss.
+nibble * (scale * scale_2), in float32.
 
 ModelOpt's other algorithms here have weights in float8: see fp8.py. A module's tensors say which it is.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lmkit.codes import E2M1
 from lmkit.errors import CheckpointError
 from lmkit.formats.checkpoint import CheckpointReader
 from lmkit.formats.dense import read_dense
 from lmkit.formats.fp8 import read_scaled
-from lmkit.formats.mxfp4 import CODES, FLOAT4
 from lmkit.formats.parts import (
     Activations,
     Fields,
@@ -33,10 +32,12 @@ from lmkit.formats.parts import (
     read_scales,
 )
 from lmkit.formats.read_only import ReadOnlyFormat
-from lmkit.qtensor import QTensor
+from lmkit.qtensor import QTensor, QuantScheme
+from lmkit.scales import TwoLevel
 
 GROUP_SIZE = 16
-SCHEME = replace(FLOAT4, group_size=GROUP_SIZE)
+NVFP4 = QuantScheme(E2M1, GROUP_SIZE, scales=TwoLevel(divided=True))  # of compressed-tensors
+NVFP4_MODELOPT = QuantScheme(E2M1, GROUP_SIZE, scales=TwoLevel())
 _FIELDS: Fields = (
     ("quant_algo", "quant_algo", ("nvfp4", "fp8", "fp8_per_channel_per_token", "fp8_pb_wo", "mixed_precision")),
 )
@@ -56,7 +57,7 @@ class ModelOptFormat(ReadOnlyFormat):
         if reader.has(module + ".pre_quant_scale"):
             raise CheckpointError(f"{reader.path}: {module}.pre_quant_scale: inputs would have to be scaled by it")
         if reader.has(module + ".weight_scale_2"):
-            return read_nvfp4(reader, module, "weight", _factor(reader, module + ".weight_scale_2"))
+            return read_nvfp4(reader, module, "weight", _factor(reader, module + ".weight_scale_2"), NVFP4_MODELOPT)
         return read_scaled(reader, module) if reader.has(module + ".weight_scale") else read_dense(reader, module)
 
 
@@ -65,10 +66,10 @@ def read_compressed(reader: CheckpointReader, module: str) -> QTensor:
     factor = _factor(reader, module + ".weight_global_scale")
     if not bool(factor > 0):
         raise CheckpointError(f"{reader.path}: {module}.weight_global_scale is {float(factor)}, expected more than 0")
-    return read_nvfp4(reader, module, "weight_packed", factor, divides=True)
+    return read_nvfp4(reader, module, "weight_packed", factor, NVFP4)
 
 
-def read_nvfp4(reader: CheckpointReader, module: str, part: str, factor: Tensor, *, divides: bool = False) -> QTensor:
+def read_nvfp4(reader: CheckpointReader, module: str, part: str, factor: Tensor, scheme: QuantScheme) -> QTensor:
     """A weight [out, in] of the tensor `part` and its scales. Raises CheckpointError."""
     name = f"{module}.{part}"
     if not reader.has(name):
@@ -76,11 +77,9 @@ def read_nvfp4(reader: CheckpointReader, module: str, part: str, factor: Tensor,
     rows, width = matrix_shape(reader, name, ("U8",))
     if 2 * width % GROUP_SIZE:
         raise CheckpointError(f"{reader.path}: {name} has {2 * width} inputs, not a multiple of {GROUP_SIZE}")
-    scales = read_float8(reader, module + ".weight_scale", (rows, 2 * width // GROUP_SIZE)).float()
-    scales = scales / factor if divides else scales * factor
-    packed = reader.tensor(name)
-    codes = CODES.to(torch.uint8)[torch.stack((packed & 15, packed >> 4), dim=-1).flatten(1).int()]
-    return QTensor(codes, scales / 2, torch.full(scales.shape, 128, dtype=torch.uint8), SCHEME)
+    scales, packed = read_float8(reader, module + ".weight_scale", (rows, 2 * width // GROUP_SIZE)), reader.tensor(name)
+    codes = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(1)
+    return QTensor(codes, scales, E2M1.zeros(tuple(scales.shape)), scheme, factor=factor)
 
 
 def _factor(reader: CheckpointReader, name: str) -> Tensor:

@@ -8,9 +8,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from lmkit.codes import Integers
 from lmkit.errors import CheckpointError, UnsupportedError
 from lmkit.formats.checkpoint import CheckpointReader
-from lmkit.qtensor import Linears, QTensor, QuantScheme
+from lmkit.qtensor import Linears, QTensor, QuantScheme, int_scheme
 
 # How an engine should run 8-bit weights: with activations rounded per token to the same kind, or exactly ("none").
 Activations = Literal["none", "int8", "float8"]
@@ -58,7 +59,7 @@ def stated_or_equal(stated: Any, in_features: int, num_groups: int) -> int:
     """The group size of a weight with so many groups: the stated one if it gives them, else the size of equal groups,
     which is a multiple of 8. If there is no such size, it is the stated one."""
     size, rest = divmod(in_features, num_groups)
-    if stated is not None and (rest or size % 8 or QuantScheme(8, stated).num_groups(in_features) == num_groups):
+    if stated is not None and (rest or size % 8 or int_scheme(8, stated).num_groups(in_features) == num_groups):
         return int(stated)
     return -1 if num_groups == 1 else size
 
@@ -80,17 +81,17 @@ def one_scheme(linears: Linears, what: str) -> QuantScheme:
     Raises UnsupportedError for mixtures; `what` names the format.
     """
     schemes = {scheme for scheme in linears.values() if scheme is not None}
-    grids = {(scheme.bits, scheme.group_size, scheme.kind, scheme.rows) for scheme in schemes}
+    grids = {(str(scheme.codes), scheme.group_size, scheme.rows) for scheme in schemes}
     if len(grids) > 1:
-        found = ", ".join(sorted(f"{bits} bits in groups of {size}" for bits, size, *_ in grids))
+        found = ", ".join(sorted({f"{scheme.bits} bits in groups of {scheme.group_size}" for scheme in schemes}))
         raise UnsupportedError(f"{what} has one scheme for a whole checkpoint, not {found}; use compressed-tensors")
-    (bits, group_size, kind, rows), ordered = grids.pop(), any(scheme.act_order for scheme in schemes)
-    return QuantScheme(bits, group_size, all(scheme.symmetric for scheme in schemes), kind, rows, ordered)
+    least = min(schemes, key=lambda scheme: scheme.symmetric)
+    return replace(least, act_order=any(scheme.act_order for scheme in schemes))
 
 
 def of_kernels(weight: QTensor) -> QTensor:
     """The same weight as kernels hold it: codes of 2 and 3 bits become such of 4."""
-    return replace(weight, scheme=replace(weight.scheme, bits=4, symmetric=False)) if weight.scheme.bits < 4 else weight
+    return replace(weight, scheme=replace(weight.scheme, codes=Integers(4))) if weight.scheme.bits < 4 else weight
 
 
 def refuse_extras(what: str, activations: Activations, kv_cache_scheme: dict[str, Any] | None) -> None:

@@ -23,7 +23,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from lmkit.errors import CheckpointError
-from lmkit.qtensor import QTensor, dequantize, per_row
+from lmkit.qtensor import QTensor, dequantize, plain
 
 Array = NDArray[Any]
 CHUNK_ROWS = 1024  # outputs converted to float32 at a time
@@ -34,7 +34,7 @@ MARKS = ("qweight", "weight_packed", "weight_scale", "weight_scale_inv")  # a mo
 def weight_digest(weight: Tensor | QTensor) -> str:
     """A digest of a weight's float32 values [out, in] and of its shape."""
     digest = _digest((weight.codes if isinstance(weight, QTensor) else weight).shape)
-    parts = _row_chunks(per_row(weight)) if isinstance(weight, QTensor) else weight.split(CHUNK_ROWS)
+    parts = _row_chunks(plain(weight)) if isinstance(weight, QTensor) else weight.split(CHUNK_ROWS)
     for part in parts:
         values = dequantize(part) if isinstance(part, QTensor) else part.float()
         _update(digest, values.numpy())
@@ -197,7 +197,7 @@ _E4M3 = _e4m3_values()
 def _row_chunks(q: QTensor) -> list[QTensor]:
     """Pieces of CHUNK_ROWS outputs of a weight with scales for each output."""
     pieces = zip(*(part.split(CHUNK_ROWS) for part in (q.codes, q.scales)), strict=True)
-    zeros = q.zeros.split(CHUNK_ROWS) if q.scheme.kind == "int" else [q.zeros] * -(-len(q.codes) // CHUNK_ROWS)
+    zeros = q.zeros.split(CHUNK_ROWS) if len(q.zeros) else [q.zeros] * -(-len(q.codes) // CHUNK_ROWS)
     return [
         replace(q, codes=codes, scales=scales, zeros=zero) for (codes, scales), zero in zip(pieces, zeros, strict=True)
     ]

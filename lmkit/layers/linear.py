@@ -19,7 +19,7 @@ from lmkit.layers.adapters import LinearAdapters, StepAdapters, Ungated
 from lmkit.layers.outline import WeightKind, kind_of, packed_outline
 from lmkit.log import get_logger
 from lmkit.low_rank import AdapterRows, Add, Columns
-from lmkit.qtensor import QTensor, QuantScheme, dequantize, per_row
+from lmkit.qtensor import QTensor, QuantScheme, dequantize, plain
 
 log = get_logger(__name__)
 
@@ -311,8 +311,8 @@ def _shape(weight: Tensor | QTensor) -> tuple[int, int]:
 
 def _concat(weights: list[Tensor | QTensor]) -> Tensor | QTensor:
     if len(weights) == 1:
-        return per_row(weights[0]) if isinstance(weights[0], QTensor) else weights[0]
-    quantized = [per_row(w) for w in weights if isinstance(w, QTensor)]
+        return plain(weights[0]) if isinstance(weights[0], QTensor) else weights[0]
+    quantized = [plain(w) for w in weights if isinstance(w, QTensor)]
     if quantized:
         return dataclasses.replace(
             quantized[0],
@@ -356,7 +356,7 @@ def _select(
     traits: dict[str, Any] = {"out_features": shape[0], "in_features": shape[1], "activation": activation}
     if kind.scheme is None:
         return ops.linear_dense.select(device, dtype=kind.torch_dtype, **traits)
-    traits |= {"group_size": kind.scheme.group_size, "bits": kind.scheme.bits, "values": kind.scheme.values}
+    traits |= {"group_size": kind.scheme.group_size, "bits": kind.scheme.bits, "values": kind.scheme.codes.values}
     candidates = _candidates(kind.scheme, activations)
     found = [op.select(device, **traits) for op in candidates]
     native = next((impl for impl in found if impl.device == device), None)
@@ -377,7 +377,7 @@ def _candidates(scheme: QuantScheme, activations: str) -> tuple[Op, ...]:
     int8 rounds the inputs of integer weights, fp8 those of float8 weights. auto rounds them if a row has one scale, so
     that the whole product is one of 8-bit numbers.
     """
-    kind = "fp8" if scheme.kind == "float" else "int8"
+    kind = scheme.codes.inputs
     rounded, exact = {
         ("fp8", 8): (ops.linear_fp8_a8, ops.linear_fp8),
         ("int8", 8): (ops.linear_w8a8, ops.linear_w8a16),
@@ -386,7 +386,5 @@ def _candidates(scheme: QuantScheme, activations: str) -> tuple[Op, ...]:
     if activations == "auto":
         return (rounded, exact) if scheme.bits == 8 and scheme.group_size == -1 else (exact,)
     if activations == "fp8" and kind != "fp8":
-        raise UnsupportedError(
-            f"activations fp8 need float8 weights, not {scheme.bits}-bit integers: auto, int8 or exact"
-        )
+        raise UnsupportedError(f"activations fp8 need float8 weights, not {scheme.codes.words}: auto, int8 or exact")
     return (rounded,) if activations == kind else (exact,)

@@ -16,6 +16,7 @@ from torch import Tensor
 from lmkit.errors import CheckpointError
 from lmkit.kernels.registry import Implementation
 from lmkit.qtensor import QTensor, QuantScheme
+from lmkit.scales import NUMBERS
 
 STEP = 256  # outputs; a multiple of every kernel's panel
 
@@ -24,7 +25,7 @@ STEP = 256  # outputs; a multiple of every kernel's panel
 class WeightKind:
     """A weight without its size and values: `dtype` of a dense weight or of the scales, `scheme` of a quantized weight.
 
-    Kernels see one scale per output (qtensor.per_row), so `scheme` has rows 1. `order` is a digest of QTensor.order:
+    `scheme` is that of qtensor.plain, as which kernels see a weight. `order` is a digest of QTensor.order:
     weights of one kind read the same inputs in the same order.
     """
 
@@ -46,24 +47,23 @@ class WeightKind:
             return torch.zeros(shape, dtype=self.torch_dtype)
         if (
             self.scheme.bits not in (4, 8)
-            or self.scheme.rows != 1
+            or self.scheme != self.scheme.plain
             or not (self.scheme.group_size == -1 or self.scheme.group_size > 0)
-            or not {*self.scheme.values} <= {*range(256)}
-            or len(self.scheme.values) > 16
+            or not {*self.scheme.codes.values} <= {*range(256)}
+            or len(self.scheme.codes.values) > 16
         ):
             raise CheckpointError(f"no such scheme: {self.scheme}")
-        groups, scheme = (shape[0], self.scheme.num_groups(shape[1])), dataclasses.replace(self.scheme, act_order=False)
-        if scheme.kind == "float":
-            scales, zeros = torch.zeros(groups, dtype=self.torch_dtype), torch.zeros(0, dtype=torch.uint8)
-            return QTensor(torch.zeros(shape, dtype=torch.float8_e4m3fn), scales, zeros, scheme)
-        codes, zeros = (torch.zeros(size, dtype=torch.uint8) for size in (shape, groups))
-        return QTensor(codes, torch.zeros(groups, dtype=self.torch_dtype), zeros, scheme)
+        scheme = dataclasses.replace(self.scheme, act_order=False)
+        scales = torch.zeros(shape[0], scheme.num_groups(shape[1]), dtype=self.torch_dtype)
+        codes = torch.zeros(shape, dtype=scheme.codes.element)
+        return QTensor(codes, scales, scheme.codes.zeros(tuple(scales.shape)), scheme)
 
 
 def kind_of(weight: Tensor | QTensor) -> WeightKind:
     if isinstance(weight, QTensor):
         order = "" if weight.order is None else hashlib.sha256(weight.order.cpu().numpy().tobytes()).hexdigest()[:32]
-        return WeightKind(_name(weight.scales), dataclasses.replace(weight.scheme, rows=1), order)
+        dtype = _name(weight.scales) if weight.scheme.scales == NUMBERS else "float32"
+        return WeightKind(dtype, weight.scheme.plain, order)
     return WeightKind(_name(weight))
 
 

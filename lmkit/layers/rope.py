@@ -17,7 +17,7 @@ from lmkit.kernels import ops
 from lmkit.kernels.cuda.module import tensor_device
 from lmkit.layers.batch import BatchInputs
 from lmkit.layers.rope_spec import RopeSpec
-from lmkit.qtensor import QTensor, per_row
+from lmkit.qtensor import QTensor, plain
 
 
 class Rope:
@@ -138,7 +138,7 @@ def halves_first(weight: Tensor | QTensor, order: tuple[int, ...]) -> Tensor | Q
     rows = rows[:, list(order)].flatten()
     if isinstance(weight, Tensor):
         return weight[rows]
-    weight = per_row(weight)
+    weight = plain(weight)
     codes = weight.codes.view(torch.uint8)[rows].view(weight.codes.dtype)  # torch indexes no float8
     zeros = weight.zeros[rows] if len(weight.zeros) else weight.zeros
     return replace(weight, codes=codes, scales=weight.scales[rows], zeros=zeros)

@@ -18,6 +18,8 @@ from lmkit.kernels.cpu import isa
 
 PACKAGE = Path(__file__).parents[1]
 SOURCES = (
+    "codes.py",
+    "scales.py",
     "qtensor.py",
     "kv_dtype.py",
     "attention_spec.py",

@@ -50,12 +50,6 @@ def coded_scheme(reader: CheckpointReader, name: str) -> QuantScheme | None:
     return reader.scheme(name) if isinstance(reader, GgufReader) and reader.has(name) else None
 
 
-def coded_bytes(shape: tuple[int, ...], scheme: QuantScheme) -> int:
-    """Bytes of a weight's codes, and of the float16 scale and the zero byte of each group."""
-    rows, width = shape
-    return rows * (width * scheme.bits // 8 + 3 * scheme.num_groups(width))
-
-
 def show_tensors(reader: CheckpointReader, spec: ModelSpec) -> None:
     """Let the reader show the tensors of this model that it has inside others, or under other names."""
     if isinstance(reader, GgufReader):

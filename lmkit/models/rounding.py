@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from lmkit.errors import ConfigError
 from lmkit.log import get_logger
-from lmkit.qtensor import QuantScheme
+from lmkit.qtensor import QuantScheme, float8_scheme, int_scheme
 
 if TYPE_CHECKING:
     from lmkit.models.spec import ModelSpec
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 log = get_logger(__name__)
 
 SCHEMES: Mapping[str, QuantScheme] = {
-    "int4": QuantScheme(4, 128),
-    "int8": QuantScheme(8, 128, symmetric=True),
-    "fp8": QuantScheme(8, -1, symmetric=True, kind="float"),
+    "int4": int_scheme(4, 128),
+    "int8": int_scheme(8, 128, symmetric=True),
+    "fp8": float8_scheme(),
 }
 GROUPS = (128, 64, 32)
 MAX_DENSE = 0.02  # of the weights of a model's linears may stay dense without being asked for
@@ -75,6 +75,5 @@ def saved_bytes(spec: ModelSpec, name: str, dense: int) -> int:
     for layer in spec.layers:
         for role, (out_features, in_features) in layer.linears.items():
             if role not in layer.unrounded and (scheme := scheme_for(name, in_features)) is not None:
-                scales = out_features * scheme.num_groups(in_features) * (4 if scheme.kind == "float" else 3)
-                saved += out_features * in_features * dense - out_features * in_features * scheme.bits // 8 - scales
+                saved += out_features * in_features * dense - scheme.num_bytes((out_features, in_features))
     return saved

@@ -112,16 +112,16 @@ class Shard:
     @staticmethod
     def rows(weight: Tensor | QTensor, rows: slice) -> Tensor | QTensor:
         """Some outputs of a weight [out, in], or some numbers of a vector."""
-        from lmkit.qtensor import QTensor, per_row
+        from lmkit.qtensor import QTensor, plain
 
         if not isinstance(weight, QTensor):
             return weight[rows].contiguous()
-        whole = per_row(weight)
+        whole = plain(weight)
         zeros = whole.zeros[rows] if len(whole.zeros) else whole.zeros
         return replace(whole, codes=whole.codes[rows].contiguous(), scales=whole.scales[rows], zeros=zeros)
 
     def _columns(self, role: str, weight: Tensor | QTensor) -> Tensor | QTensor:
-        from lmkit.qtensor import QTensor, per_row
+        from lmkit.qtensor import QTensor, plain
 
         if not isinstance(weight, QTensor):
             return weight[:, self.part(weight.shape[1])].contiguous()
@@ -130,7 +130,7 @@ class Shard:
                 f"tp={self.size}: {role} has its inputs in activation order, so a group's inputs are on several ranks; "
                 "use tp=1"
             )
-        whole = per_row(weight)
+        whole = plain(weight)
         width, group = whole.codes.shape[1], whole.scheme.group_size
         codes = whole.codes[:, self.part(width)].contiguous()
         if group == -1:

@@ -28,14 +28,14 @@ from lmkit.models import load_spec, roles
 from lmkit.models.decoder import Decoder
 from lmkit.models.decoder_layer import DecoderLayer
 from lmkit.models.head import has_own_head, untied
-from lmkit.models.opened import coded_bytes, coded_scheme, open_checkpoint, show_tensors
+from lmkit.models.opened import coded_scheme, open_checkpoint, show_tensors
 from lmkit.models.registry import BASE, CLASSIFIER
 from lmkit.models.rounding import check_rounding, saved_bytes, scheme_for
 from lmkit.models.spec import ModelSpec
-from lmkit.qtensor import QTensor, QuantScheme, dequantize, quantize
+from lmkit.qtensor import QTensor, QuantScheme, dequantize, int_scheme, quantize
 
 NVFP4_CODES = ("weight", "weight_packed")  # the last parts of the names of bytes with two codes each
-HEAD_SCHEME = QuantScheme(bits=8, group_size=128)  # of lm_head int8
+HEAD_SCHEME = int_scheme(8, 128)  # of lm_head int8
 QUANTIZED_ROWS = 2048
 SCALES = (".scales", ".qzeros", ".scaled_zeros", ".weight_scale", ".weight_scale_inv", ".input_scale")
 
@@ -273,7 +273,7 @@ class ModelSource:
         """Bytes of a head that the checkpoint has as numbers of `dense` bytes, or as tied embeddings in codes."""
         shape = self.spec.num_logits, self.spec.hidden_size
         scheme = self.tied_scheme or (HEAD_SCHEME if storage == "int8" else None)
-        return math.prod(shape) * dense if scheme is None else coded_bytes(shape, scheme)
+        return math.prod(shape) * dense if scheme is None else scheme.num_bytes(shape)
 
     def head(self, dtype: torch.dtype | None = None, device: str = "cpu") -> Decoder:
         """A decoder without layers. Only `embed`, `embed_rows`, `per_layer` and `head` work, with plain weights."""
@@ -341,7 +341,7 @@ class ModelSource:
             if floating:
                 total += math.prod(info.shape) * (DTYPES[info.dtype].itemsize if dtype is None else dense)
             elif (scheme := coded_scheme(self.reader, name)) is not None:
-                total += coded_bytes(info.shape, scheme)
+                total += scheme.num_bytes((info.shape[0], info.shape[1]))
             else:
                 total += info.nbytes * self._growth(name, dense, device, activations)
         if self.spec.tie_embeddings:

@@ -188,8 +188,8 @@ def _layer_bytes(source: ModelSource) -> int:
 
 
 def _stored_bytes(source: ModelSource, recipe: Recipe) -> int:
-    """Bytes of the quantized layers: the codes, and for each group a float16 scale and a zero."""
+    """Bytes of the quantized layers: the codes, and each group's scale and zero."""
     scheme = recipe.scheme.scheme()
     bits = scheme.bits if recipe.average_bits is None else recipe.average_bits
-    bits += (16 + scheme.bits) / (scheme.group_size if scheme.group_size > 0 else 64)
+    bits += scheme.group_bits / (scheme.group_size if scheme.group_size > 0 else 64)
     return int(sum(layer.weight_bytes(bits) for layer in source.spec.layers))

@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from lmkit.codes import Integers
 from lmkit.errors import ConfigError
 from lmkit.formats.base import get_format
 from lmkit.layers.blocks.base import Shape
@@ -25,7 +26,6 @@ from lmkit.qtensor import Linears, QuantScheme
 from lmkit.quant.recipe import MIXED_FORMAT, Recipe
 from lmkit.quant.sections import WIDE_GROUPS
 
-SCALE_BITS = 16
 LOW_BITS = 2, 3  # for budgets that the recipe's scheme exceeds
 EXPERTS = "mlp.experts."
 
@@ -60,10 +60,10 @@ def candidates(recipe: Recipe, base: QuantScheme | None = None) -> tuple[QuantSc
     if recipe.average_bits is None or recipe.format == "awq" or base.bits != 4:  # an AWQ file has one scheme
         return (base,)
     finer = () if base.group_size == 32 else (replace(base, group_size=32),)
-    of_scale = (SCALE_BITS + base.bits * (not base.symmetric)) / max(base.group_size, 1)
+    of_scale = base.group_bits / max(base.group_size, 1)
     widths = LOW_BITS if recipe.average_bits < base.bits + of_scale else ()
-    low = [replace(scheme, bits=bits, symmetric=False) for bits in widths for scheme in (base, *finer)]
-    return *low, base, *finer, replace(base, bits=8, symmetric=True)
+    low = [replace(scheme, codes=Integers(bits)) for bits in widths for scheme in (base, *finer)]
+    return *low, base, *finer, replace(base, codes=Integers(8, symmetric=True))
 
 
 def computed_together(layer: LayerSpec) -> list[tuple[str, ...]]:

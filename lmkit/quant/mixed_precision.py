@@ -17,7 +17,7 @@ from lmkit.formats.base import get_format
 from lmkit.layers.blocks.base import Shape
 from lmkit.models.spec import ModelSpec
 from lmkit.qtensor import Linears, QuantScheme
-from lmkit.quant.groups import SCALE_BITS, candidates, computed_together
+from lmkit.quant.groups import candidates, computed_together
 from lmkit.quant.recipe import Recipe
 
 MEASURED_ROWS, MEASURED_LEN = 8, 128  # KL is measured on so many rows of the calibration data, of so many tokens
@@ -90,9 +90,9 @@ def stored_bits(spec: ModelSpec, recipe: Recipe, shape: Shape, scheme: QuantSche
     out_features, in_features = shape
     if scheme is None:
         return out_features * in_features * DENSE_BITS[spec.dtype]
-    zero_bits = 0 if scheme.symmetric and recipe.format != "awq" else scheme.bits  # AWQ always stores zeros
-    scales = out_features * scheme.num_groups(in_features) * (SCALE_BITS + zero_bits)
-    return out_features * in_features * scheme.bits + scales
+    zero_bits = scheme.bits if scheme.symmetric and recipe.format == "awq" else 0  # AWQ always stores zeros
+    groups = out_features * scheme.num_groups(in_features)
+    return out_features * in_features * scheme.bits + groups * (scheme.group_bits + zero_bits)
 
 
 def check_reachable(spec: ModelSpec, recipe: Recipe, linears: Linears) -> None:
@@ -137,6 +137,4 @@ def name_of(scheme: QuantScheme | None) -> str:
     """The name of a scheme: `int4 g128`, `int8 channel`, `float8 block`, `dense`."""
     if scheme is None:
         return "dense"
-    wide = {(1, -1): "channel", (-1, -1): "tensor", (128, 128): "block"}
-    size = wide.get((scheme.rows, scheme.group_size), f"g{scheme.group_size}")
-    return f"{scheme.kind}{scheme.bits} {size}"
+    return str(scheme)

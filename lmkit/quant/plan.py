@@ -16,7 +16,7 @@ from lmkit.kernels.cuda.module import tensor_device
 from lmkit.log import get_logger
 from lmkit.models.source import ModelSource
 from lmkit.models.spec import ModelSpec
-from lmkit.qtensor import QuantScheme, dequantize, quantize
+from lmkit.qtensor import QuantScheme, dequantize, int_scheme, quantize
 from lmkit.quant.device import gpu, multiplies_bfloat16, wait
 from lmkit.quant.groups import candidates, check_dense, fit_groups
 from lmkit.quant.kv.config import check_layers
@@ -156,7 +156,7 @@ def measure_speed(dtype: torch.dtype, device: str = "cpu") -> Speed:
     """What a device does in a second, measured in less than half of one. `dtype`: of short products."""
     at = tensor_device(device)
     size = 1024 if gpu(device) is None else 4096
-    x, few, scheme = torch.randn(size, size).to(at), torch.randn(FEW).to(at), QuantScheme(4, 128)
+    x, few, scheme = torch.randn(size, size).to(at), torch.randn(FEW).to(at), int_scheme(4, 128)
     engine = torch.bfloat16 if multiplies_bfloat16(device) else torch.float32
     works: dict[Callable[[], object], float] = {
         lambda: times(x.to(dtype), x.to(dtype), dtype): 2 * size**3,

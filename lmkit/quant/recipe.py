@@ -23,6 +23,7 @@ import torch
 from msgspec import Meta
 
 from lmkit import yaml_file
+from lmkit.codes import FLOAT8
 from lmkit.config import StrictStruct, parse
 from lmkit.errors import ConfigError
 from lmkit.formats.base import get_format
@@ -30,6 +31,7 @@ from lmkit.formats.parts import Activations
 from lmkit.models.layer_spec import LayerSpec
 from lmkit.models.spec import ModelSpec
 from lmkit.other_names import hint
+from lmkit.qtensor import int_scheme
 from lmkit.quant.device import multiplies_bfloat16
 from lmkit.quant.sections import NO_TEXT, CalibrationRecipe, DatasetRecipe, KVLayerRecipe, KVRecipe, SchemeRecipe
 from lmkit.quant.steps.base import SAMPLE_TOKENS, LayerCost, Stage
@@ -104,7 +106,7 @@ class Recipe(StrictStruct, frozen=True, kw_only=True):
         """The numbers that a calibration multiplies: bfloat16 where that is faster, and the error of 4-bit weights is
         so much larger that it does not show."""
         scheme = self.scheme.scheme()
-        short = scheme.kind == "int" and scheme.bits <= 4 and multiplies_bfloat16(device)
+        short = scheme.bits <= 4 and multiplies_bfloat16(device)
         return torch.bfloat16 if short else torch.float32
 
     @property
@@ -158,10 +160,9 @@ class Recipe(StrictStruct, frozen=True, kw_only=True):
 def _scheme_problem(recipe: Recipe) -> str | None:
     """Why format, scheme, activations and steps do not go together, or None."""
     weights, activations = recipe.scheme.scheme(), recipe.activations
-    per_channel = (weights.kind, weights.bits, weights.group_size, weights.symmetric) == ("int", 8, -1, True)
-    if activations == "int8" and not per_channel:
+    if activations == "int8" and weights != int_scheme(8, -1, symmetric=True):
         return "activations int8 need scheme {bits: 8, group_size: channel, symmetric: true}"
-    if activations == "float8" and weights.kind != "float":
+    if activations == "float8" and weights.codes != FLOAT8:
         return "activations float8 need scheme {bits: 8, type: float}"
     if activations not in DECLARES[recipe.format]:
         return f"format {recipe.format} has activations {' or '.join(DECLARES[recipe.format])}, not {activations}"

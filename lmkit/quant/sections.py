@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
+from lmkit.codes import FLOAT8, Integers
 from lmkit.config import PositiveInt, StrictStruct
 from lmkit.kv_dtype import FP8, INT4, INT8, KVDtype
 from lmkit.models.rounding import GROUPS
@@ -47,8 +48,8 @@ class SchemeRecipe(StrictStruct, frozen=True):
 
     def scheme(self) -> QuantScheme:
         rows, size = (1, self.group_size) if isinstance(self.group_size, int) else WIDE_GROUPS[self.group_size]
-        symmetric = self.type == "float" or bool(self.symmetric)
-        return QuantScheme(self.bits, size, symmetric, self.type, rows)
+        codes = FLOAT8 if self.type == "float" else Integers(self.bits, bool(self.symmetric))
+        return QuantScheme(codes, size, rows)
 
     @property
     def schemes(self) -> tuple[QuantScheme, ...]:

@@ -22,7 +22,7 @@ from lmkit.cli.main import app
 from lmkit.errors import LMKitError
 from lmkit.formats.hub import DEMO_FOLDER
 from lmkit.kernels.cuda import elementwise, module
-from lmkit.qtensor import QuantScheme
+from lmkit.qtensor import int_scheme
 from tests.formats.linears import random_linear, written
 
 pytestmark = pytest.mark.slow
@@ -71,7 +71,7 @@ def test_help_loads_nothing_heavy() -> None:
 
 
 def test_convert(tmp_path: Path) -> None:
-    source = written(tmp_path / "awq", "awq", {"m": random_linear(QuantScheme(4, 16))})
+    source = written(tmp_path / "awq", "awq", {"m": random_linear(int_scheme(4, 16))})
     result = lmkit("convert", str(source), "-o", str(tmp_path / "ct"), "--format", "compressed-tensors")
     assert result.stdout == f"{tmp_path}/ct: 1 linears as compressed-tensors, read back and found equal\n"
     assert "m: gptq cannot store it" in refused("convert", str(source), "-o", str(tmp_path / "x"), "--format", "gptq")

@@ -26,7 +26,7 @@ def random_linear(
 ) -> QTensor:
     """A random quantized weight. Codes use all bits, also the top bits of words. Values that a symmetric scheme fixes
     have these values."""
-    if scheme.kind == "float":
+    if not scheme.codes.uniform:
         codes = torch.randint(0, 256, shape, dtype=torch.uint8)
         codes[codes & 0x7F == 0x7F] = 0x80
         scales = torch.rand(scheme.num_row_groups(shape[0]), scheme.num_groups(shape[1])).to(dtype)

@@ -16,7 +16,7 @@ from lmkit.errors import CheckpointError, UnsupportedError
 from lmkit.formats import awq
 from lmkit.formats.base import FORMATS, get_format, resolve_format
 from lmkit.formats.checkpoint import CheckpointReader, CheckpointWriter
-from lmkit.qtensor import QTensor, QuantScheme, dequantize, quantize
+from lmkit.qtensor import QTensor, QuantScheme, dequantize, int_scheme, quantize
 from tests.formats.files import folder
 from tests.formats.naive_awq import dequantized
 
@@ -67,7 +67,7 @@ def test_there_and_back(
     generator = torch.Generator().manual_seed(seed)
     in_features = groups * max(group_size, 4)
     weight = torch.randn(8 * outs, in_features, generator=generator) + (2.0 if shifted else 0.0)
-    q = quantize(weight, QuantScheme(4, group_size, symmetric))
+    q = quantize(weight, int_scheme(4, group_size, symmetric))
     path = written(tmp_path / "m", q, AWQ.config_entry({"m": q.scheme}))
     with CheckpointReader(path) as reader:
         assert resolve_format(reader.config) is AWQ
@@ -78,7 +78,7 @@ def test_there_and_back(
     assert torch.equal(read.scales, q.scales)
     assert (read.codes.dtype, read.zeros.dtype, read.scales.dtype) == (torch.uint8, torch.uint8, torch.float16)
     assert read.codes.is_contiguous()
-    assert read.scheme == QuantScheme(4, group_size)
+    assert read.scheme == int_scheme(4, group_size)
     np.testing.assert_array_equal(dequantize(q).numpy(), dequantized(path / "model.safetensors", MODULE, group_size))
 
 
@@ -92,25 +92,25 @@ def test_files_of_others(tmp_path: Path) -> None:
 
 
 def test_config_entry() -> None:
-    entry = AWQ.config_entry({"c": QuantScheme(4, 128), "lm_head": None, "a.b": None})
+    entry = AWQ.config_entry({"c": int_scheme(4, 128), "lm_head": None, "a.b": None})
     assert entry == {
         "quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm",
         "modules_to_not_convert": ["a.b", "lm_head"],
     }  # fmt: skip
     assert AWQ.accepts({"quantization_config": entry}) is None
-    assert (AWQ.config_entry({"c": QuantScheme(4, 128, symmetric=True)}) or {})["modules_to_not_convert"] is None
+    assert (AWQ.config_entry({"c": int_scheme(4, 128, symmetric=True)}) or {})["modules_to_not_convert"] is None
     assert json.loads(json.dumps(entry)) == entry
-    assert DENSE.config_entry({"c": QuantScheme(4, 128)}) is None
+    assert DENSE.config_entry({"c": int_scheme(4, 128)}) is None
 
 
 @pytest.mark.parametrize(
     ("shape", "scheme", "reason"),
     [
-        ((8, 256), QuantScheme(4, 128), None),
-        ((16, 100), QuantScheme(4, -1), None),
-        ((12, 256), QuantScheme(4, 128), "12 outputs are not a multiple of 8"),
-        ((8, 200), QuantScheme(4, 128), "200 inputs are not a multiple of the group size 128"),
-        ((8, 256), QuantScheme(8, 128), "8 bits, AWQ has 4"),
+        ((8, 256), int_scheme(4, 128), None),
+        ((16, 100), int_scheme(4, -1), None),
+        ((12, 256), int_scheme(4, 128), "12 outputs are not a multiple of 8"),
+        ((8, 200), int_scheme(4, 128), "200 inputs are not a multiple of the group size 128"),
+        ((8, 256), int_scheme(8, 128), "8 bits, AWQ has 4"),
     ],
 )
 def test_can_write(tmp_path: Path, shape: tuple[int, int], scheme: QuantScheme, reason: str | None) -> None:
@@ -260,10 +260,10 @@ def test_dense(tmp_path: Path) -> None:
     for module, message in (("b", r"b.weight is F32 \[2\]"), ("c", "c.weight is I32"), ("d", "d.weight is missing")):
         with pytest.raises(CheckpointError, match=message):
             DENSE.read_linear(reader, module)
-    assert DENSE.can_write((8, 8), QuantScheme(4, 8))
+    assert DENSE.can_write((8, 8), int_scheme(4, 8))
     writer = CheckpointWriter(tmp_path)
     with pytest.raises(UnsupportedError, match=r"a\.b"):
-        DENSE.write_linear(writer, "a.b", quantize(torch.ones(8, 8), QuantScheme(4, 8)))
+        DENSE.write_linear(writer, "a.b", quantize(torch.ones(8, 8), int_scheme(4, 8)))
 
 
 def test_formats_by_name() -> None:

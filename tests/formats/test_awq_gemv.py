@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from lmkit.errors import CheckpointError, UnsupportedError
 from lmkit.formats.base import get_format, resolve_format
 from lmkit.formats.convert import convert
-from lmkit.qtensor import QTensor, QuantScheme, dequantize
+from lmkit.qtensor import QTensor, dequantize, int_scheme
 from tests.formats.awq_gemv import repacked, tensors
 from tests.formats.files import folder
 from tests.formats.linears import MODULE, random_linear, read, written
@@ -34,7 +34,7 @@ def stored(path: Path, version: str, group: int, **changes: torch.Tensor | None)
 @pytest.mark.parametrize("group", [64, 128, -1])
 def test_what_autoawq_packed(tmp_path: Path, version: str, group: int) -> None:
     weight = read(stored(tmp_path / "m", version, group), VERSIONS[version], "m")
-    assert weight.scheme == QuantScheme(4, group)
+    assert weight.scheme == int_scheme(4, group)
     for name in ("codes", "zeros", "scales"):
         assert torch.equal(getattr(weight, name), STORED[f"expected.{group}.{name}"]), name
     if version != "gemv":  # the older name
@@ -47,7 +47,7 @@ def test_what_autoawq_packed(tmp_path: Path, version: str, group: int) -> None:
 @pytest.mark.parametrize("group", [32, 128])
 def test_it_becomes_another_format(tmp_path: Path, version: str, group: int) -> None:
     """And the description that our writer follows is that of AutoAWQ's file."""
-    weight = random_linear(QuantScheme(4, group), (16, 256))
+    weight = random_linear(int_scheme(4, group), (16, 256))
     source = written(tmp_path / "awq", "awq", {MODULE: weight})
     repacked(source, tmp_path / "gemv", version)
     convert(tmp_path / "gemv", tmp_path / "back", "awq")
@@ -56,7 +56,7 @@ def test_it_becomes_another_format(tmp_path: Path, version: str, group: int) -> 
     assert back.keys() == start.keys()
     assert all(torch.equal(tensor, start[name]) for name, tensor in back.items())
     expected = (STORED[f"expected.128.{name}"] for name in ("codes", "scales", "zeros"))
-    for name, tensor in tensors(QTensor(*expected, QuantScheme(4, 128)), version).items():
+    for name, tensor in tensors(QTensor(*expected, int_scheme(4, 128)), version).items():
         assert torch.equal(tensor, STORED[f"{version}.128.{name}"]), name
 
 
@@ -91,9 +91,9 @@ def test_damage(tmp_path: Path, version: str, changes: dict[str, Any], message: 
 
 def test_it_is_not_written() -> None:
     weight_format = get_format("awq_gemv")
-    assert weight_format.can_write((8, 64), QuantScheme(4, 64)) == "awq_gemv weights are read, and not written"
+    assert weight_format.can_write((8, 64), int_scheme(4, 64)) == "awq_gemv weights are read, and not written"
     with pytest.raises(UnsupportedError, match="read, and not written"):
-        weight_format.config_entry({"a": QuantScheme(4, 64)})
+        weight_format.config_entry({"a": int_scheme(4, 64)})
 
 
 def test_other_versions_are_refused() -> None:

@@ -15,18 +15,18 @@ from lmkit.formats.base import get_format, resolve_format
 from lmkit.formats.checkpoint import CheckpointReader
 from lmkit.formats.parts import Activations, of_kernels
 from lmkit.formats.verify import verify, weight_digest
-from lmkit.qtensor import QTensor, QuantScheme, dequantize
+from lmkit.qtensor import QTensor, QuantScheme, dequantize, float8_scheme, int_scheme
 from tests.formats.files import folder
 from tests.formats.linears import MODULE, assert_same, random_linear, read, written
 
 NAME = "compressed-tensors"
-FLOAT8 = {kind: QuantScheme(8, columns, True, "float", rows)
+FLOAT8 = {kind: float8_scheme(columns, rows)
           for kind, rows, columns in (("channel", 1, -1), ("tensor", -1, -1), ("block", 128, 128))}  # fmt: skip
 SCHEMES: list[tuple[QuantScheme, Activations, str]] = [
-    *((QuantScheme(bits, group, symmetric), "none", "pack-quantized")
+    *((int_scheme(bits, group, symmetric), "none", "pack-quantized")
       for bits in (2, 3, 4, 8) for group in (16, -1) for symmetric in (True, False)),
-    (QuantScheme(8, -1, True), "int8", "int-quantized"),
-    (QuantScheme(8, 16, False), "int8", "int-quantized"),
+    (int_scheme(8, -1, True), "int8", "int-quantized"),
+    (int_scheme(8, 16, False), "int8", "int-quantized"),
     *((scheme, activations, "float-quantized") for scheme in FLOAT8.values() for activations in ("none", "float8")),
 ]  # fmt: skip
 
@@ -37,7 +37,7 @@ def test_there_and_back(
     tmp_path: Path, scheme: QuantScheme, activations: Activations, storage: str, dtype: torch.dtype
 ) -> None:
     """Outputs that fill no word: zeros are packed along them."""
-    weight = random_linear(scheme, (13, 64) if scheme.kind == "int" else (200, 300), dtype=dtype)
+    weight = random_linear(scheme, (13, 64) if scheme.codes.uniform else (200, 300), dtype=dtype)
     path = written(tmp_path / "m", NAME, {MODULE: weight}, activations=activations)
     assert_same(read(path, NAME), of_kernels(weight))
     verify(path, {MODULE: weight_digest(weight)})
@@ -53,7 +53,7 @@ def test_there_and_back(
 def test_known_words(tmp_path: Path) -> None:
     codes = torch.tensor([[*range(8)]] * 9, dtype=torch.uint8)
     zeros = torch.arange(9, dtype=torch.uint8)[:, None]
-    weight = QTensor(codes, torch.ones(9, 1).half(), zeros, QuantScheme(4, -1))
+    weight = QTensor(codes, torch.ones(9, 1).half(), zeros, int_scheme(4, -1))
     tensors = load_file(written(tmp_path / "m", NAME, {"m": weight}) / "model.safetensors")
     assert tensors["m.weight_packed"].tolist() == [[1985229328]] * 9  # 0x76543210
     assert tensors["m.weight_zero_point"].tolist() == [[1985229328], [8]]  # along the outputs
@@ -63,7 +63,7 @@ def test_known_words(tmp_path: Path) -> None:
 
 def test_int8_values(tmp_path: Path) -> None:
     codes = torch.tensor([[0, 1, 127, 128, 255]], dtype=torch.uint8)
-    weight = QTensor(codes, torch.ones(1, 1), torch.tensor([[128]], dtype=torch.uint8), QuantScheme(8, -1, True))
+    weight = QTensor(codes, torch.ones(1, 1), torch.tensor([[128]], dtype=torch.uint8), int_scheme(8, -1, True))
     path = written(tmp_path / "m", NAME, {"m": weight}, activations="int8")
     assert load_file(path / "model.safetensors")["m.weight"].tolist() == [[-128, -127, -1, 0, 127]]
 
@@ -71,8 +71,8 @@ def test_int8_values(tmp_path: Path) -> None:
 def mixed() -> dict[str, QTensor | torch.Tensor]:
     layers: dict[str, QTensor | torch.Tensor] = {}
     for i in (0, 1, 10):
-        layers[f"model.layers.{i}.mlp.up_proj"] = random_linear(QuantScheme(4, 16, True))
-        layers[f"model.layers.{i}.mlp.down_proj"] = random_linear(QuantScheme(8, -1, True))
+        layers[f"model.layers.{i}.mlp.up_proj"] = random_linear(int_scheme(4, 16, True))
+        layers[f"model.layers.{i}.mlp.down_proj"] = random_linear(int_scheme(8, -1, True))
         layers[f"model.layers.{i}.self_attn.q_proj"] = random_linear(FLOAT8["channel"])
         layers[f"model.layers.{i}.self_attn.o_proj"] = torch.ones(2, 2)
     return layers
@@ -101,7 +101,7 @@ def test_several_schemes(tmp_path: Path) -> None:
 
 
 def test_the_most_specific_target_counts(tmp_path: Path) -> None:
-    layers = {f"model.layers.0.mlp.{name}": random_linear(QuantScheme(bits, -1, True))
+    layers = {f"model.layers.0.mlp.{name}": random_linear(int_scheme(bits, -1, True))
               for name, bits in (("a", 4), ("b", 8), ("c", 4))}  # fmt: skip
     group = {"weights": {"num_bits": 4, "strategy": "channel"}, "format": "pack-quantized"}
     wide = group | {"weights": {"num_bits": 8, "group_size": -1}}
@@ -186,7 +186,7 @@ def test_config_refused(changes: dict[str, Any], message: str) -> None:
     ],
 )
 def test_tensors_that_disagree(tmp_path: Path, changes: dict[str, torch.Tensor | None], message: str) -> None:
-    path = written(tmp_path / "m", NAME, {MODULE: random_linear(QuantScheme(4, 16), (13, 64))})
+    path = written(tmp_path / "m", NAME, {MODULE: random_linear(int_scheme(4, 16), (13, 64))})
     tensors = load_file(path / "model.safetensors") | {f"{MODULE}.{name}": part for name, part in changes.items()}
     folder(path, {name: part for name, part in tensors.items() if part is not None},
            json.loads((path / "config.json").read_text()))  # fmt: skip
@@ -197,7 +197,7 @@ def test_tensors_that_disagree(tmp_path: Path, changes: dict[str, torch.Tensor |
 @pytest.mark.parametrize("activations", ["none", "int8"])
 def test_activation_order_of_older_files(tmp_path: Path, activations: Activations) -> None:
     """w[n, k] = (code[n, k] - zero[n, g_idx[k]]) * scale[n, g_idx[k]]."""
-    stored = random_linear(QuantScheme(8, 16), (13, 64))
+    stored = random_linear(int_scheme(8, 16), (13, 64))
     path = written(tmp_path / "m", NAME, {MODULE: stored}, activations=activations)
     groups = torch.randperm(64) // 16
     tensors = load_file(path / "model.safetensors") | {f"{MODULE}.weight_g_idx": groups.int()}
@@ -211,7 +211,7 @@ def test_activation_order_of_older_files(tmp_path: Path, activations: Activation
 
 
 def test_an_ignored_module_must_be_dense(tmp_path: Path) -> None:
-    path = written(tmp_path / "m", NAME, {MODULE: random_linear(QuantScheme(4, 16))}, ignore=["re:.*mlp"])
+    path = written(tmp_path / "m", NAME, {MODULE: random_linear(int_scheme(4, 16))}, ignore=["re:.*mlp"])
     with pytest.raises(CheckpointError, match=r"has a weight_packed, but config\.json leaves it dense"):
         read(path, NAME)
 
@@ -223,7 +223,7 @@ def test_its_own_library_reads_the_same(
     """The values of the library that defines the format; known words hold where it is not installed."""
     compressors = pytest.importorskip("compressed_tensors.compressors")
     quantization = pytest.importorskip("compressed_tensors.quantization")
-    weight = random_linear(scheme, (13, 64) if scheme.kind == "int" else (256, 384), dtype=torch.float32)
+    weight = random_linear(scheme, (13, 64) if scheme.codes.uniform else (256, 384), dtype=torch.float32)
     path = written(tmp_path / "m", NAME, {"m": weight}, activations=activations)
     config = json.loads((path / "config.json").read_text())["quantization_config"]
     parsed = quantization.QuantizationConfig.model_validate(config)

@@ -12,11 +12,11 @@ from safetensors.torch import load_file
 
 from lmkit.errors import CheckpointError, UnsupportedError
 from lmkit.formats.base import get_format, resolve_format
-from lmkit.qtensor import QuantScheme
+from lmkit.qtensor import QuantScheme, float8_scheme, int_scheme
 from tests.formats.files import folder
 from tests.formats.linears import MODULE, assert_same, random_linear, read, written
 
-SCHEME = QuantScheme(8, 128, True, "float", 128)
+SCHEME = float8_scheme(128, 128)
 
 
 def test_there_and_back(tmp_path: Path) -> None:
@@ -37,9 +37,9 @@ def test_there_and_back(tmp_path: Path) -> None:
     ("scheme", "reason"),
     [
         (SCHEME, None),
-        (QuantScheme(8, -1, True, "float"), "blocks; use compressed-tensors"),
-        (QuantScheme(8, -1, True, "float", -1), "blocks; use compressed-tensors"),
-        (QuantScheme(8, 128), "8-bit integers, fp8 has floats"),
+        (float8_scheme(), "blocks; use compressed-tensors"),
+        (float8_scheme(-1, -1), "blocks; use compressed-tensors"),
+        (int_scheme(8, 128), "8-bit integers, fp8 has floats"),
     ],
 )
 def test_can_write(scheme: QuantScheme, reason: str | None) -> None:

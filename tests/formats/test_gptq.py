@@ -15,7 +15,7 @@ from lmkit.formats.base import get_format, resolve_format
 from lmkit.formats.checkpoint import CheckpointReader
 from lmkit.formats.packing import pack_words
 from lmkit.formats.parts import of_kernels
-from lmkit.qtensor import QTensor, QuantScheme, dequantize
+from lmkit.qtensor import QTensor, dequantize, int_scheme
 from tests.formats.files import folder
 from tests.formats.linears import MODULE, assert_same, random_linear, read, written
 
@@ -31,7 +31,7 @@ ENTRY: dict[str, Any] = {
 def test_there_and_back(
     tmp_path: Path, name: str, bits: int, group_size: int, act_order: bool, symmetric: bool
 ) -> None:
-    weight = random_linear(QuantScheme(bits, group_size, symmetric, act_order=act_order), (32, 64))
+    weight = random_linear(int_scheme(bits, group_size, symmetric, act_order=act_order), (32, 64))
     if name == "gptq" and not symmetric:
         with pytest.raises(UnsupportedError, match=f"{MODULE}: gptq cannot store it: asymmetric.*gptq_v2"):
             written(tmp_path / "m", name, {MODULE: weight})
@@ -78,14 +78,14 @@ def test_two_and_three_bits_are_read_as_four(tmp_path: Path, name: str, bits: in
     entry = ENTRY | {"bits": bits, "group_size": group, "sym": symmetric, "checkpoint_format": name}
     weight = read(folder(tmp_path / "m", tensors, {"quantization_config": entry}), name, "m")
     assert isinstance(weight, QTensor)
-    assert weight.scheme == QuantScheme(4, group)
+    assert weight.scheme == int_scheme(4, group)
     expected = (codes - zeros.repeat_interleave(group, 0)).float() * scales.float().repeat_interleave(group, 0)
     assert torch.equal(dequantize(weight), expected.T)
 
 
 def one_group(codes: list[int], zeros: list[int]) -> QTensor:
     """8 outputs with the same 8 codes."""
-    scheme = QuantScheme(4, -1, symmetric=set(zeros) == {8})
+    scheme = int_scheme(4, -1, symmetric=set(zeros) == {8})
     rows = torch.tensor([codes] * 8, dtype=torch.uint8)
     return QTensor(rows, torch.ones(8, 1).half(), torch.tensor(zeros, dtype=torch.uint8)[:, None], scheme)
 
@@ -106,7 +106,7 @@ def test_known_words(tmp_path: Path) -> None:
 
 
 def test_config_entry_is_mirrored(tmp_path: Path) -> None:
-    weight = random_linear(QuantScheme(4, 16, True))
+    weight = random_linear(int_scheme(4, 16, True))
     dense = {f"model.layers.{i}.mlp.down_proj": torch.ones(2, 2) for i in (0, 10, 2)}
     path = written(tmp_path / "m", "gptq", {MODULE: weight, "lm_head": torch.ones(2, 2), **dense})
     entry = json.loads((path / "config.json").read_text())["quantization_config"]
@@ -123,7 +123,7 @@ def test_config_entry_is_mirrored(tmp_path: Path) -> None:
 
 def test_an_asymmetric_file_of_version_1(tmp_path: Path) -> None:
     """Zeros of 1 and more are clear; the largest code stands for 16 with one reader, for 0 with another."""
-    clear = random_linear(QuantScheme(4, 16), smallest_zero=1)
+    clear = random_linear(int_scheme(4, 16), smallest_zero=1)
     path = written(tmp_path / "v2", "gptq_v2", {MODULE: clear})
     tensors = load_file(path / "model.safetensors")
     less = clear.zeros.T.contiguous() - 1
@@ -137,7 +137,7 @@ def test_an_asymmetric_file_of_version_1(tmp_path: Path) -> None:
 
 
 def test_sym_must_be_true(tmp_path: Path) -> None:
-    path = written(tmp_path / "m", "gptq_v2", {MODULE: random_linear(QuantScheme(4, 16))}, sym=True)
+    path = written(tmp_path / "m", "gptq_v2", {MODULE: random_linear(int_scheme(4, 16))}, sym=True)
     with pytest.raises(CheckpointError, match="qzeros are not all 8, but `sym` is true"):
         read(path, "gptq_v2")
 
@@ -151,7 +151,7 @@ def with_g_idx(tmp_path: Path, weight: QTensor, g_idx: list[int]) -> Path:
 
 
 def test_groups_in_any_order(tmp_path: Path) -> None:
-    weight = random_linear(QuantScheme(4, 16), (16, 48))
+    weight = random_linear(int_scheme(4, 16), (16, 48))
     back = read(with_g_idx(tmp_path, weight, [2] * 16 + [0] * 16 + [1] * 16), "gptq_v2")
     assert torch.equal(back.codes, weight.codes)
     assert torch.equal(back.scales, weight.scales[:, [2, 0, 1]])
@@ -160,7 +160,7 @@ def test_groups_in_any_order(tmp_path: Path) -> None:
 
 def test_activation_order(tmp_path: Path) -> None:
     """w[n, k] = (code[n, k] - zero[n, g_idx[k]]) * scale[n, g_idx[k]]: the definition, bit by bit."""
-    stored = random_linear(QuantScheme(4, 16), (16, 48))
+    stored = random_linear(int_scheme(4, 16), (16, 48))
     groups = (torch.randperm(48) // 16).tolist()
     back = read(with_g_idx(tmp_path, stored, groups), "gptq_v2")
     expected = (stored.codes.float() - stored.zeros[:, groups].float()) * stored.scales[:, groups].float()
@@ -172,17 +172,17 @@ def test_activation_order(tmp_path: Path) -> None:
 
 def test_groups_of_several_sizes_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="g_idx: some group has not 16 inputs"):
-        read(with_g_idx(tmp_path, random_linear(QuantScheme(4, 16), (16, 32)), [0, 1] * 15 + [0, 0]), "gptq_v2")
+        read(with_g_idx(tmp_path, random_linear(int_scheme(4, 16), (16, 32)), [0, 1] * 15 + [0, 0]), "gptq_v2")
 
 
 def test_an_impossible_group_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"g_idx names groups that there are not, outside 0 \.\. 1"):
-        read(with_g_idx(tmp_path, random_linear(QuantScheme(4, 16), (16, 32)), [0] * 16 + [2] * 16), "gptq_v2")
+        read(with_g_idx(tmp_path, random_linear(int_scheme(4, 16), (16, 32)), [0] * 16 + [2] * 16), "gptq_v2")
 
 
 def test_dynamic_overrides(tmp_path: Path) -> None:
     """The tensors tell the bits and the group size."""
-    weight = random_linear(QuantScheme(8, 32, True))
+    weight = random_linear(int_scheme(8, 32, True))
     dynamic = {r"+:.*\.up_proj$": {"bits": 8, "group_size": 32}, r"-:.*": {}}
     path = written(tmp_path / "m", "gptq", {MODULE: weight}, bits=4, group_size=16, dynamic=dynamic)
     assert_same(read(path, "gptq"), weight)
@@ -235,7 +235,7 @@ def test_config_accepted(changes: dict[str, Any]) -> None:
     ],
 )
 def test_tensors_that_disagree(tmp_path: Path, changes: dict[str, torch.Tensor | None], message: str) -> None:
-    path = written(tmp_path / "m", "gptq", {MODULE: random_linear(QuantScheme(4, 16, True))})
+    path = written(tmp_path / "m", "gptq", {MODULE: random_linear(int_scheme(4, 16, True))})
     tensors = load_file(path / "model.safetensors") | {f"{MODULE}.{name}": part for name, part in changes.items()}
     folder(path, {name: part for name, part in tensors.items() if part is not None},
            json.loads((path / "config.json").read_text()))  # fmt: skip
@@ -247,6 +247,6 @@ def test_one_scheme_for_a_checkpoint() -> None:
     with pytest.raises(
         UnsupportedError, match="4 bits in groups of 16, 8 bits in groups of -1; use compressed-tensors"
     ):
-        get_format("gptq_v2").config_entry({"a": QuantScheme(4, 16), "b": QuantScheme(8, -1)})
+        get_format("gptq_v2").config_entry({"a": int_scheme(4, 16), "b": int_scheme(8, -1)})
     with pytest.raises(UnsupportedError, match="no place for int8 activations"):
-        get_format("gptq_v2").config_entry({"a": QuantScheme(8, -1)}, activations="int8")
+        get_format("gptq_v2").config_entry({"a": int_scheme(8, -1)}, activations="int8")

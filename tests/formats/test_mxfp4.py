@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from lmkit.codes import Integers
 from lmkit.errors import CheckpointError, UnsupportedError
 from lmkit.kernels import ops
 from lmkit.kv_dtype import FLOAT32
@@ -20,7 +21,7 @@ from lmkit.models import load_spec
 from lmkit.models.families.gpt_oss import BUILT
 from lmkit.models.loader import load_model
 from lmkit.models.source import ModelSource
-from lmkit.qtensor import QTensor, dequantize
+from lmkit.qtensor import QTensor, dequantize, plain
 from tests.models import tiny
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_hidden_layers": 2}
@@ -96,7 +97,7 @@ def test_four_bits_stay_four(tmp_path: Path) -> None:
     expert = ModelSource(packed(tmp_path)[0]).layer_weights(0)["mlp.experts.0.up"]
     assert isinstance(expert, QTensor)
     x, kernel = torch.randn(9, 64), ops.linear_w8a8.select("cpu", group_size=32)
-    of_bytes = replace(expert, scheme=replace(expert.scheme, values=()))
+    of_bytes = replace(plain(expert), scheme=replace(expert.scheme.plain, codes=Integers(8, symmetric=True)))
     short, wide = kernel.pack(expert), kernel.pack(of_bytes)
     assert 2 * short.codes.numel() == wide.codes.numel()
     assert torch.equal(kernel(x, short, None), kernel(x, wide, None))

@@ -66,7 +66,7 @@ def test_compressed_tensors(tmp_path: Path) -> None:
     weight = read_any(path, "compressed-tensors", "m")
     assert isinstance(weight, QTensor)
     assert torch.equal(dequantize(weight), decoded(packed, scales.float() / FACTOR))
-    kernel = ops.linear_w8a8.select("cpu", group_size=16, bits=8, values=weight.scheme.values)
+    kernel = ops.linear_w8a8.select("cpu", group_size=16, bits=8, values=weight.scheme.codes.values)
     assert kernel.device == "cpu"
     x = torch.randn(3, 64)
     exact = x @ dequantize(weight).T
@@ -135,13 +135,8 @@ def test_the_plan_counts_what_is_loaded(
     if device == "cpu":
         weight = source.format.read_linear(source.reader, "model.layers.0.self_attn.o_proj")
         assert isinstance(weight, QTensor)
-        large = replace(
-            weight,
-            codes=weight.codes.repeat(64, 16),
-            scales=weight.scales.repeat(64, 16),
-            zeros=weight.zeros.repeat(64, 16),
-        )
+        large = replace(weight, codes=weight.codes.repeat(64, 16), scales=weight.scales.repeat(64, 16))
         op = ops.linear_w8a8 if activations == "int8" else ops.linear_w8a16
-        packed = op.select("cpu", group_size=16, bits=8, values=weight.scheme.values).pack(large)
+        packed = op.select("cpu", group_size=16, bits=8, values=weight.scheme.codes.values).pack(large)
         parts = [part.nbytes for part in vars(packed).values() if isinstance(part, torch.Tensor)]
         assert sum(parts) == large.codes.numel() * (bits / 8 + group_bytes / 16)

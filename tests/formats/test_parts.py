@@ -10,18 +10,18 @@ import torch
 
 from lmkit.formats.checkpoint import CheckpointReader
 from lmkit.formats.parts import missing_parts
-from lmkit.qtensor import QTensor, QuantScheme
+from lmkit.qtensor import QTensor, float8_scheme, int_scheme
 from tests.formats.linears import random_linear, written
 
-BYTES, BLOCKS = QuantScheme(8, -1, True), QuantScheme(8, 16, True, "float", 16)
+BYTES, BLOCKS = int_scheme(8, -1, True), float8_scheme(16, 16)
 
 
 @pytest.mark.parametrize(
     ("name", "linear", "activations"),
     [
-        ("awq", random_linear(QuantScheme(4, 16)), "none"),
-        ("gptq_v2", random_linear(QuantScheme(4, 16)), "none"),
-        ("compressed-tensors", random_linear(QuantScheme(4, 16, True)), "none"),
+        ("awq", random_linear(int_scheme(4, 16)), "none"),
+        ("gptq_v2", random_linear(int_scheme(4, 16)), "none"),
+        ("compressed-tensors", random_linear(int_scheme(4, 16, True)), "none"),
         ("compressed-tensors", random_linear(BYTES), "int8"),
         ("fp8", random_linear(BLOCKS, dtype=torch.float32), "none"),
         ("awq", torch.ones(16, 64), "none"),
@@ -29,7 +29,7 @@ BYTES, BLOCKS = QuantScheme(8, -1, True), QuantScheme(8, 16, True, "float", 16)
     ids=["awq", "gptq", "packed", "bytes", "fp8", "dense"],
 )
 def test_missing_parts(tmp_path: Path, name: str, linear: QTensor | torch.Tensor, activations: str) -> None:
-    beside = {"other": random_linear(linear.scheme if isinstance(linear, QTensor) else QuantScheme(4, 16))}
+    beside = {"other": random_linear(linear.scheme if isinstance(linear, QTensor) else int_scheme(4, 16))}
     path = written(tmp_path / "whole", name, {"m": linear, **beside}, activations=activations)  # type: ignore[arg-type]
     file = path / "model.safetensors"
     tensors = safetensors.torch.load_file(file)

@@ -14,7 +14,7 @@ from lmkit.errors import CheckpointError, UnsupportedError
 from lmkit.formats.base import resolve_format
 from lmkit.formats.checkpoint import CheckpointReader
 from lmkit.formats.convert import convert
-from lmkit.qtensor import QTensor, QuantScheme, dequantize
+from lmkit.qtensor import QTensor, QuantScheme, dequantize, float8_scheme, int_scheme
 from tests.formats.files import folder
 from tests.formats.linears import MODULE, assert_same, random_linear, read, written
 
@@ -54,14 +54,14 @@ def found(path: Path, module: str = MODULE) -> QTensor:
     ],
 )
 def test_auto_round(tmp_path: Path, packing: str | None, name: str, symmetric: bool) -> None:
-    weight = random_linear(QuantScheme(4, 16, symmetric))
+    weight = random_linear(int_scheme(4, 16, symmetric))
     path = written(tmp_path / "m", name, {MODULE: weight})
     entry = {"quant_method": "auto-round", "bits": 4, "group_size": 16, "sym": symmetric, "packing_format": packing}
     assert_same(found(republished(path, entry | NOTES | {"block_name_to_quantize": "model.layers"})), weight)
 
 
 def test_auto_round_in_other_kinds_of_weights(tmp_path: Path) -> None:
-    weight = random_linear(QuantScheme(8, -1, True, "float", -1), dtype=torch.float32)
+    weight = random_linear(float8_scheme(-1, -1), dtype=torch.float32)
     path = written(tmp_path / "m", "compressed-tensors", {MODULE: weight})
     entry = {"quant_method": "auto-round", "bits": 8, "data_type": "fp8", "packing_format": "auto_round:fp8_static"}
     assert_same(found(republished(path, entry)), weight)
@@ -70,10 +70,10 @@ def test_auto_round_in_other_kinds_of_weights(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("field", ["extra_config", "dynamic"])
-@pytest.mark.parametrize("own", [QuantScheme(8, 32, True), QuantScheme(2, 16, True), QuantScheme(4, -1, True)])
+@pytest.mark.parametrize("own", [int_scheme(8, 32, True), int_scheme(2, 16, True), int_scheme(4, -1, True)])
 def test_modules_with_schemes_of_their_own(tmp_path: Path, field: str, own: QuantScheme) -> None:
     """Each module's tensors tell its bits and its group size."""
-    common, special = random_linear(QuantScheme(4, 16, True)), random_linear(own)
+    common, special = random_linear(int_scheme(4, 16, True)), random_linear(own)
     first = written(tmp_path / "a", "gptq", {OTHER: common})
     second = written(tmp_path / "b", "gptq", {MODULE: special})
     tensors = load_file(first / "model.safetensors") | load_file(second / "model.safetensors")
@@ -85,7 +85,7 @@ def test_modules_with_schemes_of_their_own(tmp_path: Path, field: str, own: Quan
 
 @pytest.mark.parametrize(("name", "delta"), [("gptq", 1), ("gptq_v2", -1)])
 def test_zeros_of_symmetric_weights_as_the_other_version_stores_them(tmp_path: Path, name: str, delta: int) -> None:
-    weight = random_linear(QuantScheme(4, 16, True))
+    weight = random_linear(int_scheme(4, 16, True))
     path = written(tmp_path / "m", name, {MODULE: weight})
     tensors = load_file(path / "model.safetensors")
     tensors[f"{MODULE}.qzeros"] = tensors[f"{MODULE}.qzeros"] + delta * 0x11111111
@@ -102,7 +102,7 @@ def test_zeros_of_symmetric_weights_as_the_other_version_stores_them(tmp_path: P
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_scales_of_awq_in_any_type(tmp_path: Path, dtype: torch.dtype) -> None:
-    weight = random_linear(QuantScheme(4, 16))
+    weight = random_linear(int_scheme(4, 16))
     path = written(tmp_path / "m", "awq", {MODULE: weight})
     tensors = load_file(path / "model.safetensors")
     scales = torch.rand(tensors[f"{MODULE}.scales"].shape).to(dtype)
@@ -115,9 +115,9 @@ def test_scales_of_awq_in_any_type(tmp_path: Path, dtype: torch.dtype) -> None:
     assert torch.equal(dequantize(read(tmp_path / "back", "compressed-tensors")), dequantize(back))
 
 
-TENSOR = QuantScheme(8, -1, True, "float", -1)
-CHANNEL = QuantScheme(8, -1, True, "float")
-BLOCK = QuantScheme(8, 128, True, "float", 128)
+TENSOR = float8_scheme(-1, -1)
+CHANNEL = float8_scheme()
+BLOCK = float8_scheme(128, 128)
 
 
 @pytest.mark.parametrize(
@@ -173,7 +173,7 @@ def test_inputs_that_would_have_to_be_scaled_are_refused(tmp_path: Path) -> None
     ],
 )
 def test_an_entry_beside_config_json(tmp_path: Path, file: str, name: str, content: dict[str, Any]) -> None:
-    weight = random_linear(QuantScheme(4, 16, name == "gptq"))
+    weight = random_linear(int_scheme(4, 16, name == "gptq"))
     path = written(tmp_path / "m", name, {MODULE: weight})
     bare = folder(tmp_path / "bare", load_file(path / "model.safetensors"), {})
     (bare / file).write_text(json.dumps(content))
@@ -196,7 +196,7 @@ def test_an_entry_of_modelopt_beside_config_json(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_frozen_weights_are_rounded_as_they_are_read(tmp_path: Path, symmetric: bool) -> None:
-    weight = random_linear(QuantScheme(4, 16, symmetric), dtype=torch.float32)
+    weight = random_linear(int_scheme(4, 16, symmetric), dtype=torch.float32)
     weight.scales.abs_().add_(0.01)
     path = written(tmp_path / "m", "compressed-tensors", {MODULE: weight})
     tensors = load_file(path / "model.safetensors")

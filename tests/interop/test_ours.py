@@ -10,7 +10,7 @@ import transformers
 
 from lmkit.formats.base import WeightFormat, get_format
 from lmkit.formats.checkpoint import CheckpointReader, CheckpointWriter
-from lmkit.qtensor import QuantScheme, quantize
+from lmkit.qtensor import int_scheme, quantize
 from tests.interop.logits import exact_logits
 from tests.models import tiny
 
@@ -21,7 +21,7 @@ IDS = list(range(3, 43))
 def quantized(folder: Path, weight_format: WeightFormat, *, symmetric: bool) -> Path:
     """A tiny Llama with its layers' linears rounded to 4 bits in groups of 32."""
     tiny.make(folder / "source", "llama", **SIZES)
-    scheme = QuantScheme(4, 32, symmetric)
+    scheme = int_scheme(4, 32, symmetric)
     out = folder / "out"
     out.mkdir()
     writer, linears = CheckpointWriter(out), {}

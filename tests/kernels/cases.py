@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lmkit.attention_spec import AttentionSpec
-from lmkit.formats.mxfp4 import FLOAT4
+from lmkit.formats.mxfp4 import MXFP4
 from lmkit.kernels import ops, recurrent_ops
 from lmkit.kernels.delta import DeltaWeights
 from lmkit.kernels.ops import Balance, BatchGeometry, KeyMean, KVTensor, Norm
@@ -21,7 +21,7 @@ from lmkit.kernels.registry import Implementation, Op
 from lmkit.kernels.short_conv import ConvWeights
 from lmkit.kv_dtype import BFLOAT16, FLOAT16, FLOAT32, FP8, INT4, INT8, KVDtype
 from lmkit.layers.batch import KVLayer, allocate_kv
-from lmkit.qtensor import QTensor, QuantScheme, quantize
+from lmkit.qtensor import QTensor, float8_scheme, int_scheme, quantize
 
 F32_TOLERANCE, BF16_TOLERANCE = 3e-6, 8e-3  # of the largest result
 # Attention on codes: queries of int8 keys and weights are words of 15 bits. A score errs by 2^-16 of the largest query
@@ -641,7 +641,7 @@ def _normed_and_gated(op: Op, bits: int, tokens: int, half: int, with_bias: bool
     def make() -> tuple[Any, ...]:
         weight: Any = torch.randn(2 * half, k) / 5
         if bits < 16:
-            weight = quantize(weight, QuantScheme(bits, 32))
+            weight = quantize(weight, int_scheme(bits, 32))
         norm = Norm(torch.rand(k), 1e-3, torch.randn(tokens, k) if tokens > 1 else None)
         return torch.randn(tokens, k), weight, torch.randn(2 * half) if with_bias else None, norm, activation
 
@@ -657,7 +657,7 @@ def _quantized(
     scales: torch.dtype = torch.float16, symmetric: bool = False, dtype: torch.dtype = torch.float32,
 ) -> Case:  # fmt: skip
     def make() -> tuple[Any, ...]:
-        weight = quantize(torch.randn(n, k) * torch.rand(n, 1), QuantScheme(bits, group_size, symmetric))
+        weight = quantize(torch.randn(n, k) * torch.rand(n, 1), int_scheme(bits, group_size, symmetric))
         if scales != torch.float16:  # scales that float16 cannot represent
             wide = (weight.scales.float() * 1.0001).to(scales)
             weight = QTensor(weight.codes, wide, weight.zeros, weight.scheme)
@@ -681,15 +681,15 @@ def _quantized(
 
 def _looked_up(op: Op, tokens: int, k: int, n: int, group_size: int) -> Case:
     """Codes of which few occur."""
-    scheme = replace(FLOAT4, group_size=group_size)
+    scheme = replace(MXFP4.plain, group_size=group_size)
 
     def make() -> tuple[Any, ...]:
-        codes = torch.tensor(scheme.values, dtype=torch.uint8)[torch.randint(16, (n, k))]
+        codes = torch.tensor(scheme.codes.values, dtype=torch.uint8)[torch.randint(16, (n, k))]
         groups = n, scheme.num_groups(k)
         weight = QTensor(codes, torch.rand(groups) / 100, torch.full(groups, 128, dtype=torch.uint8), scheme)
         return torch.randn(tokens, k), weight, torch.randn(n) if tokens != 5 else None, None, None
 
-    traits = {"out_features": n, "in_features": k, "group_size": group_size, "bits": 8, "values": scheme.values}
+    traits = {"out_features": n, "in_features": k, "group_size": group_size, "bits": 8, "values": scheme.codes.values}
     return Case(op, f"{tokens}x{k}x{n}-g{group_size}-values", _seeded(make), traits, brief=tokens == 5)
 
 
@@ -699,7 +699,7 @@ def _float8(op: Op, tokens: int, k: int, n: int, rows: int, columns: int) -> Cas
     def make() -> tuple[Any, ...]:
         codes = torch.randint(0, 256, (n, k), dtype=torch.uint8)
         codes[codes & 0x7F == 0x7F] = 0x80
-        scheme = QuantScheme(8, columns, True, "float", rows)
+        scheme = float8_scheme(columns, rows)
         scales = torch.rand(scheme.num_row_groups(n), scheme.num_groups(k)) / 100
         weight = QTensor(codes.view(torch.float8_e4m3fn), scales, torch.zeros(0, dtype=torch.uint8), scheme)
         return torch.randn(tokens, k), weight, torch.randn(n) if tokens != 5 else None, None, None

@@ -13,7 +13,7 @@ from lmkit.kernels import ops
 from lmkit.kernels.cpu import dense, isa, quantized, tiles
 from lmkit.kernels.ops import Places, Routing
 from lmkit.kernels.registry import Implementation
-from lmkit.qtensor import QuantScheme, quantize
+from lmkit.qtensor import float8_scheme, int_scheme, quantize
 
 SOFTMAX = Routing(3, True, False, 1, 1, 2, 1.0)
 ROUTINGS = {
@@ -103,7 +103,7 @@ def packed(impl: Implementation, kind: Any, rows: int, inputs: int, activation: 
     if isinstance(kind, torch.dtype):
         return impl.pack(weight.to(kind), activation)
     is_float = kind == "float8"
-    scheme = QuantScheme(8 if is_float else kind, 32, is_float, "float" if is_float else "int")
+    scheme = float8_scheme(32) if is_float else int_scheme(kind, 32)
     return impl.pack(quantize(weight, scheme), activation)
 
 

@@ -18,7 +18,7 @@ from lmkit.kernels.ops import Norm
 from lmkit.kernels.registry import Op
 from lmkit.kv_dtype import BFLOAT16, FLOAT32, FP8, INT4, INT8, KVDtype
 from lmkit.layers.batch import KVLayer
-from lmkit.qtensor import QuantScheme, quantize
+from lmkit.qtensor import float8_scheme, int_scheme, quantize
 from tests.kernels.cases import balance, filled_cache, geometry, key_mean
 
 
@@ -45,7 +45,7 @@ def test_linear_rows(op: Op, group_size: int) -> None:
         traits["dtype"] = weight.dtype
     else:
         bits, kind = 4 if "w4" in op.name else 8, "float" if op is ops.linear_fp8 else "int"
-        weight = quantize(weight, QuantScheme(bits, group_size, kind == "float", kind))
+        weight = quantize(weight, float8_scheme(group_size) if kind == "float" else int_scheme(bits, group_size))
         traits |= {"group_size": group_size, "bits": weight.scheme.bits}
     impl = op.select("cpu", **traits)
     packed, bias, x = impl.pack(weight), torch.randn(n), torch.randn(230, k)
@@ -79,7 +79,7 @@ def test_linear_rows_of_arm(name: str, bits: int) -> None:
     level = isa.named(name if isa.obstacle(isa.LEVELS[name]) is None else name + isa.EMULATED)
     torch.manual_seed(2)
     impl = quantized.implementation(level, bits)
-    packed, x = impl.pack(quantize(torch.randn(70, 300), QuantScheme(bits, 32))), torch.randn(40, 300)
+    packed, x = impl.pack(quantize(torch.randn(70, 300), int_scheme(bits, 32))), torch.randn(40, 300)
     together = impl(x, packed, None)
     for start, count in ((0, 1), (7, 1), (1, 2), (3, 3), (8, 5), (11, 27)):
         assert torch.equal(impl(x[start : start + count], packed, None), together[start : start + count])

@@ -14,7 +14,7 @@ from llvmlite import ir
 from numba.core import config
 
 from lmkit.errors import ConfigError
-from lmkit.formats.mxfp4 import FLOAT4
+from lmkit.formats.mxfp4 import MXFP4
 from lmkit.kernels.cpu import attention_panels, attention_rows, attention_tiles, isa, tiles
 from lmkit.kernels.cpu.amx import attention_tiles as amx_tiles
 from lmkit.kernels.cpu.amx import dense_products, permission, products, tile_file
@@ -68,7 +68,7 @@ def attention_kernels(level: isa.Isa, *forms: KVDtype) -> list[Tile]:
     return [kernel(level, form) for kernel in kernels for form in forms]
 
 
-@pytest.mark.parametrize(("bits", "values"), [(4, ()), (8, ()), (4, FLOAT4.values)])
+@pytest.mark.parametrize(("bits", "values"), [(4, ()), (8, ()), (4, MXFP4.plain.codes.values)])
 @pytest.mark.parametrize(
     ("level", "cpu", "register"),
     [

@@ -8,18 +8,18 @@ import pytest
 import torch
 
 import lmkit.kernels  # noqa: F401  (registers)
-from lmkit.formats.mxfp4 import FLOAT4
+from lmkit.formats.mxfp4 import MXFP4
 from lmkit.kernels import ops
 from lmkit.kernels.cpu import dense, isa, quantized, tiles
 from lmkit.kernels.registry import Implementation, Op
-from lmkit.qtensor import QTensor, QuantScheme, quantize
+from lmkit.qtensor import QTensor, QuantScheme, float8_scheme, int_scheme, quantize
 
-FLOAT8 = QuantScheme(8, -1, symmetric=True, kind="float")
+FLOAT8 = float8_scheme()
 SCHEMES = {
-    ops.linear_w8a8.name: (QuantScheme(8, 32, symmetric=True), QuantScheme(8, 128), QuantScheme(8, -1)),
-    ops.linear_w4a8.name: (QuantScheme(4, 32),),
-    ops.linear_w8a16.name: (QuantScheme(8, 32),),
-    ops.linear_w4a16.name: (QuantScheme(4, 32),),
+    ops.linear_w8a8.name: (int_scheme(8, 32, symmetric=True), int_scheme(8, 128), int_scheme(8, -1)),
+    ops.linear_w4a8.name: (int_scheme(4, 32),),
+    ops.linear_w8a16.name: (int_scheme(8, 32),),
+    ops.linear_w4a16.name: (int_scheme(4, 32),),
     ops.linear_fp8.name: (FLOAT8,),
 }
 KINDS = {ops.linear_w4a16.name: tiles.CODES4, ops.linear_w8a16.name: tiles.CODES8, ops.linear_fp8.name: tiles.FLOAT8}
@@ -55,9 +55,9 @@ def test_rows_are_those_of_the_weight(op: Op, kernel: Implementation, kind: torc
 
 def test_codes_that_are_looked_up() -> None:
     torch.manual_seed(3)
-    scheme = QuantScheme(8, 32, values=FLOAT4.values)
-    codes = torch.tensor(FLOAT4.values, dtype=torch.uint8)[torch.randint(len(FLOAT4.values), (40, 64))]
-    weight = QTensor(codes, torch.rand(40, 2).half(), torch.full((40, 2), FLOAT4.values[0], dtype=torch.uint8), scheme)
+    scheme, values = MXFP4.plain, MXFP4.plain.codes.values
+    codes = torch.tensor(values, dtype=torch.uint8)[torch.randint(len(values), (40, 64))]
+    weight = QTensor(codes, torch.rand(40, 2).half(), torch.full((40, 2), values[0], dtype=torch.uint8), scheme)
     kernel, rows = quantized.implementation(isa.host(), 8), torch.arange(40)
     reference = ops.linear_w8a8.named("reference")
     assert kernel.rows is not None

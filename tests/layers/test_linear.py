@@ -18,11 +18,11 @@ from lmkit.layers.linear import MergedLinear, _select
 from lmkit.layers.outline import WeightKind
 from lmkit.low_rank import LowRank
 from lmkit.models.decoder_layer import joined
-from lmkit.qtensor import QTensor, QuantScheme, dequantize
+from lmkit.qtensor import QTensor, QuantScheme, dequantize, float8_scheme, int_scheme
 from tests.formats.linears import rounded
 
-FOUR, GROUPED, ROWS = QuantScheme(4, 128), QuantScheme(8, 128), QuantScheme(8, -1, True)
-FLOAT_ROWS, FLOAT_BLOCKS = QuantScheme(8, -1, True, "float"), QuantScheme(8, 128, True, "float")
+FOUR, GROUPED, ROWS = int_scheme(4, 128), int_scheme(8, 128), int_scheme(8, -1, True)
+FLOAT_ROWS, FLOAT_BLOCKS = float8_scheme(), float8_scheme(128)
 OPS = [
     ops.linear_w4a16, ops.linear_w4a8, ops.linear_w8a16, ops.linear_w8a8, ops.linear_fp8, ops.linear_fp8_a8,
 ]  # fmt: skip
@@ -75,10 +75,10 @@ def test_fp8_activations_of_integers_are_refused(scheme: QuantScheme) -> None:
 ROLES = ("mlp.gate", "mlp.up")
 PACKED = {
     "plain": None,
-    "one product": (QuantScheme(4, 32), QuantScheme(4, 32)),
-    "two products": (QuantScheme(4, 32), QuantScheme(8, 32)),
-    "one order": (QuantScheme(4, 32, act_order=True), QuantScheme(4, 32, act_order=True)),
-    "two orders": (QuantScheme(4, 32, act_order=True), QuantScheme(4, 32, act_order=True)),
+    "one product": (int_scheme(4, 32), int_scheme(4, 32)),
+    "two products": (int_scheme(4, 32), int_scheme(8, 32)),
+    "one order": (int_scheme(4, 32, act_order=True), int_scheme(4, 32, act_order=True)),
+    "two orders": (int_scheme(4, 32, act_order=True), int_scheme(4, 32, act_order=True)),
     "dense": (None, None),
 }
 

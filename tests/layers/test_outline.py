@@ -10,22 +10,23 @@ import pytest
 import torch
 from torch import Tensor
 
+from lmkit.codes import Integers
 from lmkit.errors import CheckpointError
-from lmkit.formats.mxfp4 import FLOAT4
+from lmkit.formats.mxfp4 import MXFP4
 from lmkit.kernels import ops
 from lmkit.kernels.cpu import dense, quantized
 from lmkit.kernels.cpu.isa import LEVELS
 from lmkit.kernels.registry import Implementation
 from lmkit.layers.outline import STEP, WeightKind, kind_of, packed_outline
-from lmkit.qtensor import QuantScheme
+from lmkit.qtensor import QuantScheme, float8_scheme, int_scheme
 
 DENSE = [WeightKind(dtype) for dtype in ("float32", "bfloat16", "float16")]
-FOUR = [WeightKind("float16", QuantScheme(4, group)) for group in (32, 128, -1)]
+FOUR = [WeightKind("float16", int_scheme(4, group)) for group in (32, 128, -1)]
 EIGHT = [
-    WeightKind(dtype, QuantScheme(8, group)) for dtype, group in (("float16", 128), ("float32", -1), ("bfloat16", -1))
+    WeightKind(dtype, int_scheme(8, group)) for dtype, group in (("float16", 128), ("float32", -1), ("bfloat16", -1))
 ]
-LOOKED_UP = [WeightKind("float32", dataclasses.replace(FLOAT4, group_size=group)) for group in (16, 32)]
-FLOAT8 = [WeightKind("float32", QuantScheme(8, group, True, "float")) for group in (-1, 128)]
+LOOKED_UP = [WeightKind("float32", dataclasses.replace(MXFP4.plain, group_size=group)) for group in (16, 32)]
+FLOAT8 = [WeightKind("float32", float8_scheme(group)) for group in (-1, 128)]
 
 
 def cases() -> Iterator[tuple[Implementation, WeightKind]]:
@@ -66,9 +67,9 @@ def test_the_kind_of_a_weight_makes_one_like_it() -> None:
         assert kind_of(kind.zeros((8, 64))) == kind
 
 
-@pytest.mark.parametrize("kind", [WeightKind("nn"), WeightKind("float16", QuantScheme(4, 0)),
-                                  WeightKind("float32", QuantScheme(8, 128, True, "float", 128)),
-                                  WeightKind("float16", QuantScheme(3, 32)), WeightKind("no such")])  # fmt: skip
+@pytest.mark.parametrize("kind", [WeightKind("nn"), WeightKind("float16", int_scheme(4, 0)),
+                                  WeightKind("float32", float8_scheme(128, 128)),
+                                  WeightKind("float16", int_scheme(3, 32)), WeightKind("no such")])  # fmt: skip
 def test_an_impossible_kind_is_refused(kind: WeightKind) -> None:
     with pytest.raises(CheckpointError):
         kind.zeros((8, 64))
@@ -82,4 +83,4 @@ def test_an_outline_takes_no_memory() -> None:
 def test_codes_that_no_byte_holds_are_refused() -> None:
     for values in ((0, 256), (-1,), tuple(range(17))):
         with pytest.raises(CheckpointError, match="no such scheme"):
-            WeightKind("float32", QuantScheme(8, 32, values=values)).zeros((1, 32))
+            WeightKind("float32", QuantScheme(Integers(8, values=values), 32)).zeros((1, 32))

@@ -24,18 +24,18 @@ from lmkit.models.decoder import Decoder
 from lmkit.models.loader import load_model
 from lmkit.models.shard import Shard
 from lmkit.models.source import ModelSource
-from lmkit.qtensor import QTensor, QuantScheme, dequantize
+from lmkit.qtensor import QTensor, QuantScheme, dequantize, float8_scheme, int_scheme
 from tests.formats.awq_gemv import repacked
 from tests.formats.linears import rounded
 from tests.models import tiny
 
 SHAPE = {"hidden_size": 64, "intermediate_size": 160, "num_attention_heads": 4, "head_dim": 16, "num_hidden_layers": 2}
 PROMPTS = [[5, 7, 11, 2], [3]]
-FOUR, EIGHT = QuantScheme(4, 32), QuantScheme(8, -1, symmetric=True)
-CHANNEL = QuantScheme(8, -1, True, "float")
-BLOCK = QuantScheme(8, 128, True, "float", 128)  # of 64 outputs of q and 32 of k, 160 of gate
-SMALL_BLOCK = QuantScheme(8, 48, True, "float", 48)
-MIXED = {"q_proj": FOUR, "k_proj": QuantScheme(4, 32, True), "v_proj": CHANNEL, "gate_proj": EIGHT, "up_proj": EIGHT}
+FOUR, EIGHT = int_scheme(4, 32), int_scheme(8, -1, symmetric=True)
+CHANNEL = float8_scheme()
+BLOCK = float8_scheme(128, 128)  # of 64 outputs of q and 32 of k, 160 of gate
+SMALL_BLOCK = float8_scheme(48, 48)
+MIXED = {"q_proj": FOUR, "k_proj": int_scheme(4, 32, True), "v_proj": CHANNEL, "gate_proj": EIGHT, "up_proj": EIGHT}
 
 
 @pytest.fixture(scope="module")
@@ -86,16 +86,16 @@ def every(scheme: QuantScheme) -> dict[str, QuantScheme]:
 
 
 CASES: list[tuple[str, dict[str, QuantScheme], Activations]] = [
-    ("gptq", every(QuantScheme(4, 32, True)), "none"),
+    ("gptq", every(int_scheme(4, 32, True)), "none"),
     ("gptq_v2", every(FOUR), "none"),
-    ("gptq_v2", every(QuantScheme(8, -1)), "none"),
-    ("gptq", every(QuantScheme(4, 32, True, act_order=True)), "none"),
-    ("gptq_v2", every(QuantScheme(8, 16, act_order=True)), "none"),
+    ("gptq_v2", every(int_scheme(8, -1)), "none"),
+    ("gptq", every(int_scheme(4, 32, True, act_order=True)), "none"),
+    ("gptq_v2", every(int_scheme(8, 16, act_order=True)), "none"),
     ("compressed-tensors", every(FOUR), "none"),
-    ("compressed-tensors", every(QuantScheme(8, 32)), "none"),
+    ("compressed-tensors", every(int_scheme(8, 32)), "none"),
     ("compressed-tensors", every(EIGHT), "int8"),
     ("compressed-tensors", every(CHANNEL), "float8"),
-    ("compressed-tensors", every(QuantScheme(8, -1, True, "float", -1)), "none"),
+    ("compressed-tensors", every(float8_scheme(-1, -1)), "none"),
     ("compressed-tensors", MIXED | {"lm_head": EIGHT}, "int8"),
     ("fp8", every(BLOCK), "float8"),
     ("fp8", every(SMALL_BLOCK), "float8"),
@@ -134,7 +134,7 @@ def test_fp8_activations_of_integer_weights_are_refused(plain: Path, tmp_path: P
 
 
 def test_a_converted_checkpoint_computes_the_same(plain: Path, tmp_path: Path) -> None:
-    schemes = {"q_proj": QuantScheme(4, 32), "down_proj": QuantScheme(4, 32)}
+    schemes = {"q_proj": int_scheme(4, 32), "down_proj": int_scheme(4, 32)}
     quantized, _ = rewritten(plain, tmp_path, "awq", schemes)
     for name in ("compressed-tensors", "gptq_v2"):
         convert(quantized, tmp_path / name, name)
@@ -145,7 +145,7 @@ def test_activation_order_in_groups_of_128(tmp_path: Path) -> None:
     """transformers computes with the decoded weights."""
     shape = {"hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 4, "head_dim": 64}
     tiny.make(tmp_path / "plain", "llama", **shape)
-    scheme = QuantScheme(4, 128, True, act_order=True)
+    scheme = int_scheme(4, 128, True, act_order=True)
     quantized, dense = rewritten(tmp_path / "plain", tmp_path, "gptq", every(scheme))
     model = transformers.AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float32)
     with torch.no_grad():
@@ -153,7 +153,7 @@ def test_activation_order_in_groups_of_128(tmp_path: Path) -> None:
     torch.testing.assert_close(logits(load_model(quantized, activations="exact")), expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(("name", "scheme"), [("awq", FOUR), ("gptq_v2", QuantScheme(4, 32, act_order=True))])
+@pytest.mark.parametrize(("name", "scheme"), [("awq", FOUR), ("gptq_v2", int_scheme(4, 32, act_order=True))])
 def test_linears_under_other_names(tmp_path: Path, name: str, scheme: QuantScheme) -> None:
     """OPT: fc1 and fc2 in model.decoder.layers."""
     tiny.make(tmp_path / "plain", "opt", hidden_size=96, ffn_dim=160)
@@ -164,7 +164,7 @@ def test_linears_under_other_names(tmp_path: Path, name: str, scheme: QuantSchem
 
 def test_experts_in_activation_order(tmp_path: Path) -> None:
     tiny.make(tmp_path / "plain", "qwen3-moe", **SHAPE, moe_intermediate_size=64, decoder_sparse_step=1)
-    scheme = QuantScheme(4, 32, True, act_order=True)
+    scheme = int_scheme(4, 32, True, act_order=True)
     quantized, dense = rewritten(tmp_path / "plain", tmp_path, "gptq", every(scheme))
     expected = logits(load_model(dense))
     torch.testing.assert_close(logits(load_model(quantized, activations="exact")), expected, rtol=1e-4, atol=1e-4)
@@ -174,8 +174,8 @@ def test_experts_in_activation_order(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "scheme"),
     [
-        ("gptq", QuantScheme(4, 32, True)),
-        ("gptq_v2", QuantScheme(8, 32, act_order=True)),
+        ("gptq", int_scheme(4, 32, True)),
+        ("gptq_v2", int_scheme(8, 32, act_order=True)),
         ("awq", FOUR),
         ("awq-gemv_fast", FOUR),
         ("fp8", BLOCK),
@@ -209,7 +209,7 @@ def test_a_quantized_head(tmp_path: Path, name: str, scheme: QuantScheme, tied: 
 
 
 def test_ranks_refuse_inputs_in_activation_order(plain: Path, tmp_path: Path) -> None:
-    quantized, _ = rewritten(plain, tmp_path, "gptq_v2", {"down_proj": QuantScheme(4, 16, act_order=True)})
+    quantized, _ = rewritten(plain, tmp_path, "gptq_v2", {"down_proj": int_scheme(4, 16, act_order=True)})
     with pytest.raises(UnsupportedError, match=r"tp=2: mlp\.down has its inputs in activation order"):
         load_model(quantized, shard=Shard(0, 2))
 

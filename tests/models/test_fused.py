@@ -14,7 +14,7 @@ from lmkit.kv_dtype import BFLOAT16
 from lmkit.layers.batch import allocate_kv, whole_batch
 from lmkit.models.loader import load_model
 from lmkit.models.source import ModelSource
-from lmkit.qtensor import QuantScheme
+from lmkit.qtensor import QuantScheme, int_scheme
 from lmkit.quant.kv.fit import fold
 from lmkit.quant.layer.layer import Geometry
 from lmkit.turbo.engine.engine import Engine
@@ -26,7 +26,7 @@ from tests.models.test_gemma2 import divergence
 
 NAMES = ["phi3", "phi3-long", "glm4", "internlm2", "mixtral-fused", "qwen2-moe-fused", "gpt-oss"]
 FORMATS = [
-    ("awq", FOUR), ("awq-gemv", FOUR), ("awq-gemv_fast", FOUR), ("gptq", QuantScheme(4, 32, True)), ("gptq_v2", EIGHT),
+    ("awq", FOUR), ("awq-gemv", FOUR), ("awq-gemv_fast", FOUR), ("gptq", int_scheme(4, 32, True)), ("gptq_v2", EIGHT),
     ("compressed-tensors", FOUR), ("compressed-tensors", EIGHT), ("fp8", BLOCK), ("compressed-tensors", CHANNEL),
 ]  # fmt: skip
 

@@ -27,7 +27,7 @@ from lmkit.layers.batch import allocate_kv, whole_batch
 from lmkit.models import identity, packed_cache, roles
 from lmkit.models.decoder import Decoder
 from lmkit.models.loader import load_model
-from lmkit.qtensor import QuantScheme, quantize
+from lmkit.qtensor import int_scheme, quantize
 from lmkit.turbo.kv import blocks as kv_blocks
 from tests.models import tiny
 
@@ -77,7 +77,7 @@ def dense(path: Path, **overrides: Any) -> Path:
 def awq(path: Path) -> Path:
     """Attention in 4 bits but for one projection, MLP dense: a merged linear of two products."""
     shape = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "head_dim": 16}
-    plain, scheme = dense(path / "plain", **shape), QuantScheme(4, 32)
+    plain, scheme = dense(path / "plain", **shape), int_scheme(4, 32)
     weight_format = get_format("awq")
     writer = CheckpointWriter(path)
     with CheckpointReader(plain) as reader:

@@ -27,7 +27,7 @@ from lmkit.models.kv_transform import KVTransform
 from lmkit.models.loader import load_model
 from lmkit.models.resolved import resolved
 from lmkit.models.shard import Shard
-from lmkit.qtensor import QuantScheme, dequantize, quantize
+from lmkit.qtensor import QuantScheme, dequantize, int_scheme, quantize
 from lmkit.turbo.engine.describe import describe_model
 from tests.formats.linears import rounded
 from tests.models import tiny
@@ -110,7 +110,7 @@ def ordered(path: Path, name: str = "qwen2", **sizes: int) -> Path:
             if "_proj" not in module or mark != "weight" or "layers.0." in module:
                 writer.add(name, reader.tensor(name))
                 continue
-            scheme = QuantScheme(4, 32, act_order="down" in module)
+            scheme = int_scheme(4, 32, act_order="down" in module)
             gptq.write_linear(writer, module, rounded(reader.tensor(name), scheme))
             schemes[module] = scheme
         modules = {name.removesuffix(".weight"): None for name in reader.names() if "_proj.weight" in name}
@@ -149,7 +149,7 @@ def test_heads_that_cannot_be_shared_out_are_refused(tmp_path: Path, size: int, 
 
 
 def test_the_parts_of_a_quantized_weight_are_the_whole() -> None:
-    scheme = QuantScheme(4, 32)
+    scheme = int_scheme(4, 32)
     weight = quantize(torch.randn(24, 128, generator=torch.Generator().manual_seed(3)), scheme)
     parts = [dequantize(Shard(rank, 4)._columns("attn.o", weight)) for rank in range(4)]
     assert torch.equal(torch.cat(parts, dim=1), dequantize(weight))

@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from lmkit.formats.parts import Activations
-from lmkit.qtensor import QuantScheme
+from lmkit.qtensor import QuantScheme, int_scheme
 from tests.models import tiny
 from tests.models.test_formats import CHANNEL, EIGHT, SHAPE, rewritten
 
@@ -28,12 +28,12 @@ def logits(path: Path, **options: Any) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("schemes", "activations", "tolerance"),
     [
-        ({"_proj": QuantScheme(4, 32)}, "none", 2e-3),  # the library's product with float16 scales is float16
-        ({"_proj": QuantScheme(4, 32, True)}, "none", 1e-5),
-        ({"_proj": QuantScheme(8, -1, True)}, "none", 1e-5),
+        ({"_proj": int_scheme(4, 32)}, "none", 2e-3),  # the library's product with float16 scales is float16
+        ({"_proj": int_scheme(4, 32, True)}, "none", 1e-5),
+        ({"_proj": int_scheme(8, -1, True)}, "none", 1e-5),
         ({"_proj": CHANNEL}, "none", 1e-5),
         ({"_proj": EIGHT}, "int8", 0.1),  # it rounds activations
-        ({"q_proj": QuantScheme(4, 32, True), "v_proj": CHANNEL, "up_proj": EIGHT}, "none", 1e-5),
+        ({"q_proj": int_scheme(4, 32, True), "v_proj": CHANNEL, "up_proj": EIGHT}, "none", 1e-5),
     ],
 )
 def test_the_same_logits(

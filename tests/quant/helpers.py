@@ -12,7 +12,7 @@ from torch import Tensor
 from lmkit.formats.hub import DEMO_FOLDER
 from lmkit.models.decoder_layer import DecoderLayer
 from lmkit.models.roles import LINEARS
-from lmkit.qtensor import QuantScheme
+from lmkit.qtensor import QuantScheme, int_scheme
 from lmkit.quant.layer.layer import CalibratedLayer, Geometry
 from lmkit.quant.layer.observe import InputStats, Observer
 from lmkit.quant.recipe import Recipe, parse_recipe
@@ -65,7 +65,7 @@ def calibrate(
 ) -> CalibratedLayer:
     """The layer with statistics of `hidden` [num_rows * seq_len, hidden]. Every token is in every sample."""
     spec, tokens = layer.spec, torch.arange(len(hidden))
-    scheme = scheme or QuantScheme(4, group_size)
+    scheme = scheme or int_scheme(4, group_size)
     inputs = {
         role: InputStats.empty(spec.linear_shape(role)[1], scheme.group_size, tokens)
         for role in dict.fromkeys(spec.input_of[role] for role in roles)

@@ -16,7 +16,7 @@ from lmkit.kv_dtype import FLOAT32
 from lmkit.layers.batch import allocate_kv, whole_batch
 from lmkit.models.roles import LINEARS
 from lmkit.models.source import ModelSource
-from lmkit.qtensor import QuantScheme, quantize
+from lmkit.qtensor import QuantScheme, int_scheme, quantize
 from lmkit.quant.groups import candidates, fit_groups
 from lmkit.quant.mixed_precision import BitBudget, Group, choose, make_bit_budget, name_of
 from lmkit.quant.plan import make_plan
@@ -40,7 +40,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def budget_of(costs: list[list[int]]) -> BitBudget:
     """Groups with these bits of 100 weights in all."""
-    choices = QuantScheme(4, 32), QuantScheme(8, 32), None
+    choices = int_scheme(4, 32), int_scheme(8, 32), None
     return BitBudget(tuple(Group(0, {"attn.o": "o_proj"}, choices[: len(c)], tuple(c)) for c in costs), 0, 100)
 
 

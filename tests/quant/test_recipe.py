@@ -13,7 +13,7 @@ from lmkit.errors import ConfigError
 from lmkit.formats.hub import DEMO_FOLDER
 from lmkit.models.source import ModelSource
 from lmkit.other_names import names
-from lmkit.qtensor import QuantScheme
+from lmkit.qtensor import QuantScheme, float8_scheme, int_scheme
 from lmkit.quant.recipe import DEFAULT_RECIPE, RECIPES, load_recipe
 from lmkit.quant.steps.base import Stage
 from lmkit.quant.steps.registry import STEPS
@@ -47,13 +47,13 @@ def test_names_of_methods_lead_to_recipes_that_are_shipped() -> None:
 @pytest.mark.parametrize(
     ("name", "scheme"),
     [
-        ("awq_w4a16_g128", QuantScheme(4, 128)),
-        ("w4a16_g128_sym_ct", QuantScheme(4, 128, symmetric=True)),
-        ("rtn_w8a16", QuantScheme(8, 128, symmetric=True)),
-        ("smoothquant_w8a8", QuantScheme(8, -1, symmetric=True)),
-        ("fp8_channel", QuantScheme(8, -1, True, "float")),
-        ("fp8_tensor", QuantScheme(8, -1, True, "float", -1)),
-        ("fp8_block", QuantScheme(8, 128, True, "float", 128)),
+        ("awq_w4a16_g128", int_scheme(4, 128)),
+        ("w4a16_g128_sym_ct", int_scheme(4, 128, symmetric=True)),
+        ("rtn_w8a16", int_scheme(8, 128, symmetric=True)),
+        ("smoothquant_w8a8", int_scheme(8, -1, symmetric=True)),
+        ("fp8_channel", float8_scheme()),
+        ("fp8_tensor", float8_scheme(-1, -1)),
+        ("fp8_block", float8_scheme(128, 128)),
     ],
 )
 def test_schemes_of_shipped_recipes(name: str, scheme: QuantScheme) -> None:

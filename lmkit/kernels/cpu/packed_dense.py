@@ -18,7 +18,7 @@ from torch import Tensor
 from lmkit.kernels.cpu import tiles
 from lmkit.kernels.cpu.isa import Isa
 from lmkit.kernels.cpu.panels import padded, to_panels
-from lmkit.qtensor import QTensor, per_row
+from lmkit.qtensor import QTensor, plain
 
 PAIRED_INPUTS = 32  # bfloat16 panels hold whole blocks of so many inputs
 CODE_BITS = {tiles.CODES4: 4, tiles.CODES8: 8, tiles.FLOAT8: 8}
@@ -62,7 +62,7 @@ def pack_dense(isa: Isa, weight: Tensor, activation: str | None = None) -> Packe
 
 def pack_codes(isa: Isa, kind: str, weight: QTensor, activation: str | None = None) -> PackedDense:
     """Pack codes. `kind` is one of CODE_BITS."""
-    weight = per_row(weight)
+    weight = plain(weight)
     (out_features, in_features), group_size = weight.codes.shape, weight.scheme.group_size
     group, codes = in_features if group_size == -1 else group_size, weight.codes.view(torch.uint8)
     if kind == tiles.CODES4:

@@ -20,7 +20,7 @@ from lmkit.kernels.cpu import tiles
 from lmkit.kernels.cpu.dots import BLOCK, LOOKED_UP, MAX_LOOKED_UP, dot_for
 from lmkit.kernels.cpu.isa import Isa
 from lmkit.kernels.cpu.panels import padded, to_panels
-from lmkit.qtensor import QTensor
+from lmkit.qtensor import QTensor, plain
 
 QUADS = {4: torch.int32, 8: torch.int64}  # a type as wide as so many codes
 SEGMENT = 512  # a whole-row group is computed as groups of this size with equal scales
@@ -61,13 +61,14 @@ def accepts(
 
 def pack(isa: Isa, weight: QTensor, activation: str | None = None) -> PackedWeight:
     """Rearrange codes, scales and zeros into panels of `isa.int_tile` outputs."""
+    weight = plain(weight)
     out_features, in_features = weight.codes.shape
     whole_row = weight.scheme.group_size == -1
     group = min(SEGMENT, -(-in_features // BLOCK) * BLOCK) if whole_row else weight.scheme.group_size
     groups = -(-in_features // group)
-    stored, zeros, values = weight.codes, weight.zeros, _close(weight.scheme.values)
+    stored, zeros, values = weight.codes, weight.zeros, _close(weight.scheme.codes.values)
     if values:
-        stored, zeros = _numbers(stored, weight.scheme.values), zeros - min(weight.scheme.values)
+        stored, zeros = _numbers(stored, weight.scheme.codes.values), zeros - min(weight.scheme.codes.values)
     bits = 4 if values else weight.scheme.bits
     width, dot = isa.int_tile, dot_for(isa, bits)
 

@@ -93,13 +93,13 @@ def group_problem(group_size: int) -> str | None:
 
 
 def pack(weight: QTensor, activation: str | None = None, *, rounds: bool = False) -> PackedWeight:
-    """Pack a weight with scales per output (qtensor.per_row). float16 scales stay, others are stored as float32.
+    """Pack a weight with scales per output (qtensor.plain). float16 scales stay, others are stored as float32.
 
     `rounds`: the inputs of its products are rounded to int8.
     """
     scheme = weight.scheme
     out_features, in_features = weight.codes.shape
-    float8, gated = scheme.kind == "float", activation is not None
+    float8, gated = weight.codes.is_floating_point(), activation is not None
     stages = -(-in_features // STAGE)
     codes = weight.codes.view(torch.uint8) if float8 else weight.codes
     codes = _tiles(torch.nn.functional.pad(codes, (0, stages * STAGE - in_features)), gated)

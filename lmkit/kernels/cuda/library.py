@@ -142,9 +142,9 @@ class CodedWeight:
 
 
 def _pack_codes(weight: QTensor, activation: str | None = None) -> CodedWeight:
-    is_float = weight.scheme.kind == "float"
+    is_float = weight.codes.is_floating_point()
     scales = weight.scales.flatten().float()
-    zeros = None if is_float or weight.scheme.symmetric else weight.zeros.flatten().int() - 128
+    zeros = None if weight.scheme.symmetric else weight.zeros.flatten().int() - 128
     codes = weight.codes if is_float else (weight.codes ^ 128).view(torch.int8)
     return CodedWeight(codes.contiguous(), scales, zeros, torch.ones_like(scales[:1]), activation)
 

@@ -31,7 +31,7 @@ from lmkit.kernels.recurrent import ROW_FIELDS, RecurrentStates
 from lmkit.kernels.registry import Implementation, Op
 from lmkit.kernels.short_conv import ConvWeights
 from lmkit.kv_dtype import FLOAT16, FP8, INT4, INT8, KVDtype, dense_kv_dtype
-from lmkit.qtensor import QTensor, QuantScheme
+from lmkit.qtensor import QTensor, QuantScheme, float8_scheme, int_scheme
 
 DEVICE = "meta"
 # Query heads, KV heads, head size, soft cap: Llama 8B, Qwen 7B, Llama 1B, Gemma 2 9B.
@@ -163,17 +163,17 @@ def _linears(half: torch.dtype) -> None:
     """Run 4-bit groups of 128 in every size and number of tokens, and other formats in one."""
     for n, k in WEIGHTS:
         for tokens in TOKENS:
-            _linear(ops.linear_w4a16, QuantScheme(4, 128), half, n, k, tokens)
+            _linear(ops.linear_w4a16, int_scheme(4, 128), half, n, k, tokens)
     for tokens in TOKENS[::2]:
-        _linear(ops.linear_w4a8, QuantScheme(4, 128), half, *WEIGHTS[0], tokens)
+        _linear(ops.linear_w4a8, int_scheme(4, 128), half, *WEIGHTS[0], tokens)
     for op, scheme in (
-        (ops.linear_w4a16, QuantScheme(4, 32)),
-        (ops.linear_w4a8, QuantScheme(4, 32)),
-        (ops.linear_w4a8, QuantScheme(4, -1)),
-        (ops.linear_w8a16, QuantScheme(8, 128)),
-        (ops.linear_w8a8, QuantScheme(8, -1, symmetric=True)),
-        (ops.linear_fp8, QuantScheme(8, -1, symmetric=True, kind="float")),
-        (ops.linear_fp8_a8, QuantScheme(8, -1, symmetric=True, kind="float")),
+        (ops.linear_w4a16, int_scheme(4, 32)),
+        (ops.linear_w4a8, int_scheme(4, 32)),
+        (ops.linear_w4a8, int_scheme(4, -1)),
+        (ops.linear_w8a16, int_scheme(8, 128)),
+        (ops.linear_w8a8, int_scheme(8, -1, symmetric=True)),
+        (ops.linear_fp8, float8_scheme()),
+        (ops.linear_fp8_a8, float8_scheme()),
     ):
         for tokens in (1, 16, 512):
             _linear(op, scheme, half, *WEIGHTS[0], tokens)
@@ -186,7 +186,7 @@ def _linears(half: torch.dtype) -> None:
 
 def _experts(half: torch.dtype) -> None:
     """Run 4-bit groups of 128 for few and many tokens of an expert."""
-    scheme = QuantScheme(4, 128)
+    scheme = int_scheme(4, 128)
     rounding = ops.linear_w4a16, ops.linear_w4a8
     for op, tokens, (n, k, activation) in itertools.product(rounding, EXPERT_TOKENS, EXPERTS):
         impl = _ours(op, out_features=n, in_features=k, group_size=128, bits=4)
@@ -243,10 +243,9 @@ def _linear(op: Op, scheme: QuantScheme, half: torch.dtype, n: int, k: int, toke
 
 
 def _weight(scheme: QuantScheme, n: int, k: int) -> QTensor:
-    floating, groups = scheme.kind == "float", scheme.num_groups(k)
-    codes = _empty(n, k, dtype=torch.float8_e4m3fn if floating else torch.uint8)
-    zeros = _empty(0 if floating else n, *(() if floating else (groups,)), dtype=torch.uint8)
-    return QTensor(codes, _empty(n, groups, dtype=torch.float32 if floating else torch.float16), zeros, scheme)
+    codes = scheme.codes
+    scales = _empty(n, scheme.num_groups(k), dtype=torch.float16 if codes.uniform else torch.float32)
+    return QTensor(_empty(n, k, dtype=codes.element), scales, codes.zeros(scales.shape).to(DEVICE), scheme)
 
 
 def _dense(half: torch.dtype, tokens: int) -> None:

@@ -13,7 +13,7 @@ from lmkit.kernels import ops
 from lmkit.kernels.ops import FP8_MAX, Norm
 from lmkit.kernels.reference.elementwise import gated_activation, rms_norm
 from lmkit.kernels.registry import implements
-from lmkit.qtensor import QTensor, dequantize
+from lmkit.qtensor import QTensor, dequantize, plain
 
 TORCH_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 PANEL_ROWS = 1024  # outputs widened to float32 at a time
@@ -98,7 +98,7 @@ def quantize_activations(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def _int8_product(x: Tensor, weight: QTensor, bias: Tensor | None) -> Tensor:
     """The product group by group. Integer sums are exact in float64."""
-    in_features = x.shape[1]
+    in_features, weight = x.shape[1], plain(weight)
     group = in_features if weight.scheme.group_size == -1 else weight.scheme.group_size
     y = x.new_zeros(x.shape[0], weight.codes.shape[0], dtype=torch.float32)
     for g, start in enumerate(range(0, in_features, group)):

@@ -158,11 +158,11 @@ class Step(StrictStruct, frozen=True, tag_field="step"):
 
     def needs_integers(self, scheme: QuantScheme) -> str | None:
         """The answer of `refuses` for a step that needs integer grids."""
-        return None if scheme.kind == "int" else f"{self.name()} needs type int"
+        return None if scheme.codes.uniform else f"{self.name()} needs type int"
 
     def needs_groups(self, scheme: QuantScheme) -> str | None:
         """The answer of `refuses` for a step that needs integer grids with groups of a few inputs."""
-        if scheme.kind == "int" and scheme.group_size != -1:
+        if scheme.codes.uniform and scheme.group_size != -1:
             return None
         return f"{self.name()} needs type int and groups of 32, 64 or 128 inputs"
 

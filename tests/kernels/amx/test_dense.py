@@ -14,15 +14,15 @@ from lmkit.kernels.cpu.amx import dense as amx_dense
 from lmkit.kernels.cpu.packed_dense import CODE_BITS
 from lmkit.kernels.ops import Norm
 from lmkit.kernels.registry import Implementation
-from lmkit.qtensor import QTensor, QuantScheme, dequantize, quantize
+from lmkit.qtensor import QTensor, QuantScheme, dequantize, float8_scheme, int_scheme, quantize
 
 LEVEL = isa.host() if isa.host().tiles else isa.named("amx+emulated")
 SCHEMES = {  # by kind; None: a dense weight
     "bfloat16": (None,),
     "float16": (None,),
-    tiles.CODES4: (QuantScheme(4, 128), QuantScheme(4, 96), QuantScheme(4, -1)),
-    tiles.CODES8: (QuantScheme(8, 32), QuantScheme(8, -1)),
-    tiles.FLOAT8: (QuantScheme(8, 128, True, "float"), QuantScheme(8, -1, True, "float", 7)),
+    tiles.CODES4: (int_scheme(4, 128), int_scheme(4, 96), int_scheme(4, -1)),
+    tiles.CODES8: (int_scheme(8, 32), int_scheme(8, -1)),
+    tiles.FLOAT8: (float8_scheme(128), float8_scheme(-1, 7)),
 }
 CASES = [
     pytest.param(kind, scheme, id=f"{kind}-{scheme.group_size if scheme else ''}")
@@ -106,6 +106,6 @@ def test_gates_norms_and_strides(kind: str) -> None:
 
 
 def test_groups_that_fill_no_tile_keep_the_float_kernel() -> None:
-    packed = kernel(tiles.FLOAT8).pack(weight_of(tiles.FLOAT8, QuantScheme(8, 33, True, "float")))
+    packed = kernel(tiles.FLOAT8).pack(weight_of(tiles.FLOAT8, float8_scheme(33)))
     assert not amx_dense.fits(packed)
     assert not amx_dense.fits(kernel("bfloat16").pack(torch.zeros(8, 8)))

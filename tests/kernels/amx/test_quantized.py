@@ -10,7 +10,7 @@ import torch
 
 from lmkit.kernels.cpu import isa, quantized
 from lmkit.kernels.ops import Norm
-from lmkit.qtensor import QuantScheme, quantize
+from lmkit.qtensor import int_scheme, quantize
 
 ROWS = (5, 16, 33, 48)  # a partial tile, a whole one, both, whole ones
 
@@ -35,7 +35,7 @@ def test_bits_are_those_of_the_other_kernels(
     bits: int, group_size: int, outputs: int, inputs: int, gated: bool, scales: torch.dtype
 ) -> None:
     torch.manual_seed(5)
-    weight = quantize(torch.randn(outputs, inputs) + 0.3, QuantScheme(bits, group_size, symmetric=False))
+    weight = quantize(torch.randn(outputs, inputs) + 0.3, int_scheme(bits, group_size, symmetric=False))
     weight = replace(weight, scales=weight.scales.to(scales))
     activation = "silu" if gated else None
     levels = (isa.host(), isa.named("avx512_vnni")) if isa.host().tiles else (isa.named("amx+emulated"), isa.host())

@@ -16,7 +16,7 @@ from lmkit.kernels.cuda.gemm_experts import ExpertTable
 from lmkit.kernels.cuda.gemm_plan import SCRATCH_BYTES
 from lmkit.kernels.ops import Norm, Places, Routing
 from lmkit.layers.blocks.moe import GPU_ROWS
-from lmkit.qtensor import QTensor, QuantScheme, quantize
+from lmkit.qtensor import QTensor, int_scheme, quantize
 from tests import emulator
 from tests.kernels.cuda import test_int8_rows
 from tests.kernels.cuda.test_linear import assert_near, expected, pack
@@ -109,7 +109,7 @@ def check(
     assert not module.counters(x.device.type).any()
 
 
-SCHEMES = {"int4": QuantScheme(4, 128), "int4-32": QuantScheme(4, 32), "int8": QuantScheme(8, 128)}
+SCHEMES = {"int4": int_scheme(4, 128), "int4-32": int_scheme(4, 32), "int8": int_scheme(8, 128)}
 
 
 @pytest.mark.parametrize("count", [1, 5, 45])
@@ -161,7 +161,7 @@ def test_ranges_and_more_experts_than_a_warp_looks_at(units: int, device: str, m
         return problem, gemm_experts.Plan(1, 1, 1, 2, 3, units, per_sm=2)
 
     monkeypatch.setattr(gemm_experts, "plan_for", plan_for)
-    weights = [quantize(torch.randn(16, 640), QuantScheme(4, 128)) for _ in range(70)]
+    weights = [quantize(torch.randn(16, 640), int_scheme(4, 128)) for _ in range(70)]
     places = placed(90, 3, 70, device)
     assert int(places.active[0]) > 32
     assert max(end - first for _, first, end in places.active[1:].view(-1, 3).tolist()[:2]) > 8
@@ -187,7 +187,7 @@ def test_kernels_that_overlap_wait() -> None:
         logits = torch.randn(9, 8)
         weights, numbers = experts.route(logits, Routing(2, True, False, 1, 1, 2, 1.0), None)
         places = experts.expert_places(numbers, 8, range(8))
-        table = ExpertTable.of([(gemm_pack.pack(quantize(torch.randn(32, 256), QuantScheme(4, 128))), None)] * 8)
+        table = ExpertTable.of([(gemm_pack.pack(quantize(torch.randn(32, 256), int_scheme(4, 128))), None)] * 8)
         assert table is not None
         out = torch.empty(9, 32)
         experts.sum_places(gemm_experts.multiply(normed, places, table, False), weights, places, out)
@@ -207,7 +207,7 @@ def test_sums_of_ranges_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(module.BACKENDS, "meta", variants.Recorder())
     q = QTensor(
         torch.empty(4096, 14336, dtype=torch.uint8, device="meta"), torch.empty(4096, 112, dtype=F16, device="meta"),
-        torch.empty(4096, 112, dtype=torch.uint8, device="meta"), QuantScheme(4, 128),
+        torch.empty(4096, 112, dtype=torch.uint8, device="meta"), int_scheme(4, 128),
     )  # fmt: skip
     packed = gemm_pack.pack(q)
 

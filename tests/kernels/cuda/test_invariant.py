@@ -24,7 +24,7 @@ from lmkit.kernels.cuda.switches import switches
 from lmkit.kernels.ops import BatchGeometry, Norm
 from lmkit.kernels.reference.linear import keep
 from lmkit.kv_dtype import BFLOAT16, FLOAT16, FP8, INT4, INT8, KVDtype
-from lmkit.qtensor import QuantScheme, dequantize, per_row, quantize
+from lmkit.qtensor import QuantScheme, dequantize, float8_scheme, int_scheme, plain, quantize
 from tests import emulator
 from tests.kernels.cuda.test_balanced import changed, there
 from tests.kernels.cuda.test_prefill_attention import inputs
@@ -82,12 +82,12 @@ def test_dense_with_all_that_stands_around(device: str) -> None:
 
 @pytest.mark.parametrize(
     ("scheme", "rounds"),
-    [(QuantScheme(4, 128), False), (QuantScheme(4, 32), True), (QuantScheme(8, 128, kind="float", rows=128), False)],
+    [(int_scheme(4, 128), False), (int_scheme(4, 32), True), (float8_scheme(128, 128), False)],
 )
 def test_packed_weights(device: str, scheme: QuantScheme, rounds: bool) -> None:
     """From 257 rows on, too, where a library would multiply."""
     torch.manual_seed(1)
-    weight = per_row(quantize(torch.randn(40, 520), scheme))
+    weight = plain(quantize(torch.randn(40, 520), scheme))
     packed = pack(replace(weight, **{name: getattr(weight, name).to(device) for name in ("codes", "scales", "zeros")}))
     packed, x = replace(packed, rounds=rounds), torch.randn(260, 520).half().to(device)
     seen = int8_rows.rounded(x.float(), packed) if rounds else x
@@ -96,7 +96,7 @@ def test_packed_weights(device: str, scheme: QuantScheme, rounds: bool) -> None:
 
 
 def test_codes_of_eight_bits(device: str) -> None:
-    weight = per_row(quantize(torch.randn(32, 272), QuantScheme(8, -1)))
+    weight = plain(quantize(torch.randn(32, 272), int_scheme(8, -1)))
     weight = replace(weight, **{name: getattr(weight, name).to(device) for name in ("codes", "scales", "zeros")})
     impl = ops.linear_w8a8.named("cuda")
     packed, x = impl.pack(weight), torch.randn(40, 272, device=device)
@@ -110,7 +110,7 @@ def test_products_of_experts(device: str, rounds: bool) -> None:
     """Of a token alone and among others that like the same experts, gate and up, then down."""
     torch.manual_seed(2)
     chosen = torch.tensor([[i % 3, 3 + (i > 4)] for i in range(60)], device=device)
-    weights = [per_row(quantize(torch.randn(48, 264), QuantScheme(4, 32))) for _ in range(5)]
+    weights = [plain(quantize(torch.randn(48, 264), int_scheme(4, 32))) for _ in range(5)]
     packed = [pack(replace(q, **{n: getattr(q, n).to(device) for n in ("codes", "scales", "zeros")})) for q in weights]
     table = gemm_experts.ExpertTable.of([(replace(each, rounds=rounds), None) for each in packed])
     assert table is not None

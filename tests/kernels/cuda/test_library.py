@@ -13,12 +13,12 @@ from lmkit.kernels.cuda import elementwise
 from lmkit.kernels.ops import Norm
 from lmkit.kernels.reference import linear as reference
 from lmkit.kernels.registry import Op
-from lmkit.qtensor import QTensor, QuantScheme, per_row, quantize
+from lmkit.qtensor import QTensor, QuantScheme, float8_scheme, int_scheme, plain, quantize
 from tests import emulator
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
-INT8, INT8_ASYMMETRIC = QuantScheme(8, -1, True), QuantScheme(8, -1)
-FLOAT8, FLOAT8_TENSOR = QuantScheme(8, -1, True, "float"), QuantScheme(8, -1, True, "float", -1)
+INT8, INT8_ASYMMETRIC = int_scheme(8, -1, True), int_scheme(8, -1)
+FLOAT8, FLOAT8_TENSOR = float8_scheme(), float8_scheme(-1, -1)
 STEP = {F32: 3e-6, F16: 2**-10, BF16: 2**-7}  # a result's rounding; float32: another order of its sum
 
 
@@ -141,7 +141,7 @@ CODED = [
 
 
 def coded(op: Op, scheme: QuantScheme, outputs: int, inputs: int) -> QTensor:
-    return per_row(quantize(torch.randn(outputs, inputs) * (torch.rand(outputs, 1) + 0.1), scheme))
+    return plain(quantize(torch.randn(outputs, inputs) * (torch.rand(outputs, 1) + 0.1), scheme))
 
 
 @pytest.mark.parametrize(("op", "scheme"), CODED)

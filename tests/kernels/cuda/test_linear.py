@@ -20,20 +20,20 @@ from lmkit.kernels.cuda.switches import Switches
 from lmkit.kernels.ops import Norm
 from lmkit.kernels.reference.elementwise import ACTIVATIONS
 from lmkit.layers.outline import WeightKind, packed_outline
-from lmkit.qtensor import QTensor, QuantScheme, dequantize, per_row, quantize
+from lmkit.qtensor import QTensor, QuantScheme, dequantize, float8_scheme, int_scheme, plain, quantize
 from tests import emulator
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
-INT4 = QuantScheme(4, 128)
+INT4 = int_scheme(4, 128)
 SCHEMES = {
     "int4": INT4,
-    "int4-32": QuantScheme(4, 32),
-    "int4-64": QuantScheme(4, 64, symmetric=True),
-    "int4-256": QuantScheme(4, 256),
-    "int4-row": QuantScheme(4, -1),
-    "int8": QuantScheme(8, 128),
-    "fp8-row": QuantScheme(8, -1, kind="float"),
-    "fp8-block": QuantScheme(8, 128, kind="float", rows=128),
+    "int4-32": int_scheme(4, 32),
+    "int4-64": int_scheme(4, 64, symmetric=True),
+    "int4-256": int_scheme(4, 256),
+    "int4-row": int_scheme(4, -1),
+    "int8": int_scheme(8, 128),
+    "fp8-row": float8_scheme(),
+    "fp8-block": float8_scheme(128, 128),
 }
 SMALL = Plan(1, 1, 1, 4, 4, 1)  # one tile a block, its stages over four warps
 WIDE = Plan(2, 2, 2, 2, 3, 2)
@@ -56,7 +56,7 @@ def no_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def weight(outputs: int, inputs: int, scheme: QuantScheme = INT4, scales: torch.dtype | None = None) -> QTensor:
-    q = per_row(quantize(torch.randn(outputs, inputs) * torch.rand(outputs, 1), scheme))
+    q = plain(quantize(torch.randn(outputs, inputs) * torch.rand(outputs, 1), scheme))
     return q if scales is None else QTensor(q.codes, q.scales.to(scales), q.zeros, q.scheme)
 
 
@@ -255,7 +255,7 @@ def test_many_tokens_take_the_library(
 
 
 def test_op_takes_any_x(device: str) -> None:
-    q = weight(48, 256, QuantScheme(8, 128))
+    q = weight(48, 256, int_scheme(8, 128))
     packed = pack(q, device)
     wide = torch.randn(3, 512, device=device).half()
     assert_near(run(ops.linear_w8a16, wide[:, 256:], packed, None), expected(wide[:, 256:], q))
@@ -365,7 +365,7 @@ def test_damaged_table_is_ignored(damage: Any, tmp_path: Path, caplog: pytest.Lo
 
 
 def test_kernels_of_every_number_of_tokens_are_known(device: str) -> None:
-    packed = pack(quantize(torch.randn(64, 256), QuantScheme(4, 128)), device)
+    packed = pack(quantize(torch.randn(64, 256), int_scheme(4, 128)), device)
     known = set(gemm_table.kernels(packed, F16, 100))
     for tokens in range(1, 101):
         plan = gemm_table.choose(tokens, packed, F16)

@@ -23,7 +23,7 @@ from lmkit.kernels.cuda.module import Kernel
 from lmkit.kernels.cuda.source import FOLDER
 from lmkit.kernels.cuda.switches import parse
 from lmkit.kernels.ops import Norm
-from lmkit.qtensor import QuantScheme, quantize
+from lmkit.qtensor import int_scheme, quantize
 from tests import emulator
 from tests.emulator import EmulatedBackend
 
@@ -54,7 +54,7 @@ def normed(tokens: int, width: int) -> Tensor:
 )
 def test_products_read_weights_before_they_wait(gpu: EmulatedBackend, tokens: int, plan: Plan) -> None:
     torch.manual_seed(tokens)
-    packed = gemm_pack.pack(quantize(torch.randn(152, 640), QuantScheme(4, 128)))
+    packed = gemm_pack.pack(quantize(torch.randn(152, 640), int_scheme(4, 128)))
     x, stream = normed(tokens, 640), torch.zeros(tokens, 152)
     expected = x.double() @ gemm_pack.dequantize(packed, torch.float32).double().t()
     gemm.multiply(x, packed, plan, residual=stream)
@@ -64,10 +64,10 @@ def test_products_read_weights_before_they_wait(gpu: EmulatedBackend, tokens: in
 
 
 def test_a_norm_inside_a_product_comes_behind_the_wait(gpu: EmulatedBackend) -> None:
-    packed = gemm_pack.pack(quantize(torch.randn(152, 640), QuantScheme(4, 128)))
+    packed = gemm_pack.pack(quantize(torch.randn(152, 640), int_scheme(4, 128)))
     stream, norm = torch.zeros(2, 152), Norm(torch.rand(152), 1e-5, dtype=torch.float16)
     gemm.multiply(normed(2, 640), packed, Plan(1, 1, 1, 4, 4, 1), residual=stream)  # a kernel writes the stream
-    following = gemm_pack.pack(quantize(torch.randn(32, 152), QuantScheme(4, 128)))
+    following = gemm_pack.pack(quantize(torch.randn(32, 152), int_scheme(4, 128)))
     y = gemm.multiply(stream, following, Plan(1, 1, 2, 2, 3, 1), norm=norm)
     x = (stream * (stream.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * norm.weight).half()
     expected = x.double() @ gemm_pack.dequantize(following, torch.float32).double().t()
@@ -83,7 +83,7 @@ def test_products_ask_for_the_weights_that_come_next(
 ) -> None:
     """All that their rings have not begun to copy, each byte once, and within the limit. Scales of long groups are few
     and not asked for."""
-    packed = gemm_pack.pack(quantize(torch.randn(152, 1280), QuantScheme(4, group)))
+    packed = gemm_pack.pack(quantize(torch.randn(152, 1280), int_scheme(4, group)))
     x, problem = normed(3, 1280), gemm.problem_of(3, packed)
     workers = problem.workers(plan, gpu.num_sms())
     stage_bytes = packed.codes.shape[2] + packed.scales_per_stage * packed.params.shape[2]
@@ -125,7 +125,7 @@ def _norm(x: Tensor) -> Tensor:
 
 
 def _product(x: Tensor) -> Tensor:
-    packed = gemm_pack.pack(quantize(torch.randn(32, 256), QuantScheme(4, 128)))
+    packed = gemm_pack.pack(quantize(torch.randn(32, 256), int_scheme(4, 128)))
     return gemm.multiply(x, packed, Plan(1, 1, 1, 2, 4, 1))
 
 

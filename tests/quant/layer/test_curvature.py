@@ -16,7 +16,7 @@ from torch import Tensor
 from lmkit.errors import CheckpointError, UnsupportedError
 from lmkit.kernels.cuda.module import tensor_device
 from lmkit.models.source import ModelSource
-from lmkit.qtensor import QTensor, QuantScheme, dequantize, quantize
+from lmkit.qtensor import QTensor, QuantScheme, dequantize, int_scheme, quantize
 from lmkit.quant.data.workdir import WorkFolder
 from lmkit.quant.kv import fit
 from lmkit.quant.layer import curvature, descent
@@ -209,7 +209,7 @@ def error(weight: Tensor, q: QTensor, h: Tensor, outputs: Tensor, shift: Tensor 
     return float(((outputs @ e) * pull).sum())
 
 
-@pytest.mark.parametrize("scheme", [QuantScheme(4, 32), QuantScheme(4, 32, symmetric=True), QuantScheme(3, -1)])
+@pytest.mark.parametrize("scheme", [int_scheme(4, 32), int_scheme(4, 32, symmetric=True), int_scheme(3, -1)])
 @pytest.mark.parametrize("shifted", [False, True])
 def test_no_round_raises_the_error(scheme: QuantScheme, shifted: bool) -> None:
     for seed, (out, width) in enumerate([(70, 64), (5, 96), (1, 32), (130, 32)]):
@@ -225,7 +225,7 @@ def test_no_round_raises_the_error(scheme: QuantScheme, shifted: bool) -> None:
 
 
 def test_no_other_code_is_better_in_the_end() -> None:
-    weight, q, h, outputs, shift = problem(6, 32, QuantScheme(2, 32))
+    weight, q, h, outputs, shift = problem(6, 32, int_scheme(2, 32))
     q = descent.descend(weight, q, h, [(torch.arange(6), outputs)], 60, shift=shift)
     least = error(weight, q, h, outputs, shift)
     for i in range(6):
@@ -238,7 +238,7 @@ def test_no_other_code_is_better_in_the_end() -> None:
 
 
 def test_without_correlated_outputs_it_goes_on_as_refine_does() -> None:
-    weight, q, h, _, shift = problem(48, 64, QuantScheme(4, 32))
+    weight, q, h, _, shift = problem(48, 64, int_scheme(4, 32))
     eye = torch.eye(48)
     refined = refine(weight, q, h, 2, shift=shift)
     found = descent.descend(weight, refined, h, [(torch.arange(48), eye)], 2, shift=shift)
@@ -246,7 +246,7 @@ def test_without_correlated_outputs_it_goes_on_as_refine_does() -> None:
 
 
 def test_another_device_gives_the_same() -> None:
-    weight, q, h, outputs, shift = problem(70, 64, QuantScheme(4, 32))
+    weight, q, h, outputs, shift = problem(70, 64, int_scheme(4, 32))
     wanted = descent.descend(weight, q, h, [(torch.arange(70), outputs)], 2, shift=shift)
     with SecondDevice():
         at = tensor_device(NAME)
@@ -259,7 +259,7 @@ def test_another_device_gives_the_same() -> None:
 
 
 def test_rows_without_a_block_stay() -> None:
-    weight, q, h, outputs, _ = problem(12, 32, QuantScheme(4, 32))
+    weight, q, h, outputs, _ = problem(12, 32, int_scheme(4, 32))
     rows = torch.tensor([9, 2, 5])
     found = descent.descend(weight, q, h, [(rows, outputs[:3, :3].contiguous())], 2)
     changed = ((found.codes != q.codes).any(1) | (found.scales != q.scales).any(1)).nonzero()[:, 0]

@@ -11,7 +11,7 @@ from torch import Tensor
 from lmkit.models.decoder_layer import DecoderLayer
 from lmkit.models.roles import expert_of
 from lmkit.models.source import ModelSource
-from lmkit.qtensor import QTensor, QuantScheme, dequantize, quantize
+from lmkit.qtensor import QTensor, QuantScheme, dequantize, int_scheme, quantize
 from lmkit.quant.data.hidden_states import Stream
 from lmkit.quant.layer.moments import Moments, collect, held_out_rows
 from lmkit.quant.layer.passes import LayerPass
@@ -22,7 +22,7 @@ from lmkit.quant.steps.gptq import Gptq
 from tests.quant.helpers import CLIP, recipe, tiny_checkpoint
 
 ORDERS = ("activation", "gar", "natural")
-SCHEME = QuantScheme(4, 32)
+SCHEME = int_scheme(4, 32)
 
 
 def weight_of(rows: int = 48, columns: int = 128, seed: int = 0) -> Tensor:
@@ -53,7 +53,7 @@ def error(weight: Tensor, q: QTensor, x: Tensor) -> float:
 
 
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("scheme", [SCHEME, QuantScheme(4, 32, symmetric=True), QuantScheme(8, -1, symmetric=True)])
+@pytest.mark.parametrize("scheme", [SCHEME, int_scheme(4, 32, symmetric=True), int_scheme(8, -1, symmetric=True)])
 def test_with_uncorrelated_inputs_it_is_plain_rounding(order: str, scheme: QuantScheme) -> None:
     weight = weight_of()
     for hessian in (torch.eye(128), torch.diag(torch.linspace(0.01, 100, 128))):
@@ -130,7 +130,7 @@ def test_the_target_is_the_weight_for_the_original_outputs() -> None:
     factors = torch.ones(128)
     factors[::3] = 0.8
     x = exact * factors
-    order, scheme = torch.randperm(128), QuantScheme(8, 32)
+    order, scheme = torch.randperm(128), int_scheme(8, 32)
     shift, factor = weight @ (exact - x).T @ x, gptq.factorize(hessian_of(x), order, 1e-6)
     assert factor is not None
     grid = quantize(weight / factors, scheme)

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from lmkit.models.source import ModelSource
-from lmkit.qtensor import QuantScheme, dequantize, quantize
+from lmkit.qtensor import QuantScheme, dequantize, int_scheme, quantize
 from lmkit.quant.layer.grid import round_to_nearest
 from lmkit.quant.steps import awq_clip
 from lmkit.quant.steps.awq_clip import AwqClip, clip_layer, search_shrink
 from tests.quant.helpers import calibrate, tiny_checkpoint
 
-SCHEMES = [QuantScheme(4, 32), QuantScheme(4, 32, symmetric=True)]
+SCHEMES = [int_scheme(4, 32), int_scheme(4, 32, symmetric=True)]
 
 
 def weights_and_inputs(seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
@@ -39,7 +39,7 @@ def test_rtn_gives_the_codes_of_qtensor(scheme: QuantScheme) -> None:
 
 def test_rtn_with_narrower_ends_saturates_outside() -> None:
     weight = torch.tensor([[-8.0, -1.0, 0.0, 1.0, 2.0, 32.0] + [0.0] * 26])
-    rounded = round_to_nearest(weight, QuantScheme(4, 32), (torch.tensor([[1 / 8]]), torch.tensor([[1 / 16]])))
+    rounded = round_to_nearest(weight, int_scheme(4, 32), (torch.tensor([[1 / 8]]), torch.tensor([[1 / 16]])))
     torch.testing.assert_close(dequantize(rounded)[0, :6], torch.tensor([-1.0, -1, 0, 1, 2, 2]), rtol=1e-3, atol=1e-3)
 
 
@@ -67,16 +67,16 @@ def test_groups_without_clipping_keep_the_plain_grid() -> None:
     """A group of two magnitudes, both on the grid, cannot gain."""
     weight = torch.ones(8, 64)
     weight[:, ::2] = -0.875
-    found = search_shrink(weight, weights_and_inputs()[2], QuantScheme(4, 32), grid=10, max_shrink=0.5)
-    kept = round_to_nearest(weight, QuantScheme(4, 32), found.shrink)
+    found = search_shrink(weight, weights_and_inputs()[2], int_scheme(4, 32), grid=10, max_shrink=0.5)
+    kept = round_to_nearest(weight, int_scheme(4, 32), found.shrink)
     same = found.loss == found.unclipped
-    assert torch.equal(kept.codes.view(8, 2, 32)[same], quantize(weight, QuantScheme(4, 32)).codes.view(8, 2, 32)[same])
+    assert torch.equal(kept.codes.view(8, 2, 32)[same], quantize(weight, int_scheme(4, 32)).codes.view(8, 2, 32)[same])
 
 
 def test_ends_are_independent_and_near_the_best_of_all_pairs() -> None:
     """One-sided tails need one end only; searching ends in turn comes close to searching all pairs."""
     weight, _, gram = weights_and_inputs(5)
-    scheme, steps = QuantScheme(4, 32), [torch.full((16, 2), 1 - 0.5 * i / 5) for i in range(6)]
+    scheme, steps = int_scheme(4, 32), [torch.full((16, 2), 1 - 0.5 * i / 5) for i in range(6)]
     found = search_shrink(weight, gram, scheme, grid=5, max_shrink=0.5)
     groups = awq_clip.Groups.of(weight, gram, scheme)
     pairs = [groups.losses((ends[0].T, ends[1].T)).T for ends in itertools.product(steps, steps)]
@@ -98,7 +98,7 @@ def test_symmetric_ends_move_together() -> None:
 
 def test_dead_inputs_leave_the_range_alone() -> None:
     weight, _, gram = weights_and_inputs()
-    scheme = QuantScheme(4, 32)
+    scheme = int_scheme(4, 32)
     found = search_shrink(weight, torch.zeros_like(gram), scheme, grid=10, max_shrink=0.5)
     assert found.clipped_share == 0
     assert torch.equal(round_to_nearest(weight, scheme, found.shrink).codes, quantize(weight, scheme).codes)

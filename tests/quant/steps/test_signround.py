@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lmkit.models.roles import LINEARS
 from lmkit.models.source import ModelSource
-from lmkit.qtensor import QuantScheme, dequantize, quantize
+from lmkit.qtensor import QuantScheme, dequantize, int_scheme, quantize
 from lmkit.quant.layer.gradients import layer_output
 from lmkit.quant.layer.moments import run
 from lmkit.quant.run import prepare
@@ -18,7 +18,7 @@ from lmkit.quant.steps import signround
 from tests.quant.helpers import recipe, tiny_checkpoint
 from tests.quant.steps.test_gptq import stream_of
 
-SCHEMES = [QuantScheme(4, 32), QuantScheme(4, 32, symmetric=True)]
+SCHEMES = [int_scheme(4, 32), int_scheme(4, 32, symmetric=True)]
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from lmkit.formats.hub import DEMO_FOLDER
 from lmkit.kernels.cuda import gemm, module
 from lmkit.kernels.cuda.switches import parse
 from lmkit.models.loader import load_model
-from lmkit.qtensor import QuantScheme
+from lmkit.qtensor import int_scheme
 from lmkit.turbo.engine.engine import Engine
 from lmkit.turbo.plan import StepPlan
 from lmkit.turbo.request import Request, SamplingParams, StepOutput
@@ -197,7 +197,7 @@ def test_an_int8_head(checkpoint: Path, device: CudaDevice, activations: Any, to
 def test_inputs_in_activation_order_give_the_tokens_of_the_cpu(
     checkpoint: Path, device: CudaDevice, tmp_path: Path
 ) -> None:
-    model, _ = rewritten(checkpoint, tmp_path, "gptq_v2", every(QuantScheme(4, 32, act_order=True)))
+    model, _ = rewritten(checkpoint, tmp_path, "gptq_v2", every(int_scheme(4, 32, act_order=True)))
     engine = on_gpu(model, device)
     assert isinstance(engine.runner, CudaRunner)
     assert engine.runner.captured.size_for(3) is not None

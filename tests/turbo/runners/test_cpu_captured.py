@@ -18,7 +18,7 @@ from lmkit.config import EngineConfig
 from lmkit.formats.kv_config import KVConfig, KVLayerConfig, save_kv_config
 from lmkit.kernels.cpu.workspace import Workspace
 from lmkit.models.source import ModelSource
-from lmkit.qtensor import QuantScheme
+from lmkit.qtensor import int_scheme
 from lmkit.turbo.engine.engine import Engine
 from lmkit.turbo.plan import Chunk, NewSequence
 from lmkit.turbo.request import Request, SamplingParams
@@ -27,7 +27,7 @@ from lmkit.turbo.runners.cpu_captured import CapturedSteps, NotCapturableError, 
 from tests.models.test_formats import every, rewritten
 from tests.quant.helpers import tiny_checkpoint
 
-ORDERED = QuantScheme(4, 64, act_order=True)
+ORDERED = int_scheme(4, 64, act_order=True)
 PROMPTS = [[5, 6, 7], list(range(40, 75)), [9] * 11]
 
 

@@ -1,0 +1,158 @@
+"""What the codes of a quantized weight stand for: values that answer for their kind of code.
+
+A new kind is a class here, a packer in formats and kernels that read it.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import msgspec
+import torch
+from torch import Tensor
+
+
+class Integers(msgspec.Struct, frozen=True, tag="integers"):
+    """A uniform grid: w = (code - zero) * scale. A symmetric weight has the zero 2**(bits-1) everywhere."""
+
+    element: ClassVar[torch.dtype] = torch.uint8  # of the tensor of codes
+    type: ClassVar[str] = "int"  # as recipes and compressed-tensors name it
+    inputs: ClassVar[str] = "int8"  # the type that inputs of such weights are rounded to for 8-bit products
+    uniform: ClassVar[bool] = True  # codes have zeros
+
+    bits: int  # 2, 3, 4 or 8
+    symmetric: bool = False
+    values: tuple[int, ...] = ()  # the only codes that occur, if known: at most 16, which a kernel may number
+
+    def __str__(self) -> str:
+        return f"int{self.bits}"
+
+    @property
+    def words(self) -> str:
+        """What a message calls them."""
+        return f"{self.bits}-bit integers"
+
+    @property
+    def middle(self) -> int:
+        """The zero of a symmetric weight."""
+        return 1 << (self.bits - 1)
+
+    def suits(self, zeros: Tensor) -> bool:
+        """Whether a weight with these zeros is symmetric."""
+        return bool((zeros == self.middle).all())
+
+    def made_symmetric(self) -> Integers:
+        """The codes of a weight whose zeros are all in the middle."""
+        return msgspec.structs.replace(self, symmetric=True)
+
+    def zeros(self, groups: tuple[int, ...]) -> Tensor:
+        """The zeros of a symmetric weight with scales [..., out, groups] of this shape."""
+        return torch.full(groups, self.middle, dtype=torch.uint8)
+
+    def numbers(self, codes: Tensor, zeros: Tensor) -> Tensor:
+        """What scales multiply, float32: codes [..., groups, inputs] and zeros [..., groups]."""
+        return codes.float().sub_(zeros.float().unsqueeze(-1))
+
+    @property
+    def plain(self) -> Integers:
+        """The codes that kernels have for this kind."""
+        return self
+
+    def as_plain(self, codes: Tensor, scales: Tensor, zeros: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The codes, scales and zeros of the same weight in `plain` codes."""
+        return codes, scales, zeros
+
+
+class Float8(msgspec.Struct, frozen=True, tag="float8"):
+    """float8 e4m3: w = code * scale. See Integers for what it answers."""
+
+    element: ClassVar[torch.dtype] = torch.float8_e4m3fn
+    type: ClassVar[str] = "float"
+    inputs: ClassVar[str] = "fp8"
+    uniform: ClassVar[bool] = False
+    bits: ClassVar[int] = 8
+    symmetric: ClassVar[bool] = True
+    values: ClassVar[tuple[int, ...]] = ()
+
+    def __str__(self) -> str:
+        return "float8"
+
+    @property
+    def words(self) -> str:
+        return "float8 weights"
+
+    def suits(self, zeros: Tensor) -> bool:
+        return True
+
+    def made_symmetric(self) -> Float8:
+        return self
+
+    def zeros(self, groups: tuple[int, ...]) -> Tensor:
+        return torch.zeros(0, dtype=torch.uint8)
+
+    def numbers(self, codes: Tensor, zeros: Tensor) -> Tensor:
+        return codes.float()
+
+    @property
+    def plain(self) -> Float8:
+        return self
+
+    def as_plain(self, codes: Tensor, scales: Tensor, zeros: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return codes, scales, zeros
+
+
+class Codebook(msgspec.Struct, frozen=True, tag="codebook"):
+    """Places in a table: w = table[code] * scale. The table is of integers times `unit`, which kernels of integers
+    multiply, and look up in registers if there are 16 at most. See Integers for what it answers."""
+
+    element: ClassVar[torch.dtype] = torch.uint8
+    type: ClassVar[str] = "float"
+    inputs: ClassVar[str] = "int8"
+    uniform: ClassVar[bool] = False
+    symmetric: ClassVar[bool] = True
+
+    name: str
+    integers: tuple[int, ...]  # of each code, -128 .. 127
+    unit: float
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def words(self) -> str:
+        return f"{self.name} weights"
+
+    @property
+    def bits(self) -> int:
+        return (len(self.integers) - 1).bit_length()
+
+    @property
+    def values(self) -> tuple[int, ...]:
+        return self.plain.values
+
+    def suits(self, zeros: Tensor) -> bool:
+        return True
+
+    def made_symmetric(self) -> Codebook:
+        return self
+
+    def zeros(self, groups: tuple[int, ...]) -> Tensor:
+        return torch.zeros(0, dtype=torch.uint8)
+
+    def numbers(self, codes: Tensor, zeros: Tensor) -> Tensor:
+        return torch.tensor(self.integers, dtype=torch.float32, device=codes.device).mul_(self.unit)[codes.int()]
+
+    @property
+    def plain(self) -> Integers:
+        return Integers(8, symmetric=True, values=tuple(value + 128 for value in self.integers))
+
+    def as_plain(self, codes: Tensor, scales: Tensor, zeros: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        values = torch.tensor(self.plain.values, dtype=torch.uint8, device=codes.device)
+        zeros = self.plain.zeros(tuple(scales.shape)).to(scales.device)
+        return values[codes.int()], scales.float() * self.unit, zeros
+
+
+FLOAT8 = Float8()
+# A sign and one of 0, 0.5, 1, 1.5, 2, 3, 4, 6: float4 of MXFP4 and NVFP4.
+E2M1 = Codebook("e2m1", (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12), 0.5)
+Codes = Integers | Float8 | Codebook
