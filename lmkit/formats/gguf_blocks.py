@@ -8,6 +8,7 @@
     Q3_K Q6_K           256 weights: float16 d, for each 16 a signed s of 6 or 8 bits, codes of 3 or 6 bits
     Q2_K                256 weights: float16 d and m, for each 16 two 4-bit factors: scale = d s, offset = m t
     Q4_K Q5_K           256 weights: float16 d and m, for each 32 two 6-bit factors: scale = d s, offset = m t
+    TQ1_0 TQ2_0         256 weights: float16 scale, codes -1, 0 and 1 as digits of base 3, five to a byte, or of 2 bits
 
 All arithmetic is that of llama.cpp, in float32 and in its order, so the values have the same bits.
 """
@@ -118,6 +119,24 @@ def _q6_k(b: Tensor) -> Coded:
     return Coded(_groups(codes, 16), _half(b, 208) * b[:, 192:208].contiguous().view(torch.int8).float())
 
 
+def _tq1_0(b: Tensor) -> Coded:
+    parts = (b[:, :32], 32, 5), (b[:, 32:48], 16, 5), (b[:, 48:52], 4, 4)
+    codes = torch.cat([_digits(*part) for part in parts], dim=1)
+    return Coded(_groups(codes - 1, 256), _half(b, 52))
+
+
+def _tq2_0(b: Tensor) -> Coded:
+    return Coded(_groups(_unpack(b[:, :64], 2, 32) - 1, 256), _half(b, 64))
+
+
+def _digits(packed: Tensor, width: int, count: int) -> Tensor:
+    """uint8 [blocks, bytes] -> int8 [blocks, values]: a byte is a fraction of 256, of `count` digits in base 3. Of each
+    `width` bytes, the first digits come first."""
+    powers = torch.tensor([3**i for i in range(count)], dtype=torch.uint8)
+    rests = packed.reshape(len(packed), -1, 1, width) * powers[:, None]  # modulo 256
+    return (rests.to(torch.int16) * 3 >> 8).to(torch.int8).reshape(len(packed), -1)
+
+
 def _iq4_nl(b: Tensor) -> Coded:
     return Coded(_groups(_from_table(b[:, 2:], IQ4), 32), _half(b, 0))
 
@@ -141,5 +160,5 @@ def _from_table(packed: Tensor, table: tuple[int, ...]) -> Tensor:
 CODED: dict[str, Callable[[Tensor], Coded]] = {
     "Q4_0": _q4_0, "Q4_1": _q4_1, "Q5_0": _q5_0, "Q5_1": _q5_1, "Q8_0": _q8_0, "Q2_K": _q2_k, "Q3_K": _q3_k,
     "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k, "IQ4_NL": _iq4_nl, "IQ4_XS": _iq4_xs,
-    "MXFP4": _mxfp4,
+    "MXFP4": _mxfp4, "TQ1_0": _tq1_0, "TQ2_0": _tq2_0,
 }  # fmt: skip

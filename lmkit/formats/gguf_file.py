@@ -58,6 +58,8 @@ STORAGES = {
     20: Storage("IQ4_NL", 32, 18),
     23: Storage("IQ4_XS", 256, 136),
     30: Storage("BF16", 1, 2),
+    34: Storage("TQ1_0", 256, 54),
+    35: Storage("TQ2_0", 256, 66),
     39: Storage("MXFP4", 32, 17),
 }
 
