@@ -24,7 +24,7 @@ RANGES: Mapping[str, tuple[Callable[[float], bool], str]] = {
     "top_k": (lambda value: 0 <= value < 1 << 31, "at least 0"),
     "top_p": (lambda value: 0 < value <= 1, "in (0, 1]"),
     "min_p": (lambda value: 0 <= value <= 1, "in [0, 1]"),
-    "repetition_penalty": (lambda value: 0.01 <= value <= 100, "in [0.01, 100]"),
+    "repetition_penalty": (lambda value: 1e-7 <= value <= 100, "in [1e-7, 100]"),
 }
 TOP_K_OFF = -1, 0  # in other tools, in lmkit
 LENGTH: tuple[Callable[[float], bool], str] = (lambda value: 1 <= value < 1 << 31, "at least 1")

@@ -32,7 +32,7 @@ Share = Annotated[float, _within(0, 1)]
 TopP = Annotated[float, _within(None, 1, above=0)]
 Temperature = Annotated[float, _within(0, 100)]
 TokenId = Annotated[int, Field(ge=0), WithJsonSchema({"type": "integer", "minimum": 0, OF_MODEL: "token"})]
-Repetition = Annotated[float, _within(0.01, 100)]
+Repetition = Annotated[float, _within(1e-7, 100)]
 TopK = Annotated[
     int, AfterValidator(_top_k), WithJsonSchema({"type": "integer", "minimum": TOP_K_OFF[0], "maximum": (1 << 31) - 1})
 ]

@@ -163,7 +163,7 @@ BATCH = {"endpoint": "/v1/completions", "completion_window": "24h", "input_file_
              {"top_logprobs": 2}, {"stream_options": {"include_usage": True}}, {"return_progress": True},
              {"echo": True}, {"tool_choice": "required"}, {"tool_choice": "required", "tools": []},
              {"logit_bias": {"a": 1}}, {"stream": True, "prompt_logprobs": 1},
-             {"presence_penalty": 101}, {"repetition_penalty": 5e-324}],
+             {"presence_penalty": 101}, {"repetition_penalty": 9e-8}, {"repetition_penalty": 5e-324}],
         ),
         (
             "/v1/messages", {"model": "model", "max_tokens": 2, "messages": [MESSAGE]},

@@ -264,6 +264,7 @@ def test_greedy_with_penalties_and_bias() -> None:
     logits = [0.0, 1.0, 4.0, 3.0]
     assert sample_one(logits, temperature=0.0).token_id == 2
     assert sample_one(logits, [2], temperature=0.0, repetition_penalty=2.0).token_id == 3
+    assert sample_one(logits, [3], temperature=0.0, repetition_penalty=1e-7).token_id == 3  # the least of requests
     assert sample_one(logits, [2], temperature=0.0, presence_penalty=2.0).token_id == 2  # the prompt does not count
     assert sample_one(logits, [1, 2], temperature=0.0, presence_penalty=2.0).token_id == 3
     assert sample_one(logits, [1, 2, 2, 3], temperature=0.0, frequency_penalty=0.6).token_id == 2
