@@ -94,7 +94,9 @@ def only_tokens(wanted: Mapping[str, Any]) -> str:
     """Any of the tokens `ids`, in any number. Without `may_end` no token ends the answer: `NO` is never there."""
     ids = ",".join(map(str, wanted["ids"]))
     some = f"<[{ids}]>*" if ids else '""'
-    return lark_grammar(f"start: {some}" + ("" if wanted["may_end"] else " NO\nNO: /a/ & ~/a/"))
+    # One token that nothing ends is forced for ever: following that has no end.
+    unforced = '%llguidance {"no_forcing": true}\n'
+    return lark_grammar(f"{unforced}start: {some}" + ("" if wanted["may_end"] else " NO\nNO: /a/ & ~/a/"))
 
 
 def lark_grammar(text: str) -> str:

@@ -108,6 +108,10 @@ def test_bad_words_and_allowed_tokens(engine: ScriptedEngine) -> None:
     only = guide(allowed_token_ids=[9, 7, 9])
     only.advance([7])
     assert allowed(only) == {7, 9}
+    single = guide(allowed_token_ids=[9])  # forced without an end
+    for _ in range(40):
+        assert allowed(single) == {9}
+        single.advance([9])
     assert allowed(guide(allowed_token_ids=[7, end])) == {7, *TOKENIZER.eos_token_ids}
     assert allowed(guide(allowed_token_ids=[end])) == {*TOKENIZER.eos_token_ids}
     without = guide(bad_words=["lists", "b/d"])
