@@ -58,6 +58,7 @@ def _sandbox() -> ImmutableSandboxedEnvironment:
 
 
 _ENVIRONMENT = _sandbox()
+_DATE = "%d %b %Y"  # of date_string, without which Llama's templates name a day of 2024
 # Errors that a template may raise on messages for which it was not written.
 _RENDER_ERRORS = (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 
@@ -86,7 +87,7 @@ def answer(source: str, arguments: Mapping[str, Any] | None) -> tuple[str, Any]:
         return "invalid", str(error)[:500]
     parts, num_chars = [], 0
     try:
-        for part in template.generate(arguments):
+        for part in template.generate({"date_string": _strftime_now(_DATE)} | dict(arguments)):
             parts.append(part)
             num_chars += len(part)
             if num_chars > MAX_RENDERED_CHARS:

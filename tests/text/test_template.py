@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime
 from pathlib import Path
 
 import psutil
@@ -114,6 +115,13 @@ def test_what_templates_use() -> None:
     assert template.parameters == {"enable_thinking"}
     rendered = template.render(CHAT, variables={"enable_thinking": True})
     assert rendered == '{"role": "user", "content": "Hi <b>"}1 20 abab 8 [0, 1, 2] think'
+
+
+def test_templates_know_the_day() -> None:
+    template = ChatTemplate("{% set date_string = date_string or 'old' %}{{ date_string }}")
+    before, shown = f"{datetime.now():%d %b %Y}", template.render([])
+    assert shown in (before, f"{datetime.now():%d %b %Y}")
+    assert template.render([], variables={"date_string": "01 Jan 2000"}) == "01 Jan 2000"
 
 
 def test_only_variables_of_the_template_are_accepted(demo: Tokenizer) -> None:
