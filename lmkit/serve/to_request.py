@@ -219,11 +219,9 @@ def choices_per_prompt(body: CompletionRequest) -> int:
 
 
 def _asked_tokens(body: ChatCompletionRequest | CompletionRequest) -> int | None:
-    """The most new tokens that the request names, which may be NO_LIMIT; None if it names none."""
-    limits = {name: n for name in LIMITS if (n := getattr(body, name)) is not None}
-    if len(set(limits.values())) > 1:
-        raise _invalid(f"{' and '.join(limits)} differ; send one of them", list(limits)[-1])
-    return next(iter(limits.values()), None)
+    """The least of the limits that the request names, which may be NO_LIMIT; None if it names none."""
+    limits = [n for name in LIMITS if (n := getattr(body, name)) is not None]
+    return min((n for n in limits if n != NO_LIMIT), default=NO_LIMIT if limits else None)
 
 
 def _limit(tokens: int | None) -> int | None:

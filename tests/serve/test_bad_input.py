@@ -47,8 +47,8 @@ def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
         ("max_tokens", "5", "invalid_request"),
         ("max_tokens", 10**30, "invalid_request"),
         ("max_tokens", 4096, "context_length_exceeded"),
-        ("max_completion_tokens", 5, "invalid_request"),  # differs from max_tokens
-        ("n_predict", 5, "invalid_request"),  # so does this
+        ("max_completion_tokens", 0, "invalid_request"),
+        ("n_predict", -2, "invalid_request"),
         ("temperature", "hot", "invalid_request"),
         ("temperature", -0.1, "invalid_request"),
         ("temperature", True, "invalid_request"),

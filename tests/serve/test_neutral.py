@@ -181,6 +181,13 @@ def test_what_minus_one_means() -> None:
     assert completion(max_tokens=7, max_completion_tokens=7)[0].params.max_tokens == 7
 
 
+def test_the_least_of_several_limits_holds() -> None:
+    for request in (chat, completion):
+        assert request(max_tokens=9, max_completion_tokens=7)[0].params.max_tokens == 7
+        assert request(max_tokens=7, n_predict=9, max_completion_tokens=-1)[0].params.max_tokens == 7
+        assert request(max_tokens=-1, n_predict=-1)[0].params.max_tokens is None
+
+
 def test_one_text_is_one_message_of_the_user() -> None:
     assert chat(messages="Hi")[0].prompt_ids == chat(messages=[{"role": "user", "content": "Hi"}])[0].prompt_ids
 
