@@ -1,4 +1,8 @@
-"""JSON of a checkpoint, read as untrusted: bounded size, UTF-8, one object, no repeated key, no NaN or Infinity."""
+"""JSON of a checkpoint, read as untrusted: bounded size, UTF-8, one object, no repeated key, no NaN or Infinity.
+
+transformers 4 writes Infinity as a limit that is none. It is read as transformers 5 writes it:
+{"__float__": "Infinity"}.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,7 @@ from lmkit.errors import CheckpointError
 from lmkit.small_files import read
 
 T = TypeVar("T")
+UNLIMITED = ("time_step_limit",)  # keys of such limits
 
 
 def parse_json(data: bytes, where: str) -> dict[str, Any]:
@@ -59,6 +64,8 @@ def to_json(value: Any) -> bytes:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     value = dict(pairs)
     for key, item in pairs:
+        if key in UNLIMITED and isinstance(item, list):
+            value[key] = item = [{"__float__": str(x)} if x == "Infinity" else x for x in item]
         if bad := _not_a_number(item):
             raise ValueError(f"{reprlib.repr(key)}: {bad} is not a JSON number")
     if len(value) < len(pairs):

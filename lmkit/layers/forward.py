@@ -12,12 +12,14 @@ from lmkit.layers.blocks.attention import SelfAttentionSpec
 from lmkit.layers.blocks.base import Block
 from lmkit.layers.blocks.delta import DeltaSpec
 from lmkit.layers.blocks.latent import LatentSpec
+from lmkit.layers.blocks.mamba import MambaSpec
 from lmkit.layers.blocks.mlp import MLPSpec, PerLayerSpec
 from lmkit.layers.blocks.moe import MoESpec
 from lmkit.layers.blocks.short_conv import ShortConvSpec
 from lmkit.layers.delta import GatedDelta
 from lmkit.layers.latent import LatentAttention
 from lmkit.layers.latent_prompts import PlainHeads
+from lmkit.layers.mamba import Mamba
 from lmkit.layers.mlp import GatedMLP
 from lmkit.layers.moe import MoE
 from lmkit.layers.per_layer import PerLayerGate
@@ -36,6 +38,7 @@ FORWARDS: Forwards = {
     SelfAttentionSpec: Attention,
     LatentSpec: _latent,
     DeltaSpec: GatedDelta,
+    MambaSpec: Mamba,
     ShortConvSpec: ShortConv,
     MLPSpec: lambda spec, parts: GatedMLP("mlp", spec, parts.weights, parts.device),
     MoESpec: lambda spec, parts: MoE(spec, parts.weights, parts.device),

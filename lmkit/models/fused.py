@@ -6,6 +6,7 @@ The order of the outputs, from the first on:
     attention.wqkv              for each KV head: its q heads | k | v      InternLM 2
     self_attn.q_proj            for each head: q | gate            Qwen3-Next, Qwen3.5
     mlp.gate_up_proj            gate | up                          Phi-3, GLM-4
+    shared_mlp.input_linear     gate | up                          Granite 4
     mlp.experts.gate_up_proj    [experts, gate | up, in]           transformers 5
     mlp.experts.down_proj       [experts, out, in]                 transformers 5
 
@@ -42,6 +43,8 @@ OUTER = {
     "model.language_model.per_layer_model_projection": roles.PER_LAYER_PROJECTION,
     "model.language_model.per_layer_projection_norm": roles.PER_LAYER_NORM,
     "model.embedding_norm": roles.FINAL_NORM,
+    "backbone.embeddings": roles.EMBED,
+    "backbone.norm_f": roles.FINAL_NORM,
     "model.decoder.embed_tokens": roles.EMBED,
     "model.decoder.embed_positions": roles.POSITIONS,
     "model.decoder.project_in": roles.PROJECT_IN,
@@ -56,17 +59,22 @@ OF_ENCODERS = {
 }
 OUTER |= {f"{prefix}embeddings.{old}": new for prefix in ("", "bert.", "roberta.") for old, new in OF_ENCODERS.items()}
 EXPERTS = {
-    **dict.fromkeys(("mlp.experts.gate_up_proj", "experts.gate_up_proj"), ("gate", "up")),
-    **dict.fromkeys(("mlp.experts.down_proj", "experts.down_proj"), ("down",)),
+    **dict.fromkeys(
+        ("mlp.experts.gate_up_proj", "experts.gate_up_proj", "block_sparse_moe.input_linear"), ("gate", "up")
+    ),
+    **dict.fromkeys(("mlp.experts.down_proj", "experts.down_proj", "block_sparse_moe.output_linear"), ("down",)),
 }
 # What ends the name of such a tensor, and the name of an expert's.
-ENDINGS = {"": "weight", "_bias": "bias", "_blocks": BLOCKS, "_scales": SCALES}
+ENDINGS = {"": "weight", ".weight": "weight", "_bias": "bias", "_blocks": BLOCKS, "_scales": SCALES}
 ROUTER = "mlp.gate"  # beside experts in one tensor
 UNSUFFIXED = (
     "attn.sinks",
     SCORE_BIAS,
     "attn.a_log",
     "attn.dt_bias",
+    "ssm.a_log",
+    "ssm.d",
+    "ssm.dt_bias",
     "stream_scale",
     "mlp.router_norm",
     EXPERT_SCALE,
@@ -131,6 +139,9 @@ def fused_linears(layer: LayerSpec) -> dict[str, dict[str, Rows]]:
         fused["self_attn.q_proj"] = dict(zip(gated, halves, strict=True))
     if "mlp.gate" in layer.linears:
         fused["mlp.gate_up_proj"] = dict(zip(("mlp.gate", "mlp.up"), HALVES, strict=True))
+    for mlp in ("mlp", "mlp.shared"):
+        if f"{mlp}.gate" in layer.linears:
+            fused["shared_mlp.input_linear"] = dict(zip((f"{mlp}.gate", f"{mlp}.up"), HALVES, strict=True))
     return fused
 
 

@@ -18,6 +18,7 @@ from lmkit.kernels.delta import DeltaWeights
 from lmkit.kernels.ops import Balance, BatchGeometry, KeyMean, KVTensor, Norm
 from lmkit.kernels.recurrent import RecurrentStates
 from lmkit.kernels.registry import Implementation, Op
+from lmkit.kernels.selective_scan import ScanWeights
 from lmkit.kernels.short_conv import ConvWeights
 from lmkit.kv_dtype import BFLOAT16, FLOAT16, FLOAT32, FP8, INT4, INT8, KVDtype
 from lmkit.layers.batch import KVLayer, allocate_kv
@@ -82,8 +83,8 @@ def _to(value: Any, device: str) -> Any:
         return replace(value, **{name: part.to(device) for name, part in vars(value).items()})
     if isinstance(value, RecurrentStates):
         return RecurrentStates(*(part.to(device) for part in vars(value).values()))
-    if isinstance(value, DeltaWeights | ConvWeights):
-        return replace(value, **{k: v.to(device) for k, v in vars(value).items() if isinstance(v, Tensor)})
+    if isinstance(value, DeltaWeights | ConvWeights | ScanWeights):
+        return replace(value, **{k: _to(v, device) for k, v in vars(value).items()})
     if isinstance(value, BatchGeometry):
         return BatchGeometry(*(part.to(device) for part in vars(value).values()))
     if isinstance(value, QTensor):
@@ -115,7 +116,7 @@ def _seeded(make: Callable[[], tuple[Any, ...]]) -> Callable[[], tuple[Any, ...]
 def all_cases() -> list[Case]:
     return [
         *elementwise_cases(), *rope_cases(), *kv_cases(), *attention_cases(), *key_cases(), *balanced_cases(),
-        *linear_cases(), *rope_attention_cases(), *draw_cases(), *delta_cases(), *conv_cases(),
+        *linear_cases(), *rope_attention_cases(), *draw_cases(), *delta_cases(), *conv_cases(), *scan_cases(),
     ]  # fmt: skip
 
 
@@ -568,6 +569,25 @@ def conv_cases() -> Iterator[Case]:
             return torch.randn(query_start[-1], 3 * channels), weights, states, rows, batch
 
         yield Case(recurrent_ops.short_conv, f"{channels}x{kernel}" + "-bias" * bias, _seeded(advance), {}, brief=True)
+
+
+def scan_cases() -> Iterator[Case]:
+    """As `delta_cases`. Tiles of the CPU divide the sizes, or leave rows and columns over."""
+    for heads, dim, size, groups, kernel in ((4, 24, 11, 2, 4), (3, 64, 128, 1, 4), (2, 37, 8, 1, 2)):
+
+        def advance(h: int = heads, p: int = dim, n: int = size, g: int = groups, kernel: int = kernel) -> Any:
+            query_start, lengths, rows = [0, 7, 8, 13, 13], [7, 30, 9, 4], torch.tensor(STATE_ROWS).int()
+            inner, channels = h * p, h * p + 2 * g * n
+            taps = ConvWeights(torch.randn(channels, kernel), torch.randn(channels) if g > 1 else None)
+            limits = (0.1, 2.0) if g > 1 else (0.0, float("inf"))
+            a_log, dt_bias, d = torch.randn(3, h)
+            weights = ScanWeights(taps, a_log, dt_bias, d, torch.randn(inner), 1e-5, g, limits)
+            states = (torch.randn(7, channels, kernel - 1), torch.randn(7, h, n, p), torch.randn(5, 4, channels + h))
+            batch = geometry(query_start, lengths, torch.zeros(len(lengths), 1).int())
+            return torch.randn(query_start[-1], inner + channels + h), weights, RecurrentStates(*states), rows, batch
+
+        name = f"{heads}x{dim}x{size}x{groups}x{kernel}"
+        yield Case(recurrent_ops.selective_scan, name, _seeded(advance), {}, brief=True)
 
 
 def draw_cases() -> Iterator[Case]:

@@ -10,6 +10,7 @@ from lmkit.errors import UnsupportedError
 from lmkit.kv_dtype import INT4, INT8
 from lmkit.layers.blocks.base import Block
 from lmkit.layers.blocks.delta import DeltaSpec
+from lmkit.layers.blocks.mamba import MambaSpec
 from lmkit.layers.blocks.short_conv import ShortConvSpec
 from lmkit.models import load_spec
 from lmkit.models.layer_spec import LayerSpec
@@ -24,14 +25,15 @@ HEADER = f"| {' | '.join(COLUMNS)} | steps on a GPU |"
 
 
 RECURRENT: dict[type[Block], str] = {
-    DeltaSpec: "linear in most layers",
-    ShortConvSpec: "short convolutions in most layers",
+    DeltaSpec: "linear",
+    MambaSpec: "Mamba-2",
+    ShortConvSpec: "short convolutions",
 }
 
 
 def attending(spec: ModelSpec) -> LayerSpec:
-    """The first layer with keys and values."""
-    return next(layer for layer in spec.layers if layer.kv)
+    """The first layer with keys and values. Without any, the first layer."""
+    return next((layer for layer in spec.layers if layer.kv), spec.layers[0])
 
 
 def norms(layer: LayerSpec) -> str:
@@ -44,11 +46,14 @@ def attention(spec: ModelSpec) -> str:
     layer = attending(spec)
     is_latent = layer.kv is not None and layer.kv.shared
     parts = ["latent"] if is_latent else []
-    parts += [RECURRENT[type(x.mixer)] for x in spec.kinds if x.recurrent][:1]
+    where = "in most layers" if spec.has_kv else "in all layers"
+    parts += [f"{RECURRENT[type(x.mixer)]} {where}" for x in spec.kinds if x.recurrent][:1]
     parts += ["gated"] if "attn.gate" in layer.linears else []
     parts += ["sliding windows"] if any(spec.windows) else []
-    if any(x.rope.kind == "none" for x in spec.kinds if x.kv):
-        parts.append("some layers without RoPE" if spec.first_position is None else "learned positions")
+    unturned = [x.rope.kind == "none" for x in spec.kinds if x.kv]
+    if any(unturned):
+        without = "without RoPE" if all(unturned) else "some layers without RoPE"
+        parts.append(without if spec.first_position is None else "learned positions")
     parts += ["RoPE on a part"] if not is_latent and layer.rope.rotary_dim < layer.head_dim else []
     parts += ["pairs of neighbours"] if layer.rope.interleaved else []
     parts += ["soft cap"] if layer.attention.softcap else []
@@ -61,6 +66,8 @@ def mlp(spec: ModelSpec) -> str:
     if sparse:
         chosen = "experts by sigmoid" if sparse[0].sigmoid else "experts"
         return f"{chosen} and a shared one" if sparse[0].shared else chosen
+    if not spec.layers[0].mlps:
+        return "none"
     return spec.layers[0].mlps["mlp"].activation.partition("_")[0]
 
 
@@ -83,7 +90,9 @@ def row(model: str, architecture: str, name: str) -> str:
         tiny.make(Path(folder), name)
         spec = load_spec(json.loads((Path(folder) / "config.json").read_text()))
     layer = attending(spec)
-    kv = "yes" if all(layer.kv_token_bytes(kind, kind) for kind in (INT8, INT4)) else "no"
+    kv = (
+        "none" if not spec.has_kv else "yes" if all(layer.kv_token_bytes(kind, kind) for kind in (INT8, INT4)) else "no"
+    )
     cells = [
         model,
         f"`{architecture}`",

@@ -49,6 +49,15 @@ LINEAR = {"head_dim": 16, "num_hidden_layers": 5, "full_attention_interval": 2,
 
 CONVOLVED = {"head_dim": 16, "layer_types": ["conv", "full_attention", "conv"], "norm_eps": 1e-4, "pad_token_id": None}
 
+MAMBA = {"num_heads": 4, "head_dim": 24, "state_size": 11, "n_groups": 2, "expand": 2, "layer_norm_epsilon": 1e-4,
+         "use_bias": True, "time_step_limit": [0.05, 1.5], "pad_token_id": None}  # fmt: skip
+
+GRANITE4 = {"embedding_multiplier": 3.0, "residual_multiplier": 0.22, "logits_scaling": 5.0,
+            "attention_multiplier": 0.2, "rms_norm_eps": 1e-2, "num_attention_heads": 3, "num_key_value_heads": 1,
+            "mamba_n_heads": 4, "mamba_d_state": 11, "mamba_n_groups": 2, "shared_intermediate_size": 96,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "num_local_experts": 0}  # fmt: skip
+
 GEMMA4 = {"head_dim": 16, "global_head_dim": 32, "sliding_window": 9, "hidden_size_per_layer_input": 0}
 
 INTERNLM2 = {
@@ -165,6 +174,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "lfm2-adjusted": ("Lfm2Config", CONVOLVED | {"block_multiple_of": 16, "block_ffn_dim_multiplier": 1.3,
                                                  "full_attn_idxs": [1], "layer_types": None, "conv_L_cache": 4}),
     "lfm2-moe": ("Lfm2MoeConfig", CONVOLVED | EXPERTS | {"num_dense_layers": 1, "routed_scaling_factor": 1.5}),
+    "mamba2": ("Mamba2Config", MAMBA),
+    "granite-hybrid": ("GraniteMoeHybridConfig", GRANITE4),
+    "granite-hybrid-moe": ("GraniteMoeHybridConfig", GRANITE4 | {
+        "num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 40, "position_embedding_type": "rope"}),
     "qwen3.5-vl": ("Qwen3_5Config", LINEAR | {"num_hidden_layers": 3, "partial_rotary_factor": 0.5}),
     "qwen3.5-vision": ("Qwen3_5TextConfig", LINEAR | {"num_hidden_layers": 3, "tie_word_embeddings": True}),
     "qwen3.5-moe-vision": ("Qwen3_5MoeTextConfig", EXPERTS | LINEAR | {"num_hidden_layers": 3,
@@ -203,6 +216,8 @@ def make(path: Path, name: str, **overrides: Any) -> transformers.PreTrainedMode
     options = copy.deepcopy(COMMON | differences | overrides)
     if options.get("layer_types"):
         options["layer_types"] = options["layer_types"][: options["num_hidden_layers"]]
+    if "expand" in options:
+        options["head_dim"] = options["expand"] * options["hidden_size"] // options["num_heads"]
     if "hidden_size_per_layer_input" in options:  # a vector for each token
         options["vocab_size_per_layer_input"] = options["vocab_size"]
     kind = transformers.AutoModelForCausalLM

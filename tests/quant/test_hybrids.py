@@ -87,14 +87,16 @@ def test_eight_bits_come_close(tmp_path: Path, steps: tuple[dict[str, Any], ...]
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("family", ["lfm2"])
+@pytest.mark.parametrize("family", ["lfm2", "mamba2", "granite-hybrid"])
 def test_other_recurrent_blocks_are_quantized_and_served(tmp_path: Path, family: str, bits: int) -> None:
     """By the steps of the default recipe. All linears are rounded, and nothing else; the KV cache has as few bits."""
     source, out = tiny_checkpoint(tmp_path / "source", family), tmp_path / "out"
     steps: list[Any] = [SCALE, CLIP]
     scheme = {"bits": bits, "group_size": 32}
     rounder = {"step": "gptq"}
-    sections: dict[str, Any] = {"kv": {"bits": bits}, "scheme": scheme, "format": "compressed-tensors"}
+    sections: dict[str, Any] = {"scheme": scheme, "format": "compressed-tensors"}
+    if ModelSource(source).spec.has_kv:
+        sections["kv"] = {"bits": bits}
     prepare(source, recipe(*steps, rounder=rounder, calibration=SHORT, **sections)).run(out)
     before, found = ModelSource(source), ModelSource(out)
     for index, layer in enumerate(found.spec.layers):

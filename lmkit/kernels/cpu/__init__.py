@@ -12,6 +12,7 @@ from lmkit.kernels.cpu import (
     low_rank,
     quantized,
     sampling,
+    selective_scan,
     short_conv,
 )
 from lmkit.kernels.cpu.tiles import CODES4, CODES8, FLOAT8
@@ -35,5 +36,6 @@ __all__ = [
     "low_rank",
     "quantized",
     "sampling",
+    "selective_scan",
     "short_conv",
 ]

@@ -14,6 +14,7 @@ from lmkit.kernels.cuda import (
     linear,
     low_rank,
     sampling,
+    selective_scan,
     short_conv,
     tokens,
 )
@@ -29,6 +30,7 @@ __all__ = [
     "linear",
     "low_rank",
     "sampling",
+    "selective_scan",
     "short_conv",
     "tokens",
 ]

@@ -29,6 +29,7 @@ from lmkit.kernels.delta import DeltaWeights
 from lmkit.kernels.ops import Balance, BatchGeometry, KeyMean, KVTensor, Norm
 from lmkit.kernels.recurrent import ROW_FIELDS, RecurrentStates
 from lmkit.kernels.registry import Implementation, Op
+from lmkit.kernels.selective_scan import ScanWeights
 from lmkit.kernels.short_conv import ConvWeights
 from lmkit.kv_dtype import FLOAT16, FP8, INT4, INT8, KVDtype, dense_kv_dtype
 from lmkit.qtensor import QTensor, QuantScheme, float8_scheme, int_scheme
@@ -40,6 +41,7 @@ WIDE_HEADS = 8, 1, 512  # Gemma 4, layers without a window
 LATENT_HEADS, ROW, ROW_ROTARY = (16, 128), 576, 64  # DeepSeek-V2-Lite, V3
 PLAIN = 128, 512, 128  # of these: the part of keys that RoPE does not turn, the latent, values
 DELTA = 16, 32, 128, 128, 4  # Qwen3-Next 80B: key heads, value heads, key and value sizes, convolution
+SCAN = 48, 64, 128, 1, 4  # Granite 4 Tiny: heads, their size, rows of a state, groups, taps
 CONV = 2048, 3  # LFM2-1.2B: channels, taps
 WEIGHTS = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))  # out, in
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -90,6 +92,7 @@ def common() -> tuple[Kernel, ...]:
             _experts(half)
             _delta(half)
             _short_conv(half)
+            _selective_scan(half)
             for storage in STORAGES:
                 stored = dense_kv_dtype(half) if storage == FLOAT16 else storage
                 for heads in HEADS:
@@ -229,6 +232,20 @@ def _short_conv(half: torch.dtype) -> None:
     states = (_empty(SEQUENCES, *size) for size in ((channels, kernel - 1), (0, 0, 0), (0, channels)))
     if (advance := _ours(recurrent_ops.short_conv, kernel=kernel)) is not None:
         y, weights = _empty(SEQUENCES, 3 * channels, dtype=half), ConvWeights(_empty(channels, kernel))
+        advance(y, weights, RecurrentStates(*states), *_sequences())
+
+
+def _selective_scan(half: torch.dtype) -> None:
+    """Run the scan of Mamba-2."""
+    heads, dim, size, groups, kernel = SCAN
+    inner, channels = heads * dim, heads * dim + 2 * groups * size
+    states = (
+        _empty(SEQUENCES, *shape) for shape in ((channels, kernel - 1), (heads, size, dim), (0, channels + heads))
+    )
+    if (advance := _ours(recurrent_ops.selective_scan, kernel=kernel, state_size=size)) is not None:
+        taps, of_heads = ConvWeights(_empty(channels, kernel)), _empty(heads)
+        weights = ScanWeights(taps, of_heads, of_heads, of_heads, _empty(inner), 1e-6, groups)
+        y = _empty(SEQUENCES, inner + channels + heads, dtype=half)
         advance(y, weights, RecurrentStates(*states), *_sequences())
 
 

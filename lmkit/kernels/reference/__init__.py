@@ -10,6 +10,7 @@ from lmkit.kernels.reference import (
     linear,
     low_rank,
     sampling,
+    selective_scan,
     short_conv,
 )
 
@@ -23,5 +24,6 @@ __all__ = [
     "linear",
     "low_rank",
     "sampling",
+    "selective_scan",
     "short_conv",
 ]

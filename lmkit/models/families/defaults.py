@@ -219,6 +219,16 @@ LFM2_MOE: Defaults = {
     "num_experts_per_tok": 4, "num_experts": 32, "use_expert_bias": True, "routed_scaling_factor": 1.0,
     "norm_topk_prob": True, "rope_theta": 1000000.0,
 }  # fmt: skip
+MAMBA2: Defaults = {
+    "num_heads": 128, "head_dim": 64, "vocab_size": 32768, "hidden_size": 4096, "state_size": 128,
+    "num_hidden_layers": 64, "layer_norm_epsilon": 1e-05, "expand": 2, "conv_kernel": 4, "n_groups": 8,
+    "use_bias": False, "use_conv_bias": True, "hidden_act": "silu", "tie_word_embeddings": False,
+}  # fmt: skip
+GRANITE_HYBRID: Defaults = GRANITE | {
+    "hidden_size": 4096, "num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 11008,
+    "shared_intermediate_size": 1024, "mamba_n_heads": 128, "mamba_n_groups": 1, "mamba_d_state": 256,
+    "mamba_d_head": "auto", "mamba_d_conv": 4, "mamba_expand": 2, "mamba_conv_bias": True, "mamba_proj_bias": False,
+}  # fmt: skip
 BERT: Defaults = {
     "vocab_size": 30522, "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size":
     3072, "hidden_act": "gelu", "max_position_embeddings": 512, "type_vocab_size": 2, "layer_norm_eps": 1e-12,

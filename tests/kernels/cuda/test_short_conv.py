@@ -25,7 +25,8 @@ def moved(value: Any, device: str) -> Any:
     """A copy of an op's argument on the device."""
     if isinstance(value, Tensor):
         return value.to(device, copy=True)
-    return replace(value, **{name: moved(x, device) for name, x in vars(value).items() if isinstance(x, Tensor)})
+    parts = {name: x for name, x in vars(value).items() if isinstance(x, Tensor | ConvWeights)}
+    return replace(value, **{name: moved(x, device) for name, x in parts.items()})
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)

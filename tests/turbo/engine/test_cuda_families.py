@@ -112,6 +112,7 @@ ALIKE = ("dots1", "exaone4", "gemma2", "gemma3", "glm", "glm4", "glm4-moe", "gpt
         pytest.param("opt-350m", 2, "auto", 0.02, marks=pytest.mark.exhaustive),
         ("qwen3-next", 2, "float32", 1e-4),
         pytest.param("qwen3.5-vl", 3, "float32", 1e-4, marks=pytest.mark.exhaustive),
+        ("granite-hybrid", 3, "auto", 0.02),
         ("lfm2", 3, "auto", 0.02),
         pytest.param("lfm2", 3, "float32", 1e-4, marks=pytest.mark.exhaustive),
         pytest.param("lfm2-moe", 3, "float32", 1e-4, marks=pytest.mark.exhaustive),

@@ -31,7 +31,7 @@ from tests.models import tiny
 SIZES: dict[str, Any] = {"block_size": 4, "max_step_tokens": 16, "max_model_len": 64, "kv_dtype": "float32"}
 
 
-@pytest.fixture(scope="module", params=["qwen3-next", "qwen3.5-recurrent", "lfm2"])
+@pytest.fixture(scope="module", params=["qwen3-next", "qwen3.5-recurrent", "lfm2", "mamba2"])
 def decoder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Decoder:
     path = tmp_path_factory.mktemp(request.param)
     tiny.make(path, request.param)
@@ -118,7 +118,9 @@ def test_tiers_change_no_bit(tier: str, tmp_path: Path, monkeypatch: pytest.Monk
         assert hits.get(tier, 0) > 50
 
 
-@pytest.mark.parametrize(("family", "cached"), [("qwen3-next", True), ("qwen3.5", False), ("lfm2", True)])
+@pytest.mark.parametrize(
+    ("family", "cached"), [("qwen3-next", True), ("qwen3.5", False), ("lfm2", True), ("mamba2", True)]
+)
 def test_drafts_change_no_bit(family: str, cached: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rejected draft leaves nothing in a state, and the states take every right one: in all chunks, with snapshots in
     the middle of draft tokens, after preemptions, with penalties."""
@@ -150,7 +152,7 @@ def test_drafts_change_no_bit(family: str, cached: bool, tmp_path: Path, monkeyp
     monkeypatch.setattr(Scheduler, "schedule", schedule)
     monkeypatch.setattr(Planner, "_add_decodes", add_decodes)
     monkeypatch.setattr(Scheduler, "_awaits_tokens", awaits_tokens)
-    memory = 18 * 4 * sum(layer.kv_token_bytes(FLOAT32, FLOAT32) for layer in decoder.spec.layers)
+    memory = 18 * (4 * sum(layer.kv_token_bytes(FLOAT32, FLOAT32) for layer in decoder.spec.layers) or RECORD_BYTES)
     options: dict[str, Any] = {"kv_memory": memory, "overlap": False} if cached else {"prefix_cache": False}
     config = EngineConfig(**SIZES, max_batch_size=5, speculate="ngram", max_draft_tokens=7, **options)
     engine = Engine.of(decoder, config)

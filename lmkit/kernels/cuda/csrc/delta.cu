@@ -7,12 +7,8 @@
 //     delta_outputs  a warp has the head of a token: rms_norm(o) * norm * silu(z)
 //
 // Rows R of `mixed` and `factors` are those of the tokens, then those of draft tokens: recurrent.cuh.
-//
-// Columns of a state do not depend on each other. LANES lanes share one: lane 8 g + c of a warp has column c, and of each
-// LANES * 4 rows the four from 4 g on, so that the lanes' float4 of k and q lie side by side in shared memory.
 #include "recurrent.cuh"
 
-constexpr int LANES = 4, COLUMNS = 32, THREADS = LANES * COLUMNS;
 constexpr float LINEAR = 20.0f, UNIT_EPS = 1e-6f;  // softplus(x) is x from here on; of unit vectors
 
 struct Sizes {
@@ -79,7 +75,7 @@ EXPORT(delta_inputs)
 #endif
 
 #ifdef ROWS
-constexpr int TILE = 16, KEYS = LANES * ROWS;  // tokens in shared memory at a time; rows of a state, padded
+constexpr int KEYS = LANES * ROWS;  // rows of a state, padded
 
 struct Tile {
     float unit[TILE][2][KEYS];  // q, which is scaled, and k
@@ -114,11 +110,6 @@ DEVICE void load_tile(
             if (32 * j + lane_id() < KEYS) tile.unit[i / 2][i % 2][32 * j + lane_id()] = x[j] * scale;
     }
     __syncthreads();
-}
-
-DEVICE float sum_of_lanes(float x) {
-    x += __shfl_xor_sync(0xffffffffu, x, 8);
-    return x + __shfl_xor_sync(0xffffffffu, x, 16);
 }
 
 // One token of a column: its state moves on. Returns o.

@@ -3,8 +3,14 @@
 // Rows R of inner results are those of the T tokens, then `room` for each sequence: of the draft tokens that it takes first. A
 // sequence's tokens are taken in order, and every sum has a fixed order. So a state does not depend on how its sequence was
 // cut into steps. A sequence without a state (row -1) pads the step.
+//
+// Columns of a state do not depend on each other. A block has COLUMNS of them, and LANES lanes share one: lane 8 g + c of a warp
+// has column c, and of each LANES * 4 rows the four from 4 g on, so that the lanes' float4 of what rows are multiplied with lie
+// side by side in shared memory.
 #include "ptx.cuh"
 
+constexpr int LANES = 4, COLUMNS = 32, THREADS = LANES * COLUMNS;
+constexpr int TILE = 16;  // tokens in shared memory at a time
 constexpr int AHEAD = 8;
 constexpr int ROW_FIELDS = 6;  // of `rows`
 constexpr int NEVER = -(1 << 30);  // no token's number; those of draft tokens may be below 0
@@ -30,6 +36,11 @@ DEVICE float silu(float x) { return x / (1.0f + expf(-x)); }
 
 DEVICE float load(const void* values, i64 at, bool half) {
     return half ? Half::to_float(static_cast<const u16*>(values)[at]) : static_cast<const float*>(values)[at];
+}
+
+DEVICE float sum_of_lanes(float x) {
+    x += __shfl_xor_sync(0xffffffffu, x, 8);
+    return x + __shfl_xor_sync(0xffffffffu, x, 16);
 }
 
 #ifdef KERNEL
