@@ -79,7 +79,7 @@ def describe_model(path: str, config: EngineConfig) -> dict[str, Any]:
                 "vision_tower_bytes": tower_bytes(model) or None,
                 "mtp_bytes": mtp_bytes(model) or None,
             },
-            "kv_cache": _kv_cache(model) if writes else None,
+            "kv_cache": _kv_cache(model) if writes and spec.has_kv else None,
             "embeddings": None if writes else _embeddings(model, config),
             "sampling_defaults": _sampling(read_defaults(reader.path, config.generation_config)) if writes else None,
             "serving": {"device": device.name} | _serving(model, config, device.free_memory() // shares),
