@@ -94,6 +94,15 @@ class Float8(msgspec.Struct, frozen=True, tag="float8"):
         return codes.float()
 
     @property
+    def largest(self) -> float:
+        """The largest number."""
+        return torch.finfo(self.element).max
+
+    def nearest(self, numbers: Tensor) -> Tensor:
+        """The codes of the nearest numbers, those between two of the even one."""
+        return numbers.clamp(-self.largest, self.largest).to(self.element)
+
+    @property
     def plain(self) -> Float8:
         return self
 
@@ -141,6 +150,18 @@ class Codebook(msgspec.Struct, frozen=True, tag="codebook"):
 
     def numbers(self, codes: Tensor, zeros: Tensor) -> Tensor:
         return torch.tensor(self.integers, dtype=torch.float32, device=codes.device).mul_(self.unit)[codes.int()]
+
+    @property
+    def largest(self) -> float:
+        return max(self.integers) * self.unit
+
+    def nearest(self, numbers: Tensor) -> Tensor:
+        """The codes of the nearest numbers, those between two of the even code."""
+        order = sorted({value: place for place, value in reversed([*enumerate(self.integers)])}.items())
+        values, places = (torch.tensor(part, device=numbers.device) for part in zip(*order, strict=True))
+        between = (values[1:] + values[:-1]).float() * (self.unit / 2)
+        below, above = (places[torch.bucketize(numbers, between, right=right)] for right in (False, True))
+        return torch.where(below % 2 == 0, below, above).to(self.element)
 
     @property
     def plain(self) -> Integers:

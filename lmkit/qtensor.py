@@ -23,7 +23,6 @@ PIECE = 1 << 18  # weights that are rounded at a time
 
 SMALLEST_SCALE = torch.finfo(torch.float16).smallest_normal  # of integers
 LARGEST_SCALE = torch.finfo(torch.float16).max
-_FP8 = torch.finfo(torch.float8_e4m3fn)
 
 
 @dataclass(frozen=True)
@@ -127,13 +126,16 @@ class QTensor:
         return replace(self, scheme=replace(self.scheme, act_order=False), order=None)
 
 
-def quantize(weight: Tensor, scheme: QuantScheme, *, clip: Range | None = None) -> QTensor:
+def quantize(
+    weight: Tensor, scheme: QuantScheme, *, clip: Range | None = None, largest: Tensor | None = None
+) -> QTensor:
     """Round `weight` [out, in], of any float dtype, to the nearest points of its grid.
 
-    See `grid` for `clip` and errors.
+    See `grid` for `clip` and errors. `largest` is the largest magnitude of the weights that share a factor of scales,
+    by default that of this one.
     """
     if not scheme.codes.uniform:
-        return _quantize_float8(weight, scheme)
+        return _quantize_numbers(weight, scheme, largest)
     scales, zeros = grid(weight, scheme, clip)
     return QTensor(codes_for(weight, scales, zeros, scheme), scales, zeros, scheme)
 
@@ -210,11 +212,12 @@ def codes_for(weight: Tensor, scales: Tensor, zeros: Tensor, scheme: QuantScheme
     return codes
 
 
-def _quantize_float8(weight: Tensor, scheme: QuantScheme) -> QTensor:
-    """Round to float8 e4m3.
+def _quantize_numbers(weight: Tensor, scheme: QuantScheme, largest: Tensor | None) -> QTensor:
+    """Round to float8, or to a table.
 
-    Each block's largest magnitude becomes 448, the largest float8 number. Scales are float32.
+    Each block's largest magnitude becomes the largest number. Scales that are numbers are float32.
     """
+    assert not isinstance(scheme.codes, Integers)
     weight = weight.float()
     _range(weight, scheme)  # refuses values that are not finite
     out_features, in_features = weight.shape
@@ -224,10 +227,11 @@ def _quantize_float8(weight: Tensor, scheme: QuantScheme) -> QTensor:
     blocks = _grouped(padded, scheme).view(
         scheme.num_row_groups(out_features), rows, scheme.num_groups(in_features), -1
     )
-    scales = (blocks.abs().amax((1, 3)) / _FP8.max).clamp(min=torch.finfo(torch.float32).smallest_normal)
-    codes = weight / _spread(scales, out_features, in_features, scheme)
-    codes = codes.clamp(_FP8.min, _FP8.max).to(torch.float8_e4m3fn)
-    return QTensor(codes, scales, scheme.codes.zeros(tuple(scales.shape)), scheme)
+    scales = (blocks.abs().amax((1, 3)) / scheme.codes.largest).clamp(min=torch.finfo(torch.float32).smallest_normal)
+    stored, factor = scheme.scales.fit(scales, scales.max() if largest is None else largest / scheme.codes.largest)
+    taken = scheme.scales.plain(stored, factor)
+    codes = scheme.codes.nearest(weight / _spread(taken, out_features, in_features, scheme))
+    return QTensor(codes, stored, scheme.codes.zeros(tuple(scales.shape)), scheme, factor=factor)
 
 
 def _spread(scales: Tensor, out_features: int, in_features: int, scheme: QuantScheme) -> Tensor:

@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lmkit.codes import E2M1, FLOAT8, Codebook, Codes, Integers
+from lmkit.errors import CheckpointError
 from lmkit.formats.mxfp4 import MXFP4
 from lmkit.formats.nvfp4 import NVFP4, NVFP4_MODELOPT
-from lmkit.qtensor import QTensor, QuantScheme, dequantize, float8_scheme, int_scheme, plain
+from lmkit.qtensor import QTensor, QuantScheme, dequantize, float8_scheme, int_scheme, plain, quantize
 from lmkit.scales import EXPONENTS, Scales
 
 NF4 = Codebook("levels4", tuple(range(-120, 120, 15)), 1 / 120)  # 16 levels that lie too far apart to be looked up
@@ -85,6 +86,20 @@ def test_kernels_see_the_same_weight_in_plain_codes(scheme: QuantScheme) -> None
     if scheme.codes == E2M1:  # halves are exact
         assert torch.equal(dequantize(seen), dequantize(q))
         assert {*seen.codes.unique().tolist()} <= {*seen.scheme.codes.values}
+
+
+@pytest.mark.parametrize("scheme", [MXFP4, NVFP4, NVFP4_MODELOPT, QuantScheme(E2M1, 16)], ids=repr)
+def test_rounding_to_float4_errs_by_half_a_step_at_most(scheme: QuantScheme) -> None:
+    torch.manual_seed(5)
+    weight = torch.randn(OUTPUTS, INPUTS) * torch.logspace(-6, 2, OUTPUTS)[:, None]
+    weight[2] = 0
+    q = quantize(weight, scheme)
+    for row in range(OUTPUTS):
+        for group, part in enumerate((dequantize(q) - weight)[row].split(scheme.group_size)):
+            assert float(part.abs().max()) <= scale_of(q, row, group) * 1.001  # the widest step is from 4 to 6
+    assert not dequantize(q)[2].any()
+    with pytest.raises(CheckpointError, match="not a finite number"):
+        quantize(torch.tensor([[math.nan] * 32]), scheme)
 
 
 def test_a_scheme_accounts_for_its_bits() -> None:

@@ -227,7 +227,7 @@ def _group(scheme: QuantScheme, activations: Activations) -> dict[str, Any]:
     elif scheme.rows > 1:
         weights |= {"strategy": "block", "block_structure": [scheme.rows, scheme.group_size]}
     elif scheme.group_size != -1:
-        weights |= {"strategy": "group", "group_size": scheme.group_size}
+        weights |= {"strategy": scheme.scales.strategy, "group_size": scheme.group_size}
     return {
         "weights": weights,
         "input_activations": _input_activations(scheme, activations),

@@ -27,7 +27,7 @@ from lmkit.codes import FLOAT8
 from lmkit.errors import CheckpointError
 from lmkit.formats.checkpoint import CheckpointReader, CheckpointWriter
 from lmkit.formats.dense import read_dense
-from lmkit.formats.nvfp4 import NVFP4, read_compressed
+from lmkit.formats.nvfp4 import NVFP4, read_compressed, write_compressed
 from lmkit.formats.packing import pack_words, unpack_words
 from lmkit.formats.parts import (
     Activations,
@@ -160,13 +160,13 @@ class Nvfp4Packed:
         return scheme == NVFP4
 
     def writes(self, scheme: QuantScheme, activations: Activations) -> bool:
-        return False
+        return self.holds(scheme)
 
     def read(self, reader: CheckpointReader, module: str, scheme: QuantScheme) -> QTensor:
         return read_compressed(reader, module)
 
     def write(self, writer: CheckpointWriter, module: str, weight: QTensor) -> None:
-        raise NotImplementedError
+        write_compressed(writer, module, weight)
 
 
 # Of several that hold a scheme, the first one is written.

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
+from lmkit.codes import FLOAT8
 from lmkit.errors import CheckpointError, UnsupportedError
 from lmkit.formats import compressed_config
 from lmkit.formats.checkpoint import CheckpointReader, CheckpointWriter
@@ -49,7 +50,7 @@ class CompressedTensorsFormat:
         size = scheme.group_size
         if scheme.act_order:
             return "activation order, which the format no longer has"
-        if scheme.codes.uniform and size != -1 and shape[1] % size:
+        if scheme.codes != FLOAT8 and size != -1 and shape[1] % size:
             return f"{shape[1]} inputs are not a multiple of the group size {size}"
         if not any(storage.writes(scheme, "none") for storage in STORAGES):
             return f"{scheme.codes.words} with such scales, which it has no packing for"

@@ -1,4 +1,4 @@
-"""NVFP4, read only: 16 neighbouring inputs share a float8 scale, and a weight one factor more.
+"""NVFP4: 16 neighbouring inputs share a float8 scale, and a weight one factor more.
 
     compressed-tensors (nvfp4-pack-quantized)             ModelOpt (quant_method modelopt)
     module.weight_packed        uint8 [out, in / 2]       module.weight
@@ -6,7 +6,8 @@
     module.weight_global_scale  float32 [1]: divides      module.weight_scale_2  float32: multiplies
 
 Byte i has input 2 i in its low nibble. A nibble is a float4 as in MXFP4. w = nibble * (scale / global scale), or
-nibble * (scale * scale_2), in float32.
+nibble * (scale * scale_2), in float32. That of compressed-tensors is written. Its weights that are multiplied together
+have one global scale, as engines expect.
 
 ModelOpt's other algorithms here have weights in float8: see fp8.py. A module's tensors say which it is.
 """
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from lmkit.codes import E2M1
 from lmkit.errors import CheckpointError
-from lmkit.formats.checkpoint import CheckpointReader
+from lmkit.formats.checkpoint import CheckpointReader, CheckpointWriter
 from lmkit.formats.dense import read_dense
 from lmkit.formats.fp8 import read_scaled
 from lmkit.formats.parts import (
@@ -69,6 +70,14 @@ def read_compressed(reader: CheckpointReader, module: str) -> QTensor:
     return read_nvfp4(reader, module, "weight_packed", factor, NVFP4)
 
 
+def write_compressed(writer: CheckpointWriter, module: str, weight: QTensor) -> None:
+    """Add the tensors of a weight in NVFP4, as compressed-tensors has them."""
+    assert weight.factor is not None
+    writer.add(module + ".weight_packed", weight.codes[:, 0::2] | weight.codes[:, 1::2] << 4)
+    writer.add(module + ".weight_scale", weight.scales.contiguous())
+    writer.add(module + ".weight_global_scale", weight.factor)
+
+
 def read_nvfp4(reader: CheckpointReader, module: str, part: str, factor: Tensor, scheme: QuantScheme) -> QTensor:
     """A weight [out, in] of the tensor `part` and its scales. Raises CheckpointError."""
     name = f"{module}.{part}"
@@ -83,4 +92,4 @@ def read_nvfp4(reader: CheckpointReader, module: str, part: str, factor: Tensor,
 
 
 def _factor(reader: CheckpointReader, name: str) -> Tensor:
-    return read_scales(reader, name, (), (1,), (1, 1), dtypes=("F32",)).reshape(())
+    return read_scales(reader, name, (), (1,), (1, 1), dtypes=("F32",)).reshape(1)

@@ -94,6 +94,8 @@ class _Reader:
     def _coded(self, module: str) -> _Coded:
         if f"{module}.qweight" in self.places:
             return self._awq(module) if self.entry["quant_method"] == "awq" else self._gptq(module)
+        if f"{module}.weight_global_scale" in self.places:
+            return self._nvfp4(module)
         if f"{module}.weight_packed" in self.places:
             return self._packed(module)
         return self._unpacked(module)
@@ -125,6 +127,12 @@ class _Reader:
             zeros = _unpack(self._array(f"{module}.weight_zero_point").T, bits)[:, :out_features].T
         codes = _unpack(words, bits)[:, :in_features]
         return _Coded(codes, zeros, scales, 1, _groups(in_features, scales.shape[1]))
+
+    def _nvfp4(self, module: str) -> _Coded:
+        packed, stored = self._array(f"{module}.weight_packed"), self._tensor(f"{module}.weight_scale")
+        nibbles = np.stack([packed & 15, packed >> 4], axis=-1).reshape(len(packed), -1)
+        scales = _E4M3[stored.view(torch.uint8).numpy()] / self._scales(f"{module}.weight_global_scale")
+        return _Coded(_E2M1[nibbles], None, scales, 1, np.arange(nibbles.shape[1]) // 16)
 
     def _unpacked(self, module: str) -> _Coded:
         stored = self._tensor(f"{module}.weight")
@@ -192,6 +200,7 @@ def _e4m3_values() -> Array:
 
 
 _E4M3 = _e4m3_values()
+_E2M1 = np.array([sign * value for sign in (1, -1) for value in (0, 0.5, 1, 1.5, 2, 3, 4, 6)], np.float32)
 
 
 def _row_chunks(q: QTensor) -> list[QTensor]:

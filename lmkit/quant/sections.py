@@ -10,6 +10,7 @@ from msgspec import Meta
 
 from lmkit.codes import FLOAT8, Integers
 from lmkit.config import PositiveInt, StrictStruct
+from lmkit.formats.nvfp4 import NVFP4
 from lmkit.kv_dtype import FP8, INT4, INT8, KVDtype
 from lmkit.models.rounding import GROUPS
 from lmkit.qtensor import QuantScheme
@@ -24,29 +25,35 @@ class SchemeRecipe(StrictStruct, frozen=True):
     """The grid of the weights.
 
     `group_size` inputs of an output row share a scale and, unless the grid is symmetric, a zero. "channel" (also
-    written -1) is the whole row. Type float (float8 e4m3, symmetric) has one scale for the row, the whole tensor, or a
-    block of 128 rows and 128 inputs.
+    written -1) is the whole row. Type float is symmetric. Of 8 bits (float8 e4m3) it has one scale for the row, the
+    whole tensor, or a block of 128 rows and 128 inputs; of 4 bits it is NVFP4, in groups of 16.
 
     With `smaller_groups`, linears whose inputs are not whole groups get groups of 64 or 32 (quant.groups).
     """
 
     bits: Literal[2, 3, 4, 8] = 4
     type: Literal["int", "float"] = "int"
-    group_size: Literal[-1, 32, 64, 128, "channel", "tensor", "block"] = 128
+    group_size: Literal[-1, 16, 32, 64, 128, "channel", "tensor", "block"] = 128
     symmetric: bool | None = None  # by default false for int
     smaller_groups: bool = True
 
     def __post_init__(self) -> None:
         if self.type == "int" and self.group_size in ("tensor", "block"):
             raise ValueError(f"group_size {self.group_size} is for type float; int has 32, 64, 128 or channel")
+        if self.type == "int" and self.group_size == 16:
+            raise ValueError("group_size 16 is for type float of 4 bits; int has 32, 64, 128 or channel")
+        if self.type == "float" and self.bits == 4 and self.group_size == 16:
+            return
         if self.type == "float" and self.group_size not in WIDE_GROUPS:
             raise ValueError(f"group_size {self.group_size} is for type int; float has channel, tensor or block")
         if self.type == "float" and self.bits != 8:
-            raise ValueError("type float has `bits: 8`; --format compressed-tensors has integers of others")
+            raise ValueError("type float has `bits: 8`, or 4 with group_size 16; compressed-tensors has other integers")
         if self.type == "float" and self.symmetric is False:
             raise ValueError("type float is symmetric")
 
     def scheme(self) -> QuantScheme:
+        if self.type == "float" and self.bits == NVFP4.bits:
+            return NVFP4
         rows, size = (1, self.group_size) if isinstance(self.group_size, int) else WIDE_GROUPS[self.group_size]
         codes = FLOAT8 if self.type == "float" else Integers(self.bits, bool(self.symmetric))
         return QuantScheme(codes, size, rows)

@@ -9,16 +9,22 @@ from typing import Any
 
 import pytest
 import torch
+from compressed_tensors.compressors.nvfp4.base import NVFP4PackedCompressor
+from compressed_tensors.quantization import QuantizationScheme
+from compressed_tensors.quantization.quant_args import FP4_E2M1_DATA
 from safetensors.torch import load_file
 
+from lmkit.codes import E2M1 as FLOAT4
 from lmkit.errors import CheckpointError, UnsupportedError
 from lmkit.formats.base import resolve_format
 from lmkit.formats.convert import convert
+from lmkit.formats.nvfp4 import NVFP4
+from lmkit.formats.verify import verify, weight_digest
 from lmkit.kernels import ops
 from lmkit.models.source import ModelSource, placed
-from lmkit.qtensor import QTensor, dequantize
+from lmkit.qtensor import QTensor, dequantize, quantize
 from tests.formats.files import folder
-from tests.formats.linears import read_any
+from tests.formats.linears import MODULE, assert_same, read, read_any, written
 from tests.models import tiny
 from tests.models.test_formats import SHAPE
 
@@ -79,6 +85,49 @@ def test_compressed_tensors(tmp_path: Path) -> None:
     tensors["m.weight_global_scale"] = torch.zeros(1)
     with pytest.raises(CheckpointError, match=r"weight_global_scale is 0\.0, expected more than 0"):
         read_any(folder(tmp_path / "m", tensors, {"quantization_config": COMPRESSED}), "compressed-tensors", "m")
+
+
+def test_rounding_is_that_of_compressed_tensors() -> None:
+    """Numbers between two of the table, too."""
+    numbers = torch.cat(
+        [torch.linspace(-7, 7, 5601), torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, -0.25, -5.0])]
+    )
+    assert torch.equal(FLOAT4.numbers(FLOAT4.nearest(numbers), torch.empty(0)), FP4_E2M1_DATA.cast_to_fp4(numbers))
+
+
+@pytest.mark.parametrize("largest", [None, 9.0])
+def test_written_weights_are_read_here_and_by_compressed_tensors(tmp_path: Path, largest: float | None) -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(24, 64) * torch.rand(24, 1)
+    weight[3, 16:32] = 0
+    q = quantize(weight, NVFP4, largest=None if largest is None else torch.tensor(largest))
+    path = written(tmp_path / "m", "compressed-tensors", {MODULE: q})
+    back = read(path, "compressed-tensors")
+    assert_same(back, q)
+    assert back.factor is not None
+    assert q.factor is not None
+    assert torch.equal(back.factor, q.factor)
+    verify(path, {MODULE: weight_digest(q)})
+    (group,) = json.loads((path / "config.json").read_text())["quantization_config"]["config_groups"].values()
+    stored = load_file(path / "model.safetensors")
+    names = ("weight_packed", "weight_scale", "weight_global_scale")
+    state = {name: stored[f"{MODULE}.{name}"] for name in names}
+    theirs = NVFP4PackedCompressor.decompress(state, QuantizationScheme.model_validate(group))["weight"]
+    torch.testing.assert_close(dequantize(q), theirs.float(), rtol=2**-7, atol=0)  # it multiplies in bfloat16
+    bits = 8 * sum(tensor.nbytes for tensor in state.values())
+    assert bits == weight.numel() * (NVFP4.bits + NVFP4.group_bits / 16) + 32
+    error = (dequantize(q) - weight).norm() / weight.norm()
+    assert 0.01 < error < 0.12
+    assert not dequantize(q)[3, 16:32].any()
+
+
+def test_a_wrong_nibble_is_seen_by_the_second_reader(tmp_path: Path) -> None:
+    q = quantize(torch.randn(8, 32), NVFP4)
+    path = written(tmp_path / "m", "compressed-tensors", {MODULE: q})
+    codes = q.codes.clone()
+    codes[2, 5] ^= 1
+    with pytest.raises(CheckpointError, match="reads back as another weight"):
+        verify(path, {MODULE: weight_digest(replace(q, codes=codes))})
 
 
 @pytest.mark.parametrize("shape", [(), (1,)])

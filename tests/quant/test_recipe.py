@@ -11,6 +11,7 @@ import torch
 import lmkit
 from lmkit.errors import ConfigError
 from lmkit.formats.hub import DEMO_FOLDER
+from lmkit.formats.nvfp4 import NVFP4
 from lmkit.models.source import ModelSource
 from lmkit.other_names import names
 from lmkit.qtensor import QuantScheme, float8_scheme, int_scheme
@@ -54,6 +55,7 @@ def test_names_of_methods_lead_to_recipes_that_are_shipped() -> None:
         ("fp8_channel", float8_scheme()),
         ("fp8_tensor", float8_scheme(-1, -1)),
         ("fp8_block", float8_scheme(128, 128)),
+        ("nvfp4_w4a16", NVFP4),
     ],
 )
 def test_schemes_of_shipped_recipes(name: str, scheme: QuantScheme) -> None:
@@ -201,7 +203,9 @@ def test_products_are_short_for_4_bit_integers_alone(monkeypatch: pytest.MonkeyP
     assert load_recipe(DEFAULT_RECIPE).product_dtype() is torch.float32
 
 
-@pytest.mark.parametrize("name", ["rtn_w4a16_g128", "rtn_w8a16", "fp8_block", "fp8_channel", "fp8_tensor"])
+@pytest.mark.parametrize(
+    "name", ["rtn_w4a16_g128", "rtn_w8a16", "fp8_block", "fp8_channel", "fp8_tensor", "nvfp4_w4a16"]
+)
 def test_recipes_that_round_to_nearest_read_no_text_unless_they_are_asked_for_something_that_needs_it(
     name: str,
 ) -> None:

@@ -33,6 +33,7 @@ CASES: dict[str, tuple[dict[str, Any], float, dict[str, Any] | None]] = {
     "fp8 tensor": (CT | {"scheme": FLOAT8 | {"group_size": "tensor"}}, 2e-2, None),
     "fp8 block": ({"format": "fp8", "scheme": FLOAT8 | {"group_size": "block"}, "activations": "float8"}, 2e-2, None),
     "w4a16 symmetric": (CT | {"scheme": {"group_size": 32, "symmetric": True}, "steps": [SCALE, RTN]}, 0.3, None),
+    "nvfp4": (CT | {"scheme": {"bits": 4, "type": "float", "group_size": 16}}, 0.3, None),
     "w4a16 gptq": ({"format": "gptq", "scheme": {"group_size": 32, "symmetric": True}}, 0.3, None),
     "w4a16 gptq_v2": ({"format": "gptq_v2", "scheme": {"group_size": 32}}, 0.3, None),
 }  # fmt: skip
@@ -61,9 +62,12 @@ def test_a_scheme_from_recipe_to_checkpoint(source: Path, tmp_path: Path, name: 
         assert q.scheme == asked.scheme.scheme()
         if data["steps"] == [RTN]:
             assert isinstance(weight, torch.Tensor)
-            expected = quantize(weight, q.scheme)
+            together = [role, *next((fused for fused in before.spec.layers[0].fused if role in fused), ())]
+            largest = torch.stack([dense[each].abs().max() for each in together]).max()  # type: ignore[union-attr]
+            expected = quantize(weight, q.scheme, largest=largest)
             assert torch.equal(q.codes.view(torch.uint8), expected.codes.view(torch.uint8))
             assert torch.equal(q.scales.float().flatten(), expected.scales.float().flatten())
+            assert q.factor == expected.factor
     entry = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     if asked.format == "fp8":
         assert (entry["activation_scheme"], entry["weight_block_size"]) == ("dynamic", [128, 128])

@@ -18,7 +18,7 @@ from lmkit.models import roles
 from lmkit.models.decoder_layer import DecoderLayer
 from lmkit.models.layer_spec import LayerSpec
 from lmkit.qtensor import QTensor, QuantScheme, dequantize
-from lmkit.quant.layer.grid import Shrink, round_to_nearest
+from lmkit.quant.layer.grid import Shrink, largest_together, round_to_nearest
 from lmkit.quant.layer.observe import InputStats
 from lmkit.quant.layer.products import times
 from lmkit.quant.layer.routed import MIN_TOKENS
@@ -85,7 +85,9 @@ class CalibratedLayer:
 
     def rounded(self, role: str, weight: Tensor) -> QTensor:
         """`weight` as the weight of `role` will be stored, with the clipping chosen so far."""
-        return round_to_nearest(weight, self.schemes[role], self.shrinks.get(role))
+        weights = {**self.layer.weights, role: weight}
+        largest = largest_together(weights, self.layer.spec.fused, self.schemes).get(role)
+        return round_to_nearest(weight, self.schemes[role], self.shrinks.get(role), largest)
 
     def block_output(self, source: str) -> Tensor:
         """The output of the block after `source` for the sampled inputs. After a norm, the

@@ -20,7 +20,7 @@ from lmkit.quant.data.hidden_states import Stream
 from lmkit.quant.kv.config import KVStats
 from lmkit.quant.kv.fit import fit_cache, fit_first, prepare_cache
 from lmkit.quant.layer.experts import empty_inputs, experts_report
-from lmkit.quant.layer.grid import round_to_nearest
+from lmkit.quant.layer.grid import largest_together, round_to_nearest
 from lmkit.quant.layer.held_out import compare_held_out
 from lmkit.quant.layer.layer import CalibratedLayer, relative_error
 from lmkit.quant.layer.observe import InputStats, Observer, sample_rows, sample_tokens
@@ -205,11 +205,13 @@ def round_plainly(
     """Round `layer.weights` (float32) to nearest. The layer is not run, so the errors are those of the weights."""
     start, errors = time.perf_counter(), {}
     done(0)
-    for role, scheme in plan.schemes(layer.index).items():
+    schemes = plan.schemes(layer.index)
+    largest = largest_together(layer.weights, layer.spec.fused, schemes)
+    for role, scheme in schemes.items():
         weight = layer.weights[role]
         assert isinstance(weight, Tensor)
         try:
-            rounded = round_to_nearest(weight, scheme)
+            rounded = round_to_nearest(weight, scheme, largest=largest.get(role))
         except (CheckpointError, UnsupportedError) as error:
             raise type(error)(f"layer {layer.index}: {role}: {error}") from None
         errors[role] = relative_error(weight, rounded, weight[:0])
