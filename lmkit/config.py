@@ -38,6 +38,7 @@ Reranker = Literal["cosine", "yes_no"]  # of embeddings; or the probability that
 PoolingName = Literal["auto", "last", "mean", "cls", "max", "weighted_mean", "mean_sqrt_len"]
 Speculate = Annotated[str, msgspec.Meta(pattern=r"^(off|auto|ngram|mtp|(draft|eagle)=.+)$")]
 Activations = Literal["auto", "int8", "fp8", "exact"]
+SelfTestMode = Literal["auto", "off", "require"]
 LogLevel = Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"]
 LOG_LEVELS = get_args(LogLevel)
 LogFormat = Literal["text", "json"]
@@ -161,6 +162,11 @@ class EngineConfig(StrictStruct, frozen=True, kw_only=True, metaclass=_Sizes):
     deterministic: Annotated[
         bool, _model("A request's tokens depend on it alone: on a CPU always; on a GPU slowly, if at all.")
     ] = False
+    # see turbo.engine.self_test
+    selftest: Annotated[
+        SelfTestMode,
+        _model("On a GPU: compare kernels with torch once, and go on without wrong ones (auto), or not (require)."),
+    ] = "auto"
     # of all processes together
     num_threads: Annotated[PositiveInt | None, _model("Default: the physical cores this process may use.")] = None
 

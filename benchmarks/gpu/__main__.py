@@ -2,7 +2,8 @@
 
     python -m benchmarks.gpu --out DIR [--only gemm,engine] [--quick] [--peers FOLDER] [--minutes 9]
 
-DIR gets a file of rows for each section, results.json, table.txt and pictures, and DIR.tar.gz has them all. The first
+DIR gets a file of rows for each section, results.json, table.txt and pictures, and what is kept in caches: compiled
+kernels, measured plans, results of self-tests. DIR.tar.gz has them all after each section. The first
 section, `smoke`, compares the engine's tokens with the CPU's: if it fails, nothing else is measured. A section is a
 process of its own with a time limit. If a section fails, its rows say so, and the others go on. `--device cpu` is a
 rehearsal without a GPU: kernels are emulated on tiny shapes, and its times mean nothing.
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import shutil
 import subprocess
 import sys
@@ -71,6 +73,7 @@ def main() -> None:
             left = end - time.monotonic()
             limit = left if arguments.device == "cpu" else min(section.seconds, left)  # emulated kernels are slow
             failed = run_process(section, arguments, limit)
+            archive(out)  # whatever ends this command, what was found so far is there
             if failed and section.name == "smoke":
                 console.print("the engine does not work: no other section runs")
                 break
@@ -119,7 +122,12 @@ def run_process(section: Section, arguments: argparse.Namespace, seconds: float)
     try:
         with log.open("w") as file:
             code = subprocess.run(
-                command, stdout=file, stderr=subprocess.STDOUT, timeout=seconds, check=False
+                command,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                timeout=seconds,
+                check=False,
+                env=os.environ | caches(arguments.out),
             ).returncode
         if code:
             lines = log.read_text().strip().splitlines()
@@ -166,8 +174,18 @@ def summarize(out: Path, chosen: list[str], seconds: float) -> None:
                 target.print(f"{row['section']}: {row['what']}: {row['error']}", markup=False, style="red")
     pictures = plots.draw(rows, out)
     console.print(f"{seconds:.0f} s; {out / 'results.json'}, {', '.join(path.name for path in pictures)}")
-    archive = shutil.make_archive(str(out), "gztar", out.parent, out.name)
-    console.print(f"all of it: {archive}")
+    console.print(f"all of it: {archive(out)}")
+
+
+def archive(out: Path) -> str:
+    """Pack all of the folder. Returns the file."""
+    return shutil.make_archive(str(out), "gztar", out.parent, out.name)
+
+
+def caches(out: Path) -> dict[str, str]:
+    """Variables by which compiled kernels, measured plans and results of self-tests are kept in the folder."""
+    given = {"LMKIT_CACHE_DIR": out / "cache", "CUPY_CACHE_DIR": out / "cupy"}
+    return {name: str(folder.resolve()) for name, folder in given.items() if name not in os.environ}
 
 
 def table(found: list[Figure], machine: str) -> Table:

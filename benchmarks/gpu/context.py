@@ -10,14 +10,14 @@ import json
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.gpu.roofline import Peak
+from benchmarks.gpu.roofline import H200, Peak
 from benchmarks.report import share
 
 Row = dict[str, Any]
@@ -68,9 +68,11 @@ class Context:
         return self.out / f"{section}.jsonl"
 
     def peak(self) -> Peak:
-        """The rates that the section "machine" has measured: bytes read or copied, operations of a bfloat16 matmul."""
+        """The rates that the section "machine" has measured: bytes read or copied, operations of a bfloat16 matmul. A
+        rate that could not be measured is that of an H200."""
         found = {row["what"]: row["value"] for row in read_rows(self.file("machine")) if "value" in row}
-        return Peak(max(found["copy bandwidth"], found["read bandwidth"]), found["bfloat16 matmul"])
+        rates = [found[name] for name in ("copy bandwidth", "read bandwidth") if name in found]
+        return Peak(max(rates, default=H200.bytes_per_s), found.get("bfloat16 matmul", H200.flops))
 
     def share(self, figure: float, ceiling: float, what: str) -> float:
         """`figure` / `ceiling`. Raises AboveCeiling, except in a rehearsal, where neither means anything."""
@@ -78,7 +80,9 @@ class Context:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """The rows of a file; no rows if there is no file."""
-    if not path.exists():
-        return []
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    """The rows of a file; no rows if there is no file. A line that was cut off is none."""
+    rows = []
+    for line in path.read_text().splitlines() if path.exists() else ():
+        with suppress(json.JSONDecodeError):
+            rows.append(json.loads(line))
+    return rows

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ElementTree
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,11 +73,14 @@ def _pytest(context: Context, what: str, tests: list[str], prefix: list[str], se
     report, log = context.out / f"{what}.xml", context.out / f"{what}.log"
     report.unlink(missing_ok=True)
     marks = [] if context.rehearsal else ["-m", "gpu"]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *marks, *tests]
-    with log.open("w") as file:
-        done = subprocess.run(
-            [*prefix, *command], cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, timeout=seconds, check=False
-        )
+    command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", f"--junitxml={report}", *marks, *tests]
+    try:
+        with log.open("w") as file:
+            done = subprocess.run(
+                [*prefix, *command], cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, timeout=seconds, check=False
+            )
+    except subprocess.TimeoutExpired:
+        return _so_far(context, what, log.read_text(), seconds)
     if not report.exists():
         raise RuntimeError(f"pytest ended with status {done.returncode}; see {log.name}")
     cases = list(ElementTree.parse(report).iter("testcase"))
@@ -86,6 +91,18 @@ def _pytest(context: Context, what: str, tests: list[str], prefix: list[str], se
         message = "" if problem is None else str(problem.get("message")).partition("\n")[0][:300]
         context.row(f"{case.get('classname')}::{case.get('name')}", error=message)
     return Outcome(len(cases) - len(failed) - skipped, len(failed), skipped)
+
+
+def _so_far(context: Context, what: str, log: str, seconds: float) -> Outcome:
+    """What pytest -v has said of tests before its time was up, which counts as one more failure."""
+    said = re.findall(r"^(\S+::\S.*?) (PASSED|FAILED|ERROR|SKIPPED)", log, re.MULTILINE)
+    counts = Counter(result for _, result in said)
+    for name, result in said:
+        if result in ("FAILED", "ERROR"):
+            context.row(name, error=f"{result.lower()}; see {what}.log")
+    under_way = re.findall(r"^(\S+::\S+) *$", log, re.MULTILINE)[-1:]
+    context.row(what, error=f"stopped after {seconds:.0f} s", after=len(said), at=under_way)
+    return Outcome(counts["PASSED"], counts["FAILED"] + counts["ERROR"] + 1, counts["SKIPPED"])
 
 
 def _problem(case: ElementTree.Element) -> ElementTree.Element | None:

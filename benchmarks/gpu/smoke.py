@@ -10,6 +10,8 @@ import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import msgspec
+
 from benchmarks.gpu.context import Context
 from benchmarks.gpu.engine import device_of
 from benchmarks.gpu.switched import TURNED, UNCAPTURED, switched
@@ -28,6 +30,8 @@ def run(context: Context) -> None:
         path = Path(folder) / "w4"
         make_awq(DEMO_FOLDER, path)
         count = REHEARSED if context.rehearsal else TOKENS
+        with context.attempt("self-test"):
+            _self_test(context, path)
         expected, total = _tokens(Engine(str(path), _config("cpu")), count), count * len(PROMPTS)
         for text in ("", *TURNED):
             what = text or "as by default"
@@ -47,10 +51,20 @@ def run(context: Context) -> None:
                     raise AssertionError(engine.info.captured)
 
 
+def _self_test(context: Context, path: Path) -> None:
+    """Test the kernels as a server does at its first start."""
+    engine = Engine(str(path), msgspec.structs.replace(_config("cuda"), selftest="auto"), device=device_of(context))
+    if (found := engine.info.selftest) is not None:
+        context.row("self-test", **msgspec.structs.asdict(found))
+    engine.close()
+    if found is not None and (found.off or found.problem):
+        raise AssertionError(found.text)
+
+
 def _config(device: str) -> EngineConfig:
     return EngineConfig(
         device="cuda" if device == "cuda" else "cpu", max_batch_size=4, max_step_tokens=64, max_model_len=128,
-        packed_cache=False, activations="exact",
+        packed_cache=False, activations="exact", selftest="off",
     )  # fmt: skip
 
 

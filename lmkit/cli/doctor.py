@@ -24,6 +24,7 @@ def doctor(json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = F
     }
     if "capability" in report["gpu"]:
         report["kernels on the gpu"] = _kernels(CUDA.name)
+        report["self-tests"] = _self_tests()
     if json:
         print(jsonlib.dumps(report, indent=2))
         return
@@ -158,6 +159,13 @@ def _gpu() -> dict[str, str]:
         **_cupy(),
         "engine": "models run on the GPU" if problem is None else f"through torch, slowly: {problem}",
     }
+
+
+def _self_tests() -> dict[str, str]:
+    """For each model that was tested on this GPU, what was found."""
+    from lmkit.turbo.engine import self_test
+
+    return {found.model: f"{found.text} [{found.on}]" for found in reversed(self_test.results())}
 
 
 def _driver() -> str:

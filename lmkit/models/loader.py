@@ -128,7 +128,7 @@ def _load_mapped(
         rows = model.head_rows
         head_shape = rows.stop - rows.start, model.spec.hidden_size
         _map_linear(model, file, lm_head, model.spec.num_layers, [head_shape], [False])
-        decoder = _decoder(model, layers, lm_head, file)
+        decoder = decoder_of(model, layers, lm_head, file)
         check(file)
         return decoder
     except (CheckpointError, UnsupportedError, LookupError) as error:
@@ -176,7 +176,7 @@ def _load(model: ResolvedModel) -> Decoder:
     lm_head = model.lm_head()
     lm_head.pack(model.head_activations)
     to_device((lm_head,), model.packing.device)
-    return _decoder(model, layers, lm_head)
+    return decoder_of(model, layers, lm_head)
 
 
 def to_device(linears: Iterable[MergedLinear], device: str) -> None:
@@ -195,7 +195,7 @@ def _packed_layers(model: ResolvedModel) -> Iterator[DecoderLayer]:
         yield layer
 
 
-def _decoder(
+def decoder_of(
     model: ResolvedModel, layers: list[DecoderLayer], lm_head: MergedLinear, file: Stored | None = None
 ) -> Decoder:
     """The decoder. Embeddings are a tied head's rows, or the checkpoint's if it stores them in the wanted dtype, or

@@ -86,6 +86,13 @@ class EngineFigures(Collector):
                 "lmkit:engine_memory_bytes", "Memory of the engine process", labels=["model_name", "state"]
             )
             yield self._labelled(used, {("used",): self._engine.resident, ("reserved",): info.reserved})
+            if (tested := info.selftest) is not None:
+                off = GaugeMetricFamily(
+                    "lmkit:kernels_off", "Kernels that the self-test has turned off", labels=["model_name", "kernel"]
+                )
+                yield self._labelled(off, {(name,): 1 for name in tested.off})
+                ended = int(not (tested.off or tested.problem))
+                yield self._gauge("lmkit:selftest_passed", "Whether the self-test found all kernels right", ended)
         yield self._gauge("lmkit:sessions", "Sessions whose lease has not ended", stats.sessions)
         if (info := self._engine.info) is not None:
             tokens = info.block_size * info.num_blocks

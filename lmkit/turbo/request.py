@@ -226,6 +226,26 @@ class VectorLayer(msgspec.Struct, frozen=True, kw_only=True):
     residual: bytes = b""  # float32 [outputs, inputs], by which the input is multiplied before; empty: it is not
 
 
+class SelfTest(msgspec.Struct, frozen=True, kw_only=True):
+    """What the self-test of a GPU's kernels found, see turbo.engine.self_test."""
+
+    on: str  # the GPU and its software
+    model: str
+    off: dict[str, str]  # kernels (files of csrc) and switches that engines go on without, and why
+    seconds: float
+    checks: int = 0  # calls of kernels that were compared with torch
+    problem: str = ""  # why there is no result
+    is_broken: bool = False  # it is that nothing computes the model right
+
+    @property
+    def text(self) -> str:
+        """The result in one line."""
+        if self.problem:
+            return f"no result: {self.problem}"
+        off = "; ".join(f"{name} is turned off: {reason}" for name, reason in self.off.items())
+        return off or f"{self.checks} calls of kernels are right ({self.seconds:.0f} s)"
+
+
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     """The facts that an engine sends to its front end when it is ready."""
 
@@ -249,6 +269,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     images: ImageSettings | str = TEXT_ONLY  # how the engine wants images, or why it takes none
     kv_port: int = 0  # where it gives blocks to other engines; 0 = nowhere
     captured: str = ""  # on a GPU: the steps that are captured as graphs, or why none is
+    selftest: SelfTest | None = None  # of a GPU's kernels
 
 
 def check_head(has_head: bool) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
 import sys
+import tarfile
 import tempfile
 import zipfile
 from argparse import Namespace
@@ -17,10 +19,11 @@ from typing import Any
 import pytest
 
 from benchmarks.gpu import __main__ as command
-from benchmarks.gpu import carried
+from benchmarks.gpu import carried, numerics
 from benchmarks.gpu.__main__ import SECTIONS, Section
 from benchmarks.gpu.context import Context, Row, read_rows
 from benchmarks.gpu.figures import Figure, figures
+from benchmarks.gpu.roofline import H200, Peak
 from lmkit.kernels.cuda import module
 from tests import emulator
 
@@ -127,6 +130,57 @@ def test_an_attempt_keeps_what_went_before(tmp_path: Path) -> None:
     assert first == {"section": "mine", "what": "first", "value": 1}
     assert (second["m"], second["error"]) == (3, "ValueError: of no use")
     assert read_rows(tmp_path / "another.jsonl") == []
+
+
+def test_rates_that_could_not_be_measured_are_those_of_an_h200(tmp_path: Path) -> None:
+    context = Context(tmp_path, "cpu", name="machine")
+    assert context.peak() == H200
+    context.row("read bandwidth", value=2e12)
+    with context.attempt("bfloat16 matmul"):
+        raise RuntimeError("no such product")
+    with context.file("machine").open("a") as file:
+        file.write('{"section": "machine", "wh')
+    assert context.peak() == Peak(2e12, H200.flops)
+
+
+def test_tests_that_take_too_long_leave_their_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "a.py::test_one PASSED [ 1%]\na.py::test_two[b c] FAILED [ 2%]\na.py::test_three \n"
+
+    def slow(command: list[str], *, stdout: Any, **options: Any) -> Any:
+        stdout.write(text)
+        raise subprocess.TimeoutExpired(command, 7)
+
+    monkeypatch.setattr(subprocess, "run", slow)
+    context = Context(tmp_path, "cpu", name="numerics", seconds=7 / 0.85)
+    assert numerics._file(context, "tests/a.py") == numerics.Outcome(passed=1, failed=2)
+    two, whole = read_rows(context.file("numerics"))
+    assert (two["what"], two["error"]) == ("a.py::test_two[b c]", "failed; see a.log")
+    assert (whole["error"], whole["after"], whole["at"]) == ("stopped after 7 s", 2, ["a.py::test_three"])
+
+
+def test_caches_lie_in_the_folder_and_all_is_packed_after_each_section(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("LMKIT_CACHE_DIR", raising=False)
+    monkeypatch.setenv("CUPY_CACHE_DIR", "elsewhere")
+    out = tmp_path / "out"
+    assert command.caches(out) == {"LMKIT_CACHE_DIR": str(out / "cache")}
+    given: list[dict[str, str]] = []
+
+    def run(command: list[str], *, env: dict[str, str], **options: Any) -> Any:
+        given.append(env)
+        folder = Path(env["LMKIT_CACHE_DIR"]) / "gemm"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "H200.json").write_text("{}")
+        assert len(given) < 2, "this ends the command"
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr("sys.argv", ["benchmarks.gpu", "--out", str(out), "--device", "cpu", "--only", "gemm,small"])
+    with pytest.raises(AssertionError):
+        command.main()
+    with tarfile.open(tmp_path / "out.tar.gz") as file:
+        assert "out/cache/gemm/H200.json" in file.getnames()
 
 
 def _gemm_row(what: str, shape: str, seconds: float) -> Row:

@@ -23,6 +23,7 @@ from lmkit.errors import LMKitError
 from lmkit.formats.hub import DEMO_FOLDER
 from lmkit.kernels.cuda import elementwise, module
 from lmkit.qtensor import int_scheme
+from lmkit.turbo.request import SelfTest
 from tests.formats.linears import random_linear, written
 
 pytestmark = pytest.mark.slow
@@ -190,6 +191,8 @@ def test_doctor_explains_a_gpu(monkeypatch: pytest.MonkeyPatch, has_cupy: bool) 
     }
     for name, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, name, fake)
+    found = SelfTest(on="H200", model="/m", off={"norm.cu": "wrong"}, seconds=1.0)
+    monkeypatch.setattr("lmkit.turbo.engine.self_test.results", lambda: [found])
     result = CliRunner().invoke(app, ["doctor", "--json"])
     report = json.loads(result.stdout)
     assert report["gpu"]["memory"] == "64.00 GiB free of 128.00 GiB"
@@ -197,6 +200,7 @@ def test_doctor_explains_a_gpu(monkeypatch: pytest.MonkeyPatch, has_cupy: bool) 
     if has_cupy:
         assert (report["gpu"]["cupy"], report["gpu"]["nvrtc"], norms) == ("14.0.1", "13.0", "cuda")
         assert report["gpu"]["engine"] == "models run on the GPU"
+        assert report["self-tests"] == {"/m": "norm.cu is turned off: wrong [H200]"}
     else:
         assert report["gpu"]["cupy"].startswith("missing: pip install 'lmkit[cuda]'")
         assert report["gpu"]["engine"] == "through torch, slowly: CuPy is missing: pip install it"

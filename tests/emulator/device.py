@@ -19,12 +19,16 @@ class EmulatedDevice(CudaDevice):
     """Tensors lie in host memory, and a kernel runs when it is launched. `emulator.install` makes it run there."""
 
     tensors = "cpu"
+    self_test = ""
 
     def free_memory(self) -> int:
         return available_memory()
 
     def staging(self, num_bytes: int) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8)
+
+    def software(self) -> str:
+        return "emulated"
 
     def event(self) -> Event:
         return _HostEvent()

@@ -154,6 +154,20 @@ def load_anew() -> None:
     BACKENDS.pop("cuda", None)
 
 
+def software() -> str:
+    """The GPU and what compiles and launches its kernels, with versions."""
+    import cupy
+    from cupy.cuda import nvrtc
+
+    versions = {
+        "driver": cupy.cuda.runtime.driverGetVersion(),
+        "NVRTC": ".".join(map(str, nvrtc.getVersion())),
+        "CuPy": cupy.__version__,
+        "torch": torch.__version__,
+    }
+    return ", ".join([torch.cuda.get_device_name(), *(f"{name} {version}" for name, version in versions.items())])
+
+
 @cache
 def counters(device: str) -> Tensor:
     """int32 [NUM_COUNTERS], zero between kernels. The last block of a kernel that counts with them resets them."""

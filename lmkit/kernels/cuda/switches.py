@@ -15,7 +15,8 @@ None of them changes a result, except where its comment says so. What a file's k
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import cache
 
 import msgspec
@@ -79,6 +80,20 @@ def turn_off(name: str, reason: str) -> None:
     log.warning("%s is turned off: %s", name, reason)
     _TURNED_OFF.setdefault(name, reason)
     switches.cache_clear()
+
+
+@contextmanager
+def without(name: str) -> Iterator[None]:
+    """Without a switch or one of FILES for a while. Only what is looked up meanwhile knows it."""
+    before = dict(_TURNED_OFF)
+    _TURNED_OFF[name] = "for a while"
+    switches.cache_clear()
+    try:
+        yield
+    finally:
+        _TURNED_OFF.clear()
+        _TURNED_OFF.update(before)
+        switches.cache_clear()
 
 
 def turned_off() -> dict[str, str]:

@@ -32,4 +32,5 @@ def engine_info(model: LoadedModel, limits: SchedulerLimits, captured: str) -> E
         sampling=model.sampling,
         images=model.tower if isinstance(model.tower, str) else model.tower.settings,
         captured=captured,
+        selftest=model.selftest,
     )

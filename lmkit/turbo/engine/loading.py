@@ -34,7 +34,7 @@ from lmkit.models.tower import Tower, has_tower, load_tower
 from lmkit.models.weight_bits import bits_of_linears
 from lmkit.text.images import TEXT_ONLY
 from lmkit.text.tokenizer_file import TokenizerFile
-from lmkit.turbo.engine import copies
+from lmkit.turbo.engine import copies, self_test
 from lmkit.turbo.engine.classes import read_classes, sentences_of
 from lmkit.turbo.engine.draft_head_loading import LoadedHead
 from lmkit.turbo.engine.draft_model_loading import LoadedDraft, follow, resolved_draft
@@ -48,7 +48,7 @@ from lmkit.turbo.kv.tiers.disk import DiskTier
 from lmkit.turbo.kv.tiers.peer import PeerTier
 from lmkit.turbo.kv.tiers.store import TierStore
 from lmkit.turbo.no_memory import finds_memory
-from lmkit.turbo.request import Classes, VectorLayer
+from lmkit.turbo.request import Classes, SelfTest, VectorLayer
 from lmkit.turbo.runners.device import EngineDevice
 from lmkit.turbo.runners.processes import Processes, SharedModel
 
@@ -87,6 +87,7 @@ class LoadedModel:
     tower: Tower | str = TEXT_ONLY  # what encodes images, or why images are refused
     classes: Classes | None = None
     part: Part | None = None  # the rank's part of the model that the decoder is
+    selftest: SelfTest | None = None
 
 
 def load(model_path: str, config: EngineConfig, device: EngineDevice, rank: int = 0) -> LoadedModel:
@@ -101,6 +102,7 @@ def load(model_path: str, config: EngineConfig, device: EngineDevice, rank: int 
     with resolved(model_path, **options) as model, resolved_draft(config, device, model, rank) as draft:
         spec, path = model.spec, model.reader.path
         conflicts.check(config, *traits_of(spec, config), architecture=spec.architecture)
+        selftest = self_test.result(model, config, device)
         sampling, classes = read_defaults(path, config.generation_config), read_classes(model.source)
         sentences = sentences_of(path, config.pooling, spec, classes)
         layers, vector_size = read_layers(path, sentences, spec.hidden_size)
@@ -163,6 +165,7 @@ def load(model_path: str, config: EngineConfig, device: EngineDevice, rank: int 
         tower,
         classes,
         Part(model.source.spec, model.shard),
+        selftest,
     )  # fmt: skip
 
 

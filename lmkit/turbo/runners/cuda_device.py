@@ -7,6 +7,7 @@ from typing import IO
 
 from torch import Tensor
 
+from lmkit.kernels.cuda import module
 from lmkit.turbo.runners import cuda_ranks
 from lmkit.turbo.runners.cuda import CudaRunner
 from lmkit.turbo.runners.device import Tell
@@ -18,6 +19,12 @@ from lmkit.turbo.runners.runner import RunnerParts
 
 class CudaDevice(Gpu):
     """See Gpu."""
+
+    self_test = "lmkit.turbo.engine.self_test_process"
+
+    def software(self) -> str:
+        """See EngineDevice."""
+        return module.software()
 
     def runner(self, parts: RunnerParts) -> CudaRunner:
         """See EngineDevice."""

@@ -37,6 +37,7 @@ class EngineDevice(ABC):
     facts: ClassVar[Device]
     tensors: str  # the device of tensors, as torch names it
     first_steps_wait = False  # the first steps of processes that share a model wait for each other
+    self_test = ""  # the module of the process that tests kernels, see engine.self_test; an empty text: there is none
 
     @property
     def name(self) -> str:
@@ -56,6 +57,10 @@ class EngineDevice(ABC):
     def opened(cls) -> Self:
         """The device, which was asked for by name. Raises UnsupportedError if it is not there."""
         return cls()
+
+    def software(self) -> str:
+        """The device and the software that its kernels depend on, with versions."""
+        return self.name
 
     @property
     def traits(self) -> tuple[str, ...]:

@@ -42,7 +42,9 @@ from tests.models.test_formats import every, rewritten
 from tests.turbo.engine.test_engine import propose_drafts, run
 
 pytestmark = pytest.mark.slow
-SMALL: dict[str, Any] = {"block_size": 16, "max_batch_size": 4, "max_step_tokens": 24, "max_model_len": 128}
+SMALL: dict[str, Any] = {
+    "block_size": 16, "max_batch_size": 4, "max_step_tokens": 24, "max_model_len": 128, "selftest": "off",
+}  # fmt: skip
 SIZES: dict[str, Any] = {
     "vocab_size": 211, "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2, "head_dim": 64,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128,
