@@ -78,13 +78,15 @@ append(u16* q, i64 q_token, i64 q_head, u16* k, i64 k_token, i64 k_head, u16* v,
     const i64 index = blockIdx.x * 8ll + threadIdx.x / 16, count = static_cast<i64>(tokens) * heads;
     // The two halves of a warp may have different kinds of heads. All lanes take part in the warp operations of each
     // path. A half that has another kind of head, or nothing to do, takes part with `mine` false.
+    // What it reads is the last head, which no other block writes meanwhile.
     const bool active = index < count;
+    const i64 read = active ? index : count - 1;
 #if BALANCED
-    const i64 token = active ? index % tokens : 0;
-    const int head = active ? static_cast<int>(index / tokens) : 0;
+    const i64 token = read % tokens;
+    const int head = static_cast<int>(read / tokens);
 #else
-    const i64 token = active ? index / heads : 0;
-    const int head = active ? static_cast<int>(index - token * heads) : 0;
+    const i64 token = read / heads;
+    const int head = static_cast<int>(read - token * heads);
 #endif
     const int kind = head < q_heads ? 0 : head < q_heads + kv_heads ? 1 : 2;
     const int kv_head = kind == 0 ? 0 : (head - q_heads) % kv_heads;
