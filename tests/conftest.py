@@ -75,6 +75,16 @@ def _logging_as_it_was() -> Iterator[None]:
             everything.removeHandler(handler)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    arches = [f"sm_{arch}" for arch in ("80", "89", "90a", "100a", "120a")]
+    parser.addoption("--ptx", nargs="?", const="sm_90a", choices=arches, help="emulate what NVRTC compiles kernels to")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    arch = config.getoption("--ptx")
+    emulator.run_compiled(arch and arch.removeprefix("sm_"))
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put files with slow tests first. The processes then end with short tests, at about the same time."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}

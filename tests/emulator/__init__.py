@@ -7,6 +7,7 @@ host.cuh defines CUDA's names for g++, and emulator.cpp runs a launch. Compiled 
 the digest of their sources.
 """
 
-from tests.emulator.backend import EmulatedBackend, install
+from tests.emulator.backend import EmulatedBackend
+from tests.emulator.installation import install, run_compiled
 
-__all__ = ["EmulatedBackend", "install"]
+__all__ = ["EmulatedBackend", "install", "run_compiled"]

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from lmkit.environment import environment
 from lmkit.errors import UnsupportedError
-from lmkit.kernels.cuda import module
 from lmkit.kernels.cuda.gpus import Capability
 from lmkit.kernels.cuda.module import Launch
 from lmkit.kernels.cuda.source import kernel_source
@@ -81,7 +80,9 @@ class EmulatedBackend:
         return self._capability
 
     def load(self, source: str, name: str, defines: dict[str, int]) -> Launch:
-        library = ctypes.CDLL(str(self._build(kernel_source(source), name, defines, watched=self._overlap)))
+        return self._launcher(self._library(source, name, defines), source, name)
+
+    def _launcher(self, library: ctypes.CDLL, source: str, name: str) -> Launch:
         apply, sizes = getattr(library, f"{name}_apply"), _argument_sizes(library, name)
 
         turns = itertools.count()
@@ -99,14 +100,30 @@ class EmulatedBackend:
             self._seed += 1
             turn = next(turns)
             self.launches.append(name)
+            self._before(library, source, name, args)
             if not self._runtime.lm_launch(
                 apply, addresses, _U32x3(*grid), _U32x3(*block), ctypes.c_uint64(shared),
                 ctypes.c_uint64(turn if source in PEERS else self._seed), ctypes.c_uint64(self._seed),
                 self.overlaps(), message, ctypes.c_uint64(len(message)),
             ):  # fmt: skip
-                raise RuntimeError(f"{source}: {name}: {message.value.decode()}")
+                raise RuntimeError(f"{source}: {name}: {self._explained(library, message.value.decode())}")
+            self._after(library, name)
 
         return launch
+
+    def _library(self, source: str, name: str, defines: dict[str, int]) -> ctypes.CDLL:
+        """The compiled kernel."""
+        return ctypes.CDLL(str(self._build(kernel_source(source), name, defines, watched=self._overlap)))
+
+    def _before(self, library: ctypes.CDLL, source: str, name: str, args: Sequence[Any]) -> None:
+        """Called before each launch, on its thread."""
+
+    def _after(self, library: ctypes.CDLL, name: str) -> None:
+        """Called after each launch, on its thread."""
+
+    def _explained(self, library: ctypes.CDLL, message: str) -> str:
+        """An error of a kernel for its reader."""
+        return message
 
     def _arguments(self) -> np.ndarray:
         """Memory for the arguments of a launch of this thread. It never was a tensor's."""
@@ -123,39 +140,29 @@ class EmulatedBackend:
             f'-DLMKIT_HOST="{HOST.name}"',
             *(f"-D{k}={v}" for k, v in sorted(defines.items())),
         )
-        headers = (path.read_text() for path in sorted(HERE.glob("*.*h")))
+        headers = (path.read_text() for path in sorted(HERE.glob("**/*.*h")) if name == "emulator" or path == HOST)
         digest = hashlib.sha256("\0".join((text, *headers, *flags, processor())).encode())
         folder = environment().cache_dir / "emulated"
         library = folder / f"{name}-{digest.hexdigest()[:24]}.so"
         if not library.exists():
-            folder.mkdir(parents=True, exist_ok=True)
-            partial = library.with_suffix(f".{os.getpid()}")
-            assembler = library.with_suffix(f".{os.getpid()}.s")
-            compiled = [compiler(), "-x", "c++", "-", *flags, f"-I{HERE}", "-S", "-o", str(assembler)]
-            linked = [compiler(), *self._flags, str(assembler), "-o", str(partial)]
-            for command in (compiled, linked):
-                built = subprocess.run(command, input=text, text=True, capture_output=True, check=False)
-                if built.returncode:
-                    raise UnsupportedError(f"{name} {defines}: {built.stderr[:4000]}")
-            assembler.unlink()
-            partial.replace(library)
+            partial = f"{library}.{os.getpid()}"
+            assembler = f"{partial}.s"
+            compiled = [compiler(), "-x", "c++", "-", *flags, f"-I{HERE}", "-S", "-o", assembler]
+            linked = [compiler(), *self._flags, assembler, "-o", partial]
+            build(library, f"{name} {defines}", text, [compiled, linked])
         return library
 
 
-def install(
-    seed: int = 0, *, sanitize: bool = False, capability: Capability = (9, 0), overlap: bool = False
-) -> EmulatedBackend:
-    """Run kernels for tensors on the CPU by an emulator. Raises UnsupportedError without g++."""
-    backend = _backend(sanitize, capability, overlap)
-    backend.begin(seed)
-    module.BACKENDS["cpu"] = backend
-    return backend
-
-
-@cache
-def _backend(sanitize: bool, capability: Capability, overlap: bool) -> EmulatedBackend:
-    """The one backend of each kind. There is only one, because kernels keep the code that they have loaded."""
-    return EmulatedBackend(sanitize=sanitize, capability=capability, overlap=overlap)
+def build(library: Path, name: str, text: str, commands: Sequence[Sequence[str]]) -> None:
+    """Run g++'s commands, which read `text` and end with the files that they write. Raises UnsupportedError."""
+    library.parent.mkdir(parents=True, exist_ok=True)
+    for command in commands:
+        built = subprocess.run(command, input=text, text=True, capture_output=True, check=False)
+        if built.returncode:
+            raise UnsupportedError(f"{name}: {built.stderr[:4000]}")
+    for command in commands[:-1]:
+        Path(command[-1]).unlink()
+    Path(commands[-1][-1]).replace(library)
 
 
 def compiler() -> str:

@@ -1,12 +1,14 @@
 // Runs a kernel on the CPU, a fiber for each CUDA thread: the other half of host.cuh. Blocks run one after the other, in
 // random order, so a kernel may count blocks that have finished, but not wait for one. It may wait for the same block of
 // another GPU, which is another thread or process, if blocks run in the same order there.
+#include <algorithm>
 #include <cstdarg>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <ctime>
 #include <deque>
+#include <map>
 #include <memory>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -22,6 +24,7 @@
 #undef blockDim
 #undef gridDim
 #undef shared_memory
+#include <ptx/runtime.h>
 
 #if defined(__SANITIZE_ADDRESS__)
 #include <sanitizer/asan_interface.h>
@@ -75,7 +78,52 @@ struct Fiber : Thread {
     void* fake_stack;
     bool fenced, unfenced_copies, unmet_copies;  // for wgmma; the last: since the last barrier
     int product_group;  // of wgmma, the one that is open
+    // of translated PTX: fences for wgmma, and of global memory
+    u32 fences, writes, memory_fences, fenced_writes, known_fenced_writes;
+    u64 fence_epoch, known_fence_epoch;
+    std::unordered_map<u32, u32> turns;  // how often it was at a place (traffic.h)
 };
+
+// ---- what accesses of translated PTX leave behind: shared_shadow.h, global_shadow.h, traffic.h
+struct Word {
+    u64 write_epoch, read_epoch;  // barriers that all blocks have passed until then; they begin at 1
+    u32 write_clock, read_clock, read_lanes, write_fences;
+    i32 write_line, read_line;
+    u32 block;  // whose `written` it is
+    u16 write_thread, read_warp, copies, products;
+    u8 write_bytes, read_bytes, written;  // a bit for each
+    bool counts;  // the last write was an atomic
+};
+
+// In which order the lanes of a warp have met at a __syncwarp: a vector clock for each.
+struct Clocks { u32 of[32]; };
+
+struct Written {
+    u64 word;  // the address / 4
+    u64 epoch;
+    u32 launch, block, count;  // count: of the thread's writes until this one
+    i32 line;
+    u16 thread;
+    u8 bytes;
+    bool counts;
+};
+
+// What another block can know of a block: all that was written before barrier `epoch`, and of each thread of it the
+// first `counts` writes.
+struct Released { u32 block; u64 epoch; std::vector<u32> counts; };
+
+// A release that this block has met, through an atomic of `thread`.
+struct Met { std::shared_ptr<Released> released; u32 thread; u64 epoch; u32 fences; u64 fenced; };
+
+struct Requests { u64 count, parts, least, bytes; };
+struct RequestKey {
+    u32 warp, place, turn;
+    bool operator==(const RequestKey& other) const { return warp == other.warp && place == other.place && turn == other.turn; }
+};
+struct RequestHash {
+    size_t operator()(const RequestKey& key) const { return ((static_cast<u64>(key.warp) << 32 | key.place) * 0x9e3779b97f4a7c15ull) ^ (key.turn * 0xc2b2ae3d27d4eb4full); }
+};
+struct Request { u64 at[32]; int bytes; u32 lanes; };
 
 struct Product {  // of a warpgroup: warpgroups.h
     int line, columns, group;
@@ -124,6 +172,18 @@ struct Machine {
     u64 prefetched = 0;
     std::unordered_map<uintptr_t, u64> written;  // since the last barrier: a bit for each byte of 64
     u64 begin;  // of the launch, in nanoseconds
+    bool checks = false, traffic = false, is_bounded = false, is_padded = false;  // of translated PTX
+    u64 epoch = 0;  // barriers of all threads, and beginnings of blocks, until now
+    u32 block_serial = 0, launch = 0, blocks = 0;
+    std::vector<Word> words;
+    std::vector<Clocks> clocks;
+    std::vector<Written> global;  // a hash table of words
+    u64 global_words = 0;
+    std::vector<Met> met;
+    std::unordered_map<u64, std::vector<std::shared_ptr<Released>>> releases;  // by word
+    std::vector<u64> bounds;  // begins and ends of tensors
+    std::unordered_map<RequestKey, Request, RequestHash> requests;
+    std::map<u32, Requests> traffic_of;  // by place
 
     ~Machine() { free_stacks(); }
     void free_stacks() {
@@ -135,6 +195,16 @@ struct Machine {
     }
 };
 
+void begin_block_of_words();
+void begin_launch_of_words();
+void tell_fences();
+void copied(const Fiber* self, const Copy& copy);
+void check_products(const SharedMatrix& b, int columns, int line);
+void count_products(const SharedMatrix& b, int columns, int change);
+void note_shared(Fiber* self, u64 at, int bytes, bool writes, int line);
+void note_global(Fiber* self, u64 address, int bytes, bool writes, int line);
+void count_requests();
+
 __thread Machine* of_thread;
 #define machine (*of_thread)
 
@@ -142,12 +212,6 @@ __thread Machine* of_thread;
 void open_machine() {
     static thread_local std::unique_ptr<Machine> owner;
     if (!owner) owner = std::make_unique<Machine>(), of_thread = owner.get();
-}
-
-u64 nanoseconds() {
-    timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return now.tv_sec * 1000000000ull + now.tv_nsec;
 }
 
 u32 draw(u32 below) {  // xorshift64*
@@ -216,6 +280,8 @@ void release(Barrier& barrier) {
     barrier.waiting.clear();
     barrier.arrived = 0;
     machine.unfenced_copies |= std::exchange(barrier.unfenced_copies, false);
+    if (&barrier == machine.barriers) ++machine.epoch;
+    if (machine.checks) tell_fences();
 }
 
 void run_fiber() {
@@ -265,8 +331,12 @@ void run_block(Index block, Index block_size, Index grid_size, u8* shared) {
         fiber.group = fiber.product_group = 0;
         fiber.fenced = fiber.unfenced_copies = fiber.unmet_copies = false;
         fiber.fake_stack = nullptr;
+        fiber.fences = fiber.writes = fiber.memory_fences = fiber.fenced_writes = fiber.known_fenced_writes = 0;
+        fiber.fence_epoch = fiber.known_fence_epoch = 0;
+        if (machine.traffic) fiber.turns.clear();
         wake(&fiber);
     }
+    if (machine.checks) begin_block_of_words();
     const u32 pick = draw(count);
     Fiber* first = machine.ready[pick];
     machine.ready[pick] = machine.ready.back();
@@ -408,16 +478,23 @@ void wait_copies(int groups) {
             memcpy(now[pick].to, now[pick].from, now[pick].bytes);
         else
             memset(now[pick].to, 0, now[pick].bytes);
+        copied(self, now[pick]);
         now[pick] = now.back();
         now.pop_back();
     }
 }
 
-void fence_copies() { static_cast<Fiber*>(current)->unfenced_copies = false; }
+void fence_copies() {
+    auto* self = static_cast<Fiber*>(current);
+    self->unfenced_copies = false, ++self->fences;
+}
 
 }  // namespace lm
 
 #include <warpgroups.h>
+#include <shared_shadow.h>
+#include <global_shadow.h>
+#include <traffic.h>
 
 // What g++ calls before each access of a kernel that is compiled with -fsanitize=thread.
 #define ACCESS(bytes)                                                                            \
@@ -439,12 +516,23 @@ extern "C" u64 lm_asked() { return lm::open_machine(), 16 * std::exchange(lm::of
 extern "C" u64 lm_prefetched() { return lm::open_machine(), std::exchange(lm::of_thread->prefetched, 0); }
 extern "C" void lm_barrier() { lm::open_machine(), lm::of_thread->written.clear(); }
 
+// The next launch is of translated PTX, whose accesses are checked. `bounds`: `count` times the begin and the end of a
+// tensor's memory. Unless `is_bounded`, it may also follow addresses that lie in memory. If `is_padded`, it may read
+// shared memory that nothing has written.
+extern "C" void lm_check(const u64* bounds, u64 count, bool is_bounded, bool is_padded, bool traffic) {
+    using namespace lm;
+    open_machine();
+    machine.checks = true, machine.is_bounded = is_bounded, machine.is_padded = is_padded, machine.traffic = traffic;
+    machine.bounds.assign(bounds, bounds + 2 * count);
+}
+
 // Carry out a launch; on an error, false and its text in `message`.
 extern "C" bool lm_launch(void (*kernel)(void**), void** args, const u32* grid, const u32* block, u64 shared_bytes, u64 order_seed, u64 seed, bool watches, char* message, u64 size) {
     using namespace lm;
     open_machine();
     machine.begin = nanoseconds();
     machine.watches = watches, machine.shared_bytes = shared_bytes;
+    machine.blocks = grid[0] * grid[1] * grid[2];
     const u32 count = block[0] * block[1] * block[2];
     machine.kernel = kernel, machine.args = args, machine.failed = false, machine.random = order_seed * 2 + 1;
     machine.fibers.resize(count);
@@ -462,14 +550,16 @@ extern "C" bool lm_launch(void (*kernel)(void**), void** args, const u32* grid, 
     void* memory = nullptr;
     if (posix_memalign(&memory, 128, shared_bytes)) abort();
     auto* shared = static_cast<u8*>(memory);  // not a byte more than was asked for
+    if (machine.checks) begin_launch_of_words();
     for (u32 at : order) {
         memset(shared, 0x7f, shared_bytes);
         for (u64 i = 0; i + 1 < shared_bytes; i += 2) shared[i] = 0xff;  // 0x7fff: a NaN of all float types
         run_block({at % grid[0], at / grid[0] % grid[1], at / grid[0] / grid[1]}, {block[0], block[1], block[2]}, {grid[0], grid[1], grid[2]}, shared);
+        if (machine.traffic) count_requests();
         if (machine.failed) break;
     }
     free(shared);
-    machine.watches = false;
+    machine.watches = machine.checks = machine.traffic = false;
     if (machine.failed) snprintf(message, size, "%s", machine.message);
     return !machine.failed;
 }

@@ -39,6 +39,7 @@ void carry_out(Product& p) {
             p.result[thread][i] = sum;
         }
     }
+    count_products(p.b, p.columns, -1);
     for (int thread = 0; thread < 128; ++thread) memcpy(p.d[thread], p.result[thread], 2 * p.columns);
 }
 
@@ -58,8 +59,10 @@ void warpgroup_multiply(float* d, int columns, const u32* a, SharedMatrix b, boo
     if (!group.arrived) group.products.emplace_back(), group.products.back().line = line;
     Product& p = group.products.back();
     if (p.line != line) fail("warps of a warpgroup meet at wgmma of line %d and of line %d", p.line, line);
+    if (group.arrived && (p.b.first != b.first || p.b.next_k != b.next_k || p.b.next_n != b.next_n || p.add != add))
+        fail("line %d: threads of a warpgroup give wgmma different operands", line);
     p.columns = columns, p.b = b, p.add = add, p.to_float = to_float, p.group = self->product_group;
-    p.d[index] = d, p.a_registers[index] = a;
+    p.d[index] = d, p.a_registers[index] = machine.checks ? p.a[index] : a;  // PTX's registers are no places
     memcpy(p.a[index], a, 16);
     memcpy(p.before[index], d, 2 * columns);
     for (int i = 0; i < columns / 2; ++i) d[i] = NAN;
@@ -67,6 +70,8 @@ void warpgroup_multiply(float* d, int columns, const u32* a, SharedMatrix b, boo
         group.waiting.push_back(self);
         return wait(self, line);
     }
+    check_products(b, columns, line);
+    count_products(b, columns, 1);
     if (draw(2)) read_b(p);
     for (const Product& other : group.products) p.chained |= &other != &p && other.d[0] == p.d[0];
     group.arrived = 0;

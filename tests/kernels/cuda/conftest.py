@@ -21,3 +21,10 @@ def device(request: pytest.FixtureRequest) -> Iterator[str]:
     yield request.param
     module.BACKENDS.pop("cpu", None)
     module.counters.cache_clear()
+
+
+@pytest.fixture
+def from_source(request: pytest.FixtureRequest) -> None:
+    """For a fault that has another face in compiled code, where accesses are checked: test_ptx_checks.py."""
+    if request.config.getoption("--ptx"):
+        pytest.skip("of the source text")

@@ -46,6 +46,7 @@ def run(tmp_path: Path) -> Run:
 # ---- mistakes
 
 
+@pytest.mark.usefixtures("from_source")
 def test_a_missing_barrier_gives_wrong_results(run: Run) -> None:
     body = """
     auto* s = reinterpret_cast<float*>(shared_memory);
@@ -76,6 +77,7 @@ def test_copies_land_when_they_are_waited_for(run: Run) -> None:
     assert torch.equal(y, torch.cat([x[:192], torch.zeros(64)]).flip(0))
 
 
+@pytest.mark.usefixtures("from_source")
 @pytest.mark.parametrize("wait", ["__syncthreads();", "cp_async_wait<1>(); __syncthreads();", "cp_async_wait<0>();"])
 def test_a_missing_wait_or_barrier_behind_copies_gives_wrong_results(run: Run, wait: str) -> None:
     x, y = torch.randn(256), torch.zeros(256)
@@ -94,6 +96,7 @@ def test_unaligned_copies_are_an_error(run: Run) -> None:
         run("const float* x", "cp_async16(shared_memory, x + 1); cp_async_wait<0>();", [torch.zeros(128)])
 
 
+@pytest.mark.usefixtures("from_source")
 def test_shared_memory_starts_as_nan(run: Run) -> None:
     y = torch.zeros(32)
     run("float* y", "y[t] = reinterpret_cast<float*>(shared_memory)[t];", [y])

@@ -70,6 +70,11 @@ def count(opcodes: Counter[str], prefix: str) -> int:
     return sum(number for name, number in opcodes.items() if name.startswith(prefix))
 
 
+def missing_nvrtc() -> str | None:
+    """Why no PTX can be made here, or None."""
+    return "NVRTC is not installed (pip install nvidia-cuda-nvrtc)" if _nvrtc() is None else None
+
+
 def missing() -> str | None:
     """Why nothing can be compiled here, or None."""
     if _nvrtc() is None and shutil.which("nvcc") is None:
@@ -91,6 +96,15 @@ def compile_all(kernels: Iterable[Kernel], arches: Iterable[str] = ARCHES) -> li
 def compile_kernel(kernel: Kernel, arch: str) -> Compiled:
     """Compile one kernel. Raises AssertionError with the compiler's log."""
     return _compile(kernel, arch)[kernel.name]
+
+
+def ptx(text: str, arch: str, defines: dict[str, int]) -> str:
+    """The PTX that NVRTC makes of a kernel's text on its way to machine code. Raises AssertionError with its log."""
+    chosen = [option for option in options(defines) if not option.startswith("--ptxas")]
+    flags = [f"--gpu-architecture=compute_{arch}", *CUPY, *CUPY_WITH_NVRTC, *chosen]
+    lib = _nvrtc()
+    assert lib is not None, missing_nvrtc()
+    return _with_nvrtc(lib, text, flags, "PTX")[0].rstrip(b"\0").decode()
 
 
 def _compile(kernel: Kernel, arch: str) -> dict[str, Compiled]:
@@ -162,7 +176,8 @@ def _nvrtc() -> ctypes.CDLL | None:
     return ctypes.CDLL(str(library))
 
 
-def _with_nvrtc(lib: ctypes.CDLL, text: str, flags: list[str]) -> tuple[bytes, str]:
+def _with_nvrtc(lib: ctypes.CDLL, text: str, flags: list[str], kind: str = "CUBIN") -> tuple[bytes, str]:
+    """(the code of a kind, the log)"""
     program = ctypes.c_void_p()
     created = lib.nvrtcCreateProgram(ctypes.byref(program), text.encode(), b"kernel.cu", 0, None, None)
     assert created == 0, created
@@ -170,7 +185,7 @@ def _with_nvrtc(lib: ctypes.CDLL, text: str, flags: list[str]) -> tuple[bytes, s
         status = lib.nvrtcCompileProgram(program, len(flags), (ctypes.c_char_p * len(flags))(*map(str.encode, flags)))
         log = _bytes(program, lib.nvrtcGetProgramLogSize, lib.nvrtcGetProgramLog).rstrip(b"\0").decode()
         assert status == 0, log
-        return _bytes(program, lib.nvrtcGetCUBINSize, lib.nvrtcGetCUBIN), log
+        return _bytes(program, lib[f"nvrtcGet{kind}Size"], lib[f"nvrtcGet{kind}"]), log
     finally:
         lib.nvrtcDestroyProgram(ctypes.byref(program))
 

@@ -1,0 +1,142 @@
+"""Compiles kernels with NVRTC and runs its PTX on the emulator, which checks each access."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lmkit.environment import environment
+from lmkit.errors import UnsupportedError
+from lmkit.kernels.cuda.gpus import EARLY_CAPABILITY, GPUS, Capability
+from lmkit.kernels.cuda.module import EXACT
+from lmkit.kernels.cuda.source import FOLDER, kernel_source
+from tests.emulator.backend import HERE, HOST, EmulatedBackend, build, compiler, processor
+from tests.emulator.ptx.syntax import PtxError, parse
+from tests.emulator.ptx.traffic import Traffic, read
+from tests.emulator.ptx.translation import translate
+from tests.kernels.cuda import toolchain
+
+FLAGS = ("-std=c++17", "-O1", "-march=native", "-fPIC", "-ftls-model=initial-exec", "-shared", "-fno-strict-aliasing",
+         "-ffp-contract=off", "-fwrapv", "-w", f"-I{HERE}", f"-I{FOLDER}")  # fmt: skip
+TRANSLATOR = Path(__file__).parent
+EARLY = GPUS[EARLY_CAPABILITY].arch  # the one that has wgmma, and the first on which kernels overlap
+# Its stages have places for rows that are not there. What they hold, at first NaN, is multiplied and dropped.
+PADDED = ("gemm.cu",)
+ADDRESSES = 1 << 40  # an integer of at least this much may be an address
+
+
+class PtxBackend(EmulatedBackend):
+    """`arch` as NVRTC names it ("90a"). What no compiler makes for it is compiled for 9.0: products of warpgroups, and
+    kernels that overlap on architectures before. `counting`: launches are counted."""
+
+    loaded: ClassVar[list[tuple[str, str, str]]] = []  # (source, name, PTX) of all
+    counting = False
+
+    def __init__(self, arch: str, *, capability: Capability, overlap: bool) -> None:
+        super().__init__(sanitize=False, capability=capability, overlap=overlap)
+        self._arch = EARLY if overlap and int(re.sub(r"\D", "", arch)) < 90 else arch
+
+    def _library(self, source: str, name: str, defines: dict[str, int]) -> ctypes.CDLL:
+        text = kernel_source(source)
+        exact = source in EXACT or "wgmma" in text
+        compiled = _ptx(text, EARLY if exact else self._arch, *sorted(defines.items()))
+        self.loaded.append((source, name, compiled))
+        return self.load_ptx(compiled, name)
+
+    def load_ptx(self, text: str, name: str) -> ctypes.CDLL:
+        """The kernel of that name. Raises UnsupportedError with an instruction that the translator does not know."""
+        digest = hashlib.sha256("\0".join((text, name, *FLAGS, _translator(), processor())).encode()).hexdigest()
+        library = environment().cache_dir / "emulated" / f"{name}-ptx-{digest[:24]}.so"
+        if not library.exists():
+            try:
+                code = translate(parse(text), name)
+            except PtxError as error:
+                raise UnsupportedError(f"{name}: {error}") from None
+            build(library, name, code, [[compiler(), "-x", "c++", "-", *FLAGS, "-o", f"{library}.{os.getpid()}"]])
+            library.with_suffix(".ptx").write_text(text)
+        return ctypes.CDLL(str(library))
+
+    def run_ptx(self, text: str, name: str, grid: int, block: int, args: Sequence[Any], shared: int = 0) -> None:
+        """Launch a kernel that is given as PTX. An array is the address of its first element."""
+        tensors = [torch.from_numpy(arg) if isinstance(arg, np.ndarray) else arg for arg in args]
+        self._launcher(self.load_ptx(text, name), name, name)((grid, 1, 1), (block, 1, 1), tensors, shared)
+
+    def _before(self, library: ctypes.CDLL, source: str, name: str, args: Sequence[Any]) -> None:
+        size = ctypes.c_uint64()
+        constants = getattr(library, f"{name}_constants")
+        constants.restype = ctypes.c_void_p
+        begin = constants(ctypes.byref(size))
+        bounds = [(begin, begin + size.value)]
+        for arg in args:
+            if isinstance(arg, Tensor):
+                storage = arg.untyped_storage()
+                bounds.append((storage.data_ptr(), storage.data_ptr() + storage.nbytes()))
+        flat = [end for pair in bounds for end in pair]
+        given = (ctypes.c_uint64 * len(flat))(*flat)
+        bounded = not any(map(_has_addresses, args))
+        _executed(library, name)
+        self._runtime.lm_check(given, ctypes.c_uint64(len(bounds)), bounded, source in PADDED, self.counting)
+
+    @contextmanager
+    def counted(self) -> Iterator[list[Traffic]]:
+        """What each launch inside executes and moves."""
+        self._counts = list[Traffic]()
+        self.counting = True
+        try:
+            yield self._counts
+        finally:
+            self.counting = False
+
+    def _after(self, library: ctypes.CDLL, name: str) -> None:
+        if not self.counting:
+            return
+        self._runtime.lm_traffic.restype = ctypes.c_uint64
+        places = self._runtime.lm_traffic(None, ctypes.c_uint64(0))
+        rows = np.zeros((places, 5), np.uint64)
+        self._runtime.lm_traffic(ctypes.c_void_p(rows.ctypes.data), ctypes.c_uint64(places))
+        self._counts.append(read(name, _executed(library, name), rows.tolist()))
+
+    def _explained(self, library: ctypes.CDLL, message: str) -> str:
+        """The message and the lines of PTX that it names."""
+        listing = Path(library._name).with_suffix(".ptx")
+        lines = listing.read_text().splitlines()
+        named = dict.fromkeys(int(number) for number in re.findall(r"line (\d+)", message))
+        shown = [f"    {number}: {lines[number - 1].strip()}" for number in named if 0 < number <= len(lines)]
+        return "\n".join([message, *shown, f"    of {listing}"] if shown else [message])
+
+
+def _executed(library: ctypes.CDLL, name: str) -> int:
+    """Instructions of all threads since the last call."""
+    executed = getattr(library, f"{name}_executed")
+    executed.restype = ctypes.c_uint64
+    return int(executed())
+
+
+def _has_addresses(arg: Any) -> bool:
+    """Whether a kernel may follow an address that lies in the argument."""
+    if isinstance(arg, Tensor):
+        return arg.dtype == torch.int64 and arg.numel() > 0 and int(arg.max()) >= ADDRESSES
+    return isinstance(arg, np.integer) and int(arg) >= ADDRESSES
+
+
+@cache
+def _ptx(text: str, arch: str, *defines: tuple[str, int]) -> str:
+    return toolchain.ptx(text, arch, dict(defines))
+
+
+@cache
+def _translator() -> str:
+    """All that a translation depends on."""
+    modules = (TRANSLATOR / f"{name}.py" for name in ("syntax", "operands", "forms", "special", "translation"))
+    return "".join(path.read_text() for path in (HOST, *modules, *sorted(TRANSLATOR.glob("*.h"))))
