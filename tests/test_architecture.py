@@ -225,7 +225,7 @@ LONG_FUNCTIONS = {
     "kernels/cpu/amx/dense.py:product", "kernels/cpu/amx/dense.py:product_task",
     "kernels/cpu/attention.py:_attend_unit", "kernels/cpu/attention_tiles.py:body",
     "kernels/cpu/attention_tiles.py:softmax_tile", "kernels/cpu/tiles.py:int_tile",
-    "quant/report/evaluate.py:evaluate", "turbo/engine/engine.py:_start", "turbo/engine/loading.py:load",
+    "quant/report/evaluate.py:evaluate", "turbo/engine/engine.py:_make", "turbo/engine/loading.py:load",
     "turbo/engine/memory.py:plan_memory", "turbo/engine/rank_process.py:main",
 }  # fmt: skip
 

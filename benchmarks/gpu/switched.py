@@ -19,7 +19,7 @@ from benchmarks.gpu import engine as engines
 from benchmarks.gpu.context import Context
 from benchmarks.gpu.engine import Case, Load
 from lmkit.kernels.cuda import gemm_table, module
-from lmkit.kernels.cuda.switches import Switches, switches
+from lmkit.kernels.cuda.switches import Switches, read_anew
 from lmkit.turbo.engine.engine import Engine
 
 OTHERS = "experts", "plain_heads"  # of other models: sections "experts" and "attention" measure these
@@ -68,7 +68,7 @@ def switched(text: str, context: Context) -> Iterator[None]:
 
 
 def _forget(context: Context) -> None:
-    switches.cache_clear()
+    read_anew()
     gemm_table.table.cache_clear()
     if not context.rehearsal:
         module.BACKENDS.pop("cuda", None)

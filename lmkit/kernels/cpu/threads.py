@@ -46,7 +46,7 @@ Launcher = Callable[[int, int], None]  # (address of a program, threads)
 
 
 class _Pool:
-    """The number of working threads, for every Python thread of the process. OpenMP would keep a number for each."""
+    """The process' number of working threads, for each Python thread where no engine has its own (OF_ENGINE)."""
 
     def __init__(self) -> None:
         self.num_threads = 0
@@ -64,6 +64,7 @@ class _Pool:
 
 
 _POOL = _Pool()
+OF_ENGINE: ContextVar[int] = ContextVar("num_threads", default=0)  # of the engine that computes now; 0: there is none
 _CAPTURING: ContextVar[Program | None] = ContextVar("capturing", default=None)
 
 
@@ -138,8 +139,16 @@ class Program:
 
 
 def configure(num_threads: int) -> None:
-    """Make torch's operators (called from this Python thread) and the kernels use `num_threads` threads from now on.
-    On several NUMA nodes, memory that this thread and threads that it starts take from now on is spread over them.
+    """As `prepare`, and make the kernels of all Python threads use `num_threads` threads, where no engine has its own
+    number. Raises ConfigError for a number below 1.
+    """
+    prepare(num_threads)
+    _POOL.num_threads = num_threads
+
+
+def prepare(num_threads: int) -> None:
+    """Make torch's operators, called from this Python thread, use `num_threads` threads from now on. On several NUMA
+    nodes, memory that this thread and threads that it starts take from now on is spread over them.
 
     Raises ConfigError for a number below 1.
     """
@@ -149,10 +158,12 @@ def configure(num_threads: int) -> None:
     nodes = available().nodes
     if len(nodes) > 1:
         numa.interleave(nodes)
-    _POOL.num_threads = num_threads
 
 
 def num_threads() -> int:
+    """Threads of the engine that computes now, or of the process."""
+    if of_engine := OF_ENGINE.get():
+        return of_engine
     if not _POOL.num_threads:
         configure(default_num_threads())
     return _POOL.num_threads
@@ -294,4 +305,14 @@ def _numba_launcher(worker: int) -> Launcher:
     return start
 
 
-__all__: list[Any] = ["Program", "capturing", "configure", "keep", "num_threads", "run", "run_aside", "run_on_host"]
+__all__: list[Any] = [
+    "Program",
+    "capturing",
+    "configure",
+    "keep",
+    "num_threads",
+    "prepare",
+    "run",
+    "run_aside",
+    "run_on_host",
+]

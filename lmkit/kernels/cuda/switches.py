@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 
 import msgspec
@@ -57,29 +58,38 @@ class Switches(msgspec.Struct, frozen=True):
 
 
 INVARIANT = {"norm": False, "wgmma": False, "copies": False}  # other orders of sums, for some numbers of tokens
-_TURNED_ON: set[str] = set()  # by engines of this process, for good
 _TURNED_OFF: dict[str, str] = {}  # switches and FILES that this process goes on without, with the reasons
 
 
-@cache
+# Whether the engine that computes now is deterministic: kernels.settings sets it.
+IS_PINNED: ContextVar[bool] = ContextVar("deterministic", default=False)
+
+
 def switches() -> Switches:
-    """The switches of this process. Raises ConfigError for text that means nothing."""
-    found = msgspec.structs.replace(parse(environment().cuda), **dict.fromkeys(_TURNED_ON, True))
+    """The switches of the process, or what the engine that computes now makes of them. Raises ConfigError for text that
+    means nothing."""
+    return _switches(IS_PINNED.get())
+
+
+@cache
+def _switches(is_pinned: bool) -> Switches:
+    found = parse(environment().cuda)
     found = msgspec.structs.replace(found, off=found.off | (FILES & _TURNED_OFF.keys()), **_without(_TURNED_OFF))
-    return msgspec.structs.replace(found, **INVARIANT) if found.invariant else found
+    if is_pinned or found.invariant:
+        return msgspec.structs.replace(found, invariant=True, **INVARIANT)
+    return found
 
 
-def turn_on(name: str) -> None:
-    """Turn a switch on for every engine of this process."""
-    _TURNED_ON.add(name)
-    switches.cache_clear()
+def read_anew() -> None:
+    """Read the environment again, which has changed, or what is turned off."""
+    _switches.cache_clear()
 
 
 def turn_off(name: str, reason: str) -> None:
     """Go on without a switch or one of FILES in this process. Engines that are made from now on know it."""
     log.warning("%s is turned off: %s", name, reason)
     _TURNED_OFF.setdefault(name, reason)
-    switches.cache_clear()
+    read_anew()
 
 
 @contextmanager
@@ -87,13 +97,13 @@ def without(name: str) -> Iterator[None]:
     """Without a switch or one of FILES for a while. Only what is looked up meanwhile knows it."""
     before = dict(_TURNED_OFF)
     _TURNED_OFF[name] = "for a while"
-    switches.cache_clear()
+    read_anew()
     try:
         yield
     finally:
         _TURNED_OFF.clear()
         _TURNED_OFF.update(before)
-        switches.cache_clear()
+        read_anew()
 
 
 def turned_off() -> dict[str, str]:

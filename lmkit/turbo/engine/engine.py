@@ -116,8 +116,12 @@ class Engine:
         config = msgspec.structs.replace(config, num_threads=max(1, num_threads // config.num_processes))
         cpus = cores.shares(config.num_local) if config.num_local > 1 else [[]]
         cores.bind(cpus[0])
-        threads.configure(config.num_threads or num_threads)
-        model = load(config, device)
+        threads.prepare(config.num_threads or num_threads)
+        self._settings = device.settings(config)
+        with self._settings:
+            self._make(load(config, device), device, cpus)
+
+    def _make(self, model: LoadedModel, device: EngineDevice, cpus: list[list[int]]) -> None:
         config = model.config
         spec, memory = model.decoder.spec, model.memory
         self._has_head = True  # for the first steps
@@ -271,8 +275,10 @@ class Engine:
         if self._lost is not None:
             raise EngineLostError(self._lost)
         try:
-            self.adapters.advance()
-            outputs = (self._encode() if self._encoder is not None else []) + self._compiling.advance() + self._step()
+            with self._settings:
+                self.adapters.advance()
+                encoded = self._encode() if self._encoder is not None else []
+                outputs = encoded + self._compiling.advance() + self._step()
             if self._publisher is not None:
                 self._publisher.publish()
             if self._encoder is not None:

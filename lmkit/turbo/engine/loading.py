@@ -16,7 +16,6 @@ from lmkit.conflicts import DECODER, FIXED_STATES, STATES, WHOLE_TEXTS
 from lmkit.errors import UnsupportedError
 from lmkit.formats.generation_config import SamplingDefaults, read_defaults
 from lmkit.formats.sentences import Sentences, read_dimensions
-from lmkit.kernels.cuda.switches import turn_on
 from lmkit.kv_dtype import dense_kv_dtype
 from lmkit.log import get_logger
 from lmkit.models.adapters import DecoderAdapters, Part
@@ -96,7 +95,6 @@ def load(model_path: str, config: EngineConfig, device: EngineDevice, rank: int 
     Raises CheckpointError, ConfigError or UnsupportedError.
     """
     conflicts.check(config, *device.traits)
-    pin_results(config)
     options = load_options(config, rank)
     streaming = streaming_of(config)
     with resolved(model_path, **options) as model, resolved_draft(config, device, model, rank) as draft:
@@ -223,12 +221,6 @@ def load_options(config: EngineConfig, rank: int = 0) -> dict[str, Any]:
     }
 
 
-def pin_results(config: EngineConfig) -> None:
-    """Make a request's results depend on it alone, if `config` asks for that; on a CPU they always do."""
-    if config.deterministic:
-        turn_on("invariant")
-
-
 def traits_of(spec: ModelSpec, config: EngineConfig) -> tuple[str, ...]:
     """The traits of a model that rows of lmkit.conflicts name."""
     if spec.sees_all:
@@ -245,7 +237,6 @@ def given(
     spec = decoder.spec
     conflicts.check(config, DECODER, *device.traits, *traits_of(spec, config), architecture=spec.architecture)
     check_peers(config)
-    pin_results(config)
     if storages is None:
         dtype = config.asked_kv or dense_kv_dtype(decoder.dtype)
         storages = [KVStorage(dtype, dtype)] * spec.num_layers

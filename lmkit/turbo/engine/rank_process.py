@@ -82,45 +82,46 @@ def main(device: EngineDevice | None = None) -> int:
     assert config.num_threads is not None
     cores.bind(start.cpus)
     threads.configure(config.num_threads)
-    try:
-        model = loading.load(start.model_path, config, device, start.rank)
-        spec, plan = model.decoder.spec, model.memory
-        with finds_memory("the KV cache"):
-            slots = config.sequences_per_step
-            kv = kv_storage.allocate(
-                spec.layers,
-                model.storages,
-                plan.num_blocks,
-                config.tokens_per_block,
+    with device.settings(config):
+        try:
+            model = loading.load(start.model_path, config, device, start.rank)
+            spec, plan = model.decoder.spec, model.memory
+            with finds_memory("the KV cache"):
+                slots = config.sequences_per_step
+                kv = kv_storage.allocate(
+                    spec.layers,
+                    model.storages,
+                    plan.num_blocks,
+                    config.tokens_per_block,
+                    plan.max_model_len,
+                    device.name,
+                    plan.layout,
+                    slots,
+                )
+            kv = [kv[layer.index] for layer in model.decoder.layers]
+            adapters = RankAdapters(loading.load_adapters(model, config), start.rank, _say)
+            parts = RunnerParts(
+                config,
+                model.decoder,
+                kv,
+                KVBlocks(kv),
+                None,
+                Guides(None, spec.vocab_size),
                 plan.max_model_len,
-                device.name,
-                plan.layout,
-                slots,
+                plan.workspace,
+                len(plan.layout.groups),
             )
-        kv = [kv[layer.index] for layer in model.decoder.layers]
-        adapters = RankAdapters(loading.load_adapters(model, config), start.rank, _say)
-        parts = RunnerParts(
-            config,
-            model.decoder,
-            kv,
-            KVBlocks(kv),
-            None,
-            Guides(None, spec.vocab_size),
-            plan.max_model_len,
-            plan.workspace,
-            len(plan.layout.groups),
-        )
-        runner = device.following(parts, start, pipe, _tell)
-    except LMKitError as error:
-        _tell(str(error))
-        return 2
-    if device.first_steps_wait:
-        _tell("ready")
-    runner.warm_up()
-    if not device.first_steps_wait:
-        _tell("ready")
-    runner.run(adapters.change)
-    return 0
+            runner = device.following(parts, start, pipe, _tell)
+        except LMKitError as error:
+            _tell(str(error))
+            return 2
+        if device.first_steps_wait:
+            _tell("ready")
+        runner.warm_up()
+        if not device.first_steps_wait:
+            _tell("ready")
+        runner.run(adapters.change)
+        return 0
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from lmkit.kernels.cpu import ahead, jit, threads
 from lmkit.kernels.cpu.workspace import Workspace
+from lmkit.kernels.settings import Settings
 from lmkit.layers.batch import BatchInputs
 from lmkit.turbo.host_memory import available_memory
 from lmkit.turbo.kv.tiers.store import TierStore
@@ -34,8 +35,8 @@ MANY_ROWS = 64  # every kernel then runs its variant for many rows
 @contextmanager
 def _in_steps(num_threads: int) -> Iterator[None]:
     """The thread of the steps is inside. It enters torch's mode once, and not in every step."""
-    threads.configure(num_threads)
-    with torch.inference_mode():
+    threads.prepare(num_threads)
+    with Settings(num_threads), torch.inference_mode():
         yield
 
 

@@ -12,8 +12,10 @@ from typing import IO, Any, ClassVar, Protocol, Self
 
 from torch import Tensor
 
+from lmkit.config import EngineConfig
 from lmkit.conflicts import NO_KERNELS
 from lmkit.devices import Device
+from lmkit.kernels.settings import Settings
 from lmkit.turbo.adapters import AdapterChange
 from lmkit.turbo.runners.processes import Processes, SharedModel, Start
 from lmkit.turbo.runners.runner import Runner, RunnerParts
@@ -66,6 +68,10 @@ class EngineDevice(ABC):
     def traits(self) -> tuple[str, ...]:
         """What rows of lmkit.conflicts name of this very device."""
         return () if self.has_kernels else (NO_KERNELS,)
+
+    def settings(self, config: EngineConfig) -> Settings:
+        """What kernels of an engine with this configuration are set to: it enters them for each step."""
+        return Settings(config.num_threads, deterministic=config.deterministic)
 
     @abstractmethod
     def free_memory(self) -> int:

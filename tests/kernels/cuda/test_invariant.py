@@ -13,16 +13,15 @@ from torch import Tensor
 
 from lmkit.kernels import ops
 from lmkit.kernels.cuda import elementwise, gemm_experts, gemm_plan, int8_rows, prefill, sampling
-from lmkit.kernels.cuda import switches as switches_module
 from lmkit.kernels.cuda.dense_shape import SHAPES, dense_shape
 from lmkit.kernels.cuda.gemm_pack import pack
 from lmkit.kernels.cuda.gemm_plan import Problem
 from lmkit.kernels.cuda.gemm_table import BUCKETS
 from lmkit.kernels.cuda.gpus import GPUS
 from lmkit.kernels.cuda.linear import linear
-from lmkit.kernels.cuda.switches import switches
 from lmkit.kernels.ops import BatchGeometry, Norm
 from lmkit.kernels.reference.linear import keep
+from lmkit.kernels.settings import Settings
 from lmkit.kv_dtype import BFLOAT16, FLOAT16, FP8, INT4, INT8, KVDtype
 from lmkit.qtensor import QuantScheme, dequantize, float8_scheme, int_scheme, plain, quantize
 from tests import emulator
@@ -34,11 +33,9 @@ SPANS = ((0, 1), (7, 8), (3, 12), (20, 37), (90, 155), (0, 258))  # rows that ar
 
 
 @pytest.fixture(autouse=True)
-def invariant(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(switches_module, "_TURNED_ON", {"invariant"})
-    switches.cache_clear()
-    yield
-    switches.cache_clear()
+def invariant() -> Iterator[None]:
+    with Settings(deterministic=True):
+        yield
 
 
 def assert_rows(product: Any, x: Tensor, oracle: Tensor) -> None:

@@ -153,11 +153,11 @@ def test_without_the_drivers_launch_cupy_launches(cupy: SimpleNamespace, monkeyp
     monkeypatch.setattr(switches_module, "_TURNED_OFF", {})
     monkeypatch.setattr(module, "switches", switches)
     monkeypatch.setattr(module, "launcher_problem", lambda: "no such launch")
-    switches.cache_clear()
+    switches_module.read_anew()
     Kernel("ptx.cuh", "any")(1, 32, [torch.zeros(1)])
     assert len(cupy.function.calls) == 1
     assert turned_off() == {"launcher": "no such launch"}
-    switches.cache_clear()
+    switches_module.read_anew()
 
 
 def test_an_empty_grid_is_no_launch(cupy: SimpleNamespace) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,6 @@ from lmkit.config import EngineConfig
 from lmkit.errors import ConfigError
 from lmkit.kernels import ops
 from lmkit.kernels.cuda import gemm_experts, prefill
-from lmkit.kernels.cuda import switches as switches_module
-from lmkit.kernels.cuda.switches import switches
 from lmkit.models.loader import load_model
 from lmkit.turbo.engine.engine import Engine
 from lmkit.turbo.request import Request, SamplingParams, StepOutput
@@ -31,14 +28,6 @@ __all__ = ["checkpoint", "device"]
 pytestmark = pytest.mark.slow
 emulated = pytest.mark.parametrize("device", ["emulated"], indirect=True)
 KV_BYTES = 16 * 2 * 2 * 2 * 64 * 2  # of a block
-
-
-@pytest.fixture(autouse=True)
-def not_for_later_tests(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(switches_module, "_TURNED_ON", set())
-    switches.cache_clear()
-    yield
-    switches.cache_clear()
 
 
 def engine(path: Path, device: CudaDevice, **options: Any) -> Engine:

@@ -54,12 +54,12 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[EmulatedBackend]:
     if shutil.which("g++") is None:
         pytest.skip("kernels are emulated with g++")
     monkeypatch.setattr(switches_module, "_TURNED_OFF", {})
-    switches.cache_clear()
+    switches_module.read_anew()
     yield emulator.install(seed=3)
     module.BACKENDS.pop("cpu", None)
     module.counters.cache_clear()
     gemm_table.table.cache_clear()
-    switches.cache_clear()
+    switches_module.read_anew()
 
 
 def entries(file: str) -> set[str]:
@@ -82,7 +82,7 @@ def test_each_rung_gives_the_tokens_of_the_cpu(
     quantized: Path, gpu: EmulatedBackend, expected: dict[str, Any], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LMKIT_CUDA", f"{name}=off")
-    switches.cache_clear()
+    switches_module.read_anew()
     engine = on_gpu(quantized, EmulatedDevice(), **OPTIONS)
     got = run(engine, requests(max_tokens=4))
     assert assert_alike(got, expected, 0.02) == 1
