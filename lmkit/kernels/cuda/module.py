@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lmkit.devices import DEVICES
 from lmkit.errors import UnsupportedError
 from lmkit.kernels.cuda.cubin import cubin, first_error
 from lmkit.kernels.cuda.gpus import EARLY_CAPABILITY, MIN_CAPABILITY, Capability, gpu_of, version
@@ -141,7 +142,9 @@ def tensor_device(device: str) -> str:
     operations compute instead of kernels, on `cuda:1`."""
     if device.startswith(TORCH):
         return device.removeprefix(TORCH)
-    return "cpu" if "cpu" in BACKENDS else device
+    if "cpu" in BACKENDS:
+        return "cpu"
+    return DEVICES[device].tensors if device in DEVICES else device
 
 
 def is_available() -> bool:
