@@ -107,7 +107,7 @@ def test_what_cannot_hold_is_refused(checkpoint: Path, device: CudaDevice, tmp_p
 
 @emulated
 def test_without_kernels_it_is_refused(checkpoint: Path, device: CudaDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "has_kernels", False)
+    monkeypatch.setattr(type(device), "has_kernels", False)
     with pytest.raises(ConfigError, match="deterministic needs kernels of its own on a GPU: install CuPy"):
         engine(checkpoint, device)
 
