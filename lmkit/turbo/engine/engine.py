@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from lmkit.turbo.kv.publisher import Publisher
 
 log = get_logger(__name__)
+Load = Callable[[EngineConfig, EngineDevice], LoadedModel]
 
 
 IDLE_SECONDS = 0.02  # time between checks of the loads, if there is nothing else to do
@@ -103,12 +104,7 @@ class Engine:
         engine._start(config, device, lambda config, device: loading.given(decoder, config, device, storages))
         return engine
 
-    def _start(
-        self,
-        config: EngineConfig | None,
-        device: EngineDevice | None,
-        load: Callable[[EngineConfig, EngineDevice], LoadedModel],
-    ) -> None:
+    def _start(self, config: EngineConfig | None, device: EngineDevice | None, load: Load) -> None:
         config = config or EngineConfig()
         device = device or resolve_device(config)
         config = config.on(device.name)
