@@ -207,7 +207,8 @@ class Tokenizer:
         if self.chat_template is None:
             raise RequestError(
                 "invalid_request",
-                "this model has no chat template: send texts in place of messages, or leave do_preprocess off",
+                "this model has no chat template, as base models: send texts to /v1/completions of `lmkit serve`, or "
+                "call pipe(text) in Python",
                 "messages",
             )
         return self.chat_template.render(
