@@ -47,7 +47,7 @@ def plant(backend: EmulatedBackend, text: str) -> None:
                 _fail(kind, name)
             inner(grid, block, args, shared)
             if counts[name] >= first and kind in ("wrong", "unsteady"):
-                _spoil(args, counts[name] if kind == "unsteady" else 1)
+                _spoil(args, 1.002 if kind == "unsteady" and counts[name] % 2 else 1.0, 1 if kind == "wrong" else 0)
 
         return launch
 
@@ -65,10 +65,11 @@ def _fail(kind: str, name: str) -> None:
         time.sleep(1e6)
 
 
-def _spoil(args: Sequence[Any], by: int) -> None:
-    """Change the numbers of every tensor of floating point among the arguments: what is read is spoiled, too."""
+def _spoil(args: Sequence[Any], factor: float, more: int) -> None:
+    """Change a number of every tensor among the arguments: what is read is spoiled, too. A factor near 1 leaves it
+    nearly right."""
     for arg in args:
         if isinstance(arg, Tensor) and arg.dtype in (torch.float16, torch.bfloat16, torch.float32) and arg.numel():
-            arg.view(-1)[:1].add_(by)
-        elif isinstance(arg, Tensor) and arg.dtype == torch.int64 and arg.dim() == 1 and arg.numel():
+            arg[(0,) * arg.dim()].mul_(factor).add_(more)
+        elif isinstance(arg, Tensor) and arg.dtype == torch.int64 and arg.dim() == 1 and arg.numel() and more:
             arg[:1].bitwise_xor_(1)

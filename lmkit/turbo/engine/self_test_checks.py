@@ -32,6 +32,7 @@ ORDER = (
     "prefill_attention.cu", "turn.cu", "append.cu",
 )  # fmt: skip
 WAYS = ORDER[:3]  # switches among them
+TRIES = 3  # of pairs of results that have to be the same
 # Places of arguments that have results. An op may leave others, such as keys, rotated or not.
 WRITTEN = {"rope_paged_attention": (5, 6), "rope_append": (0, 5, 6)}
 
@@ -194,7 +195,8 @@ class Checks:
         if problem := self._problem(name, (y, _written(name, (args, options), keep)), want, args):
             raise Wrong(self._guilty(files, lambda: not self._problem(name, again(), want, args)), f"{name}: {problem}")
         if not _same((y, _written(name, (args, options), keep)), again()):
-            raise Wrong(files, f"{name}: another result the second time")
+            guilty = self._guilty(files, lambda: all(_same(again(), again()) for _ in range(TRIES)))
+            raise Wrong(guilty, f"{name}: another result the second time")
         if "gemm_wide.cu" in files:
             with without("gemm_wide.cu"):
                 if problem := self._problem(name, again(), want, args):
