@@ -328,11 +328,11 @@ def devices_asked(tree: ast.AST) -> Iterator[int]:
         '{"cpu": 1, "cuda": 2}', "device is CUDA", "name == CPU.name", 'match x:\n case "cuda:0": pass',
     ],
 )  # fmt: skip
-def test_a_question_for_a_device_is_found(code: str) -> None:
+def test_a_question_for_a_device_kind_is_found(code: str) -> None:
     assert list(devices_asked(ast.parse(code)))
 
 
-def test_no_device_is_asked_for_its_name_or_class() -> None:
+def test_no_device_is_asked_for_its_name_or_kind() -> None:
     """A device answers (lmkit.devices, turbo.runners.device); kernels alone are made for one."""
     kinds = classes_below({"EngineDevice", "PlanRunner"}, "turbo") | {"EngineDevice": PACKAGE, "PlanRunner": PACKAGE}
     assert {"CpuDevice", "CudaDevice", "Gpu", "CpuRunner", "CudaRunner", "LeadingRunner", "FirstStage"} <= kinds.keys()

@@ -100,7 +100,7 @@ class Checks:
 
     def __init__(self, device: CudaDevice, say: Callable[[str], None]) -> None:
         self._inner = module.backend(device.tensors)
-        self._at = device.tensors
+        self._at, self._device_name = device.tensors, device.name
         self._watched = Watched(self._inner, device, say)
         self._twins: dict[int, Any] = {}  # by the address of a packed weight: what torch packed of the same weight
         self._originals: list[tuple[Op, list[Implementation]]] = []
@@ -112,11 +112,12 @@ class Checks:
         """Check all calls of implementations that are chosen from now on."""
         module.BACKENDS[self._at] = self._watched
         for op in _all_ops():
-            plain = [impl for impl in op.implementations if impl.device == "any"]
+            plain = [impl for impl in op.implementations if not impl.is_kernel]
             if plain:
                 self._originals.append((op, list(op.implementations)))
                 op.implementations[:] = [
-                    self._checked(op, impl, plain[0]) if impl.device == "cuda" else impl for impl in op.implementations
+                    self._checked(op, impl, plain[0]) if impl.device == self._device_name else impl
+                    for impl in op.implementations
                 ]
 
     def restore(self) -> None:
