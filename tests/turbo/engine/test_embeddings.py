@@ -54,7 +54,7 @@ def test_every_family_gives_the_hidden_states_of_transformers(tmp_path: Path, na
     got = vectors(run(engine_for(tmp_path, max_step_tokens=13), embeddings("last") + embeddings("mean")))
     for i, ids in enumerate(TEXTS):
         with torch.no_grad():
-            states = model.model(torch.tensor([ids])).last_hidden_state[0].numpy()
+            states = model.base_model(torch.tensor([ids])).last_hidden_state[0].numpy()
         for pooling, want in (("last", states[-1]), ("mean", states.mean(0))):
             np.testing.assert_allclose(np.frombuffer(got[f"{pooling}{i}"], np.float32), want, atol=1e-4, rtol=1e-4)
 
