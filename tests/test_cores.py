@@ -119,7 +119,8 @@ def test_the_description_names_what_limits() -> None:
 def test_the_default_obeys_taskset() -> None:
     first = min(os.sched_getaffinity(0))
     code = (
-        f"import os; os.sched_setaffinity(0, [{first}]); from lmkit import config; print(config.default_num_threads())"
+        f"import os; os.sched_setaffinity(0, [{first}]); from lmkit.environment import default_num_threads as threads; "
+        "print(threads())"
     )
     variables = {name: text for name, text in os.environ.items() if name != "LMKIT_NUM_THREADS"}
     done = subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True, check=True)

@@ -20,7 +20,7 @@ ALL: dict[str, Any] = {
     "device": "cpu", "dtype": "float32", "kv_dtype": "int8", "activations": "exact", "lm_head": "int8",
     "quantize": "int4", "packed_cache": False, "tp": 2, "ep": 2, "pp": 3, "devices": "0,2", "cluster": "ray",
     "block_size": 16,
-    "deterministic": True,
+    "deterministic": True, "selftest": "off",
     "max_batch_size": 3, "max_step_tokens": 64, "max_model_len": 100,
     "kv_memory": 3 << 20, "max_queue": 7, "num_threads": 2, "prefix_cache": False, "cache_quota": 0.25,
     "session_lease": 1.5, "kv_host_memory": 2 << 30, "kv_disk_path": "kv", "kv_disk_memory": 5 << 30,

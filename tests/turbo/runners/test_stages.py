@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from lmkit.errors import EngineLostError
+from lmkit.kv_dtype import FLOAT32
 from lmkit.layers.batch import whole_batch
 from lmkit.models import kv_storage
 from lmkit.models.decoder import Decoder
@@ -29,7 +30,7 @@ def logits_of(path: Path, count: int) -> torch.Tensor:
     batch, num_blocks = whole_batch(PROMPTS, 8)
     decoders: list[Decoder] = []
     for index in range(count):
-        options = {"activations": "exact", "dtype": "float32", "kv_dtype": "float32", "stage": Stage(index, count)}
+        options = {"activations": "exact", "dtype": "float32", "kv_dtype": FLOAT32, "stage": Stage(index, count)}
         with resolved(path, **options) as model:
             decoder, storages = load(model), model.storages
         kv = kv_storage.allocate(decoder.spec.layers, storages, num_blocks, 8, 16)
