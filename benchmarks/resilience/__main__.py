@@ -39,7 +39,7 @@ def measured(case: Case, *, quick: bool, turn: int = 1, seconds: float = CASE_SE
     with tempfile.TemporaryDirectory(prefix="lmkit-resilience-", ignore_cleanup_errors=True) as scratch:
         try:
             with given_up_after(seconds):
-                return case.row(case.measure(Setting(Path(scratch), quick, turn)), turns=turn)
+                return case.row(case.figure(Setting(Path(scratch), quick, turn)), turns=turn)
         except Exception as error:  # noqa: BLE001 - the other cases go on
             return case.row(None, f"{type(error).__name__}: {error}"[:500], turns=turn)
 

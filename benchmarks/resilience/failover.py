@@ -16,7 +16,7 @@ from typing import Any
 
 import httpx
 
-from benchmarks.resilience.case import Case, Setting
+from benchmarks.resilience.case import Case, NothingHitError, Setting
 from benchmarks.resilience.processes import Command, routing
 
 KEY = "failover"
@@ -185,10 +185,6 @@ class Replicas:
     def __exit__(self, *_: object) -> None:
         for node in self.nodes:
             node.stop()
-
-
-class NothingHitError(RuntimeError):
-    """No fault came while a stream ran at its node."""
 
 
 def lost_streams(setting: Setting) -> float:
