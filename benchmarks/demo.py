@@ -27,6 +27,8 @@ import openai
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.english import english
+
 console = Console()
 LMKIT = [sys.executable, "-m", "lmkit"]
 READY_SECONDS = 120
@@ -79,6 +81,10 @@ def main() -> None:
         scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="lmkit-demo-"))
         quantized = arguments.keep or Path(scratch) / job.quantized
         options = [*job.quantize, "--kv-bits", "8"]
+        if arguments.model is not None:
+            text = Path(scratch) / "english.txt"
+            text.write_text(english()[0])
+            options += ["--calibration", str(text)]
         step(f"lmkit quantize {job.model} {' '.join(options)}; a server of the original starts meanwhile")
         servers = {job.source: stack.enter_context(started(*serve(job.source, job.model)))}
         subprocess.run([*LMKIT, "quantize", job.model, "-o", str(quantized), *options, "--no-eval"], check=True)

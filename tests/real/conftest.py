@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import datetime
 import os
-import pydoc_data.topics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks.english import english
 from lmkit.kernels.cpu import isa
 from tests.real.packages import GEMMA3, MINILM, MODELS, SMOLLM2, Published
 
@@ -26,7 +26,6 @@ has seen. Recipes have 16 rows of 512 tokens of other English. Greedy tokens are
 float32.
 
 """
-PROSE_BYTES = 120_000  # of English for calibration, and as much for evaluation
 _figures: dict[str, dict[str, str]] = {}  # by check, then by model
 
 Record = Callable[[Published, str, str], None]  # (model, check, figure)
@@ -89,8 +88,7 @@ def reference(generator: Published) -> Any:
 @pytest.fixture(scope="session")
 def prose(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """English for calibration and other English for evaluation: the language reference that Python carries."""
-    topics = [text for _, text in sorted(pydoc_data.topics.topics.items()) if len(text) > 2000]
     folder = tmp_path_factory.mktemp("prose")
-    for name, texts in (("calibration", topics[::2]), ("evaluation", topics[1::2])):
-        (folder / f"{name}.txt").write_text("\n\n".join(texts)[:PROSE_BYTES])
+    for name, text in zip(("calibration", "evaluation"), english(), strict=True):
+        (folder / f"{name}.txt").write_text(text)
     return folder / "calibration.txt", folder / "evaluation.txt"
