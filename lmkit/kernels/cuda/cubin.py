@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from pathlib import Path
 from typing import Any
 
 from lmkit.environment import environment
 from lmkit.errors import UnsupportedError
+from lmkit.kernels.cuda.cached_file import replace_file
 from lmkit.log import get_logger
 
 log = get_logger(__name__)
@@ -29,10 +29,7 @@ def cubin(nvrtc: Any, text: str, options: tuple[str, ...], arch: str) -> Path:
     digest = hashlib.sha256("\0".join((text, *flags, str(nvrtc.getVersion()))).encode()).hexdigest()
     path = environment().cache_dir / "cubin" / f"{digest[:32]}.cubin"
     if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(f".{os.getpid()}.{id(flags)}")
-        partial.write_bytes(_compiled(nvrtc, text, flags))
-        partial.replace(path)
+        replace_file(path, _compiled(nvrtc, text, flags))
     return path
 
 

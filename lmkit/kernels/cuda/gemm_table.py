@@ -6,7 +6,6 @@ turbo/engine/tuning.py measure and save; nothing else writes it.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -20,6 +19,7 @@ from torch import Tensor
 from lmkit.environment import environment
 from lmkit.errors import JSON_ERRORS
 from lmkit.kernels.cuda import gemm, gemm_plan, gemm_wide
+from lmkit.kernels.cuda.cached_file import replace_file
 from lmkit.kernels.cuda.gemm_pack import PackedWeight
 from lmkit.kernels.cuda.gemm_plan import Plan, Problem
 from lmkit.kernels.cuda.gemm_wide import WidePlan
@@ -159,11 +159,7 @@ class Table:
         wide = [WideBlocks(key, blocks) for key, blocks in self.wide_blocks.items()]
         gains = [LatentGain(key, factor) for key, factor in self.latent_gains.items()]
         file = TableFile(VERSION, self.device, entries, costs, wide, gains)
-        data = msgspec.json.format(msgspec.json.encode(file), indent=1)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        partial = self.path.with_suffix(f".{os.getpid()}")
-        partial.write_bytes(data)
-        partial.replace(self.path)
+        replace_file(self.path, msgspec.json.format(msgspec.json.encode(file), indent=1))
 
 
 def _load(path: Path, device: str) -> TableFile:

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,6 +25,7 @@ from lmkit.config import EngineConfig
 from lmkit.ended import MemoryKills
 from lmkit.environment import child_environment, environment
 from lmkit.errors import UnsupportedError
+from lmkit.kernels.cuda.cached_file import replace_file
 from lmkit.kernels.cuda.switches import FILES, turn_off
 from lmkit.log import get_logger
 from lmkit.models.identity import sources_digest
@@ -127,10 +129,7 @@ def _read(path: Path) -> SelfTest | None:
 
 def _write(path: Path, found: SelfTest) -> None:
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(".part")
-        partial.write_bytes(msgspec.json.encode(found))
-        partial.replace(path)
+        replace_file(path, msgspec.json.encode(found))
     except OSError as error:
         log.warning("the self-test's result is not kept: %s", error.strerror)
 
@@ -184,7 +183,8 @@ def _run(query: Query, device: EngineDevice) -> tuple[list[Said], str]:
     with process.stdout as pipe:
         for line in pipe:
             heard.set()
-            lines.append(msgspec.json.decode(line, type=Said))
+            with suppress(msgspec.MsgspecError):  # libraries print, too
+                lines.append(msgspec.json.decode(line, type=Said))
     status = process.wait()
     heard.set()
     return lines, "hung" if hung else kills.ended(status)

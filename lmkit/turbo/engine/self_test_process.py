@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from lmkit.models.decoder import Decoder
     from lmkit.models.kv_storage import KVStorage
     from lmkit.models.resolved import ResolvedModel
-    from lmkit.turbo.engine.self_test_checks import Checks
+    from lmkit.turbo.engine.self_test_checks import Checks, Wrong
     from lmkit.turbo.request import Request, StepOutput
     from lmkit.turbo.runners.cuda_device import CudaDevice
 
@@ -61,10 +61,10 @@ def main(device: CudaDevice | None = None) -> int:
                 say(Done(_test(query, device or CudaDevice())))
                 return 0
             except Wrong as wrong:
-                if lost := isinstance(wrong, Broken) and wrong.lost:
+                if isinstance(wrong, Broken) and wrong.lost:
                     say(At(wrong.names[0], str(wrong)))
                     return 1
-                _leave_out(wrong, lost=lost)
+                _leave_out(wrong)
         raise LMKitError("no end of what has to be left out")
     except LMKitError as error:
         say(Failed(str(error), broken=isinstance(error, NothingLeftError)))
@@ -75,7 +75,7 @@ class NothingLeftError(LMKitError):
     """Results are wrong without everything that could be left out."""
 
 
-def _leave_out(wrong: Any, *, lost: bool) -> None:
+def _leave_out(wrong: Wrong) -> None:
     from lmkit.kernels.cuda import module
     from lmkit.kernels.cuda.switches import turn_off, turned_off
 
