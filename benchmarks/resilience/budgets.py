@@ -60,8 +60,8 @@ def held_answers(setting: Setting) -> float:
         ask(server, {"max_tokens": 4})  # what the first request makes stays
         growth = Growth(server)
         with unread_streams(server, num_streams), sampled(growth):
-            # Random tokens: with 400 of them an answer may need more than its eighth.
-            answer = ask(server, {"max_tokens": 300, "n": num_choices})
+            # Random tokens: with 300 of them an answer may need more than its eighth.
+            answer = ask(server, {"max_tokens": 240, "n": num_choices})
             assert len(answer.get("choices", ())) == num_choices, answer
             deadline = time.monotonic() + LATEST
             while server.log.count("an answer ends before its client has read it") < num_streams:
