@@ -47,6 +47,7 @@ ROWS = {
     "Qwen3": ("Qwen3ForCausalLM", "qwen3"),
     "Gemma 2": ("Gemma2ForCausalLM", "gemma2"),
     "Gemma 3 (text)": ("Gemma3ForCausalLM", "gemma3"),
+    "Gemma 3 (text, beside a tower)": ("Gemma3ForConditionalGeneration", "gemma3-vision"),
     "Gemma 4": ("Gemma4ForCausalLM", "gemma4-values"),
     "Gemma 4 (text, beside towers)": ("Gemma4ForConditionalGeneration", "gemma4-vision"),
     "Granite": ("GraniteForCausalLM", "granite"),

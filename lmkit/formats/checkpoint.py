@@ -28,6 +28,8 @@ __all__ = ["CheckpointReader", "CheckpointWriter", "TensorInfo", "atomic_directo
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 BASE = "model."  # before the names of all tensors but the head's
+# A language model beside towers: names of transformers 4, and those of transformers 5.
+NESTED = {"language_model.model.": "model.language_model.", "language_model.lm_head.": "lm_head."}
 MAX_CONFIG_BYTES = 10 << 20
 MIRRORS = {
     "gptq": "quantize_config.json"
@@ -82,14 +84,16 @@ class CheckpointReader:
             self._check_index(expected)
         self.is_base = "embed_tokens.weight" in self._files  # without its head, as sentence-transformers saves it
         if self.is_base:
-            self._name_as_whole()
+            self._rename(BASE.__add__)
+        if any(name.startswith(tuple(NESTED)) for name in self._files):
+            self._rename(_as_of_5)
         self.config = as_read(self.config, self.path, self._files)
 
-    def _name_as_whole(self) -> None:
-        """Name the tensors of a model without its head as those of a whole one."""
+    def _rename(self, name_of: Callable[[str], str]) -> None:
+        """Name the tensors of the files otherwise: those of a model without its head as those of a whole one."""
         for file in set(self._files.values()):
-            file.infos = {BASE + name: info for name, info in file.infos.items()}
-        self._files = {BASE + name: file for name, file in self._files.items()}
+            file.infos = {name_of(name): info for name, info in file.infos.items()}
+        self._files = {name_of(name): file for name, file in self._files.items()}
 
     def _check_index(self, expected: dict[str, str]) -> None:
         """Raise CheckpointError unless the index and the shards' headers name the same tensors in the same places."""
@@ -232,6 +236,12 @@ class CheckpointWriter:
             target.parent.mkdir(exist_ok=True)
             copy_file(source, target)
         sync_directory(self.path)
+
+
+def _as_of_5(name: str) -> str:
+    """A tensor's name in transformers 5."""
+    old = next((old for old in NESTED if name.startswith(old)), None)
+    return name if old is None else NESTED[old] + name.removeprefix(old)
 
 
 def _partial_name(number: int) -> str:

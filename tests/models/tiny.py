@@ -108,6 +108,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
                                     "query_pre_attn_scalar": 24, "rope_parameters": {
         "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
         "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}}}),
+    "gemma3-vision": ("Gemma3TextConfig", {"head_dim": 16, "sliding_window": 9, "query_pre_attn_scalar": 24}),
     "gemma4": ("Gemma4TextConfig", GEMMA4 | {"num_hidden_layers": 7, "num_kv_shared_layers": 3,
                                              "hidden_size_per_layer_input": 8,
                                              "use_double_wide_mlp": True, "final_logit_softcapping": 3.0,
@@ -256,12 +257,20 @@ def with_vision(text: dict[str, Any], tower: dict[str, Any]) -> dict[str, Any]:
     return {"text_config": text, "vision_config": vision, "tie_word_embeddings": tied} | marks
 
 
+# Architectures whose tensors stand under the names of transformers 4.
+NAMED_AS_BEFORE = ("Gemma3", "Mistral3")
+
+
 def put_beside_a_tower(path: Path) -> None:
     """Write a language model as it is stored with a vision tower, which has one tensor here."""
     config, tensors = json.loads((path / "config.json").read_text()), load_file(path / "model.safetensors")
-    renamed = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in tensors.items()}
-    save_file(renamed | {"model.visual.proj.weight": torch.ones(3, 4)}, path / "model.safetensors", {"format": "pt"})
     outer = config["architectures"][0].replace("ForCausalLM", "ForConditionalGeneration")
+    if before := outer.startswith(NAMED_AS_BEFORE):
+        renamed = {f"language_model.{name}": tensor for name, tensor in tensors.items()}
+    else:
+        renamed = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in tensors.items()}
+    tower = "vision_tower.proj.weight" if before else "model.visual.proj.weight"
+    save_file(renamed | {tower: torch.ones(3, 4)}, path / "model.safetensors", {"format": "pt"})
     tied = config.get("tie_word_embeddings", False)
     config = {"architectures": [outer], "text_config": config, "tie_word_embeddings": tied}
     (path / "config.json").write_text(json.dumps(config))

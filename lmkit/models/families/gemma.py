@@ -12,6 +12,7 @@ from typing import Any
 from lmkit.attention_spec import AttentionSpec
 from lmkit.models.families import defaults
 from lmkit.models.families.llama import integer, layer_spec, model_spec, num_layers, number, typed_layers
+from lmkit.models.families.nested import beside_towers
 from lmkit.models.layer_spec import LayerSpec
 from lmkit.models.registry import family
 from lmkit.models.roles import LLAMA_NAMES, POST_NORM_NAMES
@@ -32,6 +33,11 @@ def gemma3(hf: dict[str, Any]) -> ModelSpec:
     window = integer(hf, "sliding_window", 0)
     bases = number(hf, "rope_theta", 0.0), number(hf, "rope_local_base_freq", 0.0)
     return _model(hf, typed_layers(hf, layer, window, bases=bases))
+
+
+@family("Gemma3ForConditionalGeneration")
+def gemma3_beside_tower(hf: dict[str, Any]) -> ModelSpec:
+    return beside_towers(hf, gemma3)
 
 
 def _with_pattern(hf: dict[str, Any], period: int) -> dict[str, Any]:

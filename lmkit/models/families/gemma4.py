@@ -20,6 +20,7 @@ from lmkit.layers.rope_spec import RopeSpec
 from lmkit.models.families import defaults
 from lmkit.models.families.gemma import rounded
 from lmkit.models.families.llama import activation, integer, layer_spec, model_spec, num_layers, number, rope_spec
+from lmkit.models.families.nested import beside_towers
 from lmkit.models.layer_spec import LayerSpec
 from lmkit.models.registry import family
 from lmkit.models.roles import BESIDE_EXPERTS, LLAMA_NAMES, PER_LAYER_NAMES, POST_NORM_NAMES
@@ -56,14 +57,7 @@ def gemma4(hf: dict[str, Any]) -> ModelSpec:
 
 @family("Gemma4ForConditionalGeneration")
 def gemma4_beside_towers(hf: dict[str, Any]) -> ModelSpec:
-    text = hf.get("text_config")
-    if not isinstance(text, dict):
-        raise CheckpointError("config.json: text_config is not an object")
-    if text.get("use_bidirectional_attention") == "all":
-        raise UnsupportedError("config.json: the model's tokens see later ones; lmkit runs causal models only")
-    spec = gemma4({"dtype": hf.get("dtype")} | text | {"architectures": hf["architectures"]})
-    layers = tuple(replace(layer, prefix="model.language_model.layers") for layer in spec.layers)
-    return replace(spec, layers=layers, unread=TOWERS)
+    return beside_towers(hf, gemma4, TOWERS)
 
 
 def _kinds(hf: dict[str, Any]) -> list[str]:
