@@ -72,8 +72,6 @@ GENERATION: Mapping[str, Values] = {
     "prompt_ignore_length": _ZERO,
     "repeat_last_n": _MINUS,  # repetition_penalty looks at the whole context
     "repetition_detection": _NONE,
-    "repetition_ngram_size": _ZERO,
-    "repetition_ngram_threshold": _ZERO,
     "samplers": (None, []),
     "tfs": _ONE,
     "tfs_z": _ONE,

@@ -62,7 +62,8 @@ class Conversation:
         grammar = self._style.grammar(self._chat, content, vocab_size, is_thinking=self._is_thinking)
         if grammar:
             config.check_end_is_free()
-        params = msgspec.structs.replace(request.params, grammar=grammar, shown_special_ids=shown)
+        end = self._style.reasoning_end(self._chat)
+        params = msgspec.structs.replace(request.params, grammar=grammar, shown_special_ids=shown, reasoning_end=end)
         return msgspec.structs.replace(request, params=params)
 
     def reader(self) -> Reader | None:

@@ -12,6 +12,7 @@ from lmkit import neutral, other_names
 from lmkit.checked import CheckedMeta
 from lmkit.errors import ConfigError, RequestError
 from lmkit.formats.generation_config import TOP_K_OFF, SamplingDefaults
+from lmkit.turbo.repetition import RepetitionStop
 from lmkit.turbo.request import MAX_LOGPROBS, Sampling, SamplingParams
 
 DEFAULT_NEW_TOKENS = 512
@@ -55,6 +56,7 @@ class GenerationConfig(Sampling, frozen=True, kw_only=True, forbid_unknown_field
             repetition_penalty: float | None = None,
             presence_penalty: float | None = None,
             frequency_penalty: float | None = None,
+            repetition_stop: RepetitionStop | Mapping[str, int] | None = None,
             logit_bias: Mapping[int, float] | None = None,
             seed: int | None = None,
             stop: str | Sequence[str] | None = None,
@@ -78,6 +80,10 @@ class GenerationConfig(Sampling, frozen=True, kw_only=True, forbid_unknown_field
     def plain(cls, given: dict[str, Any]) -> dict[str, Any]:
         """The values that ask for something, each as the field has it."""
         fields = {}
+        given = dict(given)
+        rule = [given.pop(name, 0) for name in ("repetition_ngram_size", "repetition_ngram_threshold")]  # LMDeploy's
+        if all(type(number) is int for number in rule) and all(rule):
+            given.setdefault("repetition_stop", {"ngram": rule[0], "count": rule[1]})
         for name, value in given.items():
             theirs, ours = _MEANINGS.get(name, (None, None))
             if theirs is not None and type(value) is type(theirs) and value == theirs:

@@ -32,6 +32,7 @@ class Response:
     generate_token_len: int = 0  # tokens generated so far, also in a part of a stream
     cached_token_len: int = 0  # input tokens reused from the KV cache
     finish_reason: str | None = None  # stop, tool_calls, length, abort or error; None before the end
+    stop_reason: str | int | None = None  # what ended it: a stop string or id, or "repetition"
     logprobs: list[TextLogprobs] = field(default_factory=list)
     index: int = 0
     error_code: str | None = None
@@ -56,6 +57,7 @@ class Response:
         self.logprobs += part.logprobs
         self.input_token_len, self.generate_token_len = part.input_token_len, part.generate_token_len
         self.cached_token_len, self.finish_reason = part.cached_token_len, part.finish_reason
+        self.stop_reason = part.stop_reason
         self.error_code, self.error_message = part.error_code, part.error_message
 
     @property
@@ -114,6 +116,7 @@ def response(index: int, output: RequestOutput) -> Response:
         generate_token_len=output.num_output_tokens,
         cached_token_len=output.num_cached_tokens,
         finish_reason=output.finish_reason,
+        stop_reason=output.end,
         logprobs=output.logprobs,
         index=index,
         error_code=output.error_code if output.error else None,

@@ -170,7 +170,7 @@ class _ChatResponse(ChatBuilder):
             "message": message([*self._echo, *events], answer),
             "logprobs": {"content": content, "refusal": None} if self.body.logprobs else None,
             "finish_reason": answer.finish_reason(choice.last),
-            "stop_reason": choice.last.stop_reason,
+            "stop_reason": choice.last.end,
         } | self.own_ids(choice)
 
     async def chunks(self) -> AsyncGenerator[str]:
@@ -209,7 +209,7 @@ class _ChatResponse(ChatBuilder):
                     choice = ChatChunkChoice(index=idx, delta=delta, logprobs=logprobs, token_ids=ids)
                     if output.finish_reason is not None and delta is parts[-1]:
                         choice.finish_reason = self.answers[idx].finish_reason(output)
-                        choice.stop_reason = output.stop_reason
+                        choice.stop_reason = output.end
                     yield self._chunk([choice])
                     logprobs, ids = None, UNSET
         if kept:

@@ -87,7 +87,7 @@ class CompletionResponse(ResponseBuilder[CompletionRequest]):
             "text": choice.text,
             "logprobs": None if self.body.logprobs is None else logprobs,
             "finish_reason": choice.last.finish_reason,
-            "stop_reason": choice.last.stop_reason,
+            "stop_reason": choice.last.end,
         } | about
 
     async def chunks(self) -> AsyncGenerator[str]:
@@ -135,7 +135,7 @@ class CompletionResponse(ResponseBuilder[CompletionRequest]):
             text=(prompt if first else "") + output.text,
             logprobs=logprobs,
             finish_reason=output.finish_reason,
-            stop_reason=output.stop_reason,
+            stop_reason=output.end,
             token_ids=self.asked(output.token_ids),
             prompt_token_ids=self.asked(self.prompt_ids(idx) if first else None),
         )

@@ -159,8 +159,8 @@ def _finish(output: RequestOutput) -> dict[str, Any] | None:
     match output.finish_reason:
         case None:
             return None
-        case "stop" if output.stop_reason is not None:
-            return {"type": "stop", "matched": output.stop_reason}
+        case "stop" | "length" as reason if output.end is not None:
+            return {"type": reason, "matched": output.end}
         case reason:
             return {"type": reason}
 

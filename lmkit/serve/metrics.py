@@ -25,7 +25,8 @@ from lmkit.turbo.transport.async_engine import AsyncEngine
 from lmkit.turbo.transport.output import RequestOutput
 from lmkit.web import tracing
 
-REASONS = ("stop", "length", "error", "timeout", "abort")
+WELL = ("stop", "length", "repetition")
+REASONS = (*WELL, "error", "timeout", "abort")
 MAX_RETRY_SECONDS = 60  # also the period over which the queue's pace is measured
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 120.0, 300.0)
 _LENGTHS = tuple(float(digit * 10**zeros) for zeros in range(6) for digit in (1, 2, 5))
@@ -176,7 +177,7 @@ class Metrics:
             raise
         finally:
             self.ended.labels(self.model_name, tracker.reason).inc()
-            if tracker.reason in ("stop", "length"):
+            if tracker.reason in WELL:
                 self._finished.append(tracker.end())
             if tracing.is_on() and request is not None:
                 tracker.trace(request)
@@ -208,7 +209,7 @@ class _Tracker:
         self._num_prompt_tokens = output.num_prompt_tokens
         self._num_preemptions = output.num_preemptions
         if output.finish_reason is not None:
-            self.reason = output.finish_reason
+            self.reason = "repetition" if output.repeats else output.finish_reason
 
     def end(self) -> float:
         """Observe a request that has ended well. Returns the time."""

@@ -26,6 +26,7 @@ from lmkit.hints import ignore
 from lmkit.serve.numbers import Biases, Penalty, Repetition, Share, Temperature, TokenId, TopK, TopP
 from lmkit.strict import NEVER, NULL, OF_MODEL, No, Schema, Strict, Yes, exactly_one, given, goes_with
 from lmkit.text.chat.conversation import MAX_TOOLS, Chat, Messages, TemplateVariables, Tool
+from lmkit.turbo.repetition import MAX_COUNT, MAX_NGRAM
 from lmkit.turbo.request import MAX_LOGPROBS, MAX_STOPS
 
 MAX_PROMPTS = 256
@@ -83,6 +84,13 @@ SessionId = Annotated[  # LMDeploy's are numbers
 ]
 
 
+class RepetitionRule(Strict):
+    """See lmkit.turbo.repetition."""
+
+    ngram: Annotated[int, Field(ge=0, le=MAX_NGRAM)]  # tokens; 0 = never
+    count: Annotated[int, Field(ge=2, le=MAX_COUNT)] = 3
+
+
 class Extensions(Placed):
     """Fields of every route that generates, also where its own API lacks them. None means the default."""
 
@@ -95,6 +103,9 @@ class Extensions(Placed):
     top_k: TopK | None = None
     min_p: Share | None = None
     repetition_penalty: Repetition | None = None
+    repetition_stop: RepetitionRule | None = None  # ends an answer that goes round in circles
+    repetition_ngram_size: Annotated[int, Field(ge=0, le=MAX_NGRAM)] | None = None  # LMDeploy's names for its two
+    repetition_ngram_threshold: Annotated[int, Field(ge=0, le=MAX_COUNT)] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=1024)] | None = None
     min_tokens: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
     ignore_eos: bool | None = None

@@ -19,12 +19,13 @@ from lmkit.errors import RequestError
 from lmkit.formats.generation_config import RANGES
 from lmkit.serve.auth import NOBODY, Owner
 from lmkit.serve.constraint import constraint
-from lmkit.serve.protocol import MAX_SEQUENCES, ChatCompletionRequest, CompletionRequest, Placed
+from lmkit.serve.protocol import MAX_SEQUENCES, ChatCompletionRequest, CompletionRequest, Extensions, Placed
 from lmkit.serve.truncate import room
 from lmkit.text import EncodedTurn, TokenHistory, Tokenizer
 from lmkit.text.chat.style import Style, called_tools
 from lmkit.text.cut import cut, cut_text
 from lmkit.text.images import data_url
+from lmkit.turbo.repetition import NEVER, RepetitionStop
 from lmkit.turbo.request import MAX_LOGPROBS, EngineInfo, Request, SamplingParams
 from lmkit.turbo.transport.prompt_images import read_images, with_images
 
@@ -74,6 +75,7 @@ def chat_requests(
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         shown_special_ids=style.special_ids(bool(tools)),
         grammar=style.grammar(body, content, info.vocab_size, is_thinking=style.is_thinking(turn.rest)),
+        reasoning_end=style.reasoning_end(body),
     )
     like = _request(body, params, request_id, owner, prompt_logprobs=body.prompt_logprobs is not None)
     ids = turn.ids if most is None else cut(turn.ids, most, keep_end=True)
@@ -256,6 +258,7 @@ def sampling_params(body: ChatCompletionRequest | CompletionRequest, info: Engin
         frequency_penalty=_or(body.frequency_penalty, 0.0),
         logit_bias=body.logit_bias or {},
         seed=_or(body.seed, secrets.randbits(63)),
+        repetition_stop=repetition_stop(body),
         stop=tuple(body.stop or ()),
         stop_token_ids=tuple(body.stop_token_ids or ()),
         min_tokens=_or(body.min_tokens, 0),
@@ -268,6 +271,19 @@ def sampling_params(body: ChatCompletionRequest | CompletionRequest, info: Engin
     )
     params.validate(info.vocab_size, max(MAX_LOGPROBS, info.vocab_size))  # see with_numbers
     return params
+
+
+def repetition_stop(body: Extensions) -> RepetitionStop | None:
+    """The request's rule for answers that go round in circles. Raises RequestError if it has two."""
+    ngram, count = body.repetition_ngram_size, body.repetition_ngram_threshold
+    if body.repetition_stop is not None:
+        if ngram is not None or count is not None:
+            rule = "is one rule with repetition_ngram_size and repetition_ngram_threshold; send one of them"
+            raise _invalid(f"repetition_stop {rule}", "repetition_stop")
+        return RepetitionStop(ngram=body.repetition_stop.ngram, count=body.repetition_stop.count)
+    if ngram is None and count is None:
+        return None
+    return RepetitionStop(ngram=ngram, count=count) if ngram and count else NEVER
 
 
 def _sampling(body: ChatCompletionRequest | CompletionRequest, info: EngineInfo) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from lmkit.errors import RequestError
 from lmkit.formats.generation_config import RANGES, SamplingDefaults
 from lmkit.formats.sentences import Layer, Sentences
 from lmkit.text.images import TEXT_ONLY, ImageSettings
+from lmkit.turbo.repetition import RepetitionStop
 
 MAX_STOPS, MAX_LOGIT_BIAS, MAX_LOGPROBS = 16, 1024, 20
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -34,6 +35,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     repetition_penalty: float | None = None  # over prompt and output (CTRL, arXiv 1909.05858)
     presence_penalty: float = 0.0  # over output, as OpenAI defines it
     frequency_penalty: float = 0.0
+    repetition_stop: RepetitionStop | None = None  # ends an answer that goes round in circles
     logit_bias: dict[int, float] = {}
     seed: int | None = None  # None = a fresh random seed
     stop: tuple[str, ...] = ()
@@ -74,6 +76,8 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         check(all(0 <= t < vocab_size and math.isfinite(b) and abs(b) <= 100 for t, b in self.logit_bias.items()),
               "logit_bias", f"token ids below {vocab_size} with values in [-100, 100]")  # fmt: skip
         check(self.logprobs is None or 0 <= self.logprobs <= max_logprobs, "logprobs", f"in [0, {max_logprobs}]")
+        if self.repetition_stop is not None:
+            self.repetition_stop.validate()
 
 
 class SamplingParams(Sampling, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -93,6 +97,9 @@ class SamplingParams(Sampling, frozen=True, kw_only=True, forbid_unknown_fields=
     min_tokens: int = 0  # eos, stop ids and stop strings are held back before so many tokens
     shown_special_ids: tuple[int, ...] = ()  # special tokens that skip_special_tokens leaves in the text
     grammar: str = ""  # the answer follows it, see text.grammar; "" = any answer
+    # The token that ends the reasoning of an answer whose grammar gives it a budget: reasoning that repeats itself is
+    # ended by it, and the answer goes on. -1 = repetition ends the answer.
+    reasoning_end: int = -1
     prompt_top: int = 0  # with prompt_logprobs: also those of the n most likely tokens
     # With logprobs: tokens that are shown instead of the most likely ones, also at the positions of prompt_logprobs.
     logprob_token_ids: tuple[int, ...] = ()

@@ -181,6 +181,13 @@ class Style:
             grammars.check(whole, param)
         return whole
 
+    def reasoning_end(self, body: Chat) -> int:
+        """The token that ends the reasoning, if that has a budget; -1 if not."""
+        if self.thought is None or body.thinking_token_budget is None:
+            return -1
+        token_id = self._tokenizer.backend.token_to_id(self.thought.end)
+        return -1 if token_id is None else token_id
+
     def _check_budget(self) -> None:
         if self.thought and self._tokenizer.backend.token_to_id(self.thought.end) is None:
             reason = f"{self.thought.end}, the end of this model's reasoning, is not a token of its own"

@@ -5,7 +5,7 @@ Two threads work for all sequences, and release the interpreter's lock: no mask 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
@@ -14,6 +14,8 @@ import numpy as np
 from lmkit.errors import RequestError
 from lmkit.text import Tokenizer
 from lmkit.turbo.plan import NewSequence
+from lmkit.turbo.repetition import REASONING, Repetitions
+from lmkit.turbo.request import SamplingParams
 
 if TYPE_CHECKING:
     from lmkit.text.grammar import Grammars, Guide
@@ -45,7 +47,8 @@ class Guides:
 
     def begin(self, new: NewSequence) -> RunningGuide:
         """The guide of a sequence that enters, after the tokens of its answer so far."""
-        return RunningGuide(self._thread, lambda: self._guide(new.tenant, new.params.grammar, new.output_ids()))
+        params, known = new.params, new.output_ids()
+        return RunningGuide(self._thread, lambda: self._guide(new.tenant, params.grammar, known), params, known)
 
     def close(self) -> None:
         self._compiler.shutdown(cancel_futures=True)
@@ -63,17 +66,23 @@ class Guides:
 class RunningGuide:
     """A guide whose next mask is computed while the model computes the next logits."""
 
-    def __init__(self, thread: ThreadPoolExecutor, make: Callable[[], Guide]) -> None:
-        self._thread = thread
-        self._under_way: Future[Guide] = thread.submit(make)
+    def __init__(
+        self, thread: ThreadPoolExecutor, make: Callable[[], Guide], params: SamplingParams, known: Sequence[int]
+    ) -> None:
+        """`known` are the tokens of the answer so far, which `make` gives to the guide."""
+        self._thread, self._reasoning_end = thread, params.reasoning_end
+        self._repetitions = Repetitions(params.repetition_stop or REASONING, params.reasoning_end)
+        self._take(known)
+        self._under_way: Future[Guide] = thread.submit(lambda: self._held(make()))
 
     def advance(self, token_id: int) -> None:
         """Take in the token that was sampled."""
         guide = self._under_way.result()
+        self._take([token_id])
 
         def step() -> Guide:
             guide.advance([token_id])
-            return guide
+            return self._held(guide)
 
         self._under_way = self._thread.submit(step)
 
@@ -85,3 +94,15 @@ class RunningGuide:
     def allowed(self) -> np.ndarray:
         """int32 [ceil(vocab / 32)], a bit for each token that may come next. Valid until `advance`."""
         return self._under_way.result().allowed
+
+    def _take(self, token_ids: Sequence[int]) -> None:
+        for token_id in token_ids if self._reasoning_end >= 0 else ():
+            self._repetitions.push(token_id)
+
+    def _held(self, guide: Guide) -> Guide:
+        """`guide`, which allows nothing but the end of a reasoning that repeats itself."""
+        word, bit = divmod(self._reasoning_end, 32)
+        if self._repetitions.repeats and guide.allowed[word] >> bit & 1:
+            guide.allowed[:] = 0
+            guide.allowed[word] = np.array(1 << bit, np.uint32).view(np.int32)
+        return guide

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import msgspec
 
 from lmkit.text import EncodedTurn, IncrementalDetokenizer, TokenHistory, Tokenizer
+from lmkit.turbo.repetition import NEVER, Repetitions
 from lmkit.turbo.request import FinishReason, Request, StepOutput, TokenLogprobs
 
 
@@ -39,6 +40,7 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):
     embedding: bytes = b""  # with the last output, on request
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None  # the stop string or stop_token_ids entry that ended it; None for an eos
+    repeats: bool = False  # it was cut because it repeated itself; its finish_reason is "length"
     num_prompt_tokens: int
     num_cached_tokens: int = 0  # prompt tokens found in the cache, known from the first output on
     num_computed: int | None = None  # of the prompt's tokens, in an output before the first token, on request
@@ -48,9 +50,14 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):
     queue_seconds: float = 0.0  # with the first output: that the request waited in the engine's queue
     prompt_seconds: float = 0.0  # from the end of that wait to the first output
     decode_seconds: float = 0.0  # from the first output to the last token so far
-    abort_engine: bool = False  # a stop string ended it here: the engine must be told to abort it
+    abort_engine: bool = False  # a stop string or a repetition ended it here: the engine must be told to abort it
     error: str | None = None
     error_code: str = "engine_error"  # the code of `error`
+
+    @property
+    def end(self) -> str | int | None:
+        """What ended the answer, as APIs show it: "repetition", or the `stop_reason`."""
+        return "repetition" if self.repeats else self.stop_reason
 
 
 def token_text(tokenizer: Tokenizer, token_id: int, logprob: float | None) -> TokenText:
@@ -94,6 +101,7 @@ class OutputProcessor:
             stop=params.stop,
             include_stop=params.include_stop_str_in_output,
         )
+        self._repetitions = Repetitions(params.repetition_stop or NEVER, params.reasoning_end)
         self._num_tokens = self._num_cached = self._num_steps = 0
         self._first = True
         self.finished = False
@@ -104,7 +112,7 @@ class OutputProcessor:
             return self._on_the_way(step)
         texts: list[str] = []
         logprobs: list[TextLogprobs] = []
-        first_token = self._num_tokens
+        first_token, repeats = self._num_tokens, False
         token_ids = [] if self.finished else step.token_ids
         self._num_steps += step.num_steps if token_ids else 0
         self._time(step, is_later=bool(token_ids))
@@ -114,17 +122,20 @@ class OutputProcessor:
             self._num_tokens += 1
             ends = step.stop_token is not None and idx == len(token_ids) - 1
             texts.append("" if ends else self._detokenizer.push([token_id], armed=self._armed))
-            if self._detokenizer.matched is not None:
+            repeats = not ends and self._repetitions.push(token_id) and self._armed
+            if self._detokenizer.matched is not None or repeats:
                 break
-        if step.finish_reason is not None and not self.finished:
+        if (step.finish_reason is not None or repeats) and not self.finished:
             texts.append(self._detokenizer.finish(armed=self._armed))
         prompt_logprobs = self._prompt_entries(step.prompt_logprobs) if self._first else []
         self._num_cached = step.cached_tokens if self._first else self._num_cached
         self._first = False
 
         matched = self._detokenizer.matched
+        repeats = repeats and matched is None
         finish_reason: FinishReason | None = "stop" if matched is not None else step.finish_reason
-        abort_engine = matched is not None and step.finish_reason is None and not self.finished
+        finish_reason = "length" if repeats else finish_reason
+        abort_engine = finish_reason is not None and step.finish_reason is None and not self.finished
         self.finished = self.finished or finish_reason is not None
         return RequestOutput(
             request_id=self._request.request_id,
@@ -135,6 +146,7 @@ class OutputProcessor:
             embedding=step.embedding,
             finish_reason=finish_reason,
             stop_reason=matched if matched is not None else self._stop_id(step),
+            repeats=repeats,
             num_prompt_tokens=len(self._request.prompt_ids),
             num_cached_tokens=self._num_cached,
             num_output_tokens=self._num_tokens,

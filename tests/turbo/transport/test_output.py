@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from lmkit.text import Tokenizer
+from lmkit.turbo.repetition import RepetitionStop
 from lmkit.turbo.request import FinishReason, Request, SamplingParams, StepOutput, TokenLogprobs
 from lmkit.turbo.transport.output import OutputProcessor, RequestOutput
 
@@ -169,3 +170,19 @@ def test_cached_tokens_are_those_of_the_first_output(tokenizer: Tokenizer) -> No
     output = processor(tokenizer)
     assert output.process(step([5], None, cached_tokens=7)).num_cached_tokens == 7
     assert output.process(step([6], "length", cached_tokens=9)).num_cached_tokens == 7
+
+
+def test_an_answer_that_repeats_itself_is_cut(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("again and ") * 9
+    size = len(ids) // 9
+    outputs = run(processor(tokenizer, repetition_stop=RepetitionStop(ngram=size, count=3)), ids)
+    assert [i for output in outputs for i in output.token_ids] == ids[: 3 * size]
+    assert text_of(outputs) == "again and " * 3
+    last = outputs[-1]
+    assert (last.finish_reason, last.end, last.stop_reason, last.abort_engine) == ("length", "repetition", None, True)
+
+
+def test_a_repetition_before_the_least_length_does_not_cut(tokenizer: Tokenizer) -> None:
+    a = tokenizer.encode("a")[0]
+    outputs = run(processor(tokenizer, repetition_stop=RepetitionStop(ngram=1, count=2), min_tokens=5), [a] * 9)
+    assert outputs[-1].num_output_tokens == 5
