@@ -16,9 +16,16 @@ class Option(NamedTuple):
     group: str = ""  # the heading in the help of a command
     name: str = ""  # of the option, if not the field's: an option that is repeated is named for one of its values
     is_size: bool = False  # bytes, written as 2G
+    is_time: bool = False  # seconds, written as 20m
     is_switch: bool = False  # there is no --no-NAME
     metavar: str | None = None  # what stands for the value in the help
     any_case: bool = False  # of the letters of a choice
+
+
+class Note(NamedTuple):
+    """What documents say of a field that stands in files, and is no option."""
+
+    help: str
 
 
 @functools.cache  # resolving annotations takes milliseconds, which every command would wait for at each option

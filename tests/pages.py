@@ -9,16 +9,26 @@ from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
+import msgspec
 import typer
 from fastapi.routing import APIRoute
 
 from lmkit import errors
 from lmkit.cli.main import app
+from lmkit.cluster.config import ClusterConfig, Group, Scaling
 from lmkit.conflicts import CONFLICTS, PROCESSES
 from lmkit.environment import VARIABLES
+from lmkit.option import Note, kinds, notes_of, options_of
 from lmkit.proxy import app as proxy
+from lmkit.proxy.accounts.account import Price
+from lmkit.proxy.config import NodeConfig, ProxyConfig
+from lmkit.proxy.rules import Rule, When
+from lmkit.quant.recipe import Recipe
+from lmkit.quant.sections import CalibrationRecipe, KVRecipe, SchemeRecipe
+from lmkit.quant.steps.registry import STEPS
 from lmkit.serve.app import ROUTERS
 from lmkit.serve.metrics import ASKED, HISTOGRAMS
 from tests.documents import ROOT
@@ -30,6 +40,11 @@ Each is shown by `--help` as well. Those of `lmkit serve` and `lmkit proxy` are 
 ([operate](operate.md#environment-variables))."""
 TOGETHER = """\
 The first rows are of `lmkit serve --role` and `--dp`. "no NAME" means that an option is left out, or turned off."""
+FILES = """\
+Files are YAML, and read strictly: an unknown key or a value out of range is one line that names the place. That of
+`lmkit serve --config` has the options of `lmkit serve`. [Quantization](quantization.md), [routing](routing.md) and
+[cluster](cluster.md) explain the others."""
+WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "a text", tuple: "a list", dict: "a map"}
 # Where a route is described: by the module of its handler, the longest name first.
 READ = {
     "lmkit.serve.responses": "apis.md#responses", "lmkit.serve.responses.conversations": "apis.md#conversations",
@@ -174,11 +189,67 @@ def reference() -> str:
         parts += [f"### {name}", sentence(command.help or command.short_help or ""), options(command, context)]
     parts += ["## Environment variables", variables()]
     parts += ["## Options that do not go together", TOGETHER, conflicts()]
+    parts += ["## Keys of files", FILES, *keys()]
     parts += ["## Routes", "### Of a server", server_routes(), "### Of a proxy"]
     parts += ["All other routes of `forwarded_routes` go to a node.", proxy_routes()]
     parts += ["## Metrics", "Counters end in `_total` on the page. `{prefix}` is `lmkit` and `vllm`.", metrics()]
     parts += ["## Errors", "The code of an error, and the HTTP status that comes with it.", codes()]
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def structs() -> Iterator[tuple[str, str, Any]]:
+    """(heading, where it stands, struct) of everything that files hold."""
+    yield "Recipe", "", Recipe
+    for key, section in {"scheme": SchemeRecipe, "kv": KVRecipe, "calibration": CalibrationRecipe}.items():
+        yield f"Recipe: {key}", "", section
+    for name, step in STEPS.items():
+        if step.__struct_fields__:
+            yield f"Recipe: steps: {name}", sentence(inspect.getdoc(step) or "") + ".", step
+    yield "File of lmkit proxy", "Times are in seconds. Options of `lmkit proxy` are keys, too.", ProxyConfig
+    for key, part in {"nodes": NodeConfig, "rules": Rule, "rules: when": When, "prices": Price}.items():
+        yield f"File of lmkit proxy: {key}", "", part
+    yield "File of lmkit up", "Times are in seconds.", ClusterConfig
+    yield "File of lmkit up: models", "", Group
+    yield "File of lmkit up: scaling of a model", "", Scaling
+
+
+def keys() -> Iterator[str]:
+    """Headings and tables of the keys of all files."""
+    for heading, text, struct in structs():
+        limited, helps = kinds(struct, limits=True), {name: note.help for name, note in notes_of(struct, Note).items()}
+        if struct is not ProxyConfig:  # whose options stand at its command in the same form
+            helps |= {name: option.help for name, option in options_of(struct).items()}
+        fields = [field for field in msgspec.structs.fields(struct) if field.name in helps]
+        rows = [(f"`{f.name}`", values(limited[f.name]), shown(f), helps[f.name]) for f in fields]
+        yield from (f"### {heading}", text, table(rows, "key", "values", "default", ""))
+
+
+def limits(meta: msgspec.Meta) -> Iterator[str]:
+    for word, limit in (("from", meta.ge), ("above", meta.gt), ("to", meta.le), ("below", meta.lt)):
+        if limit is not None:
+            yield f"{word} {limit:.12g}"
+
+
+def values(kind: Any) -> str:
+    """The values of a type, in words: `an integer of at least 8`, `16, 8, 4 or auto`."""
+    if get_origin(kind) is Annotated:
+        inner, *notes = get_args(kind)
+        return " ".join([values(inner), *(text for n in notes if isinstance(n, msgspec.Meta) for text in limits(n))])
+    if get_origin(kind) is Literal:
+        return ", ".join(f"`{value}`" for value in get_args(kind))
+    if isinstance(kind, UnionType) or get_origin(kind) is Union:
+        return " or ".join(values(part) for part in get_args(kind) if part is not type(None))
+    return WORDS.get(get_origin(kind) or kind, "keys of its own")
+
+
+def shown(field: Any) -> str:
+    """The default of a field, if it is one value."""
+    if field.required:
+        return "required"
+    value = field.default
+    if isinstance(value, bool):
+        return f"`{str(value).lower()}`"
+    return f"`{value}`" if isinstance(value, int | float | str) and value != "" else ""
 
 
 def docstring(path: Path) -> str:

@@ -38,7 +38,7 @@ ONLY = {"proxy": {"web"}, "cluster": {"proxy", "web"}, "conform": {"web"}}
 # Importing these, and all that they import, must not import torch.
 TORCH_FREE = [
     "lmkit", "lmkit.errors", "lmkit.config", "lmkit.environment", "lmkit.log",
-    "lmkit.text", "lmkit.models", "lmkit.cli.main",
+    "lmkit.text", "lmkit.models", "lmkit.cli.main", "lmkit.quant.sections",
     "lmkit.kv_dtype", "lmkit.attention_spec", "lmkit.web.server", "lmkit.proxy.server", "lmkit.serve.http",
     "lmkit.cluster.cluster",
     "lmkit.neutral", "lmkit.extras", "lmkit.api.async_pipeline", "lmkit.program",

@@ -5,9 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Annotated, Any, Literal
 
 import pytest
+from msgspec import Meta
 
+from lmkit.option import Note, Option, notes_of
 from tests import pages
 from tests.documents import ROOT, anchors, links, prose
 
@@ -50,6 +53,28 @@ def test_every_page_is_in_the_site_and_its_index() -> None:
 @pytest.mark.parametrize(("name", "make"), pages.PAGES.items())
 def test_made_pages_are_those_of_the_code(name: str, make: Callable[[], str]) -> None:
     assert (DOCS / name).read_text() == make(), "run `python -m tests.pages`"
+
+
+@pytest.mark.parametrize("struct", [struct for _, _, struct in pages.structs()], ids=lambda struct: struct.__name__)
+def test_every_key_of_a_file_says_what_it_is(struct: type) -> None:
+    helps = {**notes_of(struct, Note), **notes_of(struct, Option)}
+    for field in struct.__struct_fields__:  # type: ignore[attr-defined]
+        assert field in helps, f"{struct.__name__}.{field}"
+        assert helps[field].help.endswith("."), f"{struct.__name__}.{field}"
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        (Annotated[int, Meta(ge=8)], "an integer from 8"),
+        (Annotated[float, Meta(gt=0, le=1)] | Literal["auto"], "a number above 0 to 1 or `auto`"),
+        (Annotated[Annotated[int, Meta(lt=9)] | None, Note("")], "an integer below 9"),
+        (tuple[str, ...], "a list"),
+        (pages.Recipe, "keys of its own"),
+    ],
+)
+def test_values_of_a_key_are_in_words(kind: Any, text: str) -> None:
+    assert pages.values(kind) == text
 
 
 def test_links_and_headings_are_read_as_meant() -> None:

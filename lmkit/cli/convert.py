@@ -12,13 +12,14 @@ import typer
 
 from lmkit.cli.progress import ProgressBar
 from lmkit.errors import ConfigError
+from lmkit.formats.names import FormatName
 
 
 def convert(
     model: Annotated[str, typer.Argument(help="A quantized checkpoint's folder, or a .gguf file.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder to write; it must not exist or be empty.")],
     format: Annotated[
-        Literal["awq", "gptq", "gptq_v2", "compressed-tensors", "fp8", "dense"] | None,
+        Literal[FormatName, "dense"] | None,
         typer.Option(
             help="Format to write; dense has the dtype of config.json, or float16. Default for a .gguf file: the one "
             "that holds what the file has."

@@ -2,27 +2,37 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from lmkit.cli.eval import print_result
+from lmkit.cli.options import fields_of, sections_of, struct_of, takes
 from lmkit.cli.progress import ProgressBar, duration
 from lmkit.errors import ConfigError
+from lmkit.quant.sections import BUNDLED_TEXT, CalibrationRecipe, KVRecipe, RunConfig, SchemeRecipe, WeightsRecipe
 
 if TYPE_CHECKING:
     from lmkit.quant.recipe import Recipe
     from lmkit.quant.report.report import MixedPrecisionReport, QuantReport
     from lmkit.quant.run import Quantizer
-    from lmkit.quant.sections import CalibrationRecipe
 
 
-GRID, TEXT, RUN = "Weights and KV cache", "Calibration", "Run"
+OVERRIDES = functools.partial(fields_of, is_partial=True, shows_defaults=False)  # the recipe has the defaults
 
 
-# Longer than usual: the parameters are the command's options.
+@takes(
+    asked=sections_of(
+        OVERRIDES(WeightsRecipe),
+        scheme=OVERRIDES(SchemeRecipe),
+        kv=OVERRIDES(KVRecipe),
+        calibration=OVERRIDES(CalibrationRecipe),
+    ),
+    run=struct_of(RunConfig, "quantize"),
+)
 def quantize(
     model: Annotated[str, typer.Argument(help='A checkpoint folder, a .gguf file, or "demo".')],
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder to write; it must not exist or be empty.")],
@@ -32,85 +42,27 @@ def quantize(
             show_default="loss_w4a16_g128", help="A recipe's name, or a .yaml file. The other options override it."
         ),
     ] = None,
-    weight_format: Annotated[
-        Literal["awq", "gptq", "gptq_v2", "compressed-tensors", "fp8"] | None,
-        typer.Option("--format", rich_help_panel=GRID, help="File format of the weights."),
-    ] = None,
     weights: Annotated[
         Literal["none"] | None,
         typer.Option(
-            rich_help_panel=GRID, help="none: leave the weights as they are, and calibrate the KV cache alone."
+            rich_help_panel="Weights and KV cache",
+            help="none: leave the weights as they are, and calibrate the KV cache alone.",
         ),
-    ] = None,
-    bits: Annotated[
-        float | None, typer.Option(metavar="<2|3|4|8>", rich_help_panel=GRID, help="Bits of a weight.")
-    ] = None,
-    average_bits: Annotated[
-        float | None,
-        typer.Option(
-            min=1,
-            max=32,
-            rich_help_panel=GRID,
-            help="Mixed precision, for example 4.5: each linear gets the bits that its effect is worth.",
-        ),
-    ] = None,
-    group_size: Annotated[
-        Literal["32", "64", "128", "channel", "tensor", "block"] | None,
-        typer.Option(rich_help_panel=GRID, help="Weights that share a scale; exactly so many."),
-    ] = None,
-    kv_bits: Annotated[
-        Literal["16", "8", "4", "auto"] | None,
-        typer.Option(rich_help_panel=GRID, help="Bits of the KV cache; auto is 8 or 4 by layer."),
     ] = None,
     calibration: Annotated[
         list[str] | None,
         typer.Option(
             metavar="SOURCE[:WEIGHT]",
-            rich_help_panel=TEXT,
+            rich_help_panel="Calibration",
             help="A preset, a .txt, .json(l) or .parquet file, a folder or hub:ORG/NAME; repeat it for more.",
         ),
     ] = None,
-    num_samples: Annotated[int | None, typer.Option(min=1, rich_help_panel=TEXT, help="Rows of text.")] = None,
-    seq_len: Annotated[int | None, typer.Option(min=8, rich_help_panel=TEXT, help="Tokens of a row.")] = None,
-    seed: Annotated[
-        int | None, typer.Option(min=0, max=2**32 - 1, rich_help_panel=TEXT, help="Seed of the choice of text.")
-    ] = None,
-    merge_adapter: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", rich_help_panel=RUN, help="Merge this LoRA adapter first.")
-    ] = None,
-    max_memory: Annotated[
-        str | None,
-        typer.Option(rich_help_panel=RUN, help="Limit of the memory peak, for example 2GiB; smaller steps keep it."),
-    ] = None,
-    time_budget: Annotated[
-        str | None,
-        typer.Option(rich_help_panel=RUN, help="Time to take, for example 20m: as many rows as fit by the estimate."),
-    ] = None,
-    ignore_estimate: Annotated[
-        bool,
-        typer.Option(
-            "--ignore-estimate", rich_help_panel=RUN, help="Start even if memory or disk will not do by the estimate."
-        ),
-    ] = False,
-    device: Annotated[
-        str,
-        typer.Option(
-            metavar="<auto|cpu|cuda|cuda:N>",
-            rich_help_panel=RUN,
-            help="Where to compute; auto is a GPU or the CPU.",
-        ),
-    ] = "auto",
-    restart: Annotated[
-        bool, typer.Option("--restart", rich_help_panel=RUN, help="Discard the layers of an interrupted run.")
-    ] = False,
-    evaluate: Annotated[
-        bool,
-        typer.Option("--eval/--no-eval", rich_help_panel=RUN, help="Compare the result with the source at the end."),
-    ] = True,
-    json: Annotated[bool, typer.Option("--json", rich_help_panel=RUN, help="Print the report as JSON.")] = False,
+    json: Annotated[bool, typer.Option("--json", rich_help_panel="Run", help="Print the report as JSON.")] = False,
+    *,
+    asked: dict[str, Any],
+    run: RunConfig,
 ) -> None:
     """Quantize a checkpoint by a recipe: its weights, and a configuration of its KV cache."""
-    from lmkit.config import parse_bytes, parse_seconds
     from lmkit.environment import default_num_threads, environment
     from lmkit.formats.atomic import refuse_occupied
     from lmkit.formats.known import remember
@@ -119,59 +71,36 @@ def quantize(
     from lmkit.quant.data.calibration import parse_source
     from lmkit.quant.data.comm import Comm
     from lmkit.quant.device import fits, resolve_device
-    from lmkit.quant.recipe import EVERYTHING, KV_RECIPE, load_recipe, recipe_for
     from lmkit.quant.report.evaluate import encode_text
     from lmkit.quant.run import prepare
 
-    if bits not in (None, 2, 3, 4, 8):
-        raise ConfigError(f"--bits {bits:g}: expected 2, 3, 4 or 8; --average-bits {bits:g} mixes them")
-    of_weights = {"format": weight_format, "bits": bits, "average-bits": average_bits, "group-size": group_size}
-    if weights is not None and any(value is not None for value in of_weights.values()):
-        given = ", ".join(f"--{name}" for name, value in of_weights.items() if value is not None)
-        raise ConfigError(f"--weights none leaves the weights as they are; leave out {given}")
-    scheme = {
-        "bits": bits and int(bits),
-        "group_size": _number(group_size),
-        "smaller_groups": None if group_size is None else False,  # exactly what was asked for
-    }
-    chosen = recipe or (KV_RECIPE if weights else recipe_for(weight_format, bits, average_bits))
-    loaded = load_recipe(
-        chosen,
-        {
-            "format": weight_format,
-            "average_bits": average_bits,
-            "scheme": scheme,
-            "kv": {"bits": _number(kv_bits)},
-            "ignore": [EVERYTHING] if weights else None,
-            "calibration": {
-                "dataset": [parse_source(item) for item in calibration] if calibration else None,
-                "num_samples": num_samples, "seq_len": seq_len, "seed": seed,
-            },
-        },
-    )  # fmt: skip
-    limit = None if max_memory is None else parse_bytes(max_memory, "--max-memory")
-    seconds = None if time_budget is None else parse_seconds(time_budget, "--time-budget")
-    if seconds is not None and num_samples is not None:
+    if calibration:
+        asked["calibration"]["dataset"] = [parse_source(item) for item in calibration]
+    chosen, loaded = _recipe(recipe, asked, keeps_weights=weights is not None)
+    if run.time_budget is not None and "num_samples" in asked["calibration"]:
         raise ConfigError("--time-budget chooses the number of rows; leave out --num-samples")
     refuse_occupied(output)
     comm = Comm.launched()
-    place = resolve_device(device, comm.rank % environment().local_world_size)
+    place = resolve_device(run.device, comm.rank % environment().local_world_size)
     threads.configure(default_num_threads())
-    if merge_adapter is not None and comm.world_size > 1:
+    if run.merge_adapter is not None and comm.world_size > 1:
         raise ConfigError("--merge-adapter goes with one process; merge first: lmkit convert --merge-adapter")
-    with merged_beside(output, model, merge_adapter) as source:
-        quantizer = prepare(source, loaded, max_memory=limit, time_budget=seconds, comm=comm, device=place)
+    adapter = None if run.merge_adapter is None else Path(run.merge_adapter)
+    with merged_beside(output, model, adapter) as source:
+        quantizer = prepare(
+            source, loaded, max_memory=run.max_memory, time_budget=run.time_budget, comm=comm, device=place
+        )
         if calibration is None:
             _refuse_bundled_text(model, loaded)
-        if not ignore_estimate:
-            _check_machine(quantizer, output, evaluates=evaluate)
+        if not run.ignore_estimate:
+            _check_machine(quantizer, output, evaluates=run.eval)
         quiet = json or not comm.is_first
-        eval_ids = encode_text(quantizer.source.reader.path) if evaluate else None
-        phases = {name: seconds for name, seconds in quantizer.plan.seconds.items() if evaluate or name != "evaluation"}
+        eval_ids = encode_text(quantizer.source.reader.path) if run.eval else None
+        phases = {name: seconds for name, seconds in quantizer.plan.seconds.items() if run.eval or name != "evaluation"}
         if not quiet:
             _print_plan(model, chosen, quantizer, sum(phases.values()))
         with ProgressBar(quiet=quiet, phases=phases) as bar, fits(place):
-            report = quantizer.run(output, eval_ids=eval_ids, restart=restart, progress=bar.update)
+            report = quantizer.run(output, eval_ids=eval_ids, restart=run.restart, progress=bar.update)
     comm.close()
     if not comm.is_first:
         return
@@ -184,14 +113,27 @@ def quantize(
         _print_report(report, output)
 
 
-def _number(text: str | None) -> int | str | None:
-    return int(text) if text and text.isdigit() else text
+def _recipe(name: str | None, asked: dict[str, Any], *, keeps_weights: bool) -> tuple[str, Recipe]:
+    """The recipe's name, and the recipe with what the options asked for. Raises ConfigError."""
+    from lmkit.quant.recipe import EVERYTHING, KV_RECIPE, load_recipe, recipe_for
+
+    scheme = asked["scheme"]
+    given = [f"--{key.replace('_', '-')}" for key in (*asked, *scheme) if not isinstance(asked.get(key), dict)]
+    if keeps_weights and given:
+        raise ConfigError(f"--weights none leaves the weights as they are; leave out {', '.join(given)}")
+    if "group_size" in scheme:
+        asked["scheme"] = scheme | {"smaller_groups": False}  # exactly what was asked for
+    if keeps_weights:
+        asked["ignore"] = [EVERYTHING]
+    chosen = name or (
+        KV_RECIPE if keeps_weights else recipe_for(asked.get("format"), scheme.get("bits"), asked.get("average_bits"))
+    )
+    return chosen, load_recipe(chosen, asked)
 
 
 def _refuse_bundled_text(model: str, recipe: Recipe) -> None:
     """Refuse the bundled text for any model but the one that it is like, unless the user names it."""
     from lmkit.formats.hub import DEMO, DEMO_FOLDER
-    from lmkit.quant.sections import BUNDLED_TEXT
 
     is_demo = model == DEMO or Path(model).resolve() == DEMO_FOLDER.resolve()
     if recipe.calibration.dataset == BUNDLED_TEXT and not is_demo:

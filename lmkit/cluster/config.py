@@ -11,6 +11,7 @@ import msgspec
 
 from lmkit import yaml_file
 from lmkit.config import NodeRole, PositiveFloat, PositiveInt, StrictStruct
+from lmkit.option import Note
 from lmkit.proxy.config import ProxyConfig, Seconds
 from lmkit.proxy.rules import ModelName
 from lmkit.small_files import model_name
@@ -26,8 +27,8 @@ _OWN_FIELDS = ("nodes", "on_demand", "mixed_weights", "state_file")  # of the pr
 class Bounds(StrictStruct, frozen=True):
     """How many replicas there may be."""
 
-    min: Annotated[int, msgspec.Meta(ge=0, le=1000)] = 1  # 0: none runs until a request comes
-    max: Annotated[int, msgspec.Meta(ge=1, le=1000)] = 1
+    min: Annotated[int, msgspec.Meta(ge=0, le=1000), Note("Replicas at least. 0: none runs until a request comes.")] = 1
+    max: Annotated[int, msgspec.Meta(ge=1, le=1000), Note("Replicas at most.")] = 1
 
     def __post_init__(self) -> None:
         if self.min > self.max:
@@ -37,23 +38,29 @@ class Bounds(StrictStruct, frozen=True):
 class Scaling(StrictStruct, frozen=True):
     """How much one replica should have to do. What is more than that asks for another replica."""
 
-    requests: PositiveFloat = 8.0  # running and waiting
-    tokens: PositiveInt = 8192  # of prompts that wait
-    idle_seconds: Seconds = 120.0  # with less to do before a replica ends
+    requests: Annotated[PositiveFloat, Note("Running and waiting requests that one replica should have.")] = 8.0
+    tokens: Annotated[PositiveInt, Note("Tokens of waiting prompts that one replica should have.")] = 8192
+    idle_seconds: Annotated[Seconds, Note("With less to do before a replica ends.")] = 120.0
 
 
 class Group(StrictStruct, frozen=True):
     """Replicas of one model."""
 
-    model: str  # a folder, a Hub name or "demo"
-    role: NodeRole = "both"  # prefill: computes prompts for the group of the same name with the role decode
-    name: ModelName | None = None  # in requests; None = the folder's name, or `model` itself
-    replicas: Bounds | Annotated[int, msgspec.Meta(ge=1, le=1000)] = 1
-    scaling: Scaling = Scaling()
-    cores: PositiveInt | None = None  # threads of one replica, of all its processes; None = as `lmkit serve` chooses
-    surge: Literal[0, 1] = 1  # replicas above their number while versions change; 0: one fewer is ready meanwhile
-    version: str = ""  # another text starts all replicas anew, one after the other
-    options: dict[str, Any] = {}  # of `lmkit serve`
+    model: Annotated[str, Note("A folder, a Hub name or demo: what `lmkit serve` gets.")]
+    role: Annotated[NodeRole, Note("prefill computes prompts for the group of the same name with the role decode.")] = (
+        "both"
+    )
+    name: Annotated[ModelName | None, Note("In requests. Default: the folder's name, or `model` itself.")] = None
+    replicas: Annotated[Bounds | Annotated[int, msgspec.Meta(ge=1, le=1000)], Note("A number, or {min, max}.")] = 1
+    scaling: Annotated[Scaling, Note("What one replica should have to do.")] = Scaling()
+    cores: Annotated[
+        PositiveInt | None, Note("Threads of one replica, of all its processes. Default: as `lmkit serve` chooses.")
+    ] = None
+    surge: Annotated[
+        Literal[0, 1], Note("Replicas above their number while versions change; 0: one fewer is ready meanwhile.")
+    ] = 1
+    version: Annotated[str, Note("Any text. Another one starts all replicas anew, one after the other.")] = ""
+    options: Annotated[dict[str, Any], Note("Options of `lmkit serve`; checked before anything starts.")] = {}
 
     @property
     def called(self) -> str:
@@ -78,13 +85,19 @@ class Group(StrictStruct, frozen=True):
 class ClusterConfig(StrictStruct, frozen=True):
     """One cluster. All times are in seconds."""
 
-    models: Annotated[tuple[Group, ...], msgspec.Meta(min_length=1)]
-    proxy: ProxyConfig = ProxyConfig()
-    address: str | None = None  # where replicas reach the proxy; None = where it listens
-    ray: str | None = None  # "auto" or the address of a Ray cluster; None = processes of this machine
-    start_seconds: Seconds = 1800.0  # for a replica to load; requests for a model without a replica wait as long
-    silent_seconds: Seconds = 30.0  # after which a replica that fails its health checks is killed
-    drain_seconds: Seconds = 30.0  # for the requests of a replica to end before it does
+    models: Annotated[tuple[Group, ...], msgspec.Meta(min_length=1), Note("Groups of replicas.")]
+    proxy: Annotated[
+        ProxyConfig, Note("Keys of the proxy's file, except nodes, on_demand, mixed_weights and state_file.")
+    ] = ProxyConfig()
+    address: Annotated[
+        str | None, Note("Where replicas reach the proxy, http://HOST:PORT. Default: where it listens.")
+    ] = None
+    ray: Annotated[str | None, Note("auto or the address of a Ray cluster. Default: processes of this machine.")] = None
+    start_seconds: Annotated[
+        Seconds, Note("For a replica to load; requests for a model without a replica wait as long.")
+    ] = 1800.0
+    silent_seconds: Annotated[Seconds, Note("After which a replica that fails its health checks is killed.")] = 30.0
+    drain_seconds: Annotated[Seconds, Note("For the requests of a replica to end before it does.")] = 30.0
 
     def _wrong_pair(self, group: Group) -> str:
         """Why this group, which has a role, cannot be one of a pair, or an empty text."""

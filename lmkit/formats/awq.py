@@ -16,11 +16,11 @@ from torch import Tensor
 from lmkit.errors import CheckpointError, UnsupportedError
 from lmkit.formats.checkpoint import CheckpointReader, CheckpointWriter
 from lmkit.formats.dense import read_dense
+from lmkit.formats.names import Activations
 from lmkit.formats.packing import pack_awq, unpack_awq
 from lmkit.formats.parts import (
     FLOATS,
     HEAD,
-    Activations,
     Fields,
     field_problem,
     half_scales,

@@ -22,8 +22,8 @@ from lmkit.formats.fp8 import Fp8Format
 from lmkit.formats.gguf import GgufFormat
 from lmkit.formats.gptq import GptqFormat
 from lmkit.formats.mxfp4 import Mxfp4Format
+from lmkit.formats.names import Activations
 from lmkit.formats.nvfp4 import ModelOptFormat
-from lmkit.formats.parts import Activations
 from lmkit.qtensor import Linears, QTensor, QuantScheme
 
 

@@ -27,10 +27,10 @@ from lmkit.codes import FLOAT8
 from lmkit.errors import CheckpointError
 from lmkit.formats.checkpoint import CheckpointReader, CheckpointWriter
 from lmkit.formats.dense import read_dense
+from lmkit.formats.names import Activations
 from lmkit.formats.nvfp4 import NVFP4, read_compressed, write_compressed
 from lmkit.formats.packing import pack_words, unpack_words
 from lmkit.formats.parts import (
-    Activations,
     in_groups,
     matrix_shape,
     of_kernels,

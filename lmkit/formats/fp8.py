@@ -23,10 +23,10 @@ from lmkit.codes import FLOAT8
 from lmkit.errors import CheckpointError, UnsupportedError
 from lmkit.formats.checkpoint import CheckpointReader, CheckpointWriter
 from lmkit.formats.dense import read_dense
+from lmkit.formats.names import Activations
 from lmkit.formats.parts import (
     HEAD,
     MAX_GROUP_SIZE,
-    Activations,
     Fields,
     field_problem,
     listed,

@@ -24,8 +24,8 @@ from lmkit.errors import CheckpointError
 from lmkit.formats.checkpoint import CheckpointReader, CheckpointWriter
 from lmkit.formats.dense import read_dense
 from lmkit.formats.fp8 import read_scaled
+from lmkit.formats.names import Activations
 from lmkit.formats.parts import (
-    Activations,
     Fields,
     field_problem,
     matrix_shape,

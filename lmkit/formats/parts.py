@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,10 +11,8 @@ from torch import Tensor
 from lmkit.codes import Integers
 from lmkit.errors import CheckpointError, UnsupportedError
 from lmkit.formats.checkpoint import CheckpointReader
+from lmkit.formats.names import Activations
 from lmkit.qtensor import Linears, QTensor, QuantScheme, int_scheme
-
-# How an engine should run 8-bit weights: with activations rounded per token to the same kind, or exactly ("none").
-Activations = Literal["none", "int8", "float8"]
 
 # (field, its other spelling, allowed values; None is among them if the field is optional)
 Fields = tuple[tuple[str, str, tuple[Any, ...]], ...]

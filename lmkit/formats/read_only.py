@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lmkit.errors import UnsupportedError
 from lmkit.formats.checkpoint import CheckpointWriter
-from lmkit.formats.parts import Activations
+from lmkit.formats.names import Activations
 from lmkit.qtensor import Linears, QTensor, QuantScheme
 
 

@@ -25,7 +25,7 @@ from lmkit.config import (
     wrong_origin,
 )
 from lmkit.errors import ConfigError
-from lmkit.option import Option
+from lmkit.option import Note, Option
 from lmkit.proxy.accounts.account import Price
 from lmkit.proxy.addresses import refusal
 from lmkit.proxy.rules import ModelName, Rule, Tag, mistake
@@ -57,14 +57,19 @@ MIN_NODE_KEY = 16  # characters
 class NodeConfig(StrictStruct, frozen=True):
     """One server that answers OpenAI routes below `url`. Raises ValueError for a URL that cannot be a node's."""
 
-    url: str  # http(s)://host[:port][/prefix], without /v1; stored in one canonical spelling
-    models: Annotated[tuple[ModelName, ...], msgspec.Meta(min_length=1, max_length=1000)] | None = None  # None = ask it
-    api_key: Key | None = None  # sent to this node, as a Bearer token
-    weight: Annotated[float, msgspec.Meta(gt=0, le=1000)] = 1.0  # its share of the load
-    tags: Annotated[tuple[Tag, ...], msgspec.Meta(max_length=32)] = ()  # its class, for rules
-    tenants: TenantsBy = "header"  # how it learns of clients; cache_salt: a field of the body
-    role: NodeRole = "both"  # prefill: it computes prompts for the decode nodes of its model, see proxy.pairs
-    kv_port: Annotated[int, msgspec.Meta(ge=1, le=65535)] | None = None  # of a prefill node's --kv-listen, on its host
+    url: Annotated[str, Note("http(s)://host[:port][/prefix], without /v1.")]
+    models: Annotated[
+        Annotated[tuple[ModelName, ...], msgspec.Meta(min_length=1, max_length=1000)] | None,
+        Note("Default: those that the node itself lists."),
+    ] = None
+    api_key: Annotated[Key | None, Note("Sent to this node, as a Bearer token.")] = None
+    weight: Annotated[float, msgspec.Meta(gt=0, le=1000), Note("Its share of the load.")] = 1.0
+    tags: Annotated[tuple[Tag, ...], msgspec.Meta(max_length=32), Note("Its class, for rules.")] = ()
+    tenants: Annotated[TenantsBy, Note("How it learns of clients; cache_salt is a field of the body.")] = "header"
+    role: Annotated[NodeRole, Note("prefill: it computes prompts for the decode nodes of its model.")] = "both"
+    kv_port: Annotated[
+        Annotated[int, msgspec.Meta(ge=1, le=65535)] | None, Note("Of a prefill node's --kv-listen, on its host.")
+    ] = None
 
     def __post_init__(self) -> None:
         if (self.role == "prefill") != (self.kv_port is not None):
@@ -96,23 +101,29 @@ class ProxyConfig(Listener, frozen=True):
     """
 
     port: ListenPort = 8080
-    nodes: tuple[NodeConfig, ...] = ()
-    max_nodes: PositiveInt = 256
-    node_hosts: tuple[
-        str, ...
-    ] = ()  # networks and host names, besides its own address, that a node may name as its own
+    nodes: Annotated[tuple[NodeConfig, ...], Note("The nodes; more may be added and register.")] = ()
+    max_nodes: Annotated[PositiveInt, Note("How many there may be.")] = 256
+    node_hosts: Annotated[
+        tuple[str, ...], Note("Networks and host names, besides its own address, that a node may name as its own.")
+    ] = ()
     policy: Annotated[PolicyName, Option("How a node is chosen.", metavar="<name>")] = "prefix"
-    pair_tokens: PositiveInt = 256  # of a prompt that a decode node lacks: a prefill node computes so many or more
-    pair_wait: Seconds = 10.0  # for a prefill node to begin; then the decode node computes the prompt
-    aliases: dict[ModelName, ModelName] = {}  # other names of models
-    on_demand: dict[
-        ModelName, Seconds
-    ] = {}  # models whose nodes come when asked for, and how long requests wait for one
-    mixed_weights: bool = False  # nodes of one key may serve a name with other weights, as while a new version comes
-    rules: tuple[Rule, ...] = ()  # the first that fits a request counts, see proxy.rules
-    max_shadows: Annotated[int, msgspec.Meta(ge=0)] = 16  # copies for shadows at once; one more is left out
-    api_keys: tuple[str, ...] = ()  # each `KEY [name=value ...]`, see web.auth.ApiKey; empty = no authentication
-    admin_keys: tuple[Key, ...] = ()  # for /admin; empty = one that `lmkit proxy` makes and this user's commands find
+    pair_tokens: Annotated[
+        PositiveInt, Note("Of a prompt that a decode node lacks: a prefill node computes so many or more.")
+    ] = 256
+    pair_wait: Annotated[Seconds, Note("For a prefill node to begin; then the decode node computes the prompt.")] = 10.0
+    aliases: Annotated[dict[ModelName, ModelName], Note("Other names of models.")] = {}
+    on_demand: Annotated[
+        dict[ModelName, Seconds], Note("Models whose nodes come when asked for, and how long requests wait for one.")
+    ] = {}
+    mixed_weights: Annotated[
+        bool, Note("Nodes of one key may serve a name with other weights, as while a new version comes.")
+    ] = False
+    rules: Annotated[tuple[Rule, ...], Note("The first that fits a request counts.")] = ()
+    max_shadows: Annotated[int, msgspec.Meta(ge=0), Note("Copies for shadows at once; one more is left out.")] = 16
+    api_keys: Annotated[tuple[str, ...], Note("Each `KEY [name=value ...]`. Without any, clients need no key.")] = ()
+    admin_keys: Annotated[
+        tuple[Key, ...], Note("For /admin. Default: one that `lmkit proxy` makes and this user's commands find.")
+    ] = ()
     dashboard: Annotated[bool, Option("A page for administrators at /dashboard.")] = True
     state_file: Annotated[str | None, Option("A file that keeps nodes added and removed at run time.")] = None
     key_store: Annotated[
@@ -120,29 +131,48 @@ class ProxyConfig(Listener, frozen=True):
     ] = None
     # see proxy.transcripts
     data_dir: Annotated[str | None, Option("A folder that keeps stored responses, for when their node is down.")] = None
-    prices: dict[str, Price] = {}  # by model, of a million tokens; "*" = of all others
-    ask_usage: bool = True  # nodes are asked for the usage with each chunk of a stream; off: with the last one only
-    forwarded_routes: tuple[RoutePath, ...] = ROUTES  # other POST requests get 404
-    max_body_bytes: PositiveInt = MAX_BODY
-    body_memory: PositiveInt = BODY_MEMORY
-    body_timeout: Seconds = 30.0  # for a client to send its whole body
-    max_connections_per_address: PositiveInt | None = None  # None = as many as the proxy takes in all
-    max_in_flight: PositiveInt = 1024  # requests at once; one more is refused with 503
-    connect_timeout: Seconds = 3.0
-    read_timeout: Seconds = 600.0  # the longest silence of a node, before its first byte and between two pieces
-    node_wait: Annotated[float, msgspec.Meta(ge=0, le=86400)] = 30.0  # for a node that went down to come back
-    health_interval: Seconds = 5.0
-    health_timeout: Seconds = 2.0
-    unhealthy_after: PositiveInt = 2  # consecutive failures, of checks or of connections for a request
-    healthy_after: PositiveInt = 1  # consecutive good checks of a node that was unhealthy
-    breaker_failures: PositiveInt = 5  # consecutive failed requests after which a node gets none for a while
-    breaker_seconds: Seconds = 10.0  # that while; then one request is tried
-    outlier_factor: Annotated[float, msgspec.Meta(ge=2)] | None = 5.0  # see proxy.outliers; None = off
-    max_ejected: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.34  # share of nodes of one kind that rest as outliers
-    slow_start_seconds: Annotated[float, msgspec.Meta(ge=0, le=3600)] = 0.0  # until a new node has all its weight
-    retry_share: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.2  # retries beside requests, see proxy.retries
-    drain_seconds: Annotated[float, msgspec.Meta(ge=0, le=86400)] = 30.0  # how long requests may finish after SIGTERM
-    log_level: LogLevel = "INFO"
+    prices: Annotated[dict[str, Price], Note('By model, of a million tokens; "*" is all others.')] = {}
+    ask_usage: Annotated[
+        bool, Note("Ask nodes for the usage with each chunk of a stream; false: with the last one only.")
+    ] = True
+    forwarded_routes: Annotated[tuple[RoutePath, ...], Note("POST requests that go to nodes; others get 404.")] = ROUTES
+    max_body_bytes: Annotated[PositiveInt, Note("Largest request body.")] = MAX_BODY
+    body_memory: Annotated[PositiveInt, Note("Bytes of the bodies of all requests together.")] = BODY_MEMORY
+    body_timeout: Annotated[Seconds, Note("For a client to send its whole body.")] = 30.0
+    max_connections_per_address: Annotated[
+        PositiveInt | None, Note("Of one client address. Default: as many as the proxy takes in all.")
+    ] = None
+    max_in_flight: Annotated[PositiveInt, Note("Requests at once; one more is refused with 503.")] = 1024
+    connect_timeout: Annotated[Seconds, Note("For a connection to a node.")] = 3.0
+    read_timeout: Annotated[
+        Seconds, Note("The longest silence of a node, before its first byte and between two pieces.")
+    ] = 600.0
+    node_wait: Annotated[float, msgspec.Meta(ge=0, le=86400), Note("For a node that went down to come back.")] = 30.0
+    health_interval: Annotated[Seconds, Note("Between checks of a node.")] = 5.0
+    health_timeout: Annotated[Seconds, Note("For a node to answer a check.")] = 2.0
+    unhealthy_after: Annotated[
+        PositiveInt, Note("Consecutive failures, of checks or of connections for a request.")
+    ] = 2
+    healthy_after: Annotated[PositiveInt, Note("Consecutive good checks of a node that was unhealthy.")] = 1
+    breaker_failures: Annotated[
+        PositiveInt, Note("Consecutive failed requests after which a node gets none for a while.")
+    ] = 5
+    breaker_seconds: Annotated[Seconds, Note("That while; then one request is tried.")] = 10.0
+    outlier_factor: Annotated[
+        Annotated[float, msgspec.Meta(ge=2)] | None,
+        Note("A node that takes so many times as long as its peers rests; null turns this off."),
+    ] = 5.0
+    max_ejected: Annotated[
+        float, msgspec.Meta(ge=0, le=1), Note("Share of nodes of one kind that rest as outliers.")
+    ] = 0.34
+    slow_start_seconds: Annotated[float, msgspec.Meta(ge=0, le=3600), Note("Until a new node has all its weight.")] = (
+        0.0
+    )
+    retry_share: Annotated[float, msgspec.Meta(ge=0, le=1), Note("Retries beside requests.")] = 0.2
+    drain_seconds: Annotated[
+        float, msgspec.Meta(ge=0, le=86400), Note("How long requests may finish after SIGTERM.")
+    ] = 30.0
+    log_level: Annotated[LogLevel, Note("What is logged.")] = "INFO"
 
     def __post_init__(self) -> None:
         urls = [node.url for node in self.nodes]

@@ -9,6 +9,7 @@ from typing import Annotated
 import msgspec
 
 from lmkit.config import PolicyName, StrictStruct
+from lmkit.option import Note
 
 ModelName = Annotated[str, msgspec.Meta(min_length=1, max_length=256, pattern=r"^[^\x00-\x1f\x7f-\x9f]+$")]
 Tag = Annotated[str, msgspec.Meta(max_length=64, pattern=r"^[A-Za-z0-9._:-]+$")]
@@ -28,13 +29,23 @@ class Request(msgspec.Struct, frozen=True):
 class When(StrictStruct, frozen=True):
     """All that is given must hold."""
 
-    model: ModelName | tuple[ModelName, ...] | None = None
-    header: dict[str, str] | None = None  # each name with its value; * stands for any text
-    key: str | tuple[str, ...] | None = None  # ids of keys, as the access log shows them
-    min_tokens: Annotated[int, msgspec.Meta(ge=0)] | None = None  # of the prompt, about
-    max_tokens: Annotated[int, msgspec.Meta(ge=0)] | None = None
-    min_priority: int | None = None
-    max_priority: int | None = None
+    model: Annotated[
+        ModelName | tuple[ModelName, ...] | None,
+        Note("The request names this model, or one of the list. Aliases are replaced before."),
+    ] = None
+    header: Annotated[dict[str, str] | None, Note("Each header has its value; * stands for any text.")] = None
+    key: Annotated[
+        str | tuple[str, ...] | None,
+        Note("The client's key has this id, or one of the list. The access log shows the ids."),
+    ] = None
+    min_tokens: Annotated[
+        Annotated[int, msgspec.Meta(ge=0)] | None, Note("The prompt has about so many tokens or more.")
+    ] = None
+    max_tokens: Annotated[
+        Annotated[int, msgspec.Meta(ge=0)] | None, Note("The prompt has about so many tokens at most.")
+    ] = None
+    min_priority: Annotated[int | None, Note("The request's priority, 0 without one, is so much or more.")] = None
+    max_priority: Annotated[int | None, Note("It is so much at most.")] = None
 
     def holds(self, request: Request) -> bool:
         return (
@@ -53,27 +64,34 @@ class When(StrictStruct, frozen=True):
 class Target(StrictStruct, frozen=True):
     """A model, and its share of the requests of a rule."""
 
-    model: ModelName
-    weight: Annotated[float, msgspec.Meta(gt=0, le=1000)] = 1.0
+    model: Annotated[ModelName, Note("A model.")]
+    weight: Annotated[float, msgspec.Meta(gt=0, le=1000), Note("Its share of the requests.")] = 1.0
 
 
 class Shadow(StrictStruct, frozen=True):
     """A model that gets copies of requests. Nobody gets its answers."""
 
-    model: ModelName
-    share: Share = 1.0
+    model: Annotated[ModelName, Note("The model that gets copies. Its answers are dropped.")]
+    share: Annotated[Share, Note("The share of requests that are copied.")] = 1.0
 
 
 class Rule(StrictStruct, frozen=True):
     """How requests are routed that `when` describes."""
 
-    name: Annotated[str, msgspec.Meta(max_length=64, pattern=r"^[\x21-\x7e]+( [\x21-\x7e]+)*$")]
-    when: When = When()
-    to: tuple[Target, ...] = ()  # empty = the model that the request names
-    nodes: tuple[Tag, ...] = ()  # only nodes that have one of these tags; empty = all
-    policy: PolicyName | None = None
-    fallback: tuple[ModelName, ...] = ()  # models for a request that no node can answer now
-    shadow: Shadow | None = None
+    name: Annotated[
+        str, msgspec.Meta(max_length=64, pattern=r"^[\x21-\x7e]+( [\x21-\x7e]+)*$"), Note("What logs call it.")
+    ]
+    when: Annotated[When, Note("What requests it is for. Default: all.")] = When()
+    to: Annotated[
+        tuple[Target, ...],
+        Note("One of these models gets the request, drawn by weight. Default: the one that it names."),
+    ] = ()
+    nodes: Annotated[tuple[Tag, ...], Note("Only nodes with one of these tags get it.")] = ()
+    policy: Annotated[PolicyName | None, Note("It is routed by this policy.")] = None
+    fallback: Annotated[
+        tuple[ModelName, ...], Note("Models for a request that no node of the first can answer now.")
+    ] = ()
+    shadow: Annotated[Shadow | None, Note("A model that gets copies.")] = None
 
 
 def first_match(rules: Sequence[Rule], request: Request) -> Rule | None:

@@ -94,7 +94,7 @@ def _choices(recipe: Recipe) -> list[tuple[int, Recipe]]:
 
 def working_bytes(spec: ModelSpec, recipe: Recipe, batch_tokens: int) -> int:
     """Peak bytes of everything that grows with the model and the recipe. They do not grow with the number of rows."""
-    whole = sum(step.whole_numbers(spec, recipe.scheme.scheme().group_size) for step in recipe.steps)
+    whole = sum(step.whole_numbers(spec, recipe.grid.group_size) for step in recipe.steps)
     vectors = 4 * 3 * batch_tokens * spec.per_layer * recipe.calibration.has_text  # before their norm and after it
     return 4 * whole + vectors + max(_layer_working_bytes(layer, recipe, batch_tokens) for layer in spec.kinds)
 
@@ -189,7 +189,7 @@ def _layer_bytes(source: ModelSource) -> int:
 
 def _stored_bytes(source: ModelSource, recipe: Recipe) -> int:
     """Bytes of the quantized layers: the codes, and each group's scale and zero."""
-    scheme = recipe.scheme.scheme()
+    scheme = recipe.grid
     bits = scheme.bits if recipe.average_bits is None else recipe.average_bits
     bits += scheme.group_bits / (scheme.group_size if scheme.group_size > 0 else 64)
     return int(sum(layer.weight_bytes(bits) for layer in source.spec.layers))

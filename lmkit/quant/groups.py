@@ -56,7 +56,7 @@ class Grids:
 def candidates(recipe: Recipe, base: QuantScheme | None = None) -> tuple[QuantScheme, ...]:
     """The schemes that a linear may get whose own is `base`, by default the recipe's. Without a budget of bits, this is
     `base` alone."""
-    base = base or recipe.scheme.scheme()
+    base = base or recipe.grid
     if recipe.average_bits is None or recipe.format == "awq" or base.bits != 4:  # an AWQ file has one scheme
         return (base,)
     finer = () if base.group_size == 32 else (replace(base, group_size=32),)
@@ -175,7 +175,7 @@ def _largest(recipe: Recipe, linears: list[Linear]) -> QuantScheme:
     def left(scheme: QuantScheme) -> int:
         return sum(linear.num_weights for linear in linears if can_write(linear.shape, scheme))
 
-    return min(recipe.scheme.schemes, key=left)
+    return min(recipe.grids, key=left)
 
 
 def _problem(recipe: Recipe, shape: Shape, scheme: QuantScheme) -> str | None:

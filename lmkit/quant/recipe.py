@@ -15,25 +15,37 @@ names the file, the place and what is allowed there. docs/quantization.md descri
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import msgspec
 import torch
-from msgspec import Meta
 
 from lmkit import yaml_file
 from lmkit.codes import FLOAT8
 from lmkit.config import StrictStruct, parse
 from lmkit.errors import ConfigError
 from lmkit.formats.base import get_format
-from lmkit.formats.parts import Activations
+from lmkit.formats.names import Activations
+from lmkit.formats.nvfp4 import NVFP4
 from lmkit.models.layer_spec import LayerSpec
+from lmkit.models.rounding import GROUPS
 from lmkit.models.spec import ModelSpec
+from lmkit.option import Note
 from lmkit.other_names import hint
-from lmkit.qtensor import int_scheme
+from lmkit.qtensor import QuantScheme, float8_scheme, int_scheme
 from lmkit.quant.device import multiplies_bfloat16
-from lmkit.quant.sections import NO_TEXT, CalibrationRecipe, DatasetRecipe, KVLayerRecipe, KVRecipe, SchemeRecipe
+from lmkit.quant.sections import (
+    NO_TEXT,
+    WIDE_GROUPS,
+    CalibrationRecipe,
+    DatasetRecipe,
+    KVLayerRecipe,
+    KVRecipe,
+    SchemeRecipe,
+    WeightsRecipe,
+)
 from lmkit.quant.steps.base import SAMPLE_TOKENS, LayerCost, Stage
 from lmkit.quant.steps.registry import STEPS, AnyStep, of_stage
 
@@ -47,7 +59,6 @@ KV_RECIPE = "kv4"  # for weights that stay as they are
 EVERYTHING = "*"  # a pattern of `ignore`
 MOVED = {"bits": "the average is called average_bits, the width of one scheme stands in scheme: {bits: 4}"}
 
-FormatName = Literal["awq", "gptq", "gptq_v2", "compressed-tensors", "fp8"]
 # The kinds of activations that the files of a format can declare.
 DECLARES: dict[str, tuple[Activations, ...]] = {
     "awq": ("none",), "gptq": ("none",), "gptq_v2": ("none",), "fp8": ("float8",),
@@ -56,20 +67,20 @@ DECLARES: dict[str, tuple[Activations, ...]] = {
 MIXED_FORMAT = "compressed-tensors"  # each linear has a scheme of its own; the others have one for all
 AWQ_BITS = 4  # the only ones that AWQ holds
 OBSERVED_TOKENS = 4096  # enough for means and for the moments of a few inputs
+FLOAT8_GROUPS = {-1: (-1, 1), "channel": (-1, 1), "tensor": (-1, -1), "block": (128, 128)}  # (group_size, rows)
 ANY_SHAPE = (1024, 1024)  # a weight that every group size divides
 
 
-class Recipe(StrictStruct, frozen=True, kw_only=True):
+class Recipe(WeightsRecipe, frozen=True, kw_only=True):
     """One quantization from end to end."""
 
-    format: FormatName = "awq"
-    scheme: SchemeRecipe = SchemeRecipe()
-    activations: Activations = "none"  # how engines round the inputs of quantized linears, each token by itself
-    average_bits: Annotated[float, Meta(gt=0, le=32)] | None = None  # of all linears: quant.mixed_precision
-    steps: tuple[AnyStep, ...]
-    kv: KVRecipe = KVRecipe()
-    calibration: CalibrationRecipe = CalibrationRecipe()
-    ignore: tuple[str, ...] = ()  # patterns of roles (attn.o) or of module names (*.down_proj) that stay dense
+    scheme: Annotated[SchemeRecipe, Note("The grid of the weights.")] = SchemeRecipe()
+    steps: Annotated[tuple[AnyStep, ...], Note("What is done to each layer, in order; one of them rounds.")]
+    kv: Annotated[KVRecipe, Note("Storage of the KV cache.")] = KVRecipe()
+    calibration: Annotated[CalibrationRecipe, Note("The calibration text and its size.")] = CalibrationRecipe()
+    ignore: Annotated[
+        tuple[str, ...], Note("Linears that stay dense: roles (attn.o), or patterns of modules (*.down_proj).")
+    ] = ()
 
     def __post_init__(self) -> None:
         stages = [step.stage for step in self.steps]
@@ -102,11 +113,26 @@ class Recipe(StrictStruct, frozen=True, kw_only=True):
         """Whether every step only rounds to nearest."""
         return all(step.is_plain for step in self.steps)
 
+    @property
+    def grid(self) -> QuantScheme:
+        """The grid of the weights."""
+        asked = self.scheme
+        if asked.type == "int":
+            size = asked.group_size if isinstance(asked.group_size, int) else -1
+            return int_scheme(asked.bits, size, bool(asked.symmetric))
+        return NVFP4 if asked.bits == NVFP4.bits else float8_scheme(*FLOAT8_GROUPS[asked.group_size])
+
+    @property
+    def grids(self) -> tuple[QuantScheme, ...]:
+        """`grid`, and the same in the smaller groups that a linear may get."""
+        is_wide = self.scheme.group_size in WIDE_GROUPS
+        sizes = GROUPS if self.scheme.smaller_groups and not is_wide else ()
+        return self.grid, *(replace(self.grid, group_size=size) for size in sizes if size < self.grid.group_size)
+
     def product_dtype(self, device: str = "cpu") -> torch.dtype:
         """The numbers that a calibration multiplies: bfloat16 where that is faster, and the error of 4-bit weights is
         so much larger that it does not show."""
-        scheme = self.scheme.scheme()
-        short = scheme.bits <= 4 and multiplies_bfloat16(device)
+        short = self.grid.bits <= 4 and multiplies_bfloat16(device)
         return torch.bfloat16 if short else torch.float32
 
     @property
@@ -134,7 +160,7 @@ class Recipe(StrictStruct, frozen=True, kw_only=True):
             seq_len=self.calibration.seq_len,
             batch_tokens=batch_tokens,
             sample_tokens=min(self.sample_tokens, num_tokens),
-            group_size=self.scheme.scheme().group_size,
+            group_size=self.grid.group_size,
             num_streams=2 if self.needs_exact else 1,
         )
 
@@ -159,7 +185,7 @@ class Recipe(StrictStruct, frozen=True, kw_only=True):
 
 def _scheme_problem(recipe: Recipe) -> str | None:
     """Why format, scheme, activations and steps do not go together, or None."""
-    weights, activations = recipe.scheme.scheme(), recipe.activations
+    weights, activations = recipe.grid, recipe.activations
     if activations == "int8" and weights != int_scheme(8, -1, symmetric=True):
         return "activations int8 need scheme {bits: 8, group_size: channel, symmetric: true}"
     if activations == "float8" and weights.codes != FLOAT8:

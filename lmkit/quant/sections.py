@@ -1,24 +1,42 @@
-"""The sections of a recipe besides its steps: the grid of the weights, the KV cache, the calibration text."""
+"""What a recipe says besides its steps: grid of the weights, KV cache, calibration text. And how a run goes.
+
+Each field says what it means, once: the options of `lmkit quantize`, the tables of docs/reference.md and the checks of
+a YAML file are made from these structs. No torch, as the command line imports them.
+"""
 
 from __future__ import annotations
 
+import functools
 import math
-from dataclasses import replace
 from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from lmkit.codes import FLOAT8, Integers
 from lmkit.config import PositiveInt, StrictStruct
-from lmkit.formats.nvfp4 import NVFP4
+from lmkit.formats.names import Activations, FormatName
 from lmkit.kv_dtype import FP8, INT4, INT8, KVDtype
-from lmkit.models.rounding import GROUPS
-from lmkit.qtensor import QuantScheme
+from lmkit.option import Note, Option
 
 KVBits = Literal[16, 8, 4]
 Switch = Literal["auto"] | bool
-# group_size by name -> (rows, group_size) of a QuantScheme. A group_size that is an integer lies within one row.
-WIDE_GROUPS = {"channel": (1, -1), -1: (1, -1), "tensor": (-1, -1), "block": (128, 128)}
+# Groups that are no number of inputs of a row.
+WIDE_GROUPS = (-1, "channel", "tensor", "block")
+_grid = functools.partial(Option, group="Weights and KV cache")
+_text = functools.partial(Option, group="Calibration")
+_run = functools.partial(Option, group="Run")
+
+
+class WeightsRecipe(StrictStruct, frozen=True):
+    """What the file holds. A recipe (quant.recipe) has these keys at its top."""
+
+    format: Annotated[FormatName, _grid("File format of the weights.")] = "awq"
+    activations: Annotated[
+        Activations, Note("Rounding of the inputs of quantized linears that the checkpoint asks engines for.")
+    ] = "none"
+    average_bits: Annotated[
+        Annotated[float, Meta(ge=1, le=32)] | None,
+        _grid("Mixed precision, for example 4.5: each linear gets the bits that its effect is worth."),
+    ] = None
 
 
 class SchemeRecipe(StrictStruct, frozen=True):
@@ -31,11 +49,21 @@ class SchemeRecipe(StrictStruct, frozen=True):
     With `smaller_groups`, linears whose inputs are not whole groups get groups of 64 or 32 (quant.groups).
     """
 
-    bits: Literal[2, 3, 4, 8] = 4
-    type: Literal["int", "float"] = "int"
-    group_size: Literal[-1, 16, 32, 64, 128, "channel", "tensor", "block"] = 128
-    symmetric: bool | None = None  # by default false for int
-    smaller_groups: bool = True
+    bits: Annotated[Literal[2, 3, 4, 8], _grid("Bits of a weight; --average-bits mixes them.")] = 4
+    type: Annotated[
+        Literal["int", "float"],
+        Note("int: unsigned codes, (code - zero) * scale; float: float8 e4m3, or NVFP4 with 4 bits."),
+    ] = "int"
+    group_size: Annotated[
+        Literal[-1, 16, 32, 64, 128, "channel", "tensor", "block"],
+        _grid("Weights that share a scale; exactly so many. -1 is channel; 16 is for NVFP4."),
+    ] = 128
+    symmetric: Annotated[bool | None, Note("Without zeros. By default false for int; float is always symmetric.")] = (
+        None
+    )
+    smaller_groups: Annotated[
+        bool, Note("A group size that does not divide a linear's inputs falls back to 64, then 32. Of int.")
+    ] = True
 
     def __post_init__(self) -> None:
         if self.type == "int" and self.group_size in ("tensor", "block"):
@@ -51,19 +79,6 @@ class SchemeRecipe(StrictStruct, frozen=True):
         if self.type == "float" and self.symmetric is False:
             raise ValueError("type float is symmetric")
 
-    def scheme(self) -> QuantScheme:
-        if self.type == "float" and self.bits == NVFP4.bits:
-            return NVFP4
-        rows, size = (1, self.group_size) if isinstance(self.group_size, int) else WIDE_GROUPS[self.group_size]
-        codes = FLOAT8 if self.type == "float" else Integers(self.bits, bool(self.symmetric))
-        return QuantScheme(codes, size, rows)
-
-    @property
-    def schemes(self) -> tuple[QuantScheme, ...]:
-        """The grid, and the same in the smaller groups that a linear may get."""
-        whole, sizes = self.scheme(), GROUPS if self.smaller_groups and self.group_size not in WIDE_GROUPS else ()
-        return whole, *(replace(whole, group_size=size) for size in sizes if size < whole.group_size)
-
 
 SWITCHES = ("key_mean", "hadamard", "balance", "first_token", "value_hadamard")
 
@@ -71,8 +86,8 @@ SWITCHES = ("key_mean", "hadamard", "balance", "first_token", "value_hadamard")
 class KVLayerRecipe(StrictStruct, frozen=True):
     """Bits of one layer that differ from the rest."""
 
-    k_bits: KVBits | None = None
-    v_bits: KVBits | None = None
+    k_bits: Annotated[KVBits | None, Note("Bits of its keys.")] = None
+    v_bits: Annotated[KVBits | None, Note("Bits of its values.")] = None
 
 
 class KVRecipe(StrictStruct, frozen=True):
@@ -83,17 +98,35 @@ class KVRecipe(StrictStruct, frozen=True):
     `hadamard`.
     """
 
-    bits: KVBits | Literal["auto"] = 16
-    average_bits: Annotated[float, Meta(ge=4, le=8)] = 5.0  # upper limit for bits auto
-    type: Literal["int", "fp8"] = "int"  # of 8-bit storage
-    smooth: bool = True  # SmoothAttention with a searched exponent
-    key_mean: Switch = "auto"  # leave the mean before RoPE out of the cache
-    hadamard: Switch = "auto"  # rotate keys by the Walsh-Hadamard matrix
-    balance: Switch = "auto"  # multiply keys and queries by calibrated matrices; auto = INT4 keys
-    first_token: Switch = "auto"  # leave the mean key and value of position 0 out of the cache; auto = INT4
-    value_hadamard: Switch = "auto"  # rotate values in the weights around them; auto = INT4 values
-    scheme: Literal["online", "static8"] = "online"  # static8: one scale for all tokens, in the checkpoint
-    layers: dict[Annotated[int, Meta(ge=0)], KVLayerRecipe] = {}
+    bits: Annotated[
+        Literal[KVBits, "auto"], _grid("Bits of the KV cache; auto is 8 or 4 by layer.", name="kv_bits")
+    ] = 16
+    average_bits: Annotated[float, Meta(ge=4, le=8), Note("Upper limit of the average of `bits: auto`.")] = 5.0
+    type: Annotated[Literal["int", "fp8"], Note("Of 8-bit storage; fp8 is float8 e4m3.")] = "int"
+    smooth: Annotated[
+        bool, Note("SmoothAttention: keys' channels are divided by a power of their maxima, which is searched.")
+    ] = True
+    key_mean: Annotated[
+        Switch, Note("Leave the mean of keys before RoPE out of the cache. auto: of INT4 keys, or where it is large.")
+    ] = "auto"
+    hadamard: Annotated[
+        Switch, Note("Rotate keys by the Walsh-Hadamard matrix. auto: where it helps, not beside `balance`.")
+    ] = "auto"
+    balance: Annotated[
+        Switch, Note("Multiply keys and queries by calibrated matrices, in place of both. auto: of INT4 keys.")
+    ] = "auto"
+    first_token: Annotated[
+        Switch, Note("Leave the mean key and value of position 0 out of the cache. auto: of INT4 ones.")
+    ] = "auto"
+    value_hadamard: Annotated[
+        Switch, Note("Rotate values in the weights of v, and back in those of o. auto: INT4 values.")
+    ] = "auto"
+    scheme: Annotated[
+        Literal["online", "static8"], Note("static8: one scale for all tokens, in a compressed-tensors checkpoint.")
+    ] = "online"
+    layers: Annotated[
+        dict[Annotated[int, Meta(ge=0)], KVLayerRecipe], Note("Bits of single layers: {0: {k_bits: 8}}.")
+    ] = {}
 
     @property
     def switches(self) -> dict[str, Switch]:
@@ -145,8 +178,8 @@ class KVRecipe(StrictStruct, frozen=True):
 class DatasetRecipe(StrictStruct, frozen=True):
     """A source of text (a preset's name or a path) and its weight among the others."""
 
-    source: str
-    weight: Annotated[float, Meta(gt=0)] = 1.0
+    source: Annotated[str, Note("A preset, a file, a folder or hub:ORG/NAME.")]
+    weight: Annotated[float, Meta(gt=0), Note("Its share of the rows, beside the others'.")] = 1.0
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.weight):
@@ -164,11 +197,16 @@ class CalibrationRecipe(StrictStruct, frozen=True):
     rows; a name alone weighs 1. "none": there is no text, and no layer is run.
     """
 
-    dataset: str | tuple[str | DatasetRecipe, ...] = BUNDLED_TEXT
-    num_samples: PositiveInt = 64
-    seq_len: Annotated[int, Meta(ge=8)] = 512
-    seed: Annotated[int, Meta(ge=0, lt=1 << 32)] = 0
-    all_experts: bool = False  # calibrate every expert of a sparse layer on all tokens, not only on its own
+    dataset: Annotated[
+        str | tuple[str | DatasetRecipe, ...],
+        Note("A preset, a file, a folder, hub:ORG/NAME, none, or a list of such. A list may hold {source, weight}."),
+    ] = BUNDLED_TEXT
+    num_samples: Annotated[PositiveInt, _text("Rows of text.")] = 64
+    seq_len: Annotated[int, Meta(ge=8), _text("Tokens of a row.")] = 512
+    seed: Annotated[int, Meta(ge=0, le=(1 << 32) - 1), _text("Seed of the choice of text.")] = 0
+    all_experts: Annotated[
+        bool, Note("Calibrate every expert of a sparse layer on all tokens, not only on its own.")
+    ] = False
 
     @property
     def has_text(self) -> bool:
@@ -177,3 +215,25 @@ class CalibrationRecipe(StrictStruct, frozen=True):
     def __post_init__(self) -> None:
         if not self.dataset:
             raise ValueError("`dataset` names nothing; write a preset or a path")
+
+
+class RunConfig(StrictStruct, frozen=True):
+    """How `lmkit quantize` runs. Nothing here changes what a recipe asks for, but the number of rows for a time."""
+
+    merge_adapter: Annotated[str | None, _run("Merge this LoRA adapter first.", metavar="FOLDER")] = None
+    max_memory: Annotated[
+        PositiveInt | None,
+        _run("Limit of the memory peak, for example 2GiB; smaller steps keep it.", is_size=True),
+    ] = None
+    time_budget: Annotated[
+        float | None,
+        _run("Time to take, for example 20m: as many rows as fit by the estimate.", is_time=True),
+    ] = None
+    ignore_estimate: Annotated[
+        bool, _run("Start even if memory or disk will not do by the estimate.", is_switch=True)
+    ] = False
+    device: Annotated[str, _run("Where to compute; auto is a GPU or the CPU.", metavar="<auto|cpu|cuda|cuda:N>")] = (
+        "auto"
+    )
+    restart: Annotated[bool, _run("Discard the layers of an interrupted run.", is_switch=True)] = False
+    eval: Annotated[bool, _run("Compare the result with the source at the end.")] = True

@@ -134,7 +134,7 @@ def test_a_file_that_is_missing() -> None:
 @pytest.mark.parametrize(
     ("variable", "value", "part"),
     [
-        ("LMKIT_PORT", "x", "integer"), ("LMKIT_CACHE_QUOTA", "3", "1.0"), ("LMKIT_KV_DTYPE", "int3", "int8"),
+        ("LMKIT_PORT", "x", "integer"), ("LMKIT_CACHE_QUOTA", "3", "at most 1"), ("LMKIT_KV_DTYPE", "int3", "int8"),
         ("LMKIT_MAX_BODY", "x", "size"), ("LMKIT_OVERLAP", "maybe", "true or false"),
         ("LMKIT_CONFIG", "none", "cannot be read"),
     ],

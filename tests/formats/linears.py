@@ -10,7 +10,7 @@ import torch
 
 from lmkit.formats.base import get_format
 from lmkit.formats.checkpoint import CheckpointReader, CheckpointWriter
-from lmkit.formats.parts import Activations
+from lmkit.formats.names import Activations
 from lmkit.qtensor import QTensor, QuantScheme, quantize
 from tests.formats.files import folder
 

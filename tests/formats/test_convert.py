@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from lmkit.errors import CheckpointError, ConfigError, UnsupportedError
 from lmkit.formats.convert import convert
-from lmkit.formats.parts import Activations
+from lmkit.formats.names import Activations
 from lmkit.formats.verify import verify, weight_digest
 from lmkit.qtensor import QTensor, QuantScheme, dequantize, float8_scheme, int_scheme
 from tests.formats.files import folder

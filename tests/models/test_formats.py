@@ -16,7 +16,7 @@ from lmkit.errors import CheckpointError, UnsupportedError
 from lmkit.formats.base import get_format
 from lmkit.formats.checkpoint import CheckpointReader, CheckpointWriter
 from lmkit.formats.convert import convert
-from lmkit.formats.parts import Activations
+from lmkit.formats.names import Activations
 from lmkit.kernels.ops import Norm
 from lmkit.kv_dtype import FLOAT32
 from lmkit.layers.batch import allocate_kv, whole_batch

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lmkit.errors import ConfigError, UnsupportedError
-from lmkit.formats.parts import Activations
+from lmkit.formats.names import Activations
 from lmkit.models.to_dense import to_dense
 from lmkit.qtensor import QuantScheme
 from tests.formats import test_mxfp4 as mxfp4

@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 
-from lmkit.formats.parts import Activations
+from lmkit.formats.names import Activations
 from lmkit.qtensor import QuantScheme, int_scheme
 from tests.models import tiny
 from tests.models.test_formats import CHANNEL, EIGHT, SHAPE, rewritten

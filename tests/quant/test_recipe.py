@@ -59,7 +59,7 @@ def test_names_of_methods_lead_to_recipes_that_are_shipped() -> None:
     ],
 )
 def test_schemes_of_shipped_recipes(name: str, scheme: QuantScheme) -> None:
-    assert load_recipe(name).scheme.scheme() == scheme
+    assert load_recipe(name).grid == scheme
 
 
 def test_the_default_recipe_is_shipped_and_is_awq() -> None:
@@ -72,7 +72,7 @@ def test_the_default_recipe_is_shipped_and_is_awq() -> None:
 @pytest.mark.parametrize(
     ("text", "place", "allowed"),
     [
-        (MINIMAL + "group_size: 64", "group_size", "format, scheme, activations, average_bits, steps, kv"),
+        (MINIMAL + "group_size: 64", "group_size", "format, activations, average_bits, scheme, steps, kv"),
         (MINIMAL + "scheme: {bit: 4}", "$.scheme", "bits, type, group_size, symmetric"),
         (MINIMAL + "kv: {bit: 4}", "$.kv", "bits, average_bits"),
         (MINIMAL + "kv: {layers: {0: {bits: 4}}}", "$.kv.layers", "k_bits, v_bits"),

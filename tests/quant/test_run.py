@@ -151,7 +151,7 @@ def test_rtn_writes_the_codes_of_qtensor(source: Path, tmp_path: Path) -> None:
             continue
         assert isinstance(stored, QTensor)
         assert isinstance(weight, Tensor)
-        expected = quantize(weight, AWQ.scheme.scheme())
+        expected = quantize(weight, AWQ.grid)
         assert torch.equal(stored.codes, expected.codes)
         assert torch.equal(stored.scales, expected.scales)
         assert torch.equal(stored.zeros, expected.zeros)

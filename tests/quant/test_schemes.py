@@ -59,7 +59,7 @@ def test_a_scheme_from_recipe_to_checkpoint(source: Path, tmp_path: Path, name: 
     for role in LINEARS:
         weight, q = dense[role], stored[role]
         assert isinstance(q, QTensor)
-        assert q.scheme == asked.scheme.scheme()
+        assert q.scheme == asked.grid
         if data["steps"] == [RTN]:
             assert isinstance(weight, torch.Tensor)
             together = [role, *next((fused for fused in before.spec.layers[0].fused if role in fused), ())]

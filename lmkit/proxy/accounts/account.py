@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 import msgspec
 
 from lmkit.config import StrictStruct
+from lmkit.option import Note
 
 Period = Literal["day", "week", "month", "total"]
 PERIODS: tuple[Period, ...] = ("day", "week", "month", "total")
@@ -33,9 +34,9 @@ PricePerMillion = Annotated[float, msgspec.Meta(ge=0, le=BIGGEST)]
 class Price(StrictStruct, frozen=True):
     """What a million tokens of a model cost."""
 
-    input: PricePerMillion = 0.0
-    cached_input: PricePerMillion | None = None  # of prompts, found in a cache; None = as `input`
-    output: PricePerMillion = 0.0
+    input: Annotated[PricePerMillion, Note("Of prompts.")] = 0.0
+    cached_input: Annotated[PricePerMillion | None, Note("Of prompts, found in a cache. Default: `input`.")] = None
+    output: Annotated[PricePerMillion, Note("Of answers.")] = 0.0
 
     def of(self, usage: Usage) -> int:
         """In units of 10^-11."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from lmkit.formats.parts import Activations
+from lmkit.formats.names import Activations
 from lmkit.models.decoder_layer import DecoderLayer
 from lmkit.qtensor import QTensor
 from lmkit.quant.data.hidden_states import Stream

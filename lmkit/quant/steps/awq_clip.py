@@ -15,8 +15,9 @@ import torch
 from msgspec import Meta
 from torch import Tensor
 
-from lmkit.formats.parts import Activations
+from lmkit.formats.names import Activations
 from lmkit.models.roles import QKV
+from lmkit.option import Note
 from lmkit.qtensor import PIECE, QuantScheme, grid_between
 from lmkit.quant.layer.grid import Shrink, round_to_nearest
 from lmkit.quant.layer.layer import CalibratedLayer
@@ -33,8 +34,8 @@ class AwqClip(Step, frozen=True, tag="awq_clip"):
 
     stage: ClassVar = Stage.CLIP
 
-    grid: Annotated[int, Meta(ge=1, le=1000)] = 10  # steps from no clipping to `max_shrink`, at each end
-    max_shrink: Annotated[float, Meta(gt=0, lt=1)] = 0.5
+    grid: Annotated[int, Meta(ge=1, le=1000), Note("Steps from no clipping to `max_shrink`, at each end.")] = 10
+    max_shrink: Annotated[float, Meta(gt=0, lt=1), Note("The largest share of a range that is cut off.")] = 0.5
 
     def refuses(self, scheme: QuantScheme, activations: Activations) -> str | None:
         return self.needs_groups(scheme)

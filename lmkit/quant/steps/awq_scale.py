@@ -17,8 +17,9 @@ import torch
 from msgspec import Meta
 from torch import Tensor
 
-from lmkit.formats.parts import Activations
+from lmkit.formats.names import Activations
 from lmkit.models.layer_spec import LayerSpec
+from lmkit.option import Note
 from lmkit.qtensor import QuantScheme, dequantize
 from lmkit.quant.layer.grid import round_to_nearest
 from lmkit.quant.layer.layer import CalibratedLayer
@@ -45,10 +46,15 @@ class AwqScale(Step, frozen=True, tag="awq_scale"):
 
     stage: ClassVar = Stage.TRANSFORM
 
-    duo: Literal["both"] | bool = "both"  # candidates from activations and weights, from activations alone, or both
-    grid: Annotated[int, Meta(ge=1, le=1000)] = 20  # candidates of each kind
-    tokens: Annotated[int, Meta(ge=16)] = 2048  # calibration tokens on which candidates are compared
-    min_gain: Annotated[float, Meta(ge=0, lt=1)] = 0.0  # a scale must save this share of the loss without a scale
+    duo: Annotated[
+        Literal["both"] | bool,
+        Note("Candidates from activations and weights (true), from activations alone (false), or both."),
+    ] = "both"
+    grid: Annotated[int, Meta(ge=1, le=1000), Note("Candidates of each kind.")] = 20
+    tokens: Annotated[int, Meta(ge=16), Note("Tokens of the text on which candidates are compared.")] = 2048
+    min_gain: Annotated[float, Meta(ge=0, lt=1), Note("A scale must save this share of the loss without a scale.")] = (
+        0.0
+    )
 
     @property
     def sample_tokens(self) -> int:

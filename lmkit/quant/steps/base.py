@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import ClassVar, Self
 
 from lmkit.config import StrictStruct
-from lmkit.formats.parts import Activations
+from lmkit.formats.names import Activations
 from lmkit.models.layer_spec import LayerSpec
 from lmkit.models.spec import ModelSpec
 from lmkit.qtensor import QuantScheme

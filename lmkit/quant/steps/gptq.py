@@ -20,10 +20,11 @@ import torch
 from msgspec import Meta
 from torch import Tensor
 
-from lmkit.formats.parts import Activations
+from lmkit.formats.names import Activations
 from lmkit.layers.linear import in_full
 from lmkit.log import get_logger
 from lmkit.models.spec import ModelSpec
+from lmkit.option import Note
 from lmkit.qtensor import QTensor, QuantScheme, dequantize
 from lmkit.quant.layer.curvature import MAX_TOKENS, block_size, weights_of_outputs
 from lmkit.quant.layer.descent import descend
@@ -52,15 +53,29 @@ class Gptq(Step, frozen=True, tag="gptq"):
     stage: ClassVar = Stage.ROUNDER
     by_parts: ClassVar = True
 
-    order: Literal["activation", "gar", "natural"] = "activation"  # of the columns; groups stay as they are
-    damping: Annotated[float, Meta(gt=0, le=1)] | Literal["auto"] = "auto"  # share of the Hessian's mean diagonal,
-    # added to it; auto: the fewer tokens an input of so many numbers saw, the more (`enough_damping`)
-    targets: Literal["exact", "same"] = "exact"  # reach the original layer's outputs, or this layer's own
-    strength: Annotated[float, Meta(ge=0, le=1)] = 1.0  # share of the way from this layer's own outputs to the exact
-    sequential: bool = True  # attn.o and mlp.down are rounded on the outputs of the rounded linears before them
-    refine: Annotated[int, Meta(ge=0, le=100)] = 2  # rounds of coordinate descent over scales and codes afterwards
-    loss: Annotated[int, Meta(ge=0, le=100)] | Literal["auto"] = 0  # rounds after these that weigh the outputs' errors
-    # by the curvature of the model's loss (layer.curvature); auto: AUTO_LOSS if the model has gradients, or 0
+    order: Annotated[Literal["activation", "gar", "natural"], Note("Of the columns. Groups stay as they are.")] = (
+        "activation"
+    )
+    damping: Annotated[
+        Annotated[float, Meta(gt=0, le=1)] | Literal["auto"],
+        Note("Share of the Hessian's mean diagonal that is added to it. auto: more for few tokens."),
+    ] = "auto"
+    targets: Annotated[
+        Literal["exact", "same"], Note("The outputs to reach: the original layer's, or this layer's own.")
+    ] = "exact"
+    strength: Annotated[
+        float, Meta(ge=0, le=1), Note("Share of the way from this layer's own outputs to the exact ones.")
+    ] = 1.0
+    sequential: Annotated[
+        bool, Note("Round attn.o and mlp.down on the outputs of the rounded linears before them.")
+    ] = True
+    refine: Annotated[
+        int, Meta(ge=0, le=100), Note("Rounds of coordinate descent over scales and codes afterwards.")
+    ] = 2
+    loss: Annotated[
+        Annotated[int, Meta(ge=0, le=100)] | Literal["auto"],
+        Note("Rounds after these that weigh errors by the curvature of the model's loss. auto: 2 where that is known."),
+    ] = 0
 
     @property
     def needs_exact(self) -> bool:

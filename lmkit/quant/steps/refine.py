@@ -14,8 +14,9 @@ import torch
 from msgspec import Meta
 
 from lmkit.config import PositiveInt
-from lmkit.formats.parts import Activations
+from lmkit.formats.names import Activations
 from lmkit.models.spec import ModelSpec
+from lmkit.option import Note
 from lmkit.qtensor import QuantScheme
 from lmkit.quant.refine.tuning import Tuning
 from lmkit.quant.refine.whole import Finished, WholeModel
@@ -29,9 +30,11 @@ class Refine(Step, frozen=True, tag="refine"):
 
     stage: ClassVar = Stage.MODEL
 
-    epochs: PositiveInt = 1  # how often each row is used
-    batch: PositiveInt = 4  # rows of a step
-    rate: Annotated[float, Meta(gt=0, le=0.1)] = 0.001  # the relative change of a scale in one of the first steps
+    epochs: Annotated[PositiveInt, Note("How often each row is used.")] = 1
+    batch: Annotated[PositiveInt, Note("Rows of a step.")] = 4
+    rate: Annotated[float, Meta(gt=0, le=0.1), Note("The relative change of a scale in one of the first steps.")] = (
+        0.001
+    )
 
     @property
     def rows(self) -> int:

@@ -17,8 +17,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from lmkit.config import PositiveInt
-from lmkit.formats.parts import Activations
+from lmkit.formats.names import Activations
 from lmkit.models.spec import ModelSpec
+from lmkit.option import Note
 from lmkit.qtensor import SMALLEST_SCALE, QTensor, QuantScheme, dequantize
 from lmkit.quant.layer.gradients import layer_output
 from lmkit.quant.layer.moments import batches, run
@@ -37,8 +38,8 @@ class SignRound(Step, frozen=True, tag="signround"):
 
     stage: ClassVar = Stage.TUNER
 
-    iters: Annotated[int, Meta(ge=1)] = 200
-    batch: PositiveInt = 8  # rows of the calibration data in one iteration
+    iters: Annotated[int, Meta(ge=1), Note("Iterations for a layer.")] = 200
+    batch: Annotated[PositiveInt, Note("Rows of the text in one iteration.")] = 8
 
     @property
     def needs_exact(self) -> bool:

@@ -17,8 +17,9 @@ import torch
 from msgspec import Meta
 from torch import Tensor
 
-from lmkit.formats.parts import Activations
+from lmkit.formats.names import Activations
 from lmkit.models.layer_spec import LayerSpec
+from lmkit.option import Note
 from lmkit.qtensor import QuantScheme, dequantize
 from lmkit.quant.layer.layer import CalibratedLayer
 from lmkit.quant.layer.scaling import (
@@ -44,8 +45,11 @@ class SmoothQuant(Step, frozen=True, tag="smooth_quant"):
     stage: ClassVar = Stage.TRANSFORM
     sees_all: ClassVar = True
 
-    alpha: Annotated[float, Meta(ge=0, le=1)] | Literal["search"] = "search"  # how much difficulty to move
-    grid: Annotated[int, Meta(ge=1, le=1000)] = 20  # values of alpha from 0 to 1 that a search compares
+    alpha: Annotated[
+        Annotated[float, Meta(ge=0, le=1)] | Literal["search"],
+        Note("How much difficulty is moved. search: the best by the error of the output."),
+    ] = "search"
+    grid: Annotated[int, Meta(ge=1, le=1000), Note("Values of alpha from 0 to 1 that a search compares.")] = 20
 
     def refuses(self, scheme: QuantScheme, activations: Activations) -> str | None:
         if activations == "none":

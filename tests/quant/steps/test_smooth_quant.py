@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lmkit.formats.parts import Activations
+from lmkit.formats.names import Activations
 from lmkit.models.roles import SMOOTH
 from lmkit.models.source import ModelSource
 from lmkit.qtensor import QuantScheme, dequantize, float8_scheme, int_scheme, quantize
