@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -96,6 +97,11 @@ class BatchInputs:
         for g, geometry in enumerate(self.geometries):
             named |= {f"slots.{g}": geometry.slots, f"block_tables.{g}": geometry.block_tables}
         return named
+
+    @cached_property
+    def arrays(self) -> dict[str, np.ndarray]:
+        """`tensors` of the host as arrays over the same memory. A step's inputs may be those of many steps."""
+        return {name: tensor.numpy() for name, tensor in self.tensors.items()}
 
 
 class Projected(NamedTuple):

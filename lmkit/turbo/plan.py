@@ -6,6 +6,8 @@ import msgspec
 
 from lmkit.turbo.request import ImageInput, Pooling, SamplingParams, TokenLogprobs
 
+# A step has a few objects for each sequence (gc=False). None is part of a cycle, so no search for garbage visits them.
+
 CAPTURED_TOKENS = 1024  # of a step with prompt tokens that is captured on a GPU, at most
 DRAFTED_TOKENS = 256  # of a step with drafts, at most: logits of all of them are computed
 
@@ -32,7 +34,7 @@ class NewSequence(msgspec.Struct, frozen=True):
         return self.token_ids[self.num_prompt_tokens :]
 
 
-class Chunk(msgspec.Struct, frozen=True):
+class Chunk(msgspec.Struct, frozen=True, gc=False):
     """Compute tokens start .. start + num_tokens of the sequence in `slot`, after giving it `new_blocks`."""
 
     slot: int
@@ -84,15 +86,20 @@ class StepPlan(msgspec.Struct, frozen=True, tag=True):
     saves: list[Save] = []
 
 
-class SampledToken(msgspec.Struct, frozen=True):
+class SampledToken(msgspec.Struct, frozen=True, gc=False):
     """The token after one position; FAILED_TOKEN if the logits were unusable. Log-probabilities are set on request."""
 
     token_id: int
     logprob: float = 0.0
     top: list[tuple[int, float]] = []
 
+    @property
+    def scored(self) -> TokenLogprobs:
+        """It with its log-probabilities, as an output has them."""
+        return TokenLogprobs(self.token_id, self.logprob, self.top)
 
-class Sampled(msgspec.Struct, frozen=True):
+
+class Sampled(msgspec.Struct, frozen=True, gc=False):
     """A runner's result for one chunk, in the plan's order."""
 
     # The sequence's next tokens: none if the chunk samples none, otherwise one more than the draft tokens that were

@@ -183,7 +183,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     top: list[tuple[int, float]]  # the most likely tokens, best first; for equal values the lower id first
 
 
-class StepOutput(msgspec.Struct, frozen=True, kw_only=True):
+class StepOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """The output of one engine step for one request. `finish_reason` is set on the request's last output."""
 
     request_id: str

@@ -19,13 +19,15 @@ from lmkit.turbo.runners.images import EncodedImages, PlacedImages, Span, with_i
 # recur while a context grows, and attention prepares for less than twice the number of keys.
 TABLE_KEYS = 4096
 
+NO_TOKENS, NEXT = np.zeros((2, 0), np.int64), np.array([[0], [1]])  # slots and positions; what a step adds to them
+
 
 class Expected(NamedTuple):
-    """A token that a step under way will sample."""
+    """Tokens that a step under way will sample."""
 
-    slot: int
-    entry: int  # counts the sequences that have entered the slot
-    position: int
+    slots: np.ndarray  # int64 [R], as the others
+    entries: np.ndarray  # each counts the sequences that had entered the slot
+    positions: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,7 @@ class PersistentBatch:
         self.max_scored_rows = 0  # a step's logit rows, if those are among them that score prompt tokens
         self.keeps_tables = False  # whether the last inputs have the same block tables as the inputs before them
         self.always_adapted = False  # whether all rows are computed in the way of rows with an adapter
-        self._entries = [0] * num_slots  # number of sequences that have entered
+        self._entries = np.zeros(num_slots, np.int64)  # number of sequences that have entered
         # The values that grow by one in a decode step lie side by side.
         moving = torch.zeros(2 + num_groups, max(max_step_tokens, num_slots), dtype=torch.int32)
         self._moving = moving.numpy()
@@ -113,11 +115,12 @@ class PersistentBatch:
         # By the number of sequences, and whether any has an adapter.
         self._decode_inputs: dict[tuple[int, bool], BatchInputs] = {}
         self._decode_shape = 0, False  # of the latest decode step
-        self._decoded: list[tuple[int, int]] = []  # (slot, position) of each token, if the inputs are a decode step's
+        # Slots and positions int64 [2, S] of the tokens, if the inputs are a decode step's.
+        self._decoded = NO_TOKENS
 
     def enter(self, new: NewSequence) -> None:
         self._entries[new.slot] += 1
-        self._decoded = []  # the next position of the slot would not be in the same blocks
+        self._decoded = NO_TOKENS  # the next position of the slot would not be in the same blocks
         count = len(new.token_ids)
         self.token_ids[new.slot, :count] = new.token_ids
         self.num_tokens[new.slot] = count
@@ -148,20 +151,28 @@ class PersistentBatch:
             self.token_ids[slot, position] = token_id
         self.num_tokens[slot] = position + 1
 
-    def expect(self, slot: int) -> Expected:
-        """Append a token that is not known yet.
+    def expect(self, slots: list[int]) -> Expected:
+        """Append a token that is not known yet to each of these sequences.
 
         Its id is -1 - slot until `learn`. A step that computes it takes the token that was sampled last in that slot.
         """
-        expected = Expected(slot, self._entries[slot], int(self.num_tokens[slot]))
-        self.append(slot, -1 - slot)
+        these = np.array(slots, np.int64)
+        expected = Expected(these, self._entries[these], self.num_tokens[these])
+        self._write_tokens(these, expected.positions, -1 - these)
+        self.num_tokens[these] += 1
         return expected
 
-    def learn(self, expected: Expected, token_id: int) -> None:
-        """Fill in an expected token after its step has run. If its sequence has left the slot, nothing is changed."""
-        slot, entry, position = expected
-        if self._entries[slot] == entry and position < self.token_ids.shape[1]:
-            self.token_ids[slot, position] = token_id
+    def learn(self, expected: Expected, token_ids: np.ndarray) -> None:
+        """Fill in the expected tokens int64 [R] after their step has run. One stays unknown if its sequence has left
+        the slot, or if it has no id: it is negative."""
+        slots, entries, positions = expected
+        known = (self._entries[slots] == entries) & (token_ids >= 0)
+        self._write_tokens(slots[known], positions[known], token_ids[known])
+
+    def _write_tokens(self, slots: np.ndarray, positions: np.ndarray, token_ids: np.ndarray) -> None:
+        """Write a token of each slot. The one after the longest sequence is never computed, and has no place."""
+        fits = positions < self.token_ids.shape[1]
+        self.token_ids[slots[fits], positions[fits]] = token_ids[fits]
 
     def inputs(self, chunks: list[Chunk]) -> tuple[BatchInputs, StepRows | None]:
         """Give the chunks their new blocks and gather the step's tensors, which are valid until the next step.
@@ -170,31 +181,33 @@ class PersistentBatch:
         wants an embedding. Sequences that sample stand before the others, see BatchInputs.
         """
         for chunk in chunks:
-            self._extend_tables(chunk.slot, chunk.new_blocks)
+            if chunk.new_blocks:
+                self._extend_tables(chunk.slot, chunk.new_blocks)
             if chunk.draft:
                 end = chunk.start + chunk.num_tokens
                 self.token_ids[chunk.slot, end - len(chunk.draft) : end] = chunk.draft
         if self.has_states:
             self._arrays["states"][: len(chunks)] = [_state_rows(chunk) for chunk in in_order(chunks)]
-        if all(c.num_tokens == c.num_sampled == 1 and c.slot not in self.pooling for c in chunks):
-            return self._decode([(c.slot, c.start) for c in chunks]), None
-        self._decoded, self.keeps_tables = [], False
+        slots = [c.slot for c in chunks]
+        if all(c.num_tokens == c.num_sampled == 1 for c in chunks) and self.pooling.keys().isdisjoint(slots):
+            return self._decode(np.array([slots, [c.start for c in chunks]])), None
+        self._decoded, self.keeps_tables = NO_TOKENS, False
         ordered = in_order(chunks)
-        slots = np.array([c.slot for c in ordered])
+        seqs = np.array([c.slot for c in ordered])
         starts = np.array([c.start for c in ordered])
         counts = np.array([c.num_tokens for c in ordered])
         query_start = np.concatenate(([0], counts.cumsum()))
         positions = np.arange(query_start[-1]) - np.repeat(query_start[:-1] - starts, counts)
-        width = self._table_width(self._write(slots, np.repeat(slots, counts), positions, query_start, starts + counts))
-        rows, spans = self._rows(chunks, dict(zip(slots.tolist(), query_start.tolist(), strict=False)))
+        width = self._table_width(self._write(seqs, np.repeat(seqs, counts), positions, query_start, starts + counts))
+        rows, spans = self._rows(chunks, dict(zip(seqs.tolist(), query_start.tolist(), strict=False)))
         logit_rows = [row for span in spans for row in span]
         self._arrays["logit_rows"][: len(logit_rows)] = logit_rows
         self._arrays["logit_adapters"][: len(logit_rows)] = self._arrays["adapters"][logit_rows]
         ends = np.cumsum([len(span) for span in spans if span], dtype=np.int32)
         self._arrays["logit_start"][1 : len(ends) + 1] = ends
-        inputs = self._views(len(positions), len(slots), width, len(logit_rows), len(ends))
+        inputs = self._views(len(positions), len(seqs), width, len(logit_rows), len(ends))
         if self.images:
-            placed = map(Span, slots.tolist(), starts.tolist(), query_start.tolist(), counts.tolist())
+            placed = map(Span, seqs.tolist(), starts.tolist(), query_start.tolist(), counts.tolist())
             inputs = with_images(inputs, placed, self.images)
         return inputs, rows
 
@@ -204,20 +217,16 @@ class PersistentBatch:
             self.block_tables[group, slot, first : first + len(blocks)] = blocks
             self.num_blocks[group, slot] = first + len(blocks)
 
-    def _decode(self, tokens: list[tuple[int, int]]) -> BatchInputs:
-        """One token of each sequence, given as (slot, position)."""
-        num_seqs, before = len(tokens), self._decoded
-        self._decoded = tokens
-        self.keeps_tables = [(slot, position - 1) for slot, position in tokens] == before and all(
-            position % self.block_size for _, position in tokens
-        )
+    def _decode(self, tokens: np.ndarray) -> BatchInputs:
+        """One token of each sequence: int64 [2, S] has their slots and positions."""
+        num_seqs, before = tokens.shape[1], self._decoded
+        self._decoded, (slots, positions) = tokens, tokens
+        goes_on = tokens.shape == before.shape and bool(((tokens - before) == NEXT).all())
+        self.keeps_tables = goes_on and bool((positions % self.block_size).all())
         if self.keeps_tables:  # every sequence moves on by one token in the same blocks
             self._moving[:, :num_seqs] += 1
-            token_ids = self._arrays["token_ids"]
-            for row, place in enumerate(tokens):
-                token_ids[row] = self.token_ids[place]
+            self._arrays["token_ids"][:num_seqs] = self.token_ids[slots, positions]
             return self._decode_inputs[self._decode_shape]
-        slots, positions = np.array(tokens).T
         self._write(slots, slots, positions, np.arange(num_seqs + 1), positions + 1)
         shape = self._decode_shape = num_seqs, self._has_adapters(num_seqs)
         if shape not in self._decode_inputs:

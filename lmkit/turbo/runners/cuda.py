@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -128,7 +129,7 @@ class _Launched:
     shown: list[Shown]
     tokens: list[list[SampledToken]] | None  # set if the launch waited for the tokens
     pending: Pending  # otherwise one token of each chunk that samples
-    expected: list[Expected]  # tokens that the batch waits for
+    expected: Expected | None  # tokens that the batch waits for
     times: _Times | None
 
 
@@ -241,7 +242,7 @@ class CudaRunner(PlanRunner):
     def _launch(self, plan: StepPlan) -> _Launched:
         with self._begun(plan) as chunks:
             if not chunks:
-                return _Launched(plan, chunks, [], None, Drawn([]), [], None)
+                return _Launched(plan, chunks, [], None, Drawn([]), None, None)
             times = _Times(*(self._device.event() for _ in range(3)))
             inputs, rows = self.batch.inputs(chunks)
             times.begin.record()
@@ -251,13 +252,13 @@ class CudaRunner(PlanRunner):
             times.model.record()
             tokens: list[list[SampledToken]] | None = None
             pending: Pending = Drawn([])
-            expected: list[Expected] = []
+            expected: Expected | None = None
             if rows is not None and any(chunk.draft for chunk in chunks):
                 tokens = self._sample_now(computed, chunks, rows)
                 self.append(chunks, tokens)
             elif slots := [chunk.slot for chunk in chunks if chunk.num_sampled]:
                 pending = self._sampler.sample(logits, slots) if drawn is None else drawn
-                expected = [self.batch.expect(slot) for slot in slots]
+                expected = self.batch.expect(slots)
             times.end.record()
             return _Launched(plan, chunks, shown, tokens, pending, expected, times)
 
@@ -273,9 +274,8 @@ class CudaRunner(PlanRunner):
 
     def _result(self, launched: _Launched) -> StepResult:
         drawn = launched.pending.result()
-        for expected, token in zip(launched.expected, drawn, strict=True):
-            if token.token_id >= 0:
-                self.batch.learn(expected, token.token_id)
+        if launched.expected is not None:
+            self.batch.learn(launched.expected, np.array([token.token_id for token in drawn]))
         tokens = launched.tokens
         if tokens is None:
             one_by_one = iter(drawn)
@@ -320,7 +320,7 @@ class CudaRunner(PlanRunner):
         slots = [chunk.slot for chunk in chunks for _ in range(chunk.num_sampled)]  # of the logit rows
         sampler = self._sampler
         greedy = isinstance(sampler, GpuSampler) and self.captured.chooses and sampler.is_greedy(slots)
-        self._staged.put(
+        self._staged.copy(
             inputs,
             size,
             width=self.captured.width,

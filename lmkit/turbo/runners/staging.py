@@ -15,7 +15,9 @@ read.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -31,6 +33,8 @@ from lmkit.turbo.runners.gpu import Gpu
 
 NUM_STAGED = 4  # pieces: two steps are under way, one is being written
 ALIGN = 256  # bytes; the alignment that kernels may expect of an allocation
+MISSING = {"adapters": np.empty(0, np.int32), "logit_adapters": np.empty(0, np.int32),
+           "states": np.empty((0, ROW_FIELDS), np.int32)}  # fmt: skip
 LONG = ("token_ids", "logit_rows")  # int64, the others int32
 
 
@@ -41,6 +45,7 @@ class _Field(NamedTuple):
     end: int  # bytes
 
 
+@lru_cache(1024)  # more than there are captured sizes
 def _layout(
     num_tokens: int,
     num_seqs: int,
@@ -68,7 +73,7 @@ def _layout(
     }
     fields, start = [], 0
     for name, shape in shapes.items():
-        end = start + int(np.prod(shape)) * (8 if name in LONG else 4)
+        end = start + math.prod(shape) * (8 if name in LONG else 4)
         fields.append(_Field(name, shape, start, end))
         start = -(-end // ALIGN) * ALIGN
     return fields
@@ -116,7 +121,19 @@ class StagedInputs:
         keeps_tables: bool = False,
         greedy: Sequence[int] = (),
     ) -> BatchInputs:
-        """Copy `inputs` from the CPU to the device. The result is valid up to the next call's place in the stream.
+        """As `copy`. The result is valid up to the next call's place in the stream."""
+        return self._views(self.copy(inputs, pad_to, width=width, keeps_tables=keeps_tables, greedy=greedy))
+
+    def copy(
+        self,
+        inputs: BatchInputs,
+        pad_to: Size | None = None,
+        *,
+        width: int = 0,
+        keeps_tables: bool = False,
+        greedy: Sequence[int] = (),
+    ) -> list[_Field]:
+        """Copy `inputs` from the CPU to the device, where a captured step of that size finds them.
 
         pad_to: the step is padded to that size, and block tables to `width` columns. The added tokens belong to no
         sequence or to one without context, and write nothing.
@@ -136,10 +153,7 @@ class StagedInputs:
         shape = num_seqs, padded, width, adapted
         is_kept = keeps_tables and shape == self._last
         staged = fields[: -self._num_groups] if is_kept else fields
-        tensors = {name: tensor.numpy() for name, tensor in inputs.tensors.items()}
-        nothing, no_states = np.empty(0, np.int32), np.empty((0, ROW_FIELDS), np.int32)
-        missing = {"adapters": nothing, "logit_adapters": nothing, "states": no_states}
-        tensors = {**missing, **tensors, "greedy": np.array(greedy, np.int32)}
+        tensors = MISSING | inputs.arrays | {"greedy": np.array(greedy, np.int32)}
         for field in staged:
             view = piece.array[field.start : field.end].view(np.int64 if field.name in LONG else np.int32)
             values, flat = tensors[field.name], view.reshape(field.shape)
@@ -154,7 +168,7 @@ class StagedInputs:
         self._memory[:end].copy_(piece.memory[:end], non_blocking=True)
         piece.copied.record()
         self._last = shape
-        return self._views(fields)
+        return fields
 
     def _next_piece(self) -> _Piece:
         piece = self._pieces[self._turn % NUM_STAGED]

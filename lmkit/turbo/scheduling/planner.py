@@ -17,7 +17,7 @@ from lmkit.turbo.scheduling.pacing import Pacer
 from lmkit.turbo.scheduling.queue import RequestQueue
 from lmkit.turbo.scheduling.slots import BatchSlots
 from lmkit.turbo.scheduling.under_way import PromptsUnderWay
-from lmkit.turbo.sequence import Sequence, Status
+from lmkit.turbo.sequence import RUNNING, WAITING, Sequence, Status
 
 # If a chunk would leave fewer tokens of its prompt than these, it leaves as many more: a step of few tokens takes as
 # long as reading the weights. From 48 tokens on, a CPU with AVX512-VNNI needs the same time for each token.
@@ -33,7 +33,7 @@ class Step:
     now: float
     is_contended: bool  # sequences wait: tokens are charged to their tenants
     new: dict[int, NewSequence] = field(default_factory=dict)  # by slot
-    chunks: dict[int, Chunk] = field(default_factory=dict)  # by slot
+    chunks: dict[Sequence, Chunk] = field(default_factory=dict)
     victims: list[Sequence] = field(default_factory=list)
     under_way: PromptsUnderWay | None = None  # None until needed; no look-up follows a preemption
     ranks: list[Rank] | None = None  # of the tenants that wait; None until needed, or since a counter changed
@@ -61,33 +61,38 @@ class Planner:
         step = Step(-(-self.limits.max_step_tokens // stages), now, bool(self.waiting))
         if not self.waiting:
             self.shares.settle()
-        running = sorted(self.slots.running.values(), key=policy.order)
-        uncomputed = [(seq, seq.num_uncomputed) for seq in running]
-        decoding = [seq for seq, count in uncomputed if count == 1]
+        running = list(self.slots.running.values())
+        decoding, prompts = [], []
+        for seq in running:
+            if (count := seq.num_due) == 1:
+                decoding.append(seq)
+            elif count > 1:
+                prompts.append(seq)
         if stages > 1:  # equal parts in turns: one waits for its tokens while another is computed
             decoding = [seq for seq in decoding if not seq.num_pending][: -(-len(decoding) // stages)]
         # If all running sequences decode and the queue is empty, drafts share the rest of the budget.
         most = min(step.budget, DRAFTED_TOKENS) - len(running)
         drafts = 0 if self.waiting or len(decoding) < len(running) else most
         self._add_decodes(step, decoding, drafts)
-        self._add_prompts(step, [seq for seq, count in uncomputed if count > 1 and seq not in step.victims])
+        self._add_prompts(step, [seq for seq in prompts if seq.status is not WAITING])
         for victim in step.victims:
             self.waiting.add(victim)
-        for slot, chunk in step.chunks.items():
-            seq = self.slots[slot]
+        for seq, chunk in step.chunks.items():
             seq.in_flight += 1
-            seq.num_computed += chunk.num_tokens - len(chunk.draft)
+            seq.num_computed = chunk.start + chunk.num_tokens
             seq.num_pending += chunk.num_sampled > 0
-            seq.num_drafted += len(chunk.draft)
-            seq.draft = []
+            if seq.draft:
+                seq.num_computed -= len(chunk.draft)
+                seq.num_drafted += len(chunk.draft)
+                seq.draft = []
         return step
 
     def _add_decodes(self, step: Step, decoding: list[Sequence], spare: int) -> None:
         """Add one token of each decoding sequence, and `spare` tokens of drafts."""
         for seq in decoding:
-            if self._is_computable(seq, step):
-                draft = seq.draft[:spare]
-                spare -= len(draft)
+            if seq.status is RUNNING:
+                draft = seq.draft[:spare] if seq.draft else None
+                spare -= len(draft or ())
                 self._compute(seq, step, 1, draft)
 
     def _add_prompts(self, step: Step, under_way: list[Sequence]) -> None:
@@ -103,7 +108,7 @@ class Planner:
         step.budget = min(step.budget, self.pacer.prompt_tokens(len(step.chunks), others, context))
         for seq in under_way:
             self._add_waiting(step, seq)
-            if step.budget and self._is_computable(seq, step):
+            if step.budget and seq.status is RUNNING:
                 self._compute(seq, step, step.budget)
                 step.ranks = None
         self._add_waiting(step)
@@ -114,20 +119,19 @@ class Planner:
             if not self._enter_next(step, before):
                 return
 
-    def _is_computable(self, seq: Sequence, step: Step) -> bool:
-        return seq.status is Status.RUNNING and seq not in step.victims and seq.is_due
-
     def _compute(self, seq: Sequence, step: Step, budget: int, draft: list[int] | None = None) -> None:
         """Add the sequence's chunk to the step unless it must wait for a block, or for a step with room for the whole
         text. Add its draft if blocks suffice."""
-        start, uncomputed = seq.num_computed, seq.num_uncomputed
-        count = min(uncomputed, budget)
-        if count < uncomputed and self.limits.whole_texts:
-            return
-        if 0 < uncomputed - count < REST <= count // 2:
-            count -= REST
-        if self.kv.snapshots is not None:
-            count = self.kv.snapshots.fit(seq, count)
+        start, uncomputed, snapshots = seq.num_computed, seq.num_uncomputed, self.kv.snapshots
+        count = uncomputed
+        if count > budget:
+            count = budget
+            if self.limits.whole_texts:
+                return
+            if uncomputed - count < REST <= count // 2:
+                count -= REST
+        if snapshots is not None:
+            count = snapshots.fit(seq, count)
         # Reserve the whole prompt at once, so that it is not begun in vain. A window needs only the chunk's blocks.
         end, whole = start + count, start + uncomputed
         # The entry includes the blocks from the cache and the tiers.
@@ -143,8 +147,8 @@ class Planner:
         else:
             draft, num_sampled = [], int(count == uncomputed)
         source, taken, after = -1, -1, 0
-        if self.kv.snapshots is not None:
-            source, (taken, at, _) = self.kv.snapshots.of_chunk(seq, count - len(draft))
+        if snapshots is not None:
+            source, (taken, at, _) = snapshots.of_chunk(seq, count - len(draft))
             after = at - start + seq.num_behind
         if entry is not None:
             step.new[seq.slot] = entry
@@ -153,7 +157,7 @@ class Planner:
         if step.is_contended:
             self.shares.charge(seq, count)
         gives = self._gives(seq, start, min(end, seq.num_prompt_tokens)) if seq.request.gives_kv else []
-        step.chunks[seq.slot] = Chunk(
+        step.chunks[seq] = Chunk(
             seq.slot, start, count, blocks, num_sampled, draft, source, taken, after, seq.num_behind, gives
         )
         seq.num_behind = 0
@@ -167,14 +171,14 @@ class Planner:
         return list(map(Save, self.kv.keys(seq, full)[first:], seq.tables[0].blocks[first:full]))
 
     def _last_running(self) -> Sequence | None:
-        return fairness.victim(seq for seq in self.slots.running.values() if seq.status is Status.RUNNING)
+        return fairness.victim(seq for seq in self.slots.running.values() if seq.status is RUNNING)
 
     def _preempt(self, victim: Sequence, step: Step, why: str) -> None:
         """Take away the victim's slot, its blocks and its chunk of this step.
 
         KV that the cache loses is computed again.
         """
-        chunk = step.chunks.pop(victim.slot, None)
+        chunk = step.chunks.pop(victim, None)
         step.new.pop(victim.slot, None)
         if chunk is not None:
             step.budget += chunk.num_tokens
@@ -184,7 +188,7 @@ class Planner:
         del self.slots.running[victim.request_id]
         self.kv.release(victim)
         self.slots.free(victim)
-        victim.status = Status.WAITING
+        victim.status = WAITING
         self.num_preemptions += 1
         victim.num_preemptions += 1
         self.decision_stats.note(why, victim)
@@ -283,7 +287,7 @@ class Planner:
         if seq.queue_seconds is None:
             seq.queue_seconds = step.now - seq.arrived
         self.waiting.remove(seq)
-        self.slots.occupy(seq, Status.LOADING if keys else Status.RUNNING)
+        self.slots.occupy(seq, Status.LOADING if keys else RUNNING)
         if step.under_way is not None:
             step.under_way.add(self.kv.namespace(seq), seq)
         if not keys:
@@ -315,7 +319,7 @@ class Planner:
         """
         why = "preempted: lower priority"
         while True:
-            running = [other for other in self.slots.running.values() if other.status is Status.RUNNING]
+            running = [other for other in self.slots.running.values() if other.status is RUNNING]
             num_active = len(self.slots.running)
             has_slot = self.slots.has_free and num_active < self.limits.max_step_tokens
             if has_slot and self._has_room(seq, match):

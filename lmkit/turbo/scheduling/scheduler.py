@@ -39,7 +39,7 @@ from lmkit.turbo.decisions import DecisionStats
 from lmkit.turbo.kv.manager import KVManager
 from lmkit.turbo.kv.tiers.store import TierStore
 from lmkit.turbo.plan import Chunk, Sampled, SampledToken, StepPlan
-from lmkit.turbo.request import EngineStats, FinishReason, Request, StepOutput, TokenLogprobs
+from lmkit.turbo.request import EngineStats, FinishReason, Request, StepOutput
 from lmkit.turbo.scheduling.fairness import Shares
 from lmkit.turbo.scheduling.history import History
 from lmkit.turbo.scheduling.limits import SchedulerLimits, check_request, failure_of
@@ -49,7 +49,7 @@ from lmkit.turbo.scheduling.planner import Planner
 from lmkit.turbo.scheduling.queue import RequestQueue
 from lmkit.turbo.scheduling.slots import BatchSlots
 from lmkit.turbo.scheduling.speculation import Speculation
-from lmkit.turbo.sequence import FAILED_TOKEN, Sequence, Status
+from lmkit.turbo.sequence import FAILED_TOKEN, FINISHED, RUNNING, Sequence, Status
 
 PACED_STEPS = 8  # one in so many pure decode steps is recorded: they are alike, and recording takes time
 
@@ -141,7 +141,7 @@ class Scheduler:
     def _drop_old_deadlines(self) -> None:
         """Drop the deadlines of sequences that ended long before them, once there are many deadlines."""
         if len(self._deadlines) > 2 * (len(self._slots.running) + len(self._waiting)) + 64:
-            self._deadlines = [entry for entry in self._deadlines if entry[2].status is not Status.FINISHED]
+            self._deadlines = [entry for entry in self._deadlines if entry[2].status is not FINISHED]
             heapq.heapify(self._deadlines)
 
     def abort(self, request_id: str) -> None:
@@ -180,8 +180,7 @@ class Scheduler:
         plan = StepPlan(self._slots.take_freed(), new, chunks, kv.copies, kv.loads, kv.saves)
         kv.copies, kv.loads, kv.saves = [], [], []
         self._steps += bool(chunks)
-        sequences = [self._slots[slot] for slot in step.chunks]
-        self._under_way.append(_UnderWay(plan, sequences, waited=not self._under_way))
+        self._under_way.append(_UnderWay(plan, list(step.chunks), waited=not self._under_way))
         return plan
 
     def _awaits_tokens(self, speculation: Speculation) -> bool:
@@ -200,7 +199,7 @@ class Scheduler:
     def _expire(self, now: float) -> None:
         while self._deadlines and self._deadlines[0][0] <= now:
             _, _, seq = heapq.heappop(self._deadlines)
-            if seq.status is not Status.FINISHED:
+            if seq.status is not FINISHED:
                 self._decision_stats.note("ended: deadline", seq)
                 self._finish(seq, "error", error="its time was up", error_code="deadline_exceeded")
 
@@ -208,11 +207,11 @@ class Scheduler:
         for done in self.kv.take_finished():
             seq = self._slots.loading.pop(done.job)
             seq.in_flight -= 1
-            if seq.status is Status.FINISHED:
+            if seq.status is FINISHED:
                 self._free_slot(seq)
                 continue
             num_tokens = self.kv.take_loaded(seq, done)
-            seq.status = Status.RUNNING
+            seq.status = RUNNING
             for tier, blocks in done.hits.items():
                 self._tier_hits[tier] += blocks * num_tokens // done.num_blocks
             if seq.cached_tokens is None:  # otherwise it ran before, and computed some of these itself
@@ -237,7 +236,7 @@ class Scheduler:
         """Take in a step that raised: its sequences end with finish_reason "error", and all others go on."""
         for seq, chunk in zip(self._next_under_way(plan).sequences, plan.chunks, strict=True):
             seq.num_completed = 0  # its first copies may not have been made, so none of its KV is kept
-            if self._land(seq, chunk) and seq.status is Status.RUNNING:
+            if self._land(seq, chunk) and seq.status is RUNNING:
                 seq.num_completed = 0
                 self._finish(seq, "error", error=message)
         # Nobody knows how far the runner got, so the next plan frees the slots again.
@@ -252,15 +251,16 @@ class Scheduler:
     def _land(self, seq: Sequence, chunk: Chunk) -> bool:
         """Count a step of the sequence as completed. Returns whether its result is still wanted."""
         assert seq.in_flight, f"{seq.request_id}: no step is under way"
+        num_drafted = len(chunk.draft)
         seq.in_flight -= 1
         seq.num_pending -= chunk.num_sampled > 0
-        seq.num_drafted -= len(chunk.draft)
-        if seq.status is Status.FINISHED:
+        seq.num_drafted -= num_drafted
+        if seq.status is RUNNING:
+            seq.num_completed = chunk.start + chunk.num_tokens - num_drafted
+        elif seq.status is FINISHED:
             if not seq.in_flight and seq.slot >= 0:
                 self._free_slot(seq)
             return False
-        if seq.status is Status.RUNNING:
-            seq.num_completed = chunk.start + chunk.num_tokens - len(chunk.draft)
         return True  # also if it was preempted meanwhile: the token is the same as it would be later
 
     def _pace(self, plan: StepPlan, seconds: float) -> None:
@@ -271,11 +271,12 @@ class Scheduler:
             self._pacer.record(len(plan.chunks) - len(prompts), num_prompt, context, seconds)
 
     def _advance(self, seq: Sequence, chunk: Chunk, result: Sampled) -> None:
-        self._prompt_tokens += max(min(chunk.start + chunk.num_tokens, seq.num_prompt_tokens) - chunk.start, 0)
-        if result.prompt_logprobs:
-            seq.gather_prompt_logprobs(chunk.start, result.prompt_logprobs)
-        if seq.status is Status.RUNNING and chunk.start < seq.num_prompt_tokens:
-            self.kv.publish(seq, min(seq.num_completed, seq.num_prompt_tokens), partial=chunk.num_sampled > 0)
+        if chunk.start < seq.num_prompt_tokens:
+            self._prompt_tokens += min(chunk.num_tokens, seq.num_prompt_tokens - chunk.start)
+            if result.prompt_logprobs:
+                seq.gather_prompt_logprobs(chunk.start, result.prompt_logprobs)
+            if seq.status is RUNNING:
+                self.kv.publish(seq, min(seq.num_completed, seq.num_prompt_tokens), partial=chunk.num_sampled > 0)
         if not (tokens := result.tokens):
             self._outputs += seq.progress()
             return
@@ -284,42 +285,39 @@ class Scheduler:
             tokens = tokens[:-1]
         if tokens:
             self._extend(seq, tokens, result.embedding)
-        if has_failed and seq.status is not Status.FINISHED:
+        if has_failed and seq.status is not FINISHED:
             self._finish(seq, "error", **failure_of(seq.request))
 
     def _extend(self, seq: Sequence, tokens: list[SampledToken], embedding: bytes) -> None:
         """Append the tokens that one step sampled, up to the token that ends the sequence."""
-        first = not seq.num_outputs
-        cached = (seq.cached_tokens or 0) if first else 0
-        queued, params = (seq.queue_seconds or 0.0) if first else 0.0, seq.request.params
-        scored = [TokenLogprobs(t.token_id, t.logprob, t.top) for t in tokens if params.logprobs is not None]
-        if seq.num_tokens == seq.max_tokens:  # the request asked for no new tokens
-            shown = {"prompt_logprobs": seq.prompt_logprobs, "embedding": embedding, "queue_seconds": queued}
-            behind = scored if params.logprob_token_ids else []
-            self._finish(seq, "length", cached_tokens=cached, logprobs=behind, **shown)
+        num_known, params = len(seq.token_ids), seq.request.params
+        first, wants_logprobs = num_known == seq.num_prompt_tokens, params.logprobs is not None
+        if num_known == seq.max_tokens:  # the request asked for no new tokens
+            behind = [token.scored for token in tokens] if wants_logprobs and params.logprob_token_ids else []
+            shown = {"prompt_logprobs": seq.prompt_logprobs, "embedding": embedding, **seq.admission()}
+            self._finish(seq, "length", logprobs=behind, **shown)
             return
-        reason, new = None, [token.token_id for token in tokens]
-        for count, token_id in enumerate(new, 1):
-            assert 0 <= token_id < self.limits.vocab_size, f"token {token_id} sampled"
-            reason = seq.append(token_id)
+        reason, new = None, list[int]()
+        for token in tokens:
+            assert 0 <= token.token_id < self.limits.vocab_size, f"token {token.token_id} sampled"
+            new.append(token.token_id)
+            reason = seq.append(token.token_id)
             if reason is not None:
-                del new[count:]
                 break
-        if len(new) > 1 and seq.status is Status.RUNNING:  # all but the last were computed as a draft
+        if len(new) > 1 and seq.status is RUNNING:  # all but the last were computed as a draft
             seq.keep_drafts(len(new) - 1, has_states=self.kv.snapshots is not None)
         self._generation_tokens += len(new)
-        if not (first or scored or reason):  # nearly every output
+        if not (first or wants_logprobs or reason):  # nearly every output
             self._outputs.append(StepOutput(request_id=seq.request_id, token_ids=new))
             return
         output = StepOutput(
             request_id=seq.request_id,
             token_ids=new,
             finish_reason=reason,
-            logprobs=scored[: len(new)],
+            logprobs=[token.scored for token in tokens[: len(new)]] if wants_logprobs else [],
             prompt_logprobs=seq.prompt_logprobs if first else [],
             stop_token=new[-1] if reason == "stop" else None,
-            cached_tokens=cached,
-            queue_seconds=queued,
+            **(seq.admission() if first else {}),
         )
         if reason is None:
             self._outputs.append(output)
@@ -348,7 +346,7 @@ class Scheduler:
             del self._slots.running[seq.request_id]
         if self._speculation is not None:
             self._speculation.forget(seq)
-        seq.status = Status.FINISHED
+        seq.status = FINISHED
         self.kv.cancel(seq)
         self._outputs.append(seq.last(output))
         if seq.slot >= 0 and not seq.in_flight:

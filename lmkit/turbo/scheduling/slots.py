@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from lmkit.turbo.scheduling import policy
 from lmkit.turbo.sequence import Sequence, Status
 
 
@@ -11,7 +12,8 @@ class BatchSlots:
     """A sequence keeps its slot while it runs or loads. An ended one keeps it until its last step has completed."""
 
     def __init__(self, num_slots: int) -> None:
-        self.running: dict[str, Sequence] = {}  # by request; includes sequences that load
+        # By request, in policy.order; includes sequences that load.
+        self.running: dict[str, Sequence] = {}
         self.loading: dict[int, Sequence] = {}  # by job
         self.freed: set[int] = set()  # since the last plan
         self._slots: list[Sequence | None] = [None] * num_slots
@@ -33,7 +35,8 @@ class BatchSlots:
     def occupy(self, seq: Sequence, status: Status) -> None:
         seq.slot, seq.status = self._free.pop(), status
         self._slots[seq.slot] = seq
-        self.running[seq.request_id] = seq
+        running = sorted([*self.running.values(), seq], key=policy.order)
+        self.running = {other.request_id: other for other in running}
 
     def free(self, seq: Sequence) -> None:
         self._slots[seq.slot] = None

@@ -63,6 +63,11 @@ class DeferredFinder(MetaPathFinder):
         return spec
 
 
+# Containers made since the last search for garbage, less those freed, that begin another. A step of hundreds of
+# sequences has thousands. They are freed after it without a search: none is part of a cycle.
+YOUNG_OBJECTS = 50_000
+
+
 @contextmanager
 def quick_start() -> Iterator[None]:
     """For a process of lmkit's own: defer imports, and look for garbage only after the start, among later objects."""
@@ -72,6 +77,7 @@ def quick_start() -> Iterator[None]:
         yield
     finally:
         gc.freeze()
+        gc.set_threshold(YOUNG_OBJECTS)
         gc.enable()
 
 

@@ -72,7 +72,7 @@ def test_steps_of_any_shape_follow_one_another() -> None:
                 length[slot] = 0
                 count = 9
             else:
-                batch.expect(slot)
+                batch.expect([slot])
                 count = 1
             new = -(-(length[slot] + count) // BLOCK) - -(-length[slot] // BLOCK)
             chunks.append(Chunk(slot, length[slot], count, [list(range(next_block, next_block + new))], 1))
@@ -161,13 +161,13 @@ def test_steps_of_one_shape_lie_at_the_same_addresses() -> None:
 def test_a_token_is_learned_by_the_sequence_that_sampled_it() -> None:
     batch = PersistentBatch(num_slots=2, max_model_len=8, block_size=BLOCK, max_step_tokens=8)
     entered(batch, 1, 3)
-    expected = batch.expect(1)
+    expected = batch.expect([1])
     assert batch.token_ids[1, 3] == -2
-    batch.learn(expected, 77)
+    batch.learn(expected, np.array([77]))
     assert batch.token_ids[1, 3] == 77
-    late = batch.expect(1)
+    late = batch.expect([1])
     entered(batch, 1, 6)
-    batch.learn(late, 99)
+    batch.learn(late, np.array([99]))
     assert 99 not in batch.token_ids[1]
     assert batch.num_tokens[1] == 6
 

@@ -261,7 +261,7 @@ class Traffic:
         is_next = len({seq.request.tenant for seq in (*running, *scheduler._waiting)}) == 1
         for seq in running:
             assert seq.deadline > self.now, "its time was up before this step"
-            waits = seq.slot not in served and seq.is_due
+            waits = seq.slot not in served and seq.num_due > 0
             if waits and (budget_left or seq.num_uncomputed == 1 or (seq is first and is_next)):
                 held = min(len(table.blocks) for table in seq.tables)
                 assert held * self.limits.kv.block_size < seq.num_tokens + seq.num_pending
