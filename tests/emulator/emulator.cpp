@@ -87,7 +87,7 @@ struct Fiber : Thread {
 // ---- what accesses of translated PTX leave behind: shared_shadow.h, global_shadow.h, traffic.h
 struct Word {
     u64 write_epoch, read_epoch;  // barriers that all blocks have passed until then; they begin at 1
-    u32 write_clock, read_clock, read_lanes, write_fences;
+    u32 write_clock, read_clock, read_lanes[4], write_fences;  // read_lanes: of each byte
     i32 write_line, read_line;
     u32 block;  // whose `written` it is
     u16 write_thread, read_warp, copies, products;
@@ -173,6 +173,7 @@ struct Machine {
     std::unordered_map<uintptr_t, u64> written;  // since the last barrier: a bit for each byte of 64
     u64 begin;  // of the launch, in nanoseconds
     bool checks = false, traffic = false, is_bounded = false, is_padded = false;  // of translated PTX
+    u16 poison = 0x7fff;  // what shared memory holds at first: a NaN of all float types
     u64 epoch = 0;  // barriers of all threads, and beginnings of blocks, until now
     u32 block_serial = 0, launch = 0, blocks = 0;
     std::vector<Word> words;
@@ -518,11 +519,12 @@ extern "C" void lm_barrier() { lm::open_machine(), lm::of_thread->written.clear(
 
 // The next launch is of translated PTX, whose accesses are checked. `bounds`: `count` times the begin and the end of a
 // tensor's memory. Unless `is_bounded`, it may also follow addresses that lie in memory. If `is_padded`, it may read
-// shared memory that nothing has written.
-extern "C" void lm_check(const u64* bounds, u64 count, bool is_bounded, bool is_padded, bool traffic) {
+// shared memory that nothing has written, which holds `poison`.
+extern "C" void lm_check(const u64* bounds, u64 count, bool is_bounded, bool is_padded, bool traffic, u32 poison) {
     using namespace lm;
     open_machine();
     machine.checks = true, machine.is_bounded = is_bounded, machine.is_padded = is_padded, machine.traffic = traffic;
+    machine.poison = static_cast<u16>(poison);
     machine.bounds.assign(bounds, bounds + 2 * count);
 }
 
@@ -552,14 +554,13 @@ extern "C" bool lm_launch(void (*kernel)(void**), void** args, const u32* grid, 
     auto* shared = static_cast<u8*>(memory);  // not a byte more than was asked for
     if (machine.checks) begin_launch_of_words();
     for (u32 at : order) {
-        memset(shared, 0x7f, shared_bytes);
-        for (u64 i = 0; i + 1 < shared_bytes; i += 2) shared[i] = 0xff;  // 0x7fff: a NaN of all float types
+        for (u64 i = 0; i < shared_bytes; ++i) shared[i] = static_cast<u8>(machine.poison >> i % 2 * 8);
         run_block({at % grid[0], at / grid[0] % grid[1], at / grid[0] / grid[1]}, {block[0], block[1], block[2]}, {grid[0], grid[1], grid[2]}, shared);
         if (machine.traffic) count_requests();
         if (machine.failed) break;
     }
     free(shared);
-    machine.watches = machine.checks = machine.traffic = false;
+    machine.watches = machine.checks = machine.traffic = false, machine.poison = 0x7fff;
     if (machine.failed) snprintf(message, size, "%s", machine.message);
     return !machine.failed;
 }

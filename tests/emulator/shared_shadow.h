@@ -34,25 +34,32 @@ void check_write(const Fiber* self, const Word& word, u8 bytes, u64 at, const ch
         fail_race(line, does, at, word.write_thread, "writes", word.write_line);
 }
 
+// The lanes of the warp that have read any of these bytes, but for this thread's.
+u32 other_readers(const Fiber* self, const Word& word, u8 bytes) {
+    u32 lanes = 0;
+    for (int i = 0; i < 4; ++i) lanes |= bytes >> i & 1 ? word.read_lanes[i] : 0;
+    return lanes & ~(word.read_warp == index_of(self) / 32 ? 1u << index_of(self) % 32 : 0);
+}
+
 void check_readers(const Fiber* self, const Word& word, u8 bytes, u64 at, int line) {
     if (word.read_epoch != machine.epoch || !(word.read_bytes & bytes)) return;
-    const u32 me = index_of(self);
-    if (word.read_warp == SEVERAL || (word.read_warp != me / 32) || !readers_are_ordered(self, word, word.read_lanes & ~(1u << me % 32)))
-        fail_race(line, "writes", at, word.read_warp == SEVERAL ? 0 : word.read_warp * 32 + __builtin_ctz(word.read_lanes & ~(1u << me % 32)), "reads", word.read_line);
+    const bool several = word.read_warp == SEVERAL;
+    const u32 lanes = several ? 0 : other_readers(self, word, bytes);
+    if (several || (lanes && (word.read_warp != index_of(self) / 32 || !readers_are_ordered(self, word, lanes))))
+        fail_race(line, "writes", at, several ? 0 : word.read_warp * 32 + __builtin_ctz(lanes), "reads", word.read_line);
 }
 
 void note_read(const Fiber* self, Word& word, u8 bytes, int line) {
     const u32 me = index_of(self), clock = machine.clocks[me].of[me % 32];
-    if (word.read_epoch != machine.epoch || (word.read_warp == me / 32 && word.read_bytes == bytes && readers_are_ordered(self, word, word.read_lanes & ~(1u << me % 32)))) {
-        word.read_epoch = machine.epoch, word.read_warp = me / 32, word.read_lanes = 1u << me % 32;
-        word.read_clock = clock, word.read_bytes = bytes;
-    } else if (word.read_warp == me / 32) {
-        word.read_lanes |= 1u << me % 32, word.read_bytes |= bytes;
-        word.read_clock = clock > word.read_clock ? clock : word.read_clock;
-    } else {
-        word.read_warp = SEVERAL, word.read_bytes |= bytes;
+    const bool first = word.read_epoch != machine.epoch;
+    if (first || (word.read_warp == me / 32 && word.read_bytes == bytes && readers_are_ordered(self, word, other_readers(self, word, bytes)))) {
+        word.read_epoch = machine.epoch, word.read_warp = me / 32, word.read_clock = clock, word.read_bytes = 0;
+        for (u32& lanes : word.read_lanes) lanes = 0;
+    } else if (word.read_warp != me / 32) {
+        word.read_warp = SEVERAL;
     }
-    word.read_line = line;
+    word.read_bytes |= bytes, word.read_clock = clock > word.read_clock ? clock : word.read_clock, word.read_line = line;
+    for (int i = 0; i < 4; ++i) word.read_lanes[i] |= bytes >> i & 1 ? 1u << me % 32 : 0;
 }
 
 void note_write(const Fiber* self, Word& word, u8 bytes, bool counts, int line) {

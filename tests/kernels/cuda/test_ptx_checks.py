@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lmkit.kernels.cuda import module
 from lmkit.kernels.cuda.module import Kernel
-from tests.emulator.ptx.backend import PtxBackend
+from tests.emulator.ptx.backend import PADDED, PtxBackend
 from tests.kernels.cuda import toolchain
 
 pytestmark = pytest.mark.skipif(
@@ -27,6 +27,7 @@ RIGHT = {
     "__syncwarp is enough for lanes": "s[t] = v; __syncwarp(); out = s[t ^ 1]; __syncwarp(); s[t] = out;",
     "all write the same": "s[0] = 1.5f; __syncthreads(); out = s[0];",
     "halves of a word belong to two threads": "h[t] = t; __syncthreads(); out = h[t ^ 1];",
+    "each thread changes its half of a word": "h[t] = t; __syncthreads(); h[t] = h[t] + 1; out = h[t];",
     "atomics need no order": "if (!t) n[0] = 0; __syncthreads(); atomicAdd(n, 1); __syncthreads(); out = n[0];",
     "a copy is waited for": """
         cp_async16(s + 4 * t, x + 4 * (t % 16)); cp_async_commit(); cp_async_wait<0>();
@@ -209,3 +210,25 @@ def test_products_of_warpgroups(tmp_path: Path, which: int, message: str | None)
     with pytest.raises(RuntimeError, match=message):
         Kernel(str(path), "product")(1, 128, arguments, shared=1536)
     return None
+
+
+@pytest.mark.parametrize(("what", "message"), [("s[t] * 0.0f == 0.0f", "depend"), ("n[t] == 3", None)])
+def test_what_is_padding_changes_no_result(
+    backend: PtxBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str, message: str | None
+) -> None:
+    """Words that nothing has written are NaN in one run, and large numbers in another."""
+    path = tmp_path / "padded.cu"
+    path.write_text(
+        '#include "ptx.cuh"\nextern "C" __global__ void __launch_bounds__(32) padded(float* y) {\n'
+        "auto* s = reinterpret_cast<float*>(shared_memory); auto* n = reinterpret_cast<int*>(s);\n"
+        f"const int t = threadIdx.x; y[t] += {what} ? 2.0f : 1.0f;\n}}\n"
+    )
+    monkeypatch.setitem(PADDED, str(path), 0)
+    y = torch.zeros(32)
+    if message is None:
+        Kernel(str(path), "padded")(1, 32, [y], shared=128)
+        assert y.tolist() == [1.0] * 32
+        assert backend.launches == ["padded"]
+    else:
+        with pytest.raises(RuntimeError, match=message):
+            Kernel(str(path), "padded")(1, 32, [y], shared=128)

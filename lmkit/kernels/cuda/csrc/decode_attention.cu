@@ -199,25 +199,28 @@ DEVICE void load_turned(float (&x)[E], const u16* row) {
     for (int e = 0; e < E; ++e) x[e] = Keys::Float::to_float(bits[e]);
 }
 
-// The shares of heads, from float [heads][2 num_pairs + 1].
+// The shares of heads, from float [heads][2 num_pairs + 1]. Rows without a head get zeros: their scores are dropped, but
+// a great one would make all rows rescale.
 DEVICE void prepare_shares(Shared& shared, const float* shares, int num_pairs, int heads, float to_logits) {
     const int size = 2 * num_pairs + 1;
-    for (int i = threadIdx.x; i < heads * (num_pairs + 1); i += WARPS * 32) {
+    for (int i = threadIdx.x; i < ROWS * (num_pairs + 1); i += WARPS * 32) {
         const int row = i / (num_pairs + 1), p = i % (num_pairs + 1);
         const float* from = shares + row * size + 2 * p;
-        if (p == num_pairs) shared.first_shares[row] = from[0] * to_logits;
+        if (p == num_pairs) shared.first_shares[row] = row < heads ? from[0] * to_logits : 0.0f;
 #if MEAN
-        else shared.mean_shares[row][p] = make_float2(from[0] * to_logits, from[1] * to_logits);
+        else
+            shared.mean_shares[row][p] =
+                row < heads ? make_float2(from[0] * to_logits, from[1] * to_logits) : make_float2(0.0f, 0.0f);
 #endif
     }
 }
 #endif
 
 #if MEAN && !SHARES
-// The factors of cos(t theta_i) and sin(t theta_i) in q . RoPE_t(b).
-DEVICE void prepare_mean(Shared& shared, const Mean& mean, int kv_head, int heads, float to_logits) {
+// The factors of cos(t theta_i) and sin(t theta_i) in q . RoPE_t(b): zeros in rows without a head, whose q is zero.
+DEVICE void prepare_mean(Shared& shared, const Mean& mean, int kv_head, float to_logits) {
     const int half = mean.half;
-    for (int i = threadIdx.x; i < heads * mean.num_pairs; i += WARPS * 32) {
+    for (int i = threadIdx.x; i < ROWS * mean.num_pairs; i += WARPS * 32) {
         const int row = i / mean.num_pairs, p = i - row * mean.num_pairs;
         const int pair = mean.pairs[kv_head * mean.num_pairs + p];
         const float* b = mean.vector + kv_head * DIM + pair;
@@ -622,7 +625,7 @@ decode_attention(const u16* q, i64 q_token, i64 q_head, const u16* k, i64 k_toke
     prepare_shares(shared, shares + out_row * (2 * num_pairs + 1), num_pairs, heads, to_logits);
     __syncthreads();
 #elif MEAN
-    prepare_mean(shared, mean, kv_head, heads, to_logits);
+    prepare_mean(shared, mean, kv_head, to_logits);
     __syncthreads();
 #endif
     if (owner && first_head == 0) {

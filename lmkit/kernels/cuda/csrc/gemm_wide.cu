@@ -78,19 +78,26 @@ DEVICE void store_results(const Results& r, i64 token, int n, float4 sum, float4
     *to = r.kind == ADD ? add4(*to, sum) : sum;
 }
 
-// x [tokens, inputs] in the order above. A thread writes one chunk of one token.
+// x [tokens, inputs] in the order above. Four lanes have 32 inputs of a token: each loads 8 of them and stores one chunk,
+// so loads and stores are whole sectors. Between, they transpose 4 x 4 pairs: the pair that lane t has of chunk c goes to
+// lane c, as its t-th.
 extern "C" __global__ void __launch_bounds__(256) arrange(const u16* x, u16* to, int tokens, int inputs, int chunks) {
     begin_kernel();
-    const int i = blockIdx.x * blockDim.x + threadIdx.x, token = blockIdx.y * N_TOKENS + i % N_TOKENS;
-    const int chunk = i / N_TOKENS;
-    if (chunk >= chunks) return;
-    const int first = chunk / 4 * 32 + chunk % 4 * 2;  // i = chunk / 2 % 2, e = chunk % 2
+    const int i = blockIdx.x * blockDim.x + threadIdx.x, mine = i % 4, in_block = i / 4 % N_TOKENS;
+    const int chunk = i / 4 / N_TOKENS * 4 + mine, token = blockIdx.y * N_TOKENS + in_block;
+    if (chunk >= chunks) return;  // all lanes of a warp, or none
+    uint4 loaded = make_uint4(0, 0, 0, 0);
+    if (token < tokens && 8 * chunk < inputs)
+        loaded = *reinterpret_cast<const uint4*>(x + static_cast<i64>(token) * inputs + 8 * chunk);
     u32 pairs[4] = {};
 #pragma unroll
-    for (int t = 0; t < 4; ++t)
-        if (token < tokens && first + 8 * t < inputs)
-            pairs[t] = *reinterpret_cast<const u32*>(x + static_cast<i64>(token) * inputs + first + 8 * t);
-    const i64 at = (static_cast<i64>(blockIdx.y) * chunks + chunk) * N_TOKENS + i % N_TOKENS;
+    for (int step = 0; step < 4; ++step) {
+        const int other = mine ^ step;
+        const u32 pair = __shfl_xor_sync(0xffffffffu, component(loaded, other), step);
+#pragma unroll
+        for (int t = 0; t < 4; ++t) pairs[t] = t == other ? pair : pairs[t];
+    }
+    const i64 at = (static_cast<i64>(blockIdx.y) * chunks + chunk) * N_TOKENS + in_block;
     reinterpret_cast<uint4*>(to)[at] = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
 }
 EXPORT(arrange)
