@@ -107,7 +107,7 @@ class EmulatedBackend:
                 self.overlaps(), message, ctypes.c_uint64(len(message)),
             ):  # fmt: skip
                 raise RuntimeError(f"{source}: {name}: {self._explained(library, message.value.decode())}")
-            self._after(library, name)
+            self._after(library, source, name, block[0] * block[1] * block[2])
 
         return launch
 
@@ -118,7 +118,7 @@ class EmulatedBackend:
     def _before(self, library: ctypes.CDLL, source: str, name: str, args: Sequence[Any]) -> None:
         """Called before each launch, on its thread."""
 
-    def _after(self, library: ctypes.CDLL, name: str) -> None:
+    def _after(self, library: ctypes.CDLL, source: str, name: str, threads: int) -> None:
         """Called after each launch, on its thread."""
 
     def _explained(self, library: ctypes.CDLL, message: str) -> str:

@@ -74,6 +74,7 @@ struct Fiber : Thread {
     State state;
     int line;  // where it waits
     int group;  // of copies, the one that is open
+    u32 flying, most_flying;  // bytes of copies that have not landed, and the most so far
     std::vector<Copy> copies;
     void* fake_stack;
     bool fenced, unfenced_copies, unmet_copies;  // for wgmma; the last: since the last barrier
@@ -168,6 +169,7 @@ struct Machine {
     char message[512];
     bool watches;  // accesses before a wait
     u64 shared_bytes;
+    u64 in_flight = 0;  // the most bytes that copies of a block have had in flight, each thread at its best time
     std::unordered_set<uintptr_t> asked;  // 16 bytes each that L2 was asked for and nothing has copied since
     u64 prefetched = 0;
     std::unordered_map<uintptr_t, u64> written;  // since the last barrier: a bit for each byte of 64
@@ -330,6 +332,7 @@ void run_block(Index block, Index block_size, Index grid_size, u8* shared) {
         fiber.stack_pointer = top;
         fiber.copies.clear();
         fiber.group = fiber.product_group = 0;
+        fiber.flying = fiber.most_flying = 0;
         fiber.fenced = fiber.unfenced_copies = fiber.unmet_copies = false;
         fiber.fake_stack = nullptr;
         fiber.fences = fiber.writes = fiber.memory_fences = fiber.fenced_writes = fiber.known_fenced_writes = 0;
@@ -452,6 +455,8 @@ void copy_later(void* shared, const void* global, int bytes, bool valid) {
     if (valid && !machine.asked.empty()) machine.asked.erase(reinterpret_cast<uintptr_t>(global));
     if (reinterpret_cast<uintptr_t>(shared) % bytes || (valid && reinterpret_cast<uintptr_t>(global) % bytes)) fail("cp.async of %d bytes is not aligned", bytes);
     self->copies.push_back({shared, global, bytes, valid, self->group});
+    self->flying += valid ? bytes : 0;
+    self->most_flying = std::max(self->most_flying, self->flying);
 }
 
 // Touches the bytes, which must exist. `lm_prefetched` counts them, `lm_asked` those that nothing has copied since.
@@ -480,6 +485,7 @@ void wait_copies(int groups) {
         else
             memset(now[pick].to, 0, now[pick].bytes);
         copied(self, now[pick]);
+        self->flying -= now[pick].valid ? now[pick].bytes : 0;
         now[pick] = now.back();
         now.pop_back();
     }

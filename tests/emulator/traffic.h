@@ -58,10 +58,16 @@ void count_requests() {
         (kind < 2 ? count_sectors : count_banks)(request, sum);
     }
     machine.requests.clear();
+    u64 in_flight = 0;
+    for (const Fiber& fiber : machine.fibers) in_flight += fiber.most_flying;
+    machine.in_flight = std::max(machine.in_flight, in_flight);
 }
 
 }  // namespace
 }  // namespace lm
+
+// The most bytes of copies that a block had in flight since the last call.
+extern "C" u64 lm_in_flight() { return lm::open_machine(), std::exchange(lm::of_thread->in_flight, 0); }
 
 // For each place, of those that were counted since the last call: line * 4 + kind, requests, parts, the least, bytes.
 // Kinds: loads and stores of global memory, then of shared memory. Returns how many there are.

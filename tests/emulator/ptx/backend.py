@@ -19,11 +19,11 @@ from torch import Tensor
 from lmkit.environment import environment
 from lmkit.errors import UnsupportedError
 from lmkit.kernels.cuda.gpus import EARLY_CAPABILITY, GPUS, Capability
-from lmkit.kernels.cuda.module import EXACT
+from lmkit.kernels.cuda.module import EXACT, Launch
 from lmkit.kernels.cuda.source import FOLDER, kernel_source
 from tests.emulator.backend import HERE, HOST, EmulatedBackend, build, compiler, processor
 from tests.emulator.ptx.syntax import PtxError, parse
-from tests.emulator.ptx.traffic import Traffic, read
+from tests.emulator.ptx.traffic import Traffic, lines_of, loaded_together
 from tests.emulator.ptx.translation import translate
 from tests.kernels.cuda import toolchain
 
@@ -69,7 +69,8 @@ class PtxBackend(EmulatedBackend):
             before, found = [x.clone() for x in tensors], []
             try:
                 # Counted once. What overlapping kernels asked L2 for may not be asked for again.
-                for self._poison in POISONS[:1] if self.counting or self._overlap else POISONS:
+                for poison in POISONS[:1] if self.counting or self._overlap else POISONS:
+                    self._poison = poison
                     for x, value in zip(tensors, before, strict=True):
                         x.copy_(value)
                     self._seed = seed
@@ -116,7 +117,11 @@ class PtxBackend(EmulatedBackend):
         bounded = not any(map(_has_addresses, args))
         _executed(library, name)
         self._runtime.lm_check(
-            given, ctypes.c_uint64(len(bounds)), bounded, self._poison is not None, self.counting,
+            given,
+            ctypes.c_uint64(len(bounds)),
+            bounded,
+            self._poison is not None,
+            self.counting,
             ctypes.c_uint32(NAN if self._poison is None else self._poison),
         )
 
@@ -130,14 +135,17 @@ class PtxBackend(EmulatedBackend):
         finally:
             self.counting = False
 
-    def _after(self, library: ctypes.CDLL, name: str) -> None:
+    def _after(self, library: ctypes.CDLL, source: str, name: str, threads: int) -> None:
         if not self.counting:
             return
-        self._runtime.lm_traffic.restype = ctypes.c_uint64
+        self._runtime.lm_traffic.restype = self._runtime.lm_in_flight.restype = ctypes.c_uint64
         places = self._runtime.lm_traffic(None, ctypes.c_uint64(0))
         rows = np.zeros((places, 5), np.uint64)
         self._runtime.lm_traffic(ctypes.c_void_p(rows.ctypes.data), ctypes.c_uint64(places))
-        self._counts.append(read(name, _executed(library, name), rows.tolist()))
+        lines = lines_of(rows.tolist())
+        entry = parse(Path(library._name).with_suffix(".ptx").read_text()).entries[name]
+        in_flight = int(self._runtime.lm_in_flight()) + threads * loaded_together(entry.statements, lines)
+        self._counts.append(Traffic(source, name, 1, _executed(library, name), in_flight, lines))
 
     def _explained(self, library: ctypes.CDLL, message: str) -> str:
         """The message and the lines of PTX that it names."""

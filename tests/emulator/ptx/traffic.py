@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+
+from tests.emulator.ptx.syntax import Instruction, Label, Statement, elements
+
+_LOAD = re.compile(r"ld\.(?!shared|local|param|acquire).*[busf](\d+)")
 
 
 @dataclass(frozen=True)
@@ -33,14 +38,20 @@ class Moved:
 KINDS = "loads", "stores", "shared_loads", "shared_stores"
 
 
+Lines = dict[tuple[int, str], Moved]  # by line of the PTX and kind
+
+
 @dataclass(frozen=True)
 class Traffic:
-    """Of launches of one kernel. `instructions`: of all threads. `lines`: by line of the PTX and kind."""
+    """Of launches of one kernel of a file. `instructions`: of all threads. `in_flight`: the most bytes of global memory
+    that a block has asked for and not used yet, by copies as they run and by loads as PTX orders them."""
 
+    source: str
     name: str
     launches: int
     instructions: int
-    lines: dict[tuple[int, str], Moved]
+    in_flight: int
+    lines: Lines
 
     def of(self, kind: str) -> Moved:
         """Of all lines of one of KINDS."""
@@ -51,19 +62,40 @@ class Traffic:
         return f"{self.name}: {self.instructions} instructions, {', '.join(moved)}"
 
 
-def read(name: str, instructions: int, rows: Iterable[Sequence[int]]) -> Traffic:
-    """Of one launch. `rows` as lm_traffic writes them."""
-    lines = {(place // 4, KINDS[place % 4]): Moved(*rest) for place, *rest in rows}
-    return Traffic(name, 1, instructions, lines)
+def lines_of(rows: Iterable[Sequence[int]]) -> Lines:
+    """`rows` as lm_traffic writes them."""
+    return {(place // 4, KINDS[place % 4]): Moved(*rest) for place, *rest in rows}
+
+
+def loaded_together(statements: Iterable[Statement], lines: Lines) -> int:
+    """The most bytes of global memory that a thread loads before it reads a register that one of the loads gives. Of
+    loads that have run, without a label or a branch between them."""
+    most, pending = 0, dict[str, int]()  # bytes by register
+    for each in statements:
+        if isinstance(each, Label) or (isinstance(each, Instruction) and each.opcode.startswith(("bra", "bar"))):
+            pending = {}
+        if not isinstance(each, Instruction) or not each.operands:
+            continue
+        to, *rest = each.operands
+        sources = {name for operand in rest for name in re.findall(r"%\w+", operand)}
+        if sources & pending.keys():
+            pending = {}
+        if (each.line, "loads") in lines and (found := _LOAD.fullmatch(each.opcode)):
+            pending |= dict.fromkeys(elements(to), int(found[1]) // 8)
+            most = max(most, sum(pending.values()))
+    return most
 
 
 def joined(launches: Iterable[Traffic]) -> dict[str, Traffic]:
     """By kernel. Launches of several compiled variants of a name are added up line by line."""
     found: dict[str, Traffic] = {}
     for each in launches:
-        before = found.get(each.name, Traffic(each.name, 0, 0, {}))
+        before = found.get(each.name, Traffic(each.source, each.name, 0, 0, 0, {}))
         lines = dict(before.lines)
         for key, moved in each.lines.items():
             lines[key] = lines.get(key, Moved()) + moved
-        found[each.name] = Traffic(each.name, before.launches + 1, before.instructions + each.instructions, lines)
+        found[each.name] = Traffic(
+            each.source, each.name, before.launches + 1, before.instructions + each.instructions,
+            max(before.in_flight, each.in_flight), lines,
+        )  # fmt: skip
     return found

@@ -1,97 +1,31 @@
-"""What kernels may move and execute, counted on their PTX: a change that doubles the sectors of a load fails."""
+"""What kernels execute and move is what budgets.toml says: a change that doubles the sectors of a load fails."""
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 
-from lmkit.kernels.cuda import elementwise, gemm, gemm_plan, gemm_wide, module
-from lmkit.kernels.cuda.gpus import GPUS
-from lmkit.kernels.ops import Norm
-from lmkit.kv_dtype import INT8, KVDtype
+from lmkit.kernels.cuda.source import FOLDER
 from tests.emulator.ptx.backend import PtxBackend
-from tests.emulator.ptx.traffic import KINDS, Traffic, joined
-from tests.kernels.cuda import toolchain
-from tests.kernels.cuda.test_decode_attention import case, decode
-from tests.kernels.cuda.test_linear import pack, weight
+from tests.emulator.ptx.syntax import parse
+from tests.emulator.ptx.traffic import KINDS, Moved, loaded_together
+from tests.kernels.cuda import budgets, toolchain
+from tests.kernels.cuda.budget_cases import CASES, QUICK
+from tests.kernels.cuda.budgets import Budget
 
 pytestmark = pytest.mark.skipif(
     toolchain.missing_nvrtc() is not None or shutil.which("g++") is None, reason="NVRTC and g++ are needed"
 )
-H200 = GPUS[9, 0]
-SMS = 132
-
-
-@dataclass(frozen=True)
-class Budget:
-    """Times the least sectors of loads and of stores, times the least turns of shared memory's loads and stores, and
-    thousands of instructions of all threads: what was counted, with a tenth more."""
-
-    loads: float
-    stores: float
-    shared_loads: float
-    shared_stores: float
-    instructions: int
-
-
-def product(tokens: int) -> Callable[[], object]:
-    """512 outputs of 4096 inputs, by the plan of Llama-3-8B's gate and up."""
-
-    def run() -> None:
-        packed = pack(weight(512, 4096), "cpu")
-        problem = gemm_plan.Problem(tokens, 1792, 32, 1072)
-        plan = gemm_plan.best(problem, SMS, H200.block_shared, 1, 2 if tokens <= 16 else 1)[0]
-        gemm.multiply(torch.randn(tokens, 4096).half(), packed, plan)
-
-    return run
-
-
-def wide_product() -> None:
-    packed = pack(weight(512, 1024), "cpu")
-    plan = gemm_wide.best(gemm_plan.Problem(128, 1792, 32, 1072), SMS, H200.block_shared)[0]
-    gemm.multiply(torch.randn(128, 1024).half(), packed, plan)
-
-
-def decoding(stored: KVDtype) -> Callable[[], object]:
-    return lambda: decode(case((stored, stored), (32, 8), 128, 64, torch.float16, (512, 512)), 0, 0, "cpu")
-
-
-def norm() -> None:
-    elementwise.rms_norm(torch.randn(4, 4096).half(), Norm(torch.randn(4096), 1e-5))
-
-
-CASES: dict[str, Callable[[], object]] = {
-    "norm of 4 rows": norm,
-    "product of 1 token": product(1),
-    "product of 16 tokens": product(16),
-    "product of 64 tokens": product(64),
-    "product of 128 tokens": wide_product,
-    "decoding, INT8": decoding(INT8),
-}
-QUICK = "norm of 4 rows", "product of 1 token"
-BUDGETS: dict[tuple[str, str], Budget] = {
-    ("norm of 4 rows", "norm_rows"): Budget(1.83, 1.1, 1.1, 1.1, 488),
-    ("product of 1 token", "gemm"): Budget(1.1, 1.1, 1.1, 1.1, 6506),
-    ("product of 16 tokens", "gemm"): Budget(1.1, 1.1, 1.1, 1.1, 6968),
-    ("product of 64 tokens", "gemm"): Budget(1.1, 1.1, 1.1, 1.1, 13706),
-    ("product of 128 tokens", "arrange"): Budget(8.8, 1.1, 1.1, 1.1, 1370),
-    ("product of 128 tokens", "gemm_wide"): Budget(1.1, 1.1, 1.1, 1.1, 3494),
-    ("decoding, INT8", "decode_attention"): Budget(1.1, 1.1, 1.25, 1.52, 10729),
-}
 
 
 @pytest.fixture
 def backend() -> Iterator[PtxBackend]:
-    backend = PtxBackend("90a", capability=(9, 0), overlap=False)
-    backend.begin(7)
-    module.BACKENDS["cpu"] = backend
-    yield backend
-    module.BACKENDS.pop("cpu")
-    module.counters.cache_clear()
+    with budgets.counting_backend() as backend:
+        yield backend
 
 
 @pytest.mark.slow
@@ -99,28 +33,19 @@ def backend() -> Iterator[PtxBackend]:
     "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.exhaustive) for name in CASES]
 )
 def test_kernels_stay_within_their_budgets(backend: PtxBackend, name: str) -> None:
-    torch.manual_seed(0)
-    with backend.counted() as launches:
-        CASES[name]()
-    found = joined(launches)
-    assert {kernel for case, kernel in BUDGETS if case == name} == set(found)
-    beyond = [line for kernel, traffic in found.items() for line in compared(traffic, BUDGETS[name, kernel])]
+    """`python -m tests.kernels.cuda.budgets NAME` writes what is counted now."""
+    found, table = budgets.counted(backend, name), budgets.read()[name]
+    assert set(table) == set(found)
+    beyond = [line for kernel, traffic in found.items() for line in table[kernel].beyond(traffic)]
     assert not beyond, "\n".join(beyond)
 
 
-def compared(traffic: Traffic, budget: Budget) -> list[str]:
-    """What is beyond the budget, in words, with the lines of PTX that waste most."""
-    found = []
-    for kind in KINDS:
-        waste, limit = traffic.of(kind).waste, getattr(budget, kind)
-        if waste > limit:
-            worst = max((key for key in traffic.lines if key[1] == kind), key=lambda key: traffic.lines[key].waste)
-            found.append(
-                f"{traffic.name}: {kind} take {waste:.2f} times the least, of {limit}; most at line {worst[0]}"
-            )
-    if traffic.instructions > 1000 * budget.instructions:
-        found.append(f"{traffic.name}: {traffic.instructions} instructions, of {budget.instructions} thousand")
-    return found
+def test_every_file_has_a_budget() -> None:
+    table = budgets.read()
+    assert list(table) == list(CASES)
+    assert {budget.file for kernels in table.values() for budget in kernels.values()} == {
+        path.name for path in FOLDER.glob("*.cu")
+    }
 
 
 def test_waste_is_counted(backend: PtxBackend) -> None:
@@ -151,7 +76,32 @@ ret;
     assert traffic.of("loads").num_bytes == 128
     assert traffic.of("shared_stores").requests == 1
     assert traffic.instructions == 32 * 12
-    assert compared(traffic, Budget(8, 1, 1, 32, 1)) == []
-    over = compared(traffic, Budget(7.9, 1, 1, 16, 0))
-    assert [line.split(": ")[1].split(" ")[0] for line in over] == ["loads", "shared_stores", "384"]
-    assert "8.00 times the least, of 7.9; most at line 11" in over[0]
+    before = Budget.of(traffic)
+    assert (before.loads, before.shared_stores, before.in_flight) == ((32, 4), (32, 1), 32 * 4)
+    assert before.beyond(traffic) == []
+    less = replace(before, loads=(16, 4), shared_stores=(8, 1), instructions=100, in_flight=300)
+    assert [line.split(": ")[1] for line in less.beyond(traffic)] == [
+        "loads", "shared_stores", "instructions", "in_flight"
+    ]  # fmt: skip
+    assert "32 parts, 16 in the table, 4 are the least; line 11 wastes most" in less.beyond(traffic)[0]
+
+
+def test_loads_before_a_use_are_in_flight_together() -> None:
+    text = """
+.visible .entry mine(.param .u64 x)
+{
+.reg .b32 %r<9>;
+.reg .b64 %rd<2>;
+ld.param.u64 %rd1, [x];
+ld.global.v4.u32 {%r1, %r2, %r3, %r4}, [%rd1];
+ld.global.nc.u16 %r5, [%rd1];
+add.s32 %r6, %r1, 1;
+ld.global.u32 %r7, [%rd1];
+ld.global.u32 %r8, [%rd1+4];
+ret;
+}
+"""
+    entry = parse(text).entries["mine"]
+    ran = {(line, "loads"): Moved() for line in range(20)}
+    assert loaded_together(entry.statements, ran) == 18
+    assert loaded_together(entry.statements, {}) == 0
