@@ -34,6 +34,7 @@ KVStorageName = Literal["auto", KVName]
 HeadStorage = Literal["auto", "int8"]
 ClusterName = Literal["none", "ray", "torchrun"]
 Quantize = Literal["none", "int4", "int8", "fp8"]
+Switch = Literal["on", "off"]
 Reranker = Literal["cosine", "yes_no"]  # of embeddings; or the probability that the model answers yes
 PoolingName = Literal["auto", "last", "mean", "cls", "max", "weighted_mean", "mean_sqrt_len"]
 Speculate = Annotated[str, msgspec.Meta(pattern=r"^(off|auto|ngram|mtp|(draft|eagle)=.+)$")]
@@ -479,6 +480,10 @@ class ServerConfig(Listener, frozen=True):
     reranker: Annotated[
         Reranker, Option("Scores of /v1/rerank: cosine (of embeddings), or yes_no (the model's answer).")
     ] = "cosine"
+    # see serve.next_turn
+    next_turn: Annotated[
+        Switch, Option("Compute ahead, while nothing else is to be done, how a chat's next prompt begins: on, off.")
+    ] = "on"
     # see web.data_folder
     data_dir: Annotated[
         str | None, Option("Keep files, batches and responses of clients here. Default: a temporary folder.")

@@ -36,6 +36,7 @@ from lmkit.serve.errors import Edge, handle_http_exception, handle_request_error
 from lmkit.serve.hooks.hooks import Hooks
 from lmkit.serve.messages import routes as messages
 from lmkit.serve.metrics import Metrics
+from lmkit.serve.next_turn import NextTurns
 from lmkit.serve.ollama import routes as ollama
 from lmkit.serve.pool import ModelPool
 from lmkit.serve.responses import conversations
@@ -66,10 +67,7 @@ ROUTERS = [module.router for module in ROOMS]
 
 
 def create_app(models: ModelPool, tokenizers: Sequence[Tokenizer], config: ServerConfig) -> FastAPI:
-    """An application that serves these models, each with its tokenizer. The caller starts and stops the engines.
-
-    There are no documentation pages, because the API is OpenAI's.
-    """
+    """An application that serves these models, each with its tokenizer. The caller starts and stops the engines."""
     app = FastAPI(title="lmkit", openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.data = DataFolder(config.data_dir)
     app.state.responses = ResponseStore(
@@ -94,6 +92,7 @@ def create_app(models: ModelPool, tokenizers: Sequence[Tokenizer], config: Serve
             texts,
             Admission(engine.config, partial(getattr, engine, "max_batch_size")),
             hooks,
+            NextTurns(engine),
         )
     first = models.models[0].engine.config  # all have the same options of the queue, unless a file says otherwise
     app.state.batches = Batches(

@@ -97,6 +97,7 @@ class Blocks:
 class BlockBuilder(ChatBuilder):
     """An answer of one choice."""
 
+    brings_reasoning = True
     ids: ClassVar[Mapping[Kind, str]]
     last: RequestOutput
 

@@ -19,16 +19,17 @@ from lmkit.serve.auth import Owner
 from lmkit.serve.body import read_json
 from lmkit.serve.collect import Collected
 from lmkit.serve.images import ImageSources
+from lmkit.serve.next_turn import ahead
 from lmkit.serve.parts import ChatChunkChoice, ChatCompletionChunk, ChatLogprob, ChatLogprobs, TopLogprob
 from lmkit.serve.protocol import ChatCompletionRequest
-from lmkit.serve.response import ResponseBuilder, respond, token_name
+from lmkit.serve.response import ResponseBuilder, respond
 from lmkit.serve.serving import MIN_LOGPROB, Serving
 from lmkit.serve.stored_chats import PREFIX, StoredChats, stored_chats
 from lmkit.serve.streaming import DONE, json_parts
-from lmkit.serve.to_request import chat_requests
+from lmkit.serve.to_request import chat_requests, rendered
 from lmkit.serve.translated import num_prompt_tokens
 from lmkit.text import TokenHistory
-from lmkit.text.chat.answer_events import AnswerEvents, MessageDeltas, message
+from lmkit.text.chat.answer_events import AnswerEvents, Kept, MessageDeltas, message
 from lmkit.text.dialects import Event
 from lmkit.turbo import request as engine
 from lmkit.turbo.transport.output import AssistantTurn, RequestOutput, TextLogprobs, TokenText
@@ -57,6 +58,7 @@ class ChatBuilder(ResponseBuilder[ChatCompletionRequest]):
 
     answers: list[AnswerEvents]  # of each choice
     must_fit: ClassVar[bool] = True  # max_tokens that goes beyond the context is refused
+    brings_reasoning: ClassVar[bool] = False  # clients of this API send reasoning back, unless they show otherwise
 
     def __init__(self, server: Serving, body: ChatCompletionRequest, owner: Owner, share: Share) -> None:
         super().__init__(server, body, owner, share)
@@ -88,7 +90,33 @@ class ChatBuilder(ResponseBuilder[ChatCompletionRequest]):
         self.answers = [style.answer(self.body, is_thinking=is_thinking) for _ in requests]
         if self.identity is not None or self.body.store:
             self.seed_ids()
+        if self._goes_on and len(requests) == 1:
+            self.answers[0].kept = Kept()
         return requests
+
+    @property
+    def _goes_on(self) -> bool:
+        """Whether the next turn can be prepared when this answer has ended."""
+        body, server = self.body, self.server
+        is_plain = not (body.images or body.continue_final_message or body.truncate_prompt_tokens)
+        is_chat = is_plain and body.add_generation_prompt is not False
+        return is_chat and server.config.next_turn == "on" and server.engine.config.prefix_cache
+
+    def ended(self) -> None:
+        kept = self.answers[0].kept
+        if kept is None or self.last is None or self.last.finish_reason not in ("stop", "length"):
+            super().ended()
+            return
+        server, body, session = self.server, self.body, self._session
+        answer, earlier = kept.message(), [message for message in body.messages if message.role == "assistant"]
+        brings = any(message.thoughts for message in earlier) if earlier else self.brings_reasoning
+        if not brings:
+            answer |= {"reasoning": None, "reasoning_content": None}
+        like = msgspec.structs.replace(self.requests[0], adapter=server.adapter)
+        history = server.sessions.get(session) if session else TokenHistory()
+        render = partial(rendered, style=server.style)
+        work = partial(ahead, like, body, answer, server.tokenizer, render, history, server.info.max_model_len)
+        server.next_turns.add(work, at_once=bool(kept.ids))
 
     def seed_ids(self) -> None:
         """The ids of calls follow from the answer's own: they are the same at each node, and in the store."""
@@ -231,5 +259,5 @@ def shown_logprob(entry: TextLogprobs, num_top: int, *, as_ids: bool = False) ->
 
 def _token(token: TokenText, as_id: bool) -> TopLogprob:
     assert token.logprob is not None
-    text = token_name(token) if as_id else token.text
+    text = token.as_id if as_id else token.text
     return TopLogprob(token=text, logprob=max(token.logprob, MIN_LOGPROB), bytes=list(token.data))

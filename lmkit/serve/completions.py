@@ -14,7 +14,7 @@ from lmkit.serve.constraint import is_constrained
 from lmkit.serve.fill_in import filled_in
 from lmkit.serve.parts import Completion, CompletionChoice, CompletionLogprobs
 from lmkit.serve.protocol import CompletionRequest
-from lmkit.serve.response import ResponseBuilder, clamped, respond, token_name
+from lmkit.serve.response import ResponseBuilder, clamped, respond
 from lmkit.serve.streaming import DONE
 from lmkit.serve.to_request import LIMITS, NO_LIMIT, choices_per_prompt, completion_requests
 from lmkit.turbo import request as engine
@@ -160,7 +160,7 @@ class CompletionResponse(ResponseBuilder[CompletionRequest]):
         Bytes that are not text by themselves are spelled out, so that different tokens stay different.
         """
         if self.body.return_tokens_as_token_ids:
-            return token_name(token)
+            return token.as_id
         if "\ufffd" in token.text:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token.data)
         return token.text

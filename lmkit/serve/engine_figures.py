@@ -13,6 +13,11 @@ from lmkit.turbo.step_sizes import BOUNDS
 from lmkit.turbo.transport.async_engine import AsyncEngine
 from lmkit.turbo.transport.death import kv_used
 
+NEXT_TURNS = {
+    "prepared": "Tokens of next turns that were computed ahead",
+    "used": "Tokens of these that a request has found",
+    "wasted": "Tokens of these that came otherwise, or have not come for long",
+}
 _REASON = ["model_name", "reason"]
 
 
@@ -93,6 +98,8 @@ class EngineFigures(Collector):
                 yield self._labelled(off, {(name,): 1 for name in tested.off})
                 ended = int(not (tested.off or tested.problem))
                 yield self._gauge("lmkit:selftest_passed", "Whether the self-test found all kernels right", ended)
+        for what, text in NEXT_TURNS.items():
+            yield self._counter(f"lmkit:next_turn_{what}_tokens", text, stats.next_turns.get(what, 0))
         yield self._gauge("lmkit:sessions", "Sessions whose lease has not ended", stats.sessions)
         if (info := self._engine.info) is not None:
             tokens = info.block_size * info.num_blocks

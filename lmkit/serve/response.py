@@ -146,6 +146,10 @@ class ResponseBuilder(ABC, Generic[B]):
     def choices_per_prompt(self) -> int:
         return self.body.n or 1
 
+    def ended(self) -> None:
+        """The answer is whole: something may be done for the next one."""
+        self.server.next_turns.look()
+
     def outputs(self) -> AsyncGenerator[tuple[int, RequestOutput]]:
         """The outputs as they come, each with its choice. Raises RequestError."""
         check_prompts(sum(len(request.prompt_ids) for request in self.requests[:: self.choices_per_prompt]))
@@ -271,11 +275,6 @@ class ResponseBuilder(ABC, Generic[B]):
         self._queue_seconds = max(self._queue_seconds, output.queue_seconds)
 
 
-def token_name(token: TokenText) -> str:
-    """A token as `return_tokens_as_token_ids` shows it."""
-    return f"token_id:{token.token_id}"
-
-
 def clamped(logprob: float | None) -> float | None:
     return None if logprob is None else max(logprob, MIN_LOGPROB)
 
@@ -326,7 +325,7 @@ async def respond(
 
 
 def is_forwarded(headers: Mapping[str, str]) -> bool:
-    """Whether a proxy of lmkit waits for the answer: it reads the status, and keeps its client's connection itself."""
+    """Whether a proxy of lmkit waits for the answer. It reads the status and keeps its client's connection itself."""
     return "lmkit-" in headers.get("via", "")
 
 
@@ -338,6 +337,13 @@ async def _counted(builder: ResponseBuilder[Any]) -> AsyncGenerator[str]:
             now = builder.count.so_far()
             yield text if now == before else f"{text}{MARK.decode()}{now[0]} {now[1]} {now[2]}\n\n"
             before = now
+
+
+async def _to_its_end(builder: ResponseBuilder[Any], chunks: AsyncGenerator[str]) -> AsyncGenerator[str]:
+    async with aclosing(chunks):
+        async for text in chunks:
+            yield text
+    builder.ended()
 
 
 async def _in_one(builder: ResponseBuilder[Any]) -> AsyncGenerator[str]:
@@ -373,12 +379,16 @@ async def answer(request: Request, builder: ResponseBuilder[Any]) -> Response:
     if part is not None:
         builder.requests = decoding(builder.requests, part)
     if not builder.body.stream and builder.resumption is None:
-        return WholeAnswer(await while_connected(request.receive, builder.whole()))
+        whole = WholeAnswer(await while_connected(request.receive, builder.whole()))
+        builder.ended()
+        return whole
     failed = builder.failed
     if not builder.body.stream:
         chunks, failed = _in_one(builder), partial(_failed_whole, path=request.url.path)
     else:
         chunks = _counted(builder) if COUNTS_HEADER.decode() in request.headers else builder.chunks()
+    if part is None:
+        chunks = _to_its_end(builder, chunks)
     if builder.resumption is None:
         early = None if is_forwarded(request.headers) else builder.early
         return await EventStream.open(request.receive, chunks, failed, early, builder.wire)

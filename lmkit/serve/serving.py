@@ -23,6 +23,7 @@ from lmkit.serve.admission import Admission
 from lmkit.serve.collect import Backlog
 from lmkit.serve.hooks.hooks import Hooks
 from lmkit.serve.metrics import Metrics
+from lmkit.serve.next_turn import NextTurns
 from lmkit.serve.parts import CompletionTokensDetails, PromptTokensDetails, Usage
 from lmkit.serve.resume import replayed
 from lmkit.serve.sessions import Sessions
@@ -59,6 +60,7 @@ class Serving:
     texts: TextPool
     admission: Admission
     hooks: Hooks
+    next_turns: NextTurns
     created: int = field(default_factory=lambda: int(time.time()))
     edition: str = ""  # another after each reload
     adapter: str = ""  # the name of the adapter that answers; "" = the model itself

@@ -96,10 +96,15 @@ def chat_prompt(
     may_be_long: bool = False,
 ) -> EncodedTurn:
     """The prompt of a chat, which continues where `history` ends. Raises RequestError if it cannot fit the context."""
-    text = (style or Style(tokenizer)).render(body, _variables(body))
+    text = rendered(body, style or Style(tokenizer))
     if not may_be_long:
         tokenizer.check_length(text, info.max_model_len, "messages")
     return (history or TokenHistory()).encode(tokenizer, text)
+
+
+def rendered(body: ChatCompletionRequest, style: Style) -> str:
+    """The text of a chat's prompt. Raises RequestError."""
+    return style.render(body, _variables(body))
 
 
 def completion_requests(

@@ -14,6 +14,7 @@ from lmkit.formats.sentences import Layer, Sentences
 from lmkit.text.images import TEXT_ONLY, ImageSettings
 from lmkit.turbo.repetition import RepetitionStop
 
+TURN = "turn:"  # begins the session_id of a conversation that has none, and whose last answer called tools
 MAX_STOPS, MAX_LOGIT_BIAS, MAX_LOGPROBS = 16, 1024, 20
 FinishReason = Literal["stop", "length", "abort", "error"]
 Pooling = str  # which final hidden states of a text are its embedding: modes of formats.sentences, joined by "+"
@@ -154,6 +155,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     kv_from: str = ""  # HOST:PORT of an engine that is computing the prompt, whose blocks are fetched as they come
     gives_kv: bool = False  # all blocks of the prompt are put into the tiers, for another engine
     second_start: int | None = None  # the position at which the second of two texts begins, of a model that tells them
+    is_ahead: bool = False  # it is computed while nothing else is to be done, see turbo.scheduling.next_turns
 
 
 class Siblings(msgspec.Struct, frozen=True, array_like=True):
@@ -319,3 +321,4 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     history_tokens: int = 0  # of answers that are kept for drafts of later ones
     images: dict[str, int] = {}  # images that were encoded, and such that were found encoded
     tiers: dict[str, int] = {}  # figures of the KV tiers: bytes, failures ...
+    next_turns: dict[str, int] = {}  # tokens of next turns: prepared, and of these used and wasted

@@ -92,6 +92,8 @@ class FakeEngine:
         )
 
     def add(self, request: Request) -> None:
+        if request.is_ahead:
+            return
         text = self._tokenizer.decode(request.prompt_ids)
         answer = scripted(text)
         mood = next((mood for mood in MOODS if mood in text), None) if answer is None else None

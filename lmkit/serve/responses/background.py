@@ -60,3 +60,5 @@ class Background:
             made = await asyncio.gather(answer.whole(), return_exceptions=True)
             if isinstance(error := made[0], Exception):
                 await answer.keep(answer.failure(public_error(error)))
+            else:
+                answer.ended()

@@ -6,6 +6,7 @@ import random
 import secrets
 import string
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from lmkit.text.dialects import Event, Parser
@@ -23,6 +24,19 @@ class Output(Protocol):
 
 
 _ALPHABET = string.ascii_letters + string.digits
+
+
+@dataclass
+class Kept:
+    """An answer as its client gets it: the events, and the ids of the calls."""
+
+    events: list[Event] = field(default_factory=list)
+    ids: list[str] = field(default_factory=list)
+
+    def message(self) -> dict[str, Any]:
+        """The assistant's message, as a client sends it back."""
+        ids = iter(self.ids)
+        return _message(self.events, lambda: next(ids, ""))
 
 
 class AnswerEvents:
@@ -49,8 +63,15 @@ class AnswerEvents:
         self._num_before_end, self._has_ended = 0, not end
         self._has_reasoned = False
         self.random: random.Random = secrets.SystemRandom()  # of ids
+        self.kept: Kept | None = None  # what the client gets of it, if somebody wants to know
 
     def take(self, output: Output) -> list[Event]:
+        events = self._taken(output)
+        if self.kept is not None:
+            self.kept.events += events
+        return events
+
+    def _taken(self, output: Output) -> list[Event]:
         if self._parser is None:
             return [Event("content", output.text)] if output.text else []
         events = self._parser.feed(output.text)
@@ -84,7 +105,10 @@ class AnswerEvents:
     def call_id(self) -> str:
         """A new id for a call."""
         prefix = "call_" if self._num_id_chars > len("call_") + 8 else ""
-        return prefix + "".join(self.random.choice(_ALPHABET) for _ in range(self._num_id_chars))
+        made = prefix + "".join(self.random.choice(_ALPHABET) for _ in range(self._num_id_chars))
+        if self.kept is not None:
+            self.kept.ids.append(made)
+        return made
 
 
 class MessageDeltas:
@@ -111,6 +135,10 @@ class MessageDeltas:
 
 def message(events: Iterable[Event], answer: AnswerEvents) -> dict[str, Any]:
     """The assistant's message, whole."""
+    return _message(events, answer.call_id)
+
+
+def _message(events: Iterable[Event], call_id: Callable[[], str]) -> dict[str, Any]:
     texts: dict[str, list[str]] = {"content": [], "reasoning": []}
     calls: list[tuple[str, list[str]]] = []
     for kind, text in events:
@@ -124,7 +152,7 @@ def message(events: Iterable[Event], answer: AnswerEvents) -> dict[str, Any]:
     if calls:
         whole["content"] = content or None
         whole["tool_calls"] = [
-            {"id": answer.call_id(), "type": "function", "function": {"name": name, "arguments": "".join(parts)}}
+            {"id": call_id(), "type": "function", "function": {"name": name, "arguments": "".join(parts)}}
             for name, parts in calls
         ]
     return whole

@@ -43,7 +43,7 @@ class KVManager:
         self.decision_stats = decision_stats
         self.pool = BlockPool(limits.num_blocks)
         self.block_size = limits.block_size
-        self.leases = Leases(limits.session_lease)
+        self.leases = Leases(limits.session_lease, self.pool)
         self.copies: list[tuple[int, int]] = []  # for the next plan, as are loads and saves
         self.loads: list[Load] = []
         self.saves: list[Save] = []
@@ -158,7 +158,7 @@ class KVManager:
         if not len(self.leases):
             return False
         self.decision_stats.decisions["lease ended: blocks needed"] += 1
-        self.pool.free_all(self.leases.pop_first())
+        self.leases.end_first()
         return True
 
     def acquire(self, seq: Sequence, prefix: Prefix) -> None:
@@ -341,14 +341,15 @@ class KVManager:
     def release(self, seq: Sequence, now: float = 0.0, *, lease: bool = False) -> None:
         """Drop the whole tables. The computed KV stays in the cache; with `lease` its session gets a lease on it."""
         self.publish(seq, seq.num_completed, partial=True, running=False)
-        session = seq.request.session_id
-        if lease and self.limits.prefix_cache and session is not None and seq.num_completed:
-            matches = self._match(seq, seq.num_completed).matches
-            blocks = [block for match in matches for block in match.blocks]
-            blocks += [match.tail for match in matches if match.tail is not None]
-            self.pool.share_all(blocks)
-            self.pool.free_all(self.leases.begin((seq.request.tenant, session), blocks, now))
+        if lease:
+            self.hold(seq, seq.num_completed, now)
         self._drop(seq)
+
+    def hold(self, seq: Sequence, num_tokens: int, now: float) -> None:
+        """Give the sequence's session a lease on what the cache has of its first `num_tokens` tokens."""
+        session = seq.request.session_id
+        if self.limits.prefix_cache and session is not None and num_tokens:
+            self.leases.begin((seq.request.tenant, session), self._match(seq, num_tokens).matches, now)
 
     def _drop(self, seq: Sequence) -> None:
         for table in seq.tables:  # tail first, so that free blocks are handed out again in their old order
@@ -359,7 +360,7 @@ class KVManager:
         seq.num_computed = seq.num_completed = seq.num_behind = 0
 
     def expire_leases(self, now: float) -> None:
-        self.pool.free_all(self.leases.expired(now))
+        self.leases.expire(now)
 
     # ---- lower tiers
 

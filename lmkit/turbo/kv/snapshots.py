@@ -94,7 +94,8 @@ class Snapshots:
         It also holds the blocks after them that the cache has. The same bytes are written to them again.
         """
         size, (table,) = self._block_size, seq.tables
-        seq.snapshot_at = {(seq.num_tokens - 1) // size * size: Use.PROMPT}
+        last = seq.num_tokens - (not seq.request.is_ahead)  # what is computed ahead goes on behind its last token
+        seq.snapshot_at = {last // size * size: Use.PROMPT}
         if (shared := len(table.blocks) * size) > seq.num_computed:
             seq.snapshot_at[shared] = Use.SHARED
         if seq.num_computed:

@@ -142,6 +142,12 @@ class Pacer:
             least = BEGINNING_WORTH * mixed / token
         return max((allowed * decode - mixed) / token, least)
 
+    def tokens_within(self, seconds: float, context: int, least: int) -> int:
+        """The number of tokens of a prompt alone, after `context` of its tokens, that take `seconds`: `least` or more,
+        and at most a whole step."""
+        step, token = self._alone.predict([1, 0, 0, 0, 0]), self._alone.predict([0, 0, 0, 1, context])
+        return min(max(round_down(max(int((seconds - step) / token), 1)), least), self.max_step_tokens)
+
     def record(self, num_decodes: int, num_prompt: int, prompt_context: int, seconds: float) -> None:
         """Learn from a step of `num_decodes` decoding sequences and `num_prompt` prompt tokens that took `seconds`.
 

@@ -55,10 +55,14 @@ class Planner:
     prefix_tokens: int = 0  # prompt tokens of admitted sequences
     prefix_hits: int = 0  # prompt tokens among these that were cached on the device
 
-    def write(self, now: float) -> Step:
-        """Write the next step. Its tokens count as computed from now on."""
+    def write(self, now: float, ahead: int | None = None) -> Step:
+        """Write the next step. Its tokens count as computed from now on.
+
+        `ahead`: its tokens at most, where all are computed ahead. They are charged to nobody.
+        """
         stages = self.limits.num_stages
-        step = Step(-(-self.limits.max_step_tokens // stages), now, bool(self.waiting))
+        step = Step(-(-self.limits.max_step_tokens // stages), now, bool(self.waiting) and ahead is None)
+        step.budget = step.budget if ahead is None else min(step.budget, ahead)
         if not self.waiting:
             self.shares.settle()
         running = list(self.slots.running.values())
@@ -185,13 +189,17 @@ class Planner:
             if step.is_contended:
                 self.shares.charge(victim, -chunk.num_tokens)
         step.victims.append(victim)
-        del self.slots.running[victim.request_id]
-        self.kv.release(victim)
-        self.slots.free(victim)
-        victim.status = WAITING
+        self.take_back(victim)
         self.num_preemptions += 1
         victim.num_preemptions += 1
         self.decision_stats.note(why, victim)
+
+    def take_back(self, seq: Sequence) -> None:
+        """Take a running sequence's slot and blocks. It waits again, and is in no queue."""
+        del self.slots.running[seq.request_id]
+        self.kv.release(seq)
+        self.slots.free(seq)
+        seq.status = WAITING
 
     # ---- the queue
 
@@ -282,8 +290,9 @@ class Planner:
             self.kv.acquire(seq, match)
         if seq.cached_tokens is None:
             seq.cached_tokens = None if keys else seq.num_computed  # known only when a load has ended
-            self.prefix_tokens += seq.num_prompt_tokens
-            self.prefix_hits += seq.num_computed
+            if not seq.request.is_ahead:
+                self.prefix_tokens += seq.num_prompt_tokens
+                self.prefix_hits += seq.num_computed
         if seq.queue_seconds is None:
             seq.queue_seconds = step.now - seq.arrived
         self.waiting.remove(seq)
@@ -341,10 +350,10 @@ class Planner:
     def _has_room(self, seq: Sequence, match: Prefix) -> bool:
         """Whether there are enough blocks for the sequence.
 
-        If needed, leases are ended. They may be the ones that hold its match.
+        If needed, leases are ended. They may be the ones that hold its match. What is computed ahead ends none.
         """
         needed = self._needed(seq, len(self.slots.running))
         while self.kv.num_for(match) < needed:
-            if not self.kv.end_lease():
+            if seq.request.is_ahead or not self.kv.end_lease():
                 return False
         return True

@@ -23,7 +23,6 @@ completed KV (its step has run) is published.
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import math
 import time
@@ -40,10 +39,12 @@ from lmkit.turbo.kv.manager import KVManager
 from lmkit.turbo.kv.tiers.store import TierStore
 from lmkit.turbo.plan import Chunk, Sampled, SampledToken, StepPlan
 from lmkit.turbo.request import EngineStats, FinishReason, Request, StepOutput
+from lmkit.turbo.scheduling.deadlines import Deadlines
 from lmkit.turbo.scheduling.fairness import Shares
 from lmkit.turbo.scheduling.history import History
 from lmkit.turbo.scheduling.limits import SchedulerLimits, check_request, failure_of
 from lmkit.turbo.scheduling.model_speculation import DraftModel, ModelSpeculation
+from lmkit.turbo.scheduling.next_turns import NextTurns
 from lmkit.turbo.scheduling.pacing import Pacer
 from lmkit.turbo.scheduling.planner import Planner
 from lmkit.turbo.scheduling.queue import RequestQueue
@@ -95,7 +96,7 @@ class Scheduler:
         shares = Shares(limits.priority_seconds)
         self._planner = Planner(limits, self.kv, self._waiting, self._slots, self._pacer, shares, self._decision_stats)
         self._under_way: deque[_UnderWay] = deque()
-        self._deadlines: list[tuple[float, int, Sequence]] = []  # a heap
+        self._deadlines, self._next_turns = Deadlines(), NextTurns(self._planner, self._sequence)
         self._outputs: list[StepOutput] = []
         self._tier_hits: Counter[str] = Counter()
         own = limits.max_draft_tokens, forced, History(limits.draft_history, self.kv.namespace)
@@ -109,20 +110,30 @@ class Scheduler:
     # ---- requests
 
     def add(self, request: Request) -> None:
-        """Queue a request. Raises RequestError if it is malformed, can never run, or the queue is full."""
-        max_tokens = check_request(request, self.limits)
+        """Queue a request; NextTurns has one that `is_ahead`. Raises RequestError if it can never run or none fits."""
+        seq = self._sequence(request)
+        if request.is_ahead:
+            self._next_turns.add(seq)
+            return
         if request.request_id in self._slots.running or request.request_id in self._waiting:
             raise RequestError("invalid_request", f"request_id {request.request_id!r} is already in use", "request_id")
         if len(self._waiting) >= self.limits.max_queue:
             raise RequestError("queue_full", f"{len(self._waiting)} requests wait already, the limit: try again later")
+        self._waiting.add(seq)
+        self._deadlines.add(seq, len(self._slots.running) + len(self._waiting))
+
+    def _sequence(self, request: Request) -> Sequence:
+        """Raises RequestError if the request can never run."""
+        max_tokens = check_request(request, self.limits)
         adapter = self._adapters.get(request.adapter)
         if request.adapter and adapter is None:
             raise RequestError("model_not_found", f"no adapter {request.adapter[:64]!r} is loaded", "model")
         now = self._clock()
         timeout = self.limits.request_timeout if request.timeout is None else request.timeout
-        seq = Sequence(
+        self._arrivals += 1
+        return Sequence(
             request,
-            arrival=self._arrivals,
+            arrival=self._arrivals - 1,
             arrived=now,
             priority_key=now + request.priority * self.limits.priority_seconds,
             deadline=math.inf if timeout is None else now + timeout,
@@ -132,17 +143,6 @@ class Scheduler:
             adapter=-1 if adapter is None else adapter.number,
             adapter_digest="" if adapter is None else adapter.digest,
         )
-        self._arrivals += 1
-        self._waiting.add(seq)
-        if timeout is not None:
-            self._drop_old_deadlines()
-            heapq.heappush(self._deadlines, (seq.deadline, seq.arrival, seq))
-
-    def _drop_old_deadlines(self) -> None:
-        """Drop the deadlines of sequences that ended long before them, once there are many deadlines."""
-        if len(self._deadlines) > 2 * (len(self._slots.running) + len(self._waiting)) + 64:
-            self._deadlines = [entry for entry in self._deadlines if entry[2].status is not FINISHED]
-            heapq.heapify(self._deadlines)
 
     def abort(self, request_id: str) -> None:
         """End a request now. Its last output comes with the next outputs. An unknown id is ignored."""
@@ -155,8 +155,8 @@ class Scheduler:
         return any(seq.adapter == number for seq in itertools.chain(self._slots, self._waiting))
 
     def has_work(self) -> bool:
-        """Whether a request is unfinished, an output not taken, or a step or a save not done."""
-        return self._has_sequences() or bool(self._outputs or self._under_way or self.kv.saves)
+        """Whether a request is unfinished, an output not taken, a next turn not prepared, a step or save not done."""
+        return self._has_sequences() or bool(self._outputs or self._under_way or self.kv.saves or self._next_turns)
 
     def _has_sequences(self) -> bool:
         return bool(self._slots.running or self._waiting)
@@ -171,7 +171,8 @@ class Scheduler:
         self._take_loads()
         if self._speculation is not None and self._awaits_tokens(self._speculation):
             return None
-        step = self._planner.write(now)
+        step = self._planner.write(now, self._next_turns.turn())
+        self._next_turns.planned(step)
         kv, chunks, new = self.kv, list(step.chunks.values()), list(step.new.values())
         if not (chunks or kv.loads or kv.saves):
             stuck = self._has_sequences() and not (self._under_way or self._slots.loading)
@@ -197,11 +198,9 @@ class Scheduler:
         return speculation.propose(running, self.limits.max_step_tokens - len(running))
 
     def _expire(self, now: float) -> None:
-        while self._deadlines and self._deadlines[0][0] <= now:
-            _, _, seq = heapq.heappop(self._deadlines)
-            if seq.status is not FINISHED:
-                self._decision_stats.note("ended: deadline", seq)
-                self._finish(seq, "error", error="its time was up", error_code="deadline_exceeded")
+        for seq in self._deadlines.over(now):
+            self._decision_stats.note("ended: deadline", seq)
+            self._finish(seq, "error", error="its time was up", error_code="deadline_exceeded")
 
     def _take_loads(self) -> None:
         for done in self.kv.take_finished():
@@ -272,7 +271,8 @@ class Scheduler:
 
     def _advance(self, seq: Sequence, chunk: Chunk, result: Sampled) -> None:
         if chunk.start < seq.num_prompt_tokens:
-            self._prompt_tokens += min(chunk.num_tokens, seq.num_prompt_tokens - chunk.start)
+            count = min(chunk.num_tokens, seq.num_prompt_tokens - chunk.start)
+            self._prompt_tokens += 0 if self._next_turns.computes(seq, chunk.start, count) else count
             if result.prompt_logprobs:
                 seq.gather_prompt_logprobs(chunk.start, result.prompt_logprobs)
             if seq.status is RUNNING:
@@ -348,7 +348,8 @@ class Scheduler:
             self._speculation.forget(seq)
         seq.status = FINISHED
         self.kv.cancel(seq)
-        self._outputs.append(seq.last(output))
+        if not self._next_turns.ends(seq):
+            self._outputs.append(seq.last(output))
         if seq.slot >= 0 and not seq.in_flight:
             self._free_slot(seq)
         elif seq.num_completed:
@@ -367,7 +368,7 @@ class Scheduler:
         kv, drafts, now = self.kv, self._speculation, self._clock()
         kv.expire_leases(now)  # nothing else does while there is no work
         return EngineStats(
-            num_running=len(self._slots.running),
+            num_running=len(self._slots.running) - self._next_turns.num_running,
             num_waiting=len(self._waiting),
             blocks_used=self.limits.kv.num_blocks - kv.num_available,
             blocks_total=self.limits.kv.num_blocks,
@@ -386,6 +387,7 @@ class Scheduler:
             kept_since=kv.kept_since(now),
             decisions=dict(self._decision_stats.decisions),
             tiers=kv.tier_stats(),
+            next_turns=self._next_turns.stats(),
             **(drafts.stats() if drafts else {}),
         )
 

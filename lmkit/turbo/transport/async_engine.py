@@ -201,6 +201,11 @@ class AsyncEngine:
             raise RequestError("queue_full", "too many requests are waiting; try again later")
         self._streams |= {name: Steps() for name in names}
 
+    def prepare(self, request: Request) -> None:
+        """Let the engine compute a prompt that `is_ahead`, if it can. It says nothing of it."""
+        if self.state == "ready" and self._process is not None:
+            self._process.send(messages.Prepare(request))
+
     async def generate(self, request: Request, rest: Rest = None) -> AsyncGenerator[StepOutput]:
         """Yield the steps of one request. The last step has a finish_reason. `rest`: see `Steps.get`.
 

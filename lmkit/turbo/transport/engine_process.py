@@ -47,6 +47,7 @@ from lmkit.turbo.transport.messages import (
     Event,
     Failed,
     Outputs,
+    Prepare,
     Ready,
     Refused,
     SetAdapter,
@@ -141,6 +142,8 @@ class EngineLoop:
                     for request in siblings.requests():
                         self._open.add(request.request_id)
                         self._guarded(partial(self._engine.add, request), [request.request_id])
+                case Prepare(request):
+                    self._guarded(partial(self._engine.add, request), [])
                 case Abort(request_id):
                     self._open.discard(request_id)
                     self._engine.abort(request_id)

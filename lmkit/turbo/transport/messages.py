@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from lmkit.turbo.request import EngineInfo, EngineStats, Siblings, StepOutput
+from lmkit.turbo.request import EngineInfo, EngineStats, Request, Siblings, StepOutput
 
 ENGINE = "lmkit.turbo.engine.engine:Engine"  # the class that the engine process runs by default
 QUEUED_MESSAGES = 4096  # high-water mark of both sockets
@@ -17,6 +17,12 @@ class Add(msgspec.Struct, frozen=True, tag=True):
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
     request_id: str
+
+
+class Prepare(msgspec.Struct, frozen=True, tag=True):
+    """Compute a prompt once nothing else is to be done. Nothing comes back."""
+
+    request: Request  # is_ahead
 
 
 class SetAdapter(msgspec.Struct, frozen=True, tag=True):
@@ -87,5 +93,5 @@ class Stats(msgspec.Struct, frozen=True, tag=True):
     failures: int  # engine steps that raised since the start
 
 
-Command = Add | Abort | SetAdapter | Sleep | Wake | Shutdown
+Command = Add | Prepare | Abort | SetAdapter | Sleep | Wake | Shutdown
 Event = Ready | Asleep | Beat | Failed | Refused | AdapterSet | Outputs | Stats

@@ -20,6 +20,11 @@ class TokenText(msgspec.Struct, frozen=True):
     data: bytes
     logprob: float | None  # natural log; None for the first token of a prompt, or the first one asked for
 
+    @property
+    def as_id(self) -> str:
+        """As `return_tokens_as_token_ids` shows it."""
+        return f"token_id:{self.token_id}"
+
 
 class TextLogprobs(msgspec.Struct, frozen=True):
     """One position: its token, the most likely tokens (best first), and the offset of the token's text."""

@@ -77,3 +77,20 @@ def test_many_operations(most: int, tmp_path: Path) -> None:
         counts = run(tmp_path, seeds, 1 + group % 2, disturb=group % 4 > 0, thorough=False, length=300)
         operations += counts["operations"]
         group += 1
+
+
+@pytest.mark.parametrize("recurrent", [False, True])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_random_traffic_while_next_turns_are_prepared(depth: int, recurrent: bool, tmp_path: Path) -> None:
+    counts: Counter[str] = Counter()
+    for seed in range(300, 316):
+        folder = tmp_path / str(seed) if seed % 4 < 2 else None
+        traffic = Traffic(seed, depth, disturb=seed % 2 > 0, recurrent=recurrent, folder=folder, ahead=True)
+        traffic.run(150)
+        traffic.check_results()
+        counts.update(traffic.counts)
+    assert counts["prepared"] > 100
+    assert counts["prepared ahead"] > 500
+    assert counts["used ahead"]
+    assert counts["wasted ahead"]
+    assert counts["used ahead"] + counts["wasted ahead"] <= counts["prepared ahead"]

@@ -96,7 +96,8 @@ class Traffic:
     deadlines.
 
     With `folder` it has lower tiers, and these fail, too. `thorough`: check all bookkeeping at every step. `drafts`:
-    next tokens are drafted, and some draft tokens are right. `recurrent`: the model has recurrent states.
+    next tokens are drafted, and some draft tokens are right. `recurrent`: the model has recurrent states. `ahead`: next
+    turns are prepared.
     """
 
     def __init__(
@@ -109,7 +110,9 @@ class Traffic:
         thorough: bool = True,
         drafts: bool = False,
         recurrent: bool = False,
+        ahead: bool = False,
     ) -> None:
+        self.ahead = ahead
         self.rng = random.Random(seed)
         self.limits = random_limits(self.rng, recurrent=recurrent)
         self.disturb, self.folder, self.thorough, self.drafts = disturb, folder, thorough, drafts
@@ -142,6 +145,22 @@ class Traffic:
         req = random_request(self.rng, f"r{len(self.requests)}", self.limits, self.texts)
         for _ in range(self.rng.choice([1] * 8 + [2, 4])):
             self.add(msgspec.structs.replace(req, request_id=f"r{len(self.requests)}", params=self._reseeded(req)))
+
+    def prepare(self) -> None:
+        """The beginning of a next turn: a text with its answer, or a part of it, and some tokens."""
+        text = self.rng.choice(self.texts) if self.texts else []
+        new = [self.rng.randrange(self.limits.vocab_size) for _ in range(self.rng.randint(1, 20))]
+        ids = (text[: self.rng.randint(0, len(text))] + new)[: self.limits.max_model_len]
+        owner = {"tenant": self.rng.choice(["", "x"]), "session_id": self.rng.choice([None, "turn:a", "turn:b", "s"])}
+        name = f"a{self.counts['prepared']}"
+        try:
+            self.engine.scheduler.add(request(name, ids, max_tokens=0, is_ahead=True, **owner))
+        except RequestError as error:
+            self.refused.add(error.code)
+            return
+        self.counts["prepared"] += 1
+        self.texts += [ids] * 3  # that it comes is likely
+        self.bound += len(ids) * (2 + len(self.requests))  # each request may make it begin anew
 
     def _reseeded(self, req: Request) -> object:
         return msgspec.structs.replace(req.params, seed=self.rng.randrange(1 << 64))
@@ -199,7 +218,7 @@ class Traffic:
 
     def propose(self) -> None:
         for seq in self.engine.scheduler._slots.running.values():
-            if not seq.num_pending and self.rng.random() < 0.7:
+            if not seq.request.is_ahead and not seq.num_pending and self.rng.random() < 0.7:
                 drafts = self.wanted[seq.request_id][0][seq.num_outputs :][: self.rng.choice([1, 2, 5, 9])]
                 seq.propose([token if self.rng.random() < 0.8 else self.rng.randrange(50) for token in drafts])
 
@@ -222,8 +241,10 @@ class Traffic:
 
     def run(self, num_operations: int) -> None:
         for _ in range(num_operations):
+            if self.ahead and self.rng.random() < 0.15:
+                self.prepare()
             action = self.rng.random()
-            if action < 0.3:
+            if action < (0.05 if self.ahead else 0.3):
                 self.arrive()
             elif self.disturb and action < 0.33:
                 self.abort()
@@ -274,7 +295,7 @@ class Traffic:
         for name in self.requests:
             self._check_request(name)
         stats = self.engine.scheduler.stats()
-        quiet = not (self.disturb or self.drafts or stats.preemptions or self.counts["deadline"])
+        quiet = not (self.ahead or self.disturb or self.drafts or stats.preemptions or self.counts["deadline"])
         if quiet and self.engine.depth == 1:
             computed = sum(
                 len(req.prompt_ids) + max(len(self.wanted[name][0]) - 1, 0) - self.engine.outputs[name][0].cached_tokens
@@ -285,6 +306,7 @@ class Traffic:
         self.counts["preemptions"] += stats.preemptions
         self.counts["requests"] += len(self.requests)
         self.counts["hits"] += stats.prefix_hits
+        self.counts.update({f"{name} ahead": count for name, count in stats.next_turns.items()})
         self.counts["loaded"] += sum(stats.tier_hits.values())
 
     def _check_request(self, name: str) -> None:

@@ -1,0 +1,156 @@
+"""Prompts that are computed ahead, while no request is there: what can be known of the next turns of conversations.
+
+A front end knows how a conversation's next prompt begins as soon as an answer has ended. Such a beginning waits here.
+The scheduler computes one at a time, in small steps, and only while no request waits or runs. It gives way to a request
+before the next plan: its KV stays in the cache, and the rest waits again.
+
+What was computed is remembered until a request of the same namespace goes on with it, so that its use can be counted.
+The bounds are for each tenant first. Nothing of one tenant is found, timed or counted by the requests of another.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from lmkit.errors import RequestError
+from lmkit.turbo.kv.radix_tree import Namespace
+from lmkit.turbo.request import Request
+from lmkit.turbo.scheduling.planner import Planner, Step
+from lmkit.turbo.sequence import Sequence, Status
+
+MAX_OF_TENANT, MAX_IN_ALL = 4, 64  # prompts that wait, and as many that were computed; the oldest leave
+STEP_SECONDS = 0.02  # of a step ahead: half of it is what a request waits for that arrives meanwhile
+LEAST_TOKENS = 32  # of such a step: fewer cost about as much
+
+
+@dataclass
+class Prepared:
+    """The beginning of a prompt, of which tokens `start` to `end` were computed ahead."""
+
+    tokens: np.ndarray  # int32 [n], as the cache knows them
+    start: int
+    end: int
+
+
+class NextTurns:
+    """What waits, what runs, and what became of it. It shares the planner, and what that moves, with the scheduler."""
+
+    def __init__(self, planner: Planner, make: Callable[[Request], Sequence]) -> None:
+        """`make`: the sequence of a request. Raises RequestError if it cannot run any more."""
+        self._planner, self._make = planner, make
+        self._running: Sequence | None = None
+        self._prepared = self._used = self._wasted = 0  # tokens
+        self._waiting: deque[Request] = deque()
+        self._records: OrderedDict[str, tuple[Namespace, Prepared]] = OrderedDict()  # by request, the oldest first
+
+    def __len__(self) -> int:
+        """Prompts that wait or run."""
+        return len(self._waiting) + self.num_running
+
+    @property
+    def num_running(self) -> int:
+        return self._running is not None
+
+    def add(self, seq: Sequence) -> None:
+        """Let a prompt wait. If it has a session, what the cache has of it is held at once. Of each tenant, and of all,
+        the one that has waited longest leaves if there are too many."""
+        request = seq.request
+        self._planner.kv.hold(seq, seq.num_tokens, seq.arrived)
+        own = [other for other in self._waiting if other.tenant == request.tenant]
+        if len(own) >= MAX_OF_TENANT or len(self._waiting) >= MAX_IN_ALL:
+            self._waiting.remove(own[0] if len(own) >= MAX_OF_TENANT else self._waiting[0])
+        self._waiting.append(request)
+
+    def turn(self) -> int | None:
+        """Before a plan: give way to requests, or run if there are none. Returns the most tokens of a plan ahead."""
+        planner = self._planner
+        num_requests = len(planner.slots.running) + len(planner.waiting) - self.num_running
+        seq = self._running
+        if seq is not None and num_requests and seq.status is Status.RUNNING:
+            planner.take_back(seq)
+            seq.status = Status.FINISHED  # what its steps under way give is not wanted
+            self._waiting.appendleft(seq.request)
+            self._running = None
+        while self._waiting and not (self._running or num_requests):
+            self._begin(self._waiting.popleft())
+        if self._running is None or num_requests:  # one that loads computes nothing
+            return None
+        return planner.pacer.tokens_within(STEP_SECONDS, self._running.num_computed, LEAST_TOKENS)
+
+    def _begin(self, request: Request) -> None:
+        """Queue a prompt unless the cache has all that the next turn finds of it."""
+        kv = self._planner.kv
+        try:
+            seq = self._make(request)
+        except RequestError:  # its adapter has gone
+            return
+        found, size = kv.find(seq).num_tokens, kv.block_size
+        if found < (seq.num_tokens - 1 if kv.snapshots is None else seq.num_tokens // size * size):
+            self._running = seq
+            self._planner.waiting.add(seq)
+
+    def planned(self, step: Step) -> None:
+        """After a plan: drop what found no room. Count what requests that begin have of next turns."""
+        seq, slots = self._running, self._planner.slots
+        if seq is not None and seq.status is Status.WAITING:
+            self._planner.waiting.remove(seq)
+            self._running = None
+        for slot in step.new if self._records else ():
+            if (new := slots[slot]) is not seq and not new.num_preemptions:
+                self._follow(new)
+
+    def ends(self, seq: Sequence) -> bool:
+        """Whether this sequence, which has ended, was computed ahead."""
+        if seq is not self._running:
+            return False
+        self._running = None
+        return True
+
+    def computes(self, seq: Sequence, start: int, count: int) -> bool:
+        """Whether a step has computed `count` tokens of this sequence ahead. It counts them."""
+        if seq is not self._running:
+            return False
+        namespace = self._planner.kv.namespace(seq)
+        self._prepared, end = self._prepared + count, start + count
+        known = self._records.get(seq.request_id)
+        if known is None:
+            self._records[seq.request_id] = namespace, Prepared(seq.cached_as(seq.num_tokens).copy(), start, end)
+            self._bound(namespace)
+        else:
+            known[1].end = max(known[1].end, end)
+        return True
+
+    def _bound(self, namespace: Namespace) -> None:
+        own = [name for name, (other, _) in self._records.items() if other == namespace]
+        gone = own[:-MAX_OF_TENANT] or list(self._records)[: max(len(self._records) - MAX_IN_ALL, 0)]
+        for name in gone:
+            _, left = self._records.pop(name)
+            self._wasted += left.end - left.start
+
+    def _follow(self, seq: Sequence) -> None:
+        """A request begins, with what the cache had. Count what it has of a prompt that was computed ahead, which then
+        is no longer expected."""
+        namespace, cached = self._planner.kv.namespace(seq), seq.cached_tokens or 0
+        for name, (other, ahead) in self._records.items():
+            if other == namespace and (same := _common(seq, ahead.tokens)) > ahead.start:
+                del self._records[name]
+                used = max(min(same, cached, ahead.end) - ahead.start, 0)
+                self._used += used
+                self._wasted += ahead.end - ahead.start - used
+                self._waiting = deque(request for request in self._waiting if request.request_id != name)
+                return
+
+    def stats(self) -> dict[str, int]:
+        """Tokens that were prepared, and those of them that a request has used, or that none can use any more."""
+        return {"prepared": self._prepared, "used": self._used, "wasted": self._wasted}
+
+
+def _common(seq: Sequence, tokens: np.ndarray) -> int:
+    """The number of first tokens that the sequence has in common with these."""
+    count = min(seq.num_tokens, len(tokens))
+    differ = np.flatnonzero(seq.cached_as(count) != tokens[:count])
+    return int(differ[0]) if len(differ) else count

@@ -1,0 +1,181 @@
+"""What is computed ahead: only while nothing else is to be done, for its tenant alone, and within bounds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from lmkit.turbo.request import TURN, Request
+from lmkit.turbo.scheduling.next_turns import LEAST_TOKENS, MAX_OF_TENANT
+from tests.turbo.fakes import FakeEngine, limits, request
+from tests.turbo.scheduling.test_scheduler_prefixes import cached, text
+
+
+def ahead(name: str, ids: list[int], **fields: Any) -> Request:
+    return request(name, ids, max_tokens=0, is_ahead=True, **fields)
+
+
+def engine(**changes: Any) -> FakeEngine:
+    """Its steps take a second for each token, so that those ahead are as small as they get."""
+    sizes = {"prefix_cache": True, "num_blocks": 200, "block_size": 8, "max_batch_size": 8, "max_step_tokens": 256}
+    sizes["max_model_len"] = changes.get("num_blocks", 200) * 8
+    of_step = {"seconds": lambda plan: float(sum(chunk.num_tokens for chunk in plan.chunks))}
+    return FakeEngine(limits(**sizes | changes), **of_step)
+
+
+def test_the_next_turn_finds_what_was_computed_ahead() -> None:
+    made = engine()
+    made.add(request("a", text(1, 100)))
+    made.run()
+    known = text(1, 60) + text(2, 83)  # the template writes the end otherwise
+    made.scheduler.add(ahead("n", known))
+    made.run_until_idle()
+    assert "n" not in made.outputs  # it has no outputs
+    computed, stats = made.runner.num_computed, made.scheduler.stats()
+    assert (stats.prompt_tokens, stats.num_running, stats.prefix_tokens) == (100, 0, 100)
+    assert stats.next_turns == {"prepared": 83, "used": 0, "wasted": 0}
+    made.add(request("b", known + text(3, 10), max_tokens=1))
+    made.run()
+    assert cached(made, "b") == 143
+    assert made.runner.num_computed == computed + 10
+    assert made.scheduler.stats().next_turns == {"prepared": 83, "used": 83, "wasted": 0}
+
+
+def test_what_the_cache_has_is_not_computed_again() -> None:
+    made = engine()
+    made.add(request("a", text(1, 100), max_tokens=1))
+    made.scheduler.add(ahead("n", text(1, 100)))
+    made.run()
+    assert made.runner.num_computed == 100
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_request_comes_before_the_next_plan(depth: int) -> None:
+    made = engine()
+    made.depth = depth
+    made.scheduler.add(ahead("n", text(1, 300)))
+    for _ in range(3):
+        plan = made.step()
+        assert plan is not None
+        assert [chunk.num_tokens for chunk in plan.chunks] == [LEAST_TOKENS]
+    made.add(request("a", text(2, 50), max_tokens=3))
+    plan = made.step()
+    assert plan is not None
+    assert [chunk.num_tokens for chunk in plan.chunks] == [50]
+    while not (made.outputs["a"] and made.reason("a")):
+        plan = made.step()
+        assert plan is None or sum(chunk.num_tokens for chunk in plan.chunks) <= 50
+        assert made.scheduler.stats().num_running <= 1
+    made.run()
+    assert made.scheduler.stats().next_turns["prepared"] == 300  # it went on where it was
+    made.add(request("b", text(1, 301), max_tokens=1))
+    made.run()
+    assert cached(made, "b") == 300
+    assert made.scheduler.stats().next_turns["used"] == 300
+
+
+def test_the_next_turn_itself_goes_on_where_it_was() -> None:
+    made = engine()
+    made.scheduler.add(ahead("n", text(1, 300)))
+    for _ in range(3):
+        made.step()
+    made.add(request("a", text(1, 320), max_tokens=1))
+    made.run()
+    assert cached(made, "a") == 3 * LEAST_TOKENS
+    assert made.runner.num_computed == 320
+    assert made.scheduler.stats().next_turns == {"prepared": 96, "used": 96, "wasted": 0}
+
+
+def test_nothing_of_it_shows_to_another_tenant() -> None:
+    made = engine()
+    made.scheduler.add(ahead("n", text(1, 100), tenant="x"))
+    made.run_until_idle()
+    made.add(request("a", text(1, 120), max_tokens=1, tenant="y"), request("b", text(1, 120), max_tokens=1))
+    made.run()
+    assert cached(made, "a") == cached(made, "b") == 0
+    assert made.scheduler.stats().next_turns == {"prepared": 100, "used": 0, "wasted": 0}
+
+
+def test_a_tenant_has_so_many_at_a_time() -> None:
+    made = engine()
+    made.add(request("a", text(0, 10)))  # none begins meanwhile
+    for i in range(MAX_OF_TENANT + 2):
+        made.scheduler.add(ahead(f"n{i}", text(i + 1, 20), tenant="x"))
+    made.scheduler.add(ahead("other", text(99, 20), tenant="y"))
+    made.run()
+    found = {}
+    for i in range(MAX_OF_TENANT + 2):
+        made.add(request(f"r{i}", text(i + 1, 30), max_tokens=1, tenant="x"))
+        made.run()
+        found[i] = cached(made, f"r{i}")
+    assert list(found.values()) == [0, 0] + [20] * MAX_OF_TENANT
+    made.add(request("r", text(99, 30), max_tokens=1, tenant="y"))
+    made.run()
+    assert cached(made, "r") == 20
+
+
+def test_what_does_not_come_is_wasted() -> None:
+    made = engine()
+    for i in range(MAX_OF_TENANT + 1):
+        made.scheduler.add(ahead(f"n{i}", text(i + 1, 20)))
+        made.run_until_idle()
+    assert made.scheduler.stats().next_turns["wasted"] == 20
+
+
+def test_it_ends_no_lease_and_waits_for_no_room() -> None:
+    made = engine(num_blocks=30, session_lease=1e9)
+    made.add(request("a", text(1, 160), max_tokens=1, session_id="s"))
+    made.run_until_idle()
+    made.scheduler.add(ahead("n", text(2, 100)))
+    made.run_until_idle()
+    assert made.scheduler.stats().sessions == 1
+    assert made.runner.num_computed == 160
+    made.check_idle()
+
+
+def test_a_conversation_that_called_tools_is_held_before_anything_is_computed() -> None:
+    made = engine(num_blocks=40)
+    made.add(request("a", text(1, 64), max_tokens=1))
+    made.run_until_idle()
+    made.add(request("b", text(2, 40), max_tokens=20))
+    made.scheduler.add(ahead("n", text(1, 64) + text(9, 8), session_id=TURN + "1"))  # it waits
+    assert made.scheduler.stats().sessions == 1
+    made.add(request("c", text(3, 100), max_tokens=1), request("d", text(4, 100), max_tokens=1))  # more than the rest
+    made.run_until_idle()
+    made.add(request("e", text(1, 64) + text(9, 20), max_tokens=1))
+    made.run_until_idle()
+    assert cached(made, "e") == 72
+    made.check_idle()
+
+
+def test_such_leases_hold_a_part_of_the_cache_and_those_of_the_greediest_tenant_go() -> None:
+    made = engine(num_blocks=40)  # 10 for all of them
+    for i, tenant in enumerate(("x", "y", "y", "y")):
+        made.scheduler.add(ahead(f"n{i}", text(i, 24), tenant=tenant, session_id=f"{TURN}{i}"))
+        made.run_until_idle()
+    leases = made.scheduler.kv.leases
+    assert len(leases) == 3
+    assert sum(lease.size for lease in leases) == 9
+    assert list(leases._leases) == [("x", TURN + "0"), ("y", TURN + "2"), ("y", TURN + "3")]
+    made.check_idle()
+
+
+def test_a_recurrent_state_stands_where_the_beginning_ends() -> None:
+    made = engine(first_snapshot=8, num_snapshots=10)
+    made.scheduler.add(ahead("n", text(1, 104)))
+    made.run_until_idle()
+    made.add(request("a", text(1, 120), max_tokens=1))
+    made.run()
+    assert cached(made, "a") == 104
+
+
+def test_a_step_that_fails_ends_it() -> None:
+    made = engine()
+    made.scheduler.add(ahead("n", text(1, 100)))
+    plan = made.schedule()
+    assert plan is not None
+    made.runner.fail(made.plans.popleft())
+    assert made.scheduler.fail(plan, "it broke") == []
+    assert not made.scheduler.has_work()
+    made.check_idle()
