@@ -33,6 +33,7 @@ WeightDtype = Literal["auto", "float32", "bfloat16", "float16"]
 KVStorageName = Literal["auto", KVName]
 HeadStorage = Literal["auto", "int8"]
 ClusterName = Literal["none", "ray", "torchrun"]
+ModelImpl = Literal["auto", "fast", "flexible"]
 Quantize = Literal["none", "int4", "int8", "fp8"]
 Switch = Literal["on", "off"]
 Reranker = Literal["cosine", "yes_no"]  # of embeddings; or the probability that the model answers yes
@@ -112,6 +113,11 @@ class EngineConfig(StrictStruct, frozen=True, kw_only=True, metaclass=_Sizes):
     lm_head: Annotated[HeadStorage, _model("auto (as in the checkpoint), or int8 (smaller).")] = "auto"
     # see models.rounding
     quantize: Annotated[Quantize, _model("Round the weights of a 16-bit checkpoint while it loads.")] = "none"
+    # see models.engines
+    model_impl: Annotated[
+        ModelImpl,
+        _model("Engine: fast is lmkit's, flexible runs transformers' modules; auto takes the fast one if it can."),
+    ] = "auto"
     max_model_len: Annotated[PositiveInt | None, _model("Context in tokens. Default: the model's.")] = None
     generation_config: Annotated[
         str, _model("Sampling defaults: auto (the checkpoint's generation_config.json), none, or a path.")

@@ -25,6 +25,7 @@ EXTRAS = {
         ("datasets", "pyarrow", "accelerate"),
         "calibration data of the Hugging Face Hub, Parquet and saved data sets; quantizing with several processes",
     ),
+    "any": Extra(("transformers",), "models of architectures that lmkit does not know and transformers does"),
     "hub": Extra(("huggingface_hub",), "models fetched from the Hugging Face Hub by name"),
     "bench": Extra(("matplotlib",), "plots"),
     "images": Extra(("PIL",), "images in prompts of models that see"),

@@ -29,6 +29,8 @@ class Decoder:
     LayerNorm has a `final_bias`. `positions` [max_position, hidden], if there are any, are added to embeddings.
     """
 
+    captures = True  # whether steps may be captured
+
     def __init__(
         self,
         spec: ModelSpec,

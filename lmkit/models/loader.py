@@ -20,6 +20,7 @@ from lmkit.log import get_logger
 from lmkit.models import roles
 from lmkit.models.decoder import Decoder
 from lmkit.models.decoder_layer import DecoderLayer
+from lmkit.models.engines import foreign_decoder
 from lmkit.models.packed_cache import PackedCache, PackedFile, PackedWriter, kinds_of
 from lmkit.models.resolved import ResolvedModel, resolved
 from lmkit.models.stream_plan import Streaming
@@ -52,6 +53,8 @@ def load(
     a head that is tied to them, or else mapped from the checkpoint if they keep its dtype. With `streaming` some layers
     are read from the file in every step, see streamed.py. Raises ConfigError too if that is not possible.
     """
+    if model.spec.foreign:
+        return foreign_decoder(model.source, model.packing)
     try:
         if streaming is not None:
             return _load_streamed(model, streaming)

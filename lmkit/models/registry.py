@@ -15,6 +15,11 @@ from lmkit.layers.blocks.base import check_limits
 from lmkit.models.layer_spec import LayerSpec
 from lmkit.models.spec import ModelSpec
 
+
+class UnknownArchitectureError(UnsupportedError):
+    """No family has this architecture. transformers may."""
+
+
 Family = Callable[[dict[str, Any]], ModelSpec]
 FAMILIES: dict[str, Family] = {}
 CAUSAL = "ForCausalLM"
@@ -42,6 +47,14 @@ def family(*architectures: str, defaults: Mapping[str, Any] | None = None) -> Ca
     return register
 
 
+def architecture_of(config: dict[str, Any]) -> str:
+    """The architecture that a config.json names. Raises CheckpointError if it names none."""
+    names = config.get("architectures")
+    if not isinstance(names, list) or not names or not isinstance(names[0], str):
+        raise CheckpointError(f"config.json: architectures = {names!r:.100} names none")
+    return names[0]
+
+
 def load_spec(config: dict[str, Any]) -> ModelSpec:
     """The specification of a checkpoint by its config.json. Raises UnsupportedError for an unknown architecture,
     listing the known ones, and CheckpointError for impossible numbers."""
@@ -67,12 +80,12 @@ def load_spec(config: dict[str, Any]) -> ModelSpec:
     return spec
 
 
-def _unknown(name: object) -> UnsupportedError:
+def _unknown(name: object) -> UnknownArchitectureError:
     """The error of an architecture that no family is. It tells the families with the most similar names."""
     stems = {known.removesuffix(CAUSAL).removesuffix(BASE): known for known in sorted(FAMILIES)}
     near = difflib.get_close_matches(str(name).removesuffix(CAUSAL).removesuffix(BASE), stems, cutoff=0.5)
     hint = f"the nearest names are {' and '.join(stems[stem] for stem in near)}; " if near else ""
-    return UnsupportedError(
+    return UnknownArchitectureError(
         f"config.json: architecture {name!r} is not supported; {hint}lmkit runs {', '.join(stems.values())} "
         "(docs/families.md says how to add one)"
     )

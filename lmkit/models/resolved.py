@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from lmkit.config import Activations
+from lmkit.config import Activations, ModelImpl
 from lmkit.devices import named
 from lmkit.formats.checkpoint import CheckpointReader
 from lmkit.formats.parts import FLOATS
@@ -20,6 +20,7 @@ from lmkit.layers.linear import MergedLinear, Weights
 from lmkit.log import get_logger
 from lmkit.models import roles
 from lmkit.models.decoder_layer import DecoderLayer
+from lmkit.models.engines import open_source
 from lmkit.models.identity import Packing, resolve_activations
 from lmkit.models.kv_storage import KVStorage, resolve_storage, table_bytes
 from lmkit.models.layer_spec import LayerSpec
@@ -92,6 +93,8 @@ class ResolvedModel:
     def weight_bytes(self) -> int:
         """Bytes of the loaded weights. Each rank has the whole embedding. If there are stages, those of the largest."""
         how = self.packing
+        if self.spec.foreign:
+            return self.source.weight_bytes(how.dtype, how.lm_head, how.device, how.activations)
         total = self.source.weight_bytes(None if how.as_stored else how.dtype, how.lm_head, how.device, how.activations)
         embedding = math.prod(self.spec.head_shape) * self.embed_dtype.itemsize
         head = self.source.head_bytes(self.embed_dtype.itemsize, how.lm_head)
@@ -177,6 +180,7 @@ def resolved(
     kv_dtype: KVDtype | None = None,
     quantize: str = "none",
     attention_sinks: int = 0,
+    model_impl: ModelImpl = "auto",
     shard: Shard = WHOLE,
     stage: Stage = ALONE,
 ) -> Iterator[ResolvedModel]:
@@ -189,7 +193,7 @@ def resolved(
     weights that are quantized already.
     `shard` takes one rank's part of everything, `stage` some layers.
     """
-    source = ModelSource(path, attention_sinks=attention_sinks, rounding=quantize)
+    source = open_source(path, model_impl, attention_sinks=attention_sinks, rounding=quantize)
     try:
         weight_dtype = resolve_dtype(dtype, source.spec.dtype, device)
         asked = resolve_activations(activations, device)

@@ -38,6 +38,8 @@ class ModelSpec:
     vision: VisionSpec | None = None  # a tower that encodes images
     per_layer_vocab: int = 0  # tokens in the table of layers.per_layer
     per_layer_scale: float = 1.0  # a factor on this table
+    foreign: bool = False  # transformers' modules compute it, see models.flexible
+    reusable: bool = True  # whether the prefix cache can keep what sequences leave behind
     mtp: MTPSpec | None = None  # a layer that drafts tokens, which the checkpoint may have
 
     @property

@@ -12,7 +12,7 @@ import msgspec
 
 from lmkit import conflicts
 from lmkit.config import NAMED_PEERS, EngineConfig
-from lmkit.conflicts import DECODER, FIXED_STATES, STATES, WHOLE_TEXTS
+from lmkit.conflicts import DECODER, FIXED_STATES, FOREIGN, OWN_CACHES, STATES, WHOLE_TEXTS
 from lmkit.errors import UnsupportedError
 from lmkit.formats.generation_config import SamplingDefaults, read_defaults
 from lmkit.formats.sentences import Sentences, read_dimensions
@@ -213,7 +213,7 @@ def _announce(memory: MemoryPlan, storages: list[KVStorage], config: EngineConfi
 
 def load_options(config: EngineConfig, rank: int = 0) -> dict[str, Any]:
     """The arguments of `resolved` that a device's configuration gives."""
-    names = ("device", "dtype", "activations", "lm_head", "quantize", "attention_sinks")
+    names = ("device", "dtype", "activations", "lm_head", "quantize", "attention_sinks", "model_impl")
     return {name: getattr(config, name) for name in names} | {
         "kv_dtype": config.asked_kv,
         "shard": Shard(rank if config.num_ranks > 1 else 0, config.tp, config.ep),
@@ -225,6 +225,9 @@ def traits_of(spec: ModelSpec, config: EngineConfig) -> tuple[str, ...]:
     """The traits of a model that rows of lmkit.conflicts name."""
     if spec.sees_all:
         return (WHOLE_TEXTS,)
+    if spec.foreign:
+        states = (STATES, FIXED_STATES) if spec.is_recurrent else ()
+        return (FOREIGN, *states, *(() if spec.reusable else (OWN_CACHES,)))
     if spec.is_recurrent:
         return (STATES,) if config.target.moves_states and spec.has_kv else (STATES, FIXED_STATES)
     return ()

@@ -148,7 +148,10 @@ def kv_limits(
         block_size=config.tokens_per_block,
         classes=layout.classes,
         max_step_tokens=config.tokens_per_step,
-        prefix_cache=config.prefix_cache and not spec.sees_all and (num_snapshots > 0 or not spec.is_recurrent),
+        prefix_cache=config.prefix_cache
+        and spec.reusable
+        and not spec.sees_all
+        and (num_snapshots > 0 or not spec.is_recurrent),
         first_snapshot=config.sequences_per_step,
         num_snapshots=num_snapshots,
         cache_quota=config.cache_quota,
@@ -215,7 +218,7 @@ def plan_memory(
     runtime = device.runtime_bytes
     left = free - weight_bytes - workspace - states - runtime - (0 if device.own_memory else host)
     num_snapshots = 0
-    if spec.is_recurrent and config.prefix_cache:
+    if spec.is_recurrent and config.prefix_cache and spec.reusable:
         room = min(int(left * SNAPSHOT_SHARE), left - (asked or 0))
         num_snapshots = max(0, min(SNAPSHOTS * config.sequences_per_step, room // spec.state_bytes))
         left -= num_snapshots * spec.state_bytes

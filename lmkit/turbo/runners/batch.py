@@ -265,7 +265,9 @@ class PersistentBatch:
         return min(width, self.block_tables.shape[2])
 
     def example(self, num_tokens: int, num_logits: int) -> BatchInputs:
-        """A step of one sequence with so many tokens and logit rows. Its shapes are right, its values mean nothing."""
+        """A step of one sequence with so many tokens and logit rows. Its shapes are right, its tokens mean nothing."""
+        self._arrays["query_start"][:2], self._arrays["context_lens"][0] = (0, num_tokens), num_tokens
+        self._arrays["states"][0] = (0, -1, -1, 0, 0, 0)
         return self._views(num_tokens, 1, self._table_width(1), num_logits, 1)
 
     def _has_adapters(self, num_tokens: int) -> bool:

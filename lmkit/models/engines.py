@@ -1,0 +1,44 @@
+"""Which engine computes a model: lmkit's own decoder, or transformers' modules with lmkit's parts put in."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from lmkit.config import ModelImpl
+from lmkit.errors import UnsupportedError
+from lmkit.extras import install, needed_for
+from lmkit.models.decoder import Decoder
+from lmkit.models.identity import Packing
+from lmkit.models.registry import UnknownArchitectureError
+from lmkit.models.source import ModelSource
+
+
+def open_source(path: str | Path, impl: ModelImpl, **options: Any) -> ModelSource:
+    """Open a checkpoint for the engine `impl`. auto: lmkit's own engine for the families that it has, transformers'
+    modules for others. `options` are those of ModelSource. Raises its errors."""
+    if impl == "flexible":
+        return _flexible(path, **options)
+    try:
+        return ModelSource(path, **options)
+    except UnknownArchitectureError as error:
+        if impl == "fast":
+            raise
+        if find_spec("transformers") is None:
+            raise UnsupportedError(f"{error}; transformers may have it: {install('any')}") from None
+        return _flexible(path, **options)
+
+
+def _flexible(path: str | Path, **options: Any) -> ModelSource:
+    with needed_for("the flexible engine"):
+        from lmkit.models.flexible.source import FlexibleSource
+    return FlexibleSource(path, **options)
+
+
+def foreign_decoder(source: ModelSource, packing: Packing) -> Decoder:
+    """The decoder of a model that transformers computes."""
+    from lmkit.models.flexible.source import FlexibleSource
+
+    assert isinstance(source, FlexibleSource)
+    return source.decoder(packing)

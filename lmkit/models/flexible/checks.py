@@ -1,0 +1,77 @@
+"""The first tokens of a loaded module, as lmkit computes them and as transformers does.
+
+Two sequences of which one goes on in a chunk and one in a token: what mixes sequences, counts positions otherwise or
+does not take a prompt in chunks is found at the start, and not in answers.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lmkit.errors import UnsupportedError
+from lmkit.kernels.ops import BatchGeometry
+from lmkit.kv_dtype import FLOAT32
+from lmkit.layers.batch import BatchInputs
+from lmkit.log import get_logger
+from lmkit.models.flexible.decoder import FlexibleDecoder
+from lmkit.models.flexible.module import foreign
+from lmkit.models.kv_storage import KVStorage, allocate
+
+log = get_logger(__name__)
+
+LENGTHS = 8, 7  # of the sequences
+CUTS = 5, 6  # the tokens that the first step computes
+BLOCK = 16
+TOLERANCE = 1e-2  # of a state's length. Wrong ones are off by about 1
+SHARE = 0.5  # of a step's states that may be off: experts chosen otherwise by a last bit
+
+
+def checked(decoder: FlexibleDecoder) -> FlexibleDecoder:
+    """The decoder, if it gives the states that transformers does. Raises UnsupportedError otherwise."""
+    name = decoder.spec.architecture
+    with foreign(name, "cannot compute its first tokens"), torch.inference_mode():
+        rows = [[1 + i % (decoder.spec.vocab_size - 1) for i in range(7, 7 + n)] for n in LENGTHS]
+        wanted = [decoder.plain(torch.tensor([row])) for row in rows]
+        if _agrees(decoder, rows, wanted):
+            return decoder
+        if not decoder.seen.packs:
+            decoder.one_by_one = True
+            if _agrees(decoder, rows, wanted):
+                log.info("%s: transformers continues its states one token at a time: prompts are slow", name)
+                return decoder
+    raise UnsupportedError(f"{name}: with lmkit's attention its states are not those of transformers")
+
+
+def _agrees(decoder: FlexibleDecoder, rows: list[list[int]], wanted: list[Tensor]) -> bool:
+    spec = decoder.spec
+    storages = [KVStorage(FLOAT32, FLOAT32)] * spec.num_layers
+    kv = allocate(spec.layers, storages, len(rows), BLOCK, BLOCK, num_states=len(rows))
+    kv = [kv[layer.index] for layer in decoder.layers]
+    for edges in (tuple((0, cut) for cut in CUTS), tuple(zip(CUTS, LENGTHS, strict=True))):
+        states, _ = decoder.hidden(_step(rows, edges), kv)
+        right = torch.cat([x[start:end] for x, (start, end) in zip(wanted, edges, strict=True)])
+        errors = (states - right).norm(dim=-1) / right.norm(dim=-1).clamp_min(1e-9)
+        if (errors < TOLERANCE).float().mean() < SHARE:
+            log.debug("%s: errors of states: %s", spec.architecture, errors.tolist())
+            return False
+    return True
+
+
+def _step(rows: list[list[int]], edges: tuple[tuple[int, int], ...]) -> BatchInputs:
+    """A step with the tokens start .. end of each row, whose block has its number."""
+    counts = [end - start for start, end in edges]
+    starts = torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    places = [(b, at) for b, (start, end) in enumerate(edges) for at in range(start, end)]
+    lens = torch.tensor([end for _, end in edges], dtype=torch.int32)
+    tables = torch.arange(len(rows), dtype=torch.int32)[:, None]
+    slots = torch.tensor([b * BLOCK + at for b, at in places], dtype=torch.int32)
+    return BatchInputs(
+        token_ids=torch.tensor([rows[b][at] for b, at in places]),
+        positions=torch.tensor([at for _, at in places], dtype=torch.int32),
+        geometries=(BatchGeometry(starts, lens, tables, slots),),
+        rope_lens=lens,
+        logit_rows=starts[1:].long() - 1,
+        logit_start=torch.arange(len(rows) + 1, dtype=torch.int32),
+        states=torch.tensor([[b, b if start else -1, -1, 0, 0, 0] for b, (start, _) in enumerate(edges)]).int(),
+    )

@@ -1,0 +1,201 @@
+"""A transformers module as a decoder: lmkit's batch in, logits out. Attention goes to lmkit's KV blocks.
+
+A step of a model that keeps nothing but keys and values is one pass over all its tokens in a row. Otherwise each
+sequence is a pass of its own, with what transformers keeps of it (states.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lmkit.attention_spec import AttentionSpec
+from lmkit.kernels import ops
+from lmkit.kernels.registry import Implementation
+from lmkit.layers.adapters import StepAdapters
+from lmkit.layers.batch import BatchInputs, KVLayer
+from lmkit.layers.linear import MergedLinear
+from lmkit.models.decoder import Decoder
+from lmkit.models.flexible.caches import set_length
+from lmkit.models.flexible.interface import NAME, attending, use
+from lmkit.models.flexible.states import OwnStates, Part
+from lmkit.models.flexible.trace import AttentionCall, Trace, takes
+from lmkit.models.spec import ModelSpec
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A layer, as the engine asks for it. Its linears are in the module."""
+
+    index: int
+    linears: tuple[MergedLinear, ...] = ()
+    blocks: tuple[()] = ()
+
+
+class _Call(NamedTuple):
+    """A module's attention, with the implementations that its heads take."""
+
+    layer: int
+    dim: int
+    spec: AttentionSpec
+    stores: bool
+    append: Implementation
+    attention: Implementation
+
+
+class FlexibleDecoder(Decoder):
+    """See Decoder. `module` is transformers' class of the architecture."""
+
+    captures = False
+
+    def __init__(self, spec: ModelSpec, module: Any, seen: Trace, device: str = "cpu") -> None:
+        self.spec, self.module, self.seen, self.dtype = spec, module, seen, torch.float32
+        self.layers = [_Place(index) for index in range(spec.num_layers)]  # type: ignore[misc]
+        self.lm_head = MergedLinear(("lm_head",), {}, device)
+        self.ranks = self.link = self.behind = self.softcap = self.per_layer = None
+        self.kept, self.step_adapters = {}, StepAdapters(device)
+        self.embedding = ops.embedding.select(device)
+        self.states = OwnStates(module, seen)
+        self._base: nn.Module = getattr(module, module.base_model_prefix)
+        self._body = self._base.forward
+        self._given: Any = None
+        self._base.forward = self._body_or_given
+        self.one_by_one = False  # whether what is kept takes a prompt's later tokens one at a time
+        self._positions = seen.takes_positions and takes(module, "position_ids")
+        self._part: Part | None = None
+        self._kv: list[KVLayer] = []
+        self._theirs = "sdpa" if getattr(module, "_supports_sdpa", False) else "eager"
+        use(module, NAME if seen.calls else self._theirs)
+        self._calls = {
+            module.get_submodule(name): self._call(call, device)
+            for name, call in zip(seen.modules, seen.calls, strict=True)
+        }
+
+    @staticmethod
+    def _call(call: AttentionCall, device: str) -> _Call:
+        shape = {"head_dim": call.dim, "num_heads": call.num_heads, "num_kv_heads": call.num_kv_heads, "latent": False}
+        append = ops.kv_append.select(device, **shape)
+        attention = ops.paged_attention.select(device, **shape)
+        return _Call(call.layer, call.dim, call.spec, call.source is None, append, attention)
+
+    @property
+    def linears(self) -> tuple[MergedLinear, ...]:
+        return ()
+
+    def _body_or_given(self, *args: Any, **options: Any) -> Any:
+        """The pass of all layers; or, while only logits are computed, the states that it gave."""
+        return self._body(*args, **options) if self._given is None else self._given
+
+    def hidden(
+        self, batch: BatchInputs, kv: list[KVLayer], *, logits_only: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """(states after the final norm [T, hidden], None); appends the batch's keys and values to `kv`."""
+        self._kv = kv
+        if self.seen.packs:
+            return self._pass(Part.whole(batch), self.states.fresh())[0], None
+        rows = batch.state_rows.tolist()
+        found = [self._sequence(part, *row) for part, row in zip(Part.sequences(batch), rows, strict=True)]
+        return torch.cat(found), None
+
+    def _sequence(
+        self, part: Part, slot: int, source: int, snapshot: int, after: int, replayed: int, drafts: int
+    ) -> Tensor:
+        """The states of a sequence's tokens. kernels.recurrent says what the numbers mean."""
+        states = self.states
+        if (first := states.accepted(slot, replayed)) is not None:
+            part = part.after(first)
+        count = len(part.token_ids)
+        known, cache, found, start = count - drafts, states.take(source, slot), list[Tensor](), 0
+        edges = {replayed, known, count} | ({after} if snapshot >= 0 else set())
+        if self.one_by_one:
+            edges |= set(range(0 if part.past else 1, count))
+        for end in sorted(edge for edge in edges if edge > 0):
+            x, cache = self._pass(part.cut(start, end, part.past + start), cache)
+            if start >= replayed:
+                found.append(x)
+            if snapshot >= 0 and end == after:
+                states.put(snapshot, cache, copied=True)
+            if end == known:
+                states.put(slot, cache, copied=drafts > 0)
+            start = end
+        if drafts:
+            states.draft(slot, part.cut(known, count, part.past + known))
+        return torch.cat(found)
+
+    def _pass(self, part: Part, cache: Any) -> tuple[Tensor, Any]:
+        """Run the layers over tokens in a row: (states [T, hidden], what transformers keeps)."""
+        options: dict[str, Any] = {}
+        if cache is not None:
+            set_length(cache, part.past)
+            options[self.seen.cache] = cache
+        if self._positions:
+            options["position_ids"] = part.positions[None].long()
+        self._part = part
+        with attending(self):
+            output = self._base(input_ids=part.token_ids[None], use_cache=True, **options)
+        return output.last_hidden_state[0], getattr(output, self.seen.cache) if self.seen.cache else None
+
+    def plain(self, token_ids: Tensor) -> Tensor:
+        """The states [T, hidden] of a whole sequence [1, T], as transformers alone computes them."""
+        use(self.module, self._theirs)
+        try:
+            states: Tensor = self._body(input_ids=token_ids, use_cache=False).last_hidden_state[0]
+        finally:
+            use(self.module, NAME if self.seen.calls else self._theirs)
+        return states
+
+    def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
+        """See interface.Attends."""
+        call, part = self._calls[module], self._part
+        assert part is not None
+        layer = self._kv[call.layer]
+        geometry, width = part.geometries[layer.group], v.shape[3]
+        rows, keys, values = (_rows(x, call.dim) for x in (q, k, v))
+        if call.stores:
+            call.append(keys, values, layer.k, layer.v, geometry.slots, part.positions)
+        out: Tensor = call.attention(rows, layer.k, layer.v, geometry, call.spec, options.get("s_aux"))
+        return out[None, :, :, :width]
+
+    def mask(self, options: dict[str, Any]) -> None:
+        """See interface.Attends."""
+
+    def logits(self, delta: Tensor, residual: Tensor | None, rows: Tensor) -> Tensor:
+        """See Decoder. `delta` is `hidden`'s."""
+        if not len(rows):
+            return torch.empty(0, self.spec.vocab_size)
+        return self.head(delta if len(rows) == len(delta) else delta[rows], None)
+
+    def head(self, delta: Tensor, residual: Tensor | None) -> Tensor:
+        """States [R, hidden] -> logits float32 [R, vocab]."""
+        self._given = _Given(last_hidden_state=delta[None])
+        try:
+            output = self.module(input_ids=torch.zeros(1, len(delta), dtype=torch.int64), use_cache=False)
+        finally:
+            self._given = None
+        logits: Tensor = output.logits[0].float()
+        return logits
+
+    def final_states(self, delta: Tensor, residual: Tensor | None) -> Tensor:
+        """See Decoder."""
+        return delta.float()
+
+
+class _Given(dict[str, Any]):
+    """States in place of the output of the layers: they are all that a head reads. It may be read as a tuple, too."""
+
+    def __getattr__(self, name: str) -> Any:
+        return self.get(name)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self["last_hidden_state"] if key == 0 else super().__getitem__(key)
+
+
+def _rows(x: Tensor, dim: int) -> Tensor:
+    """[1, heads, T, D] -> [T, heads, dim], with zeros after D."""
+    x = x[0].transpose(0, 1)
+    if x.shape[2] < dim:
+        x = nn.functional.pad(x, (0, dim - x.shape[2]))
+    return x.contiguous()

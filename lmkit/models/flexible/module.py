@@ -1,0 +1,126 @@
+"""The module of a checkpoint: transformers' class of it, on the meta device or with its weights."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from lmkit.errors import CheckpointError, UnsupportedError
+from lmkit.jsonfile import read_json
+from lmkit.log import get_logger
+
+log = get_logger(__name__)
+transformers.utils.logging.disable_progress_bar()
+
+LinearOf = Callable[[str], nn.Module | None]
+METHOD = "lmkit"
+MAX_CONFIG_BYTES = 1 << 20
+
+
+@contextmanager
+def foreign(architecture: str, what: str) -> Iterator[None]:
+    """An error of transformers becomes one line that names the architecture."""
+    try:
+        yield
+    except (CheckpointError, UnsupportedError, MemoryError):
+        raise
+    except Exception as error:
+        raise UnsupportedError(
+            f"{architecture}: transformers {transformers.__version__} {what}: {error!r:.400}"
+        ) from error
+
+
+def read_config(folder: Path, architecture: str) -> Any:
+    """A checkpoint's configuration as transformers' class. Raises UnsupportedError for code of the repository."""
+    kind = read_json(folder / "config.json", MAX_CONFIG_BYTES).get("model_type")
+    if kind not in CONFIG_MAPPING:
+        raise UnsupportedError(
+            f"{architecture}: transformers {transformers.__version__} has no model_type {kind!r:.60}; a newer one "
+            "may have it, and lmkit runs no code of a repository"
+        )
+    with foreign(architecture, "does not read config.json"):
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise UnsupportedError(
+            f"{architecture}: transformers {transformers.__version__} has no class of it that writes text"
+        )
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config  # lmkit reads such weights itself
+    return config
+
+
+def outline(config: Any, architecture: str) -> nn.Module:
+    """The module on the meta device. bfloat16: products of experts take nothing else there."""
+    with foreign(architecture, "cannot build it"), torch.device("meta"):
+        module: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    return module.eval()
+
+
+def load_module(folder: Path, config: Any, architecture: str, linear_of: LinearOf) -> nn.Module:
+    """The module with its weights in float32, but for the linears that `linear_of` gives by their names."""
+    with foreign(architecture, "cannot load its weights"):
+        module, report = AutoModelForCausalLM.from_pretrained(
+            folder,
+            config=config,
+            dtype=torch.float32,
+            local_files_only=True,
+            use_safetensors=True,
+            output_loading_info=True,
+            quantization_config=_OwnLinears(linear_of),
+        )
+    if missing := sorted(set(report["missing_keys"])):
+        more = f", and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise CheckpointError(f"{folder}: tensor {missing[0]} is missing{more}")
+    loaded: nn.Module = module.eval().requires_grad_(False)
+    return loaded
+
+
+@register_quantization_config(METHOD)
+class _OwnLinears(QuantizationConfigMixin):  # type: ignore[misc]  # transformers has no types
+    """Carries `linear_of` to the quantizer below. It is never written."""
+
+    def __init__(self, linear_of: LinearOf | None = None, **kwargs: Any) -> None:
+        self.quant_method = METHOD
+        self.linear_of = linear_of
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"quant_method": METHOD}
+
+
+@register_quantizer(METHOD)
+class _Replaces(HfQuantizer):  # type: ignore[misc]
+    """Puts lmkit's linears in the places of torch's before weights are read."""
+
+    requires_calibration = False
+    requires_parameters_quantization = False
+
+    def _process_model_before_weight_loading(self, model: nn.Module, **kwargs: Any) -> None:
+        linear_of = self.quantization_config.linear_of
+        linears = [name for name, part in model.named_modules() if type(part) is nn.Linear]
+        for name in linears:
+            if (own := linear_of(name)) is not None:
+                model.set_submodule(name, own)
+
+    def is_serializable(self) -> bool:
+        return False
+
+    @property
+    def is_trainable(self) -> bool:
+        return False
+
+
+def keeps_rows(module: nn.Module) -> bool:
+    """Whether the module computes the logits of chosen rows alone."""
+    return "logits_to_keep" in inspect.signature(module.forward).parameters

@@ -1,0 +1,212 @@
+"""One pass of a transformers module that only looks: which layers call attention, and what a sequence keeps.
+
+The module is on the meta device, where a pass computes shapes alone. Modules that ask for a value there are given
+zeros, which take no memory until they are written.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from lmkit.attention_spec import AttentionSpec
+from lmkit.errors import UnsupportedError
+from lmkit.models.flexible.caches import NAMES, PagedLayer, tensors_in
+from lmkit.models.flexible.interface import NAME, attending, use
+
+LENGTHS = (3, 7)  # tokens of two passes: what grows between them grows with each token
+FLOAT_BYTES = 4
+THEIRS = "eager"  # the attention that all modules have
+# Options of attention calls that change nothing here.
+IGNORED = frozenset({
+    "attention_mask", "cache_position", "dropout", "is_causal", "output_attentions", "output_hidden_states",
+    "output_router_logits", "position_ids", "return_dict", "s_aux", "scaling", "sliding_window", "softcap", "training",
+    "use_cache",
+})  # fmt: skip
+CAUSAL = ("causal_mask_function", "sliding_window_overlay")
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """A module's call of the attention function. Keys and values have `key_dim` and `value_dim` numbers a head."""
+
+    layer: int  # of the cache
+    num_heads: int
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+    spec: AttentionSpec
+    source: int | None = None  # the layer whose keys and values these are
+
+    @property
+    def dim(self) -> int:
+        """What lmkit stores for each head, of keys as of values."""
+        return max(self.key_dim, self.value_dim)
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What passes showed."""
+
+    calls: tuple[AttentionCall, ...]  # in the order in which a pass makes them; none if attention is not lmkit's
+    modules: tuple[str, ...]  # of each call: the name of the module that makes it
+    fixed_bytes: int  # of a sequence's own cache, whatever its length
+    token_bytes: int  # and for each token
+    cache: str  # of NAMES, or an empty text if the module gives none
+    takes_positions: bool  # whether tokens' positions are computed with
+    reason: str = ""  # why lmkit's attention does not compute the calls
+
+    @property
+    def packs(self) -> bool:
+        """Whether a step's tokens, of several sequences, are computed side by side."""
+        return bool(self.calls) and self.takes_positions and not (self.fixed_bytes or self.token_bytes)
+
+
+@dataclass
+class _Watch(TorchFunctionMode):
+    """Sees whether any operation reads a tensor."""
+
+    tensor: Tensor
+    was_read: bool = False
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.was_read = self.was_read or any(each is self.tensor for each in args)
+        return func(*args, **(kwargs or {}))
+
+
+@dataclass
+class _Looks:
+    """Takes attention calls down. `problem` is the first reason why lmkit cannot compute one."""
+
+    names: dict[nn.Module, str]
+    calls: list[AttentionCall] = field(default_factory=list)
+    modules: list[str] = field(default_factory=list)
+    keys: list[Tensor] = field(default_factory=list)
+    problem: str = ""
+
+    def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
+        layer, window = getattr(module, "layer_idx", None), options.get("sliding_window") or 0
+        scale = options.get("scaling")
+        spec = AttentionSpec(
+            float(q.shape[-1] ** -0.5 if scale is None else scale), int(window), 0, float(options.get("softcap") or 0)
+        )
+        others = {name for name, value in options.items() if value is not None} - IGNORED
+        if layer is None:
+            self.problem = self.problem or "its attention modules have no number"
+        elif others:
+            self.problem = self.problem or f"its attention takes {', '.join(sorted(others))}"
+        elif k.shape[2] != q.shape[2] or len(q) != 1:
+            self.problem = self.problem or "its queries are not those of the keys' tokens"
+        else:
+            source = next((call.layer for call, key in zip(self.calls, self.keys, strict=True) if key is k), None)
+            sizes = q.shape[1], k.shape[1], k.shape[3], v.shape[3]
+            self.calls.append(AttentionCall(layer, *sizes, spec, source))
+            self.modules.append(self.names[module])
+            self.keys.append(k)
+        return q.new_zeros(1, q.shape[2], q.shape[1], v.shape[3])
+
+    def mask(self, options: dict[str, Any]) -> None:
+        parts = _parts(options["mask_function"])
+        if other := [name for name in parts if name not in CAUSAL]:
+            self.problem = self.problem or f"its tokens see others by {other[0]}"
+
+
+def _parts(function: Any) -> list[str]:
+    """The names of the conditions that a mask function of transformers joins."""
+    name = function.__qualname__.partition(".<locals>")[0]
+    inner = inspect.getclosurevars(function).nonlocals.get("mask_functions") if name.startswith("and_") else None
+    return [name] if inner is None else [part for each in inner for part in _parts(each)]
+
+
+def trace(module: nn.Module, architecture: str) -> Trace:
+    """Look at a module, which is on the meta device. Raises UnsupportedError for one that cannot be served.
+
+    If a pass with lmkit's attention fails there, memory that nothing is written to takes the place of weights. If it
+    fails again, the module needs masks: attention is transformers' own then.
+    """
+    errors = list[Exception]()
+    for name, device in ((NAME, "meta"), (NAME, "cpu"), (THEIRS, "cpu")):
+        if device != "meta" and next(module.parameters()).device.type == "meta":
+            module.to_empty(device=device)
+        try:
+            return _trace(module, name, repr(errors[-1]) if errors else "")
+        except Exception as error:  # noqa: BLE001 - of any kind: it is foreign code
+            errors.append(error)
+    raise UnsupportedError(
+        f"{architecture}: transformers cannot compute a token of it: {errors[-1]!r:.300}"
+    ) from errors[-1]
+
+
+def _trace(module: nn.Module, implementation: str, failed: str) -> Trace:
+    use(module, implementation)
+    looks, kept, read, name = _passes(module)
+    first = looks[0]
+    reason = first.problem or ("" if first.calls else "its modules do not call transformers' attention functions")
+    if len({call.layer for call in first.calls}) < len(first.calls):
+        reason = reason or "several of its attention modules share a number"
+    if implementation != NAME:
+        reason = f"its modules fail with other attention: {failed:.200}"
+    elif reason:
+        use(module, THEIRS)
+        looks, kept, read, name = _passes(module)
+    calls, modules = ((), ()) if reason else (tuple(first.calls), tuple(first.modules))
+    growth = (kept[1] - kept[0]) // (LENGTHS[1] - LENGTHS[0])
+    return Trace(calls, modules, kept[0] - growth * LENGTHS[0], growth, name, read, reason)
+
+
+def _passes(module: nn.Module) -> tuple[list[_Looks], list[int], bool, str]:
+    """Two passes: the calls, the bytes of what is kept besides keys and values of calls, whether positions are read,
+    and the name of the cache."""
+    names = {part: name for name, part in module.named_modules()}
+    looks, kept, read, found = list[_Looks](), list[int](), False, ""
+    for length in LENGTHS:
+        look = _Looks(names)
+        found, cache, was_read = _look(module, look, length)
+        read = read or was_read
+        looks.append(look)
+        numbers = (x.numel() for x in tensors_in(_apart(cache, look)))
+        kept.append(FLOAT_BYTES * sum(count for count in numbers if count > 1))  # a window's size is one number
+    return looks, kept, read, found
+
+
+def _apart(cache: Any, look: _Looks) -> Any:
+    """A cache without the keys and values that lmkit's attention has."""
+    layers = getattr(cache, "layers", None)
+    if layers is None or look.problem:
+        return cache
+    ours = {call.layer for call in look.calls}
+    return [_of_layer(layer) if index in ours else layer for index, layer in enumerate(layers)]
+
+
+def _of_layer(layer: Any) -> Any:
+    """What a layer keeps besides keys and values."""
+    known = ("keys", "values") if not isinstance(layer, PagedLayer) else ()
+    return {name: value for name, value in vars(layer).items() if name not in known}
+
+
+@torch.no_grad()
+def _look(module: nn.Module, look: _Looks, length: int) -> tuple[str, Any, bool]:
+    """A pass over `length` tokens: the name of what it keeps, what it keeps, and whether it reads positions."""
+    device = next(module.parameters()).device
+    ids = torch.ones(1, length, dtype=torch.long, device=device)
+    positions = torch.arange(length, device=device)[None]
+    watch = _Watch(positions)
+    options: dict[str, Any] = {"position_ids": positions} if takes(module, "position_ids") else {}
+    with attending(look), watch:
+        output = module(input_ids=ids, use_cache=True, **options)
+    name = next((each for each in NAMES if getattr(output, each, None) is not None), "")
+    return name, getattr(output, name, None), watch.was_read
+
+
+def takes(module: nn.Module, name: str) -> bool:
+    """Whether a module's forward takes an argument."""
+    parameters = inspect.signature(module.forward).parameters
+    return name in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())

@@ -1,0 +1,54 @@
+"""The engine gives transformers' greedy tokens of architectures that lmkit has no family for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lmkit.config import EngineConfig
+from lmkit.models.loader import load_model
+from lmkit.turbo.engine.engine import Engine
+from lmkit.turbo.request import Request, SamplingParams
+from tests.flexible import tiny
+
+PROMPT = torch.randint(3, 199, (30,), generator=torch.Generator().manual_seed(8)).tolist()
+SIZES: dict[str, Any] = {"block_size": 8, "max_batch_size": 2, "max_step_tokens": 16, "max_model_len": 48}
+
+
+def greedy(engine: Engine, prompts: list[list[int]], count: int = 10) -> list[list[int]]:
+    for number, prompt in enumerate(prompts):
+        params = SamplingParams(max_tokens=count, ignore_eos=True)
+        engine.add(Request(request_id=str(number), prompt_ids=prompt, params=params))
+    found: dict[str, list[int]] = {str(number): [] for number in range(len(prompts))}
+    while engine.has_work():
+        for output in engine.step():
+            assert not output.error
+            found[output.request_id] += output.token_ids
+    return list(found.values())
+
+
+def check(model: torch.nn.Module, prompts: list[list[int]], answers: list[list[int]]) -> None:
+    """Each token is the likeliest one, and not by so little that a last bit could decide."""
+    for prompt, got in zip(prompts, answers, strict=True):
+        with torch.no_grad():
+            rows = model(input_ids=torch.tensor([prompt + got]), use_cache=False).logits[0, len(prompt) - 1 : -1]
+        best = rows.topk(2).values
+        assert (best[:, 0] - best[:, 1]).min() > 1e-4
+        assert got == rows.argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("name", tiny.ALL)
+def test_tokens_in_chunks_in_batches_and_behind_a_prefix(tmp_path: Path, name: str) -> None:
+    model = tiny.make(tmp_path, name)
+    engine = Engine.of(load_model(tmp_path, model_impl="flexible"), EngineConfig(**SIZES))
+    prompts = [PROMPT, PROMPT[3:], PROMPT[:1]]
+    together = greedy(engine, prompts)
+    again = greedy(engine, prompts[:1])
+    hits = engine.stats().prefix_hits
+    engine.close()
+    check(model, prompts, together)
+    assert again == together[:1]
+    assert bool(hits) == (name not in tiny.OWN)
