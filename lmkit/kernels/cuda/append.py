@@ -112,7 +112,8 @@ def _append(
     assert matrices is None or matrices.is_contiguous()
     left_out = leaves_out(k_cache, v_cache)
     kernel = append_kernel(dim, k_cache.dtype, v_cache.dtype, k.dtype == torch.bfloat16, balanced=left_out)
-    blocks = -(-tokens * (num_heads + 2 * kv_heads) // HEADS_PER_BLOCK)
+    values = rows[6]  # None: a row that is both is no head of its own
+    blocks = -(-tokens * (num_heads + (1 if values is None else 2) * kv_heads) // HEADS_PER_BLOCK)
     sizes = (tokens, num_heads, kv_heads, k_cache.block_size)
     of_position_0 = (positions, matrices, k_cache.first, v_cache.first) if left_out else ()
     kernel(blocks, 128, [*rows, *storage(k_cache), *storage(v_cache), slots, *sizes, *of_position_0])

@@ -34,7 +34,7 @@ EARLY = GPUS[EARLY_CAPABILITY].arch  # the one that has wgmma, and the first on 
 # Shared memory of these has places that nothing writes: rows of tokens that are not there, and the ends of rows of keys
 # and values whose elements fill no whole load (a multiple of so many does). What they hold is multiplied by zeros or
 # dropped, so each launch runs with each of POISONS there and must leave the same bits.
-PADDED = {"gemm.cu": 0, "decode_attention.cu": 64}
+PADDED = {"gemm.cu": 0, "decode_attention.cu": 64, "wide_attention.cu": 64}
 POISONS = NAN, LARGE = 0x7FFF, 0x7B7B  # of all float types; large as any other type
 ADDRESSES = 1 << 40  # an integer of at least this much may be an address
 

@@ -1,0 +1,272 @@
+"""Faults planted in the kernels' sources, one at a time: which of them does each emulator catch?
+
+    python -m tests.emulator.mutants [--sample 40] [--out build/mutants.jsonl] [--baseline]
+
+A mutant swaps operands of inline PTX, changes a field of a matrix descriptor, leaves out a barrier, fence or commit,
+waits for one group less, or moves a bound by one. It runs the tests that cover its file (TESTS), on the source text
+through g++ and on NVRTC's code, and is caught if one fails. `--sample` takes so many, evenly over files and kinds; all
+are some hundred. The file of results is extended: a run that was stopped goes on, with the mutants that have no line
+yet. EQUIVALENT names those that change nothing. `--baseline` first runs all tests without a mutant.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import random
+import re
+import resource
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from lmkit.kernels.cuda import source
+
+BACKENDS: dict[str, tuple[str, ...]] = {"g++": (), "ptx": ("--ptx=sm_90a",)}
+CPU_SECONDS = 400  # of a run: a kernel that loops for ever is caught
+HERE = "tests/kernels/cuda"
+DECODING = (
+    f"{HERE}/test_decode_attention.py::test_append_and_attend[cpu-types2-heads2-128-128-dtype2-mean]",
+    f"{HERE}/test_decode_attention.py::test_splits[cpu-3]",
+)
+PROMPTS = (
+    f"{HERE}/test_prefill_attention.py::test_attention[cpu-types1-dtype1-heads1-16-window1-]",
+    f"{HERE}/test_prefill_attention.py::test_many_splits_merge[cpu]",
+)
+PRODUCTS = (
+    f"{HERE}/test_linear.py::test_formats[cpu-int4-32]",
+    f"{HERE}/test_linear.py::test_numbers_of_tokens[cpu-13-plan2]",
+)
+WIDE_PRODUCTS = (
+    f"{HERE}/test_gemm_wide.py::test_formats_and_plans[cpu-int4-50-640-plan0]",
+    f"{HERE}/test_gemm_wide.py::test_formats_and_plans[cpu-int4-64-128-264-plan3]",
+)
+FORMS = tuple(
+    f"{HERE}/test_emulation.py::{name}"
+    for name in ("test_ldmatrix", "test_movmatrix", "test_mma", "test_mma_s8", "test_half_types", "test_float8",
+                 "test_bits", "test_copies_land_when_they_are_waited_for")
+)  # fmt: skip
+TESTS: dict[str, tuple[str, ...]] = {
+    "ptx.cuh": FORMS,
+    "wgmma.cuh": WIDE_PRODUCTS[:1],
+    "kv.cuh": DECODING[:1],
+    "gemm.cuh": PRODUCTS[:1],
+    "gemm.cu": PRODUCTS,
+    "gemm_wide.cu": WIDE_PRODUCTS,
+    "decode_attention.cu": DECODING,
+    "prefill_attention.cu": PROMPTS,
+    "wide_attention.cu": (f"{HERE}/test_wide_attention.py::test_attention[cpu-bfloat16-96-20-torch.bfloat16]",),
+    "delta.cu": (f"{HERE}/test_delta.py::test_more_tokens_than_a_tile[cpu]",),
+    "dense.cu": (f"{HERE}/test_invariant.py::test_dense[cpu-136-33-half1]",),
+    "edit_logits.cu": ("tests/turbo/runners/test_gpu_sampler.py::test_edits_are_the_cpus_to_the_bit[cpu]",),
+    "experts.cu": (f"{HERE}/test_experts.py::test_places_and_sums", f"{HERE}/test_experts.py::test_route"),
+    "gemv.cu": (f"{HERE}/test_library.py::test_few_tokens_stream_dense_weights[cpu-half0-7-520-40]",),
+    "low_rank.cu": (f"{HERE}/test_low_rank.py",),
+    "norm.cu": (f"{HERE}/test_elementwise.py::test_rms_norm",),
+    "round_groups.cu": (f"{HERE}/test_int8_rows.py::test_formats[cpu-11-plan0-int4]",),
+    "sampling.cu": (
+        f"{HERE}/test_sampling.py::test_greedy",
+        f"{HERE}/test_sampling.py::test_draws_what_the_reference_draws",
+    ),
+    "selective_scan.cu": (f"{HERE}/test_selective_scan.py",),
+    "turn.cu": (f"{HERE}/test_balanced.py::test_splits[cpu-new tokens-2]",),
+}
+# By kind: what is replaced, and by what. Within a line, or in an asm statement.
+SWAPS: dict[str, tuple[tuple[str, str], ...]] = {
+    "operand": (
+        (r'"r"\(a\), "r"\(b\)', '"r"(b), "r"(a)'),
+        (r'"f"\(hi\), "f"\(lo\)', '"f"(lo), "f"(hi)'),
+        (r'"r"\(b0\), "r"\(b1\)', '"r"(b1), "r"(b0)'),
+        (r'"r"\(a\[1\]\), "r"\(a\[2\]\)', '"r"(a[2]), "r"(a[1])'),
+        (r'"=r"\(r\[0\]\), "=r"\(r\[1\]\)', '"=r"(r[1]), "=r"(r[0])'),
+        (r"\{%4,%5,%6,%7\}", "{%5,%4,%6,%7}"),
+        (r"(?<=x4)\.trans\.shared", ".shared"),
+        (r"valid \? (16|BYTES) : 0", r"valid ? 0 : \1"),
+    ),
+    "descriptor": (
+        (r"(next_k >> 4\)) << 16 (.*next_n >> 4\)) << 32", r"\1 << 32 \2 << 16"),
+        (r"0x3ffffu\) >> 4", "0x3ffffu) >> 3"),
+        (r"matrix \+ \(bytes >> 4\)", "matrix + (bytes >> 3)"),
+        (r"CHUNK_BYTES, 128\)", "128, CHUNK_BYTES)"),
+        (r"2 \* \(part \* STEPS \+ step\) \* CHUNK_BYTES", "(part * STEPS + step) * CHUNK_BYTES"),
+    ),
+    "barrier": ((r"__syncthreads\(\);", ";"), (r"__syncwarp\(\);", ";")),
+    "fence": (
+        (r"__threadfence\(\);", ";"),
+        (r"(?<!void )\bfence_for_wgmma\(\);", ";"),
+        (r"(?<!void )\bwgmma_fence\(\);", ";"),
+    ),
+    "group": (
+        (r"(?<!void )\bcp_async_commit\(\);", ";"),
+        (r"(?<!void )\bwgmma_commit\(\);", ";"),
+        (r"\bcp_async_wait<([^>]+)>\(\);", r"cp_async_wait<\1 + 1>();"),
+        (r"\bwgmma_wait<(\d)>\(\);", r"wgmma_wait<\1 + 1>();"),
+    ),
+    "bound": (
+        (r"(?<=\bif \()([^;{]*\w) < ([a-z]\w*)", r"\1 <= \2"),
+        (r"(?<=\bif \()([^;{]*\w) >= ([a-z]\w*)", r"\1 > \2"),
+        (r"(\bfor \([^;]*(?:threadIdx|lane|warp)[^;]*; [^;]*\w) < (\w)", r"\1 <= \2"),  # not those of registers
+        (r"(valid = [^;]*\w) < ([a-z]\w*)", r"\1 <= \2"),
+    ),
+}  # fmt: skip
+# Mutants that change no result and add no race, with the reason.
+EQUIVALENT: dict[str, str] = {}
+
+
+@dataclass(frozen=True)
+class Mutant:
+    file: str
+    kind: str
+    line: int
+    before: str  # the line
+    text: str  # the line, changed
+
+    @property
+    def name(self) -> str:
+        return f"{self.file}:{self.line} {self.kind}: {self.before.strip()} -> {self.text.strip()}"
+
+
+def mutants() -> list[Mutant]:
+    """All, by file and line."""
+    found = []
+    for file in TESTS:
+        lines = (source.FOLDER / file).read_text().splitlines()
+        found += [each for i, line in enumerate(lines) for each in _of_line(file, i + 1, line)]
+    return found
+
+
+def _of_line(file: str, number: int, line: str) -> Iterator[Mutant]:
+    code = line.partition("//")[0]
+    if code.lstrip().startswith(("#", "static_assert")) or "constexpr" in code:
+        return
+    for kind, swaps in SWAPS.items():
+        for pattern, by in swaps:
+            changed, count = re.subn(pattern, by, code, count=1)
+            if count and changed != code:
+                yield Mutant(file, kind, number, code, changed)
+
+
+def sampled(found: list[Mutant], count: int) -> list[Mutant]:
+    """`count` of them. Files take turns, with a mutant of each kind, and with four of a kind that few files have."""
+    groups: dict[tuple[str, str], list[Mutant]] = {}
+    for each in random.Random(0).sample(found, len(found)):
+        groups.setdefault((each.kind, each.file), []).append(each)
+    turns = [
+        (i // (1 if kind in ("barrier", "bound") else 4), each)
+        for (kind, _), group in groups.items()
+        for i, each in enumerate(group)
+    ]
+    return [each for _, each in sorted(turns, key=lambda turn: turn[0])][:count]
+
+
+def run(mutant: Mutant | None, options: tuple[str, ...], tests: Iterable[str]) -> str:
+    """What the tests say about a mutant: "" if all pass. In a process of its own."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(reader)
+        os.write(writer, _in_child(mutant, options, tests)[-400:].encode())
+        os._exit(0)
+    os.close(writer)
+    said = b"".join(iter(lambda: os.read(reader, 4096), b""))
+    os.close(reader)
+    status = os.waitpid(child, 0)[1]
+    if os.WIFSIGNALED(status):
+        return f"signal {signal.Signals(os.WTERMSIG(status)).name}"
+    return said.decode()
+
+
+def _in_child(mutant: Mutant | None, options: tuple[str, ...], tests: Iterable[str]) -> str:
+    resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS + 10))
+    folder = Path(tempfile.mkdtemp(prefix="mutant-"))
+    shutil.copytree(source.FOLDER, folder / "csrc")
+    if mutant is not None:
+        path = folder / "csrc" / mutant.file
+        lines = path.read_text().splitlines()
+        lines[mutant.line - 1] = mutant.text
+        path.write_text("\n".join(lines) + "\n")
+    source.FOLDER = folder / "csrc"
+    source.kernel_source.cache_clear()
+    log = folder / "log"
+    try:
+        with log.open("w") as file, redirect_stdout(file):
+            code = pytest.main(["-q", "-x", "-n0", "-p", "no:cacheprovider", "--no-header", *options, *tests])
+        text = log.read_text()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    found = re.findall(r"^E  +(.*)", text, re.MULTILINE)
+    return "" if code == 0 else (found[0] if found else f"pytest: {code}: {text[-300:]}")
+
+
+def table(rows: Iterable[dict[str, str]]) -> str:
+    """By kind: how many mutants, how many are equivalent, and how many of the others each backend catches."""
+    kinds = dict.fromkeys(SWAPS)
+    counts: dict[str, Counter[str]] = {kind: Counter() for kind in [*kinds, "all"]}
+    for row in rows:
+        for name in (row["kind"], "all"):
+            counts[name]["mutants"] += 1
+            if row["name"] in EQUIVALENT:
+                counts[name]["equivalent"] += 1
+                continue
+            for backend in BACKENDS:
+                counts[name][backend] += bool(row[backend])
+    columns = "mutants", "equivalent", *BACKENDS
+    lines = ["| kind | mutants | change nothing | caught by g++ | caught by PTX |", "|---|---|---|---|---|"]
+    lines += [f"| {name} | {' | '.join(str(of[column]) for column in columns)} |" for name, of in counts.items()]
+    return "\n".join(lines)
+
+
+def check() -> None:
+    """Raises SystemExit if a test fails without a mutant."""
+    for (file, tests), (name, options) in itertools.product(TESTS.items(), BACKENDS.items()):
+        if said := run(None, options, tests):
+            raise SystemExit(f"{name}: the tests of {file} fail: {said}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sample", type=int, default=0, help="so many; 0: all")
+    parser.add_argument("--out", type=Path, default=Path("build/mutants.jsonl"))
+    parser.add_argument("--baseline", action="store_true", help="first run the tests on what is right")
+    parser.add_argument("--minutes", type=float, default=1e9, help="begin no mutant after so long")
+    given = parser.parse_args()
+    end = time.monotonic() + 60 * given.minutes
+    cache = tempfile.TemporaryDirectory(prefix="mutants-")
+    os.environ["LMKIT_CACHE_DIR"] = cache.name
+    found = mutants()
+    chosen = sampled(found, given.sample) if given.sample else found
+    if given.baseline:
+        check()
+    given.out.parent.mkdir(parents=True, exist_ok=True)
+    rows = [json.loads(line) for line in given.out.read_text().splitlines()] if given.out.exists() else []
+    done = {row["name"] for row in rows}
+    with given.out.open("a") as out:
+        for mutant in (each for each in chosen if each.name not in done):
+            if time.monotonic() > end:
+                break
+            says = {name: run(mutant, options, TESTS[mutant.file]) for name, options in BACKENDS.items()}
+            rows.append({"name": mutant.name, "kind": mutant.kind, **says})
+            out.write(json.dumps(rows[-1]) + "\n")
+            out.flush()
+            said = "".join(f"    {name}: {what or 'passes'}\n" for name, what in says.items())
+            sys.stdout.write(f"{mutant.name}\n{said}")
+            sys.stdout.flush()
+    sys.stdout.write(f"{len(found)} mutants in all, {len(rows)} have run\n{table(rows)}\n")
+    for row in rows:
+        if row["name"] not in EQUIVALENT and not row["ptx"]:
+            sys.stdout.write(f"survives: {row['name']}\n")
+
+
+if __name__ == "__main__":
+    main()

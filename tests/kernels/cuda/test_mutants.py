@@ -1,0 +1,65 @@
+"""The faults that mutants.py plants, and what it says of them."""
+
+from __future__ import annotations
+
+import shutil
+from collections import Counter
+
+import pytest
+
+from lmkit.kernels.cuda.source import FOLDER
+from tests.emulator import mutants
+from tests.emulator.mutants import BACKENDS, SWAPS, TESTS, Mutant
+from tests.kernels.cuda import toolchain
+
+
+def test_each_changes_one_line_of_a_file_that_has_tests() -> None:
+    found = mutants.mutants()
+    assert len({each.name for each in found}) == len(found) > 200
+    assert set(Counter(each.kind for each in found)) == set(SWAPS)
+    for each in found:
+        line = (FOLDER / each.file).read_text().splitlines()[each.line - 1]
+        assert line.startswith(each.before)
+        assert each.text != each.before
+    assert set(TESTS) == {each.file for each in found} | {"kv.cuh", "gemm.cuh"}
+
+
+def test_those_that_change_nothing_exist() -> None:
+    names = {each.name for each in mutants.mutants()}
+    assert set(mutants.EQUIVALENT) <= names
+    assert all(mutants.EQUIVALENT.values())
+
+
+def test_a_sample_has_every_kind() -> None:
+    found = mutants.mutants()
+    some = mutants.sampled(found, 60)
+    assert len(set(some)) == 60
+    assert {each.kind for each in some} == set(SWAPS)
+    assert mutants.sampled(found, 30) == some[:30]
+
+
+def test_the_table_counts_what_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [
+        {"name": "a", "kind": "fence", "g++": "", "ptx": "a race"},
+        {"name": "b", "kind": "fence", "g++": "wrong", "ptx": "wrong"},
+        {"name": "c", "kind": "bound", "g++": "", "ptx": ""},
+    ]
+    monkeypatch.setattr(mutants, "EQUIVALENT", {"c": "nothing is there"})
+    table = mutants.table(rows)
+    assert "| fence | 2 | 0 | 1 | 2 |" in table
+    assert "| bound | 1 | 1 | 0 | 0 |" in table
+    assert "| all | 3 | 1 | 1 | 2 |" in table
+
+
+@pytest.mark.exhaustive
+@pytest.mark.slow
+@pytest.mark.skipif(toolchain.missing_nvrtc() is not None or shutil.which("g++") is None, reason="needs NVRTC and g++")
+def test_operands_of_ptx_are_seen_in_compiled_code_alone() -> None:
+    (mutant,) = (each for each in mutants.mutants() if 'asm("cvt.rn.f16x2.f32' in each.before and swaps_halves(each))
+    tests = ("tests/kernels/cuda/test_emulation.py::test_half_types",)
+    assert [bool(mutants.run(mutant, options, tests)) for options in BACKENDS.values()] == [False, True]
+    assert mutants.run(None, BACKENDS["ptx"], tests) == ""
+
+
+def swaps_halves(mutant: Mutant) -> bool:
+    return '"f"(lo), "f"(hi)' in mutant.text
