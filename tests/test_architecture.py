@@ -211,6 +211,43 @@ def test_every_op_has_a_reference() -> None:
             assert op.named("reference").device == "any", op.name
 
 
+PREPOSITIONS = {"above", "after", "apart", "aside", "before", "behind", "below", "beside", "between", "over", "under"}
+
+
+def test_modules_are_named_for_things() -> None:
+    assert not [path.relative_to(PACKAGE) for path in FILES if path.stem in PREPOSITIONS]
+
+
+def packed_to_be_starred(tree: ast.AST) -> Iterator[int]:
+    """Lines of a tuple that a function makes of several values only to pass them on with a star."""
+    for function in ast.walk(tree):
+        if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        nodes = list(ast.walk(function))
+        arguments = [argument for node in nodes if isinstance(node, ast.Call) for argument in node.args]
+        starred = {id(argument.value) for argument in arguments if isinstance(argument, ast.Starred)}
+        for made in nodes:
+            if isinstance(made, ast.Assign) and isinstance(made.value, ast.Tuple):
+                names = {target.id for target in made.targets if isinstance(target, ast.Name)}
+                read = [n for n in nodes if isinstance(n, ast.Name) and n.id in names and isinstance(n.ctx, ast.Load)]
+                if read and all(id(node) in starred for node in read):
+                    yield made.lineno
+
+
+def test_no_variable_is_called_of_and_no_tuple_is_packed_to_be_starred() -> None:
+    """Kernels are apart: their tasks take a place in memory as several numbers, again and again."""
+    found = []
+    for path in FILES:
+        names = [n.id for n in ast.walk(parsed(path)) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)]
+        names += [n.arg for n in ast.walk(parsed(path)) if isinstance(n, ast.arg)]
+        found += [f"{path.relative_to(ROOT)}: of"] * ("of" in names)
+        if "kernels" not in path.relative_to(PACKAGE).parts:
+            found += [f"{path.relative_to(ROOT)}:{line}" for line in packed_to_be_starred(parsed(path))]
+    assert not found
+    assert list(packed_to_be_starred(ast.parse("def f():\n    a = 1, 2\n    g(*a)"))) == [2]
+    assert not list(packed_to_be_starred(ast.parse("def f():\n    a = 1, 2\n    g(*a, a[0])")))
+
+
 def test_files_are_readable_in_five_minutes() -> None:
     for path in [*FILES, *sorted((ROOT / "benchmarks").rglob("*.py"))]:
         lines = path.read_text().splitlines()

@@ -55,7 +55,7 @@ class Decoder:
         self.ranks: Ranks | None = None
         self.link: StageLink | None = None
         self.kept: Kept = {}
-        self.behind: Callable[[int], None] | None = None  # called after each layer with its place among `layers`
+        self.after_layer: Callable[[int], None] | None = None  # called after each layer with its place among `layers`
         device = lm_head.device
         self.per_layer = None if per_layer is None else PerLayerVectors(per_layer, spec.norm_eps, device, dtype)
         turned = dict.fromkeys(layer.rope for layer in spec.layers if layer.kv is not None)
@@ -143,8 +143,8 @@ class Decoder:
             )
             if layer.index < self.spec.deep_layers and batch.image_rows is not None and batch.image_values is not None:
                 delta[batch.image_rows] += batch.image_values.chunk(self.spec.deep_layers + 1, -1)[layer.index + 1]
-            if self.behind is not None:
-                self.behind(place)
+            if self.after_layer is not None:
+                self.after_layer(place)
         if last in kept:
             self.keep(delta, residual, kept[last][: len(delta)])
         if self.link is not None:

@@ -135,7 +135,7 @@ class HeadLayer(DecoderLayer):
 class DraftHead(Decoder):
     """A head that drafts. Logits are those of its own tokens.
 
-    `states` float32 [tokens, hidden] has the state in front of each token of the next step, and is overwritten.
+    `states` float32 [tokens, hidden] has the state before each token of the next step, and is overwritten.
     `next_states` float32 [rows, hidden] then has the stream after each of its logit rows.
     """
 

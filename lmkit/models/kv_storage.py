@@ -173,8 +173,9 @@ def allocate(
     at, plain = tensor_device(device), dict[int, KVLayer]()
     for layer, storage, (_, place) in zip(layers, storages, places, strict=True):
         if place not in plain and (layer.kv is None or layer.kv.source is None):
-            sizes = num_blocks, block_size, storage.dtypes, num_states, num_draft_tokens
-            plain[place] = allocate_state(layer.state, *sizes, at)
+            plain[place] = allocate_state(
+                layer.state, num_blocks, block_size, storage.dtypes, num_states, num_draft_tokens, at
+            )
     found = list[KVLayer]()
     for layer, storage, (group, place) in zip(layers, storages, places, strict=True):
         if layer.kv is None:

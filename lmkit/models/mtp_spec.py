@@ -24,13 +24,13 @@ class MTPSpec:
         return any(name.startswith(self.prefix) for name in names)
 
 
-def beside(layer: LayerSpec) -> MTPSpec:
+def mtp_apart(layer: LayerSpec) -> MTPSpec:
     """As Qwen3-Next and Qwen3.5 store it: apart from the model."""
     parts = ("fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
     return MTPSpec(replace(layer, prefix="mtp.layers", number=0), "mtp.", *(f"mtp.{part}" for part in parts))
 
 
-def behind(layer: LayerSpec, number: int) -> MTPSpec:
+def mtp_after_layers(layer: LayerSpec, number: int) -> MTPSpec:
     """As DeepSeek-V3 and GLM-4.5 store it: after the last layer, with copies of the embeddings and of the head."""
     prefix = f"{layer.prefix}.{number}."
     parts = ("eh_proj", "enorm", "hnorm", "shared_head.norm")

@@ -21,15 +21,15 @@ LLAMA_NAMES = {
     "mlp.up": "mlp.up_proj",
     "mlp.down": "mlp.down_proj",
 }
-# Roles that only models with norms behind attention and MLP have (Gemma 2), and the one role that they name
+# Roles that only models with norms after attention and MLP have (Gemma 2), and the one role that they name
 # differently.
 POST_NORM_NAMES = {
     "norm.attn_out": "post_attention_layernorm",
     "norm.mlp": "pre_feedforward_layernorm",
     "norm.mlp_out": "post_feedforward_layernorm",
 }
-# OLMo 2 has only the norms behind.
-BEHIND_NAMES = {"norm.attn_out": "post_attention_layernorm", "norm.mlp_out": "post_feedforward_layernorm"}
+# OLMo 2 has only the norms after them.
+AFTER_NORM_NAMES = {"norm.attn_out": "post_attention_layernorm", "norm.mlp_out": "post_feedforward_layernorm"}
 # Names of sparse layers, by kind of checkpoint. {} is the number of an expert.
 QWEN_EXPERTS = {
     "mlp.router": "mlp.gate",

@@ -205,8 +205,8 @@ class Proxy:
             sizes = self.registry.sizes((routing.model, *routing.fallback))
             charging = charged(self.ledger, key, tap, response, path, body, asked.model, sizes)
             async with charging as (sent, added):
-                about = path, scope["query_string"], [*scope["headers"], *added], sent, asked.model
-                call = Call(*about, routing, journal, name, client)
+                headers = [*scope["headers"], *added]
+                call = Call(path, scope["query_string"], headers, sent, asked.model, routing, journal, name, client)
 
                 def run(call: Call) -> Awaitable[None]:
                     return self._dispatcher.run(call, response, receive, self.stop)

@@ -195,7 +195,7 @@ class Sequence:
 
     def propose(self, draft: list[int]) -> None:
         """Let the next step compute drafts of the tokens after the known ones, up to the sequence's maximum length."""
-        assert not self.num_pending, f"{self.request_id}: a draft behind a token that is not known"
+        assert not self.num_pending, f"{self.request_id}: a draft after a token that is not known"
         self.draft = draft[: max(self.max_tokens - self.num_tokens - 1, 0)]
 
     def keep_drafts(self, count: int, *, has_states: bool) -> None:

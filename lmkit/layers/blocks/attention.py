@@ -100,8 +100,8 @@ class SelfAttentionSpec(Block):
 
     @property
     def state(self) -> PagedKV:
-        seen = self.attention.window, self.attention.sinks
-        return PagedKV(self.num_kv_heads, self.head_dim, False, self.kv_from, *seen)
+        attention = self.attention
+        return PagedKV(self.num_kv_heads, self.head_dim, False, self.kv_from, attention.window, attention.sinks)
 
     @property
     def heads(self) -> Heads:

@@ -23,7 +23,7 @@ from lmkit.models.families.llama import (
     windowed,
 )
 from lmkit.models.layer_spec import LayerSpec
-from lmkit.models.mtp_spec import behind
+from lmkit.models.mtp_spec import mtp_after_layers
 from lmkit.models.registry import family
 from lmkit.models.roles import LLAMA_NAMES, MIXTRAL_EXPERTS, QWEN_EXPERTS, SIGMOID_EXPERTS
 from lmkit.models.spec import ModelSpec
@@ -114,7 +114,7 @@ def with_mtp(hf: dict[str, Any], layers: list[LayerSpec]) -> ModelSpec:
     *layers, last = deepseek_experts(hf, [*layers, layers[-1]])
     count = len(layers)
     unread = tuple(f"{last.prefix}.{number}." for number in range(count, count + integer(hf, PREDICTING, 0)))
-    return model_spec(hf, layers, unread=unread, mtp=behind(last, count) if unread else None)
+    return model_spec(hf, layers, unread=unread, mtp=mtp_after_layers(last, count) if unread else None)
 
 
 def with_experts(hf: dict[str, Any], layers: list[LayerSpec], shared: MLPSpec | None = None) -> list[LayerSpec]:

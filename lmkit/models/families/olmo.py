@@ -9,7 +9,7 @@ from lmkit.models.families import defaults
 from lmkit.models.families.llama import integer, layer_spec, model_spec, num_layers, number, typed_layers
 from lmkit.models.layer_spec import LayerSpec
 from lmkit.models.registry import family
-from lmkit.models.roles import BEHIND_NAMES, LLAMA_NAMES
+from lmkit.models.roles import AFTER_NORM_NAMES, LLAMA_NAMES
 from lmkit.models.spec import ModelSpec
 
 
@@ -48,5 +48,5 @@ def _with_pattern(hf: dict[str, Any], period: int) -> dict[str, Any]:
 
 def _layer(hf: dict[str, Any], **flags: Any) -> LayerSpec:
     bias = bool(hf.get("attention_bias", False))
-    flags |= {"pre_norms": False, "post_norms": True, "qk_norm": True, "names": LLAMA_NAMES | BEHIND_NAMES}
+    flags |= {"pre_norms": False, "post_norms": True, "qk_norm": True, "names": LLAMA_NAMES | AFTER_NORM_NAMES}
     return layer_spec(hf, attn_bias=bias, o_bias=bias, **flags)

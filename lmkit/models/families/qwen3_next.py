@@ -16,7 +16,7 @@ from lmkit.models.families.llama import integer, layer_spec, model_spec, num_lay
 from lmkit.models.families.moe import with_experts
 from lmkit.models.families.qwen_vl import TOWER_3, seeing, tower_3, vision_config
 from lmkit.models.layer_spec import LayerSpec
-from lmkit.models.mtp_spec import beside
+from lmkit.models.mtp_spec import mtp_apart
 from lmkit.models.registry import family
 from lmkit.models.roles import DELTA_NAMES, GATED_NAMES
 from lmkit.models.spec import ModelSpec
@@ -71,7 +71,7 @@ def _hybrid(hf: dict[str, Any], *, flat: bool = False) -> ModelSpec:
     layers = [linear if kind == LINEAR else full for kind in _kinds(hf)]
     shared = MLPSpec(integer(hf, "shared_expert_intermediate_size", 0))
     *layers, last = with_experts(hf, [*layers, full], shared if shared.intermediate_size else None)
-    mtp = beside(_named(last))
+    mtp = mtp_apart(_named(last))
     return model_spec(hf, [_named(layer) for layer in layers], norm_offset=1.0, unread=(mtp.prefix,), mtp=mtp)
 
 

@@ -37,5 +37,5 @@ def compare_held_out(stream: Stream, original: DecoderLayer, rtn: dict[str, QTen
 
 def _around(stream: Stream, tokens: slice, *, exact: bool = False) -> tuple[Tensor, Tensor]:
     """The states of `tokens` before the present layer and after it."""
-    before, behind = (stream.states(stream.layer + i, exact=exact)[tokens] for i in (0, 1))
-    return stream.here(before), stream.here(behind)
+    before, after = (stream.states(stream.layer + i, exact=exact)[tokens] for i in (0, 1))
+    return stream.here(before), stream.here(after)

@@ -1,6 +1,6 @@
 """One pass through the original model and back, before the layer loop: the curvature of each layer's outputs.
 
-Calibration rows that are not held out go through the layers, and the states in front of each are kept in a file.
+Calibration rows that are not held out go through the layers, and the states before each are kept in a file.
 Labels are drawn after the last layer, one for a token. Gradients then go back through the layers, and each layer is
 computed once more, this time with gradients. One layer is in memory at a time, and a batch of tokens inside it.
 

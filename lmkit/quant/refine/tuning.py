@@ -2,7 +2,7 @@
 scales, norms and biases (refine.parameters).
 
 Targets are the original model's hidden states after its last layer, which the layer loop leaves. A step takes a few
-rows. They go through the layers with their present changes, and the states in front of each layer are kept. Gradients
+rows. They go through the layers with their present changes, and the states before each layer are kept. Gradients
 then go back through the layers, and each layer is computed once more, this time with gradients. One layer is in memory
 at a time, and a batch of tokens inside it. Adam's moments are as large as the changes: three numbers for a group.
 
@@ -167,7 +167,7 @@ class Tuning:
         return [slice(begin, min(begin + size, count)) for begin in range(0, count, size)]
 
     def _forward(self, rows: Tensor) -> None:
-        """Fill the states in front of each layer and after the last."""
+        """Fill the states before each layer and after the last."""
         for part in self._parts(rows):
             whole = self.rows[rows].flatten()[part].view(-1, self.rows.shape[1])
             self._states[0, part] = self._head.embed_rows(whole.to(self.device)).cpu()

@@ -41,7 +41,7 @@ BLOCK_SIZE = 32
 LOGIT_BYTES = 64 << 20  # of one model's logits that are held at a time, for any vocabulary
 
 PROTOCOL = (
-    "non-overlapping windows of seq_len from an empty cache, each behind BOS where the tokenizer adds it, "
+    "non-overlapping windows of seq_len from an empty cache, each after BOS where the tokenizer adds it, "
     "first token of each not predicted, KL in nats"
 )
 

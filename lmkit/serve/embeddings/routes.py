@@ -44,10 +44,10 @@ async def embeddings(request: Request) -> Response:
     prompt = "" if body.messages else info.sentences.prompt(body.prompt_name, body.input_type)
     size = body.dimensions or info.hidden_size
     vectors = await embedder.vectors(texts, param, prompt=prompt, normalize=body.is_normalized, size=size)
-    form = body.embed_dtype or "float32", body.endianness or "little"
+    dtype, endianness = body.embed_dtype or "float32", body.endianness or "little"
     if body.encoding_format in ("bytes", "bytes_only"):
-        return _bytes(embedder, vectors, *form, with_metadata=body.encoding_format == "bytes")
-    return listed(embedder, entries(vectors, body.encoding_format or "float", *form))
+        return _bytes(embedder, vectors, dtype, endianness, with_metadata=body.encoding_format == "bytes")
+    return listed(embedder, entries(vectors, body.encoding_format or "float", dtype, endianness))
 
 
 @router.post("/v1/rerank")

@@ -134,9 +134,9 @@ class Engine:
         self._base_seconds = STEP_SECONDS + (memory.weights + model.step_bytes) / SLOW_DISK
         limits, encoded = scheduler_limits(config, memory, spec), EncodedImages(config.image_memory)
         with finds_memory("the KV cache or the first steps"):
-            sizes = memory.num_blocks, config.tokens_per_block, memory.max_model_len
             kv = kv_storage.allocate(
-                spec.layers, model.storages, *sizes, device.name, memory.layout,
+                spec.layers, model.storages, memory.num_blocks, config.tokens_per_block, memory.max_model_len,
+                device.name, memory.layout,
                 config.sequences_per_step + memory.num_snapshots, (config.sequences_per_step, config.num_draft_tokens),
             )  # fmt: skip
             kv = [kv[layer.index] for layer in model.decoder.layers]
@@ -146,16 +146,18 @@ class Engine:
             read = model.tokenizer.read if model.tokenizer is not None else None
             self._guides = Guides(read, spec.vocab_size)
             self._compiling = self._compiles(limits)
-            shared = self._tiers, self._guides, memory.max_model_len, memory.workspace, len(memory.layout.groups)
-            parts = RunnerParts(config, model.decoder, kv, blocks, *shared, encoded)
+            parts = RunnerParts(
+                config, model.decoder, kv, blocks, self._tiers, self._guides, memory.max_model_len, memory.workspace,
+                num_groups=len(memory.layout.groups), encoded=encoded,
+            )  # fmt: skip
             adapters = loading.load_adapters(model, config)
             others = loading.start_others(model, config, device, cpus, self._lose)
             self.runner = device.runner(parts) if others is None else others.runner(parts)
             self.adapters = EngineAdapters(adapters, config, self.runner.tell)
             if others is not None:
                 others.hear_adapters(self.adapters.heard)
-            of_model = self.runner, device, spec.vocab_size
-            self._drafter = model.draft.start(*of_model) if model.draft is not None else None
+            draft = model.draft
+            self._drafter = None if draft is None else draft.start(self.runner, device, spec.vocab_size)
             captured = self._warm_up(limits, others)
         self._has_head, self._step_sizes = model.has_head, StepSizes()  # the first steps do not count
         eos = model.tokenizer.eos_token_ids() if model.tokenizer is not None else ()
@@ -172,8 +174,8 @@ class Engine:
         if config.kv_events is not None:
             from lmkit.turbo.kv.publisher import Publisher  # needs pyzmq, which an engine without events does not
 
-            of = self.scheduler.kv.caches, limits.kv.classes, limits.kv.block_size
-            self._publisher = Publisher(config.kv_events, config.kv_events_topic, *of)
+            caches, classes = self.scheduler.kv.caches, limits.kv.classes
+            self._publisher = Publisher(config.kv_events, config.kv_events_topic, caches, classes, limits.kv.block_size)
         kv_port = self._block_server.address[1] if self._block_server is not None else 0
         self.info = msgspec.structs.replace(engine_info(model, limits, captured), kv_port=kv_port)
         if isinstance(model.tower, Tower):

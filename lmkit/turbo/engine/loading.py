@@ -152,9 +152,9 @@ def load(model_path: str, config: EngineConfig, device: EngineDevice, rank: int 
         tower = _tower(model, config)
         has_head = model.source.has_head
     tokenizer = None if rank else TokenizerFile(path, config.chat_template)
-    kept = has_tiers, identity, disk
     return LoadedModel(
-        str(path), config, decoder, model.storages, memory, tokenizer, *kept, sampling, sentences, layers, vector_size,
+        str(path), config, decoder, model.storages, memory, tokenizer, has_tiers, identity, disk, sampling, sentences,
+        layers, vector_size,
         dimensions,
         has_head,
         mapped,
@@ -249,11 +249,11 @@ def given(
     if memory.copies:
         with finds_memory("copies of the weights"):
             copies.keep(decoder)
-    kept = False, b"", None
     sentences = Sentences(pooling="last" if config.pooling == "auto" else config.pooling)
     return LoadedModel(
-        spec.architecture, config, decoder, storages, memory, None, *kept, SamplingDefaults(), sentences, (),
-        spec.hidden_size, (), not spec.sees_all, [],
+        spec.architecture, config, decoder, storages, memory, None, has_tiers=False, kv_identity=b"", disk=None,
+        sampling=SamplingDefaults(), sentences=sentences, layers=(), vector_size=spec.hidden_size, dimensions=(),
+        has_head=not spec.sees_all, mapped=[],
     )  # fmt: skip
 
 

@@ -85,9 +85,9 @@ def tune_model(path: str | Path, device: Gpu, *, num_plans: int, activations: Ac
         for each in of_experts:
             entries += each.tune(table, decoder.dtype, num_plans)
         shapes = attention_shapes(decoder)
-        given = table, device.tensors, decoder.dtype
-        costs = [cost for shape in shapes if not shape.is_wide for cost in tune_splits(*given, shape)]
-        blocks = [found for shape in shapes if shape.is_wide for found in tune_wide(*given, shape)]
+        at, dtype = device.tensors, decoder.dtype
+        costs = [cost for shape in shapes if not shape.is_wide for cost in tune_splits(table, at, dtype, shape)]
+        blocks = [found for shape in shapes if shape.is_wide for found in tune_wide(table, at, dtype, shape)]
         gains = tune_latent(table, device.tensors, decoder)
         table.save()
     except OSError as error:

@@ -171,7 +171,7 @@ class Snapshots:
         assert sorted(rows) == list(self._rows), "a row of states is lost, or has two owners"
         assert +read == +self._read, "a sequence begins with another snapshot"
         assert sorted(self._of_block) == sorted((*self._new, *self._popular)), "out of order"
-        assert all(map(self._pool.is_cached, self._of_block)), "a snapshot stands behind a block that is not cached"
+        assert all(map(self._pool.is_cached, self._of_block)), "a snapshot stands after a block that is not cached"
         assert set(+read) <= set(self._of_block.values()), "a snapshot is gone before it was read"
 
     def _completed(self, seq: Sequence, num_tokens: int) -> list[Snapshot]:

@@ -139,12 +139,12 @@ class CpuRunner(PlanRunner):
         if filling is None or not gives:
             yield
             return
-        self.decoder.behind = lambda layer: threads.run_on_host(partial(filling.advance, layer))
+        self.decoder.after_layer = lambda layer: threads.run_on_host(partial(filling.advance, layer))
         try:
             with filling.step(gives):
                 yield
         finally:
-            self.decoder.behind = None
+            self.decoder.after_layer = None
 
     def next_tokens(self, logits: Tensor, chunks: list[Chunk], rows: StepRows | None) -> list[list[SampledToken]]:
         """The tokens of each chunk. Every rank of a tensor-parallel engine but the first gets no logits."""

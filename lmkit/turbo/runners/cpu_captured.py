@@ -108,7 +108,7 @@ class CapturedSteps:
 
     def __call__(self, inputs: BatchInputs) -> Tensor | None:
         """Run a captured step. Returns logits [R, vocab], valid until the next step; None if it is not captured."""
-        is_followed = self._decoder.behind is not None
+        is_followed = self._decoder.after_layer is not None
         if self._latest is not None and self._latest[0] is inputs and not is_followed:
             return self._latest[1].launch()
         shape = StepShape.of(inputs, is_followed=is_followed)

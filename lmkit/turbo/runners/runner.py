@@ -120,9 +120,10 @@ class PlanRunner:
         config = parts.config
         self.decoder = parts.decoder
         self.kv = parts.kv
-        size = config.tokens_per_block, config.tokens_per_step
-        slots, has_states = config.sequences_per_step, parts.decoder.spec.is_recurrent
-        self.batch = PersistentBatch(slots, parts.max_model_len, *size, parts.num_groups, has_states=has_states)
+        self.batch = PersistentBatch(
+            config.sequences_per_step, parts.max_model_len, config.tokens_per_block, config.tokens_per_step,
+            parts.num_groups, has_states=parts.decoder.spec.is_recurrent,
+        )  # fmt: skip
         self.batch.encoded = parts.encoded
         self.batch.second_row = parts.decoder.spec.second_row
         self._states = states

@@ -104,8 +104,10 @@ class StagedInputs:
         has_states: bool = False,
     ) -> None:
         self._num_groups, self._has_states = num_groups, has_states
-        sizes = max_tokens, max_seqs, max_tokens, max_seqs, width, num_groups
-        num_bytes = _layout(*sizes, adapted=True, has_states=has_states)[-1].end
+        fields = _layout(
+            max_tokens, max_seqs, max_tokens, max_seqs, width, num_groups, adapted=True, has_states=has_states
+        )
+        num_bytes = fields[-1].end
         self._memory = torch.zeros(num_bytes, dtype=torch.uint8, device=device.tensors)
         self._pieces = [_Piece(device, num_bytes) for _ in range(NUM_STAGED)]
         self._turn = 0
@@ -147,8 +149,10 @@ class StagedInputs:
         if pad_to is not None:
             num_tokens, padded, adapted, _ = pad_to
             num_rows, num_sampled = pad_to.rows, padded
-        sizes = num_tokens, padded, num_rows, num_sampled, width, self._num_groups
-        fields = _layout(*sizes, adapted=adapted, has_states=self._has_states)
+        fields = _layout(
+            num_tokens, padded, num_rows, num_sampled, width, self._num_groups,
+            adapted=adapted, has_states=self._has_states,
+        )  # fmt: skip
         piece = self._next_piece()
         shape = num_seqs, padded, width, adapted
         is_kept = keeps_tables and shape == self._last

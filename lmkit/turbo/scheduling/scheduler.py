@@ -3,7 +3,7 @@
 There are no phases. A running sequence has tokens left to compute, and a sequence that decodes has one. A step takes,
 in this order:
 
-- One token of every sequence that decodes. Decoding never waits behind a prompt.
+- One token of every sequence that decodes. Decoding never waits for a prompt.
 - Tokens of running prompts, by priority key (scheduling.policy), as many as the pacer allows beside decoding. A waiting
   sequence that may preempt one of them is admitted before it.
 - Sequences from the queue. Each needs a slot, a token of the budget, and room for all its known tokens with one block
@@ -99,12 +99,12 @@ class Scheduler:
         self._deadlines, self._next_turns = Deadlines(), NextTurns(self._planner, self._sequence)
         self._outputs: list[StepOutput] = []
         self._tier_hits: Counter[str] = Counter()
-        own = limits.max_draft_tokens, forced, History(limits.draft_history, self.kv.namespace)
+        longest, history = limits.max_draft_tokens, History(limits.draft_history, self.kv.namespace)
         self._speculation: Speculation | None = None
-        if limits.max_draft_tokens and draft_model is not None:
-            self._speculation = ModelSpeculation(*own, clock, draft_model, overlaps=limits.overlaps)
-        elif limits.max_draft_tokens:
-            self._speculation = Speculation(*own, clock, overlaps=limits.overlaps)
+        if longest and draft_model is not None:
+            self._speculation = ModelSpeculation(longest, forced, history, clock, draft_model, overlaps=limits.overlaps)
+        elif longest:
+            self._speculation = Speculation(longest, forced, history, clock, overlaps=limits.overlaps)
         self._arrivals = self._prompt_tokens = self._generation_tokens = self._steps = 0
 
     # ---- requests
@@ -293,9 +293,9 @@ class Scheduler:
         num_known, params = len(seq.token_ids), seq.request.params
         first, wants_logprobs = num_known == seq.num_prompt_tokens, params.logprobs is not None
         if num_known == seq.max_tokens:  # the request asked for no new tokens
-            behind = [token.scored for token in tokens] if wants_logprobs and params.logprob_token_ids else []
+            chosen = [token.scored for token in tokens] if wants_logprobs and params.logprob_token_ids else []
             shown = {"prompt_logprobs": seq.prompt_logprobs, "embedding": embedding, **seq.admission()}
-            self._finish(seq, "length", logprobs=behind, **shown)
+            self._finish(seq, "length", logprobs=chosen, **shown)
             return
         reason, new = None, list[int]()
         for token in tokens:
