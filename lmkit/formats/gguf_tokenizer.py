@@ -27,7 +27,6 @@ SAMPLING = {
     "temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "penalty_repeat": "repetition_penalty",
     "xtc_probability": "xtc_probability", "mirostat": "mirostat",
 }  # fmt: skip
-_UNSPLIT = {"normalizer": None, "pre_tokenizer": None}
 
 
 def tokenizer_json(file: GgufFile) -> str:

@@ -128,9 +128,6 @@ PROJECT_IN, PROJECT_OUT = "model.project_in", "model.project_out"
 
 QKV = ("attn.q", "attn.k", "attn.v")
 LINEARS = (*QKV, "attn.o", "mlp.gate", "mlp.up", "mlp.down")  # of a dense layer
-# (role whose outputs are divided by s, roles whose input columns are multiplied by s) of a dense layer: exact in
-# floating point.
-SMOOTH = (("norm.attn", QKV), ("attn.v", ("attn.o",)), ("norm.mlp", ("mlp.gate", "mlp.up")), ("mlp.up", ("mlp.down",)))
 
 
 def expert_of(role: str) -> int | None:

@@ -22,7 +22,7 @@ from lmkit.layers.moe import MoE, by_expert
 from lmkit.models import load_spec
 from lmkit.models.decoder import Decoder
 from lmkit.models.loader import load_model
-from lmkit.models.roles import LINEARS, SMOOTH
+from lmkit.models.roles import LINEARS, QKV
 from lmkit.models.source import ModelSource
 from lmkit.turbo.engine.describe import describe_model
 from lmkit.turbo.engine.engine import Engine
@@ -146,7 +146,9 @@ def test_names_and_pairs_of_a_sparse_layer(tmp_path: Path) -> None:
     assert mixtral.module_name(2, "mlp.experts.3.up") == "model.layers.2.block_sparse_moe.experts.3.w3"
     assert qwen.module_name(0, "mlp.experts.13.down") == "model.layers.0.mlp.experts.13.down_proj"
     assert qwen.module_name(0, "mlp.shared_router") == "model.layers.0.mlp.shared_expert_gate"
-    assert qwen.layers[1].smooth == SMOOTH
+    assert qwen.layers[1].smooth == (
+        ("norm.attn", QKV), ("attn.v", ("attn.o",)), ("norm.mlp", ("mlp.gate", "mlp.up")), ("mlp.up", ("mlp.down",)),
+    )  # fmt: skip
     assert tuple(qwen.layers[1].linears) == LINEARS
     pairs = dict(qwen.layers[0].smooth)
     assert {"mlp.router", "mlp.shared_router", "mlp.shared.up", "mlp.experts.6.gate"} <= set(pairs["norm.mlp"])
