@@ -42,8 +42,8 @@ class Times(NamedTuple):
 Ask = Callable[[str], Awaitable[Times]]
 
 
-def prompts(count: int, rng: random.Random) -> list[str]:
-    return [" ".join(rng.choice("abcdefghij") * rng.randint(1, 4) for _ in range(NUM_WORDS)) for _ in range(count)]
+def prompts(count: int, rng: random.Random, words: int = NUM_WORDS) -> list[str]:
+    return [" ".join(rng.choice("abcdefghij") * rng.randint(1, 4) for _ in range(words)) for _ in range(count)]
 
 
 def of_pipeline(pipe: AsyncPipeline) -> Ask:
@@ -82,10 +82,10 @@ def of_server(url: str, model: str) -> Ask:
     return ask
 
 
-async def round_of(ask: Ask, count: int, rng: random.Random) -> tuple[float, float]:
+async def round_of(ask: Ask, count: int, rng: random.Random, words: int = NUM_WORDS) -> tuple[float, float]:
     """(tokens per second of `count` requests at once, median seconds to the first token)."""
     start = time.perf_counter()
-    times = await asyncio.gather(*map(ask, prompts(count, rng)))
+    times = await asyncio.gather(*map(ask, prompts(count, rng, words)))
     rate = count * NUM_TOKENS / (time.perf_counter() - start)
     return rate, statistics.median(taken.first for taken in times)
 
