@@ -37,12 +37,29 @@ _WANTED: dict[str, dict[str, Any]] = {
 MAX_MESSAGE = 200
 
 
+class _Details(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
 class _Usage(msgspec.Struct):
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    prompt_tokens_details: _Details | None = None
+
+
+class _Function(msgspec.Struct):
+    name: str | None = None
+    arguments: str | None = None
+
+
+class _Call(msgspec.Struct):
+    index: int = 0
+    id: str | None = None
+    function: _Function | None = None
 
 
 class _Delta(msgspec.Struct):
+    tool_calls: list[_Call] | None = None
     content: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
@@ -76,6 +93,9 @@ class StreamedResponse:
     chunks: list[Chunk] = field(default_factory=list)
     prompt_tokens: int | None = None  # the server's count
     output_tokens: int | None = None
+    cached_tokens: int | None = None  # of the prompt, as the server says
+    content: str = ""  # the text without reasoning
+    calls: dict[int, dict[str, Any]] = field(default_factory=dict)  # of tools, by index, as a client sends them back
     finish_reason: str | None = None
     error: str | None = None
     message: str | None = None
@@ -206,11 +226,15 @@ class Client:
             raise _StreamError("error_event", _message(event.error))
         if event.usage is not None:
             answer.prompt_tokens, answer.output_tokens = event.usage.prompt_tokens, event.usage.completion_tokens
+            if event.usage.prompt_tokens_details is not None:
+                answer.cached_tokens = event.usage.prompt_tokens_details.cached_tokens
         for choice in event.choices[:1]:
             answer.finish_reason = choice.finish_reason or answer.finish_reason
             ids, logprobs = choice.token_ids, choice.logprobs
             listed = (logprobs.content or logprobs.tokens) if logprobs else None
             text = _text(choice)
+            if choice.delta is not None:
+                _add(choice.delta, answer)
             if text or ids or listed or choice.finish_reason:
                 answer.chunks.append(
                     Chunk(
@@ -242,11 +266,23 @@ class Client:
         return names[0]
 
 
+def _add(delta: _Delta, answer: StreamedResponse) -> None:
+    """The parts of an assistant's message."""
+    answer.content += delta.content or ""
+    for part in delta.tool_calls or ():
+        new = {"id": part.id, "type": "function", "function": {"name": "", "arguments": ""}}
+        function = answer.calls.setdefault(part.index, new)["function"]
+        if part.function is not None:
+            function["name"] += part.function.name or ""
+            function["arguments"] += part.function.arguments or ""
+
+
 def _text(choice: _Choice) -> str:
     delta = choice.delta
     if delta is None:
         return choice.text or ""
-    return (delta.reasoning_content or delta.reasoning or "") + (delta.content or "")
+    called = "".join(part.function.arguments or "" for part in delta.tool_calls or () if part.function is not None)
+    return (delta.reasoning_content or delta.reasoning or "") + (delta.content or "") + called
 
 
 def _checked(url: str) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 
 from lmkit.errors import ConfigError
 
-Message = dict[str, str]
+Message = dict[str, Any]
 _SHAREGPT_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant",
                    "bard": "assistant", "bing": "assistant", "assistant": "assistant", "system": "system"}  # fmt: skip
 

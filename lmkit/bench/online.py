@@ -45,7 +45,7 @@ async def measure(
     client = Client(config.url, config.endpoint, api_key=api_key, timeout=config.timeout)
     try:
         model = await client.choose_model(config.model)
-        tokenizer = _find_tokenizer(config.tokenizer, model)
+        tokenizer = find_tokenizer(config.tokenizer, model)
         needed = msgspec.structs.replace(workload, num_prompts=workload.num_prompts + config.warmup)
         conversations = make_workload(needed, tokenizer, chat=client.chat)
         wanted: dict[str, dict[str, Any]] = {"ignore_eos": {"ignore_eos": True}} if config.ignore_eos else {}
@@ -90,7 +90,8 @@ def points(config: OnlineConfig, seed: int) -> list[LoadPoint]:
     ]
 
 
-def _find_tokenizer(name: str | None, model: str) -> Tokenizer | None:
+def find_tokenizer(name: str | None, model: str) -> Tokenizer | None:
+    """The tokenizer that is named, or of a model that is here. None if there is none."""
     if name is None and model != DEMO and not os.path.exists(model):
         return None
     return Tokenizer.from_pretrained(resolve_model_path(name or model, weights=False))

@@ -8,6 +8,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
+from lmkit.bench.agent import AgentRun
 from lmkit.bench.metrics import Distribution, Summary
 from lmkit.bench.schema import LatencyRun, OnlineRun, ThroughputRun
 
@@ -83,6 +84,33 @@ def request_table(title: str, runs: Sequence[RequestRun]) -> Table:
     if any(isinstance(run, OnlineRun) for run in runs):
         add([("wait to send", lambda s: spread(s.wait_ms))])
     return table
+
+
+def agent_table(title: str, run: AgentRun) -> Table:
+    """A row for the turns at each depth of the conversations, and one for all."""
+    table = _narrow(title)
+    for name in ("turns", "requests", "prompt tokens", "cached", "TTFT, ms: p50 / p90 / p99"):
+        table.add_column(name, justify="right")
+    for row in run.turns:
+        depth = f"{row.first}" if row.first == row.last else f"{row.first}-{row.last}"
+        figures = f"{row.prompt_tokens:,.0f}", _share(row.cached_share), spread(row.ttft_ms)
+        table.add_row(depth, f"{row.requests:,}", *figures)
+    return table
+
+
+def agent_notes(run: AgentRun) -> list[str]:
+    """Of all turns together."""
+    done = sum(row.requests for row in run.turns)
+    seconds = max(run.seconds, 1e-9)
+    pace = f"{run.output_tokens / seconds:,.0f} output and {run.prompt_tokens / seconds:,.0f} prompt tokens/s"
+    agents = f"{run.agents} agents and {run.subagents} sub-agents"
+    failed = [request.error for request in run.requests if request.error]
+    lines = [f"{agents}, {done} turns in {run.seconds:,.1f} s: {pace}; cached: {_share(run.cached_share)}"]
+    return lines + ([f"{run.failed} turns failed, and ended their agents; the first: {failed[0]}"] if failed else [])
+
+
+def _share(value: float | None) -> str:
+    return "unknown" if value is None else f"{value:.1%}"
 
 
 def latency_table(title: str, runs: Sequence[LatencyRun]) -> Table:

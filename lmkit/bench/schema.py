@@ -18,7 +18,7 @@ from lmkit.environment import default_num_threads
 from lmkit.errors import ConfigError
 
 SCHEMA = "lmkit.bench/1"
-Benchmark = Literal["throughput", "latency", "online"]
+Benchmark = Literal["throughput", "latency", "online", "agent"]
 _PACKAGES = ("torch", "numba", "numpy", "tokenizers")
 
 

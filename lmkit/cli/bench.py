@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import msgspec
 import typer
 
+from lmkit.bench.agent_config import AgentConfig
 from lmkit.bench.config import OnlineConfig, WorkloadConfig, parse_goodput, parse_list
 from lmkit.cli.options import fields_of, struct_of, takes
 from lmkit.cli.progress import ProgressBar
@@ -58,6 +59,7 @@ Price = Annotated[
 
 
 ENGINE = struct_of(EngineConfig, "engine options")
+AGENT = struct_of(AgentConfig, "bench agent")
 WORKLOAD = struct_of(WorkloadConfig, "bench", group="Prompts")
 
 
@@ -234,6 +236,41 @@ def online(
     output.save("online", configuration, runs)
     if output.plot:
         plot.plot_requests(output.plot, title, runs)
+
+
+@app.command(cls=Command, short_help="Agents on any OpenAI-compatible server.")
+@takes(config=AGENT, output=requests_output_options)
+def agent(
+    trace: Annotated[
+        Path | None, typer.Argument(help="A Mooncake, AIPerf or AgentX trace: a file, or a folder of files.")
+    ] = None,
+    synthetic: Annotated[bool, typer.Option("--synthetic", help="Made-up agents in place of a trace.")] = False,
+    api_key: Annotated[str | None, typer.Option(help="Default LMKIT_API_KEY.")] = None,
+    *,
+    config: AgentConfig,
+    output: Output,
+) -> None:
+    """Agents: conversations that grow by results of tools, with sub-agents, from a trace or made up."""
+    import asyncio
+
+    from lmkit.bench import report
+    from lmkit.bench.agent import measure_agents
+    from lmkit.bench.agent import synthetic as made_up
+    from lmkit.bench.agent_trace import read_agent_trace
+    from lmkit.environment import environment
+
+    if (trace is None) is not synthetic:
+        raise ConfigError("name a TRACE, or say --synthetic for made-up agents")
+    if output.plot:
+        raise ConfigError("--plot: it draws online, throughput and latency")
+    sessions = read_agent_trace(trace) if trace is not None else made_up(config)
+    key = api_key or environment().api_key
+    with ProgressBar(quiet=False) as bar:
+        model, run = asyncio.run(measure_agents(config, sessions, api_key=key, progress=bar.update))
+    _print(report.agent_table(f"{model} at {config.url}, agents", run))
+    for note in report.agent_notes(run):
+        print(note)
+    output.save("agent", {"server": config, "model": model, "trace": str(trace) if trace else None}, [run])
 
 
 def _open(model: str) -> tuple[Path, Tokenizer]:

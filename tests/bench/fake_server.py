@@ -16,6 +16,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 BURSTS = (1, 3, 2)  # tokens of each chunk; a token is a letter
+CACHED = 3  # of five tokens of every prompt
 GAP = 0.01  # seconds between chunks
 MOODS = ("strict", "busy", "html", "empty", "slow", "breaks", "stops", "error-event", "garbage")
 STRICT = {"continuous_usage_stats", "return_token_ids", "cache_salt", "ignore_eos"}
@@ -92,7 +93,12 @@ async def _events(body: dict[str, Any], chat: bool) -> AsyncIterator[str]:
         return
     if chat:
         yield _event({"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]})
-    for size in BURSTS:
+    if body.get("tools"):
+        call = {"index": 0, "id": "call_1", "type": "function", "function": {"name": "run", "arguments": ""}}
+        yield _event({"choices": [{"index": 0, "delta": {"reasoning_content": "So.", "tool_calls": [call]}}]})
+        part = {"index": 0, "function": {"arguments": '{"command": "ls"}'}}
+        yield _event({"choices": [{"index": 0, "delta": {"tool_calls": [part]}}]})
+    for size in () if body.get("tools") else BURSTS:
         await asyncio.sleep(30 if mood == "slow" and done else GAP)
         text = " ".join("abcdef"[done : done + size]) + " "
         done += size
@@ -115,7 +121,8 @@ async def _events(body: dict[str, Any], chat: bool) -> AsyncIterator[str]:
     yield ": a comment\r\n\r\n"
     yield _event({"choices": [{"index": 0, "delta": {}, "text": "", "finish_reason": "length"}]})
     if options.get("include_usage"):
-        yield _event({"choices": [], "usage": {"prompt_tokens": 5, "completion_tokens": done}})
+        usage = {"prompt_tokens": 5, "completion_tokens": done, "prompt_tokens_details": {"cached_tokens": CACHED}}
+        yield _event({"choices": [], "usage": usage})
     yield "data: [DONE]\n\n"
 
 
