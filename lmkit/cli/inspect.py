@@ -22,6 +22,7 @@ def inspect(
         int | None, typer.Option(min=2, max=64, help="Show only each way to share the model out to so many processes.")
     ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda; auto takes a GPU if there is one.")] = "auto",
+    model_impl: Annotated[str, typer.Option(help="Engine: auto, fast or flexible.")] = "auto",
     devices: Annotated[str, typer.Option(help="GPUs of the processes of --tp or --ep: 0,1.")] = "",
     weights_memory: Annotated[
         str | None, typer.Option(metavar="<size>", help="Memory for weights; layers beyond are read in every step.")
@@ -41,6 +42,7 @@ def inspect(
         "ep": ep,
         "pp": pp,
         "device": device,
+        "model_impl": model_impl,
         "devices": devices,
     }
     if weights_memory is not None:

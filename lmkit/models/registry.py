@@ -55,6 +55,15 @@ def architecture_of(config: dict[str, Any]) -> str:
     return names[0]
 
 
+def has_family(config: dict[str, Any]) -> bool:
+    """Whether lmkit's own decoder computes the architecture of a config.json."""
+    try:
+        load_spec(config)
+    except (UnsupportedError, CheckpointError):
+        return False
+    return True
+
+
 def load_spec(config: dict[str, Any]) -> ModelSpec:
     """The specification of a checkpoint by its config.json. Raises UnsupportedError for an unknown architecture,
     listing the known ones, and CheckpointError for impossible numbers."""

@@ -201,7 +201,8 @@ def resolved(
         if as_stored:
             source.reader.narrow()
         packing = Packing(device, weight_dtype, asked, lm_head, shard.rank, shard.tp, shard.ep, quantize, as_stored)
-        storages = resolve_storage(source.reader, source.spec, kv_dtype, dense_kv_dtype(weight_dtype))
+        dense = weight_dtype if source.spec.reusable else "float32"  # that of transformers' caches
+        storages = resolve_storage(source.reader, source.spec, kv_dtype, dense_kv_dtype(dense))
         heads = [layer.num_kv_heads for layer in source.spec.layers]
         storages = [shard.storage(storage, count) for storage, count in zip(storages, heads, strict=True)]
         yield ResolvedModel(source, packing, storages, shard, stage)

@@ -47,6 +47,8 @@ class ModelSource:
     they are quantized already.
     """
 
+    how_attends = ""  # of the flexible engine: where attention and states are, in words
+
     def __init__(
         self,
         path: str | Path,

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from lmkit.config import EngineConfig
+from lmkit.kv_dtype import FLOAT32
 from lmkit.models.loader import load_model
 from lmkit.turbo.engine.engine import Engine
 from lmkit.turbo.request import Request, SamplingParams
@@ -52,3 +53,55 @@ def test_tokens_in_chunks_in_batches_and_behind_a_prefix(tmp_path: Path, name: s
     check(model, prompts, together)
     assert again == together[:1]
     assert bool(hits) == (name not in tiny.OWN)
+
+
+@pytest.mark.parametrize("name", ["stablelm", "jamba", "bloom"])
+def test_tokens_after_a_preemption(tmp_path: Path, name: str) -> None:
+    model = tiny.make(tmp_path, name)
+    decoder = load_model(tmp_path, model_impl="flexible")
+    block = 8 * sum(layer.kv_token_bytes(FLOAT32, FLOAT32) for layer in decoder.spec.layers)
+    engine = Engine.of(decoder, EngineConfig(**SIZES, kv_memory=9 * block))
+    prompts = [PROMPT, PROMPT[3:]]
+    answers = greedy(engine, prompts, 16)
+    assert engine.stats().preemptions  # nine blocks do not hold both
+    engine.close()
+    check(model, prompts, answers)
+
+
+@pytest.mark.parametrize("name", ["olmo", "cohere2", "jamba"])
+def test_draft_tokens_change_nothing(tmp_path: Path, name: str) -> None:
+    model = tiny.make(tmp_path, name)
+    config = EngineConfig(**SIZES, speculate="ngram", max_draft_tokens=3)
+    engine = Engine.of(load_model(tmp_path, model_impl="flexible"), config)
+    prompts = [(PROMPT[:5] * 6)[:24], PROMPT[:8] * 3]
+    answers = greedy(engine, prompts, 16)
+    engine.close()
+    check(model, prompts, answers)
+
+
+@pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
+def test_rounded_keys_and_values_are_close(tmp_path: Path, kv_dtype: Any) -> None:
+    model = tiny.make(tmp_path, "stablelm")
+    engine = Engine.of(load_model(tmp_path, model_impl="flexible"), EngineConfig(**SIZES, kv_dtype=kv_dtype))
+    answers = greedy(engine, [PROMPT])
+    engine.close()
+    with torch.no_grad():
+        rows = model(input_ids=torch.tensor([PROMPT + answers[0]]), use_cache=False).logits[0, len(PROMPT) - 1 : -1]
+    chosen = rows.gather(1, torch.tensor(answers[0])[:, None])[:, 0]
+    assert (rows.amax(-1) - chosen).max() < 0.1 * rows.std()
+
+
+def test_scores_of_prompts_are_those_of_transformers(tmp_path: Path) -> None:
+    model = tiny.make(tmp_path, "gpt_neox")
+    engine = Engine.of(load_model(tmp_path, model_impl="flexible"), EngineConfig(**SIZES))
+    params = SamplingParams(max_tokens=1)
+    engine.add(Request(request_id="0", prompt_ids=PROMPT, params=params, prompt_logprobs=True))
+    scores = list[float]()
+    while engine.has_work():
+        for output in engine.step():
+            scores += [each.logprob for each in output.prompt_logprobs]
+    engine.close()
+    with torch.no_grad():
+        rows = model(input_ids=torch.tensor([PROMPT]), use_cache=False).logits[0].log_softmax(-1)
+    wanted = rows[:-1].gather(1, torch.tensor(PROMPT[1:])[:, None])[:, 0]
+    torch.testing.assert_close(torch.tensor(scores), wanted, atol=1e-4, rtol=0)

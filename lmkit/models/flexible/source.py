@@ -47,6 +47,7 @@ class FlexibleSource(ModelSource):
         tied = bool(getattr(module, "all_tied_weights_keys", None))
         self.seen = trace(module, architecture)
         self.spec = spec_of(module, self.seen, self.hf_config, architecture, self._stored_dtype(), tied)
+        self.how_attends = self.seen.text
         if not self.seen.calls and not self.seen.cache:
             raise UnsupportedError(f"{architecture}: transformers keeps nothing of a sequence between its tokens")
 

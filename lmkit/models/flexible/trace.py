@@ -66,6 +66,16 @@ class Trace:
         """Whether a step's tokens, of several sequences, are computed side by side."""
         return bool(self.calls) and self.takes_positions and not (self.fixed_bytes or self.token_bytes)
 
+    @property
+    def text(self) -> str:
+        """Where attention and states are."""
+        if self.packs:
+            return "lmkit's KV blocks, all sequences of a step together"
+        if self.calls:
+            states = ", states in transformers' caches" if self.fixed_bytes or self.token_bytes else ""
+            return f"lmkit's KV blocks{states}, one sequence at a time"
+        return f"transformers' own, one sequence at a time: {self.reason}"
+
 
 @dataclass
 class _Watch(TorchFunctionMode):

@@ -23,10 +23,11 @@ from lmkit.models.tower import tower_bytes
 from lmkit.models.weight_bits import bits_of_linears
 from lmkit.turbo.engine import copies
 from lmkit.turbo.engine.classes import read_classes, sentences_of
-from lmkit.turbo.engine.loading import load_options
+from lmkit.turbo.engine.loading import load_options, traits_of
 from lmkit.turbo.engine.memory import MemoryPlan, loaded_bytes, plan_memory
 from lmkit.turbo.engine.sentences import read_layers
 from lmkit.turbo.engine.streaming import streaming_of, with_batch
+from lmkit.turbo.engine.which import engine_facts
 from lmkit.turbo.runners.devices import resolve_device
 
 T = TypeVar("T")
@@ -44,11 +45,14 @@ def describe_model(path: str, config: EngineConfig) -> dict[str, Any]:
     with resolved(path, **load_options(config)) as model:
         model.check_cut()
         spec, reader = model.source.spec, model.reader
+        if spec.foreign:
+            conflicts.check(config, *traits_of(spec, config), architecture=spec.architecture)
         writes = not spec.sees_all
         heads = (1 if spec.tie_embeddings else 2) * math.prod(spec.head_shape)
         shares = config.num_shares
         return {
             "path": str(reader.path),
+            "engine": engine_facts(model, config),
             "architecture": {
                 "name": spec.architecture,
                 "layers": spec.num_layers,

@@ -40,6 +40,7 @@ from lmkit.turbo.engine.draft_model_loading import LoadedDraft, follow, resolved
 from lmkit.turbo.engine.memory import MemoryPlan, loaded_bytes, no_images, plan_memory
 from lmkit.turbo.engine.sentences import read_layers
 from lmkit.turbo.engine.streaming import streaming_of, with_batch
+from lmkit.turbo.engine.which import engine_facts, engine_line
 from lmkit.turbo.kv.blocks import KVBlocks, kv_identity
 from lmkit.turbo.kv.tiers import wire
 from lmkit.turbo.kv.tiers.block_server import BlockServer
@@ -122,6 +123,8 @@ def load(model_path: str, config: EngineConfig, device: EngineDevice, rank: int 
         has_tiers = any(each is not None for each in (config.kv_host_memory, config.kv_disk_path, config.kv_peer))
         identity = kv_identity(model, config) if has_tiers else b""
         disk = _open_disk(config, identity, memory.block_bytes)
+        if spec.foreign:
+            log.info(engine_line(engine_facts(model, config)))
         name = spec.architecture.removesuffix("ForCausalLM")
         bits = f" of {bits_of_linears(model.source.spec, model.source.reader):.2f} bits"
         bits = bits if config.quantize == "none" else f" rounded to {config.quantize}"
