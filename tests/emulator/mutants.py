@@ -12,6 +12,7 @@ yet. EQUIVALENT names those that change nothing. `--baseline` first runs all tes
 from __future__ import annotations
 
 import argparse
+import importlib
 import itertools
 import json
 import os
@@ -157,6 +158,19 @@ def _of_line(file: str, number: int, line: str) -> Iterator[Mutant]:
                 yield Mutant(file, kind, number, code, changed)
 
 
+def is_read_by_gxx(mutant: Mutant) -> bool:
+    """Whether the line is part of what g++ compiles: host.cuh stands in the place of PTX."""
+    conditions: list[str] = []
+    for line in (source.FOLDER / mutant.file).read_text().splitlines()[: mutant.line]:
+        if line.startswith("#if"):
+            conditions.append(line.strip())
+        elif line.startswith("#else") and conditions[-1] == "#ifdef LMKIT_HOST":
+            conditions[-1] = "#ifndef LMKIT_HOST"
+        elif line.startswith("#endif"):
+            conditions.pop()
+    return "#ifndef LMKIT_HOST" not in conditions
+
+
 def sampled(found: list[Mutant], count: int) -> list[Mutant]:
     """`count` of them. Files take turns, with a mutant of each kind, and with four of a kind that few files have."""
     groups: dict[tuple[str, str], list[Mutant]] = {}
@@ -227,6 +241,12 @@ def table(rows: Iterable[dict[str, str]]) -> str:
     return "\n".join(lines)
 
 
+def _import_tests() -> None:
+    """Once, not in every process."""
+    for file in sorted({test.partition("::")[0] for tests in TESTS.values() for test in tests}):
+        importlib.import_module(file.removesuffix(".py").replace("/", "."))
+
+
 def check() -> None:
     """Raises SystemExit if a test fails without a mutant."""
     for (file, tests), (name, options) in itertools.product(TESTS.items(), BACKENDS.items()):
@@ -242,6 +262,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=1e9, help="begin no mutant after so long")
     given = parser.parse_args()
     end = time.monotonic() + 60 * given.minutes
+    _import_tests()
     cache = tempfile.TemporaryDirectory(prefix="mutants-")
     os.environ["LMKIT_CACHE_DIR"] = cache.name
     found = mutants()
@@ -255,7 +276,10 @@ def main() -> None:
         for mutant in (each for each in chosen if each.name not in done):
             if time.monotonic() > end:
                 break
-            says = {name: run(mutant, options, TESTS[mutant.file]) for name, options in BACKENDS.items()}
+            says = {
+                name: run(mutant, options, TESTS[mutant.file]) if name == "ptx" or is_read_by_gxx(mutant) else ""
+                for name, options in BACKENDS.items()
+            }
             rows.append({"name": mutant.name, "kind": mutant.kind, **says})
             out.write(json.dumps(rows[-1]) + "\n")
             out.flush()

@@ -113,12 +113,12 @@ def test_edits_are_the_cpus_to_the_bit(device: str) -> None:
     rows = rng.sample(range(count + 6), count)
     slots = np.full(count + 6, -1, np.int32)
     for slot, row in enumerate(rows):
-        ids = [rng.randrange(60) for _ in range(200)] + [vocab - 1]
+        ids, num_prompt = [rng.randrange(60) for _ in range(200)] + [vocab - 1], rng.randint(1, 150)
         new = entry(
-            slot, ids, rng.randint(1, 150), repetition_penalty=rng.choice([1.0, 1.3, 0.7]),
+            slot, ids, num_prompt, repetition_penalty=rng.choice([1.0, 1.3, 0.7]),
             presence_penalty=rng.choice([0.0, 0.7, -0.5]), frequency_penalty=rng.choice([0.0, 0.1, -0.3]),
             logit_bias={rng.randrange(vocab): rng.uniform(-9, 9) for _ in range(300)} | {3: 1.0},
-            min_tokens=rng.choice([0, 1000]), stop_token_ids=(5, vocab - 1), max_tokens=None,
+            min_tokens=rng.choice([0, len(ids) - num_prompt, 1000]), stop_token_ids=(5, vocab - 1), max_tokens=None,
         )  # fmt: skip
         sampler.set(slot, new)
         LogitEdits.of(new, vocab, None).apply(want[row], len(ids) - new.num_prompt_tokens)
