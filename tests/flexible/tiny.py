@@ -33,8 +33,12 @@ STATES: dict[str, dict[str, Any]] = {
 # Keys and values in transformers' caches.
 OWN: dict[str, dict[str, Any]] = {
     "bloom": {"n_layer": 2, "n_head": 4},
+    "bart": {
+        "d_model": 64, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 96, "encoder_layers": 1,
+        "is_decoder": True, "is_encoder_decoder": False,
+    },
     "falcon": {"new_decoder_architecture": True, "num_kv_heads": 2, "alibi": False},
-}
+}  # fmt: skip
 ALL = PAGED | STATES | OWN
 
 

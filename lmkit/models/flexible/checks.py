@@ -33,6 +33,7 @@ def checked(decoder: FlexibleDecoder) -> FlexibleDecoder:
     with foreign(name, "cannot compute its first tokens"), torch.inference_mode():
         rows = [[1 + i % (decoder.spec.vocab_size - 1) for i in range(7, 7 + n)] for n in LENGTHS]
         wanted = [decoder.plain(torch.tensor([row])) for row in rows]
+        _check_head(decoder, rows[0], wanted[0])
         if _agrees(decoder, rows, wanted):
             return decoder
         if not decoder.seen.packs:
@@ -41,6 +42,15 @@ def checked(decoder: FlexibleDecoder) -> FlexibleDecoder:
                 log.info("%s: transformers continues its states one token at a time: prompts are slow", name)
                 return decoder
     raise UnsupportedError(f"{name}: with lmkit's attention its states are not those of transformers")
+
+
+def _check_head(decoder: FlexibleDecoder, row: list[int], states: Tensor) -> None:
+    """Raise UnsupportedError if logits are not those that transformers makes of the same tokens."""
+    right = decoder.plain_logits(torch.tensor([row]))
+    errors = (decoder.head(states, None) - right).norm(dim=-1) / right.norm(dim=-1).clamp_min(1e-9)
+    if (errors < TOLERANCE).float().mean() < SHARE:
+        name = decoder.spec.architecture
+        raise UnsupportedError(f"{name}: transformers' head reads more than the states after the layers")
 
 
 def _agrees(decoder: FlexibleDecoder, rows: list[list[int]], wanted: list[Tensor]) -> bool:

@@ -6,6 +6,8 @@ sequence is a pass of its own, with what transformers keeps of it (states.py).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -13,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lmkit.attention_spec import AttentionSpec
+from lmkit.errors import UnsupportedError
 from lmkit.kernels import ops
 from lmkit.kernels.registry import Implementation
 from lmkit.layers.adapters import StepAdapters
@@ -55,11 +58,13 @@ class FlexibleDecoder(Decoder):
         self.spec, self.module, self.seen, self.dtype = spec, module, seen, torch.float32
         self.layers = [_Place(index) for index in range(spec.num_layers)]  # type: ignore[misc]
         self.lm_head = MergedLinear(("lm_head",), {}, device)
-        self.ranks = self.link = self.behind = self.softcap = self.per_layer = None
+        self.ranks = self.link = self.after_layer = self.softcap = self.per_layer = None
         self.kept, self.step_adapters = {}, StepAdapters(device)
         self.embedding = ops.embedding.select(device)
         self.states = OwnStates(module, seen)
-        self._base: nn.Module = getattr(module, module.base_model_prefix)
+        self._theirs = "sdpa" if getattr(module, "_supports_sdpa", False) else "eager"
+        use(module, self._theirs)
+        self._base = _body(module)
         self._body = self._base.forward
         self._given: Any = None
         self._base.forward = self._body_or_given
@@ -67,7 +72,6 @@ class FlexibleDecoder(Decoder):
         self._positions = seen.takes_positions and takes(module, "position_ids")
         self._part: Part | None = None
         self._kv: list[KVLayer] = []
-        self._theirs = "sdpa" if getattr(module, "_supports_sdpa", False) else "eager"
         use(module, NAME if seen.calls else self._theirs)
         self._calls = {
             module.get_submodule(name): self._call(call, device)
@@ -140,12 +144,24 @@ class FlexibleDecoder(Decoder):
 
     def plain(self, token_ids: Tensor) -> Tensor:
         """The states [T, hidden] of a whole sequence [1, T], as transformers alone computes them."""
+        with self._alone():
+            states: Tensor = self._body(input_ids=token_ids, use_cache=False).last_hidden_state[0]
+        return states
+
+    def plain_logits(self, token_ids: Tensor) -> Tensor:
+        """The logits float32 [T, vocab] of a whole sequence [1, T], as transformers alone computes them."""
+        with self._alone():
+            logits: Tensor = self.module(input_ids=token_ids, use_cache=False).logits[0].float()
+        return logits
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Inside, attention is transformers' own."""
         use(self.module, self._theirs)
         try:
-            states: Tensor = self._body(input_ids=token_ids, use_cache=False).last_hidden_state[0]
+            yield
         finally:
             use(self.module, NAME if self.seen.calls else self._theirs)
-        return states
 
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
         """See interface.Attends."""
@@ -181,6 +197,26 @@ class FlexibleDecoder(Decoder):
     def final_states(self, delta: Tensor, residual: Tensor | None) -> Tensor:
         """See Decoder."""
         return delta.float()
+
+
+@torch.inference_mode()
+def _body(module: nn.Module) -> nn.Module:
+    """The outermost part of a module that gives states, which a head reads: a pass over a token shows it."""
+    found = list[nn.Module]()
+
+    def note(part: nn.Module, args: Any, output: Any) -> None:
+        if part is not module and getattr(output, "last_hidden_state", None) is not None:
+            found.append(part)
+
+    hooks = [part.register_forward_hook(note) for part in module.modules()]
+    try:
+        module(input_ids=torch.ones(1, 1, dtype=torch.int64), use_cache=False)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if not found:
+        raise UnsupportedError(f"{type(module).__name__}: no part of transformers' module gives states")
+    return found[-1]  # inner parts end before outer ones
 
 
 class _Given(dict[str, Any]):

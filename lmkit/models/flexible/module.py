@@ -23,6 +23,7 @@ from lmkit.log import get_logger
 
 log = get_logger(__name__)
 transformers.utils.logging.disable_progress_bar()
+transformers.utils.logging.set_verbosity_error()  # what matters is raised
 
 LinearOf = Callable[[str], nn.Module | None]
 METHOD = "lmkit"

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from lmkit.attention_spec import AttentionSpec
 from lmkit.errors import UnsupportedError
-from lmkit.models.flexible.caches import NAMES, PagedLayer, tensors_in
+from lmkit.models.flexible.caches import KNOWN_LAYERS, NAMES, PagedLayer, tensors_in
 from lmkit.models.flexible.interface import NAME, attending, use
 
 LENGTHS = (3, 7)  # tokens of two passes: what grows between them grows with each token
@@ -180,6 +180,7 @@ def _passes(module: nn.Module) -> tuple[list[_Looks], list[int], bool, str]:
     for length in LENGTHS:
         look = _Looks(names)
         found, cache, was_read = _look(module, look, length)
+        look.problem = look.problem or _more_than_pages(cache, look)
         read = read or was_read
         looks.append(look)
         numbers = (x.numel() for x in tensors_in(_apart(cache, look)))
@@ -194,6 +195,13 @@ def _apart(cache: Any, look: _Looks) -> Any:
         return cache
     ours = {call.layer for call in look.calls}
     return [_of_layer(layer) if index in ours else layer for index, layer in enumerate(layers)]
+
+
+def _more_than_pages(cache: Any, look: _Looks) -> str:
+    """Why keys and values of calls cannot leave a cache, or an empty text."""
+    layers = getattr(cache, "layers", [])
+    kinds = {type(layers[call.layer]) for call in look.calls if call.layer < len(layers)} - {*KNOWN_LAYERS}
+    return f"its attention keeps more than keys and values ({kinds.pop().__name__})" if kinds else ""
 
 
 def _of_layer(layer: Any) -> Any:
