@@ -85,7 +85,7 @@ class ChatBuilder(ResponseBuilder[ChatCompletionRequest]):
             must_fit=self.must_fit,
             load=self._images.load,
         )
-        self._tokens = AssistantTurn(turn)
+        self._prompt, self._tokens = turn, AssistantTurn(turn)
         is_thinking = style.is_thinking(turn.rest)
         self.answers = [style.answer(self.body, is_thinking=is_thinking) for _ in requests]
         if self.identity is not None or self.body.store:
@@ -113,9 +113,12 @@ class ChatBuilder(ResponseBuilder[ChatCompletionRequest]):
         if not brings:
             answer |= {"reasoning": None, "reasoning_content": None}
         like = msgspec.structs.replace(self.requests[0], adapter=server.adapter)
-        history = server.sessions.get(session) if session else TokenHistory()
-        render = partial(rendered, style=server.style)
-        work = partial(ahead, like, body, answer, server.tokenizer, render, history, server.info.max_model_len)
+        known, render = server.sessions.get(session) if session else None, partial(rendered, style=server.style)
+
+        def encode(text: str) -> list[int]:
+            return self._prompt.rendered_anew(text) if known is None else known.encode(server.tokenizer, text).ids
+
+        work = partial(ahead, like, body, answer, render, encode, server.info.max_model_len)
         server.next_turns.add(work, at_once=bool(kept.ids))
 
     def seed_ids(self) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
@@ -21,8 +21,8 @@ import msgspec
 from lmkit.errors import RequestError
 from lmkit.serve.protocol import ChatCompletionRequest
 from lmkit.strict import validate
-from lmkit.text import TokenHistory, Tokenizer
 from lmkit.text.chat.conversation import ChatMessage
+from lmkit.text.history import num_common
 from lmkit.turbo.request import TURN, Request, SamplingParams
 from lmkit.turbo.transport.async_engine import AsyncEngine
 
@@ -79,18 +79,17 @@ def ahead(
     like: Request,
     body: ChatCompletionRequest,
     answer: dict[str, object],
-    tokenizer: Tokenizer,
     render: Callable[[ChatCompletionRequest], str],
-    history: TokenHistory,
+    encode: Callable[[str], list[int]],
     max_model_len: int,
 ) -> Request | None:
     """The request that computes the beginning of the next turn, None if the conversation cannot go on.
 
-    `like`: the request that was answered by `answer`, a message.
+    `like`: the request that was answered by `answer`, a message. `encode`: as the next turn's prompt will be.
     """
     try:
         said = validate(answer, ChatMessage)
-        ids = beginning(body, said, tokenizer, render, history)
+        ids = beginning(body, said, render, encode)
     except RequestError:  # the template wants it otherwise
         return None
     if not 0 < len(ids) < max_model_len:
@@ -114,18 +113,17 @@ def ahead(
 def beginning(
     body: ChatCompletionRequest,
     answer: ChatMessage,
-    tokenizer: Tokenizer,
     render: Callable[[ChatCompletionRequest], str],
-    history: TokenHistory,
+    encode: Callable[[str], list[int]],
 ) -> list[int]:
     """The tokens with which the next prompt begins, whatever the tools or the user say. Raises RequestError."""
     texts = [
         render(body.model_copy(update={"messages": [*body.messages, answer, *_follows(answer, probe)]}))
         for probe in PROBES
     ]
-    known = _num_common(*texts)
-    first, second = (history.encode(tokenizer, text[: known + _END_CHARS]).ids for text in texts)
-    return first[: _num_common(first, second)]
+    known = num_common(*texts)
+    first, second = (encode(text[: known + _END_CHARS]) for text in texts)
+    return first[: num_common(first, second)]
 
 
 def _follows(answer: ChatMessage, text: str) -> list[ChatMessage]:
@@ -134,10 +132,6 @@ def _follows(answer: ChatMessage, text: str) -> list[ChatMessage]:
     if not calls:
         return [ChatMessage(role="user", content=text)]
     return [ChatMessage(role="tool", content=text, tool_call_id=call.id) for call in calls]
-
-
-def _num_common(a: Sequence[object], b: Sequence[object]) -> int:
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def _digest(messages: Iterable[ChatMessage]) -> str:

@@ -12,6 +12,8 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
 
 from lmkit.text.tokenizer import Tokenizer
 
@@ -85,6 +87,34 @@ class EncodedTurn:
             return self.history  # a decoder that lengthens text; `Tokenizer.min_tokens` must hold for each turn
         ids = array("i", [*self.ids[self.num_known :], *answer_ids])
         return TokenHistory((*self.history.turns, _Turn(self.rest + answer, ids)))
+
+    def rendered_anew(self, text: str) -> list[int]:
+        """Token ids of another rendering of the conversation, without any history.
+
+        Only what follows the last special token before which both are equal is encoded: no token crosses it.
+        """
+        encode = partial(self.tokenizer.encode, add_special_tokens=False)
+        if self.history.turns:
+            return encode(text)
+        common = num_common(self.rest, text)
+        pieces = filter(None, map(self.tokenizer.id_to_token, self.tokenizer.special_ids))
+        cut = max((self.rest.rfind(piece, 0, common) for piece in pieces), default=-1)
+        tail = encode(self.rest[cut:]) if cut > 0 else []
+        if not tail or self.ids[-len(tail) :] != tail:
+            return encode(text)
+        return self.ids[: -len(tail)] + encode(text[cut:])
+
+
+T = TypeVar("T", str, list[int])
+
+
+def num_common(a: T, b: T) -> int:
+    """The number of first characters, or tokens, that are equal. It compares slices: long texts take no time."""
+    low, high = 0, min(len(a), len(b))
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if a[low:middle] == b[low:middle] else (low, middle - 1)
+    return low
 
 
 def _begins_with_special(tokenizer: Tokenizer, text: str, ids: Sequence[int]) -> bool:

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from lmkit.text import ChatTemplate, EncodedTurn, TokenHistory, Tokenizer
+from lmkit.text.history import num_common
 from tests.text.samples import TOKENIZERS
 
 END_TAGGED = (
@@ -153,3 +154,32 @@ def test_memory_is_counted() -> None:
     _, history = converse(demo, ("one", odd(demo, "Hello there")))
     (turn,) = history.turns
     assert history.num_bytes == 4 * len(turn.text) + 4 * len(turn.ids)
+
+
+@pytest.mark.parametrize("name", TALKING)
+def test_another_rendering_is_encoded_from_where_it_parts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if it were encoded whole, wherever it was edited."""
+    tokenizer, rng = TALKING[name], random.Random(name)
+    contents = ["".join(rng.choices(WORDS, k=6)) for _ in range(9)]
+    text = tokenizer.render_chat([{"role": "user", "content": content} for content in contents])
+    turn = TokenHistory().encode(tokenizer, text)
+    for _ in range(60):
+        at, end = sorted(rng.choices(range(len(text) + 1), k=2))
+        other = text[:at] + "".join(rng.choices(WORDS, k=2)) + text[rng.choice([at, end]) :]
+        assert turn.rendered_anew(other) == tokenizer.encode(other, add_special_tokens=False)
+    encoded: list[str] = []
+
+    def encode(text: str, add_special_tokens: bool = True) -> list[int]:
+        encoded.append(text)
+        return real(text, add_special_tokens)
+
+    real = tokenizer.encode
+    monkeypatch.setattr(tokenizer, "encode", encode)
+    turn.rendered_anew(text + "more")
+    assert len(encoded) == 2
+    assert max(map(len, encoded)) < 40
+
+
+def test_what_is_equal_is_counted() -> None:
+    assert [num_common(a, b) for a, b in (("", "a"), ("abc", "abc"), ("abcd", "abce"), ("x", "y"))] == [0, 3, 3, 0]
+    assert num_common([1, 2, 3], [1, 2]) == 2
