@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from lmkit.cli.options import fields_of, takes
 from lmkit.cli.progress import ProgressBar
-from lmkit.config import Activations, HeadStorage, KVStorageName
+from lmkit.config import EngineConfig
 
 if TYPE_CHECKING:
     from lmkit.quant.report.evaluate import EvalResult
 
 
+# Of the model that is measured. The reference is whole and exact.
+ENGINE = "kv_dtype", "activations", "lm_head", "tp", "ep"
+
+
+@takes(engine=fields_of(EngineConfig, *ENGINE, group="Engine"))
 def evaluate(
     model: Annotated[str, typer.Argument(help='A checkpoint folder, a .gguf file, or "demo".')],
     against: Annotated[str | None, typer.Option(help="The reference, usually the original checkpoint.")] = None,
@@ -21,17 +27,14 @@ def evaluate(
     dataset: Annotated[
         str | None, typer.Option(help="In place of --text: a calibration preset, file, folder or hub:ORG/NAME.")
     ] = None,
-    kv_dtype: Annotated[KVStorageName, typer.Option(help="Storage of the KV cache.")] = "auto",
-    activations: Annotated[Activations, typer.Option(help="Rounding of inputs; auto is as served.")] = "auto",
-    lm_head: Annotated[HeadStorage, typer.Option(help="Storage of the head; auto is as in the checkpoint.")] = "auto",
     packed_cache: Annotated[
         bool, typer.Option(help="Keep packed weights in a file, MODEL/.lmkit, as serve does; never the reference's.")
     ] = False,
     seq_len: Annotated[int, typer.Option(min=2, help="Tokens of a window.")] = 512,
     limit: Annotated[int, typer.Option(min=2, help="Tokens of the text to use.")] = 32768,
-    tp: Annotated[int, typer.Option(min=1, help="Processes that share the model; the reference is whole.")] = 1,
-    ep: Annotated[int, typer.Option(min=1, help="Processes that share the experts of a mixture.")] = 1,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    *,
+    engine: dict[str, Any],
 ) -> None:
     """Measure perplexity on a text, and the distance between two models."""
     import msgspec
@@ -53,16 +56,12 @@ def evaluate(
             model,
             token_ids,
             against=against,
-            kv_dtype=kv_dtype,
-            activations=activations,
-            lm_head=lm_head,
             packed_cache=packed_cache,
             prefix=evaluation.window_prefix(model),
             seq_len=seq_len,
             limit=limit,
-            tp=tp,
-            ep=ep,
             progress=bar.update,
+            **engine,
         )
     if json:
         print(msgspec.json.format(msgspec.json.encode(result), indent=2).decode())

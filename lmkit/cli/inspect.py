@@ -7,48 +7,30 @@ from typing import Annotated, Any
 
 import typer
 
+from lmkit.cli.options import fields_of, takes
+from lmkit.config import EngineConfig, parse
 
+# What decides how much memory serving takes.
+SERVING = (
+    "max_model_len", "max_batch_size", "kv_dtype", "tp", "ep", "pp", "device", "model_impl", "devices",
+    "weights_memory", "weights_path",
+)  # fmt: skip
+
+
+@takes(serving=fields_of(EngineConfig, *SERVING, group="Serving"))
 def inspect(
     model: Annotated[str, typer.Argument(help='A checkpoint folder, a .gguf file, or "demo".')],
-    max_model_len: Annotated[int | None, typer.Option(help="Context to plan memory for; default the model's.")] = None,
-    max_batch_size: Annotated[
-        int | None, typer.Option(help="Sequences to plan memory for. Default: as `lmkit serve` chooses it.")
-    ] = None,
-    kv_dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, int8, fp8 or int4.")] = "auto",
-    tp: Annotated[int, typer.Option(help="Processes that share the model; memory is then that of each.")] = 1,
-    ep: Annotated[int, typer.Option(help="Processes that share the experts; memory is then that of each.")] = 1,
-    pp: Annotated[int, typer.Option(help="Processes with some layers each; memory is then that of the largest.")] = 1,
     processes: Annotated[
         int | None, typer.Option(min=2, max=64, help="Show only each way to share the model out to so many processes.")
     ] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda; auto takes a GPU if there is one.")] = "auto",
-    model_impl: Annotated[str, typer.Option(help="Engine: auto, fast or flexible.")] = "auto",
-    devices: Annotated[str, typer.Option(help="GPUs of the processes of --tp or --ep: 0,1.")] = "",
-    weights_memory: Annotated[
-        str | None, typer.Option(metavar="<size>", help="Memory for weights; layers beyond are read in every step.")
-    ] = None,
-    weights_path: Annotated[str | None, typer.Option(help="A folder to read these layers from.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    *,
+    serving: dict[str, Any],
 ) -> None:
     """Show a checkpoint's architecture, formats and sizes, and the memory that serving it needs."""
-    from lmkit.config import EngineConfig, parse, parse_bytes
     from lmkit.turbo.engine.describe import describe_model, describe_ways
 
-    options: dict[str, Any] = {
-        "max_model_len": max_model_len,
-        "max_batch_size": max_batch_size,
-        "kv_dtype": kv_dtype,
-        "tp": tp,
-        "ep": ep,
-        "pp": pp,
-        "device": device,
-        "model_impl": model_impl,
-        "devices": devices,
-    }
-    if weights_memory is not None:
-        options["weights_memory"] = parse_bytes(weights_memory, "--weights-memory")
-    options["weights_path"] = weights_path
-    config = parse(options, EngineConfig, "lmkit inspect")
+    config = parse(serving, EngineConfig, "lmkit inspect")
     if processes is not None:
         shown: Any = describe_ways(model, config, processes)
     else:
