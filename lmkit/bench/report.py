@@ -93,8 +93,8 @@ def agent_table(title: str, run: AgentRun) -> Table:
         table.add_column(name, justify="right")
     for row in run.turns:
         depth = f"{row.first}" if row.first == row.last else f"{row.first}-{row.last}"
-        figures = f"{row.prompt_tokens:,.0f}", _share(row.cached_share), spread(row.ttft_ms)
-        table.add_row(depth, f"{row.requests:,}", *figures)
+        prompt, cached = f"{row.prompt_tokens:,.0f}", _share(row.cached_share)
+        table.add_row(depth, f"{row.requests:,}", prompt, cached, spread(row.ttft_ms))
     return table
 
 

@@ -117,8 +117,7 @@ class _Looks:
             self.problem = self.problem or "its queries are not those of the keys' tokens"
         else:
             source = next((call.layer for call, key in zip(self.calls, self.keys, strict=True) if key is k), None)
-            sizes = q.shape[1], k.shape[1], k.shape[3], v.shape[3]
-            self.calls.append(AttentionCall(layer, *sizes, spec, source))
+            self.calls.append(AttentionCall(layer, q.shape[1], k.shape[1], k.shape[3], v.shape[3], spec, source))
             self.modules.append(self.names[module])
             self.keys.append(k)
         return q.new_zeros(1, q.shape[2], q.shape[1], v.shape[3])
