@@ -208,7 +208,6 @@ CONFLICTS: tuple[Conflict, ...] = (
         "leave out {options}", "use speculate ngram")),
     Conflict("weights_memory", FOREIGN, _FOREIGN.replace("{lacks}", "keeps all weights in memory")),
     Conflict("attention_sinks", FOREIGN, _FOREIGN.replace("{lacks}", "leaves attention as the model has it")),
-    Conflict("quantize", FOREIGN, _FOREIGN.replace("{lacks}", "rounds no weights")),
     Conflict("lm_head", FOREIGN, _FOREIGN.replace("{lacks}", "keeps the head as it is")),
     Conflict("kv_listen", FOREIGN, _GIVES),
     Conflict("kv_peer", FOREIGN, _GIVES),

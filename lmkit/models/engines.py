@@ -6,6 +6,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from lmkit.config import ModelImpl
 from lmkit.errors import UnsupportedError
 from lmkit.extras import install, needed_for
@@ -34,6 +36,15 @@ def _flexible(path: str | Path, **options: Any) -> ModelSource:
     with needed_for("the flexible engine"):
         from lmkit.models.flexible.source import FlexibleSource
     return FlexibleSource(path, **options)
+
+
+def foreign_logits(source: ModelSource, hidden: Tensor) -> Tensor:
+    """States float32 [seq_len, hidden] after the last layer -> logits [seq_len, vocab], of a source that transformers
+    computes."""
+    from lmkit.models.flexible.source import FlexibleSource
+
+    assert isinstance(source, FlexibleSource)
+    return source.logits(hidden)
 
 
 def foreign_decoder(source: ModelSource, packing: Packing) -> Decoder:

@@ -30,7 +30,7 @@ def stored_bits(spec: ModelSpec, reader: CheckpointReader) -> dict[str, int]:
 
 def bits_of_linears(spec: ModelSpec, reader: CheckpointReader) -> float:
     """The mean bits of a weight."""
-    return sum(stored_bits(spec, reader).values()) / spec.num_weights
+    return sum(stored_bits(spec, reader).values()) / max(spec.num_weights, 1)
 
 
 def bits_of_folder(path: str | Path) -> float | None:

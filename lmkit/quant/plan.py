@@ -68,6 +68,8 @@ def make_plan(source: ModelSource, recipe: Recipe, device: str = "cpu") -> Plan:
             f"{path}: reads each text as a whole, and recipes calibrate models that write text; lmkit serve --quantize "
             "int8 rounds it while it loads"
         )
+    if spec.foreign and recipe.average_bits is not None:
+        raise UnsupportedError(f"{path}: average_bits does not go with layers that transformers computes")
     if spec.reads_beside and (recipe.average_bits is not None or recipe.kv.is_fitted):
         section = "kv" if recipe.kv.is_fitted else "average_bits"
         raise UnsupportedError(

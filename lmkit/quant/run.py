@@ -32,6 +32,7 @@ from lmkit.formats.safetensors_file import SafetensorsFile
 from lmkit.formats.verify import verify, weight_digest
 from lmkit.layers.linear import Weights
 from lmkit.log import get_logger
+from lmkit.models.engines import open_source
 from lmkit.models.fused import stored_name
 from lmkit.models.loader import trim_heap
 from lmkit.models.source import ModelSource
@@ -127,7 +128,7 @@ class Quantizer:
                 folder, expected = work.new_checkpoint(), finished.hidden
                 records = self._assemble(work, folder, records, finished.layer)
             self._check(folder, expected, records)
-            stored = stored_bits(self.source.spec, ModelSource(folder).reader)
+            stored = stored_bits(self.source.spec, open_source(folder, "auto").reader)
             evaluation = None if eval_ids is None else self._evaluate(folder, eval_ids, Path(output), progress)
             report = QuantReport(
                 lmkit_version=lmkit.__version__,
@@ -178,8 +179,7 @@ class Quantizer:
 
         Returns the stream after the last layer. None: without calibration text there is no stream.
         """
-        source, spec, comm = self.source, self.source.spec, self.comm
-        curvatures = CurvatureFiles(work, comm)
+        source, spec, comm, curvatures = self.source, self.source.spec, self.comm, CurvatureFiles(work, self.comm)
         first = int(comm.broadcast_bytes(str(work.num_done).encode()))
         if first:
             log.info("going on in %s: %d of %d layers are finished", work.path, first, spec.num_layers)
@@ -357,7 +357,7 @@ def prepare(
     quant.device.resolve_device gives. With a `time_budget` in seconds, the recipe gets as many rows of text as its
     estimate allows, and as there are. Nothing is written. Raises CheckpointError, ConfigError or UnsupportedError.
     """
-    source = ModelSource(model, floats=True)
+    source = open_source(model, "auto", floats=True)
     recipe = recipe.for_model(source.spec)
     plan = make_plan(source, recipe, device)
     tokenizer = Tokenizer.from_pretrained(source.reader.path)
@@ -395,6 +395,6 @@ def _other_tensors(source: ModelSource) -> list[str]:
 
 def _unread_linears(source: ModelSource) -> list[str]:
     """The modules with a matrix in parts of the model that stay as they are, as a vision tower."""
-    reader = source.reader
-    names = [name for name in reader.names() if name.startswith(source.spec.unread) and name.endswith(".weight")]
+    reader, prefixes = source.reader, "" if source.spec.foreign else source.spec.unread
+    names = (name for name in reader.names() if name.startswith(prefixes) and name.endswith(".weight"))
     return [name.removesuffix(".weight") for name in names if len(reader.info(name).shape) == 2]

@@ -22,9 +22,15 @@ class ForeignBlock(Block):
     of_heads: Heads | None = None
     attention: AttentionSpec | None = None
     kept: State = None
+    shared: tuple[tuple[str, ...], ...] = ()  # linears that read the same input
 
     def linears(self, hidden: int) -> dict[str, Shape]:
         return dict(self.shapes)
+
+    @property
+    def fused(self) -> tuple[tuple[str, ...], ...]:
+        """Other engines may compute them together, so they have one scheme."""
+        return self.shared
 
     def has_bias(self, role: str) -> bool:
         return role in self.biased

@@ -20,6 +20,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from lmkit.errors import CheckpointError, UnsupportedError
 from lmkit.jsonfile import read_json
 from lmkit.log import get_logger
+from lmkit.models.flexible.linears import find_linears
 
 log = get_logger(__name__)
 transformers.utils.logging.disable_progress_bar()
@@ -41,6 +42,21 @@ def foreign(architecture: str, what: str) -> Iterator[None]:
         raise UnsupportedError(
             f"{architecture}: transformers {transformers.__version__} {what}: {error!r:.400}"
         ) from error
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """transformers would list the tensors that lmkit's linears read themselves, as ones that nothing reads."""
+    logs, bars = transformers.utils.logging, transformers.utils.logging.is_progress_bar_enabled()
+    before = logs.get_verbosity()
+    logs.set_verbosity_error()
+    logs.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logs.set_verbosity(before)
+        if bars:
+            logs.enable_progress_bar()
 
 
 def read_config(folder: Path, architecture: str) -> Any:
@@ -71,7 +87,7 @@ def outline(config: Any, architecture: str) -> nn.Module:
 
 def load_module(folder: Path, config: Any, architecture: str, linear_of: LinearOf) -> nn.Module:
     """The module with its weights in float32, but for the linears that `linear_of` gives by their names."""
-    with foreign(architecture, "cannot load its weights"):
+    with foreign(architecture, "cannot load its weights"), _quiet():
         module, report = AutoModelForCausalLM.from_pretrained(
             folder,
             config=config,
@@ -109,8 +125,7 @@ class _Replaces(HfQuantizer):  # type: ignore[misc]
 
     def _process_model_before_weight_loading(self, model: nn.Module, **kwargs: Any) -> None:
         linear_of = self.quantization_config.linear_of
-        linears = [name for name, part in model.named_modules() if type(part) is nn.Linear]
-        for name in linears:
+        for name in find_linears(model):
             if (own := linear_of(name)) is not None:
                 model.set_submodule(name, own)
 

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from pathlib import Path
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from lmkit.errors import CheckpointError, UnsupportedError
 from lmkit.formats.base import WeightFormat, resolve_format
 from lmkit.formats.gguf import GgufReader
 from lmkit.formats.parts import FLOATS
 from lmkit.formats.safetensors_file import DTYPES
+from lmkit.models.flexible.calibrated import Calibrated, ForeignHead, named_as_stored
 from lmkit.models.flexible.checks import checked
 from lmkit.models.flexible.decoder import FlexibleDecoder
+from lmkit.models.flexible.layer import OBSERVED, ForeignLayer
+from lmkit.models.flexible.linears import Names, Uses, linear_source
 from lmkit.models.flexible.module import load_module, outline, read_config
 from lmkit.models.flexible.spec import spec_of
 from lmkit.models.flexible.trace import FLOAT_BYTES, trace
@@ -30,8 +36,10 @@ class FlexibleSource(ModelSource):
     cannot compute.
     """
 
-    def __init__(self, path: str | Path, *, attention_sinks: int = 0, rounding: str = "none") -> None:
-        """lmkit.conflicts refuses `attention_sinks` and `rounding` to engines."""
+    def __init__(
+        self, path: str | Path, *, attention_sinks: int = 0, rounding: str = "none", floats: bool = False
+    ) -> None:
+        """lmkit.conflicts refuses `attention_sinks` to engines. `floats` is for GGUF files, which it refuses itself."""
         self.reader = open_checkpoint(path)
         self.config = self.reader.config
         architecture = architecture_of(self.config)
@@ -39,14 +47,15 @@ class FlexibleSource(ModelSource):
             raise UnsupportedError(f"{self.reader.path}: {architecture}: GGUF files are read for lmkit's own families")
         self.rounding, self.has_head = rounding, True
         self.format: WeightFormat = resolve_format(self.config)
-        if self.format.name != "dense":
-            raise UnsupportedError(f"{self.reader.path}: {architecture}: {self.format.name} weights have no engine")
         self.hf_config = read_config(self.reader.path, architecture)
         module = outline(self.hf_config, architecture)
         self.num_weights = sum(math.prod(part.shape) for part in module.parameters())
         tied = bool(getattr(module, "all_tied_weights_keys", None))
-        self.seen = trace(module, architecture)
-        self.spec = spec_of(module, self.seen, self.hf_config, architecture, self._stored_dtype(), tied)
+        with Uses(module) as self.uses:
+            self.seen = trace(module, architecture)
+        spec = spec_of(module, self.seen, self.hf_config, architecture, self._stored_dtype(), tied)
+        self.runtime_prefix = spec.layers[0].prefix  # of the layers' names in the module
+        self.spec = named_as_stored(spec, Names(module, self.reader), self.uses, _num_experts(self.hf_config))
         self.how_attends = self.seen.text
         if not self.seen.calls and not self.seen.cache:
             raise UnsupportedError(f"{architecture}: transformers keeps nothing of a sequence between its tokens")
@@ -70,9 +79,43 @@ class FlexibleSource(ModelSource):
     def decoder(self, packing: Packing) -> FlexibleDecoder:
         """The module with its weights, checked against transformers' own attention. Raises UnsupportedError if both
         differ."""
-        module = load_module(self.reader.path, self.hf_config, self.spec.architecture, lambda name: None)
+        linears = linear_source(self, packing, self.module(), self.uses.direct)
+        module = load_module(self.reader.path, self.hf_config, self.spec.architecture, linears)
         return checked(FlexibleDecoder(self.spec, module, self.seen, packing.device))
 
     def module(self) -> nn.Module:
         """The module on the meta device, to discover its linears."""
         return outline(self.hf_config, self.spec.architecture)
+
+    @functools.cached_property
+    def _calibrated(self) -> Calibrated:
+        attention = OBSERVED if self.seen.calls else "eager"
+        return Calibrated(self, self.hf_config, self.module(), self.runtime_prefix, attention)
+
+    def layer(self, index: int, dtype: torch.dtype | None = None, device: str = "cpu") -> ForeignLayer:  # type: ignore[override]
+        """A layer with plain weights, for calibration."""
+        return self._calibrated.layer(index, dtype, device)
+
+    def head(self, dtype: torch.dtype | None = None, device: str = "cpu") -> ForeignHead:  # type: ignore[override]
+        """What stands before the layers."""
+        return ForeignHead(self._calibrated.passage)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """States float32 [seq_len, hidden] after the last layer -> logits float32 [seq_len, vocab]."""
+        return self._calibrated.passage.logits(hidden)
+
+    def stored(self, index: int, role: str, weight: Tensor) -> Tensor:
+        """A tensor of a layer as the checkpoint stores it."""
+        stored = super().stored(index, role, weight)
+        return stored.T.contiguous() if self._calibrated.is_transposed(index, role) else stored
+
+    def read_back(self, index: int, role: str, weight: Tensor) -> Tensor:
+        """The tensor float32 that is read back after it was stored."""
+        return super().stored(index, role, weight).float()
+
+
+def _num_experts(config: Any) -> set[int]:
+    """How many experts layers have: a linear with so many outputs chooses among them."""
+    text = config.get_text_config(decoder=True)
+    names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    return {count for name in names if isinstance(count := getattr(text, name, None), int)}

@@ -12,6 +12,7 @@ from torch import nn
 from lmkit.layers.blocks.base import Heads, Residual, Shape
 from lmkit.layers.blocks.state import PagedKV, Recurrent
 from lmkit.models.flexible.blocks import ForeignBlock
+from lmkit.models.flexible.linears import find_linears
 from lmkit.models.flexible.trace import AttentionCall, Trace
 from lmkit.models.layer_spec import LayerSpec
 from lmkit.models.spec import ModelSpec
@@ -46,11 +47,7 @@ def spec_of(module: Any, seen: Trace, config: Any, architecture: str, dtype: str
 
 def _linears(module: nn.Module) -> tuple[str, dict[int, dict[str, Shape]]]:
     """The path of the list of layers, and the linears in each by their names there."""
-    found = [
-        (match, (part.out_features, part.in_features))
-        for name, part in module.named_modules()
-        if type(part) is nn.Linear and (match := NUMBERED.fullmatch(name))
-    ]
+    found = [(match, site.shape) for name, site in find_linears(module).items() if (match := NUMBERED.fullmatch(name))]
     prefix = Counter(match[1] for match, _ in found).most_common(1)[0][0] if found else "layers"
     layers: dict[int, dict[str, Shape]] = {}
     for match, shape in found:

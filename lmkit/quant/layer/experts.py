@@ -34,7 +34,7 @@ def empty_inputs(
         if role in sizes and reads not in inputs:
             in_features = spec.linear_shape(reads)[1]
             if roles.expert_of(reads) is None:
-                ids = row_ids if reads == spec.fused[0][0] else token_ids
+                ids = row_ids if spec.fused and reads == spec.fused[0][0] else token_ids
                 inputs[reads] = InputStats.empty(in_features, sizes[role], ids, at)
             else:
                 inputs[reads] = RoutedStats.of(in_features, sizes[role], len(token_ids), seed, at)

@@ -15,6 +15,7 @@ from lmkit.kernels.ops import Norm
 from lmkit.layers.batch import KVLayer
 from lmkit.models import roles
 from lmkit.models.decoder_layer import joined
+from lmkit.models.engines import foreign_logits, open_source
 from lmkit.models.source import ModelSource
 from lmkit.qtensor import QTensor, dequantize
 from lmkit.quant.layer.layer import Geometry
@@ -58,7 +59,7 @@ def check_logits(
     are the run's hidden states after the last layer. Returns the largest difference of two logits, in units of the
     largest logit. Raises CheckpointError if it exceeds TOLERANCE.
     """
-    stored = ModelSource(checkpoint)
+    stored = open_source(checkpoint, "auto")
     difference, largest = 0.0, 1e-30
     found = _behind_layers(stored, token_ids, product_dtype, device)
     own, others = _normalized(source, expected.cpu()), _normalized(stored, found.cpu())
@@ -95,6 +96,9 @@ def _behind_layers(source: ModelSource, token_ids: Tensor, product_dtype: torch.
 
 
 def _normalized(source: ModelSource, hidden: Tensor) -> Tensor:
+    """What `_logits` reads. transformers computes all logits at once."""
+    if source.spec.foreign:
+        return foreign_logits(source, hidden)
     norm = source.final_norm()
     if norm is None:
         return hidden
@@ -104,6 +108,8 @@ def _normalized(source: ModelSource, hidden: Tensor) -> Tensor:
 
 def _logits(source: ModelSource, x: Tensor, tokens: Tensor) -> Tensor:
     """x [seq_len, hidden], normalized -> logits float32 [seq_len, tokens] of some consecutive tokens."""
-    weight = source.lm_head().weights[roles.LM_HEAD]
     rows = slice(int(tokens[0]), int(tokens[-1]) + 1)
+    if source.spec.foreign:
+        return x[:, rows]
+    weight = source.lm_head().weights[roles.LM_HEAD]
     return x @ (dequantize(weight)[rows] if isinstance(weight, QTensor) else weight[rows].float()).T

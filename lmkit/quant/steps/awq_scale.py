@@ -18,7 +18,9 @@ from msgspec import Meta
 from torch import Tensor
 
 from lmkit.formats.names import Activations
+from lmkit.log import get_logger
 from lmkit.models.layer_spec import LayerSpec
+from lmkit.models.spec import ModelSpec
 from lmkit.option import Note
 from lmkit.qtensor import QuantScheme, dequantize
 from lmkit.quant.layer.grid import round_to_nearest
@@ -35,6 +37,8 @@ from lmkit.quant.layer.scaling import (
 )
 from lmkit.quant.layer.work import LayerWork
 from lmkit.quant.steps.base import LayerCost, Speed, Stage, Step
+
+log = get_logger(__name__)
 
 ROUGH = 8  # candidates are compared on one of so many outputs first
 ROUGH_TOKENS = 512  # of a sample that is so large that few candidates should be compared on it
@@ -55,6 +59,11 @@ class AwqScale(Step, frozen=True, tag="awq_scale"):
     min_gain: Annotated[float, Meta(ge=0, lt=1), Note("A scale must save this share of the loss without a scale.")] = (
         0.0
     )
+
+    def for_model(self, spec: ModelSpec) -> Self:
+        if reason := self.needs_pairs(spec):
+            log.warning("%s: it changes nothing", reason)
+        return self
 
     @property
     def sample_tokens(self) -> int:

@@ -169,8 +169,15 @@ class Step(StrictStruct, frozen=True, tag_field="step"):
     def needs_states_alone(self, spec: ModelSpec, what: str = "") -> str | None:
         """The answer of `refuses_model` for a step that computes layers from their states alone (data.side_inputs), or
         does so for its key `what`."""
+        if spec.foreign:
+            return f"{what or self.name()} does not go with layers that transformers computes"
         reason = f"{what or self.name()} does not go with layers that read the keys of others, or vectors of each token"
         return reason if spec.reads_beside else None
+
+    def needs_pairs(self, spec: ModelSpec) -> str | None:
+        """The answer of `refuses_model` for a step that moves scales through a norm or a linear to those after it."""
+        reason = f"{self.name()} needs to know what stands before a linear, and transformers computes these layers"
+        return reason if spec.foreign else None
 
     def refuses_model(self, spec: ModelSpec) -> str | None:
         """Why the step cannot be done to this model, or None."""

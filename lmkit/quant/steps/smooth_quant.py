@@ -19,6 +19,7 @@ from torch import Tensor
 
 from lmkit.formats.names import Activations
 from lmkit.models.layer_spec import LayerSpec
+from lmkit.models.spec import ModelSpec
 from lmkit.option import Note
 from lmkit.qtensor import QuantScheme, dequantize
 from lmkit.quant.layer.layer import CalibratedLayer
@@ -55,6 +56,9 @@ class SmoothQuant(Step, frozen=True, tag="smooth_quant"):
         if activations == "none":
             return "smooth_quant is for rounded activations: `activations: int8` or float8"
         return None
+
+    def refuses_model(self, spec: ModelSpec) -> str | None:
+        return self.needs_pairs(spec)
 
     def apply(self, work: LayerWork) -> None:
         record(work, smooth_layer(work.calibrated, self, work.activations))

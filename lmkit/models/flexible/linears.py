@@ -1,0 +1,231 @@
+"""The linears of a transformers model, found by what its modules are, and lmkit's packed linears in their places.
+
+A checkpoint names a linear as its file does, a model by the path of its module. `Names` leads from one to the other by
+transformers' own rules, so a quantized checkpoint loads by the names that it has.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+from transformers.pytorch_utils import Conv1D
+
+from lmkit.errors import CheckpointError
+from lmkit.formats.checkpoint import CheckpointReader
+from lmkit.layers.blocks.base import Shape
+from lmkit.layers.linear import MergedLinear, Weights
+from lmkit.models.identity import Packing
+from lmkit.models.rounding import scheme_for
+from lmkit.models.source import ModelSource, quantize_rows
+from lmkit.qtensor import QTensor
+
+ROLE = "linear"  # of the one weight of a PackedLinear
+WEIGHT, BIAS = ".weight", ".bias"
+# The tensors of which a quantized linear has one, in any format that lmkit reads.
+CODES = (".weight_packed", ".qweight", ".weight_scale", ".weight_scale_inv")
+
+
+@dataclass(frozen=True)
+class Site:
+    """A linear of a model. `transposed`: its module keeps the weight as [in, out]."""
+
+    shape: Shape
+    transposed: bool
+    has_bias: bool
+
+
+def find_linears(model: nn.Module) -> dict[str, Site]:
+    """Every linear of a model by its module's name, in the order of the modules. The model may be on `meta`."""
+    found: dict[str, Site] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and _is_plain(type(module)):
+            out, inputs = module.weight.shape
+            found[name] = Site((out, inputs), False, module.bias is not None)
+        elif isinstance(module, Conv1D):
+            inputs, out = module.weight.shape
+            found[name] = Site((out, inputs), True, True)
+    return found
+
+
+@functools.cache
+def _is_plain(kind: Any) -> bool:
+    """Whether a class of linears computes what nn.Linear does, as a small one of it shows. Some add a gate or noise."""
+    if kind.forward is nn.Linear.forward:
+        return True
+    small = kind.__new__(kind)
+    nn.Linear.__init__(small, 3, 2)
+    x = torch.linspace(-1, 1, 12).view(4, 3)
+    try:
+        y = small.eval()(x)
+    except (RuntimeError, TypeError, AttributeError, ValueError, IndexError):  # it asks for more than a plain one
+        return False
+    return isinstance(y, Tensor) and torch.allclose(y, nn.functional.linear(x, small.weight, small.bias), atol=1e-6)
+
+
+@dataclass
+class Uses(TorchFunctionMode):
+    """While a model runs inside, how it uses its linears is noted.
+
+    `shared` has the names of linears that read the same tensor, in the order of the modules, and `direct` those whose
+    weight something else than the linear reads. Such a weight cannot be packed.
+    """
+
+    model: nn.Module
+    shared: list[tuple[str, ...]] = field(default_factory=list)
+    direct: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        super().__init__()
+        self._names = list(find_linears(self.model))
+        self._inputs: dict[str, Tensor] = {}
+        self._weights: dict[int, str] = {}  # by identity, while a pass runs
+        self._running = ""
+        self._hooks: list[Any] = []
+
+    def __enter__(self) -> Uses:  # type: ignore[override]
+        for name in self._names:
+            linear = self.model.get_submodule(name)
+            self._hooks.append(linear.register_forward_pre_hook(functools.partial(self._begin, name)))
+            self._hooks.append(linear.register_forward_hook(self._end, always_call=True))
+        for whole in {self.model, getattr(self.model, "base_model", self.model)}:
+            self._hooks.append(whole.register_forward_pre_hook(self._start))
+            self._hooks.append(whole.register_forward_hook(self._stop, always_call=True))
+        super().__enter__()
+        return self
+
+    def _start(self, *_: Any) -> None:
+        self._weights = {id(self.model.get_submodule(name).weight): name for name in self._names}
+
+    def _stop(self, *_: Any) -> None:
+        self._weights = {}
+
+    def _begin(self, name: str, module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        self._running = name
+        if args:
+            self._inputs[name] = args[0]
+
+    def _end(self, *_: Any) -> None:
+        self._running = ""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        for each in (*args, *(kwargs or {}).values()):
+            name = self._weights.get(id(each), self._running)
+            if name != self._running and isinstance(found, Tensor):
+                self.direct.add(name)
+        return found
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        for hook in self._hooks:
+            hook.remove()
+        same: dict[int, list[str]] = {}
+        for name, seen in self._inputs.items():
+            same.setdefault(id(seen), []).append(name)
+        groups = (sorted(names, key=self._names.index) for names in same.values() if len(names) > 1)
+        self.shared = [tuple(names) for names in groups]
+        self._inputs = {}
+
+
+class Names:
+    """The names of a checkpoint's tensors in a model, by transformers' renamings and conversions.
+
+    `modules` maps a module of the file, quantized or not, to the model's module whose weight it is. `parts` maps a
+    parameter that transformers builds of several weights to the file's modules, one tuple for each of its patterns.
+    """
+
+    def __init__(self, model: Any, reader: CheckpointReader) -> None:
+        transforms = get_model_conversion_mapping(model)
+        renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
+        converters = [each for each in transforms if isinstance(each, WeightConverter)]
+        prefix, known = model.base_model_prefix, model.state_dict()
+        self.modules: dict[str, str] = {}
+        self.parts: dict[str, dict[str, list[str]]] = {}
+        for module in dict.fromkeys(weights_of(reader)):
+            key = module + WEIGHT
+            name, pattern = rename_source_key(key, renamings, converters, prefix, known)
+            if name not in known and key in known:
+                name, pattern = key, None
+            if pattern is None and name in known:
+                self.modules[module] = name.removesuffix(WEIGHT)
+            elif name in known:
+                self.parts.setdefault(name, {}).setdefault(str(pattern), []).append(module)
+
+
+def weights_of(reader: CheckpointReader) -> Iterator[str]:
+    """The modules with a weight, dense or quantized, in the order of the names; some more than once."""
+    for name in reader.names():
+        module, _, _ = name.rpartition(".")
+        if name.endswith((WEIGHT, *CODES)):
+            yield module
+
+
+class PackedLinear(nn.Module):
+    """A linear of a transformers model in the layout of lmkit's kernels, which compute in float32 on a CPU.
+
+    `weight` has the shape of the one in whose place it is, and no data: models ask for shape and dtype.
+    """
+
+    def __init__(self, weight: Tensor | QTensor, bias: Tensor | None, activations: str) -> None:
+        super().__init__()
+        self.out_features, self.in_features = (weight.codes if isinstance(weight, QTensor) else weight).shape
+        self.weight = torch.empty(self.out_features, self.in_features, device="meta")
+        self.bias = None if bias is None else torch.empty(self.out_features, device="meta")
+        weights: Weights = {ROLE: weight}
+        if bias is not None:
+            weights[ROLE + BIAS] = bias.float()
+        self.linear = MergedLinear((ROLE,), weights)
+        self.linear.pack(activations)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., in] -> [..., out], in the dtype of x."""
+        rows = x.reshape(-1, self.in_features)
+        y = self.linear(rows.float().contiguous()) if len(rows) else rows.new_empty(0, self.out_features)
+        return y.to(x.dtype).view(*x.shape[:-1], self.out_features)
+
+
+def linear_source(
+    source: ModelSource, packing: Packing, module: nn.Module, unpacked: Collection[str] = ()
+) -> Callable[[str], nn.Module | None]:
+    """What gives the packed linear of a name in `module`, the whole model on `meta`. None: it is one of `unpacked`, or
+    the file has no such weight, as for a head that is tied to embeddings, or a weight that transformers builds.
+
+    Raises CheckpointError and UnsupportedError for weights that cannot be read or packed.
+    """
+    sites, files = find_linears(module), {name: file for file, name in Names(module, source.reader).modules.items()}
+    dtype = None if packing.as_stored else getattr(torch, packing.dtype)
+
+    def linear_of(name: str) -> nn.Module | None:
+        if name not in files or name not in sites or name in unpacked:
+            return None
+        with torch.device("cpu"):  # transformers asks while new tensors lie on meta
+            weight, bias = read_site(source, files[name], sites[name], dtype)
+            return PackedLinear(weight, bias, packing.activations)
+
+    return linear_of
+
+
+def read_site(
+    source: ModelSource, file: str, site: Site, dtype: torch.dtype | None
+) -> tuple[Tensor | QTensor, Tensor | None]:
+    """(weight [out, in], bias or None) of the module `file` of a checkpoint: dense ones in `dtype`, None = as stored.
+    They are rounded if the source rounds. Raises CheckpointError."""
+    reader = source.reader
+    weight = source.format.read_linear(reader, file)
+    if not isinstance(weight, QTensor):
+        weight = weight.T if site.transposed else weight
+        weight = weight.contiguous() if dtype is None else weight.to(dtype).contiguous()
+        scheme = scheme_for(source.rounding, site.shape[1])
+        weight = weight if scheme is None else quantize_rows(weight, scheme)
+    shape = tuple((weight.codes if isinstance(weight, QTensor) else weight).shape)
+    if shape != site.shape:
+        raise CheckpointError(f"{reader.path}: {file} is {list(shape)}, config.json says {list(site.shape)}")
+    return weight, reader.tensor(file + BIAS) if site.has_bias else None
