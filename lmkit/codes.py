@@ -11,6 +11,8 @@ import msgspec
 import torch
 from torch import Tensor
 
+MAX_LOOKED_UP = 32  # the largest code that kernels look up with neighbours: see kernels.cpu.dots.PmaddNibbles
+
 
 class Integers(msgspec.Struct, frozen=True, tag="integers"):
     """A uniform grid: w = (code - zero) * scale. A symmetric weight has the zero 2**(bits-1) everywhere."""
@@ -20,9 +22,14 @@ class Integers(msgspec.Struct, frozen=True, tag="integers"):
     inputs: ClassVar[str] = "int8"  # the type that inputs of such weights are rounded to for 8-bit products
     uniform: ClassVar[bool] = True  # codes have zeros
 
-    bits: int  # 2, 3, 4 or 8
+    bits: int  # 2 to 8
     symmetric: bool = False
     values: tuple[int, ...] = ()  # the only codes that occur, if known: at most 16, which a kernel may number
+
+    @property
+    def in_planes(self) -> bool:
+        """See QuantScheme.in_planes."""
+        return self.bits not in (4, 8) or bool(self.values and self.symmetric and not close(self.values))
 
     def __str__(self) -> str:
         return f"int{self.bits}"
@@ -49,9 +56,9 @@ class Integers(msgspec.Struct, frozen=True, tag="integers"):
         """The zeros of a symmetric weight with scales [..., out, groups] of this shape."""
         return torch.full(groups, self.middle, dtype=torch.uint8)
 
-    def numbers(self, codes: Tensor, zeros: Tensor) -> Tensor:
-        """What scales multiply, float32: codes [..., groups, inputs] and zeros [..., groups]."""
-        return codes.float().sub_(zeros.float().unsqueeze(-1))
+    def weights(self, codes: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
+        """The weights float32 [..., groups, inputs] of such codes, and of scales float32 and zeros [..., groups]."""
+        return codes.float().sub_(zeros.float().unsqueeze(-1)).mul_(scales.unsqueeze(-1))
 
     @property
     def plain(self) -> Integers:
@@ -63,6 +70,48 @@ class Integers(msgspec.Struct, frozen=True, tag="integers"):
         return codes, scales, zeros
 
 
+class Shifted(msgspec.Struct, frozen=True, tag="shifted"):
+    """Codes with an offset for each group that is no multiple of the scale: w = code * scale - offset. The offsets, of
+    the type of the scales, stand in the place of zeros. See Integers for what it answers."""
+
+    element: ClassVar[torch.dtype] = torch.uint8
+    type: ClassVar[str] = "int"
+    inputs: ClassVar[str] = "int8"
+    uniform: ClassVar[bool] = False
+    in_planes: ClassVar[bool] = True
+    symmetric: ClassVar[bool] = False
+    values: ClassVar[tuple[int, ...]] = ()
+
+    bits: int  # 2 to 5
+
+    def __str__(self) -> str:
+        return f"int{self.bits} with offsets"
+
+    @property
+    def words(self) -> str:
+        return f"{self.bits}-bit codes with offsets"
+
+    def suits(self, zeros: Tensor) -> bool:
+        return False
+
+    def made_symmetric(self) -> Shifted:
+        return self
+
+    def zeros(self, groups: tuple[int, ...]) -> Tensor:
+        """Offsets of 0."""
+        return torch.zeros(groups, dtype=torch.float16)
+
+    def weights(self, codes: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
+        return codes.float().mul_(scales.unsqueeze(-1)).sub_(zeros.float().unsqueeze(-1))
+
+    @property
+    def plain(self) -> Shifted:
+        return self
+
+    def as_plain(self, codes: Tensor, scales: Tensor, zeros: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return codes, scales, zeros
+
+
 class Float8(msgspec.Struct, frozen=True, tag="float8"):
     """float8 e4m3: w = code * scale. See Integers for what it answers."""
 
@@ -70,6 +119,7 @@ class Float8(msgspec.Struct, frozen=True, tag="float8"):
     type: ClassVar[str] = "float"
     inputs: ClassVar[str] = "fp8"
     uniform: ClassVar[bool] = False
+    in_planes: ClassVar[bool] = False
     bits: ClassVar[int] = 8
     symmetric: ClassVar[bool] = True
     values: ClassVar[tuple[int, ...]] = ()
@@ -90,8 +140,8 @@ class Float8(msgspec.Struct, frozen=True, tag="float8"):
     def zeros(self, groups: tuple[int, ...]) -> Tensor:
         return torch.zeros(0, dtype=torch.uint8)
 
-    def numbers(self, codes: Tensor, zeros: Tensor) -> Tensor:
-        return codes.float()
+    def weights(self, codes: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
+        return codes.float().mul_(scales.unsqueeze(-1))
 
     @property
     def largest(self) -> float:
@@ -139,6 +189,10 @@ class Codebook(msgspec.Struct, frozen=True, tag="codebook"):
     def values(self) -> tuple[int, ...]:
         return self.plain.values
 
+    @property
+    def in_planes(self) -> bool:
+        return self.plain.in_planes
+
     def suits(self, zeros: Tensor) -> bool:
         return True
 
@@ -148,8 +202,9 @@ class Codebook(msgspec.Struct, frozen=True, tag="codebook"):
     def zeros(self, groups: tuple[int, ...]) -> Tensor:
         return torch.zeros(0, dtype=torch.uint8)
 
-    def numbers(self, codes: Tensor, zeros: Tensor) -> Tensor:
-        return torch.tensor(self.integers, dtype=torch.float32, device=codes.device).mul_(self.unit)[codes.int()]
+    def weights(self, codes: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
+        numbers = torch.tensor(self.integers, dtype=torch.float32, device=codes.device).mul_(self.unit)
+        return numbers[codes.int()].mul_(scales.unsqueeze(-1))
 
     @property
     def largest(self) -> float:
@@ -173,7 +228,12 @@ class Codebook(msgspec.Struct, frozen=True, tag="codebook"):
         return values[codes.int()], scales.float() * self.unit, zeros
 
 
+def close(values: tuple[int, ...]) -> bool:
+    """Whether codes lie so close together that their products, four at a time, fit 16 bits once they are looked up."""
+    return max(values) - min(values) <= MAX_LOOKED_UP
+
+
 FLOAT8 = Float8()
 # A sign and one of 0, 0.5, 1, 1.5, 2, 3, 4, 6: float4 of MXFP4 and NVFP4.
 E2M1 = Codebook("e2m1", (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12), 0.5)
-Codes = Integers | Float8 | Codebook
+Codes = Integers | Shifted | Float8 | Codebook

@@ -27,7 +27,7 @@ class Device:
     own_memory: bool  # weights, KV and activations lie in memory of its own; the host's is beside it
     half_activations: bool  # linears and attention pass on the dtype of dense weights, which has 16 bits; else float32
     activations: str  # what `auto` rounds inputs of quantized linears to; auto: the format of each weight decides
-    exact_coded_heads: bool  # inputs of a head in codes are not rounded
+    exact_coded_heads: bool  # inputs of a head in codes keep 16 bits
     shares_head: bool  # embeddings can be the rows of a packed head
     float4: bool  # kernels take codes of float4 and groups of 16; elsewhere such weights become dense
     panels: bool  # additions of adapters lie in panels, in the order of rows; else rows of one adapter lie together

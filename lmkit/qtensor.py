@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from lmkit.codes import FLOAT8, Codes, Integers
+from lmkit.codes import FLOAT8, Codebook, Codes, Float8, Integers
 from lmkit.errors import CheckpointError, UnsupportedError
 from lmkit.scales import NUMBERS, Scales
 
@@ -64,15 +64,24 @@ class QuantScheme:
         return self.scales.bits + (0 if self.symmetric else self.bits)
 
     def num_bytes(self, shape: tuple[int, int]) -> int:
-        """Bytes of a weight [out, in] in memory: its codes, and of each group a float16 and a byte, or a float32."""
+        """Bytes of a weight [out, in] in memory: its codes, and of each group a float16 and a byte, or a float32. In
+        planes a group has no zero."""
         out_features, in_features = shape
-        of_group = 24 if self.codes.uniform else 32
-        return out_features * (in_features * self.bits + self.num_groups(in_features) * of_group) // 8
+        stored, of_group = self.bits, 24.0 if self.codes.uniform else 32.0
+        if self.in_planes:
+            stored = 4 if self.codes.values else self.bits
+            of_group = self.scales.held_bits * (1 if self.symmetric else 2)
+        return int(out_features * (in_features * stored + self.num_groups(in_features) * of_group)) // 8
 
     @property
     def plain(self) -> QuantScheme:
         """The scheme of `plain` weights."""
-        return replace(self, codes=self.codes.plain, rows=1, scales=NUMBERS)
+        return replace(self, codes=self.codes.plain, rows=1, scales=self.scales.kept)
+
+    @property
+    def in_planes(self) -> bool:
+        """Whether kernels keep its codes in planes of bits (kernels.cpu.packed_planes). Those of a GPU do not."""
+        return self.codes.in_planes or self.scales.kept != NUMBERS
 
     def num_groups(self, in_features: int) -> int:
         return 1 if self.group_size == -1 else -(-in_features // self.group_size)
@@ -98,9 +107,9 @@ Linears = Mapping[str, QuantScheme | None]  # every linear's module and its sche
 class QTensor:
     """Codes [out, in], one an element of `scheme.codes.element`; scales float16/bfloat16/float32 [row groups, groups].
 
-    Zeros are uint8 [out, groups], or empty [0] if the codes have none.
+    Zeros are uint8 [out, groups], or empty [0] if the codes have none. Offsets of codes.Shifted stand in their place.
 
-    `factor` float32 [1] belongs to the scales, if `scheme.scales` has one.
+    `factor` belongs to the scales, if `scheme.scales` has one.
 
     Codes stand by group. With `act_order` of the scheme, column j of the codes belongs to input order[j].
     """
@@ -144,12 +153,11 @@ def dequantize(q: QTensor) -> Tensor:
     """The weight of `q`, float32 [out, in]."""
     codes, in_features, scales = q.scheme.codes, q.codes.shape[-1], _row_scales(q)
     stored = q.codes.view(torch.uint8)  # float8 has no padding
-    values = torch.empty(q.codes.shape, device=q.codes.device)
+    values, zeros = torch.empty(q.codes.shape, device=q.codes.device), q.scheme.scales.offsets(q.zeros, q.factor)
     for rows in _pieces(stored):
-        zeros = q.zeros[..., rows, :] if codes.uniform else q.zeros
-        numbers = codes.numbers(_grouped(stored[..., rows, :], q.scheme).view(q.codes.dtype), zeros)
-        numbers.mul_(scales[..., rows, :].float().unsqueeze(-1))
-        values[..., rows, :] = numbers.flatten(-2)[..., :in_features]
+        grouped, own = _grouped(stored[..., rows, :], q.scheme).view(q.codes.dtype), scales[..., rows, :].float()
+        weights = codes.weights(grouped, own, zeros[..., rows, :] if zeros.numel() else zeros)
+        values[..., rows, :] = weights.flatten(-2)[..., :in_features]
     return values if q.order is None else values[..., q.order.argsort()]
 
 
@@ -217,7 +225,7 @@ def _quantize_numbers(weight: Tensor, scheme: QuantScheme, largest: Tensor | Non
 
     Each block's largest magnitude becomes the largest number. Scales that are numbers are float32.
     """
-    assert not isinstance(scheme.codes, Integers)
+    assert isinstance(scheme.codes, Float8 | Codebook)
     weight = weight.float()
     _range(weight, scheme)  # refuses values that are not finite
     out_features, in_features = weight.shape

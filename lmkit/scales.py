@@ -1,6 +1,7 @@
 """How a quantized weight keeps the scales of its groups: values that answer for their kind.
 
-Scales are a tensor [row groups, groups]. Some kinds have `factor`, float32 [1], for the whole weight besides.
+Scales are a tensor [row groups, groups]. Some kinds have a `factor` besides: float32 [1] for the whole weight, or
+float16 for the groups of a super-group.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import msgspec
 import torch
 from torch import Tensor
 
+from lmkit.errors import UnsupportedError
+
 E4M3 = torch.finfo(torch.float8_e4m3fn)
 SMALLEST_E4M3 = 2.0**-9  # subnormal
 SMALLEST_TOP = 1e-30  # its factor is a number
@@ -20,6 +23,7 @@ class Numbers(msgspec.Struct, frozen=True, tag="numbers"):
     """A float16, bfloat16 or float32 for each group."""
 
     bits: ClassVar[int] = 16  # of a group, as files have them
+    held_bits: ClassVar[float] = 16  # of a group in planes, with its share of factors
     strategy: ClassVar[str] = "group"  # as compressed-tensors names groups of inputs with such scales
     shared: ClassVar[bool] = False  # weights that are multiplied together have one factor
 
@@ -31,11 +35,25 @@ class Numbers(msgspec.Struct, frozen=True, tag="numbers"):
         """The scales as numbers of their own."""
         return scales
 
+    def offsets(self, zeros: Tensor, factor: Tensor | None) -> Tensor:
+        """What stands in the place of zeros, offsets as numbers of their own."""
+        return zeros
+
+    @property
+    def kept(self) -> Scales:
+        """The kind of scales that kernels have for this one."""
+        return self
+
+    def like(self, scales: Tensor, zeros: Tensor) -> tuple[Tensor, Tensor | None]:
+        """(zeros or offsets, factor) beside such scales; offsets are given as floats. For kinds that are `kept`."""
+        return zeros, None
+
 
 class Exponents(msgspec.Struct, frozen=True, tag="exponents"):
     """A power of two for each group (e8m0 of OCP Microscaling Formats 1.0): uint8, 2^(byte - 127). 255 is NaN."""
 
     bits: ClassVar[int] = 8
+    held_bits: ClassVar[float] = 16
     strategy: ClassVar[str] = "group"
     shared: ClassVar[bool] = False
 
@@ -47,11 +65,22 @@ class Exponents(msgspec.Struct, frozen=True, tag="exponents"):
         ones = torch.ones(scales.shape, device=scales.device)
         return torch.ldexp(ones, scales.to(torch.int32) - 127)
 
+    def offsets(self, zeros: Tensor, factor: Tensor | None) -> Tensor:
+        return zeros
+
+    @property
+    def kept(self) -> Scales:
+        return NUMBERS
+
+    def like(self, scales: Tensor, zeros: Tensor) -> tuple[Tensor, Tensor | None]:
+        return zeros, None
+
 
 class TwoLevel(msgspec.Struct, frozen=True, tag="two_level"):
     """A float8 e4m3 for each group times the factor; `divided`: the factor divides it."""
 
     bits: ClassVar[int] = 8
+    held_bits: ClassVar[float] = 16
     strategy: ClassVar[str] = "tensor_group"
     shared: ClassVar[bool] = True
 
@@ -68,7 +97,56 @@ class TwoLevel(msgspec.Struct, frozen=True, tag="two_level"):
         assert factor is not None
         return scales.float() / factor if self.divided else scales.float() * factor
 
+    def offsets(self, zeros: Tensor, factor: Tensor | None) -> Tensor:
+        return zeros
+
+    @property
+    def kept(self) -> Scales:
+        return NUMBERS
+
+    def like(self, scales: Tensor, zeros: Tensor) -> tuple[Tensor, Tensor | None]:
+        return zeros, None
+
+
+class SuperGroups(msgspec.Struct, frozen=True, tag="super_groups"):
+    """An int8 for each group times the factor of its super-group of so many groups: float16 [out, super-groups, 1].
+    Offsets (codes.Shifted) are int8 too, and their factors make the last dimension 2. Such weights are only read."""
+
+    bits: ClassVar[int] = 8
+    strategy: ClassVar[str] = "super_group"
+    shared: ClassVar[bool] = False
+
+    groups: int
+
+    @property
+    def held_bits(self) -> float:
+        return 8 + 16 / self.groups
+
+    def fit(self, scales: Tensor, largest: Tensor) -> tuple[Tensor, Tensor | None]:
+        raise UnsupportedError("weights with scales of super-groups are read, and not written")
+
+    def plain(self, scales: Tensor, factor: Tensor | None) -> Tensor:
+        return self.numbers(scales, factor, 0)
+
+    def offsets(self, zeros: Tensor, factor: Tensor | None) -> Tensor:
+        has_offsets = factor is not None and factor.shape[-1] == 2
+        return self.numbers(zeros, factor, 1) if has_offsets else zeros
+
+    def numbers(self, stored: Tensor, factor: Tensor | None, which: int) -> Tensor:
+        """int8 [out, groups] times the factors [..., which], float32."""
+        assert factor is not None
+        return factor[..., which].float().repeat_interleave(self.groups, -1) * stored.float()
+
+    @property
+    def kept(self) -> Scales:
+        return self
+
+    def like(self, scales: Tensor, zeros: Tensor) -> tuple[Tensor, Tensor | None]:
+        shifted = zeros.is_floating_point()
+        factor = torch.zeros(len(scales), scales.shape[1] // self.groups, 2 if shifted else 1, dtype=torch.float16)
+        return zeros.to(torch.int8) if shifted else zeros, factor
+
 
 NUMBERS = Numbers()
 EXPONENTS = Exponents()
-Scales = Numbers | Exponents | TwoLevel
+Scales = Numbers | Exponents | TwoLevel | SuperGroups

@@ -30,6 +30,11 @@ class LmkitEngine:
             **defaults | config,
         )
         self.engine = Engine(str(options.model), settings)
+        self.facts = self._facts(options, settings)
+        self.running: list[str] = []
+        self.names = itertools.count()
+
+    def _facts(self, options: Options, settings: EngineConfig) -> Facts:
         with CheckpointReader(options.model) as reader:
             head = reader.nbytes("lm_head.")
             layers = reader.nbytes() - reader.nbytes("model.embed_tokens.") - head
@@ -37,9 +42,7 @@ class LmkitEngine:
             head = head // 2 * 131 // 128
         kv = self.engine.info.kv_dtype
         note = f"AWQ g128, int8 activations, {kv} KV, {settings.lm_head} head, no prefix cache, {isa.describe()}"
-        self.facts = Facts(lmkit.__version__, note, layers + head, 1.0 if kv == "int8" else 2.0, head)
-        self.running: list[str] = []
-        self.names = itertools.count()
+        return Facts(lmkit.__version__, note, layers + head, 1.0 if kv == "int8" else 2.0, head)
 
     def prefill(self, prompts: list[list[int]]) -> None:
         for name in self.running:

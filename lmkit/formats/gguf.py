@@ -1,7 +1,8 @@
 """A GGUF file as an open checkpoint: config.json made of its metadata, tensors by the names of the model.
 
-Linears in Q4_0, Q5_0, Q8_0, IQ4_NL, IQ4_XS and MXFP4 are QTensors without loss. Other quantized tensors are floats,
-with the bits that llama.cpp decodes them to. `models.gguf_names` tells which parts of the file are the model's tensors.
+Linears in all types but TQ1_0 and TQ2_0 are QTensors without loss, of the file's bits. Other quantized tensors are
+floats, with the bits that llama.cpp decodes them to. `models.gguf_names` tells which parts of the file are the model's
+tensors.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lmkit.codes import Integers, Shifted
 from lmkit.errors import CheckpointError, UnsupportedError
 from lmkit.formats.checkpoint import CheckpointReader
 from lmkit.formats.dense import read_dense
-from lmkit.formats.gguf_blocks import CHUNK, CODED, values
+from lmkit.formats.gguf_blocks import CHUNK, CODED, IQ4, values
 from lmkit.formats.gguf_config import make_config
 from lmkit.formats.gguf_file import Storage
 from lmkit.formats.gguf_model import FLOATS, GgufModel
@@ -26,14 +28,30 @@ from lmkit.formats.mxfp4 import MXFP4
 from lmkit.formats.read_only import ReadOnlyFormat
 from lmkit.formats.safetensors_file import NAMES, TensorInfo
 from lmkit.qtensor import QTensor, QuantScheme, int_scheme
+from lmkit.scales import SuperGroups
 
 METHOD = "gguf"  # quant_method
 GROUP = 32
-GRIDS = {
+SMALL, LARGE = SuperGroups(16), SuperGroups(8)  # of 16 and of 32 inputs: 256 together
+LEVELS = Integers(8, symmetric=True, values=tuple(level + 128 for level in IQ4))
+OWN = {
     "Q4_0": int_scheme(4, GROUP),
-    **dict.fromkeys(("Q5_0", "Q8_0", "IQ4_NL", "IQ4_XS"), int_scheme(8, GROUP, symmetric=True)),
+    "Q8_0": int_scheme(8, GROUP, symmetric=True),
     "MXFP4": MXFP4.plain,
-}  # what is kept at its bits; its groups have an integer zero
+    "Q4_1": QuantScheme(Shifted(4), GROUP),
+    "Q5_0": int_scheme(5, GROUP, symmetric=True),
+    "Q5_1": QuantScheme(Shifted(5), GROUP),
+    "Q2_K": QuantScheme(Shifted(2), 16, scales=SMALL),
+    "Q3_K": QuantScheme(Integers(3, symmetric=True), 16, scales=SMALL),
+    "Q4_K": QuantScheme(Shifted(4), GROUP, scales=LARGE),
+    "Q5_K": QuantScheme(Shifted(5), GROUP, scales=LARGE),
+    "Q6_K": QuantScheme(Integers(6, symmetric=True), 16, scales=SMALL),
+    "IQ4_NL": QuantScheme(LEVELS, GROUP),
+    "IQ4_XS": QuantScheme(LEVELS, GROUP, scales=LARGE),
+}  # the file's own grids
+GRIDS = {name: OWN[name] for name in ("Q4_0", "Q8_0", "MXFP4")} | dict.fromkeys(
+    ("Q5_0", "IQ4_NL", "IQ4_XS"), int_scheme(8, GROUP, symmetric=True)
+)  # those that other formats hold, too
 
 
 class Piece(NamedTuple):
@@ -59,8 +77,9 @@ class GgufReader(CheckpointReader):
         self.path, self.is_base = self.file.path, False
         self.config: dict[str, Any] = make_config(self.file)
         self._floats, self._narrow, self._pieces = floats, floats, dict[str, Piece]()
+        self._grids: Mapping[str, QuantScheme] = {} if floats else OWN
         matrices = {info.storage.name for info in self.file.tensors.values() if len(info.shape) > 1}
-        if not floats and matrices & GRIDS.keys():
+        if matrices & self._grids.keys():
             self.config["quantization_config"] = {"quant_method": METHOD}
 
     def show_pieces(self, pieces: Mapping[str, Piece]) -> None:
@@ -69,6 +88,10 @@ class GgufReader(CheckpointReader):
 
     def narrow(self) -> None:
         self._narrow = True
+
+    def move(self) -> None:
+        """Show what no other format holds as floats, and what it holds in another form in that form."""
+        self._grids = {} if self._floats else GRIDS
 
     def names(self) -> list[str]:
         return sorted(self._pieces)
@@ -95,9 +118,9 @@ class GgufReader(CheckpointReader):
     def scheme(self, name: str) -> QuantScheme | None:
         """The scheme of a linear that stays quantized; None if `tensor` has it in floats."""
         piece = self._piece(name)
-        if self._floats or not piece.kept or piece.make is not None or len(piece.shape) != 2:
+        if not piece.kept or piece.make is not None or len(piece.shape) != 2:
             return None
-        return GRIDS.get(self.file.tensors[piece.sources[0]].storage.name)
+        return self._grids.get(self.file.tensors[piece.sources[0]].storage.name)
 
     def tensor(self, name: str) -> Tensor:
         """A tensor as floats, those of a quantized one float32 with llama.cpp's bits, unless all are to be floats."""
@@ -181,7 +204,7 @@ class GgufFormat(ReadOnlyFormat):
         return None
 
     def read_linear(self, reader: CheckpointReader, module: str) -> Tensor | QTensor:
-        """A linear's weight [out, in], quantized if the file has it in one of GRIDS."""
+        """A linear's weight [out, in], quantized if it has a scheme."""
         if not isinstance(reader, GgufReader):
             raise UnsupportedError(f"{reader.path}: quant_method {METHOD} is for .gguf files; this is a folder")
         name = module + ".weight"
@@ -189,17 +212,40 @@ class GgufFormat(ReadOnlyFormat):
 
 
 def _quantized(storage: Storage, scheme: QuantScheme, raw: Tensor, shape: tuple[int, ...], where: str) -> QTensor:
-    """Blocks -> codes uint8 [out, in], positive scales and zeros uint8 [out, in / 32]. Scales are float16, those of
-    IQ4_XS and MXFP4 float32. Some rows at a time: the codes of a whole head take many times its memory."""
+    """Blocks -> codes uint8 [out, in], and scales, zeros or offsets, and factors as the scheme has them. Some rows at a
+    time: the codes of a whole head take many times its memory."""
     some = raw.view(shape[0], -1).split(max(1, CHUNK * GROUP // shape[1]))
-    parts = [_quantized_rows(storage, scheme, part, where) for part in some]
-    codes, scales, zeros = (torch.cat(of_parts) for of_parts in zip(*parts, strict=True))
-    return QTensor(codes, scales, zeros, scheme)
+    of_rows = _own_rows if scheme.in_planes else _rows_on_grid
+    parts = [of_rows(storage, scheme, part, where) for part in some]
+    codes, scales, zeros, factor = (torch.cat(of_parts) for of_parts in zip(*parts, strict=True))
+    return QTensor(codes, scales, zeros, scheme, factor=factor if factor.numel() else None)
 
 
-def _quantized_rows(storage: Storage, scheme: QuantScheme, raw: Tensor, where: str) -> tuple[Tensor, Tensor, Tensor]:
+Rows = tuple[Tensor, Tensor, Tensor, Tensor]  # codes, scales, zeros and factors of some rows; factors may be empty
+
+
+def _own_rows(storage: Storage, scheme: QuantScheme, raw: Tensor, where: str) -> Rows:
     coded, rows = CODED[storage.name](raw.view(-1, storage.nbytes)), len(raw)
-    codes, scales = coded.codes.reshape(rows, -1, GROUP), coded.scales.reshape(rows, -1)
+    middle = int(scheme.codes.zeros((1,))[0])  # of codes with offsets: 0
+    codes = (coded.codes.view(torch.uint8) + middle).reshape(rows, -1)  # modulo 256
+    if not all(
+        bool(part.isfinite().all()) for part in (coded.scales, coded.offsets, coded.factors) if part is not None
+    ):
+        raise CheckpointError(f"{where}: holds scales that are not finite")
+    if coded.factors is None:
+        scales, factor = coded.scales.reshape(rows, -1).half(), torch.empty(rows, 0)
+        offsets = None if coded.offsets is None else coded.offsets.half()
+    else:
+        scales, offsets = coded.scales.reshape(rows, -1), coded.offsets
+        factor = coded.factors.half().reshape(rows, -1, coded.factors.shape[1])
+    zeros = scheme.codes.zeros(tuple(scales.shape)) if offsets is None else offsets.reshape(rows, -1)
+    return codes, scales.contiguous(), zeros.contiguous(), factor
+
+
+def _rows_on_grid(storage: Storage, scheme: QuantScheme, raw: Tensor, where: str) -> Rows:
+    """Scales become positive: float16, those of IQ4_XS and MXFP4 float32."""
+    coded, rows = CODED[storage.name](raw.view(-1, storage.nbytes)), len(raw)
+    codes, scales = coded.codes.reshape(rows, -1, GROUP), coded.numbers()[0].reshape(rows, -1)
     if not bool(scales.isfinite().all()):
         raise CheckpointError(f"{where}: holds scales that are not finite")
     negative = scales.signbit()
@@ -212,4 +258,5 @@ def _quantized_rows(storage: Storage, scheme: QuantScheme, raw: Tensor, where: s
     else:
         codes = codes * (1 - 2 * negative[..., None].to(torch.int8))
     codes = (codes.view(torch.uint8) + (1 << (scheme.bits - 1))).flatten(1)  # modulo 256
-    return codes, scales.abs() if storage.name in ("IQ4_XS", "MXFP4") else scales.abs().half(), zeros
+    scales = scales.abs() if storage.name in ("IQ4_XS", "MXFP4") else scales.abs().half()
+    return codes, scales, zeros, torch.empty(rows, 0)

@@ -30,8 +30,16 @@ class Coded(NamedTuple):
     """w = scales * codes - offsets."""
 
     codes: Tensor  # int8 [blocks, groups, weights of a group]
-    scales: Tensor  # float32 [blocks, groups]
+    scales: Tensor  # float32 [blocks, groups], or int8 if there are factors
     offsets: Tensor | None = None  # as scales
+    factors: Tensor | None = None  # float32 [blocks, 1], or [blocks, 2] with offsets: what scales and offsets are times
+
+    def numbers(self) -> tuple[Tensor, Tensor | None]:
+        """(scales, offsets) as float32."""
+        if self.factors is None:
+            return self.scales, self.offsets
+        offsets = None if self.offsets is None else self.factors[:, 1:] * self.offsets.float()
+        return self.factors[:, :1] * self.scales.float(), offsets
 
 
 def values(storage: str, raw: Tensor, nbytes: int) -> Tensor:
@@ -39,8 +47,9 @@ def values(storage: str, raw: Tensor, nbytes: int) -> Tensor:
     parts = []
     for part in raw.view(-1, nbytes).split(CHUNK):
         coded = CODED[storage](part)
-        weights = coded.scales[..., None] * coded.codes.float()
-        parts.append((weights if coded.offsets is None else weights - coded.offsets[..., None]).flatten())
+        scales, offsets = coded.numbers()
+        weights = scales[..., None] * coded.codes.float()
+        parts.append((weights if offsets is None else weights - offsets[..., None]).flatten())
     return torch.cat(parts)
 
 
@@ -85,15 +94,15 @@ def _q8_0(b: Tensor) -> Coded:
 
 
 def _q2_k(b: Tensor) -> Coded:
-    factors = _groups(_unpack(b[:, :16], 4, 1), 2).float()
-    scales, offsets = _half(b, 80) * factors[..., 0], _half(b, 82) * factors[..., 1]
-    return Coded(_groups(_unpack(b[:, 16:80], 2, 32), 16), scales, offsets)
+    both = _groups(_unpack(b[:, :16], 4, 1), 2)
+    codes = _groups(_unpack(b[:, 16:80], 2, 32), 16)
+    return Coded(codes, both[..., 0], both[..., 1], torch.cat([_half(b, 80), _half(b, 82)], 1))
 
 
 def _q3_k(b: Tensor) -> Coded:
     codes = _unpack(b[:, 32:96], 2, 32) + 4 * _unpack(b[:, :32], 1, 32) - 4
     scales = (_unpack(b[:, 96:104], 4, 8) | _unpack(b[:, 104:108], 2, 4) << 4) - 32
-    return Coded(_groups(codes, 16), _half(b, 108) * scales.float())
+    return Coded(_groups(codes, 16), scales, factors=_half(b, 108))
 
 
 def _q4_k(b: Tensor) -> Coded:
@@ -105,18 +114,18 @@ def _q5_k(b: Tensor) -> Coded:
     return Coded(_groups(codes, 32), *_six_bit_factors(b))
 
 
-def _six_bit_factors(b: Tensor) -> tuple[Tensor, Tensor]:
-    """(scales, offsets) of 8 groups: of bytes 4 .. 15, the first four hold s 0 .. 3, the next t 0 .. 3, in 6 bits. The
-    last hold the low 4 bits of s and t 4 .. 7, whose high bits are above those of the first."""
+def _six_bit_factors(b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(scales, offsets, factors) of 8 groups: of bytes 4 .. 15, the first four hold s 0 .. 3, the next t 0 .. 3, in 6
+    bits. The last hold the low 4 bits of s and t 4 .. 7, whose high bits are above those of the first."""
     first, second, third = (b[:, at : at + 4].to(torch.int16) for at in (4, 8, 12))
     s = torch.cat([first & 63, third & 15 | first >> 2 & 48], dim=1)
     t = torch.cat([second & 63, third >> 4 | second >> 2 & 48], dim=1)
-    return _half(b, 0) * s.float(), _half(b, 2) * t.float()
+    return s.to(torch.int8), t.to(torch.int8), torch.cat([_half(b, 0), _half(b, 2)], 1)
 
 
 def _q6_k(b: Tensor) -> Coded:
     codes = (_unpack(b[:, :128], 4, 64) | _unpack(b[:, 128:192], 2, 32) << 4) - 32
-    return Coded(_groups(codes, 16), _half(b, 208) * b[:, 192:208].contiguous().view(torch.int8).float())
+    return Coded(_groups(codes, 16), b[:, 192:208].contiguous().view(torch.int8), factors=_half(b, 208))
 
 
 def _tq1_0(b: Tensor) -> Coded:
@@ -143,7 +152,7 @@ def _iq4_nl(b: Tensor) -> Coded:
 
 def _iq4_xs(b: Tensor) -> Coded:
     scales = (_unpack(b[:, 4:8], 4, 1) | _unpack(b[:, 2:4], 2, 1) << 4) - 32
-    return Coded(_groups(_from_table(b[:, 8:], IQ4), 32), _half(b, 0) * scales.float())
+    return Coded(_groups(_from_table(b[:, 8:], IQ4), 32), scales, factors=_half(b, 0))
 
 
 def _mxfp4(b: Tensor) -> Coded:

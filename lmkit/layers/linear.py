@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lmkit.errors import CheckpointError, UnsupportedError
-from lmkit.kernels import low_rank_ops, ops
+from lmkit.kernels import low_rank_ops, ops, plane_ops
 from lmkit.kernels.ops import Norm
 from lmkit.kernels.registry import ExpertLinears, Implementation, Op
 from lmkit.layers.adapters import LinearAdapters, StepAdapters, Ungated
@@ -314,11 +314,13 @@ def _concat(weights: list[Tensor | QTensor]) -> Tensor | QTensor:
         return plain(weights[0]) if isinstance(weights[0], QTensor) else weights[0]
     quantized = [plain(w) for w in weights if isinstance(w, QTensor)]
     if quantized:
+        factors = [q.factor for q in quantized if q.factor is not None]
         return dataclasses.replace(
             quantized[0],
             codes=torch.cat([q.codes for q in quantized]),
             scales=torch.cat([q.scales for q in quantized]),
             zeros=torch.cat([q.zeros for q in quantized]),
+            factor=torch.cat(factors) if factors else None,
         )
     return torch.cat([w for w in weights if isinstance(w, Tensor)])
 
@@ -357,6 +359,7 @@ def _select(
     if kind.scheme is None:
         return ops.linear_dense.select(device, dtype=kind.torch_dtype, **traits)
     traits |= {"group_size": kind.scheme.group_size, "bits": kind.scheme.bits, "values": kind.scheme.codes.values}
+    traits |= {"scheme": kind.scheme, "scales": kind.torch_dtype}
     candidates = _candidates(kind.scheme, activations)
     found = [op.select(device, **traits) for op in candidates]
     native = next((impl for impl in found if impl.device == device), None)
@@ -371,13 +374,18 @@ def _say_slow(op: str, bits: int, device: str) -> None:
 
 
 def _candidates(scheme: QuantScheme, activations: str) -> tuple[Op, ...]:
-    """Ops for a quantized weight. The first one that the device has a kernel for is used, else the last. Raises
-    UnsupportedError.
+    """Ops for a quantized weight: the first that the device has a kernel for, else the last. Raises UnsupportedError.
 
-    int8 rounds the inputs of integer weights, fp8 those of float8 weights. auto rounds them if a row has one scale, so
+    int8 rounds the inputs of integer weights, fp8 those of float8 weights; split keeps 16 bits of those of integer
+    weights, and so do all kernels of weights in planes. auto rounds them if a row has one scale, so
     that the whole product is one of 8-bit numbers.
     """
+    if scheme.in_planes:
+        return (plane_ops.linear_planes,) if activations == "int8" else (plane_ops.linear_split,)
     kind = scheme.codes.inputs
+    if activations == "split":
+        split = (plane_ops.linear_split,) if kind == "int8" else ()
+        return *split, *_candidates(scheme, "exact")
     rounded, exact = {
         ("fp8", 8): (ops.linear_fp8_a8, ops.linear_fp8),
         ("int8", 8): (ops.linear_w8a8, ops.linear_w8a16),

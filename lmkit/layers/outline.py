@@ -16,7 +16,6 @@ from torch import Tensor
 from lmkit.errors import CheckpointError
 from lmkit.kernels.registry import Implementation
 from lmkit.qtensor import QTensor, QuantScheme
-from lmkit.scales import NUMBERS
 
 STEP = 256  # outputs; a multiple of every kernel's panel
 
@@ -46,7 +45,7 @@ class WeightKind:
         if self.scheme is None:
             return torch.zeros(shape, dtype=self.torch_dtype)
         if (
-            self.scheme.bits not in (4, 8)
+            self.scheme.bits not in (2, 3, 4, 5, 6, 8)
             or self.scheme != self.scheme.plain
             or not (self.scheme.group_size == -1 or self.scheme.group_size > 0)
             or not {*self.scheme.codes.values} <= {*range(256)}
@@ -56,13 +55,14 @@ class WeightKind:
         scheme = dataclasses.replace(self.scheme, act_order=False)
         scales = torch.zeros(shape[0], scheme.num_groups(shape[1]), dtype=self.torch_dtype)
         codes = torch.zeros(shape, dtype=scheme.codes.element)
-        return QTensor(codes, scales, scheme.codes.zeros(tuple(scales.shape)), scheme)
+        zeros, factor = scheme.scales.like(scales, scheme.codes.zeros(tuple(scales.shape)))
+        return QTensor(codes, scales, zeros, scheme, factor=factor)
 
 
 def kind_of(weight: Tensor | QTensor) -> WeightKind:
     if isinstance(weight, QTensor):
         order = "" if weight.order is None else hashlib.sha256(weight.order.cpu().numpy().tobytes()).hexdigest()[:32]
-        dtype = _name(weight.scales) if weight.scheme.scales == NUMBERS else "float32"
+        dtype = _name(weight.scales) if weight.scheme.scales.kept == weight.scheme.scales else "float32"
         return WeightKind(dtype, weight.scheme.plain, order)
     return WeightKind(_name(weight))
 

@@ -141,4 +141,5 @@ def halves_first(weight: Tensor | QTensor, order: tuple[int, ...]) -> Tensor | Q
     weight = plain(weight)
     codes = weight.codes.view(torch.uint8)[rows].view(weight.codes.dtype)  # torch indexes no float8
     zeros = weight.zeros[rows] if len(weight.zeros) else weight.zeros
-    return replace(weight, codes=codes, scales=weight.scales[rows], zeros=zeros)
+    factor = None if weight.factor is None else weight.factor[rows]
+    return replace(weight, codes=codes, scales=weight.scales[rows], zeros=zeros, factor=factor)

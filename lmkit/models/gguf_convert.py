@@ -34,6 +34,8 @@ def convert_gguf(
     if not exists(path / "tokenizer.json"):
         raise CheckpointError(f"{path}: has no tokenizer, and there is no tokenizer.json beside it")
     coded, plain = ModelSource(path), ModelSource(path, floats=True)
+    assert isinstance(coded.reader, GgufReader)
+    coded.reader.move()
     linears = _linears(coded)
     if format_name is None:
         format_name = MIXED if any(linears.values()) else "dense"

@@ -12,6 +12,7 @@ from lmkit.formats.checkpoint import CheckpointReader, resolve_model_path
 from lmkit.formats.gguf import GgufReader
 from lmkit.models.fused import views
 from lmkit.models.gguf_names import pieces
+from lmkit.models.placed import becomes_dense
 from lmkit.models.spec import ModelSpec
 from lmkit.qtensor import QuantScheme
 
@@ -25,14 +26,15 @@ def open_checkpoint(path: str | Path, *, floats: bool = False) -> CheckpointRead
     return GgufReader(found, floats=floats) if found.is_file() else CheckpointReader(found)
 
 
-def widened(reader: CheckpointReader, dtype: str) -> str:
-    """A line on the linears of a GGUF file that take more memory than in the file, or an empty text."""
+def widened(reader: CheckpointReader, dtype: str, device: str) -> str:
+    """A line on the linears of a GGUF file that are dense on the device, or an empty text."""
     if not isinstance(reader, GgufReader):
         return ""
     kinds, weights, nbytes = Counter[str](), 0, 0
     for name in reader.names():
         kind = reader.storage(name)
-        if kind is not None and reader.scheme(name) is None:
+        scheme = reader.scheme(name)
+        if kind is not None and (scheme is None or becomes_dense(scheme, device)):
             kinds[kind] += 1
             weights += prod(reader.info(name).shape)
             nbytes += reader.info(name).nbytes
@@ -40,14 +42,20 @@ def widened(reader: CheckpointReader, dtype: str) -> str:
         return ""
     size = getattr(torch, dtype).itemsize
     return (
-        f"{', '.join(sorted(kinds))}: no grid of lmkit holds these types: {kinds.total()} linears take {8 * size} bits "
-        f"a weight, {weights * size >> 20} MiB (in the file {nbytes >> 20} MiB)"
+        f"{', '.join(sorted(kinds))}: no kernel on {device} takes these types: {kinds.total()} linears take "
+        f"{8 * size} bits a weight, {weights * size >> 20} MiB (in the file {nbytes >> 20} MiB)"
     )
 
 
 def coded_scheme(reader: CheckpointReader, name: str) -> QuantScheme | None:
     """The scheme of a tensor that a GGUF file has in codes; None for other tensors."""
     return reader.scheme(name) if isinstance(reader, GgufReader) and reader.has(name) else None
+
+
+def has_planes(reader: CheckpointReader) -> bool:
+    """Whether some linears of a GGUF file are kept in planes of bits."""
+    schemes = (coded_scheme(reader, name) for name in reader.names()) if isinstance(reader, GgufReader) else ()
+    return any(scheme is not None and scheme.in_planes for scheme in schemes)
 
 
 def show_tensors(reader: CheckpointReader, spec: ModelSpec) -> None:

@@ -24,13 +24,14 @@ from lmkit.models.engines import open_source
 from lmkit.models.identity import Packing, resolve_activations
 from lmkit.models.kv_storage import KVStorage, resolve_storage, table_bytes
 from lmkit.models.layer_spec import LayerSpec
-from lmkit.models.opened import coded_scheme
+from lmkit.models.opened import coded_scheme, has_planes
 from lmkit.models.shard import COLUMNS, WHOLE, Shard
 from lmkit.models.source import ModelSource, activation_dtype
 from lmkit.models.spec import ModelSpec
 from lmkit.models.stage import ALONE, Stage
 
 log = get_logger(__name__)
+SPLIT = "split"  # inputs keep 16 bits: see kernels.plane_ops.linear_split
 
 
 @dataclass(frozen=True)
@@ -152,11 +153,11 @@ class ResolvedModel:
 
     @property
     def head_activations(self) -> str:
-        """How the head's inputs are rounded. On a CPU those of a head that a GGUF file has in codes are not, because
-        the error would be larger than what often lies between the two likeliest tokens."""
+        """How the head's inputs are rounded. On a CPU those of a head that a GGUF file has in codes keep 16 bits,
+        because with 8 the error would be larger than what often lies between the two likeliest tokens."""
         scheme = self.source.tied_scheme or coded_scheme(self.reader, roles.LM_HEAD + ".weight")
         return (
-            "exact" if scheme is not None and named(self.packing.device).exact_coded_heads else self.packing.activations
+            SPLIT if scheme is not None and named(self.packing.device).exact_coded_heads else self.packing.activations
         )
 
     @property
@@ -190,13 +191,17 @@ def resolved(
     the head. `kv_dtype` is a storage type for all layers; None: see resolve_storage. `quantize` rounds a dense
     checkpoint's linears (see models.rounding). The first `attention_sinks` tokens stay visible to sliding windows.
     Raises CheckpointError, UnsupportedError, and ConfigError for sinks of a model without windows or for `quantize` of
-    weights that are quantized already.
+    weights that are quantized already. Inputs of a GGUF file's linears keep 16 bits on a CPU if some are in planes,
+    unless `activations` say otherwise: publishers made it for products with exact inputs, and one row costs no more.
     `shard` takes one rank's part of everything, `stage` some layers.
     """
     source = open_source(path, model_impl, attention_sinks=attention_sinks, rounding=quantize)
     try:
         weight_dtype = resolve_dtype(dtype, source.spec.dtype, device)
-        asked = resolve_activations(activations, device)
+        asked: str = resolve_activations(activations, device)
+        whole = not any(layer.is_sparse for layer in source.spec.kinds)  # kernels of many experts round to 8 bits
+        if activations == "auto" and named(device).exact_coded_heads and whole and has_planes(source.reader):
+            asked = SPLIT
         as_stored = (dtype, weight_dtype) == ("auto", "float16") and not named(device).half_activations
         if as_stored:
             source.reader.narrow()

@@ -118,7 +118,10 @@ class Shard:
             return weight[rows].contiguous()
         whole = plain(weight)
         zeros = whole.zeros[rows] if len(whole.zeros) else whole.zeros
-        return replace(whole, codes=whole.codes[rows].contiguous(), scales=whole.scales[rows], zeros=zeros)
+        factor = None if whole.factor is None else whole.factor[rows]
+        return replace(
+            whole, codes=whole.codes[rows].contiguous(), scales=whole.scales[rows], zeros=zeros, factor=factor
+        )
 
     def _columns(self, role: str, weight: Tensor | QTensor) -> Tensor | QTensor:
         from lmkit.qtensor import QTensor, plain
@@ -140,9 +143,16 @@ class Shard:
                 f"tp={self.size}: {role} has {width} inputs in groups of {group}, and a rank needs whole groups; "
                 "use a smaller tp, or quantize with smaller groups"
             )
-        groups = self.part(width // group)
+        groups, factor = self.part(width // group), whole.factor
         zeros = whole.zeros[:, groups].contiguous() if len(whole.zeros) else whole.zeros
-        return QTensor(codes, whole.scales[:, groups].contiguous(), zeros, whole.scheme)
+        if factor is not None:
+            if factor.shape[1] % self.size:
+                raise UnsupportedError(
+                    f"tp={self.size}: {role} has {width} inputs in super-groups of {width // factor.shape[1]}, and a "
+                    "rank needs whole ones; use a smaller tp"
+                )
+            factor = factor[:, self.part(factor.shape[1])].contiguous()
+        return QTensor(codes, whole.scales[:, groups].contiguous(), zeros, whole.scheme, factor=factor)
 
 
 WHOLE = Shard()

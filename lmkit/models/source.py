@@ -29,6 +29,7 @@ from lmkit.models.decoder import Decoder
 from lmkit.models.decoder_layer import DecoderLayer
 from lmkit.models.head import has_own_head, untied
 from lmkit.models.opened import coded_scheme, open_checkpoint, show_tensors
+from lmkit.models.placed import becomes_dense, placed
 from lmkit.models.registry import BASE, CLASSIFIER
 from lmkit.models.rounding import check_rounding, saved_bytes, scheme_for
 from lmkit.models.spec import ModelSpec
@@ -343,7 +344,9 @@ class ModelSource:
             if floating:
                 total += math.prod(info.shape) * (DTYPES[info.dtype].itemsize if dtype is None else dense)
             elif (scheme := coded_scheme(self.reader, name)) is not None:
-                total += scheme.num_bytes((info.shape[0], info.shape[1]))
+                shape = (info.shape[0], info.shape[1])
+                dense_there = becomes_dense(scheme, device)
+                total += math.prod(shape) * dense if dense_there else scheme.num_bytes(shape)
             else:
                 total += info.nbytes * self._growth(name, dense, device, activations)
         if self.spec.tie_embeddings:
@@ -382,13 +385,6 @@ def quantize_rows(weight: Tensor, scheme: QuantScheme) -> QTensor:
     parts = [quantize(rows, scheme) for rows in weight.split(QUANTIZED_ROWS)]
     codes, scales, zeros = (torch.cat([getattr(p, name) for p in parts]) for name in ("codes", "scales", "zeros"))
     return QTensor(codes, scales, zeros, scheme)
-
-
-def placed(weight: Tensor | QTensor, device: str, at: str, dtype: torch.dtype | None) -> Tensor | QTensor:
-    """The weight on the device. GPUs have no kernel for groups of 16: such a weight becomes dense there."""
-    if not named(device).float4 and isinstance(weight, QTensor) and weight.scheme.group_size == 16:
-        return _to(dequantize(weight), dtype).to(at)
-    return weight.to(at)
 
 
 def activation_dtype(device: str, dtype: torch.dtype | None) -> torch.dtype:

@@ -30,8 +30,9 @@ from lmkit.models.families.llama import rope_spec
 from lmkit.models.gguf_convert import convert_gguf
 from lmkit.models.gguf_names import pieces
 from lmkit.models.loader import load_model
+from lmkit.models.resolved import SPLIT, resolved
 from lmkit.models.source import ModelSource
-from lmkit.qtensor import QTensor, dequantize
+from lmkit.qtensor import QTensor, dequantize, int_scheme
 from tests.formats import gguf_writer
 from tests.formats.gguf_writer import TYPES, Encoded, decode, floats, q4_0, q8_0, write, write_model
 from tests.models import tiny
@@ -138,10 +139,21 @@ def test_every_type_has_the_bits_of_llama_cpp(tmp_path: Path, kind: str) -> None
     assert tensor.dtype == torch.float32
     assert torch.equal(tensor, exact)
     assert torch.equal(dequantize(weight) if isinstance(weight, QTensor) else weight, exact)
-    if kind in ("Q4_0", "Q5_0", "Q8_0", "IQ4_NL", "IQ4_XS", "MXFP4"):
-        assert isinstance(weight, QTensor)
-        assert weight.scheme.bits == (4 if kind == "Q4_0" else 8)
+    assert isinstance(weight, QTensor) == (kind not in ("TQ1_0", "TQ2_0"))
+    if isinstance(weight, QTensor):
         assert reader.info("model.layers.0.mlp.up_proj.weight").nbytes == len(data)
+
+
+@pytest.mark.parametrize("kind", ["Q5_0", "IQ4_NL", "IQ4_XS"])
+def test_types_that_other_formats_hold_with_more_bits_move_without_loss(tmp_path: Path, kind: str) -> None:
+    write(tmp_path / "m.gguf", LLAMA, EMBED | {"blk.0.ffn_up.weight": random_blocks(kind)})
+    own, moved, module = opened(tmp_path / "m.gguf"), opened(tmp_path / "m.gguf"), "model.layers.0.mlp.up_proj"
+    moved.move()
+    kept, wide = (GgufFormat().read_linear(reader, module) for reader in (own, moved))
+    assert isinstance(kept, QTensor)
+    assert isinstance(wide, QTensor)
+    assert wide.scheme == int_scheme(8, 32, symmetric=True)
+    assert torch.equal(dequantize(kept), dequantize(wide))
 
 
 def test_all_types_have_a_decoder() -> None:
@@ -165,10 +177,23 @@ def test_a_model_of_k_quants_is_served(tmp_path: Path, kind: str, form: str) -> 
     served = ModelSource(tmp_path / "out").layer(0, torch.float32).weights
     for role, module in (("attn.q", "self_attn.q_proj"), ("mlp.down", "mlp.down_proj")):
         got, stored = served[role], linear(path, f"model.layers.0.{module}")
-        wanted = dequantize(stored) if isinstance(stored, QTensor) else stored.half().float()
+        assert isinstance(stored, QTensor)
+        wanted = dequantize(stored) if form != "dense" else dequantize(stored).half().float()
         assert isinstance(got, QTensor) == (form != "dense")
         assert torch.equal(dequantize(got) if isinstance(got, QTensor) else got, wanted)
     assert load_model(tmp_path / "out").spec.num_layers == 1
+
+
+def test_inputs_of_planes_keep_16_bits_unless_8_are_asked_for(tmp_path: Path) -> None:
+    def encode(tensor: Tensor) -> Encoded:
+        blocks = random_blocks("Q4_1")[2]
+        return "Q4_1", (len(tensor), 64), (blocks * len(tensor))[: len(tensor) * 40]
+
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
+    planes, plain = made(tmp_path / "a", "llama", encode, **sizes), made(tmp_path / "b", "llama", q4_0, **sizes)
+    for path, asked, found in ((planes, "auto", SPLIT), (planes, "int8", "int8"), (plain, "auto", "int8")):
+        with resolved(path, activations=asked) as model:
+            assert model.packing.activations == found
 
 
 @pytest.mark.parametrize("factor", [8.0, 32.0])

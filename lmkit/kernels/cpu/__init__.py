@@ -1,6 +1,6 @@
 """Kernels for the CPU: numba tasks over LLVM IR micro-kernels, chosen by the machine's instruction set (isa.py)."""
 
-from lmkit.kernels import ops
+from lmkit.kernels import ops, plane_ops
 from lmkit.kernels.cpu import (
     attention,
     delta,
@@ -25,6 +25,8 @@ for _op, _kind in ((ops.linear_w4a16, CODES4), (ops.linear_w8a16, CODES8), (ops.
     _op.register(dense.codes_implementation(isa.host(), _kind))
 for _op, _bits in ((ops.linear_w4a8, 4), (ops.linear_w8a8, 8)):
     _op.register(quantized.implementation(isa.host(), _bits))
+plane_ops.linear_planes.register(quantized.planes_implementation(isa.host()))
+plane_ops.linear_split.register(quantized.split_implementation(isa.host()))
 
 __all__ = [
     "attention",

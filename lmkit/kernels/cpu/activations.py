@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lmkit.kernels.cpu import threads, tiles, workspace
 from lmkit.kernels.cpu.elementwise import SERIAL_VALUES, NormArgs, norm_arguments, normed_row
-from lmkit.kernels.cpu.intrinsics import copy, pointer, tile, unpack
+from lmkit.kernels.cpu.intrinsics import copy, fma, pointer, rint, tile, unpack
 from lmkit.kernels.cpu.jit import Task
 from lmkit.kernels.cpu.packed_weight import PackedWeight
 from lmkit.kernels.cpu.structs import numbers, read
@@ -51,6 +51,7 @@ class QuantizeArgs(NamedTuple):
     groups: int
     group: int
     whole_row: int
+    parts: int
 
 
 @functools.cache
@@ -70,20 +71,27 @@ def quantize_task(wide: bool) -> Task:
         for r in range(min(block, a.num_rows - index * block)):
             at = index * block + r
             normed_row(a.norm, a.x + at * a.x_stride, at, row, num)
-            step = np.float32(0)
-            for g in range(groups):
-                source = row + 4 * g * group
-                if g == 0 or not whole_row:
-                    peak[0] = 0
-                    tile(find_peak, 1, (source, (padded if whole_row else group) // lanes, scratch))
-                    step = value[0] / np.float32(127)
-                value[0] = np.float32(1) / step if step > SMALLEST_STEP else np.float32(0)
-                place = a.quantized.codes + index * block * a.quantized.row_bytes
-                out, of_group = place + (g * group * block + r * piece) * code_bytes, (index * groups + g) * block + r
-                pieces, stride = group // piece, block * piece * code_bytes
-                total = a.quantized.sums + 4 * of_group
-                tile(round_to_codes, 1, (source, out, pieces, piece // lanes, stride, scratch, total))
-                carray(pointer(a.quantized.scales + 4 * of_group), 1, np.float32)[0] = step
+            for part in range(a.parts):
+                target, step = index * a.parts + part, np.float32(0)
+                for g in range(groups):
+                    source = row + 4 * g * group
+                    if g == 0 or not whole_row:
+                        peak[0] = 0
+                        tile(find_peak, 1, (source, (padded if whole_row else group) // lanes, scratch))
+                        step = value[0] / np.float32(127)
+                    inverse = np.float32(1) / step if step > SMALLEST_STEP else np.float32(0)
+                    value[0] = inverse
+                    place = a.quantized.codes + target * block * a.quantized.row_bytes
+                    out = place + (g * group * block + r * piece) * code_bytes
+                    of_group = (target * groups + g) * block + r
+                    pieces, stride = group // piece, block * piece * code_bytes
+                    total = a.quantized.sums + 4 * of_group
+                    tile(round_to_codes, 1, (source, out, pieces, piece // lanes, stride, scratch, total))
+                    carray(pointer(a.quantized.scales + 4 * of_group), 1, np.float32)[0] = step
+                    if part + 1 < a.parts:
+                        left = carray(pointer(source), group, np.float32)
+                        for i in range(group):
+                            left[i] = fma(-rint(left[i] * inverse), step, left[i])
 
     return Task(quantize)
 
@@ -115,11 +123,12 @@ def gather_codes(x: Activations, tokens: Tensor, groups: int) -> tuple[Tensor, A
 
 
 def quantize(
-    x: Tensor, packed: PackedWeight, norm: Norm | None, layout: Layout, *, wide: bool
+    x: Tensor, packed: PackedWeight, norm: Norm | None, layout: Layout, *, wide: bool, parts: int = 1
 ) -> tuple[Tensor, Activations]:
     """(the memory, which the caller keeps alive, the codes in it) of float32 x [rows, K], after `norm` if it is given.
-    `wide` codes are in the layout of dots.PmaddWide."""
-    rows, group, groups = x.shape[0], packed.group_size, packed.scales.shape[1]
+    `wide` codes are in the layout of dots.PmaddWide. With several `parts` a row of x becomes as many rows, of which the
+    second has what the codes of the first left."""
+    rows, group, groups = parts * x.shape[0], packed.group_size, packed.groups
     blocks, padded = -(-rows // layout.rows), groups * group
     row_bytes = padded * (2 if wide else 1) + (SPACING if layout.rows == 1 else 0)
     scales_bytes = 4 * blocks * layout.rows * groups
@@ -130,12 +139,12 @@ def quantize(
     _kept, normed = (None, NormArgs()) if norm is None else norm_arguments(norm, x)
     threads.run(
         quantize_task(wide),
-        blocks,
+        blocks // parts,
         numbers(
             QuantizeArgs(
                 x.data_ptr(),
                 4 * x.stride(0),
-                rows,
+                x.shape[0],
                 normed,
                 quantized,
                 layout,
@@ -143,6 +152,7 @@ def quantize(
                 groups,
                 group,
                 packed.whole_row,
+                parts,
             )
         ),
         parallel=rows * padded > SERIAL_VALUES,

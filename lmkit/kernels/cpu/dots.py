@@ -20,7 +20,6 @@ from lmkit.kernels.cpu.isa import Isa
 
 BLOCK = 32  # inputs
 LOOKED_UP = 16  # inputs of a block whose codes are looked up: such weights have small groups
-MAX_LOOKED_UP = 32  # the largest code; see PmaddNibbles
 Quads = Iterable[list[Value]]  # for each `Dot.inputs` inputs of a block, the weight vectors of all outputs
 Activations = Callable[[int, int], Value]  # (row, byte offset in the block) -> an operand, as `Dot.operand` loads it
 Halves = Callable[[Emitter, Value], list[Value]]  # packed bytes -> the codes of two quads
@@ -167,22 +166,31 @@ class Vpdpbusd(Dot):
                     accumulators[j] = vpdpbusd(e, accumulators[j], code, x)
 
 
+@dataclass(frozen=True)
 class PmaddNibbles(Dot):
-    """AVX2 with small codes. Byte products become pairs in int16, and a whole block is summed in int16 before it is
+    """AVX2 with small codes. Byte products become pairs in int16, and some quads are summed in int16 before they are
     widened: 8 * 2 * 15 * 127 = 30480 fits, and of codes that are looked up 4 * 2 * MAX_LOOKED_UP * 127 = 32512.
     """
+
+    quads: int = 8
 
     def block(self, e: Emitter, quads: Quads, activation: Activations, sums: Sums) -> None:
         b, bytes_, words = e.builder, e.vector(I8, 4 * e.lanes), e.vector(I16, 2 * e.lanes)
         partial: list[list[Value | None]] = [[None] * len(row) for row in sums]
         for quad, weights in enumerate(quads):
+            if quad and quad % self.quads == 0:
+                self._widen(e, partial, sums)
+                partial = [[None] * len(row) for row in sums]
             codes = [b.bitcast(weight, bytes_) for weight in weights]
             for row, accumulators in enumerate(partial):
                 x = b.bitcast(activation(row, 4 * quad), bytes_)
                 for j, code in enumerate(codes):
                     pairs = e.call("llvm.x86.avx2.pmadd.ub.sw", words, [code, x])
                     accumulators[j] = pairs if accumulators[j] is None else e.opaque(b.add(accumulators[j], pairs))
-        ones = constant(words, 1)
+        self._widen(e, partial, sums)
+
+    def _widen(self, e: Emitter, partial: list[list[Value | None]], sums: Sums) -> None:
+        b, ones = e.builder, constant(e.vector(I16, 2 * e.lanes), 1)
         for total, accumulators in zip(sums, partial, strict=True):
             for j, pairs in enumerate(accumulators):
                 total[j] = b.add(total[j], e.call("llvm.x86.avx2.pmadd.wd", e.vector(I32), [pairs, ones]))
@@ -295,6 +303,19 @@ def dot_for(isa: Isa, bits: int) -> Dot:
     if isa.dot == "vpdpbusd":
         return Vpdpbusd()
     return PmaddNibbles() if bits == 4 else PmaddWide()
+
+
+@functools.cache
+def dot_up_to(isa: Isa, largest: int) -> Dot:
+    """The product of codes up to `largest` in quads of four inputs, at every level."""
+    if isa.dot in ("usmmla", "sdot"):
+        return Sdot(isa.emulate, 128 if largest > 127 else 0)
+    if isa.emulate or isa.dot == "generic":
+        return Generic()
+    if isa.dot == "vpdpbusd":
+        return Vpdpbusd()
+    quads = 32767 // (2 * 127 * largest)
+    return PmaddNibbles(quads) if quads > 1 else PmaddWide()
 
 
 def nibble_products(isa: Isa) -> Callable[[Emitter, Value, Value, Value], Value]:

@@ -15,7 +15,6 @@ from numba import carray
 from torch import Tensor
 
 from lmkit.kernels.cpu import threads, workspace
-from lmkit.kernels.cpu.dots import dot_for
 from lmkit.kernels.cpu.elementwise import SERIAL_VALUES
 from lmkit.kernels.cpu.intrinsics import bfloat_to_float, bits_to_float, half_to_float, pointer
 from lmkit.kernels.cpu.isa import Isa
@@ -23,6 +22,7 @@ from lmkit.kernels.cpu.jit import Task, float_bits
 from lmkit.kernels.cpu.packed_dense import BFLOAT16, CODE_BITS, PackedDense
 from lmkit.kernels.cpu.packed_weight import PackedWeight
 from lmkit.kernels.cpu.panels import address
+from lmkit.kernels.cpu.plane_tiles import Planes
 from lmkit.kernels.cpu.structs import numbers, read
 from lmkit.kernels.cpu.tiles import FLOAT8
 
@@ -100,6 +100,55 @@ def code_task(bits: int, unit: int, flipped: int, half_scales: bool, byte_zeros:
 
 
 @functools.cache
+def plane_task(form: Planes) -> Task:
+    """The task of one row of planes (packed_planes.py)."""
+    bits, per_unit, parts, side_units, side_bytes = form.bits, form.groups, form.parts, form.side_units, form.side_bytes
+    factors, shifted, group = form.factors, form.shifted, form.group
+    zero = 0 if shifted else form.middle
+    nibbles, twos, ones = (bits & plane > 0 for plane in (4, 2, 1))
+    after_nibbles, after_twos = (4 if nibbles else 0), (4 if nibbles else 0) + (2 if twos else 0)
+
+    def row_of_planes(args: int, scratch: int, index: int) -> None:
+        a = read(args, RowsArgs)
+        factor, row = bits_to_float(np.uint32(a.factor_bits)), carray(pointer(a.rows), index + 1, np.int64)[index]
+        out, number = carray(pointer(a.out + 4 * index * a.inputs), a.inputs, np.float32), pointer(a.table)
+        table, width, lane = carray(number, 256, np.float32), a.width, row % a.width
+        panel, row_bytes, units = a.data + row // width * a.panel_bytes, 4 * width, a.inputs // 32
+        of_panel = a.scales + row // width * (units // side_units) * side_bytes * width
+        for unit in range(units):
+            codes = carray(pointer(panel + unit * bits * row_bytes), bits * row_bytes, np.uint8)
+            side = of_panel + unit // side_units * side_bytes * width
+            halves = carray(pointer(side), parts * max(per_unit, 1) * width, np.uint16)
+            small = carray(pointer(side), side_bytes * width, np.int8)
+            start = (2 * parts + unit % side_units * parts * per_unit) * width + lane
+            for g in range(per_unit):
+                if factors:
+                    scale = half_to_float(np.uint32(halves[lane])) * np.float32(small[start + g * width])
+                else:
+                    scale = half_to_float(np.uint32(halves[g * width + lane]))
+                offset = np.float32(0)
+                if shifted and factors:
+                    at = start + (per_unit + g) * width
+                    offset = half_to_float(np.uint32(halves[width + lane])) * np.float32(small[at])
+                elif shifted:
+                    offset = half_to_float(np.uint32(halves[(per_unit + g) * width + lane]))
+                for i in range(g * group, (g + 1) * group):
+                    quad, at = i // 4, 4 * lane + i % 4
+                    code = np.int64(0)
+                    if nibbles:
+                        code = np.int64(codes[quad // 2 * row_bytes + at]) >> (quad % 2 * 4) & 15
+                    if twos:
+                        found = np.int64(codes[(after_nibbles + quad // 4) * row_bytes + at])
+                        code |= (found >> (quad % 4 * 2) & 3) << after_nibbles
+                    if ones:
+                        found = np.int64(codes[after_twos * row_bytes + at])
+                        code |= (found >> quad & 1) << after_twos
+                    out[unit * 32 + i] = ((table[code] - np.float32(zero)) * scale - offset) * factor
+
+    return Task(row_of_planes)
+
+
+@functools.cache
 def _integers(flipped: int, values: tuple[int, ...]) -> Tensor:
     """The number of each stored code; `values` are looked up."""
     return torch.tensor([*values, *[0] * (256 - len(values))] if values else [i ^ flipped for i in range(256)]).float()
@@ -119,13 +168,19 @@ def dense_rows(packed: PackedDense, rows: Tensor, factor: float = 1.0) -> Tensor
     return _rows(task, packed, packed.data, rows, factor, table, packed.scales, packed.zeros)
 
 
-def quantized_rows(isa: Isa, bits: int, packed: PackedWeight, rows: Tensor, factor: float = 1.0) -> Tensor:
+def quantized_rows(isa: Isa, packed: PackedWeight, rows: Tensor, factor: float = 1.0) -> Tensor:
     """See registry.Implementation.rows."""
-    bits = 4 if packed.values else bits
-    dot, half = dot_for(isa, bits), packed.scales.dtype == torch.float16
-    task = code_task(bits, dot.inputs, dot.flipped, half_scales=half, byte_zeros=True)
+    dot, half = packed.form.dot(isa), packed.scales.dtype == torch.float16
+    task = code_task(packed.form.bits, dot.inputs, dot.flipped, half_scales=half, byte_zeros=True)
     table = _integers(dot.flipped, packed.values)
     return _rows(task, packed, packed.codes, rows, factor, table, packed.scales, packed.zeros)
+
+
+def plane_rows(isa: Isa, packed: PackedWeight, rows: Tensor, factor: float = 1.0) -> Tensor:
+    """See registry.Implementation.rows."""
+    assert isinstance(packed.form, Planes)
+    table = _integers(0, packed.form.values)
+    return _rows(plane_task(packed.form), packed, packed.codes, rows, factor, table, packed.scales)
 
 
 def _rows(
@@ -138,7 +193,7 @@ def _rows(
     y = workspace.empty(len(rows), packed.in_features)
     args = RowsArgs(
         rows.data_ptr(), y.data_ptr(), packed.in_features, float_bits(factor), data.data_ptr(), data[0].nbytes,
-        packed.width, address(table), address(scales), address(zeros), 0 if scales is None else scales.shape[1],
+        packed.width, address(table), address(scales), address(zeros), packed.groups,
         packed.group_size,
     )  # fmt: skip
     threads.run(task, len(rows), numbers(args), parallel=y.numel() > SERIAL_VALUES)

@@ -11,19 +11,32 @@ K is padded to whole groups and N to whole panels. On ARM a quad may be eight in
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from lmkit.codes import close
 from lmkit.kernels.cpu import tiles
-from lmkit.kernels.cpu.dots import BLOCK, LOOKED_UP, MAX_LOOKED_UP, dot_for
+from lmkit.kernels.cpu.dots import BLOCK, LOOKED_UP, Dot, dot_for
 from lmkit.kernels.cpu.isa import Isa
 from lmkit.kernels.cpu.panels import padded, to_panels
+from lmkit.kernels.cpu.plane_tiles import Planes
 from lmkit.qtensor import QTensor, plain
 
 QUADS = {4: torch.int32, 8: torch.int64}  # a type as wide as so many codes
 SEGMENT = 512  # a whole-row group is computed as groups of this size with equal scales
+
+
+class Stored(NamedTuple):
+    """What micro-kernels of such a weight are compiled for; see plane_tiles.Planes."""
+
+    bits: int  # of stored codes: 4 or 8
+    half_scales: bool  # float16, else float32
+    values: tuple[int, ...] = ()  # not empty: the codes that stored numbers of 4 bits stand for
+
+    def dot(self, isa: Isa) -> Dot:
+        return dot_for(isa, self.bits)
 
 
 @dataclass(frozen=True)
@@ -39,11 +52,9 @@ class PackedWeight:
     whole_row: bool  # one activation scale per row
     values: tuple[int, ...]  # not empty: the codes that the stored numbers stand for
     activation: str | None  # not None: panels of gates alternate with panels of up; out_features counts both
-
-    @property
-    def width(self) -> int:
-        """Outputs of a panel."""
-        return self.scales.shape[2]
+    form: Stored | Planes
+    groups: int  # of a row
+    width: int  # outputs of a panel
 
 
 def accepts(
@@ -68,7 +79,7 @@ def pack(isa: Isa, weight: QTensor, activation: str | None = None) -> PackedWeig
     groups = -(-in_features // group)
     stored, zeros, values = weight.codes, weight.zeros, _close(weight.scheme.codes.values)
     if values:
-        stored, zeros = _numbers(stored, weight.scheme.codes.values), zeros - min(weight.scheme.codes.values)
+        stored, zeros = numbers_of(stored, weight.scheme.codes.values), zeros - min(weight.scheme.codes.values)
     bits = 4 if values else weight.scheme.bits
     width, dot = isa.int_tile, dot_for(isa, bits)
 
@@ -81,16 +92,18 @@ def pack(isa: Isa, weight: QTensor, activation: str | None = None) -> PackedWeig
     kept = weight.scales if weight.scales.dtype == torch.float16 else weight.scales.float()
     of_groups = (kept, zeros ^ dot.flipped)
     scales, zeros = (to_panels(x.expand(-1, groups), width, activation is not None) for x in of_groups)
-    return PackedWeight(codes, scales, zeros, out_features, in_features, group, whole_row, values, activation)
+    form = Stored(bits, kept.dtype == torch.float16, values)
+    return PackedWeight(
+        codes, scales, zeros, out_features, in_features, group, whole_row, values, activation, form, groups, width
+    )
 
 
 def _close(values: tuple[int, ...]) -> tuple[int, ...]:
     """The codes less the smallest one, if they can be looked up. () if not, or if there are none."""
-    low = min(values, default=0)
-    return tuple(value - low for value in values) if max(values, default=0) - low <= MAX_LOOKED_UP else ()
+    return tuple(value - min(values) for value in values) if values and close(values) else ()
 
 
-def _numbers(codes: Tensor, values: tuple[int, ...]) -> Tensor:
+def numbers_of(codes: Tensor, values: tuple[int, ...]) -> Tensor:
     """The number of each code among `values`."""
     table = torch.zeros(256, dtype=torch.uint8)
     for number, value in reversed([*enumerate(values)]):

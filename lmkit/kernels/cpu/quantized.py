@@ -1,4 +1,4 @@
-"""Linears with 4- and 8-bit weights on int8 activations (ops.linear_w4a8, ops.linear_w8a8).
+"""Linears with quantized weights on int8 activations (ops.linear_w4a8, linear_w8a8, linear_planes, linear_split).
 
 A few rows read the packed codes of a panel (packed_weight.py) and unpack them in registers. Many rows share panels that
 are unpacked to bytes, a chunk of K at a time, which stays in the first-level cache. Tile registers (isa.Isa.tiles)
@@ -9,22 +9,21 @@ therefore does not depend on the number of tokens computed with it.
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from numba import carray
 from torch import Tensor
 
-from lmkit.kernels.cpu import tiles, workspace
+from lmkit.kernels.cpu import packed_planes, tiles, workspace
 from lmkit.kernels.cpu.activations import Activations, Layout, gather_codes, quantize
 from lmkit.kernels.cpu.amx import quantized as on_tiles
-from lmkit.kernels.cpu.dots import BLOCK, LOOKED_UP, dot_for
+from lmkit.kernels.cpu.dots import BLOCK, LOOKED_UP
 from lmkit.kernels.cpu.intrinsics import pointer, tile, unpack
 from lmkit.kernels.cpu.isa import Isa
-from lmkit.kernels.cpu.jit import Task
-from lmkit.kernels.cpu.packed_rows import quantized_rows
-from lmkit.kernels.cpu.packed_weight import PackedWeight, accepts, pack
+from lmkit.kernels.cpu.jit import Task, inline
+from lmkit.kernels.cpu.packed_rows import plane_rows, quantized_rows
+from lmkit.kernels.cpu.packed_weight import PackedWeight, Stored, accepts, pack
 from lmkit.kernels.cpu.panels import (
     CHUNK_BYTES,
     NO_EXPERTS,
@@ -41,15 +40,18 @@ from lmkit.kernels.cpu.panels import (
     run_blocks,
     store_panels,
 )
+from lmkit.kernels.cpu.plane_tiles import UNIT, Planes, planes_tile, unpack_planes_tile
 from lmkit.kernels.cpu.structs import read
 from lmkit.kernels.cpu.tiles import FEW_ROWS
 from lmkit.kernels.ops import Norm, Places
 from lmkit.kernels.registry import ExpertLinears, Implementation
+from lmkit.qtensor import QTensor, QuantScheme
 
 SPREAD_ROWS = 32  # up to so many, unpacking in registers each time costs less than stores
 # Up to so many rows read a panel at the speed of the memory, and prefetch what they read themselves. More rows compute
 # a chunk while the next one comes: 3 and 4 then read 10 % more in a second (AVX512-VNNI, Zen 5).
 STREAM_ROWS = 2
+SPLIT = 2  # parts of an input that keeps 16 bits
 AHEAD = 2048  # bytes between the weights that such a row reads and those that it prefetches
 
 
@@ -60,110 +62,163 @@ class ProductArgs(NamedTuple):
     codes: int
     scales: int
     zeros: int
-    groups: int
-    group_blocks: int  # in a group; see tiles.int_tile
-    chunk: int  # groups that many rows compute at a time
+    steps: int  # groups, or units of planes
+    step_blocks: int  # in a step; see tiles.int_tile
+    chunk: int  # steps that many rows compute at a time
+    parts: int  # of each row of inputs: see `linear`
     results: Results
 
 
+class Kernels(NamedTuple):
+    """What the task of a product takes from how a weight is stored. Bytes are those of a panel."""
+
+    of_packed: str
+    of_bytes: str
+    to_bytes: str
+    packed: bool  # stored in less than a byte each
+    bits: int  # of stored codes
+    block: int  # inputs
+    unpacked_bytes: int  # that one iteration of to_bytes takes
+    step_groups: int
+    side_steps: int  # that share a side of scales
+    side_bytes: int
+    zero_bytes: int  # of a step
+
+
 @functools.cache
-def product_task(isa: Isa, bits: int, half_scales: bool, values: tuple[int, ...]) -> Task:
+def kernels_of(isa: Isa, form: Stored | Planes) -> Kernels:
+    width = isa.int_tile
+    if isinstance(form, Planes):
+        return Kernels(
+            planes_tile(isa, form, packed=True).name, planes_tile(isa, form, packed=False).name,
+            unpack_planes_tile(isa, form).name, True, form.bits, UNIT, width * UNIT * form.bits // 8, form.groups,
+            form.side_units, width * form.side_bytes, 0,
+        )  # fmt: skip
+    bits, half, values = form
+    return Kernels(
+        tiles.int_tile(isa, bits, packed=bits == 4, half_scales=half, values=values).name,
+        tiles.int_tile(isa, bits, packed=False, half_scales=half, values=values).name,
+        tiles.unpack_tile(isa, values).name, bits == 4, bits, LOOKED_UP if values else BLOCK,
+        width * form.dot(isa).inputs, 1, 1, width * (2 if half else 4), width,
+    )  # fmt: skip
+
+
+@functools.cache
+def product_task(isa: Isa, form: Stored | Planes) -> Task:
     """The task of one block of rows, or of one expert's rows, times a few panels."""
-    of_packed = tiles.int_tile(isa, bits, packed=bits == 4, half_scales=half_scales, values=values).name
-    of_bytes = tiles.int_tile(isa, bits, packed=False, half_scales=half_scales, values=values).name
-    to_bytes, size = tiles.unpack_tile(isa, values).name, LOOKED_UP if values else BLOCK
-    width, quad, per_byte = isa.int_tile, isa.int_tile * dot_for(isa, bits).inputs, 8 // bits
-    scale_bytes, input_bytes = 2 if half_scales else 4, dot_for(isa, bits).input_bytes
-    spread_rows = SPREAD_ROWS if bits == 4 else 1 << 62
+    kernels = kernels_of(isa, form)
+    of_packed, of_bytes, to_bytes = kernels.of_packed, kernels.of_bytes, kernels.to_bytes
+    width, size, bits, per_step = isa.int_tile, kernels.block, kernels.bits, kernels.step_groups
+    unpacked_bytes, side_steps, side_bytes = kernels.unpacked_bytes, kernels.side_steps, kernels.side_bytes
+    zero_bytes, input_bytes = kernels.zero_bytes, form.dot(isa).input_bytes
+    spread_rows = SPREAD_ROWS if kernels.packed else 1 << 62
 
     def product(args: int, scratch: int, index: int) -> None:
         a = read(args, ProductArgs)
-        x, groups, blocks = a.activations, a.groups, a.group_blocks
+        x, steps, blocks = a.activations, a.steps, a.step_blocks
         entry, first, num_panels, row, end = rows_of(a.blocks, a.experts, index)
         codes, scales, zeros, bias = a.codes, a.scales, a.zeros, a.results.bias
         if entry:
             codes, scales, zeros, bias = unpack(entry, 4)
-        group_bytes = blocks * size * width // per_byte
+        step_bytes = blocks * size * width * bits // 8
         while row < end:
             num_rows = min(a.blocks.row_block, end - row)
             sums_bytes, spread = 4 * num_rows * width, num_rows > spread_rows
-            chunk = a.chunk if num_rows > STREAM_ROWS else groups
+            chunk = a.chunk if num_rows > STREAM_ROWS else steps
             carray(pointer(scratch), num_panels * num_rows * width, np.float32)[:] = 0
             for p in range(num_panels):
-                for g in range(0, groups, chunk):
-                    count, at = min(chunk, groups - g), (first + p) * groups + g
-                    source, unpacked = codes + at * group_bytes, scratch + num_panels * sums_bytes
+                for g in range(0, steps, chunk):
+                    count, at = min(chunk, steps - g), (first + p) * steps + g
+                    source, unpacked = codes + at * step_bytes, scratch + num_panels * sums_bytes
                     if spread:
-                        tile(to_bytes, 1, (source, unpacked, count * group_bytes // quad))
+                        tile(to_bytes, 1, (source, unpacked, count * step_bytes // unpacked_bytes))
                     r = 0
                     while r < num_rows:
-                        ahead = source + (count * group_bytes if num_rows > STREAM_ROWS else AHEAD)
-                        of_row, of_group = (row + r) * groups + g, at * width
+                        ahead = source + (count * step_bytes if num_rows > STREAM_ROWS else AHEAD)
+                        of_row = ((row + r) * steps + g) * per_step
                         activations = x.codes + (row + r) * x.row_bytes + g * blocks * size * input_bytes
                         sums, left = scratch + p * sums_bytes + 4 * r * width, num_rows - r
                         step, total = x.scales + 4 * of_row, x.sums + 4 * of_row
-                        scale, zero = scales + of_group * scale_bytes, zeros + of_group
+                        scale, zero = scales + at // side_steps * side_bytes, zeros + at * zero_bytes
                         panel = unpacked if spread else source
-                        of_x, of_panel = (activations, x.row_bytes, panel, step, total, 4 * groups), (scale, zero, sums)
-                        given = (*of_x, *of_panel, count, blocks, ahead)
+                        of_x = (activations, x.row_bytes, panel, step, total, 4 * per_step * steps)
+                        given = (*of_x, scale, zero, sums, count, blocks, ahead)
                         r += tile(of_bytes, left, given) if spread else tile(of_packed, left, given)
-            store_panels(a.results, bias, scratch, width, row, num_rows, first, num_panels)
+            kept = add_parts(scratch, a.parts, num_rows, num_panels, width)
+            store_panels(a.results, bias, scratch, width, row // a.parts, kept, first, num_panels)
             row += num_rows
 
     return Task(product)
 
 
+@inline
+def add_parts(sums: int, parts: int, rows: int, panels: int, width: int) -> int:
+    """Add up the `parts` neighbouring rows of sums float32 [panels, rows, width]. Returns the rows of a panel then."""
+    if parts == 1:
+        return rows
+    kept = rows // parts
+    for p in range(panels):
+        for r in range(kept):
+            target = carray(pointer(sums + 4 * (p * kept + r) * width), width, np.float32)
+            one = carray(pointer(sums + 4 * (p * rows + 2 * r) * width), width, np.float32)
+            other = carray(pointer(sums + 4 * (p * rows + 2 * r + 1) * width), width, np.float32)
+            for i in range(width):
+                target[i] = one[i] + other[i]
+    return kept
+
+
 def linear(
-    isa: Isa, bits: int, x: Tensor, packed: PackedWeight, bias: Tensor | None, norm: Norm | None = None
+    isa: Isa, parts: int, x: Tensor, packed: PackedWeight, bias: Tensor | None, norm: Norm | None = None
 ) -> Tensor:
-    """x [T, K] -> [T, N]. See ops.linear_w4a8."""
-    dtype, x = x.dtype, as_float(x)
-    rows, group, bits = x.shape[0], packed.group_size, _stored_bits(packed, bits)
-    tiled = isa.tiles and rows > FEW_ROWS and not packed.values
+    """x [T, K] -> [T, N]. See ops.linear_w4a8. With two parts, a row of inputs is multiplied as its codes and as those
+    of what they left: plane_ops.linear_split."""
+    dtype, x, form = x.dtype, as_float(x), packed.form
+    rows, group = x.shape[0], packed.group_size
+    tiled = isa.tiles and rows > FEW_ROWS and parts == 1 and isinstance(form, Stored) and not packed.values
     layout = on_tiles.layout(group) if tiled else Layout(1, group)
-    _memory, activations = quantize(x, packed, norm, layout, wide=dot_for(isa, bits).input_bytes == 2)
+    _memory, activations = quantize(x, packed, norm, layout, wide=form.dot(isa).input_bytes == 2, parts=parts)
     out = workspace.empty(rows, packed.out_features // 2 if packed.activation else packed.out_features)
-    multiply = on_tiles.multiply if tiled else _multiply
-    multiply(isa, bits, activations, packed, None if bias is None else bias.float(), out)
+    whole = None if bias is None else bias.float()
+    if tiled:
+        on_tiles.multiply(isa, form.bits, activations, packed, whole, out)
+    else:
+        _multiply(isa, activations, packed, whole, out, parts=parts)
     return as_type(out, dtype)
 
 
-def of_experts(isa: Isa, bits: int, x: Tensor, places: Places, table: ExpertTable, by_token: bool) -> Tensor:
+def of_experts(isa: Isa, x: Tensor, places: Places, table: ExpertTable, by_token: bool) -> Tensor:
     """See registry.ExpertLinears."""
     packed: PackedWeight = table.packed
-    bits = _stored_bits(packed, bits)
-    wide = dot_for(isa, bits).input_bytes == 2
+    wide = packed.form.dot(isa).input_bytes == 2
     _memory, activations = quantize(as_float(x), packed, None, Layout(1, packed.group_size), wide=wide)
     if by_token:
-        _gathered, activations = gather_codes(activations, places.tokens, packed.scales.shape[1])
+        _gathered, activations = gather_codes(activations, places.tokens, packed.groups)
     features = packed.out_features // 2 if packed.activation else packed.out_features
     out = workspace.empty(len(places.tokens), features)
-    _multiply(isa, bits, activations, packed, None, out, table.at(places), places.max_active)
+    _multiply(isa, activations, packed, None, out, table.at(places), places.max_active)
     return out
 
 
-def _stored_bits(packed: PackedWeight, bits: int) -> int:
-    """Codes of 8 bits that are looked up are stored in 4."""
-    return 4 if packed.values else bits
-
-
 def _multiply(
-    isa: Isa, bits: int, activations: Activations, packed: PackedWeight, bias: Tensor | None, out: Tensor,
-    experts: Experts = NO_EXPERTS, max_active: int = 0,
+    isa: Isa, activations: Activations, packed: PackedWeight, bias: Tensor | None, out: Tensor,
+    experts: Experts = NO_EXPERTS, max_active: int = 0, parts: int = 1,
 ) -> None:  # fmt: skip
-    rows, width = out.shape[0], isa.int_tile
-    (panels, groups), group = packed.scales.shape[:2], packed.group_size
-    row_block, chunk = max(1, min(rows, ROW_BLOCK)), min(groups, max(1, CHUNK_BYTES // (width * group)))
-    per_task = panels_per_task(width * groups * group * bits // 8, panels, packed.activation is not None)
+    rows, width, kernels = parts * out.shape[0], isa.int_tile, kernels_of(isa, packed.form)
+    panels, inputs = packed.scales.shape[0], packed.groups * packed.group_size
+    step = kernels.step_groups * packed.group_size
+    steps = inputs // step
+    row_block, chunk = max(1, min(rows, ROW_BLOCK)), min(steps, max(1, CHUNK_BYTES // (width * step)))
+    per_task = panels_per_task(width * inputs * kernels.bits // 8, panels, packed.activation is not None)
     blocks = Blocks(rows, panels, per_task, row_block)
     args = ProductArgs(
         blocks, experts, activations, packed.codes.data_ptr(), packed.scales.data_ptr(), packed.zeros.data_ptr(),
-        groups=groups, group_blocks=group // (LOOKED_UP if packed.values else BLOCK), chunk=chunk,
+        steps=steps, step_blocks=step // kernels.block, chunk=chunk, parts=parts,
         results=results(out, bias, packed.activation),
     )  # fmt: skip
-    task = product_task(isa, bits, packed.scales.dtype == torch.float16, packed.values)
-    scratch = 4 * per_task * row_block * width + width * chunk * group
-    run_blocks(task, blocks, args, panel_size=width * groups * group, scratch=scratch, max_active=max_active)
+    scratch = 4 * per_task * row_block * width + width * chunk * step
+    run_blocks(
+        product_task(isa, packed.form), blocks, args, panel_size=width * inputs, scratch=scratch, max_active=max_active
+    )
 
 
 def _table(parts: list[tuple[PackedWeight, Tensor | None]]) -> ExpertTable:
@@ -175,10 +230,44 @@ def implementation(isa: Isa, bits: int) -> Implementation:
     return Implementation(
         f"cpu.{isa.name}",
         "cpu",
-        functools.partial(linear, isa, bits),
+        functools.partial(linear, isa, 1),
         functools.partial(accepts, bits),
         functools.partial(pack, isa),
         20,
-        of_experts=ExpertLinears(_table, functools.partial(of_experts, isa, bits), max_rows),
-        rows=functools.partial(quantized_rows, isa, bits),
+        of_experts=ExpertLinears(_table, functools.partial(of_experts, isa), max_rows),
+        rows=functools.partial(quantized_rows, isa),
     )
+
+
+def planes_implementation(isa: Isa) -> Implementation:
+    """plane_ops.linear_planes."""
+    return Implementation(
+        f"cpu.{isa.name}",
+        "cpu",
+        functools.partial(linear, isa, 1),
+        packed_planes.accepts,
+        functools.partial(packed_planes.pack, isa),
+        20,
+        of_experts=ExpertLinears(_table, functools.partial(of_experts, isa)),
+        rows=functools.partial(plane_rows, isa),
+    )
+
+
+def split_implementation(isa: Isa) -> Implementation:
+    """plane_ops.linear_split."""
+
+    def accepts_any(*, scheme: QuantScheme, **traits: Any) -> str | None:
+        if scheme.in_planes:
+            return packed_planes.accepts(scheme=scheme, **traits)
+        if isa.tiles:
+            return "tile registers multiply such weights by exact inputs"
+        return accepts(scheme.bits, **traits)
+
+    def pack_any(weight: QTensor, activation: str | None = None) -> PackedWeight:
+        return (packed_planes.pack if weight.scheme.in_planes else pack)(isa, weight, activation)
+
+    def rows_of_any(packed: PackedWeight, rows: Tensor, factor: float = 1.0) -> Tensor:
+        return (plane_rows if isinstance(packed.form, Planes) else quantized_rows)(isa, packed, rows, factor)
+
+    run = functools.partial(linear, isa, SPLIT)
+    return Implementation(f"cpu.{isa.name}", "cpu", run, accepts_any, pack_any, 20, rows=rows_of_any)

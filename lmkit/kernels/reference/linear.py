@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lmkit.kernels import ops
+from lmkit.kernels import ops, plane_ops
 from lmkit.kernels.ops import FP8_MAX, Norm
 from lmkit.kernels.reference.elementwise import gated_activation, rms_norm
 from lmkit.kernels.registry import implements
@@ -109,6 +109,24 @@ def _int8_product(x: Tensor, weight: QTensor, bias: Tensor | None) -> Tensor:
     return (y if bias is None else y + bias.float()).to(x.dtype)
 
 
+def _rounded(x: Tensor, group: int) -> Tensor:
+    return torch.cat([torch.mul(*quantize_activations(part)) for part in x.float().split(group, dim=1)], dim=1)
+
+
+def _group(x: Tensor, weight: QTensor) -> int:
+    return x.shape[1] if weight.scheme.group_size == -1 else weight.scheme.group_size
+
+
+def _planes_product(x: Tensor, weight: QTensor, bias: Tensor | None) -> Tensor:
+    return _product(_rounded(x, _group(x, weight)), dequantize(weight), bias).to(x.dtype)
+
+
+def _split_product(x: Tensor, weight: QTensor, bias: Tensor | None) -> Tensor:
+    group = _group(x, weight)
+    first = _rounded(x, group)
+    return _product(first + _rounded(x.float() - first, group), dequantize(weight), bias).to(x.dtype)
+
+
 def round_to_e4m3(x: Tensor) -> tuple[Tensor, Tensor]:
     """One group's inputs [T, group] -> (e4m3 values as float32, scale [T, 1])."""
     scale = x.float().abs().amax(-1, keepdim=True) / FP8_MAX
@@ -117,7 +135,7 @@ def round_to_e4m3(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _fp8_product(x: Tensor, weight: QTensor, bias: Tensor | None) -> Tensor:
-    group = x.shape[1] if weight.scheme.group_size == -1 else weight.scheme.group_size
+    group = _group(x, weight)
     rounded = [torch.mul(*round_to_e4m3(part)) for part in x.split(group, dim=1)]
     return _product(torch.cat(rounded, dim=1), dequantize(weight), bias).to(x.dtype)
 
@@ -135,6 +153,8 @@ implements(ops.linear_dense, "reference", device="any", pack=keep, epilogue=True
 implements(
     ops.linear_dense, "torch", device="any", accepts=_accepts_torch, pack=keep, priority=10, epilogue=True, rows=rows_of
 )(_linear(_torch_product))
+for _op, _multiply in ((plane_ops.linear_planes, _planes_product), (plane_ops.linear_split, _split_product)):
+    implements(_op, "reference", device="any", pack=keep, epilogue=True, rows=rows_of)(_linear(_multiply))
 for _op, _bits, _multiply in (
     (ops.linear_w4a16, 4, _dequantized_product),
     (ops.linear_w4a8, 4, _int8_product),

@@ -129,7 +129,7 @@ def load(model_path: str, config: EngineConfig, device: EngineDevice, rank: int 
         bits = f" of {bits_of_linears(model.source.spec, model.source.reader):.2f} bits"
         bits = bits if config.quantize == "none" else f" rounded to {config.quantize}"
         log.info("model: %s, %s weights%s, %s", name, model.source.format.name, bits, model.packing.dtype)
-        if line := widened(model.reader, model.packing.dtype):
+        if line := widened(model.reader, model.packing.dtype, model.packing.device):
             log.info(line)
         _announce(memory, model.storages, config)
         if spec.sees_all and classes is None:
