@@ -25,6 +25,7 @@ from lmkit.turbo.sequence import Sequence, Status
 MAX_OF_TENANT, MAX_IN_ALL = 4, 64  # prompts that wait, and as many that were computed; the oldest leave
 STEP_SECONDS = 0.02  # of a step ahead: half of it is what a request waits for that arrives meanwhile
 LEAST_TOKENS = 32  # of such a step: fewer cost about as much
+LEAST_GAIN = 8  # tokens that the cache lacks: a request computes fewer beside its own in hardly more time
 
 
 @dataclass
@@ -82,14 +83,14 @@ class NextTurns:
         return planner.pacer.tokens_within(STEP_SECONDS, self._running.num_computed, LEAST_TOKENS)
 
     def _begin(self, request: Request) -> None:
-        """Queue a prompt unless the cache has all that the next turn finds of it."""
+        """Queue a prompt unless the cache has nearly all that the next turn finds of it."""
         kv = self._planner.kv
         try:
             seq = self._make(request)
         except RequestError:  # its adapter has gone
             return
-        found, size = kv.find(seq).num_tokens, kv.block_size
-        if found < (seq.num_tokens - 1 if kv.snapshots is None else seq.num_tokens // size * size):
+        end = seq.num_tokens if kv.snapshots is None else seq.num_tokens // kv.block_size * kv.block_size
+        if end - kv.find(seq).num_tokens >= LEAST_GAIN:
             self._running = seq
             self._planner.waiting.add(seq)
 

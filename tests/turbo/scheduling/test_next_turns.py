@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lmkit.turbo.request import TURN, Request
-from lmkit.turbo.scheduling.next_turns import LEAST_TOKENS, MAX_OF_TENANT
+from lmkit.turbo.scheduling.next_turns import LEAST_GAIN, LEAST_TOKENS, MAX_OF_TENANT
 from tests.turbo.fakes import FakeEngine, limits, request
 from tests.turbo.scheduling.test_scheduler_prefixes import cached, text
 
@@ -42,12 +42,14 @@ def test_the_next_turn_finds_what_was_computed_ahead() -> None:
     assert made.scheduler.stats().next_turns == {"prepared": 83, "used": 83, "wasted": 0}
 
 
-def test_what_the_cache_has_is_not_computed_again() -> None:
+@pytest.mark.parametrize(("more", "computed"), [(0, 0), (LEAST_GAIN - 1, 0), (LEAST_GAIN, LEAST_GAIN)])
+def test_what_the_cache_nearly_has_is_not_computed(more: int, computed: int) -> None:
     made = engine()
     made.add(request("a", text(1, 100), max_tokens=1))
-    made.scheduler.add(ahead("n", text(1, 100)))
     made.run()
-    assert made.runner.num_computed == 100
+    made.scheduler.add(ahead("n", text(1, 100) + text(2, more)))
+    made.run()
+    assert made.runner.num_computed == 100 + computed
 
 
 @pytest.mark.parametrize("depth", [1, 2])
