@@ -78,6 +78,14 @@ ROWS = {
     "dots.llm1": ("Dots1ForCausalLM", "dots1"),
     "DeepSeek-V2, V2-Lite": ("DeepseekV2ForCausalLM", "deepseek-v2"),
     "DeepSeek-V3, R1": ("DeepseekV3ForCausalLM", "deepseek-v3"),
+    "GLM-4.7-Flash": ("Glm4MoeLiteForCausalLM", "glm4-moe-lite"),
+    "MiniMax-M2": ("MiniMaxM2ForCausalLM", "minimax-m2"),
+    "OLMoE": ("OlmoeForCausalLM", "olmoe"),
+    "ERNIE 4.5": ("Ernie4_5ForCausalLM", "ernie4.5"),
+    "ERNIE 4.5 with experts": ("Ernie4_5_MoeForCausalLM", "ernie4.5-moe"),
+    "Bamba": ("BambaForCausalLM", "bamba"),
+    "Nemotron-H": ("NemotronHForCausalLM", "nemotron-h"),
+    "Nemotron 3 Nano": ("NemotronHForCausalLM", "nemotron-3"),
     "OPT": ("OPTForCausalLM", "opt"),
 }
 

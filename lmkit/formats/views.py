@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
+from math import prod
 
 from torch import Tensor
 
@@ -48,6 +49,11 @@ SUFFIXES = (
 def named(source: str, shape: tuple[int, ...]) -> View:
     """The whole tensor, under another name."""
     return View(source, shape, lambda tensor: tensor)
+
+
+def flat(source: str, shape: tuple[int, ...]) -> View:
+    """A vector that may stand in a tensor of more axes, under another name."""
+    return View(source, (prod(shape),), lambda tensor: tensor.flatten())
 
 
 def rows_of(source: str, shape: tuple[int, ...], rows: Rows, outputs: int, *, version: str = "") -> View:

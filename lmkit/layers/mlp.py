@@ -28,5 +28,8 @@ class GatedMLP(Forward):
 
     def inner(self, x: Tensor, norm: Norm | None = None, at: At | None = None) -> Tensor:
         """The input of `down` [T, intermediate size]."""
-        y = self.gate_up(x, norm)
+        return self.activated(self.gate_up(x, norm))
+
+    def activated(self, y: Tensor) -> Tensor:
+        """What `gate_up` gives -> the input of `down`. A gate's activation is computed with the product."""
         return y if self.activate is None else self.activate(y, self.activation)

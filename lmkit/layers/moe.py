@@ -55,6 +55,7 @@ class MoE(Forward):
         self.router = MergedLinear(tuple(spec.router_sizes), weights, device)
         self.shared = mlps.pop("mlp.shared", None)
         self.experts = list(mlps.values())
+        self.activated = self.experts[0].activated
         self.routing = Routing(
             spec.experts_per_token, spec.normalize, spec.sigmoid, spec.num_groups, spec.groups_per_token,
             spec.group_top, spec.scale,
@@ -163,7 +164,7 @@ class MoE(Forward):
             places = self._places(experts[part], self.spec.num_experts, self.spec.experts)
             if together is not None:
                 gate_up, down = together
-                y = down(gate_up(x[part], places, by_token=True), places)
+                y = down(self.activated(gate_up(x[part], places, by_token=True)), places)
             else:
                 y = self._each_alone(x[part], experts[part])
             if self.ranks is not None:

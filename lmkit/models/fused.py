@@ -25,7 +25,7 @@ from lmkit.errors import CheckpointError
 from lmkit.formats.awq import awq_version
 from lmkit.formats.checkpoint import CheckpointReader
 from lmkit.formats.mxfp4 import BLOCKS, SCALES
-from lmkit.formats.views import SUFFIXES, Rows, View, expert_of, named, rows_of
+from lmkit.formats.views import SUFFIXES, Rows, View, expert_of, flat, named, rows_of
 from lmkit.layers.blocks.moe import EXPERT_SCALE, SCORE_BIAS, MoESpec
 from lmkit.models import roles
 from lmkit.models.layer_spec import LayerSpec
@@ -43,6 +43,7 @@ OUTER = {
     "model.language_model.per_layer_model_projection": roles.PER_LAYER_PROJECTION,
     "model.language_model.per_layer_projection_norm": roles.PER_LAYER_NORM,
     "model.embedding_norm": roles.FINAL_NORM,
+    "model.final_layernorm": roles.FINAL_NORM,
     "backbone.embeddings": roles.EMBED,
     "backbone.norm_f": roles.FINAL_NORM,
     "model.decoder.embed_tokens": roles.EMBED,
@@ -98,7 +99,8 @@ def views(reader: CheckpointReader, spec: ModelSpec) -> dict[str, View]:
         found |= dict(_linears(reader, index, layer))
         for role in (layer.vectors | layer.matrices).keys() & UNSUFFIXED:
             if reader.has(source := layer.module_name(index, role)):
-                found[source + ".weight"] = named(source, reader.info(source).shape)
+                shape = reader.info(source).shape
+                found[source + ".weight"] = flat(source, shape) if role == SCORE_BIAS else named(source, shape)
         if layer.mixture is not None:
             found |= dict(_experts(reader, index, layer, layer.mixture))
     return found

@@ -59,6 +59,7 @@ LATENT_NAMES = LLAMA_NAMES | {
 GPT_OSS_EXPERTS = QWEN_EXPERTS | {"mlp.router": "mlp.router"}
 MIXTRAL_EXPERTS = {
     "mlp.router": "block_sparse_moe.gate",
+    "mlp.score_bias": "block_sparse_moe.e_score_correction_bias",
     "mlp.experts.{}.gate": "block_sparse_moe.experts.{}.w1",
     "mlp.experts.{}.up": "block_sparse_moe.experts.{}.w3",
     "mlp.experts.{}.down": "block_sparse_moe.experts.{}.w2",

@@ -158,7 +158,7 @@ def elementwise_cases() -> Iterator[Case]:
         yield Case(ops.embedding, f"{dtype}-scaled", scaled, {}, 0)
         gather = _seeded(lambda dtype=dtype: (torch.randn(7, 130).to(dtype), torch.randperm(130).int()))
         yield Case(ops.gather_columns, str(dtype), gather, {}, 0)
-    for which, tolerance in (("relu", 0), ("gelu", 1e-6)):
+    for which, tolerance in (("relu", 0), ("gelu", 1e-6), ("relu2", 0)):
         wide = _seeded(lambda: (torch.randn(7, 130) * 3,))
         yield Case(ops.ungated_activation, which, lambda wide=wide, which=which: (*wide(), which), {}, tolerance)
     rows = _seeded(lambda: (torch.randn(7, 30), torch.randn(40, 30), torch.randint(40, (7,)).int()))

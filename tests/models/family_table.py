@@ -66,9 +66,8 @@ def mlp(spec: ModelSpec) -> str:
     if sparse:
         chosen = "experts by sigmoid" if sparse[0].sigmoid else "experts"
         return f"{chosen} and a shared one" if sparse[0].shared else chosen
-    if not spec.layers[0].mlps:
-        return "none"
-    return spec.layers[0].mlps["mlp"].activation.partition("_")[0]
+    mlps = next((layer.mlps for layer in spec.layers if layer.mlps), None)
+    return "none" if mlps is None else mlps["mlp"].activation.partition("_")[0]
 
 
 def steps(spec: ModelSpec) -> str:

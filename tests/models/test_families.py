@@ -114,7 +114,7 @@ def test_old_style_rope_fields_are_read() -> None:
 
 def test_an_unknown_architecture_is_refused_with_the_list() -> None:
     with pytest.raises(
-        UnsupportedError, match=r"GPT2LMHeadModel.*LlamaForCausalLM, Mamba2ForCausalLM, MistralForCausalLM, .*Qwen2"
+        UnsupportedError, match=r"GPT2LMHeadModel.*LlamaForCausalLM, Mamba2ForCausalLM, MiniMaxM2ForCausalLM, .*Qwen2"
     ):
         load_spec(CONFIG | {"architectures": ["GPT2LMHeadModel"]})
 
@@ -122,7 +122,7 @@ def test_an_unknown_architecture_is_refused_with_the_list() -> None:
 @pytest.mark.parametrize(
     ("name", "nearest"),
     [
-        ("Glm4MoeLiteForCausalLM", "Glm4MoeForCausalLM"),
+        ("Dots2ForCausalLM", "Dots1ForCausalLM"),
         ("Qwen3NextVLForCausalLM", "Qwen3NextForCausalLM"),
         ("GPT2LMHead", None),
     ],

@@ -58,6 +58,11 @@ GRANITE4 = {"embedding_multiplier": 3.0, "residual_multiplier": 0.22, "logits_sc
             "layer_types": ["linear_attention", "full_attention", "linear_attention"],
             "num_local_experts": 0}  # fmt: skip
 
+NEMOTRON = {"num_hidden_layers": 4, "mamba_num_heads": 4, "mamba_head_dim": 20, "ssm_state_size": 11, "n_groups": 2,
+            "head_dim": 16, "layer_norm_epsilon": 1e-4, "pad_token_id": None, "n_routed_experts": 6,
+            "num_experts_per_tok": 2, "moe_intermediate_size": 40, "moe_shared_expert_intermediate_size": 56,
+            "routed_scaling_factor": 2.5, "time_step_min": 0.1, "n_group": 2, "topk_group": 1}  # fmt: skip
+
 GEMMA4 = {"head_dim": 16, "global_head_dim": 32, "sliding_window": 9, "hidden_size_per_layer_input": 0}
 
 INTERNLM2 = {
@@ -164,6 +169,17 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
                                                             "topk_method": "group_limited_greedy"}),
     "deepseek-v3": ("DeepseekV3Config", SIGMOID | LATENT | {"q_lora_rank": 20, "rope_parameters": YARN | {
         "mscale": 1.0, "mscale_all_dim": 1.0}}),
+    "glm4-moe-lite": ("Glm4MoeLiteConfig", SIGMOID | LATENT | {"q_lora_rank": 20}),
+    "glm4-moe-lite-sparse": ("Glm4MoeLiteConfig", SIGMOID | LATENT | {
+        "q_lora_rank": None, "n_group": 1, "topk_group": 1, "rope_interleave": False,
+        "mlp_layer_types": ["sparse", "dense", "sparse"]}),
+    "minimax-m2": ("MiniMaxM2Config", {"num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 40,
+                                       "head_dim": 16, "rotary_dim": 8}),
+    "olmoe": ("OlmoeConfig", {"num_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 40,
+                              "norm_topk_prob": True}),
+    "ernie4.5": ("Ernie4_5Config", {"head_dim": 16, "use_bias": True}),
+    "ernie4.5-moe": ("Ernie4_5_MoeConfig", {"moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 40,
+                                            "tie_word_embeddings": False}),
     "qwen3-next": ("Qwen3NextConfig", EXPERTS | LINEAR),
     "qwen3-next-dense": ("Qwen3NextConfig", LINEAR | {"num_experts": 0, "num_hidden_layers": 3, "attention_bias": True,
                                                      "layer_types": ["full_attention"] + ["linear_attention"] * 2}),
@@ -179,6 +195,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "granite-hybrid": ("GraniteMoeHybridConfig", GRANITE4),
     "granite-hybrid-moe": ("GraniteMoeHybridConfig", GRANITE4 | {
         "num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 40, "position_embedding_type": "rope"}),
+    "bamba": ("BambaConfig", {"attn_layer_indices": [1], "mamba_n_heads": 4, "mamba_d_state": 11, "mamba_n_groups": 2,
+                              "num_attention_heads": 3, "num_key_value_heads": 1}),
+    "nemotron-h": ("NemotronHConfig", NEMOTRON | {
+        "layer_types": ["linear_attention", "mlp", "full_attention", "mlp"], "mlp_bias": True, "use_bias": True}),
+    "nemotron-3": ("NemotronHConfig", NEMOTRON | {
+        "layer_types": ["linear_attention", "moe", "full_attention", "linear_attention", "moe"],
+        "num_hidden_layers": 5}),
     "qwen3.5-vl": ("Qwen3_5Config", LINEAR | {"num_hidden_layers": 3, "partial_rotary_factor": 0.5}),
     "qwen3.5-vision": ("Qwen3_5TextConfig", LINEAR | {"num_hidden_layers": 3, "tie_word_embeddings": True}),
     "qwen3.5-moe-vision": ("Qwen3_5MoeTextConfig", EXPERTS | LINEAR | {"num_hidden_layers": 3,

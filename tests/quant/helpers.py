@@ -25,7 +25,7 @@ SIZES = {
 # Sizes of which a family of `tiny` has odd ones. With these, groups of 32 divide the inputs of every linear.
 WHOLE = {
     "moe_intermediate_size": 64, "shared_expert_intermediate_size": 32, "ffn_dim": 96, "v_head_dim": 16,
-    "q_lora_rank": 32, "linear_value_head_dim": 16,
+    "q_lora_rank": 32, "linear_value_head_dim": 16, "mamba_head_dim": 16, "moe_shared_expert_intermediate_size": 64,
 }  # fmt: skip
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 SCALE = {"step": "awq_scale", "tokens": 128}

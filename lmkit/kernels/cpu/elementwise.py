@@ -179,11 +179,16 @@ def _erf(x: Any) -> Any:
 
 
 def _ungated_activation(args: int, scratch: int, index: int) -> None:
-    x, size, is_gelu = unpack(args, 3)
+    """`activation` is the place of one in ops.UNGATED."""
+    x, size, activation = unpack(args, 3)
     row = carray(pointer(x + 4 * index * size), size, np.float32)
-    if is_gelu:
+    if activation == 1:
         for i in range(size):
             row[i] = np.float32(0.5) * row[i] * (np.float32(1) + _erf(row[i] * np.float32(0.70710678)))
+    elif activation == 2:
+        for i in range(size):
+            above = max(row[i], np.float32(0))
+            row[i] = above * above
     else:
         for i in range(size):
             row[i] = max(row[i], np.float32(0))
@@ -316,7 +321,7 @@ def keep(x: Tensor, residual: Tensor | None, out: Tensor, scale: float = 1.0) ->
 @implements(ops.ungated_activation, "cpu", device="cpu", priority=20)
 def ungated_activation(x: Tensor, activation: str) -> Tensor:
     assert (x.dtype, x.is_contiguous()) == (torch.float32, True)
-    args = x.data_ptr(), x.shape[1], activation == "gelu"
+    args = x.data_ptr(), x.shape[1], ops.UNGATED.index(activation)
     threads.run(UNGATED_ACTIVATION, len(x), args, parallel=x.numel() > SERIAL_VALUES)
     return x
 

@@ -159,7 +159,7 @@ def ungated_activation(x: Tensor, activation: str) -> Tensor:
         y: Tensor = ops.ungated_activation.fall_back("reference", reason)(x, activation)
         return y
     blocks = -(-x.numel() // (WIDTH * BLOCK))
-    args = [x, np.int64(x.numel()), activation == "gelu", x.dtype in HALVES, is_aligned(x)]
+    args = [x, np.int64(x.numel()), ops.UNGATED.index(activation), x.dtype in HALVES, is_aligned(x)]
     kernel_for("elementwise.cu", "ungated_activation", half)(blocks, BLOCK, args)
     return x
 

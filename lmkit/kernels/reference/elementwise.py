@@ -55,7 +55,7 @@ def keep(x: Tensor, residual: Tensor | None, out: Tensor, scale: float = 1.0) ->
 
 @implements(ops.ungated_activation, "reference", device="any")
 def ungated_activation(x: Tensor, activation: str) -> Tensor:
-    return x.relu_() if activation == "relu" else x.copy_(functional.gelu(x.float()))
+    return x.copy_(UNGATED[activation](x.float()))
 
 
 @implements(ops.multiply_gates, "reference", device="any")
@@ -113,6 +113,13 @@ ACTIVATIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "silu": lambda gate, up: functional.silu(gate) * up,
     "gelu_tanh": lambda gate, up: functional.gelu(gate, approximate="tanh") * up,
     "clamped_swish": _clamped_swish,
+}
+
+
+UNGATED: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": functional.relu,
+    "gelu": functional.gelu,
+    "relu2": lambda x: functional.relu(x).square(),
 }
 
 

@@ -25,9 +25,9 @@ SHARED = "mlp.shared"
 class MoESpec(Block):
     """The output is the sum of the chosen experts' outputs, each times its score. A shared expert's output is added.
 
-    Scores are the softmax of the router's outputs, or with `sigmoid` their sigmoid. A bias for each expert, which
-    training has balanced, is then added for the choice alone. With several groups of neighbouring experts, a token has
-    only experts of the `groups_per_token` groups whose `group_top` highest scores have the largest sums.
+    Scores are the softmax of the router's outputs, or with `sigmoid` their sigmoid. With `score_bias`, a bias for each
+    expert, which training has balanced, is added for the choice alone. With several groups of neighbouring experts, a
+    token has only experts of the `groups_per_token` groups whose `group_top` highest scores have the largest sums.
     """
 
     num_experts: int
@@ -35,6 +35,7 @@ class MoESpec(Block):
     expert: MLPSpec
     normalize: bool = True  # divide the scores of the chosen experts by their sum
     sigmoid: bool = False
+    score_bias: bool | None = None  # None = as `sigmoid` says
     num_groups: int = 1
     groups_per_token: int = 1
     group_top: int = 2  # how many scores of a group are added to compare it with other groups
@@ -73,7 +74,8 @@ class MoESpec(Block):
 
     def vectors(self, hidden: int) -> dict[str, int]:
         norms = dict.fromkeys(BESIDE_NORMS, hidden) | {EXPERT_SCALE: self.num_experts} if self.beside else {}
-        return norms | ({SCORE_BIAS: self.num_experts} if self.sigmoid else {})
+        has_bias = self.sigmoid if self.score_bias is None else self.score_bias
+        return norms | ({SCORE_BIAS: self.num_experts} if has_bias else {})
 
     @property
     def fused(self) -> tuple[tuple[str, ...], ...]:
@@ -124,7 +126,7 @@ class MoESpec(Block):
     def expert_bytes(self, hidden: int, *, half: bool = False) -> int:
         """The tokens are gathered, and the expert's output is added."""
         per_stream, per_inner = (24, 6) if half else (32, 12)
-        per_expert = 32 if self.sigmoid else 16  # its scores, and those by which it is chosen
+        per_expert = 32 if self.sigmoid or self.score_bias else 16  # its scores, and those by which it is chosen
         return per_stream * hidden + per_inner * self.widest_inner + per_expert * self.num_experts
 
     def places_bytes(self, hidden: int, num_tokens: int, *, half: bool = False) -> int:

@@ -1,4 +1,4 @@
-"""DeepSeek-V2, V2-Lite, V3 and R1: latent attention, dense first layers, then many experts in groups."""
+"""DeepSeek-V2, V2-Lite, V3, R1 and GLM-4.7-Flash: latent attention, dense first layers, then many experts in groups."""
 
 from __future__ import annotations
 
@@ -38,6 +38,12 @@ def deepseek_v2(hf: dict[str, Any]) -> ModelSpec:
 @family("DeepseekV3ForCausalLM", defaults=defaults.DEEPSEEK_V3)
 def deepseek_v3(hf: dict[str, Any]) -> ModelSpec:
     return with_mtp(hf, _layers(hf, interleaved=bool(hf.get("rope_interleave", True))))
+
+
+@family("Glm4MoeLiteForCausalLM", defaults=defaults.GLM4_MOE_LITE)
+def glm4_moe_lite(hf: dict[str, Any]) -> ModelSpec:
+    """DeepSeek-V3 with its first layer dense, unless `mlp_layer_types` says otherwise."""
+    return deepseek_v3(hf | {"first_k_dense_replace": 1})
 
 
 def _layers(hf: dict[str, Any], *, interleaved: bool) -> list[LayerSpec]:

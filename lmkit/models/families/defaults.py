@@ -172,6 +172,40 @@ DEEPSEEK_V2: Defaults = {
     "qk_rope_head_dim": 64, "routed_scaling_factor": 1.0, "topk_method": "greedy", "norm_topk_prob": False,
     "v_head_dim": 128, "moe_intermediate_size": 1407, "rope_theta": 10000.0,
 }  # fmt: skip
+GLM4_MOE_LITE: Defaults = {
+    "vocab_size": 154880, "hidden_size": 2048, "intermediate_size": 10240, "moe_intermediate_size": 1536,
+    "num_hidden_layers": 47, "num_attention_heads": 20, "num_key_value_heads": 20, "n_shared_experts": 1,
+    "n_routed_experts": 64, "routed_scaling_factor": 1.8, "kv_lora_rank": 512, "q_lora_rank": 768, "qk_rope_head_dim":
+    64, "v_head_dim": 256, "qk_nope_head_dim": 192, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 4,
+    "norm_topk_prob": True, "hidden_act": "silu", "max_position_embeddings": 202752, "rms_norm_eps": 1e-05,
+    "tie_word_embeddings": False, "rope_interleave": True, "attention_bias": False, "rope_theta": 10000.0,
+    "num_nextn_predict_layers": 1,
+}  # fmt: skip
+MINIMAX_M2: Defaults = {
+    "vocab_size": 200064, "hidden_size": 3072, "intermediate_size": 1536, "num_hidden_layers": 62,
+    "num_attention_heads": 48, "num_key_value_heads": 8, "head_dim": 128, "hidden_act": "silu",
+    "max_position_embeddings": 196608, "rms_norm_eps": 1e-06, "tie_word_embeddings": False, "num_experts_per_tok": 8,
+    "num_local_experts": 256, "rope_theta": 5000000.0,
+}  # fmt: skip
+OLMOE: Defaults = {
+    "vocab_size": 50304, "hidden_size": 2048, "intermediate_size": 2048, "num_hidden_layers": 16,
+    "num_attention_heads": 16, "hidden_act": "silu", "max_position_embeddings": 4096, "rms_norm_eps": 1e-05,
+    "tie_word_embeddings": False, "attention_bias": False, "num_experts_per_tok": 8, "num_experts": 64,
+    "norm_topk_prob": False, "rope_theta": 10000.0,
+}  # fmt: skip
+ERNIE4_5: Defaults = {
+    "vocab_size": 103424, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 18,
+    "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 128, "hidden_act": "silu",
+    "max_position_embeddings": 131072, "rms_norm_eps": 1e-05, "tie_word_embeddings": True, "use_bias": False,
+    "rope_theta": 500000.0,
+}  # fmt: skip
+ERNIE4_5_MOE: Defaults = {
+    "vocab_size": 103424, "hidden_size": 2560, "intermediate_size": 12288, "num_hidden_layers": 28,
+    "num_attention_heads": 20, "num_key_value_heads": 4, "hidden_act": "silu", "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-05, "tie_word_embeddings": True, "use_bias": False, "moe_intermediate_size": 1536, "moe_k": 6,
+    "moe_num_experts": 64, "moe_num_shared_experts": 2, "moe_layer_start_index": 1, "moe_layer_end_index": -1,
+    "moe_layer_interval": 1, "rope_theta": 500000.0,
+}  # fmt: skip
 DEEPSEEK_V3: Defaults = {
     "vocab_size": 129280, "hidden_size": 7168, "intermediate_size": 18432, "moe_intermediate_size": 2048,
     "num_hidden_layers": 61, "num_attention_heads": 128, "num_key_value_heads": 128, "n_shared_experts": 1,
@@ -228,6 +262,22 @@ GRANITE_HYBRID: Defaults = GRANITE | {
     "hidden_size": 4096, "num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 11008,
     "shared_intermediate_size": 1024, "mamba_n_heads": 128, "mamba_n_groups": 1, "mamba_d_state": 256,
     "mamba_d_head": "auto", "mamba_d_conv": 4, "mamba_expand": 2, "mamba_conv_bias": True, "mamba_proj_bias": False,
+}  # fmt: skip
+BAMBA: Defaults = {
+    "vocab_size": 128000, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_act": "silu", "max_position_embeddings": 262144,
+    "rms_norm_eps": 1e-05, "tie_word_embeddings": False, "attention_bias": False, "mlp_bias": False, "mamba_n_heads":
+    128, "mamba_n_groups": 1, "mamba_d_state": 256, "mamba_d_head": "auto", "mamba_d_conv": 4, "mamba_expand": 2,
+    "mamba_conv_bias": True, "mamba_proj_bias": False, "rope_theta": 10000.0,
+}  # fmt: skip
+NEMOTRON_H: Defaults = {
+    "vocab_size": 131072, "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+    "max_position_embeddings": 4096, "layer_norm_epsilon": 1e-05, "tie_word_embeddings": False, "intermediate_size":
+    21504, "mlp_hidden_act": "relu2", "mlp_bias": False, "ssm_state_size": 128, "mamba_num_heads": 128,
+    "mamba_head_dim": 64, "mamba_hidden_act": "silu", "n_groups": 8, "conv_kernel": 4, "time_step_min": 0.001,
+    "use_conv_bias": True, "use_bias": False, "n_routed_experts": 8, "moe_intermediate_size": 7688,
+    "moe_shared_expert_intermediate_size": 7688, "num_experts_per_tok": 2, "routed_scaling_factor": 1.0, "n_group": 1,
+    "topk_group": 1, "norm_topk_prob": True,
 }  # fmt: skip
 BERT: Defaults = {
     "vocab_size": 30522, "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size":

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lmkit.errors import CheckpointError, UnsupportedError
+from lmkit.errors import CheckpointError
 from lmkit.layers.blocks.mlp import MLPSpec
 from lmkit.layers.blocks.moe import MoESpec
 from lmkit.layers.blocks.short_conv import ShortConvSpec
@@ -46,14 +46,13 @@ def lfm2(hf: dict[str, Any]) -> ModelSpec:
 
 @family("Lfm2MoeForCausalLM", defaults=defaults.LFM2_MOE)
 def lfm2_moe(hf: dict[str, Any]) -> ModelSpec:
-    if not hf["use_expert_bias"]:
-        raise UnsupportedError("config.json: use_expert_bias is false; lmkit runs experts chosen with a bias only")
     moe = MoESpec(
         num_experts=integer(hf, "num_experts"),
         experts_per_token=integer(hf, "num_experts_per_tok"),
         expert=MLPSpec(integer(hf, "moe_intermediate_size")),
         normalize=bool(hf["norm_topk_prob"]),
         sigmoid=True,
+        score_bias=bool(hf["use_expert_bias"]),
         scale=number(hf, "routed_scaling_factor", 1.0),
     )
     layers, dense = _layers(hf, integer(hf, "intermediate_size")), integer(hf, "num_dense_layers")

@@ -1,4 +1,4 @@
-"""Models of Mamba-2: Mamba-2 itself, which has no attention, and Granite 4, which has some layers of it."""
+"""Models of Mamba-2: Mamba-2 itself, which has no attention, Granite 4 and Bamba, which have some layers of it."""
 
 from __future__ import annotations
 
@@ -35,6 +35,8 @@ for _prefix in ("mlp", "mlp.shared"):
     GRANITE_NAMES |= {f"{_prefix}.{part}": f"shared_mlp.{name}" for part, name in _parts.items()}
 GRANITE_NAMES |= {"mlp.router": "block_sparse_moe.router.layer"}
 GRANITE_NAMES |= {f"mlp.experts.{{}}.{x}": f"block_sparse_moe.experts.{{}}.{x}_proj" for x in ("gate", "up", "down")}
+BAMBA_NAMES = GRANITE_NAMES | {"norm.mlp": "pre_ff_layernorm"}
+BAMBA_NAMES |= {f"mlp.{part}": f"feed_forward.{part}_proj" for part in ("gate", "up", "down")}
 INFINITE = float("inf"), {"__float__": "Infinity"}  # the latter is how transformers writes it
 RECURRENT, FULL = ("mamba", "linear_attention"), ("attention", "full_attention")
 
@@ -43,7 +45,7 @@ RECURRENT, FULL = ("mamba", "linear_attention"), ("attention", "full_attention")
 def mamba2(hf: dict[str, Any]) -> ModelSpec:
     eps = number(hf, "layer_norm_epsilon", 1e-5)
     names = "num_heads", "head_dim", "state_size", "n_groups", "conv_kernel"
-    block = _mamba(hf, [integer(hf, name) for name in names], eps, bool(hf["use_bias"]), bool(hf["use_conv_bias"]))
+    block = mamba_block(hf, [integer(hf, name) for name in names], eps, bool(hf["use_bias"]), bool(hf["use_conv_bias"]))
     _check_width(hf, block, integer(hf, "expand"))
     residual = Residual(block, "norm.attn")
     layer = LayerSpec(integer(hf, "hidden_size"), (residual,), eps, prefix="backbone.layers", names=MAMBA_NAMES)
@@ -60,7 +62,7 @@ def granite_hybrid(hf: dict[str, Any]) -> ModelSpec:
     heads, *others = (integer(hf, f"mamba_{name}") for name in ("n_heads", "d_state", "n_groups", "d_conv"))
     inner = integer(hf, "mamba_expand") * full.hidden_size
     dim = inner // max(heads, 1) if hf["mamba_d_head"] == "auto" else integer(hf, "mamba_d_head")
-    block = _mamba(hf, [heads, dim, *others], number(hf, "rms_norm_eps", 1e-6), bias, conv_bias)
+    block = mamba_block(hf, [heads, dim, *others], number(hf, "rms_norm_eps", 1e-6), bias, conv_bias)
     _check_width(hf, block, integer(hf, "mamba_expand"))
     full = replace(full, names=GRANITE_NAMES)
     if experts := integer(hf, "num_local_experts", 0):
@@ -70,6 +72,21 @@ def granite_hybrid(hf: dict[str, Any]) -> ModelSpec:
         raise CheckpointError(f"config.json: layer_types must name {RECURRENT[0]} or {FULL[0]} for each layer")
     recurrent = full.having(mixer=block)
     return replace(dense, layers=tuple(recurrent if kind in RECURRENT else full for kind in kinds))
+
+
+@family("BambaForCausalLM", defaults=defaults.BAMBA)
+def bamba(hf: dict[str, Any]) -> ModelSpec:
+    """Granite 4 without its factors. RoPE turns half of each head."""
+    rope = {"partial_rotary_factor": 0.5} | (hf.get("rope_parameters") or {})
+    full = hf.get("attn_layer_indices") or []
+    if not isinstance(full, list):
+        raise CheckpointError("config.json: attn_layer_indices is not a list of layers")
+    kinds = [FULL[0] if i in full else RECURRENT[0] for i in range(num_layers(hf))]
+    head_dim = max(integer(hf, "hidden_size") // max(integer(hf, "num_attention_heads"), 1), 1)
+    own = {"shared_intermediate_size": hf["intermediate_size"], "num_local_experts": 0, "layer_types": kinds}
+    own |= {"position_embedding_type": "rope", "rope_parameters": rope, "attention_multiplier": head_dim**-0.5}
+    spec = granite_hybrid(hf | own)
+    return replace(spec, layers=tuple(replace(layer, names=BAMBA_NAMES) for layer in spec.layers))
 
 
 def _experts(hf: dict[str, Any], count: int) -> MoESpec:
@@ -82,7 +99,8 @@ def _experts(hf: dict[str, Any], count: int) -> MoESpec:
     )
 
 
-def _mamba(hf: dict[str, Any], sizes: list[int], eps: float, bias: bool, conv_bias: bool) -> MambaSpec:
+def mamba_block(hf: dict[str, Any], sizes: list[int], eps: float, bias: bool, conv_bias: bool) -> MambaSpec:
+    """`sizes`: num_heads, head_dim, state_size, num_groups, kernel."""
     if hf["hidden_act"] != "silu":
         raise UnsupportedError(f"config.json: hidden_act {hf['hidden_act']!r} of Mamba-2; lmkit runs silu")
     limits = hf.get("time_step_limit") or (0.0, INFINITE[0])

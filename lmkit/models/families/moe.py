@@ -1,12 +1,12 @@
-"""Mixtures of experts: Mixtral, Qwen2-MoE (a shared expert beside the others), Qwen3-MoE; GLM-4.5 and dots.llm1, whose
-experts are chosen by sigmoid."""
+"""Mixtures of experts: Mixtral, Qwen2-MoE (a shared expert beside the others), Qwen3-MoE, OLMoE; GLM-4.5, dots.llm1 and
+MiniMax-M2, whose experts are chosen by sigmoid."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
 
-from lmkit.errors import CheckpointError
+from lmkit.errors import CheckpointError, UnsupportedError
 from lmkit.layers.blocks.mlp import MLPSpec
 from lmkit.layers.blocks.moe import MoESpec
 from lmkit.models.families import defaults
@@ -69,6 +69,30 @@ def glm4_moe(hf: dict[str, Any]) -> ModelSpec:
     return with_mtp(hf, [layer] * num_layers(hf))
 
 
+@family("MiniMaxM2ForCausalLM", defaults=defaults.MINIMAX_M2)
+def minimax_m2(hf: dict[str, Any]) -> ModelSpec:
+    """Norms of q and k are over all heads. `rotary_dim` is the part of a head that is turned."""
+    if integer(hf, "rotary_dim", 0):
+        hf = {"partial_rotary_factor": integer(hf, "rotary_dim") / max(integer(hf, "head_dim"), 1)} | hf
+    moe = MoESpec(
+        num_experts=integer(hf, "num_local_experts"),
+        experts_per_token=integer(hf, "num_experts_per_tok"),
+        expert=MLPSpec(integer(hf, "intermediate_size"), activation(hf)),
+        sigmoid=True,
+    )
+    names = LLAMA_NAMES | MIXTRAL_EXPERTS
+    return model_spec(hf, [layer_spec(hf, qk_norm=True, joint_qk_norm=True, mlp=moe, names=names)] * num_layers(hf))
+
+
+@family("OlmoeForCausalLM", defaults=defaults.OLMOE)
+def olmoe(hf: dict[str, Any]) -> ModelSpec:
+    if hf.get("clip_qkv") is not None:
+        raise UnsupportedError(f"config.json: clip_qkv = {hf['clip_qkv']!r} is not supported; lmkit runs null")
+    bias, size = bool(hf["attention_bias"]), integer(hf, "intermediate_size")
+    layer = layer_spec(hf, attn_bias=bias, o_bias=bias, qk_norm=True, joint_qk_norm=True)
+    return model_spec(hf, with_experts(hf | {"moe_intermediate_size": size}, [layer] * num_layers(hf)))
+
+
 @family("Dots1ForCausalLM", defaults=defaults.DOTS1)
 def dots1(hf: dict[str, Any]) -> ModelSpec:
     bias, window = bool(hf.get("attention_bias", False)), integer(hf, "sliding_window", 0)
@@ -101,9 +125,11 @@ def deepseek_experts(hf: dict[str, Any], layers: list[LayerSpec], **flags: Any) 
         "shared_router": False,
     }
     moe = MoESpec(**(fields | flags))
-    dense = integer(hf, "first_k_dense_replace", 0)
+    kinds = hf.get("mlp_layer_types") or ["dense"] * integer(hf, "first_k_dense_replace", 0)
+    if not isinstance(kinds, list):
+        raise CheckpointError("config.json: mlp_layer_types must name dense or sparse for each layer")
     return [
-        layer if i < dense else layer.having(mlp=moe, names={**layer.names, **SIGMOID_EXPERTS})
+        layer if kinds[i : i + 1] == ["dense"] else layer.having(mlp=moe, names={**layer.names, **SIGMOID_EXPERTS})
         for i, layer in enumerate(layers)
     ]
 

@@ -198,10 +198,12 @@ def test_add_positions(device: str, columns: int) -> None:
 def test_ungated_activations(device: str, shape: tuple[int, int], dtype: torch.dtype) -> None:
     x = torch.randn(shape).to(dtype)
     x[0, 0] = float("nan")
-    for activation, want in (("relu", x.relu()), ("gelu", functional.gelu(x.float()).to(dtype))):
+    wide = x.float()
+    every = {"relu": wide.relu(), "gelu": functional.gelu(wide), "relu2": wide.relu().square()}
+    for activation, want in ((name, each.to(dtype)) for name, each in every.items()):
         got = elementwise.ungated_activation(there := x.to(device, copy=True), activation)
         assert got is there
-        near = 0 if activation == "relu" else max(torch.finfo(dtype).eps, 1e-6)
+        near = 0 if activation != "gelu" else max(torch.finfo(dtype).eps, 1e-6)
         torch.testing.assert_close(got.cpu(), want, rtol=near, atol=near, equal_nan=True)
 
 

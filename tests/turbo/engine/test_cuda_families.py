@@ -91,9 +91,10 @@ def test_prompts_over_plain_heads(
 
 
 # Their parts have tests of their own, so these are run with the exhaustive tests.
-ALIKE = ("dots1", "exaone4", "gemma2", "gemma3", "glm", "glm4", "glm4-moe", "gpt-oss", "granite", "internlm2",
-         "internlm3", "mistral-window", "mixtral", "olmo2", "olmo3", "phi3", "qwen3", "qwen3-moe", "qwen2.5-vl",
-         "qwen3-vl", "seed-oss", "smollm3")  # fmt: skip
+ALIKE = ("dots1", "ernie4.5", "ernie4.5-moe", "exaone4", "gemma2", "gemma3", "glm", "glm4", "glm4-moe",
+         "glm4-moe-lite", "gpt-oss", "granite", "internlm2", "internlm3", "minimax-m2", "mistral-window", "mixtral",
+         "olmo2", "olmo3", "olmoe", "phi3", "qwen3", "qwen3-moe", "qwen2.5-vl", "qwen3-vl", "seed-oss",
+         "smollm3")  # fmt: skip
 
 
 @emulated
@@ -113,6 +114,9 @@ ALIKE = ("dots1", "exaone4", "gemma2", "gemma3", "glm", "glm4", "glm4-moe", "gpt
         ("qwen3-next", 2, "float32", 1e-4),
         pytest.param("qwen3.5-vl", 3, "float32", 1e-4, marks=pytest.mark.exhaustive),
         ("granite-hybrid", 3, "auto", 0.02),
+        pytest.param("bamba", 3, "auto", 0.02, marks=pytest.mark.exhaustive),
+        pytest.param("nemotron-h", 4, "auto", 0.02, marks=pytest.mark.exhaustive),
+        pytest.param("nemotron-3", 5, "float32", 1e-4, marks=pytest.mark.exhaustive),
         ("lfm2", 3, "auto", 0.02),
         pytest.param("lfm2", 3, "float32", 1e-4, marks=pytest.mark.exhaustive),
         pytest.param("lfm2-moe", 3, "float32", 1e-4, marks=pytest.mark.exhaustive),

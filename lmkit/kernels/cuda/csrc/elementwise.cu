@@ -53,9 +53,10 @@ extern "C" __global__ void __launch_bounds__(256) add_positions(
 }
 EXPORT(add_positions)
 
-// x[i] = f(x[i]), in place: max(x, 0), or GELU. NaN stays. A thread has WIDTH values.
+// x[i] = f(x[i]), in place: max(x, 0), GELU, or the square of max(x, 0) (ops.UNGATED). NaN stays. A thread has WIDTH
+// values.
 extern "C" __global__ void __launch_bounds__(256) ungated_activation(
-    void* x, i64 count, int is_gelu, int half, int aligned
+    void* x, i64 count, int activation, int half, int aligned
 ) {
     begin_kernel();
     const i64 at = WIDTH * (static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x);
@@ -65,7 +66,10 @@ extern "C" __global__ void __launch_bounds__(256) ungated_activation(
     load8(v, x, at, half, aligned && left == WIDTH, left);
 #pragma unroll
     for (int i = 0; i < WIDTH; ++i) {
-        v[i] = is_gelu ? 0.5f * v[i] * (1.0f + erff(v[i] * 0.70710678f)) : v[i] < 0.0f ? 0.0f : v[i];
+        const float above = v[i] < 0.0f ? 0.0f : v[i];
+        v[i] = activation == 0   ? above
+               : activation == 1 ? 0.5f * v[i] * (1.0f + erff(v[i] * 0.70710678f))
+                                 : above * above;
     }
     store8(x, at, v, half, aligned && left == WIDTH, left);
 }
