@@ -6,6 +6,16 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
+class Growth:
+    """A query at position p is multiplied with 1 + rate * ln(1 + floor((p + shift) / length)): scores stay as sharp
+    among many keys as among few (arXiv 2501.19399)."""
+
+    rate: float
+    length: int  # positions before queries grow
+    shift: int = 0
+
+
+@dataclass(frozen=True)
 class AttentionSpec:
     """Scores are q . k * scale. lmkit.kernels.ops.paged_attention has the formulas."""
 

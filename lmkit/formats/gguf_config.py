@@ -34,6 +34,14 @@ OPTIONAL = {
 WINDOW = {"sliding_window": "attention.sliding_window"}
 EXPERTS = {"num_experts": "expert_count"}
 LOCAL_EXPERTS = {"num_local_experts": "expert_count"}
+MINIMAX = LOCAL_EXPERTS | {"intermediate_size": "expert_feed_forward_length"}
+ERNIE = {
+    "moe_num_experts": "expert_count",
+    "moe_k": "expert_used_count",
+    "moe_num_shared_experts": "expert_shared_count",
+    "moe_layer_start_index": "leading_dense_block_count",
+    "moe_layer_interval": "interleave_moe_layer_step",
+}
 GROUPED_EXPERTS = {
     "n_routed_experts": "expert_count",
     "n_shared_experts": "expert_shared_count",
@@ -86,11 +94,16 @@ def _llama(facts: Facts, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _mistral3(facts: Facts, config: dict[str, Any]) -> dict[str, Any]:
-    if facts.number("attention.temperature_scale"):
-        raise UnsupportedError(
-            f"{facts.file.path}: queries that grow with their position (temperature_scale) are not run"
-        )
-    return {}
+    """Ministral 3 has queries that grow behind the context before YaRN."""
+    if not (rate := facts.number("attention.temperature_scale")):
+        return {}
+    scaling = rope_fields(facts, config).get("rope_scaling", {})
+    rope = {"rope_theta": config.get("rope_theta", 1e6), "llama_4_scaling_beta": rate} | scaling
+    return {"architectures": ["Ministral3ForCausalLM"], "model_type": "ministral3", "rope_parameters": rope}
+
+
+def _ernie(facts: Facts, config: dict[str, Any]) -> dict[str, Any]:
+    return {"use_bias": facts.has("attn_q.bias")}
 
 
 def _gemma(period: int, largest: int) -> Callable[[Facts, dict[str, Any]], dict[str, Any]]:
@@ -228,6 +241,10 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "gpt-oss": Architecture("GptOssForCausalLM", "gpt_oss", LOCAL_EXPERTS | WINDOW),
     "deepseek2": Architecture("DeepseekV2ForCausalLM", "deepseek_v2", GROUPED_EXPERTS, more=_deepseek2),
     "dots1": Architecture("Dots1ForCausalLM", "dots1", GROUPED_EXPERTS, {"sliding_window": None}),
+    "olmoe": Architecture("OlmoeForCausalLM", "olmoe", EXPERTS, {"norm_topk_prob": False}),
+    "minimax-m2": Architecture("MiniMaxM2ForCausalLM", "minimax_m2", MINIMAX),
+    "ernie4_5": Architecture("Ernie4_5ForCausalLM", "ernie4_5", more=_ernie),
+    "ernie4_5-moe": Architecture("Ernie4_5_MoeForCausalLM", "ernie4_5_moe", ERNIE, more=_ernie),
     "bert": Architecture("BertModel", "bert", {"layer_norm_eps": "attention.layer_norm_epsilon"}, more=_bert),
 }  # fmt: skip
 

@@ -31,8 +31,10 @@ from lmkit.kernels.registry import op
 from lmkit.kv_dtype import KVDtype
 
 FP8_MAX = 448.0
-ACTIVATIONS = ("silu", "gelu_tanh", "clamped_swish")  # of gated linears
-UNGATED = ("relu", "gelu", "relu2")  # activations of linears without a gate; their places number them in kernels
+ACTIVATIONS, UNGATED = (
+    ("silu", "gelu_tanh", "clamped_swish"),
+    ("relu", "gelu", "relu2"),
+)  # of linears with a gate, without
 UNIT_EPS = 1e-6  # of unit vectors of linear attention
 CLAMP, SWISH = 7.0, 1.702  # of clamped_swish
 
@@ -139,8 +141,7 @@ def keep(x: Tensor, residual: Tensor | None, out: Tensor, scale: float = 1.0) ->
 
 @op
 def ungated_activation(x: Tensor, activation: str) -> Tensor:
-    """x <- f(x), in place, and x. x [T, I]. relu: max(x, 0); relu2: its square (arXiv 2109.08668); gelu: x / 2
-    (1 + erf(x / sqrt(2))) (arXiv 1606.08415)."""
+    """x <- f(x), in place, and x. x [T, I]. relu: max(x, 0); relu2: its square; gelu: x / 2 (1 + erf(x / sqrt(2)))."""
 
 
 @op

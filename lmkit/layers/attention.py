@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lmkit.attention_spec import AttentionSpec
-from lmkit.kernels import ops
+from lmkit.kernels import ops, query_ops
 from lmkit.kernels.cuda.module import tensor_device
 from lmkit.kernels.ops import Norm
 from lmkit.kernels.registry import Implementation
@@ -45,6 +45,10 @@ class Attending(Forward):
         """What attention reads of x [T, hidden], normalized if `norm` is None."""
         raise NotImplementedError
 
+    def grown(self, q: Tensor, positions: Tensor) -> Tensor:
+        """q [T, num_heads, head_dim], multiplied by what its positions int32 [T] say."""
+        return q
+
     def outputs(self, out: Tensor, gates: Tensor | None) -> Tensor:
         """The output of the attention op [T, num_heads, head_dim] -> the input of attn.o."""
         return out.view(len(out), -1)
@@ -59,6 +63,7 @@ class Attending(Forward):
         (q, k, v, gates), (batch, rope, kv) = projected, at
         if self.observe_queries is not None:
             self.observe_queries(q)
+        q = self.grown(q, batch.positions)
         sinks, geometry = self.weights.get("attn.sinks"), batch.geometries[kv.group]
         out: Tensor = self.attention_op(q, k, v, *rope, kv.k, kv.v, geometry, self.scores, sinks, batch.positions)
         return self.outputs(out, gates)
@@ -66,7 +71,7 @@ class Attending(Forward):
     def logit_rows(self, x: Tensor, norm: Norm | None, at: At, stream: Tensor) -> tuple[Tensor, Tensor]:
         """See Forward. Of the other tokens only keys and values are computed."""
         (q, k, v, gates), (batch, rope, kv) = self.queries_keys_values(x, norm), at
-        rows = batch.logit_rows
+        rows, q = batch.logit_rows, self.grown(q, batch.positions)
         self.append_op(q, k, v, *rope, kv.k, kv.v, batch.geometries[kv.group].slots, batch.positions)
         if not len(rows):  # a chunk that ends before its prompt does
             return stream[:0], stream[:0]
@@ -89,10 +94,15 @@ class Attention(Attending):
 
     def __init__(self, spec: SelfAttentionSpec, parts: Parts) -> None:
         super().__init__(parts, spec.heads, spec.attention, spec.rope, shared=False)
-        self.spec, self.has_norms = spec, spec.qk_norm
+        self.spec, self.has_norms = spec, spec.qk_norm or spec.unit_qk_norm
         self.inputs = MergedLinear(spec.inputs, parts.weights, parts.device)
-        self.unit = torch.ones(spec.head_dim, device=tensor_device(parts.device)) if spec.value_norm else None
+        self.unit = (
+            torch.ones(spec.head_dim, device=tensor_device(parts.device))
+            if spec.value_norm or spec.unit_qk_norm
+            else None
+        )
         self.multiply_gates = ops.multiply_gates.select(parts.device)
+        self.grown_queries = query_ops.grown_queries.select(parts.device)
 
     @property
     def linears(self) -> tuple[MergedLinear, ...]:
@@ -111,6 +121,8 @@ class Attention(Attending):
             q, k = (x[..., list(spec.pair_order)] for x in (q, k))
         if spec.qk_norm:
             q, k = self.normed_heads("attn.q_norm", q), self.normed_heads("attn.k_norm", k)
+        if spec.unit_qk_norm:
+            q, k = self.unit_heads(q), self.unit_heads(k)
         return Projected(q, k, self.normed_values(v), gates if spec.gated else None)
 
     def _few(self, y: Tensor) -> Projected:
@@ -125,9 +137,12 @@ class Attention(Attending):
 
     def normed_values(self, v: Tensor) -> Tensor:
         """v [T, heads, head_dim], normalized in each head if the model does that."""
-        if self.unit is None:
-            return v
-        normed: Tensor = self.rms_norm(v, Norm(self.unit, self.parts.eps, None, self.dtype))
+        return self.unit_heads(v) if self.spec.value_norm else v
+
+    def unit_heads(self, x: Tensor) -> Tensor:
+        """x [T, heads, head_dim], normalized in each head without a factor."""
+        assert self.unit is not None
+        normed: Tensor = self.rms_norm(x, Norm(self.unit, self.parts.eps, None, self.dtype))
         return normed
 
     def normed_heads(self, role: str, x: Tensor) -> Tensor:
@@ -135,6 +150,19 @@ class Attention(Attending):
         joint = self.spec.joint_qk_norm
         y: Tensor = self.rms_norm(x.reshape(len(x), -1) if joint else x, self.parts.norm(role))
         return y.view(x.shape)
+
+    def grown(self, q: Tensor, positions: Tensor) -> Tensor:
+        """See Attending."""
+        if self.spec.growth is None:
+            return q
+        larger: Tensor = self.grown_queries(q, positions, self.spec.growth)
+        return larger
+
+    def captured(self) -> Iterator[tuple[str, Implementation]]:
+        """See Forward."""
+        yield from super().captured()
+        if self.spec.growth is not None:
+            yield "queries", self.grown_queries
 
     def outputs(self, out: Tensor, gates: Tensor | None) -> Tensor:
         """See Attending."""

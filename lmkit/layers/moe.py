@@ -146,6 +146,8 @@ class MoE(Forward):
 
     def _routed(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
         """The sum of the chosen experts' outputs, times their weights [T, k]."""
+        if self.spec.scores_inputs:
+            x, weights = (x * weights).to(x.dtype), torch.ones_like(weights)
         if self.ranks is not None:
             self.ranks.agree(experts)
         together = self.together(len(x), x.dtype)

@@ -61,9 +61,23 @@ OF_ENCODERS = {
 OUTER |= {f"{prefix}embeddings.{old}": new for prefix in ("", "bert.", "roberta.") for old, new in OF_ENCODERS.items()}
 EXPERTS = {
     **dict.fromkeys(
-        ("mlp.experts.gate_up_proj", "experts.gate_up_proj", "block_sparse_moe.input_linear"), ("gate", "up")
+        (
+            "mlp.experts.gate_up_proj",
+            "experts.gate_up_proj",
+            "feed_forward.experts.gate_up_proj",
+            "block_sparse_moe.input_linear",
+        ),
+        ("gate", "up"),
     ),
-    **dict.fromkeys(("mlp.experts.down_proj", "experts.down_proj", "block_sparse_moe.output_linear"), ("down",)),
+    **dict.fromkeys(
+        (
+            "mlp.experts.down_proj",
+            "experts.down_proj",
+            "feed_forward.experts.down_proj",
+            "block_sparse_moe.output_linear",
+        ),
+        ("down",),
+    ),
 }
 # What ends the name of such a tensor, and the name of an expert's.
 ENDINGS = {"": "weight", ".weight": "weight", "_bias": "bias", "_blocks": BLOCKS, "_scales": SCALES}

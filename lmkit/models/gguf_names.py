@@ -203,6 +203,7 @@ FUSED_MLP = ("phi3", "glm4", "chatglm")  # gate and up are in ffn_up
 VALUES: dict[str, Callable[[Tensor], Tensor]] = {
     "attn.a_log": lambda decay: (-decay.float()).log(),
     "attn.conv": lambda kernel: kernel.float().unsqueeze(1),
+    SCORE_BIAS: torch.flatten,
     "mlp.shared_router": lambda weight: weight.float().reshape(1, -1),
 }
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tests.formats.gguf_writer import Encoded, floats, write
 
-PAIRED = ("llama", "granite", "internlm2", "smollm3")
+PAIRED = ("llama", "granite", "internlm2", "smollm3", "mistral3")
 OFFSET = ("gemma2", "gemma3", "qwen3next")  # norms are stored as the factor
 # A field of config.json -> the end of its key.
 KEYS = {
@@ -36,6 +36,8 @@ KEYS = {
     "kv_lora_rank": "attention.kv_lora_rank", "linear_conv_kernel_dim": "ssm.conv_kernel",
     "linear_key_head_dim": "ssm.state_size", "linear_num_key_heads": "ssm.group_count",
     "linear_num_value_heads": "ssm.time_step_rank", "num_kv_shared_layers": "attention.shared_kv_layers",
+    "moe_num_shared_experts": "expert_shared_count", "moe_layer_start_index": "leading_dense_block_count",
+    "moe_layer_interval": "interleave_moe_layer_step",
     "hidden_size_per_layer_input": "embedding_length_per_layer_input",
 }  # fmt: skip
 WINDOWED = ("gemma2", "gemma3", "gemma4", "phi3", "olmo2", "exaone4", "gpt-oss")  # whose window the converter writes
@@ -131,7 +133,7 @@ def _deepseek2(config: Any) -> dict[str, Any]:
         "attention.key_length_mla": config.qk_nope_head_dim + config.qk_rope_head_dim,
         "attention.value_length_mla": config.v_head_dim,
         "rope.dimension_count": config.qk_rope_head_dim,
-        "expert_gating_func": 2 if config.model_type == "deepseek_v3" else 1,
+        "expert_gating_func": 1 if config.model_type == "deepseek_v2" else 2,
     }
     log = config.rope_parameters.get("mscale_all_dim")
     return found | ({} if log is None else {"rope.scaling.yarn_log_multiplier": 0.1 * log})
@@ -158,6 +160,11 @@ OWN: dict[str, Callable[[Any], dict[str, Any]]] = {
     "deepseek2": _deepseek2,
     "gemma4": _gemma4,
     "gpt-oss": lambda config: {"expert_feed_forward_length": config.intermediate_size},
+    "minimax-m2": lambda config: {"expert_feed_forward_length": config.intermediate_size, "expert_gating_func": 2},
+    "mistral3": lambda config: {
+        "attention.temperature_scale": config.rope_parameters["llama_4_scaling_beta"],
+        "rope.scaling.yarn_log_multiplier": config.rope_parameters["mscale_all_dim"],
+    },
     "glm4moe": lambda config: {"expert_gating_func": 2},
     "qwen3next": _qwen3next,
 }

@@ -56,6 +56,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek-v2": ("deepseek2", {}),
     "deepseek-v3": ("deepseek2", {}),
     "dots1": ("dots1", {}),
+    "glm4-moe-lite": ("deepseek2", {}),
+    "olmoe": ("olmoe", {"norm_topk_prob": False}),
+    "minimax-m2": ("minimax-m2", {}),
+    "ernie4.5": ("ernie4_5", {"tie_word_embeddings": True}),
+    "ernie4.5-moe": ("ernie4_5-moe", {}),
+    "ministral3": ("mistral3", {}),
 }
 
 

@@ -24,6 +24,11 @@ COMMON: dict[str, Any] = {
 }
 LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 24, "rope_theta": 10000.0}  # fmt: skip
+GROWING = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 7, "rope_theta": 10000.0,
+           "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.4}  # fmt: skip
+LLAMA4 = {"head_dim": 16, "num_hidden_layers": 4, "intermediate_size": 40, "intermediate_size_mlp": 88,
+          "num_local_experts": 5, "interleave_moe_layer_step": 2, "no_rope_layer_interval": 3, "floor_scale": 5,
+          "attn_scale": 0.4, "attention_chunk_size": 96}  # fmt: skip
 DYNAMIC = {"rope_type": "dynamic", "factor": 3.0, "rope_theta": 10000.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 24, "rope_theta": 10000.0}
 LONGROPE = {
@@ -104,6 +109,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3Config", {"head_dim": 16, "tie_word_embeddings": True}),
     "mistral": ("MistralConfig", {"sliding_window": None}),
     "mistral-window": ("MistralConfig", {"sliding_window": 9}),
+    "ministral": ("MinistralConfig", {"head_dim": 16, "sliding_window": 9,
+                                      "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}),
+    "ministral3": ("Ministral3Config", {"head_dim": 16, "pad_token_id": None, "rope_parameters": GROWING}),
+    "mistral3-vision": ("Ministral3Config", {"head_dim": 16, "pad_token_id": None, "rope_parameters": GROWING}),
+    "llama4": ("Llama4TextConfig", LLAMA4),
+    "llama4-plain": ("Llama4TextConfig", LLAMA4 | {"use_qk_norm": False, "interleave_moe_layer_step": 1,
+                                                   "attn_temperature_tuning": False, "attention_bias": True}),
+    "llama4-vision": ("Llama4TextConfig", LLAMA4),
     "gemma2": ("Gemma2Config", {"head_dim": 16, "num_hidden_layers": 4, "sliding_window": 9,
                                 "query_pre_attn_scalar": 24, "attn_logit_softcapping": 1.5,
                                 "final_logit_softcapping": 3.0}),
@@ -128,6 +141,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
                                "word_embed_proj_dim": 40}),
     "granite": ("GraniteConfig", {"embedding_multiplier": 3.0, "residual_multiplier": 0.22, "logits_scaling": 5.0,
                                   "attention_multiplier": 0.2, "attention_bias": True, "rms_norm_eps": 1e-2}),
+    "granite-swa": ("GraniteSWAConfig", {"embedding_multiplier": 3.0, "residual_multiplier": 0.22,
+                                         "logits_scaling": 5.0, "attention_multiplier": 0.2, "sliding_window": 9,
+                                         "layer_rope_theta": [0, 1000.0, 500.0], "rms_norm_eps": 1e-2,
+                                         "tie_word_embeddings": False}),
     "olmo2": ("Olmo2Config", {}),
     "olmo3": ("Olmo3Config", {"num_hidden_layers": 5, "sliding_window": 7, "rope_parameters": {
         "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0}, "full_attention": YARN}}),
@@ -281,13 +298,13 @@ def with_vision(text: dict[str, Any], tower: dict[str, Any]) -> dict[str, Any]:
 
 
 # Architectures whose tensors stand under the names of transformers 4.
-NAMED_AS_BEFORE = ("Gemma3", "Mistral3")
+NAMED_AS_BEFORE = ("Gemma3", "Mistral3", "Llama4")
 
 
 def put_beside_a_tower(path: Path) -> None:
     """Write a language model as it is stored with a vision tower, which has one tensor here."""
     config, tensors = json.loads((path / "config.json").read_text()), load_file(path / "model.safetensors")
-    outer = config["architectures"][0].replace("ForCausalLM", "ForConditionalGeneration")
+    outer = config["architectures"][0].replace("ForCausalLM", "ForConditionalGeneration").replace("Mini", "Mi")
     if before := outer.startswith(NAMED_AS_BEFORE):
         renamed = {f"language_model.{name}": tensor for name, tensor in tensors.items()}
     else:

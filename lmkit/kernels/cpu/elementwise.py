@@ -14,7 +14,8 @@ import torch
 from numba import carray
 from torch import Tensor
 
-from lmkit.kernels import ops
+from lmkit.attention_spec import Growth
+from lmkit.kernels import ops, query_ops
 from lmkit.kernels.cpu import threads, workspace
 from lmkit.kernels.cpu.intrinsics import bfloat_to_float, bits_to_float, copy, exp, fma, half_to_float, pointer, unpack
 from lmkit.kernels.cpu.jit import FASTMATH, Task, float_bits, inline
@@ -207,6 +208,17 @@ def _multiply_gates(args: int, scratch: int, index: int) -> None:
             out[i] = row[i] / (np.float32(1) + exp(-factors[i]))
 
 
+def _grown_queries(args: int, scratch: int, index: int) -> None:
+    x, stride, positions, y, size, rate_bits, length, shift = unpack(args, 8)
+    position = carray(pointer(positions), index + 1, np.int32)[index]
+    steps = np.float64((position + shift) // length)
+    factor = np.float32(1) + bits_to_float(np.uint32(rate_bits)) * np.float32(math.log1p(steps))
+    row = carray(pointer(x + index * stride), size, np.float32)
+    out = carray(pointer(y + 4 * index * size), size, np.float32)
+    for i in range(size):
+        out[i] = row[i] * factor
+
+
 def _softcap(args: int, scratch: int, index: int) -> None:
     """Cap row `index` of logits. `cap_bits` holds the bits of the cap."""
     x, size, cap_bits = unpack(args, 3)
@@ -233,6 +245,7 @@ def _rope_angles(args: int, scratch: int, index: int) -> None:
 RMS_NORM, GATED_ACTIVATION, EMBEDDING, GATHER_COLUMNS = (
     Task(f) for f in (_rms_norm, _gated_activation, _embedding, _gather_columns)
 )
+GROWN_QUERIES = Task(_grown_queries)
 ADD_POSITIONS, KEEP, UNGATED_ACTIVATION, MULTIPLY_GATES, SOFTCAP, ROPE_ANGLES = (
     Task(f) for f in (_add_positions, _keep, _ungated_activation, _multiply_gates, _softcap, _rope_angles)
 )
@@ -335,6 +348,18 @@ def multiply_gates(x: Tensor, gates: Tensor, activation: str) -> Tensor:
     rows = x.data_ptr(), 4 * x.stride(0), gates.data_ptr(), 4 * gates.stride(0)
     args = *rows, y.data_ptr(), x.shape[1], number
     threads.run(MULTIPLY_GATES, len(x), args, parallel=x.numel() > SERIAL_VALUES >> 4)
+    return y
+
+
+@implements(query_ops.grown_queries, "cpu", device="cpu", priority=20)
+def grown_queries(q: Tensor, positions: Tensor, growth: Growth) -> Tensor:
+    q = q if q.dtype == torch.float32 and (not len(q) or q[0].is_contiguous()) else q.float().contiguous()
+    assert positions.dtype == torch.int32
+    y, positions = workspace.empty(*q.shape), positions.contiguous()
+    size = q.shape[1] * q.shape[2]
+    rows = q.data_ptr(), 4 * q.stride(0), positions.data_ptr(), y.data_ptr(), size
+    args = *rows, float_bits(growth.rate), growth.length, growth.shift
+    threads.run(GROWN_QUERIES, len(q), args, parallel=y.numel() > SERIAL_VALUES)
     return y
 
 

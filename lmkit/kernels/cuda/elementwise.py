@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lmkit.kernels import ops
+from lmkit.attention_spec import Growth
+from lmkit.kernels import ops, query_ops
 from lmkit.kernels.cuda.module import HALVES, Kernel, is_available, missing
 from lmkit.kernels.cuda.switches import off
 from lmkit.kernels.ops import Norm
@@ -162,6 +163,23 @@ def ungated_activation(x: Tensor, activation: str) -> Tensor:
     args = [x, np.int64(x.numel()), ops.UNGATED.index(activation), x.dtype in HALVES, is_aligned(x)]
     kernel_for("elementwise.cu", "ungated_activation", half)(blocks, BLOCK, args)
     return x
+
+
+@implements(query_ops.grown_queries, "cuda", device="cuda", accepts=partial(accepts, "elementwise.cu"), priority=20)
+def grown_queries(q: Tensor, positions: Tensor, growth: Growth) -> Tensor:
+    half, columns = half_of(q), q.shape[1] * q.shape[2]
+    if half is None or q.stride()[1:] != (q.shape[2], 1):
+        reason = dtypes_of(q) if half is None else "heads that are not contiguous"
+        y: Tensor = query_ops.grown_queries.fall_back("reference", reason)(q, positions, growth)
+        return y
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    aligned = columns % WIDTH == 0 and q.stride(0) % WIDTH == 0 and is_aligned(q, out)
+    args = [
+        q, np.int64(q.stride(0)), positions.int().contiguous(), out, columns, float(growth.rate), growth.length,
+        growth.shift, q.dtype in HALVES, aligned,
+    ]  # fmt: skip
+    kernel_for("elementwise.cu", "grown_queries", half)(grid(len(q), columns), BLOCK, args)
+    return out
 
 
 @implements(ops.softcap, "cuda", device="cuda", accepts=partial(accepts, "elementwise.cu"), priority=20)

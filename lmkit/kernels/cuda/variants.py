@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 import lmkit.kernels.cuda
-from lmkit.attention_spec import AttentionSpec
-from lmkit.kernels import latent_ops, ops, recurrent_ops
+from lmkit.attention_spec import AttentionSpec, Growth
+from lmkit.kernels import latent_ops, ops, query_ops, recurrent_ops
 from lmkit.kernels.cuda import module, ranks
 from lmkit.kernels.cuda.gpus import Capability
 from lmkit.kernels.cuda.library import invariant_product
@@ -148,6 +148,8 @@ def _between(half: torch.dtype) -> None:
             norm(_empty(rows, 32, 128, dtype=half), Norm(_empty(128), 1e-5, None, half))
         if (activate := _ours(ops.ungated_activation)) is not None:
             activate(x, "relu")
+        if (grown := _ours(query_ops.grown_queries)) is not None:
+            grown(_empty(rows, 32, 128, dtype=half), _empty(rows, dtype=torch.int32), Growth(0.1, 8192))
         if (positions := _ours(ops.add_positions)) is not None:
             positions(stream, _empty(SEQUENCES, hidden), _empty(rows, dtype=torch.int32))
         if (gate := _ours(ops.gated_activation)) is not None:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from lmkit.kernels import ops
+from lmkit.attention_spec import Growth
+from lmkit.kernels import ops, query_ops
 from lmkit.kernels.ops import KVTensor, Norm
 from lmkit.kernels.reference.kv import accepts_heads, kv_append
 from lmkit.kernels.registry import implements
@@ -62,6 +63,12 @@ def ungated_activation(x: Tensor, activation: str) -> Tensor:
 def multiply_gates(x: Tensor, gates: Tensor, activation: str) -> Tensor:
     wide, factors = x.float(), gates.float()
     return (wide * factors.sigmoid() if activation == "sigmoid" else ACTIVATIONS[activation](factors, wide)).to(x.dtype)
+
+
+@implements(query_ops.grown_queries, "reference", device="any")
+def grown_queries(q: Tensor, positions: Tensor, growth: Growth) -> Tensor:
+    steps = (positions + growth.shift).div(growth.length, rounding_mode="floor")
+    return (q.float() * (1 + growth.rate * steps.float().log1p())[:, None, None]).to(q.dtype)
 
 
 @implements(ops.softcap, "reference", device="any")

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Self
 
-from lmkit.attention_spec import AttentionSpec
+from lmkit.attention_spec import AttentionSpec, Growth
 from lmkit.errors import CheckpointError, UnsupportedError
 from lmkit.layers.blocks.base import Block, Heads, Pairs, Shape, check_limits, check_rope, check_split
 from lmkit.layers.blocks.state import PagedKV
@@ -30,7 +30,9 @@ class SelfAttentionSpec(Block):
     has_sinks: bool = False  # a learned score for each head of a key whose value is 0: ops.paged_attention
     qk_norm: bool = False  # RMSNorm over head_dim on q and k, before RoPE
     joint_qk_norm: bool = False  # the norm of q is over all heads together, and so is that of k
+    unit_qk_norm: bool = False  # as qk_norm, without factors. It may stand after RoPE as well, which keeps lengths
     gated: bool = False  # the output of attention is multiplied with the sigmoid of one more linear, attn.gate
+    growth: Growth | None = None  # queries grow with their position
     value_norm: bool = False  # RMSNorm over head_dim on v, without a factor
     key_is_value: bool = False  # v is k before its norm and RoPE: there is no attn.v
     kv_from: int | None = None  # the layer whose keys and values this one reads; it has none of its own
@@ -140,6 +142,8 @@ class SelfAttentionSpec(Block):
                 f"config.json: {self.num_heads} attention heads cannot share {self.num_kv_heads} key-value heads evenly"
             )
         check_rope(self.rope, self.head_dim)
+        if self.growth is not None and not 1 <= self.growth.length < 1 << 31:
+            raise CheckpointError(f"config.json: queries that grow by {self.growth} cannot be")
 
     def share(self, rank: int, tp: int, ep: int) -> Self:
         if tp == 1:

@@ -40,6 +40,7 @@ class MoESpec(Block):
     groups_per_token: int = 1
     group_top: int = 2  # how many scores of a group are added to compare it with other groups
     scale: float = 1.0  # a factor on the scores of the chosen experts
+    scores_inputs: bool = False  # an expert's input has its score as a factor, not its output; of one expert a token
     shared: MLPSpec | None = None  # one more expert, which computes every token
     shared_router: bool = True  # the shared expert's output has a factor of its own, the sigmoid of one more output
     beside: bool = False  # router, experts and shared expert have norms of their own, as in Gemma 4 (layers.moe)

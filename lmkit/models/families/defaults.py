@@ -20,6 +20,11 @@ MISTRAL: Defaults = {
     "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_act": "silu", "max_position_embeddings": 131072,
     "rms_norm_eps": 1e-06, "tie_word_embeddings": False, "sliding_window": 4096, "rope_theta": 10000.0,
 }  # fmt: skip
+MINISTRAL3: Defaults = {
+    "vocab_size": 131072, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 34,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "hidden_act": "silu",
+    "max_position_embeddings": 262144, "rms_norm_eps": 1e-05, "tie_word_embeddings": False, "sliding_window": None,
+}  # fmt: skip
 QWEN2: Defaults = {
     "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 22016, "num_hidden_layers": 32,
     "num_attention_heads": 32, "num_key_value_heads": 32, "hidden_act": "silu", "max_position_embeddings": 32768,
@@ -87,6 +92,11 @@ GRANITE: Defaults = {
     "num_attention_heads": 32, "hidden_act": "silu", "max_position_embeddings": 2048, "rms_norm_eps": 1e-06,
     "tie_word_embeddings": False, "attention_bias": False, "mlp_bias": False, "embedding_multiplier": 1.0,
     "logits_scaling": 1.0, "residual_multiplier": 1.0, "attention_multiplier": 1.0, "rope_theta": 10000.0,
+}  # fmt: skip
+GRANITE_SWA: Defaults = GRANITE | {
+    "vocab_size": 100352, "hidden_size": 2560, "intermediate_size": 8192, "num_hidden_layers": 24,
+    "num_attention_heads": 20, "num_key_value_heads": 4, "max_position_embeddings": 8192, "rms_norm_eps": 1e-05,
+    "tie_word_embeddings": True, "sliding_window": 128,
 }  # fmt: skip
 OLMO2: Defaults = {
     "vocab_size": 50304, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
@@ -278,6 +288,14 @@ NEMOTRON_H: Defaults = {
     "use_conv_bias": True, "use_bias": False, "n_routed_experts": 8, "moe_intermediate_size": 7688,
     "moe_shared_expert_intermediate_size": 7688, "num_experts_per_tok": 2, "routed_scaling_factor": 1.0, "n_group": 1,
     "topk_group": 1, "norm_topk_prob": True,
+}  # fmt: skip
+LLAMA4: Defaults = {
+    "vocab_size": 202048, "hidden_size": 5120, "intermediate_size": 8192, "intermediate_size_mlp": 16384,
+    "num_hidden_layers": 48, "num_attention_heads": 40, "num_key_value_heads": 8, "head_dim": 128, "hidden_act": "silu",
+    "max_position_embeddings": 131072, "rms_norm_eps": 1e-05, "tie_word_embeddings": False, "num_experts_per_tok": 1,
+    "num_local_experts": 16, "interleave_moe_layer_step": 1, "use_qk_norm": True, "no_rope_layer_interval": 4,
+    "attention_chunk_size": 8192, "attn_temperature_tuning": True, "floor_scale": 8192, "attn_scale": 0.1,
+    "attention_bias": False, "rope_theta": 500000.0,
 }  # fmt: skip
 BERT: Defaults = {
     "vocab_size": 30522, "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size":

@@ -1,13 +1,15 @@
-"""Granite: Llama with factors on embeddings, scores, logits, and on what a block adds to the residual stream."""
+"""Granite: Llama with factors on embeddings, scores, logits, and on what a block adds to the residual stream. Granite
+SWA has windows and learned sinks."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from lmkit.attention_spec import AttentionSpec
 from lmkit.errors import CheckpointError
 from lmkit.models.families import defaults
-from lmkit.models.families.llama import layer_spec, model_spec, num_layers, number
+from lmkit.models.families.llama import integer, layer_spec, model_spec, num_layers, number, typed_windows, windowed
 from lmkit.models.registry import family
 from lmkit.models.spec import ModelSpec
 
@@ -32,3 +34,20 @@ def granite(hf: dict[str, Any]) -> ModelSpec:
         mlp_bias=bool(hf.get("mlp_bias", False)),
     )
     return model_spec(hf, [layer] * num_layers(hf), embedding_scale=embedding / m, logit_scale=1 / logits)
+
+
+@family("GraniteSWAForCausalLM", defaults=defaults.GRANITE_SWA)
+def granite_swa(hf: dict[str, Any]) -> ModelSpec:
+    """Each layer may have a base of RoPE of its own; 0: it turns no heads."""
+    dense, count = granite(hf), num_layers(hf)
+    kinds = hf.get("layer_types") or ["sliding_attention" if i % 4 else "full_attention" for i in range(count)]
+    windows = typed_windows(hf | {"layer_types": kinds}, integer(hf, "sliding_window", 0))
+    bases = hf.get("layer_rope_theta") or [dense.layers[0].rope.theta] * count
+    if not isinstance(bases, list) or len(bases) != count:
+        raise CheckpointError(f"config.json: layer_rope_theta must have {count} entries")
+    layers = []
+    for layer, base in zip(windowed(dense.layers[0].having(has_sinks=True), windows), bases, strict=True):
+        theta = number({"layer_rope_theta": base}, "layer_rope_theta", 0.0)
+        own = replace(layer.rope, theta=theta) if theta else replace(layer.rope, kind="none")
+        layers.append(layer.having(rope=own))
+    return replace(dense, layers=tuple(layers))

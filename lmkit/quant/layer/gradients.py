@@ -30,7 +30,7 @@ class _WithGradients(Attending):
         (q, k, v, gates), scores = projected, self.scores
         if scores.window or scores.softcap or "attn.sinks" in self.weights:
             return super().attend(projected._replace(q=q.clone(), k=k.clone()), at)
-        num_rows, rope = len(at.batch.rope_lens), at.rope
+        num_rows, rope, q = len(at.batch.rope_lens), at.rope, self.grown(q, at.batch.positions)
         q, k, v = (x.view(num_rows, -1, *x.shape[1:]).transpose(1, 2) for x in (turned(q, rope), turned(k, rope), v))
         out = functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scores.scale, enable_gqa=True)
         return self.outputs(out.transpose(1, 2).flatten(0, 1).contiguous(), gates)

@@ -92,7 +92,8 @@ def test_prompts_over_plain_heads(
 
 # Their parts have tests of their own, so these are run with the exhaustive tests.
 ALIKE = ("dots1", "ernie4.5", "ernie4.5-moe", "exaone4", "gemma2", "gemma3", "glm", "glm4", "glm4-moe",
-         "glm4-moe-lite", "gpt-oss", "granite", "internlm2", "internlm3", "minimax-m2", "mistral-window", "mixtral",
+         "glm4-moe-lite", "gpt-oss", "granite", "granite-swa", "internlm2", "internlm3", "llama4", "minimax-m2",
+         "ministral3", "mistral-window", "mixtral",
          "olmo2", "olmo3", "olmoe", "phi3", "qwen3", "qwen3-moe", "qwen2.5-vl", "qwen3-vl", "seed-oss",
          "smollm3")  # fmt: skip
 

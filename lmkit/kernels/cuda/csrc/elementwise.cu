@@ -75,6 +75,24 @@ extern "C" __global__ void __launch_bounds__(256) ungated_activation(
 }
 EXPORT(ungated_activation)
 
+// out = q * (1 + rate ln(1 + (position + shift) / length)), division of whole numbers. Grid: (rows, blocks of columns).
+extern "C" __global__ void __launch_bounds__(256) grown_queries(
+    const void* q, i64 row_stride, const i32* positions, void* out, int columns, float rate, int length, int shift,
+    int half, int aligned
+) {
+    begin_kernel();
+    const int column = WIDTH * (blockIdx.y * blockDim.x + threadIdx.x);
+    const int count = columns - column;
+    if (count <= 0) return;
+    const float factor = 1.0f + rate * log1pf(static_cast<float>((positions[blockIdx.x] + shift) / length));
+    float v[WIDTH];
+    load8(v, q, blockIdx.x * row_stride + column, half, aligned, count);
+#pragma unroll
+    for (int i = 0; i < WIDTH; ++i) v[i] *= factor;
+    store8(out, static_cast<i64>(blockIdx.x) * columns + column, v, half, aligned, count);
+}
+EXPORT(grown_queries)
+
 // x[i] = cap * tanh(x[i] / cap), in place. A thread has one value.
 extern "C" __global__ void __launch_bounds__(256) softcap(float* x, float cap, i64 count) {
     begin_kernel();
