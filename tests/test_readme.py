@@ -92,6 +92,7 @@ ROWS = {
     "Bamba": ("BambaForCausalLM", "bamba"),
     "Nemotron-H": ("NemotronHForCausalLM", "nemotron-h"),
     "Nemotron 3 Nano": ("NemotronHForCausalLM", "nemotron-3"),
+    "Command R7B, Command A": ("Cohere2ForCausalLM", "cohere2"),
     "OPT": ("OPTForCausalLM", "opt"),
 }
 

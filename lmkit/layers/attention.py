@@ -173,6 +173,5 @@ class Attention(Attending):
 
 
 def attending(block: Forward) -> Attending:
-    """The block, which must be attention."""
-    assert isinstance(block, Attending)
-    return block
+    """The attention that the block is, or that is a part of it."""
+    return next(part for part in block.members if isinstance(part, Attending))

@@ -72,6 +72,11 @@ class Forward:
     all_tokens = False  # whether observers of an expert also see tokens of other experts
 
     @property
+    def members(self) -> tuple[Forward, ...]:
+        """See Block.members."""
+        return (self,)
+
+    @property
     def linears(self) -> tuple[MergedLinear, ...]:
         raise NotImplementedError
 

@@ -15,6 +15,7 @@ from lmkit.layers.blocks.latent import LatentSpec
 from lmkit.layers.blocks.mamba import MambaSpec
 from lmkit.layers.blocks.mlp import MLPSpec, PerLayerSpec
 from lmkit.layers.blocks.moe import MoESpec
+from lmkit.layers.blocks.parallel import ParallelSpec
 from lmkit.layers.blocks.short_conv import ShortConvSpec
 from lmkit.layers.delta import GatedDelta
 from lmkit.layers.latent import LatentAttention
@@ -22,6 +23,7 @@ from lmkit.layers.latent_prompts import PlainHeads
 from lmkit.layers.mamba import Mamba
 from lmkit.layers.mlp import GatedMLP
 from lmkit.layers.moe import MoE
+from lmkit.layers.parallel import Parallel
 from lmkit.layers.per_layer import PerLayerGate
 from lmkit.layers.short_conv import ShortConv
 
@@ -34,7 +36,17 @@ def _latent(spec: LatentSpec, parts: Parts) -> LatentAttention:
     return block
 
 
-FORWARDS: Forwards = {
+def with_parallel(forwards: Forwards) -> Forwards:
+    """The table with ParallelSpec, whose parts it computes."""
+
+    def parallel(spec: ParallelSpec, parts: Parts) -> Parallel:
+        mixer, mlp = (forwards[type(part)](part, parts) for part in spec.members)
+        return Parallel(mixer, mlp, parts)
+
+    return forwards | {ParallelSpec: parallel}
+
+
+BLOCKS: Forwards = {
     SelfAttentionSpec: Attention,
     LatentSpec: _latent,
     DeltaSpec: GatedDelta,
@@ -44,3 +56,4 @@ FORWARDS: Forwards = {
     MoESpec: lambda spec, parts: MoE(spec, parts.weights, parts.device),
     PerLayerSpec: PerLayerGate,
 }
+FORWARDS = with_parallel(BLOCKS)

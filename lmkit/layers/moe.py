@@ -199,7 +199,7 @@ class MoE(Forward):
 
 def mixtures_of(blocks: Iterable[Forward]) -> list[MoE]:
     """The mixtures of experts among blocks."""
-    return [block for block in blocks if isinstance(block, MoE)]
+    return [part for block in blocks for part in block.members if isinstance(part, MoE)]
 
 
 def by_expert(experts: Tensor) -> Iterator[tuple[int, Tensor]]:

@@ -21,6 +21,8 @@ from dataclasses import replace
 from fractions import Fraction
 from itertools import pairwise, product
 
+import torch
+
 from lmkit.errors import CheckpointError
 from lmkit.formats.awq import awq_version
 from lmkit.formats.checkpoint import CheckpointReader
@@ -109,7 +111,10 @@ def views(reader: CheckpointReader, spec: ModelSpec) -> dict[str, View]:
             found[f"{new}.{suffix}"] = named(source, reader.info(source).shape)
     if spec.tie_embeddings and not _is_there(reader, found, roles.EMBED) and _is_there(reader, found, roles.LM_HEAD):
         found[f"{roles.EMBED}.weight"] = _head_as_embeddings(reader, found)
+    norms = [roles.FINAL_NORM] if spec.layers[-1].norms_lack_bias else []
     for index, layer in enumerate(spec.layers):
+        if layer.norms_lack_bias:
+            norms += [layer.module_name(index, role) for each in layer.blocks for role in each.norms]
         found |= dict(_linears(reader, index, layer))
         for role in (layer.vectors | layer.matrices).keys() & UNSUFFIXED:
             if reader.has(source := layer.module_name(index, role)):
@@ -117,7 +122,16 @@ def views(reader: CheckpointReader, spec: ModelSpec) -> dict[str, View]:
                 found[source + ".weight"] = flat(source, shape) if role == SCORE_BIAS else named(source, shape)
         if layer.mixture is not None:
             found |= dict(_experts(reader, index, layer, layer.mixture))
-    return found
+    return found | dict(_without_bias(reader, norms))
+
+
+def _without_bias(reader: CheckpointReader, norms: list[str]) -> Iterator[tuple[str, View]]:
+    """The factors of LayerNorms, and zeros for their biases. A checkpoint that lmkit has quantized has the zeros."""
+    for name in norms:
+        if reader.has(source := f"{name}.weight") and not reader.has(f"{name}.bias"):
+            shape = reader.info(source).shape
+            yield source, named(source, shape)
+            yield f"{name}.bias", View(source, shape, torch.zeros_like)
 
 
 def _is_there(reader: CheckpointReader, found: dict[str, View], module: str) -> bool:

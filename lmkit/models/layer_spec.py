@@ -32,6 +32,7 @@ class LayerSpec:
     blocks: tuple[Residual, ...]
     norm_eps: float
     norm_bias: bool = False  # norms are LayerNorms
+    norms_lack_bias: bool = False  # LayerNorms whose biases a checkpoint does not have: they are 0
     prefix: str = "model.layers"  # of the names in a checkpoint
     number: int | None = None  # in these names, if it is not the layer's place in the model
     names: Mapping[str, str] = field(default_factory=lambda: roles.LLAMA_NAMES, hash=False)  # see models.roles
@@ -45,7 +46,7 @@ class LayerSpec:
             if block is not None:
                 blocks[place] = replace(blocks[place], block=block)
         if changes:
-            blocks[0] = replace(blocks[0], block=replace(blocks[0].block, **changes))
+            blocks[0] = replace(blocks[0], block=blocks[0].block.having(**changes))
         return replace(self, blocks=tuple(blocks), **own)
 
     def __iter__(self) -> Iterator[Block]:

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lmkit.attention_spec import AttentionSpec
+from lmkit.attention_spec import AttentionSpec, Growth
 from lmkit.formats.mxfp4 import MXFP4
-from lmkit.kernels import ops, recurrent_ops
+from lmkit.kernels import ops, query_ops, recurrent_ops
 from lmkit.kernels.delta import DeltaWeights
 from lmkit.kernels.ops import Balance, BatchGeometry, KeyMean, KVTensor, Norm
 from lmkit.kernels.recurrent import RecurrentStates
@@ -161,6 +161,13 @@ def elementwise_cases() -> Iterator[Case]:
     for which, tolerance in (("relu", 0), ("gelu", 1e-6), ("relu2", 0)):
         wide = _seeded(lambda: (torch.randn(7, 130) * 3,))
         yield Case(ops.ungated_activation, which, lambda wide=wide, which=which: (*wide(), which), {}, tolerance)
+    for heads in (1, 3):
+
+        def growing(heads: int = heads) -> tuple[Any, ...]:
+            q = torch.randn(7, 5 * heads * 10)[:, 4 : 4 + heads * 10].unflatten(1, (heads, 10))
+            return q, torch.tensor([0, 6, 7, 13, 14, 500, 90000]).int(), Growth(0.3, 7, heads - 1)
+
+        yield Case(query_ops.grown_queries, f"{heads}", _seeded(growing), {}, 1e-6)
     rows = _seeded(lambda: (torch.randn(7, 30), torch.randn(40, 30), torch.randint(40, (7,)).int()))
     yield Case(ops.add_positions, "positions", rows, {}, 0)
     gates = _seeded(lambda: (torch.randn(7, 48), torch.randn(7, 130)[:, 70:118] * 20))

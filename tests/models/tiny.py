@@ -28,7 +28,7 @@ GROWING = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings
            "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.4}  # fmt: skip
 LLAMA4 = {"head_dim": 16, "num_hidden_layers": 4, "intermediate_size": 40, "intermediate_size_mlp": 88,
           "num_local_experts": 5, "interleave_moe_layer_step": 2, "no_rope_layer_interval": 3, "floor_scale": 5,
-          "attn_scale": 0.4, "attention_chunk_size": 96}  # fmt: skip
+          "attn_scale": 0.4, "attention_chunk_size": 4096}  # fmt: skip
 DYNAMIC = {"rope_type": "dynamic", "factor": 3.0, "rope_theta": 10000.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 24, "rope_theta": 10000.0}
 LONGROPE = {
@@ -117,6 +117,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama4-plain": ("Llama4TextConfig", LLAMA4 | {"use_qk_norm": False, "interleave_moe_layer_step": 1,
                                                    "attn_temperature_tuning": False, "attention_bias": True}),
     "llama4-vision": ("Llama4TextConfig", LLAMA4),
+    "cohere2": ("Cohere2Config", {"num_hidden_layers": 5, "sliding_window": 9, "layer_norm_eps": 1e-4,
+                                  "logit_scale": 0.25, "attention_bias": True, "pad_token_id": None}),
     "gemma2": ("Gemma2Config", {"head_dim": 16, "num_hidden_layers": 4, "sliding_window": 9,
                                 "query_pre_attn_scalar": 24, "attn_logit_softcapping": 1.5,
                                 "final_logit_softcapping": 3.0}),
@@ -255,8 +257,9 @@ def make(path: Path, name: str, **overrides: Any) -> transformers.PreTrainedMode
     class_name, differences = FAMILIES[name]
     torch.manual_seed(7)
     options = copy.deepcopy(COMMON | differences | overrides)
-    if options.get("layer_types"):
-        options["layer_types"] = options["layer_types"][: options["num_hidden_layers"]]
+    for key in ("layer_types", "layer_rope_theta"):
+        if options.get(key):
+            options[key] = options[key][: options["num_hidden_layers"]]
     if "expand" in options:
         options["head_dim"] = options["expand"] * options["hidden_size"] // options["num_heads"]
     if "hidden_size_per_layer_input" in options:  # a vector for each token

@@ -158,5 +158,6 @@ class SelfAttentionSpec(Block):
 
 def fitted_kv(blocks: Iterable[Block]) -> SelfAttentionSpec | None:
     """The block that has keys and values of its own to which a transform can be fitted (quant.kv.fit)."""
-    own = (block for block in blocks if isinstance(block, SelfAttentionSpec) and block.kv_from is None)
+    every = (part for block in blocks for part in block.members)
+    own = (part for part in every if isinstance(part, SelfAttentionSpec) and part.kv_from is None)
     return next(own, None)

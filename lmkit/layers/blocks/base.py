@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol, Self
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol, Self
 
 from lmkit.attention_spec import AttentionSpec
 from lmkit.errors import CheckpointError, UnsupportedError
@@ -45,6 +45,15 @@ class Block:
 
     Roles name weights: models.roles.
     """
+
+    @property
+    def members(self) -> tuple[Block, ...]:
+        """The blocks that it is made of: itself, but for ParallelSpec."""
+        return (self,)
+
+    def having(self, **changes: Any) -> Self:
+        """The block with other fields. Those of ParallelSpec are its mixer's."""
+        return replace(self, **changes)
 
     # What is loaded.
 

@@ -176,4 +176,4 @@ class MoESpec(Block):
 
 def mixture_of(blocks: Iterable[Block]) -> MoESpec | None:
     """The mixture of experts among a layer's blocks."""
-    return next((block for block in blocks if isinstance(block, MoESpec)), None)
+    return next((part for block in blocks for part in block.members if isinstance(part, MoESpec)), None)

@@ -297,6 +297,11 @@ LLAMA4: Defaults = {
     "attention_chunk_size": 8192, "attn_temperature_tuning": True, "floor_scale": 8192, "attn_scale": 0.1,
     "attention_bias": False, "rope_theta": 500000.0,
 }  # fmt: skip
+COHERE2: Defaults = {
+    "vocab_size": 256000, "hidden_size": 8192, "intermediate_size": 22528, "logit_scale": 0.0625, "num_hidden_layers":
+    40, "num_attention_heads": 64, "hidden_act": "silu", "max_position_embeddings": 8192, "layer_norm_eps": 1e-05,
+    "tie_word_embeddings": True, "attention_bias": False, "sliding_window": 4096, "rope_theta": 10000.0,
+}  # fmt: skip
 BERT: Defaults = {
     "vocab_size": 30522, "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size":
     3072, "hidden_act": "gelu", "max_position_embeddings": 512, "type_vocab_size": 2, "layer_norm_eps": 1e-12,

@@ -17,7 +17,7 @@ from lmkit.layers.batch import Projected
 from lmkit.layers.block import At, CosSin
 from lmkit.layers.blocks.attention import SelfAttentionSpec
 from lmkit.layers.blocks.latent import LatentSpec
-from lmkit.layers.forward import FORWARDS
+from lmkit.layers.forward import BLOCKS, with_parallel
 from lmkit.layers.latent import LatentAttention
 from lmkit.models.decoder_layer import DecoderLayer
 from lmkit.quant.layer.layer import Geometry
@@ -47,7 +47,7 @@ class _LatentAttention(_WithGradients, LatentAttention):
 class LayerWithGradients(DecoderLayer):
     """A layer on the reference operations, for whole sequences of one length."""
 
-    forwards = FORWARDS | {SelfAttentionSpec: _Attention, LatentSpec: _LatentAttention}
+    forwards = with_parallel(BLOCKS | {SelfAttentionSpec: _Attention, LatentSpec: _LatentAttention})
 
     def observe_gradients(self, observer: Callable[[tuple[str, ...], Tensor], None]) -> None:
         """Call `observer(roles, g [T, out])` on the way back, with the gradients at the outputs of linears that are

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from lmkit.attention_spec import Growth
 from lmkit.kernels import ops
 from lmkit.kernels.cuda import elementwise
 from lmkit.kernels.ops import Norm
@@ -205,6 +206,16 @@ def test_ungated_activations(device: str, shape: tuple[int, int], dtype: torch.d
         assert got is there
         near = 0 if activation != "gelu" else max(torch.finfo(dtype).eps, 1e-6)
         torch.testing.assert_close(got.cpu(), want, rtol=near, atol=near, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [F32, F16, BF16])
+@pytest.mark.parametrize("dim", [6, 64])
+def test_grown_queries(device: str, dim: int, dtype: torch.dtype) -> None:
+    q, growth = torch.randn(6, 4 * dim).to(dtype)[:, dim:].unflatten(1, (3, dim)), Growth(0.3, 7, 1)
+    positions = torch.tensor([0, 5, 6, 13, 400, 90000]).int()
+    got = elementwise.grown_queries(q.to(device), positions.to(device), growth)
+    want = (q.double() * (1 + 0.3 * ((positions.double() + 1) / 7).floor().log1p())[:, None, None]).to(dtype)
+    torch.testing.assert_close(got.cpu(), want, rtol=max(torch.finfo(dtype).eps, 1e-6), atol=0)
 
 
 @pytest.mark.parametrize("dtype", [F32, F16, BF16])
