@@ -31,10 +31,7 @@ from lmkit.kernels.registry import op
 from lmkit.kv_dtype import KVDtype
 
 FP8_MAX = 448.0
-ACTIVATIONS, UNGATED = (
-    ("silu", "gelu_tanh", "clamped_swish"),
-    ("relu", "gelu", "relu2"),
-)  # of linears with a gate, without
+ACTIVATIONS, UNGATED = ("silu", "gelu_tanh", "clamped_swish"), ("relu", "gelu", "relu2")  # with a gate, without
 UNIT_EPS = 1e-6  # of unit vectors of linear attention
 CLAMP, SWISH = 7.0, 1.702  # of clamped_swish
 

@@ -48,6 +48,14 @@ SIGMOID_EXPERTS = QWEN_EXPERTS | {
     "mlp.shared.up": "mlp.shared_experts.up_proj",
     "mlp.shared.down": "mlp.shared_experts.down_proj",
 }
+# Hunyuan 3.
+HUNYUAN_EXPERTS = {
+    "mlp.router": "mlp.router.gate",
+    "mlp.score_bias": "mlp.expert_bias",
+    "mlp.shared.gate": "mlp.shared_mlp.gate_proj",
+    "mlp.shared.up": "mlp.shared_mlp.up_proj",
+    "mlp.shared.down": "mlp.shared_mlp.down_proj",
+}
 LATENT_NAMES = LLAMA_NAMES | {
     "attn.q_a": "self_attn.q_a_proj",
     "attn.q_a_norm": "self_attn.q_a_layernorm",
@@ -63,6 +71,12 @@ MIXTRAL_EXPERTS = {
     "mlp.experts.{}.gate": "block_sparse_moe.experts.{}.w1",
     "mlp.experts.{}.up": "block_sparse_moe.experts.{}.w3",
     "mlp.experts.{}.down": "block_sparse_moe.experts.{}.w2",
+}
+GRANITE_EXPERTS = {
+    "mlp.router": "block_sparse_moe.router.layer",
+    "mlp.experts.{}.gate": "block_sparse_moe.experts.{}.gate_proj",
+    "mlp.experts.{}.up": "block_sparse_moe.experts.{}.up_proj",
+    "mlp.experts.{}.down": "block_sparse_moe.experts.{}.down_proj",
 }
 # Qwen3-Next and Qwen3.5. A checkpoint has q and the gate of a head side by side in q_proj: models.fused.
 GATED_NAMES = {"attn.q": "self_attn.query_proj", "attn.gate": "self_attn.gate_proj"}

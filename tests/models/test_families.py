@@ -99,6 +99,14 @@ def test_dynamic_ntk_stretches_beyond_the_trained_context(tmp_path: Path) -> Non
     torch.testing.assert_close(logits[len(row) :], expected(model, row[:20]), rtol=TOLERANCE, atol=TOLERANCE)
 
 
+def test_llama_4_is_served_up_to_one_chunk() -> None:
+    """In a longer context its layers with RoPE would not see all keys."""
+    config = CONFIG | {"architectures": ["Llama4ForCausalLM"], "max_position_embeddings": 1 << 20}
+    assert load_spec(config).max_position == 8192
+    for unlimited in ({"attention_chunk_size": None}, {"layer_types": ["full_attention"] * 2}):
+        assert load_spec(config | unlimited).max_position == 1 << 20
+
+
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "intermediate_size": 128, "vocab_size": 100, "rms_norm_eps": 1e-5,

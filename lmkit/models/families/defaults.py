@@ -302,6 +302,32 @@ COHERE2: Defaults = {
     40, "num_attention_heads": 64, "hidden_act": "silu", "max_position_embeddings": 8192, "layer_norm_eps": 1e-05,
     "tie_word_embeddings": True, "attention_bias": False, "sliding_window": 4096, "rope_theta": 10000.0,
 }  # fmt: skip
+GEMMA: Defaults = {
+    "vocab_size": 256000, "hidden_size": 3072, "intermediate_size": 24576, "num_hidden_layers": 28,
+    "num_attention_heads": 16, "num_key_value_heads": 16, "head_dim": 256, "hidden_act": "gelu_pytorch_tanh",
+    "max_position_embeddings": 8192, "rms_norm_eps": 1e-06, "tie_word_embeddings": True, "attention_bias": False,
+    "rope_theta": 10000.0,
+}  # fmt: skip
+GRANITE_MOE: Defaults = GRANITE | {"num_local_experts": 8, "num_experts_per_tok": 2}
+ARCEE: Defaults = {
+    "vocab_size": 32000, "hidden_size": 2560, "intermediate_size": 18432, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "hidden_act": "relu2", "max_position_embeddings": 4096, "rms_norm_eps": 1e-05,
+    "tie_word_embeddings": False, "attention_bias": False, "mlp_bias": False, "rope_theta": 10000.0,
+}  # fmt: skip
+SOLAR_OPEN: Defaults = {
+    "vocab_size": 196608, "hidden_size": 4096, "num_hidden_layers": 48, "num_attention_heads": 64,
+    "num_key_value_heads": 8, "head_dim": 128, "hidden_act": "silu", "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-05, "tie_word_embeddings": False, "attention_bias": False, "moe_intermediate_size": 1280,
+    "num_experts_per_tok": 8, "n_shared_experts": 1, "n_routed_experts": 128, "routed_scaling_factor": 1.0, "n_group":
+    1, "topk_group": 1, "norm_topk_prob": True, "rope_theta": 1000000.0,
+}  # fmt: skip
+HY_V3: Defaults = {
+    "vocab_size": 120832, "hidden_size": 4096, "intermediate_size": 13312, "num_hidden_layers": 80,
+    "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128, "hidden_act": "silu",
+    "max_position_embeddings": 131072, "rms_norm_eps": 1e-05, "tie_word_embeddings": False, "attention_bias": False,
+    "mlp_bias": False, "num_experts": 192, "num_experts_per_tok": 8, "num_shared_experts": 1, "moe_intermediate_size":
+    1536, "router_scaling_factor": 2.826, "rope_theta": 11158840.0,
+}  # fmt: skip
 BERT: Defaults = {
     "vocab_size": 30522, "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size":
     3072, "hidden_act": "gelu", "max_position_embeddings": 512, "type_vocab_size": 2, "layer_norm_eps": 1e-12,

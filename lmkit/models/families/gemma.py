@@ -1,4 +1,4 @@
-"""Gemma 2 and 3: norms before and after, scaled embeddings, GELU, and sliding windows on most layers.
+"""Gemma, Gemma 2 and 3: norms before and after, scaled embeddings, GELU, and sliding windows on most layers.
 
 Gemma 2 has soft caps. Gemma 3 has norms on q and k instead, and its layers with a window turn heads by another base.
 """
@@ -17,6 +17,13 @@ from lmkit.models.layer_spec import LayerSpec
 from lmkit.models.registry import family
 from lmkit.models.roles import LLAMA_NAMES, POST_NORM_NAMES
 from lmkit.models.spec import ModelSpec
+
+
+@family("GemmaForCausalLM", defaults=defaults.GEMMA)
+def gemma(hf: dict[str, Any]) -> ModelSpec:
+    """Norms stand only before attention and MLP."""
+    bias = bool(hf.get("attention_bias", False))
+    return _model(hf, [layer_spec(hf, attn_bias=bias, o_bias=bias)] * num_layers(hf))
 
 
 @family("Gemma2ForCausalLM", defaults=defaults.GEMMA2)

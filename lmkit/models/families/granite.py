@@ -8,9 +8,21 @@ from typing import Any
 
 from lmkit.attention_spec import AttentionSpec
 from lmkit.errors import CheckpointError
+from lmkit.layers.blocks.mlp import MLPSpec
+from lmkit.layers.blocks.moe import MoESpec
 from lmkit.models.families import defaults
-from lmkit.models.families.llama import integer, layer_spec, model_spec, num_layers, number, typed_windows, windowed
+from lmkit.models.families.llama import (
+    activation,
+    integer,
+    layer_spec,
+    model_spec,
+    num_layers,
+    number,
+    typed_windows,
+    windowed,
+)
 from lmkit.models.registry import family
+from lmkit.models.roles import GRANITE_EXPERTS, LLAMA_NAMES
 from lmkit.models.spec import ModelSpec
 
 
@@ -34,6 +46,18 @@ def granite(hf: dict[str, Any]) -> ModelSpec:
         mlp_bias=bool(hf.get("mlp_bias", False)),
     )
     return model_spec(hf, [layer] * num_layers(hf), embedding_scale=embedding / m, logit_scale=1 / logits)
+
+
+@family("GraniteMoeForCausalLM", defaults=defaults.GRANITE_MOE)
+def granite_moe(hf: dict[str, Any]) -> ModelSpec:
+    dense = granite(hf)
+    moe = MoESpec(
+        num_experts=integer(hf, "num_local_experts"),
+        experts_per_token=integer(hf, "num_experts_per_tok"),
+        expert=MLPSpec(integer(hf, "intermediate_size"), activation(hf)),
+    )
+    names = LLAMA_NAMES | GRANITE_EXPERTS
+    return replace(dense, layers=tuple(layer.having(mlp=moe, names=names) for layer in dense.layers))
 
 
 @family("GraniteSWAForCausalLM", defaults=defaults.GRANITE_SWA)

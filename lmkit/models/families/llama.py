@@ -110,6 +110,16 @@ def qwen2(hf: dict[str, Any]) -> ModelSpec:
     return model_spec(hf, windowed(layer_spec(hf, attn_bias=True), layer_windows(hf)))
 
 
+@family("ArceeForCausalLM", defaults=defaults.ARCEE)
+def arcee(hf: dict[str, Any]) -> ModelSpec:
+    """The MLP has no gate."""
+    if hf["hidden_act"] != "relu2":
+        raise UnsupportedError(f"config.json: hidden_act {hf['hidden_act']!r} is not supported; this family has relu2")
+    bias, mlp_bias = bool(hf["attention_bias"]), bool(hf["mlp_bias"])
+    mlp = MLPSpec(integer(hf, "intermediate_size"), "relu2", mlp_bias)
+    return model_spec(hf, [layer_spec(hf, mlp=mlp, attn_bias=bias, o_bias=bias)] * num_layers(hf))
+
+
 @family("InternLM3ForCausalLM", defaults=defaults.INTERNLM3)
 def internlm3(hf: dict[str, Any]) -> ModelSpec:
     """Its own code has `qkv_bias` and `bias`. transformers has one for all of attention."""

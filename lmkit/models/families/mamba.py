@@ -15,7 +15,7 @@ from lmkit.models.families.granite import granite
 from lmkit.models.families.llama import activation, integer, model_spec, num_layers, number
 from lmkit.models.layer_spec import LayerSpec
 from lmkit.models.registry import family
-from lmkit.models.roles import LLAMA_NAMES
+from lmkit.models.roles import GRANITE_EXPERTS, LLAMA_NAMES
 from lmkit.models.spec import ModelSpec
 
 MAX_POSITION = 1 << 18  # config.json of Mamba-2 has none, and a state needs none
@@ -33,8 +33,7 @@ GRANITE_NAMES = LLAMA_NAMES | {role: f"mamba.{name}" for role, name in PARTS.ite
 for _prefix in ("mlp", "mlp.shared"):
     _parts = {"gate": "gate_proj", "up": "up_proj", "down": "output_linear"}
     GRANITE_NAMES |= {f"{_prefix}.{part}": f"shared_mlp.{name}" for part, name in _parts.items()}
-GRANITE_NAMES |= {"mlp.router": "block_sparse_moe.router.layer"}
-GRANITE_NAMES |= {f"mlp.experts.{{}}.{x}": f"block_sparse_moe.experts.{{}}.{x}_proj" for x in ("gate", "up", "down")}
+GRANITE_NAMES |= GRANITE_EXPERTS
 BAMBA_NAMES = GRANITE_NAMES | {"norm.mlp": "pre_ff_layernorm"}
 BAMBA_NAMES |= {f"mlp.{part}": f"feed_forward.{part}_proj" for part in ("gate", "up", "down")}
 INFINITE = float("inf"), {"__float__": "Infinity"}  # the latter is how transformers writes it

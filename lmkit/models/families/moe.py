@@ -25,7 +25,7 @@ from lmkit.models.families.llama import (
 from lmkit.models.layer_spec import LayerSpec
 from lmkit.models.mtp_spec import mtp_after_layers
 from lmkit.models.registry import family
-from lmkit.models.roles import LLAMA_NAMES, MIXTRAL_EXPERTS, QWEN_EXPERTS, SIGMOID_EXPERTS
+from lmkit.models.roles import HUNYUAN_EXPERTS, LLAMA_NAMES, MIXTRAL_EXPERTS, QWEN_EXPERTS, SIGMOID_EXPERTS
 from lmkit.models.spec import ModelSpec
 
 PREDICTING = "num_nextn_predict_layers"
@@ -91,6 +91,25 @@ def olmoe(hf: dict[str, Any]) -> ModelSpec:
     bias, size = bool(hf["attention_bias"]), integer(hf, "intermediate_size")
     layer = layer_spec(hf, attn_bias=bias, o_bias=bias, qk_norm=True, joint_qk_norm=True)
     return model_spec(hf, with_experts(hf | {"moe_intermediate_size": size}, [layer] * num_layers(hf)))
+
+
+@family("SolarOpenForCausalLM", defaults=defaults.SOLAR_OPEN)
+def solar_open(hf: dict[str, Any]) -> ModelSpec:
+    bias = bool(hf["attention_bias"])
+    layer = layer_spec(hf, attn_bias=bias, mlp=MLPSpec(integer(hf, "moe_intermediate_size")))
+    return model_spec(hf, deepseek_experts(hf | {"first_k_dense_replace": 0}, [layer] * num_layers(hf)))
+
+
+@family("HYV3ForCausalLM", defaults=defaults.HY_V3)
+def hy_v3(hf: dict[str, Any]) -> ModelSpec:
+    """The first layer is dense, unless `mlp_layer_types` says otherwise. A layer that predicts tokens is not read."""
+    bias, count = bool(hf["attention_bias"]), num_layers(hf)
+    layer = layer_spec(hf, attn_bias=bias, o_bias=bias, mlp_bias=bool(hf["mlp_bias"]), qk_norm=True)
+    names = {"n_routed_experts": "num_experts", "n_shared_experts": "num_shared_experts"}
+    own = {new: hf[old] for new, old in (names | {"routed_scaling_factor": "router_scaling_factor"}).items()}
+    layers = deepseek_experts(hf | own | {"first_k_dense_replace": 1, "norm_topk_prob": True}, [layer] * count)
+    named = [replace(one, names={**one.names, **HUNYUAN_EXPERTS}) if one.mixture else one for one in layers]
+    return model_spec(hf, named, unread=(f"{layer.prefix}.{count}.",))
 
 
 @family("Dots1ForCausalLM", defaults=defaults.DOTS1)

@@ -91,11 +91,10 @@ def test_prompts_over_plain_heads(
 
 
 # Their parts have tests of their own, so these are run with the exhaustive tests.
-ALIKE = ("dots1", "ernie4.5", "ernie4.5-moe", "exaone4", "gemma2", "gemma3", "glm", "glm4", "glm4-moe",
-         "glm4-moe-lite", "gpt-oss", "granite", "granite-swa", "internlm2", "internlm3", "llama4", "minimax-m2",
-         "ministral3", "mistral-window", "mixtral",
-         "olmo2", "olmo3", "olmoe", "phi3", "qwen3", "qwen3-moe", "qwen2.5-vl", "qwen3-vl", "seed-oss",
-         "smollm3")  # fmt: skip
+ALIKE = ("arcee", "cohere2", "dots1", "ernie4.5", "ernie4.5-moe", "exaone4", "gemma", "gemma2", "gemma3", "glm", "glm4",
+         "glm4-moe", "glm4-moe-lite", "gpt-oss", "granite", "granite-moe", "granite-swa", "hy-v3", "internlm2",
+         "internlm3", "llama4", "minimax-m2", "ministral3", "mistral-window", "mixtral", "olmo2", "olmo3", "olmoe",
+         "phi3", "qwen3", "qwen3-moe", "qwen2.5-vl", "qwen3-vl", "seed-oss", "smollm3", "solar-open")  # fmt: skip
 
 
 @emulated
@@ -116,6 +115,8 @@ ALIKE = ("dots1", "ernie4.5", "ernie4.5-moe", "exaone4", "gemma2", "gemma3", "gl
         pytest.param("qwen3.5-vl", 3, "float32", 1e-4, marks=pytest.mark.exhaustive),
         ("granite-hybrid", 3, "auto", 0.02),
         pytest.param("bamba", 3, "auto", 0.02, marks=pytest.mark.exhaustive),
+        pytest.param("cohere2", 4, "auto", 0.02, marks=pytest.mark.exhaustive),
+        pytest.param("ministral3", 2, "auto", 0.02, marks=pytest.mark.exhaustive),
         pytest.param("nemotron-h", 4, "auto", 0.02, marks=pytest.mark.exhaustive),
         pytest.param("nemotron-3", 5, "float32", 1e-4, marks=pytest.mark.exhaustive),
         ("lfm2", 3, "auto", 0.02),
@@ -140,8 +141,8 @@ def test_log_probabilities_are_those_of_transformers(
     changes = {"num_hidden_layers": layers}
     if family.startswith("deepseek"):
         changes["first_k_dense_replace"] = 2 if dtype == "auto" else 1
-    if family.startswith("opt"):
-        changes["num_attention_heads"] = 3  # of 16 elements: a multiple of 16 has kernels
+    if family.startswith(("opt", "cohere2")):
+        changes |= {"num_attention_heads": 3, "num_key_value_heads": 3}  # of 16 elements: a multiple of 16 has kernels
     model = saved(tmp_path, family, half=dtype == "auto", **changes)
     wanted = requests(max_tokens=16)[1:3]
     prompts = {request.request_id: request.prompt_ids for request in wanted}
