@@ -1,6 +1,8 @@
 """Faults of an emulated GPU's kernels.
 
 plant(backend, "gemm=wrong,decode_attention=dies@5")        # from its fifth launch on
+plant(backend, "gemm=wrong/early", device)      # where a kernel before it may still run: `device` is a FaultyDevice
+plant(backend, "gemm=dies/replayed", device)    # in the replay of a captured step
 """
 
 from __future__ import annotations
@@ -8,7 +10,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,39 +19,88 @@ from torch import Tensor
 from lmkit.errors import UnsupportedError
 from lmkit.kernels.cuda.launcher import LaunchError
 from lmkit.kernels.cuda.module import Launch
+from lmkit.kernels.cuda.switches import switches
 from tests.emulator.backend import EmulatedBackend
+from tests.emulator.device import EmulatedDevice
 
 VARIABLE = "EMULATED_FAULTS"
 KINDS = "wrong", "unsteady", "refused", "uncompiled", "faults", "dies", "hangs"
+EARLY, REPLAYED = "early", "replayed"
 
 
-def plant(backend: EmulatedBackend, text: str) -> None:
+class FaultyDevice(EmulatedDevice):
+    """A device that knows whether it has waited for its kernels, whether a captured step is replayed, and whether it
+    refuses to go on. `planted`: if some of it happens only to kernels that begin early, kernels overlap here."""
+
+    def __init__(self, planted: str = "") -> None:
+        super().__init__()
+        self._may_overlap = EARLY in planted
+        self.has_waited, self.is_replaying, self.has_faulted = True, False, False
+
+    def overlaps(self) -> bool:
+        return self._may_overlap and switches().overlap
+
+    def synchronize(self) -> None:
+        self.has_waited = True
+
+    def capture(self, launch: Callable[[], None]) -> Callable[[], None]:
+        def replay() -> None:
+            self.is_replaying = True
+            try:
+                launch()
+            finally:
+                self.is_replaying = False
+
+        return replay
+
+    def happens(self, when: str) -> bool:
+        """Whether a launch now is one of a kind, or of any kind if `when` is empty."""
+        if when == EARLY:
+            return self.overlaps() and not self.has_waited
+        return self.is_replaying or when != REPLAYED
+
+
+def plant(backend: EmulatedBackend, text: str, device: FaultyDevice | None = None) -> None:
     """Make kernels fail, named as the entries of csrc, each in one way of KINDS."""
-    given = {}
+    where, given = device or FaultyDevice(), {}
     for part in filter(None, text.split(",")):
         name, _, how = part.partition("=")
+        how, _, when = how.partition("/")
         kind, _, first = how.partition("@")
         assert kind in KINDS, kind
-        given[name] = kind, int(first or 1)
+        assert when in ("", EARLY, REPLAYED), when
+        given[name] = kind, int(first or 1), when
     load, counts = EmulatedBackend.load, dict.fromkeys(given, 0)
 
     def faulty(source: str, name: str, defines: dict[str, int]) -> Launch:
         if name not in given:
-            return load(backend, source, name, defines)
-        kind, first = given[name]
+            return unwaited(name, load(backend, source, name, defines))
+        kind, first, when = given[name]
         if kind == "uncompiled":
             raise UnsupportedError(f"{source} cannot be compiled: error: planted")
         inner = load(backend, source, name, defines)
 
         def launch(grid: tuple[int, ...], block: tuple[int, ...], args: Sequence[Any], shared: int) -> None:
-            counts[name] += 1
-            if counts[name] >= first:
+            happens = where.happens(when)
+            counts[name] += happens
+            is_planted = happens and counts[name] >= first
+            if is_planted:
+                where.has_faulted = kind == "faults"
                 _fail(kind, name)
             inner(grid, block, args, shared)
-            if counts[name] >= first and kind in ("wrong", "unsteady"):
+            if is_planted and kind in ("wrong", "unsteady"):
                 _spoil(args, 1.002 if kind == "unsteady" and counts[name] % 2 else 1.0, 1 if kind == "wrong" else 0)
 
-        return launch
+        return unwaited(name, launch)
+
+    def unwaited(name: str, launch: Launch) -> Launch:
+        def launch_on(grid: tuple[int, ...], block: tuple[int, ...], args: Sequence[Any], shared: int) -> None:
+            if where.has_faulted:
+                _fail("faults", name)
+            launch(grid, block, args, shared)
+            where.has_waited = False
+
+        return launch_on
 
     backend.load = faulty  # type: ignore[method-assign]
 

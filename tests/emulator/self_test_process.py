@@ -8,10 +8,11 @@ import sys
 from lmkit.turbo.engine import self_test_process
 from tests import emulator
 from tests.emulator import faults
-from tests.emulator.device import EmulatedDevice
 
 if __name__ == "__main__":
     os.write(1, b"what a library prints is no message\n")
     backend = emulator.install(seed=1)
-    faults.plant(backend, os.environ.get(faults.VARIABLE, ""))
-    sys.exit(self_test_process.main(EmulatedDevice()))
+    planted = os.environ.get(faults.VARIABLE, "")
+    device = faults.FaultyDevice(planted)
+    faults.plant(backend, planted, device)
+    sys.exit(self_test_process.main(device))

@@ -107,7 +107,7 @@ class Engine:
     def _start(self, config: EngineConfig | None, device: EngineDevice | None, load: Load) -> None:
         config = config or EngineConfig()
         device = device or resolve_device(config)
-        config = config.on(device.name)
+        config = config.on(device.name, device.free_memory())
         num_threads = config.num_threads or default_num_threads() * config.num_processes // config.num_local
         config = msgspec.structs.replace(config, num_threads=max(1, num_threads // config.num_processes))
         cpus = cores.shares(config.num_local) if config.num_local > 1 else [[]]
@@ -209,7 +209,7 @@ class Engine:
         start = time.perf_counter()
         while self.has_work():
             if any(output.error for output in self.step()):
-                raise LMKitError("the engine cannot compute a token")
+                raise LMKitError(self._lost or "the engine cannot compute a token")
         log.debug("first steps took %.1f s", time.perf_counter() - start)
         self._token_seconds = self._profile.execute
         return captured

@@ -38,19 +38,16 @@ WRITTEN = {"rope_paged_attention": (5, 6), "rope_append": (0, 5, 6)}
 
 
 class Wrong(LMKitError):
-    """Kernels computed something else than torch, or something else the second time. `names`: those to leave out."""
+    """Kernels computed something else than torch, or something else the second time. `names`: those to leave out.
+    `lost`: the GPU refuses to go on in this process."""
 
-    def __init__(self, names: list[str], reason: str) -> None:
+    def __init__(self, names: list[str], reason: str, *, lost: bool = False) -> None:
         super().__init__(reason)
-        self.names = names
+        self.names, self.lost = names, lost
 
 
 class Broken(Wrong):
-    """A kernel cannot be compiled or launched, or faults. `lost`: the GPU refuses to go on."""
-
-    def __init__(self, file: str, reason: str, *, lost: bool) -> None:
-        super().__init__([file], reason)
-        self.lost = lost
+    """A kernel cannot be compiled or launched, or faults."""
 
 
 class Watched:
@@ -80,7 +77,7 @@ class Watched:
             return work()
         except (RuntimeError, UnsupportedError) as error:
             reason = str(error).partition("\n")[0]
-            raise Broken(source, reason, lost=self._device.is_lost(error)) from error
+            raise Broken([source], reason, lost=self._device.is_lost(error)) from error
 
     def device_name(self) -> str:
         return self._backend.device_name()

@@ -50,7 +50,7 @@ def main(device: CudaDevice | None = None) -> int:
     log.setup("WARNING" if environment().log_level == "INFO" else environment().log_level, process="self-test")
     query = msgspec.json.decode(sys.stdin.buffer.read(), type=Query)
     from lmkit.kernels.cuda.switches import turn_off
-    from lmkit.turbo.engine.self_test_checks import Broken, Wrong
+    from lmkit.turbo.engine.self_test_checks import Wrong
     from lmkit.turbo.runners.cuda_device import CudaDevice
 
     for name, reason in query.off.items():
@@ -61,7 +61,7 @@ def main(device: CudaDevice | None = None) -> int:
                 say(Done(_test(query, device or CudaDevice())))
                 return 0
             except Wrong as wrong:
-                if isinstance(wrong, Broken) and wrong.lost:
+                if wrong.lost:
                     say(At(wrong.names[0], str(wrong)))
                     return 1
                 _leave_out(wrong)
@@ -244,7 +244,8 @@ def _whole_steps(decoder: Decoder, config: EngineConfig, storages: list[KVStorag
             try:
                 return _outputs(decoder, config, storages, device)
             except LMKitError as error:
-                raise Wrong([tested], str(error)) if tested else error from None
+                # A kernel's fault may have ended this process's use of the GPU: what follows would be blamed for it.
+                raise Wrong([tested], str(error), lost=True) if tested else error from None
 
     if samples := off("sampling.cu", "edit_logits.cu") is None:
         by_host = outputs("", "overlap", "sampling.cu")

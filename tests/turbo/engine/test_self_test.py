@@ -14,7 +14,7 @@ from lmkit.turbo.engine import self_test
 from lmkit.turbo.engine.engine import Engine
 from lmkit.turbo.request import SelfTest
 from tests.emulator import EmulatedBackend, faults
-from tests.emulator.device import EmulatedDevice
+from tests.emulator.faults import FaultyDevice
 from tests.turbo.engine.test_cuda_engine import assert_alike, on_cpu, on_gpu, quantized, requests
 from tests.turbo.engine.test_cuda_engine import checkpoint as checkpoint
 from tests.turbo.engine.test_cuda_ladder import gpu
@@ -32,12 +32,16 @@ FAULTS = {
     "gemm=dies@7": ("gemm.cu", "SIGKILL"),
     "argmax=wrong": ("argmax", "greedy tokens are not those of sampling"),
     "sample=wrong": ("sampling.cu", "sampled tokens are not the host's"),
+    "gemm=wrong/early": ("overlap", "steps with programmatic launch give something else"),
+    "decode_attention=dies/early": ("overlap", "SIGKILL"),
+    "gemm=wrong/replayed": ("capture", "captured steps give something else than their launches"),
+    "rope_angles=faults/replayed": ("capture", "an illegal memory access"),
 }
 
-USUAL = "gemm=wrong", "gemm=dies@7"
+USUAL = "gemm=wrong", "gemm=dies@7", "gemm=wrong/replayed"
 
 
-class OfTests(EmulatedDevice):
+class OfTests(FaultyDevice):
     self_test = "tests.emulator.self_test_process"
 
 
@@ -56,8 +60,9 @@ def started(path: Path, gpu: EmulatedBackend, monkeypatch: pytest.MonkeyPatch, p
     """An engine on a GPU with faults, and its self-test on the same GPU."""
     monkeypatch.setenv(faults.VARIABLE, planted)
     monkeypatch.setattr(gpu, "load", gpu.load)  # what is planted ends with the test
-    faults.plant(gpu, planted)
-    return on_gpu(path, OfTests(), **(OPTIONS | options))
+    device = OfTests(planted)
+    faults.plant(gpu, planted, device)
+    return on_gpu(path, device, **(OPTIONS | options))
 
 
 def result(engine: Engine) -> SelfTest:
