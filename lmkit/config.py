@@ -235,11 +235,16 @@ class EngineConfig(StrictStruct, frozen=True, kw_only=True, metaclass=_Sizes):
 
     max_batch_size: Annotated[
         BatchSize | None,
-        _schedule("Sequences in one step. Default: 64, or with --weights-memory as many as hide the disk."),
+        _schedule(
+            "Sequences in one step. Default: 64, with --weights-memory as many as hide the disk, 16 on a small GPU."
+        ),
     ] = None
     max_step_tokens: Annotated[
         StepTokens | None,
-        _schedule("Tokens in one step. Default: 512 on a CPU, 4096 on a GPU, at least twice a chosen batch."),
+        _schedule(
+            "Tokens in one step. Default: 512 on a CPU, 4096 on a GPU (1024 with less than 10 GiB free), at least "
+            "twice a chosen batch."
+        ),
     ] = None
     max_queue: Annotated[PositiveInt, _schedule("Waiting requests; one more is refused.")] = 1024
     queue_quota: Annotated[
@@ -285,15 +290,18 @@ class EngineConfig(StrictStruct, frozen=True, kw_only=True, metaclass=_Sizes):
         def __getattr__(self, name: str) -> Any:
             raise other_names.missing(self, name)
 
-    def on(self, name: str) -> EngineConfig:
-        """This configuration for that device, with the device's defaults filled in. A plan of streamed weights chooses
-        batch and step."""
+    def on(self, name: str, free: int | None = None) -> EngineConfig:
+        """This configuration for that device, with the device's defaults filled in, which are smaller if it has little
+        memory `free` (bytes). A plan of streamed weights chooses batch and step."""
         device = DEVICES[name]
+        is_small = free is not None and free < device.small_memory
+        tokens, batch = device.small_step if is_small else (device.step_tokens, None)
         return msgspec.structs.replace(
             self,
             device=name,
             block_size=self.block_size or device.block_size,
-            max_step_tokens=self.max_step_tokens or (None if self.weights_memory else device.step_tokens),
+            max_batch_size=self.max_batch_size or batch,
+            max_step_tokens=self.max_step_tokens or (None if self.weights_memory else tokens),
         )
 
     @property

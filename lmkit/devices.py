@@ -36,6 +36,9 @@ class Device:
     moves_states: bool  # recurrent states can be copied to tiers
     drafts_with_ranks: bool  # a head or model drafts for a model that several ranks share
     max_ranks: int
+    # With less free memory, steps have so many tokens and sequences, if no numbers are given: the rest is for KV.
+    small_memory: int = 0  # bytes
+    small_step: tuple[int, int] = (0, 0)
     no_images: str = ""  # why it encodes no images
     # Options of the engine that it refuses, and why. `{shared}` is the option that shares the model, as NAME=NUMBER.
     refuses: Mapping[str, str] = field(default_factory=dict)
@@ -85,6 +88,8 @@ CUDA = Device(
     copies=True,
     moves_states=False,
     drafts_with_ranks=False,
+    small_memory=10 << 30,
+    small_step=(1024, 16),
     max_ranks=8,  # kernels/cuda/csrc/ranks.cu has numbers of all of them in registers
     no_images="images are encoded on a CPU alone so far",
     refuses=MappingProxyType(

@@ -40,7 +40,7 @@ def describe_model(path: str, config: EngineConfig) -> dict[str, Any]:
     Every report has the same keys, and null where there is nothing. Sizes are bytes.
     """
     device = resolve_device(config)
-    config = config.on(device.name)
+    config = config.on(device.name, device.free_memory())
     conflicts.check(config, *device.traits)
     with resolved(path, **load_options(config)) as model:
         model.check_cut()

@@ -67,9 +67,9 @@ def _sizes(query: Query) -> Sizes:
     budget, found = query.budget, []
     for name, path, config in query.models:
         device = resolve_device(config)
-        config = config.on(device.name)
-        if budget is None:
-            budget = device.free_memory()
+        free = device.free_memory()
+        config = config.on(device.name, free)
+        budget = free if budget is None else budget
         conflicts.check(config, *device.traits)
         with resolved(path, **load_options(config)) as model:
             model.check_cut()

@@ -27,6 +27,7 @@ from lmkit.layers.blocks.moe import MAX_PLACES
 from lmkit.layers.moe import MoE, mixtures_of
 from lmkit.log import get_logger
 from lmkit.models.decoder import Decoder
+from lmkit.turbo.host_memory import gib
 from lmkit.turbo.no_memory import missing_memory
 from lmkit.turbo.runners.captured_sizes import Size
 from lmkit.turbo.runners.gpu import Gpu
@@ -142,7 +143,7 @@ class CapturedSteps:
         return "; ".join(self._capture_all(name, group) for name, group in kinds.items() if group)
 
     def _capture_all(self, name: str, sizes: list[Size]) -> str:
-        start = time.perf_counter()
+        start, free = time.perf_counter(), self._device.free_memory()
         try:
             replays = {size: self._capture(size) for size in sorted(sizes, reverse=True)}
         except RuntimeError as error:
@@ -159,7 +160,8 @@ class CapturedSteps:
             return f"no {name} steps: {reason}"
         self._device.synchronize()
         self._replays |= dict(sorted(replays.items()))
-        log.info("captured %s steps of %d sizes in %.1f s", name, len(sizes), time.perf_counter() - start)
+        seconds, taken = time.perf_counter() - start, free - self._device.free_memory()
+        log.info("captured %s steps of %d sizes in %.1f s and %s", name, len(sizes), seconds, gib(taken))
         return f"{name} steps of {len(sizes)} sizes up to {max(sizes).tokens} tokens"
 
     def _capture(self, size: Size) -> Callable[[], None]:

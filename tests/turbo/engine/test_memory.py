@@ -196,3 +196,27 @@ def test_a_gpu_has_memory_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
         plan_memory(SPEC, too_much, BF16, weight_bytes=GIB, available=8 * GIB)
     wide = EngineConfig(max_batch_size=3, max_step_tokens=8192).on("cuda")
     assert plan_memory(SPEC, wide, BF16, weight_bytes=GIB, available=8 * GIB).workspace > alone.workspace
+
+
+LLAMA_8B = load_spec({
+    "architectures": ["LlamaForCausalLM"], "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256, "max_position_embeddings": 8192,
+    "dtype": "bfloat16",
+})  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("card", "kv", "context", "tokens"),
+    [(8, BFLOAT16, 2048, 2048), (8, INT8, 6144, 6144), (8, INT4, 8192, 12288), (12, BFLOAT16, 8192, 16384)],
+)
+def test_an_8b_of_4_bits_has_a_context_on_a_small_gpu(card: int, kv: KVDtype, context: int, tokens: int) -> None:
+    """By default. A tenth of the card is taken by its driver and by others."""
+    free = int(card * GIB * 0.92)
+    config = EngineConfig(device="cuda").on("cuda", free)
+    linears = 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336)
+    weights = int(linears * 4.25 / 8) + 2 * 2 * 128256 * 4096  # groups of 128; embeddings and head of 16 bits
+    plan = plan_memory(LLAMA_8B, config, [(kv, kv)] * 32, weights, available=free)
+    assert plan.max_model_len >= context
+    assert plan.num_tokens >= tokens
+    assert plan.total + plan.runtime <= free
+    assert config.sequences_per_step == (16 if card < 10 else 64)
