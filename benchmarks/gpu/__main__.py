@@ -15,11 +15,14 @@ import argparse
 import importlib
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import IO
 
 from rich.console import Console
 from rich.table import Table
@@ -30,6 +33,7 @@ from benchmarks.gpu.figures import Figure, figures
 console = Console(width=None if sys.stdout.isatty() else 160)
 
 
+PROGRAM = "benchmarks.gpu"  # the module of a section's process
 LEAST_SECONDS = 5.0  # a section begins only if so much time is left
 
 
@@ -67,6 +71,7 @@ def main() -> None:
     chosen = arguments.only.split(",") if arguments.only else names
     if unknown := sorted(set(chosen) - set(names)):
         raise SystemExit(f"--only: no section {', '.join(unknown)}; there are {', '.join(names)}")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the section's processes end, too
     start, end = time.monotonic(), time.monotonic() + 60 * arguments.minutes
     for section in SECTIONS:
         if section.name in chosen:
@@ -107,37 +112,36 @@ def run_process(section: Section, arguments: argparse.Namespace, seconds: float)
         context.row(section.name, error="no time left")
         return 1
     console.print(f"{section.name}: at most {seconds:.0f} s", end=" ")
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks.gpu",
-        *sys.argv[1:],
-        "--section",
-        section.name,
-        "--seconds",
-        str(seconds),
-    ]
+    command = [sys.executable, "-m", PROGRAM, *sys.argv[1:], "--section", section.name, "--seconds", str(seconds)]
     log = arguments.out / f"{section.name}.txt"
     start = time.monotonic()
-    try:
-        with log.open("w") as file:
-            code = subprocess.run(
-                command,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                timeout=seconds,
-                check=False,
-                env=os.environ | caches(arguments.out),
-            ).returncode
-        if code:
-            lines = log.read_text().strip().splitlines()
-            context.row(section.name, error=f"exit status {code}: {lines[-1] if lines else ''}"[:500], log=log.name)
-    except subprocess.TimeoutExpired:
+    with log.open("w") as file:
+        code = ended(command, file, seconds, os.environ | caches(arguments.out))
+    if code is None:
         context.row(section.name, error=f"stopped after {seconds:.0f} s")
+    elif code:
+        lines = log.read_text().strip().splitlines()
+        context.row(section.name, error=f"exit status {code}: {lines[-1] if lines else ''}"[:500], log=log.name)
     rows = read_rows(context.file(section.name))
     failed = sum("error" in row for row in rows)
     console.print(f"{time.monotonic() - start:.1f} s, {len(rows)} rows, {failed} of them failures")
     return failed
+
+
+def ended(command: list[str], file: IO[str], seconds: float, env: dict[str, str]) -> int | None:
+    """Run a command with its output in `file`. Returns its exit status; None if it has taken longer than `seconds`.
+
+    No process that it has started goes on after it: one that still computes would disturb what is measured next.
+    """
+    process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=env, start_new_session=True)
+    try:
+        return process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def run_section(arguments: argparse.Namespace) -> None:

@@ -45,6 +45,11 @@ class Context:
         """Whether no new measurement should begin. A measurement that has begun may take its time."""
         return time.perf_counter() - self.started > 0.9 * self.seconds
 
+    @property
+    def left(self) -> float:
+        """Seconds that a process which the section starts may take, so that the section can still write its rows."""
+        return max(0.93 * self.seconds - (time.perf_counter() - self.started), 1.0)
+
     def row(self, what: str, **values: Any) -> None:
         """Write a row down."""
         with self.file(self.name).open("a") as file:

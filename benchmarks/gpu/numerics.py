@@ -53,7 +53,7 @@ def run(context: Context) -> None:
             continue
         with context.attempt(check):
             command = [tool, "--tool", check, "--error-exitcode", "9", "--target-processes", "all"]
-            found = _pytest(context, check, [*SANITIZED_TESTS, "-x"], command, SANITIZER_SECONDS)
+            found = _pytest(context, check, [*SANITIZED_TESTS, "-x"], command, min(SANITIZER_SECONDS, context.left))
             context.row(check, passed=found.passed, failed=found.failed, skipped=found.skipped)
 
 
@@ -64,7 +64,7 @@ def _counts(outcome: Outcome) -> tuple[int, int, int]:
 def _file(context: Context, file: str) -> Outcome:
     """Run one file. A file that cannot be run to its end counts as a failure and gets a row that says why."""
     with context.attempt(file):
-        return _pytest(context, Path(file).stem, [file], [], 0.85 * context.seconds)
+        return _pytest(context, Path(file).stem, [file], [], context.left)
     return Outcome(failed=1)
 
 

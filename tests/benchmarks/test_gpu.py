@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import time
 import zipfile
 from argparse import Namespace
 from collections.abc import Iterator
@@ -26,6 +27,7 @@ from benchmarks.gpu.figures import Figure, figures
 from benchmarks.gpu.roofline import H200, Peak
 from lmkit.kernels.cuda import module
 from tests import emulator
+from tests.benchmarks import faulty_gpu
 
 pytestmark = pytest.mark.slow
 PEERS = ("torch tinygemm", "vLLM Marlin", "TurboMind")  # need a GPU
@@ -55,6 +57,11 @@ EXPECTED = {  # rows of each section
     "numerics": {"tests"},
 }
 UNAVAILABLE = (*PEERS, "memcheck", "racecheck")
+COMMANDS = (  # of the first hour on a machine that allows ten minutes each
+    "smoke,machine", "numerics", "build,gemm,attention,experts", "engine,switches", "transformers,small,quantize",
+)  # fmt: skip
+FAULT_AFTER = {"build": 1, "transformers": 1, "quantize": 1, "numerics": 1}  # rows before a fault; others: 2
+ROOT = Path(command.__file__).parents[2]
 
 
 @pytest.fixture
@@ -151,7 +158,7 @@ def test_tests_that_take_too_long_leave_their_results(tmp_path: Path, monkeypatc
         raise subprocess.TimeoutExpired(command, 7)
 
     monkeypatch.setattr(subprocess, "run", slow)
-    context = Context(tmp_path, "cpu", name="numerics", seconds=7 / 0.85)
+    context = Context(tmp_path, "cpu", name="numerics", seconds=7 / 0.93)
     assert numerics._file(context, "tests/a.py") == numerics.Outcome(passed=1, failed=2)
     two, whole = read_rows(context.file("numerics"))
     assert (two["what"], two["error"]) == ("a.py::test_two[b c]", "failed; see a.log")
@@ -167,20 +174,69 @@ def test_caches_lie_in_the_folder_and_all_is_packed_after_each_section(
     assert command.caches(out) == {"LMKIT_CACHE_DIR": str(out / "cache")}
     given: list[dict[str, str]] = []
 
-    def run(command: list[str], *, env: dict[str, str], **options: Any) -> Any:
+    def ended(argv: list[str], file: Any, seconds: float, env: dict[str, str]) -> int:
         given.append(env)
         folder = Path(env["LMKIT_CACHE_DIR"]) / "gemm"
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "H200.json").write_text("{}")
         assert len(given) < 2, "this ends the command"
-        return subprocess.CompletedProcess(command, 0)
+        return 0
 
-    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(command, "ended", ended)
     monkeypatch.setattr("sys.argv", ["benchmarks.gpu", "--out", str(out), "--device", "cpu", "--only", "gemm,small"])
     with pytest.raises(AssertionError):
         command.main()
     with tarfile.open(tmp_path / "out.tar.gz") as file:
         assert "out/cache/gemm/H200.json" in file.getnames()
+
+
+def test_the_sections_of_each_command_fit_ten_minutes_and_what_travels_40_mib() -> None:
+    seconds = {section.name: section.seconds for section in SECTIONS}
+    assert sorted(name for names in COMMANDS for name in names.split(",")) == sorted(seconds)
+    for names in COMMANDS:
+        first = 0.0 if "machine" in names else seconds["machine"]
+        assert first + sum(seconds[name] for name in names.split(",")) < 60 * 8.8 - 30, names
+    assert all(names in (ROOT / "docs/notes/gpu.md").read_text() for names in COMMANDS)
+    if not (ROOT / ".git").exists():
+        pytest.skip("which files travel is known in a checkout only")
+    packed = subprocess.run(["git", "archive", "--format=tar.gz", "HEAD"], cwd=ROOT, capture_output=True, check=True)
+    assert len(packed.stdout) < 40 << 20
+
+
+def test_no_process_of_a_section_goes_on_after_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = tmp_path / "log.txt"
+    code = "import subprocess, sys; child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']); "
+    with log.open("w") as file:
+        argv = [sys.executable, "-c", f"{code} print(child.pid, flush=True); child.wait()"]
+        assert command.ended(argv, file, 3.0, dict(os.environ)) is None
+    status = Path(f"/proc/{int(log.read_text())}/stat")
+    while status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z":  # until init has seen its end
+        time.sleep(0.01)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("names", COMMANDS)
+@pytest.mark.parametrize("kind", ["raises", "dies"])
+def test_a_fault_in_every_section_loses_nothing_of_what_was_measured(
+    out: Path, names: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = names.split(",")
+    monkeypatch.setattr(command, "PROGRAM", "tests.benchmarks.faulty_gpu")
+    monkeypatch.setenv(faulty_gpu.VARIABLE, ",".join(f"{name}:{kind}@{FAULT_AFTER.get(name, 2)}" for name in chosen))
+    monkeypatch.setattr("sys.argv", [
+        "benchmarks.gpu", "--out", str(out / "run"), "--device", "cpu", "--only", names, "--minutes", "60",
+    ])  # fmt: skip
+    command.main()
+    ran = chosen[:1] if "smoke" in chosen else chosen  # nothing follows a smoke test that fails
+    with tarfile.open(out / "run.tar.gz") as file:
+        packed = set(file.getnames())
+    for name in ran:
+        rows = read_rows(out / "run" / f"{name}.jsonl")
+        assert len([row for row in rows if "error" not in row]) >= FAULT_AFTER.get(name, 2) - (kind == "raises")
+        assert [row for row in rows if "error" in row], name
+        assert {f"run/{name}.jsonl", f"run/{name}.txt"} <= packed
+    assert {"run/results.json", "run/table.txt"} <= packed
+    assert json.loads((out / "run" / "results.json").read_text())["machine"]["sections"] == chosen
 
 
 def _gemm_row(what: str, shape: str, seconds: float) -> Row:

@@ -281,7 +281,7 @@ def tune(
                 plan = min(times, key=lambda p: times[p])
                 found.append(Entry(Key.of(packed, dtype), tokens, plan, times[plan]))
                 table(device).add(found[-1])
-        table(device).save()
+                table(device).save()  # at once: a plan that is measured later may end the process
     return found
 
 
