@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
-from lmkit.errors import RequestError
+from lmkit.errors import LMKitError
 from lmkit.serve.protocol import ChatCompletionRequest
 from lmkit.strict import validate
 from lmkit.text.chat.conversation import ChatMessage
@@ -90,7 +90,7 @@ def ahead(
     try:
         said = validate(answer, ChatMessage)
         ids = beginning(body, said, render, encode)
-    except RequestError:  # the template wants it otherwise
+    except LMKitError:  # the template wants it otherwise
         return None
     if not 0 < len(ids) < max_model_len:
         return None
@@ -116,7 +116,7 @@ def beginning(
     render: Callable[[ChatCompletionRequest], str],
     encode: Callable[[str], list[int]],
 ) -> list[int]:
-    """The tokens with which the next prompt begins, whatever the tools or the user say. Raises RequestError."""
+    """The tokens with which the next prompt begins, whatever the tools or the user say. Raises LMKitError."""
     texts = [
         render(body.model_copy(update={"messages": [*body.messages, answer, *_follows(answer, probe)]}))
         for probe in PROBES
