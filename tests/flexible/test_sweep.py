@@ -14,7 +14,7 @@ VARIED = {
     "gpt2": "paged",  # weights as [in, out], learned positions
     "gpt_neox": "paged",  # q, k and v in one linear
     "stablelm": "paged",
-    "cohere2": "paged",  # windows
+    "cwm": "paged",  # windows
     "jetmoe": "paged",  # experts of attention
     "mamba": "own",  # a weight that is read directly
     "falcon": "own",  # linears of a class of its own
