@@ -17,7 +17,7 @@ from lmkit.config import EngineConfig
 from lmkit.formats.base import resolve_format
 from lmkit.formats.checkpoint import CheckpointReader
 from lmkit.models.engines import open_source
-from lmkit.models.flexible.linears import Names, find_linears
+from lmkit.models.flexible.linears import Names, find_linears, weights_of
 from lmkit.models.flexible.source import FlexibleSource
 from lmkit.qtensor import QTensor, dequantize
 from lmkit.quant.recipe import load_recipe
@@ -72,6 +72,8 @@ def answer(model: Any, prompt: list[int]) -> tuple[list[int], float]:
         max_new_tokens=ANSWER,
         min_new_tokens=ANSWER,
         eos_token_id=None,
+        forced_bos_token_id=None,
+        forced_eos_token_id=None,
         return_dict_in_generate=True,
         output_scores=True,
     )
@@ -156,7 +158,7 @@ def _quantized(folder: Path, model: Any, asked: list[list[int]]) -> str:
     shutil.rmtree(output, ignore_errors=True)
     scheme = {"group_size": GROUP, "smaller_groups": False}
     recipe = load_recipe("rtn_w4a16_g128", {"format": "compressed-tensors", "scheme": scheme})
-    prepare(folder, recipe).run(output)
+    prepare(folder, recipe).run(output, restart=True)
     all_known = rounded_like(model, output)
     wanted = [answer(model, prompt)[0] for prompt in asked[:2]]
     engine = engine_of(output)
@@ -172,12 +174,12 @@ def rounded_like(model: Any, folder: Path) -> bool:
     """Give a transformers model the weights of a quantized checkpoint. Whether it has each of them by itself."""
     reader = CheckpointReader(folder)
     names, weights = Names(model, reader), resolve_format(reader.config)
-    sites, all_known = find_linears(model), not names.parts
+    sites, known = find_linears(model), set(weights_of(reader)) <= names.modules.keys()
     for file, name in names.modules.items():
         if name in sites and isinstance(weight := weights.read_linear(reader, file), QTensor):
             numbers = dequantize(weight)
             model.get_submodule(name).weight.copy_(numbers.T if sites[name].transposed else numbers)
-    return all_known
+    return known and not names.parts
 
 
 def _describe(result: Result, folder: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ REASON = 70  # characters of a reason in the table; the JSON has all
 
 def write(found: list[dict[str, Any]]) -> None:
     """Write the page and its data."""
-    kept = [{name: value for name, value in each.items() if name not in ("failure", "seconds")} for each in found]
+    kept = [{name: _placeless(each[name]) for name in each if name not in ("failure", "seconds")} for each in found]
     versions = {"lmkit": lmkit.__version__, "transformers": version(), "torch": torch.__version__}
     DATA.write_text(json.dumps({"versions": versions, "architectures": kept}, indent=1) + "\n")
     PAGE.write_text(page(kept, versions))
@@ -56,6 +57,11 @@ def page(found: list[dict[str, Any]], versions: dict[str, str]) -> str:
             cells[1:] = [""] * 3
         lines.append(f"| {each['model_type']} | {each['engine'] or '-'} | {each['kv'] or '-'} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
+
+
+def _placeless(value: Any) -> Any:
+    """A reason without the folder of this run."""
+    return re.sub(r"\S*/models/", "", value) if isinstance(value, str) else value
 
 
 def _cell(reason: str) -> str:

@@ -88,7 +88,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
-    "kimi_linear": {"layer_types": ["linear_attention", "full_attention"]},
+    "kimi_linear": {"layer_types": ["linear_attention"] * 3 + ["full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "lfm3": {"layer_types": ["conv", "full_attention"]},
     "mamba2": {"num_heads": 8},

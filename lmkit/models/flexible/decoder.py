@@ -145,14 +145,20 @@ class FlexibleDecoder(Decoder):
     def plain(self, token_ids: Tensor) -> Tensor:
         """The states [T, hidden] of a whole sequence [1, T], as transformers alone computes them."""
         with self._alone():
-            states: Tensor = self._body(input_ids=token_ids, use_cache=False).last_hidden_state[0]
+            states: Tensor = self._body(input_ids=token_ids, **self._whole(token_ids)).last_hidden_state[0]
         return states
 
     def plain_logits(self, token_ids: Tensor) -> Tensor:
         """The logits float32 [T, vocab] of a whole sequence [1, T], as transformers alone computes them."""
         with self._alone():
-            logits: Tensor = self.module(input_ids=token_ids, use_cache=False).logits[0].float()
+            logits: Tensor = self.module(input_ids=token_ids, **self._whole(token_ids)).logits[0].float()
         return logits
+
+    def _whole(self, token_ids: Tensor) -> dict[str, Any]:
+        """The arguments of a whole sequence. Positions count from 0, as transformers' `generate` has them: RoBERTa and
+        its like would begin behind the padding token's."""
+        places = {"position_ids": torch.arange(token_ids.shape[1])[None]} if self._positions else {}
+        return {"use_cache": False, **places}
 
     @contextmanager
     def _alone(self) -> Iterator[None]:

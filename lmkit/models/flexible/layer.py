@@ -121,11 +121,13 @@ class Passage:
             for layer in self.layers:
                 layer.forward = through(layer)  # type: ignore[method-assign]
             logits = self.model(input_ids=ids, use_cache=False).logits
-        except (IndexError, AttributeError, TypeError, ValueError, RuntimeError) as error:
-            if self._tuples:
-                raise self._refusal(f"its layers cannot be run one by one ({error})") from None
-            self._tuples = True  # a model that takes the first part of a tensor loses the batch
-            return self._pass(ids, states)
+        except (UnsupportedError, IndexError, AttributeError, TypeError, ValueError, RuntimeError) as error:
+            if not self._tuples:
+                self._tuples = True  # a model that takes the first part of what a layer gives has lost the batch
+                return self._pass(ids, states)
+            if isinstance(error, UnsupportedError):
+                raise
+            raise self._refusal(f"its layers cannot be run one by one ({error})") from None
         finally:
             for layer, forward in zip(self.layers, own, strict=True):
                 layer.forward = forward  # type: ignore[method-assign]

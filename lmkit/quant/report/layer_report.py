@@ -95,4 +95,6 @@ def _with_bits(report: LayerReport, layer: LayerSpec, stored: Mapping[str, int])
     linears = tuple(
         msgspec.structs.replace(linear, bits=stored[linear.module] / sizes[linear.module]) for linear in report.linears
     )
-    return msgspec.structs.replace(report, linears=linears, bits=sum(stored[m] for m in sizes) / layer.num_weights)
+    return msgspec.structs.replace(
+        report, linears=linears, bits=sum(stored[m] for m in sizes) / max(layer.num_weights, 1)
+    )

@@ -71,7 +71,7 @@ class LayerCost:
     @cached_property
     def largest(self) -> int:
         """Weights of the largest linear."""
-        return max(math.prod(shape) for shape in self.layer.linears.values())
+        return max((math.prod(shape) for shape in self.layer.linears.values()), default=0)
 
     @cached_property
     def input_widths(self) -> list[int]:
