@@ -1,11 +1,11 @@
 """Tokens per second of the flexible engine beside the fast one and transformers' generate, in turns.
 
-    python -m benchmarks.flexible [MODEL] [--layers N] [--batch B] [--prompt-len P] [--tokens N] [--threads N]
+    python -m benchmarks.flexible [MODEL] [--layers N] [--batch B] [--prompt-len P] [--tokens N] [--quantize int4]
 
 MODEL is a checkpoint folder of a family that lmkit has, so that all three run it. Without one it is the 1.1B Llama of
 benchmarks.random_llama with its first `--layers` layers. All answers are greedy and of the same length. transformers'
-generate gets all prompts in one batch, in the dtype of the checkpoint. A ratio is of medians over turns, in which a
-busy machine slows all alike.
+generate gets all prompts in one batch, in the dtype of the checkpoint; `--quantize` rounds the weights of the others.
+A ratio is of medians over turns, in which a busy machine slows all alike.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def theirs(model: Any, prompts: list[list[int]], num_tokens: int) -> None:
 
 
 def measure(
-    folder: Path, batch: int, prompt_len: int, num_tokens: int, seconds: float, threads: int | None
+    folder: Path, batch: int, prompt_len: int, num_tokens: int, seconds: float, threads: int | None, quantize: str
 ) -> list[dict[str, Any]]:
     """A row for each way: seconds, generated tokens per second, and how many times transformers that is."""
     from transformers import AutoModelForCausalLM
@@ -60,7 +60,9 @@ def measure(
     )
     if threads is not None:
         torch.set_num_threads(threads)
-    engines = {impl: Engine.of(load_model(folder, model_impl=impl), config) for impl in IMPLEMENTATIONS}
+    engines = {
+        impl: Engine.of(load_model(folder, model_impl=impl, quantize=quantize), config) for impl in IMPLEMENTATIONS
+    }
     ways: dict[str, Any] = {name: lambda e=engine: answer(e, prompts, num_tokens) for name, engine in engines.items()}
     ways["transformers"] = lambda: theirs(model, prompts, num_tokens)
     try:
@@ -90,13 +92,14 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--seconds", type=float, default=120)
     parser.add_argument("--threads", type=int)
+    parser.add_argument("--quantize", default="none")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as texts:
         folder = args.model or Path(texts) / "model"
         if args.model is None:
             make_checkpoint(folder, replace(LLAMA_1B, layers=args.layers))
-        rows = measure(folder, args.batch, args.prompt_len, args.tokens, args.seconds, args.threads)
+        rows = measure(folder, args.batch, args.prompt_len, args.tokens, args.seconds, args.threads, args.quantize)
     report.show(rows)
     if args.json:
         report.save(args.json, "flexible", rows)

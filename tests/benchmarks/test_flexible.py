@@ -12,7 +12,7 @@ from benchmarks.random_llama import Shape, make_checkpoint
 
 def test_all_ways_are_measured(tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "model", Shape(64, 96, 1, 4, 2, 16, vocab=2048, max_position=64))
-    rows = flexible.measure(tmp_path / "model", 2, 4, 2, 0.0, None)
+    rows = flexible.measure(tmp_path / "model", 2, 4, 2, 0.0, None, "int8")
     assert [row["engine"] for row in rows] == ["fast", "flexible", "transformers"]
     assert rows[0]["times_fast"] == rows[2]["times_transformers"] == 1
     for row in rows:
