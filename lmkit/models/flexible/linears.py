@@ -46,7 +46,8 @@ def find_linears(model: nn.Module) -> dict[str, Site]:
     """Every linear of a model by its module's name, in the order of the modules. The model may be on `meta`."""
     found: dict[str, Site] = {}
     for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) and _is_plain(type(module)):
+        kind: Any = type(module)
+        if isinstance(module, nn.Linear) and _is_plain(kind):
             out, inputs = module.weight.shape
             found[name] = Site((out, inputs), False, module.bias is not None)
         elif isinstance(module, Conv1D):
