@@ -28,7 +28,7 @@ CHANGED = ("quantize",)  # its output is another one then
 # The address that a command uses if none is given: ports are replaced by free ones.
 DEFAULTS = {
     "bench online": ("http", "http://127.0.0.1:8000"),
-    "bench agent": ("http", "http://127.0.0.1:8000"),
+    "bench agent": ("--url", "--url http://127.0.0.1:8000"),
     "proxy add": ("--proxy", "--proxy http://127.0.0.1:8080"),
     "proxy remove": ("--proxy", "--proxy http://127.0.0.1:8080"),
     "proxy status": ("--proxy", "--proxy http://127.0.0.1:8080"),
