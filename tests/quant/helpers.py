@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lmkit.formats.hub import DEMO_FOLDER
 from lmkit.models.decoder_layer import DecoderLayer
-from lmkit.models.roles import LINEARS
+from lmkit.models.roles import LINEARS, QKV
 from lmkit.qtensor import QuantScheme, int_scheme
 from lmkit.quant.layer.layer import CalibratedLayer, Geometry
 from lmkit.quant.layer.observe import InputStats, Observer
@@ -28,6 +28,9 @@ WHOLE = {
     "q_lora_rank": 32, "linear_value_head_dim": 16, "mamba_head_dim": 16, "moe_shared_expert_intermediate_size": 64,
     "intermediate_size_mlp": 96,
 }  # fmt: skip
+# (role whose outputs are divided by s, roles whose input columns are multiplied by s) of a dense layer: exact in
+# floating point.
+SMOOTH = (("norm.attn", QKV), ("attn.v", ("attn.o",)), ("norm.mlp", ("mlp.gate", "mlp.up")), ("mlp.up", ("mlp.down",)))
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 SCALE = {"step": "awq_scale", "tokens": 128}
 CLIP = {"step": "awq_clip", "grid": 5}

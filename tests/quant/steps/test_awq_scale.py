@@ -10,14 +10,13 @@ import torch
 from torch import Tensor
 
 from lmkit.models.decoder_layer import DecoderLayer
-from lmkit.models.roles import SMOOTH
 from lmkit.models.source import ModelSource
 from lmkit.qtensor import dequantize, quantize
 from lmkit.quant.layer import scaling
 from lmkit.quant.layer.layer import CalibratedLayer
 from lmkit.quant.steps import awq_scale
 from lmkit.quant.steps.awq_scale import AwqScale
-from tests.quant.helpers import calibrate, run_layer, tiny_checkpoint
+from tests.quant.helpers import SMOOTH, calibrate, run_layer, tiny_checkpoint
 
 STEP = AwqScale()
 ROWS, SEQ_LEN = 4, 24

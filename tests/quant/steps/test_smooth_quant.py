@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 
 from lmkit.formats.names import Activations
-from lmkit.models.roles import SMOOTH
 from lmkit.models.source import ModelSource
 from lmkit.qtensor import QuantScheme, dequantize, float8_scheme, int_scheme, quantize
 from lmkit.quant.layer.layer import CalibratedLayer
 from lmkit.quant.steps.smooth_quant import SmoothQuant, make_candidates, round_activations, smooth_layer
-from tests.quant.helpers import calibrate, run_layer, tiny_checkpoint
+from tests.quant.helpers import SMOOTH, calibrate, run_layer, tiny_checkpoint
 
 INT8 = int_scheme(8, -1, symmetric=True)
 FLOAT8 = float8_scheme()
