@@ -16,7 +16,8 @@ log = get_logger(__name__)
 
 
 class Rest:
-    """The memory of one engine's blocks on a CPU. Processes that share a model keep theirs, and so does a GPU.
+    """The memory of one engine's blocks on a CPU. Processes that share a model keep theirs, and so does a GPU; blocks
+    of a model without attention have none.
 
     A minute without work gives back the memory of free blocks. If the system is short of memory, cached blocks give
     back as much as it lacks, the least recently used first, unless the user chose the size of the pool.
@@ -25,7 +26,7 @@ class Rest:
     def __init__(self, config: EngineConfig, kv: KVManager, blocks: KVBlocks) -> None:
         self._kv, self._blocks = kv, blocks
         self._on_host = not config.target.own_memory
-        self._is_on = self._on_host and config.num_processes == 1
+        self._is_on = self._on_host and config.num_processes == 1 and blocks.nbytes > 0
         self._evicts = config.kv_memory is None
         self._turns = self._steps = 0
         if self._on_host:

@@ -16,6 +16,7 @@ from lmkit.turbo.engine import pages, rest
 from lmkit.turbo.engine.engine import Engine
 from lmkit.turbo.kv.blocks import KVBlocks
 from lmkit.turbo.request import Request, SamplingParams
+from tests.models import tiny
 
 BLOCK = 3 * mmap.PAGESIZE  # bytes
 
@@ -107,5 +108,16 @@ def test_cached_blocks_go_back_when_memory_is_short(
     left = both - 10 if kv_memory is None else both
     assert engine.stats().blocks_cached == engine.stats().blocks_backed == left, "a size that was asked for stays"
     run(engine, "a", 999)
+    engine.check_integrity()
+    engine.close()
+
+
+def test_an_engine_without_attention_rests(tmp_path: Path) -> None:
+    tiny.make(tmp_path, "mamba2")
+    engine = Engine(str(tmp_path), EngineConfig(max_batch_size=2, max_model_len=64))
+    run(engine, "a", 20)
+    for _ in range(rest.GIVE_BACK_TURNS):
+        engine.rest()
+    run(engine, "b", 20)
     engine.check_integrity()
     engine.close()
