@@ -16,7 +16,7 @@ from lmkit.turbo.engine import pages, rest
 from lmkit.turbo.engine.engine import Engine
 from lmkit.turbo.kv.blocks import KVBlocks
 from lmkit.turbo.request import Request, SamplingParams
-from tests.models import tiny
+from tests.quant.helpers import tiny_checkpoint
 
 BLOCK = 3 * mmap.PAGESIZE  # bytes
 
@@ -113,8 +113,7 @@ def test_cached_blocks_go_back_when_memory_is_short(
 
 
 def test_an_engine_without_attention_rests(tmp_path: Path) -> None:
-    tiny.make(tmp_path, "mamba2")
-    engine = Engine(str(tmp_path), EngineConfig(max_batch_size=2, max_model_len=64))
+    engine = Engine(str(tiny_checkpoint(tmp_path, "mamba2")), EngineConfig(max_batch_size=2, max_model_len=64))
     run(engine, "a", 20)
     for _ in range(rest.GIVE_BACK_TURNS):
         engine.rest()
