@@ -29,7 +29,10 @@ def open_source(path: str | Path, impl: ModelImpl, **options: Any) -> ModelSourc
             raise
         if find_spec("transformers") is None:
             raise UnsupportedError(f"{error}; transformers may have it: {install('any')}") from None
-        return _flexible(path, **options)
+        try:
+            return _flexible(path, **options)
+        except UnknownArchitectureError as theirs:
+            raise UnsupportedError(f"{error}; {theirs}") from None
 
 
 def _flexible(path: str | Path, **options: Any) -> ModelSource:

@@ -56,6 +56,23 @@ def test_code_of_a_repository_is_refused(tmp_path: Path) -> None:
         load_model(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("name", "is_known"), [("NoSuchModel", False), ("MyOlmoForCausalLM", False), ("OLMOForCausalLM", True)]
+)
+def test_a_class_that_transformers_lacks_is_refused_whatever_the_model_type(
+    tmp_path: Path, name: str, is_known: bool
+) -> None:
+    """A file of MPT names MPTForCausalLM, which transformers calls MptForCausalLM."""
+    tiny.make(tmp_path, "olmo")
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": [name]}))
+    if is_known:
+        load_model(tmp_path)
+    else:
+        with pytest.raises(UnsupportedError, match=f"LlamaForCausalLM.*{name}: transformers .* only OlmoForCausalLM"):
+            load_model(tmp_path)
+
+
 def test_fast_asks_for_a_family(tmp_path: Path) -> None:
     tiny.make(tmp_path, "olmo")
     with pytest.raises(UnsupportedError, match="'OlmoForCausalLM' is not supported"):

@@ -21,6 +21,7 @@ from lmkit.errors import CheckpointError, UnsupportedError
 from lmkit.jsonfile import read_json
 from lmkit.log import get_logger
 from lmkit.models.flexible.linears import find_linears
+from lmkit.models.registry import UnknownArchitectureError
 
 log = get_logger(__name__)
 transformers.utils.logging.disable_progress_bar()
@@ -63,15 +64,22 @@ def read_config(folder: Path, architecture: str) -> Any:
     """A checkpoint's configuration as transformers' class. Raises UnsupportedError for code of the repository."""
     kind = read_json(folder / "config.json", MAX_CONFIG_BYTES).get("model_type")
     if kind not in CONFIG_MAPPING:
-        raise UnsupportedError(
+        raise UnknownArchitectureError(
             f"{architecture}: transformers {transformers.__version__} has no model_type {kind!r:.60}; a newer one "
             "may have it, and lmkit runs no code of a repository"
         )
     with foreign(architecture, "does not read config.json"):
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise UnsupportedError(
+    taken = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if taken is None:
+        raise UnknownArchitectureError(
             f"{architecture}: transformers {transformers.__version__} has no class of it that writes text"
+        )
+    # Another name may be another computation, whatever the model_type says.
+    if not hasattr(transformers, architecture) and architecture.lower() != taken.__name__.lower():
+        raise UnknownArchitectureError(
+            f"{architecture}: transformers {transformers.__version__} has no class of that name, only "
+            f"{taken.__name__} for model_type {kind!r:.60}"
         )
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # lmkit reads such weights itself
