@@ -178,6 +178,8 @@ def test_forbidden_constructs() -> None:
 
 
 BROAD_EXCEPT_ALLOWED = {
+    "models/flexible/trace.py",  # a module that fails without weights is traced with some
+    "models/flexible/module.py",  # an error of transformers names the architecture
     "turbo/engine/adapters.py",  # a call to load one never ends the engine
     "turbo/engine/engine.py",  # the engine step: one request never ends the engine
     "turbo/runners/draft_model_runner.py",  # draft tokens are never needed

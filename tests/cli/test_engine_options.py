@@ -18,7 +18,8 @@ from lmkit.option import options_of
 
 ALL: dict[str, Any] = {
     "device": "cpu", "dtype": "float32", "kv_dtype": "int8", "activations": "exact", "lm_head": "int8",
-    "quantize": "int4", "packed_cache": False, "tp": 2, "ep": 2, "pp": 3, "devices": "0,2", "cluster": "ray",
+    "quantize": "int4", "model_impl": "flexible",
+    "packed_cache": False, "tp": 2, "ep": 2, "pp": 3, "devices": "0,2", "cluster": "ray",
     "block_size": 16,
     "deterministic": True, "selftest": "off",
     "max_batch_size": 3, "max_step_tokens": 64, "max_model_len": 100,
