@@ -19,8 +19,6 @@ from lmkit.turbo.runners.images import EncodedImages, PlacedImages, Span, with_i
 # recur while a context grows, and attention prepares for less than twice the number of keys.
 TABLE_KEYS = 4096
 
-NO_TOKENS, NEXT = np.zeros((2, 0), np.int64), np.array([[0], [1]])  # slots and positions; what a step adds to them
-
 
 class Expected(NamedTuple):
     """Tokens that a step under way will sample."""
@@ -115,12 +113,16 @@ class PersistentBatch:
         # By the number of sequences, and whether any has an adapter.
         self._decode_inputs: dict[tuple[int, bool], BatchInputs] = {}
         self._decode_shape = 0, False  # of the latest decode step
-        # Slots and positions int64 [2, S] of the tokens, if the inputs are a decode step's.
-        self._decoded = NO_TOKENS
+        # Of the tokens, if the inputs are a decode step's: their slots, the next positions, and the steps that go on in
+        # the same blocks. A list is compared in less time than numpy takes for any array.
+        self._decoded: list[int] = []
+        self._following: list[int] = []
+        self._steps_left = 0
+        self._decoded_slots = np.zeros(0, np.int64)
 
     def enter(self, new: NewSequence) -> None:
         self._entries[new.slot] += 1
-        self._decoded = NO_TOKENS  # the next position of the slot would not be in the same blocks
+        self._decoded = []  # the next position of the slot would not be in the same blocks
         count = len(new.token_ids)
         self.token_ids[new.slot, :count] = new.token_ids
         self.num_tokens[new.slot] = count
@@ -190,8 +192,8 @@ class PersistentBatch:
             self._arrays["states"][: len(chunks)] = [_state_rows(chunk) for chunk in in_order(chunks)]
         slots = [c.slot for c in chunks]
         if all(c.num_tokens == c.num_sampled == 1 for c in chunks) and self.pooling.keys().isdisjoint(slots):
-            return self._decode(np.array([slots, [c.start for c in chunks]])), None
-        self._decoded, self.keeps_tables = NO_TOKENS, False
+            return self._decode(slots, [c.start for c in chunks]), None
+        self._decoded, self.keeps_tables = [], False
         ordered = in_order(chunks)
         seqs = np.array([c.slot for c in ordered])
         starts = np.array([c.start for c in ordered])
@@ -217,17 +219,20 @@ class PersistentBatch:
             self.block_tables[group, slot, first : first + len(blocks)] = blocks
             self.num_blocks[group, slot] = first + len(blocks)
 
-    def _decode(self, tokens: np.ndarray) -> BatchInputs:
-        """One token of each sequence: int64 [2, S] has their slots and positions."""
-        num_seqs, before = tokens.shape[1], self._decoded
-        self._decoded, (slots, positions) = tokens, tokens
-        goes_on = tokens.shape == before.shape and bool(((tokens - before) == NEXT).all())
-        self.keeps_tables = goes_on and bool((positions % self.block_size).all())
+    def _decode(self, slots: list[int], starts: list[int]) -> BatchInputs:
+        """One token of each sequence, by their slots and positions."""
+        num_seqs = len(slots)
+        self.keeps_tables = self._steps_left > 0 and slots == self._decoded and starts == self._following
+        self._decoded, self._following = slots, [start + 1 for start in starts]
         if self.keeps_tables:  # every sequence moves on by one token in the same blocks
+            self._steps_left -= 1
             self._moving[:, :num_seqs] += 1
-            self._arrays["token_ids"][:num_seqs] = self.token_ids[slots, positions]
+            places = self._decoded_slots, self._arrays["context_lens"][:num_seqs] - 1
+            self._arrays["token_ids"][:num_seqs] = self.token_ids[places]
             return self._decode_inputs[self._decode_shape]
-        self._write(slots, slots, positions, np.arange(num_seqs + 1), positions + 1)
+        self._decoded_slots, positions = np.array(slots), np.array(starts)
+        self._steps_left = self.block_size - 1 - int((positions % self.block_size).max())
+        self._write(self._decoded_slots, self._decoded_slots, positions, np.arange(num_seqs + 1), positions + 1)
         shape = self._decode_shape = num_seqs, self._has_adapters(num_seqs)
         if shape not in self._decode_inputs:
             inputs = self._views(num_seqs, num_seqs, self.block_tables.shape[2], 0, 0)
