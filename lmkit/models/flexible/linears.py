@@ -177,6 +177,7 @@ class PackedLinear(nn.Module):
 
     def __init__(self, weight: Tensor | QTensor, bias: Tensor | None, activations: str) -> None:
         super().__init__()
+        self.rounds = isinstance(weight, QTensor) and activations != "exact"  # its inputs
         self.out_features, self.in_features = (weight.codes if isinstance(weight, QTensor) else weight).shape
         self.weight = torch.empty(self.out_features, self.in_features, device="meta")
         self.bias = None if bias is None else torch.empty(self.out_features, device="meta")
