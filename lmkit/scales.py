@@ -19,21 +19,21 @@ SMALLEST_E4M3 = 2.0**-9  # subnormal
 SMALLEST_TOP = 1e-30  # its factor is a number
 
 
-class Numbers(msgspec.Struct, frozen=True, tag="numbers"):
-    """A float16, bfloat16 or float32 for each group."""
+class _Kind(msgspec.Struct, frozen=True):
+    """What kinds of scales answer. Those of a kind that kernels do not have become numbers of their own."""
 
-    bits: ClassVar[int] = 16  # of a group, as files have them
+    bits: ClassVar[int]  # of a group, as files have them
     held_bits: ClassVar[float] = 16  # of a group in planes, with its share of factors
     strategy: ClassVar[str] = "group"  # as compressed-tensors names groups of inputs with such scales
     shared: ClassVar[bool] = False  # weights that are multiplied together have one factor
 
     def fit(self, scales: Tensor, largest: Tensor) -> tuple[Tensor, Tensor | None]:
         """(scales, factor) nearest to scales float32 > 0. `largest` is the largest one of all that share a factor."""
-        return scales, None
+        raise NotImplementedError
 
     def plain(self, scales: Tensor, factor: Tensor | None) -> Tensor:
         """The scales as numbers of their own."""
-        return scales
+        raise NotImplementedError
 
     def offsets(self, zeros: Tensor, factor: Tensor | None) -> Tensor:
         """What stands in the place of zeros, offsets as numbers of their own."""
@@ -42,20 +42,29 @@ class Numbers(msgspec.Struct, frozen=True, tag="numbers"):
     @property
     def kept(self) -> Scales:
         """The kind of scales that kernels have for this one."""
-        return self
+        return NUMBERS
 
     def like(self, scales: Tensor, zeros: Tensor) -> tuple[Tensor, Tensor | None]:
         """(zeros or offsets, factor) beside such scales; offsets are given as floats. For kinds that are `kept`."""
         return zeros, None
 
 
-class Exponents(msgspec.Struct, frozen=True, tag="exponents"):
+class Numbers(_Kind, frozen=True, tag="numbers"):
+    """A float16, bfloat16 or float32 for each group."""
+
+    bits: ClassVar[int] = 16
+
+    def fit(self, scales: Tensor, largest: Tensor) -> tuple[Tensor, Tensor | None]:
+        return scales, None
+
+    def plain(self, scales: Tensor, factor: Tensor | None) -> Tensor:
+        return scales
+
+
+class Exponents(_Kind, frozen=True, tag="exponents"):
     """A power of two for each group (e8m0 of OCP Microscaling Formats 1.0): uint8, 2^(byte - 127). 255 is NaN."""
 
     bits: ClassVar[int] = 8
-    held_bits: ClassVar[float] = 16
-    strategy: ClassVar[str] = "group"
-    shared: ClassVar[bool] = False
 
     def fit(self, scales: Tensor, largest: Tensor) -> tuple[Tensor, Tensor | None]:
         """The next powers of two that are not smaller, so that nothing saturates."""
@@ -65,22 +74,11 @@ class Exponents(msgspec.Struct, frozen=True, tag="exponents"):
         ones = torch.ones(scales.shape, device=scales.device)
         return torch.ldexp(ones, scales.to(torch.int32) - 127)
 
-    def offsets(self, zeros: Tensor, factor: Tensor | None) -> Tensor:
-        return zeros
 
-    @property
-    def kept(self) -> Scales:
-        return NUMBERS
-
-    def like(self, scales: Tensor, zeros: Tensor) -> tuple[Tensor, Tensor | None]:
-        return zeros, None
-
-
-class TwoLevel(msgspec.Struct, frozen=True, tag="two_level"):
+class TwoLevel(_Kind, frozen=True, tag="two_level"):
     """A float8 e4m3 for each group times the factor; `divided`: the factor divides it."""
 
     bits: ClassVar[int] = 8
-    held_bits: ClassVar[float] = 16
     strategy: ClassVar[str] = "tensor_group"
     shared: ClassVar[bool] = True
 
@@ -97,29 +95,18 @@ class TwoLevel(msgspec.Struct, frozen=True, tag="two_level"):
         assert factor is not None
         return scales.float() / factor if self.divided else scales.float() * factor
 
-    def offsets(self, zeros: Tensor, factor: Tensor | None) -> Tensor:
-        return zeros
 
-    @property
-    def kept(self) -> Scales:
-        return NUMBERS
-
-    def like(self, scales: Tensor, zeros: Tensor) -> tuple[Tensor, Tensor | None]:
-        return zeros, None
-
-
-class SuperGroups(msgspec.Struct, frozen=True, tag="super_groups"):
+class SuperGroups(_Kind, frozen=True, tag="super_groups"):
     """An int8 for each group times the factor of its super-group of so many groups: float16 [out, super-groups, 1].
     Offsets (codes.Shifted) are int8 too, and their factors make the last dimension 2. Such weights are only read."""
 
     bits: ClassVar[int] = 8
     strategy: ClassVar[str] = "super_group"
-    shared: ClassVar[bool] = False
 
     groups: int
 
     @property
-    def held_bits(self) -> float:
+    def held_bits(self) -> float:  # type: ignore[override]
         return 8 + 16 / self.groups
 
     def fit(self, scales: Tensor, largest: Tensor) -> tuple[Tensor, Tensor | None]:

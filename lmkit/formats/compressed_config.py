@@ -23,10 +23,7 @@ from lmkit.errors import ConfigError, UnsupportedError
 from lmkit.formats.compressed_storages import STORAGES, Storage
 from lmkit.formats.names import Activations
 from lmkit.formats.nvfp4 import NVFP4
-from lmkit.formats.parts import (
-    HEAD,
-    size_problem,
-)
+from lmkit.formats.parts import HEAD, size_problem
 from lmkit.formats.patterns import names_pattern, pattern_problem
 from lmkit.qtensor import Linears, QuantScheme, float8_scheme, int_scheme
 

@@ -19,9 +19,7 @@ from lmkit.formats.compressed_config import read_rules, storage_of
 from lmkit.formats.compressed_storages import STORAGES, read_rounded
 from lmkit.formats.dense import read_dense
 from lmkit.formats.names import Activations
-from lmkit.formats.parts import (
-    FLOATS,
-)
+from lmkit.formats.parts import FLOATS
 from lmkit.qtensor import Linears, QTensor, QuantScheme
 
 PARTS = ("weight_packed", "weight_shape", "weight_scale")  # a module without these is dense

@@ -9,9 +9,7 @@ from torch import Tensor
 from lmkit.errors import CheckpointError, UnsupportedError
 from lmkit.formats.checkpoint import CheckpointReader, CheckpointWriter
 from lmkit.formats.names import Activations
-from lmkit.formats.parts import (
-    FLOATS,
-)
+from lmkit.formats.parts import FLOATS
 from lmkit.qtensor import Linears, QTensor, QuantScheme
 
 

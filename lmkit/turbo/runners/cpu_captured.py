@@ -102,9 +102,8 @@ class CapturedSteps:
         self._captured: dict[StepShape, _Captured | None] = {}
         self._prompt_shapes: dict[StepShape, None] = {}  # shapes seen before, the most recent last
         self._latest: tuple[BatchInputs, _Captured] | None = None  # decode steps of a size have the same inputs
-        self._is_capturable = (
-            decoder.captures
-        )  # until the forward pass shows that it is not; this holds for all shapes alike
+        # Until the forward pass shows that it is not; this holds for all shapes alike.
+        self._is_capturable = decoder.captures
 
     def __call__(self, inputs: BatchInputs) -> Tensor | None:
         """Run a captured step. Returns logits [R, vocab], valid until the next step; None if it is not captured."""
