@@ -28,7 +28,7 @@ from benchmarks.report import save
 from lmkit.config import EngineConfig
 from lmkit.formats.hub import DEMO_FOLDER
 from lmkit.kernels.cuda import module
-from lmkit.kernels.cuda.gpus import Capability
+from lmkit.kernels.cuda.variants import Recorder
 from lmkit.turbo.engine.engine import Engine
 from lmkit.turbo.request import Request, SamplingParams
 from lmkit.turbo.runners.cuda_device import CudaDevice
@@ -39,23 +39,11 @@ from lmkit.turbo.transport.messages import Outputs
 MODEL_LEN = 4096  # tokens of the longest sequence
 
 
-class NoKernels:
+class NoKernels(Recorder):
     """A backend whose kernels do nothing but set tokens to 0."""
 
     def load(self, source: str, name: str, defines: dict[str, int]) -> module.Launch:
         return _launch
-
-    def device_name(self) -> str:
-        return "no GPU"
-
-    def num_sms(self) -> int:
-        return 132
-
-    def capability(self) -> Capability:
-        return 9, 0
-
-    def overlaps(self) -> bool:
-        return True
 
 
 def _launch(grid: tuple[int, ...], block: tuple[int, ...], args: Sequence[Any], shared: int) -> None:

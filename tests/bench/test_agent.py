@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +18,6 @@ from lmkit.errors import ConfigError
 from lmkit.text import Tokenizer
 from tests.bench.fake_server import CACHED, FakeServer
 from tests.serve.fake_engine import DEMO
-
-
-@pytest.fixture(scope="module")
-def running() -> Iterator[FakeServer]:
-    with FakeServer() as server:
-        yield server
-
-
-@pytest.fixture
-def server(running: FakeServer) -> FakeServer:
-    running.reset()
-    return running
 
 
 def replay(server: FakeServer, sessions: list[AgentSession], **fields: Any) -> tuple[AgentRun, list[list[Any]]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +20,6 @@ from lmkit.bench.schema import OnlineRun
 from lmkit.bench.workload import Dialogue
 from lmkit.errors import ConfigError, LMKitError
 from tests.bench.fake_server import BURSTS, GAP, FakeServer
-
-
-@pytest.fixture(scope="module")
-def running() -> Iterator[FakeServer]:
-    with FakeServer() as server:
-        yield server
-
-
-@pytest.fixture
-def server(running: FakeServer) -> FakeServer:
-    running.reset()
-    return running
 
 
 def run(

@@ -14,21 +14,10 @@ from lmkit.models.loader import load_model
 from lmkit.turbo.engine.engine import Engine
 from lmkit.turbo.request import Request, SamplingParams
 from tests.flexible import tiny
+from tests.models.test_engine_tokens import greedy
 
 PROMPT = torch.randint(3, 199, (30,), generator=torch.Generator().manual_seed(8)).tolist()
 SIZES: dict[str, Any] = {"block_size": 8, "max_batch_size": 2, "max_step_tokens": 16, "max_model_len": 48}
-
-
-def greedy(engine: Engine, prompts: list[list[int]], count: int = 10) -> list[list[int]]:
-    for number, prompt in enumerate(prompts):
-        params = SamplingParams(max_tokens=count, ignore_eos=True)
-        engine.add(Request(request_id=str(number), prompt_ids=prompt, params=params))
-    found: dict[str, list[int]] = {str(number): [] for number in range(len(prompts))}
-    while engine.has_work():
-        for output in engine.step():
-            assert not output.error
-            found[output.request_id] += output.token_ids
-    return list(found.values())
 
 
 def check(model: torch.nn.Module, prompts: list[list[int]], answers: list[list[int]]) -> None:
@@ -46,8 +35,8 @@ def test_tokens_in_chunks_in_batches_and_behind_a_prefix(tmp_path: Path, name: s
     model = tiny.make(tmp_path, name)
     engine = Engine.of(load_model(tmp_path, model_impl="flexible"), EngineConfig(**SIZES))
     prompts = [PROMPT, PROMPT[3:], PROMPT[:1]]
-    together = greedy(engine, prompts)
-    again = greedy(engine, prompts[:1])
+    together = greedy(engine, prompts, 10)
+    again = greedy(engine, prompts[:1], 10)
     hits = engine.stats().prefix_hits
     engine.close()
     check(model, prompts, together)
@@ -83,7 +72,7 @@ def test_draft_tokens_change_nothing(tmp_path: Path, name: str) -> None:
 def test_rounded_keys_and_values_are_close(tmp_path: Path, kv_dtype: Any) -> None:
     model = tiny.make(tmp_path, "stablelm")
     engine = Engine.of(load_model(tmp_path, model_impl="flexible"), EngineConfig(**SIZES, kv_dtype=kv_dtype))
-    answers = greedy(engine, [PROMPT])
+    answers = greedy(engine, [PROMPT], 10)
     engine.close()
     with torch.no_grad():
         rows = model(input_ids=torch.tensor([PROMPT + answers[0]]), use_cache=False).logits[0, len(PROMPT) - 1 : -1]

@@ -28,6 +28,7 @@ def greedy(engine: Engine, prompts: list[list[int]], count: int = 16) -> list[li
     found: dict[str, list[int]] = {str(number): [] for number in range(len(prompts))}
     while engine.has_work():
         for output in engine.step():
+            assert not output.error
             found[output.request_id] += output.token_ids
     return list(found.values())
 
