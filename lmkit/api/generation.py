@@ -12,7 +12,7 @@ from lmkit import neutral, other_names
 from lmkit.checked import CheckedMeta
 from lmkit.errors import ConfigError, RequestError
 from lmkit.formats.generation_config import TOP_K_OFF, SamplingDefaults
-from lmkit.turbo.repetition import RepetitionStop
+from lmkit.turbo.repetition import LMDEPLOYS, NEVER, TWO_RULES, RepetitionStop
 from lmkit.turbo.request import MAX_LOGPROBS, Sampling, SamplingParams
 
 DEFAULT_NEW_TOKENS = 512
@@ -80,10 +80,12 @@ class GenerationConfig(Sampling, frozen=True, kw_only=True, forbid_unknown_field
     def plain(cls, given: dict[str, Any]) -> dict[str, Any]:
         """The values that ask for something, each as the field has it."""
         fields = {}
-        given = dict(given)
-        rule = [given.pop(name, 0) for name in ("repetition_ngram_size", "repetition_ngram_threshold")]  # LMDeploy's
-        if all(type(number) is int for number in rule) and all(rule):
-            given.setdefault("repetition_stop", {"ngram": rule[0], "count": rule[1]})
+        if theirs := given.keys() & {*LMDEPLOYS}:
+            if given.get("repetition_stop") is not None:
+                raise ConfigError(TWO_RULES)
+            ngram, count = (given.get(name) or 0 for name in LMDEPLOYS)
+            rule = {"ngram": ngram, "count": count} if ngram and count else NEVER
+            given = {name: value for name, value in given.items() if name not in theirs} | {"repetition_stop": rule}
         for name, value in given.items():
             theirs, ours = _MEANINGS.get(name, (None, None))
             if theirs is not None and type(value) is type(theirs) and value == theirs:

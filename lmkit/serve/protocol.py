@@ -26,7 +26,7 @@ from lmkit.hints import ignore
 from lmkit.serve.numbers import Biases, Penalty, Repetition, Share, Temperature, TokenId, TopK, TopP
 from lmkit.strict import NEVER, NULL, OF_MODEL, No, Schema, Strict, Yes, exactly_one, given, goes_with
 from lmkit.text.chat.conversation import MAX_TOOLS, Chat, Messages, TemplateVariables, Tool
-from lmkit.turbo.repetition import MAX_COUNT, MAX_NGRAM
+from lmkit.turbo.repetition import COUNT, MAX_COUNT, MAX_NGRAM
 from lmkit.turbo.request import MAX_LOGPROBS, MAX_STOPS
 
 MAX_PROMPTS = 256
@@ -88,7 +88,7 @@ class RepetitionRule(Strict):
     """See lmkit.turbo.repetition."""
 
     ngram: Annotated[int, Field(ge=0, le=MAX_NGRAM)]  # tokens; 0 = never
-    count: Annotated[int, Field(ge=2, le=MAX_COUNT)] = 3
+    count: Annotated[int, Field(ge=2, le=MAX_COUNT)] = COUNT
 
 
 class Extensions(Placed):

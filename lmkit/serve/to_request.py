@@ -25,7 +25,7 @@ from lmkit.text import EncodedTurn, TokenHistory, Tokenizer
 from lmkit.text.chat.style import Style, called_tools
 from lmkit.text.cut import cut, cut_text
 from lmkit.text.images import data_url
-from lmkit.turbo.repetition import NEVER, RepetitionStop
+from lmkit.turbo.repetition import NEVER, TWO_RULES, RepetitionStop
 from lmkit.turbo.request import MAX_LOGPROBS, EngineInfo, Request, SamplingParams
 from lmkit.turbo.transport.prompt_images import read_images, with_images
 
@@ -283,8 +283,7 @@ def repetition_stop(body: Extensions) -> RepetitionStop | None:
     ngram, count = body.repetition_ngram_size, body.repetition_ngram_threshold
     if body.repetition_stop is not None:
         if ngram is not None or count is not None:
-            rule = "is one rule with repetition_ngram_size and repetition_ngram_threshold; send one of them"
-            raise _invalid(f"repetition_stop {rule}", "repetition_stop")
+            raise _invalid(TWO_RULES, "repetition_stop")
         return RepetitionStop(ngram=body.repetition_stop.ngram, count=body.repetition_stop.count)
     if ngram is None and count is None:
         return None

@@ -9,6 +9,7 @@ import msgspec
 from lmkit.errors import RequestError
 
 MAX_NGRAM = MAX_COUNT = 512
+COUNT = 3  # unless a rule says another
 WINDOW = 1024  # last tokens of an answer in which an n-gram is counted, as in LMDeploy
 
 
@@ -16,18 +17,20 @@ class RepetitionStop(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """An answer repeats itself when its last `ngram` tokens stand `count` times among its last 1,024 tokens."""
 
     ngram: int  # tokens; 0 = never
-    count: int
+    count: int = COUNT
 
     def validate(self) -> None:
         """Raise RequestError for a number out of range."""
-        limits = {"ngram": (0, MAX_NGRAM), "count": (2 if self.ngram else 0, MAX_COUNT)}
+        limits = {"ngram": (0, MAX_NGRAM), "count": (2, MAX_COUNT)}
         for name, (least, most) in limits.items():
             if not least <= getattr(self, name) <= most:
                 message = f"repetition_stop.{name}: must be in [{least}, {most}]"
                 raise RequestError("invalid_request", message, "repetition_stop")
 
 
-NEVER = RepetitionStop(ngram=0, count=0)
+NEVER = RepetitionStop(ngram=0)
+LMDEPLOYS = ("repetition_ngram_size", "repetition_ngram_threshold")  # its names for the two numbers
+TWO_RULES = f"repetition_stop is one rule with {' and '.join(LMDEPLOYS)}; give one of them"
 # Of reasoning that has a budget, unless the request says otherwise.
 REASONING = RepetitionStop(ngram=64, count=4)
 
@@ -48,12 +51,12 @@ class Repetitions:
         if token_id == self._reasoning_end:
             self._restart()
             return False
-        repeated_before, self._repeats = self._repeats, self._repeats or self._count(token_id) >= self._stop.count
+        repeated_before, self._repeats = self._repeats, self._count(token_id) >= self._stop.count
         return self._repeats if self._reasoning_end < 0 else repeated_before
 
     @property
     def repeats(self) -> bool:
-        """Whether the answer, or its reasoning, has begun to repeat itself."""
+        """Whether the answer, or its reasoning, repeats itself with its last token."""
         return self._repeats
 
     def _restart(self) -> None:

@@ -11,6 +11,7 @@ import pytest
 from lmkit import EngineConfig, GenerationConfig, RequestError
 from lmkit.errors import ConfigError
 from lmkit.formats.generation_config import SamplingDefaults
+from lmkit.turbo.repetition import NEVER, RepetitionStop
 
 
 @pytest.mark.parametrize(
@@ -85,6 +86,7 @@ def test_fields_are_given_by_name() -> None:
         EngineConfig("cpu")
 
 
+RULE = RepetitionStop(ngram=20, count=4)
 WARM = SamplingDefaults(temperature=0.6)
 
 
@@ -106,3 +108,14 @@ def test_type_checkers_see_every_field() -> None:
     source = inspect.getsource(GenerationConfig)
     shown = source[source.index("def __init__(") : source.index(") -> None: ...")]
     assert {line.strip().split(":")[0] for line in shown.splitlines()[3:-1]} == set(GenerationConfig.__struct_fields__)
+
+
+def test_lmdeploys_names_of_the_repetition_rule() -> None:
+    assert GenerationConfig(repetition_ngram_size=20, repetition_ngram_threshold=4).repetition_stop == RULE
+    assert GenerationConfig(repetition_stop={"ngram": 20, "count": 4}).repetition_stop == RULE
+    for off in ({"repetition_ngram_size": 0}, {"repetition_ngram_threshold": 3}):
+        assert GenerationConfig(**off).params().repetition_stop == NEVER
+    with pytest.raises(ConfigError, match="expected int, got str"):
+        GenerationConfig(repetition_ngram_size="5", repetition_ngram_threshold=3)
+    with pytest.raises(ConfigError, match="one rule"):
+        GenerationConfig(repetition_stop={"ngram": 20}, repetition_ngram_size=20)

@@ -186,3 +186,10 @@ def test_a_repetition_before_the_least_length_does_not_cut(tokenizer: Tokenizer)
     a = tokenizer.encode("a")[0]
     outputs = run(processor(tokenizer, repetition_stop=RepetitionStop(ngram=1, count=2), min_tokens=5), [a] * 9)
     assert outputs[-1].num_output_tokens == 5
+
+
+def test_a_repetition_that_is_over_at_the_least_length_does_not_cut(tokenizer: Tokenizer) -> None:
+    a, b, c, d, e = tokenizer.encode("a b c d e")[:5]
+    rule = RepetitionStop(ngram=1, count=2)
+    outputs = run(processor(tokenizer, repetition_stop=rule, min_tokens=4), [a, a, b, c, d, e, c])
+    assert (outputs[-1].num_output_tokens, outputs[-1].end) == (7, "repetition")
