@@ -6,6 +6,7 @@ and tests meet one kind of error. `Command` and `Group` show options under the h
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, get_args, get_origin
@@ -143,7 +144,15 @@ def _bad_value(error: Any) -> str:
         return _plain(error)
     name = words_of(param)[0] if param.param_type_name == "option" else param.name.upper()
     value, wanted = cause.errors()[0]["input"], expected(param)
-    return f"{name} {value!r}: expected {wanted}{hint(str(value), table='value')}"
+    return f"{name} {value!r}: expected {wanted}{hint(str(value), table='value') or _between(param, value)}"
+
+
+def _between(param: Any, value: Any) -> str:
+    """What the help says after a semicolon, for a number where others are taken: it names an option for this one."""
+    _, _, advice = (param.help or "").partition("; ")
+    is_number = re.fullmatch(r"\d+(\.\d+)?", str(value)) is not None
+    chosen = get_origin(param.type_descriptor.annotation) is Literal
+    return f"; {advice.rstrip('.')}" if advice.startswith("--") and is_number and chosen else ""
 
 
 def expected(param: Any) -> str:

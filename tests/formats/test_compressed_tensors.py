@@ -14,9 +14,7 @@ from lmkit.errors import CheckpointError, UnsupportedError
 from lmkit.formats.base import get_format, resolve_format
 from lmkit.formats.checkpoint import CheckpointReader
 from lmkit.formats.names import Activations
-from lmkit.formats.parts import (
-    of_kernels,
-)
+from lmkit.formats.parts import of_kernels
 from lmkit.formats.verify import verify, weight_digest
 from lmkit.qtensor import QTensor, QuantScheme, dequantize, float8_scheme, int_scheme
 from tests.formats.files import folder

@@ -89,7 +89,7 @@ def test_tables_show_plan_errors_and_evaluation(tmp_path: Path, monkeypatch: pyt
         ("--group-size tensor", "group_size tensor is for type float; int has 32, 64, 128 or channel"),
         ("--format foo", "--format 'foo': expected awq, gptq, gptq_v2, compressed-tensors or fp8"),
         ("--bits four", "--bits 'four': expected 2, 3, 4 or 8"),
-        ("--bits 4.5", "--bits '4.5': expected 2, 3, 4 or 8"),
+        ("--bits 4.5", "--bits '4.5': expected 2, 3, 4 or 8; --average-bits mixes them"),
         ("--average-bits 2", "average_bits 2 cannot be reached; the lowest for this model is 2.141"),
         ("--average-bits 0", "--average-bits '0': expected a number of at least 1 and at most 32"),
         (
