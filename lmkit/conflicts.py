@@ -61,26 +61,14 @@ OWN_CACHES = "caches of transformers that grow"
 PREFILL, DECODE, NO_ROLE = "role prefill", "role decode", "role both"
 REPLICAS = "dp"
 CALLER_TRAITS = (
-    NO_KERNELS,
-    STATES,
-    FIXED_STATES,
-    WHOLE_TEXTS,
-    DECODER,
-    FOREIGN,
-    OWN_CACHES,
-    PREFILL,
-    DECODE,
-    NO_ROLE,
-    REPLICAS,
-)
+    NO_KERNELS, STATES, FIXED_STATES, WHOLE_TEXTS, DECODER, FOREIGN, OWN_CACHES, PREFILL, DECODE, NO_ROLE, REPLICAS
+)  # fmt: skip
 
 _CLUSTER = "cluster={cluster} places the ranks of tp alone: set tp, and leave out ep and pp"
 _OUTSIDE = "{shared} keeps no KV outside the engine; leave out {options}"
 _TIERS = "kv_host_memory and kv_disk_path keep what the prefix cache finds; do not turn it off"
 _IN_STATES = "{architecture} has recurrent states; leave out {options}"
 _WHOLE = "{architecture} reads each text as a whole; leave out {options}"
-_FOREIGN = "{architecture} runs on the flexible engine, which {lacks}; leave out {options}"
-_GIVES = _FOREIGN.replace("{lacks}", "gives no KV away while it computes")
 _GROWS = (
     "{architecture} keeps keys and values in transformers' caches, which lmkit neither rounds nor gives away; leave "
     "out {options}"
@@ -88,6 +76,10 @@ _GROWS = (
 _NO_CHECKPOINT = "an engine of a decoder has no checkpoint whose KV could be kept in tiers"
 _SHARED_NAME = "use `lmkit up`, whose file says by which name replicas reach the address"
 _OWN_PROXY = "replicas have a proxy of their own"
+
+
+def _foreign(lacks: str, advice: str = "leave out {options}") -> str:
+    return f"{{architecture}} runs on the flexible engine, which {lacks}; {advice}"
 
 
 def _of_devices() -> Iterator[Conflict]:
@@ -199,19 +191,18 @@ CONFLICTS: tuple[Conflict, ...] = (
     Conflict("kv_events", STATES, _IN_STATES),
     Conflict("ep", STATES, _IN_STATES),
     Conflict("pp", STATES, _IN_STATES),
-    Conflict("tp", FOREIGN, _FOREIGN.replace("{lacks}", "is not shared by processes")),
-    Conflict("ep", FOREIGN, _FOREIGN.replace("{lacks}", "is not shared by processes")),
-    Conflict("pp", FOREIGN, _FOREIGN.replace("{lacks}", "is not shared by processes")),
-    Conflict("adapters", FOREIGN, _FOREIGN.replace("{lacks}", "takes no adapters")),
-    Conflict("adapter_root", FOREIGN, _FOREIGN.replace("{lacks}", "takes no adapters")),
-    Conflict(DRAFTER, FOREIGN, _FOREIGN.replace("{lacks}", "has no draft models or heads").replace(
-        "leave out {options}", "use speculate ngram")),
-    Conflict("weights_memory", FOREIGN, _FOREIGN.replace("{lacks}", "keeps all weights in memory")),
-    Conflict("attention_sinks", FOREIGN, _FOREIGN.replace("{lacks}", "leaves attention as the model has it")),
-    Conflict("lm_head", FOREIGN, _FOREIGN.replace("{lacks}", "keeps the head as it is")),
-    Conflict("kv_listen", FOREIGN, _GIVES),
-    Conflict("kv_peer", FOREIGN, _GIVES),
-    Conflict("device cuda", FOREIGN, "{architecture} runs on the flexible engine, which is for CPUs; use device cpu"),
+    Conflict("tp", FOREIGN, _foreign("is not shared by processes")),
+    Conflict("ep", FOREIGN, _foreign("is not shared by processes")),
+    Conflict("pp", FOREIGN, _foreign("is not shared by processes")),
+    Conflict("adapters", FOREIGN, _foreign("takes no adapters")),
+    Conflict("adapter_root", FOREIGN, _foreign("takes no adapters")),
+    Conflict(DRAFTER, FOREIGN, _foreign("has no draft models or heads", "use speculate ngram")),
+    Conflict("weights_memory", FOREIGN, _foreign("keeps all weights in memory")),
+    Conflict("attention_sinks", FOREIGN, _foreign("leaves attention as the model has it")),
+    Conflict("lm_head", FOREIGN, _foreign("keeps the head as it is")),
+    Conflict("kv_listen", FOREIGN, _foreign("gives no KV away while it computes")),
+    Conflict("kv_peer", FOREIGN, _foreign("gives no KV away while it computes")),
+    Conflict("device cuda", FOREIGN, _foreign("is for CPUs", "use device cpu")),
     Conflict("kv_dtype", OWN_CACHES, _GROWS),
     Conflict("kv_host_memory", OWN_CACHES, _GROWS),
     Conflict("kv_disk_path", OWN_CACHES, _GROWS),
