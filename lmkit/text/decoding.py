@@ -68,6 +68,15 @@ def _piece_bytes(piece: str) -> bytes:
         return piece.encode()
 
 
+def _unfinished(data: bytes | bytearray) -> int:
+    """How many bytes at the end of `data`, which is UTF-8 up to there, begin a character whose last bytes are missing."""
+    try:
+        data.decode()
+    except UnicodeDecodeError as error:
+        return len(data) - error.start if error.reason == "unexpected end of data" else 0
+    return 0
+
+
 class ByteLevel:
     """Pieces spell bytes. A character that is split over tokens waits for its last byte."""
 
@@ -78,8 +87,10 @@ class ByteLevel:
         return [self._utf8.decode(b"".join(map(_piece_bytes, pieces)))]
 
     def finish(self) -> list[str]:
+        held, _ = self._utf8.getstate()
         self._utf8.reset()
-        return []
+        # Half a surrogate (ED A0) is held like an unfinished character, and no byte can finish it.
+        return [] if _unfinished(held) else [held.decode(errors="replace")]
 
     def alone(self, piece: str | bytes) -> str | bytes:
         return _piece_bytes(piece) if isinstance(piece, str) else piece
@@ -107,11 +118,8 @@ class ByteFallback:
         return out
 
     def finish(self) -> list[str]:
-        try:
-            self._run.decode()
-        except UnicodeDecodeError as error:
-            if error.reason == "unexpected end of data":
-                del self._run[error.start :]
+        if unfinished := _unfinished(self._run):
+            del self._run[-unfinished:]
         return self._text()
 
     def _text(self) -> list[str]:
