@@ -142,6 +142,8 @@ def test_a_silent_peer_and_a_changed_block_are_misses(
 
 def test_a_peer_that_comes_back_is_asked_again(server: BlockServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers, "RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(peers, "ASK_SECONDS", 20.0)  # a busy machine is not a slow peer
+    monkeypatch.setattr(peers, "BLOCK_SECONDS", 20.0)
     between = Meddler(server.address)
     store, blocks = store_at(between.address)
     between.flip.set()
