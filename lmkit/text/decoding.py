@@ -69,7 +69,7 @@ def _piece_bytes(piece: str) -> bytes:
 
 
 def _unfinished(data: bytes | bytearray) -> int:
-    """How many bytes at the end of `data`, which is UTF-8 up to there, begin a character whose last bytes are missing."""
+    """How many bytes at the end of `data` begin a character whose last bytes are missing. The rest is UTF-8."""
     try:
         data.decode()
     except UnicodeDecodeError as error:
