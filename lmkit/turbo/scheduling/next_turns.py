@@ -1,8 +1,9 @@
 """Prompts that are computed ahead, while no request is there: what can be known of the next turns of conversations.
 
 A front end knows how a conversation's next prompt begins as soon as an answer has ended. Such a beginning waits here.
-The scheduler computes one at a time, in small steps, and only while no request waits or runs. It gives way to a request
-before the next plan: its KV stays in the cache, and the rest waits again.
+The scheduler computes one at a time, in small steps that follow each other, and only while no request waits or runs and
+the allowance covers the next step. It gives way to a request before the next plan: its KV stays in the cache, and the
+rest waits again.
 
 What was computed is remembered until a request of the same namespace goes on with it, so that its use can be counted.
 The bounds are for each tenant first. Nothing of one tenant is found, timed or counted by the requests of another.
@@ -19,11 +20,12 @@ import numpy as np
 from lmkit.errors import RequestError
 from lmkit.turbo.kv.radix_tree import Namespace
 from lmkit.turbo.request import Request
+from lmkit.turbo.scheduling.allowance import Allowance
 from lmkit.turbo.scheduling.planner import Planner, Step
 from lmkit.turbo.sequence import Sequence, Status
 
 MAX_OF_TENANT, MAX_IN_ALL = 4, 64  # prompts that wait, and as many that were computed; the oldest leave
-STEP_SECONDS = 0.02  # of a step ahead: half of it is what a request waits for that arrives meanwhile
+STEP_SECONDS = 0.02  # of a step ahead: a request that arrives meanwhile waits for half of it, on average
 LEAST_TOKENS = 32  # of such a step: fewer cost about as much
 LEAST_GAIN = 8  # tokens that the cache lacks: a request computes fewer beside its own in hardly more time
 
@@ -42,21 +44,31 @@ class NextTurns:
 
     def __init__(self, planner: Planner, make: Callable[[Request], Sequence]) -> None:
         """`make`: the sequence of a request. Raises RequestError if it cannot run any more."""
+        self.allowance = Allowance()
         self._planner, self._make = planner, make
+        self._longest = STEP_SECONDS  # of the last step ahead, if it took longer
         self._running: Sequence | None = None
         self._prepared = self._used = self._wasted = 0  # tokens
         self._waiting: deque[Request] = deque()
         self._records: OrderedDict[str, tuple[Namespace, Prepared]] = OrderedDict()  # by request, the oldest first
 
-    def __len__(self) -> int:
-        """Prompts that wait or run."""
-        return len(self._waiting) + self.num_running
+    def __bool__(self) -> bool:
+        """Whether a prompt runs, or one waits and may be computed."""
+        return self._running is not None or (bool(self._waiting) and self.allowance.covers(self._longest))
 
     @property
     def num_running(self) -> int:
         return self._running is not None
 
-    def add(self, seq: Sequence) -> None:
+    def takes(self, seq: Sequence) -> bool:
+        """Whether a sequence that has arrived is computed ahead. It then waits here."""
+        if not seq.request.is_ahead:
+            self.allowance.arrives()
+            return False
+        self._add(seq)
+        return True
+
+    def _add(self, seq: Sequence) -> None:
         """Let a prompt wait. If it has a session, what the cache has of it is held at once. Of each tenant, and of all,
         the one that has waited longest leaves if there are too many."""
         request = seq.request
@@ -69,14 +81,16 @@ class NextTurns:
     def turn(self) -> int | None:
         """Before a plan: give way to requests, or run if there are none. Returns the most tokens of a plan ahead."""
         planner = self._planner
+        self.allowance.planned()
         num_requests = len(planner.slots.running) + len(planner.waiting) - self.num_running
         seq = self._running
-        if seq is not None and num_requests and seq.status is Status.RUNNING:
+        is_over = num_requests or not self.allowance.covers(self._longest)
+        if seq is not None and is_over and seq.status is Status.RUNNING:
             planner.take_back(seq)
             seq.status = Status.FINISHED  # what its steps under way give is not wanted
             self._waiting.appendleft(seq.request)
             self._running = None
-        while self._waiting and not (self._running or num_requests):
+        while self._waiting and not (self._running or is_over):
             self._begin(self._waiting.popleft())
         if self._running is None or num_requests:  # one that loads computes nothing
             return None
@@ -104,12 +118,25 @@ class NextTurns:
             if (new := slots[slot]) is not seq and not new.num_preemptions:
                 self._follow(new)
 
-    def ends(self, seq: Sequence) -> bool:
+    def ends(self, seq: Sequence, now: float) -> bool:
         """Whether this sequence, which has ended, was computed ahead."""
         if seq is not self._running:
+            self.allowance.ended(now - seq.arrived)
             return False
         self._running = None
         return True
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a step ahead runs. The next one is not planned before its end, so that no request waits for two."""
+        seq = self._running
+        return seq is not None and seq.status is Status.RUNNING and seq.in_flight > 0
+
+    def ran(self, sequences: list[Sequence], seconds: float) -> None:
+        """A step of these sequences took so long. One is computed ahead alone."""
+        if sequences and sequences[0].request.is_ahead:
+            self._longest = max(STEP_SECONDS, seconds)
+            self.allowance.ran(seconds)
 
     def computes(self, seq: Sequence, start: int, count: int) -> bool:
         """Whether a step has computed `count` tokens of this sequence ahead. It counts them."""

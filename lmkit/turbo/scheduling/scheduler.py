@@ -112,8 +112,7 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a request; NextTurns has one that `is_ahead`. Raises RequestError if it can never run or none fits."""
         seq = self._sequence(request)
-        if request.is_ahead:
-            self._next_turns.add(seq)
+        if self._next_turns.takes(seq):
             return
         if request.request_id in self._slots.running or request.request_id in self._waiting:
             raise RequestError("invalid_request", f"request_id {request.request_id!r} is already in use", "request_id")
@@ -169,7 +168,7 @@ class Scheduler:
         self.kv.expire_leases(now)
         self._expire(now)
         self._take_loads()
-        if self._speculation is not None and self._awaits_tokens(self._speculation):
+        if self._next_turns.is_under_way or (self._speculation is not None and self._awaits_tokens(self._speculation)):
             return None
         step = self._planner.write(now, self._next_turns.turn())
         self._next_turns.planned(step)
@@ -223,6 +222,7 @@ class Scheduler:
         """Take in a step's results, one for each chunk of its plan, and its time. Returns outputs that are ready."""
         under_way = self._next_under_way(plan)
         self._pace(plan, seconds)
+        self._next_turns.ran(under_way.sequences, seconds)
         for seq, chunk, result in zip(under_way.sequences, plan.chunks, sampled, strict=True):
             if self._land(seq, chunk):
                 self._advance(seq, chunk, result)
@@ -348,7 +348,7 @@ class Scheduler:
             self._speculation.forget(seq)
         seq.status = FINISHED
         self.kv.cancel(seq)
-        if not self._next_turns.ends(seq):
+        if not self._next_turns.ends(seq, self._clock()):
             self._outputs.append(seq.last(output))
         if seq.slot >= 0 and not seq.in_flight:
             self._free_slot(seq)
@@ -361,8 +361,8 @@ class Scheduler:
         self._slots.free(seq)
 
     def wait(self, seconds: float) -> None:
-        """Wait until a load ends, or for `seconds`."""
-        self.kv.wait(seconds)
+        """Wait until a load ends, or for `seconds`, or a moment if no request waits for it: one may arrive."""
+        self.kv.wait(seconds if len(self._slots.running) + len(self._waiting) > self._next_turns.num_running else 1e-3)
 
     def stats(self) -> EngineStats:
         kv, drafts, now = self.kv, self._speculation, self._clock()

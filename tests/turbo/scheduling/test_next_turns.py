@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from lmkit.turbo.request import TURN, Request
+from lmkit.turbo.scheduling.allowance import FIRST, MOST, Allowance
 from lmkit.turbo.scheduling.next_turns import LEAST_GAIN, LEAST_TOKENS, MAX_OF_TENANT
 from tests.turbo.fakes import FakeEngine, limits, request
 from tests.turbo.scheduling.test_scheduler_prefixes import cached, text
@@ -17,10 +18,10 @@ def ahead(name: str, ids: list[int], **fields: Any) -> Request:
 
 
 def engine(**changes: Any) -> FakeEngine:
-    """Its steps take a second for each token, so that those ahead are as small as they get."""
+    """Its steps take a millisecond for each token, so that those ahead are as small as they get."""
     sizes = {"prefix_cache": True, "num_blocks": 200, "block_size": 8, "max_batch_size": 8, "max_step_tokens": 256}
     sizes["max_model_len"] = changes.get("num_blocks", 200) * 8
-    of_step = {"seconds": lambda plan: float(sum(chunk.num_tokens for chunk in plan.chunks))}
+    of_step = {"seconds": lambda plan: 1e-3 * sum(chunk.num_tokens for chunk in plan.chunks)}
     return FakeEngine(limits(**sizes | changes), **of_step)
 
 
@@ -61,6 +62,8 @@ def test_a_request_comes_before_the_next_plan(depth: int) -> None:
         plan = made.step()
         assert plan is not None
         assert [chunk.num_tokens for chunk in plan.chunks] == [LEAST_TOKENS]
+        if depth > 1:
+            assert made.step() is None  # the next one is planned when it has ended
     made.add(request("a", text(2, 50), max_tokens=3))
     plan = made.step()
     assert plan is not None
@@ -75,6 +78,44 @@ def test_a_request_comes_before_the_next_plan(depth: int) -> None:
     made.run()
     assert cached(made, "b") == 300
     assert made.scheduler.stats().next_turns["used"] == 300
+
+
+def test_requests_lose_no_more_than_their_share_whenever_they_arrive() -> None:
+    """Each arrives in the middle of a step ahead, if there is one, and waits for all of it."""
+    now = 0.0
+    made = FakeEngine(engine().scheduler.limits, clock=lambda: now, seconds=lambda plan: 0.03)
+    lost, num_idle = 0.0, 0
+    for i in range(200):
+        made.scheduler.add(ahead(f"n{i}", text(i + 1000, 40)))
+        if plan := made.schedule():
+            assert sum(chunk.num_tokens for chunk in plan.chunks) <= 40
+            lost += 0.03
+            made.land()
+        else:
+            num_idle += not made.scheduler.has_work()  # an idle engine sleeps
+        made.add(request(f"r{i}", text(i, 10), max_tokens=1))
+        now += 0.1
+        while not made.outputs[f"r{i}"]:
+            made.step()
+    assert 0.1 < lost <= FIRST + 0.01 * 200 * 0.1
+    assert num_idle > 150
+
+
+def test_what_no_request_meets_costs_nothing() -> None:
+    allowance = Allowance()
+    for _ in range(1000):
+        assert allowance.covers(FIRST)
+        allowance.ran(0.02)
+        allowance.planned()
+    allowance.ran(0.02)
+    allowance.arrives()
+    allowance.arrives()
+    assert allowance.covers(FIRST - 0.0401)
+    assert not allowance.covers(FIRST - 0.0399)
+    allowance.ended(4.0)
+    assert allowance.covers(FIRST - 0.0001)
+    allowance.ended(1e9)
+    assert not allowance.covers(MOST + 0.1)
 
 
 def test_the_next_turn_itself_goes_on_where_it_was() -> None:
