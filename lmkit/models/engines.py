@@ -13,25 +13,27 @@ from lmkit.errors import UnsupportedError
 from lmkit.extras import install, needed_for
 from lmkit.models.decoder import Decoder
 from lmkit.models.identity import Packing
-from lmkit.models.registry import UnknownArchitectureError
+from lmkit.models.registry import NoFamilyError, UnknownArchitectureError
 from lmkit.models.source import ModelSource
 
 
 def open_source(path: str | Path, impl: ModelImpl, **options: Any) -> ModelSource:
-    """Open a checkpoint for the engine `impl`. auto: lmkit's own engine for the families that it has, transformers'
-    modules for others. `options` are those of ModelSource. Raises its errors."""
+    """Open a checkpoint for the engine `impl`. auto: lmkit's own engine for what its families compute, transformers'
+    modules for the rest. `options` are those of ModelSource. Raises its errors."""
     if impl == "flexible":
         return _flexible(path, **options)
     try:
         return ModelSource(path, **options)
-    except UnknownArchitectureError as error:
+    except NoFamilyError as error:
         if impl == "fast":
             raise
         if find_spec("transformers") is None:
             raise UnsupportedError(f"{error}; transformers may have it: {install('any')}") from None
         try:
             return _flexible(path, **options)
-        except UnknownArchitectureError as theirs:
+        except UnsupportedError as theirs:
+            if isinstance(error, UnknownArchitectureError) and not isinstance(theirs, UnknownArchitectureError):
+                raise
             raise UnsupportedError(f"{error}; {theirs}") from None
 
 

@@ -16,8 +16,12 @@ from lmkit.models.layer_spec import LayerSpec
 from lmkit.models.spec import ModelSpec
 
 
-class UnknownArchitectureError(UnsupportedError):
-    """No family has this architecture. transformers may."""
+class NoFamilyError(UnsupportedError):
+    """No family computes this config.json. transformers may."""
+
+
+class UnknownArchitectureError(NoFamilyError):
+    """No family has this architecture."""
 
 
 Family = Callable[[dict[str, Any]], ModelSpec]
@@ -55,18 +59,21 @@ def architecture_of(config: dict[str, Any]) -> str:
     return names[0]
 
 
-def has_family(config: dict[str, Any]) -> bool:
-    """Whether lmkit's own decoder computes the architecture of a config.json."""
+def why_no_family(config: dict[str, Any]) -> str:
+    """Why lmkit's own decoder does not compute a config.json; an empty text if it does."""
     try:
         load_spec(config)
-    except (UnsupportedError, CheckpointError):
-        return False
-    return True
+    except UnknownArchitectureError:
+        return f"lmkit has no family of {architecture_of(config)}, and transformers has"
+    except (UnsupportedError, CheckpointError) as error:
+        return f"lmkit's family of {architecture_of(config)} refuses it ({error})"
+    return ""
 
 
 def load_spec(config: dict[str, Any]) -> ModelSpec:
-    """The specification of a checkpoint by its config.json. Raises UnsupportedError for an unknown architecture,
-    listing the known ones, and CheckpointError for impossible numbers."""
+    """The specification of a checkpoint by its config.json. Raises UnknownArchitectureError for an unknown
+    architecture, listing the known ones, NoFamilyError for what its family does not compute, and CheckpointError for
+    impossible numbers."""
     package = importlib.import_module("lmkit.models.families")
     for module in pkgutil.iter_modules(package.__path__):
         importlib.import_module(f"{package.__name__}.{module.name}")
@@ -83,6 +90,8 @@ def load_spec(config: dict[str, Any]) -> ModelSpec:
         spec = FAMILIES[name](config)
     except KeyError as error:
         raise CheckpointError(f"config.json: {error.args[0]!r} is missing") from None
+    except UnsupportedError as error:
+        raise NoFamilyError(str(error)) from None
     if config.get("is_causal") is False or config.get("use_bidirectional_attention") not in (None, False, "vision"):
         spec = replace(spec, sees_all=True)
     _check(spec)

@@ -7,7 +7,7 @@ from typing import Any
 
 from lmkit import conflicts
 from lmkit.config import EngineConfig
-from lmkit.models.registry import has_family
+from lmkit.models.registry import why_no_family
 from lmkit.models.resolved import ResolvedModel
 
 FAST, FLEXIBLE = "fast", "flexible"
@@ -22,14 +22,14 @@ def engine_facts(model: ResolvedModel, config: EngineConfig) -> dict[str, Any]:
         why = f"lmkit has the family of {spec.architecture}"
         return {"name": FAST, "why": why, "attention": None, "without": [], "fastest": fastest}
     refused = conflicts.excluded(conflicts.FOREIGN)
-    known = has_family(model.source.config)
+    lacking = why_no_family(model.source.config)
     rounded = "" if "quantize" in refused or not rounds else " --quantize int4"
     return {
         "name": FLEXIBLE,
-        "why": "it was asked for" if known else f"lmkit has no family of {spec.architecture}, and transformers has",
+        "why": lacking or "it was asked for",
         "attention": model.source.how_attends,
         "without": ["captured steps", *([] if spec.reusable else ["reuse of prefixes"]), *refused],
-        "fastest": f"lmkit serve {path} --model-impl fast" if known else f"lmkit serve {path}{rounded}",
+        "fastest": f"lmkit serve {path}{rounded if lacking else ' --model-impl fast'}",
     }
 
 
