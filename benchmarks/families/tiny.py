@@ -37,7 +37,8 @@ SIZES: dict[str, Any] = {
     **dict.fromkeys(("decoder_attention_heads", "encoder_attention_heads", "num_decoder_attention_heads"), HEADS),
     **dict.fromkeys(("num_encoder_attention_heads", "swa_num_attention_heads", "linear_num_heads"), HEADS),
     **dict.fromkeys(("num_key_value_heads", "swa_num_key_value_heads", "linear_num_key_heads"), KV_HEADS),
-    **dict.fromkeys(("linear_num_value_heads", "index_n_heads", "mamba_n_groups", "n_groups"), KV_HEADS),
+    **dict.fromkeys(("linear_num_value_heads", "mamba_n_groups", "n_groups"), KV_HEADS),
+    "index_n_heads": 16,  # few give many keys a score of 0 by ReLU, and which of equals are chosen hangs on the pass
     **dict.fromkeys(("head_dim", "swa_head_dim", "linear_key_head_dim", "linear_value_head_dim", "v_head_dim"), HEAD),
     **dict.fromkeys(("qk_nope_head_dim", "index_head_dim", "linear_head_dim", "dim_head", "d_head"), HEAD),
     **dict.fromkeys(("mamba_d_head", "mamba_head_dim", "attention_head_size", "rotary_dim"), HEAD),

@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import OlmoForCausalLM
 
+from benchmarks.families.tiny import save_tiny
 from lmkit.config import EngineConfig
 from lmkit.errors import ConfigError, UnsupportedError
 from lmkit.models.loader import load_model
@@ -77,6 +78,24 @@ def test_fast_asks_for_a_family(tmp_path: Path) -> None:
     tiny.make(tmp_path, "olmo")
     with pytest.raises(UnsupportedError, match="'OlmoForCausalLM' is not supported"):
         load_model(tmp_path, model_impl="fast")
+
+
+def test_what_a_family_refuses_goes_to_transformers(tmp_path: Path) -> None:
+    save_tiny("llama4_text", tmp_path)  # with two experts a token
+    facts = describe_model(str(tmp_path), EngineConfig(device="cpu"))["engine"]
+    assert facts["name"] == "flexible"
+    assert facts["why"].startswith("lmkit's family of Llama4ForCausalLM refuses it (config.json: num_experts_per_tok")
+    assert "--model-impl" not in facts["fastest"]
+    with pytest.raises(UnsupportedError, match=r"^config.json: num_experts_per_tok = 2"):
+        load_model(tmp_path, model_impl="fast")
+
+
+def test_a_model_whose_cache_forgets_what_its_mask_shows_is_refused(tmp_path: Path) -> None:
+    """Its answers in transformers depend on where a prompt is cut."""
+    save_tiny("moshi", tmp_path)
+    reason = r"^MoshiForCausalLM: transformers keeps keys of the last 16 tokens and lets a token of .* see all$"
+    with pytest.raises(UnsupportedError, match=reason):
+        load_model(tmp_path)
 
 
 def test_a_module_that_fails_at_the_start_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,8 @@ VARIED = {
     "gpt_neox": "paged",  # q, k and v in one linear
     "stablelm": "paged",
     "cwm": "paged",  # windows
+    "phimoe": "paged",  # windows that its masks alone have
+    "doge": "own",  # a mask of its own in each layer
     "jetmoe": "paged",  # experts of attention
     "mamba": "own",  # a weight that is read directly
     "falcon": "own",  # linears of a class of its own

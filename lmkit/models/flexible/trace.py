@@ -7,12 +7,14 @@ zeros, which take no memory until they are written.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from transformers.cache_utils import DynamicCache
 
 from lmkit.attention_spec import AttentionSpec
 from lmkit.errors import UnsupportedError
@@ -24,11 +26,11 @@ FLOAT_BYTES = 4
 THEIRS = "eager"  # the attention that all modules have
 # Options of attention calls that change nothing here.
 IGNORED = frozenset({
-    "attention_mask", "cache_position", "dropout", "is_causal", "output_attentions", "output_hidden_states",
+    "cache_position", "dropout", "is_causal", "output_attentions", "output_hidden_states",
     "output_router_logits", "position_ids", "return_dict", "s_aux", "scaling", "sliding_window", "softcap", "training",
     "use_cache",
 })  # fmt: skip
-CAUSAL = ("causal_mask_function", "sliding_window_overlay")
+CAUSAL, WINDOWED = "causal_mask_function", "sliding_window_overlay"
 
 
 @dataclass(frozen=True)
@@ -101,9 +103,10 @@ class _Looks:
     modules: list[str] = field(default_factory=list)
     keys: list[Tensor] = field(default_factory=list)
     problem: str = ""
+    windows: set[int] = field(default_factory=set)  # of the masks that the pass asks for; 0: a mask without one
 
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
-        layer, window = getattr(module, "layer_idx", None), options.get("sliding_window") or 0
+        layer, window = getattr(module, "layer_idx", None), self._window(options.get("sliding_window") or 0)
         scale = options.get("scaling")
         spec = AttentionSpec(
             float(q.shape[-1] ** -0.5 if scale is None else scale), int(window), 0, float(options.get("softcap") or 0)
@@ -122,17 +125,25 @@ class _Looks:
             self.keys.append(k)
         return q.new_zeros(1, q.shape[2], q.shape[1], v.shape[3])
 
+    def _window(self, named: int) -> int:
+        """The window of a call that names one, or names none: 0. transformers' own attention heeds the mask alone."""
+        return next(iter(self.windows)) if len(self.windows) == 1 else named
+
     def mask(self, options: dict[str, Any]) -> None:
-        parts = _parts(options["mask_function"])
-        if other := [name for name in parts if name not in CAUSAL]:
+        parts = dict(_parts(options["mask_function"]))
+        self.windows.add(parts.get(WINDOWED) or 0)
+        if other := [name for name in parts if name not in (CAUSAL, WINDOWED)]:
             self.problem = self.problem or f"its tokens see others by {other[0]}"
 
 
-def _parts(function: Any) -> list[str]:
-    """The names of the conditions that a mask function of transformers joins."""
-    name = function.__qualname__.partition(".<locals>")[0]
-    inner = inspect.getclosurevars(function).nonlocals.get("mask_functions") if name.startswith("and_") else None
-    return [name] if inner is None else [part for each in inner for part in _parts(each)]
+def _parts(function: Any) -> Iterator[tuple[str, int | None]]:
+    """The names of the conditions that a mask function of transformers joins, each with the size of its window."""
+    name, inner = function.__qualname__.partition(".<locals>")[0], inspect.getclosurevars(function).nonlocals
+    if name.startswith("and_") and "mask_functions" in inner:
+        for each in inner["mask_functions"]:
+            yield from _parts(each)
+    else:
+        yield name, inner.get("sliding_window")
 
 
 def trace(module: nn.Module, architecture: str) -> Trace:
@@ -147,6 +158,8 @@ def trace(module: nn.Module, architecture: str) -> Trace:
             module.to_empty(device=device)
         try:
             return _trace(module, name, repr(errors[-1]) if errors else "")
+        except UnsupportedError as error:
+            raise UnsupportedError(f"{architecture}: {error}") from None
         except Exception as error:  # noqa: BLE001 - of any kind: it is foreign code
             errors.append(error)
     raise UnsupportedError(
@@ -180,6 +193,7 @@ def _passes(module: nn.Module) -> tuple[list[_Looks], list[int], bool, str]:
         look = _Looks(names)
         found, cache, was_read = _look(module, look, length)
         look.problem = look.problem or _more_than_pages(cache, look)
+        _check_windows(cache, look)
         read = read or was_read
         looks.append(look)
         numbers = (x.numel() for x in tensors_in(_apart(cache, look)))
@@ -198,9 +212,24 @@ def _apart(cache: Any, look: _Looks) -> Any:
 
 def _more_than_pages(cache: Any, look: _Looks) -> str:
     """Why keys and values of calls cannot leave a cache, or an empty text."""
+    if isinstance(cache, DynamicCache) and type(cache) is not DynamicCache:
+        return f"it takes no cache but {type(cache).__name__}"
     layers = getattr(cache, "layers", [])
     kinds = {type(layers[call.layer]) for call in look.calls if call.layer < len(layers)} - {*KNOWN_LAYERS}
     return f"its attention keeps more than keys and values ({kinds.pop().__name__})" if kinds else ""
+
+
+def _check_windows(cache: Any, look: _Looks) -> None:
+    """Raise UnsupportedError if transformers' cache forgets keys that its mask shows: answers would depend on where a
+    prompt is cut."""
+    layers = getattr(cache, "layers", []) if not look.problem else []
+    for call in look.calls:
+        kept = getattr(layers[call.layer], "sliding_window", 0) if call.layer < len(layers) else 0
+        if kept and kept != call.spec.window:
+            seen = f"the last {call.spec.window}" if call.spec.window else "all"
+            raise UnsupportedError(
+                f"transformers keeps keys of the last {kept} tokens and lets a token of a whole prompt see {seen}"
+            )
 
 
 def _of_layer(layer: Any) -> Any:
