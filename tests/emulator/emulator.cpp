@@ -86,14 +86,19 @@ struct Fiber : Thread {
 };
 
 // ---- what accesses of translated PTX leave behind: shared_shadow.h, global_shadow.h, traffic.h
-struct Word {
-    u64 write_epoch, read_epoch;  // barriers that all blocks have passed until then; they begin at 1
-    u32 write_clock, read_clock, read_lanes[4], write_fences;  // read_lanes: of each byte
+struct Byte {  // of shared memory: its last write, and its reads by a warp
+    u64 write_epoch, read_epoch;  // barriers that all threads have passed until then; they begin at 1
+    u32 write_clock, read_clock, read_lanes, write_fences;
     i32 write_line, read_line;
-    u32 block;  // whose `written` it is
-    u16 write_thread, read_warp, copies, products;
-    u8 write_bytes, read_bytes, written;  // a bit for each
+    u16 write_thread, read_warp;
     bool counts;  // the last write was an atomic
+};
+
+struct Word {
+    Byte bytes[4];
+    u32 block;  // whose `written` it is
+    u16 copies, products;
+    u8 written;  // a bit for each byte
 };
 
 // In which order the lanes of a warp have met at a __syncwarp: a vector clock for each.

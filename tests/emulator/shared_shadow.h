@@ -1,9 +1,10 @@
-// Part of emulator.cpp: what each word of shared memory has seen, for translated PTX (ptx/runtime.h).
+// Part of emulator.cpp: what each byte of shared memory has seen, for translated PTX (ptx/runtime.h).
 //
 // An access must be aligned and within the bytes that the launch asked for. It is an error to read bytes that nothing
-// has written since the block began (unless the kernel is known to read and drop some), and to touch a word that a copy still writes, or to write one that a product of a
-// warpgroup still reads. Two accesses to the same bytes of which one writes are a race unless a __syncthreads stands
-// between them, or, within a warp, a __syncwarp of both lanes. Shuffles, votes and products order nothing.
+// has written since the block began (unless the kernel is known to read and drop some), and to touch a word that a copy
+// still writes, or to write one that a product of a warpgroup still reads. Two accesses to a byte of which one writes
+// are a race unless a __syncthreads stands between them, or, within a warp, a __syncwarp of both lanes. Shuffles, votes
+// and products order nothing.
 
 namespace lm {
 namespace {
@@ -17,10 +18,13 @@ bool is_ordered(const Fiber* self, u32 other, u32 clock) {
     return other / 32 == index_of(self) / 32 && machine.clocks[index_of(self)].of[other % 32] >= clock;
 }
 
-bool readers_are_ordered(const Fiber* self, const Word& word, u32 lanes) {
+// The lanes of the warp that have read a byte, but for this thread's, which order nothing with it.
+u32 unordered_readers(const Fiber* self, const Byte& byte) {
+    const bool own = byte.read_warp == index_of(self) / 32;
+    u32 lanes = byte.read_lanes & ~(own ? 1u << index_of(self) % 32 : 0), found = 0;
     for (; lanes; lanes &= lanes - 1)
-        if (!is_ordered(self, word.read_warp * 32 + __builtin_ctz(lanes), word.read_clock)) return false;
-    return true;
+        if (!own || !is_ordered(self, byte.read_warp * 32 + __builtin_ctz(lanes), byte.read_clock)) found |= lanes & -lanes;
+    return found;
 }
 
 void fail_race(int line, const char* does, u64 at, u32 other, const char* did, int other_line) {
@@ -28,65 +32,62 @@ void fail_race(int line, const char* does, u64 at, u32 other, const char* did, i
          line, index_of(static_cast<Fiber*>(current)), does, at, other, did, other_line);
 }
 
-void check_write(const Fiber* self, const Word& word, u8 bytes, u64 at, const char* does, bool counts, bool same, int line) {
-    if (word.write_epoch == machine.epoch && word.write_bytes & bytes && word.write_thread != index_of(self) && !same &&
-        !(counts && word.counts) && !is_ordered(self, word.write_thread, word.write_clock))
-        fail_race(line, does, at, word.write_thread, "writes", word.write_line);
+void check_write(const Fiber* self, const Byte& byte, u64 at, const char* does, bool counts, int line) {
+    if (byte.write_epoch == machine.epoch && byte.write_thread != index_of(self) && !(counts && byte.counts) && !is_ordered(self, byte.write_thread, byte.write_clock))
+        fail_race(line, does, at, byte.write_thread, "writes", byte.write_line);
 }
 
-// The lanes of the warp that have read any of these bytes, but for this thread's.
-u32 other_readers(const Fiber* self, const Word& word, u8 bytes) {
-    u32 lanes = 0;
-    for (int i = 0; i < 4; ++i) lanes |= bytes >> i & 1 ? word.read_lanes[i] : 0;
-    return lanes & ~(word.read_warp == index_of(self) / 32 ? 1u << index_of(self) % 32 : 0);
+void check_readers(const Fiber* self, const Byte& byte, u64 at, int line) {
+    if (byte.read_epoch != machine.epoch) return;
+    const bool several = byte.read_warp == SEVERAL;
+    const u32 lanes = several ? 1 : unordered_readers(self, byte);
+    if (lanes) fail_race(line, "writes", at, several ? 0 : byte.read_warp * 32 + __builtin_ctz(lanes), "reads", byte.read_line);
 }
 
-void check_readers(const Fiber* self, const Word& word, u8 bytes, u64 at, int line) {
-    if (word.read_epoch != machine.epoch || !(word.read_bytes & bytes)) return;
-    const bool several = word.read_warp == SEVERAL;
-    const u32 lanes = several ? 0 : other_readers(self, word, bytes);
-    if (several || (lanes && (word.read_warp != index_of(self) / 32 || !readers_are_ordered(self, word, lanes))))
-        fail_race(line, "writes", at, several ? 0 : word.read_warp * 32 + __builtin_ctz(lanes), "reads", word.read_line);
-}
-
-void note_read(const Fiber* self, Word& word, u8 bytes, int line) {
+// Readers that this thread comes behind are forgotten: who comes behind it comes behind them.
+void note_read(const Fiber* self, Byte& byte, int line) {
     const u32 me = index_of(self), clock = machine.clocks[me].of[me % 32];
-    const bool first = word.read_epoch != machine.epoch;
-    if (first || (word.read_warp == me / 32 && word.read_bytes == bytes && readers_are_ordered(self, word, other_readers(self, word, bytes)))) {
-        word.read_epoch = machine.epoch, word.read_warp = me / 32, word.read_clock = clock, word.read_bytes = 0;
-        for (u32& lanes : word.read_lanes) lanes = 0;
-    } else if (word.read_warp != me / 32) {
-        word.read_warp = SEVERAL;
+    byte.read_line = line;
+    if (byte.read_epoch != machine.epoch || (byte.read_warp == me / 32 && !unordered_readers(self, byte))) {
+        byte.read_epoch = machine.epoch, byte.read_warp = me / 32, byte.read_clock = clock, byte.read_lanes = 1u << me % 32;
+        return;
     }
-    word.read_bytes |= bytes, word.read_clock = clock > word.read_clock ? clock : word.read_clock, word.read_line = line;
-    for (int i = 0; i < 4; ++i) word.read_lanes[i] |= bytes >> i & 1 ? 1u << me % 32 : 0;
+    if (byte.read_warp != me / 32) byte.read_warp = SEVERAL;
+    byte.read_clock = std::max(clock, byte.read_clock), byte.read_lanes |= 1u << me % 32;
 }
 
-void note_write(const Fiber* self, Word& word, u8 bytes, bool counts, int line) {
+void note_write(const Fiber* self, Byte& byte, bool counts, int line) {
     const u32 me = index_of(self);
-    if (word.block != machine.block_serial) word.block = machine.block_serial, word.written = 0;
-    word.written |= bytes, word.write_bytes = bytes, word.counts = counts;
-    word.write_epoch = machine.epoch, word.write_thread = me, word.write_clock = machine.clocks[me].of[me % 32];
-    word.write_line = line, word.write_fences = self->fences;
+    byte.write_epoch = machine.epoch, byte.write_thread = me, byte.write_clock = machine.clocks[me].of[me % 32];
+    byte.write_line = line, byte.write_fences = self->fences, byte.counts = counts;
 }
 
-void check_product(const Word& word, u64 at, int line) {
-    const Fiber& writer = machine.fibers[word.write_thread];
-    if (word.write_epoch == machine.epoch) fail("line %d: no barrier between the write of byte %llu at line %d and wgmma", line, at, word.write_line);
-    if (writer.fences == word.write_fences) fail("line %d: wgmma and the write of byte %llu at line %d, which was not fenced for it", line, at, word.write_line);
+void check_product(const Byte& byte, u64 at, int line) {
+    const Fiber& writer = machine.fibers[byte.write_thread];
+    if (byte.write_epoch == machine.epoch) fail("line %d: no barrier between the write of byte %llu at line %d and wgmma", line, at, byte.write_line);
+    if (writer.fences == byte.write_fences) fail("line %d: wgmma and the write of byte %llu at line %d, which was not fenced for it", line, at, byte.write_line);
 }
 
-void access_word(Fiber* self, Word& word, u8 bytes, u64 at, Use use, bool same, int line) {
+// `same`: it writes what is there.
+void access_byte(Fiber* self, Byte& byte, u64 at, Use use, bool same, int line) {
     const bool writes = use == WRITES || use == COUNTS || use == COPIES;
-    if (word.copies && word.block == machine.block_serial) fail("line %d: thread %u touches byte %llu, which the copy of line %d may still write", line, index_of(self), at, word.write_line);
-    if (writes && word.products && word.block == machine.block_serial) fail("line %d: thread %u writes byte %llu, which a product still reads", line, index_of(self), at);
-    if (!machine.is_padded && (use == READS || use == COUNTS || use == MULTIPLIES))
-        if (word.block != machine.block_serial || bytes & ~word.written) fail("line %d: thread %u reads byte %llu of shared memory, which nothing has written", line, index_of(self), at);
-    if (use == MULTIPLIES) return check_product(word, at, line);
-    check_write(self, word, bytes, at, writes ? "writes" : "reads", use == COUNTS, same, line);
-    if (writes && !same) check_readers(self, word, bytes, at, line);
-    if (!writes) return note_read(self, word, bytes, line);
-    note_write(self, word, bytes, use == COUNTS, line);
+    if (use == MULTIPLIES) return check_product(byte, at, line);
+    if (!same) check_write(self, byte, at, writes ? "writes" : "reads", use == COUNTS, line);
+    if (!writes) return note_read(self, byte, line);
+    if (!same) check_readers(self, byte, at, line);
+    note_write(self, byte, use == COUNTS, line);
+}
+
+// `bytes`: a bit for each that is touched, of the word at byte `at` of shared memory.
+void access_word(Fiber* self, Word& word, u8 bytes, u64 at, Use use, bool same, int line) {
+    const bool writes = use == WRITES || use == COUNTS || use == COPIES, is_new = word.block != machine.block_serial;
+    if (is_new) word.block = machine.block_serial, word.written = 0, word.copies = word.products = 0;
+    if (word.copies) fail("line %d: thread %u touches byte %llu, which the copy of line %d may still write", line, index_of(self), at, word.bytes[0].write_line);
+    if (writes && word.products) fail("line %d: thread %u writes byte %llu, which a product still reads", line, index_of(self), at);
+    if (!machine.is_padded && (use == READS || use == COUNTS || use == MULTIPLIES) && bytes & ~word.written)
+        fail("line %d: thread %u reads byte %llu of shared memory, which nothing has written", line, index_of(self), at + __builtin_ctz(bytes & ~word.written));
+    for (u32 left = bytes; left; left &= left - 1) access_byte(self, word.bytes[__builtin_ctz(left)], at + __builtin_ctz(left), use, same, line);
+    if (writes) word.written |= bytes;
     if (use == COPIES) ++word.copies;
 }
 
@@ -97,7 +98,7 @@ void copied(const Fiber* self, const Copy& copy) {
     if (!machine.checks) return;
     for (Word* word = words_at(copy.to); word < words_at(copy.to) + copy.bytes / 4; ++word) {
         --word->copies;
-        note_write(self, *word, 15, false, word->write_line);
+        for (Byte& byte : word->bytes) note_write(self, byte, false, byte.write_line);
     }
 }
 
@@ -124,7 +125,6 @@ void begin_block_of_words() {
     machine.words.resize((machine.shared_bytes + 3) / 4);
     machine.clocks.resize(machine.fibers.size());
     for (u32 i = 0; i < machine.clocks.size(); ++i) machine.clocks[i] = {}, machine.clocks[i].of[i % 32] = 1;
-    for (Word& word : machine.words) word.copies = word.products = 0;
 }
 
 }  // namespace
@@ -140,7 +140,7 @@ u8* shared_access(u64 address, int bytes, Use use, const void* value, int line) 
     const bool same = use == WRITES && memcmp(memory, value, bytes) == 0;
     for (u64 first = at; first < at + bytes;) {
         const u64 end = at + bytes < (first / 4 + 1) * 4 ? at + bytes : (first / 4 + 1) * 4;
-        access_word(self, machine.words[first / 4], ((1u << (end - first)) - 1) << first % 4, first, use, same, line);
+        access_word(self, machine.words[first / 4], ((1u << (end - first)) - 1) << first % 4, first / 4 * 4, use, same, line);
         first = end;
     }
     if (machine.traffic) note_shared(self, at, bytes, use != READS, line);

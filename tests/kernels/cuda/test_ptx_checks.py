@@ -28,6 +28,8 @@ RIGHT = {
     "all write the same": "s[0] = 1.5f; __syncthreads(); out = s[0];",
     "halves of a word belong to two threads": "h[t] = t; __syncthreads(); out = h[t ^ 1];",
     "each thread changes its half of a word": "h[t] = t; __syncthreads(); h[t] = h[t] + 1; out = h[t];",
+    "halves of a word are read by others before": """
+        s[t] = v; __syncwarp(); out = h[2 * (t ^ 1)]; __syncwarp(); s[t] = s[t] + out;""",
     "atomics need no order": "if (!t) n[0] = 0; __syncthreads(); atomicAdd(n, 1); __syncthreads(); out = n[0];",
     "a copy is waited for": """
         cp_async16(s + 4 * t, x + 4 * (t % 16)); cp_async_commit(); cp_async_wait<0>();
