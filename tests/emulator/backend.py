@@ -106,7 +106,9 @@ class EmulatedBackend:
                 ctypes.c_uint64(turn if source in PEERS else self._seed), ctypes.c_uint64(self._seed),
                 self.overlaps(), message, ctypes.c_uint64(len(message)),
             ):  # fmt: skip
-                raise RuntimeError(f"{source}: {name}: {self._explained(library, message.value.decode())}")
+                raise RuntimeError(
+                    f"{source}: {name}: {self._explained(library, source, name, message.value.decode())}"
+                )
             self._after(library, source, name, block[0] * block[1] * block[2])
 
         return launch
@@ -121,7 +123,7 @@ class EmulatedBackend:
     def _after(self, library: ctypes.CDLL, source: str, name: str, threads: int) -> None:
         """Called after each launch, on its thread."""
 
-    def _explained(self, library: ctypes.CDLL, message: str) -> str:
+    def _explained(self, library: ctypes.CDLL, source: str, name: str, message: str) -> str:
         """An error of a kernel for its reader."""
         return message
 

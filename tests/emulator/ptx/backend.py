@@ -22,12 +22,13 @@ from lmkit.kernels.cuda.gpus import EARLY_CAPABILITY, GPUS, Capability
 from lmkit.kernels.cuda.module import EXACT, Launch
 from lmkit.kernels.cuda.source import FOLDER, kernel_source
 from tests.emulator.backend import HERE, HOST, EmulatedBackend, build, compiler, processor
-from tests.emulator.ptx.syntax import PtxError, parse
+from tests.emulator.ptx.origins import Place, has_run, origins
+from tests.emulator.ptx.syntax import Entry, PtxError, parse
 from tests.emulator.ptx.traffic import Traffic, lines_of, loaded_together
-from tests.emulator.ptx.translation import translate
+from tests.emulator.ptx.translation import block_sizes, translate
 from tests.kernels.cuda import toolchain
 
-FLAGS = ("-std=c++17", "-O1", "-march=native", "-fPIC", "-ftls-model=initial-exec", "-shared", "-fno-strict-aliasing",
+FLAGS = ("-std=c++17", "-Og", "-march=native", "-fPIC", "-ftls-model=initial-exec", "-shared", "-fno-strict-aliasing",
          "-ffp-contract=off", "-fwrapv", "-w", f"-I{HERE}", f"-I{FOLDER}")  # fmt: skip
 TRANSLATOR = Path(__file__).parent
 EARLY = GPUS[EARLY_CAPABILITY].arch  # the one that has wgmma, and the first on which kernels overlap
@@ -44,6 +45,7 @@ class PtxBackend(EmulatedBackend):
     kernels that overlap on architectures before. `counting`: launches are counted."""
 
     loaded: ClassVar[list[tuple[str, str, str]]] = []  # (source, name, PTX) of all
+    covered: ClassVar[set[Place] | None] = None  # lines of the sources that have run, if they are collected
     counting = False
     _poison: int | None = None  # of a launch that may read what nothing has written
 
@@ -136,6 +138,11 @@ class PtxBackend(EmulatedBackend):
             self.counting = False
 
     def _after(self, library: ctypes.CDLL, source: str, name: str, threads: int) -> None:
+        if self.covered is not None:
+            entry = _entry(library, name)
+            ran = np.zeros(max(1, sum(map(bool, block_sizes(entry.statements)))), np.uint64)
+            _executed(library, name, ran)
+            self.covered.update(has_run(entry, source, ran.tolist()))
         if not self.counting:
             return
         self._runtime.lm_traffic.restype = self._runtime.lm_in_flight.restype = ctypes.c_uint64
@@ -143,24 +150,40 @@ class PtxBackend(EmulatedBackend):
         rows = np.zeros((places, 5), np.uint64)
         self._runtime.lm_traffic(ctypes.c_void_p(rows.ctypes.data), ctypes.c_uint64(places))
         lines = lines_of(rows.tolist())
-        entry = parse(Path(library._name).with_suffix(".ptx").read_text()).entries[name]
-        in_flight = int(self._runtime.lm_in_flight()) + threads * loaded_together(entry.statements, lines)
+        in_flight = int(self._runtime.lm_in_flight())
+        in_flight += threads * loaded_together(_entry(library, name).statements, lines)
         self._counts.append(Traffic(source, name, 1, _executed(library, name), in_flight, lines))
 
-    def _explained(self, library: ctypes.CDLL, message: str) -> str:
-        """The message and the lines of PTX that it names."""
+    def _explained(self, library: ctypes.CDLL, source: str, name: str, message: str) -> str:
+        """The message, the lines of PTX that it names, and where in the sources they come from."""
         listing = Path(library._name).with_suffix(".ptx")
-        lines = listing.read_text().splitlines()
+        lines, entry = listing.read_text().splitlines(), _entry(library, name)
         named = dict.fromkeys(int(number) for number in re.findall(r"line (\d+)", message))
-        shown = [f"    {number}: {lines[number - 1].strip()}" for number in named if 0 < number <= len(lines)]
+        shown = [
+            f"    {number}: {lines[number - 1].strip()}{_where(source, entry.source_lines(number))}"
+            for number in named
+            if 0 < number <= len(lines)
+        ]
         return "\n".join([message, *shown, f"    of {listing}"] if shown else [message])
 
 
-def _executed(library: ctypes.CDLL, name: str) -> int:
-    """Instructions of all threads since the last call."""
+def _executed(library: ctypes.CDLL, name: str, each: np.ndarray | None = None) -> int:
+    """Instructions of all threads since the last call, and in `each` those of each basic block."""
     executed = getattr(library, f"{name}_executed")
     executed.restype = ctypes.c_uint64
-    return int(executed())
+    return int(executed(None if each is None else ctypes.c_void_p(each.ctypes.data)))
+
+
+@cache
+def _entry(library: ctypes.CDLL, name: str) -> Entry:
+    """What a library was translated from."""
+    return parse(Path(library._name).with_suffix(".ptx").read_text()).entries[name]
+
+
+def _where(source: str, lines: Sequence[int]) -> str:
+    """ " (gemm.cu:12)", or nothing if PTX was given."""
+    places = [":".join(map(str, origins(source)[line - 1])) for line in lines]
+    return f" ({', '.join(places)})" if places else ""
 
 
 def _whole_tensors(args: Sequence[Any]) -> list[Tensor]:

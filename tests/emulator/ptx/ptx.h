@@ -41,6 +41,18 @@ inline void put(R& bits, T value) {
     }
 }
 
+// Instructions that ran since the last call, in all and of each basic block.
+template <size_t N>
+inline u64 executed(u64 (&ran)[N], u64* each) {
+    u64 all = 0;
+    for (size_t i = 0; i < N; ++i) {
+        all += ran[i];
+        if (each) each[i] = ran[i];
+        ran[i] = 0;
+    }
+    return all;
+}
+
 // ---- numbers
 
 inline float flush(float x) { return fabsf(x) < 1.17549435e-38f ? copysignf(0.0f, x) : x; }

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import re
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
+from operator import itemgetter
 
 
 class PtxError(Exception):
@@ -46,12 +49,20 @@ Statement = Instruction | Label | Scope | Registers
 
 @dataclass
 class Entry:
-    """A kernel. `params`: (name, type) of each, in order. `local`: (name, bytes) of its memory of a thread, if any."""
+    """A kernel. `params`: (name, type) of each, in order. `local`: (name, bytes) of its memory of a thread, if any.
+    `places`: (line of PTX, lines of the source that it and those behind it come from: its own, and where that is
+    inlined)."""
 
     name: str
     params: list[tuple[str, str]]
     statements: list[Statement] = field(default_factory=list)
     local: tuple[str, int] | None = None
+    places: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
+
+    def source_lines(self, line: int) -> tuple[int, ...]:
+        """Of the instruction at a line of PTX, from the innermost function outwards."""
+        at = bisect_right(self.places, line, key=itemgetter(0))
+        return self.places[at - 1][1] if at else ()
 
 
 @dataclass(frozen=True)
@@ -75,15 +86,21 @@ _ARRAY = re.compile(r"\.(?:const|global) \.align (\d+) \.b8 (\w+)\[(\d+)\](?: = 
 _LABEL = re.compile(r"(\$?\w+):")
 _GUARD = re.compile(r"@(!?)(%?\w+)\s+")
 _MANY = re.compile(r"\.reg \.(\w+)\s+%(\w+)<(\d+)>")
+_PLACE = re.compile(r"^[ \t]*\.loc\s+1 (\d+) [^\n]*?(?:inlined_at 1 (\d+) [^\n]*)?$", re.MULTILINE)
 _LOCAL = re.compile(r"\.local \.align \d+ \.b8\s+(\w+)\[(\d+)\]")
 
 
 def parse(text: str) -> Text:
     """The entry points and arrays of a text. Raises PtxError."""
     text = re.sub(r"//[^\n]*", "", text)
+    places = [
+        (_line(text, found.start(1)), tuple(int(line) for line in found.groups() if line))
+        for found in _PLACE.finditer(text)
+    ]
+    text = re.sub(r"^[ \t]*\.loc[^\n]*", "", text, flags=re.MULTILINE)
     if found := re.search(r"\.func\b|\.local [^;]*;\s*\.visible|\.shared (?!.align \d+ .b8 shared_memory)", text):
         raise PtxError(f"line {_line(text, found.start())}: {found[0]!r} is not known")
-    entries = {match[1]: _entry(text, match) for match in _ENTRY.finditer(text)}
+    entries = {match[1]: _entry(text, match, places) for match in _ENTRY.finditer(text)}
     constants = []
     for match in _ARRAY.finditer(text):
         given = bytes(int(value, 0) & 255 for value in (match[4] or "").split(",") if value.strip())
@@ -101,14 +118,14 @@ def elements(operand: str) -> tuple[str, ...]:
     return operands(operand[1:-1]) if operand.startswith("{") else (operand,)
 
 
-def _entry(text: str, match: re.Match[str]) -> Entry:
+def _entry(text: str, match: re.Match[str], places: list[tuple[int, tuple[int, ...]]]) -> Entry:
     params = []
     for each in filter(None, map(str.strip, match[2].split(","))):
         param = _PARAM.fullmatch(each)
         if param is None:
             raise PtxError(f"line {_line(text, match.start())}: a parameter {each!r} of {match[1]} is not known")
         params.append((param[2], param[1]))
-    entry = Entry(match[1], params)
+    entry = Entry(match[1], params, places=places)
     for at, piece in _pieces(text, match.end()):
         if found := _LOCAL.fullmatch(piece):
             entry.local = found[1], int(found[2])
@@ -158,4 +175,10 @@ def _statement(piece: str, line: int) -> Statement:
 
 
 def _line(text: str, at: int) -> int:
-    return text.count("\n", 0, at) + 1
+    return bisect_left(_ends(text), at) + 1
+
+
+@lru_cache(2)
+def _ends(text: str) -> list[int]:
+    """Where the lines end."""
+    return [found.start() for found in re.finditer("\n", text)]

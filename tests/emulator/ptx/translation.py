@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from tests.emulator.ptx.forms import expression
 from tests.emulator.ptx.operands import TYPES, Operands
 from tests.emulator.ptx.special import statements
@@ -20,8 +22,12 @@ def translate(text: Text, name: str) -> str:
     entry = text.entries[name]
     offsets, initial = _constants(text.constants)
     operands = Operands(entry, offsets)
-    counts = _block_sizes(entry.statements)
-    body = [_statement(each, operands, count) for each, count in zip(entry.statements, counts, strict=True)]
+    counts = block_sizes(entry.statements)
+    numbers = itertools.accumulate(map(bool, counts))  # of basic blocks, from 1 on
+    body = [
+        _statement(each, operands, f"ran[{number - 1}] += {count}; " if count else "")
+        for each, count, number in zip(entry.statements, counts, numbers, strict=True)
+    ]
     declared = [line for line, each in zip(body, entry.statements, strict=True) if isinstance(each, Registers)]
     rest = [line for line, each in zip(body, entry.statements, strict=True) if not isinstance(each, Registers)]
     if any(isinstance(each, Scope) for each in entry.statements):  # registers of a scope stay in it
@@ -38,7 +44,7 @@ def translate(text: Text, name: str) -> str:
         [
             '#include "ptx/ptx.h"',
             f"alignas(16) static const u8 constants[] = {{{initial}}};",
-            "static u64 executed;",
+            f"static u64 ran[{max(sum(map(bool, counts)), 1)}];",
             f'extern "C" void {name}_apply(void** args) {{',
             *params,
             *arrays,
@@ -51,7 +57,7 @@ def translate(text: Text, name: str) -> str:
             f"for (int i = 0; sizes && i < {len(params)}; ++i) sizes[i] = all[i];",
             f"return {len(params)}; }}",
             f'extern "C" const void* {name}_constants(u64* bytes) {{ *bytes = sizeof constants; return constants; }}',
-            f'extern "C" u64 {name}_executed() {{ return std::exchange(executed, 0); }}\n',
+            f'extern "C" u64 {name}_executed(u64* each) {{ return executed(ran, each); }}\n',
         ]
     )
 
@@ -70,7 +76,7 @@ def _constants(constants: list[Constant]) -> tuple[dict[str, int], str]:
     return offsets, ",".join(map(str, data or b"\0"))
 
 
-def _block_sizes(all_statements: list[Statement]) -> list[int]:
+def block_sizes(all_statements: list[Statement]) -> list[int]:
     """For each statement, how many instructions are counted at it: all of a basic block at its first one."""
     counts, first = [0] * len(all_statements), None
     for i, each in enumerate(all_statements):
@@ -84,7 +90,7 @@ def _block_sizes(all_statements: list[Statement]) -> list[int]:
     return counts
 
 
-def _statement(statement: Statement, operands: Operands, count: int) -> str:
+def _statement(statement: Statement, operands: Operands, counted: str) -> str:
     match statement:
         case Label(name):
             return f"{name.lstrip('$')}:;"
@@ -93,8 +99,7 @@ def _statement(statement: Statement, operands: Operands, count: int) -> str:
         case Registers():
             return operands.declarations(statement)
         case Instruction():
-            code = _instruction(statement, operands)
-            return f"executed += {count}; {code}" if count else code
+            return counted + _instruction(statement, operands)
 
 
 def _instruction(instruction: Instruction, operands: Operands) -> str:

@@ -168,7 +168,10 @@ def test_a_planted_fault_is_an_error(kernel: Kernel, case: str) -> None:
 
 
 def test_an_error_shows_the_instruction(kernel: Kernel) -> None:
-    with pytest.raises(RuntimeError, match=r"(?s)line (\d+):.*\n    \1: st\.shared\.f32 .*\n    of .*\.ptx"):
+    where = r"\(/\S*/planted\.cu:\d+\)"
+    with pytest.raises(
+        RuntimeError, match=rf"(?s)line (\d+):.*\n    \1: st\.shared\.f32\s+\S+ \S+ {where}\n    of .*\.ptx"
+    ):
         run(kernel, len(RIGHT) + list(WRONG).index("shared: outside"))
 
 

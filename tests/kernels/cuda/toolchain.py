@@ -99,12 +99,14 @@ def compile_kernel(kernel: Kernel, arch: str) -> Compiled:
 
 
 def ptx(text: str, arch: str, defines: dict[str, int]) -> str:
-    """The PTX that NVRTC makes of a kernel's text on its way to machine code. Raises AssertionError with its log."""
+    """The PTX that NVRTC makes of a kernel's text on its way to machine code, with the lines of the text that it comes
+    from. Raises AssertionError with its log."""
     chosen = [option for option in options(defines) if not option.startswith("--ptxas")]
-    flags = [f"--gpu-architecture=compute_{arch}", *CUPY, *CUPY_WITH_NVRTC, *chosen]
+    flags = [f"--gpu-architecture=compute_{arch}", *CUPY, *CUPY_WITH_NVRTC, *chosen, "-lineinfo"]
     lib = _nvrtc()
     assert lib is not None, missing_nvrtc()
-    return _with_nvrtc(lib, text, flags, "PTX")[0].rstrip(b"\0").decode()
+    written = _with_nvrtc(lib, text, flags, "PTX")[0].rstrip(b"\0").decode()
+    return written.partition("\n\t.file\t")[0]  # then what a debugger needs, and the path of this folder
 
 
 def _compile(kernel: Kernel, arch: str) -> dict[str, Compiled]:
