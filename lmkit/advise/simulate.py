@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 
 from lmkit.advise.costs import StepCosts, TypeCosts, work_of
+from lmkit.advise.trace import VOCAB
 from lmkit.errors import RequestError
 from lmkit.proxy.config import NodeConfig, ProxyConfig
 from lmkit.proxy.prefixes import cuts
@@ -27,7 +28,6 @@ from lmkit.turbo.request import Request, SamplingParams, StepOutput
 from lmkit.turbo.scheduling.limits import SchedulerLimits
 from lmkit.turbo.scheduling.scheduler import Scheduler
 
-VOCAB = 2**31 - 1  # prompts may have any tokens
 _TOKEN = Sampled([SampledToken(0)])
 _MODEL = "model"
 

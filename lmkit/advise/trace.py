@@ -1,8 +1,9 @@
-"""Reads a trace: the figures of a benchmark, an access log, or the prompts of a data set or a batch.
+"""Reads a trace: the figures of a benchmark, an access log, turns of agents, the prompts of a data set or a batch.
 
     kind        file                                            has
     benchmark   `lmkit bench online --json FILE --requests`     times, lengths
     log         `lmkit serve|proxy|up --log-format json`        times; behind a proxy that counts tokens also lengths
+    agents      what `lmkit bench agent` reads                  times, lengths, what prompts share
     batch       JSON lines of /v1/batches                       prompts, limits of answers
     dataset     what `lmkit bench --dataset` reads              prompts, answers or their limits
 
@@ -12,7 +13,7 @@ Prompts become tokens with a model's tokenizer. The first malformed line is an e
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -21,6 +22,7 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
+from lmkit.bench.agent_trace import AgentSession, Block, read_agent_trace
 from lmkit.bench.dataset import Entry, entry_of, json_array, json_lines
 from lmkit.bench.metrics import RequestRecord
 from lmkit.bench.schema import SCHEMA
@@ -28,7 +30,9 @@ from lmkit.bench.workload import Dialogue
 from lmkit.errors import ConfigError, LMKitError
 from lmkit.text import Tokenizer
 
-Kind = Literal["benchmark", "log", "batch", "dataset", "server"]
+Kind = Literal["benchmark", "log", "agents", "batch", "dataset", "server"]
+VOCAB = 2**31 - 1  # prompts may have any tokens
+_OF_AGENTS = {"input_length", "hash_ids", "requests"}  # fields of such a trace's first object
 ROUTES = {  # with or without /v1; those whose requests generate text
     "/chat/completions", "/completions", "/responses", "/messages", "/generate", "/invocations",
 }  # fmt: skip
@@ -66,12 +70,16 @@ def read_trace(path: Path, tokenizer: Tokenizer | None = None) -> Trace:
 
     Raises ConfigError for a file or a line that cannot be read, and for a trace without any request.
     """
+    if path.is_dir():
+        return _agents(path, tokenizer)
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise ConfigError(f"{path}: cannot be read: {why}") from None
     first = _first_value(text, path)
+    if isinstance(first, dict) and "schema" not in first and _OF_AGENTS & first.keys():
+        return _agents(path, tokenizer)
     if isinstance(first, dict) and ("schema" in first or "logger" in first):
         if tokenizer is not None:
             raise ConfigError(f"{path}: has no prompts, so --tokenizer has no use")
@@ -167,6 +175,40 @@ def _log(text: str, path: Path) -> Trace:
             )
         )
     return Trace("log", requests, num_left_out)
+
+
+def _agents(path: Path, tokenizer: Tokenizer | None) -> Trace:
+    """All turns, by their times. What an answer takes is not in the trace: a turn's wait follows the turn before it."""
+    if tokenizer is not None:
+        raise ConfigError(f"{path}: has no text, so --tokenizer has no use")
+    rng = np.random.default_rng(0)
+    turns = [turn for session in read_agent_trace(path) for turn in _turns(session, 0.0, rng)]
+    return Trace("agents", sorted(turns, key=lambda turn: turn.start or 0.0))
+
+
+def _turns(session: AgentSession, begin: float, rng: np.random.Generator) -> Iterator[TracedRequest]:
+    at, prompt = begin + session.start, np.zeros(0, np.int32)
+    for turn in session.turns:
+        at += turn.wait
+        own = [_tokens(block, rng) for block in turn.blocks]
+        prompt = np.concatenate(own if turn.is_whole else [prompt, *own])
+        yield TracedRequest(
+            start=at,
+            prompt_tokens=len(prompt),
+            output_tokens=turn.max_tokens,
+            max_tokens=turn.max_tokens,
+            prompt=prompt,
+        )
+        if not turn.is_whole:
+            prompt = np.concatenate([prompt, _tokens(Block("", turn.max_tokens), rng)])
+        for sub in turn.subagents:
+            yield from _turns(sub, at, rng)
+
+
+def _tokens(block: Block, rng: np.random.Generator) -> np.ndarray:
+    """int32 [num_tokens]. Those of a shorter block with the same id come first in those of a longer one."""
+    made = np.random.default_rng(list(block.id.encode())) if block.id else rng
+    return made.integers(VOCAB, size=block.num_tokens, dtype=np.int32)
 
 
 def _prompts(text: str, path: Path, tokenizer: Tokenizer | None, *, is_batch: bool) -> Trace:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from lmkit.advise.simulate import VOCAB, Asked
-from lmkit.advise.trace import Trace, TracedRequest
+from lmkit.advise.simulate import Asked
+from lmkit.advise.trace import VOCAB, Trace, TracedRequest
 from lmkit.bench.arrivals import arrival_times
 from lmkit.errors import ConfigError
 

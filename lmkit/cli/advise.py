@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 KINDS = {
     "benchmark": "a benchmark's requests",
     "log": "an access log",
+    "agents": "turns of agents",
     "batch": "a batch's requests",
     "dataset": "a data set",
     "server": "drawn from a server's histograms",
@@ -38,7 +39,8 @@ def advise(
         str,
         typer.Argument(
             metavar="TRACE|URL",
-            help="Figures of lmkit bench, an access log in JSON, a batch, a data set, or http://HOST:PORT of a server.",
+            help="Figures of lmkit bench, an access log in JSON, a trace of agents, a batch, a data set, "
+            "or http://HOST:PORT of a server.",
         ),
     ],
     tokenizer: Annotated[

@@ -169,6 +169,38 @@ def tokens(text: str) -> np.ndarray:
     return np.array([ord(letter) for letter in text], np.int32)
 
 
+def test_agents_share_what_has_the_same_ids(tmp_path: Path) -> None:
+    """Two requests of whole prompts, and an agent of two turns of what is new, with an answer of three tokens."""
+    rows: list[dict[str, Any]] = [
+        {"timestamp": 1000, "input_length": 700, "output_length": 3, "hash_ids": [1, 2]},
+        {"timestamp": 0, "input_length": 1030, "output_length": 4, "hash_ids": [1, 2, 9]},
+        {"session_id": "a", "timestamp": 500, "input_length": 20, "output_length": 3, "hash_ids": [1]},
+        {"session_id": "a", "delay": 4000, "input_length": 8, "output_length": 5},
+    ]
+    file = written(tmp_path, *rows)
+    found = described(file)
+    assert (found.kind, found.requests) == ("agents", 4)
+    assert found.arrivals is not None
+    assert found.arrivals.seconds == 4.5
+    assert found.prompt_tokens is not None
+    assert found.prompt_tokens.max == 1030
+    (share,) = found.prefix_cache
+    hits = 19 + 699 + 20  # of the agent's first turn, the shorter whole prompt, and the turn after it
+    assert share.share == hits / (1030 + 20 + 700 + 31)
+    assert described(file.parent) == found
+
+
+def test_subagents_begin_after_their_parents_answer(tmp_path: Path) -> None:
+    calls = [
+        {"t": 0.0, "hash_ids": [1, 2], "in": 100, "out": 20},
+        {"type": "subagent", "requests": [{"hash_ids": [1, 7], "in": 90, "out": 4}]},
+        {"t": 5.0, "hash_ids": [1, 2, 3], "in": 192, "out": 9, "think_time": 1.5},
+    ]
+    (tmp_path / "one.json").write_text(json.dumps({"block_size": 64, "requests": calls}))
+    trace = read_trace(tmp_path / "one.json")
+    assert [(turn.start, turn.prompt_tokens) for turn in trace.requests] == [(0.0, 100), (0.0, 90), (1.5, 192)]
+
+
 @pytest.mark.parametrize(
     ("texts", "size", "found"),
     [
