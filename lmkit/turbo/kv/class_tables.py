@@ -34,8 +34,9 @@ class ClassTables:
             cache = None
             if limits.prefix_cache:
                 cache = RadixCache(
-                    pool, limits.block_size, window=layers.window, sinks=layers.sinks, stripe=len(groups), ledger=ledger
-                )
+                    pool, limits.block_size, window=layers.window, sinks=layers.sinks, stripe=len(groups),
+                    ledger=ledger, whole_tails=bool(limits.snapshots),
+                )  # fmt: skip
             tables.append(cls(layers, groups, cache, pool, limits.block_size))
         return tables
 

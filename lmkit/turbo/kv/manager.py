@@ -164,6 +164,10 @@ class KVManager:
     def acquire(self, seq: Sequence, prefix: Prefix) -> None:
         """Start the tables with the prefix that was just found. The tails need room for one block in each group."""
         assert not seq.tables, "the sequence holds blocks already"
+        full = prefix.num_full * self.block_size
+        seq.num_computed, seq.num_completed = prefix.num_tokens, min(full, prefix.num_tokens)
+        if self.snapshots is not None:
+            self.snapshots.begin(seq, prefix)
         seq.tables = [BlockTable(list(match.blocks), num_published=len(match.blocks)) for match in prefix.matches]
         for table in seq.tables:
             self.pool.share_all(table.blocks)
@@ -175,10 +179,6 @@ class KVManager:
             (block,) = self._allocate(1, len(layers.groups))
             self.copies += zip(sources, self.pool.stripe(block), strict=True)
             table.blocks.append(block)
-        full = prefix.num_full * self.block_size
-        seq.num_computed, seq.num_completed = prefix.num_tokens, min(full, prefix.num_tokens)
-        if self.snapshots is not None:
-            self.snapshots.begin(seq)
         if seq.request.gives_kv and self._tiers is not None:  # the tiers may have lost what the device still has
             for layers, table in zip(self._classes, seq.tables, strict=True):
                 self._save(seq, layers, table.blocks[: prefix.num_full], 0)
@@ -297,7 +297,7 @@ class KVManager:
 
         Full blocks are published. With `partial` the content of a partly filled last block is published too.
         """
-        partial = partial and self.snapshots is None  # no snapshot would stand after it
+        partial = partial and (self.snapshots is None or self.snapshots.stands_after(seq, num_tokens))
         for layers, table in zip(self._classes, seq.tables, strict=False):
             self._publish(seq, layers, table, num_tokens, partial=partial, running=running)
         if self.snapshots is not None and any(taken.num_tokens <= num_tokens for taken in seq.snapshots):

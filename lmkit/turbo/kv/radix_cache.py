@@ -63,10 +63,11 @@ class RadixCache:
         sinks: int = 0,
         stripe: int = 1,
         ledger: Ledger | None = None,
+        whole_tails: bool = False,
     ) -> None:
         """window: a token at position p sees keys > p - window and the first `sinks` keys; all keys before it if 0.
 
-        stripe: pool blocks that make one block of this cache. ledger: shared with other caches over the pool.
+        stripe: pool blocks that make one block of the cache. ledger: shared by all caches. whole_tails: see RadixTree.
         """
         self.stripe = stripe
         self.num_evicted = 0
@@ -79,7 +80,7 @@ class RadixCache:
         self._view = WindowView(window, -(-sinks // block_size) if window else 0, block_size)
         # A use marks a whole node. Nodes are short, so blocks that a window has left do not stay as recent as its own.
         self._max_run = window // block_size + 1 if window else sys.maxsize
-        self._tree = RadixTree(block_size)
+        self._tree = RadixTree(block_size, whole_tails)
         self._partial: dict[int, Node] = {}  # by block
         self._order: Order = OrderedDict()
         self._tenants: dict[str, Tenant] = {}
@@ -103,8 +104,7 @@ class RadixCache:
         unseen = self._view.first_seen(num_tokens) - self._view.sink_blocks
         if unseen > 0:
             blocks[self._view.sink_blocks : self._view.sink_blocks + unseen] = [HOLE] * unseen
-        if tail is not None and self._tree.is_partial(tail):
-            path.append(tail)
+        path += [tail] if tail is not None and self._tree.is_partial(tail) else []
         self._touch(self._seen(path, num_tokens))
         return Match(blocks, num_tokens, None if tail is None else tail.blocks[0])
 

@@ -60,8 +60,9 @@ class RadixTree:
     A match compares the tokens themselves: a key is all bytes of a block, and the rest of a run is compared as arrays.
     """
 
-    def __init__(self, block_size: int) -> None:
-        self.block_size = block_size
+    def __init__(self, block_size: int, whole_tails: bool = False) -> None:
+        """whole_tails: only partial nodes fit, each with all of its tokens, because a state stands after them."""
+        self.block_size, self._whole_tails = block_size, whole_tails
         self.roots: dict[Namespace, Node] = {}
 
     def __iter__(self) -> Iterator[Node]:
@@ -98,6 +99,9 @@ class RadixTree:
 
         Only some children are compared: an equal one, and the most recently used ones with the same first token.
         """
+        if self._whole_tails:
+            tail = self._beginning(node, tokens)
+            return tail, 0 if tail is None else len(tail.tokens)
         key = tokens.tobytes()
         group = node.children.get(key[:TOKEN_BYTES], {})
         equal = [group[key]] if key in group else []
@@ -107,6 +111,13 @@ class RadixTree:
             if length > longest and child.blocks[0] != HOLE:
                 best, longest = child, length
         return best, longest
+
+    def _beginning(self, node: Node, tokens: np.ndarray) -> Node | None:
+        """The longest partial child of `node` all of whose tokens come first in `tokens`."""
+        key = tokens[: self.block_size - 1].tobytes()
+        group = node.children.get(key[:TOKEN_BYTES], {})
+        lengths = range(len(key), 0, -TOKEN_BYTES) if group else ()
+        return next((group[key[:length]] for length in lengths if key[:length] in group), None)
 
     def shorter(self, node: Node, tokens: np.ndarray) -> list[Node]:
         """The partial children of `node` whose tokens are a proper prefix of `tokens`."""

@@ -3,10 +3,11 @@
     rows of states   0 ..               one for each slot of the batch
                      limits.snapshots   free --a step--> a sequence's --publish--> a cached block's --evict--> free
 
-A snapshot stands after the last token of a full block. A step takes it on its way (ops.gated_delta) into a row that
-the sequence owns. When that block is in the prefix cache, the row becomes the block's, and it is found with it. A block
-that leaves the cache takes its snapshot along. If a row is needed and none is free, a snapshot goes, and its block
-stays: the one used longest ago of those that were found once at most, as long as they have a part of the rows.
+A snapshot stands after the last token of a full block, or of a partly filled one where what is computed ahead ends. A
+step takes it on its way (ops.gated_delta) into a row that the sequence owns. When that block is in the prefix cache,
+the row becomes the block's, and it is found with it. A block that leaves the cache takes its snapshot along. If a row
+is needed and none is free, a snapshot goes, and its block stays: the one used longest ago of those that were found once
+at most, as long as they have a part of the rows.
 
 Of a prompt two snapshots are kept: one after its last full block, and one where it leaves a path that the cache has,
 because others will leave it there, too. Beside these a sequence keeps its newest one, which is published when it ends
@@ -43,6 +44,7 @@ class Snapshots:
         self._new: OrderedDict[int, bool] = OrderedDict()
         self._popular: OrderedDict[int, bool] = OrderedDict()
         self._read: Counter[int] = Counter()  # row -> sequences that begin with it
+        self._left: set[int] = set()  # rows that are read, and whose blocks the cache has lost
         pool.on_drop = self._forget
 
     def stats(self) -> dict[str, Any]:
@@ -51,8 +53,11 @@ class Snapshots:
         return {"snapshots_used": used, "snapshots_total": total, "evicted_snapshots": self.num_evicted}
 
     def reachable(self, prefix: Prefix) -> Prefix:
-        """All full blocks of the prefix. Of their tokens those before the last snapshot need not be computed."""
+        """All full blocks of the prefix. Of their tokens those before the last snapshot need not be computed. With a
+        snapshot after its tail the prefix itself."""
         (match,), size = prefix.matches, self._block_size
+        if match.tail in self._of_block:
+            return prefix
         count = next((i for i in range(prefix.num_full, 0, -1) if match.blocks[i - 1] in self._of_block), 0)
         return Prefix((Match(match.blocks, prefix.num_full * size, None),), count * size)
 
@@ -81,25 +86,33 @@ class Snapshots:
 
     def saves(self, given: list[Snapshot], keys: list[bytes]) -> list[Save]:
         """What lets a tier keep these snapshots of a sequence whose full blocks have these keys."""
-        of_states = ((state_keys(keys[at // self._block_size - 1], self._parts), row) for row, at, _ in given)
+        size, parts = self._block_size, self._parts
+        of_states = ((state_keys(keys[at // size - 1], parts), row) for row, at, _ in given if not at % size)
         return [save for parts, row in of_states for save in map(Save, parts, self._numbers(row))]
+
+    def stands_after(self, seq: Sequence, num_tokens: int) -> bool:
+        """Whether the sequence has a snapshot after its first tokens."""
+        return any(snapshot.num_tokens == num_tokens for snapshot in seq.snapshots)
 
     def _numbers(self, row: int) -> range:
         first = self._pool.num_blocks + row * self._parts
         return range(first, first + self._parts)
 
-    def begin(self, seq: Sequence) -> None:
-        """Let a sequence that has just got its blocks go on from the snapshot after its first `num_computed` tokens.
+    def begin(self, seq: Sequence, prefix: Prefix) -> None:
+        """Let a sequence go on from the snapshot after its first `num_computed` tokens, which are those of the prefix.
 
-        It also holds the blocks after them that the cache has. The same bytes are written to them again.
+        It gets the blocks after them that the cache has, too. The same bytes are written to them again.
         """
-        size, (table,) = self._block_size, seq.tables
-        last = seq.num_tokens - (not seq.request.is_ahead)  # what is computed ahead goes on behind its last token
+        size, (match,) = self._block_size, prefix.matches
+        last = seq.num_tokens - 1
         seq.snapshot_at = {last // size * size: Use.PROMPT}
-        if (shared := len(table.blocks) * size) > seq.num_computed:
+        if seq.request.is_ahead:  # others go on after its last token; tiers keep states after full blocks alone
+            last = seq.num_tokens
+            seq.snapshot_at = dict.fromkeys((last, self._parts and last // size * size), Use.PROMPT)
+        if (shared := prefix.num_full * size) > seq.num_computed:
             seq.snapshot_at[shared] = Use.SHARED
         if seq.num_computed:
-            block = table.blocks[seq.num_computed // size - 1]
+            block = match.blocks[seq.num_computed // size - 1] if match.tail is None else match.tail
             self._found(block)
             seq.state = self._of_block[block]
             self._read[seq.state] += 1
@@ -140,7 +153,7 @@ class Snapshots:
                 continue
             seq.snapshots.remove(snapshot)
             last = snapshot.num_tokens
-            block = match.blocks[last // self._block_size - 1]
+            block = self._last_of(match, last)
             if block in self._of_block:
                 self._free.append(snapshot.row)
                 continue
@@ -150,10 +163,17 @@ class Snapshots:
             order[block] = False
             self._pool.num_changes += 1
         if ended:  # who continues this text begins with its last snapshot
-            for block in (match.blocks[at // self._block_size - 1] for at in seq.snapshot_at if 0 < at < last):
+            for block in (self._last_of(match, at) for at in seq.snapshot_at if 0 < at < last):
                 if self._new.get(block) is False:
                     self._new.move_to_end(block, last=False)
         return given
+
+    def _last_of(self, match: Match, num_tokens: int) -> int:
+        """The block after whose tokens a snapshot stands. One that is not full is the match's last."""
+        full, rest = divmod(num_tokens, self._block_size)
+        block = match.tail if rest else match.blocks[full - 1]
+        assert block is not None, "a snapshot stands after tokens that the cache lacks"
+        return block
 
     def drop(self, seq: Sequence) -> None:
         """Free the rows of a sequence that gives up its blocks."""
@@ -167,20 +187,23 @@ class Snapshots:
         for seq in holders:
             held += [snapshot.row for snapshot in seq.snapshots]
             read[seq.state] += seq.state >= 0
-        rows = self._free + held + list(self._of_block.values())
+        rows = self._free + held + list(self._of_block.values()) + list(self._left)
         assert sorted(rows) == list(self._rows), "a row of states is lost, or has two owners"
         assert +read == +self._read, "a sequence begins with another snapshot"
         assert sorted(self._of_block) == sorted((*self._new, *self._popular)), "out of order"
         assert all(map(self._pool.is_cached, self._of_block)), "a snapshot stands after a block that is not cached"
-        assert set(+read) <= set(self._of_block.values()), "a snapshot is gone before it was read"
+        assert self._left <= set(+read) <= {*self._of_block.values(), *self._left}, "a snapshot is gone before its use"
 
     def _completed(self, seq: Sequence, num_tokens: int) -> list[Snapshot]:
         return [snapshot for snapshot in seq.snapshots if snapshot.num_tokens <= num_tokens]
 
     def _let_go(self, seq: Sequence) -> None:
-        if seq.state >= 0:
-            self._read[seq.state] -= 1
+        if (row := seq.state) >= 0:
+            self._read[row] -= 1
             seq.state = -1
+            if row in self._left and not self._read[row]:
+                self._left.remove(row)
+                self._free.append(row)
 
     def _take(self, seq: Sequence) -> int:
         """A row for the sequence's next snapshot, or -1. It keeps its last completed one until the next is completed,
@@ -223,6 +246,10 @@ class Snapshots:
         """The cache has lost these blocks, or their snapshots."""
         for block in blocks:
             if block in self._of_block:
-                self._free.append(self._of_block.pop(block))
+                row = self._of_block.pop(block)
+                if self._read[row]:
+                    self._left.add(row)
+                else:
+                    self._free.append(row)
                 for order in (self._new, self._popular):
                     order.pop(block, None)

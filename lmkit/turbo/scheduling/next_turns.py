@@ -46,7 +46,7 @@ class NextTurns:
         """`make`: the sequence of a request. Raises RequestError if it cannot run any more."""
         self.allowance = Allowance()
         self._planner, self._make = planner, make
-        self._longest = STEP_SECONDS  # of the last step ahead, if it took longer
+        self._expected = STEP_SECONDS  # that the next step ahead takes at most
         self._running: Sequence | None = None
         self._prepared = self._used = self._wasted = 0  # tokens
         self._waiting: deque[Request] = deque()
@@ -54,7 +54,7 @@ class NextTurns:
 
     def __bool__(self) -> bool:
         """Whether a prompt runs, or one waits and may be computed."""
-        return self._running is not None or (bool(self._waiting) and self.allowance.covers(self._longest))
+        return self._running is not None or (bool(self._waiting) and self._may_run)
 
     @property
     def num_running(self) -> int:
@@ -84,13 +84,14 @@ class NextTurns:
         self.allowance.planned()
         num_requests = len(planner.slots.running) + len(planner.waiting) - self.num_running
         seq = self._running
-        is_over = num_requests or not self.allowance.covers(self._longest)
-        if seq is not None and is_over and seq.status is Status.RUNNING:
+        if seq is not None:
+            self._expect(seq.num_computed)
+        if seq is not None and seq.status is Status.RUNNING and (num_requests or not self._may_run):
             planner.take_back(seq)
             seq.status = Status.FINISHED  # what its steps under way give is not wanted
             self._waiting.appendleft(seq.request)
             self._running = None
-        while self._waiting and not (self._running or is_over):
+        while self._waiting and not (self._running or num_requests) and self._may_run:
             self._begin(self._waiting.popleft())
         if self._running is None or num_requests:  # one that loads computes nothing
             return None
@@ -103,10 +104,23 @@ class NextTurns:
             seq = self._make(request)
         except RequestError:  # its adapter has gone
             return
-        end = seq.num_tokens if kv.snapshots is None else seq.num_tokens // kv.block_size * kv.block_size
-        if end - kv.find(seq).num_tokens >= LEAST_GAIN:
+        found = kv.find(seq).num_tokens
+        if seq.num_tokens - found < LEAST_GAIN:
+            return
+        self._expect(found)
+        if self._may_run:
             self._running = seq
             self._planner.waiting.add(seq)
+        else:
+            self._waiting.appendleft(request)
+
+    @property
+    def _may_run(self) -> bool:
+        return self.allowance.covers(self._expected)
+
+    def _expect(self, context: int) -> None:
+        """The next step ahead comes after so many tokens."""
+        self._expected = max(STEP_SECONDS, self._planner.pacer.alone_seconds(LEAST_TOKENS, context))
 
     def planned(self, step: Step) -> None:
         """After a plan: drop what found no room. Count what requests that begin have of next turns."""
@@ -135,7 +149,6 @@ class NextTurns:
     def ran(self, sequences: list[Sequence], seconds: float) -> None:
         """A step of these sequences took so long. One is computed ahead alone."""
         if sequences and sequences[0].request.is_ahead:
-            self._longest = max(STEP_SECONDS, seconds)
             self.allowance.ran(seconds)
 
     def computes(self, seq: Sequence, start: int, count: int) -> bool:

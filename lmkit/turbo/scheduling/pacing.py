@@ -148,6 +148,10 @@ class Pacer:
         step, token = self._alone.predict([1, 0, 0, 0, 0]), self._alone.predict([0, 0, 0, 1, context])
         return min(max(round_down(max(int((seconds - step) / token), 1)), least), self.max_step_tokens)
 
+    def alone_seconds(self, num_tokens: int, context: int) -> float:
+        """Seconds of a step of so many tokens of one prompt, after `context` of its tokens, and nothing else."""
+        return self._alone.predict([1, 0, 0, num_tokens, num_tokens * context])
+
     def record(self, num_decodes: int, num_prompt: int, prompt_context: int, seconds: float) -> None:
         """Learn from a step of `num_decodes` decoding sequences and `num_prompt` prompt tokens that took `seconds`.
 

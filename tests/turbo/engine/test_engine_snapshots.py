@@ -22,6 +22,7 @@ from lmkit.turbo.engine.engine import Engine
 from lmkit.turbo.engine.memory import RECORD_BYTES
 from lmkit.turbo.plan import StepPlan
 from lmkit.turbo.request import Request, SamplingParams
+from lmkit.turbo.scheduling.allowance import Allowance
 from lmkit.turbo.scheduling.planner import Planner, Step
 from lmkit.turbo.scheduling.scheduler import Scheduler
 from lmkit.turbo.scheduling.speculation import Speculation
@@ -86,6 +87,26 @@ def test_snapshots_change_no_bit(decoder: Decoder, monkeypatch: pytest.MonkeyPat
     assert stats.prefix_hits > 0.3 * stats.prefix_tokens
     assert stats.snapshots_total == 80
     assert 0 < stats.snapshots_used <= 80
+
+
+def test_what_is_computed_ahead_goes_on_within_a_block(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its state stands after its last token, wherever that is. Two requests begin there at once."""
+    monkeypatch.setattr(Allowance, "covers", lambda *_: True)  # whatever a step takes here
+    rng = random.Random(6)
+    plain = Engine.of(decoder, EngineConfig(**SIZES | {"max_step_tokens": 64}, max_batch_size=1, prefix_cache=False))
+    engine = Engine.of(decoder, EngineConfig(**SIZES, max_batch_size=2))
+    for known in (8, 9, 11, 22):
+        prompt = [rng.randrange(199) for _ in range(known)]
+        params = SamplingParams(max_tokens=0)
+        answers(engine, [Request(request_id="ahead", prompt_ids=prompt, params=params, is_ahead=True)], rng)
+        before, params = engine.stats().prefix_hits, SamplingParams(max_tokens=5, temperature=0.0, logprobs=1)
+        made = [
+            Request(request_id=name, prompt_ids=[*prompt, end], params=params) for name, end in (("a", 1), ("b", 2))
+        ]
+        assert answers(engine, made, rng) == answers(plain, made, rng)
+        assert engine.stats().prefix_hits - before == 2 * known
+    plain.close()
+    engine.close()
 
 
 @pytest.mark.parametrize("tier", ["host", "disk"])

@@ -204,13 +204,29 @@ def test_such_leases_hold_a_part_of_the_cache_and_those_of_the_greediest_tenant_
     made.check_idle()
 
 
-def test_a_recurrent_state_stands_where_the_beginning_ends() -> None:
+@pytest.mark.parametrize("length", [104, 105, 111])
+def test_a_recurrent_state_stands_where_the_beginning_ends(length: int) -> None:
     made = engine(first_snapshot=8, num_snapshots=10)
-    made.scheduler.add(ahead("n", text(1, 104)))
+    made.scheduler.add(ahead("n", text(1, length)))
     made.run_until_idle()
-    made.add(request("a", text(1, 120), max_tokens=1))
+    made.scheduler.check_integrity()
+    made.add(request("a", text(1, 120), max_tokens=1), request("b", text(1, length) + text(2, 5), max_tokens=1))
     made.run()
-    assert cached(made, "a") == 104
+    assert cached(made, "a") == cached(made, "b") == length
+    assert made.scheduler.stats().next_turns["used"] == length
+    made.check_idle()
+
+
+def test_a_recurrent_state_stands_where_renderings_part() -> None:
+    made = engine(first_snapshot=8, num_snapshots=10)
+    made.add(request("a", text(1, 100), max_tokens=1))  # its state stands after 96 tokens
+    made.run()
+    made.scheduler.add(ahead("n", text(1, 60) + text(2, 20)))
+    made.run_until_idle()
+    for name, prompt, found in (("b", text(1, 60) + text(2, 30), 80), ("c", text(1, 60) + text(3, 20), 56)):
+        made.add(request(name, prompt, max_tokens=1))
+        made.run()
+        assert cached(made, name) == found
 
 
 def test_a_step_that_fails_ends_it() -> None:
