@@ -221,6 +221,12 @@ class EngineConfig(StrictStruct, frozen=True, kw_only=True, metaclass=_Sizes):
         _memory("Tokens in a KV block. Default: 32 on a CPU, 64 on a GPU."),
     ] = None
     prefix_cache: Annotated[bool, _memory("Keep the KV of prompts and answers for later requests.")] = True
+    # see turbo.scheduling.audits
+    audit: Annotated[
+        int,
+        msgspec.Meta(ge=0),
+        _memory("Of so many cache hits compute one again while idle, and compare the bits of its KV. 0 = none."),
+    ] = 1000
     cache_quota: Annotated[
         Fraction, _memory("Share of the KV cache that one API key may keep. Default with several keys: 0.5.")
     ] = 1.0
@@ -371,6 +377,11 @@ class EngineConfig(StrictStruct, frozen=True, kw_only=True, metaclass=_Sizes):
     def num_shares(self) -> int:
         """Parts of the device's memory, one for each process of a plan: hosts of all processes count as one."""
         return self.num_sharing if self.target.own_memory else self.num_processes
+
+    @property
+    def is_invariant(self) -> bool:
+        """Whether the bits of a request's KV and tokens depend on it alone, on lmkit's own engine."""
+        return self.deterministic or (self.target.invariant and self.num_processes == 1)
 
     @property
     def tokens_per_block(self) -> int:

@@ -35,6 +35,7 @@ class Device:
     copies: bool  # packed weights may have copies in 16 bits
     moves_states: bool  # recurrent states can be copied to tiers
     drafts_with_ranks: bool  # a head or model drafts for a model that several ranks share
+    invariant: bool  # a row's bits do not depend on the rows beside it, whatever the options are
     max_ranks: int
     # With less free memory, steps have so many tokens and sequences, if no numbers are given: the rest is for KV.
     small_memory: int = 0  # bytes
@@ -66,6 +67,7 @@ CPU = Device(
     copies=False,
     moves_states=True,
     drafts_with_ranks=True,
+    invariant=True,
     max_ranks=64,
     refuses=MappingProxyType({"devices": "devices={devices} names GPUs of ranks: use --device cuda"}),
 )
@@ -88,6 +90,7 @@ CUDA = Device(
     copies=True,
     moves_states=False,
     drafts_with_ranks=False,
+    invariant=False,
     small_memory=10 << 30,
     small_step=(1024, 16),
     max_ranks=8,  # kernels/cuda/csrc/ranks.cu has numbers of all of them in registers

@@ -13,6 +13,14 @@ from lmkit.turbo.step_sizes import BOUNDS
 from lmkit.turbo.transport.async_engine import AsyncEngine
 from lmkit.turbo.transport.death import kv_used
 
+AUDITS = {
+    "hits": "Cache hits of which some are computed again",
+    "done": "Hits that were computed again to their end, with the same bits",
+    "dropped": "Hits that were to be computed again and were not: no room, no time, an adapter that has gone",
+    "tokens": "Tokens that were computed again",
+    "differences": "Cached KV that had other bits: this machine, or what it read, is at fault",
+    "removed_blocks": "KV blocks that were dropped because of these",
+}
 NEXT_TURNS = {
     "prepared": "Tokens of next turns that were computed ahead",
     "used": "Tokens of these that a request has found",
@@ -100,6 +108,8 @@ class EngineFigures(Collector):
                 yield self._gauge("lmkit:selftest_passed", "Whether the self-test found all kernels right", ended)
         for what, text in NEXT_TURNS.items():
             yield self._counter(f"lmkit:next_turn_{what}_tokens", text, stats.next_turns.get(what, 0))
+        for what, text in AUDITS.items():
+            yield self._counter(f"lmkit:audit_{what}", text, stats.audits.get(what, 0))
         yield self._gauge("lmkit:sessions", "Sessions whose lease has not ended", stats.sessions)
         if (info := self._engine.info) is not None:
             tokens = info.block_size * info.num_blocks

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 import msgspec
 
 from lmkit.turbo.request import ImageInput, Pooling, SamplingParams, TokenLogprobs
@@ -63,6 +65,16 @@ class Load(msgspec.Struct, frozen=True):
     blocks: list[int]
     source: str = ""  # HOST:PORT of an engine that is computing them, "" = they are in a tier
     seconds: float = 0.0  # after which it waits for the source no more
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A load has ended."""
+
+    job: int
+    num_blocks: int  # filled blocks of the job, from the first on; a miss or damage ends a load
+    hits: dict[str, int]  # these blocks by tier
+    tiers: tuple[str, ...] = field(default=(), compare=False)  # of each of them
 
 
 class Save(msgspec.Struct, frozen=True):

@@ -156,6 +156,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     gives_kv: bool = False  # all blocks of the prompt are put into the tiers, for another engine
     second_start: int | None = None  # the position at which the second of two texts begins, of a model that tells them
     is_ahead: bool = False  # it is computed while nothing else is to be done, see turbo.scheduling.next_turns
+    max_cached: int | None = None  # tokens whose KV may come from a cache at most: of what is computed again
 
 
 class Siblings(msgspec.Struct, frozen=True, array_like=True):
@@ -321,4 +322,5 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     history_tokens: int = 0  # of answers that are kept for drafts of later ones
     images: dict[str, int] = {}  # images that were encoded, and such that were found encoded
     tiers: dict[str, int] = {}  # figures of the KV tiers: bytes, failures ...
+    audits: dict[str, int] = {}  # cache hits that were computed again; see turbo.scheduling.audits
     next_turns: dict[str, int] = {}  # tokens of next turns: prepared, and of these used and wasted

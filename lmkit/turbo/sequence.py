@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from msgspec.structs import replace
 
-from lmkit.turbo.plan import NewSequence
+from lmkit.turbo.plan import NewSequence, StepPlan
 from lmkit.turbo.request import FinishReason, Request, StepOutput, TokenLogprobs
 
 FAILED_TOKEN = -2  # as SampledToken.token_id: the logits were unusable and the sequence ends with finish_reason "error"
@@ -80,6 +80,8 @@ class Sequence:
     has_entered: bool = False  # the runner knows it
     num_preemptions: int = 0
     overtaken: int = 0  # how often a later sequence was admitted before it
+    num_found: int = 0  # tokens whose KV was found when it was admitted last
+    kv_sources: list[str] = field(default_factory=list)  # of full blocks among these; see turbo.kv.origins
     cached_tokens: int | None = None  # prompt tokens found in the cache when it was first admitted
     arrived: float = 0.0  # on the scheduler's clock
     load_job: int = 0  # the load of what another engine computes; 0 = none
@@ -155,7 +157,8 @@ class Sequence:
         """The first tokens whose KV may come from a cache. The others are computed for what they give."""
         if self.request.pooling not in (None, "last"):
             return 0
-        return self.request.logprobs_start if self.scores_prompt else self.num_tokens - 1
+        most = self.request.logprobs_start if self.scores_prompt else self.num_tokens - 1
+        return most if self.request.max_cached is None else min(most, self.request.max_cached)
 
     def tokens(self, count: int) -> np.ndarray:
         """The first `count` tokens, int32 [count]. The view must be dropped before the next token is appended."""
@@ -213,3 +216,12 @@ class Sequence:
         if token_id in self.stop_ids and self.num_outputs > self.request.params.min_tokens:
             return "stop"
         return "length" if len(self.token_ids) >= self.max_tokens else None
+
+
+@dataclass(frozen=True)
+class UnderWay:
+    """A plan that is carried out, with the sequences of its chunks."""
+
+    plan: StepPlan
+    sequences: list[Sequence]
+    waited: bool  # it was made when no other was under way

@@ -24,6 +24,7 @@ ALL: dict[str, Any] = {
     "deterministic": True, "selftest": "off",
     "max_batch_size": 3, "max_step_tokens": 64, "max_model_len": 100,
     "kv_memory": 3 << 20, "max_queue": 7, "num_threads": 2, "prefix_cache": False, "cache_quota": 0.25,
+    "audit": 77,
     "session_lease": 1.5, "kv_host_memory": 2 << 30, "kv_disk_path": "kv", "kv_disk_memory": 5 << 30,
     "image_memory": 7 << 20, "image_pixels": 5000,
     "attention_sinks": 4, "priority_seconds": 0.0, "max_overtakes": 0, "decode_slowdown": 3.0, "overlap": False,

@@ -123,6 +123,12 @@ class FakeRunner:
             self.states[row] = int(content[0]) if part and self.states.get(~row) == content[0] else 0
             self.states[~row] = int(content[0])
 
+    def same_block(self, a: int, b: int) -> bool:
+        return bool((self.memory[a] == self.memory[b]).all())
+
+    def same_state(self, a: int, b: int) -> bool:
+        return self.states[a] == self.states[b]
+
     def execute(self, plan: StepPlan) -> list[Sampled]:
         assert self.tiers is not None or not plan.loads + plan.saves
         for slot in plan.freed:
@@ -261,7 +267,8 @@ class FakeEngine:
         self.runner = FakeRunner(limits)
         self.runner.tiers = tiers(self.runner) if tiers else None
         now = itertools.count()
-        self.scheduler = Scheduler(limits, EOS, tiers=self.runner.tiers, clock=clock or (lambda: float(next(now))))
+        clock = clock or (lambda: float(next(now)))
+        self.scheduler = Scheduler(limits, EOS, tiers=self.runner.tiers, clock=clock, stored=self.runner)
         self.outputs: dict[str, list[StepOutput]] = {}
         self.num_steps = 0
         self.seconds = seconds

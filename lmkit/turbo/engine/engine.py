@@ -57,7 +57,6 @@ if TYPE_CHECKING:
 log = get_logger(__name__)
 Load = Callable[[EngineConfig, EngineDevice], LoadedModel]
 
-
 IDLE_SECONDS = 0.02  # time between checks of the loads, if there is nothing else to do
 STEP_SECONDS = 120.0  # that any step may take: kernels that no one foresaw are compiled in it
 SLOW_DISK = 50e6  # bytes a second: the weights may have to be read again
@@ -169,6 +168,7 @@ class Engine:
             forced=self.runner.forced,
             adapters=self.adapters.placed,
             draft_model=self._drafter,
+            stored=blocks,
         )
         self.adapters.is_used = self.scheduler.uses_adapter
         if config.kv_events is not None:

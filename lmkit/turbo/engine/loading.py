@@ -207,6 +207,8 @@ def load_adapters(model: LoadedModel, config: EngineConfig) -> DecoderAdapters |
 def _announce(memory: MemoryPlan, storages: list[KVStorage], config: EngineConfig) -> None:
     for line in memory.lines(storage_text(storages)):
         log.info(line)
+    if config.audit and not config.is_invariant:
+        log.info("cache hits are not audited: without --deterministic bits depend on what is computed together")
     if shortage := memory.shortage():
         log.warning(shortage)
     if memory.states and config.prefix_cache and not memory.num_snapshots:

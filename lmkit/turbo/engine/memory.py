@@ -178,6 +178,7 @@ def scheduler_limits(config: EngineConfig, memory: MemoryPlan, spec: ModelSpec) 
         request_timeout=config.request_timeout,
         max_draft_tokens=config.num_draft_tokens,
         draft_history=config.draft_history,
+        audit=config.audit if config.is_invariant and not spec.foreign else 0,
         overlaps=config.overlap,
         num_stages=config.pp,
         whole_texts=spec.sees_all,

@@ -160,6 +160,14 @@ class KVBlocks:
                 part[block].copy_(piece)
         self._stream.synchronize()
 
+    def same_block(self, a: int, b: int) -> bool:
+        """Whether two blocks hold the same bytes, in all layers."""
+        return all(torch.equal(part[a], part[b]) for part in self.parts)
+
+    def same_state(self, a: int, b: int) -> bool:
+        """Whether two rows of recurrent states hold the same bytes, in all layers."""
+        return all(np.array_equal(state[a], state[b]) for state in self._states)
+
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks on the device, one after the other. A pair is (from, to)."""
         if not pairs:  # nearly every step

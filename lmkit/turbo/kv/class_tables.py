@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -83,3 +83,15 @@ class ClassTables:
             return [[max(block, 0) for block in blocks]]
         stripes = [self._pool.stripe(max(block, 0)) for block in blocks]
         return [[stripe[g] if g < len(stripe) else 0 for stripe in stripes] for g in range(len(self.groups))]
+
+
+def seen_below(classes: Sequence[ClassTables], indices: range, size: int) -> list[tuple[int, int]]:
+    """The blocks of `size` tokens that are seen from the end of `indices` on, as (index, class).
+
+    They are in the order of their tokens: if a load ends early, all classes have the same tokens.
+    """
+    seen = []
+    for c, layers in enumerate(classes):
+        unseen = set(layers.unseen(indices, indices.stop * size))
+        seen += [(i, c) for i in indices if i not in unseen]
+    return sorted(seen)

@@ -17,12 +17,13 @@ from collections.abc import Iterable
 
 from lmkit.turbo.decisions import DecisionStats
 from lmkit.turbo.kv.block_pool import BlockPool
-from lmkit.turbo.kv.class_tables import ClassTables
+from lmkit.turbo.kv.class_tables import ClassTables, seen_below
 from lmkit.turbo.kv.growth import Growth
 from lmkit.turbo.kv.integrity import check_owners
 from lmkit.turbo.kv.leases import Leases
 from lmkit.turbo.kv.ledger import Ledger
 from lmkit.turbo.kv.limits import KVLimits as KVLimits
+from lmkit.turbo.kv.origins import CACHE, Origins, tiers_of
 from lmkit.turbo.kv.prefix import Prefix as Prefix
 from lmkit.turbo.kv.radix_cache import HOLE, Match, Namespace, RadixCache
 from lmkit.turbo.kv.snapshots import Snapshots
@@ -55,11 +56,10 @@ class KVManager:
         self._nothing = Prefix((Match([], 0, None),) * len(limits.classes), 0)
         self._tiers = tiers if limits.prefix_cache else None
         self.state_parts = self._tiers.blocks.state_parts if self._tiers is not None and limits.snapshots else 0
-        self.snapshots = (
-            Snapshots(limits.snapshots, limits.block_size, self.pool, self.state_parts) if limits.snapshots else None
-        )
+        rows = limits.snapshots
+        self.snapshots = Snapshots(rows, limits.block_size, self.pool, self.state_parts) if rows else None
         self._kv_identity = kv_identity
-        self._num_loads = 0
+        self._num_loads, self.origins = 0, Origins()
 
     @property
     def caches(self) -> list[RadixCache]:
@@ -68,7 +68,7 @@ class KVManager:
 
     @property
     def num_available(self) -> int:
-        """The number of blocks that `reserve` can give: free and idle ones."""
+        """Blocks that `reserve` can give: free and idle ones."""
         return self.pool.num_free + self.pool.num_idle
 
     def num_for(self, prefix: Prefix, without: Iterable[Sequence] = ()) -> int:
@@ -139,17 +139,8 @@ class KVManager:
         """The expected time to load the blocks with `keys`, which follow the prefix."""
         assert self._tiers is not None
         start = prefix.num_full
-        wanted = self._seen_below(prefix, keys)
+        wanted = seen_below(self._classes, range(start, start + len(keys)), self.block_size)
         return self._tiers.load_seconds([key for i, c in wanted for key in self._of_groups([keys[i - start]], c)])
-
-    def _seen_below(self, prefix: Prefix, keys: list[bytes]) -> list[tuple[int, int]]:
-        """The blocks after a prefix, one for each of `keys`, that are seen from their end on: (index, class)."""
-        indices = range(prefix.num_full, prefix.num_full + len(keys))
-        seen = []
-        for c, layers in enumerate(self._classes):
-            unseen = set(layers.unseen(indices, indices.stop * self.block_size))
-            seen += [(i, c) for i in indices if i not in unseen]
-        return sorted(seen)  # by tokens first: if a load ends early, all classes have the same tokens
 
     # ---- giving
 
@@ -166,6 +157,7 @@ class KVManager:
         assert not seq.tables, "the sequence holds blocks already"
         full = prefix.num_full * self.block_size
         seq.num_computed, seq.num_completed = prefix.num_tokens, min(full, prefix.num_tokens)
+        seq.num_found, seq.kv_sources = prefix.num_tokens, [CACHE] * (prefix.num_tokens // self.block_size)
         if self.snapshots is not None:
             self.snapshots.begin(seq, prefix)
         seq.tables = [BlockTable(list(match.blocks), num_published=len(match.blocks)) for match in prefix.matches]
@@ -191,7 +183,7 @@ class KVManager:
         self.acquire(seq, prefix)
         keys, parts = keys[: len(keys) - self.state_parts], keys[len(keys) - self.state_parts :]
         start, end = prefix.num_full, prefix.num_full + len(keys)
-        wanted = self._seen_below(prefix, keys)
+        wanted = seen_below(self._classes, range(start, end), self.block_size)
         for c, (layers, table) in enumerate(zip(self._classes, seq.tables, strict=True)):
             layers.punch(table, layers.unseen(range(start), end * self.block_size))
             indices = [i for i, wanted_class in wanted if wanted_class == c]
@@ -231,17 +223,19 @@ class KVManager:
         for table in seq.tables:
             self.pool.free_all(table.blocks[first + count :])
             del table.blocks[first + count :]
+        seq.kv_sources[first:] = tiers_of(rows, self.pool, done.tiers)[:count]
         seq.num_computed += count * self.block_size
-        seq.num_completed = seq.num_computed
+        seq.num_completed = seq.num_found = seq.num_computed
         self.publish(seq, seq.num_completed)
         return count * self.block_size
 
     def _take_state(self, seq: Sequence, done: Loaded) -> int:
-        """As `take_loaded`. The cache gets what was loaded, and the sequence begins with what is found there: blocks
-        are useless without the state after them."""
+        """As `take_loaded`. The cache gets it, and the sequence begins with what is found: blocks need the state."""
         (table,), (state,) = seq.tables, seq.snapshots
-        if is_whole := done.num_blocks == len(table.blocks) - table.num_published + self.state_parts:
+        wanted = table.blocks[table.num_published :]
+        if is_whole := done.num_blocks == len(wanted) + self.state_parts:
             seq.num_completed = state.num_tokens
+            seq.kv_sources = [CACHE] * table.num_published + tiers_of([wanted], self.pool, done.tiers)
             self.publish(seq, seq.num_completed)
         self._drop(seq)
         self.acquire(seq, self.find(seq))
@@ -325,8 +319,9 @@ class KVManager:
         if running and layers.has_twin(self.namespace(seq), seq.cached_as(full * self.block_size), blocks[:full]):
             return
         kept = layers.cache.insert(self.namespace(seq), seq.cached_as(count).copy(), blocks, seq.request.adapter)
+        own = [block if block == found else HOLE for block, found in zip(blocks, kept, strict=False)]
+        self.origins.note(seq, own[:full], table.num_published)
         if self._tiers is not None:
-            own = [block if block == found else HOLE for block, found in zip(blocks, kept, strict=False)]
             self._save(seq, layers, own[:full], table.num_published)
         table.num_published = max(table.num_published, full)
 
@@ -373,9 +368,14 @@ class KVManager:
 
     def _of_groups(self, keys: list[bytes], c: int | None = None) -> list[bytes]:
         """The keys of the blocks of all groups, or of the groups of class `c`, ordered by tokens first."""
-        if self.limits.num_groups == 1:
-            return keys
-        return group_keys(keys, range(self.limits.num_groups) if c is None else self._classes[c].groups)
+        count = self.limits.num_groups
+        return keys if count == 1 else group_keys(keys, range(count) if c is None else self._classes[c].groups)
+
+    def clear_tiers(self) -> None:
+        """Forget what lower tiers have, and what is to be saved."""
+        self.saves = []
+        if self._tiers is not None:
+            self._tiers.clear()
 
     def cancel(self, seq: Sequence) -> None:
         """End its load soon if that waits for another engine."""

@@ -14,25 +14,13 @@ from lmkit.turbo.kv.block_log import BlockLog
 from lmkit.turbo.kv.block_pool import HOLE as HOLE
 from lmkit.turbo.kv.block_pool import BlockPool
 from lmkit.turbo.kv.ledger import Ledger as Ledger
+from lmkit.turbo.kv.radix_tree import Match as Match
 from lmkit.turbo.kv.radix_tree import Namespace as Namespace
-from lmkit.turbo.kv.radix_tree import Node, RadixTree
+from lmkit.turbo.kv.radix_tree import Node, RadixTree, check_use
 from lmkit.turbo.kv.window_view import WindowView
 
 LONG_PATH = 32  # nodes; joining shorter paths would cost more than it saves
 Order = OrderedDict[Node, None]  # all nodes that hold blocks, least recently used first; within one use see `_seen`
-
-
-@dataclass(frozen=True)
-class Match:
-    """The longest prefix that does not need to be computed.
-
-    With a sliding window it is valid only for queries at `num_tokens` and later. A caller that wants fewer tokens must
-    match again.
-    """
-
-    blocks: list[int]  # its full blocks in order; HOLE where the sliding window hides a block from all such queries
-    num_tokens: int  # len(blocks) * block_size, plus the tokens of `tail`
-    tail: int | None  # a block whose first num_tokens % block_size tokens fit as well: copy it before you write
 
 
 @dataclass
@@ -49,9 +37,8 @@ class RadixCache:
     the beginning of a path remains. This rests on a rule that the callers keep: a sequence that uses a block holds all
     blocks before it, even where the cache has other blocks for these tokens than the caller's own (see `insert`).
 
-    With a sliding window, sequences give up blocks that they no longer see while they use later ones. Idle blocks may
-    therefore be evicted anywhere in a path: within one use the oldest tokens first, but the sinks last. They leave
-    HOLEs. A later match passes over HOLEs that lie before its own window.
+    With a sliding window, sequences give up blocks while they use later ones. Idle blocks may therefore be evicted
+    anywhere in a path: the oldest tokens first, but the sinks last. A later match passes over HOLEs before its window.
     """
 
     def __init__(
@@ -172,6 +159,30 @@ class RadixCache:
         if tenant is None:
             return self._order
         return self._tenants[tenant].order if tenant in self._tenants else OrderedDict()
+
+    def derived(self, namespace: Namespace, tokens: np.ndarray, index: int) -> list[Node]:
+        """The nodes with block `index` of `tokens`, or with a copy of its first tokens, and below; parents first."""
+        self._ledger.now += 1
+        at = index * self._block_size
+        path = self._tree.find(namespace, tokens[:at])  # it is split there
+        self._touch(self._seen(path, at))
+        alike = path[-1].children.get(tokens[at : at + 1].tobytes(), {}) if len(_blocks_of(path)) == index else {}
+        return list(self._tree.below(*alike.values()))
+
+    def remove(self, nodes: list[Node]) -> None:
+        """Drop what `derived` has found, in use or not."""
+        above, namespace = nodes[0].parent, nodes[0].namespace
+        blocks = [block for block in _blocks_of(nodes) if block != HOLE]
+        assert above is not None, "a root was to be removed"
+        for node in reversed(nodes):
+            self._tree.detach(node)
+        for block in blocks:
+            self._partial.pop(block, None)
+        self._count(namespace[0], -len(blocks))
+        self._pool.drop(blocks)
+        if self.log is not None:
+            self.log.removed(blocks)
+        self._forget([*nodes, *self._tree.prune(above)])
 
     def clear(self) -> None:
         """Evict all idle blocks."""
@@ -356,7 +367,9 @@ class RadixCache:
         held: list[int] = []
         counts: Counter[str] = Counter()
         for node in nodes:
-            self._check_node(node)
+            self._tree.check(node)
+            if not self._window:
+                check_use(node, self._pool.references)
             blocks = [block for block in node.blocks if block != HOLE]
             held += blocks
             counts[node.namespace[0]] += len(blocks)
@@ -381,19 +394,6 @@ class RadixCache:
             assert mine <= order.keys() <= set(nodes), "a node with blocks is in no order, or a lost one is"
             used = [node.used for node in order]
             assert used == sorted(used), "nodes are not in the order of their use"
-
-    def _check_node(self, node: Node) -> None:
-        self._tree.check(node)
-        if self._window:
-            return
-        for child in (child for group in node.children.values() for child in group.values()):
-            assert node.is_root or child.used <= node.used, "a child was used without its parent"
-        assert HOLE not in node.blocks, "a hole without a window"
-        if not node.is_root:
-            assert node.parent is not None
-            run = node.parent.blocks[-1:] + node.blocks
-            in_use = [self._pool.references(block) > 1 for block in run]
-            assert in_use == sorted(in_use, reverse=True), "a block is in use, but not the one before it"
 
 
 def _blocks_of(path: list[Node]) -> list[int]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from itertools import islice
 
 import numpy as np
@@ -13,6 +14,19 @@ Namespace = tuple[str, str]  # (tenant, anything else that decides a block's con
 
 TOKEN_BYTES = 4
 MAX_CANDIDATES = 8  # children that the search for a partly fitting block compares
+
+
+@dataclass(frozen=True)
+class Match:
+    """The longest prefix that does not need to be computed.
+
+    With a sliding window it is valid only for queries at `num_tokens` and later. A caller that wants fewer tokens must
+    match again.
+    """
+
+    blocks: list[int]  # its full blocks in order; HOLE where the sliding window hides a block from all such queries
+    num_tokens: int  # len(blocks) * block_size, plus the tokens of `tail`
+    tail: int | None  # a block whose first num_tokens % block_size tokens fit as well: copy it before you write
 
 
 class Node:
@@ -67,7 +81,11 @@ class RadixTree:
 
     def __iter__(self) -> Iterator[Node]:
         """All nodes, parents first."""
-        stack = list(self.roots.values())
+        return self.below(*self.roots.values())
+
+    def below(self, *nodes: Node) -> Iterator[Node]:
+        """These nodes and all that continue them, parents first."""
+        stack = list(nodes)
         while stack:
             yield (node := stack.pop())
             stack += [child for group in node.children.values() for child in group.values()]
@@ -222,6 +240,18 @@ class RadixTree:
     def _hang(self, node: Node, parent: Node) -> None:
         node.parent, node.key = parent, node.tokens[: self.block_size].tobytes()
         parent.children.setdefault(node.key[:TOKEN_BYTES], {})[node.key] = node
+
+
+def check_use(node: Node, references: Callable[[int], int]) -> None:
+    """Check that a node without a window is used with those before it. Raises AssertionError."""
+    for child in (child for group in node.children.values() for child in group.values()):
+        assert node.is_root or child.used <= node.used, "a child was used without its parent"
+    assert HOLE not in node.blocks, "a hole without a window"
+    if not node.is_root:
+        assert node.parent is not None
+        run = node.parent.blocks[-1:] + node.blocks
+        in_use = [references(block) > 1 for block in run]
+        assert in_use == sorted(in_use, reverse=True), "a block is in use, but not the one before it"
 
 
 def common_length(a: np.ndarray, b: np.ndarray) -> int:

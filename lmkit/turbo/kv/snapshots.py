@@ -175,6 +175,13 @@ class Snapshots:
         assert block is not None, "a snapshot stands after tokens that the cache lacks"
         return block
 
+    def rows_after(self, seq: Sequence, match: Match) -> tuple[int, int] | None:
+        """The rows with the state after a prompt: the sequence's own, and the cache's. None if one has none."""
+        count = seq.num_prompt_tokens
+        own = [taken.row for taken in seq.snapshots if taken.num_tokens == count]
+        row = self._of_block.get(self._last_of(match, count)) if match.num_tokens == count else None
+        return (own[0], row) if own and row is not None else None
+
     def drop(self, seq: Sequence) -> None:
         """Free the rows of a sequence that gives up its blocks."""
         self._let_go(seq)

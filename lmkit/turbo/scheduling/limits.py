@@ -28,6 +28,7 @@ class SchedulerLimits:
     draft_history: int = 0  # tokens of a tenant's answers that are kept for later draft tokens
     overlaps: bool = True  # plans are made while others run
     whole_texts: bool = False  # a text is computed in one step
+    audit: int = 0  # of so many cache hits one is computed again, see turbo.scheduling.audits; 0 = none
     num_stages: int = 1  # that carry out plans one after the other: so many are to be under way at once
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -21,6 +22,7 @@ from lmkit.errors import RequestError
 from lmkit.turbo.kv.radix_tree import Namespace
 from lmkit.turbo.request import Request
 from lmkit.turbo.scheduling.allowance import Allowance
+from lmkit.turbo.scheduling.audits import Audits, StoredKV
 from lmkit.turbo.scheduling.planner import Planner, Step
 from lmkit.turbo.sequence import Sequence, Status
 
@@ -42,9 +44,9 @@ class Prepared:
 class NextTurns:
     """What waits, what runs, and what became of it. It shares the planner, and what that moves, with the scheduler."""
 
-    def __init__(self, planner: Planner, make: Callable[[Request], Sequence]) -> None:
-        """`make`: the sequence of a request. Raises RequestError if it cannot run any more."""
-        self.allowance = Allowance()
+    def __init__(self, planner: Planner, make: Callable[[Request], Sequence], stored: StoredKV | None = None) -> None:
+        """`make`: the sequence of a request. Raises RequestError if it cannot run any more. `stored`: see Audits."""
+        self.allowance, self.audits = Allowance(), Audits(planner.limits.audit, planner, make, stored)
         self._planner, self._make = planner, make
         self._expected = STEP_SECONDS  # that the next step ahead takes at most
         self._running: Sequence | None = None
@@ -54,7 +56,7 @@ class NextTurns:
 
     def __bool__(self) -> bool:
         """Whether a prompt runs, or one waits and may be computed."""
-        return self._running is not None or (bool(self._waiting) and self._may_run)
+        return self._running is not None or (bool(self._waiting or self.audits) and self._may_run)
 
     @property
     def num_running(self) -> int:
@@ -89,10 +91,13 @@ class NextTurns:
         if seq is not None and seq.status is Status.RUNNING and (num_requests or not self._may_run):
             planner.take_back(seq)
             seq.status = Status.FINISHED  # what its steps under way give is not wanted
-            self._waiting.appendleft(seq.request)
-            self._running = None
+            if not self.audits.runs(seq):
+                self._waiting.appendleft(seq.request)
+            self._end()
         while self._waiting and not (self._running or num_requests) and self._may_run:
             self._begin(self._waiting.popleft())
+        if self.audits and not (self._running or num_requests) and self._may_run:
+            self._audit()
         if self._running is None or num_requests:  # one that loads computes nothing
             return None
         return planner.pacer.tokens_within(STEP_SECONDS, self._running.num_computed, LEAST_TOKENS)
@@ -109,10 +114,20 @@ class NextTurns:
             return
         self._expect(found)
         if self._may_run:
-            self._running = seq
-            self._planner.waiting.add(seq)
+            self._run(seq)
         else:
             self._waiting.appendleft(request)
+
+    def _run(self, seq: Sequence) -> None:
+        self._running = seq
+        self._planner.waiting.add(seq)
+
+    def _audit(self) -> None:
+        """Queue the next piece of an audit, if there is one."""
+        self._expect(self.audits.context)
+        seq = self.audits.next(partial(self._planner.pacer.tokens_within, STEP_SECONDS, least=LEAST_TOKENS))
+        if seq is not None:
+            self._run(seq)
 
     @property
     def _may_run(self) -> bool:
@@ -122,14 +137,22 @@ class NextTurns:
         """The next step ahead comes after so many tokens."""
         self._expected = max(STEP_SECONDS, self._planner.pacer.alone_seconds(LEAST_TOKENS, context))
 
+    def _end(self) -> None:
+        self._running = None
+        self.audits.leave()
+
     def planned(self, step: Step) -> None:
         """After a plan: drop what found no room. Count what requests that begin have of next turns."""
         seq, slots = self._running, self._planner.slots
         if seq is not None and seq.status is Status.WAITING:
             self._planner.waiting.remove(seq)
-            self._running = None
-        for slot in step.new if self._records else ():
+            seq.status = Status.FINISHED
+            if self.audits.runs(seq):
+                self.audits.drop()
+            self._end()
+        for slot in step.new:
             if (new := slots[slot]) is not seq and not new.num_preemptions:
+                self.audits.note(new)
                 self._follow(new)
 
     def ends(self, seq: Sequence, now: float) -> bool:
@@ -137,7 +160,7 @@ class NextTurns:
         if seq is not self._running:
             self.allowance.ended(now - seq.arrived)
             return False
-        self._running = None
+        self._end()
         return True
 
     @property
@@ -155,6 +178,9 @@ class NextTurns:
         """Whether a step has computed `count` tokens of this sequence ahead. It counts them."""
         if seq is not self._running:
             return False
+        if self.audits.runs(seq):
+            self.audits.computes(seq, count)
+            return True
         namespace = self._planner.kv.namespace(seq)
         self._prepared, end = self._prepared + count, start + count
         known = self._records.get(seq.request_id)

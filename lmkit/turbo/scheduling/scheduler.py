@@ -29,7 +29,6 @@ import time
 from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from lmkit.errors import RequestError
@@ -39,6 +38,7 @@ from lmkit.turbo.kv.manager import KVManager
 from lmkit.turbo.kv.tiers.store import TierStore
 from lmkit.turbo.plan import Chunk, Sampled, SampledToken, StepPlan
 from lmkit.turbo.request import EngineStats, FinishReason, Request, StepOutput
+from lmkit.turbo.scheduling.audits import StoredKV
 from lmkit.turbo.scheduling.deadlines import Deadlines
 from lmkit.turbo.scheduling.fairness import Shares
 from lmkit.turbo.scheduling.history import History
@@ -50,18 +50,9 @@ from lmkit.turbo.scheduling.planner import Planner
 from lmkit.turbo.scheduling.queue import RequestQueue
 from lmkit.turbo.scheduling.slots import BatchSlots
 from lmkit.turbo.scheduling.speculation import Speculation
-from lmkit.turbo.sequence import FAILED_TOKEN, FINISHED, RUNNING, Sequence, Status
+from lmkit.turbo.sequence import FAILED_TOKEN, FINISHED, RUNNING, Sequence, Status, UnderWay
 
 PACED_STEPS = 8  # one in so many pure decode steps is recorded: they are alike, and recording takes time
-
-
-@dataclass(frozen=True)
-class _UnderWay:
-    """A plan that is carried out, with the sequences of its chunks."""
-
-    plan: StepPlan
-    sequences: list[Sequence]
-    waited: bool  # it was made when no other was under way
 
 
 class Scheduler:
@@ -82,8 +73,10 @@ class Scheduler:
         forced: Callable[[int], list[int]] = lambda slot: [],
         adapters: Mapping[str, LoadedAdapter] | None = None,
         draft_model: DraftModel | None = None,
+        stored: StoredKV | None = None,
     ) -> None:
-        """`forced`: the next tokens of a slot's sequence, where its grammar leaves no choice. `adapters`: by name."""
+        """`forced`: the next tokens of a slot's sequence, where its grammar leaves no choice. `adapters`: by name.
+        `stored`: what audits compare."""
         self.limits = limits
         self._eos_token_ids = eos_token_ids
         self._adapters = {} if adapters is None else adapters
@@ -95,8 +88,8 @@ class Scheduler:
         self._pacer = Pacer(limits.decode_slowdown, limits.max_step_tokens)
         shares = Shares(limits.priority_seconds)
         self._planner = Planner(limits, self.kv, self._waiting, self._slots, self._pacer, shares, self._decision_stats)
-        self._under_way: deque[_UnderWay] = deque()
-        self._deadlines, self._next_turns = Deadlines(), NextTurns(self._planner, self._sequence)
+        self._under_way: deque[UnderWay] = deque()
+        self._deadlines, self._next_turns = Deadlines(), NextTurns(self._planner, self._sequence, stored)
         self._outputs: list[StepOutput] = []
         self._tier_hits: Counter[str] = Counter()
         longest, history = limits.max_draft_tokens, History(limits.draft_history, self.kv.namespace)
@@ -180,7 +173,7 @@ class Scheduler:
         plan = StepPlan(self._slots.take_freed(), new, chunks, kv.copies, kv.loads, kv.saves)
         kv.copies, kv.loads, kv.saves = [], [], []
         self._steps += bool(chunks)
-        self._under_way.append(_UnderWay(plan, list(step.chunks), waited=not self._under_way))
+        self._under_way.append(UnderWay(plan, list(step.chunks), waited=not self._under_way))
         return plan
 
     def _awaits_tokens(self, speculation: Speculation) -> bool:
@@ -242,7 +235,7 @@ class Scheduler:
         self._slots.restore_freed(plan.freed)
         return self.take_outputs()
 
-    def _next_under_way(self, plan: StepPlan) -> _UnderWay:
+    def _next_under_way(self, plan: StepPlan) -> UnderWay:
         under_way = self._under_way.popleft()
         assert under_way.plan is plan, "results come in another order than plans"
         return under_way
@@ -388,6 +381,7 @@ class Scheduler:
             decisions=dict(self._decision_stats.decisions),
             tiers=kv.tier_stats(),
             next_turns=self._next_turns.stats(),
+            audits=self._next_turns.audits.stats(),
             **(drafts.stats() if drafts else {}),
         )
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 
@@ -27,13 +26,13 @@ FAILURES = (OSError, RuntimeError, ValueError, MemoryError, ConfigError)
 
 Find = Callable[[bytes, int], str | None]  # loads a block from a tier of this engine, and says where it was found
 Place = Callable[[bytes, int, memoryview], None]  # loads a block with these bytes
-End = Callable[[Load, dict[str, int]], None]
+End = Callable[[Load, list[str]], None]
 
 
 class AwaitedLoads:
     """`find` loads the first blocks, and `place` those of the other engine.
 
-    `end` is called once for each load, with the number of its blocks that were loaded, by tier.
+    `end` is called once for each load, with the tier of each of its blocks that were loaded.
     """
 
     def __init__(self, kind: wire.Kind, find: Find, place: Place, end: End) -> None:
@@ -56,22 +55,22 @@ class AwaitedLoads:
 
     def _run(self, load: Load) -> None:
         source = _Source(load, self._kind, self._cancelled[load.job])
-        hits: Counter[str] = Counter()
+        tiers: list[str] = []
         try:
             for key, block in zip(load.keys, load.blocks, strict=True):
                 if (tier := self._find(key, block)) is None:
                     break
-                hits[tier] += 1
-            at = sum(hits.values())
+                tiers.append(tier)
+            at = len(tiers)
             for key, block, data in zip(load.keys[at:], load.blocks[at:], source.blocks(load.keys[at:]), strict=False):
                 self._place(key, block, data)
-                hits["peer"] += 1
+                tiers.append("peer")
         except FAILURES as error:
             self.failures.note("fetching KV that another engine computes", error)
         finally:
             source.close()
             del self._cancelled[load.job]
-            self._end(load, dict(hits))
+            self._end(load, tiers)
 
 
 class _Source:

@@ -141,6 +141,19 @@ class DiskTier:
             self._index[key] = int(time.time())
         return True
 
+    def clear(self) -> list[bytes]:
+        """Forget all blocks. Returns their keys, for `remove`."""
+        with self._mutex:
+            keys = list(self._index)
+            self._index.clear()
+        return keys
+
+    def remove(self, keys: Sequence[bytes]) -> None:
+        """Remove the files of forgotten blocks, unless they were written anew."""
+        for key in keys:
+            if key not in self._index:
+                files.remove(files.file_of(self.folder, key))
+
     def _make_room(self, num_bytes: int) -> None:
         """Make room for `num_bytes` more: evict blocks of other identities first, then the least recently used."""
         while self.num_bytes + self._neighbours.num_bytes + num_bytes > self.max_bytes:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
 
 from lmkit.errors import ConfigError
 
@@ -21,6 +21,22 @@ def check_host_bytes(host_bytes: int, block_bytes: int) -> None:
     """Raise ConfigError if a tier of `host_bytes` (0 = no tier) holds no block."""
     if 0 < host_bytes < block_bytes:
         raise ConfigError(f"kv_host_memory {host_bytes} holds no block of {block_bytes} bytes; raise it")
+
+
+class BlockBytes(Protocol):
+    """The device's blocks. A background thread calls `write`, and the function that `read` returns."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one block: all layers, K and V with their parameters."""
+
+    @property
+    def state_parts(self) -> int: ...  # of a recurrent state, each as large as a block
+
+    def read(self, block: int, out: memoryview) -> Callable[[], None] | None:
+        """Copy a block to `out`; the block may change then. A device returns a wait; after it `out` has the bytes."""
+
+    def write(self, block: int, data: memoryview) -> None: ...
 
 
 class HostBlock(NamedTuple):
@@ -66,6 +82,10 @@ class HostTier:
             while len(self._blocks) > self._max_blocks:
                 self._blocks.popitem(last=False)
                 self.num_evicted += 1
+
+    def clear(self) -> None:
+        with self._lock:
+            self._blocks.clear()
 
     def remove(self, key: bytes) -> None:
         with self._lock:

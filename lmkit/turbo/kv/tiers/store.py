@@ -19,7 +19,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
@@ -30,10 +30,11 @@ from lmkit.turbo.kv.tiers.cost import LoadCost
 from lmkit.turbo.kv.tiers.disk import DiskTier
 from lmkit.turbo.kv.tiers.failures import Failures
 from lmkit.turbo.kv.tiers.filling import Filling, LayerBytes
-from lmkit.turbo.kv.tiers.host import HostBlock, HostTier, check_host_bytes
+from lmkit.turbo.kv.tiers.host import BlockBytes, HostBlock, HostTier, check_host_bytes
 from lmkit.turbo.kv.tiers.peer import PeerTier
 from lmkit.turbo.kv.tiers.thread import TierThread
 from lmkit.turbo.plan import Load, Save
+from lmkit.turbo.plan import Loaded as Loaded
 
 log = get_logger(__name__)
 
@@ -41,30 +42,6 @@ BACKLOG_BYTES = 256 << 20  # size of the copies that wait to be saved
 PATIENCE = 4, 1.0  # after so many times its expected time, and these seconds, a job asks other engines no more
 CLOSE_SECONDS = 1.0  # time for the work that is left at the end
 FAILURES = (OSError, RuntimeError, ValueError, MemoryError)  # includes failures of a copy from or to the device
-
-
-class BlockBytes(Protocol):
-    """The device's blocks. A background thread calls `write`, and the function that `read` returns."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of one block: all layers, K and V with their parameters."""
-
-    @property
-    def state_parts(self) -> int: ...  # of a recurrent state, each as large as a block
-
-    def read(self, block: int, out: memoryview) -> Callable[[], None] | None:
-        """Copy a block to `out`; the block may change then. A device returns a wait; after it `out` has the bytes."""
-
-    def write(self, block: int, data: memoryview) -> None: ...
-
-
-class Loaded(NamedTuple):
-    """A load has ended."""
-
-    job: int
-    num_blocks: int  # filled blocks of the job, from the first on; a miss or damage ends a load
-    hits: dict[str, int]  # these blocks by tier
 
 
 class _Job(NamedTuple):
@@ -77,10 +54,15 @@ class _Copy(NamedTuple):
     key: bytes
     data: memoryview
     wait: Callable[[], None] | None  # see BlockBytes.read
+    edition: int  # of the store: a copy from before it was cleared is not kept
 
 
 class _Used(NamedTuple):
     keys: Sequence[bytes]
+
+
+class _Removed(NamedTuple):
+    keys: Sequence[bytes]  # of files
 
 
 class TierStore:
@@ -108,6 +90,7 @@ class TierStore:
         self._cost = LoadCost(blocks.nbytes)
         self._failures = Failures()
         self._counts: Counter[str] = Counter()
+        self._edition = 0  # how often it was cleared
         self._patience = 0.0  # until when the current job asks the peer
         self._ended = threading.Condition()  # guards the two below
         self._loaded: list[Loaded] = []
@@ -115,8 +98,8 @@ class TierStore:
         self._queued: set[bytes] = set()  # keys of blocks that wait to be saved
         self.filling = Filling(layers, self.lookup_here, self.read_here, self._put) if layers is not None else None
         self._awaited = AwaitedLoads(kind, self._find, self._arrived, self._end_awaited) if kind is not None else None
-        self._loader: TierThread[_Job] = TierThread("kv-load", self._load, lambda job: self._end_load(job.load, {}))
-        self._saver: TierThread[_Copy | _Used] = TierThread("kv-save", self._save, self._drop)
+        self._loader: TierThread[_Job] = TierThread("kv-load", self._load, lambda job: self._end_load(job.load, ()))
+        self._saver: TierThread[_Copy | _Used | _Removed] = TierThread("kv-save", self._save, self._drop)
 
     def lookup(self, keys: Sequence[bytes]) -> int:
         """The number of `keys`, from the first on, that some tier has."""
@@ -211,7 +194,8 @@ class TierStore:
     def _put(self, blocks: dict[bytes, memoryview]) -> None:
         """Queue blocks to be saved. Those that exceed the backlog are left to `save`."""
         room = max(0, self._max_backlog - len(self._saver))
-        copies = [_Copy(key, data, None) for key, data in blocks.items() if not self._is_kept(key)][:room]
+        wanted = [(key, data) for key, data in blocks.items() if not self._is_kept(key)][:room]
+        copies = [_Copy(key, data, None, self._edition) for key, data in wanted]
         self._queued.update(copy.key for copy in copies)
         self._saver.put(copies)
 
@@ -222,7 +206,7 @@ class TierStore:
     def _read(self, save: Save) -> _Copy | None:
         try:
             data = _new_block(self.blocks.nbytes)
-            return _Copy(save.key, data, self.blocks.read(save.block, data))
+            return _Copy(save.key, data, self.blocks.read(save.block, data), self._edition)
         except FAILURES as error:
             self._failures.note("saving KV", error)
             return None
@@ -243,6 +227,14 @@ class TierStore:
         ended = [thread.join(CLOSE_SECONDS + 0.5) for thread in (self._loader, self._saver)]
         if self._disk is not None and all(ended):
             self._disk.close()
+
+    def clear(self) -> None:
+        """Forget all blocks, and those that wait to be saved. Files are removed in the background."""
+        self._edition += 1
+        if self._host is not None:
+            self._host.clear()
+        if self._disk is not None:
+            self._saver.put([_Removed(self._disk.clear())])
 
     def read_here(self, key: bytes) -> memoryview | None:
         """The bytes of a block in host memory or on disk, checked. Any thread may call it, and must not write to it."""
@@ -276,7 +268,7 @@ class TierStore:
         if job.first:
             self._cost.observe_latency(time.perf_counter() - job.submitted)
         self._touch(job.load.keys)  # blocks about to be loaded are not evicted meanwhile
-        hits: Counter[str] = Counter()
+        tiers: list[str] = []
         factor, least = PATIENCE
         self._patience = time.perf_counter() + least + factor * self._expected(job.load.keys)
         try:
@@ -285,19 +277,19 @@ class TierStore:
                 if tier is None:
                     self._counts["misses"] += 1
                     break
-                hits[tier] += 1
+                tiers.append(tier)
                 self._left[job.load.job] -= self._cost.per_block[tier]
         except FAILURES as error:
             self._failures.note("loading KV", error)
-        self._end_load(job.load, dict(hits))
+        self._end_load(job.load, tiers)
         self._touch(job.load.keys)  # also those that are in host memory by now
         if self._disk is not None:
             self._disk.remember(job.load.keys)
 
-    def _end_load(self, load: Load, hits: dict[str, int]) -> None:
+    def _end_load(self, load: Load, tiers: Sequence[str]) -> None:
         with self._ended:
             self._left.pop(load.job, None)
-            self._loaded.append(Loaded(load.job, sum(hits.values()), hits))
+            self._loaded.append(Loaded(load.job, len(tiers), dict(Counter(tiers)), tuple(tiers)))
             self._ended.notify_all()
 
     def _load_block(self, key: bytes, block: int) -> str | None:
@@ -316,12 +308,11 @@ class TierStore:
             return "host"
         return "disk" if self._from_disk(key, block) else None
 
-    def _end_awaited(self, load: Load, hits: dict[str, int]) -> None:
+    def _end_awaited(self, load: Load, tiers: list[str]) -> None:
         with self._ended:
-            for tier, count in hits.items():
-                self._counts["loaded_" + tier] += count
-            self._counts["misses"] += sum(hits.values()) < len(load.keys)
-        self._end_load(load, hits)
+            self._counts.update("loaded_" + tier for tier in tiers)
+            self._counts["misses"] += len(tiers) < len(load.keys)
+        self._end_load(load, tiers)
 
     def _from_host(self, key: bytes, block: int) -> bool:
         found = self._host.get(key) if self._host is not None else None
@@ -363,7 +354,11 @@ class TierStore:
 
     # The saver thread.
 
-    def _save(self, item: _Copy | _Used) -> None:
+    def _save(self, item: _Copy | _Used | _Removed) -> None:
+        if isinstance(item, _Removed):
+            if self._disk is not None:
+                self._disk.remove(item.keys)
+            return
         if isinstance(item, _Used):
             self._touch(item.keys)
             if self._disk is not None:
@@ -372,7 +367,8 @@ class TierStore:
         try:
             if item.wait is not None:
                 item.wait()
-            self._keep(item.key, item.data)
+            if item.edition == self._edition:
+                self._keep(item.key, item.data)
         except FAILURES as error:
             self._failures.note("saving KV", error)
         finally:
@@ -390,7 +386,7 @@ class TierStore:
         if self.filling is not None:
             self.filling.notify()
 
-    def _drop(self, item: _Copy | _Used) -> None:
+    def _drop(self, item: _Copy | _Used | _Removed) -> None:
         if isinstance(item, _Copy):
             self._queued.discard(item.key)
             self._counts["dropped"] += 1
