@@ -29,7 +29,13 @@ __all__ = ["CheckpointReader", "CheckpointWriter", "TensorInfo", "atomic_directo
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 BASE = "model."  # before the names of all tensors but the head's
 # A language model beside towers: names of transformers 4, and those of transformers 5.
-NESTED = {"language_model.model.": "model.language_model.", "language_model.lm_head.": "lm_head."}
+NESTED = {
+    "language_model.model.": "model.language_model.",
+    "language_model.lm_head.": "lm_head.",
+    "vision_tower.vision_model.": "model.vision_tower.",
+    "vision_tower.": "model.vision_tower.",
+    "multi_modal_projector.": "model.multi_modal_projector.",
+}
 MAX_CONFIG_BYTES = 10 << 20
 MIRRORS = {
     "gptq": "quantize_config.json"

@@ -2,7 +2,8 @@
 
     {"size": {"shortest_edge": 3136, "longest_edge": 12845056}, "image_mean": [...], "image_std": [...], "resample": 3}
 
-Older files have `min_pixels` and `max_pixels`. What is absent is as transformers has it.
+Older files have `min_pixels` and `max_pixels`, and towers that read one size have `height` and `width`. transformers 5
+may write the same as `image_processor` of `processor_config.json`. What is absent is as transformers has it.
 """
 
 from __future__ import annotations
@@ -13,21 +14,26 @@ from typing import Any
 from lmkit.errors import CheckpointError, UnsupportedError
 from lmkit.jsonfile import read_json
 
-FILE = "preprocessor_config.json"
-MAX_BYTES = 1 << 20
+FILE, WHOLE = "preprocessor_config.json", "processor_config.json"
+TOKENIZER = "tokenizer.json"
+MAX_BYTES, MAX_TOKENIZER_BYTES = 1 << 20, 64 << 20
 MIN_PIXELS, MAX_PIXELS = 56 * 56, 28 * 28 * 1280
-MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 # What lmkit does. A file that asks for something else is refused.
 DONE: dict[str, Any] = {"do_resize": True, "do_rescale": True, "do_normalize": True, "do_convert_rgb": True,
-                        "resample": 3, "rescale_factor": 1 / 255}  # fmt: skip
+                        "rescale_factor": 1 / 255, "do_pan_and_scan": False, "do_center_crop": False}  # fmt: skip
+RESAMPLES = 2, 3
+
+
+Colors = tuple[float, float, float]
 
 
 class ImageConfig:
-    """The numbers of a file, or transformers' own without one. Raises CheckpointError or UnsupportedError."""
+    """The numbers of a file, or transformers' own without one: (mean, std, resample, side, edge) of the kind of tower.
+    Raises CheckpointError or UnsupportedError."""
 
-    def __init__(self, folder: Path) -> None:
-        path = folder / FILE
-        given = read_json(path, MAX_BYTES) if path.exists() else {}
+    def __init__(self, folder: Path, default: tuple[Colors, Colors, int, int, int]) -> None:
+        path, given = _given(folder)
+        mean, std, resample, side, edge = default
         for name, value in DONE.items():
             if given.get(name, value) not in (None, value):
                 raise UnsupportedError(f"{path}: {name} = {given[name]!r} is not supported; lmkit has {value!r}")
@@ -35,10 +41,16 @@ class ImageConfig:
         if not isinstance(size, dict):
             raise CheckpointError(f"{path}: size is not an object")
         low, high = size.get("shortest_edge"), size.get("longest_edge")
-        self.min_pixels = self._pixels("min_pixels", given.get("min_pixels") or low or MIN_PIXELS)
+        self.edge = self._pixels("longest_edge", high or edge) if edge else 0
+        low, high = (None, None) if edge else (low, high)
+        self.min_pixels = self._pixels("min_pixels", given.get("min_pixels") or low or (1 if edge else MIN_PIXELS))
         self.max_pixels = self._pixels("max_pixels", given.get("max_pixels") or high or MAX_PIXELS)
-        self.mean = self._colors("image_mean", given.get("image_mean") or MEAN)
-        self.std = self._colors("image_std", given.get("image_std") or STD)
+        self.mean = self._colors("image_mean", given.get("image_mean") or mean)
+        self.std = self._colors("image_std", given.get("image_std") or std)
+        self.resample = given.get("resample") or resample
+        sides = {size.get(name, side) for name in ("height", "width")} if side else {side}
+        if self.resample not in RESAMPLES or sides != {side}:
+            raise UnsupportedError(f"{path}: resample {self.resample!r} or size {size!r:.100} is not supported")
         if not all(self.std) or self.min_pixels > self.max_pixels:
             raise CheckpointError(f"{path}: image_std has a zero, or min_pixels are more than max_pixels")
 
@@ -47,8 +59,31 @@ class ImageConfig:
             raise CheckpointError(f"{self._path}: {name} = {value!r} is not a sensible integer")
         return value
 
-    def _colors(self, name: str, value: Any) -> tuple[float, float, float]:
+    def _colors(self, name: str, value: Any) -> Colors:
         numbers = list(value) if isinstance(value, list | tuple) else []
         if len(numbers) != 3 or not all(type(x) in (int, float) and abs(x) < 1e3 for x in numbers):
             raise CheckpointError(f"{self._path}: {name} is not a list of three numbers")
         return float(numbers[0]), float(numbers[1]), float(numbers[2])
+
+
+def _given(folder: Path) -> tuple[Path, dict[str, Any]]:
+    """The file that says it, and what it says."""
+    path, whole = folder / FILE, folder / WHOLE
+    if path.exists() or not whole.exists():
+        return path, read_json(path, MAX_BYTES) if path.exists() else {}
+    given = read_json(whole, MAX_BYTES).get("image_processor") or {}
+    if not isinstance(given, dict):
+        raise CheckpointError(f"{whole}: image_processor is not an object")
+    return whole, given
+
+
+def added_tokens(folder: Path, names: tuple[str, ...]) -> tuple[int, ...]:
+    """The ids of these tokens in tokenizer.json; none without such a file. Raises CheckpointError if one is missing."""
+    path = folder / TOKENIZER
+    if not path.exists():
+        return ()
+    added = read_json(path, MAX_TOKENIZER_BYTES).get("added_tokens")
+    known = {x["content"]: x["id"] for x in added or () if isinstance(x, dict) and {"content", "id"} <= x.keys()}
+    if missing := [name for name in names if type(known.get(name)) is not int]:
+        raise CheckpointError(f"{path}: {missing[0]} is none of the added tokens")
+    return tuple(known[name] for name in names)

@@ -65,7 +65,14 @@ class Attending(Forward):
             self.observe_queries(q)
         q = self.grown(q, batch.positions)
         sinks, geometry = self.weights.get("attn.sinks"), batch.geometries[kv.group]
-        out: Tensor = self.attention_op(q, k, v, *rope, kv.k, kv.v, geometry, self.scores, sinks, batch.positions)
+        if not batch.together:
+            out: Tensor = self.attention_op(q, k, v, *rope, kv.k, kv.v, geometry, self.scores, sinks, batch.positions)
+            return self.outputs(out, gates)
+        self.append_op(q, k, v, *rope, kv.k, kv.v, geometry.slots, batch.positions)
+        out = self.paged_attention(q, kv.k, kv.v, geometry, self.scores, sinks)
+        for together in batch.together:
+            for rows, alone, scores in together.queries(geometry, self.scores):
+                out[rows] = self.paged_attention(q[rows], kv.k, kv.v, alone, scores, sinks)
         return self.outputs(out, gates)
 
     def logit_rows(self, x: Tensor, norm: Norm | None, at: At, stream: Tensor) -> tuple[Tensor, Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lmkit.attention_spec import AttentionSpec
 from lmkit.devices import holding
 from lmkit.kernels.ops import BatchGeometry, KVTensor
 from lmkit.kernels.recurrent import RecurrentStates
@@ -20,6 +21,34 @@ from lmkit.layers.blocks.state import PagedKV, Recurrent, State
 from lmkit.layers.prompts import Prompts
 
 ALIGNMENT = 64  # of KV blocks: a cache line
+
+
+Queries = tuple[slice, BatchGeometry, AttentionSpec]
+
+
+class Together(NamedTuple):
+    """Rows of a step whose tokens see each other: an image's, or those of its end. Each sees the keys up to the last
+    one's. Its window begins where that of a causal query does."""
+
+    sequence: int  # its place in the step
+    rows: range
+    position: int  # of the first row
+
+    def queries(self, geometry: BatchGeometry, scores: AttentionSpec) -> Iterator[Queries]:
+        """Rows, and how they see their keys: each is the last query of a sequence of its own. Only windows that leave
+        out keys differ from row to row."""
+        end, first, window = self.position + len(self.rows), self.rows.start, scores.window
+        free = max(min(window, end) - self.position, 0) if window else len(self.rows)  # these see the first key
+        parts = [(0, free)] if free else []
+        for start, stop in parts + [(row, row + 1) for row in range(free, len(self.rows))]:
+            wider = window + end - 1 - self.position - start if start >= free else 0
+            alone = replace(
+                geometry,
+                query_start=torch.arange(stop - start + 1, dtype=torch.int32, device=geometry.query_start.device),
+                context_lens=torch.full_like(geometry.context_lens[:1], end).repeat(stop - start),
+                block_tables=geometry.block_tables[[self.sequence] * (stop - start)],
+            )
+            yield slice(first + start, first + stop), alone, replace(scores, window=wider)
 
 
 @dataclass(frozen=True)
@@ -41,6 +70,7 @@ class BatchInputs:
     places: Tensor | None = None  # int32 [3, T]: places in time, height and width, for M-RoPE
     image_rows: Tensor | None = None  # int64 [I]: rows of tokens of images
     image_values: Tensor | None = None  # float32 [I, hidden * (1 + deep layers)]: in place of embeddings, then for them
+    together: tuple[Together, ...] = ()  # of images whose tokens see each other
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor], num_groups: int) -> BatchInputs:

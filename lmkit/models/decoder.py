@@ -136,6 +136,7 @@ class Decoder:
         residual: Tensor | None = None
         for place, (layer, kv_layer) in enumerate(zip(self.layers, kv, strict=True)):
             of_rows = logits_only and layer.index == last - 1 and last not in kept and self.spec.deep_layers < last
+            of_rows = of_rows and not batch.together
             if layer.index in kept:
                 self.keep(delta, residual, kept[layer.index][: len(delta)])
             delta, residual = layer(

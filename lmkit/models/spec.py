@@ -122,6 +122,16 @@ class ModelSpec:
         return 0 if self.vision is None else len(self.vision.tapped)
 
     @property
+    def turns_by_place(self) -> bool:
+        """Whether tokens of images turn by their places in the image (M-RoPE)."""
+        return any(layer.rope.sections for layer in self.kinds)
+
+    @property
+    def images_whole(self) -> bool:
+        """Whether tokens of an image see each other, so that one step computes all of them."""
+        return self.vision is not None and self.vision.sees_all
+
+    @property
     def dynamic_length(self) -> int:
         """The prompt length above which angles depend on that length; 0 = they never do."""
         lengths = [layer.rope.original_max_position for layer in self.kinds if layer.rope.by_length]

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from lmkit.errors import CheckpointError
-from lmkit.formats.image_config import ImageConfig
+from lmkit.errors import CheckpointError, UnsupportedError
+from lmkit.formats.image_config import ImageConfig, added_tokens
 from lmkit.models.resolved import ResolvedModel
 from lmkit.models.vision import Steps, patches, tower_steps
-from lmkit.models.vision_spec import VisionSpec
+from lmkit.models.vision_spec import BREAKS, VisionSpec
 from lmkit.text.images import ImageSettings
 
 
 @dataclass(frozen=True)
 class Tower:
-    """Weights by their names after `visual.`. Those in the file's own type are mapped from it."""
+    """Weights by their names after the tower's prefix. Those in the file's own type are mapped from it."""
 
     spec: VisionSpec
     weights: dict[str, Tensor]
@@ -52,8 +52,10 @@ def load_tower(model: ResolvedModel, max_pixels: int) -> Tower:
     """Raises CheckpointError, and UnsupportedError for a way to read images that lmkit has not."""
     vision = model.spec.vision
     assert vision is not None
-    config, reader, dtype = ImageConfig(model.reader.path), model.reader, _dtype(model)
-    weights = {}
+    config, reader, dtype = ImageConfig(model.reader.path, vision.reading), model.reader, _dtype(model)
+    if vision.merger.marks and (found := added_tokens(reader.path, vision.merger.marks)):
+        vision = replace(vision, merger=replace(vision.merger, breaks=found))
+    side, weights = vision.reading.side, {}
     for name, shape in _shapes(model, vision):
         if not reader.has(name):
             raise CheckpointError(f"{reader.path}: tensor {name} is missing")
@@ -61,9 +63,22 @@ def load_tower(model: ResolvedModel, max_pixels: int) -> Tower:
         if tuple(weight.shape) != shape or not weight.is_floating_point():
             raise CheckpointError(f"{reader.path}: {name} is {list(weight.shape)}, config.json says {list(shape)}")
         weights[name.removeprefix(vision.prefix)] = weight.to(dtype)
+    breaks = vision.merger.breaks
+    if breaks:
+        weights[BREAKS] = model.source.embed_tokens()[list(breaks)].to(dtype)
+    tokens = (side // vision.unit) ** 2
+    if vision.sees_all and min(filter(None, model.spec.windows), default=tokens) < tokens:
+        raise UnsupportedError(f"{reader.path}: an image's {tokens} tokens exceed a sliding window")
+    if side**2 > max_pixels:
+        raise UnsupportedError(f"image_pixels: this tower reads {side} x {side} pixels, and {max_pixels:,} are allowed")
     settings = ImageSettings(
         token_id=vision.token_id,
         unit=vision.unit,
+        side=side,
+        edge=config.edge,
+        resample=config.resample,
+        breaks=breaks,
+        sees_all=vision.sees_all,
         min_pixels=min(config.min_pixels, max_pixels),
         max_pixels=min(config.max_pixels, max_pixels),
         mean=config.mean,
@@ -79,30 +94,4 @@ def _dtype(model: ResolvedModel) -> torch.dtype:
 
 def _shapes(model: ResolvedModel, spec: VisionSpec) -> Iterator[tuple[str, tuple[int, ...]]]:
     """The names and shapes of all tensors."""
-    prefix, hidden, inner = spec.prefix, spec.hidden_size, spec.inner_size
-    wide, (norm, first, second) = hidden * spec.merge_size**2, spec.names.merger
-    linears, norms = dict[str, tuple[int, ...]](), dict[str, int]()
-    for merger, size in spec.mergers.items():
-        linears |= {merger + first: (wide, wide), merger + second: (model.spec.hidden_size, wide)}
-        norms[merger + norm] = size
-    for layer in range(spec.num_layers):
-        block = f"blocks.{layer}."
-        linears |= {
-            block + "attn.qkv": (3 * hidden, hidden),
-            block + "attn.proj": (hidden, hidden),
-            **{f"{block}mlp.{name}": (inner, hidden) for name in spec.names.mlp[:-1]},
-            f"{block}mlp.{spec.names.mlp[-1]}": (hidden, inner),
-        }
-        norms |= {block + "norm1": hidden, block + "norm2": hidden}
-    patch = spec.channels, spec.temporal_patch_size, spec.patch_size, spec.patch_size
-    yield prefix + "patch_embed.proj.weight", (hidden, *patch)
-    if spec.patch_bias:
-        yield prefix + "patch_embed.proj.bias", (hidden,)
-    if spec.positions:
-        yield prefix + "pos_embed.weight", (spec.positions**2, hidden)
-    for name, size in norms.items():
-        for kind in ("weight", "bias") if spec.layer_norm else ("weight",):
-            yield f"{prefix}{name}.{kind}", (size,)
-    for name, shape in linears.items():
-        yield f"{prefix}{name}.weight", shape
-        yield f"{prefix}{name}.bias", shape[:1]
+    return ((spec.prefix + name, shape) for name, shape in spec.shapes(model.spec.hidden_size).items())

@@ -1,8 +1,8 @@
-"""The vision towers of Qwen-VL: pixels of an image to rows that stand for the image in the prompt.
+"""Vision towers: pixels of an image to rows that stand for the image in the prompt.
 
-arXiv 2409.12191 (Qwen2-VL), 2502.13923 (Qwen2.5-VL), 2511.21631 (Qwen3-VL). The tower is plain torch, one image at a
-time: a batch of images could change the last bits of each. It works in small parts, between which the caller may do
-something else.
+arXiv 2409.12191 (Qwen2-VL), 2502.13923 (Qwen2.5-VL), 2511.21631 (Qwen3-VL), 2303.15343 (SigLIP), 2410.07073 (Pixtral).
+The tower is plain torch, one image at a time: a batch of images could change the last bits of each. It works in small
+parts, between which the caller may do something else.
 """
 
 from __future__ import annotations
@@ -15,13 +15,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lmkit.models.vision_merge import MERGERS, Weights, linear, norm, with_breaks
 from lmkit.models.vision_spec import VisionSpec
 
 PART = 256  # patches that are computed at a time
-Weights = Callable[[str], Tensor]
 Steps = Generator[None, None, Tensor]  # stops after each part of the work, and returns its result
 
-EPS = 1e-6  # of every norm of the tower; config.json does not give it
 THETA = 10000.0  # of the tower's RoPE; config.json does not give it either
 
 
@@ -33,7 +32,7 @@ def patches(pixels: Tensor, spec: VisionSpec, *, mean: tuple[float, ...], std: t
     high, wide = (side // (size * merge) for side in pixels.shape[:2])
     values = (pixels.float() / 255 - torch.tensor(mean)) / torch.tensor(std)
     cells = values.view(high, merge, size, wide, merge, size, -1).permute(0, 3, 1, 4, 6, 2, 5)
-    frames = cells.unsqueeze(5).expand(*[-1] * 5, spec.temporal_patch_size, -1, -1)  # a still image repeats its frame
+    frames = cells.unsqueeze(5).expand(*[-1] * 5, max(spec.temporal_patch_size, 1), -1, -1)  # a still image repeats
     return frames.reshape(high * wide * merge * merge, -1)
 
 
@@ -50,44 +49,46 @@ def tower(rows: Tensor, grid: tuple[int, int], spec: VisionSpec, weight: Weights
 
 def tower_steps(rows: Tensor, grid: tuple[int, int], spec: VisionSpec, weight: Weights) -> Steps:
     """The image's rows `[num_patches / merge_size^2, size of the language model]`, from left to right and downwards.
-    After a row stand its parts of the tapped layers, by ascending layer, of the same size each.
+    After a row stand its parts of the tapped layers, by ascending layer, of the same size each. If tokens of their own
+    end the rows of cells, their embeddings are rows, too.
 
-    `rows` are `patches` of an image of `grid` patches (height, width). `weight` gives the tensor of a name after
-    `visual.`, and its dtype is the one of the computation. The bits of the result do not depend on the caller.
+    `rows` are `patches` of an image of `grid` patches (height, width). `weight` gives the tensor of a name after the
+    tower's prefix, and its dtype is the one of the computation. The bits of the result do not depend on the caller.
     """
+    names, merge = spec.names, MERGERS[type(spec.merger)]
     cells, windows = _windows(grid, spec)
     unit = spec.merge_size**2
     order = (cells[:, None] * unit + torch.arange(unit)).flatten()
-    angles = _angles(grid, spec)[order, None]
-    kernel = weight("patch_embed.proj.weight").flatten(1)  # a convolution whose stride is its size
-    bias = weight("patch_embed.proj.bias") if spec.patch_bias else None
+    angles = None if spec.axes is None else _angles(grid, spec, spec.axes)[order, None]
+    kernel = weight(f"{names.patch}.weight").flatten(1)  # a convolution whose stride is its size
+    bias = weight(f"{names.patch}.bias") if spec.patch_bias else None
     x = yield from _in_parts(lambda part: F.linear(part.to(kernel.dtype), kernel, bias), rows[order])
     if spec.positions:
-        x = x + _positions(grid, spec, weight("pos_embed.weight"))[order]
+        x = x + _positions(grid, spec, weight(f"{names.positions}.weight"))[order]
+    if spec.first_norm:
+        x = norm(x, spec.first_norm, spec, weight)
     merged = []
     for layer in range(spec.num_layers):
         x = yield from _layer(x, [len(x)] if layer in spec.full_layers else windows, angles, spec, layer, weight)
         if layer in spec.tapped:
-            prefix = f"deepstack_merger_list.{spec.tapped.index(layer)}."
-            merged.append((yield from _in_parts(partial(_merge, prefix, spec, weight), x, unit)))
-    found = yield from _in_parts(partial(_merge, "merger.", spec, weight), x, unit)
-    return torch.cat([found, *merged], -1)[cells.argsort()]
+            tap = partial(merge, spec, weight, spec.tapped.index(layer))
+            merged.append((yield from _in_parts(tap, x, unit)))
+    if spec.last_norm:
+        x = norm(x, spec.last_norm, spec, weight)
+    found = yield from _in_parts(partial(merge, spec, weight, None), x, unit)
+    return with_breaks(spec, weight, torch.cat([found, *merged], -1)[cells.argsort()], grid)
 
 
-def _merge(prefix: str, spec: VisionSpec, weight: Weights, patches: Tensor) -> Tensor:
-    """The rows of output of these patches."""
-    norm, first, second = (prefix + name for name in spec.names.merger)
-    normed = _norm(patches.view(-1, spec.mergers[prefix]), norm, spec, weight)
-    wide = normed.view(-1, spec.hidden_size * spec.merge_size**2)
-    return _linear(F.gelu(_linear(wide, first, weight)), second, weight)
-
-
-def _layer(x: Tensor, lengths: list[int], angles: Tensor, spec: VisionSpec, layer: int, weight: Weights) -> Steps:
+def _layer(
+    x: Tensor, lengths: list[int], angles: Tensor | None, spec: VisionSpec, layer: int, weight: Weights
+) -> Steps:
     """Attention without a mask among the `lengths` of neighbouring rows, and an MLP."""
-    prefix = f"blocks.{layer}."
+    names = spec.names
+    prefix = names.layer.format(layer)
 
     def inputs(part: Tensor) -> Tensor:
-        return _linear(_norm(part, prefix + "norm1", spec, weight), prefix + "attn.qkv", weight)
+        normed = norm(part, prefix + names.norms[0], spec, weight)
+        return torch.cat([linear(normed, prefix + name, spec, weight) for name in names.attention], -1)
 
     qkv = (yield from _in_parts(inputs, x)).view(len(x), 3, spec.num_heads, spec.head_dim)
     q, k, v = (part.transpose(0, 1) for part in (_turn(qkv[:, 0], angles), _turn(qkv[:, 1], angles), qkv[:, 2]))
@@ -105,8 +106,8 @@ def _layer(x: Tensor, lengths: list[int], angles: Tensor, spec: VisionSpec, laye
                 yield
 
     def outputs(part: Tensor, attended: Tensor) -> Tensor:
-        part = part + _linear(attended, prefix + "attn.proj", weight)
-        return part + _mlp(_norm(part, prefix + "norm2", spec, weight), prefix + "mlp.", spec, weight)
+        part = part + linear(attended, prefix + names.attention_out, spec, weight)
+        return part + _mlp(norm(part, prefix + names.norms[1], spec, weight), prefix, spec, weight)
 
     return (yield from _in_parts(lambda both: outputs(*both.split(spec.hidden_size, -1)), torch.cat((x, attended), -1)))
 
@@ -130,12 +131,12 @@ def _windows(grid: tuple[int, int], spec: VisionSpec) -> tuple[Tensor, list[int]
     return window.argsort(stable=True), sizes.tolist()
 
 
-def _angles(grid: tuple[int, int], spec: VisionSpec) -> Tensor:
+def _angles(grid: tuple[int, int], spec: VisionSpec, axes: tuple[float, float]) -> Tensor:
     """Angles `[num_patches, head_dim]` in the order of `patches`: a quarter for the height, one for the width, and
     both again."""
     half = spec.head_dim // 2
-    inverse = 1.0 / THETA ** (torch.arange(0, half, 2) / half)
-    return (_places(grid, spec)[..., None] * inverse).permute(1, 0, 2).flatten(1).repeat(1, 2)
+    inverse = torch.stack([1.0 / THETA ** ((torch.arange(0, half, 2) + shift) / half) for shift in axes])
+    return (_places(grid, spec)[..., None] * inverse[:, None]).permute(1, 0, 2).flatten(1).repeat(1, 2)
 
 
 def _places(grid: tuple[int, int], spec: VisionSpec) -> Tensor:
@@ -159,14 +160,17 @@ def _positions(grid: tuple[int, int], spec: VisionSpec, table: Tensor) -> Tensor
     return found.to(table.dtype)
 
 
-def _turn(x: Tensor, angles: Tensor) -> Tensor:
+def _turn(x: Tensor, angles: Tensor | None) -> Tensor:
     """RoPE in float32 on `[num_patches, num_heads, head_dim]`."""
+    if angles is None:
+        return x
     first, second = x.float().chunk(2, -1)
     return (x.float() * angles.cos() + torch.cat((-second, first), -1) * angles.sin()).to(x.dtype)
 
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
+    "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
 }
@@ -174,19 +178,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 def _mlp(x: Tensor, prefix: str, spec: VisionSpec, weight: Weights) -> Tensor:
     first, *others, last = (prefix + name for name in spec.names.mlp)
-    inner = ACTIVATIONS[spec.activation](_linear(x, first, weight))
+    inner = ACTIVATIONS[spec.activation](linear(x, first, spec, weight))
     for other in others:
-        inner = inner * _linear(x, other, weight)
-    return _linear(inner, last, weight)
-
-
-def _linear(x: Tensor, name: str, weight: Weights) -> Tensor:
-    return F.linear(x, weight(f"{name}.weight"), weight(f"{name}.bias"))
-
-
-def _norm(x: Tensor, name: str, spec: VisionSpec, weight: Weights) -> Tensor:
-    """RMS norm or LayerNorm in float32."""
-    if spec.layer_norm:
-        factor, bias = (weight(f"{name}.{kind}").float() for kind in ("weight", "bias"))
-        return F.layer_norm(x.float(), x.shape[-1:], factor, bias, EPS).to(x.dtype)
-    return weight(f"{name}.weight") * F.rms_norm(x.float(), x.shape[-1:], eps=EPS).to(x.dtype)
+        inner = inner * linear(x, other, spec, weight)
+    return linear(inner, last, spec, weight)

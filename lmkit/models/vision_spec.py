@@ -5,15 +5,104 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+Shapes = dict[str, tuple[int, ...]]
+
 
 class Names(NamedTuple):
-    """Names of a tower's tensors: linears of a layer's MLP, and the merger's norm and linears."""
+    """Names of a tower's tensors, after its prefix. `layer` begins those of a layer's linears and norms."""
 
     mlp: tuple[str, ...]  # gate, up and down, or without a gate
-    merger: tuple[str, str, str]
+    attention: tuple[str, ...] = ("attn.qkv",)  # q, k and v, in one or each by itself
+    attention_out: str = "attn.proj"
+    norms: tuple[str, str] = ("norm1", "norm2")
+    layer: str = "blocks.{}."
+    patch: str = "patch_embed.proj"
+    positions: str = "pos_embed"
 
 
-GATED = Names(("gate_proj", "up_proj", "down_proj"), ("ln_q", "mlp.0", "mlp.2"))
+class Reading(NamedTuple):
+    """How images are read, unless preprocessor_config.json says otherwise. `resample`: Pillow's number, 2 is bilinear
+    and 3 bicubic. An image has its own shape, unless a side is given."""
+
+    mean: tuple[float, float, float] = (0.48145466, 0.4578275, 0.40821073)  # by color
+    std: tuple[float, float, float] = (0.26862954, 0.26130258, 0.27577711)
+    resample: int = 3
+    side: int = 0  # pixels of both sides, which all images are stretched to
+    edge: int = 0  # pixels of the longer side at most; images are not made larger
+
+
+BREAKS = "breaks"  # a tower's name for the embeddings of its merger's `breaks`
+GATED = Names(("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"))
+AXES = (0.0, 0.0)
+READING = Reading()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Merger:
+    """What makes rows of output of the patches of each. models.vision_merge computes them.
+
+    In a prompt a token of its own may end each row of cells but the last, and another one the last: `breaks`, whose
+    names are `marks`. Their embeddings are rows of the image, too.
+    """
+
+    breaks: tuple[int, ...] = ()
+    marks: tuple[str, ...] = ()
+
+    def shapes(self, tower: VisionSpec, width: int) -> Shapes:
+        """Shapes of its tensors by name, for a language model of this width."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Joined(Merger):
+    """Qwen-VL: a norm of each patch, or of those of a row together, and two linears over the patches of a row."""
+
+    names: tuple[str, str, str] = ("ln_q", "mlp.0", "mlp.2")  # norm and linears
+    prefix: str = "merger."
+
+    def shapes(self, tower: VisionSpec, width: int) -> Shapes:
+        """See Merger."""
+        norm, first, second = self.names
+        wide, found = tower.hidden_size * tower.merge_size**2, Shapes()
+        for prefix, size in self.mergers(tower).items():
+            found |= tower.norm(prefix + norm, size) | tower.linear(prefix + first, wide, wide, bias=True)
+            found |= tower.linear(prefix + second, width, wide, bias=True)
+        return found
+
+    def mergers(self, tower: VisionSpec) -> dict[str, int]:
+        """The width that the norm of each merger has, by the prefix of its names. That of a tapped layer normalizes
+        the patches of a row together."""
+        wide, taps = tower.hidden_size * tower.merge_size**2, range(len(tower.tapped))
+        return {self.prefix: tower.hidden_size} | {f"deepstack_merger_list.{i}.": wide for i in taps}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pooled(Merger):
+    """Gemma 3: the mean of a row's patches, a norm whose factor is 1 + w, and a matrix."""
+
+    norm: str = "multi_modal_projector.mm_soft_emb_norm"
+    matrix: str = "multi_modal_projector.mm_input_projection_weight"  # [tower, language model]
+
+    def shapes(self, tower: VisionSpec, width: int) -> Shapes:
+        """See Merger."""
+        return {f"{self.norm}.weight": (tower.hidden_size,), self.matrix: (tower.hidden_size, width)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Folded(Merger):
+    """Mistral 3: a norm of each patch, a linear over the patches of a row, channel by channel, and two linears."""
+
+    eps: float
+    bias: bool
+    prefix: str = "multi_modal_projector."
+
+    def shapes(self, tower: VisionSpec, width: int) -> Shapes:
+        """See Merger."""
+        size, prefix = tower.hidden_size, self.prefix
+        found: Shapes = {f"{prefix}norm.weight": (size,)}
+        found |= tower.linear(f"{prefix}patch_merger.merging_layer", size, size * tower.merge_size**2, bias=False)
+        found |= tower.linear(f"{prefix}linear_1", width, size, bias=self.bias)
+        return found | tower.linear(f"{prefix}linear_2", width, width, bias=self.bias)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,18 +116,27 @@ class VisionSpec:
     num_heads: int
     channels: int
     patch_size: int
-    temporal_patch_size: int
+    temporal_patch_size: int = 0  # frames of a patch; 0 = the convolution has no such dimension
     merge_size: int
     window_size: int = 0  # 0 = the whole image, in all layers
     full_layers: tuple[int, ...] = ()
-    activation: str = "silu"  # silu: of a gated MLP; gelu_tanh or quick_gelu: of one without a gate
+    activation: str = "silu"  # of a gated MLP, or of one without a gate
     layer_norm: bool = False  # norms are LayerNorms
+    eps: float = 1e-6  # of norms
+    bias: bool = True  # of the layers' linears
     patch_bias: bool = False
     positions: int = 0  # side of the square grid of learned positions, which is stretched over the image; 0 = none
+    # By how many places the exponents of RoPE's angles by height and by width are shifted; None = no RoPE.
+    axes: tuple[float, float] | None = AXES
+    first_norm: str = ""  # of patches before the first layer; "" = none
+    last_norm: str = ""  # after the last layer
     tapped: tuple[int, ...] = ()  # DeepStack: layers whose outputs are merged, too, for the first layers of the model
     names: Names = GATED
+    merger: Merger = Joined()
     prefix: str = "visual."  # of the names in a checkpoint
+    reading: Reading = READING
     token_id: int = -1  # the token that stands for each row of output in a prompt; -1 = config.json names none
+    sees_all: bool = False  # the tokens of an image see each other in the language model
 
     @property
     def head_dim(self) -> int:
@@ -54,9 +152,29 @@ class VisionSpec:
         """The side of a window in rows of output; 0 = the whole image."""
         return self.window_size // self.unit
 
-    @property
-    def mergers(self) -> dict[str, int]:
-        """The width that the norm of each merger has, by the prefix of its names. That of a tapped layer normalizes
-        the patches of a row together."""
-        wide = self.hidden_size * self.merge_size**2
-        return {"merger.": self.hidden_size} | {f"deepstack_merger_list.{i}.": wide for i in range(len(self.tapped))}
+    def linear(self, name: str, out: int, size: int, *, bias: bool) -> Shapes:
+        """Shapes of a linear's tensors."""
+        return {f"{name}.weight": (out, size)} | ({f"{name}.bias": (out,)} if bias else {})
+
+    def norm(self, name: str, size: int) -> Shapes:
+        """Shapes of a norm's tensors."""
+        return {f"{name}.{kind}": (size,) for kind in (("weight", "bias") if self.layer_norm else ("weight",))}
+
+    def shapes(self, width: int) -> Shapes:
+        """Shapes of all tensors by their names after the prefix, for a language model of this width."""
+        hidden, inner, names = self.hidden_size, self.inner_size, self.names
+        frames = (self.temporal_patch_size,) if self.temporal_patch_size else ()
+        found: Shapes = {f"{names.patch}.weight": (hidden, self.channels, *frames, self.patch_size, self.patch_size)}
+        found |= {f"{names.patch}.bias": (hidden,)} if self.patch_bias else {}
+        found |= {f"{names.positions}.weight": (self.positions**2, hidden)} if self.positions else {}
+        for name in filter(None, (self.first_norm, self.last_norm)):
+            found |= self.norm(name, hidden)
+        for layer in map(names.layer.format, range(self.num_layers)):
+            for name in names.norms:
+                found |= self.norm(layer + name, hidden)
+            sizes = {name: (3 * hidden // len(names.attention), hidden) for name in names.attention}
+            sizes |= {names.attention_out: (hidden, hidden)}
+            sizes |= dict.fromkeys(names.mlp[:-1], (inner, hidden)) | {names.mlp[-1]: (hidden, inner)}
+            for name, shape in sizes.items():
+                found |= self.linear(layer + name, *shape, bias=self.bias)
+        return found | self.merger.shapes(self, width)

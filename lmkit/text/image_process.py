@@ -18,9 +18,16 @@ MAX_SOURCE_PIXELS = 50_000_000  # of an image before it is resized
 MAX_ASPECT_RATIO = 200
 
 
-def resized(height: int, width: int, unit: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
+def resized(
+    height: int, width: int, unit: int, min_pixels: int, max_pixels: int, side: int = 0, edge: int = 0
+) -> tuple[int, int]:
     """The height and width at which a tower reads an image: multiples of `unit` near the image's own shape, with
-    `min_pixels` to `max_pixels` pixels in all."""
+    `min_pixels` to `max_pixels` pixels in all. `side`: both, of a tower that reads one size. `edge`: the longest side
+    of a tower that makes no image larger."""
+    if side:
+        return side, side
+    if edge:
+        return _within(height, width, unit, edge, max_pixels)
     high, wide = round(height / unit) * unit, round(width / unit) * unit
     if high * wide > max_pixels:
         shrink = math.sqrt(height * width / max_pixels)
@@ -31,6 +38,16 @@ def resized(height: int, width: int, unit: int, min_pixels: int, max_pixels: int
     return high, wide
 
 
+def _within(height: int, width: int, unit: int, edge: int, max_pixels: int) -> tuple[int, int]:
+    if (ratio := max(height / edge, width / edge)) > 1:
+        height, width = int(height / ratio), int(width / ratio)
+    high, wide = -(-max(height, 1) // unit) * unit, -(-max(width, 1) // unit) * unit
+    if high * wide > max_pixels:
+        shrink = math.sqrt(high * wide / max_pixels)
+        return max(unit, int(high / shrink / unit) * unit), max(unit, int(wide / shrink / unit) * unit)
+    return high, wide
+
+
 def strip(height: int, width: int) -> str:
     """Why an image of this size is refused for its shape, or an empty text."""
     if max(height, width) <= MAX_ASPECT_RATIO * min(height, width):
@@ -38,8 +55,10 @@ def strip(height: int, width: int) -> str:
     return f"{width} x {height} pixels: one side is over {MAX_ASPECT_RATIO} times the other"
 
 
-def answer(encoded: str, unit: int, min_pixels: int, max_pixels: int) -> tuple[str, Any]:
-    """The reply to a request with the bytes of a file in base64.
+def answer(
+    encoded: str, unit: int, min_pixels: int, max_pixels: int, side: int = 0, edge: int = 0, resample: int = 3
+) -> tuple[str, Any]:
+    """The reply to a request with the bytes of a file in base64. `resample` is Pillow's number of a filter.
 
     ("image", [height, width, RGB bytes in base64]): resized
     ("refused", why the image cannot be used)
@@ -56,8 +75,8 @@ def answer(encoded: str, unit: int, min_pixels: int, max_pixels: int) -> tuple[s
             upright = ImageOps.exif_transpose(image).convert("RGB")
         if reason := strip(upright.height, upright.width):
             return "refused", reason
-        height, width = resized(upright.height, upright.width, unit, min_pixels, max_pixels)
-        small = upright.resize((width, height), Image.Resampling.BICUBIC)
+        height, width = resized(upright.height, upright.width, unit, min_pixels, max_pixels, side, edge)
+        small = upright.resize((width, height), Image.Resampling(resample))
     except MemoryError:
         raise
     except _ERRORS:  # their texts are not for strangers

@@ -32,6 +32,17 @@ class ImageSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_pixels: int
     mean: tuple[float, float, float]
     std: tuple[float, float, float]
+    side: int = 0  # pixels of both sides of every image; 0 = images keep their shapes
+    edge: int = 0  # pixels of the longer side at most, if images are not made larger
+    resample: int = 3  # Pillow's number of a filter
+    breaks: tuple[int, ...] = ()  # tokens that end a row of cells, and the last row
+    sees_all: bool = False  # tokens of an image see each other, so that a step computes all of them
+
+    def tokens(self, rows: int, columns: int) -> list[int]:
+        """The tokens of an image of so many cells."""
+        found = ([self.token_id] * columns + [*self.breaks[:1]]) * rows
+        found[len(found) - len(self.breaks[1:]) :] = self.breaks[1:]
+        return found
 
 
 class ReadImage(NamedTuple):
@@ -41,10 +52,11 @@ class ReadImage(NamedTuple):
     columns: int
     digest: bytes  # sha256 of the pixels and of how they are normalized
     pixels: bytes  # RGB, uint8 [rows * unit, columns * unit, 3]
+    breaks: int = 0  # tokens after each row of cells
 
     @property
     def num_tokens(self) -> int:
-        return self.rows * self.columns
+        return self.rows * (self.columns + self.breaks)
 
 
 SHARED = Sandbox("image_process.py", CPU_SECONDS, MEMORY)
@@ -58,7 +70,8 @@ def read_image(data: bytes, settings: ImageSettings, detail: str = "auto", *, sa
     if detail == "low":
         most = max(min(most, LOW_DETAIL), settings.min_pixels)
     encoded = base64.b64encode(data).decode()
-    kind, value = sandbox.ask(encoded, settings.unit, settings.min_pixels, most)
+    side, edge, resample = settings.side, settings.edge, settings.resample
+    kind, value = sandbox.ask(encoded, settings.unit, settings.min_pixels, most, side, edge, resample)
     if kind != "image":
         reason = value or "reading it takes too much time or memory"
         raise RequestError("invalid_request", f"image: {reason}", "messages")
@@ -70,7 +83,7 @@ def cut_up(height: int, width: int, pixels: bytes, settings: ImageSettings) -> R
     """An image of this size, which is one of whole cells, with its digest."""
     rows, columns = height // settings.unit, width // settings.unit
     digest = hashlib.sha256(f"{height} {width} {settings.unit} {settings.mean} {settings.std} ".encode() + pixels)
-    return ReadImage(rows, columns, digest.digest(), pixels)
+    return ReadImage(rows, columns, digest.digest(), pixels, len(settings.breaks[:1]))
 
 
 def data_url(url: str) -> bytes:
@@ -85,7 +98,7 @@ def data_url(url: str) -> bytes:
 
 
 def expanded(ids: Sequence[int], images: Sequence[ReadImage], settings: ImageSettings) -> tuple[list[int], list[int]]:
-    """A prompt in which each image's token stands once for each of its cells, and where each image begins.
+    """A prompt in which the tokens of each image stand in place of its mark, and where each image begins.
 
     Raises RequestError if the prompt has another number of such tokens than of images.
     """
@@ -98,7 +111,8 @@ def expanded(ids: Sequence[int], images: Sequence[ReadImage], settings: ImageSet
     for token in ids:
         if token == settings.token_id:
             starts.append(len(found))
-            found += [token] * images[len(starts) - 1].num_tokens
+            image = images[len(starts) - 1]
+            found += settings.tokens(image.rows, image.columns)
         else:
             found.append(token)
     return found, starts

@@ -19,6 +19,7 @@ import tokenizers
 from lmkit.errors import CheckpointError, LMKitError, RequestError
 from lmkit.small_files import read
 from lmkit.text.decoding import decoder_stages
+from lmkit.text.messages import has_images
 from lmkit.text.sentence_settings import lower_if_asked
 from lmkit.text.special_tokens import CONFIG, add_special_tokens, read_config
 from lmkit.text.template import ChatTemplate
@@ -62,6 +63,7 @@ class Tokenizer:
         eos_token_ids: tuple[int, ...] = (),
         named_tokens: Mapping[str, str] | None = None,
         chat_template: ChatTemplate | None = None,
+        image_text: tuple[str, str] | None = None,
     ) -> None:
         backend.no_truncation()
         backend.no_padding()
@@ -69,6 +71,7 @@ class Tokenizer:
         self.eos_token_ids = eos_token_ids
         self.named_tokens = dict(named_tokens or {})  # "bos_token" -> its text, and so on
         self.chat_template = chat_template
+        self.image_text = image_text  # what a template writes for an image, and what the model reads in its place
         self.bos_token_id: int | None = backend.token_to_id(self.named_tokens.get("bos_token", ""))
         self.special_ids = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
         vocab = backend.get_vocab(with_added_tokens=True)
@@ -111,6 +114,7 @@ class Tokenizer:
             eos_token_ids=tuple(sorted(set(eos))),
             named_tokens=named,
             chat_template=chosen_template(templates, named),
+            image_text=_image_text(config, named),
         )
 
     @property
@@ -211,9 +215,12 @@ class Tokenizer:
                 "call pipe(text) in Python",
                 "messages",
             )
-        return self.chat_template.render(
+        text = self.chat_template.render(
             messages, add_generation_prompt=add_generation_prompt, variables=variables, tools=tools
         )
+        if self.image_text is None or not any(has_images(message.get("content")) for message in messages):
+            return text
+        return text.replace(*self.image_text)
 
     def encode_chat(
         self,
@@ -293,3 +300,12 @@ def _eos_ids(value: Any, where: Path) -> list[int]:
     if not all(type(i) is int and 0 <= i < 1 << 31 for i in ids):
         raise CheckpointError(f"{where}: eos_token_id={value!r}: expected a token id or a list of them")
     return ids
+
+
+def _image_text(config: Mapping[str, Any], named: Mapping[str, str]) -> tuple[str, str] | None:
+    """Gemma 3's mark of an image in a template, and what transformers' processor makes of it: marks of its begin and
+    end around the token of its cells. Tokens join line breaks before it, so the text is changed, not the tokens."""
+    marks = [named.get(f"{name}_token", "") for name in ("boi", "image", "eoi")]
+    if config.get("processor_class") != "Gemma3Processor" or not all(marks):
+        return None
+    return marks[0], f"\n\n{''.join(marks)}\n\n"

@@ -121,15 +121,16 @@ class ImageInput(msgspec.Struct, frozen=True):
     columns: int
     digest: bytes  # of its pixels and of how they are read: equal digests mean equal KV
     pixels: bytes = b""  # RGB, [rows * unit, columns * unit, 3] with the unit of ImageSettings
+    breaks: int = 0  # tokens after each row of cells
     number: int = 0  # the engine's own for its digest, from 1 on
 
     @property
     def num_tokens(self) -> int:
-        return self.rows * self.columns
+        return self.rows * (self.columns + self.breaks)
 
     @property
     def end(self) -> int:
-        return self.start + self.rows * self.columns
+        return self.start + self.num_tokens
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):

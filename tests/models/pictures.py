@@ -27,6 +27,13 @@ TEMPLATE = """{%- for message in messages %}<|im_start|>{{ message.role }}
 {%- endfor %}{% endif %}<|im_end|>
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
+GEMMA_TEMPLATE = """{%- for message in messages %}<|im_start|>{{ message.role }}
+{% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}
+{%- if part.type == 'image' %}<start_of_image>{% else %}{{ part.text }}{% endif %}
+{%- endfor %}{% endif %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+GEMMA_MARKS = {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"}
 UNIT = 8  # pixels of a cell of the tiny tower
 
 
@@ -36,7 +43,9 @@ def tower_of(path: Path) -> Tower:
 
 
 def picture(tower: Tower, rows: int, columns: int, seed: int = 0) -> ReadImage:
-    """An image of noise."""
+    """An image of noise. A tower that reads one size gets that."""
+    if side := tower.settings.side:
+        rows = columns = side // UNIT
     generator = torch.Generator().manual_seed(seed)
     pixels = torch.randint(0, 256, (rows * UNIT, columns * UNIT, 3), dtype=torch.uint8, generator=generator)
     return cut_up(rows * UNIT, columns * UNIT, pixels.numpy().tobytes(), tower.settings)
@@ -67,6 +76,8 @@ def expected(
 ) -> torch.Tensor:
     """The logits [tokens, vocab] of transformers."""
     spec, settings = tower.spec, tower.settings
+    if not hasattr(model.model, "visual"):
+        return _expected_beside(model, tower, ids, images)
     rows, grids = [], []
     for image in images:
         pixels = torch.frombuffer(bytearray(image.pixels), dtype=torch.uint8)
@@ -85,21 +96,52 @@ def expected(
     return logits
 
 
-def chat_checkpoint(path: Path) -> transformers.PreTrainedModel:
-    """Write a model that chats about images, with the demo model's tokens and the marks of images."""
-    model = tiny.make(path, "qwen2.5-vl", **(SIZES | {"vocab_size": 4100, "max_position_embeddings": 512}))
+def _expected_beside(
+    model: transformers.PreTrainedModel, tower: Tower, ids: Sequence[int], images: Sequence[ImageInput]
+) -> torch.Tensor:
+    """See `expected`, of towers that read pixels."""
+    settings, given, scaled = tower.settings, dict[str, torch.Tensor](), []
+    for image in images:
+        pixels = torch.frombuffer(bytearray(image.pixels), dtype=torch.uint8).view(image.rows * UNIT, -1, 3)
+        scaled.append(((pixels / 255 - torch.tensor(settings.mean)) / torch.tensor(settings.std)).permute(2, 0, 1))
+    if images:
+        high, wide = (max(x.shape[i] for x in scaled) for i in (1, 2))
+        padded = [torch.nn.functional.pad(x, (0, wide - x.shape[2], 0, high - x.shape[1])) for x in scaled]
+        given["pixel_values"] = torch.stack(padded)
+        if settings.breaks:
+            given["image_sizes"] = torch.tensor([x.shape[1:] for x in scaled])
+        if settings.sees_all:
+            given["token_type_ids"] = torch.tensor([[int(x == settings.token_id) for x in ids]])
     with torch.no_grad():
-        for weight in model.model.visual.parameters():
-            if weight.ndim > 1:  # large enough for images to matter
-                weight.normal_(std=0.3)
+        logits: torch.Tensor = model(torch.tensor([list(ids)]), **given).logits[0]
+    return logits
+
+
+def chat_checkpoint(path: Path, name: str = "qwen2.5-vl") -> transformers.PreTrainedModel:
+    """Write a model that chats about images, with the demo model's tokens and the marks of images."""
+    model = tiny.make(path, name, **(SIZES | {"vocab_size": 4100, "max_position_embeddings": 512}))
+    with torch.no_grad():
+        for part in tiny.tower_parts(model):
+            for weight in part.parameters():
+                if weight.ndim > 1:  # large enough for images to matter
+                    weight.normal_(std=0.3)
     model.save_pretrained(path)
     for file in TOKENIZER_FILES:
         shutil.copyfile(DEMO_FOLDER / file, path / file)
     tokenizer = json.loads((path / "tokenizer.json").read_text())
     like = tokenizer["added_tokens"][0]
-    tokenizer["added_tokens"] += [like | {"id": 4096 + i, "content": mark} for i, mark in enumerate(MARKS)]
+    marks = MARKS if name == "qwen2.5-vl" else (*GEMMA_MARKS.values(), "<unused>")
+    tokenizer["added_tokens"] += [like | {"id": 4096 + i, "content": mark} for i, mark in enumerate(marks)]
     (path / "tokenizer.json").write_text(json.dumps(tokenizer))
-    (path / "chat_template.jinja").write_text(TEMPLATE)
+    (path / "chat_template.jinja").write_text(TEMPLATE if marks is MARKS else GEMMA_TEMPLATE)
+    if marks is not MARKS:
+        config = json.loads((path / "tokenizer_config.json").read_text())
+        config |= GEMMA_MARKS | {"processor_class": "Gemma3Processor"}
+        (path / "tokenizer_config.json").write_text(json.dumps(config))
+        size = {"height": 32, "width": 32}
+        said = {"image_processor": {"size": size, "resample": 2, "do_pan_and_scan": None}}
+        (path / "processor_config.json").write_text(json.dumps(said))
+        return model
     processor = Qwen2VLImageProcessorPil(patch_size=4, size={"shortest_edge": 256, "longest_edge": 4096})
     processor.save_pretrained(path)
     return model

@@ -17,6 +17,7 @@ from lmkit.config import EngineConfig
 from lmkit.kv_dtype import FLOAT32
 from lmkit.layers.batch import KVLayer
 from lmkit.models import load_spec
+from lmkit.models.families.towers import BREAKS
 from lmkit.models.kv_storage import KVStorage, allocate
 from lmkit.models.loader import load_model
 from lmkit.models.tower import Tower
@@ -28,13 +29,18 @@ from lmkit.turbo.plan import Chunk, NewSequence
 from lmkit.turbo.request import ImageInput, Request, SamplingParams, StepOutput
 from lmkit.turbo.runners.batch import PersistentBatch
 from lmkit.turbo.runners.images import EncodedImages
+from lmkit.turbo.scheduling.limits import fitted_to_images
 from tests.models import peft_folder, tiny
 from tests.models.pictures import expected, picture, prompt, rows_of, tower_of
 from tests.quant.helpers import tiny_checkpoint
 
-TOLERANCE = 1e-3
+BY_PLACE, OTHERS = 1e-3, 1e-4  # how far logits may be from those of transformers, with M-RoPE and without
 MARKS = [197, 198]  # of images and videos; transformers would take one in an answer for an image
 Model = tuple[transformers.PreTrainedModel, Path, Tower]
+
+
+def tolerance(model: transformers.PreTrainedModel) -> float:
+    return BY_PLACE if hasattr(model.model, "visual") else OTHERS
 
 
 @pytest.fixture(scope="module", params=list(tiny.VISION))
@@ -42,9 +48,10 @@ def vl(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest)
     path = tmp_path_factory.mktemp("vl")
     model = tiny.make(path, request.param)
     with torch.no_grad():
-        for name, weight in model.model.visual.named_parameters():
-            if weight.ndim > 1:  # large enough for images to matter
-                weight.normal_(std=0.3 if "merger" in name else 0.2)
+        for part in tiny.tower_parts(model):
+            for name, weight in part.named_parameters():
+                if weight.ndim > 1:  # large enough for images to matter
+                    weight.normal_(std=0.3 if "merger" in name else 0.2)
     model.save_pretrained(path)
     return model, path, tower_of(path)
 
@@ -59,7 +66,8 @@ def test_chunks_that_cut_images_match_transformers(vl: Model) -> None:
     decoder = load_model(path)
     images = [picture(tower, 3, 4, 1), picture(tower, 2, 2, 2), picture(tower, 1, 5, 3)]
     ids, placed = prompt(tower, [*text(3), -1, *text(2), -1, 7, -1, *text(4)], images)
-    encoded = EncodedImages(1 << 20)
+    whole = tower.settings.sees_all
+    encoded = EncodedImages.of(1 << 20, decoder.spec)
     for image in images:
         encoded.keep(image.digest, rows_of(tower, image))
         encoded.use(image.digest)
@@ -67,22 +75,25 @@ def test_chunks_that_cut_images_match_transformers(vl: Model) -> None:
     wants = [expected(model, tower, *row) for row in rows]
     assert (wants[0] - expected(model, tower, ids, placed[:0])).abs().max() > 0.1, "images change nothing"
     for sizes in ([len(ids)], [5, 6, 2, 9, 4, 100]):
-        batch = PersistentBatch(num_slots=2, max_model_len=64, block_size=8, max_step_tokens=128)
+        batch = PersistentBatch(num_slots=2, max_model_len=96, block_size=8, max_step_tokens=256)
         batch.encoded = encoded
         for slot, (row, of_row) in enumerate(rows):
             batch.enter(NewSequence(slot, row, len(row), SamplingParams(), (), False, images=of_row))
+        given = request("whole", ids, placed if whole else ())
         storages = [KVStorage(FLOAT32, FLOAT32)] * decoder.spec.num_layers
-        kv: list[KVLayer] = allocate(decoder.spec.layers, storages, 16, 8, 64)
+        kv: list[KVLayer] = allocate(decoder.spec.layers, storages, 24, 8, 96)
         done = 0
         for size in sizes:
-            count = min(size, len(ids) - done)
+            count = fitted_to_images(given, done, min(size, len(ids) - done), 100)
             held = -(-done // 8)
             new = range(held, -(-(done + count) // 8))
-            chunks = [Chunk(slot, done, count, [[slot * 8 + i for i in new]], count) for slot in range(2)]
+            chunks = [Chunk(slot, done, count, [[slot * 12 + i for i in new]], count) for slot in range(2)]
             inputs, _ = batch.inputs(chunks)
             got = decoder(inputs, kv).split(count)
             for logits, want in zip(got, wants, strict=True):
-                torch.testing.assert_close(logits, want[done : done + count], rtol=TOLERANCE, atol=TOLERANCE)
+                torch.testing.assert_close(
+                    logits, want[done : done + count], rtol=tolerance(model), atol=tolerance(model)
+                )
             done += count
 
 
@@ -111,7 +122,7 @@ def check(model: transformers.PreTrainedModel, tower: Tower, given: Request, got
     logits = expected(model, tower, [*given.prompt_ids, *got], given.images)[len(given.prompt_ids) - 1 : -1]
     logits[:, MARKS] = -torch.inf
     best = logits.topk(2).values
-    assert (best[:, 0] - best[:, 1]).min() > TOLERANCE, "a last bit could decide"
+    assert (best[:, 0] - best[:, 1]).min() > tolerance(model), "a last bit could decide"
     assert got == logits.argmax(-1).tolist()
 
 
@@ -121,10 +132,14 @@ def served(tmp_path: Path, vl: Model) -> Path:
     path = tiny_checkpoint(tmp_path / "served", "qwen2.5-vl", vocab_size=199)
     for file in vl[1].iterdir():
         (path / file.name).write_bytes(file.read_bytes())
+    tokenizer = json.loads((path / "tokenizer.json").read_text())
+    like = tokenizer["added_tokens"][0]
+    tokenizer["added_tokens"] += [like | {"id": i, "content": mark} for mark, i in BREAKS.items()]
+    (path / "tokenizer.json").write_text(json.dumps(tokenizer))
     return path
 
 
-SIZES: dict[str, Any] = {"block_size": 8, "max_batch_size": 2, "max_step_tokens": 16, "max_model_len": 64,
+SIZES: dict[str, Any] = {"block_size": 8, "max_batch_size": 2, "max_step_tokens": 18, "max_model_len": 80,
                          "kv_dtype": "float32", "packed_cache": False}  # fmt: skip
 
 
@@ -158,7 +173,8 @@ def test_the_engine_gives_transformers_tokens(
     cut = run(engine, [third])["c"]
     check(model, tower, third, tokens(cut))
     second = third.images[1].start
-    assert 16 <= cut[0].cached_tokens <= second, "what stands before the second image hits, and nothing of the image"
+    least = 0 if tower.settings.sees_all else 16  # windows let go of the first blocks when memory is short
+    assert least <= cut[0].cached_tokens <= second, "what stands before the second image hits, and nothing of the image"
     assert engine.stats().images["encoded"] == 4
     engine.close()
 
@@ -199,9 +215,10 @@ def test_prefixes_of_random_conversations(served: Path, vl: Model) -> None:
     model, _, tower = vl
     engine = Engine(str(served), EngineConfig(**SIZES, kv_memory=blocks(served, 200)))
     draw, known = random.Random(5), list[list[Any]]()
+    length = 4 if tower.settings.sees_all else 6
     for turn in range(24):
-        parts: list[Any] = list(draw.choice(known))[: draw.randint(0, 6)] if known and turn % 3 else []
-        while len(parts) < 6:
+        parts: list[Any] = list(draw.choice(known))[: draw.randint(0, length)] if known and turn % 3 else []
+        while len(parts) < length:
             parts.append(draw.choice([("image", draw.randint(0, 2)), ("text", draw.randint(0, 1))]))
         marks, images = [], []
         for kind, number in parts:
@@ -210,8 +227,9 @@ def test_prefixes_of_random_conversations(served: Path, vl: Model) -> None:
         given = request(str(turn), *prompt(tower, [*marks, 30], images), count=2)
         outputs = run(engine, [given])[str(turn)]
         check(model, tower, given, tokens(outputs))
-        units = _units(parts)
-        most = max((_common(units, _units(other)) for other in known), default=0)
+        cells = {n: picture(tower, 2, 2 + n, n).num_tokens for n in (0, 1)}
+        units = _units(parts, cells)
+        most = max((_common(units, _units(other, cells)) for other in known), default=0)
         assert outputs[0].cached_tokens <= most
         assert outputs[0].cached_tokens >= most // 8 * 8 - 8
         known.append(parts)
@@ -219,9 +237,9 @@ def test_prefixes_of_random_conversations(served: Path, vl: Model) -> None:
     engine.close()
 
 
-def _units(parts: list[Any]) -> list[Any]:
-    """One value for each token."""
-    return [(kind, n) for kind, n in parts for _ in range(2 * (2 + n % 2) + 1 if kind == "image" else 2)]
+def _units(parts: list[Any], cells: dict[int, int]) -> list[Any]:
+    """One value for each token. Images of odd and even numbers have `cells` tokens."""
+    return [(kind, n) for kind, n in parts for _ in range(cells[n % 2] + 1 if kind == "image" else 2)]
 
 
 def _common(a: list[Any], b: list[Any]) -> int:

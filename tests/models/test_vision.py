@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers.models.pixtral.image_processing_pil_pixtral import get_resize_output_image_size
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil, smart_resize
 
 from lmkit.errors import CheckpointError, UnsupportedError
@@ -17,6 +18,7 @@ from lmkit.models.vision import patches, tower
 from lmkit.models.vision_spec import VisionSpec
 from lmkit.text.image_process import resized, strip
 from tests.models import tiny
+from tests.models.pictures import tower_of
 
 MEAN, STD = (0.48, 0.45, 0.40), (0.26, 0.25, 0.27)
 SPEC = VisionSpec(
@@ -49,7 +51,7 @@ def test_sizes_are_those_of_transformers() -> None:
     assert not strip(5, 1000)
 
 
-@pytest.mark.parametrize("name", tiny.VISION)
+@pytest.mark.parametrize("name", [name for name, sizes in tiny.VISION.items() if "model_type" not in sizes])
 @pytest.mark.parametrize("grid", [(4, 4), (6, 10), (2, 14), (10, 2)])
 def test_tower_is_that_of_transformers(tmp_path: Path, name: str, grid: tuple[int, int]) -> None:
     """Windows that are whole and windows cut by the image's edge, and layers that see the whole image. The learned
@@ -72,6 +74,49 @@ def test_tower_is_that_of_transformers(tmp_path: Path, name: str, grid: tuple[in
         found = tower(rows, grid, spec, weights.__getitem__)
     assert expected.std() > 0.01
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "grid"), [("gemma3-vision", (8, 8)), ("mistral3-vision", (4, 6)), ("mistral3-vision", (2, 4))]
+)
+def test_towers_beside_are_those_of_transformers(tmp_path: Path, name: str, grid: tuple[int, int]) -> None:
+    """SigLIP and Pixtral, with what leads to the language model. A row of cells of Pixtral ends with the embedding of
+    a token."""
+    model = tiny.make(tmp_path, name)
+    with torch.no_grad():
+        for part in tiny.tower_parts(model):
+            for weight in part.parameters():
+                weight.normal_(mean=float(weight.ndim == 1), std=0.3)
+    model.save_pretrained(tmp_path)
+    tower_file = tower_of(tmp_path)
+    spec, settings = tower_file.spec, tower_file.settings
+    pixels = image(grid[0] * 4, grid[1] * 4)
+    scaled = (pixels.float() / 255 - torch.tensor(settings.mean)) / torch.tensor(settings.std)
+    sizes = {"image_sizes": torch.tensor([pixels.shape[:2]])} if settings.breaks else {}
+    with torch.no_grad():
+        found = model.model.get_image_features(pixel_values=scaled.permute(2, 0, 1)[None], **sizes).pooler_output[0]
+        rows = patches(pixels, spec, mean=settings.mean, std=settings.std)
+        got = tower(rows, grid, spec, tower_file.weights.__getitem__)
+    assert found.std() > 0.01
+    if settings.breaks:
+        got = got.view(grid[0] // 2, -1, found.shape[1])
+        table = model.model.language_model.embed_tokens.weight
+        ends = [*settings.breaks[:1]] * (len(got) - 1) + [*settings.breaks[1:]]
+        assert torch.equal(got[:, -1], table[ends])
+        got = got[:, :-1].flatten(0, 1)
+    torch.testing.assert_close(got, found, rtol=1e-4, atol=1e-4)
+
+
+def test_sizes_of_towers_beside_are_those_of_transformers() -> None:
+    for height in (5, 20, 61, 100, 199, 1000):
+        for width in (5, 13, 100, 333, 600):
+            shape = torch.zeros(3, height, width)
+            expected = get_resize_output_image_size(shape, size=(120, 120), patch_size=(8, 8))
+            assert resized(height, width, 8, 1, 1 << 20, edge=120) == (*(max(8, x) for x in expected),), (height, width)
+            assert resized(height, width, 8, 1, 1 << 20, side=32) == (32, 32)
+            high, wide = resized(height, width, 8, 1, 4096, edge=120)
+            assert high * wide <= 4096
+            assert high % 8 == wide % 8 == 0 < high * wide
 
 
 @pytest.mark.parametrize(

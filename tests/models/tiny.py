@@ -87,6 +87,8 @@ VISION: dict[str, dict[str, Any]] = {
     "qwen3-vl-moe": {"depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_position_embeddings": 9,
                      "deepstack_visual_indexes": [0]},
     "qwen3.5-vl": {"depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_position_embeddings": 9},
+    "gemma3-vision": {"model_type": "siglip_vision_model", "image_size": 32, "vision_use_head": False},
+    "mistral3-vision": {"model_type": "pixtral", "image_size": 64, "hidden_act": "silu"},
 }  # fmt: skip
 
 # name -> (config class, differences from COMMON)
@@ -112,7 +114,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "ministral": ("MinistralConfig", {"head_dim": 16, "sliding_window": 9,
                                       "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}),
     "ministral3": ("Ministral3Config", {"head_dim": 16, "pad_token_id": None, "rope_parameters": GROWING}),
-    "mistral3-vision": ("Ministral3Config", {"head_dim": 16, "pad_token_id": None, "rope_parameters": GROWING}),
+    "mistral3-vision": ("Mistral3Config", {"model_type": "ministral3", "head_dim": 16, "pad_token_id": None,
+                                           "rope_parameters": GROWING}),
     "llama4": ("Llama4TextConfig", LLAMA4),
     "llama4-plain": ("Llama4TextConfig", LLAMA4 | {"use_qk_norm": False, "interleave_moe_layer_step": 1,
                                                    "attn_temperature_tuning": False, "attention_bias": True}),
@@ -129,7 +132,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
                                     "query_pre_attn_scalar": 24, "rope_parameters": {
         "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
         "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}}}),
-    "gemma3-vision": ("Gemma3TextConfig", {"head_dim": 16, "sliding_window": 9, "query_pre_attn_scalar": 24}),
+    "gemma3-vision": ("Gemma3Config", {"head_dim": 16, "sliding_window": 18, "query_pre_attn_scalar": 24}),
     "gemma4": ("Gemma4TextConfig", GEMMA4 | {"num_hidden_layers": 7, "num_kv_shared_layers": 3,
                                              "hidden_size_per_layer_input": 8,
                                              "use_double_wide_mlp": True, "final_logit_softcapping": 3.0,
@@ -288,13 +291,20 @@ def make(path: Path, name: str, **overrides: Any) -> transformers.PreTrainedMode
     model.save_pretrained(path, save_original_format=not name.endswith("-fused"))
     if name == "internlm2":
         rewrite_as_internlm2(path)
-    if name.endswith("-vision"):
+    if name.endswith("-vision") and name not in VISION:
         put_beside_a_tower(path)
     return model
 
 
 def with_vision(text: dict[str, Any], tower: dict[str, Any]) -> dict[str, Any]:
     """The options of a language model and a small vision tower."""
+    marks = dict(zip(MARKS, range(text["vocab_size"] - len(MARKS), text["vocab_size"]), strict=True))
+    if "model_type" in tower:
+        sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+        text = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None} | text
+        outer = {"image_token_index": marks["image_token_id"], "tie_word_embeddings": False}
+        outer |= {"mm_tokens_per_image": 16} if "vision_use_head" in tower else {}
+        return {"text_config": text, "vision_config": sizes | {"patch_size": 4} | tower} | outer
     partial = text.pop("partial_rotary_factor", 1.0)
     half = int(text.get("head_dim", text["hidden_size"] // text["num_attention_heads"]) * partial) // 2
     sections = [half // 2, half // 4, half // 4]  # of time, height and width
@@ -303,8 +313,13 @@ def with_vision(text: dict[str, Any], tower: dict[str, Any]) -> dict[str, Any]:
     vision = {"num_heads": 2, "patch_size": 4} | tower | sizes
     text = {"bos_token_id": None, "eos_token_id": None, "rope_parameters": rope} | text
     tied = text.get("tie_word_embeddings", False)
-    marks = dict(zip(MARKS, range(text["vocab_size"] - len(MARKS), text["vocab_size"]), strict=True))
     return {"text_config": text, "vision_config": vision, "tie_word_embeddings": tied} | marks
+
+
+def tower_parts(model: transformers.PreTrainedModel) -> list[torch.nn.Module]:
+    """The modules of a tower of VISION, and of what leads to the language model."""
+    names = ("visual", "vision_tower", "multi_modal_projector")
+    return [module for name in names if (module := getattr(model.model, name, None)) is not None]
 
 
 # Architectures whose tensors stand under the names of transformers 4.

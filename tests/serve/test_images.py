@@ -12,14 +12,18 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
 
 from lmkit.config import ServerConfig
 from lmkit.errors import RequestError
 from lmkit.serve import images as module
 from lmkit.serve.images import ImageSources, is_public
+from lmkit.text.images import read_image
 from lmkit.text.messages import ImagePart
+from lmkit.text.tokenizer import Tokenizer
+from lmkit.turbo.request import ImageInput
 from tests.api.test_images import drawn, saved
-from tests.models.pictures import chat_checkpoint
+from tests.models.pictures import chat_checkpoint, expected, tower_of
 from tests.serve.live import Server
 
 PNG = saved(drawn(50, 30))
@@ -187,3 +191,26 @@ def test_files_outside_the_folder_are_not_read(tmp_path: Path) -> None:
     for name in ("b.png", "in/../b.png", "in/%2e%2e/b.png", "in/link.png", "in", "in/none.png"):
         with pytest.raises(RequestError, match="no such file"):
             sources.load(f"file://{tmp_path}/{name}")
+
+
+def test_gemma_3_reads_an_image_as_transformers_does(tmp_path: Path) -> None:
+    """The mark of the template becomes the text that transformers' processor writes: line breaks before it join those
+    of the template. All tokens of the image are in one step, whose tokens see each other."""
+    model = chat_checkpoint(tmp_path / "gemma", "gemma3-vision")
+    with Server(
+        "--max-batch-size", "2", "--no-packed-cache", "--kv-dtype", "float32",
+        model=tmp_path / "gemma", engine="lmkit.turbo.engine.engine:Engine",
+    ) as running:  # fmt: skip
+        answer = chat(running, image(URL), max_tokens=6)
+        plain = chat(running)
+    tower, tokenizer = tower_of(tmp_path / "gemma"), Tokenizer.from_pretrained(tmp_path / "gemma")
+    cells = f"<start_of_image>{'<image_soft_token>' * 16}<end_of_image>"
+    ids = tokenizer.encode(f"<|im_start|>user\n\n\n{cells}\n\nWhat is it?<|im_end|>\n<|im_start|>assistant\n", False)
+    assert answer["usage"]["prompt_tokens"] == len(ids) > plain["usage"]["prompt_tokens"] + 18
+    read = read_image(PNG, tower.settings)
+    placed = (ImageInput(ids.index(tower.settings.token_id), *read),)
+    for _ in range(6):
+        logits = expected(model, tower, ids, placed)[-1]
+        logits[[4098, 4099]] = -torch.inf
+        ids.append(int(logits.argmax()))
+    assert answer["choices"][0]["message"]["content"] == tokenizer.decode(ids[-6:])

@@ -370,3 +370,12 @@ QWEN3_VL_MOE: Defaults = QWEN3_VL | {
 }  # fmt: skip
 QWEN3_VL_TOWER: Defaults = _QWEN3_TOWER | {"deepstack_visual_indexes": [8, 16, 24]}
 QWEN3_5_TOWER = _QWEN3_TOWER
+SIGLIP: Defaults = {
+    "model_type": "siglip_vision_model", "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12,
+    "num_attention_heads": 12, "num_channels": 3, "image_size": 224, "patch_size": 16,
+    "hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6,
+}  # fmt: skip
+PIXTRAL: Defaults = {
+    "model_type": "pixtral", "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24,
+    "num_attention_heads": 16, "num_channels": 3, "image_size": 1024, "patch_size": 16, "hidden_act": "gelu",
+}  # fmt: skip

@@ -13,6 +13,7 @@ from lmkit.attention_spec import AttentionSpec
 from lmkit.models.families import defaults
 from lmkit.models.families.llama import integer, layer_spec, model_spec, num_layers, number, typed_layers
 from lmkit.models.families.nested import beside_towers
+from lmkit.models.families.towers import siglip
 from lmkit.models.layer_spec import LayerSpec
 from lmkit.models.registry import family
 from lmkit.models.roles import LLAMA_NAMES, POST_NORM_NAMES
@@ -44,7 +45,7 @@ def gemma3(hf: dict[str, Any]) -> ModelSpec:
 
 @family("Gemma3ForConditionalGeneration")
 def gemma3_beside_tower(hf: dict[str, Any]) -> ModelSpec:
-    return beside_towers(hf, gemma3)
+    return replace(beside_towers(hf, gemma3), vision=siglip(hf))
 
 
 def _with_pattern(hf: dict[str, Any], period: int) -> dict[str, Any]:

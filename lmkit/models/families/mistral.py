@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from lmkit.attention_spec import Growth
@@ -19,6 +20,7 @@ from lmkit.models.families.llama import (
     windowed,
 )
 from lmkit.models.families.nested import TIED, beside_towers, text_config
+from lmkit.models.families.towers import pixtral
 from lmkit.models.registry import family
 from lmkit.models.spec import ModelSpec
 
@@ -52,7 +54,8 @@ def mistral3(hf: dict[str, Any]) -> ModelSpec:
     kind = text_config(hf).get("model_type", "mistral")
     if kind not in TEXTS:
         raise UnsupportedError(f"text_config: model_type {kind!r} is not supported; lmkit runs {', '.join(TEXTS)}")
-    return beside_towers({TIED: True} | hf, TEXTS[kind])
+    spec = beside_towers({TIED: True} | hf, TEXTS[kind])
+    return replace(spec, vision=pixtral(hf, spec.norm_eps))
 
 
 TEXTS = {"mistral": mistral, "ministral": ministral, "ministral3": ministral3}

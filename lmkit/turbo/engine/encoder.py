@@ -195,8 +195,8 @@ def check_images(request: Request, settings: ImageSettings) -> None:
     for image in request.images:
         tokens = request.prompt_ids[image.start : image.end]
         fits = image.start >= end and image.rows > 0 < image.columns and image.end < len(request.prompt_ids)
-        if not fits or tokens != [settings.token_id] * image.num_tokens:
+        if not fits or tokens != settings.tokens(image.rows, image.columns):
             raise RequestError("invalid_request", "an image does not stand at its tokens of the prompt", "messages")
-        if len(image.pixels) != 3 * image.num_tokens * settings.unit**2:
+        if len(image.pixels) != 3 * image.rows * image.columns * settings.unit**2:
             raise RequestError("invalid_request", "an image has other pixels than its size says", "messages")
         end = image.end

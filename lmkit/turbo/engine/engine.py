@@ -131,7 +131,7 @@ class Engine:
         self._depth = max(2, config.pp)  # plans under way at most, with overlap
         self._failed_steps, self._step_sizes, self._token_seconds = 0, StepSizes(), 0.0
         self._base_seconds = STEP_SECONDS + (memory.weights + model.step_bytes) / SLOW_DISK
-        limits, encoded = scheduler_limits(config, memory, spec), EncodedImages(config.image_memory)
+        limits, encoded = scheduler_limits(config, memory, spec), EncodedImages.of(config.image_memory, spec)
         with finds_memory("the KV cache or the first steps"):
             kv = kv_storage.allocate(
                 spec.layers, model.storages, memory.num_blocks, config.tokens_per_block, memory.max_model_len,

@@ -182,6 +182,7 @@ def scheduler_limits(config: EngineConfig, memory: MemoryPlan, spec: ModelSpec) 
         overlaps=config.overlap,
         num_stages=config.pp,
         whole_texts=spec.sees_all,
+        whole_images=spec.images_whole,
     )
 
 

@@ -10,18 +10,27 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lmkit.layers.batch import BatchInputs
+from lmkit.layers.batch import BatchInputs, Together
+from lmkit.models.spec import ModelSpec
 from lmkit.turbo.request import ImageInput
 
 
 class EncodedImages:
-    """Rows by digest. Those in use stay; of the others the most recently used ones stay, up to `max_bytes`."""
+    """Rows by digest. Those in use stay; of the others the most recently used ones stay, up to `max_bytes`.
 
-    def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
+    `by_place`: tokens of images turn by their places in the image. `whole`: they see each other.
+    """
+
+    def __init__(self, max_bytes: int, *, by_place: bool = True, whole: bool = False) -> None:
+        self._max_bytes, self.by_place, self.whole = max_bytes, by_place, whole
         self._rows: dict[bytes, Tensor] = {}  # the most recently used ones last
         self._users: dict[bytes, int] = {}
         self.num_bytes = 0
+
+    @classmethod
+    def of(cls, max_bytes: int, spec: ModelSpec) -> EncodedImages:
+        """An empty one for a model."""
+        return cls(max_bytes, by_place=spec.turns_by_place, whole=spec.images_whole)
 
     def __contains__(self, digest: bytes) -> bool:
         return digest in self._rows
@@ -72,12 +81,13 @@ class PlacedImages:
     places: np.ndarray  # int32 [3, prompt tokens]
     shift: int  # what is added to the position of a token after the prompt
     rows: tuple[tuple[int, Tensor], ...]  # position of an image's first token, and rows [tokens, hidden]
+    whole: bool = False  # whether tokens of an image see each other
 
     @classmethod
     def of(cls, images: Iterable[ImageInput], num_prompt_tokens: int, encoded: EncodedImages) -> PlacedImages:
         images = tuple(images)
         rows = tuple((image.start, encoded.rows(image.digest)) for image in images)
-        return cls(*places(images, num_prompt_tokens), rows)
+        return cls(*places(images if encoded.by_place else (), num_prompt_tokens), rows, encoded.whole)
 
 
 def places(images: Iterable[ImageInput], num_tokens: int) -> tuple[np.ndarray, int]:
@@ -113,21 +123,24 @@ def with_images(inputs: BatchInputs, spans: Iterable[Span], slots: Mapping[int, 
     The bits of a token of text do not depend on images beside it: its three places are its position.
     """
     positions = inputs.positions.numpy()
-    parts = [(span, slots[span.slot]) for span in spans if span.slot in slots]
+    parts = [(b, span, slots[span.slot]) for b, span in enumerate(spans) if span.slot in slots]
     rows: list[np.ndarray] = []
     values: list[Tensor] = []
-    for span, placed in parts:
+    together: list[Together] = []
+    for b, span, placed in parts:
         end = span.start + min(span.length, max(placed.places.shape[1] - span.start, 0))
         positions[span.row : span.row + end - span.start] = placed.places[0, span.start : end]
         for first, of_image in placed.rows:
             start, stop = max(span.start, first), min(end, first + len(of_image))
             if start < stop:
-                rows.append(np.arange(start, stop) + span.row - span.start)
+                of_step = range(start + span.row - span.start, stop + span.row - span.start)
+                together += [Together(b, of_step, start)] if placed.whole else []
+                rows.append(np.array(of_step))
                 values.append(of_image[start - first : stop - first])
     if not rows:
         return inputs
     found = np.tile(positions, (3, 1))
-    for span, placed in parts:
+    for _, span, placed in parts:
         end = span.start + min(span.length, max(placed.places.shape[1] - span.start, 0))
         found[:, span.row : span.row + end - span.start] = placed.places[:, span.start : end]
     return replace(
@@ -135,4 +148,5 @@ def with_images(inputs: BatchInputs, spans: Iterable[Span], slots: Mapping[int, 
         places=torch.from_numpy(found),
         image_rows=torch.from_numpy(np.concatenate(rows)),
         image_values=torch.cat(values).float(),
+        together=tuple(together),
     )

@@ -29,6 +29,7 @@ class SchedulerLimits:
     overlaps: bool = True  # plans are made while others run
     whole_texts: bool = False  # a text is computed in one step
     audit: int = 0  # of so many cache hits one is computed again, see turbo.scheduling.audits; 0 = none
+    whole_images: bool = False  # the tokens of an image are computed in one step
     num_stages: int = 1  # that carry out plans one after the other: so many are to be under way at once
 
 
@@ -53,6 +54,7 @@ def check_request(request: Request, limits: SchedulerLimits) -> int:
     if min(request.prompt_ids) < 0 or max(request.prompt_ids) >= limits.vocab_size:
         wrong = next(t for t in request.prompt_ids if not 0 <= t < limits.vocab_size)
         raise RequestError("invalid_request", f"prompt token id {wrong} is not in [0, {limits.vocab_size})", "prompt")
+    check_images_fit(request, limits)
     max_new = limits.max_model_len if params.max_tokens is None else params.max_tokens
     if num_prompt + min(max_new, 1) > limits.max_model_len:
         raise RequestError(
@@ -74,6 +76,28 @@ def check_request(request: Request, limits: SchedulerLimits) -> int:
             "max_tokens",
         )
     return max_tokens
+
+
+def check_images_fit(request: Request, limits: SchedulerLimits) -> None:
+    """Raise RequestError for an image that must be computed in one step and never can."""
+    room = -(-limits.max_step_tokens // limits.num_stages) - limits.max_batch_size + 1
+    longest = max((image.num_tokens for image in request.images), default=0)
+    if limits.whole_images and longest > room:
+        message = (
+            f"an image of {longest} tokens is computed in one step, which has room for {room}: raise max_step_tokens"
+        )
+        raise RequestError("unsupported_parameter", message, "messages")
+
+
+def fitted_to_images(request: Request, start: int, count: int, room: int) -> int:
+    """The tokens of a chunk of `count` from `start` on that cuts no image of a model that computes images whole: it
+    ends before an image, or if it begins with one, after it. 0: the step has no `room` for that."""
+    end = start + count
+    for image in request.images:
+        if image.start < end < image.end:
+            count = image.start - start if image.start > start else image.end - start
+            return count if count <= room else 0
+    return count
 
 
 def failure_of(request: Request) -> dict[str, str]:

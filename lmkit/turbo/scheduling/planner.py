@@ -12,7 +12,7 @@ from lmkit.turbo.kv.manager import KVManager, Prefix
 from lmkit.turbo.plan import DRAFTED_TOKENS, Chunk, NewSequence, Save
 from lmkit.turbo.scheduling import fairness, policy
 from lmkit.turbo.scheduling.fairness import Rank, Shares
-from lmkit.turbo.scheduling.limits import SchedulerLimits
+from lmkit.turbo.scheduling.limits import SchedulerLimits, fitted_to_images
 from lmkit.turbo.scheduling.pacing import Pacer
 from lmkit.turbo.scheduling.queue import RequestQueue
 from lmkit.turbo.scheduling.slots import BatchSlots
@@ -30,6 +30,7 @@ class Step:
     """A plan that is being written."""
 
     budget: int  # tokens left
+    room: int  # tokens left but for the pacer
     now: float
     is_contended: bool  # sequences wait: tokens are charged to their tenants
     new: dict[int, NewSequence] = field(default_factory=dict)  # by slot
@@ -61,7 +62,8 @@ class Planner:
         `ahead`: its tokens at most, where all are computed ahead. They are charged to nobody.
         """
         stages = self.limits.num_stages
-        step = Step(-(-self.limits.max_step_tokens // stages), now, bool(self.waiting) and ahead is None)
+        most = -(-self.limits.max_step_tokens // stages)
+        step = Step(most, most, now, bool(self.waiting) and ahead is None)
         step.budget = step.budget if ahead is None else min(step.budget, ahead)
         if not self.waiting:
             self.shares.settle()
@@ -136,6 +138,8 @@ class Planner:
                 count -= REST
         if snapshots is not None:
             count = snapshots.fit(seq, count)
+        if self.limits.whole_images and not (count := fitted_to_images(seq.request, start, count, step.room)):
+            return
         # Reserve the whole prompt at once, so that it is not begun in vain. A window needs only the chunk's blocks.
         end, whole = start + count, start + uncomputed
         # The entry includes the blocks from the cache and the tiers.
@@ -157,7 +161,7 @@ class Planner:
         if entry is not None:
             step.new[seq.slot] = entry
             seq.has_entered = True
-        step.budget -= count
+        step.budget, step.room = max(step.budget - count, 0), step.room - count
         if step.is_contended:
             self.shares.charge(seq, count)
         gives = self._gives(seq, start, min(end, seq.num_prompt_tokens)) if seq.request.gives_kv else []
@@ -185,7 +189,7 @@ class Planner:
         chunk = step.chunks.pop(victim, None)
         step.new.pop(victim.slot, None)
         if chunk is not None:
-            step.budget += chunk.num_tokens
+            step.budget, step.room = step.budget + chunk.num_tokens, step.room + chunk.num_tokens
             if step.is_contended:
                 self.shares.charge(victim, -chunk.num_tokens)
         step.victims.append(victim)

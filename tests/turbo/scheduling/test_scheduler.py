@@ -7,7 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from lmkit.turbo.request import Request, SamplingParams
+from lmkit.errors import RequestError
+from lmkit.turbo.request import ImageInput, Request, SamplingParams
 from tests.turbo.fakes import EOS, LIMITS, FakeEngine, limits, prompt_logprob, request, sampled, solo
 
 
@@ -31,6 +32,35 @@ def test_a_long_prompt_is_computed_in_chunks() -> None:
     engine.add(request("a", 40, max_tokens=1))
     assert [shape(engine) for _ in range(3)] == [[(0, 16)], [(16, 16)], [(32, 8)]]
     assert [o.finish_reason for o in engine.outputs["a"]] == ["length"]
+
+
+def pictured(name: str, prompt: int, *images: tuple[int, int], **fields: Any) -> Request:
+    """A request with images of (start, tokens)."""
+    placed = tuple(ImageInput(start, 1, count, bytes(32), number=i + 1) for i, (start, count) in enumerate(images))
+    return msgspec.structs.replace(request(name, prompt, **fields), images=placed)
+
+
+def test_chunks_cut_no_image_of_a_model_that_computes_images_whole() -> None:
+    """A chunk ends before an image, or holds all of it, although the pacer would allow less. An image waits for a step
+    that has room for it."""
+    engine = FakeEngine(limits(whole_images=True, max_batch_size=3))
+    engine.add(pictured("a", 45, (10, 12), (22, 14), max_tokens=1))
+    assert [shape(engine) for _ in range(4)] == [[(0, 10)], [(10, 12)], [(22, 16)], [(38, 7)]]
+    engine = FakeEngine(limits(whole_images=True, max_batch_size=3, decode_slowdown=1.0))
+    engine.add(request("b", 3, max_tokens=30))
+    first = engine.step()
+    assert first
+    engine.add(pictured("a", 40, (10, 14), max_tokens=1))
+    chunks = [c for plan in iter(engine.step, None) for c in plan.chunks if c.slot != first.chunks[0].slot]
+    assert [c.start for c in chunks if c.start < 24 <= c.start + c.num_tokens] == [10]
+    assert min(c.num_tokens for c in chunks) < 10, "the pacer allows less"
+
+
+def test_an_image_that_no_step_has_room_for_is_refused() -> None:
+    engine = FakeEngine(limits(whole_images=True, max_batch_size=3))
+    with pytest.raises(RequestError, match="15 tokens is computed in one step, which has room for 14"):
+        engine.add(pictured("a", 40, (10, 15)))
+    FakeEngine(limits(max_batch_size=3)).add(pictured("a", 40, (10, 15)))
 
 
 def test_prompt_tokens_count_chunk_by_chunk() -> None:
