@@ -40,6 +40,13 @@ def test_a_step_is_no_faster_than_its_bytes() -> None:
             assert 0.2 * bound < model.tokens_per_s(batch, 1024, sheet) < bound
 
 
+def test_peaks_are_those_of_the_clock() -> None:
+    """Operations of a multiprocessor in a clock, bfloat16 with float32 sums, by the white papers."""
+    of_a_clock = {"H100": 4096, "H200": 4096, "A100": 2048, "L4": 1024, "4090": 512, "B200": 8192}
+    for sheet in DATASHEETS:
+        assert sheet.tflops == pytest.approx(1e-3 * sheet.sms * sheet.ghz * of_a_clock[sheet.name], rel=0.065)
+
+
 def test_a_launch_takes_what_was_counted_of_its_kernel() -> None:
     """4096 outputs of 4096 inputs are 8 times those that were counted. 200 tokens are two blocks of 128."""
     (work,) = model.product("o", 4096, 4096, 40, next(sheet for sheet in DATASHEETS if sheet.name == "A100"))
