@@ -80,7 +80,7 @@ struct Fiber : Thread {
     bool fenced, unfenced_copies, unmet_copies;  // for wgmma; the last: since the last barrier
     int product_group;  // of wgmma, the one that is open
     // of translated PTX: fences for wgmma, and of global memory
-    u32 fences, writes, memory_fences, fenced_writes, known_fenced_writes;
+    u32 fences, accesses, memory_fences, fenced_accesses, known_fenced_accesses;
     u64 fence_epoch, known_fence_epoch;
     std::unordered_map<u32, u32> turns;  // how often it was at a place (traffic.h)
 };
@@ -104,18 +104,23 @@ struct Word {
 // In which order the lanes of a warp have met at a __syncwarp: a vector clock for each.
 struct Clocks { u32 of[32]; };
 
-struct Written {
-    u64 word;  // the address / 4
+struct Touched {  // a word of global memory
+    u64 key;  // the address / 4; of reads twice that, and one more for the second block that reads
     u64 epoch;
-    u32 launch, block, count;  // count: of the thread's writes until this one
+    u32 launch, block, count;  // count: of the accesses of its thread until then
     i32 line;
     u16 thread;
     u8 bytes;
     bool counts;
 };
 
-// What another block can know of a block: all that was written before barrier `epoch`, and of each thread of it the
-// first `counts` writes.
+struct Table {  // by hash of the key
+    std::vector<Touched> places;
+    u64 used = 0;  // in this launch
+};
+
+// What another block can know of a block: all that was accessed before barrier `epoch`, and of each thread of it the
+// first `counts` accesses.
 struct Released { u32 block; u64 epoch; std::vector<u32> counts; };
 
 // A release that this block has met, through an atomic of `thread`.
@@ -185,8 +190,7 @@ struct Machine {
     u32 block_serial = 0, launch = 0, blocks = 0;
     std::vector<Word> words;
     std::vector<Clocks> clocks;
-    std::vector<Written> global;  // a hash table of words
-    u64 global_words = 0;
+    Table global_writes, global_reads;
     std::vector<Met> met;
     std::unordered_map<u64, std::vector<std::shared_ptr<Released>>> releases;  // by word
     std::vector<u64> bounds;  // begins and ends of tensors
@@ -340,7 +344,7 @@ void run_block(Index block, Index block_size, Index grid_size, u8* shared) {
         fiber.flying = fiber.most_flying = 0;
         fiber.fenced = fiber.unfenced_copies = fiber.unmet_copies = false;
         fiber.fake_stack = nullptr;
-        fiber.fences = fiber.writes = fiber.memory_fences = fiber.fenced_writes = fiber.known_fenced_writes = 0;
+        fiber.fences = fiber.accesses = fiber.memory_fences = fiber.fenced_accesses = fiber.known_fenced_accesses = 0;
         fiber.fence_epoch = fiber.known_fence_epoch = 0;
         if (machine.traffic) fiber.turns.clear();
         wake(&fiber);

@@ -48,8 +48,19 @@ RIGHT = {
         for (int i = 0; i < gridDim.x; ++i) out += __ldcg(y + i * 64 + t);
         if (!t) *count = 0;
         return;""",
+    "the last block writes what all have read": """
+        out = __ldcg(y + (b + 1) % 4 * 64 + t); __threadfence(); __syncthreads();
+        if (!t) n[0] = atomicAdd(count, 1) == gridDim.x - 1;
+        __syncthreads(); if (!n[0]) return;
+        __threadfence(); for (int i = 0; i < gridDim.x; ++i) y[i * 64 + t] = out + i;
+        if (!t) *count = 0;
+        return;""",
+    "a thread waits for what another tells": """
+        u32* flag = reinterpret_cast<u32*>(y) + b * 64; if (t == 33) store_release(flag, 7u);
+        if (!t) while (load_acquire(flag) != 7u) {}
+        __syncthreads();""",
 }
-LAST = RIGHT["the last block reads all"]
+LAST, LAST_WRITES = RIGHT["the last block reads all"], RIGHT["the last block writes what all have read"]
 WRONG = {
     "shared: not aligned": ("out = *reinterpret_cast<float*>(shared_memory + 2 + 4 * (t & 7));", "is not aligned"),
     "shared: a vector that is not aligned": (
@@ -89,6 +100,27 @@ WRONG = {
         "s[t] = v; __syncthreads(); out = s[t ^ 32]; if (t < 16) cp_async16(s + 4 * t, x + 4 * t); cp_async_wait<0>();",
         "a race in shared",
     ),
+    "copies: never waited for": (
+        "cp_async16(s + 4 * t, x + 4 * (t % 16)); cp_async_commit();",
+        "ended with 1 copies that nobody waited for",
+    ),
+    "copies: not aligned": (
+        "cp_async16(s + t, x + 4 * (t % 16)); cp_async_commit(); cp_async_wait<0>();",
+        "is not aligned",
+    ),
+    "copies: from behind the end": (
+        "cp_async16(s + 4 * t, x + BLOCKS * 64 + 4 * t); cp_async_wait<0>();",
+        "16 bytes outside of all tensors",
+    ),
+    "lanes at two shuffles": (
+        "if (t & 1) out = __shfl_xor_sync(~0u, v, 2); else out = __shfl_xor_sync(~0u, v, 4) + 1;",
+        "lanes of a warp meet at line",
+    ),
+    "lanes that others wait for": ("if (t & 1) __syncwarp(); out = v;", "threads wait for ever"),
+    "a matrix that is not aligned": (
+        "s[t] = v; s[t + 64] = v; __syncthreads(); u32 r[4]; ldmatrix_x4(r, s + 1 + (t & 7)); out = r[0];",
+        "is not aligned",
+    ),
     "barriers at two places": (
         "if (t < 32) { __syncthreads(); s[t] = v; } else { s[t] = 1; __syncthreads(); }",
         "__syncthreads of line",
@@ -107,6 +139,18 @@ WRONG = {
         "a race between blocks",
     ),
     "blocks: two writes": ("y[t] = b; return;", "a race between blocks: block . writes what"),
+    "blocks: a write of what another reads": (
+        "if (b) out = __ldcg(y + t); else y[t] = v + 1; return;",
+        "a race between blocks: block (0 writes what block . reads|. reads what block 0 wrote)",
+    ),
+    "blocks: no fence behind a read": (
+        LAST_WRITES.replace("__threadfence(); __syncthreads();", "__syncthreads();", 1),
+        "a race between blocks: block . writes what block . reads",
+    ),
+    "blocks: no barrier behind a read": (
+        LAST_WRITES.replace("__threadfence(); __syncthreads();", "__threadfence();", 1),
+        "a race between blocks: block . writes what block . reads",
+    ),
     "blocks: no fence before": (
         LAST.replace("y[b * 64 + t] = v; __threadfence();", "y[b * 64 + t] = v;"),
         "a race between blocks: block . reads",
@@ -139,7 +183,7 @@ def kernel(tmp_path_factory: pytest.TempPathFactory) -> Kernel:
     switch = "\n".join(f"case {i}: {{ {body} break; }}" for i, body in enumerate(cases))
     path = tmp_path_factory.mktemp("planted") / "planted.cu"
     path.write_text(
-        '#include "ptx.cuh"\n'
+        f'#include "ptx.cuh"\nconstexpr int BLOCKS = {BLOCKS};\n'
         'extern "C" __global__ void __launch_bounds__(64) planted(const float* x, float* y, int* count, int which) {\n'
         "auto* s = reinterpret_cast<float*>(shared_memory); auto* h = reinterpret_cast<u16*>(s);\n"
         "auto* n = reinterpret_cast<int*>(s);\nconst int t = threadIdx.x, b = blockIdx.x;\n"
@@ -173,6 +217,14 @@ def test_an_error_shows_the_instruction(kernel: Kernel) -> None:
         RuntimeError, match=rf"(?s)line (\d+):.*\n    \1: st\.shared\.f32\s+\S+ \S+ {where}\n    of .*\.ptx"
     ):
         run(kernel, len(RIGHT) + list(WRONG).index("shared: outside"))
+
+
+def test_a_race_of_two_blocks_is_seen_in_either_order(kernel: Kernel) -> None:
+    seen = set()
+    while len(seen) < 2:
+        with pytest.raises(RuntimeError, match="a race between blocks") as error:
+            run(kernel, len(RIGHT) + list(WRONG).index("blocks: a write of what another reads"), blocks=2)
+        seen.add("block 0 writes" in str(error.value))
 
 
 def test_blocks_of_one_launch_alone_are_compared(kernel: Kernel) -> None:
