@@ -1,19 +1,20 @@
 """Faults planted in the kernels' sources, one at a time: which of them does each emulator catch?
 
-    python -m tests.emulator.mutants [--sample 40] [--out build/mutants.jsonl] [--baseline]
+    python -m tests.emulator.mutants [--sample 40] [--out build/mutants.jsonl]
 
 A mutant swaps operands of inline PTX, changes a field of a matrix descriptor, leaves out a barrier, fence or commit,
-waits for one group less, or moves a bound by one. It runs the tests that cover its file (TESTS), on the source text
-through g++ and on NVRTC's code, and is caught if one fails. `--sample` takes so many, evenly over files and kinds; all
-are some hundred. The file of results is extended: a run that was stopped goes on, with the mutants that have no line
-yet. EQUIVALENT names those that change nothing. `--baseline` first runs all tests without a mutant.
+waits for one group less, or moves a bound by one. Of the tests of its file (TESTS) it runs those that execute its line,
+the shortest first, on the source text through g++ and on NVRTC's code, and is caught if one fails. Which lines a test
+executes is found once, from compiled code that knows its source. `--sample` takes so many, evenly over files and kinds;
+all are some hundred. The file of results is extended: a run that was stopped goes on, with the mutants that have no
+line yet. EQUIVALENT names those that change nothing.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import importlib
-import itertools
 import json
 import os
 import random
@@ -25,7 +26,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +34,9 @@ from pathlib import Path
 import pytest
 
 from lmkit.kernels.cuda import source
+from tests.emulator.ptx.backend import PtxBackend
+
+Place = list[str | int]  # a file and a line of it
 
 BACKENDS: dict[str, tuple[str, ...]] = {"g++": (), "ptx": ("--ptx=sm_90a",)}
 CPU_SECONDS = 400  # of a run: a kernel that loops for ever is caught
@@ -64,24 +68,59 @@ TESTS: dict[str, tuple[str, ...]] = {
     "wgmma.cuh": WIDE_PRODUCTS[:1],
     "kv.cuh": DECODING[:1],
     "gemm.cuh": PRODUCTS[:1],
+    "recurrent.cuh": (f"{HERE}/test_short_conv.py::test_sequences_in_all_states[cpu-7x1-torch.float32]",),
+    "rows.cuh": (f"{HERE}/test_overlap.py::test_products_read_weights_before_they_wait[5-plan1]",),
+    "work.cuh": (f"{HERE}/test_work.py::test_any_lengths[cpu-1]",),
     "gemm.cu": PRODUCTS,
     "gemm_wide.cu": WIDE_PRODUCTS,
     "decode_attention.cu": DECODING,
     "prefill_attention.cu": PROMPTS,
     "wide_attention.cu": (f"{HERE}/test_wide_attention.py::test_attention[cpu-bfloat16-96-20-torch.bfloat16]",),
+    "append.cu": (f"{HERE}/test_append.py::test_rope_append[cpu-types2-128-128-heads2-dtype2-mean]",),
+    "copy.cu": (f"{HERE}/test_blocks.py::test_copies_are_made_one_after_the_other[cpu-0-pairs1]",),
     "delta.cu": (f"{HERE}/test_delta.py::test_more_tokens_than_a_tile[cpu]",),
     "dense.cu": (f"{HERE}/test_invariant.py::test_dense[cpu-136-33-half1]",),
+    "dequantize.cu": (f"{HERE}/test_library.py::test_codes[cpu-1-16-16-given0-op0-scheme0]",),
     "edit_logits.cu": ("tests/turbo/runners/test_gpu_sampler.py::test_edits_are_the_cpus_to_the_bit[cpu]",),
-    "experts.cu": (f"{HERE}/test_experts.py::test_places_and_sums", f"{HERE}/test_experts.py::test_route"),
+    "elementwise.cu": (
+        f"{HERE}/test_elementwise.py::test_embedding[cpu-1-dtype1]",
+        f"{HERE}/test_elementwise.py::test_gated_activation[cpu-silu-1-dtype1]",
+        f"{HERE}/test_elementwise.py::test_angles_of_far_positions[cpu]",
+    ),
+    "experts.cu": (
+        f"{HERE}/test_experts.py::test_places_and_sums[cpu-37-2-41]",
+        f"{HERE}/test_experts.py::test_places_and_sums[cpu-70-8-130]",
+        f"{HERE}/test_experts.py::test_route[cpu-1-all]",
+        f"{HERE}/test_experts.py::test_equal_and_missing_scores_choose_the_lower_numbers[cpu-nan]",
+    ),
     "gemv.cu": (f"{HERE}/test_library.py::test_few_tokens_stream_dense_weights[cpu-half0-7-520-40]",),
-    "low_rank.cu": (f"{HERE}/test_low_rank.py",),
-    "norm.cu": (f"{HERE}/test_elementwise.py::test_rms_norm",),
+    "low_rank.cu": (
+        f"{HERE}/test_low_rank.py::test_rows_by_adapter[cpu-9]",
+        f"{HERE}/test_low_rank.py::test_rows_by_adapter[cpu-130]",
+        f"{HERE}/test_low_rank.py::test_add_low_rank[cpu-64-columns0-given0-result0-half0]",
+        f"{HERE}/test_low_rank.py::test_gated_panels[cpu-8-300-given0-result0-silu]",
+    ),
+    "norm.cu": (
+        f"{HERE}/test_elementwise.py::test_rms_norm[cpu-given0-result0-7]",
+        f"{HERE}/test_overlap.py::test_products_read_weights_before_they_wait[5-plan1]",
+    ),
+    "ranks.cu": (
+        f"{HERE}/test_ranks.py::test_sums_are_the_same_bits_on_all_ranks[cpu-2-False]",
+        f"{HERE}/test_ranks.py::test_parts_of_rows_come_to_rank_0[cpu-2]",
+    ),
+    "read_rows.cu": (f"{HERE}/test_latent.py::test_rows_are_read[cpu-int8-torch.bfloat16]",),
     "round_groups.cu": (f"{HERE}/test_int8_rows.py::test_formats[cpu-11-plan0-int4]",),
     "sampling.cu": (
-        f"{HERE}/test_sampling.py::test_greedy",
-        f"{HERE}/test_sampling.py::test_draws_what_the_reference_draws",
+        f"{HERE}/test_sampling.py::test_greedy[cpu-argmax-700]",
+        f"{HERE}/test_sampling.py::test_draws_what_the_reference_draws[cpu-40-400]",
+        f"{HERE}/test_sampling.py::test_draws_what_the_reference_draws[cpu-523-200]",
+        f"{HERE}/test_sampling.py::test_nucleus_sums_are_exact[cpu-0]",
     ),
-    "selective_scan.cu": (f"{HERE}/test_selective_scan.py",),
+    "selective_scan.cu": (
+        f"{HERE}/test_selective_scan.py::test_sequences_in_all_states[cpu-2x37x8x1x2-torch.float32]",
+    ),
+    "short_conv.cu": (f"{HERE}/test_short_conv.py::test_sequences_in_all_states[cpu-7x1-torch.float32]",),
+    "tokens.cu": (f"{HERE}/test_tokens.py::test_known_tokens[cpu-257]",),
     "turn.cu": (f"{HERE}/test_balanced.py::test_splits[cpu-new tokens-2]",),
 }
 # By kind: what is replaced, and by what. Within a line, or in an asm statement.
@@ -195,19 +234,23 @@ def sampled(found: list[Mutant], count: int) -> list[Mutant]:
 
 def run(mutant: Mutant | None, options: tuple[str, ...], tests: Iterable[str]) -> str:
     """What the tests say about a mutant: "" if all pass. In a process of its own."""
+    return _of_child(lambda: _in_child(mutant, options, tests)[-400:])
+
+
+def _of_child(work: Callable[[], str]) -> str:
+    """What `work` returns in a process of its own, or the signal that ended it."""
     reader, writer = os.pipe()
     child = os.fork()
     if not child:
         os.close(reader)
-        os.write(writer, _in_child(mutant, options, tests)[-400:].encode())
+        with open(writer, "w") as pipe:
+            pipe.write(work())
         os._exit(0)
     os.close(writer)
-    said = b"".join(iter(lambda: os.read(reader, 4096), b""))
-    os.close(reader)
+    with open(reader) as pipe:
+        said = pipe.read()
     status = os.waitpid(child, 0)[1]
-    if os.WIFSIGNALED(status):
-        return f"signal {signal.Signals(os.WTERMSIG(status)).name}"
-    return said.decode()
+    return f"signal {signal.Signals(os.WTERMSIG(status)).name}" if os.WIFSIGNALED(status) else said
 
 
 def _in_child(mutant: Mutant | None, options: tuple[str, ...], tests: Iterable[str]) -> str:
@@ -250,24 +293,50 @@ def table(rows: Iterable[dict[str, str]]) -> str:
     return "\n".join(lines)
 
 
+class Coverage:
+    """Which lines of kernels each test executes, and its seconds. A test is run when that is asked for, and what it
+    executes is kept in `path`, by the kernels' sources."""
+
+    def __init__(self, path: Path) -> None:
+        texts = [each.read_text() for each in sorted(source.FOLDER.iterdir())]
+        self._path, self._key = path, hashlib.sha256("\0".join(texts).encode()).hexdigest()
+        kept = json.loads(path.read_text()) if path.exists() else {}
+        self._of: dict[str, tuple[float, list[Place]]] = kept.get(self._key, {})
+
+    def tests(self, mutant: Mutant) -> list[str]:
+        """Of its file's tests those that execute its line, the shortest first. If none does, as where a line leaves no
+        instruction, all."""
+        mine = sorted(TESTS[mutant.file], key=lambda test: self._executed(test)[0])
+        return [test for test in mine if [mutant.file, mutant.line] in self._executed(test)[1]] or mine
+
+    def _executed(self, test: str) -> tuple[float, list[Place]]:
+        """Raises SystemExit if the test fails without a mutant."""
+        if test not in self._of:
+            begin = time.monotonic()
+            says, lines = json.loads(_of_child(lambda: _collected(test)))
+            if says:
+                raise SystemExit(f"{test} fails: {says}")
+            self._of[test] = time.monotonic() - begin, lines
+            self._path.write_text(json.dumps({self._key: self._of}))
+        return self._of[test]
+
+
+def _collected(test: str) -> str:
+    PtxBackend.covered = set()
+    says = _in_child(None, BACKENDS["ptx"], [test])
+    return json.dumps([says[-400:], sorted(PtxBackend.covered)])
+
+
 def _import_tests() -> None:
     """Once, not in every process."""
     for file in sorted({test.partition("::")[0] for tests in TESTS.values() for test in tests}):
         importlib.import_module(file.removesuffix(".py").replace("/", "."))
 
 
-def check() -> None:
-    """Raises SystemExit if a test fails without a mutant."""
-    for (file, tests), (name, options) in itertools.product(TESTS.items(), BACKENDS.items()):
-        if said := run(None, options, tests):
-            raise SystemExit(f"{name}: the tests of {file} fail: {said}")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sample", type=int, default=0, help="so many; 0: all")
     parser.add_argument("--out", type=Path, default=Path("build/mutants.jsonl"))
-    parser.add_argument("--baseline", action="store_true", help="first run the tests on what is right")
     parser.add_argument("--minutes", type=float, default=1e9, help="begin no mutant after so long")
     given = parser.parse_args()
     end = time.monotonic() + 60 * given.minutes
@@ -276,17 +345,17 @@ def main() -> None:
     os.environ["LMKIT_CACHE_DIR"] = cache.name
     found = mutants()
     chosen = sampled(found, given.sample) if given.sample else found
-    if given.baseline:
-        check()
     given.out.parent.mkdir(parents=True, exist_ok=True)
+    coverage = Coverage(given.out.with_suffix(".coverage.json"))
     rows = [json.loads(line) for line in given.out.read_text().splitlines()] if given.out.exists() else []
     done = {row["name"] for row in rows}
     with given.out.open("a") as out:
         for mutant in (each for each in chosen if each.name not in done):
             if time.monotonic() > end:
                 break
+            tests = coverage.tests(mutant)
             says = {
-                name: run(mutant, options, TESTS[mutant.file]) if name == "ptx" or is_read_by_gxx(mutant) else ""
+                name: run(mutant, options, tests) if name == "ptx" or is_read_by_gxx(mutant) else ""
                 for name, options in BACKENDS.items()
             }
             rows.append({"name": mutant.name, "kind": mutant.kind, **says})
