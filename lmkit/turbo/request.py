@@ -247,14 +247,16 @@ class SelfTest(msgspec.Struct, frozen=True, kw_only=True):
     checks: int = 0  # calls of kernels that were compared with torch
     problem: str = ""  # why there is no result
     is_broken: bool = False  # it is that nothing computes the model right
+    untested: tuple[str, ...] = ()  # what there was no time for
 
     @property
     def text(self) -> str:
         """The result in one line."""
         if self.problem:
             return f"no result: {self.problem}"
-        off = "; ".join(f"{name} is turned off: {reason}" for name, reason in self.off.items())
-        return off or f"{self.checks} calls of kernels are right ({self.seconds:.0f} s)"
+        parts = [f"{name} is turned off: {reason}" for name, reason in self.off.items()]
+        parts = parts or [f"{self.checks} calls of kernels are right ({self.seconds:.0f} s)"]
+        return "; ".join([*parts, *([f"no time for {', '.join(self.untested)}"] if self.untested else ())])
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):

@@ -4,7 +4,8 @@
            <-- lines ---  at gemm.cu | off gemm_wide.cu: errors of ... | done
 
 A process that ends or hangs has said at which kernel it was. It is started again without that kernel, until one says
-that all is right. The engine then goes on without the same kernels. The result is kept in the cache folder.
+that all is right. The engine then goes on without the same kernels. The result is kept in the cache folder. What there
+was no time for is tested at the next start, which finds kernels compiled.
 """
 
 from __future__ import annotations
@@ -37,17 +38,19 @@ if TYPE_CHECKING:
 
 log = get_logger(__name__)
 
+SECONDS: float | None = 20.0  # after which no test begins, unless all are required; None: no end
 HANG_SECONDS = 120.0  # of one kernel, with its compilation
 LAST = "the end"  # a process that is past all kernels
 SOURCES = "kernels/cuda/*.py", "kernels/cuda/csrc/*", "turbo/engine/self_test*.py"
 
 
 class Query(msgspec.Struct, frozen=True):
-    """What to test, and what to leave out, with the reasons."""
+    """What to test within how many seconds, and what to leave out, with the reasons."""
 
     model_path: str
     config: EngineConfig
     off: dict[str, str]
+    seconds: float | None = None
 
 
 class At(msgspec.Struct, frozen=True, tag=True):
@@ -64,6 +67,7 @@ class Off(msgspec.Struct, frozen=True, tag=True):
 
 class Done(msgspec.Struct, frozen=True, tag=True):
     checks: int
+    untested: tuple[str, ...] = ()
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
@@ -86,9 +90,10 @@ def result(model: ResolvedModel, config: EngineConfig, device: EngineDevice) -> 
         return None
     path = _path(model, config, device)
     found = _read(path)
-    if found is None:
+    if found is None or found.untested:
         log.info("self-test: the kernels of this model are compared with torch, once on this GPU")
-        found = _tested(Query(str(model.reader.path), config, {}), device)
+        seconds = None if config.selftest == "require" else SECONDS
+        found = _tested(Query(str(model.reader.path), config, {}, seconds), device)
         if not found.problem:
             _write(path, found)
     if found.is_broken:
@@ -138,12 +143,13 @@ def _tested(query: Query, device: EngineDevice) -> SelfTest:
     """Start processes until one says that all is right, or that nothing is."""
     start, off, software = time.perf_counter(), dict(query.off), device.software()
     for _ in range(len(FILES)):
-        lines, ended = _run(msgspec.structs.replace(query, off=off), device)
+        left = None if query.seconds is None else query.seconds - (time.perf_counter() - start)
+        lines, ended = _run(msgspec.structs.replace(query, off=off, seconds=left), device)
         off |= {line.name: line.reason for line in lines if isinstance(line, Off)}
         last = lines[-1] if lines else None
         common = SelfTest(on=software, model=query.model_path, off=off, seconds=time.perf_counter() - start)
         if isinstance(last, Done):
-            return msgspec.structs.replace(common, checks=last.checks)
+            return msgspec.structs.replace(common, checks=last.checks, untested=last.untested)
         if isinstance(last, Failed):
             return msgspec.structs.replace(common, problem=last.reason, is_broken=last.broken)
         at = next((line for line in reversed(lines) if isinstance(line, At)), None)

@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 CONTEXT, NEW_TOKENS = 192, 3
 MOST_SEQUENCES, MOST_STEP_TOKENS = 32, 512
 BATCHES = 1, 3, 8
+PRODUCTS = 0.5  # of the time, after which no more products are tested by themselves
 ROUNDS = 64  # of tests, each without one thing more than the one before it
 Outputs = dict[str, list[Any]]
 
@@ -49,6 +51,7 @@ def main(device: CudaDevice | None = None) -> int:
     calm_openmp()
     log.setup("WARNING" if environment().log_level == "INFO" else environment().log_level, process="self-test")
     query = msgspec.json.decode(sys.stdin.buffer.read(), type=Query)
+    time = Time(query.seconds)
     from lmkit.kernels.cuda.switches import turn_off
     from lmkit.turbo.engine.self_test_checks import Wrong
     from lmkit.turbo.runners.cuda_device import CudaDevice
@@ -58,7 +61,7 @@ def main(device: CudaDevice | None = None) -> int:
     try:
         for _ in range(ROUNDS):
             try:
-                say(Done(_test(query, device or CudaDevice())))
+                say(Done(_test(query, device or CudaDevice(), time), tuple(time.lacked)))
                 return 0
             except Wrong as wrong:
                 if wrong.lost:
@@ -69,6 +72,21 @@ def main(device: CudaDevice | None = None) -> int:
     except LMKitError as error:
         say(Failed(str(error), broken=isinstance(error, NothingLeftError)))
         return 2
+
+
+class Time:
+    """The time that tests may take. `lacked`: tests that it did not allow."""
+
+    def __init__(self, seconds: float | None) -> None:
+        self._seconds, self._begin = seconds, monotonic()
+        self.lacked: list[str] = []
+
+    def allows(self, test: str, share: float = 1.0) -> bool:
+        """Whether a test may begin: less than that share of the time has gone."""
+        if self._seconds is None or monotonic() - self._begin < share * self._seconds:
+            return True
+        self.lacked.append(test)
+        return False
 
 
 class NothingLeftError(LMKitError):
@@ -88,8 +106,9 @@ def _leave_out(wrong: Wrong) -> None:
     module.load_anew()
 
 
-def _test(query: Query, device: CudaDevice) -> int:
+def _test(query: Query, device: CudaDevice, time: Time) -> int:
     """Test once. Returns the number of calls that were compared. Raises Wrong."""
+    time.lacked.clear()
     from lmkit.models.resolved import resolved
     from lmkit.turbo.engine.loading import load_options
     from lmkit.turbo.engine.self_test_checks import Checks
@@ -102,14 +121,16 @@ def _test(query: Query, device: CudaDevice) -> int:
             decoder = _decoder(model)
             checks.dtype = decoder.dtype
             for tokens in _buckets(config):
-                _products(decoder, checks, tokens, device)
-            with _without("capture"):
-                _outputs(decoder, config, model.storages, device)
+                if time.allows(f"products of {tokens} tokens", PRODUCTS):
+                    _products(decoder, checks, tokens, device)
+            if time.allows("each call of steps"):
+                with _without("capture"):
+                    _outputs(decoder, config, model.storages, device)
         except LMKitError as error:
             raise checks.wrong or error from error
         finally:
             checks.restore()
-        _whole_steps(decoder, config, model.storages, device)
+        _whole_steps(decoder, config, model.storages, device, time)
         return checks.count
 
 
@@ -229,7 +250,9 @@ def _request(engine: Any, name: str, length: int) -> Request:
     return Request(request_id=name, prompt_ids=ids, params=params, pooling=None if info.has_head else "mean")
 
 
-def _whole_steps(decoder: Decoder, config: EngineConfig, storages: list[KVStorage], device: CudaDevice) -> None:
+def _whole_steps(
+    decoder: Decoder, config: EngineConfig, storages: list[KVStorage], device: CudaDevice, time: Time
+) -> None:
     """Compare engines that differ in one part, which is right if both give the same. All of them pad their steps to the
     same sizes, so that their numbers are the same, bit for bit. Raises Wrong."""
     from lmkit.kernels.cuda import module
@@ -247,11 +270,13 @@ def _whole_steps(decoder: Decoder, config: EngineConfig, storages: list[KVStorag
                 # A kernel's fault may have ended this process's use of the GPU: what follows would be blamed for it.
                 raise Wrong([tested], str(error), lost=True) if tested else error from None
 
-    if samples := off("sampling.cu", "edit_logits.cu") is None:
+    if samples := off("sampling.cu", "edit_logits.cu") is None and time.allows("sampling"):
         by_host = outputs("", "overlap", "sampling.cu")
         sampled = outputs("sampling.cu", "overlap", "argmax")
         if not _agree(by_host, sampled):
             raise Wrong(["sampling.cu"], "sampled tokens are not the host's")
+    if not time.allows("captured steps, and programmatic launch"):
+        return
     chooses = samples and switches().argmax
     want = outputs("argmax" if chooses else "", "overlap")
     if chooses and not _agree(want, sampled):

@@ -6,12 +6,14 @@ import random
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from lmkit.errors import LMKitError, UnsupportedError
 from lmkit.kernels.cuda.switches import turned_off
 from lmkit.turbo.engine import self_test
 from lmkit.turbo.engine.engine import Engine
+from lmkit.turbo.engine.self_test_process import Time
 from lmkit.turbo.request import SelfTest
 from tests.emulator import EmulatedBackend, faults
 from tests.emulator.faults import FaultyDevice
@@ -48,6 +50,7 @@ class OfTests(FaultyDevice):
 @pytest.fixture(autouse=True)
 def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(self_test, "folder", lambda: tmp_path)
+    monkeypatch.setattr(self_test, "SECONDS", None)  # emulated kernels are slow
     return tmp_path
 
 
@@ -103,6 +106,29 @@ def test_with_require_a_fault_refuses_the_start(
 ) -> None:
     with pytest.raises(UnsupportedError, match=r"^--selftest require: norm.cu is turned off: norm_rows: invalid"):
         started(quantized, gpu, monkeypatch, "norm_rows=refused", selftest="require")
+
+
+def test_what_there_is_no_time_for_is_said_and_tested_at_the_next_start(
+    quantized: Path, gpu: EmulatedBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(self_test, "SECONDS", 0.0)
+    found = result(started(quantized, gpu, monkeypatch, "gemm=wrong"))
+    assert (found.off, found.problem, found.checks) == ({}, "", 0)
+    assert found.untested[-3:] == ("each call of steps", "sampling", "captured steps, and programmatic launch")
+    assert "no time for products of 1 tokens, products of " in found.text
+    complete, given = msgspec.structs.replace(found, untested=()), list[float | None]()
+    monkeypatch.setattr(self_test, "_tested", lambda query, device: given.append(query.seconds) or complete)
+    for mode in ("auto", "auto", "require"):
+        assert result(on_gpu(quantized, OfTests(), **(OPTIONS | {"selftest": mode}))) == complete
+    assert given == [0.0]  # what is complete is not tested again
+
+
+def test_time_ends_before_what_is_tested_last() -> None:
+    time = Time(1000.0)
+    assert time.allows("one", 0.5)
+    assert not time.allows("two", 0.0)
+    assert Time(None).allows("three", 0.0)
+    assert time.lacked == ["two"]
 
 
 @pytest.mark.exhaustive
