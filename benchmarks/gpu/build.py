@@ -6,7 +6,7 @@ import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-from benchmarks.gpu.context import Context
+from benchmarks.gpu.context import Context, Row
 from lmkit.kernels.cuda import variants
 from lmkit.kernels.cuda.module import Kernel
 
@@ -24,6 +24,8 @@ def run(context: Context) -> None:
 
 def _build(context: Context, kernel: Kernel) -> float:
     start = time.perf_counter()
-    with context.attempt(kernel.name, source=kernel.source, defines=kernel.defines):
+    what: Row = {"source": kernel.source, "defines": kernel.defines}
+    with context.attempt(kernel.name, **what):
         kernel.compile(context.device)
+        context.row(kernel.name, **what, seconds=time.perf_counter() - start)
     return time.perf_counter() - start

@@ -64,7 +64,9 @@ def _counts(outcome: Outcome) -> tuple[int, int, int]:
 def _file(context: Context, file: str) -> Outcome:
     """Run one file. A file that cannot be run to its end counts as a failure and gets a row that says why."""
     with context.attempt(file):
-        return _pytest(context, Path(file).stem, [file], [], context.left)
+        found = _pytest(context, Path(file).stem, [file], [], context.left)
+        context.row(file, passed=found.passed, failed=found.failed, skipped=found.skipped)
+        return found
     return Outcome(failed=1)
 
 
