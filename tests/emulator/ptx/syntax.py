@@ -97,7 +97,7 @@ def parse(text: str) -> Text:
         (_line(text, found.start(1)), tuple(int(line) for line in found.groups() if line))
         for found in _PLACE.finditer(text)
     ]
-    text = re.sub(r"^[ \t]*\.loc[^\n]*", "", text, flags=re.MULTILINE)
+    text = re.sub(r"^[ \t]*\.loc\s[^\n]*", "", text, flags=re.MULTILINE)
     if found := re.search(r"\.func\b|\.local [^;]*;\s*\.visible|\.shared (?!.align \d+ .b8 shared_memory)", text):
         raise PtxError(f"line {_line(text, found.start())}: {found[0]!r} is not known")
     entries = {match[1]: _entry(text, match, places) for match in _ENTRY.finditer(text)}
