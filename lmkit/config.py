@@ -509,6 +509,16 @@ class ServerConfig(Listener, frozen=True):
     next_turn: Annotated[
         Switch, Option("Compute ahead, while nothing else is to be done, how a chat's next prompt begins: on, off.")
     ] = "on"
+    # see serve.warm
+    warm: Annotated[
+        str | None,
+        Option(
+            "Known prefixes to compute at the start: a file of JSON lines, or LAST for those used most.",
+            metavar="<FILE|LAST>",
+        ),
+    ] = None
+    warm_tokens: Annotated[PositiveInt, Option("Tokens that --warm computes at most.")] = 1 << 17
+    warm_seconds: Annotated[PositiveFloat, Option("Seconds after which --warm begins no other prefix.")] = 60.0
     # see web.data_folder
     data_dir: Annotated[
         str | None, Option("Keep files, batches and responses of clients here. Default: a temporary folder.")

@@ -45,6 +45,7 @@ from lmkit.serve.responses.background import Background
 from lmkit.serve.serving import Serving
 from lmkit.serve.sessions import Sessions
 from lmkit.serve.text_pool import TextPool
+from lmkit.serve.warm import used_prefixes
 from lmkit.text import Tokenizer
 from lmkit.web.access_log import AccessLog
 from lmkit.web.budget import Budget
@@ -93,6 +94,7 @@ def create_app(models: ModelPool, tokenizers: Sequence[Tokenizer], config: Serve
             Admission(engine.config, partial(getattr, engine, "max_batch_size")),
             hooks,
             NextTurns(engine),
+            used_prefixes(config, engine),
         )
     first = models.models[0].engine.config  # all have the same options of the queue, unless a file says otherwise
     app.state.batches = Batches(

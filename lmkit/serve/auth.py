@@ -8,11 +8,12 @@ from typing import NamedTuple
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from lmkit.config import ServerConfig
 from lmkit.errors import RequestError
 from lmkit.web.access_log import note_error
 from lmkit.web.auth import ApiKey, Headers, Keyring, invalid_api_key, named_client, tenant_of
 from lmkit.web.errors import error_response
-from lmkit.web.key_file import KeyFile, parse_keys
+from lmkit.web.key_file import KeyFile, parse_keys, read_keys
 from lmkit.web.prompt_limit import limit_prompts
 from lmkit.web.rates import Meter, measure
 
@@ -118,6 +119,12 @@ def owner_of(key: ApiKey | None, client: str) -> Owner:
     if key is not None:
         return Owner(tenant_of(key.key), client, key.weight, key.min_priority)
     return Owner("", client)
+
+
+def owners(config: ServerConfig) -> list[Owner]:
+    """Whose requests the server takes: those of each key, or of nobody."""
+    keys = parse_keys(config.api_keys) + (read_keys(config.api_key_file) if config.api_key_file else [])
+    return [owner_of(key, "") for key in keys if key.role not in ("metrics", "node")] or [NOBODY]
 
 
 def owner(request: Request) -> Owner:

@@ -17,6 +17,7 @@ from lmkit.serve.app import create_app
 from lmkit.serve.auth import ApiKeys
 from lmkit.serve.load_log import load_logged
 from lmkit.serve.pool import TAKES_REQUESTS, ModelPool
+from lmkit.serve.warm import Line, read_lines, warmed
 from lmkit.text import Tokenizer
 from lmkit.web.server import HttpServer
 from lmkit.web.tls import Certificate
@@ -32,11 +33,12 @@ def http_server(
     tls: Certificate | None = None,
 ) -> HttpServer:
     """A server for these models, to be given a listening socket."""
+    lines = read_lines(config)
     app = create_app(models, tokenizers, config)
     return HttpServer(
         app,
         on_ready,
-        beside=_beside(app, models, config, tls),
+        beside=_beside(app, models, config, tls, lines),
         flush_seconds=FLUSH_SECONDS,
         tls=tls,
         limit_each=config.max_connections_per_address,
@@ -45,9 +47,9 @@ def http_server(
 
 @asynccontextmanager
 async def _beside(
-    app: FastAPI, models: ModelPool, config: ServerConfig, tls: Certificate | None
+    app: FastAPI, models: ModelPool, config: ServerConfig, tls: Certificate | None, lines: list[Line]
 ) -> AsyncGenerator[None]:
-    """What runs beside the HTTP server: batches, hooks, lines about the load, gRPC, and proxies."""
+    """What runs beside the HTTP server: batches, hooks, lines about the load, known prefixes, gRPC, and proxies."""
     app.state.batches.start()
     async with AsyncExitStack() as stack:
         stack.push_async_callback(models.models[0].serving.hooks.close)
@@ -68,4 +70,5 @@ async def _beside(
             )
             await stack.enter_async_context(rpc)
         await stack.enter_async_context(announced(models, config))
+        await stack.enter_async_context(warmed(models, config, lines))
         yield

@@ -89,7 +89,7 @@ def ahead(
     """
     try:
         said = validate(answer, ChatMessage)
-        ids = beginning(body, said, render, encode)
+        ids = beginning(body, lambda probe: [said, *_follows(said, probe)], render, encode)
     except LMKitError:  # the template wants it otherwise
         return None
     if not 0 < len(ids) < max_model_len:
@@ -112,15 +112,15 @@ def ahead(
 
 def beginning(
     body: ChatCompletionRequest,
-    answer: ChatMessage,
+    follows: Callable[[str], list[ChatMessage]],
     render: Callable[[ChatCompletionRequest], str],
     encode: Callable[[str], list[int]],
 ) -> list[int]:
-    """The tokens with which the next prompt begins, whatever the tools or the user say. Raises LMKitError."""
-    texts = [
-        render(body.model_copy(update={"messages": [*body.messages, answer, *_follows(answer, probe)]}))
-        for probe in PROBES
-    ]
+    """The tokens with which prompts begin whose messages go on like this, whatever the tools or the user say.
+
+    `follows`: further messages with a text of theirs. Raises LMKitError.
+    """
+    texts = [render(body.model_copy(update={"messages": [*body.messages, *follows(probe)]})) for probe in PROBES]
     known = num_common(*texts)
     first, second = (encode(text[: known + _END_CHARS]) for text in texts)
     return first[: num_common(first, second)]

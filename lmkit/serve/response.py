@@ -343,6 +343,13 @@ async def _to_its_end(builder: ResponseBuilder[Any], chunks: AsyncGenerator[str]
     async with aclosing(chunks):
         async for text in chunks:
             yield text
+    _ended(builder)
+
+
+def _ended(builder: ResponseBuilder[Any]) -> None:
+    """An answer is whole."""
+    if (used := builder.server.used) is not None and builder.last is not None:
+        used.note(builder.requests[0], builder.last.num_cached_tokens)
     builder.ended()
 
 
@@ -380,7 +387,7 @@ async def answer(request: Request, builder: ResponseBuilder[Any]) -> Response:
         builder.requests = decoding(builder.requests, part)
     if not builder.body.stream and builder.resumption is None:
         whole = WholeAnswer(await while_connected(request.receive, builder.whole()))
-        builder.ended()
+        _ended(builder)
         return whole
     failed = builder.failed
     if not builder.body.stream:

@@ -28,6 +28,7 @@ from lmkit.serve.parts import CompletionTokensDetails, PromptTokensDetails, Usag
 from lmkit.serve.resume import replayed
 from lmkit.serve.sessions import Sessions
 from lmkit.serve.text_pool import TextPool
+from lmkit.serve.used_prefixes import UsedPrefixes
 from lmkit.text import Tokenizer
 from lmkit.text.chat.style import Style
 from lmkit.turbo.request import EngineInfo, Request, Siblings
@@ -61,6 +62,7 @@ class Serving:
     admission: Admission
     hooks: Hooks
     next_turns: NextTurns
+    used: UsedPrefixes | None = None  # counts the prefixes that requests find, if the next start is to compute them
     created: int = field(default_factory=lambda: int(time.time()))
     edition: str = ""  # another after each reload
     adapter: str = ""  # the name of the adapter that answers; "" = the model itself

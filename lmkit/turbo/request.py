@@ -158,6 +158,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     second_start: int | None = None  # the position at which the second of two texts begins, of a model that tells them
     is_ahead: bool = False  # it is computed while nothing else is to be done, see turbo.scheduling.next_turns
     max_cached: int | None = None  # tokens whose KV may come from a cache at most: of what is computed again
+    is_known: bool = False  # it is_ahead, and was known at the start: next turns come before it
 
 
 class Siblings(msgspec.Struct, frozen=True, array_like=True):

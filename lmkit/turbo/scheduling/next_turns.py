@@ -11,6 +11,7 @@ The bounds are for each tenant first. Nothing of one tenant is found, timed or c
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from functools import partial
 import numpy as np
 
 from lmkit.errors import RequestError
+from lmkit.log import get_logger
 from lmkit.turbo.kv.radix_tree import Namespace
 from lmkit.turbo.request import Request
 from lmkit.turbo.scheduling.allowance import Allowance
@@ -30,6 +32,9 @@ MAX_OF_TENANT, MAX_IN_ALL = 4, 64  # prompts that wait, and as many that were co
 STEP_SECONDS = 0.02  # of a step ahead: a request that arrives meanwhile waits for half of it, on average
 LEAST_TOKENS = 32  # of such a step: fewer cost about as much
 LEAST_GAIN = 8  # tokens that the cache lacks: a request computes fewer beside its own in hardly more time
+
+
+logger = get_logger(__name__)
 
 
 @dataclass
@@ -50,13 +55,15 @@ class NextTurns:
         self._planner, self._make = planner, make
         self._expected = STEP_SECONDS  # that the next step ahead takes at most
         self._running: Sequence | None = None
-        self._prepared = self._used = self._wasted = 0  # tokens
+        self._prepared = self._used = self._wasted = self._num_known = 0  # tokens
+        self._known: deque[Request] = deque()  # of the start, for which there is time until
+        self._known_until = math.inf
         self._waiting: deque[Request] = deque()
         self._records: OrderedDict[str, tuple[Namespace, Prepared]] = OrderedDict()  # by request, the oldest first
 
     def __bool__(self) -> bool:
         """Whether a prompt runs, or one waits and may be computed."""
-        return self._running is not None or (bool(self._waiting or self.audits) and self._may_run)
+        return self._running is not None or (bool(self._waiting or self._known or self.audits) and self._may_run)
 
     @property
     def num_running(self) -> int:
@@ -74,13 +81,17 @@ class NextTurns:
         """Let a prompt wait. If it has a session, what the cache has of it is held at once. Of each tenant, and of all,
         the one that has waited longest leaves if there are too many."""
         request = seq.request
+        if request.is_known:  # the operator's, within a budget
+            self._known.append(request)
+            self._known_until = seq.deadline
+            return
         self._planner.kv.hold(seq, seq.num_tokens, seq.arrived)
         own = [other for other in self._waiting if other.tenant == request.tenant]
         if len(own) >= MAX_OF_TENANT or len(self._waiting) >= MAX_IN_ALL:
             self._waiting.remove(own[0] if len(own) >= MAX_OF_TENANT else self._waiting[0])
         self._waiting.append(request)
 
-    def turn(self) -> int | None:
+    def turn(self, now: float) -> int | None:
         """Before a plan: give way to requests, or run if there are none. Returns the most tokens of a plan ahead."""
         planner = self._planner
         self.allowance.planned()
@@ -92,10 +103,13 @@ class NextTurns:
             planner.take_back(seq)
             seq.status = Status.FINISHED  # what its steps under way give is not wanted
             if not self.audits.runs(seq):
-                self._waiting.appendleft(seq.request)
+                self._row(seq.request).appendleft(seq.request)
             self._end()
-        while self._waiting and not (self._running or num_requests) and self._may_run:
-            self._begin(self._waiting.popleft())
+        if self._known and now > self._known_until:
+            logger.info("warm: the time is over, %d prefixes are left out", len(self._known))
+            self._known.clear()
+        while (row := self._waiting or self._known) and not (self._running or num_requests) and self._may_run:
+            self._begin(row.popleft())
         if self.audits and not (self._running or num_requests) and self._may_run:
             self._audit()
         if self._running is None or num_requests:  # one that loads computes nothing
@@ -116,7 +130,10 @@ class NextTurns:
         if self._may_run:
             self._run(seq)
         else:
-            self._waiting.appendleft(request)
+            self._row(request).appendleft(request)
+
+    def _row(self, request: Request) -> deque[Request]:
+        return self._known if request.is_known else self._waiting
 
     def _run(self, seq: Sequence) -> None:
         self._running = seq
@@ -181,6 +198,9 @@ class NextTurns:
         if self.audits.runs(seq):
             self.audits.computes(seq, count)
             return True
+        if seq.request.is_known:
+            self._num_known += count
+            return True
         namespace = self._planner.kv.namespace(seq)
         self._prepared, end = self._prepared + count, start + count
         known = self._records.get(seq.request_id)
@@ -212,8 +232,10 @@ class NextTurns:
                 return
 
     def stats(self) -> dict[str, int]:
-        """Tokens that were prepared, and those of them that a request has used, or that none can use any more."""
-        return {"prepared": self._prepared, "used": self._used, "wasted": self._wasted}
+        """Tokens that were prepared, and those of them that a request has used, or that none can use any more. Tokens
+        of what was known at the start (warm), and prompts of it that wait."""
+        known = {"warm": self._num_known, "waiting": len(self._known)} if self._known or self._num_known else {}
+        return {"prepared": self._prepared, "used": self._used, "wasted": self._wasted} | known
 
 
 def _common(seq: Sequence, tokens: np.ndarray) -> int:

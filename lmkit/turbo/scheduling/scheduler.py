@@ -163,7 +163,7 @@ class Scheduler:
         self._take_loads()
         if self._next_turns.is_under_way or (self._speculation is not None and self._awaits_tokens(self._speculation)):
             return None
-        step = self._planner.write(now, self._next_turns.turn())
+        step = self._planner.write(now, self._next_turns.turn(now))
         self._next_turns.planned(step)
         kv, chunks, new = self.kv, list(step.chunks.values()), list(step.new.values())
         if not (chunks or kv.loads or kv.saves):

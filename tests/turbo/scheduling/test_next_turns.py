@@ -238,3 +238,38 @@ def test_a_step_that_fails_ends_it() -> None:
     assert made.scheduler.fail(plan, "it broke") == []
     assert not made.scheduler.has_work()
     made.check_idle()
+
+
+def known(name: str, ids: list[int], **fields: Any) -> Request:
+    return ahead(name, ids, is_known=True, **fields)
+
+
+def test_what_is_known_at_the_start_has_no_bound_of_number_and_comes_after_next_turns() -> None:
+    made = engine()
+    for i in range(2 * MAX_OF_TENANT):
+        made.scheduler.add(known(f"k{i}", text(i + 1, 20), timeout=1e9))
+    made.scheduler.add(ahead("n", text(99, 30)))
+    assert made.scheduler.stats().next_turns["waiting"] == 2 * MAX_OF_TENANT
+    first = made.step()
+    assert first is not None
+    assert [chunk.num_tokens for chunk in first.chunks] == [30]
+    made.run_until_idle()
+    stats = made.scheduler.stats().next_turns
+    assert stats == {"prepared": 30, "used": 0, "wasted": 0, "warm": made.runner.num_computed - 30, "waiting": 0}
+    for i in range(2 * MAX_OF_TENANT):
+        made.add(request(f"r{i}", text(i + 1, 30), max_tokens=1))
+        made.add(request(f"o{i}", text(i + 1, 30), max_tokens=1, tenant=f"{i}"))
+        made.run()
+        assert (cached(made, f"r{i}"), cached(made, f"o{i}")) == (20, 0)
+
+
+def test_what_is_known_at_the_start_has_its_time() -> None:
+    now = 0.0
+    made = FakeEngine(engine().scheduler.limits, clock=lambda: now, seconds=lambda plan: 0.01)
+    for i in range(2):
+        made.scheduler.add(known(f"k{i}", text(i + 1, 20), timeout=60.0))
+    made.step()
+    now = 60.1
+    made.run_until_idle()
+    assert made.runner.num_computed == 20
+    assert made.scheduler.stats().next_turns["waiting"] == 0
