@@ -103,9 +103,9 @@ class ChatBuilder(ResponseBuilder[ChatCompletionRequest]):
         return is_chat and server.config.next_turn == "on" and server.engine.config.prefix_cache
 
     def ended(self) -> None:
+        super().ended()
         kept = self.answers[0].kept
         if kept is None or self.last is None or self.last.finish_reason not in ("stop", "length"):
-            super().ended()
             return
         server, body, session = self.server, self.body, self._session
         answer, earlier = kept.message(), [message for message in body.messages if message.role == "assistant"]

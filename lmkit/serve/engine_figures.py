@@ -110,7 +110,8 @@ class EngineFigures(Collector):
             yield self._counter(f"lmkit:next_turn_{what}_tokens", text, stats.next_turns.get(what, 0))
         for what, text in AUDITS.items():
             yield self._counter(f"lmkit:audit_{what}", text, stats.audits.get(what, 0))
-        known = stats.next_turns
+        known, waited = stats.next_turns, "Seconds that requests have waited for steps ahead, at most"
+        yield self._counter("lmkit:ahead_waited_seconds", waited, stats.ahead_waited)
         yield self._counter("lmkit:warm_tokens", "Tokens computed of prefixes known at the start", known.get("warm", 0))
         yield self._gauge("lmkit:warm_waiting", "Prefixes known at the start that wait", known.get("waiting", 0))
         yield self._gauge("lmkit:sessions", "Sessions whose lease has not ended", stats.sessions)

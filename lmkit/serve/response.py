@@ -148,7 +148,7 @@ class ResponseBuilder(ABC, Generic[B]):
 
     def ended(self) -> None:
         """The answer is whole: something may be done for the next one."""
-        self.server.next_turns.look()
+        self.server.ended(self.requests[0], self.last)
 
     def outputs(self) -> AsyncGenerator[tuple[int, RequestOutput]]:
         """The outputs as they come, each with its choice. Raises RequestError."""
@@ -343,13 +343,6 @@ async def _to_its_end(builder: ResponseBuilder[Any], chunks: AsyncGenerator[str]
     async with aclosing(chunks):
         async for text in chunks:
             yield text
-    _ended(builder)
-
-
-def _ended(builder: ResponseBuilder[Any]) -> None:
-    """An answer is whole."""
-    if (used := builder.server.used) is not None and builder.last is not None:
-        used.note(builder.requests[0], builder.last.num_cached_tokens)
     builder.ended()
 
 
@@ -387,7 +380,7 @@ async def answer(request: Request, builder: ResponseBuilder[Any]) -> Response:
         builder.requests = decoding(builder.requests, part)
     if not builder.body.stream and builder.resumption is None:
         whole = WholeAnswer(await while_connected(request.receive, builder.whole()))
-        _ended(builder)
+        builder.ended()
         return whole
     failed = builder.failed
     if not builder.body.stream:

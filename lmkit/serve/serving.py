@@ -77,6 +77,12 @@ class Serving:
             self._aliases[name] = replace(self, model_name=name, adapter=adapter)
         return self._aliases[name]
 
+    def ended(self, request: Request, last: RequestOutput | None) -> None:
+        """An answer is whole."""
+        if self.used is not None and last is not None:
+            self.used.note(request, last.num_cached_tokens)
+        self.next_turns.look()
+
     @cached_property
     def style(self) -> Style:
         """How the model writes reasoning and calls of tools."""

@@ -328,3 +328,4 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     tiers: dict[str, int] = {}  # figures of the KV tiers: bytes, failures ...
     audits: dict[str, int] = {}  # cache hits that were computed again; see turbo.scheduling.audits
     next_turns: dict[str, int] = {}  # tokens of next turns: prepared, and of these used and wasted
+    ahead_waited: float = 0.0  # seconds that requests have waited for steps ahead, at most

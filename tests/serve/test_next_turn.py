@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 from typing import Any
 
@@ -15,6 +16,7 @@ from lmkit.serve.next_turn import NextTurns
 from lmkit.text import ChatTemplate, Tokenizer
 from lmkit.text.dialects import DIALECTS
 from lmkit.turbo.request import TURN, Request, SamplingParams
+from tests.proxy.fakes import Exchange, FakeNode, client, nodes, proxy_for
 from tests.serve import in_process
 from tests.serve.in_process import CHAT_PATH, App, ScriptedEngine
 from tests.text.dialects.answers import with_marks
@@ -24,6 +26,7 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": PARAMETERS}}
 CALLED = 'So.\n</think>\n\nI look.<tool_call>\n{"name": "f", "arguments": {"a":1}}\n</tool_call>'
 SAID = "Done.\n</think>\n\nIt is 1."
 WORDS = "the answer of 42"
+TYPE = "application/json"
 # whether reasoning is written: always, never, or until the user speaks again
 TEMPLATE = (
     "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index %}"
@@ -166,6 +169,48 @@ def test_responses(tokenizer: Tokenizer, stored: bool) -> None:
     engine = Engine(tokenizer)
     converse(engine, "/v1/responses", [lambda _: body | {"input": list(items)}, more, more])
     check(engine, tokenizer)
+
+
+def test_behind_a_proxy_the_node_that_answered_has_the_next_turn(tokenizer: Tokenizer) -> None:
+    """Two agents on two nodes: each goes on where its next turn was prepared."""
+    engines = [Engine(tokenizer), Engine(tokenizer)]
+    bodies: list[dict[str, Any]] = [
+        {"model": "model", "tools": [TOOL], "messages": [{"role": "user", "content": f"{text} " * 200}]}
+        for text in ("Look at all files", "Count the words")
+    ]
+
+    def node(engine: Engine, name: str) -> FakeNode:
+        app = App(engine)
+
+        async def script(exchange: Exchange) -> None:
+            request = exchange.request
+            async with httpx.AsyncClient(transport=httpx.ASGITransport(app.app), base_url="http://localhost") as http:
+                answer = await http.post(request.target, content=request.body, headers={"content-type": TYPE})
+            if (task := app.serving.next_turns._task) is not None:
+                await task
+            await exchange.reply(answer.status_code, answer.json())
+
+        return FakeNode(name, ("model",), script=script)
+
+    async def main() -> None:
+        both = node(engines[0], "a"), node(engines[1], "b")
+        async with nodes(*both), proxy_for(*both) as (_, url), client(url) as http:
+            for turn, body in itertools.product(range(4), bodies):
+                before = [len(engine.requests) for engine in engines]
+                response = await http.post(CHAT_PATH, json=body)
+                assert response.status_code == 200, response.text
+                answer = response.json()["choices"][0]["message"]
+                (here,) = [engine for engine, n in zip(engines, before, strict=True) if len(engine.requests) > n]
+                ids = here.requests[-1].prompt_ids
+                made = [ahead.prompt_ids for ahead in here.prepared]
+                known = [len(begin) for begin in made if begin == ids[: len(begin)]]
+                assert not turn or tokenizer.decode(ids[max(known) :], skip_special_tokens=False).startswith(WORDS)
+                calls = answer.get("tool_calls")
+                own = {"role": "tool", "tool_call_id": calls[0]["id"]} if calls else {"role": "user"}
+                message = {name: answer[name] for name in ("role", "content", "tool_calls") if answer.get(name)}
+                body["messages"] += [message, {"content": WORDS, **own}]
+
+    asyncio.run(main())
 
 
 @pytest.mark.parametrize("fields", [{"n": 2}, {"add_generation_prompt": False}, {"truncate_prompt_tokens": 50}])

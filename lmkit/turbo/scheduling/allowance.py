@@ -20,6 +20,7 @@ class Allowance:
     """Seconds. Calls come in this order: a step `ran`, requests `arrive`, the next step is `planned`."""
 
     def __init__(self) -> None:
+        self.waited = 0.0  # by all requests, at most
         self._left = FIRST
         self._ran = 0.0  # by steps since the last plan
 
@@ -34,6 +35,7 @@ class Allowance:
     def arrives(self) -> None:
         """A request has arrived. If a step ran meanwhile, it has waited for it."""
         self._left -= self._ran
+        self.waited += self._ran
 
     def planned(self) -> None:
         """The next step is planned. Whoever arrives from now on has not waited for those before it."""

@@ -381,6 +381,7 @@ class Scheduler:
             decisions=dict(self._decision_stats.decisions),
             tiers=kv.tier_stats(),
             next_turns=self._next_turns.stats(),
+            ahead_waited=self._next_turns.allowance.waited,
             audits=self._next_turns.audits.stats(),
             **(drafts.stats() if drafts else {}),
         )
