@@ -21,7 +21,8 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -66,21 +67,28 @@ async def window(send: Send, seed: int, rate: float) -> float:
     return statistics.fmean(await asyncio.gather(*(chat(*arrival) for arrival in arrivals)))
 
 
+@asynccontextmanager
+async def served(model: str, **options: Any) -> AsyncGenerator[tuple[httpx.AsyncClient, ModelPool]]:
+    """A server of one model in this process, without a socket; its engine has a process. `options`: the engine's."""
+    engine = AsyncEngine(resolve_model_path(model), EngineConfig(**options))
+    pool = ModelPool([PooledModel("m", engine)])
+    await engine.start()
+    try:
+        app = create_app(pool, [load_tokenizer(engine)], ServerConfig())
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=600) as client:
+            yield client, pool
+    finally:
+        await engine.shutdown()
+
+
 async def measure(model: str, load: float, seconds: float) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         template = Path(folder) / "template.jinja"
         template.write_text(TEMPLATE)
-        config = EngineConfig(chat_template=str(template), max_model_len=1024, max_batch_size=16)
-        engine = AsyncEngine(resolve_model_path(model), config)
-        pool = ModelPool([PooledModel("m", engine)])
-        await engine.start()
-        try:
-            app = create_app(pool, [load_tokenizer(engine)], ServerConfig())
-            transport = httpx.ASGITransport(app)
-            async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=600) as client:
-                return await _pairs(client, pool, load, seconds)
-        finally:
-            await engine.shutdown()
+        options: dict[str, Any] = {"chat_template": str(template), "max_model_len": 1024, "max_batch_size": 16}
+        async with served(model, **options) as (client, pool):
+            return await _pairs(client, pool, load, seconds)
 
 
 async def _pairs(client: httpx.AsyncClient, pool: ModelPool, load: float, seconds: float) -> dict[str, Any]:

@@ -13,7 +13,7 @@ and under load, where requests meet such steps, they soon become rare.
 from __future__ import annotations
 
 SHARE = 0.01
-FIRST, MOST = 0.1, 1.0  # seconds at the start, and saved up at most
+FIRST, MOST = 0.25, 1.0  # seconds at the start, and saved up at most
 
 
 class Allowance:
