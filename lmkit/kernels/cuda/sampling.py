@@ -29,15 +29,16 @@ WORDS = SLOT.itemsize // 8
 _THREADS = 512
 _SHARED = 2 * 4 * 2048 + 8 * _THREADS + 8 * (_THREADS // 32) + 16
 _EDIT_THREADS, _EDIT_CHUNK = 256, 2048
-_MAX_PARTS, _PART_TOKENS = 16, 4096  # of an argmax
+_MAX_PARTS, _PART_TOKENS = 16, 4096  # of a row
+_PROGRESS_WORDS = 5152  # struct Progress of csrc/sampling.cu
 
-_SAMPLE, _ARGMAX, _SCORE = (Kernel("sampling.cu", name) for name in ("sample", "argmax", "score"))
+_PEAKS, _SAMPLE, _ARGMAX, _SCORE = (Kernel("sampling.cu", name) for name in ("peaks", "sample", "argmax", "score"))
 _EDIT = Kernel("edit_logits.cu", "edit_logits")
 
 
 def compile_kernels(device: str) -> None:
     """Compile the kernels and allocate their counters now, not in a step that is captured."""
-    for kernel in (_SAMPLE, _ARGMAX, _SCORE, _EDIT):
+    for kernel in (_PEAKS, _SAMPLE, _ARGMAX, _SCORE, _EDIT):
         kernel.compile(device)
     module.counters(device)
 
@@ -46,21 +47,40 @@ def argmax(logits: Tensor, table: Tensor, slots: Tensor, last_token: Tensor | No
     """tokens int64 [R] = the greatest of each row of logits float32 [R, V]. Of equal logits the lowest id is taken. The
     token is -2 if the greatest logit is not finite. Each row's slot (int32 [R]) counts the token, and last_token (int64
     [slots]) stores it; without `last_token` neither happens. A row with a negative slot pads the batch and gets no
-    token. Can be captured in a graph.
+    token, nor does a row with a temperature. Can be captured in a graph.
     """
     num_rows, vocab = logits.shape
-    wanted = 2 * module.backend(logits.device.type).num_sms() // max(num_rows, 1)
-    parts = max(1, min(wanted, _MAX_PARTS, vocab // _PART_TOKENS))
+    parts = _parts(logits, num_rows)
     partial = torch.empty(num_rows * parts, dtype=torch.int64, device=logits.device)
     counters = module.counters(logits.device.type)
     args = [logits, np.int64(logits.stride(0)), vocab, table, slots, partial, counters, last_token, tokens]
     _ARGMAX((parts, num_rows), _THREADS, args, shared=_SHARED)
 
 
-def sample(logits: Tensor, table: Tensor, slots: Tensor, last_token: Tensor, tokens: Tensor) -> None:
-    """As argmax, but some of the rows have a temperature."""
-    args = [logits, np.int64(logits.stride(0)), logits.shape[1], None, table, slots, None, last_token, tokens]
-    _SAMPLE(len(logits), _THREADS, args, shared=_SHARED)
+def _parts(logits: Tensor, num_rows: int) -> int:
+    """How many blocks a row has."""
+    wanted = 2 * module.backend(logits.device.type).num_sms() // max(num_rows, 1)
+    return max(1, min(wanted, _MAX_PARTS, logits.shape[1] // _PART_TOKENS))
+
+
+def sample(
+    logits: Tensor, table: Tensor, slots: Tensor, last_token: Tensor, tokens: Tensor, *, drawn_only: bool = False
+) -> None:
+    """As argmax, and for rows with a temperature, too; `drawn_only`: for no others. Can be captured in a graph."""
+    _sample(logits, None, table, slots, None, last_token, tokens, drawn_only=drawn_only)
+
+
+def _sample(
+    logits: Tensor, rows: Tensor | None, table: Tensor, slots: Tensor | None, share: Tensor | None,
+    last_token: Tensor | None, tokens: Tensor, *, drawn_only: bool = False,
+) -> None:  # fmt: skip
+    """The kernels' arguments: tokens of `rows` of logits, by their slots or, without these, by the table's rows."""
+    num_rows, device = len(tokens), logits.device
+    progress = torch.empty(num_rows, _PROGRESS_WORDS, dtype=torch.int64, device=device)
+    grid = _parts(logits, num_rows), num_rows
+    args = [logits, np.int64(logits.stride(0)), logits.shape[1], rows, table, slots, drawn_only, progress]
+    _PEAKS(grid, _THREADS, args, shared=_SHARED)
+    _SAMPLE(grid, _THREADS, [*args, module.counters(device.type), share, last_token, tokens], shared=_SHARED)
 
 
 def edit_logits(logits: Tensor, rows: Tensor, slots: Tensor, table: Tensor) -> None:
@@ -93,9 +113,5 @@ def draw(
         offset = SLOT.fields[name][1] // 8  # type: ignore[index]
         table[:, offset] = values.view(torch.int64)
     tokens = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
-    args = [
-        logits, np.int64(logits.stride(0)), logits.shape[1], rows.contiguous(), table, None, share.contiguous(), None,
-        tokens,
-    ]  # fmt: skip
-    _SAMPLE(len(rows), _THREADS, args, shared=_SHARED)
+    _sample(logits, rows.contiguous(), table, None, share.contiguous(), None, tokens)
     return tokens

@@ -175,8 +175,8 @@ class CudaRunner(PlanRunner):
         max_tokens = max(self.batch.max_step_tokens, num_slots)
         self._staged = StagedInputs(device, max_tokens, num_slots, width, num_groups, has_states=self.batch.has_states)
         self._known_tokens = ops.known_tokens.select(device.name)
-        argmax = self._sampler.argmax if isinstance(self._sampler, GpuSampler) and switches().argmax else None
-        self.captured = CapturedSteps(device, self._forward, self._staged, width, argmax)
+        chooser = self._sampler if isinstance(self._sampler, GpuSampler) and switches().argmax else None
+        self.captured = CapturedSteps(device, self._forward, self._staged, width, chooser)
         self._plain_heads = found = plain_heads(self.decoder, self.kv)
         self._plain_gain = table(device.tensors).latent_gains.get(latent_key(found), 1.0) if found else 1.0
 
@@ -319,16 +319,21 @@ class CudaRunner(PlanRunner):
     def _replay(self, size: Size, chunks: list[Chunk], inputs: BatchInputs) -> Computed:
         slots = [chunk.slot for chunk in chunks for _ in range(chunk.num_sampled)]  # of the logit rows
         sampler = self._sampler
-        greedy = isinstance(sampler, GpuSampler) and self.captured.chooses and sampler.is_greedy(slots)
+        chosen = draws = False
+        if isinstance(sampler, GpuSampler) and self.captured.chooses:
+            draws = not (greedy := sampler.is_greedy(slots)) and not size.drafted and sampler.is_drawn(slots)
+            chosen = greedy or draws
         self._staged.copy(
             inputs,
             size,
             width=self.captured.width,
             keeps_tables=self.batch.keeps_tables,
-            greedy=slots if greedy else (),
+            chosen=slots if chosen else (),
         )
         logits, tokens = self.captured.replay(size)
-        drawn = sampler.chosen(tokens[: len(slots)]) if greedy and isinstance(sampler, GpuSampler) else None
+        if draws:
+            self.captured.draw(size)
+        drawn = sampler.chosen(tokens[: len(slots)]) if chosen and isinstance(sampler, GpuSampler) else None
         return Computed(logits[: len(slots)], [Shown()] * len(chunks), drawn)
 
     def _forward(self, inputs: BatchInputs) -> Tensor:

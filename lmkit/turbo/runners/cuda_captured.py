@@ -2,14 +2,15 @@
 
 Steps are padded to the next size. There are sizes of decode steps, of one token for each sequence, of steps with prompt
 tokens (mixed), and of steps with drafts. All values that differ between steps are in buffers that stay where they are
-(turbo.runners.staging). The logits and the greedy tokens stay in one place too, and the next step overwrites them.
+(turbo.runners.staging). The logits and the chosen tokens stay in one place too, and the next step overwrites them.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from typing import Protocol
+from functools import partial
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -41,10 +42,18 @@ HALVES = torch.float16, torch.bfloat16
 Forward = Callable[[BatchInputs], Tensor]
 
 
-class Argmax(Protocol):
-    """See GpuSampler.argmax."""
+class Chooser(Protocol):
+    """Chooses tokens of logits: see GpuSampler."""
 
-    def __call__(self, logits: Tensor, slots: Tensor, tokens: Tensor, *, counts: bool) -> None: ...
+    def argmax(self, logits: Tensor, slots: Tensor, tokens: Tensor, *, counts: bool) -> None: ...
+    def draw(self, logits: Tensor, slots: Tensor, tokens: Tensor) -> None: ...
+
+
+class Replays(NamedTuple):
+    """The parts of a captured step."""
+
+    step: Callable[[], None]  # with greedy tokens
+    draws: Callable[[], None] | None  # the tokens of rows with a temperature
 
 
 def obstacle(decoder: Decoder, kv: list[KVLayer]) -> str | None:
@@ -104,8 +113,8 @@ def linear_kernels(decoder: Decoder, max_tokens: int) -> Iterator[Kernel]:
 
 
 class CapturedSteps:
-    """Steps of a few sizes. `forward` launches a step on the stream and returns its logits. With `argmax` a step also
-    chooses the tokens of the rows that are staged as greedy."""
+    """Steps of a few sizes. `forward` launches a step on the stream and returns its logits. With a `chooser` a step
+    also chooses the tokens of the rows that are staged with their slots."""
 
     def __init__(
         self,
@@ -113,17 +122,17 @@ class CapturedSteps:
         forward: Forward,
         staged: StagedInputs,
         table_width: int,
-        argmax: Argmax | None = None,
+        chooser: Chooser | None = None,
     ) -> None:
         self._device, self._forward, self._staged, self.width = device, forward, staged, table_width
-        self._argmax = argmax
-        self._replays: dict[Size, Callable[[], None]] = {}  # decode steps and others, each ascending
+        self._chooser = chooser
+        self._replays: dict[Size, Replays] = {}  # decode steps and others, each ascending
         self._logits = self._tokens = torch.empty(0)
 
     @property
     def chooses(self) -> bool:
-        """Whether steps choose greedy tokens."""
-        return self._argmax is not None
+        """Whether steps choose tokens."""
+        return self._chooser is not None
 
     def capture(self, sizes: list[Size], vocab_size: int) -> str:
         """Compile and capture every size. The largest comes first, so that the others find room in its memory.
@@ -164,15 +173,21 @@ class CapturedSteps:
         log.info("captured %s steps of %d sizes in %.1f s and %s", name, len(sizes), seconds, gib(taken))
         return f"{name} steps of {len(sizes)} sizes up to {max(sizes).tokens} tokens"
 
-    def _capture(self, size: Size) -> Callable[[], None]:
-        inputs, greedy = self._staged.padding(size, self.width), self._staged.greedy
+    def _capture(self, size: Size) -> Replays:
+        inputs, chosen = self._staged.padding(size, self.width), self._staged.chosen
 
         def launch() -> None:
             if len(logits := self._forward(inputs)):  # rank 0 alone has some
                 self._logits[: size.rows].copy_(logits)
-            if self._argmax is not None:
-                self._argmax(self._logits[: size.rows], greedy, self._tokens, counts=not size.drafted)
+            if self._chooser is not None:
+                self._chooser.argmax(self._logits[: size.rows], chosen, self._tokens, counts=not size.drafted)
 
+        if self._chooser is None or size.drafted:
+            return Replays(self._launched(launch), None)
+        draws = partial(self._chooser.draw, self._logits[: size.rows], chosen, self._tokens[: size.rows])
+        return Replays(self._launched(launch), self._launched(draws))
+
+    def _launched(self, launch: Callable[[], None]) -> Callable[[], None]:
         launch()  # a first launch outside the capture: it compiles, chooses and allocates
         self._device.synchronize()
         return self._device.capture(launch)
@@ -189,8 +204,14 @@ class CapturedSteps:
     def replay(self, size: Size) -> tuple[Tensor, Tensor]:
         """Replay a step with the inputs that were staged last, padded to `size`.
 
-        Returns logits [rows, vocab] and tokens [rows], which mean something for rows that were staged as greedy. The
-        next step overwrites both.
+        Returns logits [rows, vocab] and tokens [rows], which mean something for greedy rows that were staged with
+        slots. The next step overwrites both.
         """
-        self._replays[size]()
+        self._replays[size].step()
         return self._logits[: size.rows], self._tokens[: size.rows]
+
+    def draw(self, size: Size) -> None:
+        """After `replay`: choose the tokens of rows with a temperature, too. Steps with drafts have none."""
+        draws = self._replays[size].draws
+        assert draws is not None
+        draws()

@@ -73,6 +73,7 @@ class GpuSampler:
         self._shown: dict[int, tuple[int, ...]] = {}  # slots -> tokens to report instead of the most likely ones
         self._edits: dict[int, list[Tensor]] = {}  # slots with changed logits -> tensors that their records point at
         self._beyond_argmax: set[int] = set()  # slots that draw, edit or report
+        self._beyond_draws: set[int] = set()  # of these, slots that edit or report
         sampling.compile_kernels(self.table.device.type)
 
     def set(self, slot: int, new: NewSequence) -> None:
@@ -93,7 +94,9 @@ class GpuSampler:
             record["mask"] = self._mask(slot).data_ptr()
         if edits_logits(params):
             self._edits[slot] = self._record_edits(record, new)
-        if slot in self._edits or params.temperature > 0 or params.logprobs is not None:
+        if slot in self._edits or params.logprobs is not None:
+            self._beyond_draws.add(slot)
+        if slot in self._beyond_draws or params.temperature > 0:
             self._beyond_argmax.add(slot)
         self.table[slot].copy_(self._upload(record.reshape(1).view(np.int64)))
 
@@ -103,6 +106,7 @@ class GpuSampler:
         self._guided.pop(slot, None)
         self._shown.pop(slot, None)
         self._beyond_argmax.discard(slot)
+        self._beyond_draws.discard(slot)
 
     def resume(self, num_outputs: dict[int, int]) -> None:
         """See Sampler. A greedy slot needs no number."""
@@ -115,8 +119,18 @@ class GpuSampler:
         """Whether `argmax` chooses the tokens of these slots."""
         return switches().argmax and self._beyond_argmax.isdisjoint(slots)
 
+    def is_drawn(self, slots: Seq[int]) -> bool:
+        """Whether `argmax` and `draw` together choose the tokens of these slots."""
+        return switches().argmax and self._beyond_draws.isdisjoint(slots)
+
+    def draw(self, logits: Tensor, slots: Tensor, tokens: Tensor) -> None:
+        """Launch the part of `sample` for rows with a temperature, of which nothing is edited or reported. See argmax,
+        whose rows are left out."""
+        sampling.sample(logits, self.table, slots, self.last_token, tokens, drawn_only=True)
+
     def argmax(self, logits: Tensor, slots: Tensor, tokens: Tensor, *, counts: bool = True) -> None:
         """Launch the greedy part of `sample`: tokens int64 [R] of slots int32 [R], -1 = padding. It can be captured.
+        Rows with a temperature are left out.
 
         Without `counts` the tokens are not those of the slots yet: a slot has the rows of a draft. Greedy slots need no
         more, because the host knows the tokens of such a step before the next one.
@@ -143,7 +157,7 @@ class GpuSampler:
         return pending
 
     def chosen(self, tokens: Tensor) -> PendingTokens:
-        """What `sample` returns, for greedy slots whose tokens `argmax` has chosen in a captured step."""
+        """What `sample` returns, for slots whose tokens were chosen in a captured step."""
         self._unread = None
         return self.fetch(tokens)
 

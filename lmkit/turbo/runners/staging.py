@@ -1,9 +1,9 @@
 """Staging of a step's inputs for a GPU: they are packed into one piece of pinned memory and moved by one copy.
 
-    token_ids | logit_rows | positions | slots | query_start | logit_start | context_lens | rope_lens | greedy
+    token_ids | logit_rows | positions | slots | query_start | logit_start | context_lens | rope_lens | chosen
     | adapters | logit_adapters | states | tables
 
-Slots and block tables are those of every KV group, one after the other. `greedy` has the batch slot of each logit row
+Slots and block tables are those of every KV group, one after the other. `chosen` has the batch slot of each logit row
 whose token a captured step chooses, else -1. Adapters are those of a step in which a row has one. States are
 those of a model that has some.
 
@@ -66,7 +66,7 @@ def _layout(
         "logit_start": (num_sampled + 1,),
         "context_lens": (num_seqs,),
         "rope_lens": (num_seqs,),
-        "greedy": (num_rows,),
+        "chosen": (num_rows,),
         **({"adapters": (num_tokens,), "logit_adapters": (num_rows,)} if adapted else {}),
         **({"states": (num_seqs, ROW_FIELDS)} if has_states else {}),
         **{f"block_tables.{g}": (num_seqs, width) for g in range(num_groups)},
@@ -90,7 +90,7 @@ class _Piece:
 
 
 class StagedInputs:
-    """Copies the persistent batch's inputs to the device. `max_seqs` includes sequences that pad a step. `greedy` is
+    """Copies the persistent batch's inputs to the device. `max_seqs` includes sequences that pad a step. `chosen` is
     that field of the inputs copied last."""
 
     def __init__(
@@ -121,10 +121,10 @@ class StagedInputs:
         *,
         width: int = 0,
         keeps_tables: bool = False,
-        greedy: Sequence[int] = (),
+        chosen: Sequence[int] = (),
     ) -> BatchInputs:
         """As `copy`. The result is valid up to the next call's place in the stream."""
-        return self._views(self.copy(inputs, pad_to, width=width, keeps_tables=keeps_tables, greedy=greedy))
+        return self._views(self.copy(inputs, pad_to, width=width, keeps_tables=keeps_tables, chosen=chosen))
 
     def copy(
         self,
@@ -133,14 +133,14 @@ class StagedInputs:
         *,
         width: int = 0,
         keeps_tables: bool = False,
-        greedy: Sequence[int] = (),
+        chosen: Sequence[int] = (),
     ) -> list[_Field]:
         """Copy `inputs` from the CPU to the device, where a captured step of that size finds them.
 
         pad_to: the step is padded to that size, and block tables to `width` columns. The added tokens belong to no
         sequence or to one without context, and write nothing.
         keeps_tables: the block tables are the same as in the last call.
-        greedy: the batch slots of the logit rows, if the step chooses their tokens.
+        chosen: the batch slots of the logit rows, if the step chooses their tokens.
         """
         num_seqs, used = inputs.geometries[0].block_tables.shape
         num_tokens, num_rows, num_sampled = len(inputs.token_ids), len(inputs.logit_rows), len(inputs.logit_start) - 1
@@ -157,7 +157,7 @@ class StagedInputs:
         shape = num_seqs, padded, width, adapted
         is_kept = keeps_tables and shape == self._last
         staged = fields[: -self._num_groups] if is_kept else fields
-        tensors = MISSING | inputs.arrays | {"greedy": np.array(greedy, np.int32)}
+        tensors = MISSING | inputs.arrays | {"chosen": np.array(chosen, np.int32)}
         for field in staged:
             view = piece.array[field.start : field.end].view(np.int64 if field.name in LONG else np.int32)
             values, flat = tensors[field.name], view.reshape(field.shape)
@@ -187,7 +187,7 @@ class StagedInputs:
         for name, shape, start, end in fields:
             dtype = torch.int64 if name in LONG else torch.int32
             views[name] = self._memory[start:end].view(dtype).view(shape)
-        self.greedy = views.pop("greedy")
+        self.chosen = views.pop("chosen")
         return BatchInputs.of(views, self._num_groups)
 
     def padding(self, size: Size, width: int) -> BatchInputs:
@@ -217,7 +217,7 @@ def _pad(name: str, flat: np.ndarray, values: np.ndarray, size: Size) -> None:
     step the added sequences have no tokens, and the added logit rows are computed from the first token: one for each
     of these sequences, or none if sequences have drafts."""
     count = len(values)
-    if name.startswith("slots.") or name in ("greedy", "adapters", "logit_adapters", "states"):
+    if name.startswith("slots.") or name in ("chosen", "adapters", "logit_adapters", "states"):
         flat[count:] = -1
     elif (name == "logit_start" and not size.drafted) or (size.is_decode and name in ("logit_rows", "query_start")):
         flat[count:] = np.arange(count, len(flat))

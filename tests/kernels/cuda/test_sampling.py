@@ -183,6 +183,27 @@ def test_greedy(device: str, kernel: object, vocab: int) -> None:
     assert after.tolist() == counts.tolist(), "without the last tokens nothing is counted"
 
 
+def test_greedy_rows_and_drawn_rows_share_a_batch(device: str) -> None:
+    """One kernel has the greedy ones, others those with a temperature: together they give what one launch gives, and
+    none touches the others' rows."""
+    generator = torch.Generator().manual_seed(3)
+    logits, slots = random_logits(24, 9001, generator), torch.arange(24, dtype=torch.int32)
+    logits[4], slots[[2, 3]] = torch.nan, -1
+    fields = {"temperature": np.arange(24) % 3 * 0.5, "seed": np.arange(24, dtype=np.uint64), "top_k": [9, 0, 700] * 8}
+    found = []
+    for apart in (False, True):
+        table, last_token, tokens = state(device, 24, **fields), torch.full((24,), -9), torch.full((24,), -9)
+        last_token, tokens = on(device, last_token, tokens)
+        args = logits.to(device), table, slots.to(device), last_token, tokens
+        if apart:
+            sampling.argmax(*args)
+            assert (tokens.cpu() != -9).tolist() == [i % 3 == 0 and i not in (2, 3) for i in range(24)]
+        sampling.sample(*args, drawn_only=apart)
+        found.append((tokens.tolist(), last_token.tolist(), table.tolist()))
+    assert found[0] == found[1]
+    assert not module.counters(device).any()
+
+
 def test_draws_follow_the_probabilities(device: str) -> None:
     """Chi-square over the numbers of one stream; with 11 degrees of freedom it is below 35 but for once in 4000."""
     logits = torch.tensor([0.3, 2.0, 1.1, -0.4, 1.9, 2.4, -1.5, 0.9, 1.4, 2.1, 0.0, 1.0])

@@ -11,11 +11,11 @@ from lmkit.kernels.cuda import attention
 from lmkit.kernels.cuda.module import Kernel
 
 LIST = """#include "work.cuh"
-extern "C" __global__ void __launch_bounds__(32)
+extern "C" __global__ void __launch_bounds__(128)
     work(const i32* tiles, int sequences, int heads, int places, int cost, i32* items) {
     const Work work = find_work([&](int s) { return tiles[s]; }, sequences, blockIdx.x, gridDim.x, heads, places, cost);
     i32* item = items + 3 * blockIdx.x;
-    if (threadIdx.x == 7) item[0] = work.sequence, item[1] = work.split, item[2] = work.splits;
+    if (threadIdx.x == blockDim.x - 25) item[0] = work.sequence, item[1] = work.split, item[2] = work.splits;
 }
 EXPORT(work)
 """
@@ -28,7 +28,10 @@ def splits_of(tiles: list[int], places: int, folder: Path, device: str) -> list[
     most = attention.num_items(len(tiles), HEADS, places)
     items = torch.full((most, 3), -2, dtype=torch.int32, device=device)
     given = torch.tensor(tiles, dtype=torch.int32, device=device)
-    Kernel(str(path), "work")(most, 32, [given, len(tiles), HEADS, places, COST, items])
+    for threads in (128, 32):
+        alone = items.clone()
+        Kernel(str(path), "work")(most, threads, [given, len(tiles), HEADS, places, COST, items], shared=8 * threads)
+    assert torch.equal(alone, items), "a block's warps share the search"
     found = [item for item in items.tolist() if item[0] >= 0]
     counts = [sum(item[0] == s for item in found) for s in range(len(tiles))]
     assert found == [[s, split, count] for s, count in enumerate(counts) for split in range(count)]

@@ -308,6 +308,7 @@ def test_steps_with_prompt_tokens_are_replayed_too(
         assert bool(mixed) == (names != "mixed=off")
         assert set(mixed) <= set(mixed_sizes(4, 32)) == {Size(16, 4), Size(32, 4)}
         assert len(outside) < len(sizes) or names == "argmax=off"
+        assert names or not outside, "captured steps draw, too"
     assert results[0] == results[1] == results[2]
 
 

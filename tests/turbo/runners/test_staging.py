@@ -100,7 +100,7 @@ def two_sequences() -> tuple[PersistentBatch, StagedInputs]:
     """Prompts of 5 and 9 tokens in the slots 1 and 3."""
     batch = PersistentBatch(num_slots=6, max_model_len=64, block_size=BLOCK, max_step_tokens=40)
     staged = StagedInputs(Deferred(), 40, 8, 16, has_states=True)
-    staged.put(batch.example(30, 1), Size(40, 6), width=16, greedy=[5])  # what lay there before
+    staged.put(batch.example(30, 1), Size(40, 6), width=16, chosen=[5])  # what lay there before
     for slot, length in ((3, 9), (1, 5)):
         entered(batch, slot, length)
     return batch, staged
@@ -110,7 +110,7 @@ def test_a_step_with_prompt_tokens_is_padded_with_tokens_of_no_sequence() -> Non
     batch, staged = two_sequences()
     chunks = [Chunk(1, 4, 1, [[1, 2]], 1), Chunk(3, 0, 6, [[3, 4]], 0)]
     inputs, _ = batch.inputs(chunks)
-    got = staged.put(inputs, Size(16, 4), width=16, greedy=[1])
+    got = staged.put(inputs, Size(16, 4), width=16, chosen=[1])
     same(got, inputs)
     (geometry,) = got.geometries
     assert geometry.query_start.tolist() == [0, 1, 7, 7, 7]
@@ -119,20 +119,20 @@ def test_a_step_with_prompt_tokens_is_padded_with_tokens_of_no_sequence() -> Non
     assert geometry.block_tables.shape == (4, 16)
     assert not geometry.block_tables[:, 2:].any()
     assert (got.logit_rows.tolist(), got.logit_start.tolist()) == ([0] * 4, [0, 1, 2, 3, 4])
-    assert staged.greedy.tolist() == [1, -1, -1, -1]
+    assert staged.chosen.tolist() == [1, -1, -1, -1]
 
 
 def test_a_step_with_drafts_has_logits_of_all_tokens() -> None:
     batch, staged = two_sequences()
     chunks = [Chunk(1, 4, 3, [[1, 2]], 3, draft=[7, 8]), Chunk(3, 8, 1, [[3, 4]], 1)]
     inputs, _ = batch.inputs(chunks)
-    got = staged.put(inputs, Size(8, 4, drafted=True), width=16, greedy=[1, 1, 1, 3])
+    got = staged.put(inputs, Size(8, 4, drafted=True), width=16, chosen=[1, 1, 1, 3])
     same(got, inputs)
     assert got.wants_all
     assert got.geometries[0].query_start.tolist() == got.logit_start.tolist() == [0, 3, 4, 4, 4]
     assert got.geometries[0].slots[4:].tolist() == [-1] * 4
     assert got.logit_rows.tolist() == [0, 1, 2, 3, 0, 0, 0, 0]
-    assert staged.greedy.tolist() == [1, 1, 1, 3, -1, -1, -1, -1]
+    assert staged.chosen.tolist() == [1, 1, 1, 3, -1, -1, -1, -1]
 
 
 def test_memory_that_may_still_be_read_is_waited_for() -> None:

@@ -1,5 +1,7 @@
 // From logits to tokens, without a sort and without the host: argmax, draws (lmkit.kernels.ops.draw) and
-// log-probabilities. A block computes a row.
+// log-probabilities. A draw is two kernels of several blocks a row: `peaks` finds the greatest logit of each chunk of
+// the row, `sample` adds up the weights, and the last block of a row draws. A chunk depends on the vocabulary alone, so
+// that the blocks of a row change nothing.
 //
 // Weights, relative to the most likely token's, are computed in float64 and rounded to integers. The unit is chosen so
 // that the row's weights add up to about 2^61, for any distribution. Integer sums do not depend on the order, so a
@@ -21,6 +23,7 @@
 #include "slot.cuh"
 
 constexpr int THREADS = 512, WARPS = THREADS / 32, BINS = 2048;
+constexpr int MOST_CHUNKS = 16, CHUNK_TOKENS = 4096;
 constexpr u32 FULL = 0xffffffffu, NONE = 0xffffffffu;
 
 struct Shared {
@@ -134,16 +137,22 @@ DEVICE bool is_usable(float top) { return top < infinity() && top > -infinity();
 struct Peak {
     float top;  // not finite: the row is unusable
     int id;
-    u32 floor;  // at least THREADS tokens are ordered this high (0 if there are fewer tokens)
     u64 bound;  // the weights' total is below this / 2^19
+};
+
+// Of a part of a row.
+struct Part {
+    u64 best;   // ranked
+    u64 total;  // of the weights relative to it, about, times 2^19
+    u32 own;    // order of the greatest logit that this thread has seen; 0 = none
 };
 
 // In one pass: the greatest logit, and the approximate sum of all weights relative to it (online softmax).
 // octaves: 1 / (temperature ln 2)
-DEVICE Peak find_peak(Row row, float octaves) {
+DEVICE Part find_part(Row row, int begin, int end, float octaves) {
     float top = -infinity(), weight = 0.0f;
     int id = row.vocab;
-    for_all<4>(row, [&](float x, int at) {
+    for_each<THREADS, 4>(row, begin, end, threadIdx.x, [&](float x, int at) {
         if (!(x < infinity())) x = infinity();
         if (x > top) {
             weight = weight * ex2((top - x) * octaves) + 1.0f;
@@ -152,14 +161,16 @@ DEVICE Peak find_peak(Row row, float octaves) {
             weight += ex2((x - top) * octaves);
         }
     });
-    const u64 best = block_reduce(ranked(top, id), Greatest{});
-    Peak peak{value_of(best), id_of(best)};
-    peak.floor = static_cast<u32>(block_reduce(top > -infinity() ? order(top) : 0, Least{}));
-    if (!is_usable(peak.top)) return peak;
-    const float relative = top > -infinity() ? weight * ex2((top - peak.top) * octaves) : 0.0f;
-    peak.bound = block_reduce(static_cast<u64>(relative * 524288.0f) + 1, Sum{});
-    return peak;
+    Part part{block_reduce(ranked(top, id), Greatest{}), 0, top > -infinity() ? order(top) : 0};
+    const float best = value_of(part.best);
+    if (!is_usable(best)) return part;
+    const float relative = top > -infinity() ? weight * ex2((top - best) * octaves) : 0.0f;
+    part.total = block_reduce(static_cast<u64>(relative * 524288.0f) + 1, Sum{});
+    return part;
 }
+
+// At least THREADS tokens are ordered this high (0 if there are fewer tokens). own: the greatest that a thread has seen.
+DEVICE u32 find_floor(u32 own) { return static_cast<u32>(block_reduce(own, Least{})); }
 
 // ---- weights
 
@@ -203,6 +214,16 @@ struct Segments {
 
 DEVICE int segment_size(int vocab) { return ((vocab + THREADS - 1) / THREADS + 31) & ~31; }
 
+// The sum of each segment is with its thread.
+DEVICE Segments segments(u64 own) {
+    Shared& s = shared();
+    const u64 sums = block_scan(own);
+    __syncthreads();
+    if (threadIdx.x == THREADS - 1) s.before = sums;
+    __syncthreads();
+    return {sums - own, own, s.before};
+}
+
 // value(x, id) is a token's value.
 template <class F>
 DEVICE Segments add_up(Row row, F value) {
@@ -219,11 +240,7 @@ DEVICE Segments add_up(Row row, F value) {
         if (lane_id() == 0) s.segment[segment] = sum;
     }
     __syncthreads();
-    const u64 own = s.segment[threadIdx.x], sums = block_scan(own);
-    __syncthreads();
-    if (threadIdx.x == THREADS - 1) s.before = sums;
-    __syncthreads();
-    return {sums - own, own, s.before};
+    return segments(s.segment[threadIdx.x]);
 }
 
 // The first id at which the values of it and of lower ids add up to more than `target`, which is below their total.
@@ -311,15 +328,16 @@ DEVICE Kept keep_greatest(Row row, Kept kept, u32 floor, u64 need, F value) {
     return {prefix, find_crossing(row, is_equal, add_up(row, is_equal), count - 1)};
 }
 
-DEVICE Kept keep_top_k(Row row, const Peak& peak, i64 count) {
-    const u32 floor = count <= THREADS ? peak.floor : 0;
+// own: as find_floor has it
+DEVICE Kept keep_top_k(Row row, u32 own, i64 count) {
+    const u32 floor = count <= THREADS ? find_floor(own) : 0;
     return keep_greatest(row, {0, row.vocab}, floor, count, [](float) -> u64 { return 1; });
 }
 
-// Weights below (1 - top_p) / vocab of the total are left out: all of them together are less than 1 - top_p.
-DEVICE Kept keep_nucleus(Row row, Kept kept, const Weights& weights, double temperature, double top_p) {
-    const auto value = [&](float x, int id) -> u64 { return kept.has(order(x), id) ? weights(x) : 0; };
-    const double total = static_cast<double>(add_up(row, value).total), least = 0.9 * (1.0 - top_p) * total / row.vocab;
+// Weights below (1 - top_p) / vocab of the total, which is that of `kept`, are left out: all of them together are less
+// than 1 - top_p.
+DEVICE Kept keep_nucleus(Row row, Kept kept, const Weights& weights, double total, double temperature, double top_p) {
+    const double least = 0.9 * (1.0 - top_p) * total / row.vocab;
     const double floor = weights.top + temperature * log(fmin(least / weights.scale, 1.0));
     const double rounding = 1e-6 * (fabs(floor) + fabs(static_cast<double>(weights.top)));
     const u64 need = static_cast<u64>(ceil(top_p * total));
@@ -342,39 +360,123 @@ DEVICE double philox_uniform(u64 seed, u64 index) {
 
 // ---- kernels
 
-DEVICE int draw(Row row, const Peak& peak, const Slot& slot, double share) {
-    const Weights weights = weights_of(peak, slot.temperature);
+// A row on its way to a token, in memory: what blocks hand to others.
+struct Progress {
+    u64 best[MOST_CHUNKS], total[MOST_CHUNKS];  // Part, of each chunk
+    u32 own[MOST_CHUNKS][THREADS];
+    u64 sum[THREADS], tiny[THREADS];  // of each segment: the weights, and how many of them are integers of 0
+};
+static_assert(sizeof(Progress) == 8 * 5152, "as sampling.py allocates it");
+
+DEVICE int num_chunks(int vocab) { return max(1, min(MOST_CHUNKS, vocab / CHUNK_TOKENS)); }
+
+DEVICE Peak peak_of(const Progress& progress, int vocab, float octaves) {
+    const int chunks = num_chunks(vocab);
+    u64 best = 0;
+#pragma unroll 1
+    for (int chunk = 0; chunk < chunks; ++chunk) best = max(best, progress.best[chunk]);
+    Peak peak{value_of(best), id_of(best), 0};
+#pragma unroll 1
+    for (int chunk = 0; chunk < chunks; ++chunk) {
+        const float top = value_of(progress.best[chunk]);
+        if (!is_usable(top)) continue;
+        peak.bound += static_cast<u64>(static_cast<float>(progress.total[chunk]) * ex2((top - peak.top) * octaves)) + 1;
+    }
+    return peak;
+}
+
+DEVICE int draw(Row row, const Peak& peak, const Weights& weights, const Slot& slot, double share,
+                const Progress& progress) {
+    const bool has_segment = threadIdx.x * segment_size(row.vocab) < row.vocab;
+    const u64 own_sum = has_segment ? __ldcg(&progress.sum[threadIdx.x]) : 0;
     Kept kept{0, row.vocab};
-    if (slot.top_k > 0 && slot.top_k < row.vocab) kept = keep_top_k(row, peak, slot.top_k);
-    if (slot.top_p < 1.0) kept = keep_nucleus(row, kept, weights, slot.temperature, slot.top_p);
+    const bool by_rank = slot.top_k > 0 && slot.top_k < row.vocab;
+    if (by_rank) {
+        u32 own = 0;
+#pragma unroll 1
+        for (int chunk = 0; chunk < num_chunks(row.vocab); ++chunk) own = max(own, progress.own[chunk][threadIdx.x]);
+        kept = keep_top_k(row, own, slot.top_k);
+    }
+    if (slot.top_p < 1.0) {
+        const auto value = [&](float x, int id) -> u64 { return kept.has(order(x), id) ? weights(x) : 0; };
+        const u64 total = (by_rank ? add_up(row, value) : segments(own_sum)).total;
+        kept = keep_nucleus(row, kept, weights, static_cast<double>(total), slot.temperature, slot.top_p);
+    }
+    // Weights are below min_p beyond so many octaves, give or take one.
+    const float far = slot.min_p > 0.0 ? static_cast<float>(1.0 - log(slot.min_p) * 1.4426950408889634) : infinity();
     const auto value = [&](float x, int id) -> u64 {
-        if (!kept.has(order(x), id)) return 0;
+        if (!kept.has(order(x), id) || (weights.top - x) * weights.octaves > far) return 0;
         const double weight = weights.relative(x);
         if (weight == 0.0 || weight < slot.min_p) return 0;
         return max(weights.integer(weight), u64(1));  // a share of 0 finds this weight
     };
-    const Segments sums = add_up(row, value);
+    const bool all = !by_rank && slot.top_p >= 1.0 && !(slot.min_p > 0.0);
+    const u64 own_tiny = has_segment ? __ldcg(&progress.tiny[threadIdx.x]) : 0;
+    const Segments sums = all ? segments(own_sum + own_tiny) : add_up(row, value);
     const u64 target = static_cast<u64>(share * static_cast<double>(sums.total));
     return find_crossing(row, value, sums, min(target, sums.total - 1));
 }
 
-// tokens[i] is drawn for row i by table[slots[i]], or by table[i] if slots is null. A negative slot is skipped.
-// Grid: rows. rows: the place of row i in logits, null = i.
+// Of row i, which table[slots[i]] samples, or table[i] if slots is null. A negative slot is skipped, and, if only rows
+// with a temperature are drawn (drawn_only), any other. Grid (blocks of a row, rows). rows: the place of row i in
+// logits, null = i.
+extern "C" __global__ void __launch_bounds__(THREADS, 2)
+    peaks(const float* logits, i64 stride, int vocab, const i64* rows, const Slot* table, const i32* slots,
+          int drawn_only, Progress* all_progress) {
+    begin_kernel();
+    const int i = blockIdx.y, slot = slots ? slots[i] : i;
+    if (slot < 0) return;
+    const double temperature = table[slot].temperature;
+    if (drawn_only && !(temperature > 0)) return;
+    const Row row{logits + (rows ? rows[i] : i) * stride, vocab};
+    const int chunks = num_chunks(vocab), size = (vocab + chunks - 1) / chunks;
+    Progress& progress = all_progress[i];
+    for (int chunk = blockIdx.x; chunk < chunks; chunk += gridDim.x) {
+        const int end = min(vocab, (chunk + 1) * size);
+        const Part part = find_part(row, chunk * size, end, temperature > 0 ? octaves_of(temperature) : 1.0f);
+        progress.own[chunk][threadIdx.x] = part.own;
+        if (threadIdx.x == 0) progress.best[chunk] = part.best, progress.total[chunk] = part.total;
+    }
+}
+EXPORT(peaks)
+
+// tokens[i] of row i, after `peaks`; its grid and arguments. counters: zero, [rows].
 // share: null = from the slot's own stream. last_token: null = the slots are not changed.
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
     sample(const float* logits, i64 stride, int vocab, const i64* rows, Slot* table, const i32* slots,
-           const double* share, i64* last_token, i64* tokens) {
+           int drawn_only, Progress* all_progress, i32* counters, const double* share, i64* last_token, i64* tokens) {
     begin_kernel();
-    const int i = blockIdx.x, slot_id = slots ? slots[i] : i;
-    if (slot_id < 0) return;
-    const Slot slot = table[slot_id];
+    const int i = blockIdx.y, slot_id = slots ? slots[i] : i;
+    if (slot_id < 0 || (drawn_only && !(table[slot_id].temperature > 0))) return;
+    const Slot& slot = table[slot_id];
     const Row row{logits + (rows ? rows[i] : i) * stride, vocab};
-    const Peak peak = find_peak(row, slot.temperature > 0 ? octaves_of(slot.temperature) : 1.0f);
-    i64 token = peak.id;
-    if (!is_usable(peak.top))
-        token = FAILED_TOKEN;
-    else if (slot.temperature > 0)
-        token = draw(row, peak, slot, share ? share[i] : philox_uniform(slot.seed, slot.num_outputs));
+    Progress& progress = all_progress[i];
+    const Peak peak = peak_of(progress, vocab, slot.temperature > 0 ? octaves_of(slot.temperature) : 1.0f);
+    i64 token = is_usable(peak.top) ? peak.id : FAILED_TOKEN;
+    if (slot.temperature > 0 && token >= 0) {
+        const Weights weights = weights_of(peak, slot.temperature);
+        const int size = segment_size(vocab);
+        for (int segment = blockIdx.x * WARPS + warp_id(); segment * size < vocab; segment += gridDim.x * WARPS) {
+            u64 sum = 0, tiny = 0;
+            for_each<32, 1>(row, segment * size, min(vocab, (segment + 1) * size), lane_id(), [&](float x, int) {
+                const double weight = weights.relative(x);
+                const u64 integer = weights.integer(weight);
+                sum += integer, tiny += weight > 0.0 && integer == 0;
+            });
+            sum = warp_reduce(sum, Sum{}), tiny = warp_reduce(tiny, Sum{});
+            if (lane_id() == 0) progress.sum[segment] = sum, progress.tiny[segment] = tiny;
+        }
+        __threadfence();
+        __syncthreads();
+        if (threadIdx.x == 0) shared().count = atomicAdd(&counters[i], 1);
+        __syncthreads();
+        if (shared().count != gridDim.x - 1) return;
+        __threadfence();
+        if (threadIdx.x == 0) counters[i] = 0;
+        token = draw(row, peak, weights, slot, share ? share[i] : philox_uniform(slot.seed, slot.num_outputs), progress);
+    } else if (blockIdx.x > 0) {
+        return;
+    }
     if (threadIdx.x) return;
     tokens[i] = token;
     if (last_token) commit(table, slot_id, token, last_token);
@@ -388,7 +490,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
            i64* last_token, i64* tokens) {
     begin_kernel();
     const int i = blockIdx.y, parts = gridDim.x, slot = slots[i];
-    if (slot < 0) return;
+    if (slot < 0 || table[slot].temperature > 0) return;
     const int size = (vocab + parts - 1) / parts, first = blockIdx.x * size, end = min(vocab, first + size);
     float top = -infinity();
     int id = vocab;
@@ -421,7 +523,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     if (token < 0) return;
     const Row row{logits + (gathered ? blockIdx.x : i) * stride, vocab};
     double* result = out + blockIdx.x * (2 + 2 * max_top);
-    const Peak peak = find_peak(row, octaves_of(1.0));
+    const Part part = find_part(row, 0, vocab, octaves_of(1.0));
+    const Peak peak{value_of(part.best), id_of(part.best), part.total};
     const Weights weights = weights_of(peak, 1.0);
     const double total = static_cast<double>(add_up(row, [&](float x, int) { return weights(x); }).total);
     if (threadIdx.x == 0) {
@@ -430,7 +533,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
         shared().count = 0;
     }
     if (num_top == 0) return;
-    const Kept kept = num_top < vocab ? keep_top_k(row, peak, num_top) : Kept{0, vocab};
+    const Kept kept = num_top < vocab ? keep_top_k(row, part.own, num_top) : Kept{0, vocab};
     __syncthreads();
     for_all<4>(row, [&](float x, int id) {
         if (!kept.has(order(x), id)) return;
