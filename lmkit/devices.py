@@ -29,7 +29,9 @@ class Device:
     activations: str  # what `auto` rounds inputs of quantized linears to; auto: the format of each weight decides
     exact_coded_heads: bool  # inputs of a head in codes keep 16 bits
     shares_head: bool  # embeddings can be the rows of a packed head
-    float4: bool  # kernels take codes of float4 and groups of 16; elsewhere such weights become dense
+    float4: bool  # kernels take codes of float4 in groups of 16; elsewhere such weights become dense
+    exact_float4: bool  # codes of float4 stay in 4 bits whatever inputs are rounded to, and have no zeros
+    planes: bool  # kernels take codes in planes of bits, and any in groups of 16; elsewhere such weights become dense
     panels: bool  # additions of adapters lie in panels, in the order of rows; else rows of one adapter lie together
     plain_heads: bool  # prompts of latent attention may be computed over plain keys and values
     copies: bool  # packed weights may have copies in 16 bits
@@ -40,7 +42,6 @@ class Device:
     # With less free memory, steps have so many tokens and sequences, if no numbers are given: the rest is for KV.
     small_memory: int = 0  # bytes
     small_step: tuple[int, int] = (0, 0)
-    no_images: str = ""  # why it encodes no images
     # Options of the engine that it refuses, and why. `{shared}` is the option that shares the model, as NAME=NUMBER.
     refuses: Mapping[str, str] = field(default_factory=dict)
 
@@ -62,6 +63,8 @@ CPU = Device(
     exact_coded_heads=True,
     shares_head=True,
     float4=True,
+    exact_float4=False,
+    planes=True,
     panels=True,
     plain_heads=False,
     copies=False,
@@ -84,7 +87,9 @@ CUDA = Device(
     activations="auto",
     exact_coded_heads=False,
     shares_head=False,
-    float4=False,
+    float4=True,
+    exact_float4=True,
+    planes=False,
     panels=False,
     plain_heads=True,
     copies=True,
@@ -94,7 +99,6 @@ CUDA = Device(
     small_memory=10 << 30,
     small_step=(1024, 16),
     max_ranks=8,  # kernels/cuda/csrc/ranks.cu has numbers of all of them in registers
-    no_images="images are encoded on a CPU alone so far",
     refuses=MappingProxyType(
         {
             "weights_memory": "weights_memory is for --device cpu; a GPU keeps all weights in its own memory",
@@ -105,7 +109,7 @@ CUDA = Device(
 )
 DEVICES = {device.name: device for device in (CPU, CUDA)}
 # Where torch's own operations compute, for a quantization: `torch:cuda:1`.
-TORCH = replace(CUDA, name="torch", plain_heads=False)
+TORCH = replace(CUDA, name="torch", plain_heads=False, float4=False, exact_float4=False)
 
 
 def named(name: str) -> Device:

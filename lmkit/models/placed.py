@@ -5,13 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lmkit.codes import E2M1
 from lmkit.devices import named
 from lmkit.qtensor import QTensor, QuantScheme, dequantize
 
 
 def placed(weight: Tensor | QTensor, device: str, at: str, dtype: torch.dtype | None) -> Tensor | QTensor:
-    """The weight on the device. GPUs have no kernel for groups of 16, and none for planes: such a weight becomes dense
-    there."""
+    """The weight on the device. GPUs have no kernel for planes, and none for groups of 16 but those of float4: such a
+    weight becomes dense there."""
     if isinstance(weight, QTensor) and becomes_dense(weight.scheme, device):
         dense = dequantize(weight)
         return (dense if dtype is None else dense.to(dtype)).to(at)
@@ -20,4 +21,7 @@ def placed(weight: Tensor | QTensor, device: str, at: str, dtype: torch.dtype | 
 
 def becomes_dense(scheme: QuantScheme, device: str) -> bool:
     """Whether a weight of this scheme is dense on the device."""
-    return not named(device).float4 and (scheme.group_size == 16 or scheme.in_planes)
+    facts = named(device)
+    if scheme.codes.plain == E2M1.plain:
+        return not facts.float4 and scheme.group_size == 16
+    return not facts.planes and (scheme.group_size == 16 or scheme.in_planes)

@@ -360,12 +360,15 @@ class ModelSource:
     def _growth(self, name: str, dense: int, device: str, activations: str) -> int:
         """The bytes that a coded tensor takes in memory for each of its bytes in the file, at most."""
         module, _, suffix = name.rpartition(".")
-        has_float4, is_byte = named(device).float4, self.reader.info(name).dtype == "U8"
-        # Codes of float4 stay in 4 bits, else they take 8. A scale becomes float32, with a zero of 8 or 32 bits.
+        facts, is_byte = named(device), self.reader.info(name).dtype == "U8"
+        has_float4 = facts.float4
+        # Codes of float4 stay in 4 bits, else they take 8. A scale becomes float32, with a zero of 8, 32 or no bits.
         codes, scales = (1, 5) if has_float4 and activations == "int8" else (2, 8 if has_float4 else 5)
+        if facts.exact_float4:
+            codes, scales = 1, 4
         if suffix in ("qweight", "qzeros") and isinstance(self.format, GptqFormat):
             return 2 if stored_bits(self.reader, module) in (2, 3) else 1
-        if suffix in NVFP4_CODES and is_byte:  # of 4 bits; dense ones on a GPU, and of other formats
+        if suffix in NVFP4_CODES and is_byte:  # of 4 bits; of other formats they become dense
             return codes if has_float4 and self._is_nvfp4(module) else 2 * dense
         if suffix == "weight_scale" and self._is_nvfp4(module):
             return scales if has_float4 else 0

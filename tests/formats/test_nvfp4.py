@@ -77,7 +77,8 @@ def test_compressed_tensors(tmp_path: Path) -> None:
     x = torch.randn(3, 64)
     exact = x @ dequantize(weight).T
     assert (kernel(x, kernel.pack(weight), None) - exact).norm() < 0.01 * exact.norm()
-    dense = placed(weight, "cuda", "cpu", torch.float32)
+    assert isinstance(placed(weight, "cuda", "cpu", torch.float32), QTensor)
+    dense = placed(weight, "torch:cuda", "cpu", torch.float32)
     assert isinstance(dense, torch.Tensor)
     assert torch.equal(dense, dequantize(weight))
     with pytest.raises(UnsupportedError, match=r"float32 ones; a compressed-tensors checkpoint can$"):
@@ -164,12 +165,12 @@ def test_other_algorithms_are_refused() -> None:
 
 @pytest.mark.parametrize(
     ("device", "activations", "bits", "group_bytes"),
-    [("cpu", "int8", 4, 5), ("cpu", "exact", 8, 8), ("cuda", "auto", 32, 0)],
+    [("cpu", "int8", 4, 5), ("cpu", "exact", 8, 8), ("cuda", "auto", 4, 4)],
 )
 def test_the_plan_counts_what_is_loaded(
     tmp_path: Path, device: str, activations: str, bits: int, group_bytes: int
 ) -> None:
-    """Dense weights on a GPU, codes of 4 or 8 bits and their groups' scales and zeros on a CPU."""
+    """Codes of 4 or 8 bits and their groups' scales and, on a CPU, zeros."""
     tiny.make(tmp_path, "llama", **SHAPE)
     tensors, weights = load_file(tmp_path / "model.safetensors"), 0
     dense = sum(tensor.nbytes for tensor in tensors.values())

@@ -8,12 +8,16 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from lmkit.codes import E2M1
 from lmkit.kernels.cuda.module import Kernel
 from lmkit.qtensor import QTensor
 
 TILE = 16  # outputs
 STAGE = 128  # inputs
 WARPS = 8  # of a block of dequantize.cu
+E2M1_GROUP = 16  # inputs, the smallest group; other codes have 32 and more
+# Kernels take e2m1 as numbers 2^-14 times as large (gemm.cuh), and plain scales are those of integers.
+E2M1_SCALE = 2.0**14 / E2M1.unit
 
 
 @dataclass(frozen=True)
@@ -30,6 +34,7 @@ class PackedWeight:
     wide: bool  # scales are float32, not float16
     activation: str | None  # not None: a tile is 8 gates and the 8 outputs that they multiply
     rounds: bool = False  # x is rounded to int8 before it is multiplied (int8_rows.py)
+    float4: bool = False  # codes of 4 bits are e2m1
     copy: Tensor | None = None  # W in 16 bits, which the library multiplies with many tokens (turbo/engine/copies.py)
 
     @property
@@ -38,8 +43,9 @@ class PackedWeight:
 
     @property
     def int8(self) -> bool:
-        """Whether products are of integers. Codes of 8 bits minus zeros have 9 bits: x's values are multiplied."""
-        return self.rounds and self.bits == 4
+        """Whether products are of integers. Codes of 8 bits minus zeros have 9 bits: x's values are multiplied. So they
+        are by float4."""
+        return self.rounds and self.bits == 4 and not self.float4
 
     @property
     def width(self) -> int:
@@ -76,7 +82,7 @@ class PackedWeight:
             "FLOAT8": int(self.float8),
             "WIDE": int(self.wide),
             "SCALES": self.scales_per_stage,
-        }
+        } | ({"FLOAT4": 1} if self.float4 else {})
 
     def slice(self, first: int, last: int) -> PackedWeight:
         """Tiles first .. last - 1. Their results begin at first * (results of a tile)."""
@@ -86,10 +92,25 @@ class PackedWeight:
         return replace(self, codes=self.codes[first:last], params=self.params[first:last], out_features=rows)
 
 
-def group_problem(group_size: int) -> str | None:
+def is_float4(values: tuple[int, ...]) -> bool:
+    """Whether codes with these values (codes.Integers) are kept in 4 bits, which kernels take apart in registers."""
+    return values == E2M1.plain.values
+
+
+def group_problem(group_size: int, values: tuple[int, ...] = ()) -> str | None:
     """Why groups of this size cannot be packed, or None."""
     fits = group_size in (-1, 32, 64) or (group_size > 0 and group_size % STAGE == 0)
+    fits = fits or (group_size == E2M1_GROUP and is_float4(values))
     return None if fits else f"group_size {group_size} is not 32, 64, -1 or a multiple of {STAGE}"
+
+
+@cache
+def _float4_codes(device: torch.device) -> Tensor:
+    """uint8 [256]: the e2m1 code of each plain code that occurs."""
+    places = torch.zeros(256, dtype=torch.uint8)
+    for place, value in reversed([*enumerate(E2M1.plain.values)]):
+        places[value] = place
+    return places.to(device)
 
 
 def pack(weight: QTensor, activation: str | None = None, *, rounds: bool = False) -> PackedWeight:
@@ -100,21 +121,25 @@ def pack(weight: QTensor, activation: str | None = None, *, rounds: bool = False
     scheme = weight.scheme
     out_features, in_features = weight.codes.shape
     float8, gated = weight.codes.is_floating_point(), activation is not None
+    float4 = not float8 and is_float4(scheme.codes.values)
     stages = -(-in_features // STAGE)
     codes = weight.codes.view(torch.uint8) if float8 else weight.codes
+    codes = _float4_codes(codes.device)[codes.int()] if float4 else codes
     codes = _tiles(torch.nn.functional.pad(codes, (0, stages * STAGE - in_features)), gated)
-    wide = weight.scales.dtype != torch.float16
-    scales = _by_group(weight.scales.float() if wide else weight.scales, gated)
-    columns = [scales.view(torch.uint8)]
-    if not float8:
+    wide = float4 or weight.scales.dtype != torch.float16
+    own = weight.scales.float() * (E2M1_SCALE if float4 else 1) if wide else weight.scales
+    columns = [_by_group(own, gated).view(torch.uint8)]
+    if not (float8 or float4):
         columns.append(_by_group(weight.zeros, gated))
     params = torch.cat(columns, dim=-1)
     if 0 < scheme.group_size < STAGE:  # all groups of a stage exist
         missing = stages * (STAGE // scheme.group_size) - params.shape[1]
         params = torch.nn.functional.pad(params, (0, 0, 0, missing))
+    bits = 4 if float4 else scheme.bits
+    fragments = _fragments(codes, bits, split=scheme.group_size == E2M1_GROUP)
     return PackedWeight(
-        _fragments(codes, scheme.bits), params.contiguous(), out_features, in_features, scheme.group_size, scheme.bits,
-        float8, wide, activation, rounds,
+        fragments, params.contiguous(), out_features, in_features, scheme.group_size, bits, float8, wide, activation,
+        rounds, float4,
     )  # fmt: skip
 
 
@@ -135,13 +160,16 @@ def _by_group(x: Tensor, gated: bool) -> Tensor:
     return _tiles(x, gated).permute(0, 3, 2, 1).flatten(2).contiguous()
 
 
-def _fragments(codes: Tensor, bits: int) -> Tensor:
-    """[tiles, 2 (r), 8 (g), K] -> [tiles, stages, bytes]; the letters are gemm.cuh's."""
-    split = codes.reshape(*codes.shape[:3], -1, 2, 2, 4, 2, 2, 2)  # tile, r, g, stage, h / 2, h % 2, t, i, e, l
+def _fragments(codes: Tensor, bits: int, *, split: bool) -> Tensor:
+    """[tiles, 2 (r), 8 (g), K] -> [tiles, stages, bytes]; the letters are gemm.cuh's. `split`: groups of 16."""
+    if split:
+        parts = codes.reshape(*codes.shape[:3], -1, 2, 2, 2, 4, 2, 2).transpose(6, 7)
+    else:
+        parts = codes.reshape(*codes.shape[:3], -1, 2, 2, 4, 2, 2, 2)  # tile, r, g, stage, h / 2, h % 2, t, i, e, l
     if bits == 4:
-        split = split[:, 0] | split[:, 1] << 4  # without r
-        return split.permute(0, 2, 3, 1, 5, 4, 6, 8, 7).flatten(2).contiguous()
-    return split.permute(0, 3, 4, 5, 2, 6, 7, 8, 1, 9).flatten(2).contiguous()
+        parts = parts[:, 0] | parts[:, 1] << 4  # without r
+        return parts.permute(0, 2, 3, 1, 5, 4, 6, 8, 7).flatten(2).contiguous()
+    return parts.permute(0, 3, 4, 5, 2, 6, 7, 8, 1, 9).flatten(2).contiguous()
 
 
 @cache

@@ -139,7 +139,8 @@ def problem_with(plan: Plan, problem: Problem, limit: int) -> str | None:
         return "numbers out of range"
     if plan.block_tiles not in (1, 2, 4, 8, 16) or plan.warps > 16:
         return "row blocks are of 1, 2, 4, 8 or 16 tiles, by at most 16 warps"
-    spills = plan.token_tiles * plan.rows > 12 and (problem.scales > 1 or problem.experts > 1)
+    most = 8 if problem.scales == 4 else 12
+    spills = plan.token_tiles * plan.rows > most and (problem.scales > 1 or problem.experts > 1)
     if spills or 32 * plan.warps * registers(plan, problem) > REGISTERS:
         return "too many registers"
     if problem.row_blocks(plan) * problem.token_blocks(plan) * problem.experts > NUM_COUNTERS:

@@ -132,6 +132,7 @@ def can_multiply(tokens: int, packed: PackedWeight) -> bool:
     """Whether the kernel is for so many tokens and this weight. It stores 4 outputs at a time."""
     capability = backend(packed.codes.device.type).capability()
     fits = capability == CAPABILITY and packed.num_results % 4 == 0 and not packed.int8
+    fits = fits and packed.scales_per_stage <= 4  # `arrange` has no order for groups of 16
     return switches().wgmma and off("gemm_wide.cu") is None and fits and tokens >= MIN_TOKENS
 
 

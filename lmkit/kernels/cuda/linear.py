@@ -135,15 +135,16 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype)
 
 
 def _accepts(
-    code_bits: int, /, *, group_size: int = -1, bits: int | None = None, in_features: int = 8, **traits: Any
-) -> str | None:
+    code_bits: int, /, *, group_size: int = -1, bits: int | None = None, in_features: int = 8,
+    values: tuple[int, ...] = (), **traits: Any,
+) -> str | None:  # fmt: skip
     if (reason := elementwise.accepts("dequantize.cu", *(("gemm.cu",) if switches().invariant else ()))) is not None:
         return reason
     if bits not in (None, code_bits):
         return f"{bits} bits"
     if in_features % 8:
         return f"in_features {in_features} is not a multiple of 8"
-    return group_problem(group_size)
+    return group_problem(group_size, values)
 
 
 def _accepts_4(**traits: Any) -> str | None:

@@ -19,6 +19,7 @@ import torch
 
 import lmkit.kernels.cuda
 from lmkit.attention_spec import AttentionSpec, Growth
+from lmkit.codes import E2M1
 from lmkit.kernels import latent_ops, ops, query_ops, recurrent_ops
 from lmkit.kernels.cuda import module, ranks
 from lmkit.kernels.cuda.gpus import Capability
@@ -177,6 +178,8 @@ def _linears(half: torch.dtype) -> None:
         (ops.linear_w4a8, int_scheme(4, -1)),
         (ops.linear_w8a16, int_scheme(8, 128)),
         (ops.linear_w8a8, int_scheme(8, -1, symmetric=True)),
+        (ops.linear_w8a16, QuantScheme(E2M1.plain, 32)),
+        (ops.linear_w8a16, QuantScheme(E2M1.plain, 16)),
         (ops.linear_fp8, float8_scheme()),
         (ops.linear_fp8_a8, float8_scheme()),
     ):
@@ -252,8 +255,8 @@ def _selective_scan(half: torch.dtype) -> None:
 
 
 def _linear(op: Op, scheme: QuantScheme, half: torch.dtype, n: int, k: int, tokens: int) -> None:
-    traits = {"out_features": n, "in_features": k, "group_size": scheme.group_size, "bits": scheme.bits}
-    impl = _ours(op, **traits)
+    kind = {"group_size": scheme.group_size, "bits": scheme.bits, "values": scheme.codes.values}
+    impl = _ours(op, out_features=n, in_features=k, **kind)
     if impl is None:
         return
     weight = _weight(scheme, n, k)

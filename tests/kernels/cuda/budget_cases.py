@@ -7,9 +7,12 @@ of its own tests.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
+from lmkit.formats.mxfp4 import MXFP4
+from lmkit.formats.nvfp4 import NVFP4
 from lmkit.kernels import ops
 from lmkit.kernels.cuda import append, elementwise, gemm, gemm_pack, gemm_plan, gemm_wide, latent
 from lmkit.kernels.cuda.blocks import BlockCopier
@@ -20,6 +23,7 @@ from lmkit.kernels.settings import Settings
 from lmkit.kv_dtype import FLOAT16, INT4, INT8, KVDtype
 from lmkit.layers.batch import allocate_kv
 from lmkit.low_rank import Columns
+from lmkit.qtensor import QuantScheme
 from tests.kernels.cases import filled_cache
 from tests.kernels.cuda import (
     test_balanced,
@@ -47,13 +51,14 @@ DEVICE = "cpu"
 PRODUCT = 512, 4096  # outputs and inputs of products
 
 
-def product(tokens: int) -> Callable[[], object]:
+def product(tokens: int, scheme: QuantScheme = test_linear.INT4) -> Callable[[], object]:
     """By the plan of Llama-3-8B's gate and up."""
 
     def run() -> None:
-        problem = gemm_plan.Problem(tokens, 1792, 32, 1072)
+        packed = pack(weight(*PRODUCT, scheme), DEVICE)
+        problem = replace(gemm.problem_of(tokens, packed), tiles=1792)
         plan = gemm_plan.best(problem, SMS, H200.block_shared, 1, 2 if tokens <= 16 else 1)[0]
-        gemm.multiply(torch.randn(tokens, PRODUCT[1]).half(), pack(weight(*PRODUCT), DEVICE), plan)
+        gemm.multiply(torch.randn(tokens, PRODUCT[1]).half(), packed, plan)
 
     return run
 
@@ -170,6 +175,8 @@ CASES: dict[str, Callable[[], object]] = {
     "norm of 4 rows": norm,
     "between products": small,
     "product of 1 token": product(1),
+    "product of 1 token, MXFP4": product(1, MXFP4),
+    "product of 1 token, NVFP4": product(1, NVFP4),
     "product of 16 tokens": product(16),
     "product of 64 tokens": product(64),
     "wide product of 64 tokens": wide_product(64),

@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 import lmkit.kernels  # noqa: F401  (registers)
+from lmkit.formats.nvfp4 import NVFP4
 from lmkit.kernels import ops
 from lmkit.kernels.cuda import elementwise, experts, gemm_experts, gemm_pack, int8_rows, module, variants
 from lmkit.kernels.cuda.gemm_experts import ExpertTable
 from lmkit.kernels.cuda.gemm_plan import SCRATCH_BYTES
 from lmkit.kernels.ops import Norm, Places, Routing
 from lmkit.layers.blocks.moe import GPU_ROWS
-from lmkit.qtensor import QTensor, int_scheme, quantize
+from lmkit.qtensor import QTensor, int_scheme, plain, quantize
 from tests import emulator
 from tests.kernels.cuda import test_int8_rows
 from tests.kernels.cuda.test_linear import assert_near, expected, pack
@@ -109,7 +110,7 @@ def check(
     assert not module.counters(x.device.type).any()
 
 
-SCHEMES = {"int4": int_scheme(4, 128), "int4-32": int_scheme(4, 32), "int8": int_scheme(8, 128)}
+SCHEMES = {"int4": int_scheme(4, 128), "int4-32": int_scheme(4, 32), "int8": int_scheme(8, 128), "nvfp4": NVFP4}
 
 
 @pytest.mark.parametrize("count", [1, 5, 45])
@@ -118,10 +119,10 @@ def test_products_are_those_of_each_expert(scheme: str, count: int, device: str)
     """Gate and up of tokens, then down of places; experts with none, one and several blocks of rows."""
     dtype, num_experts, per_token = BF16 if scheme == "int4-32" else F16, 6, 2
     places = placed(count, per_token, num_experts, device)
-    up = [quantize(torch.randn(2 * 24, 264), SCHEMES[scheme]) for _ in range(num_experts)]
+    up = [plain(quantize(torch.randn(2 * 24, 264), SCHEMES[scheme])) for _ in range(num_experts)]
     biases = [torch.randn(48, device=device) if scheme == "int8" else None for _ in up]
     check(up, biases, torch.randn(count, 264, device=device).to(dtype), places, "silu", by_token=True)
-    down = [quantize(torch.randn(40, 136), SCHEMES[scheme]) for _ in range(num_experts)]
+    down = [plain(quantize(torch.randn(40, 136), SCHEMES[scheme])) for _ in range(num_experts)]
     x = torch.randn(count * per_token, 136, device=device).to(dtype)
     check(down, [None] * num_experts, x, places, None, by_token=False)
 

@@ -37,12 +37,13 @@ def device(device: str) -> str:
         ("int4-64", 128, 264, WidePlan(128, 1, 1, 5, 3)),
         ("int4-32", 130, 136, WidePlan(128, 2, 2, 3, 1)),
         ("int8", 64, 640, WidePlan(64, 2, 2, 4, 5)),  # one stage a range
+        ("mxfp4", 70, 264, WidePlan(96, 1, 2, 3, 2)),
         ("fp8-row", 48, 256, WidePlan(48, 2, 1, 8, 1)),  # rings longer than the inputs
     ],
 )
 def test_formats_and_plans(scheme: str, tokens: int, inputs: int, plan: WidePlan, device: str) -> None:
     q, bias = weight(168, inputs, SCHEMES[scheme]), torch.randn(168, device=device)
-    for dtype in (F16, BF16) if scheme in ("int4-32", "int8", "fp8-row") else (F16,):
+    for dtype in (F16, BF16) if scheme in ("int4-32", "int8", "fp8-row", "mxfp4") else (F16,):
         x = torch.randn(tokens, inputs, device=device).to(dtype)
         y = gemm.multiply(x, pack(q, device), plan, bias, F32)
         assert_near(y, expected(x, q, bias))

@@ -11,6 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from lmkit.formats.mxfp4 import MXFP4
+from lmkit.formats.nvfp4 import NVFP4
 from lmkit.kernels import ops
 from lmkit.kernels.cuda import elementwise, gemm, gemm_pack, gemm_plan, gemm_table, linear, module
 from lmkit.kernels.cuda.gemm_pack import PackedWeight
@@ -34,7 +36,10 @@ SCHEMES = {
     "int8": int_scheme(8, 128),
     "fp8-row": float8_scheme(),
     "fp8-block": float8_scheme(128, 128),
+    "mxfp4": MXFP4,
+    "nvfp4": NVFP4,
 }
+IN_BOTH_HALVES = "int4", "int8", "fp8-row", "mxfp4", "nvfp4"
 SMALL = Plan(1, 1, 1, 4, 4, 1)  # one tile a block, its stages over four warps
 WIDE = Plan(2, 2, 2, 2, 3, 2)
 ROUNDING = {F16: 2e-3, BF16: 8e-3, F32: 2e-5}
@@ -87,7 +92,7 @@ def assert_near(y: Tensor, oracle: Tensor) -> None:
 def test_packing_loses_nothing(scheme: str, activation: str | None, device: str) -> None:
     q = weight(44, 328, SCHEMES[scheme])
     packed = pack(q, device, activation)
-    for dtype in (F16, BF16, F32) if scheme in ("int4", "int8", "fp8-row") else (F16,):
+    for dtype in (F16, BF16, F32) if scheme in IN_BOTH_HALVES else (F16,):
         assert torch.equal(gemm_pack.dequantize(packed, dtype).cpu(), dequantize(q).to(dtype))
     part = dequantize(q).view(2, 22, 328)[:, 8:16].reshape(16, 328) if activation else dequantize(q)[16:32]
     assert torch.equal(gemm_pack.dequantize(packed.slice(1, 2), F16).cpu(), part.half())
@@ -102,7 +107,7 @@ def test_scales_of_other_types_are_not_rounded(scales: torch.dtype, device: str)
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_formats(scheme: str, device: str) -> None:
     q, bias = weight(72, 520, SCHEMES[scheme]), torch.randn(72, device=device)
-    for dtype in (F16, BF16) if scheme in ("int4", "int8", "fp8-row") else (F16,):
+    for dtype in (F16, BF16) if scheme in IN_BOTH_HALVES else (F16,):
         x = torch.randn(11, 520, device=device).to(dtype)
         y = gemm.multiply(x, pack(q, device), WIDE, bias)
         assert y.dtype == dtype

@@ -24,7 +24,7 @@ NAME = "abacus"
 
 
 class Abacus(CpuDevice):
-    facts = replace(CPU, name=NAME, block_size=8, float4=False, panels=False, shares_head=False)
+    facts = replace(CPU, name=NAME, block_size=8, float4=False, planes=False, panels=False, shares_head=False)
 
 
 @pytest.fixture(autouse=True)

@@ -1,22 +1,23 @@
 // Dequantizes a packed weight (gemm.cuh) to [outputs, inputs] in Half, or in float32 with OUT32: (code - zero) * scale
 // in float32, rounded once. A library computes products with many tokens from it.
 //
-// A warp computes one stage of one tile. A lane has 8 consecutive inputs of two rows at a time: stores of 16 bytes.
+// A warp computes one stage of one tile. A lane has 8 consecutive inputs of two rows at a time: stores of 16 bytes. With
+// groups of 16 it has 4 inputs of each.
 #include "gemm.cuh"
 
-DEVICE void store8(u8* at, const float (&v)[8]) {
-    uint4* out = reinterpret_cast<uint4*>(at);
-    if (OUT32) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i)
-            out[i] = make_uint4(__float_as_uint(v[4 * i]), __float_as_uint(v[4 * i + 1]), __float_as_uint(v[4 * i + 2]),
-                                __float_as_uint(v[4 * i + 3]));
-    } else {
-        u32 pairs[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) pairs[i] = Half::pack(v[2 * i], v[2 * i + 1]);
-        *out = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
-    }
+DEVICE void store4(u8* at, const float* v) {
+    if (OUT32)
+        *reinterpret_cast<float4*>(at) = make_float4(v[0], v[1], v[2], v[3]);
+    else
+        *reinterpret_cast<uint2*>(at) = make_uint2(Half::pack(v[0], v[1]), Half::pack(v[2], v[3]));
+}
+
+DEVICE void store8(u8* at, const float* v) {
+    if (OUT32)
+        store4(at, v), store4(at + 16, v + 4);
+    else
+        *reinterpret_cast<uint4*>(at) = make_uint4(Half::pack(v[0], v[1]), Half::pack(v[2], v[3]), Half::pack(v[4], v[5]),
+                                                   Half::pack(v[6], v[7]));
 }
 
 // Gated: a tile is 8 rows of the first half of the outputs and 8 of the second.
@@ -35,13 +36,14 @@ extern "C" __global__ void __launch_bounds__(256) dequantize(const u8* codes, co
 
 #pragma unroll
     for (int k32 = 0; k32 < STAGE / 32; ++k32) {
-        const int k = stage * STAGE + 32 * k32 + 8 * t;
-        const Params p = load_params(param + k32 / SCALE_STRIDE * PARAM_BYTES, g);
+        const int k = stage * STAGE + 32 * k32 + (SPLIT ? 4 : 8) * t;
+        Params p = load_params(param + k32 / SCALE_STRIDE * (SPLIT ? 2 : 1) * PARAM_BYTES, g);
         const uint4 words = load[k32 / HALVES * 32];
         float values[2][8];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             u32 a[4];
+            if (SPLIT && i == 1) p = load_params(param + (2 * k32 + 1) * PARAM_BYTES, g);
             fragment(a, words, k32 % HALVES, i, p.excess);
 #pragma unroll
             for (int part = 0; part < 4; ++part) {
@@ -52,8 +54,11 @@ extern "C" __global__ void __launch_bounds__(256) dequantize(const u8* codes, co
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const int row = gated ? tile * 8 + g : tile * TILE + 8 * r + g;
-            if (row < (gated ? half : outputs) && k < inputs)
-                store8(out + (static_cast<i64>(row + (gated ? r * half : 0)) * inputs + k) * element, values[r]);
+            if (row >= (gated ? half : outputs)) continue;
+            u8* const at = out + (static_cast<i64>(row + (gated ? r * half : 0)) * inputs + k) * element;
+            if (!SPLIT && k < inputs) store8(at, values[r]);
+            if (SPLIT && k < inputs) store4(at, values[r]);
+            if (SPLIT && k + 16 < inputs) store4(at + 16 * element, values[r] + 4);
         }
     }
 }

@@ -255,6 +255,28 @@ DEVICE void multiply(Sums& sums, const u8* slot, const u8* x, const u8* scales, 
     }
 }
 #else
+// sums += 32 inputs with two scales. `params` are those of the first, for the first of ROWS tiles.
+DEVICE void multiply_groups(Sums& sums, const u32 (&a)[ROWS][2][4], const u8* params, const u8* x, int g) {
+    Params p[ROWS][2];
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) p[r][i] = load_params(params + r * STAGE_PARAM_BYTES + i * PARAM_BYTES, g);
+#pragma unroll
+    for (int n = 0; n < N_TILES; ++n)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const uint2 b = *reinterpret_cast<const uint2*>(x + n * 8 * X_STRIDE + 32 * i);
+#pragma unroll
+            for (int r = 0; r < ROWS; ++r) {
+                float group[4] = {};
+                Half::mma(group, a[r][i], b.x, b.y);
+#pragma unroll
+                for (int c = 0; c < 4; ++c) sums[r][n][c] = fmaf(p[r][i].scale[c >> 1], group[c], sums[r][n][c]);
+            }
+        }
+}
+
 // sums += one stage of weights times x. `x` is the lane's part of its token in the first n-tile.
 DEVICE void multiply(Sums& sums, const u8* slot, const u8* x, const u8*, int lane) {
     const int g = lane >> 2;
@@ -270,7 +292,7 @@ DEVICE void multiply(Sums& sums, const u8* slot, const u8* x, const u8*, int lan
                 const u8* load = slot + r * STAGE_BYTES + k32 / HALVES * LOAD_BYTES;
                 words[r] = reinterpret_cast<const uint4*>(load)[lane];
             }
-        if (k32 % SCALE_STRIDE == 0) {
+        if (!SPLIT && k32 % SCALE_STRIDE == 0) {
 #pragma unroll
             for (int r = 0; r < ROWS; ++r) {
                 const u8* params = slot + ROWS * STAGE_BYTES + r * STAGE_PARAM_BYTES;
@@ -285,6 +307,10 @@ DEVICE void multiply(Sums& sums, const u8* slot, const u8* x, const u8*, int lan
         for (int r = 0; r < ROWS; ++r)
 #pragma unroll
             for (int i = 0; i < 2; ++i) fragment(a[r][i], words[r], k32 % HALVES, i, p[r].excess);
+        if (SPLIT) {
+            multiply_groups(sums, a, slot + ROWS * STAGE_BYTES + 2 * k32 * PARAM_BYTES, x + k32 * 64, g);
+            continue;
+        }
 #pragma unroll
         for (int n = 0; n < N_TILES; ++n) {
             const uint4 b = *reinterpret_cast<const uint4*>(x + n * 8 * X_STRIDE + k32 * 64);
@@ -457,7 +483,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     u8* const pieces = shared_memory + WARPS * (RING_BYTES + SUM_BYTES);
     const int rows_bytes = (N_TILES == 1 ? count : TOKENS) * X_STRIDE, piece_bytes = rows_bytes + X_SCALES * TOKENS * 4;
     const int my_token = N_TILES == 1 ? min(lane >> 2, count - 1) : lane >> 2;
-    const u8* const my_x = pieces + my_token * X_STRIDE + warp_k * STAGE * X_BYTES + 16 * (lane & 3);
+    const u8* const my_x = pieces + my_token * X_STRIDE + warp_k * STAGE * X_BYTES + (SPLIT ? 8 : 16) * (lane & 3);
     const u8* const my_scales = pieces + rows_bytes + (warp_k * STAGE_SCALES * TOKENS + 2 * (lane & 3)) * 4;
     u8* const ring = shared_memory + warp * RING_BYTES;
 

@@ -11,22 +11,34 @@
 //
 //     codes 4 bits   [tile][stage][h / 2][g][t][h % 2][i] u32: the code of row g + 8r in bits 4r + 8e + 16l
 //     codes 8 bits   [tile][stage][h]    [g][t][i][e] u32: the code of row g + 8r in byte 2r + l
-//     params         [tile][group]: scales [g][r] (float16, or float32 if WIDE), zeros u8 [g][r] unless FLOAT8
+//     params         [tile][group]: scales [g][r] (float16, or float32 if WIDE), zeros u8 [g][r] unless codes are floats
 //
-// Defines: CODE_BITS 4 or 8; FLOAT8 (codes are e4m3); WIDE; SCALES: groups in a stage, 1, 2 or 4; 0 = longer groups;
-// INT8: x has codes of 8 bits (round_groups.cu), and codes of 4 bits become fragments of mma.m16n8k32.
+// With groups of 16 inputs (SCALES 8) a step has one group: input = 32 h + 16 i + 4 t + 2 e + l. B's part of an activation
+// row is then two 8-byte vectors.
+//
+// Defines: CODE_BITS 4 or 8; FLOAT8 (codes are e4m3); FLOAT4 (e2m1, only defined if they are); WIDE; SCALES: groups in a
+// stage, 1, 2, 4 or 8 (8: of FLOAT4); 0 = longer groups; INT8: x has codes of 8 bits (round_groups.cu), and codes of 4
+// bits become fragments of mma.m16n8k32.
 #pragma once
 #include "ptx.cuh"
 
+#ifdef FLOAT4
+constexpr bool FLOAT4_CODES = true;
+#else
+constexpr bool FLOAT4_CODES = false;
+#endif
 constexpr int TILE = 16, STAGE = 128;
 constexpr int HALVES = CODE_BITS == 4 ? 2 : 1;       // times 32 inputs in a load of 16 bytes a lane
 constexpr int LOADS = STAGE / 32 / HALVES;           // in a stage of a tile
 constexpr int LOAD_BYTES = 512;
 constexpr int STAGE_BYTES = LOADS * LOAD_BYTES;
 constexpr int SCALE_BYTES = TILE * (WIDE ? 4 : 2);
-constexpr int PARAM_BYTES = SCALE_BYTES + (FLOAT8 ? 0 : TILE);
+constexpr bool HAS_ZEROS = !FLOAT8 && !FLOAT4_CODES;
+constexpr int PARAM_BYTES = SCALE_BYTES + (HAS_ZEROS ? TILE : 0);
 constexpr int STAGE_SCALES = SCALES > 0 ? SCALES : 1;
-constexpr int SCALE_STRIDE = STAGE / 32 / STAGE_SCALES;  // times 32 inputs with one scale, within a stage
+constexpr bool SPLIT = STAGE_SCALES == 8;  // 32 inputs have two scales
+constexpr int SCALE_STRIDE = SPLIT ? 1 : STAGE / 32 / STAGE_SCALES;  // times 32 inputs with the same, within a stage
+static_assert(!SPLIT || FLOAT4_CODES, "groups of 16 have no zeros");
 
 #ifdef INT8
 constexpr bool INT8_X = true;
@@ -53,7 +65,7 @@ DEVICE Params load_params(const u8* group, int g) {
         const u32 pair = reinterpret_cast<const u32*>(group)[g];
         p.scale[0] = F16::lo(pair), p.scale[1] = F16::hi(pair);
     }
-    if (!FLOAT8) {
+    if (HAS_ZEROS) {
         const u32 pair = reinterpret_cast<const u16*>(group + SCALE_BYTES)[g];
         const u32 zero[2] = {pair & 0xffu, pair >> 8};
 #pragma unroll
@@ -91,9 +103,24 @@ DEVICE u32 bytes_to_half(u32 word, u32 excess) {
     return prmt(__float_as_uint(lo), __float_as_uint(hi), 0x7632);  // nothing is cut off: 8 bits fit
 }
 
+// The parts of operand A that a word has of e2m1 codes: a sign, two bits of exponent, one of fraction. They become a Half
+// by their place. Its exponents begin elsewhere, which float16 leaves to the scales: numbers are 2^-14 times the codes',
+// exactly, the smallest ones subnormal. bfloat16's would be too small to multiply, and grow to the same numbers.
+DEVICE void float4_fragment(u32 (&a)[4], u32 word) {
+#pragma unroll
+    for (int part = 0; part < 4; ++part) {
+        const u32 sign = word << (12 - 4 * part);
+        const u32 rest = Half::is_bf16 ? sign >> 6 & 0x01c001c0u : sign >> 3 & 0x0e000e00u;
+        a[part] = and_or(sign, 0x80008000u, rest);
+        if (Half::is_bf16) a[part] = BF16::mul(a[part], 0x77807780u);  // times 2^112
+    }
+}
+
 // Operand A of step i of half h of a load: codes minus their zeros.
 DEVICE void fragment(u32 (&a)[4], const uint4& load, int h, int i, const u32 (&excess)[2]) {
-    if (CODE_BITS == 4) {
+    if (FLOAT4_CODES) {
+        float4_fragment(a, component(load, 2 * h + i));
+    } else if (CODE_BITS == 4) {
         const u32 w = component(load, 2 * h + i);
         if (Half::is_bf16) {
 #pragma unroll
