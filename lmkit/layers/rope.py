@@ -41,7 +41,7 @@ class Rope:
     def _by_place(self, places: Tensor) -> tuple[Tensor, Tensor]:
         """M-RoPE (arXiv 2409.12191). A token of text has three equal places, and the angles of its position."""
         found = [self.angles(row, self.inv_freq, self.magnitude) for row in places]
-        which = torch.tensor(self.spec.places).expand(1, places.shape[1], -1)
+        which = torch.tensor(self.spec.places, device=places.device).expand(1, places.shape[1], -1)
         cos, sin = (torch.stack(parts).gather(0, which)[0] for parts in zip(*found, strict=True))
         return cos, sin
 

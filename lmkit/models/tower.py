@@ -24,14 +24,15 @@ class Tower:
     spec: VisionSpec
     weights: dict[str, Tensor]
     settings: ImageSettings
+    device: str = "cpu"  # torch's, which has the weights
 
     def encode(self, rows: int, columns: int, pixels: bytes) -> Steps:
-        """The rows of an image of so many cells. See `tower_steps`."""
+        """The rows of an image of so many cells, on the device. See `tower_steps`."""
         spec, settings = self.spec, self.settings
         image = torch.frombuffer(bytearray(pixels), dtype=torch.uint8)
         image = image.view(rows * spec.unit, columns * spec.unit, spec.channels)
         grid = rows * spec.merge_size, columns * spec.merge_size
-        inputs = patches(image, spec, mean=settings.mean, std=settings.std)
+        inputs = patches(image, spec, mean=settings.mean, std=settings.std).to(self.device)
         return (yield from tower_steps(inputs, grid, spec, self.weights.__getitem__))
 
 
@@ -48,8 +49,9 @@ def tower_bytes(model: ResolvedModel) -> int:
     return sum(math.prod(shape) * _dtype(model).itemsize for _, shape in _shapes(model, vision))
 
 
-def load_tower(model: ResolvedModel, max_pixels: int) -> Tower:
-    """Raises CheckpointError, and UnsupportedError for a way to read images that lmkit has not."""
+def load_tower(model: ResolvedModel, max_pixels: int, device: str = "cpu") -> Tower:
+    """A tower on torch's `device`. Raises CheckpointError, and UnsupportedError for a way to read images that lmkit has
+    not."""
     vision = model.spec.vision
     assert vision is not None
     config, reader, dtype = ImageConfig(model.reader.path, vision.reading), model.reader, _dtype(model)
@@ -62,10 +64,10 @@ def load_tower(model: ResolvedModel, max_pixels: int) -> Tower:
         weight = reader.tensor(name)
         if tuple(weight.shape) != shape or not weight.is_floating_point():
             raise CheckpointError(f"{reader.path}: {name} is {list(weight.shape)}, config.json says {list(shape)}")
-        weights[name.removeprefix(vision.prefix)] = weight.to(dtype)
+        weights[name.removeprefix(vision.prefix)] = weight.to(dtype).to(device)
     breaks = vision.merger.breaks
     if breaks:
-        weights[BREAKS] = model.source.embed_tokens()[list(breaks)].to(dtype)
+        weights[BREAKS] = model.source.embed_tokens()[list(breaks)].to(dtype).to(device)
     tokens = (side // vision.unit) ** 2
     if vision.sees_all and min(filter(None, model.spec.windows), default=tokens) < tokens:
         raise UnsupportedError(f"{reader.path}: an image's {tokens} tokens exceed a sliding window")
@@ -84,7 +86,7 @@ def load_tower(model: ResolvedModel, max_pixels: int) -> Tower:
         mean=config.mean,
         std=config.std,
     )
-    return Tower(vision, weights, settings)
+    return Tower(vision, weights, settings, device)
 
 
 def _dtype(model: ResolvedModel) -> torch.dtype:

@@ -53,13 +53,14 @@ def tower_steps(rows: Tensor, grid: tuple[int, int], spec: VisionSpec, weight: W
     end the rows of cells, their embeddings are rows, too.
 
     `rows` are `patches` of an image of `grid` patches (height, width). `weight` gives the tensor of a name after the
-    tower's prefix, and its dtype is the one of the computation. The bits of the result do not depend on the caller.
+    tower's prefix, and its dtype is the one of the computation, its device that of `rows`. The bits of the result do not
+    depend on the caller.
     """
     names, merge = spec.names, MERGERS[type(spec.merger)]
     cells, windows = _windows(grid, spec)
     unit = spec.merge_size**2
     order = (cells[:, None] * unit + torch.arange(unit)).flatten()
-    angles = None if spec.axes is None else _angles(grid, spec, spec.axes)[order, None]
+    angles = None if spec.axes is None else _angles(grid, spec, spec.axes)[order, None].to(rows.device)
     kernel = weight(f"{names.patch}.weight").flatten(1)  # a convolution whose stride is its size
     bias = weight(f"{names.patch}.bias") if spec.patch_bias else None
     x = yield from _in_parts(lambda part: F.linear(part.to(kernel.dtype), kernel, bias), rows[order])
@@ -92,7 +93,7 @@ def _layer(
 
     qkv = (yield from _in_parts(inputs, x)).view(len(x), 3, spec.num_heads, spec.head_dim)
     q, k, v = (part.transpose(0, 1) for part in (_turn(qkv[:, 0], angles), _turn(qkv[:, 1], angles), qkv[:, 2]))
-    attended = torch.empty(len(x), spec.hidden_size, dtype=x.dtype)
+    attended = x.new_empty(len(x), spec.hidden_size)
     num_rows = 0
     for end, length in zip(accumulate(lengths), lengths, strict=True):
         keys = slice(end - length, end)
@@ -153,10 +154,10 @@ def _positions(grid: tuple[int, int], spec: VisionSpec, table: Tensor) -> Tensor
     at = _places(grid, spec) * (last / (sides - 1).clamp(min=1))
     low = at.long().clamp(max=last)
     share, high = at - low, (low + 1).clamp(max=last)
-    found = torch.zeros(1)
+    found = torch.zeros(1, device=table.device)
     for y, of_y in ((low[0], 1 - share[0]), (high[0], share[0])):
         for x, of_x in ((low[1], 1 - share[1]), (high[1], share[1])):
-            found = found + table[y * spec.positions + x].float() * (of_y * of_x)[:, None]
+            found = found + table[y * spec.positions + x].float() * (of_y * of_x)[:, None].to(table.device)
     return found.to(table.dtype)
 
 

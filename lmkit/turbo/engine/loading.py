@@ -16,6 +16,7 @@ from lmkit.conflicts import DECODER, FIXED_STATES, FOREIGN, OWN_CACHES, STATES, 
 from lmkit.errors import UnsupportedError
 from lmkit.formats.generation_config import SamplingDefaults, read_defaults
 from lmkit.formats.sentences import Sentences, read_dimensions
+from lmkit.kernels.cuda.module import tensor_device
 from lmkit.kv_dtype import dense_kv_dtype
 from lmkit.log import get_logger
 from lmkit.models.adapters import DecoderAdapters, Part
@@ -152,7 +153,7 @@ def load(model_path: str, config: EngineConfig, device: EngineDevice, rank: int 
             loaded_draft = draft.load(mapped.append) if draft is not None else None
         log.info("weights loaded in %.1f s", time.perf_counter() - start)
         log.debug("weights of %s", path)
-        tower = _tower(model, config)
+        tower = _tower(model, config, tensor_device(model.packing.device))
         has_head = model.source.has_head
     tokenizer = None if rank else TokenizerFile(path, config.chat_template)
     return LoadedModel(
@@ -170,8 +171,8 @@ def load(model_path: str, config: EngineConfig, device: EngineDevice, rank: int 
     )  # fmt: skip
 
 
-def _tower(model: ResolvedModel, config: EngineConfig) -> Tower | str:
-    """What encodes images, or why images are refused. Raises CheckpointError for a broken tower."""
+def _tower(model: ResolvedModel, config: EngineConfig, at: str) -> Tower | str:
+    """What encodes images on torch's device `at`, or why they are refused. Raises CheckpointError if it is broken."""
     if model.spec.vision is None:
         return TEXT_ONLY
     if reason := no_images(config):
@@ -179,7 +180,7 @@ def _tower(model: ResolvedModel, config: EngineConfig) -> Tower | str:
     if not has_tower(model):
         return "this checkpoint was saved without its vision tower"
     try:
-        return load_tower(model, config.image_pixels)
+        return load_tower(model, config.image_pixels, at)
     except UnsupportedError as error:
         log.warning("images are refused: %s", error)
         return "the server does not read images as this checkpoint wants them"

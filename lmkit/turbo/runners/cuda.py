@@ -35,7 +35,7 @@ from lmkit.layers.prompts import Prompts
 from lmkit.log import get_logger
 from lmkit.models.decoder import Decoder
 from lmkit.turbo.plan import Chunk, Sampled, SampledToken, StepPlan
-from lmkit.turbo.runners import invariant
+from lmkit.turbo.runners import images, invariant
 from lmkit.turbo.runners.batch import Expected, StepRows
 from lmkit.turbo.runners.captured_sizes import Size, decode_sizes, draft_sizes, mixed_sizes
 from lmkit.turbo.runners.cuda_captured import CapturedSteps, capturable, linear_kernels, obstacle
@@ -289,7 +289,7 @@ class CudaRunner(PlanRunner):
         if not prompts and (size := self._captured_size(chunks, inputs, rows)) is not None:
             return self._replay(size, chunks, inputs)
         nothing = [Shown()] * len(chunks)
-        on_device = self._staged.put(inputs, keeps_tables=self.batch.keeps_tables)
+        on_device = images.on_device(inputs, self._staged.put(inputs, keeps_tables=self.batch.keeps_tables))
         if prompts:
             starts = inputs.geometries[0].query_start.tolist()
             on_device = replace(on_device, prompts=Prompts.of(prompts, starts, on_device.geometries))
@@ -307,7 +307,9 @@ class CudaRunner(PlanRunner):
         return chunks_of(starts, lengths, latent.spec, latent.num_heads, self._plain_gain)
 
     def _captured_size(self, chunks: list[Chunk], inputs: BatchInputs, rows: StepRows | None) -> Size | None:
-        """The size of the captured step that computes these chunks, or None."""
+        """The size of the captured step that computes these chunks, or None: those with rows of images have none."""
+        if inputs.places is not None:
+            return None
         if rows is None:
             return self.captured.size_for(len(chunks), adapted=inputs.adapters is not None)
         num_rows, drafted = len(inputs.logit_rows), any(chunk.draft for chunk in chunks)

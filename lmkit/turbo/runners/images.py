@@ -13,6 +13,7 @@ from torch import Tensor
 from lmkit.layers.batch import BatchInputs, Together
 from lmkit.models.spec import ModelSpec
 from lmkit.turbo.request import ImageInput
+from lmkit.turbo.runners.upload import upload
 
 
 class EncodedImages:
@@ -115,6 +116,20 @@ class Span(NamedTuple):
     start: int  # position in the prompt
     row: int  # in the step
     length: int
+
+
+def on_device(inputs: BatchInputs, staged: BatchInputs) -> BatchInputs:
+    """`staged` with what images changed in `inputs`. Their rows lie on the device already."""
+    if inputs.places is None or inputs.image_rows is None:
+        return staged
+    device = staged.token_ids.device
+    return replace(
+        staged,
+        places=upload(inputs.places.numpy(), device),
+        image_rows=upload(inputs.image_rows.numpy(), device),
+        image_values=inputs.image_values,
+        together=inputs.together,
+    )
 
 
 def with_images(inputs: BatchInputs, spans: Iterable[Span], slots: Mapping[int, PlacedImages]) -> BatchInputs:
