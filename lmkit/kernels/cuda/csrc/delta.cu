@@ -112,24 +112,34 @@ DEVICE void load_tile(
     __syncthreads();
 }
 
-// One token of a column: its state moves on. Returns o.
-DEVICE float advance(float (&state)[ROWS], const float* q, const float* k, float v, float beta, float decay) {
-    float seen = 0.0f, out = 0.0f;
+// This lane's part of a state's product with q or k.
+DEVICE float product(const float (&state)[ROWS], const float* with) {
+    float sum = 0.0f;
 #pragma unroll
     for (int i = 0; i < ROWS; i += 4) {
-        const float4 x = *reinterpret_cast<const float4*>(k + LANES * i);
-        seen += state[i] * x.x + state[i + 1] * x.y + state[i + 2] * x.z + state[i + 3] * x.w;
+        const float4 x = *reinterpret_cast<const float4*>(with + LANES * i);
+        sum += state[i] * x.x + state[i + 1] * x.y + state[i + 2] * x.z + state[i + 3] * x.w;
     }
-    const float change = (v - decay * sum_of_lanes(seen)) * beta;
+    return sum;
+}
+
+// One token of a column: its state moves on. Returns o of the token before, from the state that this one finds: the two
+// products with it are added up side by side, because a token waits for nothing else as long.
+DEVICE float advance(float (&state)[ROWS], const float* last_q, const float* k, float v, float beta, float decay) {
+    float seen = product(state, k), out = product(state, last_q);
+#pragma unroll
+    for (int step = 8; step < 32; step <<= 1) {  // sum_of_lanes of both
+        const float of_seen = __shfl_xor_sync(0xffffffffu, seen, step), of_out = __shfl_xor_sync(0xffffffffu, out, step);
+        seen += of_seen, out += of_out;
+    }
+    const float change = (v - decay * seen) * beta;
 #pragma unroll
     for (int i = 0; i < ROWS; i += 4) {
         const float4 x = *reinterpret_cast<const float4*>(k + LANES * i);
-        const float4 y = *reinterpret_cast<const float4*>(q + LANES * i);
         state[i] = decay * state[i] + x.x * change, state[i + 1] = decay * state[i + 1] + x.y * change;
         state[i + 2] = decay * state[i + 2] + x.z * change, state[i + 3] = decay * state[i + 3] + x.w * change;
-        out += state[i] * y.x + state[i + 1] * y.y + state[i + 2] * y.z + state[i + 3] * y.w;
     }
-    return sum_of_lanes(out);
+    return out;
 }
 
 // Grid: (sequences, value heads, blocks of columns). A state is read before the kernels before this one have ended: in a
@@ -163,18 +173,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, ROWS > 32 ? 2 : 4) delta_r
         for (int i = 0; i < ROWS; ++i)
             if (row_of(i) < keys && column < value_dim) to[row_of(i) * width] = state[i];
     };
-#pragma unroll 1
-    for (int t = seq.first; t < seq.end; ++t) {
-        const int i = (t - seq.first) % TILE;
-        if (i == 0) load_tile(tile, seq, n, t, head, begin, mixed, factors);
-        if (t == seq.drafted) store(seq.row);
-        const float o = advance(
-            state, tile.unit[i][0] + 4 * lane, tile.unit[i][1] + 4 * lane, tile.v[i][mine], tile.factors[i][0],
-            tile.factors[i][1]
-        );
+    const auto give = [&](int t, float o) {
         if (t >= seq.start && lane == 0 && column < value_dim)
             out[(static_cast<i64>(t) * value_heads + head) * value_dim + column] = o;
-        if (t + 1 == seq.snapshot_at) store(seq.snapshot);
+    };
+#pragma unroll 1
+    for (int begin_tile = seq.first; begin_tile < seq.end; begin_tile += TILE) {
+        load_tile(tile, seq, n, begin_tile, head, begin, mixed, factors);
+        const int count = min(TILE, seq.end - begin_tile);
+#pragma unroll 1
+        for (int i = 0; i < count; ++i) {
+            const int t = begin_tile + i;
+            if (t == seq.drafted) store(seq.row);
+            const float o = advance(
+                state, tile.unit[max(i - 1, 0)][0] + 4 * lane, tile.unit[i][1] + 4 * lane, tile.v[i][mine],
+                tile.factors[i][0], tile.factors[i][1]
+            );
+            if (i > 0) give(t - 1, o);
+            if (t + 1 == seq.snapshot_at) store(seq.snapshot);
+        }
+        give(begin_tile + count - 1, sum_of_lanes(product(state, tile.unit[count - 1][0] + 4 * lane)));
     }
     if (seq.drafted == seq.end) store(seq.row);
 }
