@@ -53,8 +53,8 @@ def tower_steps(rows: Tensor, grid: tuple[int, int], spec: VisionSpec, weight: W
     end the rows of cells, their embeddings are rows, too.
 
     `rows` are `patches` of an image of `grid` patches (height, width). `weight` gives the tensor of a name after the
-    tower's prefix, and its dtype is the one of the computation, its device that of `rows`. The bits of the result do not
-    depend on the caller.
+    tower's prefix, and its dtype is the one of the computation, its device that of `rows`. The bits of the result do
+    not depend on the caller.
     """
     names, merge = spec.names, MERGERS[type(spec.merger)]
     cells, windows = _windows(grid, spec)
