@@ -10,8 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from lmkit.kernels.cuda.source import FOLDER
+from lmkit.kernels.cuda import variants
+from lmkit.kernels.cuda.module import EXACT, Kernel
+from lmkit.kernels.cuda.source import FOLDER, kernel_source
 from tests.emulator.ptx import special
+from tests.emulator.ptx.syntax import parse
+from tests.emulator.ptx.translation import translate
 from tests.kernels.cuda import toolchain
 
 pytestmark = pytest.mark.skipif(
@@ -65,6 +69,7 @@ SELECTED: dict[str, tuple[str, ...]] = {
     "kernels/cuda/test_tokens.py": ("test_known_tokens[cpu-255]",),
     "kernels/cuda/test_wide_attention.py": ("test_attention[cpu-bfloat16-96-20-torch.bfloat16]",),
 }
+OTHERS = "80", "89", "100a", "120a"
 # What special.py has for instructions that no kernel has today.
 UNUSED = {"_compare_and_swap", "_cvta_shared", "_cvta_to_shared"}
 
@@ -95,3 +100,26 @@ def test_a_selection_runs_compiled() -> None:
     ran = said(output, "opcodes")
     idle = {writer.__name__ for pattern, writer in special.WRITERS if not any(map(pattern.fullmatch, ran))}
     assert idle == UNUSED, "instructions that no selected kernel has"
+
+
+@pytest.mark.exhaustive
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", OTHERS)
+def test_the_selection_runs_compiled_for_other_gpus(arch: str) -> None:
+    assert said(run(arch, *selected()), "sources") >= SOURCES
+
+
+@pytest.mark.exhaustive
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", OTHERS)
+def test_every_instruction_is_known(arch: str) -> None:
+    """One variant of each kernel, and the first and the last of those that are many."""
+    texts: dict[str, list[Kernel]] = {}
+    for kernel in variants.common():
+        if kernel.source not in EXACT and "wgmma" not in kernel_source(kernel.source):
+            texts.setdefault(kernel.source, []).append(kernel)
+    for source, kernels in texts.items():
+        for kernel in {kernels[0], kernels[-1]}:
+            text = parse(toolchain.ptx(kernel_source(source), arch, kernel.defines))
+            for name in text.entries:
+                translate(text, name)
