@@ -145,6 +145,14 @@ def test_learned_sinks(device: str, splits: int, window: tuple[int, int], monkey
     assert not got[:, 5].any()
 
 
+def test_a_tile_ends_with_the_first_key_that_is_no_sink(device: str) -> None:
+    """The first query sees it. It is before the window of the last one."""
+    torch.manual_seed(3)
+    window = 40, prefill.tile_keys(64, 0, module.backend(device).capability()) - 1
+    args = inputs((FLOAT16, FLOAT16), HALF, (1, 2, 64), device, block_size=16, window=window, lengths=((110, 20),))
+    assert_near(attend(args), expected(args))
+
+
 CAPPED = [
     ((FLOAT16, FLOAT16), HALF, (2, 2, 64), 16, (0, 0), ""),
     ((BFLOAT16, BFLOAT16), BRAIN, (1, 2, 256), 16, (100, 5), ""),
