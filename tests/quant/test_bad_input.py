@@ -128,6 +128,12 @@ def test_a_result_that_reads_back_differently_is_refused(tmp_path: Path) -> None
     row = torch.arange(32)
     hidden = _hidden(source, row)
     assert check_logits(source.reader.path, source, row, hidden) < 1e-6
+    rounded = hidden + 2e-3 * hidden.std() * torch.randn(hidden.shape, generator=torch.Generator().manual_seed(0))
+    with pytest.raises(CheckpointError, match="other logits"):
+        check_logits(source.reader.path, source, row, rounded)
+    assert check_logits(source.reader.path, source, row, rounded, torch.bfloat16) < 2e-2
+    with pytest.raises(CheckpointError, match="other logits"):
+        check_logits(damaged, source, row, hidden, torch.bfloat16)
     with pytest.raises(CheckpointError, match="gives other logits than it was made with"):
         check_logits(damaged, source, row, hidden)
     assert CheckpointReader(damaged).has(UP)
