@@ -167,6 +167,7 @@ SWAPS: dict[str, tuple[tuple[str, str], ...]] = {
 COMMUTES = re.compile(r'asm\("(add|mul|fma\.rn)\.b?f16x2 ')
 EQUIVALENT: tuple[tuple[str, re.Pattern[str], str], ...] = (
     ("operand", COMMUTES, "a + b and a * b are b + a and b * a to the last bit"),
+    ("bound", re.compile(r"experts\.cu.*e < experts; e \+= blockDim"), "counts[experts] is starts[0], which is 0"),
 )
 
 
