@@ -72,7 +72,7 @@ class NextTurns:
     def takes(self, seq: Sequence) -> bool:
         """Whether a sequence that has arrived is computed ahead. It then waits here."""
         if not seq.request.is_ahead:
-            self.allowance.arrives()
+            self.allowance.arrives(seq.arrived)
             return False
         self._add(seq)
         return True
@@ -186,10 +186,10 @@ class NextTurns:
         seq = self._running
         return seq is not None and seq.status is Status.RUNNING and seq.in_flight > 0
 
-    def ran(self, sequences: list[Sequence], seconds: float) -> None:
-        """A step of these sequences took so long. One is computed ahead alone."""
+    def ran(self, sequences: list[Sequence], seconds: float, clock: Callable[[], float]) -> None:
+        """A step of these sequences took so long, and has ended. One is computed ahead alone."""
         if sequences and sequences[0].request.is_ahead:
-            self.allowance.ran(seconds)
+            self.allowance.ran(seconds, clock())
 
     def computes(self, seq: Sequence, start: int, count: int) -> bool:
         """Whether a step has computed `count` tokens of this sequence ahead. It counts them."""

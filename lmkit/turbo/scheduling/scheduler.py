@@ -215,7 +215,7 @@ class Scheduler:
         """Take in a step's results, one for each chunk of its plan, and its time. Returns outputs that are ready."""
         under_way = self._next_under_way(plan)
         self._pace(plan, seconds)
-        self._next_turns.ran(under_way.sequences, seconds)
+        self._next_turns.ran(under_way.sequences, seconds, self._clock)
         for seq, chunk, result in zip(under_way.sequences, plan.chunks, sampled, strict=True):
             if self._land(seq, chunk):
                 self._advance(seq, chunk, result)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import random
+from collections import Counter
 from typing import Any
 
 import pytest
 
+from lmkit.turbo.kv.prefix import Prefix
+from lmkit.turbo.kv.snapshots import Snapshots
 from lmkit.turbo.request import TURN, Request
 from lmkit.turbo.scheduling.allowance import FIRST, MOST, Allowance
 from lmkit.turbo.scheduling.next_turns import LEAST_GAIN, LEAST_TOKENS, MAX_OF_TENANT
+from lmkit.turbo.sequence import Sequence
 from tests.turbo.fakes import FakeEngine, limits, request
 from tests.turbo.scheduling.test_scheduler_prefixes import cached, text
 
@@ -105,11 +110,14 @@ def test_what_no_request_meets_costs_nothing() -> None:
     allowance = Allowance()
     for _ in range(1000):
         assert allowance.covers(FIRST)
-        allowance.ran(0.02)
+        allowance.ran(0.02, 1.0)
         allowance.planned()
-    allowance.ran(0.02)
-    allowance.arrives()
-    allowance.arrives()
+    allowance.ran(0.02, 2.0)
+    allowance.arrives(2.5)  # the engine was idle
+    assert allowance.waited == 0.0
+    allowance.arrives(2.0)
+    allowance.arrives(2.0)
+    assert allowance.waited == 0.04
     assert allowance.covers(FIRST - 0.0401)
     assert not allowance.covers(FIRST - 0.0399)
     allowance.ended(4.0)
@@ -273,3 +281,33 @@ def test_what_is_known_at_the_start_has_its_time() -> None:
     made.run_until_idle()
     assert made.runner.num_computed == 20
     assert made.scheduler.stats().next_turns["waiting"] == 0
+
+
+def test_states_within_blocks_where_rows_and_blocks_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beginnings are continued while others evict their blocks and rows. The runner compares every state."""
+    begin, counts = Snapshots.begin, Counter[str]()
+
+    def counted(self: Snapshots, seq: Sequence, prefix: Prefix) -> None:
+        counts["tails"] += prefix.matches[0].tail is not None
+        begin(self, seq, prefix)
+
+    monkeypatch.setattr(Snapshots, "begin", counted)
+    for seed in range(30):
+        rng = random.Random(seed)
+        made = engine(num_blocks=rng.choice([10, 14, 20]), first_snapshot=8, num_snapshots=rng.choice([2, 3, 6]))
+        made.depth = rng.choice([1, 2])
+        for turn in range(8):
+            known = text(rng.randrange(3), 20) + text(100 * seed + turn, rng.randint(8, 25))
+            made.scheduler.add(ahead(f"n{turn}", known))
+            made.run_until_idle()
+            for i in range(rng.randint(1, 3)):
+                prompt = known if i == 0 else text(rng.randrange(3), 20)
+                made.add(request(f"r{turn}.{i}", prompt + text(rng.randrange(99), rng.randint(1, 30)), max_tokens=3))
+                for _ in range(rng.randint(0, 3)):
+                    made.step()
+                    made.scheduler.check_integrity()
+                    assert made.scheduler.kv.snapshots is not None
+                    counts["left"] += len(made.scheduler.kv.snapshots._left)
+            made.run()
+    assert counts["tails"] > 50
+    assert counts["left"]
