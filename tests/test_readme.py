@@ -56,6 +56,11 @@ ROWS = {
     "Gemma 3, with its tower": ("Gemma3ForConditionalGeneration", "gemma3-vision"),
     "Gemma 4": ("Gemma4ForCausalLM", "gemma4-values"),
     "Gemma 4 (text, beside towers)": ("Gemma4ForConditionalGeneration", "gemma4-vision"),
+    "Gemma 4 Unified": ("Gemma4UnifiedForCausalLM", "gemma4-unified"),
+    "Gemma 4 Unified (text, beside embedders)": (
+        "Gemma4UnifiedForConditionalGeneration",
+        "gemma4-unified-vision",
+    ),
     "Granite": ("GraniteForCausalLM", "granite"),
     "Granite 3 with experts": ("GraniteMoeForCausalLM", "granite-moe"),
     "Granite SWA": ("GraniteSWAForCausalLM", "granite-swa"),
@@ -86,6 +91,8 @@ ROWS = {
     "dots.llm1": ("Dots1ForCausalLM", "dots1"),
     "DeepSeek-V2, V2-Lite": ("DeepseekV2ForCausalLM", "deepseek-v2"),
     "DeepSeek-V3, R1": ("DeepseekV3ForCausalLM", "deepseek-v3"),
+    "DeepSeek-V3.2": ("DeepseekV32ForCausalLM", "deepseek-v3.2"),
+    "GLM-5": ("GlmMoeDsaForCausalLM", "glm-5"),
     "GLM-4.7-Flash": ("Glm4MoeLiteForCausalLM", "glm4-moe-lite"),
     "MiniMax-M2": ("MiniMaxM2ForCausalLM", "minimax-m2"),
     "OLMoE": ("OlmoeForCausalLM", "olmoe"),
@@ -96,6 +103,8 @@ ROWS = {
     "Nemotron 3 Nano": ("NemotronHForCausalLM", "nemotron-3"),
     "Command R7B, Command A": ("Cohere2ForCausalLM", "cohere2"),
     "Solar Open": ("SolarOpenForCausalLM", "solar-open"),
+    "Hunyuan": ("HunYuanDenseV1ForCausalLM", "hunyuan"),
+    "Hunyuan A13B": ("HunYuanMoEV1ForCausalLM", "hunyuan-moe"),
     "Hunyuan 3": ("HYV3ForCausalLM", "hy-v3"),
     "Arcee AFM": ("ArceeForCausalLM", "arcee"),
     "OPT": ("OPTForCausalLM", "opt"),
@@ -111,7 +120,7 @@ def test_every_family_and_format_has_a_place() -> None:
         registry.load_spec({"architectures": ["NobodysForCausalLM"]})
     writing = {name for name in registry.FAMILIES if not name.endswith(registry.BASE)}
     assert {architecture for architecture, _ in ROWS.values()} == writing
-    assert set(registry.FAMILIES) - writing == {f"{name}{registry.BASE}" for name in tiny.ENCODERS}
+    assert set(registry.FAMILIES) - writing == {f"{name}{registry.BASE}" for name in tiny.ENCODERS | tiny.EMBEDDING}
     read = {name for names, _ in COLUMNS.values() for name in names} | {
         "mxfp4",
         "modelopt",

@@ -28,6 +28,7 @@ class Attending(Forward):
 
     out: MergedLinear
     has_norms = False  # inside the block
+    norms_turned = False  # queries are normalized after RoPE
 
     def __init__(self, parts: Parts, heads: Heads, scores: AttentionSpec, rope: RopeSpec, *, shared: bool) -> None:
         self.parts, self.weights, self.dtype, self.scores = parts, parts.weights, parts.dtype, scores
@@ -49,6 +50,10 @@ class Attending(Forward):
         """q [T, num_heads, head_dim], multiplied by what its positions int32 [T] say."""
         return q
 
+    def turned(self, q: Tensor) -> Tensor:
+        """q [T, num_heads, head_dim] after RoPE -> what meets the keys."""
+        return q
+
     def outputs(self, out: Tensor, gates: Tensor | None) -> Tensor:
         """The output of the attention op [T, num_heads, head_dim] -> the input of attn.o."""
         return out.view(len(out), -1)
@@ -65,13 +70,14 @@ class Attending(Forward):
             self.observe_queries(q)
         q = self.grown(q, batch.positions)
         sinks, geometry = self.weights.get("attn.sinks"), batch.geometries[kv.group]
-        if not batch.together:
+        if batch.is_causal(self.scores) and not self.norms_turned:
             out: Tensor = self.attention_op(q, k, v, *rope, kv.k, kv.v, geometry, self.scores, sinks, batch.positions)
             return self.outputs(out, gates)
         self.append_op(q, k, v, *rope, kv.k, kv.v, geometry.slots, batch.positions)
+        q = self.turned(q)
         out = self.paged_attention(q, kv.k, kv.v, geometry, self.scores, sinks)
-        for together in batch.together:
-            for rows, alone, scores in together.queries(geometry, self.scores):
+        if not batch.is_causal(self.scores):
+            for rows, alone, scores in batch.alone(kv.group, self.scores):
                 out[rows] = self.paged_attention(q[rows], kv.k, kv.v, alone, scores, sinks)
         return self.outputs(out, gates)
 
@@ -80,6 +86,7 @@ class Attending(Forward):
         (q, k, v, gates), (batch, rope, kv) = self.queries_keys_values(x, norm), at
         rows, q = batch.logit_rows, self.grown(q, batch.positions)
         self.append_op(q, k, v, *rope, kv.k, kv.v, batch.geometries[kv.group].slots, batch.positions)
+        q = self.turned(q)
         if not len(rows):  # a chunk that ends before its prompt does
             return stream[:0], stream[:0]
         if gates is not None:
@@ -103,11 +110,9 @@ class Attention(Attending):
         super().__init__(parts, spec.heads, spec.attention, spec.rope, shared=False)
         self.spec, self.has_norms = spec, spec.qk_norm or spec.unit_qk_norm
         self.inputs = MergedLinear(spec.inputs, parts.weights, parts.device)
-        self.unit = (
-            torch.ones(spec.head_dim, device=tensor_device(parts.device))
-            if spec.value_norm or spec.unit_qk_norm
-            else None
-        )
+        has_unit = spec.value_norm or spec.unit_qk_norm or spec.late_qk_norm
+        self.unit = torch.ones(spec.head_dim, device=tensor_device(parts.device)) if has_unit else None
+        self.norms_turned, self._late_norm = spec.late_qk_norm, torch.empty(0)
         self.multiply_gates = ops.multiply_gates.select(parts.device)
         self.grown_queries = query_ops.grown_queries.select(parts.device)
 
@@ -126,7 +131,9 @@ class Attention(Attending):
         q, k, v = (part.view(num_tokens, -1, spec.head_dim) for part in parts)
         if self.inputs.packed is None and spec.rope.interleaved:
             q, k = (x[..., list(spec.pair_order)] for x in (q, k))
-        if spec.qk_norm:
+        if spec.late_qk_norm:
+            k = self.unit_heads(k)
+        elif spec.qk_norm:
             q, k = self.normed_heads("attn.q_norm", q), self.normed_heads("attn.k_norm", k)
         if spec.unit_qk_norm:
             q, k = self.unit_heads(q), self.unit_heads(k)
@@ -157,6 +164,15 @@ class Attention(Attending):
         joint = self.spec.joint_qk_norm
         y: Tensor = self.rms_norm(x.reshape(len(x), -1) if joint else x, self.parts.norm(role))
         return y.view(x.shape)
+
+    def turned(self, q: Tensor) -> Tensor:
+        """See Attending. Norms keep their value under RoPE, but for their factors: those of keys are the queries'."""
+        if not self.norms_turned:
+            return q
+        if self.inputs.packed is None or not len(self._late_norm):
+            self._late_norm = (self.parts.vector("attn.q_norm") * self.parts.vector("attn.k_norm")).float()
+        normed: Tensor = self.rms_norm(q, Norm(self._late_norm, self.parts.eps, None, self.dtype))
+        return normed
 
     def grown(self, q: Tensor, positions: Tensor) -> Tensor:
         """See Attending."""

@@ -26,6 +26,9 @@ ALIGNMENT = 64  # of KV blocks: a cache line
 Queries = tuple[slice, BatchGeometry, AttentionSpec]
 
 
+Alone = tuple[Tensor, BatchGeometry, AttentionSpec]  # rows, each the last query of a sequence of its own
+
+
 class Together(NamedTuple):
     """Rows of a step whose tokens see each other: an image's, or those of its end. Each sees the keys up to the last
     one's. Its window begins where that of a causal query does."""
@@ -34,21 +37,30 @@ class Together(NamedTuple):
     rows: range
     position: int  # of the first row
 
-    def queries(self, geometry: BatchGeometry, scores: AttentionSpec) -> Iterator[Queries]:
-        """Rows, and how they see their keys: each is the last query of a sequence of its own. Only windows that leave
-        out keys differ from row to row."""
-        end, first, window = self.position + len(self.rows), self.rows.start, scores.window
-        free = max(min(window, end) - self.position, 0) if window else len(self.rows)  # these see the first key
-        parts = [(0, free)] if free else []
-        for start, stop in parts + [(row, row + 1) for row in range(free, len(self.rows))]:
-            wider = window + end - 1 - self.position - start if start >= free else 0
-            alone = replace(
-                geometry,
-                query_start=torch.arange(stop - start + 1, dtype=torch.int32, device=geometry.query_start.device),
-                context_lens=torch.full_like(geometry.context_lens[:1], end).repeat(stop - start),
-                block_tables=geometry.block_tables[[self.sequence] * (stop - start)],
-            )
-            yield slice(first + start, first + stop), alone, replace(scores, window=wider)
+    def alone(self, geometry: BatchGeometry, scores: AttentionSpec) -> Iterator[Alone]:
+        """The rows by how they see their keys."""
+        count = len(self.rows)
+        own = geometry.block_tables[[self.sequence] * count]
+        of_rows = torch.arange(count, dtype=torch.int32, device=own.device)
+        ends = torch.full_like(of_rows, self.position + count)
+        for rows, apart, wide in _alone(replace(geometry, block_tables=own), of_rows + self.position, ends, scores):
+            yield rows + self.rows.start, apart, wide
+
+
+def _alone(geometry: BatchGeometry, positions: Tensor, ends: Tensor, scores: AttentionSpec) -> Iterator[Alone]:
+    """Rows at `positions` int32 [n], with a block table each, that see the keys up to before `ends` int32 [n]. Windows
+    that begin after the first key make them differ."""
+    past = positions >= scores.window if scores.window else torch.zeros_like(positions, dtype=torch.bool)
+    windows = torch.where(past, ends - 1 - positions + scores.window, 0)
+    for window in windows.unique().tolist():
+        rows = (windows == window).nonzero()[:, 0]
+        starts = torch.arange(len(rows) + 1, dtype=torch.int32, device=rows.device)
+        tables = geometry.block_tables[rows]
+        yield (
+            rows,
+            replace(geometry, query_start=starts, context_lens=ends[rows], block_tables=tables),
+            replace(scores, window=window),
+        )
 
 
 @dataclass(frozen=True)
@@ -71,6 +83,7 @@ class BatchInputs:
     image_rows: Tensor | None = None  # int64 [I]: rows of tokens of images
     image_values: Tensor | None = None  # float32 [I, hidden * (1 + deep layers)]: in place of embeddings, then for them
     together: tuple[Together, ...] = ()  # of images whose tokens see each other
+    sees_all: bool = False  # see `seeing_all`
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor], num_groups: int) -> BatchInputs:
@@ -104,6 +117,20 @@ class BatchInputs:
         lens, tables = whole.context_lens[:num_seqs], whole.block_tables[:num_seqs]
         return replace(whole, query_start=self.logit_start, context_lens=lens, block_tables=tables)
 
+    def is_causal(self, scores: AttentionSpec) -> bool:
+        """Whether every row sees the keys that its geometry says. Otherwise see `alone`."""
+        return not (self.together or (self.sees_all and scores.window))
+
+    def alone(self, group: int, scores: AttentionSpec) -> Iterator[Alone]:
+        """The rows that see other keys. Those of whole texts have windows on both sides: each sees as many later
+        keys."""
+        geometry = self.geometries[group]
+        if self.sees_all and scores.window:
+            ends = torch.minimum(self.positions + scores.window, geometry.context_lens)
+            yield from _alone(geometry, self.positions, ends, scores)
+        for together in self.together:
+            yield from together.alone(geometry, scores)
+
     def seeing_all(self) -> BatchInputs:
         """The same step in which each token sees all tokens of its sequence, which the step computes as a whole: it is
         the last query of a sequence of its own, with the same blocks."""
@@ -112,6 +139,7 @@ class BatchInputs:
         owner = torch.searchsorted(starts[1:], rows[:-1], right=True).clamp_(max=len(starts) - 2)
         return replace(
             self,
+            sees_all=True,
             geometries=tuple(
                 replace(g, query_start=rows, context_lens=g.context_lens[owner], block_tables=g.block_tables[owner])
                 for g in self.geometries

@@ -93,9 +93,19 @@ def load_spec(config: dict[str, Any]) -> ModelSpec:
     except UnsupportedError as error:
         raise NoFamilyError(str(error)) from None
     if config.get("is_causal") is False or config.get("use_bidirectional_attention") not in (None, False, "vision"):
-        spec = replace(spec, sees_all=True)
+        spec = spec if spec.sees_all else _seeing_all(spec)
     _check(spec)
     return spec
+
+
+def _seeing_all(spec: ModelSpec) -> ModelSpec:
+    """The model of a family that writes text, whose tokens see later ones."""
+    if any(spec.windows) or spec.is_recurrent:
+        raise UnsupportedError(
+            "config.json: the model's tokens see later ones, through sliding windows or recurrent states; lmkit runs "
+            "such models with full attention only"
+        )
+    return replace(spec, sees_all=True)
 
 
 def _unknown(name: object) -> UnknownArchitectureError:
@@ -111,11 +121,6 @@ def _unknown(name: object) -> UnknownArchitectureError:
 
 def _check(spec: ModelSpec) -> None:
     check_limits(spec, LIMITS)
-    if spec.sees_all and (any(spec.windows) or spec.is_recurrent):
-        raise UnsupportedError(
-            "config.json: the model's tokens see later ones, through sliding windows or recurrent states; lmkit runs "
-            "such models with full attention only"
-        )
     for layer in spec.kinds:
         _check_layer(layer)
 

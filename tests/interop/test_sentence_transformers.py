@@ -48,7 +48,7 @@ def states(path: str, prompts: list[list[int]], starts: list[int | None]) -> tup
 
 
 @pytest.mark.parametrize("mode", ["cls", "mean"])
-@pytest.mark.parametrize("name", tiny.ENCODERS)
+@pytest.mark.parametrize("name", tiny.ENCODERS | tiny.EMBEDDING)
 def test_embeddings(tmp_path: Path, name: str, mode: str) -> None:
     base, saved = folder(tmp_path / "base", name), str(tmp_path / "saved")
     parts = models.Transformer(base), models.Pooling(48, pooling_mode=mode), models.Normalize()

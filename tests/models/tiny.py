@@ -141,6 +141,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma4-values": ("Gemma4TextConfig", GEMMA4 | {"attention_k_eq_v": True, "num_global_key_value_heads": 1}),
     "gemma4-moe": ("Gemma4TextConfig", GEMMA4 | {"enable_moe_block": True, "num_experts": 5, "top_k_experts": 2,
                                                  "moe_intermediate_size": 40, "attention_k_eq_v": True}),
+    "gemma4-unified": ("Gemma4UnifiedTextConfig", {"head_dim": 16, "global_head_dim": 32, "sliding_window": 9,
+                                                   "attention_k_eq_v": True, "num_global_key_value_heads": 1}),
+    "gemma4-unified-vision": ("Gemma4UnifiedTextConfig", {"head_dim": 16, "global_head_dim": 32, "sliding_window": 9}),
     "gemma4-vision": ("Gemma4TextConfig", GEMMA4 | {"attention_k_eq_v": True}),
     "opt": ("OPTConfig", {"ffn_dim": 88, "init_std": 0.2, "pad_token_id": None}),
     "opt-350m": ("OPTConfig", {"ffn_dim": 88, "init_std": 0.2, "pad_token_id": None, "do_layer_norm_before": False,
@@ -195,6 +198,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
                                                             "topk_method": "group_limited_greedy"}),
     "deepseek-v3": ("DeepseekV3Config", SIGMOID | LATENT | {"q_lora_rank": 20, "rope_parameters": YARN | {
         "mscale": 1.0, "mscale_all_dim": 1.0}}),
+    "deepseek-v3.2": ("DeepseekV32Config", SIGMOID | LATENT | {"q_lora_rank": 20, "index_head_dim": 16,
+                                                               "index_n_heads": 2}),
+    "glm-5": ("GlmMoeDsaConfig", SIGMOID | LATENT | {"q_lora_rank": 20, "index_head_dim": 16, "index_n_heads": 2,
+                                                     "n_group": 1, "topk_group": 1}),
     "glm4-moe-lite": ("Glm4MoeLiteConfig", SIGMOID | LATENT | {"q_lora_rank": 20}),
     "glm4-moe-lite-sparse": ("Glm4MoeLiteConfig", SIGMOID | LATENT | {
         "q_lora_rank": None, "n_group": 1, "topk_group": 1, "rope_interleave": False,
@@ -203,6 +210,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
                                        "head_dim": 16, "rotary_dim": 8}),
     "solar-open": ("SolarOpenConfig", SIGMOID | {"head_dim": 16, "attention_bias": True}),
     "hy-v3": ("HYV3Config", EXPERTS | {"head_dim": 16, "num_shared_experts": 2, "router_scaling_factor": 1.7}),
+    "hunyuan": ("HunYuanDenseV1Config", {"head_dim": 16, "attention_bias": True}),
+    "hunyuan-alpha": ("HunYuanDenseV1Config", {"head_dim": 16, "rope_parameters": {
+        "rope_type": "dynamic", "alpha": 7.0, "factor": 1.0, "rope_theta": 10000.0}}),
+    "hunyuan-moe": ("HunYuanMoEV1Config", {"head_dim": 16, "num_experts": 5, "moe_topk": 2, "pad_token_id": None,
+                                           "intermediate_size": 40}),
     "arcee": ("ArceeConfig", {"attention_bias": True, "mlp_bias": True}),
     "olmoe": ("OlmoeConfig", {"num_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 40,
                               "norm_topk_prob": True}),
@@ -244,12 +256,19 @@ ENCODERS: dict[str, dict[str, Any]] = {
     "Roberta": {"type_vocab_size": 1, "pad_token_id": 1, "hidden_act": "relu"},
     "XLMRoberta": {"type_vocab_size": 1, "pad_token_id": 1},
 }
+# Without a class that gives the scores of texts as BERT's does.
+EMBEDDING: dict[str, dict[str, Any]] = {
+    "Gemma3Text": {"use_bidirectional_attention": True, "sliding_window": 12, "head_dim": 16, "num_key_value_heads": 1,
+                   "query_pre_attn_scalar": 24, "num_hidden_layers": 7},
+}  # fmt: skip
 
 
 def make_encoder(path: Path, name: str, labels: int = 0) -> transformers.PreTrainedModel:
     """Write an encoder to `path`, with `labels` one that classifies. Returns the transformers model (float32)."""
     torch.manual_seed(7)
-    config = getattr(transformers, f"{name}Config")(**COMMON | {"num_attention_heads": 3} | ENCODERS[name])
+    config = getattr(transformers, f"{name}Config")(
+        **COMMON | {"num_attention_heads": 3} | (ENCODERS | EMBEDDING)[name]
+    )
     kind = transformers.AutoModelForSequenceClassification if labels else transformers.AutoModel
     config.num_labels = labels
     model = kind.from_config(config).float().eval()

@@ -29,6 +29,7 @@ class SelfAttentionSpec(Block):
     o_bias: bool = False
     has_sinks: bool = False  # a learned score for each head of a key whose value is 0: ops.paged_attention
     qk_norm: bool = False  # RMSNorm over head_dim on q and k, before RoPE
+    late_qk_norm: bool = False  # qk_norm stands after RoPE
     joint_qk_norm: bool = False  # the norm of q is over all heads together, and so is that of k
     unit_qk_norm: bool = False  # as qk_norm, without factors. It may stand after RoPE as well, which keeps lengths
     gated: bool = False  # the output of attention is multiplied with the sigmoid of one more linear, attn.gate

@@ -1,4 +1,5 @@
-"""DeepSeek-V2, V2-Lite, V3, R1 and GLM-4.7-Flash: latent attention, dense first layers, then many experts in groups."""
+"""DeepSeek-V2, V2-Lite, V3, R1, V3.2, GLM-4.7-Flash and GLM-5: latent attention, dense first layers, then many experts
+in groups."""
 
 from __future__ import annotations
 
@@ -38,6 +39,17 @@ def deepseek_v2(hf: dict[str, Any]) -> ModelSpec:
 @family("DeepseekV3ForCausalLM", defaults=defaults.DEEPSEEK_V3)
 def deepseek_v3(hf: dict[str, Any]) -> ModelSpec:
     return with_mtp(hf, _layers(hf, interleaved=bool(hf.get("rope_interleave", True))))
+
+
+@family("DeepseekV32ForCausalLM", defaults=defaults.DEEPSEEK_V32)
+@family("GlmMoeDsaForCausalLM", defaults=defaults.GLM_MOE_DSA)
+def sparse_latent(hf: dict[str, Any]) -> ModelSpec:
+    """DeepSeek-V3.2 and GLM-5: an indexer chooses `index_topk` keys for each query. lmkit serves contexts of so many
+    tokens, in which it chooses all, and reads no indexer."""
+    spec, most = deepseek_v3(hf), integer(hf, "index_topk")
+    numbers = range(spec.num_layers + integer(hf, "num_nextn_predict_layers", 0))
+    indexers = tuple(f"{spec.layers[0].prefix}.{number}.self_attn.indexer." for number in numbers)
+    return replace(spec, max_position=min(spec.max_position, most), unread=(*spec.unread, *indexers))
 
 
 @family("Glm4MoeLiteForCausalLM", defaults=defaults.GLM4_MOE_LITE)

@@ -34,6 +34,14 @@ def gemma2(hf: dict[str, Any]) -> ModelSpec:
     return _model(hf, typed_layers(hf, layer, integer(hf, "sliding_window", 0)))
 
 
+@family("Gemma3TextModel", defaults=defaults.GEMMA3)
+def embedding_gemma(hf: dict[str, Any]) -> ModelSpec:
+    """EmbeddingGemma. Its windows have two sides: config.json has the width of both."""
+    if not hf["use_bidirectional_attention"]:
+        return gemma3(hf)
+    return replace(gemma3(hf | {"sliding_window": integer(hf, "sliding_window", 0) // 2 + 1}), sees_all=True)
+
+
 @family("Gemma3ForCausalLM", defaults=defaults.GEMMA3)
 def gemma3(hf: dict[str, Any]) -> ModelSpec:
     hf = _with_pattern(hf, integer(hf, "sliding_window_pattern", 6))

@@ -60,6 +60,17 @@ def gemma4_beside_towers(hf: dict[str, Any]) -> ModelSpec:
     return beside_towers(hf, gemma4, TOWERS)
 
 
+@family("Gemma4UnifiedForCausalLM", defaults=defaults.GEMMA4_UNIFIED)
+def gemma4_unified(hf: dict[str, Any]) -> ModelSpec:
+    """Tokens have no vectors for each layer, and there are no experts."""
+    return gemma4(hf | {"hidden_size_per_layer_input": 0, "enable_moe_block": False})
+
+
+@family("Gemma4UnifiedForConditionalGeneration")
+def gemma4_unified_beside_embedders(hf: dict[str, Any]) -> ModelSpec:
+    return beside_towers(hf, gemma4_unified, (*TOWERS, "model.vision_embedder."))
+
+
 def _kinds(hf: dict[str, Any]) -> list[str]:
     """The last layer has no window, whatever config.json says, as in transformers."""
     count = num_layers(hf)
