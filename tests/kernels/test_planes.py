@@ -22,7 +22,10 @@ from tests.kernels.planes import SCHEMES, random_weight
 
 OUTPUTS, INPUTS = 70, 512
 # Each dot product of AVX2 (sums of 8, 4 and 2 quads in 16 bits, and wide codes), and other layouts.
-ELSEWHERE = {"avx2": ("Q4_K", "Q5_0", "Q6_K", "IQ4_NL"), "portable": ("Q5_K",), "neon_i8mm": ("IQ4_XS",)}
+ELSEWHERE = {
+    "avx2": ("Q4_K", "Q5_0", "Q6_K", "IQ4_NL"), "portable": ("Q5_K",), "neon_i8mm": ("IQ4_XS",),
+    "amx": ("Q4_1", "Q6_K", "IQ4_NL"), "avx512_vnni": ("Q4_1", "Q6_K"),
+}  # fmt: skip
 
 
 def usable(name: str) -> Isa:
@@ -67,17 +70,20 @@ def test_a_gated_weight_after_a_norm(name: str) -> None:
     assert difference([got], [reference(x, reference.pack(weight, "silu"), None, norm)]) <= 2e-2
 
 
+@pytest.mark.parametrize("level", dict.fromkeys((isa.host().name, "amx")))
 @pytest.mark.parametrize("weight", [weight_of("Q6_K"), quantize(torch.randn(70, 96), int_scheme(8, 32, True))])
-def test_inputs_keep_16_bits(weight: QTensor) -> None:
-    kernel, reference = (plane_ops.linear_split.named(name) for name in (f"cpu.{isa.host().name}", "reference"))
-    if kernel.accepts(scheme=weight.scheme, scales=torch.float16, in_features=weight.codes.shape[1], group_size=32):
-        pytest.skip("tile registers multiply such weights by exact inputs")
+def test_inputs_keep_16_bits(weight: QTensor, level: str) -> None:
+    """Of a few rows, of tiles that are full, and of one that is not."""
+    kernel, reference = quantized.split_implementation(usable(level)), plane_ops.linear_split.named("reference")
+    traits = {"scales": torch.float16, "in_features": weight.codes.shape[1], "group_size": 32}
+    assert kernel.accepts(scheme=weight.scheme, **traits) is None
     x = torch.randn(40, weight.codes.shape[1])
     packed, exact = kernel.pack(weight), x.double() @ dequantize(weight).double().T
     many = kernel(x, packed, None)
     assert difference([many], [reference(x, reference.pack(weight), None)]) <= 2e-5
     assert difference([many.double()], [exact]) <= 1e-4
-    assert torch.equal(kernel(x[:3], packed, None), many[:3])
+    for rows in (1, 3, 9, 21):
+        assert torch.equal(kernel(x[:rows], packed, None), many[:rows])
     assert kernel.rows is not None
     assert torch.equal(kernel.rows(packed, torch.arange(70)), dequantize(weight))
 

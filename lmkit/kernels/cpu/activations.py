@@ -126,10 +126,10 @@ def quantize(
     x: Tensor, packed: PackedWeight, norm: Norm | None, layout: Layout, *, wide: bool, parts: int = 1
 ) -> tuple[Tensor, Activations]:
     """(the memory, which the caller keeps alive, the codes in it) of float32 x [rows, K], after `norm` if it is given.
-    `wide` codes are in the layout of dots.PmaddWide. With several `parts` a row of x becomes as many rows, of which the
-    second has what the codes of the first left."""
+    `wide` codes are in the layout of dots.PmaddWide. With several `parts` a block of rows of x becomes as many
+    blocks, of which the second has what the codes of the first left."""
     rows, group, groups = parts * x.shape[0], packed.group_size, packed.groups
-    blocks, padded = -(-rows // layout.rows), groups * group
+    blocks, padded = parts * -(-x.shape[0] // layout.rows), groups * group
     row_bytes = padded * (2 if wide else 1) + (SPACING if layout.rows == 1 else 0)
     scales_bytes = 4 * blocks * layout.rows * groups
     codes_bytes = blocks * layout.rows * row_bytes

@@ -106,6 +106,7 @@ def plane_task(form: Planes) -> Task:
     factors, shifted, group = form.factors, form.shifted, form.group
     zero = 0 if shifted else form.middle
     nibbles, twos, ones = (bits & plane > 0 for plane in (4, 2, 1))
+    whole = bits == 8
     after_nibbles, after_twos = (4 if nibbles else 0), (4 if nibbles else 0) + (2 if twos else 0)
 
     def row_of_planes(args: int, scratch: int, index: int) -> None:
@@ -134,7 +135,7 @@ def plane_task(form: Planes) -> Task:
                     offset = half_to_float(np.uint32(halves[(per_unit + g) * width + lane]))
                 for i in range(g * group, (g + 1) * group):
                     quad, at = i // 4, 4 * lane + i % 4
-                    code = np.int64(0)
+                    code = np.int64(codes[quad * row_bytes + at]) if whole else np.int64(0)
                     if nibbles:
                         code = np.int64(codes[quad // 2 * row_bytes + at]) >> (quad % 2 * 4) & 15
                     if twos:

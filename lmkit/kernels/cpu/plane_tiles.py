@@ -22,7 +22,7 @@ SUPER = 8  # units that share factors
 class Planes(NamedTuple):
     """What micro-kernels of such a weight are compiled for."""
 
-    bits: int  # of stored codes
+    bits: int  # of stored codes: 2 to 6, or 8 in one plane
     group: int  # inputs: 16 or 32
     factors: bool  # scales and offsets are int8 times a factor, else float16
     shifted: bool  # there are offsets, else codes have the zero `middle`
@@ -90,7 +90,7 @@ def planes_tile(isa: Isa, form: Planes, *, packed: bool) -> Tile:
             for half in range(per_unit):
                 group = e.offset(e.times(unit, per_unit), half)
                 places = [e.offset(e.times(group, 4), e.times(lds, row)) for row in range(rows)]
-                backs = [_negative_sum(e, e.load(e.offset(sumx, place), I32)) for place in places]
+                backs = [negative_sum(e, e.load(e.offset(sumx, place), I32)) for place in places]
                 found = [[e.splat(b.mul(back, I32(zero)))] * vectors for back in backs]
                 begin = e.offset(e.times(unit, UNIT * dot.input_bytes), half * form.group * dot.input_bytes)
 
@@ -99,7 +99,7 @@ def planes_tile(isa: Isa, form: Planes, *, packed: bool) -> Tile:
 
                 count = QUADS // per_unit
                 dot.block(e, (next(quads) for _ in range(count)), activation, found)
-                scales, offsets = _side(e, isa, form, sides, unit, half, column, vectors)
+                scales, offsets = side(e, isa, form, sides, unit, half, column, vectors)
                 for row, place in enumerate(places):
                     step = e.load(e.offset(sx, place), F32)
                     steps = e.splat(step)
@@ -115,8 +115,9 @@ def planes_tile(isa: Isa, form: Planes, *, packed: bool) -> Tile:
     return register(name, isa.lanes, rows, 12, body)
 
 
-def unpack_planes_tile(isa: Isa, form: Planes) -> Tile:
-    """Unpack the codes of `count` units to bytes."""
+def unpack_planes_tile(isa: Isa, form: Planes, *, signed: bool = False) -> Tile:
+    """Unpack the codes of `count` units to bytes, less their zero if they are `signed`."""
+    zero = form.middle if signed and not form.shifted else 0
     planes, vectors = planes_of(form.bits), isa.int_vectors
 
     def body(e: Emitter, rows: int, arguments: list[Value]) -> None:
@@ -126,9 +127,12 @@ def unpack_planes_tile(isa: Isa, form: Planes) -> Tile:
             codes = e.offset(source, e.times(unit, form.bits * row_bytes))
             for quad, found in enumerate(unpacked(e, isa, form, planes, codes, vectors, row_bytes)):
                 for j, code in enumerate(found):
+                    if zero:
+                        wide = e.builder.bitcast(code, e.vector(I8, 4 * e.lanes))
+                        code = e.builder.sub(wide, constant(wide.type, _signed(zero)))
                     e.store(code, e.offset(target, e.times(unit, 8 * row_bytes), quad * row_bytes + 4 * e.lanes * j))
 
-    return register(f"unpack_planes_tile.{isa.name}.{_name(form)}", isa.lanes, (1,), 3, body)
+    return register(f"unpack_planes_tile.{isa.name}.{_name(form)}{'.signed' * signed}", isa.lanes, (1,), 3, body)
 
 
 def _name(form: Planes) -> str:
@@ -178,13 +182,14 @@ def _signed(byte: int) -> int:
     return byte - 256 if byte > 127 else byte
 
 
-def _negative_sum(e: Emitter, pair: Value) -> Value:
-    """-sum(x) of a group from tiles.sum_pair's words."""
-    b = e.builder
-    return b.add(b.and_(pair, I32(0xFFFF)), b.shl(b.ashr(pair, I32(16)), I32(SUM_SPLIT)))
+def negative_sum(e: Emitter, pair: Value) -> Value:
+    """-sum(x) of a group, or of many in a vector, from tiles.sum_pair's words."""
+    b, kind = e.builder, pair.type
+    high = b.shl(b.ashr(pair, constant(kind, 16)), constant(kind, SUM_SPLIT))
+    return b.add(b.and_(pair, constant(kind, 0xFFFF)), high)
 
 
-def _side(
+def side(
     e: Emitter, isa: Isa, form: Planes, sides: Value, unit: Value, half: int, column: Value, vectors: int
 ) -> tuple[list[Value], list[Value]]:
     """(scales, offsets), a vector of float32 for each of outputs. No offsets: an empty list."""

@@ -12,11 +12,13 @@ import functools
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from numba import carray
 from torch import Tensor
 
 from lmkit.kernels.cpu import packed_planes, tiles, workspace
 from lmkit.kernels.cpu.activations import Activations, Layout, gather_codes, quantize
+from lmkit.kernels.cpu.amx import planes as planes_on_tiles
 from lmkit.kernels.cpu.amx import quantized as on_tiles
 from lmkit.kernels.cpu.dots import BLOCK, LOOKED_UP
 from lmkit.kernels.cpu.intrinsics import pointer, tile, unpack
@@ -174,12 +176,17 @@ def linear(
     of what they left: plane_ops.linear_split."""
     dtype, x, form = x.dtype, as_float(x), packed.form
     rows, group = x.shape[0], packed.group_size
-    tiled = isa.tiles and rows > FEW_ROWS and parts == 1 and isinstance(form, Stored) and not packed.values
-    layout = on_tiles.layout(group) if tiled else Layout(1, group)
+    in_planes, many = isinstance(form, Planes), isa.tiles and rows > FEW_ROWS
+    tiled = many and (in_planes or (parts == 1 and not packed.values))
+    layout = Layout(1, group)
+    if tiled:
+        layout = planes_on_tiles.layout(form) if isinstance(form, Planes) else on_tiles.layout(group)
     _memory, activations = quantize(x, packed, norm, layout, wide=form.dot(isa).input_bytes == 2, parts=parts)
     out = workspace.empty(rows, packed.out_features // 2 if packed.activation else packed.out_features)
     whole = None if bias is None else bias.float()
-    if tiled:
+    if tiled and in_planes:
+        planes_on_tiles.multiply(isa, activations, packed, whole, out, parts)
+    elif tiled:
         on_tiles.multiply(isa, form.bits, activations, packed, whole, out)
     else:
         _multiply(isa, activations, packed, whole, out, parts=parts)
@@ -256,18 +263,28 @@ def planes_implementation(isa: Isa) -> Implementation:
 def split_implementation(isa: Isa) -> Implementation:
     """plane_ops.linear_split."""
 
-    def accepts_any(*, scheme: QuantScheme, **traits: Any) -> str | None:
+    def accepts_any(*, scheme: QuantScheme, scales: torch.dtype, in_features: int, **traits: Any) -> str | None:
+        if _is_one_plane(scheme, scales, in_features):
+            return None
         if scheme.in_planes:
-            return packed_planes.accepts(scheme=scheme, **traits)
+            return packed_planes.accepts(scheme=scheme, scales=scales, in_features=in_features, **traits)
         if isa.tiles:
             return "tile registers multiply such weights by exact inputs"
         return accepts(scheme.bits, **traits)
 
     def pack_any(weight: QTensor, activation: str | None = None) -> PackedWeight:
-        return (packed_planes.pack if weight.scheme.in_planes else pack)(isa, weight, activation)
+        scheme = weight.scheme
+        in_planes = scheme.in_planes or _is_one_plane(scheme, weight.scales.dtype, weight.codes.shape[1])
+        return (packed_planes.pack if in_planes else pack)(isa, weight, activation)
 
     def rows_of_any(packed: PackedWeight, rows: Tensor, factor: float = 1.0) -> Tensor:
         return (plane_rows if isinstance(packed.form, Planes) else quantized_rows)(isa, packed, rows, factor)
 
     run = functools.partial(linear, isa, SPLIT)
     return Implementation(f"cpu.{isa.name}", "cpu", run, accepts_any, pack_any, 20, rows=rows_of_any)
+
+
+def _is_one_plane(scheme: QuantScheme, scales: torch.dtype, in_features: int) -> bool:
+    """Whether codes of 8 bits are kept as a plane, which tile registers multiply, too: those of GGUF's Q8_0."""
+    alike = scheme.bits == 8 and scheme.symmetric and scheme.group_size == UNIT and scheme.codes.uniform
+    return alike and scales == torch.float16 and in_features % UNIT == 0
