@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from lmkit.kernels.cpu import isa
 from lmkit.kv_dtype import FLOAT32
 from lmkit.layers.batch import allocate_kv, whole_batch
 from lmkit.models.decoder import Decoder
@@ -63,7 +64,8 @@ def test_float16_weights_stay_as_they_are_stored(tmp_path: Path, packed_cache: b
     assert kinds.count(torch.float32) == 1
     assert set(kinds) == {torch.float16, torch.float32}
     expected = logits(widened)
-    assert float((logits(decoder) - expected).abs().max()) <= 3e-6 * float(expected.abs().max())
+    tolerance = 1e-4 if isa.host().tiles else 3e-6  # tiles take an input as two bfloat16, and float32 weights none
+    assert float((logits(decoder) - expected).abs().max()) <= tolerance * float(expected.abs().max())
 
 
 @pytest.mark.parametrize("name", ["float16", "bfloat16"])
