@@ -31,7 +31,7 @@ else:
 
 WeightDtype = Literal["auto", "float32", "bfloat16", "float16"]
 KVStorageName = Literal["auto", KVName]
-HeadStorage = Literal["auto", "int8"]
+HeadStorage = Literal["auto", "int8", "stored"]
 ClusterName = Literal["none", "ray", "torchrun"]
 ModelImpl = Literal["auto", "fast", "flexible"]
 Quantize = Literal["none", "int4", "int8", "fp8"]
@@ -109,8 +109,10 @@ class EngineConfig(StrictStruct, frozen=True, kw_only=True, metaclass=_Sizes):
     kv_dtype: Annotated[KVStorageName, _model("Type of the KV cache.")] = "auto"
     # per token and group; auto = by device
     activations: Annotated[Activations, _model("Rounding of inputs of quantized linears.")] = "auto"
-    # int8 = quantized while loading, groups of 128
-    lm_head: Annotated[HeadStorage, _model("auto (as in the checkpoint), or int8 (smaller).")] = "auto"
+    # int8 = quantized while loading, see models.source.rounded_head
+    lm_head: Annotated[
+        HeadStorage, _model("int8 (smaller), stored, or auto: what the checkpoint's config.json asks for, else stored.")
+    ] = "auto"
     # see models.rounding
     quantize: Annotated[Quantize, _model("Round the weights of a 16-bit checkpoint while it loads.")] = "none"
     # see models.engines

@@ -212,6 +212,7 @@ def _print_report(report: QuantReport, output: Path) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from lmkit.quant.report.head_storage import head_line
     from lmkit.quant.report.html import FILE_NAME, mean
 
     title = "relative squared error of each layer: mean of its linears, rounded to nearest and as stored"
@@ -234,6 +235,8 @@ def _print_report(report: QuantReport, output: Path) -> None:
         weight = "" if source["weight"] is None else f", weight {source['weight']:g}"
         digest = f"sha256 {source['sha256'][:12]}"
         print(f"calibration: {source['source']}{weight}: {source['documents']:,} documents, {digest}")
+    if report.head is not None:
+        print(head_line(report.head))
     saved = report.bytes_after / report.bytes_before
     memory = "" if report.peak_bytes is None else f", {report.peak_bytes / 2**30:.2f} GiB at the peak"
     bits = "" if report.bits is None else f"{report.bits:.2f} bits a weight in linears, "

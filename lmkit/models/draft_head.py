@@ -35,13 +35,13 @@ from lmkit.layers.linear import MergedLinear, Weights
 from lmkit.models import load_spec, roles
 from lmkit.models.decoder import Decoder
 from lmkit.models.decoder_layer import DecoderLayer
+from lmkit.models.head import quantize_rows
 from lmkit.models.layer_spec import LayerSpec
 from lmkit.models.loader import to_device
 from lmkit.models.placed import placed
 from lmkit.models.resolved import ResolvedModel
 from lmkit.models.rounding import scheme_for
 from lmkit.models.shard import WHOLE
-from lmkit.models.source import quantize_rows
 from lmkit.models.spec import ModelSpec
 from lmkit.qtensor import QTensor
 

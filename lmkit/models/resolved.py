@@ -78,7 +78,7 @@ class ResolvedModel:
         on a CPU, as the checkpoint has it."""
         spec = self.source.spec
         whole = self.shard.size == self.stage.count == 1 and spec.num_logits == spec.vocab_size
-        stored = self.packing.lm_head == "auto" or self.source.tied_scheme is not None
+        stored = self.packing.lm_head == "stored" or self.source.tied_scheme is not None
         tied = spec.tie_embeddings and not spec.projected and stored
         return named(self.packing.device).shares_head and whole and tied
 
@@ -153,12 +153,11 @@ class ResolvedModel:
 
     @property
     def head_activations(self) -> str:
-        """How the head's inputs are rounded. On a CPU those of a head that a GGUF file has in codes keep 16 bits,
-        because with 8 the error would be larger than what often lies between the two likeliest tokens."""
-        scheme = self.source.tied_scheme or coded_scheme(self.reader, roles.LM_HEAD + ".weight")
-        return (
-            SPLIT if scheme is not None and named(self.packing.device).exact_coded_heads else self.packing.activations
-        )
+        """How the head's inputs are rounded. On a CPU those of a head that a GGUF file has in codes, or of an INT8 one,
+        keep 16 bits, because with 8 the error would be larger than what often lies between the two likeliest tokens."""
+        in_codes = self.source.tied_scheme or coded_scheme(self.reader, roles.LM_HEAD + ".weight") is not None
+        keeps = (in_codes or self.packing.lm_head == "int8") and named(self.packing.device).exact_coded_heads
+        return SPLIT if keeps else self.packing.activations
 
     @property
     def head_rows(self) -> slice:
@@ -188,8 +187,9 @@ def resolved(
     """Open a checkpoint; the end of the `with` closes it.
 
     `dtype` is that of dense weights (see resolve_dtype), and on a GPU that of activations too. `lm_head` int8 quantizes
-    the head. `kv_dtype` is a storage type for all layers; None: see resolve_storage. `quantize` rounds a dense
-    checkpoint's linears (see models.rounding). The first `attention_sinks` tokens stay visible to sliding windows.
+    the head, and auto does what the checkpoint asks for. `kv_dtype` is a storage type for all layers; None: see
+    resolve_storage. `quantize` rounds a dense checkpoint's linears (see models.rounding). The first `attention_sinks`
+    tokens stay visible to sliding windows.
     Raises CheckpointError, UnsupportedError, and ConfigError for sinks of a model without windows or for `quantize` of
     weights that are quantized already. Inputs of a GGUF file's linears keep 16 bits on a CPU if some are in planes,
     unless `activations` say otherwise: publishers made it for products with exact inputs, and one row costs no more.
@@ -205,7 +205,8 @@ def resolved(
         as_stored = (dtype, weight_dtype) == ("auto", "float16") and not named(device).half_activations
         if as_stored:
             source.reader.narrow()
-        packing = Packing(device, weight_dtype, asked, lm_head, shard.rank, shard.tp, shard.ep, quantize, as_stored)
+        head = source.asked_head if lm_head == "auto" else lm_head
+        packing = Packing(device, weight_dtype, asked, head, shard.rank, shard.tp, shard.ep, quantize, as_stored)
         dense = weight_dtype if source.spec.reusable else "float32"  # that of transformers' caches
         storages = resolve_storage(source.reader, source.spec, kv_dtype, dense_kv_dtype(dense))
         heads = [layer.num_kv_heads for layer in source.spec.layers]

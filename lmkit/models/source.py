@@ -27,17 +27,15 @@ from lmkit.layers.per_layer import PerLayerWeights
 from lmkit.models import load_spec, roles
 from lmkit.models.decoder import Decoder
 from lmkit.models.decoder_layer import DecoderLayer
-from lmkit.models.head import has_own_head, untied
+from lmkit.models.head import ASKED_HEAD, HEAD_SCHEME, has_own_head, quantize_rows, rounded_head, untied
 from lmkit.models.opened import coded_scheme, open_checkpoint, show_tensors
 from lmkit.models.placed import becomes_dense, placed
 from lmkit.models.registry import BASE, CLASSIFIER
 from lmkit.models.rounding import check_rounding, saved_bytes, scheme_for
 from lmkit.models.spec import ModelSpec
-from lmkit.qtensor import QTensor, QuantScheme, dequantize, int_scheme, quantize
+from lmkit.qtensor import QTensor, QuantScheme, dequantize
 
 NVFP4_CODES = ("weight", "weight_packed")  # the last parts of the names of bytes with two codes each
-HEAD_SCHEME = int_scheme(8, 128)  # of lm_head int8
-QUANTIZED_ROWS = 2048
 SCALES = (".scales", ".qzeros", ".scaled_zeros", ".weight_scale", ".weight_scale_inv", ".input_scale")
 
 
@@ -253,7 +251,7 @@ class ModelSource:
             raise CheckpointError(f"{self.reader.path}: the head is {list(shape)}, not [vocab, hidden]")
         head = placed(weight, device, tensor_device(device), dtype)
         if storage == "int8" and not isinstance(head, QTensor):
-            head = quantize_rows(head, HEAD_SCHEME)
+            head = rounded_head(head)
         return MergedLinear((roles.LM_HEAD,), {roles.LM_HEAD: head}, device)
 
     def _head(self, dtype: torch.dtype | None) -> Tensor | QTensor:
@@ -264,6 +262,14 @@ class ModelSource:
         self._check_no_bias(roles.LM_HEAD)
         weight = self.format.read_linear(self.reader, roles.LM_HEAD)
         return weight if isinstance(weight, QTensor) else _to(weight, dtype)
+
+    @property
+    def asked_head(self) -> str:
+        """The storage of the head that the checkpoint asks for: int8 or stored."""
+        asked = self.config.get(ASKED_HEAD, "stored")
+        if asked not in ("int8", "stored"):
+            raise CheckpointError(f"{self.reader.path}: config.json: {ASKED_HEAD} is {asked!r}, not int8 or stored")
+        return str(asked)
 
     @property
     def tied_scheme(self) -> QuantScheme | None:
@@ -381,13 +387,6 @@ class ModelSource:
 
     def close(self) -> None:
         self.reader.close()
-
-
-def quantize_rows(weight: Tensor, scheme: QuantScheme) -> QTensor:
-    """`quantize`, some rows at a time: float32 copies of a whole head would take many times its memory."""
-    parts = [quantize(rows, scheme) for rows in weight.split(QUANTIZED_ROWS)]
-    codes, scales, zeros = (torch.cat([getattr(p, name) for p in parts]) for name in ("codes", "scales", "zeros"))
-    return QTensor(codes, scales, zeros, scheme)
 
 
 def activation_dtype(device: str, dtype: torch.dtype | None) -> torch.dtype:

@@ -109,6 +109,11 @@ class Recipe(WeightsRecipe, frozen=True, kw_only=True):
         return EVERYTHING in self.ignore
 
     @property
+    def asked_head(self) -> str:
+        """`lm_head`, of a model whose weights are quantized."""
+        return "stored" if self.keeps_weights and self.lm_head == "auto" else self.lm_head
+
+    @property
     def is_plain(self) -> bool:
         """Whether every step only rounds to nearest."""
         return all(step.is_plain for step in self.steps)

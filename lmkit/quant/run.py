@@ -50,6 +50,7 @@ from lmkit.quant.plan import Plan, make_plan, rows_within
 from lmkit.quant.recipe import Recipe
 from lmkit.quant.refine.whole import Finished, WholeModel
 from lmkit.quant.report.evaluate import EVAL_TOKENS, EvalResult, Progress, evaluate
+from lmkit.quant.report.head_storage import HeadReport, choose_head
 from lmkit.quant.report.html import save_html
 from lmkit.quant.report.layer_report import LayerReport, with_bits
 from lmkit.quant.report.report import MixedPrecisionReport, QuantReport
@@ -121,13 +122,14 @@ class Quantizer:
             stream = self._quantize_layers(work, progress)
             folder = work.new_checkpoint()
             records = [work.record(index, LayerRecord) for index in range(self.source.spec.num_layers)]
-            self._assemble(work, folder, records)
+            last = None if stream is None else stream.hidden(len(stream) - 1)[-stream.seq_len :]
+            head = choose_head(self.source, self.recipe.asked_head, last)
+            self._assemble(work, folder, records, head)
             finished = self._finish(work, folder, stream, progress)
-            expected = None if stream is None else stream.hidden(len(stream) - 1)[-stream.seq_len :]
             if finished is not None and finished.layer is not None:
-                folder, expected = work.new_checkpoint(), finished.hidden
-                records = self._assemble(work, folder, records, finished.layer)
-            self._check(folder, expected, records)
+                folder, last = work.new_checkpoint(), finished.hidden
+                records = self._assemble(work, folder, records, head, finished.layer)
+            self._check(folder, last, records)
             stored = stored_bits(self.source.spec, open_source(folder, "auto").reader)
             evaluation = None if eval_ids is None else self._evaluate(folder, eval_ids, Path(output), progress)
             report = QuantReport(
@@ -142,6 +144,7 @@ class Quantizer:
                 seconds=round(time.perf_counter() - start, 2),
                 mixed_precision=mixed,
                 refined=None if finished is None else finished.report,
+                head=head,
                 groups=self.plan.groups,
                 bits=sum(stored.values()) / self.source.spec.num_weights,
                 peak_bytes=peak_bytes(),
@@ -281,12 +284,9 @@ class Quantizer:
         return step.finish(model, functools.partial(progress, step.name()))
 
     def _assemble(
-        self,
-        work: WorkFolder,
-        folder: Path,
-        records: list[LayerRecord],
+        self, work: WorkFolder, folder: Path, records: list[LayerRecord], head: HeadReport,
         changed: Callable[[int], Weights] | None = None,
-    ) -> list[LayerRecord]:
+    ) -> list[LayerRecord]:  # fmt: skip
         """Write the whole checkpoint except report.json, from the source and the finished layers. `changed` gives the
         layers' weights in their place. Returns the records of the written layers."""
         source, spec = self.source, self.source.spec
@@ -319,8 +319,8 @@ class Quantizer:
         if any(linears.values()):
             entry = get_format(self.recipe.format).config_entry(linears, activations=self.recipe.activations)
         entry = write_static(writer, entry, self.recipe.kv, spec, kv_stats)
-        config = source.config if entry is None else source.config | {"quantization_config": entry}
-        writer.finish(config, source.reader.path)
+        quantized = {} if entry is None else {"quantization_config": entry}
+        writer.finish(source.config | quantized | head.config, source.reader.path)
         if self.recipe.kv.scheme == "online" and self.recipe.calibration.has_text and describable(spec):
             save_kv_config(make_kv_config(self.recipe.kv, spec, kv_stats), folder)
         return written

@@ -33,6 +33,10 @@ class WeightsRecipe(StrictStruct, frozen=True):
     activations: Annotated[
         Activations, Note("Rounding of the inputs of quantized linears that the checkpoint asks engines for.")
     ] = "none"
+    lm_head: Annotated[
+        Literal["auto", "int8", "stored"],
+        _grid("The head when served: INT8, as stored, or auto: INT8 if that changes next to nothing."),
+    ] = "auto"
     average_bits: Annotated[
         Annotated[float, Meta(ge=1, le=32)] | None,
         _grid("Mixed precision, for example 4.5: each linear gets the bits that its effect is worth."),

@@ -65,6 +65,8 @@ def test_the_result_is_a_checkpoint_of_the_awq_format(source: Path, quantized: t
         "quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm",
         "modules_to_not_convert": None,
     }  # fmt: skip
+    assert report.head is not None
+    assert config.pop("lm_head_storage", "stored") == report.head.storage
     assert config == json.loads((source / "config.json").read_text())
     for name in TOKENIZER_FILES:
         assert (out / name).read_bytes() == (source / name).read_bytes()

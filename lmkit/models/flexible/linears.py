@@ -22,9 +22,10 @@ from lmkit.errors import CheckpointError
 from lmkit.formats.checkpoint import CheckpointReader
 from lmkit.layers.blocks.base import Shape
 from lmkit.layers.linear import MergedLinear, Weights
+from lmkit.models.head import quantize_rows
 from lmkit.models.identity import Packing
 from lmkit.models.rounding import scheme_for
-from lmkit.models.source import ModelSource, quantize_rows
+from lmkit.models.source import ModelSource
 from lmkit.qtensor import QTensor
 
 ROLE = "linear"  # of the one weight of a PackedLinear

@@ -16,6 +16,7 @@ import yaml
 from lmkit.formats.hub import DEMO, DEMO_FOLDER
 from lmkit.quant.report.chart import bar_chart, line_chart, sparkline
 from lmkit.quant.report.evaluate import EvalResult
+from lmkit.quant.report.head_storage import head_line
 from lmkit.quant.report.layer_report import ExpertsReport, HeldOutReport, LayerReport, LinearReport, ScaleReport
 from lmkit.quant.report.markup import Html, Percent, cards, number, page, pairs, table, text, without_folders
 from lmkit.quant.report.report import MixedPrecisionReport, QuantReport, RefineReport
@@ -59,6 +60,7 @@ def render(report: QuantReport) -> str:
             f"<h1>{escape(title)}</h1>",
             f'<p class="soft">{escape(f"lmkit {report.lmkit_version}, {seconds}{peak}")}</p>',
             _headline(report),
+            f"<p>{escape(head_line(report.head))}</p>" if report.head is not None else "",
             "<h2>Evaluation</h2>" + _evaluation(report.evaluation),
             "<h2>Layers</h2>" + _layers(report.layers),
             "" if report.mixed_precision is None else "<h2>Mixed precision</h2>" + _mixed(report.mixed_precision),

@@ -9,6 +9,7 @@ import msgspec
 
 from lmkit.config import StrictStruct
 from lmkit.quant.report.evaluate import EvalResult
+from lmkit.quant.report.head_storage import HeadReport
 from lmkit.quant.report.layer_report import LayerReport
 
 FILE_NAME = "report.json"
@@ -64,6 +65,7 @@ class QuantReport(StrictStruct, frozen=True):
     seconds: float
     mixed_precision: MixedPrecisionReport | None = None
     refined: RefineReport | None = None
+    head: HeadReport | None = None
     groups: str | None = None  # the sizes of groups, and why
     bits: float | None = None  # of a weight in linears, in the file (models.weight_bits)
     peak_bytes: int | None = None  # memory of the whole process
