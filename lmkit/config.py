@@ -521,6 +521,14 @@ class ServerConfig(Listener, frozen=True):
     ] = None
     warm_tokens: Annotated[PositiveInt, Option("Tokens that --warm computes at most.")] = 1 << 17
     warm_seconds: Annotated[PositiveFloat, Option("Seconds after which --warm begins no other prefix.")] = 60.0
+    # see serve.receipts
+    receipts: Annotated[
+        bool, Option("Keep a signed receipt of every answer, not only where a request asks for it.", is_switch=True)
+    ] = False
+    receipt_key: Annotated[
+        str | None,
+        Option("Private key of receipts, made if there is none. Default: receipt.key in the cache.", metavar="<path>"),
+    ] = None
     # see web.data_folder
     data_dir: Annotated[
         str | None, Option("Keep files, batches and responses of clients here. Default: a temporary folder.")

@@ -31,6 +31,7 @@ EXTRAS = {
     "images": Extra(("PIL",), "images in prompts of models that see"),
     "grpc": Extra(("grpc", "grpc_health", "google"), "--grpc-port of lmkit serve and lmkit proxy"),
     "otel": Extra(("opentelemetry",), "traces of lmkit serve and lmkit proxy"),
+    "receipts": Extra(("cryptography",), "signed receipts of answers, and `lmkit replay`"),
     "ray": Extra(("ray",), "a Ray cluster: replicas of lmkit up, and --cluster ray of lmkit serve"),
     "cuda": Extra(("cupy",), "kernels on an NVIDIA GPU with CUDA 13; lmkit[cuda12] is for CUDA 12"),
 }

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+import os
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
+import msgspec
+
+from lmkit.environment import environment
+from lmkit.errors import JSON_ERRORS
 from lmkit.formats.gguf_model import parts_of
+from lmkit.private_folder import make_private
 
 SAMPLE_BYTES = 1 << 20
 _FILES = (".json", ".safetensors", ".gguf", ".jinja", ".model", ".txt")
@@ -31,6 +38,35 @@ def fingerprint(folder: Path) -> str:
     except OSError:
         digest = hashlib.sha256(str(folder).encode())
     return digest.hexdigest()[:32]
+
+
+def content_digest(folder: Path) -> str:
+    """SHA-256 of all files of a checkpoint: their names and whole contents. Digests of large files are kept beside the
+    compiled kernels and are not computed again while size, times and place of the file stay. Raises OSError."""
+    digest = hashlib.sha256()
+    for path in _files(Path(folder)):
+        digest.update(f"{path.name} {_file_digest(path)}\n".encode())
+    return digest.hexdigest()
+
+
+def _file_digest(path: Path) -> str:
+    state = path.stat()
+    seen = [state.st_size, state.st_mtime_ns, state.st_ctime_ns, state.st_ino, state.st_dev]
+    kept = environment().cache_dir / "digests" / hashlib.sha256(str(path.absolute()).encode()).hexdigest()[:32]
+    if state.st_size > SAMPLE_BYTES:
+        with suppress(OSError, *JSON_ERRORS):
+            os.close(make_private(kept.parent))
+            known = msgspec.json.decode(kept.read_bytes())
+            if known[:-1] == seen:
+                return str(known[-1])
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if state.st_size > SAMPLE_BYTES:
+        with suppress(OSError):
+            partial = kept.with_suffix(f".{os.getpid()}")
+            partial.write_bytes(msgspec.json.encode([*seen, digest]))
+            partial.rename(kept)
+    return digest
 
 
 def _files(checkpoint: Path) -> list[Path]:

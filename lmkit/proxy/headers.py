@@ -15,13 +15,14 @@ Headers = Iterable[tuple[bytes, bytes]]
 _TO_NODE = frozenset({
     b"accept", b"content-type", b"user-agent", b"x-request-id", b"traceparent", b"tracestate", b"idempotency-key",
     b"openai-beta", b"anthropic-version", b"anthropic-beta", b"x-lmkit-counts",
-    b"x-lmkit-prompt-tokens",
+    b"x-lmkit-prompt-tokens", b"x-lmkit-receipt",
 })  # fmt: skip
 _TO_NODE_PREFIXES = (b"x-stainless-",)  # the version of OpenAI's and Anthropic's clients
 _TO_CLIENT = frozenset({
     b"content-type", b"content-length", b"content-encoding", b"cache-control", b"date", b"retry-after",
     b"retry-after-ms", b"x-should-retry", b"x-accel-buffering", b"server-timing", b"x-request-id", b"request-id",
     b"openai-model", b"openai-version", b"openai-processing-ms", b"x-lmkit-ignored",
+    b"x-lmkit-receipt",
 })  # fmt: skip
 _TO_CLIENT_PREFIXES = (b"x-ratelimit-", b"anthropic-ratelimit-")
 _VIA = re.compile(rb"1\.1 lmkit-[0-9a-f]{16}")  # what a proxy writes; another text of a client's stays behind

@@ -6,6 +6,8 @@ path names is found as `stored` says. A list has what all nodes keep.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import functools
 import re
 from collections.abc import Awaitable, Callable, Collection, Mapping
@@ -53,6 +55,7 @@ PAGES = {
     CHATS: _Pages(20, 100, "asc", ("order", "limit", "after"), ("model",)),
 }
 MAX_PAGES = 100  # of one node
+RECEIPTS = "/receipts/"
 _MODEL = re.compile(rb'"model"\s*:\s*("(?:[^"\\]|\\.){1,256}")')  # of a line of a batch
 
 
@@ -89,6 +92,8 @@ def handlers(path: str, forwarded: Collection[str]) -> dict[str, Handler] | None
         return {"GET": functools.partial(_list, CHATS)}
     if path == CONVERSATIONS and path in forwarded:
         return {"POST": _create_conversation}
+    if path.startswith(RECEIPTS):
+        return {"GET": _receipt}
     if path not in forwarded and (found := named_by(path)) and found.root in forwarded:
         return dict.fromkeys(found.methods, functools.partial(_to_keeper, found))
     return None
@@ -157,6 +162,28 @@ async def _create_batch(cluster: Cluster, asked: Asked) -> None:
         raise RequestError("permission_denied", message)
     batch = decode_json(asked.call.body, _Batch, mismatch="expected an input_file_id", param="input_file_id")
     await _forward(cluster, asked, await _keeper(cluster, asked.call, FILES, batch.input_file_id, "input_file_id"))
+
+
+async def _receipt(cluster: Cluster, asked: Asked) -> None:
+    """The receipts that nodes have of an answer: its parts, each signed by its node, in the order of their tokens."""
+    call = asked.call
+
+    async def of(node: Node) -> list[dict[str, Any]]:
+        with contextlib.suppress(RequestError):  # a node that has ended has lost its receipts
+            if part := await cluster.forwarder.listed(node, call):
+                return [{"node": node.url, **decode_json(part, dict[str, Any], mismatch="no receipt")}]
+        return []
+
+    found = [part for parts in await asyncio.gather(*map(of, cluster.registry.nodes())) for part in parts]
+    if not found:
+        raise RequestError("not_found", f"no node that answers has the receipt {call.path[len(RECEIPTS) :][:128]!r}")
+    found.sort(key=_known_tokens)
+    await asked.response.whole(Response(msgspec.json.encode({"parts": found}), media_type="application/json"))
+
+
+def _known_tokens(part: dict[str, Any]) -> int:
+    """How many of its tokens another node had given."""
+    return sum(choice["known_tokens"] for choice in part.get("record", {}).get("choices", []))
 
 
 class _Page(msgspec.Struct):

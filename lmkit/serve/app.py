@@ -22,6 +22,7 @@ from lmkit.serve import (
     metrics,
     models,
     openapi,
+    receipts,
     sleep,
     stored_chats,
     tokenize,
@@ -61,7 +62,7 @@ from lmkit.web.tracing import Traced
 ANSWER_PARTS = 8  # one answer may hold this part of the memory for all
 ROOMS = (
     chat, stored_chats, completions, responses, conversations, messages, generate, embeddings, classify, models,
-    adapters, sleep, tokenize, file_routes, batch_routes, metrics, health, openapi, invocations,
+    adapters, sleep, tokenize, file_routes, batch_routes, metrics, health, openapi, invocations, receipts,
     ollama, llama_cpp,
 )  # fmt: skip
 ROUTERS = [module.router for module in ROOMS]
@@ -75,6 +76,7 @@ def create_app(models: ModelPool, tokenizers: Sequence[Tokenizer], config: Serve
         lambda: app.state.data.folder("responses"), max_bytes=config.response_store, ttl=config.response_ttl
     )
     app.state.background = Background()
+    app.state.receipts = receipts.Receipts(config.receipt_key, for_all=config.receipts)
     app.state.pool = models
     bodies = Budget(config.body_memory, what="bodies of requests")
     answers = Budget(config.answer_memory, what="answers", each=config.answer_memory // ANSWER_PARTS)

@@ -21,11 +21,14 @@ from lmkit.serve.choose import choose
 from lmkit.serve.collect import Collected, check_output
 from lmkit.serve.constraint import checks_a_grammar
 from lmkit.serve.pair import decoding, part_of, prefill
-from lmkit.serve.parts import Asked, ChatCompletionChunk, Completion, PromptProgress, RequestMetrics, Timings
+from lmkit.serve.parts import Asked, ChatCompletionChunk, Completion, PromptProgress, RequestMetrics
 from lmkit.serve.protocol import ChatCompletionRequest, CompletionRequest
+from lmkit.serve.receipts import Noted, receipts
 from lmkit.serve.resume import Resumption
 from lmkit.serve.serving import MIN_LOGPROB, Serving, UsageCount, new_id
 from lmkit.serve.streaming import COMMENT, EVENTS, EventStream, Failed, WholeAnswer, Wire, event, json_parts
+from lmkit.serve.times import request_metrics
+from lmkit.serve.times import timings as timings
 from lmkit.serve.to_request import with_numbers
 from lmkit.turbo import request as engine
 from lmkit.turbo.transport.output import RequestOutput, TextLogprobs, TokenText
@@ -34,6 +37,7 @@ from lmkit.web.counts import HEADER as COUNTS_HEADER
 from lmkit.web.counts import MARK
 from lmkit.web.errors import error_body
 from lmkit.web.prompt_limit import check_prompts
+from lmkit.web.receipt import HEADER as RECEIPT_HEADER
 from lmkit.web.receive import while_connected
 from lmkit.web.resume import STREAM_HEADER, WHOLE_HEADER, Identity
 
@@ -51,6 +55,7 @@ class ResponseBuilder(ABC, Generic[B]):
     _processed: int | None = None  # tokens of the prompt, as the client knows
     identity: Identity | None = None  # what a proxy chose, the same at each node
     resumption: Resumption | None = None  # another node may take over
+    receipt: Noted | None = None  # it gets one
     repeats_logprobs: ClassVar[bool] = False  # the end of a stream has all log-probabilities again
 
     def __init__(self, server: Serving, body: B, owner: Owner, share: Share) -> None:
@@ -153,11 +158,11 @@ class ResponseBuilder(ABC, Generic[B]):
     def outputs(self) -> AsyncGenerator[tuple[int, RequestOutput]]:
         """The outputs as they come, each with its choice. Raises RequestError."""
         check_prompts(sum(len(request.prompt_ids) for request in self.requests[:: self.choices_per_prompt]))
-        if (resumption := self.resumption) is None:
-            shares = self.only_scores and not self.requests[0].params.prompt_top
-            return self.server.run(self.requests, self.choices_per_prompt, self.share, shares_scores=shares)
-        run = self.server.run(self.requests, self.choices_per_prompt, self.share, resumption.known)
-        return resumption.noted(run)
+        known = self.resumption.known if self.resumption is not None else ()
+        shares = self.resumption is None and self.only_scores and not self.requests[0].params.prompt_top
+        run = self.server.run(self.requests, self.choices_per_prompt, self.share, known, shares_scores=shares)
+        run = run if self.receipt is None else self.receipt.noted(self.requests, known, run)
+        return run if self.resumption is None else self.resumption.noted(run)
 
     def be(self, identity: Identity) -> None:
         """Take ids and seeds from the proxy. Call it before `prepare`. Raises RequestError."""
@@ -279,37 +284,6 @@ def clamped(logprob: float | None) -> float | None:
     return None if logprob is None else max(logprob, MIN_LOGPROB)
 
 
-def timings(output: RequestOutput) -> Timings:
-    """Of a choice up to this output."""
-    computed, prompt_ms = output.num_prompt_tokens - output.num_cached_tokens, 1e3 * output.prompt_seconds
-    later, decode_ms = max(output.num_output_tokens - 1, 0), 1e3 * output.decode_seconds
-    return Timings(
-        cache_n=output.num_cached_tokens,
-        prompt_n=computed,
-        prompt_ms=prompt_ms,
-        prompt_per_token_ms=prompt_ms / max(computed, 1),
-        prompt_per_second=1e3 * computed / prompt_ms if prompt_ms else 0.0,
-        predicted_n=output.num_output_tokens,
-        predicted_ms=decode_ms,
-        predicted_per_token_ms=decode_ms / max(later, 1),
-        predicted_per_second=1e3 * later / decode_ms if decode_ms else 0.0,
-    )
-
-
-def request_metrics(output: RequestOutput, queue_seconds: float) -> RequestMetrics:
-    """Of a choice up to this output."""
-    tokens, first, later = output.num_output_tokens, output.prompt_seconds, output.decode_seconds
-    metrics = RequestMetrics(
-        time_to_first_token_ms=1e3 * first,
-        generation_time_ms=1e3 * later,
-        queue_time_ms=1e3 * queue_seconds,
-        tokens_per_second=tokens / (first + later) if first + later else 0.0,
-    )
-    if tokens > 1:
-        metrics.mean_itl_ms = 1e3 * later / (tokens - 1)
-    return metrics
-
-
 async def respond(
     request: Request,
     body_type: type[B],
@@ -360,6 +334,13 @@ def _failed_whole(error: RequestError, path: str) -> str:
 
 async def answer(request: Request, builder: ResponseBuilder[Any]) -> Response:
     """Run the builder's requests. Raises RequestError."""
+    response = await _answer(request, builder)
+    if builder.receipt is not None:
+        response.headers[RECEIPT_HEADER] = builder.receipt.id
+    return response
+
+
+async def _answer(request: Request, builder: ResponseBuilder[Any]) -> Response:
     engine.check_head(builder.server.info.has_head)
     resumption: Resumption | None = getattr(request.state, "resumption", None)
     part = part_of(request)
@@ -378,6 +359,9 @@ async def answer(request: Request, builder: ResponseBuilder[Any]) -> Response:
         return await prefill(request, builder.server, prompts, builder.share, part)
     if part is not None:
         builder.requests = decoding(builder.requests, part)
+    builder.receipt = receipts(request).begin(request.headers, builder.id, builder.server, builder.owner)
+    if builder.receipt is not None:
+        builder.requests = [msgspec.structs.replace(each, tells_kv=True) for each in builder.requests]
     if not builder.body.stream and builder.resumption is None:
         whole = WholeAnswer(await while_connected(request.receive, builder.whole()))
         builder.ended()

@@ -56,7 +56,8 @@ class WholeAnswer(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         first, second = next(self._blocks), next(self._blocks, None)
         if second is None:
-            await Response(first, media_type=self.media_type)(scope, receive, send)
+            named = {name: value for name, value in self.headers.items() if name != "content-length"}
+            await Response(first, headers=named)(scope, receive, send)
             return
         del self.headers["content-length"]
         await _until_left(receive, self._send_all(send, first, second))

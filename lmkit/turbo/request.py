@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import msgspec
 
@@ -157,6 +157,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     gives_kv: bool = False  # all blocks of the prompt are put into the tiers, for another engine
     second_start: int | None = None  # the position at which the second of two texts begins, of a model that tells them
     is_ahead: bool = False  # it is computed while nothing else is to be done, see turbo.scheduling.next_turns
+    tells_kv: bool = False  # its first output says where the KV of its prompt came from
     max_cached: int | None = None  # tokens whose KV may come from a cache at most: of what is computed again
     is_known: bool = False  # it is_ahead, and was known at the start: next turns come before it
 
@@ -202,6 +203,7 @@ class StepOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     num_computed: int | None = None  # of the prompt's tokens, in an output before the first token, on request
     cached_tokens: int = 0  # with the first output, and those before it: prompt tokens whose KV was found
     queue_seconds: float = 0.0  # with the first output: that the request waited until it was admitted
+    kv: list[tuple[int, str]] = []  # with the first output, on request: (end, source) of runs of prompt tokens
     num_steps: int = 1  # that became this one
     num_preemptions: int = 0  # with the last output: times that the request lost its KV blocks
     error: str | None = None  # with finish_reason "error"
@@ -284,6 +286,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     kv_port: int = 0  # where it gives blocks to other engines; 0 = nowhere
     captured: str = ""  # on a GPU: the steps that are captured as graphs, or why none is
     selftest: SelfTest | None = None  # of a GPU's kernels
+    computed: dict[str, Any] = {}  # what the bits of an answer depend on besides the model and the request
 
 
 def check_head(has_head: bool) -> None:

@@ -144,9 +144,18 @@ class Sequence:
         known = StepOutput(request_id=self.request_id, token_ids=[], **self.admission())
         return [replace(known, num_computed=self.num_completed)]
 
-    def admission(self) -> dict[str, Any]:
+    def admission(self, block_size: int = 0) -> dict[str, Any]:
         """What its first output says of its admission."""
-        return {"cached_tokens": self.cached_tokens or 0, "queue_seconds": self.queue_seconds or 0.0}
+        known = {"cached_tokens": self.cached_tokens or 0, "queue_seconds": self.queue_seconds or 0.0}
+        return known | ({"kv": self._kv_runs(block_size)} if self.request.tells_kv and block_size else {})
+
+    def _kv_runs(self, block_size: int) -> list[tuple[int, str]]:
+        """Where the KV of the prompt came from: (end, source) of each run of tokens."""
+        ends = [(block_size * (i + 1), source) for i, source in enumerate(self.kv_sources)]
+        if self.num_found > block_size * len(self.kv_sources):
+            ends.append((self.num_found, "cache"))
+        ends.append((self.num_prompt_tokens, "computed"))
+        return [run for run, after in zip(ends, [*ends[1:], None], strict=True) if after is None or after[1] != run[1]]
 
     def last(self, output: StepOutput) -> StepOutput:
         """`output`, its last one, with what is known of all of its time."""

@@ -2,6 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numba
+import torch
+
+from lmkit import __version__
+from lmkit.kernels.cpu import isa
+from lmkit.models.identity import SOURCES, sources_digest
 from lmkit.models.kv_storage import storage_text
 from lmkit.turbo.engine.loading import LoadedModel
 from lmkit.turbo.host_memory import resident_memory
@@ -33,4 +41,25 @@ def engine_info(model: LoadedModel, limits: SchedulerLimits, captured: str) -> E
         images=model.tower if isinstance(model.tower, str) else model.tower.settings,
         captured=captured,
         selftest=model.selftest,
+        computed=computed(model),
     )
+
+
+# Options that change bits. The number of threads is none of them.
+BITS = (
+    "device", "dtype", "kv_dtype", "activations", "lm_head", "quantize", "model_impl", "attention_sinks", "block_size",
+    "tp", "ep", "pp", "deterministic",
+)  # fmt: skip
+
+
+def computed(model: LoadedModel) -> dict[str, Any]:
+    """What a receipt says of the computation. Under equal values equal requests have equal answers."""
+    config = model.config
+    return {
+        "kernels": sources_digest(SOURCES),
+        "isa": isa.host().name,
+        "versions": {"lmkit": __version__, "torch": str(torch.__version__), "numba": numba.__version__},
+        "kv": storage_text(model.storages),
+        "batch_invariant": config.is_invariant and not model.decoder.spec.foreign,
+        "options": {name: getattr(config, name) for name in BITS},
+    }

@@ -66,12 +66,3 @@ def tiers_of(rows: Seq[Seq[int]], pool: BlockPool, tiers: Seq[str]) -> list[str]
         found += tiers[at : at + 1]
         at += sum(pool.size(block) for block in blocks if block != HOLE)
     return found
-
-
-def runs(seq: Sequence, block_size: int) -> list[tuple[int, str]]:
-    """Where the KV of a sequence's tokens came from when it was admitted last: (end, source) of each run of tokens."""
-    ends = [(block_size * (i + 1), source) for i, source in enumerate(seq.kv_sources)]
-    if seq.num_found > block_size * len(seq.kv_sources):
-        ends.append((seq.num_found, CACHE))
-    ends.append((seq.num_tokens, COMPUTED))
-    return [(end, source) for i, (end, source) in enumerate(ends) if i + 1 == len(ends) or ends[i + 1][1] != source]

@@ -287,8 +287,8 @@ class Scheduler:
         first, wants_logprobs = num_known == seq.num_prompt_tokens, params.logprobs is not None
         if num_known == seq.max_tokens:  # the request asked for no new tokens
             chosen = [token.scored for token in tokens] if wants_logprobs and params.logprob_token_ids else []
-            shown = {"prompt_logprobs": seq.prompt_logprobs, "embedding": embedding, **seq.admission()}
-            self._finish(seq, "length", logprobs=chosen, **shown)
+            shown = {"prompt_logprobs": seq.prompt_logprobs, "embedding": embedding, "logprobs": chosen}
+            self._finish(seq, "length", **shown, **seq.admission(self.kv.block_size))
             return
         reason, new = None, list[int]()
         for token in tokens:
@@ -310,7 +310,7 @@ class Scheduler:
             logprobs=[token.scored for token in tokens[: len(new)]] if wants_logprobs else [],
             prompt_logprobs=seq.prompt_logprobs if first else [],
             stop_token=new[-1] if reason == "stop" else None,
-            **(seq.admission() if first else {}),
+            **(seq.admission(self.kv.block_size) if first else {}),
         )
         if reason is None:
             self._outputs.append(output)

@@ -47,6 +47,7 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):
     stop_reason: str | int | None = None  # the stop string or stop_token_ids entry that ended it; None for an eos
     repeats: bool = False  # it was cut because it repeated itself; its finish_reason is "length"
     num_prompt_tokens: int
+    kv: list[tuple[int, str]] = []  # as StepOutput has it, known from the first output on
     num_cached_tokens: int = 0  # prompt tokens found in the cache, known from the first output on
     num_computed: int | None = None  # of the prompt's tokens, in an output before the first token, on request
     num_output_tokens: int  # so far
@@ -108,6 +109,7 @@ class OutputProcessor:
         )
         self._repetitions = Repetitions(params.repetition_stop or NEVER, params.reasoning_end)
         self._num_tokens = self._num_cached = self._num_steps = 0
+        self._kv: list[tuple[int, str]] = []
         self._first = True
         self.finished = False
 
@@ -134,6 +136,7 @@ class OutputProcessor:
             texts.append(self._detokenizer.finish(armed=self._armed))
         prompt_logprobs = self._prompt_entries(step.prompt_logprobs) if self._first else []
         self._num_cached = step.cached_tokens if self._first else self._num_cached
+        self._kv = step.kv if self._first else self._kv
         self._first = False
 
         matched = self._detokenizer.matched
@@ -154,6 +157,7 @@ class OutputProcessor:
             repeats=repeats,
             num_prompt_tokens=len(self._request.prompt_ids),
             num_cached_tokens=self._num_cached,
+            kv=self._kv,
             num_output_tokens=self._num_tokens,
             num_steps=self._num_steps,
             abort_engine=abort_engine,

@@ -64,6 +64,7 @@ class Steps:
             logprobs=[entry for step in steps for entry in step.logprobs],
             prompt_logprobs=first.prompt_logprobs,
             cached_tokens=first.cached_tokens,
+            kv=first.kv,
             queue_seconds=first.queue_seconds,
             num_steps=sum(bool(step.token_ids) for step in steps),
         )
