@@ -5,7 +5,8 @@ from __future__ import annotations
 import shutil
 import traceback
 import warnings
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 import transformers
 
 from benchmarks.families.tiny import architecture_of, save_tiny
-from lmkit.config import EngineConfig
+from lmkit.config import EngineConfig, ModelImpl
 from lmkit.formats.base import resolve_format
 from lmkit.formats.checkpoint import CheckpointReader
 from lmkit.models.engines import open_source
@@ -23,7 +24,7 @@ from lmkit.qtensor import QTensor, dequantize
 from lmkit.quant.recipe import load_recipe
 from lmkit.quant.run import prepare
 from lmkit.turbo.engine.engine import Engine
-from lmkit.turbo.request import Request, SamplingParams
+from lmkit.turbo.request import ImageInput, Request, SamplingParams
 
 LENGTHS = (6, 17, 40, 70, 33)  # of the prompts of a batch; chunks are of CHUNK tokens
 CHUNK, ANSWER, FIRST = 16, 12, 10  # tokens below FIRST are special
@@ -62,12 +63,14 @@ def prompts(seed: int) -> list[list[int]]:
 
 
 @torch.no_grad()
-def answer(model: Any, prompt: list[int]) -> tuple[list[int], float]:
-    """transformers' greedy answer to one prompt, and the smallest margin between the two likeliest tokens."""
+def answer(model: Any, prompt: list[int], **images: torch.Tensor) -> tuple[list[int], float]:
+    """transformers' greedy answer to one prompt, and the smallest margin between the two likeliest tokens. `images` are
+    the tensors of a processor."""
     ids = torch.tensor([prompt])
     found = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
+        **images,
         do_sample=False,
         max_new_tokens=ANSWER,
         min_new_tokens=ANSWER,
@@ -94,13 +97,16 @@ def expected(model: Any) -> tuple[list[list[int]], list[list[int]]]:
     return best[1], best[2]
 
 
-def generate(engine: Engine, batch: list[list[int]]) -> tuple[list[list[int]], list[int]]:
-    """(answers, cached tokens) of prompts that the engine gets together. Raises RuntimeError for a failed request."""
+def generate(
+    engine: Engine, batch: list[list[int]], images: Sequence[tuple[ImageInput, ...]] = ()
+) -> tuple[list[list[int]], list[int]]:
+    """(answers, cached tokens) of prompts that the engine gets together, each with its `images`. Raises RuntimeError
+    for a failed request."""
     params = SamplingParams(max_tokens=ANSWER, ignore_eos=True)
     answers: dict[str, list[int]] = {str(i): [] for i in range(len(batch))}
     cached = dict.fromkeys(answers, 0)
-    for name, prompt in zip(answers, batch, strict=True):
-        engine.add(Request(request_id=name, prompt_ids=prompt, params=params))
+    for name, prompt, seen in zip(answers, batch, images or [()] * len(batch), strict=True):
+        engine.add(Request(request_id=name, prompt_ids=prompt, params=params, images=seen))
     while engine.has_work():
         for output in engine.step():
             if output.error:
@@ -125,28 +131,28 @@ def examine(model_type: str, folder: Path) -> Result:
     transformers.logging.set_verbosity_error()
     result = Result(model_type, architecture_of(model_type))
     model: Any = None
-    with _noting(result, "transformers"):
+    with noting(result, "transformers"):
         model = save_tiny(model_type, folder).eval()
         result.interface = bool(getattr(model, "_supports_attention_backend", False))
         asked, wanted = expected(model)
     if result.transformers:
         return result
-    with _noting(result, "served"):
-        _describe(result, folder)
+    with noting(result, "served"):
+        describe(result, folder)
         engine = engine_of(folder)
         try:
             one = [generate(engine, [prompt])[0][0] for prompt in asked]
             result.served = _difference(one, wanted)
-            with _noting(result, "batch"):
+            with noting(result, "batch"):
                 result.batch = _difference(generate(engine, asked)[0], wanted)
-            with _noting(result, "prefix"):
+            with noting(result, "prefix"):
                 longest = max(range(len(asked)), key=lambda i: len(asked[i]))
                 answers, cached = generate(engine, [asked[longest]])
                 result.prefix = _difference(answers, [wanted[longest]]) or ("" if cached[0] else "nothing is reused")
         finally:
             engine.close()
     if not result.served:
-        with _noting(result, "quantized"):
+        with noting(result, "quantized"):
             result.quantized = _quantized(folder, model, asked)
     return result
 
@@ -182,8 +188,9 @@ def rounded_like(model: Any, folder: Path) -> bool:
     return known and not names.parts
 
 
-def _describe(result: Result, folder: Path) -> None:
-    source = open_source(folder, "auto")
+def describe(result: Any, folder: Path, impl: ModelImpl = "auto") -> None:
+    """Note the engine of a checkpoint and its KV cache."""
+    source = open_source(folder, impl)
     result.engine = "flexible" if source.spec.foreign else "fast"
     kept = {"paged": source.spec.has_kv, "own": source.spec.is_recurrent}
     if isinstance(source, FlexibleSource):  # its specification plans the memory of transformers' caches as both
@@ -200,10 +207,10 @@ def _difference(found: list[list[int]], wanted: list[list[int]]) -> str:
     return ""
 
 
-class _noting:
+class noting:
     """Inside, an exception is the reason of a field of the result."""
 
-    def __init__(self, result: Result, name: str) -> None:
+    def __init__(self, result: Any, name: str) -> None:
         self.result, self.name = result, name
 
     def __enter__(self) -> None: ...
@@ -214,8 +221,3 @@ class _noting:
         setattr(self.result, self.name, f"{type(error).__name__}: {error}"[:300])
         self.result.failure = "".join(traceback.format_exception(error))[-1500:]
         return True
-
-
-def as_data(result: Result) -> dict[str, Any]:
-    """The result as JSON has it."""
-    return asdict(result)

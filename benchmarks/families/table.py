@@ -20,7 +20,7 @@ REASON = 70  # characters of a reason in the table; the JSON has all
 
 def write(found: list[dict[str, Any]]) -> None:
     """Write the page and its data."""
-    kept = [{name: _placeless(each[name]) for name in each if name not in ("failure", "seconds")} for each in found]
+    kept = [{name: placeless(each[name]) for name in each if name not in ("failure", "seconds")} for each in found]
     versions = {"lmkit": lmkit.__version__, "transformers": version(), "torch": torch.__version__}
     DATA.write_text(json.dumps({"versions": versions, "architectures": kept}, indent=1) + "\n")
     PAGE.write_text(page(kept, versions))
@@ -50,20 +50,20 @@ def page(found: list[dict[str, Any]], versions: dict[str, str]) -> str:
     ]
     for each in found:
         if each["transformers"]:
-            lines.append(f"| {each['model_type']} | - | - | transformers: {_cell(each['transformers'])} | | | |")
+            lines.append(f"| {each['model_type']} | - | - | transformers: {cell(each['transformers'])} | | | |")
             continue
-        cells = [_cell(each[name]) or "yes" for name in CHECKS]
+        cells = [cell(each[name]) or "yes" for name in CHECKS]
         if each["served"]:
             cells[1:] = [""] * 3
         lines.append(f"| {each['model_type']} | {each['engine'] or '-'} | {each['kv'] or '-'} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
-def _placeless(value: Any) -> Any:
+def placeless(value: Any) -> Any:
     """A reason without the folder of this run."""
     return re.sub(r"\S*/models/", "", value) if isinstance(value, str) else value
 
 
-def _cell(reason: str) -> str:
+def cell(reason: str) -> str:
     text = " ".join(reason.split()).replace("|", "/")
     return text if len(text) <= REASON else text[: REASON - 1] + "…"

@@ -156,11 +156,16 @@ def tiny_model(model_type: str, seed: int = 0) -> Any:
     model_class = getattr(transformers, architecture_of(model_type))
     if not isinstance(config, model_class.config_class):  # a model of text whose configuration is inside another
         config = config.get_text_config()
-    model = model_class(config).to(torch.float32).eval()
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if weight.ndim >= 2 and not name.endswith(("A_log", ".D", "dt_bias")):
-                weight.normal_(std=weight.shape[-1] ** -0.5)
+    return randomized(model_class(config))
+
+
+@torch.no_grad()
+def randomized(model: Any) -> Any:
+    """A model in float32 with random weights."""
+    model.to(torch.float32).eval()
+    for name, weight in model.named_parameters():
+        if weight.ndim >= 2 and not name.endswith(("A_log", ".D", "dt_bias")):
+            weight.normal_(std=weight.shape[-1] ** -0.5)
     return model
 
 

@@ -15,6 +15,7 @@ from lmkit.models.decoder import Decoder
 from lmkit.models.identity import Packing
 from lmkit.models.registry import NoFamilyError, UnknownArchitectureError
 from lmkit.models.source import ModelSource
+from lmkit.models.vision import Encodes
 
 
 def open_source(path: str | Path, impl: ModelImpl, **options: Any) -> ModelSource:
@@ -50,6 +51,16 @@ def foreign_logits(source: ModelSource, hidden: Tensor) -> Tensor:
 
     assert isinstance(source, FlexibleSource)
     return source.logits(hidden)
+
+
+def foreign_tower(source: ModelSource, decoder: Decoder, max_pixels: int) -> Encodes:
+    """What encodes images for the decoder of a model that transformers computes. Raises UnsupportedError."""
+    from lmkit.models.flexible.decoder import FlexibleDecoder
+    from lmkit.models.flexible.source import FlexibleSource
+
+    assert isinstance(source, FlexibleSource)
+    assert isinstance(decoder, FlexibleDecoder)
+    return source.tower(decoder, max_pixels)
 
 
 def foreign_decoder(source: ModelSource, packing: Packing) -> Decoder:

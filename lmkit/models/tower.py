@@ -12,7 +12,7 @@ from torch import Tensor
 from lmkit.errors import CheckpointError, UnsupportedError
 from lmkit.formats.image_config import ImageConfig, added_tokens
 from lmkit.models.resolved import ResolvedModel
-from lmkit.models.vision import Steps, patches, tower_steps
+from lmkit.models.vision import Encoded, Encoding, patches, tower_steps
 from lmkit.models.vision_spec import BREAKS, VisionSpec
 from lmkit.text.images import ImageSettings
 
@@ -26,14 +26,14 @@ class Tower:
     settings: ImageSettings
     device: str = "cpu"  # torch's, which has the weights
 
-    def encode(self, rows: int, columns: int, pixels: bytes) -> Steps:
+    def encode(self, rows: int, columns: int, pixels: bytes) -> Encoding:
         """The rows of an image of so many cells, on the device. See `tower_steps`."""
         spec, settings = self.spec, self.settings
         image = torch.frombuffer(bytearray(pixels), dtype=torch.uint8)
         image = image.view(rows * spec.unit, columns * spec.unit, spec.channels)
         grid = rows * spec.merge_size, columns * spec.merge_size
         inputs = patches(image, spec, mean=settings.mean, std=settings.std).to(self.device)
-        return (yield from tower_steps(inputs, grid, spec, self.weights.__getitem__))
+        return Encoded((yield from tower_steps(inputs, grid, spec, self.weights.__getitem__)))
 
 
 def has_tower(model: ResolvedModel) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from functools import partial
 from itertools import accumulate
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -17,11 +18,32 @@ from torch.nn import functional as F
 
 from lmkit.models.vision_merge import MERGERS, Weights, linear, norm, with_breaks
 from lmkit.models.vision_spec import VisionSpec
+from lmkit.text.processed_images import AnySettings
 
 PART = 256  # patches that are computed at a time
 Steps = Generator[None, None, Tensor]  # stops after each part of the work, and returns its result
+THETA = 10000.0  # of the tower's RoPE; config.json does not give it
 
-THETA = 10000.0  # of the tower's RoPE; config.json does not give it either
+
+class Encoded(NamedTuple):
+    """An image's rows [tokens, ..], and places int32 [3, tokens + 1] of its tokens and of the one after them, counted
+    from its first. None: they follow from the model and the image's grid, see runners.images."""
+
+    rows: Tensor
+    places: Tensor | None = None
+
+
+Encoding = Generator[None, None, Encoded]  # such steps of a whole image
+
+
+class Encodes(Protocol):
+    """What encodes images."""
+
+    @property
+    def settings(self) -> AnySettings: ...
+
+    def encode(self, rows: int, columns: int, pixels: bytes) -> Encoding:
+        """The work for an image, whose fields are those of ReadImage."""
 
 
 def patches(pixels: Tensor, spec: VisionSpec, *, mean: tuple[float, ...], std: tuple[float, ...]) -> Tensor:

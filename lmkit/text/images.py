@@ -7,7 +7,7 @@ import binascii
 import hashlib
 import re
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -23,7 +23,7 @@ MEMORY = 1 << 30  # of the process that reads images, in bytes beyond what it ha
 _DATA_URL = re.compile(r"data:[\w.+/-]{0,127}(;[\w=.+-]{1,127})*;base64,", re.ASCII)
 
 
-class ImageSettings(msgspec.Struct, frozen=True, kw_only=True):
+class ImageSettings(msgspec.Struct, frozen=True, kw_only=True, tag="tower"):
     """How a vision tower wants images. Mean and deviation are by color."""
 
     token_id: int  # stands for each cell of an image in a prompt
@@ -32,6 +32,7 @@ class ImageSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_pixels: int
     mean: tuple[float, float, float]
     std: tuple[float, float, float]
+    most: int = MAX_IMAGES  # of one request
     side: int = 0  # pixels of both sides of every image; 0 = images keep their shapes
     edge: int = 0  # pixels of the longer side at most, if images are not made larger
     resample: int = 3  # Pillow's number of a filter
@@ -44,15 +45,54 @@ class ImageSettings(msgspec.Struct, frozen=True, kw_only=True):
         found[len(found) - len(self.breaks[1:]) :] = self.breaks[1:]
         return found
 
+    def tokens_of(self, image: SentImage) -> list[int]:
+        """The tokens of an image in a prompt."""
+        return self.tokens(image.rows, image.columns)
+
+    def read(self, data: bytes, detail: str) -> ReadImage:
+        """See `read_image`."""
+        return read_image(data, self, detail)
+
+    def check(self, image: SentImage) -> None:
+        """Raise RequestError if an image has other pixels than its size says."""
+        if len(image.pixels) != 3 * image.rows * image.columns * self.unit**2:
+            raise RequestError("invalid_request", "an image has other pixels than its size says", "messages")
+
+
+class SentImage(Protocol):
+    """An image on its way to the engine. What the fields are, ReadImage says."""
+
+    @property
+    def rows(self) -> int: ...
+
+    @property
+    def columns(self) -> int: ...
+
+    @property
+    def pixels(self) -> bytes: ...
+
+    @property
+    def ids(self) -> tuple[int, ...]: ...
+
+
+class Expands(Protocol):
+    """How images stand in prompts."""
+
+    @property
+    def token_id(self) -> int: ...
+
+    def tokens_of(self, image: SentImage) -> list[int]: ...
+
 
 class ReadImage(NamedTuple):
-    """An image of whole cells."""
+    """An image of whole cells; or, of a processor of transformers, one row of tokens."""
 
     rows: int
     columns: int
     digest: bytes  # sha256 of the pixels and of how they are normalized
-    pixels: bytes  # RGB, uint8 [rows * unit, columns * unit, 3]
+    pixels: bytes  # RGB, uint8 [rows * unit, columns * unit, 3]; of a processor: what it gives, see processed_images
     breaks: int = 0  # tokens after each row of cells
+    ids: tuple[int, ...] = ()  # of a processor: the tokens
 
     @property
     def num_tokens(self) -> int:
@@ -64,19 +104,25 @@ SHARED = Sandbox("image_process.py", CPU_SECONDS, MEMORY)
 
 def read_image(data: bytes, settings: ImageSettings, detail: str = "auto", *, sandbox: Sandbox = SHARED) -> ReadImage:
     """Decode an image in a process of its own and resize it. Raises RequestError for one that cannot be used."""
+    sizes = settings.unit, settings.min_pixels, settings.max_pixels
+    how = settings.side, settings.edge, settings.resample
+    return cut_up(*decoded(data, *sizes, detail, *how, sandbox=sandbox), settings)
+
+
+def decoded(
+    data: bytes, unit: int, min_pixels: int, max_pixels: int, detail: str, *how: int, sandbox: Sandbox = SHARED
+) -> tuple[int, int, bytes]:
+    """(height, width, RGB) of an image whose sides are made multiples of `unit`. `how`: side, edge and resample of
+    ImageSettings, if they are not its defaults. Raises RequestError."""
     if EXTRAS["images"].missing():
         raise RequestError("unsupported_parameter", f"images need Pillow: {install('images')}", "messages")
-    most = settings.max_pixels
-    if detail == "low":
-        most = max(min(most, LOW_DETAIL), settings.min_pixels)
+    most = max(min(max_pixels, LOW_DETAIL), min_pixels) if detail == "low" else max_pixels
     encoded = base64.b64encode(data).decode()
-    side, edge, resample = settings.side, settings.edge, settings.resample
-    kind, value = sandbox.ask(encoded, settings.unit, settings.min_pixels, most, side, edge, resample)
+    kind, value = sandbox.ask(encoded, unit, min_pixels, most, *how)
     if kind != "image":
         reason = value or "reading it takes too much time or memory"
         raise RequestError("invalid_request", f"image: {reason}", "messages")
-    height, width, pixels = int(value[0]), int(value[1]), base64.b64decode(value[2])
-    return cut_up(height, width, pixels, settings)
+    return int(value[0]), int(value[1]), base64.b64decode(value[2])
 
 
 def cut_up(height: int, width: int, pixels: bytes, settings: ImageSettings) -> ReadImage:
@@ -97,7 +143,7 @@ def data_url(url: str) -> bytes:
         raise RequestError("invalid_request", "image: the data: URL is not valid base64", "messages") from None
 
 
-def expanded(ids: Sequence[int], images: Sequence[ReadImage], settings: ImageSettings) -> tuple[list[int], list[int]]:
+def expanded(ids: Sequence[int], images: Sequence[ReadImage], settings: Expands) -> tuple[list[int], list[int]]:
     """A prompt in which the tokens of each image stand in place of its mark, and where each image begins.
 
     Raises RequestError if the prompt has another number of such tokens than of images.
@@ -111,8 +157,7 @@ def expanded(ids: Sequence[int], images: Sequence[ReadImage], settings: ImageSet
     for token in ids:
         if token == settings.token_id:
             starts.append(len(found))
-            image = images[len(starts) - 1]
-            found += settings.tokens(image.rows, image.columns)
+            found += settings.tokens_of(images[len(starts) - 1])
         else:
             found.append(token)
     return found, starts

@@ -11,7 +11,8 @@ import msgspec
 from lmkit.errors import RequestError
 from lmkit.formats.generation_config import RANGES, SamplingDefaults
 from lmkit.formats.sentences import Layer, Sentences
-from lmkit.text.images import TEXT_ONLY, ImageSettings
+from lmkit.text.images import TEXT_ONLY
+from lmkit.text.processed_images import AnySettings
 from lmkit.turbo.repetition import RepetitionStop
 
 TURN = "turn:"  # begins the session_id of a conversation that has none, and whose last answer called tools
@@ -114,14 +115,16 @@ class SamplingParams(Sampling, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class ImageInput(msgspec.Struct, frozen=True):
-    """An image of a prompt. Its tokens stand for the cells of a grid, from left to right and downwards."""
+    """An image of a prompt. Its tokens stand for the cells of a grid, from left to right and downwards, unless it has
+    `ids` of its own."""
 
     start: int  # position of its first token
     rows: int
     columns: int
     digest: bytes  # of its pixels and of how they are read: equal digests mean equal KV
-    pixels: bytes = b""  # RGB, [rows * unit, columns * unit, 3] with the unit of ImageSettings
+    pixels: bytes = b""  # see ReadImage
     breaks: int = 0  # tokens after each row of cells
+    ids: tuple[int, ...] = ()
     number: int = 0  # the engine's own for its digest, from 1 on
 
     @property
@@ -282,7 +285,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     dimensions: tuple[int, ...] = ()  # that embeddings may be cut to; empty: the checkpoint names none, so any
     classes: Classes | None = None  # of a checkpoint that classifies texts
     sampling: SamplingDefaults = SamplingDefaults()  # for requests that do not say how to sample
-    images: ImageSettings | str = TEXT_ONLY  # how the engine wants images, or why it takes none
+    images: AnySettings | str = TEXT_ONLY  # how the engine wants images, or why it takes none
     kv_port: int = 0  # where it gives blocks to other engines; 0 = nowhere
     captured: str = ""  # on a GPU: the steps that are captured as graphs, or why none is
     selftest: SelfTest | None = None  # of a GPU's kernels

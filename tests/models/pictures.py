@@ -59,7 +59,7 @@ def rows_of(tower: Tower, image: ReadImage) -> torch.Tensor:
             try:
                 next(steps)
             except StopIteration as end:
-                found: torch.Tensor = end.value
+                found: torch.Tensor = end.value[0]
                 return found
 
 

@@ -37,8 +37,7 @@ def checked(decoder: FlexibleDecoder) -> FlexibleDecoder:
     with foreign(name, "cannot compute its first tokens"), torch.inference_mode():
         rows = [[1 + i % (decoder.spec.vocab_size - 1) for i in range(7, 7 + n)] for n in LENGTHS]
         wanted = [decoder.plain(torch.tensor([row])) for row in rows]
-        rounds = any(getattr(part, "rounds", False) for part in decoder.module.modules())
-        limit = ROUGH if rounds else TOLERANCE
+        limit = limit_of(decoder)
         _check_head(decoder, rows[0], wanted[0], limit)
         error = _error(decoder, rows, wanted)
         if error >= TOLERANCE and not decoder.seen.packs:
@@ -53,37 +52,42 @@ def checked(decoder: FlexibleDecoder) -> FlexibleDecoder:
     raise UnsupportedError(f"{name}: with lmkit's attention its states are not those of transformers")
 
 
+def limit_of(decoder: FlexibleDecoder) -> float:
+    """How far states may be off."""
+    return ROUGH if any(getattr(part, "rounds", False) for part in decoder.module.modules()) else TOLERANCE
+
+
 def _check_head(decoder: FlexibleDecoder, row: list[int], states: Tensor, limit: float) -> None:
     """Raise UnsupportedError if logits are not those that transformers makes of the same tokens."""
     right = decoder.plain_logits(torch.tensor([row]))
-    if _difference(decoder.head(states, None), right) >= limit:
+    if difference(decoder.head(states, None), right) >= limit:
         name = decoder.spec.architecture
         raise UnsupportedError(f"{name}: transformers' head reads more than the states after the layers")
 
 
 def _error(decoder: FlexibleDecoder, rows: list[list[int]], wanted: list[Tensor]) -> float:
-    """How far states are off those wanted, of two steps: see `_difference`."""
+    """How far states are off those wanted, of two steps: see `difference`."""
     spec = decoder.spec
     storages = [KVStorage(FLOAT32, FLOAT32)] * spec.num_layers
     kv = allocate(spec.layers, storages, len(rows), BLOCK, BLOCK, num_states=len(rows))
     kv = [kv[layer.index] for layer in decoder.layers]
     found = []
     for edges in (tuple((0, cut) for cut in CUTS), tuple(zip(CUTS, LENGTHS, strict=True))):
-        states, _ = decoder.hidden(_step(rows, edges), kv)
+        states, _ = decoder.hidden(step(rows, edges), kv)
         found.append(
-            _difference(states, torch.cat([x[start:end] for x, (start, end) in zip(wanted, edges, strict=True)]))
+            difference(states, torch.cat([x[start:end] for x, (start, end) in zip(wanted, edges, strict=True)]))
         )
     log.debug("%s: errors of states: %s", spec.architecture, found)
     return max(found)
 
 
-def _difference(found: Tensor, right: Tensor) -> float:
+def difference(found: Tensor, right: Tensor) -> float:
     """By which part of its length a vector is off at most, but for SHARE of them; infinity for what is no number."""
     errors = (found - right).norm(dim=-1) / right.norm(dim=-1).clamp_min(1e-9)
     return float(errors.nan_to_num(math.inf).quantile(SHARE, interpolation="higher"))
 
 
-def _step(rows: list[list[int]], edges: tuple[tuple[int, int], ...]) -> BatchInputs:
+def step(rows: list[list[int]], edges: tuple[tuple[int, int], ...]) -> BatchInputs:
     """A step with the tokens start .. end of each row, whose block has its number."""
     counts = [end - start for start, end in edges]
     starts = torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32)

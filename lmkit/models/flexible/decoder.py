@@ -28,6 +28,9 @@ from lmkit.models.flexible.states import OwnStates, Part
 from lmkit.models.flexible.trace import AttentionCall, Trace, takes
 from lmkit.models.spec import ModelSpec
 
+# Arguments of language models that images add something to after their first layers (DeepStack).
+DEEP_ROWS, DEEP = "visual_pos_masks", "deepstack_visual_embeds"
+
 
 @dataclass(frozen=True)
 class _Place:
@@ -68,6 +71,9 @@ class FlexibleDecoder(Decoder):
         self._body = self._base.forward
         self._given: Any = None
         self._base.forward = self._body_or_given
+        self.language = module.get_submodule(seen.language) if seen.language else self._base
+        self.turned = False  # whether positions have three places, as M-RoPE counts them
+        self.deep = 0  # layers to which images add something
         self.one_by_one = False  # whether what is kept takes a prompt's later tokens one at a time
         self._positions = seen.takes_positions and takes(module, "position_ids")
         self._part: Part | None = None
@@ -99,10 +105,21 @@ class FlexibleDecoder(Decoder):
         """(states after the final norm [T, hidden], None); appends the batch's keys and values to `kv`."""
         self._kv = kv
         if self.seen.packs:
-            return self._pass(Part.whole(batch), self.states.fresh())[0], None
-        rows = batch.state_rows.tolist()
-        found = [self._sequence(part, *row) for part, row in zip(Part.sequences(batch), rows, strict=True)]
+            return self._pass(Part.whole(batch, self._embeddings(batch)), self.states.fresh())[0], None
+        rows, parts = batch.state_rows.tolist(), Part.sequences(batch, self._embeddings(batch))
+        found = [self._sequence(part, *row) for part, row in zip(parts, rows, strict=True)]
         return torch.cat(found), None
+
+    def _embeddings(self, batch: BatchInputs) -> Tensor | None:
+        """The embeddings of all tokens, if there are images among them."""
+        if batch.image_rows is None or batch.image_values is None:
+            return None
+        ids = batch.token_ids.clone()
+        ids[batch.image_rows] = 0  # some have no embedding
+        found: Tensor = self.module.get_input_embeddings()(ids[None])[0].float()
+        found = nn.functional.pad(found, (0, batch.image_values.shape[1] - found.shape[1]))
+        found[batch.image_rows] = batch.image_values
+        return found
 
     def _sequence(
         self, part: Part, slot: int, source: int, snapshot: int, after: int, replayed: int, drafts: int
@@ -139,18 +156,40 @@ class FlexibleDecoder(Decoder):
             options["position_ids"] = part.positions[None].long()
         self._part = part
         with attending(self):
-            output = self._base(input_ids=part.token_ids[None], use_cache=True, **options)
+            if part.embeddings is None:
+                output = self._base(input_ids=part.token_ids[None], use_cache=True, **options)
+            else:
+                output = self.language(use_cache=True, **options | self._seeing(part, part.embeddings))
         return output.last_hidden_state[0], getattr(output, self.seen.cache) if self.seen.cache else None
+
+    def _seeing(self, part: Part, embeddings: Tensor) -> dict[str, Any]:
+        """The arguments of the language model for tokens with images."""
+        first, *deep = embeddings[None].chunk(1 + self.deep, -1)
+        options: dict[str, Any] = {"inputs_embeds": first}
+        if self.turned and part.places is not None:
+            options["position_ids"] = part.places[:, None].long()
+        if deep:
+            assert part.is_image is not None
+            options[DEEP_ROWS] = part.is_image[None]
+            options[DEEP] = [each[0, part.is_image] for each in deep]
+        return options
 
     def plain(self, token_ids: Tensor) -> Tensor:
         """The states [T, hidden] of a whole sequence [1, T], as transformers alone computes them."""
-        with self._alone():
+        with self.alone():
             states: Tensor = self._body(input_ids=token_ids, **self._whole(token_ids)).last_hidden_state[0]
+        return states
+
+    def plain_with(self, tensors: dict[str, Tensor]) -> Tensor:
+        """The states [T, hidden] of `input_ids` [1, T] with images, as transformers alone computes them."""
+        mask = torch.ones_like(tensors["input_ids"])
+        with self.alone():
+            states: Tensor = self._body(**tensors, attention_mask=mask, use_cache=False).last_hidden_state[0]
         return states
 
     def plain_logits(self, token_ids: Tensor) -> Tensor:
         """The logits float32 [T, vocab] of a whole sequence [1, T], as transformers alone computes them."""
-        with self._alone():
+        with self.alone():
             logits: Tensor = self.module(input_ids=token_ids, **self._whole(token_ids)).logits[0].float()
         return logits
 
@@ -161,7 +200,7 @@ class FlexibleDecoder(Decoder):
         return {"use_cache": False, **places}
 
     @contextmanager
-    def _alone(self) -> Iterator[None]:
+    def alone(self) -> Iterator[None]:
         """Inside, attention is transformers' own."""
         use(self.module, self._theirs)
         try:

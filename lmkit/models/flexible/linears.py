@@ -20,6 +20,7 @@ from transformers.pytorch_utils import Conv1D
 
 from lmkit.errors import CheckpointError
 from lmkit.formats.checkpoint import CheckpointReader
+from lmkit.formats.parts import FLOATS
 from lmkit.layers.blocks.base import Shape
 from lmkit.layers.linear import MergedLinear, Weights
 from lmkit.models.head import quantize_rows
@@ -77,12 +78,13 @@ class Uses(TorchFunctionMode):
     """While a model runs inside, how it uses its linears is noted.
 
     `shared` has the names of linears that read the same tensor, in the order of the modules, and `direct` those whose
-    weight something else than the linear reads. Such a weight cannot be packed.
+    weight something else than the linear reads. Such a weight cannot be packed. `ran` has those that were called.
     """
 
     model: nn.Module
     shared: list[tuple[str, ...]] = field(default_factory=list)
     direct: set[str] = field(default_factory=set)
+    ran: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         super().__init__()
@@ -111,6 +113,7 @@ class Uses(TorchFunctionMode):
 
     def _begin(self, name: str, module: nn.Module, args: tuple[Tensor, ...]) -> None:
         self._running = name
+        self.ran.add(name)
         if args:
             self._inputs[name] = args[0]
 
@@ -196,10 +199,15 @@ class PackedLinear(nn.Module):
 
 
 def linear_source(
-    source: ModelSource, packing: Packing, module: nn.Module, unpacked: Collection[str] = ()
+    source: ModelSource,
+    packing: Packing,
+    module: nn.Module,
+    unpacked: Collection[str] = (),
+    plain: Collection[str] = (),
 ) -> Callable[[str], nn.Module | None]:
     """What gives the packed linear of a name in `module`, the whole model on `meta`. None: it is one of `unpacked`, or
-    the file has no such weight, as for a head that is tied to embeddings, or a weight that transformers builds.
+    one of `plain` that is stored with plain weights, or the file has no such weight, as for a head that is tied to
+    embeddings, or a weight that transformers builds.
 
     Raises CheckpointError and UnsupportedError for weights that cannot be read or packed.
     """
@@ -208,6 +216,9 @@ def linear_source(
 
     def linear_of(name: str) -> nn.Module | None:
         if name not in files or name not in sites or name in unpacked:
+            return None
+        stored = files[name] + WEIGHT
+        if name in plain and source.reader.has(stored) and source.reader.info(stored).dtype in FLOATS:
             return None
         with torch.device("cpu"):  # transformers asks while new tensors lie on meta
             weight, bias = read_site(source, files[name], sites[name], dtype)

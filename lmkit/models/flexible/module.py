@@ -11,8 +11,7 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -30,6 +29,7 @@ transformers.utils.logging.set_verbosity_error()  # what matters is raised
 LinearOf = Callable[[str], nn.Module | None]
 METHOD = "lmkit"
 MAX_CONFIG_BYTES = 1 << 20
+KINDS = AutoModelForCausalLM, AutoModelForImageTextToText  # of models that write text
 
 
 @contextmanager
@@ -62,41 +62,56 @@ def _quiet() -> Iterator[None]:
 
 def read_config(folder: Path, architecture: str) -> Any:
     """A checkpoint's configuration as transformers' class. Raises UnsupportedError for code of the repository."""
-    kind = read_json(folder / "config.json", MAX_CONFIG_BYTES).get("model_type")
-    if kind not in CONFIG_MAPPING:
+    model_type = read_json(folder / "config.json", MAX_CONFIG_BYTES).get("model_type")
+    if model_type not in CONFIG_MAPPING:
         raise UnknownArchitectureError(
-            f"{architecture}: transformers {transformers.__version__} has no model_type {kind!r:.60}; a newer one "
-            "may have it, and lmkit runs no code of a repository"
+            f"{architecture}: transformers {transformers.__version__} has no model_type {model_type!r:.60}; a newer "
+            "one may have it, and lmkit runs no code of a repository"
         )
     with foreign(architecture, "does not read config.json"):
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    taken = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    if taken is None:
+    kind = auto_class(config, architecture)
+    if kind is None:
         raise UnknownArchitectureError(
             f"{architecture}: transformers {transformers.__version__} has no class of it that writes text"
         )
+    taken = kind._model_mapping[type(config)]
     # Another name may be another computation, whatever the model_type says.
     if not hasattr(transformers, architecture) and architecture.lower() != taken.__name__.lower():
         raise UnknownArchitectureError(
             f"{architecture}: transformers {transformers.__version__} has no class of that name, only "
-            f"{taken.__name__} for model_type {kind!r:.60}"
+            f"{taken.__name__} for model_type {model_type!r:.60}"
         )
+    if kind is AutoModelForImageTextToText and config.is_encoder_decoder:
+        raise UnsupportedError(f"{architecture}: it is an encoder with a decoder, and lmkit runs decoders alone")
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # lmkit reads such weights itself
     return config
 
 
+def auto_class(config: Any, architecture: str) -> Any:
+    """transformers' table that has a configuration's class of this name, or one of another name; None if none has."""
+    found = {kind: kind._model_mapping[type(config)] for kind in KINDS if type(config) in kind._model_mapping}
+    named = (kind for kind, taken in found.items() if taken.__name__.lower() == architecture.lower())
+    return next(named, next(iter(found), None))
+
+
+def reads_images(config: Any) -> bool:
+    """Whether transformers has a model of images and text with this configuration."""
+    return type(config) in AutoModelForImageTextToText._model_mapping
+
+
 def outline(config: Any, architecture: str) -> nn.Module:
     """The module on the meta device. bfloat16: products of experts take nothing else there."""
     with foreign(architecture, "cannot build it"), torch.device("meta"):
-        module: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        module: nn.Module = auto_class(config, architecture).from_config(config, dtype=torch.bfloat16)
     return module.eval()
 
 
 def load_module(folder: Path, config: Any, architecture: str, linear_of: LinearOf) -> nn.Module:
     """The module with its weights in float32, but for the linears that `linear_of` gives by their names."""
     with foreign(architecture, "cannot load its weights"), _quiet():
-        module, report = AutoModelForCausalLM.from_pretrained(
+        module, report = auto_class(config, architecture).from_pretrained(
             folder,
             config=config,
             dtype=torch.float32,

@@ -18,15 +18,18 @@ from lmkit.formats.safetensors_file import DTYPES
 from lmkit.models.flexible.calibrated import Calibrated, ForeignHead, named_as_stored
 from lmkit.models.flexible.checks import checked
 from lmkit.models.flexible.decoder import FlexibleDecoder
+from lmkit.models.flexible.image_checks import tower_of
 from lmkit.models.flexible.layer import OBSERVED, ForeignLayer
-from lmkit.models.flexible.linears import Names, Uses, linear_source
-from lmkit.models.flexible.module import load_module, outline, read_config
+from lmkit.models.flexible.linears import Names, Uses, find_linears, linear_source
+from lmkit.models.flexible.module import load_module, outline, read_config, reads_images
 from lmkit.models.flexible.spec import spec_of
+from lmkit.models.flexible.tower import ForeignTower
 from lmkit.models.flexible.trace import FLOAT_BYTES, trace
 from lmkit.models.identity import Packing
 from lmkit.models.opened import open_checkpoint
 from lmkit.models.registry import architecture_of
 from lmkit.models.source import ModelSource
+from lmkit.text.processor_process import processor_class
 
 
 class FlexibleSource(ModelSource):
@@ -56,9 +59,16 @@ class FlexibleSource(ModelSource):
         spec = spec_of(module, self.seen, self.hf_config, architecture, self._stored_dtype(), tied)
         self.runtime_prefix = spec.layers[0].prefix  # of the layers' names in the module
         self.spec = named_as_stored(spec, Names(module, self.reader), self.uses, _num_experts(self.hf_config))
-        self.how_attends = self.seen.text
+        self.how_attends, self.sees = self.seen.text, reads_images(self.hf_config)
+        self.how_sees = self._reader_of_images() if self.sees else None
         if not self.seen.calls and not self.seen.cache:
             raise UnsupportedError(f"{architecture}: transformers keeps nothing of a sequence between its tokens")
+
+    def _reader_of_images(self) -> str:
+        try:
+            return f"{processor_class(self.reader.path, self.hf_config.model_type).__name__} of transformers"
+        except ValueError as error:
+            return f"refused: {error}"
 
     def _stored_dtype(self) -> str:
         """The dtype of most dense weights."""
@@ -79,9 +89,16 @@ class FlexibleSource(ModelSource):
     def decoder(self, packing: Packing) -> FlexibleDecoder:
         """The module with its weights, checked against transformers' own attention. Raises UnsupportedError if both
         differ."""
-        linears = linear_source(self, packing, self.module(), self.uses.direct)
+        module = self.module()
+        beside = [name for name in find_linears(module) if not name.startswith(self.seen.language)]
+        towers = set(beside) - self.uses.ran
+        linears = linear_source(self, packing, module, self.uses.direct, towers)
         module = load_module(self.reader.path, self.hf_config, self.spec.architecture, linears)
         return checked(FlexibleDecoder(self.spec, module, self.seen, packing.device))
+
+    def tower(self, decoder: FlexibleDecoder, max_pixels: int) -> ForeignTower:
+        """What encodes images for a decoder of this source. Raises UnsupportedError if nothing does."""
+        return tower_of(decoder, self.reader.path, max_pixels)
 
     def module(self) -> nn.Module:
         """The module on the meta device, to discover its linears."""

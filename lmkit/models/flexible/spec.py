@@ -26,7 +26,7 @@ NUMBERED = re.compile(r"(.+?)\.(\d+)\.(.+)")
 def spec_of(module: Any, seen: Trace, config: Any, architecture: str, dtype: str, tied: bool) -> ModelSpec:
     """The specification of a module on which `trace` has looked."""
     text = config.get_text_config(decoder=True)
-    prefix, linears = _linears(module)
+    prefix, linears = _linears(module, seen.language)
     by_layer = {call.layer: call for call in seen.calls}
     count = max([text.num_hidden_layers, *(index + 1 for index in (*linears, *by_layer))])
     blocks = [_block(linears.get(index, {}), module, prefix, index, by_layer.get(index)) for index in range(count)]
@@ -45,9 +45,10 @@ def spec_of(module: Any, seen: Trace, config: Any, architecture: str, dtype: str
     )
 
 
-def _linears(module: nn.Module) -> tuple[str, dict[int, dict[str, Shape]]]:
-    """The path of the list of layers, and the linears in each by their names there."""
-    found = [(match, site.shape) for name, site in find_linears(module).items() if (match := NUMBERED.fullmatch(name))]
+def _linears(module: nn.Module, language: str) -> tuple[str, dict[int, dict[str, Shape]]]:
+    """The path of the list of layers in the part `language`, and the linears in each by their names there."""
+    sites = {name: site for name, site in find_linears(module).items() if name.startswith(language)}
+    found = [(match, site.shape) for name, site in sites.items() if (match := NUMBERED.fullmatch(name))]
     prefix = Counter(match[1] for match, _ in found).most_common(1)[0][0] if found else "layers"
     layers: dict[int, dict[str, Shape]] = {}
     for match, shape in found:

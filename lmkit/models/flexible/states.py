@@ -25,15 +25,24 @@ class Part:
     positions: Tensor  # int32 [T]
     geometries: tuple[BatchGeometry, ...]
     past: int = 0  # tokens of the sequence before these
+    # Of a step with tokens of images:
+    embeddings: Tensor | None = None  # float32 [T, hidden * (1 + deep layers)], see BatchInputs.image_values
+    is_image: Tensor | None = None  # bool [T]
+    places: Tensor | None = None  # int32 [3, T]
 
     @classmethod
-    def whole(cls, batch: BatchInputs) -> Part:
-        return cls(batch.token_ids, batch.positions, batch.geometries)
+    def whole(cls, batch: BatchInputs, embeddings: Tensor | None) -> Part:
+        """All tokens of a step. With tokens of images it has the `embeddings` of all."""
+        if batch.image_rows is None:
+            return cls(batch.token_ids, batch.positions, batch.geometries)
+        is_image = torch.zeros(len(batch.token_ids), dtype=torch.bool)
+        is_image[batch.image_rows] = True
+        return cls(batch.token_ids, batch.positions, batch.geometries, 0, embeddings, is_image, batch.places)
 
     @classmethod
-    def sequences(cls, batch: BatchInputs) -> Iterator[Part]:
+    def sequences(cls, batch: BatchInputs, embeddings: Tensor | None) -> Iterator[Part]:
         """A part for each sequence of a step."""
-        whole, lens = cls.whole(batch), batch.geometries[0].context_lens.tolist()
+        whole, lens = cls.whole(batch, embeddings), batch.geometries[0].context_lens.tolist()
         starts = batch.geometries[0].query_start.tolist()
         for index, (start, end) in enumerate(pairwise(starts)):
             tables = (replace(g, block_tables=g.block_tables[index : index + 1]) for g in batch.geometries)
@@ -46,7 +55,11 @@ class Part:
         geometries = tuple(
             replace(g, query_start=edges, context_lens=length, slots=g.slots[start:end]) for g in self.geometries
         )
-        return Part(self.token_ids[start:end], self.positions[start:end], geometries, past)
+        part = Part(self.token_ids[start:end], self.positions[start:end], geometries, past)
+        if self.embeddings is None or self.is_image is None or not self.is_image[start:end].any():
+            return part
+        places = None if self.places is None else self.places[:, start:end]
+        return replace(part, embeddings=self.embeddings[start:end], is_image=self.is_image[start:end], places=places)
 
     def after(self, first: Part) -> Part:
         """These tokens with those before them in one part."""

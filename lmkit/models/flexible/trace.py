@@ -62,6 +62,7 @@ class Trace:
     cache: str  # of NAMES, or an empty text if the module gives none
     takes_positions: bool  # whether tokens' positions are computed with
     reason: str = ""  # why lmkit's attention does not compute the calls
+    language: str = ""  # the part that has the layers; towers stand beside it
 
     @property
     def packs(self) -> bool:
@@ -104,6 +105,7 @@ class _Looks:
     keys: list[Tensor] = field(default_factory=list)
     problem: str = ""
     windows: set[int] = field(default_factory=set)  # of the masks that the pass asks for; 0: a mask without one
+    language: str = ""  # the innermost part that makes states of embeddings
 
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
         layer, window = getattr(module, "layer_idx", None), self._window(options.get("sliding_window") or 0)
@@ -128,6 +130,12 @@ class _Looks:
     def _window(self, named: int) -> int:
         """The window of a call that names one, or names none: 0. transformers' own attention heeds the mask alone."""
         return next(iter(self.windows)) if len(self.windows) == 1 else named
+
+    def end(self, part: nn.Module, args: Any, output: Any) -> None:
+        """A part's pass has ended. Inner parts end before outer ones."""
+        takes_embeddings = "inputs_embeds" in inspect.signature(part.forward).parameters
+        if takes_embeddings and getattr(output, "last_hidden_state", None) is not None:
+            self.language = self.language or self.names[part]
 
     def mask(self, options: dict[str, Any]) -> None:
         parts = dict(_parts(options["mask_function"]))
@@ -170,7 +178,7 @@ def trace(module: nn.Module, architecture: str) -> Trace:
 def _trace(module: nn.Module, implementation: str, failed: str) -> Trace:
     use(module, implementation)
     looks, kept, read, name = _passes(module)
-    first = looks[0]
+    first, language = looks[0], looks[0].language
     reason = first.problem or ("" if first.calls else "its modules do not call transformers' attention functions")
     if len({call.layer for call in first.calls}) < len(first.calls):
         reason = reason or "several of its attention modules share a number"
@@ -181,7 +189,7 @@ def _trace(module: nn.Module, implementation: str, failed: str) -> Trace:
         looks, kept, read, name = _passes(module)
     calls, modules = ((), ()) if reason else (tuple(first.calls), tuple(first.modules))
     growth = (kept[1] - kept[0]) // (LENGTHS[1] - LENGTHS[0])
-    return Trace(calls, modules, kept[0] - growth * LENGTHS[0], growth, name, read, reason)
+    return Trace(calls, modules, kept[0] - growth * LENGTHS[0], growth, name, read, reason, language)
 
 
 def _passes(module: nn.Module) -> tuple[list[_Looks], list[int], bool, str]:
@@ -246,8 +254,13 @@ def _look(module: nn.Module, look: _Looks, length: int) -> tuple[str, Any, bool]
     positions = torch.arange(length, device=device)[None]
     watch = _Watch(positions)
     options: dict[str, Any] = {"position_ids": positions} if takes(module, "position_ids") else {}
-    with attending(look), watch:
-        output = module(input_ids=ids, use_cache=True, **options)
+    hooks = [part.register_forward_hook(look.end) for part in module.modules() if part is not module]
+    try:
+        with attending(look), watch:
+            output = module(input_ids=ids, use_cache=True, **options)
+    finally:
+        for hook in hooks:
+            hook.remove()
     name = next((each for each in NAMES if getattr(output, each, None) is not None), "")
     return name, getattr(output, name, None), watch.was_read
 

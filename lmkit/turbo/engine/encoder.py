@@ -19,9 +19,9 @@ from msgspec.structs import replace
 
 from lmkit.errors import RequestError
 from lmkit.log import get_logger
-from lmkit.models.tower import Tower
-from lmkit.models.vision import Steps
-from lmkit.text.images import MAX_IMAGES, ImageSettings
+from lmkit.models.vision import Encodes, Encoding
+from lmkit.text.images import MAX_IMAGES
+from lmkit.text.processed_images import AnySettings
 from lmkit.turbo.request import ImageInput, Request, StepOutput
 from lmkit.turbo.runners.images import EncodedImages
 from lmkit.turbo.scheduling.limits import SchedulerLimits, check_request
@@ -62,7 +62,7 @@ class Encoder:
 
     def __init__(
         self,
-        tower: Tower,
+        tower: Encodes,
         limits: SchedulerLimits,
         encoded: EncodedImages,
         admit: Callable[[Request], None],
@@ -73,7 +73,7 @@ class Encoder:
         self._admit, self._call, self._clock = admit, call, clock
         self._numbers = ImageNumbers()
         self._pending: deque[_Pending] = deque()
-        self._steps: Steps | None = None  # of the first pending request's next image
+        self._steps: Encoding | None = None  # of the first pending request's next image
         self._outputs: list[StepOutput] = []
         self._held: dict[str, list[bytes]] = {}  # by request id, of requests that the scheduler has
         self._leaving: deque[list[bytes]] = deque([[]])
@@ -147,7 +147,7 @@ class Encoder:
                 next(self._steps)
             except StopIteration as end:
                 self._steps = None
-                self._encoded.keep(image.digest, end.value)
+                self._encoded.keep(image.digest, *end.value)
                 self.counts["encoded"] += 1
                 self.counts["reused"] -= 1  # `_hold` counts it
                 self._hold(first, image)
@@ -162,7 +162,9 @@ class Encoder:
     def _hand_over(self, pending: _Pending) -> None:
         """To the scheduler, which needs no pixels."""
         request = pending.request
-        images = tuple(replace(image, pixels=b"", number=self._numbers.of(image.digest)) for image in request.images)
+        images = tuple(
+            replace(image, pixels=b"", ids=(), number=self._numbers.of(image.digest)) for image in request.images
+        )
         timeout = None if pending.deadline == math.inf else max(pending.deadline - self._clock(), 1e-3)
         try:
             self._admit(replace(request, images=images, timeout=timeout))
@@ -185,7 +187,7 @@ def _last(request: Request, **fields: Any) -> StepOutput:
     return StepOutput(request_id=request.request_id, token_ids=[], **fields)
 
 
-def check_images(request: Request, settings: ImageSettings) -> None:
+def check_images(request: Request, settings: AnySettings) -> None:
     """Raise RequestError unless each image has its tokens, and pixels of its size."""
     if len(request.images) > MAX_IMAGES:
         raise RequestError("invalid_request", f"at most {MAX_IMAGES} images in one request", "messages")
@@ -195,8 +197,7 @@ def check_images(request: Request, settings: ImageSettings) -> None:
     for image in request.images:
         tokens = request.prompt_ids[image.start : image.end]
         fits = image.start >= end and image.rows > 0 < image.columns and image.end < len(request.prompt_ids)
-        if not fits or tokens != settings.tokens(image.rows, image.columns):
+        if not fits or tokens != settings.tokens_of(image):
             raise RequestError("invalid_request", "an image does not stand at its tokens of the prompt", "messages")
-        if len(image.pixels) != 3 * image.rows * image.columns * settings.unit**2:
-            raise RequestError("invalid_request", "an image has other pixels than its size says", "messages")
+        settings.check(image)
         end = image.end

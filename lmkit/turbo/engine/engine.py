@@ -27,7 +27,6 @@ from lmkit.log import get_logger
 from lmkit.models import kv_storage, packed_cache
 from lmkit.models.decoder import Decoder
 from lmkit.models.kv_storage import KVStorage
-from lmkit.models.tower import Tower
 from lmkit.text import Tokenizer
 from lmkit.turbo.engine import loading
 from lmkit.turbo.engine.adapters import EngineAdapters
@@ -178,7 +177,7 @@ class Engine:
             self._publisher = Publisher(config.kv_events, config.kv_events_topic, caches, classes, limits.kv.block_size)
         kv_port = self._block_server.address[1] if self._block_server is not None else 0
         self.info = msgspec.structs.replace(engine_info(model, limits, captured), kv_port=kv_port)
-        if isinstance(model.tower, Tower):
+        if not isinstance(model.tower, str):
             self._encoder = Encoder(model.tower, limits, encoded, self._compiling.add, self.runner.call)
         for file in model.mapped:
             packed_cache.check_in_background(file, self._lose)

@@ -21,6 +21,7 @@ from lmkit.kv_dtype import dense_kv_dtype
 from lmkit.log import get_logger
 from lmkit.models.adapters import DecoderAdapters, Part
 from lmkit.models.decoder import Decoder
+from lmkit.models.engines import foreign_tower
 from lmkit.models.kv_storage import KVStorage, is_uncalibrated, storage_text
 from lmkit.models.loader import load as load_decoder
 from lmkit.models.opened import widened
@@ -30,7 +31,8 @@ from lmkit.models.shard import Shard
 from lmkit.models.spec import ModelSpec
 from lmkit.models.stage import Stage
 from lmkit.models.streamed import forecast
-from lmkit.models.tower import Tower, has_tower, load_tower
+from lmkit.models.tower import has_tower, load_tower
+from lmkit.models.vision import Encodes
 from lmkit.models.weight_bits import bits_of_linears
 from lmkit.text.images import TEXT_ONLY
 from lmkit.text.tokenizer_file import TokenizerFile
@@ -85,7 +87,7 @@ class LoadedModel:
     mapped: list[PackedFile]  # files of packed weights whose data is still to be checked
     draft: LoadedDraft | LoadedHead | None = None
     step_bytes: int = 0  # of weights that each step reads from the disk
-    tower: Tower | str = TEXT_ONLY  # what encodes images, or why images are refused
+    tower: Encodes | str = TEXT_ONLY  # what encodes images, or why images are refused
     classes: Classes | None = None
     part: Part | None = None  # the rank's part of the model that the decoder is
     selftest: SelfTest | None = None
@@ -153,7 +155,7 @@ def load(model_path: str, config: EngineConfig, device: EngineDevice, rank: int 
             loaded_draft = draft.load(mapped.append) if draft is not None else None
         log.info("weights loaded in %.1f s", time.perf_counter() - start)
         log.debug("weights of %s", path)
-        tower = _tower(model, config, tensor_device(model.packing.device))
+        tower = _tower(model, decoder, config)
         has_head = model.source.has_head
     tokenizer = None if rank else TokenizerFile(path, config.chat_template)
     return LoadedModel(
@@ -171,16 +173,22 @@ def load(model_path: str, config: EngineConfig, device: EngineDevice, rank: int 
     )  # fmt: skip
 
 
-def _tower(model: ResolvedModel, config: EngineConfig, at: str) -> Tower | str:
-    """What encodes images on torch's device `at`, or why they are refused. Raises CheckpointError if it is broken."""
-    if model.spec.vision is None:
+def _tower(model: ResolvedModel, decoder: Decoder, config: EngineConfig) -> Encodes | str:
+    """What encodes images, or why images are refused. Raises CheckpointError for a broken tower."""
+    if model.spec.vision is None and not model.source.sees:
         return TEXT_ONLY
     if reason := no_images(config):
         return reason
+    if model.source.sees:
+        try:
+            return foreign_tower(model.source, decoder, config.image_pixels)
+        except UnsupportedError as error:
+            log.warning("images are refused: %s", error)
+            return str(error)
     if not has_tower(model):
         return "this checkpoint was saved without its vision tower"
     try:
-        return load_tower(model, config.image_pixels, at)
+        return load_tower(model, config.image_pixels, tensor_device(model.packing.device))
     except UnsupportedError as error:
         log.warning("images are refused: %s", error)
         return "the server does not read images as this checkpoint wants them"

@@ -45,6 +45,8 @@ def loaded_bytes(model: ResolvedModel, config: EngineConfig) -> int:
 
         images = tower_bytes(model)
         weights += images + (config.image_memory if images else 0)
+    elif model.source.sees and not no_images(config):
+        weights += config.image_memory  # transformers' module has the tower
     sizes = sorted((file.stat().st_size for file in files if file.is_file()), reverse=True)
     return weights + tables + sum(sizes[: config.max_adapters] if config.target.own_memory else sizes)
 

@@ -14,13 +14,13 @@ FAST, FLEXIBLE = "fast", "flexible"
 
 
 def engine_facts(model: ResolvedModel, config: EngineConfig) -> dict[str, Any]:
-    """`name`, `why`, `attention`, `without` and `fastest`."""
+    """`name`, `why`, `attention`, `images`, `without` and `fastest`."""
     spec, path = model.source.spec, model.reader.path
     rounds = model.source.format.name == "dense" and config.quantize == "none"
     if not spec.foreign:
         fastest = f"lmkit quantize {path} -o OUT && lmkit serve OUT" if rounds else f"lmkit serve {path}"
         why = f"lmkit has the family of {spec.architecture}"
-        return {"name": FAST, "why": why, "attention": None, "without": [], "fastest": fastest}
+        return {"name": FAST, "why": why, "attention": None, "images": None, "without": [], "fastest": fastest}
     refused = conflicts.excluded(conflicts.FOREIGN)
     lacking = why_no_family(model.source.config)
     rounded = "" if "quantize" in refused or not rounds else " --quantize int4"
@@ -28,6 +28,7 @@ def engine_facts(model: ResolvedModel, config: EngineConfig) -> dict[str, Any]:
         "name": FLEXIBLE,
         "why": lacking or "it was asked for",
         "attention": model.source.how_attends,
+        "images": model.source.how_sees,
         "without": ["captured steps", *([] if spec.reusable else ["reuse of prefixes"]), *refused],
         "fastest": f"lmkit serve {path}{rounded if lacking else ' --model-impl fast'}",
     }

@@ -25,6 +25,7 @@ class EncodedImages:
     def __init__(self, max_bytes: int, *, by_place: bool = True, whole: bool = False) -> None:
         self._max_bytes, self.by_place, self.whole = max_bytes, by_place, whole
         self._rows: dict[bytes, Tensor] = {}  # the most recently used ones last
+        self._places: dict[bytes, np.ndarray] = {}  # of images that say those of their tokens
         self._users: dict[bytes, int] = {}
         self.num_bytes = 0
 
@@ -45,10 +46,13 @@ class EncodedImages:
         """Whether images in use leave room for others."""
         return self.bytes_in_use < self._max_bytes
 
-    def keep(self, digest: bytes, rows: Tensor) -> None:
-        """Add an image's rows. They stay until the next image comes or another one is left, however large they are."""
+    def keep(self, digest: bytes, rows: Tensor, places: Tensor | None = None) -> None:
+        """Add an image's rows, and the places of its tokens if they are no grid's. They stay until the next image comes
+        or another one is left, however large they are."""
         self._evict(rows.nbytes)
         self._rows[digest] = rows
+        if places is not None:
+            self._places[digest] = places.numpy()
         self.num_bytes += rows.nbytes
 
     def use(self, digest: bytes) -> Tensor:
@@ -67,12 +71,21 @@ class EncodedImages:
     def rows(self, digest: bytes) -> Tensor:
         return self._rows[digest]
 
+    def places(self, image: ImageInput) -> np.ndarray:
+        """int32 [3, tokens + 1]: see `grid`."""
+        if (own := self._places.get(image.digest)) is not None:
+            return own
+        if self.by_place:
+            return grid(image.rows, image.columns)
+        return np.tile(np.arange(image.num_tokens + 1, dtype=np.int32), (3, 1))
+
     def _evict(self, more: int = 0) -> None:
         """Make room for `more` bytes."""
         for digest in [digest for digest in self._rows if digest not in self._users]:
             if self.num_bytes + more <= self._max_bytes:
                 return
             self.num_bytes -= self._rows.pop(digest).nbytes
+            self._places.pop(digest, None)
 
 
 @dataclass(frozen=True)
@@ -88,23 +101,25 @@ class PlacedImages:
     def of(cls, images: Iterable[ImageInput], num_prompt_tokens: int, encoded: EncodedImages) -> PlacedImages:
         images = tuple(images)
         rows = tuple((image.start, encoded.rows(image.digest)) for image in images)
-        return cls(*places(images if encoded.by_place else (), num_prompt_tokens), rows, encoded.whole)
+        return cls(*places(images, num_prompt_tokens, encoded), rows, encoded.whole)
 
 
-def places(images: Iterable[ImageInput], num_tokens: int) -> tuple[np.ndarray, int]:
-    """(int32 [3, num_tokens], shift): places in time, height and width, as M-RoPE counts them.
+def grid(rows: int, columns: int) -> np.ndarray:
+    """Places in time, height and width int32 [3, rows * columns + 1] of an image's tokens, counted from its first one,
+    as M-RoPE has them; the last is that of the token after them, which goes on after the largest place."""
+    found = np.full((3, rows * columns + 1), max(rows, columns), np.int32)
+    found[:, :-1] = np.zeros(rows * columns), np.repeat(np.arange(rows), columns), np.tile(np.arange(columns), rows)
+    return found
 
-    An image stands at one time, and its tokens at the rows and columns from there on. The text after it goes on after
-    the largest place.
-    """
+
+def places(images: Iterable[ImageInput], num_tokens: int, encoded: EncodedImages) -> tuple[np.ndarray, int]:
+    """(places int32 [3, num_tokens], shift) of a prompt."""
     found = np.tile(np.arange(num_tokens, dtype=np.int32), (3, 1))
     shift = 0
     for image in images:
-        first = image.start + shift
-        found[0, image.start : image.end] = first
-        found[1, image.start : image.end] = first + np.repeat(np.arange(image.rows), image.columns)
-        found[2, image.start : image.end] = first + np.tile(np.arange(image.columns), image.rows)
-        shift += max(image.rows, image.columns) - image.num_tokens
+        own = encoded.places(image)
+        found[:, image.start : image.end] = image.start + shift + own[:, :-1]
+        shift += int(own[0, -1]) - image.num_tokens
         found[:, image.end :] = np.arange(image.end, num_tokens, dtype=np.int32) + shift
     return found, shift
 

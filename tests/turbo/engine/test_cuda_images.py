@@ -80,6 +80,6 @@ def test_a_tower_computes_where_its_weights_are(tmp_path: Path) -> None:
             try:
                 next(steps)
             except StopIteration as end:
-                rows = end.value
+                rows = end.value.rows
     assert rows.device.type == "meta"
     assert len(rows) == 12

@@ -1,0 +1,109 @@
+"""Architectures of transformers that see, on the flexible engine: their answers are those of transformers."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.families.sweep import ANSWER, answer
+from benchmarks.families.sweep_images import examine_images, picture
+from benchmarks.families.tiny_images import save_tiny
+from lmkit import GenerationConfig, Pipeline, pipeline
+from lmkit.text.processor_process import IDS, marker, open_processor, processed
+
+EQUAL = [
+    "llava",
+    "qwen2_vl",  # positions of rows and columns
+    pytest.param("qwen3_vl", marks=pytest.mark.exhaustive),  # images are added to the first layers, too
+    pytest.param("idefics3", marks=pytest.mark.exhaustive),  # words between the tiles of an image
+    pytest.param("internvl", marks=pytest.mark.exhaustive),
+    pytest.param("lfm3_vl", marks=pytest.mark.exhaustive),  # recurrent states
+]
+
+
+@pytest.mark.parametrize("model_type", EQUAL)
+def test_images_in_chunks_batches_and_prefixes(tmp_path: Path, model_type: str) -> None:
+    result = examine_images(model_type, tmp_path)
+    assert not result.transformers, result.failure
+    assert not result.refused, result.failure
+    assert (result.served, result.several, result.batch, result.prefix) == ("", "", "", ""), result.failure
+
+
+@pytest.mark.parametrize(
+    ("model_type", "reason"),
+    [
+        ("gemma3", "the tokens of an image see later ones"),
+        pytest.param("paligemma", "its states are not those of transformers", marks=pytest.mark.exhaustive),
+        pytest.param("mllama", "its layers read cross_attention_states", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_what_lmkit_has_no_part_for_is_refused(tmp_path: Path, model_type: str, reason: str) -> None:
+    assert reason in examine_images(model_type, tmp_path).refused
+
+
+@pytest.fixture(scope="module")
+def seeing(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    folder = tmp_path_factory.mktemp("llava")
+    return save_tiny("llava", folder)[0], folder
+
+
+@pytest.fixture(scope="module")
+def pipe(seeing: tuple[Any, Path]) -> Iterator[Pipeline]:
+    sizes: dict[str, Any] = {"max_model_len": 256, "kv_memory": 4 << 20, "max_step_tokens": 16}
+    with pipeline(str(seeing[1]), device="cpu", activations="exact", **sizes) as pipe:
+        yield pipe
+
+
+def data_url(number: int) -> str:
+    file = io.BytesIO()
+    picture(number, 0).save(file, "PNG")
+    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+
+
+def content(text: str, *numbers: int) -> list[dict[str, Any]]:
+    images = ({"type": "image_url", "image_url": {"url": data_url(number)}} for number in numbers)
+    return [*images, {"type": "text", "text": text}]
+
+
+GREEDY = GenerationConfig(do_sample=False, max_new_tokens=ANSWER, min_new_tokens=ANSWER)
+
+
+def expected(seeing: tuple[Any, Path], text: str, *numbers: int) -> list[int]:
+    model, folder = seeing
+    processor = open_processor(str(folder))
+    tensors = processed(processor, text.replace("M", marker(processor)), [picture(number, 0) for number in numbers])
+    found, margin = answer(model, tensors.pop(IDS)[0].tolist(), **tensors)
+    assert margin > 1e-4
+    return found
+
+
+def test_messages_with_images(pipe: Pipeline, seeing: tuple[Any, Path]) -> None:
+    """Several images, an image of a second turn, and the same text with another image."""
+    asked = [{"role": "user", "content": content("what", 0, 1)}]
+    first = pipe(asked, GREEDY)
+    prompt = "<|im_start|>user\nMMwhat<|im_end|>\n<|im_start|>assistant\n"
+    assert first.token_ids == expected(seeing, prompt, 0, 1)
+    other = pipe([{"role": "user", "content": content("what", 1, 0)}], GREEDY)
+    assert other.token_ids == expected(seeing, prompt, 1, 0)
+    assert other.token_ids != first.token_ids
+    said = [*asked, {"role": "assistant", "content": "a dog"}, {"role": "user", "content": content("and", 2)}]
+    second = pipe(said, GREEDY)
+    prompt += "a dog<|im_end|>\n<|im_start|>user\nMand<|im_end|>\n<|im_start|>assistant\n"
+    assert second.token_ids == expected(seeing, prompt, 0, 1, 2)
+
+
+def test_text_alone(pipe: Pipeline, seeing: tuple[Any, Path]) -> None:
+    found = pipe([{"role": "user", "content": "hello"}], GREEDY)
+    ids = pipe.tokenizer.encode("<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n")
+    assert found.token_ids == answer(seeing[0], ids)[0]
+
+
+def test_a_file_that_is_no_image_is_refused(pipe: Pipeline) -> None:
+    parts = [{"type": "image_url", "image_url": {"url": "data:image/png;base64,aGFsbG8="}}]
+    found = pipe([{"role": "user", "content": parts}])
+    assert "no image that can be read" in str(found.error_message)
