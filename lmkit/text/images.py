@@ -99,26 +99,35 @@ class ReadImage(NamedTuple):
         return self.rows * (self.columns + self.breaks)
 
 
+class Resizing(NamedTuple):
+    """How an image is resized, see ImageSettings."""
+
+    unit: int
+    min_pixels: int
+    max_pixels: int
+    side: int = 0
+    edge: int = 0
+    resample: int = 3
+
+
 SHARED = Sandbox("image_process.py", CPU_SECONDS, MEMORY)
 
 
 def read_image(data: bytes, settings: ImageSettings, detail: str = "auto", *, sandbox: Sandbox = SHARED) -> ReadImage:
     """Decode an image in a process of its own and resize it. Raises RequestError for one that cannot be used."""
-    sizes = settings.unit, settings.min_pixels, settings.max_pixels
-    how = settings.side, settings.edge, settings.resample
-    return cut_up(*decoded(data, *sizes, detail, *how, sandbox=sandbox), settings)
+    how = Resizing(
+        settings.unit, settings.min_pixels, settings.max_pixels, settings.side, settings.edge, settings.resample
+    )
+    return cut_up(*decoded(data, how, detail, sandbox=sandbox), settings)
 
 
-def decoded(
-    data: bytes, unit: int, min_pixels: int, max_pixels: int, detail: str, *how: int, sandbox: Sandbox = SHARED
-) -> tuple[int, int, bytes]:
-    """(height, width, RGB) of an image whose sides are made multiples of `unit`. `how`: side, edge and resample of
-    ImageSettings, if they are not its defaults. Raises RequestError."""
+def decoded(data: bytes, how: Resizing, detail: str, *, sandbox: Sandbox = SHARED) -> tuple[int, int, bytes]:
+    """(height, width, RGB) of an image. Raises RequestError."""
     if EXTRAS["images"].missing():
         raise RequestError("unsupported_parameter", f"images need Pillow: {install('images')}", "messages")
-    most = max(min(max_pixels, LOW_DETAIL), min_pixels) if detail == "low" else max_pixels
+    most = max(min(how.max_pixels, LOW_DETAIL), how.min_pixels) if detail == "low" else how.max_pixels
     encoded = base64.b64encode(data).decode()
-    kind, value = sandbox.ask(encoded, unit, min_pixels, most, *how)
+    kind, value = sandbox.ask(encoded, how.unit, how.min_pixels, most, how.side, how.edge, how.resample)
     if kind != "image":
         reason = value or "reading it takes too much time or memory"
         raise RequestError("invalid_request", f"image: {reason}", "messages")

@@ -8,7 +8,7 @@ import hashlib
 import msgspec
 
 from lmkit.errors import RequestError
-from lmkit.text.images import MAX_IMAGES, ImageSettings, ReadImage, SentImage, decoded
+from lmkit.text.images import MAX_IMAGES, ImageSettings, ReadImage, Resizing, SentImage, decoded
 from lmkit.text.sandbox import Sandbox
 
 CPU_SECONDS = 60.0  # of one image; the first one waits for torch and transformers
@@ -26,7 +26,7 @@ class ProcessorSettings(msgspec.Struct, frozen=True, kw_only=True, tag="processo
 
     def read(self, data: bytes, detail: str) -> ReadImage:
         """Decode an image in one process, and have the processor read it in another. Raises RequestError."""
-        height, width, pixels = decoded(data, 1, 1, self.max_pixels, detail)
+        height, width, pixels = decoded(data, Resizing(1, 1, self.max_pixels), detail)
         kind, value = SHARED.ask(self.folder, height, width, base64.b64encode(pixels).decode())
         if kind != "image":
             reason = value or "its processor takes too much time or memory"
