@@ -31,7 +31,8 @@ def test_images_in_chunks_batches_and_prefixes(tmp_path: Path, model_type: str) 
     result = examine_images(model_type, tmp_path)
     assert not result.transformers, result.failure
     assert not result.refused, result.failure
-    assert (result.served, result.several, result.batch, result.prefix) == ("", "", "", ""), result.failure
+    assert (result.served, result.several, result.batch) == ("", "", ""), result.failure
+    assert bool(result.prefix) == ("own" in result.kv)  # states have no snapshot inside these prompts
 
 
 @pytest.mark.parametrize(
@@ -39,7 +40,7 @@ def test_images_in_chunks_batches_and_prefixes(tmp_path: Path, model_type: str) 
     [
         ("gemma3", "the tokens of an image see later ones"),
         pytest.param("paligemma", "its states are not those of transformers", marks=pytest.mark.exhaustive),
-        pytest.param("mllama", "its layers read cross_attention_states", marks=pytest.mark.exhaustive),
+        pytest.param("mllama", "its language model is given no embeddings of images", marks=pytest.mark.exhaustive),
     ],
 )
 def test_what_lmkit_has_no_part_for_is_refused(tmp_path: Path, model_type: str, reason: str) -> None:
