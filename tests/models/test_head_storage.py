@@ -42,7 +42,9 @@ def test_the_kl_is_that_of_both_logits(tmp_path: Path) -> None:
     hidden = torch.randn(5, source.spec.hidden_size)
     head = source.head(torch.float32)
     exact = head.head(hidden.clone(), None).double().log_softmax(-1)
-    head.lm_head.weights["lm_head"] = rounded_head(head.lm_head.weights["lm_head"])
+    weight = head.lm_head.weights["lm_head"]
+    assert isinstance(weight, torch.Tensor)
+    head.lm_head.weights["lm_head"] = rounded_head(weight)
     rounded = head.head(hidden.clone(), None).double().log_softmax(-1)
     expected = float((exact.exp() * (exact - rounded)).sum(-1).mean())
     assert int8_kl(source, hidden) == pytest.approx(expected, rel=1e-2, abs=1e-9)
