@@ -7,7 +7,6 @@ path names is found as `stored` says. A list has what all nodes keep.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import re
 from collections.abc import Awaitable, Callable, Collection, Mapping
@@ -165,20 +164,23 @@ async def _create_batch(cluster: Cluster, asked: Asked) -> None:
 
 
 async def _receipt(cluster: Cluster, asked: Asked) -> None:
-    """The receipts that nodes have of an answer: its parts, each signed by its node, in the order of their tokens."""
-    call = asked.call
+    """The receipts that nodes have of an answer: its parts, each signed by its node, in the order of their tokens. And
+    the nodes that do not answer: one of them may have a part."""
+    call, found, silent = asked.call, list[dict[str, Any]](), list[str]()
 
-    async def of(node: Node) -> list[dict[str, Any]]:
-        with contextlib.suppress(RequestError):  # a node that has ended has lost its receipts
+    async def ask(node: Node) -> None:
+        try:
             if part := await cluster.forwarder.listed(node, call):
-                return [{"node": node.url, **decode_json(part, dict[str, Any], mismatch="no receipt")}]
-        return []
+                found.append({"node": node.url, **decode_json(part, dict[str, Any], mismatch="no receipt")})
+        except RequestError:
+            silent.append(node.url)
 
-    found = [part for parts in await asyncio.gather(*map(of, cluster.registry.nodes())) for part in parts]
+    await asyncio.gather(*map(ask, cluster.registry.nodes()))
     if not found:
-        raise RequestError("not_found", f"no node that answers has the receipt {call.path[len(RECEIPTS) :][:128]!r}")
-    found.sort(key=_known_tokens)
-    await asked.response.whole(Response(msgspec.json.encode({"parts": found}), media_type="application/json"))
+        without = f"; {', '.join(sorted(silent))} did not answer" if silent else ""
+        raise RequestError("not_found", f"no node has the receipt {call.path[len(RECEIPTS) :][:128]!r}{without}")
+    told = {"parts": sorted(found, key=_known_tokens), "silent": sorted(silent)}
+    await asked.response.whole(Response(msgspec.json.encode(told), media_type="application/json"))
 
 
 def _known_tokens(part: dict[str, Any]) -> int:
