@@ -22,7 +22,7 @@
 //
 // Tokens that no query sees (after the end, outside of the window) are not read: cp.async puts zeros in their place.
 // The newest token belongs to the last split. That split uses it as it will be read back: from the row that it also
-// appends.
+// appends, and does not fetch, since blocks of other heads append it, too.
 //
 // Splits: the share of a block depends on the lengths, which only the device knows. A block without tiles ends at once.
 // Other blocks leave (O, max, sum) in float32. The last one to arrive merges them in order, so results do not depend
@@ -113,8 +113,6 @@ struct Span {
         const int end = length - token, start = window_start - token, sink = sinks - token;
         return below(end) & (~below(start) | below(sink));
     }
-
-   private:
     static DEVICE u32 below(int count) { return (1u << min(max(count, 0), UNIT)) - 1u; }
 };
 
@@ -582,22 +580,23 @@ decode_attention(const u16* q, i64 q_token, i64 q_head, const u16* k, i64 k_toke
     const Fetcher fetch{k_data, k_params, v_data, v_params, table, kv_heads, kv_head};
     u8* ring = shared_memory + warp_id() * STAGES * STAGE;
     int write_at = 0, read_at = 0;  // in the ring
+    const int slot = k ? slots[row] : -1;
+    const bool owner = slot >= 0 && split == splits - 1;
+    const int stored = span.length - owner;  // the tokens before the one that this kernel appends
     auto fetch_tile = [&](int i) {
         const int token = span.tile(i) * TILE + warp_id() * UNIT;
         const u32 visible = i < end ? span.visible(token) : 0;
-        if (visible) fetch(ring + write_at, token, visible);
+        if (visible) fetch(ring + write_at, token, visible & Span::below(stored - token));
         cp_async_commit();
         write_at = write_at == (STAGES - 1) * STAGE ? 0 : write_at + STAGE;
     };
 #pragma unroll 1
-    for (int s = 0; s < STAGES - 1; ++s) fetch_tile(begin + s);  // of earlier steps, but for the newest token
+    for (int s = 0; s < STAGES - 1; ++s) fetch_tile(begin + s);  // of earlier steps
     wait_for_previous();
 
     // The merge of the results reuses the rings. The rings may be smaller than it.
     constexpr int RINGS = WARPS * STAGES * STAGE, MERGE = WARPS * ROWS * DIM * 4;
     Shared& shared = *reinterpret_cast<Shared*>(shared_memory + (RINGS > MERGE ? RINGS : MERGE));
-    const int slot = k ? slots[row] : -1;
-    const bool owner = slot >= 0 && split == splits - 1;
     const Angles angles{cosines + static_cast<i64>(row) * half, sines + static_cast<i64>(row) * half, half};
 #pragma unroll
     for (int n = 0; n < NT; ++n) {
