@@ -70,6 +70,7 @@ QWEN4_INDEX = {
 }  # fmt: skip
 # What single architectures need beside their sizes.
 SPECIAL: dict[str, dict[str, Any]] = {
+    "axk2": {"gated_norm_rank": 32},
     "bailing_hybrid": {"layer_group_size": 2},
     "bamba": {"attn_layer_indices": [1]},
     "blt": {"encoder_hash_byte_group_vocab": 512},
@@ -89,7 +90,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
-    "kimi_linear": {"layer_types": ["linear_attention"] * 3 + ["full_attention"]},
+    "kimi_linear": {"linear_head_dim": 32, "layer_types": ["linear_attention"] * 3 + ["full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "lfm3": {"layer_types": ["conv", "full_attention"]},
     "mamba2": {"num_heads": 8},
