@@ -18,7 +18,9 @@ from lmkit.config import EngineConfig, ModelImpl
 from lmkit.formats.base import resolve_format
 from lmkit.formats.checkpoint import CheckpointReader
 from lmkit.models.engines import open_source
-from lmkit.models.flexible.linears import Names, find_linears, weights_of
+from lmkit.models.flexible.experts import find_mixtures
+from lmkit.models.flexible.linears import all_sites, find_linears
+from lmkit.models.flexible.names import OF_EXPERT, Names, weights_of
 from lmkit.models.flexible.source import FlexibleSource
 from lmkit.qtensor import QTensor, dequantize
 from lmkit.quant.recipe import load_recipe
@@ -159,7 +161,7 @@ def examine(model_type: str, folder: Path) -> Result:
 
 def _quantized(folder: Path, model: Any, asked: list[list[int]]) -> str:
     """Round the model to 4 bits and serve it beside transformers with the rounded weights. Returns what is wrong, or an
-    empty text. Experts that lmkit rounds and transformers fuses are only served."""
+    empty text. Weights that transformers keeps otherwise than the file are only served."""
     output = folder.with_name(f"{folder.name}-4bit")
     shutil.rmtree(output, ignore_errors=True)
     scheme = {"group_size": GROUP, "smaller_groups": False}
@@ -180,12 +182,28 @@ def rounded_like(model: Any, folder: Path) -> bool:
     """Give a transformers model the weights of a quantized checkpoint. Whether it has each of them by itself."""
     reader = CheckpointReader(folder)
     names, weights = Names(model, reader), resolve_format(reader.config)
-    sites, known = find_linears(model), set(weights_of(reader)) <= names.modules.keys()
+    linears, sites = find_linears(model), all_sites(model)
+    known = set(weights_of(reader)) <= names.modules.keys()
     for file, name in names.modules.items():
-        if name in sites and isinstance(weight := weights.read_linear(reader, file), QTensor):
-            numbers = dequantize(weight)
+        if name not in sites or not isinstance(weight := weights.read_linear(reader, file), QTensor):
+            continue
+        numbers = dequantize(weight)
+        if name in linears:
             model.get_submodule(name).weight.copy_(numbers.T if sites[name].transposed else numbers)
+        else:
+            rows = _of_expert(model, name)
+            rows.copy_(numbers.unflatten(0, rows.shape[:2]))
     return known and not names.parts
+
+
+def _of_expert(model: Any, name: str) -> torch.Tensor:
+    """An expert's weight in a parameter of all, [groups, outputs, in]."""
+    module, number, leaf = OF_EXPERT.fullmatch(name).groups()  # type: ignore[union-attr]
+    mixture = find_mixtures(model)[module]
+    part = next(part for part in mixture.parts if part.name == leaf)
+    whole: torch.Tensor = getattr(model.get_submodule(module), part.parameter)[int(number)]
+    whole = (whole.T if mixture.transposed else whole).unflatten(0, (part.rows.groups, -1))
+    return whole[:, int(part.rows.start * whole.shape[1]) : int(part.rows.stop * whole.shape[1])]
 
 
 def describe(result: Any, folder: Path, impl: ModelImpl = "auto") -> None:

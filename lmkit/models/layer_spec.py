@@ -193,9 +193,10 @@ class LayerSpec:
 
     def module_name(self, index: int, role: str) -> str:
         """`attn.q` of layer 3 -> `model.layers.3.self_attn.q_proj`."""
+        if role in self.names:
+            return self.path(index) + self.names[role]
         expert = roles.expert_of(role)
-        pattern = role if expert is None else role.replace(f".{expert}.", ".{}.")
-        return self.path(index) + self.names[pattern].format(expert)
+        return self.path(index) + self.names[role.replace(f".{expert}.", ".{}.")].format(expert)
 
     def path(self, index: int) -> str:
         """What the names of all tensors of layer `index` begin with: `model.layers.3.`"""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,10 +13,12 @@ from torch import Tensor, nn
 from lmkit.devices import named
 from lmkit.errors import UnsupportedError
 from lmkit.layers.linear import Weights
+from lmkit.models.flexible.experts import UP
 from lmkit.models.flexible.interface import use
 from lmkit.models.flexible.layer import ForeignLayer, Passage, PlainLinear
-from lmkit.models.flexible.linears import Names, Uses, find_linears, read_site
+from lmkit.models.flexible.linears import Uses, all_sites, read_site
 from lmkit.models.flexible.module import load_module
+from lmkit.models.flexible.names import OF_EXPERT, Names
 from lmkit.models.flexible.spec import NUMBERED
 from lmkit.models.source import ModelSource
 from lmkit.models.spec import ModelSpec
@@ -32,8 +34,9 @@ def named_as_stored(spec: ModelSpec, names: Names, uses: Uses, num_experts: Coll
         found = {role: NUMBERED.fullmatch(files.get(f"{layer.prefix}.{index}.{role}", "")) for role in layer.linears}
         outputs = {role: rows for role, (rows, _) in layer.linears.items()}
         named = {
-            r: match for r, match in found.items() if match and int(match[2]) == index and outputs[r] not in num_experts
-        }
+            r: match for r, match in found.items()
+            if match and int(match[2]) == index and (outputs[r] not in num_experts or OF_EXPERT.fullmatch(r))
+        }  # fmt: skip
         prefixes = {match[1] for match in named.values()}
         roles = {role: match[3] for role, match in named.items()}
         path = f"{layer.prefix}.{index}."
@@ -41,9 +44,17 @@ def named_as_stored(spec: ModelSpec, names: Names, uses: Uses, num_experts: Coll
         groups = (tuple(role for role in group if role in roles) for group in groups)
         shapes = tuple((role, shape) for role, shape in layer.linears.items() if role in roles)
         prefix = prefixes.pop() if len(prefixes) == 1 else layer.prefix
-        shared = tuple(group for group in groups if len(group) > 1)
+        shared = tuple(group for group in (*groups, *_of_experts(roles)) if len(group) > 1)
         layers.append(layer.having(shapes=shapes, shared=shared, prefix=prefix, names=roles))
     return replace(spec, layers=tuple(layers))
+
+
+def _of_experts(roles: Collection[str]) -> Iterator[tuple[str, ...]]:
+    """Gate and up of each expert, which read the same input."""
+    for role in roles:
+        match = OF_EXPERT.fullmatch(role)
+        if match and match[3] == UP and (gate := f"{match[1]}.{match[2]}.gate_proj") in roles:
+            yield gate, role
 
 
 @dataclass
@@ -56,10 +67,11 @@ class Calibrated:
     outline: nn.Module  # the model on meta
     prefix: str  # of the layers' names in it
     attention: str  # the implementation of attention
+    names: Names
 
     def __post_init__(self) -> None:
-        self.sites = find_linears(self.outline)
-        self.files = {name: file for file, name in Names(self.outline, self.source.reader).modules.items()}
+        self.sites = all_sites(self.outline)
+        self.files = {name: file for file, name in self.names.modules.items()}
 
     @functools.cached_property
     def passage(self) -> Passage:

@@ -23,7 +23,8 @@ from lmkit.layers.batch import BatchInputs, KVLayer
 from lmkit.layers.block import At, CosSin, Pair
 from lmkit.layers.blocks.base import Residual
 from lmkit.layers.linear import Observer, Weights
-from lmkit.models.flexible.linears import Site
+from lmkit.models.flexible.experts import Experts
+from lmkit.models.flexible.site import Site
 from lmkit.models.layer_spec import LayerSpec
 from lmkit.qtensor import QTensor, dequantize
 
@@ -186,12 +187,12 @@ class ForeignLayer:
 
     product_dtype = torch.float32
     device = "cpu"
-    shows_all_tokens = False
 
     def __init__(self, spec: LayerSpec, index: int, weights: Weights, passage: Callable[[], Passage]) -> None:
         self.spec, self.index, self.weights, self._passage = spec, index, weights, passage
         self.blocks = [ForeignResidual(each, self) for each in spec.blocks]
         self.mixing = self.blocks[0]
+        self.shows_all_tokens = False  # whether observers of an expert also see tokens of other experts
         self._observer: Observer | None = None
         self._numbers: dict[str, tuple[QTensor, Tensor]] = {}  # of rounded weights
 
@@ -235,6 +236,9 @@ class ForeignLayer:
 
     def _fill(self, module: nn.Module) -> None:
         """Put the weights into their places."""
+        for part in module.modules():
+            if isinstance(part, Experts):
+                part.all_tokens = self.shows_all_tokens and self._observer is not None
         for role in self.spec.linears:
             place, weight, bias = module.get_submodule(role), self.weights[role], self.weights.get(role + ".bias")
             assert isinstance(place, PlainLinear)

@@ -1,28 +1,22 @@
-"""The linears of a transformers model, found by what its modules are, and lmkit's packed linears in their places.
-
-A checkpoint names a linear as its file does, a model by the path of its module. `Names` leads from one to the other by
-transformers' own rules, so a quantized checkpoint loads by the names that it has.
-"""
+"""The linears of a transformers model, found by what its modules are, and lmkit's packed linears in their places."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.pytorch_utils import Conv1D
 
 from lmkit.errors import CheckpointError
-from lmkit.formats.checkpoint import CheckpointReader
-from lmkit.formats.parts import FLOATS
-from lmkit.layers.blocks.base import Shape
 from lmkit.layers.linear import MergedLinear, Weights
+from lmkit.models.flexible.experts import find_mixtures
+from lmkit.models.flexible.names import BIAS
+from lmkit.models.flexible.site import Site
 from lmkit.models.head import quantize_rows
 from lmkit.models.identity import Packing
 from lmkit.models.rounding import scheme_for
@@ -30,18 +24,6 @@ from lmkit.models.source import ModelSource
 from lmkit.qtensor import QTensor
 
 ROLE = "linear"  # of the one weight of a PackedLinear
-WEIGHT, BIAS = ".weight", ".bias"
-# The tensors of which a quantized linear has one, in any format that lmkit reads.
-CODES = (".weight_packed", ".qweight", ".weight_scale", ".weight_scale_inv")
-
-
-@dataclass(frozen=True)
-class Site:
-    """A linear of a model. `transposed`: its module keeps the weight as [in, out]."""
-
-    shape: Shape
-    transposed: bool
-    has_bias: bool
 
 
 def find_linears(model: nn.Module) -> dict[str, Site]:
@@ -56,6 +38,12 @@ def find_linears(model: nn.Module) -> dict[str, Site]:
             inputs, out = module.weight.shape
             found[name] = Site((out, inputs), True, True)
     return found
+
+
+def all_sites(model: nn.Module) -> dict[str, Site]:
+    """The linears of a model with those of its experts."""
+    experts = (mixture.sites(name) for name, mixture in find_mixtures(model).items())
+    return find_linears(model) | {name: site for sites in experts for name, site in sites.items()}
 
 
 @functools.cache
@@ -140,39 +128,6 @@ class Uses(TorchFunctionMode):
         self._inputs = {}
 
 
-class Names:
-    """The names of a checkpoint's tensors in a model, by transformers' renamings and conversions.
-
-    `modules` maps a module of the file, quantized or not, to the model's module whose weight it is. `parts` maps a
-    parameter that transformers builds of several weights to the file's modules, one tuple for each of its patterns.
-    """
-
-    def __init__(self, model: Any, reader: CheckpointReader) -> None:
-        transforms = get_model_conversion_mapping(model)
-        renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
-        converters = [each for each in transforms if isinstance(each, WeightConverter)]
-        prefix, known = model.base_model_prefix, model.state_dict()
-        self.modules: dict[str, str] = {}
-        self.parts: dict[str, dict[str, list[str]]] = {}
-        for module in dict.fromkeys(weights_of(reader)):
-            key = module + WEIGHT
-            name, pattern = rename_source_key(key, renamings, converters, prefix, known)
-            if name not in known and key in known:
-                name, pattern = key, None
-            if pattern is None and name in known:
-                self.modules[module] = name.removesuffix(WEIGHT)
-            elif name in known:
-                self.parts.setdefault(name, {}).setdefault(str(pattern), []).append(module)
-
-
-def weights_of(reader: CheckpointReader) -> Iterator[str]:
-    """The modules with a weight, dense or quantized, in the order of the names; some more than once."""
-    for name in reader.names():
-        module, _, _ = name.rpartition(".")
-        if name.endswith((WEIGHT, *CODES)):
-            yield module
-
-
 class PackedLinear(nn.Module):
     """A linear of a transformers model in the layout of lmkit's kernels, which compute in float32 on a CPU.
 
@@ -199,26 +154,16 @@ class PackedLinear(nn.Module):
 
 
 def linear_source(
-    source: ModelSource,
-    packing: Packing,
-    module: nn.Module,
-    unpacked: Collection[str] = (),
-    plain: Collection[str] = (),
+    source: ModelSource, packing: Packing, sites: Mapping[str, Site], files: Mapping[str, str]
 ) -> Callable[[str], nn.Module | None]:
-    """What gives the packed linear of a name in `module`, the whole model on `meta`. None: it is one of `unpacked`, or
-    one of `plain` that is stored with plain weights, or the file has no such weight, as for a head that is tied to
-    embeddings, or a weight that transformers builds.
+    """What gives the packed linear of a name in the model, if `files` has the module of the checkpoint with its weight.
 
     Raises CheckpointError and UnsupportedError for weights that cannot be read or packed.
     """
-    sites, files = find_linears(module), {name: file for file, name in Names(module, source.reader).modules.items()}
     dtype = None if packing.as_stored else getattr(torch, packing.dtype)
 
     def linear_of(name: str) -> nn.Module | None:
-        if name not in files or name not in sites or name in unpacked:
-            return None
-        stored = files[name] + WEIGHT
-        if name in plain and source.reader.has(stored) and source.reader.info(stored).dtype in FLOATS:
+        if name not in files:
             return None
         with torch.device("cpu"):  # transformers asks while new tensors lie on meta
             weight, bias = read_site(source, files[name], sites[name], dtype)

@@ -19,6 +19,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from lmkit.errors import CheckpointError, UnsupportedError
 from lmkit.jsonfile import read_json
 from lmkit.log import get_logger
+from lmkit.models.flexible.experts import place_experts
 from lmkit.models.flexible.linears import find_linears
 from lmkit.models.registry import UnknownArchitectureError
 
@@ -151,6 +152,7 @@ class _Replaces(HfQuantizer):  # type: ignore[misc]
         for name in find_linears(model):
             if (own := linear_of(name)) is not None:
                 model.set_submodule(name, own)
+        place_experts(model, linear_of)
 
     def is_serializable(self) -> bool:
         return False

@@ -20,14 +20,16 @@ from lmkit.models.flexible.checks import checked
 from lmkit.models.flexible.decoder import FlexibleDecoder
 from lmkit.models.flexible.image_checks import tower_of
 from lmkit.models.flexible.layer import OBSERVED, ForeignLayer
-from lmkit.models.flexible.linears import Names, Uses, find_linears, linear_source
+from lmkit.models.flexible.linears import Uses, all_sites, linear_source
 from lmkit.models.flexible.module import load_module, outline, read_config, reads_images
+from lmkit.models.flexible.names import WEIGHT, Names
 from lmkit.models.flexible.spec import spec_of
 from lmkit.models.flexible.tower import ForeignTower
 from lmkit.models.flexible.trace import FLOAT_BYTES, trace
 from lmkit.models.identity import Packing
 from lmkit.models.opened import open_checkpoint
 from lmkit.models.registry import architecture_of
+from lmkit.models.rounding import scheme_for
 from lmkit.models.source import ModelSource
 from lmkit.text.processor_process import processor_class
 
@@ -52,13 +54,16 @@ class FlexibleSource(ModelSource):
         self.format: WeightFormat = resolve_format(self.config)
         self.hf_config = read_config(self.reader.path, architecture)
         module = outline(self.hf_config, architecture)
+        self.sites = all_sites(module)
         self.num_weights = sum(math.prod(part.shape) for part in module.parameters())
         tied = bool(getattr(module, "all_tied_weights_keys", None))
         with Uses(module) as self.uses:
             self.seen = trace(module, architecture)
         spec = spec_of(module, self.seen, self.hf_config, architecture, self._stored_dtype(), tied)
         self.runtime_prefix = spec.layers[0].prefix  # of the layers' names in the module
-        self.spec = named_as_stored(spec, Names(module, self.reader), self.uses, _num_experts(self.hf_config))
+        self.names = Names(module, self.reader)
+        self.reader.show(self.names.views)
+        self.spec = named_as_stored(spec, self.names, self.uses, _num_experts(self.hf_config))
         self.how_attends, self.sees = self.seen.text, reads_images(self.hf_config)
         self.how_sees = self._reader_of_images() if self.sees else None
         if not self.seen.calls and not self.seen.cache:
@@ -83,16 +88,38 @@ class FlexibleSource(ModelSource):
     def weight_bytes(
         self, dtype: str | None, lm_head: str = "auto", device: str = "cpu", activations: str = "int8"
     ) -> int:
-        """Bytes of the loaded module."""
-        return FLOAT_BYTES * self.num_weights
+        """Bytes of the loaded module: linears as kernels have them, all else in float32."""
+        linears = {file: self.sites[name].shape for name, file in self.packed.items()}
+        total = FLOAT_BYTES * (self.num_weights - sum(map(math.prod, linears.values())))
+        for name in self.reader.names():
+            module, _, kind = name.rpartition(".")
+            if module not in linears or kind == "bias":
+                continue
+            info, shape = self.reader.info(name), linears[module]
+            if (scheme := scheme_for(self.rounding, shape[1])) is not None:
+                total += scheme.num_bytes(shape)
+            elif kind == "weight" and info.dtype in FLOATS:
+                total += math.prod(shape) * getattr(torch, dtype or str(DTYPES[info.dtype])[6:]).itemsize
+            else:
+                total += info.nbytes * self._growth(name, FLOAT_BYTES, device, activations)
+        return total
+
+    @functools.cached_property
+    def packed(self) -> dict[str, str]:
+        """The linears of the model that lmkit packs, with their modules of the file. Those whose weight something else
+        reads are not, nor plain ones beside the language part: transformers' towers compute in float32."""
+        files = {name: file for file, name in self.names.modules.items() if name in self.sites}
+        beside = {name for name in files if not name.startswith(self.seen.language)} - self.uses.ran
+        plain = {name for name in beside if self._is_plain(files[name] + WEIGHT)}
+        return {name: file for name, file in files.items() if name not in self.uses.direct | plain}
+
+    def _is_plain(self, weight: str) -> bool:
+        return self.reader.has(weight) and self.reader.info(weight).dtype in FLOATS
 
     def decoder(self, packing: Packing) -> FlexibleDecoder:
         """The module with its weights, checked against transformers' own attention. Raises UnsupportedError if both
         differ."""
-        module = self.module()
-        beside = [name for name in find_linears(module) if not name.startswith(self.seen.language)]
-        towers = set(beside) - self.uses.ran
-        linears = linear_source(self, packing, module, self.uses.direct, towers)
+        linears = linear_source(self, packing, self.sites, self.packed)
         module = load_module(self.reader.path, self.hf_config, self.spec.architecture, linears)
         return checked(FlexibleDecoder(self.spec, module, self.seen, packing.device))
 
@@ -107,7 +134,7 @@ class FlexibleSource(ModelSource):
     @functools.cached_property
     def _calibrated(self) -> Calibrated:
         attention = OBSERVED if self.seen.calls else "eager"
-        return Calibrated(self, self.hf_config, self.module(), self.runtime_prefix, attention)
+        return Calibrated(self, self.hf_config, self.module(), self.runtime_prefix, attention, self.names)
 
     def layer(self, index: int, dtype: torch.dtype | None = None, device: str = "cpu") -> ForeignLayer:  # type: ignore[override]
         """A layer with plain weights, for calibration."""

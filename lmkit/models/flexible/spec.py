@@ -9,10 +9,11 @@ from typing import Any
 
 from torch import nn
 
-from lmkit.layers.blocks.base import Heads, Residual, Shape
+from lmkit.layers.blocks.base import Heads, Residual
 from lmkit.layers.blocks.state import PagedKV, Recurrent
 from lmkit.models.flexible.blocks import ForeignBlock
-from lmkit.models.flexible.linears import find_linears
+from lmkit.models.flexible.linears import all_sites
+from lmkit.models.flexible.site import Site
 from lmkit.models.flexible.trace import AttentionCall, Trace
 from lmkit.models.layer_spec import LayerSpec
 from lmkit.models.spec import ModelSpec
@@ -29,7 +30,7 @@ def spec_of(module: Any, seen: Trace, config: Any, architecture: str, dtype: str
     prefix, linears = _linears(module, seen.language)
     by_layer = {call.layer: call for call in seen.calls}
     count = max([text.num_hidden_layers, *(index + 1 for index in (*linears, *by_layer))])
-    blocks = [_block(linears.get(index, {}), module, prefix, index, by_layer.get(index)) for index in range(count)]
+    blocks = [_block(linears.get(index, {}), by_layer.get(index)) for index in range(count)]
     _keep_own(blocks, seen)
     hidden, names = text.hidden_size, {role: role for each in linears.values() for role in each}
     layers = (LayerSpec(hidden, (Residual(block),), NORM_EPS, prefix=prefix, names=names) for block in blocks)
@@ -45,25 +46,21 @@ def spec_of(module: Any, seen: Trace, config: Any, architecture: str, dtype: str
     )
 
 
-def _linears(module: nn.Module, language: str) -> tuple[str, dict[int, dict[str, Shape]]]:
+def _linears(module: nn.Module, language: str) -> tuple[str, dict[int, dict[str, Site]]]:
     """The path of the list of layers in the part `language`, and the linears in each by their names there."""
-    sites = {name: site for name, site in find_linears(module).items() if name.startswith(language)}
-    found = [(match, site.shape) for name, site in sites.items() if (match := NUMBERED.fullmatch(name))]
+    sites = {name: site for name, site in all_sites(module).items() if name.startswith(language)}
+    found = [(match, site) for name, site in sites.items() if (match := NUMBERED.fullmatch(name))]
     prefix = Counter(match[1] for match, _ in found).most_common(1)[0][0] if found else "layers"
-    layers: dict[int, dict[str, Shape]] = {}
-    for match, shape in found:
+    layers: dict[int, dict[str, Site]] = {}
+    for match, site in found:
         if match[1] == prefix:
-            layers.setdefault(int(match[2]), {})[match[3]] = shape
+            layers.setdefault(int(match[2]), {})[match[3]] = site
     return prefix, layers
 
 
-def _block(
-    linears: dict[str, Shape], module: nn.Module, prefix: str, index: int, call: AttentionCall | None
-) -> ForeignBlock:
-    biased = (
-        role for role in linears if getattr(module.get_submodule(f"{prefix}.{index}.{role}"), "bias", None) is not None
-    )
-    block = ForeignBlock(tuple(linears.items()), frozenset(biased))
+def _block(linears: dict[str, Site], call: AttentionCall | None) -> ForeignBlock:
+    biased = frozenset(role for role, site in linears.items() if site.has_bias)
+    block = ForeignBlock(tuple((role, site.shape) for role, site in linears.items()), biased)
     if call is None:
         return block
     kv = PagedKV(call.num_kv_heads, call.dim, False, call.source, call.spec.window)
