@@ -94,9 +94,9 @@ class ResolvedModel:
     def weight_bytes(self) -> int:
         """Bytes of the loaded weights. Each rank has the whole embedding. If there are stages, those of the largest."""
         how = self.packing
-        if self.spec.foreign:
-            return self.source.weight_bytes(how.dtype, how.lm_head, how.device, how.activations)
         total = self.source.weight_bytes(None if how.as_stored else how.dtype, how.lm_head, how.device, how.activations)
+        if self.spec.foreign:
+            return total
         embedding = math.prod(self.spec.head_shape) * self.embed_dtype.itemsize
         head = self.source.head_bytes(self.embed_dtype.itemsize, how.lm_head)
         layers = total - embedding - head
