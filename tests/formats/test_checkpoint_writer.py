@@ -21,18 +21,23 @@ from tests.formats.files import folder
 CONFIG = {"model_type": "llama", "name": "größe", "b": [1, 2.5, None]}
 TENSORS = {f"layers.{i}.w": torch.full((8, 4), float(i)) for i in range(5)}  # 128 bytes each
 
+TEXTS = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "generation_config.json",
+    "merges.txt",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+)
+
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
     """A checkpoint with text files that a parser would not reproduce."""
     path = folder(tmp_path / "source", {"x": torch.ones(1)}, {"old": True})
-    for name in (
-        "tokenizer.json",
-        "tokenizer_config.json",
-        "chat_template.jinja",
-        "generation_config.json",
-        "merges.txt",
-    ):
+    for name in TEXTS:
         (path / name).write_bytes(b'{ "a":1.0,\r\n"a" : 1 }\xff' + name.encode())
     for name in ("LICENSE", "LICENSE.txt", "README.md", "modeling_x.py", "pytorch_model.bin"):
         (path / name).write_bytes(name.encode())
@@ -52,8 +57,7 @@ def test_one_file(tmp_path: Path, source: Path) -> None:
     files = write(tmp_path / "out", source, max_shard_bytes=1 << 20)
     assert safetensors.torch.load_file(tmp_path / "out" / "model.safetensors").keys() == TENSORS.keys()
     assert json.loads(files["config.json"]) == CONFIG
-    texts = ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json", "merges.txt"]
-    copied = [*texts, "LICENSE", "LICENSE.txt"]
+    copied = [*TEXTS, "LICENSE", "LICENSE.txt"]
     assert sorted(files) == sorted([*copied, "config.json", "model.safetensors"])
     for name in copied:
         assert files[name] == (source / name).read_bytes()
