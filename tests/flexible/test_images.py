@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,10 @@ from benchmarks.families.sweep import ANSWER, answer
 from benchmarks.families.sweep_images import examine_images, picture
 from benchmarks.families.tiny_images import save_tiny
 from lmkit import GenerationConfig, Pipeline, pipeline
+from lmkit.config import EngineConfig
 from lmkit.text.processor_process import IDS, marker, open_processor, processed
+from lmkit.turbo.engine.describe import describe_model
+from tests.flexible import tiny
 
 EQUAL = [
     "llava",
@@ -108,3 +112,15 @@ def test_a_file_that_is_no_image_is_refused(pipe: Pipeline) -> None:
     parts = [{"type": "image_url", "image_url": {"url": "data:image/png;base64,aGFsbG8="}}]
     found = pipe([{"role": "user", "content": parts}])
     assert "no image that can be read" in str(found.error_message)
+
+
+def test_inspect_says_what_reads_images(seeing: tuple[Any, Path], tmp_path: Path) -> None:
+    def said(folder: Path) -> Any:
+        return describe_model(str(folder), EngineConfig(device="cpu"))["engine"]["images"]
+
+    assert said(seeing[1]) == "LlavaProcessor of transformers"
+    shutil.copytree(seeing[1], tmp_path / "other")
+    (tmp_path / "other" / "processor_config.json").write_text('{"processor_class": "OtherProcessor"}')
+    assert said(tmp_path / "other") == "refused: transformers has no processor 'OtherProcessor'"
+    tiny.make(tmp_path / "text", "olmo")
+    assert said(tmp_path / "text") is None
