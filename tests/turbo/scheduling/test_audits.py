@@ -13,6 +13,7 @@ from lmkit.models.kv_layout import KVClass
 from lmkit.turbo.kv.radix_cache import HOLE
 from lmkit.turbo.kv.tiers.store import TierStore
 from lmkit.turbo.scheduling.audits import MAX_WAITING
+from lmkit.turbo.scheduling.next_turns import STEP_SECONDS
 from tests.turbo.fakes import FakeEngine, limits, request
 from tests.turbo.scheduling.test_scheduler_prefixes import cached, text
 
@@ -72,6 +73,17 @@ def test_right_blocks_are_found_right_piece_by_piece() -> None:
     }  # fmt: skip
     assert made.runner.num_computed == computed + 96  # each piece begins with the blocks before it
     assert made.scheduler.stats().next_turns == {"prepared": 0, "used": 0, "wasted": 0}
+
+
+def test_pieces_are_shorter_than_steps_of_next_turns() -> None:
+    made = engine()
+    made.scheduler._pacer.tokens_within = lambda seconds, *_, **__: 8 if seconds < STEP_SECONDS else 64  # type: ignore[method-assign]
+    ask(made, "a", text(1, 32), max_tokens=1)
+    ask(made, "b", [*text(1, 32), 1], max_tokens=1)
+    pieces = []
+    while (plan := made.step()) is not None:
+        pieces += [chunk.num_tokens for chunk in plan.chunks]
+    assert pieces == [8] * 4
 
 
 @pytest.mark.parametrize("index", [0, 4, 11])
