@@ -14,10 +14,10 @@ from msgspec import Meta
 
 from lmkit.config import PositiveInt, StrictStruct
 from lmkit.formats.names import Activations, FormatName
-from lmkit.kv_dtype import FP8, INT4, INT8, KVDtype
+from lmkit.kv_dtype import FP8, INT2, INT3, INT4, INT8, KVDtype
 from lmkit.option import Note, Option
 
-KVBits = Literal[16, 8, 4]
+KVBits = Literal[16, 8, 4, 3, 2]
 Switch = Literal["auto"] | bool
 # Groups that are no number of inputs of a row.
 WIDE_GROUPS = (-1, "channel", "tensor", "block")
@@ -97,33 +97,35 @@ class KVLayerRecipe(StrictStruct, frozen=True):
 class KVRecipe(StrictStruct, frozen=True):
     """Storage of the KV cache.
 
-    `bits`: 16 = as the model computes, auto = 4 or 8 for each layer's keys and values. The switches change keys and
+    `bits`: 16 = as the model computes, auto = 3, 4 or 8 for each layer's keys and values. The switches change keys and
     values before they are quantized (quant.kv.fit); auto = where it helps. `balance` takes the place of `smooth` and
     `hadamard`.
     """
 
     bits: Annotated[
-        Literal[KVBits, "auto"], _grid("Bits of the KV cache; auto is 8 or 4 by layer.", name="kv_bits")
+        Literal[KVBits, "auto"], _grid("Bits of the KV cache; auto is 8, 4 or 3 by layer.", name="kv_bits")
     ] = 16
-    average_bits: Annotated[float, Meta(ge=4, le=8), Note("Upper limit of the average of `bits: auto`.")] = 5.0
+    average_bits: Annotated[
+        float, Meta(ge=3, le=8), Note("Upper limit of the average of `bits: auto`; below 4, 3 bits are a choice.")
+    ] = 5.0
     type: Annotated[Literal["int", "fp8"], Note("Of 8-bit storage; fp8 is float8 e4m3.")] = "int"
     smooth: Annotated[
         bool, Note("SmoothAttention: keys' channels are divided by a power of their maxima, which is searched.")
     ] = True
     key_mean: Annotated[
-        Switch, Note("Leave the mean of keys before RoPE out of the cache. auto: of INT4 keys, or where it is large.")
+        Switch, Note("Leave the mean of keys before RoPE out of the cache. auto: up to 4 bits, or where it is large.")
     ] = "auto"
     hadamard: Annotated[
         Switch, Note("Rotate keys by the Walsh-Hadamard matrix. auto: where it helps, not beside `balance`.")
     ] = "auto"
     balance: Annotated[
-        Switch, Note("Multiply keys and queries by calibrated matrices, in place of both. auto: of INT4 keys.")
+        Switch, Note("Multiply keys and queries by calibrated matrices, in place of both. auto: up to 4 bits.")
     ] = "auto"
     first_token: Annotated[
-        Switch, Note("Leave the mean key and value of position 0 out of the cache. auto: of INT4 ones.")
+        Switch, Note("Leave the mean key and value of position 0 out of the cache. auto: up to 4 bits.")
     ] = "auto"
     value_hadamard: Annotated[
-        Switch, Note("Rotate values in the weights of v, and back in those of o. auto: INT4 values.")
+        Switch, Note("Rotate values in the weights of v, and back in those of o. auto: up to 4 bits.")
     ] = "auto"
     scheme: Annotated[
         Literal["online", "static8"], Note("static8: one scale for all tokens, in a compressed-tensors checkpoint.")
@@ -144,8 +146,15 @@ class KVRecipe(StrictStruct, frozen=True):
 
     def stored(self, bits: int | str) -> KVDtype | None:
         """The type of keys or values of so many bits; None = as the model computes."""
-        types: dict[int | str, KVDtype] = {8: FP8 if self.type == "fp8" else INT8, 4: INT4}
+        types: dict[int | str, KVDtype] = {8: FP8 if self.type == "fp8" else INT8, 4: INT4, 3: INT3, 2: INT2}
         return types.get(bits)
+
+    @property
+    def choices(self) -> tuple[KVDtype, ...]:
+        """The types that `bits: auto` chooses from, ascending."""
+        if self.bits != "auto":
+            return ()
+        return (INT4, INT8) if self.average_bits >= INT4.bits else (INT3, INT4, INT8)
 
     def balances(self, layer: int) -> bool:
         """Whether keys and queries of a layer are multiplied by matrices."""
@@ -164,7 +173,7 @@ class KVRecipe(StrictStruct, frozen=True):
         """Whether keys or values of so many bits are changed. `auto` bits may become 4."""
         if self.scheme != "online" or bits == 16:
             return False
-        return bits in (4, "auto") if switch == "auto" else switch
+        return bits in (2, 3, 4, "auto") if switch == "auto" else switch
 
     @property
     def is_fitted(self) -> bool:

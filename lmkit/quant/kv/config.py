@@ -6,6 +6,7 @@ The configuration is kv_config.json or fixed scales.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from lmkit.errors import ConfigError
 from lmkit.formats.checkpoint import CheckpointWriter
 from lmkit.formats.kv_config import KVConfig, KVLayerConfig, storage_name
 from lmkit.formats.kv_scheme import KVScheme
+from lmkit.kv_dtype import KVDtype
 from lmkit.layers.blocks.state import PagedKV
 from lmkit.log import get_logger
 from lmkit.models.kv_storage import LARGEST_SCALE, SMALLEST_SCALE, scale_name
@@ -35,8 +37,8 @@ RISKY_RATIO = 8.0
 class KVFit:
     """The transform that was found for a layer's keys and values (quant.kv.fit), and the cost of storing them.
 
-    `errors` of "k int4", "k int8", "v int4" and "v int8": squared error of the attention's output, relative to the
-    hidden states.
+    `errors` of "k int4", "v int8" and so on, of the types to choose from: squared error of the attention's output,
+    relative to the hidden states.
     """
 
     smoothing: float | None = None
@@ -133,8 +135,9 @@ def check_layers(recipe: KVRecipe, spec: ModelSpec, weight_format: str = "") -> 
         raise ConfigError("recipe: kv: no file describes this model's KV cache; leave kv out, and use serve --kv-dtype")
     bits = {recipe.bits, *(b for layer in recipe.layers.values() for b in (layer.k_bits, layer.v_bits))}
     for dim in {layer.kv.head_dim for layer in spec.kinds if layer.kv}:
-        if bits & {4, "auto"} and dim % 2:
-            raise ConfigError(f"recipe: kv: 4 bits need an even head_dim, not {dim}")
+        asked = {recipe.stored(b) for b in bits if b is not None} | set(recipe.choices)
+        for kind in sorted((t for t in asked if t is not None and dim % t.unit), key=lambda t: t.bits):
+            raise ConfigError(f"recipe: kv: {kind.needs_of_rows}, not {dim}")
         if recipe.hadamard is True and dim & (dim - 1):
             raise ConfigError(f"recipe: kv: hadamard needs a head_dim that is a power of two, not {dim}")
     if recipe.value_hadamard is True and not all(turns_values(layer) for layer in spec.kinds if layer.kv):
@@ -187,25 +190,37 @@ def make_kv_config(recipe: KVRecipe, spec: ModelSpec, stats: list[KVStats]) -> K
 
 
 def _k_bits(recipe: KVRecipe, seen: KVStats, index: int, chosen: dict[tuple[int, str], int]) -> int | str:
-    """Bits of the keys: 8 instead of 4 where a constant offset stays in the cache and would take most levels."""
+    """Bits of the keys: 8 instead of a few where a constant offset stays in the cache and would take most levels."""
     bits = chosen.get((index, "k")) or recipe.bits
     ratio = float(seen.k_mean_ratio.max())
-    if bits == 4 and ratio > RISKY_RATIO and not seen.fit.transform.has_mean and seen.fit.transform.balance is None:
+    stays = not seen.fit.transform.has_mean and seen.fit.transform.balance is None
+    if bits in (2, 3, 4) and ratio > RISKY_RATIO and stays:
         log.warning("layer %d: keys have 8 bits: their mean is %.0f times what differs, and stays", index, ratio)
         return 8
     return bits
 
 
 def _budgeted(recipe: KVRecipe, spec: ModelSpec, stats: list[KVStats]) -> dict[tuple[int, str], int]:
-    """(layer, "k" or "v") -> 4 or 8. The budget allows so many 8s; they go where they save the most error."""
-    gains: dict[tuple[int, str], float] = {}
-    for index, seen in enumerate(stats):
-        for which in ("k", "v") if spec.layers[index].kv else ():
-            four, eight = (seen.fit.errors.get(f"{which} int{bits}", 0.0) for bits in (4, 8))
-            gains[index, which] = four - eight
-    allowed = int(len(gains) * (recipe.average_bits - 4) / 4 + 1e-9)
-    best = sorted(gains, key=lambda place: -gains[place])[:allowed]
-    return {place: 8 if place in best else 4 for place in gains}
+    """(layer, "k" or "v") -> bits. All begin with the fewest; the budget's other bits go where each saves the most."""
+    steps = list(pairwise(recipe.choices))
+    places = [(i, which) for i in range(len(stats)) if spec.layers[i].kv for which in ("k", "v")]
+    chosen = dict.fromkeys(places, recipe.choices[0].bits)
+    left = len(places) * (recipe.average_bits - recipe.choices[0].bits) + 1e-9
+
+    def saved(place: tuple[int, str], fewer: KVDtype, more: KVDtype) -> float:
+        few, many = (stats[place[0]].fit.errors.get(f"{place[1]} {kind}", 0.0) for kind in (fewer, more))
+        return (few - many) / (more.bits - fewer.bits)
+
+    while open_steps := [
+        (saved(place, *step), place, step[1].bits)
+        for place in places
+        for step in steps
+        if step[0].bits == chosen[place] and step[1].bits - step[0].bits <= left
+    ]:
+        _, place, bits = max(open_steps, key=lambda each: each[0])
+        left -= bits - chosen[place]
+        chosen[place] = bits
+    return chosen
 
 
 def write_static(

@@ -1,6 +1,6 @@
 """The transform of a layer's keys and values before they are quantized, fitted on the calibration data.
 
-Of INT4 keys and values:
+Of keys and values of 4 bits or fewer:
 
 - The mean before RoPE, b, is left out of the cache at the largest pairs of each head.
 - Keys and queries are multiplied by the matrices of quant.kv.balance. Values are rotated in the weights around them.
@@ -118,8 +118,8 @@ def fit_cache(calibrated: CalibratedLayer, seen: KVStats, recipe: KVRecipe, hidd
     wanted = recipe.leaves_out_first(layer.index)
     transform = with_first(keys, spec, *probe.first(), wanted=wanted)
     power = float(hidden.square().mean(dtype=torch.float64)) or 1.0
-    costs = {f"k {kind}": probe.error(KVStorage(kind, FLOAT32, transform)) / power for kind in (INT4, INT8)}
-    costs |= {f"v {kind}": probe.error(KVStorage(FLOAT32, kind, transform)) / power for kind in (INT4, INT8)}
+    costs = {f"k {kind}": probe.error(KVStorage(kind, FLOAT32, transform)) / power for kind in recipe.choices}
+    costs |= {f"v {kind}": probe.error(KVStorage(FLOAT32, kind, transform)) / power for kind in recipe.choices}
     seen.fit = replace(seen.fit, smoothing=smoothing if recipe.smooth else None, transform=transform, errors=costs)
     return rows
 
@@ -152,7 +152,7 @@ def _smoothed(
     calibrated: CalibratedLayer, probe: Probe, mean: MeanByHead, recipe: KVRecipe, k_bits: int | str
 ) -> tuple[KVTransform, float, Tensor]:
     """The best of lambdas, with and without a Hadamard matrix: (transform, alpha, lambda)."""
-    spec, k_type = probe.spec, INT8 if k_bits == 8 else INT4
+    spec, k_type = probe.spec, INT8 if k_bits == 8 else recipe.stored(k_bits) or INT4
     alphas = ALPHAS if recipe.smooth else ALPHAS[:1]
     turns = (False, True) if recipe.hadamard == "auto" else (recipe.hadamard,)
     turns = turns if recipe.scheme == "online" and not spec.head_dim & (spec.head_dim - 1) else (False,)
