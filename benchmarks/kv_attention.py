@@ -1,6 +1,6 @@
 """Decode attention over quantized KV against bfloat16 KV at long context, and over calibrated INT4 KV against plain.
 
-    python -m benchmarks.kv_attention [--json FILE] [--only long,calibrated]
+    python -m benchmarks.kv_attention [--json FILE] [--only long,calibrated,levels]
 
 Long context: there are 8 KV heads of 128 with 4 query heads each, as in an 8B Llama. A pass reads 16 sequences of 8192
 tokens, one after the other or as one batch. Their KV is several times as large as the last-level cache in every storage
@@ -9,6 +9,8 @@ type. Types take turns.
 Calibrated: one sequence of small models and one thread, captured as the decode steps of the engine are. Keys have a
 mean of 8 pairs, matrices, and a key and value of position 0 apart, as `lmkit quantize --kv-bits 4` finds them. The
 least time of each counts, in turns.
+
+Levels: INT3 and INT2 against INT4, the same way.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ SMALL = {
     "Gemma 3 270M": (1, 4, 256, 512),
     "Llama 3.2 1B": (8, 4, 64, 1024),
 }
-PAIRS, CALIBRATED_GOAL = 8, 0.9  # of a key's mean; times the speed of plain INT4
+PAIRS, CALIBRATED_GOAL, LEVELS_GOAL = 8, 0.9, 0.85  # of a key's mean; times the speed of plain INT4
 
 
 def _filled(dtype: str, num_blocks: int, heads: int = HEADS, dim: int = DIM) -> KVLayer:
@@ -113,26 +115,42 @@ def _captured(function: Callable[[], None]) -> threads.Program:
     return program
 
 
-def calibrated_cases(seconds: float = 20) -> list[dict[str, Any]]:
-    """Rows as of `cases`; ratio = time of plain INT4 / calibrated."""
+def _small_cases(
+    make: Callable[[KVLayer, int], dict[str, KVLayer]], goal: float, seconds: float
+) -> list[dict[str, Any]]:
+    """Rows as of `cases` for each of SMALL; ratio = time of plain INT4 / of a layer that `make` finds beside it."""
     rows = []
     for name, (heads, group, dim, context) in SMALL.items():
         kv = _filled("int4", context // BLOCK_SIZE, heads, dim)
         tables = torch.randperm(context // BLOCK_SIZE).view(1, -1).int()
-        layers = {"plain": kv, "calibrated": _calibrated(kv, context)}
+        layers = {"plain": kv, **make(kv, context)}
         functions = {kind: _decode(layer, tables, 1, group, context) for kind, layer in layers.items()}  # own tensors
         launches = {kind: _captured(function).launch for kind, function in functions.items()}
         times = interleaved(launches, seconds=seconds / len(SMALL), rounds=4000, pick=min)
-        case = f"decode attention, calibrated INT4 KV against plain, {name}, {context} tokens"
-        ratio = times["plain"] / times["calibrated"]
-        rows.append({"case": case, "ratio": ratio, "goal": CALIBRATED_GOAL, "seconds": times["calibrated"]})
+        for kind in functions.keys() - {"plain"}:
+            case = f"decode attention, {kind} KV against plain INT4, {name}, {context} tokens"
+            rows.append({"case": case, "ratio": times["plain"] / times[kind], "goal": goal, "seconds": times[kind]})
     return rows
+
+
+def calibrated_cases(seconds: float = 20) -> list[dict[str, Any]]:
+    """Calibrated INT4."""
+    return _small_cases(lambda kv, context: {"calibrated": _calibrated(kv, context)}, CALIBRATED_GOAL, seconds)
+
+
+def level_cases(seconds: float = 20) -> list[dict[str, Any]]:
+    """INT3 and INT2 as they are."""
+
+    def others(kv: KVLayer, context: int) -> dict[str, KVLayer]:
+        return {name: _filled(name, context // BLOCK_SIZE, kv.k.data.shape[1], kv.k.dim) for name in ("int3", "int2")}
+
+    return _small_cases(others, LEVELS_GOAL, seconds)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", type=Path, help="also write the figures here")
-    parser.add_argument("--only", default="long,calibrated", help="long, calibrated")
+    parser.add_argument("--only", default="long,calibrated,levels", help="long, calibrated, levels")
     arguments = parser.parse_args()
     rows = []
     for kind in arguments.only.split(","):
@@ -140,7 +158,7 @@ def main() -> None:
         print(f"{machine()['cpu']}, {threads.num_threads()} threads, {isa.describe()}")
         if kind == "long":
             print(measure_ceilings().describe())
-        rows += (found := {"long": cases, "calibrated": calibrated_cases}[kind]())
+        rows += (found := {"long": cases, "calibrated": calibrated_cases, "levels": level_cases}[kind]())
         for row in found:
             speed = f"{row['gb_per_s']:.1f} GB/s" if kind == "long" else f"{1e6 * row['seconds']:.0f} microseconds"
             print(f"{row['case']}: {row['ratio']:.2f}x (goal {row['goal']}), {speed}")

@@ -42,6 +42,7 @@ class Device:
     # With less free memory, steps have so many tokens and sequences, if no numbers are given: the rest is for KV.
     small_memory: int = 0  # bytes
     small_step: tuple[int, int] = (0, 0)
+    kv_levels: bool = True  # kernels read keys and values of levels (kv_dtype)
     # Options of the engine that it refuses, and why. `{shared}` is the option that shares the model, as NAME=NUMBER.
     refuses: Mapping[str, str] = field(default_factory=dict)
 
@@ -99,6 +100,7 @@ CUDA = Device(
     small_memory=10 << 30,
     small_step=(1024, 16),
     max_ranks=8,  # kernels/cuda/csrc/ranks.cu has numbers of all of them in registers
+    kv_levels=False,
     refuses=MappingProxyType(
         {
             "weights_memory": "weights_memory is for --device cpu; a GPU keeps all weights in its own memory",

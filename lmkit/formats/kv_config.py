@@ -82,8 +82,8 @@ class KVLayerConfig(StrictStruct, frozen=True, kw_only=True):
     def problem(self, num_kv_heads: int, head_dim: int) -> str | None:
         """The reason why this cannot be a layer of such a model, or None."""
         for dtype in (KV_DTYPES[name] for name in (self.k, self.v) if name in KV_DTYPES):
-            if head_dim * dtype.bits % 8:
-                return f"{dtype} needs an even head_dim, not {head_dim}"
+            if head_dim % dtype.unit:
+                return f"{dtype.needs_of_rows}, not {head_dim}"
         if self.hadamard and head_dim & (head_dim - 1):
             return f"hadamard needs a head_dim that is a power of two, not {head_dim}"
         if self.hadamard and self.balance is not None:

@@ -1,17 +1,16 @@
 """Every op once: signature, shapes, formula. The bodies are in reference/ (torch, fp32 accumulation: the oracle for the
-others), cpu/ (numba) and cuda/.
+others), cpu/ (numba) and cuda/. Symbols: T tokens in the step, B sequences, H hidden, D head_dim, N out, K in features.
 
-Symbols: T tokens in the step, B sequences, H hidden, D head_dim, N out and K in features.
-
-A blocked KV cache of one layer is two KVTensors (keys, values), each in one of six storage types:
+A blocked KV cache of one layer is two KVTensors (keys, values), each in one of eight storage types:
 
     float32, bfloat16, float16   data [num_blocks, num_kv_heads, block_size, D]
     int8                         data uint8 [num_blocks, num_kv_heads, block_size, D]
-        fp8                          as int8; the codes are the bits of float8 e4m3 (finite only, up to 448)
-    int4                         data uint8 [num_blocks, num_kv_heads, block_size, D/2]: byte j holds element j in its
-                                 low and j + D/2 in its high nibble, so both halves unpack to contiguous vectors
-    params (int8, int4, fp8)     float16 [num_blocks, num_kv_heads, block_size, 2] = (scale, minimum) per token and
-                                 head: x ~ code * scale + minimum; the minimum of fp8 is 0
+    fp8                          as int8; codes are the bits of float8 e4m3 (finite, up to 448), the minimum is 0
+    int4                         data uint8 [..., D/2]: byte j has element j in its low, j + D/2 in its high nibble
+    int3, int2                   data uint8 [..., D bits/8], units of 32: byte i < 8 has the low 2 bits of i, i + 8,
+                                 i + 16, i + 24; then in int3 byte 8 + j has the high bits of 8 j .. 8 j + 7
+    params (int8, fp8, int4)     float16 [..., 2] = (scale, minimum) per token and head: x ~ code * scale + minimum
+    params (int3, int2)          float16 [..., 1] = the best scale: x ~ (levels[code] - largest / 2) * scale (kv_dtype)
 
 Token t of a sequence lives in slot block_table[t // block_size] * block_size + t % block_size.
 """
@@ -238,11 +237,11 @@ def paged_attention(
     position t is the stored key + RoPE_t(b); with a `first`, key and value 0 are the stored ones + `first`. Blocks may
     hold anything, even NaN, at keys that no query sees; the table's entries for them only have to be valid.
 
-    An implementation may multiply int4 keys by queries of 8 bits. The CPU and the reference do. Then x = q * scale
-    (multiplied by the Hadamard matrix or balance.queries, if the keys are) is replaced by round_half_even(x / step) *
-    step, with step = max|x| / L of each row and head and L = min(127, floor(32767 / (30 ceil(D / 32)))), so that sums
-    of products of codes fit int16. The error is some 17 times smaller than that of the keys, whose steps are a 15th of
-    their range. The shares of a `mean` and of a `first` are computed from q itself.
+    An implementation may multiply keys of 4 bits or less by queries of 8 bits. The CPU and the reference do. Then x =
+    q * scale (multiplied by the Hadamard matrix or balance.queries, if the keys are) is replaced by round_half_even(x /
+    step) * step, with step = max|x| / L of each row and head and L = min(127, floor(32767 / (2 m ceil(D / 32)))), m the
+    largest number of a code, so that sums of products fit int16. The error is some 17 times smaller than that of int4
+    keys, whose steps are a 15th of their range. The shares of a `mean` and of a `first` are computed from q itself.
     """
 
 

@@ -20,7 +20,7 @@ from lmkit.kernels.recurrent import RecurrentStates
 from lmkit.kernels.registry import Implementation, Op
 from lmkit.kernels.selective_scan import ScanWeights
 from lmkit.kernels.short_conv import ConvWeights
-from lmkit.kv_dtype import BFLOAT16, FLOAT16, FLOAT32, FP8, INT4, INT8, KVDtype
+from lmkit.kv_dtype import BFLOAT16, FLOAT16, FLOAT32, FP8, INT2, INT3, INT4, INT8, KVDtype
 from lmkit.layers.batch import KVLayer, allocate_kv
 from lmkit.qtensor import QTensor, float8_scheme, int_scheme, quantize
 
@@ -339,6 +339,21 @@ def attention_cases() -> Iterator[Case]:
 
                     label = f"{name}-learned"
                     yield Case(ops.paged_attention, label, _seeded(with_sinks), _heads(heads, group, dim), tolerance)
+
+    for types, dim in (((INT3, INT3), 64), ((INT2, INT3), 96), ((INT3, INT8), 128), ((FLOAT32, INT2), 32)):
+
+        def levels(types: Any = types, dim: int = dim) -> tuple[Any, ...]:
+            """Few rows, which read the storage, many rows, which read copies, and three heads of a group."""
+            kv, tables = filled_cache(types, 2, dim, 16, [70, 300, 9])
+            return (
+                torch.randn(26, 6, dim) * 2,
+                kv.k,
+                kv.v,
+                geometry([0, 1, 25, 26], [70, 300, 9], tables),
+                (AttentionSpec(dim**-0.5)),
+            )
+
+        yield Case(ops.paged_attention, f"{names(types)}-{dim}", _seeded(levels), _heads(2, 3, dim), WORD_TOLERANCE)
 
     for dim in (256, 320):
 

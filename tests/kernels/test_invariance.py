@@ -16,7 +16,7 @@ from lmkit.kernels import ops
 from lmkit.kernels.cpu import attention, isa, quantized, threads
 from lmkit.kernels.ops import Norm
 from lmkit.kernels.registry import Op
-from lmkit.kv_dtype import BFLOAT16, FLOAT32, FP8, INT4, INT8, KVDtype
+from lmkit.kv_dtype import BFLOAT16, FLOAT32, FP8, INT2, INT3, INT4, INT8, KVDtype
 from lmkit.layers.batch import KVLayer
 from lmkit.qtensor import float8_scheme, int_scheme, quantize
 from tests.kernels.cases import balance, filled_cache, geometry, key_mean
@@ -120,6 +120,8 @@ LEVELS = {isa.host().name, "amx+emulated"}
         ((INT4, BFLOAT16), 48),
         ((INT8, INT4), 64),
         ((INT4, INT8), 6),
+        ((INT3, INT2), 64),
+        ((INT2, INT3), 96),
         ((FP8, FP8), 64),
         ((BFLOAT16, BFLOAT16), 80),
     ],

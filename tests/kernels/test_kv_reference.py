@@ -8,8 +8,8 @@ import torch
 import lmkit.kernels  # noqa: F401  (registers)
 from lmkit.kernels import ops
 from lmkit.kernels.reference.attention import rounded_queries, small_query_limit
-from lmkit.kernels.reference.kv import hadamard, read_blocks
-from lmkit.kv_dtype import FP8, INT4, INT8, KVDtype
+from lmkit.kernels.reference.kv import hadamard, numbers_of_codes, packed_codes, read_blocks
+from lmkit.kv_dtype import FP8, INT2, INT3, INT4, INT8, KVDtype
 from lmkit.layers.batch import allocate_kv
 from tests.kernels.cases import edge_vectors
 
@@ -58,6 +58,37 @@ def test_fp8_errs_by_a_sixteenth() -> None:
     bound = torch.maximum(x.abs() / 16, scale[..., None] * 2**-10) + peak[..., None] * 2**-10
     assert bool(((back - x).abs() <= bound)[usable].all())
     assert bool(((back - x).abs().amax(-1) <= peak + 1e-30)[~usable].all())
+
+
+@pytest.mark.parametrize("dtype", [INT3, INT2], ids=str)
+def test_codes_of_levels_are_the_nearest_and_lie_as_ops_says(dtype: KVDtype) -> None:
+    torch.manual_seed(0)
+    codes = torch.randint(0, 1 << dtype.bits, (7, 2, 96), dtype=torch.uint8)
+    data = packed_codes(codes, dtype)
+    assert data.shape == (7, 2, dtype.columns(96))
+    assert torch.equal(numbers_of_codes(data, dtype), torch.tensor(dtype.levels, dtype=torch.uint8)[codes.long()])
+    for unit, i in ((0, 0), (1, 13), (2, 31)):  # by hand: code 32 unit + i
+        row = data[3, 1, unit * dtype.columns(32) :].tolist()
+        low = row[i % 8] >> i // 8 * 2 & 3
+        assert low + (4 * (row[8 + i // 8] >> i % 8 & 1) if dtype.bits == 3 else 0) == codes[3, 1, 32 * unit + i]
+
+
+@pytest.mark.parametrize(("dtype", "error"), [(INT3, 0.0349), (INT2, 0.1175)], ids=str)
+def test_normal_rows_err_as_max_s_quantizer(dtype: KVDtype, error: float) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(500, 2, 128) * torch.tensor([0.02, 300.0])[:, None]
+    back, _ = stored(x, dtype)
+    found = (back - x).square().mean((0, 2)) / x.square().mean((0, 2))
+    assert bool(((found > 0.85 * error) & (found < error)).all())  # each row has its own unit and scale
+
+
+def test_rows_of_levels_beside_nothing_and_beyond_float16() -> None:
+    x = torch.zeros(3, 1, 32)
+    x[1, 0, 5], x[2] = 1e6, torch.linspace(-1, 1, 32)
+    back, scale = stored(x, INT3)
+    assert torch.equal(back[0], x[0])
+    assert bool(back.isfinite().all())
+    assert bool((scale[1:] > 0).all())
 
 
 @pytest.mark.parametrize("dtype", [INT8, FP8, INT4], ids=str)

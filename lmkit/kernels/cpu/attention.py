@@ -186,16 +186,18 @@ def _attend_unit(a: AttendArgs, scratch: int, index: int) -> None:
     key_stage, value_stage = a.keys.stage, a.values.stage
     if few:
         key_stage, value_stage = a.keys.few_stage, a.values.few_stage
-    of_keys = (a.keys.data, a.keys.row_bytes, a.keys.params, memory.key_places, memory.key_params)
-    of_values = (a.values.data, a.values.row_bytes, a.values.params, memory.value_places, memory.value_params)
+    of_keys = (a.keys.data, a.keys.row_bytes, a.keys.params, a.keys.lowest, memory.key_places, memory.key_params)
+    of_values = (
+        a.values.data, a.values.row_bytes, a.values.params, a.values.lowest, memory.value_places, memory.value_params
+    )  # fmt: skip
     here = (table, a.heads, head, a.block_size)
     p, where = first_part, span(first_part, first_key, end_key, sinks)
     asked = where[0] + where[1], where[0] + where[2]
     if few:  # what they read first comes while the queries are prepared
         ask_for(*here, *asked, a.keys.data, a.keys.row_bytes)
     if a.keys.params:
-        ask_for(*here, *asked, a.keys.params, 4)
-        ask_for(*here, *asked, a.values.params, 4)
+        ask_for(*here, *asked, a.keys.params, a.keys.param_bytes)
+        ask_for(*here, *asked, a.values.params, a.values.param_bytes)
     prepare_queries(a, source, head, rows, form, memory)
     _locate_angles(a.mean, head, memory.angle_places)
     locate(*here, *where, *of_keys)
@@ -205,7 +207,7 @@ def _attend_unit(a: AttendArgs, scratch: int, index: int) -> None:
         where = span(after, first_key, end_key, sinks)
         locate(*here, begin, first, end, hidden, first_key - begin, *of_values)
         if after < end_part and a.keys.params:
-            ask_for(*here, where[0] + where[1], where[0] + where[2], a.keys.params, 4)
+            ask_for(*here, where[0] + where[1], where[0] + where[2], a.keys.params, a.keys.param_bytes)
         record = total if p == first_part else memory.other
         shape = Partition(rows, dim, padded, first, end)
         write(job, ScoreArgs(
@@ -234,7 +236,7 @@ def _attend_unit(a: AttendArgs, scratch: int, index: int) -> None:
             locate(*here, *where, *of_keys)
             num_next = where[2] - where[1]
             if a.values.params:
-                ask_for(*here, where[0] + where[1], where[0] + where[2], a.values.params, 4)
+                ask_for(*here, where[0] + where[1], where[0] + where[2], a.values.params, a.values.param_bytes)
         write(job, ValueArgs(
             shape, places=memory.value_places, params=memory.value_params, direct=a.values.direct & few, group=group,
             position=position - begin, window=window, sinks=sinks - begin, scores=scores, words=memory.weights,

@@ -35,6 +35,8 @@ class Storage(NamedTuple):
     few_stage: int  # the same for few rows
     data: int
     params: int  # 0: there are none
+    param_bytes: int  # of a row
+    lowest: int  # bits of the minimum of rows of levels, in scales; 0: minima are stored
     row_bytes: int
     direct: int  # 1: few rows may read it directly
 

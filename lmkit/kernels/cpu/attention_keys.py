@@ -13,7 +13,7 @@ from lmkit.kernels.cpu.attention_tiles import KEYS
 from lmkit.kernels.cpu.intrinsics import pointer, prefetch, tile
 from lmkit.kernels.cpu.jit import inline
 
-PARAMS = attention_rows.params_tile().name
+PARAMS, SCALES = (attention_rows.params_tile(levels=levels).name for levels in (False, True))
 
 
 @inline
@@ -43,7 +43,8 @@ def span(part: int, first_key: int, end_key: int, sinks: int) -> Any:
 
 @inline
 def locate(table: Any, heads: int, head: int, block_size: int, start: int, first: int, end: int, hidden: int,
-           seen: int, data: int, row_bytes: int, params: int, places: int, params_at: int) -> None:  # fmt: skip
+           seen: int, data: int, row_bytes: int, params: int, lowest: int, places: int,
+           params_at: int) -> None:  # fmt: skip
     """Write the places of the rows of keys (or values) start + first .. start + end. The last place is repeated up to
     the end of a block. For codes, write their scales and minima too, 0 up to the end of a block. Keys `hidden` ..
     `seen` get the place of `seen` and scale 0.
@@ -62,8 +63,10 @@ def locate(table: Any, heads: int, head: int, block_size: int, start: int, first
         for i in range(run):
             at[key + i] = place
             place += row_bytes
-        if params:
-            tile(PARAMS, 1, (params + 4 * row, run, params_at + 4 * key, 4 * PARTITION))
+        if lowest:
+            tile(SCALES, 1, (params + 2 * row, run, params_at + 4 * key, 4 * PARTITION, lowest))
+        elif params:
+            tile(PARAMS, 1, (params + 4 * row, run, params_at + 4 * key, 4 * PARTITION, 0))
         key += run
     for i in range(max(first, hidden), min(seen, end)):
         at[i] = at[seen]

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from llvmlite import ir
 
+from lmkit.kernels.cpu.attention_codes import load_numbers
 from lmkit.kernels.cpu.attention_tiles import BYTES, KEYS, STORED, widened
 from lmkit.kernels.cpu.dots import nibbles
 from lmkit.kernels.cpu.emit import I8, I16, I32, I64, Emitter, Value, constant
 from lmkit.kernels.cpu.tiles import Tile, register
-from lmkit.kv_dtype import BFLOAT16, FP8, INT4, INT8, KVDtype
+from lmkit.kv_dtype import BFLOAT16, FP8, INT4, KVDtype
 
 LINE = 4 * KEYS  # bytes of a row
 GROUP = 16  # keys that are copied together
@@ -22,7 +23,7 @@ GROUP = 16  # keys that are copied together
 
 def fits(kind: KVDtype, dim: int) -> bool:
     """Whether rows of the storage (of int4, half rows) fill whole vectors of a panel of keys or values."""
-    return kind in (BFLOAT16, FP8, INT8, INT4) and dim % (32 if kind == INT4 else 16) == 0
+    return (kind in (BFLOAT16, FP8) or kind.has_minimum) and dim % (32 if kind == INT4 else 16) == 0
 
 
 def compact(e: Emitter, kind: KVDtype, stored: Value) -> list[Value]:
@@ -34,6 +35,13 @@ def compact(e: Emitter, kind: KVDtype, stored: Value) -> list[Value]:
     b, bits = e.builder, e.vector(I32, stored.type.count)
     floats = b.bitcast(widened(e, kind, b.zext(stored, bits)), bits)  # exact in bfloat16
     return [b.trunc(b.lshr(floats, constant(bits, 16)), e.vector(I16, bits.count))]
+
+
+def stored_vector(e: Emitter, kind: KVDtype, row: Value, column: Value, count: int) -> Value:
+    """`count` elements of a row of the storage, from `column` on. Of a type with levels they are numbers."""
+    if BYTES[kind] == 1:
+        return load_numbers(e, kind, [row], column, count)
+    return e.load(e.offset(row, e.times(column, BYTES[kind])), e.vector(STORED[BYTES[kind]], count))
 
 
 def _widened(e: Emitter, word: Value) -> list[Value]:
@@ -67,7 +75,7 @@ def transposed(e: Emitter, four: list[Value]) -> list[Value]:
 
 def key_panel_tile(kind: KVDtype, *, wide: bool) -> Tile:
     """Write the columns of the 16 keys at `places`, wide or compact. Rows up to a multiple of 16 become 0."""
-    stored, size = STORED[BYTES[kind]], 1 if kind.has_minimum else 2
+    size = 1 if kind.has_minimum else 2
     count = 16 // size  # elements in four words of a key
     per_row = 2 if wide else 4 // size
 
@@ -76,9 +84,9 @@ def key_panel_tile(kind: KVDtype, *, wide: bool) -> Tile:
         b = e.builder
         columns = b.lshr(dim, I64(1)) if kind == INT4 else dim
         with e.loop(b.udiv(columns, I64(count))) as unit:
-            at = e.times(unit, count * BYTES[kind])
-            keys = [e.offset(e.load(e.offset(places, 8 * i), I64), at) for i in range(GROUP)]
-            raw = [e.load(key, e.vector(stored, count)) for key in keys]
+            at = e.times(unit, count)
+            keys = [e.load(e.offset(places, 8 * i), I64) for i in range(GROUP)]
+            raw = [stored_vector(e, kind, key, at, count) for key in keys]
             four = [compact(e, kind, joined(e, raw[j::4])) for j in range(4)]
             for part, vectors in enumerate(zip(*four, strict=True)):
                 words = transposed(e, [b.bitcast(x, e.vector(I32, GROUP)) for x in vectors])

@@ -8,6 +8,7 @@ import itertools
 
 from llvmlite import ir
 
+from lmkit.kernels.cpu.attention_codes import load_numbers
 from lmkit.kernels.cpu.attention_tiles import BYTES, PAIRS, STORED, WORDS, widened
 from lmkit.kernels.cpu.dots import nibbles
 from lmkit.kernels.cpu.emit import F32, I16, I32, I64, Emitter, Value, constant
@@ -23,10 +24,14 @@ def copy_tile(kind: KVDtype, form: KVDtype) -> Tile:
     stored = STORED[BYTES[kind]]
     element = {FLOAT32: F32, WORDS: I16, PAIRS: I32}[form]
 
-    def convert(e: Emitter, sources: list[Value], lanes: int) -> list[Value]:
+    def convert(e: Emitter, sources: list[Value], index: Value, lanes: int) -> list[Value]:
         """Convert one vector (with one lane, one number) per source. Returns the vector to store; int4 returns two."""
         b, single = e.builder, lanes == 1
-        raw = [e.load(source, stored if single else e.vector(stored, lanes)) for source in sources]
+        if kind.levels:
+            raw = [load_numbers(e, kind, [source], index, lanes) for source in sources]
+        else:
+            at, vector = e.times(index, BYTES[kind]), stored if single else e.vector(stored, lanes)
+            raw = [e.load(e.offset(source, at), vector) for source in sources]
         if kind == FLOAT32:
             return raw
         integers = [b.zext(x, I32 if single else e.vector(I32, lanes)) for x in raw]
@@ -48,15 +53,15 @@ def copy_tile(kind: KVDtype, form: KVDtype) -> Tile:
             out = e.offset(target, b.mul(row, ld))
 
             def move(index: Value, lanes: int, given: list[Value] = given, out: Value = out) -> None:
-                at = [e.offset(source, e.times(index, BYTES[kind])) for source in given]
-                for part, value in enumerate(convert(e, at, lanes)):
+                for part, value in enumerate(convert(e, given, index, lanes)):
                     column = b.add(index, columns) if part else index
                     e.store(value, e.offset(out, e.times(column, BYTES[form])))
 
             with e.loop(whole) as i:
                 move(e.times(i, e.lanes), e.lanes)
-            with e.loop(b.sub(columns, done)) as i:
-                move(b.add(done, i), 1)
+            if not kind.levels:  # their rows are whole vectors
+                with e.loop(b.sub(columns, done)) as i:
+                    move(b.add(done, i), 1)
             with e.loop(b.sub(padded, dim)) as i:
                 e.store(constant(element, 0), e.offset(out, e.times(b.add(dim, i), BYTES[form])))
 
@@ -100,27 +105,38 @@ def merge_tile() -> Tile:
     return register("merge_tile", 8, (1,), 5, body)
 
 
-def params_tile() -> Tile:
-    """Widen `count` pairs of float16 (scale, minimum): float32 scales at `scales`, minima `minima` bytes after them."""
+def params_tile(*, levels: bool) -> Tile:
+    """Widen `count` pairs of float16 (scale, minimum): float32 scales at `scales`, minima `minima` bytes after them.
+
+    Rows of `levels` have a scale alone. Their minimum is the scale times `lowest`, a float32's bits.
+    """
 
     def body(e: Emitter, rows: int, arguments: list[Value]) -> None:
-        source, count, scales, minima = arguments
+        source, count, scales, minima, lowest = arguments
         b = e.builder
         whole = b.sdiv(count, I64(e.lanes))
         done = e.times(whole, e.lanes)
+        lowest = b.bitcast(b.trunc(lowest, I32), F32)
 
-        def move(index: Value, kind: Value) -> None:
-            pairs = e.load(e.offset(source, e.times(index, 4)), kind)
-            out = e.offset(scales, e.times(index, 4))
-            e.store(e.half_to_float(b.and_(pairs, constant(kind, 0xFFFF))), out)
-            e.store(e.half_to_float(b.lshr(pairs, constant(kind, 16))), e.offset(out, minima))
+        def move(index: Value, lanes: int) -> None:
+            kind, out = I32 if lanes == 1 else e.vector(I32), e.offset(scales, e.times(index, 4))
+            if levels:
+                stored = e.load(e.offset(source, e.times(index, 2)), I16 if lanes == 1 else e.vector(I16))
+                scale = e.half_to_float(b.zext(stored, kind))
+                minimum = b.fmul(scale, lowest if lanes == 1 else e.splat(lowest))
+            else:
+                pairs = e.load(e.offset(source, e.times(index, 4)), kind)
+                scale = e.half_to_float(b.and_(pairs, constant(kind, 0xFFFF)))
+                minimum = e.half_to_float(b.lshr(pairs, constant(kind, 16)))
+            e.store(scale, out)
+            e.store(minimum, e.offset(out, minima))
 
         with e.loop(whole) as i:
-            move(e.times(i, e.lanes), e.vector(I32))
+            move(e.times(i, e.lanes), e.lanes)
         with e.loop(b.sub(count, done)) as i:
-            move(b.add(done, i), I32)
+            move(b.add(done, i), 1)
 
-    return register("params_tile", 8, (1,), 4, body)
+    return register("params_tile" + ".levels" * levels, 8, (1,), 5, body)
 
 
 def words_tile(element: ir.Type = I16) -> Tile:

@@ -73,9 +73,8 @@ def score_task(isa: Isa, kind: KVDtype) -> Task:
     stored, copied = (tiles.score_tile(isa, name).name for name in (kind, form))
     scale = attention_rows.scale_tile(isa, kind).name
     copy, element = attention_rows.copy_tile(kind, form).name, BYTES[form]
-    chunk = isa.lanes * (2 if kind.has_minimum else 1)
-    stored_chunk = tiles.key_bytes(isa, kind) // BYTES[kind] * (2 if kind == INT4 else 1)
-    narrow = kind == INT4  # queries are bytes if the storage is read, and words if copies are
+    chunk, stored_chunk = (tiles.key_chunk(isa, of_rows) for of_rows in (form, kind))
+    narrow = kind.has_short_codes  # queries are bytes if the storage is read, and words if copies are
 
     def scores(args: int, scratch: int, index: int) -> None:
         a = read(args, ScoreArgs)

@@ -6,12 +6,12 @@ from lmkit.kernels.cpu import attention_stages
 from lmkit.kernels.cpu.amx import attention_stages as amx_stages
 from lmkit.kernels.cpu.attention_arguments import BYTES, FLOAT_PLANES, FLOATS, WORD_PLANES, WORDS, Storage
 from lmkit.kernels.cpu.attention_panels import fits
-from lmkit.kernels.cpu.attention_tiles import LARGEST_WORD
+from lmkit.kernels.cpu.attention_tiles import LARGEST_WORD, key_chunk
 from lmkit.kernels.cpu.isa import Isa
-from lmkit.kernels.cpu.jit import Task
+from lmkit.kernels.cpu.jit import Task, float_bits
 from lmkit.kernels.ops import KVTensor
 from lmkit.kernels.reference.attention import small_query_limit
-from lmkit.kv_dtype import INT4, KVDtype
+from lmkit.kv_dtype import FLOAT16_BYTES, INT4, KVDtype
 
 DIRECT_ROWS = 8  # more rows than this share a copy
 
@@ -22,8 +22,11 @@ def storage(isa: Isa, cache: KVTensor, dim: int, *, keys: bool) -> Storage:
     few, many = (_task(isa, cache.dtype, dim, few=few, keys=keys) for few in (True, False))
     row_bytes = cache.data.shape[3] * cache.data.element_size()
     params = cache.params.data_ptr() if cache.dtype.coded else 0
+    param_bytes = FLOAT16_BYTES * cache.dtype.num_params(dim)
+    lowest = float_bits(-cache.dtype.largest / 2) if cache.dtype.levels else 0
     direct = int(_reads_directly(isa, cache.dtype, dim, keys=keys))
-    return Storage(many.address, few.address, cache.data.data_ptr(), params, row_bytes, direct)
+    data = cache.data.data_ptr()
+    return Storage(many.address, few.address, data, params, param_bytes, lowest, row_bytes, direct)
 
 
 def _task(isa: Isa, kind: KVDtype, dim: int, *, few: bool, keys: bool) -> Task:
@@ -43,8 +46,8 @@ def scratch_bytes(isa: Isa, padded: int) -> int:
 
 def query_limit(kind: KVDtype, dim: int) -> int:
     """The largest word of a query for keys of a kind, such that sums of products with codes fit int32. 0: floats."""
-    if kind == INT4:
-        return small_query_limit(dim)
+    if kind.has_short_codes:
+        return small_query_limit(dim, kind)
     return min(LARGEST_WORD, (2**31 - 1) // (255 * dim)) if kind.has_minimum else 0
 
 
@@ -52,7 +55,7 @@ def query_form(isa: Isa, kind: KVDtype, dim: int, *, few: bool) -> int:
     tiles = _on_tiles(isa, kind, dim, few=few, keys=True)
     if not kind.has_minimum:
         return FLOAT_PLANES if tiles else FLOATS
-    if kind == INT4 and (tiles or (few and _reads_directly(isa, kind, dim, keys=True))):
+    if kind.has_short_codes and (tiles or (few and _reads_directly(isa, kind, dim, keys=True))):
         return BYTES
     return WORD_PLANES if tiles else WORDS
 
@@ -66,5 +69,5 @@ def _on_tiles(isa: Isa, kind: KVDtype, dim: int, *, few: bool, keys: bool) -> bo
 
 def _reads_directly(isa: Isa, kind: KVDtype, dim: int, *, keys: bool) -> bool:
     """Whether rows of the storage are whole vectors, so that a few rows need no copy of it."""
-    lanes = 4 if kind == INT4 else 2
-    return dim % (isa.lanes * (8 if keys and kind == INT4 else lanes)) == 0
+    width = 4 * isa.lanes if kind == INT4 else isa.value_tile
+    return dim % max(width, key_chunk(isa, kind) if keys else 0) == 0

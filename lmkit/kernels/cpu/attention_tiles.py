@@ -3,12 +3,12 @@ point into the storage itself or into a copy in the cache. A row has one of thes
 
     float32, bfloat16, float16   widened to float32 in registers
     fp8                          widened to float32; a score, or a weight, is multiplied by the row's scale
-    int8, int4                   codes, widened to int16 in registers; those of an int4 key stay bytes
+    int8 down to int2            codes, widened to int16 in registers; those of a key of 4 bits or less stay bytes
     words                        int16 codes of a key
     pairs                        int16 codes of two values, d by d: (first[0], second[0], first[1], second[1], ...)
 
 Codes are multiplied by int16 queries and weights (`pmaddwd`; with VNNI the compiler makes it `vpdpwssd`) and summed in
-int32 without rounding. Byte operands would cost accuracy, and a vector holds half as many floats. Queries of int4 keys
+int32 without rounding. Byte operands would cost accuracy, and a vector holds half as many floats. Queries of such keys
 are bytes by definition (ops.paged_attention). They meet the storage as bytes (`pmaddubsw`, whose int16 sums of a whole
 row fit; `vpdpbusd`), and the "words" of copied keys as int16. Both give the same integer sums.
 """
@@ -17,17 +17,19 @@ from __future__ import annotations
 
 import itertools
 import math
+from functools import partial
 
 from llvmlite import ir
 
-from lmkit.kernels.cpu.dots import half_products, nibble_products, nibbles, pick, word_products
+from lmkit.kernels.cpu.attention_codes import load_numbers
+from lmkit.kernels.cpu.dots import half_products, look_up, nibble_products, nibbles, pick, word_products
 from lmkit.kernels.cpu.emit import F32, I8, I16, I32, I64, Emitter, Value, constant
 from lmkit.kernels.cpu.isa import Isa
 from lmkit.kernels.cpu.tiles import Tile, load_halves, register
-from lmkit.kv_dtype import BFLOAT16, FLOAT16, FLOAT32, FP8, INT4, INT8, KVDtype
+from lmkit.kv_dtype import BFLOAT16, FLOAT16, FLOAT32, FP8, INT2, INT3, INT4, INT8, KVDtype
 
 WORDS, PAIRS = KVDtype("words", 16), KVDtype("pairs", 32)  # used for copies only
-BYTES = {FLOAT32: 4, BFLOAT16: 2, FLOAT16: 2, FP8: 1, INT8: 1, INT4: 1, WORDS: 2, PAIRS: 4}
+BYTES = {FLOAT32: 4, BFLOAT16: 2, FLOAT16: 2, FP8: 1, INT8: 1, INT4: 1, INT3: 1, INT2: 1, WORDS: 2, PAIRS: 4}
 STORED = {4: F32, 2: I16, 1: I8}  # the type of an element with so many bytes in memory
 KEYS = 64  # in a block: int32 sums of codes and weights are exact within one
 LARGEST_WORD = 127 * 256 + 127  # so that a word is 256 * high + low with signed bytes (amx/attention_tiles.py)
@@ -72,7 +74,7 @@ def split_words(e: Emitter, words: Value) -> tuple[Value, Value]:
 
 
 def _sums_bytes_in_words(isa: Isa, form: KVDtype) -> bool:
-    return form == INT4 and isa.dot == "pmadd" and not isa.emulate
+    return form.has_short_codes and isa.dot == "pmadd" and not isa.emulate
 
 
 def _multiply_add(e: Emitter, isa: Isa, x: Value, y: Value, total: Value) -> Value:
@@ -88,9 +90,19 @@ def _multiply_add(e: Emitter, isa: Isa, x: Value, y: Value, total: Value) -> Val
     return half_products(e, x, y, total) if isa.neon else word_products(e, isa, x, y, total)
 
 
-def _key_vectors(e: Emitter, isa: Isa, form: KVDtype, address: Value) -> list[Value]:
+def key_chunk(isa: Isa, form: KVDtype) -> int:
+    """Elements of a key that score_tile reads at once."""
+    return isa.lanes * (4 if form.levels else {INT4: 8, INT8: 2, WORDS: 2}.get(form, 1))
+
+
+def _key_vectors(e: Emitter, isa: Isa, form: KVDtype, row: Value, chunk: Value) -> list[Value]:
     """Load a chunk of a key: one vector; for int4 two vectors of bytes, half a row apart."""
     b, words = e.builder, e.vector(I16, 2 * e.lanes)
+    if form.levels:
+        find = partial(_found, isa)
+        return [load_numbers(e, form, [row], e.times(chunk, 4 * e.lanes), 4 * e.lanes, find)]
+    size = key_chunk(isa, form) * BYTES[form] // (2 if form == INT4 else 1)
+    address = e.offset(row, e.times(chunk, size))
     if not _is_integer(form):
         return [_floats(e, isa, form, address)]
     if form == WORDS:
@@ -100,16 +112,11 @@ def _key_vectors(e: Emitter, isa: Isa, form: KVDtype, address: Value) -> list[Va
     return [b.zext(e.load(address, e.vector(I8, 2 * e.lanes)), words)]
 
 
-def key_bytes(isa: Isa, form: KVDtype) -> int:
-    """Bytes of a key that score_tile reads at once."""
-    return BYTES[form] * isa.lanes * {INT4: 4, INT8: 2, WORDS: 2}.get(form, 1)
-
-
 def score_tile(isa: Isa, form: KVDtype) -> Tile:
     """s [rows, 4 * fours] = q . k of the keys at `places`; int32 if the keys are codes.
 
-    q is float32, int16 or (int4) int8 [rows, D]. `ldq` and `lds` are the bytes between rows. D is `chunks` vectors of q
-    (int4: twice as many). Float lanes are summed pairwise at the end.
+    q is float32, int16 or (short codes) int8 [rows, D]. `ldq` and `lds` are the bytes between rows. D is `chunks`
+    vectors of q (int4: twice as many). Float lanes are summed pairwise at the end.
     """
     integer = _is_integer(form)
 
@@ -118,7 +125,7 @@ def score_tile(isa: Isa, form: KVDtype) -> Tile:
         b, narrow = e.builder, _sums_bytes_in_words(isa, form)
         kind = e.vector(I16, 2 * e.lanes) if narrow else e.vector(I32 if integer else F32)
         keys = 4 if rows <= 2 or isa.registers == 32 else 2  # at a time: as many sums as registers hold
-        half, size = e.times(chunks, 4 * e.lanes), key_bytes(isa, form)
+        half = e.times(chunks, 4 * e.lanes)
         sums = e.variables(rows, keys, kind)
         with e.loop(e.times(fours, 4 // keys)) as index:
             for variable in (v for row in sums for v in row):
@@ -132,7 +139,7 @@ def score_tile(isa: Isa, form: KVDtype) -> Tile:
                     x = e.load(e.offset(places[i], *([half] if part else [])), key.type)
                     b.store(_multiply_add(e, isa, x, key, b.load(sums[i][j])), sums[i][j])
 
-                loaded = (_key_vectors(e, isa, form, e.offset(start, e.times(chunk, size))) for start in starts)
+                loaded = (_key_vectors(e, isa, form, start, chunk) for start in starts)
                 if rows > keys:  # the smaller set of operands stays in registers
                     for part, vectors in enumerate(zip(*loaded, strict=True)):
                         for i, j in itertools.product(range(rows), range(keys)):
@@ -203,25 +210,34 @@ def _sum_lanes(e: Emitter, four: list[Value]) -> Value:
     return add(pick(first, second, [0, 2, 4, 6]), pick(first, second, [1, 3, 5, 7]))
 
 
-def _value_vectors(e: Emitter, isa: Isa, form: KVDtype, first: Value, second: Value) -> list[Value]:
+def _found(isa: Isa, e: Emitter, numbers: Value, values: tuple[int, ...]) -> Value:
+    return look_up(e, isa, numbers, values)
+
+
+def _value_vectors(e: Emitter, isa: Isa, form: KVDtype, rows: tuple[Value, Value], column: Value) -> list[Value]:
     """Two vectors of a value. For codes, each lane holds the pair of one d in two values. On ARM a vector holds several
     d of one value, then of the other: see `half_products`. For int4 the first vector holds whole bytes: its sum minus
     16 times the high nibbles' sum is the low nibbles' sum. This saves work per key.
     """
     b, words = e.builder, e.vector(I16, 2 * e.lanes)
+    first, second = (e.offset(row, column) for row in rows)
     if not _is_integer(form):
         return [_floats(e, isa, form, e.offset(first, BYTES[form] * e.lanes * j)) for j in (0, 1)]
     apart = [*range(0, 2 * e.lanes, 2), *range(1, 2 * e.lanes, 2)] if isa.neon else list(range(2 * e.lanes))
     if form == PAIRS:
         pairs = [e.load(e.offset(first, 4 * e.lanes * j), words) for j in (0, 1)]
         return [pick(e, x, x, apart) for x in pairs]
-    count = e.lanes * (2 if form == INT8 else 1)
-    first, second = (e.load(address, e.vector(I8, count)) for address in (first, second))
+    count = e.lanes * (1 if form == INT4 else 2)
+    find = partial(_found, isa)
+    if form.levels:
+        first = second = load_numbers(e, form, rows, column, count, find)
+    else:
+        first, second = (load_numbers(e, form, [row], column, count) for row in rows)
     pairs = []
     for start in range(0, count, e.lanes):
         order = [i + count * k for i in range(start, start + e.lanes) for k in (0, 1)]
         pairs.append(b.zext(pick(e, first, second, [order[i] for i in apart]), words))
-    if form == INT8:
+    if form != INT4:
         return pairs
     # Without this, the compiler would split the bytes first and widen twice.
     codes = pairs[0] if isa.dot == "generic" or isa.emulate else e.opaque(pairs[0])
@@ -239,9 +255,9 @@ def _pair_of_words(e: Emitter, isa: Isa, address: Value, pair: int) -> Value:
 def product_tile(isa: Isa, form: KVDtype, *, raw: bool = False) -> Tile:
     """c [rows, two vectors, `apart` bytes between them] += w [rows, count] @ values, keys strictly in order.
 
-    The values' columns begin `column` bytes into the rows at `places`. `ldw` and `ldc` are the bytes between rows.
-    For codes, w is int16, `count` fours of them; its unit is the float32 at `steps` (`lds` bytes between rows). If
-    `raw`, c becomes the int32 products.
+    The values' columns begin `column` bytes (with levels: numbers) into the rows at `places`. `ldw` and `ldc` are the
+    bytes between rows. For codes, w is int16, `count` fours of them; its unit is the float32 at `steps` (`lds` bytes
+    between rows). If `raw`, c becomes the int32 products.
     """
     integer = _is_integer(form)
 
@@ -259,8 +275,8 @@ def product_tile(isa: Isa, form: KVDtype, *, raw: bool = False) -> Tile:
             weights = [e.offset(w, e.times(ldw, i), of_place) for i in range(rows)]
             for part in range(2 if integer else keys):
                 at = [16 * part, 16 * part + 8] if integer else [8 * part] * 2
-                first, second = (e.offset(e.load(e.offset(place, start), I64), column) for start in at)
-                values = _value_vectors(e, isa, form, first, second)
+                first, second = (e.load(e.offset(place, start), I64) for start in at)
+                values = _value_vectors(e, isa, form, (first, second), column)
                 for i in range(rows):
                     weight = _pair_of_words(e, isa, weights[i], part) if integer else e.scalar(weights[i], part, keys)
                     for j in (0, 1):

@@ -19,6 +19,7 @@ from lmkit.kernels.cpu.emit import I8, I16, I32, Emitter, Value, constant
 from lmkit.kernels.cpu.isa import Isa
 
 BLOCK = 32  # inputs
+X86_LOOK_UPS = {16: "x86.ssse3.pshuf.b.128", 32: "x86.avx2.pshuf.b", 64: "x86.avx512.pshuf.b.512"}
 LOOKED_UP = 16  # inputs of a block whose codes are looked up: such weights have small groups
 Quads = Iterable[list[Value]]  # for each `Dot.inputs` inputs of a block, the weight vectors of all outputs
 Activations = Callable[[int, int], Value]  # (row, byte offset in the block) -> an operand, as `Dot.operand` loads it
@@ -111,18 +112,23 @@ def nibbles(e: Emitter, codes: Value) -> list[Value]:
     return [b.and_(codes, constant(kind, 15)), b.lshr(codes, constant(kind, 4))]
 
 
+def chosen(e: Emitter, numbers: Value, values: tuple[int, ...]) -> Value:
+    """The bytes `values`[n] of a vector of bytes n, with comparisons alone."""
+    b, kind = e.builder, numbers.type
+    found = constant(kind, 0)
+    for number, value in enumerate(values):
+        found = b.select(b.icmp_unsigned("==", numbers, constant(kind, number)), constant(kind, value), found)
+    return found
+
+
 def look_up(e: Emitter, isa: Isa, numbers: Value, values: tuple[int, ...]) -> Value:
     """The bytes `values`[n] of a vector of bytes n below 16."""
     kind = numbers.type
-    name = {"pmadd": "x86.avx2.pshuf.b", "vpdpbusd": "x86.avx2.pshuf.b"}.get(isa.dot, "aarch64.neon.tbl1.v16i8")
-    if isa.emulate or isa.dot == "generic":
-        found = constant(kind, 0)
-        for number, value in enumerate(values):
-            found = e.builder.select(e.builder.icmp_unsigned("==", numbers, constant(kind, number)),
-                                     constant(kind, value), found)  # fmt: skip
-        return found
+    names = {16: "aarch64.neon.tbl1.v16i8"} if isa.neon else X86_LOOK_UPS
+    if isa.emulate or isa.dot == "generic" or kind.count not in names:
+        return chosen(e, numbers, values)
     table = ir.Constant(kind, [*values, *[0] * (16 - len(values))] * (kind.count // 16))
-    return e.call("llvm." + ("x86.avx512.pshuf.b.512" if isa.lanes == 16 else name), kind, [table, numbers])
+    return e.call("llvm." + names[kind.count], kind, [table, numbers])
 
 
 class Dot(ABC):

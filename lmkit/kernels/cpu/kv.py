@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lmkit.kernels import ops
 from lmkit.kernels.cpu import threads
+from lmkit.kernels.cpu.attention_codes import levels_tile
 from lmkit.kernels.cpu.intrinsics import (
     copy,
     float_to_bfloat,
@@ -21,6 +22,7 @@ from lmkit.kernels.cpu.intrinsics import (
     order,
     pointer,
     rint,
+    tile,
     unorder,
 )
 from lmkit.kernels.cpu.jit import Task, inline
@@ -30,13 +32,28 @@ from lmkit.kernels.ops import KVTensor
 from lmkit.kernels.reference.elementwise import accepts_rope
 from lmkit.kernels.reference.kv import accepts_heads
 from lmkit.kernels.registry import implements
-from lmkit.kv_dtype import KV_DTYPES
+from lmkit.kv_dtype import KV_DTYPES, KVDtype
 
-FLOAT32, BFLOAT16, FLOAT16, INT8, FP8, INT4 = range(len(KV_DTYPES))  # numbers for compiled code, in KV_DTYPES' order
+FLOAT32, BFLOAT16, FLOAT16, INT8, FP8, INT4, INT3, INT2 = range(
+    len(KV_DTYPES)
+)  # numbers for compiled code, in KV_DTYPES' order
 KINDS = {dtype: kind for kind, dtype in enumerate(KV_DTYPES.values())}
 HALF_MAX = np.float32(65504)
 E4M3_MAX = np.float32(448)
 SERIAL_VALUES = 1 << 14
+
+
+def _bounds(dtype: KVDtype) -> np.ndarray:
+    """What x must exceed for each code above 0, in standard deviations, float32 [units, codes]."""
+    levels = np.asarray(dtype.levels, np.float32) - np.float32(dtype.largest / 2)
+    bounds: np.ndarray = np.asarray(dtype.units, np.float32)[:, None] * ((levels[1:] + levels[:-1]) / 2)
+    return bounds
+
+
+ONES, THREES = np.uint64(0x0101010101010101), np.uint64(0x0303030303030303)
+GATHER = np.uint64(0x0102040810204080)  # byte i's last bit -> bit 56 + i
+LEVELS_3, LEVELS_2 = (levels_tile(KV_DTYPES[name]).name for name in ("int3", "int2"))
+BOUNDS_3, BOUNDS_2 = (_bounds(KV_DTYPES[name]) for name in ("int3", "int2"))
 
 
 def rows_of(x: Tensor) -> Tensor:
@@ -91,6 +108,49 @@ def _store_codes(x: Any, dim: int, kind: int, data: int, params: int, where: int
 
 
 @inline
+def _store_levels(source: int, dim: int, bits: int, data: int, params: int, where: int, scratch: int) -> None:
+    """Store the nearest levels of x in the best unit, and the scale that then has the least squared error."""
+    given, x = carray(pointer(source), dim, np.float32), carray(pointer(scratch), dim, np.float32)
+    codes = carray(pointer(scratch + 4 * dim), dim, np.uint8)
+    sums = carray(pointer(scratch + 5 * dim), 16, np.float32)
+    bounds = BOUNDS_3 if bits == 3 else BOUNDS_2
+    power = np.float32(0)
+    for i in range(dim):
+        x[i] = min(max(given[i], -HALF_MAX), HALF_MAX)
+        power += x[i] * x[i]
+    deviation = np.float32(np.sqrt(power / np.float32(dim)))
+    sums[15] = deviation
+    places = (scratch, dim // 8, scratch + 5 * dim + 60, scratch + 5 * dim)
+    if bits == 3:
+        tile(LEVELS_3, 1, places)
+    else:
+        tile(LEVELS_2, 1, places)
+    best, best_unit, scale = np.float32(-1), 0, np.float32(0)
+    for unit in range(len(bounds)):
+        product, square = sums[2 * unit], sums[2 * unit + 1]
+        gain = product * product / square
+        if gain > best:
+            best, best_unit, scale = gain, unit, product / square
+    codes[:] = 0
+    for code in range(bounds.shape[1]):
+        bound = bounds[best_unit, code] * deviation
+        for i in range(dim):
+            codes[i] += np.uint8(x[i] > bound)
+    carray(pointer(params + 2 * where), 1, np.uint16)[0] = float_to_half(scale)
+    row, size = data + where * (dim // 8 * bits), 4 * bits
+    words = carray(pointer(scratch + 4 * dim), dim // 8, np.uint64)  # eight codes each
+    for unit in range(dim // 32):
+        low = carray(pointer(row + size * unit), 1, np.uint64)
+        low[0] = np.uint64(0)
+        for group in range(4):
+            word = words[4 * unit + group]
+            low[0] |= (word & THREES) << np.uint64(2 * group)
+            if bits == 3:  # bit 2 of all bytes meets in the highest byte of a product
+                third = (word >> np.uint64(2) & ONES) * GATHER >> np.uint64(56)
+                carray(pointer(row + size * unit + 8 + group), 1, np.uint8)[0] = third
+
+
+@inline
 def _store(source: int, dim: int, kind: int, data: int, params: int, where: int, fixed: Any, scratch: int) -> None:
     x = carray(pointer(source), dim, np.float32)
     if kind == FLOAT32:
@@ -105,6 +165,10 @@ def _store(source: int, dim: int, kind: int, data: int, params: int, where: int,
         half = carray(pointer(data + 2 * where * dim), dim, np.uint16)
         for i in range(dim):
             half[i] = float_to_half(x[i])
+    elif kind == INT3:
+        _store_levels(source, dim, 3, data, params, where, scratch)
+    elif kind == INT2:
+        _store_levels(source, dim, 2, data, params, where, scratch)
     else:
         _store_codes(x, dim, kind, data, params, where, fixed, scratch)
 
@@ -288,4 +352,4 @@ def _run(
         keys=_rows(k, k_cache), values=_rows(v, v_cache),
     )  # fmt: skip
     parallel = values // 4 + k.numel() > SERIAL_VALUES
-    threads.run(APPEND, num_tokens, numbers(args), parallel=parallel, scratch=9 * dim)
+    threads.run(APPEND, num_tokens, numbers(args), parallel=parallel, scratch=14 * dim + 64)

@@ -17,19 +17,19 @@ from lmkit.kernels.reference.kv import (
     turned_queries,
 )
 from lmkit.kernels.registry import implements
-from lmkit.kv_dtype import INT4
+from lmkit.kv_dtype import INT4, KVDtype
 
 SMALL_QUERY = 127  # the largest code of a query that meets int4 keys
 
 
-def small_query_limit(dim: int) -> int:
-    """L in ops.paged_attention."""
-    return min(SMALL_QUERY, 32767 // (30 * -(-dim // 32)))
+def small_query_limit(dim: int, dtype: KVDtype = INT4) -> int:
+    """L in ops.paged_attention, for keys of this type."""
+    return min(SMALL_QUERY, 32767 // (2 * dtype.largest * -(-dim // 32)))
 
 
-def rounded_queries(x: Tensor) -> Tensor:
-    """float32 x [..., D], rounded as queries of int4 keys are."""
-    step = x.abs().amax(-1, keepdim=True) / small_query_limit(x.shape[-1])
+def rounded_queries(x: Tensor, dtype: KVDtype = INT4) -> Tensor:
+    """float32 x [..., D], rounded as queries that meet short codes are."""
+    step = x.abs().amax(-1, keepdim=True) / small_query_limit(x.shape[-1], dtype)
     inverse = torch.where(step > 2.0**-120, 1 / step, 0.0)
     return (x * inverse).round() * step
 
@@ -37,11 +37,11 @@ def rounded_queries(x: Tensor) -> Tensor:
 def _scores(queries: Tensor, k_cache: KVTensor, blocks: Tensor, length: int) -> Tensor:
     """float32 [num_heads, n, length] of queries float32 [num_heads, n, D], which are already scaled."""
     group = len(queries) // k_cache.data.shape[1]
-    if k_cache.dtype != INT4:
+    if not k_cache.dtype.has_short_codes:
         keys = read_blocks(k_cache, blocks, length).repeat_interleave(group, dim=0)
         return queries @ keys.transpose(1, 2)
     keys = stored_vectors(k_cache, blocks, length).repeat_interleave(group, dim=0)
-    scores = rounded_queries(turned_queries(queries, k_cache)) @ keys.transpose(1, 2)
+    scores = rounded_queries(turned_queries(queries, k_cache), k_cache.dtype) @ keys.transpose(1, 2)
     if (left_out := left_out_vectors(k_cache, length)) is None:
         return scores
     return scores + queries @ left_out.repeat_interleave(group, dim=0).transpose(1, 2)

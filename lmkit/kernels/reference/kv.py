@@ -35,19 +35,61 @@ def kv_append(
         x = turned_keys(x, cache)
         if cache.dtype.coded:
             codes, params = quantize_vectors(x, cache.dtype, cache.scales)
-            if cache.dtype == INT4:
-                half = codes.shape[-1] // 2
-                codes = codes[..., :half] | codes[..., half:] << 4
-            cache.data[block, :, offset] = codes
+            cache.data[block, :, offset] = packed_codes(codes, cache.dtype)
             cache.params[block, :, offset] = params
         else:
             cache.data[block, :, offset] = x.to(cache.data.dtype)
 
 
+def packed_codes(codes: Tensor, dtype: KVDtype) -> Tensor:
+    """Codes uint8 [..., D] as `ops` lays them out: uint8 [..., D * bits / 8]."""
+    if dtype == INT4:
+        half = codes.shape[-1] // 2
+        return codes[..., :half] | codes[..., half:] << 4
+    if not dtype.levels:
+        return codes
+    pairs = codes.unflatten(-1, (-1, 4, 8)) & 3
+    planes = [pairs[..., 0, :] | pairs[..., 1, :] << 2 | pairs[..., 2, :] << 4 | pairs[..., 3, :] << 6]
+    if dtype.bits == 3:
+        bits = codes.unflatten(-1, (-1, 4, 8)) >> 2
+        planes.append((bits << torch.arange(8, dtype=torch.uint8, device=bits.device)).sum(-1, dtype=torch.uint8))
+    return torch.cat(planes, dim=-1).flatten(-2)
+
+
+def numbers_of_codes(data: Tensor, dtype: KVDtype) -> Tensor:
+    """The numbers [..., D] that stored codes stand for, uint8 like `data`: the inverse of `packed_codes`."""
+    if dtype == INT4:
+        return torch.cat([data & 15, data >> 4], dim=-1)
+    if not dtype.levels:
+        return data
+    units = data.unflatten(-1, (-1, dtype.columns(dtype.unit)))
+    codes = torch.stack([units[..., :8] >> shift & 3 for shift in (0, 2, 4, 6)], dim=-2)  # [..., units, 4, 8]
+    if dtype.bits == 3:
+        bits = units[..., 8:, None] >> torch.arange(8, dtype=torch.uint8, device=data.device) & 1
+        codes = codes | bits << 2
+    levels = torch.tensor(dtype.levels, dtype=torch.uint8, device=data.device)
+    return levels[codes.flatten(-3).long()]
+
+
+def _nearest_levels(x: Tensor, dtype: KVDtype) -> tuple[Tensor, Tensor]:
+    """`quantize_vectors` for a type with levels; float16 [..., heads, 1]."""
+    levels = torch.tensor(dtype.levels, device=x.device, dtype=torch.float32) - dtype.largest / 2
+    bounds = (levels[1:] + levels[:-1]) / 2
+    power = x.square().mean(-1, keepdim=True).sqrt()
+    codes = torch.stack([(x[..., None] > power[..., None] * (bounds * unit)).sum(-1) for unit in dtype.units])
+    chosen = levels[codes]
+    product, square = (x * chosen).sum(-1, keepdim=True), chosen.square().sum(-1, keepdim=True)
+    best = (product * product / square).argmax(0, keepdim=True)  # with the best scale, the error is |x|^2 - this
+    codes, scale = codes.gather(0, best.expand_as(codes[:1]))[0], (product / square).gather(0, best)[0]
+    return codes.to(torch.uint8), scale.half()
+
+
 def quantize_vectors(x: Tensor, dtype: KVDtype, scales: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """(codes uint8 [..., heads, D], float16 [..., heads, 2] = scale, minimum) of x, as ops.kv_append defines them;
+    """(codes uint8 [..., heads, D], float16 [..., heads, params] = scale, minimum) of x, as ops.kv_append defines them;
     `scales` float32 [heads]."""
     wide = x.float().clamp(-FLOAT16_MAX, FLOAT16_MAX)
+    if dtype.levels:
+        return _nearest_levels(wide, dtype)
     low, high = wide.amin(-1, keepdim=True), wide.amax(-1, keepdim=True)
     fixed = None if scales is None else scales[:, None].expand_as(low)
     if dtype == FP8:
@@ -118,13 +160,12 @@ def left_out_vectors(cache: KVTensor, length: int) -> Tensor | None:
 
 def stored_vectors(cache: KVTensor, blocks: Tensor, length: int) -> Tensor:
     """As read_blocks, but as they are stored: turned, and without what was subtracted."""
-    data = cache.data[blocks.long()]  # [blocks, heads, block_size, D or D/2]
-    if cache.dtype == INT4:
-        data = torch.cat([data & 15, data >> 4], dim=-1)
+    data = numbers_of_codes(cache.data[blocks.long()], cache.dtype)  # [blocks, heads, block_size, D]
     values = data.view(torch.float8_e4m3fn).float() if cache.dtype == FP8 else data.float()
     if cache.dtype.coded:
-        scale, minimum = cache.params[blocks.long()].float().unbind(-1)
-        values = values * scale[..., None] + minimum[..., None]
+        scale, *minimum = cache.params[blocks.long()].float().unbind(-1)
+        lowest = minimum[0] if minimum else scale * (-cache.dtype.largest / 2)
+        values = values * scale[..., None] + lowest[..., None]
     return values.transpose(0, 1).flatten(1, 2)[:, :length]
 
 

@@ -58,8 +58,8 @@ from lmkit.turbo.runners.processes import Processes, SharedModel
 log = get_logger(__name__)
 
 UNCALIBRATED = (
-    "int4 KV is not calibrated: keys with large means lose much (KL 0.12 on SmolLM2-135M, 0.86 on Qwen2.5-0.5B; 0.011 "
-    "calibrated); `lmkit quantize %s --kv-bits 4 --calibration TEXT` writes a calibrated model"
+    "%s KV is not calibrated: keys with large means lose much (int4: KL 0.12 on SmolLM2-135M, 0.86 on Qwen2.5-0.5B; "
+    "0.011 calibrated); `lmkit quantize %s --kv-bits %d --calibration TEXT` writes a calibrated model"
 )
 
 MAX_ADAPTERS = 8  # places, if there is an adapter_root
@@ -139,7 +139,7 @@ def load(model_path: str, config: EngineConfig, device: EngineDevice, rank: int 
             log.info("embeddings: %s", sentences.text(vector_size))
         if config.asked_kv is not None and not rank and is_uncalibrated(spec, model.storages):
             command = f"{path} -o OUT --weights none" if model.source.format.name == "dense" else "ORIGINAL -o OUT"
-            log.warning(UNCALIBRATED, command)
+            log.warning(UNCALIBRATED, config.asked_kv, command, config.asked_kv.bits)
         if spec.sees_all and config.max_model_len is None and memory.max_model_len < spec.max_position:
             log.warning("max_step_tokens bounds texts: this model reads %d tokens in one step", spec.max_position)
         for line in streamed.lines(config.sequences_per_step) if streamed is not None else ():

@@ -20,7 +20,7 @@ from lmkit.kernels.cpu.intrinsics import tile
 from lmkit.kernels.cpu.isa import Isa
 from lmkit.kernels.cpu.jit import Task
 from lmkit.kernels.cpu.structs import read
-from lmkit.kv_dtype import INT4, KVDtype
+from lmkit.kv_dtype import KVDtype
 
 
 def scratch_bytes(padded: int) -> int:
@@ -31,7 +31,7 @@ def scratch_bytes(padded: int) -> int:
 @functools.cache
 def score_task(isa: Isa, kind: KVDtype) -> Task:
     """Write scores [rows, PARTITION] of the keys first .. end of a partition."""
-    coded, scaled, planes = kind.has_minimum, kind.coded, 1 if kind == INT4 else 2
+    coded, scaled, planes = kind.has_minimum, kind.coded, 1 if kind.has_short_codes else 2
     configure, release = configure_tile(isa, ROW_BYTES).name, release_tile(isa).name
     product = (tiles.code_product_tile(isa, planes=planes, scaled=False) if coded else tiles.product_tile(isa)).name
     panel, scale = key_panel_tile(kind, wide=False).name, attention_rows.scale_tile(isa, kind).name

@@ -14,8 +14,8 @@ from __future__ import annotations
 from llvmlite import ir
 
 from lmkit.kernels.cpu.amx.tile_file import ROW_BYTES, ROWS, SLOTS, TILE, TileFile
-from lmkit.kernels.cpu.attention_panels import compact, joined
-from lmkit.kernels.cpu.attention_tiles import BYTES, STORED, split_floats, split_words
+from lmkit.kernels.cpu.attention_panels import compact, joined, stored_vector
+from lmkit.kernels.cpu.attention_tiles import split_floats, split_words
 from lmkit.kernels.cpu.emit import F32, I16, I32, I64, Emitter, Value, constant
 from lmkit.kernels.cpu.isa import Isa
 from lmkit.kernels.cpu.tiles import Tile, register
@@ -96,7 +96,6 @@ def code_product_tile(isa: Isa, *, planes: int, scaled: bool) -> Tile:
 def value_panel_tile(kind: KVDtype) -> Tile:
     """Write `count` rows of a value panel, `ldb` bytes apart, from twice or four times as many values at `places`."""
     together = 4 if kind.has_minimum else 2
-    stored = STORED[BYTES[kind]]
 
     def body(e: Emitter, rows: int, arguments: list[Value]) -> None:
         places, target, ldb, count, dim = arguments
@@ -107,8 +106,8 @@ def value_panel_tile(kind: KVDtype) -> Tile:
             sources = [e.load(e.offset(places, e.times(row, 8 * together), 8 * i), I64) for i in range(together)]
             line = e.offset(target, b.mul(row, ldb))
             with e.loop(b.udiv(columns, I64(16))) as unit:
-                at = e.times(unit, 16 * BYTES[kind])
-                raw = [compact(e, kind, e.load(e.offset(x, at), e.vector(stored, 16))) for x in sources]
+                at = e.times(unit, 16)
+                raw = [compact(e, kind, stored_vector(e, kind, x, at, 16)) for x in sources]
                 for part, vectors in enumerate(zip(*raw, strict=True)):
                     whole = joined(e, list(vectors))
                     mixed = b.shuffle_vector(whole, whole, ir.Constant(e.vector(I32, len(order)), order))
