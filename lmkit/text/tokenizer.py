@@ -7,6 +7,7 @@ end a sequence.
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -63,7 +64,7 @@ class Tokenizer:
         eos_token_ids: tuple[int, ...] = (),
         named_tokens: Mapping[str, str] | None = None,
         chat_template: ChatTemplate | None = None,
-        image_text: tuple[str, str] | None = None,
+        image_text: tuple[re.Pattern[str], str] | None = None,
     ) -> None:
         backend.no_truncation()
         backend.no_padding()
@@ -220,7 +221,8 @@ class Tokenizer:
         )
         if self.image_text is None or not any(has_images(message.get("content")) for message in messages):
             return text
-        return text.replace(*self.image_text)
+        mark, read = self.image_text
+        return mark.sub(lambda _: read, text)
 
     def encode_chat(
         self,
@@ -302,10 +304,15 @@ def _eos_ids(value: Any, where: Path) -> list[int]:
     return ids
 
 
-def _image_text(config: Mapping[str, Any], named: Mapping[str, str]) -> tuple[str, str] | None:
-    """Gemma 3's mark of an image in a template, and what transformers' processor makes of it: marks of its begin and
-    end around the token of its cells. Tokens join line breaks before it, so the text is changed, not the tokens."""
+def _image_text(config: Mapping[str, Any], named: Mapping[str, str]) -> tuple[re.Pattern[str], str] | None:
+    """A model's mark of an image in a template, and what transformers' processor makes of it before it counts tokens.
+    Tokens join what stands beside them, so the text is changed, not the tokens.
+
+    Gemma 3: marks of begin and end around the token of its cells, and line breaks. Idefics 2: a space before a word.
+    """
+    if config.get("processor_class") == "Idefics2Processor":
+        return re.compile(r"<image>(?=[^\s<])"), "<image> "
     marks = [named.get(f"{name}_token", "") for name in ("boi", "image", "eoi")]
     if config.get("processor_class") != "Gemma3Processor" or not all(marks):
         return None
-    return marks[0], f"\n\n{''.join(marks)}\n\n"
+    return re.compile(re.escape(marks[0])), f"\n\n{''.join(marks)}\n\n"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from benchmarks.families.tiny_images import save_tiny
 from lmkit import GenerationConfig, Pipeline, pipeline
 from lmkit.config import EngineConfig
 from lmkit.text.processor_process import IDS, marker, open_processor, processed
+from lmkit.text.tokenizer import Tokenizer
 from lmkit.turbo.engine.describe import describe_model
 from tests.flexible import tiny
 
@@ -124,3 +126,19 @@ def test_inspect_says_what_reads_images(seeing: tuple[Any, Path], tmp_path: Path
     assert said(tmp_path / "other") == "refused: transformers has no processor 'OtherProcessor'"
     tiny.make(tmp_path / "text", "olmo")
     assert said(tmp_path / "text") is None
+
+
+def test_a_word_after_an_image_of_idefics_2(tmp_path: Path) -> None:
+    """Its processor writes a space before one, and before nothing else."""
+    _, processor = save_tiny("idefics2", tmp_path)
+    file = tmp_path / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"processor_class": type(processor).__name__}))
+    tokenizer, mark = Tokenizer.from_pretrained(tmp_path), marker(processor)
+    image = processed(processor, mark, [picture(0, 0)])[IDS][0].tolist()
+    for text in ("what", " what", "\nwhat", "<b>", "?"):
+        parts = [{"type": "image"}, {"type": "text", "text": text}]
+        ids = tokenizer.encode_chat([{"role": "user", "content": parts}])
+        at = ids.index(processor.tokenizer.convert_tokens_to_ids(mark))
+        whole = f"<|im_start|>user\n{mark}{text}<|im_end|>\n<|im_start|>assistant\n"
+        wanted = processed(processor, whole, [picture(0, 0)])[IDS][0].tolist()
+        assert [*ids[:at], *image, *ids[at + 1 :]] == wanted, text
