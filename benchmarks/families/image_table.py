@@ -31,9 +31,10 @@ def page(found: list[dict[str, Any]], versions: dict[str, str]) -> str:
     lines = [
         "# Every architecture of transformers that sees",
         "",
-        f"Written by `python -m benchmarks.families --images` with {made}. Each architecture of",
-        "transformers' mapping from images and text to text is a tiny model with random weights and a processor of its",
-        "own, on the [flexible engine](../families.md#two-engines) in float32, in chunks of 16 tokens.",
+        f"Written by `python -m benchmarks.families --images` with {made}.",
+        "Each architecture of transformers' mapping from images and text to text is a tiny model with random weights",
+        "and a processor of its own, on the [flexible engine](../families.md#two-engines) in float32, in chunks of",
+        "16 tokens.",
         "It answers about an image, about another one after the same text, without any, and about two; then all of",
         "these together; then the first again. All tokens must be those of transformers'",
         "`generate`, and the cache must find the first image and not take the second one for it. Where transformers",
