@@ -57,6 +57,14 @@ def test_each_key_left_out(name: str) -> None:
     assert compared > 20
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_only_the_keys_of_the_class_itself(name: str) -> None:
+    """tiny.COMMON gives all classes the same keys. A published config.json has its own class's alone."""
+    own = {*getattr(transformers, tiny.FAMILIES[name][0])().to_dict(), "architectures"}
+    config = {key: value for key, value in full_config(name).items() if key in own}
+    assert isinstance(spec_or_reason(config), ModelSpec)
+
+
 @pytest.mark.parametrize("part", ["text_config", "vision_config"])
 @pytest.mark.parametrize("name", tiny.VISION)
 def test_each_key_of_a_part_left_out(name: str, part: str) -> None:

@@ -37,7 +37,9 @@ def qwen3_5(hf: dict[str, Any]) -> ModelSpec:
 
 @family("Qwen3_5MoeForCausalLM", defaults=defaults.QWEN3_5_MOE)
 def qwen3_5_moe(hf: dict[str, Any]) -> ModelSpec:
-    return _hybrid(hf | {"norm_topk_prob": True}, flat=True)
+    # Every layer has experts, and config.json no width of a dense MLP: no layer has the one that is put in.
+    width = hf.get("intermediate_size", hf["moe_intermediate_size"])
+    return _hybrid(hf | {"intermediate_size": width, "norm_topk_prob": True}, flat=True)
 
 
 @family("Qwen3_5ForConditionalGeneration")
