@@ -108,7 +108,7 @@ def compared(name: str, window: Callable[[bool, int], float], per: int, seconds:
     row = {"cost": name, "pairs": len(ratios), "ratio": mean, "low": low, "high": high}
     row["ms_without"] = 1e3 * statistics.fmean(without)
     return row | {
-        f"cpu_ms_{name}": 1e3 * cpu[is_on] / len(ratios) / per for name, is_on in (("with", 1), ("without", 0))
+        f"cpu_ms_{name}": 1e3 * cpu[is_on] / len(ratios) / per for name, is_on in (("with", True), ("without", False))
     }
 
 

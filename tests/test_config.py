@@ -22,7 +22,7 @@ from lmkit.turbo.request import SamplingParams
         ({"block_sise": 32}, "block_sise"),
         ({"block_size": 0}, "block_size"),
         ({"block_size": "32"}, "block_size"),
-        ({"kv_dtype": "int3"}, "kv_dtype"),
+        ({"kv_dtype": "int5"}, "kv_dtype"),
         ({"max_queue": 1.5}, "max_queue"),
     ],
 )

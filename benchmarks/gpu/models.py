@@ -13,8 +13,8 @@ from lmkit.layers.linear import MergedLinear, Weights
 from lmkit.models import load_spec, roles
 from lmkit.models.decoder import Decoder
 from lmkit.models.decoder_layer import DecoderLayer
+from lmkit.models.head import HEAD_SCHEME
 from lmkit.models.layer_spec import LayerSpec
-from lmkit.models.source import HEAD_SCHEME
 from lmkit.qtensor import QTensor, int_scheme, quantize
 
 GROUP = 128

@@ -241,7 +241,7 @@ def test_mistakes_are_one_line(tmp_path: Path) -> None:
     for option in ("--num-threads", "--seconds"):
         assert f"{option} is for a measurement" in mistake("advise", trace, "--costs", costs, option, 1)
     assert "--served-model is for the URL" in mistake("advise", trace, "--served-model", "x")
-    assert "--kv-dtype 'int3': choose from auto" in mistake("advise", trace, "--model", "demo", "--kv-dtype", "int3")
+    assert "--kv-dtype 'int5': choose from auto" in mistake("advise", trace, "--model", "demo", "--kv-dtype", "int5")
     costs.write_text("{}")
     assert "no costs of `lmkit advise --model`" in mistake("advise", trace, "--costs", costs)
     assert "/metrics cannot be read" in mistake("advise", "http://127.0.0.1:9")

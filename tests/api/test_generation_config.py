@@ -73,7 +73,7 @@ def test_a_mistake_names_its_field(given: dict[str, Any], message: str) -> None:
         ({"n_ctx": 512}, "use max_model_len"),
         ({"blok_size": 32}, "did you mean block_size?"),
         ({"block_size": "32"}, "block_size='32': expected int or None, got str"),
-        ({"kv_dtype": "int3"}, "kv_dtype='int3': expected auto, .*int8"),
+        ({"kv_dtype": "int5"}, "kv_dtype='int5': expected auto, .*int8"),
     ],
 )
 def test_an_engine_config_checks_what_it_is_given(given: dict[str, Any], message: str) -> None:

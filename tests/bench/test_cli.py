@@ -80,7 +80,7 @@ def test_throughput_and_latency(tmp_path: Path) -> None:
         (("online", "--requests"), "--json"),
         (("online", "--request-rate", "3"), "bench online: no option --request-rate: use --rate"),
         (("throughput", "demo", "--num-prompts", "0"), "--num-prompts '0': expected an integer of at least 1"),
-        (("throughput", "demo", "--kv-dtype", "int3"), "--kv-dtype 'int3': expected auto, float32, "),
+        (("throughput", "demo", "--kv-dtype", "int5"), "--kv-dtype 'int5': expected auto, float32, "),
         (("throughput", "demo", "--dataset", "/none.json"), "/none.json"),
         (("throughput", "/none"), "/none: no such folder"),
         (("latency", "demo", "--batch-size", "1,x"), "--batch-size '1,x'"),

@@ -160,9 +160,10 @@ def test_tests_that_take_too_long_leave_their_results(tmp_path: Path, monkeypatc
     monkeypatch.setattr(subprocess, "run", slow)
     context = Context(tmp_path, "cpu", name="numerics", seconds=7 / 0.93)
     assert numerics._file(context, "tests/a.py") == numerics.Outcome(passed=1, failed=2)
-    two, whole = read_rows(context.file("numerics"))
+    two, whole, of_file = read_rows(context.file("numerics"))
     assert (two["what"], two["error"]) == ("a.py::test_two[b c]", "failed; see a.log")
     assert (whole["error"], whole["after"], whole["at"]) == ("stopped after 7 s", 2, ["a.py::test_three"])
+    assert (of_file["what"], of_file["passed"], of_file["failed"]) == ("tests/a.py", 1, 2)
 
 
 def test_caches_lie_in_the_folder_and_all_is_packed_after_each_section(

@@ -179,7 +179,7 @@ def test_a_second_signal_does_not_wait() -> None:
     [
         (["--kv-memory", "lots"], "--kv-memory"),
         (["--block-size", "0"], "--block-size"),
-        (["--kv-dtype", "int3"], "--kv-dtype"),
+        (["--kv-dtype", "int5"], "--kv-dtype"),
         (["--port", "99999"], "--port"),
         (["--log-level", "LOUD"], "--log-level"),
     ],
