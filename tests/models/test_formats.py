@@ -17,6 +17,7 @@ from lmkit.formats.base import get_format
 from lmkit.formats.checkpoint import CheckpointReader, CheckpointWriter
 from lmkit.formats.convert import convert
 from lmkit.formats.names import Activations
+from lmkit.kernels.cpu import isa
 from lmkit.kernels.ops import Norm
 from lmkit.kv_dtype import FLOAT32
 from lmkit.layers.batch import allocate_kv, whole_batch
@@ -31,6 +32,7 @@ from tests.models import tiny
 
 SHAPE = {"hidden_size": 64, "intermediate_size": 160, "num_attention_heads": 4, "head_dim": 16, "num_hidden_layers": 2}
 PROMPTS = [[5, 7, 11, 2], [3]]
+EXACT = 5e-5 if isa.host().tiles else 1e-5  # of the largest logit; on tile registers an input keeps 16 bits
 FOUR, EIGHT = int_scheme(4, 32), int_scheme(8, -1, symmetric=True)
 CHANNEL = float8_scheme()
 BLOCK = float8_scheme(128, 128)  # of 64 outputs of q and 32 of k, 160 of gate
@@ -109,7 +111,7 @@ def test_exact_activations(
     quantized, dense = rewritten(plain, tmp_path, name, schemes, activations)
     expected = logits(load_model(dense))
     got = logits(load_model(quantized, activations="exact"))
-    assert (got - expected).abs().max() <= 1e-5 * expected.abs().max()
+    assert (got - expected).abs().max() <= EXACT * expected.abs().max()
     for _ in range(2):  # packed into the cache's file, and mapped from it
         assert torch.equal(logits(load_model(quantized, activations="exact", packed_cache=True)), got)
 

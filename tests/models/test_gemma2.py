@@ -18,6 +18,7 @@ from transformers.masking_utils import eager_mask
 from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward
 
 from lmkit.kernels import ops
+from lmkit.kernels.cpu import isa
 from lmkit.kernels.reference.attention import rounded_queries
 from lmkit.kernels.reference.kv import read_blocks
 from lmkit.kv_dtype import BFLOAT16, FLOAT16, FLOAT32, INT4, INT8, KV_DTYPES, KVDtype
@@ -31,7 +32,8 @@ from lmkit.turbo.runners.batch import PersistentBatch
 from tests.models import tiny
 from tests.quant.helpers import CLIP, SCALE, recipe, tiny_checkpoint
 
-TOLERANCE = 1e-4
+TOLERANCE = 1e-3 if isa.host().tiles else 1e-4  # tile registers keep 16 bits of a query's and a weight's numbers
+TYPES = [t for t in KV_DTYPES.values() if 16 % t.unit == 0]  # heads have 16 channels
 KL = 1e-4  # nats per token, at most, of 16-bit activations
 BLOCK = 16
 ROW = torch.randint(0, 199, (40,), generator=torch.Generator().manual_seed(11)).tolist()
@@ -90,7 +92,7 @@ def divergence(got: Tensor, want: Tensor) -> float:
 
 @pytest.mark.parametrize("sizes", CHUNKS.values(), ids=CHUNKS)
 @pytest.mark.parametrize("name", ["reference", "kernels"])
-@pytest.mark.parametrize("dtype", [t for t in KV_DTYPES.values() if t != FLOAT16], ids=str)
+@pytest.mark.parametrize("dtype", [t for t in TYPES if t != FLOAT16], ids=str)
 def test_logits_on_every_kv_type(tmp_path: Path, dtype: KVDtype, name: str, sizes: list[int]) -> None:
     model, decoder = tiny.make(tmp_path, "gemma2"), load_model(tmp_path)
     if name == "reference":
@@ -108,7 +110,7 @@ def test_logits_on_every_kv_type(tmp_path: Path, dtype: KVDtype, name: str, size
 
 
 @pytest.mark.parametrize("sizes", CHUNKS.values(), ids=CHUNKS)
-@pytest.mark.parametrize("dtype", [t for t in KV_DTYPES.values() if t != FLOAT32], ids=str)
+@pytest.mark.parametrize("dtype", [t for t in TYPES if t != FLOAT32], ids=str)
 def test_distributions_on_an_emulated_gpu(tmp_path: Path, dtype: KVDtype, sizes: list[int], emulated: None) -> None:
     """Activations have 16 bits there, so distributions are compared."""
     model = tiny.make(tmp_path, "gemma2")

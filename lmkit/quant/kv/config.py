@@ -37,8 +37,8 @@ RISKY_RATIO = 8.0
 class KVFit:
     """The transform that was found for a layer's keys and values (quant.kv.fit), and the cost of storing them.
 
-    `errors` of "k int4", "v int8" and so on, of the types to choose from: squared error of the attention's output,
-    relative to the hidden states.
+    `errors` of "k int4", "v int8" and so on, of the types to choose from, else of int4 and int8: squared error of the
+    attention's output, relative to the hidden states.
     """
 
     smoothing: float | None = None

@@ -118,8 +118,9 @@ def fit_cache(calibrated: CalibratedLayer, seen: KVStats, recipe: KVRecipe, hidd
     wanted = recipe.leaves_out_first(layer.index)
     transform = with_first(keys, spec, *probe.first(), wanted=wanted)
     power = float(hidden.square().mean(dtype=torch.float64)) or 1.0
-    costs = {f"k {kind}": probe.error(KVStorage(kind, FLOAT32, transform)) / power for kind in recipe.choices}
-    costs |= {f"v {kind}": probe.error(KVStorage(FLOAT32, kind, transform)) / power for kind in recipe.choices}
+    kinds = recipe.choices or (INT4, INT8)
+    costs = {f"k {kind}": probe.error(KVStorage(kind, FLOAT32, transform)) / power for kind in kinds}
+    costs |= {f"v {kind}": probe.error(KVStorage(FLOAT32, kind, transform)) / power for kind in kinds}
     seen.fit = replace(seen.fit, smoothing=smoothing if recipe.smooth else None, transform=transform, errors=costs)
     return rows
 
