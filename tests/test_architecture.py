@@ -179,6 +179,7 @@ def test_forbidden_constructs() -> None:
 
 BROAD_EXCEPT_ALLOWED = {
     "models/flexible/trace.py",  # a module that fails without weights is traced with some
+    "text/processor_process.py",  # a processor of transformers refuses an image in its own ways
     "models/flexible/module.py",  # an error of transformers names the architecture
     "turbo/engine/adapters.py",  # a call to load one never ends the engine
     "turbo/engine/engine.py",  # the engine step: one request never ends the engine

@@ -226,7 +226,8 @@ def is_read_by_gxx(mutant: Mutant) -> bool:
 
 
 def sampled(found: list[Mutant], count: int) -> list[Mutant]:
-    """`count` of them. Files take turns, with a mutant of each kind, and with four of a kind that few files have."""
+    """`count` of them. Files take turns, with a mutant of each kind, and with four of a kind that few files have. Rare
+    kinds come first."""
     groups: dict[tuple[str, str], list[Mutant]] = {}
     for each in random.Random(0).sample(found, len(found)):
         groups.setdefault((each.kind, each.file), []).append(each)
@@ -235,7 +236,8 @@ def sampled(found: list[Mutant], count: int) -> list[Mutant]:
         for (kind, _), group in groups.items()
         for i, each in enumerate(group)
     ]
-    return [each for _, each in sorted(turns, key=lambda turn: turn[0])][:count]
+    common = Counter(each.kind for each in found)
+    return [each for _, each in sorted(turns, key=lambda turn: (turn[0], common[turn[1].kind]))][:count]
 
 
 def run(mutant: Mutant | None, options: tuple[str, ...], tests: Iterable[str]) -> str:

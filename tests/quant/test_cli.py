@@ -96,7 +96,7 @@ def test_tables_show_plan_errors_and_evaluation(tmp_path: Path, monkeypatch: pyt
             "--average-bits 4.5 --format gptq",
             "linears of format gptq all have one scheme; compressed",
         ),
-        ("--kv-bits 5", "--kv-bits '5': expected 16, 8, 4 or auto"),
+        ("--kv-bits 5", "--kv-bits '5': expected 16, 8, 4, 3, 2 or auto"),
         ("--seq-len 0", "--seq-len '0': expected an integer of at least 8"),
         ("--seq-len 100000", "calibration.seq_len 100000 exceeds the model's context, 4096"),
         ("--num-samples 0", "--num-samples '0': expected an integer of at least 1"),
@@ -155,9 +155,12 @@ def test_what_is_asked_decides_the_recipe(options: tuple[Any, ...], recipe: str)
 @pytest.mark.parametrize(
     ("options", "line"),
     [
-        ("--kv-dtype int3", "--kv-dtype 'int3': expected auto, float32, bfloat16, float16, int8, fp8 or int4"),
+        (
+            "--kv-dtype int5",
+            "--kv-dtype 'int5': expected auto, float32, bfloat16, float16, int8, fp8, int4, int3 or int2",
+        ),
         ("--activations none", "--activations 'none': expected auto, int8, fp8 or exact"),
-        ("--lm-head int4", "--lm-head 'int4': expected auto or int8"),
+        ("--lm-head int4", "--lm-head 'int4': expected auto, int8 or stored"),
         ("--seq-len 1", "--seq-len '1': expected an integer of at least 2"),
         ("--limit 1", "--limit '1': expected an integer of at least 2"),
         ("--text missing.txt", "missing.txt"),

@@ -72,7 +72,7 @@ def test_the_default_recipe_is_shipped_and_is_awq() -> None:
 @pytest.mark.parametrize(
     ("text", "place", "allowed"),
     [
-        (MINIMAL + "group_size: 64", "group_size", "format, activations, average_bits, scheme, steps, kv"),
+        (MINIMAL + "group_size: 64", "group_size", "format, activations, lm_head, average_bits, scheme, steps, kv"),
         (MINIMAL + "scheme: {bit: 4}", "$.scheme", "bits, type, group_size, symmetric"),
         (MINIMAL + "kv: {bit: 4}", "$.kv", "bits, average_bits"),
         (MINIMAL + "kv: {layers: {0: {bits: 4}}}", "$.kv.layers", "k_bits, v_bits"),
