@@ -226,18 +226,17 @@ def is_read_by_gxx(mutant: Mutant) -> bool:
 
 
 def sampled(found: list[Mutant], count: int) -> list[Mutant]:
-    """`count` of them. Files take turns, with a mutant of each kind, and with four of a kind that few files have. Rare
-    kinds come first."""
+    """`count` of them. Files take turns, with a mutant of each kind, and with four of a kind that few files have. Kinds
+    take turns, too."""
     groups: dict[tuple[str, str], list[Mutant]] = {}
     for each in random.Random(0).sample(found, len(found)):
         groups.setdefault((each.kind, each.file), []).append(each)
-    turns = [
-        (i // (1 if kind in ("barrier", "bound") else 4), each)
-        for (kind, _), group in groups.items()
-        for i, each in enumerate(group)
-    ]
-    common = Counter(each.kind for each in found)
-    return [each for _, each in sorted(turns, key=lambda turn: (turn[0], common[turn[1].kind]))][:count]
+    files = Counter[str]()  # of each kind, so far
+    turns = list[tuple[int, int, Mutant]]()
+    for (kind, _), group in groups.items():
+        turns += [(i // (1 if kind in ("barrier", "bound") else 4), files[kind], each) for i, each in enumerate(group)]
+        files[kind] += 1
+    return [each for *_, each in sorted(turns, key=lambda turn: turn[:2])][:count]
 
 
 def run(mutant: Mutant | None, options: tuple[str, ...], tests: Iterable[str]) -> str:
