@@ -78,12 +78,15 @@ def _given(folder: Path) -> tuple[Path, dict[str, Any]]:
 
 
 def added_tokens(folder: Path, names: tuple[str, ...]) -> tuple[int, ...]:
-    """The ids of these tokens in tokenizer.json; none without such a file. Raises CheckpointError if one is missing."""
+    """The ids of these tokens in tokenizer.json; none without such a file, or if it knows nothing of them. Raises
+    CheckpointError if one is missing."""
     path = folder / TOKENIZER
     if not path.exists():
         return ()
     added = read_json(path, MAX_TOKENIZER_BYTES).get("added_tokens")
     known = {x["content"]: x["id"] for x in added or () if isinstance(x, dict) and {"content", "id"} <= x.keys()}
+    if not known.keys() & set(names):
+        return ()
     if missing := [name for name in names if type(known.get(name)) is not int]:
         raise CheckpointError(f"{path}: {missing[0]} is none of the added tokens")
     return tuple(known[name] for name in names)
