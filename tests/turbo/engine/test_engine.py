@@ -363,8 +363,8 @@ def test_the_first_tokens_leave_no_trace(demo_model: Path) -> None:
     for options in ({}, {"max_model_len": 1}, {"max_model_len": 3, "block_size": 1, "max_batch_size": 1}):
         engine = engine_for(demo_model, **options)
         stats = msgspec.structs.replace(engine.stats(), kept_since=None)  # a time
-        assert not any(stats.next_turns.values())
-        known = {"blocks_total": engine.info.num_blocks, "next_turns": stats.next_turns}
+        assert not any((*stats.next_turns.values(), *stats.audits.values()))
+        known = {"blocks_total": engine.info.num_blocks, "next_turns": stats.next_turns, "audits": stats.audits}
         assert stats == msgspec.structs.replace(EngineStats(), **known)
         assert not engine.has_work()
 
