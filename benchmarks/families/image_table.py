@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
-import torch
-
-import lmkit
 from benchmarks.families.sweep_images import CHECKS
-from benchmarks.families.table import DOCS, cell, placeless
-from benchmarks.families.tiny import version
+from benchmarks.families.table import DOCS, cell, write_page
 
 PAGE, DATA = DOCS / "notes" / "images_sweep.md", DOCS / "notes" / "images_sweep.json"
 
 
 def write(found: list[dict[str, Any]]) -> None:
     """Write the page and its data."""
-    kept = [{name: placeless(each[name]) for name in each if name not in ("failure", "seconds")} for each in found]
-    versions = {"lmkit": lmkit.__version__, "transformers": version(), "torch": torch.__version__}
-    DATA.write_text(json.dumps({"versions": versions, "architectures": kept}, indent=1) + "\n")
-    PAGE.write_text(page(kept, versions))
+    write_page(found, page, PAGE, DATA)
 
 
 def page(found: list[dict[str, Any]], versions: dict[str, str]) -> str:

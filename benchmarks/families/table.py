@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,17 @@ REASON = 70  # characters of a reason in the table; the JSON has all
 
 def write(found: list[dict[str, Any]]) -> None:
     """Write the page and its data."""
+    write_page(found, page, PAGE, DATA)
+
+
+def write_page(
+    found: list[dict[str, Any]], page: Callable[[list[dict[str, Any]], dict[str, str]], str], path: Path, data: Path
+) -> None:
+    """Write what a sweep found to `data`, and what `page` makes of it and of the versions to `path`."""
     kept = [{name: placeless(each[name]) for name in each if name not in ("failure", "seconds")} for each in found]
     versions = {"lmkit": lmkit.__version__, "transformers": version(), "torch": torch.__version__}
-    DATA.write_text(json.dumps({"versions": versions, "architectures": kept}, indent=1) + "\n")
-    PAGE.write_text(page(kept, versions))
+    data.write_text(json.dumps({"versions": versions, "architectures": kept}, indent=1) + "\n")
+    path.write_text(page(kept, versions))
 
 
 def page(found: list[dict[str, Any]], versions: dict[str, str]) -> str:

@@ -34,9 +34,8 @@ from lmkit.kernels.reference.kv import accepts_heads
 from lmkit.kernels.registry import implements
 from lmkit.kv_dtype import KV_DTYPES, KVDtype
 
-FLOAT32, BFLOAT16, FLOAT16, INT8, FP8, INT4, INT3, INT2 = range(
-    len(KV_DTYPES)
-)  # numbers for compiled code, in KV_DTYPES' order
+# Numbers for compiled code, in KV_DTYPES' order.
+FLOAT32, BFLOAT16, FLOAT16, INT8, FP8, INT4, INT3, INT2 = range(len(KV_DTYPES))
 KINDS = {dtype: kind for kind, dtype in enumerate(KV_DTYPES.values())}
 HALF_MAX = np.float32(65504)
 E4M3_MAX = np.float32(448)
