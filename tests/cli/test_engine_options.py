@@ -95,7 +95,7 @@ def test_every_field_is_an_option() -> None:
         ["--cache-quota", "0"], ["--cache-quota", "1.5"], ["--session-lease", "0"], ["--kv-host-memory", "much"],
         ["--kv-disk-memory", "0"], ["--attention-sinks", "-1"], ["--priority-seconds", "-1"], ["--max-overtakes", "-1"],
         ["--decode-slowdown", "1"], ["--request-timeout", "0"], ["--device", "tpu"], ["--kv-memory", ""],
-        ["--kv-dtype", "int3"],
+        ["--kv-dtype", "int5"],
     ],
 )  # fmt: skip
 def test_values_out_of_range_name_the_option(words: list[str]) -> None:

@@ -134,7 +134,7 @@ def test_a_file_that_is_missing() -> None:
 @pytest.mark.parametrize(
     ("variable", "value", "part"),
     [
-        ("LMKIT_PORT", "x", "integer"), ("LMKIT_CACHE_QUOTA", "3", "at most 1"), ("LMKIT_KV_DTYPE", "int3", "int8"),
+        ("LMKIT_PORT", "x", "integer"), ("LMKIT_CACHE_QUOTA", "3", "at most 1"), ("LMKIT_KV_DTYPE", "int5", "int8"),
         ("LMKIT_MAX_BODY", "x", "size"), ("LMKIT_OVERLAP", "maybe", "true or false"),
         ("LMKIT_CONFIG", "none", "cannot be read"),
     ],
@@ -174,7 +174,7 @@ def test_an_unknown_variable_is_one_warning(monkeypatch: pytest.MonkeyPatch, cap
         (["-c", "4"], "--max-model-len"),
         (["--ctx-size", "4"], "--max-model-len"), (["-ngl", "99"], "--device"), (["--n-gpu-layers", "99"], "--device"),
         (["-np", "4"], "--max-batch-size"), (["--kv-cache-dtype", "fp8"], "--kv-dtype"), (["--prot", "1"], "--port"),
-        (["--kv-dtype", "int3"], "int8"), (["--trust-remote-code"], "code"), (["--log-level", "loud"], "WARNING"),
+        (["--kv-dtype", "int5"], "int8"), (["--trust-remote-code"], "code"), (["--log-level", "loud"], "WARNING"),
     ],
 )  # fmt: skip
 def test_options_of_other_servers_tell_ours(words: list[str], part: str) -> None:
