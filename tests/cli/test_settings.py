@@ -23,6 +23,16 @@ def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name)
 
 
+@pytest.fixture(autouse=True)
+def no_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Words that should have been refused fail at once: no server starts in this process."""
+
+    def serve(*_: object) -> int:
+        raise AssertionError("these words were not refused: a server would have started")
+
+    monkeypatch.setattr("lmkit.serve.server.serve", serve)
+
+
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     path = tmp_path / "serve.yaml"
