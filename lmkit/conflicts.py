@@ -194,8 +194,6 @@ CONFLICTS: tuple[Conflict, ...] = (
     Conflict("tp", FOREIGN, _foreign("is not shared by processes")),
     Conflict("ep", FOREIGN, _foreign("is not shared by processes")),
     Conflict("pp", FOREIGN, _foreign("is not shared by processes")),
-    Conflict("adapters", FOREIGN, _foreign("takes no adapters")),
-    Conflict("adapter_root", FOREIGN, _foreign("takes no adapters")),
     Conflict(DRAFTER, FOREIGN, _foreign("has no draft models or heads", "use speculate ngram")),
     Conflict("weights_memory", FOREIGN, _foreign("keeps all weights in memory")),
     Conflict("attention_sinks", FOREIGN, _foreign("leaves attention as the model has it")),

@@ -29,8 +29,8 @@ NAME = re.compile(r"(.+)\.lora_([AB])(?:\.default)?\.weight")
 # Fields that change nothing once the weights exist. All others must ask for nothing.
 KNOWN = frozenset({
     "alpha_pattern", "auto_mapping", "base_model_name_or_path", "bias", "ensure_weight_tying", "eva_config",
-    "exclude_modules", "inference_mode", "layers_pattern", "layers_to_transform", "lora_alpha", "lora_dropout",
-    "megatron_core", "peft_type", "peft_version", "qalora_group_size", "r", "rank_pattern", "revision",
+    "exclude_modules", "fan_in_fan_out", "inference_mode", "layers_pattern", "layers_to_transform", "lora_alpha",
+    "lora_dropout", "megatron_core", "peft_type", "peft_version", "qalora_group_size", "r", "rank_pattern", "revision",
     "runtime_config", "target_modules", "task_type", "use_rslora",
 })  # fmt: skip
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from lmkit.devices import named
+from lmkit.errors import UnsupportedError
 from lmkit.kernels import low_rank_ops
 from lmkit.kernels.cpu.panels import interleave
 from lmkit.kernels.cuda.module import tensor_device
@@ -36,6 +37,9 @@ class StepAdapters:
                 self._by_count[len(of_rows)] = AdapterRows(of_rows, order)
 
     def of(self, count: int) -> AdapterRows | None:
+        """The adapters of `count` rows. Raises UnsupportedError if it is not known which rows of the step they are."""
+        if self._by_count and count not in self._by_count:
+            raise UnsupportedError(f"adapters are known for {[*self._by_count]} rows of this step, not for {count}")
         return self._by_count.get(count)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lmkit.devices import holding, named
-from lmkit.errors import CheckpointError
+from lmkit.errors import CheckpointError, UnsupportedError
 from lmkit.formats.peft import Adapter, read_adapter
 from lmkit.formats.views import rows_of
 from lmkit.kernels.cuda.module import tensor_device
@@ -55,12 +55,11 @@ class DecoderAdapters:
         self._additions: dict[int, dict[Place, LowRank]] = {}  # by key
         self._placed: dict[int, int] = {}  # the key of each number
         self._linears: dict[Place, MergedLinear] = {}
-        for layer in decoder.layers:
-            roles = adaptable(layer.spec)
-            for linear in layer.linears:
-                if set(linear.roles) <= set(roles):
-                    linear.adapt(decoder.step_adapters)
-                    self._linears |= {(layer.index, role): linear for role in linear.roles}
+        self._layers, self._other_names = {layer.index for layer in decoder.layers}, decoder.other_names
+        for index, linear in decoder.adaptable():
+            if adaptable(self._spec.layers[index]).keys() >= set(linear.roles):
+                linear.adapt(decoder.step_adapters)
+                self._linears |= {(index, role): linear for role in linear.roles}
 
     def read(self, key: int, folder: str | Path) -> str:
         """Read an adapter and keep it. Returns its digest. Any thread may call it, beside steps, too: the reading
@@ -69,8 +68,14 @@ class DecoderAdapters:
         Raises CheckpointError if it does not fit the model, or for a file that cannot be used, and UnsupportedError.
         """
         adapter = read_adapter(folder)
-        additions = place(adapter, self._spec, self._part)
-        additions = {at: addition for at, addition in additions.items() if at in self._linears}  # of a stage's layers
+        renamed = {self._other_names.get(module, module): each for module, each in adapter.additions.items()}
+        placed = place(replace(adapter, additions=renamed), self._spec, self._part)
+        additions = {at: addition for at, addition in placed.items() if at[0] in self._layers}  # of a stage
+        if lacking := [at for at in additions if at not in self._linears]:
+            module = self._spec.module_name(*lacking[0])
+            raise UnsupportedError(
+                f"{adapter.path}: {module} takes no adapter: it computes some tokens of a step alone"
+            )
         if named(self._device).panels:
             additions = {at: addition.in_panels() for at, addition in additions.items()}
         else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
 import torch
@@ -30,6 +30,7 @@ class Decoder:
     """
 
     captures = True  # whether steps may be captured
+    other_names: Mapping[str, str] = {}  # of linears in adapters -> those of `spec`
 
     def __init__(
         self,
@@ -81,6 +82,10 @@ class Decoder:
     @property
     def linears(self) -> tuple[MergedLinear, ...]:
         return *(linear for layer in self.layers for linear in layer.linears), self.lm_head
+
+    def adaptable(self) -> Iterator[tuple[int, MergedLinear]]:
+        """The linears of layers, each with its layer's number. Adapters may add to those that compute every token."""
+        return ((layer.index, linear) for layer in self.layers for linear in layer.linears)
 
     def join(self, ranks: Ranks, *, split: bool) -> None:
         """Compute together with other ranks from now on. `split`: each has a part of attention and dense MLPs."""

@@ -158,7 +158,7 @@ def _linears(reader: CheckpointReader, index: int, layer: LayerSpec) -> Iterator
 def fused_linears(layer: LayerSpec) -> dict[str, dict[str, Rows]]:
     """The fused linears that a checkpoint may have of this layer, by the end of their names: the rows of each role."""
     fused: dict[str, dict[str, Rows]] = {}
-    if layer.kv is not None:
+    if layer.kv is not None and layer.num_heads:
         shares = _shares(layer.num_heads, layer.num_kv_heads, layer.num_kv_heads)
         grouped = _shares(layer.num_heads // layer.num_kv_heads, 1, 1)
         by_head = [Rows(rows.start, rows.stop, layer.num_kv_heads) for rows in grouped]

@@ -26,7 +26,6 @@ from tests.flexible import tiny
     ("options", "reason"),
     [
         ({"pp": 2}, "is not shared by processes; leave out pp"),
-        ({"adapters": ("a=folder",)}, "takes no adapters; leave out adapters"),
         ({"lm_head": "int8"}, "keeps the head as it is; leave out lm_head"),
         ({"attention_sinks": 4}, "leave out attention_sinks"),
     ],

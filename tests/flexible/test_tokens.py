@@ -17,7 +17,9 @@ from tests.flexible import tiny
 from tests.models.test_engine_tokens import greedy
 
 PROMPT = torch.randint(3, 199, (30,), generator=torch.Generator().manual_seed(8)).tolist()
-SIZES: dict[str, Any] = {"block_size": 8, "max_batch_size": 2, "max_step_tokens": 16, "max_model_len": 48}
+SIZES: dict[str, Any] = {
+    "block_size": 8, "max_batch_size": 2, "max_step_tokens": 16, "max_model_len": 48, "num_threads": 1,
+}  # fmt: skip
 
 
 def check(model: torch.nn.Module, prompts: list[list[int]], answers: list[list[int]]) -> None:

@@ -19,6 +19,7 @@ PAGED: dict[str, dict[str, Any]] = {
     "persimmon": {},
     "gpt_neox": {},
     "cohere2": {"num_key_value_heads": 2, "head_dim": 16, "sliding_window": 8, "sliding_window_pattern": 2},
+    "gpt2": {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_inner": 96, "n_positions": 128},
     "gpt_bigcode": {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_inner": 96, "n_positions": 128},
     "olmoe": {"num_key_value_heads": 2, "num_experts": 4, "num_experts_per_tok": 2},
 }

@@ -6,7 +6,7 @@ sequence is a pass of its own, with what transformers keeps of it (states.py).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -24,11 +24,13 @@ from lmkit.layers.linear import MergedLinear
 from lmkit.models.decoder import Decoder
 from lmkit.models.flexible.caches import set_length
 from lmkit.models.flexible.interface import NAME, attending, use
+from lmkit.models.flexible.linears import rows_of_linears
 from lmkit.models.flexible.states import OwnStates, Part
 from lmkit.models.flexible.trace import AttentionCall, Trace, takes
 from lmkit.models.spec import ModelSpec
 
 # Arguments of language models that images add something to after their first layers (DeepStack).
+PROBE = 48  # tokens of a pass that shows which linears compute all of them
 DEEP_ROWS, DEEP = "visual_pos_masks", "deepstack_visual_embeds"
 
 
@@ -37,7 +39,7 @@ class _Place:
     """A layer, as the engine asks for it. Its linears are in the module."""
 
     index: int
-    linears: tuple[MergedLinear, ...] = ()
+    linears: tuple[()] = ()
     blocks: tuple[()] = ()
 
 
@@ -53,12 +55,15 @@ class _Call(NamedTuple):
 
 
 class FlexibleDecoder(Decoder):
-    """See Decoder. `module` is transformers' class of the architecture."""
+    """See Decoder. `module` is transformers' class of the architecture. `places`: layer and role of its linears."""
 
     captures = False
 
-    def __init__(self, spec: ModelSpec, module: Any, seen: Trace, device: str = "cpu") -> None:
-        self.spec, self.module, self.seen, self.dtype = spec, module, seen, torch.float32
+    def __init__(
+        self, spec: ModelSpec, module: Any, seen: Trace, places: Mapping[str, tuple[int, str]], device: str = "cpu"
+    ) -> None:
+        self.spec, self.module, self.seen, self.dtype, self._places = spec, module, seen, torch.float32, places
+        self.other_names = {name: spec.module_name(*place) for name, place in places.items()}
         self.layers = [_Place(index) for index in range(spec.num_layers)]  # type: ignore[misc]
         self.lm_head = MergedLinear(("lm_head",), {}, device)
         self.ranks = self.link = self.after_layer = self.softcap = self.per_layer = None
@@ -155,6 +160,7 @@ class FlexibleDecoder(Decoder):
         if self._positions:
             options["position_ids"] = part.positions[None].long()
         self._part = part
+        self.step_adapters.set(part.adapters)
         with attending(self):
             if part.embeddings is None:
                 output = self._base(input_ids=part.token_ids[None], use_cache=True, **options)
@@ -173,6 +179,13 @@ class FlexibleDecoder(Decoder):
             options[DEEP_ROWS] = part.is_image[None]
             options[DEEP] = [each[0, part.is_image] for each in deep]
         return options
+
+    def adaptable(self) -> Iterator[tuple[int, MergedLinear]]:
+        """See Decoder. Experts and others that compute some tokens alone are left out: a pass shows them."""
+        whole = rows_of_linears(self.module, lambda: self.plain(torch.arange(PROBE)[None] % self.spec.vocab_size))
+        for name, (index, _) in self._places.items():
+            if whole.get(name) == {PROBE}:
+                yield index, self.module.get_submodule(name).linear
 
     def plain(self, token_ids: Tensor) -> Tensor:
         """The states [T, hidden] of a whole sequence [1, T], as transformers alone computes them."""

@@ -23,8 +23,6 @@ from lmkit.models.rounding import scheme_for
 from lmkit.models.source import ModelSource
 from lmkit.qtensor import QTensor
 
-ROLE = "linear"  # of the one weight of a PackedLinear
-
 
 def find_linears(model: nn.Module) -> dict[str, Site]:
     """Every linear of a model by its module's name, in the order of the modules. The model may be on `meta`."""
@@ -134,16 +132,16 @@ class PackedLinear(nn.Module):
     `weight` has the shape of the one in whose place it is, and no data: models ask for shape and dtype.
     """
 
-    def __init__(self, weight: Tensor | QTensor, bias: Tensor | None, activations: str) -> None:
+    def __init__(self, role: str, weight: Tensor | QTensor, bias: Tensor | None, activations: str) -> None:
         super().__init__()
         self.rounds = isinstance(weight, QTensor) and activations != "exact"  # its inputs
         self.out_features, self.in_features = (weight.codes if isinstance(weight, QTensor) else weight).shape
         self.weight = torch.empty(self.out_features, self.in_features, device="meta")
         self.bias = None if bias is None else torch.empty(self.out_features, device="meta")
-        weights: Weights = {ROLE: weight}
+        weights: Weights = {role: weight}
         if bias is not None:
-            weights[ROLE + BIAS] = bias.float()
-        self.linear = MergedLinear((ROLE,), weights)
+            weights[role + BIAS] = bias.float()
+        self.linear = MergedLinear((role,), weights)
         self.linear.pack(activations)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -153,10 +151,34 @@ class PackedLinear(nn.Module):
         return y.to(x.dtype).view(*x.shape[:-1], self.out_features)
 
 
+@torch.inference_mode()
+def rows_of_linears(model: nn.Module, run: Callable[[], object]) -> dict[str, set[int]]:
+    """How many rows each packed linear of a model computes at a time while `run` runs, by its name."""
+    found: dict[str, set[int]] = {}
+
+    def note(name: str, linear: nn.Module, args: tuple[Tensor, ...]) -> None:
+        if args:
+            found.setdefault(name, set()).add(args[0].numel() // args[0].shape[-1])
+
+    packed = [(name, module) for name, module in model.named_modules() if isinstance(module, PackedLinear)]
+    hooks = [module.register_forward_pre_hook(functools.partial(note, name)) for name, module in packed]
+    try:
+        run()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found
+
+
 def linear_source(
-    source: ModelSource, packing: Packing, sites: Mapping[str, Site], files: Mapping[str, str]
+    source: ModelSource,
+    packing: Packing,
+    sites: Mapping[str, Site],
+    files: Mapping[str, str],
+    places: Mapping[str, tuple[int, str]],
 ) -> Callable[[str], nn.Module | None]:
     """What gives the packed linear of a name in the model, if `files` has the module of the checkpoint with its weight.
+    `places` has layer and role of those in layers.
 
     Raises CheckpointError and UnsupportedError for weights that cannot be read or packed.
     """
@@ -167,7 +189,7 @@ def linear_source(
             return None
         with torch.device("cpu"):  # transformers asks while new tensors lie on meta
             weight, bias = read_site(source, files[name], sites[name], dtype)
-            return PackedLinear(weight, bias, packing.activations)
+            return PackedLinear(places.get(name, (-1, name))[1], weight, bias, packing.activations)
 
     return linear_of
 

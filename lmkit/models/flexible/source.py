@@ -119,9 +119,14 @@ class FlexibleSource(ModelSource):
     def decoder(self, packing: Packing) -> FlexibleDecoder:
         """The module with its weights, checked against transformers' own attention. Raises UnsupportedError if both
         differ."""
-        linears = linear_source(self, packing, self.sites, self.packed)
+        places = {
+            f"{self.runtime_prefix}.{index}.{role}": (index, role)
+            for index, layer in enumerate(self.spec.layers)
+            for role in layer.linears
+        }
+        linears = linear_source(self, packing, self.sites, self.packed, places)
         module = load_module(self.reader.path, self.hf_config, self.spec.architecture, linears)
-        return checked(FlexibleDecoder(self.spec, module, self.seen, packing.device))
+        return checked(FlexibleDecoder(self.spec, module, self.seen, places, packing.device))
 
     def tower(self, decoder: FlexibleDecoder, max_pixels: int) -> ForeignTower:
         """What encodes images for a decoder of this source. Raises UnsupportedError if nothing does."""

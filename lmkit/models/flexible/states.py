@@ -25,6 +25,7 @@ class Part:
     positions: Tensor  # int32 [T]
     geometries: tuple[BatchGeometry, ...]
     past: int = 0  # tokens of the sequence before these
+    adapters: Tensor | None = None  # int32 [T], see AdapterRows
     # Of a step with tokens of images:
     embeddings: Tensor | None = None  # float32 [T, hidden * (1 + deep layers)], see BatchInputs.image_values
     is_image: Tensor | None = None  # bool [T]
@@ -33,11 +34,12 @@ class Part:
     @classmethod
     def whole(cls, batch: BatchInputs, embeddings: Tensor | None) -> Part:
         """All tokens of a step. With tokens of images it has the `embeddings` of all."""
+        part = cls(batch.token_ids, batch.positions, batch.geometries, adapters=batch.adapters)
         if batch.image_rows is None:
-            return cls(batch.token_ids, batch.positions, batch.geometries)
+            return part
         is_image = torch.zeros(len(batch.token_ids), dtype=torch.bool)
         is_image[batch.image_rows] = True
-        return cls(batch.token_ids, batch.positions, batch.geometries, 0, embeddings, is_image, batch.places)
+        return replace(part, embeddings=embeddings, is_image=is_image, places=batch.places)
 
     @classmethod
     def sequences(cls, batch: BatchInputs, embeddings: Tensor | None) -> Iterator[Part]:
@@ -55,7 +57,8 @@ class Part:
         geometries = tuple(
             replace(g, query_start=edges, context_lens=length, slots=g.slots[start:end]) for g in self.geometries
         )
-        part = Part(self.token_ids[start:end], self.positions[start:end], geometries, past)
+        adapters = None if self.adapters is None else self.adapters[start:end]
+        part = Part(self.token_ids[start:end], self.positions[start:end], geometries, past, adapters)
         if self.embeddings is None or self.is_image is None or not self.is_image[start:end].any():
             return part
         places = None if self.places is None else self.places[:, start:end]
@@ -68,7 +71,8 @@ class Part:
             for h, g in zip(first.geometries, self.geometries, strict=True)
         )
         ids = torch.cat([first.token_ids, self.token_ids])
-        whole = Part(ids, torch.cat([first.positions, self.positions]), tuple(slots))
+        adapters = None if self.adapters is None else self.adapters[:1].repeat(len(ids))  # a sequence has one
+        whole = Part(ids, torch.cat([first.positions, self.positions]), tuple(slots), adapters=adapters)
         return whole.cut(0, len(ids), self.past - len(first.token_ids))
 
     def kept(self) -> Part:
