@@ -19,4 +19,4 @@ def linear_planes(x: Tensor, packed: Any, bias: Tensor | None, norm: Norm | None
 @op
 def linear_split(x: Tensor, packed: Any, bias: Tensor | None, norm: Norm | None = None) -> Tensor:
     """As linear_planes, linear_w4a8 or linear_w8a8, by the weight's scheme, with inputs of 16 bits: the product of xq,
-    and that of x - sx * xq, which is rounded with a scale of its own. An input errs by 2^-16 of its group's largest."""
+    and that of x - sx * xq, rounded with the scale sx / 256. An input errs by 2^-16 of its group's largest."""

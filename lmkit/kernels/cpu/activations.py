@@ -19,6 +19,7 @@ from lmkit.kernels.cpu.structs import numbers, read
 from lmkit.kernels.ops import Norm
 
 SPACING = 64  # bytes between rows of codes: with power-of-two strides they would fall into few cache sets
+PART = np.float32(2.0**-8)  # the scale of what the codes of an input left, beside theirs
 SMALLEST_STEP = np.float32(2.0**-120)  # the inverse of a smaller step would not be finite
 
 
@@ -71,16 +72,17 @@ def quantize_task(wide: bool) -> Task:
         for r in range(min(block, a.num_rows - index * block)):
             at = index * block + r
             normed_row(a.norm, a.x + at * a.x_stride, at, row, num)
-            for part in range(a.parts):
-                target, step = index * a.parts + part, np.float32(0)
-                for g in range(groups):
-                    source = row + 4 * g * group
-                    if g == 0 or not whole_row:
-                        peak[0] = 0
-                        tile(find_peak, 1, (source, (padded if whole_row else group) // lanes, scratch))
-                        step = value[0] / np.float32(127)
+            largest = np.float32(0)
+            for g in range(groups):
+                source = row + 4 * g * group
+                if g == 0 or not whole_row:
+                    peak[0] = 0
+                    tile(find_peak, 1, (source, (padded if whole_row else group) // lanes, scratch))
+                    largest = value[0]
+                step = largest / np.float32(127)
+                for part in range(a.parts):
                     inverse = np.float32(1) / step if step > SMALLEST_STEP else np.float32(0)
-                    value[0] = inverse
+                    value[0], target = inverse, index * a.parts + part
                     place = a.quantized.codes + target * block * a.quantized.row_bytes
                     out = place + (g * group * block + r * piece) * code_bytes
                     of_group = (target * groups + g) * block + r
@@ -92,6 +94,7 @@ def quantize_task(wide: bool) -> Task:
                         left = carray(pointer(source), group, np.float32)
                         for i in range(group):
                             left[i] = fma(-rint(left[i] * inverse), step, left[i])
+                        step *= PART
 
     return Task(quantize)
 
@@ -127,7 +130,7 @@ def quantize(
 ) -> tuple[Tensor, Activations]:
     """(the memory, which the caller keeps alive, the codes in it) of float32 x [rows, K], after `norm` if it is given.
     `wide` codes are in the layout of dots.PmaddWide. With several `parts` a block of rows of x becomes as many
-    blocks, of which the second has what the codes of the first left."""
+    blocks, of which the second has what the codes of the first left, with PART of their scales."""
     rows, group, groups = parts * x.shape[0], packed.group_size, packed.groups
     blocks, padded = parts * -(-x.shape[0] // layout.rows), groups * group
     row_bytes = padded * (2 if wide else 1) + (SPACING if layout.rows == 1 else 0)

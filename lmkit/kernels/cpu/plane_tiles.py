@@ -66,10 +66,11 @@ def planes_of(bits: int) -> tuple[int, ...]:
     return tuple(plane for plane in (8, 4, 2, 1) if bits & plane)
 
 
-def planes_tile(isa: Isa, form: Planes, *, packed: bool) -> Tile:
+def planes_tile(isa: Isa, form: Planes, *, packed: bool, inputs: int = 1) -> Tile:
     """See tiles.int_tile. Without `packed` codes are bytes, as unpack_planes_tile leaves them.
 
     c += scale * (sx * sum(x * code)) - offset * (sx * sum(x)); without offsets the zero is subtracted from the codes.
+    Each row of c has `inputs` rows of x. Of two the first one counts 256 times, and sx is that of the second one.
     """
     dot, width, per_unit = form.dot(isa), isa.int_vectors, form.groups
     zero = 0 if form.shifted else form.middle - dot.flipped
@@ -77,7 +78,7 @@ def planes_tile(isa: Isa, form: Planes, *, packed: bool) -> Tile:
 
     def body(e: Emitter, rows: int, arguments: list[Value]) -> None:
         x, ldx, w, sx, sumx, lds, sides, _zeros, c, units, _blocks, ahead = arguments
-        b, parts = e.builder, 2 if packed and rows > FEW_ROWS else 1
+        b, parts = e.builder, 2 if packed and rows * inputs > FEW_ROWS else 1
         vectors, row_bytes = width // parts, 4 * e.lanes * width
         with e.loop(I64(parts), unroll=False) as part, e.loop(units, unroll=False) as unit:
             column = e.times(part, vectors * e.lanes)
@@ -89,7 +90,7 @@ def planes_tile(isa: Isa, form: Planes, *, packed: bool) -> Tile:
             quads = iter(prefetching(e, isa, quads, QUADS, start, share))
             for half in range(per_unit):
                 group = e.offset(e.times(unit, per_unit), half)
-                places = [e.offset(e.times(group, 4), e.times(lds, row)) for row in range(rows)]
+                places = [e.offset(e.times(group, 4), e.times(lds, row)) for row in range(rows * inputs)]
                 backs = [negative_sum(e, e.load(e.offset(sumx, place), I32)) for place in places]
                 found = [[e.splat(b.mul(back, I32(zero)))] * vectors for back in backs]
                 begin = e.offset(e.times(unit, UNIT * dot.input_bytes), half * form.group * dot.input_bytes)
@@ -100,7 +101,10 @@ def planes_tile(isa: Isa, form: Planes, *, packed: bool) -> Tile:
                 count = QUADS // per_unit
                 dot.block(e, (next(quads) for _ in range(count)), activation, found)
                 scales, offsets = side(e, isa, form, sides, unit, half, column, vectors)
-                for row, place in enumerate(places):
+                if inputs == 2:
+                    found = [joined(e, *found[row : row + 2]) for row in range(0, 2 * rows, 2)]
+                    backs = [joined(e, *([back] for back in backs[row : row + 2]))[0] for row in range(0, 2 * rows, 2)]
+                for row, place in enumerate(places[inputs - 1 :: inputs]):
                     step = e.load(e.offset(sx, place), F32)
                     steps = e.splat(step)
                     back = e.splat(b.fmul(step, b.sitofp(backs[row], F32))) if offsets else None
@@ -110,8 +114,9 @@ def planes_tile(isa: Isa, form: Planes, *, packed: bool) -> Tile:
                         total = e.fma(scales[j], product, e.load(address, e.vector(F32)))
                         e.store(e.fma(offsets[j], back, total) if offsets else total, address)
 
-    name = f"planes_tile.{isa.name}.{'packed' if packed else 'bytes'}.{_name(form)}"
-    rows = tuple(n for n in (isa.packed_rows if packed else isa.int_rows) if n <= dot.max_rows)
+    name = f"planes_tile.{isa.name}.{'packed' if packed else 'bytes'}.{_name(form)}{'.split' * (inputs - 1)}"
+    most = (n for n in (isa.packed_rows if packed else isa.int_rows) if n <= dot.max_rows)
+    rows = tuple(dict.fromkeys(max(1, n // inputs) for n in most))
     return register(name, isa.lanes, rows, 12, body)
 
 
@@ -180,6 +185,12 @@ def _bits(e: Emitter, stored: Value, count: int, start: int, place: int) -> Valu
 
 def _signed(byte: int) -> int:
     return byte - 256 if byte > 127 else byte
+
+
+def joined(e: Emitter, high: list[Value], low: list[Value]) -> list[Value]:
+    """256 * high + low."""
+    b = e.builder
+    return [b.add(b.shl(x, constant(x.type, 8)), y) for x, y in zip(high, low, strict=True)]
 
 
 def negative_sum(e: Emitter, pair: Value) -> Value:

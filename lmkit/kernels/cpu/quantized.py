@@ -67,7 +67,7 @@ class ProductArgs(NamedTuple):
     steps: int  # groups, or units of planes
     step_blocks: int  # in a step; see tiles.int_tile
     chunk: int  # steps that many rows compute at a time
-    parts: int  # of each row of inputs: see `linear`
+    parts: int  # rows that are added up: see `linear`
     results: Results
 
 
@@ -88,11 +88,13 @@ class Kernels(NamedTuple):
 
 
 @functools.cache
-def kernels_of(isa: Isa, form: Stored | Planes) -> Kernels:
+def kernels_of(isa: Isa, form: Stored | Planes, inputs: int = 1) -> Kernels:
+    """`inputs`: see plane_tiles.planes_tile."""
     width = isa.int_tile
     if isinstance(form, Planes):
         return Kernels(
-            planes_tile(isa, form, packed=True).name, planes_tile(isa, form, packed=False).name,
+            planes_tile(isa, form, packed=True, inputs=inputs).name,
+            planes_tile(isa, form, packed=False, inputs=inputs).name,
             unpack_planes_tile(isa, form).name, True, form.bits, UNIT, width * UNIT * form.bits // 8, form.groups,
             form.side_units, width * form.side_bytes, 0,
         )  # fmt: skip
@@ -106,14 +108,14 @@ def kernels_of(isa: Isa, form: Stored | Planes) -> Kernels:
 
 
 @functools.cache
-def product_task(isa: Isa, form: Stored | Planes) -> Task:
-    """The task of one block of rows, or of one expert's rows, times a few panels."""
-    kernels = kernels_of(isa, form)
+def product_task(isa: Isa, form: Stored | Planes, inputs: int = 1) -> Task:
+    """The task of one block of rows, or of one expert's rows, times a few panels. A row has `inputs` rows of codes."""
+    kernels = kernels_of(isa, form, inputs)
     of_packed, of_bytes, to_bytes = kernels.of_packed, kernels.of_bytes, kernels.to_bytes
     width, size, bits, per_step = isa.int_tile, kernels.block, kernels.bits, kernels.step_groups
     unpacked_bytes, side_steps, side_bytes = kernels.unpacked_bytes, kernels.side_steps, kernels.side_bytes
     zero_bytes, input_bytes = kernels.zero_bytes, form.dot(isa).input_bytes
-    spread_rows = SPREAD_ROWS if kernels.packed else 1 << 62
+    spread_rows, stream_rows = (SPREAD_ROWS if kernels.packed else 1 << 62) // inputs, STREAM_ROWS // inputs
 
     def product(args: int, scratch: int, index: int) -> None:
         a = read(args, ProductArgs)
@@ -126,7 +128,7 @@ def product_task(isa: Isa, form: Stored | Planes) -> Task:
         while row < end:
             num_rows = min(a.blocks.row_block, end - row)
             sums_bytes, spread = 4 * num_rows * width, num_rows > spread_rows
-            chunk = a.chunk if num_rows > STREAM_ROWS else steps
+            chunk = a.chunk if num_rows > stream_rows else steps
             carray(pointer(scratch), num_panels * num_rows * width, np.float32)[:] = 0
             for p in range(num_panels):
                 for g in range(0, steps, chunk):
@@ -136,9 +138,9 @@ def product_task(isa: Isa, form: Stored | Planes) -> Task:
                         tile(to_bytes, 1, (source, unpacked, count * step_bytes // unpacked_bytes))
                     r = 0
                     while r < num_rows:
-                        ahead = source + (count * step_bytes if num_rows > STREAM_ROWS else AHEAD)
-                        of_row = ((row + r) * steps + g) * per_step
-                        activations = x.codes + (row + r) * x.row_bytes + g * blocks * size * input_bytes
+                        ahead = source + (count * step_bytes if num_rows > stream_rows else AHEAD)
+                        of_row = ((row + r) * inputs * steps + g) * per_step
+                        activations = x.codes + (row + r) * inputs * x.row_bytes + g * blocks * size * input_bytes
                         sums, left = scratch + p * sums_bytes + 4 * r * width, num_rows - r
                         step, total = x.scales + 4 * of_row, x.sums + 4 * of_row
                         scale, zero = scales + at // side_steps * side_bytes, zeros + at * zero_bytes
@@ -210,12 +212,13 @@ def _multiply(
     isa: Isa, activations: Activations, packed: PackedWeight, bias: Tensor | None, out: Tensor,
     experts: Experts = NO_EXPERTS, max_active: int = 0, parts: int = 1,
 ) -> None:  # fmt: skip
-    rows, width, kernels = parts * out.shape[0], isa.int_tile, kernels_of(isa, packed.form)
-    panels, inputs = packed.scales.shape[0], packed.groups * packed.group_size
+    inputs, parts = (parts, 1) if isinstance(packed.form, Planes) else (1, parts)
+    rows, width, kernels = parts * out.shape[0], isa.int_tile, kernels_of(isa, packed.form, inputs)
+    panels, in_features = packed.scales.shape[0], packed.groups * packed.group_size
     step = kernels.step_groups * packed.group_size
-    steps = inputs // step
-    row_block, chunk = max(1, min(rows, ROW_BLOCK)), min(steps, max(1, CHUNK_BYTES // (width * step)))
-    per_task = panels_per_task(width * inputs * kernels.bits // 8, panels, packed.activation is not None)
+    steps = in_features // step
+    row_block, chunk = max(1, min(rows, ROW_BLOCK // inputs)), min(steps, max(1, CHUNK_BYTES // (width * step)))
+    per_task = panels_per_task(width * in_features * kernels.bits // 8, panels, packed.activation is not None)
     blocks = Blocks(rows, panels, per_task, row_block)
     args = ProductArgs(
         blocks, experts, activations, packed.codes.data_ptr(), packed.scales.data_ptr(), packed.zeros.data_ptr(),
@@ -224,8 +227,9 @@ def _multiply(
     )  # fmt: skip
     scratch = 4 * per_task * row_block * width + width * chunk * step
     run_blocks(
-        product_task(isa, packed.form), blocks, args, panel_size=width * inputs, scratch=scratch, max_active=max_active
-    )
+        product_task(isa, packed.form, inputs), blocks, args, panel_size=width * in_features, scratch=scratch,
+        max_active=max_active,
+    )  # fmt: skip
 
 
 def _table(parts: list[tuple[PackedWeight, Tensor | None]]) -> ExpertTable:

@@ -229,9 +229,9 @@ def peak_tile() -> Tile:
 
 
 def codes_tile(*, wide: bool) -> Tile:
-    """round(x * inverse) of `pieces` * `chunks` * 16 floats to `out` as int8, or as int16 in the layout of
-    dots.PmaddWide. Pieces are `stride` bytes apart. `inverse` is the address of a float32. The sum of the codes goes to
-    the int32 at `total`, as `sum_pair`.
+    """round(x * inverse) of `pieces` * `chunks` * 16 floats to `out` as int8, -127 .. 127, or as int16 in the layout
+    of dots.PmaddWide. Pieces are `stride` bytes apart. `inverse` is the address of a float32. The sum of the codes goes
+    to the int32 at `total`, as `sum_pair`.
     """
 
     def body(e: Emitter, rows: int, arguments: list[Value]) -> None:
@@ -243,6 +243,8 @@ def codes_tile(*, wide: bool) -> Tile:
         with e.loop(pieces) as piece, e.loop(chunks) as chunk:
             source = e.offset(x, e.times(b.add(b.mul(piece, chunks), chunk), 4 * e.lanes))
             codes = b.fptosi(e.rint(b.fmul(e.load(source, e.vector(F32)), factor)), kind)
+            for edge, outside in ((constant(kind, 127), ">"), (constant(kind, -127), "<")):
+                codes = b.select(b.icmp_signed(outside, codes, edge), edge, codes)
             b.store(b.add(b.load(sums), codes), sums)
             place = e.offset(out, b.mul(piece, stride), e.times(chunk, (2 if wide else 1) * e.lanes))
             if wide:

@@ -123,8 +123,11 @@ def _planes_product(x: Tensor, weight: QTensor, bias: Tensor | None) -> Tensor:
 
 def _split_product(x: Tensor, weight: QTensor, bias: Tensor | None) -> Tensor:
     group = _group(x, weight)
-    first = _rounded(x, group)
-    return _product(first + _rounded(x.float() - first, group), dequantize(weight), bias).to(x.dtype)
+    parts = [quantize_activations(part) for part in x.float().split(group, dim=1)]
+    first, steps = torch.cat([xq * scale for xq, scale in parts], 1), torch.cat([scale / 256 for _, scale in parts], 1)
+    steps = steps.repeat_interleave(group, 1)[:, : x.shape[1]]
+    rest = torch.where(steps > 0, (x.float() - first) / steps, 0).round().clamp(-127, 127) * steps
+    return _product(first + rest, dequantize(weight), bias).to(x.dtype)
 
 
 def round_to_e4m3(x: Tensor) -> tuple[Tensor, Tensor]:

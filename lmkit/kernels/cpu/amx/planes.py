@@ -39,7 +39,6 @@ class ProductArgs(NamedTuple):
     panel_bytes: int  # of codes
     side_bytes: int  # of a panel
     units: int
-    parts: int  # of each row of inputs: see quantized.linear
     results: Results
 
 
@@ -48,9 +47,11 @@ def layout(form: Planes) -> Layout:
 
 
 @functools.cache
-def product_task(isa: Isa, form: Planes) -> Task:
-    """The task of a few panels and a block of rows."""
-    unpack, multiply = unpack_planes_tile(isa, form, signed=True).name, plane_products.product_tile(isa, form).name
+def product_task(isa: Isa, form: Planes, parts: int) -> Task:
+    """The task of a few panels and a block of rows, whose inputs have `parts`: see quantized.linear."""
+    unpack, multiply = (
+        unpack_planes_tile(isa, form, signed=True).name, plane_products.product_tile(isa, form, parts).name
+    )  # fmt: skip
     configure, release = configure_tile(isa, form.group).name, release_tile(isa).name
     unit_bytes, per_unit = form.bits * UNIT * WIDTH // 8, form.groups
     unit_lines = unit_bytes // CACHE_LINE // COLUMNS
@@ -59,9 +60,9 @@ def product_task(isa: Isa, form: Planes) -> Task:
         a = read(args, ProductArgs)
         first, row, num_panels, num_rows = block_of(a.blocks, index)
         x, groups, size = a.activations, a.units * per_unit, num_panels * num_rows * WIDTH
-        products, unpacked = scratch + SLOTS, scratch + SLOTS + 2 * PRODUCTS + ROW_BYTES
+        products, unpacked = scratch + SLOTS, scratch + SLOTS + 2 * parts * PRODUCTS + ROW_BYTES
         sums = unpacked + CHUNK * UNIT * WIDTH
-        carray(pointer(sums), a.parts * size, np.float32)[:] = 0
+        carray(pointer(sums), size, np.float32)[:] = 0
         tile(configure, 1, (scratch, min(num_rows, ROWS)))
         for p in range(num_panels):
             codes, sides = a.codes + (first + p) * a.panel_bytes, a.sides + (first + p) * a.side_bytes
@@ -70,19 +71,14 @@ def product_task(isa: Isa, form: Planes) -> Task:
                 tile(unpack, 1, (codes + unit * unit_bytes, unpacked, count))
                 for t in range(0, num_rows, ROWS):
                     ahead, lines = codes + (unit + count) * unit_bytes, unit_lines if t == 0 else 0
-                    for part in range(a.parts):
-                        block = (row + t) // ROWS * a.parts + part
-                        of_rows = sums + 4 * (part * size + (p * num_rows + t) * WIDTH)
-                        of_groups = 4 * ROWS * (block * groups + unit * per_unit)
-                        inputs = x.codes + ROWS * (block * x.row_bytes + unit * UNIT)
-                        given = (scratch, inputs, unpacked, of_rows, sides, x.scales + of_groups, x.sums + of_groups)
-                        rest = (unit, count, min(ROWS, num_rows - t), products, ahead, lines * (1 - part))
-                        tile(multiply, 1, (*given, *rest))
+                    block = (row + t) // ROWS * parts
+                    of_rows = sums + 4 * (p * num_rows + t) * WIDTH
+                    of_groups = 4 * ROWS * (block * groups + unit * per_unit)
+                    inputs = x.codes + ROWS * (block * x.row_bytes + unit * UNIT)
+                    given = (scratch, inputs, unpacked, of_rows, sides, x.scales + of_groups, x.sums + of_groups)
+                    rest = (unit, count, min(ROWS, num_rows - t), products, ahead, lines)
+                    tile(multiply, 1, (*given, *rest, ROWS * x.row_bytes, 4 * ROWS * groups))
         tile(release, 1, (scratch,))
-        if a.parts > 1:
-            whole, rest = carray(pointer(sums), size, np.float32), carray(pointer(sums + 4 * size), size, np.float32)
-            for i in range(size):
-                whole[i] += rest[i]
         store_panels(a.results, a.results.bias, sums, WIDTH, row, num_rows, first, num_panels)
 
     return Task(product)
@@ -100,8 +96,8 @@ def multiply(
     blocks = Blocks(rows, panels, per_task, row_block)
     args = ProductArgs(
         blocks, activations, packed.codes.data_ptr(), packed.scales.data_ptr(), packed.codes[0].nbytes,
-        packed.scales[0].nbytes, inputs // UNIT, parts, results(out, bias, packed.activation),
+        packed.scales[0].nbytes, inputs // UNIT, results(out, bias, packed.activation),
     )  # fmt: skip
-    sums = 4 * WIDTH * parts * per_task * row_block
-    scratch = SLOTS + 2 * PRODUCTS + ROW_BYTES + CHUNK * UNIT * WIDTH + sums
-    run_blocks(product_task(isa, form), blocks, args, panel_size=WIDTH * inputs, scratch=scratch)
+    sums = 4 * WIDTH * per_task * row_block
+    scratch = SLOTS + 2 * parts * PRODUCTS + ROW_BYTES + CHUNK * UNIT * WIDTH + sums
+    run_blocks(product_task(isa, form, parts), blocks, args, panel_size=WIDTH * inputs, scratch=scratch)
