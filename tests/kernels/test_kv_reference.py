@@ -14,10 +14,10 @@ from lmkit.layers.batch import allocate_kv
 from tests.kernels.cases import edge_vectors
 
 
-def stored(x: torch.Tensor, dtype: KVDtype) -> tuple[torch.Tensor, torch.Tensor]:
+def stored(x: torch.Tensor, dtype: KVDtype, name: str = "reference") -> tuple[torch.Tensor, torch.Tensor]:
     """x [tokens, heads, D] as it is read back, and the scale of each token and head."""
     kv = allocate_kv(1, x.shape[1], len(x), x.shape[2], (dtype, dtype))
-    ops.kv_append.named("reference")(x, x, kv.k, kv.v, torch.arange(len(x)).int())
+    ops.kv_append.named(name)(x, x, kv.k, kv.v, torch.arange(len(x)).int())
     return read_blocks(kv.k, torch.tensor([0]), len(x)).transpose(0, 1), kv.k.params[0, :, :, 0].T.float()
 
 
@@ -89,6 +89,15 @@ def test_rows_of_levels_beside_nothing_and_beyond_float16() -> None:
     assert torch.equal(back[0], x[0])
     assert bool(back.isfinite().all())
     assert bool((scale[1:] > 0).all())
+
+
+@pytest.mark.parametrize("name", ["reference", "cpu"])
+def test_a_row_of_levels_with_a_nan_is_nan(name: str) -> None:
+    """And no other row."""
+    x = torch.randn(3, 2, 32)
+    x[1, 0, 7] = torch.nan
+    back, _ = stored(x, INT3, name)
+    assert torch.equal(back.isnan().any(-1), x.isnan().any(-1))
 
 
 @pytest.mark.parametrize("dtype", [INT8, FP8, INT4], ids=str)

@@ -51,6 +51,7 @@ def _bounds(dtype: KVDtype) -> np.ndarray:
 
 ONES, THREES = np.uint64(0x0101010101010101), np.uint64(0x0303030303030303)
 GATHER = np.uint64(0x0102040810204080)  # byte i's last bit -> bit 56 + i
+MAGNITUDE, INFINITE, HALF_NAN = np.uint32(0x7FFFFFFF), np.uint32(0x7F800000), np.uint16(0x7E00)
 LEVELS_3, LEVELS_2 = (levels_tile(KV_DTYPES[name]).name for name in ("int3", "int2"))
 BOUNDS_3, BOUNDS_2 = (_bounds(KV_DTYPES[name]) for name in ("int3", "int2"))
 
@@ -108,13 +109,16 @@ def _store_codes(x: Any, dim: int, kind: int, data: int, params: int, where: int
 
 @inline
 def _store_levels(source: int, dim: int, bits: int, data: int, params: int, where: int, scratch: int) -> None:
-    """Store the nearest levels of x in the best unit, and the scale that then has the least squared error."""
+    """Store the nearest levels of x in the best unit, and the scale that then has the least squared error: NaN if x has
+    one."""
+    bits_of, has_nan = carray(pointer(source), dim, np.uint32), False
     given, x = carray(pointer(source), dim, np.float32), carray(pointer(scratch), dim, np.float32)
     codes = carray(pointer(scratch + 4 * dim), dim, np.uint8)
     sums = carray(pointer(scratch + 5 * dim), 16, np.float32)
     bounds = BOUNDS_3 if bits == 3 else BOUNDS_2
     power = np.float32(0)
     for i in range(dim):
+        has_nan |= (bits_of[i] & MAGNITUDE) > INFINITE  # compared as integers: fast arithmetic knows no NaN
         x[i] = min(max(given[i], -HALF_MAX), HALF_MAX)
         power += x[i] * x[i]
     deviation = np.float32(np.sqrt(power / np.float32(dim)))
@@ -135,7 +139,7 @@ def _store_levels(source: int, dim: int, bits: int, data: int, params: int, wher
         bound = bounds[best_unit, code] * deviation
         for i in range(dim):
             codes[i] += np.uint8(x[i] > bound)
-    carray(pointer(params + 2 * where), 1, np.uint16)[0] = float_to_half(scale)
+    carray(pointer(params + 2 * where), 1, np.uint16)[0] = HALF_NAN if has_nan else np.uint16(float_to_half(scale))
     row, size = data + where * (dim // 8 * bits), 4 * bits
     words = carray(pointer(scratch + 4 * dim), dim // 8, np.uint64)  # eight codes each
     for unit in range(dim // 32):
