@@ -50,6 +50,19 @@ def test_every_index_is_run_once(num_threads: int) -> None:
         assert run_counts(count) == run_counts(count, parallel=False) == run_counts(count, in_order=True) == [1] * count
 
 
+def test_jobs_of_a_program_run_apart_too() -> None:
+    counts = torch.zeros(3, dtype=torch.int64)
+    with threads.capturing() as program:
+        threads.run(COUNT, 3, (counts.data_ptr(), 64), scratch=64)
+        threads.run_aside(COUNT, 2, (counts.data_ptr(), 64), scratch=64)
+    (jobs,) = program.parts
+    assert isinstance(jobs, threads.Jobs)
+    for task, job in jobs.apart():
+        assert task == COUNT.address
+        job()
+    assert counts.tolist() == [2, 2, 1]
+
+
 def test_numbas_pool_takes_over_where_openmp_cannot_be_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threads, "_openmp_libraries", list)
     monkeypatch.setattr(threads, "_POOL", threads._Pool())

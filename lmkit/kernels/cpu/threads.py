@@ -68,7 +68,7 @@ OF_ENGINE: ContextVar[int] = ContextVar("num_threads", default=0)  # of the engi
 _CAPTURING: ContextVar[Program | None] = ContextVar("capturing", default=None)
 
 
-class _Jobs:
+class Jobs:
     """Jobs in a row, in the memory that threads walk through."""
 
     def __init__(self) -> None:
@@ -99,6 +99,21 @@ class _Jobs:
                 task, *_, count, chunk, _, _ = job
                 self._numbers.extend((task, 0, 0, count, chunk, 0, 8 * (place - len(self._numbers))))
 
+    def apart(self) -> Iterator[tuple[int, Callable[[], None]]]:
+        """Of each job the address of its task, and what runs it alone: for profiles."""
+        self.join()
+        start, end = 0, len(self._numbers)
+        while start < end:
+            task, *_, length, aside = self._numbers[start : start + _HEADER]
+            following = start + _HEADER + length
+            if aside >= 0:
+                alone, numbers = Jobs(), self._numbers[start:following]
+                job, args = (*numbers[: _HEADER - 1], 0), numbers[_HEADER:]
+                alone.add(job, args, parallel=self._parallel, scratch=self._scratch)
+                _ = alone._ready
+                yield task, alone
+            start = following
+
     @functools.cached_property
     def _ready(self) -> tuple[np.ndarray, np.ndarray, int]:
         """(all numbers, the places of the counters, the address of the numbers)."""
@@ -115,26 +130,26 @@ class Program:
     """Jobs captured once and launched many times. The caller keeps the memory at their addresses alive."""
 
     def __init__(self) -> None:
-        self._parts: list[_Jobs | Callable[[], None]] = []
+        self.parts: list[Jobs | Callable[[], None]] = []
         self.kept: list[torch.Tensor] = []  # memory that the program itself keeps alive
 
     @property
-    def jobs(self) -> _Jobs:
+    def jobs(self) -> Jobs:
         """The jobs at the end of the program."""
-        if not self._parts or not isinstance(self._parts[-1], _Jobs):
-            self._parts.append(_Jobs())
-        last = self._parts[-1]
-        assert isinstance(last, _Jobs)
+        if not self.parts or not isinstance(self.parts[-1], Jobs):
+            self.parts.append(Jobs())
+        last = self.parts[-1]
+        assert isinstance(last, Jobs)
         return last
 
     def call(self, function: Callable[[], None]) -> None:
-        if self._parts and isinstance(last := self._parts[-1], _Jobs):
+        if self.parts and isinstance(last := self.parts[-1], Jobs):
             last.join()
-        self._parts.append(function)
+        self.parts.append(function)
 
     def launch(self) -> None:
         """Run the program on the calling thread and the others of the pool."""
-        for part in self._parts:
+        for part in self.parts:
             part()
 
 
