@@ -212,7 +212,10 @@ def describe(result: Any, folder: Path, impl: ModelImpl = "auto") -> None:
     result.engine = "flexible" if source.spec.foreign else "fast"
     kept = {"paged": source.spec.has_kv, "own": source.spec.is_recurrent}
     if isinstance(source, FlexibleSource):  # its specification plans the memory of transformers' caches as both
-        kept = {"paged": bool(source.seen.calls), "own": bool(source.seen.fixed_bytes or source.seen.token_bytes)}
+        kept = {
+            "paged": bool(source.seen.calls or source.seen.stored),
+            "own": bool(source.seen.fixed_bytes or source.seen.token_bytes),
+        }
     result.kv = " and ".join(name for name, there in kept.items() if there)
     source.close()
 

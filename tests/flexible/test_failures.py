@@ -38,7 +38,7 @@ def test_options_are_refused_with_the_architecture(tmp_path: Path, options: dict
 
 
 def test_keys_in_caches_of_transformers_are_not_rounded(tmp_path: Path) -> None:
-    tiny.make(tmp_path, "bloom")
+    tiny.make(tmp_path, "minimax")
     config = EngineConfig(device="cpu", kv_dtype="int8")
     with pytest.raises(ConfigError, match=r"keys and values in transformers' caches.*leave out kv_dtype$"):
         loading.load(str(tmp_path), config, resolve_device(config))

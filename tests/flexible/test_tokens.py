@@ -70,9 +70,9 @@ def test_draft_tokens_change_nothing(tmp_path: Path, name: str) -> None:
     check(model, prompts, answers)
 
 
-@pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
-def test_rounded_keys_and_values_are_close(tmp_path: Path, kv_dtype: Any) -> None:
-    model = tiny.make(tmp_path, "stablelm")
+@pytest.mark.parametrize(("name", "kv_dtype"), [("stablelm", "int8"), ("bloom", "int4"), ("stablelm", "fp8")])
+def test_rounded_keys_and_values_are_close(tmp_path: Path, name: str, kv_dtype: Any) -> None:
+    model = tiny.make(tmp_path, name)
     engine = Engine.of(load_model(tmp_path, model_impl="flexible"), EngineConfig(**SIZES, kv_dtype=kv_dtype))
     answers = greedy(engine, [PROMPT], 10)
     engine.close()

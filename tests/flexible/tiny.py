@@ -31,8 +31,8 @@ STATES: dict[str, dict[str, Any]] = {
         "num_experts": 2, "mamba_d_state": 4, "mamba_dt_rank": 4, "use_mamba_kernels": False,
     },
 }  # fmt: skip
-# Keys and values in transformers' caches.
-OWN: dict[str, dict[str, Any]] = {
+# Attention of transformers on keys and values in lmkit's blocks.
+STORED: dict[str, dict[str, Any]] = {
     "bloom": {"n_layer": 2, "n_head": 4},
     "bart": {
         "d_model": 64, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 96, "encoder_layers": 1,
@@ -40,7 +40,11 @@ OWN: dict[str, dict[str, Any]] = {
     },
     "falcon": {"new_decoder_architecture": True, "num_kv_heads": 2, "alibi": False},
 }  # fmt: skip
-ALL = PAGED | STATES | OWN
+# Keys and values in a cache of the model's own.
+OWN: dict[str, dict[str, Any]] = {
+    "minimax": {"num_key_value_heads": 2, "head_dim": 16, "num_local_experts": 2, "num_experts_per_tok": 1},
+}
+ALL = PAGED | STATES | STORED | OWN
 
 
 def make(folder: Path, name: str) -> torch.nn.Module:

@@ -1,8 +1,8 @@
-"""Caches of transformers in which attention keeps nothing, because its keys and values lie in lmkit's blocks."""
+"""Caches of transformers whose keys and values lie in lmkit's blocks."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -26,6 +26,10 @@ KNOWN_LAYERS = (
     LinearAttentionAndSlidingWindowAttentionLayer,
     DummyLayer,
 )
+# That keep keys and values of each token, whatever reads them.
+PLAIN_LAYERS = DynamicLayer, DynamicSlidingWindowLayer
+# Keeps keys and values [1, heads, T, D] of a pass, and gives those of the whole sequence.
+Store = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 # The names under which modules give and take what they keep of a sequence.
 NAMES = ("past_key_values", "cache_params", "state", "mems")
 
@@ -66,11 +70,24 @@ class PagedMixedLayer(LinearAttentionLayer, PagedLayer):  # type: ignore[misc]
         LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
 
 
-def paged_cache(config: Any, paged: Collection[int]) -> DynamicCache:
-    """A sequence's cache. The layers `paged` keep no keys and values."""
+class StoredLayer(PagedLayer):
+    """A layer for attention of transformers: it reads all keys and values of the sequence from lmkit's blocks."""
+
+    def __init__(self, store: Store) -> None:
+        super().__init__()
+        self._store = store
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        return self._store(key_states, value_states)
+
+
+def paged_cache(config: Any, paged: Collection[int], stored: Mapping[int, Store]) -> DynamicCache:
+    """A sequence's cache. The layers `paged` keep no keys and values, and those `stored` have them in blocks."""
     cache = DynamicCache(config=config)
-    while len(cache.layers) <= max(paged, default=-1):
+    while len(cache.layers) <= max((*paged, *stored), default=-1):
         cache.layers.append(PagedLayer())
+    for index, store in stored.items():
+        cache.layers[index] = StoredLayer(store)
     for index in paged:
         old = cache.layers[index]
         cache.layers[index] = PagedMixedLayer(len(old.conv_states)) if hasattr(old, "conv_states") else PagedLayer()

@@ -6,6 +6,7 @@ sequence is a pass of its own, with what transformers keeps of it (states.py).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from lmkit.attention_spec import AttentionSpec
 from lmkit.errors import UnsupportedError
 from lmkit.kernels import ops
+from lmkit.kernels.reference.kv import read_blocks
 from lmkit.kernels.registry import Implementation
 from lmkit.layers.adapters import StepAdapters
 from lmkit.layers.batch import BatchInputs, KVLayer
@@ -69,7 +71,8 @@ class FlexibleDecoder(Decoder):
         self.ranks = self.link = self.after_layer = self.softcap = self.per_layer = None
         self.kept, self.step_adapters = {}, StepAdapters(device)
         self.embedding = ops.embedding.select(device)
-        self.states = OwnStates(module, seen)
+        stored = {call.layer: functools.partial(self._store, self._call(call, device)) for call in seen.stored}
+        self.states = OwnStates(module, seen, stored)
         self._theirs = "sdpa" if getattr(module, "_supports_sdpa", False) else "eager"
         use(module, self._theirs)
         self._base = _body(module)
@@ -232,6 +235,17 @@ class FlexibleDecoder(Decoder):
             call.append(keys, values, layer.k, layer.v, geometry.slots, part.positions)
         out: Tensor = call.attention(rows, layer.k, layer.v, geometry, call.spec, options.get("s_aux"))
         return out[None, :, :, :width]
+
+    def _store(self, call: _Call, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """See caches.Store."""
+        part, layer = self._part, self._kv[call.layer]
+        assert part is not None
+        geometry, length = part.geometries[layer.group], part.past + len(part.token_ids)
+        keys, values = _rows(k, call.dim), _rows(v, call.dim)
+        call.append(keys, values, layer.k, layer.v, geometry.slots, part.positions)
+        blocks = geometry.block_tables[0, : -(-length // layer.k.block_size)]
+        keys, values = (read_blocks(each, blocks, length)[None] for each in (layer.k, layer.v))
+        return keys[..., : k.shape[3]].to(k.dtype), values[..., : v.shape[3]].to(v.dtype)
 
     def mask(self, options: dict[str, Any]) -> None:
         """See interface.Attends."""

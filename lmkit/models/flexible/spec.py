@@ -28,7 +28,7 @@ def spec_of(module: Any, seen: Trace, config: Any, architecture: str, dtype: str
     """The specification of a module on which `trace` has looked."""
     text = config.get_text_config(decoder=True)
     prefix, linears = _linears(module, seen.language)
-    by_layer = {call.layer: call for call in seen.calls}
+    by_layer = {call.layer: call for call in (*seen.calls, *seen.stored)}
     count = max([text.num_hidden_layers, *(index + 1 for index in (*linears, *by_layer))])
     blocks = [_block(linears.get(index, {}), by_layer.get(index)) for index in range(count)]
     _keep_own(blocks, seen)

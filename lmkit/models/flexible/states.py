@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lmkit.kernels.ops import BatchGeometry
 from lmkit.layers.batch import BatchInputs
-from lmkit.models.flexible.caches import paged_cache
+from lmkit.models.flexible.caches import Store, paged_cache
 from lmkit.models.flexible.trace import Trace
 
 
@@ -86,14 +86,15 @@ class Part:
 class OwnStates:
     """Caches by row, and the draft tokens of the step before by slot."""
 
-    def __init__(self, module: nn.Module, seen: Trace) -> None:
-        self._config, self._pages = module.config, {call.layer for call in seen.calls}
+    def __init__(self, module: nn.Module, seen: Trace, stored: Mapping[int, Store]) -> None:
+        self._config, self._pages, self._stored = module.config, {call.layer for call in seen.calls}, stored
         self._rows: dict[int, Any] = {}
         self._drafts: dict[int, Part] = {}
 
     def fresh(self) -> Any:
         """The cache of a sequence of which nothing is computed. None: the module makes its own."""
-        return paged_cache(self._config, self._pages) if self._pages else None
+        pages, stored = self._pages, self._stored
+        return paged_cache(self._config, pages, stored) if pages or stored else None
 
     def take(self, row: int, slot: int) -> Any:
         """The state that a slot's sequence goes on from. Its own is changed in place, a snapshot is copied."""

@@ -18,7 +18,7 @@ from transformers.cache_utils import DynamicCache
 
 from lmkit.attention_spec import AttentionSpec
 from lmkit.errors import UnsupportedError
-from lmkit.models.flexible.caches import KNOWN_LAYERS, NAMES, PagedLayer, tensors_in
+from lmkit.models.flexible.caches import KNOWN_LAYERS, NAMES, PLAIN_LAYERS, PagedLayer, tensors_in
 from lmkit.models.flexible.interface import NAME, attending, use
 
 LENGTHS = (3, 7)  # tokens of two passes: what grows between them grows with each token
@@ -63,6 +63,7 @@ class Trace:
     takes_positions: bool  # whether tokens' positions are computed with
     reason: str = ""  # why lmkit's attention does not compute the calls
     language: str = ""  # the part that has the layers; towers stand beside it
+    stored: tuple[AttentionCall, ...] = ()  # layers of the cache that lmkit keeps for attention of transformers
 
     @property
     def packs(self) -> bool:
@@ -77,7 +78,8 @@ class Trace:
         if self.calls:
             states = ", states in transformers' caches" if self.fixed_bytes or self.token_bytes else ""
             return f"lmkit's KV blocks{states}, one sequence at a time"
-        return f"transformers' own, one sequence at a time: {self.reason}"
+        where = " on lmkit's KV blocks" if self.stored else ""
+        return f"transformers' own{where}, one sequence at a time: {self.reason}"
 
 
 @dataclass
@@ -106,6 +108,7 @@ class _Looks:
     problem: str = ""
     windows: set[int] = field(default_factory=set)  # of the masks that the pass asks for; 0: a mask without one
     language: str = ""  # the innermost part that makes states of embeddings
+    stored: tuple[AttentionCall, ...] = ()  # see Trace
 
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
         layer, window = getattr(module, "layer_idx", None), self._window(options.get("sliding_window") or 0)
@@ -188,6 +191,8 @@ def _trace(module: nn.Module, implementation: str, failed: str) -> Trace:
         use(module, THEIRS)
         looks, kept, read, name = _passes(module)
     calls, modules = ((), ()) if reason else (tuple(first.calls), tuple(first.modules))
+    if reason and looks[0].stored and looks[0].stored == looks[1].stored:
+        return Trace((), (), 0, 0, name, read, reason, language, looks[0].stored)
     growth = (kept[1] - kept[0]) // (LENGTHS[1] - LENGTHS[0])
     return Trace(calls, modules, kept[0] - growth * LENGTHS[0], growth, name, read, reason, language)
 
@@ -200,7 +205,7 @@ def _passes(module: nn.Module) -> tuple[list[_Looks], list[int], bool, str]:
     for length in LENGTHS:
         look = _Looks(names)
         found, cache, was_read = _look(module, look, length)
-        look.problem = look.problem or _more_than_pages(cache, look)
+        look.problem, look.stored = look.problem or _more_than_pages(cache, look), _plain_layers(cache, length)
         _check_windows(cache, look)
         read = read or was_read
         looks.append(look)
@@ -225,6 +230,20 @@ def _more_than_pages(cache: Any, look: _Looks) -> str:
     layers = getattr(cache, "layers", [])
     kinds = {type(layers[call.layer]) for call in look.calls if call.layer < len(layers)} - {*KNOWN_LAYERS}
     return f"its attention keeps more than keys and values ({kinds.pop().__name__})" if kinds else ""
+
+
+def _plain_layers(cache: Any, length: int) -> tuple[AttentionCall, ...]:
+    """The layers of a cache of so many tokens that keeps keys and values of each, and nothing else. None otherwise."""
+    found = []
+    for index, layer in enumerate(cache.layers if type(cache) is DynamicCache else ()):
+        if type(layer) not in PLAIN_LAYERS:
+            return ()
+        if layer.is_initialized:
+            keys, values = layer.keys.shape, layer.values.shape
+            if len(keys) != 4 or keys[::2] != (1, length) or values[:3] != keys[:3]:
+                return ()
+            found.append(AttentionCall(index, keys[1], keys[1], keys[3], values[3], AttentionSpec(1.0)))
+    return tuple(found)
 
 
 def _check_windows(cache: Any, look: _Looks) -> None:
