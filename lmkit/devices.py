@@ -31,7 +31,8 @@ class Device:
     shares_head: bool  # embeddings can be the rows of a packed head
     float4: bool  # kernels take codes of float4 in groups of 16; elsewhere such weights become dense
     exact_float4: bool  # codes of float4 stay in 4 bits whatever inputs are rounded to, and have no zeros
-    planes: bool  # kernels take codes in planes of bits, and any in groups of 16; elsewhere such weights become dense
+    planes: bool  # kernels take what a CPU keeps in planes of bits; elsewhere such weights become dense
+    small_groups: bool  # kernels take any codes in groups of 16; elsewhere those with plain scales become dense
     panels: bool  # additions of adapters lie in panels, in the order of rows; else rows of one adapter lie together
     plain_heads: bool  # prompts of latent attention may be computed over plain keys and values
     copies: bool  # packed weights may have copies in 16 bits
@@ -42,6 +43,7 @@ class Device:
     # With less free memory, steps have so many tokens and sequences, if no numbers are given: the rest is for KV.
     small_memory: int = 0  # bytes
     small_step: tuple[int, int] = (0, 0)
+    widths: tuple[int, ...] = ()  # the bits that codes in planes take, if they have no planes here
     kv_levels: bool = True  # kernels read keys and values of levels (kv_dtype)
     # Options of the engine that it refuses, and why. `{shared}` is the option that shares the model, as NAME=NUMBER.
     refuses: Mapping[str, str] = field(default_factory=dict)
@@ -66,6 +68,7 @@ CPU = Device(
     float4=True,
     exact_float4=False,
     planes=True,
+    small_groups=True,
     panels=True,
     plain_heads=False,
     copies=False,
@@ -90,7 +93,8 @@ CUDA = Device(
     shares_head=False,
     float4=True,
     exact_float4=True,
-    planes=False,
+    planes=True,
+    small_groups=False,
     panels=False,
     plain_heads=True,
     copies=True,
@@ -100,6 +104,7 @@ CUDA = Device(
     small_memory=10 << 30,
     small_step=(1024, 16),
     max_ranks=8,  # kernels/cuda/csrc/ranks.cu has numbers of all of them in registers
+    widths=(4, 6, 8),
     kv_levels=False,
     refuses=MappingProxyType(
         {
@@ -111,7 +116,7 @@ CUDA = Device(
 )
 DEVICES = {device.name: device for device in (CPU, CUDA)}
 # Where torch's own operations compute, for a quantization: `torch:cuda:1`.
-TORCH = replace(CUDA, name="torch", plain_heads=False, float4=False, exact_float4=False)
+TORCH = replace(CUDA, name="torch", plain_heads=False, float4=False, exact_float4=False, planes=False)
 
 
 def named(name: str) -> Device:

@@ -63,12 +63,16 @@ class QuantScheme:
         """Bits of a group's scale and zero in a file."""
         return self.scales.bits + (0 if self.symmetric else self.bits)
 
-    def num_bytes(self, shape: tuple[int, int]) -> int:
+    def num_bytes(self, shape: tuple[int, int], widths: tuple[int, ...] = ()) -> int:
         """Bytes of a weight [out, in] in memory: its codes, and of each group a float16 and a byte, or a float32. In
-        planes a group has no zero."""
+        planes a group has no zero. `widths`: of a device without planes (devices.Device)."""
         out_features, in_features = shape
         stored, of_group = self.bits, 24.0 if self.codes.uniform else 32.0
-        if self.in_planes:
+        if widths:
+            stored = next(width for width in widths if width >= self.bits)
+            if self.scales.kept != NUMBERS:  # its factors are there twice
+                of_group = (2 * self.scales.held_bits - self.scales.bits) * (1 if self.symmetric else 2)
+        elif self.in_planes:
             stored = 4 if self.codes.values else self.bits
             of_group = self.scales.held_bits * (1 if self.symmetric else 2)
         return int(out_features * (in_features * stored + self.num_groups(in_features) * of_group)) // 8
@@ -80,7 +84,7 @@ class QuantScheme:
 
     @property
     def in_planes(self) -> bool:
-        """Whether kernels keep its codes in planes of bits (kernels.cpu.packed_planes). Those of a GPU do not."""
+        """Whether kernels keep its codes in planes of bits (kernels.cpu.packed_planes). A GPU has other layouts."""
         return self.codes.in_planes or self.scales.kept != NUMBERS
 
     def num_groups(self, in_features: int) -> int:

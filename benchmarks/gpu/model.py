@@ -1,6 +1,7 @@
 """What a step of decoding would take: counts of compiled kernels, and data sheets. Modelled, never measured.
 
-    python -m benchmarks.gpu.model [--gpu H200] [--context 1024]     tokens/s by GPU and batch, and the kernels of one
+    python -m benchmarks.gpu.model [--gpu H200] [--context 1024]     tokens/s by GPU and batch, the kernels of one GPU,
+                                                                    and its tokens/s by kind of weights
 
 `lmkit/kernels/cuda/budgets.toml` has what kernels execute and move on some shape, counted on their PTX. A kernel of
 Llama-3.1-8B with 4-bit weights and an INT8 cache executes and moves as much for each weight, or for each token of the
@@ -42,6 +43,16 @@ FUSED_NORM = 4  # tokens up to which norms are inside the products
 PRODUCT_WEIGHTS, WIDE_WEIGHTS = 512 * 4096, 512 * 1024  # of the counted products (tests/kernels/cuda/budget_cases.py)
 COUNTED_CACHE = 2 * 512 * 8  # tokens times KV heads of the counted attention
 BATCHES = 1, 16, 64, 256
+# Bits of a weight, and what the counts of its product with one token are called. None: bytes alone are known.
+WEIGHTS: dict[str, tuple[float, str | None]] = {
+    "float16": (16, None),
+    "INT4": (8 * W4_G128, ""),
+    "MXFP4": (5, ", MXFP4"),
+    "NVFP4": (6, ", NVFP4"),
+    "Q4_K": (4.75, ", Q4_K"),
+    "Q5_K": (6.75, ", Q5_K"),
+    "Q6_K": (6.625, ", Q6_K"),
+}
 
 
 @cache
@@ -102,6 +113,28 @@ def product(name: str, outputs: int, inputs: int, tokens: int, sheet: Datasheet)
     times = -(-tokens // block) * weights / PRODUCT_WEIGHTS
     yield Work.of(name, f"product of {block} token{'s' * (block > 1)}", "gemm", times, num_bytes, flops=flops,
                   blocks_per_sm=2)  # fmt: skip
+
+
+def product_of_one(name: str, outputs: int, inputs: int, weights: str, sheet: Datasheet) -> Work:
+    """A token's product with weights of a kind."""
+    bits, case = WEIGHTS[weights]
+    num_bytes, flops = outputs * inputs * bits / 8 + 2.0 * (inputs + outputs), 2.0 * outputs * inputs
+    if case is None:
+        return Work(name, num_bytes, flops=flops)
+    times = outputs * inputs / PRODUCT_WEIGHTS
+    return Work.of(name, "product of 1 token" + case, "gemm", times, num_bytes, flops=flops, blocks_per_sm=2)
+
+
+def rates_of_one(context: int, sheet: Datasheet) -> str:
+    """Tokens/s of one sequence by the kind of weights, in Markdown."""
+    lines = [f"| {sheet.name}, one sequence | bits | modelled tok/s |", "|---|---|---|"]
+    others = [(count, work) for count, work in step(1, context, sheet) if work.name not in MODEL.products()]
+    for weights, (bits, _) in WEIGHTS.items():
+        products = [product_of_one(name, *shape, weights, sheet) for name, shape in MODEL.products().items()]
+        of_layer = sum(work.seconds(sheet) for work in products)
+        seconds = MODEL.layers * of_layer + sum(count * work.seconds(sheet) for count, work in others)
+        lines.append(f"| {weights} | {bits:.3g} | {1 / seconds:,.0f} |")
+    return "\n".join(lines)
 
 
 def step(batch: int, context: int, sheet: Datasheet) -> Iterator[tuple[int, Work]]:
@@ -167,7 +200,8 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=1024)
     given = parser.parse_args()
     sheet = next(sheet for sheet in DATASHEETS if sheet.name == given.gpu)
-    sys.stdout.write(f"{rates(given.context)}\n\n{kernels(given.context, sheet)}\n")
+    tables = rates(given.context), kernels(given.context, sheet), rates_of_one(given.context, sheet)
+    sys.stdout.write("\n\n".join(tables) + "\n")
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from lmkit.models.decoder import Decoder
 from lmkit.models.decoder_layer import DecoderLayer
 from lmkit.models.head import ASKED_HEAD, HEAD_SCHEME, has_own_head, quantize_rows, rounded_head, untied
 from lmkit.models.opened import coded_scheme, open_checkpoint, show_tensors
-from lmkit.models.placed import becomes_dense, placed
+from lmkit.models.placed import held_bytes, placed
 from lmkit.models.registry import BASE, CLASSIFIER
 from lmkit.models.rounding import check_rounding, saved_bytes, scheme_for
 from lmkit.models.spec import ModelSpec
@@ -352,9 +352,7 @@ class ModelSource:
             if floating:
                 total += math.prod(info.shape) * (DTYPES[info.dtype].itemsize if dtype is None else dense)
             elif (scheme := coded_scheme(self.reader, name)) is not None:
-                shape = (info.shape[0], info.shape[1])
-                dense_there = becomes_dense(scheme, device)
-                total += math.prod(shape) * dense if dense_there else scheme.num_bytes(shape)
+                total += held_bytes(scheme, (info.shape[0], info.shape[1]), device, dense)
             else:
                 total += info.nbytes * self._growth(name, dense, device, activations)
         if self.spec.tie_embeddings:

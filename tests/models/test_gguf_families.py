@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from lmkit.kernels.cuda import gemm_pack
 from lmkit.layers.batch import whole_batch
 from lmkit.models.loader import load_model
 from lmkit.models.placed import placed
@@ -77,16 +78,25 @@ def test_the_logits_of_transformers(tmp_path: Path, name: str) -> None:
         torch.testing.assert_close(got, expected(model, row), rtol=TOLERANCE, atol=TOLERANCE)
 
 
-def test_planes_take_the_files_bits_and_become_dense_on_a_gpu(tmp_path: Path) -> None:
-    """As the memory plan says."""
+@pytest.mark.parametrize(("storage", "bits", "bits_on_a_gpu"), [("Q4_1", 5, 5), ("Q5_1", 6, 7)])
+def test_planes_take_the_files_bits_and_four_six_or_eight_on_a_gpu(
+    tmp_path: Path, storage: str, bits: int, bits_on_a_gpu: int
+) -> None:
+    """As the memory plan says. They become dense where torch computes."""
     model = tiny.make(tmp_path / "saved", "llama", hidden_size=64, intermediate_size=96, num_attention_heads=4)
-    write_gguf(tmp_path / "m.gguf", model, tmp_path / "saved", "llama", coded("Q4_1"))
+    write_gguf(tmp_path / "m.gguf", model, tmp_path / "saved", "llama", coded(storage))
     with resolved(tmp_path / "m.gguf") as found:
         weight, source = found.layer(0).weights["attn.q"], found.source
         assert isinstance(weight, QTensor)
-        held, dense = source.weight_bytes("float16"), source.weight_bytes("float16", device="cuda")
-        assert dense - held == found.spec.num_weights * (16 - 5) // 8
-        moved = placed(weight, "cuda", "cpu", torch.float16)
+        on = {device: source.weight_bytes("float16", device=device) for device in ("cpu", "cuda", "torch:cpu")}
+        assert on["torch:cpu"] - on["cpu"] == found.spec.num_weights * (16 - bits) // 8
+        assert on["torch:cpu"] - on["cuda"] == found.spec.num_weights * (16 - bits_on_a_gpu) // 8
+        there = placed(weight, "cuda", "cpu", torch.float16)
+        assert isinstance(there, QTensor)
+        packed = gemm_pack.pack(there)
+        tiles, inputs = packed.num_tiles, packed.num_stages * gemm_pack.STAGE  # with what fills them up
+        assert packed.codes.nbytes + packed.params.nbytes == tiles * gemm_pack.TILE * inputs * bits_on_a_gpu // 8
+        moved = placed(weight, "torch:cpu", "cpu", torch.float16)
         assert isinstance(moved, torch.Tensor)
         assert torch.equal(moved, dequantize(weight).half())
 

@@ -25,7 +25,7 @@ HALF, FLOAT, ADD = range(3)  # how results are stored: in x's dtype, as float32,
 def problem_of(tokens: int, packed: PackedWeight) -> Problem:
     (tiles, stages, code_bytes), scales = packed.codes.shape, packed.scales_per_stage
     stage_bytes = code_bytes + max(1, scales) * packed.params.shape[2]
-    return Problem(tokens, tiles, stages, stage_bytes, scales, int8=packed.int8)
+    return Problem(tokens, tiles, stages, stage_bytes, scales, int8=packed.int8, offsets=packed.offsets)
 
 
 @cache

@@ -8,14 +8,16 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from lmkit.codes import E2M1
+from lmkit.codes import E2M1, Integers, Shifted
 from lmkit.kernels.cuda.module import Kernel
-from lmkit.qtensor import QTensor
+from lmkit.qtensor import QTensor, QuantScheme
+from lmkit.scales import NUMBERS, SuperGroups
 
 TILE = 16  # outputs
 STAGE = 128  # inputs
 WARPS = 8  # of a block of dequantize.cu
-E2M1_GROUP = 16  # inputs, the smallest group; other codes have 32 and more
+WIDTHS = 4, 6, 8  # bits that codes take
+E2M1_GROUP = 16  # inputs, the smallest group; other codes have 32 and more, or super-groups
 # Kernels take e2m1 as numbers 2^-14 times as large (gemm.cuh), and plain scales are those of integers.
 E2M1_SCALE = 2.0**14 / E2M1.unit
 
@@ -25,16 +27,18 @@ class PackedWeight:
     """W [out_features, in_features]. The data of one tile of outputs are contiguous."""
 
     codes: Tensor  # uint8 [tiles, stages, bytes]
-    params: Tensor  # uint8 [tiles, groups, bytes]: scales, then zeros
+    params: Tensor  # uint8 [tiles, groups, bytes]: scales, then zeros or offsets; those of a stage side by side
     out_features: int  # including gates
     in_features: int
     group_size: int
-    bits: int
+    bits: int  # 4, 6 or 8, that codes take
     float8: bool
     wide: bool  # scales are float32, not float16
     activation: str | None  # not None: a tile is 8 gates and the 8 outputs that they multiply
     rounds: bool = False  # x is rounded to int8 before it is multiplied (int8_rows.py)
     float4: bool = False  # codes of 4 bits are e2m1
+    offsets: bool = False  # w = code * scale - offset
+    zero: int | None = None  # of all codes, if scales are whole numbers times factors (scales.SuperGroups)
     copy: Tensor | None = None  # W in 16 bits, which the library multiplies with many tokens (turbo/engine/copies.py)
 
     @property
@@ -44,8 +48,8 @@ class PackedWeight:
     @property
     def int8(self) -> bool:
         """Whether products are of integers. Codes of 8 bits minus zeros have 9 bits: x's values are multiplied. So they
-        are by float4."""
-        return self.rounds and self.bits == 4 and not self.float4
+        are by float4, and by codes with offsets or factors."""
+        return self.rounds and self.bits == 4 and not (self.float4 or self.offsets or self.zero is not None)
 
     @property
     def width(self) -> int:
@@ -77,12 +81,15 @@ class PackedWeight:
     @property
     def defines(self) -> dict[str, int]:
         """The defines of gemm.cuh."""
+        flags = {"FLOAT4": self.float4, "OFFSETS": self.offsets, "FACTORS": self.zero is not None}
         return {
             "CODE_BITS": self.bits,
             "FLOAT8": int(self.float8),
             "WIDE": int(self.wide),
             "SCALES": self.scales_per_stage,
-        } | ({"FLOAT4": 1} if self.float4 else {})
+            **({"ZERO": self.zero} if self.zero else {}),
+            **{name: 1 for name, holds in flags.items() if holds},
+        }
 
     def slice(self, first: int, last: int) -> PackedWeight:
         """Tiles first .. last - 1. Their results begin at first * (results of a tile)."""
@@ -97,9 +104,13 @@ def is_float4(values: tuple[int, ...]) -> bool:
     return values == E2M1.plain.values
 
 
-def group_problem(group_size: int, values: tuple[int, ...] = ()) -> str | None:
+def group_problem(group_size: int, values: tuple[int, ...] = (), scheme: QuantScheme | None = None) -> str | None:
     """Why groups of this size cannot be packed, or None."""
     fits = group_size in (-1, 32, 64) or (group_size > 0 and group_size % STAGE == 0)
+    if scheme is not None and isinstance(scheme.scales, SuperGroups):
+        fits = group_size in (16, 32) and scheme.scales.groups * group_size % STAGE == 0
+    elif scheme is not None and isinstance(scheme.codes, Shifted):
+        fits = group_size == 32
     fits = fits or (group_size == E2M1_GROUP and is_float4(values))
     return None if fits else f"group_size {group_size} is not 32, 64, -1 or a multiple of {STAGE}"
 
@@ -114,7 +125,8 @@ def _float4_codes(device: torch.device) -> Tensor:
 
 
 def pack(weight: QTensor, activation: str | None = None, *, rounds: bool = False) -> PackedWeight:
-    """Pack a weight with scales per output (qtensor.plain). float16 scales stay, others are stored as float32.
+    """Pack a weight with scales per output (qtensor.plain). float16 scales stay, whole numbers, too, and others are
+    stored as float32. Codes of 2 and 3 bits take 4, those of 5 take 6, those of 7 take 8.
 
     `rounds`: the inputs of its products are rounded to int8.
     """
@@ -126,21 +138,48 @@ def pack(weight: QTensor, activation: str | None = None, *, rounds: bool = False
     codes = weight.codes.view(torch.uint8) if float8 else weight.codes
     codes = _float4_codes(codes.device)[codes.int()] if float4 else codes
     codes = _tiles(torch.nn.functional.pad(codes, (0, stages * STAGE - in_features)), gated)
-    wide = float4 or weight.scales.dtype != torch.float16
-    own = weight.scales.float() * (E2M1_SCALE if float4 else 1) if wide else weight.scales
-    columns = [_by_group(own, gated).view(torch.uint8)]
-    if not (float8 or float4):
-        columns.append(_by_group(weight.zeros, gated))
-    params = torch.cat(columns, dim=-1)
-    if 0 < scheme.group_size < STAGE:  # all groups of a stage exist
-        missing = stages * (STAGE // scheme.group_size) - params.shape[1]
-        params = torch.nn.functional.pad(params, (0, 0, 0, missing))
-    bits = 4 if float4 else scheme.bits
+    bits = 4 if float4 else next(width for width in WIDTHS if width >= scheme.bits)
+    wide = float4 or weight.scales.dtype not in (torch.float16, torch.int8)
     fragments = _fragments(codes, bits, split=scheme.group_size == E2M1_GROUP)
     return PackedWeight(
-        fragments, params.contiguous(), out_features, in_features, scheme.group_size, bits, float8, wide, activation,
-        rounds, float4,
+        fragments, _params(weight, gated, wide=wide, stages=stages), out_features, in_features, scheme.group_size, bits,
+        float8, wide, activation, rounds, float4, isinstance(scheme.codes, Shifted), _common_zero(scheme),
     )  # fmt: skip
+
+
+def _common_zero(scheme: QuantScheme) -> int | None:
+    """PackedWeight.zero."""
+    if scheme.scales == NUMBERS:
+        return None
+    return scheme.codes.middle if isinstance(scheme.codes, Integers) else 0
+
+
+def _params(weight: QTensor, gated: bool, *, wide: bool, stages: int) -> Tensor:
+    """uint8 [tiles, groups, bytes]."""
+    scheme = weight.scheme
+    float4, per_stage = is_float4(scheme.codes.values), STAGE // scheme.group_size
+    shifted = isinstance(scheme.codes, Shifted)
+    if weight.factor is not None:
+        columns = [weight.scales.view(torch.uint8) ^ 128, *([weight.zeros.view(torch.uint8) ^ 128] if shifted else [])]
+    else:
+        scales = weight.scales.float() * (E2M1_SCALE if float4 else 1) if wide else weight.scales
+        columns = [scales, *([weight.zeros.to(scales.dtype)] if shifted else [])]
+        if isinstance(scheme.codes, Integers) and not float4:
+            columns.append(weight.zeros)
+    params = torch.cat([_by_group(column, gated).view(torch.uint8) for column in columns], dim=-1)
+    if 0 < scheme.group_size < STAGE:  # all groups of a stage exist
+        params = torch.nn.functional.pad(params, (0, 0, 0, stages * per_stage - params.shape[1]))
+    if weight.factor is not None:
+        factors = [_by_group(factor.contiguous(), gated).view(torch.uint8) for factor in weight.factor.unbind(-1)]
+        of_stages = torch.cat(factors, dim=-1).repeat_interleave(_stages_of_factor(scheme), 1)[:, :stages]
+        whole = torch.cat([params.reshape(len(params), stages, -1), of_stages], dim=-1)
+        params = whole.reshape(len(params), stages * per_stage, -1)
+    return params.contiguous()
+
+
+def _stages_of_factor(scheme: QuantScheme) -> int:
+    assert isinstance(scheme.scales, SuperGroups)
+    return scheme.scales.groups * scheme.group_size // STAGE
 
 
 def _tiles(rows: Tensor, gated: bool) -> Tensor:
@@ -166,10 +205,18 @@ def _fragments(codes: Tensor, bits: int, *, split: bool) -> Tensor:
         parts = codes.reshape(*codes.shape[:3], -1, 2, 2, 2, 4, 2, 2).transpose(6, 7)
     else:
         parts = codes.reshape(*codes.shape[:3], -1, 2, 2, 4, 2, 2, 2)  # tile, r, g, stage, h / 2, h % 2, t, i, e, l
+    if bits == 8:
+        return parts.permute(0, 3, 4, 5, 2, 6, 7, 8, 1, 9).flatten(2).contiguous()
+    low = (parts & 15)[:, 0] | parts[:, 1] << 4  # without r
+    low = low.permute(0, 2, 3, 1, 5, 4, 6, 8, 7).flatten(2)
     if bits == 4:
-        parts = parts[:, 0] | parts[:, 1] << 4  # without r
-        return parts.permute(0, 2, 3, 1, 5, 4, 6, 8, 7).flatten(2).contiguous()
-    return parts.permute(0, 3, 4, 5, 2, 6, 7, 8, 1, 9).flatten(2).contiguous()
+        return low.contiguous()
+    # tile, stage, g, t, h / 2, h % 2, l, then what shares a byte: r, i, e
+    high = (parts >> 4).permute(0, 3, 2, 6, 4, 5, 9, 1, 7, 8).flatten(7)
+    halves = torch.zeros(high.shape[:-1], dtype=torch.int16, device=codes.device)
+    for place, field in enumerate(high.unbind(-1)):
+        halves |= field.to(torch.int16) << 2 * place
+    return torch.cat([low, halves.flatten(2).view(torch.uint8)], dim=-1)
 
 
 @cache

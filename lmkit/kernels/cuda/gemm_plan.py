@@ -76,6 +76,15 @@ class Problem:
     scales: int = 1  # of an output in a stage; 0: a group is longer
     experts: int = 1  # weights that are multiplied side by side, each with `tokens` rows
     int8: bool = False  # x has codes of 8 bits, and scales
+    offsets: bool = False  # codes have some: registers are few
+
+    @property
+    def most_tiles(self) -> int:
+        """Products of a tile of outputs and one of tokens that a warp has registers for."""
+        if self.offsets:
+            return 4
+        many_sums = self.scales > 1 or self.experts > 1
+        return (8 if self.scales == 4 else 12) if many_sums else 2 * MAX_TOKEN_TILES
 
     def ranges(self, plan: Plan) -> int:
         return -(-self.stages // (plan.units * plan.warps_k))
@@ -139,9 +148,7 @@ def problem_with(plan: Plan, problem: Problem, limit: int) -> str | None:
         return "numbers out of range"
     if plan.block_tiles not in (1, 2, 4, 8, 16) or plan.warps > 16:
         return "row blocks are of 1, 2, 4, 8 or 16 tiles, by at most 16 warps"
-    most = 8 if problem.scales == 4 else 12
-    spills = plan.token_tiles * plan.rows > most and (problem.scales > 1 or problem.experts > 1)
-    if spills or 32 * plan.warps * registers(plan, problem) > REGISTERS:
+    if plan.token_tiles * plan.rows > problem.most_tiles or 32 * plan.warps * registers(plan, problem) > REGISTERS:
         return "too many registers"
     if problem.row_blocks(plan) * problem.token_blocks(plan) * problem.experts > NUM_COUNTERS:
         return "more row blocks than counters"
@@ -154,7 +161,7 @@ def problem_with(plan: Plan, problem: Problem, limit: int) -> str | None:
 
 def candidates(problem: Problem, limit: int, kernels: int = 1) -> Iterator[Plan]:
     """Plans that can run a problem, with as many blocks on a multiprocessor as fit if `kernels` like it share that."""
-    blocks = math.ceil(problem.tokens / (8 * MAX_TOKEN_TILES))
+    blocks = math.ceil(problem.tokens / (8 * min(MAX_TOKEN_TILES, problem.most_tiles)))
     token_tiles = next(tiles for tiles in TOKEN_TILES if 8 * tiles * blocks >= problem.tokens)
     shapes = [(n, k) for n, k in itertools.product((1, 2, 4, 8), repeat=2) if n * k in (4, 8, 16)]
     for rows, (warps_n, warps_k), depth in itertools.product((1, 2), shapes, (3, 4, 6, 8)):

@@ -55,13 +55,15 @@ class Key(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dtype: str  # int8: x is rounded
     experts: int = 0  # that have such a weight each, and one product. 0: a weight of its own
     float4: bool = False
+    offsets: bool = False
+    factors: bool = False
 
     @classmethod
     def of(cls, packed: PackedWeight, dtype: torch.dtype, experts: int = 0) -> Key:
         return cls(
             packed.out_features, packed.in_features, packed.bits, packed.float8, packed.wide, packed.group_size,
             "int8" if packed.int8 else str(dtype).removeprefix("torch."),
-            experts, packed.float4,
+            experts, packed.float4, packed.offsets, packed.zero is not None,
         )  # fmt: skip
 
 

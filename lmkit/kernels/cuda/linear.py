@@ -1,5 +1,6 @@
 """Linears with packed weights on CUDA: 4 and 8 bits with exact activations (ops.linear_w4a16, linear_w8a16 and
-linear_fp8), and with int8 activations 4 bits and groups of 8 bits (ops.linear_w4a8, linear_w8a8).
+linear_fp8), and with int8 activations 4 bits and groups of 8 bits (ops.linear_w4a8, linear_w8a8). What a CPU keeps in
+planes of bits has 4, 6 or 8 bits here (ops.linear_split, linear_planes).
 
 For few tokens csrc/gemm.cu multiplies the packed weight, or gemm_wide.cu. For many tokens, or float32 activations, the
 weight is dequantized, a panel of outputs at a time, and torch's library multiplies. gemm_table.py decides, from shapes
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lmkit.kernels import ops
+from lmkit.kernels import ops, plane_ops
 from lmkit.kernels.cuda import elementwise, gemm, int8_rows
 from lmkit.kernels.cuda.gemm_experts import OF_EXPERTS
 from lmkit.kernels.cuda.gemm_pack import PackedWeight, dequantize, group_problem, pack
@@ -26,6 +27,7 @@ from lmkit.kernels.cuda.module import HALVES
 from lmkit.kernels.cuda.switches import off, switches
 from lmkit.kernels.ops import Norm
 from lmkit.kernels.registry import implements
+from lmkit.qtensor import QuantScheme
 
 PANEL_BYTES = 256 << 20  # of a weight dequantized at a time
 
@@ -135,16 +137,17 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype)
 
 
 def _accepts(
-    code_bits: int, /, *, group_size: int = -1, bits: int | None = None, in_features: int = 8,
-    values: tuple[int, ...] = (), **traits: Any,
+    code_bits: int | None, /, *, group_size: int = -1, bits: int | None = None, in_features: int = 8,
+    values: tuple[int, ...] = (), scheme: QuantScheme | None = None, **traits: Any,
 ) -> str | None:  # fmt: skip
+    """`code_bits`: the bits of weights that an op is for; None: of any with planes."""
     if (reason := elementwise.accepts("dequantize.cu", *(("gemm.cu",) if switches().invariant else ()))) is not None:
         return reason
-    if bits not in (None, code_bits):
+    if code_bits is not None and bits not in (None, code_bits):
         return f"{bits} bits"
     if in_features % 8:
         return f"in_features {in_features} is not a multiple of 8"
-    return group_problem(group_size, values)
+    return group_problem(group_size, values, scheme)
 
 
 def _accepts_4(**traits: Any) -> str | None:
@@ -155,16 +158,25 @@ def _accepts_8(**traits: Any) -> str | None:
     return _accepts(8, **traits)
 
 
-def _accepts_rounded(code_bits: int, /, **traits: Any) -> str | None:
+def _accepts_planes(**traits: Any) -> str | None:
+    return _accepts(None, **traits)
+
+
+def _accepts_rounded(code_bits: int | None, /, **traits: Any) -> str | None:
     return off("round_groups.cu") or _accepts(code_bits, **traits)
 
 
-for _op, _accept in ((ops.linear_w4a16, _accepts_4), (ops.linear_w8a16, _accepts_8), (ops.linear_fp8, _accepts_8)):
+for _op, _accept in (
+    (ops.linear_w4a16, _accepts_4), (ops.linear_w8a16, _accepts_8), (ops.linear_fp8, _accepts_8),
+    (plane_ops.linear_split, _accepts_planes),
+):  # fmt: skip
     implements(
         _op, "cuda", device="cuda", accepts=_accept, pack=pack, priority=20, epilogue=True, of_experts=OF_EXPERTS
     )(linear)
 # library.py has 8 bits with one scale for each output.
-for _op, _name, _bits in ((ops.linear_w4a8, "cuda", 4), (ops.linear_w8a8, "cuda.groups", 8)):
+for _op, _name, _bits in (
+    (ops.linear_w4a8, "cuda", 4), (ops.linear_w8a8, "cuda.groups", 8), (plane_ops.linear_planes, "cuda", None)
+):  # fmt: skip
     _pack, _accept = partial(pack, rounds=True), partial(_accepts_rounded, _bits)
     implements(
         _op, _name, device="cuda", accepts=_accept, pack=_pack, priority=19, epilogue=True, of_experts=OF_EXPERTS

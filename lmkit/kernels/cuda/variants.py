@@ -19,8 +19,8 @@ import torch
 
 import lmkit.kernels.cuda
 from lmkit.attention_spec import AttentionSpec, Growth
-from lmkit.codes import E2M1
-from lmkit.kernels import latent_ops, ops, query_ops, recurrent_ops
+from lmkit.codes import E2M1, Integers, Shifted
+from lmkit.kernels import latent_ops, ops, plane_ops, query_ops, recurrent_ops
 from lmkit.kernels.cuda import module, ranks
 from lmkit.kernels.cuda.gpus import Capability
 from lmkit.kernels.cuda.library import invariant_product
@@ -34,6 +34,7 @@ from lmkit.kernels.selective_scan import ScanWeights
 from lmkit.kernels.short_conv import ConvWeights
 from lmkit.kv_dtype import FLOAT16, FP8, INT4, INT8, KVDtype, dense_kv_dtype
 from lmkit.qtensor import QTensor, QuantScheme, float8_scheme, int_scheme
+from lmkit.scales import NUMBERS, SuperGroups
 
 DEVICE = "meta"
 # Query heads, KV heads, head size, soft cap: Llama 8B, Qwen 7B, Llama 1B, Gemma 2 9B.
@@ -50,6 +51,12 @@ STORAGES = (FLOAT16, INT8, INT4, FP8)
 # Of the experts of Qwen3 30B-A3B: out, in, activation; and tokens with 8 experts each.
 EXPERTS = ((1536, 2048, "silu"), (2048, 768, None))
 EXPERT_TOKENS = (1, 32, 512)
+# Q4_K, Q5_K and Q6_K
+PLANES = (
+    QuantScheme(Shifted(4), 32, scales=SuperGroups(8)),
+    QuantScheme(Shifted(5), 32, scales=SuperGroups(8)),
+    QuantScheme(Integers(6, symmetric=True), 16, scales=SuperGroups(16)),
+)
 MEAN_PAIRS = 8
 BLOCK, BLOCKS, SEQUENCES = 64, 1024, 8
 NUM_RANKS = 2, 4, 8
@@ -180,6 +187,7 @@ def _linears(half: torch.dtype) -> None:
         (ops.linear_w8a8, int_scheme(8, -1, symmetric=True)),
         (ops.linear_w8a16, QuantScheme(E2M1.plain, 32)),
         (ops.linear_w8a16, QuantScheme(E2M1.plain, 16)),
+        *((plane_ops.linear_split, scheme) for scheme in PLANES),
         (ops.linear_fp8, float8_scheme()),
         (ops.linear_fp8_a8, float8_scheme()),
     ):
@@ -255,7 +263,7 @@ def _selective_scan(half: torch.dtype) -> None:
 
 
 def _linear(op: Op, scheme: QuantScheme, half: torch.dtype, n: int, k: int, tokens: int) -> None:
-    kind = {"group_size": scheme.group_size, "bits": scheme.bits, "values": scheme.codes.values}
+    kind = {"group_size": scheme.group_size, "bits": scheme.bits, "values": scheme.codes.values, "scheme": scheme}
     impl = _ours(op, out_features=n, in_features=k, **kind)
     if impl is None:
         return
@@ -265,9 +273,12 @@ def _linear(op: Op, scheme: QuantScheme, half: torch.dtype, n: int, k: int, toke
 
 
 def _weight(scheme: QuantScheme, n: int, k: int) -> QTensor:
-    codes = scheme.codes
-    scales = _empty(n, scheme.num_groups(k), dtype=torch.float16 if codes.uniform else torch.float32)
-    return QTensor(_empty(n, k, dtype=codes.element), scales, codes.zeros(scales.shape).to(DEVICE), scheme)
+    codes, whole = scheme.codes, scheme.scales != NUMBERS
+    dtype = torch.int8 if whole else torch.float16 if codes.uniform else torch.float32
+    scales = _empty(n, scheme.num_groups(k), dtype=dtype)
+    zeros, factor = scheme.scales.like(scales, codes.zeros(scales.shape).to(DEVICE))
+    factor = None if factor is None else factor.to(DEVICE)
+    return QTensor(_empty(n, k, dtype=codes.element), scales, zeros, scheme, factor=factor)
 
 
 def _dense(half: torch.dtype, tokens: int) -> None:

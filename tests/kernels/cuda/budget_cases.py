@@ -24,6 +24,7 @@ from lmkit.kv_dtype import FLOAT16, INT4, INT8, KVDtype
 from lmkit.layers.batch import allocate_kv
 from lmkit.low_rank import Columns
 from lmkit.qtensor import QuantScheme
+from tests.kernels import planes
 from tests.kernels.cases import filled_cache
 from tests.kernels.cuda import (
     test_balanced,
@@ -59,6 +60,18 @@ def product(tokens: int, scheme: QuantScheme = test_linear.INT4) -> Callable[[],
         problem = replace(gemm.problem_of(tokens, packed), tiles=1792)
         plan = gemm_plan.best(problem, SMS, H200.block_shared, 1, 2 if tokens <= 16 else 1)[0]
         gemm.multiply(torch.randn(tokens, PRODUCT[1]).half(), packed, plan)
+
+    return run
+
+
+def kquant(name: str) -> Callable[[], object]:
+    """A token's product with a weight of a type of GGUF."""
+
+    def run() -> None:
+        packed = gemm_pack.pack(planes.random_weight(planes.SCHEMES[name], *PRODUCT))
+        problem = replace(gemm.problem_of(1, packed), tiles=1792)
+        plan = gemm_plan.best(problem, SMS, H200.block_shared, 1, 2)[0]
+        gemm.multiply(torch.randn(1, PRODUCT[1]).half(), packed, plan)
 
     return run
 
@@ -177,6 +190,9 @@ CASES: dict[str, Callable[[], object]] = {
     "product of 1 token": product(1),
     "product of 1 token, MXFP4": product(1, MXFP4),
     "product of 1 token, NVFP4": product(1, NVFP4),
+    "product of 1 token, Q4_K": kquant("Q4_K"),
+    "product of 1 token, Q5_K": kquant("Q5_K"),
+    "product of 1 token, Q6_K": kquant("Q6_K"),
     "product of 16 tokens": product(16),
     "product of 64 tokens": product(64),
     "wide product of 64 tokens": wide_product(64),

@@ -24,7 +24,9 @@ NAME = "abacus"
 
 
 class Abacus(CpuDevice):
-    facts = replace(CPU, name=NAME, block_size=8, float4=False, planes=False, panels=False, shares_head=False)
+    facts = replace(
+        CPU, name=NAME, block_size=8, float4=False, planes=False, small_groups=False, panels=False, shares_head=False
+    )
 
 
 @pytest.fixture(autouse=True)

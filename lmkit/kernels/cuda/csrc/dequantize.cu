@@ -1,5 +1,5 @@
 // Dequantizes a packed weight (gemm.cuh) to [outputs, inputs] in Half, or in float32 with OUT32: (code - zero) * scale
-// in float32, rounded once. A library computes products with many tokens from it.
+// or code * scale - offset in float32, rounded once. A library computes products with many tokens from it.
 //
 // A warp computes one stage of one tile. A lane has 8 consecutive inputs of two rows at a time: stores of 16 bytes. With
 // groups of 16 it has 4 inputs of each.
@@ -37,18 +37,20 @@ extern "C" __global__ void __launch_bounds__(256) dequantize(const u8* codes, co
 #pragma unroll
     for (int k32 = 0; k32 < STAGE / 32; ++k32) {
         const int k = stage * STAGE + 32 * k32 + (SPLIT ? 4 : 8) * t;
-        Params p = load_params(param + k32 / SCALE_STRIDE * (SPLIT ? 2 : 1) * PARAM_BYTES, g);
+        Params p = load_params(param, k32 / SCALE_STRIDE * (SPLIT ? 2 : 1), g);
         const uint4 words = load[k32 / HALVES * 32];
+        const u32 high = CODE_BITS == 6 ? component(load[2 * 32], k32) : 0;
         float values[2][8];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             u32 a[4];
-            if (SPLIT && i == 1) p = load_params(param + (2 * k32 + 1) * PARAM_BYTES, g);
-            fragment(a, words, k32 % HALVES, i, p.excess);
+            if (SPLIT && i == 1) p = load_params(param, 2 * k32 + 1, g);
+            fragment(a, words, k32 % HALVES, i, p.excess, high);
 #pragma unroll
             for (int part = 0; part < 4; ++part) {
                 float* v = &values[part & 1][4 * i + 2 * (part >> 1)];
-                v[0] = Half::lo(a[part]) * p.scale[part & 1], v[1] = Half::hi(a[part]) * p.scale[part & 1];
+                v[0] = __fmul_rn(Half::lo(a[part]), p.scale[part & 1]), v[1] = __fmul_rn(Half::hi(a[part]), p.scale[part & 1]);
+                if (SHIFTED) v[0] -= p.offset[part & 1], v[1] -= p.offset[part & 1];
             }
         }
 #pragma unroll

@@ -60,7 +60,6 @@ constexpr int WARPS = WARPS_N * WARPS_K, THREADS = 32 * WARPS;
 constexpr int BLOCKS_PER_SM = N_TILES * (ROWS + 1) <= (SCALES > 1 ? 4 : 6) ? 512 / THREADS : 1;
 constexpr int TOKENS = 8 * N_TILES;
 constexpr int BLOCK_TILES = WARPS_N * ROWS, BLOCK_ROWS = TILE * BLOCK_TILES;
-constexpr int STAGE_PARAM_BYTES = STAGE_SCALES * PARAM_BYTES;
 constexpr int SLOT_BYTES = ROWS * (STAGE_BYTES + STAGE_PARAM_BYTES);
 constexpr int RING_BYTES = DEPTH * SLOT_BYTES;
 constexpr int X_BYTES = INT8_X ? 1 : 2;                       // of an input
@@ -221,7 +220,7 @@ DEVICE void multiply(Sums& sums, const u8* slot, const u8* x, const u8* scales, 
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
                 const int k32 = 2 * k64 + h;
-                if (k32 % SCALE_STRIDE == 0) p[r] = load_params(params + k32 / SCALE_STRIDE * PARAM_BYTES, lane >> 2);
+                if (k32 % SCALE_STRIDE == 0) p[r] = load_params(params, k32 / SCALE_STRIDE, lane >> 2);
                 byte_fragment(a[r][h], words, h, p[r].excess);
                 scale[h][r][0] = p[r].scale[0], scale[h][r][1] = p[r].scale[1];
             }
@@ -255,34 +254,46 @@ DEVICE void multiply(Sums& sums, const u8* slot, const u8* x, const u8* scales, 
     }
 }
 #else
-// sums += 32 inputs with two scales. `params` are those of the first, for the first of ROWS tiles.
-DEVICE void multiply_groups(Sums& sums, const u32 (&a)[ROWS][2][4], const u8* params, const u8* x, int g) {
-    Params p[ROWS][2];
+constexpr u32 ONES = Half::is_bf16 ? 0x3f803f80u : 0x3c003c00u;
+constexpr int PARTS = SPLIT ? 2 : 1;  // of 32 inputs with a scale each
+static_assert(!SHIFTED || SCALE_STRIDE == 1, "groups with offsets have 16 or 32 inputs");
+
+// sums += 32 inputs of one group or two, scaled at once. What offsets take off a sum are they times that of the inputs.
+DEVICE void multiply_groups(Sums& sums, const u32 (&a)[ROWS][2][4], const Params (&p)[ROWS][PARTS], const u8* x) {
+    constexpr u32 ones[4] = {ONES, ONES, ONES, ONES};
 #pragma unroll
-    for (int r = 0; r < ROWS; ++r)
+    for (int n = 0; n < N_TILES; ++n) {
+        const uint2* const b = reinterpret_cast<const uint2*>(x + n * 8 * X_STRIDE);
+        const uint2 steps[2] = {b[0], b[SPLIT ? 4 : 1]};
 #pragma unroll
-        for (int i = 0; i < 2; ++i) p[r][i] = load_params(params + r * STAGE_PARAM_BYTES + i * PARAM_BYTES, g);
+        for (int part = 0; part < PARTS; ++part) {
+            float x_sums[4] = {}, group[ROWS][4] = {};
 #pragma unroll
-    for (int n = 0; n < N_TILES; ++n)
+            for (int i = part; i < part + 2 / PARTS; ++i) {
+                if (SHIFTED) Half::mma(x_sums, ones, steps[i].x, steps[i].y);
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const uint2 b = *reinterpret_cast<const uint2*>(x + n * 8 * X_STRIDE + 32 * i);
-#pragma unroll
-            for (int r = 0; r < ROWS; ++r) {
-                float group[4] = {};
-                Half::mma(group, a[r][i], b.x, b.y);
-#pragma unroll
-                for (int c = 0; c < 4; ++c) sums[r][n][c] = fmaf(p[r][i].scale[c >> 1], group[c], sums[r][n][c]);
+                for (int r = 0; r < ROWS; ++r) Half::mma(group[r], a[r][i], steps[i].x, steps[i].y);
             }
+#pragma unroll
+            for (int r = 0; r < ROWS; ++r)
+#pragma unroll
+                for (int c = 0; c < 4; ++c) {
+                    sums[r][n][c] = fmaf(p[r][part].scale[c >> 1], group[r][c], sums[r][n][c]);
+                    if (SHIFTED) sums[r][n][c] = fmaf(-p[r][part].offset[c >> 1], x_sums[c], sums[r][n][c]);
+                }
         }
+    }
 }
 
 // sums += one stage of weights times x. `x` is the lane's part of its token in the first n-tile.
 DEVICE void multiply(Sums& sums, const u8* slot, const u8* x, const u8*, int lane) {
     const int g = lane >> 2;
     float group_sums[CHAINS][ROWS][N_TILES][4];
-    Params p[ROWS];
-    uint4 words[ROWS];
+    Params p[ROWS][PARTS];
+    uint4 words[ROWS], high[ROWS];
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r)
+        if (CODE_BITS == 6) high[r] = reinterpret_cast<const uint4*>(slot + r * STAGE_BYTES + 2 * LOAD_BYTES)[lane];
 #pragma unroll
     for (int k32 = 0; k32 < STAGE / 32; ++k32) {
         if (N_TILES * ROWS >= 8 && k32 > 0) __syncwarp();  // keeps loads of later steps behind: registers are few
@@ -292,11 +303,12 @@ DEVICE void multiply(Sums& sums, const u8* slot, const u8* x, const u8*, int lan
                 const u8* load = slot + r * STAGE_BYTES + k32 / HALVES * LOAD_BYTES;
                 words[r] = reinterpret_cast<const uint4*>(load)[lane];
             }
-        if (!SPLIT && k32 % SCALE_STRIDE == 0) {
+        if (k32 % SCALE_STRIDE == 0) {
 #pragma unroll
             for (int r = 0; r < ROWS; ++r) {
                 const u8* params = slot + ROWS * STAGE_BYTES + r * STAGE_PARAM_BYTES;
-                p[r] = load_params(params + k32 / SCALE_STRIDE * PARAM_BYTES, g);
+#pragma unroll
+                for (int i = 0; i < PARTS; ++i) p[r][i] = load_params(params, PARTS * k32 / SCALE_STRIDE + i, g);
 #pragma unroll
                 for (int i = 0; i < CHAINS * N_TILES * 4; ++i)
                     group_sums[i / (4 * N_TILES)][r][i / 4 % N_TILES][i % 4] = 0;
@@ -306,9 +318,11 @@ DEVICE void multiply(Sums& sums, const u8* slot, const u8* x, const u8*, int lan
 #pragma unroll
         for (int r = 0; r < ROWS; ++r)
 #pragma unroll
-            for (int i = 0; i < 2; ++i) fragment(a[r][i], words[r], k32 % HALVES, i, p[r].excess);
-        if (SPLIT) {
-            multiply_groups(sums, a, slot + ROWS * STAGE_BYTES + 2 * k32 * PARAM_BYTES, x + k32 * 64, g);
+            for (int i = 0; i < 2; ++i)
+                fragment(a[r][i], words[r], k32 % HALVES, i, p[r][i % PARTS].excess,
+                         CODE_BITS == 6 ? component(high[r], k32) : 0);
+        if (SPLIT || SHIFTED) {
+            multiply_groups(sums, a, p, x + k32 * 64);
             continue;
         }
 #pragma unroll
@@ -328,7 +342,7 @@ DEVICE void multiply(Sums& sums, const u8* slot, const u8* x, const u8*, int lan
                     for (int c = 0; c < 4; ++c) {
                         float sum = group_sums[0][r][n][c];
                         if (CHAINS > 1) sum += group_sums[CHAINS - 1][r][n][c];
-                        sums[r][n][c] = fmaf(p[r].scale[c >> 1], sum, sums[r][n][c]);  // in all variants
+                        sums[r][n][c] = fmaf(p[r][0].scale[c >> 1], sum, sums[r][n][c]);  // in all variants
                     }
     }
 }

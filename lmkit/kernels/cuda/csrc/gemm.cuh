@@ -10,15 +10,23 @@
 // so B's part of an activation row for two steps is also one 16-byte vector.
 //
 //     codes 4 bits   [tile][stage][h / 2][g][t][h % 2][i] u32: the code of row g + 8r in bits 4r + 8e + 16l
+//     codes 6 bits   their low 4 bits in a stage as above, then the others: [g][t][h] u32, in bits 8r + 4i + 2e + 16l
 //     codes 8 bits   [tile][stage][h]    [g][t][i][e] u32: the code of row g + 8r in byte 2r + l
 //     params         [tile][group]: scales [g][r] (float16, or float32 if WIDE), zeros u8 [g][r] unless codes are floats
+//
+// With OFFSETS w = code * scale - offset: offsets of the scales' type stand in the place of zeros. With FACTORS scales are
+// whole numbers times a factor of the stage, and so are offsets:
+//
+//     params         [tile][stage]: [group] {scales, offsets: u8 [g][r], 128 + the number}; then the factors float16 [g][r]
+//                    of scales, and those of offsets
 //
 // With groups of 16 inputs (SCALES 8) a step has one group: input = 32 h + 16 i + 4 t + 2 e + l. B's part of an activation
 // row is then two 8-byte vectors.
 //
-// Defines: CODE_BITS 4 or 8; FLOAT8 (codes are e4m3); FLOAT4 (e2m1, only defined if they are); WIDE; SCALES: groups in a
-// stage, 1, 2, 4 or 8 (8: of FLOAT4); 0 = longer groups; INT8: x has codes of 8 bits (round_groups.cu), and codes of 4
-// bits become fragments of mma.m16n8k32.
+// Defines: CODE_BITS 4, 6 or 8; FLOAT8 (codes are e4m3); FLOAT4 (e2m1); WIDE; OFFSETS; FACTORS, with ZERO, that of all
+// codes; SCALES: groups in a stage, 1, 2, 4 or 8 (8: without zeros of their own); 0 = longer groups; INT8: x has codes of 8
+// bits (round_groups.cu), and codes of 4 bits become fragments of mma.m16n8k32. FLOAT4, OFFSETS, FACTORS and INT8 are only
+// defined if they hold.
 #pragma once
 #include "ptx.cuh"
 
@@ -27,18 +35,35 @@ constexpr bool FLOAT4_CODES = true;
 #else
 constexpr bool FLOAT4_CODES = false;
 #endif
+#ifdef OFFSETS
+constexpr bool SHIFTED = true;
+#else
+constexpr bool SHIFTED = false;
+#endif
+#ifdef FACTORS
+constexpr bool FACTORED = true;
+#else
+constexpr bool FACTORED = false;
+#endif
+#ifndef ZERO
+#define ZERO 0
+#endif
 constexpr int TILE = 16, STAGE = 128;
-constexpr int HALVES = CODE_BITS == 4 ? 2 : 1;       // times 32 inputs in a load of 16 bytes a lane
-constexpr int LOADS = STAGE / 32 / HALVES;           // in a stage of a tile
+constexpr int HALVES = CODE_BITS == 8 ? 1 : 2;       // times 32 inputs in a load of 16 bytes a lane
+constexpr int LOADS = CODE_BITS / 2;                 // in a stage of a tile; of 6 bits, the last has the high bits
 constexpr int LOAD_BYTES = 512;
 constexpr int STAGE_BYTES = LOADS * LOAD_BYTES;
-constexpr int SCALE_BYTES = TILE * (WIDE ? 4 : 2);
-constexpr bool HAS_ZEROS = !FLOAT8 && !FLOAT4_CODES;
-constexpr int PARAM_BYTES = SCALE_BYTES + (HAS_ZEROS ? TILE : 0);
+constexpr bool HAS_ZEROS = !FLOAT8 && !FLOAT4_CODES && !SHIFTED && !FACTORED;
 constexpr int STAGE_SCALES = SCALES > 0 ? SCALES : 1;
 constexpr bool SPLIT = STAGE_SCALES == 8;  // 32 inputs have two scales
 constexpr int SCALE_STRIDE = SPLIT ? 1 : STAGE / 32 / STAGE_SCALES;  // times 32 inputs with the same, within a stage
-static_assert(!SPLIT || FLOAT4_CODES, "groups of 16 have no zeros");
+constexpr int SCALE_BYTES = TILE * (FACTORED ? 1 : WIDE ? 4 : 2);
+constexpr int GROUP_BYTES = SCALE_BYTES * (SHIFTED ? 2 : 1) + (HAS_ZEROS ? TILE : 0);
+constexpr int FACTOR_BYTES = FACTORED ? TILE * 2 * (SHIFTED ? 2 : 1) : 0;  // of a stage
+constexpr int STAGE_PARAM_BYTES = STAGE_SCALES * GROUP_BYTES + FACTOR_BYTES;
+constexpr int PARAM_BYTES = STAGE_PARAM_BYTES / STAGE_SCALES;  // of a group, with its share of factors
+static_assert(!SPLIT || !HAS_ZEROS, "groups of 16 have no zeros");
+static_assert(!FACTORED || SCALES > 0, "stages have factors");
 
 #ifdef INT8
 constexpr bool INT8_X = true;
@@ -47,41 +72,54 @@ static_assert(CODE_BITS == 4, "codes minus zeros have 8 bits");
 constexpr bool INT8_X = false;
 #endif
 
-// For a lane's two rows in one group: the scales, and the excess of its raw numbers (below).
+// For a lane's two rows in one group: the scales, the offsets, and the excess of its raw numbers (below).
 struct Params {
-    float scale[2];
+    float scale[2], offset[2];
     u32 excess[2];
 };
+
+// The numbers of a lane's two rows that stand with those of 14 others: scales, or offsets.
+DEVICE float2 load_pair(const u8* at, int g) {
+    if (FACTORED) {
+        const u32 pair = reinterpret_cast<const u16*>(at)[g];  // 2^23 + byte - (2^23 + 128)
+        return make_float2(__uint_as_float(prmt(pair, 0x4b000000u, 0x7440)) - 8388736.0f,
+                           __uint_as_float(prmt(pair, 0x4b000000u, 0x7441)) - 8388736.0f);
+    }
+    if (WIDE) return reinterpret_cast<const float2*>(at)[g];
+    const u32 pair = reinterpret_cast<const u32*>(at)[g];
+    return make_float2(F16::lo(pair), F16::hi(pair));
+}
 
 // A code becomes a number by its place in the fraction of a large enough number: 1024 + code in float16 (0x6400), or
 // 64 + code if the code stands 4 bits higher (0x5400), 128 + code in bfloat16 (0x4300), 2^23 + code in float32. That
 // offset and the zero are subtracted at once. This is exact: an integer of at most 8 bits and a sign.
-DEVICE Params load_params(const u8* group, int g) {
+DEVICE u32 excess_of(u32 zero, int r) {
+    if (INT8_X) return zero * 0x01010101u;
+    if (CODE_BITS == 8 && Half::is_bf16) return 0x4b000000u + zero;
+    if (Half::is_bf16) return 0x43004300u + zero * 0x10001u;
+    return CODE_BITS < 8 && r == 1 ? 0x54005400u + zero * 0x100010u : 0x64006400u + zero * 0x10001u;
+}
+
+// Of a group of a stage. `stage`: the params of that, or with SCALES 0 of its group.
+DEVICE Params load_params(const u8* stage, int group, int g) {
     Params p;
-    if (WIDE) {
-        const float2 pair = reinterpret_cast<const float2*>(group)[g];
-        p.scale[0] = pair.x, p.scale[1] = pair.y;
-    } else {
-        const u32 pair = reinterpret_cast<const u32*>(group)[g];
-        p.scale[0] = F16::lo(pair), p.scale[1] = F16::hi(pair);
+    const u8 *own = stage + group * GROUP_BYTES, *factors = stage + STAGE_SCALES * GROUP_BYTES;
+    const float2 scale = load_pair(own, g);
+    p.scale[0] = scale.x, p.scale[1] = scale.y;
+    if (SHIFTED) {
+        const float2 offset = load_pair(own + SCALE_BYTES, g);
+        p.offset[0] = offset.x, p.offset[1] = offset.y;
     }
-    if (HAS_ZEROS) {
-        const u32 pair = reinterpret_cast<const u16*>(group + SCALE_BYTES)[g];
-        const u32 zero[2] = {pair & 0xffu, pair >> 8};
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            if (INT8_X)
-                p.excess[r] = zero[r] * 0x01010101u;
-            else if (CODE_BITS == 8 && Half::is_bf16)
-                p.excess[r] = 0x4b000000u + zero[r];
-            else if (Half::is_bf16)
-                p.excess[r] = 0x43004300u + zero[r] * 0x10001u;
-            else if (CODE_BITS == 4 && r == 1)
-                p.excess[r] = 0x54005400u + zero[r] * 0x100010u;
-            else
-                p.excess[r] = 0x64006400u + zero[r] * 0x10001u;
+    if (FACTORED) {
+        const u32 of_scales = reinterpret_cast<const u32*>(factors)[g];
+        p.scale[0] *= F16::lo(of_scales), p.scale[1] *= F16::hi(of_scales);
+        if (SHIFTED) {
+            const u32 of_offsets = reinterpret_cast<const u32*>(factors)[TILE / 2 + g];
+            p.offset[0] *= F16::lo(of_offsets), p.offset[1] *= F16::hi(of_offsets);
         }
     }
+    const u32 zeros = HAS_ZEROS ? reinterpret_cast<const u16*>(own + SCALE_BYTES)[g] : ZERO * 0x101u;
+    p.excess[0] = excess_of(zeros & 0xffu, 0), p.excess[1] = excess_of(zeros >> 8, 1);
     return p;
 }
 
@@ -116,10 +154,31 @@ DEVICE void float4_fragment(u32 (&a)[4], u32 word) {
     }
 }
 
-// Operand A of step i of half h of a load: codes minus their zeros.
-DEVICE void fragment(u32 (&a)[4], const uint4& load, int h, int i, const u32 (&excess)[2]) {
+// Two codes of 6 bits of row g + 8R, register E of step I: their low bits are in w, the others in `high`. As raw numbers.
+template <int I, int E, int R>
+DEVICE u32 codes_of_6(u32 w, u32 high) {
+    constexpr int AT = Half::is_bf16 ? 0 : 4 * R, TO = AT + 4 - (8 * R + 4 * I + 2 * E);  // of the code; left of its bits
+    const u32 upper = TO < 0 ? high >> (-TO & 31) : high << (TO & 31);
+    const u32 number = and_or(upper, 0x00300030u << AT, Half::is_bf16 ? 0x43004300u : R ? 0x54005400u : 0x64006400u);
+    return and_or(w >> (8 * E + 4 * R - AT), 0x000f000fu << AT, number);
+}
+
+template <int I>
+DEVICE void fragment_of_6(u32 (&a)[4], u32 w, u32 high, const u32 (&excess)[2]) {
+    a[0] = Half::sub(codes_of_6<I, 0, 0>(w, high), excess[0]), a[1] = Half::sub(codes_of_6<I, 0, 1>(w, high), excess[1]);
+    a[2] = Half::sub(codes_of_6<I, 1, 0>(w, high), excess[0]), a[3] = Half::sub(codes_of_6<I, 1, 1>(w, high), excess[1]);
+}
+
+// Operand A of step i of half h of a load: codes minus their zeros. `high`: of 6 bits, the word with the others.
+DEVICE void fragment(u32 (&a)[4], const uint4& load, int h, int i, const u32 (&excess)[2], u32 high = 0) {
     if (FLOAT4_CODES) {
         float4_fragment(a, component(load, 2 * h + i));
+    } else if (CODE_BITS == 6) {
+        const u32 w = component(load, 2 * h + i);
+        if (i == 0)
+            fragment_of_6<0>(a, w, high, excess);
+        else
+            fragment_of_6<1>(a, w, high, excess);
     } else if (CODE_BITS == 4) {
         const u32 w = component(load, 2 * h + i);
         if (Half::is_bf16) {

@@ -31,7 +31,6 @@
 
 constexpr int THREADS = 128 * WARPGROUPS, WARPS = 4 * WARPGROUPS;
 constexpr int BLOCK_TILES = 4 * TALL * WARPGROUPS, BLOCK_ROWS = TILE * BLOCK_TILES;
-constexpr int STAGE_PARAM_BYTES = STAGE_SCALES * PARAM_BYTES;
 constexpr int SLOT_BYTES = TALL * (STAGE_BYTES + STAGE_PARAM_BYTES);  // of a warp
 constexpr int CHUNK_BYTES = N_TOKENS * 16;                            // 8 inputs of x
 constexpr int X_BYTES = STAGE / 8 * CHUNK_BYTES;                      // a stage of x
@@ -254,7 +253,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                         const u8* load = slot + m * STAGE_BYTES + k32 / HALVES * LOAD_BYTES;
                         if (k32 % HALVES == 0) words = reinterpret_cast<const uint4*>(load)[lane];
                         if (k32 % SCALE_STRIDE == 0)
-                            p = load_params(slot + TALL * STAGE_BYTES + m * STAGE_PARAM_BYTES + k32 / SCALE_STRIDE * PARAM_BYTES, lane >> 2);
+                            p = load_params(slot + TALL * STAGE_BYTES + m * STAGE_PARAM_BYTES, k32 / SCALE_STRIDE, lane >> 2);
                     }
                     fragment(fragments[step], words, k32 % HALVES, step % 2, p.excess);
                 }
