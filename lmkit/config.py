@@ -414,8 +414,8 @@ def wrong_host(hosts: Sequence[str]) -> str | None:
 
 
 ToolParser = Literal[
-    "hermes", "qwen3_coder", "glm45", "functiongemma", "deepseek_v3", "deepseek_v31", "mistral", "mistral_list",
-    "internlm", "cohere", "llama3", "harmony", "none",
+    "hermes", "qwen3_coder", "glm45", "minimax_m2", "functiongemma", "deepseek_v3", "deepseek_v31", "mistral",
+    "mistral_list", "internlm", "cohere", "llama3", "harmony", "none",
 ]  # fmt: skip
 ReasoningParser = Literal["think", "mistral", "seed_oss", "cohere", "harmony", "none"]
 

@@ -49,6 +49,7 @@ COPIED = (
     "vocab.json",
     "merges.txt",
     "tokenizer.model",
+    "tiktoken.model",
     "added_tokens.json",
     "chat_template.jinja",
     "chat_template.json",
@@ -62,6 +63,7 @@ COPIED = (
 )
 # Patterns of more of them: texts of templates, and sentence-transformers' settings and modules with their weights.
 COPIED_BELOW = (
+    "*.tiktoken",
     "additional_chat_templates/*.jinja",
     "sentence_*_config.json",
     "[0-9]*_*/config.json",

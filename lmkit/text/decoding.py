@@ -59,6 +59,7 @@ def _byte_alphabet() -> dict[str, int]:
 
 _BYTE_OF = _byte_alphabet()
 BYTE_ALPHABET = _BYTE_OF.keys()
+CHARACTER_OF = {byte: character for character, byte in _BYTE_OF.items()}
 
 
 def _piece_bytes(piece: str) -> bytes:

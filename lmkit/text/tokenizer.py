@@ -1,8 +1,8 @@
 """A checkpoint's tokenizer.
 
-`tokenizer.json` decides ids and decoding. `tokenizer_config.json` and files of older checkpoints add special tokens
-(`special_tokens`) and chat templates (`template_files`). `generation_config.json` and `config.json` add the ids that
-end a sequence.
+`tokenizer.json` decides ids and decoding, or where there is none a tiktoken file (`tiktoken_file`).
+`tokenizer_config.json` and files of older checkpoints add special tokens (`special_tokens`) and chat templates
+(`template_files`). `generation_config.json` and `config.json` add the ids that end a sequence.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import tokenizers
 
 from lmkit.errors import CheckpointError, LMKitError, RequestError
-from lmkit.small_files import read
+from lmkit.small_files import exists, read
+from lmkit.text import tiktoken_file
 from lmkit.text.decoding import decoder_stages
 from lmkit.text.messages import has_images
 from lmkit.text.sentence_settings import lower_if_asked
@@ -86,7 +87,7 @@ class Tokenizer:
 
     @classmethod
     def from_pretrained(cls, path: str | Path, chat_template: str | None = None) -> Tokenizer:
-        """Read a folder, in which only tokenizer.json must exist, or a GGUF file.
+        """Read a folder, in which only tokenizer.json or a tiktoken file must exist, or a GGUF file.
 
         `chat_template` stands in place of the folder's: the name of one of its templates, or see `given_template`.
         Raises ConfigError for a wrong one, CheckpointError and UnsupportedError.
@@ -95,8 +96,7 @@ class Tokenizer:
         file = folder / "tokenizer.json"
         with _library_errors(lambda why: CheckpointError(f"{file}: cannot read the tokenizer: {why}")):
             try:
-                backend = tokenizers.Tokenizer.from_buffer(read(file, MAX_TOKENIZER_BYTES))
-                return cls._read(folder, backend, chat_template)
+                return cls._read(folder, _backend(folder, file), chat_template)
             except (OSError, ValueError) as error:
                 raise CheckpointError(f"{file}: cannot read the tokenizer: {error}") from None
 
@@ -289,6 +289,13 @@ def _library_errors(error: Callable[[str], LMKitError]) -> Iterator[None]:
         if type(raised) is Exception or type(raised).__name__ == "PanicException":
             raise error(str(raised).partition("\n")[0]) from None
         raise
+
+
+def _backend(folder: Path, file: Path) -> tokenizers.Tokenizer:
+    """What `file` describes, or a tiktoken file where there is no such file."""
+    if not exists(file) and (ranks := tiktoken_file.file_of(folder)) is not None:
+        return tiktoken_file.backend(ranks, read_config(folder / CONFIG))
+    return tokenizers.Tokenizer.from_buffer(read(file, MAX_TOKENIZER_BYTES))
 
 
 def listed_ends(folder: Path) -> list[int]:

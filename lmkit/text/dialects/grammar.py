@@ -204,6 +204,9 @@ class _Rules:
     def _glm_xml(self, schema: Mapping[str, Any], name: str) -> str:
         return self._members(schema, name, ("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>", "\n"))
 
+    def _minimax_xml(self, schema: Mapping[str, Any], name: str) -> str:
+        return self._members(schema, name, ('<parameter name="', '">', "</parameter>", "\n"))
+
     def _members(self, schema: Mapping[str, Any], name: str, form: tuple[str, str, str, str]) -> str:
         """The properties of a schema in their order, each written by itself. If it has none, any members."""
         before, between, after, end = form
@@ -304,6 +307,7 @@ class _Rules:
 _ARGUMENTS: Mapping[str, Callable[[_Rules, Mapping[str, Any], str], str]] = {
     "qwen_xml": _Rules._qwen_xml,
     "glm_xml": _Rules._glm_xml,
+    "minimax_xml": _Rules._minimax_xml,
     "gemma": _Rules._gemma,
 }
 

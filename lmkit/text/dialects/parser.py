@@ -260,6 +260,10 @@ class Parser:
                 yield from self._members(
                     header["name"], r"\s*<parameter=(?P<name>[^<>]{1,256})>", "</parameter>", line="\n"
                 )
+            case "minimax_xml":
+                yield from self._members(
+                    header["name"], r'\s*<parameter name="(?P<name>[^"<>]{1,256})">', "</parameter>"
+                )
             case "gemma":
                 if not (yield from self._gemma(header["name"])):
                     return True

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-Syntax = Literal["json", "qwen_xml", "glm_xml", "gemma", "harmony"]  # of a call's arguments
+Syntax = Literal["json", "qwen_xml", "glm_xml", "minimax_xml", "gemma", "harmony"]  # of a call's arguments
 
 _NAME = r'"(?P<name>[^"\\]{1,128})"'
 _OBJECT = r'\s*\{\s*"name"\s*:\s*' + _NAME + r'\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=[^\s])'
@@ -53,7 +53,7 @@ class Dialect:
     @property
     def parallel(self) -> bool:
         """Whether an answer may have several calls."""
-        return bool(self.between) or self.syntax == "gemma"
+        return bool(self.between) or self.again != _NEVER or self.syntax == "gemma"
 
 
 def _object(name: str, marks: tuple[str, ...], begin: str, end: str, **fields: object) -> Dialect:
@@ -72,6 +72,8 @@ _V3 = {
     "specials": (_V3_BEGIN, _V3_CALL, _V3_SEP, _V3_END, _V3_CLOSE),
 }
 _XML = ("<tool_call>", "</tool_call>")
+
+_MINIMAX = ("<minimax:tool_call>", "</minimax:tool_call>")
 
 _ACTION = ("<|START_ACTION|>", "<|END_ACTION|>")
 NUMBER = "\0"  # in `written`: digits
@@ -112,6 +114,20 @@ _ALL = (
         between="\n",
         syntax="glm_xml",
         specials=(*_XML, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+    ),
+    Dialect(
+        "minimax_m2",
+        _MINIMAX[:1],
+        _MINIMAX[0],
+        r'\s*<invoke name="(?P<name>[^\s"<>]{1,128})">',
+        r"\s*</invoke>",
+        ('\n<invoke name="', '">\n', "</invoke>"),
+        again=r"\s*(?=<invoke\s)",
+        close=r"\s*" + re.escape(_MINIMAX[1]),
+        opening=_MINIMAX[0],
+        closing=f"\n{_MINIMAX[1]}",
+        syntax="minimax_xml",
+        specials=_MINIMAX,
     ),
     Dialect(
         "functiongemma",

@@ -55,6 +55,8 @@ def _arguments(dialect: Dialect, arguments: dict[str, Any]) -> str:
         case "glm_xml":
             form = "<arg_key>{}</arg_key>\n<arg_value>{}</arg_value>\n"
             return "".join(form.format(key, value) for key, value in arguments.items())
+        case "minimax_xml":
+            return "".join(f'<parameter name="{key}">{value}</parameter>\n' for key, value in arguments.items())
         case "gemma":
             return _gemma(arguments)
     return json.dumps(arguments)

@@ -154,6 +154,7 @@ def _work(dialect: Dialect, unit: str, size: int) -> int:
         ("<｜tool▁calls▁begin｜> ```json </think>", "deepseek_v3", "think"),
         ("<｜tool▁calls▁begin｜>", "deepseek_v31", None),
         ("<|start|><|channel|><|message|>", "harmony", "harmony"),
+        ("<minimax:tool_call> </think>", "minimax_m2", "think"),
         ("<start_function_call>call:", "functiongemma", None),
         ("<|im_start|>", None, None),
     ],

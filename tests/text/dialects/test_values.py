@@ -13,7 +13,7 @@ from lmkit.text.dialects.schemas import patterns, types_of
 from tests.text.dialects.answers import DEMO_TOKENIZER, thinking, thought_for, with_marks, written
 from tests.text.dialects.test_dialect_grammar import Case
 
-AS_TEXT = [DIALECTS[name] for name in ("qwen3_coder", "glm45", "functiongemma")]
+AS_TEXT = [DIALECTS[name] for name in ("qwen3_coder", "glm45", "minimax_m2", "functiongemma")]
 OPTIONAL = {"anyOf": [{"type": "string"}, {"type": "null"}]}
 Fits = list[tuple[dict[str, Any], list[Any], list[Any]]]
 STRINGS: Fits = [  # a schema, values that fit it, and others
