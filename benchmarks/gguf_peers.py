@@ -3,16 +3,19 @@
     python -m benchmarks.gguf_peers FILE.gguf [--peer NAME=PYTHON ...] [--rounds N] [--threads N]
 
 Each engine loads once, in a process of its own, in the Python that has it installed, and is stopped while another one
-computes. The table has medians, and those of the ratios within a round: what else runs on the machine slows both.
+computes. The table has medians, and those of the ratios within a round: what else runs on the machine slows both. With
+one thread seconds are those of the processor, which no other work lengthens much.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import tempfile
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import psutil
 from rich.console import Console
@@ -23,24 +26,39 @@ from benchmarks.peers.protocol import Options
 from lmkit.formats.gguf import GgufReader
 
 POINTS = {"1": (1, 64, 64), "4": (4, 64, 48), "16": (16, 64, 32), "prompt of 512": (1, 512, 0)}  # batch, prompt, steps
-OURS, PEERS = "lmkit", ("llama.cpp", "ik_llama.cpp")
-DECODE_SECONDS = 4.0
+OURS, PEERS = "lmkit", {"llama.cpp": "llama_cpp", "ik_llama.cpp": "ik_llama_cpp"}  # module of each
+DECODE_SECONDS = 12.0
 MIB = 1 << 20
 
 
-def measure(engine: PeerProcess, batch: int, length: int, steps: int) -> float:
-    """Tokens per second."""
-    filled = engine.ask(do="prefill", batch=batch, prompt_len=length)
+def measure(engine: PeerProcess, batch: int, length: int, steps: int, *, own_time: bool) -> float:
+    """Tokens per second, of a clock or of the processor."""
+
+    def ask(**command: Any) -> tuple[dict[str, Any], float]:
+        before = computed(engine)
+        answer = engine.ask(**command)
+        return answer, computed(engine) - before if own_time else float(answer["seconds"])
+
+    _, seconds = ask(do="prefill", batch=batch, prompt_len=length)
     if not steps:
-        return batch * length / float(filled["seconds"])
-    decoded = engine.ask(do="decode", steps=steps, limit=DECODE_SECONDS)
-    return float(decoded["tokens"]) / float(decoded["seconds"])
+        return batch * length / seconds
+    decoded, seconds = ask(do="decode", steps=steps, limit=DECODE_SECONDS)
+    return float(decoded["tokens"]) / seconds
+
+
+def processes(engine: PeerProcess) -> list[psutil.Process]:
+    root = engine.usage()
+    return [root, *root.children(recursive=True)]
+
+
+def computed(engine: PeerProcess) -> float:
+    """Seconds of the processor that an engine has had, in steps of 0.01."""
+    return sum(sum(process.cpu_times()[:2]) for process in processes(engine))
 
 
 def held(engine: PeerProcess) -> str:
     """Memory of the process and its children, MiB: proportional, and what no file backs."""
-    root = engine.usage()
-    all_of_it = [process.memory_full_info() for process in (root, *root.children(recursive=True))]
+    all_of_it = [process.memory_full_info() for process in processes(engine)]
     return f"{sum(info.pss for info in all_of_it) / MIB:.0f}, {sum(info.uss for info in all_of_it) / MIB:.0f}"
 
 
@@ -56,9 +74,9 @@ def main() -> None:
     options = Options(arguments.model.resolve(), arguments.threads, 16, 1024, vocab)
     with ExitStack() as stack:
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        engines = {OURS: PeerProcess("python", "benchmarks.peers.lmkit_gguf", options, logs / OURS)}
+        engines = {OURS: PeerProcess(sys.executable, "benchmarks.peers.lmkit_gguf", options, logs / OURS)}
         for name, (python, *_) in parse_pythons(arguments.peer, PEERS).items():
-            engines[name] = PeerProcess(python, "benchmarks.peers.llama_cpp", options, logs / name)
+            engines[name] = PeerProcess(python, f"benchmarks.peers.{PEERS[name]}", options, logs / name)
         for engine in engines.values():
             stack.callback(engine.close)
             engine.ready()
@@ -66,7 +84,7 @@ def main() -> None:
         for turn in range(1 + arguments.rounds):
             for point, (batch, length, steps) in POINTS.items():
                 for name, engine in engines.items():
-                    rate = measure(engine, batch, length, steps)
+                    rate = measure(engine, batch, length, steps, own_time=arguments.threads == 1)
                     if turn:  # the first one warms up
                         rates[point][name].append(rate)
         show(arguments.model, rates, {name: held(engine) for name, engine in engines.items()})

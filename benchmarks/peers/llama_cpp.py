@@ -44,6 +44,8 @@ EXPERT = re.compile(r"(model\.layers\.\d+\.mlp)\.experts\.(\d+)\.(\w+)_proj\.wei
 
 
 class LlamaCpp:
+    package = "llama-cpp-python"
+
     def __init__(self, options: Options) -> None:
         self.options = options
         ll.llama_backend_init()
@@ -57,7 +59,7 @@ class LlamaCpp:
         self.position = 0
         self.loop: Any = None  # llama_cpp.Llama, for answers
         self.facts = Facts(
-            metadata.version("llama-cpp-python"),
+            metadata.version(self.package),
             f"Q4_0, flash attention, float16 KV (Q8_0 above 16k tokens), {_features()}",
             _read_bytes(options.model),
             Q8_0_BYTES,
