@@ -52,8 +52,9 @@ def _missing(tasks: Iterable[Task]) -> list[Task]:
 def _compile(tasks: list[Task], num_processes: int) -> None:
     log.warning("compiling %d kernels, once on this machine", len(tasks))
     start = time.perf_counter()
-    cpu_target.target_context.refresh()  # what every compilation needs, once instead of in each process
-    cpu_target.typing_context.refresh()
+    with jit.uninterrupted():  # what every compilation needs, once instead of in each process
+        cpu_target.target_context.refresh()
+        cpu_target.typing_context.refresh()
     with selectors.DefaultSelector() as running:
         try:
             for number, task in enumerate(tasks, 1):

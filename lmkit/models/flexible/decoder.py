@@ -31,8 +31,8 @@ from lmkit.models.flexible.states import OwnStates, Part
 from lmkit.models.flexible.trace import AttentionCall, Trace, takes
 from lmkit.models.spec import ModelSpec
 
-# Arguments of language models that images add something to after their first layers (DeepStack).
 PROBE = 48  # tokens of a pass that shows which linears compute all of them
+# Arguments of language models that images add something to after their first layers (DeepStack).
 DEEP_ROWS, DEEP = "visual_pos_masks", "deepstack_visual_embeds"
 
 

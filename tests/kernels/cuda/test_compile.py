@@ -135,7 +135,7 @@ def test_every_gpu_has_an_architecture_to_compile_for(tmp_path: Path, gpu: Gpu) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sparse", [48, pytest.param(1, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("sparse", [96, pytest.param(1, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("source", SOURCES)
 def test_variants_compile_well(source: str, sparse: int) -> None:
     """One in `sparse` of those that EVERY chooses."""

@@ -109,7 +109,7 @@ WRONG = {
         "is not aligned",
     ),
     "copies: from behind the end": (
-        "cp_async16(s + 4 * t, x + BLOCKS * 64 + 4 * t); cp_async_wait<0>();",
+        "cp_async16(s + 4 * t, x + BLOCKS * 64); cp_async_commit(); cp_async_wait<0>();",
         "16 bytes outside of all tensors",
     ),
     "lanes at two shuffles": (
