@@ -8,10 +8,13 @@ same order in every batch, chunk and split, and masked keys add exact zeros. Wit
 the sinks and the window are skipped. Keys that no row of a tile sees are not read, because their blocks may be in use
 for something else.
 
+On tile registers a tile's rows take turns in *strips*, whose scores fit the first-level cache. Its first strip copies
+the keys and values of a partition for all others. A strip ends with the last key that it sees.
+
 A *unit* is the work of one task. Usually it is a tile. If there are too few tiles to keep all threads busy (decode of
 few sequences), it is one partition of a tile, and the task that finishes a tile's last partition merges them.
 
-A *record* is a partial result: outputs [rows, padded D], then each row's maximum score, then each row's sum.
+A *record* is a partial result: outputs [rows, padded D], then each row's maximum score times log2(e), then its sum.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ from lmkit.attention_spec import AttentionSpec
 from lmkit.kernels.cpu import attention_rows, threads, workspace
 from lmkit.kernels.cpu.attention_arguments import (
     FLOATS,
+    FORM_BYTES,
     PARTITION,
     AttendArgs,
     Mean,
@@ -42,7 +46,8 @@ from lmkit.kernels.cpu.attention_arguments import (
 from lmkit.kernels.cpu.attention_keys import ask_for, locate, num_parts, skipped_parts, span
 from lmkit.kernels.cpu.attention_queries import prepare_queries, queries_of
 from lmkit.kernels.cpu.attention_stages import mean_task
-from lmkit.kernels.cpu.attention_storage import DIRECT_ROWS, query_form, query_limit, scratch_bytes, storage
+from lmkit.kernels.cpu.attention_storage import DIRECT_ROWS, on_tiles, query_form, query_limit, scratch_bytes, storage
+from lmkit.kernels.cpu.attention_tiles import LOG2_E
 from lmkit.kernels.cpu.intrinsics import add, call, copy, exp, fma, pointer, tile
 from lmkit.kernels.cpu.isa import Isa
 from lmkit.kernels.cpu.jit import Task, float_bits, inline
@@ -54,7 +59,8 @@ from lmkit.kernels.reference.elementwise import accepts_rope
 from lmkit.kernels.reference.kv import accepts_heads
 from lmkit.kernels.registry import Implementation
 
-TILE_ROWS = {False: 48, True: 128}  # by Isa.tiles: enough to pay for copying the keys
+TILE_ROWS = {False: (48, 48), True: (128, 512)}  # by whether there are strips; at least, and at most: see _tile_tokens
+STRIP = 32  # rows, on tile registers
 UNITS_PER_THREAD = 4  # with fewer tiles, partitions become units
 SERIAL_PRODUCTS = 1 << 20
 MERGE, SOFTCAP = attention_rows.merge_tile().name, attention_rows.softcap_tile().name
@@ -117,27 +123,31 @@ def _add_first_keys(scores: int, rows: int, shares: int, num_shares: int) -> Non
 
 
 @inline
-def _add_first_values(vector: int, dim: int, first_scores: int, record: int, rows: int, padded: int, position: int,
-                      group: int, window: int) -> None:  # fmt: skip
-    """Add what the value of position 0 lacks to the outputs of the record's rows that see it. `window` 0: all do."""
-    v = carray(pointer(vector), dim, np.float32)
-    maxima = carray(pointer(record + 4 * rows * padded), rows, np.float32)
-    scores = carray(pointer(first_scores), rows, np.float32)
-    for r in range(rows):
-        if window == 0 or position + r // group < window:
-            weight = exp(scores[r] - maxima[r])
-            y = carray(pointer(record + 4 * r * padded), dim, np.float32)
-            for i in range(dim):
-                y[i] = fma(weight, v[i], y[i])
+def _weight(score: Any, maximum: Any) -> Any:
+    """A score's weight, as `softmax_tile` computes them, for a maximum of a record."""
+    return exp(fma(score, np.float32(LOG2_E), -maximum) * np.float32(1 / LOG2_E))
 
 
 @inline
-def _merge(total: int, record: int, rows: int, padded: int) -> None:
-    """Add a partition's record to the total's."""
-    for r in range(rows):
-        at = 4 * r * padded
-        sizes = (padded // 8, 4 * (rows * padded + r) - at, 4 * (rows * (padded + 1) + r) - at)
-        tile(MERGE, 1, (total + at, record + at, *sizes))
+def _add_first_values(vector: int, dim: int, first_scores: int, record: int, maxima_at: int, rows: int, padded: int,
+                      seeing: int) -> None:  # fmt: skip
+    """Add what the value of position 0 lacks to the outputs of the first `seeing` rows."""
+    v = carray(pointer(vector), dim, np.float32)
+    maxima = carray(pointer(maxima_at), rows, np.float32)
+    scores = carray(pointer(first_scores), rows, np.float32)
+    for r in range(min(rows, seeing)):
+        weight = _weight(scores[r], maxima[r])
+        y = carray(pointer(record + 4 * r * padded), dim, np.float32)
+        for i in range(dim):
+            y[i] = fma(weight, v[i], y[i])
+
+
+@inline
+def _merge(total: int, rows: int, row: int, record: int, count: int, padded: int) -> None:
+    """Add a record of `count` rows to as many rows of a total of `rows`, from `row` on."""
+    into, ends, ends_of_record = total + 4 * row * padded, total + 4 * rows * padded, record + 4 * count * padded
+    places = (into, ends + 4 * row, ends + 4 * (rows + row), record, ends_of_record, ends_of_record + 4 * count)
+    tile(MERGE, 1, (*places, count, padded // 8))
 
 
 @inline
@@ -149,7 +159,7 @@ def _finish(total: int, rows: int, padded: int, group: int, dim: int, sink_logit
         sum_of_weights = sums[rows * (padded + 1) + r]
         if sink_logits:
             logit = carray(pointer(sink_logits), group, np.float32)[r % group]
-            sum_of_weights += exp(logit - sums[rows * padded + r])
+            sum_of_weights += _weight(logit, sums[rows * padded + r])
         inverse = np.float32(1) / sum_of_weights
         for i in range(dim):
             y[i] = sums[r * padded + i] * inverse
@@ -172,7 +182,7 @@ def _attend_unit(a: AttendArgs, scratch: int, index: int) -> None:
     if first_key <= sinks:
         first_key = 0
     rows, record_bytes = num_tokens * group, 4 * a.tile_tokens * group * (padded + 2)
-    memory = buffers(scratch, a.tile_tokens * group, padded, a.mean.num_pairs)
+    memory = buffers(scratch, a.tile_tokens * group, a.strip, padded, a.mean.num_pairs)
     job, scores, total = memory.job, memory.scores, memory.total
 
     source = a.queries.q + token * a.queries.stride + head * a.queries.head_bytes
@@ -182,7 +192,8 @@ def _attend_unit(a: AttendArgs, scratch: int, index: int) -> None:
     if split:
         first_part = part if part * PARTITION < sinks else part + skipped_parts(length - num_new, window, sinks)
         end_part, total = first_part + 1, a.records + index * record_bytes
-    queries = memory.floats if form == FLOATS else memory.words
+    queries, query_bytes = memory.floats if form == FLOATS else memory.words, FORM_BYTES[form] * padded
+    num_shares = 2 * a.mean.num_pairs + 1
     key_stage, value_stage = a.keys.stage, a.values.stage
     if few:
         key_stage, value_stage = a.keys.few_stage, a.values.few_stage
@@ -208,55 +219,66 @@ def _attend_unit(a: AttendArgs, scratch: int, index: int) -> None:
         locate(*here, begin, first, end, hidden, first_key - begin, *of_values)
         if after < end_part and a.keys.params:
             ask_for(*here, where[0] + where[1], where[0] + where[2], a.keys.params, a.keys.param_bytes)
-        record = total if p == first_part else memory.other
-        shape = Partition(rows, dim, padded, first, end)
-        write(job, ScoreArgs(
-            shape, places=memory.key_places, params=memory.key_params, direct=a.keys.direct & few, queries=queries,
-            steps=memory.steps, scores=scores, value_lines=(a.values.row_bytes + 63) // 64,
-            value_places=memory.value_places,
-        ))  # fmt: skip
-        call(key_stage, job, memory.copies, 0)
-        if a.mean.num_pairs:
-            num_shares = 2 * a.mean.num_pairs + 1
-            write(job, MeanArgs(
-                rows, first, end, begin, memory.shares, num_shares, memory.angle_places, num_shares - 1, scores
+        has_first, row, fresh, num_next = begin == 0 and first == 0 and end > 0, 0, end, 0
+        while row < rows:
+            count = min(a.strip, rows - row)
+            seen = position + (row + count - 1) // group + 1 - begin
+            if seen <= first and p > first_part:
+                row += count
+                continue
+            shape = Partition(count, dim, padded, first, min(end, seen) if seen > first else end)
+            of_row = memory.shares + 4 * row * num_shares
+            write(job, ScoreArgs(
+                shape, places=memory.key_places, params=memory.key_params, direct=a.keys.direct & few,
+                queries=queries + row * query_bytes, steps=memory.steps + 8 * row, scores=scores,
+                value_lines=(a.values.row_bytes + 63) // 64, value_places=memory.value_places, fresh=fresh,
             ))  # fmt: skip
-            call(a.mean.stage, job, memory.copies, 0)
-        has_first = begin == 0 and first == 0 and end > 0
-        if has_first and a.first_keys:
-            _add_first_keys(scores, rows, memory.shares, 2 * a.mean.num_pairs + 1)
-        if a.softcap_bits:
-            for r in range(rows):
-                tile(SOFTCAP, 1, (scores + 4 * (r * PARTITION + first), (end - first + 7) // 8, a.softcap_bits))
-        if has_first:  # the next stage overwrites the scores
-            for r in range(rows):
-                copy(scores + 4 * r * PARTITION, memory.first_scores + 4 * r, 4)
-        num_next = 0
-        if after < end_part:
-            locate(*here, *where, *of_keys)
-            num_next = where[2] - where[1]
-            if a.values.params:
-                ask_for(*here, where[0] + where[1], where[0] + where[2], a.values.params, a.values.param_bytes)
-        write(job, ValueArgs(
-            shape, places=memory.value_places, params=memory.value_params, direct=a.values.direct & few, group=group,
-            position=position - begin, window=window, sinks=sinks - begin, scores=scores, words=memory.weights,
-            word_steps=memory.word_steps, offset=memory.offset, record=record,
-            next_places=memory.key_places + 8 * where[1], num_next=num_next, next_lines=(a.keys.row_bytes + 63) // 64,
-        ))  # fmt: skip
-        call(value_stage, job, memory.copies, 0)
-        if has_first and a.first_values:
-            of_head = a.first_values + 4 * head * dim
-            limit = 0 if sinks else window
-            _add_first_values(of_head, dim, memory.first_scores, record, rows, padded, position, group, limit)
-        if p > first_part:
-            _merge(total, memory.other, rows, padded)
+            call(key_stage, job, memory.copies, 0)
+            if a.mean.num_pairs:
+                write(job, MeanArgs(
+                    count, first, shape.end, begin, of_row, num_shares, memory.angle_places, num_shares - 1, scores
+                ))  # fmt: skip
+                call(a.mean.stage, job, memory.copies, 0)
+            if has_first and a.first_keys:
+                _add_first_keys(scores, count, of_row, num_shares)
+            if a.softcap_bits:
+                for r in range(count):
+                    at_first, chunks = scores + 4 * (r * PARTITION + first), (shape.end - first + 7) // 8
+                    tile(SOFTCAP, 1, (at_first, chunks, a.softcap_bits))
+            if has_first:  # the next stage overwrites the scores
+                for r in range(count):
+                    copy(scores + 4 * r * PARTITION, memory.first_scores + 4 * r, 4)
+            if row + count == rows and after < end_part:
+                locate(*here, *where, *of_keys)
+                num_next = where[2] - where[1]
+                if a.values.params:
+                    ask_for(*here, where[0] + where[1], where[0] + where[2], a.values.params, a.values.param_bytes)
+            record, maxima, of_rows = memory.other, memory.other + 4 * count * padded, count
+            if p == first_part:
+                record, maxima, of_rows = total + 4 * row * padded, total + 4 * (rows * padded + row), rows
+            write(job, ValueArgs(
+                shape, places=memory.value_places, params=memory.value_params, direct=a.values.direct & few,
+                group=group, position=position + row // group - begin, skipped=row % group, window=window,
+                sinks=sinks - begin, scores=scores, words=memory.weights, word_steps=memory.word_steps,
+                offset=memory.offset, record=record, maxima=maxima, sums=maxima + 4 * of_rows, fresh=fresh,
+                next_places=memory.key_places + 8 * where[1], num_next=num_next,
+                next_lines=(a.keys.row_bytes + 63) // 64,
+            ))  # fmt: skip
+            call(value_stage, job, memory.copies, 0)
+            if has_first and a.first_values:
+                seeing = rows if sinks or window == 0 else max(0, window - position) * group
+                of_head = a.first_values + 4 * head * dim
+                _add_first_values(of_head, dim, memory.first_scores, record, maxima, count, padded, seeing - row)
+            if p > first_part:
+                _merge(total, rows, row, memory.other, count, padded)
+            row, fresh = row + count, 0
         p = after
     if split:
         if add(a.counters + 8 * (index - part), 1) < parts - 1:
             return
         total = a.records + (index - part) * record_bytes
         for p in range(1, parts):
-            _merge(total, total + p * record_bytes, rows, padded)
+            _merge(total, rows, 0, total + p * record_bytes, rows, padded)
     stride = 4 * a.heads * group * dim
     logits = a.sink_logits + 4 * head * group if a.sink_logits else 0
     _finish(total, rows, padded, group, dim, logits, a.out + token * stride + 4 * head * group * dim, stride)
@@ -280,6 +302,13 @@ def _mean(isa: Isa, mean: KeyMean | None) -> Mean:
     half, _, positions = mean.table.shape
     pairs = mean_task(isa).address, mean.pairs.shape[1], mean.vector.data_ptr(), mean.pairs.data_ptr()
     return Mean(*pairs, half, mean.table.data_ptr(), positions)
+
+
+def _tile_tokens(num_tokens: int, heads: int, group: int, least: int, most: int) -> int:
+    """Tokens of a tile. The more rows, the fewer copies of keys and values, but all threads shall have tiles."""
+    while most > least and heads * num_tokens * group < UNITS_PER_THREAD * threads.num_threads() * most:
+        most //= 2
+    return max(1, most // group)
 
 
 def _max_units(num_tokens: int, num_seqs: int, heads: int, tile_tokens: int, max_parts: int) -> tuple[int, int]:
@@ -309,7 +338,9 @@ def paged_attention(
     num_tokens, num_heads, dim = q.shape
     num_seqs, heads, max_keys = len(context_lens), k_cache.data.shape[1], block_tables.shape[1] * k_cache.block_size
     group, padded = num_heads // heads, -(-dim // isa.value_tile) * isa.value_tile
-    tile_tokens = min(max(1, TILE_ROWS[isa.tiles] // group), num_tokens - num_seqs + 1)
+    has_strips = all(on_tiles(isa, cache.dtype, dim) for cache in (k_cache, v_cache))
+    tile_tokens = min(_tile_tokens(num_tokens, heads, group, *TILE_ROWS[has_strips]), num_tokens - num_seqs + 1)
+    strip = min(STRIP, tile_tokens * group) if has_strips else tile_tokens * group
     sinks, max_parts = spec.sinks if window else 0, -(-max_keys // PARTITION)
     if window:
         max_parts = min(max_parts, (sinks + window + num_tokens - num_seqs + 1) // PARTITION + 3)
@@ -331,7 +362,7 @@ def paged_attention(
         sink_logits=address(sink_logits), out=out.data_ptr(),
         records=address(records), counters=plan.data_ptr() + 8 * (num_seqs + 2), heads=heads, group=group, dim=dim,
         padded=padded, tasks=tasks, block_size=k_cache.block_size, window=window, sinks=sinks, tile_tokens=tile_tokens,
-        hadamard=int(k_cache.hadamard), query_limit=query_limit(k_cache.dtype, dim),
+        strip=strip, hadamard=int(k_cache.hadamard), query_limit=query_limit(k_cache.dtype, dim),
         query_form=query_form(isa, k_cache.dtype, dim, few=False),
         few_query_form=query_form(isa, k_cache.dtype, dim, few=True), mean=mean,
         first_keys=address(k_cache.first), first_values=address(v_cache.first),
@@ -342,7 +373,8 @@ def paged_attention(
         tasks,
         numbers(args),
         parallel=num_tokens * max_keys * num_heads * dim > SERIAL_PRODUCTS,
-        scratch=buffers.py_func(0, tile_tokens * group, padded, mean.num_pairs).copies + scratch_bytes(isa, padded),
+        scratch=buffers.py_func(0, tile_tokens * group, strip, padded, mean.num_pairs).copies
+        + scratch_bytes(isa, padded),
     )
     return as_type(out, dtype)
 

@@ -65,6 +65,7 @@ class Queries(NamedTuple):
 
 
 FLOATS, WORDS, BYTES, FLOAT_PLANES, WORD_PLANES = range(5)  # forms of queries, see prepare_queries
+FORM_BYTES = 4, 2, 1, 4, 2  # of each number of a query
 
 
 class AttendArgs(NamedTuple):
@@ -88,6 +89,7 @@ class AttendArgs(NamedTuple):
     window: int
     sinks: int
     tile_tokens: int
+    strip: int  # rows of a strip
     hadamard: int  # 1: keys are Hadamard-transformed
     query_limit: int  # see _query_limit
     query_form: int
@@ -114,8 +116,8 @@ class Buffers(NamedTuple):
     value_places: int
     key_params: int
     value_params: int
-    total: int  # two records
-    other: int
+    total: int  # the record of a tile
+    other: int  # of a strip
     shares: int  # for each row, those of attention_queries.py
     first_scores: int  # of the key of position 0
     angle_places: int
@@ -142,6 +144,7 @@ class ScoreArgs(NamedTuple):
     scores: int  # float32 [rows, PARTITION], written
     value_lines: int  # cache lines of each value, to prefetch
     value_places: int
+    fresh: int  # panels of keys first .. fresh are written; the others are in the stage's scratch
 
 
 class ValueArgs(NamedTuple):
@@ -151,13 +154,17 @@ class ValueArgs(NamedTuple):
     direct: int
     group: int  # rows of a token
     position: int  # position of the first row's token; like `sinks`, counted from the partition's begin
+    skipped: int  # rows of that token before the first row
     window: int
     sinks: int
     scores: int
     words: int  # the weights of codes, as int16
     word_steps: int
     offset: int  # a float32
-    record: int  # written
+    record: int  # written: outputs, maxima and sums
+    maxima: int
+    sums: int
+    fresh: int
     next_places: int  # keys of the next partition, to prefetch
     num_next: int
     next_lines: int
@@ -179,22 +186,23 @@ JOB_BYTES = -(-max(num_bytes(ScoreArgs), num_bytes(ValueArgs)) // 64) * 64
 
 
 @inline
-def buffers(at: int, rows: int, padded: int, num_pairs: int) -> Buffers:
+def buffers(at: int, rows: int, strip: int, padded: int, num_pairs: int) -> Buffers:
     record = (4 * rows * (padded + 2) + 63) // 64 * 64
+    other = (4 * strip * (padded + 2) + 63) // 64 * 64
     job = at
     floats = job + JOB_BYTES
     words = floats + 4 * rows * padded
     steps = words + 4 * rows * padded
     scores = (steps + 8 * rows + 63) // 64 * 64
-    weights = scores + 4 * rows * PARTITION
-    word_steps = weights + 2 * rows * PARTITION
-    offset = word_steps + 4 * rows * (PARTITION // KEYS)
+    weights = scores + 4 * strip * PARTITION
+    word_steps = weights + 2 * strip * PARTITION
+    offset = word_steps + 4 * strip * (PARTITION // KEYS)
     places = (offset + 4 + 63) // 64 * 64
     params = places + 16 * PARTITION
     total = params + 16 * PARTITION
-    shares = total + 2 * record
+    shares = total + record + other
     first_scores = shares + 4 * rows * (2 * num_pairs + 1)
-    angle_places = (first_scores + 4 * rows + 7) // 8 * 8
+    angle_places = (first_scores + 4 * strip + 7) // 8 * 8
     copies = (angle_places + 16 * num_pairs + 63) // 64 * 64
     return Buffers(job, floats, words, steps, scores, weights, word_steps, offset, places, places + 8 * PARTITION,
                    params, params + 8 * PARTITION, total, total + record, shares, first_scores, angle_places,

@@ -83,26 +83,31 @@ def prefetch_tile() -> Tile:
 
 
 def merge_tile() -> Tile:
-    """Add one row of a record (see attention.py) to the same row of another. A row has `chunks` * 8 outputs. Its
-    maximum and sum are `maximum` and `total` bytes after the row's begin.
+    """Add `count` rows of a record (see attention.py) at `source` to those of another at `into`. A row has `chunks` * 8
+    outputs. The maxima and sums of the source become factors: it cannot be used again.
     """
 
     def body(e: Emitter, rows: int, arguments: list[Value]) -> None:
-        into, source, chunks, maximum, total = arguments
+        into, maxima, sums, source, source_maxima, source_sums, count, chunks = arguments
         b = e.builder
-        first, second = (e.load(e.offset(at, maximum), F32) for at in (into, source))
-        larger = e.larger(first, second)
-        keep, take = e.exp(b.fsub(first, larger)), e.exp(b.fsub(second, larger))
-        e.store(larger, e.offset(into, maximum))
-        first, second = (e.load(e.offset(at, total), F32) for at in (into, source))
-        e.store(e.fma(second, take, b.fmul(first, keep)), e.offset(into, total))
-        keep, take = e.splat(keep), e.splat(take)
-        with e.loop(chunks) as chunk:
-            here, there = (e.offset(at, e.times(chunk, 4 * e.lanes)) for at in (into, source))
-            kept = b.fmul(e.load(here, e.vector(F32)), keep)
-            e.store(e.fma(e.load(there, e.vector(F32)), take, kept), here)
+        for index, lanes in e.steps(count, [e.lanes, 1]):
+            kind = F32 if lanes == 1 else e.vector(F32)
+            places = [e.offset(at, e.times(index, 4)) for at in (maxima, source_maxima, sums, source_sums)]
+            first, second, total, added = (e.load(place, kind) for place in places)
+            larger = e.larger(first, second)
+            keep, take = e.exp2_below(b.fsub(first, larger)), e.exp2_below(b.fsub(second, larger))
+            stored = larger, take, e.fma(added, take, b.fmul(total, keep)), keep
+            for value, place in zip(stored, places, strict=True):
+                e.store(value, place)
+        with e.loop(count) as row:
+            take, keep = (e.splat(e.load(e.offset(at, e.times(row, 4)), F32)) for at in (source_maxima, source_sums))
+            first = e.times(e.times(row, chunks), 4 * e.lanes)
+            with e.loop(chunks) as chunk:
+                here, there = (e.offset(at, first, e.times(chunk, 4 * e.lanes)) for at in (into, source))
+                kept = b.fmul(e.load(here, e.vector(F32)), keep)
+                e.store(e.fma(e.load(there, e.vector(F32)), take, kept), here)
 
-    return register("merge_tile", 8, (1,), 5, body)
+    return register("merge_tile", 8, (1,), 8, body)
 
 
 def params_tile(*, levels: bool) -> Tile:

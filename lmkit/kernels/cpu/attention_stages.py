@@ -23,7 +23,7 @@ from lmkit.kernels.cpu.structs import read
 from lmkit.kv_dtype import FLOAT32, INT4, KVDtype
 
 SPACING = 64  # bytes after each copied row: power-of-two strides would fall into few cache sets
-NO_SCORE = np.float32(-3e38)  # the maximum of no scores; finite, so that the difference of two is 0
+NO_SCORE = np.float32(-1e38)  # the maximum of no scores; finite, so that the difference of two is 0
 NO_SCORE_BITS = float_bits(float(NO_SCORE))
 PREFETCH = attention_rows.prefetch_tile().name
 
@@ -53,13 +53,12 @@ def scale_rows(name: str, a: ScoreArgs) -> None:
 @inline
 def softmax_rows(name: str, a: ValueArgs, row: int, end_row: int, coded: bool) -> None:
     """Turn the scores of some rows into weights by `name`, a softmax_tile, and begin their parts of the record."""
-    rows, _, padded, first, end = a.partition
-    maxima, totals = a.record + 4 * rows * padded, a.record + 4 * rows * (padded + 1)
+    _, _, padded, first, end = a.partition
     blocks = (end - first + KEYS - 1) // KEYS
     for r in range(row, end_row):
-        last = a.position + r // a.group
+        last = a.position + (a.skipped + r) // a.group
         low = max(first, last - a.window + 1) if a.window else first
-        limits = (low, min(end, last + 1), a.sinks, first, blocks, NO_SCORE_BITS, maxima + 4 * r, totals + 4 * r)
+        limits = (low, min(end, last + 1), a.sinks, first, blocks, NO_SCORE_BITS, a.maxima + 4 * r, a.sums + 4 * r)
         words, steps = a.words + 2 * r * PARTITION, a.word_steps + 4 * r * (PARTITION // KEYS)
         tile(name, 1, (a.scores + 4 * r * PARTITION, *limits, words, steps, a.params, 4 * PARTITION, a.offset))
         sums = carray(pointer(a.record + 4 * r * padded), padded, np.float32)

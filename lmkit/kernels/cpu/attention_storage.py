@@ -30,7 +30,7 @@ def storage(isa: Isa, cache: KVTensor, dim: int, *, keys: bool) -> Storage:
 
 
 def _task(isa: Isa, kind: KVDtype, dim: int, *, few: bool, keys: bool) -> Task:
-    if _on_tiles(isa, kind, dim, few=few, keys=keys):
+    if _takes_tiles(isa, kind, dim, few=few, keys=keys):
         return amx_stages.score_task(isa, kind) if keys else amx_stages.value_task(isa, kind)
     if not keys:
         return attention_stages.value_task(isa, kind)
@@ -52,7 +52,7 @@ def query_limit(kind: KVDtype, dim: int) -> int:
 
 
 def query_form(isa: Isa, kind: KVDtype, dim: int, *, few: bool) -> int:
-    tiles = _on_tiles(isa, kind, dim, few=few, keys=True)
+    tiles = _takes_tiles(isa, kind, dim, few=few, keys=True)
     if not kind.has_minimum:
         return FLOAT_PLANES if tiles else FLOATS
     if kind.has_short_codes and (tiles or (few and _reads_directly(isa, kind, dim, keys=True))):
@@ -60,11 +60,14 @@ def query_form(isa: Isa, kind: KVDtype, dim: int, *, few: bool) -> int:
     return WORD_PLANES if tiles else WORDS
 
 
-def _on_tiles(isa: Isa, kind: KVDtype, dim: int, *, few: bool, keys: bool) -> bool:
-    """Whether (few or many) rows are multiplied on tile registers. Few rows read codes directly, with the same sums."""
-    if not (isa.tiles and fits(kind, dim)):
-        return False
-    return not (few and kind.has_minimum and _reads_directly(isa, kind, dim, keys=keys))
+def on_tiles(isa: Isa, kind: KVDtype, dim: int) -> bool:
+    """Whether many rows are multiplied on tile registers."""
+    return isa.tiles and fits(kind, dim)
+
+
+def _takes_tiles(isa: Isa, kind: KVDtype, dim: int, *, few: bool, keys: bool) -> bool:
+    """The same of few or many rows. Few rows read codes directly, with the same sums."""
+    return on_tiles(isa, kind, dim) and not (few and kind.has_minimum and _reads_directly(isa, kind, dim, keys=keys))
 
 
 def _reads_directly(isa: Isa, kind: KVDtype, dim: int, *, keys: bool) -> bool:

@@ -32,6 +32,7 @@ WORDS, PAIRS = KVDtype("words", 16), KVDtype("pairs", 32)  # used for copies onl
 BYTES = {FLOAT32: 4, BFLOAT16: 2, FLOAT16: 2, FP8: 1, INT8: 1, INT4: 1, INT3: 1, INT2: 1, WORDS: 2, PAIRS: 4}
 STORED = {4: F32, 2: I16, 1: I8}  # the type of an element with so many bytes in memory
 KEYS = 64  # in a block: int32 sums of codes and weights are exact within one
+LOG2_E = math.log2(math.e)
 LARGEST_WORD = 127 * 256 + 127  # so that a word is 256 * high + low with signed bytes (amx/attention_tiles.py)
 
 
@@ -64,6 +65,20 @@ def split_floats(e: Emitter, first: Value, second: Value) -> tuple[Value, Value]
     high = [b.and_(b.bitcast(x, bits), constant(bits, 0xFFFF0000)) for x in floats]
     rest = [b.fsub(x, b.bitcast(h, x.type)) for x, h in zip(floats, high, strict=True)]
     return packed(high), packed([b.add(b.bitcast(x, bits), constant(bits, 0x8000)) for x in rest])
+
+
+def split_pairs(e: Emitter, first: Value, second: Value) -> tuple[Value, Value]:
+    """As `split_floats`, but neighbours are the numbers of a lane: no lanes change places."""
+    b, bits = e.builder, e.vector(I32)
+    upper, half = constant(bits, 0xFFFF0000), constant(bits, 16)
+
+    def pairs(low: Value, high: Value) -> Value:
+        return b.or_(b.lshr(low, half), b.and_(high, upper))
+
+    words = [b.bitcast(x, bits) for x in (first, second)]
+    high = [b.bitcast(b.and_(x, upper), first.type) for x in words]
+    rest = [b.fsub(x, h) for x, h in zip((first, second), high, strict=True)]
+    return pairs(*words), pairs(*(b.add(b.bitcast(x, bits), constant(bits, 0x8000)) for x in rest))
 
 
 def split_words(e: Emitter, words: Value) -> tuple[Value, Value]:
@@ -297,17 +312,18 @@ def product_tile(isa: Isa, form: KVDtype, *, raw: bool = False) -> Tile:
 
 
 def softmax_tile(isa: Isa, kind_of_values: KVDtype, *, planes: bool = False) -> Tile:
-    """One row's weights e^(score - maximum) from the scores at `s`. Scores 0 .. sinks and low .. high are visible, all
-    below high; the others get weight 0.
+    """One row's weights 2^(score log2(e) - maximum) from the scores at `s`. Scores 0 .. sinks and low .. high
+    are visible, all below high; the others get weight 0.
 
-    `blocks` blocks of 64 scores are read from the index `first` on. Limits count from index 0. float32 `maximum` (at
-    least NO_SCORE) and `total`, the sum of the weights, are written. Float weights replace the scores; for fp8 they are
-    multiplied by the value's scale. For codes, a weight times the value's scale is rounded to int16 in `words`. The
-    step is 1 / LARGEST_WORD of the block's largest and is written to `steps` (float32 [blocks in all]). The sum of
-    weights times minima goes to `offset`. The float32 scales are at `scales`, the minima `minima` bytes after them.
+    `blocks` blocks of 64 scores are read from the index `first` on. Limits count from index 0. Written as float32 are
+    `maximum`, that of the scores (at least NO_SCORE) times log2(e), and `total`, the sum of the weights. Float weights
+    replace the scores; for fp8 they are multiplied by the value's scale. For codes, a weight times the value's scale is
+    rounded to int16 in `words`. The step is 1 / LARGEST_WORD of the block's largest and is written to `steps` (float32
+    [blocks in all]). The sum of weights times minima goes to `offset`. The float32 scales are at `scales`, the minima
+    `minima` bytes after them.
 
     With `planes`, weights are split as tile registers take them (amx/attention_tiles.py): 64 words become their high
-    bytes, then their low bytes; 32 floats their high bfloat16, then their low bfloat16.
+    bytes, then their low bytes; 32 floats their high bfloat16, then their low bfloat16, in the order 0, 16, 1, 17, ...
     """
     coded = kind_of_values.has_minimum
     scaled = kind_of_values.coded and not coded
@@ -339,7 +355,8 @@ def softmax_tile(isa: Isa, kind_of_values: KVDtype, *, planes: bool = False) -> 
             while len(found) > 1:
                 found = [e.larger(x, y) for x, y in zip(found[::2], found[1::2], strict=True)]
             b.store(e.larger(found[0], b.load(best)), best)
-        maximum = e.fold(b.load(best), e.larger)
+        maximum = b.fmul(e.fold(b.load(best), e.larger), constant(F32, LOG2_E))
+        log2_e, lowered = constant(kind, LOG2_E), e.splat(b.fneg(maximum))
         with e.loop(blocks) as block:
             b.store(constant(kind, 0), peak)
             start = e.times(e.offset(first, e.times(block, KEYS)), 4)
@@ -347,7 +364,7 @@ def softmax_tile(isa: Isa, kind_of_values: KVDtype, *, planes: bool = False) -> 
                 places = [e.offset(start, e.times(pair, 8 * e.lanes), 4 * i * e.lanes) for i in (0, 1)]
                 weights = []
                 for at in places:
-                    weight = e.exp_below(b.fsub(e.load(e.offset(s, at), kind), e.splat(maximum)))
+                    weight = e.exp2_below(e.fma(e.load(e.offset(s, at), kind), log2_e, lowered))
                     b.store(b.fadd(b.load(sums), weight), sums)
                     if scaled:
                         weight = b.fmul(weight, e.load(e.offset(scales, at), kind))
@@ -357,7 +374,7 @@ def softmax_tile(isa: Isa, kind_of_values: KVDtype, *, planes: bool = False) -> 
                         weight = b.fmul(weight, scale)
                         b.store(e.larger(weight, b.load(peak)), peak)
                     weights.append(weight)
-                split = split_floats(e, *weights) if planes and not coded else weights
+                split = split_pairs(e, *weights) if planes and not coded else weights
                 for at, weight in zip(places, split, strict=True):
                     e.store(weight, e.offset(s, at))
             if coded:

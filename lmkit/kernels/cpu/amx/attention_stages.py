@@ -18,14 +18,19 @@ from lmkit.kernels.cpu.attention_stages import PREFETCH, scale_rows, softmax_row
 from lmkit.kernels.cpu.attention_tiles import KEYS, softmax_tile
 from lmkit.kernels.cpu.intrinsics import tile
 from lmkit.kernels.cpu.isa import Isa
-from lmkit.kernels.cpu.jit import Task
+from lmkit.kernels.cpu.jit import Task, inline
 from lmkit.kernels.cpu.structs import read
 from lmkit.kv_dtype import KVDtype
 
 
 def scratch_bytes(padded: int) -> int:
-    """Bytes of a stage's scratch: the largest panel is that of a partition's bfloat16 values."""
-    return tiles.WORKSPACE + 2 * PARTITION * padded
+    """Bytes of the stages' scratch: the panels of a partition's keys and values, at most of bfloat16."""
+    return tiles.WORKSPACE + 2 * _panel_bytes(padded)
+
+
+@inline
+def _panel_bytes(padded: int) -> int:
+    return 2 * PARTITION * padded
 
 
 @functools.cache
@@ -42,12 +47,13 @@ def score_task(isa: Isa, kind: KVDtype) -> Task:
         rows, dim, padded, first, end = a.partition
         keys, low, steps = scratch + tiles.WORKSPACE, element * padded, (dim + step - 1) // step
         ldq, configured = planes * low, 0
+        for key in range(first, a.fresh, ROWS):
+            tile(PREFETCH, 1, (a.value_places + 8 * key, min(ROWS, a.fresh - key), a.value_lines))
+            column = (key - first) % KEYS
+            tile(panel, 1, (a.places + 8 * key, keys + (key - first - column) * (2 * padded) + 4 * column, dim))
         for block in range(first, end, KEYS):
-            count = min(KEYS, end - block)
+            count, at_block = min(KEYS, end - block), keys + (block - first) * (2 * padded)
             columns = (count + ROWS - 1) // ROWS
-            tile(PREFETCH, 1, (a.value_places + 8 * block, count, a.value_lines))
-            for j in range(columns):
-                tile(panel, 1, (a.places + 8 * (block + ROWS * j), keys + ROW_BYTES * j, dim))
             for r in range(0, rows, ROWS):
                 height = min(ROWS, rows - r)
                 if height != configured:
@@ -55,7 +61,7 @@ def score_task(isa: Isa, kind: KVDtype) -> Task:
                     configured = height
                 j, queries, score = 0, a.queries + r * ldq, a.scores + 4 * (r * PARTITION + block)
                 while j < columns:
-                    at = (keys + ROW_BYTES * j, LINE, score + ROW_BYTES * j, 4 * PARTITION, steps)
+                    at = (at_block + ROW_BYTES * j, LINE, score + ROW_BYTES * j, 4 * PARTITION, steps)
                     if coded:
                         j += tile(product, columns - j, (scratch, queries, ldq, low, *at, height, 0, 0))
                     else:
@@ -79,13 +85,13 @@ def value_task(isa: Isa, kind: KVDtype) -> Task:
     def values(args: int, scratch: int, index: int) -> None:
         a = read(args, ValueArgs)
         rows, dim, padded, first, end = a.partition
-        panels, ld = scratch + tiles.WORKSPACE, 4 * padded
+        panels, ld = scratch + tiles.WORKSPACE + _panel_bytes(padded), 4 * padded
         blocks, columns, lds = (end - first + KEYS - 1) // KEYS, dim // ROWS, 4 * (PARTITION // KEYS)
         configured = 0
-        for block in range(blocks):
-            ahead, at = block * KEYS, panels + block * (KEYS // together) * ld
-            tile(PREFETCH, 1, (a.next_places + 8 * ahead, min(KEYS, a.num_next - ahead), a.next_lines))
-            tile(panel, 1, (a.places + 8 * (first + ahead), at, ld, KEYS // together, dim))
+        tile(PREFETCH, 1, (a.next_places, a.num_next, a.next_lines))
+        for key in range(first, a.fresh, KEYS):
+            at = panels + (key - first) // together * ld
+            tile(panel, 1, (a.places + 8 * key, at, ld, KEYS // together, dim))
         for r in range(0, rows, ROWS):
             height = min(ROWS, rows - r)
             if height != configured:

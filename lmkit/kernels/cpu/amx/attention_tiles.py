@@ -40,10 +40,10 @@ def product_tile(isa: Isa) -> Tile:
             left, right = e.offset(a, e.times(k, next_a)), e.offset(b, e.times(k, e.times(ldb, ROWS)))
             tiles.load(4, left, lda)
             tiles.load(5, e.offset(left, low), lda)
-            for j in range(columns):
-                tiles.load(6 + j % 2, e.offset(right, ROW_BYTES * j), ldb)
-                tiles.dot_bf16(j, 4, 6 + j % 2)
-                tiles.dot_bf16(j, 5, 6 + j % 2)
+            for plane in range(2):  # a sum waits for its last dot as long as three others take
+                for j in range(columns):
+                    tiles.load(6 + j % 2, e.offset(right, ROW_BYTES * j), ldb)
+                    tiles.dot_bf16(j, 4 + plane, 6 + j % 2)
         for j in range(columns):
             tiles.store(j, e.offset(c, ROW_BYTES * j), ldc)
 
@@ -94,7 +94,9 @@ def code_product_tile(isa: Isa, *, planes: int, scaled: bool) -> Tile:
 
 
 def value_panel_tile(kind: KVDtype) -> Tile:
-    """Write `count` rows of a value panel, `ldb` bytes apart, from twice or four times as many values at `places`."""
+    """Write `count` rows of a value panel, `ldb` bytes apart, from twice or four times as many values at `places`.
+    bfloat16 values that share a row are 16 apart, as `softmax_tile` puts their weights.
+    """
     together = 4 if kind.has_minimum else 2
 
     def body(e: Emitter, rows: int, arguments: list[Value]) -> None:
@@ -103,7 +105,11 @@ def value_panel_tile(kind: KVDtype) -> Tile:
         columns = b.lshr(dim, I64(1)) if kind == INT4 else dim
         order = [i + 16 * value for i in range(16) for value in range(together)]
         with e.loop(count) as row:
-            sources = [e.load(e.offset(places, e.times(row, 8 * together), 8 * i), I64) for i in range(together)]
+            if together == 4:
+                at, apart = e.times(row, 32), 8
+            else:
+                at, apart = e.times(b.sub(e.times(row, 2), b.and_(row, I64(15))), 8), 8 * 16
+            sources = [e.load(e.offset(places, at, apart * i), I64) for i in range(together)]
             line = e.offset(target, b.mul(row, ldb))
             with e.loop(b.udiv(columns, I64(16))) as unit:
                 at = e.times(unit, 16)
