@@ -35,6 +35,7 @@ class Device:
     small_groups: bool  # kernels take any codes in groups of 16; elsewhere those with plain scales become dense
     panels: bool  # additions of adapters lie in panels, in the order of rows; else rows of one adapter lie together
     plain_heads: bool  # prompts of latent attention may be computed over plain keys and values
+    chooses_keys: bool  # contexts in which indexers choose keys are served; else those in which they choose all
     copies: bool  # packed weights may have copies in 16 bits
     moves_states: bool  # recurrent states can be copied to tiers
     drafts_with_ranks: bool  # a head or model drafts for a model that several ranks share
@@ -71,6 +72,7 @@ CPU = Device(
     small_groups=True,
     panels=True,
     plain_heads=False,
+    chooses_keys=True,
     copies=False,
     moves_states=True,
     drafts_with_ranks=True,
@@ -97,6 +99,7 @@ CUDA = Device(
     small_groups=False,
     panels=False,
     plain_heads=True,
+    chooses_keys=False,
     copies=True,
     moves_states=False,
     drafts_with_ranks=False,

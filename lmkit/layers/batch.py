@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -63,6 +63,13 @@ def _alone(geometry: BatchGeometry, positions: Tensor, ends: Tensor, scores: Att
         )
 
 
+@dataclass
+class Choice:
+    """The keys that the last indexer of a step has chosen for each row. Later layers may see the same ones."""
+
+    seen: BatchGeometry | None = None  # rows are sequences of their own, whose blocks are single tokens
+
+
 @dataclass(frozen=True)
 class BatchInputs:
     """One step: B sequences bring T new tokens in all. Nothing distinguishes prefill from decode."""
@@ -78,6 +85,7 @@ class BatchInputs:
     states: Tensor | None = None  # int32 [B, 6]: see kernels.recurrent; None = sequence b begins in row b
     per_layer: Tensor | None = None  # float32 [T, layers * width]: vectors of layers.per_layer, which the decoder makes
     prompts: Prompts | None = None  # chunks that latent attention computes over plain heads
+    choice: Choice = field(default_factory=Choice)  # of the step's last indexer
     # Of a step with tokens of images:
     places: Tensor | None = None  # int32 [3, T]: places in time, height and width, for M-RoPE
     image_rows: Tensor | None = None  # int64 [I]: rows of tokens of images
@@ -183,11 +191,13 @@ class KVLayer:
     v: KVTensor
     group: int = 0
     states: RecurrentStates | None = None  # of a recurrent block, which has no keys and values
+    index: KVTensor | None = None  # the keys of an indexer, of one head
 
     @property
     def storages(self) -> tuple[KVTensor, ...]:
-        """Both, or the one that is both: a row of latent attention."""
-        return (self.k,) if self.v.data is self.k.data else (self.k, self.v)
+        """Both, or the one that is both: a row of latent attention; then the keys of an indexer."""
+        own = (self.k,) if self.v.data is self.k.data else (self.k, self.v)
+        return own if self.index is None else (*own, self.index)
 
 
 def allocate_kv(
@@ -232,6 +242,9 @@ def allocate_state(
         states = None if state is None else allocate_states(state, num_states, num_draft_tokens, device)
         return replace(allocate_kv(0, 1, block_size, 2, dtypes, device), states=states)
     kv = allocate_kv(num_blocks, state.num_heads, block_size, state.head_dim, dtypes, device)
+    if state.index_dim:
+        stored = state.index_dtype(dtypes[0])
+        kv = replace(kv, index=allocate_kv(num_blocks, 1, block_size, state.index_dim, (stored, stored), device).k)
     return replace(kv, v=kv.k) if state.shared else kv
 
 

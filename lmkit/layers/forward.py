@@ -26,11 +26,14 @@ from lmkit.layers.moe import MoE
 from lmkit.layers.parallel import Parallel
 from lmkit.layers.per_layer import PerLayerGate
 from lmkit.layers.short_conv import ShortConv
+from lmkit.layers.sparse_latent import SparseLatentAttention
 
 Forwards = dict[type[Block], Callable[[Any, Parts], Forward]]
 
 
 def _latent(spec: LatentSpec, parts: Parts) -> LatentAttention:
+    if spec.indexer is not None:
+        return SparseLatentAttention(spec, parts)
     block = LatentAttention(spec, parts)
     block.plain_heads = PlainHeads(block, parts.device) if named(parts.device).plain_heads else None
     return block

@@ -10,7 +10,7 @@ So K_h moves to the query, and V_h after attention: nothing that is kept for a t
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -33,6 +33,17 @@ class ChunkAttention(Protocol):
     def __call__(self, x: Tensor, norm: Norm | None, at: At) -> Tensor: ...
 
 
+class LatentParts(NamedTuple):
+    """What linears make of a step's tokens, before RoPE."""
+
+    turned: Tensor  # [T, heads, rope], the part of queries that RoPE turns
+    plain: Tensor  # [T, heads, nope], the other part
+    rows: Tensor  # [T, 1, row_dim]
+    index: tuple[
+        Tensor, Tensor
+    ]  # [T, ...] of the latent of queries and of x: what an indexer reads, of width 0 without
+
+
 class LatentAttention(Attending):
     """What latent attention computes before and after the attention op. `weights` has the roles of LatentSpec.
 
@@ -46,7 +57,7 @@ class LatentAttention(Attending):
         weights, device = parts.weights, parts.device
         self.spec, self.num_heads, self.interleaved = spec, spec.num_heads, spec.rope.interleaved
         self.inputs = MergedLinear(spec.inputs, weights, device)
-        self.q_b = MergedLinear(("attn.q_b",), weights, device) if spec.q_lora_rank else None
+        self.q_b = MergedLinear(spec.query_inputs, weights, device) if spec.q_lora_rank else None
         self.plain_heads: ChunkAttention | None = None  # computes chunks of prompts on a GPU
         self.linear_heads = ops.linear_heads.select(device)
         self._heads: tuple[Any, Any] | None = None
@@ -63,8 +74,11 @@ class LatentAttention(Attending):
 
     def queries_keys_values(self, x: Tensor, norm: Norm | None = None) -> Projected:
         """See Attending. A row is both k and v, in the same memory: it is stored after RoPE has turned it in place."""
-        q, row = self.queries_and_rows(x, norm)
-        return Projected(q, row, row)
+        return self.projected(self.parts_and_rows(x, norm))
+
+    def projected(self, parts: LatentParts) -> Projected:
+        """What attention reads of the parts."""
+        return Projected(self.absorbed(parts.turned, parts.plain), parts.rows, parts.rows)
 
     def outputs(self, out: Tensor, gates: Tensor | None) -> Tensor:
         """See Attending."""
@@ -75,27 +89,26 @@ class LatentAttention(Attending):
         yield from super().captured()
         yield "latent products", self.linear_heads
 
-    def queries_and_rows(self, x: Tensor, norm: Norm | None) -> tuple[Tensor, Tensor]:
-        """x [T, hidden] -> (queries [T, heads, row_dim], rows [T, 1, row_dim]), before RoPE."""
-        turned, plain, rows = self.parts_and_rows(x, norm)
-        return self.absorbed(turned, plain), rows
-
     def absorbed(self, turned: Tensor, plain: Tensor) -> Tensor:
         """The parts of queries [T, heads, ...] that RoPE turns and does not turn -> queries [T, heads, row_dim]."""
         return torch.cat([turned, self._each(plain, 0)], dim=2)
 
-    def parts_and_rows(self, x: Tensor, norm: Norm | None) -> tuple[Tensor, Tensor, Tensor]:
-        """x [T, hidden] -> (the part of queries that RoPE turns [T, heads, rope], the other [T, heads, nope], rows
-        [T, 1, row_dim]), before RoPE."""
+    def parts_and_rows(self, x: Tensor, norm: Norm | None) -> LatentParts:
+        """The parts of x [T, hidden], normalized if `norm` is None."""
         spec = self.spec
         y = self.inputs(x, norm)
-        queries, latent, turned = y.split((y.shape[1] - spec.row_dim, spec.kv_lora_rank, spec.qk_rope_head_dim), dim=1)
+        width = spec.q_lora_rank or self.num_heads * spec.query_dim
+        sizes = width, spec.kv_lora_rank, spec.qk_rope_head_dim, y.shape[1] - width - spec.row_dim
+        queries, latent, turned, of_x = y.split(sizes, dim=1)
         if self.q_b is not None:
             queries = self.q_b(queries.contiguous(), self._norm("attn.q_a_norm"))
+        width = self.num_heads * spec.query_dim
+        queries, of_queries = queries.split((width, queries.shape[1] - width), dim=1)
         heads = queries.view(len(x), self.num_heads, spec.query_dim)
         plain, rotary = heads.split((spec.qk_nope_head_dim, spec.qk_rope_head_dim), dim=2)
         latent = self.rms_norm(latent.contiguous(), self._norm("attn.kv_a_norm"))
-        return self._halves(rotary), plain, torch.cat([self._halves(turned), latent], dim=1)[:, None]
+        rows = torch.cat([self._halves(turned), latent], dim=1)[:, None]
+        return LatentParts(self._halves(rotary), plain, rows, (of_queries, of_x))
 
     def values(self, attended: Tensor) -> Tensor:
         """The output of attention over rows [T, heads, row_dim] -> [T, heads * v_head_dim]."""

@@ -51,7 +51,8 @@ def layout_of(spec: ModelSpec, sinks: int, dtypes: Sequence[tuple[KVDtype, KVDty
     readers = tuple(layer.kv.source for layer in spec.layers if layer.kv and layer.kv.source is not None)
     own = spec.layers[: spec.num_layers - len(readers)]
     kinds = [
-        (kv and (kv.num_heads, kv.head_dim, *stored)) for kv, stored in zip((x.kv for x in own), dtypes, strict=False)
+        kv and (kv.num_heads, kv.head_dim, kv.index_dim, *stored)
+        for kv, stored in zip((x.kv for x in own), dtypes, strict=False)
     ]
     return replace(kv_layout(spec.windows[: len(own)], sinks, kinds), readers=readers)
 

@@ -249,6 +249,19 @@ class LayerSpec:
         """Bytes of a step while all experts are computed together."""
         return max(block.places_bytes(self.hidden_size, num_tokens, half=half) for block in self)
 
+    @cached_property
+    def follows(self) -> bool:
+        """See Block.follows."""
+        return any(block.follows for block in self)
+
+    def whole(self) -> LayerSpec:
+        """See Block.whole."""
+        return replace(self, blocks=tuple(replace(each, block=each.block.whole()) for each in self.blocks))
+
+    def choice_bytes(self, length: int) -> int:
+        """See Block.choice_bytes."""
+        return max(block.choice_bytes(length) for block in self)
+
     def prompt_bytes(self, length: int) -> int:
         """Bytes that chunks of prompts of up to `length` tokens take beside activations."""
         return max(block.prompt_bytes(length) for block in self)

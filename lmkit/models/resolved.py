@@ -196,6 +196,8 @@ def resolved(
     `shard` takes one rank's part of everything, `stage` some layers.
     """
     source = open_source(path, model_impl, attention_sinks=attention_sinks, rounding=quantize)
+    if not named(device).chooses_keys:
+        source.spec = source.spec.whole()
     try:
         weight_dtype = resolve_dtype(dtype, source.spec.dtype, device)
         asked: str = resolve_activations(activations, device)

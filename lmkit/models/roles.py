@@ -63,6 +63,10 @@ LATENT_NAMES = LLAMA_NAMES | {
     "attn.kv_a": "self_attn.kv_a_proj_with_mqa",
     "attn.kv_a_norm": "self_attn.kv_a_layernorm",
     "attn.kv_b": "self_attn.kv_b_proj",
+    "attn.index_q": "self_attn.indexer.wq_b",
+    "attn.index_k": "self_attn.indexer.wk",
+    "attn.index_k_norm": "self_attn.indexer.k_norm",
+    "attn.index_weights": "self_attn.indexer.weights_proj",
 }
 GPT_OSS_EXPERTS = QWEN_EXPERTS | {"mlp.router": "mlp.router"}
 MIXTRAL_EXPERTS = {

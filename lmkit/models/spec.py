@@ -142,6 +142,29 @@ class ModelSpec:
         """Whether all prompts above `dynamic_length` have the same angles."""
         return all(layer.rope.kind != "dynamic" for layer in self.kinds)
 
+    @property
+    def chosen_keys(self) -> int:
+        """Keys that indexers choose for a query, which are all in contexts of as many tokens. 0: there are none."""
+        return max(block.chosen_keys for layer in self.kinds for block in layer)
+
+    def whole(self) -> ModelSpec:
+        """The model without its indexers, for contexts in which they choose every key."""
+        if not self.chosen_keys:
+            return self
+        new = {layer: layer.whole() for layer in self.kinds}
+        unread = tuple(
+            layer.module_name(index, role)
+            for index, layer in enumerate(self.layers)
+            for role in (*layer.linears, *layer.vectors)
+            if role not in new[layer].linears | new[layer].vectors and not role.endswith(".bias")
+        )
+        return replace(
+            self,
+            layers=tuple(new[layer] for layer in self.layers),
+            max_position=min(self.max_position, self.chosen_keys),
+            unread=(*self.unread, *unread),
+        )
+
     def with_sinks(self, count: int) -> ModelSpec:
         """The same model with `count` attention sinks. Raises ConfigError if no layer has a sliding window."""
         if count and not any(self.windows):

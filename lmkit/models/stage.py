@@ -36,7 +36,10 @@ class Stage:
         work = list(accumulate((layer.active_weights for layer in spec.layers), initial=math.prod(spec.head_shape)))
         starts = [0]
         for index in range(1, self.count):
-            possible = range(starts[-1] + 1, spec.num_layers - (self.count - index) + 1)
+            later = range(starts[-1] + 1, spec.num_layers - (self.count - index) + 1)
+            possible = [layer for layer in later if not spec.layers[layer].follows]
+            if not possible:
+                raise UnsupportedError(f"pp={self.count}: too few layers of this model choose keys; use a smaller pp")
             target = work[-1] * index / self.count
             starts.append(min(possible, key=lambda layer: abs(work[layer] - target)))
         return [range(start, end) for start, end in zip(starts, [*starts[1:], spec.num_layers], strict=True)]

@@ -79,6 +79,11 @@ def make_plan(source: ModelSource, recipe: Recipe, device: str = "cpu") -> Plan:
         raise ConfigError(
             f"recipe: calibration.seq_len {recipe.calibration.seq_len} exceeds the model's context, {spec.max_position}"
         )
+    if recipe.calibration.has_text and recipe.calibration.seq_len > (spec.chosen_keys or spec.max_position):
+        raise ConfigError(
+            f"recipe: calibration.seq_len {recipe.calibration.seq_len} is more than the {spec.chosen_keys} keys that a "
+            "query of this model sees; lower it"
+        )
     for step in recipe.steps:
         if reason := step.refuses_model(spec):
             raise UnsupportedError(f"{path}: {reason}")

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lmkit.attention_spec import AttentionSpec, Growth
 from lmkit.formats.mxfp4 import MXFP4
-from lmkit.kernels import ops, query_ops, recurrent_ops
+from lmkit.kernels import index_ops, ops, query_ops, recurrent_ops
 from lmkit.kernels.delta import DeltaWeights
 from lmkit.kernels.ops import Balance, BatchGeometry, KeyMean, KVTensor, Norm
 from lmkit.kernels.recurrent import RecurrentStates
@@ -117,6 +117,7 @@ def all_cases() -> list[Case]:
     return [
         *elementwise_cases(), *rope_cases(), *kv_cases(), *attention_cases(), *key_cases(), *balanced_cases(),
         *linear_cases(), *rope_attention_cases(), *draw_cases(), *delta_cases(), *conv_cases(), *scan_cases(),
+        *choice_cases(),
     ]  # fmt: skip
 
 
@@ -610,6 +611,23 @@ def scan_cases() -> Iterator[Case]:
 
         name = f"{heads}x{dim}x{size}x{groups}x{kernel}"
         yield Case(recurrent_ops.selective_scan, name, _seeded(advance), {}, brief=True)
+
+
+def choice_cases() -> Iterator[Case]:
+    """Sequences that see fewer keys, as many, and more, in scattered blocks. Small whole numbers make many scores
+    equal."""
+    for kind in (FLOAT32, INT8):
+
+        def make(kind: KVDtype = kind) -> tuple[Any, ...]:
+            query_start, lengths, tables = [0, 4, 5, 12], [5, 40, 21], torch.randperm(30)[:24].int().view(3, 8)
+            keys = allocate_kv(30, 1, 5, 6, (kind, kind)).k
+            ops.kv_append.named("reference")(
+                *[torch.randint(-2, 3, (150, 1, 6)).float()] * 2, keys, keys, torch.arange(150)
+            )
+            q, weights = (torch.randint(-2, 3, shape).float() for shape in ((12, 3, 6), (12, 3)))
+            return q, weights, keys, geometry(query_start, lengths, tables), 9
+
+        yield Case(index_ops.chosen_keys, str(kind), _seeded(make), {}, 0)
 
 
 def draw_cases() -> Iterator[Case]:

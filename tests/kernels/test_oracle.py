@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import lmkit.kernels  # noqa: F401  (registers)
-from lmkit.kernels import ops, recurrent_ops
+from lmkit.kernels import index_ops, ops, recurrent_ops
 from lmkit.kernels.cpu import attention, dense, isa, quantized, tiles
 from lmkit.kernels.registry import Implementation, Op
 from tests.kernels.cases import PLANES_TOLERANCE, SPLIT_TOLERANCE, Case, all_cases, difference, run
@@ -82,7 +82,7 @@ def test_quantized_products_have_the_same_bits_on_every_level(implementation: Im
 
 
 def test_every_op_has_a_reference_and_cases() -> None:
-    for op in (*vars(ops).values(), *vars(recurrent_ops).values()):
+    for op in (*vars(ops).values(), *vars(recurrent_ops).values(), *vars(index_ops).values()):
         if isinstance(op, Op):
             assert op.named("reference").priority == 0
             # No CPU's step has unknown tokens: cuda/test_tokens.py. Experts have tests of their own: test_experts.py

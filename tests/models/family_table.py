@@ -46,6 +46,7 @@ def attention(spec: ModelSpec) -> str:
     layer = attending(spec)
     is_latent = layer.kv is not None and layer.kv.shared
     parts = ["latent"] if is_latent else []
+    parts += ["chosen keys"] if spec.chosen_keys else []
     where = "in most layers" if spec.has_kv else "in all layers"
     parts += [f"{RECURRENT[type(x.mixer)]} {where}" for x in spec.kinds if x.recurrent][:1]
     parts += ["gated"] if "attn.gate" in layer.linears else []

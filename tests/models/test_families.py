@@ -114,12 +114,6 @@ CONFIG = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"])
-def test_indexed_attention_is_served_as_long_as_every_key_is_chosen(name: str) -> None:
-    for given, most in (({}, 2048), ({"index_topk": 512}, 512), ({"max_position_embeddings": 300}, 300)):
-        assert load_spec({"architectures": [name], **given}).max_position == most
-
-
 def test_old_style_rope_fields_are_read() -> None:
     scaled = CONFIG | {"rope_theta": 500.0, "rope_scaling": {"type": "linear", "factor": 8.0}}
     rope = load_spec(scaled).layers[0].rope

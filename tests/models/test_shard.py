@@ -21,7 +21,7 @@ from lmkit.formats.kv_config import Numbers
 from lmkit.kernels.cpu import collective
 from lmkit.kernels.cpu.collective import SharedRanks, shared_bytes
 from lmkit.kv_dtype import kv_dtype
-from lmkit.layers.batch import allocate_kv, whole_batch
+from lmkit.layers.batch import allocate_state, whole_batch
 from lmkit.models.kv_storage import KVStorage
 from lmkit.models.kv_transform import KVTransform
 from lmkit.models.loader import load_model
@@ -50,7 +50,7 @@ def logits_of(path: Path, tp: int, ep: int = 1, **options: Any) -> list[torch.Te
             decoder.join(SharedRanks(memory, number, size, SLOT, decoder.spec.vocab_size), split=tp > 1)
         batch, num_blocks = whole_batch(PROMPTS, 8)
         plain = kv_dtype("float32"), kv_dtype("float32")
-        kv = [allocate_kv(num_blocks, x.num_kv_heads, 8, x.head_dim, plain) for x in decoder.spec.layers]
+        kv = [allocate_state(layer.state, num_blocks, 8, plain, len(PROMPTS)) for layer in decoder.spec.layers]
         return decoder(batch, kv).clone()
 
     with ThreadPoolExecutor(size) as pool:
@@ -66,7 +66,7 @@ def kl(p: torch.Tensor, q: torch.Tensor) -> float:
     "name",
     [
         "llama-tied-bias", "opt", "opt-350m", "gemma2", "gemma4", "qwen3", "gpt-oss", "qwen2-moe", "glm4",
-        "deepseek-v2-lite", "deepseek-v3", "cohere2", "llama4", "arcee", "granite-swa",
+        "deepseek-v2-lite", "deepseek-v3", "glm-5", "cohere2", "llama4", "arcee", "granite-swa",
     ],
 )  # fmt: skip
 def test_two_ranks_compute_the_whole_models_logits(tmp_path: Path, name: str) -> None:

@@ -199,9 +199,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek-v3": ("DeepseekV3Config", SIGMOID | LATENT | {"q_lora_rank": 20, "rope_parameters": YARN | {
         "mscale": 1.0, "mscale_all_dim": 1.0}}),
     "deepseek-v3.2": ("DeepseekV32Config", SIGMOID | LATENT | {"q_lora_rank": 20, "index_head_dim": 16,
-                                                               "index_n_heads": 2}),
-    "glm-5": ("GlmMoeDsaConfig", SIGMOID | LATENT | {"q_lora_rank": 20, "index_head_dim": 16, "index_n_heads": 2,
-                                                     "n_group": 1, "topk_group": 1}),
+                                                               "index_n_heads": 16, "index_topk": 8}),
+    "glm-5": ("GlmMoeDsaConfig", SIGMOID | LATENT | {"q_lora_rank": 20, "index_head_dim": 16, "index_n_heads": 16,
+                                                     "index_topk": 8, "n_group": 1, "topk_group": 1,
+                                                     "indexer_types": ["full", "full", "shared"]}),
     "glm4-moe-lite": ("Glm4MoeLiteConfig", SIGMOID | LATENT | {"q_lora_rank": 20}),
     "glm4-moe-lite-sparse": ("Glm4MoeLiteConfig", SIGMOID | LATENT | {
         "q_lora_rank": None, "n_group": 1, "topk_group": 1, "rope_interleave": False,
@@ -286,7 +287,7 @@ def make(path: Path, name: str, **overrides: Any) -> transformers.PreTrainedMode
     class_name, differences = FAMILIES[name]
     torch.manual_seed(7)
     options = copy.deepcopy(COMMON | differences | overrides)
-    for key in ("layer_types", "layer_rope_theta"):
+    for key in ("layer_types", "layer_rope_theta", "indexer_types"):
         if options.get(key):
             options[key] = options[key][: options["num_hidden_layers"]]
     if "expand" in options:

@@ -26,7 +26,7 @@ SIZES = {
 WHOLE = {
     "moe_intermediate_size": 64, "shared_expert_intermediate_size": 32, "ffn_dim": 96, "v_head_dim": 16,
     "q_lora_rank": 32, "linear_value_head_dim": 16, "mamba_head_dim": 16, "moe_shared_expert_intermediate_size": 64,
-    "intermediate_size_mlp": 96,
+    "intermediate_size_mlp": 96, "index_topk": 128,
 }  # fmt: skip
 # (role whose outputs are divided by s, roles whose input columns are multiplied by s) of a dense layer: exact in
 # floating point.

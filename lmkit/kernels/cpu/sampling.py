@@ -32,7 +32,7 @@ def _keep(weights: Any, values: Any, floor: Any, count: int) -> None:
 
 
 @inline
-def _kth_greatest(values: Any, k: int) -> Any:
+def kth_greatest(values: Any, k: int) -> Any:
     """The k-th greatest value by bisection of its bits: one pass over the vocabulary per bit, and no copy of it."""
     low, high = np.int64(-(1 << 31)), np.int64((1 << 31) - 1)  # at least k values are >= `low`, as `order` numbers them
     while low < high:
@@ -101,7 +101,7 @@ def _draw(args: int, scratch: int, index: int) -> None:
     for i in range(size):
         weights[i] = math.exp((np.float64(values[i]) - top) / temperature)
     if 0 < k < size:
-        _keep(weights, values, _kth_greatest(values, k), k)
+        _keep(weights, values, kth_greatest(values, k), k)
     if top_p < 1:
         _keep_nucleus(weights, top_p, carray(pointer(scratch + 8 * size), size, np.float64))
     total = 0.0

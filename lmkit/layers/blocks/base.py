@@ -193,6 +193,24 @@ class Block:
         """Bytes of a step while all experts are computed together."""
         return 0
 
+    @property
+    def chosen_keys(self) -> int:
+        """Keys that its indexer chooses for a query. 0: a query sees all."""
+        return 0
+
+    @property
+    def follows(self) -> bool:
+        """Whether it reads which keys an earlier layer has chosen in the same step."""
+        return False
+
+    def whole(self) -> Self:
+        """The block where it sees all keys, in contexts in which its indexer would choose all."""
+        return self
+
+    def choice_bytes(self, length: int) -> int:
+        """Bytes that the choice of keys takes in contexts of up to `length` tokens beside activations."""
+        return 0
+
     def prompt_bytes(self, length: int) -> int:
         """Bytes that chunks of prompts of up to `length` tokens take beside activations."""
         return 0

@@ -6,14 +6,28 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from lmkit.attention_spec import AttentionSpec
+from lmkit.errors import CheckpointError
 from lmkit.layers.blocks.base import Block, Heads, Pairs, Shape, check_limits, check_rope, check_split
 from lmkit.layers.blocks.state import PagedKV
 from lmkit.layers.rope_spec import RopeSpec
 
 EPS = 1e-6  # of the norms inside latent attention, whatever config.json says of the others
 LIMITS = {"num_heads": 1 << 12, "row_dim": 1 << 10}
+INDEX_LIMITS = {"num_heads": 1 << 10, "head_dim": 1 << 10, "top_k": 1 << 20}
 UNSCALED, PLAIN = AttentionSpec(1.0), RopeSpec()
 SCRATCH_BYTES = 256 << 20  # of a layer: expanded rows, of as many heads at a time as fit
+
+
+@dataclass(frozen=True)
+class IndexerSpec:
+    """What chooses the keys that a query sees (DeepSeek-V3.2, arXiv 2512.02556; layers.sparse_latent). Each token has
+    one key more, which meets queries of several small heads."""
+
+    num_heads: int
+    head_dim: int
+    top_k: int  # keys that a query sees at most
+    interleaved: bool = False  # pairs that RoPE turns are neighbours
+    shared: bool = False  # there is none of this layer's own: it sees what the last one before it has chosen
 
 
 @dataclass(frozen=True)
@@ -34,6 +48,7 @@ class LatentSpec(Block):
     rope: RopeSpec = PLAIN
     attn_bias: bool = False  # on q_a and kv_a
     o_bias: bool = False
+    indexer: IndexerSpec | None = None  # None: queries see all keys
 
     @property
     def query_dim(self) -> int:
@@ -46,9 +61,22 @@ class LatentSpec(Block):
         return self.qk_rope_head_dim + self.kv_lora_rank
 
     @property
-    def inputs(self) -> tuple[str, str]:
+    def own_indexer(self) -> IndexerSpec | None:
+        """The indexer, if its weights are this layer's."""
+        return None if self.indexer is None or self.indexer.shared else self.indexer
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
         """The roles of the linears that read the block's input."""
-        return ("attn.q_a" if self.q_lora_rank else "attn.q"), "attn.kv_a"
+        index = ("attn.index_k", "attn.index_weights") if self.own_indexer else ()
+        return ("attn.q_a" if self.q_lora_rank else "attn.q"), "attn.kv_a", *index
+
+    @property
+    def query_inputs(self) -> tuple[str, ...]:
+        """The roles of the linears that read the latent of queries."""
+        if not self.q_lora_rank:
+            return ()
+        return ("attn.q_b", "attn.index_q") if self.own_indexer else ("attn.q_b",)
 
     @property
     def out(self) -> str:
@@ -58,10 +86,24 @@ class LatentSpec(Block):
         queries = self.num_heads * self.query_dim
         own = {"attn.q_a": (self.q_lora_rank, hidden), "attn.q_b": (queries, self.q_lora_rank)}
         shapes = own if self.q_lora_rank else {"attn.q": (queries, hidden)}
-        return shapes | {"attn.kv_a": (self.row_dim, hidden), "attn.o": (hidden, self.num_heads * self.v_head_dim)}
+        shapes |= {"attn.kv_a": (self.row_dim, hidden), "attn.o": (hidden, self.num_heads * self.v_head_dim)}
+        if (index := self.own_indexer) is not None:
+            shapes |= {"attn.index_q": (index.num_heads * index.head_dim, self.q_lora_rank)}
+            shapes |= {"attn.index_k": (index.head_dim, hidden), "attn.index_weights": (index.num_heads, hidden)}
+        return shapes
 
     def vectors(self, hidden: int) -> dict[str, int]:
-        return ({"attn.q_a_norm": self.q_lora_rank} if self.q_lora_rank else {}) | {"attn.kv_a_norm": self.kv_lora_rank}
+        sizes = ({"attn.q_a_norm": self.q_lora_rank} if self.q_lora_rank else {}) | {
+            "attn.kv_a_norm": self.kv_lora_rank
+        }
+        if (index := self.own_indexer) is not None:
+            sizes |= {"attn.index_k_norm": index.head_dim, "attn.index_k_norm.bias": index.head_dim}
+        return sizes
+
+    @property
+    def unrounded(self) -> tuple[str, ...]:
+        """An indexer is small, and decides what is seen."""
+        return ("attn.index_q", "attn.index_k", "attn.index_weights") if self.own_indexer else ()
 
     @property
     def matrices(self) -> dict[str, tuple[int, ...]]:
@@ -70,10 +112,10 @@ class LatentSpec(Block):
 
     @property
     def fused(self) -> tuple[tuple[str, ...], ...]:
-        return (self.inputs,)
+        return (self.inputs,) if len(self.query_inputs) < 2 else (self.inputs, self.query_inputs)
 
     def has_bias(self, role: str) -> bool:
-        if role in ("attn.q", "attn.q_b", "attn.kv_b"):
+        if role in ("attn.q", "attn.q_b", "attn.kv_b", *self.unrounded):
             return False
         return self.o_bias if role == "attn.o" else self.attn_bias
 
@@ -87,7 +129,8 @@ class LatentSpec(Block):
 
     @property
     def state(self) -> PagedKV:
-        return PagedKV(1, self.row_dim, True, None, self.attention.window, self.attention.sinks)
+        index_dim = self.own_indexer.head_dim if self.own_indexer else 0
+        return PagedKV(1, self.row_dim, True, None, self.attention.window, self.attention.sinks, index_dim)
 
     @property
     def heads(self) -> Heads:
@@ -102,17 +145,41 @@ class LatentSpec(Block):
         return self.attention
 
     def products(self, context: float) -> float:
-        return 2 * self.num_heads * self.row_dim * context
+        index, seen = self.own_indexer, context if self.indexer is None else min(context, self.indexer.top_k)
+        scores = index.num_heads * index.head_dim * context if index else 0
+        return 2 * self.num_heads * self.row_dim * seen + scores
 
     @property
     def widest_product(self) -> int:
-        return self.num_heads * self.row_dim + 2 * self.row_dim
+        return self.num_heads * self.row_dim + 2 * self.row_dim + self._index_width
+
+    @property
+    def _index_width(self) -> int:
+        """Numbers of a token that its indexer reads."""
+        index = self.own_indexer
+        return 0 if index is None else (index.num_heads + 1) * index.head_dim + index.num_heads
 
     def inner_bytes(self, *, half: bool = False) -> int:
         queries = self.num_heads * self.row_dim
         if half:
             return 2 * (3 * queries + 2 * self.row_dim)
-        return 4 * max(3 * queries + 4 * self.row_dim, 2 * self.widest_product)
+        chosen = 0 if self.indexer is None else 4 * self.indexer.top_k + 8 * self._index_width
+        return 4 * max(3 * queries + 4 * self.row_dim, 2 * self.widest_product) + chosen
+
+    @property
+    def chosen_keys(self) -> int:
+        return 0 if self.indexer is None else self.indexer.top_k
+
+    @property
+    def follows(self) -> bool:
+        return self.indexer is not None and self.indexer.shared
+
+    def whole(self) -> Self:
+        return replace(self, indexer=None)
+
+    def choice_bytes(self, length: int) -> int:
+        """Keys of a context in float32, and twice as much while they are read."""
+        return 12 * self.own_indexer.head_dim * length if self.own_indexer else 0
 
     def prompt_bytes(self, length: int) -> int:
         """See layers.latent_cost: rows, and plain keys and values of each head."""
@@ -121,6 +188,13 @@ class LatentSpec(Block):
     def check(self) -> None:
         check_limits(self, LIMITS)
         check_rope(self.rope, self.row_dim)
+        if self.indexer is not None:
+            check_limits(self.indexer, INDEX_LIMITS, "indexer: ")
+            check_rope(self.rope, self.indexer.head_dim)
+            if not self.q_lora_rank:
+                raise CheckpointError(
+                    "config.json: an indexer reads the latent of queries; q_lora_rank must be positive"
+                )
 
     def share(self, rank: int, tp: int, ep: int) -> Self:
         """Each rank keeps all rows."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from lmkit.kv_dtype import KVDtype
+from lmkit.kv_dtype import INT8, KVDtype
 
 
 @dataclass(frozen=True)
@@ -21,12 +21,20 @@ class PagedKV:
     source: int | None = None  # the layer whose keys and values are read; there are none of this layer's own
     window: int = 0  # a token at position p reads keys > p - window; 0 = all before it
     sinks: int = 0  # first tokens that the window does not leave behind
+    index_dim: int = 0  # width of the key by which an indexer chooses the token (layers.sparse_latent); 0 = none
+
+    @staticmethod
+    def index_dtype(k: KVDtype) -> KVDtype:
+        """The storage type of an indexer's keys beside keys in `k`: 8 bits at least, as they decide what is seen."""
+        return INT8 if k.coded and k.bits < INT8.bits else k
 
     def token_bytes(self, k: KVDtype, v: KVDtype) -> int:
         """Bytes of a token's key and value in these storage types, with their parameters."""
         if self.source is not None:
             return 0
-        return self.num_heads * (k.row_bytes(self.head_dim) + (0 if self.shared else v.row_bytes(self.head_dim)))
+        index = self.index_dtype(k).row_bytes(self.index_dim) if self.index_dim else 0
+        rows = k.row_bytes(self.head_dim) + (0 if self.shared else v.row_bytes(self.head_dim))
+        return self.num_heads * rows + index
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 from lmkit.attention_spec import AttentionSpec
 from lmkit.errors import CheckpointError, UnsupportedError
-from lmkit.layers.blocks.latent import LatentSpec
+from lmkit.layers.blocks.latent import IndexerSpec, LatentSpec
 from lmkit.layers.rope_spec import RopeSpec
 from lmkit.models.families import defaults
 from lmkit.models.families.llama import integer, layer_spec, model_spec, num_layers, rope_spec
@@ -42,20 +42,47 @@ def deepseek_v3(hf: dict[str, Any]) -> ModelSpec:
 
 
 @family("DeepseekV32ForCausalLM", defaults=defaults.DEEPSEEK_V32)
+def deepseek_v32(hf: dict[str, Any]) -> ModelSpec:
+    """An indexer chooses `index_topk` keys for each query. A layer that drafts tokens sees all keys."""
+    spec = deepseek_v3(hf)
+    return _indexed(hf, spec, [False] * spec.num_layers, interleaved=False)
+
+
 @family("GlmMoeDsaForCausalLM", defaults=defaults.GLM_MOE_DSA)
-def sparse_latent(hf: dict[str, Any]) -> ModelSpec:
-    """DeepSeek-V3.2 and GLM-5: an indexer chooses `index_topk` keys for each query. lmkit serves contexts of so many
-    tokens, in which it chooses all, and reads no indexer."""
-    spec, most = deepseek_v3(hf), integer(hf, "index_topk")
-    numbers = range(spec.num_layers + integer(hf, "num_nextn_predict_layers", 0))
-    indexers = tuple(f"{spec.layers[0].prefix}.{number}.self_attn.indexer." for number in numbers)
-    return replace(spec, max_position=min(spec.max_position, most), unread=(*spec.unread, *indexers))
+def glm_moe_dsa(hf: dict[str, Any]) -> ModelSpec:
+    """DeepSeek-V3.2 in which a layer may see what an earlier one has chosen (arXiv 2603.12201)."""
+    spec = deepseek_v3(hf)
+    return _indexed(hf, spec, _shares_choice(hf, spec.num_layers), interleaved=True)
+
+
+def _indexed(hf: dict[str, Any], spec: ModelSpec, shared: list[bool], *, interleaved: bool) -> ModelSpec:
+    indexer = IndexerSpec(
+        num_heads=integer(hf, "index_n_heads"),
+        head_dim=integer(hf, "index_head_dim"),
+        top_k=integer(hf, "index_topk"),
+        interleaved=interleaved,
+    )
+    layers = zip(spec.layers, shared, strict=True)
+    return replace(spec, layers=tuple(x.having(indexer=replace(indexer, shared=follows)) for x, follows in layers))
 
 
 @family("Glm4MoeLiteForCausalLM", defaults=defaults.GLM4_MOE_LITE)
 def glm4_moe_lite(hf: dict[str, Any]) -> ModelSpec:
     """DeepSeek-V3 with its first layer dense, unless `mlp_layer_types` says otherwise."""
     return deepseek_v3(hf | {"first_k_dense_replace": 1})
+
+
+def _shares_choice(hf: dict[str, Any], count: int) -> list[bool]:
+    """Of each layer whether it has no indexer of its own, as config.json says in one of four ways."""
+    kinds, pattern = hf.get("indexer_types"), hf.get("index_topk_pattern")
+    if kinds is None and pattern is not None:
+        kinds = [{"F": "full", "S": "shared"}.get(kind, kind) for kind in pattern]
+    if kinds is None:
+        every, first = max(integer(hf, "index_topk_freq", 1), 1), integer(hf, "index_skip_topk_offset", 2)
+        kinds = ["shared" if max(i - first + 1, 0) % every else "full" for i in range(count)]
+    if not isinstance(kinds, list) or len(kinds) < count or kinds[0] != "full" or set(kinds) - {"full", "shared"}:
+        raise CheckpointError("config.json: indexer_types must name full or shared for each layer, full for the first")
+    return [kind == "shared" for kind in kinds[:count]]
 
 
 def _layers(hf: dict[str, Any], *, interleaved: bool) -> list[LayerSpec]:

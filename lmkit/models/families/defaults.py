@@ -371,13 +371,14 @@ QWEN3_VL_MOE: Defaults = QWEN3_VL | {
 QWEN3_VL_TOWER: Defaults = _QWEN3_TOWER | {"deepstack_visual_indexes": [8, 16, 24]}
 QWEN3_5_TOWER = _QWEN3_TOWER
 DEEPSEEK_V32: Defaults = DEEPSEEK_V3 | {
-    "max_position_embeddings": 163840, "num_nextn_predict_layers": 0, "index_topk": 2048,
+    "max_position_embeddings": 163840, "num_nextn_predict_layers": 0, "index_topk": 2048, "index_head_dim": 128,
+    "index_n_heads": 64,
 }  # fmt: skip
 GLM_MOE_DSA: Defaults = GLM4_MOE_LITE | {
     "hidden_size": 6144, "intermediate_size": 12288, "moe_intermediate_size": 2048, "num_hidden_layers": 78,
     "num_attention_heads": 64, "num_key_value_heads": 64, "n_routed_experts": 256, "routed_scaling_factor": 2.5,
     "q_lora_rank": 2048, "num_experts_per_tok": 8, "first_k_dense_replace": 3, "num_nextn_predict_layers": 0,
-    "index_topk": 2048,
+    "index_topk": 2048, "index_head_dim": 128, "index_n_heads": 32,
 }  # fmt: skip
 GEMMA4_UNIFIED: Defaults = GEMMA4 | {"max_position_embeddings": 262144, "sliding_window": 1024}
 HUNYUAN: Defaults = LLAMA | {"vocab_size": 290943, "rms_norm_eps": 1e-05}

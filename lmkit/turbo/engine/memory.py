@@ -313,8 +313,8 @@ def _state_bytes(spec: ModelSpec, num_draft_tokens: int, layers: range) -> int:
 
 
 def _workspace_bytes(spec: ModelSpec, config: EngineConfig) -> int:
-    """float32 activations of the widest point of a layer, what adapters add there, activations of experts, and two
-    copies of the step's logits."""
+    """float32 activations of the widest point of a layer, what adapters add there, activations of experts, what the
+    choice of keys takes, and two copies of the step's logits."""
     tokens = config.tokens_per_step
     widest = max(layer.activation_bytes() for layer in spec.kinds)
     of_experts = max(layer.places_bytes(tokens) for layer in spec.kinds)
@@ -323,7 +323,8 @@ def _workspace_bytes(spec: ModelSpec, config: EngineConfig) -> int:
     if config.adapters or config.adapter_root is not None:
         added = 4 * min(tokens, ADDED_ROWS) * max(layer.widest_product for layer in spec.kinds)
     of_layer = max(tokens * widest + added, of_experts)
-    return of_layer + 4 * 2 * rows * spec.vocab_size + 4 * 3 * tokens * spec.per_layer
+    chosen = max(layer.choice_bytes(config.max_model_len or spec.max_position) for layer in spec.kinds)
+    return of_layer + chosen + 4 * 2 * rows * spec.vocab_size + 4 * 3 * tokens * spec.per_layer
 
 
 def _gpu_workspace_bytes(spec: ModelSpec, config: EngineConfig, num_groups: int) -> int:

@@ -269,11 +269,13 @@ class PersistentBatch:
             width *= 2
         return min(width, self.block_tables.shape[2])
 
-    def example(self, num_tokens: int, num_logits: int) -> BatchInputs:
-        """A step of one sequence with so many tokens and logit rows. Its shapes are right, its tokens mean nothing."""
+    def example(self, num_tokens: int, num_logits: int, *, widest: bool = False) -> BatchInputs:
+        """A step of one sequence with so many tokens and logit rows. Its shapes are right, its tokens mean nothing.
+        `widest`: its table is that of the longest sequence."""
         self._arrays["query_start"][:2], self._arrays["context_lens"][0] = (0, num_tokens), num_tokens
         self._arrays["states"][0] = (0, -1, -1, 0, 0, 0)
-        return self._views(num_tokens, 1, self._table_width(1), num_logits, 1)
+        width = self._inputs["block_tables"].shape[2] if widest else self._table_width(1)
+        return self._views(num_tokens, 1, width, num_logits, 1)
 
     def _has_adapters(self, num_tokens: int) -> bool:
         """Whether any of the first tokens of the inputs belongs to a sequence with an adapter, or is computed as if."""

@@ -62,7 +62,7 @@ class CpuRunner(PlanRunner):
         many = min(MANY_ROWS, self.batch.max_step_tokens)
         with jit.collecting() as tasks, self._workspace.active():
             for num_tokens, num_logits in ((1, 1), (many, 1), (many, many)):
-                logits = self.decoder(self.batch.example(num_tokens, num_logits), self.kv)
+                logits = self.decoder(self.batch.example(num_tokens, num_logits, widest=num_tokens == 1), self.kv)
                 if len(logits):  # rank 0's
                     self.sampler.draw(logits.numpy(), np.zeros(1, np.int64), [0], [0])
         ahead.compile_missing(tasks, min(threads.num_threads(), available_memory() // ahead.PROCESS_BYTES))

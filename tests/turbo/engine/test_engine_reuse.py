@@ -104,6 +104,7 @@ CASES = {
     "window-sinks-int8": ("mistral-window", WINDOW, {"attention_sinks": 9, "kv_dtype": "int8"}),
     "latent": ("deepseek-v2-lite", {"max_position_embeddings": LENGTH}, {}),
     "latent-bfloat16": ("deepseek-v3", {"max_position_embeddings": LENGTH}, {"kv_dtype": "bfloat16"}),
+    "indexed-int8": ("glm-5", {"max_position_embeddings": LENGTH}, {"kv_dtype": "int8"}),
     "dynamic-rope": ("llama-dynamic", DYNAMIC, {}),
 }
 
