@@ -16,6 +16,7 @@ from lmkit.kernels import low_rank_ops, ops, plane_ops
 from lmkit.kernels.ops import Norm
 from lmkit.kernels.registry import ExpertLinears, Implementation, Op
 from lmkit.layers.adapters import LinearAdapters, StepAdapters, Ungated
+from lmkit.layers.columns import Join
 from lmkit.layers.outline import WeightKind, kind_of, packed_outline
 from lmkit.log import get_logger
 from lmkit.low_rank import AdapterRows, Add, Columns
@@ -70,6 +71,7 @@ class MergedLinear:
         self._gated_activation = ops.gated_activation.select(device)
         self._gated_panels = low_rank_ops.gated_panels.select(device)
         self._gather = ops.gather_columns.select(device)
+        self._join = Join(device)
 
     def __call__(self, x: Tensor, norm: Norm | None = None) -> Tensor:
         """x [T, in] -> [T, sum of the roles' out]; with a norm, x is normalized first."""
@@ -85,7 +87,7 @@ class MergedLinear:
                 self.observe_output(self.roles, merged)
         else:
             outputs = [self._product(packed, x) for packed in self.packed]
-            merged = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
+            merged = self._join(outputs)
         return merged if self.activation is None else self._gated_activation(merged, self.activation)
 
     def adapt(self, step: StepAdapters) -> LinearAdapters:
@@ -108,7 +110,7 @@ class MergedLinear:
             return y
         add = self._begin(adapters, rows, x)
         outputs = [self._product(packed, x) for packed in self.packed or ()]
-        merged = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
+        merged = self._join(outputs)
         add(merged)
         return merged if self.activation is None else self._gated_activation(merged, self.activation)
 

@@ -10,13 +10,15 @@ import torch
 import lmkit.kernels  # noqa: F401  (registers)
 from lmkit.errors import UnsupportedError
 from lmkit.kernels import plane_ops
-from lmkit.kernels.cpu import isa, packed_planes, quantized
+from lmkit.kernels.cpu import isa, packed_planes, quantized, threads
 from lmkit.kernels.cpu.isa import Isa
+from lmkit.kernels.cpu.workspace import Workspace
 from lmkit.kernels.ops import Norm
 from lmkit.layers.linear import MergedLinear
 from lmkit.layers.outline import kind_of, packed_outline
 from lmkit.models.shard import Shard
 from lmkit.qtensor import QTensor, dequantize, int_scheme, quantize
+from lmkit.turbo.runners.cpu_captured import _OnlyKernels
 from tests.kernels.cases import F32_TOLERANCE, difference
 from tests.kernels.planes import SCHEMES, random_weight
 
@@ -107,6 +109,19 @@ def test_roles_of_one_type_become_one_product() -> None:
     assert merged.packed is not None
     assert len(merged.packed) == 1
     assert difference([merged(x)], [x @ dense.T]) <= 1e-4
+
+
+def test_roles_of_several_types_stand_side_by_side_in_a_captured_step() -> None:
+    """As the values of Q4_K_M, whose keys and queries have fewer bits."""
+    weights = {"q": random_weight(SCHEMES["Q4_K"], 64, INPUTS), "v": random_weight(SCHEMES["Q6_K"], 40, INPUTS)}
+    alone, x = [MergedLinear((role,), {role: weight}) for role, weight in weights.items()], torch.randn(3, INPUTS)
+    merged = MergedLinear(("q", "v"), dict(weights))
+    for linear in (*alone, merged):
+        linear.pack("exact")
+    with Workspace(1 << 20).active(), threads.capturing() as program, _OnlyKernels():
+        y = merged(x)
+    program.launch()
+    assert torch.equal(y, torch.cat([linear(x) for linear in alone], 1))
 
 
 def test_a_rank_takes_whole_super_groups() -> None:
