@@ -186,9 +186,9 @@ class FlexibleDecoder(Decoder):
     def adaptable(self) -> Iterator[tuple[int, MergedLinear]]:
         """See Decoder. Experts and others that compute some tokens alone are left out: a pass shows them."""
         whole = rows_of_linears(self.module, lambda: self.plain(torch.arange(PROBE)[None] % self.spec.vocab_size))
-        for name, (index, _) in self._places.items():
-            if whole.get(name) == {PROBE}:
-                yield index, self.module.get_submodule(name).linear
+        names = {name: index for name, (index, _) in self._places.items() if whole.get(name) == {PROBE}}
+        found = {self.module.get_submodule(name).linear: index for name, index in names.items()}
+        return ((index, linear) for linear, index in found.items())
 
     def plain(self, token_ids: Tensor) -> Tensor:
         """The states [T, hidden] of a whole sequence [1, T], as transformers alone computes them."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -126,28 +127,53 @@ class Uses(TorchFunctionMode):
         self._inputs = {}
 
 
+class Product:
+    """Packed linears that read the same tensor, as one product in float32: the first that is asked computes all."""
+
+    def __init__(self, weights: Mapping[str, tuple[Tensor | QTensor, Tensor | None]], activations: str) -> None:
+        """`weights`: weight and bias by role."""
+        plain: Weights = {role: weight for role, (weight, _) in weights.items()}
+        plain |= {role + BIAS: bias.float() for role, (_, bias) in weights.items() if bias is not None}
+        quantized = any(isinstance(weight, QTensor) for weight, _ in weights.values())
+        self.rounds = quantized and activations != "exact"  # its inputs
+        self.linear = MergedLinear(tuple(weights), plain)
+        self.linear.pack(activations)
+        self._input: Tensor | None = None
+        self._outputs: dict[str, Tensor] = {}  # of this input, that are not yet taken
+
+    def take(self, role: str, x: Tensor, sizes: Mapping[str, int]) -> Tensor:
+        """x [..., in] -> [rows, out] of one linear. `sizes`: the outputs of each."""
+        if x is not self._input or role not in self._outputs:
+            rows = x.reshape(-1, x.shape[-1])
+            y = self.linear(rows.float().contiguous()) if len(rows) else rows.new_empty(0, sum(sizes.values()))
+            self._input, self._outputs = x, dict(zip(sizes, y.split([*sizes.values()], -1), strict=True))
+        found = self._outputs.pop(role)
+        if not self._outputs:
+            self._input = None
+        return found.contiguous()
+
+
 class PackedLinear(nn.Module):
     """A linear of a transformers model in the layout of lmkit's kernels, which compute in float32 on a CPU.
 
     `weight` has the shape of the one in whose place it is, and no data: models ask for shape and dtype.
     """
 
-    def __init__(self, role: str, weight: Tensor | QTensor, bias: Tensor | None, activations: str) -> None:
+    def __init__(self, product: Product, role: str, sizes: Mapping[str, int], site: Site) -> None:
         super().__init__()
-        self.rounds = isinstance(weight, QTensor) and activations != "exact"  # its inputs
-        self.out_features, self.in_features = (weight.codes if isinstance(weight, QTensor) else weight).shape
-        self.weight = torch.empty(self.out_features, self.in_features, device="meta")
-        self.bias = None if bias is None else torch.empty(self.out_features, device="meta")
-        weights: Weights = {role: weight}
-        if bias is not None:
-            weights[role + BIAS] = bias.float()
-        self.linear = MergedLinear((role,), weights)
-        self.linear.pack(activations)
+        self._product, self._role, self._sizes, self.rounds = product, role, sizes, product.rounds
+        self.out_features, self.in_features = site.shape
+        self.weight = torch.empty(*site.shape, device="meta")
+        self.bias = torch.empty(self.out_features, device="meta") if site.has_bias else None
+
+    @property
+    def linear(self) -> MergedLinear:
+        """The linear with those that read the same tensor."""
+        return self._product.linear
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out], in the dtype of x."""
-        rows = x.reshape(-1, self.in_features)
-        y = self.linear(rows.float().contiguous()) if len(rows) else rows.new_empty(0, self.out_features)
+        y = self._product.take(self._role, x, self._sizes)
         return y.to(x.dtype).view(*x.shape[:-1], self.out_features)
 
 
@@ -176,20 +202,33 @@ def linear_source(
     sites: Mapping[str, Site],
     files: Mapping[str, str],
     places: Mapping[str, tuple[int, str]],
+    shared: Iterable[tuple[str, ...]],
 ) -> Callable[[str], nn.Module | None]:
     """What gives the packed linear of a name in the model, if `files` has the module of the checkpoint with its weight.
-    `places` has layer and role of those in layers.
+    `places` has layer and role of those in layers. Of those `shared`, which read the same tensor, the ones of a layer
+    become one product.
 
     Raises CheckpointError and UnsupportedError for weights that cannot be read or packed.
     """
     dtype = None if packing.as_stored else getattr(torch, packing.dtype)
+    groups, made = dict[str, tuple[str, ...]](), dict[str, nn.Module]()
+    for names in shared:
+        known = [name for name in names if name in files and name in places]
+        for _, group in itertools.groupby(known, lambda name: places[name][0]):
+            together = tuple(group)
+            groups |= dict.fromkeys(together, together)
 
     def linear_of(name: str) -> nn.Module | None:
         if name not in files:
             return None
-        with torch.device("cpu"):  # transformers asks while new tensors lie on meta
-            weight, bias = read_site(source, files[name], sites[name], dtype)
-            return PackedLinear(places.get(name, (-1, name))[1], weight, bias, packing.activations)
+        if name not in made:
+            roles = {each: places.get(each, (-1, each))[1] for each in groups.get(name, (name,))}
+            with torch.device("cpu"):  # transformers asks while new tensors lie on meta
+                read = {role: read_site(source, files[each], sites[each], dtype) for each, role in roles.items()}
+                product = Product(read, packing.activations)
+            sizes = {role: sites[each].shape[0] for each, role in roles.items()}
+            made.update({each: PackedLinear(product, role, sizes, sites[each]) for each, role in roles.items()})
+        return made.pop(name)
 
     return linear_of
 

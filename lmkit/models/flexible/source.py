@@ -124,7 +124,7 @@ class FlexibleSource(ModelSource):
             for index, layer in enumerate(self.spec.layers)
             for role in layer.linears
         }
-        linears = linear_source(self, packing, self.sites, self.packed, places)
+        linears = linear_source(self, packing, self.sites, self.packed, places, self.uses.shared)
         module = load_module(self.reader.path, self.hf_config, self.spec.architecture, linears)
         return checked(FlexibleDecoder(self.spec, module, self.seen, places, packing.device))
 
