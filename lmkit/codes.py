@@ -21,6 +21,8 @@ class Integers(msgspec.Struct, frozen=True, tag="integers"):
     type: ClassVar[str] = "int"  # as recipes and compressed-tensors name it
     inputs: ClassVar[str] = "int8"  # the type that inputs of such weights are rounded to for 8-bit products
     uniform: ClassVar[bool] = True  # codes have zeros
+    stretch: ClassVar[float] = 1.0  # of the range of weights, the most that a grid may span
+    levels: ClassVar[tuple[float, ...]] = ()  # steps that a code may stand for, ascending; none: all whole ones
 
     bits: int  # 2 to 8
     symmetric: bool = False
@@ -59,6 +61,23 @@ class Integers(msgspec.Struct, frozen=True, tag="integers"):
     def weights(self, codes: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
         """The weights float32 [..., groups, inputs] of such codes, and of scales float32 and zeros [..., groups]."""
         return codes.float().sub_(zeros.float().unsqueeze(-1)).mul_(scales.unsqueeze(-1))
+
+    def steps(self, codes: Tensor, zeros: Tensor) -> Tensor:
+        """The weights of codes in units of their scale, float32, of the shape of `codes`. zeros float32 broadcast."""
+        return codes.float() - zeros
+
+    def nearest_steps(self, numbers: Tensor, zeros: Tensor) -> Tensor:
+        """The steps nearest to float32 numbers in units of the scale."""
+        return torch.minimum(torch.maximum(numbers.round(), -zeros), (1 << self.bits) - 1 - zeros)
+
+    @property
+    def largest(self) -> float:
+        """The largest step of a symmetric grid."""
+        return float(self.middle - 1)
+
+    def of_steps(self, steps: Tensor, zeros: Tensor) -> Tensor:
+        """The codes of steps; the inverse of `steps`."""
+        return (steps + zeros).to(self.element)
 
     @property
     def plain(self) -> Integers:
@@ -169,6 +188,7 @@ class Codebook(msgspec.Struct, frozen=True, tag="codebook"):
     inputs: ClassVar[str] = "int8"
     uniform: ClassVar[bool] = False
     symmetric: ClassVar[bool] = True
+    stretch: ClassVar[float] = 1.5  # numbers lie closer below the largest one: see awq_clip
 
     name: str
     integers: tuple[int, ...]  # of each code, -128 .. 127
@@ -219,6 +239,20 @@ class Codebook(msgspec.Struct, frozen=True, tag="codebook"):
         return torch.where(below % 2 == 0, below, above).to(self.element)
 
     @property
+    def levels(self) -> tuple[float, ...]:
+        return tuple(value * self.unit for value in sorted(set(self.integers)))
+
+    def steps(self, codes: Tensor, zeros: Tensor) -> Tensor:
+        return torch.tensor(self.integers, dtype=torch.float32, device=codes.device).mul_(self.unit)[codes.int()]
+
+    def nearest_steps(self, numbers: Tensor, zeros: Tensor) -> Tensor:
+        levels = torch.tensor(self.levels, device=numbers.device)
+        return levels[torch.bucketize(numbers, (levels[1:] + levels[:-1]) / 2)]
+
+    def of_steps(self, steps: Tensor, zeros: Tensor) -> Tensor:
+        return self.nearest(steps)
+
+    @property
     def plain(self) -> Integers:
         return Integers(8, symmetric=True, values=tuple(value + 128 for value in self.integers))
 
@@ -237,3 +271,10 @@ FLOAT8 = Float8()
 # A sign and one of 0, 0.5, 1, 1.5, 2, 3, 4, 6: float4 of MXFP4 and NVFP4.
 E2M1 = Codebook("e2m1", (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12), 0.5)
 Codes = Integers | Shifted | Float8 | Codebook
+Stepped = Integers | Codebook  # codes that stand for steps: what GPTQ and clipping choose
+
+
+def stepped(codes: Codes) -> Stepped:
+    """Codes that stand for steps."""
+    assert isinstance(codes, Stepped)
+    return codes

@@ -113,7 +113,8 @@ class QTensor:
 
     Zeros are uint8 [out, groups], or empty [0] if the codes have none. Offsets of codes.Shifted stand in their place.
 
-    `factor` belongs to the scales, if `scheme.scales` has one.
+    `factor` belongs to the scales, if `scheme.scales` has one. `input_factor` is that of inputs, for files which tell
+    engines to round these in the same way.
 
     Codes stand by group. With `act_order` of the scheme, column j of the codes belongs to input order[j].
     """
@@ -124,15 +125,17 @@ class QTensor:
     scheme: QuantScheme
     order: torch.Tensor | None = None  # int32 [in]; there if the scheme has act_order
     factor: torch.Tensor | None = None
+    input_factor: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         assert (self.order is not None) == self.scheme.act_order
 
     def to(self, device: str) -> QTensor:
         """The same weight on that device."""
-        order, factor = (None if part is None else part.to(device) for part in (self.order, self.factor))
+        beside = self.order, self.factor, self.input_factor
+        order, factor, of_inputs = (None if part is None else part.to(device) for part in beside)
         codes, scales, zeros = (part.to(device) for part in (self.codes, self.scales, self.zeros))
-        return QTensor(codes, scales, zeros, self.scheme, order, factor)
+        return QTensor(codes, scales, zeros, self.scheme, order, factor, of_inputs)
 
     def of_gathered(self) -> QTensor:
         """The weight whose inputs come in `order`."""
@@ -148,7 +151,7 @@ def quantize(
     by default that of this one.
     """
     if not scheme.codes.uniform:
-        return _quantize_numbers(weight, scheme, largest)
+        return _quantize_numbers(weight, scheme, clip, largest)
     scales, zeros = grid(weight, scheme, clip)
     return QTensor(codes_for(weight, scales, zeros, scheme), scales, zeros, scheme)
 
@@ -224,10 +227,28 @@ def codes_for(weight: Tensor, scales: Tensor, zeros: Tensor, scheme: QuantScheme
     return codes
 
 
-def _quantize_numbers(weight: Tensor, scheme: QuantScheme, largest: Tensor | None) -> QTensor:
+def plain_grid(low: Tensor, high: Tensor, scheme: QuantScheme, largest: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """(scales, zeros), float32, of grids of stepped codes from `low` <= 0 to `high` >= 0. `largest` as in `quantize`;
+    without one it is that of these."""
+    if scheme.codes.uniform:
+        scales, zeros = grid_between(low, high, scheme)
+        return scales.float(), zeros.float()
+    fitted = _fit(torch.maximum(-low, high), scheme, largest)
+    return scheme.scales.plain(*fitted), torch.zeros(())
+
+
+def _fit(magnitudes: Tensor, scheme: QuantScheme, largest: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """(stored scales, factor) for which these magnitudes float32 become the largest number of the codes."""
+    assert isinstance(scheme.codes, Float8 | Codebook)
+    scales = (magnitudes / scheme.codes.largest).clamp(min=torch.finfo(torch.float32).smallest_normal)
+    return scheme.scales.fit(scales, scales.max() if largest is None else largest / scheme.codes.largest)
+
+
+def _quantize_numbers(weight: Tensor, scheme: QuantScheme, clip: Range | None, largest: Tensor | None) -> QTensor:
     """Round to float8, or to a table.
 
-    Each block's largest magnitude becomes the largest number. Scales that are numbers are float32.
+    Each block's largest magnitude becomes the largest number, or that of `clip` does. Scales that are numbers are
+    float32.
     """
     assert isinstance(scheme.codes, Float8 | Codebook)
     weight = weight.float()
@@ -239,11 +260,11 @@ def _quantize_numbers(weight: Tensor, scheme: QuantScheme, largest: Tensor | Non
     blocks = _grouped(padded, scheme).view(
         scheme.num_row_groups(out_features), rows, scheme.num_groups(in_features), -1
     )
-    scales = (blocks.abs().amax((1, 3)) / scheme.codes.largest).clamp(min=torch.finfo(torch.float32).smallest_normal)
-    stored, factor = scheme.scales.fit(scales, scales.max() if largest is None else largest / scheme.codes.largest)
+    magnitudes = blocks.abs().amax((1, 3)) if clip is None else torch.maximum(-clip[0], clip[1])
+    stored, factor = _fit(magnitudes, scheme, largest)
     taken = scheme.scales.plain(stored, factor)
     codes = scheme.codes.nearest(weight / _spread(taken, out_features, in_features, scheme))
-    return QTensor(codes, stored, scheme.codes.zeros(tuple(scales.shape)), scheme, factor=factor)
+    return QTensor(codes, stored, scheme.codes.zeros(tuple(stored.shape)), scheme, factor=factor)
 
 
 def _spread(scales: Tensor, out_features: int, in_features: int, scheme: QuantScheme) -> Tensor:

@@ -6,7 +6,7 @@ float16 for the groups of a super-group.
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import msgspec
 import torch
@@ -17,6 +17,24 @@ from lmkit.errors import UnsupportedError
 E4M3 = torch.finfo(torch.float8_e4m3fn)
 SMALLEST_E4M3 = 2.0**-9  # subnormal
 SMALLEST_TOP = 1e-30  # its factor is a number
+HALF = torch.finfo(torch.float16)
+
+
+class Spacing(NamedTuple):
+    """Scales that a file can hold: floating-point numbers of so many binary `digits`, times `factor`."""
+
+    digits: int
+    smallest: float
+    largest: float
+    finest: float = 0.0  # the least distance of two
+    factor: float = 1.0
+
+    def nearest(self, scales: Tensor) -> Tensor:
+        """The nearest of them to float32 scales; 0 where a scale is beyond them, or is no number."""
+        wanted = scales / self.factor
+        unit = torch.ldexp(torch.ones_like(wanted), wanted.frexp().exponent - self.digits).clamp(min=self.finest)
+        inside = (wanted >= self.smallest) & (wanted <= self.largest)
+        return torch.where(inside, (wanted / unit).round() * unit * self.factor, 0.0)
 
 
 class _Kind(msgspec.Struct, frozen=True):
@@ -25,6 +43,7 @@ class _Kind(msgspec.Struct, frozen=True):
     bits: ClassVar[int]  # of a group, as files have them
     held_bits: ClassVar[float] = 16  # of a group in planes, with its share of factors
     strategy: ClassVar[str] = "group"  # as compressed-tensors names groups of inputs with such scales
+    told: ClassVar[dict[str, str]] = {}  # what compressed-tensors says of them besides
     shared: ClassVar[bool] = False  # weights that are multiplied together have one factor
 
     def fit(self, scales: Tensor, largest: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -33,6 +52,14 @@ class _Kind(msgspec.Struct, frozen=True):
 
     def plain(self, scales: Tensor, factor: Tensor | None) -> Tensor:
         """The scales as numbers of their own."""
+        raise NotImplementedError
+
+    def spacing(self, factor: Tensor | None) -> Spacing:
+        """The scales that weights of up to 4 bits may have beside this factor."""
+        raise NotImplementedError
+
+    def stored(self, scales: Tensor, factor: Tensor | None) -> Tensor:
+        """What `plain` makes these scales of, float32 and of `spacing`."""
         raise NotImplementedError
 
     def offsets(self, zeros: Tensor, factor: Tensor | None) -> Tensor:
@@ -60,11 +87,18 @@ class Numbers(_Kind, frozen=True, tag="numbers"):
     def plain(self, scales: Tensor, factor: Tensor | None) -> Tensor:
         return scales
 
+    def spacing(self, factor: Tensor | None) -> Spacing:
+        return Spacing(11, HALF.smallest_normal, HALF.max)
+
+    def stored(self, scales: Tensor, factor: Tensor | None) -> Tensor:
+        return scales.to(torch.float16)
+
 
 class Exponents(_Kind, frozen=True, tag="exponents"):
     """A power of two for each group (e8m0 of OCP Microscaling Formats 1.0): uint8, 2^(byte - 127). 255 is NaN."""
 
     bits: ClassVar[int] = 8
+    told: ClassVar[dict[str, str]] = {"scale_dtype": "torch.uint8"}
 
     def fit(self, scales: Tensor, largest: Tensor) -> tuple[Tensor, Tensor | None]:
         """The next powers of two that are not smaller, so that nothing saturates."""
@@ -74,11 +108,18 @@ class Exponents(_Kind, frozen=True, tag="exponents"):
         ones = torch.ones(scales.shape, device=scales.device)
         return torch.ldexp(ones, scales.to(torch.int32) - 127)
 
+    def spacing(self, factor: Tensor | None) -> Spacing:
+        return Spacing(1, 2.0**-126, 2.0**126)
+
+    def stored(self, scales: Tensor, factor: Tensor | None) -> Tensor:
+        return (scales.frexp().exponent + 126).to(torch.uint8)
+
 
 class TwoLevel(_Kind, frozen=True, tag="two_level"):
     """A float8 e4m3 for each group times the factor; `divided`: the factor divides it."""
 
     bits: ClassVar[int] = 8
+    told: ClassVar[dict[str, str]] = {"scale_dtype": "torch.float8_e4m3fn"}
     strategy: ClassVar[str] = "tensor_group"
     shared: ClassVar[bool] = True
 
@@ -94,6 +135,15 @@ class TwoLevel(_Kind, frozen=True, tag="two_level"):
     def plain(self, scales: Tensor, factor: Tensor | None) -> Tensor:
         assert factor is not None
         return scales.float() / factor if self.divided else scales.float() * factor
+
+    def spacing(self, factor: Tensor | None) -> Spacing:
+        assert factor is not None
+        number = float(factor)
+        return Spacing(4, SMALLEST_E4M3, E4M3.max, SMALLEST_E4M3, 1 / number if self.divided else number)
+
+    def stored(self, scales: Tensor, factor: Tensor | None) -> Tensor:
+        assert factor is not None
+        return (scales * factor if self.divided else scales / factor).to(torch.float8_e4m3fn)
 
 
 class SuperGroups(_Kind, frozen=True, tag="super_groups"):

@@ -21,6 +21,7 @@ import msgspec
 from lmkit.config import parse
 from lmkit.errors import ConfigError, UnsupportedError
 from lmkit.formats.compressed_storages import STORAGES, Storage
+from lmkit.formats.mxfp4 import MXFP4
 from lmkit.formats.names import Activations
 from lmkit.formats.nvfp4 import NVFP4
 from lmkit.formats.parts import HEAD, size_problem
@@ -28,6 +29,7 @@ from lmkit.formats.patterns import names_pattern, pattern_problem
 from lmkit.qtensor import Linears, QuantScheme, float8_scheme, int_scheme
 
 EVERY_LINEAR = "Linear"
+FLOAT4 = (NVFP4, MXFP4)
 STATUSES = ("compressed", "frozen")  # others have scales that are not final
 
 
@@ -144,8 +146,9 @@ def _scheme(weights: Args) -> QuantScheme:
     if weights.actorder not in (None, False, "weight", "static", "group", "dynamic"):
         raise UnsupportedError(f"actorder is {weights.actorder!r}")
     if weights.type == "float":
-        if (weights.num_bits, strategy, weights.group_size, weights.symmetric) == (4, "tensor_group", 16, True):
-            return NVFP4
+        asked = (weights.num_bits, strategy, weights.group_size, weights.symmetric)
+        if found := next((known for known in FLOAT4 if asked == _asked(known)), None):
+            return found
         if weights.num_bits != 8 or not weights.symmetric:
             raise UnsupportedError(f"weights are {weights.num_bits}-bit floats, symmetric {weights.symmetric}")
         shapes = {"tensor": (-1, -1), "channel": (1, -1), "block": weights.block_structure}
@@ -163,8 +166,13 @@ def _scheme(weights: Args) -> QuantScheme:
     return int_scheme(weights.num_bits, size if size is not None else -1, weights.symmetric)
 
 
+def _asked(scheme: QuantScheme) -> tuple[int, str, int, bool]:
+    """What an entry says of a scheme in groups."""
+    return scheme.bits, scheme.scales.strategy, scheme.group_size, scheme.symmetric
+
+
 def _activations(given: Args | None) -> Activations:
-    if given is None or (given.type == "float" and given.num_bits == 4):  # the inputs of NVFP4, which stay exact
+    if given is None or (given.type == "float" and given.num_bits == 4):  # float4, which lmkit leaves exact
         return "none"
     if given.num_bits != 8:
         raise UnsupportedError(f"input_activations have {given.num_bits} bits, expected 8")
@@ -228,7 +236,7 @@ def _group(scheme: QuantScheme, activations: Activations) -> dict[str, Any]:
     elif scheme.rows > 1:
         weights |= {"strategy": "block", "block_structure": [scheme.rows, scheme.group_size]}
     elif scheme.group_size != -1:
-        weights |= {"strategy": scheme.scales.strategy, "group_size": scheme.group_size}
+        weights |= {"strategy": scheme.scales.strategy, "group_size": scheme.group_size} | scheme.scales.told
     return {
         "weights": weights,
         "input_activations": _input_activations(scheme, activations),
@@ -238,7 +246,14 @@ def _group(scheme: QuantScheme, activations: Activations) -> dict[str, Any]:
 
 
 def _input_activations(scheme: QuantScheme, activations: Activations) -> dict[str, Any] | None:
-    """Dynamic activations: a scale for each token, or with weights in blocks for each block's inputs. None = exact."""
+    """Dynamic activations: a scale for each token, or with weights in blocks for each block's inputs; float4 is in
+    groups like the weights. None = exact."""
+    if activations == "float4":
+        dynamic: bool | str = "local" if scheme.scales.shared else True
+        return {
+            "num_bits": 4, "type": "float", "symmetric": True, "strategy": scheme.scales.strategy,
+            "group_size": scheme.group_size, "dynamic": dynamic, **scheme.scales.told,
+        }  # fmt: skip
     if activations == "none" or (scheme.codes.type, scheme.bits) != ("int" if activations == "int8" else "float", 8):
         return None
     in_groups = scheme.rows > 1

@@ -9,6 +9,7 @@ int-quantized    module.weight             int8  [out, in]           code - 2**(
                  module.weight_zero_point  int8  [out, groups]       zero - 2**(b - 1); of asymmetric weights only
 float-quantized  module.weight             float8 e4m3 [out, in]
 nvfp4-pack-quantized   see nvfp4.py
+mxfp4-pack-quantized   see mxfp4.py
 all              module.weight_scale       any float: [out, groups], [1] for a whole tensor, or one for each block
 
 
@@ -25,10 +26,11 @@ from torch import Tensor
 
 from lmkit.codes import FLOAT8
 from lmkit.errors import CheckpointError
+from lmkit.formats import mxfp4, nvfp4
 from lmkit.formats.checkpoint import CheckpointReader, CheckpointWriter
 from lmkit.formats.dense import read_dense
+from lmkit.formats.mxfp4 import MXFP4
 from lmkit.formats.names import Activations
-from lmkit.formats.nvfp4 import NVFP4, read_compressed, write_compressed
 from lmkit.formats.packing import pack_words, unpack_words
 from lmkit.formats.parts import (
     in_groups,
@@ -157,20 +159,37 @@ class Nvfp4Packed:
     others: ClassVar[tuple[str, ...]] = ()
 
     def holds(self, scheme: QuantScheme) -> bool:
-        return scheme == NVFP4
+        return scheme == nvfp4.NVFP4
 
     def writes(self, scheme: QuantScheme, activations: Activations) -> bool:
         return self.holds(scheme)
 
     def read(self, reader: CheckpointReader, module: str, scheme: QuantScheme) -> QTensor:
-        return read_compressed(reader, module)
+        return nvfp4.read_compressed(reader, module)
 
     def write(self, writer: CheckpointWriter, module: str, weight: QTensor) -> None:
-        write_compressed(writer, module, weight)
+        nvfp4.write_compressed(writer, module, weight)
+
+
+class Mxfp4Packed:
+    name: ClassVar[str] = "mxfp4-pack-quantized"
+    others: ClassVar[tuple[str, ...]] = ()
+
+    def holds(self, scheme: QuantScheme) -> bool:
+        return scheme == MXFP4
+
+    def writes(self, scheme: QuantScheme, activations: Activations) -> bool:
+        return self.holds(scheme)
+
+    def read(self, reader: CheckpointReader, module: str, scheme: QuantScheme) -> QTensor:
+        return mxfp4.read_compressed(reader, module)
+
+    def write(self, writer: CheckpointWriter, module: str, weight: QTensor) -> None:
+        mxfp4.write_compressed(writer, module, weight)
 
 
 # Of several that hold a scheme, the first one is written.
-STORAGES: tuple[Storage, ...] = (IntQuantized(), PackQuantized(), FloatQuantized(), Nvfp4Packed())
+STORAGES: tuple[Storage, ...] = (IntQuantized(), PackQuantized(), FloatQuantized(), Nvfp4Packed(), Mxfp4Packed())
 
 
 def read_rounded(reader: CheckpointReader, module: str, scheme: QuantScheme) -> QTensor:

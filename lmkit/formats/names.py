@@ -6,5 +6,5 @@ from typing import Literal
 
 # Formats that lmkit writes.
 FormatName = Literal["awq", "gptq", "gptq_v2", "compressed-tensors", "fp8"]
-# How an engine should run 8-bit weights: with activations rounded per token to the same kind, or exactly ("none").
-Activations = Literal["none", "int8", "float8"]
+# How an engine should run weights of 8 bits or float4: with activations rounded to the same kind, or exactly ("none").
+Activations = Literal["none", "int8", "float8", "float4"]

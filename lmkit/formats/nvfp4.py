@@ -4,6 +4,7 @@
     module.weight_packed        uint8 [out, in / 2]       module.weight
     module.weight_scale         float8 e4m3 [out, in / 16]     the same
     module.weight_global_scale  float32 [1]: divides      module.weight_scale_2  float32: multiplies
+    module.input_global_scale   float32 [1]: that of inputs, if engines round them to NVFP4; written only
 
 Byte i has input 2 i in its low nibble. A nibble is a float4 as in MXFP4. w = nibble * (scale / global scale), or
 nibble * (scale * scale_2), in float32. That of compressed-tensors is written. Its weights that are multiplied together
@@ -76,6 +77,8 @@ def write_compressed(writer: CheckpointWriter, module: str, weight: QTensor) -> 
     writer.add(module + ".weight_packed", weight.codes[:, 0::2] | weight.codes[:, 1::2] << 4)
     writer.add(module + ".weight_scale", weight.scales.contiguous())
     writer.add(module + ".weight_global_scale", weight.factor)
+    if weight.input_factor is not None:
+        writer.add(module + ".input_global_scale", weight.input_factor)
 
 
 def read_nvfp4(reader: CheckpointReader, module: str, part: str, factor: Tensor, scheme: QuantScheme) -> QTensor:

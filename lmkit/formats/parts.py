@@ -25,7 +25,7 @@ HEAD = "lm_head"  # the module of a model's output head
 _NEEDED = (
     (("scaled_zeros",), ("qweight", "scaled_zeros", "scales")),
     (("qweight", "qzeros", "scales"), ("qweight", "qzeros", "scales")),
-    (("weight_global_scale",), ("weight_packed", "weight_scale", "weight_global_scale")),
+    (("weight_global_scale",), ("weight_packed", "weight_scale")),
     (("weight_packed", "weight_shape"), ("weight_packed", "weight_scale", "weight_shape")),
     (("mxfp4_blocks", "mxfp4_scales"), ("mxfp4_blocks", "mxfp4_scales")),
 )
@@ -102,6 +102,9 @@ def refuse_extras(what: str, activations: Activations, kv_cache_scheme: dict[str
 
 def missing_parts(reader: CheckpointReader, module: str) -> list[str]:
     """Names of tensors that a linear needs in any format and that the checkpoint lacks. No tensor is read."""
+    packed = f"{module}.weight_packed"
+    if reader.has(packed) and reader.info(packed).dtype == "U8":  # float4; of NVFP4 the factor is asked for when read
+        return [name for name in (f"{module}.weight_scale",) if not reader.has(name)]
     found = (needed for marks, needed in _NEEDED if any(reader.has(f"{module}.{mark}") for mark in marks))
     return [name for part in next(found, ("weight",)) if not reader.has(name := f"{module}.{part}")]
 

@@ -94,10 +94,8 @@ class _Reader:
     def _coded(self, module: str) -> _Coded:
         if f"{module}.qweight" in self.places:
             return self._awq(module) if self.entry["quant_method"] == "awq" else self._gptq(module)
-        if f"{module}.weight_global_scale" in self.places:
-            return self._nvfp4(module)
         if f"{module}.weight_packed" in self.places:
-            return self._packed(module)
+            return self._packed(module) if f"{module}.weight_shape" in self.places else self._float4(module)
         return self._unpacked(module)
 
     def _awq(self, module: str) -> _Coded:
@@ -128,11 +126,14 @@ class _Reader:
         codes = _unpack(words, bits)[:, :in_features]
         return _Coded(codes, zeros, scales, 1, _groups(in_features, scales.shape[1]))
 
-    def _nvfp4(self, module: str) -> _Coded:
+    def _float4(self, module: str) -> _Coded:
         packed, stored = self._array(f"{module}.weight_packed"), self._tensor(f"{module}.weight_scale")
         nibbles = np.stack([packed & 15, packed >> 4], axis=-1).reshape(len(packed), -1)
-        scales = _E4M3[stored.view(torch.uint8).numpy()] / self._scales(f"{module}.weight_global_scale")
-        return _Coded(_E2M1[nibbles], None, scales, 1, np.arange(nibbles.shape[1]) // 16)
+        if stored.dtype == torch.uint8:
+            scales = np.ldexp(np.float32(1), stored.numpy().astype(np.int32) - 127)
+        else:
+            scales = _E4M3[stored.view(torch.uint8).numpy()] / self._scales(f"{module}.weight_global_scale")
+        return _Coded(_E2M1[nibbles], None, scales, 1, _groups(nibbles.shape[1], scales.shape[1]))
 
     def _unpacked(self, module: str) -> _Coded:
         stored = self._tensor(f"{module}.weight")

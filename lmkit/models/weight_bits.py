@@ -14,7 +14,8 @@ from lmkit.formats.checkpoint import CheckpointReader
 from lmkit.models.source import ModelSource
 from lmkit.models.spec import ModelSpec
 
-NOT_COUNTED = ("bias", "weight_shape", "g_idx", "weight_g_idx", "weight_format", "input_scale", "k_scale", "v_scale")
+NOT_COUNTED = ("bias", "weight_shape", "g_idx", "weight_g_idx", "weight_format", "input_scale", "input_global_scale",
+               "k_scale", "v_scale")  # fmt: skip
 
 
 def stored_bits(spec: ModelSpec, reader: CheckpointReader) -> dict[str, int]:

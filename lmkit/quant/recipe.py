@@ -27,6 +27,7 @@ from lmkit.codes import FLOAT8
 from lmkit.config import StrictStruct, parse
 from lmkit.errors import ConfigError
 from lmkit.formats.base import get_format
+from lmkit.formats.mxfp4 import MXFP4
 from lmkit.formats.names import Activations
 from lmkit.formats.nvfp4 import NVFP4
 from lmkit.models.layer_spec import LayerSpec
@@ -62,12 +63,13 @@ MOVED = {"bits": "the average is called average_bits, the width of one scheme st
 # The kinds of activations that the files of a format can declare.
 DECLARES: dict[str, tuple[Activations, ...]] = {
     "awq": ("none",), "gptq": ("none",), "gptq_v2": ("none",), "fp8": ("float8",),
-    "compressed-tensors": ("none", "int8", "float8"),
+    "compressed-tensors": ("none", "int8", "float8", "float4"),
 }  # fmt: skip
 MIXED_FORMAT = "compressed-tensors"  # each linear has a scheme of its own; the others have one for all
 AWQ_BITS = 4  # the only ones that AWQ holds
 OBSERVED_TOKENS = 4096  # enough for means and for the moments of a few inputs
 FLOAT8_GROUPS = {-1: (-1, 1), "channel": (-1, 1), "tensor": (-1, -1), "block": (128, 128)}  # (group_size, rows)
+FLOAT4_GROUPS: dict[int | str, QuantScheme] = {scheme.group_size: scheme for scheme in (NVFP4, MXFP4)}
 ANY_SHAPE = (1024, 1024)  # a weight that every group size divides
 
 
@@ -125,13 +127,13 @@ class Recipe(WeightsRecipe, frozen=True, kw_only=True):
         if asked.type == "int":
             size = asked.group_size if isinstance(asked.group_size, int) else -1
             return int_scheme(asked.bits, size, bool(asked.symmetric))
-        return NVFP4 if asked.bits == NVFP4.bits else float8_scheme(*FLOAT8_GROUPS[asked.group_size])
+        return FLOAT4_GROUPS[asked.group_size] if asked.bits == 4 else float8_scheme(*FLOAT8_GROUPS[asked.group_size])
 
     @property
     def grids(self) -> tuple[QuantScheme, ...]:
         """`grid`, and the same in the smaller groups that a linear may get."""
         is_wide = self.scheme.group_size in WIDE_GROUPS
-        sizes = GROUPS if self.scheme.smaller_groups and not is_wide else ()
+        sizes = GROUPS if self.scheme.smaller_groups and self.grid.codes.uniform and not is_wide else ()
         return self.grid, *(replace(self.grid, group_size=size) for size in sizes if size < self.grid.group_size)
 
     def product_dtype(self, device: str = "cpu") -> torch.dtype:
@@ -152,7 +154,8 @@ class Recipe(WeightsRecipe, frozen=True, kw_only=True):
 
     def observed_share(self, layer: LayerSpec) -> int:
         """Statistics of a layer's inputs are taken from the first of each so many batches. Moments take all."""
-        everything = layer.is_sparse or self.kv.is_fitted or any(step.sees_all for step in self.steps)
+        maxima = self.activations == "float4" or any(step.sees_all for step in self.steps)
+        everything = layer.is_sparse or self.kv.is_fitted or maxima
         num_tokens = self.calibration.num_samples * self.calibration.seq_len
         return 1 if everything else max(1, num_tokens // OBSERVED_TOKENS)
 
@@ -195,6 +198,8 @@ def _scheme_problem(recipe: Recipe) -> str | None:
         return "activations int8 need scheme {bits: 8, group_size: channel, symmetric: true}"
     if activations == "float8" and weights.codes != FLOAT8:
         return "activations float8 need scheme {bits: 8, type: float}"
+    if activations == "float4" and weights not in FLOAT4_GROUPS.values():
+        return "activations float4 need scheme {bits: 4, type: float} in groups of 16 or 32"
     if activations not in DECLARES[recipe.format]:
         return f"format {recipe.format} has activations {' or '.join(DECLARES[recipe.format])}, not {activations}"
     reason = get_format(recipe.format).can_write(ANY_SHAPE, weights)

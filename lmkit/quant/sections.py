@@ -48,7 +48,7 @@ class SchemeRecipe(StrictStruct, frozen=True):
 
     `group_size` inputs of an output row share a scale and, unless the grid is symmetric, a zero. "channel" (also
     written -1) is the whole row. Type float is symmetric. Of 8 bits (float8 e4m3) it has one scale for the row, the
-    whole tensor, or a block of 128 rows and 128 inputs; of 4 bits it is NVFP4, in groups of 16.
+    whole tensor, or a block of 128 rows and 128 inputs; of 4 bits it is NVFP4 in groups of 16, MXFP4 in groups of 32.
 
     With `smaller_groups`, linears whose inputs are not whole groups get groups of 64 or 32 (quant.groups).
     """
@@ -56,11 +56,11 @@ class SchemeRecipe(StrictStruct, frozen=True):
     bits: Annotated[Literal[2, 3, 4, 8], _grid("Bits of a weight; --average-bits mixes them.")] = 4
     type: Annotated[
         Literal["int", "float"],
-        Note("int: unsigned codes, (code - zero) * scale; float: float8 e4m3, or NVFP4 with 4 bits."),
+        Note("int: unsigned codes, (code - zero) * scale; float: float8 e4m3, or NVFP4 or MXFP4 with 4 bits."),
     ] = "int"
     group_size: Annotated[
         Literal[-1, 16, 32, 64, 128, "channel", "tensor", "block"],
-        _grid("Weights that share a scale; exactly so many. -1 is channel; 16 is for NVFP4."),
+        _grid("Weights that share a scale; exactly so many. -1 is channel; 16 is NVFP4's."),
     ] = 128
     symmetric: Annotated[bool | None, Note("Without zeros. By default false for int; float is always symmetric.")] = (
         None
@@ -74,12 +74,12 @@ class SchemeRecipe(StrictStruct, frozen=True):
             raise ValueError(f"group_size {self.group_size} is for type float; int has 32, 64, 128 or channel")
         if self.type == "int" and self.group_size == 16:
             raise ValueError("group_size 16 is for type float of 4 bits; int has 32, 64, 128 or channel")
-        if self.type == "float" and self.bits == 4 and self.group_size == 16:
+        if self.type == "float" and self.bits == 4 and self.group_size in (16, 32):
             return
+        if self.type == "float" and self.bits != 8:
+            raise ValueError("type float has `bits: 8`, or 4 with group_size 16 (NVFP4) or 32 (MXFP4)")
         if self.type == "float" and self.group_size not in WIDE_GROUPS:
             raise ValueError(f"group_size {self.group_size} is for type int; float has channel, tensor or block")
-        if self.type == "float" and self.bits != 8:
-            raise ValueError("type float has `bits: 8`, or 4 with group_size 16; compressed-tensors has other integers")
         if self.type == "float" and self.symmetric is False:
             raise ValueError("type float is symmetric")
 

@@ -11,6 +11,7 @@ import torch
 import lmkit
 from lmkit.errors import ConfigError
 from lmkit.formats.hub import DEMO_FOLDER
+from lmkit.formats.mxfp4 import MXFP4
 from lmkit.formats.nvfp4 import NVFP4
 from lmkit.models.source import ModelSource
 from lmkit.other_names import names
@@ -56,6 +57,8 @@ def test_names_of_methods_lead_to_recipes_that_are_shipped() -> None:
         ("fp8_tensor", float8_scheme(-1, -1)),
         ("fp8_block", float8_scheme(128, 128)),
         ("nvfp4_w4a16", NVFP4),
+        ("nvfp4_w4a4", NVFP4),
+        ("mxfp4_w4a16", MXFP4),
     ],
 )
 def test_schemes_of_shipped_recipes(name: str, scheme: QuantScheme) -> None:
@@ -204,7 +207,7 @@ def test_products_are_short_for_4_bit_integers_alone(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(
-    "name", ["rtn_w4a16_g128", "rtn_w8a16", "fp8_block", "fp8_channel", "fp8_tensor", "nvfp4_w4a16"]
+    "name", ["rtn_w4a16_g128", "rtn_w8a16", "fp8_block", "fp8_channel", "fp8_tensor", "rtn_nvfp4_w4a16"]
 )
 def test_recipes_that_round_to_nearest_read_no_text_unless_they_are_asked_for_something_that_needs_it(
     name: str,

@@ -8,19 +8,23 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 
+from benchmarks.quality_peers.cases import logits
 from lmkit.models.roles import LINEARS
 from lmkit.models.source import ModelSource
 from lmkit.qtensor import QTensor, quantize
 from lmkit.quant.recipe import load_recipe, parse_recipe
 from lmkit.quant.report.evaluate import encode_text
 from lmkit.quant.run import prepare
-from tests.quant.helpers import RTN, SCALE, tiny_checkpoint
+from tests.quant.helpers import CLIP, RTN, SCALE, tiny_checkpoint
 
 CT = {"format": "compressed-tensors"}
 INT8_CHANNEL = {"bits": 8, "group_size": "channel", "symmetric": True}
 FLOAT8 = {"bits": 8, "type": "float"}
+FLOAT4 = {"bits": 4, "type": "float", "group_size": 16}
+GPTQ = {"step": "gptq", "loss": 1}
 SMOOTH = [{"step": "smooth_quant", "grid": 4}, RTN]
 # name -> (recipe, bound of the mean KL, what input_activations says)
 CASES: dict[str, tuple[dict[str, Any], float, dict[str, Any] | None]] = {
@@ -33,7 +37,11 @@ CASES: dict[str, tuple[dict[str, Any], float, dict[str, Any] | None]] = {
     "fp8 tensor": (CT | {"scheme": FLOAT8 | {"group_size": "tensor"}}, 2e-2, None),
     "fp8 block": ({"format": "fp8", "scheme": FLOAT8 | {"group_size": "block"}, "activations": "float8"}, 2e-2, None),
     "w4a16 symmetric": (CT | {"scheme": {"group_size": 32, "symmetric": True}, "steps": [SCALE, RTN]}, 0.3, None),
-    "nvfp4": (CT | {"scheme": {"bits": 4, "type": "float", "group_size": 16}}, 0.3, None),
+    "nvfp4": (CT | {"scheme": FLOAT4}, 0.3, None),
+    "nvfp4 gptq": (CT | {"scheme": FLOAT4, "steps": [SCALE, CLIP, GPTQ]}, 0.2, None),
+    "nvfp4 w4a4": (CT | {"scheme": FLOAT4, "activations": "float4", "steps": [*SMOOTH[:1], GPTQ]}, 0.2,
+                   {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "dynamic": "local"}),
+    "mxfp4 gptq": (CT | {"scheme": FLOAT4 | {"group_size": 32}, "steps": [CLIP, GPTQ]}, 0.2, None),
     "w4a16 gptq": ({"format": "gptq", "scheme": {"group_size": 32, "symmetric": True}}, 0.3, None),
     "w4a16 gptq_v2": ({"format": "gptq_v2", "scheme": {"group_size": 32}}, 0.3, None),
 }  # fmt: skip
@@ -75,6 +83,25 @@ def test_a_scheme_from_recipe_to_checkpoint(source: Path, tmp_path: Path, name: 
         (group,) = entry["config_groups"].values()
         told = group["input_activations"]
         assert (told if activations is None else {key: told[key] for key in activations}) == activations
+    if asked.grid.bits == 4 and asked.scheme.type == "float":
+        _transformers_agrees(tmp_path / "out", told)
+
+
+def _transformers_agrees(path: Path, inputs: dict[str, Any] | None) -> None:
+    """It reads the same weights, and the factor of rounded inputs; with exact inputs it computes the same logits."""
+    options = {} if inputs else {"quantization_config": transformers.CompressedTensorsConfig(dequantize=True)}
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **options)
+    torch.nn.Module.float(model)  # it decodes float4 to bfloat16
+    rounds = dict(model.named_buffers()) | dict(model.named_parameters())
+    factor = "model.layers.0.mlp.down_proj.input_global_scale"
+    assert (inputs is None) == (factor not in rounds)
+    if inputs is not None:
+        assert 1 < float(rounds[factor]) < 1e6
+        return
+    ids = list(range(5, 25))
+    with torch.inference_mode():
+        theirs = model(torch.tensor([ids])).logits[0]
+    torch.testing.assert_close(logits(path, ids), theirs, rtol=0, atol=2e-2 * float(theirs.abs().max()))
 
 
 @pytest.mark.parametrize("name", ["glm4-moe", "gpt-oss"])

@@ -19,10 +19,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lmkit.codes import stepped
 from lmkit.kernels.cpu.jit import FASTMATH
-from lmkit.qtensor import LARGEST_SCALE, SMALLEST_SCALE, QTensor
+from lmkit.qtensor import QTensor
 from lmkit.quant.layer.products import times
-from lmkit.quant.layer.refine import by_halves, group_size
+from lmkit.quant.layer.refine import by_halves, group_size, scales_and_zeros, with_steps
 
 ROWS = 64  # of a tile
 
@@ -48,7 +49,8 @@ def descend(
     for rows, outputs in blocks:
         order = outputs.diagonal().argsort(descending=True, stable=True)
         rows, outputs = rows[order].to(weight.device), outputs[order][:, order].to(weight.device)
-        part = QTensor(found.codes[rows], found.scales[rows], rounded.zeros[rows], rounded.scheme)
+        zeros = rounded.zeros[rows] if rounded.zeros.numel() else rounded.zeros
+        part = replace(rounded, codes=found.codes[rows], scales=found.scales[rows], zeros=zeros)
         better = _descend(weight[rows], None if shift is None else shift[rows], part, hessian, outputs, rounds, dtype)
         found.codes[rows], found.scales[rows] = better.codes, better.scales
     return found
@@ -64,21 +66,24 @@ def _descend(
     dtype: torch.dtype,
 ) -> QTensor:
     """As `descend`, for one block and its H_O `outputs`."""
-    codes, scales, zeros = (part.float() for part in (rounded.codes, rounded.scales, rounded.zeros))
-    size, short, top = group_size(rounded), h.to(dtype), np.float32(rounded.scheme.max_code)
+    kind, size, short = stepped(rounded.scheme.codes), group_size(rounded), h.to(dtype)
+    scales, zeros = scales_and_zeros(rounded)
+    steps = kind.steps(rounded.codes, zeros.repeat_interleave(size, 1))
+    levels, top = np.array(kind.levels, np.float32), np.float32((1 << kind.bits) - 1)
+    spacing = tuple(np.float32(number) for number in rounded.scheme.scales.spacing(rounded.factor))
     groups = [slice(begin, begin + size) for begin in range(0, len(h), size)]
     own = [h[group, group].contiguous() for group in groups]
     columns = [part.diagonal().argsort(descending=True, stable=True).cpu().numpy() for part in own]
 
     def visit_tile(rows: slice, k: int, gradients: Tensor) -> Tensor:
         """The change of the tile's weights [rows, size]."""
-        scale, steps = scales[rows, k], codes[rows, groups[k]] - zeros[rows, k, None]
-        before = steps * scale[:, None]
-        given = codes[rows, groups[k]], scale, zeros[rows, k], gradients, steps @ own[k], outputs[rows, rows], own[k]
-        tile = [part.cpu().contiguous() for part in given]
-        _visit(*(part.numpy() for part in tile), columns[k], top)
-        codes[rows, groups[k]], scales[rows, k] = tile[0].to(codes.device), tile[1].to(codes.device)
-        return (codes[rows, groups[k]] - zeros[rows, k, None]) * scales[rows, k, None] - before
+        scale, part = scales[rows, k], steps[rows, groups[k]]
+        before = part * scale[:, None]
+        given = part, scale, zeros[rows, k], gradients, part @ own[k], outputs[rows, rows], own[k]
+        tile = [each.cpu().contiguous() for each in given]
+        _visit(*(each.numpy() for each in tile), columns[k], top, levels, spacing)
+        steps[rows, groups[k]], scales[rows, k] = tile[0].to(steps.device), tile[1].to(steps.device)
+        return steps[rows, groups[k]] * scales[rows, k, None] - before
 
     def visit_rows(rows: slice) -> Tensor:
         """The change of the rows' weights [rows, in]."""
@@ -96,44 +101,48 @@ def _descend(
         return changes
 
     for _ in range(rounds):
-        steps = (codes.view(len(codes), len(groups), size) - zeros[..., None]) * scales[..., None]
-        pull = times(steps.view(codes.shape) - weight, short, dtype)  # E H
+        rows_found = steps.view(len(steps), len(groups), size) * scales[..., None]
+        pull = times(rows_found.view(steps.shape) - weight, short, dtype)  # E H
         if shift is not None:
             pull -= shift
-        for begin in range(0, len(codes), ROWS):
+        for begin in range(0, len(steps), ROWS):
             rows = slice(begin, begin + ROWS)
             pull[rows] += times(visit_rows(rows), short, dtype)
-    return QTensor(codes.to(torch.uint8), scales.to(torch.float16), rounded.zeros, rounded.scheme)
+    return with_steps(rounded, steps, scales)
 
 
 @numba.njit(error_model="numpy", fastmath=FASTMATH | {"reassoc"})
 def _visit(
-    codes: Any, scales: Any, zeros: Any, gradients: Any, products: Any, outputs: Any, h: Any, columns: Any, top: Any
-) -> None:
-    """Visit the rows of a tile in order. `codes` [n, size], `scales` [n] and `gradients` [n, size] change. `products`
-    [n, size] are the steps, codes less zeros, times `h` [size, size]. `columns` are all inputs in order."""
-    num_rows, size = codes.shape
+    steps: Any, scales: Any, zeros: Any, gradients: Any, products: Any, outputs: Any, h: Any, columns: Any, top: Any,
+    levels: Any, spacing: Any,
+) -> None:  # fmt: skip
+    """Visit the rows of a tile in order. `steps` [n, size], `scales` [n] and `gradients` [n, size] change. `products`
+    [n, size] are the steps times `h` [size, size]. `columns` are all inputs in order. Steps are `levels`, or without
+    any the whole numbers from -zero to top - zero; `spacing` are the fields of scales.Spacing."""
+    num_rows, size = steps.shape
     for i in range(num_rows):
         gradient, own = gradients[i], outputs[i, i]
         before = gradient.copy()
         slope, curvature = np.float32(0), np.float32(0)
         for j in range(size):
-            step = codes[i, j] - zeros[i]
-            slope += step * gradient[j]
-            curvature += step * products[i, j]
+            slope += steps[i, j] * gradient[j]
+            curvature += steps[i, j] * products[i, j]
         if curvature > 0:
-            best = _as_float16(scales[i] - slope / (own * curvature))
-            if SMALLEST_SCALE <= best <= LARGEST_SCALE:
+            best = _nearest_scale(scales[i] - slope / (own * curvature), spacing)
+            if best > 0:
                 change = own * (best - scales[i])
                 scales[i] = best
                 for j in range(size):
                     gradient[j] += change * products[i, j]
         for j in columns:
-            code = np.rint(codes[i, j] - gradient[j] / (own * h[j, j] * scales[i]))
-            code = min(max(code, np.float32(0)), top)
-            if code != codes[i, j]:
-                change = own * (code - codes[i, j]) * scales[i]
-                codes[i, j] = code
+            wanted = steps[i, j] - gradient[j] / (own * h[j, j] * scales[i])
+            if len(levels):
+                step = _nearest_level(wanted, levels)
+            else:
+                step = min(max(np.rint(wanted), -zeros[i]), top - zeros[i])
+            if step != steps[i, j]:
+                change = own * (step - steps[i, j]) * scales[i]
+                steps[i, j] = step
                 for other in range(size):
                     gradient[other] += change * h[j, other]
         for later in range(i + 1, num_rows):
@@ -143,9 +152,20 @@ def _visit(
 
 
 @numba.njit(error_model="numpy")
-def _as_float16(x: Any) -> Any:
-    """The float16 that is nearest to x, if it is normal."""
-    if not x >= SMALLEST_SCALE:
+def _nearest_level(x: Any, levels: Any) -> Any:
+    best = levels[0]
+    for level in levels[1:]:
+        if abs(level - x) < abs(best - x):
+            best = level
+    return best
+
+
+@numba.njit(error_model="numpy")
+def _nearest_scale(x: Any, spacing: Any) -> Any:
+    """scales.Spacing.nearest of one number."""
+    digits, smallest, largest, finest, factor = spacing
+    wanted = x / factor
+    if not smallest <= wanted <= largest:
         return np.float32(0)
-    unit = math.ldexp(1.0, math.frexp(x)[1] - 11)
-    return np.float32(np.rint(x / unit) * unit)
+    unit = max(math.ldexp(1.0, math.frexp(wanted)[1] - int(digits)), finest)
+    return np.float32(np.rint(wanted / unit) * unit * factor)

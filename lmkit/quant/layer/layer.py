@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
+from lmkit.codes import stepped
 from lmkit.errors import CheckpointError
 from lmkit.kernels.cuda.module import tensor_device
 from lmkit.kv_dtype import FLOAT32
@@ -83,11 +84,20 @@ class CalibratedLayer:
         assert isinstance(weight, Tensor), f"{role} is rounded already"
         return weight
 
-    def rounded(self, role: str, weight: Tensor) -> QTensor:
-        """`weight` as the weight of `role` will be stored, with the clipping chosen so far."""
-        weights = {**self.layer.weights, role: weight}
-        largest = largest_together(weights, self.layer.spec.fused, self.schemes).get(role)
-        return round_to_nearest(weight, self.schemes[role], self.shrinks.get(role), largest)
+    def rounded(self, role: str, weight: Tensor | None = None) -> QTensor:
+        """The weight of `role`, or `weight` in its place, as it will be stored, with the clipping chosen so far."""
+        weight = self.weight(role) if weight is None else weight
+        return round_to_nearest(weight, self.schemes[role], self.shrinks.get(role), self.largest(role, weight))
+
+    def largest(self, role: str, weight: Tensor | None = None) -> Tensor | None:
+        """The largest magnitude of the weights that share a factor of scales with `role`, with `weight` in its place:
+        all that read its input, for they may be multiplied together. None without such factors."""
+        if not self.schemes[role].scales.shared:
+            return None
+        reads = self.layer.spec.input_of
+        together = [each for each in self.schemes if reads[each] == reads[role]]
+        weights = self.layer.weights if weight is None else {**self.layer.weights, role: weight}
+        return largest_together(weights, [tuple(together)], self.schemes)[role]
 
     def block_output(self, source: str) -> Tensor:
         """The output of the block after `source` for the sampled inputs. After a norm, the
@@ -101,6 +111,18 @@ class CalibratedLayer:
         sample = self.input(reader).sample
         block = next((each for each in layer.blocks if each.spec.norm == source), None)
         return layer.linear_of(reader)(sample) if block is None else block.contribution(sample, None, self.sequences.at)
+
+    def tell_inputs(self) -> None:
+        """Put the factors of inputs beside those of rounded weights, for engines that round both alike. An expert that
+        no token met has the largest one of the layer's inputs."""
+        tops = {role: self.input(role).abs_max.max() for role in self.schemes}
+        widest = torch.stack([*tops.values()]).max()
+        for role, top in tops.items():
+            q = self.layer.weights[role]
+            assert isinstance(q, QTensor)
+            largest = (top if top > 0 else widest) / stepped(q.scheme.codes).largest
+            _, factor = q.scheme.scales.fit(largest.reshape(1, 1), largest)
+            self.layer.weights[role] = replace(q, input_factor=factor)
 
     def has_statistics(self, role: str) -> bool:
         """Whether a linear saw enough tokens to be fitted to them. An expert may have seen few or none."""

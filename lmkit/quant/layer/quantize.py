@@ -58,7 +58,7 @@ class LayerQuantizer:
         calibrated, first_output = self._observe(layer, seen)
         rows = fit_cache(calibrated, seen, self.recipe.kv, first_output)
         original = layer.with_weights(dict(layer.weights))
-        rtn = {role: round_to_nearest(calibrated.weight(role), scheme) for role, scheme in calibrated.schemes.items()}
+        rtn = {role: calibrated.rounded(role) for role in calibrated.schemes}
         rtn_errors = _sample_errors(calibrated, {role: calibrated.weight(role) for role in rtn}, rtn)
         work = LayerWork(
             calibrated,
@@ -86,6 +86,8 @@ class LayerQuantizer:
                 self.stream.keep(each.layer, exact=each.exact)
         starts = (self.stream.hidden(number)[:: self.stream.seq_len] for number in range(len(self.stream)))
         fit_first(layer, seen, self.recipe.kv, starts)
+        if self.recipe.activations == "float4":
+            calibrated.tell_inputs()
         roundings = {role: rounding.weight for role, rounding in work.roundings.items()}
         errors = _sample_errors(calibrated, work.unrounded, roundings)
         return LayerReport(

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from lmkit.qtensor import SMALLEST_SCALE, QTensor
+from lmkit.codes import Stepped, stepped
+from lmkit.qtensor import QTensor
 from lmkit.quant.layer.products import times
+from lmkit.scales import Spacing
 
 FEW = 16  # columns that are visited one after the other; their changes are passed on to later columns in products
 
@@ -41,10 +44,11 @@ def refine(
     A round visits one group of inputs after the other. It takes the best scale for the group's codes, then the best
     code for one column after the other.
     """
-    scheme, size, h, short = rounded.scheme, group_size(rounded), hessian, hessian.to(dtype)
-    codes = rounded.codes.float().T.contiguous()  # [in, out]
-    scales, zeros = rounded.scales.float().T.contiguous(), rounded.zeros.float().T.contiguous()  # [groups, out]
-    changes = torch.empty_like(codes)
+    kind, size, h, short = stepped(rounded.scheme.codes), group_size(rounded), hessian, hessian.to(dtype)
+    scales, zeros = (part.T.contiguous() for part in scales_and_zeros(rounded))  # [groups, out]
+    steps = kind.steps(rounded.codes.T, zeros.repeat_interleave(size, 0))  # [in, out]
+    spacing = rounded.scheme.scales.spacing(rounded.factor)
+    changes = torch.empty_like(steps)
 
     def inputs(begin: int, end: int) -> slice:
         return slice(begin * size, end * size)
@@ -53,7 +57,7 @@ def refine(
         for group in range(begin, end):
             part = inputs(group, group + 1)
             changes[part] = _refine_group(
-                codes[part], scales[group], zeros[group], gradient[part], h[part, part], scheme.max_code
+                steps[part], scales[group], zeros[group], gradient[part], h[part, part], kind, spacing
             )
 
     def pass_on(begin: int, middle: int, end: int) -> None:
@@ -61,38 +65,52 @@ def refine(
         gradient[later] -= times(short[later, seen], changes[seen].T, dtype)
 
     for _ in range(rounds):
-        steps = (codes.view(len(scales), size, -1) - zeros[:, None]) * scales[:, None]
-        gradient = times(short, weight - steps.view(codes.shape).T, dtype)  # [in, out], H (W - W^)^T + S^T
+        found = (steps.view(len(scales), size, -1) * scales[:, None]).view(steps.shape)
+        gradient = times(short, weight - found.T, dtype)  # [in, out], H (W - W^)^T + S^T
         if shift is not None:
             gradient += shift.T
         by_halves(0, len(scales), visit, pass_on, few=1)
-    return QTensor(codes.T.to(torch.uint8).contiguous(), scales.T.to(torch.float16).contiguous(), rounded.zeros, scheme)
+    return with_steps(rounded, steps.T, scales.T)
 
 
-def _refine_group(codes: Tensor, scales: Tensor, zeros: Tensor, gradient: Tensor, h: Tensor, max_code: int) -> Tensor:
-    """Refine one group's scales [out] and codes [size, out] in place. Returns the change of the weight [size, out]."""
-    before = (codes - zeros) * scales
-    steps = codes - zeros
+def _refine_group(
+    steps: Tensor, scales: Tensor, zeros: Tensor, gradient: Tensor, h: Tensor, kind: Stepped, spacing: Spacing
+) -> Tensor:
+    """Refine one group's scales [out] and steps [size, out] in place. Returns the change of the weight [size, out]."""
+    before = steps * scales
     curvature = (steps * (h @ steps)).sum(0)
-    best = (scales + (steps * gradient).sum(0) / curvature).to(torch.float16).float()
-    scales.copy_(torch.where((curvature > 0) & (best >= SMALLEST_SCALE) & best.isfinite(), best, scales))
+    best = spacing.nearest(scales + (steps * gradient).sum(0) / curvature)
+    scales.copy_(torch.where((curvature > 0) & (best > 0), best, scales))
     gradient = gradient - h @ (steps * scales - before)
-    diagonal, changes = h.diagonal().tolist(), torch.zeros_like(codes)
+    diagonal, changes = h.diagonal().tolist(), torch.zeros_like(steps)
 
     def refine_some(begin: int, end: int) -> None:
         for i in range(begin, end):
             if diagonal[i] > 0:
-                wanted = (steps[i] * scales + gradient[i] / diagonal[i]) / scales
-                code = (wanted + zeros).round_().clamp_(0, max_code)
-                changes[i] = (code - codes[i]) * scales
+                step = kind.nearest_steps((steps[i] * scales + gradient[i] / diagonal[i]) / scales, zeros)
+                changes[i] = (step - steps[i]) * scales
                 gradient[i + 1 : end].addr_(h[i + 1 : end, i], changes[i], alpha=-1)
-                codes[i] = code
+                steps[i] = step
 
     def pass_on(begin: int, middle: int, end: int) -> None:
         gradient[middle:end] -= h[middle:end, begin:middle] @ changes[begin:middle]
 
-    by_halves(0, len(codes), refine_some, pass_on)
-    return (codes - zeros) * scales - before
+    by_halves(0, len(steps), refine_some, pass_on)
+    return steps * scales - before
+
+
+def scales_and_zeros(q: QTensor) -> tuple[Tensor, Tensor]:
+    """The scales and zeros of stepped codes as numbers, float32 [out, groups] each. Codes without zeros have 0."""
+    scales = q.scheme.scales.plain(q.scales, q.factor).float()
+    return scales, q.zeros.float() if q.zeros.numel() else torch.zeros_like(scales)
+
+
+def with_steps(q: QTensor, steps: Tensor, scales: Tensor) -> QTensor:
+    """`q` with other steps float32 [out, in] and scales float32 [out, groups] of its spacing."""
+    _, zeros = scales_and_zeros(q)
+    codes = stepped(q.scheme.codes).of_steps(steps, zeros.repeat_interleave(group_size(q), 1))
+    stored = q.scheme.scales.stored(scales, q.factor)
+    return replace(q, codes=codes.contiguous(), scales=stored.contiguous())
 
 
 def group_size(q: QTensor) -> int:

@@ -15,10 +15,11 @@ import torch
 from msgspec import Meta
 from torch import Tensor
 
+from lmkit.codes import stepped
 from lmkit.formats.names import Activations
 from lmkit.models.roles import QKV
 from lmkit.option import Note
-from lmkit.qtensor import PIECE, QuantScheme, grid_between
+from lmkit.qtensor import PIECE, QuantScheme, plain_grid
 from lmkit.quant.layer.grid import Shrink, round_to_nearest
 from lmkit.quant.layer.layer import CalibratedLayer
 from lmkit.quant.layer.work import LayerWork
@@ -81,6 +82,7 @@ def clip_layer(calibrated: CalibratedLayer, step: AwqClip) -> dict[str, ClipSear
             step.grid,
             step.max_shrink,
             calibrated.layer.product_dtype,
+            calibrated.largest(role),
         )
         for role, scheme in calibrated.schemes.items()
         if calibrated.has_statistics(role)
@@ -99,7 +101,8 @@ def _attention_error(calibrated: CalibratedLayer, shrinks: dict[str, Shrink]) ->
     weights = calibrated.layer.weights
     originals = {role: calibrated.weight(role) for role in QKV if role in calibrated.schemes}
     for role, weight in originals.items():
-        weights[role] = round_to_nearest(weight, calibrated.schemes[role], shrinks.get(role))
+        largest = calibrated.largest(role, weight)
+        weights[role] = round_to_nearest(weight, calibrated.schemes[role], shrinks.get(role), largest)
     error = calibrated.block_output("norm.attn") - exact
     weights.update(originals)
     return float(error.square().sum(dtype=torch.float64))
@@ -112,11 +115,13 @@ def search_shrink(
     grid: int,
     max_shrink: float,
     dtype: torch.dtype = torch.float32,
+    largest: Tensor | None = None,
 ) -> ClipSearch:
     """Search the ends of each group's range. weight float32 [out, in]; gram [groups, group_size, group_size],
-    X_g^T X_g of each group's inputs. Products are of `dtype`."""
+    X_g^T X_g of each group's inputs. Products are of `dtype`. `largest` is as in `quantize`."""
     gram, step = gram.to(dtype), max(1, PIECE // weight.shape[1])
-    found = [_search(Groups.of(part, gram, scheme), grid, max_shrink) for part in weight.split(step)]
+    largest = weight.abs().max() if largest is None else largest
+    found = [_search(Groups.of(part, gram, scheme, largest), grid, max_shrink) for part in weight.split(step)]
     lower, upper, loss, unclipped = (torch.cat(part, 1).T.contiguous() for part in zip(*found, strict=True))
     return ClipSearch((lower, upper), loss, unclipped)
 
@@ -127,12 +132,14 @@ def _search(groups: Groups, grid: int, max_shrink: float) -> tuple[Tensor, Tenso
     best = whole, whole
     unclipped = loss = groups.losses(best)
     ends = [(True, True)] if groups.scheme.symmetric else [(True, False), (False, True)] * ROUNDS
+    top = stepped(groups.scheme.codes).stretch
+    step = (top - 1 + max_shrink) / grid
     for turn, moves in enumerate(ends):
-        for place in range(2, grid + 1, 2) if turn < 2 else ():
-            best, loss = _better(groups, moves, whole - max_shrink / grid * place, best, loss)
-        found = ((1 - best[moves.index(True)]) * (grid / max_shrink)).round()
+        for place in range(2 if top == 1 else 0, grid + 1, 2) if turn < 2 else ():
+            best, loss = _better(groups, moves, whole * top - step * place, best, loss)
+        found = ((top - best[moves.index(True)]) / step).round()
         for beside in (-1, 1):
-            factor = 1 - max_shrink / grid * (found + beside).clamp(0, grid)
+            factor = top - step * (found + beside).clamp(0, grid)
             best, loss = _better(groups, moves, factor, best, loss)
     return *best, loss, unclipped
 
@@ -161,16 +168,17 @@ class Groups:
     high: Tensor
     gram: Tensor
     scheme: QuantScheme
+    largest: Tensor | None = None  # as in `quantize`
 
     @classmethod
-    def of(cls, weight: Tensor, gram: Tensor, scheme: QuantScheme) -> Groups:
+    def of(cls, weight: Tensor, gram: Tensor, scheme: QuantScheme, largest: Tensor | None = None) -> Groups:
         values = weight.view(weight.shape[0], -1, scheme.group_size).transpose(0, 1).contiguous()
-        return cls(values, values.amin(-1).clamp(max=0), values.amax(-1).clamp(min=0), gram, scheme)
+        return cls(values, values.amin(-1).clamp(max=0), values.amax(-1).clamp(min=0), gram, scheme, largest)
 
     def losses(self, shrink: Shrink) -> Tensor:
         """[groups, out]: d^T (X_g^T X_g) d, where d is the change by rounding with `shrink` [groups, out]."""
-        scales, zeros = grid_between(self.low * shrink[0], self.high * shrink[1], self.scheme)
-        scale, zero = scales.float().unsqueeze(-1), zeros.float().unsqueeze(-1)
-        codes = (self.values / scale).round_().add_(zero).clamp_(0, self.scheme.max_code)
-        error = codes.sub_(zero).mul_(scale).sub_(self.values)
+        scales, zeros = plain_grid(self.low * shrink[0], self.high * shrink[1], self.scheme, self.largest)
+        scale, zero = scales.unsqueeze(-1), zeros.unsqueeze(-1)
+        steps = stepped(self.scheme.codes).nearest_steps(self.values / scale, zero)
+        error = steps.mul_(scale).sub_(self.values)
         return (error.to(self.gram.dtype) @ self.gram).mul(error).sum(-1).clamp_min_(0)

@@ -13,6 +13,7 @@ from enum import IntEnum
 from functools import cached_property
 from typing import ClassVar, Self
 
+from lmkit.codes import Stepped
 from lmkit.config import StrictStruct
 from lmkit.formats.names import Activations
 from lmkit.models.layer_spec import LayerSpec
@@ -160,11 +161,15 @@ class Step(StrictStruct, frozen=True, tag_field="step"):
         """The answer of `refuses` for a step that needs integer grids."""
         return None if scheme.codes.uniform else f"{self.name()} needs type int"
 
+    def needs_steps(self, scheme: QuantScheme) -> str | None:
+        """The answer of `refuses` for a step that chooses among the steps of codes."""
+        return None if isinstance(scheme.codes, Stepped) else f"{self.name()} needs type int, or float of 4 bits"
+
     def needs_groups(self, scheme: QuantScheme) -> str | None:
-        """The answer of `refuses` for a step that needs integer grids with groups of a few inputs."""
-        if scheme.codes.uniform and scheme.group_size != -1:
+        """The answer of `refuses` for a step that needs such grids with groups of a few inputs."""
+        if isinstance(scheme.codes, Stepped) and scheme.group_size != -1:
             return None
-        return f"{self.name()} needs type int and groups of 32, 64 or 128 inputs"
+        return f"{self.name()} needs groups of 128 inputs or fewer, of type int or of float with 4 bits"
 
     def needs_states_alone(self, spec: ModelSpec, what: str = "") -> str | None:
         """The answer of `refuses_model` for a step that computes layers from their states alone (data.side_inputs), or

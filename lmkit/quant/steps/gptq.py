@@ -20,6 +20,7 @@ import torch
 from msgspec import Meta
 from torch import Tensor
 
+from lmkit.codes import stepped
 from lmkit.formats.names import Activations
 from lmkit.layers.linear import in_full
 from lmkit.log import get_logger
@@ -31,7 +32,7 @@ from lmkit.quant.layer.descent import descend
 from lmkit.quant.layer.layer import CalibratedLayer
 from lmkit.quant.layer.moments import HELD_OUT, Moments, collect, squared
 from lmkit.quant.layer.products import SHORT_TOKENS, times
-from lmkit.quant.layer.refine import by_halves, group_size, refine
+from lmkit.quant.layer.refine import by_halves, group_size, refine, scales_and_zeros
 from lmkit.quant.layer.routed import MIN_TOKENS
 from lmkit.quant.layer.work import LayerWork, Rounding
 from lmkit.quant.steps.base import LayerCost, Speed, Stage, Step
@@ -90,7 +91,7 @@ class Gptq(Step, frozen=True, tag="gptq"):
         return self.loss_rounds > 0
 
     def refuses(self, scheme: QuantScheme, activations: Activations) -> str | None:
-        return self.needs_integers(scheme)
+        return self.needs_steps(scheme)
 
     def refuses_model(self, spec: ModelSpec) -> str | None:
         if not self.needs_curvature:
@@ -200,7 +201,7 @@ def _round_group(work: LayerWork, step: Gptq, group: tuple[str, ...], moments: M
     calibrated = work.calibrated
     weights, size = [calibrated.weight(role) for role in group], calibrated.schemes[group[0]].group_size
     dtype = calibrated.layer.product_dtype
-    plain = [calibrated.rounded(role, weight) for role, weight in zip(group, weights, strict=True)]
+    plain = [calibrated.rounded(role) for role in group]
     factor = None
     if moments.num_tokens < MIN_TOKENS:
         reason = f"its input saw {moments.num_tokens} calibration tokens, fewer than {MIN_TOKENS}"
@@ -252,20 +253,21 @@ def _judge(
 
 
 def _stack(parts: list[QTensor]) -> QTensor:
+    """The weights as one; those that read one input share a factor (CalibratedLayer.largest)."""
     return QTensor(
         torch.cat([q.codes for q in parts]),
         torch.cat([q.scales for q in parts]),
         torch.cat([q.zeros for q in parts]),
         parts[0].scheme,
+        factor=parts[0].factor,
     )
 
 
 def _split(q: QTensor, sizes: list[int]) -> list[QTensor]:
     """The rows of `q` in pieces; the inverse of `_stack`."""
-    parts = zip(q.codes.split(sizes), q.scales.split(sizes), q.zeros.split(sizes), strict=True)
-    return [
-        QTensor(codes.contiguous(), scales.contiguous(), zeros.contiguous(), q.scheme) for codes, scales, zeros in parts
-    ]
+    zeros = q.zeros.split(sizes) if q.zeros.numel() else [q.zeros] * len(sizes)
+    parts = zip(q.codes.split(sizes), q.scales.split(sizes), zeros, strict=True)
+    return [replace(q, codes=c.contiguous(), scales=s.contiguous(), zeros=z.contiguous()) for c, s, z in parts]
 
 
 @dataclass(frozen=True)
@@ -353,23 +355,23 @@ def round_columns(
     With a `shift` S [out, in], as Moments have it, the target is W + S H^-1 in place of W. Its outputs for the inputs
     that the linear will see come nearest to those of the original model.
     """
-    scheme, order, feedback = grid.scheme, factor.order, factor.feedback
+    kind, order, feedback = stepped(grid.scheme.codes), factor.order, factor.feedback
     group_of = order // group_size(grid)
     exact = weight.T[order].contiguous()  # [in, out], so that a column of the weight lies in one piece
     wanted = exact.clone() if shift is None else exact + factor.pull(shift)
-    scales, zeros = grid.scales.float().T[group_of], grid.zeros.float().T[group_of]
-    codes, errors = torch.empty_like(wanted), torch.empty_like(wanted)
+    scales, zeros = (part.T[group_of] for part in scales_and_zeros(grid))
+    steps, errors = torch.empty_like(wanted), torch.empty_like(wanted)
 
     def round_some(begin: int, end: int) -> None:
         for i in range(begin, end):
-            codes[i] = (wanted[i] / scales[i]).round_().add_(zeros[i]).clamp_(0, scheme.max_code)
-            errors[i] = (codes[i] - zeros[i]) * scales[i] - exact[i]
+            steps[i] = kind.nearest_steps(wanted[i] / scales[i], zeros[i])
+            errors[i] = steps[i] * scales[i] - exact[i]
             wanted[i + 1 : end].addr_(feedback[i, i + 1 : end], errors[i], alpha=-1)
 
     def pass_on(begin: int, middle: int, end: int) -> None:
         wanted[middle:end] -= times(feedback[begin:middle, middle:end].T, errors[begin:middle].T, dtype)
 
     by_halves(0, len(order), round_some, pass_on)
-    unordered = torch.empty_like(codes)
-    unordered[order] = codes
-    return QTensor(unordered.T.to(torch.uint8).contiguous(), grid.scales, grid.zeros, scheme)
+    codes = torch.empty(wanted.shape, dtype=kind.element, device=wanted.device)
+    codes[order] = kind.of_steps(steps, zeros)
+    return replace(grid, codes=codes.T.contiguous())

@@ -21,7 +21,7 @@ from lmkit.formats.names import Activations
 from lmkit.models.layer_spec import LayerSpec
 from lmkit.models.spec import ModelSpec
 from lmkit.option import Note
-from lmkit.qtensor import QuantScheme, dequantize
+from lmkit.qtensor import QuantScheme, dequantize, quantize
 from lmkit.quant.layer.layer import CalibratedLayer
 from lmkit.quant.layer.scaling import (
     IDENTITY,
@@ -54,7 +54,7 @@ class SmoothQuant(Step, frozen=True, tag="smooth_quant"):
 
     def refuses(self, scheme: QuantScheme, activations: Activations) -> str | None:
         if activations == "none":
-            return "smooth_quant is for rounded activations: `activations: int8` or float8"
+            return "smooth_quant is for rounded activations: `activations: int8`, float8 or float4"
         return None
 
     def refuses_model(self, spec: ModelSpec) -> str | None:
@@ -117,7 +117,7 @@ def compare(
     consumers = dict(layer.spec.smooth)[source]
     stats = calibrated.input(consumers[0])
     originals = {role: calibrated.weight(role) for role in consumers if role in calibrated.schemes}
-    group_size = calibrated.schemes[next(iter(originals))].group_size
+    scheme = calibrated.schemes[next(iter(originals))]
     reference, sample = calibrated.block_output(source), stats.sample
     losses: dict[str, float] = {}
     for candidate in candidates:
@@ -125,7 +125,7 @@ def compare(
             s = expand(candidate.scale, role, layer.spec)
             layer.weights[role] = dequantize(calibrated.rounded(role, weight * s)) / s
         s = expand(candidate.scale, consumers[0], layer.spec)
-        stats.sample = round_activations(sample / s, activations, group_size) * s
+        stats.sample = round_activations(sample / s, activations, scheme) * s
         error = calibrated.block_output(source) - reference
         losses[candidate.name] = float(error.square().sum(dtype=torch.float64))
     layer.weights.update(originals)
@@ -134,14 +134,17 @@ def compare(
     return ScaleSearch(source, consumers, min(finite, key=lambda c: losses[c.name]), losses)
 
 
-def round_activations(x: Tensor, activations: Activations, group_size: int = -1) -> Tensor:
-    """x float32 [tokens, in] as an engine rounds it: int8 symmetric from -127 to 127, or float8 e4m3.
+def round_activations(x: Tensor, activations: Activations, scheme: QuantScheme) -> Tensor:
+    """x float32 [tokens, in] as an engine rounds it before weights of `scheme`: int8 symmetric from -127 to 127, float8
+    e4m3, or float4 as the weights.
 
-    There is one scale for each token (group_size -1), or for each `group_size` inputs of a token.
+    There is one scale for each token, or for each of its groups of inputs as weights have them.
     """
     if activations == "none":
         return x
-    size = x.shape[1] if group_size == -1 else group_size
+    if activations == "float4":
+        return dequantize(quantize(x, scheme))
+    size = x.shape[1] if scheme.group_size == -1 else scheme.group_size
     groups = torch.nn.functional.pad(x, (0, -x.shape[1] % size)).view(len(x), -1, size)
     largest = groups.abs().amax(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).smallest_normal)
     if activations == "int8":

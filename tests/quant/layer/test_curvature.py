@@ -14,6 +14,8 @@ import transformers
 from torch import Tensor
 
 from lmkit.errors import CheckpointError, UnsupportedError
+from lmkit.formats.mxfp4 import MXFP4
+from lmkit.formats.nvfp4 import NVFP4
 from lmkit.kernels.cuda.module import tensor_device
 from lmkit.models.source import ModelSource
 from lmkit.qtensor import QTensor, QuantScheme, dequantize, int_scheme, quantize
@@ -209,15 +211,18 @@ def error(weight: Tensor, q: QTensor, h: Tensor, outputs: Tensor, shift: Tensor 
     return float(((outputs @ e) * pull).sum())
 
 
-@pytest.mark.parametrize("scheme", [int_scheme(4, 32), int_scheme(4, 32, symmetric=True), int_scheme(3, -1)])
+@pytest.mark.parametrize(
+    "scheme", [int_scheme(4, 32), int_scheme(4, 32, symmetric=True), int_scheme(3, -1), NVFP4, MXFP4]
+)
 @pytest.mark.parametrize("shifted", [False, True])
 def test_no_round_raises_the_error(scheme: QuantScheme, shifted: bool) -> None:
     for seed, (out, width) in enumerate([(70, 64), (5, 96), (1, 32), (130, 32)]):
         weight, q, h, outputs, shift = problem(out, width, scheme, seed)
         given = shift if shifted else None
-        errors = [error(weight, q, h, outputs, given)]
+        before, errors = q, [error(weight, q, h, outputs, given)]
         for _ in range(4):
             q = descent.descend(weight, q, h, [(torch.arange(out), outputs)], 1, shift=given)
+            assert (q.scales.dtype, q.factor) == (before.scales.dtype, before.factor)
             errors.append(error(weight, q, h, outputs, given))
         span = errors[0] - errors[-1]
         assert span > 0

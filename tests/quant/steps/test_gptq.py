@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from lmkit.formats.mxfp4 import MXFP4
+from lmkit.formats.nvfp4 import NVFP4
 from lmkit.models.decoder_layer import DecoderLayer
 from lmkit.models.roles import expert_of
 from lmkit.models.source import ModelSource
@@ -53,35 +55,39 @@ def error(weight: Tensor, q: QTensor, x: Tensor) -> float:
 
 
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("scheme", [SCHEME, int_scheme(4, 32, symmetric=True), int_scheme(8, -1, symmetric=True)])
+@pytest.mark.parametrize(
+    "scheme", [SCHEME, int_scheme(4, 32, symmetric=True), int_scheme(8, -1, symmetric=True), NVFP4, MXFP4]
+)
 def test_with_uncorrelated_inputs_it_is_plain_rounding(order: str, scheme: QuantScheme) -> None:
     weight = weight_of()
     for hessian in (torch.eye(128), torch.diag(torch.linspace(0.01, 100, 128))):
         rounded, plain = solve(weight, hessian, order, scheme), quantize(weight, scheme)
-        assert torch.equal(rounded.codes, plain.codes)
+        assert torch.equal(dequantize(rounded), dequantize(plain))  # float4 has two zeros
         assert torch.equal(rounded.scales, plain.scales)
 
 
-@pytest.mark.parametrize("order", ORDERS)
-def test_it_errs_less_than_plain_rounding_on_other_tokens(order: str) -> None:
+@pytest.mark.parametrize(("order", "scheme"), [*((order, SCHEME) for order in ORDERS), ("gar", NVFP4), ("gar", MXFP4)])
+def test_it_errs_less_than_plain_rounding_on_other_tokens(order: str, scheme: QuantScheme) -> None:
     weight, x, unseen = weight_of(), inputs(seed=1)[:800], inputs(seed=1)[800:]
-    plain, rounded = quantize(weight, SCHEME), solve(weight, hessian_of(x), order)
+    plain, rounded = quantize(weight, scheme), solve(weight, hessian_of(x), order, scheme)
     assert error(weight, rounded, unseen) < 0.6 * error(weight, plain, unseen)
     refined = refine(weight, rounded, hessian_of(x), 2)
     assert error(weight, refined, x) < 0.97 * error(weight, rounded, x)
     assert error(weight, refined, unseen) < error(weight, rounded, unseen)
 
 
-def test_refinement_never_raises_the_error_and_keeps_the_zeros() -> None:
+@pytest.mark.parametrize("scheme", [SCHEME, NVFP4, MXFP4], ids=str)
+def test_refinement_never_raises_the_error_and_keeps_the_zeros(scheme: QuantScheme) -> None:
     weight, x = weight_of(), inputs()
-    rounded, errors = quantize(weight, SCHEME), []
+    rounded, errors = quantize(weight, scheme), []
     for _ in range(5):
         errors.append(error(weight, rounded, x))
         refined = refine(weight, rounded, hessian_of(x), 1)
         assert torch.equal(refined.zeros, rounded.zeros)
+        assert refined.factor is rounded.factor
         rounded = refined
     assert errors == sorted(errors, reverse=True)
-    assert bool((rounded.scales >= torch.finfo(torch.float16).smallest_normal).all())
+    assert bool((rounded.scheme.scales.plain(rounded.scales, rounded.factor) > 0).all())
 
 
 def test_columns_come_in_the_order_of_their_inputs() -> None:

@@ -73,7 +73,7 @@ def test_outliers_cost_less_after_smoothing(tmp_path: Path) -> None:
     def error() -> float:
         x = calibrated.input("attn.q").sample
         weight = torch.cat([calibrated.weight(role) for role in ("attn.q", "attn.k", "attn.v")])
-        product = round_activations(x, "int8") @ dequantize(quantize(weight, INT8)).T
+        product = round_activations(x, "int8", INT8) @ dequantize(quantize(weight, INT8)).T
         return float((product - x @ weight.T).square().mean())
 
     before = error()
@@ -94,19 +94,19 @@ def test_a_dead_channel_is_left_alone() -> None:
 def test_activations_are_rounded_token_by_token() -> None:
     x = torch.randn(7, 40, generator=torch.Generator().manual_seed(4)) * torch.logspace(-3, 3, 7)[:, None]
     x[2] = 0
-    assert torch.equal(round_activations(x, "none"), x)
-    rounded = round_activations(x, "int8")
+    assert torch.equal(round_activations(x, "none", INT8), x)
+    rounded = round_activations(x, "int8", INT8)
     step = x.abs().amax(1, keepdim=True) / 127
     assert bool(((rounded - x).abs() <= step * 0.5001).all())
     assert all(len(row.unique()) <= 255 for row in rounded)
-    float8 = round_activations(x, "float8")
+    float8 = round_activations(x, "float8", INT8)
     assert bool(((float8 - x).abs() <= x.abs() / 15 + x.abs().amax(1, keepdim=True) / 448 / 512).all())
     torch.testing.assert_close(float8.abs().amax(1), x.abs().amax(1))
 
 
 def test_groups_of_a_token_have_scales_of_their_own() -> None:
     x = torch.cat([torch.full((1, 16), 1000.0), torch.linspace(-1, 1, 20)[None]], dim=1)
-    grouped = round_activations(x, "int8", group_size=16)
+    grouped = round_activations(x, "int8", int_scheme(8, 16))
     assert grouped.shape == x.shape
     assert float((grouped - x).abs().max()) < 0.005
-    assert float((round_activations(x, "int8") - x).abs().max()) > 0.5
+    assert float((round_activations(x, "int8", INT8) - x).abs().max()) > 0.5
