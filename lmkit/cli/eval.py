@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from lmkit.quant.report.evaluate import EvalResult
 
 
+SHOWN = 3  # examples of answers that changed
 # Of the model that is measured. The reference is whole and exact.
 ENGINE = "kv_dtype", "activations", "lm_head", "tp", "ep"
 
@@ -58,6 +59,7 @@ def evaluate(
             against=against,
             packed_cache=packed_cache,
             prefix=evaluation.window_prefix(model),
+            decode=evaluation.text_of_tokens(model),
             seq_len=seq_len,
             limit=limit,
             progress=bar.update,
@@ -90,4 +92,9 @@ def print_result(result: EvalResult) -> None:
         table.add_row("same most likely token", f"{far.same_top:.2%} ± {far.same_top_stderr:.2%}")
         table.add_row("same five most likely", f"{far.same_top5:.2%} ± {far.same_top5_stderr:.2%}")
         table.add_row("reference's most likely among five", f"{far.top_in_top5:.2%}")
+        if far.answers is not None:
+            what = f"answers unchanged, of {far.answers.count:,} with {far.answers.length} tokens"
+            table.add_row(what, f"{far.answers.unchanged:.1%}")
+            for each in far.answers.examples[:SHOWN]:
+                table.add_row(f"{each.before[-40:]!r}", f"{each.reference!r} became {each.model!r}")
     Console(markup=False).print(table)

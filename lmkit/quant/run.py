@@ -337,7 +337,7 @@ class Quantizer:
 
     def _evaluate(self, folder: Path, ids: list[int], output: Path, progress: Progress) -> EvalResult:
         path, seq_len = self.source.reader.path, min(512, self.source.spec.max_position)
-        options: dict[str, Any] = {"against": path, "prefix": self.tokenizer.start}
+        options: dict[str, Any] = {"against": path, "prefix": self.tokenizer.start, "decode": self.tokenizer.decode}
         result = evaluate(folder, ids, seq_len=seq_len, limit=EVAL_TOKENS, progress=progress, **options)
         return msgspec.structs.replace(result, model=str(output))
 

@@ -34,6 +34,7 @@ from lmkit.models.loader import load
 from lmkit.models.resolved import resolved
 from lmkit.models.shard import Shard
 from lmkit.quant.data.calibration import encode_dataset
+from lmkit.quant.report.answers import Answers, Choices, Decode, compare
 from lmkit.quant.report.ranks import others
 from lmkit.text import Tokenizer
 
@@ -69,6 +70,7 @@ class Divergence(StrictStruct, frozen=True):
     same_top5: float  # both have the same five most likely tokens, in any order
     same_top5_stderr: float
     top_in_top5: float  # the reference's most likely token is among the model's five
+    answers: Answers | None = None
 
 
 class EvalResult(StrictStruct, frozen=True):
@@ -101,9 +103,11 @@ def evaluate(
     limit: int | None = None,
     tp: int = 1,
     ep: int = 1,
+    decode: Decode | None = None,
     progress: Progress = lambda *state: None,
 ) -> EvalResult:
-    """Measure a checkpoint on text (at most `limit` tokens), and against a reference checkpoint if one is given.
+    """Measure a checkpoint on text (at most `limit` tokens), and against a reference checkpoint if one is given. With
+    `decode`, the text of tokens, the result shows answers that changed.
 
     Every window begins with `prefix` (`window_prefix`); `seq_len` counts it.
 
@@ -130,7 +134,7 @@ def evaluate(
             f"{model_path} predicts {model.vocab_size} tokens, {against} {reference.vocab_size}: no comparison"
         )
     windows = cut_windows(token_ids, seq_len, limit, prefix)
-    parts = []
+    parts, choices = [], list[Choices]()
     with ExitStack() as stack:
         if (size := max(tp, ep)) > 1:
             follow = partial(_follow, model_path, windows, seq_len, tp, ep, options)
@@ -138,7 +142,9 @@ def evaluate(
             model.decoder.join(shared, split=tp > 1)
         for done, window in enumerate(windows):
             progress("evaluation", done, len(windows))
-            parts += _window_scores(window, model, reference)
+            scored, chosen = _window_scores(window, model, reference)
+            parts += scored
+            choices += [chosen] if chosen is not None else []
         progress("evaluation", len(windows), len(windows))
     scores = torch.cat(parts, dim=1)
     perplexity = math.exp(scores[0].mean())
@@ -146,7 +152,7 @@ def evaluate(
         model=str(model_path),
         perplexity=perplexity,
         perplexity_stderr=perplexity * _stderr(scores[0]),
-        divergence=None if against is None else _divergence(scores, str(against)),
+        divergence=None if against is None else _divergence(scores, str(against), compare(choices, decode)),
         num_tokens=scores.shape[1],
         seq_len=seq_len,
         kv_dtype=model.kv_dtype,
@@ -176,6 +182,11 @@ def encode_documents(model_path: str | Path, dataset: str, count: int, against: 
     gives other tokens.
     """
     return _encoded_alike(lambda tokenizer: encode_dataset(dataset, tokenizer, count), dataset, model_path, against)
+
+
+def text_of_tokens(model_path: str | Path) -> Decode:
+    """What gives the text of the tokens of a model."""
+    return Tokenizer.from_pretrained(resolve_model_path(model_path)).decode
 
 
 def window_prefix(model_path: str | Path) -> list[int]:
@@ -253,14 +264,14 @@ def _follow(
 
 
 @torch.inference_mode()
-def _window_scores(window: list[int], model: _Scorer, reference: _Scorer | None) -> list[Tensor]:
-    """Scores float64 [1 or 6, n] for parts of the window's predictions. The rows are: negative log-likelihood, the
-    reference's, KL, and the three rows of `_same_tops`. Both models' logits are computed for a part at a time, never
-    for all."""
+def _window_scores(window: list[int], model: _Scorer, reference: _Scorer | None) -> tuple[list[Tensor], Choices | None]:
+    """(scores float64 [1 or 6, n] for parts of the window's predictions, the most likely tokens beside a reference).
+    The rows of scores are: negative log-likelihood, the reference's, KL, and the three rows of `_same_tops`. Both
+    models' logits are computed for a part at a time, never for all."""
     delta, residual = model.stream(window)
     base = None if reference is None else reference.stream(window)
     targets = torch.tensor(window[1:])
-    parts = []
+    parts, chosen = [], list[tuple[Tensor, Tensor, Tensor]]()
     for part in model.parts(len(targets)):
         q = model.decoder.head_part(delta, residual, part).log_softmax(-1)
         scores = [_nll(q, targets[part])]
@@ -268,8 +279,10 @@ def _window_scores(window: list[int], model: _Scorer, reference: _Scorer | None)
             p = reference.decoder.head_part(*base, part).log_softmax(-1)
             kl = (p.exp() * (p - q)).sum(-1, dtype=torch.float64).clamp_min(0)
             scores += [_nll(p, targets[part]), kl, *_same_tops(p, q)]
+            certainty, top = p.max(-1)
+            chosen.append((top, q.argmax(-1), certainty.exp()))
         parts.append(torch.stack(scores))
-    return parts
+    return parts, Choices(window, *map(torch.cat, zip(*chosen, strict=True))) if chosen else None
 
 
 def _nll(log_probs: Tensor, targets: Tensor) -> Tensor:
@@ -292,7 +305,7 @@ def _stderr(values: Tensor) -> float:
     return float(values.std() / math.sqrt(len(values))) if len(values) > 1 else 0.0
 
 
-def _divergence(scores: Tensor, reference: str) -> Divergence:
+def _divergence(scores: Tensor, reference: str, answers: Answers) -> Divergence:
     """The divergence from the rows of `_window_scores`."""
     own, nll, kl, same_top, same_top5, top_in_top5 = scores
     ordered = kl.sort().values
@@ -315,4 +328,5 @@ def _divergence(scores: Tensor, reference: str) -> Divergence:
         same_top5=float(same_top5.mean()),
         same_top5_stderr=_stderr(same_top5),
         top_in_top5=float(top_in_top5.mean()),
+        answers=answers,
     )

@@ -14,6 +14,7 @@ import msgspec
 import yaml
 
 from lmkit.formats.hub import DEMO, DEMO_FOLDER
+from lmkit.quant.report.answers import Answers
 from lmkit.quant.report.chart import bar_chart, line_chart, sparkline
 from lmkit.quant.report.evaluate import EvalResult
 from lmkit.quant.report.head_storage import head_line
@@ -37,6 +38,8 @@ SHOWN_OF_LINEAR = {
 }  # fmt: skip
 SHOWN_OF_LAYER = {"index", "linears", "scales", "error", "seconds", "experts", "held_out"}
 GROUP_COLUMNS = ("linears", "chosen", "KL of each candidate alone, nats per token")
+EXAMPLE_COLUMNS = ("text", "the original goes on", "this model goes on", "the original's certainty")
+EXAMPLES = "Where the models differ most surely: the text so far, and the token that each finds most likely next."
 ERRORS = (
     "An error is the squared error of an output on calibration tokens, relative to the output itself: 0.01 is 1 %. "
     "RTN is plain rounding to nearest of the original weights."
@@ -98,6 +101,7 @@ def _headline(report: QuantReport) -> str:
     far = None if result is None else result.divergence
     if far is not None:
         figures += [
+            *([] if far.answers is None else [_unchanged(far.answers)]),
             ("KL divergence", number(far.kl_mean), f"± {far.kl_stderr:.2g} nats per token"),
             ("Same top token", f"{far.same_top:.1%}", f"± {far.same_top_stderr:.1%} of the tokens"),
         ]
@@ -143,7 +147,20 @@ def _evaluation(result: EvalResult | None) -> str:
         "seconds": result.seconds,
         "protocol": result.protocol,
     }
-    return pairs(rows, "Evaluation") + '<p class="soft">± is a standard error.</p>'
+    examples = "" if far is None or far.answers is None else _examples(far.answers)
+    return pairs(rows, "Evaluation") + '<p class="soft">± is a standard error.</p>' + examples
+
+
+def _unchanged(answers: Answers) -> tuple[str, str, str]:
+    return "Answers unchanged", f"{answers.unchanged:.0%}", f"of {answers.count:,}, {answers.length} tokens each"
+
+
+def _examples(answers: Answers) -> str:
+    """The answers that changed, side by side."""
+    if not answers.examples:
+        return "<p>No answer changed.</p>"
+    rows = [(each.before, each.reference, each.model, Percent(each.certainty)) for each in answers.examples]
+    return f"<p>{escape(EXAMPLES)}</p>" + table(EXAMPLE_COLUMNS, rows, "Answers that changed")
 
 
 def _layers(layers: Sequence[LayerReport]) -> str:

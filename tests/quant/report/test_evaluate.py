@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 from lmkit.cli.main import app
 from lmkit.errors import ConfigError, EngineLostError
 from lmkit.quant.report import evaluate as evaluation
+from lmkit.quant.report.answers import Answers
 from lmkit.quant.report.evaluate import cut_windows, encode_text, evaluate
 from lmkit.quant.run import prepare
 from tests.models import tiny
@@ -57,7 +58,8 @@ def test_perplexity_and_divergence_are_those_of_transformers(
 ) -> None:
     """However many rows of logits are held at a time."""
     monkeypatch.setattr(evaluation, "LOGIT_BYTES", logit_bytes)
-    result = evaluate(pair[1], TOKENS, against=pair[0], kv_dtype="float32", seq_len=SEQ_LEN)
+    options = {"kv_dtype": "float32", "seq_len": SEQ_LEN, "decode": lambda ids: "".join(f"<{each}>" for each in ids)}
+    result = evaluate(pair[1], TOKENS, against=pair[0], **options)  # type: ignore[arg-type]
     (p, targets), (q, _) = log_probs(pair[0]), log_probs(pair[1])
     kl = (p.exp() * (p - q)).sum(-1)
     assert result.num_tokens == len(targets) == len(TOKENS) - 4
@@ -74,6 +76,7 @@ def test_perplexity_and_divergence_are_those_of_transformers(
     same_sets = [first == second for first, second in zip(*tops, strict=True)]
     assert far.same_top5 == pytest.approx(sum(same_sets) / len(same_sets), abs=0.021)
     among = [top in five for top, five in zip(p.argmax(-1).tolist(), tops[1], strict=True)]
+    check_answers(far.answers, p, q)
     assert far.top_in_top5 == pytest.approx(sum(among) / len(among), abs=0.011)
     assert far.kl_stderr == pytest.approx(float(kl.std()) / math.sqrt(len(kl)), rel=1e-2)
     ratio = (p - q).gather(1, targets[:, None])
@@ -86,11 +89,31 @@ def test_perplexity_and_divergence_are_those_of_transformers(
     )
 
 
+def check_answers(found: Answers | None, p: Tensor, q: Tensor) -> None:
+    """Runs of 16 predictions of each window, and the changes at which the reference was most certain."""
+    assert found is not None
+    sizes = [len(window) - 1 for window in cut_windows(TOKENS, SEQ_LEN, None)]
+    tops, others = (x.argmax(-1).split(sizes) for x in (p, q))
+    same = [a == b for a, b in zip(tops, others, strict=True)]
+    runs = [run for each in same for run in each.split(16) if len(run) == 16]
+    assert found.count == len(runs)
+    assert found.unchanged == pytest.approx(sum(bool(run.all()) for run in runs) / len(runs), abs=0.34)
+    changed = p.max(-1).values.exp()[p.argmax(-1) != q.argmax(-1)].sort(descending=True).values
+    assert found.examples[0].certainty == pytest.approx(float(changed[0]), rel=0.05)
+    for example in found.examples:
+        assert example.reference != example.model
+        assert {example.reference, example.model} <= {f"<{token}>" for token in range(4096)}
+        assert example.before.endswith(">")
+
+
 def test_a_model_against_itself(pair: tuple[Path, Path]) -> None:
     result = evaluate(pair[0], TOKENS, against=pair[0], kv_dtype="float32", seq_len=SEQ_LEN)
     assert result.divergence is not None
     assert result.divergence.kl_p999 < 1e-9
     assert result.divergence.same_top == 1
+    assert result.divergence.answers is not None
+    assert result.divergence.answers.unchanged == 1
+    assert not result.divergence.answers.examples
     assert result.perplexity == result.divergence.reference_perplexity
 
 

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from lmkit.formats.hub import DEMO_FOLDER
+from lmkit.quant.report.answers import Answers, Example
 from lmkit.quant.report.chart import bar_chart, line_chart, sparkline
 from lmkit.quant.report.evaluate import Divergence, EvalResult
 from lmkit.quant.report.html import model_name, render
@@ -96,6 +97,7 @@ def evaluation() -> EvalResult:
     far = Divergence(
         reference=f"{FOLDER}/{EVIL}", reference_perplexity=9.5, log_ratio=0.05, log_ratio_stderr=0.001, kl_mean=0.0123,
         kl_stderr=0.0004, kl_median=0.01, kl_p99=0.1, kl_p999=0.2, **shares,
+        answers=Answers(0.625, 256, 16, (Example(f"def {EVIL}", "yes", "no", 0.875),)),
     )  # fmt: skip
     return EvalResult(
         model=f"{FOLDER}/{EVIL}", perplexity=10.25, perplexity_stderr=0.5, divergence=far, num_tokens=4096, seq_len=512,
@@ -106,6 +108,7 @@ def evaluation() -> EvalResult:
 def test_the_page_shows_what_the_report_has() -> None:
     page = Parser(render(report(evaluation())))
     for shown in (
+        "62%", "of 256, 16 tokens each", "87.5%",
         "31.0% of the source", "1.50 GiB", "4.0 s", "0.0123", "same five most likely tokens", "10.25", "0.0125",
         "50.0%",
         "25.0%", "duo 0.35", "4.156", "feed", "cafe", "- step: rtn", "norm.attn",
