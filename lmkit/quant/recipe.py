@@ -32,6 +32,7 @@ from lmkit.formats.names import Activations
 from lmkit.formats.nvfp4 import NVFP4
 from lmkit.models.layer_spec import LayerSpec
 from lmkit.models.rounding import GROUPS
+from lmkit.models.source import ModelSource
 from lmkit.models.spec import ModelSpec
 from lmkit.option import Note
 from lmkit.other_names import hint
@@ -180,6 +181,12 @@ class Recipe(WeightsRecipe, frozen=True, kw_only=True):
     def for_model(self, spec: ModelSpec) -> Recipe:
         """The recipe without what its steps leave out for this model."""
         return msgspec.structs.replace(self, steps=tuple(step.for_model(spec) for step in self.steps))
+
+    def opened(self, source: ModelSource) -> ModelSource:
+        """The model as its steps read it. Raises UnsupportedError for one that cannot be read so."""
+        for step in self.steps:
+            source = step.opened(source)
+        return source
 
     def with_rows(self, count: int) -> Recipe:
         """The recipe with `count` rows of text."""

@@ -116,8 +116,7 @@ class Quantizer:
             return self._assist(WorkFolder.beside(output))
         if eval_ids is not None:
             check_evaluation(self.source, self.budget)
-        num_layers = self.source.spec.num_layers
-        with open_work(output, self._identity(), num_layers=num_layers, restart=restart) as work:
+        with open_work(output, self._identity(), num_layers=self.source.spec.num_layers, restart=restart) as work:
             mixed = self._choose_schemes(work, progress)
             stream = self._quantize_layers(work, progress)
             folder = work.new_checkpoint()
@@ -359,6 +358,7 @@ def prepare(
     """
     source = open_source(model, "auto", floats=True)
     recipe = recipe.for_model(source.spec)
+    source = recipe.opened(source)
     plan = make_plan(source, recipe, device)
     tokenizer = Tokenizer.from_pretrained(source.reader.path)
     if time_budget is not None and recipe.calibration.has_text:

@@ -17,6 +17,7 @@ from lmkit.codes import Stepped
 from lmkit.config import StrictStruct
 from lmkit.formats.names import Activations
 from lmkit.models.layer_spec import LayerSpec
+from lmkit.models.source import ModelSource
 from lmkit.models.spec import ModelSpec
 from lmkit.qtensor import QuantScheme
 from lmkit.quant.layer.work import LayerWork
@@ -29,11 +30,12 @@ MOVED = 0.9  # what a layer does with each number of a token beside products tak
 class Stage(IntEnum):
     """The stages of a recipe, in order. Steps of one stage exclude each other, and a recipe has one ROUNDER."""
 
-    TRANSFORM = 0
-    CLIP = 1
-    ROUNDER = 2
-    TUNER = 3
-    MODEL = 4  # once, after the last layer: quant.refine
+    ROTATION = 0  # as weights are read
+    TRANSFORM = 1
+    CLIP = 2
+    ROUNDER = 3
+    TUNER = 4
+    MODEL = 5  # once, after the last layer: quant.refine
 
 
 @dataclass(frozen=True)
@@ -123,7 +125,7 @@ class Step(StrictStruct, frozen=True, tag_field="step"):
     stage: ClassVar[Stage]
     by_parts: ClassVar[bool] = False  # moves the hidden states through the layer part by part (layer.passes)
     sees_all: ClassVar[bool] = False  # its statistics of inputs are maxima, to which every token may add
-    is_plain: ClassVar[bool] = False  # rounds every weight to the nearest point of its grid, and does nothing else
+    is_plain: ClassVar[bool] = False  # needs no text: rounds every weight to the nearest point of its grid, or turns it
 
     @property
     def rows(self) -> int:
@@ -191,6 +193,10 @@ class Step(StrictStruct, frozen=True, tag_field="step"):
     def for_model(self, spec: ModelSpec) -> Self:
         """The step without what is `auto` in it and does not go with this model."""
         return self
+
+    def opened(self, source: ModelSource) -> ModelSource:
+        """The model as this step and those after it read it."""
+        return source
 
     def apply(self, work: LayerWork) -> None:
         """Rewrite the layer and add the step's entries of the report to `work`."""

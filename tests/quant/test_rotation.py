@@ -1,0 +1,80 @@
+"""Rotations: exact on every kind of model that they take, and refused by name on others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lmkit.errors import ConfigError, UnsupportedError
+from lmkit.models.source import ModelSource
+from lmkit.quant.report import selfcheck
+from lmkit.quant.rotation import problem, turned
+from lmkit.quant.run import prepare
+from tests.models import tiny
+from tests.quant.helpers import RTN, recipe, tiny_checkpoint
+
+IDS = torch.arange(5, 35)
+# Biases, tied embeddings, norms with an offset, heads' norms, experts with a shared one, experts with biases.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama-tied-bias": {"hidden_size": 96},  # no power of two
+    "qwen2": {},
+    "qwen3": {},
+    "gemma": {},
+    "qwen2-moe": {},
+    "gpt-oss": {},
+}
+REFUSED = {
+    "olmo2": "norms behind attention and MLP",
+    "opt": "added to positions",
+    "deepseek-v2-lite": "attn.kv_a, of which",
+    "qwen3-next": "a layer that drafts tokens",
+    "qwen2.5-vl": "images or vectors",
+}
+
+
+def logits(source: ModelSource) -> Tensor:
+    hidden = selfcheck._behind_layers(source, IDS, torch.float32, "cpu")
+    return selfcheck._logits(source, selfcheck._normalized(source, hidden), torch.arange(source.spec.vocab_size))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_stay(tmp_path: Path, family: str) -> None:
+    source = ModelSource(tiny_checkpoint(tmp_path, family, num_hidden_layers=2, **FAMILIES[family]))
+    with torch.no_grad():
+        before = logits(source)
+        for residual, values in ((True, True), (False, True)):
+            found = turned(source, residual=residual, values=values)
+            torch.testing.assert_close(logits(found), before, rtol=0, atol=2e-5 * float(before.abs().max()))
+            weights, others = source.layer_weights(1), found.layer_weights(1)
+            for role in ("attn.o", *(["mlp.gate"] if residual and "mlp.gate" in weights else [])):
+                assert (weights[role] - others[role]).abs().max() > 0.01  # type: ignore[operator, union-attr]
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_other_models_are_refused_by_name(tmp_path: Path, family: str) -> None:
+    tiny.make(tmp_path, family)
+    assert REFUSED[family] in (problem(ModelSource(tmp_path).spec) or "")
+
+
+def test_a_model_that_cannot_be_turned_is_refused(tmp_path: Path) -> None:
+    path = tiny_checkpoint(tmp_path, "olmo2", num_hidden_layers=1)
+    with pytest.raises(UnsupportedError, match="rotate does not go with norms behind attention and MLP"):
+        prepare(path, recipe({"step": "rotate"}))
+
+
+def test_a_turned_model_is_quantized(tmp_path: Path) -> None:
+    """The run reads the file back and compares logits (report.selfcheck)."""
+    path = tiny_checkpoint(tmp_path / "source", "llama-tied-bias", num_hidden_layers=1)
+    prepare(path, recipe({"step": "rotate"}, RTN, rounder=None)).run(tmp_path / "out")
+    out = ModelSource(tmp_path / "out")
+    assert not out.spec.tie_embeddings
+    assert bool((out.final_norm() == 1).all())
+
+
+def test_a_step_that_turns_nothing_is_refused() -> None:
+    with pytest.raises(ConfigError, match="rotate turns nothing without `residual` and `values`"):
+        recipe({"step": "rotate", "residual": False, "values": False})
