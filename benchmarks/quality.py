@@ -2,6 +2,7 @@
 
     python -m benchmarks.quality [--json FILE] [--plot FILE] [--tools a,b/recipe] [--outliers 1,30] [--threads N]
                                  [--workdir DIR] [--peer NAME=PYTHON ...] [--model DIR] [--quick] [--fresh]
+                                 [--group-size N] [--rows N] [--calibration TEXT] [--text FILE] [--eval-tokens N]
 
 The model is the demo model as it is, and with outlier channels that leave its function alone (outliers.py). With
 `--model` it is another one with the demo model's tokenizer (`--outliers 1` for a mixture of experts). Each tool
@@ -17,7 +18,7 @@ import json
 import shutil
 import subprocess
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -66,7 +67,7 @@ def run(
                 results.missing[entry.name] = "not installed"
                 continue
             out = workdir / f"{entry.tool}-{entry.recipe}-x{factor}"
-            job = Job(str(model), str(rows), str(out), entry.recipe, threads)
+            job = Job(str(model), str(rows), str(out), entry.recipe, threads, setting.group_size, setting.dataset)
             try:
                 _quantize(python, TOOLS[entry.tool].module, job)
                 row = _measure(entry, factor, job, setting, original)
@@ -121,7 +122,7 @@ def main() -> None:
             entries,
             outliers,
             parse_pythons(arguments.peer, TOOLS),
-            setting=QUICK if arguments.quick else FULL,
+            setting=_setting(arguments),
             threads=arguments.threads,
             workdir=arguments.workdir.resolve() / ("quick" if arguments.quick else "full"),
             original=arguments.model.resolve(),
@@ -135,6 +136,19 @@ def main() -> None:
         save(arguments.json, "quality", rows, missing=results.missing, **results.settings)
     if arguments.plot:
         report.plot(results, arguments.plot)
+
+
+def _setting(arguments: argparse.Namespace) -> Setting:
+    """What the options change of the usual amounts."""
+    given = {
+        "group_size": arguments.group_size,
+        "num_rows": arguments.rows,
+        "dataset": arguments.calibration,
+        "text": None if arguments.text is None else str(arguments.text.resolve()),
+        "eval_tokens": arguments.eval_tokens,
+    }
+    changes = {name: value for name, value in given.items() if value is not None}
+    return replace(QUICK if arguments.quick else FULL, **changes)
 
 
 def parse_entries(text: str | None) -> list[Entry]:
@@ -169,9 +183,14 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--model", type=Path, default=DEMO_FOLDER, help="another model; give it a --workdir of its own")
     parser.add_argument("--quick", action="store_true", help="fewer calibration rows and evaluation tokens")
     parser.add_argument("--fresh", action="store_true", help="forget what was measured before")
+    parser.add_argument("--group-size", type=int, help="inputs that share a scale; not of llama.cpp, float4")
+    parser.add_argument("--rows", type=int, help="calibration rows of all tools")
+    parser.add_argument("--calibration", help="their text, as lmkit's --calibration takes it; default the demo's")
+    parser.add_argument("--text", type=Path, help="the text to evaluate on; default the demo model's held-out text")
+    parser.add_argument("--eval-tokens", type=int, help="of that text")
     arguments = parser.parse_args()
-    if arguments.threads < 1:
-        parser.error("--threads is at least 1")
+    if min(arguments.threads, arguments.rows or 1, arguments.eval_tokens or 2, arguments.group_size or 1) < 1:
+        parser.error("--threads, --rows, --eval-tokens and --group-size are at least 1")
     return arguments
 
 

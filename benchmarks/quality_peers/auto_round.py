@@ -31,7 +31,7 @@ def quantize(job: Job) -> tuple[str, str]:
         tokenizer=transformers.AutoTokenizer.from_pretrained(job.model),
         scheme="W4A16",
         sym=False,
-        group_size=128,
+        group_size=job.group_size,
         alg_configs=algorithms,
         dataset=[{"input_ids": part, "attention_mask": torch.ones_like(part)} for part in rows.split(BATCH)],
         nsamples=len(rows),
@@ -48,7 +48,8 @@ def quantize(job: Job) -> tuple[str, str]:
         for file in saved.iterdir():
             file.rename(job.checkpoint / file.name)
         saved.rmdir()
-    return metadata.version("auto-round"), f"W4 asymmetric g128, {iterations} iterations, batches of {BATCH}, auto_awq"
+    what = f"W4 asymmetric g{job.group_size}, {iterations} iterations, batches of {BATCH}, auto_awq"
+    return metadata.version("auto-round"), what
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""AutoAWQ, archived: AWQ with clipping, asymmetric in groups of 128."""
+"""AutoAWQ, archived: AWQ with clipping, asymmetric in groups."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ def quantize(job: Job) -> tuple[str, str]:
     model = AutoAWQForCausalLM.from_pretrained(job.model, device_map="cpu", torch_dtype=torch.float32, safetensors=True)
     model.quantize(
         tokenizer,
-        quant_config={"zero_point": True, "q_group_size": 128, "w_bit": 4, "version": "GEMM"},
+        quant_config={"zero_point": True, "q_group_size": job.group_size, "w_bit": 4, "version": "GEMM"},
         calib_data=rows,
         max_calib_samples=len(rows),
         max_calib_seq_len=len(rows[0]),
     )
     model.save_quantized(str(job.checkpoint))
-    return __version__, "w_bit 4, zero_point, q_group_size 128, clipping"
+    return __version__, f"w_bit 4, zero_point, q_group_size {job.group_size}, clipping"
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from lmkit.models.loader import load_model
 from lmkit.models.source import ModelSource
 from lmkit.quant.data.calibration import load_calibration
 from lmkit.quant.report.evaluate import EvalResult, encode_text, evaluate, window_prefix
-from lmkit.quant.sections import CalibrationRecipe
+from lmkit.quant.sections import BUNDLED_TEXT, CalibrationRecipe
 from lmkit.text import Tokenizer
 
 TOLERANCE = 1e-4  # of a logit, between the model as it is and with outliers
@@ -33,11 +33,14 @@ class Setting:
     num_rows: int
     seq_len: int
     eval_tokens: int
+    group_size: int = 128
+    dataset: str = BUNDLED_TEXT  # of the calibration rows
+    text: str | None = None  # a file to evaluate on; None: the demo model's held-out text
 
 
 def write_rows(folder: Path, setting: Setting, original: Path = DEMO_FOLDER) -> Path:
     """The calibration rows of lmkit's default recipe, as token ids for every tool."""
-    recipe = CalibrationRecipe(num_samples=setting.num_rows, seq_len=setting.seq_len)
+    recipe = CalibrationRecipe(dataset=setting.dataset, num_samples=setting.num_rows, seq_len=setting.seq_len)
     rows = load_calibration(recipe, Tokenizer.from_pretrained(original)).rows
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "rows.json"
@@ -73,7 +76,7 @@ def evaluate_against(model: Path, original: Path, setting: Setting) -> EvalResul
     """Evaluate on held-out text, with exact activations and float32 KV."""
     return evaluate(
         model,
-        encode_text(original),
+        encode_text(original, None if setting.text is None else Path(setting.text)),
         against=original,
         kv_dtype="float32",
         activations="exact",

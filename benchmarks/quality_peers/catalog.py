@@ -16,12 +16,14 @@ class Tool:
     pip: str
 
 
-LMKIT_RECIPES = ("rtn", "awq", "gptq", "awq_gptq", "default", "refined", "mixed_3.0", "mixed_2.5")
+LMKIT_RECIPES = ("rtn", "awq", "gptq", "awq_gptq", "default", "refined", "mixed_3.0", "mixed_2.5",
+                 "rtn_nvfp4", "nvfp4", "rtn_mxfp4", "mxfp4")  # fmt: skip
+COMPRESSOR_RECIPES = ("awq", "gptq", "rtn_nvfp4", "gptq_nvfp4", "rtn_mxfp4", "gptq_mxfp4")
 TOOLS = {
     tool.name: tool
     for tool in (
         Tool("lmkit", "lmkit_tool", ("lmkit", "msgspec", "numba"), LMKIT_RECIPES, "."),
-        Tool("llm-compressor", "llm_compressor", ("llmcompressor",), ("awq", "gptq"), "llmcompressor"),
+        Tool("llm-compressor", "llm_compressor", ("llmcompressor",), COMPRESSOR_RECIPES, "llmcompressor"),
         Tool("auto-round", "auto_round", ("auto_round",), ("light", "signround", "awq+signround"), "auto-round"),
         Tool("gptqmodel", "gptqmodel", ("gptqmodel",), ("gptq", "awq"), "gptqmodel"),
         Tool(

@@ -1,4 +1,4 @@
-"""GPTQModel: GPTQ (activation-aware order within groups, its default) and AWQ, asymmetric in groups of 128."""
+"""GPTQModel: GPTQ (activation-aware order within groups, its default) and AWQ, asymmetric in groups."""
 
 from __future__ import annotations
 
@@ -19,25 +19,24 @@ from benchmarks.quality_peers.protocol import Job, run  # noqa: E402
 
 GRID: dict[str, Any] = {
     "bits": 4,
-    "group_size": 128,
     "sym": False,
     "device": "cpu",
     "offload_to_disk": False,
     "pack_impl": "original",
 }
 RECIPES = {
-    "gptq": lambda: GPTQConfig(format=FORMAT.GPTQ_V2, **GRID),
-    "awq": lambda: AWQConfig(format=FORMAT.GEMM, **GRID),
+    "gptq": lambda size: GPTQConfig(format=FORMAT.GPTQ_V2, group_size=size, **GRID),
+    "awq": lambda size: AWQConfig(format=FORMAT.GEMM, group_size=size, **GRID),
 }
 
 
 def quantize(job: Job) -> tuple[str, str]:
     torch.set_num_threads(job.threads)
-    model = GPTQModel.load(job.model, RECIPES[job.recipe](), dtype=torch.float32, backend=BACKEND.TORCH)
+    model = GPTQModel.load(job.model, RECIPES[job.recipe](job.group_size), dtype=torch.float32, backend=BACKEND.TORCH)
     rows = [{"input_ids": row, "attention_mask": [1] * len(row)} for row in job.load_rows()]
     model.quantize(rows, batch_size=4)
     model.save(str(job.checkpoint))
-    return metadata.version("gptqmodel"), f"{job.recipe}, asymmetric g128"
+    return metadata.version("gptqmodel"), f"{job.recipe}, asymmetric g{job.group_size}"
 
 
 def decode(job: Job) -> None:

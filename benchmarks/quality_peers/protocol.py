@@ -28,6 +28,8 @@ class Job:
     out: str  # an empty folder
     recipe: str  # a name that the tool's module knows
     threads: int
+    group_size: int = 128  # inputs that share a scale, where the recipe leaves that open
+    dataset: str = "demo"  # of the rows, for lmkit, which reads them itself
 
     def load_rows(self) -> list[list[int]]:
         return list(json.loads(Path(self.rows).read_text()))

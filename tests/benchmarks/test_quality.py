@@ -27,8 +27,8 @@ def row(tool: str, recipe: str, outliers: int, kl: float) -> Row:
 
 
 def test_entries_are_tools_or_recipes() -> None:
-    assert quality.parse_entries("lmkit/rtn,llm-compressor") == [
-        Entry("lmkit", "rtn"), Entry("llm-compressor", "awq"), Entry("llm-compressor", "gptq"),
+    assert quality.parse_entries("lmkit/rtn,gptqmodel") == [
+        Entry("lmkit", "rtn"), Entry("gptqmodel", "gptq"), Entry("gptqmodel", "awq"),
     ]  # fmt: skip
     assert quality.parse_entries(None) == list(ENTRIES)
     with pytest.raises(ConfigError, match="no tool hqq; there are lmkit"):
