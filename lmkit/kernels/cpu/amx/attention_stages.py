@@ -25,7 +25,8 @@ from lmkit.kv_dtype import KVDtype
 
 def scratch_bytes(padded: int) -> int:
     """Bytes of the stages' scratch: the panels of a partition's keys and values, at most of bfloat16."""
-    return tiles.WORKSPACE + 2 * _panel_bytes(padded)
+    of_panel: int = _panel_bytes(padded)
+    return tiles.WORKSPACE + 2 * of_panel
 
 
 @inline
