@@ -11,6 +11,7 @@ from lmkit.kernels.ops import BatchGeometry, Norm
 from lmkit.kernels.recurrent import RecurrentStates
 from lmkit.kernels.registry import Implementation
 from lmkit.layers.block import At, Forward, Parts
+from lmkit.layers.ranks import Ranks
 
 
 class Recurrence(Forward):
@@ -37,6 +38,10 @@ class Recurrence(Forward):
         """See Forward. The states take all tokens."""
         inner, rows = self.inner(x, norm, at), at.batch.logit_rows
         return self._gather(inner, rows).to(inner.dtype), self._gather(stream, rows)
+
+    def join(self, ranks: Ranks, split: Ranks | None) -> Ranks | None:
+        """See Forward. Each rank has all of it."""
+        return None
 
     def captured(self) -> Iterator[tuple[str, Implementation]]:
         """See Forward."""

@@ -68,6 +68,8 @@ class Shard:
         if self.ep > 1 and not any(layer.is_sparse for layer in spec.kinds):
             raise UnsupportedError(f"ep={self.ep}: {spec.architecture} has no experts; use tp={self.ep}")
         new = {layer: self._layer(layer) for layer in spec.kinds}
+        if self.tp > 1 and all(layer == part for layer, part in new.items()):
+            raise UnsupportedError(f"tp={self.size}: no layer of {spec.architecture} is split over processes; use tp=1")
         return replace(spec, layers=tuple(new[layer] for layer in spec.layers))
 
     def _layer(self, spec: LayerSpec) -> LayerSpec:
@@ -92,6 +94,7 @@ class Shard:
         last = base.rpartition(".")[2]
         if (
             base in spec.routers
+            or (spec.recurrent and base.startswith("attn."))
             or base.startswith(("norm.", "per_layer."))
             or (self.ep > 1 and roles.expert_of(role) is not None)
         ):

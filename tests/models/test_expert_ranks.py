@@ -15,7 +15,7 @@ from lmkit.turbo.engine.describe import describe_model
 from tests.models import tiny
 from tests.models.test_shard import kl, logits_of, ordered
 
-MIXTURES = ["qwen3-moe", "qwen2-moe", "mixtral", "gpt-oss", "glm4-moe", "deepseek-v2", "deepseek-v3"]
+MIXTURES = ["qwen3-moe", "qwen2-moe", "mixtral", "gpt-oss", "glm4-moe", "deepseek-v2", "deepseek-v3", "qwen3-next"]
 GROUPS = {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 64}  # whole groups
 
 

@@ -34,9 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ({"kv_host_memory": 1 << 20, "kv_listen": "127.0.0.1:0"}, "leave out kv_listen"),
         ({"kv_events": "tcp://127.0.0.1:0"}, "leave out kv_events"),
-        ({"ep": 2}, "leave out ep"),
         ({"pp": 2}, "leave out pp"),
-        ({"tp": 2}, "linear attention is not split over processes; use tp=1"),
     ],
 )
 def test_options_that_need_keys_and_values_are_refused(folder: Path, options: dict[str, Any], part: str) -> None:

@@ -82,7 +82,7 @@ class SelfAttentionSpec(Block):
 
     @property
     def rows_of_heads(self) -> dict[str, int]:
-        return dict.fromkeys(QKV, self.head_dim)
+        return dict.fromkeys((*QKV, "attn.gate"), self.head_dim)
 
     @property
     def row_groups(self) -> dict[str, int]:
@@ -150,8 +150,6 @@ class SelfAttentionSpec(Block):
         if tp == 1:
             return self
         check_split(tp, self.num_heads, self.num_kv_heads)
-        if self.gated:
-            raise UnsupportedError(f"tp={tp}: gated attention is not split over processes; use tp=1")
         if self.joint_qk_norm:
             raise UnsupportedError(f"tp={tp}: this model normalizes all heads together; use tp=1")
         return replace(self, num_heads=self.num_heads // tp, num_kv_heads=max(1, self.num_kv_heads // tp))

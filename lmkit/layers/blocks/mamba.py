@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Self
 
-from lmkit.errors import CheckpointError, UnsupportedError
+from lmkit.errors import CheckpointError
 from lmkit.layers.blocks.base import Block, Pairs, Shape, check_limits
 from lmkit.layers.blocks.state import Recurrent
 
@@ -98,6 +98,5 @@ class MambaSpec(Block):
             raise CheckpointError(f"config.json: epsilon {self.norm_eps!r}, time_step_limit {self.limits!r} cannot be")
 
     def share(self, rank: int, tp: int, ep: int) -> Self:
-        if tp > 1:
-            raise UnsupportedError(f"tp={tp}: Mamba-2 is not split over processes; use tp=1")
+        """Each rank computes all of it."""
         return self

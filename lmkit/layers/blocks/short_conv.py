@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Self
 
-from lmkit.errors import UnsupportedError
 from lmkit.layers.blocks.base import Block, Pairs, Shape, check_limits
 from lmkit.layers.blocks.state import Recurrent
 
@@ -64,6 +63,5 @@ class ShortConvSpec(Block):
         check_limits(self, LIMITS)
 
     def share(self, rank: int, tp: int, ep: int) -> Self:
-        if tp > 1:
-            raise UnsupportedError(f"tp={tp}: short convolutions are not split over processes; use tp=1")
+        """Each rank computes all of it."""
         return self

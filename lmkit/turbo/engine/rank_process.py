@@ -67,6 +67,7 @@ def main(device: EngineDevice | None = None) -> int:
     from lmkit.models import kv_storage
     from lmkit.turbo.engine import loading
     from lmkit.turbo.engine.adapters import RankAdapters
+    from lmkit.turbo.engine.memory import SNAPSHOTS
     from lmkit.turbo.kv.blocks import KVBlocks
     from lmkit.turbo.no_memory import finds_memory
     from lmkit.turbo.runners.devices import ENGINE_DEVICES
@@ -96,7 +97,8 @@ def main(device: EngineDevice | None = None) -> int:
                     plan.max_model_len,
                     device.name,
                     plan.layout,
-                    slots,
+                    slots * (1 + SNAPSHOTS),  # as many as process 0 has at most; rows that are not used take no memory
+                    (slots, config.num_draft_tokens),
                 )
             kv = [kv[layer.index] for layer in model.decoder.layers]
             adapters = RankAdapters(loading.load_adapters(model, config), start.rank, _say)

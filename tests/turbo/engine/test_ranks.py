@@ -19,6 +19,7 @@ from lmkit.turbo.engine.engine import Engine
 from lmkit.turbo.request import Request, SamplingParams
 from lmkit.turbo.runners.ranks import LeadingRunner
 from tests.models import peft_folder
+from tests.models.test_trained_hybrid import TRAINED_HYBRID
 from tests.models.test_trained_moe import TRAINED_MOE
 from tests.quant.helpers import tiny_checkpoint
 from tests.turbo.engine.test_adapters import set_adapter
@@ -59,6 +60,15 @@ def test_ranks_give_the_tokens_of_one(demo_model: Path) -> None:
     one = tokens(demo_model, 1, **options)
     for tp in (2, 4):
         found = tokens(demo_model, tp, **options)
+        assert {name: found[name] for name in GREEDY} == {name: one[name] for name in GREEDY}
+        assert all(found[f"0.{number}"] == found[f"1.{number}"] for number in range(len(PROMPTS)))
+
+
+def test_ranks_keep_the_states_of_hybrids() -> None:
+    """Each has all of them, and of attention and MLPs its part. The second turn begins with snapshots."""
+    one = tokens(TRAINED_HYBRID, 1)
+    for options in ({}, {"speculate": "mtp"}):
+        found = tokens(TRAINED_HYBRID, 2, **options)
         assert {name: found[name] for name in GREEDY} == {name: one[name] for name in GREEDY}
         assert all(found[f"0.{number}"] == found[f"1.{number}"] for number in range(len(PROMPTS)))
 
