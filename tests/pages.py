@@ -1,4 +1,4 @@
-"""The pages that are made from the code: `python -m tests.pages` writes docs/reference.md and docs/modules.md anew."""
+"""The pages that are made from the code: `python -m tests.pages` writes those of docs/ anew."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ from lmkit.quant.steps.registry import STEPS
 from lmkit.serve.app import ROUTERS
 from lmkit.serve.metrics import ASKED, HISTOGRAMS
 from tests.documents import ROOT
+from tests.features import features
 
 PACKAGE = ROOT / "lmkit"
 MADE = "Made from the code by `python -m tests.pages`; a test compares it."
@@ -271,7 +272,7 @@ def modules() -> str:
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-PAGES = {"reference.md": reference, "modules.md": modules}
+PAGES = {"reference.md": reference, "modules.md": modules, "features.md": features}
 
 if __name__ == "__main__":
     for name, make in PAGES.items():
