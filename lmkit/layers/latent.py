@@ -39,9 +39,7 @@ class LatentParts(NamedTuple):
     turned: Tensor  # [T, heads, rope], the part of queries that RoPE turns
     plain: Tensor  # [T, heads, nope], the other part
     rows: Tensor  # [T, 1, row_dim]
-    index: tuple[
-        Tensor, Tensor
-    ]  # [T, ...] of the latent of queries and of x: what an indexer reads, of width 0 without
+    read: tuple[Tensor, Tensor]  # [T, ...] of the latent of queries and of x: an indexer's inputs, of width 0 without
 
 
 class LatentAttention(Attending):

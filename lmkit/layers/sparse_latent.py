@@ -90,7 +90,7 @@ class SparseLatentAttention(LatentAttention):
 
     def _append(self, found: LatentParts, at: At) -> tuple[Tensor, Tensor]:
         """(queries float32 [T, heads, dim], weights [T, heads]) of the indexer, whose keys are appended."""
-        (of_queries, of_x), index, kv = found.index, self.indexer, at.kv
+        (of_queries, of_x), index, kv = found.read, self.indexer, at.kv
         assert kv.index is not None
         q = of_queries.float().view(len(of_x), index.num_heads, index.head_dim)
         k, weights = of_x.split((index.head_dim, index.num_heads), dim=1)
