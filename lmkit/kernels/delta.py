@@ -6,7 +6,7 @@ have, with g = Hv / Hk value heads for a key head:
 
 A causal convolution over the tokens of a sequence and SiLU replace q, k and v. Then, for each value head with state S:
 
-    q = q / |q| / sqrt(Dk), k = k / |k|, beta = sigmoid(b), decay = exp(-exp(a_log) softplus(a + dt_bias))
+    q = q / |q| / sqrt(Dk), k = k / |k|, beta = rate sigmoid(b), decay = exp(-exp(a_log) softplus(a + dt_bias))
     S = decay S,  S = S + k (beta (v - S^T k))^T,  o = S^T q
     result = rms_norm(o) * norm * silu(z)
 
@@ -33,6 +33,7 @@ class DeltaWeights:
     norm: Tensor  # [Dv]
     eps: float
     flat: bool = False
+    rate: float = 1.0  # 2: a state may be reflected, not only forgotten (arXiv 2411.12537)
 
 
 def heads_of(states: RecurrentStates) -> tuple[int, int, int, int]:

@@ -112,6 +112,7 @@ class Attention(Attending):
         self.inputs = MergedLinear(spec.inputs, parts.weights, parts.device)
         has_unit = spec.value_norm or spec.unit_qk_norm or spec.late_qk_norm
         self.unit = torch.ones(spec.head_dim, device=tensor_device(parts.device)) if has_unit else None
+        self.missing = spec.head_dim - spec.v_dim  # elements of a value, for which zeros are stored
         self.norms_turned, self._late_norm = spec.late_qk_norm, torch.empty(0)
         self.multiply_gates = ops.multiply_gates.select(parts.device)
         self.grown_queries = query_ops.grown_queries.select(parts.device)
@@ -127,8 +128,11 @@ class Attention(Attending):
         if len(spec.inputs) < len(QKV):
             return self._few(y)
         q_size, kv_size = spec.q_size, spec.kv_size
-        *parts, gates = y.split((q_size, kv_size, kv_size, y.shape[1] - q_size - 2 * kv_size), -1)
-        q, k, v = (part.view(num_tokens, -1, spec.head_dim) for part in parts)
+        q, k, v, gates = y.split((q_size, kv_size, spec.v_size, y.shape[1] - q_size - kv_size - spec.v_size), -1)
+        q, k = (part.view(num_tokens, -1, spec.head_dim) for part in (q, k))
+        v = v.view(num_tokens, -1, spec.v_dim)
+        if self.missing:
+            v = torch.nn.functional.pad(v, (0, self.missing))
         if self.inputs.packed is None and spec.rope.interleaved:
             q, k = (x[..., list(spec.pair_order)] for x in (q, k))
         if spec.late_qk_norm:
@@ -189,6 +193,8 @@ class Attention(Attending):
 
     def outputs(self, out: Tensor, gates: Tensor | None) -> Tensor:
         """See Attending."""
+        if self.missing:
+            out = out[..., : self.spec.v_dim].contiguous()
         if gates is None:
             return out.view(len(out), -1)
         gated: Tensor = self.multiply_gates(out.view(len(out), -1), gates, "sigmoid")

@@ -190,7 +190,7 @@ class KVLayer:
     k: KVTensor
     v: KVTensor
     group: int = 0
-    states: RecurrentStates | None = None  # of a recurrent block, which has no keys and values
+    states: RecurrentStates | None = None  # of a recurrent block
     index: KVTensor | None = None  # the keys of an indexer, of one head
 
     @property
@@ -236,8 +236,8 @@ def allocate_state(
     num_draft_tokens: tuple[int, int] = (0, 0),
     device: str = "cpu",
 ) -> KVLayer:
-    """What one layer keeps of sequences, zeroed: `num_blocks` blocks of keys and values, or `num_states` recurrent
-    states (see allocate_states)."""
+    """What one layer keeps of sequences, zeroed: `num_blocks` blocks of keys and values, `num_states` recurrent
+    states (see allocate_states), or both."""
     if not isinstance(state, PagedKV):
         states = None if state is None else allocate_states(state, num_states, num_draft_tokens, device)
         return replace(allocate_kv(0, 1, block_size, 2, dtypes, device), states=states)
@@ -245,6 +245,8 @@ def allocate_state(
     if state.index_dim:
         stored = state.index_dtype(dtypes[0])
         kv = replace(kv, index=allocate_kv(num_blocks, 1, block_size, state.index_dim, (stored, stored), device).k)
+    if state.beside is not None:
+        kv = replace(kv, states=allocate_states(state.beside, num_states, num_draft_tokens, device))
     return replace(kv, v=kv.k) if state.shared else kv
 
 

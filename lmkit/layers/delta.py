@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from lmkit.kernels import ops
 from lmkit.kernels.delta import DeltaWeights
 from lmkit.kernels.ops import Norm
 from lmkit.layers.block import At, Parts
-from lmkit.layers.blocks.delta import DeltaSpec
+from lmkit.layers.blocks.delta import CONVS, DeltaSpec
 from lmkit.layers.linear import MergedLinear
 from lmkit.layers.recurrent import Recurrence
 
@@ -24,7 +25,9 @@ class GatedDelta(Recurrence):
     def __init__(self, spec: DeltaSpec, parts: Parts) -> None:
         weights, device = parts.weights, parts.device
         super().__init__(parts, ops.gated_delta.select(device, key_dim=spec.key_dim, kernel=spec.kernel))
-        self.spec = spec
+        self.spec, self.eps = spec, parts.eps if spec.norm_eps is None else spec.norm_eps
+        # Made once: nothing but kernels runs in captured steps.
+        self._conv = torch.cat([self.vector(role).flatten(1) for role in CONVS]) if spec.apart else None
         self.inputs = MergedLinear(spec.inputs, weights, device)
         self.gates = MergedLinear(spec.gates, weights, device)
         self.out = MergedLinear(("attn.o",), weights, device)
@@ -44,8 +47,8 @@ class GatedDelta(Recurrence):
     def inner(self, x: Tensor, norm: Norm | None = None, at: At | None = None) -> Tensor:
         """See Forward: [T, value heads * value_dim]. Advances the states."""
         y, gates = self.projected(x, norm)
-        roles = ("attn.conv", "attn.a_log", "attn.dt_bias", "attn.delta_norm")
-        conv, a_log, dt_bias, of_norm = (self.vector(role) for role in roles)
-        weights = DeltaWeights(conv.flatten(1), a_log, dt_bias, of_norm, self.parts.eps, self.spec.flat)
+        conv = self.vector("attn.conv").flatten(1) if self._conv is None else self._conv
+        a_log, dt_bias, of_norm = (self.vector(role) for role in ("attn.a_log", "attn.dt_bias", "attn.delta_norm"))
+        weights = DeltaWeights(conv, a_log, dt_bias, of_norm, self.eps, self.spec.flat, self.spec.rate)
         out: Tensor = self.advance(y, gates, weights, *self.states(at))
         return out

@@ -43,8 +43,8 @@ def with_parallel(forwards: Forwards) -> Forwards:
     """The table with ParallelSpec, whose parts it computes."""
 
     def parallel(spec: ParallelSpec, parts: Parts) -> Parallel:
-        mixer, mlp = (forwards[type(part)](part, parts) for part in spec.members)
-        return Parallel(mixer, mlp, parts)
+        mixer, beside = (forwards[type(part)](part, parts) for part in spec.members)
+        return Parallel(mixer, beside, parts, recurs=spec.beside.state is not None)
 
     return forwards | {ParallelSpec: parallel}
 

@@ -17,7 +17,7 @@ from lmkit.kernels.ops import Norm
 from lmkit.kernels.registry import ExpertLinears, Implementation, Op
 from lmkit.layers.adapters import LinearAdapters, StepAdapters, Ungated
 from lmkit.layers.columns import Join
-from lmkit.layers.outline import WeightKind, kind_of, packed_outline
+from lmkit.layers.outline import WeightKind, kind_of, packed_outline, replaced_tensors
 from lmkit.log import get_logger
 from lmkit.low_rank import AdapterRows, Add, Columns
 from lmkit.qtensor import QTensor, QuantScheme, dequantize, plain
@@ -59,6 +59,7 @@ class MergedLinear:
         self.weights = weights
         self.device = device
         self.activation = activation
+        self.factor = 1.0  # what the input is multiplied with
         self.adapters: LinearAdapters | None = None
         self._ungated: Ungated | None = None  # the fused kernel's weight, without the activation
         self.observe: Observer | None = None
@@ -75,6 +76,7 @@ class MergedLinear:
 
     def __call__(self, x: Tensor, norm: Norm | None = None) -> Tensor:
         """x [T, in] -> [T, sum of the roles' out]; with a norm, x is normalized first."""
+        x, norm = self._given(x, norm)
         if self.adapters is not None and (rows := self.adapters.rows(len(x))) is not None:
             return self._adapted(self.adapters, rows, x if norm is None else self._rms_norm(x, norm))
         if (fused := self._fused) is not None:
@@ -89,6 +91,12 @@ class MergedLinear:
             outputs = [self._product(packed, x) for packed in self.packed]
             merged = self._join(outputs)
         return merged if self.activation is None else self._gated_activation(merged, self.activation)
+
+    def _given(self, x: Tensor, norm: Norm | None = None) -> tuple[Tensor, Norm | None]:
+        """x times the factor, and the norm that is left to apply."""
+        if self.factor == 1:
+            return x, norm
+        return (x if norm is None else self._rms_norm(x, norm)) * self.factor, None
 
     def adapt(self, step: StepAdapters) -> LinearAdapters:
         """Make room for what adapters add. The linear is packed."""
@@ -146,6 +154,7 @@ class MergedLinear:
         """
         fused = self._fused
         if fused is not None and fused.implementation.epilogue and stream.dtype == torch.float32:
+            x, _ = self._given(x)
             self._product(fused, x, residual=stream)
             if self.adapters is not None and (rows := self.adapters.rows(len(x))) is not None:
                 self._begin(self.adapters, rows, x)(stream)
@@ -157,6 +166,7 @@ class MergedLinear:
         fused, dtype = self._fused, x.dtype if norm is None else norm.dtype
         if fused is None or not fused.implementation.epilogue or dtype == torch.float32:
             return self(x, norm).float()
+        x, norm = self._given(x, norm)
         if self.adapters is None or (rows := self.adapters.rows(len(x))) is None:
             return self._product(fused, x, norm, dtype=torch.float32)
         x = x if norm is None else self._rms_norm(x, norm)
@@ -228,7 +238,7 @@ class MergedLinear:
             at = f"{name}.{'+'.join(self.roles)}.{i}"
             new_bias = None if bias is None else replace(at + ".bias", bias)
             new_order = None if order is None else _checked(replace(at + ".order", order))
-            self.packed[i] = Packed(impl, _replace_tensors(packed, at, replace), new_bias, new_order)
+            self.packed[i] = Packed(impl, replaced_tensors(packed, at, replace), new_bias, new_order)
 
 
 def _checked(order: Tensor) -> Tensor:
@@ -282,17 +292,6 @@ def _outline(packed: Any) -> Any:
     if not dataclasses.is_dataclass(packed) or isinstance(packed, type):
         return packed
     return type(packed), *(_outline(getattr(packed, field.name)) for field in dataclasses.fields(packed))
-
-
-def _replace_tensors(packed: Any, name: str, replace: Callable[[str, Tensor], Tensor]) -> Any:
-    """A copy of a kernel's packed weight (a tensor, or a dataclass of tensors and numbers) with replaced tensors."""
-    if isinstance(packed, Tensor):
-        return replace(name, packed)
-    if not dataclasses.is_dataclass(packed) or isinstance(packed, type):
-        return packed
-    fields = [field.name for field in dataclasses.fields(packed) if field.init]
-    new = {field: _replace_tensors(getattr(packed, field), f"{name}.{field}", replace) for field in fields}
-    return dataclasses.replace(packed, **new)
 
 
 def _groups(kinds: list[WeightKind]) -> list[list[int]]:

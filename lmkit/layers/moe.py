@@ -31,7 +31,7 @@ from lmkit.kernels.cpu import workspace
 from lmkit.kernels.ops import Norm, Routing
 from lmkit.kernels.registry import Implementation
 from lmkit.layers.block import At, Forward
-from lmkit.layers.blocks.moe import EXPERT_SCALE, MAX_PLACES, SCORE_BIAS, MoESpec
+from lmkit.layers.blocks.moe import EXPERT_SCALE, LATENT, MAX_PLACES, SCORE_BIAS, MoESpec
 from lmkit.layers.linear import LinearsOfExperts, MergedLinear, Weights
 from lmkit.layers.mlp import GatedMLP
 from lmkit.layers.ranks import Ranks
@@ -55,6 +55,7 @@ class MoE(Forward):
         self.router = MergedLinear(tuple(spec.router_sizes), weights, device)
         self.shared = mlps.pop("mlp.shared", None)
         self.experts = list(mlps.values())
+        self.latent = [MergedLinear((role,), weights, device) for role in LATENT if spec.latent]
         self.activated = self.experts[0].activated
         self.routing = Routing(
             spec.experts_per_token, spec.normalize, spec.sigmoid, spec.num_groups, spec.groups_per_token,
@@ -81,7 +82,7 @@ class MoE(Forward):
     @property
     def linears(self) -> tuple[MergedLinear, ...]:
         mlps = self.experts if self.shared is None else [*self.experts, self.shared]
-        return self.router, *(linear for mlp in mlps for linear in mlp.linears)
+        return self.router, *self.latent, *(linear for mlp in mlps for linear in mlp.linears)
 
     @cached_property
     def _together(self) -> Together | None:
@@ -112,7 +113,11 @@ class MoE(Forward):
         logits, bias = self.router(x).float(), self.weights.get(SCORE_BIAS)
         assert bias is None or isinstance(bias, Tensor)
         weights, experts = self._route(logits[:, :num_experts], self.routing, bias)
-        out = self._routed(x, weights, experts)
+        if self.latent:
+            into, back = self.latent
+            out = back.float32(self._routed(into(x), weights, experts).to(x.dtype))
+        else:
+            out = self._routed(x, weights, experts)
         if self.shared is not None:
             self._add_shared(out, self._of_shared(x), logits[:, num_experts:] if self.spec.shared_router else None)
         return out

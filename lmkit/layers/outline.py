@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -98,3 +99,14 @@ def _extrapolate(small: Any, large: Any, steps: int) -> Any:
     if isinstance(small, int) and not isinstance(small, bool):
         return small + steps * (large - small)
     return small
+
+
+def replaced_tensors(packed: Any, name: str, replace: Callable[[str, Tensor], Tensor]) -> Any:
+    """A copy of a kernel's packed weight (a tensor, or a dataclass of tensors and numbers) with replaced tensors."""
+    if isinstance(packed, Tensor):
+        return replace(name, packed)
+    if not dataclasses.is_dataclass(packed) or isinstance(packed, type):
+        return packed
+    fields = [field.name for field in dataclasses.fields(packed) if field.init]
+    new = {field: replaced_tensors(getattr(packed, field), f"{name}.{field}", replace) for field in fields}
+    return dataclasses.replace(packed, **new)

@@ -53,6 +53,8 @@ class DecoderLayer:
             ResidualBlock(each, self.forwards[type(each.block)](each.block, self.parts), self.parts)
             for each in spec.blocks
         ]
+        for linear in self.linears:
+            linear.factor = spec.factors.get(linear.roles[0], 1.0)
         self.mixing = next(each for each in self.blocks if each.spec.block is spec.mixer)
         self.mixer: Forward = self.mixing.block
         self.shows_all_tokens = False  # whether observers of an expert also see tokens of other experts

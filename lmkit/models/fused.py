@@ -103,6 +103,10 @@ def stored_name(spec: ModelSpec, index: int, role: str) -> str:
     return spec.module_name(index, role) if role in UNSUFFIXED else spec.tensor_name(index, role)
 
 
+# What transformers writes: it renames a norm of other layers, and this one with it.
+OTHER_NAMES = {"post_attention_layernorm": "feedforward_layer_norm"}  # OLMo Hybrid
+
+
 def views(reader: CheckpointReader, spec: ModelSpec) -> dict[str, View]:
     """The tensors of the model that the checkpoint holds inside others. Raises CheckpointError if they do not fit."""
     found = {}
@@ -120,6 +124,10 @@ def views(reader: CheckpointReader, spec: ModelSpec) -> dict[str, View]:
             if reader.has(source := layer.module_name(index, role)):
                 shape = reader.info(source).shape
                 found[source + ".weight"] = flat(source, shape) if role == SCORE_BIAS else named(source, shape)
+        for name, other in OTHER_NAMES.items():
+            ours, source = (f"{layer.path(index)}{x}.weight" for x in (name, other))
+            if name in layer.names.values() and reader.has(source) and not reader.has(ours):
+                found[ours] = named(source, reader.info(source).shape)
         if layer.mixture is not None:
             found |= dict(_experts(reader, index, layer, layer.mixture))
     return found | dict(_without_bias(reader, norms))

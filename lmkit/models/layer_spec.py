@@ -36,6 +36,8 @@ class LayerSpec:
     prefix: str = "model.layers"  # of the names in a checkpoint
     number: int | None = None  # in these names, if it is not the layer's place in the model
     names: Mapping[str, str] = field(default_factory=lambda: roles.LLAMA_NAMES, hash=False)  # see models.roles
+    # What a linear's input is multiplied with, by role. Linears that read the same input have that of the first.
+    factors: Mapping[str, float] = field(default_factory=dict, hash=False)
 
     def having(self, *, mixer: Block | None = None, mlp: Block | None = None, **changes: Any) -> LayerSpec:
         """The layer with other fields. A name that is no field of the layer is one of its first block's. `mixer` takes
@@ -279,7 +281,7 @@ class LayerSpec:
     @property
     def recurrent(self) -> Recurrent | None:
         """The recurrent state, if the layer has one."""
-        return self.state if isinstance(self.state, Recurrent) else None
+        return self.state.beside if isinstance(self.state, PagedKV) else self.state
 
     def kv_token_bytes(self, k: KVDtype, v: KVDtype) -> int:
         """Bytes of one token's keys and values in these storage types, including their parameters."""

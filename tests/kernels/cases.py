@@ -561,9 +561,8 @@ def delta_cases() -> Iterator[Case]:
         ) -> Any:
             hv, channels = hk * g, hk * (2 * dk + g * dv)
             query_start, lengths, rows = [0, 7, 8, 13, 13], [7, 30, 9, 4], torch.tensor(STATE_ROWS).int()
-            weights = DeltaWeights(
-                torch.randn(channels, size), torch.randn(hv), torch.randn(hv) * 3, torch.randn(dv), 1e-6, flat
-            )
+            conv, of_heads = torch.randn(channels, size), (torch.randn(hv), torch.randn(hv) * 3)
+            weights = DeltaWeights(conv, *of_heads, torch.randn(dv), 1e-6, flat, 1.8 if flat else 1.0)
             drafted = torch.randn(5, 4, channels + 2 * hv)
             states = RecurrentStates(torch.randn(7, channels, size - 1), torch.randn(7, hv, dk, dv), drafted)
             y, gates = torch.randn(query_start[-1], hk * (2 * dk + 2 * g * dv)), torch.randn(query_start[-1], 2 * hv)

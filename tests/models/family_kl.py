@@ -1,4 +1,5 @@
-"""The table of docs/families.md that says what 4 bits cost: `python -m tests.models.family_kl`.
+"""The table of docs/families.md that says what 4 bits cost: `python -m tests.models.family_kl [ROW ...]`. With rows it
+measures these, and those that the table lacks.
 
 Trained models are quantized as a user would do it. The other rows are tiny random models, in groups of 32: they show
 that every part of a family is calibrated and rounded, and no figure of a real model.
@@ -6,6 +7,7 @@ that every part of a family is calibrated and rounded, and no figure of a real m
 
 from __future__ import annotations
 
+import sys
 import tempfile
 from pathlib import Path
 
@@ -52,18 +54,24 @@ def cells(source: Path, recipe: Recipe, seq_len: int) -> list[str]:
     return [f"{far.kl_mean:.5f}", f"{far.kl_stderr:.5f}"]
 
 
-def table() -> str:
+def measured(name: str) -> str:
+    """The row of a model."""
     recipe = load_recipe("awq_w4a16_g128")
-    lines = [HEADER, "|---" * HEADER.count(" |") + "|"]
-    for name, path in TRAINED.items():
-        lines.append(f"| {name} | {' | '.join(cells(path, recipe, 512))} |")
-    for name, (_, family) in ROWS.items():
-        with tempfile.TemporaryDirectory() as folder:
-            source = tiny_checkpoint(Path(folder), family, **SHAPE)
-            lines.append(f"| {name} | {' | '.join(cells(source, short(recipe), 128))} |")
-    return "\n".join(lines) + "\n"
+    if name in TRAINED:
+        return f"| {name} | {' | '.join(cells(TRAINED[name], recipe, 512))} |"
+    with tempfile.TemporaryDirectory() as folder:
+        source = tiny_checkpoint(Path(folder), ROWS[name][1], **SHAPE)
+        return f"| {name} | {' | '.join(cells(source, short(recipe), 128))} |"
+
+
+def table(old: str, names: list[str]) -> str:
+    """The table, with these rows measured anew. A row that `old` lacks is measured, too."""
+    known = {line.split(" | ")[0].removeprefix("| "): line for line in old.splitlines()[2:]}
+    rows = [measured(name) if name in names or name not in known else known[name] for name in (*TRAINED, *ROWS)]
+    return "\n".join([HEADER, "|---" * HEADER.count(" |") + "|", *rows]) + "\n"
 
 
 if __name__ == "__main__":
     page = PAGE.read_text()
-    PAGE.write_text(page.replace(written(page, HEADER), table()))
+    old = written(page, HEADER)
+    PAGE.write_text(page.replace(old, table(old, sys.argv[1:] or [*TRAINED, *ROWS])))

@@ -47,8 +47,10 @@ def attention(spec: ModelSpec) -> str:
     is_latent = layer.kv is not None and layer.kv.shared
     parts = ["latent"] if is_latent else []
     parts += ["chosen keys"] if spec.chosen_keys else []
-    where = "in most layers" if spec.has_kv else "in all layers"
-    parts += [f"{RECURRENT[type(x.mixer)]} {where}" for x in spec.kinds if x.recurrent][:1]
+    for kind in spec.kinds:
+        where = "beside it" if kind.kv else "in most layers" if spec.has_kv else "in all layers"
+        names = [RECURRENT[type(part)] for part in kind.mixer.members if type(part) in RECURRENT]
+        parts += [found for name in names if (found := f"{name} {where}") not in parts]
     parts += ["gated"] if "attn.gate" in layer.linears else []
     parts += ["sliding windows"] if any(spec.windows) else []
     unturned = [x.rope.kind == "none" for x in spec.kinds if x.kv]

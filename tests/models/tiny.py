@@ -63,6 +63,16 @@ GRANITE4 = {"embedding_multiplier": 3.0, "residual_multiplier": 0.22, "logits_sc
             "layer_types": ["linear_attention", "full_attention", "linear_attention"],
             "num_local_experts": 0}  # fmt: skip
 
+OLMO_HYBRID = {"num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+               "linear_key_head_dim": 32, "linear_value_head_dim": 16, "pad_token_id": None,
+               "eos_token_id": None}  # fmt: skip
+
+FALCON_H1 = {"head_dim": 16, "mamba_d_ssm": 96, "mamba_n_heads": 4, "mamba_d_state": 11, "mamba_n_groups": 2,
+             "embedding_multiplier": 3.0, "lm_head_multiplier": 0.4, "mlp_multipliers": [0.7, 0.3],
+             "key_multiplier": 0.6, "attention_in_multiplier": 0.9, "attention_out_multiplier": 0.8,
+             "ssm_in_multiplier": 1.2, "ssm_out_multiplier": 0.5, "ssm_multipliers": [0.4, 0.6, 0.8, 1.3, 0.9],
+             "pad_token_id": None}  # fmt: skip
+
 NEMOTRON = {"num_hidden_layers": 4, "mamba_num_heads": 4, "mamba_head_dim": 20, "ssm_state_size": 11, "n_groups": 2,
             "head_dim": 16, "layer_norm_epsilon": 1e-4, "pad_token_id": None, "n_routed_experts": 6,
             "num_experts_per_tok": 2, "moe_intermediate_size": 40, "moe_shared_expert_intermediate_size": 56,
@@ -239,11 +249,24 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 40, "position_embedding_type": "rope"}),
     "bamba": ("BambaConfig", {"attn_layer_indices": [1], "mamba_n_heads": 4, "mamba_d_state": 11, "mamba_n_groups": 2,
                               "num_attention_heads": 3, "num_key_value_heads": 1}),
+    "olmo-hybrid": ("OlmoHybridConfig", OLMO_HYBRID),
+    "olmo-hybrid-unturned": ("OlmoHybridConfig", OLMO_HYBRID | {"num_hidden_layers": 3,
+        "layer_types": ["full_attention", "linear_attention", "linear_attention"], "linear_allow_neg_eigval": False,
+        "rope_parameters": {"rope_type": "default", "rope_theta": None}}),
+    "mimo-v2-flash": ("MiMoV2FlashConfig", SIGMOID | {
+        "head_dim": 24, "v_head_dim": 16, "sliding_window": 9, "num_key_value_heads": 1, "attention_bias": True,
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"], "pad_token_id": None,
+        "rope_parameters": None}),
+    "falcon-h1": ("FalconH1Config", FALCON_H1),
+    "falcon-h1-normed": ("FalconH1Config", FALCON_H1 | {"mamba_rms_norm": True, "mamba_norm_before_gate": False,
+                                                        "time_step_limit": [0.05, 1.5]}),
     "nemotron-h": ("NemotronHConfig", NEMOTRON | {
         "layer_types": ["linear_attention", "mlp", "full_attention", "mlp"], "mlp_bias": True, "use_bias": True}),
     "nemotron-3": ("NemotronHConfig", NEMOTRON | {
         "layer_types": ["linear_attention", "moe", "full_attention", "linear_attention", "moe"],
         "num_hidden_layers": 5}),
+    "nemotron-3-super": ("NemotronHConfig", NEMOTRON | {
+        "layer_types": ["moe", "linear_attention", "full_attention", "moe"], "moe_latent_size": 32}),
     "qwen3.5-vl": ("Qwen3_5Config", LINEAR | {"num_hidden_layers": 3, "partial_rotary_factor": 0.5}),
     "qwen3.5-vision": ("Qwen3_5TextConfig", LINEAR | {"num_hidden_layers": 3, "tie_word_embeddings": True}),
     "qwen3.5-moe-vision": ("Qwen3_5MoeTextConfig", EXPERTS | LINEAR | {"num_hidden_layers": 3,

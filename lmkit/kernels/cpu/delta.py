@@ -39,6 +39,7 @@ class DeltaArgs(NamedTuple):
     dt_bias: int
     norm: int
     eps_bits: int
+    rate_bits: int
     windows: int
     matrices: int
     drafted: int
@@ -223,6 +224,7 @@ def _gated_delta(arguments: int, scratch: int, index: int) -> None:
     if source != row:
         _set(args, source, row, head, saved)
     norm, eps = _floats(args.norm, dv), bits_to_float(np.uint32(args.eps_bits))
+    rate = bits_to_float(np.uint32(args.rate_bits))
     a_log, dt_bias = _floats(args.a_log, args.value_heads), _floats(args.dt_bias, args.value_heads)
     for t in range(first, end):
         again, kept = t < start, 0
@@ -250,7 +252,7 @@ def _gated_delta(arguments: int, scratch: int, index: int) -> None:
             step = ba[a_at] + dt_bias[number]
             if step < LINEAR:
                 step = np.float32(math.log1p(exp(step)))
-            beta, decay = ONE / (ONE + exp(-ba[b_at])), exp(-exp(a_log[number]) * step)
+            beta, decay = rate / (ONE + exp(-ba[b_at])), exp(-exp(a_log[number]) * step)
             state = args.matrices + 4 * (row * args.value_heads + number) * dk * dv
             out = _floats(unused if again else args.out + 4 * (t * args.value_heads + number) * dv, dv)
             _advance(state, mixed, 2 * dk + i * dv, dk, dv, beta, decay, change, out)
@@ -283,7 +285,8 @@ def gated_delta(
     args = DeltaArgs(
         y.data_ptr(), y.shape[1], gates.data_ptr(), int(weights.flat), geometry.query_start.data_ptr(), rows.data_ptr(),
         weights.conv.data_ptr(), weights.a_log.data_ptr(), weights.dt_bias.data_ptr(), weights.norm.data_ptr(),
-        float_bits(weights.eps), states.conv.data_ptr(), states.matrix.data_ptr(), states.drafted.data_ptr(),
+        float_bits(weights.eps), float_bits(weights.rate),
+        states.conv.data_ptr(), states.matrix.data_ptr(), states.drafted.data_ptr(),
         states.drafted.shape[1], weights.conv.shape[1],
         key_heads, value_heads, key_dim, value_dim, out.data_ptr(),
     )  # fmt: skip

@@ -50,7 +50,7 @@ def gated_delta(
     places = geometry.query_start, rows
     inputs = [
         y, np.int64(y.stride(0)), gates, np.int64(gates.stride(0)), *places, weights.conv, weights.a_log,
-        weights.dt_bias, states.conv, states.drafted, mixed, factors, tokens, room, *heads, *layout,
+        weights.dt_bias, weights.rate, states.conv, states.drafted, mixed, factors, tokens, room, *heads, *layout,
     ]  # fmt: skip
     grid = sequences, -(-(channels + value_heads) // BLOCK)
     kernel_for("delta.cu", "delta_inputs", half, KERNEL=kernel)(grid, BLOCK, inputs)

@@ -88,7 +88,9 @@ def _token(inputs: _Inputs, weights: DeltaWeights, states: RecurrentStates, befo
     q, k = (_unit(x.view(key_heads, key_dim)).repeat_interleave(shared, 0) for x in (q, k))
     decay = (-weights.a_log.exp() * F.softplus(inputs.a + weights.dt_bias)).exp()
     state = before.matrix * decay[:, None, None]
-    change = (v.view(value_heads, value_dim) - torch.einsum("hkv,hk->hv", state, k)) * inputs.b.sigmoid()[:, None]
+    change = (v.view(value_heads, value_dim) - torch.einsum("hkv,hk->hv", state, k)) * (
+        weights.rate * inputs.b.sigmoid()
+    )[:, None]
     state = state + k[:, :, None] * change[:, None]
     o = torch.einsum("hkv,hk->hv", state, q * key_dim**-0.5)
     o = o * torch.rsqrt(o.square().mean(1, keepdim=True) + weights.eps) * weights.norm

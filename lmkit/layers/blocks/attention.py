@@ -37,6 +37,7 @@ class SelfAttentionSpec(Block):
     value_norm: bool = False  # RMSNorm over head_dim on v, without a factor
     key_is_value: bool = False  # v is k before its norm and RoPE: there is no attn.v
     kv_from: int | None = None  # the layer whose keys and values this one reads; it has none of its own
+    value_dim: int | None = None  # of a head of v; None = head_dim. Values are stored with zeros up to head_dim
 
     @property
     def q_size(self) -> int:
@@ -47,6 +48,16 @@ class SelfAttentionSpec(Block):
     def kv_size(self) -> int:
         """Width of all key heads, and of all value heads."""
         return self.num_kv_heads * self.head_dim
+
+    @property
+    def v_dim(self) -> int:
+        """Width of a head of v."""
+        return self.head_dim if self.value_dim is None else self.value_dim
+
+    @property
+    def v_size(self) -> int:
+        """Width of all heads of v."""
+        return self.num_kv_heads * self.v_dim
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -63,8 +74,13 @@ class SelfAttentionSpec(Block):
 
     def linears(self, hidden: int) -> dict[str, Shape]:
         q, kv = self.q_size, self.kv_size
-        every = {"attn.q": (q, hidden), "attn.k": (kv, hidden), "attn.v": (kv, hidden), "attn.gate": (q, hidden)}
-        return {role: every[role] for role in self.inputs} | {"attn.o": (hidden, q)}
+        every = {
+            "attn.q": (q, hidden),
+            "attn.k": (kv, hidden),
+            "attn.v": (self.v_size, hidden),
+            "attn.gate": (q, hidden),
+        }
+        return {role: every[role] for role in self.inputs} | {"attn.o": (hidden, self.num_heads * self.v_dim)}
 
     def vectors(self, hidden: int) -> dict[str, int]:
         sizes: dict[str, int] = {}
@@ -82,7 +98,7 @@ class SelfAttentionSpec(Block):
 
     @property
     def rows_of_heads(self) -> dict[str, int]:
-        return dict.fromkeys((*QKV, "attn.gate"), self.head_dim)
+        return dict.fromkeys((*QKV, "attn.gate"), self.head_dim) | {"attn.v": self.v_dim}
 
     @property
     def row_groups(self) -> dict[str, int]:
@@ -143,6 +159,8 @@ class SelfAttentionSpec(Block):
                 f"config.json: {self.num_heads} attention heads cannot share {self.num_kv_heads} key-value heads evenly"
             )
         check_rope(self.rope, self.head_dim)
+        if not 1 <= self.v_dim <= self.head_dim:
+            raise CheckpointError(f"config.json: v_head_dim {self.v_dim} is not in 1 .. head_dim {self.head_dim}")
         if self.growth is not None and not 1 <= self.growth.length < 1 << 31:
             raise CheckpointError(f"config.json: queries that grow by {self.growth} cannot be")
 
@@ -159,4 +177,4 @@ def fitted_kv(blocks: Iterable[Block]) -> SelfAttentionSpec | None:
     """The block that has keys and values of its own to which a transform can be fitted (quant.kv.fit)."""
     every = (part for block in blocks for part in block.members)
     own = (part for part in every if isinstance(part, SelfAttentionSpec) and part.kv_from is None)
-    return next(own, None)
+    return next((part for part in own if part.v_dim == part.head_dim), None)

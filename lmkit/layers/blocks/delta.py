@@ -9,6 +9,8 @@ from typing import Self
 from lmkit.layers.blocks.base import Block, Pairs, Shape
 from lmkit.layers.blocks.state import Recurrent
 
+CONVS = ("attn.q_conv", "attn.k_conv", "attn.v_conv")
+
 
 @dataclass(frozen=True)
 class DeltaSpec(Block):
@@ -22,12 +24,16 @@ class DeltaSpec(Block):
     key_dim: int  # of a head
     value_dim: int
     kernel: int  # tokens that the causal convolution sees
-
     flat: bool = False  # heads lie in one tensor for each part, as in Qwen3.5, not all parts for each key head
+    apart: bool = False  # flat, and q, k and v have a linear and a convolution each
+    rate: float = 1.0  # what a state changes at most, see kernels.delta
+    norm_eps: float | None = None  # of the norm inside; None = that of the layer
 
     @property
     def inputs(self) -> tuple[str, ...]:
         """The roles of the linears that read the block's input and give queries, keys, values and output gates."""
+        if self.apart:
+            return ("attn.q", "attn.k", "attn.v", "attn.z")
         return ("attn.qkv", "attn.z") if self.flat else ("attn.qkvz",)
 
     @property
@@ -36,9 +42,14 @@ class DeltaSpec(Block):
         return ("attn.b", "attn.a") if self.flat else ("attn.ba",)
 
     @property
+    def num_keys(self) -> int:
+        """Width of all key heads."""
+        return self.num_key_heads * self.key_dim
+
+    @property
     def channels(self) -> int:
         """Channels of the convolution: queries, keys and values."""
-        return 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
+        return 2 * self.num_keys + self.num_values
 
     @property
     def num_values(self) -> int:
@@ -50,15 +61,17 @@ class DeltaSpec(Block):
         return "attn.o"
 
     def linears(self, hidden: int) -> dict[str, Shape]:
-        sizes = (self.channels, self.num_values) if self.flat else (self.channels + self.num_values,)
+        keys, values = self.num_keys, self.num_values
+        sizes = {1: (2 * keys + 2 * values,), 2: (2 * keys + values, values), 4: (keys, keys, values, values)}
         small = dict.fromkeys(self.gates, (2 * self.num_value_heads // len(self.gates), hidden))
-        wide = {role: (size, hidden) for role, size in zip(self.inputs, sizes, strict=True)}
+        wide = {role: (size, hidden) for role, size in zip(self.inputs, sizes[len(self.inputs)], strict=True)}
         return wide | small | {"attn.o": (hidden, self.num_values)}
 
     @property
     def matrices(self) -> dict[str, tuple[int, ...]]:
+        sizes = {role: self.num_values if "v" in role else self.num_keys for role in CONVS} if self.apart else {}
         return {
-            "attn.conv": (self.channels, 1, self.kernel),
+            **{role: (size, 1, self.kernel) for role, size in (sizes or {"attn.conv": self.channels}).items()},
             "attn.a_log": (self.num_value_heads,),
             "attn.dt_bias": (self.num_value_heads,),
             "attn.delta_norm": (self.value_dim,),
@@ -75,7 +88,7 @@ class DeltaSpec(Block):
     @property
     def row_groups(self) -> dict[str, int]:
         """For each key head: b, a."""
-        return dict.fromkeys(self.gates, self.num_key_heads) if self.flat else {}
+        return dict.fromkeys(self.gates, self.num_key_heads) if self.flat and not self.apart else {}
 
     @property
     def gguf_names(self) -> Mapping[str, str]:

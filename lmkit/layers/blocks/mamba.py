@@ -29,6 +29,8 @@ class MambaSpec(Block):
     bias: bool = False  # on both linears
     conv_bias: bool = True
     limits: tuple[float, float] = (0.0, float("inf"))  # of a step
+    normed: bool = True  # the gated output is normalized
+    factors: tuple[float, ...] = ()  # of the parts that the first linear gives: gate, inputs, taken, given, steps
 
     @property
     def width(self) -> int:
@@ -41,9 +43,15 @@ class MambaSpec(Block):
         return self.width + 2 * self.num_groups * self.state_size
 
     @property
+    def parts(self) -> tuple[int, ...]:
+        """Widths of the parts that the first linear gives."""
+        taken = self.num_groups * self.state_size
+        return self.width, self.width, taken, taken, self.num_heads
+
+    @property
     def projected(self) -> int:
         """Outputs of the first linear."""
-        return self.width + self.channels + self.num_heads
+        return sum(self.parts)
 
     @property
     def out(self) -> str:
@@ -58,7 +66,8 @@ class MambaSpec(Block):
         return {"ssm.taps": (self.channels, 1, self.kernel), **heads}
 
     def vectors(self, hidden: int) -> dict[str, int]:
-        return {"norm.ssm": self.width} | ({"ssm.taps.bias": self.channels} if self.conv_bias else {})
+        norm = {"norm.ssm": self.width} if self.normed else {}
+        return norm | ({"ssm.taps.bias": self.channels} if self.conv_bias else {})
 
     @property
     def fused(self) -> tuple[tuple[str, ...], ...]:
@@ -69,7 +78,7 @@ class MambaSpec(Block):
 
     def smooth(self, norm: str) -> Pairs:
         before = ((norm, ("ssm.in",)),) if norm else ()
-        return (*before, ("norm.ssm", ("ssm.out",)))
+        return (*before, ("norm.ssm", ("ssm.out",))) if self.normed else before
 
     @property
     def state(self) -> Recurrent:

@@ -19,6 +19,7 @@ BESIDE_NORMS = ("mlp.router_norm", "mlp.experts_norm", "mlp.shared_out_norm", "m
 MAX_PLACES = 4096  # pairs (token, expert) that are computed together; more share no weights, and need memory
 LIMITS = {"num_experts": 1 << 12, "experts_per_token": 1 << 8, "num_groups": 1 << 12}
 SHARED = "mlp.shared"
+LATENT = "mlp.latent_in", "mlp.latent_out"
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ class MoESpec(Block):
     beside: bool = False  # router, experts and shared expert have norms of their own, as in Gemma 4 (layers.moe)
     router_bias: bool = False
     interleaved: bool = False  # a checkpoint has gate 0, up 0, gate 1, ... of all experts in one tensor: models.fused
+    latent: int = 0  # > 0: experts read a linear's outputs of this width, and another one leads their sum back
     held: range | None = None  # the experts of a rank (models.shard); None = all
 
     @property
@@ -65,10 +67,15 @@ class MoESpec(Block):
         return router | {"mlp.shared_router": 1} if self.shared and self.shared_router else router
 
     def ends(self, role: str) -> bool:
-        return role.endswith(".down")
+        return role.endswith(".down") or role == LATENT[1]
 
     def linears(self, hidden: int) -> dict[str, Shape]:
-        return of_parts(self.mlps, hidden)
+        if not self.latent:
+            return of_parts(self.mlps, hidden)
+        shared = {SHARED: self.shared} if self.shared else {}
+        experts = {name: mlp for name, mlp in self.mlps.items() if name != SHARED}
+        around = dict(zip(LATENT, ((self.latent, hidden), (hidden, self.latent)), strict=True))
+        return of_parts(experts, self.latent) | of_parts(shared, hidden) | around
 
     def routers(self, hidden: int) -> dict[str, Shape]:
         return {role: (size, hidden) for role, size in self.router_sizes.items()}
@@ -80,11 +87,14 @@ class MoESpec(Block):
 
     @property
     def fused(self) -> tuple[tuple[str, ...], ...]:
-        return tuple(inputs_of(name, mlp) for name, mlp in self.mlps.items())
+        around = tuple((role,) for role in LATENT) if self.latent else ()
+        return (*(inputs_of(name, mlp) for name, mlp in self.mlps.items()), *around)
 
     def has_bias(self, role: str) -> bool:
         if role in self.router_sizes:
             return self.router_bias
+        if role in LATENT:
+            return False
         return self.mlps[role.rpartition(".")[0]].bias
 
     @property
@@ -97,20 +107,26 @@ class MoESpec(Block):
         """An expert reads the tokens that are sent to it. The router and the shared expert read all tokens."""
         if self.beside:
             return self.fused
+        return (*self.fused, (*self.router_sizes, *self._reading_all))
+
+    @property
+    def _reading_all(self) -> tuple[str, ...]:
+        """Linears, beside routers, that read all tokens."""
         shared = inputs_of(SHARED, self.shared) if self.shared else ()
-        return (*self.fused, (*self.router_sizes, *shared))
+        return (*shared, LATENT[0]) if self.latent else shared
 
     def smooth(self, norm: str) -> Pairs:
         """Routers read the norm's output. They are multiplied too, or tokens would go to other experts."""
-        readers = (*self.router_sizes, *(role for name, mlp in self.mlps.items() for role in inputs_of(name, mlp)))
+        every = (role for name, mlp in self.mlps.items() for role in inputs_of(name, mlp))
+        readers = (*self.router_sizes, *(self._reading_all if self.latent else every))
         before = ((norm, readers),) if norm and not self.beside else ()
         return (*before, *inner_pairs(self.mlps))
 
     def active_weights(self, hidden: int) -> int:
         experts = {name: mlp for name, mlp in self.mlps.items() if name != SHARED}
-        of_experts = sum(math.prod(shape) for shape in of_parts(experts, hidden).values())
+        of_experts = sum(math.prod(shape) for shape in of_parts(experts, self.latent or hidden).values())
         shared = 0 if self.shared is None else self.shared.active_weights(hidden)
-        return shared + of_experts * self.experts_per_token // self.num_experts
+        return shared + 2 * self.latent * hidden + of_experts * self.experts_per_token // self.num_experts
 
     @property
     def widest_inner(self) -> int:
@@ -161,6 +177,10 @@ class MoESpec(Block):
     def share(self, rank: int, tp: int, ep: int) -> Self:
         """With `ep` above 1 experts are whole, and no rank has more than rank 0, for which memory is planned."""
         part = self
+        if self.latent and max(tp, ep) > 1:
+            raise UnsupportedError(
+                "experts with moe_latent_size are not shared out over processes; leave out tp and ep"
+            )
         if ep > 1:
             if ep > self.num_experts:
                 raise UnsupportedError(

@@ -7,48 +7,49 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from lmkit.attention_spec import AttentionSpec
+from lmkit.errors import UnsupportedError
 from lmkit.layers.blocks.base import Block, Heads, InnerMLP, Pairs, Shape
-from lmkit.layers.blocks.state import State
+from lmkit.layers.blocks.state import PagedKV, Recurrent, State
 from lmkit.layers.rope_spec import RopeSpec
 
 
 @dataclass(frozen=True)
 class ParallelSpec(Block):
-    """mixer(x) + mlp(x). Only the mixer may keep something of a sequence."""
+    """mixer(x) + beside(x). If both keep something of a sequence, it is keys and values, and a recurrent state."""
 
     mixer: Block
-    mlp: Block
+    beside: Block
 
     @property
     def members(self) -> tuple[Block, ...]:
-        return self.mixer, self.mlp
+        return self.mixer, self.beside
 
     def having(self, **changes: Any) -> Self:
         return replace(self, mixer=self.mixer.having(**changes))
 
     def linears(self, hidden: int) -> dict[str, Shape]:
-        return self.mixer.linears(hidden) | self.mlp.linears(hidden)
+        return self.mixer.linears(hidden) | self.beside.linears(hidden)
 
     def routers(self, hidden: int) -> dict[str, Shape]:
-        return self.mixer.routers(hidden) | self.mlp.routers(hidden)
+        return self.mixer.routers(hidden) | self.beside.routers(hidden)
 
     def vectors(self, hidden: int) -> dict[str, int]:
-        return self.mixer.vectors(hidden) | self.mlp.vectors(hidden)
+        return self.mixer.vectors(hidden) | self.beside.vectors(hidden)
 
     def ends(self, role: str) -> bool:
         return any(member.ends(role) for member in self.members)
 
     @property
     def matrices(self) -> dict[str, tuple[int, ...]]:
-        return self.mixer.matrices | self.mlp.matrices
+        return self.mixer.matrices | self.beside.matrices
 
     @property
     def fused(self) -> tuple[tuple[str, ...], ...]:
-        return (*self.mixer.fused, *self.mlp.fused)
+        return (*self.mixer.fused, *self.beside.fused)
 
     def has_bias(self, role: str) -> bool:
         """Each role is one part's; the other one is not asked."""
-        return (self.mixer if role in self.mixer.linears(1) else self.mlp).has_bias(role)
+        return (self.mixer if role in self.mixer.linears(1) else self.beside).has_bias(role)
 
     @property
     def rows_of_heads(self) -> dict[str, int]:
@@ -64,28 +65,32 @@ class ParallelSpec(Block):
 
     @property
     def gguf_names(self) -> Mapping[str, str]:
-        return {**self.mixer.gguf_names, **self.mlp.gguf_names}
+        return {**self.mixer.gguf_names, **self.beside.gguf_names}
 
     @property
     def same_input(self) -> tuple[tuple[str, ...], ...]:
         """The first group of each part reads the block's input."""
-        (first, *others), (second, *more) = self.mixer.same_input, self.mlp.same_input
+        (first, *others), (second, *more) = self.mixer.same_input, self.beside.same_input
         return ((*first, *second), *others, *more)
 
     @property
     def unrounded(self) -> tuple[str, ...]:
-        return (*self.mixer.unrounded, *self.mlp.unrounded)
+        return (*self.mixer.unrounded, *self.beside.unrounded)
 
     def smooth(self, norm: str) -> Pairs:
         """A scale between the norm and what reads it is that of both parts."""
-        pairs = (*self.mixer.smooth(norm), *self.mlp.smooth(norm))
+        pairs = (*self.mixer.smooth(norm), *self.beside.smooth(norm))
         readers = tuple(role for source, roles in pairs if source == norm for role in roles)
         before = ((norm, readers),) if norm else ()
         return (*before, *(pair for pair in pairs if pair[0] != norm))
 
     @property
     def state(self) -> State:
-        return self.mixer.state
+        kept, beside = (member.state for member in self.members)
+        if not isinstance(beside, Recurrent):
+            return kept
+        assert isinstance(kept, PagedKV)
+        return replace(kept, beside=beside)
 
     @property
     def heads(self) -> Heads | None:
@@ -101,7 +106,7 @@ class ParallelSpec(Block):
 
     @property
     def mlps(self) -> Mapping[str, InnerMLP]:
-        return self.mlp.mlps
+        return self.beside.mlps
 
     def active_weights(self, hidden: int) -> int:
         return sum(member.active_weights(hidden) for member in self.members)
@@ -130,5 +135,7 @@ class ParallelSpec(Block):
             member.check()
 
     def share(self, rank: int, tp: int, ep: int) -> Self:
-        mixer, mlp = (member.share(rank, tp, ep) for member in self.members)
-        return type(self)(mixer, mlp)
+        if tp > 1 and self.beside.state is not None:
+            raise UnsupportedError(f"tp={tp}: a recurrent block beside attention is not split over processes; use tp=1")
+        mixer, beside = (member.share(rank, tp, ep) for member in self.members)
+        return type(self)(mixer, beside)

@@ -22,6 +22,7 @@ class PagedKV:
     window: int = 0  # a token at position p reads keys > p - window; 0 = all before it
     sinks: int = 0  # first tokens that the window does not leave behind
     index_dim: int = 0  # width of the key by which an indexer chooses the token (layers.sparse_latent); 0 = none
+    beside: Recurrent | None = None  # the state of a block that reads the same input
 
     @staticmethod
     def index_dtype(k: KVDtype) -> KVDtype:

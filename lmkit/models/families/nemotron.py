@@ -22,6 +22,7 @@ OLDER = {"mamba": "linear_attention", "attention": "full_attention"}  # names of
 MIXER = {"norm.attn": "norm"} | {role: f"mixer.{name}" for role, name in PARTS.items()}
 MIXER |= {f"attn.{x}": f"mixer.{x}_proj" for x in "qkvo"}
 MIXER |= {"mlp.router": "mixer.gate", "mlp.score_bias": "mixer.gate.e_score_correction_bias"}
+MIXER |= {"mlp.latent_in": "mixer.fc1_latent_proj", "mlp.latent_out": "mixer.fc2_latent_proj"}
 for _role, _name in (("mlp", ""), ("mlp.experts.{}", "experts.{}."), ("mlp.shared", "shared_experts.")):
     MIXER |= {f"{_role}.{x}": f"mixer.{_name}{x}_proj" for x in ("up", "down")}
 
@@ -46,8 +47,8 @@ def nemotron_h(hf: dict[str, Any]) -> ModelSpec:
         for kind, block in blocks.items()
     }
     kinds = _kinds(hf)
-    if "moe" in kinds and hf.get("moe_latent_size") is not None:
-        raise UnsupportedError("config.json: moe_latent_size, narrower experts, is not supported; lmkit runs null")
+    if "moe" in kinds and hf.get("moe_latent_size") is not None and hf["mlp_bias"]:
+        raise UnsupportedError("config.json: mlp_bias with moe_latent_size is not supported; lmkit runs false")
     return model_spec(hf, [layers[kind] for kind in kinds], unread=("mtp.",))
 
 
@@ -85,4 +86,5 @@ def _experts(hf: dict[str, Any]) -> MoESpec:
         scale=number(hf, "routed_scaling_factor", 1.0),
         shared=shared,
         shared_router=False,
+        latent=integer(hf, "moe_latent_size", 0),
     )

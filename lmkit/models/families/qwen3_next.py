@@ -70,7 +70,7 @@ def _hybrid(hf: dict[str, Any], *, flat: bool = False) -> ModelSpec:
     bias = bool(hf.get("attention_bias", False))
     full = layer_spec(hf, attn_bias=bias, o_bias=bias, qk_norm=True, gated=True)
     linear = layer_spec(hf, mixer=_delta(hf, flat))
-    layers = [linear if kind == LINEAR else full for kind in _kinds(hf)]
+    layers = [linear if kind == LINEAR else full for kind in kinds_of_layers(hf)]
     shared = MLPSpec(integer(hf, "shared_expert_intermediate_size", 0))
     *layers, last = with_experts(hf, [*layers, full], shared if shared.intermediate_size else None)
     mtp = mtp_apart(_named(last))
@@ -81,7 +81,8 @@ def _named(layer: LayerSpec) -> LayerSpec:
     return replace(layer, names={**layer.names, **(DELTA_NAMES if layer.recurrent else GATED_NAMES)})
 
 
-def _kinds(hf: dict[str, Any]) -> list[str]:
+def kinds_of_layers(hf: dict[str, Any]) -> list[str]:
+    """LINEAR or FULL for each layer."""
     every = integer(hf, "full_attention_interval", 4) or 4
     kinds = hf.get("layer_types") or [LINEAR if (i + 1) % every else FULL for i in range(num_layers(hf))]
     if not isinstance(kinds, list) or len(kinds) != num_layers(hf) or not set(kinds) <= {LINEAR, FULL}:

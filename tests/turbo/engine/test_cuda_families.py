@@ -116,6 +116,8 @@ ALIKE = ("arcee", "cohere2", "dots1", "ernie4.5", "ernie4.5-moe", "exaone4", "ge
         ("granite-hybrid", 3, "auto", 0.02),
         pytest.param("bamba", 3, "auto", 0.02, marks=pytest.mark.exhaustive),
         pytest.param("cohere2", 4, "auto", 0.02, marks=pytest.mark.exhaustive),
+        pytest.param("falcon-h1", 2, "float32", 1e-4, marks=pytest.mark.exhaustive),
+        pytest.param("falcon-h1", 2, "auto", 0.02, marks=pytest.mark.exhaustive),
         pytest.param("ministral3", 2, "auto", 0.02, marks=pytest.mark.exhaustive),
         pytest.param("nemotron-h", 4, "auto", 0.02, marks=pytest.mark.exhaustive),
         pytest.param("nemotron-3", 5, "float32", 1e-4, marks=pytest.mark.exhaustive),

@@ -68,7 +68,7 @@ def test_every_storage_repeats_its_bits(demo_model: Path, kv_dtype: Any) -> None
     engine.close()
 
 
-FAMILIES = ["qwen2-window", "gemma3", "deepseek-v3", "qwen3-next", "lfm2", "mamba2"]
+FAMILIES = ["qwen2-window", "gemma3", "deepseek-v3", "qwen3-next", "lfm2", "mamba2", "falcon-h1"]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -32,7 +32,11 @@ from tests.models import tiny
 SIZES: dict[str, Any] = {"block_size": 4, "max_step_tokens": 16, "max_model_len": 64, "kv_dtype": "float32"}
 
 
-@pytest.fixture(scope="module", params=["qwen3-next", "qwen3.5-recurrent", "lfm2", "mamba2"])
+# Attention and a recurrent block in one layer.
+SLOW = pytest.param("falcon-h1", marks=pytest.mark.exhaustive)
+
+
+@pytest.fixture(scope="module", params=["qwen3-next", "qwen3.5-recurrent", "lfm2", "mamba2", SLOW])
 def decoder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Decoder:
     path = tmp_path_factory.mktemp(request.param)
     tiny.make(path, request.param)

@@ -32,7 +32,7 @@ DEVICE int place_of(const Sizes& n, int c, bool flat) {
 // The tokens of a value head's gates.
 DEVICE void gate(
     const Sequence& seq, const Sizes& n, int head, const float* gates, i64 gate_stride, float a_log, float dt_bias,
-    float* drafted, float* factors, int room, bool flat
+    float rate, float* drafted, float* factors, int room, bool flat
 ) {
     const int shared = n.shared();
     const int b_at = flat ? head : head + head / shared * shared, a_at = b_at + (flat ? n.value_heads : shared);
@@ -45,14 +45,14 @@ DEVICE void gate(
         if (t >= seq.drafted) kept(t - seq.drafted)[0] = b, kept(t - seq.drafted)[n.value_heads] = a;
         const float step = a + dt_bias, positive = step < LINEAR ? log1pf(expf(step)) : step;
         float* factor = factors + 2 * (seq.at(t) * n.value_heads + head);
-        factor[0] = 1.0f / (1.0f + expf(-b)), factor[1] = expf(-expf(a_log) * positive);
+        factor[0] = rate / (1.0f + expf(-b)), factor[1] = expf(-expf(a_log) * positive);
     }
 }
 
 // Grid: (sequences, blocks of channels and value heads).
 extern "C" __global__ void __launch_bounds__(128) delta_inputs(
     const void* y, i64 y_stride, const float* gates, i64 gate_stride, const i32* query_start, const i32* rows,
-    const float* weights, const float* a_log, const float* dt_bias, float* windows, float* drafted, float* mixed,
+    const float* weights, const float* a_log, const float* dt_bias, float rate, float* windows, float* drafted, float* mixed,
     float* factors, int tokens, int room, int key_heads, int value_heads, int key_dim, int value_dim, int flat, int half
 ) {
     begin_kernel();
@@ -68,7 +68,7 @@ extern "C" __global__ void __launch_bounds__(128) delta_inputs(
             [&](int t, float total) { mixed[seq.at(t) * channels + c] = silu(total); }
         );
     } else {
-        gate(seq, n, head, gates, gate_stride, a_log[head], dt_bias[head], drafted, factors, room, flat);
+        gate(seq, n, head, gates, gate_stride, a_log[head], dt_bias[head], rate, drafted, factors, room, flat);
     }
 }
 EXPORT(delta_inputs)

@@ -1,0 +1,27 @@
+"""Defaults of config.json, as in families.defaults, of families whose layers differ in what they keep of a sequence."""
+
+from __future__ import annotations
+
+from lmkit.models.families.defaults import Defaults
+
+FALCON_H1: Defaults = {
+    "vocab_size": 128000, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_act": "silu", "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-05, "tie_word_embeddings": False, "attention_bias": False, "mlp_bias": False, "rope_theta":
+    10000.0, "mamba_d_ssm": 1024, "mamba_n_heads": 128, "mamba_d_head": "auto", "mamba_n_groups": 1, "mamba_d_state":
+    256, "mamba_d_conv": 4, "mamba_expand": 2, "mamba_conv_bias": True, "mamba_proj_bias": False,
+    "mamba_norm_before_gate": True, "mamba_rms_norm": False, "projectors_bias": False,
+}  # fmt: skip
+OLMO_HYBRID: Defaults = {
+    "vocab_size": 100352, "hidden_size": 3840, "intermediate_size": 11008, "num_hidden_layers": 32,
+    "num_attention_heads": 30, "hidden_act": "silu", "max_position_embeddings": 65536, "rms_norm_eps": 1e-06,
+    "tie_word_embeddings": False, "attention_bias": False, "linear_conv_kernel_dim": 4, "linear_allow_neg_eigval": True,
+}  # fmt: skip
+MIMO_V2_FLASH: Defaults = {
+    "vocab_size": 152576, "hidden_size": 4096, "intermediate_size": 16384, "num_hidden_layers": 48,
+    "num_attention_heads": 64, "num_key_value_heads": 4, "hidden_act": "silu", "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-05, "tie_word_embeddings": False, "attention_bias": False, "moe_intermediate_size": 2048,
+    "num_experts_per_tok": 8, "n_routed_experts": 256, "routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1,
+    "norm_topk_prob": True, "head_dim": 192, "v_head_dim": 128, "sliding_window": 129, "attention_value_scale": 0.707,
+    "first_k_dense_replace": 1, "partial_rotary_factor": 0.334,
+}  # fmt: skip
