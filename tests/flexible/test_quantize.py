@@ -67,6 +67,12 @@ def test_a_kv_cache_is_calibrated(tmp_path: Path) -> None:
     assert all(value > 0 for layer in layers for value in (*layer["k_absmax"], *layer["v_absmax"]))
 
 
+def test_keys_and_values_that_no_calibration_sees_are_refused(tmp_path: Path) -> None:
+    save_tiny("bloom", tmp_path)
+    with pytest.raises(LMKitError, match="no file describes this model's KV cache; leave kv out"):
+        prepare(tmp_path, load_recipe("kv4", TEXT))
+
+
 @pytest.mark.parametrize(
     ("recipe", "reason"),
     [

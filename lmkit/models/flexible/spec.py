@@ -31,6 +31,8 @@ def spec_of(module: Any, seen: Trace, config: Any, architecture: str, dtype: str
     by_layer = {call.layer: call for call in (*seen.calls, *seen.stored)}
     count = max([text.num_hidden_layers, *(index + 1 for index in (*linears, *by_layer))])
     blocks = [_block(linears.get(index, {}), by_layer.get(index)) for index in range(count)]
+    for call in seen.stored:  # how they are read is transformers' matter
+        blocks[call.layer] = replace(blocks[call.layer], attention=None)
     _keep_own(blocks, seen)
     hidden, names = text.hidden_size, {role: role for each in linears.values() for role in each}
     layers = (LayerSpec(hidden, (Residual(block),), NORM_EPS, prefix=prefix, names=names) for block in blocks)

@@ -151,8 +151,11 @@ def check_layers(recipe: KVRecipe, spec: ModelSpec, weight_format: str = "") -> 
 
 
 def describable(spec: ModelSpec) -> bool:
-    """Whether a kv_config.json can describe the model's KV cache: it has one size of heads for all layers."""
+    """Whether a kv_config.json can describe the model's KV cache: it has one size of heads for all layers, and a
+    calibration sees what attention reads."""
     kept = [layer.kv for layer in spec.kinds if layer.kv]
+    if any(layer.mixer.scores is None for layer in spec.kinds if layer.kv):
+        return False
     return len({(kv.num_heads, kv.head_dim) for kv in kept}) == 1 and not any(kv.shared for kv in kept)
 
 
