@@ -22,7 +22,7 @@ from lmkit.quant.data.calibration import load_calibration
 from lmkit.quant.layer.layer import Geometry
 from lmkit.quant.plan import NUM_ROWS
 from lmkit.quant.recipe import Recipe
-from lmkit.quant.report.evaluate import encode_text, evaluate
+from lmkit.quant.report.evaluate import encode_text, evaluate, text_of_tokens
 from lmkit.quant.report.report import QuantReport
 from lmkit.quant.run import prepare
 from lmkit.quant.steps.base import Speed
@@ -124,7 +124,8 @@ def test_the_report_tells_what_was_done(quantized: tuple[Path, QuantReport]) -> 
 
 def test_the_evaluation_in_the_report_is_that_of_the_result(source: Path, quantized: tuple[Path, QuantReport]) -> None:
     out, report = quantized
-    again = evaluate(out, encode_text(source)[:300], against=source, seq_len=128)
+    ids = encode_text(source)[:300]
+    again = evaluate(out, ids, against=source, seq_len=128, decode=text_of_tokens(source))
     assert report.evaluation is not None
     assert report.evaluation.model == str(out)
     assert report.evaluation.perplexity == again.perplexity

@@ -29,6 +29,7 @@ from lmkit.quant.layer.refine import refine
 from lmkit.quant.layer.scaling import IDENTITY, Candidate, ScaleSearch, fold_each_pair, record
 from lmkit.quant.layer.sweep import Sweep
 from lmkit.quant.run import Quantizer, prepare
+from lmkit.scales import Exponents, Numbers, Scales, TwoLevel
 from tests.quant.helpers import SCALE, calibrate, recipe, tiny_checkpoint
 from tests.quant.killed import digest
 from tests.quant.second_device import NAME, SecondDevice
@@ -273,7 +274,16 @@ def test_rows_without_a_block_stay() -> None:
 
 @pytest.mark.parametrize("value", [6.2e-5, 1e-4, 0.0123456, 0.99999, 1.00049, 3.14159, 2047.7, 65503.0])
 def test_scales_are_rounded_to_float16(value: float) -> None:
-    assert descent._as_float16.py_func(value) == float(torch.tensor(value).to(torch.float16))
+    spacing = Numbers().spacing(None)
+    assert descent._nearest_scale.py_func(value, spacing) == float(torch.tensor(value).to(torch.float16))
+
+
+@pytest.mark.parametrize("scales", [Numbers(), Exponents(), TwoLevel(), TwoLevel(divided=True)], ids=str)
+def test_one_scale_is_rounded_as_many_are(scales: Scales) -> None:
+    spacing = scales.spacing(torch.tensor(0.37))
+    values = torch.rand(64, generator=torch.Generator().manual_seed(2)) * torch.logspace(-7, 6, 64)
+    found = [float(descent._nearest_scale.py_func(value, spacing)) for value in values.numpy()]
+    torch.testing.assert_close(torch.tensor(found), spacing.nearest(values), rtol=1e-6, atol=0)
 
 
 class Stopped(Exception):
