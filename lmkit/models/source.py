@@ -77,12 +77,12 @@ class ModelSource:
             self.spec, self.config = replace(self.spec, tie_embeddings=False), untied(self.config)
         classifies = self.spec.architecture.endswith(CLASSIFIER)
         writes = not (classifies or self.spec.sees_all)
-        self.has_head = writes and (self.spec.tie_embeddings or not self._lacks_head())
+        self.has_head = writes and (self.spec.tie_embeddings or not self.lacks_head())
         if not self.has_head:
             self.spec = replace(self.spec, tie_embeddings=True)  # what computes logits has some head; nobody sees them
         self._check_names()
 
-    def _lacks_head(self) -> bool:
+    def lacks_head(self) -> bool:
         """Whether it was saved without its head on purpose."""
         is_base = self.reader.is_base or self.spec.architecture.endswith(BASE)
         return is_base and bool(missing_parts(self.reader, roles.LM_HEAD))

@@ -86,6 +86,14 @@ def problem(spec: ModelSpec) -> str | None:
     return None if unknown is None else f"{unknown}, of which it does not know what turns"
 
 
+def stream_problem(source: ModelSource) -> str | None:
+    """Why the residual stream of a checkpoint cannot be turned, or None: who else reads it would see it turned."""
+    if source.lacks_head() or not source.has_head:
+        return "a model without a head, for what reads its states would see them turned"
+    beside = next((name for name in source.reader.names() if name.startswith(source.spec.unread)), None)
+    return None if beside is None else f"{beside}, which lmkit does not read and so cannot turn"
+
+
 def _roles(layer: LayerSpec) -> tuple[str, ...]:
     return (*layer.linears, *layer.routers, *layer.matrices)
 

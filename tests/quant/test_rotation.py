@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lmkit.errors import ConfigError, UnsupportedError
@@ -14,6 +16,7 @@ from lmkit.models.source import ModelSource
 from lmkit.quant.report import selfcheck
 from lmkit.quant.rotation import problem, turned
 from lmkit.quant.run import prepare
+from lmkit.quant.steps.rotate import Rotate
 from tests.models import tiny
 from tests.quant.helpers import RTN, recipe, tiny_checkpoint
 
@@ -66,13 +69,34 @@ def test_a_model_that_cannot_be_turned_is_refused(tmp_path: Path) -> None:
         prepare(path, recipe({"step": "rotate"}))
 
 
+def without_head(path: Path) -> None:
+    """Write it as sentence-transformers does."""
+    file = path / "model.safetensors"
+    save_file({name.removeprefix("model."): tensor for name, tensor in load_file(file).items()}, file)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [(without_head, "without a head"), (tiny.put_beside_a_tower, "vision_tower.proj.weight")],
+)
+def test_a_stream_that_others_read_is_not_turned(tmp_path: Path, change: Callable[[Path], None], reason: str) -> None:
+    source = ModelSource(tiny_checkpoint(tmp_path, "ministral3", num_hidden_layers=2, tie_word_embeddings=True))
+    Rotate().opened(source)
+    change(tmp_path)
+    with pytest.raises(UnsupportedError, match=f"{reason}.*; `residual: false` turns values alone"):
+        Rotate().opened(ModelSource(tmp_path))
+    Rotate(residual=False).opened(ModelSource(tmp_path))
+
+
 def test_a_turned_model_is_quantized(tmp_path: Path) -> None:
     """The run reads the file back and compares logits (report.selfcheck)."""
     path = tiny_checkpoint(tmp_path / "source", "llama-tied-bias", num_hidden_layers=1)
     prepare(path, recipe({"step": "rotate"}, RTN, rounder=None)).run(tmp_path / "out")
     out = ModelSource(tmp_path / "out")
     assert not out.spec.tie_embeddings
-    assert bool((out.final_norm() == 1).all())
+    norm = out.final_norm()
+    assert norm is not None
+    assert bool((norm == 1).all())
 
 
 def test_a_step_that_turns_nothing_is_refused() -> None:

@@ -9,7 +9,7 @@ from lmkit.models.source import ModelSource
 from lmkit.models.spec import ModelSpec
 from lmkit.option import Note
 from lmkit.quant.layer.work import LayerWork
-from lmkit.quant.rotation import problem, turned
+from lmkit.quant.rotation import problem, stream_problem, turned
 from lmkit.quant.steps.base import Stage, Step
 
 
@@ -33,6 +33,9 @@ class Rotate(Step, frozen=True, tag="rotate"):
     def opened(self, source: ModelSource) -> ModelSource:
         if reason := self.refuses_model(source.spec):
             raise UnsupportedError(f"{source.reader.path}: {reason}")
+        if self.residual and (reason := stream_problem(source)):
+            what = f"rotate does not turn the stream of {reason}; `residual: false` turns values alone"
+            raise UnsupportedError(f"{source.reader.path}: {what}")
         return turned(source, residual=self.residual, values=self.values)
 
     def apply(self, work: LayerWork) -> None:
