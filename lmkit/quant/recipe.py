@@ -231,6 +231,8 @@ def _text_problem(recipe: Recipe) -> str | None:
         return None
     needs = [step.name() for step in recipe.steps if not step.is_plain]
     needs += ["average_bits"] if recipe.average_bits is not None else []
+    told = recipe.activations == "float4" and recipe.grid.scales.shared
+    needs += ["the factor of NVFP4 inputs (activations float4)"] if told else []
     needs += ["a KV cache of less than 16 bits"] if recipe.kv.is_fitted else []
     return f"calibration: dataset {NO_TEXT}: {needs[0]} needs text" if needs else None
 

@@ -219,11 +219,15 @@ def test_recipes_that_round_to_nearest_read_no_text_unless_they_are_asked_for_so
     assert not load_recipe(name, {"kv": {"bits": 16}}).calibration.has_text
 
 
+NVFP4_INPUTS = "format: compressed-tensors\nactivations: float4\nscheme: {bits: 4, type: float, group_size: 16}\n"
+
+
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
         ("steps: [{step: awq_scale}, {step: rtn}]", "dataset none: awq_scale needs text"),
         ("steps: [{step: rtn}]\nkv: {bits: 8}", "dataset none: a KV cache of less than 16 bits needs text"),
+        (f"{NVFP4_INPUTS}steps: [{{step: rtn}}]", "the factor of NVFP4 inputs .* needs text"),
         ("steps: [{step: rtn}]\nkv: {layers: {0: {k_bits: 4}}}", "a KV cache of less than 16 bits needs text"),
     ],
 )
