@@ -7,6 +7,7 @@ of them. An example is a place where they do not: the text before it, and the to
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import takewhile
 from typing import NamedTuple
 
 import torch
@@ -72,7 +73,8 @@ def _example(decode: Decode, choices: Choices, place: int) -> Example:
 
     def said(tokens: Tensor) -> str:
         text, start = decode([*before, int(tokens[place])]), decode(before)
-        return text.removeprefix(start)
+        alike = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(text, start, strict=False)))
+        return text[alike:]  # a token may end a character that `start` has in part
 
     return Example(
         before=decode(before),

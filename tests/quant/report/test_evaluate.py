@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from lmkit.cli.main import app
 from lmkit.errors import ConfigError, EngineLostError
 from lmkit.quant.report import evaluate as evaluation
-from lmkit.quant.report.answers import Answers
+from lmkit.quant.report.answers import Answers, Choices, compare
 from lmkit.quant.report.evaluate import cut_windows, encode_text, evaluate
 from lmkit.quant.run import prepare
 from tests.models import tiny
@@ -104,6 +104,14 @@ def check_answers(found: Answers | None, p: Tensor, q: Tensor) -> None:
         assert example.reference != example.model
         assert {example.reference, example.model} <= {f"<{token}>" for token in range(4096)}
         assert example.before.endswith(">")
+
+
+def test_a_token_that_ends_a_character_is_shown_alone() -> None:
+    """Its text does not begin with that of the tokens before it, whose last character is not whole."""
+    texts = {(1, 2): "a\ufffd", (1, 2, 3): "a\u00e9", (1, 2, 4): "a\u00e8"}
+    reference, model = (torch.tensor([7, token]) for token in (3, 4))
+    found = compare([Choices([1, 2], reference, model, torch.ones(2))], lambda tokens: texts[tuple(tokens)])
+    assert [(each.reference, each.model) for each in found.examples] == [("\u00e9", "\u00e8")]
 
 
 def test_a_model_against_itself(pair: tuple[Path, Path]) -> None:
