@@ -47,13 +47,14 @@ class Kind:
     pattern: str  # of the pieces of a text
     specials: Specials
     composed: bool = True  # texts are brought into Unicode's form C
+    repeats: bool = False  # tokens occur again, and ids count those that are new, whatever the ranks
 
 
 GPT4 = rf"{SUFFIX}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{REST}"
 KINDS = {
     "tiktoken.model": Kind(rf"[\p{{Han}}]+|{WORDS}|\p{{N}}{{1,3}}|{REST}", _declared, composed=False),
     "qwen.tiktoken": Kind(GPT4, _listed("endoftext", "im_start", "im_end")),
-    "hy.tiktoken": Kind(GPT4, _listed("endoftext", "startoftext", "bos", "eos", "pad")),
+    "hy.tiktoken": Kind(GPT4, _listed("endoftext", "startoftext", "bos", "eos", "pad"), repeats=True),
 }
 MAX_BYTES = 64 << 20
 
@@ -70,7 +71,8 @@ def file_of(folder: Path) -> Path | None:
 
 def backend(file: Path, config: Mapping[str, Any]) -> tokenizers.Tokenizer:
     """The tokenizer of a tiktoken file. `config` is tokenizer_config.json. Raises CheckpointError."""
-    kind, ranks = KINDS[file.name], _ranks(file)
+    kind = KINDS[file.name]
+    ranks = _ranks(file, repeats=kind.repeats)
     made = tokenizers.Tokenizer(models.BPE(*_vocabulary(ranks), ignore_merges=True))
     if kind.composed:
         made.normalizer = normalizers.NFC()
@@ -82,15 +84,18 @@ def backend(file: Path, config: Mapping[str, Any]) -> tokenizers.Tokenizer:
     return made
 
 
-def _ranks(file: Path) -> dict[bytes, int]:
-    """Tokens with their ids, in order. One that occurs again is left out, as in Hunyuan's code."""
+def _ranks(file: Path, *, repeats: bool) -> dict[bytes, int]:
+    """Tokens with their ids, in order. With `repeats` one that occurs again is left out, as in Hunyuan's code."""
     found: dict[bytes, int] = {}
     for number, line in enumerate(read(file, MAX_BYTES).splitlines(), 1):
-        parts = line.split()
+        if not (parts := line.split()):
+            continue
         try:
-            token, _ = base64.b64decode(parts[0], validate=True), int(parts[1])
+            token, rank = base64.b64decode(parts[0], validate=True), int(parts[1])
         except (IndexError, ValueError):
             raise CheckpointError(f"{file}: line {number} is no token in base64 with its rank") from None
+        if not repeats and (rank != len(found) or token in found):
+            raise CheckpointError(f"{file}: line {number} must have a new token of rank {len(found)}")
         found.setdefault(token, len(found))
     if missing := [byte for byte in range(256) if bytes([byte]) not in found]:
         raise CheckpointError(f"{file}: has no token for byte {missing[0]}")

@@ -108,3 +108,15 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
         (tmp_path / "hy.tiktoken").write_text(text)
         with pytest.raises(CheckpointError, match=why):
             Tokenizer.from_pretrained(tmp_path)
+
+
+def test_ids_are_the_ranks_that_the_file_has(tmp_path: Path) -> None:
+    """Blank lines mean nothing; ids that the file does not have would be those of other tokens."""
+    count, file = len(write(tmp_path, "qwen.tiktoken")), tmp_path / "qwen.tiktoken"
+    file.write_bytes(file.read_bytes() + b"\n\n")
+    assert Tokenizer.from_pretrained(tmp_path).encode("<|endoftext|>") == [count]
+    for added in (b"YWFiYmNj %d" % (count + 1), b"YQ== %d" % count):  # a rank is left out, a token occurs again
+        write(tmp_path, "qwen.tiktoken")
+        file.write_bytes(file.read_bytes() + added)
+        with pytest.raises(CheckpointError, match=f"line {count + 1} must have a new token of rank {count}"):
+            Tokenizer.from_pretrained(tmp_path)
