@@ -139,5 +139,5 @@ def test_inspect_says_which_engine_serves_a_model(tmp_path: Path) -> None:
     assert engine["name"] == "flexible"
     assert engine["why"] == "lmkit has no family of JambaForCausalLM, and transformers has"
     assert engine["attention"] == "lmkit's KV blocks, states in transformers' caches, one sequence at a time"
-    assert {"captured steps", "tp", "adapters"} <= set(engine["without"])
+    assert {"captured steps", "tp", "weights_memory"} <= set(engine["without"])
     assert engine["fastest"].startswith(f"lmkit serve {tmp_path}")

@@ -16,10 +16,10 @@ VARIED = {
     "stablelm": "paged",
     "cwm": "paged",  # windows
     "phimoe": "paged",  # windows that its masks alone have
-    "doge": "own",  # a mask of its own in each layer
+    "doge": "paged",  # a mask of its own in each layer
     "jetmoe": "paged",  # experts of attention
     "mamba": "own",  # a weight that is read directly
-    "falcon": "own",  # linears of a class of its own
+    "falcon": "paged",  # linears of a class of its own
 }
 
 
