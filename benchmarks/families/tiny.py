@@ -68,6 +68,7 @@ QWEN4_INDEX = {
     "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": HEAD, "indexer_budget": 32,
     "indexer_compress_ratio": 4,
 }  # fmt: skip
+HALF_TURNED = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 # What single architectures need beside their sizes.
 SPECIAL: dict[str, dict[str, Any]] = {
     "axk2": {"gated_norm_rank": 32},
@@ -82,6 +83,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     },
     "dots3_note_text": {"num_key_value_heads": HEADS},
     "falcon_h1": {"mamba_d_ssm": INNER},
+    "gemma3": {"vision_config": {"image_size": 28, "patch_size": 14}, "mm_tokens_per_image": 4},
     "gemma3n_text": {
         "num_hidden_layers": 4,
         "num_kv_shared_layers": 2,
@@ -94,6 +96,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "lfm3": {"layer_types": ["conv", "full_attention"]},
     "mamba2": {"num_heads": 8},
+    "mimo_v2_flash": {"rope_parameters": {"full_attention": HALF_TURNED, "sliding_attention": HALF_TURNED}},
     "qwen4_exp": {"text_config": QWEN4_INDEX},
     "qwen4_exp_text": QWEN4_INDEX,
     "recurrent_gemma": {"num_hidden_layers": 3},

@@ -19,6 +19,7 @@ VARIED = {
     "doge": "paged",  # a mask of its own in each layer
     "jetmoe": "paged",  # experts of attention
     "mamba": "own",  # a weight that is read directly
+    "inkling2_text": "own",  # experts that its file names otherwise, in a layout that only transformers undoes
     "falcon": "paged",  # linears of a class of its own
 }
 

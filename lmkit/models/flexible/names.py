@@ -99,7 +99,8 @@ class Names:
                 self.parts.pop(f"{name}.{part.parameter}", None)
 
     def _look_inside(self, reader: CheckpointReader) -> None:
-        """Show the experts of each tensor that has all of them."""
+        """Show the experts of tensors that have all of them, where every part of a module can be shown."""
+        shown: dict[str, dict[str, str]] = {}
         wanted = {
             f"{name}.{part.parameter}{kind}": (name, mixture, part.parameter)
             for name, mixture in self._mixtures.items() for part in mixture.parts for kind in ("", EXPERT_BIAS)
@@ -122,7 +123,13 @@ class Names:
                 if part.parameter == parameter:
                     module = f"{prefix}.{number}.{part.name}"
                     self.views[module + suffix] = expert_of(source, shape, number, part.rows, transposed=transposed)
-                    self.modules[module] = f"{name}.{number}.{part.name}"
+                    shown.setdefault(name, {})[module] = f"{name}.{number}.{part.name}"
+        for name, modules in shown.items():
+            if set(modules.values()) == self._mixtures[name].sites(name).keys():
+                self.modules |= modules
+            else:
+                for module, kind in itertools.product(modules, (WEIGHT, BIAS)):
+                    self.views.pop(module + kind, None)
 
     def _turns(self, pattern: str) -> bool:
         """Whether a conversion at most swaps inputs and outputs."""
