@@ -121,9 +121,7 @@ def test_old_style_rope_fields_are_read() -> None:
 
 
 def test_an_unknown_architecture_is_refused_with_the_list() -> None:
-    with pytest.raises(
-        UnsupportedError, match=r"GPT2LMHeadModel.*LlamaForCausalLM, Mamba2ForCausalLM, MiniMaxM2ForCausalLM, .*Qwen2"
-    ):
+    with pytest.raises(UnsupportedError, match=r"GPT2LMHeadModel.*LlamaForCausalLM, Mamba2ForCausalLM, Mi.*Qwen2"):
         load_spec(CONFIG | {"architectures": ["GPT2LMHeadModel"]})
 
 
