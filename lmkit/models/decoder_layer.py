@@ -53,7 +53,7 @@ class DecoderLayer:
             ResidualBlock(each, self.forwards[type(each.block)](each.block, self.parts), self.parts)
             for each in spec.blocks
         ]
-        for linear in self.linears:
+        for linear in self.linears if spec.factors else ():  # a draft head's are complete later, and have none
             linear.factor = spec.factors.get(linear.roles[0], 1.0)
         self.mixing = next(each for each in self.blocks if each.spec.block is spec.mixer)
         self.mixer: Forward = self.mixing.block
