@@ -83,7 +83,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     },
     "dots3_note_text": {"num_key_value_heads": HEADS},
     "falcon_h1": {"mamba_d_ssm": INNER},
-    "gemma3": {"vision_config": {"image_size": 28, "patch_size": 14}, "mm_tokens_per_image": 4},
+    "gemma3": {"vision_config": {"image_size": 56, "patch_size": 14}, "mm_tokens_per_image": 4},
     "gemma3n_text": {
         "num_hidden_layers": 4,
         "num_kv_shared_layers": 2,
