@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 
 from lmkit.errors import CheckpointError, UnsupportedError
@@ -47,6 +48,23 @@ def test_whole_prompts_match_transformers(tmp_path: Path, name: str) -> None:
     logits = decoder(batch, kv_for(decoder, num_blocks))
     for row, got in zip(prompts(), logits.split([len(r) for r in prompts()]), strict=True):
         torch.testing.assert_close(got, expected(model, row), rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def test_convolutions_apart_have_the_widths_of_their_heads(tmp_path: Path) -> None:
+    """Of OLMo Hybrid with values wider than keys. transformers writes the three as parts of one width, and reads them
+    one after the other."""
+    model = tiny.make(tmp_path, "olmo-hybrid", linear_key_head_dim=16, linear_value_head_dim=32)
+    file, keys = tmp_path / "model.safetensors", 2 * 16
+    tensors = safetensors.torch.load_file(file)
+    for prefix in {name.partition("q_conv1d")[0] for name in tensors if "q_conv1d" in name}:
+        names = [f"{prefix}{part}_conv1d.weight" for part in "qkv"]
+        whole = torch.cat([tensors[name] for name in names])
+        tensors |= dict(zip(names, map(torch.clone, whole.split([keys, keys, len(whole) - 2 * keys])), strict=True))
+    safetensors.torch.save_file(tensors, file)
+    decoder, row = load_model(tmp_path), prompts()[0]
+    batch, num_blocks = whole_batch([row], BLOCK)
+    logits = decoder(batch, kv_for(decoder, num_blocks))
+    torch.testing.assert_close(logits, expected(model, row), rtol=TOLERANCE, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize("name", tiny.FAMILIES)

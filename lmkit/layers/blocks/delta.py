@@ -69,9 +69,11 @@ class DeltaSpec(Block):
 
     @property
     def matrices(self) -> dict[str, tuple[int, ...]]:
-        sizes = {role: self.num_values if "v" in role else self.num_keys for role in CONVS} if self.apart else {}
+        sizes = {"attn.conv": self.channels}
+        if self.apart:
+            sizes = dict(zip(CONVS, (self.num_keys, self.num_keys, self.num_values), strict=True))
         return {
-            **{role: (size, 1, self.kernel) for role, size in (sizes or {"attn.conv": self.channels}).items()},
+            **{role: (size, 1, self.kernel) for role, size in sizes.items()},
             "attn.a_log": (self.num_value_heads,),
             "attn.dt_bias": (self.num_value_heads,),
             "attn.delta_norm": (self.value_dim,),
