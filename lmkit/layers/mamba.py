@@ -15,9 +15,8 @@ from lmkit.layers.blocks.mamba import MambaSpec
 from lmkit.layers.linear import MergedLinear
 from lmkit.layers.recurrent import Recurrence
 
-WIDE = (
-    2.0**20
-)  # x over the root of WIDE squared, times WIDE, is x: beside WIDE squared float32 sees no mean square of x
+# x over the root of WIDE squared, times WIDE, is x: beside WIDE squared float32 sees no mean square of x.
+WIDE = 2.0**20
 
 
 class Mamba(Recurrence):

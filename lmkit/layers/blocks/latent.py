@@ -93,9 +93,9 @@ class LatentSpec(Block):
         return shapes
 
     def vectors(self, hidden: int) -> dict[str, int]:
-        sizes = ({"attn.q_a_norm": self.q_lora_rank} if self.q_lora_rank else {}) | {
-            "attn.kv_a_norm": self.kv_lora_rank
-        }
+        sizes = {"attn.kv_a_norm": self.kv_lora_rank}
+        if self.q_lora_rank:
+            sizes = {"attn.q_a_norm": self.q_lora_rank} | sizes
         if (index := self.own_indexer) is not None:
             sizes |= {"attn.index_k_norm": index.head_dim, "attn.index_k_norm.bias": index.head_dim}
         return sizes

@@ -53,10 +53,8 @@ def exaone4(hf: dict[str, Any]) -> ModelSpec:
 @family("OlmoHybridForCausalLM", defaults=hybrid_defaults.OLMO_HYBRID)
 def olmo_hybrid(hf: dict[str, Any]) -> ModelSpec:
     """With null for the base of RoPE, attention turns no heads."""
-    full, (keys, values) = (
-        _layer(hf, joint_qk_norm=True),
-        (integer(hf, f"linear_num_{name}_heads", integer(hf, "num_attention_heads")) for name in ("key", "value")),
-    )
+    full, heads = _layer(hf, joint_qk_norm=True), integer(hf, "num_attention_heads")
+    keys, values = (integer(hf, f"linear_num_{name}_heads", heads) for name in ("key", "value"))
     if {"rope_theta": 0.0, **hf, **(hf.get("rope_parameters") or {})}["rope_theta"] is None:
         full = full.having(rope=replace(full.rope, kind="none"))
     key_dim = integer(hf, "linear_key_head_dim", 3 * full.hidden_size // (4 * max(keys, 1)))
