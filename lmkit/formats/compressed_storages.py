@@ -19,6 +19,7 @@ of STORAGES.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import ClassVar, Protocol
 
 import torch
@@ -29,7 +30,6 @@ from lmkit.errors import CheckpointError
 from lmkit.formats import mxfp4, nvfp4
 from lmkit.formats.checkpoint import CheckpointReader, CheckpointWriter
 from lmkit.formats.dense import read_dense
-from lmkit.formats.mxfp4 import MXFP4
 from lmkit.formats.names import Activations
 from lmkit.formats.packing import pack_words, unpack_words
 from lmkit.formats.parts import (
@@ -43,12 +43,17 @@ from lmkit.formats.parts import (
 )
 from lmkit.qtensor import QTensor, QuantScheme
 
+Read = Callable[[CheckpointReader, str], QTensor]
+Write = Callable[[CheckpointWriter, str, QTensor], None]
+
 
 class Storage(Protocol):
     """A packing. `name` is its `format` in config.json, `others` are names that other writers have for it."""
 
-    name: ClassVar[str]
     others: ClassVar[tuple[str, ...]]
+
+    @property
+    def name(self) -> str: ...
 
     def holds(self, scheme: QuantScheme) -> bool:
         """Whether weights of this scheme can be read."""
@@ -154,42 +159,33 @@ class FloatQuantized:
         writer.add(module + ".weight_scale", scales.contiguous())
 
 
-class Nvfp4Packed:
-    name: ClassVar[str] = "nvfp4-pack-quantized"
+class Float4Packed:
     others: ClassVar[tuple[str, ...]] = ()
 
+    def __init__(self, name: str, scheme: QuantScheme, read: Read, write: Write) -> None:
+        self.name, self._scheme, self._read, self._write = name, scheme, read, write
+
     def holds(self, scheme: QuantScheme) -> bool:
-        return scheme == nvfp4.NVFP4
+        return scheme == self._scheme
 
     def writes(self, scheme: QuantScheme, activations: Activations) -> bool:
         return self.holds(scheme)
 
     def read(self, reader: CheckpointReader, module: str, scheme: QuantScheme) -> QTensor:
-        return nvfp4.read_compressed(reader, module)
+        return self._read(reader, module)
 
     def write(self, writer: CheckpointWriter, module: str, weight: QTensor) -> None:
-        nvfp4.write_compressed(writer, module, weight)
-
-
-class Mxfp4Packed:
-    name: ClassVar[str] = "mxfp4-pack-quantized"
-    others: ClassVar[tuple[str, ...]] = ()
-
-    def holds(self, scheme: QuantScheme) -> bool:
-        return scheme == MXFP4
-
-    def writes(self, scheme: QuantScheme, activations: Activations) -> bool:
-        return self.holds(scheme)
-
-    def read(self, reader: CheckpointReader, module: str, scheme: QuantScheme) -> QTensor:
-        return mxfp4.read_compressed(reader, module)
-
-    def write(self, writer: CheckpointWriter, module: str, weight: QTensor) -> None:
-        mxfp4.write_compressed(writer, module, weight)
+        self._write(writer, module, weight)
 
 
 # Of several that hold a scheme, the first one is written.
-STORAGES: tuple[Storage, ...] = (IntQuantized(), PackQuantized(), FloatQuantized(), Nvfp4Packed(), Mxfp4Packed())
+STORAGES: tuple[Storage, ...] = (
+    IntQuantized(),
+    PackQuantized(),
+    FloatQuantized(),
+    Float4Packed("nvfp4-pack-quantized", nvfp4.NVFP4, nvfp4.read_compressed, nvfp4.write_compressed),
+    Float4Packed("mxfp4-pack-quantized", mxfp4.MXFP4, mxfp4.read_compressed, mxfp4.write_compressed),
+)
 
 
 def read_rounded(reader: CheckpointReader, module: str, scheme: QuantScheme) -> QTensor:
