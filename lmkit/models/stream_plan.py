@@ -30,6 +30,9 @@ class Turn(NamedTuple):
     start: int
     end: int
 
+    def overlaps(self, other: Turn) -> bool:
+        return self.start < other.end and other.start < self.end
+
 
 @dataclass(frozen=True)
 class StreamPlan:
@@ -55,8 +58,8 @@ class StreamPlan:
         """The parts that are read, in the order in which they are computed."""
         turns, end, room = list[Turn](), 0, self.room
         for layer in self.streamed:
-            if end + sum(self.layers[layer]) > room:
-                end = 0
+            last = room - sum(self.layers[layer])  # layers differ in size: two in a row lie at both ends of the room
+            end = last if 0 < end <= last else 0
             for part, size in enumerate(self.layers[layer]):
                 turns.append(Turn(layer, part, end, end + size))
                 end += size
@@ -72,8 +75,7 @@ class StreamPlan:
     def _behind(self, turn: int) -> int:
         own = self.turns[turn]
         for back in range(1, len(self.turns)):
-            other = self.turns[turn - back]  # before the first turn comes the last one of the step before
-            if other.start < own.end and own.start < other.end:
+            if self.turns[turn - back].overlaps(own):  # before the first turn comes the last one of the step before
                 return back
         return 0
 

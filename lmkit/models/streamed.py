@@ -149,15 +149,24 @@ class StreamedFile:
         return self._disk.begin(*self._part(section)) if section < len(self._places) else None
 
     def _read(self, section: int) -> None:
-        """Read and sum up everything to the end of this section. The one after it is begun."""
+        """Read and sum up everything to the end of this section. The one after it is begun, unless it would be written
+        over this one, whose vectors are still to be copied.
+        """
         while self._num_read <= section:
             start, end, memory = self._part(self._num_read)
-            assert self._ahead is not None
-            self._ahead.wait()
-            self._num_read += 1
-            self._ahead = self._begin(self._num_read)
+            reading = self._ahead or self._begin(self._num_read)
+            assert reading is not None
+            reading.wait()
             offset = start - span(start, end)[0]
             self._crc = zlib.crc32(memory[offset : offset + end - start], self._crc)
+            self._num_read += 1
+            self._ahead = None if self._overlaps_next(self._num_read - 1) else self._begin(self._num_read)
+
+    def _overlaps_next(self, section: int) -> bool:
+        """Whether a section and the one after it share memory."""
+        turns = [self._turns.get(each) for each in (section, section + 1)]
+        own, other = (None if turn is None else self._plan.turns[turn] for turn in turns)
+        return own is not None and other is not None and other.overlaps(own)
 
     def layer_type(self, index: int) -> Callable[..., DecoderLayer]:
         """The class of a layer."""

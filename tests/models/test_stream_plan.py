@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -47,6 +48,12 @@ def test_layers_of_one_part_take_turns_in_room_for_two() -> None:
     assert plan.behind == [1, 3, 2, 2, 2]  # the first one comes after the last one of the step before
     three = plan_stream([(10,)] * 8, 1, 71)
     assert (three.behind, three.step_bytes) == ([1, 0, 2], 20)  # the middle one of three stays where it is
+
+
+@pytest.mark.parametrize("layers", [[(9,), (9,), (10,)] * 3, [(3,), (10,), (10,), (10,)], [(30,), (10,)] * 3])
+def test_a_layer_of_one_part_is_read_while_the_one_before_it_is_computed(layers: list[Parts]) -> None:
+    turns = StreamPlan(tuple(layers), 1, tuple(range(len(layers)))).turns
+    assert not any(turn.overlaps(after) for turn, after in pairwise(turns))
 
 
 def test_layers_of_many_parts_take_turns_in_room_for_one() -> None:

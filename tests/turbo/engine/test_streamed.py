@@ -15,13 +15,13 @@ import torch
 
 from lmkit.config import EngineConfig
 from lmkit.errors import CheckpointError, ConfigError, EngineLostError
-from lmkit.formats.direct_file import DirectFile
+from lmkit.formats.direct_file import DirectFile, Reading
 from lmkit.kernels.cpu import jit
 from lmkit.models import packed_cache, streamed
 from lmkit.models.decoder import Decoder
 from lmkit.models.loader import load
 from lmkit.models.resolved import resolved
-from lmkit.models.stream_plan import Streaming, StreamPlan, evenly, plan_stream
+from lmkit.models.stream_plan import Streaming, StreamPlan, Turn, evenly, plan_stream
 from lmkit.models.streamed import forecast
 from lmkit.turbo.engine.describe import describe_model
 from lmkit.turbo.engine.engine import Engine
@@ -97,6 +97,26 @@ def test_other_families_have_the_same_bits(tmp_path: Path, family: str) -> None:
         for overlap in (True, False):
             engine = tiny_engine(tmp_path, budget, overlap=overlap)
             assert [shown(run(engine, prompts())) for _ in range(2)] == [want] * 2
+
+
+def test_loading_reads_ahead_over_nothing_that_is_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All layers have the same place here, and a read ends as soon as it is begun."""
+    begin = DirectFile.begin
+
+    def at_once(file: DirectFile, *part: Any) -> Reading:
+        reading = begin(file, *part)
+        reading.wait()
+        return reading
+
+    def placed(plan: StreamPlan) -> list[Turn]:
+        return [Turn(layer, 0, 0, sum(plan.layers[layer])) for layer in plan.streamed]
+
+    tiny.make(tmp_path, "gpt-oss", num_hidden_layers=5)
+    want = shown(run(tiny_engine(tmp_path), prompts()))
+    (budget,) = budgets(tmp_path, 5)
+    monkeypatch.setattr(DirectFile, "begin", at_once)
+    monkeypatch.setattr(StreamPlan, "turns", property(placed))
+    assert shown(run(tiny_engine(tmp_path, budget), prompts())) == want
 
 
 def places(decoder: Decoder) -> set[tuple[int, int]]:
