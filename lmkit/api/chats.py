@@ -16,6 +16,7 @@ from lmkit.text.chat.answer_events import AnswerEvents, MessageDeltas
 from lmkit.text.chat.conversation import Chat, TemplateVariables, ToolOptions
 from lmkit.text.chat.style import Style, called_tools
 from lmkit.text.images import ReadImage
+from lmkit.text.videos import ReadVideo
 from lmkit.turbo.request import Request
 from lmkit.turbo.transport.output import RequestOutput
 
@@ -98,5 +99,5 @@ def _plain(value: Any) -> Any:
     """Objects and lists of any kind as those that JSON has."""
     if isinstance(value, Mapping):
         return {name: _plain(item) for name, item in value.items()}
-    is_list = isinstance(value, list | tuple) and not isinstance(value, ReadImage)
+    is_list = isinstance(value, list | tuple) and not isinstance(value, ReadImage | ReadVideo)
     return list(map(_plain, value)) if is_list else value

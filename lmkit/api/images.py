@@ -1,4 +1,4 @@
-"""Images that a caller of the pipeline gives: a path, bytes, a data: URL, or an image of Pillow."""
+"""Images and videos that a caller of the pipeline gives: a path, bytes, a data: URL, or an image of Pillow."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from typing import Any
 
 from lmkit.errors import RequestError
 from lmkit.text.images import ReadImage, data_url
+from lmkit.text.videos import ReadVideo
+from lmkit.turbo.transport.prompt_images import Shown
 
 MAX_FILE_BYTES = 64 << 20
 
 
-def load(source: Any) -> bytes | ReadImage:
-    """The bytes of an image's file. Raises RequestError."""
-    if isinstance(source, ReadImage | bytes):
+def load(source: Any) -> bytes | Shown:
+    """The bytes of an image's or a video's file. Raises RequestError."""
+    if isinstance(source, ReadImage | ReadVideo | bytes):
         return source
     if isinstance(source, str) and source.startswith("data:"):
         return data_url(source)

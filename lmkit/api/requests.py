@@ -17,11 +17,10 @@ from lmkit.config import EngineConfig
 from lmkit.errors import ConfigError, RequestError
 from lmkit.text import Tokenizer
 from lmkit.text.cut import cut_text
-from lmkit.text.images import ReadImage
 from lmkit.text.messages import ImagePart, has_images, message_parts, plain_messages, shown_parts
 from lmkit.turbo.request import EngineInfo, ImageInput, Request, StepOutput, VectorLayer, check_head
 from lmkit.turbo.transport.output import AssistantTurn, RequestOutput
-from lmkit.turbo.transport.prompt_images import read_images, with_images
+from lmkit.turbo.transport.prompt_images import Shown, read_images, with_frames, with_images
 
 if TYPE_CHECKING:
     from lmkit.api.chats import Chats, Reader
@@ -162,26 +161,27 @@ class RequestMaker:
         messages = plain_messages([*_history(session), {"role": "user", "content": prompt}])
         found = [self._read(message) for message in messages if has_images(message["content"])]
         shown = [message | {"content": _shown(message["content"])} for message in messages]
-        text = self._tokenizer.render_chat(shown)
+        images = [image for of_one in found for image in of_one]
+        text = with_frames(self._tokenizer.render_chat(shown), images, self._info)
         self._tokenizer.check_length(text, self._info.max_model_len, "prompt")
         encoded = session.tokens.encode(self._tokenizer, text)
         (config,) = configs_for(gen_config, 1)
-        ids, images = with_images(encoded.ids, [image for of_one in found for image in of_one], self._info)
-        request = self.request(ids, config, images=images, session_id=session.id)
+        ids, placed = with_images(encoded.ids, images, self._info)
+        request = self.request(ids, config, images=placed, session_id=session.id)
         return Turn(session, messages, request, AssistantTurn(encoded))
 
     def _with_images(self, text: str, parts: Sequence[ImagePart]) -> tuple[list[int], tuple[ImageInput, ...]]:
         """The tokens of a rendered conversation with these images. Raises RequestError."""
         images = read_images(parts, self._info, load)
-        return with_images(self._encode(text, False), images, self._info)
+        return with_images(self._encode(with_frames(text, images, self._info), False), images, self._info)
 
-    def _read(self, message: dict[str, Any]) -> list[ReadImage]:
+    def _read(self, message: dict[str, Any]) -> list[Shown]:
         """The images of a message, which has them as they were read from now on."""
         parts = message_parts(message["content"])
         images = read_images([part for part in parts if isinstance(part, ImagePart)], self._info, load)
         rest = iter(images)
         message["content"] = [
-            {"type": "text", "text": part} if isinstance(part, str) else {"type": "image", "image": next(rest)}
+            {"type": "text", "text": part} if isinstance(part, str) else {"type": part.mark, part.mark: next(rest)}
             for part in parts
         ]
         return images

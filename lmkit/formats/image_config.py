@@ -32,7 +32,7 @@ class ImageConfig:
     Raises CheckpointError or UnsupportedError."""
 
     def __init__(self, folder: Path, default: tuple[Colors, Colors, int, int, int]) -> None:
-        path, given = _given(folder)
+        path, given = said(folder, FILE, "image_processor")
         mean, std, resample, side, edge = default
         for name, value in DONE.items():
             if given.get(name, value) not in (None, value):
@@ -66,14 +66,14 @@ class ImageConfig:
         return float(numbers[0]), float(numbers[1]), float(numbers[2])
 
 
-def _given(folder: Path) -> tuple[Path, dict[str, Any]]:
-    """The file that says it, and what it says."""
-    path, whole = folder / FILE, folder / WHOLE
+def said(folder: Path, file: str, key: str) -> tuple[Path, dict[str, Any]]:
+    """The file that says how something is read, and what it says: `file`, or what stands under `key` for all kinds."""
+    path, whole = folder / file, folder / WHOLE
     if path.exists() or not whole.exists():
         return path, read_json(path, MAX_BYTES) if path.exists() else {}
-    given = read_json(whole, MAX_BYTES).get("image_processor") or {}
+    given = read_json(whole, MAX_BYTES).get(key) or {}
     if not isinstance(given, dict):
-        raise CheckpointError(f"{whole}: image_processor is not an object")
+        raise CheckpointError(f"{whole}: {key} is not an object")
     return whole, given
 
 

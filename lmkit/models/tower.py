@@ -5,16 +5,22 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from lmkit.errors import CheckpointError, UnsupportedError
 from lmkit.formats.image_config import ImageConfig, added_tokens
+from lmkit.formats.video_config import VideoConfig
+from lmkit.log import get_logger
 from lmkit.models.resolved import ResolvedModel
 from lmkit.models.vision import Encoded, Encoding, patches, tower_steps
 from lmkit.models.vision_spec import BREAKS, VisionSpec
 from lmkit.text.images import ImageSettings
+from lmkit.text.videos import NO_VIDEOS, VideoSettings
+
+log = get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -25,12 +31,13 @@ class Tower:
     weights: dict[str, Tensor]
     settings: ImageSettings
     device: str = "cpu"  # torch's, which has the weights
+    videos: VideoSettings | str = NO_VIDEOS
 
     def encode(self, rows: int, columns: int, pixels: bytes) -> Encoding:
-        """The rows of an image of so many cells, on the device. See `tower_steps`."""
+        """The rows of an image of so many cells, or of frames, on the device. See `tower_steps`."""
         spec, settings = self.spec, self.settings
         image = torch.frombuffer(bytearray(pixels), dtype=torch.uint8)
-        image = image.view(rows * spec.unit, columns * spec.unit, spec.channels)
+        image = image.view(-1, rows * spec.unit, columns * spec.unit, spec.channels)
         grid = rows * spec.merge_size, columns * spec.merge_size
         inputs = patches(image, spec, mean=settings.mean, std=settings.std).to(self.device)
         return Encoded((yield from tower_steps(inputs, grid, spec, self.weights.__getitem__)))
@@ -73,6 +80,7 @@ def load_tower(model: ResolvedModel, max_pixels: int, device: str = "cpu") -> To
         raise UnsupportedError(f"{reader.path}: an image's {tokens} tokens exceed a sliding window")
     if side**2 > max_pixels:
         raise UnsupportedError(f"image_pixels: this tower reads {side} x {side} pixels, and {max_pixels:,} are allowed")
+    videos = _videos(reader.path, vision, config, max_pixels)
     settings = ImageSettings(
         token_id=vision.token_id,
         unit=vision.unit,
@@ -85,8 +93,34 @@ def load_tower(model: ResolvedModel, max_pixels: int, device: str = "cpu") -> To
         max_pixels=min(config.max_pixels, max_pixels),
         mean=config.mean,
         std=config.std,
+        frames_id=-1 if isinstance(videos, str) else videos.token_id,
     )
-    return Tower(vision, weights, settings, device)
+    return Tower(vision, weights, settings, device, videos)
+
+
+def _videos(folder: Path, vision: VisionSpec, images: ImageConfig, max_pixels: int) -> VideoSettings | str:
+    """How videos are read, or why they are refused. Raises CheckpointError."""
+    if vision.videos is None:
+        return NO_VIDEOS
+    try:
+        config = VideoConfig(folder, vision.unit, images)
+    except UnsupportedError as error:
+        log.warning("videos are refused: %s", error)
+        return "the server does not read videos as this checkpoint wants them"
+    return VideoSettings(
+        **vision.videos._asdict(),
+        unit=vision.unit,
+        min_pixels=min(config.min_pixels, config.max_pixels),
+        max_pixels=config.max_pixels,
+        max_frame_pixels=max_pixels,
+        fps=config.fps,
+        min_frames=config.min_frames,
+        max_frames=config.max_frames,
+        resample=config.resample,
+        mean=images.mean,
+        std=images.std,
+        cap=config.cap,
+    )
 
 
 def _dtype(model: ResolvedModel) -> torch.dtype:

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from lmkit.models.vision_merge import MERGERS, Weights, linear, norm, with_breaks
 from lmkit.models.vision_spec import VisionSpec
 from lmkit.text.processed_images import AnySettings
+from lmkit.text.videos import VideoSettings
 
 PART = 256  # patches that are computed at a time
 Steps = Generator[None, None, Tensor]  # stops after each part of the work, and returns its result
@@ -42,19 +43,23 @@ class Encodes(Protocol):
     @property
     def settings(self) -> AnySettings: ...
 
+    @property
+    def videos(self) -> VideoSettings | str:
+        """How it wants videos, or why it takes none."""
+
     def encode(self, rows: int, columns: int, pixels: bytes) -> Encoding:
         """The work for an image, whose fields are those of ReadImage."""
 
 
 def patches(pixels: Tensor, spec: VisionSpec, *, mean: tuple[float, ...], std: tuple[float, ...]) -> Tensor:
-    """Normalized patches `[num_patches, channels * temporal_patch_size * patch_size^2]` float32 of an image
-    `[height, width, channels]` uint8 whose sides are multiples of `spec.unit`. The patches of a row of output are
-    neighbours."""
+    """Normalized patches `[num_patches, channels * temporal_patch_size * patch_size^2]` float32 of an image, or of the
+    frames of such a patch, `[1 or frames, height, width, channels]` uint8. The sides are multiples of `spec.unit`. The
+    patches of a row of output are neighbours."""
     size, merge = spec.patch_size, spec.merge_size
-    high, wide = (side // (size * merge) for side in pixels.shape[:2])
+    high, wide = (side // (size * merge) for side in pixels.shape[1:3])
     values = (pixels.float() / 255 - torch.tensor(mean)) / torch.tensor(std)
-    cells = values.view(high, merge, size, wide, merge, size, -1).permute(0, 3, 1, 4, 6, 2, 5)
-    frames = cells.unsqueeze(5).expand(*[-1] * 5, max(spec.temporal_patch_size, 1), -1, -1)  # a still image repeats
+    cells = values.view(len(pixels), high, merge, size, wide, merge, size, -1).permute(1, 4, 2, 5, 7, 0, 3, 6)
+    frames = cells.expand(*[-1] * 5, max(spec.temporal_patch_size, 1), -1, -1)  # a still image repeats
     return frames.reshape(high * wide * merge * merge, -1)
 
 

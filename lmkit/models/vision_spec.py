@@ -31,6 +31,14 @@ class Reading(NamedTuple):
     edge: int = 0  # pixels of the longer side at most; images are not made larger
 
 
+class Timed(NamedTuple):
+    """How videos stand in prompts, of a tower that reads them: pairs of frames, each after the second of its middle."""
+
+    token_id: int  # stands for each row of output
+    mark: str = "<|vision_start|><|video_pad|><|vision_end|>"  # what chat templates write for a video
+    pair: str = "<{:.1f} seconds><|vision_start|><|video_pad|><|vision_end|>"  # of a pair
+
+
 BREAKS = "breaks"  # a tower's name for the embeddings of its merger's `breaks`
 GATED = Names(("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"))
 AXES = (0.0, 0.0)
@@ -136,6 +144,7 @@ class VisionSpec:
     prefix: str = "visual."  # of the names in a checkpoint
     reading: Reading = READING
     token_id: int = -1  # the token that stands for each row of output in a prompt; -1 = config.json names none
+    videos: Timed | None = None  # None: it reads none
     sees_all: bool = False  # the tokens of an image see each other in the language model
 
     @property

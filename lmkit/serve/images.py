@@ -28,7 +28,7 @@ MAX_BYTES = 20 << 20  # of all images that are fetched or read for one request
 SECONDS = 10.0  # for all of them
 DEFAULT_PORTS = {"http": 80, "https": 443}
 AT_ONCE = 4  # connections of one request
-HEADERS = ((b"accept", b"image/*"), (b"accept-encoding", b"identity"), (b"user-agent", b"lmkit"))
+HEADERS = ((b"accept", b"image/*, video/*"), (b"accept-encoding", b"identity"), (b"user-agent", b"lmkit"))
 
 
 class ImageSources:

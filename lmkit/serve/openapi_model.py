@@ -28,6 +28,7 @@ def limits(server: Serving) -> dict[str, Schema]:
         "text": {} if tokenizer.encode("") else {"minLength": 1},
         "variables": {"properties": dict.fromkeys(sorted(variables), VALUE), "additionalProperties": {"type": "null"}},
         "image": NEVER if isinstance(info.images, str) else {},
+        "video": NEVER if isinstance(info.videos, str) else {},
         "dimensions": {"enum": [*info.dimensions, most]} if info.dimensions else {"maximum": most},
         "prompt": {"enum": sorted(info.sentences.prompts)} if info.sentences.prompts else NEVER,
         "kind": {"enum": sorted({*info.sentences.prompts, *KINDS})},

@@ -110,7 +110,9 @@ def _message(id: str, message: ChatMessage) -> dict[str, Any]:
 def _part(part: str | ImagePart) -> dict[str, Any]:
     if isinstance(part, str):
         return {"type": "text", "text": part}
-    return {"type": "image_url", "image_url": {"url": part.source, "detail": part.detail}}
+    kind = f"{part.mark}_url"
+    fps = {"fps": part.fps} if part.fps else {}
+    return {"type": kind, kind: {"url": part.source, "detail": part.detail} | fps}
 
 
 def _shown(answer: bytes) -> Response:

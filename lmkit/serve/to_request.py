@@ -27,7 +27,7 @@ from lmkit.text.cut import cut, cut_text
 from lmkit.text.images import data_url
 from lmkit.turbo.repetition import NEVER, TWO_RULES, RepetitionStop
 from lmkit.turbo.request import MAX_LOGPROBS, EngineInfo, Request, SamplingParams
-from lmkit.turbo.transport.prompt_images import read_images, with_images
+from lmkit.turbo.transport.prompt_images import Shown, read_images, with_frames, with_images
 
 B = TypeVar("B", ChatCompletionRequest, CompletionRequest)
 DEFAULT_TEMPERATURE = 1.0
@@ -67,7 +67,7 @@ def chat_requests(
     content = constraint(body, tokenizer, info.vocab_size)
     wanted = (_limit(asked) or 1) if must_fit else 1
     most = prompt_room(body, info, wanted)
-    turn = chat_prompt(body, tokenizer, info, history, style, may_be_long=most is not None)
+    turn = chat_prompt(body, tokenizer, info, history, style, images, may_be_long=most is not None)
     params = sampling_params(
         body,
         info,
@@ -92,11 +92,13 @@ def chat_prompt(
     info: EngineInfo,
     history: TokenHistory | None = None,
     style: Style | None = None,
+    shown: Sequence[Shown] = (),
     *,
     may_be_long: bool = False,
 ) -> EncodedTurn:
-    """The prompt of a chat, which continues where `history` ends. Raises RequestError if it cannot fit the context."""
-    text = rendered(body, style or Style(tokenizer))
+    """The prompt of a chat that shows these images, which continues where `history` ends. Raises RequestError if it
+    cannot fit the context."""
+    text = with_frames(rendered(body, style or Style(tokenizer)), shown, info)
     if not may_be_long:
         tokenizer.check_length(text, info.max_model_len, "messages")
     return (history or TokenHistory()).encode(tokenizer, text)

@@ -53,7 +53,8 @@ async def num_prompt_tokens(http: HttpRequest, chat: ChatCompletionRequest, name
             images = read_images(chat.images, server.info, sources.load)
             most = prompt_room(chat, server.info, 1)
             is_cut = most is not None
-            prompt = chat_prompt(chat, server.tokenizer, server.info, style=server.style, may_be_long=is_cut)
+            style = server.style
+            prompt = chat_prompt(chat, server.tokenizer, server.info, None, style, images, may_be_long=is_cut)
             number = len(with_images(prompt.ids, images, server.info)[0])
             return number if most is None else min(number, most)
 

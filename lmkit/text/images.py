@@ -38,16 +38,22 @@ class ImageSettings(msgspec.Struct, frozen=True, kw_only=True, tag="tower"):
     resample: int = 3  # Pillow's number of a filter
     breaks: tuple[int, ...] = ()  # tokens that end a row of cells, and the last row
     sees_all: bool = False  # tokens of an image see each other, so that a step computes all of them
+    frames_id: int = -1  # stands for each cell of frames of a video; -1 = the tower reads none
 
-    def tokens(self, rows: int, columns: int) -> list[int]:
-        """The tokens of an image of so many cells."""
-        found = ([self.token_id] * columns + [*self.breaks[:1]]) * rows
-        found[len(found) - len(self.breaks[1:]) :] = self.breaks[1:]
-        return found
+    @property
+    def marks(self) -> tuple[int, ...]:
+        """The tokens that stand for an image in a prompt, before it has the image's tokens."""
+        return (self.token_id,) if self.frames_id < 0 else (self.token_id, self.frames_id)
+
+    def mark_of(self, image: SentImage) -> int:
+        """The one of `marks` that stands for an image."""
+        return self.token_id if image.frames == 1 else self.frames_id
 
     def tokens_of(self, image: SentImage) -> list[int]:
         """The tokens of an image in a prompt."""
-        return self.tokens(image.rows, image.columns)
+        found = ([self.mark_of(image)] * image.columns + [*self.breaks[:1]]) * image.rows
+        found[len(found) - len(self.breaks[1:]) :] = self.breaks[1:]
+        return found
 
     def read(self, data: bytes, detail: str) -> ReadImage:
         """See `read_image`."""
@@ -55,7 +61,7 @@ class ImageSettings(msgspec.Struct, frozen=True, kw_only=True, tag="tower"):
 
     def check(self, image: SentImage) -> None:
         """Raise RequestError if an image has other pixels than its size says."""
-        if len(image.pixels) != 3 * image.rows * image.columns * self.unit**2:
+        if len(image.pixels) != 3 * image.frames * image.rows * image.columns * self.unit**2:
             raise RequestError("invalid_request", "an image has other pixels than its size says", "messages")
 
 
@@ -74,25 +80,33 @@ class SentImage(Protocol):
     @property
     def ids(self) -> tuple[int, ...]: ...
 
+    @property
+    def frames(self) -> int: ...
+
 
 class Expands(Protocol):
     """How images stand in prompts."""
 
     @property
-    def token_id(self) -> int: ...
+    def marks(self) -> tuple[int, ...]: ...
+
+    def mark_of(self, image: SentImage) -> int: ...
 
     def tokens_of(self, image: SentImage) -> list[int]: ...
 
 
 class ReadImage(NamedTuple):
-    """An image of whole cells; or, of a processor of transformers, one row of tokens."""
+    """An image of whole cells, or frames of a video that a tower reads together; or, of a processor of transformers,
+    one row of tokens."""
 
     rows: int
     columns: int
     digest: bytes  # sha256 of the pixels and of how they are normalized
-    pixels: bytes  # RGB, uint8 [rows * unit, columns * unit, 3]; of a processor: what it gives, see processed_images
+    # RGB, uint8 [frames, rows * unit, columns * unit, 3]; of a processor: what it gives, see processed_images
+    pixels: bytes
     breaks: int = 0  # tokens after each row of cells
     ids: tuple[int, ...] = ()  # of a processor: the tokens
+    frames: int = 1
 
     @property
     def num_tokens(self) -> int:
@@ -155,16 +169,18 @@ def data_url(url: str) -> bytes:
 def expanded(ids: Sequence[int], images: Sequence[ReadImage], settings: Expands) -> tuple[list[int], list[int]]:
     """A prompt in which the tokens of each image stand in place of its mark, and where each image begins.
 
-    Raises RequestError if the prompt has another number of such tokens than of images.
+    Raises RequestError if the prompt has other marks than the images.
     """
-    count = sum(token == settings.token_id for token in ids)
-    if count != len(images):
-        message = f"the prompt has {len(images)} images and {count} marks of images; a text must not write the mark"
+    marks = settings.marks
+    written = [token for token in ids if token in marks]
+    if written != list(map(settings.mark_of, images)):
+        number = f"{len(images)} images and {len(written)} marks of images"
+        message = f"the prompt has {number}; a text must not write the mark"
         raise RequestError("invalid_request", message, "messages")
     found: list[int] = []
     starts: list[int] = []
     for token in ids:
-        if token == settings.token_id:
+        if token in marks:
             starts.append(len(found))
             found += settings.tokens_of(images[len(starts) - 1])
         else:

@@ -10,7 +10,9 @@ from lmkit.hints import ignore
 from lmkit.neutral import MESSAGE, is_neutral
 
 DETAILS = ("auto", "low", "high")
-IMAGE_PARTS = ("image_url", "image")  # OpenAI's, and transformers'
+# Parts that are seen, with the mark that chat templates know: OpenAI's names, and transformers'.
+SEEN_PARTS: Mapping[str, str] = {"image_url": "image", "image": "image", "video_url": "video", "video": "video"}
+MAX_FPS = 60.0
 # Parts that are a text, with the field that has it: of chats, of Responses, and of an answer that refused.
 TEXT_PARTS: Mapping[str, str] = {
     "text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal",
@@ -20,14 +22,16 @@ MAX_NAME_CHARS = 256
 
 
 class ImagePart(NamedTuple):
-    """An image as the caller gives it: a URL or another source, and OpenAI's `detail`."""
+    """An image or a video as the caller gives it: a URL or another source, and OpenAI's `detail`."""
 
     source: Any
     detail: str = "auto"
+    mark: str = "image"  # or "video"
+    fps: float = 0.0  # frames of a second of a video that are read; 0 = as the model has it
 
 
 def message_parts(content: list[Any]) -> list[str | ImagePart]:
-    """Texts and images of a list of parts. Raises ValueError for parts of other types."""
+    """Texts, images and videos of a list of parts. Raises ValueError for parts of other types."""
     return [_part(part) for part in content]
 
 
@@ -35,22 +39,33 @@ def _part(part: Any) -> str | ImagePart:
     kind = part.get("type") if isinstance(part, dict) else None
     kind = kind if isinstance(kind, str) else ""
     own = TEXT_PARTS.get(kind, kind)
-    if kind in (*TEXT_PARTS, *IMAGE_PARTS):
-        part = {name: value for name, value in part.items() if name in ("type", own) or not ignore(name)}
+    if kind in (*TEXT_PARTS, *SEEN_PARTS):
+        part = {name: value for name, value in part.items() if name in ("type", own, "fps") or not ignore(name)}
     if kind in TEXT_PARTS and part.keys() == {"type", own}:
         if not isinstance(part[own], str):
             raise ValueError("a part's text must be a string")
         return str(part[own])
-    if kind in IMAGE_PARTS and part.keys() == {"type", kind}:
-        given = part[kind] if isinstance(part[kind], dict) else {"url": part[kind]}
-        given = {name: value for name, value in given.items() if name in ("url", "detail") or not ignore(name)}
-        if given.keys() <= {"url", "detail"} and given.get("url") is not None:
-            detail = given.get("detail") or "auto"
-            if detail not in DETAILS:
-                raise ValueError(f"an image's detail is one of {', '.join(DETAILS)}")
-            return ImagePart(given["url"], detail)
-    forms = '{"type": "text", "text": ...} and {"type": "image_url", "image_url": {"url": ...}}'
-    raise ValueError(f"only parts {forms} are supported")
+    if kind in SEEN_PARTS and kind in part:
+        given = {name: value for name, value in part.items() if name not in ("type", kind)}
+        given |= part[kind] if isinstance(part[kind], dict) else {"url": part[kind]}
+        if (found := _seen(given, SEEN_PARTS[kind])) is not None:
+            return found
+    forms = '{"type": "text", "text": ...}, {"type": "image_url", "image_url": {"url": ...}}'
+    raise ValueError(f'only parts {forms} and the same of "video_url" are supported')
+
+
+def _seen(given: dict[str, Any], mark: str) -> ImagePart | None:
+    """What fields say of an image or a video; None if they do not say it. Raises ValueError."""
+    known = ("url", "detail", *(("fps",) if mark == "video" else ()))
+    given = {name: value for name, value in given.items() if name in known or not ignore(name)}
+    if not given.keys() <= set(known) or given.get("url") is None:
+        return None
+    detail, fps = given.get("detail") or "auto", given.get("fps") or 0.0
+    if detail not in DETAILS:
+        raise ValueError(f"an image's detail is one of {', '.join(DETAILS)}")
+    if type(fps) not in (int, float) or not 0 <= fps <= MAX_FPS:
+        raise ValueError(f"a video's fps is a number of at most {MAX_FPS:g} frames a second")
+    return ImagePart(given["url"], detail, mark, float(fps))
 
 
 def joined_parts(content: Any) -> Any:
@@ -65,7 +80,7 @@ def joined_parts(content: Any) -> Any:
 
 def shown_parts(parts: Iterable[str | ImagePart]) -> list[dict[str, str]]:
     """Parts as chat templates read them: each image is a mark."""
-    return [{"type": "text", "text": part} if isinstance(part, str) else {"type": "image"} for part in parts]
+    return [{"type": "text", "text": part} if isinstance(part, str) else {"type": part.mark} for part in parts]
 
 
 def plain_messages(messages: Iterable[Any]) -> list[dict[str, Any]]:
@@ -103,8 +118,8 @@ def _plain(message: Any, where: str) -> dict[str, Any]:
 
 
 def has_images(content: Any) -> bool:
-    """Whether a message's content, which is known to be right, has parts that are images."""
-    return isinstance(content, list) and any(part["type"] in IMAGE_PARTS for part in content)
+    """Whether a message's content, which is known to be right, has parts that are images or videos."""
+    return isinstance(content, list) and any(part["type"] in SEEN_PARTS for part in content)
 
 
 def _invalid(message: str) -> RequestError:

@@ -24,6 +24,11 @@ class ProcessorSettings(msgspec.Struct, frozen=True, kw_only=True, tag="processo
     max_pixels: int  # of one image before the processor has it
     most: int = MAX_IMAGES  # of one request
 
+    @property
+    def marks(self) -> tuple[int, ...]:
+        """See ImageSettings."""
+        return (self.token_id,)
+
     def read(self, data: bytes, detail: str) -> ReadImage:
         """Decode an image in one process, and have the processor read it in another. Raises RequestError."""
         height, width, pixels = decoded(data, Resizing(1, 1, self.max_pixels), detail)
@@ -32,6 +37,10 @@ class ProcessorSettings(msgspec.Struct, frozen=True, kw_only=True, tag="processo
             reason = value or "its processor takes too much time or memory"
             raise RequestError("invalid_request", f"image: {reason}", "messages")
         return of_tensors(value[0], base64.b64decode(value[1]))
+
+    def mark_of(self, image: SentImage) -> int:
+        """See ImageSettings."""
+        return self.token_id
 
     def tokens_of(self, image: SentImage) -> list[int]:
         """The tokens of an image in a prompt."""

@@ -13,6 +13,7 @@ from lmkit.formats.generation_config import RANGES, SamplingDefaults
 from lmkit.formats.sentences import Layer, Sentences
 from lmkit.text.images import TEXT_ONLY
 from lmkit.text.processed_images import AnySettings
+from lmkit.text.videos import VideoSettings
 from lmkit.turbo.repetition import RepetitionStop
 
 TURN = "turn:"  # begins the session_id of a conversation that has none, and whose last answer called tools
@@ -125,6 +126,7 @@ class ImageInput(msgspec.Struct, frozen=True):
     pixels: bytes = b""  # see ReadImage
     breaks: int = 0  # tokens after each row of cells
     ids: tuple[int, ...] = ()
+    frames: int = 1  # of a video, which it has
     number: int = 0  # the engine's own for its digest, from 1 on
 
     @property
@@ -286,6 +288,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     classes: Classes | None = None  # of a checkpoint that classifies texts
     sampling: SamplingDefaults = SamplingDefaults()  # for requests that do not say how to sample
     images: AnySettings | str = TEXT_ONLY  # how the engine wants images, or why it takes none
+    videos: VideoSettings | str = TEXT_ONLY  # and videos
     kv_port: int = 0  # where it gives blocks to other engines; 0 = nowhere
     captured: str = ""  # on a GPU: the steps that are captured as graphs, or why none is
     selftest: SelfTest | None = None  # of a GPU's kernels

@@ -141,7 +141,7 @@ def test_pixels_are_those_of_transformers(pipe: Pipeline, folder: Path, size: tu
     settings = settings_of(pipe.engine.info)
     image = drawn(*size).convert("RGBA" if size[0] == 31 else "RGB")
     found = read_image(saved(image), settings)
-    shape = found.rows * settings.unit, found.columns * settings.unit, 3
+    shape = 1, found.rows * settings.unit, found.columns * settings.unit, 3
     pixels = torch.frombuffer(bytearray(found.pixels), dtype=torch.uint8).view(shape)
     want = Qwen2VLImageProcessorPil.from_pretrained(folder)(image, return_tensors="pt")
     assert want["image_grid_thw"].tolist() == [[1, 2 * found.rows, 2 * found.columns]]

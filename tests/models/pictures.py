@@ -23,7 +23,8 @@ from tests.quant.helpers import SIZES, TOKENIZER_FILES
 MARKS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")  # in the order of tiny.MARKS
 TEMPLATE = """{%- for message in messages %}<|im_start|>{{ message.role }}
 {% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}
-{%- if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part.text }}{% endif %}
+{%- if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>
+{%- elif part.type == 'video' %}<|vision_start|><|video_pad|><|vision_end|>{% else %}{{ part.text }}{% endif %}
 {%- endfor %}{% endif %}<|im_end|>
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
@@ -34,6 +35,8 @@ GEMMA_TEMPLATE = """{%- for message in messages %}<|im_start|>{{ message.role }}
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
 GEMMA_MARKS = {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"}
+# transformers' names of the pixels and grids of single images, and of frames that are read two and two.
+ARGUMENTS = (("pixel_values", "image_grid_thw"), ("pixel_values_videos", "video_grid_thw"))
 UNIT = 8  # pixels of a cell of the tiny tower
 
 
@@ -51,6 +54,16 @@ def picture(tower: Tower, rows: int, columns: int, seed: int = 0) -> ReadImage:
     return cut_up(rows * UNIT, columns * UNIT, pixels.numpy().tobytes(), tower.settings)
 
 
+def frames(tower: Tower, rows: int, columns: int, count: int) -> list[ReadImage]:
+    """So many pairs of frames of a video of noise; none for a tower that reads no videos."""
+    if isinstance(tower.videos, str):
+        return []
+    size = (2 * count, rows * UNIT, columns * UNIT, 3)
+    pixels = torch.randint(0, 256, size, dtype=torch.uint8, generator=torch.Generator().manual_seed(count))
+    video = tower.videos.cut_up(rows * UNIT, columns * UNIT, range(2 * count), pixels.numpy().tobytes())
+    return list(video.pairs)
+
+
 def rows_of(tower: Tower, image: ReadImage) -> torch.Tensor:
     """What stands in place of the image's embeddings."""
     steps = tower.encode(image.rows, image.columns, image.pixels)
@@ -65,8 +78,8 @@ def rows_of(tower: Tower, image: ReadImage) -> torch.Tensor:
 
 def prompt(tower: Tower, ids: Sequence[int], images: Sequence[ReadImage]) -> tuple[list[int], tuple[ImageInput, ...]]:
     """`ids`, in which -1 stands for an image, with each image's tokens."""
-    token = tower.settings.token_id
-    found, starts = expanded([token if x < 0 else x for x in ids], images, tower.settings)
+    marks = map(tower.settings.mark_of, images)
+    found, starts = expanded([next(marks) if x < 0 else x for x in ids], images, tower.settings)
     placed = [ImageInput(start, *image) for start, image in zip(starts, images, strict=True)]
     return found, tuple(placed)
 
@@ -78,18 +91,18 @@ def expected(
     spec, settings = tower.spec, tower.settings
     if not hasattr(model.model, "visual"):
         return _expected_beside(model, tower, ids, images)
-    rows, grids = [], []
-    for image in images:
-        pixels = torch.frombuffer(bytearray(image.pixels), dtype=torch.uint8)
-        pixels = pixels.view(image.rows * UNIT, image.columns * UNIT, 3)
-        rows.append(patches(pixels, spec, mean=settings.mean, std=settings.std))
-        grids.append([1, image.rows * spec.merge_size, image.columns * spec.merge_size])
     kinds = torch.zeros(1, len(ids), dtype=torch.int)
-    for image in images:
-        kinds[0, image.start : image.end] = 1
-    given = {}
-    if images:
-        given = {"pixel_values": torch.cat(rows), "image_grid_thw": torch.tensor(grids), "mm_token_type_ids": kinds}
+    given: dict[str, torch.Tensor] = {}
+    for kind, (pixel_values, grid) in enumerate(ARGUMENTS, 1):
+        rows, grids = [], []
+        for image in (image for image in images if image.frames == kind):
+            pixels = torch.frombuffer(bytearray(image.pixels), dtype=torch.uint8)
+            pixels = pixels.view(-1, image.rows * UNIT, image.columns * UNIT, 3)
+            rows.append(patches(pixels, spec, mean=settings.mean, std=settings.std))
+            grids.append([1, image.rows * spec.merge_size, image.columns * spec.merge_size])
+            kinds[0, image.start : image.end] = kind
+        if rows:
+            given |= {pixel_values: torch.cat(rows), grid: torch.tensor(grids), "mm_token_type_ids": kinds}
     model.model.rope_deltas = None
     with torch.no_grad():
         logits: torch.Tensor = model(torch.tensor([list(ids)]), **given).logits[0]
@@ -130,7 +143,7 @@ def chat_checkpoint(path: Path, name: str = "qwen2.5-vl") -> transformers.PreTra
         shutil.copyfile(DEMO_FOLDER / file, path / file)
     tokenizer = json.loads((path / "tokenizer.json").read_text())
     like = tokenizer["added_tokens"][0]
-    marks = MARKS if name == "qwen2.5-vl" else (*GEMMA_MARKS.values(), "<unused>")
+    marks = MARKS if name.startswith("qwen") else (*GEMMA_MARKS.values(), "<unused>")
     tokenizer["added_tokens"] += [like | {"id": 4096 + i, "content": mark} for i, mark in enumerate(marks)]
     (path / "tokenizer.json").write_text(json.dumps(tokenizer))
     (path / "chat_template.jinja").write_text(TEMPLATE if marks is MARKS else GEMMA_TEMPLATE)
@@ -144,4 +157,6 @@ def chat_checkpoint(path: Path, name: str = "qwen2.5-vl") -> transformers.PreTra
         return model
     processor = Qwen2VLImageProcessorPil(patch_size=4, size={"shortest_edge": 256, "longest_edge": 4096})
     processor.save_pretrained(path)
+    of_videos = {"size": {"shortest_edge": 1024, "longest_edge": 8192}, "fps": 2}
+    (path / "video_preprocessor_config.json").write_text(json.dumps(of_videos))
     return model

@@ -28,14 +28,16 @@ SPEC = VisionSpec(
 
 
 def image(height: int, width: int) -> torch.Tensor:
-    return torch.randint(0, 256, (height, width, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(height))
+    return torch.randint(
+        0, 256, (1, height, width, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(height)
+    )
 
 
 @pytest.mark.parametrize("size", [(16, 16), (24, 40), (8, 56), (40, 8)])
 def test_patches_are_those_of_transformers(size: tuple[int, int]) -> None:
     options = {"patch_size": 4, "size": {"shortest_edge": 64, "longest_edge": 4096}}
     processor = Qwen2VLImageProcessorPil(image_mean=list(MEAN), image_std=list(STD), **options)
-    expected = processor(image(*size).numpy(), return_tensors="pt", input_data_format="channels_last")
+    expected = processor(image(*size)[0].numpy(), return_tensors="pt", input_data_format="channels_last")
     assert expected["image_grid_thw"].tolist() == [[1, size[0] // 4, size[1] // 4]]
     found = patches(image(*size), SPEC, mean=MEAN, std=STD)
     torch.testing.assert_close(found, expected["pixel_values"], rtol=0, atol=1e-5)
@@ -92,9 +94,9 @@ def test_towers_beside_are_those_of_transformers(tmp_path: Path, name: str, grid
     spec, settings = tower_file.spec, tower_file.settings
     pixels = image(grid[0] * 4, grid[1] * 4)
     scaled = (pixels.float() / 255 - torch.tensor(settings.mean)) / torch.tensor(settings.std)
-    sizes = {"image_sizes": torch.tensor([pixels.shape[:2]])} if settings.breaks else {}
+    sizes = {"image_sizes": torch.tensor([pixels.shape[1:3]])} if settings.breaks else {}
     with torch.no_grad():
-        found = model.model.get_image_features(pixel_values=scaled.permute(2, 0, 1)[None], **sizes).pooler_output[0]
+        found = model.model.get_image_features(pixel_values=scaled.permute(0, 3, 1, 2), **sizes).pooler_output[0]
         rows = patches(pixels, spec, mean=settings.mean, std=settings.std)
         got = tower(rows, grid, spec, tower_file.weights.__getitem__)
     assert found.std() > 0.01

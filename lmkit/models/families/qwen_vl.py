@@ -16,7 +16,7 @@ from lmkit.models.families.llama import integer, qwen2, qwen3
 from lmkit.models.families.moe import qwen3_moe
 from lmkit.models.registry import family
 from lmkit.models.spec import ModelSpec
-from lmkit.models.vision_spec import GATED, Joined, VisionSpec
+from lmkit.models.vision_spec import GATED, Joined, Timed, VisionSpec
 
 TOWER, TOWER_3 = "visual.", "model.visual."
 NAMES_2, NAMES_3 = (GATED._replace(mlp=(f"mlp.{x}fc1", f"mlp.{x}fc2")) for x in ("", "linear_"))
@@ -96,7 +96,7 @@ def tower_3(hf: dict[str, Any], **given: Any) -> VisionSpec:
     if not side:
         raise CheckpointError("vision_config: num_position_embeddings is 0")
     options: dict[str, Any] = {"positions": side, "patch_bias": True, "layer_norm": True, "names": NAMES_3}
-    options |= {"prefix": TOWER_3, "merger": MERGER_3}
+    options |= {"prefix": TOWER_3, "merger": MERGER_3, "videos": Timed(integer(hf, "video_token_id", 151656))}
     return vision_spec(hf, "gelu_pytorch_tanh", **options, **given)
 
 

@@ -21,6 +21,7 @@ from lmkit.models.flexible.module import foreign
 from lmkit.models.vision import Encoded, Encoding
 from lmkit.text.processed_images import ProcessorSettings
 from lmkit.text.processor_process import IDS
+from lmkit.text.videos import NO_VIDEOS, VideoSettings
 
 PER_TOKEN = "token_type_ids"
 
@@ -47,6 +48,7 @@ class ForeignTower:
 
     decoder: FlexibleDecoder
     settings: ProcessorSettings
+    videos: VideoSettings | str = NO_VIDEOS
 
     def encode(self, rows: int, columns: int, pixels: bytes) -> Encoding:
         """`pixels` are the tensors of the processor."""

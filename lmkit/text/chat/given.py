@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import get_args
 
 from lmkit.strict import NULL, OF_MODEL, Schema
-from lmkit.text.messages import DETAILS, IMAGE_PARTS, TEXT_PARTS, Role
+from lmkit.text.messages import DETAILS, MAX_FPS, SEEN_PARTS, TEXT_PARTS, Role
 
 
 def _part(kind: str, value: Schema, own: str = "") -> Schema:
@@ -15,14 +15,17 @@ def _part(kind: str, value: Schema, own: str = "") -> Schema:
 
 
 _STRING: Schema = {"type": "string"}
+_FPS: Schema = {"anyOf": [{"type": "number", "minimum": 0, "maximum": MAX_FPS}, NULL]}
 _URL: Schema = {
     "type": "object",
     "properties": {"url": _STRING, "detail": {"enum": [None, *DETAILS]}},
     "required": ["url"],
 }
+_VIDEO_URL: Schema = _URL | {"properties": {**_URL["properties"], "fps": _FPS}}
+_URLS = {"image": _URL, "video": _VIDEO_URL}
 _TEXT = [_part(kind, _STRING, own) for kind, own in TEXT_PARTS.items()]
 _TEXTS: Schema = {"type": "array", "items": {"anyOf": _TEXT}}
-_IMAGES = [_part(kind, {"anyOf": [_STRING, _URL]}) | {OF_MODEL: "image"} for kind in IMAGE_PARTS]
+_IMAGES = [_part(kind, {"anyOf": [_STRING, _URLS[mark]]}) | {OF_MODEL: mark} for kind, mark in SEEN_PARTS.items()]
 CONTENT: Schema = {
     "anyOf": [_STRING, {"type": "array", "items": {"anyOf": [*_TEXT, *_IMAGES]}}, NULL],
     "default": None,

@@ -189,7 +189,7 @@ def _last(request: Request, **fields: Any) -> StepOutput:
 
 def check_images(request: Request, settings: AnySettings) -> None:
     """Raise RequestError unless each image has its tokens, and pixels of its size."""
-    if len(request.images) > MAX_IMAGES:
+    if sum(image.frames == 1 for image in request.images) > MAX_IMAGES:
         raise RequestError("invalid_request", f"at most {MAX_IMAGES} images in one request", "messages")
     if request.pooling is not None:
         raise RequestError("unsupported_parameter", "embeddings are of text; leave images out", "messages")

@@ -39,6 +39,7 @@ def engine_info(model: LoadedModel, limits: SchedulerLimits, captured: str) -> E
         classes=model.classes,
         sampling=model.sampling,
         images=model.tower if isinstance(model.tower, str) else model.tower.settings,
+        videos=model.tower if isinstance(model.tower, str) else model.tower.videos,
         captured=captured,
         selftest=model.selftest,
         computed=computed(model),

@@ -1,0 +1,55 @@
+"""How a vision tower wants videos: `video_preprocessor_config.json`, as transformers writes it. No torch here.
+
+    {"size": {"shortest_edge": 131072, "longest_edge": 786432}, "fps": 2, "min_frames": 4, "max_frames": 768, ...}
+
+`size` is pixels of all frames together. transformers 5 may write the same as `video_processor` of
+`processor_config.json`. What is absent is as transformers has it for Qwen3-VL.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from lmkit.errors import CheckpointError, UnsupportedError
+from lmkit.formats.image_config import DONE, RESAMPLES, ImageConfig, said
+
+FILE = "video_preprocessor_config.json"
+MIN_PIXELS, MAX_PIXELS = 128 * 32 * 32, 768 * 32 * 32
+WANTED: dict[str, Any] = DONE | {"do_sample_frames": True, "num_frames": None, "max_duration": None}
+CAPPED_CELLS = 768  # of a frame, if frames have a cap
+
+
+class VideoConfig:
+    """The numbers of a file, or transformers' own without one. Raises CheckpointError or UnsupportedError."""
+
+    def __init__(self, folder: Path, unit: int, images: ImageConfig) -> None:
+        """`images` says how images of the same tower, whose cells are `unit` pixels wide, are read."""
+        self._path, self._given = said(folder, FILE, "video_processor")
+        for name, value in WANTED.items():
+            if self._given.get(name, value) not in (None, value):
+                raise UnsupportedError(f"{self._path}: {name} = {self._given[name]!r}; lmkit has {value!r}")
+        for name, value in (("image_mean", images.mean), ("image_std", images.std)):
+            if tuple(self._given.get(name) or value) != value:
+                raise UnsupportedError(f"{self._path}: {name} is another than that of images")
+        size = self._given.get("size") or {}
+        if not isinstance(size, dict):
+            raise CheckpointError(f"{self._path}: size is not an object")
+        self.min_pixels = self._number("shortest_edge", size.get("shortest_edge") or MIN_PIXELS)
+        self.max_pixels = self._number("longest_edge", size.get("longest_edge") or MAX_PIXELS)
+        self.min_frames = self._number("min_frames", self._given.get("min_frames") or 4)
+        self.max_frames = self._number("max_frames", self._given.get("max_frames") or 768)
+        fps = self._given.get("fps") or 2
+        if type(fps) not in (int, float) or not 0 < fps < 1e3:
+            raise CheckpointError(f"{self._path}: fps = {fps!r} is not a sensible number")
+        self.fps = float(fps)
+        self.resample = self._given.get("resample") or RESAMPLES[-1]
+        if self.resample not in RESAMPLES:
+            raise UnsupportedError(f"{self._path}: resample {self.resample!r} is not supported")
+        most = self._number("max_video_tokens", self._given.get("max_video_tokens") or CAPPED_CELLS)
+        self.cap = most * unit**2 if self._given.get("cap_pixels_per_frame") else 0
+
+    def _number(self, name: str, value: Any) -> int:
+        if type(value) is not int or not 0 < value < 1 << 31:
+            raise CheckpointError(f"{self._path}: {name} = {value!r} is not a sensible integer")
+        return value
