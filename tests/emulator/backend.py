@@ -8,14 +8,14 @@ import itertools
 import os
 import shutil
 import subprocess
-import threading
+import weakref
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
 from lmkit.environment import environment
 from lmkit.errors import UnsupportedError
@@ -43,7 +43,7 @@ class EmulatedBackend:
     def __init__(self, *, sanitize: bool, capability: Capability, overlap: bool) -> None:
         self._flags = FLAGS + (ASAN if sanitize else ())
         self._capability, self._overlap = capability, overlap
-        self._of_thread = threading.local()
+        self._followed = weakref.WeakSet[UntypedStorage]()  # memory that is forgotten when its tensors are gone
         self._runtime = ctypes.CDLL(
             str(self._build(kernel_source(str(HERE / "emulator.cpp")), "emulator", {})), mode=ctypes.RTLD_GLOBAL
         )
@@ -91,16 +91,14 @@ class EmulatedBackend:
             values = [_value(arg) for arg in args]
             given = [value.itemsize for value in values]
             assert given == sizes, f"{name}: arguments of {given} bytes, the kernel has {sizes}"
-            arguments = self._arguments()
-            for i, value in enumerate(values):
-                arguments[i : i + 1].view(np.uint8)[: value.itemsize] = value.reshape(1).view(np.uint8)
-            first = arguments.ctypes.data
-            addresses = (ctypes.c_void_p * len(values))(*(first + 8 * i for i in range(len(values))))
+            addresses = (ctypes.c_void_p * len(values))(*(value.ctypes.data for value in values))
             message = ctypes.create_string_buffer(512)
             self._seed += 1
             turn = next(turns)
             self.launches.append(name)
             self._before(library, source, name, args)
+            if self.overlaps():
+                self._follow(args)
             if not self._runtime.lm_launch(
                 apply, addresses, _U32x3(*grid), _U32x3(*block), ctypes.c_uint64(shared),
                 ctypes.c_uint64(turn if source in PEERS else self._seed), ctypes.c_uint64(self._seed),
@@ -127,12 +125,13 @@ class EmulatedBackend:
         """An error of a kernel for its reader."""
         return message
 
-    def _arguments(self) -> np.ndarray:
-        """Memory for the arguments of a launch of this thread. It never was a tensor's."""
-        if not hasattr(self._of_thread, "arguments"):
-            self._of_thread.arguments = np.zeros(128, np.uint64)
-        arguments: np.ndarray = self._of_thread.arguments
-        return arguments
+    def _follow(self, args: Sequence[Any]) -> None:
+        """See to it that what kernels write is forgotten with its tensor: another one may get the same memory."""
+        for arg in args:
+            if isinstance(arg, Tensor) and (memory := arg.untyped_storage()) not in self._followed:
+                self._followed.add(memory)
+                where = ctypes.c_uint64(memory.data_ptr()), ctypes.c_uint64(memory.nbytes())
+                weakref.finalize(memory, self._runtime.lm_forget, *where).atexit = False
 
     def _build(self, text: str, name: str, defines: dict[str, int], *, watched: bool = False) -> Path:
         watch = WATCHED if watched and ASAN[0] not in self._flags else ()  # the two do not go together

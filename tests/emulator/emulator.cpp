@@ -532,6 +532,16 @@ extern "C" u64 lm_asked() { return lm::open_machine(), 16 * std::exchange(lm::of
 extern "C" u64 lm_prefetched() { return lm::open_machine(), std::exchange(lm::of_thread->prefetched, 0); }
 extern "C" void lm_barrier() { lm::open_machine(), lm::of_thread->written.clear(); }
 
+// A tensor is gone: what lies there next is another one, which no kernel has written yet.
+extern "C" void lm_forget(uintptr_t first, u64 bytes) {
+    lm::open_machine();
+    for (uintptr_t at = first, next; at < first + bytes; at = next) {
+        next = std::min<uintptr_t>((at / 64 + 1) * 64, first + bytes);
+        const auto found = lm::of_thread->written.find(at / 64);
+        if (found != lm::of_thread->written.end()) found->second &= ~lm::bits_of(at, next - at);
+    }
+}
+
 // The next launch is of translated PTX, whose accesses are checked. `bounds`: `count` times the begin and the end of a
 // tensor's memory. Unless `is_bounded`, it may also follow addresses that lie in memory. If `is_padded`, it may read
 // shared memory that nothing has written, which holds `poison`.

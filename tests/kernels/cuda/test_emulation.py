@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -197,6 +198,21 @@ def test_what_was_written_before_a_barrier_may_be_read(run: Run, overlapping: Em
     overlapping.barrier()
     run(parameters, "const float a = y ? x[t] : 0; wait_for_previous(); y[t] = a;", [y, z])
     assert torch.equal(z, x)
+
+
+def test_memory_of_a_tensor_that_is_gone_may_be_read_as_another(run: Run, overlapping: EmulatedBackend) -> None:
+    x, z, memory = torch.randn(32), torch.zeros(32), np.zeros(32, np.float32)
+    parameters, body = COPIES
+    early = "const float a = y ? x[t] : 0; wait_for_previous(); y[t] = a;"
+    y = torch.from_numpy(memory)
+    run(parameters, body % ("wait_for_previous();", ""), [x, y[:16]], block=16)
+    part = y[8:]
+    del y
+    with pytest.raises(RuntimeError, match="reads what an earlier kernel writes"):
+        run(parameters, early, [part, z], block=16)
+    del part
+    run(parameters, early, [torch.from_numpy(memory), z])
+    assert torch.equal(z[:16], x[:16])
 
 
 def test_shared_memory_and_shuffles_need_no_wait(run: Run, overlapping: EmulatedBackend) -> None:
