@@ -154,6 +154,7 @@ class Engine:
             self.adapters = EngineAdapters(adapters, config, self.runner.tell)
             if others is not None:
                 others.hear_adapters(self.adapters.heard)
+                encoded.tell = self.runner.tell
             draft = model.draft
             self._drafter = None if draft is None else draft.start(self.runner, device, spec.vocab_size)
             captured = self._warm_up(limits, others)

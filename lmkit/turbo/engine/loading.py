@@ -155,7 +155,7 @@ def load(model_path: str, config: EngineConfig, device: EngineDevice, rank: int 
             loaded_draft = draft.load(mapped.append) if draft is not None else None
         log.info("weights loaded in %.1f s", time.perf_counter() - start)
         log.debug("weights of %s", path)
-        tower = _tower(model, decoder, config)
+        tower = _tower(model, decoder, config) if rank == 0 else TEXT_ONLY
         has_head = model.source.has_head
     tokenizer = None if rank else TokenizerFile(path, config.chat_template)
     return LoadedModel(

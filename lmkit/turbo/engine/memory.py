@@ -53,8 +53,6 @@ def loaded_bytes(model: ResolvedModel, config: EngineConfig) -> int:
 
 def no_images(config: EngineConfig) -> str:
     """Why an engine with this configuration encodes no images, or an empty text."""
-    if config.num_processes > 1:
-        return "images are not encoded with tp, ep or pp"
     if config.kv_events is not None:
         return "KV events cannot tell images apart; leave kv_events out"
     return ""

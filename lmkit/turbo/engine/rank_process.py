@@ -65,6 +65,7 @@ def main(device: EngineDevice | None = None) -> int:
     from lmkit import cores
     from lmkit.kernels.cpu import threads
     from lmkit.models import kv_storage
+    from lmkit.turbo.changes import Change, ImageChange
     from lmkit.turbo.engine import loading
     from lmkit.turbo.engine.adapters import RankAdapters
     from lmkit.turbo.engine.memory import SNAPSHOTS
@@ -72,6 +73,7 @@ def main(device: EngineDevice | None = None) -> int:
     from lmkit.turbo.no_memory import finds_memory
     from lmkit.turbo.runners.devices import ENGINE_DEVICES
     from lmkit.turbo.runners.guides import Guides
+    from lmkit.turbo.runners.images import EncodedImages
     from lmkit.turbo.runners.processes import Start, read
     from lmkit.turbo.runners.runner import RunnerParts
 
@@ -102,6 +104,7 @@ def main(device: EngineDevice | None = None) -> int:
                 )
             kv = [kv[layer.index] for layer in model.decoder.layers]
             adapters = RankAdapters(loading.load_adapters(model, config), start.rank, _say)
+            images = EncodedImages.of(config.image_memory, spec)
             parts = RunnerParts(
                 config,
                 model.decoder,
@@ -112,6 +115,7 @@ def main(device: EngineDevice | None = None) -> int:
                 plan.max_model_len,
                 plan.workspace,
                 len(plan.layout.groups),
+                images,
             )
             runner = device.following(parts, start, pipe, _tell)
         except LMKitError as error:
@@ -122,7 +126,14 @@ def main(device: EngineDevice | None = None) -> int:
         runner.warm_up()
         if not device.first_steps_wait:
             _tell("ready")
-        runner.run(adapters.change)
+
+        def carry_out(change: Change) -> None:
+            if isinstance(change, ImageChange):
+                images.change(change, model.decoder.at)
+            else:
+                adapters.change(change)
+
+        runner.run(carry_out)
         return 0
 
 

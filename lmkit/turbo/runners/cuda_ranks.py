@@ -23,7 +23,7 @@ from lmkit.errors import EngineLostError, UnsupportedError
 from lmkit.kernels.cuda.ranks import GpuRanks
 from lmkit.log import get_logger
 from lmkit.models.decoder import Decoder
-from lmkit.turbo.adapters import AdapterChange
+from lmkit.turbo.changes import Change
 from lmkit.turbo.plan import Chunk, NewSequence, SampledToken, StepPlan
 from lmkit.turbo.runners.batch import StepRows
 from lmkit.turbo.runners.cuda import Computed, CudaRunner, DeviceSampler, Drawn, Pending
@@ -155,7 +155,7 @@ class LeadingCudaRunner(_Joined):
         self.ranks.send(Tokens([[token.token_id for token in new] for new in tokens]))
         return tokens
 
-    def tell(self, change: AdapterChange) -> None:
+    def tell(self, change: Change) -> None:
         """See Runner."""
         self.ranks.send(change)
 
@@ -194,7 +194,7 @@ class FollowingCudaRunner(_Joined):
     def _make_sampler(self, device: Gpu, parts: RunnerParts) -> DeviceSampler:
         return _SampledElsewhere(parts.config.sequences_per_step, device.tensors)
 
-    def run(self, change: Callable[[AdapterChange], None]) -> None:
+    def run(self, change: Callable[[Change], None]) -> None:
         """Carry out plans, and changes between them, until the pipe ends, or the ranks are lost."""
         for plan in plans(self._pipe, change):
             self.launch(plan)

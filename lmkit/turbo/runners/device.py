@@ -16,7 +16,7 @@ from lmkit.config import EngineConfig
 from lmkit.conflicts import NO_KERNELS
 from lmkit.devices import Device
 from lmkit.kernels.settings import Settings
-from lmkit.turbo.adapters import AdapterChange
+from lmkit.turbo.changes import Change
 from lmkit.turbo.runners.processes import Processes, SharedModel, Start
 from lmkit.turbo.runners.runner import Runner, RunnerParts
 
@@ -29,7 +29,7 @@ class FollowingRunner(Protocol):
     def warm_up(self) -> str:
         """See Runner."""
 
-    def run(self, change: Callable[[AdapterChange], None]) -> None:
+    def run(self, change: Callable[[Change], None]) -> None:
         """Carry out plans, and changes between them, until the pipe ends."""
 
 

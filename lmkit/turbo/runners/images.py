@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lmkit.layers.batch import BatchInputs, Together
 from lmkit.models.spec import ModelSpec
+from lmkit.turbo.changes import DropImage, ImageChange, KeepImage
 from lmkit.turbo.request import ImageInput
 from lmkit.turbo.runners.upload import upload
 
@@ -24,6 +25,7 @@ class EncodedImages:
 
     def __init__(self, max_bytes: int, *, by_place: bool = True, whole: bool = False) -> None:
         self._max_bytes, self.by_place, self.whole = max_bytes, by_place, whole
+        self.tell: Callable[[ImageChange], None] | None = None  # says changes to other processes, if there are any
         self._rows: dict[bytes, Tensor] = {}  # the most recently used ones last
         self._places: dict[bytes, np.ndarray] = {}  # of images that say those of their tokens
         self._users: dict[bytes, int] = {}
@@ -54,6 +56,21 @@ class EncodedImages:
         if places is not None:
             self._places[digest] = places.numpy()
         self.num_bytes += rows.nbytes
+        if self.tell is not None:
+            data = rows.cpu().contiguous().view(torch.uint8).numpy().tobytes()
+            placed = b"" if places is None else places.numpy().tobytes()
+            self.tell(KeepImage(digest, data, str(rows.dtype).removeprefix("torch."), len(rows), placed))
+
+    def change(self, change: ImageChange, device: torch.device) -> None:
+        """Carry out what another process has told: only that one chooses what stays."""
+        if isinstance(change, DropImage):
+            self._rows.pop(change.digest, None)
+            self._places.pop(change.digest, None)
+            return
+        rows = torch.frombuffer(bytearray(change.rows), dtype=getattr(torch, change.dtype))
+        self._rows[change.digest] = rows.view(change.num_tokens, -1).to(device)
+        if change.places:
+            self._places[change.digest] = np.frombuffer(change.places, np.int32).reshape(3, -1)
 
     def use(self, digest: bytes) -> Tensor:
         """The rows, which stay until as many calls of `leave`."""
@@ -86,6 +103,8 @@ class EncodedImages:
                 return
             self.num_bytes -= self._rows.pop(digest).nbytes
             self._places.pop(digest, None)
+            if self.tell is not None:
+                self.tell(DropImage(digest))
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,8 @@ from lmkit.ended import MemoryKills
 from lmkit.environment import child_environment
 from lmkit.errors import EngineLostError, LMKitError
 from lmkit.models.spec import ModelSpec
-from lmkit.turbo.adapters import AdapterChange, AdapterRead
+from lmkit.turbo.adapters import AdapterRead
+from lmkit.turbo.changes import Change
 from lmkit.turbo.plan import StepPlan
 from lmkit.turbo.request import SamplingParams
 from lmkit.turbo.runners.runner import Runner, RunnerParts
@@ -65,9 +66,9 @@ def _data(pipe: IO[bytes]) -> bytes:
     return pipe.read(int.from_bytes(length, "little"))
 
 
-def plans(pipe: IO[bytes], change: Callable[[AdapterChange], None]) -> Iterator[StepPlan]:
+def plans(pipe: IO[bytes], change: Callable[[Change], None]) -> Iterator[StepPlan]:
     """The plans that come, until the pipe ends. Changes that stand between them are carried out there."""
-    decoder = msgspec.msgpack.Decoder(StepPlan | AdapterChange)
+    decoder = msgspec.msgpack.Decoder(StepPlan | Change)
     while True:
         try:
             message = decoder.decode(_data(pipe))

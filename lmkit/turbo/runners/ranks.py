@@ -24,7 +24,7 @@ from lmkit.config import EngineConfig
 from lmkit.errors import EngineLostError
 from lmkit.kernels.cpu.collective import SharedRanks, shared_bytes
 from lmkit.models.spec import ModelSpec
-from lmkit.turbo.adapters import AdapterChange
+from lmkit.turbo.changes import Change
 from lmkit.turbo.plan import Chunk, Sampled, SampledToken, StepPlan
 from lmkit.turbo.runners.batch import StepRows
 from lmkit.turbo.runners.cpu import CpuRunner
@@ -105,7 +105,7 @@ class LeadingRunner(CpuRunner):
         self.ranks.send(Tokens([[token.token_id for token in new] for new in tokens]))
         return tokens
 
-    def tell(self, change: AdapterChange) -> None:
+    def tell(self, change: Change) -> None:
         """See Runner. The thread that sends plans and tokens sends it, so it comes between two plans."""
         self.later(partial(self.ranks.send, change))
 
@@ -129,7 +129,7 @@ class FollowingRunner(CpuRunner):
         super().__init__(parts)
         self._pipe = pipe
 
-    def run(self, change: Callable[[AdapterChange], None]) -> None:
+    def run(self, change: Callable[[Change], None]) -> None:
         """Carry out plans, and changes between them, until the pipe ends."""
         for plan in plans(self._pipe, change):
             self.execute(plan)

@@ -14,7 +14,7 @@ from torch import Tensor
 from lmkit.config import EngineConfig
 from lmkit.layers.batch import BatchInputs, KVLayer
 from lmkit.models.decoder import Decoder
-from lmkit.turbo.adapters import AdapterChange
+from lmkit.turbo.changes import Change
 from lmkit.turbo.kv.blocks import KVBlocks
 from lmkit.turbo.kv.tiers.store import TierStore
 from lmkit.turbo.plan import Chunk, NewSequence, Sampled, SampledToken, StepPlan
@@ -58,7 +58,7 @@ class Runner(Protocol):
     def collect(self, ticket: Ticket) -> StepResult:
         """Wait for a plan. Raises the plan's error, or EngineLostError if no other plan can run either."""
 
-    def tell(self, change: AdapterChange) -> None:
+    def tell(self, change: Change) -> None:
         """Have the model's other processes, if there are any, carry out a change between the plans before it and those
         after it."""
 
@@ -133,7 +133,7 @@ class PlanRunner:
         self._pooled: dict[int, PooledText] = {}  # by slot: the hidden states of a text so far
         self._failed: set[int] = set()  # slots of a step that raised: a later plan's chunks for them are void
 
-    def tell(self, change: AdapterChange) -> None:
+    def tell(self, change: Change) -> None:
         """See Runner."""
 
     def forced(self, slot: int) -> list[int]:

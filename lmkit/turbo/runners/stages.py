@@ -30,7 +30,7 @@ from torch import Tensor
 
 from lmkit.errors import EngineLostError
 from lmkit.kernels.cpu import threads
-from lmkit.turbo.adapters import AdapterChange
+from lmkit.turbo.changes import Change
 from lmkit.turbo.plan import Chunk, Sampled, StepPlan
 from lmkit.turbo.runners.batch import StepRows
 from lmkit.turbo.runners.cpu import CpuRunner
@@ -173,7 +173,7 @@ class FirstStage(CpuRunner):
         self._thread.submit(self._begin, flight)
         return lambda: self._thread.submit(self._land, flight)()
 
-    def tell(self, change: AdapterChange) -> None:
+    def tell(self, change: Change) -> None:
         """See Runner. The thread that sends plans sends it."""
         self.later(partial(self.stages.send, change))
 
@@ -262,7 +262,7 @@ class FollowingStage(CpuRunner):
         super().__init__(parts)
         self._pipe = pipe
 
-    def run(self, change: Callable[[AdapterChange], None]) -> None:
+    def run(self, change: Callable[[Change], None]) -> None:
         """Carry out plans, and changes between them, until the pipe ends, or another stage."""
         with suppress(EngineLostError):
             for plan in plans(self._pipe, change):

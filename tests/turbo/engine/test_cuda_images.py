@@ -9,13 +9,15 @@ import pytest
 import torch
 
 from lmkit.turbo.engine.encoder import Encoder
+from lmkit.turbo.engine.engine import Engine
 from lmkit.turbo.request import Request, SamplingParams
 from lmkit.turbo.runners.cuda import CudaRunner
 from lmkit.turbo.runners.cuda_device import CudaDevice
-from tests.models.pictures import expected, picture, prompt, tower_of
-from tests.models.test_images import MARKS, text
+from tests.models.pictures import expected, frames, picture, prompt, tower_of
+from tests.models.test_images import MARKS, request, text, tokens
 from tests.turbo.engine.test_cuda_engine import device, emulated, on_gpu  # noqa: F401
 from tests.turbo.engine.test_cuda_families import saved
+from tests.turbo.engine.test_cuda_ranks import engines, ranks_are_emulated  # noqa: F401
 from tests.turbo.engine.test_engine import run
 
 pytestmark = pytest.mark.slow
@@ -54,10 +56,10 @@ def test_images(
     ]
     for _ in range(2):
         found = run(engine, given)
-        for request in given:
-            parts = [part for output in found[request.request_id] for part in output.logprobs]
-            tokens = [*request.prompt_ids, *(part.token_id for part in parts)]
-            logits = expected(model, tower, tokens, request.images)[len(request.prompt_ids) - 1 :]
+        for one in given:
+            parts = [part for output in found[one.request_id] for part in output.logprobs]
+            row = [*one.prompt_ids, *(part.token_id for part in parts)]
+            logits = expected(model, tower, row, one.images)[len(one.prompt_ids) - 1 :]
             assert len(parts) == 4
             for part, want in zip(parts, logits.log_softmax(-1), strict=False):
                 for token_id, logprob in part.top:
@@ -83,3 +85,20 @@ def test_a_tower_computes_where_its_weights_are(tmp_path: Path) -> None:
                 rows = end.value.rows
     assert rows.device.type == "meta"
     assert len(rows) == 12
+
+
+@pytest.mark.exhaustive
+def test_every_gpu_has_the_images(
+    tmp_path: Path,
+    device: CudaDevice,  # noqa: F811
+    engines: list[Engine],  # noqa: F811
+    ranks_are_emulated: None,  # noqa: F811
+) -> None:
+    """Both are emulated."""
+    saved(tmp_path, "qwen3-vl", hidden_size=64, num_attention_heads=4, head_dim=16)
+    tower = tower_of(tmp_path)
+    images = [picture(tower, 4, 4, 1), *frames(tower, 2, 3, 1)]
+    given = [request(str(n), *prompt(tower, [*text(9, n), -1, *text(3)], [x]), 4) for n, x in enumerate(images)]
+    engines += [on_gpu(tmp_path, device, max_model_len=64, **tp) for tp in ({}, {"tp": 2, "devices": "0,0"})]
+    one, two = (run(each, given) for each in engines)
+    assert {name: tokens(found) for name, found in two.items()} == {name: tokens(found) for name, found in one.items()}
