@@ -142,7 +142,8 @@ def ungated_activation(x: Tensor, activation: str) -> Tensor:
 
 @op
 def multiply_gates(x: Tensor, gates: Tensor, activation: str) -> Tensor:
-    """x * f(gates), [T, N] both, rows at any stride. f is the sigmoid, or of ACTIVATIONS silu or gelu_tanh."""
+    """x * f(gates), [T, N] both, rows at any stride. f is the sigmoid, of ACTIVATIONS silu or gelu_tanh, or
+    gelu_exact: f(x) = x / 2 (1 + erf(x / sqrt(2)))."""
 
 
 @op

@@ -7,7 +7,7 @@ from torch import Tensor
 from lmkit.kernels import ops
 from lmkit.kernels.ops import Norm
 from lmkit.layers.block import At, Forward
-from lmkit.layers.blocks.mlp import MLPSpec
+from lmkit.layers.blocks.mlp import APART, MLPSpec
 from lmkit.layers.linear import MergedLinear, Weights
 
 
@@ -16,10 +16,12 @@ class GatedMLP(Forward):
 
     def __init__(self, role: str, spec: MLPSpec, weights: Weights, device: str = "cpu") -> None:
         roles = tuple(f"{role}.{part}" for part in spec.inputs)
-        is_gated = len(roles) == 2
-        self.gate_up = MergedLinear(roles, weights, device, activation=spec.activation if is_gated else None)
+        is_gated, is_apart = len(roles) == 2, spec.activation in APART
+        with_product = spec.activation if is_gated and not is_apart else None
+        self.gate_up = MergedLinear(roles, weights, device, activation=with_product)
         self.activation = spec.activation
         self.activate = None if is_gated else ops.ungated_activation.select(device)
+        self.multiply_gates = ops.multiply_gates.select(device) if is_apart else None
         self.out = self.down = MergedLinear((f"{role}.down",), weights, device)
 
     @property
@@ -31,5 +33,9 @@ class GatedMLP(Forward):
         return self.activated(self.gate_up(x, norm))
 
     def activated(self, y: Tensor) -> Tensor:
-        """What `gate_up` gives -> the input of `down`. A gate's activation is computed with the product."""
+        """What `gate_up` gives -> the input of `down`. Most activations of gates are computed with the product."""
+        if self.multiply_gates is not None:
+            gate, up = y.chunk(2, -1)
+            gated: Tensor = self.multiply_gates(up, gate, self.activation)
+            return gated
         return y if self.activate is None else self.activate(y, self.activation)

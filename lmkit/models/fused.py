@@ -3,9 +3,11 @@
 The order of the outputs, from the first on:
 
     self_attn.qkv_proj          q | k | v                          Phi-3
+    attn.Wqkv                   q | k | v                          ModernBERT
     attention.wqkv              for each KV head: its q heads | k | v      InternLM 2
     self_attn.q_proj            for each head: q | gate            Qwen3-Next, Qwen3.5
     mlp.gate_up_proj            gate | up                          Phi-3, GLM-4
+    mlp.Wi                      gate | up                          ModernBERT
     shared_mlp.input_linear     gate | up                          Granite 4
     mlp.experts.gate_up_proj    [experts, gate | up, in]           transformers 5
     mlp.experts.down_proj       [experts, out, in]                 transformers 5
@@ -61,6 +63,12 @@ OF_ENCODERS = {
     "LayerNorm": roles.EMBED_NORM,
 }
 OUTER |= {f"{prefix}embeddings.{old}": new for prefix in ("", "bert.", "roberta.") for old, new in OF_ENCODERS.items()}
+OF_MODERNBERT = {
+    "embeddings.tok_embeddings": roles.EMBED,
+    "embeddings.norm": roles.EMBED_NORM,
+    "final_norm": roles.FINAL_NORM,
+}
+OUTER |= {prefix + old: new for prefix in ("", "model.") for old, new in OF_MODERNBERT.items()}
 EXPERTS = {
     **dict.fromkeys(
         (
@@ -115,7 +123,7 @@ def views(reader: CheckpointReader, spec: ModelSpec) -> dict[str, View]:
             found[f"{new}.{suffix}"] = named(source, reader.info(source).shape)
     if spec.tie_embeddings and not _is_there(reader, found, roles.EMBED) and _is_there(reader, found, roles.LM_HEAD):
         found[f"{roles.EMBED}.weight"] = _head_as_embeddings(reader, found)
-    norms = [roles.FINAL_NORM] if spec.layers[-1].norms_lack_bias else []
+    norms = [roles.FINAL_NORM, roles.EMBED_NORM] if spec.layers[-1].norms_lack_bias else []
     for index, layer in enumerate(spec.layers):
         if layer.norms_lack_bias:
             norms += [layer.module_name(index, role) for each in layer.blocks for role in each.norms]
@@ -130,13 +138,14 @@ def views(reader: CheckpointReader, spec: ModelSpec) -> dict[str, View]:
                 found[ours] = named(source, reader.info(source).shape)
         if layer.mixture is not None:
             found |= dict(_experts(reader, index, layer, layer.mixture))
-    return found | dict(_without_bias(reader, norms))
+    return found | dict(_without_bias(reader, norms, found))
 
 
-def _without_bias(reader: CheckpointReader, norms: list[str]) -> Iterator[tuple[str, View]]:
+def _without_bias(reader: CheckpointReader, norms: list[str], found: dict[str, View]) -> Iterator[tuple[str, View]]:
     """The factors of LayerNorms, and zeros for their biases. A checkpoint that lmkit has quantized has the zeros."""
     for name in norms:
-        if reader.has(source := f"{name}.weight") and not reader.has(f"{name}.bias"):
+        source = found[f"{name}.weight"].source if f"{name}.weight" in found else f"{name}.weight"
+        if reader.has(source) and not reader.has(f"{name}.bias"):
             shape = reader.info(source).shape
             yield source, named(source, shape)
             yield f"{name}.bias", View(source, shape, torch.zeros_like)
@@ -170,13 +179,13 @@ def fused_linears(layer: LayerSpec) -> dict[str, dict[str, Rows]]:
         shares = _shares(layer.num_heads, layer.num_kv_heads, layer.num_kv_heads)
         grouped = _shares(layer.num_heads // layer.num_kv_heads, 1, 1)
         by_head = [Rows(rows.start, rows.stop, layer.num_kv_heads) for rows in grouped]
-        fused["self_attn.qkv_proj"] = dict(zip(roles.QKV, shares, strict=True))
+        fused["self_attn.qkv_proj"] = fused["attn.Wqkv"] = dict(zip(roles.QKV, shares, strict=True))
         fused["attention.wqkv"] = dict(zip(roles.QKV, by_head, strict=True))
     if (gated := ("attn.q", "attn.gate"))[1] in layer.row_groups:
         halves = [replace(half, groups=layer.row_groups["attn.gate"]) for half in HALVES]
         fused["self_attn.q_proj"] = dict(zip(gated, halves, strict=True))
     if "mlp.gate" in layer.linears:
-        fused["mlp.gate_up_proj"] = dict(zip(("mlp.gate", "mlp.up"), HALVES, strict=True))
+        fused["mlp.gate_up_proj"] = fused["mlp.Wi"] = dict(zip(("mlp.gate", "mlp.up"), HALVES, strict=True))
     for mlp in ("mlp", "mlp.shared"):
         if f"{mlp}.gate" in layer.linears:
             fused["shared_mlp.input_linear"] = dict(zip((f"{mlp}.gate", f"{mlp}.up"), HALVES, strict=True))

@@ -29,6 +29,7 @@ FAMILIES: dict[str, Family] = {}
 CAUSAL = "ForCausalLM"
 BASE = "Model"  # ends the architecture of a model without its head
 CLASSIFIER = "ForSequenceClassification"  # and that of a model with a head for classes
+MASKED = "ForMaskedLM"  # and that of an encoder with the head that it was trained with, which nobody reads
 
 # Far above any existing model, yet so low that no product of two overflows or is allocated by mistake.
 MAX_LAYERS = 1 << 10
@@ -80,7 +81,7 @@ def load_spec(config: dict[str, Any]) -> ModelSpec:
     names = config.get("architectures")
     asked = names[0] if isinstance(names, list) and names else None
     name = asked
-    for other in (BASE, CLASSIFIER):  # the same model, saved without its head; an encoder has none
+    for other in (BASE, CLASSIFIER, MASKED):  # the same model, saved without its head; an encoder has none
         if isinstance(asked, str) and asked.endswith(other):
             stem = asked.removesuffix(other)
             name = stem + BASE if stem + BASE in FAMILIES else stem + CAUSAL

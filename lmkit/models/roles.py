@@ -139,6 +139,12 @@ BERT_NAMES = {
     "mlp.down": "output.dense",
     "norm.mlp": "output.LayerNorm",
 }
+MODERNBERT_NAMES = LLAMA_NAMES | {
+    "norm.attn": "attn_norm",
+    "attn.o": "attn.Wo",
+    "norm.mlp": "mlp_norm",
+    "mlp.down": "mlp.Wo",
+}
 EMBED, FINAL_NORM, LM_HEAD = "model.embed_tokens", "model.norm", "lm_head"
 POSITIONS, TOKEN_TYPES, EMBED_NORM = "model.embed_positions", "model.embed_types", "model.embed_norm"
 PER_LAYER_TABLE, PER_LAYER_NORM = "model.embed_tokens_per_layer", "model.per_layer_projection_norm"

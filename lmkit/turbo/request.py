@@ -221,7 +221,7 @@ Activation = Literal["softmax", "sigmoid", "none"]
 class Classes(msgspec.Struct, frozen=True, kw_only=True):
     """A head that classifies texts by a final hidden state: weight @ state + bias.
 
-    With `dense`, the state is replaced by tanh(dense @ state + dense_bias) first.
+    `layers` come before it.
     """
 
     pooling: Pooling = "last"  # the token whose state it is
@@ -230,8 +230,7 @@ class Classes(msgspec.Struct, frozen=True, kw_only=True):
     weight: bytes  # float32 [labels, hidden]
     bias: bytes  # float32 [labels]
     activation: Activation  # what makes probabilities of it
-    dense: bytes = b""  # float32 [hidden, hidden]
-    dense_bias: bytes = b""  # float32 [hidden]
+    layers: tuple[VectorLayer, ...] = ()
 
 
 class VectorLayer(msgspec.Struct, frozen=True, kw_only=True):
@@ -242,6 +241,7 @@ class VectorLayer(msgspec.Struct, frozen=True, kw_only=True):
     bias: bytes = b""  # float32 [outputs]
     activation: str = "Identity"  # one of formats.sentences.ACTIVATIONS
     has_residual: bool = False
+    eps: float = 1e-5  # of a LayerNorm
     residual: bytes = b""  # float32 [outputs, inputs], by which the input is multiplied before; empty: it is not
 
 

@@ -172,7 +172,7 @@ def elementwise_cases() -> Iterator[Case]:
     rows = _seeded(lambda: (torch.randn(7, 30), torch.randn(40, 30), torch.randint(40, (7,)).int()))
     yield Case(ops.add_positions, "positions", rows, {}, 0)
     gates = _seeded(lambda: (torch.randn(7, 48), torch.randn(7, 130)[:, 70:118] * 20))
-    for which in ("sigmoid", "silu", "gelu_tanh"):
+    for which in ("sigmoid", "silu", "gelu_tanh", "gelu_exact"):
         yield Case(ops.multiply_gates, which, lambda which=which: (*gates(), which), {}, 1e-5)
     for which in ("plain", "residual"):
 

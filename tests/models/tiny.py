@@ -279,6 +279,8 @@ ENCODERS: dict[str, dict[str, Any]] = {
     "Bert": {"type_vocab_size": 2},
     "Roberta": {"type_vocab_size": 1, "pad_token_id": 1, "hidden_act": "relu"},
     "XLMRoberta": {"type_vocab_size": 1, "pad_token_id": 1},
+    "ModernBert": {"local_attention": 12, "classifier_pooling": "mean", "norm_eps": 1e-3}
+    | dict.fromkeys(("pad_token_id", "eos_token_id", "bos_token_id", "cls_token_id", "sep_token_id"), 1),
 }
 # Without a class that gives the scores of texts as BERT's does.
 EMBEDDING: dict[str, dict[str, Any]] = {
@@ -298,7 +300,7 @@ def make_encoder(path: Path, name: str, labels: int = 0) -> transformers.PreTrai
     model = kind.from_config(config).float().eval()
     for parameter_name, parameter in model.named_parameters():
         if parameter.ndim == 1:
-            mean = 1.0 if parameter_name.endswith("LayerNorm.weight") else 0.0
+            mean = 1.0 if parameter_name.lower().endswith("norm.weight") else 0.0
             torch.nn.init.normal_(parameter, mean=mean, std=0.3)
     model.save_pretrained(path)
     return model

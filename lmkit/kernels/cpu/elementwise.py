@@ -26,6 +26,8 @@ from lmkit.kernels.ops import Norm
 from lmkit.kernels.registry import implements
 
 SERIAL_VALUES = 1 << 17  # work on fewer values stays on one thread
+GELU_EXACT = -1
+GATE_NUMBERS = ACTIVATION_NUMBERS | {"sigmoid": 0, "gelu_exact": GELU_EXACT}
 FLOATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
@@ -179,13 +181,18 @@ def _erf(x: Any) -> Any:
     return x * above / below
 
 
+@inline
+def _gelu(x: Any) -> Any:
+    return np.float32(0.5) * x * (np.float32(1) + _erf(x * np.float32(0.70710678)))
+
+
 def _ungated_activation(args: int, scratch: int, index: int) -> None:
     """`activation` is the place of one in ops.UNGATED."""
     x, size, activation = unpack(args, 3)
     row = carray(pointer(x + 4 * index * size), size, np.float32)
     if activation == 1:
         for i in range(size):
-            row[i] = np.float32(0.5) * row[i] * (np.float32(1) + _erf(row[i] * np.float32(0.70710678)))
+            row[i] = _gelu(row[i])
     elif activation == 2:
         for i in range(size):
             above = max(row[i], np.float32(0))
@@ -196,12 +203,15 @@ def _ungated_activation(args: int, scratch: int, index: int) -> None:
 
 
 def _multiply_gates(args: int, scratch: int, index: int) -> None:
-    """`activation` is one of ACTIVATION_NUMBERS, 0 is the sigmoid."""
+    """`activation` is one of GATE_NUMBERS."""
     x, stride, gates, gate_stride, y, size, activation = unpack(args, 7)
     row = carray(pointer(x + index * stride), size, np.float32)
     factors = carray(pointer(gates + index * gate_stride), size, np.float32)
     out = carray(pointer(y + 4 * index * size), size, np.float32)
-    if activation:
+    if activation == GELU_EXACT:
+        for i in range(size):
+            out[i] = _gelu(factors[i]) * row[i]
+    elif activation:
         activate(factors, row, out, size, activation)
     else:
         for i in range(size):
@@ -344,9 +354,8 @@ def multiply_gates(x: Tensor, gates: Tensor, activation: str) -> Tensor:
     assert x.dtype == gates.dtype == torch.float32
     assert (x.stride(1), gates.stride(1), gates.shape) == (1, 1, x.shape)
     y = workspace.empty(*x.shape)
-    number = 0 if activation == "sigmoid" else ACTIVATION_NUMBERS[activation]
     rows = x.data_ptr(), 4 * x.stride(0), gates.data_ptr(), 4 * gates.stride(0)
-    args = *rows, y.data_ptr(), x.shape[1], number
+    args = *rows, y.data_ptr(), x.shape[1], GATE_NUMBERS[activation]
     threads.run(MULTIPLY_GATES, len(x), args, parallel=x.numel() > SERIAL_VALUES >> 4)
     return y
 

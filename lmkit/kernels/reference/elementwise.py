@@ -62,7 +62,7 @@ def ungated_activation(x: Tensor, activation: str) -> Tensor:
 @implements(ops.multiply_gates, "reference", device="any")
 def multiply_gates(x: Tensor, gates: Tensor, activation: str) -> Tensor:
     wide, factors = x.float(), gates.float()
-    return (wide * factors.sigmoid() if activation == "sigmoid" else ACTIVATIONS[activation](factors, wide)).to(x.dtype)
+    return GATES[activation](factors, wide).to(x.dtype)
 
 
 @implements(query_ops.grown_queries, "reference", device="any")
@@ -120,6 +120,12 @@ ACTIVATIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "silu": lambda gate, up: functional.silu(gate) * up,
     "gelu_tanh": lambda gate, up: functional.gelu(gate, approximate="tanh") * up,
     "clamped_swish": _clamped_swish,
+}
+
+
+GATES: dict[str, Callable[[Tensor, Tensor], Tensor]] = ACTIVATIONS | {
+    "sigmoid": lambda gate, x: gate.sigmoid() * x,
+    "gelu_exact": lambda gate, x: functional.gelu(gate) * x,
 }
 
 

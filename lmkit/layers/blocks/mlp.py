@@ -10,6 +10,7 @@ from lmkit.errors import UnsupportedError
 from lmkit.layers.blocks.base import Block, Pairs, Shape, check_limits
 
 UNGATED = ("relu", "gelu", "relu2")  # activations, as in kernels.ops
+APART = ("gelu_exact",)  # activations of gates that are computed after the product
 CURVED = ("clamped_swish", "gelu", "relu2")  # activations that are not linear in up(x)
 LIMITS = {"intermediate_size": 1 << 19}
 
@@ -17,7 +18,8 @@ LIMITS = {"intermediate_size": 1 << 19}
 @dataclass(frozen=True)
 class MLPSpec(Block):
     """A gated MLP: down(activation(gate(x)) * up(x)). `activation`: silu or gelu_tanh, or clamped_swish, which changes
-    up(x) too (ops.gated_activation). With one of UNGATED there is no gate: down(relu(up(x)))."""
+    up(x) too (ops.gated_activation), or one of APART (ops.multiply_gates). With one of UNGATED there is no gate:
+    down(relu(up(x)))."""
 
     intermediate_size: int
     activation: str = "silu"

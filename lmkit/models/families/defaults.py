@@ -333,15 +333,14 @@ BERT: Defaults = {
     3072, "hidden_act": "gelu", "max_position_embeddings": 512, "type_vocab_size": 2, "layer_norm_eps": 1e-12,
     "is_decoder": False, "add_cross_attention": False, "tie_word_embeddings": True,
 }  # fmt: skip
-ROBERTA: Defaults = {
-    "vocab_size": 50265, "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size":
-    3072, "hidden_act": "gelu", "max_position_embeddings": 512, "type_vocab_size": 2, "layer_norm_eps": 1e-12,
-    "is_decoder": False, "add_cross_attention": False, "tie_word_embeddings": True,
-}  # fmt: skip
-XLM_ROBERTA: Defaults = {
-    "vocab_size": 30522, "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size":
-    3072, "hidden_act": "gelu", "max_position_embeddings": 512, "type_vocab_size": 2, "layer_norm_eps": 1e-12,
-    "is_decoder": False, "add_cross_attention": False, "tie_word_embeddings": True,
+ROBERTA: Defaults = BERT | {"vocab_size": 50265}
+XLM_ROBERTA: Defaults = BERT
+MODERNBERT: Defaults = {
+    "vocab_size": 50368, "hidden_size": 768, "intermediate_size": 1152, "num_hidden_layers": 22,
+    "num_attention_heads": 12, "hidden_activation": "gelu", "max_position_embeddings": 8192, "norm_eps": 1e-05,
+    "norm_bias": False, "attention_bias": False, "mlp_bias": False, "local_attention": 128, "tie_word_embeddings": True,
+    "classifier_pooling": "cls", "classifier_activation": "gelu", "global_attn_every_n_layers": 3,
+    "global_rope_theta": 160000.0, "local_rope_theta": 10000.0,
 }  # fmt: skip
 _QWEN_VL: Defaults = {
     "vocab_size": 152064, "hidden_size": 8192, "intermediate_size": 29568, "num_hidden_layers": 80,

@@ -20,7 +20,7 @@ from lmkit.text.cut import cut, cut_text
 from lmkit.text.tokenizer import EncodedPair
 from lmkit.turbo.request import Classes, EngineInfo, Request, SamplingParams
 from lmkit.turbo.transport.output import RequestOutput
-from lmkit.turbo.transport.vectors import matrix
+from lmkit.turbo.transport.vectors import matrix, through
 from lmkit.web.prompt_limit import check_prompts
 from lmkit.web.receive import while_connected
 
@@ -143,10 +143,8 @@ def scores(states: Vectors, classes: Classes, *, raw: bool) -> Vectors:
 
     weight = np.frombuffer(classes.weight, np.float32).reshape(len(classes.labels), -1)
     bias = np.frombuffer(classes.bias, np.float32)
-    if classes.dense:
-        dense, dense_bias = (np.frombuffer(part, np.float32) for part in (classes.dense, classes.dense_bias))
-        states = np.stack([np.tanh(dense.reshape(len(state), -1) @ state + dense_bias) for state in states])
-    rows = [(weight * state).sum(axis=1, dtype=np.float64) + bias for state in states]
+    inner = through(classes.layers, states)
+    rows = [(weight * state).sum(axis=1, dtype=np.float64) + bias for state in inner]
     logits = np.stack(rows)
     if raw or classes.activation == "none":
         return logits.astype(np.float32)

@@ -4,6 +4,8 @@ hidden states that it reads, or that are embeddings.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -17,14 +19,26 @@ from lmkit.jsonfile import read_json
 from lmkit.models.registry import CLASSIFIER
 from lmkit.models.source import ModelSource
 from lmkit.models.spec import ModelSpec
-from lmkit.turbo.request import Activation, Classes
+from lmkit.turbo.request import Activation, Classes, VectorLayer
 
-DECODER = "score", None
-# By what an architecture begins with: the linear that gives the classes, and the one before it.
+
+@dataclass(frozen=True)
+class Head:
+    """Where the parts of a head lie: the linear that gives the classes, and what an encoder has before it."""
+
+    name: str
+    inner: str = ""  # a linear
+    activation: str = "Tanh"  # after it
+    norm: str = ""  # a LayerNorm after that
+
+
+DECODER = Head("score")
+# By what an architecture begins with.
 ENCODERS = {
-    "Bert": ("classifier", "bert.pooler.dense"),
-    "Roberta": ("classifier.out_proj", "classifier.dense"),
-    "XLMRoberta": ("classifier.out_proj", "classifier.dense"),
+    "Bert": Head("classifier", "bert.pooler.dense"),
+    "Roberta": Head("classifier.out_proj", "classifier.dense"),
+    "XLMRoberta": Head("classifier.out_proj", "classifier.dense"),
+    "ModernBert": Head("classifier", "head.dense", "GELU", "head.norm"),
 }
 MAX_BYTES, MAX_CONFIG_BYTES = 64 << 20, 1 << 20
 REGRESSION, INDEPENDENT = "regression", "multi_label_classification"  # as transformers names the kinds of problems
@@ -49,20 +63,44 @@ def read_classes(source: ModelSource) -> Classes | None:
     if not source.spec.architecture.endswith(CLASSIFIER):
         return None
     reader, hidden = source.reader, source.spec.hidden_size
-    name, inner = ENCODERS.get(source.spec.architecture.removesuffix(CLASSIFIER), DECODER)
-    weight, bias = _linear(reader, name, hidden)
-    dense = _linear(reader, inner, hidden) if inner else ()
-    if dense and len(dense[0]) != hidden:
-        raise CheckpointError(f"{reader.path}: {inner}.weight is {list(dense[0].shape)}, not [{hidden}, {hidden}]")
+    head = ENCODERS.get(source.spec.architecture.removesuffix(CLASSIFIER), DECODER)
+    weight, bias = _linear(reader, head.name, hidden)
     problem = source.config.get("problem_type")
     usual: Activation = "sigmoid" if len(weight) == 1 or problem == INDEPENDENT else "softmax"
     return Classes(
-        pooling="cls" if inner else "last",
-        reads_pairs=inner is not None,
+        pooling=_pooling(source) if head.inner else "last",
+        reads_pairs=bool(head.inner),
         labels=_labels(source, len(weight)),
         activation="none" if problem == REGRESSION else _named_activation(source) or usual,
-        **dict(zip(("weight", "bias", "dense", "dense_bias"), map(_bytes, (weight, bias, *dense)), strict=False)),
+        weight=_bytes(weight),
+        bias=_bytes(bias),
+        layers=tuple(_layers(source, head)),
     )
+
+
+def _pooling(source: ModelSource) -> Mode:
+    """The token whose state an encoder's head reads, or the mean of all."""
+    named, path = source.config.get("classifier_pooling", "cls"), source.reader.path
+    if named not in ("cls", "mean"):
+        raise UnsupportedError(f"{path}: config.json: classifier_pooling {named!r:.80} is not cls or mean")
+    return "mean" if named == "mean" else "cls"
+
+
+def _layers(source: ModelSource, head: Head) -> Iterator[VectorLayer]:
+    """What an encoder has before its classes. Raises UnsupportedError for an activation of another name."""
+    if not head.inner:
+        return
+    reader, hidden = source.reader, source.spec.hidden_size
+    weight, bias = _linear(reader, head.inner, hidden)
+    if len(weight) != hidden:
+        raise CheckpointError(f"{reader.path}: {head.inner}.weight is {list(weight.shape)}, not [{hidden}, {hidden}]")
+    if (named := source.config.get("classifier_activation", "gelu")) != "gelu":
+        raise UnsupportedError(f"{reader.path}: config.json: classifier_activation {named!r:.80} is not gelu")
+    yield VectorLayer(kind="Dense", weight=_bytes(weight), bias=_bytes(bias), activation=head.activation)
+    if head.norm:
+        factor = source.norm(f"{head.norm}.weight", hidden)
+        added = source.norm(f"{head.norm}.bias", hidden) if reader.has(f"{head.norm}.bias") else torch.zeros(hidden)
+        yield VectorLayer(kind="LayerNorm", weight=_bytes(factor), bias=_bytes(added), eps=source.spec.norm_eps)
 
 
 def _linear(reader: CheckpointReader, name: str, inputs: int) -> tuple[Tensor, Tensor]:

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
 
     Vectors = np.ndarray[Any, np.dtype[np.float32]]
 
-LAYER_NORM_EPS = 1e-5  # torch's
-
 
 def matrix(
     rows: Sequence[bytes], size: int = 0, *, normalize: bool = True, layers: Sequence[VectorLayer] = ()
@@ -25,11 +23,18 @@ def matrix(
     """
     import numpy as np  # a server that computes no embeddings does not need it
 
-    whole: Vectors = np.frombuffer(b"".join(rows), np.float32).reshape(len(rows), -1)
-    for layer in layers:
-        whole = np.stack([_LAYERS[layer.kind](layer, row) for row in whole])
+    whole = through(layers, np.frombuffer(b"".join(rows), np.float32).reshape(len(rows), -1))
     part = whole[:, :size] if size else whole
     return unit(part) if normalize else part
+
+
+def through(layers: Sequence[VectorLayer], vectors: Vectors) -> Vectors:
+    """What the layers make of each row of float32 [rows, size]."""
+    import numpy as np
+
+    for layer in layers:
+        vectors = np.stack([_LAYERS[layer.kind](layer, row) for row in vectors])
+    return vectors
 
 
 def unit(vectors: Vectors) -> Vectors:
@@ -74,7 +79,7 @@ def _layer_norm(layer: VectorLayer, row: Vectors) -> Vectors:
     import numpy as np
 
     centred = row.astype(np.float64) - row.mean(dtype=np.float64)
-    scaled = centred / np.sqrt((centred**2).mean() + LAYER_NORM_EPS)
+    scaled = centred / np.sqrt((centred**2).mean() + layer.eps)
     found: Vectors = scaled * np.frombuffer(layer.weight, np.float32) + np.frombuffer(layer.bias, np.float32)
     return found.astype(np.float32)
 

@@ -112,10 +112,12 @@ def classes_of(path: Path) -> Classes:
 def test_classes_of_pairs_are_those_of_transformers(tmp_path: Path, name: str, labels: int) -> None:
     model = tiny.make_encoder(tmp_path, name, labels)
     classes, has_types = classes_of(tmp_path), name == "Bert"
-    assert (classes.pooling, classes.reads_pairs, len(classes.labels)) == ("cls", True, labels)
-    wanted = [replace(request, second_start=len(request.prompt_ids) // 2) for request in requests("cls")]
-    states = vectors(run(engine_for(tmp_path), [*wanted, embedding("alone", TEXTS[0], "cls")]))
-    for request in (*wanted, embedding("alone", TEXTS[0], "cls")):
+    pooling = model.config.to_dict().get("classifier_pooling", "cls")
+    assert (classes.pooling, classes.reads_pairs, len(classes.labels)) == (pooling, True, labels)
+    wanted = [replace(request, second_start=len(request.prompt_ids) // 2) for request in requests(pooling)]
+    wanted.append(embedding("alone", TEXTS[0], pooling))
+    states = vectors(run(engine_for(tmp_path), wanted))
+    for request in wanted:
         ids, start = request.prompt_ids, request.second_start
         types = [int(has_types and start is not None and i >= start) for i in range(len(ids))]
         with torch.no_grad():
