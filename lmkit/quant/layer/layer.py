@@ -104,10 +104,11 @@ class CalibratedLayer:
         block is the whole attention, MLP or mixture of experts. After a linear, it is the one linear that follows.
         Attention needs whole sequences and takes all inputs."""
         layer = self.layer
+        readers = dict(layer.spec.smooth)
         if source == "norm.attn":  # a model without norms before its blocks has this block, too
-            sample = self.input(layer.mixing.spec.block.fused[0][0]).sample
-            return layer.mixing.contribution(sample, None, self.sequences.at)
-        (reader, *_) = dict(layer.spec.smooth)[source]
+            (reader, *_) = readers.get(source) or layer.mixing.spec.block.fused[0]
+            return layer.mixing.contribution(self.input(reader).sample, None, self.sequences.at)
+        (reader, *_) = readers[source]
         sample = self.input(reader).sample
         block = next((each for each in layer.blocks if each.spec.norm == source), None)
         return layer.linear_of(reader)(sample) if block is None else block.contribution(sample, None, self.sequences.at)

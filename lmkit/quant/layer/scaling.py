@@ -98,7 +98,7 @@ def expand(s: Tensor, consumer: str, spec: LayerSpec) -> Tensor:
     """[outputs of the source] -> [inputs of the consumer]. Query heads that share a value head share its s."""
     if consumer != "attn.o":
         return s
-    heads = s.view(spec.num_kv_heads, 1, spec.head_dim)
+    heads = s.view(spec.num_kv_heads, 1, -1)
     return heads.expand(-1, spec.num_heads // spec.num_kv_heads, -1).reshape(-1)
 
 

@@ -206,4 +206,4 @@ def reduce(x: Tensor, source: str, spec: LayerSpec) -> Tensor:
     """[inputs of the consumers] -> [outputs of the source]. Where query heads share a value head, take their mean."""
     if source != "attn.v":
         return x
-    return x.view(spec.num_kv_heads, -1, spec.head_dim).mean(1).flatten()
+    return x.view(spec.num_kv_heads, spec.num_heads // spec.num_kv_heads, -1).mean(1).flatten()

@@ -160,4 +160,4 @@ def _shared(x: Tensor, source: str, spec: LayerSpec) -> Tensor:
     """[inputs of the consumers] -> [outputs of the source]. Where query heads share a value head, take the largest."""
     if source != "attn.v":
         return x
-    return x.view(spec.num_kv_heads, -1, spec.head_dim).amax(1).flatten()
+    return x.view(spec.num_kv_heads, spec.num_heads // spec.num_kv_heads, -1).amax(1).flatten()

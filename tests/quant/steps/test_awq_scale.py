@@ -21,8 +21,8 @@ from tests.quant.helpers import SMOOTH, calibrate, run_layer, tiny_checkpoint
 STEP = AwqScale()
 ROWS, SEQ_LEN = 4, 24
 
-# GQA; biases on every linear; norms on q and k with a head_dim of its own; a sliding window; no GQA
-FAMILIES = ["llama", "llama-tied-bias", "qwen2", "qwen3", "mistral-window", "llama-mha-wide-heads"]
+# GQA; biases on every linear; norms on q and k with a head_dim of its own; a sliding window; no GQA; narrow values
+FAMILIES = ["llama", "llama-tied-bias", "qwen2", "qwen3", "mistral-window", "llama-mha-wide-heads", "mimo-v2-flash"]
 BEHIND = ["olmo2", "exaone4"]  # norms only after the blocks
 
 
@@ -78,6 +78,15 @@ def test_a_scaled_layer_is_the_same_function_and_its_statistics_follow(tmp_path:
     for role, stats in calibrated.inputs.items():
         torch.testing.assert_close(stats.abs_mean, fresh.inputs[role].abs_mean, rtol=1e-4, atol=1e-6)
         torch.testing.assert_close(stats.gram, fresh.inputs[role].gram, rtol=1e-3, atol=1e-4)
+
+
+def test_a_mixture_alone_in_its_layer_is_judged_by_all_tokens(tmp_path: Path) -> None:
+    """Not by those of its first expert, which may read other widths than the layer does."""
+    layer = tiny_layer(tmp_path, "nemotron-3-super")
+    roles = (*layer.spec.linears, *layer.spec.routers)
+    calibrated = calibrate(layer, hidden_states(64), num_rows=ROWS, group_size=8, roles=roles)
+    found = calibrated.block_output("norm.attn")
+    assert found.shape == (ROWS * SEQ_LEN, 64)
 
 
 @pytest.mark.parametrize("duo", ["both", True, False])
