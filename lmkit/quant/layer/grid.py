@@ -22,7 +22,8 @@ def round_to_nearest(
     if shrink is None:
         return quantize(weight, scheme, largest=largest)
     grouped = weight.view(weight.shape[0], -1, scheme.group_size)
-    return quantize(weight, scheme, clip=(grouped.amin(-1) * shrink[0], grouped.amax(-1) * shrink[1]))
+    clip = grouped.amin(-1) * shrink[0], grouped.amax(-1) * shrink[1]
+    return quantize(weight, scheme, clip=clip, largest=largest)
 
 
 def largest_together(

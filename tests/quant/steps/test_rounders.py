@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lmkit.formats.nvfp4 import NVFP4
 from lmkit.models.source import ModelSource
 from lmkit.qtensor import QuantScheme, dequantize, int_scheme, quantize
 from lmkit.quant.layer.grid import round_to_nearest
@@ -41,6 +42,15 @@ def test_rtn_with_narrower_ends_saturates_outside() -> None:
     weight = torch.tensor([[-8.0, -1.0, 0.0, 1.0, 2.0, 32.0] + [0.0] * 26])
     rounded = round_to_nearest(weight, int_scheme(4, 32), (torch.tensor([[1 / 8]]), torch.tensor([[1 / 16]])))
     torch.testing.assert_close(dequantize(rounded)[0, :6], torch.tensor([-1.0, -1, 0, 1, 2, 2]), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("clipped", [False, True])
+def test_weights_that_are_multiplied_together_have_one_factor(clipped: bool) -> None:
+    weight = weights_and_inputs()[0]
+    shrink = (torch.full((16, 4), 0.7), torch.full((16, 4), 0.7)) if clipped else None
+    alone = round_to_nearest(weight, NVFP4, largest=2 * weight.abs().max())
+    assert round_to_nearest(weight, NVFP4, shrink, 2 * weight.abs().max()).factor == alone.factor
+    assert quantize(weight, NVFP4).factor == 2 * alone.factor
 
 
 def direct_losses(weight: Tensor, rounded: Tensor, x: Tensor) -> Tensor:
