@@ -158,7 +158,7 @@ def check_evaluation(source: ModelSource, budget: Budget) -> None:
 def evaluation_bytes(source: ModelSource, recipe: Recipe) -> int:
     """Bytes of the two whole models that an evaluation holds."""
     dtype = resolve_dtype("auto", source.spec.dtype, "cpu")
-    models = source.weight_bytes(dtype) + source.reader.nbytes() - _layer_bytes(source)
+    models = source.weight_bytes(dtype) + _other_bytes(source)
     return BASE_BYTES + models + _stored_bytes(source, recipe) + 4 * LOGIT_BYTES
 
 
@@ -179,12 +179,13 @@ def disk_bytes(source: ModelSource, recipe: Recipe) -> int:
         states += 4 * rows * calibration.seq_len * spec.hidden_size * (spec.num_layers + 1) + _stored_bytes(
             source, recipe
         )
-    others = source.reader.nbytes() - _layer_bytes(source)
-    return states + 2 * _stored_bytes(source, recipe) + others
+    return states + 2 * _stored_bytes(source, recipe) + _other_bytes(source)
 
 
-def _layer_bytes(source: ModelSource) -> int:
-    return sum(source.reader.nbytes(f"{layer.prefix}.{index}.") for index, layer in enumerate(source.spec.layers))
+def _other_bytes(source: ModelSource) -> int:
+    """Bytes of what no layer has, with a head that a rotation adds."""
+    layers = tuple(f"{layer.prefix}.{index}." for index, layer in enumerate(source.spec.layers))
+    return sum(source.reader.info(name).nbytes for name in source.reader.names() if not name.startswith(layers))
 
 
 def _stored_bytes(source: ModelSource, recipe: Recipe) -> int:

@@ -152,7 +152,14 @@ def _change(role: str, factor: Tensor, q: Tensor | None, r: Tensor | None) -> Ch
 
 def _rows_through(matrix: Tensor) -> Change:
     """Embeddings times a matrix, some rows at a time."""
-    return lambda weight: torch.cat([(part.double() @ matrix).to(weight.dtype) for part in weight.split(ROWS)])
+
+    def change(weight: Tensor) -> Tensor:
+        found = torch.empty_like(weight)
+        for part, into in zip(weight.split(ROWS), found.split(ROWS), strict=True):
+            into.copy_(part.double() @ matrix)
+        return found
+
+    return change
 
 
 def _matrix(size: int, seed: int) -> Tensor:

@@ -99,6 +99,17 @@ def test_a_turned_model_is_quantized(tmp_path: Path) -> None:
     assert bool((norm == 1).all())
 
 
+def test_the_plan_counts_the_head_that_a_rotation_adds(tmp_path: Path) -> None:
+    path = tiny_checkpoint(tmp_path, "llama-tied-bias", num_hidden_layers=1)
+    whole, values = (
+        prepare(path, recipe({"step": "rotate", "residual": residual}, RTN, rounder=None)).budget
+        for residual in (True, False)
+    )
+    embeddings = ModelSource(path).reader.info("model.embed_tokens.weight").nbytes
+    assert whole.disk_bytes - values.disk_bytes == embeddings
+    assert whole.memory_bytes - values.memory_bytes == 2 * embeddings
+
+
 def test_a_step_that_turns_nothing_is_refused() -> None:
     with pytest.raises(ConfigError, match="rotate turns nothing without `residual` and `values`"):
         recipe({"step": "rotate", "residual": False, "values": False})

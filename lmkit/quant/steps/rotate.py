@@ -38,5 +38,8 @@ class Rotate(Step, frozen=True, tag="rotate"):
             raise UnsupportedError(f"{source.reader.path}: {what}")
         return turned(source, residual=self.residual, values=self.values)
 
+    def whole_numbers(self, spec: ModelSpec, group_size: int) -> int:
+        return 2 * spec.vocab_size * spec.hidden_size * self.residual  # embeddings and head, turned
+
     def apply(self, work: LayerWork) -> None:
         """The layer was read turned."""
