@@ -4,7 +4,7 @@
     module.weight_packed        uint8 [out, in / 2]       module.weight
     module.weight_scale         float8 e4m3 [out, in / 16]     the same
     module.weight_global_scale  float32 [1]: divides      module.weight_scale_2  float32: multiplies
-    module.input_global_scale   float32 [1]: that of inputs, if engines round them to NVFP4; written only
+    module.input_global_scale   float32 [1]: that of inputs, if engines round them to NVFP4; it is kept, and not used
 
 Byte i has input 2 i in its low nibble. A nibble is a float4 as in MXFP4. w = nibble * (scale / global scale), or
 nibble * (scale * scale_2), in float32. That of compressed-tensors is written. Its weights that are multiplied together
@@ -15,6 +15,7 @@ ModelOpt's other algorithms here have weights in float8: see fp8.py. A module's 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -68,7 +69,9 @@ def read_compressed(reader: CheckpointReader, module: str) -> QTensor:
     factor = _factor(reader, module + ".weight_global_scale")
     if not bool(factor > 0):
         raise CheckpointError(f"{reader.path}: {module}.weight_global_scale is {float(factor)}, expected more than 0")
-    return read_nvfp4(reader, module, "weight_packed", factor, NVFP4)
+    weight = read_nvfp4(reader, module, "weight_packed", factor, NVFP4)
+    name = module + ".input_global_scale"
+    return replace(weight, input_factor=_factor(reader, name)) if reader.has(name) else weight
 
 
 def write_compressed(writer: CheckpointWriter, module: str, weight: QTensor) -> None:

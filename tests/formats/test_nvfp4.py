@@ -71,6 +71,7 @@ def test_compressed_tensors(tmp_path: Path) -> None:
     )
     weight = read_any(path, "compressed-tensors", "m")
     assert isinstance(weight, QTensor)
+    assert weight.input_factor == FACTOR
     assert torch.equal(dequantize(weight), decoded(packed, scales.float() / FACTOR))
     kernel = ops.linear_w8a8.select("cpu", group_size=16, bits=8, values=weight.scheme.codes.values)
     assert kernel.device == "cpu"

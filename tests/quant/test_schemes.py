@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from benchmarks.quality_peers.cases import logits
 from lmkit.models.roles import LINEARS
 from lmkit.models.source import ModelSource
-from lmkit.qtensor import QTensor, quantize
+from lmkit.qtensor import QTensor, dequantize, quantize
 from lmkit.quant.recipe import load_recipe, parse_recipe
 from lmkit.quant.report.evaluate import encode_text
 from lmkit.quant.run import prepare
@@ -92,12 +92,17 @@ def _transformers_agrees(path: Path, inputs: dict[str, Any] | None) -> None:
     options = {} if inputs else {"quantization_config": transformers.CompressedTensorsConfig(dequantize=True)}
     model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **options)
     torch.nn.Module.float(model)  # it decodes float4 to bfloat16
+    stored = ModelSource(path).layer_weights(0)["mlp.down"]
+    assert isinstance(stored, QTensor)
     rounds = dict(model.named_buffers()) | dict(model.named_parameters())
     factor = "model.layers.0.mlp.down_proj.input_global_scale"
     assert (inputs is None) == (factor not in rounds)
     if inputs is not None:
+        assert stored.input_factor == rounds[factor]
         assert 1 < float(rounds[factor]) < 1e6
         return
+    decoded = rounds["model.layers.0.mlp.down_proj.weight"]
+    torch.testing.assert_close(decoded, dequantize(stored), rtol=2**-7, atol=0)  # NVFP4: it multiplies in bfloat16
     ids = list(range(5, 25))
     with torch.inference_mode():
         theirs = model(torch.tensor([ids])).logits[0]
