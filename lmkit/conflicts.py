@@ -188,7 +188,6 @@ CONFLICTS: tuple[Conflict, ...] = (
     Conflict("kv_disk_path", FIXED_STATES, _IN_STATES),
     Conflict("kv_listen", STATES, _IN_STATES),
     Conflict("kv_peer", STATES, _IN_STATES),
-    Conflict("kv_events", STATES, _IN_STATES),
     Conflict("tp", FIXED_STATES, _IN_STATES),
     Conflict("ep", FIXED_STATES, _IN_STATES),
     Conflict("pp", STATES, _IN_STATES),

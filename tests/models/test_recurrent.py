@@ -33,7 +33,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("options", "part"),
     [
         ({"kv_host_memory": 1 << 20, "kv_listen": "127.0.0.1:0"}, "leave out kv_listen"),
-        ({"kv_events": "tcp://127.0.0.1:0"}, "leave out kv_events"),
         ({"pp": 2}, "leave out pp"),
     ],
 )

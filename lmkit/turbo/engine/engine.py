@@ -172,10 +172,10 @@ class Engine:
         )
         self.adapters.is_used = self.scheduler.uses_adapter
         if config.kv_events is not None:
-            from lmkit.turbo.kv.publisher import Publisher  # needs pyzmq, which an engine without events does not
+            from lmkit.turbo.kv.publisher import Publisher, recorded  # pyzmq, which no other engine needs
 
-            caches, classes = self.scheduler.kv.caches, limits.kv.classes
-            self._publisher = Publisher(config.kv_events, config.kv_events_topic, caches, classes, limits.kv.block_size)
+            events = recorded(self.scheduler.kv.caches, limits.kv, self.scheduler.kv.snapshots)
+            self._publisher = Publisher(config.kv_events, config.kv_events_topic, events)
         kv_port = self._block_server.address[1] if self._block_server is not None else 0
         self.info = msgspec.structs.replace(engine_info(model, limits, captured), kv_port=kv_port)
         if not isinstance(model.tower, str):

@@ -7,6 +7,9 @@ Events tell of full blocks only, by the hash of everything that a block's KV dep
 
 A cache has each block once. A reader therefore has the cache's content as a set of hashes: BlockStored adds some,
 BlockRemoved takes some away, AllBlocksCleared takes all.
+
+Recurrent states are a further class of layers. Its blocks are those after whose tokens a state stands: a prefix can be
+continued there, and nowhere between.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from lmkit.turbo.kv.radix_tree import Namespace
 from lmkit.turbo.kv.tiers.keys import block_keys, root_key
 
 MEDIUM = "GPU"  # the name that readers know for the device's memory
+STATES = "mamba"  # the kind that readers know for recurrent states of any form
 
 
 class BlockStored(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -36,7 +40,7 @@ class BlockStored(msgspec.Struct, frozen=True, array_like=True, tag=True):
     lora_name: str | None = None
     extra_keys: list[Any] | None = None  # unused: the hash has tenant and salt in it
     group_idx: int = 0  # the class of layers
-    kv_cache_spec_kind: str = "full_attention"  # or sliding_window
+    kv_cache_spec_kind: str = "full_attention"  # or sliding_window, or STATES
     kv_cache_spec_sliding_window: int | None = None  # tokens
 
 
@@ -75,24 +79,33 @@ class BlockLog:
             keys: list[bytes] = []
             block_keys(above or root_key(b"", *namespace), tokens[start:end], size, keys)
             self._keys.update(zip(blocks[run.start : run.stop], keys, strict=True))
-            self._events.append(
-                BlockStored(
-                    list(map(short, keys)),
-                    None if above is None else short(above),
-                    tokens[start:end].tolist(),
-                    size,
-                    lora_name=adapter or None,
-                    group_idx=self._group,
-                    kv_cache_spec_kind="sliding_window" if self._window else "full_attention",
-                    kv_cache_spec_sliding_window=self._window or None,
-                )
-            )
+            kind = "sliding_window" if self._window else "full_attention"
+            self._tell(above, keys, tokens[start:end], adapter, self._group, kind, self._window or None)
 
     def removed(self, blocks: Iterable[int]) -> None:
         """The cache lost these blocks. Those that were not full have no event."""
         keys = [self._keys.pop(block) for block in blocks if block in self._keys]
         if keys:
             self._events.append(BlockRemoved(list(map(short, keys)), group_idx=self._group))
+
+    def state_stored(self, tokens: np.ndarray, blocks: Sequence[int], adapter: str) -> None:
+        """A recurrent state stands after the last of these blocks of the cache, which hold `tokens` (int32 [n])."""
+        above = self._keys[blocks[-2]] if len(blocks) > 1 else None
+        self._tell(above, [self._keys[blocks[-1]]], tokens[-self._block_size :], adapter, self._group + 1, STATES)
+
+    def state_removed(self, block: int) -> None:
+        """The state after this block is gone. One after a block that is not full has no event."""
+        if (key := self._keys.get(block)) is not None:
+            self._events.append(BlockRemoved([short(key)], group_idx=self._group + 1))
+
+    def _tell(self, above: bytes | None, keys: list[bytes], tokens: np.ndarray, adapter: str, *layers: Any) -> None:
+        """Blocks are stored. `layers`: number, kind and window of their class."""
+        parent, name = None if above is None else short(above), adapter or None
+        self._events.append(
+            BlockStored(
+                list(map(short, keys)), parent, tokens.tolist(), self._block_size, None, MEDIUM, name, None, *layers
+            )
+        )
 
     def _key(self, namespace: Namespace, tokens: np.ndarray, blocks: Sequence[int], i: int) -> bytes:
         """The key of block `i`. It follows from all tokens up to there if the cache has no block in this place."""

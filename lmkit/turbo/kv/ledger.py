@@ -32,6 +32,7 @@ class Ledger:
         self.held: Counter[str] = Counter()  # by tenant
         self.caches: list[Cache] = []
         self._has_lost = False  # blocks that eviction took
+        self._lost = 0  # the last use of what `lost` was told of
         self._samples = deque[tuple[int, float]]()  # (ticks, time)
 
     def evict(self, count: int, tenant: str | None = None, spare: int | None = None) -> int:
@@ -50,6 +51,10 @@ class Ledger:
                 break
         return evicted
 
+    def lost(self, used: int) -> None:
+        """Something beside the blocks is gone, without which a prefix is not found. It was used last at this tick."""
+        self._lost = max(self._lost, used)
+
     def kept_since(self, now: float) -> float:
         """The time since which the caches have lost nothing that was used; that of the first call if they lost nothing.
 
@@ -61,10 +66,11 @@ class Ledger:
             samples.append((self.now, now))
         if len(samples) > MAX_SAMPLES:
             self._samples = samples = deque(islice(samples, 0, None, 2))
-        if self._has_lost:
-            oldest = min(cache.oldest() for cache in self.caches)  # eviction has taken what was used before
-            while len(samples) > 1 and samples[1][0] < oldest:
-                samples.popleft()
+        oldest: float = self._lost + 1
+        if self._has_lost:  # eviction has taken what was used before
+            oldest = max(oldest, min(cache.oldest() for cache in self.caches))
+        while len(samples) > 1 and samples[1][0] < oldest:
+            samples.popleft()
         return samples[0][1]
 
     def _next(self, tenant: str | None) -> tuple[Cache, float]:

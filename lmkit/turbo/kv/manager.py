@@ -57,7 +57,7 @@ class KVManager:
         self._tiers = tiers if limits.prefix_cache else None
         self.state_parts = self._tiers.blocks.state_parts if self._tiers is not None and limits.snapshots else 0
         rows = limits.snapshots
-        self.snapshots = Snapshots(rows, limits.block_size, self.pool, self.state_parts) if rows else None
+        self.snapshots = Snapshots(rows, limits.block_size, self.pool, self._ledger, self.state_parts) if rows else None
         self._kv_identity = kv_identity
         self._num_loads, self.origins = 0, Origins()
 

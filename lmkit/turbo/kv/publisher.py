@@ -23,9 +23,10 @@ import zmq
 
 from lmkit.errors import ConfigError
 from lmkit.log import get_logger
-from lmkit.models.kv_layout import KVClass
 from lmkit.turbo.kv.block_log import AllBlocksCleared, BlockLog, BlockRemoved, BlockStored, Event
+from lmkit.turbo.kv.limits import KVLimits
 from lmkit.turbo.kv.radix_cache import RadixCache
+from lmkit.turbo.kv.snapshots import Snapshots
 
 KEPT_BATCHES = 1024  # for replays
 QUEUED_MESSAGES = 1 << 16  # for one reader that is slow; it misses what is more
@@ -51,17 +52,15 @@ class Publisher:
         self,
         address: str,
         topic: str,
-        caches: Sequence[RadixCache],
-        classes: Iterable[KVClass],
-        block_size: int,
+        events: list[Event],
         *,
         kept: int = KEPT_BATCHES,
     ) -> None:
         """`address` is tcp://HOST:PORT; replays are at the next port, or both are at free ones if it is 0.
 
-        `caches` are empty, one for each of `classes` of layers. Raises ConfigError if it cannot listen there.
+        `events` is what `recorded` gives of empty caches. Raises ConfigError if it cannot listen there.
         """
-        self._events = recorded(caches, classes, block_size)
+        self._events = events
         self._topic, self._kept = topic.encode(), kept
         self._encode = msgspec.msgpack.Encoder().encode
         self._lock = threading.Lock()  # of the two lines below
@@ -133,11 +132,14 @@ class Publisher:
         return kept
 
 
-def recorded(caches: Sequence[RadixCache], classes: Iterable[KVClass], block_size: int) -> list[Event]:
-    """Returns the list to which these caches, one for each class of layers, append their events from now on."""
+def recorded(caches: Sequence[RadixCache], limits: KVLimits, snapshots: Snapshots | None = None) -> list[Event]:
+    """Returns the list to which these caches, one for each class of layers or none, and the snapshots of recurrent
+    states after their blocks append their events from now on."""
     events: list[Event] = []
-    for group, (cache, layers) in enumerate(zip(caches, classes, strict=True)):
-        cache.log = BlockLog(events, block_size, group, layers.window)
+    for group, (cache, layers) in enumerate(zip(caches, limits.classes, strict=False)):
+        cache.log = BlockLog(events, limits.block_size, group, layers.window)
+    if snapshots is not None:
+        snapshots.log = caches[0].log
     return events
 
 

@@ -20,7 +20,9 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from typing import Any
 
+from lmkit.turbo.kv.block_log import BlockLog
 from lmkit.turbo.kv.block_pool import BlockPool
+from lmkit.turbo.kv.ledger import Ledger
 from lmkit.turbo.kv.prefix import Prefix
 from lmkit.turbo.kv.radix_cache import Match
 from lmkit.turbo.kv.tiers.keys import state_keys
@@ -34,15 +36,17 @@ POPULAR_SHARE = 0.75  # of the rows, at most, for snapshots that several sequenc
 class Snapshots:
     """The rows of a model's snapshots, and the block that each of them stands after."""
 
-    def __init__(self, rows: range, block_size: int, pool: BlockPool, parts: int = 0) -> None:
-        """parts: those of a state that a tier keeps, see turbo.kv.blocks."""
+    def __init__(self, rows: range, block_size: int, pool: BlockPool, ledger: Ledger, parts: int = 0) -> None:
+        """ledger: that of the cache. parts: those of a state that a tier keeps, see turbo.kv.blocks."""
         self.num_evicted = 0  # for other snapshots
-        self._rows, self._block_size, self._pool, self._parts = rows, block_size, pool, parts
+        self.log: BlockLog | None = None  # that of the cache
+        self._rows, self._block_size, self._pool, self._ledger, self._parts = rows, block_size, pool, ledger, parts
         self._free = list(reversed(rows))
         self._of_block: dict[int, int] = {}  # block -> row
         # The blocks of these, the one used longest ago first, and whether it was found.
         self._new: OrderedDict[int, bool] = OrderedDict()
         self._popular: OrderedDict[int, bool] = OrderedDict()
+        self._used: dict[int, int] = {}  # block -> last use, in ticks of the ledger
         self._read: Counter[int] = Counter()  # row -> sequences that begin with it
         self._left: set[int] = set()  # rows that are read, and whose blocks the cache has lost
         pool.on_drop = self._forget
@@ -157,8 +161,11 @@ class Snapshots:
             if block in self._of_block:
                 self._free.append(snapshot.row)
                 continue
-            self._of_block[block] = snapshot.row
+            self._of_block[block], self._used[block] = snapshot.row, self._ledger.now
             given.append(snapshot)
+            if self.log is not None and not last % self._block_size:
+                count = last // self._block_size
+                self.log.state_stored(seq.cached_as(last), match.blocks[:count], seq.request.adapter)
             order = self._popular if snapshot.use is Use.SHARED else self._new
             order[block] = False
             self._pool.num_changes += 1
@@ -231,6 +238,7 @@ class Snapshots:
         elif block in self._new:
             self._new[block] = True
         (self._popular if block in self._popular else self._new).move_to_end(block)
+        self._used[block] = self._ledger.now
 
     def _evict(self) -> None:
         """Free the row of a snapshot, if possible one whose block no sequence and no lease holds."""
@@ -238,6 +246,7 @@ class Snapshots:
         idle = (block for block in unread if self._pool.references(block) == 1)
         block = next(idle, unread[0] if unread else None)
         if block is not None:
+            self._ledger.lost(self._used[block])
             self._forget((block,))
             self._pool.num_changes += 1
             self.num_evicted += 1
@@ -254,6 +263,9 @@ class Snapshots:
         for block in blocks:
             if block in self._of_block:
                 row = self._of_block.pop(block)
+                del self._used[block]
+                if self.log is not None:
+                    self.log.state_removed(block)
                 if self._read[row]:
                     self._left.add(row)
                 else:

@@ -20,14 +20,17 @@ from lmkit.models.decoder import Decoder
 from lmkit.models.loader import load_model
 from lmkit.turbo.engine.engine import Engine
 from lmkit.turbo.engine.memory import RECORD_BYTES
+from lmkit.turbo.kv.block_log import BlockStored
+from lmkit.turbo.kv.publisher import fold, recorded
 from lmkit.turbo.plan import StepPlan
-from lmkit.turbo.request import Request, SamplingParams
+from lmkit.turbo.request import Request, SamplingParams, StepOutput
 from lmkit.turbo.scheduling.allowance import Allowance
 from lmkit.turbo.scheduling.planner import Planner, Step
 from lmkit.turbo.scheduling.scheduler import Scheduler
 from lmkit.turbo.scheduling.speculation import Speculation
 from lmkit.turbo.sequence import Sequence
 from tests.models import tiny
+from tests.turbo.kv.test_kv_events import expected_hash
 
 SIZES: dict[str, Any] = {"block_size": 4, "max_step_tokens": 16, "max_model_len": 64, "kv_dtype": "float32"}
 
@@ -74,6 +77,10 @@ def answers(engine: Engine, made: list[Request], rng: random.Random) -> dict[str
     return found
 
 
+def block_bytes(decoder: Decoder) -> int:
+    return 4 * sum(layer.kv_token_bytes(FLOAT32, FLOAT32) for layer in decoder.spec.layers) or RECORD_BYTES
+
+
 def test_snapshots_change_no_bit(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Scheduler, "_pace", lambda *_: None)  # measured times would decide the chunks and so the hits
     rng = random.Random(3)
@@ -81,8 +88,7 @@ def test_snapshots_change_no_bit(decoder: Decoder, monkeypatch: pytest.MonkeyPat
     plain = Engine.of(decoder, EngineConfig(**SIZES | {"max_step_tokens": 64}, max_batch_size=1, prefix_cache=False))
     expected = answers(plain, made, rng)
     plain.close()
-    block = 4 * sum(layer.kv_token_bytes(FLOAT32, FLOAT32) for layer in decoder.spec.layers) or RECORD_BYTES
-    engine = Engine.of(decoder, EngineConfig(**SIZES, max_batch_size=5, kv_memory=18 * block))
+    engine = Engine.of(decoder, EngineConfig(**SIZES, max_batch_size=5, kv_memory=18 * block_bytes(decoder)))
     for _ in range(2):
         assert answers(engine, made, rng) == expected
     stats = engine.stats()
@@ -111,6 +117,33 @@ def test_what_is_computed_ahead_goes_on_within_a_block(decoder: Decoder, monkeyp
         assert engine.stats().prefix_hits - before == 2 * known
     plain.close()
     engine.close()
+
+
+def test_events_say_how_much_is_found(decoder: Decoder) -> None:
+    """What a router reads off the events is what the next request finds, whatever snapshots have left."""
+    rng, known = random.Random(4), dict[tuple[int, int], BlockStored]()
+    engine = Engine.of(decoder, EngineConfig(**SIZES, max_batch_size=1, kv_memory=100 * block_bytes(decoder)))
+    kv, limits = engine.scheduler.kv, engine.scheduler.limits.kv
+    events, found = recorded(kv.caches, limits, kv.snapshots), 0
+    assert limits.num_snapshots == 16
+    for request in requests(rng, 30):
+        fold(known, events)
+        events.clear()
+        ends = range(4, len(request.prompt_ids), 4)
+        hashes = [expected_hash(("", ""), request.prompt_ids[:end], 4) for end in ends]
+        there = [{c for c in (0, 1) if (c, name) in known} for name in hashes]
+        blocks = next((i for i, classes in enumerate(there) if 0 not in classes), len(there))
+        reusable = max((end for end, classes in zip(ends[:blocks], there, strict=False) if 1 in classes), default=0)
+        engine.add(request)
+        outputs: list[StepOutput] = []
+        while engine.has_work():
+            outputs += engine.step()
+        assert outputs[0].cached_tokens == reusable
+        found += reusable
+    engine.close()
+    assert found > 100
+    assert kv.snapshots is not None
+    assert kv.snapshots.num_evicted
 
 
 @pytest.mark.parametrize("tier", ["host", "disk"])
@@ -177,8 +210,9 @@ def test_drafts_change_no_bit(family: str, cached: bool, tmp_path: Path, monkeyp
     monkeypatch.setattr(Scheduler, "schedule", schedule)
     monkeypatch.setattr(Planner, "_add_decodes", add_decodes)
     monkeypatch.setattr(Scheduler, "_awaits_tokens", awaits_tokens)
-    memory = 18 * (4 * sum(layer.kv_token_bytes(FLOAT32, FLOAT32) for layer in decoder.spec.layers) or RECORD_BYTES)
-    options: dict[str, Any] = {"kv_memory": memory, "overlap": False} if cached else {"prefix_cache": False}
+    options: dict[str, Any] = (
+        {"kv_memory": 18 * block_bytes(decoder), "overlap": False} if cached else {"prefix_cache": False}
+    )
     config = EngineConfig(**SIZES, max_batch_size=5, speculate="ngram", max_draft_tokens=7, **options)
     engine = Engine.of(decoder, config)
     assert answers(engine, made, rng) == expected

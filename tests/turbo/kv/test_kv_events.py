@@ -10,7 +10,7 @@ import random
 import signal
 import socket
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,9 @@ import zmq
 
 from lmkit.config import EngineConfig
 from lmkit.errors import ConfigError
-from lmkit.models.kv_layout import KVClass
 from lmkit.turbo.kv.block_log import BlockStored
 from lmkit.turbo.kv.block_pool import HOLE, BlockPool
+from lmkit.turbo.kv.limits import KVLimits
 from lmkit.turbo.kv.publisher import Publisher, fold, recorded
 from lmkit.turbo.kv.radix_cache import RadixCache
 from lmkit.turbo.request import Request, SamplingParams
@@ -52,8 +52,8 @@ def blocks_of(tokens: list[int], size: int) -> Content:
     return {(0, expected_hash(("", ""), tokens[:end], size)): tokens[end - size : end] for end in ends}
 
 
-def content(caches: Iterable[RadixCache], size: int) -> Content:
-    """What the trees have."""
+def content(caches: Iterable[RadixCache], size: int, states: Collection[int] = ()) -> Content:
+    """What the trees have. `states`: the blocks after which a recurrent state stands, of a model with one class."""
     found = {}
     for group, cache in enumerate(caches):
         for node in cache._tree:
@@ -63,7 +63,8 @@ def content(caches: Iterable[RadixCache], size: int) -> Content:
             for i in range(len(node.tokens) // size):
                 if node.blocks[i] != HOLE:
                     tokens = above + node.tokens[: (i + 1) * size].tolist()
-                    found[group, expected_hash(node.namespace, tokens, size)] = tokens[-size:]
+                    key = expected_hash(node.namespace, tokens, size)
+                    found |= {(c, key): tokens[-size:] for c in ([0, 1] if node.blocks[i] in states else [group])}
     return found
 
 
@@ -72,7 +73,7 @@ class Followed(Traffic):
 
     def follow(self) -> None:
         kv = self.engine.scheduler.kv
-        self.events = recorded(kv.caches, self.limits.kv.classes[: len(kv.caches)], kv.block_size)
+        self.events = recorded(kv.caches, self.limits.kv, kv.snapshots)
         self.known: dict[tuple[int, int], BlockStored] = {}
 
     def compare(self) -> None:
@@ -80,7 +81,10 @@ class Followed(Traffic):
         self.counts.update(type(event).__name__ for event in self.events)
         self.events.clear()
         kv = self.engine.scheduler.kv
-        assert {key: event.token_ids for key, event in self.known.items()} == content(kv.caches, kv.block_size)
+        states = kv.snapshots._of_block if kv.snapshots is not None else ()
+        self.counts["states"] += sum(group == 1 for group, _ in self.known) if states else 0
+        told = {key: event.token_ids for key, event in self.known.items()}
+        assert told == content(kv.caches, kv.block_size, states)
 
     def step(self, disturb: bool) -> None:
         super().step(disturb)
@@ -97,11 +101,13 @@ class Followed(Traffic):
 
 @pytest.mark.parametrize("depth", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
 def test_events_give_the_trees_content_at_every_moment(depth: int, tmp_path: Path) -> None:
-    """Through evictions, preemptions, tiers, sessions, tenants, salts, windows, drafts, aborts and failed steps."""
+    """Through evictions, preemptions, tiers, sessions, tenants, salts, windows, drafts, aborts and failed steps, and of
+    models with recurrent states, whose snapshots come and go beside blocks."""
     total = Counter[str]()
     for seed in range(40):
         folder = tmp_path / str(seed) if seed % 2 else None
-        traffic = Followed(seed, depth, disturb=True, folder=folder, thorough=False, drafts=seed % 3 == 0)
+        kind = {"drafts": seed % 3 == 0, "recurrent": seed % 4 == 3, "ahead": seed % 8 == 7}
+        traffic = Followed(seed, depth, disturb=True, folder=folder, thorough=False, **kind)
         traffic.follow()
         traffic.run(120)
         traffic.check_results()
@@ -110,6 +116,7 @@ def test_events_give_the_trees_content_at_every_moment(depth: int, tmp_path: Pat
     assert total["BlockRemoved"] > 300
     assert total["preemptions"] > 100
     assert total["loaded"] > 20
+    assert total["states"] > 1000
 
 
 class Reader:
@@ -179,7 +186,7 @@ class Cache:
     def __init__(self, **options: Any) -> None:
         self.pool = BlockPool(64)
         self.cache = RadixCache(self.pool, 2)
-        self.publisher = Publisher("tcp://127.0.0.1:0", "kv@a", [self.cache], [KVClass()], 2, **options)
+        self.publisher = Publisher("tcp://127.0.0.1:0", "kv@a", recorded([self.cache], KVLimits(64, 2)), **options)
 
     def keep(self, tokens: list[int], adapter: str = "") -> None:
         blocks = self.pool.allocate(-(-len(tokens) // 2))
@@ -249,7 +256,7 @@ def test_an_address_that_is_taken_is_named() -> None:
     with pytest.raises(
         ConfigError, match=r"^kv_events: cannot listen at tcp://127\.0\.0\.1:\d+: Address already in use"
     ):
-        Publisher(here.publisher.address, "", [], [], 2)
+        Publisher(here.publisher.address, "", [])
     here.publisher.close()
 
 

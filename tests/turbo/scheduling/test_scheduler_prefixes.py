@@ -239,3 +239,21 @@ def test_the_time_since_which_nothing_was_lost_is_in_the_stats() -> None:
         since.append(engine.scheduler.stats().kept_since)
         now[0] += 10
     assert since == [10.0, 10.0, 10.0, 20.0, 30.0], "two are there, and the one before them was used at that time"
+
+
+@pytest.mark.parametrize("again", range(4))
+def test_a_lost_snapshot_is_a_lost_prefix(again: int) -> None:
+    """Blocks without the state after them are computed again, so a proxy must not count on them."""
+    now, since = [10.0], []
+    engine = FakeEngine(
+        limits(prefix_cache=True, num_blocks=40, first_snapshot=8, num_snapshots=2), clock=lambda: now[0]
+    )
+    for i in range(4):  # each leaves one snapshot
+        engine.add(request(f"r{i}", [20 + i] * 12, max_tokens=1))
+        engine.run()
+        since.append(engine.scheduler.stats().kept_since)
+        now[0] += 10
+    assert since == [10.0, 10.0, 10.0, 20.0]
+    engine.add(request("again", [20 + again] * 12, max_tokens=1))
+    engine.run()
+    assert bool(cached(engine, "again")) == (10.0 + 10 * again > since[-1])
