@@ -32,7 +32,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("options", "part"),
     [
-        ({"kv_host_memory": 1 << 20, "kv_listen": "127.0.0.1:0"}, "leave out kv_listen"),
         ({"pp": 2}, "leave out pp"),
     ],
 )

@@ -71,15 +71,17 @@ class Snapshots:
         state, or a row for it, the whole prefix and no keys."""
         (match,), size = prefix.matches, self._block_size
         tiers.touch(keys[: prefix.num_full])
-        most = prefix.num_full + tiers.lookup(keys[prefix.num_full :])
-        for count in range(most, prefix.num_tokens // size, -1):
-            key = keys[count - 1]
-            if not tiers.lookup(state_keys(key, 1)):
-                continue
-            parts = state_keys(key, self._parts)
-            if tiers.lookup(parts) == len(parts) and (self._free or self._unread()):
+        if not (self._free or self._unread()):
+            return prefix, []
+        first, most = prefix.num_tokens // size, prefix.num_full + tiers.lookup(keys[prefix.num_full :])
+        states = [part for key in keys[first:most] for part in state_keys(key, 1)]
+        while found := tiers.last(states):
+            count = first + found
+            parts = state_keys(keys[count - 1], self._parts)
+            if tiers.lookup(parts) == len(parts):
                 held = match.blocks[:count]
                 return Prefix((Match(held, len(held) * size, None),), 0), keys[len(held) : count] + parts
+            del states[found - 1 :]
         return prefix, []
 
     def take_loaded(self, seq: Sequence, num_tokens: int) -> range:

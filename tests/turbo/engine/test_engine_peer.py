@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import subprocess
 import sys
@@ -9,12 +10,18 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 
 from lmkit.errors import ConfigError
+from lmkit.formats.hub import DEMO_FOLDER
 from lmkit.turbo.engine.engine import Engine
+from lmkit.turbo.kv.tiers import awaited, peer
+from lmkit.turbo.kv.tiers.keys import block_keys, root_key, state_keys
 from lmkit.turbo.request import Request, SamplingParams
+from lmkit.turbo.scheduling import planner
+from tests.models import tiny
 from tests.turbo.engine.test_engine import SMALL, engine_for, run, tokens
 from tests.turbo.engine.test_engine_cache import FIRST, SECOND, always_load, settle
 
@@ -33,6 +40,7 @@ while engine.stats().tiers["queued_saves"]:
 print(engine._block_server.address[1], flush=True)
 time.sleep(600)
 """
+SHORT = {"max_model_len": 96}  # of the tiny models
 ANSWERS = {"greedy": {"temperature": 0.0}, "seeded": {"temperature": 1.0, "seed": 7}}
 
 
@@ -72,6 +80,50 @@ def test_a_decode_engine_answers_as_one_engine_does(demo_model: Path, key: str, 
         assert decode.stats().tiers["failures"] == 0
         decode.check_integrity()
         decode.close()
+    prefill.close()
+
+
+@pytest.fixture(scope="module", params=["qwen3-next", "granite-hybrid", "lfm2"])
+def hybrid(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Layers of attention beside the gated delta rule, Mamba-2 or short convolutions."""
+    path = tmp_path_factory.mktemp(request.param)
+    tiny.make(path, request.param)
+    shutil.copyfile(DEMO_FOLDER / "tokenizer.json", path / "tokenizer.json")
+    return path
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine is not a slow peer."""
+    for name, module in (("ASK_SECONDS", peer), ("BLOCK_SECONDS", peer), ("FIRST_SECONDS", awaited)):
+        monkeypatch.setattr(module, name, 60.0)
+    monkeypatch.setattr(awaited, "ANSWER_SECONDS", 60.0)
+    monkeypatch.setattr(planner, "PATIENCE", (60.0, 4.0))
+
+
+@pytest.mark.usefixtures("patient")
+def test_a_prefix_with_states_is_found_at_another_engine(hybrid: Path, key: str) -> None:
+    """Up to the other engine's snapshot. A damaged part of the state is a miss, and no block is used without it."""
+    prompt = list(range(100, 161))
+    whole = engine_for(hybrid, **SHORT, prefix_cache=False)
+    prefill = engine_for(hybrid, **SHORT, kv_host_memory=64 << 20, kv_listen="127.0.0.1:0", kv_key_file=key)
+    answer(prefill, prompt, count=1)
+    settle(prefill)
+    wanted, address = answer(whole, prompt)[0], f"127.0.0.1:{prefill.info.kv_port}"
+    assert prefill._tiers is not None
+    assert prefill._tiers._host is not None
+    blocks: list[bytes] = []
+    block_keys(root_key(prefill.scheduler.kv._kv_identity, "", ""), np.array(prompt, np.int32), 8, blocks)
+    part = state_keys(blocks[6], 1)[0]
+    for found in (56, 0):
+        decode = engine_for(hybrid, **SHORT, kv_peer=address, kv_key_file=key)
+        always_load(decode)
+        assert answer(decode, prompt) == (wanted, found)
+        assert decode.stats().tier_hits == {"peer": found}
+        assert answer(decode, [*prompt, *wanted, 7])[1] >= 56
+        decode.check_integrity()
+        decode.close()
+        prefill._tiers._host._blocks[part].data[0] ^= 1
     prefill.close()
 
 

@@ -58,7 +58,8 @@ class ChanceTiers:
             self.disk = DiskTier(folder, bytes(32), block_bytes=runner.nbytes, max_bytes=4096 * num_disk)
         self.store = TierStore(self.blocks, host_bytes=num_host * runner.nbytes, disk=self.disk)
         self.held: list[Load] = []
-        self.lookup, self.stats, self.close = self.store.lookup, self.store.stats, self.store.close
+        self.lookup, self.last = self.store.lookup, self.store.last
+        self.stats, self.close = self.store.stats, self.store.close
 
     def load_seconds(self, keys: list[bytes]) -> float:
         return 0.0 if self.rng.random() < 0.9 else 1e9

@@ -26,7 +26,8 @@ KEYS = chain(6)
 @contextmanager
 def served(store: TierStore) -> Iterator[BlockServer]:
     assert store.filling is not None
-    given = BlockServer(("127.0.0.1", 0), KIND, store.lookup_here, store.read_here, store.filling.frames)
+    find = store.lookup_here, store.last_here
+    given = BlockServer(("127.0.0.1", 0), KIND, *find, store.read_here, store.filling.frames)
     yield given
     given.close()
 
@@ -55,6 +56,17 @@ def test_the_blocks_of_a_peer_are_found_and_loaded(server: BlockServer, host: in
     assert load(store, blocks, KEYS).hits == {"peer": 4}  # the fifth is a miss
     assert load(store, blocks, KEYS[:4]).hits == {"host" if host else "peer": 4}
     assert store.stats()["loaded_peer"] == (4 if host else 8)
+    store.close()
+
+
+def test_the_last_block_that_a_peer_keeps_is_found_in_one_question(server: BlockServer) -> None:
+    store, blocks = store_at(server.address, host=8)
+    assert [store.last(keys) for keys in (KEYS, KEYS[4:], [], KEYS[::-1])] == [4, 0, 0, 6]
+    mixed = [KEYS[5], KEYS[0], KEYS[4], KEYS[2], KEYS[4]]
+    assert (store.last(mixed), store.last_here(mixed)) == (4, 0)
+    assert load(store, blocks, KEYS[2:3]).hits == {"peer": 1}, "what is found there is known to be there"
+    save(store, blocks, KEYS[4:5])
+    assert (store.last(mixed), store.last_here(mixed)) == (5, 5)
     store.close()
 
 

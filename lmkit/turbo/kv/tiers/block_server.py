@@ -19,19 +19,22 @@ MAX_CONNECTIONS = 64  # of peers that have shown the key
 MAX_GREETING = 32  # of those that have not yet; one more ends the oldest of them, so that silent ones keep nobody out
 SEND_SECONDS = 5.0  # for a client that does not read
 
-Lookup = Callable[[Sequence[bytes]], int]  # how many of the keys are kept, from the first on
+Lookup = Callable[[Sequence[bytes]], int]  # how many of the keys are kept, from the first on; or up to the last kept
 Read = Callable[[bytes], memoryview | None]  # a block's bytes
 Follow = Callable[[Sequence[bytes]], Iterable[tuple[wire.Frame, bytes | memoryview]]]  # see Filling.frames
 
 
 class BlockServer:
-    """Listens at `address` (port 0 takes a free one). A thread for each connection calls `lookup`, `read` and `follow`.
+    """Listens at `address` (port 0 takes a free one). A thread for each connection calls the functions.
 
     Raises ConfigError if it cannot listen there.
     """
 
-    def __init__(self, address: tuple[str, int], kind: wire.Kind, lookup: Lookup, read: Read, follow: Follow) -> None:
-        self._kind, self._lookup, self._read, self._follow = kind, lookup, read, follow
+    def __init__(
+        self, address: tuple[str, int], kind: wire.Kind, lookup: Lookup, last: Lookup, read: Read, follow: Follow
+    ) -> None:
+        self._kind, self._read, self._follow = kind, read, follow
+        self._counts = {wire.HAS: lookup, wire.LAST: last}
         self._failures = Failures()
         self._open: set[socket.socket] = set()
         self._greeting: dict[socket.socket, None] = {}  # the oldest first
@@ -85,8 +88,8 @@ class BlockServer:
         if op == wire.GET:
             data = self._read(names)
             link.send(SEND_SECONDS, b"\0" if data is None else b"\1", b"" if data is None else data)
-        elif op == wire.HAS:
-            link.send(SEND_SECONDS, wire.COUNT.pack(self._lookup(keys)))
+        elif (count_of := self._counts.get(op)) is not None:
+            link.send(SEND_SECONDS, wire.COUNT.pack(count_of(keys)))
         elif op == wire.FOLLOW:
             for frame, pieces in self._follow(keys):
                 link.send(SEND_SECONDS, wire.FRAME.pack(*frame), pieces)

@@ -36,7 +36,7 @@ class _Links(NamedTuple):
 class PeerTier:
     """Blocks of `kind.block_bytes` at the engine that listens at `address`.
 
-    One thread may call `ask`, another one `read`, any one the rest. OSErrors become misses.
+    One thread may call `ask` and `last`, another one `read`, any one the rest. OSErrors become misses.
     """
 
     def __init__(self, address: tuple[str, int], kind: wire.Kind) -> None:
@@ -59,22 +59,41 @@ class PeerTier:
 
     def ask(self, keys: Sequence[bytes]) -> None:
         """Learn how many of `keys` the peer keeps, from the first on, unless that is known."""
-        links, now = self._links, time.monotonic()
-        if links is None:
-            return
         unknown = [key for key in keys[: wire.MAX_KEYS] if key not in self]
-        if not unknown or (self._known.get(unknown[0]) or 0.0) > now:
-            return
+        if unknown and not self._is_missing(unknown[0]) and (count := self._counted(wire.HAS, unknown)) is not None:
+            for key in unknown[:count]:
+                self._note(key)
+            for key in unknown[count : count + 1]:
+                self._note(key, missing=True)
+
+    def last(self, keys: Sequence[bytes]) -> int:
+        """The number of `keys` up to the last one that the peer keeps. Of very many keys it looks at the last."""
+        before = max(0, len(keys) - wire.MAX_KEYS)
+        if not keys or self._is_missing(keys[-1]):
+            return 0
+        count = self._counted(wire.LAST, keys[before:])
+        if count is not None:
+            self._note(keys[before + count - 1] if count else keys[-1], missing=not count)
+        return before + count if count else 0
+
+    def _is_missing(self, key: bytes) -> bool:
+        return (self._known.get(key) or 0.0) > time.monotonic()
+
+    def _counted(self, op: bytes, keys: Sequence[bytes]) -> int | None:
+        """The peer's answer to this question about `keys`, at most MAX_KEYS. None: there is none."""
+        if (links := self._links) is None:
+            return None
         try:
-            links.ask.send(ASK_SECONDS, wire.HEAD.pack(wire.HAS, len(unknown)), b"".join(unknown))
+            links.ask.send(ASK_SECONDS, wire.HEAD.pack(op, len(keys)), b"".join(keys))
             answer = links.ask.take(wire.COUNT.size, ASK_SECONDS)
             links.ask.check(ASK_SECONDS, answer)
+            (count,) = wire.COUNT.unpack(answer)
+            if count > len(keys):
+                raise wire.WireError("an answer of another form")
         except OSError as error:
             self._lost(links, error)
-            return
-        (count,) = wire.COUNT.unpack(answer)
-        for i, key in enumerate(unknown[: count + 1]):
-            self._note(key, None if i < count else now + FORGET_SECONDS)
+            return None
+        return int(count)
 
     def read(self, key: bytes, out: memoryview) -> bool:
         """Fill `out` [block_bytes]. False = a miss, and the content of `out` is undefined."""
@@ -87,13 +106,13 @@ class PeerTier:
             self._lost(links, error)
             return False
         if not found:
-            self._note(key, time.monotonic() + FORGET_SECONDS)
+            self._note(key, missing=True)
         return found
 
-    def _note(self, key: bytes, missing: float | None) -> None:
+    def _note(self, key: bytes, *, missing: bool = False) -> None:
         assert len(key) == KEY_BYTES
         with self._mutex:
-            self._known[key] = missing
+            self._known[key] = time.monotonic() + FORGET_SECONDS if missing else None
             self._known.move_to_end(key)
             while len(self._known) > MAX_KNOWN:
                 self._known.popitem(last=False)

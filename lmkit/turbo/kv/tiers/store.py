@@ -104,25 +104,27 @@ class TierStore:
     def lookup(self, keys: Sequence[bytes]) -> int:
         """The number of `keys`, from the first on, that some tier has."""
         count = self.lookup_here(keys)
-        if self._peer is None or count == len(keys):
-            return count
-        self._peer.ask(keys[count:])
-        return self._count(keys)
+        if self._peer is not None and count < len(keys):
+            self._peer.ask(keys[count:])
+            count = next((i for i, key in enumerate(keys) if self._tier_of(key) is None), len(keys))
+        return count
+
+    def last(self, keys: Sequence[bytes]) -> int:
+        """The number of `keys` up to the last one that some tier has."""
+        count = self.last_here(keys)
+        return count + self._peer.last(keys[count:]) if self._peer is not None else count
 
     def lookup_here(self, keys: Sequence[bytes]) -> int:
-        """Like `lookup`, without the peer. Any thread may call it."""
-        return self._count(keys, peer=False)
+        """Like `lookup`, without the peer, as is the next one. Any thread may call them."""
+        return next((i for i, key in enumerate(keys) if self._tier_of(key) in (None, "peer")), len(keys))
+
+    def last_here(self, keys: Sequence[bytes]) -> int:
+        return next((i for i in range(len(keys), 0, -1) if self._tier_of(keys[i - 1]) in ("host", "disk")), 0)
 
     @property
     def can_await(self) -> bool:
         """Whether blocks that other engines are computing may be loaded."""
         return self._awaited is not None
-
-    def _count(self, keys: Sequence[bytes], *, peer: bool = True) -> int:
-        for index, key in enumerate(keys):
-            if self._tier_of(key) in ((None,) if peer else (None, "peer")):
-                return index
-        return len(keys)
 
     def load_seconds(self, keys: Sequence[bytes]) -> float:
         """The expected time from now until all blocks with `keys` are loaded, including the jobs queued before them."""

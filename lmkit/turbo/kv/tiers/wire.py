@@ -5,6 +5,7 @@
     server -> client   HMAC-SHA256(key, "server", the same)
     client -> server   op (1), number of keys (2), keys (32 each), tag (16)
     server -> client   to HAS: the number of these keys that it keeps, from the first on (2), tag
+                       to LAST: the number of these keys up to the last one that it keeps (2), tag
                        to GET, of one key: 1 (1), the block, tag; or 0 (1), tag
                        to FOLLOW: frames, until all blocks are there, each with a tag
     a frame            first block (2), number of blocks (2), first byte (4), end (4), these bytes of each block
@@ -34,9 +35,9 @@ import numpy as np
 
 from lmkit.errors import ConfigError
 
-MAGIC = b"lmkitkv1"
+MAGIC = b"lmkitkv2"
 NONCE_BYTES, PROOF_BYTES, TAG_BYTES = 32, 32, 16
-HAS, GET, FOLLOW = b"H", b"G", b"F"
+HAS, LAST, GET, FOLLOW = b"H", b"L", b"G", b"F"
 MAX_KEYS = 4096  # in one message
 HANDSHAKE_SECONDS = 2.0
 WAIT_SECONDS = 0.5
