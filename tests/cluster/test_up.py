@@ -21,6 +21,7 @@ import psutil
 import pytest
 
 from lmkit.config import EngineConfig
+from lmkit.formats.hub import DEMO_FOLDER
 from lmkit.text import Tokenizer
 from lmkit.turbo.engine.engine import Engine
 from lmkit.turbo.request import Request, SamplingParams
@@ -28,6 +29,7 @@ from tests.serve.live import FAKE, ROOT
 
 pytestmark = pytest.mark.slow
 SECONDS = 120.0
+HYBRID = ROOT / "tests" / "data" / "qwen3_5"
 
 
 class Up:
@@ -252,12 +254,13 @@ def test_a_proxy_that_cannot_listen_is_an_error(tmp_path: Path) -> None:
     assert "lmkit: the proxy ended with status 2" in ended.stderr
 
 
-def test_a_pair_of_roles_answers_through_the_proxy(tmp_path: Path, demo_model: Path) -> None:
+@pytest.mark.parametrize("model", [DEMO_FOLDER, HYBRID], ids=["demo", "hybrid"])
+def test_a_pair_of_roles_answers_through_the_proxy(tmp_path: Path, model: Path) -> None:
     """The tokens are those of one engine, and the prompt was computed by the other replica."""
     sizes = {"kv_memory": "32M", "max_model_len": 1024, "device": "cpu"}
     groups = [
-        {"model": str(demo_model), "name": "demo", "cores": 1, "role": "prefill"},
-        {"model": str(demo_model), "name": "demo", "cores": 1, "role": "decode", "options": sizes},
+        {"model": str(model), "name": "demo", "cores": 1, "role": "prefill"},
+        {"model": str(model), "name": "demo", "cores": 1, "role": "decode", "options": sizes},
     ]
     groups[0]["options"] = {**sizes, "kv_host_memory": "64M"}
     ids = [7 + i % 900 for i in range(600)]
@@ -268,7 +271,7 @@ def test_a_pair_of_roles_answers_through_the_proxy(tmp_path: Path, demo_model: P
         assert answer.status_code == 200, answer.text
         assert 'lmkit_proxy_pairs_total{outcome="paired"} 1.0' in up.http.get("/metrics").text
         assert [model["id"] for model in up.http.get("/v1/models").json()["data"]] == ["demo"]
-    engine = Engine(str(demo_model), EngineConfig(device="cpu", kv_memory=32 << 20, max_model_len=1024))
+    engine = Engine(str(model), EngineConfig(device="cpu", kv_memory=32 << 20, max_model_len=1024))
     try:
         engine.add(Request(request_id="", prompt_ids=ids, params=SamplingParams(max_tokens=8, temperature=0.0)))
         expected: list[int] = []
@@ -276,4 +279,4 @@ def test_a_pair_of_roles_answers_through_the_proxy(tmp_path: Path, demo_model: P
             expected += [token for output in engine.step() for token in output.token_ids]
     finally:
         engine.close()
-    assert answer.json()["choices"][0]["text"] == Tokenizer.from_pretrained(demo_model).decode(expected)
+    assert answer.json()["choices"][0]["text"] == Tokenizer.from_pretrained(model).decode(expected)

@@ -319,7 +319,7 @@ class FakeEngine:
     def check_idle(self) -> None:
         """Assert that only the cache and leases hold blocks."""
         self.scheduler.check_integrity()
-        self.scheduler.kv.expire_leases(math.inf)
+        self.scheduler.kv.leases.expire(math.inf)
         assert self.scheduler.stats().blocks_used == 0
         self.scheduler.check_integrity()
 

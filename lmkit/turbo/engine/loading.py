@@ -304,8 +304,8 @@ def open_tiers(
     tiers = TierStore(blocks, host_bytes=host, disk=model.disk, peer=peer, kind=fetches, layers=gives)
     if config.kv_listen is not None and kind is not None and tiers.filling is not None:
         address = wire.address_of(config.kv_listen, "kv_listen")
-        find = tiers.lookup_here, tiers.last_here
-        server = BlockServer(address, kind, *find, tiers.read_here, tiers.filling.frames)
+        frames = tiers.filling.frames
+        server = BlockServer(address, kind, tiers.lookup_here, tiers.last_here, tiers.read_here, frames)
     return tiers, server
 
 

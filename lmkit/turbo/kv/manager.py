@@ -119,12 +119,13 @@ class KVManager:
         full = seq.max_cached // self.block_size
         if self._tiers is None or not full:
             return prefix, []
+        awaited = bool(seq.kv_from) and self._tiers.can_await  # the other engine computes the prompt
         if self.snapshots is not None:
-            return self.snapshots.find_below(prefix, self.keys(seq, full), self._tiers)
+            return self.snapshots.find_below(prefix, self.keys(seq, full), self._tiers, awaited=awaited)
         prefix = self._without_tail(seq, prefix)
         keys, found = self.keys(seq, full), prefix.num_full
         self._tiers.touch(self._of_groups(keys[:found]))
-        if seq.kv_from and self._tiers.can_await:  # the other engine computes the prompt
+        if awaited:
             return prefix, keys[found : seq.num_prompt_tokens // self.block_size]
         count = self._tiers.lookup(self._of_groups(keys[found:])) // self.limits.num_groups
         return prefix, keys[found : found + count]
@@ -174,6 +175,8 @@ class KVManager:
         if seq.request.gives_kv and self._tiers is not None:  # the tiers may have lost what the device still has
             for layers, table in zip(self._classes, seq.tables, strict=True):
                 self._save(seq, layers, table.blocks[: prefix.num_full], 0)
+            if self.snapshots is not None:
+                self.saves += self.snapshots.saves(self.snapshots.begun(seq), self.keys(seq, prefix.num_full))
 
     def acquire_below(self, seq: Sequence, prefix: Prefix, keys: list[bytes], seconds: float = 0.0) -> int:
         """Start the tables with a prefix that has no tail, followed by the blocks with `keys`.
@@ -353,9 +356,6 @@ class KVManager:
         if self.snapshots is not None:
             self.snapshots.drop(seq)
         seq.num_computed = seq.num_completed = seq.num_behind = 0
-
-    def expire_leases(self, now: float) -> None:
-        self.leases.expire(now)
 
     # ---- lower tiers
 

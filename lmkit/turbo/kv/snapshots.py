@@ -65,22 +65,29 @@ class Snapshots:
         count = next((i for i in range(prefix.num_full, 0, -1) if match.blocks[i - 1] in self._of_block), 0)
         return Prefix((Match(match.blocks, prefix.num_full * size, None),), count * size)
 
-    def find_below(self, prefix: Prefix, keys: list[bytes], tiers: TierStore) -> tuple[Prefix, list[bytes]]:
+    def find_below(
+        self, prefix: Prefix, keys: list[bytes], tiers: TierStore, *, awaited: bool = False
+    ) -> tuple[Prefix, list[bytes]]:
         """The first blocks of the prefix, and the keys of what a tier has after them: further blocks, and the parts of
         the last state that stands after one of all these. `keys` are those of the prompt's blocks. Without such a
-        state, or a row for it, the whole prefix and no keys."""
+        state, or a row for it, the whole prefix and no keys. `awaited`: an engine computes all of these blocks."""
         (match,), size = prefix.matches, self._block_size
+
+        def up_to(count: int) -> tuple[Prefix, list[bytes]]:
+            held, parts = match.blocks[:count], state_keys(keys[count - 1], self._parts)
+            return Prefix((Match(held, len(held) * size, None),), 0), keys[len(held) : count] + parts
+
         tiers.touch(keys[: prefix.num_full])
         if not (self._free or self._unread()):
             return prefix, []
+        if awaited:
+            return up_to(len(keys))
         first, most = prefix.num_tokens // size, prefix.num_full + tiers.lookup(keys[prefix.num_full :])
         states = [part for key in keys[first:most] for part in state_keys(key, 1)]
         while found := tiers.last(states):
-            count = first + found
-            parts = state_keys(keys[count - 1], self._parts)
+            parts = state_keys(keys[first + found - 1], self._parts)
             if tiers.lookup(parts) == len(parts):
-                held = match.blocks[:count]
-                return Prefix((Match(held, len(held) * size, None),), 0), keys[len(held) : count] + parts
+                return up_to(first + found)
             del states[found - 1 :]
         return prefix, []
 
@@ -95,6 +102,10 @@ class Snapshots:
         size, parts = self._block_size, self._parts
         of_states = ((state_keys(keys[at // size - 1], parts), row) for row, at, _ in given if not at % size)
         return [save for parts, row in of_states for save in map(Save, parts, self._numbers(row))]
+
+    def begun(self, seq: Sequence) -> list[Snapshot]:
+        """The snapshot that the sequence, which computes its first tokens next, begins with."""
+        return [Snapshot(seq.state, seq.num_computed, Use.PROMPT)] if seq.state >= 0 else []
 
     def stands_after(self, seq: Sequence, num_tokens: int) -> bool:
         """Whether the sequence has a snapshot after its first tokens."""

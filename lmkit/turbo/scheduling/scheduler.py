@@ -158,7 +158,7 @@ class Scheduler:
     def schedule(self) -> StepPlan | None:
         """Plan the next step. Returns None if nothing can be done before a running step completes or a load ends."""
         now = self._clock()
-        self.kv.expire_leases(now)
+        self.kv.leases.expire(now)
         self._expire(now)
         self._take_loads()
         if self._next_turns.is_under_way or (self._speculation is not None and self._awaits_tokens(self._speculation)):
@@ -359,7 +359,7 @@ class Scheduler:
 
     def stats(self) -> EngineStats:
         kv, drafts, now = self.kv, self._speculation, self._clock()
-        kv.expire_leases(now)  # nothing else does while there is no work
+        kv.leases.expire(now)  # nothing else does while there is no work
         return EngineStats(
             num_running=len(self._slots.running) - self._next_turns.num_running,
             num_waiting=len(self._waiting),

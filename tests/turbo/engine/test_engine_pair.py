@@ -14,7 +14,7 @@ from lmkit.turbo.kv.tiers import awaited
 from lmkit.turbo.request import Request, SamplingParams, StepOutput
 from tests.turbo.engine.test_engine import engine_for, tokens
 from tests.turbo.engine.test_engine_cache import FIRST
-from tests.turbo.engine.test_engine_peer import ANSWERS, answer, key  # noqa: F401 - a fixture
+from tests.turbo.engine.test_engine_peer import ANSWERS, SHORT, answer, hybrid, key, patient  # noqa: F401 - fixtures
 from tests.turbo.kv.test_tiers_filling import part_arrives
 
 PROMPT = FIRST  # 201 tokens: several steps
@@ -32,14 +32,14 @@ def pair(demo_model: Path, key: str) -> Iterator[Pair]:  # noqa: F811
     prefill.close()
 
 
-def ask(pair: Pair, params: dict[str, Any], *, steps: int = 1000) -> list[StepOutput]:
+def ask(pair: Pair, params: dict[str, Any], *, steps: int = 1000, prompt_ids: list[int] = PROMPT) -> list[StepOutput]:
     """The outputs of the decode engine. The other one begins first, and ends its block server after so many steps."""
     prefill, decode, address = pair
     prompt = SamplingParams(max_tokens=0, seed=0)
-    prefill.add(Request(request_id="p", prompt_ids=PROMPT, params=prompt, gives_kv=True))
+    prefill.add(Request(request_id="p", prompt_ids=prompt_ids, params=prompt, gives_kv=True))
     prefill.step()
     wanted = SamplingParams(max_tokens=12, ignore_eos=True, **params)
-    decode.add(Request(request_id="d", prompt_ids=PROMPT, params=wanted, kv_from=address))
+    decode.add(Request(request_id="d", prompt_ids=prompt_ids, params=wanted, kv_from=address))
     outputs: list[StepOutput] = []
     while decode.has_work():
         outputs += decode.step()
@@ -108,6 +108,29 @@ def test_blocks_that_the_tiers_have_lost_are_given_again(pair: Pair, demo_model:
     prefill._tiers._host._blocks.clear()
     ask(pair, {})
     assert decode.stats().tier_hits == {"peer": (len(PROMPT) - 1) // 8 * 8}
+
+
+@pytest.mark.usefixtures("patient")
+def test_states_come_after_their_blocks(hybrid: Path, key: str) -> None:  # noqa: F811
+    """Also those that the tiers have lost, for a second prompt of the same beginning. Blocks without their state, which
+    are all that comes before a server ends, are computed again."""
+    prompt, other, whole = list(range(100, 161)), list(range(60, 121)), engine_for(hybrid, **SHORT, prefix_cache=False)
+    keep = {"kv_key_file": key, "max_step_tokens": 24} | SHORT
+    prefill = engine_for(hybrid, kv_host_memory=64 << 20, kv_listen="127.0.0.1:0", **keep)
+    assert prefill._tiers is not None
+    assert prefill._tiers._host is not None
+    address = f"127.0.0.1:{prefill.info.kv_port}"
+    for ids, steps, found in ((prompt, 1000, 56), (prompt, 1000, 56), (other, 2, 0)):
+        decode = engine_for(hybrid, kv_peer="named", **keep)
+        outputs = ask((prefill, decode, address), {}, steps=steps, prompt_ids=ids)
+        assert (tokens(outputs), outputs[0].cached_tokens) == (answer(whole, ids)[0], found)
+        assert decode.stats().tier_hits.get("peer", 0) == found
+        assert decode.stats().tiers["failures"] == (not found)
+        for engine in (prefill, decode):
+            engine.check_integrity()
+        decode.close()
+        prefill._tiers._host.clear()
+    prefill.close()
 
 
 def test_an_engine_that_is_lost_on_the_way_means_computing(pair: Pair, demo_model: Path) -> None:

@@ -125,10 +125,10 @@ def test_a_lease_keeps_a_conversation_until_it_ends_or_its_blocks_are_needed() -
     compute(kv, a)
     kv.release(a, now=0.0, lease=True)
     assert (kv.num_available, len(kv.leases)) == (5, 1)
-    kv.expire_leases(9.9)
+    kv.leases.expire(9.9)
     assert kv.reserve(other, 20) is not None
     assert kv.find(sequence("c", 13)).num_tokens == 12
-    kv.expire_leases(10.0)
+    kv.leases.expire(10.0)
     assert (kv.num_available, len(kv.leases)) == (3, 0)
     kv.release(other)
     compute(kv, a := sequence("a", 12, session_id="s"))
