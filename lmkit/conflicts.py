@@ -56,12 +56,14 @@ STATES = "a model with recurrent states"
 FIXED_STATES = "recurrent states that no tier takes"
 WHOLE_TEXTS = "a model that reads whole texts"
 DECODER = "an engine of a decoder"
+HEARS = "a model that hears"
 FOREIGN = "the flexible engine"
 OWN_CACHES = "caches of transformers that grow"
 PREFILL, DECODE, NO_ROLE = "role prefill", "role decode", "role both"
 REPLICAS = "dp"
 CALLER_TRAITS = (
-    NO_KERNELS, STATES, FIXED_STATES, WHOLE_TEXTS, DECODER, FOREIGN, OWN_CACHES, PREFILL, DECODE, NO_ROLE, REPLICAS
+    NO_KERNELS, STATES, FIXED_STATES, WHOLE_TEXTS, HEARS, DECODER, FOREIGN, OWN_CACHES, PREFILL, DECODE, NO_ROLE,
+    REPLICAS,
 )  # fmt: skip
 
 _CLUSTER = "cluster={cluster} places the ranks of tp alone: set tp, and leave out ep and pp"
@@ -69,6 +71,7 @@ _OUTSIDE = "{shared} keeps no KV outside the engine; leave out {options}"
 _TIERS = "kv_host_memory and kv_disk_path keep what the prefix cache finds; do not turn it off"
 _IN_STATES = "{architecture} has recurrent states; leave out {options}"
 _WHOLE = "{architecture} reads each text as a whole; leave out {options}"
+_HEARS = "{architecture} attends to an audio, of which {options} knows nothing; leave it out"
 _GROWS = (
     "{architecture} keeps keys and values in transformers' caches, which lmkit neither rounds nor gives away; leave "
     "out {options}"
@@ -76,6 +79,12 @@ _GROWS = (
 _NO_CHECKPOINT = "an engine of a decoder has no checkpoint whose KV could be kept in tiers"
 _SHARED_NAME = "use `lmkit up`, whose file says by which name replicas reach the address"
 _OWN_PROXY = "replicas have a proxy of their own"
+
+
+NOT_HEARING = (
+    "tp", "ep", "pp", DRAFTER, "adapters", "adapter_root", "weights_memory", "kv_host_memory", "kv_disk_path",
+    "kv_listen", "kv_peer", "kv_events",
+)  # fmt: skip
 
 
 def _foreign(lacks: str, advice: str = "leave out {options}") -> str:
@@ -184,6 +193,8 @@ CONFLICTS: tuple[Conflict, ...] = (
     Conflict("pp", WHOLE_TEXTS, _WHOLE),
     Conflict("weights_memory", WHOLE_TEXTS, _WHOLE),
     Conflict(UNCALIBRATED, WHOLE_TEXTS, _WHOLE.replace("{options}", "kv_dtype, whose calibration writes text")),
+    *(Conflict(option, HEARS, _HEARS) for option in NOT_HEARING),
+    Conflict("device cuda", HEARS, "{architecture} runs on CPUs; use device cpu"),
     Conflict("kv_host_memory", FIXED_STATES, _IN_STATES),
     Conflict("kv_disk_path", FIXED_STATES, _IN_STATES),
     Conflict("kv_listen", FIXED_STATES, _IN_STATES),

@@ -30,6 +30,7 @@ EXTRAS = {
     "bench": Extra(("matplotlib",), "plots"),
     "images": Extra(("PIL",), "images in prompts of models that see"),
     "video": Extra(("PIL", "av"), "videos in such prompts: MP4, MOV, WebM and Matroska"),
+    "audio": Extra(("transformers",), "transcriptions by models that hear"),
     "grpc": Extra(("grpc", "grpc_health", "google"), "--grpc-port of lmkit serve and lmkit proxy"),
     "otel": Extra(("opentelemetry",), "traces of lmkit serve and lmkit proxy"),
     "receipts": Extra(("cryptography",), "signed receipts of answers, and `lmkit replay`"),

@@ -23,11 +23,12 @@ from lmkit.models.mtp import MTPSource
 from lmkit.models.resolved import ResolvedModel, resolved
 from lmkit.quant.plan import make_plan
 from lmkit.quant.recipe import DEFAULT_RECIPE, load_recipe
+from lmkit.text.audio import DEAF
 from lmkit.text.images import TEXT_ONLY
 from lmkit.turbo.engine.loading import load_options, traits_of
 from lmkit.turbo.engine.memory import kv_limits, no_images
 from tests.flexible import tiny as foreign
-from tests.models import tiny
+from tests.models import speech, tiny
 from tests.quant.helpers import tiny_checkpoint
 
 MADE = "Made from the code by `python -m tests.pages`; a test compares it."
@@ -67,6 +68,7 @@ KINDS: dict[str, Kind] = {
     "Mamba-2": Kind("Granite 4", _family("granite-hybrid", hidden_size=128)),
     "short convolutions": Kind("LFM2", _family("lfm2", **WIDE)),
     "images": Kind("Qwen3-VL", _family("qwen3-vl", **WIDE)),
+    "audio": Kind("Whisper", speech.make),
     "encoder": Kind("BERT", lambda path: tiny.make_encoder(path, "Bert")),
     "flexible": Kind("StableLM", lambda path: foreign.make(path, "stablelm")),
     "flexible with states": Kind("Jamba", lambda path: foreign.make(path, "jamba")),
@@ -124,6 +126,7 @@ FEATURES: dict[str, Feature] = {
     "INT3 KV": Feature({"kv_dtype": "int3"}),
     "adapters": Feature({"adapter_root": "folder"}),
     "images": Feature(ask=_sees),
+    "audio": Feature(ask=lambda model, config: None if model.spec.audio else DEAF),
     "`--speculate ngram`": Feature({"speculate": "ngram"}),
     "`--speculate mtp`": Feature({"speculate": "mtp"}, ask=_drafts),
     "weights beyond the memory": Feature({"weights_memory": 1 << 30}),

@@ -64,6 +64,7 @@ NOT_APPLIED: Mapping[str, tuple[Any, ...]] = {
     "watermarking_config": (),
     "xtc_probability": (0,),  # of a GGUF file
 }
+OF_SPEECH = ("begin_suppress_tokens", "max_length", "suppress_tokens")  # that formats.speech_config reads
 
 
 class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
@@ -123,7 +124,9 @@ def parse_defaults(data: dict[str, Any], where: str) -> SamplingDefaults:
         raise CheckpointError(f"{where}: do_sample={reprlib.repr(do_sample)}: must be true or false; {REMEDY}")
     if do_sample is not None:
         fields["temperature"] = fields.get("temperature", 1.0) if do_sample else 0.0
-    asked = tuple(name for name, neutral in NOT_APPLIED.items() if data.get(name) not in (None, False, *neutral))
+    known = OF_SPEECH if "no_timestamps_token_id" in data else ()
+    found = (name for name, neutral in NOT_APPLIED.items() if data.get(name) not in (None, False, *neutral))
+    asked = tuple(name for name in found if name not in known)
     return SamplingDefaults(**fields, source=Path(where).name, not_applied=asked)
 
 

@@ -17,7 +17,7 @@ from lmkit.devices import holding
 from lmkit.kernels.ops import BatchGeometry, KVTensor
 from lmkit.kernels.recurrent import RecurrentStates
 from lmkit.kv_dtype import KVDtype
-from lmkit.layers.blocks.state import PagedKV, Recurrent, State
+from lmkit.layers.blocks.state import Memory, PagedKV, Recurrent, State
 from lmkit.layers.prompts import Prompts
 
 ALIGNMENT = 64  # of KV blocks: a cache line
@@ -92,6 +92,7 @@ class BatchInputs:
     image_values: Tensor | None = None  # float32 [I, hidden * (1 + deep layers)]: in place of embeddings, then for them
     together: tuple[Together, ...] = ()  # of images whose tokens see each other
     sees_all: bool = False  # see `seeing_all`
+    memory: BatchGeometry | None = None  # each token as a sequence of its own, over the memory of its slot
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor], num_groups: int) -> BatchInputs:
@@ -192,6 +193,7 @@ class KVLayer:
     group: int = 0
     states: RecurrentStates | None = None  # of a recurrent block
     index: KVTensor | None = None  # the keys of an indexer, of one head
+    memory: KVLayer | None = None  # of an encoder's states: blocks for each slot (blocks.state.Memory)
 
     @property
     def storages(self) -> tuple[KVTensor, ...]:
@@ -217,6 +219,14 @@ def allocate_kv(
         return KVTensor(data, params, dtype)
 
     return KVLayer(tensor(dtypes[0]), tensor(dtypes[1]))
+
+
+def allocate_memory(
+    memory: Memory, num_slots: int, block_size: int, dtypes: tuple[KVDtype, KVDtype], device: str = "cpu"
+) -> KVLayer:
+    """Zeroed blocks for an encoder's states in each slot, one slot after the other."""
+    num_blocks = num_slots * memory.blocks(block_size)
+    return allocate_kv(num_blocks, memory.num_heads, block_size, memory.head_dim, dtypes, device)
 
 
 def allocate_states(

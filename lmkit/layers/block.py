@@ -84,6 +84,9 @@ class Forward:
         """x [T, hidden], normalized if `norm` is None -> the input of `out`. Changes the state in `at`."""
         raise NotImplementedError
 
+    def remember(self, states: Tensor, slot: int, kv: KVLayer) -> None:
+        """Write what the block sees of an encoder's states float32 [length, hidden] into the memory of a slot."""
+
     def logit_rows(self, x: Tensor, norm: Norm | None, at: At, stream: Tensor) -> tuple[Tensor, Tensor]:
         """(`inner`, stream) of the batch's logit rows alone. A block that reads no other tokens is given those."""
         raise NotImplementedError

@@ -10,6 +10,7 @@ from lmkit.layers.attention import Attention
 from lmkit.layers.block import Forward, Parts
 from lmkit.layers.blocks.attention import SelfAttentionSpec
 from lmkit.layers.blocks.base import Block
+from lmkit.layers.blocks.cross import CrossAttentionSpec
 from lmkit.layers.blocks.delta import DeltaSpec
 from lmkit.layers.blocks.latent import LatentSpec
 from lmkit.layers.blocks.mamba import MambaSpec
@@ -17,6 +18,7 @@ from lmkit.layers.blocks.mlp import MLPSpec, PerLayerSpec
 from lmkit.layers.blocks.moe import MoESpec
 from lmkit.layers.blocks.parallel import ParallelSpec
 from lmkit.layers.blocks.short_conv import ShortConvSpec
+from lmkit.layers.cross import CrossAttention
 from lmkit.layers.delta import GatedDelta
 from lmkit.layers.latent import LatentAttention
 from lmkit.layers.latent_prompts import PlainHeads
@@ -51,6 +53,7 @@ def with_parallel(forwards: Forwards) -> Forwards:
 
 BLOCKS: Forwards = {
     SelfAttentionSpec: Attention,
+    CrossAttentionSpec: CrossAttention,
     LatentSpec: _latent,
     DeltaSpec: GatedDelta,
     MambaSpec: Mamba,

@@ -69,6 +69,13 @@ class Decoder:
         self.softcap = ops.softcap.select(device) if spec.final_softcap else None
         self.step_adapters = StepAdapters(device)  # see models.adapters
 
+    def remember(self, states: Tensor, slot: int, kv: list[KVLayer]) -> None:
+        """Give the sequence that enters a slot its memory: an encoder's states float32 [length, hidden]."""
+        for block, layer in (
+            (each.block, layer) for own, layer in zip(self.layers, kv, strict=True) for each in own.blocks
+        ):
+            block.remember(states, slot, layer)
+
     @property
     def at(self) -> torch.device:
         """The device of tensors."""
@@ -141,7 +148,7 @@ class Decoder:
         residual: Tensor | None = None
         for place, (layer, kv_layer) in enumerate(zip(self.layers, kv, strict=True)):
             of_rows = logits_only and layer.index == last - 1 and last not in kept and self.spec.deep_layers < last
-            of_rows = of_rows and not batch.together
+            of_rows = of_rows and not batch.together and batch.memory is None
             if layer.index in kept:
                 self.keep(delta, residual, kept[layer.index][: len(delta)])
             delta, residual = layer(

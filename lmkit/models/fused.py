@@ -55,6 +55,7 @@ OUTER = {
     "model.decoder.project_in": roles.PROJECT_IN,
     "model.decoder.project_out": roles.PROJECT_OUT,
     "model.decoder.final_layer_norm": roles.FINAL_NORM,
+    "model.decoder.layer_norm": roles.FINAL_NORM,
 }
 OF_ENCODERS = {
     "word_embeddings": roles.EMBED,

@@ -17,7 +17,7 @@ from lmkit.formats.kv_scheme import KVScheme, parse_kv_scheme
 from lmkit.kernels import ops
 from lmkit.kernels.cuda.module import tensor_device
 from lmkit.kv_dtype import KVDtype
-from lmkit.layers.batch import KVLayer, allocate_state
+from lmkit.layers.batch import KVLayer, allocate_memory, allocate_state
 from lmkit.layers.rope import Rope
 from lmkit.layers.rope_spec import RopeSpec
 from lmkit.log import get_logger
@@ -189,6 +189,9 @@ def allocate(
             )
     found = list[KVLayer]()
     for layer, storage, (group, place) in zip(layers, storages, places, strict=True):
+        if layer.memory is not None:
+            own = allocate_memory(layer.memory, num_states, block_size, storage.dtypes, at)
+            plain[place] = replace(plain[place], memory=own)
         if layer.kv is None:
             found.append(replace(plain[place], group=group))
         elif layer.kv.source is not None:

@@ -16,7 +16,7 @@ from lmkit.kv_dtype import KVDtype
 from lmkit.layers.blocks.attention import SelfAttentionSpec, fitted_kv
 from lmkit.layers.blocks.base import Block, Heads, InnerMLP, Residual, Shape
 from lmkit.layers.blocks.moe import MoESpec, mixture_of
-from lmkit.layers.blocks.state import PagedKV, Recurrent, State
+from lmkit.layers.blocks.state import Memory, PagedKV, Recurrent, State
 from lmkit.layers.rope_spec import RopeSpec
 from lmkit.models import roles
 
@@ -272,6 +272,11 @@ class LayerSpec:
     def state(self) -> State:
         """What the layer keeps of a sequence."""
         return self.mixer.state
+
+    @cached_property
+    def memory(self) -> Memory | None:
+        """What the layer sees of an encoder's states."""
+        return next((block.memory for block in self if block.memory is not None), None)
 
     @property
     def kv(self) -> PagedKV | None:

@@ -129,6 +129,13 @@ OPT_NAMES = {
     "mlp.up": "fc1",
     "mlp.down": "fc2",
 }
+WHISPER_NAMES = OPT_NAMES | {
+    "norm.cross": "encoder_attn_layer_norm",
+    "cross.q": "encoder_attn.q_proj",
+    "cross.k": "encoder_attn.k_proj",
+    "cross.v": "encoder_attn.v_proj",
+    "cross.o": "encoder_attn.out_proj",
+}
 BERT_NAMES = {
     "attn.q": "attention.self.query",
     "attn.k": "attention.self.key",

@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from lmkit.errors import ConfigError
+from lmkit.layers.blocks.state import Memory
+from lmkit.models.audio_spec import AudioSpec
 from lmkit.models.layer_spec import LayerSpec
 from lmkit.models.mtp_spec import MTPSpec
 from lmkit.models.vision_spec import VisionSpec
@@ -36,6 +38,7 @@ class ModelSpec:
     sees_all: bool = False  # tokens see later ones, too: the model reads texts and writes none
     unread: tuple[str, ...] = ()  # tensors whose names begin so belong to other parts of the model, as a vision tower
     vision: VisionSpec | None = None  # a tower that encodes images
+    audio: AudioSpec | None = None  # an encoder of audio, whose states all layers see
     per_layer_vocab: int = 0  # tokens in the table of layers.per_layer
     per_layer_scale: float = 1.0  # a factor on this table
     foreign: bool = False  # transformers' modules compute it, see models.flexible
@@ -85,6 +88,11 @@ class ModelSpec:
     def state_bytes(self) -> int:
         """Bytes of the recurrent states of one sequence."""
         return sum(layer.recurrent.num_bytes for layer in self.layers if layer.recurrent)
+
+    @property
+    def memory(self) -> Memory | None:
+        """What the model sees of an encoder's states, alike in all layers. Every sequence has some then."""
+        return self.layers[0].memory
 
     @property
     def per_layer(self) -> int:

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from lmkit.models.vision_merge import MERGERS, Weights, linear, norm, with_breaks
 from lmkit.models.vision_spec import VisionSpec
+from lmkit.text.audio import AudioSettings
 from lmkit.text.processed_images import AnySettings
 from lmkit.text.videos import VideoSettings
 
@@ -41,7 +42,7 @@ class Encodes(Protocol):
     """What encodes images."""
 
     @property
-    def settings(self) -> AnySettings: ...
+    def settings(self) -> AnySettings | AudioSettings: ...
 
     @property
     def videos(self) -> VideoSettings | str:
@@ -90,7 +91,7 @@ def tower_steps(rows: Tensor, grid: tuple[int, int], spec: VisionSpec, weight: W
     angles = None if spec.axes is None else _angles(grid, spec, spec.axes)[order, None].to(rows.device)
     kernel = weight(f"{names.patch}.weight").flatten(1)  # a convolution whose stride is its size
     bias = weight(f"{names.patch}.bias") if spec.patch_bias else None
-    x = yield from _in_parts(lambda part: F.linear(part.to(kernel.dtype), kernel, bias), rows[order])
+    x = yield from in_parts(lambda part: F.linear(part.to(kernel.dtype), kernel, bias), rows[order])
     if spec.positions:
         x = x + _positions(grid, spec, weight(f"{names.positions}.weight"))[order]
     if spec.first_norm:
@@ -100,10 +101,10 @@ def tower_steps(rows: Tensor, grid: tuple[int, int], spec: VisionSpec, weight: W
         x = yield from _layer(x, [len(x)] if layer in spec.full_layers else windows, angles, spec, layer, weight)
         if layer in spec.tapped:
             tap = partial(merge, spec, weight, spec.tapped.index(layer))
-            merged.append((yield from _in_parts(tap, x, unit)))
+            merged.append((yield from in_parts(tap, x, unit)))
     if spec.last_norm:
         x = norm(x, spec.last_norm, spec, weight)
-    found = yield from _in_parts(partial(merge, spec, weight, None), x, unit)
+    found = yield from in_parts(partial(merge, spec, weight, None), x, unit)
     return with_breaks(spec, weight, torch.cat([found, *merged], -1)[cells.argsort()], grid)
 
 
@@ -118,7 +119,7 @@ def _layer(
         normed = norm(part, prefix + names.norms[0], spec, weight)
         return torch.cat([linear(normed, prefix + name, spec, weight) for name in names.attention], -1)
 
-    qkv = (yield from _in_parts(inputs, x)).view(len(x), 3, spec.num_heads, spec.head_dim)
+    qkv = (yield from in_parts(inputs, x)).view(len(x), 3, spec.num_heads, spec.head_dim)
     q, k, v = (part.transpose(0, 1) for part in (_turn(qkv[:, 0], angles), _turn(qkv[:, 1], angles), qkv[:, 2]))
     attended = x.new_empty(len(x), spec.hidden_size)
     num_rows = 0
@@ -137,10 +138,10 @@ def _layer(
         part = part + linear(attended, prefix + names.attention_out, spec, weight)
         return part + _mlp(norm(part, prefix + names.norms[1], spec, weight), prefix, spec, weight)
 
-    return (yield from _in_parts(lambda both: outputs(*both.split(spec.hidden_size, -1)), torch.cat((x, attended), -1)))
+    return (yield from in_parts(lambda both: outputs(*both.split(spec.hidden_size, -1)), torch.cat((x, attended), -1)))
 
 
-def _in_parts(work: Callable[[Tensor], Tensor], rows: Tensor, unit: int = 1) -> Steps:
+def in_parts(work: Callable[[Tensor], Tensor], rows: Tensor, unit: int = 1) -> Steps:
     """`work` of all rows, a multiple of `unit` of them at a time."""
     done = []
     for part in rows.split(max(PART // unit, 1) * unit):

@@ -25,8 +25,8 @@ from lmkit.proxy.announce import Announcement, registration
 from lmkit.proxy.asked import read_asked
 from lmkit.proxy.auth import Access, Keys, authorize
 from lmkit.proxy.call import Call
+from lmkit.proxy.config import FORMS, ProxyConfig, Registration, node_url
 from lmkit.proxy.config import ROUTES as ROUTES_OF_NODES
-from lmkit.proxy.config import ProxyConfig, Registration, node_url
 from lmkit.proxy.continuing import respond
 from lmkit.proxy.dashboard import Dashboard
 from lmkit.proxy.dispatch import Dispatcher
@@ -49,6 +49,7 @@ from lmkit.web.access_log import note, note_error
 from lmkit.web.auth import ApiKey, id_of, named_client
 from lmkit.web.budget import Budget
 from lmkit.web.errors import method_not_allowed, public_error
+from lmkit.web.form import Form
 from lmkit.web.receive import decode_json, read_body, while_connected
 from lmkit.web.routes import is_known_elsewhere, not_found
 
@@ -198,19 +199,17 @@ class Proxy:
     async def forward(self, exchange: Exchange) -> None:
         scope, receive, response, key, tap = exchange
         async with self._admitted(exchange) as (body, journal):
-            path, client = scope["path"], named_client(scope["headers"])
-            body = ollama.own_body(path, body, self.registry.names(self._router.aliases()))
+            path, query, client = scope["path"], scope["query_string"], named_client(scope["headers"])
+            form = Form(scope["headers"], body) if path in FORMS else None
+            names = self.registry.names(self._router.aliases())
+            body = ollama.own_body(path, form.json if form else body, names)
             asked, name = read_asked(body), key.key if key else ""
             routing = self._router.routing(asked, scope["headers"], f"{name}\0{client}")
             sizes = self.registry.sizes((routing.model, *routing.fallback))
-            charging = charged(self.ledger, key, tap, response, path, body, asked.model, sizes)
-            async with charging as (sent, added):
+            async with charged(self.ledger, key, tap, response, path, body, asked.model, sizes, form) as (sent, added):
                 headers = [*scope["headers"], *added]
-                call = Call(path, scope["query_string"], headers, sent, asked.model, routing, journal, name, client)
-
-                def run(call: Call) -> Awaitable[None]:
-                    return self._dispatcher.run(call, response, receive, self.stop)
-
+                call = Call(path, query, headers, sent, asked.model, routing, journal, name, client, form)
+                run = functools.partial(self._dispatcher.run, client=response, receive=receive, stop=self.stop)
                 response.model = asked.model
                 async with holding(response) if ollama.streams(path, asked.stream) else contextlib.nullcontext():
                     await respond(call, asked, self._forwarder, self.transcripts, response, run)

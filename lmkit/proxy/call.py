@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from lmkit.proxy.journal import Journal
 from lmkit.proxy.router import Routing
 from lmkit.proxy.transcripts import Recorder
+from lmkit.web.form import Form
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,7 @@ class Call:
     journal: Journal
     key: str = ""  # the client's; "" if clients have none
     client: str = ""  # the one that another proxy names
+    form: Form | None = None  # with a file; `body` has its fields as JSON
     last: bool = True  # no other model may answer it
     method: str = "POST"
     recorder: Recorder | None = None  # keeps a copy of the response

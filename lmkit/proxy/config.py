@@ -40,7 +40,8 @@ _ROUTE = (
 RoutePath = Annotated[str, msgspec.Meta(max_length=256, pattern=_ROUTE)]
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=86400)]
 
-# The POST routes of OpenAI's, Anthropic's and other inference servers whose JSON body names a model.
+# The POST routes of OpenAI's, Anthropic's and other inference servers whose JSON body, or form, names a model.
+FORMS = "/v1/audio/transcriptions", "/v1/audio/translations"
 ROUTES = (
     "/v1/chat/completions", "/v1/chat/completions/input_tokens", "/v1/completions", "/v1/responses",
     "/v1/responses/input_tokens", "/v1/messages", "/v1/messages/count_tokens", "/v1/embeddings", "/v1/rerank",
@@ -48,6 +49,7 @@ ROUTES = (
     "/tokenize", "/detokenize", "/apply-template", "/v1/encode", "/v1/classify", "/classify", "/v1/moderations",
     "/v1/audio/speech", "/v1/images/generations", "/generate", "/v1/files", "/v1/batches", "/v1/conversations",
     "/api/chat", "/api/generate", "/api/show", "/api/pull", "/api/embed", "/api/embeddings", "/completion", "/infill",
+    *FORMS,
 )  # fmt: skip
 
 

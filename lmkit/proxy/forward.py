@@ -14,6 +14,7 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
+import msgspec
 from starlette.types import Receive
 
 from lmkit.errors import RequestError
@@ -379,13 +380,14 @@ class Forwarder:
         if call.query:
             url += "?" + call.query.decode("latin-1").replace("#", "%23")
         added, body = named(node.config, call.key, call.client, call.body)
+        body = body if call.form is None else call.form.written(msgspec.json.decode(body))
         headers = [*to_node(call.headers), *added]
         headers += [
             (b"accept-encoding", b"identity"),  # an error event cannot be added to a compressed stream
             (b"via", b"1.1 " + self._own_via),
         ]
         if node.key is not None:
-            if _takes_notes(node):
+            if _takes_notes(node) and call.form is None:
                 headers += [call.journal.header(), (WHOLE_HEADER, b"1")]
                 body = call.journal.known() + body
             headers.append((b"authorization", b"Bearer " + node.key.encode()))

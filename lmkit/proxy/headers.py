@@ -22,7 +22,7 @@ _TO_CLIENT = frozenset({
     b"content-type", b"content-length", b"content-encoding", b"cache-control", b"date", b"retry-after",
     b"retry-after-ms", b"x-should-retry", b"x-accel-buffering", b"server-timing", b"x-request-id", b"request-id",
     b"openai-model", b"openai-version", b"openai-processing-ms", b"x-lmkit-ignored",
-    b"x-lmkit-receipt",
+    b"x-lmkit-receipt", b"x-lmkit-usage",
 })  # fmt: skip
 _TO_CLIENT_PREFIXES = (b"x-ratelimit-", b"anthropic-ratelimit-")
 _VIA = re.compile(rb"1\.1 lmkit-[0-9a-f]{16}")  # what a proxy writes; another text of a client's stays behind

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lmkit.errors import ConfigError
+from lmkit.layers.blocks.cross import HEARS
 from lmkit.log import get_logger
 from lmkit.models.layer_spec import LayerSpec
 from lmkit.models.resolved import resolve_dtype
@@ -147,7 +148,10 @@ def check_device(source: ModelSource, budget: Budget, device: str) -> None:
 
 
 def check_evaluation(source: ModelSource, budget: Budget) -> None:
-    """Raise ConfigError if the two whole models that an evaluation holds do not fit into the limit."""
+    """Raise ConfigError if the two whole models that an evaluation holds do not fit into the limit, or for one that
+    reads no text alone."""
+    if source.spec.memory is not None:
+        raise ConfigError(f"{source.reader.path}: {HEARS}, so nothing can be evaluated; use --no-eval")
     needed = evaluation_bytes(source, budget.recipe)
     if budget.max_memory is not None and needed > budget.max_memory:
         raise ConfigError(

@@ -13,6 +13,7 @@ import torch
 
 from lmkit.errors import ConfigError, UnsupportedError
 from lmkit.kernels.cuda.module import tensor_device
+from lmkit.layers.blocks.cross import HEARS
 from lmkit.log import get_logger
 from lmkit.models.source import ModelSource
 from lmkit.models.spec import ModelSpec
@@ -68,6 +69,8 @@ def make_plan(source: ModelSource, recipe: Recipe, device: str = "cpu") -> Plan:
             f"{path}: reads each text as a whole, and recipes calibrate models that write text; lmkit serve --quantize "
             "int8 rounds it while it loads"
         )
+    if spec.memory is not None and (recipe.calibration.has_text or recipe.average_bits is not None):
+        raise UnsupportedError(f"{path}: {HEARS}; use a recipe that needs none, as rtn_w8a16 or rtn_w4a16_g128")
     if spec.foreign and recipe.average_bits is not None:
         raise UnsupportedError(f"{path}: average_bits does not go with layers that transformers computes")
     if spec.reads_beside and (recipe.average_bits is not None or recipe.kv.is_fitted):

@@ -28,6 +28,7 @@ from lmkit.serve import (
     tokenize,
 )
 from lmkit.serve.admission import Admission
+from lmkit.serve.audio import routes as audio
 from lmkit.serve.auth import ApiKeys
 from lmkit.serve.batches import batch_routes, file_routes
 from lmkit.serve.batches.runner import Batches
@@ -61,7 +62,7 @@ from lmkit.web.tracing import Traced
 
 ANSWER_PARTS = 8  # one answer may hold this part of the memory for all
 ROOMS = (
-    chat, stored_chats, completions, responses, conversations, messages, generate, embeddings, classify, models,
+    chat, stored_chats, completions, responses, conversations, messages, generate, embeddings, classify, audio, models,
     adapters, sleep, tokenize, file_routes, batch_routes, metrics, health, openapi, invocations, receipts,
     ollama, llama_cpp,
 )  # fmt: skip

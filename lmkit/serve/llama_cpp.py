@@ -271,7 +271,7 @@ async def props(request: Request, model: str | None = None) -> Response:
         "total_slots": server.engine.max_batch_size,
         "model_alias": server.model_name,
         "model_path": server.model_name,
-        "modalities": {"vision": not isinstance(info.images, str), "audio": False},
+        "modalities": {"vision": not isinstance(info.images, str), "audio": not isinstance(info.audio, str)},
         "chat_template": "" if template is None else template.source,
         "bos_token": tokenizer.named_tokens.get("bos_token", ""),
         "eos_token": tokenizer.named_tokens.get("eos_token", ""),

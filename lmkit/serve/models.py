@@ -11,6 +11,7 @@ from starlette.responses import JSONResponse, Response
 
 from lmkit.serve.choose import pool
 from lmkit.serve.pool import PooledModel
+from lmkit.turbo.request import EngineInfo
 from lmkit.web import anthropic_models
 
 router = APIRouter()
@@ -57,6 +58,13 @@ def _root(model: PooledModel, name: str) -> str:
     return model.name
 
 
+def _modalities(info: EngineInfo | None) -> list[str]:
+    """What its prompts are made of."""
+    if info is not None and not isinstance(info.audio, str):
+        return ["audio"]
+    return ["text", "image"] if info and not isinstance(info.images, str) else ["text"]
+
+
 def _card(model: PooledModel, name: str) -> ModelCard:
     info = model.engine.info
     return ModelCard(
@@ -65,7 +73,7 @@ def _card(model: PooledModel, name: str) -> ModelCard:
         max_model_len=info.max_model_len if info else None,
         template_tokens=model.serving.tokenizer.template_tokens,
         state=model.engine.health,
-        input_modalities=["text", "image"] if info and not isinstance(info.images, str) else ["text"],
+        input_modalities=_modalities(info),
         tool_parser=model.serving.style.tool_parser,
         root=_root(model, name),
         parent=model.name if name in model.engine.config.adapter_folders else None,

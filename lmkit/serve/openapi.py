@@ -20,6 +20,7 @@ from pydantic.json_schema import models_json_schema
 
 from lmkit import __version__
 from lmkit.serve import llama_cpp, stored_chats
+from lmkit.serve.audio.form import SCHEMA as AUDIO
 from lmkit.serve.auth import OPEN_PATHS
 from lmkit.serve.batches.batch_routes import BatchRequest
 from lmkit.serve.batches.file_routes import ANCHOR, LIMIT, SECONDS
@@ -93,6 +94,7 @@ BODIES: Mapping[str, type[BaseModel]] = {
 }
 # Bodies that no model describes: a form with a file, and a body that is translated before it is checked.
 OTHER_BODIES: Mapping[str, dict[str, Any]] = {
+    **{f"/v1/audio/{name}": {"multipart/form-data": {"schema": AUDIO}} for name in ("transcriptions", "translations")},
     "/v1/files": {
         "multipart/form-data": {
             "schema": {

@@ -7,7 +7,7 @@ import binascii
 import hashlib
 import re
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import msgspec
 
@@ -25,6 +25,8 @@ _DATA_URL = re.compile(r"data:[\w.+/-]{0,127}(;[\w=.+-]{1,127})*;base64,", re.AS
 
 class ImageSettings(msgspec.Struct, frozen=True, kw_only=True, tag="tower"):
     """How a vision tower wants images. Mean and deviation are by color."""
+
+    ends_prompt: ClassVar[bool] = False  # whether the token of an image may be a prompt's last
 
     token_id: int  # stands for each cell of an image in a prompt
     unit: int  # side of a cell in pixels

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+from typing import ClassVar
 
 import msgspec
 
@@ -18,6 +19,8 @@ SHARED = Sandbox("processor_process.py", CPU_SECONDS, MEMORY)
 
 class ProcessorSettings(msgspec.Struct, frozen=True, kw_only=True, tag="processor"):
     """How images of a checkpoint are read."""
+
+    ends_prompt: ClassVar[bool] = False  # whether the token of an image may be a prompt's last
 
     token_id: int  # stands for an image in a chat template
     folder: str  # of the checkpoint

@@ -11,10 +11,12 @@ import msgspec
 from lmkit.errors import RequestError
 from lmkit.formats.generation_config import RANGES, SamplingDefaults
 from lmkit.formats.sentences import Layer, Sentences
+from lmkit.text.audio import DEAF, AudioSettings
 from lmkit.text.images import TEXT_ONLY
 from lmkit.text.processed_images import AnySettings
 from lmkit.text.videos import VideoSettings
 from lmkit.turbo.repetition import RepetitionStop
+from lmkit.turbo.speech import SpeechRules
 
 TURN = "turn:"  # begins the session_id of a conversation that has none, and whose last answer called tools
 MAX_STOPS, MAX_LOGIT_BIAS, MAX_LOGPROBS = 16, 1024, 20
@@ -99,6 +101,7 @@ class SamplingParams(Sampling, frozen=True, kw_only=True, forbid_unknown_fields=
     max_tokens: int | None = 512  # None = until the context is full, 0 = none: the prompt is only computed
     min_tokens: int = 0  # eos, stop ids and stop strings are held back before so many tokens
     shown_special_ids: tuple[int, ...] = ()  # special tokens that skip_special_tokens leaves in the text
+    speech: SpeechRules | None = None  # of a transcript
     grammar: str = ""  # the answer follows it, see text.grammar; "" = any answer
     # The token that ends the reasoning of an answer whose grammar gives it a budget: reasoning that repeats itself is
     # ended by it, and the answer goes on. -1 = repetition ends the answer.
@@ -289,6 +292,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     sampling: SamplingDefaults = SamplingDefaults()  # for requests that do not say how to sample
     images: AnySettings | str = TEXT_ONLY  # how the engine wants images, or why it takes none
     videos: VideoSettings | str = TEXT_ONLY  # and videos
+    audio: AudioSettings | str = DEAF  # how it wants audio, or why it takes none
     kv_port: int = 0  # where it gives blocks to other engines; 0 = nowhere
     captured: str = ""  # on a GPU: the steps that are captured as graphs, or why none is
     selftest: SelfTest | None = None  # of a GPU's kernels

@@ -10,3 +10,5 @@ from __future__ import annotations
 
 HEADER = b"x-lmkit-counts"
 MARK = b": usage "
+# A header of answers that need not be JSON, as subtitles: the same three numbers.
+ANSWER = b"x-lmkit-usage"

@@ -17,7 +17,8 @@ MAX_PATH_CHARS = 256  # of a path that is compared with the routes
 # Routes of OpenAI, vLLM, SGLang, LMDeploy, TGI, TensorRT-LLM, llama.cpp, Ollama, Anthropic and Cohere. An entry also
 # stands for the paths below it.
 _OTHERS = frozenset({
-    "/v1/assistants", "/v1/audio", "/v1/chat/completions/batch", "/v1/chat/completions/render",
+    "/v1/assistants", "/v1/audio/speech", "/v1/audio/voices", "/v1/chat/completions/batch",
+    "/v1/chat/completions/render",
     "/v1/completions/render", "/v1/containers", "/v1/decisions", "/v1/edits",
     "/v1/evals", "/v1/fine-tunes", "/v1/fine_tuning", "/v1/images", "/v1/messages/batches", "/v1/moderations",
     "/v1/organization", "/v1/realtime", "/v1/responses/compact", "/v1/skills", "/v1/systemone",

@@ -26,6 +26,7 @@ class SelfAttentionSpec(Block):
     attention: AttentionSpec
     rope: RopeSpec
     attn_bias: bool = False  # on q, k and v
+    unbiased_keys: bool = False  # attn_bias is not on k
     o_bias: bool = False
     has_sinks: bool = False  # a learned score for each head of a key whose value is 0: ops.paged_attention
     qk_norm: bool = False  # RMSNorm over head_dim on q and k, before RoPE
@@ -94,7 +95,9 @@ class SelfAttentionSpec(Block):
         return (self.inputs,)
 
     def has_bias(self, role: str) -> bool:
-        return self.o_bias if role == "attn.o" else self.attn_bias
+        if role == "attn.o":
+            return self.o_bias
+        return self.attn_bias and not (self.unbiased_keys and role == "attn.k")
 
     @property
     def rows_of_heads(self) -> dict[str, int]:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol, Self
 
 from lmkit.attention_spec import AttentionSpec
 from lmkit.errors import CheckpointError, UnsupportedError
-from lmkit.layers.blocks.state import State
+from lmkit.layers.blocks.state import Memory, State
 from lmkit.layers.rope_spec import RopeSpec
 
 Shape = tuple[int, int]  # (out_features, in_features)
@@ -136,6 +136,11 @@ class Block:
     @property
     def state(self) -> State:
         """What the block keeps of a sequence between steps."""
+        return None
+
+    @property
+    def memory(self) -> Memory | None:
+        """What the block sees of an encoder's states."""
         return None
 
     @property

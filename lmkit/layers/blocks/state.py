@@ -57,4 +57,22 @@ class Recurrent:
         return 4 * self.draft_width
 
 
+@dataclass(frozen=True)
+class Memory:
+    """Keys and values of an encoder's states for each sequence, in blocks of its slot. No token adds to them."""
+
+    length: int  # states
+    num_heads: int
+    head_dim: int
+
+    def blocks(self, block_size: int) -> int:
+        """Blocks of a sequence."""
+        return -(-self.length // block_size)
+
+    def num_bytes(self, block_size: int, k: KVDtype, v: KVDtype) -> int:
+        """Bytes of a sequence's keys and values in these storage types."""
+        rows = self.blocks(block_size) * block_size * self.num_heads
+        return rows * (k.row_bytes(self.head_dim) + v.row_bytes(self.head_dim))
+
+
 State = PagedKV | Recurrent | None

@@ -19,6 +19,7 @@ import msgspec
 
 from lmkit.errors import RequestError
 from lmkit.proxy.accounts.account import Sizes, Usage
+from lmkit.proxy.config import FORMS
 from lmkit.web.receive import decode_json
 from lmkit.whole import whole
 
@@ -30,6 +31,9 @@ MAX_CONTEXT = 1 << 31  # tokens; no model has more
 TEMPLATE_TOKENS = 256  # that a chat template may add; more if its nodes say so
 TOOLS_TOKENS = 1024  # that it may add where there are tools
 BYTES_PER_TOKEN = 3  # of a text; few have less
+# Of an audio of 8,000 samples of a byte a second, and no WAV file has fewer: for a token of 0.02 s, and for the 30 s
+# that a model hears at a time. The text of each is one to a prompt.
+BYTES_PER_HEARD, BYTES_PER_WINDOW = 160, 240_000
 # Parts of a prompt whose tokens the body's length does not bound; and JSON that hides the names of its fields.
 _ELSEWHERE = re.compile(
     rb'"(?:input_)?(?:images?|audio|video|file)(?:_url|_id)?"|"item_reference"|"type"\s*:\s*"document"|\\u00[2-7]'
@@ -77,6 +81,7 @@ ROUTES: dict[str, Route] = {
     **dict.fromkeys(("/api/embed", "/api/embeddings"), _TEXTS),
     "/v1/images/generations": Route((), ("n",), None),
     "/v1/audio/speech": Route((), (), None),
+    **dict.fromkeys(FORMS, Route((), (), None)),
     **dict.fromkeys(("/v1/embeddings", "/v1/classify", "/classify", "/v1/moderations"), _TEXTS),
     **dict.fromkeys(("/v1/rerank", "/v2/rerank", "/rerank", "/v1/score", "/score"), _PAIRS),
     **dict.fromkeys(
@@ -88,8 +93,10 @@ ROUTES: dict[str, Route] = {
 class Extent:
     """What one request may use."""
 
-    def __init__(self, path: str, body: bytes) -> None:
-        """Raises RequestError for a body or a field that cannot be read."""
+    def __init__(self, path: str, body: bytes, file_bytes: int = 0) -> None:
+        """`file_bytes`: of an audio beside the body's fields. Raises RequestError for a body or a field that cannot be
+        read."""
+        self._heard = file_bytes // BYTES_PER_HEARD  # tokens
         self.is_known = path in ROUTES
         self._route = route = ROUTES.get(path, Route(default=None))
         self.fields: Fields = decode_json(body, Fields, mismatch="the body must be a JSON object")
@@ -105,7 +112,7 @@ class Extent:
         self._limit = (None if limits else route.default) if is_open else max(number for _, number in limits)
         self._is_set = not is_open and any(name == route.limits[0] for name, _ in limits)
         prompts = [(memoryview(raw).nbytes, _count(raw)) for _, raw in self._given(route.prompts)]
-        self._num_prompts = max((count for _, count in prompts), default=1)
+        self._num_prompts = max((count for _, count in prompts), default=1) + file_bytes // BYTES_PER_WINDOW
         self._prompt = len(body) + self._template_tokens() + route.each * self._num_prompts
         self._prompt += sum(size * (math.ceil(self._num_prompts / count) - 1) for size, count in prompts)
         self._is_elsewhere = _ELSEWHERE.search(body) is not None or any(self._given(_CONTINUED))
@@ -124,6 +131,7 @@ class Extent:
             prompt = max(prompt, whole_prompts)
         if context is not None:
             prompt = min(prompt, whole_prompts)
+        prompt += self._heard
         if route.default == 0:
             return Usage(prompt)
         longest = context or UNKNOWN_CONTEXT
@@ -140,7 +148,7 @@ class Extent:
     def most_told(self, context: int | None) -> Usage:
         """More than this no node can have used, whatever it tells."""
         longest = (context or MAX_CONTEXT) * self._num_prompts
-        return Usage(longest, longest, longest * self.num_choices)
+        return Usage(longest + self._heard, longest, longest * self.num_choices)
 
     def body(self) -> bytes:
         """What the node gets."""

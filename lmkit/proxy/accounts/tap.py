@@ -17,7 +17,8 @@ from lmkit.proxy.accounts.ledger import Ledger, Refusal, Reservation
 from lmkit.proxy.accounts.usage import Reader
 from lmkit.proxy.downstream import DownstreamResponse
 from lmkit.web.auth import ApiKey
-from lmkit.web.counts import HEADER
+from lmkit.web.counts import ANSWER, HEADER
+from lmkit.web.form import Form
 from lmkit.web.prompt_limit import HEADER as PROMPT_LIMIT
 
 _LIMIT_HEADERS = (b"x-ratelimit-", b"anthropic-ratelimit-")
@@ -63,6 +64,7 @@ class Tap:
         if self._reader is not None:
             length = fields.get(b"content-length", b"")
             self._reader.length = int(length) if length.isdigit() and len(length) < 20 else -1
+            self._reader.told_before(fields.get(ANSWER, b""))
         return {**message, "headers": [*headers, *self._reservation.headers()]}
 
     async def end(self, *, left: bool = False) -> None:
@@ -87,17 +89,18 @@ async def charged(
     body: bytes,
     model: str,
     sizes: Sizes,
+    form: Form | None = None,
 ) -> AsyncGenerator[tuple[bytes, list[tuple[bytes, bytes]]]]:
     """Reserve what a request may use, and charge what it has used at the end of the block.
 
-    `sizes` are the model's. Yields the body that a node gets, and headers for it. Raises RequestError for a request
-    that its key may not send now.
+    `sizes` are the model's, and `body` has the fields of a `form`. Yields the body that a node gets, and headers for
+    it. Raises RequestError for a request that its key may not send now.
     """
     key = ledger.key(held) if ledger else None
     if ledger is None or key is None:
         yield body, []
         return
-    asked = Extent(path, body)
+    asked = Extent(path, body, 0 if form is None else len(form.file))
     if asked.background not in (None, False):  # its answer comes before its tokens
         message = "a response in the background cannot be charged to a key of the key store"
         raise RequestError("permission_denied", message, "background")

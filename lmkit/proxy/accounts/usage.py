@@ -25,6 +25,7 @@ MAX_TAIL = 4096
 _NO_TEXT = {"type", "role", "id", "finish_reason", "logprobs", "token_ids"}
 _LINE = re.compile(rb"(?m)^data: ?([^\r\n]+)(?:\r\n|\n|\r){1,2}")
 _COUNTS = re.compile(rb"(?m)^" + MARK + rb"(\d{1,10}) (\d{1,10}) (\d{1,10})\n\n")
+_NUMBERS = re.compile(rb"(\d{1,10}) (\d{1,10}) (\d{1,10})")
 _LAST = re.compile(rb'"usage":(\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\})')
 
 
@@ -138,6 +139,7 @@ class Reader:
         self.length = -1  # of an answer that is no stream, if it is known
         self.done = False  # what comes next ends the answer: a client may take it for whole
         self.begun = False
+        self._headed: Usage | None = None
 
     def asking(self) -> dict[str, Any]:
         """Fields to set in the body that the node gets."""
@@ -145,6 +147,11 @@ class Reader:
             return {}
         more = {"include_usage": True} | ({"continuous_usage_stats": True} if self._continuous else {})
         return {"stream_options": {**self._options, **more}}
+
+    def told_before(self, value: bytes) -> None:
+        """Read a header with the usage of an answer that need not be JSON (web.counts.ANSWER)."""
+        if found := _NUMBERS.fullmatch(value):
+            self._headed = Usage(*map(int, found.groups()))
 
     def whole(self, piece: bytes) -> None:
         """Read a piece of an answer that is no stream."""
@@ -228,6 +235,8 @@ class Reader:
                 return self._told
             seen = min(max(self._deltas, self._text // BYTES_PER_TOKEN), self._most.output)
             return Usage(self._told.input or self._prompt, self._told.cached, max(self._told.output, seen))
+        if self._headed is not None and not left:
+            return self._headed
         if self._held and (usage := self._of_whole()) is not None:
             return usage
         # No token is shorter than a byte, and a client that leaves chooses how much it has.

@@ -32,7 +32,7 @@ router = APIRouter()
 @router.post("/v1/files")
 async def upload(request: Request) -> Response:
     store, mine, config = batches(request), _owner(request), shared(request).config
-    _check_origin(request, config.cors_origins)
+    check_origin(request, config.cors_origins)
     files = store.files
     files.check_number(mine)
     file_id, reserved = files.new_id(), 0
@@ -121,7 +121,7 @@ def _owner(request: Request) -> str:
     return mine.own(mine.tenant)
 
 
-def _check_origin(request: Request, allowed: tuple[str, ...]) -> None:
+def check_origin(request: Request, allowed: tuple[str, ...]) -> None:
     """A page of another site can post a form without asking (CORS). Browsers say where such a form comes from."""
     origin = request.headers.get("origin")
     if origin is not None and origin not in allowed and urlsplit(origin).netloc != request.headers.get("host"):

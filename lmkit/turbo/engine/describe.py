@@ -24,7 +24,7 @@ from lmkit.models.weight_bits import bits_of_linears
 from lmkit.turbo.engine import copies
 from lmkit.turbo.engine.classes import read_classes, sentences_of
 from lmkit.turbo.engine.loading import load_options, traits_of
-from lmkit.turbo.engine.memory import MemoryPlan, loaded_bytes, plan_memory
+from lmkit.turbo.engine.memory import MemoryPlan, for_listeners, loaded_bytes, plan_memory
 from lmkit.turbo.engine.sentences import read_layers
 from lmkit.turbo.engine.streaming import streaming_of, with_batch
 from lmkit.turbo.engine.which import engine_facts
@@ -186,7 +186,7 @@ def _packed_files(checkpoint: Path, parent: str | None) -> dict[str, Any]:
 def _serving(model: ResolvedModel, config: EngineConfig, available: int) -> dict[str, Any]:
     """The memory plan, with the same keys whether it fits or not."""
     dtypes = [storage.dtypes for storage in model.storages]
-    weights = loaded_bytes(model, config)
+    weights, config = loaded_bytes(model, config), for_listeners(model.spec, config)
     plan, problem, streamed = None, None, None
 
     def planned(config: EngineConfig) -> MemoryPlan:
@@ -209,6 +209,7 @@ def _serving(model: ResolvedModel, config: EngineConfig, available: int) -> dict
         "workspace_bytes": plan and plan.workspace,
         "runtime_bytes": config.target.runtime_bytes,
         "state_bytes": (plan and plan.states) or None,
+        "audio_bytes": (plan and plan.audio) or None,
         "snapshot_bytes": (plan and plan.snapshots) or None,
         "kv_bytes": cache and cache.kv,
         "text_bytes": texts and texts.kv,

@@ -20,6 +20,7 @@ from msgspec.structs import replace
 from lmkit.errors import RequestError
 from lmkit.log import get_logger
 from lmkit.models.vision import Encodes, Encoding
+from lmkit.text.audio import NO_AUDIO, AudioSettings
 from lmkit.text.images import MAX_IMAGES
 from lmkit.text.processed_images import AnySettings
 from lmkit.turbo.request import ImageInput, Request, StepOutput
@@ -78,6 +79,11 @@ class Encoder:
         self._held: dict[str, list[bytes]] = {}  # by request id, of requests that the scheduler has
         self._leaving: deque[list[bytes]] = deque([[]])
         self.counts = {"encoded": 0, "reused": 0}
+
+    @property
+    def hears(self) -> bool:
+        """Whether every request needs an audio."""
+        return isinstance(self._tower.settings, AudioSettings)
 
     def __len__(self) -> int:
         return len(self._pending)
@@ -187,16 +193,20 @@ def _last(request: Request, **fields: Any) -> StepOutput:
     return StepOutput(request_id=request.request_id, token_ids=[], **fields)
 
 
-def check_images(request: Request, settings: AnySettings) -> None:
+def check_images(request: Request, settings: AnySettings | AudioSettings) -> None:
     """Raise RequestError unless each image has its tokens, and pixels of its size."""
-    if sum(image.frames == 1 for image in request.images) > MAX_IMAGES:
-        raise RequestError("invalid_request", f"at most {MAX_IMAGES} images in one request", "messages")
+    most = min(settings.most, MAX_IMAGES)
+    if sum(image.frames == 1 for image in request.images) > most:
+        raise RequestError("invalid_request", f"at most {most} images in one request", "messages")
     if request.pooling is not None:
         raise RequestError("unsupported_parameter", "embeddings are of text; leave images out", "messages")
+    if isinstance(settings, AudioSettings) and not request.images:
+        raise RequestError("unsupported_parameter", NO_AUDIO, "model")
     end = 0
     for image in request.images:
         tokens = request.prompt_ids[image.start : image.end]
-        fits = image.start >= end and image.rows > 0 < image.columns and image.end < len(request.prompt_ids)
+        last = len(request.prompt_ids) - (not settings.ends_prompt)
+        fits = image.start >= end and image.rows > 0 < image.columns and image.end <= last
         if not fits or tokens != settings.tokens_of(image):
             raise RequestError("invalid_request", "an image does not stand at its tokens of the prompt", "messages")
         settings.check(image)

@@ -218,10 +218,10 @@ class Engine:
         """Queue a request. Raises RequestError if it can never run or the queue is full."""
         if request.pooling is None:
             check_head(self._has_head)
-        if not request.images:
-            self._compiling.add(request)
-        elif self._encoder is not None:
+        if self._encoder is not None and (request.images or self._encoder.hears):
             self._encoder.add(request)
+        elif not request.images:
+            self._compiling.add(request)
         else:
             raise RequestError("unsupported_parameter", f"images: {self.info.images}", "messages")
 

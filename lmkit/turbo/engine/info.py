@@ -11,6 +11,7 @@ from lmkit import __version__
 from lmkit.kernels.cpu import isa
 from lmkit.models.identity import SOURCES, sources_digest
 from lmkit.models.kv_storage import storage_text
+from lmkit.text.audio import AudioSettings
 from lmkit.turbo.engine.loading import LoadedModel
 from lmkit.turbo.host_memory import resident_memory
 from lmkit.turbo.request import EngineInfo
@@ -38,12 +39,21 @@ def engine_info(model: LoadedModel, limits: SchedulerLimits, captured: str) -> E
         dimensions=model.dimensions,
         classes=model.classes,
         sampling=model.sampling,
-        images=model.tower if isinstance(model.tower, str) else model.tower.settings,
-        videos=model.tower if isinstance(model.tower, str) else model.tower.videos,
+        **_senses(model),
         captured=captured,
         selftest=model.selftest,
         computed=computed(model),
     )
+
+
+def _senses(model: LoadedModel) -> dict[str, Any]:
+    """How the engine wants images, videos and audio, or why it takes none."""
+    if isinstance(model.tower, str):
+        return {"images": model.tower, "videos": model.tower}
+    settings = model.tower.settings
+    if isinstance(settings, AudioSettings):
+        return {"audio": settings}
+    return {"images": settings, "videos": model.tower.videos}
 
 
 # Options that change bits. The number of threads is none of them.

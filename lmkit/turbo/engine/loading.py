@@ -12,7 +12,7 @@ import msgspec
 
 from lmkit import conflicts
 from lmkit.config import NAMED_PEERS, EngineConfig
-from lmkit.conflicts import DECODER, FIXED_STATES, FOREIGN, OWN_CACHES, STATES, WHOLE_TEXTS
+from lmkit.conflicts import DECODER, FIXED_STATES, FOREIGN, HEARS, OWN_CACHES, STATES, WHOLE_TEXTS
 from lmkit.errors import UnsupportedError
 from lmkit.formats.generation_config import SamplingDefaults, read_defaults
 from lmkit.formats.sentences import Sentences, read_dimensions
@@ -20,6 +20,7 @@ from lmkit.kernels.cuda.module import tensor_device
 from lmkit.kv_dtype import dense_kv_dtype
 from lmkit.log import get_logger
 from lmkit.models.adapters import DecoderAdapters, Part
+from lmkit.models.audio import load_audio
 from lmkit.models.decoder import Decoder
 from lmkit.models.engines import foreign_tower
 from lmkit.models.kv_storage import KVStorage, is_uncalibrated, storage_text
@@ -40,7 +41,7 @@ from lmkit.turbo.engine import copies, self_test
 from lmkit.turbo.engine.classes import read_classes, sentences_of
 from lmkit.turbo.engine.draft_head_loading import LoadedHead
 from lmkit.turbo.engine.draft_model_loading import LoadedDraft, follow, resolved_draft
-from lmkit.turbo.engine.memory import MemoryPlan, loaded_bytes, no_images, plan_memory
+from lmkit.turbo.engine.memory import MemoryPlan, for_listeners, loaded_bytes, no_images, plan_memory
 from lmkit.turbo.engine.sentences import read_layers
 from lmkit.turbo.engine.streaming import streaming_of, with_batch
 from lmkit.turbo.engine.which import engine_facts, engine_line
@@ -103,6 +104,7 @@ def load(model_path: str, config: EngineConfig, device: EngineDevice, rank: int 
     streaming = streaming_of(config)
     with resolved(model_path, **options) as model, resolved_draft(config, device, model, rank) as draft:
         spec, path = model.spec, model.reader.path
+        config = for_listeners(spec, config)
         conflicts.check(config, *traits_of(spec, config), architecture=spec.architecture)
         selftest = self_test.result(model, config, device)
         sampling, classes = read_defaults(path, config.generation_config), read_classes(model.source)
@@ -175,6 +177,8 @@ def load(model_path: str, config: EngineConfig, device: EngineDevice, rank: int 
 
 def _tower(model: ResolvedModel, decoder: Decoder, config: EngineConfig) -> Encodes | str:
     """What encodes images, or why images are refused. Raises CheckpointError for a broken tower."""
+    if model.spec.audio is not None:
+        return load_audio(model)
     if model.spec.vision is None and not model.source.sees:
         return TEXT_ONLY
     if reason := no_images(config):
@@ -239,6 +243,8 @@ def traits_of(spec: ModelSpec, config: EngineConfig) -> tuple[str, ...]:
     """The traits of a model that rows of lmkit.conflicts name."""
     if spec.sees_all:
         return (WHOLE_TEXTS,)
+    if spec.audio is not None:
+        return (HEARS,)
     if spec.foreign:
         states = (STATES, FIXED_STATES) if spec.is_recurrent else ()
         return (FOREIGN, *states, *(() if spec.reusable else (OWN_CACHES,)))

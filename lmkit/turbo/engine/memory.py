@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from msgspec.structs import replace
+
 from lmkit.config import EngineConfig
 from lmkit.errors import ConfigError
 from lmkit.kv_dtype import KVDtype
@@ -30,6 +32,7 @@ LAUNCHES = 11  # of a layer in a captured step, on average of all sizes: a test 
 LAUNCH_BYTES = 16 << 10
 EXCHANGE_BYTES = 9 << 20  # of a rank, for the others to read; kernels/cuda/ranks.py takes no more
 RECORD_BYTES = 64  # of a block of a model without keys and values: what the host counts of it
+LISTENERS = 8  # sequences of a step that hear
 SNAPSHOTS = 16  # of recurrent state, for each sequence of the batch, unless they exceed their share
 SNAPSHOT_SHARE = 0.25  # of the memory left after the weights
 COPIES_SHARE = 0.5  # of the memory left after the weights, which copies of weights take at most
@@ -45,10 +48,21 @@ def loaded_bytes(model: ResolvedModel, config: EngineConfig) -> int:
 
         images = tower_bytes(model)
         weights += images + (config.image_memory if images else 0)
+    elif model.spec.audio is not None:
+        from lmkit.models.audio import audio_bytes
+
+        weights += audio_bytes(model) + config.image_memory
     elif model.source.sees and not no_images(config):
         weights += config.image_memory  # transformers' module has the tower
     sizes = sorted((file.stat().st_size for file in files if file.is_file()), reverse=True)
     return weights + tables + sum(sizes[: config.max_adapters] if config.target.own_memory else sizes)
+
+
+def for_listeners(spec: ModelSpec, config: EngineConfig) -> EngineConfig:
+    """With a smaller batch than usual, unless a size is given, if each sequence has the keys and values of an audio."""
+    if spec.memory is None or config.max_batch_size is not None:
+        return config
+    return replace(config, max_batch_size=LISTENERS)
 
 
 def no_images(config: EngineConfig) -> str:
@@ -78,6 +92,7 @@ class MemoryPlan:
     states: int = 0  # recurrent states, one for each sequence of the batch, and what its draft tokens keep for it
     snapshots: int = 0  # of these states, for the prefix cache
     num_snapshots: int = 0
+    audio: int = 0  # keys and values of an encoder's states, for each sequence of the batch
     copies: int = 0  # of weights, in 16 bits; 0 if they found no room
     whole_texts: bool = False  # the KV is that of the texts of a step, and nothing is kept
     has_kv: bool = True  # without it, blocks are only counted: they say how many tokens the states have seen
@@ -85,7 +100,8 @@ class MemoryPlan:
     @property
     def total(self) -> int:
         """Bytes of all but the runtime."""
-        return self.weights + self.copies + self.workspace + self.states + self.snapshots + self.host + self.kv
+        of_sequences = self.states + self.snapshots + self.audio
+        return self.weights + self.copies + self.workspace + of_sequences + self.host + self.kv
 
     def to_come(self, config: EngineConfig) -> int:
         """Bytes of host memory that an engine takes after it has loaded the weights."""
@@ -101,6 +117,7 @@ class MemoryPlan:
             f"{'longest text' if self.whole_texts else 'context'}: {self.max_model_len:,} tokens",
             f"memory: {gib(used)} of {gib(self.available)}, weights {gib(self.weights)}",
             *([f"copies of weights in 16 bits: {gib(self.copies)}"] if self.copies else []),
+            *([f"audio of all sequences: {gib(self.audio)}"] if self.audio else []),
             *(
                 [f"states: {gib(self.states)}, {self.num_snapshots} snapshots: {gib(self.snapshots)}"]
                 if self.states
@@ -136,7 +153,8 @@ class MemoryPlan:
         purposes = {"weights": self.weights, "workspace": self.workspace, "runtime": self.runtime}
         states = {"states": self.states, "snapshots": self.snapshots} if self.states else {}
         copies = {"copies": self.copies} if self.copies else {}
-        return purposes | copies | states | {"host": self.host, "kv": self.kv}
+        audio = {"audio": self.audio} if self.audio else {}
+        return purposes | copies | states | audio | {"host": self.host, "kv": self.kv}
 
 
 def kv_limits(
@@ -213,12 +231,16 @@ def plan_memory(
     block_bytes = block_bytes or RECORD_BYTES
     workspace = _gpu_workspace_bytes(spec, config, num_groups) if device.own_memory else _workspace_bytes(spec, config)
     states = config.sequences_per_step * max(_state_bytes(spec, config.num_draft_tokens, layers) for layers in stages)
+    audio = 0
+    if spec.memory is not None:
+        of_layers = (spec.memory.num_bytes(config.tokens_per_block, *dtypes) for dtypes in kv_dtypes)
+        audio = config.sequences_per_step * sum(of_layers)
     host = config.kv_host_memory or 0
     check_host_bytes(host, block_bytes)
     if device.own_memory and host > (on_host := available_memory()):
         raise ConfigError(f"kv_host_memory {gib(host)} is more than the {gib(on_host)} of host memory that is free")
     runtime = device.runtime_bytes
-    left = free - weight_bytes - workspace - states - runtime - (0 if device.own_memory else host)
+    left = free - weight_bytes - workspace - states - audio - runtime - (0 if device.own_memory else host)
     num_snapshots = 0
     if spec.is_recurrent and config.prefix_cache and spec.reusable:
         room = min(int(left * SNAPSHOT_SHARE), left - (asked or 0))
@@ -226,9 +248,9 @@ def plan_memory(
         left -= num_snapshots * spec.state_bytes
     if left < num_groups * block_bytes:
         raise ConfigError(
-            f"this model needs {gib(weight_bytes)} for weights and {gib(workspace + states + runtime + host)} to "
-            f"run, but only {gib(free)} of memory is free; quantize it, or lower max_step_tokens, max_batch_size, "
-            "kv_host_memory"
+            f"this model needs {gib(weight_bytes)} for weights and "
+            f"{gib(workspace + states + audio + runtime + host)} to run, but only {gib(free)} of memory is free; "
+            "quantize it, or lower max_step_tokens, max_batch_size, kv_host_memory"
         )
     all_left = left * config.num_processes
     if asked is not None and asked > all_left:
@@ -278,6 +300,7 @@ def plan_memory(
         layout=layout,
         runtime=runtime,
         states=states,
+        audio=audio,
         snapshots=num_snapshots * spec.state_bytes,
         num_snapshots=num_snapshots,
         copies=copies,

@@ -11,6 +11,7 @@ import torch
 from lmkit.kernels.ops import BatchGeometry
 from lmkit.kernels.recurrent import ROW_FIELDS
 from lmkit.layers.batch import BatchInputs
+from lmkit.layers.blocks.state import Memory
 from lmkit.turbo.plan import Chunk, NewSequence
 from lmkit.turbo.request import Pooling
 from lmkit.turbo.runners.images import EncodedImages, PlacedImages, Span, with_images
@@ -69,8 +70,9 @@ class PersistentBatch:
         num_groups: int = 1,
         *,
         has_states: bool = True,
+        memory: Memory | None = None,
     ) -> None:
-        self.has_states = has_states
+        self.has_states, self.memory = has_states, memory  # of an encoder's states, which each sequence sees
         self.block_size, self.max_step_tokens = block_size, max_step_tokens
         self.token_ids = np.zeros((num_slots, max_model_len), np.int64)
         self.num_tokens = np.zeros(num_slots, np.int64)
@@ -108,7 +110,7 @@ class PersistentBatch:
             "logit_start": torch.zeros(num_slots + 1, dtype=torch.int32),
             "adapters": torch.full((max_step_tokens,), -1, dtype=torch.int32),
             "logit_adapters": torch.zeros(max_step_tokens, dtype=torch.int32),
-        }
+        } | self._memory_inputs(max(max_step_tokens, num_slots), num_slots)
         self._arrays = {name: tensor.numpy() for name, tensor in self._inputs.items()}
         # By the number of sequences, and whether any has an adapter.
         self._decode_inputs: dict[tuple[int, bool], BatchInputs] = {}
@@ -119,6 +121,26 @@ class PersistentBatch:
         self._following: list[int] = []
         self._steps_left = 0
         self._decoded_slots = np.zeros(0, np.int64)
+
+    def _memory_inputs(self, num_tokens: int, num_slots: int) -> dict[str, torch.Tensor]:
+        """Inputs of attention to what each sequence sees of an encoder's states, if the model has that. Tables alone
+        differ between steps: each token has that of its slot."""
+        if (memory := self.memory) is None:
+            return {}
+        blocks = memory.blocks(self.block_size)
+        self._memory_tables = np.arange(num_slots * blocks, dtype=np.int32).reshape(num_slots, blocks)
+        return {
+            "memory_start": torch.arange(num_tokens + 1, dtype=torch.int32),
+            "memory_lens": torch.full((num_tokens,), memory.length, dtype=torch.int32),
+            "memory_tables": torch.zeros(num_tokens, blocks, dtype=torch.int32),
+        }
+
+    def _memory_of(self, num_tokens: int) -> BatchGeometry | None:
+        """See BatchInputs."""
+        if self.memory is None:
+            return None
+        start, lens, tables = (self._inputs[f"memory_{name}"] for name in ("start", "lens", "tables"))
+        return BatchGeometry(start[: num_tokens + 1], lens[:num_tokens], tables[:num_tokens], start[:num_tokens])
 
     def enter(self, new: NewSequence) -> None:
         self._entries[new.slot] += 1
@@ -136,7 +158,7 @@ class PersistentBatch:
         self.adapters[new.slot] = new.adapter
         self.images.pop(new.slot, None)
         self.shifts[new.slot] = 0
-        if new.images:
+        if new.images and self.memory is None:
             placed = PlacedImages.of(new.images, new.num_prompt_tokens, self.encoded)
             self.images[new.slot], self.shifts[new.slot] = placed, placed.shift
         self.second_starts.pop(new.slot, None)
@@ -253,6 +275,8 @@ class PersistentBatch:
         for slot, start in self.second_starts.items():
             arrays["positions"][:tokens][(owner == slot) & (positions >= start)] += self.second_row
         arrays["adapters"][:tokens] = self.adapters[owner]
+        if self.memory is not None:
+            arrays["memory_tables"][:tokens] = self._memory_tables[owner]
         block, offset = np.divmod(positions, self.block_size)
         arrays["slots"][:, :tokens] = self.block_tables[:, owner, block] * self.block_size + offset
         arrays["query_start"][: seqs + 1] = query_start
@@ -299,6 +323,7 @@ class PersistentBatch:
             adapters=whole["adapters"][:num_tokens] if adapted else None,
             logit_adapters=whole["logit_adapters"][:num_logits] if adapted else None,
             states=whole["states"][:num_seqs],
+            memory=self._memory_of(num_tokens),
         )
 
     def _rows(self, chunks: list[Chunk], first_rows: dict[int, int]) -> tuple[StepRows, list[range]]:

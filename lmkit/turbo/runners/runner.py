@@ -122,7 +122,7 @@ class PlanRunner:
         self.kv = parts.kv
         self.batch = PersistentBatch(
             config.sequences_per_step, parts.max_model_len, config.tokens_per_block, config.tokens_per_step,
-            parts.num_groups, has_states=parts.decoder.spec.is_recurrent,
+            parts.num_groups, has_states=parts.decoder.spec.is_recurrent, memory=parts.decoder.spec.memory,
         )  # fmt: skip
         self.batch.encoded = parts.encoded
         self.batch.second_row = parts.decoder.spec.second_row
@@ -158,6 +158,8 @@ class PlanRunner:
             for new in plan.new:
                 self._failed.discard(new.slot)
                 self.batch.enter(new)
+                if new.images and self.batch.memory is not None:
+                    self.decoder.remember(self.batch.encoded.rows(new.images[0].digest), new.slot, self.kv)
                 if self.streams is not None:
                     self.streams.enter(new.slot)
                 self._states.set(new.slot, new)

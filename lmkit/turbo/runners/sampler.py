@@ -175,7 +175,7 @@ def penalizes(params: SamplingParams) -> bool:
 
 
 def edits_logits(params: SamplingParams) -> bool:
-    return penalizes(params) or bool(params.min_tokens or params.logit_bias or params.grammar)
+    return penalizes(params) or bool(params.min_tokens or params.logit_bias or params.grammar or params.speech)
 
 
 @dataclass
@@ -188,6 +188,7 @@ class LogitEdits:
     bias: np.ndarray  # float32
     num_output: dict[int, int]  # if penalized: context token -> how often it was generated (0 = prompt only)
     guide: RunningGuide | None  # after the last token
+    known: list[int]  # generated tokens, if the rules of a transcript hold
 
     @classmethod
     def of(cls, new: NewSequence, vocab_size: int, guide: RunningGuide | None) -> LogitEdits:
@@ -199,6 +200,7 @@ class LogitEdits:
             np.array(list(params.logit_bias.values()), np.float32),
             dict.fromkeys(new.token_ids[: new.num_prompt_tokens], 0) if penalizes(params) else {},
             guide,
+            new.output_ids() if params.speech is not None else [],
         )
         for token in new.output_ids():
             edits._penalize(token)
@@ -207,6 +209,8 @@ class LogitEdits:
     def count(self, token_id: int) -> None:
         """Take in a generated token."""
         self._penalize(token_id)
+        if self.params.speech is not None:
+            self.known.append(token_id)
         if self.guide is not None:
             self.guide.advance(token_id)
 
@@ -225,6 +229,8 @@ class LogitEdits:
         row[self.bias_ids] += self.bias
         if penalizes(params):
             self._apply_penalties(row)
+        if params.speech is not None:
+            params.speech.apply(row, self.known)
         if self.guide is not None:
             bits = np.unpackbits(self.guide.allowed().view(np.uint8), count=len(row), bitorder="little")
             row[bits == 0] = -np.inf
