@@ -49,6 +49,7 @@ ROWS = {
     "Qwen2.5-VL": ("Qwen2_5_VLForConditionalGeneration", "qwen2.5-vl"),
     "Qwen3-VL": ("Qwen3VLForConditionalGeneration", "qwen3-vl"),
     "Qwen3-VL-MoE": ("Qwen3VLMoeForConditionalGeneration", "qwen3-vl-moe"),
+    "InternVL": ("InternVLForConditionalGeneration", "internvl"),
     "Qwen3": ("Qwen3ForCausalLM", "qwen3"),
     "Gemma": ("GemmaForCausalLM", "gemma"),
     "Gemma 2": ("Gemma2ForCausalLM", "gemma2"),
@@ -114,6 +115,8 @@ ROWS = {
     "OPT": ("OPTForCausalLM", "opt"),
 }
 
+HEARING = {"WhisperForConditionalGeneration"}  # docs/audio.md has them
+
 
 def test_every_family_and_format_has_a_place() -> None:
     said = re.sub(r"\s+", " ", README)
@@ -122,9 +125,10 @@ def test_every_family_and_format_has_a_place() -> None:
     assert f"GGUF files of {len(ARCHITECTURES)} architectures" in said
     with pytest.raises(Exception, match="architecture"):
         registry.load_spec({"architectures": ["NobodysForCausalLM"]})
-    writing = {name for name in registry.FAMILIES if not name.endswith(registry.BASE)}
+    families = set(registry.FAMILIES) - HEARING
+    writing = {name for name in families if not name.endswith(registry.BASE)}
     assert {architecture for architecture, _ in ROWS.values()} == writing
-    assert set(registry.FAMILIES) - writing == {f"{name}{registry.BASE}" for name in tiny.ENCODERS | tiny.EMBEDDING}
+    assert families - writing == {f"{name}{registry.BASE}" for name in tiny.ENCODERS | tiny.EMBEDDING}
     read = {name for names, _ in COLUMNS.values() for name in names} | {
         "mxfp4",
         "modelopt",

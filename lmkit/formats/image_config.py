@@ -22,18 +22,19 @@ MIN_PIXELS, MAX_PIXELS = 56 * 56, 28 * 28 * 1280
 DONE: dict[str, Any] = {"do_resize": True, "do_rescale": True, "do_normalize": True, "do_convert_rgb": True,
                         "rescale_factor": 1 / 255, "do_pan_and_scan": False, "do_center_crop": False}  # fmt: skip
 RESAMPLES = 2, 3
+MAX_TILES = 64
 
 
 Colors = tuple[float, float, float]
 
 
 class ImageConfig:
-    """The numbers of a file, or transformers' own without one: (mean, std, resample, side, edge) of the kind of tower.
-    Raises CheckpointError or UnsupportedError."""
+    """The numbers of a file, or transformers' own without one: (mean, std, resample, side, edge, tiles) of the kind of
+    tower. Raises CheckpointError or UnsupportedError."""
 
-    def __init__(self, folder: Path, default: tuple[Colors, Colors, int, int, int]) -> None:
+    def __init__(self, folder: Path, default: tuple[Colors, Colors, int, int, int, tuple[int, int]]) -> None:
         path, given = said(folder, FILE, "image_processor")
-        mean, std, resample, side, edge = default
+        mean, std, resample, side, edge, tiles = default
         for name, value in DONE.items():
             if given.get(name, value) not in (None, value):
                 raise UnsupportedError(f"{path}: {name} = {given[name]!r} is not supported; lmkit has {value!r}")
@@ -47,10 +48,15 @@ class ImageConfig:
         self.max_pixels = self._pixels("max_pixels", given.get("max_pixels") or high or MAX_PIXELS)
         self.mean = self._colors("image_mean", given.get("image_mean") or mean)
         self.std = self._colors("image_std", given.get("image_std") or std)
+        of_tiles = zip(("min_patches", "max_patches"), tiles, strict=True)
+        least, most = (self._pixels(name, given.get(name) or usual) if usual else 0 for name, usual in of_tiles)
+        self.tiles = least, most
         self.resample = given.get("resample") or resample
         sides = {size.get(name, side) for name in ("height", "width")} if side else {side}
         if self.resample not in RESAMPLES or sides != {side}:
             raise UnsupportedError(f"{path}: resample {self.resample!r} or size {size!r:.100} is not supported")
+        if least > most or most > MAX_TILES:
+            raise CheckpointError(f"{path}: {least} to {most} patches of an image are not 1 to {MAX_TILES}")
         if not all(self.std) or self.min_pixels > self.max_pixels:
             raise CheckpointError(f"{path}: image_std has a zero, or min_pixels are more than max_pixels")
 

@@ -38,9 +38,12 @@ class Tower:
         spec, settings = self.spec, self.settings
         image = torch.frombuffer(bytearray(pixels), dtype=torch.uint8)
         image = image.view(-1, rows * spec.unit, columns * spec.unit, spec.channels)
-        grid = rows * spec.merge_size, columns * spec.merge_size
-        inputs = patches(image, spec, mean=settings.mean, std=settings.std).to(self.device)
-        return Encoded((yield from tower_steps(inputs, grid, spec, self.weights.__getitem__)))
+        found = []
+        for tile in image.split(settings.side or image.shape[1], 1):
+            grid = tile.shape[1] // spec.patch_size, tile.shape[2] // spec.patch_size
+            inputs = patches(tile, spec, mean=settings.mean, std=settings.std).to(self.device)
+            found.append((yield from tower_steps(inputs, grid, spec, self.weights.__getitem__)))
+        return Encoded(torch.cat(found))
 
 
 def has_tower(model: ResolvedModel) -> bool:
@@ -90,7 +93,8 @@ def load_tower(model: ResolvedModel, max_pixels: int, device: str = "cpu") -> To
         breaks=breaks,
         sees_all=vision.sees_all,
         min_pixels=min(config.min_pixels, max_pixels),
-        max_pixels=min(config.max_pixels, max_pixels),
+        max_pixels=max_pixels if config.tiles[1] else min(config.max_pixels, max_pixels),
+        tiles=config.tiles,
         mean=config.mean,
         std=config.std,
         frames_id=-1 if isinstance(videos, str) else videos.token_id,

@@ -1,6 +1,7 @@
 """Vision towers: pixels of an image to rows that stand for the image in the prompt.
 
-arXiv 2409.12191 (Qwen2-VL), 2502.13923 (Qwen2.5-VL), 2511.21631 (Qwen3-VL), 2303.15343 (SigLIP), 2410.07073 (Pixtral).
+arXiv 2409.12191 (Qwen2-VL), 2502.13923 (Qwen2.5-VL), 2511.21631 (Qwen3-VL), 2303.15343 (SigLIP), 2410.07073 (Pixtral),
+2312.14238 (InternVL).
 The tower is plain torch, one image at a time: a batch of images could change the last bits of each. It works in small
 parts, between which the caller may do something else.
 """
@@ -92,7 +93,11 @@ def tower_steps(rows: Tensor, grid: tuple[int, int], spec: VisionSpec, weight: W
     kernel = weight(f"{names.patch}.weight").flatten(1)  # a convolution whose stride is its size
     bias = weight(f"{names.patch}.bias") if spec.patch_bias else None
     x = yield from in_parts(lambda part: F.linear(part.to(kernel.dtype), kernel, bias), rows[order])
-    if spec.positions:
+    if names.first:
+        of_first, table = weight(names.positions)[0].tensor_split([1])
+        x = torch.cat([x + _positions(grid, spec, table)[order], weight(names.first)[0] + of_first])
+        windows = [len(x)]
+    elif spec.positions:
         x = x + _positions(grid, spec, weight(f"{names.positions}.weight"))[order]
     if spec.first_norm:
         x = norm(x, spec.first_norm, spec, weight)
@@ -102,6 +107,8 @@ def tower_steps(rows: Tensor, grid: tuple[int, int], spec: VisionSpec, weight: W
         if layer in spec.tapped:
             tap = partial(merge, spec, weight, spec.tapped.index(layer))
             merged.append((yield from in_parts(tap, x, unit)))
+    if names.first:
+        x = x[:-1]
     if spec.last_norm:
         x = norm(x, spec.last_norm, spec, weight)
     found = yield from in_parts(partial(merge, spec, weight, None), x, unit)
@@ -117,7 +124,8 @@ def _layer(
 
     def inputs(part: Tensor) -> Tensor:
         normed = norm(part, prefix + names.norms[0], spec, weight)
-        return torch.cat([linear(normed, prefix + name, spec, weight) for name in names.attention], -1)
+        bias = spec.attention_bias
+        return torch.cat([linear(normed, prefix + name, spec, weight, bias) for name in names.attention], -1)
 
     qkv = (yield from in_parts(inputs, x)).view(len(x), 3, spec.num_heads, spec.head_dim)
     q, k, v = (part.transpose(0, 1) for part in (_turn(qkv[:, 0], angles), _turn(qkv[:, 1], angles), qkv[:, 2]))
@@ -134,9 +142,11 @@ def _layer(
                 num_rows = 0
                 yield
 
+    scales: list[Tensor | float] = [weight(prefix + name) for name in names.scales] or [1.0, 1.0]
+
     def outputs(part: Tensor, attended: Tensor) -> Tensor:
-        part = part + linear(attended, prefix + names.attention_out, spec, weight)
-        return part + _mlp(norm(part, prefix + names.norms[1], spec, weight), prefix, spec, weight)
+        part = part + linear(attended, prefix + names.attention_out, spec, weight) * scales[0]
+        return part + _mlp(norm(part, prefix + names.norms[1], spec, weight), prefix, spec, weight) * scales[1]
 
     return (yield from in_parts(lambda both: outputs(*both.split(spec.hidden_size, -1)), torch.cat((x, attended), -1)))
 

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lmkit.models.vision_spec import BREAKS, Folded, Joined, Merger, Pooled, VisionSpec
+from lmkit.models.vision_spec import BREAKS, Folded, Joined, Merger, Pooled, Shuffled, VisionSpec
 
 Weights = Callable[[str], Tensor]
 
 
-def linear(x: Tensor, name: str, spec: VisionSpec, weight: Weights) -> Tensor:
-    """A linear of a layer."""
-    return _linear(x, name, weight, bias=spec.bias)
+def linear(x: Tensor, name: str, spec: VisionSpec, weight: Weights, bias: bool | None = None) -> Tensor:
+    """A linear of a layer. `bias`: whether it has one, if not as the tower says."""
+    return _linear(x, name, weight, bias=spec.bias if bias is None else bias)
 
 
 def norm(x: Tensor, name: str, spec: VisionSpec, weight: Weights) -> Tensor:
@@ -54,6 +54,15 @@ def _folded(spec: VisionSpec, weight: Weights, tap: int | None, patches: Tensor)
     return _linear(x, f"{prefix}linear_2", weight, bias=bias)
 
 
+def _shuffled(spec: VisionSpec, weight: Weights, tap: int | None, patches: Tensor) -> Tensor:
+    merger = spec.merger
+    assert isinstance(merger, Shuffled)
+    factor, bias = (weight(f"{merger.prefix}layer_norm.{kind}").float() for kind in ("weight", "bias"))
+    wide = patches.view(-1, len(factor)).float()
+    x = F.layer_norm(wide, wide.shape[-1:], factor, bias, merger.eps).to(patches.dtype)
+    return _linear(F.gelu(_linear(x, f"{merger.prefix}linear_1", weight)), f"{merger.prefix}linear_2", weight)
+
+
 def with_breaks(spec: VisionSpec, weight: Weights, found: Tensor, grid: tuple[int, int]) -> Tensor:
     """The rows of all tokens of an image from those of its cells: with the embeddings of tokens that end rows."""
     if not spec.merger.breaks:
@@ -69,6 +78,7 @@ MERGERS: dict[type[Merger], Callable[[VisionSpec, Weights, int | None, Tensor], 
     Joined: _joined,
     Pooled: _pooled,
     Folded: _folded,
+    Shuffled: _shuffled,
 }
 
 

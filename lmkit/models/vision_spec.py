@@ -18,6 +18,8 @@ class Names(NamedTuple):
     layer: str = "blocks.{}."
     patch: str = "patch_embed.proj"
     positions: str = "pos_embed"
+    first: str = ""  # a row beside the patches, which is left out at the end; positions begin with its own
+    scales: tuple[str, ...] = ()  # factors on what a layer's attention and MLP give
 
 
 class Reading(NamedTuple):
@@ -29,6 +31,7 @@ class Reading(NamedTuple):
     resample: int = 3
     side: int = 0  # pixels of both sides, which all images are stretched to
     edge: int = 0  # pixels of the longer side at most; images are not made larger
+    tiles: tuple[int, int] = (0, 0)  # squares of `side` that an image is cut into, at least and at most; 0 = none
 
 
 class Timed(NamedTuple):
@@ -114,6 +117,20 @@ class Folded(Merger):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Shuffled(Merger):
+    """InternVL: a LayerNorm of the patches of a row together, and two linears."""
+
+    prefix: str = "multi_modal_projector."
+    eps: float = 1e-5  # config.json does not give it
+
+    def shapes(self, tower: VisionSpec, width: int) -> Shapes:
+        """See Merger."""
+        wide, prefix = tower.hidden_size * tower.merge_size**2, self.prefix
+        found = tower.norm(f"{prefix}layer_norm", wide) | tower.linear(f"{prefix}linear_1", width, wide, bias=True)
+        return found | tower.linear(f"{prefix}linear_2", width, width, bias=True)
+
+
+@dataclass(frozen=True, kw_only=True)
 class VisionSpec:
     """Sizes of a tower. A patch is `patch_size` pixels wide and high. `merge_size`^2 patches make one row of output.
     Layers attend within windows of `window_size` pixels, and layers of `full_layers` to the whole image."""
@@ -132,6 +149,7 @@ class VisionSpec:
     layer_norm: bool = False  # norms are LayerNorms
     eps: float = 1e-6  # of norms
     bias: bool = True  # of the layers' linears
+    qkv_bias: bool | None = None  # of those of q, k and v; None = as `bias`
     patch_bias: bool = False
     positions: int = 0  # side of the square grid of learned positions, which is stretched over the image; 0 = none
     # By how many places the exponents of RoPE's angles by height and by width are shifted; None = no RoPE.
@@ -146,6 +164,11 @@ class VisionSpec:
     token_id: int = -1  # the token that stands for each row of output in a prompt; -1 = config.json names none
     videos: Timed | None = None  # None: it reads none
     sees_all: bool = False  # the tokens of an image see each other in the language model
+
+    @property
+    def attention_bias(self) -> bool:
+        """Whether the linears of q, k and v have a bias."""
+        return self.bias if self.qkv_bias is None else self.qkv_bias
 
     @property
     def head_dim(self) -> int:
@@ -175,14 +198,20 @@ class VisionSpec:
         frames = (self.temporal_patch_size,) if self.temporal_patch_size else ()
         found: Shapes = {f"{names.patch}.weight": (hidden, self.channels, *frames, self.patch_size, self.patch_size)}
         found |= {f"{names.patch}.bias": (hidden,)} if self.patch_bias else {}
-        found |= {f"{names.positions}.weight": (self.positions**2, hidden)} if self.positions else {}
+        if names.first:
+            found |= {names.first: (1, 1, hidden), names.positions: (1, self.positions**2 + 1, hidden)}
+        elif self.positions:
+            found |= {f"{names.positions}.weight": (self.positions**2, hidden)}
         for name in filter(None, (self.first_norm, self.last_norm)):
             found |= self.norm(name, hidden)
         for layer in map(names.layer.format, range(self.num_layers)):
             for name in names.norms:
                 found |= self.norm(layer + name, hidden)
-            sizes = {name: (3 * hidden // len(names.attention), hidden) for name in names.attention}
-            sizes |= {names.attention_out: (hidden, hidden)}
+            found |= {layer + name: (hidden,) for name in names.scales}
+            for name in names.attention:
+                outputs = 3 * hidden // len(names.attention)
+                found |= self.linear(layer + name, outputs, hidden, bias=self.attention_bias)
+            sizes = {names.attention_out: (hidden, hidden)}
             sizes |= dict.fromkeys(names.mlp[:-1], (inner, hidden)) | {names.mlp[-1]: (hidden, inner)}
             for name, shape in sizes.items():
                 found |= self.linear(layer + name, *shape, bias=self.bias)

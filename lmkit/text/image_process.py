@@ -11,6 +11,7 @@ import io
 import math
 import struct
 import zlib
+from collections.abc import Sequence
 from typing import Any
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
@@ -48,6 +49,28 @@ def _within(height: int, width: int, unit: int, edge: int, max_pixels: int) -> t
     return high, wide
 
 
+def canvas(height: int, width: int, side: int, least: int, most: int) -> tuple[int, int]:
+    """(rows, columns) of squares of `side` whose shape is next to an image's. Of equal shapes the largest counts, up to
+    twice the image's area."""
+    counts = range(1, most + 1)
+    shapes = [(high, wide) for wide in counts for high in counts if least <= high * wide <= most]
+    best, found = math.inf, (1, 1)
+    for high, wide in sorted(shapes, key=math.prod):
+        far = abs(width / height - wide / high)
+        if far < best or (far == best and height * width > 0.5 * side * side * high * wide):
+            best, found = far, (high, wide)
+    return found
+
+
+def _tiles(image: Any, side: int, least: int, most: int, resample: Any) -> list[Any]:
+    """The squares of an image from left to right and downwards, and the whole image as one if there are several."""
+    high, wide = canvas(image.height, image.width, side, least, most)
+    large = image.resize((wide * side, high * side), resample)
+    corners = [(x * side, y * side) for y in range(high) for x in range(wide)]
+    found = [large.crop((x, y, x + side, y + side)) for x, y in corners]
+    return found if len(found) == 1 else [*found, image.resize((side, side), resample)]
+
+
 def strip(height: int, width: int) -> str:
     """Why an image of this size is refused for its shape, or an empty text."""
     if max(height, width) <= MAX_ASPECT_RATIO * min(height, width):
@@ -56,11 +79,18 @@ def strip(height: int, width: int) -> str:
 
 
 def answer(
-    encoded: str, unit: int, min_pixels: int, max_pixels: int, side: int = 0, edge: int = 0, resample: int = 3
+    encoded: str,
+    unit: int,
+    min_pixels: int,
+    max_pixels: int,
+    side: int = 0,
+    edge: int = 0,
+    resample: int = 3,
+    tiles: Sequence[int] = (0, 0),
 ) -> tuple[str, Any]:
     """The reply to a request with the bytes of a file in base64. `resample` is Pillow's number of a filter.
 
-    ("image", [height, width, RGB bytes in base64]): resized
+    ("image", [height, width, RGB bytes in base64]): resized; with `tiles`, its squares below each other
     ("refused", why the image cannot be used)
     """
     from PIL import Image, ImageOps
@@ -75,6 +105,11 @@ def answer(
             upright = ImageOps.exif_transpose(image).convert("RGB")
         if reason := strip(upright.height, upright.width):
             return "refused", reason
+        if tiles[1]:  # and one for the whole
+            most = min(tiles[1], max(max_pixels // side**2 - 1, 1))
+            squares = _tiles(upright, side, min(tiles[0], most), most, Image.Resampling(resample))
+            pixels = b"".join(square.tobytes() for square in squares)
+            return "image", [side * len(squares), side, base64.b64encode(pixels).decode()]
         height, width = resized(upright.height, upright.width, unit, min_pixels, max_pixels, side, edge)
         small = upright.resize((width, height), Image.Resampling(resample))
     except MemoryError:

@@ -37,6 +37,7 @@ class ImageSettings(msgspec.Struct, frozen=True, kw_only=True, tag="tower"):
     most: int = MAX_IMAGES  # of one request
     side: int = 0  # pixels of both sides of every image; 0 = images keep their shapes
     edge: int = 0  # pixels of the longer side at most, if images are not made larger
+    tiles: tuple[int, int] = (0, 0)  # squares of `side` that an image is cut into, at least and at most
     resample: int = 3  # Pillow's number of a filter
     breaks: tuple[int, ...] = ()  # tokens that end a row of cells, and the last row
     sees_all: bool = False  # tokens of an image see each other, so that a step computes all of them
@@ -124,6 +125,7 @@ class Resizing(NamedTuple):
     side: int = 0
     edge: int = 0
     resample: int = 3
+    tiles: tuple[int, int] = (0, 0)
 
 
 SHARED = Sandbox("image_process.py", CPU_SECONDS, MEMORY)
@@ -131,9 +133,8 @@ SHARED = Sandbox("image_process.py", CPU_SECONDS, MEMORY)
 
 def read_image(data: bytes, settings: ImageSettings, detail: str = "auto", *, sandbox: Sandbox = SHARED) -> ReadImage:
     """Decode an image in a process of its own and resize it. Raises RequestError for one that cannot be used."""
-    how = Resizing(
-        settings.unit, settings.min_pixels, settings.max_pixels, settings.side, settings.edge, settings.resample
-    )
+    s = settings
+    how = Resizing(s.unit, s.min_pixels, s.max_pixels, s.side, s.edge, s.resample, s.tiles)
     return cut_up(*decoded(data, how, detail, sandbox=sandbox), settings)
 
 
@@ -143,7 +144,7 @@ def decoded(data: bytes, how: Resizing, detail: str, *, sandbox: Sandbox = SHARE
         raise RequestError("unsupported_parameter", f"images need Pillow: {install('images')}", "messages")
     most = max(min(how.max_pixels, LOW_DETAIL), how.min_pixels) if detail == "low" else how.max_pixels
     encoded = base64.b64encode(data).decode()
-    kind, value = sandbox.ask(encoded, how.unit, how.min_pixels, most, how.side, how.edge, how.resample)
+    kind, value = sandbox.ask(encoded, how.unit, how.min_pixels, most, *how[3:])
     if kind != "image":
         reason = value or "reading it takes too much time or memory"
         raise RequestError("invalid_request", f"image: {reason}", "messages")

@@ -315,10 +315,14 @@ def _image_text(config: Mapping[str, Any], named: Mapping[str, str]) -> tuple[re
     """A model's mark of an image in a template, and what transformers' processor makes of it before it counts tokens.
     Tokens join what stands beside them, so the text is changed, not the tokens.
 
-    Gemma 3: marks of begin and end around the token of its cells, and line breaks. Idefics 2: a space before a word.
+    Gemma 3: marks of begin and end around the token of its cells, and line breaks. InternVL: such marks alone. Idefics
+    2: a space before a word.
     """
     if config.get("processor_class") == "Idefics2Processor":
         return re.compile(r"<image>(?=[^\s<])"), "<image> "
+    if config.get("processor_class") == "InternVLProcessor":
+        begin, image, end = (named.get(f"{name}_token", "") for name in ("start_image", "context_image", "end_image"))
+        return (re.compile(re.escape(image)), f"{begin}{image}{end}") if image else None
     marks = [named.get(f"{name}_token", "") for name in ("boi", "image", "eoi")]
     if config.get("processor_class") != "Gemma3Processor" or not all(marks):
         return None

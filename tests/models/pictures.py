@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import transformers
@@ -28,13 +29,38 @@ TEMPLATE = """{%- for message in messages %}<|im_start|>{{ message.role }}
 {%- endfor %}{% endif %}<|im_end|>
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
-GEMMA_TEMPLATE = """{%- for message in messages %}<|im_start|>{{ message.role }}
+TEMPLATE_BESIDE = """{%- for message in messages %}<|im_start|>{{ message.role }}
 {% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}
-{%- if part.type == 'image' %}<start_of_image>{% else %}{{ part.text }}{% endif %}
+{%- if part.type == 'image' %}MARK{% else %}{{ part.text }}{% endif %}
 {%- endfor %}{% endif %}<|im_end|>
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
-GEMMA_MARKS = {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"}
+
+
+class Beside(NamedTuple):
+    """Of a tower beside a language model: its marks by their names in tokenizer_config.json, the last one of cells; the
+    one that the template writes; and how images are read."""
+
+    processor: str
+    marks: dict[str, str]
+    written: str
+    reading: dict[str, object]
+
+
+BESIDE = {
+    "gemma3-vision": Beside(
+        "Gemma3Processor",
+        {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"},
+        "<start_of_image>",
+        {"size": {"height": 32, "width": 32}, "resample": 2, "do_pan_and_scan": None},
+    ),
+    "internvl": Beside(
+        "InternVLProcessor",
+        {"start_image_token": "<img>", "end_image_token": "</img>", "context_image_token": "<IMG_CONTEXT>"},
+        "<IMG_CONTEXT>",
+        {"size": {"height": 16, "width": 16}, "crop_to_patches": False, "max_patches": 6},
+    ),
+}
 # transformers' names of the pixels and grids of single images, and of frames that are read two and two.
 ARGUMENTS = (("pixel_values", "image_grid_thw"), ("pixel_values_videos", "video_grid_thw"))
 UNIT = 8  # pixels of a cell of the tiny tower
@@ -46,9 +72,10 @@ def tower_of(path: Path) -> Tower:
 
 
 def picture(tower: Tower, rows: int, columns: int, seed: int = 0) -> ReadImage:
-    """An image of noise. A tower that reads one size gets that."""
+    """An image of noise. A tower that reads one size gets that, or so many `rows` of it."""
     if side := tower.settings.side:
-        rows = columns = side // UNIT
+        columns = side // UNIT
+        rows = columns * (rows if tower.settings.tiles[1] else 1)
     generator = torch.Generator().manual_seed(seed)
     pixels = torch.randint(0, 256, (rows * UNIT, columns * UNIT, 3), dtype=torch.uint8, generator=generator)
     return cut_up(rows * UNIT, columns * UNIT, pixels.numpy().tobytes(), tower.settings)
@@ -116,7 +143,8 @@ def _expected_beside(
     settings, given, scaled = tower.settings, dict[str, torch.Tensor](), []
     for image in images:
         pixels = torch.frombuffer(bytearray(image.pixels), dtype=torch.uint8).view(image.rows * UNIT, -1, 3)
-        scaled.append(((pixels / 255 - torch.tensor(settings.mean)) / torch.tensor(settings.std)).permute(2, 0, 1))
+        one = ((pixels / 255 - torch.tensor(settings.mean)) / torch.tensor(settings.std)).permute(2, 0, 1)
+        scaled += one.split(settings.side or one.shape[1], 1)
     if images:
         high, wide = (max(x.shape[i] for x in scaled) for i in (1, 2))
         padded = [torch.nn.functional.pad(x, (0, wide - x.shape[2], 0, high - x.shape[1])) for x in scaled]
@@ -143,17 +171,17 @@ def chat_checkpoint(path: Path, name: str = "qwen2.5-vl") -> transformers.PreTra
         shutil.copyfile(DEMO_FOLDER / file, path / file)
     tokenizer = json.loads((path / "tokenizer.json").read_text())
     like = tokenizer["added_tokens"][0]
-    marks = MARKS if name.startswith("qwen") else (*GEMMA_MARKS.values(), "<unused>")
+    beside = BESIDE.get(name)
+    marks = MARKS if beside is None else (*beside.marks.values(), "<unused>")
     tokenizer["added_tokens"] += [like | {"id": 4096 + i, "content": mark} for i, mark in enumerate(marks)]
     (path / "tokenizer.json").write_text(json.dumps(tokenizer))
-    (path / "chat_template.jinja").write_text(TEMPLATE if marks is MARKS else GEMMA_TEMPLATE)
-    if marks is not MARKS:
+    template = TEMPLATE if beside is None else TEMPLATE_BESIDE.replace("MARK", beside.written)
+    (path / "chat_template.jinja").write_text(template)
+    if beside is not None:
         config = json.loads((path / "tokenizer_config.json").read_text())
-        config |= GEMMA_MARKS | {"processor_class": "Gemma3Processor"}
+        config |= beside.marks | {"processor_class": beside.processor}
         (path / "tokenizer_config.json").write_text(json.dumps(config))
-        size = {"height": 32, "width": 32}
-        said = {"image_processor": {"size": size, "resample": 2, "do_pan_and_scan": None}}
-        (path / "processor_config.json").write_text(json.dumps(said))
+        (path / "processor_config.json").write_text(json.dumps({"image_processor": beside.reading}))
         return model
     processor = Qwen2VLImageProcessorPil(patch_size=4, size={"shortest_edge": 256, "longest_edge": 4096})
     processor.save_pretrained(path)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
+from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.pixtral.image_processing_pil_pixtral import get_resize_output_image_size
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil, smart_resize
 
@@ -16,7 +20,7 @@ from lmkit.models import load_spec
 from lmkit.models.families.qwen_vl import windowed_tower
 from lmkit.models.vision import patches, tower
 from lmkit.models.vision_spec import VisionSpec
-from lmkit.text.image_process import resized, strip
+from lmkit.text.image_process import answer, resized, strip
 from tests.models import tiny
 from tests.models.pictures import tower_of
 
@@ -79,7 +83,8 @@ def test_tower_is_that_of_transformers(tmp_path: Path, name: str, grid: tuple[in
 
 
 @pytest.mark.parametrize(
-    ("name", "grid"), [("gemma3-vision", (8, 8)), ("mistral3-vision", (4, 6)), ("mistral3-vision", (2, 4))]
+    ("name", "grid"),
+    [("gemma3-vision", (8, 8)), ("internvl", (4, 4)), ("mistral3-vision", (4, 6)), ("mistral3-vision", (2, 4))],
 )
 def test_towers_beside_are_those_of_transformers(tmp_path: Path, name: str, grid: tuple[int, int]) -> None:
     """SigLIP and Pixtral, with what leads to the language model. A row of cells of Pixtral ends with the embedding of
@@ -107,6 +112,26 @@ def test_towers_beside_are_those_of_transformers(tmp_path: Path, name: str, grid
         assert torch.equal(got[:, -1], table[ends])
         got = got[:, :-1].flatten(0, 1)
     torch.testing.assert_close(got, found, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("most", [1, 4, 12])
+def test_tiles_are_those_of_transformers(most: int) -> None:
+    """Of its processor on Pillow. Ties between shapes go to the larger one, as far as the image fills it."""
+    processor = GotOcr2ImageProcessorPil(
+        size={"height": 16, "width": 16}, crop_to_patches=True, max_patches=most, do_normalize=False, do_rescale=False
+    )
+    for size in ((16, 16), (40, 41), (10, 33), (64, 16), (7, 90), (70, 34), (5, 4)):
+        pixels = image(*size)[0].numpy()
+        file = io.BytesIO()
+        Image.fromarray(pixels).save(file, "PNG")
+        encoded = base64.b64encode(file.getvalue()).decode()
+        kind, (height, width, found) = answer(encoded, 8, 1, 1 << 20, 16, 0, 3, (1, most))
+        wanted = processor(Image.fromarray(pixels), return_tensors="pt")
+        tiles = torch.frombuffer(bytearray(base64.b64decode(found)), dtype=torch.uint8).view(-1, 16, 16, 3)
+        assert (kind, height, width) == ("image", 16 * len(tiles), 16)
+        assert torch.equal(tiles.permute(0, 3, 1, 2).float(), wanted["pixel_values"].float()), size
+    _, (height, *_) = answer(encoded, 8, 1, 3 * 16 * 16, 16, 0, 3, (1, 12))
+    assert height <= 3 * 16  # within the pixels that are allowed
 
 
 def test_sizes_of_towers_beside_are_those_of_transformers() -> None:

@@ -98,6 +98,7 @@ VISION: dict[str, dict[str, Any]] = {
                      "deepstack_visual_indexes": [0]},
     "qwen3.5-vl": {"depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_position_embeddings": 9},
     "gemma3-vision": {"model_type": "siglip_vision_model", "image_size": 32, "vision_use_head": False},
+    "internvl": {"model_type": "internvl_vision", "image_size": 16, "attention_bias": True},
     "mistral3-vision": {"model_type": "pixtral", "image_size": 64, "hidden_act": "silu"},
 }  # fmt: skip
 
@@ -118,6 +119,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2.5-vl": ("Qwen2_5_VLConfig", {}),
     "qwen3-vl": ("Qwen3VLConfig", {"head_dim": 8}),
     "qwen3-vl-moe": ("Qwen3VLMoeConfig", EXPERTS | {"head_dim": 8, "decoder_sparse_step": 2}),
+    "internvl": ("InternVLConfig", {"model_type": "qwen3", "head_dim": 16}),
     "qwen3": ("Qwen3Config", {"head_dim": 16, "tie_word_embeddings": True}),
     "mistral": ("MistralConfig", {"sliding_window": None}),
     "mistral-window": ("MistralConfig", {"sliding_window": 9}),
@@ -347,7 +349,8 @@ def with_vision(text: dict[str, Any], tower: dict[str, Any]) -> dict[str, Any]:
     if "model_type" in tower:
         sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
         text = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None} | text
-        outer = {"image_token_index": marks["image_token_id"], "tie_word_embeddings": False}
+        name = "image_token_id" if "attention_bias" in tower else "image_token_index"
+        outer = {name: marks["image_token_id"], "tie_word_embeddings": False}
         outer |= {"mm_tokens_per_image": 16} if "vision_use_head" in tower else {}
         return {"text_config": text, "vision_config": sizes | {"patch_size": 4} | tower} | outer
     partial = text.pop("partial_rotary_factor", 1.0)

@@ -8,11 +8,13 @@ import http.server
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 import torch
+from transformers.models.internvl.processing_internvl import InternVLProcessor
 
 from lmkit.config import ServerConfig
 from lmkit.errors import RequestError
@@ -193,20 +195,31 @@ def test_files_outside_the_folder_are_not_read(tmp_path: Path) -> None:
             sources.load(f"file://{tmp_path}/{name}")
 
 
-def test_gemma_3_reads_an_image_as_transformers_does(tmp_path: Path) -> None:
-    """The mark of the template becomes the text that transformers' processor writes: line breaks before it join those
-    of the template. All tokens of the image are in one step, whose tokens see each other."""
-    model = chat_checkpoint(tmp_path / "gemma", "gemma3-vision")
+def of_gemma() -> str:
+    """Line breaks before it join those of the template. All tokens are in one step, and see each other."""
+    return f"\n\n<start_of_image>{'<image_soft_token>' * 16}<end_of_image>\n\n"
+
+
+def of_internvl() -> str:
+    """Of 6 squares and the whole, which have 4 tokens each."""
+    tokens = {"start_image_token": "<img>", "image_token": "<IMG_CONTEXT>", "end_image_token": "</img>"}
+    processor = SimpleNamespace(image_seq_length=4, **tokens)
+    return InternVLProcessor.replace_image_token(processor, {"num_patches": [7]}, 0)
+
+
+@pytest.mark.parametrize(("name", "cells"), [("gemma3-vision", of_gemma()), ("internvl", of_internvl())])
+def test_an_image_beside_a_tower_is_read_as_transformers_reads_it(tmp_path: Path, name: str, cells: str) -> None:
+    """The mark of the template becomes the text that transformers' processor writes."""
+    model = chat_checkpoint(tmp_path / "model", name)
     with Server(
         "--max-batch-size", "2", "--no-packed-cache", "--kv-dtype", "float32",
-        model=tmp_path / "gemma", engine="lmkit.turbo.engine.engine:Engine",
+        model=tmp_path / "model", engine="lmkit.turbo.engine.engine:Engine",
     ) as running:  # fmt: skip
         answer = chat(running, image(URL), max_tokens=6)
         plain = chat(running)
-    tower, tokenizer = tower_of(tmp_path / "gemma"), Tokenizer.from_pretrained(tmp_path / "gemma")
-    cells = f"<start_of_image>{'<image_soft_token>' * 16}<end_of_image>"
-    ids = tokenizer.encode(f"<|im_start|>user\n\n\n{cells}\n\nWhat is it?<|im_end|>\n<|im_start|>assistant\n", False)
-    assert answer["usage"]["prompt_tokens"] == len(ids) > plain["usage"]["prompt_tokens"] + 18
+    tower, tokenizer = tower_of(tmp_path / "model"), Tokenizer.from_pretrained(tmp_path / "model")
+    ids = tokenizer.encode(f"<|im_start|>user\n{cells}What is it?<|im_end|>\n<|im_start|>assistant\n", False)
+    assert answer["usage"]["prompt_tokens"] == len(ids) >= plain["usage"]["prompt_tokens"] + cells.count("><")
     read = read_image(PNG, tower.settings)
     placed = (ImageInput(ids.index(tower.settings.token_id), *read),)
     for _ in range(6):

@@ -387,6 +387,11 @@ SIGLIP: Defaults = {
     "num_attention_heads": 12, "num_channels": 3, "image_size": 224, "patch_size": 16,
     "hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6,
 }  # fmt: skip
+INTERN: Defaults = {
+    "model_type": "internvl_vision", "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24,
+    "num_attention_heads": 16, "num_channels": 3, "image_size": 448, "patch_size": 14, "hidden_act": "gelu",
+    "layer_norm_eps": 1e-6, "attention_bias": False, "use_mean_pooling": True,
+}  # fmt: skip
 PIXTRAL: Defaults = {
     "model_type": "pixtral", "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24,
     "num_attention_heads": 16, "num_channels": 3, "image_size": 1024, "patch_size": 16, "hidden_act": "gelu",

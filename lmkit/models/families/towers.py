@@ -1,4 +1,4 @@
-"""Vision towers beside language models: SigLIP as Gemma 3 has it, and Pixtral's as Mistral 3 has it."""
+"""Vision towers beside language models: SigLIP as Gemma 3 has it, Pixtral's as Mistral 3 has it, and InternVL's."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from lmkit.errors import CheckpointError, UnsupportedError
 from lmkit.models.families import defaults
 from lmkit.models.families.llama import integer, number
-from lmkit.models.vision_spec import Folded, Names, Pooled, Reading, VisionSpec
+from lmkit.models.vision_spec import Folded, Names, Pooled, Reading, Shuffled, VisionSpec
 
 HALVES = (0.5, 0.5, 0.5)
 QKV = "q_proj", "k_proj", "v_proj"
@@ -29,6 +29,20 @@ PIXTRAL = Names(
     layer="vision_tower.transformer.layers.{}.",
     patch="vision_tower.patch_conv",
 )
+INTERN = Names(
+    mlp=("mlp.fc1", "mlp.fc2"),
+    attention=tuple(f"attention.{x}" for x in QKV),
+    attention_out="attention.projection_layer",
+    norms=("layernorm_before", "layernorm_after"),
+    layer="vision_tower.encoder.layer.{}.",
+    patch="vision_tower.embeddings.patch_embeddings.projection",
+    positions="vision_tower.embeddings.position_embeddings",
+    first="vision_tower.embeddings.cls_token",
+    scales=("lambda_1", "lambda_2"),
+)
+OF_INTERN = {"vision_feature_layer": -1, "vision_feature_select_strategy": "default", "projector_hidden_act": "gelu"}
+OF_INTERN_TOWER = {"norm_type": "layer_norm", "use_qk_norm": False, "use_absolute_position_embeddings": True}
+IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # mean and deviation by color
 BREAKS = {"[IMG_BREAK]": 12, "[IMG_END]": 13}  # of Mistral's tokenizers; tokenizer.json says which
 BASE = "model."
 
@@ -84,6 +98,42 @@ def pixtral(hf: dict[str, Any], eps: float) -> VisionSpec | None:
         reading=Reading(edge=integer(vision, "image_size")),
         token_id=integer(hf, "image_token_id", integer(hf, "image_token_index", 10)),
     )
+
+
+def intern(hf: dict[str, Any]) -> VisionSpec | None:
+    """InternVL's tower of 300M, which reads squares of one size: an image is cut into some, beside the whole of it."""
+    if (vision := _vision(hf, defaults.INTERN)) is None:
+        return None
+    for part, built in ((hf, OF_INTERN), (vision, OF_INTERN_TOWER)):
+        for name, value in built.items():
+            if part.get(name, value) != value:
+                raise UnsupportedError(f"config.json: {name} = {part[name]!r} is not supported; lmkit has {value!r}")
+    side, size = (_square(vision, name) for name in ("image_size", "patch_size"))
+    merge, places = round(1 / max(number(hf, "downsample_ratio", 0.5), 1e-3)), side // max(size, 1)
+    if not merge or places % merge or places * size != side:
+        raise CheckpointError("vision_config: image_size, patch_size and downsample_ratio do not fit together")
+    return _tower(
+        vision | {"patch_size": size},
+        {"gelu": "gelu"},
+        merge_size=merge,
+        layer_norm=True,
+        eps=number(vision, "layer_norm_eps", 1e-6),
+        qkv_bias=bool(vision["attention_bias"]),
+        patch_bias=True,
+        positions=places,
+        axes=None,
+        last_norm="" if vision["use_mean_pooling"] else "vision_tower.layernorm",
+        names=INTERN,
+        merger=Shuffled(),
+        reading=Reading(*IMAGENET, side=side, tiles=(1, 12)),
+        token_id=integer(hf, "image_token_id", 151667),
+    )
+
+
+def _square(vision: dict[str, Any], name: str) -> int:
+    """The side of a square, which may be written twice."""
+    value = vision[name]
+    return integer({name: value[0] if isinstance(value, list) and value == value[:1] * 2 else value}, name)
 
 
 def _vision(hf: dict[str, Any], default: dict[str, Any]) -> dict[str, Any] | None:
