@@ -4,8 +4,11 @@
 
 A Llama in the shape of a 1B (benchmarks.random_llama), of which `--layers` suffice: shares do not depend on them.
 `--demo` has that of the bundled model. Steps run op by op, so that each job is timed. An attention kernel's operations
-are those of the scores and values that the prompt needs: masked ones and second halves of split numbers do not count.
-The peak is that of bfloat16 products in registers (benchmarks.loops), measured beside each prompt.
+are those of the scores and values that the prompt needs: masked ones, second halves of split numbers, and the last
+layer, whose attention is that of one token, do not count.
+The peak is that of bfloat16 products in registers (benchmarks.loops), measured beside each prompt: those of float32
+where the processor has no others. With one thread (LMKIT_NUM_THREADS=1) seconds are the processor's, so that other work
+on the machine counts less.
 """
 
 from __future__ import annotations
@@ -33,24 +36,25 @@ from lmkit.turbo.engine.engine import Engine
 from lmkit.turbo.request import Request, SamplingParams
 from lmkit.turbo.runners.cpu_captured import CapturedSteps
 
+Clock = Callable[[], float]
 DEMO = Shape(hidden=256, mlp=768, layers=8, heads=4, kv_heads=2, head_dim=64, vocab=4096)
 
 
 @contextmanager
-def timed_jobs() -> Iterator[dict[str, float]]:
+def timed_jobs(clock: Clock) -> Iterator[dict[str, float]]:
     """The seconds of all jobs meanwhile, by the module of their task. Steps are not captured."""
     seconds, run = defaultdict[str, float](float), threads.run
 
     def timed(task: Task, *args: Any, **options: Any) -> None:
-        start = time.perf_counter()
+        start = clock()
         run(task, *args, **options)
-        seconds[task.function.__module__.removeprefix("lmkit.kernels.cpu.")] += time.perf_counter() - start
+        seconds[task.function.__module__.removeprefix("lmkit.kernels.cpu.")] += clock() - start
 
     with mock.patch.object(threads, "run", timed), mock.patch.object(CapturedSteps, "__call__", return_value=None):
         yield seconds
 
 
-def peak() -> float:
+def peak(clock: Clock) -> float:
     """Operations per second of bfloat16 products on all threads."""
     pieces = 2 * threads.num_threads()
     usable = {loop.name: loop for loop in loops() if "bfloat16" in loop.kinds}
@@ -58,23 +62,24 @@ def peak() -> float:
         name: partial(threads.run, loop.task, pieces, loop.arguments, scratch=loop.scratch)
         for name, loop in usable.items()
     }
-    best = interleaved(calls, seconds=0.5, rounds=200, pick=min)
+    best = interleaved(calls, seconds=0.5, rounds=200, pick=min, clock=clock)
     return max(pieces * usable[name].operations / seconds for name, seconds in best.items())
 
 
 def measure(engine: Engine, shape: Shape, length: int) -> dict[str, float]:
     """One prompt, which no cache knows."""
-    best = peak()
-    with timed_jobs() as seconds:
+    clock = time.process_time if default_num_threads() == 1 else time.perf_counter
+    best = peak(clock)
+    with timed_jobs(clock) as seconds:
         params = SamplingParams(max_tokens=1, ignore_eos=True)
         prompt = [2 + (i * i + length) % (shape.vocab - 2) for i in range(length)]
         engine.add(Request(request_id=f"prompt-{length}", prompt_ids=prompt, params=params))
-        start = time.perf_counter()
+        start = clock()
         while not any(output.finish_reason for output in engine.step()):
             pass
-        whole = time.perf_counter() - start
+        whole = clock() - start
     attention = seconds["attention"]
-    rate = 4 * shape.layers * shape.heads * shape.head_dim * length * (length + 1) / 2 / attention
+    rate = 4 * (shape.layers - 1) * shape.heads * shape.head_dim * length * (length + 1) / 2 / attention
     return {
         "tokens": length,
         "seconds": whole,
@@ -83,7 +88,7 @@ def measure(engine: Engine, shape: Shape, length: int) -> dict[str, float]:
         "the rest": whole - sum(seconds.values()),
         "us a token but for attention": 1e6 * (whole - attention) / length,
         "attention GFLOP/s": rate / 1e9,
-        "of the peak": rate / max(best, peak()),
+        "of the peak": rate / max(best, peak(clock)),
     }
 
 
@@ -95,6 +100,8 @@ def main() -> None:
     parser.add_argument("--demo", action="store_true", help="the shape of the bundled model")
     parser.add_argument("--json", type=Path, help="also write the figures here")
     given = parser.parse_args()
+    if given.layers < 2:
+        parser.error("--layers: the last layer computes one token alone, so take 2 or more")
     lengths = [int(n) for n in given.lengths.split(",")]
     shape = replace(DEMO if given.demo else LLAMA_1B, layers=given.layers, max_position=max(lengths) + 64)
     with TemporaryDirectory() as folder:

@@ -28,8 +28,9 @@ def interleaved(
     seconds: float,
     rounds: int = 15,
     pick: Callable[[list[float]], float] = statistics.median,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[K, float]:
-    """Seconds of each function: the median, or the value that `pick` chooses.
+    """Seconds of each function by `clock`: the median, or the value that `pick` chooses.
 
     The functions take turns, so that a busy machine slows all alike. Each is called once to warm up. Then there are at
     least 3 turns, and at most `rounds` or as many as fit in `seconds`.
@@ -40,9 +41,9 @@ def interleaved(
     end = time.perf_counter() + seconds
     for turn in range(rounds):
         for name, function in functions.items():
-            start = time.perf_counter()
+            start = clock()
             function()
-            times[name].append(time.perf_counter() - start)
+            times[name].append(clock() - start)
         if turn >= 2 and time.perf_counter() > end:
             break
     return {name: pick(samples) for name, samples in times.items()}

@@ -68,6 +68,16 @@ def attention_kernels(level: isa.Isa, *forms: KVDtype) -> list[Tile]:
     return [kernel(level, form) for kernel in kernels for form in forms]
 
 
+@pytest.mark.parametrize(("level", "cpu"), [("avx512_vnni", "znver4"), ("avx2", "znver3"), ("avx2", "haswell")])
+def test_scores_of_panels_without_spills(level: str, cpu: str) -> None:
+    """No loop waits for a sum that lies in memory, and each is two products for a number of a query."""
+    loops = innermost_loops(assembly(attention_panels.panel_score_tile(isa.named(level)), cpu))
+    assert loops
+    for loop in loops:
+        assert not spills(loop)
+        assert sum("vfmadd" in line for line in loop) == 2 * count(loop, "vbroadcastss") > 0
+
+
 @pytest.mark.parametrize(("bits", "values"), [(4, ()), (8, ()), (4, MXFP4.plain.codes.values)])
 @pytest.mark.parametrize(
     ("level", "cpu", "register"),

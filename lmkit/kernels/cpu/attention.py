@@ -8,8 +8,8 @@ same order in every batch, chunk and split, and masked keys add exact zeros. Wit
 the sinks and the window are skipped. Keys that no row of a tile sees are not read, because their blocks may be in use
 for something else.
 
-On tile registers a tile's rows take turns in *strips*, whose scores fit the first-level cache. Its first strip copies
-the keys and values of a partition for all others. A strip ends with the last key that it sees.
+A tile's rows take turns in *strips*, whose scores fit the first-level cache. Its first strip copies the keys and values
+of a partition for all others. A strip ends with the last key that it sees.
 
 A *unit* is the work of one task. Usually it is a tile. If there are too few tiles to keep all threads busy (decode of
 few sequences), it is one partition of a tile, and the task that finishes a tile's last partition merges them.
@@ -46,7 +46,7 @@ from lmkit.kernels.cpu.attention_arguments import (
 from lmkit.kernels.cpu.attention_keys import ask_for, locate, num_parts, skipped_parts, span
 from lmkit.kernels.cpu.attention_queries import prepare_queries, queries_of
 from lmkit.kernels.cpu.attention_stages import mean_task
-from lmkit.kernels.cpu.attention_storage import DIRECT_ROWS, on_tiles, query_form, query_limit, scratch_bytes, storage
+from lmkit.kernels.cpu.attention_storage import DIRECT_ROWS, query_form, query_limit, scratch_bytes, storage, tile_rows
 from lmkit.kernels.cpu.attention_tiles import LOG2_E
 from lmkit.kernels.cpu.intrinsics import add, call, copy, exp, fma, pointer, tile
 from lmkit.kernels.cpu.isa import Isa
@@ -59,8 +59,6 @@ from lmkit.kernels.reference.elementwise import accepts_rope
 from lmkit.kernels.reference.kv import accepts_heads
 from lmkit.kernels.registry import Implementation
 
-TILE_ROWS = {False: (48, 48), True: (128, 512)}  # by whether there are strips; at least, and at most: see _tile_tokens
-STRIP = 32  # rows, on tile registers
 UNITS_PER_THREAD = 4  # with fewer tiles, partitions become units
 SERIAL_PRODUCTS = 1 << 20
 MERGE, SOFTCAP = attention_rows.merge_tile().name, attention_rows.softcap_tile().name
@@ -264,7 +262,7 @@ def _attend_unit(a: AttendArgs, scratch: int, index: int) -> None:
                 next_places=memory.key_places + 8 * where[1], num_next=num_next,
                 next_lines=(a.keys.row_bytes + 63) // 64,
             ))  # fmt: skip
-            call(value_stage, job, memory.copies, 0)
+            call(value_stage, job, memory.copies + a.stage_bytes, 0)
             if has_first and a.first_values:
                 seeing = rows if sinks or window == 0 else max(0, window - position) * group
                 of_head = a.first_values + 4 * head * dim
@@ -338,9 +336,9 @@ def paged_attention(
     num_tokens, num_heads, dim = q.shape
     num_seqs, heads, max_keys = len(context_lens), k_cache.data.shape[1], block_tables.shape[1] * k_cache.block_size
     group, padded = num_heads // heads, -(-dim // isa.value_tile) * isa.value_tile
-    has_strips = all(on_tiles(isa, cache.dtype, dim) for cache in (k_cache, v_cache))
-    tile_tokens = min(_tile_tokens(num_tokens, heads, group, *TILE_ROWS[has_strips]), num_tokens - num_seqs + 1)
-    strip = min(STRIP, tile_tokens * group) if has_strips else tile_tokens * group
+    least, most, strip = tile_rows(isa, k_cache.dtype, v_cache.dtype, dim)
+    tile_tokens = min(_tile_tokens(num_tokens, heads, group, least, most), num_tokens - num_seqs + 1)
+    strip = min(strip, tile_tokens * group) if least < most else tile_tokens * group
     sinks, max_parts = spec.sinks if window else 0, -(-max_keys // PARTITION)
     if window:
         max_parts = min(max_parts, (sinks + window + num_tokens - num_seqs + 1) // PARTITION + 3)
@@ -365,7 +363,7 @@ def paged_attention(
         strip=strip, hadamard=int(k_cache.hadamard), query_limit=query_limit(k_cache.dtype, dim),
         query_form=query_form(isa, k_cache.dtype, dim, few=False),
         few_query_form=query_form(isa, k_cache.dtype, dim, few=True), mean=mean,
-        first_keys=address(k_cache.first), first_values=address(v_cache.first),
+        first_keys=address(k_cache.first), first_values=address(v_cache.first), stage_bytes=scratch_bytes(isa, padded),
         keys=storage(isa, k_cache, dim, keys=True), values=storage(isa, v_cache, dim, keys=False),
     )  # fmt: skip
     threads.run(
@@ -374,7 +372,7 @@ def paged_attention(
         numbers(args),
         parallel=num_tokens * max_keys * num_heads * dim > SERIAL_PRODUCTS,
         scratch=buffers.py_func(0, tile_tokens * group, strip, padded, mean.num_pairs).copies
-        + scratch_bytes(isa, padded),
+        + 2 * scratch_bytes(isa, padded),
     )
     return as_type(out, dtype)
 

@@ -97,6 +97,7 @@ class AttendArgs(NamedTuple):
     mean: Mean
     first_keys: int  # vectors that position 0 lacks, or 0
     first_values: int
+    stage_bytes: int  # of each stage's scratch
     keys: Storage
     values: Storage
 

@@ -1,6 +1,7 @@
-"""Key panels for many rows: copies of 64 keys with one key in each lane, so that scores need no sums over lanes.
+"""Key panels for many rows: copies of keys with one key in each lane, so that scores need no sums over lanes.
 
-A panel has rows of 64 words. A word holds neighbours in D of one key:
+A panel of floats is [padded D, two vectors of keys] in float32. One of 64 keys has rows of 64 words. A word holds
+neighbours in D of one key:
 
     wide      [D / 2, 64]            two codes as int16, which product_tile multiplies like a pair of values
     compact   [D / 4 or D / 2, 64]   four codes, or two bfloat16: for tile registers (amx/attention_tiles.py)
@@ -8,14 +9,17 @@ A panel has rows of 64 words. A word holds neighbours in D of one key:
 
 from __future__ import annotations
 
+import itertools
+
 from llvmlite import ir
 
 from lmkit.kernels.cpu.attention_codes import load_numbers
-from lmkit.kernels.cpu.attention_tiles import BYTES, KEYS, STORED, widened
+from lmkit.kernels.cpu.attention_tiles import BYTES, KEYS, STORED, load_floats, widened, with_three
 from lmkit.kernels.cpu.dots import nibbles
-from lmkit.kernels.cpu.emit import I8, I16, I32, I64, Emitter, Value, constant
+from lmkit.kernels.cpu.emit import F32, I8, I16, I32, I64, Emitter, Value, constant
+from lmkit.kernels.cpu.isa import Isa
 from lmkit.kernels.cpu.tiles import Tile, register
-from lmkit.kv_dtype import BFLOAT16, FP8, INT4, KVDtype
+from lmkit.kv_dtype import BFLOAT16, FLOAT32, FP8, INT4, KVDtype
 
 LINE = 4 * KEYS  # bytes of a row
 GROUP = 16  # keys that are copied together
@@ -100,3 +104,83 @@ def key_panel_tile(kind: KVDtype, *, wide: bool) -> Tile:
 
     name = f"key_panel.{kind}" + ".wide" * wide
     return register(name, GROUP, (1,), 3, body)
+
+
+def turned(e: Emitter, rows: list[Value]) -> list[Value]:
+    """The columns of a square matrix of vectors: blocks off the diagonal change places, large ones first."""
+    size = len(rows) // 2
+    while size:
+        for i in (i for i in range(len(rows)) if not i & size):
+            low = [j if not j & size else len(rows) + j - size for j in range(len(rows))]
+            parts = (ir.Constant(e.vector(I32), lanes) for lanes in (low, [j + size for j in low]))
+            rows[i], rows[i + size] = [e.builder.shuffle_vector(rows[i], rows[i + size], part) for part in parts]
+        size //= 2
+    return rows
+
+
+def float_panel_tile(isa: Isa, kind: KVDtype) -> Tile:
+    """Write a panel of floats from the keys at `places`, two vectors of them. Rows dim .. padded become 0."""
+
+    def body(e: Emitter, rows: int, arguments: list[Value]) -> None:
+        places, target, dim, padded = arguments
+        b, line = e.builder, 8 * e.lanes
+        whole = b.udiv(dim, I64(e.lanes))
+        done = e.times(whole, e.lanes)
+        with e.loop(whole) as chunk:
+            out = e.offset(target, e.times(chunk, e.lanes * line))
+            for half in (0, e.lanes):
+                keys = [e.load(e.offset(places, 8 * (half + i)), I64) for i in range(e.lanes)]
+                at = e.times(chunk, e.lanes * BYTES[kind])
+                for i, column in enumerate(turned(e, [load_floats(e, isa, kind, e.offset(key, at)) for key in keys])):
+                    e.store(column, e.offset(out, i * line + 4 * half))
+        with e.loop(b.sub(dim, done)) as rest, e.loop(I64(2 * e.lanes)) as key:
+            at = b.add(done, rest)
+            place = e.offset(e.load(e.offset(places, e.times(key, 8)), I64), e.times(at, BYTES[kind]))
+            stored = e.load(place, STORED[BYTES[kind]])
+            number = stored if kind == FLOAT32 else widened(e, kind, b.zext(stored, I32))
+            e.store(number, e.offset(target, e.times(at, line), e.times(key, 4)))
+        with e.loop(b.sub(padded, dim)) as rest, e.loop(I64(2)) as half:
+            at = e.offset(target, e.times(b.add(dim, rest), line), e.times(half, 4 * e.lanes))
+            e.store(constant(e.vector(F32), 0), at)
+
+    return register(f"float_panel.{isa.name}.{kind}", isa.lanes, (1,), 4, body)
+
+
+def panel_score_tile(isa: Isa) -> Tile:
+    """s [rows, two vectors of keys] = q . k of a panel of floats, with the bits of score_tile: products of each lane of
+    a key's vectors are added up in order, `chunks` of them, and then the lanes' sums in pairs, half a vector apart
+    first. Two lanes are computed at a time. Their sums wait for others at `waiting`: the compiler would take registers
+    of the loops for them.
+    """
+    half, heights = isa.lanes // 2, isa.lanes.bit_length() - 2  # of the tree whose leaves are pairs of lanes
+
+    def body(e: Emitter, rows: int, arguments: list[Value]) -> None:
+        q, ldq, panel, s, lds, chunks, waiting = arguments
+        b, floats, size = e.builder, e.vector(F32), 4 * e.lanes
+        together = rows if rows <= 3 else rows // 2
+        sums = e.variables(together, 4, floats)  # of both vectors, of the first lane, then of the second
+        for start, leaf in itertools.product(range(0, rows, together), range(half)):
+            lane = int(f"{leaf:0{heights}b}"[::-1], 2)
+            for variable in itertools.chain(*sums):
+                b.store(constant(floats, 0), variable)
+            with e.loop(chunks, unroll=False) as chunk:
+                for second in (0, 1):
+                    column = e.offset(e.times(chunk, e.lanes), lane + second * half)
+                    at = e.offset(panel, e.times(column, 2 * size))
+                    keys = [e.load(e.offset(at, size * j), floats) for j in (0, 1)]
+                    for i, of_row in enumerate(sums):
+                        place = e.offset(q, e.times(ldq, start + i), e.times(column, 4))
+                        query = e.splat(e.load(place, F32))
+                        for key, variable in zip(keys, of_row[2 * second :], strict=False):
+                            b.store(e.fma(query, key, b.load(variable)), variable)
+            height = (leaf ^ (leaf + 1)).bit_length() - 1  # of the subtree that this leaf completes
+            for (i, of_row), j in itertools.product(enumerate(sums, start), (0, 1)):
+                at = e.offset(waiting, size * heights * (2 * i + j))
+                value = b.fadd(b.load(of_row[j]), b.load(of_row[2 + j]))
+                for lower in range(height):
+                    value = b.fadd(e.load(e.offset(at, size * lower), floats), value)
+                out = e.offset(s, e.times(lds, i), size * j)
+                e.store(value, out if height == heights else e.offset(at, size * height))
+            e.fence()
+
+    return register(f"panel_score_tile.{isa.name}", isa.lanes, with_three(isa.float_rows), 7, body)

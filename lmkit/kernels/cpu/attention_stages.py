@@ -1,7 +1,8 @@
 """The two stages of attention over one partition of keys: scores, then their softmax and the weighted sum of values.
 
 There is one task for each storage type and instruction set. A few rows read the storage directly. Many rows share a
-copy of each block, widened in the cache. Both give the same bits, because widening and sums of codes are exact.
+copy of each block, widened in the cache. Both give the same bits, because widening and sums of codes are exact. If rows
+take turns in strips, the first strip copies all blocks of the partition, which stay in the stage's scratch.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from numba import carray
 from lmkit.kernels.cpu import attention_rows
 from lmkit.kernels.cpu import attention_tiles as tiles
 from lmkit.kernels.cpu.attention_arguments import PARTITION, MeanArgs, ScoreArgs, ValueArgs
-from lmkit.kernels.cpu.attention_panels import GROUP, LINE, key_panel_tile
+from lmkit.kernels.cpu.attention_panels import GROUP, LINE, float_panel_tile, key_panel_tile, panel_score_tile
 from lmkit.kernels.cpu.attention_tiles import BYTES, KEYS
 from lmkit.kernels.cpu.intrinsics import fma, pointer, tile
 from lmkit.kernels.cpu.isa import Isa
@@ -29,8 +30,8 @@ PREFETCH = attention_rows.prefetch_tile().name
 
 
 def scratch_bytes(padded: int) -> int:
-    """Bytes of a stage's scratch: the places of a block's copied rows, or of a panel's rows, and the rows."""
-    return KEYS * (8 + 4 * padded + SPACING) + 8 * padded
+    """Bytes of a stage's scratch: the places of a block's copied rows, or of a panel's rows, and a partition's rows."""
+    return 8 * max(KEYS, padded) + PARTITION * (4 * padded + SPACING)
 
 
 @inline
@@ -109,7 +110,32 @@ def score_task(isa: Isa, kind: KVDtype) -> Task:
 
 
 @functools.cache
-def panel_score_task(isa: Isa, kind: KVDtype) -> Task:
+def float_score_task(isa: Isa, kind: KVDtype) -> Task:
+    """The same scores of many rows and numbers, from panels of floats."""
+    panel, product = float_panel_tile(isa, kind).name, panel_score_tile(isa).name
+    scaled, scale, width, lanes = kind.coded, attention_rows.scale_tile(isa, kind).name, 2 * isa.lanes, isa.lanes
+
+    def scores(args: int, scratch: int, index: int) -> None:
+        a = read(args, ScoreArgs)
+        rows, dim, padded, first, end = a.partition
+        ldq, ldk = 4 * padded, 4 * padded  # bytes of a query, and of each key of a panel
+        waiting = scratch + PARTITION * ldk  # SPACING for each key is enough
+        for key in range(first, a.fresh, width):
+            tile(panel, 1, (a.places + 8 * key, scratch + (key - first) * ldk, dim, padded))
+        for key in range(first, end, width):
+            of_keys, r = scratch + (key - first) * ldk, 0
+            while r < rows:
+                score = a.scores + 4 * (r * PARTITION + key)
+                sizes = (4 * PARTITION, padded // lanes, waiting)
+                r += tile(product, rows - r, (a.queries + r * ldq, ldq, of_keys, score, *sizes))
+        if scaled:
+            scale_rows(scale, a)
+
+    return Task(scores)
+
+
+@functools.cache
+def code_score_task(isa: Isa, kind: KVDtype) -> Task:
     """The same scores of many rows and codes, from key panels."""
     panel, scale = key_panel_tile(kind, wide=True).name, attention_rows.scale_tile(isa, kind).name
     product, width = tiles.product_tile(isa, tiles.PAIRS, raw=True).name, 2 * isa.lanes
@@ -117,18 +143,18 @@ def panel_score_task(isa: Isa, kind: KVDtype) -> Task:
     def scores(args: int, scratch: int, index: int) -> None:
         a = read(args, ScoreArgs)
         rows, dim, padded, first, end = a.partition
-        keys, ldq = scratch + 8 * padded, 2 * padded
+        keys, ldq, ldk = scratch + 8 * padded, 2 * padded, (dim // 2 + GROUP - 1) // GROUP * GROUP * LINE // KEYS
         _fill_places(scratch, padded, keys, LINE // 2)  # two places for each row, a pair
+        for block in range(first, a.fresh, KEYS):
+            for key in range(0, min(KEYS, a.fresh - block), GROUP):
+                tile(panel, 1, (a.places + 8 * (block + key), keys + (block - first) * ldk + 4 * key, dim))
         for block in range(first, end, KEYS):
-            count = min(KEYS, end - block)
-            for key in range(0, count, GROUP):
-                tile(panel, 1, (a.places + 8 * (block + key), keys + 4 * key, dim))
-            for key in range(0, count, width):
-                r = 0
+            for key in range(0, min(KEYS, end - block), width):
+                column, r = (block - first) * ldk + 4 * key, 0
                 while r < rows:
                     queries, score = a.queries + r * ldq, a.scores + 4 * (r * PARTITION + block + key)
                     sizes = (4 * PARTITION, 2 * width, dim // 4, 0, 0)
-                    r += tile(product, rows - r, (queries, ldq, scratch, 4 * key, score, *sizes))
+                    r += tile(product, rows - r, (queries, ldq, scratch, column, score, *sizes))
         scale_rows(scale, a)
 
     return Task(scores)
@@ -177,14 +203,17 @@ def value_task(isa: Isa, kind: KVDtype) -> Task:
         direct, record, words, word_steps = a.direct, a.record, a.words, a.word_steps
         ldc, ldw = 4 * padded, weight_bytes * PARTITION
         softmax_rows(softmax, a, 0, rows, coded)
-        weights, copies = words if coded else a.scores, scratch + 8 * KEYS
+        weights, copies, ldv = words if coded else a.scores, scratch + 8 * KEYS, (ldc + SPACING) // per_place
         if not direct:
-            _fill_places(scratch, KEYS, copies, (ldc + SPACING) // per_place)
+            _fill_places(scratch, KEYS, copies, ldv)
+            tile(PREFETCH, 1, (a.next_places, a.num_next, a.next_lines))
+            for block in range(first, a.fresh, KEYS):
+                count = (min(KEYS, a.fresh - block) + per_turn - 1) // per_turn * (per_turn // per_place)
+                at = a.places + 8 * block
+                tile(copy, 1, (at, copies + (block - first) * ldv, ldc + SPACING, count, dim, padded))
         for block in range(first, end, KEYS):
             count = (min(KEYS, end - block) + per_turn - 1) // per_turn
             at = a.places + 8 * block
-            if not direct:
-                tile(copy, 1, (at, copies, ldc + SPACING, count * (per_turn // per_place), dim, padded))
             of_block = weights + weight_bytes * block
             steps = word_steps + 4 * (block // KEYS)
             lds = 4 * (PARTITION // KEYS)
@@ -205,7 +234,7 @@ def value_task(isa: Isa, kind: KVDtype) -> Task:
                     column, r = panel * width, 0
                     while r < rows:
                         out = record + r * ldc + 4 * column
-                        x = (of_block + r * ldw, ldw, scratch, 4 * column)
+                        x = (of_block + r * ldw, ldw, scratch, (block - first) * ldv + 4 * column)
                         r += tile(copied, rows - r, (*x, out, ldc, apart, count, steps + r * lds, lds))
 
     return Task(values)

@@ -14,6 +14,8 @@ from lmkit.kernels.reference.attention import small_query_limit
 from lmkit.kv_dtype import FLOAT16_BYTES, INT4, KVDtype
 
 DIRECT_ROWS = 8  # more rows than this share a copy
+# Rows of a tile, at least and at most, and of a strip: without strips, with strips, and on tile registers
+PLAIN, STRIPS, ON_TILES = (48, 48, 48), (48, 384, 24), (128, 512, 32)
 
 
 def storage(isa: Isa, cache: KVTensor, dim: int, *, keys: bool) -> Storage:
@@ -34,12 +36,26 @@ def _task(isa: Isa, kind: KVDtype, dim: int, *, few: bool, keys: bool) -> Task:
         return amx_stages.score_task(isa, kind) if keys else amx_stages.value_task(isa, kind)
     if not keys:
         return attention_stages.value_task(isa, kind)
-    panels = kind.has_minimum and not few and fits(kind, dim)
-    return attention_stages.panel_score_task(isa, kind) if panels else attention_stages.score_task(isa, kind)
+    if few or not has_panels(isa, kind, dim):
+        return attention_stages.score_task(isa, kind)
+    stages = attention_stages
+    return stages.code_score_task(isa, kind) if kind.has_minimum else stages.float_score_task(isa, kind)
+
+
+def has_panels(isa: Isa, kind: KVDtype, dim: int) -> bool:
+    """Whether many rows read keys from panels, which stay for strips of rows. ARM multiplies with lanes of a query."""
+    return fits(kind, dim) if kind.has_minimum or on_tiles(isa, kind, dim) else not isa.neon
+
+
+def tile_rows(isa: Isa, keys: KVDtype, values: KVDtype, dim: int) -> tuple[int, int, int]:
+    """(at least, at most, of a strip): how many rows a tile has. All rows are one strip if the first two are equal."""
+    if on_tiles(isa, keys, dim) and on_tiles(isa, values, dim):
+        return ON_TILES
+    return STRIPS if has_panels(isa, keys, dim) else PLAIN
 
 
 def scratch_bytes(isa: Isa, padded: int) -> int:
-    """Bytes of a stage's scratch."""
+    """Bytes of the scratch of each stage."""
     copies = attention_stages.scratch_bytes(padded)
     return max(copies, amx_stages.scratch_bytes(padded)) if isa.tiles else copies
 

@@ -40,7 +40,7 @@ def _is_integer(form: KVDtype) -> bool:
     return form.has_minimum or form in (WORDS, PAIRS)
 
 
-def _floats(e: Emitter, isa: Isa, form: KVDtype, address: Value) -> Value:
+def load_floats(e: Emitter, isa: Isa, form: KVDtype, address: Value) -> Value:
     """Load one vector as floats."""
     if form == FLOAT32:
         return e.load(address, e.vector(F32))
@@ -119,7 +119,7 @@ def _key_vectors(e: Emitter, isa: Isa, form: KVDtype, row: Value, chunk: Value) 
     size = key_chunk(isa, form) * BYTES[form] // (2 if form == INT4 else 1)
     address = e.offset(row, e.times(chunk, size))
     if not _is_integer(form):
-        return [_floats(e, isa, form, address)]
+        return [load_floats(e, isa, form, address)]
     if form == WORDS:
         return [e.load(address, words)]
     if form == INT4:
@@ -237,7 +237,7 @@ def _value_vectors(e: Emitter, isa: Isa, form: KVDtype, rows: tuple[Value, Value
     b, words = e.builder, e.vector(I16, 2 * e.lanes)
     first, second = (e.offset(row, column) for row in rows)
     if not _is_integer(form):
-        return [_floats(e, isa, form, e.offset(first, BYTES[form] * e.lanes * j)) for j in (0, 1)]
+        return [load_floats(e, isa, form, e.offset(first, BYTES[form] * e.lanes * j)) for j in (0, 1)]
     apart = [*range(0, 2 * e.lanes, 2), *range(1, 2 * e.lanes, 2)] if isa.neon else list(range(2 * e.lanes))
     if form == PAIRS:
         pairs = [e.load(e.offset(first, 4 * e.lanes * j), words) for j in (0, 1)]

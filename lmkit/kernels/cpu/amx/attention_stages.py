@@ -18,20 +18,14 @@ from lmkit.kernels.cpu.attention_stages import PREFETCH, scale_rows, softmax_row
 from lmkit.kernels.cpu.attention_tiles import KEYS, softmax_tile
 from lmkit.kernels.cpu.intrinsics import tile
 from lmkit.kernels.cpu.isa import Isa
-from lmkit.kernels.cpu.jit import Task, inline
+from lmkit.kernels.cpu.jit import Task
 from lmkit.kernels.cpu.structs import read
 from lmkit.kv_dtype import KVDtype
 
 
 def scratch_bytes(padded: int) -> int:
-    """Bytes of the stages' scratch: the panels of a partition's keys and values, at most of bfloat16."""
-    of_panel: int = _panel_bytes(padded)
-    return tiles.WORKSPACE + 2 * of_panel
-
-
-@inline
-def _panel_bytes(padded: int) -> int:
-    return 2 * PARTITION * padded
+    """Bytes of a stage's scratch: the panels of a partition's keys or values, at most of bfloat16."""
+    return tiles.WORKSPACE + 2 * PARTITION * padded
 
 
 @functools.cache
@@ -86,7 +80,7 @@ def value_task(isa: Isa, kind: KVDtype) -> Task:
     def values(args: int, scratch: int, index: int) -> None:
         a = read(args, ValueArgs)
         rows, dim, padded, first, end = a.partition
-        panels, ld = scratch + tiles.WORKSPACE + _panel_bytes(padded), 4 * padded
+        panels, ld = scratch + tiles.WORKSPACE, 4 * padded
         blocks, columns, lds = (end - first + KEYS - 1) // KEYS, dim // ROWS, 4 * (PARTITION // KEYS)
         configured = 0
         tile(PREFETCH, 1, (a.next_places, a.num_next, a.next_lines))
