@@ -45,7 +45,6 @@ class Device:
     small_memory: int = 0  # bytes
     small_step: tuple[int, int] = (0, 0)
     widths: tuple[int, ...] = ()  # the bits that codes in planes take, if they have no planes here
-    kv_levels: bool = True  # kernels read keys and values of levels (kv_dtype)
     # Options of the engine that it refuses, and why. `{shared}` is the option that shares the model, as NAME=NUMBER.
     refuses: Mapping[str, str] = field(default_factory=dict)
 
@@ -108,7 +107,6 @@ CUDA = Device(
     small_step=(1024, 16),
     max_ranks=8,  # kernels/cuda/csrc/ranks.cu has numbers of all of them in registers
     widths=(4, 6, 8),
-    kv_levels=False,
     refuses=MappingProxyType(
         {
             "weights_memory": "weights_memory is for --device cpu; a GPU keeps all weights in its own memory",

@@ -26,7 +26,7 @@ from lmkit.layers.blocks.latent import LatentSpec
 from lmkit.layers.latent_cost import heads_at_once
 
 BLOCK = 64
-STORAGES = ("float16", "int8", "int4", "fp8")
+STORAGES = ("float16", "int8", "int4", "int3", "fp8")
 DECODE = ((1, 1024), (1, 8192), (16, 1024), (16, 8192), (64, 1024), (64, 4096), (256, 1024))
 PREFILL = ((1, 512, 512), (1, 2048, 2048), (1, 8192, 8192), (8, 1024, 1024), (1, 512, 8192))  # sequences, new, context
 
@@ -135,7 +135,8 @@ def _random_layer(blocks: int, storage: str, device: str) -> KVLayer:
             kv.data.normal_()
             continue
         kv.data.random_(0, 120 if storage == "fp8" else 256)  # 127 is float8's NaN
-        kv.params[..., 0], kv.params[..., 1] = {"int8": (1 / 64, -2), "int4": (1 / 4, -2), "fp8": (1 / 448, 0)}[storage]
+        scale_and_minimum = {"int8": (1 / 64, -2), "int4": (1 / 4, -2), "int3": (1 / 4,), "fp8": (1 / 448, 0)}[storage]
+        kv.params[:] = torch.tensor(scale_and_minimum)
     return layer
 
 

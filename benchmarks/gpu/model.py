@@ -1,7 +1,8 @@
 """What a step of decoding would take: counts of compiled kernels, and data sheets. Modelled, never measured.
 
     python -m benchmarks.gpu.model [--gpu H200] [--context 1024]     tokens/s by GPU and batch, the kernels of one GPU,
-                                                                    and its tokens/s by kind of weights
+                                                                    its tokens/s by kind of weights, and attention by
+                                                                    type of the KV cache
 
 `lmkit/kernels/cuda/budgets.toml` has what kernels execute and move on some shape, counted on their PTX. A kernel of
 Llama-3.1-8B with 4-bit weights and an INT8 cache executes and moves as much for each weight, or for each token of the
@@ -43,6 +44,7 @@ FUSED_NORM = 4  # tokens up to which norms are inside the products
 PRODUCT_WEIGHTS, WIDE_WEIGHTS = 512 * 4096, 512 * 1024  # of the counted products (tests/kernels/cuda/budget_cases.py)
 COUNTED_CACHE = 2 * 512 * 8  # tokens times KV heads of the counted attention
 BATCHES = 1, 16, 64, 256
+CACHES = "int8", "int4", "int3"
 # Bits of a weight, and what the counts of its product with one token are called. None: bytes alone are known.
 WEIGHTS: dict[str, tuple[float, str | None]] = {
     "float16": (16, None),
@@ -145,15 +147,30 @@ def step(batch: int, context: int, sheet: Datasheet) -> Iterator[tuple[int, Work
     for name, (outputs, inputs) in shape.products().items():
         for work in product(name, outputs, inputs, batch, sheet):
             yield shape.layers, work
-    tokens = batch * context
-    cache_bytes = tokens * shape.kv_bytes("int8") / shape.layers
-    flops = tokens * shape.attention_flops(1) / shape.layers
-    times = tokens * shape.kv_heads / COUNTED_CACHE
-    yield shape.layers, Work.of("attention", "decoding, INT8", "decode_attention", times, cache_bytes, flops=flops,
-                                blocks_per_sm=2)  # fmt: skip
+    yield shape.layers, attention(batch * context, "int8")
     logits = 4.0 * batch * shape.vocab
     yield 1, Work("head", 2.0 * shape.head_weights + logits, 2.0 * shape.head_weights * batch, wgmma=True)
     yield 1, Work("tokens", logits)
+
+
+def attention(tokens: int, kv: str) -> Work:
+    """Attention of a layer to as many tokens of all sequences, in a cache of a type."""
+    cache_bytes, flops = (tokens * x / MODEL.layers for x in (MODEL.kv_bytes(kv), MODEL.attention_flops(1)))
+    times = tokens * MODEL.kv_heads / COUNTED_CACHE
+    return Work.of("attention", f"decoding, {kv.upper()}", "decode_attention", times, cache_bytes, flops=flops,
+                   blocks_per_sm=2)  # fmt: skip
+
+
+def caches(context: int, sheet: Datasheet, batch: int = 64) -> str:
+    """Attention by the type of the cache, in Markdown."""
+    lines = [f"| {sheet.name}, {batch} x {context:,} tokens | bytes of a token and layer | modelled us | limit |"]
+    lines.append("|---|---|---|---|")
+    for kv in CACHES:
+        work, size = attention(batch * context, kv), MODEL.kv_bytes(kv) / MODEL.layers
+        bounds = work.bounds(sheet)
+        limit = max(bounds, key=bounds.__getitem__)
+        lines.append(f"| {kv.upper()} | {size:,.0f} | {1e6 * work.seconds(sheet):.0f} | {limit} |")
+    return "\n".join(lines)
 
 
 def tokens_per_s(batch: int, context: int, sheet: Datasheet) -> float:
@@ -200,7 +217,8 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=1024)
     given = parser.parse_args()
     sheet = next(sheet for sheet in DATASHEETS if sheet.name == given.gpu)
-    tables = rates(given.context), kernels(given.context, sheet), rates_of_one(given.context, sheet)
+    context = given.context
+    tables = rates(context), kernels(context, sheet), rates_of_one(context, sheet), caches(context, sheet)
     sys.stdout.write("\n\n".join(tables) + "\n")
 
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-KV_BYTES = {"float16": 2.0, "bfloat16": 2.0, "int8": 1.0, "fp8": 1.0, "int4": 0.5}  # of an element
-KV_PARAMS = 4  # bytes of scale and minimum of a coded vector
+from lmkit.kv_dtype import kv_dtype
 
 
 @dataclass(frozen=True)
@@ -62,8 +61,7 @@ class Shape:
 
     def kv_bytes(self, storage: str) -> float:
         """Bytes of a token's keys and values in all layers."""
-        params = 0 if KV_BYTES[storage] == 2 else KV_PARAMS
-        return 2 * self.layers * self.kv_heads * (self.head_dim * KV_BYTES[storage] + params)
+        return 2 * self.layers * self.kv_heads * kv_dtype(storage).row_bytes(self.head_dim)
 
     def attention_flops(self, context: float) -> float:
         """Operations of one token that sees `context` keys, in all layers."""

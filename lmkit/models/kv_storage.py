@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from lmkit.devices import Device
 from lmkit.errors import CheckpointError, UnsupportedError
 from lmkit.formats.checkpoint import CheckpointReader
 from lmkit.formats.kv_config import KVConfig, KVLayerConfig, load_kv_config
@@ -90,13 +89,6 @@ def resolve_storage(
         if dim % dtype.unit:
             raise UnsupportedError(f"kv_dtype {dtype.needs_of_rows}, and {reader.path} has {dim}")
     return [KVStorage(dtype, dtype)] * spec.num_layers
-
-
-def check_device(storages: Sequence[KVStorage], device: Device) -> None:
-    """Raise UnsupportedError if a layer's storage is one that the device's kernels do not read."""
-    for dtype in {dtype for storage in storages for dtype in storage.dtypes if dtype.levels}:
-        if not device.kv_levels:
-            raise UnsupportedError(f"a KV cache of {dtype} is for --device cpu so far: use --kv-dtype int4")
 
 
 def _filled(spec: ModelSpec, storages: list[KVStorage]) -> list[KVStorage]:

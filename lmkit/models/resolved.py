@@ -22,7 +22,7 @@ from lmkit.models import roles
 from lmkit.models.decoder_layer import DecoderLayer
 from lmkit.models.engines import open_source
 from lmkit.models.identity import Packing, resolve_activations
-from lmkit.models.kv_storage import KVStorage, check_device, resolve_storage, table_bytes
+from lmkit.models.kv_storage import KVStorage, resolve_storage, table_bytes
 from lmkit.models.layer_spec import LayerSpec
 from lmkit.models.opened import coded_scheme, has_planes
 from lmkit.models.shard import COLUMNS, WHOLE, Shard
@@ -211,7 +211,6 @@ def resolved(
         packing = Packing(device, weight_dtype, asked, head, shard.rank, shard.tp, shard.ep, quantize, as_stored)
         dense = weight_dtype if source.spec.reusable else "float32"  # that of transformers' caches
         storages = resolve_storage(source.reader, source.spec, kv_dtype, dense_kv_dtype(dense))
-        check_device(storages, named(device))
         heads = [layer.num_kv_heads for layer in source.spec.layers]
         storages = [shard.storage(storage, count) for storage, count in zip(storages, heads, strict=True)]
         yield ResolvedModel(source, packing, storages, shard, stage)

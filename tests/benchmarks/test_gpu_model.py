@@ -70,3 +70,4 @@ def test_the_document_shows_what_is_modelled_now() -> None:
     text = (Path(__file__).parents[2] / "docs" / "cuda.md").read_text()
     assert model.rates(1024) in text
     assert model.kernels(1024, next(sheet for sheet in DATASHEETS if sheet.name == "H200")) in text
+    assert model.caches(1024, next(sheet for sheet in DATASHEETS if sheet.name == "H200")) in text

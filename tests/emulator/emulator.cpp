@@ -67,7 +67,7 @@ constexpr int NUM_BARRIERS = 16;
 
 enum State : u8 { READY, WAITING, DONE };
 
-struct Copy { void* to; const void* from; int bytes; bool valid; int group; };
+struct Copy { void* to; const void* from; int bytes, given, group; };
 
 struct Fiber : Thread {
     void* stack_pointer;
@@ -458,13 +458,14 @@ void access(const void* pointer, int bytes, bool writes) {
     }
 }
 
-void copy_later(void* shared, const void* global, int bytes, bool valid) {
+// `given` bytes are read, and the others become zeros.
+void copy_later(void* shared, const void* global, int bytes, int given) {
     auto* self = static_cast<Fiber*>(current);
-    if (valid) access(global, bytes, false);
-    if (valid && !machine.asked.empty()) machine.asked.erase(reinterpret_cast<uintptr_t>(global));
-    if (reinterpret_cast<uintptr_t>(shared) % bytes || (valid && reinterpret_cast<uintptr_t>(global) % bytes)) fail("cp.async of %d bytes is not aligned", bytes);
-    self->copies.push_back({shared, global, bytes, valid, self->group});
-    self->flying += valid ? bytes : 0;
+    if (given) access(global, given, false);
+    if (given && !machine.asked.empty()) machine.asked.erase(reinterpret_cast<uintptr_t>(global));
+    if (reinterpret_cast<uintptr_t>(shared) % bytes || (given && reinterpret_cast<uintptr_t>(global) % bytes)) fail("cp.async of %d bytes is not aligned", bytes);
+    self->copies.push_back({shared, global, bytes, given, self->group});
+    self->flying += given;
     self->most_flying = std::max(self->most_flying, self->flying);
 }
 
@@ -489,12 +490,10 @@ void wait_copies(int groups) {
     if (!now.empty()) self->unfenced_copies = self->unmet_copies = true;
     while (!now.empty()) {
         const u32 pick = draw(now.size());
-        if (now[pick].valid)
-            memcpy(now[pick].to, now[pick].from, now[pick].bytes);
-        else
-            memset(now[pick].to, 0, now[pick].bytes);
+        memset(now[pick].to, 0, now[pick].bytes);
+        if (now[pick].given) memcpy(now[pick].to, now[pick].from, now[pick].given);
         copied(self, now[pick]);
-        self->flying -= now[pick].valid ? now[pick].bytes : 0;
+        self->flying -= now[pick].given;
         now[pick] = now.back();
         now.pop_back();
     }

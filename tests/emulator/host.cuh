@@ -48,7 +48,7 @@ void collective(u32 mask, int line, void* mine, void (*op)(void** lanes));
 void wait_for_previous();
 void store_release(u32* p, u32 value);
 void wait_for_peer(const u32* flag, u32 value, u32* lost, u64 limit);
-void copy_later(void* shared, const void* global, int bytes, bool valid);
+void copy_later(void* shared, const void* global, int bytes, int given);
 void commit_copies();
 void wait_copies(int groups);
 void prefetch(const void* global, int bytes);
@@ -210,10 +210,12 @@ template <class T> T __reduce_max_sync(u32 mask, T x, int line = __builtin_LINE(
 // ---- the wrappers of ptx.cuh
 
 inline uint4 load_stream(const void* p) { return *static_cast<const uint4*>(p); }
-inline void cp_async16(void* shared, const void* global, bool valid = true) { lm::copy_later(shared, global, 16, valid); }
-inline void cp_async16_stream(void* shared, const void* global, bool valid = true) { lm::copy_later(shared, global, 16, valid); }
+inline void cp_async16(void* shared, const void* global, bool valid = true) { lm::copy_later(shared, global, 16, valid ? 16 : 0); }
+inline void cp_async16_stream(void* shared, const void* global, bool valid = true) { lm::copy_later(shared, global, 16, valid ? 16 : 0); }
 template <int BYTES>
-inline void cp_async_small(void* shared, const void* global, bool valid = true) { lm::copy_later(shared, global, BYTES, valid); }
+inline void cp_async_part(void* shared, const void* global, int given) { lm::copy_later(shared, global, BYTES, given); }
+template <int BYTES>
+inline void cp_async_small(void* shared, const void* global, bool valid = true) { cp_async_part<BYTES>(shared, global, valid ? BYTES : 0); }
 inline void prefetch_l2(const void* global, int bytes) { lm::prefetch(global, bytes); }
 inline void cp_async_commit() { lm::commit_copies(); }
 template <int N> inline void cp_async_wait() { lm::wait_copies(N); }

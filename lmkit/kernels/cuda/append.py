@@ -17,9 +17,9 @@ from lmkit.kernels.ops import KVTensor
 from lmkit.kernels.reference.elementwise import accepts_rope
 from lmkit.kernels.reference.kv import accepts_heads
 from lmkit.kernels.registry import implements
-from lmkit.kv_dtype import BFLOAT16, FLOAT16, FP8, INT4, INT8, KVDtype
+from lmkit.kv_dtype import BFLOAT16, FLOAT16, FP8, INT2, INT3, INT4, INT8, KVDtype
 
-STORAGE = {FLOAT16: 0, BFLOAT16: 1, INT8: 2, FP8: 3, INT4: 4}  # StorageType of csrc/kv.cuh
+STORAGE = {FLOAT16: 0, BFLOAT16: 1, INT8: 2, FP8: 3, INT4: 4, INT3: 5, INT2: 6}  # StorageType of csrc/kv.cuh
 MAX_HEAD_DIM, MAX_ROW_DIM = 256, 1024  # of all kernels, and of wide_attention.cu
 HEADS_PER_BLOCK = 8
 
@@ -116,7 +116,10 @@ def _append(
     blocks = -(-tokens * (num_heads + (1 if values is None else 2) * kv_heads) // HEADS_PER_BLOCK)
     sizes = (tokens, num_heads, kv_heads, k_cache.block_size)
     of_position_0 = (positions, matrices, k_cache.first, v_cache.first) if left_out else ()
-    kernel(blocks, 128, [*rows, *storage(k_cache), *storage(v_cache), slots, *sizes, *of_position_0])
+    packs = k_cache.dtype.levels or v_cache.dtype.levels
+    shared = HEADS_PER_BLOCK * dim if packs else 0  # a byte for each code
+    args = [*rows, *storage(k_cache), *storage(v_cache), slots, *sizes, *of_position_0]
+    kernel(blocks, 128, args, shared=shared)
 
 
 def strided(x: Tensor | None) -> tuple[Any, ...]:
@@ -129,3 +132,13 @@ def storage(cache: KVTensor) -> tuple[Any, ...]:
     assert cache.data.is_contiguous()
     assert cache.params.is_contiguous()
     return cache.data, cache.params, cache.scales, int(cache.hadamard)
+
+
+def row_stride(dtype: KVDtype, dim: int) -> int:
+    """STRIDE of csrc/kv.cuh: bytes of a token's row in shared memory, an odd number of 16-byte chunks."""
+    return (-(-dim * (4 if dtype.levels else dtype.bits) // 256) * 2 + 1) * 16
+
+
+def stored_bytes(dtype: KVDtype, dim: int) -> int:
+    """STORED_STRIDE of csrc/kv.cuh: the same of a row that is not unpacked yet."""
+    return dim * dtype.bits // 8 if dtype.levels else row_stride(dtype, dim)

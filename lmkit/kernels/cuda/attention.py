@@ -15,7 +15,18 @@ from torch import Tensor
 
 from lmkit.attention_spec import AttentionSpec
 from lmkit.kernels import ops
-from lmkit.kernels.cuda.append import MAX_HEAD_DIM, STORAGE, accepts, leaves_out, problem, rope_append, storage, strided
+from lmkit.kernels.cuda.append import (
+    MAX_HEAD_DIM,
+    STORAGE,
+    accepts,
+    leaves_out,
+    problem,
+    rope_append,
+    row_stride,
+    storage,
+    stored_bytes,
+    strided,
+)
 from lmkit.kernels.cuda.gemm_table import SplitKey, table
 from lmkit.kernels.cuda.gpus import RESERVED_SHARED, Capability, gpu_of
 from lmkit.kernels.cuda.module import NUM_COUNTERS, Kernel, backend, counters
@@ -31,7 +42,7 @@ THREADS, WARPS, UNIT, TILE = 128, 4, 16, 64  # of csrc/decode_attention.cu; UNIT
 MAX_SPLITS = 64
 MAX_WAVES = 4  # of split sequences: more only add merges
 # By bits of the storage: what a block costs besides its tiles, in tiles, if it was not measured (gemm_table.py).
-SPLIT_COSTS = {16: 2, 8: 3, 4: 6}
+SPLIT_COSTS = {16: 2, 8: 3, 4: 6, 3: 6, 2: 6}
 MAX_STAGES = 5
 
 
@@ -228,20 +239,16 @@ def shape_of(
     longer than 128 there are no registers for a second tile of heads."""
     n_tiles = 2 if group > 8 and dim <= 128 else 1
     rows, strides = 8 * n_tiles, row_stride(keys, dim) + row_stride(values, dim)
-    stage = WARPS * (UNIT * strides + UNIT * 8)
+    stage = WARPS * UNIT * (stored_bytes(keys, dim) + stored_bytes(values, dim) + 8)
+    unpacked = WARPS * UNIT * sum(row_stride(dtype, dim) for dtype in (keys, values) if dtype.levels)
     rest = strides + rows * (2 * dim + 12 + 8 * WARPS) + 128 + (rows * 6 * dim if mean else 0)  # the kernel's `Shared`
     rest += 4 * rows if with_shares else 0
     whole = gpu_of(capability).shared
-    stages = max(2, min(MAX_STAGES, (whole // 2 - RESERVED_SHARED - rest) // stage))
-    shared = max(stages * stage, WARPS * rows * dim * 4) + rest
+    stages = max(2, min(MAX_STAGES, (whole // 2 - RESERVED_SHARED - rest - unpacked) // stage))
+    shared = max(stages * stage + unpacked, WARPS * rows * dim * 4) + rest
     by_registers = 4 if n_tiles * dim <= 128 else 2  # the kernel's launch bounds
     blocks_per_sm = max(1, min(by_registers, whole // (shared + RESERVED_SHARED)))
     return Shape(n_tiles, stages, shared, blocks_per_sm, shared + RESERVED_SHARED <= whole)
-
-
-def row_stride(dtype: KVDtype, dim: int) -> int:
-    """STRIDE of csrc/kv.cuh: bytes of a token's row in shared memory, an odd number of 16-byte chunks."""
-    return (-(-dim * dtype.bits // 256) * 2 + 1) * 16
 
 
 def attention_problem(rows: tuple[Tensor, ...], k_cache: KVTensor, v_cache: KVTensor, decodes: bool) -> str | None:

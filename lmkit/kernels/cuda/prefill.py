@@ -151,7 +151,7 @@ def shared_bytes(dims: tuple[int, int], k: KVDtype, v: KVDtype, mean_pairs: int,
     total = ROWS * _stride(key_dim) + 2 * keys * 4 + WORK_BYTES
     for dtype, width, columns in ((k, dim, key_dim), (v, value_dim, value_dim)):
         tile = keys * _stride(columns)
-        total += tile + keys * dtype.row_bytes(width) if dtype.coded else 2 * tile
+        total += tile + keys * (dtype.columns(width) + 4) if dtype.coded else 2 * tile
     return total
 
 

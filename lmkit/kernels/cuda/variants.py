@@ -32,7 +32,7 @@ from lmkit.kernels.recurrent import ROW_FIELDS, RecurrentStates
 from lmkit.kernels.registry import Implementation, Op
 from lmkit.kernels.selective_scan import ScanWeights
 from lmkit.kernels.short_conv import ConvWeights
-from lmkit.kv_dtype import FLOAT16, FP8, INT4, INT8, KVDtype, dense_kv_dtype
+from lmkit.kv_dtype import FLOAT16, FP8, INT3, INT4, INT8, KVDtype, dense_kv_dtype
 from lmkit.qtensor import QTensor, QuantScheme, float8_scheme, int_scheme
 from lmkit.scales import NUMBERS, SuperGroups
 
@@ -47,7 +47,7 @@ SCAN = 48, 64, 128, 1, 4  # Granite 4 Tiny: heads, their size, rows of a state, 
 CONV = 2048, 3  # LFM2-1.2B: channels, taps
 WEIGHTS = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))  # out, in
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-STORAGES = (FLOAT16, INT8, INT4, FP8)
+STORAGES = (FLOAT16, INT8, INT4, INT3, FP8)
 # Of the experts of Qwen3 30B-A3B: out, in, activation; and tokens with 8 experts each.
 EXPERTS = ((1536, 2048, "silu"), (2048, 768, None))
 EXPERT_TOKENS = (1, 32, 512)

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from lmkit.attention_spec import AttentionSpec
-from lmkit.kernels.cuda.append import MAX_HEAD_DIM, STORAGE, are_one, leaves_out, problem
+from lmkit.kernels.cuda.append import MAX_HEAD_DIM, STORAGE, are_one, leaves_out, problem, row_stride, stored_bytes
 from lmkit.kernels.cuda.gemm_table import WideKey, table
 from lmkit.kernels.cuda.gpus import Capability, gpu_of
 from lmkit.kernels.cuda.module import NUM_COUNTERS, Kernel, backend, counters
 from lmkit.kernels.cuda.prefill import LOG2E
 from lmkit.kernels.cuda.switches import off
 from lmkit.kernels.ops import BatchGeometry, KVTensor
-from lmkit.kv_dtype import INT4, KVDtype
+from lmkit.kv_dtype import KVDtype
 
 THREADS, WARPS = 256, 8
 MIN_TILES = 4  # of keys, for a range of its own
@@ -82,6 +82,8 @@ def wide_problem(
     if spec.window or spec.softcap or sink_logits is not None:
         return "wide rows with a window, a soft cap or learned sinks"
     dim, stored = q.shape[2], storage_of(k_cache, v_cache)
+    if k_cache.block_size % 2 and any(dtype.levels for dtype in stored if dtype is not None):
+        return f"wide rows of {k_cache.dtype} in blocks of {k_cache.block_size} tokens, an odd number"
     if shape_of(dim, stored, 1, backend(q.device.type).capability()) is None:
         return f"rows of {dim}, which shared memory cannot hold"
     return None
@@ -111,7 +113,7 @@ def wide_kernel(dim: int, stored: Storage, bf16: bool, shape: Shape) -> Kernel:
 def shape_of(dim: int, stored: Storage, rows: int, capability: Capability) -> Shape | None:
     """The shape for `rows` rows of a sequence, or None if none fits into shared memory. Tiles of more keys wait less
     often for each other. A block of 32 rows has no registers for its sums of 4-bit codes."""
-    most = 16 if rows <= 16 or INT4 in stored else 32
+    most = 16 if rows <= 16 or any(dtype.bits <= 4 for dtype in stored if dtype is not None) else 32
     fitting = [
         Shape(count, keys)
         for count in (most, 16)
@@ -125,6 +127,8 @@ def shared_bytes(dim: int, stored: Storage, shape: Shape) -> int:
     """Bytes of the kernel's `Shared`."""
     rows, keys = shape
     parts = WARPS * 256 // (rows * keys)
-    strides = [(-(-dim * dtype.bits // 256) * 2 + 1) * 16 for dtype in stored if dtype is not None]
-    stages = sum(2 * keys * (stride + 4) for stride in strides)
+    stages = 0
+    for dtype in stored:
+        if dtype is not None:
+            stages += 2 * keys * (stored_bytes(dtype, dim) + 4) + (keys * row_stride(dtype, dim) if dtype.levels else 0)
     return rows * (2 * dim + 16) + stages + 4 * parts * rows * (keys + 4) + rows * (2 * keys + 16) + 16 * rows + 16

@@ -154,10 +154,10 @@ template <class T, class Change> inline T atomic_generic(u64 address, T x, Chang
 }
 
 inline void copy_async(u64 to, u64 from, int bytes, u32 given, int line) {
-    if (given != 0 && given != static_cast<u32>(bytes)) lm::fail("line %d: cp.async of %u of %d bytes", line, given, bytes);
+    if (given > static_cast<u32>(bytes) || given & (given - 1)) lm::fail("line %d: cp.async of %u of %d bytes", line, given, bytes);
     void* shared = lm::shared_access(to, bytes, lm::COPIES, nullptr, line);
-    const void* global = given ? lm::global_access(from, bytes, lm::READS, nullptr, line) : nullptr;
-    lm::copy_later(shared, global, bytes, given != 0);
+    const void* global = given ? lm::global_access(from, given, lm::READS, nullptr, line) : nullptr;
+    lm::copy_later(shared, global, bytes, given);
 }
 
 inline void prefetch_bytes(u64 address, u32 bytes, int line) {

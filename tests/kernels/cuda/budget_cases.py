@@ -20,7 +20,7 @@ from lmkit.kernels.cuda.gpus import GPUS
 from lmkit.kernels.ops import KVTensor, Norm
 from lmkit.kernels.reference.linear import keep
 from lmkit.kernels.settings import Settings
-from lmkit.kv_dtype import FLOAT16, INT4, INT8, KVDtype
+from lmkit.kv_dtype import FLOAT16, INT3, INT4, INT8, KVDtype
 from lmkit.layers.batch import allocate_kv
 from lmkit.low_rank import Columns
 from lmkit.qtensor import QuantScheme
@@ -202,6 +202,7 @@ CASES: dict[str, Callable[[], object]] = {
     "dequantized weight": dequantized,
     "decoding, INT8": decoding(INT8),
     "decoding, INT4": decoding(INT4),
+    "decoding, INT3": decoding(INT3),
     "prompt, INT8": prompt,
     "heads of 576": wide_heads,
     "append, INT8": appending,

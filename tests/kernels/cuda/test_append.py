@@ -11,7 +11,7 @@ from torch import Tensor
 from lmkit.kernels import ops
 from lmkit.kernels.cuda import append
 from lmkit.kernels.ops import KVTensor
-from lmkit.kv_dtype import BFLOAT16, FLOAT16, FP8, INT4, INT8, KVDtype
+from lmkit.kv_dtype import BFLOAT16, FLOAT16, FP8, INT2, INT3, INT4, INT8, KVDtype
 from lmkit.layers.batch import allocate_kv
 from tests.kernels.cases import edge_vectors, key_mean
 
@@ -69,6 +69,25 @@ def test_kv_append(device: str, index: int, dim: int, dtype: torch.dtype) -> Non
         assert_same(a, b)
 
 
+@pytest.mark.parametrize(("types", "dim"), [((INT3, INT2), 96), ((INT2, INT3), 256)])
+def test_levels(device: str, types: tuple[KVDtype, KVDtype], dim: int) -> None:
+    """The bits of a CPU. Rows have words of parameters in common by two, and a row with a NaN is NaN alone."""
+    torch.manual_seed(dim)
+    _, k, v = qkv(21, (3, 3), dim, torch.float16, device, 65504)
+    k[13, 1, 5] = torch.nan
+    got, slots = caches(types, 3, dim, device), some_slots(21, device)
+    expected = copied(got[0]), copied(got[1])
+    append.kv_append(k, v, *got, slots)
+    ops.kv_append.named("reference")(k, v, *expected, slots)
+    block, offset = int(slots[13]) // BLOCK, int(slots[13]) % BLOCK
+    for a, b in zip(got, expected, strict=True):
+        assert torch.equal(a.params.isnan(), b.params.isnan())
+        for cache in (a, b):
+            cache.data[block, 1, offset] = 0
+            cache.params[block, 1, offset] = 0
+        assert_same(a, b)
+
+
 @pytest.mark.parametrize(
     ("types", "dim", "rotary", "heads", "dtype", "keys"),
     [
@@ -77,6 +96,7 @@ def test_kv_append(device: str, index: int, dim: int, dtype: torch.dtype) -> Non
         ((INT8, INT8), 128, 128, (7, 1), torch.float16, "mean"),
         ((INT4, INT4), 64, 64, (2, 2), torch.float16, "hadamard"),
         ((INT4, FP8), 128, 128, (4, 2), torch.bfloat16, "mean hadamard"),
+        ((INT3, INT4), 128, 128, (3, 1), torch.float16, "mean hadamard"),
         ((FP8, INT4), 80, 20, (5, 1), torch.bfloat16, "mean"),
         ((INT8, FP8), 96, 96, (3, 3), torch.float16, "scales"),
         ((INT4, INT8), 256, 256, (2, 1), torch.bfloat16, "hadamard scales"),

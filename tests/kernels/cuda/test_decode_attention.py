@@ -20,7 +20,7 @@ from lmkit.kernels.cuda.gpus import GPUS, RESERVED_SHARED
 from lmkit.kernels.cuda.switches import Switches
 from lmkit.kernels.ops import BatchGeometry, KVTensor
 from lmkit.kernels.reference.kv import read_blocks
-from lmkit.kv_dtype import BFLOAT16, FLOAT16, FP8, INT4, INT8, KVDtype
+from lmkit.kv_dtype import BFLOAT16, FLOAT16, FP8, INT2, INT3, INT4, INT8, KVDtype
 from tests import emulator
 from tests.kernels.cases import filled_cache, key_mean
 
@@ -142,6 +142,19 @@ def test_types(device: str, types: tuple[KVDtype, KVDtype], dtype: torch.dtype, 
     args = case(types, (4, 2), 64, 16, dtype)
     expected = oracle(*args[:4], args[5], 64**-0.5, window, sinks)
     assert error(decode(args, window, sinks, device), expected) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize(
+    ("types", "heads", "dim"),
+    [((INT3, INT3), (4, 2), 128), ((INT2, INT8), (3, 1), 64), ((FLOAT16, INT3), (9, 1), 96)],
+)
+def test_levels(device: str, types: tuple[KVDtype, KVDtype], heads: tuple[int, int], dim: int) -> None:
+    """Windows begin at even and at odd tokens, whose parameters are halves of words."""
+    torch.manual_seed(dim)
+    args = case(types, heads, dim, 16, torch.float16, (1, 150, 64, 0, 65))
+    for window, sinks in ((0, 0), (100, 7), (3, 0)):
+        expected = oracle(*args[:4], args[5], dim**-0.5, window, sinks)
+        assert error(decode(args, window, sinks, device), expected) < TOLERANCE[torch.float16]
 
 
 @pytest.mark.parametrize("mean", [False, True])
@@ -294,6 +307,7 @@ FUSED = (  # types, heads, D, rotary dim, type of the activations, what keys are
     ((FP8, INT4), (10, 1), 80, 20, torch.bfloat16, "mean"),
     ((INT8, INT8), (18, 1), 64, 32, torch.float16, "scales"),
     ((INT4, INT8), (9, 1), 256, 256, torch.bfloat16, ""),
+    ((INT3, INT2), (4, 2), 96, 96, torch.float16, ""),
 )
 
 
@@ -424,7 +438,7 @@ def test_shapes_fit_the_device() -> None:
     assert attention.shape_of(128, INT8, INT8, 16, False, (8, 0)).n_tiles == 2
     assert not attention.shape_of(256, FLOAT16, FLOAT16, 4, False, (8, 9)).fits
     for capability, gpu in GPUS.items():
-        for types in (FLOAT16, INT8, INT4, FP8):
+        for types in (FLOAT16, INT8, INT4, INT3, FP8):
             shape = attention.shape_of(128, types, types, 8, True, capability)
             assert shape.fits
             assert shape.blocks_per_sm * (shape.shared + RESERVED_SHARED) <= gpu.shared

@@ -9,7 +9,7 @@ from lmkit.attention_spec import AttentionSpec
 from lmkit.kernels import latent_ops, ops
 from lmkit.kernels.cuda import attention, latent, prefill
 from lmkit.kernels.reference.kv import read_blocks
-from lmkit.kv_dtype import BFLOAT16, FLOAT16, FP8, INT4, INT8, KVDtype
+from lmkit.kv_dtype import BFLOAT16, FLOAT16, FP8, INT2, INT3, INT4, INT8, KVDtype
 from tests.kernels.cases import filled_cache, geometry
 from tests.kernels.cuda.test_prefill_attention import BRAIN_TOLERANCE, TOLERANCE
 
@@ -22,6 +22,8 @@ from tests.kernels.cuda.test_prefill_attention import BRAIN_TOLERANCE, TOLERANCE
         (INT8, torch.bfloat16),
         (FP8, torch.float16),
         (INT4, torch.float16),
+        (INT3, torch.float16),
+        (INT2, torch.bfloat16),
     ],
     ids=str,
 )

@@ -14,7 +14,7 @@ from lmkit.kernels import ops
 from lmkit.kernels.cuda import module, prefill
 from lmkit.kernels.ops import BatchGeometry, KVTensor
 from lmkit.kernels.reference.kv import read_blocks
-from lmkit.kv_dtype import BFLOAT16, FLOAT16, FP8, INT4, INT8, KVDtype
+from lmkit.kv_dtype import BFLOAT16, FLOAT16, FP8, INT2, INT3, INT4, INT8, KVDtype
 from tests.kernels.cases import filled_cache, geometry, key_mean
 
 LENGTHS = ((5, 5), (700, 2), (90, 1), (290, 129), (0, 0), (64, 64))  # tokens in the cache, of which queries
@@ -127,6 +127,8 @@ CASES = [
     ((INT4, INT8), HALF, (1, 4, 256), 16, (0, 0), "hadamard"),
     ((BFLOAT16, BFLOAT16), BRAIN, (1, 2, 64), 16, (100, 4), "mean"),
     ((FLOAT16, FLOAT16), HALF, (1, 2, 128), 16, (0, 0), "mean"),
+    ((INT3, INT3), HALF, (1, 4, 64), 16, (0, 0), "hadamard"),
+    ((INT2, INT3), BRAIN, (1, 2, 96), 7, (40, 3), "mean"),
     ((INT8, INT8), HALF, (1, 1, 16), 16, (0, 0), "hadamard"),
 ]
 

@@ -16,7 +16,7 @@ from lmkit.kernels.cuda import append, attention, module, wide
 from lmkit.kernels.cuda.gpus import GPUS
 from lmkit.kernels.cuda.wide import Shape, Storage
 from lmkit.kernels.ops import KVTensor
-from lmkit.kv_dtype import BFLOAT16, FLOAT16, FP8, INT4, INT8, KVDtype
+from lmkit.kv_dtype import BFLOAT16, FLOAT16, FP8, INT3, INT4, INT8, KVDtype
 from tests.kernels.cases import filled_cache, geometry
 from tests.kernels.cuda.test_append import assert_same, copied, some_slots
 from tests.kernels.cuda.test_prefill_attention import BRAIN_TOLERANCE, TOLERANCE, Inputs, expected, on_device
@@ -56,6 +56,7 @@ def assert_attends(args: Inputs, tolerance: float) -> Tensor:
         (INT8, 576, 16, torch.float16),
         (FP8, 32, 16, torch.float16),
         (INT4, 96, 6, torch.float16),
+        (INT3, 96, 6, torch.float16),
     ],
     ids=str,
 )
@@ -115,7 +116,12 @@ def test_a_row_is_stored_once(device: str, kind: KVDtype) -> None:
 
 @pytest.mark.parametrize(
     ("types", "dtype"),
-    [((FLOAT16, FLOAT16), torch.float16), ((INT8, FP8), torch.bfloat16), ((BFLOAT16, INT4), torch.bfloat16)],
+    [
+        ((FLOAT16, FLOAT16), torch.float16),
+        ((INT8, FP8), torch.bfloat16),
+        ((BFLOAT16, INT4), torch.bfloat16),
+        ((INT3, INT8), torch.float16),
+    ],
     ids=str,
 )
 def test_heads_that_are_wide(device: str, types: tuple[KVDtype, KVDtype], dtype: torch.dtype) -> None:

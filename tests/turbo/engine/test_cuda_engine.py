@@ -145,6 +145,7 @@ def assert_alike(got: dict[str, list[StepOutput]], want: dict[str, list[StepOutp
         pytest.param("int8", 0.1, marks=pytest.mark.exhaustive),
         pytest.param("fp8", 0.2, marks=pytest.mark.exhaustive),
         pytest.param("int4", 0.8, marks=pytest.mark.exhaustive),
+        pytest.param("int3", 1.5, marks=pytest.mark.exhaustive),
     ],
 )
 def test_greedy_tokens_are_those_of_the_cpu(

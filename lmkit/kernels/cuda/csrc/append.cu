@@ -53,7 +53,7 @@ DEVICE void balance(float (&x)[DIM / 16], const float* matrix, const float* firs
 }
 
 template <int TYPE>
-DEVICE void store(const Store& to, i64 row, int head, const float (&head_of_token)[DIM / 16], bool active) {
+DEVICE void store(const Store& to, i64 row, int head, const float (&head_of_token)[DIM / 16], bool active, u8* scratch) {
     float x[DIM / 16];
 #pragma unroll
     for (int e = 0; e < DIM / 16; ++e) x[e] = head_of_token[e];
@@ -61,7 +61,8 @@ DEVICE void store(const Store& to, i64 row, int head, const float (&head_of_toke
         if (to.hadamard) hadamard<DIM>(x);
     }
     const float* scale = to.scales ? to.scales + head : nullptr;
-    store_head<TYPE, DIM>(to.data + row * Storage<TYPE, DIM>::ROW, to.params + row * 4, x, scale, active);
+    using S = Storage<TYPE, DIM>;
+    store_head<TYPE, DIM>(to.data + row * S::ROW, to.params + row * S::PARAM_BYTES, x, scale, active, scratch);
 }
 
 extern "C" __global__ void __launch_bounds__(128)
@@ -108,9 +109,10 @@ append(u16* q, i64 q_token, i64 q_head, u16* k, i64 k_token, i64 k_head, u16* v,
             lacks ? first + kv_head * DIM : nullptr);
 #endif
     const i64 where = slot < 0 ? 0 : row_of_slot(slot, block_size, kv_heads, kv_head);
+    u8* const scratch = shared_memory + threadIdx.x / 16 * DIM;  // there with levels
     if (__any_sync(0xffffffffu, kind == 1))
-        store<KEYS>({k_data, k_params, k_scales, k_hadamard}, where, kv_head, x, kind == 1 && slot >= 0);
+        store<KEYS>({k_data, k_params, k_scales, k_hadamard}, where, kv_head, x, kind == 1 && slot >= 0, scratch);
     if (__any_sync(0xffffffffu, kind == 2))
-        store<VALUES>({v_data, v_params, v_scales, v_hadamard}, where, kv_head, x, kind == 2 && slot >= 0);
+        store<VALUES>({v_data, v_params, v_scales, v_hadamard}, where, kv_head, x, kind == 2 && slot >= 0, scratch);
 }
 EXPORT(append)

@@ -44,9 +44,12 @@ using Keys = Storage<KEYS, DIM>;
 using Values = Storage<VALUES, DIM>;
 
 constexpr int WARPS = 4, UNIT = 16, TILE = WARPS * UNIT, ROWS = 8 * NT, E = DIM / 16;
-// A stage: 16 rows of keys, 16 of values, params of 16 keys, of 16 values.
-constexpr int VALUES_AT = UNIT * Keys::STRIDE, PARAMS_AT = VALUES_AT + UNIT * Values::STRIDE;
+// A stage: 16 rows of keys, 16 of values, as they are stored, params of 16 keys, of 16 values.
+constexpr int VALUES_AT = UNIT * Keys::STORED_STRIDE, PARAMS_AT = VALUES_AT + UNIT * Values::STORED_STRIDE;
 constexpr int STAGE = PARAMS_AT + UNIT * 8;
+// A warp: the ring, then 16 rows of keys, and 16 of values, that are unpacked.
+constexpr int KEYS_UNPACKED_AT = STAGES * STAGE, VALUES_UNPACKED_AT = KEYS_UNPACKED_AT + Keys::PACKED * UNIT * Keys::STRIDE;
+constexpr int WARP_BYTES = VALUES_UNPACKED_AT + Values::PACKED * UNIT * Values::STRIDE;
 constexpr u32 ALL = (1u << UNIT) - 1u;  // mask of 16 tokens
 constexpr float LIFT = 11.0f, SLACK = 4.0f, NOTHING = 1e30f;
 
@@ -56,11 +59,18 @@ struct NewRow {
     alignas(16) u8 bytes[S::STRIDE];
     u32 params;
 
-    // Executed by thread `lane` of `lanes`.
+    // To `to`, and the parameters to a word or, as they are stored, to `Param`. Executed by thread `lane` of `lanes`.
+    template <class Param = u32>
     DEVICE void copy(u8* to, u8* to_params, int lane, int lanes) const {
-        for (int i = lane; i < S::ROW / 8; i += lanes)
-            reinterpret_cast<uint2*>(to)[i] = reinterpret_cast<const uint2*>(bytes)[i];
-        if (S::CODED && lane == 0) *reinterpret_cast<u32*>(to_params) = params;
+        using Word = typename Choice<S::ROW % 8 == 0, uint2, u32>::Type;
+        for (int i = lane; i < S::ROW / int(sizeof(Word)); i += lanes)
+            reinterpret_cast<Word*>(to)[i] = reinterpret_cast<const Word*>(bytes)[i];
+        const u32 word = S::PACKED ? *reinterpret_cast<const u16*>(&params) * 0x10001u : params;  // for any row
+        if (S::CODED && lane == 0) *reinterpret_cast<Param*>(to_params) = static_cast<Param>(word);
+    }
+    DEVICE void store(u8* data, u8* data_params, i64 row, int lane, int lanes) const {
+        using Param = typename Choice<S::PACKED, u16, u32>::Type;
+        copy<Param>(data + row * S::ROW, data_params + row * S::PARAM_BYTES, lane, lanes);
     }
 };
 
@@ -119,17 +129,17 @@ struct Span {
 // Fetches 16 tokens' rows, which are contiguous, into a stage.
 template <class S, bool WHOLE>
 DEVICE void fetch_rows(u8* shared, const u8* rows, u32 visible) {
-    constexpr int PIECE = S::ROW % 16 ? 8 : 16, PER_ROW = S::ROW / PIECE, COUNT = UNIT * PER_ROW;
+    constexpr int PIECE = S::PIECE, PER_ROW = S::ROW / PIECE, COUNT = UNIT * PER_ROW;
 #pragma unroll
     for (int base = 0; base < COUNT; base += 32) {
         const int i = base + lane_id(), row = i / PER_ROW;
         if (COUNT % 32 && i >= COUNT) break;
-        u8* to = shared + row * S::STRIDE + (i - row * PER_ROW) * PIECE;
+        u8* to = shared + row * S::STORED_STRIDE + (i - row * PER_ROW) * PIECE;
         const bool valid = WHOLE || visible >> row & 1;
         if constexpr (PIECE == 16)
             cp_async16(to, rows + i * 16, valid);
         else
-            cp_async_small<8>(to, rows + i * 8, valid);
+            cp_async_small<PIECE>(to, rows + i * PIECE, valid);
     }
 }
 
@@ -154,9 +164,16 @@ struct Fetcher {
         fetch_rows<Values, WHOLE>(stage + VALUES_AT, values + row * Values::ROW, visible);
         const int i = lane_id() & 15;
         const bool second = lane_id() >= 16;
-        if (second ? Values::CODED : Keys::CODED)
-            cp_async_small<4>(stage + PARAMS_AT + lane_id() * 4, (second ? value_params : key_params) + (row + i) * 4,
-                              WHOLE || visible >> i & 1);
+        const bool valid = WHOLE || visible >> i & 1;
+        u8* const to = stage + PARAMS_AT + lane_id() * 4;
+        if constexpr (Keys::PACKED == Values::PACKED) {
+            if (second ? Values::CODED : Keys::CODED)
+                Keys::copy_params(to, second ? value_params : key_params, row + i, valid);
+        } else if (second) {
+            if constexpr (Values::CODED) Values::copy_params(to, value_params, row + i, valid);
+        } else {
+            if constexpr (Keys::CODED) Keys::copy_params(to, key_params, row + i, valid);
+        }
     }
 };
 
@@ -231,7 +248,7 @@ DEVICE void prepare_mean(Shared& shared, const Mean& mean, int kv_head, float to
 
 // Writes the newest token's key (warp 2) and value (warp 3) to shared memory in their stored form.
 DEVICE void prepare_new(Shared& shared, const u16* k, const u16* v, const float* mean, Angles angles,
-                        const float* k_scale, const float* v_scale, bool turned) {
+                        const float* k_scale, const float* v_scale, bool turned, u8* scratch) {
     float x[E];
     const bool active = lane_id() < 16;
     if (warp_id() == 2) {
@@ -239,11 +256,12 @@ DEVICE void prepare_new(Shared& shared, const u16* k, const u16* v, const float*
         if constexpr ((DIM & (DIM - 1)) == 0) {
             if (turned) hadamard<DIM>(x);
         }
-        store_head<KEYS, DIM>(shared.new_key.bytes, reinterpret_cast<u8*>(&shared.new_key.params), x, k_scale, active);
+        store_head<KEYS, DIM>(shared.new_key.bytes, reinterpret_cast<u8*>(&shared.new_key.params), x, k_scale, active,
+                                scratch);
     } else if (warp_id() == 3) {
         load_head<DIM>(x, v, nullptr, {nullptr, nullptr, 0});
         u8* params = reinterpret_cast<u8*>(&shared.new_value.params);
-        store_head<VALUES, DIM>(shared.new_value.bytes, params, x, v_scale, active);
+        store_head<VALUES, DIM>(shared.new_value.bytes, params, x, v_scale, active, scratch);
     }
 }
 
@@ -286,7 +304,7 @@ struct Attention {
     }
 
     // x[n][2 i + h] = the logit, as an exponent of 2, of token g + 8 i with head 8 n + 2 t + h.
-    DEVICE void scores(float (&x)[NT][4], const u8* stage) const {
+    DEVICE void scores(float (&x)[NT][4], const u8* keys, const u32* key_params) const {
         float odd[NT][4];  // two chains of products, half as long
 #pragma unroll
         for (int n = 0; n < NT; ++n)
@@ -295,7 +313,7 @@ struct Attention {
 #pragma unroll
         for (int load = 0; load < Keys::LOADS; ++load) {
             u32 a[Keys::STEPS_PER_LOAD][4];
-            Keys::load_keys(a, stage, load);
+            Keys::load_keys(a, keys, load);
 #pragma unroll
             for (int i = 0; i < Keys::STEPS_PER_LOAD; ++i) {
                 const int s = load * Keys::STEPS_PER_LOAD + i;
@@ -309,8 +327,9 @@ struct Attention {
         for (int i = 0; i < 2; ++i) {
             float scale = 1.0f, minimum = 0.0f;
             if constexpr (Keys::CODED) {
-                const u32 params = reinterpret_cast<const u32*>(stage + PARAMS_AT)[(lane_id() >> 2) + 8 * i];
-                scale = F16::lo(params) * Keys::UNIT, minimum = F16::hi(params);
+                const int row = (lane_id() >> 2) + 8 * i;
+                const float2 params = Keys::scale_and_minimum(key_params[row], row);
+                scale = params.x * Keys::UNIT, minimum = params.y;
             }
 #pragma unroll
             for (int n = 0; n < NT; ++n)
@@ -325,13 +344,14 @@ struct Attention {
     }
 
     // Adds 16 tokens with logits x. `is_first`: this lane's first one is at position 0.
-    DEVICE void add(float (&x)[NT][4], const u8* stage, bool is_first) {
+    DEVICE void add(float (&x)[NT][4], const u8* values, const u32* value_params, bool is_first) {
         float scale[2] = {1.0f, 1.0f}, minimum[2] = {0.0f, 0.0f};
         if constexpr (Values::CODED) {
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
-                const u32 params = reinterpret_cast<const u32*>(stage + PARAMS_AT)[UNIT + (lane_id() >> 2) + 8 * i];
-                scale[i] = F16::lo(params), minimum[i] = F16::hi(params);
+                const int row = (lane_id() >> 2) + 8 * i;
+                const float2 params = Values::scale_and_minimum(value_params[row], row);
+                scale[i] = params.x, minimum[i] = params.y;
             }
         }
         bool grows = Values::CODED && fmaxf(scale[0], scale[1]) > top;
@@ -366,7 +386,7 @@ struct Attention {
 #pragma unroll
         for (int load = 0; load < Values::LOADS; ++load) {
             u32 a[Values::STEPS_PER_LOAD][4];
-            Values::load_values(a, stage + VALUES_AT, load);
+            Values::load_values(a, values, load);
 #pragma unroll
             for (int i = 0; i < Values::STEPS_PER_LOAD; ++i) {
                 const int s = load * Values::STEPS_PER_LOAD + i;
@@ -578,7 +598,8 @@ decode_attention(const u16* q, i64 q_token, i64 q_head, const u16* k, i64 k_toke
     const int begin = tiles * split / splits, end = tiles * (split + 1) / splits;
     const i32* table = block_tables + static_cast<i64>(sequence) * max_blocks;
     const Fetcher fetch{k_data, k_params, v_data, v_params, table, kv_heads, kv_head};
-    u8* ring = shared_memory + warp_id() * STAGES * STAGE;
+    u8* const ring = shared_memory + warp_id() * WARP_BYTES;
+    u8 *const unpacked_keys = ring + KEYS_UNPACKED_AT, *const unpacked_values = ring + VALUES_UNPACKED_AT;
     int write_at = 0, read_at = 0;  // in the ring
     const int slot = k ? slots[row] : -1;
     const bool owner = slot >= 0 && split == splits - 1;
@@ -595,7 +616,7 @@ decode_attention(const u16* q, i64 q_token, i64 q_head, const u16* k, i64 k_toke
     wait_for_previous();
 
     // The merge of the results reuses the rings. The rings may be smaller than it.
-    constexpr int RINGS = WARPS * STAGES * STAGE, MERGE = WARPS * ROWS * DIM * 4;
+    constexpr int RINGS = WARPS * WARP_BYTES, MERGE = WARPS * ROWS * DIM * 4;
     Shared& shared = *reinterpret_cast<Shared*>(shared_memory + (RINGS > MERGE ? RINGS : MERGE));
     const Angles angles{cosines + static_cast<i64>(row) * half, sines + static_cast<i64>(row) * half, half};
 #pragma unroll
@@ -615,7 +636,8 @@ decode_attention(const u16* q, i64 q_token, i64 q_head, const u16* k, i64 k_toke
     if (owner)
         prepare_new(shared, k + row * k_token + kv_head * k_head, v + row * v_token + kv_head * v_head,
                     mean_vector ? mean_vector + kv_head * DIM : nullptr, angles,
-                    k_scales ? k_scales + kv_head : nullptr, v_scales ? v_scales + kv_head : nullptr, turned);
+                    k_scales ? k_scales + kv_head : nullptr, v_scales ? v_scales + kv_head : nullptr, turned,
+                    unpacked_keys);
     __syncthreads();
 #if MEAN
     const Mean mean{mean_vector, mean_pairs, mean_table, mean_half, num_pairs, positions};
@@ -629,8 +651,8 @@ decode_attention(const u16* q, i64 q_token, i64 q_head, const u16* k, i64 k_toke
 #endif
     if (owner && first_head == 0) {
         const i64 where = row_of_slot(slot, BLOCK, kv_heads, kv_head);
-        shared.new_key.copy(k_data + where * Keys::ROW, k_params + where * 4, threadIdx.x, WARPS * 32);
-        shared.new_value.copy(v_data + where * Values::ROW, v_params + where * 4, threadIdx.x, WARPS * 32);
+        shared.new_key.store(k_data, k_params, where, threadIdx.x, WARPS * 32);
+        shared.new_value.store(v_data, v_params, where, threadIdx.x, WARPS * 32);
     }
 
     Attention state;
@@ -642,16 +664,20 @@ decode_attention(const u16* q, i64 q_token, i64 q_head, const u16* k, i64 k_toke
         u8* stage = ring + read_at;
         read_at = read_at == (STAGES - 1) * STAGE ? 0 : read_at + STAGE;
         if (owner && newest >= 0 && newest < UNIT) {
-            u8 *value = stage + VALUES_AT + newest * Values::STRIDE, *params = stage + PARAMS_AT + newest * 4;
-            shared.new_key.copy(stage + newest * Keys::STRIDE, params, lane_id(), 32);
+            u8 *value = stage + VALUES_AT + newest * Values::STORED_STRIDE, *params = stage + PARAMS_AT + newest * 4;
+            shared.new_key.copy(stage + newest * Keys::STORED_STRIDE, params, lane_id(), 32);
             shared.new_value.copy(value, params + UNIT * 4, lane_id(), 32);
             __syncwarp();
         }
         fetch_tile(i + STAGES - 1);
         const u32 visible = span.visible(token);
         if (visible == 0) continue;
+        Keys::unpack(unpacked_keys, stage, UNIT, lane_id(), 32);
+        Values::unpack(unpacked_values, stage + VALUES_AT, UNIT, lane_id(), 32);
+        if constexpr (Keys::PACKED || Values::PACKED) __syncwarp();
+        const auto* params = reinterpret_cast<const u32*>(stage + PARAMS_AT);
         float x[NT][4];
-        state.scores(x, stage);
+        state.scores(x, Keys::PACKED ? unpacked_keys : stage, params);
 #if MEAN
         add_mean(x, shared, mean, mean_pairs + kv_head * num_pairs, token);
 #endif
@@ -673,7 +699,7 @@ decode_attention(const u16* q, i64 q_token, i64 q_head, const u16* k, i64 k_toke
                 for (int j = 0; j < 4; ++j)
                     if (!(visible >> ((lane_id() >> 2) + 4 * (j & 2)) & 1)) x[n][j] = -__uint_as_float(0x7f800000u);
         }
-        state.add(x, stage, is_first);
+        state.add(x, Values::PACKED ? unpacked_values : stage + VALUES_AT, params + UNIT, is_first);
     }
 
     __syncthreads();

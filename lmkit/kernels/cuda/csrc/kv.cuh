@@ -1,14 +1,15 @@
 // Blocked KV storage on the device: writing a head, and turning stored bytes into fragments of an mma.
 //
 // One layer's keys (or values), of any storage type (ops.py): data [blocks][kv_heads][BLOCK tokens][row], so the rows
-// of 16 consecutive tokens of a head are contiguous; params float16 [blocks][kv_heads][BLOCK][2] = scale, minimum.
+// of 16 consecutive tokens of a head are contiguous; params float16 [blocks][kv_heads][BLOCK][2] = scale, minimum, or
+// [1] = scale of types with levels (int3, int2).
 //
 // Tensor cores get the stored values: 16-bit floats as they are, codes as F16, which represents every code exactly.
 // Scale and minimum are applied to a token's score (keys) or weight (values), never to an element.
 #pragma once
 #include "ptx.cuh"
 
-enum StorageType { KV_FLOAT16, KV_BFLOAT16, KV_INT8, KV_FP8, KV_INT4 };
+enum StorageType { KV_FLOAT16, KV_BFLOAT16, KV_INT8, KV_FP8, KV_INT4, KV_INT3, KV_INT2 };
 
 template <bool CONDITION, class A, class B> struct Choice { using Type = A; };
 template <class A, class B> struct Choice<false, A, B> { using Type = B; };
@@ -23,6 +24,7 @@ template <class A, class B> struct Choice<false, A, B> { using Type = B; };
 //   16-bit   step s = elements 16 s + 0..15 = load s, as in ptx.cuh
 //   8-bit    step s = elements 16 s + 0..15 = chunk s
 //   int4     steps 2c and 2c+1 = the low and the high nibbles of chunk c: elements 16 c + 0..15, D/2 + 16 c + 0..15
+//   int3/2   are unpacked first, a unit of 32 to a chunk: steps 2c and 2c+1 = elements 32 c + 0..15, 32 c + 16..31
 //
 // Keys: for lane 4g + t, a 32-bit register of codes holds bytes 4t..4t+3 of one token's chunk. Its pairs are bytes (0,
 // 2) and (1, 3), since masks alone separate those: k 2t, 2t+1 are bytes 4t, 4t+2 and k 2t+8, 2t+9 are bytes 4t+1, 4t+3.
@@ -34,16 +36,23 @@ template <class A, class B> struct Choice<false, A, B> { using Type = B; };
 template <int TYPE, int D>
 struct Storage {
     static_assert(D % 16 == 0, "steps are 16 elements");
-    static constexpr bool CODED = TYPE == KV_INT8 || TYPE == KV_FP8 || TYPE == KV_INT4;
-    static constexpr bool HAS_MINIMUM = TYPE == KV_INT8 || TYPE == KV_INT4;
+    static constexpr bool PACKED = TYPE == KV_INT3 || TYPE == KV_INT2;  // codes of levels
+    static constexpr bool NIBBLES = TYPE == KV_INT4 || PACKED;
+    static constexpr bool CODED = TYPE == KV_INT8 || TYPE == KV_FP8 || NIBBLES;
+    static constexpr bool HAS_MINIMUM = TYPE == KV_INT8 || NIBBLES;
+    static_assert(!PACKED || D % 32 == 0, "units are 32 elements");
     using Float = typename Choice<TYPE == KV_BFLOAT16, BF16, F16>::Type;  // the mma's type
-    static constexpr int ROW = TYPE == KV_INT4 ? D / 2 : CODED ? D : 2 * D;  // bytes of a token
-    static constexpr int CHUNKS = (ROW + 15) / 16;
+    static constexpr int BITS = TYPE == KV_INT3 ? 3 : TYPE == KV_INT2 ? 2 : NIBBLES ? 4 : CODED ? 8 : 16;
+    static constexpr int ROW = D * BITS / 8;                       // bytes of a token
+    static constexpr int PARAM_BYTES = PACKED ? 2 : CODED ? 4 : 0;  // of a token
+    static constexpr int PIECE = ROW % 16 == 0 ? 16 : ROW % 8 == 0 ? 8 : 4;  // of a row, that is copied at once
+    static constexpr int CHUNKS = PACKED ? D / 32 : (ROW + 15) / 16;
     static constexpr int LOADS = (CHUNKS + 1) / 2;
-    static constexpr int STEPS_PER_LOAD = TYPE == KV_INT4 ? 4 : CODED ? 2 : 1;
+    static constexpr int STEPS_PER_LOAD = NIBBLES ? 4 : CODED ? 2 : 1;
     static constexpr int STEPS = CODED ? CHUNKS * STEPS_PER_LOAD / 2 : LOADS;
     // In shared memory: an odd number of chunks, so that the chunks of 8 rows lie in different banks.
     static constexpr int STRIDE = (2 * LOADS + 1) * 16;
+    static constexpr int STORED_STRIDE = PACKED ? ROW : STRIDE;  // of a row that is not unpacked yet
     // The F16 numbers of codes are `code + bias` for keys (undone in a score: bias * sum of the query) and `code` for
     // values. For fp8 they are the number / 256, for both.
     static constexpr float UNIT = TYPE == KV_FP8 ? 256.0f : 1.0f;
@@ -70,7 +79,41 @@ struct Storage {
 
     // The bias on the codes of a step of keys.
     static DEVICE float bias(int step) {
-        return TYPE == KV_INT8 ? 1024.0f : TYPE != KV_INT4 ? 0.0f : step & 1 ? 64.0f : 1024.0f;
+        return TYPE == KV_INT8 || PACKED ? 1024.0f : TYPE != KV_INT4 ? 0.0f : step & 1 ? 64.0f : 1024.0f;
+    }
+
+    // Starts to copy the parameters of row `row` of all to a word, and reads them there. Of two rows that share a word of
+    // the storage, the second one has its high half; the first one is copied alone, since the second may not be written.
+    static DEVICE void copy_params(u8* word, const u8* params, i64 row, bool valid) {
+        if constexpr (PACKED)
+            cp_async_part<4>(word, params + (row & ~1ll) * 2, valid ? 2 + 2 * static_cast<int>(row & 1) : 0);
+        else
+            cp_async_small<4>(word, params + row * 4, valid);
+    }
+    static DEVICE float2 scale_and_minimum(u32 word, int row) {
+        if constexpr (!PACKED) return make_float2(F16::lo(word), F16::hi(word));
+        const float scale = row & 1 ? F16::hi(word) : F16::lo(word);
+        return make_float2(scale, scale * (TYPE == KV_INT3 ? -8.0f : -10.0f));
+    }
+
+    // A unit of 32 codes, as it is stored -> bytes, of which b has code b in its low nibble, and code 16 + b in its high one.
+    static DEVICE uint4 unpacked(const u32* unit) {
+        const u32 a = unit[0], b = unit[1], high = TYPE == KV_INT3 ? unit[2] : 0;
+        return make_uint4((a & 0x33333333u) | third(high), (b & 0x33333333u) | third(high >> 4),
+                          (a >> 2 & 0x33333333u) | third(high >> 8), (b >> 2 & 0x33333333u) | third(high >> 12));
+    }
+
+    // The same for all units of `count` rows: thread `thread` of `threads`.
+    static DEVICE void unpack(u8* to, const u8* rows, int count, int thread, int threads) {
+        if constexpr (PACKED)
+            for (int i = thread; i < count * CHUNKS; i += threads)
+                *reinterpret_cast<uint4*>(to + i / CHUNKS * STRIDE + i % CHUNKS * 16) =
+                    unpacked(reinterpret_cast<const u32*>(rows) + i * BITS);
+    }
+
+    // The levels of the four codes in the low half of `codes`, a byte each.
+    static DEVICE u32 levels(u32 codes) {
+        return TYPE == KV_INT3 ? prmt(0x07050300u, 0x100d0b09u, codes) : prmt(0x140d0700u, 0, codes);
     }
 
     // Loads fragments (a of ptx.cuh: rows are tokens, k are elements) of 16 tokens' keys. Their rows lie at `rows` in
@@ -121,7 +164,13 @@ struct Storage {
         return step * 16 + byte_of_chunk;
     }
 
-    // Bytes (0, 2) and (1, 3) as pairs of F16; for int4 the low nibbles, then the high ones. `EXACT`: without the bias.
+    // Bits 0-3 and 16-19 -> bit 2 of the low nibbles, and of the high ones.
+    static DEVICE u32 third(u32 bits) {
+        if constexpr (TYPE == KV_INT2) return 0;
+        return ((bits & 15) * 0x00810204u & 0x04040404u) | ((bits >> 16 & 15) * 0x08102040u & 0x40404040u);
+    }
+
+    // Bytes (0, 2) and (1, 3) as pairs of F16; of nibbles the low ones, then the high ones. `EXACT`: without the bias.
     // 0x6400 is 1024, whose last bit is worth 1. 0x5400 is 64, where bit 4 is worth 1.
     template <bool EXACT>
     static DEVICE void widen(u32 (&pairs)[STEPS_PER_LOAD], u32 r) {
@@ -130,7 +179,11 @@ struct Storage {
             pairs[0] = and_or(even >> 1, 0x3f803f80u, even & 0x80008000u);
             pairs[1] = and_or(r >> 1, 0x3f803f80u, r & 0x80008000u);
         } else {
-            if constexpr (TYPE == KV_INT8) {
+            if constexpr (PACKED) {
+                const u32 ordered = prmt(r, 0, 0x3120), even = levels(ordered), odd = levels(ordered >> 16);
+                pairs[0] = prmt(even, 0x64006400u, 0x5250), pairs[2] = prmt(even, 0x64006400u, 0x5351);
+                pairs[1] = prmt(odd, 0x64006400u, 0x5250), pairs[3] = prmt(odd, 0x64006400u, 0x5351);
+            } else if constexpr (TYPE == KV_INT8) {
                 pairs[0] = prmt(r, 0x64006400u, 0x5250);
                 pairs[1] = prmt(r, 0x64006400u, 0x5351);
             } else {
@@ -142,7 +195,7 @@ struct Storage {
             if constexpr (EXACT) {
 #pragma unroll
                 for (int p = 0; p < STEPS_PER_LOAD; ++p)
-                    pairs[p] = F16::sub(pairs[p], p < 2 ? 0x64006400u : 0x54005400u);
+                    pairs[p] = F16::sub(pairs[p], PACKED || p < 2 ? 0x64006400u : 0x54005400u);
             }
         }
     }
@@ -257,7 +310,7 @@ DEVICE float head_sum(float x) {
     return x;
 }
 
-// The codes of a head as ops.kv_append defines them. The result is scale | minimum << 16, both float16. `fixed` is the
+// The codes of a head as ops.kv_append defines them, for types without levels. The result is scale | minimum << 16, both float16. `fixed` is the
 // head's scale, or null to use the vector's own.
 template <int TYPE, int E>
 DEVICE u32 quantize(u8 (&codes)[E], const float (&x)[E], const float* fixed) {
@@ -293,9 +346,74 @@ DEVICE u32 quantize(u8 (&codes)[E], const float (&x)[E], const float* fixed) {
     return scale_bits | static_cast<u32>(minimum_bits) << 16;
 }
 
-// Stores a head: its row's ROW bytes and, for codes, its 4 bytes of params. Lanes that are not `active` store nothing.
+// The nearest levels of a head (kernels/reference/kv.py). The result is the scale with the least error, float16: NaN if x
+// has one.
+template <int TYPE, int E>
+DEVICE u16 nearest_levels(u8 (&codes)[E], const float (&x)[E]) {
+    constexpr int COUNT = TYPE == KV_INT3 ? 8 : 4, UNITS = 5;
+    constexpr float LARGEST = 65504.0f, LEVELS[2][8] = {{-10, -3, 3, 10}, {-8, -5, -3, -1, 1, 3, 5, 8}};
+    constexpr double AROUND[UNITS] = {0.8, 0.9, 1.0, 1.1, 1.2};
+    const float(&levels)[8] = LEVELS[TYPE == KV_INT3];
+    float wide[E], power = 0.0f, is_nan = 0.0f;
+#pragma unroll
+    for (int e = 0; e < E; ++e) {
+        is_nan = x[e] == x[e] ? is_nan : 1.0f;
+        wide[e] = fminf(fmaxf(x[e], -LARGEST), LARGEST), power += wide[e] * wide[e];
+    }
+    const float deviation = sqrtf(head_sum(power) / (16 * E));
+    float best = -1.0f, scale = 0.0f;
+#pragma unroll
+    for (int e = 0; e < E; ++e) codes[e] = 0;
+#pragma unroll 1
+    for (int unit = 0; unit < UNITS; ++unit) {
+        const float step = static_cast<float>((TYPE == KV_INT3 ? 0.2675 : 0.151) * AROUND[unit]);
+        u8 found[E];
+        float product = 0.0f, square = 0.0f;
+#pragma unroll
+        for (int e = 0; e < E; ++e) {
+            float level = levels[0];
+            found[e] = 0;
+#pragma unroll
+            for (int c = 1; c < COUNT; ++c)
+                if (wide[e] > __fmul_rn(deviation, __fmul_rn((levels[c] + levels[c - 1]) / 2, step)))
+                    level = levels[c], found[e] = static_cast<u8>(c);
+            product += wide[e] * level, square += level * level;
+        }
+        product = head_sum(product), square = head_sum(square);
+        const float gain = product * product / square;
+        if (!(gain > best)) continue;
+        best = gain, scale = product / square;
+#pragma unroll
+        for (int e = 0; e < E; ++e) codes[e] = found[e];
+    }
+    return head_max(is_nan) > 0.0f ? 0x7e00 : F16::from_float(scale);
+}
+
+// A lane's words of a row of levels, from the codes of all, a byte each.
 template <int TYPE, int D>
-DEVICE void store_head(u8* row, u8* params, const float (&x)[D / 16], const float* fixed, bool active) {
+DEVICE void pack_levels(u8* row, const u32* codes, int lane) {
+    constexpr int WORDS = Storage<TYPE, D>::BITS;  // of a unit
+    for (int i = lane; i < D / 32 * WORDS; i += 16) {
+        const u32* unit = codes + i / WORDS * 8;
+        const int part = i % WORDS;
+        u32 word = 0;
+#pragma unroll
+        for (int group = 0; group < 4; ++group) {
+            if (part < 2) {
+                word |= (unit[2 * group + part] & 0x03030303u) << 2 * group;
+            } else {  // the last bits of four bytes meet in bits 24-27 of a product
+                const u32 first = unit[2 * group] >> 2 & 0x01010101u, second = unit[2 * group + 1] >> 2 & 0x01010101u;
+                word |= ((first * 0x01020408u >> 24 & 15) | (second * 0x01020408u >> 20 & 0xf0)) << 8 * group;
+            }
+        }
+        reinterpret_cast<u32*>(row)[i] = word;
+    }
+}
+
+// Stores a head: its row's ROW bytes and, for codes, its params. Lanes that are not `active` store nothing. `scratch`: D
+// bytes of shared memory, a multiple of 4, for levels; of each head its own.
+template <int TYPE, int D>
+DEVICE void store_head(u8* row, u8* params, const float (&x)[D / 16], const float* fixed, bool active, u8* scratch) {
     using S = Storage<TYPE, D>;
     constexpr int E = D / 16;
     const int lane = lane_id() & 15;
@@ -306,6 +424,15 @@ DEVICE void store_head(u8* row, u8* params, const float (&x)[D / 16], const floa
         if (active) store_span(reinterpret_cast<u16*>(row) + lane * E, bits);
     } else {
         alignas(16) u8 codes[E];
+        if constexpr (S::PACKED) {
+            const u16 scale = nearest_levels<TYPE>(codes, x);
+            __syncwarp();  // others have read what is overwritten
+            store_span(scratch + lane * E, codes);
+            __syncwarp();
+            if (active) pack_levels<TYPE, D>(row, reinterpret_cast<const u32*>(scratch), lane);
+            if (active && lane == 0) *reinterpret_cast<u16*>(params) = scale;
+            return;
+        }
         const u32 pair = quantize<TYPE>(codes, x, fixed);
         if constexpr (TYPE == KV_INT4) {
 #pragma unroll

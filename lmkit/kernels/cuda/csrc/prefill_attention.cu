@@ -99,14 +99,15 @@ DEVICE void decode4(u32 codes, u32 scale, u32 minimum, u32 (&out)[2]) {
 // K or V, rows of WIDTH elements: its address, and its tile in shared memory.
 template <int STORAGE, int WIDTH, int COLUMNS>
 struct Operand {
-    static constexpr bool CODED = Storage<STORAGE, WIDTH>::CODED;
-    static constexpr int ROW_BYTES = Storage<STORAGE, WIDTH>::ROW;
+    using Stored = Storage<STORAGE, WIDTH>;
+    static constexpr bool CODED = Stored::CODED;
+    static constexpr int ROW_BYTES = Stored::ROW;
     static constexpr int STRIDE = (COLUMNS / 8 | 1) * 16;
     static constexpr int TILE_BYTES = KEYS * STRIDE;
     static constexpr int BYTES = CODED ? TILE_BYTES + KEYS * (ROW_BYTES + 4) : 2 * TILE_BYTES;
 
     const u8* data;
-    const u32* params;
+    const u8* params;
     u8* shared;
 
     DEVICE u8* tile(int stage) const { return shared + (CODED ? 0 : stage * TILE_BYTES); }
@@ -115,7 +116,7 @@ struct Operand {
 
     // Starts to copy the tokens at `rows` of the storage. Nothing is read for NOWHERE.
     DEVICE void load(int stage, const u32* rows) const {
-        constexpr int PIECE = ROW_BYTES % 16 ? 8 : 16, PIECES = ROW_BYTES / PIECE;
+        constexpr int PIECE = Stored::PIECE, PIECES = ROW_BYTES / PIECE;
         u8* to = CODED ? codes() : tile(stage);
         share_out<KEYS * PIECES>([&](int i) {
             const int row = i / PIECES, part = i % PIECES * PIECE;
@@ -124,16 +125,31 @@ struct Operand {
             if constexpr (PIECE == 16)
                 cp_async16(here, from, rows[row] != NOWHERE);
             else
-                cp_async_small<8>(here, from, rows[row] != NOWHERE);
+                cp_async_small<PIECE>(here, from, rows[row] != NOWHERE);
         });
         if constexpr (CODED)
-            share_out<KEYS>(
-                [&](int i) { cp_async_small<4>(tile_params() + i, params + rows[i], rows[i] != NOWHERE); });
+            share_out<KEYS>([&](int i) {
+                Stored::copy_params(codes() + KEYS * ROW_BYTES + 4 * i, params, rows[i], rows[i] != NOWHERE);
+            });
     }
 
-    // Codes -> the tile. 8 bytes are 8 values; for int4 there are 8 more, WIDTH / 2 further on.
-    DEVICE void expand() const {
-        if constexpr (CODED) {
+    // Codes -> the tile. 8 bytes are 8 values; for int4 there are 8 more, WIDTH / 2 further on. Units of levels have 32.
+    // `rows`: as they were loaded.
+    DEVICE void expand(const u32* rows) const {
+        if constexpr (Stored::PACKED) {
+            share_out<KEYS * (WIDTH / 32)>([&](int i) {
+                const int row = i / (WIDTH / 32);
+                const uint4 w = Stored::unpacked(reinterpret_cast<const u32*>(codes()) + i * Stored::BITS);
+                const float2 params = Stored::scale_and_minimum(tile_params()[row], static_cast<int>(rows[row]));
+                const u32 pair = F16::pack(params.x, params.y);
+                u8* to = shared + row * STRIDE + i % (WIDTH / 32) * 64;
+                uint2 low, high;  // levels of codes in low and in high nibbles
+                split_levels(low.x, high.x, w.x), split_levels(low.y, high.y, w.y);
+                store8(to, low, pair), store8(to + 32, high, pair);
+                split_levels(low.x, high.x, w.z), split_levels(low.y, high.y, w.w);
+                store8(to + 16, low, pair), store8(to + 48, high, pair);
+            });
+        } else if constexpr (CODED) {
             share_out<KEYS * (ROW_BYTES / 8)>([&](int i) {
                 const int row = i / (ROW_BYTES / 8), part = i % (ROW_BYTES / 8);
                 const uint2 w = *reinterpret_cast<const uint2*>(codes() + 8 * i);
@@ -147,6 +163,11 @@ struct Operand {
                 }
             });
         }
+    }
+
+    static DEVICE void split_levels(u32& low, u32& high, u32 codes) {
+        const u32 first = Stored::levels(codes), second = Stored::levels(codes >> 16);
+        low = prmt(first, second, 0x6420), high = prmt(first, second, 0x7531);
     }
 
     static DEVICE void store8(u8* to, uint2 codes, u32 pair) {
@@ -626,7 +647,7 @@ DEVICE void merge(const Record& record, int count, const Work& work, u16* out, i
 // [slots * kv_heads][num_splits][Record::size(record_rows)], if there are several ranges. record_rows: the most rows of a
 // block of threads that are in use.
 extern "C" __global__ void __launch_bounds__(THREADS, DV <= 128 ? 2 : 1) prefill_attention(
-    const u16* q, i64 q_stride, const u8* k_data, const u32* k_params, const u8* v_data, const u32* v_params,
+    const u16* q, i64 q_stride, const u8* k_data, const u8* k_params, const u8* v_data, const u8* v_params,
     const float* mean_vector, const int* mean_pairs, const float* mean_table, int mean_half, int mean_positions,
     const int* block_tables, int table_stride, const int* query_start, const int* context_lens, int num_seqs, int group,
     int block_size, int window, int sinks, int turned, int skip_single, float scale, float cap,
@@ -703,8 +724,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, DV <= 128 ? 2 : 1) prefill
         cp_async_wait<0>();
         __syncthreads();
         if (EXPANDS) {
-            keys.expand();
-            values.expand();
+            keys.expand(places + stage * KEYS);
+            values.expand(places + stage * KEYS);
             if (MEAN_PAIRS) mean_angles(keys.tile(stage), mean, work.first_key(i));
             __syncthreads();
         }

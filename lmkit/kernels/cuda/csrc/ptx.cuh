@@ -77,13 +77,18 @@ DEVICE void cp_async16_stream(void* shared, const void* global, bool valid = tru
                  : "memory");
 }
 
-// An asynchronous copy of 4 or 8 bytes.
+// An asynchronous copy of 4 or 8 bytes, of which the first `given` are read and the others become zeros.
 template <int BYTES>
-DEVICE void cp_async_small(void* shared, const void* global, bool valid = true) {
+DEVICE void cp_async_part(void* shared, const void* global, int given) {
     static_assert(BYTES == 4 || BYTES == 8, "16 bytes have cp_async16");
     asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(shared_address(shared)), "l"(global), "n"(BYTES),
-                 "r"(valid ? BYTES : 0)
+                 "r"(given)
                  : "memory");
+}
+
+template <int BYTES>
+DEVICE void cp_async_small(void* shared, const void* global, bool valid = true) {
+    cp_async_part<BYTES>(shared, global, valid ? BYTES : 0);
 }
 
 DEVICE void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }

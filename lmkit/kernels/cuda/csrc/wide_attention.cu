@@ -5,7 +5,7 @@
 //
 // A block of threads computes ROWS rows of one sequence and KV head. A row is one head of one query token; the heads that
 // share the KV head follow each other, then comes the next token. A tile of KEYS stored rows is copied by cp.async, one
-// ahead of the computation, and is multiplied as it lies; if SHARED, twice:
+// ahead of the computation, and is multiplied as it lies (int3, int2: unpacked); if SHARED, twice:
 //
 //   S [ROWS, KEYS] = Q K^T     a warp has 16 x 16 scores over one of PARTS parts of the columns; the parts meet in shared
 //   P = 2^(S - maximum)        a row has LANES lanes
@@ -38,14 +38,20 @@ static_assert(DIM % 32 == 0 && M_TILES * N_TILES * PARTS == WARPS, "");
 // Rows of a tile, as they are stored, and their scales and minima.
 template <class S>
 struct Rows {
-    alignas(16) u8 rows[KEYS * S::STRIDE];
+    alignas(16) u8 rows[KEYS * S::STORED_STRIDE];
     u32 params[KEYS];
 
     DEVICE void copy(const u8* data, const u8* of_data, i64 row, int key, bool valid) {
 #pragma unroll 3
-        for (int piece = threadIdx.x % COPIERS; piece < S::ROW / 16; piece += COPIERS)
-            cp_async16(rows + key * S::STRIDE + piece * 16, data + row * S::ROW + piece * 16, valid);
-        if (S::CODED && threadIdx.x % COPIERS == 0) cp_async_small<4>(params + key, of_data + row * 4, valid);
+        for (int piece = threadIdx.x % COPIERS; piece < S::ROW / S::PIECE; piece += COPIERS) {
+            u8* to = rows + key * S::STORED_STRIDE + piece * S::PIECE;
+            if constexpr (S::PIECE == 16)
+                cp_async16(to, data + row * S::ROW + piece * 16, valid);
+            else
+                cp_async_small<S::PIECE>(to, data + row * S::ROW + piece * S::PIECE, valid);
+        }
+        if (S::CODED && threadIdx.x % COPIERS == 0)
+            S::copy_params(reinterpret_cast<u8*>(params + key), of_data, row, valid);
     }
 };
 
@@ -120,14 +126,14 @@ DEVICE void load_queries(Shared& shared, const u16* q, const Tile& tile) {
     }
 }
 
-DEVICE void multiply_queries(Shared& shared, const Stage& stage) {
+DEVICE void multiply_queries(Shared& shared, const u8* keys) {
     const int m = warp_id() % M_TILES, n = warp_id() / M_TILES % N_TILES, part = warp_id() / (M_TILES * N_TILES);
     const u8* a_row = shared.queries + (16 * m + (lane_id() & 15)) * Q_STRIDE + (lane_id() >> 4) * 16;
     float c[2][4] = {};
 #pragma unroll 2
     for (int load = part; load < Keys::LOADS; load += PARTS) {
         u32 b[Keys::STEPS_PER_LOAD][4];
-        Keys::load_keys(b, stage.keys.rows + 16 * n * Keys::STRIDE, load);
+        Keys::load_keys(b, keys + 16 * n * Keys::STRIDE, load);
 #pragma unroll
         for (int i = 0; i < Keys::STEPS_PER_LOAD; ++i) {
             const int step = load * Keys::STEPS_PER_LOAD + i;
@@ -182,11 +188,13 @@ struct Softmax {
 #pragma unroll
             for (int part = 0; part < PARTS; ++part) x[j] += shared.scores[part][row][key];
             if constexpr (Keys::CODED) {
-                const u32 pair = stage.keys.params[key];
-                x[j] = x[j] * (F16::lo(pair) * Keys::UNIT) + F16::hi(pair) * query_sum;
+                const float2 params = Keys::scale_and_minimum(stage.keys.params[key], key);
+                x[j] = x[j] * (params.x * Keys::UNIT) + params.y * query_sum;
             }
-            if constexpr (Values::CODED)
-                scale[j] = F16::lo(stage.values().params[key]), minimum[j] = F16::hi(stage.values().params[key]);
+            if constexpr (Values::CODED) {
+                const float2 params = Values::scale_and_minimum(stage.values().params[key], key);
+                scale[j] = params.x, minimum[j] = params.y;
+            }
             x[j] = key <= visible ? x[j] * to_logits : NOTHING;
             greatest = fmaxf(greatest, x[j]), widest = fmaxf(widest, scale[j]);
         }
@@ -212,7 +220,7 @@ struct Softmax {
     }
 };
 
-DEVICE void multiply_weights(Out& out, const Shared& shared, const Stage& stage) {
+DEVICE void multiply_weights(Out& out, const Shared& shared, const u8* values) {
 #pragma unroll
     for (int m = 0; m < M_TILES; ++m) {
         const float* factors = shared.factors + 16 * m + lane_id() / 4;
@@ -232,7 +240,7 @@ DEVICE void multiply_weights(Out& out, const Shared& shared, const Stage& stage)
             const int load = warp_id() + l * WARPS;
             if (load >= Values::LOADS) continue;
             u32 b[EACH][4];
-            Values::load_values(b, stage.values().rows + 16 * k * Values::STRIDE, load);
+            Values::load_values(b, values + 16 * k * Values::STRIDE, load);
 #pragma unroll
             for (int i = 0; i < EACH; ++i)
 #pragma unroll
@@ -302,6 +310,8 @@ wide_attention(const u16* q, const u8* keys, const u8* key_params, const u8* val
                int group, int block_size, float to_logits, u16* out, float* records, i32* counters) {
     begin_kernel();
     Shared& shared = *reinterpret_cast<Shared*>(shared_memory);
+    u8* const unpacked_keys = shared_memory + sizeof(Shared);  // rows of levels
+    u8* const unpacked_values = unpacked_keys + (SHARED || !Keys::PACKED ? 0 : KEYS * Keys::STRIDE);
     const int index = gridDim.x - 1 - blockIdx.x, range = blockIdx.y;
     Tile tile;
     tile.group = group, tile.head = blockIdx.z, tile.kv_heads = gridDim.z;
@@ -338,11 +348,16 @@ wide_attention(const u16* q, const u8* keys, const u8* key_params, const u8* val
         cp_async_wait<0>();
         __syncthreads();
         copy(i + 1);
-        multiply_queries(shared, stage);
+        if constexpr (Keys::PACKED || Values::PACKED) {
+            Keys::unpack(unpacked_keys, stage.keys.rows, KEYS, threadIdx.x, THREADS);
+            if (!SHARED) Values::unpack(unpacked_values, stage.values().rows, KEYS, threadIdx.x, THREADS);
+            __syncthreads();
+        }
+        multiply_queries(shared, Keys::PACKED ? unpacked_keys : stage.keys.rows);
         __syncthreads();
         softmax.step(shared, stage, position - i * KEYS, to_logits);
         __syncthreads();
-        multiply_weights(sums, shared, stage);
+        multiply_weights(sums, shared, Values::PACKED ? unpacked_values : stage.values().rows);
     }
     cp_async_wait<0>();
     softmax.finish(shared);
