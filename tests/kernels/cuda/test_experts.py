@@ -17,10 +17,13 @@ from lmkit.kernels.cuda.gemm_experts import ExpertTable
 from lmkit.kernels.cuda.gemm_plan import SCRATCH_BYTES
 from lmkit.kernels.ops import Norm, Places, Routing
 from lmkit.layers.blocks.moe import GPU_ROWS
-from lmkit.qtensor import QTensor, int_scheme, plain, quantize
+from lmkit.models.shard import Shard
+from lmkit.qtensor import QTensor, dequantize, int_scheme, plain, quantize
 from tests import emulator
+from tests.kernels import planes
 from tests.kernels.cuda import test_int8_rows
 from tests.kernels.cuda.test_linear import assert_near, expected, pack
+from tests.kernels.planes import random_weight
 from tests.kernels.test_experts import ROUTINGS
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
@@ -125,6 +128,24 @@ def test_products_are_those_of_each_expert(scheme: str, count: int, device: str)
     down = [plain(quantize(torch.randn(40, 136), SCHEMES[scheme])) for _ in range(num_experts)]
     x = torch.randn(count * per_token, 136, device=device).to(dtype)
     check(down, [None] * num_experts, x, places, None, by_token=False)
+
+
+@pytest.mark.parametrize("name", ["Q4_K", pytest.param("Q6_K", marks=pytest.mark.exhaustive)])
+def test_k_quants_whole_and_of_ranks(name: str, device: str) -> None:
+    """Offsets, factors and codes of 6 bits: each expert's are its own, and ranks of --tp have rows of gate and up, and
+    whole super-groups of the inputs of down."""
+    up, down = ([random_weight(planes.SCHEMES[name], *size) for _ in range(4)] for size in ((2 * 24, 512), (40, 512)))
+    places = placed(5, 2, 4, device)
+    check(up, [None] * 4, torch.randn(5, 512, device=device).half(), places, "silu", by_token=True)
+    x, none = torch.randn(10, 512, device=device).half(), [None] * 4
+    ranks = [Shard(rank, tp=2) for rank in range(2)]
+    parts = [[shard._columns("mlp.down", q) for q in down] for shard in ranks]
+    for part, of_rank in zip(x.chunk(2, dim=1), parts, strict=True):
+        check(of_rank, none, part.contiguous(), places, None, by_token=False)
+    whole = [torch.cat([dequantize(part) for part in of_expert], dim=1) for of_expert in zip(*parts, strict=True)]
+    assert all(map(torch.equal, whole, map(dequantize, down)))
+    rows = [dequantize(shard.rows(up[0], slice(24 * rank, 24 * rank + 24))) for rank, shard in enumerate(ranks)]
+    assert torch.equal(torch.cat(rows), dequantize(up[0]))
 
 
 @pytest.mark.parametrize(("scheme", "count"), [("int4", 1), ("int4", 45), ("int4-32", 5)])

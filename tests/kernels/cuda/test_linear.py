@@ -66,8 +66,7 @@ def weight(outputs: int, inputs: int, scheme: QuantScheme = INT4, scales: torch.
 
 
 def pack(q: QTensor, device: str, activation: str | None = None, *, rounds: bool = False) -> PackedWeight:
-    moved = QTensor(q.codes.to(device), q.scales.to(device), q.zeros.to(device), q.scheme)
-    return gemm_pack.pack(moved, activation, rounds=rounds)
+    return gemm_pack.pack(q.to(device), activation, rounds=rounds)
 
 
 def expected(x: Tensor, q: QTensor, bias: Tensor | None = None, activation: str | None = None) -> Tensor:
