@@ -8,7 +8,9 @@
 // barrier, or writes anything but shared memory; or if it ends without a wait.
 // mma sums products in float32, one after the other: a GPU's order is another, and its products may be cut off.
 #pragma once
-#include <cmath>
+#define _GLIBCXX_INCLUDE_NEXT_C_HEADERS  // C's own math.h: g++ reads C++'s <cmath> for a quarter of a kernel's time
+#include <math.h>
+#undef _GLIBCXX_INCLUDE_NEXT_C_HEADERS
 #include <cstring>
 #include <utility>
 
