@@ -93,9 +93,9 @@ def compile_all(kernels: Iterable[Kernel], arches: Iterable[str] = ARCHES) -> li
     return [(kernel, code[kernel.name]) for (together, _), code in zip(work, found, strict=True) for kernel in together]
 
 
-def compile_kernel(kernel: Kernel, arch: str) -> Compiled:
-    """Compile one kernel. Raises AssertionError with the compiler's log."""
-    return _compile(kernel, arch)[kernel.name]
+def compile_kernel(kernel: Kernel, arch: str, *, read: bool = True) -> Compiled:
+    """Compile one kernel, and `read` its machine code. Raises AssertionError with the compiler's log."""
+    return _compile(kernel, arch, read)[kernel.name]
 
 
 def ptx(text: str, arch: str, defines: dict[str, int]) -> str:
@@ -109,9 +109,9 @@ def ptx(text: str, arch: str, defines: dict[str, int]) -> str:
     return written.partition("\n\t.file\t")[0]  # then what a debugger needs, and the path of this folder
 
 
-def _compile(kernel: Kernel, arch: str) -> dict[str, Compiled]:
+def _compile(kernel: Kernel, arch: str, read: bool = True) -> dict[str, Compiled]:
     """Compile all entry points of the kernel's text."""
-    text, lib, tool = kernel_source(kernel.source), _nvrtc(), disassembler()
+    text, lib, tool = kernel_source(kernel.source), _nvrtc(), disassembler() if read else None
     flags = [f"--gpu-architecture=sm_{arch}", *CUPY, *options(kernel.defines), "--ptxas-options=-v"]
     cubin, log = _with_nvcc(text, flags) if lib is None else _with_nvrtc(lib, text, [*flags, *CUPY_WITH_NVRTC])
     _, *parts = re.split(r"Compiling entry function '(\w+)'", log)
