@@ -4,6 +4,9 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
+# Each process that a test starts would compile lmkit's modules once more.
+unexport PYTHONDONTWRITEBYTECODE
+
 # A process for each of two cores; one that is done takes tests from the other.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 # What depends on the processor's instructions.
