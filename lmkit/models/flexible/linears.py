@@ -64,8 +64,9 @@ def _is_plain(kind: Any) -> bool:
 class Uses(TorchFunctionMode):
     """While a model runs inside, how it uses its linears is noted.
 
-    `shared` has the names of linears that read the same tensor, in the order of the modules, and `direct` those whose
-    weight something else than the linear reads. Such a weight cannot be packed. `ran` has those that were called.
+    `shared` has the names of linears that read the same tensor, unchanged between them, in the order of the modules,
+    and `direct` those whose weight something else than the linear reads. Such a weight cannot be packed. `ran` has
+    those that were called.
     """
 
     model: nn.Module
@@ -76,7 +77,7 @@ class Uses(TorchFunctionMode):
     def __post_init__(self) -> None:
         super().__init__()
         self._names = list(find_linears(self.model))
-        self._inputs: dict[str, Tensor] = {}
+        self._inputs: dict[str, tuple[Tensor, int]] = {}  # and the number of changes in place
         self._weights: dict[int, str] = {}  # by identity, while a pass runs
         self._running = ""
         self._hooks: list[Any] = []
@@ -102,7 +103,7 @@ class Uses(TorchFunctionMode):
         self._running = name
         self.ran.add(name)
         if args:
-            self._inputs[name] = args[0]
+            self._inputs[name] = args[0], _changes(args[0])
 
     def _end(self, *_: Any) -> None:
         self._running = ""
@@ -119,12 +120,17 @@ class Uses(TorchFunctionMode):
         super().__exit__(*error)
         for hook in self._hooks:
             hook.remove()
-        same: dict[int, list[str]] = {}
-        for name, seen in self._inputs.items():
-            same.setdefault(id(seen), []).append(name)
+        same: dict[tuple[int, int], list[str]] = {}
+        for name, (seen, changes) in self._inputs.items():
+            same.setdefault((id(seen), changes), []).append(name)
         groups = (sorted(names, key=self._names.index) for names in same.values() if len(names) > 1)
         self.shared = [tuple(names) for names in groups]
         self._inputs = {}
+
+
+def _changes(x: Tensor) -> int:
+    """How often a tensor was changed in place. torch does not count it in steps: there, what `Uses` saw holds."""
+    return 0 if x.is_inference() else x._version
 
 
 class Product:
@@ -138,15 +144,16 @@ class Product:
         self.rounds = quantized and activations != "exact"  # its inputs
         self.linear = MergedLinear(tuple(weights), plain)
         self.linear.pack(activations)
-        self._input: Tensor | None = None
+        self._input: tuple[Tensor, int] | None = None  # and the number of changes in place
         self._outputs: dict[str, Tensor] = {}  # of this input, that are not yet taken
 
     def take(self, role: str, x: Tensor, sizes: Mapping[str, int]) -> Tensor:
         """x [..., in] -> [rows, out] of one linear. `sizes`: the outputs of each."""
-        if x is not self._input or role not in self._outputs:
+        kept = self._input is not None and self._input[0] is x and self._input[1] == _changes(x)
+        if not kept or role not in self._outputs:
             rows = x.reshape(-1, x.shape[-1])
             y = self.linear(rows.float().contiguous()) if len(rows) else rows.new_empty(0, sum(sizes.values()))
-            self._input, self._outputs = x, dict(zip(sizes, y.split([*sizes.values()], -1), strict=True))
+            self._input, self._outputs = (x, _changes(x)), dict(zip(sizes, y.split([*sizes.values()], -1), strict=True))
         found = self._outputs.pop(role)
         if not self._outputs:
             self._input = None
