@@ -7,7 +7,7 @@ sequence is a pass of its own, with what transformers keeps of it (states.py).
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -25,13 +25,14 @@ from lmkit.layers.batch import BatchInputs, KVLayer
 from lmkit.layers.linear import MergedLinear
 from lmkit.models.decoder import Decoder
 from lmkit.models.flexible.caches import set_length
+from lmkit.models.flexible.fused import FusedNorm
 from lmkit.models.flexible.interface import NAME, attending, use
 from lmkit.models.flexible.linears import rows_of_linears
 from lmkit.models.flexible.states import OwnStates, Part
 from lmkit.models.flexible.trace import AttentionCall, Trace, takes
 from lmkit.models.spec import ModelSpec
 
-PROBE = 48  # tokens of a pass that shows which linears compute all of them
+PROBE = 48  # tokens of a pass that shows which linears compute all of them; a check has seen more before it
 # Arguments of language models that images add something to after their first layers (DeepStack).
 DEEP_ROWS, DEEP = "visual_pos_masks", "deepstack_visual_embeds"
 
@@ -57,13 +58,16 @@ class _Call(NamedTuple):
 
 
 class FlexibleDecoder(Decoder):
-    """See Decoder. `module` is transformers' class of the architecture. `places`: layer and role of its linears."""
+    """See Decoder. `module` is transformers' class of the architecture. `places`: layer and role of its linears;
+    `norms`: those that kernels compute."""
 
     captures = False
 
     def __init__(
-        self, spec: ModelSpec, module: Any, seen: Trace, places: Mapping[str, tuple[int, str]], device: str = "cpu"
-    ) -> None:
+        self, spec: ModelSpec, module: Any, seen: Trace, places: Mapping[str, tuple[int, str]], device: str = "cpu",
+        norms: Collection[FusedNorm] = (),
+    ) -> None:  # fmt: skip
+        self._norms = norms
         self.spec, self.module, self.seen, self.dtype, self._places = spec, module, seen, torch.float32, places
         self.other_names = {name: spec.module_name(*place) for name, place in places.items()}
         self.layers = [_Place(index) for index in range(spec.num_layers)]  # type: ignore[misc]
@@ -83,6 +87,7 @@ class FlexibleDecoder(Decoder):
         self.turned = False  # whether positions have three places, as M-RoPE counts them
         self.deep = 0  # layers to which images add something
         self.one_by_one = False  # whether what is kept takes a prompt's later tokens one at a time
+        self._pages = self.states.fresh()  # keeps nothing but a length
         self._positions = seen.takes_positions and takes(module, "position_ids")
         self._part: Part | None = None
         self._kv: list[KVLayer] = []
@@ -113,7 +118,7 @@ class FlexibleDecoder(Decoder):
         """(states after the final norm [T, hidden], None); appends the batch's keys and values to `kv`."""
         self._kv = kv
         if self.seen.packs:
-            return self._pass(Part.whole(batch, self._embeddings(batch)), self.states.fresh())[0], None
+            return self._pass(Part.whole(batch, self._embeddings(batch)), self._pages)[0], None
         rows, parts = batch.state_rows.tolist(), Part.sequences(batch, self._embeddings(batch))
         found = [self._sequence(part, *row) for part, row in zip(parts, rows, strict=True)]
         return torch.cat(found), None
@@ -217,11 +222,15 @@ class FlexibleDecoder(Decoder):
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Inside, attention is transformers' own."""
+        """Inside, attention and norms are transformers' own."""
         use(self.module, self._theirs)
+        for norm in self._norms:
+            norm.use(fused=False)
         try:
             yield
         finally:
+            for norm in self._norms:
+                norm.use(fused=True)
             use(self.module, NAME if self.seen.calls else self._theirs)
 
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:

@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from transformers.pytorch_utils import Conv1D
 
 from lmkit.errors import CheckpointError
+from lmkit.kernels.ops import Norm
 from lmkit.layers.linear import MergedLinear, Weights
 from lmkit.models.flexible.experts import find_mixtures
 from lmkit.models.flexible.names import BIAS
@@ -23,6 +24,10 @@ from lmkit.models.identity import Packing
 from lmkit.models.rounding import scheme_for
 from lmkit.models.source import ModelSource
 from lmkit.qtensor import QTensor
+
+# What asks a tensor for its form, and not for its numbers.
+FORMS: tuple[Any, ...] = Tensor.shape, Tensor.dtype, Tensor.device, Tensor.ndim
+LOOKS = {Tensor.size, Tensor.dim, *(each.__get__ for each in FORMS)}
 
 
 def find_linears(model: nn.Module) -> dict[str, Site]:
@@ -65,20 +70,31 @@ class Uses(TorchFunctionMode):
     """While a model runs inside, how it uses its linears is noted.
 
     `shared` has the names of linears that read the same tensor, unchanged between them, in the order of the modules,
-    and `direct` those whose weight something else than the linear reads. Such a weight cannot be packed. `ran` has
-    those that were called.
+    and `direct` those whose weight something else than the linear reads. Such a weight cannot be packed, but for those
+    of `embedded`, which embeddings alone read besides. `ran` has those that were called. `normed` has the linears that
+    read what a norm gives, by its name, if nothing else reads that and they read nothing else. `outside` has the
+    linears that ran while the module around them did not.
     """
 
     model: nn.Module
     shared: list[tuple[str, ...]] = field(default_factory=list)
     direct: set[str] = field(default_factory=set)
+    embedded: set[str] = field(default_factory=set)
     ran: set[str] = field(default_factory=set)
+    normed: dict[str, set[str]] = field(default_factory=dict)
+    outside: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         super().__init__()
         self._names = list(find_linears(self.model))
+        self._norms = [name for name, module in self.model.named_modules() if may_be_norm(module)]
         self._inputs: dict[str, tuple[Tensor, int]] = {}  # and the number of changes in place
+        self._made: dict[int, tuple[str, Tensor]] = {}  # what norms gave, by identity
+        self._readers: dict[str, set[str]] = {name: set() for name in self._norms}  # linears, or others: ""
+        self._sources: dict[str, set[str]] = {}  # of linears: the norms, or others: ""
+        self._under_way: list[str] = []  # modules around linears
         self._weights: dict[int, str] = {}  # by identity, while a pass runs
+        self._others: set[str] = set()  # those that more than embeddings reads
         self._running = ""
         self._hooks: list[Any] = []
 
@@ -87,6 +103,13 @@ class Uses(TorchFunctionMode):
             linear = self.model.get_submodule(name)
             self._hooks.append(linear.register_forward_pre_hook(functools.partial(self._begin, name)))
             self._hooks.append(linear.register_forward_hook(self._end, always_call=True))
+        for name in {each.rpartition(".")[0] for each in self._names}:
+            around = self.model.get_submodule(name)
+            self._hooks.append(around.register_forward_pre_hook(functools.partial(self._entered, name)))
+            self._hooks.append(around.register_forward_hook(self._left, always_call=True))
+        for name in self._norms:
+            norm = self.model.get_submodule(name)
+            self._hooks.append(norm.register_forward_hook(functools.partial(self._gave, name)))
         for whole in {self.model, getattr(self.model, "base_model", self.model)}:
             self._hooks.append(whole.register_forward_pre_hook(self._start))
             self._hooks.append(whole.register_forward_hook(self._stop, always_call=True))
@@ -102,8 +125,23 @@ class Uses(TorchFunctionMode):
     def _begin(self, name: str, module: nn.Module, args: tuple[Tensor, ...]) -> None:
         self._running = name
         self.ran.add(name)
+        if name.rpartition(".")[0] not in self._under_way[-1:]:
+            self.outside.add(name)
         if args:
             self._inputs[name] = args[0], _changes(args[0])
+            norm, _ = self._made.get(id(args[0]), ("", None))
+            self._sources.setdefault(name, set()).add(norm)
+            if norm:
+                self._readers[norm].add(name)
+
+    def _entered(self, name: str, *_: Any) -> None:
+        self._under_way.append(name)
+
+    def _left(self, *_: Any) -> None:
+        self._under_way.pop()
+
+    def _gave(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        self._made[id(output)] = name, output
 
     def _end(self, *_: Any) -> None:
         self._running = ""
@@ -114,6 +152,9 @@ class Uses(TorchFunctionMode):
             name = self._weights.get(id(each), self._running)
             if name != self._running and isinstance(found, Tensor):
                 self.direct.add(name)
+                (self._others if func is not nn.functional.embedding else self.embedded).add(name)
+            if id(each) in self._made and not self._running and func not in LOOKS:
+                self._readers[self._made[id(each)][0]].add("")
         return found
 
     def __exit__(self, *error: Any) -> None:
@@ -125,7 +166,17 @@ class Uses(TorchFunctionMode):
             same.setdefault((id(seen), changes), []).append(name)
         groups = (sorted(names, key=self._names.index) for names in same.values() if len(names) > 1)
         self.shared = [tuple(names) for names in groups]
-        self._inputs = {}
+        self.embedded -= self._others
+        self.normed = {
+            norm: names for norm, names in self._readers.items()
+            if names and "" not in names and all(self._sources[name] == {norm} for name in names)
+        }  # fmt: skip
+        self._inputs, self._made = {}, {}
+
+
+def may_be_norm(module: nn.Module) -> bool:
+    """Whether a module has what an RMSNorm has: a vector, and no part."""
+    return [x.ndim for x in module.parameters()] == [1] and next(module.children(), None) is None
 
 
 def _changes(x: Tensor) -> int:
@@ -134,16 +185,26 @@ def _changes(x: Tensor) -> int:
 
 
 class Product:
-    """Packed linears that read the same tensor, as one product in float32: the first that is asked computes all."""
+    """Packed linears that read the same tensor, as one product in float32: the first that is asked computes all.
 
-    def __init__(self, weights: Mapping[str, tuple[Tensor | QTensor, Tensor | None]], activations: str) -> None:
+    With an `activation` there is a gate and what it is multiplied with, and the gate gives the result of both. `norm`,
+    if there is one, is applied to the input.
+    """
+
+    def __init__(
+        self,
+        weights: Mapping[str, tuple[Tensor | QTensor, Tensor | None]],
+        activations: str,
+        activation: str | None = None,
+    ) -> None:
         """`weights`: weight and bias by role."""
         plain: Weights = {role: weight for role, (weight, _) in weights.items()}
         plain |= {role + BIAS: bias.float() for role, (_, bias) in weights.items() if bias is not None}
         quantized = any(isinstance(weight, QTensor) for weight, _ in weights.values())
         self.rounds = quantized and activations != "exact"  # its inputs
-        self.linear = MergedLinear(tuple(weights), plain)
+        self.linear = MergedLinear(tuple(weights), plain, activation=activation)
         self.linear.pack(activations)
+        self.norm: Norm | None = None
         self._input: tuple[Tensor, int] | None = None  # and the number of changes in place
         self._outputs: dict[str, Tensor] = {}  # of this input, that are not yet taken
 
@@ -152,8 +213,12 @@ class Product:
         kept = self._input is not None and self._input[0] is x and self._input[1] == _changes(x)
         if not kept or role not in self._outputs:
             rows = x.reshape(-1, x.shape[-1])
-            y = self.linear(rows.float().contiguous()) if len(rows) else rows.new_empty(0, sum(sizes.values()))
-            self._input, self._outputs = (x, _changes(x)), dict(zip(sizes, y.split([*sizes.values()], -1), strict=True))
+            if len(rows):
+                y = self.linear(rows.float().contiguous(), self.norm)
+            else:
+                y = rows.new_empty(0, sum(sizes.values()))
+            self._input = x, _changes(x)
+            self._outputs = dict(zip(sizes, y.split([*sizes.values()], -1), strict=True))
         found = self._outputs.pop(role)
         if not self._outputs:
             self._input = None
@@ -168,7 +233,7 @@ class PackedLinear(nn.Module):
 
     def __init__(self, product: Product, role: str, sizes: Mapping[str, int], site: Site) -> None:
         super().__init__()
-        self._product, self._role, self._sizes, self.rounds = product, role, sizes, product.rounds
+        self.product, self._role, self._sizes, self.rounds = product, role, sizes, product.rounds
         self.out_features, self.in_features = site.shape
         self.weight = torch.empty(*site.shape, device="meta")
         self.bias = torch.empty(self.out_features, device="meta") if site.has_bias else None
@@ -176,11 +241,11 @@ class PackedLinear(nn.Module):
     @property
     def linear(self) -> MergedLinear:
         """The linear with those that read the same tensor."""
-        return self._product.linear
+        return self.product.linear
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out], in the dtype of x."""
-        y = self._product.take(self._role, x, self._sizes)
+        y = self.product.take(self._role, x, self._sizes)
         return y.to(x.dtype).view(*x.shape[:-1], self.out_features)
 
 
@@ -210,10 +275,11 @@ def linear_source(
     files: Mapping[str, str],
     places: Mapping[str, tuple[int, str]],
     shared: Iterable[tuple[str, ...]],
+    gated: Mapping[tuple[str, str], str],
 ) -> Callable[[str], nn.Module | None]:
     """What gives the packed linear of a name in the model, if `files` has the module of the checkpoint with its weight.
     `places` has layer and role of those in layers. Of those `shared`, which read the same tensor, the ones of a layer
-    become one product.
+    become one product, with the activation that `gated` has for a gate and what it is multiplied with.
 
     Raises CheckpointError and UnsupportedError for weights that cannot be read or packed.
     """
@@ -222,18 +288,22 @@ def linear_source(
     for names in shared:
         known = [name for name in names if name in files and name in places]
         for _, group in itertools.groupby(known, lambda name: places[name][0]):
-            together = tuple(group)
-            groups |= dict.fromkeys(together, together)
+            members = tuple(group)
+            groups |= dict.fromkeys(members, members)
+    by_group: dict[tuple[str, ...], str] = {pair: gated[pair] for pair in gated}
+    groups |= {name: pair for pair in by_group for name in pair}
 
     def linear_of(name: str) -> nn.Module | None:
         if name not in files:
             return None
         if name not in made:
-            roles = {each: places.get(each, (-1, each))[1] for each in groups.get(name, (name,))}
+            together = groups.get(name, (name,))
+            roles = {each: places.get(each, (-1, each))[1] for each in together}
             with torch.device("cpu"):  # transformers asks while new tensors lie on meta
                 read = {role: read_site(source, files[each], sites[each], dtype) for each, role in roles.items()}
-                product = Product(read, packing.activations)
-            sizes = {role: sites[each].shape[0] for each, role in roles.items()}
+                product = Product(read, packing.activations, by_group.get(together))
+            giving = together[:1] if together in by_group else together
+            sizes = {roles[each]: sites[each].shape[0] for each in giving}
             made.update({each: PackedLinear(product, role, sizes, sites[each]) for each, role in roles.items()})
         return made.pop(name)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,11 @@ from lmkit.formats.base import WeightFormat, resolve_format
 from lmkit.formats.gguf import GgufReader
 from lmkit.formats.parts import FLOATS
 from lmkit.formats.safetensors_file import DTYPES
+from lmkit.log import get_logger
 from lmkit.models.flexible.calibrated import Calibrated, ForeignHead, named_as_stored
 from lmkit.models.flexible.checks import checked
 from lmkit.models.flexible.decoder import FlexibleDecoder
+from lmkit.models.flexible.fused import Gated, find_gated, fuse_gates, fuse_norms, pack_tied
 from lmkit.models.flexible.image_checks import tower_of
 from lmkit.models.flexible.layer import OBSERVED, ForeignLayer
 from lmkit.models.flexible.linears import Uses, all_sites, linear_source
@@ -32,6 +35,8 @@ from lmkit.models.registry import architecture_of
 from lmkit.models.rounding import scheme_for
 from lmkit.models.source import ModelSource
 from lmkit.text.processor_process import processor_class
+
+log = get_logger(__name__)
 
 
 class FlexibleSource(ModelSource):
@@ -59,6 +64,10 @@ class FlexibleSource(ModelSource):
         tied = bool(getattr(module, "all_tied_weights_keys", None))
         with Uses(module) as self.uses:
             self.seen = trace(module, architecture)
+        together = {name: group for group in self.uses.shared for name in group}
+        self.gated = [
+            mlp for mlp in find_gated(module, together) if not {mlp.gate, mlp.up, mlp.down} & self.uses.outside
+        ]
         spec = spec_of(module, self.seen, self.hf_config, architecture, self._stored_dtype(), tied)
         self.runtime_prefix = spec.layers[0].prefix  # of the layers' names in the module
         self.names = Names(module, self.reader)
@@ -91,6 +100,8 @@ class FlexibleSource(ModelSource):
         """Bytes of the loaded module: linears as kernels have them, all else in float32."""
         linears = {file: self.sites[name].shape for name, file in self.packed.items()}
         total = FLOAT_BYTES * (self.num_weights - sum(map(math.prod, linears.values())))
+        tied: torch.dtype = getattr(torch, dtype or self.spec.dtype)
+        total += sum(math.prod(self.sites[name].shape) for name in self.uses.embedded) * tied.itemsize
         for name in self.reader.names():
             module, _, kind = name.rpartition(".")
             if module not in linears or kind == "bias":
@@ -119,14 +130,31 @@ class FlexibleSource(ModelSource):
     def decoder(self, packing: Packing) -> FlexibleDecoder:
         """The module with its weights, checked against transformers' own attention. Raises UnsupportedError if both
         differ."""
+        try:
+            return self._decoder(packing, self.gated, self.uses.normed if self.seen.packs else {})
+        except UnsupportedError as error:
+            log.info("%s; once more with parts of transformers alone", error)
+            return self._decoder(packing, (), None)
+
+    def _decoder(
+        self, packing: Packing, gated: Iterable[Gated], normed: Mapping[str, set[str]] | None
+    ) -> FlexibleDecoder:
+        """The decoder with fused parts: MLPs with a gate, and norms, unless `normed` is None. `normed` has the linears
+        that read a norm, by its name."""
         places = {
             f"{self.runtime_prefix}.{index}.{role}": (index, role)
             for index, layer in enumerate(self.spec.layers)
             for role in layer.linears
         }
-        linears = linear_source(self, packing, self.sites, self.packed, places, self.uses.shared)
+        mlps = {(mlp.gate, mlp.up): mlp for mlp in gated if {mlp.gate, mlp.up, mlp.down} <= self.packed.keys()}
+        activations = {pair: mlp.activation for pair, mlp in mlps.items()}
+        linears = linear_source(self, packing, self.sites, self.packed, places, self.uses.shared, activations)
         module = load_module(self.reader.path, self.hf_config, self.spec.architecture, linears)
-        return checked(FlexibleDecoder(self.spec, module, self.seen, places, packing.device))
+        dtype = self.spec.dtype if packing.as_stored else packing.dtype
+        pack_tied(module, self.uses.embedded, getattr(torch, dtype), packing.activations)
+        fuse_gates(module, mlps.values())
+        norms = fuse_norms(module, normed) if normed is not None else ()
+        return checked(FlexibleDecoder(self.spec, module, self.seen, places, packing.device, norms))
 
     def tower(self, decoder: FlexibleDecoder, max_pixels: int) -> ForeignTower:
         """What encodes images for a decoder of this source. Raises UnsupportedError if nothing does."""
