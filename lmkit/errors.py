@@ -82,3 +82,7 @@ class NotReadyError(RequestError):
 
     def __init__(self, message: str) -> None:
         super().__init__("engine_unavailable", message)
+
+
+def unknown_model(name: str) -> RequestError:
+    return RequestError("model_not_found", f"no model {name[:100]!r} here; GET /v1/models lists them", "model")

@@ -15,7 +15,7 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from lmkit.errors import RequestError
+from lmkit.errors import RequestError, unknown_model
 from lmkit.log import get_logger
 from lmkit.proxy import kept, metrics, ollama
 from lmkit.proxy.accounts import routes as accounts
@@ -214,11 +214,13 @@ class Proxy:
                 async with holding(response) if ollama.streams(path, asked.stream) else contextlib.nullcontext():
                     await respond(call, asked, self._forwarder, self.transcripts, response, run)
 
+    def _may_use(self, exchange: Exchange, model: str) -> bool:
+        key = self.ledger.key(exchange.key) if self.ledger else None
+        return key is None or self.ledger is None or self.ledger.allows(key, model)
+
     def _listed(self, exchange: Exchange) -> list[dict[str, Any]]:
         """The models that the client's key may use."""
-        listed, ledger = self.registry.models(self._router.aliases()), self.ledger
-        key = ledger.key(exchange.key) if ledger else None
-        return [entry for entry in listed if key is None or ledger is None or ledger.allows(key, entry["id"])]
+        return [entry for entry in self.registry.models(self._router.aliases()) if self._may_use(exchange, entry["id"])]
 
     async def list_models(self, exchange: Exchange) -> None:
         await _json(exchange, anthropic_models.page(self._listed(exchange), exchange.scope["headers"]))
@@ -226,7 +228,7 @@ class Proxy:
     async def show_model(self, exchange: Exchange) -> None:
         name = exchange.scope["path"].removeprefix(_MODEL_PREFIX)
         if not (entries := [entry for entry in self._listed(exchange) if entry["id"] == name]):
-            raise self.registry.absence(name)
+            raise self.registry.absence(name) if self._may_use(exchange, name) else unknown_model(name)
         await _json(exchange, anthropic_models.card(entries[0], exchange.scope["headers"]))
 
     async def show_health(self, exchange: Exchange) -> None:
@@ -267,8 +269,7 @@ class Proxy:
 
     async def drain_node(self, exchange: Exchange) -> None:
         """POST: no new requests for the node. DELETE: it gets some again."""
-        url = _node_of(exchange, "/admin/nodes/drain")
-        await self.fleet.drain(url, exchange.scope["method"] == "POST")
+        await self.fleet.drain(url := _node_of(exchange, "/admin/nodes/drain"), exchange.scope["method"] == "POST")
         await _json(exchange, self._fleet_status(url))
 
     async def remove_node(self, exchange: Exchange) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any, NamedTuple
 
-from lmkit.errors import RequestError
+from lmkit.errors import RequestError, unknown_model
 from lmkit.proxy.accounts.account import Sizes
 from lmkit.proxy.breaker import Breaker
 from lmkit.proxy.config import NodeConfig, ProxyConfig, Registration
@@ -294,7 +294,7 @@ class Registry:
             return RequestError(
                 "engine_unavailable", f"{shown} is not known, and a node could not be asked yet; try again", "model"
             )
-        return RequestError("model_not_found", f"no model {shown} here; GET /v1/models lists them", "model")
+        return unknown_model(model)
 
     def models(self, aliases: Mapping[str, str]) -> list[dict[str, Any]]:
         """The union of the healthy nodes' models, those on demand, and their aliases, each once, by name."""

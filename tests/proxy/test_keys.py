@@ -356,6 +356,8 @@ async def test_models_and_priorities_of_a_key(tmp_path: Path) -> None:
         _, key = await here.key(models=["m"], min_priority=5)
         listed = (await here.http.get("/v1/models", headers=key)).json()["data"]
         assert [entry["id"] for entry in listed] == ["m"]
+        hidden, unknown = [await here.http.get(f"/v1/models/{name}", headers=key) for name in ("other", "o-her")]
+        assert (hidden.status_code, hidden.text) == (404, unknown.text.replace("o-her", "other"))
         refused = await here.http.post(CHAT, json={**BODY, "model": "other"}, headers=key)
         assert (refused.status_code, refused.json()["error"]["param"]) == (403, "model")
         for soon in (4, 4.0, -1e3):
