@@ -20,7 +20,7 @@ FLOORS = {
     "errors": 0, "config": 0, "log": 0, "qtensor": 0, "text": 0, "__init__": 0, "kv_dtype": 0, "low_rank": 0,
     "attention_spec": 0, "other_names": 0, "jsonfile": 0, "neutral": 0, "hints": 0, "yaml_file": 0, "extras": 0,
     "cores": 0, "ended": 0, "private_folder": 0, "small_files": 0, "strict": 0, "choices": 0, "checked": 0, "whole": 0,
-    "option": 0, "devices": 0, "environment": 0, "conflicts": 0,
+    "option": 0, "devices": 0, "environment": 0, "conflicts": 0, "wav": 0,
     "kernels": 1, "formats": 1, "web": 1,
     "layers": 2,
     "models": 3,

@@ -26,15 +26,13 @@ from lmkit.serve.protocol import ChatCompletionRequest, CompletionRequest
 from lmkit.serve.receipts import Noted, receipts
 from lmkit.serve.resume import Resumption
 from lmkit.serve.serving import MIN_LOGPROB, Serving, UsageCount, new_id
-from lmkit.serve.streaming import COMMENT, EVENTS, EventStream, Failed, WholeAnswer, Wire, event, json_parts
+from lmkit.serve.streaming import COMMENT, EVENTS, EventStream, Failed, WholeAnswer, Wire, counted, event, json_parts
 from lmkit.serve.times import request_metrics
 from lmkit.serve.times import timings as timings
 from lmkit.serve.to_request import with_numbers
 from lmkit.turbo import request as engine
 from lmkit.turbo.transport.output import RequestOutput, TextLogprobs, TokenText
 from lmkit.web.budget import Share
-from lmkit.web.counts import HEADER as COUNTS_HEADER
-from lmkit.web.counts import MARK
 from lmkit.web.errors import error_body
 from lmkit.web.prompt_limit import check_prompts
 from lmkit.web.receipt import HEADER as RECEIPT_HEADER
@@ -303,16 +301,6 @@ def is_forwarded(headers: Mapping[str, str]) -> bool:
     return "lmkit-" in headers.get("via", "")
 
 
-async def _counted(builder: ResponseBuilder[Any]) -> AsyncGenerator[str]:
-    """The stream with comments that tell its usage so far, see `web.counts`."""
-    before = (0, 0, 0)
-    async with aclosing(builder.chunks()) as chunks:
-        async for text in chunks:
-            now = builder.count.so_far()
-            yield text if now == before else f"{text}{MARK.decode()}{now[0]} {now[1]} {now[2]}\n\n"
-            before = now
-
-
 async def _to_its_end(builder: ResponseBuilder[Any], chunks: AsyncGenerator[str]) -> AsyncGenerator[str]:
     async with aclosing(chunks):
         async for text in chunks:
@@ -370,7 +358,7 @@ async def _answer(request: Request, builder: ResponseBuilder[Any]) -> Response:
     if not builder.body.stream:
         chunks, failed = _in_one(builder), partial(_failed_whole, path=request.url.path)
     else:
-        chunks = _counted(builder) if COUNTS_HEADER.decode() in request.headers else builder.chunks()
+        chunks = counted(builder.chunks(), builder.count.so_far, request.headers)
     if part is None:
         chunks = _to_its_end(builder, chunks)
     if builder.resumption is None:

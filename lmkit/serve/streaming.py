@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping
 from contextlib import aclosing
 from typing import Any, NamedTuple
 
@@ -15,6 +15,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from lmkit.errors import RequestError
 from lmkit.serve.errors import with_error_event
+from lmkit.web.counts import HEADER, MARK
 from lmkit.web.receive import while_connected
 
 Failed = Callable[[RequestError], str] | None
@@ -38,6 +39,18 @@ FIRST_SECONDS = 0.5  # a stream begins without its first event after this time
 def event(data: str, name: str = "") -> str:
     """A server-sent event. `data` is JSON without line breaks."""
     return (f"event: {name}\n" if name else "") + f"data: {data}\n\n"
+
+
+async def counted(
+    chunks: AsyncGenerator[str], so_far: Callable[[], tuple[int, int, int]], headers: Mapping[str, str]
+) -> AsyncGenerator[str]:
+    """The stream, and comments that tell its usage so far if a proxy asks for them, see `web.counts`."""
+    is_asked, before = HEADER.decode() in headers, (0, 0, 0)
+    async with aclosing(chunks):
+        async for text in chunks:
+            now = so_far() if is_asked else before
+            yield text if now == before else f"{text}{MARK.decode()}{now[0]} {now[1]} {now[2]}\n\n"
+            before = now
 
 
 class WholeAnswer(Response):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import struct
 from typing import ClassVar
 
 import msgspec
@@ -17,14 +16,11 @@ import numpy as np
 
 from lmkit.errors import RequestError
 from lmkit.text.images import ReadImage, SentImage
+from lmkit.wav import FLOAT, NEITHER, PCM, read_head, refused
 
 NO_AUDIO = "this model writes what it hears: send a file to /v1/audio/transcriptions"
 DEAF = "this model hears no audio"
 RATE = 16000  # samples a second that encoders hear
-RATES = 8000, 384_000
-MAX_CHANNELS = 8
-PCM, FLOAT, EXTENSIBLE = 1, 3, 0xFFFE
-NEITHER = "it is no WAV file of PCM or float samples"
 ZEROS, BETA, KEPT = 32, 8.6, 0.92  # of the resampling filter; KEPT: its cut, as a share of the lower Nyquist rate
 PART = 1 << 14  # samples that are resampled at a time
 
@@ -68,37 +64,13 @@ def heard(samples: np.ndarray, first_token: int) -> ReadImage:
 
 def read_wav(data: bytes, max_seconds: float) -> np.ndarray:
     """The samples float32 [n] of a WAV file, of one channel at RATE. Raises RequestError."""
-    try:
-        form, body = _parts(data)
-        kind, channels, rate, _, _, bits = struct.unpack_from("<HHIIHH", form)
-        if kind == EXTENSIBLE:
-            kind = struct.unpack_from("<H", form, 24)[0]
-    except (struct.error, LookupError):
-        raise refused(NEITHER) from None
-    if not (1 <= channels <= MAX_CHANNELS and RATES[0] <= rate <= RATES[1]):
-        raise refused(f"{channels} channels at {rate} Hz; at most {MAX_CHANNELS}, at {RATES[0]} to {RATES[1]} Hz")
-    width = bits // 8 * channels
-    if not width or not len(body) // width:
-        raise refused("it has no samples")
-    if (seconds := len(body) // width / rate) > max_seconds:
-        raise refused(f"it takes {seconds:.0f} s, and at most {max_seconds:.0f} s are heard in one request")
-    samples = _numbers(body[: len(body) // width * width], kind, bits).reshape(-1, channels).mean(1)
+    file = read_head(data)
+    if file.seconds > max_seconds:
+        raise refused(f"it takes {file.seconds:.0f} s, and at most {max_seconds:.0f} s are heard in one request")
+    samples = _numbers(file.data, file.kind, file.bits).reshape(-1, file.channels).mean(1)
     if not np.isfinite(samples).all():
         raise refused("it has samples that are no numbers")
-    return resampled(samples, rate)
-
-
-def _parts(data: bytes) -> tuple[bytes, memoryview]:
-    """The chunks `fmt ` and `data`. A data chunk that says more than there is, as a stream's, ends with the file."""
-    if data[:4] != b"RIFF" or data[8:12] != b"WAVE":
-        raise LookupError
-    found = dict[bytes, memoryview]()
-    at, view = 12, memoryview(data)
-    while at + 8 <= len(data) and b"data" not in found:
-        name, size = struct.unpack_from("<4sI", data, at)
-        found[name] = view[at + 8 : at + 8 + size]
-        at += 8 + size + size % 2
-    return bytes(found[b"fmt "]), found[b"data"]
+    return resampled(samples, file.rate)
 
 
 def _numbers(body: memoryview, kind: int, bits: int) -> np.ndarray:
@@ -144,8 +116,3 @@ def resampled(samples: np.ndarray, rate: int) -> np.ndarray:
         for start in range(0, len(these), PART):  # numpy copies what it multiplies
             these[start : start + PART] = seen[start : start + PART] @ taps
     return found
-
-
-def refused(reason: str) -> RequestError:
-    """The error of a file that cannot be used."""
-    return RequestError("invalid_request", f"file: {reason}", "file")

@@ -19,6 +19,7 @@ import tokenizers
 from lmkit.errors import RequestError
 from lmkit.proxy.accounts.account import Sizes
 from lmkit.proxy.accounts.extent import ROUTES, Extent
+from lmkit.proxy.config import FORMS
 from lmkit.proxy.config import ROUTES as FORWARDED
 from lmkit.serve.embeddings.protocol import EmbeddingRequest, RerankRequest, ScoreRequest
 from lmkit.serve.fill_in import filled_in
@@ -34,11 +35,13 @@ from lmkit.serve.responses.translate import to_chat as of_responses
 from lmkit.serve.to_request import LIMITS, NO_LIMIT, chat_requests, choices_per_prompt, completion_requests
 from lmkit.strict import validate
 from lmkit.text import Tokenizer
+from lmkit.text.audio import AudioSettings
 from lmkit.text.template import ChatTemplate
 from lmkit.turbo.request import EngineInfo, Request
 from tests.serve import in_process
 from tests.serve.in_process import INFO, TOKENIZER, App, ScriptedEngine
 from tests.serve.test_fill_in import MARKS, with_tokens
+from tests.text.test_audio import wav
 
 CONTEXT = 512
 MODEL_INFO = EngineInfo(**{name: getattr(INFO, name) for name in INFO.__struct_fields__} | {"max_model_len": CONTEXT})
@@ -219,6 +222,43 @@ def test_no_request_uses_more_than_is_reserved_for_it(path: str) -> None:
         assert prompts <= most.input, body
         assert answers <= most.output, body
     assert served > CASES // 20  # most odd bodies are refused, but not all
+
+
+WORDS, TIMES = 70, 2001  # tokens: of a text, and of 0 s
+HEARING = AudioSettings(
+    seconds=30, start=1990, end=1991, no_timestamps=TIMES - 1, languages={"en": 1992, "de": 1993},
+    tasks={"transcribe": 1994, "translate": 1995}, previous=1996,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("path", FORMS)
+def test_no_audio_uses_more_than_is_reserved_for_it(path: str) -> None:
+    """Whatever the node's decoder writes: texts of short steps are heard again and again."""
+    rng, engine = Random(f"hear {path}"), ScriptedEngine(max_model_len=64)
+    engine.info = msgspec.structs.replace(engine.info, audio=HEARING)
+    app = App(engine)
+
+    def answer(request: Request) -> list[int]:
+        if len(request.prompt_ids) == 1:
+            return [HEARING.languages["en"]]
+        most = 64 - len(request.prompt_ids)
+        step = TIMES + rng.choice([1, 9, 1000])
+        return [TIMES, *[WORDS] * (most - 3), step, step] if rng.random() < 0.8 else [WORDS] * most
+
+    engine._answer = answer
+    for _ in range(24):
+        rate, bits, channels = rng.choice([(8000, 8, 1), (16000, 16, 1), (44100, 16, 2)])
+        sound = bytes(int(rng.choice([0.001, 0.5, 29.99, 30.01, 61]) * rate) * bits // 8 * channels)
+        fields = {"model": "model"} | rng.choice([{}, {"language": "en"}, {"language": "de", "prompt": "a b " * 9}])
+        fields["response_format"] = rng.choice(["json", "verbose_json"])
+        data = wav(sound, bits, channels=channels, rate=rate)
+        most = Extent(path, json.dumps(fields).encode(), data).allot(Sizes(64), lambda prompt: 1e9 - prompt)
+        told = {"x-lmkit-prompt-tokens": str(most.input)}
+        answered = app.request("POST", path, files={"file": ("a.wav", data)}, data=fields, headers=told)
+        assert answered.status_code == 200, answered.text
+        prompts, _, written = map(int, answered.headers["x-lmkit-usage"].split())
+        assert prompts <= most.input
+        assert written <= most.output
 
 
 def test_each_forwarded_route_says_what_it_uses() -> None:

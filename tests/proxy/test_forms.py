@@ -11,8 +11,9 @@ import pytest
 from lmkit.errors import RequestError
 from lmkit.proxy.config import NodeConfig
 from lmkit.web.form import Form
-from tests.proxy.fakes import Exchange, FakeNode, client, nodes, proxy_for
+from tests.proxy.fakes import Exchange, FakeNode, client, eventually, nodes, proxy_for
 from tests.proxy.test_keys import managed
+from tests.text.test_audio import wav
 
 pytestmark = pytest.mark.anyio
 PATH = "/v1/audio/transcriptions"
@@ -57,7 +58,7 @@ async def test_what_is_heard_is_charged(tmp_path: Path, told: str) -> None:
                 200, {"text": "", "usage": {"type": "tokens", "input_tokens": 1504, "output_tokens": 7}}
             )
 
-    audio = {"files": {"file": ("a.wav", bytes(300_000))}, "data": {"model": "m"}}
+    audio = {"files": {"file": ("a.wav", wav(bytes(300_000), 16))}, "data": {"model": "m"}}
     async with managed(tmp_path, FakeNode(script=answer)) as proxy:
         _, headers = await proxy.key(limits={"tokens/day": 100_000})
         answered = await proxy.http.post(PATH, headers=headers, **audio)
@@ -65,6 +66,33 @@ async def test_what_is_heard_is_charged(tmp_path: Path, told: str) -> None:
         assert await proxy.used() == [["m", 1, 1504, 0, 7]]
         _, poor = await proxy.key(limits={"tokens/day": 1000})
         assert (await proxy.http.post(PATH, headers=poor, **audio)).status_code == 429
+
+
+async def test_what_a_client_left_is_charged_as_heard(tmp_path: Path) -> None:
+    """By the node's comments, and by the length of the audio until the first."""
+    data = wav(bytes(32_000 * 40), 16)
+
+    async def answer(exchange: Exchange) -> None:
+        await exchange.start_events()
+        if len(node.requests) > 1:
+            await exchange.chunk(b'data: {"type":"transcript.text.delta","delta":"a"}\n\n: usage 3004 0 70\n\n')
+        await exchange.chunk(b": keep-alive\n\n")
+        await exchange.until_left()
+
+    node = FakeNode(script=answer)
+    async with managed(tmp_path, node) as proxy:
+        _, headers = await proxy.key()
+        for _ in range(2):
+            request = {"files": {"file": ("a.wav", data)}, "data": {"model": "m", "stream": "true"}}
+            async with proxy.http.stream("POST", PATH, headers=headers, **request) as streamed:
+                lines = streamed.aiter_lines()
+                assert "keep-alive" in "".join([await anext(lines) for _ in range(1 if len(node.requests) == 1 else 3)])
+        await eventually(lambda: proxy.proxy.active == 0)
+        assert dict(received(node).fields)["stream"] is True
+        ((_, requests, heard, _, written),) = await proxy.used()
+    assert requests == 2
+    assert heard >= 3004 + 2000
+    assert written == 70
 
 
 def body(*parts: tuple[str, bytes]) -> bytes:

@@ -16,7 +16,7 @@ import transformers
 from tokenizers import Tokenizer
 
 from lmkit.serve.audio.segments import cut
-from lmkit.text.audio import FLOAT
+from lmkit.wav import FLOAT
 from tests.models import speech
 from tests.models.speech import IDS
 from tests.serve.live import Server

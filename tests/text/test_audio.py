@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from lmkit.errors import RequestError
-from lmkit.text.audio import FLOAT, PCM, RATE, read_wav, resampled
+from lmkit.text.audio import RATE, read_wav, resampled
+from lmkit.wav import FLOAT, PCM
 
 
 def wav(data: bytes, bits: int, kind: int = PCM, channels: int = 1, rate: int = RATE) -> bytes:

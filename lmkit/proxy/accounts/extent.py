@@ -20,6 +20,7 @@ import msgspec
 from lmkit.errors import RequestError
 from lmkit.proxy.accounts.account import Sizes, Usage
 from lmkit.proxy.config import FORMS
+from lmkit.wav import read_head
 from lmkit.web.receive import decode_json
 from lmkit.whole import whole
 
@@ -31,9 +32,11 @@ MAX_CONTEXT = 1 << 31  # tokens; no model has more
 TEMPLATE_TOKENS = 256  # that a chat template may add; more if its nodes say so
 TOOLS_TOKENS = 1024  # that it may add where there are tools
 BYTES_PER_TOKEN = 3  # of a text; few have less
-# Of an audio of 8,000 samples of a byte a second, and no WAV file has fewer: for a token of 0.02 s, and for the 30 s
-# that a model hears at a time. The text of each is one to a prompt.
-BYTES_PER_HEARD, BYTES_PER_WINDOW = 160, 240_000
+# Of an audio. Whisper hears 30 s at a time. Where a text goes on in short steps, a node hears at most four times as
+# many windows as the audio has (serve.audio.listener.MOST_WINDOWS), and one more to know the language.
+WINDOW_SECONDS, HEARINGS = 30, 4
+TOKENS_PER_SECOND = 50
+BYTES_PER_SECOND = 750  # of a file that is no WAV file: no usual codec has fewer (Opus, 6 kbit/s)
 # Parts of a prompt whose tokens the body's length does not bound; and JSON that hides the names of its fields.
 _ELSEWHERE = re.compile(
     rb'"(?:input_)?(?:images?|audio|video|file)(?:_url|_id)?"|"item_reference"|"type"\s*:\s*"document"|\\u00[2-7]'
@@ -81,7 +84,7 @@ ROUTES: dict[str, Route] = {
     **dict.fromkeys(("/api/embed", "/api/embeddings"), _TEXTS),
     "/v1/images/generations": Route((), ("n",), None),
     "/v1/audio/speech": Route((), (), None),
-    **dict.fromkeys(FORMS, Route((), (), None)),
+    **dict.fromkeys(FORMS, Route((), (), None, each=8)),
     **dict.fromkeys(("/v1/embeddings", "/v1/classify", "/classify", "/v1/moderations"), _TEXTS),
     **dict.fromkeys(("/v1/rerank", "/v2/rerank", "/rerank", "/v1/score", "/score"), _PAIRS),
     **dict.fromkeys(
@@ -93,10 +96,11 @@ ROUTES: dict[str, Route] = {
 class Extent:
     """What one request may use."""
 
-    def __init__(self, path: str, body: bytes, file_bytes: int = 0) -> None:
-        """`file_bytes`: of an audio beside the body's fields. Raises RequestError for a body or a field that cannot be
-        read."""
-        self._heard = file_bytes // BYTES_PER_HEARD  # tokens
+    def __init__(self, path: str, body: bytes, file: bytes | None = None) -> None:
+        """`file`: an audio beside the body's fields. Raises RequestError for a body or a field that cannot be read."""
+        seconds, hearings = (0.0, 0) if file is None else _hearings(file)
+        self._heard = hearings * (math.ceil(TOKENS_PER_SECOND * min(seconds, WINDOW_SECONDS)) + 1)  # tokens at most
+        self.audio_tokens = math.ceil(TOKENS_PER_SECOND * seconds)  # if each second is heard once
         self.is_known = path in ROUTES
         self._route = route = ROUTES.get(path, Route(default=None))
         self.fields: Fields = decode_json(body, Fields, mismatch="the body must be a JSON object")
@@ -112,7 +116,7 @@ class Extent:
         self._limit = (None if limits else route.default) if is_open else max(number for _, number in limits)
         self._is_set = not is_open and any(name == route.limits[0] for name, _ in limits)
         prompts = [(memoryview(raw).nbytes, _count(raw)) for _, raw in self._given(route.prompts)]
-        self._num_prompts = max((count for _, count in prompts), default=1) + file_bytes // BYTES_PER_WINDOW
+        self._num_prompts = max(hearings, *(count for _, count in prompts), 1)
         self._prompt = len(body) + self._template_tokens() + route.each * self._num_prompts
         self._prompt += sum(size * (math.ceil(self._num_prompts / count) - 1) for size, count in prompts)
         self._is_elsewhere = _ELSEWHERE.search(body) is not None or any(self._given(_CONTINUED))
@@ -202,6 +206,16 @@ class Extent:
         """What a template may add. It may write tools with more spaces than the body has."""
         sizes = [memoryview(raw).nbytes for _, raw in self._given(("tools",))]
         return TOOLS_TOKENS + sizes[0] if sizes and sizes[0] > len("[]") else TEMPLATE_TOKENS
+
+
+def _hearings(file: bytes) -> tuple[float, int]:
+    """The seconds of an audio, and the number of windows that a node may hear."""
+    try:
+        seconds = read_head(file).seconds
+    except RequestError:  # another make of nodes may read it, which hears each window once
+        seconds = len(file) / BYTES_PER_SECOND
+        return seconds, math.ceil(seconds / WINDOW_SECONDS)
+    return seconds, HEARINGS * math.ceil(seconds / WINDOW_SECONDS) + 1
 
 
 def _count(raw: msgspec.Raw) -> int:

@@ -100,7 +100,7 @@ async def charged(
     if ledger is None or key is None:
         yield body, []
         return
-    asked = Extent(path, body, 0 if form is None else len(form.file))
+    asked = Extent(path, body, None if form is None else form.file)
     if asked.background not in (None, False):  # its answer comes before its tokens
         message = "a response in the background cannot be charged to a key of the key store"
         raise RequestError("permission_denied", message, "background")

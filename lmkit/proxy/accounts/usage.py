@@ -127,7 +127,8 @@ class Reader:
         self._continuous = continuous
         self._options = options
         self._most, self._bound = most, bound
-        self._prompt = min(asked.num_bytes // BYTES_PER_TOKEN, most.input)  # until the answer tells
+        prompt = asked.num_bytes // BYTES_PER_TOKEN + asked.audio_tokens
+        self._prompt = min(prompt, most.input)  # until the answer tells
         self._told = Usage()
         self._choices = asked.num_choices  # of a prompt
         self._parts = dict[int, Usage]()  # of the choices of /generate

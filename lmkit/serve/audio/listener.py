@@ -24,7 +24,9 @@ from lmkit.turbo.transport.output import RequestOutput
 from lmkit.web.prompt_limit import check_prompts
 from lmkit.web.rates import spend
 
-MOST_WINDOWS = 3  # for each length of a window: text that goes on in short steps is cut off then
+# For each length of a window: text that goes on in short steps is cut off then. A proxy sets as much aside
+# (proxy.accounts.extent.HEARINGS).
+MOST_WINDOWS = 3
 
 
 class Listener:
@@ -139,9 +141,13 @@ class Listener:
                 self.output_tokens += len(output.token_ids)
                 yield output
 
+    def so_far(self) -> tuple[int, int, int]:
+        """Tokens heard and read, those of them that a cache had, and tokens written."""
+        return self.audio_tokens + self.text_tokens, 0, self.output_tokens
+
     def usage(self) -> dict[str, Any]:
         """OpenAI's usage by tokens. A token of audio is a state of the encoder, 0.02 s."""
-        inputs = self.audio_tokens + self.text_tokens
+        inputs = self.so_far()[0]
         return {
             "type": "tokens",
             "input_tokens": inputs,

@@ -17,7 +17,7 @@ from lmkit.serve.audio.listener import Listener
 from lmkit.serve.audio.segments import Segment
 from lmkit.serve.choose import choose
 from lmkit.serve.response import is_forwarded
-from lmkit.serve.streaming import COMMENT, EventStream, event
+from lmkit.serve.streaming import COMMENT, EventStream, counted, event
 from lmkit.text.audio import read_wav
 from lmkit.web.counts import ANSWER
 from lmkit.web.receive import while_connected
@@ -48,11 +48,12 @@ async def _heard(request: Request, task: str) -> Response:
     listener = Listener(request, server, body, samples, task)
     if body.stream:
         early = None if is_forwarded(request.headers) else lambda: COMMENT
-        return await EventStream.open(request.receive, _events(listener), early=early)
+        return await EventStream.open(
+            request.receive, counted(_events(listener), listener.so_far, request.headers), early=early
+        )
     segments = await while_connected(request.receive, _collected(listener))
     answer = _whole(listener, body, segments, task)
-    inputs = listener.audio_tokens + listener.text_tokens
-    answer.headers[ANSWER.decode()] = f"{inputs} 0 {listener.output_tokens}"
+    answer.headers[ANSWER.decode()] = " ".join(map(str, listener.so_far()))
     return answer
 
 
