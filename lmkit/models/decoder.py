@@ -30,6 +30,7 @@ class Decoder:
     """
 
     captures = True  # whether steps may be captured
+    computes_with_torch = False  # between kernels, which is then recorded; a step may be computed twice
     other_names: Mapping[str, str] = {}  # of linears in adapters -> those of `spec`
 
     def __init__(

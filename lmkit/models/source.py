@@ -47,6 +47,7 @@ class ModelSource:
     """
 
     how_attends = ""  # of the flexible engine: where attention and states are, in words
+    captures = True  # whether steps may be captured, see Decoder
     sees = False  # of the flexible engine: whether transformers has the model for images and text
     how_sees: str | None = None  # of such a model: what reads its images, in words
 

@@ -70,7 +70,9 @@ class Workspace:
         start = tensor.data_ptr() - self._region.ctypes.data
         if not 0 <= start < len(self._region):
             return None
-        return torch.from_numpy(self._region[start : start + tensor.nbytes]).view(tensor.dtype).view(tensor.shape)
+        last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True) if n)
+        piece = torch.from_numpy(self._region[start : start + (last + 1) * tensor.itemsize])
+        return piece.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -61,13 +61,14 @@ class FlexibleDecoder(Decoder):
     """See Decoder. `module` is transformers' class of the architecture. `places`: layer and role of its linears;
     `norms`: those that kernels compute."""
 
-    captures = False
+    computes_with_torch = True
 
     def __init__(
         self, spec: ModelSpec, module: Any, seen: Trace, places: Mapping[str, tuple[int, str]], device: str = "cpu",
         norms: Collection[FusedNorm] = (),
     ) -> None:  # fmt: skip
         self._norms = norms
+        self.captures = seen.packs  # others keep states that steps change
         self.spec, self.module, self.seen, self.dtype, self._places = spec, module, seen, torch.float32, places
         self.other_names = {name: spec.module_name(*place) for name, place in places.items()}
         self.layers = [_Place(index) for index in range(spec.num_layers)]  # type: ignore[misc]

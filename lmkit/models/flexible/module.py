@@ -30,6 +30,7 @@ transformers.utils.logging.set_verbosity_error()  # what matters is raised
 LinearOf = Callable[[str], nn.Module | None]
 METHOD = "lmkit"
 MAX_CONFIG_BYTES = 1 << 20
+WARNING = "warn_if_padding_and_no_attention_mask"
 KINDS = AutoModelForCausalLM, AutoModelForImageTextToText  # of models that write text
 
 
@@ -125,6 +126,9 @@ def load_module(folder: Path, config: Any, architecture: str, linear_of: LinearO
         more = f", and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise CheckpointError(f"{folder}: tensor {missing[0]} is missing{more}")
     loaded: nn.Module = module.eval().requires_grad_(False)
+    for part in loaded.modules():
+        if hasattr(part, WARNING):  # it looks for padding in every step, and there is none
+            setattr(part, WARNING, lambda *args: None)
     return loaded
 
 

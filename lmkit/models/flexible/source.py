@@ -73,7 +73,8 @@ class FlexibleSource(ModelSource):
         self.names = Names(module, self.reader)
         self.reader.show(self.names.views)
         self.spec = named_as_stored(spec, self.names, self.uses, _num_experts(self.hf_config))
-        self.how_attends, self.sees = self.seen.text, reads_images(self.hf_config)
+        self.how_attends, self.captures = self.seen.text, self.seen.packs
+        self.sees = reads_images(self.hf_config)
         self.how_sees = self._reader_of_images() if self.sees else None
         if not self.seen.calls and not self.seen.cache:
             raise UnsupportedError(f"{architecture}: transformers keeps nothing of a sequence between its tokens")

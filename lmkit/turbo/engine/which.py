@@ -23,13 +23,14 @@ def engine_facts(model: ResolvedModel, config: EngineConfig) -> dict[str, Any]:
         return {"name": FAST, "why": why, "attention": None, "images": None, "without": [], "fastest": fastest}
     refused = conflicts.excluded(conflicts.FOREIGN)
     lacking = why_no_family(model.source.config)
+    lost = {"captured steps": not model.source.captures, "reuse of prefixes": not spec.reusable}
     rounded = "" if "quantize" in refused or not rounds else " --quantize int4"
     return {
         "name": FLEXIBLE,
         "why": lacking or "it was asked for",
         "attention": model.source.how_attends,
         "images": model.source.how_sees,
-        "without": ["captured steps", *([] if spec.reusable else ["reuse of prefixes"]), *refused],
+        "without": [*(name for name in lost if lost[name]), *refused],
         "fastest": f"lmkit serve {path}{rounded if lacking else ' --model-impl fast'}",
     }
 

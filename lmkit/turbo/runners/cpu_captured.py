@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -21,6 +22,7 @@ from lmkit.kernels.cpu.workspace import Workspace
 from lmkit.layers.batch import BatchInputs, KVLayer
 from lmkit.log import get_logger
 from lmkit.models.decoder import Decoder
+from lmkit.turbo.runners.recording import NotCapturableError, recording
 
 log = get_logger(__name__)
 # Attributes that may be read of a tensor, besides taking views: they are the same in every step of this shape.
@@ -32,10 +34,6 @@ MEMORY = frozenset({"empty", "from_numpy"})  # new memory that is not computed f
 
 
 MAX_PROMPT_SHAPES = 64  # shapes that are remembered; a program takes about 5 KB per layer
-
-
-class NotCapturableError(RuntimeError):
-    """The forward pass computes something outside the kernels."""
 
 
 class _OnlyKernels(TorchFunctionMode):
@@ -79,10 +77,11 @@ class StepShape(NamedTuple):
         )
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Captured:
     program: threads.Program
     logits: Tensor  # [num_rows, vocab], in the workspace
+    proven: bool  # or the next step is computed op by op, too, and the logits are compared
 
     def launch(self) -> Tensor:
         self.program.launch()
@@ -94,7 +93,7 @@ class CapturedSteps:
 
     A step in which every sequence decodes is captured when its shape first comes, because it surely comes again. A step
     with prompt tokens is captured when its shape comes the second time. Only the most recently used of these shapes are
-    remembered.
+    remembered, and of those in which torch computes, which have more to remember.
     """
 
     def __init__(self, decoder: Decoder, kv: list[KVLayer], workspace: Workspace) -> None:
@@ -117,14 +116,19 @@ class CapturedSteps:
             return None
         if shape not in self._captured:
             self._captured[shape] = self._capture(inputs)
+            if self._decoder.computes_with_torch:
+                return None
         step = self._captured[shape]
         if step is None:
             return None
+        if not step.proven:
+            return self._prove(step, inputs)
         self._latest = None if is_followed else (inputs, step)
         return step.launch()
 
     def _is_due(self, shape: StepShape) -> bool:
-        if shape.num_tokens == shape.num_rows:
+        decodes = shape.num_tokens == shape.num_rows
+        if decodes and not self._decoder.computes_with_torch:
             return True
         was_seen = shape in self._prompt_shapes
         self._prompt_shapes.pop(shape, None)
@@ -133,18 +137,40 @@ class CapturedSteps:
             oldest = next(iter(self._prompt_shapes))
             del self._prompt_shapes[oldest]
             self._captured.pop(oldest, None)
-        return was_seen
+        return was_seen or decodes
 
     def _capture(self, inputs: BatchInputs) -> _Captured | None:
+        with_torch = self._decoder.computes_with_torch
+        watching = recording(self._workspace) if with_torch else _OnlyKernels()
         try:
-            with self._workspace.active(), threads.capturing() as program, _OnlyKernels():
+            with self._workspace.active(), threads.capturing() as program, watching:
                 logits = self._decoder(inputs, self._kv)
                 of_step = self._workspace.alias(logits) if len(logits) else logits
         except NotCapturableError as error:
-            log.info("steps are not captured: the forward calls torch's %s", error)
-            self._is_capturable = False
+            self._give_up(f"the forward calls torch's {error}")
             return None
-        has_prompt = len(inputs.token_ids) > len(inputs.logit_rows)
-        if of_step is None or (has_prompt and program.kept):  # each shape's own memory would add up
+        except Exception as error:
+            if not with_torch:
+                raise
+            self._give_up(f"{type(error).__name__} without values: {error}")
             return None
-        return _Captured(program, of_step)
+        adds_up = with_torch or len(inputs.token_ids) > len(inputs.logit_rows)
+        if of_step is None or (adds_up and program.kept):  # memory of each shape's own
+            return None
+        return _Captured(program, of_step, proven=not with_torch)
+
+    def _prove(self, step: _Captured, inputs: BatchInputs) -> Tensor | None:
+        """Compare a captured step with the same one op by op: a foreign module could have taken a value of the step
+        that was captured for a constant. Keys and values are written twice."""
+        found = step.launch().clone()
+        with self._workspace.active():
+            expected = self._decoder(inputs, self._kv)
+        step.proven = torch.equal(found.view(torch.int32), expected.view(torch.int32))
+        if not step.proven:
+            self._give_up("a captured step gave other logits")
+        return expected
+
+    def _give_up(self, why: str) -> None:
+        log.info("steps are not captured: %s", why)
+        self._captured.clear()
+        self._is_capturable = False
