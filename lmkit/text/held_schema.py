@@ -30,7 +30,9 @@ _NOTHING: Mapping[str, tuple[Any, ...]] = {  # values with which a keyword forbi
     "uniqueItems": (False,),
 }
 _COMBINED = frozenset({"$ref", "allOf", "anyOf", "oneOf"})
-_LOOKS_AROUND = re.compile(r"(?<!\\)(?:\\\\)*(?:\(\?<?[=!]|\\[1-9])")  # (?=...), (?<!...), \1
+# (?=...), (?<!...), (?>...), \1, \b: what looks around, and what Rust's regex crate does not know
+_LOOKS_AROUND = re.compile(r"(?<!\\)(?:\\\\)*(?:\(\?(?:<?[=!]|[>#(])|\\[1-9bBcGkKZ])")
+_TYPES = frozenset(("array", "boolean", "integer", "null", "number", "object", "string"))
 
 
 def held(schema: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
@@ -68,10 +70,25 @@ def _is_unheld(name: str, value: Any) -> bool:
         case "format":
             return value not in FORMATS if isinstance(value, str) else True
         case "pattern":
-            return isinstance(value, str) and _LOOKS_AROUND.search(value) is not None
+            return isinstance(value, str) and (_LOOKS_AROUND.search(value) is not None or not _is_pattern(value))
+        case "type":
+            return not (value if isinstance(value, list) else [value]) or any(
+                kind not in _TYPES for kind in (value if isinstance(value, list) else [value]) if isinstance(kind, str)
+            )
         case "$ref":
             return isinstance(value, str) and not value.startswith("#")
     return name in _UNHELD
+
+
+def _is_pattern(text: str) -> bool:
+    """Whether it can be read. What only Python does not know is for others to judge."""
+    try:
+        re.compile(text)
+    except re.error as error:
+        return error.msg.startswith(("bad escape", "incomplete escape", "unknown extension"))
+    except (OverflowError, RecursionError):
+        return False
+    return True
 
 
 def _forbids_nothing(name: str, value: Any, schema: Mapping[str, Any]) -> bool:
