@@ -165,11 +165,12 @@ GENERATION: Mapping[str, Values] = {
     "thinking_forced_open": _OFF,
     "thinking_token_budget": _NONE,
     # inputs
-    "audio_data": _NONE,
+    "audio_data": _EMPTY,
     "documents": (None, []),
-    "image_data": _NONE,
+    "image_data": _EMPTY,
     "images_config": _NONE,
     "input_embeds": _NONE,
+    "models": (None, []),  # OpenRouter's: others to ask where this one fails
     "input_ids": _NONE,
     "max_dynamic_patch": _NONE,
     "media_io_kwargs": (None, {}),
@@ -183,7 +184,7 @@ GENERATION: Mapping[str, Values] = {
     "skip_reading_prefix_cache": _OFF,
     "use_audio_in_video": _OFF,
     "video_config": _NONE,
-    "video_data": _NONE,
+    "video_data": _EMPTY,
     # adapters, extensions, and where a request runs
     "adapter_id": _NONE,
     "adapter_name": _NONE,
@@ -285,12 +286,12 @@ MESSAGE: Mapping[str, Values] = {
 }
 # Fields of these tables that change nothing of an answer.
 _HINTS = """
-agent_hierarchy annotations cache_prompt caller conversation_params custom_labels data_parallel_rank defer_loading
-diagnostics disagg_prefill_dp_rank eager_input_streaming id_slot include_reasoning input_examples media_io_kwargs
-metadata moderation ngram_corpus_id parallel_tool_calls personality phase prediction preserve_cache
-prompt_cache_breakpoint prompt_cache_options prompt_cache_retention provider_specific_fields reasoning
-reasoning_content reasoning_effort reasoning_format reasoning_in_content refusal request_id response_fields
-return_cached_tokens_details rid routed_dp_rank safety_identifier separate_reasoning service_tier
+agent_hierarchy annotations cache_prompt caller citations conversation_params custom_labels data_parallel_rank
+defer_loading diagnostics disagg_prefill_dp_rank eager_input_streaming id_slot include_reasoning input_examples
+media_io_kwargs metadata models moderation ngram_corpus_id parallel_tool_calls personality phase prediction
+preserve_cache prompt_cache_breakpoint prompt_cache_options prompt_cache_retention provider_specific_fields reasoning
+reasoning_content reasoning_effort reasoning_format reasoning_in_content refusal repeat_last_n request_id
+response_fields return_cached_tokens_details rid routed_dp_rank safety_identifier separate_reasoning service_tier
 skip_reading_prefix_cache speed stream_interval stream_reasoning thinking_blocks thinking_forced_open
 use_audio_in_video user_profile_id verbosity web_search_options with_cache workspace_id
 """

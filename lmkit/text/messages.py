@@ -42,6 +42,8 @@ def _part(part: Any) -> str | ImagePart:
     if kind in (*TEXT_PARTS, *SEEN_PARTS):
         part = {name: value for name, value in part.items() if name in ("type", own, "fps") or not ignore(name)}
     if kind in TEXT_PARTS and part.keys() == {"type", own}:
+        if part[own] is None:
+            return ""
         if not isinstance(part[own], str):
             raise ValueError("a part's text must be a string")
         return str(part[own])

@@ -78,10 +78,13 @@ _CODINGS = {b"identity": None, b"": None, b"gzip": 47, b"x-gzip": 47, b"deflate"
 def _unpacked(body: bytearray, window: int, max_bytes: int) -> bytes:
     """At most `max_bytes` of what a packed body holds. Raises RequestError for a damaged one."""
     try:
-        unpacker = zlib.decompressobj(window)
-        plain = unpacker.decompress(body, max_bytes)
-        if len(plain) < max_bytes and not unpacker.eof:
-            raise zlib.error("it is cut off")
+        plain, rest = b"", bytes(body)
+        while rest and len(plain) < max_bytes:  # gzip may have several members
+            unpacker = zlib.decompressobj(window)
+            plain += unpacker.decompress(rest, max_bytes - len(plain))
+            if len(plain) < max_bytes and not unpacker.eof:
+                raise zlib.error("it is cut off")
+            rest = unpacker.unused_data
     except zlib.error as error:
         raise RequestError("invalid_request", f"the body is not of its Content-Encoding: {error}") from None
     return plain

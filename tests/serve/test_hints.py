@@ -26,6 +26,9 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "ob
 CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 MARKED = {"type": "text", "text": "x", "cache_control": {}}
 HI = {"role": "user", "content": "Hi"}
+CALLED: dict[str, Any] = {"type": "function_call", "call_id": "c", "name": "shell", "arguments": "{}"}
+RESULT: dict[str, Any] = {"type": "function_call_output", "call_id": "c", "output": "x"}
+USED: dict[str, Any] = {"type": "tool_use", "id": "t", "name": "f", "input": {}}
 PART = {"type": "text", "text": "a"}
 
 
@@ -130,6 +133,9 @@ def result(content: Any, **fields: Any) -> dict[str, Any]:
         (assistant(provider_specific_fields={"refusal": None}), {"provider_specific_fields"}),
         (assistant(reasoning_details=[{"type": "reasoning.text"}]), {"reasoning_details"}),
         (assistant(content=None, refusal="no"), set()),
+        (assistant(reasoning={"text": "t"}), set()),
+        (assistant(reasoning_content=[{"type": "text", "text": "t"}]), set()),
+        (assistant(content=[{"type": "text", "text": None}]), set()),
         (assistant(id="m1", timestamp=1), {"id", "timestamp"}),
         (assistant(content=[{"type": "thinking", "thinking": "t", "signature": "s"}, PART]), set()),
         (assistant(content=[{"type": "thinking", "thinking": [{"type": "text", "text": "t"}]}, PART]), set()),
@@ -150,6 +156,10 @@ def result(content: Any, **fields: Any) -> dict[str, Any]:
         (result(None), set()),
         (result("x", function={"name": "f", "arguments": None}), set()),
         ({"reasoning_effort": "high"}, {"reasoning_effort"}),
+        ({"reasoning_effort": 5}, {"reasoning_effort"}),
+        ({"reasoning_effort": "as much as there is"}, {"reasoning_effort"}),
+        ({"reasoning_format": "parsed", "models": ["a", "b"]}, {"models"}),
+        ({"repeat_last_n": 64, "image_data": []}, {"repeat_last_n"}),
         ({"tools": [TOOL, {"type": "web_search", "web_search": {}}]}, {"tools.web_search"}),
         ({"tools": [{"type": "function", "function": {"name": "f", "parameters": []}}], "metadata": []}, set()),
     ],
@@ -188,6 +198,13 @@ def test_a_refusal_is_the_text_of_its_turn() -> None:
         ({"input": [{"type": "item_reference", "id": "x"}, HI]}, {"input.item_reference"}),
         ({"input": [{"type": "reasoning", "summary": [], "encrypted_content": "gAAA"}, HI]}, {"encrypted_content"}),
         ({"reasoning": {"effort": "xhigh", "summary": "detailed"}}, {"reasoning_effort"}),
+        ({"reasoning": {"effort": 3, "summary": True, "context": "all_turns"}}, {"reasoning_effort"}),
+        ({"tools": [SHELL, {"type": "mcp"}], "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [
+            {"type": "function", "name": "shell"}, {"type": "mcp", "server_label": "x"}]}}, {"tools.mcp"}),
+        ({"tools": [{"type": "namespace", "name": "n", "tools": [SHELL, {"type": "mcp"}]}]}, {"tools.mcp"}),
+        ({"input": [HI, CALLED | {"arguments": None}, RESULT | {"output": None}]}, set()),
+        ({"input": [HI, CALLED | {"arguments": {"c": "x"}}, RESULT | {"output": {"content": "x"}}]}, set()),
+        ({"input": [HI, {"role": "assistant", "content": None}, HI]}, set()),
         ({"service_tier": "priority", "prompt_cache_retention": "24h"}, {"service_tier", "prompt_cache_retention"}),
         ({"truncation": "auto"}, {"truncation"}),
         ({"input": [HI, {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}, HI]}, set()),
@@ -246,13 +263,16 @@ def test_calls_of_a_namespace_carry_its_name() -> None:
     assert (call["name"], call["namespace"]) == ("read", "mcp__files")
 
 
-def test_a_lark_grammar_is_told_to_the_model() -> None:
+@pytest.mark.parametrize(("definition", "is_held"), [('start: "a" | "b"', True), ('start: "a" start | "b"', False)])
+def test_a_lark_grammar_is_told_to_the_model_and_held_where_a_pattern_says_it(definition: str, is_held: bool) -> None:
     engine = ScriptedEngine()
-    form = {"type": "grammar", "syntax": "lark", "definition": 'start: "a" | "b"'}
+    form = {"type": "grammar", "syntax": "lark", "definition": definition}
     tool = {"type": "custom", "name": "apply_patch", "description": "d", "format": form}
-    answer = App(engine).post(RESPONSES, ITEMS | {"tools": [tool]})
-    assert answer.headers[IGNORED] == "tools.format.lark"
+    choice = {"type": "custom", "name": "apply_patch"}
+    answer = App(engine).post(RESPONSES, ITEMS | {"tools": [tool], "tool_choice": choice})
+    assert answer.headers.get(IGNORED) == (None if is_held else "tools.format.lark")
     assert "start:" in TOKENIZER.decode(engine.requests[0].prompt_ids, False)
+    assert ('"pattern": ' in engine.requests[0].params.grammar) == is_held
 
 
 @pytest.mark.parametrize(
@@ -264,6 +284,16 @@ def test_a_lark_grammar_is_told_to_the_model() -> None:
             {"type": "redacted_thinking", "data": "gAAA"}, {"type": "server_tool_use", "id": "s"},
             {"type": "text", "text": "a"}]}, HI]}, {"redacted_thinking", "messages.server_tool_use"}),
         ({"messages": [HI, {"role": "assistant", "content": []}, HI]}, set()),
+        ({"messages": [HI, {"role": "assistant", "content": None}, HI]}, set()),
+        ({"messages": [HI, {"role": "assistant", "content": [{"type": "text", "text": "a", "citations": [{}]}]}, HI]},
+         {"citations"}),
+        ({"messages": [HI, {"role": "assistant", "content": [USED | {"input": None}]}, {"role": "user", "content": [
+            {"type": "tool_result", "tool_use_id": "t", "content": [
+                {"type": "search_result", "source": "s", "title": "t", "content": [{"type": "text", "text": "x"}]},
+                {"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": "x"}},
+            ]}]}]}, set()),
+        ({"thinking": {"type": "auto"}}, {"thinking.type"}),
+        ({"thinking": {"type": "enabled"}}, {"thinking.budget_tokens"}),
         ({"service_tier": "priority", "speed": "fast"}, {"speed"}),
     ],
 )  # fmt: skip
@@ -288,6 +318,11 @@ def schema_of(prop: dict[str, Any]) -> dict[str, Any]:
         ({"type": "array", "uniqueItems": True}, {"schema.uniqueItems"}),
         ({"type": "object", "propertyNames": {"pattern": "^a"}}, {"schema.propertyNames"}),
         ({"type": "string", "pattern": "^(?=a)b"}, {"schema.pattern"}),
+        ({"type": "string", "pattern": "^\\bab?$"}, {"schema.pattern"}),
+        ({"type": "string", "pattern": "(["}, {"schema.pattern"}),
+        ({"type": "string", "pattern": "^\\p{L}\\x{61}$"}, set()),
+        ({"type": "any"}, {"schema.type"}),
+        ({"type": ["string", "file"]}, {"schema.type"}),
         ({"$ref": "https://example.com/x.json"}, {"schema.$ref".replace("$", "?")}),
         ({"if": {"type": "integer"}, "then": {"minimum": 3}}, {"schema.if", "schema.then"}),
         ({"type": "object", "properties": {"uniqueItems": {"type": "integer"}}}, set()),
@@ -335,6 +370,8 @@ def test_packed_bodies_are_unpacked_within_the_limit(coding: str) -> None:
     bomb = app.request("POST", CHAT_PATH, content=pack(body + b" " * (1 << 20)), headers=headers)
     assert bomb.status_code == 413
     assert "--max-body" in bomb.text
+    two = pack(body[:9]) + pack(body[9:])  # members of gzip
+    assert app.request("POST", CHAT_PATH, content=two, headers=headers).status_code == 200
     for damaged in (body, pack(body)[:-9]):
         assert app.request("POST", CHAT_PATH, content=damaged, headers=headers).status_code == 400
     other = app.request("POST", CHAT_PATH, content=body, headers=headers | {"content-encoding": "zstd"})

@@ -167,10 +167,10 @@ BATCH = {"endpoint": "/v1/completions", "completion_window": "24h", "input_file_
         ),
         (
             "/v1/messages", {"model": "model", "max_tokens": 2, "messages": [MESSAGE]},
-            [{"thinking": {"type": "enabled", "budget_tokens": 1}}, {"system": None},
+            [{"thinking": {"type": "enabled", "budget_tokens": 1}}, {"thinking": {"type": "enabled"}}, {"system": None},
              {"messages": [MESSAGE, {"role": "assistant", "content": [THOUGHT, *PARTS]}]}],
             [{"tool_choice": {"type": "tool"}}, {"tool_choice": {"type": "auto", "name": "a"}},
-             {"thinking": {"type": "enabled"}}, {"thinking": {"type": "disabled", "budget_tokens": 1}},
+             {"thinking": {"type": "disabled", "budget_tokens": 1}},
              {"messages": [{"role": "user", "content": [THOUGHT]}]}, {"tools": [{"name": "", "input_schema": {}}]}],
         ),
         (

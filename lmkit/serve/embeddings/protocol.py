@@ -139,6 +139,7 @@ _BYTES = given("encoding_format", encoding_format={"enum": ["base64", "bytes", "
 
 
 class EmbeddingRequest(InputRequest):
+    aliases = {**InputRequest.aliases, "normalized": "normalize"}  # Jina's name
     conditions = (
         *InputRequest.conditions,
         *(goes_with(name, _BYTES, NOTHING) for name in OF_BYTES),

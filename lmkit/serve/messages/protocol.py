@@ -13,7 +13,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from lmkit import neutral
 from lmkit.errors import RequestError
-from lmkit.hints import without_foreign
+from lmkit.hints import ignore, without_foreign
 from lmkit.serve.numbers import Temperature, TopP
 from lmkit.serve.protocol import ChatExtensions
 from lmkit.strict import LAZY, NULL, Nullable, given
@@ -37,7 +37,7 @@ class Text(_Block):
     absent = {"citations": ([],)}
 
     type: Literal["text"]
-    text: str
+    text: str = ""
 
 
 class Thinking(_Block):
@@ -57,7 +57,20 @@ class ToolUse(_Block):
     type: Literal["tool_use"]
     id: Id
     name: CalledName
-    input: dict[str, Any]
+    input: dict[str, Any] = {}
+
+
+def _told(block: Any) -> list[Any]:
+    """A block; as texts, if it is a search's result or a document that is one. Their notes are left out."""
+    match block:
+        case {"type": "search_result", "content": list(inside), **about}:
+            head = "\n".join(str(about[name]) for name in ("title", "source") if about.get(name))
+            return [{"type": "text", "text": head}] * bool(head) + inside
+        case {"type": "document", "source": {"type": "text", "data": str(text)}, **about}:
+            return [{"type": "text", "text": f"{about['title']}\n{text}" if about.get("title") else text}]
+        case {"type": "document", "source": {"type": "content", "content": list(inside)}}:
+            return inside
+    return [block]
 
 
 def _texts(value: Any) -> Any:
@@ -101,6 +114,7 @@ def _blocks(value: Any) -> Any:
     """As `_texts`, and images may stand beside the texts."""
     if not isinstance(value, list):
         return _texts(value)
+    value = [part for block in value for part in _told(block)]
     _texts([block for block in value if not (isinstance(block, dict) and block.get("type") == "image")])
     return _ours(value)
 
@@ -135,7 +149,7 @@ class Message(Nullable):
     ]},)  # fmt: skip
 
     role: Literal["user", "assistant", "system"]
-    content: Annotated[list[Block], BeforeValidator(_blocks, json_schema_input_type=str | list[Block])]
+    content: Annotated[list[Block], BeforeValidator(_blocks, json_schema_input_type=str | list[Block])] = []
 
     @model_validator(mode="after")
     def _fits_the_role(self) -> Message:
@@ -184,20 +198,28 @@ class ToolChoice(Nullable):
         return self
 
 
+def _thinking_kind(value: Any) -> Any:
+    """A kind that is not known asks for some thinking."""
+    is_known = not isinstance(value, str) or value in ("enabled", "disabled", "adaptive")
+    return value if is_known or not ignore("thinking.type") else "adaptive"
+
+
 class ThinkingConfig(Nullable):
     conditions = ({"anyOf": [
-        given("budget_tokens", type={"const": "enabled"}),
+        {"properties": {"type": {"const": "enabled"}}},
         {"properties": {"type": {"enum": ["disabled", "adaptive"]}, "budget_tokens": NULL}},
     ]},)  # fmt: skip
 
-    type: Literal["enabled", "disabled", "adaptive"]
+    type: Annotated[Literal["enabled", "disabled", "adaptive"], BeforeValidator(_thinking_kind)]
     budget_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
     display: Literal["summarized", "omitted"] | None = None
 
     @model_validator(mode="after")
     def _has_its_budget(self) -> ThinkingConfig:
-        if (self.budget_tokens is None) == (self.type == "enabled"):
-            raise ValueError("budget_tokens goes with type enabled, which needs it")
+        if self.budget_tokens is not None and self.type != "enabled":
+            raise ValueError("budget_tokens goes with type enabled")
+        if self.budget_tokens is None and self.type == "enabled" and not ignore("thinking.budget_tokens"):
+            raise ValueError("type enabled needs budget_tokens")
         return self
 
 

@@ -50,7 +50,7 @@ class Options(Nullable):
 
     absent = {
         name: neutral.GENERATION[name] for name in ("mirostat", "mirostat_eta", "mirostat_tau", "tfs_z", "typical_p")
-    } | {"penalize_newline": (None, False), "penalize_nl": (None, False)}
+    } | dict.fromkeys(("penalize_newline", "penalize_nl"), (None, True, False))  # penalties look at all tokens
 
     num_predict: NumPredict | None = None
     temperature: Temperature | None = None
@@ -110,7 +110,8 @@ class _Body(ChatExtensions):
     """Fields of both routes that generate."""
 
     model_config = LAZY
-    absent = neutral.GENERATION
+    # a conversation that is too long is refused, and an answer ends where the context does
+    absent = {**neutral.GENERATION, **dict.fromkeys(("truncate", "shift"), (None, True, False))}
     aliases = {**ChatExtensions.aliases, "name": "model"}
 
     model: Annotated[str, Field(max_length=1024)]

@@ -18,7 +18,8 @@ from lmkit.serve.protocol import ChatCompletionRequest
 from lmkit.serve.response import timings
 from lmkit.serve.responses.conversations import Conversations
 from lmkit.serve.responses.custom import InputText, input_of
-from lmkit.serve.responses.protocol import NAMES, CustomTool, ResponsesRequest, with_id
+from lmkit.serve.responses.protocol import NAMES, ResponsesRequest, with_id
+from lmkit.serve.responses.tool_protocol import CustomTool
 from lmkit.serve.responses.tools import presented
 from lmkit.serve.serving import Serving
 from lmkit.serve.streaming import Failed, event

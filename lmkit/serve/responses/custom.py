@@ -6,18 +6,30 @@ import json
 import re
 from typing import Any
 
-from lmkit.serve.responses.protocol import CustomTool, Pattern
+from lmkit.serve.responses.tool_protocol import CustomTool, Pattern
+from lmkit.text.held_schema import held
+from lmkit.text.lark_pattern import pattern_of
 
 _BEGIN = re.compile(r'\s*\{\s*"input"\s*:\s*"')
 _ESCAPE = r"\\(?:[^u]|u(?![dD][89abAB])[0-9a-fA-F]{4}|u[dD][89abAB][0-9a-fA-F]{2}\\u[0-9a-fA-F]{4})"
 _WHOLE = re.compile(rf'(?:[^"\\]|{_ESCAPE})*')  # characters of a JSON string; two escapes of a pair stay together
 
 
+def input_pattern(tool: CustomTool) -> str | None:
+    """The pattern of the input; None if any text is one, or if its grammar has no pattern."""
+    if not isinstance(tool.format, Pattern):
+        return None
+    if tool.format.syntax == "regex":
+        return f"^(?:{tool.format.definition})$"
+    found = pattern_of(tool.format.definition)
+    return None if found is None or held({"pattern": found})[1] else f"^{found}$"
+
+
 def input_schema(tool: CustomTool) -> dict[str, Any]:
     """The schema of the function's arguments."""
     text: dict[str, Any] = {"type": "string"}
-    if isinstance(tool.format, Pattern) and tool.format.syntax == "regex":
-        text["pattern"] = f"^(?:{tool.format.definition})$"
+    if pattern := input_pattern(tool):
+        text["pattern"] = pattern
     return {"type": "object", "properties": {"input": text}, "required": ["input"], "additionalProperties": False}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
@@ -11,10 +12,17 @@ from lmkit import neutral
 from lmkit.hints import ignore, without_foreign
 from lmkit.serve.numbers import Temperature, TopP
 from lmkit.serve.protocol import ChatExtensions, Metadata, ModelName, never_cut
+from lmkit.serve.responses.tool_protocol import AllowedTools, AnyTool, NamedTool, client_tools
 from lmkit.serve.serving import new_id
 from lmkit.strict import LAZY, NULL, No, Nullable, Schema, Strict, given, goes_with
-from lmkit.text.chat.conversation import MAX_MESSAGES, MAX_TOOLS, CalledName, Effort, ToolName, check_parts
-from lmkit.text.messages import DETAILS, MAX_NAME_CHARS, said
+from lmkit.text.chat.conversation import (
+    MAX_MESSAGES,
+    CalledName,
+    Effort,
+    arguments_text,
+    check_parts,
+)
+from lmkit.text.messages import DETAILS, said
 
 Status = Literal["in_progress", "completed", "incomplete"]
 TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
@@ -64,7 +72,16 @@ def _parts_and_images(value: Any) -> Any:
 
 Parts = Annotated[list[TextPart], BeforeValidator(_parts, json_schema_input_type=str | list[TextPart])]
 Content = Annotated[TextPart | ImagePart, Field(discriminator="type")]
+
+
+def _outputs(value: Any) -> Any:
+    """As `_parts_and_images`. A client's object is its JSON."""
+    return _parts_and_images(json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else value)
+
+
 Contents = Annotated[list[Content], BeforeValidator(_parts_and_images, json_schema_input_type=str | list[Content])]
+
+Outputs = Annotated[list[Content], BeforeValidator(_outputs, json_schema_input_type=str | list[Content])]
 
 
 class Message(Nullable):
@@ -76,7 +93,7 @@ class Message(Nullable):
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
-    content: Contents
+    content: Contents = []
     id: ItemId | None = None
     status: Status | None = None
 
@@ -94,7 +111,7 @@ class FunctionCall(Nullable):
     call_id: ItemId
     name: CalledName
     namespace: CalledName | None = None  # of the tool, see tools.presented
-    arguments: Annotated[str, BeforeValidator(lambda value: "{}" if value is None else value)]
+    arguments: Annotated[str, BeforeValidator(arguments_text, json_schema_input_type=str | dict[str, Any])] = "{}"
     id: ItemId | None = None
     status: Status | None = None
 
@@ -104,7 +121,7 @@ class FunctionCallOutput(Nullable):
 
     type: Literal["function_call_output"]
     call_id: ItemId
-    output: Contents
+    output: Outputs = []
     name: str | None = None
     id: ItemId | None = None
     status: Status | None = None
@@ -116,7 +133,7 @@ class CustomCall(Nullable):
     type: Literal["custom_tool_call"]
     call_id: ItemId
     name: CalledName
-    input: str
+    input: str = ""
     id: ItemId | None = None
     status: Status | None = None
 
@@ -126,15 +143,15 @@ class CustomCallOutput(Nullable):
 
     type: Literal["custom_tool_call_output"]
     call_id: ItemId
-    output: Contents
+    output: Outputs = []
     id: ItemId | None = None
     status: Status | None = None
 
 
 class ReasoningItem(Nullable):
     type: Literal["reasoning"]
-    summary: list[TextPart] = []
-    content: list[TextPart] = []
+    summary: Parts = []
+    content: Parts = []
     encrypted_content: str | None = None
     id: ItemId | None = None
     status: Status | None = None
@@ -188,89 +205,19 @@ Items = Annotated[
 ]
 
 
-OURS = ("function", "custom", "namespace")  # kinds of tools that the client runs
-
-
-def _client_tools(tools: Any) -> Any:
-    if isinstance(tools, list) and len(tools) > MAX_TOOLS:
-        raise ValueError(f"at most {MAX_TOOLS} tools")
-    if not isinstance(tools, list):
-        return tools
-    return without_foreign(tools, OURS, "tools", "send functions or custom tools, which the client runs")
-
-
-class FunctionTool(Nullable):
-    absent = {"defer_loading": (False,), "allowed_callers": (["direct"],), "async": (False,)}
-
-    type: Literal["function"]
-    name: ToolName
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-class AnyText(Nullable):
-    type: Literal["text"]
-
-
-class Pattern(Nullable):
-    """Which texts a custom tool takes. A regex is held. The model is told a grammar of Lark, see tools.function_of."""
-
-    type: Literal["grammar"]
-    syntax: Literal["regex", "lark"]
-    definition: Annotated[str, Field(max_length=1 << 16)]
-
-
-class CustomTool(Nullable):
-    """A tool whose input is one text. `format` says which texts it takes; none = any."""
-
-    absent = FunctionTool.absent
-
-    type: Literal["custom"]
-    name: ToolName
-    description: str | None = None
-    format: Annotated[AnyText | Pattern, Field(discriminator="type")] | None = None
-
-
-OneTool = Annotated[FunctionTool | CustomTool, Field(discriminator="type")]
-
-
-class Namespace(Nullable):
-    """Tools of one source. Their calls carry its name."""
-
-    type: Literal["namespace"]
-    name: ToolName
-    description: str | None = None
-    tools: Annotated[list[OneTool], Field(max_length=MAX_TOOLS)]
-
-
-AnyTool = Annotated[FunctionTool | CustomTool | Namespace, Field(discriminator="type")]
-
-
-class NamedTool(Nullable):
-    type: Literal["function", "custom"]
-    name: Annotated[str, Field(max_length=MAX_NAME_CHARS)]
-    namespace: Annotated[str, Field(max_length=MAX_NAME_CHARS)] | None = None
-
-
-class AllowedTools(Nullable):
-    type: Literal["allowed_tools"]
-    mode: Literal["auto", "required"]
-    tools: Annotated[list[NamedTool], Field(min_length=1, max_length=MAX_TOOLS)]
-
-
 class Text(Nullable):
     format: dict[str, Any] | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
 
 
 class Reasoning(Nullable):
-    absent = {"context": ("auto",), "mode": ("standard",)}
+    absent = {"mode": ("standard",)}
 
     effort: Effort | None = None
     # There is no summary beside the reasoning itself.
-    summary: Annotated[str, Field(max_length=64)] | None = None
-    generate_summary: Annotated[str, Field(max_length=64)] | None = None
+    summary: Any = None
+    generate_summary: Any = None
+    context: Any = None  # which earlier reasoning is read: the template decides
 
 
 class StreamOptions(Nullable):
@@ -309,7 +256,7 @@ class Prompt(ChatExtensions):
     conversation: Annotated[
         ItemId | None, BeforeValidator(_conversation, json_schema_input_type=ItemId | ConversationName | None)
     ] = None
-    tools: Annotated[list[AnyTool] | None, BeforeValidator(_client_tools)] = None
+    tools: Annotated[list[AnyTool] | None, BeforeValidator(client_tools)] = None
     tool_choice: (
         Literal["none", "auto", "required"] | Annotated[NamedTool | AllowedTools, Field(discriminator="type")] | None
     ) = None

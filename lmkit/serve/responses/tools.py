@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from lmkit.hints import ignore
-from lmkit.serve.responses.custom import input_schema
-from lmkit.serve.responses.protocol import AnyTool, CustomTool, FunctionTool, Namespace, Pattern
+from lmkit.serve.responses.custom import input_pattern, input_schema
+from lmkit.serve.responses.tool_protocol import AnyTool, CustomTool, FunctionTool, Namespace, Pattern
 
 
 class Presented(NamedTuple):
@@ -40,7 +40,9 @@ def function_of(one: Presented) -> dict[str, Any]:
     tool, description = one.tool, one.tool.description
     schema, strict = (input_schema(tool), True) if isinstance(tool, CustomTool) else (tool.parameters, tool.strict)
     if isinstance(tool, CustomTool) and isinstance(tool.format, Pattern) and tool.format.syntax == "lark":
-        ignore("tools.format.lark")  # the text stands in a JSON string, where no grammar of it holds
+        strict = None  # the model is told the grammar as well
+        if input_pattern(tool) is None:
+            ignore("tools.format.lark")  # the text stands in a JSON string, where no grammar with rules in rules holds
         told = f"The input follows this Lark grammar:\n{tool.format.definition}"
         description = f"{description}\n{told}" if description else told
     function = {"name": one.shown, "description": description, "parameters": schema, "strict": strict}

@@ -9,7 +9,6 @@ from lmkit.serve.protocol import ChatCompletionRequest
 from lmkit.serve.responses.custom import arguments_of
 from lmkit.serve.responses.protocol import (
     NAMES,
-    AllowedTools,
     CustomCall,
     CustomCallOutput,
     FunctionCall,
@@ -17,12 +16,12 @@ from lmkit.serve.responses.protocol import (
     ImagePart,
     Item,
     Message,
-    NamedTool,
     Prompt,
     ReasoningItem,
     ResponsesRequest,
     TextPart,
 )
+from lmkit.serve.responses.tool_protocol import AllowedTools, NamedTool
 from lmkit.serve.responses.tools import function_of, presented, shown_name
 from lmkit.serve.translated import Turns, chat_request, joined, opened
 

@@ -52,7 +52,7 @@ def _message_list(value: Any) -> Any:
     return [{"role": "user", "content": value}] if isinstance(value, str) else value
 
 
-def _arguments(value: Any) -> Any:
+def arguments_text(value: Any) -> Any:
     """Arguments of a call as a JSON text. Clients that keep them as an object send that."""
     if value is None:
         return "{}"
@@ -86,12 +86,22 @@ def _thought(part: dict[str, Any]) -> str:
     return "".join(text for text in texts if isinstance(text, str))
 
 
+def _reasoning(value: Any) -> Any:
+    """The text of reasoning that a client keeps as an object, or as a list of parts."""
+    if isinstance(value, dict):
+        value = [{"text": value.get("text", value.get("content"))}]
+    return _thought({"text": value}) if isinstance(value, list) else value
+
+
+Reasoning = Annotated[str | None, BeforeValidator(_reasoning, json_schema_input_type=str | None)]
+
+
 CalledName = Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)]
 
 
 class CalledFunction(Strict):
     name: CalledName
-    arguments: Annotated[str, BeforeValidator(_arguments, json_schema_input_type=str | dict[str, Any])] = "{}"
+    arguments: Annotated[str, BeforeValidator(arguments_text, json_schema_input_type=str | dict[str, Any])] = "{}"
 
 
 class ToolCall(Nullable):
@@ -110,8 +120,8 @@ class ChatMessage(Strict):
     name: Annotated[str, Field(max_length=MAX_NAME_CHARS)] | None = None  # passed to the chat template
     tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_CALLS)] | None = None
     tool_call_id: Annotated[str, Field(max_length=MAX_NAME_CHARS)] | None = None  # of the call that a tool answers
-    reasoning: str | None = None
-    reasoning_content: str | None = None  # another name for it
+    reasoning: Reasoning = None
+    reasoning_content: Reasoning = None  # another name for it
     _parts: tuple[str | ImagePart, ...] = PrivateAttr(default=())
 
     @model_validator(mode="wrap")
@@ -256,7 +266,22 @@ class ToolOptions(Strict):
     parallel_tool_calls: bool | None = None  # default true, and false for a function by name
 
 
-Effort = Annotated[str, Field(max_length=16)]  # a variable of the chat template; see EFFORTS
+MAX_EFFORT = 16  # characters
+
+
+def _effort(value: Any) -> Any:
+    """None for what is no word: no template knows it."""
+    is_word = value is None or (isinstance(value, str) and len(value) <= MAX_EFFORT)
+    return value if is_word or not ignore("reasoning_effort") else None
+
+
+# a variable of the chat template; see EFFORTS
+Effort = Annotated[
+    Annotated[str, Field(max_length=MAX_EFFORT)] | None, BeforeValidator(_effort, json_schema_input_type=str | None)
+]
+
+
+_GROQ = {"parsed": "auto", "raw": "none"}
 
 
 class Chat(ToolOptions):
@@ -268,7 +293,10 @@ class Chat(ToolOptions):
     thinking_token_budget: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None  # vLLM's: tokens of reasoning
     include_reasoning: bool | None = None  # false: the answer leaves the reasoning out
     separate_reasoning: bool | None = None  # SGLang's; false: it stays in the content, with its marks
-    reasoning_format: Literal["none", "auto", "deepseek"] | None = None  # llama.cpp's; "none": the same
+    # llama.cpp's; "none": the same. Groq's words are others
+    reasoning_format: (
+        Annotated[Literal["none", "auto", "deepseek"], BeforeValidator(lambda value: _GROQ.get(value, value))] | None
+    ) = None
     # not OpenAI's
     add_generation_prompt: bool | None = None  # default true
     continue_final_message: bool | None = None  # vLLM's: the answer goes on with the last message
