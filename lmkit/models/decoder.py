@@ -116,10 +116,11 @@ class Decoder:
         """Logits float32 [R, vocab] of `rows` of the residual stream's pair. If `rows` are all, it is overwritten."""
         if not len(rows):  # a chunk that ends before its prompt does
             return torch.empty(0, self.spec.vocab_size, device=delta.device)
-        if len(rows) < len(delta):
-            delta = self.embedding(delta, rows)
-            residual = None if residual is None else self.embedding(residual, rows)
-        return self.head(delta, residual)
+        return self.head(*self._rows_of(delta, residual, rows) if len(rows) < len(delta) else (delta, residual))
+
+    def _rows_of(self, delta: Tensor, residual: Tensor | None, rows: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Some rows of the residual stream's pair."""
+        return self.embedding(delta, rows), None if residual is None else self.embedding(residual, rows)
 
     def final_states(self, delta: Tensor, residual: Tensor | None) -> Tensor:
         """The residual stream's pair [R, hidden] -> the final norm's result float32 [R, hidden]. Keeps the pair."""
@@ -162,6 +163,8 @@ class Decoder:
         if last in kept:
             self.keep(delta, residual, kept[last][: len(delta)])
         if self.link is not None:
+            if logits_only and self.layers[-1].index == last - 1 and len(delta) > len(batch.logit_rows):
+                delta, residual = self._rows_of(delta, residual, batch.logit_rows)
             if len(delta):
                 self.keep(delta, residual, self.link.place(len(delta)))
             self.link.send(len(delta))

@@ -101,7 +101,8 @@ class Neighbours:
             raise EngineLostError(ENDED)
         self.spent, rows = arrived
         self._since = time.perf_counter_ns()
-        self._arrived[:num_rows].numpy()[...] = np.frombuffer(rows, np.float32).reshape(num_rows, -1)
+        place = self._arrived[:num_rows].numpy()
+        place[...] = np.frombuffer(rows, np.float32).reshape(place.shape)
 
     def _send(self, num_rows: int) -> None:
         rows = self._leaving[:num_rows].numpy()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from shutil import copyfile
 from typing import Any
 
 import pytest
@@ -11,11 +12,13 @@ import pytest
 from lmkit.bench.latency import Shape, run_latency
 from lmkit.config import EngineConfig
 from lmkit.errors import ConfigError, UnsupportedError
+from lmkit.formats.hub import DEMO_FOLDER
 from lmkit.text import Tokenizer
 from lmkit.turbo.engine.engine import Engine
 from lmkit.turbo.plan import StepPlan
 from lmkit.turbo.request import Request, SamplingParams, StepOutput
 from lmkit.turbo.runners.stages import FirstStage
+from tests.models import tiny
 from tests.turbo.engine.test_adapters import set_adapter
 from tests.turbo.engine.test_ranks import adapters, answers_with, check_a_kill_ends, engine, tokens  # noqa: F401
 
@@ -136,3 +139,28 @@ def test_the_profile_has_the_time_of_each_stage(demo_model: Path) -> None:
     assert run.decode_profile is not None
     assert run.decode_profile.bubble is not None
     assert 0 < run.decode_profile.bubble < 1
+
+
+@pytest.mark.parametrize("family", ["qwen3", "granite-hybrid", "nemotron-h", "lfm2"])
+def test_prompts_of_several_steps_and_states_of_layers_are_those_of_one_process(tmp_path: Path, family: str) -> None:
+    """A step inside of a prompt wants no logits. The last layer of Nemotron H computes all rows of a step. The second
+    turn begins with a snapshot of what each stage keeps."""
+    tiny.make(tmp_path, family)
+    copyfile(DEMO_FOLDER / "tokenizer.json", tmp_path / "tokenizer.json")
+    prompts = [[(7 * n + 3 * i) % 140 + 3 for i in range(n)] for n in (58, 33, 9)]
+    exact = {"dtype": "float32", "activations": "exact", "block_size": 8, "max_step_tokens": 24, "max_model_len": 96}
+    found = []
+    for pp in (1, 2):
+        model, outputs = engine(tmp_path, 1, pp=pp, **exact), list[StepOutput]()
+        try:
+            for turn, (number, prompt) in itertools.product(range(2), enumerate(prompts)):
+                params = SamplingParams(max_tokens=8, ignore_eos=True, temperature=number % 2, seed=number, logprobs=1)
+                model.add(Request(request_id=f"{turn}.{number}", prompt_ids=prompt, params=params))
+                while number == 2 and model.has_work():
+                    outputs += model.step()
+        finally:
+            model.close()
+        assert not any(output.error for output in outputs)
+        assert max(output.cached_tokens for output in outputs) >= 56
+        found.append(sorted((o.request_id, *map(str, (o.token_ids, o.logprobs))) for o in outputs if o.token_ids))
+    assert found[0] == found[1]
