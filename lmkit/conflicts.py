@@ -201,7 +201,7 @@ CONFLICTS: tuple[Conflict, ...] = (
     Conflict("kv_peer", FIXED_STATES, _IN_STATES),
     Conflict("tp", FIXED_STATES, _IN_STATES),
     Conflict("ep", FIXED_STATES, _IN_STATES),
-    Conflict("pp", STATES, _IN_STATES),
+    Conflict("pp", FIXED_STATES, _IN_STATES),
     Conflict("tp", FOREIGN, _foreign("is not shared by processes")),
     Conflict("ep", FOREIGN, _foreign("is not shared by processes")),
     Conflict("pp", FOREIGN, _foreign("is not shared by processes")),

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lmkit.config import EngineConfig
-from lmkit.errors import ConfigError, UnsupportedError
+from lmkit.errors import ConfigError
 from lmkit.kernels import ops
 from lmkit.kernels.delta import DeltaWeights
 from lmkit.kernels.recurrent import RecurrentStates
@@ -29,21 +29,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize(
-    ("options", "part"),
-    [
-        ({"pp": 2}, "leave out pp"),
-    ],
-)
-def test_options_that_need_keys_and_values_are_refused(folder: Path, options: dict[str, Any], part: str) -> None:
-    with pytest.raises((ConfigError, UnsupportedError), match=part):
-        Engine(str(folder), EngineConfig(**SIZES, **options))
-
-
-def test_a_model_without_attention_has_no_tiers(tmp_path: Path) -> None:
+def test_a_model_without_attention_has_no_tiers_and_no_stages(tmp_path: Path) -> None:
     tiny.make(tmp_path, "qwen3.5-recurrent")
-    with pytest.raises(ConfigError, match="leave out kv_host_memory"):
-        Engine(str(tmp_path), EngineConfig(**SIZES, kv_host_memory=1 << 20))
+    for option, value in (("kv_host_memory", 1 << 20), ("pp", 2)):
+        with pytest.raises(ConfigError, match=f"leave out {option}"):
+            Engine(str(tmp_path), EngineConfig(**SIZES, **{option: value}))
 
 
 def test_the_plan_has_a_state_for_each_sequence_of_the_batch(folder: Path) -> None:
