@@ -52,6 +52,7 @@ def test_frames_are_those_that_transformers_samples() -> None:
             metadata = SimpleNamespace(total_num_frames=total, fps=fps)
             want = Qwen3VLVideoProcessor.sample_frames(processor, metadata)
             assert sampled(total, fps, 2.0, 4, 20) == want.tolist(), (total, fps)
+            assert (np.diff(want) > 0).all(), "each frame once, in order"
 
 
 def test_sizes_are_those_of_transformers() -> None:
