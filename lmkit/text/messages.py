@@ -40,7 +40,8 @@ def _part(part: Any) -> str | ImagePart:
     kind = kind if isinstance(kind, str) else ""
     own = TEXT_PARTS.get(kind, kind)
     if kind in (*TEXT_PARTS, *SEEN_PARTS):
-        part = {name: value for name, value in part.items() if name in ("type", own, "fps") or not ignore(name)}
+        known = ("type", own, *(("fps",) if SEEN_PARTS.get(kind) == "video" else ()))
+        part = {name: value for name, value in part.items() if name in known or not ignore(name)}
     if kind in TEXT_PARTS and part.keys() == {"type", own}:
         if part[own] is None:
             return ""

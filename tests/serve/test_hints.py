@@ -150,6 +150,7 @@ def result(content: Any, **fields: Any) -> dict[str, Any]:
         ({"messages": [{"role": "user", "content": None}, HI]}, set()),
         ({"messages": [HI | {"reasoning_content": "r"}]}, {"reasoning_content"}),
         ({"messages": [{"role": "user", "content": [MARKED]}]}, {"cache_control"}),
+        ({"messages": [{"role": "user", "content": [PART | {"fps": 2}]}]}, {"fps"}),
         ({"messages": [HI | {"cache_control": {}}]}, {"cache_control"}),
         ({"tools": [TOOL | {"cache_control": {}}]}, {"cache_control"}),
         (result("x", extra_content={"google": {}}), {"extra_content"}),
