@@ -7,7 +7,6 @@ spectrogram is made by transformers' own extractor.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +19,7 @@ from lmkit.extras import EXTRAS, install
 from lmkit.formats.speech_config import read_speech
 from lmkit.models.audio_spec import PREFIX, AudioSpec
 from lmkit.models.resolved import ResolvedModel
+from lmkit.models.tower import read_weights, tower_dtype
 from lmkit.models.vision import Encoded, Encoding, Steps, in_parts
 from lmkit.text.audio import NO_AUDIO, RATE, AudioSettings
 
@@ -85,7 +85,7 @@ class AudioTower:
 def audio_bytes(model: ResolvedModel) -> int:
     """Bytes of the encoder in memory. 0: the model has none."""
     audio = model.spec.audio
-    return 0 if audio is None else sum(map(math.prod, audio.shapes().values())) * _dtype(model).itemsize
+    return 0 if audio is None else sum(map(math.prod, audio.shapes().values())) * tower_dtype(model).itemsize
 
 
 def load_audio(model: ResolvedModel) -> AudioTower:
@@ -104,21 +104,4 @@ def load_audio(model: ResolvedModel) -> AudioTower:
     if (extractor.feature_size, frames, extractor.sampling_rate) != (audio.mel_bins, 2 * audio.length, RATE):
         raise CheckpointError(f"{path}: preprocessor_config.json and config.json do not fit together")
     settings = read_speech(path, model.spec.vocab_size, extractor.chunk_length)
-    return AudioTower(audio, dict(_weights(model, audio)), extractor, settings)
-
-
-def _weights(model: ResolvedModel, audio: AudioSpec) -> Iterator[tuple[str, Tensor]]:
-    reader = model.reader
-    for name, shape in audio.shapes().items():
-        if not reader.has(PREFIX + name):
-            raise CheckpointError(f"{reader.path}: tensor {PREFIX + name} is missing")
-        weight = reader.tensor(PREFIX + name)
-        if tuple(weight.shape) != shape or not weight.is_floating_point():
-            found = list(weight.shape)
-            raise CheckpointError(f"{reader.path}: {PREFIX + name} is {found}, config.json says {list(shape)}")
-        yield name, weight.to(_dtype(model))
-
-
-def _dtype(model: ResolvedModel) -> torch.dtype:
-    """float16 would overflow."""
-    return model.dtype if model.dtype is torch.bfloat16 else torch.float32
+    return AudioTower(audio, dict(read_weights(model, PREFIX, audio.shapes())), extractor, settings)

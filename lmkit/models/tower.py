@@ -16,7 +16,7 @@ from lmkit.formats.video_config import VideoConfig
 from lmkit.log import get_logger
 from lmkit.models.resolved import ResolvedModel
 from lmkit.models.vision import Encoded, Encoding, patches, tower_steps
-from lmkit.models.vision_spec import BREAKS, VisionSpec
+from lmkit.models.vision_spec import BREAKS, Shapes, VisionSpec
 from lmkit.text.images import ImageSettings
 from lmkit.text.videos import NO_VIDEOS, VideoSettings
 
@@ -49,14 +49,14 @@ class Tower:
 def has_tower(model: ResolvedModel) -> bool:
     """Whether the checkpoint has the weights of a tower. Some were saved without."""
     vision = model.spec.vision
-    return vision is not None and any(model.reader.has(name) for name, _ in _shapes(model, vision))
+    return vision is not None and any(model.reader.has(vision.prefix + name) for name in _shapes(model, vision))
 
 
 def tower_bytes(model: ResolvedModel) -> int:
     """Bytes of the tower in memory."""
     if (vision := model.spec.vision) is None or not has_tower(model):
         return 0
-    return sum(math.prod(shape) * _dtype(model).itemsize for _, shape in _shapes(model, vision))
+    return sum(math.prod(shape) * tower_dtype(model).itemsize for shape in _shapes(model, vision).values())
 
 
 def load_tower(model: ResolvedModel, max_pixels: int, device: str = "cpu") -> Tower:
@@ -64,17 +64,11 @@ def load_tower(model: ResolvedModel, max_pixels: int, device: str = "cpu") -> To
     not."""
     vision = model.spec.vision
     assert vision is not None
-    config, reader, dtype = ImageConfig(model.reader.path, vision.reading), model.reader, _dtype(model)
+    config, reader, dtype = ImageConfig(model.reader.path, vision.reading), model.reader, tower_dtype(model)
     if vision.merger.marks and (found := added_tokens(reader.path, vision.merger.marks)):
         vision = replace(vision, merger=replace(vision.merger, breaks=found))
-    side, weights = vision.reading.side, {}
-    for name, shape in _shapes(model, vision):
-        if not reader.has(name):
-            raise CheckpointError(f"{reader.path}: tensor {name} is missing")
-        weight = reader.tensor(name)
-        if tuple(weight.shape) != shape or not weight.is_floating_point():
-            raise CheckpointError(f"{reader.path}: {name} is {list(weight.shape)}, config.json says {list(shape)}")
-        weights[name.removeprefix(vision.prefix)] = weight.to(dtype).to(device)
+    side = vision.reading.side
+    weights = {name: x.to(device) for name, x in read_weights(model, vision.prefix, _shapes(model, vision))}
     breaks = vision.merger.breaks
     if breaks:
         weights[BREAKS] = model.source.embed_tokens()[list(breaks)].to(dtype).to(device)
@@ -127,11 +121,24 @@ def _videos(folder: Path, vision: VisionSpec, images: ImageConfig, max_pixels: i
     )
 
 
-def _dtype(model: ResolvedModel) -> torch.dtype:
-    """float16 would overflow."""
+def read_weights(model: ResolvedModel, prefix: str, shapes: Shapes) -> Iterator[tuple[str, Tensor]]:
+    """The weights of these names, which stand after `prefix` in the file, in `tower_dtype`. Raises CheckpointError for
+    one that is missing or of another shape."""
+    reader, dtype = model.reader, tower_dtype(model)
+    for name, shape in shapes.items():
+        full = prefix + name
+        if not reader.has(full):
+            raise CheckpointError(f"{reader.path}: tensor {full} is missing")
+        weight = reader.tensor(full)
+        if tuple(weight.shape) != shape or not weight.is_floating_point():
+            raise CheckpointError(f"{reader.path}: {full} is {list(weight.shape)}, config.json says {list(shape)}")
+        yield name, weight.to(dtype)
+
+
+def tower_dtype(model: ResolvedModel) -> torch.dtype:
+    """Of weights in memory: float16 would overflow."""
     return model.dtype if model.dtype is torch.bfloat16 else torch.float32
 
 
-def _shapes(model: ResolvedModel, spec: VisionSpec) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """The names and shapes of all tensors."""
-    return ((spec.prefix + name, shape) for name, shape in spec.shapes(model.spec.hidden_size).items())
+def _shapes(model: ResolvedModel, vision: VisionSpec) -> Shapes:
+    return vision.shapes(model.spec.hidden_size)
