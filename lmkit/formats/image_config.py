@@ -35,21 +35,19 @@ class ImageConfig:
     def __init__(self, folder: Path, default: tuple[Colors, Colors, int, int, int, tuple[int, int]]) -> None:
         path, given = said(folder, FILE, "image_processor")
         mean, std, resample, side, edge, tiles = default
-        for name, value in DONE.items():
-            if given.get(name, value) not in (None, value):
-                raise UnsupportedError(f"{path}: {name} = {given[name]!r} is not supported; lmkit has {value!r}")
+        check_done(path, given, DONE)
         self._path, size = path, given.get("size") or {}
         if not isinstance(size, dict):
             raise CheckpointError(f"{path}: size is not an object")
         low, high = size.get("shortest_edge"), size.get("longest_edge")
-        self.edge = self._pixels("longest_edge", high or edge) if edge else 0
+        self.edge = sensible(path, "longest_edge", high or edge) if edge else 0
         low, high = (None, None) if edge else (low, high)
-        self.min_pixels = self._pixels("min_pixels", given.get("min_pixels") or low or (1 if edge else MIN_PIXELS))
-        self.max_pixels = self._pixels("max_pixels", given.get("max_pixels") or high or MAX_PIXELS)
+        self.min_pixels = sensible(path, "min_pixels", given.get("min_pixels") or low or (1 if edge else MIN_PIXELS))
+        self.max_pixels = sensible(path, "max_pixels", given.get("max_pixels") or high or MAX_PIXELS)
         self.mean = self._colors("image_mean", given.get("image_mean") or mean)
         self.std = self._colors("image_std", given.get("image_std") or std)
         of_tiles = zip(("min_patches", "max_patches"), tiles, strict=True)
-        least, most = (self._pixels(name, given.get(name) or usual) if usual else 0 for name, usual in of_tiles)
+        least, most = (sensible(path, name, given.get(name) or usual) if usual else 0 for name, usual in of_tiles)
         self.tiles = least, most
         self.resample = given.get("resample") or resample
         sides = {size.get(name, side) for name in ("height", "width")} if side else {side}
@@ -60,16 +58,25 @@ class ImageConfig:
         if not all(self.std) or self.min_pixels > self.max_pixels:
             raise CheckpointError(f"{path}: image_std has a zero, or min_pixels are more than max_pixels")
 
-    def _pixels(self, name: str, value: Any) -> int:
-        if type(value) is not int or not 0 < value < 1 << 31:
-            raise CheckpointError(f"{self._path}: {name} = {value!r} is not a sensible integer")
-        return value
-
     def _colors(self, name: str, value: Any) -> Colors:
         numbers = list(value) if isinstance(value, list | tuple) else []
         if len(numbers) != 3 or not all(type(x) in (int, float) and abs(x) < 1e3 for x in numbers):
             raise CheckpointError(f"{self._path}: {name} is not a list of three numbers")
         return float(numbers[0]), float(numbers[1]), float(numbers[2])
+
+
+def check_done(path: Path, given: dict[str, Any], done: dict[str, Any]) -> None:
+    """Raises UnsupportedError if a file asks for something else than what is done."""
+    for name, value in done.items():
+        if given.get(name, value) not in (None, value):
+            raise UnsupportedError(f"{path}: {name} = {given[name]!r} is not supported; lmkit has {value!r}")
+
+
+def sensible(path: Path, name: str, value: Any) -> int:
+    """A number that a file has: an integer above 0. Raises CheckpointError."""
+    if type(value) is not int or not 0 < value < 1 << 31:
+        raise CheckpointError(f"{path}: {name} = {value!r} is not a sensible integer")
+    return value
 
 
 def said(folder: Path, file: str, key: str) -> tuple[Path, dict[str, Any]]:

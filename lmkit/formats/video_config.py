@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lmkit.errors import CheckpointError, UnsupportedError
-from lmkit.formats.image_config import DONE, RESAMPLES, ImageConfig, said
+from lmkit.formats.image_config import DONE, RESAMPLES, ImageConfig, check_done, said, sensible
 
 FILE = "video_preprocessor_config.json"
 MIN_PIXELS, MAX_PIXELS = 128 * 32 * 32, 768 * 32 * 32
@@ -25,31 +25,24 @@ class VideoConfig:
 
     def __init__(self, folder: Path, unit: int, images: ImageConfig) -> None:
         """`images` says how images of the same tower, whose cells are `unit` pixels wide, are read."""
-        self._path, self._given = said(folder, FILE, "video_processor")
-        for name, value in WANTED.items():
-            if self._given.get(name, value) not in (None, value):
-                raise UnsupportedError(f"{self._path}: {name} = {self._given[name]!r}; lmkit has {value!r}")
+        path, given = said(folder, FILE, "video_processor")
+        check_done(path, given, WANTED)
         for name, value in (("image_mean", images.mean), ("image_std", images.std)):
-            if tuple(self._given.get(name) or value) != value:
-                raise UnsupportedError(f"{self._path}: {name} is another than that of images")
-        size = self._given.get("size") or {}
+            if tuple(given.get(name) or value) != value:
+                raise UnsupportedError(f"{path}: {name} is another than that of images")
+        size = given.get("size") or {}
         if not isinstance(size, dict):
-            raise CheckpointError(f"{self._path}: size is not an object")
-        self.min_pixels = self._number("shortest_edge", size.get("shortest_edge") or MIN_PIXELS)
-        self.max_pixels = self._number("longest_edge", size.get("longest_edge") or MAX_PIXELS)
-        self.min_frames = self._number("min_frames", self._given.get("min_frames") or 4)
-        self.max_frames = self._number("max_frames", self._given.get("max_frames") or 768)
-        fps = self._given.get("fps") or 2
+            raise CheckpointError(f"{path}: size is not an object")
+        self.min_pixels = sensible(path, "shortest_edge", size.get("shortest_edge") or MIN_PIXELS)
+        self.max_pixels = sensible(path, "longest_edge", size.get("longest_edge") or MAX_PIXELS)
+        self.min_frames = sensible(path, "min_frames", given.get("min_frames") or 4)
+        self.max_frames = sensible(path, "max_frames", given.get("max_frames") or 768)
+        fps = given.get("fps") or 2
         if type(fps) not in (int, float) or not 0 < fps < 1e3:
-            raise CheckpointError(f"{self._path}: fps = {fps!r} is not a sensible number")
+            raise CheckpointError(f"{path}: fps = {fps!r} is not a sensible number")
         self.fps = float(fps)
-        self.resample = self._given.get("resample") or RESAMPLES[-1]
+        self.resample = given.get("resample") or RESAMPLES[-1]
         if self.resample not in RESAMPLES:
-            raise UnsupportedError(f"{self._path}: resample {self.resample!r} is not supported")
-        most = self._number("max_video_tokens", self._given.get("max_video_tokens") or CAPPED_CELLS)
-        self.cap = most * unit**2 if self._given.get("cap_pixels_per_frame") else 0
-
-    def _number(self, name: str, value: Any) -> int:
-        if type(value) is not int or not 0 < value < 1 << 31:
-            raise CheckpointError(f"{self._path}: {name} = {value!r} is not a sensible integer")
-        return value
+            raise UnsupportedError(f"{path}: resample {self.resample!r} is not supported")
+        most = sensible(path, "max_video_tokens", given.get("max_video_tokens") or CAPPED_CELLS)
+        self.cap = most * unit**2 if given.get("cap_pixels_per_frame") else 0
