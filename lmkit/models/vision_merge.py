@@ -21,8 +21,7 @@ def linear(x: Tensor, name: str, spec: VisionSpec, weight: Weights, bias: bool |
 def norm(x: Tensor, name: str, spec: VisionSpec, weight: Weights) -> Tensor:
     """RMS norm or LayerNorm in float32."""
     if spec.layer_norm:
-        factor, bias = (weight(f"{name}.{kind}").float() for kind in ("weight", "bias"))
-        return F.layer_norm(x.float(), x.shape[-1:], factor, bias, spec.eps).to(x.dtype)
+        return _layer_norm(x, name, weight, spec.eps)
     return _rms_norm(x, weight(f"{name}.weight"), spec.eps)
 
 
@@ -57,9 +56,8 @@ def _folded(spec: VisionSpec, weight: Weights, tap: int | None, patches: Tensor)
 def _shuffled(spec: VisionSpec, weight: Weights, tap: int | None, patches: Tensor) -> Tensor:
     merger = spec.merger
     assert isinstance(merger, Shuffled)
-    factor, bias = (weight(f"{merger.prefix}layer_norm.{kind}").float() for kind in ("weight", "bias"))
-    wide = patches.view(-1, len(factor)).float()
-    x = F.layer_norm(wide, wide.shape[-1:], factor, bias, merger.eps).to(patches.dtype)
+    wide = patches.view(-1, spec.hidden_size * spec.merge_size**2)
+    x = _layer_norm(wide, f"{merger.prefix}layer_norm", weight, merger.eps)
     return _linear(F.gelu(_linear(x, f"{merger.prefix}linear_1", weight)), f"{merger.prefix}linear_2", weight)
 
 
@@ -84,6 +82,11 @@ MERGERS: dict[type[Merger], Callable[[VisionSpec, Weights, int | None, Tensor], 
 
 def _linear(x: Tensor, name: str, weight: Weights, *, bias: bool = True) -> Tensor:
     return F.linear(x, weight(f"{name}.weight"), weight(f"{name}.bias") if bias else None)
+
+
+def _layer_norm(x: Tensor, name: str, weight: Weights, eps: float) -> Tensor:
+    factor, bias = (weight(f"{name}.{kind}").float() for kind in ("weight", "bias"))
+    return F.layer_norm(x.float(), x.shape[-1:], factor, bias, eps).to(x.dtype)
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
