@@ -7,6 +7,7 @@ are those of a kernel, the kernel takes its place. Other parts stay as they are.
 from __future__ import annotations
 
 import inspect
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -37,9 +38,10 @@ class Gated(NamedTuple):
 
 def find_gated(model: nn.Module, shared: Mapping[str, tuple[str, ...]]) -> Iterator[Gated]:
     """The MLPs of a model, which may be on `meta`. `shared` has the linears that read one tensor, by each of them."""
-    linears = find_linears(model)
-    for name, module in model.named_modules():
-        inner = [each for each in linears if each.rpartition(".")[0] == name]
+    linears, by_parent = find_linears(model), defaultdict[str, list[str]](list)
+    for each in linears:
+        by_parent[each.rpartition(".")[0]].append(each)
+    for name, inner in by_parent.items():
         pair = next((shared[each] for each in inner if each in shared), ())
         if len(inner) != 3 or len(pair) != 2 or not set(pair) < set(inner):
             continue
@@ -48,7 +50,7 @@ def find_gated(model: nn.Module, shared: Mapping[str, tuple[str, ...]]) -> Itera
             continue
         for gate, up in (pair, pair[::-1]):
             parts = [model.get_submodule(each) for each in (gate, up, down)]
-            if (found := _activation(module, parts, linears[down].shape)) is not None:
+            if (found := _activation(model.get_submodule(name), parts, linears[down].shape)) is not None:
                 yield Gated(name, gate, up, down, found)
                 break
 
@@ -144,8 +146,9 @@ def fuse_norms(module: nn.Module, readers: Mapping[str, Collection[str]]) -> lis
         if (norm := norm_of(part)) is not None:
             linears = [module.get_submodule(each) for each in readers.get(name, ())]
             packed = [linear.product for linear in linears if isinstance(linear, PackedLinear)]
-            found.append(FusedNorm(part, norm, {*packed} if len(packed) == len(linears) else ()))
-            counts["within products" if packed and len(packed) == len(linears) else "by a kernel"] += 1
+            within = bool(linears) and len(packed) == len(linears)
+            found.append(FusedNorm(part, norm, {*packed} if within else ()))
+            counts["within products" if within else "by a kernel"] += 1
         elif may_be_norm(part):
             counts["as they are"] += 1
     log.debug("norms: %s", counts)
@@ -161,9 +164,10 @@ def fuse_gates(module: nn.Module, gated: Iterable[Gated]) -> None:
 
 def pack_tied(module: nn.Module, names: set[str], dtype: torch.dtype, activations: str) -> None:
     """Pack the linears whose weights are those of embeddings, which keep them in float32."""
+    sites = find_linears(module)
     for name in names:
         linear = module.get_submodule(name)
         if isinstance(linear, nn.Linear):
-            site = find_linears(module)[name]
+            site = sites[name]
             product = Product({name: (linear.weight.detach().to(dtype), linear.bias)}, activations)
             module.set_submodule(name, PackedLinear(product, name, {name: site.shape[0]}, site))
