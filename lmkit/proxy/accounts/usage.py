@@ -24,8 +24,8 @@ BYTES_PER_TOKEN = 4  # of a usual text, where no better number is known
 MAX_TAIL = 4096
 _NO_TEXT = {"type", "role", "id", "finish_reason", "logprobs", "token_ids"}
 _LINE = re.compile(rb"(?m)^data: ?([^\r\n]+)(?:\r\n|\n|\r){1,2}")
-_COUNTS = re.compile(rb"(?m)^" + MARK + rb"(\d{1,10}) (\d{1,10}) (\d{1,10})\n\n")
 _NUMBERS = re.compile(rb"(\d{1,10}) (\d{1,10}) (\d{1,10})")
+_COUNTS = re.compile(rb"(?m)^" + MARK + _NUMBERS.pattern + rb"\n\n")
 _LAST = re.compile(rb'"usage":(\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\})')
 
 
