@@ -72,10 +72,9 @@ class Decoder:
 
     def remember(self, states: Tensor, slot: int, kv: list[KVLayer]) -> None:
         """Give the sequence that enters a slot its memory: an encoder's states float32 [length, hidden]."""
-        for block, layer in (
-            (each.block, layer) for own, layer in zip(self.layers, kv, strict=True) for each in own.blocks
-        ):
-            block.remember(states, slot, layer)
+        for own, layer in zip(self.layers, kv, strict=True):
+            for each in own.blocks:
+                each.block.remember(states, slot, layer)
 
     @property
     def at(self) -> torch.device:
