@@ -102,6 +102,11 @@ def expand(s: Tensor, consumer: str, spec: LayerSpec) -> Tensor:
     return heads.expand(-1, spec.num_heads // spec.num_kv_heads, -1).reshape(-1)
 
 
+def by_value_head(x: Tensor, spec: LayerSpec) -> Tensor:
+    """[inputs of attn.o] -> [value heads, query heads that share one, channels of a head]."""
+    return x.view(spec.num_kv_heads, spec.num_heads // spec.num_kv_heads, -1)
+
+
 def representable(s: Tensor, norm: Tensor, read_back: Callable[[Tensor], Tensor]) -> Tensor:
     """The nearest s for which norm / s is stored without rounding error."""
     divided = read_back(norm / s)

@@ -29,6 +29,7 @@ from lmkit.quant.layer.scaling import (
     IDENTITY,
     Candidate,
     ScaleSearch,
+    by_value_head,
     expand,
     fold_each_pair,
     normalized,
@@ -206,4 +207,4 @@ def reduce(x: Tensor, source: str, spec: LayerSpec) -> Tensor:
     """[inputs of the consumers] -> [outputs of the source]. Where query heads share a value head, take their mean."""
     if source != "attn.v":
         return x
-    return x.view(spec.num_kv_heads, spec.num_heads // spec.num_kv_heads, -1).mean(1).flatten()
+    return by_value_head(x, spec).mean(1).flatten()

@@ -27,6 +27,7 @@ from lmkit.quant.layer.scaling import (
     IDENTITY,
     Candidate,
     ScaleSearch,
+    by_value_head,
     expand,
     fold_each_pair,
     normalized,
@@ -160,4 +161,4 @@ def _shared(x: Tensor, source: str, spec: LayerSpec) -> Tensor:
     """[inputs of the consumers] -> [outputs of the source]. Where query heads share a value head, take the largest."""
     if source != "attn.v":
         return x
-    return x.view(spec.num_kv_heads, spec.num_heads // spec.num_kv_heads, -1).amax(1).flatten()
+    return by_value_head(x, spec).amax(1).flatten()
