@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
-import socket
 import statistics
 import subprocess
 import sys
@@ -29,6 +28,7 @@ import httpx
 import psutil
 
 from benchmarks import report
+from benchmarks.ports import free_port
 from lmkit.bench.agent import AgentRequest, measure_agents, synthetic
 from lmkit.bench.agent_config import AgentConfig
 
@@ -42,12 +42,6 @@ server = xllamacpp.Server(params)
 time.sleep(1 << 20)
 """
 READY_SECONDS = 600.0
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
 
 
 @contextmanager

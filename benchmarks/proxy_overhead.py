@@ -31,6 +31,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import report
+from benchmarks.ports import free_port
 
 RATE, SECONDS, ROUNDS = 200, 4.0, 3
 CONNECTIONS, FULL_SECONDS = 16, 4.0
@@ -194,7 +195,7 @@ def _litellm(stack: contextlib.ExitStack, command: str, node: int, folder: Path)
         "general_settings": {"master_key": "sk-benchmark"},
     }
     (folder / "litellm.yaml").write_text(json.dumps(config))
-    port = _free_port()
+    port = free_port()
     options = [
         "--config",
         str(folder / "litellm.yaml"),
@@ -213,14 +214,6 @@ def _litellm(stack: contextlib.ExitStack, command: str, node: int, folder: Path)
                 return Target("LiteLLM", port, "sk-benchmark", psutil.Process(process.pid))
         time.sleep(0.25)
     raise SystemExit(f"{command} does not answer")
-
-
-def _free_port() -> int:
-    import socket
-
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 def targets(stack: contextlib.ExitStack, litellm: str | None) -> list[Target]:

@@ -13,13 +13,13 @@ import json
 import os
 import random
 import signal
-import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import httpx
 
+from benchmarks.ports import free_port
 from benchmarks.resilience.case import Case, Setting, shared
 from benchmarks.resilience.processes import Command, HealthProbe, routing
 
@@ -47,9 +47,7 @@ class Node:
     """A server on a fixed port that can be killed and started again."""
 
     def __init__(self) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self._port = str(free.getsockname()[1])
+        self._port = str(free_port())
         self.start()
 
     def start(self) -> None:

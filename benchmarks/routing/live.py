@@ -14,7 +14,6 @@ import contextlib
 import json
 import logging
 import shlex
-import socket
 import sys
 import time
 from collections.abc import AsyncIterator
@@ -28,6 +27,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
+from benchmarks.ports import free_port
 from benchmarks.routing.__main__ import ideal
 from benchmarks.routing.sim import Engine, Machine
 from benchmarks.routing.trace import Ask, Conversation, Shape, conversations
@@ -104,11 +104,6 @@ async def play(url: str, shape: Shape, seed: int, speed: float) -> None:
                 break
             await asyncio.sleep(max(0.0, start + when / speed - time.monotonic()))
             group.create_task(talk(http, url, conversation, left, speed))
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        return int(sock.getsockname()[1])
 
 
 @contextlib.asynccontextmanager
