@@ -53,6 +53,27 @@ async def test_an_answer_is_charged_by_its_counts_under_the_models_own_name(tmp_
         assert (refused.status_code, type(refused.json()["error"])) == (403, str)
 
 
+@pytest.mark.parametrize("ends", [True, False])
+async def test_a_nodes_usage_so_far_is_counted_and_kept_from_the_client(tmp_path: Path, ends: bool) -> None:
+    async def counting(exchange: Exchange) -> None:
+        assert exchange.request.header("x-lmkit-counts") == ["1"]
+        await lines(exchange, part("a"))
+        await exchange.chunk(b": usage 10 4 2\n\n")
+        await lines_of(exchange, LAST) if ends else exchange.writer.close()
+
+    async def lines_of(exchange: Exchange, last: dict[str, Any]) -> None:
+        await exchange.chunk(json.dumps(last).encode() + b"\n: usage 10 4 3\n\n")
+        await exchange.end()
+
+    async with managed(tmp_path, FakeNode(script=counting)) as here:
+        _, key = await here.key()
+        got = await here.http.post(CHAT, json=BODY, headers=key)
+        told = [json.loads(line) for line in got.text.split("\n")[:-1]]
+        assert told[0] == part("a")
+        assert (told[1:] == [LAST]) is ends
+        assert await here.used() == [["m", 1, 10, 4, 3 if ends else 2]]
+
+
 async def test_only_num_predict_bounds_what_is_reserved(tmp_path: Path) -> None:
     async with managed(tmp_path, FakeNode(script=stream)) as here:
         _, key = await here.key(limits={"tokens/day": 500})

@@ -12,6 +12,7 @@ from lmkit.errors import JSON_ERRORS
 from lmkit.proxy.accounts.account import Usage
 from lmkit.proxy.accounts.extent import Extent
 from lmkit.proxy.accounts.usage import BYTES_PER_TOKEN, Reader, length, tokens
+from lmkit.web.counts import MARK
 from lmkit.web.ollama import PREFIX
 
 NATIVE = ("/completion", "/infill")
@@ -48,6 +49,7 @@ class _Told(msgspec.Struct):
         return any(texts)
 
 
+_USAGE = re.compile(MARK + rb"(\d{1,10}) (\d{1,10}) (\d{1,10})")
 _decode = msgspec.json.Decoder(_Told).decode
 _decode_all = msgspec.json.Decoder(_Told | list[_Told]).decode
 
@@ -88,13 +90,27 @@ class LineReader(Reader):
             self._read(line)
         self.done = self._final or self._passed == self.length
 
+    def events(self, piece: bytes) -> bytes:
+        """Read whole lines. Returns those for the client: in its stream a node's usage so far is no comment."""
+        self.begun = True
+        self._passed += len(piece)
+        kept = bytearray()
+        for line in piece.splitlines(keepends=True):
+            if told := _USAGE.fullmatch(line.strip()):
+                self._counted(told)
+            elif line.strip():
+                self._read(line)
+                kept += line
+        return bytes(kept)
+
     def _read(self, line: bytes) -> None:
         with suppress(*JSON_ERRORS):
             told = _decode(line)
             self._deltas += told.adds_text
             self._text += told.num_bytes
             if told.done or told.prompt_eval_count:
-                self._told, self._final = told.usage(), True
+                self._told, self._final = told.usage()._replace(cached=self._told.cached), True
+            self.done = self.done or told.done
 
     def _total(self, left: bool) -> Usage:
         if self._held:

@@ -19,8 +19,10 @@ from lmkit.proxy.downstream import DownstreamResponse
 from lmkit.web.auth import ApiKey
 from lmkit.web.counts import ANSWER, HEADER
 from lmkit.web.form import Form
+from lmkit.web.ollama import LINES
 from lmkit.web.prompt_limit import HEADER as PROMPT_LIMIT
 
+_STREAMS = (b"text/event-stream", LINES.encode())
 _LIMIT_HEADERS = (b"x-ratelimit-", b"anthropic-ratelimit-")
 
 
@@ -60,7 +62,7 @@ class Tap:
         self._good = 200 <= message["status"] <= 299
         headers = [(name, value) for name, value in message["headers"] if not name.startswith(_LIMIT_HEADERS)]
         fields = dict(headers)
-        self._events = fields.get(b"content-type", b"").partition(b";")[0].strip().lower() == b"text/event-stream"
+        self._events = fields.get(b"content-type", b"").partition(b";")[0].strip().lower() in _STREAMS
         if self._reader is not None:
             length = fields.get(b"content-length", b"")
             self._reader.length = int(length) if length.isdigit() and len(length) < 20 else -1
