@@ -22,6 +22,7 @@ from lmkit.proxy.config import Key, ProxyConfig, Registration
 from lmkit.proxy.registry import Node
 from lmkit.proxy.rules import ModelName, Tag
 from lmkit.web.auth import id_of, parse_key
+from lmkit.web.ollama import untagged
 
 MAX_NAMES = 10_000  # of models that are owned
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
@@ -91,40 +92,52 @@ def no_place(owner: str, owners: Collection[str], nodes: Sequence[Node], max_nod
 
     Half of the places are shared out among the owners. Nobody takes what is left of another's share.
     """
-    counts = Counter(node.owner for node in nodes)
-    share = max_nodes // (2 * max(1, len(owners)))
-    kept = sum(max(0, share - counts[other]) for other in owners if other != owner)
+    kept = _kept(owner, owners, [node.owner for node in nodes], max_nodes)
     if len(nodes) + kept < max_nodes:
         return ""
     return f"there are {len(nodes)} nodes already, and {kept} places are kept for other keys: see max_nodes"
+
+
+def no_names(owner: str, owners: Collection[str], names: Mapping[str, str]) -> str:
+    """Why these names of models and their owners are too many, or an empty text. Names are shared out as places are."""
+    kept = _kept(owner, owners, names.values(), MAX_NAMES)
+    if len(names) + kept <= MAX_NAMES:
+        return ""
+    return f"these would be {len(names)} names of models, of {MAX_NAMES} at most, and {kept} are kept for other keys"
+
+
+def _kept(owner: str, owners: Collection[str], taken: Iterable[str], most: int) -> int:
+    """What is left of the shares of others; `taken` has the owner of each place that is taken."""
+    counts, share = Counter(taken), most // (2 * max(1, len(owners)))
+    return sum(max(0, share - counts[other]) for other in owners if other != owner)
 
 
 def refusal(
     announced: Announcement,
     url: str,
     owner: str,
-    nodes: Iterable[Node],
+    nodes: Sequence[Node],
     names: Mapping[str, str],
     *,
     mixed: bool = False,
 ) -> str:
     """Why a node of this owner may not serve these models here, or an empty text. `mixed`: other weights are fine.
 
-    `names` has the owner of each name that a registered node has had, also while none of its nodes is here.
+    `names` has the owner of each name that a registered node has had, also while none of its nodes is here. To Ollama's
+    clients a name and the same with the tag `latest` are one, so another owner's are.
     """
-    for node in nodes:
-        if node.url == url:
-            if node.owner != owner:
-                return f"{url} is a node of another owner"
-            continue
+    if any(node.url == url and node.owner != owner for node in nodes):
+        return f"{url} is a node of another owner"
+    others = [node for node in nodes if node.url != url]
+    owned = {untagged(name): whose for name, whose in names.items()}
+    owned |= {untagged(model): node.owner for node in others for model in node.models or ()}
+    for model in announced.models:
+        if owned.get(untagged(model), owner) != owner:
+            return f"the model name {model!r} belongs to another owner's nodes"
+    for node in others:
         for model in announced.models.keys() & (node.models or {}).keys():
-            if node.owner != owner:
-                return f"the model name {model!r} belongs to another owner's nodes"
             if not mixed and announced.models[model] != node.fingerprints.get(model, announced.models[model]):
                 return f"{model!r} is served here with other weights; give these another name, and rules or an alias"
-    for model in announced.models:
-        if names.get(model, owner) != owner:
-            return f"the model name {model!r} belongs to another owner's nodes"
     return ""
 
 

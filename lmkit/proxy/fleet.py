@@ -13,7 +13,7 @@ import msgspec
 from lmkit.config import StrictStruct
 from lmkit.errors import JSON_ERRORS, ConfigError, RequestError
 from lmkit.log import get_logger
-from lmkit.proxy.announce import MAX_NAMES, Announcement, heard, no_place, owners, refusal
+from lmkit.proxy.announce import Announcement, heard, no_names, no_place, owners, refusal
 from lmkit.proxy.config import NodeConfig, ProxyConfig, Registration
 from lmkit.proxy.registry import Node, Registry
 
@@ -27,7 +27,7 @@ class FleetState(StrictStruct, frozen=True):
     added: tuple[Registration, ...] = ()
     removed: tuple[str, ...] = ()
     drained: tuple[str, ...] = ()  # nodes that get no new requests
-    names: dict[str, str] = {}  # of models that registered nodes serve or served -> the id of the key that owns it
+    names: dict[str, str] = {}  # of models -> the id of the key whose nodes serve or served it; "" = an administrator
 
 
 def load_state(path: Path) -> FleetState:
@@ -76,8 +76,9 @@ class Fleet:
         self._max_nodes, self._mixed = config.max_nodes, config.mixed_weights
         self._lock = asyncio.Lock()
         self._owners = owners(config)
-        names = {model: owner for model, owner in self._state.names.items() if owner in self._owners}
-        self._state = msgspec.structs.replace(self._state, names=names)
+        known = self._owners | ({""} if config.nodes or self._state.added else set())
+        names = {model: owner for model, owner in self._state.names.items() if owner in known}
+        self._state, self._aliases = msgspec.structs.replace(self._state, names=names), config.aliases
         registry.gone.update(dict.fromkeys(names, registry.clock()))
         for node in config.nodes:
             if node.url in self._state.removed:
@@ -147,16 +148,18 @@ class Fleet:
                 raise RequestError("permission_denied", f"{url} was removed; `lmkit proxy add {url}` admits it again")
             if known is None or known.origin == "registered":  # of others only the load counts
                 names = self._state.names
-                if reason := refusal(announced, url, owner, self._registry.nodes(), names, mixed=self._mixed):
+                aliases = {alias: names[model] for alias, model in self._aliases.items() if model in names}
+                owned = aliases | names
+                if reason := refusal(announced, url, owner, self._registry.nodes(), owned, mixed=self._mixed):
                     raise RequestError("permission_denied", reason, "models")
                 if announced.state == "leaving":
                     self._registry.remove(url, may_return=True)
                     return None
                 if known is None and (full := no_place(owner, self._owners, self._registry.nodes(), self._max_nodes)):
                     raise RequestError("invalid_request", full)
-                if len(names.keys() | announced.models.keys()) > MAX_NAMES:
-                    raise RequestError("invalid_request", f"there are {MAX_NAMES} names of models already")
                 fresh = names | dict.fromkeys(announced.models, owner)
+                if len(fresh) > len(names) and (full := no_names(owner, self._owners, fresh)):
+                    raise RequestError("invalid_request", full)
                 await self._save(msgspec.structs.replace(self._state, names=fresh))
                 known = self._registry.add(registration, "registered")
                 known.owner = owner
@@ -180,11 +183,25 @@ class Fleet:
             await self._drop([url], refused={url} if node.origin == "registered" else set(), names=names)
 
     async def expire(self) -> list[str]:
-        """Remove the nodes whose lease has ended, and return their URLs."""
+        """Remove the nodes whose lease has ended, and return their URLs.
+
+        Names that an administrator's nodes serve are no one else's: a node that came with one before it was known that
+        these have it is removed, too.
+        """
         async with self._lock:
+            nodes = self._registry.nodes()
+            theirs = [node for node in nodes if node.origin != "registered"]
+            served = {model for node in theirs for model in node.models or ()}
+            is_asked = all(node.models is not None for node in theirs)
+            for node in nodes:
+                if node.origin == "registered" and not served.isdisjoint(node.models or ()):
+                    log.warning("node %s is removed: an administrator's nodes have the name of its model", node.url)
+                    self._registry.remove(node.url)
             urls = self._registry.expired()
             if urls:
                 await self._drop(urls, may_return=True)
+            kept = {m: owner for m, owner in self._state.names.items() if owner or not is_asked}
+            await self._save(msgspec.structs.replace(self._state, names=kept | dict.fromkeys(served, "")))
             return urls
 
     async def _drop(

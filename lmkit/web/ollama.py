@@ -22,7 +22,11 @@ def own_name(name: str, known: Collection[str]) -> str:
     """The name that a request means: a name without a tag and one with `:latest` are the same to Ollama's clients."""
     if name in known:
         return name
-    return name + TAG if name + TAG in known else name.removesuffix(TAG)
+    return name + TAG if name + TAG in known else untagged(name)
+
+
+def untagged(name: str) -> str:
+    return name.removesuffix(TAG)
 
 
 def shown_name(name: str) -> str:

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from lmkit.errors import RequestError
-from lmkit.proxy.announce import Announcement, no_place, registration
+from lmkit.proxy.announce import MAX_NAMES, Announcement, no_names, no_place, registration
 from lmkit.proxy.app import Proxy
 from lmkit.proxy.config import NodeConfig, ProxyConfig
 from lmkit.proxy.fleet import load_state
@@ -123,6 +123,35 @@ async def test_a_name_stays_its_owners_while_no_node_of_theirs_is_here(tmp_path:
             admin = {"authorization": "Bearer admin"}
             assert (await http.delete("/admin/nodes", params={"url": a.url}, headers=admin)).status_code == 200
             assert (await announce(http, b, "other-owner-key-2")).status_code == 200
+
+
+async def test_names_of_an_administrators_nodes_are_no_one_elses(tmp_path: Path) -> None:
+    """Also while they are away and the proxy starts anew, and a node that was there before is removed."""
+    fakes, options = (FakeNode("a"), FakeNode("b")), {"state_file": str(tmp_path / "state.json"), "api_keys": KEYS}
+    options |= {"health_interval": 0.05, "aliases": {"short": "m"}}
+    async with nodes(*fakes) as (a, b):
+        a.health = 500
+        async with proxy_for(a, **options) as (proxy, url), client(url) as http:
+            assert (await announce(http, b)).status_code == 200
+            a.health = 200
+            await eventually(lambda: [node.url for node in proxy.registry.nodes()] == [a.url])
+            for name in ("m", "m:latest", "short", "short:latest"):
+                taken = await announce(http, b, models={name: "w1"})
+                assert (taken.status_code, "belongs to another owner" in taken.text) == (403, True), name
+        a.health = 500
+        async with proxy_for(a, **options) as (proxy, url), client(url) as http:
+            assert (await announce(http, b)).status_code == 403
+        async with proxy_for(**options) as (proxy, url), client(url) as http:  # they have left the configuration
+            assert (await announce(http, b)).status_code == 200
+
+
+def test_one_key_takes_only_a_share_of_the_names() -> None:
+    owners, names = {"a", "b"}, {str(i): "a" for i in range(MAX_NAMES)}
+    assert no_names("a", owners, names)
+    few = dict(list(names.items())[: MAX_NAMES * 3 // 4])
+    assert not no_names("a", owners, few)
+    assert no_names("a", owners, few | {"x": "a"})
+    assert not no_names("b", owners, few | {"x": "b"})
 
 
 async def test_a_model_whose_node_is_away_is_expected_back(tmp_path: Path) -> None:
