@@ -287,8 +287,9 @@ def _weight_map(folder: Path) -> dict[str, str]:
 def _inside(folder: Path, name: str) -> Path:
     """`folder / name`. A link that leads out of the folder is refused, except to the Hub cache's ../../blobs."""
     path, root = folder / name, folder.resolve()
+    target = Path(os.path.realpath(path))  # no error for links in a circle
     roots = [root, root.parent.parent / "blobs"] if root.parent.name == "snapshots" else [root]
-    if not any(path.resolve().is_relative_to(allowed) for allowed in roots):
+    if not any(target.is_relative_to(allowed) for allowed in roots):
         raise CheckpointError(f"{path}: links to a file outside the checkpoint's folder")
     if not os.path.isfile(path):  # os.path: no error for too long names, and a pipe would block
         raise CheckpointError(f"{path}: {'not a regular file' if os.path.lexists(path) else 'no such file'}")

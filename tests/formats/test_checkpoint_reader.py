@@ -97,6 +97,9 @@ def test_links_must_not_lead_outside(tmp_path: Path, name: str) -> None:
     (path / name).symlink_to(tmp_path / "elsewhere")
     refused(path, f"{name}: links to a file outside")
     (path / name).unlink()
+    (path / name).symlink_to(name)
+    refused(path, "no such file|not a regular file|has neither")
+    (path / name).unlink()
     os.rename(tmp_path / "elsewhere", path / "elsewhere")
     (path / name).symlink_to("elsewhere")
     assert CheckpointReader(path).names() == ["x"]

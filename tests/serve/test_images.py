@@ -188,9 +188,10 @@ def test_files_outside_the_folder_are_not_read(tmp_path: Path) -> None:
     (tmp_path / "in" / "a.png").write_bytes(b"a")
     (tmp_path / "b.png").write_bytes(b"b")
     (tmp_path / "in" / "link.png").symlink_to(tmp_path / "b.png")
+    (tmp_path / "in" / "circle").symlink_to("circle")
     sources = ImageSources(ServerConfig(image_folder=str(tmp_path / "in")))
     assert sources.load(f"file://{tmp_path}/in/a.png") == b"a"
-    for name in ("b.png", "in/../b.png", "in/%2e%2e/b.png", "in/link.png", "in", "in/none.png"):
+    for name in ("b.png", "in/../b.png", "in/%2e%2e/b.png", "in/link.png", "in", "in/none.png", "in/circle"):
         with pytest.raises(RequestError, match="no such file"):
             sources.load(f"file://{tmp_path}/{name}")
 

@@ -8,6 +8,7 @@ set_adapter -> EngineAdapters -- ReadAdapter --> RankAdapters of each rank: a th
 from __future__ import annotations
 
 import itertools
+import os
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -226,7 +227,7 @@ def inside(root: str | None, folder: str) -> Path:
         raise RequestError("permission_denied", "no adapters may be loaded: start with --adapter-root FOLDER")
     base = Path(root).resolve()
     with suppress(OSError, ValueError):  # a name that is too long, or that no file can have
-        path = (base / folder).resolve()
+        path = Path(os.path.realpath(base / folder))  # no error for links in a circle
         if path.is_relative_to(base) and path.is_dir():
             return path
     raise RequestError("not_found", f"{folder[:256]!r} is no folder inside the --adapter-root", "lora_path")

@@ -229,8 +229,9 @@ def test_files_that_are_no_adapter(tmp_path: Path) -> None:
         opened(f"a={folder}")
 
 
-@pytest.mark.parametrize("folder", ["a\0b", "a" * 300, "a/" * 3000, "\udcff", "é" * 200, "..", "a\n", "/"])
+@pytest.mark.parametrize("folder", ["a\0b", "a" * 300, "a/" * 3000, "\udcff", "é" * 200, "..", "a\n", "/", "circle"])
 def test_a_folder_that_no_file_system_has_is_that_calls_error(tmp_path: Path, folder: str) -> None:
+    (tmp_path / "circle").symlink_to("circle")
     adapters = EngineAdapters(None, EngineConfig(adapter_root=str(tmp_path)), tell=lambda change: None)
     with pytest.raises(RequestError, match="is no folder inside") as refusal:
         adapters.set("x", folder).result(0)
