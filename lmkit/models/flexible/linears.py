@@ -278,7 +278,7 @@ def linear_source(
     gated: Mapping[tuple[str, str], str],
 ) -> Callable[[str], nn.Module | None]:
     """What gives the packed linear of a name in the model, if `files` has the module of the checkpoint with its weight.
-    `places` has layer and role of those in layers. Of those `shared`, which read the same tensor, the ones of a layer
+    `places` has layer and role of those in layers, which are rounded if the source rounds. Of those `shared`, which read the same tensor, the ones of a layer
     become one product, with the activation that `gated` has for a gate and what it is multiplied with.
 
     Raises CheckpointError and UnsupportedError for weights that cannot be read or packed.
@@ -300,7 +300,10 @@ def linear_source(
             together = groups.get(name, (name,))
             roles = {each: places.get(each, (-1, each))[1] for each in together}
             with torch.device("cpu"):  # transformers asks while new tensors lie on meta
-                read = {role: read_site(source, files[each], sites[each], dtype) for each, role in roles.items()}
+                read = {
+                    role: read_site(source, files[each], sites[each], dtype, is_rounded=each in places)
+                    for each, role in roles.items()
+                }
                 product = Product(read, packing.activations, by_group.get(together))
             giving = together[:1] if together in by_group else together
             sizes = {roles[each]: sites[each].shape[0] for each in giving}
@@ -311,16 +314,16 @@ def linear_source(
 
 
 def read_site(
-    source: ModelSource, file: str, site: Site, dtype: torch.dtype | None
+    source: ModelSource, file: str, site: Site, dtype: torch.dtype | None, *, is_rounded: bool = True
 ) -> tuple[Tensor | QTensor, Tensor | None]:
     """(weight [out, in], bias or None) of the module `file` of a checkpoint: dense ones in `dtype`, None = as stored.
-    They are rounded if the source rounds. Raises CheckpointError."""
+    Those that are `is_rounded` are rounded if the source rounds. Raises CheckpointError."""
     reader = source.reader
     weight = source.format.read_linear(reader, file)
     if not isinstance(weight, QTensor):
         weight = weight.T if site.transposed else weight
         weight = weight.contiguous() if dtype is None else weight.to(dtype).contiguous()
-        scheme = scheme_for(source.rounding, site.shape[1])
+        scheme = scheme_for(source.rounding if is_rounded else "none", site.shape[1])
         weight = weight if scheme is None else quantize_rows(weight, scheme)
     shape = tuple((weight.codes if isinstance(weight, QTensor) else weight).shape)
     if shape != site.shape:

@@ -100,6 +100,7 @@ class FlexibleSource(ModelSource):
     ) -> int:
         """Bytes of the loaded module: linears as kernels have them, all else in float32."""
         linears = {file: self.sites[name].shape for name, file in self.packed.items()}
+        rounded = {file for name, file in self.packed.items() if name in self.places}
         total = FLOAT_BYTES * (self.num_weights - sum(map(math.prod, linears.values())))
         tied: torch.dtype = getattr(torch, dtype or self.spec.dtype)
         total += sum(math.prod(self.sites[name].shape) for name in self.uses.embedded) * tied.itemsize
@@ -108,7 +109,7 @@ class FlexibleSource(ModelSource):
             if module not in linears or kind == "bias":
                 continue
             info, shape = self.reader.info(name), linears[module]
-            if (scheme := scheme_for(self.rounding, shape[1])) is not None:
+            if module in rounded and (scheme := scheme_for(self.rounding, shape[1])) is not None:
                 total += scheme.num_bytes(shape)
             elif kind == "weight" and info.dtype in FLOATS:
                 total += math.prod(shape) * getattr(torch, dtype or str(DTYPES[info.dtype])[6:]).itemsize
@@ -124,6 +125,15 @@ class FlexibleSource(ModelSource):
         beside = {name for name in files if not name.startswith(self.seen.language)} - self.uses.ran
         plain = {name for name in beside if self._is_plain(files[name] + WEIGHT)}
         return {name: file for name, file in files.items() if name not in self.uses.direct | plain}
+
+    @functools.cached_property
+    def places(self) -> dict[str, tuple[int, str]]:
+        """Layer and role of the linears of layers, by their names in the model. Heads and routers are none."""
+        return {
+            f"{self.runtime_prefix}.{index}.{role}": (index, role)
+            for index, layer in enumerate(self.spec.layers)
+            for role in layer.linears
+        }
 
     def _is_plain(self, weight: str) -> bool:
         return self.reader.has(weight) and self.reader.info(weight).dtype in FLOATS
@@ -142,20 +152,15 @@ class FlexibleSource(ModelSource):
     ) -> FlexibleDecoder:
         """The decoder with fused parts: MLPs with a gate, and norms, unless `normed` is None. `normed` has the linears
         that read a norm, by its name."""
-        places = {
-            f"{self.runtime_prefix}.{index}.{role}": (index, role)
-            for index, layer in enumerate(self.spec.layers)
-            for role in layer.linears
-        }
         mlps = {(mlp.gate, mlp.up): mlp for mlp in gated if {mlp.gate, mlp.up, mlp.down} <= self.packed.keys()}
         activations = {pair: mlp.activation for pair, mlp in mlps.items()}
-        linears = linear_source(self, packing, self.sites, self.packed, places, self.uses.shared, activations)
+        linears = linear_source(self, packing, self.sites, self.packed, self.places, self.uses.shared, activations)
         module = load_module(self.reader.path, self.hf_config, self.spec.architecture, linears)
         dtype = self.spec.dtype if packing.as_stored else packing.dtype
         pack_tied(module, self.uses.embedded, getattr(torch, dtype), packing.activations)
         fuse_gates(module, mlps.values())
         norms = fuse_norms(module, normed) if normed is not None else ()
-        return checked(FlexibleDecoder(self.spec, module, self.seen, places, packing.device, norms))
+        return checked(FlexibleDecoder(self.spec, module, self.seen, self.places, packing.device, norms))
 
     def tower(self, decoder: FlexibleDecoder, max_pixels: int) -> ForeignTower:
         """What encodes images for a decoder of this source. Raises UnsupportedError if nothing does."""
