@@ -278,8 +278,9 @@ def linear_source(
     gated: Mapping[tuple[str, str], str],
 ) -> Callable[[str], nn.Module | None]:
     """What gives the packed linear of a name in the model, if `files` has the module of the checkpoint with its weight.
-    `places` has layer and role of those in layers, which are rounded if the source rounds. Of those `shared`, which read the same tensor, the ones of a layer
-    become one product, with the activation that `gated` has for a gate and what it is multiplied with.
+    `places` has layer and role of those in layers, which are rounded if the source rounds. Of those `shared`, which
+    read the same tensor, the ones of a layer become one product, with the activation that `gated` has for a gate and
+    what it is multiplied with.
 
     Raises CheckpointError and UnsupportedError for weights that cannot be read or packed.
     """
