@@ -66,6 +66,8 @@ def as_read(config: dict[str, Any], folder: Path, names: Iterable[str]) -> dict[
         entry = _beside(folder)
     if not isinstance(entry, dict):
         return config
+    if isinstance(inner := entry.get("quantization"), dict):  # ModelOpt's entry as hf_quant_config.json has it
+        entry = inner | entry
     method = entry.get("quant_method")
     if method is None and "quant_algo" in entry:
         method = "modelopt"

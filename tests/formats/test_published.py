@@ -124,6 +124,7 @@ BLOCK = float8_scheme(128, 128)
     ("entry", "scheme", "shape"),
     [
         ({"quant_method": "modelopt", "quant_algo": "FP8"}, TENSOR, ()),
+        ({"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8"}}, TENSOR, ()),
         ({"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}, TENSOR, (1,)),
         ({"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}, CHANNEL, (200,)),
         ({"quant_method": "modelopt", "quant_algo": "FP8_PB_WO"}, BLOCK, (2, 1, 3, 1)),
@@ -136,7 +137,7 @@ BLOCK = float8_scheme(128, 128)
     ],
 )
 def test_float8(tmp_path: Path, entry: dict[str, Any], scheme: QuantScheme, shape: tuple[int, ...]) -> None:
-    for name in ("weight_scale",) if "quant_algo" in entry else ("weight_scale", "weight_scale_inv"):
+    for name in ("weight_scale",) if "quant_algo" in str(entry) else ("weight_scale", "weight_scale_inv"):
         check_float8(tmp_path / name, entry, scheme, shape, name)
 
 
