@@ -24,7 +24,7 @@ SETTINGS = VideoSettings(
 )  # fmt: skip
 
 
-def film(frames: int = 30, kind: str = "mp4", codec: str = "mpeg4", fps: int = 10, turned: bool = False) -> bytes:
+def film(frames: int = 30, kind: str = "mp4", codec: str = "mpeg4", fps: int = 10) -> bytes:
     """A video of 48 x 32 pixels whose frame i is of brightness 8 i."""
     av = pytest.importorskip("av")
     file = io.BytesIO()
@@ -89,8 +89,6 @@ def test_options_of_a_video_are_kept() -> None:
     wide = VideoSettings(**{name: getattr(SETTINGS, name) for name in SETTINGS.__struct_fields__} | {"cap": 256})
     assert {(pair.rows, pair.columns) for pair in SETTINGS.read(moving(), "auto", 0).pairs} == {(4, 6)}
     assert {pair.rows * pair.columns <= 4 for pair in wide.read(moving(), "auto", 0).pairs} == {True}
-    (first, *_), (second, *_) = (x.read(moving(), "auto", 0).pairs for x in (SETTINGS, SETTINGS))
-    assert first.digest == second.digest
 
 
 @pytest.mark.parametrize(
