@@ -82,8 +82,9 @@ def wide_problem(
     if spec.window or spec.softcap or sink_logits is not None:
         return "wide rows with a window, a soft cap or learned sinks"
     dim, stored = q.shape[2], storage_of(k_cache, v_cache)
-    if k_cache.block_size % 2 and any(dtype.levels for dtype in stored if dtype is not None):
-        return f"wide rows of {k_cache.dtype} in blocks of {k_cache.block_size} tokens, an odd number"
+    packed = next((dtype for dtype in stored if dtype is not None and dtype.levels), None)
+    if packed is not None and k_cache.block_size % 2:
+        return f"wide rows of {packed.name} in blocks of {k_cache.block_size} tokens, an odd number"
     if shape_of(dim, stored, 1, backend(q.device.type).capability()) is None:
         return f"rows of {dim}, which shared memory cannot hold"
     return None

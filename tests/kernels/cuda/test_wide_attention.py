@@ -17,6 +17,7 @@ from lmkit.kernels.cuda.gpus import GPUS
 from lmkit.kernels.cuda.wide import Shape, Storage
 from lmkit.kernels.ops import KVTensor
 from lmkit.kv_dtype import BFLOAT16, FLOAT16, FP8, INT3, INT4, INT8, KVDtype
+from lmkit.layers.batch import allocate_kv
 from tests.kernels.cases import filled_cache, geometry
 from tests.kernels.cuda.test_append import assert_same, copied, some_slots
 from tests.kernels.cuda.test_prefill_attention import BRAIN_TOLERANCE, TOLERANCE, Inputs, expected, on_device
@@ -156,3 +157,11 @@ def test_every_gpu_has_a_shape_for_published_models() -> None:
     assert wide.shape_of(576, row, 128, (9, 0)) == Shape(32, 32)
     assert wide.shape_of(576, row, 128, (8, 9)) == Shape(32, 16)
     assert wide.shape_of(1024, row, 16, (8, 9)) is None
+
+
+@pytest.mark.parametrize("types", [(INT3, INT8), (INT8, INT3)], ids=str)
+def test_the_storage_that_odd_blocks_cannot_have_is_named(types: tuple[KVDtype, KVDtype]) -> None:
+    """Two rows of levels share a word of parameters."""
+    kv = allocate_kv(1, 1, 7, 288, types)
+    found = wide.wide_problem(torch.zeros(1, 4, 288, dtype=torch.float16), kv.k, kv.v, AttentionSpec(scale=1.0), None)
+    assert found == "wide rows of int3 in blocks of 7 tokens, an odd number"
