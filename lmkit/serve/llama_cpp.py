@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
-from typing import Annotated, Any
+from functools import partial
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from fastapi import APIRouter, Request, Response
-from pydantic import Field
+from pydantic import BeforeValidator, Field, PlainValidator, WithJsonSchema
 from starlette.responses import JSONResponse
 
 from lmkit import __version__
@@ -19,19 +21,24 @@ from lmkit.serve.choose import choose, pool
 from lmkit.serve.collect import Collected
 from lmkit.serve.completions import CompletionResponse
 from lmkit.serve.fill_in import filled_in
-from lmkit.serve.protocol import CompletionRequest
+from lmkit.serve.numbers import TOKEN_ID
+from lmkit.serve.protocol import CompletionRequest, GivenPrompts, prompts
 from lmkit.serve.response import respond, timings
 from lmkit.serve.streaming import event
 from lmkit.serve.to_request import NO_LIMIT
-from lmkit.strict import Nullable
+from lmkit.strict import OF_MODEL, Nullable, Schema
+from lmkit.text.tokenizer import Tokenizer
 from lmkit.turbo import request as engine
+from lmkit.turbo.request import MAX_LOGIT_BIAS
 from lmkit.turbo.transport.output import RequestOutput, TextLogprobs
 
 MAX_FILES = 256
+MAX_BIASED = 256  # characters of a text whose tokens have a bias
 BAN = -100.0
 SPEED = ("n_indent", "samplers", "t_max_predict_ms", "t_max_prompt_ms")  # wishes of editors for a quick answer
 
 router = APIRouter()
+B = TypeVar("B", bound=CompletionRequest)
 
 
 class Chunk(Nullable):
@@ -41,9 +48,45 @@ class Chunk(Nullable):
     text: str = ""
 
 
+def _is_one(value: Any) -> bool:
+    """Whether a list is one prompt: token ids, perhaps with texts between them."""
+    is_known = isinstance(value, list) and all(isinstance(item, str) or type(item) is int for item in value)
+    return is_known and (not value or not all(isinstance(item, str) for item in value))
+
+
+def _token_biases(value: Any) -> dict[int | str, float]:
+    """An object or a list of pairs. A key that is no number is a text: each of its tokens has the bias."""
+    if isinstance(value, dict):
+        value = [[int(key) if re.fullmatch(TOKEN_ID, key) else key, bias] for key, bias in value.items()]
+    if not isinstance(value, list) or len(value) > MAX_LOGIT_BIAS:
+        raise ValueError(f"expected an object, or a list of pairs, of at most {MAX_LOGIT_BIAS} tokens")
+    found: dict[int | str, float] = {}
+    for pair in value:
+        token, bias = pair if isinstance(pair, list) and len(pair) == 2 else (-1, None)
+        bias = BAN if bias is False else bias
+        is_token = len(token) <= MAX_BIASED if isinstance(token, str) else type(token) is int and token >= 0
+        if not is_token or isinstance(bias, bool) or not isinstance(bias, int | float):
+            raise ValueError("expected token ids or short texts, each with a number or false")
+        found[token] = float(bias)
+    return found
+
+
+_BIAS: Schema = {"anyOf": [{"type": "number", "minimum": -100, "maximum": 100}, {"const": False}]}
+_BIASES: Schema = {"type": "array", "maxItems": MAX_LOGIT_BIAS, "items": {
+    "type": "array", "minItems": 2, "maxItems": 2,
+    "prefixItems": [{"type": "integer", "minimum": 0, OF_MODEL: "token"}, _BIAS],
+}}  # fmt: skip
+Biases = Annotated[dict[int | str, float], PlainValidator(_token_biases), WithJsonSchema(_BIASES)]
+
+
 class NativeRequest(CompletionRequest):
     """The body of POST /completion."""
 
+    prompt: Annotated[  # type: ignore[assignment]
+        list[str | list[int | str]],
+        BeforeValidator(partial(prompts, are_tokens=_is_one), json_schema_input_type=GivenPrompts),
+    ]
+    logit_bias: Biases | None = None  # type: ignore[assignment]
     n_probs: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None  # log-probabilities of so many tokens
     return_tokens: bool | None = None  # a whole answer has the ids of its tokens; parts of a stream have them anyway
     response_fields: Annotated[list[str], Field(max_length=64)] | None = None  # of the answer; "a/b" is b of a
@@ -62,6 +105,22 @@ class InfillRequest(NativeRequest):
         return len(self.input_prefix) + len(self.input_suffix) + others
 
 
+def with_ids(body: B, tokenizer: Tokenizer) -> B:
+    """`body` without texts between the token ids of a prompt, and without biases of texts."""
+
+    def ids(one: list[int | str]) -> list[int]:
+        found: list[int] = []
+        for place, item in enumerate(one):
+            found += tokenizer.encode(item, not place) if isinstance(item, str) else [item]
+        return found
+
+    biases: dict[int | str, float] = {}
+    for token, bias in (body.logit_bias or {}).items():
+        biases |= dict.fromkeys(tokenizer.encode(token, False) if isinstance(token, str) else [token], bias)
+    prompt = [one if isinstance(one, str) else ids(list(one)) for one in body.prompt]
+    return body.model_copy(update={"prompt": prompt, "logit_bias": biases or None})
+
+
 def _prompt(value: Any) -> Any:
     """Prompts without llama.cpp's objects around texts. Raises RequestError for one with images."""
     return list(map(_text, value)) if isinstance(value, list) else _text(value)
@@ -76,13 +135,6 @@ def _text(value: Any) -> Any:
     return value["prompt_string"]
 
 
-def _biases(value: Any) -> Any:
-    """llama.cpp's list of [token id, bias] as an object; a false is a ban."""
-    if not isinstance(value, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in value):
-        return value
-    return {str(token): BAN if bias is False else bias for token, bias in value}
-
-
 def _fields(data: Any) -> Any:
     """A body with what llama.cpp takes for granted: a prompt is answered until it ends."""
     if not isinstance(data, dict):
@@ -90,13 +142,11 @@ def _fields(data: Any) -> Any:
     data = {name: value for name, value in data.items() if name not in SPEED or not ignore(name)}
     if not any(data.get(name) is not None for name in ("max_tokens", "max_completion_tokens", "n_predict")):
         data["n_predict"] = NO_LIMIT
-    data |= {name: own(data[name]) for name, own in _FORMS.items() if name in data}
+    if "prompt" in data:
+        data["prompt"] = _prompt(data["prompt"])
     if data.get("n_probs"):
         data.setdefault("logprobs", data["n_probs"])
     return data
-
-
-_FORMS = {"prompt": _prompt, "logit_bias": _biases}
 
 
 def _infill_fields(data: Any) -> Any:
@@ -123,6 +173,21 @@ async def infill(request: Request) -> Response:
 class NativeAnswer(CompletionResponse):
     prefix = "native-"
     must_fit = False
+
+    @property
+    def only_tokens(self) -> bool:
+        return super().only_tokens and not self.body.logit_bias
+
+    @property
+    def num_chars(self) -> int:
+        pieces: list[Any] = [item for one in self.body.prompt if not isinstance(one, str) for item in one]
+        pieces += self.body.logit_bias or ()
+        return super().num_chars + sum(len(piece) for piece in pieces if isinstance(piece, str))
+
+    def make_requests(self) -> list[engine.Request]:
+        """The prompts and biases as tokens."""
+        self.body = with_ids(self.body, self.server.tokenizer)
+        return super().make_requests()
 
     async def whole(self) -> Any:
         """One answer, or a list of them for several prompts or choices."""

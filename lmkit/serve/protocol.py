@@ -56,6 +56,11 @@ CutTo = Annotated[int, Field(ge=-1, lt=1 << 31), AfterValidator(_not_zero), With
 ModelName = Annotated[str, Field(max_length=1024)]
 
 
+def switch(value: Any) -> Any:
+    """A boolean that a client writes as a text, as LMDeploy's take it."""
+    return {"true": True, "false": False}.get(value, value) if isinstance(value, str) else value
+
+
 def _listed(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
@@ -147,7 +152,7 @@ class _Sampling(Extensions):
         ]
         | None
     ) = None
-    stream: bool | None = None
+    stream: Annotated[bool, BeforeValidator(switch, json_schema_input_type=bool)] | None = None
     stream_options: StreamOptions | None = None
     user: Annotated[str, Field(max_length=1024)] | None = None  # only for the server's request log
     safety_identifier: Annotated[str, Field(max_length=1024)] | None = None  # OpenAI's newer name for it

@@ -120,6 +120,15 @@ def test_llama_cpps_forms_of_a_native_completion(served: tuple[App, ScriptedEngi
     assert biases == {5: -2.0, 7: -100.0} | dict.fromkeys(tokenizer.eos_token_ids)
     several = app.post("/completion", {"prompt": ["Hi", {"prompt_string": "Hi"}]}).json()
     assert [answer["content"] for answer in several] == ["return 1"] * 2
+    biased = {"prompt": [5, "Hi", 7], "logit_bias": [[" Hi", -2], [7, 1]]}
+    assert app.post("/completion", biased).json()["content"] == "return 1", "one prompt"
+    assert engine.requests[-1].prompt_ids == [5, *tokenizer.encode("Hi", False), 7]
+    told = dict.fromkeys(tokenizer.encode(" Hi", False), -2.0) | {7: 1.0}
+    assert engine.requests[-1].params.logit_bias == told
+    app.post("/completion", {"prompt": "Hi", "logit_bias": {" Hi": -2, "7": 1}})
+    assert engine.requests[-1].params.logit_bias == told
+    for wrong in ([["Hi", True]], [[-1, 1]], [[1]], "Hi", {"a" * 300: 1}):
+        assert app.post("/completion", {"prompt": "Hi", "logit_bias": wrong}).status_code == 400
     image = app.post("/completion", {"prompt": {"prompt_string": "Hi", "multimodal_data": ["x"]}})
     assert (image.status_code, image.json()["error"]["param"]) == (400, "prompt")
     nested: Any = "Hi"

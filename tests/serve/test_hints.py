@@ -106,6 +106,13 @@ def test_other_names_of_our_fields_are_honoured() -> None:
     assert "differ" in differing.json()["error"]["message"]
 
 
+def test_a_stream_may_be_asked_for_in_words() -> None:
+    kinds = [App(ScriptedEngine()).post(CHAT_PATH, CHAT | {"stream": word}).headers["content-type"]
+             for word in ("true", "false")]  # fmt: skip
+    assert [kind.partition(";")[0] for kind in kinds] == ["text/event-stream", "application/json"]
+    assert App(ScriptedEngine()).post(CHAT_PATH, CHAT | {"stream": "yes"}).status_code == 400
+
+
 def test_mistrals_word_for_a_call_that_must_be_made() -> None:
     engine = ScriptedEngine()
     for choice in ("any", "required"):

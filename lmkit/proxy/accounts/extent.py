@@ -108,6 +108,7 @@ class Extent:
         self._inner = self._object(route.inner) if route.inner else None
         self.num_bytes = len(body)
         self.stream, self.background, options = map(self._plain, ("stream", "background", "stream_options"))
+        self.stream = self.stream == "true" if isinstance(self.stream, str) else self.stream  # as serve.protocol.switch
         self.stream_options: dict[str, Any] = options if isinstance(options, dict) else {}
         self.priority = min((number for _, number in self._numbers(("priority",))), default=None)
         self.num_choices = self._choices()
