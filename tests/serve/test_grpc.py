@@ -196,19 +196,20 @@ def _statuses(watch: Any, count: int) -> Iterator[int]:
 
 
 def test_calls_of_the_health_service_keep_nobody_out(server: Server, client: Client) -> None:
-    """It needs no key, so a host gets few of its calls at once, and the other calls have theirs."""
+    """It needs no key, so a host gets few of its calls at once. Checks and the other calls have theirs."""
     stub = health_pb2_grpc.HealthStub(client.channel)
     watches = [stub.Watch(health_pb2.HealthCheckRequest()) for _ in range(32)]
     assert [next(iter(watch)).status for watch in watches] == [1] * 32
     with pytest.raises(grpc.RpcError) as caught:
-        stub.Check(health_pb2.HealthCheckRequest())
+        next(iter(stub.Watch(health_pb2.HealthCheckRequest())))
     assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED  # type: ignore[attr-defined]
+    assert stub.Check(health_pb2.HealthCheckRequest()).status == 1
     assert client.generate(text="Hi", sampling_params=params(max_tokens=1))
     for watch in watches:
         watch.cancel()
     while True:  # until the server has seen that they ended
         with contextlib.suppress(grpc.RpcError):
-            assert stub.Check(health_pb2.HealthCheckRequest()).status == 1
+            assert next(iter(stub.Watch(health_pb2.HealthCheckRequest()))).status == 1
             break
 
 

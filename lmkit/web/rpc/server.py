@@ -33,7 +33,7 @@ PATH = "/generate"  # of the application
 STOP_SECONDS = 3.0  # for answers to reach their clients at the end
 HEALTH = "grpc.health.v1.Health"
 WATCH_SECONDS = 0.5  # between looks at the health
-MAX_WATCHES, MAX_WATCHES_OF_HOST = 256, 32  # calls of the health service at once: they need no key
+MAX_WATCHES, MAX_WATCHES_OF_HOST = 256, 32  # calls of a kind of the health service at once: no key
 MESSAGE_SECONDS = 5.0  # for the message of such a call to come
 HEADERS = ("authorization", "x-api-key", "x-request-id", "x-lmkit-tenant", "traceparent", "tracestate")
 # HTTP status -> gRPC status
@@ -239,22 +239,22 @@ class Health:
     """The standard health service, which needs no key. It knows the server ("") and the service Generation.
 
     Its calls read their message themselves: one that never comes must not keep a place. Few of them run at once, so
-    that calls without a key leave the others theirs.
+    that calls without a key leave the others theirs, and watches leave checks theirs.
     """
 
     def __init__(self, takes_requests: Callable[[], bool]) -> None:
         self._takes_requests = takes_requests
-        self._running = Counter[str]()  # by host
+        self._checks, self._watches = Counter[str](), Counter[str]()  # that run, by host
 
     async def check(self, requests: Any, context: Any) -> None:
-        async with self._place(context):
+        async with self._place(context, self._checks):
             request = await _message(requests, context)
             if request.service not in ("", SERVICE):
                 await context.abort(grpc.StatusCode.NOT_FOUND, f"expected the service {SERVICE}, or none")
             await context.write(self._status())
 
     async def watch(self, requests: Any, context: Any) -> None:
-        async with self._place(context):
+        async with self._place(context, self._watches):
             request, last = await _message(requests, context), None
             while True:
                 now = self._status() if request.service in ("", SERVICE) else _UNKNOWN
@@ -264,16 +264,17 @@ class Health:
                 await asyncio.sleep(WATCH_SECONDS)
 
     @asynccontextmanager
-    async def _place(self, context: Any) -> AsyncGenerator[None]:
+    async def _place(self, context: Any, running: Counter[str]) -> AsyncGenerator[None]:
         host = _client(context.peer())[0]
-        if self._running.total() >= MAX_WATCHES or self._running[host] >= MAX_WATCHES_OF_HOST:
+        if running.total() >= MAX_WATCHES or running[host] >= MAX_WATCHES_OF_HOST:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many calls of the health service; end some")
-        self._running[host] += 1
+        running[host] += 1
         try:
             yield
         finally:
-            self._running[host] -= 1
-            self._running += Counter()  # without hosts that have none
+            running[host] -= 1
+            if not running[host]:
+                del running[host]
 
     def _status(self) -> Any:
         return _SERVING if self._takes_requests() else _NOT_SERVING
