@@ -167,8 +167,8 @@ def huge() -> bytes:
         (saved(drawn(20, 20))[:-30], "no image that can be read"),
         (saved(drawn(20, 20), "TIFF"), "no image that can be read"),
         (saved(drawn(1000, 3)), "1000 x 3 pixels: one side is over 200 times the other"),
-        (animated(), "several frames"),
-        (huge(), "20000 x 20000 pixels: at most 50,000,000"),
+        (animated, "several frames"),
+        (huge, "20000 x 20000 pixels: at most 50,000,000"),
         ("http://127.0.0.1/a.png", "a pipeline fetches nothing"),
         ("/nowhere/a.png", "/nowhere/a.png: there is no such file"),
         ("data:image/png;base64,***", "not valid base64"),
@@ -177,7 +177,7 @@ def huge() -> bytes:
     ],
 )
 def test_images_that_cannot_be_used_are_refused(pipe: Pipeline, source: Any, message: str) -> None:
-    answer = pipe([{"role": "user", "content": [shown(source)]}], CONFIG)
+    answer = pipe([{"role": "user", "content": [shown(source() if callable(source) else source)]}], CONFIG)
     assert (answer.finish_reason, answer.error_code) == ("error", "invalid_request")
     assert message in answer.error_message
     assert "\n" not in answer.error_message
