@@ -24,9 +24,10 @@ from lmkit.kernels.cuda.module import Launch
 from lmkit.kernels.cuda.source import kernel_source
 from lmkit.kernels.cuda.switches import switches
 
-FLAGS = ("-std=c++17", "-O2", "-march=native", "-fPIC", "-ftls-model=initial-exec", "-shared", "-fno-strict-aliasing",
-         "-w")  # fmt: skip
-WATCHED = ("-fsanitize=thread",)  # calls before every access, which emulator.cpp has: no library of g++ is linked
+FLAGS = "-std=c++17", "-march=native", "-fPIC", "-ftls-model=initial-exec", "-shared", "-fno-strict-aliasing", "-w"
+RUNTIME, KERNEL = ("-O2",), ("-Og",)  # most kernels run for less time than g++ takes for them
+# Calls before every access, which emulator.cpp has: no library of g++ is linked. -Og leaves memcpy, which has none.
+WATCHED = "-O2", "-fsanitize=thread"
 ASAN = ("-fsanitize=address", "-fno-omit-frame-pointer")
 HERE = Path(__file__).parent
 HOST = HERE / "host.cuh"  # the header that a kernel includes as LMKIT_HOST
@@ -136,6 +137,7 @@ class EmulatedBackend:
     def _build(self, text: str, name: str, defines: dict[str, int], *, watched: bool = False) -> Path:
         watch = WATCHED if watched and ASAN[0] not in self._flags else ()  # the two do not go together
         flags = (
+            *(RUNTIME if name == "emulator" else KERNEL),
             *self._flags,
             *watch,
             f'-DLMKIT_HOST="{HOST.name}"',
