@@ -14,6 +14,7 @@ from lmkit.cli.settings import ProxyGroup
 from lmkit.config import TenantsBy
 from lmkit.errors import ConfigError
 from lmkit.extras import needed_for
+from lmkit.garbage import search_rarely
 from lmkit.proxy.config import NodeConfig, ProxyConfig, load_config
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ def proxy(
         if any(source is not None and source.name == "COMMANDLINE" for source in sources):
             raise ConfigError(f"lmkit proxy {context.invoked_subcommand}: options come after the command")
         return
+    search_rarely()
     import asyncio
     import functools
     import secrets

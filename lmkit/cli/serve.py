@@ -19,6 +19,7 @@ from lmkit.config import EngineConfig, ServerConfig
 from lmkit.environment import environment
 from lmkit.errors import ConfigError
 from lmkit.extras import needed_for
+from lmkit.garbage import search_rarely
 from lmkit.web.key_file import parse_keys, read_keys
 
 SHARED_QUOTA = 0.5  # with several tenants, so that none can evict the KV of all others, or fill the queue
@@ -55,6 +56,7 @@ def serve(
     Every option may also stand in the environment (LMKIT_KV_MEMORY=2G is --kv-memory 2G) and in a YAML file that
     --config names (kv_memory: 2G). The command line comes first, then the environment, then the file.
     """
+    search_rarely()
     if print_config:
         print(resolved(context))
         return

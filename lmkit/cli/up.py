@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from lmkit.garbage import search_rarely
+
 if TYPE_CHECKING:
     from lmkit.cluster.config import ClusterConfig
 
@@ -19,6 +21,7 @@ def up(
 
     Needs nothing but this machine. With `ray` in the file the replicas run on a Ray cluster.
     """
+    search_rarely()
     import asyncio
 
     from lmkit import log

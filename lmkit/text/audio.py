@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import hashlib
 import math
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
-import numpy as np
 
 from lmkit.errors import RequestError
 from lmkit.text.images import ReadImage, SentImage
 from lmkit.wav import FLOAT, NEITHER, PCM, read_head, refused
+
+if TYPE_CHECKING:
+    import numpy as np  # most servers hear nothing, and need no numpy
 
 NO_AUDIO = "this model writes what it hears: send a file to /v1/audio/transcriptions"
 DEAF = "this model hears no audio"
@@ -64,6 +66,8 @@ def heard(samples: np.ndarray, first_token: int) -> ReadImage:
 
 def read_wav(data: bytes, max_seconds: float) -> np.ndarray:
     """The samples float32 [n] of a WAV file, of one channel at RATE. Raises RequestError."""
+    import numpy as np
+
     file = read_head(data)
     if file.seconds > max_seconds:
         raise refused(f"it takes {file.seconds:.0f} s, and at most {max_seconds:.0f} s are heard in one request")
@@ -75,6 +79,8 @@ def read_wav(data: bytes, max_seconds: float) -> np.ndarray:
 
 def _numbers(body: memoryview, kind: int, bits: int) -> np.ndarray:
     """Samples of all channels in turns, float32 in [-1, 1)."""
+    import numpy as np
+
     if kind == FLOAT and bits in (32, 64):
         with np.errstate(over="ignore", invalid="ignore"):  # the result is checked
             return np.frombuffer(body, f"<f{bits // 8}").astype(np.float32)
@@ -97,6 +103,8 @@ def resampled(samples: np.ndarray, rate: int) -> np.ndarray:
 
     Sample i of the result lies at i * rate / RATE of the given ones. Those with the same fraction have the same filter.
     """
+    import numpy as np
+
     if rate == RATE:
         return samples.astype(np.float32)
     common = math.gcd(rate, RATE)

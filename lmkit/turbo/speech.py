@@ -5,10 +5,14 @@ The rules and their order are those of transformers' generate. No torch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
-import numpy as np
+
+if TYPE_CHECKING:
+    import numpy as np  # a server that only reads the rules needs none
 
 
 class SpeechRules(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -26,31 +30,33 @@ class SpeechRules(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         """Change logits float32 [vocab] in place, after the tokens `known` of the transcript."""
         if self.only:
             kept = row[list(self.only)]
-            row[:] = -np.inf
+            row[:] = -math.inf
             row[list(self.only)] = kept
             return
-        row[list(self.suppress)] = -np.inf
+        row[list(self.suppress)] = -math.inf
         if not known:
-            row[list(self.begin_suppress)] = -np.inf
+            row[list(self.begin_suppress)] = -math.inf
         if self.timestamps:
             self._apply_timestamps(row, known)
 
     def _apply_timestamps(self, row: np.ndarray, known: Sequence[int]) -> None:
         first = self.no_timestamps + 1
-        row[self.no_timestamps] = -np.inf
+        row[self.no_timestamps] = -math.inf
         after = bool(known) and known[-1] >= first
         closes = len(known) < 2 or known[-2] >= first  # the last one is the second of a pair
         if after and closes:
-            row[first:] = -np.inf
+            row[first:] = -math.inf
         elif after:
-            row[: self.end] = -np.inf
+            row[: self.end] = -math.inf
         last = next((token for token in reversed(known) if token >= first), None)
         if last is not None:
-            row[first : last if after and not closes else last + 1] = -np.inf
+            row[first : last if after and not closes else last + 1] = -math.inf
         if not known:
-            row[:first] = -np.inf
+            row[:first] = -math.inf
             if self.max_initial is not None:
-                row[first + self.max_initial + 1 :] = -np.inf
+                row[first + self.max_initial + 1 :] = -math.inf
+        import numpy as np
+
         top = row.max()
-        if np.isfinite(top) and np.exp(row[first:] - top).sum() > np.exp(row[:first].max() - top):
-            row[:first] = -np.inf  # some timestamp is likelier than any other token
+        if math.isfinite(top) and np.exp(row[first:] - top).sum() > np.exp(row[:first].max() - top):
+            row[:first] = -math.inf  # some timestamp is likelier than any other token

@@ -16,13 +16,13 @@ import base64
 import hashlib
 import hmac
 import os
+from array import array
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-import numpy as np
 
 from lmkit.errors import JSON_ERRORS, ConfigError
 from lmkit.extras import needed_for
@@ -77,9 +77,14 @@ class Receipt(msgspec.Struct, kw_only=True):
     signature: str  # base64
 
 
+def _bytes(token_ids: Iterable[int]) -> bytes:
+    """Each as 4 bytes, the lowest first, as on every processor that lmkit runs on."""
+    return array("i", token_ids).tobytes()
+
+
 def commit(salt: bytes, token_ids: Iterable[int]) -> str:
     """The commitment to these tokens."""
-    return hmac.digest(salt, np.fromiter(token_ids, "<i4").tobytes(), "sha256").hex()
+    return hmac.digest(salt, _bytes(token_ids), "sha256").hex()
 
 
 def commit_to(salt: bytes, value: Any) -> str:
@@ -91,7 +96,7 @@ def marks(salt: bytes, token_ids: list[int]) -> tuple[int, str]:
     """(stride, marks) of an answer."""
     stride = max(1, -(-len(token_ids) // MOST_MARKS))
     state, found = hmac.new(salt, digestmod="sha256"), bytearray()
-    data = np.array(token_ids, "<i4").tobytes()
+    data = _bytes(token_ids)
     for start in range(0, len(data), 4 * stride):
         state.update(data[start : start + 4 * stride])
         found += state.copy().digest()[:MARK_BYTES]
@@ -104,7 +109,7 @@ def parting(salt: bytes, choice: Choice, token_ids: list[int]) -> int | None:
     if commit(salt, token_ids) == choice.answer:
         return None
     same, stride = base64.b64decode(choice.marks), choice.stride
-    state, data = hmac.new(salt, digestmod="sha256"), np.array(token_ids, "<i4").tobytes()
+    state, data = hmac.new(salt, digestmod="sha256"), _bytes(token_ids)
     for i in range(0, len(same) // MARK_BYTES):
         state.update(data[4 * stride * i : 4 * stride * (i + 1)])
         if state.copy().digest()[:MARK_BYTES] != same[MARK_BYTES * i : MARK_BYTES * (i + 1)]:

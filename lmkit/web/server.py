@@ -11,13 +11,13 @@ from typing import Any
 import uvicorn
 from starlette.types import ASGIApp
 
+from lmkit.garbage import search_rarely
 from lmkit.web import connection
 from lmkit.web.accept import Acceptor, most_connections
 from lmkit.web.connection import Connection, Turns
 from lmkit.web.tls import Certificate
 
 USUALLY = gc.get_threshold()
-RARELY = 10_000, 20, 50  # searches for garbage: hundreds of connections have objects enough to be searched for 50 ms
 CLOSE_SECONDS = 3.0  # for a client to confirm the end of a TLS connection
 
 
@@ -75,7 +75,7 @@ class HttpServer(uvicorn.Server):
         if self._beside is not None:
             await self._stack.enter_async_context(self._beside)
         gc.freeze()  # a search for garbage through all modules would stop every connection for 0.1 s
-        gc.set_threshold(*RARELY)
+        search_rarely()
         self.started = True
         self._on_ready()
 

@@ -15,9 +15,10 @@ import pytest
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from lmkit.garbage import RARELY
 from lmkit.web import accept, connection
 from lmkit.web.accept import Acceptor
-from lmkit.web.server import RARELY, USUALLY, HttpServer
+from lmkit.web.server import USUALLY, HttpServer
 from tests.web.test_server_and_proxy import BEARER, CHAT, both, running
 
 pytestmark = pytest.mark.anyio

@@ -6,9 +6,8 @@ import math
 import secrets
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from fastapi import Request as HttpRequest
 
 from lmkit.errors import RequestError
@@ -23,6 +22,9 @@ from lmkit.turbo.speech import SpeechRules
 from lmkit.turbo.transport.output import RequestOutput
 from lmkit.web.prompt_limit import check_prompts
 from lmkit.web.rates import spend
+
+if TYPE_CHECKING:
+    import numpy as np
 
 # For each length of a window: text that goes on in short steps is cut off then. A proxy sets as much aside
 # (proxy.accounts.extent.HEARINGS).
