@@ -36,7 +36,7 @@ class ImageConfig:
         path, given = said(folder, FILE, "image_processor")
         mean, std, resample, side, edge, tiles = default
         check_done(path, given, DONE)
-        self._path, size = path, given.get("size") or {}
+        size = given.get("size") or {}
         if not isinstance(size, dict):
             raise CheckpointError(f"{path}: size is not an object")
         low, high = size.get("shortest_edge"), size.get("longest_edge")
@@ -44,8 +44,8 @@ class ImageConfig:
         low, high = (None, None) if edge else (low, high)
         self.min_pixels = sensible(path, "min_pixels", given.get("min_pixels") or low or (1 if edge else MIN_PIXELS))
         self.max_pixels = sensible(path, "max_pixels", given.get("max_pixels") or high or MAX_PIXELS)
-        self.mean = self._colors("image_mean", given.get("image_mean") or mean)
-        self.std = self._colors("image_std", given.get("image_std") or std)
+        self.mean = colors(path, "image_mean", given.get("image_mean") or mean)
+        self.std = colors(path, "image_std", given.get("image_std") or std)
         of_tiles = zip(("min_patches", "max_patches"), tiles, strict=True)
         least, most = (sensible(path, name, given.get(name) or usual) if usual else 0 for name, usual in of_tiles)
         self.tiles = least, most
@@ -57,12 +57,6 @@ class ImageConfig:
             raise CheckpointError(f"{path}: {least} to {most} patches of an image are not 1 to {MAX_TILES}")
         if not all(self.std) or self.min_pixels > self.max_pixels:
             raise CheckpointError(f"{path}: image_std has a zero, or min_pixels are more than max_pixels")
-
-    def _colors(self, name: str, value: Any) -> Colors:
-        numbers = list(value) if isinstance(value, list | tuple) else []
-        if len(numbers) != 3 or not all(type(x) in (int, float) and abs(x) < 1e3 for x in numbers):
-            raise CheckpointError(f"{self._path}: {name} is not a list of three numbers")
-        return float(numbers[0]), float(numbers[1]), float(numbers[2])
 
 
 def check_done(path: Path, given: dict[str, Any], done: dict[str, Any]) -> None:
@@ -77,6 +71,14 @@ def sensible(path: Path, name: str, value: Any) -> int:
     if type(value) is not int or not 0 < value < 1 << 31:
         raise CheckpointError(f"{path}: {name} = {value!r} is not a sensible integer")
     return value
+
+
+def colors(path: Path, name: str, value: Any) -> Colors:
+    """A number for each of three colors. Raises CheckpointError."""
+    numbers = list(value) if isinstance(value, list | tuple) else []
+    if len(numbers) != 3 or not all(type(x) in (int, float) and abs(x) < 1e3 for x in numbers):
+        raise CheckpointError(f"{path}: {name} is not a list of three numbers")
+    return float(numbers[0]), float(numbers[1]), float(numbers[2])
 
 
 def said(folder: Path, file: str, key: str) -> tuple[Path, dict[str, Any]]:

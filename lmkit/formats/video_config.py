@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lmkit.errors import CheckpointError, UnsupportedError
-from lmkit.formats.image_config import DONE, RESAMPLES, ImageConfig, check_done, said, sensible
+from lmkit.formats.image_config import DONE, RESAMPLES, ImageConfig, check_done, colors, said, sensible
 
 FILE = "video_preprocessor_config.json"
 MIN_PIXELS, MAX_PIXELS = 128 * 32 * 32, 768 * 32 * 32
@@ -28,7 +28,7 @@ class VideoConfig:
         path, given = said(folder, FILE, "video_processor")
         check_done(path, given, WANTED)
         for name, value in (("image_mean", images.mean), ("image_std", images.std)):
-            if tuple(given.get(name) or value) != value:
+            if colors(path, name, given.get(name) or value) != value:
                 raise UnsupportedError(f"{path}: {name} is another than that of images")
         size = given.get("size") or {}
         if not isinstance(size, dict):
