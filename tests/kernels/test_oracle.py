@@ -29,7 +29,8 @@ def registered() -> Iterator[tuple[Implementation, Case]]:
 
 def other_levels() -> Iterator[tuple[Implementation, Case]]:
     """The other instruction sets' kernels: native where this machine can run them, else their layouts, emulated."""
-    seen = {(isa.host().lanes, isa.host().neon)}  # the float kernels depend on nothing else
+    seen = {(isa.host().lanes, isa.host().neon)}
+    dense_seen = set(seen)  # dense products depend on nothing else
     for name, level in isa.LEVELS.items():
         if level == isa.host():
             continue
@@ -39,7 +40,9 @@ def other_levels() -> Iterator[tuple[Implementation, Case]]:
             (ops.linear_w8a8, quantized.implementation(level, 8)),
         ]
         if (level.lanes, level.neon) not in seen or level.tiles:
-            kernels.append((ops.linear_dense, dense.dense_implementation(level)))
+            if (level.lanes, level.neon) not in dense_seen or level.tiles:
+                kernels.append((ops.linear_dense, dense.dense_implementation(level)))
+            dense_seen.add((level.lanes, level.neon))
             kernels.append((ops.paged_attention, attention.implementation(level)))
         if level.neon:  # both levels of NEON have the same
             seen.add((level.lanes, level.neon))
