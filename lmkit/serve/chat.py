@@ -209,6 +209,8 @@ class _ChatResponse(ChatBuilder):
 
         With the usage so far in every chunk, the last text has the finish_reason, as in vLLM: each chunk counts more.
         """
+        # Clients read it of every chunk of a model that reasons, and in Python a field that is absent is an error.
+        always = {"reasoning_content": None} if self.server.style.thought else {}
         started = [False] * len(self.requests)
         deltas = [MessageDeltas(answer) for answer in self.answers]
         kept = [Collected(self.server.tokenizer, self.share) for _ in self.answers if self.body.store]
@@ -218,13 +220,13 @@ class _ChatResponse(ChatBuilder):
                 if not started[idx]:
                     prompt = None if any(started) else self.prompt_ids(0)
                     started[idx] = True
-                    start = ChatChunkChoice(index=idx, delta={"role": "assistant", "content": None})
+                    start = ChatChunkChoice(index=idx, delta={"role": "assistant", "content": None} | always)
                     yield self._chunk([start], prompt_token_ids=self.asked(prompt))
                     for event in self._echo:
-                        yield self._chunk([ChatChunkChoice(index=idx, delta=deltas[idx].of(event))])
+                        yield self._chunk([ChatChunkChoice(index=idx, delta=always | deltas[idx].of(event))])
                 self.note(idx, output)
                 for report in self.progress(output):
-                    yield self._chunk([ChatChunkChoice(index=idx, delta={})], prompt_progress=report)
+                    yield self._chunk([ChatChunkChoice(index=idx, delta=always)], prompt_progress=report)
                 logprobs = ChatLogprobs(content=list(map(self.logprob, output.logprobs))) if output.logprobs else None
                 ids = self.asked(output.token_ids)
                 events = self.answers[idx].take(output)
@@ -237,7 +239,7 @@ class _ChatResponse(ChatBuilder):
                 if output.finish_reason is not None and not (parts and self.continuous_usage):
                     parts.append({})
                 for delta in parts:  # the first has what is known of the output's tokens, the last one how it ended
-                    choice = ChatChunkChoice(index=idx, delta=delta, logprobs=logprobs, token_ids=ids)
+                    choice = ChatChunkChoice(index=idx, delta=always | delta, logprobs=logprobs, token_ids=ids)
                     if output.finish_reason is not None and delta is parts[-1]:
                         choice.finish_reason = self.answers[idx].finish_reason(output)
                         choice.stop_reason = output.end

@@ -146,6 +146,7 @@ def test_reasoning_and_calls_in_special_tokens(thinker: Tokenizer) -> None:
     stream = server.post(CHAT_PATH, body | {"stream": True})
     assert joined(streamed(stream)) == (plain(message), "tool_calls")
     assert f'"reasoning_tokens":{thoughts}' in stream.text
+    assert all("reasoning_content" in choice["delta"] for choice in streamed(stream))
     hidden = server.post(CHAT_PATH, CHAT | {"include_reasoning": False}).json()["choices"][0]["message"]
     assert hidden["reasoning"] is hidden["reasoning_content"] is None
     for field in ({"separate_reasoning": False}, {"reasoning_format": "none"}):
