@@ -85,6 +85,8 @@ def _logprobs(data: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
     start = -1 if start is None else start
     if not (asked in (None, True, False) and type(num_top) in (type(None), int) and type(start) is int and start >= -1):
         raise _invalid("expected return_logprob: true, top_logprobs_num: 5, logprob_start_len: 0, 1 ...", LOGPROBS[0])
+    if asked is False:  # SGLang's clients then send the others all the same
+        return {}
     if not asked and (num_top or start >= 0 or ids):
         needs = "top_logprobs_num, logprob_start_len and token_ids_logprob need return_logprob: true"
         raise _invalid(needs, LOGPROBS[0])

@@ -130,6 +130,13 @@ def test_log_probabilities_of_certain_tokens() -> None:
     assert "output_top_logprobs" not in about
 
 
+def test_no_log_probabilities_are_asked_for() -> None:
+    """SGLang's clients send the other fields all the same."""
+    asked = {"top_logprobs_num": 2, "logprob_start_len": 0, "token_ids_logprob": [5]}
+    about = ask(text="Hi", max_tokens=3, return_logprob=False, **asked)["meta_info"]
+    assert about.keys() == ask(text="Hi", max_tokens=3)["meta_info"].keys()
+
+
 def test_logprobs_in_a_stream() -> None:
     parts = events("/generate", text="Hi", max_tokens=3, return_logprob=True)
     assert [entry[1] for part in parts for entry in part["meta_info"]["output_token_logprobs"]] == ANSWER
