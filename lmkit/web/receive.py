@@ -72,6 +72,7 @@ async def read_body(scope: Scope, receive: Receive, max_bytes: int, timeout: flo
 
 
 # Content codings -> zlib's window bits: 47 reads the heads of gzip and zlib.
+MAX_MEMBERS = 4  # of a gzip body: what follows each is copied
 _CODINGS = {b"identity": None, b"": None, b"gzip": 47, b"x-gzip": 47, b"deflate": 47}
 
 
@@ -79,15 +80,16 @@ def _unpacked(body: bytearray, window: int, max_bytes: int) -> bytes:
     """At most `max_bytes` of what a packed body holds. Raises RequestError for a damaged one."""
     try:
         plain, rest = b"", bytes(body)
-        while rest and len(plain) < max_bytes:  # gzip may have several members
+        for _ in range(MAX_MEMBERS):
             unpacker = zlib.decompressobj(window)
             plain += unpacker.decompress(rest, max_bytes - len(plain))
             if len(plain) < max_bytes and not unpacker.eof:
                 raise zlib.error("it is cut off")
-            rest = unpacker.unused_data
+            if not (rest := unpacker.unused_data) or len(plain) >= max_bytes:
+                return plain
+        raise zlib.error(f"it has over {MAX_MEMBERS} members")
     except zlib.error as error:
         raise RequestError("invalid_request", f"the body is not of its Content-Encoding: {error}") from None
-    return plain
 
 
 def decode_json(
