@@ -133,6 +133,8 @@ class AsyncEngine:
 
         The engine then sleeps on, without a process.
         """
+        if self.state == "asleep" and self._process is None and self._supervisor is not None:
+            await asyncio.wait({self._supervisor})  # it sees that the engine slept, and replaces no process
         self.state = "starting"
         try:
             if self._process is None:

@@ -27,6 +27,7 @@ from lmkit.text import Tokenizer
 from lmkit.turbo.request import Request, SamplingParams, Siblings, StepOutput
 from lmkit.turbo.transport import engine_process, messages
 from lmkit.turbo.transport.async_engine import AsyncEngine, RestartPolicy
+from lmkit.turbo.transport.spawned import EngineProcess
 from tests.serve.fake_engine import DEMO, PHRASE
 
 FAKE = "tests.serve.fake_engine:FakeEngine"
@@ -494,6 +495,30 @@ def test_a_process_that_ends_asleep_is_replaced_when_the_engine_wakes() -> None:
             await engine.wake()
             assert engine.state == "ready"
             assert len(await tokens(engine, request())) == 8
+
+    run(main())
+
+
+def test_an_engine_wakes_once_while_the_end_of_its_process_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process that ended asleep is not replaced by a second one beside that of the wake."""
+    stop = EngineProcess.stop
+
+    async def long(self: EngineProcess, grace: float) -> None:
+        await stop(self, grace)
+        await asyncio.sleep(0.2)
+
+    async def main() -> None:
+        async with running() as engine:
+            await engine.sleep()
+            assert engine.engine_pid is not None
+            monkeypatch.setattr(EngineProcess, "stop", long)
+            os.kill(engine.engine_pid, signal.SIGKILL)
+            while engine.engine_pid is not None:
+                await asyncio.sleep(0.01)
+            await engine.wake()
+            assert len(await tokens(engine, request())) == 8
+            await asyncio.sleep(0.5)  # a second process would be under way
+            assert engine.num_starts == 2
 
     run(main())
 
