@@ -162,12 +162,7 @@ class MoE(Forward):
 
     def _computed_by_place(self, x: Tensor, weights: Tensor, experts: Tensor, together: Together | None) -> Tensor:
         out = workspace.empty(*x.shape) if self._in_workspace else torch.empty(x.shape, device=x.device)
-        limits = [
-            linears.max_rows * self.spec.num_experts for linears in together or () if linears.max_rows is not None
-        ]
-        step = max(1, min([MAX_PLACES, *limits]) // self.spec.experts_per_token)
-        for start in range(0, len(x), step):
-            part = slice(start, start + step)
+        for part in parts_of(experts, self.spec.num_experts, together or ()):
             places = self._places(experts[part], self.spec.num_experts, self.spec.experts)
             if together is not None:
                 gate_up, down = together
@@ -200,6 +195,13 @@ class MoE(Forward):
             y = self.experts[expert](self._gather(x, tokens).to(x.dtype))
             self._add_rows(out, tokens, y, factors[places])
         return out
+
+
+def parts_of(experts: Tensor, num_experts: int, together: Iterable[LinearsOfExperts]) -> Iterator[slice]:
+    """The tokens of `experts` [T, k], as many at a time as the experts' products take."""
+    limits = [linears.max_rows * num_experts for linears in together if linears.max_rows is not None]
+    step = max(1, min([MAX_PLACES, *limits]) // experts.shape[1])
+    return (slice(start, start + step) for start in range(0, len(experts), step))
 
 
 def mixtures_of(blocks: Iterable[Forward]) -> list[MoE]:

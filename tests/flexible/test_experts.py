@@ -41,6 +41,26 @@ def test_logits_are_those_of_transformers(tmp_path: Path, model_type: str) -> No
         assert torch.allclose(decoder.plain_logits(ids), model(ids).logits[0], atol=1e-4)
 
 
+@pytest.mark.parametrize("model_type", ["granitemoeshared", "gpt_oss", "nemotron_h"])
+def test_experts_together_give_what_each_gives_alone(tmp_path: Path, model_type: str) -> None:
+    """Whichever are chosen: in the first rows none, as a number above all says."""
+    save_tiny(model_type, tmp_path)
+    decoder: Any = load_model(tmp_path, model_impl="flexible", dtype="float32", activations="exact")
+    part = next(part for part in decoder.module.modules() if isinstance(part, Experts))
+    assert part._together is not None
+    x, generator = torch.randn(40, part._parts(0)["up_proj"].in_features), torch.Generator().manual_seed(1)
+    chosen = torch.stack([torch.randperm(part.num_experts, generator=generator)[:2] for _ in x])
+    chosen[:3] = part.num_experts
+    weights = torch.rand(40, 2, generator=generator)
+    with torch.inference_mode():
+        found = [part(x[:count], chosen[:count], weights[:count]) for count in (40, 5)]
+        vars(part)["_together"] = None
+        want = part(x, chosen, weights)
+    assert not found[0][:3].any()
+    for each in found:
+        torch.testing.assert_close(each, want[: len(each)], rtol=1e-5, atol=1e-5)
+
+
 def test_gptq_rounds_experts_by_their_tokens(tmp_path: Path) -> None:
     model = save_tiny("flex_olmo", tmp_path / "source")
     report = prepare(tmp_path / "source", load_recipe("gptq_w4a16_g128", GRID | TEXT)).run(tmp_path / "out")

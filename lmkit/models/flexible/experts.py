@@ -9,6 +9,7 @@ attributes, and all go through transformers' experts interface. A module that do
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
@@ -18,11 +19,15 @@ import torch
 from torch import Tensor, nn
 
 from lmkit.formats.views import Rows
-from lmkit.layers.moe import by_expert
+from lmkit.kernels import ops
+from lmkit.kernels.cpu import workspace
+from lmkit.layers.linear import LinearsOfExperts
+from lmkit.layers.moe import by_expert, parts_of
 from lmkit.models.flexible.site import Site
 
-GATE_UP, UP, DOWN = "gate_up_proj", "up_proj", "down_proj"
+GATE_UP, GATE, UP, DOWN = "gate_up_proj", "gate_proj", "up_proj", "down_proj"
 BIAS = "_bias"
+_places, _sum_places = ops.expert_places.select("cpu"), ops.sum_places.select("cpu")
 
 
 @dataclass(frozen=True)
@@ -48,6 +53,12 @@ class Mixture:
         return {f"{module}.{e}.{part.name}": part.site for e in range(self.num_experts) for part in self.parts}
 
 
+def pairs_of_experts(model: nn.Module) -> list[tuple[str, ...]]:
+    """The names of each expert's gate and up, which read the same tensor."""
+    found = ((name, mixture) for name, mixture in find_mixtures(model).items() if len(mixture.parts) > 2)
+    return [tuple(f"{name}.{e}.{part}" for part in (GATE, UP)) for name, mix in found for e in range(mix.num_experts)]
+
+
 def find_mixtures(model: nn.Module) -> dict[str, Mixture]:
     """The experts of a model by the name of their module. The model may be on `meta`."""
     found = ((name, mixture_of(module)) for name, module in model.named_modules())
@@ -71,7 +82,7 @@ def mixture_of(module: nn.Module) -> Mixture | None:
         return Mixture(len(weights[0]), (up, down), transposed)
     groups = 1 if module.is_concatenated else up_out // 2
     half, site = Fraction(1, 2), Site((up_out // 2, up_in), False, has_bias)
-    halves = (("gate_proj", Rows(Fraction(0), half, groups)), (UP, Rows(half, Fraction(1), groups)))
+    halves = ((GATE, Rows(Fraction(0), half, groups)), (UP, Rows(half, Fraction(1), groups)))
     return Mixture(len(weights[0]), (*(Part(name, GATE_UP, rows, site) for name, rows in halves), down), transposed)
 
 
@@ -98,6 +109,10 @@ class Experts(nn.Module):
             everyone = top_k_weights.new_zeros(len(hidden_states), self.num_experts + 1)
             top_k_weights = everyone.scatter_add(1, top_k_index.clamp(max=self.num_experts), top_k_weights)
             top_k_index = torch.arange(self.num_experts + 1).expand_as(top_k_weights)
+        tokens_of_each = len(hidden_states) * top_k_index.shape[1] / self.num_experts
+        together = None if self.all_tokens else self._together
+        if together is not None and all(each.suits(tokens_of_each, torch.float32) for each in together):
+            return self._computed_together(hidden_states, top_k_index, top_k_weights, together)
         out, factors = torch.zeros_like(hidden_states), top_k_weights.flatten()
         for expert, places in by_expert(top_k_index):
             if expert < self.num_experts:  # a number above stands for no expert
@@ -108,18 +123,54 @@ class Experts(nn.Module):
 
     def _one(self, number: int, x: Tensor) -> Tensor:
         """The output of an expert."""
-        (old,), parts = self._old, self.get_submodule(str(number))
-        assert isinstance(parts, nn.ModuleDict)
-        y = parts[UP](x)
-        if old.has_gate:
-            gate = parts["gate_proj"](x)
-            both = torch.cat([gate, y], -1) if old.is_concatenated else torch.stack([gate, y], -1).flatten(-2)
-            y = old._apply_gate(both)
-        else:
-            y = old.act_fn(y)
-        y = parts[DOWN](y)
-        normed: Tensor = self.post_expert_norm(y) if old.has_post_expert_norm else y
+        parts = self._parts(number)
+        y = parts[DOWN](self._activated(parts[UP](x), parts[GATE](x) if GATE in parts else None))
+        normed: Tensor = self.post_expert_norm(y) if self._old[0].has_post_expert_norm else y
         return normed
+
+    def _parts(self, number: int) -> Any:
+        """The linears of an expert by their names: a ModuleDict."""
+        return self.get_submodule(str(number))
+
+    def _activated(self, up: Tensor, gate: Tensor | None) -> Tensor:
+        """The input of `down_proj`."""
+        (old,) = self._old
+        if gate is None:
+            found: Tensor = old.act_fn(up)
+        else:
+            both = torch.cat([gate, up], -1) if old.is_concatenated else torch.stack([gate, up], -1).flatten(-2)
+            found = old._apply_gate(both)
+        return found
+
+    @functools.cached_property
+    def _together(self) -> tuple[LinearsOfExperts, LinearsOfExperts] | None:
+        """All first and all last linears as two products, if the linears are packed and alike."""
+        every = [self._parts(number) for number in range(self.num_experts)]
+        known = all(hasattr(part, "product") for parts in every for part in parts.values())  # linears.PackedLinear
+        if self._old[0].has_post_expert_norm or not known:
+            return None
+        first = [{parts[name].product for name in parts if name != DOWN} for parts in every]
+        if any(len(products) != 1 for products in first):
+            return None
+        up = LinearsOfExperts.of([product.linear for products in first for product in products])
+        down = LinearsOfExperts.of([parts[DOWN].linear for parts in every])
+        return None if up is None or down is None else (up, down)
+
+    def _computed_together(
+        self, x: Tensor, experts: Tensor, weights: Tensor, together: tuple[LinearsOfExperts, LinearsOfExperts]
+    ) -> Tensor:
+        """As `forward`, with nothing that the host looks at."""
+        parts, (up, down) = self._parts(0), together
+        is_one = experts < self.num_experts  # a number above stands for no expert
+        experts, weights = experts.where(is_one, 0), weights.where(is_one, 0).float()
+        rows, out = x.float().contiguous(), workspace.empty(*x.shape)
+        for part in parts_of(experts, self.num_experts, together):
+            places = _places(experts[part], self.num_experts, range(self.num_experts))
+            roles = parts[UP].split(up(rows[part], places, by_token=True))
+            gate = roles[parts[GATE].role] if GATE in parts else None
+            y = self._activated(roles[parts[UP].role], gate)
+            _sum_places(down(y.contiguous(), places), weights[part].contiguous(), places, out[part])
+        return out.to(x.dtype)
 
 
 def place_experts(model: nn.Module, linear_of: Callable[[str], nn.Module | None]) -> None:

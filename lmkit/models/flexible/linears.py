@@ -233,7 +233,7 @@ class PackedLinear(nn.Module):
 
     def __init__(self, product: Product, role: str, sizes: Mapping[str, int], site: Site) -> None:
         super().__init__()
-        self.product, self._role, self._sizes, self.rounds = product, role, sizes, product.rounds
+        self.product, self.role, self._sizes, self.rounds = product, role, sizes, product.rounds
         self.out_features, self.in_features = site.shape
         self.weight = torch.empty(*site.shape, device="meta")
         self.bias = torch.empty(self.out_features, device="meta") if site.has_bias else None
@@ -243,9 +243,13 @@ class PackedLinear(nn.Module):
         """The linear with those that read the same tensor."""
         return self.product.linear
 
+    def split(self, y: Tensor) -> dict[str, Tensor]:
+        """What the whole product gives, by role."""
+        return dict(zip(self._sizes, y.split([*self._sizes.values()], -1), strict=True))
+
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out], in the dtype of x."""
-        y = self.product.take(self._role, x, self._sizes)
+        y = self.product.take(self.role, x, self._sizes)
         return y.to(x.dtype).view(*x.shape[:-1], self.out_features)
 
 

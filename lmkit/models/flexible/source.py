@@ -20,6 +20,7 @@ from lmkit.log import get_logger
 from lmkit.models.flexible.calibrated import Calibrated, ForeignHead, named_as_stored
 from lmkit.models.flexible.checks import checked
 from lmkit.models.flexible.decoder import FlexibleDecoder
+from lmkit.models.flexible.experts import pairs_of_experts
 from lmkit.models.flexible.fused import Gated, find_gated, fuse_gates, fuse_norms, pack_tied
 from lmkit.models.flexible.image_checks import tower_of
 from lmkit.models.flexible.layer import OBSERVED, ForeignLayer
@@ -64,6 +65,7 @@ class FlexibleSource(ModelSource):
         tied = bool(getattr(module, "all_tied_weights_keys", None))
         with Uses(module) as self.uses:
             self.seen = trace(module, architecture)
+        self.shared = [*self.uses.shared, *pairs_of_experts(module)]
         together = {name: group for group in self.uses.shared for name in group}
         self.gated = [
             mlp for mlp in find_gated(module, together) if not {mlp.gate, mlp.up, mlp.down} & self.uses.outside
@@ -154,7 +156,7 @@ class FlexibleSource(ModelSource):
         that read a norm, by its name."""
         mlps = {(mlp.gate, mlp.up): mlp for mlp in gated if {mlp.gate, mlp.up, mlp.down} <= self.packed.keys()}
         activations = {pair: mlp.activation for pair, mlp in mlps.items()}
-        linears = linear_source(self, packing, self.sites, self.packed, self.places, self.uses.shared, activations)
+        linears = linear_source(self, packing, self.sites, self.packed, self.places, self.shared, activations)
         module = load_module(self.reader.path, self.hf_config, self.spec.architecture, linears)
         dtype = self.spec.dtype if packing.as_stored else packing.dtype
         pack_tied(module, self.uses.embedded, getattr(torch, dtype), packing.activations)
