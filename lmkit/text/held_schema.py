@@ -35,17 +35,23 @@ _LOOKS_AROUND = re.compile(r"(?<!\\)(?:\\\\)*(?:\(\?(?:<?[=!]|[>#(])|\\[1-9bBcGk
 _TYPES = frozenset(("array", "boolean", "integer", "null", "number", "object", "string"))
 
 
+class _LeftOut(dict[str, None]):
+    """Names of keywords."""
+
+    chars = 512  # of patterns that are still read: it takes up to 7 us for each
+
+
 def held(schema: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
     """The schema without what no grammar holds, and the names of those keywords. Raises RecursionError."""
-    left_out: dict[str, None] = {}
+    left_out = _LeftOut()
     return _kept(schema, left_out), tuple(left_out)
 
 
-def _held(schema: Any, left_out: dict[str, None]) -> Any:
+def _held(schema: Any, left_out: _LeftOut) -> Any:
     return _kept(schema, left_out) if isinstance(schema, dict) else schema  # true and false are schemas, too
 
 
-def _kept(schema: Mapping[str, Any], left_out: dict[str, None]) -> dict[str, Any]:
+def _kept(schema: Mapping[str, Any], left_out: _LeftOut) -> dict[str, Any]:
     kept: dict[str, Any] = {}
     for name, value in schema.items():
         if name in _NAMED and isinstance(value, dict):
@@ -58,19 +64,22 @@ def _kept(schema: Mapping[str, Any], left_out: dict[str, None]) -> dict[str, Any
             )
         elif name == "unevaluatedProperties" and value is False and not _COMBINED & schema.keys():
             kept.setdefault("additionalProperties", False)  # without other parts all properties are in sight
-        elif not _is_unheld(name, value):
+        elif not _is_unheld(name, value, left_out):
             kept[name] = value
         elif name != "format" and not _forbids_nothing(name, value, schema):
             left_out[name] = None
     return kept
 
 
-def _is_unheld(name: str, value: Any) -> bool:
+def _is_unheld(name: str, value: Any, left_out: _LeftOut) -> bool:
     match name:
         case "format":
             return value not in FORMATS if isinstance(value, str) else True
         case "pattern":
-            return isinstance(value, str) and (_LOOKS_AROUND.search(value) is not None or not _is_pattern(value))
+            if not isinstance(value, str):
+                return False
+            left_out.chars -= len(value)
+            return _LOOKS_AROUND.search(value) is not None or (left_out.chars >= 0 and not _is_pattern(value))
         case "type":
             return not (value if isinstance(value, list) else [value]) or any(
                 kind not in _TYPES for kind in (value if isinstance(value, list) else [value]) if isinstance(kind, str)

@@ -58,6 +58,7 @@ class _Rules:
         self._bodies: dict[str, list[Token]] = {}
         self._open: set[str] = set()  # rules that are being written
         self._done: dict[str, str] = {}
+        self._left = 4 * MAX_CHARS  # characters that may still be put together
         body: list[Token] = []
         for kind, text in _tokens(grammar):
             if kind == "head":
@@ -79,8 +80,8 @@ class _Rules:
         self._open.add(name)
         tokens = self._bodies[name][::-1]
         found = self._alternatives(tokens, depth + 1)
-        if tokens or len(found) > MAX_CHARS:
-            raise ValueError("a bracket is not open, or it is too long")
+        if tokens:
+            raise ValueError("a bracket is not open")
         self._open.remove(name)
         self._done[name] = found
         return found
@@ -95,9 +96,11 @@ class _Rules:
                 written.append(sequence)
                 sequence = ""
             else:
-                sequence += self._repeated(self._one(kind, text, tokens, depth), tokens)
-            if len(sequence) > MAX_CHARS:
-                raise ValueError("it is too long")
+                part = self._repeated(self._one(kind, text, tokens, depth), tokens)
+                self._left -= len(part)
+                if self._left < 0:
+                    raise ValueError("it is too long")
+                sequence += part
         return f"(?:{'|'.join([*written, sequence])})"
 
     def _one(self, kind: str, text: str, tokens: list[Token], depth: int) -> str:

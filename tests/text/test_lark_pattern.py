@@ -55,6 +55,8 @@ def test_texts_of_a_grammar(grammar: str, good: list[str], bad: list[str]) -> No
         'start: "a".."z"', 'start: "a"\nstart: "b"', 'start: ("a" ~ 2', "start: " + "(" * 999, 'start: "\\x"',
         f"start: {'a ' * 8}\n" + "".join(f"{x}: {f'{y} ' * 6}\n" for x, y in ("ab", "bc", "cd", "de")) + 'e: "eeee"',
         'start: "' + "a" * 20_000 + '"',
+        "start: a0" + "".join(f"|a{i}" for i in range(999)) + f"\nb: {'x ' * 1000}\nx: /[0-9]/"
+        + "".join(f"\na{i}: b" for i in range(999)),
     ],
 )  # fmt: skip
 def test_what_no_expression_says(grammar: str) -> None:
