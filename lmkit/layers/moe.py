@@ -87,15 +87,12 @@ class MoE(Forward):
     @cached_property
     def _together(self) -> Together | None:
         """Gate and up, and down, of all experts, once they are packed."""
-        gate_up = LinearsOfExperts.of([expert.gate_up for expert in self.experts])
-        down = LinearsOfExperts.of([expert.down for expert in self.experts])
-        return None if gate_up is None or down is None else (gate_up, down)
+        return together_of([expert.gate_up for expert in self.experts], [expert.down for expert in self.experts])
 
     def together(self, num_tokens: int, dtype: torch.dtype) -> Together | None:
         """Gate and up, and down, of all experts, if a step of so many tokens has one product with all of each."""
         linears = self._together if self.router.packed is not None else None
-        tokens = num_tokens * self.spec.experts_per_token / self.spec.num_experts
-        return linears if linears is not None and all(x.suits(tokens, dtype) for x in linears) else None
+        return suiting(linears, num_tokens * self.spec.experts_per_token / self.spec.num_experts, dtype)
 
     def captured(self) -> Iterator[tuple[str, Implementation]]:
         """See Forward. The experts are computed together."""
@@ -195,6 +192,17 @@ class MoE(Forward):
             y = self.experts[expert](self._gather(x, tokens).to(x.dtype))
             self._add_rows(out, tokens, y, factors[places])
         return out
+
+
+def together_of(first: list[MergedLinear], last: list[MergedLinear]) -> Together | None:
+    """The first and the last linears of all experts as two products, if a kernel can multiply with all of each."""
+    up, down = LinearsOfExperts.of(first), LinearsOfExperts.of(last)
+    return None if up is None or down is None else (up, down)
+
+
+def suiting(linears: Together | None, tokens: float, dtype: torch.dtype) -> Together | None:
+    """The products, if they are the fast way for so many tokens of an expert on average."""
+    return linears if linears is not None and all(x.suits(tokens, dtype) for x in linears) else None
 
 
 def parts_of(experts: Tensor, num_experts: int, together: Iterable[LinearsOfExperts]) -> Iterator[slice]:

@@ -21,8 +21,7 @@ from torch import Tensor, nn
 from lmkit.formats.views import Rows
 from lmkit.kernels import ops
 from lmkit.kernels.cpu import workspace
-from lmkit.layers.linear import LinearsOfExperts
-from lmkit.layers.moe import by_expert, parts_of
+from lmkit.layers.moe import Together, by_expert, parts_of, suiting, together_of
 from lmkit.models.flexible.site import Site
 
 GATE_UP, GATE, UP, DOWN = "gate_up_proj", "gate_proj", "up_proj", "down_proj"
@@ -109,9 +108,9 @@ class Experts(nn.Module):
             everyone = top_k_weights.new_zeros(len(hidden_states), self.num_experts + 1)
             top_k_weights = everyone.scatter_add(1, top_k_index.clamp(max=self.num_experts), top_k_weights)
             top_k_index = torch.arange(self.num_experts + 1).expand_as(top_k_weights)
-        tokens_of_each = len(hidden_states) * top_k_index.shape[1] / self.num_experts
         together = None if self.all_tokens else self._together
-        if together is not None and all(each.suits(tokens_of_each, torch.float32) for each in together):
+        together = suiting(together, top_k_index.numel() / self.num_experts, torch.float32)
+        if together is not None:
             return self._computed_together(hidden_states, top_k_index, top_k_weights, together)
         out, factors = torch.zeros_like(hidden_states), top_k_weights.flatten()
         for expert, places in by_expert(top_k_index):
@@ -143,8 +142,8 @@ class Experts(nn.Module):
         return found
 
     @functools.cached_property
-    def _together(self) -> tuple[LinearsOfExperts, LinearsOfExperts] | None:
-        """All first and all last linears as two products, if the linears are packed and alike."""
+    def _together(self) -> Together | None:
+        """The linears of all experts, if they are packed and alike."""
         every = [self._parts(number) for number in range(self.num_experts)]
         known = all(hasattr(part, "product") for parts in every for part in parts.values())  # linears.PackedLinear
         if self._old[0].has_post_expert_norm or not known:
@@ -152,13 +151,11 @@ class Experts(nn.Module):
         first = [{parts[name].product for name in parts if name != DOWN} for parts in every]
         if any(len(products) != 1 for products in first):
             return None
-        up = LinearsOfExperts.of([product.linear for products in first for product in products])
-        down = LinearsOfExperts.of([parts[DOWN].linear for parts in every])
-        return None if up is None or down is None else (up, down)
+        return together_of(
+            [product.linear for products in first for product in products], [parts[DOWN].linear for parts in every]
+        )
 
-    def _computed_together(
-        self, x: Tensor, experts: Tensor, weights: Tensor, together: tuple[LinearsOfExperts, LinearsOfExperts]
-    ) -> Tensor:
+    def _computed_together(self, x: Tensor, experts: Tensor, weights: Tensor, together: Together) -> Tensor:
         """As `forward`, with nothing that the host looks at."""
         parts, (up, down) = self._parts(0), together
         is_one = experts < self.num_experts  # a number above stands for no expert
@@ -166,7 +163,7 @@ class Experts(nn.Module):
         rows, out = x.float().contiguous(), workspace.empty(*x.shape)
         for part in parts_of(experts, self.num_experts, together):
             places = _places(experts[part], self.num_experts, range(self.num_experts))
-            roles = parts[UP].split(up(rows[part], places, by_token=True))
+            roles = parts[UP].product.split(up(rows[part], places, by_token=True), parts[UP].sizes)
             gate = roles[parts[GATE].role] if GATE in parts else None
             y = self._activated(roles[parts[UP].role], gate)
             _sum_places(down(y.contiguous(), places), weights[part].contiguous(), places, out[part])

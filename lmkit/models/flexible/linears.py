@@ -218,11 +218,16 @@ class Product:
             else:
                 y = rows.new_empty(0, sum(sizes.values()))
             self._input = x, _changes(x)
-            self._outputs = dict(zip(sizes, y.split([*sizes.values()], -1), strict=True))
+            self._outputs = self.split(y, sizes)
         found = self._outputs.pop(role)
         if not self._outputs:
             self._input = None
         return found.contiguous()
+
+    @staticmethod
+    def split(y: Tensor, sizes: Mapping[str, int]) -> dict[str, Tensor]:
+        """What the product gives, by role."""
+        return dict(zip(sizes, y.split([*sizes.values()], -1), strict=True))
 
 
 class PackedLinear(nn.Module):
@@ -233,7 +238,7 @@ class PackedLinear(nn.Module):
 
     def __init__(self, product: Product, role: str, sizes: Mapping[str, int], site: Site) -> None:
         super().__init__()
-        self.product, self.role, self._sizes, self.rounds = product, role, sizes, product.rounds
+        self.product, self.role, self.sizes, self.rounds = product, role, sizes, product.rounds
         self.out_features, self.in_features = site.shape
         self.weight = torch.empty(*site.shape, device="meta")
         self.bias = torch.empty(self.out_features, device="meta") if site.has_bias else None
@@ -243,13 +248,9 @@ class PackedLinear(nn.Module):
         """The linear with those that read the same tensor."""
         return self.product.linear
 
-    def split(self, y: Tensor) -> dict[str, Tensor]:
-        """What the whole product gives, by role."""
-        return dict(zip(self._sizes, y.split([*self._sizes.values()], -1), strict=True))
-
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out], in the dtype of x."""
-        y = self.product.take(self.role, x, self._sizes)
+        y = self.product.take(self.role, x, self.sizes)
         return y.to(x.dtype).view(*x.shape[:-1], self.out_features)
 
 
