@@ -45,7 +45,6 @@ from lmkit.kernels.cpu.structs import read
 from lmkit.kernels.ops import Norm, Places
 from lmkit.kernels.registry import ExpertLinears, Implementation
 
-DIRECT_ROWS, DIRECT_ROWS_OF_4_LANES = 32, 6  # more rows share weights that are widened once
 PAIRED_PANELS = 8  # for each thread: so many are shared out in pairs
 
 
@@ -73,7 +72,7 @@ def product_task(isa: Isa, kind: str) -> Task:
     direct, pair = tiles.float_tile(isa, stored).name, tiles.float_tile(isa, stored, pairs=True).name
     stored_bytes, code_bits = 4 if kind == "float32" else 2, CODE_BITS.get(kind, 0)
     stored_row = (2 if kind == "float16" else 4) * width  # bytes
-    most_direct = DIRECT_ROWS_OF_4_LANES if isa.lanes == 4 else DIRECT_ROWS
+    direct_rows = isa.direct_rows
     widen, most_paired = tiles.widen_tile(isa, kind).name, tiles.pair_rows(isa)[0]  # nothing widens float32
 
     def product(args: int, scratch: int, index: int) -> None:
@@ -93,7 +92,7 @@ def product_task(isa: Isa, kind: str) -> Task:
                 while p < num_panels:
                     panel = weight + (first + p) * a.panel_bytes
                     values = scratch + num_panels * sums_bytes
-                    is_direct, ldw = stored_bytes == 4 or (not is_coded and num_rows <= most_direct), 4 * width
+                    is_direct, ldw = stored_bytes == 4 or (not is_coded and num_rows <= direct_rows), 4 * width
                     if is_direct:
                         values, ldw = panel + stored_bytes * k * width, stored_row
                     elif is_coded:

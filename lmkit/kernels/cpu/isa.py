@@ -59,6 +59,7 @@ class Isa:
     score_rows: tuple[int, ...]
     needs: frozenset[str]  # processor features, as LLVM names them
     registers: int = 16
+    direct_rows: int = 32  # of a dense product that widens 16-bit weights for each few of them; more share a copy
     tiles: bool = False  # AMX: see amx/tile_file.py
     layout: str = ""  # the level whose layout of packed weights this one has, if not its own
     emulate: bool = False  # generic instructions instead of `dot`, in the same layouts: testing on any machine
@@ -98,9 +99,9 @@ LEVELS = {
         _VNNI,
         Isa("avx_vnni", 8, "vpdpbusd", (4, 2, 1), (6, 4, 2, 1), 2, (6, 4, 2, 1), 2, (6, 4, 2, 1), _AVX2 | {"avxvnni"}),
         Isa("avx2", 8, "pmadd", (4, 2, 1), (6, 4, 2, 1), 2, (6, 4, 2, 1), 2, (6, 4, 2, 1), _AVX2),
-        Isa("neon_i8mm", 4, "usmmla", (4, 2, 1), (4, 2, 1), 4, (4, 2, 1), 4, (6, 4, 2, 1), _NEON | {"i8mm"}, 32),
-        Isa("neon_dot", 4, "sdot", (4, 2, 1), (4, 2, 1), 4, (4, 2, 1), 4, (6, 4, 2, 1), _NEON, 32),
-        Isa("portable", 4, "generic", (4, 2, 1), (4, 2, 1), 2, (6, 4, 2, 1), 2, (2, 1), frozenset()),
+        Isa("neon_i8mm", 4, "usmmla", (4, 2, 1), (4, 2, 1), 4, (4, 2, 1), 4, (6, 4, 2, 1), _NEON | {"i8mm"}, 32, 6),
+        Isa("neon_dot", 4, "sdot", (4, 2, 1), (4, 2, 1), 4, (4, 2, 1), 4, (6, 4, 2, 1), _NEON, 32, 6),
+        Isa("portable", 4, "generic", (4, 2, 1), (4, 2, 1), 2, (6, 4, 2, 1), 2, (2, 1), frozenset(), direct_rows=6),
     )
 }
 EMULATED = "+emulated"
