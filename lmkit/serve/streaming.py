@@ -41,14 +41,18 @@ def event(data: str, name: str = "") -> str:
     return (f"event: {name}\n" if name else "") + f"data: {data}\n\n"
 
 
-async def counted(
+def counted(
     chunks: AsyncGenerator[str], so_far: Callable[[], tuple[int, int, int]], headers: Mapping[str, str]
 ) -> AsyncGenerator[str]:
-    """The stream, and comments that tell its usage so far if a proxy asks for them, see `web.counts`."""
-    is_asked, before = HEADER.decode() in headers, (0, 0, 0)
+    """The stream. If a proxy asks for it, comments tell its usage so far, see `web.counts`."""
+    return _counted(chunks, so_far) if HEADER.decode() in headers else chunks
+
+
+async def _counted(chunks: AsyncGenerator[str], so_far: Callable[[], tuple[int, int, int]]) -> AsyncGenerator[str]:
+    before = (0, 0, 0)
     async with aclosing(chunks):
         async for text in chunks:
-            now = so_far() if is_asked else before
+            now = so_far()
             yield text if now == before else f"{text}{MARK.decode()}{now[0]} {now[1]} {now[2]}\n\n"
             before = now
 
