@@ -173,4 +173,4 @@ class CapturedSteps:
     def _give_up(self, why: str) -> None:
         log.info("steps are not captured: %s", why)
         self._captured.clear()
-        self._is_capturable = False
+        self._latest, self._is_capturable = None, False

@@ -30,7 +30,7 @@ from lmkit.kernels.cpu.workspace import Workspace, empty
 REFUSED = frozenset(
     {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.nondeterministic_seeded}
 )
-HOST_READS = frozenset({"tolist", "numpy", "item", "__array__", "__dlpack__", "data", "set_", "resize_"})
+HOST_READS = frozenset({"tolist", "numpy", "__array__", "__dlpack__", "set_", "resize_"})
 
 
 class NotCapturableError(RuntimeError):

@@ -111,6 +111,20 @@ def engine_of(folder: Path) -> Engine:
     return Engine.of(load_model(folder, model_impl="flexible"), EngineConfig(**SIZES))
 
 
+def test_nothing_is_launched_once_a_step_was_wrong(tmp_path: Path) -> None:
+    """The step that came last is remembered beside the others."""
+    tiny.make(tmp_path, "stablelm")
+    engine = engine_of(tmp_path)
+    want = greedy(engine, [[5, 6, 7]], 12)
+    captured = engine.runner._captured
+    assert captured._latest is not None
+    inputs = captured._latest[0]
+    captured._give_up("a step was wrong")
+    assert captured(inputs) is None
+    assert greedy(engine, [[5, 6, 7]], 12) == want
+    engine.close()
+
+
 @pytest.mark.parametrize("name", ["stablelm", "gpt2", "olmoe", "jamba", "bloom"])
 def test_which_architectures_have_captured_steps(tmp_path: Path, name: str) -> None:
     """Those whose sequences are computed together."""
