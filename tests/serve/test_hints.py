@@ -206,7 +206,8 @@ def test_a_refusal_is_the_text_of_its_turn() -> None:
         ({"input": [{"type": "item_reference", "id": "x"}, HI]}, {"input.item_reference"}),
         ({"input": [{"type": "reasoning", "summary": [], "encrypted_content": "gAAA"}, HI]}, {"encrypted_content"}),
         ({"reasoning": {"effort": "xhigh", "summary": "detailed"}}, {"reasoning_effort"}),
-        ({"reasoning": {"effort": 3, "summary": True, "context": "all_turns"}}, {"reasoning_effort"}),
+        ({"reasoning": {"effort": 3, "summary": True, "context": "all_turns"}},
+         {"reasoning_effort", "reasoning.summary", "reasoning.context"}),
         ({"tools": [SHELL, {"type": "mcp"}], "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [
             {"type": "function", "name": "shell"}, {"type": "mcp", "server_label": "x"}]}}, {"tools.mcp"}),
         ({"tools": [{"type": "namespace", "name": "n", "tools": [SHELL, {"type": "mcp"}]}]}, {"tools.mcp"}),
@@ -221,6 +222,12 @@ def test_a_refusal_is_the_text_of_its_turn() -> None:
 )  # fmt: skip
 def test_what_other_servers_do_is_left_out_of_responses(change: dict[str, Any], named: set[str]) -> None:
     assert names(RESPONSES, change) == named
+
+
+@pytest.mark.parametrize("reasoning", [{"context": "all_turns"}, {"summary": True}, {"effort": 3}])
+def test_hints_about_reasoning_are_refused_where_fields_are_strict(reasoning: dict[str, Any]) -> None:
+    strict = App(ScriptedEngine(), ServerConfig(strict_fields=True))
+    assert strict.post(RESPONSES, ITEMS | {"reasoning": reasoning}).status_code == 400
 
 
 def test_a_reference_is_the_item_of_a_stored_response() -> None:

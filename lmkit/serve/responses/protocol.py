@@ -21,6 +21,7 @@ from lmkit.text.chat.conversation import (
     Effort,
     arguments_text,
     check_parts,
+    word,
 )
 from lmkit.text.messages import DETAILS, said
 
@@ -210,14 +211,22 @@ class Text(Nullable):
     verbosity: Literal["low", "medium", "high"] | None = None
 
 
+Summary = Annotated[Annotated[str, Field(max_length=64)] | None, word("reasoning.summary", 64)]
+
+
+def _context(value: Any) -> Any:
+    """Which earlier reasoning is read: the template decides."""
+    return value if value in (None, "auto") or not ignore("reasoning.context") else None
+
+
 class Reasoning(Nullable):
     absent = {"mode": ("standard",)}
 
     effort: Effort | None = None
     # There is no summary beside the reasoning itself.
-    summary: Any = None
-    generate_summary: Any = None
-    context: Any = None  # which earlier reasoning is read: the template decides
+    summary: Summary = None
+    generate_summary: Summary = None
+    context: Annotated[Literal["auto"] | None, BeforeValidator(_context)] = None
 
 
 class StreamOptions(Nullable):

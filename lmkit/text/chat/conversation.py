@@ -269,18 +269,18 @@ class ToolOptions(Strict):
 MAX_EFFORT = 16  # characters
 
 
-def _effort(value: Any) -> Any:
-    """None for what is no word: no template knows it."""
-    is_word = value is None or (isinstance(value, str) and len(value) <= MAX_EFFORT)
-    return value if is_word or not ignore("reasoning_effort") else None
+def word(name: str, most: int) -> BeforeValidator:
+    """Leaves out what is no text of at most so many characters: a hint of this name, which nothing here knows."""
+
+    def known(value: Any) -> Any:
+        is_word = value is None or (isinstance(value, str) and len(value) <= most)
+        return value if is_word or not ignore(name) else None
+
+    return BeforeValidator(known, json_schema_input_type=str | None)
 
 
 # a variable of the chat template; see EFFORTS
-Effort = Annotated[
-    Annotated[str, Field(max_length=MAX_EFFORT)] | None, BeforeValidator(_effort, json_schema_input_type=str | None)
-]
-
-
+Effort = Annotated[Annotated[str, Field(max_length=MAX_EFFORT)] | None, word("reasoning_effort", MAX_EFFORT)]
 _GROQ = {"parsed": "auto", "raw": "none"}
 
 
