@@ -81,9 +81,8 @@ def _is_unheld(name: str, value: Any, left_out: _LeftOut) -> bool:
             left_out.chars -= len(value)
             return _LOOKS_AROUND.search(value) is not None or (left_out.chars >= 0 and not _is_pattern(value))
         case "type":
-            return not (value if isinstance(value, list) else [value]) or any(
-                kind not in _TYPES for kind in (value if isinstance(value, list) else [value]) if isinstance(kind, str)
-            )
+            kinds = value if isinstance(value, list) else [value]
+            return not kinds or any(isinstance(kind, str) and kind not in _TYPES for kind in kinds)
         case "$ref":
             return isinstance(value, str) and not value.startswith("#")
     return name in _UNHELD

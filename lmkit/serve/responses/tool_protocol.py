@@ -57,10 +57,9 @@ class CustomTool(Nullable):
 
 def _ones(tools: Any) -> Any:
     """The functions and custom tools among those of a namespace, or of a choice."""
-    known = ("function", "custom")
-    return (
-        without_foreign(tools, known, "tools", "send functions or custom tools") if isinstance(tools, list) else tools
-    )
+    if not isinstance(tools, list):
+        return tools
+    return without_foreign(tools, ("function", "custom"), "tools", "send functions or custom tools")
 
 
 OneTool = Annotated[FunctionTool | CustomTool, Field(discriminator="type")]
