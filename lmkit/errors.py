@@ -85,4 +85,5 @@ class NotReadyError(RequestError):
 
 
 def unknown_model(name: str) -> RequestError:
-    return RequestError("model_not_found", f"no model {name[:100]!r} here; GET /v1/models lists them", "model")
+    message = f"the model {name[:100]!r} does not exist; GET /v1/models lists them"
+    return RequestError("model_not_found", message, "model")

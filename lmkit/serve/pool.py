@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from lmkit.errors import LMKitError, RequestError
+from lmkit.errors import LMKitError, RequestError, unknown_model
 from lmkit.log import get_logger
 from lmkit.text import Tokenizer
 from lmkit.turbo.engine.sizes import sizes
@@ -137,7 +137,7 @@ class ModelPool:
                 return model
         if name is None:
             raise RequestError("invalid_request", "this server has several models; name one, see /v1/models", "model")
-        raise RequestError("model_not_found", f"the model {name[:64]!r} does not exist", "model")
+        raise unknown_model(name)
 
     async def let_go(self, model: PooledModel) -> None:
         """Put the model to sleep once no request uses it, unless another request uses it later."""

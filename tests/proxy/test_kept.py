@@ -135,7 +135,7 @@ def test_what_is_not_there(proxy: Command) -> None:
     alice = connect(proxy)
     with pytest.raises(openai.NotFoundError, match="keeps the file 'file-none'"):
         alice.files.retrieve("file-none")
-    with pytest.raises(openai.NotFoundError, match="no model 'other' here"):
+    with pytest.raises(openai.NotFoundError, match="the model 'other' does not exist"):
         send(alice, [line("a", model="other")])
     with pytest.raises(openai.NotFoundError, match="there is no such object"):
         alice.files.list(after="file-none")
