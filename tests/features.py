@@ -26,7 +26,7 @@ from lmkit.quant.recipe import DEFAULT_RECIPE, load_recipe
 from lmkit.text.audio import DEAF
 from lmkit.text.images import TEXT_ONLY
 from lmkit.turbo.engine.loading import load_options, traits_of
-from lmkit.turbo.engine.memory import kv_limits, no_images
+from lmkit.turbo.engine.memory import kv_limits
 from tests.flexible import tiny as foreign
 from tests.models import speech, tiny
 from tests.quant.helpers import tiny_checkpoint
@@ -38,7 +38,6 @@ The table is made by asking the code that refuses, with a tiny model of each kin
 What one model lacks may be there in another of its kind: [families](families.md) has the models,
 [reference](reference.md#options-that-do-not-go-together) the options that exclude each other.
 
-- "text": the model answers text with this feature, and images are refused.
 - "short": contexts are shorter with this feature.
 - Several processes are two here, and `--ep` is alone. Roles are those of `lmkit serve --role`."""
 MEMORY = 64 << 30
@@ -145,8 +144,6 @@ def _answer(model: ResolvedModel, feature: Feature, config: EngineConfig) -> str
         return f"no: {reason}"
     if not model.spec.foreign and model.spec.max_position < load_spec(model.reader.config).max_position:
         return "short: the context ends where an indexer would not choose every key"
-    if (model.spec.vision is not None) and (reason := no_images(config)):
-        return f"text: {reason}"
     return "yes"
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 import json
+from base64 import b64encode
 from random import Random
 
 import pytest
 
 from lmkit.proxy.asked import read_asked
-from lmkit.proxy.prefixes import CHUNK_BYTES, MAX_BYTES, PrefixIndex, cuts
+from lmkit.proxy.prefixes import CHUNK_BYTES, MAX_BYTES, Cut, PrefixIndex, cuts
 
 PROMPT = Random(0).randbytes(64 << 10)
 
@@ -101,6 +102,30 @@ def test_tools_stand_before_messages_and_other_fields_do_not_matter() -> None:
 )
 def test_sessions(headers: list[tuple[bytes, bytes]], fields: dict[str, object], expected: str) -> None:
     assert read_asked(turn(1, **fields)).session(headers) == expected
+
+
+def test_an_image_counts_as_its_tokens_and_by_its_bytes() -> None:
+    """Prompts part where their images differ, and what comes after an image of megabytes is seen."""
+
+    def seen(file: bytes, text: str) -> tuple[list[Cut], int]:
+        image = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{b64encode(file).decode()}"}}
+        content = [image, {"type": "text", "text": text}]
+        body = json.dumps({"model": "m", "messages": [{"role": "user", "content": content}]}).encode()
+        parts = list(read_asked(body).parts())
+        return cuts(parts), sum(map(len, parts))
+
+    cat, dog = bytes(3 << 20), bytes(3 << 20)[:-1] + b"x"
+    first, size = seen(cat, "What is it? " * 100)
+    assert 4096 < size < 4096 + 2000
+    assert seen(cat, "What is it? " * 100) == (first, size)
+    assert seen(cat, "And where? " * 100)[0][:16] == first[:16]
+    assert seen(cat, "And where? " * 100)[0] != first
+    assert not {*seen(dog, "What is it? " * 100)[0]} & {*first}
+    small, _ = seen(b"icon", "What is it? " * 100)
+    assert seen(b"more", "What is it? " * 100)[0] != small
+    block = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": b64encode(cat).decode()}}
+    body = json.dumps({"model": "m", "messages": [{"role": "user", "content": [block, block]}]}).encode()
+    assert 2 * 4096 < sum(map(len, read_asked(body).parts())) < 2 * 4096 + 400
 
 
 def test_what_a_node_has_not_used_for_long_is_lost() -> None:

@@ -41,7 +41,7 @@ from lmkit.turbo.engine import copies, self_test
 from lmkit.turbo.engine.classes import read_classes, sentences_of
 from lmkit.turbo.engine.draft_head_loading import LoadedHead
 from lmkit.turbo.engine.draft_model_loading import LoadedDraft, follow, resolved_draft
-from lmkit.turbo.engine.memory import MemoryPlan, for_listeners, loaded_bytes, no_images, plan_memory
+from lmkit.turbo.engine.memory import MemoryPlan, for_listeners, loaded_bytes, plan_memory
 from lmkit.turbo.engine.sentences import read_layers
 from lmkit.turbo.engine.streaming import streaming_of, with_batch
 from lmkit.turbo.engine.which import engine_facts, engine_line
@@ -181,8 +181,6 @@ def _tower(model: ResolvedModel, decoder: Decoder, config: EngineConfig) -> Enco
         return load_audio(model)
     if model.spec.vision is None and not model.source.sees:
         return TEXT_ONLY
-    if reason := no_images(config):
-        return reason
     if model.source.sees:
         try:
             return foreign_tower(model.source, decoder, config.image_pixels)

@@ -43,7 +43,7 @@ def loaded_bytes(model: ResolvedModel, config: EngineConfig) -> int:
     tables = model.table_bytes(config.max_model_len or model.spec.max_position)
     files = [Path(folder) / "adapter_model.safetensors" for folder in config.adapter_folders.values()]
     weights = min(model.weight_bytes(), config.weights_memory or model.weight_bytes())
-    if model.spec.vision is not None and not no_images(config):
+    if model.spec.vision is not None:
         from lmkit.models.tower import tower_bytes
 
         images = tower_bytes(model)
@@ -52,7 +52,7 @@ def loaded_bytes(model: ResolvedModel, config: EngineConfig) -> int:
         from lmkit.models.audio import audio_bytes
 
         weights += audio_bytes(model) + config.image_memory
-    elif model.source.sees and not no_images(config):
+    elif model.source.sees:
         weights += config.image_memory  # transformers' module has the tower
     sizes = sorted((file.stat().st_size for file in files if file.is_file()), reverse=True)
     return weights + tables + sum(sizes[: config.max_adapters] if config.target.own_memory else sizes)
@@ -63,13 +63,6 @@ def for_listeners(spec: ModelSpec, config: EngineConfig) -> EngineConfig:
     if spec.memory is None or config.max_batch_size is not None:
         return config
     return replace(config, max_batch_size=LISTENERS)
-
-
-def no_images(config: EngineConfig) -> str:
-    """Why an engine with this configuration encodes no images, or an empty text."""
-    if config.kv_events is not None:
-        return "KV events cannot tell images apart; leave kv_events out"
-    return ""
 
 
 @dataclass(frozen=True)

@@ -321,7 +321,7 @@ class KVManager:
         blocks = table.blocks[: -(-count // self.block_size)]
         if running and layers.has_twin(self.namespace(seq), seq.cached_as(full * self.block_size), blocks[:full]):
             return
-        kept = layers.cache.insert(self.namespace(seq), seq.cached_as(count).copy(), blocks, seq.request.adapter)
+        kept = layers.cache.insert(self.namespace(seq), seq.cached_as(count).copy(), blocks, seq)
         own = [block if block == found else HOLE for block, found in zip(blocks, kept, strict=False)]
         self.origins.note(seq, own[:full], table.num_published)
         if self._tiers is not None:

@@ -151,8 +151,9 @@ def fold(blocks: dict[tuple[int, int], BlockStored], events: Iterable[Event]) ->
                 above, size = event.parent_block_hash, event.block_size
                 for i, hash in enumerate(event.block_hashes):
                     tokens = event.token_ids[i * size : (i + 1) * size]
+                    extra = event.extra_keys and event.extra_keys[i : i + 1]
                     blocks[event.group_idx, hash] = msgspec.structs.replace(
-                        event, block_hashes=[hash], parent_block_hash=above, token_ids=tokens
+                        event, block_hashes=[hash], parent_block_hash=above, token_ids=tokens, extra_keys=extra
                     )
                     above = hash
             case BlockRemoved():

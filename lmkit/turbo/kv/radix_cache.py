@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import sys
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,6 +17,7 @@ from lmkit.turbo.kv.radix_tree import Match as Match
 from lmkit.turbo.kv.radix_tree import Namespace as Namespace
 from lmkit.turbo.kv.radix_tree import Node, RadixTree, check_use
 from lmkit.turbo.kv.window_view import WindowView
+from lmkit.turbo.sequence import Sequence as Seq
 
 LONG_PATH = 32  # nodes; joining shorter paths would cost more than it saves
 Order = OrderedDict[Node, None]  # all nodes that hold blocks, least recently used first; within one use see `_seen`
@@ -95,13 +95,12 @@ class RadixCache:
         self._touch(self._seen(path, num_tokens))
         return Match(blocks, num_tokens, None if tail is None else tail.blocks[0])
 
-    def insert(self, namespace: Namespace, tokens: np.ndarray, blocks: Sequence[int], adapter: str = "") -> list[int]:
-        """Remember that the KV of `tokens` (int32 [n]) lies in `blocks`, which the caller holds.
+    def insert(self, namespace: Namespace, tokens: np.ndarray, blocks: list[int], seq: Seq | None = None) -> list[int]:
+        """Remember that the KV of `tokens` (int32 [n]), of `seq`, lies in `blocks`, which the caller holds.
 
-        The last block may be partly filled. Blocks that a sliding window has passed may be HOLE. Blocks after the last
-        token are ignored. Returns the cache's block for each full block: the given block if it is new, another block if
-        the cache already had these tokens, HOLE if the cache keeps none. A caller that goes on must take a reference to
-        each block that is not its own. `adapter` is a name for the log.
+        The last block may be partly filled. Blocks that a window has passed may be HOLE. Blocks after the last token
+        are ignored. Returns the cache's block for each full block: the given one if it is new, another if the cache had
+        these tokens, HOLE if it keeps none. A caller that goes on must hold each block that is not its own.
         """
         self._ledger.now += 1
         size = self._block_size
@@ -125,7 +124,7 @@ class RadixCache:
             kept[i] = blocks[i]
         self._keep(namespace[0], [blocks[i] for i in chosen])
         if self.log is not None:
-            self.log.stored(namespace, tokens, kept, chosen, adapter)
+            self.log.stored(namespace, tokens, kept, chosen, seq)
         self._fill(path, kept)
         end = self._grow(path, tokens, kept, done)
         if rest and end == full and len(chosen) < room and blocks[full] != HOLE:

@@ -177,8 +177,7 @@ class Snapshots:
             self._of_block[block], self._used[block] = snapshot.row, self._ledger.now
             given.append(snapshot)
             if self.log is not None and not last % self._block_size:
-                count = last // self._block_size
-                self.log.state_stored(seq.cached_as(last), match.blocks[:count], seq.request.adapter)
+                self.log.state_stored(seq, match.blocks[: last // self._block_size])
             order = self._popular if snapshot.use is Use.SHARED else self._new
             order[block] = False
             self._pool.num_changes += 1

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import math
 import os
 import random
 import signal
 import socket
+from array import array
 from collections import Counter
 from collections.abc import Collection, Iterable
 from pathlib import Path
@@ -21,12 +23,13 @@ import zmq
 
 from lmkit.config import EngineConfig
 from lmkit.errors import ConfigError
-from lmkit.turbo.kv.block_log import BlockStored
+from lmkit.turbo.kv.block_log import BlockStored, Event
 from lmkit.turbo.kv.block_pool import HOLE, BlockPool
 from lmkit.turbo.kv.limits import KVLimits
 from lmkit.turbo.kv.publisher import Publisher, fold, recorded
 from lmkit.turbo.kv.radix_cache import RadixCache
-from lmkit.turbo.request import Request, SamplingParams
+from lmkit.turbo.request import ImageInput, Request, SamplingParams
+from lmkit.turbo.sequence import Sequence
 from lmkit.turbo.transport.async_engine import AsyncEngine
 from tests.serve.fake_engine import DEMO
 from tests.turbo.scheduling.traffic import Traffic
@@ -164,8 +167,8 @@ class Reader:
         self.events += events
         for kind, *fields in events:
             if kind == "BlockStored":
-                hashes, parent, tokens, size, lora_id, medium, _, extra_keys, group, *_ = fields
-                assert (lora_id, medium, extra_keys) == (None, "GPU", None)
+                hashes, parent, tokens, size, lora_id, medium, _, extra, group, *_ = fields
+                assert (lora_id, medium, extra) == (None, "GPU", None), "these prompts have no images"
                 assert parent is None or (group, parent) in self.content or group
                 self.content |= {(group, hash): tokens[i * size : (i + 1) * size] for i, hash in enumerate(hashes)}
             elif kind == "BlockRemoved":
@@ -189,10 +192,18 @@ class Cache:
         self.publisher = Publisher("tcp://127.0.0.1:0", "kv@a", recorded([self.cache], KVLimits(64, 2)), **options)
 
     def keep(self, tokens: list[int], adapter: str = "") -> None:
-        blocks = self.pool.allocate(-(-len(tokens) // 2))
-        self.cache.insert(("", ""), np.array(tokens, np.int32), blocks, adapter)
+        params = SamplingParams(max_tokens=1)
+        self.insert(Request(request_id="r", prompt_ids=tokens, params=params, adapter=adapter))
+
+    def insert(self, request: Request) -> list[Event]:
+        """Keep the blocks of a prompt, and publish. Returns the events."""
+        blocks = self.pool.allocate(-(-len(request.prompt_ids) // 2))
+        seq = Sequence(request, 0, 0.0, math.inf, array("i", request.prompt_ids), 99, ())
+        self.cache.insert(("", ""), seq.cached_as(seq.num_tokens).copy(), blocks, seq)
         self.pool.free_all(blocks)
+        events = self.publisher._events[:]
         self.publisher.publish()
+        return events
 
     def reader(self) -> Reader:
         return Reader(self.publisher.address, self.publisher.replay_address, "kv@")
@@ -238,6 +249,40 @@ def test_live_messages_have_the_topic_and_the_end_clears_all() -> None:
     here.publisher.close()
     reader.until({})
     reader.close()
+
+
+def test_images_are_told_apart_by_their_digests() -> None:
+    """Each block has its prompt's tokens and the digests of the images in it, and a hash that depends on both."""
+    here, mark, (cat, dog) = Cache(), 77, (b"c" * 32, b"d" * 32)
+
+    def keep(*digests: bytes) -> list[Any]:
+        """A prompt [1, image, 2, image, 3] of blocks of two: 1c ccc2 dddd 3"""
+        ids = [1, mark, mark, mark, mark, 2, *[mark] * 4]
+        numbers = {digest: i + 1 for i, digest in enumerate((cat, dog))}
+        images = [ImageInput(start, 1, 4, x, number=numbers[x]) for start, x in zip((1, 6), digests, strict=True)]
+        params = SamplingParams(max_tokens=1)
+        return here.insert(Request(request_id="r", prompt_ids=ids, params=params, images=tuple(images)))
+
+    (first,) = keep(cat, dog)
+    c, d = cat.hex(), dog.hex()
+    assert first.token_ids == [1, 77, 77, 77, 77, 2, 77, 77, 77, 77]
+    assert first.extra_keys == [[c], [c], [c], [d], [d]]
+    key = hashlib.sha256(b"lmkit kv 1" + bytes(24)).digest()
+    for tokens, digests in (([1, -1], cat), ([-1, -1], cat * 2), ([-1, 2], cat)):
+        key = hashlib.sha256(key + np.array(tokens, "<i4").tobytes() + digests).digest()
+    assert first.block_hashes[2] == int.from_bytes(key[-8:])
+    assert keep(cat, dog) == [], "the same images"
+    (second,) = keep(cat, cat)
+    assert (second.parent_block_hash, second.extra_keys) == (first.block_hashes[2], [[c], [c]])
+    assert not {*first.block_hashes} & {*second.block_hashes}
+    (third,) = keep(dog, cat)
+    assert third.extra_keys == [[d], [d], [d], [c], [c]]
+    assert len({*first.block_hashes, *second.block_hashes, *third.block_hashes}) == 12
+    late: dict[tuple[int, int], BlockStored] = {}
+    fold(late, [first, second, third])
+    assert late[0, second.block_hashes[0]].extra_keys == [[c]]
+    assert late[0, first.block_hashes[4]].extra_keys == [[d]]
+    here.publisher.close()
 
 
 def test_a_request_that_is_none_is_ignored() -> None:
