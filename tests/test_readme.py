@@ -69,6 +69,8 @@ ROWS = {
     "OLMo 2": ("Olmo2ForCausalLM", "olmo2"),
     "OLMo 3": ("Olmo3ForCausalLM", "olmo3"),
     "OLMo Hybrid": ("OlmoHybridForCausalLM", "olmo-hybrid"),
+    "Kimi Linear": ("KimiLinearForCausalLM", "kimi-linear"),
+    "Ling 3.0": ("BailingHybridForCausalLM", "bailing-hybrid"),
     "EXAONE 4": ("Exaone4ForCausalLM", "exaone4"),
     "SmolLM 3": ("SmolLM3ForCausalLM", "smollm3"),
     "InternLM 3": ("InternLM3ForCausalLM", "internlm3"),

@@ -39,7 +39,7 @@ class LatentParts(NamedTuple):
     turned: Tensor  # [T, heads, rope], the part of queries that RoPE turns
     plain: Tensor  # [T, heads, nope], the other part
     rows: Tensor  # [T, 1, row_dim]
-    read: tuple[Tensor, Tensor]  # [T, ...] of the latent of queries and of x: an indexer's inputs, of width 0 without
+    read: tuple[Tensor, Tensor]  # [T, ...] of the latent of queries and of x: an indexer's inputs, or a gate's
 
 
 class LatentAttention(Attending):
@@ -58,6 +58,7 @@ class LatentAttention(Attending):
         self.q_b = MergedLinear(spec.query_inputs, weights, device) if spec.q_lora_rank else None
         self.plain_heads: ChunkAttention | None = None  # computes chunks of prompts on a GPU
         self.linear_heads = ops.linear_heads.select(device)
+        self.multiply_gates = ops.multiply_gates.select(device)
         self._heads: tuple[Any, Any] | None = None
 
     @property
@@ -76,11 +77,20 @@ class LatentAttention(Attending):
 
     def projected(self, parts: LatentParts) -> Projected:
         """What attention reads of the parts."""
-        return Projected(self.absorbed(parts.turned, parts.plain), parts.rows, parts.rows)
+        gates = parts.read[1] if self.spec.gated else None
+        return Projected(self.absorbed(parts.turned, parts.plain), parts.rows, parts.rows, gates)
 
     def outputs(self, out: Tensor, gates: Tensor | None) -> Tensor:
         """See Attending."""
-        return self.values(out)
+        return self.gated(self.values(out), gates)
+
+    def gated(self, values: Tensor, gates: Tensor | None) -> Tensor:
+        """values [T, heads * v_head_dim], times the sigmoid of each head's number in gates [T, heads]."""
+        if gates is None:
+            return values
+        wide = gates.repeat_interleave(self.spec.v_head_dim, 1)
+        product: Tensor = self.multiply_gates(values, wide, "sigmoid")
+        return product
 
     def captured(self) -> Iterator[tuple[str, Implementation]]:
         """See Forward."""

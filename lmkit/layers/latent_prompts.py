@@ -50,7 +50,7 @@ class PlainHeads:
         batch, rope, kv = at
         prompts, geometry, spec = batch.prompts, batch.geometries[kv.group], self.latent.spec
         assert prompts is not None
-        turned, plain, rows, _ = self.latent.parts_and_rows(x, norm)
+        turned, plain, rows, (_, of_x) = self.latent.parts_and_rows(x, norm)
         q = torch.cat([turned, plain], dim=2)
         self.turn(q, q[:, :0], q[:, :0], *rope, kv.k, kv.v, geometry.slots)
         self.append(rows[:, :0], rows, rows, *rope, kv.k, kv.v, geometry.slots)
@@ -63,7 +63,7 @@ class PlainHeads:
                 self.latent.absorbed(*others), kv.k, kv.v, prompts.geometries[kv.group], self.attention
             )
             out[prompts.rows] = self.latent.values(attended).view(-1, *out.shape[1:])
-        return out.flatten(1)
+        return self.latent.gated(out.flatten(1), of_x if spec.gated else None)
 
     def _attend_chunk(
         self,

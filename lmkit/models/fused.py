@@ -46,6 +46,7 @@ OUTER = {
     "model.language_model.embed_tokens_per_layer": roles.PER_LAYER_TABLE,
     "model.language_model.per_layer_model_projection": roles.PER_LAYER_PROJECTION,
     "model.language_model.per_layer_projection_norm": roles.PER_LAYER_NORM,
+    "model.word_embeddings": roles.EMBED,
     "model.embedding_norm": roles.FINAL_NORM,
     "model.final_layernorm": roles.FINAL_NORM,
     "backbone.embeddings": roles.EMBED,
@@ -114,6 +115,7 @@ def stored_name(spec: ModelSpec, index: int, role: str) -> str:
 
 # What transformers writes: it renames a norm of other layers, and this one with it.
 OTHER_NAMES = {"post_attention_layernorm": "feedforward_layer_norm"}  # OLMo Hybrid
+OTHER_NAMES |= {f"mlp.{x}_proj": f"block_sparse_moe.{x}_proj" for x in ("gate", "up", "down")}  # Kimi Linear
 
 
 def views(reader: CheckpointReader, spec: ModelSpec) -> dict[str, View]:
@@ -132,7 +134,7 @@ def views(reader: CheckpointReader, spec: ModelSpec) -> dict[str, View]:
         for role in (layer.vectors | layer.matrices).keys() & UNSUFFIXED:
             if reader.has(source := layer.module_name(index, role)):
                 shape = reader.info(source).shape
-                found[source + ".weight"] = flat(source, shape) if role == SCORE_BIAS else named(source, shape)
+                found[source + ".weight"] = flat(source, shape)
         for name, other in OTHER_NAMES.items():
             ours, source = (f"{layer.path(index)}{x}.weight" for x in (name, other))
             if name in layer.names.values() and reader.has(source) and not reader.has(ours):

@@ -549,7 +549,8 @@ def delta_cases() -> Iterator[Case]:
     """Sequences that begin, go on from a snapshot, go on, and have no token, in scattered rows of states. Two end with
     draft tokens, and one begins with the right ones of the step before."""
     sizes = (2, 3, 8, 12, 4), (1, 1, 16, 5, 1), (3, 2, 32, 32, 2)
-    for (key_heads, share, key_dim, value_dim, kernel), flat in itertools.product(sizes, (False, True)):
+    layouts = ("", False, 0.0), ("-flat", False, 0.0), ("-rows", True, 0.0), ("-floor", True, -5.0)
+    for (key_heads, share, key_dim, value_dim, kernel), (layout, by_row, floor) in itertools.product(sizes, layouts):
 
         def advance(
             hk: int = key_heads,
@@ -557,21 +558,25 @@ def delta_cases() -> Iterator[Case]:
             dk: int = key_dim,
             dv: int = value_dim,
             size: int = kernel,
-            flat: bool = flat,
+            flat: bool = bool(layout),
+            decays: int = key_dim if by_row else 1,
+            floor: float = floor,
         ) -> Any:
             hv, channels = hk * g, hk * (2 * dk + g * dv)
             query_start, lengths, rows = [0, 7, 8, 13, 13], [7, 30, 9, 4], torch.tensor(STATE_ROWS).int()
-            conv, of_heads = torch.randn(channels, size), (torch.randn(hv), torch.randn(hv) * 3)
-            weights = DeltaWeights(conv, *of_heads, torch.randn(dv), 1e-6, flat, 1.8 if flat else 1.0)
-            drafted = torch.randn(5, 4, channels + 2 * hv)
+            conv, of_heads = torch.randn(channels, size), (torch.randn(hv), torch.randn(hv * decays) * 3)
+            more: Any = flat, 1.8 if flat else 1.0, floor, decays > 1
+            weights = DeltaWeights(conv, *of_heads, torch.randn(dv), 1e-6, *more)
+            drafted = torch.randn(5, 4, channels + (1 + decays) * hv)
             states = RecurrentStates(torch.randn(7, channels, size - 1), torch.randn(7, hv, dk, dv), drafted)
-            y, gates = torch.randn(query_start[-1], hk * (2 * dk + 2 * g * dv)), torch.randn(query_start[-1], 2 * hv)
+            tokens = query_start[-1]
+            y, gates = torch.randn(tokens, hk * (2 * dk + 2 * g * dv)), torch.randn(tokens, (1 + decays) * hv)
             tables = torch.zeros(len(lengths), 1).int()
             return y, gates, weights, states, rows, geometry(query_start, lengths, tables)
 
         yield Case(
             ops.gated_delta,
-            f"{key_heads}x{share}x{key_dim}x{value_dim}x{kernel}" + "-flat" * flat,
+            f"{key_heads}x{share}x{key_dim}x{value_dim}x{kernel}{layout}",
             _seeded(advance),
             {},
             brief=True,

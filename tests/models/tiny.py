@@ -67,6 +67,9 @@ OLMO_HYBRID = {"num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_va
                "linear_key_head_dim": 32, "linear_value_head_dim": 16, "pad_token_id": None,
                "eos_token_id": None}  # fmt: skip
 
+KIMI = LATENT | {"num_local_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "n_group": 4,
+                 "topk_group": 2, "linear_num_heads": 4, "linear_head_dim": 16, "pad_token_id": None}  # fmt: skip
+
 FALCON_H1 = {"head_dim": 16, "mamba_d_ssm": 96, "mamba_n_heads": 4, "mamba_d_state": 11, "mamba_n_groups": 2,
              "embedding_multiplier": 3.0, "lm_head_multiplier": 0.4, "mlp_multipliers": [0.7, 0.3],
              "key_multiplier": 0.6, "attention_in_multiplier": 0.9, "attention_out_multiplier": 0.8,
@@ -255,6 +258,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo-hybrid-unturned": ("OlmoHybridConfig", OLMO_HYBRID | {"num_hidden_layers": 3,
         "layer_types": ["full_attention", "linear_attention", "linear_attention"], "linear_allow_neg_eigval": False,
         "rope_parameters": {"rope_type": "default", "rope_theta": None}}),
+    "kimi-linear": ("KimiLinearConfig", KIMI | {"layer_types": ["linear_attention", "full_attention",
+                                                                "linear_attention"]}),
+    "bailing-hybrid": ("BailingHybridConfig", KIMI | {"head_dim": 16, "layer_group_size": 3}),
+    "bailing-hybrid-free": ("BailingHybridConfig", KIMI | {"head_dim": 12, "layer_group_size": 2,
+                                                           "kda_safe_gate": False, "attention_bias": True}),
     "mimo-v2-flash": ("MiMoV2FlashConfig", SIGMOID | {
         "head_dim": 24, "v_head_dim": 16, "sliding_window": 9, "num_key_value_heads": 1, "attention_bias": True,
         "layer_types": ["full_attention", "sliding_attention", "full_attention"], "pad_token_id": None,

@@ -40,6 +40,9 @@ class DeltaArgs(NamedTuple):
     norm: int
     eps_bits: int
     rate_bits: int
+    floor_bits: int
+    sigmoid: int
+    decays: int  # of a head: 1, or one for each row of a state
     windows: int
     matrices: int
     drafted: int
@@ -128,7 +131,7 @@ def _convolve_part(
 def _advance(
     state: int, mixed: Any, value: int, dk: int, dv: int, beta: Any, decay: Any, change: Any, out: Any
 ) -> None:
-    """One token of a value head: the floats [dk, dv] at `state` move on, and out [dv] reads them.
+    """One token of a value head: the floats [dk, dv] at `state` move on, and out [dv] reads them. decay [dk].
 
     Rows are taken ROWS at a time, each as an array of its own, so that sums stay in registers meanwhile. The order of
     additions is that of the rows.
@@ -138,35 +141,37 @@ def _advance(
     for i in range(0, whole, ROWS):
         a, b, c, d = _rows(state, i, dv)
         ka, kb, kc, kd = mixed[dk + i], mixed[dk + i + 1], mixed[dk + i + 2], mixed[dk + i + 3]
+        fa, fb, fc, fd = decay[i], decay[i + 1], decay[i + 2], decay[i + 3]
         for j in range(dv):
-            total = change[j] + decay * a[j] * ka
-            total += decay * b[j] * kb
-            total += decay * c[j] * kc
-            change[j] = total + decay * d[j] * kd
+            total = change[j] + fa * a[j] * ka
+            total += fb * b[j] * kb
+            total += fc * c[j] * kc
+            change[j] = total + fd * d[j] * kd
     for i in range(whole, dk):
-        a, ka = _floats(state + 4 * i * dv, dv), mixed[dk + i]
+        a, ka, fa = _floats(state + 4 * i * dv, dv), mixed[dk + i], decay[i]
         for j in range(dv):
-            change[j] += decay * a[j] * ka
+            change[j] += fa * a[j] * ka
     for j in range(dv):
         change[j] = (mixed[value + j] - change[j]) * beta
     for i in range(0, whole, ROWS):
         a, b, c, d = _rows(state, i, dv)
         ka, kb, kc, kd = mixed[dk + i], mixed[dk + i + 1], mixed[dk + i + 2], mixed[dk + i + 3]
         qa, qb, qc, qd = mixed[i], mixed[i + 1], mixed[i + 2], mixed[i + 3]
+        fa, fb, fc, fd = decay[i], decay[i + 1], decay[i + 2], decay[i + 3]
         for j in range(dv):
             step = change[j]
-            a[j] = decay * a[j] + ka * step
-            b[j] = decay * b[j] + kb * step
-            c[j] = decay * c[j] + kc * step
-            d[j] = decay * d[j] + kd * step
+            a[j] = fa * a[j] + ka * step
+            b[j] = fb * b[j] + kb * step
+            c[j] = fc * c[j] + kc * step
+            d[j] = fd * d[j] + kd * step
             total = out[j] + a[j] * qa
             total += b[j] * qb
             total += c[j] * qc
             out[j] = total + d[j] * qd
     for i in range(whole, dk):
-        a, ka, qa = _floats(state + 4 * i * dv, dv), mixed[dk + i], mixed[i]
+        a, ka, qa, fa = _floats(state + 4 * i * dv, dv), mixed[dk + i], mixed[i], decay[i]
         for j in range(dv):
-            a[j] = decay * a[j] + ka * change[j]
+            a[j] = fa * a[j] + ka * change[j]
             out[j] += a[j] * qa
 
 
@@ -206,7 +211,41 @@ def _set(args: Any, from_row: int, to_row: int, head: int, saved: int) -> None:
 @inline
 def _kept(args: Any, row: int, draft: int) -> Any:
     """The address of what a draft token gives to the state."""
-    return args.drafted + 4 * (row * args.drafts + draft) * (_channels(args) + 2 * args.value_heads)
+    return args.drafted + 4 * (row * args.drafts + draft) * (_channels(args) + (1 + args.decays) * args.value_heads)
+
+
+@inline
+def _decay(args: Any, number: int, a: Any, decay: Any) -> None:
+    """What the rows of value head `number` are multiplied with, from a [decays], or [1] for all: decay [dk]."""
+    speed = exp(_floats(args.a_log, args.value_heads)[number])
+    dt_bias = _floats(args.dt_bias + 4 * number * args.decays, args.decays)
+    floor = bits_to_float(np.uint32(args.floor_bits))
+    for i in range(args.decays):
+        step = a[i] + dt_bias[i]
+        if floor < 0:
+            decay[i] = exp(floor / (ONE + exp(-speed * step)))
+            continue
+        if step < LINEAR:
+            step = np.float32(math.log1p(exp(step)))
+        decay[i] = exp(-speed * step)
+    if args.decays == 1:
+        decay[:] = decay[0]
+
+
+@inline
+def _finish(args: Any, out: Any, gates: Any, dv: int) -> None:
+    """Normalize what a value head reads, and gate it."""
+    norm, eps = _floats(args.norm, dv), bits_to_float(np.uint32(args.eps_bits))
+    total = np.float32(0)
+    for j in range(dv):
+        total += out[j] * out[j]
+    factor = ONE / np.float32(math.sqrt(total / np.float32(dv) + eps))
+    if args.sigmoid:
+        for j in range(dv):
+            out[j] = out[j] * factor * norm[j] / (ONE + exp(-gates[j]))
+    else:
+        for j in range(dv):
+            out[j] = out[j] * factor * norm[j] * _silu(gates[j])
 
 
 def _gated_delta(arguments: int, scratch: int, index: int) -> None:
@@ -220,15 +259,13 @@ def _gated_delta(arguments: int, scratch: int, index: int) -> None:
     first, drafted = start - np.int64(places[4]), end - np.int64(places[5])
     span = 2 * dk + per * dv
     mixed, change, unused = _floats(scratch, span), _floats(scratch + 4 * span, dv), scratch + 4 * (span + dv)
-    saved = unused + 4 * dv
+    decay, saved = _floats(unused + 4 * dv, dk), unused + 4 * (dv + dk)
     if source != row:
         _set(args, source, row, head, saved)
-    norm, eps = _floats(args.norm, dv), bits_to_float(np.uint32(args.eps_bits))
-    rate = bits_to_float(np.uint32(args.rate_bits))
-    a_log, dt_bias = _floats(args.a_log, args.value_heads), _floats(args.dt_bias, args.value_heads)
+    rate, decays, width = bits_to_float(np.uint32(args.rate_bits)), args.decays, (1 + args.decays) * args.value_heads
     for t in range(first, end):
         again, kept = t < start, 0
-        line, at = args.y + 4 * t * args.width, args.gates + 8 * t * args.value_heads
+        line, at = args.y + 4 * t * args.width, args.gates + 4 * t * width
         if again:
             line = _kept(args, row, t - first)
             at = line + 4 * _channels(args)
@@ -241,29 +278,21 @@ def _gated_delta(arguments: int, scratch: int, index: int) -> None:
         _unit(mixed, 0, dk, ONE / np.float32(math.sqrt(np.float32(dk))))
         _unit(mixed, dk, dk, ONE)
         z = line + 4 * (heads * span + head * per * dv if args.flat else head * (span + per * dv) + span)
-        gates, ba = _floats(z, per * dv), _floats(at, 2 * args.value_heads)
-        ba_kept = _floats(kept + 4 * _channels(args), 2 * args.value_heads)
+        ba, ba_kept = _floats(at, width), _floats(kept + 4 * _channels(args), width)
         for i in range(per):
             number = head * per + i
             b_at = number if flat else 2 * head * per + i
-            a_at = b_at + (args.value_heads if flat else per)
+            a_at = args.value_heads + number * decays if flat else b_at + per
             if kept:
-                ba_kept[number], ba_kept[args.value_heads + number] = ba[b_at], ba[a_at]
-            step = ba[a_at] + dt_bias[number]
-            if step < LINEAR:
-                step = np.float32(math.log1p(exp(step)))
-            beta, decay = rate / (ONE + exp(-ba[b_at])), exp(-exp(a_log[number]) * step)
+                ba_kept[number] = ba[b_at]
+                copy(at + 4 * a_at, kept + 4 * (_channels(args) + args.value_heads + number * decays), 4 * decays)
+            _decay(args, number, ba[a_at:], decay)
+            beta = rate / (ONE + exp(-ba[b_at]))
             state = args.matrices + 4 * (row * args.value_heads + number) * dk * dv
             out = _floats(unused if again else args.out + 4 * (t * args.value_heads + number) * dv, dv)
             _advance(state, mixed, 2 * dk + i * dv, dk, dv, beta, decay, change, out)
-            if again:
-                continue
-            total = np.float32(0)
-            for j in range(dv):
-                total += out[j] * out[j]
-            factor = ONE / np.float32(math.sqrt(total / np.float32(dv) + eps))
-            for j in range(dv):
-                out[j] = out[j] * factor * norm[j] * _silu(gates[i * dv + j])
+            if not again:
+                _finish(args, out, _floats(z + 4 * i * dv, dv), dv)
         if snapshot >= 0 and t - first + 1 == after:
             _set(args, row, snapshot, head, saved)
     if drafted < end:
@@ -280,18 +309,20 @@ def gated_delta(
     assert (y.dtype, y.is_contiguous(), rows.dtype, rows.is_contiguous()) == (torch.float32, True, torch.int32, True)
     assert weights.conv.is_contiguous()
     assert gates.is_contiguous()
+    assert weights.flat or weights.decays == 1
     key_heads, value_heads, key_dim, value_dim = heads_of(states)
     out = workspace.empty(len(y), value_heads * value_dim)
     args = DeltaArgs(
         y.data_ptr(), y.shape[1], gates.data_ptr(), int(weights.flat), geometry.query_start.data_ptr(), rows.data_ptr(),
         weights.conv.data_ptr(), weights.a_log.data_ptr(), weights.dt_bias.data_ptr(), weights.norm.data_ptr(),
-        float_bits(weights.eps), float_bits(weights.rate),
+        float_bits(weights.eps), float_bits(weights.rate), float_bits(weights.floor), int(weights.sigmoid),
+        weights.decays,
         states.conv.data_ptr(), states.matrix.data_ptr(), states.drafted.data_ptr(),
         states.drafted.shape[1], weights.conv.shape[1],
         key_heads, value_heads, key_dim, value_dim, out.data_ptr(),
     )  # fmt: skip
     span = 2 * key_dim + value_heads // key_heads * value_dim
-    scratch = 4 * (span + 2 * value_dim)
+    scratch = 4 * (span + 2 * value_dim + key_dim)
     if states.drafted.numel():
         scratch += 4 * (span * (weights.conv.shape[1] - 1) + (span - 2 * key_dim) * key_dim)
     threads.run(GATED_DELTA, len(rows) * key_heads, numbers(args), scratch=scratch)

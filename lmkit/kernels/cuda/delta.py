@@ -38,28 +38,32 @@ def gated_delta(
     assert half is not None
     assert (y.stride(1), gates.stride(1), gates.dtype, rows.dtype) == (1, 1, torch.float32, torch.int32)
     assert all(x.is_contiguous() for x in (*states.parts, states.drafted, rows, weights.conv))
-    heads = heads_of(states)
-    _, value_heads, key_dim, value_dim = heads
+    assert weights.flat or weights.decays == 1
+    _, value_heads, key_dim, value_dim = heads_of(states)
+    sizes, by_row = (*heads_of(states), weights.decays), int(weights.decays > 1)
     tokens, sequences, room = len(y), len(rows), states.drafted.shape[1]
     all_rows, channels, kernel = tokens + sequences * room, *weights.conv.shape
     mixed = torch.empty(all_rows, channels, device=y.device)
-    factors = torch.empty(all_rows, value_heads, 2, device=y.device)
+    factors = torch.empty(all_rows, value_heads, 1 + weights.decays, device=y.device)
     o = torch.empty(tokens, value_heads, value_dim, device=y.device)
     out = torch.empty(tokens, value_heads * value_dim, dtype=y.dtype, device=y.device)
     layout = weights.flat, y.dtype in HALVES
     places = geometry.query_start, rows
     inputs = [
         y, np.int64(y.stride(0)), gates, np.int64(gates.stride(0)), *places, weights.conv, weights.a_log,
-        weights.dt_bias, weights.rate, states.conv, states.drafted, mixed, factors, tokens, room, *heads, *layout,
+        weights.dt_bias, weights.rate, weights.floor, states.conv, states.drafted, mixed, factors, tokens, room, *sizes,
+        *layout,
     ]  # fmt: skip
-    grid = sequences, -(-(channels + value_heads) // BLOCK)
+    grid = sequences, -(-(channels + weights.dt_bias.numel()) // BLOCK)
     kernel_for("delta.cu", "delta_inputs", half, KERNEL=kernel)(grid, BLOCK, inputs)
-    rule = [*places, mixed, factors, states.matrix, o, tokens, room, *heads]
+    rule = [*places, mixed, factors, states.matrix, o, tokens, room, *sizes]
     lane_rows = -(-key_dim // (4 * LANES)) * 4
-    shared = 4 * TILE * (2 * LANES * lane_rows + COLUMNS + 2)
+    shared = 4 * TILE * ((2 + by_row) * LANES * lane_rows + COLUMNS + 2)
     blocks = sequences, value_heads, -(-value_dim // COLUMNS)
-    kernel_for("delta.cu", "delta_rule", torch.float16, ROWS=lane_rows)(blocks, BLOCK, rule, shared=shared)
+    rule_of = kernel_for("delta.cu", "delta_rule", torch.float16, ROWS=lane_rows, BY_ROW=by_row)
+    rule_of(blocks, BLOCK, rule, shared=shared)
     pairs = tokens * value_heads
-    outputs = [o, y, np.int64(y.stride(0)), weights.norm, weights.eps, out, pairs, *heads, *layout]
+    gated = [weights.norm, weights.eps, out, pairs, *sizes, int(weights.sigmoid), *layout]
+    outputs = [o, y, np.int64(y.stride(0)), *gated]
     kernel_for("delta.cu", "delta_outputs", half)(-(-pairs // WARPS), 32 * WARPS, outputs)
     return out

@@ -217,19 +217,25 @@ def _experts(half: torch.dtype) -> None:
 
 
 def _delta(half: torch.dtype) -> None:
-    """Run linear attention."""
+    """Run linear attention, with a decay for each head, and with one for each row of a state."""
+    for decays in (1, DELTA[2]):
+        _delta_of(half, decays)
+
+
+def _delta_of(half: torch.dtype, decays: int) -> None:
     key_heads, value_heads, key_dim, value_dim, kernel = DELTA
     values = value_heads * value_dim
     channels = 2 * key_heads * key_dim + values
     of_heads = _empty(value_heads)
-    weights = DeltaWeights(_empty(channels, kernel), of_heads, of_heads, _empty(value_dim), 1e-6)
+    of_rows = _empty(value_heads * decays)
+    weights = DeltaWeights(_empty(channels, kernel), of_heads, of_rows, _empty(value_dim), 1e-6, decays > 1)
     states = RecurrentStates(
         _empty(SEQUENCES, channels, kernel - 1),
         _empty(SEQUENCES, value_heads, key_dim, value_dim),
-        _empty(SEQUENCES, 0, channels + 2 * value_heads),
+        _empty(SEQUENCES, 0, channels + (1 + decays) * value_heads),
     )
     if (advance := _ours(ops.gated_delta, key_dim=key_dim, kernel=kernel)) is not None:
-        y, gates = _empty(SEQUENCES, channels + values, dtype=half), _empty(SEQUENCES, 2 * value_heads)
+        y, gates = _empty(SEQUENCES, channels + values, dtype=half), _empty(SEQUENCES, (1 + decays) * value_heads)
         advance(y, gates, weights, states, *_sequences())
 
 

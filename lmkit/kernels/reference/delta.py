@@ -44,13 +44,14 @@ class _Inputs(NamedTuple):
 
     channels: Tensor  # float32 [C]
     b: Tensor  # [Hv]
-    a: Tensor
+    a: Tensor  # [Hv D]
     z: Tensor  # [Hv, Dv]
 
     @classmethod
     def of(cls, kept: Tensor, states: RecurrentStates) -> _Inputs:
         _, heads, _, dim = heads_of(states)
-        channels, b, a = kept.split((kept.numel() - 2 * heads, heads, heads))
+        channels = states.conv.shape[1]
+        channels, b, a = kept.split((channels, heads, kept.numel() - channels - heads))
         return cls(channels, b, a, kept.new_zeros(heads, dim))
 
     def kept(self) -> Tensor:
@@ -63,7 +64,8 @@ def _inputs(wide: Tensor, narrow: Tensor, weights: DeltaWeights, states: Recurre
     groups = 1 if weights.flat else key_heads  # of the parts of a row
     sizes = [part * key_heads // groups for part in (key_dim, key_dim, shared * value_dim, shared * value_dim)]
     *qkv, z = wide.view(groups, -1).split(sizes, dim=1)
-    b, a = (x.flatten() for x in narrow.view(groups, -1).split(value_heads // groups, dim=1))
+    of_b = value_heads // groups
+    b, a = (x.flatten() for x in narrow.view(groups, -1).split((of_b, of_b * weights.decays), dim=1))
     return _Inputs(torch.cat([x.flatten() for x in qkv]), b, a, z.reshape(value_heads, value_dim))
 
 
@@ -86,15 +88,21 @@ def _token(inputs: _Inputs, weights: DeltaWeights, states: RecurrentStates, befo
     mixed = F.silu((window * weights.conv).sum(1))
     q, k, v = mixed.split((key_heads * key_dim, key_heads * key_dim, value_heads * value_dim))
     q, k = (_unit(x.view(key_heads, key_dim)).repeat_interleave(shared, 0) for x in (q, k))
-    decay = (-weights.a_log.exp() * F.softplus(inputs.a + weights.dt_bias)).exp()
-    state = before.matrix * decay[:, None, None]
+    state = before.matrix * _decay(inputs.a + weights.dt_bias, weights)
     change = (v.view(value_heads, value_dim) - torch.einsum("hkv,hk->hv", state, k)) * (
         weights.rate * inputs.b.sigmoid()
     )[:, None]
     state = state + k[:, :, None] * change[:, None]
     o = torch.einsum("hkv,hk->hv", state, q * key_dim**-0.5)
     o = o * torch.rsqrt(o.square().mean(1, keepdim=True) + weights.eps) * weights.norm
-    return (o * F.silu(inputs.z)).flatten()[None], State(window[:, 1:], state)
+    gate = inputs.z.sigmoid() if weights.sigmoid else F.silu(inputs.z)
+    return (o * gate).flatten()[None], State(window[:, 1:], state)
+
+
+def _decay(a: Tensor, weights: DeltaWeights) -> Tensor:
+    """a [Hv D] -> what each head's rows are multiplied with, [Hv, D, 1]."""
+    a, speed = a.view(-1, weights.decays, 1), weights.a_log.exp()[:, None, None]
+    return (weights.floor * (speed * a).sigmoid() if weights.floor else -speed * F.softplus(a)).exp()
 
 
 def _unit(x: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from lmkit.attention_spec import AttentionSpec
-from lmkit.errors import CheckpointError
+from lmkit.errors import CheckpointError, UnsupportedError
 from lmkit.layers.blocks.base import Block, Heads, Pairs, Shape, check_limits, check_rope, check_split
 from lmkit.layers.blocks.state import PagedKV
 from lmkit.layers.rope_spec import RopeSpec
@@ -49,6 +49,7 @@ class LatentSpec(Block):
     attn_bias: bool = False  # on q_a and kv_a
     o_bias: bool = False
     indexer: IndexerSpec | None = None  # None: queries see all keys
+    gated: bool = False  # each head's output is multiplied by the sigmoid of one number
 
     @property
     def query_dim(self) -> int:
@@ -69,7 +70,8 @@ class LatentSpec(Block):
     def inputs(self) -> tuple[str, ...]:
         """The roles of the linears that read the block's input."""
         index = ("attn.index_k", "attn.index_weights") if self.own_indexer else ()
-        return ("attn.q_a" if self.q_lora_rank else "attn.q"), "attn.kv_a", *index
+        gate = ("attn.gate",) if self.gated else ()
+        return ("attn.q_a" if self.q_lora_rank else "attn.q"), "attn.kv_a", *index, *gate
 
     @property
     def query_inputs(self) -> tuple[str, ...]:
@@ -90,7 +92,7 @@ class LatentSpec(Block):
         if (index := self.own_indexer) is not None:
             shapes |= {"attn.index_q": (index.num_heads * index.head_dim, self.q_lora_rank)}
             shapes |= {"attn.index_k": (index.head_dim, hidden), "attn.index_weights": (index.num_heads, hidden)}
-        return shapes
+        return shapes | ({"attn.gate": (self.num_heads, hidden)} if self.gated else {})
 
     def vectors(self, hidden: int) -> dict[str, int]:
         sizes = {"attn.kv_a_norm": self.kv_lora_rank}
@@ -102,8 +104,9 @@ class LatentSpec(Block):
 
     @property
     def unrounded(self) -> tuple[str, ...]:
-        """An indexer is small, and decides what is seen."""
-        return ("attn.index_q", "attn.index_k", "attn.index_weights") if self.own_indexer else ()
+        """An indexer is small, and decides what is seen. A gate has a number for each head."""
+        index = ("attn.index_q", "attn.index_k", "attn.index_weights") if self.own_indexer else ()
+        return (*index, "attn.gate") if self.gated else index
 
     @property
     def matrices(self) -> dict[str, tuple[int, ...]]:
@@ -122,7 +125,7 @@ class LatentSpec(Block):
     @property
     def rows_of_heads(self) -> dict[str, int]:
         queries = "attn.q_b" if self.q_lora_rank else "attn.q"
-        return {queries: self.query_dim, "attn.kv_b": self.qk_nope_head_dim + self.v_head_dim}
+        return {queries: self.query_dim, "attn.kv_b": self.qk_nope_head_dim + self.v_head_dim, "attn.gate": 1}
 
     def smooth(self, norm: str) -> Pairs:
         return ((norm, self.inputs),) if norm else ()
@@ -151,7 +154,7 @@ class LatentSpec(Block):
 
     @property
     def widest_product(self) -> int:
-        return self.num_heads * self.row_dim + 2 * self.row_dim + self._index_width
+        return self.num_heads * (self.row_dim + self.gated) + 2 * self.row_dim + self._index_width
 
     @property
     def _index_width(self) -> int:
@@ -189,6 +192,8 @@ class LatentSpec(Block):
         check_limits(self, LIMITS)
         check_rope(self.rope, self.row_dim)
         if self.indexer is not None:
+            if self.gated:
+                raise UnsupportedError("config.json: gated latent attention with an indexer is not supported")
             check_limits(self.indexer, INDEX_LIMITS, "indexer: ")
             check_rope(self.rope, self.indexer.head_dim)
             if not self.q_lora_rank:

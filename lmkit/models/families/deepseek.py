@@ -33,12 +33,12 @@ def deepseek_v2(hf: dict[str, Any]) -> ModelSpec:
         raise UnsupportedError("config.json: norm_topk_prob of DeepSeek-V2 is not supported; lmkit runs false")
     if method == GREEDY:
         hf = hf | {"n_group": 1, "topk_group": 1}
-    return model_spec(hf, deepseek_experts(hf, _layers(hf, interleaved=True), sigmoid=False, group_top=1))
+    return model_spec(hf, deepseek_experts(hf, latent_layers(hf, interleaved=True), sigmoid=False, group_top=1))
 
 
 @family("DeepseekV3ForCausalLM", defaults=defaults.DEEPSEEK_V3)
 def deepseek_v3(hf: dict[str, Any]) -> ModelSpec:
-    return with_mtp(hf, _layers(hf, interleaved=bool(hf.get("rope_interleave", True))))
+    return with_mtp(hf, latent_layers(hf, interleaved=bool(hf.get("rope_interleave", True))))
 
 
 @family("DeepseekV32ForCausalLM", defaults=defaults.DEEPSEEK_V32)
@@ -85,7 +85,7 @@ def _shares_choice(hf: dict[str, Any], count: int) -> list[bool]:
     return [kind == "shared" for kind in kinds[:count]]
 
 
-def _layers(hf: dict[str, Any], *, interleaved: bool) -> list[LayerSpec]:
+def latent_layers(hf: dict[str, Any], *, interleaved: bool) -> list[LayerSpec]:
     """The layers as dense ones."""
     sizes: dict[str, Any] = {name: integer(hf, name) for name in SIZES} | {"q_lora_rank": integer(hf, "q_lora_rank", 0)}
     latent = LatentSpec(**sizes, num_heads=integer(hf, "num_attention_heads"))

@@ -25,3 +25,21 @@ MIMO_V2_FLASH: Defaults = {
     "norm_topk_prob": True, "head_dim": 192, "v_head_dim": 128, "sliding_window": 129, "attention_value_scale": 0.707,
     "first_k_dense_replace": 1, "partial_rotary_factor": 0.334,
 }  # fmt: skip
+KIMI_LINEAR: Defaults = {
+    "vocab_size": 163840, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 27,
+    "num_attention_heads": 32, "hidden_act": "silu", "max_position_embeddings": 1048576, "rms_norm_eps": 1e-05,
+    "tie_word_embeddings": False, "attention_bias": False, "moe_intermediate_size": 1024, "n_routed_experts": 256,
+    "num_experts_per_tok": 8, "n_shared_experts": 1, "routed_scaling_factor": 2.446, "n_group": 1, "topk_group": 1,
+    "norm_topk_prob": True, "first_k_dense_replace": 1, "kv_lora_rank": 512, "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128, "v_head_dim": 128, "linear_num_heads": 32, "linear_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+}  # fmt: skip
+BAILING_HYBRID: Defaults = {
+    "vocab_size": 157184, "hidden_size": 2560, "intermediate_size": 6144, "num_hidden_layers": 42,
+    "num_attention_heads": 32, "hidden_act": "silu", "max_position_embeddings": 262144, "rms_norm_eps": 1e-06,
+    "tie_word_embeddings": False, "attention_bias": False, "moe_intermediate_size": 768, "n_routed_experts": 512,
+    "num_experts_per_tok": 8, "n_shared_experts": 1, "routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4,
+    "norm_topk_prob": True, "first_k_dense_replace": 2, "num_nextn_predict_layers": 1, "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128, "rope_theta": 6000000.0, "head_dim": 128,
+    "short_conv_kernel_size": 4, "layer_group_size": 6, "kda_safe_gate": True, "kda_lower_bound": -5.0,
+}  # fmt: skip

@@ -112,6 +112,10 @@ ALIKE = ("arcee", "cohere2", "dots1", "ernie4.5", "ernie4.5-moe", "exaone4", "ge
         pytest.param("opt-350m", 2, "float32", 1e-4, marks=pytest.mark.exhaustive),
         pytest.param("opt-350m", 2, "auto", 0.02, marks=pytest.mark.exhaustive),
         ("qwen3-next", 2, "float32", 1e-4),
+        ("kimi-linear", 2, "auto", 0.02),
+        pytest.param("kimi-linear", 2, "float32", 1e-4, marks=pytest.mark.exhaustive),
+        pytest.param("bailing-hybrid", 3, "auto", 0.02, marks=pytest.mark.exhaustive),
+        ("bailing-hybrid", 3, "float32", 1e-4),
         pytest.param("qwen3.5-vl", 3, "float32", 1e-4, marks=pytest.mark.exhaustive),
         ("granite-hybrid", 3, "auto", 0.02),
         pytest.param("bamba", 3, "auto", 0.02, marks=pytest.mark.exhaustive),
@@ -141,8 +145,8 @@ def test_log_probabilities_are_those_of_transformers(
     last bit."""
     monkeypatch.setattr(ops.paged_attention, "fallbacks", Counter())
     changes = {"num_hidden_layers": layers}
-    if family.startswith("deepseek"):
-        changes["first_k_dense_replace"] = 2 if dtype == "auto" else 1
+    if family.startswith(("deepseek", "kimi", "bailing")):
+        changes["first_k_dense_replace"] = layers if dtype == "auto" else 1
     if family.startswith(("opt", "cohere2")):
         changes |= {"num_attention_heads": 3, "num_key_value_heads": 3}  # of 16 elements: a multiple of 16 has kernels
     model = saved(tmp_path, family, half=dtype == "auto", **changes)
