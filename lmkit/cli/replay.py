@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from enum import IntEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -49,8 +50,12 @@ def replay(
     worst = Outcome.EQUAL
     if prompt is not None and (model is None) == (server is None):
         raise ConfigError("replay: say who computes it again: --model PATH, or --server URL")
-    for part in read_receipts(read(receipt, MAX_BYTES)):
-        public = part.key if key is None else _public(key, api_key)
+    found = read_receipts(read(receipt, MAX_BYTES))
+    if found.silent:
+        print(f"parts may be missing: {', '.join(found.silent)} did not answer")
+    public_key = None if key is None else _public(key, api_key)
+    for part in found.receipts:
+        public = public_key or part.key
         if not is_signed(part, public):
             print(f"{part.record.id}: the signature is not one of key {key_id(public)}")
             raise typer.Exit(Outcome.FORGED)
@@ -66,7 +71,9 @@ def _public(given: str, api_key: str | None) -> str:
     import httpx
     import msgspec
 
+    from lmkit.small_files import read
     from lmkit.web.client import client_options
+    from lmkit.web.receipt import KEY_BYTES
 
     if given.startswith(("http://", "https://")):
         base, _, _ = given.rstrip("/").partition("/receipts/key")
@@ -75,8 +82,14 @@ def _public(given: str, api_key: str | None) -> str:
                 return str(http.get("/receipts/key").raise_for_status().json()["key"])
         except (httpx.HTTPError, KeyError, ValueError) as error:
             raise ConfigError(f"{given}: no public key: {error}") from None
-    text = Path(given).read_text().strip() if Path(given).is_file() else given
-    return str(msgspec.json.decode(text)["key"]) if text.startswith("{") else text
+    try:
+        text = read(Path(given), MAX_BYTES).decode().strip() if Path(given).is_file() else given
+        public = str(msgspec.json.decode(text)["key"]) if text.startswith("{") else text
+        if len(base64.b64decode(public, validate=True)) == KEY_BYTES:
+            return public
+    except (OSError, KeyError, ValueError, msgspec.MsgspecError):
+        pass
+    raise ConfigError(f"--key {given[:128]}: neither a file nor the base64 of a public key")
 
 
 def _replayed(
@@ -92,10 +105,10 @@ def _replayed(
     salt, outcome = bytes.fromhex(receipt.salt), Outcome.EQUAL
     maker = Here(str(model), record, adapter) if server is None else There(server, record, api_key)
     with maker:
-        requests = maker.requests(data, salt)
         differences = maker.differences()
         for line in differences:
             print(f"  another {line}")
+        requests = maker.requests(data, salt)
         for number, (choice, request) in enumerate(zip(record.choices, requests, strict=True)):
             at = parting(salt, choice, maker.answer(request, choice))
             print(f"  answer {number}: {_said(choice, at)}")

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 import httpx
 import msgspec
 
-from lmkit.config import EngineConfig
+from lmkit.config import EngineConfig, parse
 from lmkit.errors import JSON_ERRORS, ConfigError, LMKitError, RequestError
 from lmkit.formats.fingerprint import content_digest
 from lmkit.formats.hub import resolve_model_path
@@ -23,11 +23,13 @@ from lmkit.strict import validate
 from lmkit.text import TokenHistory, Tokenizer
 from lmkit.text.chat.style import Style
 from lmkit.turbo.engine.engine import Engine
+from lmkit.turbo.engine.info import BITS
 from lmkit.turbo.request import MAX_LOGPROBS, EngineInfo, Request, SamplingParams
 from lmkit.web.client import client_options
 from lmkit.web.receipt import HEADER, HIDDEN, Choice, Record, commit
 
 ADAPTER = "adapter"  # the name of the only one
+TokenIds = list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]]
 
 
 def requests_of(data: bytes, record: Record, tokenizer: Tokenizer, info: EngineInfo) -> list[Request]:
@@ -42,13 +44,15 @@ def requests_of(data: bytes, record: Record, tokenizer: Tokenizer, info: EngineI
     try:
         if isinstance(body, dict):
             return _of_body(body, record, tokenizer, info)
-        ids = msgspec.convert(body, list[int]) if isinstance(body, list) else tokenizer.encode(data.decode())
+        ids = msgspec.convert(body, TokenIds) if isinstance(body, list) else tokenizer.encode(data.decode())
     except (LMKitError, *JSON_ERRORS) as error:
         raise ConfigError(f"the prompt's file: {error}") from None
     return [Request(request_id="", prompt_ids=ids, params=SamplingParams()) for _ in record.choices]
 
 
 def _of_body(body: dict[str, Any], record: Record, tokenizer: Tokenizer, info: EngineInfo) -> list[Request]:
+    if unknown := {"input", "options"} & body.keys():  # of Responses, and of Ollama's routes
+        raise ConfigError(f"a body with {min(unknown)!r} is none of chat or completions; give its list of token ids")
     if "messages" in body:
         chat = with_numbers(validate(body, ChatCompletionRequest), MAX_LOGPROBS, info.vocab_size)
         style = Style(tokenizer, None, None)
@@ -105,10 +109,12 @@ class Here:
         """Raises ConfigError, CheckpointError or UnsupportedError."""
         self._record, self._adapter = record, adapter
         self._path = resolve_model_path(model)
-        known = EngineConfig.__struct_fields__
-        options = {name: value for name, value in record.computed.get("options", {}).items() if name in known}
-        adapters = (f"{ADAPTER}={adapter}",) if adapter else ()
-        config = EngineConfig(**options, adapters=adapters, audit=0, prefix_cache=False, max_batch_size=1)
+        told = parse(record.computed.get("options", {}), dict[str, Any], "the receipt's options")
+        options = {name: value for name, value in told.items() if name in BITS}  # no other is a receipt's to choose
+        config = msgspec.structs.replace(
+            parse(options, EngineConfig, "the receipt's options"),
+            adapters=(f"{ADAPTER}={adapter}",) if adapter else (), audit=0, prefix_cache=False, max_batch_size=1,
+        )  # fmt: skip
         self._engine = Engine(str(self._path), config)
 
     def __enter__(self) -> Self:
@@ -161,15 +167,14 @@ class There:
 
     def requests(self, data: bytes, salt: bytes) -> list[Request]:
         try:
-            ids = msgspec.json.decode(data, type=list[int])
+            ids = msgspec.json.decode(data, type=TokenIds)
         except JSON_ERRORS:
             raise ConfigError("--server: the prompt's file must be a JSON list of token ids") from None
         made = [Request(request_id="", prompt_ids=ids, params=SamplingParams()) for _ in self._record.choices]
-        requests = _sampled(self._record.choices, made, salt)
-        self._ask(requests[0].prompt_ids, SamplingParams(max_tokens=1, seed=0))
-        return requests
+        return _sampled(self._record.choices, made, salt)
 
     def differences(self) -> list[str]:
+        self._ask([0], SamplingParams(max_tokens=1, seed=0))
         then = {"weights": self._record.weights, "adapter": self._record.choices[0].adapter, **self._record.computed}
         return _other(then, self._computed)
 

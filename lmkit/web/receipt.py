@@ -20,7 +20,7 @@ from array import array
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
@@ -32,12 +32,13 @@ if TYPE_CHECKING:
 
 HEADER = "x-lmkit-receipt"  # of a request: 1; of its answer: the receipt's id
 FORMAT = 1
+KEY_BYTES = 32  # of a public key
 MOST_MARKS = 512
 MARK_BYTES = 2
 HIDDEN = ("stop", "grammar", "logit_bias")  # parameters that hold parts of texts: the record commits to them
 
 
-class Choice(msgspec.Struct, kw_only=True):
+class Choice(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """One of the answers to a prompt."""
 
     prompt: str  # the commitment to its tokens, as hex
@@ -56,8 +57,8 @@ class Choice(msgspec.Struct, kw_only=True):
     preemptions: int = 0
 
 
-class Record(msgspec.Struct, kw_only=True):
-    """What computed an answer."""
+class Record(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What computed an answer. A field that is not signed is no part of it."""
 
     lmkit_receipt: int = FORMAT
     id: str
@@ -89,7 +90,8 @@ def commit(salt: bytes, token_ids: Iterable[int]) -> str:
 
 def commit_to(salt: bytes, value: Any) -> str:
     """The commitment to a parameter."""
-    return hmac.digest(salt, msgspec.json.encode(value, order="sorted"), "sha256").hex()
+    plain = msgspec.to_builtins(value, str_keys=True)  # only such keys can be sorted
+    return hmac.digest(salt, msgspec.json.encode(plain, order="sorted"), "sha256").hex()
 
 
 def marks(salt: bytes, token_ids: list[int]) -> tuple[int, str]:
@@ -117,14 +119,42 @@ def parting(salt: bytes, choice: Choice, token_ids: list[int]) -> int | None:
     return min(len(token_ids), choice.answer_tokens)
 
 
-def read(data: bytes) -> list[Receipt]:
+class Read(NamedTuple):
+    """The receipts of an answer, and the nodes that may have further ones."""
+
+    receipts: list[Receipt]
+    silent: list[str]
+
+
+def read(data: bytes) -> Read:
     """The receipts of a file: one, or the parts that a proxy gives. Raises ConfigError."""
     try:
-        found = msgspec.json.decode(data)
-        parts = found.get("parts", [found])
-        return [msgspec.convert(part, Receipt) for part in parts]
-    except (*JSON_ERRORS, TypeError, AttributeError) as error:
+        found = msgspec.json.decode(data, type=dict[str, Any])
+        receipts = msgspec.convert(found.get("parts", [found]), list[Receipt])
+        silent = msgspec.convert(found.get("silent", []), list[str])
+        for receipt in receipts:
+            _check(receipt)
+    except (*JSON_ERRORS, ValueError) as error:
         raise ConfigError(f"this is no receipt: {error}") from None
+    if len({receipt.record.id for receipt in receipts}) != 1:
+        raise ConfigError(
+            "these are the receipts of several answers" if receipts else "there is no receipt in this file"
+        )
+    return Read(receipts, silent)
+
+
+def _check(receipt: Receipt) -> None:
+    """Raises ValueError for what no server writes. Anybody can sign it with a key of their own."""
+    record = receipt.record
+    if record.lmkit_receipt != FORMAT:
+        raise ValueError(f"it has format {record.lmkit_receipt}, and this version reads {FORMAT}")
+    if not record.choices:
+        raise ValueError("it has no answer")
+    bytes.fromhex(receipt.salt or "")
+    for choice in record.choices:
+        base64.b64decode(choice.marks, validate=True)
+        if min(choice.stride, choice.answer_tokens + 1) < 1:
+            raise ValueError("its numbers of tokens are wrong")
 
 
 def _signed(record: Record) -> bytes:

@@ -13,6 +13,7 @@ import typer
 
 from lmkit.cli.replay import replay
 from lmkit.config import EngineConfig
+from lmkit.errors import ConfigError
 from lmkit.formats.fingerprint import content_digest
 from lmkit.models import load_spec
 from lmkit.serve.receipts import _choice
@@ -77,7 +78,7 @@ def asked(engine: Engine, demo_model: Path, adapter: Path, tmp_path: Path, capsy
         )
         file.write_bytes(msgspec.json.encode(signer.sign(record, SALT)))
         with pytest.raises(typer.Exit) as end:
-            replay(file, prompt=prompt, **({"model": str(demo_model), "key": signer.public} | given))
+            replay(file, **({"prompt": prompt, "model": str(demo_model), "key": signer.public} | given))
         return int(end.value.exit_code), capsys.readouterr().out
 
     return outcome
@@ -109,3 +110,48 @@ def test_an_adapters_answer_needs_the_adapter(asked: Asked, adapter: Path) -> No
     assert (status, "equal" in said, "another" in said) == (0, True, False)
     status, said = asked("a")
     assert (status, "parts at" in said, "another adapter: " in said) == (3, True, True)
+
+
+@pytest.mark.slow
+def test_a_receipt_chooses_no_option_but_those_that_change_bits(asked: Asked, tmp_path: Path) -> None:
+    """Anybody can sign a receipt with a key of their own, and let another replay it."""
+    folder = tmp_path / "kv"
+    options = {"kv_disk_path": str(folder), "prefix_cache": True, "dtype": "bfloat16"}
+    assert asked(computed={"options": options})[0] == 0
+    assert not folder.exists()
+    for wrong, words in (({"tp": "two"}, "receipt's options"), ([1], "receipt's options")):
+        with pytest.raises(ConfigError, match=words):
+            asked(computed={"options": wrong})
+
+
+@pytest.mark.slow
+def test_mistakes_are_told_from_forgeries(asked: Asked, tmp_path: Path) -> None:
+    wrong = tmp_path / "wrong"
+    for data in ("{}", '{"key": 1}', "{", "AAAA", "\xff"):
+        wrong.write_bytes(data.encode("latin-1"))
+        with pytest.raises(ConfigError, match="neither a file nor"):
+            asked(key=str(wrong))
+    for key in (str(tmp_path / "missing"), str(tmp_path), "k" * 5000):
+        with pytest.raises(ConfigError, match="neither a file nor"):
+            asked(key=key)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("prompt", [[[1]], [-1], [1 << 31], [1.5], {"input": "def f("}, {"messages": 5}])
+def test_what_is_no_prompt(asked: Asked, tmp_path: Path, prompt: Any) -> None:
+    file = tmp_path / "other"
+    file.write_text(json.dumps(prompt))
+    with pytest.raises(ConfigError, match="the prompt's file"):
+        asked(prompt=file)
+
+
+@pytest.mark.slow
+def test_what_differs_is_told_before_the_prompts_mistake(
+    asked: Asked, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Another model's tokenizer makes another prompt of the same text."""
+    file = tmp_path / "other"
+    file.write_text("[1, 2]")
+    with pytest.raises(ConfigError, match="another prompt"):
+        asked(weights="00", prompt=file)
+    assert "another weights: " in capsys.readouterr().out

@@ -21,7 +21,12 @@ from tests.serve.live import Server
 SECRET = "xylophone"
 ANSWER = TOKENIZER.encode("a secret answer")
 ASKED = {"x-lmkit-receipt": "1"}
-CHAT = {"model": "model", "messages": [{"role": "user", "content": SECRET}], "stop": ["zebra"]}
+CHAT = {
+    "model": "model",
+    "messages": [{"role": "user", "content": SECRET}],
+    "stop": ["zebra"],
+    "logit_bias": {"300": 1, "5": -1},
+}
 ROUTES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": CHAT,
     "/v1/completions": {"model": "model", "prompt": SECRET, "n": 2, "temperature": 1.0},
@@ -145,7 +150,7 @@ def test_a_real_answer_is_replayed(tmp_path: Path, capsys: pytest.CaptureFixture
     from lmkit.cli.replay import replay
     from lmkit.errors import ConfigError
 
-    body = CHAT | {"model": "demo", "temperature": 0.9, "seed": 11, "max_tokens": 24, "stop": []}
+    body = CHAT | {"model": "demo", "temperature": 0.9, "seed": 11, "max_tokens": 24, "stop": [], "logit_bias": {}}
     paths = {name: tmp_path / name for name in ("receipt", "prompt", "changed", "other")}
     engine = "lmkit.turbo.engine.engine:Engine"
     with Server(

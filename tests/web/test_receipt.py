@@ -35,10 +35,11 @@ def signed(tmp_path: Path) -> tuple[Signer, Receipt]:
 def test_a_receipt_survives_the_wire_and_a_pretty_printer(signed: tuple[Signer, Receipt]) -> None:
     signer, receipt = signed
     data = msgspec.json.format(msgspec.json.encode(receipt), indent=2)
-    (back,) = read(data)
+    (back,) = read(data).receipts
     assert back == receipt
     assert is_signed(back, signer.public)
-    assert read(msgspec.json.encode({"parts": [receipt, receipt]})) == [receipt, receipt]
+    told = read(msgspec.json.encode({"parts": [receipt, receipt], "silent": ["http://a"]}))
+    assert told == ([receipt, receipt], ["http://a"])
 
 
 TAMPERED = [
@@ -93,6 +94,37 @@ def test_where_answers_part(count: int) -> None:
 
 
 def test_what_is_no_receipt() -> None:
-    for data in (b"", b"[]", b"{}", b'{"record": 1}', b"\xff"):
+    for data in (b"", b"[]", b"{}", b'{"record": 1}', b"\xff", b'{"parts": []}', b'{"parts": 1}'):
         with pytest.raises(ConfigError, match="no receipt"):
             read(data)
+
+
+UNSIGNED: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any], str]] = [  # of the receipt, record and choice
+    ({}, {"verified": True}, {}, "unknown field `verified`"),
+    ({}, {}, {"checked_by": "them"}, "unknown field `checked_by`"),
+    ({}, {"lmkit_receipt": 2}, {}, "format 2"),
+    ({}, {"choices": []}, {}, "no answer"),
+    ({"salt": "xyz"}, {}, {}, "hexadecimal"),
+    ({}, {}, {"marks": "?"}, "base64"),
+    ({}, {}, {"stride": 0}, "numbers of tokens"),
+    ({}, {}, {"answer_tokens": -1}, "numbers of tokens"),
+]
+
+
+@pytest.mark.parametrize(("receipt", "record", "answer", "words"), UNSIGNED)
+def test_what_no_server_writes_is_refused(
+    receipt: dict[str, Any], record: dict[str, Any], answer: dict[str, Any], words: str, signed: tuple[Signer, Receipt]
+) -> None:
+    """Else it would stand in a receipt whose signature is right, or stop a replay."""
+    data = msgspec.to_builtins(signed[1])
+    data["record"]["choices"][0] |= answer
+    data["record"] |= record
+    with pytest.raises(ConfigError, match=f"no receipt: .*{words}"):
+        read(msgspec.json.encode(data | receipt))
+
+
+def test_parts_are_of_one_answer(signed: tuple[Signer, Receipt]) -> None:
+    signer, receipt = signed
+    other = signer.sign(msgspec.structs.replace(receipt.record, id="chatcmpl-2"), SALT)
+    with pytest.raises(ConfigError, match="several answers"):
+        read(msgspec.json.encode({"parts": [receipt, other]}))
