@@ -101,7 +101,7 @@ def _videos(folder: Path, vision: VisionSpec, images: ImageConfig, max_pixels: i
     if vision.videos is None:
         return NO_VIDEOS
     try:
-        config = VideoConfig(folder, vision.unit, images)
+        config = VideoConfig(folder, vision.unit, images, grid=vision.videos.grid)
     except UnsupportedError as error:
         log.warning("videos are refused: %s", error)
         return "the server does not read videos as this checkpoint wants them"

@@ -35,13 +35,17 @@ class Reading(NamedTuple):
 
 
 class Timed(NamedTuple):
-    """How videos stand in prompts, of a tower that reads them: pairs of frames, each after the second of its middle."""
+    """How videos stand in prompts, of a tower that reads them: pairs of frames, each after the second of its middle, or
+    all of them as one grid."""
 
     token_id: int  # stands for each row of output
     mark: str = "<|vision_start|><|video_pad|><|vision_end|>"  # what chat templates write for a video
     pair: str = "<{:.1f} seconds><|vision_start|><|video_pad|><|vision_end|>"  # of a pair
+    grid: bool = False  # the pairs are one grid, and each frame by itself has the bounds of pixels
+    places: float = 0.0  # in time that a second of a grid takes; 0 = each pair takes one
 
 
+PAD = "<|video_pad|>"
 BREAKS = "breaks"  # a tower's name for the embeddings of its merger's `breaks`
 GATED = Names(("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"))
 AXES = (0.0, 0.0)

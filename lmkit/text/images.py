@@ -110,6 +110,8 @@ class ReadImage(NamedTuple):
     breaks: int = 0  # tokens after each row of cells
     ids: tuple[int, ...] = ()  # of a processor: the tokens
     frames: int = 1
+    time: int = 0  # place in time of its cells after that of its first token's others; see runners.images.grid
+    goes_on: bool = False  # the next image begins at the same places: they are frames of one video
 
     @property
     def num_tokens(self) -> int:

@@ -35,14 +35,23 @@ def sampled(total: int, fps: float, wanted: float, least: int, most: int) -> lis
     return [round(i * step) for i in range(count)]  # halves to the even number, as numpy does
 
 
-def resized(frames: int, height: int, width: int, unit: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
+def sampled_in_pairs(total: int, fps: float, wanted: float, least: int, most: int) -> list[int]:
+    """The same as Qwen2-VL has it: an even number, unless there is one frame, and the first of equal parts."""
+    most = min(most, total) // 2 * 2
+    count = max(int(min(max(total / fps * wanted, least), most)) // 2 * 2, 1)
+    return [i * total // count for i in range(count)]
+
+
+def resized(
+    frames: int, height: int, width: int, unit: int, min_pixels: int, max_pixels: int, *, each: bool = False
+) -> tuple[int, int]:
     """The height and width of all frames: multiples of `unit`, with `min_pixels` to `max_pixels` pixels in all frames
-    together, which are read two and two."""
-    if height < unit or width < unit:
+    together, which are read two and two, or in `each`."""
+    if not each and (height < unit or width < unit):
         grow = max(unit / height, unit / width)
         height, width = int(height * grow), int(width * grow)
     high, wide = round(height / unit) * unit, round(width / unit) * unit
-    pairs = round(frames / 2) * 2
+    frames, pairs = (1, 1) if each else (frames, round(frames / 2) * 2)
     if pairs * high * wide > max_pixels:
         shrink = math.sqrt(frames * height * width / max_pixels)
         return max(unit, int(height / shrink / unit) * unit), max(unit, int(width / shrink / unit) * unit)
@@ -54,13 +63,14 @@ def resized(frames: int, height: int, width: int, unit: int, min_pixels: int, ma
 
 def answer(
     encoded: str, unit: int, min_pixels: int, max_pixels: int, max_frame: int, cap: int, fps: float, least: int,
-    most: int, resample: int,
+    most: int, resample: int, grid: bool = False,
 ) -> tuple[str, Any]:  # fmt: skip
     """The reply to a request with the bytes of a file in base64. `max_frame`: pixels of a frame at most. `cap`: the
     same if the least pixels of all frames do not need more; 0 = none. `fps`, `least` and `most` say how many frames
-    are read. `resample` is Pillow's number of a filter.
+    are read. `resample` is Pillow's number of a filter. `grid`: as Qwen2-VL has it, where `min_pixels` and `max_pixels`
+    are those of each frame, and `cap` of all together.
 
-    ("video", [height, width, seconds of each frame, RGB bytes of all frames in base64])
+    ("video", [height, width, seconds of each frame, frames read a second, RGB bytes of all frames in base64])
     ("refused", why the video cannot be used)
     """
     from PIL import Image
@@ -71,7 +81,7 @@ def answer(
         total, rate = _length(data)
         if not 0 < total <= MAX_SOURCE_FRAMES or not 0 < rate < 1e4:
             raise _RefusedError(_UNREADABLE)
-        wanted = sampled(total, rate, fps, least, most)
+        wanted = (sampled_in_pairs if grid else sampled)(total, rate, fps, least, most)
         size: tuple[int, int] | None = None
         found: list[bytes] = []
         for number, frame in enumerate(_frames(data)):
@@ -79,9 +89,8 @@ def answer(
                 continue
             if size is None:
                 frames = max(len(wanted), 2)
-                if cap:
-                    max_pixels = max(min(cap, max_pixels // frames), int(min_pixels * 1.05)) * frames
-                size = _size(frame, frames, unit, min_pixels, min(max_pixels, max_frame * frames))
+                limits = (_of_each if grid else _of_all)(frames, min_pixels, max_pixels, max_frame, cap)
+                size = _size(frame, frames, unit, limits, each=grid)
             small = frame.convert("RGB").resize((size[1], size[0]), Image.Resampling(resample))
             found.append(small.tobytes())
             if len(found) == len(wanted):
@@ -94,20 +103,35 @@ def answer(
         return "refused", _UNREADABLE
     if size is None or len(found) != len(wanted):
         return "refused", "it ends before its last frame"
-    seconds = [number / rate for number in wanted]
+    seconds, read = [number / rate for number in wanted], len(wanted) / total * rate
     if len(found) % 2:  # frames are read two and two
         found.append(found[-1])
         seconds.append(seconds[-1])
-    return "video", [*size, seconds, base64.b64encode(b"".join(found)).decode()]
+    return "video", [*size, seconds, read, base64.b64encode(b"".join(found)).decode()]
 
 
-def _size(frame: Any, frames: int, unit: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
-    """The size of all frames, from the first one's. Raises _RefusedError."""
+def _of_all(frames: int, min_pixels: int, max_pixels: int, max_frame: int, cap: int) -> tuple[int, int]:
+    """The least and the most pixels of all frames together."""
+    if cap:
+        max_pixels = max(min(cap, max_pixels // frames), int(min_pixels * 1.05)) * frames
+    most = min(max_pixels, max_frame * frames, MAX_BYTES // 3)
+    return min(min_pixels, most), most
+
+
+def _of_each(frames: int, min_pixels: int, max_pixels: int, max_frame: int, cap: int) -> tuple[int, int]:
+    """The least and the most pixels of each frame."""
+    if cap:
+        max_pixels = max(min(max_pixels, cap // frames), int(min_pixels * 1.05))
+    most = min(max_pixels, max_frame, MAX_BYTES // 3 // frames)
+    return min(min_pixels, most), most
+
+
+def _size(frame: Any, frames: int, unit: int, limits: tuple[int, int], *, each: bool) -> tuple[int, int]:
+    """The size of all frames, from the first one's, with pixels in these limits. Raises _RefusedError."""
     if max(frame.size) > MAX_ASPECT_RATIO * min(frame.size):
         sides = f"{frame.width} x {frame.height} pixels"
         raise _RefusedError(f"{sides}: one side is over {MAX_ASPECT_RATIO} times the other")
-    most = min(max_pixels, MAX_BYTES // 3)
-    return resized(frames, frame.height, frame.width, unit, min(min_pixels, most), most)
+    return resized(frames, frame.height, frame.width, unit, *limits, each=each)
 
 
 def _container(data: bytes) -> str:

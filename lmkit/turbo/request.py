@@ -130,6 +130,8 @@ class ImageInput(msgspec.Struct, frozen=True):
     breaks: int = 0  # tokens after each row of cells
     ids: tuple[int, ...] = ()
     frames: int = 1  # of a video, which it has
+    time: int = 0  # see ReadImage
+    goes_on: bool = False
     number: int = 0  # the engine's own for its digest, from 1 on
 
     @property

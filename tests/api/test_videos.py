@@ -6,6 +6,7 @@ import base64
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from lmkit import GenerationConfig, pipeline
@@ -23,8 +24,16 @@ BANNED = {4098: -100.0, 4099: -100.0}
 CONFIG = GenerationConfig(max_new_tokens=6, ignore_eos=True, logit_bias=BANNED)
 
 
-def test_a_video_and_an_image_give_the_tokens_of_transformers(tmp_path: Path) -> None:
-    model, tower = chat_checkpoint(tmp_path, "qwen3-vl"), tower_of(tmp_path)
+@pytest.mark.parametrize(
+    ("name", "written"),
+    [
+        ("qwen3-vl", "First<0.2 seconds><|vision_start|><|video_pad|>"),
+        ("qwen2.5-vl", "First<|vision_start|><|video_pad|><|video_pad|><|video_pad|><|vision_end|>then"),
+        pytest.param("qwen2-vl", "First<|vision_start|><|video_pad|><|video_pad|>", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_a_video_and_an_image_give_the_tokens_of_transformers(tmp_path: Path, name: str, written: str) -> None:
+    model, tower = chat_checkpoint(tmp_path, name), tower_of(tmp_path)
     picture = saved(drawn(50, 30))
     content: list[dict[str, Any]] = [
         {"type": "text", "text": "First"},
@@ -43,7 +52,7 @@ def test_a_video_and_an_image_give_the_tokens_of_transformers(tmp_path: Path) ->
     text = tokenizer.render_chat([{"role": "user", "content": marks}])
     assert "First<|vision_start|><|video_pad|>" in text
     text = with_videos(text, shown[:1], info.videos)
-    assert "First<0.2 seconds><|vision_start|>" in text
+    assert written in text
     images = pictures(shown)
     ids, starts = expanded(tokenizer.encode(text, False), images, settings_of(info))
     placed = [ImageInput(start, *image) for start, image in zip(starts, images, strict=True)]

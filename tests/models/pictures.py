@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 from collections.abc import Sequence
@@ -91,6 +92,11 @@ def frames(tower: Tower, rows: int, columns: int, count: int) -> list[ReadImage]
     return list(video.pairs)
 
 
+def marks_of(frames: Sequence[ReadImage]) -> list[int]:
+    """A piece of a prompt in which -1 stands for each pair of frames. A token ends what is one grid."""
+    return [x for pair in frames for x in ([-1] if pair.goes_on else [-1, 5])]
+
+
 def rows_of(tower: Tower, image: ReadImage) -> torch.Tensor:
     """What stands in place of the image's embeddings."""
     steps = tower.encode(image.rows, image.columns, image.pixels)
@@ -121,15 +127,22 @@ def expected(
     kinds = torch.zeros(1, len(ids), dtype=torch.int)
     given: dict[str, torch.Tensor] = {}
     for kind, (pixel_values, grid) in enumerate(ARGUMENTS, 1):
-        rows, grids = [], []
+        rows, grids, goes_on = [], [], False
         for image in (image for image in images if image.frames == kind):
             pixels = torch.frombuffer(bytearray(image.pixels), dtype=torch.uint8)
             pixels = pixels.view(-1, image.rows * UNIT, image.columns * UNIT, 3)
             rows.append(patches(pixels, spec, mean=settings.mean, std=settings.std))
-            grids.append([1, image.rows * spec.merge_size, image.columns * spec.merge_size])
+            if goes_on:
+                grids[-1][0] += 1
+            else:
+                grids.append([1, image.rows * spec.merge_size, image.columns * spec.merge_size])
+            goes_on = image.goes_on
             kinds[0, image.start : image.end] = kind
         if rows:
             given |= {pixel_values: torch.cat(rows), grid: torch.tensor(grids), "mm_token_type_ids": kinds}
+    if spec.videos and spec.videos.places and "pixel_values_videos" in given:
+        firsts = [one.time for zero, one in itertools.pairwise(images) if zero.goes_on and not zero.time]
+        given["second_per_grid_ts"] = torch.tensor(firsts) / spec.videos.places
     model.model.rope_deltas = None
     with torch.no_grad():
         logits: torch.Tensor = model(torch.tensor([list(ids)]), **given).logits[0]

@@ -31,7 +31,7 @@ from lmkit.turbo.runners.batch import PersistentBatch
 from lmkit.turbo.runners.images import EncodedImages
 from lmkit.turbo.scheduling.limits import fitted_to_images
 from tests.models import peft_folder, tiny
-from tests.models.pictures import expected, frames, picture, prompt, rows_of, tower_of
+from tests.models.pictures import expected, frames, marks_of, picture, prompt, rows_of, tower_of
 from tests.quant.helpers import tiny_checkpoint
 
 BY_PLACE, OTHERS = 1e-3, 1e-4  # how far logits may be from those of transformers, with M-RoPE and without
@@ -66,7 +66,7 @@ def test_chunks_that_cut_images_match_transformers(vl: Model) -> None:
     decoder = load_model(path)
     images = [picture(tower, 3, 4, 1), picture(tower, 2, 2, 2), picture(tower, 1, 5, 3)]
     video = frames(tower, 2, 3, 2)  # towers that read videos get one, too
-    ids, placed = prompt(tower, [*text(3), -1, *text(2), -1, 7, -1, *text(4), *[-1, 5] * len(video)], images + video)
+    ids, placed = prompt(tower, [*text(3), -1, *text(2), -1, 7, -1, *text(4), *marks_of(video)], images + video)
     images += video
     whole = tower.settings.sees_all
     encoded = EncodedImages.of(1 << 20, decoder.spec)

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import importlib
 import io
+import sys
 from contextlib import suppress
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor, smart_resize
 
 from lmkit.errors import RequestError
+from lmkit.models.vision_spec import PAD
 from lmkit.text.images import ReadImage
-from lmkit.text.video_process import resized, sampled
+from lmkit.text.video_process import resized, sampled, sampled_in_pairs
 from lmkit.text.videos import ReadVideo, VideoSettings, pictures, with_videos
 
 MARK = "<|vision_start|><|video_pad|><|vision_end|>"
@@ -62,6 +68,52 @@ def test_sizes_are_those_of_transformers() -> None:
             for width in (9, 100, 333, 600):
                 want = smart_resize(frames, height, width, factor=16, **limits)
                 assert resized(frames, height, width, 16, *limits.values()) == want, (frames, height, width)
+
+
+@pytest.fixture
+def qwen2(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """transformers' module for videos of Qwen2-VL. What it takes from torchvision is not used here."""
+    for name in ("torchvision", "torchvision.transforms", "torchvision.transforms.v2"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    name = "torchvision.transforms.v2.functional"
+    monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setattr(sys.modules["torchvision.transforms.v2"], "functional", ModuleType(name), raising=False)
+    return importlib.import_module("transformers.models.qwen2_vl.video_processing_qwen2_vl")
+
+
+def test_frames_and_sizes_of_qwen2_vl_are_those_of_transformers(qwen2: Any) -> None:
+    processor = SimpleNamespace(fps=2, min_frames=4, max_frames=20, num_frames=None, temporal_patch_size=2)
+    for total in (*range(2, 40), 299, 1000):
+        for fps in (1.0, 10.0, 23.976, 60.0):
+            metadata = SimpleNamespace(total_num_frames=total, fps=fps)
+            want = qwen2.Qwen2VLVideoProcessor.sample_frames(processor, metadata)
+            assert sampled_in_pairs(total, fps, 2.0, 4, 20) == want.tolist(), (total, fps)
+    assert sampled_in_pairs(1, 10.0, 2.0, 4, 20) == [0], "transformers refuses a single frame"
+    for height in (5, 20, 61, 199, 1000):
+        for width in (9, 100, 333, 600):
+            want = qwen2.smart_resize(height, width, 16, 4000, 30_000)
+            assert resized(40, height, width, 16, 4000, 30_000, each=True) == want, (height, width)
+
+
+@pytest.mark.parametrize(
+    ("rate", "places", "want"),
+    [
+        (2.0, 2.0, [0, 2, 4, 6, 8]),
+        (4.0, 2.0, [0, 1, 2, 3, 4]),
+        (2.4, 4.0, [0, 3, 6, 10, 13]),
+        (0.5, 0.0, [0, 1, 2, 3, 4]),
+    ],
+)
+def test_frames_of_one_grid_have_places_in_time(rate: float, places: float, want: list[int]) -> None:
+    """As transformers computes them, in float32."""
+    settings = msgspec.structs.replace(SETTINGS, mark=PAD, pair=PAD, grid=True, places=places)
+    video = settings.cut_up(8, 16, range(10), bytes(10 * 8 * 16 * 3), rate)
+    assert [pair.time for pair in video.pairs] == want
+    step = torch.tensor(2.0 / rate) * places if places else 1
+    assert (torch.arange(5) * step).long().tolist() == want
+    assert [pair.goes_on for pair in video.pairs] == [True] * 4 + [False]
+    assert len({pair.digest for pair in video.pairs}) == 5, "equal frames at other places have other KV"
+    assert with_videos(f"a{PAD}b", [video], settings) == "a" + 5 * PAD + "b"
 
 
 def test_the_text_of_a_video_is_that_of_transformers() -> None:

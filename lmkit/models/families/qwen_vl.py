@@ -12,11 +12,11 @@ from typing import Any
 
 from lmkit.errors import CheckpointError, UnsupportedError
 from lmkit.models.families import defaults
-from lmkit.models.families.llama import integer, qwen2, qwen3
+from lmkit.models.families.llama import integer, number, qwen2, qwen3
 from lmkit.models.families.moe import qwen3_moe
 from lmkit.models.registry import family
 from lmkit.models.spec import ModelSpec
-from lmkit.models.vision_spec import GATED, Joined, Timed, VisionSpec
+from lmkit.models.vision_spec import GATED, PAD, Joined, Timed, VisionSpec
 
 TOWER, TOWER_3 = "visual.", "model.visual."
 NAMES_2, NAMES_3 = (GATED._replace(mlp=(f"mlp.{x}fc1", f"mlp.{x}fc2")) for x in ("", "linear_"))
@@ -31,7 +31,7 @@ def qwen2_vl(hf: dict[str, Any]) -> ModelSpec:
     vision = vision_config(hf)
     width = integer(vision, "embed_dim")
     sizes = {"hidden_size": width, "inner_size": width * integer(vision, "mlp_ratio")}
-    tower = vision_spec(hf, "quick_gelu", **sizes, names=NAMES_2, layer_norm=True)
+    tower = vision_spec(hf, "quick_gelu", **sizes, names=NAMES_2, layer_norm=True, videos=_grid(hf))
     return replace(_with_tower(hf, qwen2, tower), unread=(TOWER,))
 
 
@@ -105,10 +105,16 @@ def windowed_tower(hf: dict[str, Any]) -> VisionSpec:
     vision = vision_config(hf)
     full = _layers(vision, "fullatt_block_indexes")
     window = integer(vision, "window_size")
-    spec = vision_spec(hf, "silu", window_size=window, full_layers=full)
+    videos = _grid(hf, number(vision, "tokens_per_second", 4.0))
+    spec = vision_spec(hf, "silu", window_size=window, full_layers=full, videos=videos)
     if not spec.window_cells:
         raise CheckpointError("vision_config: hidden_size, num_heads, patch_size and window_size do not fit together")
     return spec
+
+
+def _grid(hf: dict[str, Any], places: float = 0.0) -> Timed:
+    """Videos as one grid."""
+    return Timed(integer(hf, "video_token_id", 151656), PAD, PAD, grid=True, places=places)
 
 
 def vision_spec(hf: dict[str, Any], activation: str, **given: Any) -> VisionSpec:

@@ -93,7 +93,7 @@ class EncodedImages:
         if (own := self._places.get(image.digest)) is not None:
             return own
         if self.by_place:
-            return grid(image.rows, image.columns)
+            return grid(image.rows, image.columns, image.time, goes_on=image.goes_on)
         return np.tile(np.arange(image.num_tokens + 1, dtype=np.int32), (3, 1))
 
     def _evict(self, more: int = 0) -> None:
@@ -123,11 +123,13 @@ class PlacedImages:
         return cls(*places(images, num_prompt_tokens, encoded), rows, encoded.whole)
 
 
-def grid(rows: int, columns: int) -> np.ndarray:
-    """Places in time, height and width int32 [3, rows * columns + 1] of an image's tokens, counted from its first one,
-    as M-RoPE has them; the last is that of the token after them, which goes on after the largest place."""
-    found = np.full((3, rows * columns + 1), max(rows, columns), np.int32)
-    found[:, :-1] = np.zeros(rows * columns), np.repeat(np.arange(rows), columns), np.tile(np.arange(columns), rows)
+def grid(rows: int, columns: int, time: int = 0, *, goes_on: bool = False) -> np.ndarray:
+    """Places in time, height and width int32 [3, rows * columns + 1] of an image's tokens, counted from the first one's
+    in height, as M-RoPE has them; the last is that of the token after them, which goes on after the largest place in
+    height or width. Of frames of a video that has more the next ones begin where these did: `goes_on`."""
+    found = np.full((3, rows * columns + 1), 0 if goes_on else max(rows, columns), np.int32)
+    found[0, :-1] = time
+    found[1:, :-1] = np.repeat(np.arange(rows), columns), np.tile(np.arange(columns), rows)
     return found
 
 

@@ -79,7 +79,8 @@ def check_request(request: Request, limits: SchedulerLimits) -> int:
 
 
 def check_images_fit(request: Request, limits: SchedulerLimits) -> None:
-    """Raise RequestError for an image that must be computed in one step and never can."""
+    """Raise RequestError for an image that must be computed in one step and never can, or frames of a video whose place
+    in time lies beyond the context."""
     room = -(-limits.max_step_tokens // limits.num_stages) - limits.max_batch_size + 1
     longest = max((image.num_tokens for image in request.images), default=0)
     if limits.whole_images and longest > room:
@@ -87,6 +88,10 @@ def check_images_fit(request: Request, limits: SchedulerLimits) -> None:
             f"an image of {longest} tokens is computed in one step, which has room for {room}: raise max_step_tokens"
         )
         raise RequestError("unsupported_parameter", message, "messages")
+    latest = max((image.start + image.time for image in request.images), default=0)
+    if latest >= limits.max_model_len:
+        message = f"a video is as long as {latest} tokens, and the context has {limits.max_model_len}: shorten it"
+        raise RequestError("context_length_exceeded", message, "messages")
 
 
 def fitted_to_images(request: Request, start: int, count: int, room: int) -> int:

@@ -61,6 +61,15 @@ class Bench:
         return [request.request_id for request in self.admitted]
 
 
+def test_a_video_longer_than_the_context_is_refused(tower: Tower) -> None:
+    """Its places in time lie beyond the angles of RoPE, however few tokens it has."""
+    bench = Bench(tower)
+    given = bench.request("a", 1)
+    late = replace(given.images[0], time=bench.encoder._limits.max_model_len)
+    with pytest.raises(RequestError, match="a video is as long as"):
+        bench.encoder.add(replace(given, images=(late,)))
+
+
 def test_work_is_done_in_parts_and_in_order(tower: Tower) -> None:
     bench = Bench(tower)
     bench.add("a", 1, 2)
