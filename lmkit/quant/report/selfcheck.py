@@ -65,8 +65,10 @@ def check_logits(
     difference, largest = 0.0, 1e-30
     found = _behind_layers(stored, token_ids, product_dtype, device)
     own, others = _normalized(source, expected.cpu()), _normalized(stored, found.cpu())
-    for part in torch.arange(source.spec.vocab_size).split(VOCAB_ROWS):
-        wanted, found = (_logits(model, x, part) for model, x in ((source, own), (stored, others)))
+    heads = [_head(model) for model in (source, stored)]  # read once: a file's own codes take long to become floats
+    for first in range(0, source.spec.vocab_size, VOCAB_ROWS):
+        rows = slice(first, first + VOCAB_ROWS)
+        wanted, found = (_logits(x, head, rows) for x, head in zip((own, others), heads, strict=True))
         difference = max(difference, float((found - wanted).abs().amax()))
         largest = max(largest, float(wanted.abs().amax()))
         source.reader.release()
@@ -108,10 +110,14 @@ def _normalized(source: ModelSource, hidden: Tensor) -> Tensor:
     return normalized
 
 
-def _logits(source: ModelSource, x: Tensor, tokens: Tensor) -> Tensor:
-    """x [seq_len, hidden], normalized -> logits float32 [seq_len, tokens] of some consecutive tokens."""
-    rows = slice(int(tokens[0]), int(tokens[-1]) + 1)
+def _head(source: ModelSource) -> Tensor | None:
+    """The head's weights [vocab, hidden]; None: what `_normalized` gives are logits."""
     if source.spec.foreign:
-        return x[:, rows]
+        return None
     weight = source.lm_head().weights[roles.LM_HEAD]
-    return x @ (dequantize(weight)[rows] if isinstance(weight, QTensor) else weight[rows].float()).T
+    return dequantize(weight) if isinstance(weight, QTensor) else weight
+
+
+def _logits(x: Tensor, head: Tensor | None, rows: slice) -> Tensor:
+    """x [seq_len, hidden], normalized -> logits float32 [seq_len, tokens] of some tokens."""
+    return x[:, rows] if head is None else x @ head[rows].float().T
