@@ -161,7 +161,9 @@ class EngineConfig(StrictStruct, frozen=True, kw_only=True, metaclass=_Sizes):
     devices: Annotated[
         str,
         msgspec.Meta(pattern=r"^(0(,\d+)*)?$"),
-        _model("GPUs of the processes of --tp or --ep: 0,1 for example, 0,0 to try it on one. Default: 0,1 and on."),
+        _model(
+            "GPUs of --tp, --ep or --pp, one for each process: 0,1 for example, or 0,0 to try it. Default: 0,1 and on."
+        ),
     ] = ""
     # see runners.placing
     cluster: Annotated[
@@ -367,8 +369,8 @@ class EngineConfig(StrictStruct, frozen=True, kw_only=True, metaclass=_Sizes):
 
     @property
     def gpus(self) -> list[int]:
-        """The GPU of each rank, if the device is a GPU."""
-        return [int(number) for number in self.devices.split(",")] if self.devices else list(range(self.num_ranks))
+        """The GPU of each process, if the device is a GPU."""
+        return [int(number) for number in self.devices.split(",")] if self.devices else list(range(self.num_processes))
 
     @property
     def num_sharing(self) -> int:

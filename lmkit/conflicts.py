@@ -40,8 +40,8 @@ TRAITS: dict[str, Callable[[EngineConfig], bool]] = {
     PROCESSES: lambda config: config.num_processes > 1,
     RANKS: lambda config: config.num_ranks > 1,
     UNEQUAL: lambda config: min(config.tp, config.ep) > 1 and config.tp != config.ep,
-    MANY: lambda config: config.num_ranks > config.target.max_ranks,
-    WRONG_COUNT: lambda config: bool(config.devices) and len(config.gpus) != config.num_ranks,
+    MANY: lambda config: config.num_processes > config.target.max_ranks,
+    WRONG_COUNT: lambda config: bool(config.devices) and len(config.gpus) != config.num_processes,
     LONE_DRAFTER: lambda config: config.num_processes > 1 and not config.target.drafts_with_ranks,
     DRAFTER: lambda config: config.has_drafter,
     NO_TIER: lambda config: config.kv_host_memory is None and config.kv_disk_path is None,
@@ -141,7 +141,7 @@ CONFLICTS: tuple[Conflict, ...] = (
     Conflict("cluster", "ep", _CLUSTER),
     Conflict("cluster", "pp", _CLUSTER),
     Conflict(
-        "devices", WRONG_COUNT, "devices={devices} names GPUs of ranks: give as many as tp or ep, and device cuda"
+        "devices", WRONG_COUNT, "devices={devices} names GPUs: give as many as tp, ep or pp, and device cuda"
     ),
     Conflict("pp", RANKS, "{shared} and pp={pp}: a model is shared out in one way; leave one of them out"),
     Conflict(
@@ -149,7 +149,7 @@ CONFLICTS: tuple[Conflict, ...] = (
         "{shared} and ep={ep}: the same processes share both; give one number, or leave one of them out",
     ),
     *_of_devices(),
-    Conflict(RANKS, MANY, "{shared}: at most {max_ranks} GPUs share a model; use a smaller number"),
+    Conflict(PROCESSES, MANY, "{shared}: at most {max_ranks} GPUs share a model; use a smaller number"),
     Conflict(
         DRAFTER, LONE_DRAFTER, "{shared} takes no draft model or head on GPUs; use speculate ngram, or one GPU"
     ),
@@ -199,9 +199,6 @@ CONFLICTS: tuple[Conflict, ...] = (
     Conflict("kv_disk_path", FIXED_STATES, _IN_STATES),
     Conflict("kv_listen", FIXED_STATES, _IN_STATES),
     Conflict("kv_peer", FIXED_STATES, _IN_STATES),
-    Conflict("tp", FIXED_STATES, _IN_STATES),
-    Conflict("ep", FIXED_STATES, _IN_STATES),
-    Conflict("pp", FIXED_STATES, _IN_STATES),
     Conflict("tp", FOREIGN, _foreign("is not shared by processes")),
     Conflict("ep", FOREIGN, _foreign("is not shared by processes")),
     Conflict("pp", FOREIGN, _foreign("is not shared by processes")),

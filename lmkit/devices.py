@@ -110,7 +110,6 @@ CUDA = Device(
     refuses=MappingProxyType(
         {
             "weights_memory": "weights_memory is for --device cpu; a GPU keeps all weights in its own memory",
-            "pp": "{shared} is for --device cpu; GPUs share a model by tp and ep",
             "cluster": "cluster={cluster} is for --device cpu; on GPUs all ranks are on one machine",
         }
     ),

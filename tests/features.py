@@ -133,6 +133,7 @@ FEATURES: dict[str, Feature] = {
     "`--quantize fp8`": Feature({"quantize": "fp8"}),
     "GPU": Feature({"device": "cuda"}),
     "GPUs, `--tp`": Feature({"device": "cuda", "tp": 2}),
+    "GPUs, `--pp`": Feature({"device": "cuda", "pp": 2}),
 }
 
 

@@ -166,5 +166,5 @@ def _profile(timings: Sequence[_Timing], stages: int) -> StepProfile:
         schedule=schedule,
         update=update,
         outside_kernels=1 - kernels / step,
-        bubble=1 - (kernels + elsewhere) / (stages * step) if stages > 1 else None,
+        bubble=1 - (kernels + elsewhere) / (stages * step) if stages > 1 and elsewhere else None,
     )

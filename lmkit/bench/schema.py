@@ -83,7 +83,8 @@ class StepProfile(msgspec.Struct, frozen=True, kw_only=True):
     schedule: float
     update: float
     outside_kernels: float  # share of `step` in which no kernel runs
-    bubble: float | None = None  # share of the time of all stages in which they compute nothing; None: there is one
+    # Share of the time of all stages in which they compute nothing. None: there is one, or their times are not known.
+    bubble: float | None = None
 
 
 class LatencyRun(msgspec.Struct, frozen=True, kw_only=True):

@@ -70,6 +70,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "kv.cuh": DECODING[:1],
     "gemm.cuh": PRODUCTS[:1],
     "recurrent.cuh": (f"{HERE}/test_short_conv.py::test_sequences_in_all_states[cpu-7x1-torch.float32]",),
+    "peers.cuh": (f"{HERE}/test_stages.py::test_steps_come_in_their_order_through_all_stages[cpu-2]",),
     "rows.cuh": (f"{HERE}/test_overlap.py::test_products_read_weights_before_they_wait[5-plan1]",),
     "work.cuh": (f"{HERE}/test_work.py::test_any_lengths[cpu-1]",),
     "gemm.cu": PRODUCTS,
@@ -125,6 +126,10 @@ TESTS: dict[str, tuple[str, ...]] = {
         f"{HERE}/test_selective_scan.py::test_sequences_in_all_states[cpu-2x37x8x1x2-torch.float32]",
     ),
     "short_conv.cu": (f"{HERE}/test_short_conv.py::test_sequences_in_all_states[cpu-7x1-torch.float32]",),
+    "stages.cu": (
+        f"{HERE}/test_stages.py::test_steps_come_in_their_order_through_all_stages[cpu-2]",
+        f"{HERE}/test_stages.py::test_a_stage_waits_for_room_and_not_for_ever[cpu]",
+    ),
     "tokens.cu": (f"{HERE}/test_tokens.py::test_known_tokens[cpu-257]",),
     "turn.cu": (f"{HERE}/test_balanced.py::test_splits[cpu-new tokens-2]",),
 }

@@ -68,7 +68,7 @@ class IpcSharing:
         try:
             return int(self._runtime.ipcOpenMemHandle(handle, self._runtime.cudaIpcMemLazyEnablePeerAccess))
         except self._runtime.CUDARuntimeError as error:
-            raise UnsupportedError(f"tp: a GPU cannot map the memory of another one ({error}); use tp=1") from None
+            raise UnsupportedError(f"a GPU cannot map the memory of another one ({error}); use one GPU") from None
 
 
 class HostSharing:
@@ -105,18 +105,59 @@ def register_host(address: int, num_bytes: int) -> None:
 
     try:
         if not runtime.deviceGetAttribute(USES_HOST_ADDRESSES, torch.cuda.current_device()):
-            raise UnsupportedError("tp: this GPU cannot use host memory under its address; use tp=1")
+            raise UnsupportedError("this GPU cannot use host memory under its address; use one GPU")
         runtime.hostRegister(address, num_bytes, MAPPED)
     except runtime.CUDARuntimeError as error:
-        raise UnsupportedError(f"tp: a GPU cannot use host memory ({error}); use tp=1") from None
+        raise UnsupportedError(f"a GPU cannot use host memory ({error}); use one GPU") from None
 
 
-class GpuRanks:
-    """One rank's view of the ranks, see layers.ranks.Ranks. `lost`: int32 [1] of host memory that the device reads.
+class SharedMemory:
+    """Memory of each process of a model, which all have mapped. `lost`: int32 [1] of host memory that the device reads.
 
-    `handle` goes to all other ranks, whose handles `connect` takes. Every rank calls the same methods with the same
-    sizes in the same order.
+    `handle` goes to all other processes, whose handles `connect` takes. `kernels` are those that use the memory.
     """
+
+    def __init__(
+        self,
+        sharing: Sharing,
+        device: str,
+        lost: Tensor,
+        rank: int,
+        num_bytes: int,
+        kernels: list[Kernel],
+        seconds: float = WAIT_SECONDS,
+    ) -> None:
+        self._sharing, self._device, self._lost, self._rank = sharing, device, lost, rank
+        self._limit = np.int64(1e9 * seconds)
+        self._address, self.handle = sharing.allocate(num_bytes)
+        self._kernels = kernels
+
+    def connect(self, handles: Sequence[bytes]) -> None:
+        """Map the memory of all processes, given in their order. Raises UnsupportedError."""
+        addresses = [
+            self._address if rank == self._rank else self._sharing.open(handle) for rank, handle in enumerate(handles)
+        ]
+        self._memories = torch.tensor(addresses, dtype=torch.int64, device=self._device)
+        for kernel in self._kernels:
+            kernel.compile(self._memories.device.type)
+
+    @property
+    def _ends(self) -> list[Any]:
+        """The last arguments of a kernel."""
+        return [self._memories, self._lost, self._limit, self._rank]
+
+    @property
+    def is_lost(self) -> bool:
+        return bool(self._lost[0])
+
+    def lose(self) -> None:
+        """From any thread: a process has ended. No kernel waits any longer, and results mean nothing."""
+        self._lost[0] = 1
+
+
+class GpuRanks(SharedMemory):
+    """One rank's view of the ranks, see layers.ranks.Ranks and SharedMemory. Every rank calls the same methods with the
+    same sizes in the same order."""
 
     def __init__(
         self,
@@ -130,20 +171,8 @@ class GpuRanks:
         layout: Layout = LAYOUT,
         seconds: float = WAIT_SECONDS,
     ) -> None:
-        self._sharing, self._device, self._lost = sharing, device, lost
-        self._rank, self._size, self._vocab, self._layout = rank, size, vocab_size, layout
-        self._limit = np.int64(1e9 * seconds)
-        self._address, self.handle = sharing.allocate(layout.num_bytes(size))
-        self._kernels = kernels(size, layout)
-
-    def connect(self, handles: Sequence[bytes]) -> None:
-        """Map the memory of all ranks, given in their order. Raises UnsupportedError."""
-        addresses = [
-            self._address if rank == self._rank else self._sharing.open(handle) for rank, handle in enumerate(handles)
-        ]
-        self._memories = torch.tensor(addresses, dtype=torch.int64, device=self._device)
-        for kernel in self._kernels:
-            kernel.compile(self._memories.device.type)
+        super().__init__(sharing, device, lost, rank, layout.num_bytes(size), kernels(size, layout), seconds)
+        self._size, self._vocab, self._layout = size, vocab_size, layout
 
     def sum(self, x: Tensor) -> Tensor:
         """See layers.ranks.Ranks. The result lies in x."""
@@ -183,23 +212,11 @@ class GpuRanks:
         for part in words.flatten().split(self._layout.piece):
             self._kernels[2](1, THREADS, [part, part.numel(), *self._ends])
 
-    @property
-    def _ends(self) -> list[Any]:
-        return [self._memories, self._lost, self._limit, self._rank]
-
     def _pieces(self, count: int) -> tuple[int, int]:
         """Blocks, and numbers of a piece, for so many numbers."""
         blocks, most = self._layout
         piece = min(most, max(LEAST_PIECE, -(-count // (4 * blocks)) * 4))
         return min(blocks, -(-count // piece)), piece
-
-    @property
-    def is_lost(self) -> bool:
-        return bool(self._lost[0])
-
-    def lose(self) -> None:
-        """From any thread: a rank has ended. No kernel waits any longer, and results mean nothing."""
-        self._lost[0] = 1
 
 
 def kernels(size: int, layout: Layout = LAYOUT) -> list[Kernel]:

@@ -21,7 +21,7 @@ import lmkit.kernels.cuda
 from lmkit.attention_spec import AttentionSpec, Growth
 from lmkit.codes import E2M1, Integers, Shifted
 from lmkit.kernels import latent_ops, ops, plane_ops, query_ops, recurrent_ops
-from lmkit.kernels.cuda import module, ranks
+from lmkit.kernels.cuda import module, ranks, stages
 from lmkit.kernels.cuda.gpus import Capability
 from lmkit.kernels.cuda.library import invariant_product
 from lmkit.kernels.cuda.module import HALVES, Kernel, Launch
@@ -111,7 +111,7 @@ def common() -> tuple[Kernel, ...]:
                 for num_heads in LATENT_HEADS:
                     _wide(half, (num_heads, 1, ROW), ROW_ROTARY, stored, latent=True)
                 _wide(half, WIDE_HEADS, WIDE_HEADS[2] // 4, stored, latent=False)
-        for kernel in (kernel for size in NUM_RANKS for kernel in ranks.kernels(size)):
+        for kernel in (kernel for size in NUM_RANKS for kernel in (*ranks.kernels(size), *stages.kernels(size))):
             recorder.add(kernel)
         for each in modules:  # a module's constant kernel may belong to no op
             for kernel in filter(lambda value: isinstance(value, Kernel), vars(each).values()):

@@ -320,5 +320,6 @@ def start_others(
     if config.num_processes == 1:
         return None
     sizes = {"kv_memory": model.memory.kv * config.num_processes, "max_model_len": model.memory.max_model_len}
-    shared = SharedModel(model.path, msgspec.structs.replace(config, **sizes), model.decoder.spec, cpus)
+    num_states = config.sequences_per_step + model.memory.num_snapshots
+    shared = SharedModel(model.path, msgspec.structs.replace(config, **sizes), model.decoder.spec, cpus, num_states)
     return device.others(shared, lose)

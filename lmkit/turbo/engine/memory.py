@@ -31,6 +31,7 @@ LAUNCHES = 11  # of a layer in a captured step, on average of all sizes: a test 
 # `benchmarks.gpu` say what graphs have taken.
 LAUNCH_BYTES = 16 << 10
 EXCHANGE_BYTES = 9 << 20  # of a rank, for the others to read; kernels/cuda/ranks.py takes no more
+LINK_STREAMS = 4  # residual streams of a stage: kernels/cuda/stages.py has two on their way, and one at each end
 RECORD_BYTES = 64  # of a block of a model without keys and values: what the host counts of it
 LISTENERS = 8  # sequences of a step that hear
 SNAPSHOTS = 16  # of recurrent state, for each sequence of the batch, unless they exceed their share
@@ -351,7 +352,8 @@ def _gpu_workspace_bytes(spec: ModelSpec, config: EngineConfig, num_groups: int)
     - logits three times: the captured steps' own buffer, a step's logits, and the sampler's copy,
     - the pinned block tables, twice,
     - plain keys and values of latent attention's prompts,
-    - of several ranks, the memory that they read of each other, and a rank's part of the logits,
+    - of several ranks, the memory that they read of each other, and a rank's part of the logits; of several stages,
+      streams that come and go,
     - draft tokens that a step of a model with recurrent states takes first,
     - the graphs of captured steps.
     """
@@ -368,6 +370,8 @@ def _gpu_workspace_bytes(spec: ModelSpec, config: EngineConfig, num_groups: int)
     )
     prompts = max(layer.prompt_bytes(columns * config.tokens_per_block) for layer in spec.kinds)
     exchanges = EXCHANGE_BYTES + 4 * rows * -(-spec.vocab_size // ranks) if (ranks := config.num_ranks) > 1 else 0
+    if config.pp > 1:
+        exchanges = LINK_STREAMS * 4 * config.tokens_per_step * spec.hidden_size
     weights, logits = 2 * 2 * outputs * spec.hidden_size, 3 * 4 * rows * spec.vocab_size
     kept = (layer.recurrent.draft_bytes for layer in spec.kinds if layer.recurrent)
     drafts = config.sequences_per_step * config.num_draft_tokens * max(kept, default=0)

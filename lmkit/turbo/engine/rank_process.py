@@ -68,7 +68,6 @@ def main(device: EngineDevice | None = None) -> int:
     from lmkit.turbo.changes import Change, ImageChange
     from lmkit.turbo.engine import loading
     from lmkit.turbo.engine.adapters import RankAdapters
-    from lmkit.turbo.engine.memory import SNAPSHOTS
     from lmkit.turbo.kv.blocks import KVBlocks
     from lmkit.turbo.no_memory import finds_memory
     from lmkit.turbo.runners.devices import ENGINE_DEVICES
@@ -99,7 +98,7 @@ def main(device: EngineDevice | None = None) -> int:
                     plan.max_model_len,
                     device.name,
                     plan.layout,
-                    slots * (1 + SNAPSHOTS),  # as many as process 0 has at most; rows that are not used take no memory
+                    start.num_states,
                     (slots, config.num_draft_tokens),
                 )
             kv = [kv[layer.index] for layer in model.decoder.layers]

@@ -38,7 +38,7 @@ from lmkit.turbo.plan import Chunk, Sampled, SampledToken, StepPlan
 from lmkit.turbo.runners import images, invariant
 from lmkit.turbo.runners.batch import Expected, StepRows
 from lmkit.turbo.runners.captured_sizes import Size, decode_sizes, draft_sizes, mixed_sizes
-from lmkit.turbo.runners.cuda_captured import CapturedSteps, capturable, linear_kernels, obstacle
+from lmkit.turbo.runners.cuda_captured import CapturedSteps, Chooser, capturable, linear_kernels, obstacle
 from lmkit.turbo.runners.device import Event
 from lmkit.turbo.runners.gpu import Gpu
 from lmkit.turbo.runners.gpu_sampler import GpuSampler
@@ -107,7 +107,7 @@ class Computed(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Times:
+class Times:
     """Events around a step's launches: before the model, after it, and after the sampling."""
 
     begin: Event
@@ -121,7 +121,7 @@ class _Times:
 
 
 @dataclass(frozen=True)
-class _Launched:
+class Launched:
     """A step on its way."""
 
     plan: StepPlan
@@ -130,7 +130,7 @@ class _Launched:
     tokens: list[list[SampledToken]] | None  # set if the launch waited for the tokens
     pending: Pending  # otherwise one token of each chunk that samples
     expected: Expected | None  # tokens that the batch waits for
-    times: _Times | None
+    times: Times | None
 
 
 def plain_heads(decoder: Decoder, kv: list[KVLayer]) -> PlainHeads | None:
@@ -175,8 +175,7 @@ class CudaRunner(PlanRunner):
         max_tokens = max(self.batch.max_step_tokens, num_slots)
         self._staged = StagedInputs(device, max_tokens, num_slots, width, num_groups, has_states=self.batch.has_states)
         self._known_tokens = ops.known_tokens.select(device.name)
-        chooser = self._sampler if isinstance(self._sampler, GpuSampler) and switches().argmax else None
-        self.captured = CapturedSteps(device, self._forward, self._staged, width, chooser)
+        self.captured = CapturedSteps(device, self._forward, self._staged, width, self._chooser())
         self._plain_heads = found = plain_heads(self.decoder, self.kv)
         self._plain_gain = table(device.tensors).latent_gains.get(latent_key(found), 1.0) if found else 1.0
 
@@ -184,6 +183,10 @@ class CudaRunner(PlanRunner):
         samples = device.has_kernels and off("sampling.cu", "edit_logits.cu") is None
         sampler = GpuSampler if samples else HostSampler
         return sampler(parts.config.sequences_per_step, parts.decoder.spec.vocab_size, device.tensors, parts.guides)
+
+    def _chooser(self) -> Chooser | None:
+        """What chooses tokens inside of captured steps, or None."""
+        return self._sampler if isinstance(self._sampler, GpuSampler) and switches().argmax else None
 
     @torch.inference_mode()
     def warm_up(self) -> str:
@@ -239,11 +242,11 @@ class CudaRunner(PlanRunner):
         """Do nothing: the stream has no thread."""
 
     @torch.inference_mode()
-    def _launch(self, plan: StepPlan) -> _Launched:
+    def _launch(self, plan: StepPlan) -> Launched:
         with self._begun(plan) as chunks:
             if not chunks:
-                return _Launched(plan, chunks, [], None, Drawn([]), None, None)
-            times = _Times(*(self._device.event() for _ in range(3)))
+                return Launched(plan, chunks, [], None, Drawn([]), None, None)
+            times = Times(*(self._device.event() for _ in range(3)))
             inputs, rows = self.batch.inputs(chunks)
             times.begin.record()
             logits, shown, drawn = computed = self._logits(chunks, inputs, rows)
@@ -260,7 +263,7 @@ class CudaRunner(PlanRunner):
                 pending = self._sampler.sample(logits, slots) if drawn is None else drawn
                 expected = self.batch.expect(slots)
             times.end.record()
-            return _Launched(plan, chunks, shown, tokens, pending, expected, times)
+            return Launched(plan, chunks, shown, tokens, pending, expected, times)
 
     def _sample_now(self, computed: Computed, chunks: list[Chunk], rows: StepRows) -> list[list[SampledToken]]:
         """The tokens of each chunk, some of which have drafts. If all are greedy, the device is waited for once."""
@@ -272,7 +275,7 @@ class CudaRunner(PlanRunner):
             return sample_chunks(lambda these, _: [known[row] for row in these], chunks, rows)
         return sample_chunks(lambda these, slots: sampler.sample(rows_of(logits, these), slots).result(), chunks, rows)
 
-    def _result(self, launched: _Launched) -> StepResult:
+    def _result(self, launched: Launched) -> StepResult:
         drawn = launched.pending.result()
         if launched.expected is not None:
             self.batch.learn(launched.expected, np.array([token.token_id for token in drawn]))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import NamedTuple, Protocol
 
@@ -126,6 +127,8 @@ class CapturedSteps:
     ) -> None:
         self._device, self._forward, self._staged, self.width = device, forward, staged, table_width
         self._chooser = chooser
+        # Is entered for launches that are not captured: those that other processes do not make with this one.
+        self.rehearsing: Callable[[], AbstractContextManager[None]] = nullcontext
         self._replays: dict[Size, Replays] = {}  # decode steps and others, each ascending
         self._logits = self._tokens = torch.empty(0)
 
@@ -188,7 +191,8 @@ class CapturedSteps:
         return Replays(self._launched(launch), self._launched(draws))
 
     def _launched(self, launch: Callable[[], None]) -> Callable[[], None]:
-        launch()  # a first launch outside the capture: it compiles, chooses and allocates
+        with self.rehearsing():
+            launch()  # a first launch outside the capture: it compiles, chooses and allocates
         self._device.synchronize()
         return self._device.capture(launch)
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from lmkit.errors import EngineLostError, UnsupportedError
-from lmkit.kernels.cuda.ranks import GpuRanks
+from lmkit.kernels.cuda.ranks import GpuRanks, SharedMemory
 from lmkit.log import get_logger
 from lmkit.models.decoder import Decoder
 from lmkit.turbo.changes import Change
@@ -55,10 +55,11 @@ def way_of_experts(decoder: Decoder) -> str:
     return "way:" + "".join("01"[mixture.together(1, decoder.dtype) is not None] for mixture in mixtures(decoder))
 
 
-class CudaRanks(Processes):
-    """The processes of ranks 1 and on. Their first steps wait for each other, so `runner` waits until all are ready."""
+class CudaProcesses(Processes):
+    """Processes with a GPU each, whose memory all have mapped. Their first steps wait for each other, so `connect`
+    waits until all are ready."""
 
-    shared: GpuRanks
+    shared: SharedMemory
 
     def __init__(self, device: Gpu, model: SharedModel, lose: Any) -> None:
         self._device, self._gpus = device, model.config.gpus
@@ -72,30 +73,24 @@ class CudaRanks(Processes):
     @contextmanager
     def _starts(self, model: SharedModel) -> Iterator[list[Start]]:
         common: dict[str, Any] = {"config": model.config, "files": [], "through_host": self._through_host}
-        ranks = range(1, model.config.num_ranks)
+        ranks = range(1, model.config.num_processes)
         yield [Start(rank, model.path, cpus=model.cpus[rank], **common) for rank in ranks]
 
     def _variables(self, rank: int) -> dict[str, str]:
         return self._device.environment(self._gpus[rank])
 
-    def runner(self, parts: RunnerParts) -> LeadingCudaRunner:
-        """See Processes. Raises LMKitError if a rank cannot start."""
-        self.shared = ranks_of(self._device, parts, 0, through_host=self._through_host)
-        said = [line.split() for line in self.hear("memory")]
-        if {way for _, way in said} != {way_of_experts(parts.decoder)}:
-            self.close()
-            raise UnsupportedError("ep: the experts of some ranks have weights of several formats; use tp on GPUs")
-        handles = [self.shared.handle, *(bytes.fromhex(handle) for handle, _ in said)]
-        self.send(Handles(handles))
-        self.shared.connect(handles)
+    def connect(self, handles: list[bytes]) -> None:
+        """Map the memory of the other processes, given in their order, and have them map it."""
+        all_handles = [self.shared.handle, *handles]
+        self.send(Handles(all_handles))
+        self.shared.connect(all_handles)
         super().wait_until_ready()
-        return LeadingCudaRunner(self._device, parts, self)
 
     def wait_until_ready(self) -> None:
-        """Do nothing: `runner` has waited."""
+        """Do nothing: `connect` has waited."""
 
     def check(self) -> None:
-        """Raise EngineLostError if a rank has ended, or an exchange took too long."""
+        """Raise EngineLostError if a process has ended, or an exchange took too long."""
         if self.shared.is_lost:
             raise EngineLostError(ENDED)
 
@@ -105,8 +100,24 @@ class CudaRanks(Processes):
 
     def close(self) -> None:
         if hasattr(self, "shared"):
-            self.shared.lose()  # a step under way waits for ranks that end now
+            self.shared.lose()  # a step under way waits for processes that end now
         super().close()
+
+
+class CudaRanks(CudaProcesses):
+    """The processes of ranks 1 and on."""
+
+    shared: GpuRanks
+
+    def runner(self, parts: RunnerParts) -> LeadingCudaRunner:
+        """See Processes. Raises LMKitError if a rank cannot start."""
+        self.shared = ranks_of(self._device, parts, 0, through_host=self._through_host)
+        said = [line.split() for line in self.hear("memory")]
+        if {way for _, way in said} != {way_of_experts(parts.decoder)}:
+            self.close()
+            raise UnsupportedError("ep: the experts of some ranks have weights of several formats; use tp on GPUs")
+        self.connect([bytes.fromhex(handle) for handle, _ in said])
+        return LeadingCudaRunner(self._device, parts, self)
 
 
 class _Joined(CudaRunner):
@@ -164,8 +175,8 @@ class LeadingCudaRunner(_Joined):
         self.ranks.close()
 
 
-class _SampledElsewhere:
-    """The sampler of a rank that does not sample."""
+class SampledElsewhere:
+    """The sampler of a process that does not sample."""
 
     def __init__(self, num_slots: int, device: str) -> None:
         self.last_token = torch.zeros(num_slots, dtype=torch.int64, device=device)
@@ -192,7 +203,7 @@ class FollowingCudaRunner(_Joined):
         self._pipe = pipe
 
     def _make_sampler(self, device: Gpu, parts: RunnerParts) -> DeviceSampler:
-        return _SampledElsewhere(parts.config.sequences_per_step, device.tensors)
+        return SampledElsewhere(parts.config.sequences_per_step, device.tensors)
 
     def run(self, change: Callable[[Change], None]) -> None:
         """Carry out plans, and changes between them, until the pipe ends, or the ranks are lost."""

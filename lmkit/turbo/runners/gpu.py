@@ -104,9 +104,9 @@ class Gpu(EngineDevice):
     def sharing(self, *, through_host: bool) -> Sharing:
         """How ranks share memory: that of GPUs, or of the host. Raises UnsupportedError where no kernels run."""
         if not self.has_kernels:
-            raise UnsupportedError(f"tp on GPUs: {module.missing()}; use tp=1")
+            raise UnsupportedError(f"several GPUs: {module.missing()}; use one")
         if 2 * torch.cuda.get_device_properties().multi_processor_count < LAYOUT.blocks:
-            raise UnsupportedError("tp: this GPU has too few multiprocessors to wait for others; use tp=1")
+            raise UnsupportedError("this GPU has too few multiprocessors to wait for others; use one GPU")
         return HostSharing(register_host) if through_host else IpcSharing()
 
     def environment(self, gpu: int) -> dict[str, str]:
@@ -114,7 +114,7 @@ class Gpu(EngineDevice):
         ConfigError if it is not there."""
         count = torch.cuda.device_count()
         if gpu >= count:
-            raise ConfigError(f"tp: a rank is to have GPU {gpu}, and there are {count}; use a smaller tp, or devices")
+            raise ConfigError(f"a process is to have GPU {gpu}, and there are {count}; use fewer, or name devices")
         visible = environment().visible_gpus
         names = [str(number) for number in range(count)] if visible is None else visible.split(",")[:count]
         return {"CUDA_VISIBLE_DEVICES": ",".join([names[gpu], *names[:gpu], *names[gpu + 1 :]])}

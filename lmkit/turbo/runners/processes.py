@@ -45,6 +45,7 @@ class Start(msgspec.Struct, frozen=True):
     store: str = ""  # HOST:PORT where ranks on several machines find each other (runners.remote)
     cpus: list[int] = []  # that it is bound to; none: to nothing
     through_host: bool = False  # whether GPUs exchange through host memory (runners.cuda_ranks)
+    num_states: int = 0  # recurrent states that process 0 has, those of snapshots among them
     folder: str = msgspec.field(default_factory=os.getcwd)  # in which paths of the configuration are meant
 
 
@@ -99,6 +100,7 @@ class SharedModel(NamedTuple):
     config: EngineConfig  # of the other processes
     spec: ModelSpec
     cpus: list[list[int]]  # of each process; none: it is bound to nothing
+    num_states: int  # recurrent states, see Start
 
 
 class Processes(ABC):
@@ -115,7 +117,7 @@ class Processes(ABC):
             for start in starts:
                 self._processes.append(self._begin(start))
             for process, start in zip(self._processes, starts, strict=True):
-                self._send_to(process, start)
+                self._send_to(process, msgspec.structs.replace(start, num_states=model.num_states))
 
     @abstractmethod
     def _starts(self, model: SharedModel) -> AbstractContextManager[Sequence[Start]]:

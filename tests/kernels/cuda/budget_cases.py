@@ -39,6 +39,7 @@ from tests.kernels.cuda import (
     test_sampling,
     test_selective_scan,
     test_short_conv,
+    test_stages,
     test_tokens,
     test_wide_attention,
 )
@@ -172,6 +173,15 @@ def sums() -> None:
     test_ranks.together(test_ranks.connected(2), lambda _, ranks: ranks.sum(torch.ones(8, 4096)))
 
 
+def stream() -> None:
+    """One call after the other: nothing waits."""
+    links = test_stages.linked(2, most=8, width=4096)
+    for link in links:
+        link.send(8)
+    for link in links:
+        link.receive(8)
+
+
 def adapters() -> None:
     columns = Columns(0, 48, 48, 48)
     test_low_rank.test_add_low_rank(DEVICE, F16, F16, F16, 64, columns)
@@ -213,6 +223,7 @@ CASES: dict[str, Callable[[], object]] = {
     "eight bits by the library": eight_bits,
     "copied blocks": copies,
     "sum of 2 ranks": sums,
+    "stream of 2 stages": stream,
     "adapters": adapters,
     "experts": experts,
     "delta rule": lambda: test_delta.compare(DEVICE, test_delta.CASES[4].make(), F32),

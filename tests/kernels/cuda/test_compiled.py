@@ -64,6 +64,7 @@ SELECTED: dict[str, tuple[str, ...]] = {
     "kernels/cuda/test_sampling.py": ("test_greedy[cpu-argmax-5]",),
     "kernels/cuda/test_selective_scan.py": ("test_sequences_in_all_states[cpu-2x37x8x1x2-torch.float32]",),
     "kernels/cuda/test_short_conv.py": ("test_sequences_in_all_states[cpu-7x1-torch.float32]",),
+    "kernels/cuda/test_stages.py": ("test_steps_come_in_their_order_through_all_stages[cpu-2]",),
     "kernels/cuda/test_tokens.py": ("test_known_tokens[cpu-255]",),
     "kernels/cuda/test_wide_attention.py": ("test_attention[cpu-bfloat16-96-20-torch.bfloat16]",),
 }

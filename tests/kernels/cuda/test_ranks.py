@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 import numpy as np
 import pytest
@@ -17,13 +18,14 @@ from tests import emulator
 
 SMALL = Layout(blocks=4, piece=2048)  # so that a few thousand numbers take several slices
 VOCAB = 1001
+T = TypeVar("T")
 
 
 class Threads:
-    """Memory of ranks that are threads of one process. It begins as NaN, but for what must be zero."""
+    """Memory of ranks that are threads of one process. It begins as NaN, but for its first `head` bytes."""
 
-    def __init__(self, size: int) -> None:
-        self._head, self._kept = 4 * (size + 1) * SMALL.blocks, list[np.ndarray]()
+    def __init__(self, head: int) -> None:
+        self._head, self._kept = head, list[np.ndarray]()
 
     def allocate(self, num_bytes: int) -> tuple[int, bytes]:
         memory = np.full(num_bytes, 0xFF, np.uint8)
@@ -36,7 +38,7 @@ class Threads:
 
 
 def connected(size: int, seconds: float = 60.0) -> list[GpuRanks]:
-    sharing = Threads(size)
+    sharing = Threads(4 * (size + 1) * SMALL.blocks)
     found = [
         GpuRanks(sharing, "cpu", torch.zeros(1, dtype=torch.int32), rank, size, VOCAB, layout=SMALL, seconds=seconds)
         for rank in range(size)
@@ -46,7 +48,7 @@ def connected(size: int, seconds: float = 60.0) -> list[GpuRanks]:
     return found
 
 
-def together(ranks: list[GpuRanks], call: Callable[[int, GpuRanks], torch.Tensor]) -> list[torch.Tensor]:
+def together(ranks: list[T], call: Callable[[int, T], torch.Tensor]) -> list[torch.Tensor]:
     """What `call` returns for every rank. They begin in random order."""
     order = random.Random(len(ranks)).sample(range(len(ranks)), len(ranks))
     with ThreadPoolExecutor(len(ranks)) as pool:

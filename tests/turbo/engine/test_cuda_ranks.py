@@ -162,12 +162,12 @@ def test_a_killed_rank_ends_the_engine_with_one_error(checkpoint: Path, device: 
     ("options", "reason"),
     [
         ({"tp": 2, "pp": 2}, "tp=2 and pp=2: a model is shared out in one way"),
-        ({"pp": 2}, "pp=2 is for --device cpu; GPUs share a model by tp and ep"),
+        ({"pp": 16}, "pp=16: at most 8 GPUs share a model"),
         ({"ep": 16}, "ep=16: at most 8 GPUs share a model"),
         ({"tp": 16}, "tp=16: at most 8 GPUs share a model"),
         ({"tp": 2, "kv_host_memory": 1 << 30}, "tp=2 keeps no KV outside the engine; leave out kv_host_memory"),
         ({"tp": 2, "cluster": "ray"}, "cluster=ray is for --device cpu"),
-        ({"tp": 2, "devices": "0"}, "devices=0 names GPUs of ranks: give as many as tp or ep"),
+        ({"tp": 2, "devices": "0"}, "devices=0 names GPUs: give as many as tp, ep or pp"),
     ],
 )
 def test_what_gpus_cannot_share_is_refused(
@@ -186,7 +186,7 @@ def test_a_rank_sees_its_own_gpu_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,GPU-5ebe9f43,7")
     assert device.environment(1) == {"CUDA_VISIBLE_DEVICES": "GPU-5ebe9f43,4,7"}
     assert device.environment(0) == {"CUDA_VISIBLE_DEVICES": "4,GPU-5ebe9f43,7"}
-    with pytest.raises(ConfigError, match="a rank is to have GPU 3, and there are 3"):
+    with pytest.raises(ConfigError, match="a process is to have GPU 3, and there are 3"):
         device.environment(3)
 
 

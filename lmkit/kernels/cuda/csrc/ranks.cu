@@ -14,7 +14,7 @@
 //
 // All blocks of a launch must be able to run at once, or ranks would wait for blocks that have not begun. A wait ends
 // when `lost` (host memory) is set, or after `limit` nanoseconds, and sets it. Results mean nothing then.
-#include "ptx.cuh"
+#include "peers.cuh"
 
 constexpr i64 BUFFERS = 4 * (SIZE + 1) * BLOCKS;  // bytes before the buffers
 
@@ -46,13 +46,6 @@ DEVICE void meet(const Ranks& ranks, u32 turn) {
 DEVICE void end_turns(const Ranks& ranks, u32 turn) {
     __syncthreads();
     if (threadIdx.x == 0) *ranks.turn() = turn;
-}
-
-// to[i] = from[i] for i < count. `aligned`: both begin at multiples of 16 bytes.
-DEVICE void copy(float* to, const float* from, int count, bool aligned) {
-    const int vectors = aligned ? count / 4 : 0;
-    for (int i = threadIdx.x; i < vectors; i += blockDim.x) reinterpret_cast<float4*>(to)[i] = reinterpret_cast<const float4*>(from)[i];
-    for (int i = 4 * vectors + threadIdx.x; i < count; i += blockDim.x) to[i] = from[i];
 }
 
 // to[i] = the sum of the ranks' numbers begin + i of a turn, for i < count. `begin` is a multiple of 4.
