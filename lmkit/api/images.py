@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lmkit.errors import RequestError
+from lmkit.text.image_process import opaque
 from lmkit.text.images import ReadImage, data_url
 from lmkit.text.videos import ReadVideo
 from lmkit.turbo.transport.prompt_images import Shown
@@ -19,7 +20,7 @@ def load(source: Any) -> bytes | Shown:
     """The bytes of an image's or a video's file. Raises RequestError."""
     if isinstance(source, ReadImage | ReadVideo | bytes):
         return source
-    if isinstance(source, str) and source.startswith("data:"):
+    if isinstance(source, str) and source[:5].lower() == "data:":
         return data_url(source)
     if isinstance(source, str) and "://" in source[:32]:
         raise _refused("a pipeline fetches nothing: give a path, bytes, a data: URL or an image of Pillow")
@@ -45,7 +46,7 @@ def _saved(image: Any) -> bytes:
     from PIL import ImageOps
 
     file = io.BytesIO()
-    ImageOps.exif_transpose(image).convert("RGB").save(file, "PNG", compress_level=1)
+    opaque(ImageOps.exif_transpose(image)).save(file, "PNG", compress_level=1)
     return file.getvalue()
 
 

@@ -52,7 +52,7 @@ class ImageSources:
         """The bytes of an image. Raises RequestError."""
         if not isinstance(source, str):
             raise _refused("expected a URL")
-        if source.startswith("data:"):
+        if source[:5].lower() == "data:":
             return data_url(source)
         if _is_remote(source):
             return self._fetched[source]

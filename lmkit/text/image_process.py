@@ -71,6 +71,19 @@ def _tiles(image: Any, side: int, least: int, most: int, resample: Any) -> list[
     return found if len(found) == 1 else [*found, image.resize((side, side), resample)]
 
 
+def opaque(image: Any) -> Any:
+    """An image as RGB: on white where it is transparent, as transformers has it. The upper 8 of 16 bits of gray are
+    taken, where Pillow alone would make all but the darkest values white."""
+    from PIL import Image
+
+    if image.mode.startswith("I"):
+        image = image.convert("I").point(lambda value: value * (1 / 256)).convert("L")
+    if "A" not in image.getbands() and image.info.get("transparency") is None:
+        return image.convert("RGB")
+    layer = image if image.mode == "RGBA" else image.convert("RGBA")  # a copy may be of 200 MB
+    return Image.alpha_composite(Image.new("RGBA", layer.size, "white"), layer).convert("RGB")
+
+
 def strip(height: int, width: int) -> str:
     """Why an image of this size is refused for its shape, or an empty text."""
     if max(height, width) <= MAX_ASPECT_RATIO * min(height, width):
@@ -102,7 +115,8 @@ def answer(
                 return "refused", f"{image.width} x {image.height} pixels: at most {MAX_SOURCE_PIXELS:,} in all"
             if getattr(image, "n_frames", 1) > 1:
                 return "refused", "it has several frames; send a single one"
-            upright = ImageOps.exif_transpose(image).convert("RGB")
+            ImageOps.exif_transpose(image, in_place=True)
+            upright = opaque(image)
         if reason := strip(upright.height, upright.width):
             return "refused", reason
         if tiles[1]:  # and one for the whole

@@ -20,7 +20,7 @@ MAX_IMAGES = 64  # of one request
 LOW_DETAIL = 512 * 512  # the most pixels of an image whose `detail` is low
 CPU_SECONDS = 20.0  # of one image
 MEMORY = 1 << 30  # of the process that reads images, in bytes beyond what it has when it starts
-_DATA_URL = re.compile(r"data:[\w.+/-]{0,127}(;[\w=.+-]{1,127})*;base64,", re.ASCII)
+_DATA_URL = re.compile(r"data:[\w.+/-]{0,127}(;[\w=.+-]{1,127})*;base64,", re.ASCII | re.IGNORECASE)
 
 
 class ImageSettings(msgspec.Struct, frozen=True, kw_only=True, tag="tower"):
@@ -166,7 +166,7 @@ def data_url(url: str) -> bytes:
     if head is None:
         raise RequestError("invalid_request", "image: write a data: URL as data:image/png;base64,...", "messages")
     try:
-        return base64.b64decode(url[head.end() :], validate=True)
+        return base64.b64decode("".join(url[head.end() :].split()), validate=True)  # some encoders break lines
     except binascii.Error:
         raise RequestError("invalid_request", "image: the data: URL is not valid base64", "messages") from None
 

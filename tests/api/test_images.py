@@ -17,6 +17,7 @@ from PIL import Image
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from lmkit import GenerationConfig, Pipeline, pipeline
+from lmkit.api.images import load
 from lmkit.models.vision import patches
 from lmkit.text.image_process import FORMATS
 from lmkit.text.images import read_image
@@ -136,17 +137,50 @@ def test_detail_is_one_of_openais(pipe: Pipeline) -> None:
     assert {answer.finish_reason for answer in answers} == {"length"}
 
 
-@pytest.mark.parametrize("size", [(16, 16), (31, 200), (500, 377), (9, 1)])
-def test_pixels_are_those_of_transformers(pipe: Pipeline, folder: Path, size: tuple[int, int]) -> None:
+def glass(width: int, height: int) -> Image.Image:
+    """An image that is transparent on its left and half so on its right."""
+    image = drawn(width, height)
+    image.putalpha(Image.linear_gradient("L").rotate(90).resize((width, height)))
+    return image
+
+
+def cut_out(width: int, height: int) -> Image.Image:
+    """An image of a palette of which a color is transparent."""
+    image = drawn(width, height).quantize(8)
+    image.info["transparency"] = image.getpixel((0, 0))
+    return image
+
+
+@pytest.mark.parametrize(
+    "image",
+    [drawn(16, 16), drawn(31, 200).convert("RGBA"), drawn(500, 377), drawn(9, 1), drawn(40, 24).convert("CMYK"),
+     glass(40, 24), glass(40, 24).convert("LA"), cut_out(40, 24), drawn(40, 24).convert("1")],
+    ids=lambda image: f"{image.mode}-{image.width}",
+)  # fmt: skip
+def test_pixels_are_those_of_transformers(pipe: Pipeline, folder: Path, image: Image.Image) -> None:
     settings = settings_of(pipe.engine.info)
-    image = drawn(*size).convert("RGBA" if size[0] == 31 else "RGB")
-    found = read_image(saved(image), settings)
+    found = read_image(load(image), settings)
+    assert image.mode == "CMYK" or read_image(saved(image), settings) == found, "the file has the same pixels"
     shape = 1, found.rows * settings.unit, found.columns * settings.unit, 3
     pixels = torch.frombuffer(bytearray(found.pixels), dtype=torch.uint8).view(shape)
     want = Qwen2VLImageProcessorPil.from_pretrained(folder)(image, return_tensors="pt")
     assert want["image_grid_thw"].tolist() == [[1, 2 * found.rows, 2 * found.columns]]
     rows = patches(pixels, SPEC, mean=settings.mean, std=settings.std)
     torch.testing.assert_close(rows, want["pixel_values"], rtol=0, atol=1e-5)
+
+
+def test_gray_of_16_bits_keeps_its_upper_ones(pipe: Pipeline) -> None:
+    """Pillow alone would clip all above 255 to white."""
+    dark, light = (Image.fromarray(np.full((16, 16), value, np.uint16)) for value in (10_000, 50_000))
+    pixels = [read_image(saved(image), settings_of(pipe.engine.info)).pixels[:3] for image in (dark, light)]
+    assert pixels == [bytes([39] * 3), bytes([195] * 3)]
+
+
+def test_data_urls_of_other_spellings_are_read(pipe: Pipeline) -> None:
+    text = base64.encodebytes(saved(drawn(50, 30))).decode()
+    assert "\n" in text[:80]
+    for head in ("data:image/png;base64,", "DATA:image/png;BASE64,", "data:;base64,\r\n"):
+        assert load(head + text) == saved(drawn(50, 30))
 
 
 def animated() -> bytes:
