@@ -217,7 +217,7 @@ inline void cp_async16_stream(void* shared, const void* global, bool valid = tru
 template <int BYTES>
 inline void cp_async_part(void* shared, const void* global, int given) { lm::copy_later(shared, global, BYTES, given); }
 template <int BYTES>
-inline void cp_async_small(void* shared, const void* global, bool valid = true) { cp_async_part<BYTES>(shared, global, valid ? BYTES : 0); }
+inline void cp_async(void* shared, const void* global, bool valid) { cp_async_part<BYTES>(shared, global, valid ? BYTES : 0); }
 inline void prefetch_l2(const void* global, int bytes) { lm::prefetch(global, bytes); }
 inline void cp_async_commit() { lm::commit_copies(); }
 template <int N> inline void cp_async_wait() { lm::wait_copies(N); }

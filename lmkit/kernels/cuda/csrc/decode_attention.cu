@@ -136,10 +136,7 @@ DEVICE void fetch_rows(u8* shared, const u8* rows, u32 visible) {
         if (COUNT % 32 && i >= COUNT) break;
         u8* to = shared + row * S::STORED_STRIDE + (i - row * PER_ROW) * PIECE;
         const bool valid = WHOLE || visible >> row & 1;
-        if constexpr (PIECE == 16)
-            cp_async16(to, rows + i * 16, valid);
-        else
-            cp_async_small<PIECE>(to, rows + i * PIECE, valid);
+        cp_async<PIECE>(to, rows + i * PIECE, valid);
     }
 }
 

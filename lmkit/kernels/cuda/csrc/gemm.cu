@@ -151,8 +151,7 @@ DEVICE void copy_x(u8* to, const Arguments& a, int token, int count, int first) 
         const int group = first * STAGE_SCALES + i / TOKENS, row = i % TOKENS;
         const bool valid = group < a.stages * STAGE_SCALES && row < count;
         const i64 x_row = valid && a.rows ? a.rows[token + row] : token + row;
-        cp_async_small<4>(scales + i * 4, a.x_scales + (valid ? static_cast<i64>(group) * a.padded_tokens + x_row : 0),
-                          valid);
+        cp_async<4>(scales + i * 4, a.x_scales + (valid ? static_cast<i64>(group) * a.padded_tokens + x_row : 0), valid);
     }
 #else
     for (int i = threadIdx.x; i < X_SCALES * TOKENS / 4; i += THREADS) {

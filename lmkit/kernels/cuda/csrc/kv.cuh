@@ -88,7 +88,7 @@ struct Storage {
         if constexpr (PACKED)
             cp_async_part<4>(word, params + (row & ~1ll) * 2, valid ? 2 + 2 * static_cast<int>(row & 1) : 0);
         else
-            cp_async_small<4>(word, params + row * 4, valid);
+            cp_async<4>(word, params + row * 4, valid);
     }
     static DEVICE float2 scale_and_minimum(u32 word, int row) {
         if constexpr (!PACKED) return make_float2(F16::lo(word), F16::hi(word));
@@ -96,7 +96,7 @@ struct Storage {
         return make_float2(scale, scale * (TYPE == KV_INT3 ? -8.0f : -10.0f));
     }
 
-    // A unit of 32 codes, as it is stored -> bytes, of which b has code b in its low nibble, and code 16 + b in its high one.
+    // A unit of 32 codes, as it is stored -> 16 bytes. Byte b has code b in its low nibble, 16 + b in its high one.
     static DEVICE uint4 unpacked(const u32* unit) {
         const u32 a = unit[0], b = unit[1], high = TYPE == KV_INT3 ? unit[2] : 0;
         return make_uint4((a & 0x33333333u) | third(high), (b & 0x33333333u) | third(high >> 4),

@@ -122,10 +122,7 @@ struct Operand {
             const int row = i / PIECES, part = i % PIECES * PIECE;
             const u8* from = data + static_cast<u64>(rows[row]) * ROW_BYTES + part;
             u8* here = to + row * (CODED ? ROW_BYTES : STRIDE) + part;
-            if constexpr (PIECE == 16)
-                cp_async16(here, from, rows[row] != NOWHERE);
-            else
-                cp_async_small<PIECE>(here, from, rows[row] != NOWHERE);
+            cp_async<PIECE>(here, from, rows[row] != NOWHERE);
         });
         if constexpr (CODED)
             share_out<KEYS>([&](int i) {

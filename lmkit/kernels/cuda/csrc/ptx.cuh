@@ -86,9 +86,13 @@ DEVICE void cp_async_part(void* shared, const void* global, int given) {
                  : "memory");
 }
 
+// An asynchronous copy of 4, 8 or 16 bytes.
 template <int BYTES>
-DEVICE void cp_async_small(void* shared, const void* global, bool valid = true) {
-    cp_async_part<BYTES>(shared, global, valid ? BYTES : 0);
+DEVICE void cp_async(void* shared, const void* global, bool valid) {
+    if constexpr (BYTES == 16)
+        cp_async16(shared, global, valid);
+    else
+        cp_async_part<BYTES>(shared, global, valid ? BYTES : 0);
 }
 
 DEVICE void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }

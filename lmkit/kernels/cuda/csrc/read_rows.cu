@@ -28,14 +28,14 @@ read_rows(const u8* data, const u32* params, const i32* table, int block_size, i
     const i64 row = static_cast<i64>(table[token / block_size]) * block_size + token % block_size;
     float x[8];
     if constexpr (S::PACKED) {
-        const u32* unit = reinterpret_cast<const u32*>(data + row * S::ROW) + first / 32 * S::BITS;
-        const int group = first % 32 / 8;
-        const u32 low[2] = {unit[0] >> 2 * group, unit[1] >> 2 * group}, high = S::BITS == 3 ? unit[2] >> 8 * group : 0;
+        const uint4 unit = S::unpacked(reinterpret_cast<const u32*>(data + row * S::ROW) + first / 32 * S::BITS);
+        const bool second = first & 8, high = first & 16;  // of the unit's bytes, and of their nibbles
+        const u32 codes[2] = {second ? unit.z : unit.x, second ? unit.w : unit.y};
         const u32 scale = reinterpret_cast<const u16*>(params)[row];
         const float2 of_row = S::scale_and_minimum(scale, 0);
 #pragma unroll
         for (int e = 0; e < 8; ++e) {
-            const u32 code = (low[e / 4] >> 8 * (e % 4) & 3) | (high >> e & 1) << 2;
+            const u32 code = codes[e / 4] >> (8 * (e % 4) + 4 * high) & 15;
             x[e] = static_cast<float>(S::levels(code) & 255) * of_row.x + of_row.y;
         }
     } else if constexpr (S::CODED) {

@@ -45,10 +45,7 @@ struct Rows {
 #pragma unroll 3
         for (int piece = threadIdx.x % COPIERS; piece < S::ROW / S::PIECE; piece += COPIERS) {
             u8* to = rows + key * S::STORED_STRIDE + piece * S::PIECE;
-            if constexpr (S::PIECE == 16)
-                cp_async16(to, data + row * S::ROW + piece * 16, valid);
-            else
-                cp_async_small<S::PIECE>(to, data + row * S::ROW + piece * S::PIECE, valid);
+            cp_async<S::PIECE>(to, data + row * S::ROW + piece * S::PIECE, valid);
         }
         if (S::CODED && threadIdx.x % COPIERS == 0)
             S::copy_params(reinterpret_cast<u8*>(params + key), of_data, row, valid);
