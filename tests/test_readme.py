@@ -105,6 +105,7 @@ ROWS = {
     "ERNIE 4.5 with experts": ("Ernie4_5_MoeForCausalLM", "ernie4.5-moe"),
     "Bamba": ("BambaForCausalLM", "bamba"),
     "Falcon-H1": ("FalconH1ForCausalLM", "falcon-h1"),
+    "Zamba2": ("Zamba2ForCausalLM", "zamba2-plain"),
     "Nemotron-H": ("NemotronHForCausalLM", "nemotron-h"),
     "Nemotron 3 Nano": ("NemotronHForCausalLM", "nemotron-3"),
     "Nemotron 3 Super": ("NemotronHForCausalLM", "nemotron-3-super"),

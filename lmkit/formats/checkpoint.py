@@ -118,7 +118,7 @@ class CheckpointReader:
     def show(self, views: Mapping[str, View]) -> None:
         """Show these tensors instead of their sources."""
         self._views |= views
-        self._sources |= {view.source for view in views.values()}
+        self._sources |= {name for view in views.values() for name in (view.source, *view.beside)}
 
     def narrow(self) -> None:
         """Give weights that the file has in codes, and that nobody keeps so, in config.json's dtype from now on."""
@@ -143,7 +143,7 @@ class CheckpointReader:
         """
         if (view := self._views.get(name)) is None:
             return self._file(name).tensor(name)
-        return view.take(self._file(view.source).tensor(view.source))
+        return view.take(*(self._file(part).tensor(part) for part in (view.source, *view.beside)))
 
     def nbytes(self, prefix: str = "") -> int:
         """Bytes in the files of all tensors whose names begin with `prefix`."""

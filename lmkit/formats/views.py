@@ -32,7 +32,8 @@ class View:
 
     source: str
     shape: tuple[int, ...]
-    take: Callable[[Tensor], Tensor]
+    take: Callable[..., Tensor]  # of the source, and of those beside it
+    beside: tuple[str, ...] = ()  # other tensors that it is made of
 
 
 # The axis of the outputs in the tensors of a linear, if it is not the first. None: a tensor that all outputs share.

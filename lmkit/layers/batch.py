@@ -83,7 +83,8 @@ class BatchInputs:
     adapters: Tensor | None = None  # int32 [T]: each row's adapter, -1 = none; None if no row has one
     logit_adapters: Tensor | None = None  # int32 [R]: those of the logit rows
     states: Tensor | None = None  # int32 [B, 6]: see kernels.recurrent; None = sequence b begins in row b
-    per_layer: Tensor | None = None  # float32 [T, layers * width]: vectors of layers.per_layer, which the decoder makes
+    # float32 [T, ModelSpec.token_width], which the decoder makes: vectors of layers.per_layer, or embeddings
+    per_layer: Tensor | None = None
     prompts: Prompts | None = None  # chunks that latent attention computes over plain heads
     choice: Choice = field(default_factory=Choice)  # of the step's last indexer
     # Of a step with tokens of images:

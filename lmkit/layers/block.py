@@ -95,6 +95,10 @@ class Forward:
         """x [T, hidden], normalized if `norm` is None -> the block's contribution [T, hidden]."""
         return self.project(self.inner(x, norm, at))
 
+    def searched(self, x: Tensor, at: At) -> Tensor:
+        """The input [T, in] of the first linears -> what scales of these are compared by: the contribution."""
+        return self(x, None, at)
+
     def project(self, inner: Tensor) -> Tensor:
         """The output of `inner` -> the block's contribution [T, hidden], or this rank's part of it."""
         assert self.out is not None

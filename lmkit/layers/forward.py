@@ -17,6 +17,7 @@ from lmkit.layers.blocks.mamba import MambaSpec
 from lmkit.layers.blocks.mlp import MLPSpec, PerLayerSpec
 from lmkit.layers.blocks.moe import MoESpec
 from lmkit.layers.blocks.parallel import ParallelSpec
+from lmkit.layers.blocks.shared import SharedSpec
 from lmkit.layers.blocks.short_conv import ShortConvSpec
 from lmkit.layers.cross import CrossAttention
 from lmkit.layers.delta import GatedDelta
@@ -27,6 +28,7 @@ from lmkit.layers.mlp import GatedMLP
 from lmkit.layers.moe import MoE
 from lmkit.layers.parallel import Parallel
 from lmkit.layers.per_layer import PerLayerGate
+from lmkit.layers.shared import Shared
 from lmkit.layers.short_conv import ShortConv
 from lmkit.layers.sparse_latent import SparseLatentAttention
 
@@ -61,5 +63,6 @@ BLOCKS: Forwards = {
     MLPSpec: lambda spec, parts: GatedMLP("mlp", spec, parts.weights, parts.device),
     MoESpec: lambda spec, parts: MoE(spec, parts.weights, parts.device),
     PerLayerSpec: PerLayerGate,
+    SharedSpec: Shared,
 }
 FORWARDS = with_parallel(BLOCKS)

@@ -59,7 +59,11 @@ class Decoder:
         self.kept: Kept = {}
         self.after_layer: Callable[[int], None] | None = None  # called after each layer with its place among `layers`
         device = lm_head.device
-        self.per_layer = None if per_layer is None else PerLayerVectors(per_layer, spec.norm_eps, device, dtype)
+        self.per_layer: Callable[[Tensor, Tensor], Tensor] | None = None  # of token ids and embeddings
+        if per_layer is not None:
+            self.per_layer = PerLayerVectors(per_layer, spec.norm_eps, device, dtype)
+        elif spec.reads_embeddings:
+            self.per_layer = lambda _, embedded: embedded.clone()
         turned = dict.fromkeys(layer.rope for layer in spec.layers if layer.kv is not None)
         self.ropes = {rope: Rope(rope, device) for rope in turned}
         self._angles_of = [list(turned).index(layer.rope) if layer.kv else -1 for layer in spec.layers]

@@ -18,12 +18,14 @@ Qwen3-VL-MoE.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from fractions import Fraction
+from functools import partial
 from itertools import pairwise, product
 
 import torch
+from torch import Tensor
 
 from lmkit.errors import CheckpointError
 from lmkit.formats.awq import awq_version
@@ -93,6 +95,7 @@ EXPERTS = {
 }
 # What ends the name of such a tensor, and the name of an expert's.
 ENDINGS = {"": "weight", ".weight": "weight", "_bias": "bias", "_blocks": BLOCKS, "_scales": SCALES}
+ADAPTERS = {f"attn.{x}": f"linear_{x}" for x in "qkv"} | dict.fromkeys(("mlp.gate", "mlp.up"), "gate_up_proj")  # Zamba2
 ROUTER = "mlp.gate"  # beside experts in one tensor
 UNSUFFIXED = (
     "attn.sinks",
@@ -130,7 +133,7 @@ def views(reader: CheckpointReader, spec: ModelSpec) -> dict[str, View]:
     for index, layer in enumerate(spec.layers):
         if layer.norms_lack_bias:
             norms += [layer.module_name(index, role) for each in layer.blocks for role in each.norms]
-        found |= dict(_linears(reader, index, layer))
+        found |= dict(_linears(reader, index, layer)) | dict(_borrowed(reader, index, layer))
         for role in (layer.vectors | layer.matrices).keys() & UNSUFFIXED:
             if reader.has(source := layer.module_name(index, role)):
                 shape = reader.info(source).shape
@@ -173,6 +176,31 @@ def _linears(reader: CheckpointReader, index: int, layer: LayerSpec) -> Iterator
                 for role, rows in parts.items():
                     view = rows_of(source, shape, rows, outputs, version=version)
                     yield f"{layer.module_name(index, role)}.{suffix}", view
+
+
+def _borrowed(reader: CheckpointReader, index: int, layer: LayerSpec) -> Iterator[tuple[str, View]]:
+    """Weights that the checkpoint has with another layer. Each use adds the product of two small matrices to some of
+    them (Zamba2). A checkpoint that lmkit has quantized has the sums of each layer."""
+    for first, use, shared in (block.borrowed for block in layer if block.borrowed):
+        for role in shared:
+            name, source = (f"{layer.module_name(i, role)}.weight" for i in (index, first))
+            parent, rows, adapter = source.rpartition(".weight")[0].rpartition(".")[0], WHOLE, ADAPTERS.get(role)
+            if adapter == "gate_up_proj" and reader.has(whole := f"{parent}.{adapter}.weight"):
+                source, rows = whole, HALVES[role == "mlp.up"]
+            if not reader.has(source) or (first != index and reader.has(name)):
+                continue
+            small = tuple(f"{parent}.{adapter}_adapter_list.{use}.{i}.weight" for i in (0, 1))
+            small = small if all(map(reader.has, small)) else ()
+            shape = reader.info(source).shape
+            part = rows_of(source, shape, rows, shape[0])
+            yield name, View(source, part.shape, partial(_summed, part.take), small)
+
+
+def _summed(take: Callable[[Tensor], Tensor], weight: Tensor, *small: Tensor) -> Tensor:
+    """A part of a weight [out, in], plus the product of `small` [rank, in] and [out, rank] if there is one."""
+    if small:
+        weight = (weight.float() + small[1].float() @ small[0].float()).to(weight.dtype)
+    return take(weight)
 
 
 def fused_linears(layer: LayerSpec) -> dict[str, dict[str, Rows]]:

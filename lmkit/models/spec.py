@@ -105,9 +105,19 @@ class ModelSpec:
         return tuple(sorted({layer.kv_from for layer in self.layers if layer.kv_from is not None}))
 
     @property
+    def reads_embeddings(self) -> bool:
+        """Whether layers read embeddings beside the stream."""
+        return any(block.reads_embeddings for layer in self.kinds for block in layer)
+
+    @property
+    def token_width(self) -> int:
+        """The width of what layers read of each token beside the stream: vectors of their own, or its embedding."""
+        return self.hidden_size if self.reads_embeddings else self.per_layer
+
+    @property
     def reads_beside(self) -> bool:
         """Whether a layer reads more of a sequence than the states before it."""
-        return bool(self.per_layer or self.kv_sources)
+        return bool(self.token_width or self.kv_sources)
 
     @property
     def num_weights(self) -> int:

@@ -96,7 +96,7 @@ def _choices(recipe: Recipe) -> list[tuple[int, Recipe]]:
 def working_bytes(spec: ModelSpec, recipe: Recipe, batch_tokens: int) -> int:
     """Peak bytes of everything that grows with the model and the recipe. They do not grow with the number of rows."""
     whole = sum(step.whole_numbers(spec, recipe.grid.group_size) for step in recipe.steps)
-    vectors = 4 * 3 * batch_tokens * spec.per_layer * recipe.calibration.has_text  # before their norm and after it
+    vectors = 4 * 3 * batch_tokens * spec.token_width * recipe.calibration.has_text  # before their norm and after it
     return 4 * whole + vectors + max(_layer_working_bytes(layer, recipe, batch_tokens) for layer in spec.kinds)
 
 
@@ -173,7 +173,7 @@ def disk_bytes(source: ModelSource, recipe: Recipe) -> int:
     width = 2 * spec.hidden_size + (scratch_width(spec) if any(step.by_parts for step in recipe.steps) else 0)
     tokens = calibration.num_samples * calibration.seq_len * calibration.has_text
     width += 2 * sum(spec.layers[index].kv_size for index in spec.kv_sources)
-    states = 4 * tokens * (width * (2 if recipe.needs_exact else 1) + spec.per_layer)
+    states = 4 * tokens * (width * (2 if recipe.needs_exact else 1) + spec.token_width)
     if recipe.needs_curvature:  # states before all layers, then the curvature of all outputs (layer.sweep)
         outputs = (rows for layer in spec.layers for rows, _ in recipe.cost(layer).readers)
         swept = calibration.seq_len * swept_rows(calibration.num_samples, calibration.seq_len)

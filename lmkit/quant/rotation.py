@@ -74,7 +74,7 @@ def problem(spec: ModelSpec) -> str | None:
     reasons = (
         (spec.foreign, "layers that transformers computes"),
         (tables, "embeddings that are projected, normalized or added to positions"),
-        (spec.vision is not None or spec.per_layer, "images or vectors of each token beside the stream"),
+        (spec.vision is not None or spec.token_width, "images or vectors of each token beside the stream"),
         (spec.mtp is not None, "a layer that drafts tokens"),
         (any(layer.norm_bias for layer in kinds), "LayerNorms, which do not turn with their input"),
         (any(layer.post_norms or not layer.pre_norms for layer in kinds), "norms behind attention and MLP"),

@@ -38,6 +38,7 @@ def attending(spec: ModelSpec) -> LayerSpec:
 
 def norms(layer: LayerSpec) -> str:
     where = {(True, False): "before", (True, True): "before and after", (False, True): "after"}
+    where[False, False] = "before"  # inside of the block
     kind = ", LayerNorm" if layer.norm_bias else ""
     return where[layer.pre_norms, layer.post_norms] + (", on q and k" if "attn.q_norm" in layer.vectors else "") + kind
 
@@ -47,8 +48,10 @@ def attention(spec: ModelSpec) -> str:
     is_latent = layer.kv is not None and layer.kv.shared
     parts = ["latent"] if is_latent else []
     parts += ["chosen keys"] if spec.chosen_keys else []
+    parts += ["shared by some layers"] if spec.reads_embeddings else []
     for kind in spec.kinds:
-        where = "beside it" if kind.kv else "in most layers" if spec.has_kv else "in all layers"
+        where = "beside it" if kind.kv else "in most layers"
+        where = "in all layers" if spec.reads_embeddings or not spec.has_kv else where
         names = [RECURRENT[type(part)] for part in kind.mixer.members if type(part) in RECURRENT]
         parts += [found for name in names if (found := f"{name} {where}") not in parts]
     parts += ["gated"] if "attn.gate" in layer.linears else []

@@ -67,7 +67,7 @@ def projected(decoder: Decoder) -> list[int]:
     """The numbers of rows that the last layer's output projection gets from now on."""
     rows: list[int] = []
     layer = decoder.layers[-1]
-    last = layer.mixer.members[-1]
+    last = layer.mixer.members[-1] if layer.mixer.out is None else layer.mixer
     if layer.spec.state is None:
         return rows
     out = last.out

@@ -70,6 +70,10 @@ OLMO_HYBRID = {"num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_va
 KIMI = LATENT | {"num_local_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "n_group": 4,
                  "topk_group": 2, "linear_num_heads": 4, "linear_head_dim": 16, "pad_token_id": None}  # fmt: skip
 
+ZAMBA2 = {"num_hidden_layers": 4, "num_key_value_heads": 6, "n_mamba_heads": 4, "mamba_d_state": 11, "adapter_rank": 8,
+          "mamba_ngroups": 2, "layers_block_type": ["hybrid", "linear_attention", "hybrid", "hybrid"],
+          "pad_token_id": None, "initializer_range": 0.1}  # fmt: skip
+
 FALCON_H1 = {"head_dim": 16, "mamba_d_ssm": 96, "mamba_n_heads": 4, "mamba_d_state": 11, "mamba_n_groups": 2,
              "embedding_multiplier": 3.0, "lm_head_multiplier": 0.4, "mlp_multipliers": [0.7, 0.3],
              "key_multiplier": 0.6, "attention_in_multiplier": 0.9, "attention_out_multiplier": 0.8,
@@ -263,6 +267,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "bailing-hybrid": ("BailingHybridConfig", KIMI | {"head_dim": 16, "layer_group_size": 3}),
     "bailing-hybrid-free": ("BailingHybridConfig", KIMI | {"head_dim": 12, "layer_group_size": 2,
                                                            "kda_safe_gate": False, "attention_bias": True}),
+    "zamba2": ("Zamba2Config", ZAMBA2 | {"num_mem_blocks": 2, "use_shared_attention_adapter": True,
+                                         "use_mem_rope": True}),
+    "zamba2-plain": ("Zamba2Config", ZAMBA2 | {"hidden_act": "gelu_pytorch_tanh"}),
     "mimo-v2-flash": ("MiMoV2FlashConfig", SIGMOID | {
         "head_dim": 24, "v_head_dim": 16, "sliding_window": 9, "num_key_value_heads": 1, "attention_bias": True,
         "layer_types": ["full_attention", "sliding_attention", "full_attention"], "pad_token_id": None,
@@ -322,7 +329,7 @@ def make(path: Path, name: str, **overrides: Any) -> transformers.PreTrainedMode
     class_name, differences = FAMILIES[name]
     torch.manual_seed(7)
     options = copy.deepcopy(COMMON | differences | overrides)
-    for key in ("layer_types", "layer_rope_theta", "indexer_types"):
+    for key in ("layer_types", "layer_rope_theta", "indexer_types", "layers_block_type"):
         if options.get(key):
             options[key] = options[key][: options["num_hidden_layers"]]
     if "expand" in options:

@@ -28,6 +28,14 @@ class Heads(NamedTuple):
     dim: int
 
 
+class Borrowed(NamedTuple):
+    """Weights that a checkpoint keeps with one of the layers that have them. Each use may add something to them."""
+
+    layer: int
+    use: int
+    roles: tuple[str, ...]
+
+
 class InnerMLP(Protocol):
     """What a block says of a gated MLP in it: blocks.mlp.MLPSpec."""
 
@@ -166,6 +174,16 @@ class Block:
     def token_width(self) -> int:
         """Width of the vector of each token that the block reads (layers.per_layer)."""
         return 0
+
+    @property
+    def reads_embeddings(self) -> bool:
+        """Whether the block reads a token's embedding beside the stream."""
+        return False
+
+    @property
+    def borrowed(self) -> Borrowed | None:
+        """Weights that a checkpoint keeps once for several layers (models.fused)."""
+        return None
 
     @property
     def in_order(self) -> bool:

@@ -43,3 +43,9 @@ BAILING_HYBRID: Defaults = {
     "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128, "rope_theta": 6000000.0, "head_dim": 128,
     "short_conv_kernel_size": 4, "layer_group_size": 6, "kda_safe_gate": True, "kda_lower_bound": -5.0,
 }  # fmt: skip
+ZAMBA2: Defaults = {
+    "vocab_size": 32000, "hidden_size": 2560, "num_attention_heads": 32, "hidden_act": "gelu",
+    "max_position_embeddings": 4096, "rms_norm_eps": 1e-05, "tie_word_embeddings": True, "mamba_d_state": 64,
+    "mamba_d_conv": 4, "mamba_expand": 2, "mamba_ngroups": 1, "time_step_min": 0.001, "n_mamba_heads": 8,
+    "num_mem_blocks": 1, "add_bias_linear": False, "use_mem_rope": False, "use_long_context": False,
+}  # fmt: skip

@@ -37,7 +37,7 @@ class SideInputs:
     def of(
         cls, spec: ModelSpec, num_tokens: int, streams: tuple[str, ...], folder: Path | None, device: str = "cpu"
     ) -> SideInputs:
-        vectors = Buffer(num_tokens, spec.per_layer, folder and folder / "vectors.f32") if spec.per_layer else None
+        vectors = Buffer(num_tokens, spec.token_width, folder and folder / "vectors.f32") if spec.token_width else None
         keys_values = {
             (name, index): Buffer(
                 num_tokens, 2 * spec.layers[index].kv_size, folder and folder / f"{name}-kv-{index}.f32"

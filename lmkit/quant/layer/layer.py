@@ -107,7 +107,8 @@ class CalibratedLayer:
         readers = dict(layer.spec.smooth)
         if source == "norm.attn":  # a model without norms before its blocks has this block, too
             (reader, *_) = readers.get(source) or layer.mixing.spec.block.fused[0]
-            return layer.mixing.contribution(self.input(reader).sample, None, self.sequences.at)
+            mixing = layer.mixing
+            return mixing.whole(mixing.block.searched(self.input(reader).sample, self.sequences.at))
         (reader, *_) = readers[source]
         sample = self.input(reader).sample
         block = next((each for each in layer.blocks if each.spec.norm == source), None)

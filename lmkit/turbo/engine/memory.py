@@ -339,7 +339,7 @@ def _workspace_bytes(spec: ModelSpec, config: EngineConfig) -> int:
         added = 4 * min(tokens, ADDED_ROWS) * max(layer.widest_product for layer in spec.kinds)
     of_layer = max(tokens * widest + added, of_experts)
     chosen = max(layer.choice_bytes(config.max_model_len or spec.max_position) for layer in spec.kinds)
-    return of_layer + chosen + 4 * 2 * rows * spec.vocab_size + 4 * 3 * tokens * spec.per_layer
+    return of_layer + chosen + 4 * 2 * rows * spec.vocab_size + 4 * 3 * tokens * spec.token_width
 
 
 def _gpu_workspace_bytes(spec: ModelSpec, config: EngineConfig, num_groups: int) -> int:
