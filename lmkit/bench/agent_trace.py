@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -24,6 +24,9 @@ from lmkit.bench.dataset import json_lines
 from lmkit.errors import JSON_ERRORS, ConfigError
 
 MOONCAKE_BLOCK, AGENTX_BLOCK = 512, 64  # tokens of a hash id, unless the trace says otherwise
+
+Tokens = Annotated[int, msgspec.Meta(ge=0, le=1 << 24)]  # of a prompt or an answer: no context is longer
+Time = Annotated[float, msgspec.Meta(ge=0, le=1e14)]  # milliseconds since 1970 are allowed, too
 
 
 @dataclass(frozen=True)
@@ -57,29 +60,29 @@ class AgentSession:
 class _Row(msgspec.Struct, frozen=True):
     """A line of a Mooncake trace."""
 
-    input_length: int
-    output_length: int = 1
+    input_length: Tokens
+    output_length: Tokens = 1
     hash_ids: list[int] = []
-    timestamp: float | None = None
-    delay: float = 0.0
-    session_id: str | None = None
+    timestamp: Time | None = None
+    delay: Time = 0.0
+    session_id: str | int | None = None
 
 
 class _Call(msgspec.Struct, frozen=True):
     """A request of an AgentX trace, or a sub-agent."""
 
-    t: float = 0.0
+    t: Time = 0.0
     type: str = "n"
     hash_ids: list[int] = []
-    input: int | None = msgspec.field(name="in", default=None)
-    out: int = 1
-    think_time: float | None = None
+    input: Tokens | None = msgspec.field(name="in", default=None)
+    out: Tokens = 1
+    think_time: Time | None = None
     requests: list[_Call] = []
 
 
 class _AgentX(msgspec.Struct, frozen=True):
     requests: list[_Call]
-    block_size: int = AGENTX_BLOCK
+    block_size: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] = AGENTX_BLOCK
 
 
 def read_agent_trace(path: Path) -> list[AgentSession]:
@@ -96,12 +99,14 @@ def read_agent_trace(path: Path) -> list[AgentSession]:
 
 def _of_file(path: Path) -> list[AgentSession]:
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from None
     try:
-        whole = msgspec.json.decode(text, type=_AgentX)
-    except JSON_ERRORS:
+        whole = msgspec.json.decode(text)
+    except JSON_ERRORS:  # several lines
+        whole = None
+    if not (isinstance(whole, dict) and "requests" in whole):
         rows = [_converted(row, where) for where, row in json_lines(text, path)]
         sized = [(row, _blocks(row.hash_ids, row.input_length, MOONCAKE_BLOCK)) for row in rows]
         has_sessions = [(row, blocks) for row, blocks in sized if row.session_id is not None]
@@ -109,7 +114,11 @@ def _of_file(path: Path) -> list[AgentSession]:
             *_sessions(has_sessions),
             *_mooncake([(row, blocks) for row, blocks in sized if row.session_id is None]),
         ]
-    return _agentx(whole.requests, whole.block_size, path.stem)
+    try:
+        agentx = msgspec.convert(whole, _AgentX)
+    except JSON_ERRORS as error:
+        raise ConfigError(f"{path}: no AgentX trace: {error}") from None
+    return _agentx(agentx.requests, agentx.block_size, path.stem)
 
 
 def _converted(row: Any, where: str) -> _Row:
@@ -131,9 +140,9 @@ def _blocks(ids: Sequence[int], length: int, size: int, scope: str = "") -> tupl
 
 
 def _sessions(rows: Iterable[tuple[_Row, tuple[Block, ...]]]) -> Iterator[AgentSession]:
-    found: dict[str, AgentSession] = {}
+    found: dict[str | int | None, AgentSession] = {}
     for row, blocks in rows:
-        session = found.setdefault(row.session_id or "", AgentSession((row.timestamp or 0.0) / 1e3))
+        session = found.setdefault(row.session_id, AgentSession((row.timestamp or 0.0) / 1e3))
         session.turns.append(AgentTurn(blocks, False, row.output_length, row.delay / 1e3 if session.turns else 0.0))
     yield from found.values()
 

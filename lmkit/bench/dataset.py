@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from lmkit.errors import ConfigError
 
@@ -32,7 +32,7 @@ class Entry:
 def read_dataset(path: Path) -> list[Entry]:
     """Every entry that has a prompt. Raises ConfigError for a malformed file, line or entry."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from None
     rows = json_array(text, path) if text.lstrip().startswith("[") else json_lines(text, path)
@@ -57,9 +57,13 @@ def json_lines(text: str, path: Path) -> Iterator[tuple[str, Any]]:
 
 def _loads(text: str, where: str) -> Any:
     try:
-        return json.loads(text)
+        return json.loads(text, parse_constant=_no_number)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{where}: not valid JSON: {error}") from None
+
+
+def _no_number(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number")
 
 
 def entry_of(row: Any, where: str) -> Entry | None:

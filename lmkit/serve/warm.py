@@ -69,8 +69,8 @@ def read_lines(config: ServerConfig) -> list[Line]:
     try:
         if path.stat().st_size > MAX_FILE:
             raise ConfigError(f"--warm {path}: larger than {MAX_FILE >> 20} MiB")
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise ConfigError(f"--warm {path}: cannot be read: {why}") from None
     lines = [(f"--warm {path}: line {number}", line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
@@ -82,6 +82,7 @@ def read_lines(config: ServerConfig) -> list[Line]:
 def _line(where: str, text: str) -> Line:
     try:
         row = json.loads(text)
+        msgspec.json.encode(row)  # raises for half of a character, which no tokenizer takes
         if not isinstance(row, dict):
             raise ConfigError(f"{where}: expected an object with messages or a text")
         if "text" not in row:
@@ -91,7 +92,7 @@ def _line(where: str, text: str) -> Line:
             return Line(where, body.model, None, body, body.cache_salt)
         plain = msgspec.convert(row, _Text)
         return Line(where, plain.model, plain.text, None, plain.cache_salt)
-    except (ValueError, RecursionError, LMKitError) as error:
+    except (ValueError, RecursionError, OverflowError, LMKitError) as error:
         raise error if isinstance(error, ConfigError) else ConfigError(f"{where}: {error}") from None
 
 

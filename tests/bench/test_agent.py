@@ -95,6 +95,13 @@ def test_agentx(tmp_path: Path) -> None:
         ('{"input_length": 0}', "at least 1"),
         ("{", "line 1"),
         ("", "has no request"),
+        ('{"input_length": 100000000000}', "line 1.*<= 16777216.*input_length"),
+        ('{"input_length": 5, "timestamp": NaN}', "line 1.*NaN is no number"),
+        ('{"input_length": 5, "timestamp": 1e300}', "timestamp"),
+        ('{"input_length": 5, "session_id": "a", "delay": -1}', "delay"),
+        ('{"requests": [{"in": -5}]}', r"no AgentX trace.*requests\[0\].in"),
+        ('{"requests": [{"in": 5, "hash_ids": [1]}], "block_size": 0}', "no AgentX trace.*block_size"),
+        ('{"requests": [{"in": 5}, {"in": "6"}]}', r"no AgentX trace.*requests\[1\].in"),
     ],
 )
 def test_what_cannot_be_read_is_named(tmp_path: Path, line: str, named: str) -> None:
@@ -102,6 +109,12 @@ def test_what_cannot_be_read_is_named(tmp_path: Path, line: str, named: str) -> 
     file.write_text(line)
     with pytest.raises(ConfigError, match=named):
         read_agent_trace(file)
+
+
+def test_sessions_may_be_numbers_and_a_file_may_begin_with_a_mark(tmp_path: Path) -> None:
+    file = tmp_path / "t.jsonl"
+    file.write_text("\ufeff" + '{"input_length": 5, "session_id": 7}\n' * 2 + '{"input_length": 5, "session_id": "7"}')
+    assert [len(session.turns) for session in read_agent_trace(file)] == [2, 1]
 
 
 def test_turns_grow_by_the_servers_own_answers(server: FakeServer) -> None:

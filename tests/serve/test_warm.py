@@ -89,6 +89,8 @@ def test_each_key_has_its_own_and_the_budget_holds_for_all(tmp_path: Path) -> No
         ([{"text": "a", "extra": 1}], "line 1: .*extra"),
         ([{"messages": 1}], "line 1: .*messages"),
         ([], "has no prefix"),
+        ([{"text": "\ud800"}], "line 1: .*surrogates"),
+        ([{"messages": [{"role": "system", "content": "\udc00"}]}], "line 1: .*surrogates"),
     ],
 )
 def test_mistakes_are_named(tmp_path: Path, rows: list[Any], named: str) -> None:
