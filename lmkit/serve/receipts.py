@@ -13,7 +13,6 @@ import time
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,6 +33,7 @@ from lmkit.web.resume import Known
 
 Outputs = AsyncGenerator[tuple[int, RequestOutput]]
 MAX_KEPT = 4096  # receipts of a server; the oldest leave
+MAX_DIGESTS = 256
 _PLAIN = SamplingParams()
 
 router = APIRouter()
@@ -116,6 +116,7 @@ class Receipts:
         """`path`: of the private key. Raises ConfigError and UnsupportedError if all answers get receipts."""
         self._path, self._for_all = Path(path or environment().cache_dir / "receipt.key"), for_all
         self._kept: OrderedDict[str, _Kept] = OrderedDict()
+        self._digests: dict[tuple[str, str], str] = {}  # by path and edition
         self._signer: Signer | None = None
         if for_all or path is not None:
             self.signer()
@@ -156,17 +157,20 @@ class Receipts:
         server = kept.server
         folder = server.engine.config.adapter_folders[server.adapter] if server.adapter else ""
         try:
-            weights = await asyncio.to_thread(_digest, server.info.model_path, server.edition)
-            adapter = await asyncio.to_thread(_digest, folder, server.edition) if folder else ""
+            weights = await self._digest(server.info.model_path, server.edition)
+            adapter = await self._digest(folder, server.edition) if folder else ""
         except OSError as error:
             raise RequestError("engine_unavailable", f"the model's files cannot be read: {error.strerror}") from None
         choices = [replace(choice, adapter=adapter) for choice in kept.record.choices]
         return self.checked().sign(replace(kept.record, weights=weights, choices=choices), kept.salt)
 
-
-@lru_cache(maxsize=256)
-def _digest(path: str, edition: str) -> str:
-    return content_digest(Path(path))
+    async def _digest(self, path: str, edition: str) -> str:
+        """Of files that do not change under this edition. A thread for each receipt would cost more than to sign it."""
+        if (path, edition) not in self._digests:
+            if len(self._digests) >= MAX_DIGESTS:
+                self._digests.clear()
+            self._digests[path, edition] = await asyncio.to_thread(content_digest, Path(path))
+        return self._digests[path, edition]
 
 
 def receipts(request: Request) -> Receipts:

@@ -152,10 +152,14 @@ class Sequence:
     def _kv_runs(self, block_size: int) -> list[tuple[int, str]]:
         """Where the KV of the prompt came from: (end, source) of each run of tokens."""
         ends = [(block_size * (i + 1), source) for i, source in enumerate(self.kv_sources)]
-        if self.num_found > block_size * len(self.kv_sources):
-            ends.append((self.num_found, "cache"))
-        ends.append((self.num_prompt_tokens, "computed"))
-        return [run for run, after in zip(ends, [*ends[1:], None], strict=True) if after is None or after[1] != run[1]]
+        runs = list[tuple[int, str]]()
+        for end, source in [*ends, (self.num_found, "cache"), (self.num_prompt_tokens, "computed")]:
+            end = min(end, self.num_prompt_tokens)  # known tokens of an answer may have been found, too
+            if end > (runs[-1][0] if runs else 0):
+                if runs and runs[-1][1] == source:
+                    runs.pop()
+                runs.append((end, source))
+        return runs
 
     def last(self, output: StepOutput) -> StepOutput:
         """`output`, its last one, with what is known of all of its time."""

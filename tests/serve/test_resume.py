@@ -12,6 +12,11 @@ import pytest
 
 from benchmarks.resilience.failover import asked, merged, path_of
 from lmkit.config import ServerConfig
+from lmkit.serve.resume import replayed
+from lmkit.turbo.request import Request as EngineRequest
+from lmkit.turbo.request import SamplingParams, StepOutput
+from lmkit.turbo.transport.output import OutputProcessor
+from lmkit.web.resume import Known
 from tests.serve.in_process import CHAT, CHAT_PATH, TOKENIZER, App, ScriptedEngine
 from tests.serve.live import Server
 
@@ -215,3 +220,12 @@ def test_all_log_probabilities_at_the_end_stay_with_their_node(node: Server) -> 
     body = {"model": "demo", "input": "hi", "max_output_tokens": 4, "include": ["message.output_text.logprobs"]}
     assert HEADER not in ask(node, body, ID).headers
     assert ask(node, body, ID, "fp_0123456789ab", known=[]).status_code == 400
+
+
+def test_a_resumed_answer_says_where_its_prompts_kv_came_from() -> None:
+    processor = OutputProcessor(TOKENIZER, EngineRequest(request_id="", prompt_ids=[1, 2], params=SamplingParams()))
+    replayed([processor], [Known(0, [300], cached_tokens=1)], 4096)
+    first = StepOutput(request_id="", token_ids=[301], cached_tokens=0, kv=[(2, "computed")])
+    processor.process(first)
+    later = processor.process(StepOutput(request_id="", token_ids=[302]))
+    assert (later.kv, later.num_cached_tokens) == ([(2, "computed")], 1)

@@ -284,7 +284,8 @@ class Scheduler:
     def _extend(self, seq: Sequence, tokens: list[SampledToken], embedding: bytes) -> None:
         """Append the tokens that one step sampled, up to the token that ends the sequence."""
         num_known, params = len(seq.token_ids), seq.request.params
-        first, wants_logprobs = num_known == seq.num_prompt_tokens, params.logprobs is not None
+        first = num_known == seq.num_prompt_tokens + len(seq.request.known_ids)
+        wants_logprobs = params.logprobs is not None
         if num_known == seq.max_tokens:  # the request asked for no new tokens
             chosen = [token.scored for token in tokens] if wants_logprobs and params.logprob_token_ids else []
             shown = {"prompt_logprobs": seq.prompt_logprobs, "embedding": embedding, "logprobs": chosen}

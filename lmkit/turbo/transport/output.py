@@ -136,7 +136,7 @@ class OutputProcessor:
             texts.append(self._detokenizer.finish(armed=self._armed))
         prompt_logprobs = self._prompt_entries(step.prompt_logprobs) if self._first else []
         self._num_cached = step.cached_tokens if self._first else self._num_cached
-        self._kv = step.kv if self._first else self._kv
+        self._kv = step.kv or self._kv  # known outputs of another node came before this engine's first
         self._first = False
 
         matched = self._detokenizer.matched

@@ -220,3 +220,20 @@ def test_tiers_that_cannot_be(
     Path("file").touch()
     with pytest.raises(ConfigError, match=words):
         engine_for(demo_model, **options)
+
+
+def test_where_the_kv_came_from_is_told_of_the_prompt_alone(demo_model: Path) -> None:
+    """Known tokens of an answer that another engine began are found in the cache, too."""
+    engine = engine_for(demo_model, kv_memory=4 << 20)
+
+    def kv(prompt: list[int], known: list[int]) -> list[tuple[int, str]]:
+        params = SamplingParams(max_tokens=len(known) + 2, ignore_eos=True, seed=0)
+        request = Request(request_id="r", prompt_ids=prompt, known_ids=known, params=params, tells_kv=True)
+        return run(engine, [request])["r"][0].kv
+
+    known = SECOND[:40]
+    assert kv(FIRST, []) == [(201, "computed")]
+    assert kv(FIRST, known) == [(201, "cache")]
+    assert kv(FIRST[:100], known) == [(100, "cache")]
+    assert kv([*FIRST, *known], [7, 8]) == [(241, "cache")]
+    assert kv([*FIRST, *known, 9], []) == [(241, "cache"), (242, "computed")]
