@@ -18,8 +18,10 @@ import re
 import statistics
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -111,21 +113,27 @@ async def compare(pipe: AsyncPipeline, url: str, model: str, count: int, rounds:
     }
 
 
-async def measure(model: str, counts: list[int], rounds: int) -> list[dict[str, Any]]:
-    flags = [text for name, value in OPTIONS.items() for text in (f"--{name.replace('_', '-')}", str(value))]
+@contextmanager
+def serving(model: str, *flags: str) -> Iterator[tuple[str, int]]:
+    """A server of model m, in processes of its own: its address, and the process that has the others."""
     command = [sys.executable, "-m", "lmkit", "serve", model, "--port", "0", "--served-model-name", "m", *flags]
-    server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    try:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as server:
         assert server.stdout is not None
         url = next(found[1] for line in server.stdout if (found := LINE.search(line)))
-        drained = asyncio.create_task(asyncio.to_thread(server.stdout.read))
+        drain = threading.Thread(target=server.stdout.read)
+        drain.start()
+        try:
+            yield url, server.pid
+        finally:
+            server.terminate()
+            drain.join()
+
+
+async def measure(model: str, counts: list[int], rounds: int) -> list[dict[str, Any]]:
+    flags = [text for name, value in OPTIONS.items() for text in (f"--{name.replace('_', '-')}", str(value))]
+    with serving(model, *flags) as (url, _):
         async with AsyncPipeline(model, **OPTIONS) as pipe:
-            rows = [await compare(pipe, url, "m", count, rounds) for count in counts]
-    finally:
-        server.terminate()
-        server.wait()
-    await drained
-    return rows
+            return [await compare(pipe, url, "m", count, rounds) for count in counts]
 
 
 def main() -> None:
