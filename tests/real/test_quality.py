@@ -9,7 +9,7 @@ import pytest
 
 from lmkit.quant.data.calibration import parse_source
 from lmkit.quant.recipe import load_recipe
-from lmkit.quant.report.evaluate import encode_text, evaluate
+from lmkit.quant.report.evaluate import encode_text, evaluate, window_prefix
 from lmkit.quant.run import prepare
 from tests.real.conftest import Record
 from tests.real.packages import GEMMA3, SMOLLM2, Published
@@ -21,17 +21,18 @@ RECIPES: dict[str, tuple[str, dict[Published, float]]] = {
     "KL, default recipe": ("loss_w4a16_g128", {SMOLLM2: 0.09, GEMMA3: 0.40}),
     "KL, AWQ recipe": ("awq_w4a16_g128", {SMOLLM2: 0.20, GEMMA3: 0.60}),
     "KL, RTN": ("rtn_w4a16_g128", {SMOLLM2: 0.45, GEMMA3: 1.20}),
-    "KL, INT4 KV, calibrated": ("kv4", {SMOLLM2: 0.015, GEMMA3: 0.015}),
+    "KL, INT4 KV, calibrated": ("kv4", {SMOLLM2: 0.015, GEMMA3: 0.025}),  # heads of 256 share 16 levels
 }
 CACHES: dict[str, dict[Published, float]] = {
-    "int8": {SMOLLM2: 0.003, GEMMA3: 0.03},  # keys of Gemma 3 have channels far above the others
+    "int8": {SMOLLM2: 0.003, GEMMA3: 0.008},  # keys of Gemma 3 have channels far above the others
     "int4": {SMOLLM2: 0.20, GEMMA3: 3.0},
 }
 
 
 def divergence(generator: Published, model: Path, text: Path, **options: Any) -> str:
     ids = encode_text(str(model), text, str(generator.path))
-    far = evaluate(str(model), ids, against=str(generator.path), limit=NUM_TOKENS, **options).divergence
+    options |= {"prefix": window_prefix(model), "limit": NUM_TOKENS}
+    far = evaluate(str(model), ids, against=str(generator.path), **options).divergence
     assert far is not None
     return f"{far.kl_mean:.4f}"
 
