@@ -21,9 +21,9 @@ def with_texts(messages: Sequence[Message], tools: Sequence[Message], dialect: D
     for message in messages:
         content = message.get("content") or ""
         if message["role"] == "tool":
-            content, is_more = f"<tool_response>\n{content}\n</tool_response>", texts and texts[-1].get("is_result")
-            if is_more:
-                texts[-1]["content"] += "\n" + content
+            content = _joined("<tool_response>\n", content, "\n</tool_response>")
+            if texts and texts[-1].get("is_result"):
+                texts[-1]["content"] = _joined(texts[-1]["content"], "\n", content)
             else:
                 texts.append({"role": "user", "content": content, "is_result": True})
             continue
@@ -33,6 +33,17 @@ def with_texts(messages: Sequence[Message], tools: Sequence[Message], dialect: D
         texts.append({"role": message["role"], "content": content})
     plain = [{"role": text["role"], "content": text["content"]} for text in texts]
     return with_told(plain, told) if told else plain
+
+
+def _joined(*contents: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
+    """Contents one after the other: a text, or parts if one of them has images."""
+    if all(isinstance(content, str) for content in contents):
+        return "".join(map(str, contents))
+    return [
+        part
+        for content in contents
+        for part in ([{"type": "text", "text": content}] if isinstance(content, str) else content)
+    ]
 
 
 def with_told(messages: Sequence[Message], told: str) -> list[dict[str, Any]]:
