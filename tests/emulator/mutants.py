@@ -176,6 +176,11 @@ COMMUTES = re.compile(r'asm\("(add|mul|fma\.rn)\.b?f16x2 ')
 EQUIVALENT: tuple[tuple[str, re.Pattern[str], str], ...] = (
     ("operand", COMMUTES, "a + b and a * b are b + a and b * a to the last bit"),
     ("bound", re.compile(r"experts\.cu.*e < experts; e \+= blockDim"), "counts[experts] is starts[0], which is 0"),
+    (
+        "bound",
+        re.compile(r"prefill_attention\.cu.*i < KEYS \* \(MEAN_COLUMNS / 6 \+ 1\)"),
+        "its columns end before there",
+    ),
 )
 
 
