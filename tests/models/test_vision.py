@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -67,7 +68,7 @@ def test_tower_is_that_of_transformers(tmp_path: Path, name: str, grid: tuple[in
     spec = model_spec.vision
     assert spec is not None
     prefix = spec.prefix
-    assert name != "qwen2.5-vl" or spec == SPEC
+    assert name != "qwen2.5-vl" or replace(spec, videos=None) == SPEC
     rows = patches(image(grid[0] * 4, grid[1] * 4), spec, mean=MEAN, std=STD)
     weights = model.model.visual.state_dict()
     assert {name for name in reader.names() if name.startswith(prefix)} == {prefix + name for name in weights}

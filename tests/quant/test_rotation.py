@@ -41,7 +41,7 @@ REFUSED = {
 
 def logits(source: ModelSource) -> Tensor:
     hidden = selfcheck._behind_layers(source, IDS, torch.float32, "cpu")
-    return selfcheck._logits(source, selfcheck._normalized(source, hidden), torch.arange(source.spec.vocab_size))
+    return selfcheck._logits(selfcheck._normalized(source, hidden), selfcheck._head(source), slice(None))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -88,7 +88,7 @@ def check_images_fit(request: Request, limits: SchedulerLimits) -> None:
             f"an image of {longest} tokens is computed in one step, which has room for {room}: raise max_step_tokens"
         )
         raise RequestError("unsupported_parameter", message, "messages")
-    latest = max((image.start + image.time for image in request.images), default=0)
+    latest = max((image.start + image.time for image in request.images if image.time), default=0)
     if latest >= limits.max_model_len:
         message = f"a video is as long as {latest} tokens, and the context has {limits.max_model_len}: shorten it"
         raise RequestError("context_length_exceeded", message, "messages")
