@@ -23,8 +23,8 @@ HEAD = """# Publicly trained models
 This one is of {here}.
 
 KL is in nats a token, from the file's own weights with a float16 KV cache, over 4,096 tokens of English that no step
-has seen. Recipes have 16 rows of 512 tokens of other English. Greedy tokens are compared with those of transformers in
-float32.
+has seen, in windows that begin with BOS where the tokenizer adds it. Recipes have 16 rows of 512 tokens of other
+English. Greedy tokens are compared with those of transformers in float32.
 
 """
 _figures: dict[str, dict[str, str]] = {}  # by check, then by model
