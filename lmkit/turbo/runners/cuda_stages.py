@@ -29,7 +29,7 @@ from lmkit.turbo.runners.cuda_captured import Chooser
 from lmkit.turbo.runners.cuda_ranks import CudaProcesses, SampledElsewhere
 from lmkit.turbo.runners.gpu import Gpu
 from lmkit.turbo.runners.processes import plans, without_wishes
-from lmkit.turbo.runners.runner import RunnerParts, Shown, StepResult, Ticket
+from lmkit.turbo.runners.runner import Flight, RunnerParts, Shown, StepResult, Ticket
 
 
 def link_of(device: Gpu, parts: RunnerParts, index: int, *, through_host: bool) -> GpuLink:
@@ -69,15 +69,10 @@ class _Stage(CudaRunner):
 
 
 @dataclass
-class _Flight:
-    """A plan under way: its first layers are launched, and what follows may be."""
+class _Flight(Flight):
+    """Its first layers are launched, and what follows may be."""
 
-    plan: StepPlan
-    times: Times
-    chunks: list[Chunk] = field(default_factory=list)  # those to compute
-    rows: StepRows | None = None
-    logit_rows: Tensor | None = None  # a copy, if more than logits is wanted
-    num_rows: int = 0  # that come back
+    times: Times = field(kw_only=True)
     launched: Launched | None = None
 
 
@@ -128,15 +123,13 @@ class FirstCudaStage(_Stage):
         while any(chunk.slot in needed for flight in self._flights for chunk in flight.chunks if chunk.num_sampled):
             self._finish()
         self.stages.send(without_wishes(plan))
-        flight = _Flight(plan, Times(*(self._device.event() for _ in range(3))))
+        flight = _Flight(plan, times=Times(*(self._device.event() for _ in range(3))))
         with self._begun(plan) as flight.chunks:
             flight.times.begin.record()
             if flight.chunks:
-                inputs, flight.rows = self.batch.inputs(flight.chunks)
-                flight.num_rows = len(inputs.logit_rows)
-                if flight.rows is not None and flight.rows.wants_hidden:
-                    flight.logit_rows, flight.num_rows = inputs.logit_rows.clone(), len(inputs.token_ids)
-                self._logits(flight.chunks, inputs, flight.rows)
+                inputs, rows = self.batch.inputs(flight.chunks)
+                flight.expect(inputs, rows)
+                self._logits(flight.chunks, inputs, rows)
             flight.times.model.record()
         self._flights.append(flight)
         return flight
@@ -155,13 +148,7 @@ class FirstCudaStage(_Stage):
         pending: Pending = Drawn([])
         expected: Expected | None = None
         if chunks:
-            stream = self.link.receive(flight.num_rows)
-            if flight.logit_rows is not None and flight.rows is not None:
-                logit_rows = flight.logit_rows.to(stream.device)
-                logits, shown = self._shown(chunks, flight.rows, stream, None, logit_rows)
-            else:
-                logits = self.decoder.logits(stream, None, torch.arange(flight.num_rows))
-                shown = self._shown_by_logits(chunks, flight.rows, logits)
+            logits, shown = self._shown_of(flight, self.link.receive(flight.num_rows))
             if slots := [chunk.slot for chunk in chunks if chunk.num_sampled]:
                 pending, expected = self._sampler.sample(logits, slots), self.batch.expect(slots)
         flight.times.end.record()

@@ -38,6 +38,23 @@ class StepResult(NamedTuple):
     elsewhere: float = 0.0  # in the model's other stages
 
 
+@dataclass
+class Flight:
+    """A plan under way whose last layers are computed elsewhere: what is left to do when their rows come back."""
+
+    plan: StepPlan
+    chunks: list[Chunk] = field(default_factory=list)  # those to compute
+    rows: StepRows | None = None
+    logit_rows: Tensor | None = None  # a copy, if more than logits is wanted
+    num_rows: int = 0  # that come back
+
+    def expect(self, inputs: BatchInputs, rows: StepRows | None) -> None:
+        """Note which rows of these inputs come back: those of logits, or all if more is wanted."""
+        self.rows, self.num_rows = rows, len(inputs.logit_rows)
+        if rows is not None and rows.wants_hidden:
+            self.logit_rows, self.num_rows = inputs.logit_rows.clone(), len(inputs.token_ids)
+
+
 Ticket = Callable[[], StepResult]  # stands for a launched plan; only its runner calls it
 
 
@@ -217,6 +234,13 @@ class PlanRunner:
             return [Shown()] * len(chunks)
         scored = logits[[row for span in rows.scored_rows for row in span if row < len(logits)]]
         return list(map(Shown, self._scores_of(chunks, rows.scored_rows, [scored])))
+
+    def _shown_of(self, flight: Flight, stream: Tensor) -> tuple[Tensor, list[Shown]]:
+        """See `_with_hidden`. `stream` float32 [flight.num_rows, hidden] came back from the last layer."""
+        if flight.rows is not None and flight.logit_rows is not None:
+            return self._shown(flight.chunks, flight.rows, stream, None, flight.logit_rows.to(stream.device))
+        logits = self.decoder.logits(stream, None, torch.arange(flight.num_rows))
+        return logits, self._shown_by_logits(flight.chunks, flight.rows, logits)
 
     @np.errstate(over="ignore", invalid="ignore")  # the result is checked
     def _embed(self, chunk: Chunk, span: range, delta: Tensor, residual: Tensor | None) -> bytes:

@@ -20,7 +20,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import IO
 
@@ -32,10 +32,9 @@ from lmkit.errors import EngineLostError
 from lmkit.kernels.cpu import threads
 from lmkit.turbo.changes import Change
 from lmkit.turbo.plan import Chunk, Sampled, StepPlan
-from lmkit.turbo.runners.batch import StepRows
 from lmkit.turbo.runners.cpu import CpuRunner
 from lmkit.turbo.runners.processes import ENDED, Processes, SharedModel, Start, plans, without_wishes
-from lmkit.turbo.runners.runner import RunnerParts, StepResult, Ticket
+from lmkit.turbo.runners.runner import Flight, RunnerParts, StepResult, Ticket
 
 HEADER = struct.Struct("<QQ")
 
@@ -140,15 +139,10 @@ class Stages(Processes):
 
 
 @dataclass
-class _Flight:
-    """A plan under way: its first layers are computed, and its tokens are not sampled yet."""
+class _Flight(Flight):
+    """Its first layers are computed, and its tokens are not sampled yet."""
 
-    plan: StepPlan
     start: float = 0.0
-    chunks: list[Chunk] = field(default_factory=list)  # those to compute
-    rows: StepRows | None = None
-    logit_rows: Tensor | None = None  # a copy, if more than logits is wanted
-    num_rows: int = 0  # that come back
     kernels: float = 0.0  # seconds in the first layers
     elsewhere: float = 0.0  # in the other stages
     result: StepResult | None = None
@@ -213,10 +207,9 @@ class FirstStage(CpuRunner):
 
     def _send_on(self, flight: _Flight) -> None:
         inputs, rows = self.batch.inputs(flight.chunks)
-        flight.rows, flight.num_rows = rows, len(inputs.logit_rows)
+        flight.expect(inputs, rows)
         before = time.perf_counter()
-        if rows is not None and rows.wants_hidden:
-            flight.logit_rows, flight.num_rows = inputs.logit_rows.clone(), len(inputs.token_ids)
+        if flight.logit_rows is not None:
             with self._workspace.active():
                 self.decoder.hidden(inputs, self.kv)
         else:
@@ -241,11 +234,7 @@ class FirstStage(CpuRunner):
         flight.elsewhere = self.stages.link.spent / 1e9
         start = time.perf_counter()
         with self._workspace.active():
-            if flight.logit_rows is not None and flight.rows is not None:
-                logits, shown = self._shown(flight.chunks, flight.rows, stream, None, flight.logit_rows)
-            else:
-                logits = self.decoder.logits(stream, None, torch.arange(flight.num_rows))
-                shown = self._shown_by_logits(flight.chunks, flight.rows, logits)
+            logits, shown = self._shown_of(flight, stream)
         self.kernel_seconds += time.perf_counter() - start
         tokens = self.next_tokens(logits, flight.chunks, flight.rows)
         self.append(flight.chunks, tokens)
