@@ -16,23 +16,22 @@ from lmkit.layers.blocks.shared import SharedSpec
 from lmkit.layers.linear import MergedLinear
 from lmkit.layers.mamba import Mamba
 from lmkit.layers.mlp import GatedMLP
-from lmkit.layers.ranks import Ranks
+from lmkit.layers.recurrent import Recurrence
 
 
-class Shared(Forward):
-    """Mamba-2 needs all tokens, so logit rows are computed last."""
+class Shared(Recurrence):
+    """Its state is that of Mamba-2."""
 
     out: MergedLinear
 
     def __init__(self, spec: SharedSpec, parts: Parts) -> None:
-        self.parts = parts
+        self.mamba = Mamba(spec.mamba, parts)
+        super().__init__(parts, self.mamba.advance)
         self.attention = Attention(spec.attention, parts)
         self.mlp = GatedMLP("mlp", spec.mlp, parts.weights, parts.device)
         self.last = MergedLinear(("shared.out",), parts.weights, parts.device)
-        self.mamba = Mamba(spec.mamba, parts)
         self.out = self.mamba.out
         self._rms_norm = ops.rms_norm.select(parts.device)
-        self._gather = ops.embedding.select(parts.device)
 
     @property
     def members(self) -> tuple[Forward, ...]:
@@ -54,15 +53,6 @@ class Shared(Forward):
     def searched(self, x: Tensor, at: At) -> Tensor:
         """See Forward: what attention gives."""
         return self.attention(x, None, at)
-
-    def logit_rows(self, x: Tensor, norm: Norm | None, at: At, stream: Tensor) -> tuple[Tensor, Tensor]:
-        """See Forward."""
-        inner, rows = self.inner(x, norm, at), at.batch.logit_rows
-        return self._gather(inner, rows).to(inner.dtype), self._gather(stream, rows)
-
-    def join(self, ranks: Ranks, split: Ranks | None) -> Ranks | None:
-        """See Forward. Each rank has all of it."""
-        return None
 
     def captured(self) -> Iterator[tuple[str, Implementation]]:
         """See Forward."""
