@@ -197,10 +197,10 @@ def _borrowed(reader: CheckpointReader, index: int, layer: LayerSpec) -> Iterato
 
 
 def _summed(take: Callable[[Tensor], Tensor], weight: Tensor, *small: Tensor) -> Tensor:
-    """A part of a weight [out, in], plus the product of `small` [rank, in] and [out, rank] if there is one."""
-    if small:
-        weight = (weight.float() + small[1].float() @ small[0].float()).to(weight.dtype)
-    return take(weight)
+    """Some rows of a weight [out, in], plus those of the product of `small` [rank, in] and [out, rank] if there is
+    one."""
+    part = take(weight)
+    return (part.float() + take(small[1]).float() @ small[0].float()).to(part.dtype) if small else part
 
 
 def fused_linears(layer: LayerSpec) -> dict[str, dict[str, Rows]]:
