@@ -35,6 +35,7 @@ import psutil
 from benchmarks import report
 from benchmarks.audits import engine_of, hits
 from benchmarks.http_path import prompts, serving
+from benchmarks.next_turns import interval
 from lmkit.config import EngineConfig
 from lmkit.formats.hub import DEMO_FOLDER
 from lmkit.serve.auth import NOBODY
@@ -48,13 +49,6 @@ HITS = 40  # of a window of audits, at least
 RECEIPTS, PROMPT = 2000, 150  # made one after the other; tokens of such a prompt
 
 
-def interval(values: list[float]) -> tuple[float, float, float]:
-    """The median, and the 95 % interval of a bootstrap."""
-    rng = random.Random(0)
-    medians = sorted(statistics.median(rng.choices(values, k=len(values))) for _ in range(1000))
-    return statistics.median(values), medians[25], medians[-25]
-
-
 def compared(name: str, tokens: int, window: Callable[[bool], float], seconds: float) -> dict[str, Any]:
     """Pairs of windows (is it on) -> processor seconds of a request."""
     ratios, without = list[float](), list[float]()
@@ -63,9 +57,8 @@ def compared(name: str, tokens: int, window: Callable[[bool], float], seconds: f
         found = {is_on: window(is_on) for is_on in ((True, False) if len(ratios) % 2 else (False, True))}
         without.append(found[False])
         ratios.append(100 * (found[True] / found[False] - 1))
-    more = {
-        key: f"{value:+.2f} %" for key, value in zip(("more", "low", "high"), interval(ratios[1:]), strict=True)
-    }  # the first pair warms up
+    slower = interval(ratios[1:], random.Random(0), of=statistics.median)  # the first pair warms up
+    more = {key: f"{value:+.2f} %" for key, value in zip(("more", "low", "high"), slower, strict=True)}
     return {"cost": name, "tokens": tokens, "pairs": len(ratios), "cpu_ms": 1e3 * statistics.median(without), **more}
 
 

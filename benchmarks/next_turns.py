@@ -44,10 +44,12 @@ TEMPLATE = (
 Send = Callable[[str], Any]
 
 
-def interval(values: list[float], rng: random.Random, times: int = 2000) -> tuple[float, float, float]:
-    """The mean, and the 95 % interval of a bootstrap."""
-    means = sorted(statistics.fmean(rng.choices(values, k=len(values))) for _ in range(times))
-    return statistics.fmean(values), means[times // 40], means[-times // 40]
+def interval(
+    values: list[float], rng: random.Random, times: int = 2000, *, of: Callable[[list[float]], float] = statistics.fmean
+) -> tuple[float, float, float]:
+    """The mean, or what `of` makes of values, and the 95 % interval of a bootstrap."""
+    found = sorted(of(rng.choices(values, k=len(values))) for _ in range(times))
+    return of(values), found[times // 40], found[-times // 40]
 
 
 async def window(send: Send, seed: int, rate: float) -> float:
