@@ -86,6 +86,7 @@ POINTS = {
     for point in (
         Point("prefill512", 1, 512, 0),
         Point("prefill4096", 1, 4096, 0),
+        Point("prefill8000", 1, 8000, 0),
         Point("b1", 1, 64, 32),
         Point("b4", 4, 64, 24),
         Point("b16", 16, 64, 16),

@@ -146,6 +146,12 @@ def follow(engine: Answering, prompt: list[int], count: int) -> dict[str, Any]:
     return {"seconds": time.perf_counter() - start, "tokens": len(ids) - first, "ids": ids}
 
 
+def multiplies_bfloat16() -> bool:
+    """Whether the processor has bfloat16 products. Without them, vLLM's bfloat16 products fall back to a path twenty
+    times slower than float32."""
+    return bool({"avx512_bf16", "amx_bf16", "bf16"} & set(Path("/proc/cpuinfo").read_text().split()))
+
+
 def _die_with_parent() -> None:
     """Let Linux end this process with its parent: a stopped process cannot notice that its parent is gone."""
     if sys.platform == "linux":

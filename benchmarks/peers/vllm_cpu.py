@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers.protocol import KV_GIB, Facts, Options, main
+from benchmarks.peers.protocol import KV_GIB, Facts, Options, main, multiplies_bfloat16
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # its steps can be counted, and it can be stopped
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(KV_GIB))
@@ -23,7 +23,7 @@ import vllm
 class Vllm:
     def __init__(self, options: Options) -> None:
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", ",".join(map(str, range(options.threads))))
-        dtype = "bfloat16" if _multiplies_bfloat16() else "float32"
+        dtype = "bfloat16" if multiplies_bfloat16() else "float32"
         quantized = "quantization_config" in json.loads((options.model / "config.json").read_text())
         small_kv = quantized and dtype == "bfloat16" and torch.cpu._is_avx512_supported()
         llm = vllm.LLM(
@@ -84,12 +84,6 @@ def _awq_kernel() -> str:
     """What vLLM's CPUWNA16LinearKernel does with AWQ weights. It asks torch in the same way."""
     amx = torch.cpu._is_amx_tile_supported()
     return "AWQ g128, " + ("W4A8 on AMX" if amx else "W4A16, as its W4A8 needs AMX")
-
-
-def _multiplies_bfloat16() -> bool:
-    """Whether the processor has bfloat16 products. Without them, vLLM's bfloat16 products fall back to a path twenty
-    times slower than float32."""
-    return bool({"avx512_bf16", "amx_bf16", "bf16"} & set(Path("/proc/cpuinfo").read_text().split()))
 
 
 def _read_bytes(model: Path, part: str) -> int:
