@@ -155,7 +155,7 @@ def test_plot(samples: Samples, tmp_path: Path) -> None:
     report.plot(samples, KINDS, ALL, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
     # A plot names engines and points in words.
-    assert [point.label for point in ALL[1:4]] == ["prompt\nof 4096", "1 sequence", "4 sequences"]
+    assert [point.label for point in ALL[2:5]] == ["prompt\nof 8000", "1 sequence", "4 sequences"]
     assert ENGINES["openvino"].label == "OpenVINO GenAI"
 
 
