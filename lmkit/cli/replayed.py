@@ -11,13 +11,13 @@ import httpx
 import msgspec
 
 from lmkit.config import EngineConfig, parse
-from lmkit.errors import JSON_ERRORS, ConfigError, LMKitError, RequestError
+from lmkit.errors import JSON_ERRORS, ConfigError, LMKitError
 from lmkit.formats.fingerprint import content_digest
 from lmkit.formats.hub import resolve_model_path
 from lmkit.serve.auth import NOBODY
 from lmkit.serve.generate import completion_fields
 from lmkit.serve.protocol import ChatCompletionRequest, CompletionRequest
-from lmkit.serve.receipts import commitments
+from lmkit.serve.receipts import commit_to_images, commitments
 from lmkit.serve.to_request import chat_requests, completion_requests, with_numbers
 from lmkit.strict import validate
 from lmkit.text import TokenHistory, Tokenizer
@@ -56,18 +56,11 @@ def _of_body(body: dict[str, Any], record: Record, tokenizer: Tokenizer, info: E
     if "messages" in body:
         chat = with_numbers(validate(body, ChatCompletionRequest), MAX_LOGPROBS, info.vocab_size)
         style = Style(tokenizer, None, None)
-        made, _ = chat_requests(
-            chat, tokenizer, info, record.id, owner=NOBODY, history=TokenHistory(), style=style, must_fit=True,
-            load=_no_image,
-        )  # fmt: skip
+        made, _ = chat_requests(chat, tokenizer, info, record.id, owner=NOBODY, history=TokenHistory(), style=style)
         return made
     fields = completion_fields({"model": record.model, **body})
     text = with_numbers(validate(fields, CompletionRequest), MAX_LOGPROBS, info.vocab_size)
     return completion_requests(text, tokenizer, info, record.id, owner=NOBODY)
-
-
-def _no_image(*_: Any) -> Any:
-    raise RequestError("unsupported_parameter", "a prompt with images cannot be replayed")
 
 
 def sampled_as(choice: Choice, request: Request, salt: bytes, name: str) -> Request:
@@ -77,6 +70,12 @@ def sampled_as(choice: Choice, request: Request, salt: bytes, name: str) -> Requ
         count = len(request.prompt_ids)
         raise ConfigError(
             f"this is another prompt: it has {count} tokens, and the answer's had {choice.prompt_tokens}, or others"
+        )
+    if choice.images is not msgspec.UNSET and not request.images:
+        raise ConfigError("the prompt shows images: give the request's body, with them as data: URLs, and --model")
+    if commit_to_images(salt, request.images) != choice.images:
+        raise ConfigError(
+            "this is another prompt: it shows other images, or this version of Pillow reads them otherwise"
         )
     own = msgspec.to_builtins(request.params)
     hidden = {name: own[name] for name in HIDDEN}

@@ -25,8 +25,8 @@ from lmkit.errors import RequestError, UnsupportedError
 from lmkit.formats.fingerprint import content_digest
 from lmkit.serve.auth import Owner, owner
 from lmkit.serve.serving import Serving
+from lmkit.turbo.request import ImageInput, SamplingParams
 from lmkit.turbo.request import Request as EngineRequest
-from lmkit.turbo.request import SamplingParams
 from lmkit.turbo.transport.output import RequestOutput
 from lmkit.web.receipt import HEADER, HIDDEN, Choice, Receipt, Record, Signer, commit, commit_to, key_id, marks
 from lmkit.web.resume import Known
@@ -85,6 +85,7 @@ def _choice(salt: bytes, request: EngineRequest, tokens: list[int], known: int, 
     return Choice(
         prompt=commit(salt, request.prompt_ids),
         prompt_tokens=len(request.prompt_ids),
+        images=commit_to_images(salt, request.images),
         answer=commit(salt, tokens),
         answer_tokens=len(tokens),
         known_tokens=known,
@@ -95,6 +96,12 @@ def _choice(salt: bytes, request: EngineRequest, tokens: list[int], known: int, 
         kv=[] if output is None else output.kv,
         preemptions=0 if output is None else output.num_preemptions,
     )
+
+
+def commit_to_images(salt: bytes, images: Sequence[ImageInput]) -> str | msgspec.UnsetType:
+    """The commitment to a prompt's images, whose token ids are the same for all of them; UNSET: it has none."""
+    shown = [(image.start, image.digest.hex()) for image in images]
+    return commit_to(salt, shown) if shown else msgspec.UNSET
 
 
 def _sampling(salt: bytes, params: SamplingParams) -> dict[str, Any]:

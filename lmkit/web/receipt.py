@@ -43,6 +43,7 @@ class Choice(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     prompt: str  # the commitment to its tokens, as hex
     prompt_tokens: int
+    images: str | msgspec.UnsetType = msgspec.UNSET  # the commitment to its images and where they stand, if it has any
     answer: str
     answer_tokens: int
     known_tokens: int = 0  # the first of these, which another node had given

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import http.server
+import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,22 +15,26 @@ from typing import Any
 import httpx
 import pytest
 import torch
+import typer
 from transformers.models.internvl.processing_internvl import InternVLProcessor
 
+from lmkit.cli.replay import replay
 from lmkit.config import ServerConfig
-from lmkit.errors import RequestError
+from lmkit.errors import ConfigError, RequestError
 from lmkit.serve import images as module
 from lmkit.serve.images import ImageSources, is_public
 from lmkit.text.images import read_image
 from lmkit.text.messages import ImagePart
 from lmkit.text.tokenizer import Tokenizer
 from lmkit.turbo.request import ImageInput
+from lmkit.web.receipt import HEADER
 from tests.api.test_images import drawn, saved
 from tests.models.pictures import chat_checkpoint, expected, tower_of
 from tests.serve.live import Server
 
 PNG = saved(drawn(50, 30))
 URL = "data:image/png;base64," + base64.b64encode(PNG).decode()
+OTHER = "data:image/png;base64," + base64.b64encode(saved(drawn(50, 30, 1))).decode()
 TOKENS = 24  # cells of 8 x 8 pixels
 
 
@@ -39,7 +44,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     chat_checkpoint(folder / "vl")
     (folder / "pictures").mkdir()
     (folder / "pictures" / "a.png").write_bytes(PNG)
-    options = ("--image-folder", str(folder / "pictures"), "--max-batch-size", "2", "--no-packed-cache")
+    options = ("--image-folder", str(folder / "pictures"), "--max-batch-size", "2", "--no-packed-cache",
+               "--receipt-key", str(folder / "receipt.key"))  # fmt: skip
     with Server(*options, model=folder / "vl", engine="lmkit.turbo.engine.engine:Engine") as running:
         running.folder = folder  # type: ignore[attr-defined]
         yield running
@@ -90,6 +96,43 @@ def test_all_apis_show_the_same_image(server: Server) -> None:
     told = {"messages": [{"role": "user", "content": "What is it?", **bare}]}
     for path, body in (("/api/chat", told), ("/api/generate", bare | {"prompt": "What is it?"})):
         assert post(server, path, of_ollama | body)["prompt_eval_count"] == plain + TOKENS + 2
+
+
+def test_a_receipt_commits_to_the_images(server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The token ids of two images are the same. A replay needs the body, and tells another image."""
+    pytest.importorskip("cryptography")
+    folder: Path = server.folder  # type: ignore[attr-defined]
+    ids = {}
+    for name, shown in (("a", [image(URL)]), ("other", [image(OTHER)]), ("none", [])):
+        content = [*shown, {"type": "text", "text": "What is it?"}]
+        body = {"messages": [{"role": "user", "content": content}], "max_tokens": 6, "temperature": 0}
+        body |= {"logit_bias": {"4098": -100, "4099": -100}}
+        (tmp_path / name).write_text(json.dumps(body))
+        answer = httpx.post(
+            server.url + "/v1/chat/completions",
+            json=body | {"return_token_ids": True},
+            headers={HEADER: "1"},
+            timeout=60,
+        )
+        ids[name] = answer.json()["prompt_token_ids"]
+        (tmp_path / "receipt").write_bytes(server.get(f"/receipts/{answer.headers[HEADER]}").content)
+        if name == "a":
+            (tmp_path / "of a").write_bytes((tmp_path / "receipt").read_bytes())
+    assert ids["a"] == ids["other"] != ids["none"]
+    (tmp_path / "ids").write_text(json.dumps(ids["a"]))
+
+    def replayed(prompt: str) -> str:
+        with pytest.raises(typer.Exit) as end:
+            replay(tmp_path / "of a", prompt=tmp_path / prompt, model=str(folder / "vl"))
+        return f"{end.value.exit_code} {capsys.readouterr().out}"
+
+    found = replayed("a")
+    assert found.startswith("0 "), found
+    assert "equal, 6 tokens" in found
+    assert "another" not in found
+    for prompt, message in (("other", "it shows other images"), ("ids", "the prompt shows images"), ("none", "tokens")):
+        with pytest.raises(ConfigError, match=message):
+            replayed(prompt)
 
 
 @pytest.mark.parametrize(

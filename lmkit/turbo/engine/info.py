@@ -59,7 +59,7 @@ def _senses(model: LoadedModel) -> dict[str, Any]:
 # Options that change bits. The number of threads is none of them.
 BITS = (
     "device", "dtype", "kv_dtype", "activations", "lm_head", "quantize", "model_impl", "attention_sinks", "block_size",
-    "tp", "ep", "pp", "deterministic",
+    "tp", "ep", "pp", "deterministic", "image_pixels",
 )  # fmt: skip
 
 
