@@ -113,7 +113,7 @@ def answer(
         with Image.open(io.BytesIO(base64.b64decode(encoded)), formats=FORMATS) as image:
             if image.width * image.height > MAX_SOURCE_PIXELS:
                 return "refused", f"{image.width} x {image.height} pixels: at most {MAX_SOURCE_PIXELS:,} in all"
-            if getattr(image, "n_frames", 1) > 1:
+            if getattr(image, "n_frames", 1) > 1 and image.format != "MPO":  # a JPEG with a preview
                 return "refused", "it has several frames; send a single one"
             ImageOps.exif_transpose(image, in_place=True)
             upright = opaque(image)

@@ -169,6 +169,19 @@ def test_pixels_are_those_of_transformers(pipe: Pipeline, folder: Path, image: I
     torch.testing.assert_close(rows, want["pixel_values"], rtol=0, atol=1e-5)
 
 
+def test_a_photo_of_a_phone_is_its_first_picture(pipe: Pipeline) -> None:
+    """Beside it the file has a preview or a map of depth: Pillow calls it MPO, and other programs JPEG."""
+    turned = Image.Exif()
+    turned[0x0112] = 6
+    plain, photo = io.BytesIO(), io.BytesIO()
+    drawn(50, 30).save(plain, "JPEG", exif=turned)
+    drawn(50, 30).save(photo, "MPO", exif=turned, save_all=True, append_images=[drawn(20, 12, 1)])
+    assert Image.open(photo).n_frames == 2  # type: ignore[attr-defined]
+    found, want = (read_image(file.getvalue(), settings_of(pipe.engine.info)) for file in (photo, plain))
+    assert found == want
+    assert found.rows > found.columns
+
+
 def test_gray_of_16_bits_keeps_its_upper_ones(pipe: Pipeline) -> None:
     """Pillow alone would clip all above 255 to white."""
     dark, light = (Image.fromarray(np.full((16, 16), value, np.uint16)) for value in (10_000, 50_000))
