@@ -34,13 +34,9 @@ from tests.models import peft_folder, tiny
 from tests.models.pictures import expected, frames, marks_of, picture, prompt, rows_of, tower_of
 from tests.quant.helpers import tiny_checkpoint
 
-BY_PLACE, OTHERS = 1e-3, 1e-4  # how far logits may be from those of transformers, with M-RoPE and without
+TOLERANCE = 1e-4  # how far logits may be from those of transformers
 MARKS = [197, 198]  # of images and videos; transformers would take one in an answer for an image
 Model = tuple[transformers.PreTrainedModel, Path, Tower]
-
-
-def tolerance(model: transformers.PreTrainedModel) -> float:
-    return BY_PLACE if hasattr(model.model, "visual") else OTHERS
 
 
 @pytest.fixture(scope="module", params=list(tiny.VISION))
@@ -93,9 +89,7 @@ def test_chunks_that_cut_images_match_transformers(vl: Model) -> None:
             inputs, _ = batch.inputs(chunks)
             got = decoder(inputs, kv).split(count)
             for logits, want in zip(got, wants, strict=True):
-                torch.testing.assert_close(
-                    logits, want[done : done + count], rtol=tolerance(model), atol=tolerance(model)
-                )
+                torch.testing.assert_close(logits, want[done : done + count], rtol=TOLERANCE, atol=TOLERANCE)
             done += count
 
 
@@ -124,7 +118,7 @@ def check(model: transformers.PreTrainedModel, tower: Tower, given: Request, got
     logits = expected(model, tower, [*given.prompt_ids, *got], given.images)[len(given.prompt_ids) - 1 : -1]
     logits[:, MARKS] = -torch.inf
     best = logits.topk(2).values
-    assert (best[:, 0] - best[:, 1]).min() > tolerance(model), "a last bit could decide"
+    assert (best[:, 0] - best[:, 1]).min() > TOLERANCE, "a last bit could decide"
     assert got == logits.argmax(-1).tolist()
 
 
