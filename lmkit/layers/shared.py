@@ -16,6 +16,7 @@ from lmkit.layers.blocks.shared import SharedSpec
 from lmkit.layers.linear import MergedLinear
 from lmkit.layers.mamba import Mamba
 from lmkit.layers.mlp import GatedMLP
+from lmkit.layers.ranks import Ranks
 from lmkit.layers.recurrent import Recurrence
 
 
@@ -31,6 +32,7 @@ class Shared(Recurrence):
         self.mlp = GatedMLP("mlp", spec.mlp, parts.weights, parts.device)
         self.last = MergedLinear(("shared.out",), parts.weights, parts.device)
         self.out = self.mamba.out
+        self.ranks: Ranks | None = None  # which add up what attention and the MLP give
         self._rms_norm = ops.rms_norm.select(parts.device)
 
     @property
@@ -46,9 +48,20 @@ class Shared(Recurrence):
         assert at is not None
         assert at.batch.per_layer is not None
         wide = torch.cat([x, at.batch.per_layer.to(x.dtype)], dim=1)
-        y = self.attention(self._rms_norm(wide, self.parts.norm("norm.attn")), None, at)
-        y = self.last(self.mlp(y, self.parts.norm("norm.mlp")))
+        y = self._whole(self.attention(self._rms_norm(wide, self.parts.norm("norm.attn")), None, at), x)
+        y = self.last(self._whole(self.mlp(y, self.parts.norm("norm.mlp")), x))
         return self.mamba.inner(x + y, self.parts.norm("norm.mamba"), at)
+
+    def _whole(self, y: Tensor, x: Tensor) -> Tensor:
+        """The result of a part whose linears ranks share, in the dtype of x."""
+        return y if self.ranks is None else self.ranks.sum(y).to(x.dtype)
+
+    def join(self, ranks: Ranks, split: Ranks | None) -> Ranks | None:
+        """See Forward. Each rank has all of Mamba-2."""
+        self.ranks = split
+        for member in (self.attention, self.mlp):
+            member.join(ranks, split)
+        return None
 
     def searched(self, x: Tensor, at: At) -> Tensor:
         """See Forward: what attention gives."""

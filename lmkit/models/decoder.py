@@ -147,9 +147,8 @@ class Decoder:
         angles = [*(rope(batch) for rope in self.ropes.values()), NO_ANGLES]
         if self.spec.sees_all:
             batch, logits_only = batch.seeing_all(), False
-        delta, last, kept = self._stream_in(batch), self.spec.num_layers, self.kept
-        if self.per_layer is not None:
-            batch = replace(batch, per_layer=self.per_layer(batch.token_ids, delta))
+        delta, batch = self._stream_in(batch)
+        last, kept = self.spec.num_layers, self.kept
         residual: Tensor | None = None
         for place, (layer, kv_layer) in enumerate(zip(self.layers, kv, strict=True)):
             of_rows = logits_only and layer.index == last - 1 and last not in kept and self.spec.deep_layers < last
@@ -166,17 +165,34 @@ class Decoder:
         if last in kept:
             self.keep(delta, residual, kept[last][: len(delta)])
         if self.link is not None:
-            if logits_only and self.layers[-1].index == last - 1 and len(delta) > len(batch.logit_rows):
+            is_last = self.layers[-1].index == last - 1
+            if logits_only and is_last and len(delta) > len(batch.logit_rows):
                 delta, residual = self._rows_of(delta, residual, batch.logit_rows)
-            if len(delta):
-                self.keep(delta, residual, self.link.place(len(delta)))
-            self.link.send(len(delta))
+            self._send(self.link, delta, residual, None if is_last else batch.per_layer)
         return delta, residual
 
-    def _stream_in(self, batch: BatchInputs) -> Tensor:
-        """The residual stream float32 [T, hidden] before the first layer."""
-        if self.link is not None and not self.link.is_first:
-            return self.link.receive(len(batch.token_ids))
+    def _send(self, link: StageLink, delta: Tensor, residual: Tensor | None, embedded: Tensor | None) -> None:
+        """Send the stream to the next stage and, after its rows, the embeddings that layers there read."""
+        count = len(delta) if embedded is None else 2 * len(delta)
+        if len(delta):
+            self.keep(delta, residual, link.place(count)[: len(delta)])
+        if embedded is not None:
+            self.keep(embedded, None, link.place(count)[len(delta) :])
+        link.send(count)
+
+    def _stream_in(self, batch: BatchInputs) -> tuple[Tensor, BatchInputs]:
+        """The residual stream float32 [T, hidden] before the first layer, and the batch with what layers read beside
+        it."""
+        if self.link is None or self.link.is_first:
+            delta = self._first_stream(batch)
+            beside = None if self.per_layer is None else self.per_layer(batch.token_ids, delta)
+        else:
+            count = len(batch.token_ids)
+            rows = self.link.receive(count * self.spec.rows_sent)
+            delta, beside = rows[:count], rows[count:] if self.spec.reads_embeddings else None
+        return delta, batch if beside is None else replace(batch, per_layer=beside)
+
+    def _first_stream(self, batch: BatchInputs) -> Tensor:
         delta = self.embed(batch.token_ids)
         if batch.image_rows is not None and batch.image_values is not None:
             delta[batch.image_rows] = batch.image_values[:, : self.spec.hidden_size]

@@ -94,7 +94,7 @@ class Shard:
         last = base.rpartition(".")[2]
         if (
             base in spec.routers
-            or (spec.recurrent and base.startswith("attn."))
+            or (spec.recurrent and spec.kv is None and base.startswith("attn."))
             or base.startswith(("norm.", "per_layer."))
             or (self.ep > 1 and roles.expert_of(role) is not None)
         ):

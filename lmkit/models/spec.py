@@ -110,6 +110,12 @@ class ModelSpec:
         return any(block.reads_embeddings for layer in self.kinds for block in layer)
 
     @property
+    def rows_sent(self) -> int:
+        """Rows [hidden] of a token that a stage sends to the next one: the stream, and the embedding if layers read
+        it."""
+        return 2 if self.reads_embeddings else 1
+
+    @property
     def token_width(self) -> int:
         """The width of what layers read of each token beside the stream: vectors of their own, or its embedding."""
         return self.hidden_size if self.reads_embeddings else self.per_layer

@@ -29,9 +29,8 @@ class Stage:
 
     def cut(self, spec: ModelSpec) -> list[range]:
         """The layers of each stage. Raises UnsupportedError as `layers` does."""
-        if self.count > 1 and spec.reads_beside:
-            shared = "read embeddings beside the stream" if spec.reads_embeddings else "share keys and values"
-            raise UnsupportedError(f"pp={self.count}: layers of this model {shared}; use pp=1")
+        if self.count > 1 and (spec.per_layer or spec.kv_sources):
+            raise UnsupportedError(f"pp={self.count}: layers of this model share keys and values; use pp=1")
         if self.count > spec.num_layers:
             raise UnsupportedError(f"pp={self.count}: the model has {spec.num_layers} layers, and a stage needs one")
         work = list(accumulate((layer.active_weights for layer in spec.layers), initial=math.prod(spec.head_shape)))

@@ -67,7 +67,7 @@ def kl(p: torch.Tensor, q: torch.Tensor) -> float:
     [
         "llama-tied-bias", "opt", "opt-350m", "gemma2", "gemma4", "qwen3", "gpt-oss", "qwen2-moe", "glm4",
         "deepseek-v2-lite", "deepseek-v3", "glm-5", "cohere2", "llama4", "arcee", "granite-swa",
-        "qwen3-next", "nemotron-h", "lfm2", "bailing-hybrid",
+        "qwen3-next", "nemotron-h", "lfm2", "bailing-hybrid", "zamba2",
     ],
 )  # fmt: skip
 def test_two_ranks_compute_the_whole_models_logits(tmp_path: Path, name: str) -> None:

@@ -99,6 +99,14 @@ class SharedSpec(Block):
         between = 2 * self.attention.q_size + 3 * self.mamba.width
         return max(member.inner_bytes(half=half) for member in self.members) + (2 if half else 4) * between
 
+    @property
+    def rows_of_heads(self) -> dict[str, int]:
+        return self.attention.rows_of_heads
+
     def check(self) -> None:
         for member in self.members:
             member.check()
+
+    def share(self, rank: int, tp: int, ep: int) -> Self:
+        """Each rank computes all of Mamba-2."""
+        return replace(self, attention=self.attention.share(rank, tp, ep), mlp=self.mlp.share(rank, tp, ep))

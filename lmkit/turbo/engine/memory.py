@@ -371,7 +371,7 @@ def _gpu_workspace_bytes(spec: ModelSpec, config: EngineConfig, num_groups: int)
     prompts = max(layer.prompt_bytes(columns * config.tokens_per_block) for layer in spec.kinds)
     exchanges = EXCHANGE_BYTES + 4 * rows * -(-spec.vocab_size // ranks) if (ranks := config.num_ranks) > 1 else 0
     if config.pp > 1:
-        exchanges = LINK_STREAMS * 4 * config.tokens_per_step * spec.hidden_size
+        exchanges = LINK_STREAMS * 4 * config.tokens_per_step * spec.rows_sent * spec.hidden_size
     weights, logits = 2 * 2 * outputs * spec.hidden_size, 3 * 4 * rows * spec.vocab_size
     kept = (layer.recurrent.draft_bytes for layer in spec.kinds if layer.recurrent)
     drafts = config.sequences_per_step * config.num_draft_tokens * max(kept, default=0)

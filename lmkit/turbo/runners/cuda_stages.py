@@ -35,9 +35,10 @@ from lmkit.turbo.runners.runner import Flight, RunnerParts, Shown, StepResult, T
 def link_of(device: Gpu, parts: RunnerParts, index: int, *, through_host: bool) -> GpuLink:
     """A stage's place among the stages, which is yet to be connected. Raises UnsupportedError."""
     lost = device.staging(4).view(torch.int32).zero_()
-    config, width = parts.config, parts.decoder.spec.hidden_size
+    config, spec = parts.config, parts.decoder.spec
     sharing = device.sharing(through_host=through_host)
-    return GpuLink(sharing, device.tensors, lost, index, config.pp, config.tokens_per_step, width)
+    most = config.tokens_per_step * spec.rows_sent
+    return GpuLink(sharing, device.tensors, lost, index, config.pp, most, spec.hidden_size)
 
 
 class CudaStages(CudaProcesses):

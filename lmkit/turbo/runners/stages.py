@@ -127,7 +127,8 @@ class Stages(Processes):
         yield [Start(n, model.path, config, files[n], cpus=model.cpus[n]) for n in range(1, config.pp)]
         for given in (*before[1:], *behind[1:]):
             given.close()  # its stage alone holds it now, so that its end is seen
-        self.link = Neighbours(0, before[0], behind[0], config.tokens_per_step, model.spec.hidden_size)
+        most = config.tokens_per_step * model.spec.rows_sent
+        self.link = Neighbours(0, before[0], behind[0], most, model.spec.hidden_size)
 
     def runner(self, parts: RunnerParts) -> FirstStage:
         """See Processes."""
@@ -246,9 +247,9 @@ class FollowingStage(CpuRunner):
 
     def __init__(self, parts: RunnerParts, start: Start, pipe: IO[bytes]) -> None:
         before, behind = (socket.socket(fileno=number) for number in start.files)
-        parts.decoder.link = Neighbours(
-            start.rank, before, behind, parts.config.tokens_per_step, parts.decoder.spec.hidden_size
-        )
+        spec = parts.decoder.spec
+        most = parts.config.tokens_per_step * spec.rows_sent
+        parts.decoder.link = Neighbours(start.rank, before, behind, most, spec.hidden_size)
         super().__init__(parts)
         self._pipe = pipe
 

@@ -89,13 +89,14 @@ def test_two_stages_give_the_tokens_of_one_gpu(
             {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 2},
             marks=pytest.mark.exhaustive,
         ),
+        pytest.param("zamba2-plain", {"num_hidden_layers": 4}, marks=pytest.mark.exhaustive),  # reads embeddings
     ],
 )
 def test_stages_and_ranks_keep_the_states_of_hybrids(
     tmp_path: Path, device: CudaDevice, engines: list[Engine], family: str, sizes: dict[str, Any]
 ) -> None:
     """A stage has those of its layers, a rank all of them. The second turn begins with snapshots."""
-    saved(tmp_path, family, num_hidden_layers=3, **sizes)
+    saved(tmp_path, family, **{"num_hidden_layers": 3} | sizes)
     ways: list[dict[str, Any]] = [{}, {"pp": 2, "devices": "0,0"}, {"tp": 2, "devices": "0,0"}]
     engines += [on_gpu(tmp_path, device, max_model_len=96, **way) for way in ways]
     assert len({engine.info.captured for engine in engines}) == 1

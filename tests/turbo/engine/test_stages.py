@@ -141,10 +141,10 @@ def test_the_profile_has_the_time_of_each_stage(demo_model: Path) -> None:
     assert 0 < run.decode_profile.bubble < 1
 
 
-@pytest.mark.parametrize("family", ["qwen3", "granite-hybrid", "nemotron-h", "lfm2", "mamba2"])
+@pytest.mark.parametrize("family", ["qwen3", "granite-hybrid", "nemotron-h", "lfm2", "mamba2", "zamba2"])
 def test_prompts_of_several_steps_and_states_of_layers_are_those_of_one_process(tmp_path: Path, family: str) -> None:
-    """A step inside of a prompt wants no logits. The last layer of Nemotron H computes all rows of a step. The second
-    turn begins with a snapshot of what each stage keeps."""
+    """A step inside of a prompt wants no logits. The last layer of Nemotron H computes all rows of a step. Layers of
+    Zamba2 read embeddings, which stages send on. The second turn begins with a snapshot of what each stage keeps."""
     tiny.make(tmp_path, family)
     copyfile(DEMO_FOLDER / "tokenizer.json", tmp_path / "tokenizer.json")
     prompts = [[(7 * n + 3 * i) % 140 + 3 for i in range(n)] for n in (58, 33, 9)]
