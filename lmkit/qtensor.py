@@ -73,7 +73,7 @@ class QuantScheme:
             if self.scales.kept != NUMBERS:  # its factors are there twice
                 of_group = (2 * self.scales.held_bits - self.scales.bits) * (1 if self.symmetric else 2)
         elif self.in_planes:
-            stored = 4 if self.codes.values else self.bits
+            stored = self.number_bits
             of_group = self.scales.held_bits * (1 if self.symmetric else 2)
         return int(out_features * (in_features * stored + self.num_groups(in_features) * of_group)) // 8
 
@@ -81,6 +81,12 @@ class QuantScheme:
     def plain(self) -> QuantScheme:
         """The scheme of `plain` weights."""
         return replace(self, codes=self.codes.plain, rows=1, scales=self.scales.kept)
+
+    @property
+    def number_bits(self) -> int:
+        """Of a code in planes: of its number among the codes that occur, if kernels look it up."""
+        values = self.codes.values
+        return (len(values) - 1).bit_length() if values else self.bits
 
     @property
     def in_planes(self) -> bool:

@@ -45,6 +45,7 @@ class _Kind(msgspec.Struct, frozen=True):
     strategy: ClassVar[str] = "group"  # as compressed-tensors names groups of inputs with such scales
     told: ClassVar[dict[str, str]] = {}  # what compressed-tensors says of them besides
     shared: ClassVar[bool] = False  # weights that are multiplied together have one factor
+    shift: ClassVar[int] = 0  # factors count 2^-shift
 
     def fit(self, scales: Tensor, largest: Tensor) -> tuple[Tensor, Tensor | None]:
         """(scales, factor) nearest to scales float32 > 0. `largest` is the largest one of all that share a factor."""
@@ -147,13 +148,15 @@ class TwoLevel(_Kind, frozen=True, tag="two_level"):
 
 
 class SuperGroups(_Kind, frozen=True, tag="super_groups"):
-    """An int8 for each group times the factor of its super-group of so many groups: float16 [out, super-groups, 1].
-    Offsets (codes.Shifted) are int8 too, and their factors make the last dimension 2. Such weights are only read."""
+    """An int8 for each group times the factor of its super-group of so many groups: float16 [out, super-groups, 1], in
+    units of 2^-shift. Offsets (codes.Shifted) are int8 too, and their factors make the last dimension 2. Such weights
+    are only read."""
 
     bits: ClassVar[int] = 8
     strategy: ClassVar[str] = "super_group"
 
     groups: int
+    shift: int = 0  # type: ignore[misc]
 
     @property
     def held_bits(self) -> float:  # type: ignore[override]
@@ -172,7 +175,8 @@ class SuperGroups(_Kind, frozen=True, tag="super_groups"):
     def numbers(self, stored: Tensor, factor: Tensor | None, which: int) -> Tensor:
         """int8 [out, groups] times the factors [..., which], float32."""
         assert factor is not None
-        return factor[..., which].float().repeat_interleave(self.groups, -1) * stored.float()
+        factors = factor[..., which].float() * 2.0**-self.shift
+        return factors.repeat_interleave(self.groups, -1) * stored.float()
 
     @property
     def kept(self) -> Scales:

@@ -8,7 +8,7 @@ tensors.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +23,7 @@ from lmkit.formats.dense import read_dense
 from lmkit.formats.gguf_blocks import CHUNK, CODED, IQ4, values
 from lmkit.formats.gguf_config import make_config
 from lmkit.formats.gguf_file import Storage
+from lmkit.formats.gguf_grids import SUPER, levels
 from lmkit.formats.gguf_model import FLOATS, GgufModel
 from lmkit.formats.mxfp4 import MXFP4
 from lmkit.formats.read_only import ReadOnlyFormat
@@ -33,7 +34,14 @@ from lmkit.scales import SuperGroups
 METHOD = "gguf"  # quant_method
 GROUP = 32
 SMALL, LARGE = SuperGroups(16), SuperGroups(8)  # of 16 and of 32 inputs: 256 together
-LEVELS = Integers(8, symmetric=True, values=tuple(level + 128 for level in IQ4))
+
+
+def _levels(steps: Iterable[int]) -> Integers:
+    """Codes of at most 16 steps."""
+    return Integers(8, symmetric=True, values=tuple(step + 128 for step in steps))
+
+
+LEVELS = _levels(IQ4)
 OWN = {
     "Q4_0": int_scheme(4, GROUP),
     "Q8_0": int_scheme(8, GROUP, symmetric=True),
@@ -48,6 +56,7 @@ OWN = {
     "Q6_K": QuantScheme(Integers(6, symmetric=True), 16, scales=SMALL),
     "IQ4_NL": QuantScheme(LEVELS, GROUP),
     "IQ4_XS": QuantScheme(LEVELS, GROUP, scales=LARGE),
+    **{name: QuantScheme(_levels(levels(name)), 256 // kind.groups, scales=kind) for name, kind in SUPER.items()},
 }  # the file's own grids
 GRIDS = {name: OWN[name] for name in ("Q4_0", "Q8_0", "MXFP4")} | dict.fromkeys(
     ("Q5_0", "IQ4_NL", "IQ4_XS"), int_scheme(8, GROUP, symmetric=True)
@@ -237,7 +246,7 @@ def _own_rows(storage: Storage, scheme: QuantScheme, raw: Tensor, where: str) ->
         offsets = None if coded.offsets is None else coded.offsets.half()
     else:
         scales, offsets = coded.scales.reshape(rows, -1), coded.offsets
-        factor = coded.factors.half().reshape(rows, -1, coded.factors.shape[1])
+        factor = (coded.factors * 2.0**scheme.scales.shift).half().reshape(rows, -1, coded.factors.shape[1])
     zeros = scheme.codes.zeros(tuple(scales.shape)) if offsets is None else offsets.reshape(rows, -1)
     return codes, scales.contiguous(), zeros.contiguous(), factor
 

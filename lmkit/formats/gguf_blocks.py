@@ -9,6 +9,7 @@
     Q2_K                256 weights: float16 d and m, for each 16 two 4-bit factors: scale = d s, offset = m t
     Q4_K Q5_K           256 weights: float16 d and m, for each 32 two 6-bit factors: scale = d s, offset = m t
     TQ1_0 TQ2_0         256 weights: float16 scale, codes -1, 0 and 1 as digits of base 3, five to a byte, or of 2 bits
+    IQ1 to IQ3          256 weights: gguf_grids.py
 
 All arithmetic is that of llama.cpp, in float32 and in its order, so the values have the same bits.
 """
@@ -16,30 +17,16 @@ All arithmetic is that of llama.cpp, in float32 and in its order, so the values 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from lmkit.formats.gguf_coded import Coded, groups, half, unpack
+from lmkit.formats.gguf_grids import GRIDDED
+
 CHUNK = 1 << 15  # blocks decoded at a time
 FLOAT4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-
-
-class Coded(NamedTuple):
-    """w = scales * codes - offsets."""
-
-    codes: Tensor  # int8 [blocks, groups, weights of a group]
-    scales: Tensor  # float32 [blocks, groups], or int8 if there are factors
-    offsets: Tensor | None = None  # as scales
-    factors: Tensor | None = None  # float32 [blocks, 1], or [blocks, 2] with offsets: what scales and offsets are times
-
-    def numbers(self) -> tuple[Tensor, Tensor | None]:
-        """(scales, offsets) as float32."""
-        if self.factors is None:
-            return self.scales, self.offsets
-        offsets = None if self.offsets is None else self.factors[:, 1:] * self.offsets.float()
-        return self.factors[:, :1] * self.scales.float(), offsets
 
 
 def values(storage: str, raw: Tensor, nbytes: int) -> Tensor:
@@ -53,65 +40,49 @@ def values(storage: str, raw: Tensor, nbytes: int) -> Tensor:
     return torch.cat(parts)
 
 
-def _unpack(packed: Tensor, bits: int, width: int) -> Tensor:
-    """uint8 [blocks, bytes] -> int8 [blocks, values]. Of each `width` bytes, the lowest `bits` come first."""
-    shifts = torch.arange(0, 8, bits, dtype=torch.uint8)
-    found = packed.reshape(len(packed), -1, 1, width) >> shifts[:, None] & ((1 << bits) - 1)
-    return found.reshape(len(packed), -1).view(torch.int8)
-
-
-def _half(blocks: Tensor, at: int) -> Tensor:
-    """The float16 at a byte of each block, float32 [blocks, 1]."""
-    return blocks[:, at : at + 2].contiguous().view(torch.float16).float()
-
-
-def _groups(codes: Tensor, size: int) -> Tensor:
-    return codes.view(len(codes), -1, size)
-
-
 def _q4_0(b: Tensor) -> Coded:
-    return Coded(_groups(_unpack(b[:, 2:], 4, 16) - 8, 32), _half(b, 0))
+    return Coded(groups(unpack(b[:, 2:], 4, 16) - 8, 32), half(b, 0))
 
 
 def _q4_1(b: Tensor) -> Coded:
-    return Coded(_groups(_unpack(b[:, 4:], 4, 16), 32), _half(b, 0), -_half(b, 2))
+    return Coded(groups(unpack(b[:, 4:], 4, 16), 32), half(b, 0), -half(b, 2))
 
 
 def _q5_0(b: Tensor) -> Coded:
-    return Coded(_groups(_five(b[:, 6:], b[:, 2:6]) - 16, 32), _half(b, 0))
+    return Coded(groups(_five(b[:, 6:], b[:, 2:6]) - 16, 32), half(b, 0))
 
 
 def _q5_1(b: Tensor) -> Coded:
-    return Coded(_groups(_five(b[:, 8:], b[:, 4:8]), 32), _half(b, 0), -_half(b, 2))
+    return Coded(groups(_five(b[:, 8:], b[:, 4:8]), 32), half(b, 0), -half(b, 2))
 
 
 def _five(low: Tensor, high: Tensor) -> Tensor:
-    return _unpack(low, 4, 16) | _unpack(high, 1, 1) << 4
+    return unpack(low, 4, 16) | unpack(high, 1, 1) << 4
 
 
 def _q8_0(b: Tensor) -> Coded:
-    return Coded(_groups(b[:, 2:].contiguous().view(torch.int8), 32), _half(b, 0))
+    return Coded(groups(b[:, 2:].contiguous().view(torch.int8), 32), half(b, 0))
 
 
 def _q2_k(b: Tensor) -> Coded:
-    both = _groups(_unpack(b[:, :16], 4, 1), 2)
-    codes = _groups(_unpack(b[:, 16:80], 2, 32), 16)
-    return Coded(codes, both[..., 0], both[..., 1], torch.cat([_half(b, 80), _half(b, 82)], 1))
+    both = groups(unpack(b[:, :16], 4, 1), 2)
+    codes = groups(unpack(b[:, 16:80], 2, 32), 16)
+    return Coded(codes, both[..., 0], both[..., 1], torch.cat([half(b, 80), half(b, 82)], 1))
 
 
 def _q3_k(b: Tensor) -> Coded:
-    codes = _unpack(b[:, 32:96], 2, 32) + 4 * _unpack(b[:, :32], 1, 32) - 4
-    scales = (_unpack(b[:, 96:104], 4, 8) | _unpack(b[:, 104:108], 2, 4) << 4) - 32
-    return Coded(_groups(codes, 16), scales, factors=_half(b, 108))
+    codes = unpack(b[:, 32:96], 2, 32) + 4 * unpack(b[:, :32], 1, 32) - 4
+    scales = (unpack(b[:, 96:104], 4, 8) | unpack(b[:, 104:108], 2, 4) << 4) - 32
+    return Coded(groups(codes, 16), scales, factors=half(b, 108))
 
 
 def _q4_k(b: Tensor) -> Coded:
-    return Coded(_groups(_unpack(b[:, 16:], 4, 32), 32), *_six_bit_factors(b))
+    return Coded(groups(unpack(b[:, 16:], 4, 32), 32), *_six_bit_factors(b))
 
 
 def _q5_k(b: Tensor) -> Coded:
-    codes = _unpack(b[:, 48:], 4, 32) | _unpack(b[:, 16:48], 1, 32) << 4
-    return Coded(_groups(codes, 32), *_six_bit_factors(b))
+    codes = unpack(b[:, 48:], 4, 32) | unpack(b[:, 16:48], 1, 32) << 4
+    return Coded(groups(codes, 32), *_six_bit_factors(b))
 
 
 def _six_bit_factors(b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -120,22 +91,22 @@ def _six_bit_factors(b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     first, second, third = (b[:, at : at + 4].to(torch.int16) for at in (4, 8, 12))
     s = torch.cat([first & 63, third & 15 | first >> 2 & 48], dim=1)
     t = torch.cat([second & 63, third >> 4 | second >> 2 & 48], dim=1)
-    return s.to(torch.int8), t.to(torch.int8), torch.cat([_half(b, 0), _half(b, 2)], 1)
+    return s.to(torch.int8), t.to(torch.int8), torch.cat([half(b, 0), half(b, 2)], 1)
 
 
 def _q6_k(b: Tensor) -> Coded:
-    codes = (_unpack(b[:, :128], 4, 64) | _unpack(b[:, 128:192], 2, 32) << 4) - 32
-    return Coded(_groups(codes, 16), b[:, 192:208].contiguous().view(torch.int8), factors=_half(b, 208))
+    codes = (unpack(b[:, :128], 4, 64) | unpack(b[:, 128:192], 2, 32) << 4) - 32
+    return Coded(groups(codes, 16), b[:, 192:208].contiguous().view(torch.int8), factors=half(b, 208))
 
 
 def _tq1_0(b: Tensor) -> Coded:
     parts = (b[:, :32], 32, 5), (b[:, 32:48], 16, 5), (b[:, 48:52], 4, 4)
     codes = torch.cat([_digits(*part) for part in parts], dim=1)
-    return Coded(_groups(codes - 1, 256), _half(b, 52))
+    return Coded(groups(codes - 1, 256), half(b, 52))
 
 
 def _tq2_0(b: Tensor) -> Coded:
-    return Coded(_groups(_unpack(b[:, :64], 2, 32) - 1, 256), _half(b, 64))
+    return Coded(groups(unpack(b[:, :64], 2, 32) - 1, 256), half(b, 64))
 
 
 def _digits(packed: Tensor, width: int, count: int) -> Tensor:
@@ -147,27 +118,27 @@ def _digits(packed: Tensor, width: int, count: int) -> Tensor:
 
 
 def _iq4_nl(b: Tensor) -> Coded:
-    return Coded(_groups(_from_table(b[:, 2:], IQ4), 32), _half(b, 0))
+    return Coded(groups(_from_table(b[:, 2:], IQ4), 32), half(b, 0))
 
 
 def _iq4_xs(b: Tensor) -> Coded:
-    scales = (_unpack(b[:, 4:8], 4, 1) | _unpack(b[:, 2:4], 2, 1) << 4) - 32
-    return Coded(_groups(_from_table(b[:, 8:], IQ4), 32), scales, factors=_half(b, 0))
+    scales = (unpack(b[:, 4:8], 4, 1) | unpack(b[:, 2:4], 2, 1) << 4) - 32
+    return Coded(groups(_from_table(b[:, 8:], IQ4), 32), scales, factors=half(b, 0))
 
 
 def _mxfp4(b: Tensor) -> Coded:
     """Of the exponents, 255 is no number; a scale is half of 2 ** (e - 127), as codes are twice the values."""
     exponents = b[:, :1].to(torch.int32)
     scales = torch.ldexp(torch.ones(exponents.shape), exponents - 128)
-    return Coded(_groups(_from_table(b[:, 1:], FLOAT4), 32), scales.where(exponents < 255, torch.nan))
+    return Coded(groups(_from_table(b[:, 1:], FLOAT4), 32), scales.where(exponents < 255, torch.nan))
 
 
 def _from_table(packed: Tensor, table: tuple[int, ...]) -> Tensor:
-    return torch.tensor(table, dtype=torch.int8)[_unpack(packed, 4, 16).long()]
+    return torch.tensor(table, dtype=torch.int8)[unpack(packed, 4, 16).long()]
 
 
 CODED: dict[str, Callable[[Tensor], Coded]] = {
     "Q4_0": _q4_0, "Q4_1": _q4_1, "Q5_0": _q5_0, "Q5_1": _q5_1, "Q8_0": _q8_0, "Q2_K": _q2_k, "Q3_K": _q3_k,
     "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k, "IQ4_NL": _iq4_nl, "IQ4_XS": _iq4_xs,
-    "MXFP4": _mxfp4, "TQ1_0": _tq1_0, "TQ2_0": _tq2_0,
+    "MXFP4": _mxfp4, "TQ1_0": _tq1_0, "TQ2_0": _tq2_0, **GRIDDED,
 }  # fmt: skip

@@ -108,7 +108,8 @@ def test_q4_0_known_block(tmp_path: Path) -> None:
 HALVES = {
     "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "Q2_K": (80, 82), "Q3_K": (108,),
     "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_NL": (0,), "IQ4_XS": (0,), "MXFP4": (),
-    "TQ1_0": (52,), "TQ2_0": (64,),
+    "TQ1_0": (52,), "TQ2_0": (64,), "IQ1_S": (0,), "IQ1_M": (), "IQ2_XXS": (0,), "IQ2_XS": (0,), "IQ2_S": (0,),
+    "IQ3_XXS": (0,), "IQ3_S": (0,),
 }  # fmt: skip
 
 
@@ -121,6 +122,9 @@ def random_blocks(kind: str) -> Encoded:
         raw[:, at : at + 2] = (torch.randn(40, 1, generator=generator) * 0.02).half().view(torch.uint8)
     if kind == "Q8_0":
         raw[:, 1] &= 0x7F  # llama.cpp writes no negative scale here, for -128 has no opposite
+    if kind == "IQ1_M":  # a positive d of 0.01 or so, in the highest bits of four words
+        raw[:, 49:56:2] &= 15
+        raw[:, 49:56:2] |= torch.tensor([16 * digit for digit in (0, 2, 1, 2)], dtype=torch.uint8)
     if kind == "MXFP4":
         raw[:, 0] = raw[:, 0] % 8 + 120
     return kind, (10, 4 * storage.block), raw.numpy().tobytes()
@@ -161,7 +165,9 @@ def test_all_types_have_a_decoder() -> None:
     assert HALVES.keys() == CODED.keys()
 
 
-@pytest.mark.parametrize(("kind", "form"), [("Q4_K", "dense"), ("IQ4_XS", "compressed-tensors"), ("IQ4_NL", "gptq")])
+@pytest.mark.parametrize(
+    ("kind", "form"), [("Q4_K", "dense"), ("IQ4_XS", "compressed-tensors"), ("IQ4_NL", "gptq"), ("IQ3_XXS", "dense")]
+)
 def test_a_model_of_k_quants_is_served(tmp_path: Path, kind: str, form: str) -> None:
     """It gives the logits of a dense model of the same weights."""
 
@@ -271,9 +277,9 @@ def test_what_is_not_known_is_refused(
 
 
 def test_another_type_names_the_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(gguf_writer.TYPES, "IQ2_S", 22)
-    write(tmp_path / "m.gguf", LLAMA, EMBED | {"blk.0.ffn_up.weight": ("IQ2_S", (1, 256), bytes(82))})
-    with pytest.raises(UnsupportedError, match=r"'blk\.0\.ffn_up\.weight' has GGML type 22; lmkit reads F32, F16"):
+    monkeypatch.setitem(gguf_writer.TYPES, "Q8_K", 15)
+    write(tmp_path / "m.gguf", LLAMA, EMBED | {"blk.0.ffn_up.weight": ("Q8_K", (1, 256), bytes(292))})
+    with pytest.raises(UnsupportedError, match=r"'blk\.0\.ffn_up\.weight' has GGML type 15; lmkit reads F32, F16"):
         GgufFile(tmp_path / "m.gguf")
 
 

@@ -25,8 +25,8 @@ from tests.kernels.planes import SCHEMES, random_weight
 OUTPUTS, INPUTS = 70, 512
 # Each dot product of AVX2 (sums of 8, 4 and 2 quads in 16 bits, and wide codes), and other layouts.
 ELSEWHERE = {
-    "avx2": ("Q4_K", "Q5_0", "Q6_K", "IQ4_NL"), "portable": ("Q5_K",), "neon_i8mm": ("IQ4_XS",),
-    "amx": ("Q4_1", "Q6_K", "IQ4_NL"), "avx512_vnni": ("Q4_1", "Q6_K"),
+    "avx2": ("Q4_K", "Q5_0", "Q6_K", "IQ4_NL", "IQ1_S"), "portable": ("Q5_K",), "neon_i8mm": ("IQ4_XS", "IQ2_XXS"),
+    "amx": ("Q4_1", "Q6_K", "IQ4_NL", "IQ2_XS"), "avx512_vnni": ("Q4_1", "Q6_K", "IQ3_XXS"),
 }  # fmt: skip
 
 

@@ -23,9 +23,9 @@ from lmkit.qtensor import QTensor, QuantScheme
 
 def form_of(scheme: QuantScheme) -> Planes:
     """What kernels have for a scheme that is `in_planes`."""
-    values = scheme.codes.values
+    scales = scheme.scales
     return Planes(
-        4 if values else scheme.bits, scheme.group_size, scheme.scales.bits == 8, not scheme.symmetric, values
+        scheme.number_bits, scheme.group_size, scales.bits == 8, not scheme.symmetric, scheme.codes.values, scales.shift
     )
 
 

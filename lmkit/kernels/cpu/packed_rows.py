@@ -103,7 +103,7 @@ def code_task(bits: int, unit: int, flipped: int, half_scales: bool, byte_zeros:
 def plane_task(form: Planes) -> Task:
     """The task of one row of planes (packed_planes.py)."""
     bits, per_unit, parts, side_units, side_bytes = form.bits, form.groups, form.parts, form.side_units, form.side_bytes
-    factors, shifted, group = form.factors, form.shifted, form.group
+    factors, shifted, group, unit_of_factors = form.factors, form.shifted, form.group, 2.0**-form.shift
     zero = 0 if shifted else form.middle
     nibbles, twos, ones = (bits & plane > 0 for plane in (4, 2, 1))
     whole = bits == 8
@@ -124,7 +124,8 @@ def plane_task(form: Planes) -> Task:
             start = (2 * parts + unit % side_units * parts * per_unit) * width + lane
             for g in range(per_unit):
                 if factors:
-                    scale = half_to_float(np.uint32(halves[lane])) * np.float32(small[start + g * width])
+                    scale = half_to_float(np.uint32(halves[lane])) * np.float32(unit_of_factors)
+                    scale *= np.float32(small[start + g * width])
                 else:
                     scale = half_to_float(np.uint32(halves[g * width + lane]))
                 offset = np.float32(0)

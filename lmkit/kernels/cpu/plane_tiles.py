@@ -26,7 +26,8 @@ class Planes(NamedTuple):
     group: int  # inputs: 16 or 32
     factors: bool  # scales and offsets are int8 times a factor, else float16
     shifted: bool  # there are offsets, else codes have the zero `middle`
-    values: tuple[int, ...] = ()  # not empty: the codes that stored numbers of 4 bits stand for
+    values: tuple[int, ...] = ()  # not empty: the codes that stored numbers stand for
+    shift: int = 0  # factors count 2^-shift
 
     @property
     def middle(self) -> int:
@@ -51,6 +52,12 @@ class Planes(NamedTuple):
     def side_bytes(self) -> int:
         """Of one output: the factors of scales and of offsets, then of each unit the scales and the offsets."""
         return self.parts * (2 + SUPER * self.groups if self.factors else 2 * self.groups)
+
+    @property
+    def sides(self) -> str:
+        """A name of all that `side` asks."""
+        kind = f"factors{self.shift}" if self.factors else "half"
+        return f"{self.group}.{kind}{'.shifted' * self.shifted}"
 
     @property
     def largest(self) -> int:
@@ -141,7 +148,7 @@ def unpack_planes_tile(isa: Isa, form: Planes, *, signed: bool = False) -> Tile:
 
 
 def _name(form: Planes) -> str:
-    kind = f"{form.bits}.{form.group}.{'factors' if form.factors else 'half'}{'.shifted' * form.shifted}"
+    kind = f"{form.bits}.{form.sides}"
     return kind + ("." + "-".join(map(str, form.values)) if form.values else "")
 
 
@@ -219,6 +226,8 @@ def side(
     found = []
     for part in range(form.parts):
         factors = halves(e.offset(start, 2 * width * part))
+        if form.shift:
+            factors = [b.fmul(factor, constant(numbers, 2.0**-form.shift)) for factor in factors]
         first = e.offset(start, of_unit, 2 * width * form.parts, width * (part * form.groups + half), column)
         stored = [e.load(e.offset(first, e.lanes * j), e.vector(I8)) for j in range(vectors)]
         found.append(

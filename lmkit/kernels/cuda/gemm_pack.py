@@ -38,7 +38,8 @@ class PackedWeight:
     rounds: bool = False  # x is rounded to int8 before it is multiplied (int8_rows.py)
     float4: bool = False  # codes of 4 bits are e2m1
     offsets: bool = False  # w = code * scale - offset
-    zero: int | None = None  # of all codes, if scales are whole numbers times factors (scales.SuperGroups)
+    factors: int = 0  # that make 1, if scales are whole numbers times factors (scales.SuperGroups); else 0
+    zero: int = 0  # of all codes, if there are factors
     copy: Tensor | None = None  # W in 16 bits, which the library multiplies with many tokens (turbo/engine/copies.py)
 
     @property
@@ -49,7 +50,7 @@ class PackedWeight:
     def int8(self) -> bool:
         """Whether products are of integers. Codes of 8 bits minus zeros have 9 bits: x's values are multiplied. So they
         are by float4, and by codes with offsets or factors."""
-        return self.rounds and self.bits == 4 and not (self.float4 or self.offsets or self.zero is not None)
+        return self.rounds and self.bits == 4 and not (self.float4 or self.offsets or self.factors)
 
     @property
     def width(self) -> int:
@@ -81,14 +82,13 @@ class PackedWeight:
     @property
     def defines(self) -> dict[str, int]:
         """The defines of gemm.cuh."""
-        flags = {"FLOAT4": self.float4, "OFFSETS": self.offsets, "FACTORS": self.zero is not None}
+        given = {"FLOAT4": int(self.float4), "OFFSETS": int(self.offsets), "FACTORS": self.factors, "ZERO": self.zero}
         return {
             "CODE_BITS": self.bits,
             "FLOAT8": int(self.float8),
             "WIDE": int(self.wide),
             "SCALES": self.scales_per_stage,
-            **({"ZERO": self.zero} if self.zero else {}),
-            **{name: 1 for name, holds in flags.items() if holds},
+            **{name: value for name, value in given.items() if value},
         }
 
     def slice(self, first: int, last: int) -> PackedWeight:
@@ -143,15 +143,15 @@ def pack(weight: QTensor, activation: str | None = None, *, rounds: bool = False
     fragments = _fragments(codes, bits, split=scheme.group_size == E2M1_GROUP)
     return PackedWeight(
         fragments, _params(weight, gated, wide=wide, stages=stages), out_features, in_features, scheme.group_size, bits,
-        float8, wide, activation, rounds, float4, isinstance(scheme.codes, Shifted), _common_zero(scheme),
+        float8, wide, activation, rounds, float4, isinstance(scheme.codes, Shifted), *_factors(scheme),
     )  # fmt: skip
 
 
-def _common_zero(scheme: QuantScheme) -> int | None:
-    """PackedWeight.zero."""
+def _factors(scheme: QuantScheme) -> tuple[int, int]:
+    """PackedWeight.factors and .zero."""
     if scheme.scales == NUMBERS:
-        return None
-    return scheme.codes.middle if isinstance(scheme.codes, Integers) else 0
+        return 0, 0
+    return 1 << scheme.scales.shift, scheme.codes.middle if isinstance(scheme.codes, Integers) else 0
 
 
 def _params(weight: QTensor, gated: bool, *, wide: bool, stages: int) -> Tensor:

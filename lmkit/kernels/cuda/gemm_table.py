@@ -63,7 +63,7 @@ class Key(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return cls(
             packed.out_features, packed.in_features, packed.bits, packed.float8, packed.wide, packed.group_size,
             "int8" if packed.int8 else str(dtype).removeprefix("torch."),
-            experts, packed.float4, packed.offsets, packed.zero is not None,
+            experts, packed.float4, packed.offsets, bool(packed.factors),
         )  # fmt: skip
 
 

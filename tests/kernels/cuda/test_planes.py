@@ -16,7 +16,8 @@ __all__ = ["poisoned"]
 
 BITS = {
     "Q4_1": 5, "Q5_0": 6.75, "Q5_1": 7, "Q2_K": 5.25, "Q3_K": 4.625, "Q4_K": 4.75, "Q5_K": 6.75, "Q6_K": 6.625,
-    "IQ4_NL": 8.75, "IQ4_XS": 8.375,
+    "IQ4_NL": 8.75, "IQ4_XS": 8.375, "IQ1_S": 8.375, "IQ1_M": 8.625, "IQ2_XXS": 8.375, "IQ2_XS": 8.625, "IQ2_S": 8.625,
+    "IQ3_XXS": 8.375, "IQ3_S": 8.375,
 }  # fmt: skip  # of a weight: codes of 4, 6 or 8, with what their groups have
 
 

@@ -121,5 +121,4 @@ def product_tile(isa: Isa, form: Planes, parts: int) -> Tile:
         end = b.sub(units, I64(1))
         _finish(e, isa, form, parts, given, Late(end, last, buffer(end, last), rows))
 
-    kind = f"{form.group}.{'factors' if form.factors else 'half'}{'.shifted' * form.shifted}{'.split' * (parts - 1)}"
-    return register(f"amx_planes_tile.{isa.name}.{kind}", 16, (1,), 15, body)
+    return register(f"amx_planes_tile.{isa.name}.{form.sides}{'.split' * (parts - 1)}", 16, (1,), 15, body)

@@ -23,10 +23,10 @@
 // With groups of 16 inputs (SCALES 8) a step has one group: input = 32 h + 16 i + 4 t + 2 e + l. B's part of an activation
 // row is then two 8-byte vectors.
 //
-// Defines: CODE_BITS 4, 6 or 8; FLOAT8 (codes are e4m3); FLOAT4 (e2m1); WIDE; OFFSETS; FACTORS, with ZERO, that of all
-// codes; SCALES: groups in a stage, 1, 2, 4 or 8 (8: without zeros of their own); 0 = longer groups; INT8: x has codes of 8
-// bits (round_groups.cu), and codes of 4 bits become fragments of mma.m16n8k32. FLOAT4, OFFSETS, FACTORS and INT8 are only
-// defined if they hold.
+// Defines: CODE_BITS 4, 6 or 8; FLOAT8 (codes are e4m3); FLOAT4 (e2m1); WIDE; OFFSETS; FACTORS, how many of their units
+// make 1, with ZERO, that of all codes; SCALES: groups in a stage, 1, 2, 4 or 8 (8: without zeros of their own); 0 =
+// longer groups; INT8: x has codes of 8 bits (round_groups.cu), and codes of 4 bits become fragments of mma.m16n8k32.
+// FLOAT4, OFFSETS, FACTORS and INT8 are only defined if they hold.
 #pragma once
 #include "ptx.cuh"
 
@@ -42,8 +42,10 @@ constexpr bool SHIFTED = false;
 #endif
 #ifdef FACTORS
 constexpr bool FACTORED = true;
+constexpr float FACTOR_UNIT = 1.0f / FACTORS;
 #else
 constexpr bool FACTORED = false;
+constexpr float FACTOR_UNIT = 1;
 #endif
 #ifndef ZERO
 #define ZERO 0
@@ -112,10 +114,10 @@ DEVICE Params load_params(const u8* stage, int group, int g) {
     }
     if (FACTORED) {
         const u32 of_scales = reinterpret_cast<const u32*>(factors)[g];
-        p.scale[0] *= F16::lo(of_scales), p.scale[1] *= F16::hi(of_scales);
+        p.scale[0] *= F16::lo(of_scales) * FACTOR_UNIT, p.scale[1] *= F16::hi(of_scales) * FACTOR_UNIT;
         if (SHIFTED) {
             const u32 of_offsets = reinterpret_cast<const u32*>(factors)[TILE / 2 + g];
-            p.offset[0] *= F16::lo(of_offsets), p.offset[1] *= F16::hi(of_offsets);
+            p.offset[0] *= F16::lo(of_offsets) * FACTOR_UNIT, p.offset[1] *= F16::hi(of_offsets) * FACTOR_UNIT;
         }
     }
     const u32 zeros = HAS_ZEROS ? reinterpret_cast<const u16*>(own + SCALE_BYTES)[g] : ZERO * 0x101u;
