@@ -1,45 +1,22 @@
 """Faults planted in the kernels' sources, one at a time: which of them does each emulator catch?
 
-    python -m tests.emulator.mutants [--sample 40] [--out build/mutants.jsonl]
+    python -m tests.emulator.mutant_runs [--sample 40] [--out build/mutants.jsonl]
 
 A mutant swaps operands of inline PTX, changes a field of a matrix descriptor, leaves out a barrier, fence or commit,
-waits for one group less, or moves a bound by one. Of the tests of its file (TESTS) it runs those that execute its line,
-the shortest first, on the source text through g++ and on NVRTC's code, and is caught if one fails. Which lines a test
-executes is found once, from compiled code that knows its source. `--sample` takes so many, evenly over files and kinds;
-all are some hundred. The file of results is extended: a run that was stopped goes on, with the mutants that have no
-line yet. EQUIVALENT names those that change nothing.
+waits for one group less, or moves a bound by one. EQUIVALENT names those that change nothing.
 """
 
 from __future__ import annotations
 
-import argparse
-import hashlib
-import importlib
-import json
-import os
 import random
 import re
-import resource
-import shutil
-import signal
-import sys
-import tempfile
-import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import redirect_stdout
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
-
-import pytest
 
 from lmkit.kernels.cuda import source
-from tests.emulator.ptx.backend import PtxBackend
 
-Place = list[str | int]  # a file and a line of it
-
-BACKENDS: dict[str, tuple[str, ...]] = {"g++": (), "ptx": ("--ptx=sm_90a",)}
-CPU_SECONDS = 400  # of a run: a kernel that loops for ever is caught
+BACKENDS: dict[str, str | None] = {"g++": None, "ptx": "90a"}  # what code is compiled for; None: the source text
 HERE = "tests/kernels/cuda"
 DECODING = (
     f"{HERE}/test_decode_attention.py::test_append_and_attend[cpu-types2-heads2-128-128-dtype2-mean]",
@@ -249,49 +226,6 @@ def sampled(found: list[Mutant], count: int) -> list[Mutant]:
     return [each for *_, each in sorted(turns, key=lambda turn: turn[:2])][:count]
 
 
-def run(mutant: Mutant | None, options: tuple[str, ...], tests: Iterable[str]) -> str:
-    """What the tests say about a mutant: "" if all pass. In a process of its own."""
-    return _of_child(lambda: _in_child(mutant, options, tests)[-400:])
-
-
-def _of_child(work: Callable[[], str]) -> str:
-    """What `work` returns in a process of its own, or the signal that ended it."""
-    reader, writer = os.pipe()
-    child = os.fork()
-    if not child:
-        os.close(reader)
-        with open(writer, "w") as pipe:
-            pipe.write(work())
-        os._exit(0)
-    os.close(writer)
-    with open(reader) as pipe:
-        said = pipe.read()
-    status = os.waitpid(child, 0)[1]
-    return f"signal {signal.Signals(os.WTERMSIG(status)).name}" if os.WIFSIGNALED(status) else said
-
-
-def _in_child(mutant: Mutant | None, options: tuple[str, ...], tests: Iterable[str]) -> str:
-    resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS + 10))
-    folder = Path(tempfile.mkdtemp(prefix="mutant-"))
-    shutil.copytree(source.FOLDER, folder / "csrc")
-    if mutant is not None:
-        path = folder / "csrc" / mutant.file
-        lines = path.read_text().splitlines()
-        lines[mutant.line - 1] = mutant.text
-        path.write_text("\n".join(lines) + "\n")
-    source.FOLDER = folder / "csrc"
-    source.kernel_source.cache_clear()
-    log = folder / "log"
-    try:
-        with log.open("w") as file, redirect_stdout(file):
-            code = pytest.main(["-q", "-x", "-n0", "-p", "no:cacheprovider", "--no-header", *options, *tests])
-        text = log.read_text()
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-    found = re.findall(r"^E  +(.*)", text, re.MULTILINE)
-    return "" if code == 0 else (found[0] if found else f"pytest: {code}: {text[-300:]}")
-
-
 def table(rows: Iterable[dict[str, str]]) -> str:
     """By kind: how many mutants, how many are equivalent, and how many of the others each backend catches."""
     kinds = dict.fromkeys(SWAPS)
@@ -308,87 +242,3 @@ def table(rows: Iterable[dict[str, str]]) -> str:
     lines = ["| kind | mutants | change nothing | caught by g++ | caught by PTX |", "|---|---|---|---|---|"]
     lines += [f"| {name} | {' | '.join(str(of[column]) for column in columns)} |" for name, of in counts.items()]
     return "\n".join(lines)
-
-
-class Coverage:
-    """Which lines of kernels each test executes, and its seconds. A test is run when that is asked for, and what it
-    executes is kept in `path`, by the kernels' sources."""
-
-    def __init__(self, path: Path) -> None:
-        texts = [each.read_text() for each in sorted(source.FOLDER.iterdir())]
-        self._path, self._key = path, hashlib.sha256("\0".join(texts).encode()).hexdigest()
-        kept = json.loads(path.read_text()) if path.exists() else {}
-        self._of: dict[str, tuple[float, list[Place]]] = kept.get(self._key, {})
-
-    def tests(self, mutant: Mutant) -> list[str]:
-        """Of its file's tests those that execute its line, the shortest first. If none does, as where a line leaves no
-        instruction, all."""
-        mine = sorted(TESTS[mutant.file], key=lambda test: self._executed(test)[0])
-        return [test for test in mine if [mutant.file, mutant.line] in self._executed(test)[1]] or mine
-
-    def _executed(self, test: str) -> tuple[float, list[Place]]:
-        """Raises SystemExit if the test fails without a mutant."""
-        if test not in self._of:
-            begin = time.monotonic()
-            says, lines = json.loads(_of_child(lambda: _collected(test)))
-            if says:
-                raise SystemExit(f"{test} fails: {says}")
-            self._of[test] = time.monotonic() - begin, lines
-            self._path.write_text(json.dumps({self._key: self._of}))
-        return self._of[test]
-
-
-def _collected(test: str) -> str:
-    PtxBackend.covered = set()
-    says = _in_child(None, BACKENDS["ptx"], [test])
-    return json.dumps([says[-400:], sorted(PtxBackend.covered)])
-
-
-def _import_tests() -> None:
-    """Once, not in every process."""
-    for file in sorted({test.partition("::")[0] for tests in TESTS.values() for test in tests}):
-        importlib.import_module(file.removesuffix(".py").replace("/", "."))
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sample", type=int, default=0, help="so many; 0: all")
-    parser.add_argument("--out", type=Path, default=Path("build/mutants.jsonl"))
-    parser.add_argument("--minutes", type=float, default=1e9, help="begin no mutant after so long")
-    given = parser.parse_args()
-    end = time.monotonic() + 60 * given.minutes
-    _import_tests()
-    cache = tempfile.TemporaryDirectory(prefix="mutants-")
-    os.environ["LMKIT_CACHE_DIR"] = cache.name
-    found = mutants()
-    chosen = sampled(found, given.sample) if given.sample else found
-    given.out.parent.mkdir(parents=True, exist_ok=True)
-    coverage = Coverage(given.out.with_suffix(".coverage.json"))
-    rows = [json.loads(line) for line in given.out.read_text().splitlines()] if given.out.exists() else []
-    done = {row["name"] for row in rows}
-    with given.out.open("a") as out:
-        for mutant in (each for each in chosen if each.name not in done):
-            if time.monotonic() > end:
-                break
-            says = dict.fromkeys(BACKENDS, "")
-            if not equivalent(mutant.name, mutant.kind):
-                tests = coverage.tests(mutant)
-                for name, options in BACKENDS.items():
-                    if name == "ptx" or is_read_by_gxx(mutant):
-                        says[name] = run(mutant, options, tests)
-            rows.append({"name": mutant.name, "kind": mutant.kind, **says})
-            out.write(json.dumps(rows[-1]) + "\n")
-            out.flush()
-            said = "".join(f"    {name}: {what or 'passes'}\n" for name, what in says.items())
-            sys.stdout.write(f"{mutant.name}\n{said}")
-            sys.stdout.flush()
-    sys.stdout.write(f"{len(found)} mutants in all, {len(rows)} have run\n{table(rows)}\n")
-    for row in rows:
-        if not row["ptx"]:
-            sys.stdout.write(
-                f"survives: {row['name']}; {equivalent(row['name'], row['kind']) or 'a test is missing'}\n"
-            )
-
-
-if __name__ == "__main__":
-    main()

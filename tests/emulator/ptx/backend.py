@@ -28,7 +28,7 @@ from tests.emulator.ptx.traffic import Traffic, lines_of, loaded_together
 from tests.emulator.ptx.translation import block_sizes, translate
 from tests.kernels.cuda import toolchain
 
-FLAGS = ("-std=c++17", "-Og", "-march=native", "-fPIC", "-ftls-model=initial-exec", "-shared", "-fno-strict-aliasing",
+FLAGS = ("-std=c++17", "-march=native", "-fPIC", "-ftls-model=initial-exec", "-shared", "-fno-strict-aliasing",
          "-ffp-contract=off", "-fwrapv", "-w", f"-I{HERE}", f"-I{FOLDER}")  # fmt: skip
 TRANSLATOR = Path(__file__).parent
 EARLY = GPUS[EARLY_CAPABILITY].arch  # the one that has wgmma, and the first on which kernels overlap
@@ -46,6 +46,7 @@ class PtxBackend(EmulatedBackend):
 
     loaded: ClassVar[list[tuple[str, str, str]]] = []  # (source, name, PTX) of all
     covered: ClassVar[set[Place] | None] = None  # lines of the sources that have run, if they are collected
+    optimized: ClassVar[str] = "-Og"  # how g++ does it
     counting = False
     _poison: int | None = None  # of a launch that may read what nothing has written
 
@@ -88,14 +89,15 @@ class PtxBackend(EmulatedBackend):
 
     def load_ptx(self, text: str, name: str) -> ctypes.CDLL:
         """The kernel of that name. Raises UnsupportedError with an instruction that the translator does not know."""
-        digest = hashlib.sha256("\0".join((text, name, *FLAGS, _translator(), processor())).encode()).hexdigest()
+        flags = *FLAGS, self.optimized
+        digest = hashlib.sha256("\0".join((text, name, *flags, _translator(), processor())).encode()).hexdigest()
         library = environment().cache_dir / "emulated" / f"{name}-ptx-{digest[:24]}.so"
         if not library.exists():
             try:
                 code = translate(parse(text), name)
             except PtxError as error:
                 raise UnsupportedError(f"{name}: {error}") from None
-            build(library, name, code, [[compiler(), "-x", "c++", "-", *FLAGS, "-o", f"{library}.{os.getpid()}"]])
+            build(library, name, code, [[compiler(), "-x", "c++", "-", *flags, "-o", f"{library}.{os.getpid()}"]])
             library.with_suffix(".ptx").write_text(text)
         return ctypes.CDLL(str(library))
 

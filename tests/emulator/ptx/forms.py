@@ -157,5 +157,6 @@ def expression(instruction: Instruction, operands: Operands) -> str | None:
         half = "BF16" if "bf16" in result + type_ else "F16"
         names = {"R": TYPES[result], "T": TYPES[type_], "H": half, "o": groups.get("o"), "line": instruction.line}
         value = f"static_cast<{TYPES[result]}>({text.format(**values, **names)})"
-        return operands.put(instruction.operands[0], f"flush({value})" if flushed and result == "f32" else value)
+        value = f"flush({value})" if flushed and result == "f32" else value
+        return operands.put(instruction.operands[0], value, result)
     return None

@@ -26,6 +26,12 @@ class Operands:
         self._params = {name: (i, type_) for i, (name, type_) in enumerate(entry.params)}
         self.arrays: dict[tuple[str, ...], str] = {}
         self._place: dict[str, str] = {}
+        self._types: dict[str, str] = {}  # C++'s, of registers that are declared once, or alike
+        for statement in entry.statements:
+            if isinstance(statement, Registers):
+                for name in statement.names:
+                    kept = self._types.setdefault(name, BITS[statement.type])
+                    self._types[name] = kept if kept == BITS[statement.type] else ""
         for statement in entry.statements:
             if isinstance(statement, Instruction) and statement.opcode.startswith("wgmma.mma_async"):
                 self._array(elements(statement.operands[0]), statement.line)
@@ -64,7 +70,12 @@ class Operands:
             return f"static_cast<{name}>(LANE)"
         if (symbol := self._symbol(operand)) is not None:
             return f"static_cast<{name}>({symbol})"
-        return f"get<{name}>({self.register(operand)})"
+        register, kept = self.register(operand), self._types.get(operand, "")
+        if kept == name:  # no call: g++ takes most of its time for what a kernel calls
+            return register
+        if name == "float" and kept == "u32":
+            return f"__builtin_bit_cast(float, {register})"
+        return f"get<{name}>({register})"
 
     def _symbol(self, operand: str) -> str | None:
         if operand == SHARED:
@@ -75,9 +86,14 @@ class Operands:
             return f"reinterpret_cast<u64>(constants + {self._constants[operand]})"
         return None
 
-    def put(self, operand: str, value: str) -> str:
-        """A statement that gives the register a C++ value, extended by its own type."""
-        return f"static_cast<void>({value});" if operand == "_" else f"put({self.register(operand)}, {value});"
+    def put(self, operand: str, value: str, type_: str = "") -> str:
+        """A statement that gives the register a C++ value, extended by its own type. `type_`: the value's, in PTX."""
+        if operand == "_":
+            return f"static_cast<void>({value});"
+        register, kept = self.register(operand), self._types.get(operand, "")
+        if type_ == "f32" and kept == "u32":
+            return f"{register} = __builtin_bit_cast(u32, {value});"
+        return f"put({register}, {value});" if type_ in ("", "f32", "f64") else f"{register} = {value};"
 
     def address(self, operand: str) -> str:
         """What stands in brackets, as u64."""

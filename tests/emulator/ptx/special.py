@@ -47,8 +47,8 @@ def _array(type_: str, name: str, values: list[str]) -> str:
     return f"const {TYPES[type_]} {name}[{len(values)}] = {{{', '.join(values)}}};"
 
 
-def _put_all(operands: Operands, registers: tuple[str, ...], array: str) -> str:
-    return " ".join(operands.put(register, f"{array}[{i}]") for i, register in enumerate(registers))
+def _put_all(operands: Operands, registers: tuple[str, ...], array: str, type_: str) -> str:
+    return " ".join(operands.put(register, f"{array}[{i}]", type_) for i, register in enumerate(registers))
 
 
 # ---- registers
@@ -69,7 +69,7 @@ def _mov(i: Instruction, m: re.Match[str], o: Operands) -> str:
         bits = int(m["t"][1:]) // len(parts)
         pieces = (f"static_cast<u64>({o.value(part, f'b{bits}')}) << {n * bits}" for n, part in enumerate(parts))
         return o.put(to, f"static_cast<{TYPES[m['t']]}>({' | '.join(pieces)})")
-    return o.put(to, o.value(source, m["t"]))
+    return o.put(to, o.value(source, m["t"]), m["t"])
 
 
 @form(r"cvta(\.to)?\.(global|local|const)\.(?P<t>u64)")
@@ -103,7 +103,7 @@ def _load(i: Instruction, m: re.Match[str], o: Operands) -> str:
     registers = elements(i.operands[0])
     kind = "acquire" if m["acquire"] else m["space"] or "generic"
     load = f"load_{kind}<{TYPES[m['t']]}, {len(registers)}>(v, {o.address(i.operands[1])}, {i.line})"
-    return f"{TYPES[m['t']]} v[{len(registers)}]; {load}; {_put_all(o, registers, 'v')}"
+    return f"{TYPES[m['t']]} v[{len(registers)}]; {load}; {_put_all(o, registers, 'v', m['t'])}"
 
 
 @form(r"st(\.(?P<release>release|relaxed)\.(?P<scope>gpu|sys))?" + SPACE + HINTS + VECTOR + TYPE)
@@ -168,7 +168,7 @@ def _wait_group(i: Instruction, m: re.Match[str], o: Operands) -> str:
 @form(r"ldmatrix\.sync\.aligned\.m8n8\.x(?P<n>1|2|4)(?P<trans>\.trans)?\.shared\.b16")
 def _load_matrix(i: Instruction, m: re.Match[str], o: Operands) -> str:
     call = f"load_matrices<{m['n']}, {str(bool(m['trans'])).lower()}>(v, {o.address(i.operands[1])}, {i.line});"
-    return f"u32 v[{m['n']}]; {call} {_put_all(o, elements(i.operands[0]), 'v')}"
+    return f"u32 v[{m['n']}]; {call} {_put_all(o, elements(i.operands[0]), 'v', 'b32')}"
 
 
 # ---- threads
@@ -209,7 +209,7 @@ def _launch_next(i: Instruction, m: re.Match[str], o: Operands) -> str:
 def _shuffle(i: Instruction, m: re.Match[str], o: Operands) -> str:
     (to, _, inside), rest = i.operands[0].partition("|"), [o.value(operand, "u32") for operand in i.operands[1:]]
     call = f"const Shuffled s = shuffle<Lanes::{m['mode']}>({', '.join(rest)}, {i.line});"
-    return f"{call} {o.put(to, 's.value')}" + (f" {o.put(inside, 's.inside')}" if inside else "")
+    return f"{call} {o.put(to, 's.value', 'b32')}" + (f" {o.put(inside, 's.inside', 'pred')}" if inside else "")
 
 
 @form(r"vote\.sync\.(?P<mode>ballot(?=\.b32)|any(?=\.pred)|all(?=\.pred))\.\w+")
@@ -247,7 +247,7 @@ def _mma(i: Instruction, m: re.Match[str], o: Operands) -> str:
     sums = f"{TYPES[type_]} c[4] = {{{', '.join(o.value(x, type_) for x in c)}}};"
     factors = _array("b32", "a", [o.value(x, "b32") for x in a])
     args = f"lm::Mma args{{c, a, {{{o.value(b[0], 'b32')}, {o.value(b[1], 'b32')}}}}};"
-    return f"{sums} {factors} {args} lm::collective(~0u, {i.line}, &args, {multiply}); {_put_all(o, to, 'c')}"
+    return f"{sums} {factors} {args} lm::collective(~0u, {i.line}, &args, {multiply}); {_put_all(o, to, 'c', type_)}"
 
 
 @form(r"wgmma\.fence\.sync\.aligned")

@@ -10,6 +10,7 @@ import pytest
 
 from lmkit.kernels.cuda.source import FOLDER
 from tests.emulator import mutants
+from tests.emulator.mutant_runs import collected
 from tests.emulator.mutants import BACKENDS, SWAPS, TESTS, Mutant
 from tests.kernels.cuda import toolchain
 
@@ -58,9 +59,11 @@ def test_the_table_counts_what_is_caught(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.skipif(toolchain.missing_nvrtc() is not None or shutil.which("g++") is None, reason="needs NVRTC and g++")
 def test_operands_of_ptx_are_seen_in_compiled_code_alone() -> None:
     (mutant,) = (each for each in mutants.mutants() if 'asm("cvt.rn.f16x2.f32' in each.before and swaps_halves(each))
-    tests = ("tests/kernels/cuda/test_emulation.py::test_half_types",)
-    assert [bool(mutants.run(mutant, options, tests)) for options in BACKENDS.values()] == [False, True]
-    assert mutants.run(None, BACKENDS["ptx"], tests) == ""
+    names, says = ("tests/kernels/cuda/test_emulation.py::test_half_types",), list[str]()
+    collected(names, lambda tests: says.extend(tests.run(mutant, arch, names) for arch in BACKENDS.values()))
+    assert [bool(said) for said in says] == [False, True]
+    collected(names, lambda tests: says.append(tests.run(None, BACKENDS["ptx"], names)))
+    assert says[-1] == ""
 
 
 def swaps_halves(mutant: Mutant) -> bool:
