@@ -22,7 +22,7 @@ from lmkit.kernels.cuda import gemm_table, module
 from lmkit.kernels.cuda.switches import Switches, read_anew
 from lmkit.turbo.engine.engine import Engine
 
-OTHERS = "experts", "plain_heads"  # of other models: sections "experts" and "attention" measure these
+OTHERS = "experts", "plain_heads", "float8"  # of other models: sections "experts" and "attention" measure the first two
 TURNED = tuple(
     f"{name}={'off' if on else 'on'}"
     for name, on in msgspec.structs.asdict(Switches()).items()

@@ -3,6 +3,7 @@
 plant(backend, "gemm=wrong,decode_attention=dies@5")        # from its fifth launch on
 plant(backend, "gemm=wrong/early", device)      # where a kernel before it may still run: `device` is a FaultyDevice
 plant(backend, "gemm=dies/replayed", device)    # in the replay of a captured step
+plant(backend, "gemm[INT8]=wrong")              # of the variants with that define
 """
 
 from __future__ import annotations
@@ -73,23 +74,24 @@ def plant(backend: EmulatedBackend, text: str, device: FaultyDevice | None = Non
     load, counts = EmulatedBackend.load, dict.fromkeys(given, 0)
 
     def faulty(source: str, name: str, defines: dict[str, int]) -> Launch:
-        if name not in given:
+        key = next((key for key in (name, *(f"{name}[{define}]" for define in defines)) if key in given), None)
+        if key is None:
             return unwaited(name, load(backend, source, name, defines))
-        kind, first, when = given[name]
+        kind, first, when = given[key]
         if kind == "uncompiled":
             raise UnsupportedError(f"{source} cannot be compiled: error: planted")
         inner = load(backend, source, name, defines)
 
         def launch(grid: tuple[int, ...], block: tuple[int, ...], args: Sequence[Any], shared: int) -> None:
             happens = where.happens(when)
-            counts[name] += happens
-            is_planted = happens and counts[name] >= first
+            counts[key] += happens
+            is_planted = happens and counts[key] >= first
             if is_planted:
                 where.has_faulted = kind == "faults"
                 _fail(kind, name)
             inner(grid, block, args, shared)
             if is_planted and kind in ("wrong", "unsteady"):
-                _spoil(args, 1.002 if kind == "unsteady" and counts[name] % 2 else 1.0, 1 if kind == "wrong" else 0)
+                _spoil(args, 1.002 if kind == "unsteady" and counts[key] % 2 else 1.0, 1 if kind == "wrong" else 0)
 
         return unwaited(name, launch)
 

@@ -315,30 +315,42 @@ void mma_16(void** lanes) {
             static_cast<float*>(static_cast<Mma*>(lanes[i])->c)[part] = c[i / 4 + 8 * (part >> 1)][2 * (i % 4) + (part & 1)];
 }
 
-inline void mma_s8(void** lanes) {
-    i32 a[16][32], b[32][8], c[16][8];
+template <class Sum, class Number>
+void mma_bytes(void** lanes, Number number) {
+    Sum a[16][32], b[32][8], c[16][8];
     for (int i = 0; i < 32; ++i) {
         const auto* lane = static_cast<Mma*>(lanes[i]);
         const int g = i / 4, t = i % 4;
         for (int byte = 0; byte < 4; ++byte) {
             for (int part = 0; part < 4; ++part)
-                a[g + 8 * (part & 1)][4 * t + byte + 16 * (part >> 1)] = static_cast<i8>(lane->a[part] >> (8 * byte));
-            for (int part = 0; part < 2; ++part) b[4 * t + byte + 16 * part][g] = static_cast<i8>(lane->b[part] >> (8 * byte));
+                a[g + 8 * (part & 1)][4 * t + byte + 16 * (part >> 1)] = number(lane->a[part] >> (8 * byte) & 255);
+            for (int part = 0; part < 2; ++part) b[4 * t + byte + 16 * part][g] = number(lane->b[part] >> (8 * byte) & 255);
         }
-        for (int part = 0; part < 4; ++part) c[g + 8 * (part >> 1)][2 * t + (part & 1)] = static_cast<i32*>(lane->c)[part];
+        for (int part = 0; part < 4; ++part) c[g + 8 * (part >> 1)][2 * t + (part & 1)] = static_cast<Sum*>(lane->c)[part];
     }
     for (int k = 0; k < 32; ++k)
         for (int row = 0; row < 16; ++row)
             for (int column = 0; column < 8; ++column) c[row][column] += a[row][k] * b[k][column];
     for (int i = 0; i < 32; ++i)
         for (int part = 0; part < 4; ++part)
-            static_cast<i32*>(static_cast<Mma*>(lanes[i])->c)[part] = c[i / 4 + 8 * (part >> 1)][2 * (i % 4) + (part & 1)];
+            static_cast<Sum*>(static_cast<Mma*>(lanes[i])->c)[part] = c[i / 4 + 8 * (part >> 1)][2 * (i % 4) + (part & 1)];
 }
+inline void mma_s8(void** lanes) { mma_bytes<i32>(lanes, [](u32 byte) { return static_cast<i8>(byte); }); }
+inline float e4m3(u32 code) {
+    const int exponent = code >> 3 & 15, fraction = code & 7;
+    const float size = exponent ? ldexpf(1 + fraction / 8.0f, exponent - 7) : fraction / 512.0f;
+    return (code & 127) == 127 ? NAN : code & 128 ? -size : size;
+}
+inline void mma_e4m3(void** lanes) { mma_bytes<float>(lanes, e4m3); }
 }  // namespace lm
 
 inline void mma_s8(i32 (&c)[4], const u32 (&a)[4], u32 b0, u32 b1, int line = __builtin_LINE()) {
     lm::Mma args{c, a, {b0, b1}};
     lm::collective(0xffffffffu, line, &args, lm::mma_s8);
+}
+inline void mma_e4m3(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1, int line = __builtin_LINE()) {
+    lm::Mma args{c, a, {b0, b1}};
+    lm::collective(0xffffffffu, line, &args, lm::mma_e4m3);
 }
 
 struct F16 {

@@ -108,13 +108,15 @@ def _of_child(work: Callable[[], str]) -> str:
         os.close(reader)
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, 1)
+        code = 1
         try:
             with open(writer, "w") as pipe:
                 pipe.write(work())
-        except BaseException:
-            traceback.print_exc()
-            os._exit(1)
-        os._exit(0)
+            code = 0
+        finally:  # nothing that the parent does is done here, too
+            if code:
+                traceback.print_exc()
+            os._exit(code)
     os.close(writer)
     with open(reader) as pipe:
         said = pipe.read()

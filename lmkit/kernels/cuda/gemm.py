@@ -7,7 +7,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from lmkit.kernels.cuda import gemm_wide, int8_rows
+from lmkit.kernels.cuda import coded_rows, gemm_wide
 from lmkit.kernels.cuda.elementwise import ACTIVATIONS
 from lmkit.kernels.cuda.gemm_pack import PackedWeight
 from lmkit.kernels.cuda.gemm_plan import Plan, Problem
@@ -25,7 +25,7 @@ HALF, FLOAT, ADD = range(3)  # how results are stored: in x's dtype, as float32,
 def problem_of(tokens: int, packed: PackedWeight) -> Problem:
     (tiles, stages, code_bytes), scales = packed.codes.shape, packed.scales_per_stage
     stage_bytes = code_bytes + max(1, scales) * packed.params.shape[2]
-    return Problem(tokens, tiles, stages, stage_bytes, scales, int8=packed.int8, offsets=packed.offsets)
+    return Problem(tokens, tiles, stages, stage_bytes, scales, coded_x=packed.coded_x, offsets=packed.offsets)
 
 
 @cache
@@ -36,7 +36,7 @@ def _kernel(defines: tuple[tuple[str, int], ...]) -> Kernel:
 def kernel_for(packed: PackedWeight, plan: Plan, dtype: torch.dtype, kind: str | None = None) -> Kernel:
     """The kernel of a plan, for activations in float16 or bfloat16. `kind`: GROUPED (of experts, gemm_experts.py), NORM
     (with the norm before it)."""
-    flags = (dtype == torch.bfloat16 and "LM_BF16", packed.int8 and "INT8", kind)
+    flags = (dtype == torch.bfloat16 and "LM_BF16", packed.int8 and "INT8", packed.float8_x and "FLOAT8_X", kind)
     return _kernel(tuple((packed.defines | plan.defines | {flag: 1 for flag in flags if flag}).items()))
 
 
@@ -51,7 +51,7 @@ def kernels_of(packed: PackedWeight, plan: Plan | WidePlan, dtype: torch.dtype, 
     if isinstance(plan, WidePlan):
         return tuple(gemm_wide.kernels_of(packed, plan, dtype).values())
     kinds = (None, "NORM") if norms(tokens, plan, packed) else (None,)
-    rounding = (int8_rows.kernel_for(packed, dtype),) if packed.rounds else ()
+    rounding = (coded_rows.kernel_for(packed, dtype),) if packed.rounds else ()
     return (*rounding, *(kernel_for(packed, plan, dtype, kind) for kind in kinds))
 
 
@@ -92,8 +92,8 @@ def multiply(
     ahead = AHEAD_BYTES // (ranges * workers) if asks else 0
     more = [] if norm is None else [x, norm.weight.float().contiguous(), float(norm.eps)]
     row_bytes = 2 * packed.in_features
-    if packed.int8:
-        x, scales = int8_rows.int8_rows(x, packed)
+    if packed.coded_x:
+        x, scales = coded_rows.coded_rows(x, packed)
         more, row_bytes = [scales, scales.shape[1]], x.shape[1]
     kernel_for(packed, plan, half, None if norm is None else "NORM")(
         (token_blocks, ranges, workers), 32 * plan.warps,

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from lmkit.kernels.cuda import int8_rows
+from lmkit.kernels.cuda import coded_rows
 from lmkit.kernels.cuda.elementwise import ACTIVATIONS
 from lmkit.kernels.cuda.gemm import FLOAT, HALF, kernel_for, problem_of
 from lmkit.kernels.cuda.gemm_pack import TILE, PackedWeight
@@ -128,7 +128,7 @@ def _problem(packed: PackedWeight, num_places: int, num_experts: int, token_tile
 
 def _fits(problem: Problem, plan: Plan, num_places: int) -> bool:
     tiles, ranges = problem.row_blocks(plan) * plan.block_tiles, problem.ranges(plan)
-    codes = code_bytes(num_places, problem.stages, problem.scales) if problem.int8 else 0
+    codes = code_bytes(num_places, problem.stages, problem.scales) if problem.coded_x else 0
     return ranges == 1 or sums_bytes(ranges, num_places, tiles) + codes <= SCRATCH_BYTES
 
 
@@ -144,11 +144,11 @@ def multiply(x: Tensor, places: Places, of_experts: ExpertTable, by_token: bool)
     if x.data_ptr() % 16:
         x = x.clone()
     half, row_bytes, scales = x.dtype, 2 * packed.in_features, []
-    if packed.int8:
-        x, of_rows = int8_rows.int8_rows(x, packed)
+    if packed.coded_x:
+        x, of_rows = coded_rows.coded_rows(x, packed)
         row_bytes, scales = x.shape[1], [of_rows, of_rows.shape[1]]
     elif packed.rounds:
-        x = int8_rows.rounded(x, packed)
+        x = coded_rows.rounded(x, packed)
     device, num_experts = x.device.type, len(of_experts.parts)
     problem, plan = plan_for(packed, half, bucket(num_places), num_experts)
     blocks, ranges = num_blocks(num_places, num_experts, 8 * plan.token_tiles), problem.ranges(plan)
@@ -178,7 +178,7 @@ def kernels(of_experts: ExpertTable, dtype: torch.dtype, max_places: int) -> Ite
 def rounding(of_experts: ExpertTable, dtype: torch.dtype) -> Iterator[Kernel]:
     """The kernel that rounds inputs, if they are rounded."""
     if of_experts.packed.rounds:
-        yield int8_rows.kernel_for(of_experts.packed, dtype)
+        yield coded_rows.kernel_for(of_experts.packed, dtype)
 
 
 OF_EXPERTS = ExpertLinears(ExpertTable.of, multiply, MAX_ROWS, half=True, in_parts=lambda: switches().invariant)

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from lmkit.codes import E2M1, Integers, Shifted
-from lmkit.kernels.cuda.module import Kernel
+from lmkit.kernels.cuda.gpus import gpu_of
+from lmkit.kernels.cuda.module import Kernel, backend
+from lmkit.kernels.cuda.switches import switches
 from lmkit.qtensor import QTensor, QuantScheme
 from lmkit.scales import NUMBERS, SuperGroups
 
@@ -35,7 +37,7 @@ class PackedWeight:
     float8: bool
     wide: bool  # scales are float32, not float16
     activation: str | None  # not None: a tile is 8 gates and the 8 outputs that they multiply
-    rounds: bool = False  # x is rounded to int8 before it is multiplied (int8_rows.py)
+    rounds: bool = False  # x is rounded, to int8 or to float8, before it is multiplied (coded_rows.py)
     float4: bool = False  # codes of 4 bits are e2m1
     offsets: bool = False  # w = code * scale - offset
     factors: int = 0  # that make 1, if scales are whole numbers times factors (scales.SuperGroups); else 0
@@ -51,6 +53,18 @@ class PackedWeight:
         """Whether products are of integers. Codes of 8 bits minus zeros have 9 bits: x's values are multiplied. So they
         are by float4, and by codes with offsets or factors."""
         return self.rounds and self.bits == 4 and not (self.float4 or self.offsets or self.factors)
+
+    @property
+    def float8_x(self) -> bool:
+        """Whether products are of float8 numbers. Otherwise x's values are multiplied, rounded or not."""
+        if not (self.rounds and self.float8 and switches().float8):
+            return False
+        return gpu_of(backend(self.codes.device.type).capability()).float8
+
+    @property
+    def coded_x(self) -> bool:
+        """Whether x has codes of 8 bits and scales when it is multiplied."""
+        return self.int8 or self.float8_x
 
     @property
     def width(self) -> int:
@@ -128,7 +142,7 @@ def pack(weight: QTensor, activation: str | None = None, *, rounds: bool = False
     """Pack a weight with scales per output (qtensor.plain). float16 scales stay, whole numbers, too, and others are
     stored as float32. Codes of 2 and 3 bits take 4, those of 5 take 6, those of 7 take 8.
 
-    `rounds`: the inputs of its products are rounded to int8.
+    `rounds`: the inputs of its products are rounded to int8, or to float8 if it is.
     """
     scheme = weight.scheme
     out_features, in_features = weight.codes.shape

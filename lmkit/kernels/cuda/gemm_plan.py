@@ -75,7 +75,7 @@ class Problem:
     stage_bytes: int  # of codes and params of a tile
     scales: int = 1  # of an output in a stage; 0: a group is longer
     experts: int = 1  # weights that are multiplied side by side, each with `tokens` rows
-    int8: bool = False  # x has codes of 8 bits, and scales
+    coded_x: bool = False  # x has codes of 8 bits, and scales
     offsets: bool = False  # codes have some: registers are few
 
     @property
@@ -106,24 +106,24 @@ class Problem:
         sums = 8 * min(plan.token_tiles, 4) * (16 * plan.rows + 4) * 4
         tokens = min(self.tokens, 8) if plan.token_tiles == 1 else 8 * plan.token_tiles
         x = tokens * (plan.warps_k * STAGE_INPUTS * self.input_bytes + 64)
-        if self.int8:
+        if self.coded_x:
             x += 8 * plan.token_tiles * plan.warps_k * max(1, self.scales) * 4
         return plan.warps * (ring + sums) + x * (plan.units if plan.resident else plan.depth)
 
     @property
     def input_bytes(self) -> int:
         """Bytes of an input in shared memory."""
-        return 1 if self.int8 else 2
+        return 1 if self.coded_x else 2
 
     def scratch_bytes(self, plan: Plan) -> int:
         """Bytes of the sums of ranges, and of inputs as codes with scales."""
-        codes = code_bytes(self.tokens, self.stages, self.scales) if self.int8 else 0
+        codes = code_bytes(self.tokens, self.stages, self.scales) if self.coded_x else 0
         sums = sums_bytes(self.ranges(plan), self.tokens, self.row_blocks(plan) * plan.block_tiles)
         return sums + codes
 
 
 def code_bytes(rows: int, stages: int, scales: int) -> int:
-    """Bytes of so many rows of x as int8 codes with scales. `scales`: of a row in a stage; 0: a group is longer."""
+    """Bytes of so many rows of x as 8-bit codes with scales. `scales`: of a row in a stage; 0: a group is longer."""
     return stages * (rows * STAGE_INPUTS + -(-rows // 8) * 8 * max(1, scales) * 4)
 
 
@@ -195,7 +195,7 @@ def estimate(plan: Plan, problem: Problem, num_sms: int) -> float:
     in_flight = plan.warps * resident * (plan.depth - 1) * plan.rows * problem.stage_bytes
     memory = stages * problem.stage_bytes * max(1 / MEMORY + LATENCY / in_flight / 4, LATENCY / in_flight)
     per_load = problem.stage_bytes / 1024
-    to_unpack, of_tile = (30, 16 + 3 / plan.rows) if problem.int8 else (80, 12 + 6 / plan.rows)
+    to_unpack, of_tile = (30, 16 + 3 / plan.rows) if problem.coded_x else (80, 12 + 6 / plan.rows)
     instructions = 15 + to_unpack * per_load + 50 / plan.rows + plan.token_tiles * of_tile
     issue = stages * instructions / (4 * 0.8 * CLOCK)
     tensor = stages * 4 * problem.input_bytes * plan.token_tiles * 1.6 / CLOCK

@@ -52,7 +52,7 @@ class Key(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     float8: bool
     wide: bool
     group_size: int
-    dtype: str  # int8: x is rounded
+    dtype: str  # int8, float8: x is rounded
     experts: int = 0  # that have such a weight each, and one product. 0: a weight of its own
     float4: bool = False
     offsets: bool = False
@@ -62,7 +62,7 @@ class Key(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def of(cls, packed: PackedWeight, dtype: torch.dtype, experts: int = 0) -> Key:
         return cls(
             packed.out_features, packed.in_features, packed.bits, packed.float8, packed.wide, packed.group_size,
-            "int8" if packed.int8 else str(dtype).removeprefix("torch."),
+            "int8" if packed.int8 else "float8" if packed.float8_x else str(dtype).removeprefix("torch."),
             experts, packed.float4, packed.offsets, bool(packed.factors),
         )  # fmt: skip
 

@@ -131,7 +131,7 @@ def best(problem: Problem, num_sms: int, limit: int, count: int = 1) -> tuple[Wi
 def can_multiply(tokens: int, packed: PackedWeight) -> bool:
     """Whether the kernel is for so many tokens and this weight. It stores 4 outputs at a time."""
     capability = backend(packed.codes.device.type).capability()
-    fits = capability == CAPABILITY and packed.num_results % 4 == 0 and not packed.int8
+    fits = capability == CAPABILITY and packed.num_results % 4 == 0 and not packed.coded_x
     fits = fits and packed.scales_per_stage <= 4  # `arrange` has no order for groups of 16
     fits = fits and packed.bits != 6 and not packed.offsets
     return switches().wgmma and off("gemm_wide.cu") is None and fits and tokens >= MIN_TOKENS

@@ -1,11 +1,11 @@
 """Linears with packed weights on CUDA: 4 and 8 bits with exact activations (ops.linear_w4a16, linear_w8a16 and
-linear_fp8), and with int8 activations 4 bits and groups of 8 bits (ops.linear_w4a8, linear_w8a8). What a CPU keeps in
-planes of bits has 4, 6 or 8 bits here (ops.linear_split, linear_planes).
+linear_fp8), and with rounded activations 4 bits and groups of 8 bits (ops.linear_w4a8, linear_w8a8, linear_fp8_a8).
+What a CPU keeps in planes of bits has 4, 6 or 8 bits here (ops.linear_split, linear_planes).
 
 For few tokens csrc/gemm.cu multiplies the packed weight, or gemm_wide.cu. For many tokens, or float32 activations, the
 weight is dequantized, a panel of outputs at a time, and torch's library multiplies. gemm_table.py decides, from shapes
-alone. Only the kernel for 4 bits multiplies int8 activations as integers. All others take the values of their codes, in
-x's type.
+alone. Weights of 4 bits multiply int8 activations as integers, and float8 weights multiply float8 ones as they are, if
+the GPU can. All others take the values of their codes, in x's type.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lmkit.kernels import ops, plane_ops
-from lmkit.kernels.cuda import elementwise, gemm, int8_rows
+from lmkit.kernels.cuda import coded_rows, elementwise, gemm
 from lmkit.kernels.cuda.gemm_experts import OF_EXPERTS
 from lmkit.kernels.cuda.gemm_pack import PackedWeight, dequantize, group_problem, pack
 from lmkit.kernels.cuda.gemm_plan import Plan
@@ -57,7 +57,7 @@ def linear(
     plan = choose(x.shape[0], packed, x.dtype) if x.dtype in HALVES else None
     if plan is None:
         return library(x, packed, bias, dtype, residual)
-    x = int8_rows.rounded(x, packed) if packed.rounds and not packed.int8 else x
+    x = coded_rows.rounded(x, packed) if packed.rounds and not packed.coded_x else x
     if residual is not None and not residual.is_contiguous():
         return residual.add_(gemm.multiply(x, packed, plan, bias, torch.float32))
     if dtype in (None, x.dtype, torch.float32):
@@ -98,7 +98,7 @@ def library(
     residual: Tensor | None = None,
 ) -> Tensor:
     """The same result from torch's product of x with the dequantized weight."""
-    x = int8_rows.rounded(x, packed) if packed.rounds else x
+    x = coded_rows.rounded(x, packed) if packed.rounds else x
     exact = residual is not None or dtype not in (None, x.dtype)
     per_tile = 8 if packed.gated else 16
     copy = packed.copy if packed.copy is not None and packed.copy.dtype == x.dtype else None
@@ -175,7 +175,8 @@ for _op, _accept in (
     )(linear)
 # library.py has 8 bits with one scale for each output.
 for _op, _name, _bits in (
-    (ops.linear_w4a8, "cuda", 4), (ops.linear_w8a8, "cuda.groups", 8), (plane_ops.linear_planes, "cuda", None)
+    (ops.linear_w4a8, "cuda", 4), (ops.linear_w8a8, "cuda.groups", 8), (ops.linear_fp8_a8, "cuda.groups", 8),
+    (plane_ops.linear_planes, "cuda", None),
 ):  # fmt: skip
     _pack, _accept = partial(pack, rounds=True), partial(_accepts_rounded, _bits)
     implements(

@@ -8,7 +8,7 @@ that fails.
 None of them changes a result, except where its comment says so. What a file's kernels computed, others compute then:
 
     programmatic launch (overlap) -> the driver's launch (launcher) -> CuPy's; capture -> launch by launch
-    gemm_wide.cu -> gemm.cu -> dequantize.cu and torch's library -> torch
+    float8 -> the same inputs in 16 bits;  gemm_wide.cu -> gemm.cu -> dequantize.cu and torch's library -> torch
     decode_attention.cu -> prefill_attention.cu -> torch
     argmax -> sampling.cu -> the host;  any other file -> torch
 """
@@ -48,6 +48,9 @@ class Switches(msgspec.Struct, frozen=True):
     work_list: bool = True  # attention to new tokens cuts long sequences into more items than short ones
     wgmma: bool = True  # products of 48 to 256 tokens take csrc/gemm_wide.cu; needs compute capability 9.0
     experts: bool = True  # one product has all experts of a layer, and steps with experts are captured
+    # Products of float8 weights and rounded inputs are of float8 numbers; needs compute capability 8.9. Otherwise the
+    # same inputs are multiplied in 16 bits.
+    float8: bool = True
     plain_heads: bool = True  # long prompts of latent attention are computed over plain keys and values of each head
     # Packed weights are kept in 16 bits, too, if memory allows, and multiplied so from 128 tokens on instead of 257.
     copies: bool = False

@@ -190,6 +190,7 @@ def _linears(half: torch.dtype) -> None:
         *((plane_ops.linear_split, scheme) for scheme in PLANES),
         (ops.linear_fp8, float8_scheme()),
         (ops.linear_fp8_a8, float8_scheme()),
+        (ops.linear_fp8_a8, float8_scheme(128, 128)),
     ):
         for tokens in (1, 16, 512):
             _linear(op, scheme, half, *WEIGHTS[0], tokens)

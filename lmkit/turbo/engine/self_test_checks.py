@@ -28,10 +28,11 @@ TOLERANCES = {torch.float16: 0.01, torch.bfloat16: 0.05, torch.float32: 0.01}
 CODES = 0.02  # share of 8-bit codes that may be others: halves between two codes are rounded either way
 # What is left out first if a call is wrong: what is fast by other ways to the same result.
 ORDER = (
-    "norm", "work_list", "prefetch", "gemm_wide.cu", "gemm.cu", "decode_attention.cu", "wide_attention.cu",
+    "norm", "work_list", "prefetch", "float8", "gemm_wide.cu", "gemm.cu", "decode_attention.cu", "wide_attention.cu",
     "prefill_attention.cu", "turn.cu", "append.cu",
 )  # fmt: skip
-WAYS = ORDER[:3]  # switches among them
+WAYS = ORDER[:4]  # switches among them
+VARIANTS = {("gemm.cu", "FLOAT8_X"): "float8"}  # of a file, with the switch that turns only these off
 TRIES = 3  # of pairs of results that have to be the same
 # Places of arguments that have results. An op may leave others, such as keys, rotated or not.
 WRITTEN = {"rope_paged_attention": (5, 6), "rope_append": (0, 5, 6)}
@@ -51,23 +52,24 @@ class Broken(Wrong):
 
 
 class Watched:
-    """A backend that says which file's kernel it launches, and waits for each."""
+    """A backend that says which file's kernel it launches, or a switch's, and waits for each."""
 
     def __init__(self, backend: Backend, device: CudaDevice, say: Callable[[str], None]) -> None:
         self._backend, self._device, self._say = backend, device, say
         self.launched: list[str] = []  # files
 
     def load(self, source: str, name: str, defines: dict[str, int]) -> Launch:
-        self._say(source)
-        inner = self._guarded(source, lambda: self._backend.load(source, name, defines))
+        part = next((VARIANTS[source, define] for define in defines if (source, define) in VARIANTS), source)
+        self._say(part)
+        inner = self._guarded(part, lambda: self._backend.load(source, name, defines))
 
         def launch(*given: Any) -> None:
             def launch_and_wait() -> None:
                 inner(*given)
                 self._device.synchronize()
 
-            self._say(source)
-            self._guarded(source, launch_and_wait)
+            self._say(part)
+            self._guarded(part, launch_and_wait)
             self.launched.append(source)
 
         return launch

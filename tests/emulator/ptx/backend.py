@@ -56,7 +56,9 @@ class PtxBackend(EmulatedBackend):
 
     def _library(self, source: str, name: str, defines: dict[str, int]) -> ctypes.CDLL:
         text = kernel_source(source)
-        exact = source in EXACT or "wgmma" in text
+        exact = (
+            source in EXACT or "wgmma" in text or ("FLOAT8_X" in defines and int(re.sub(r"\D", "", self._arch)) < 89)
+        )
         compiled = _ptx(text, EARLY if exact else self._arch, *sorted(defines.items()))
         self.loaded.append((source, name, compiled))
         return self.load_ptx(compiled, name)

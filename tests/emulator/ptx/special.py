@@ -239,11 +239,13 @@ def _transpose(i: Instruction, m: re.Match[str], o: Operands) -> str:
 
 
 @form(
-    r"mma\.sync\.aligned\.(m16n8k16\.row\.col\.f32\.(?P<h>bf16|f16)\.(?P=h)\.f32|m16n8k32\.row\.col\.s32\.s8\.s8\.s32)"
+    r"mma\.sync\.aligned\.(m16n8k16\.row\.col\.(?P<t>f32)\.(?P<h>bf16|f16)\.(?P=h)\.f32"
+    r"|m16n8k32\.row\.col\.((?P<i>s32)\.s8\.s8\.s32|(?P<f>f32)\.e4m3\.e4m3\.f32))"
 )
 def _mma(i: Instruction, m: re.Match[str], o: Operands) -> str:
     to, a, b, c = (elements(operand) for operand in i.operands)
-    type_, multiply = ("f32", f"lm::mma_16<{m['h'].upper()}>") if m["h"] else ("s32", "lm::mma_s8")
+    type_ = m["t"] or m["i"] or m["f"]
+    multiply = f"lm::mma_16<{m['h'].upper()}>" if m["h"] else "lm::mma_s8" if m["i"] else "lm::mma_e4m3"
     sums = f"{TYPES[type_]} c[4] = {{{', '.join(o.value(x, type_) for x in c)}}};"
     factors = _array("b32", "a", [o.value(x, "b32") for x in a])
     args = f"lm::Mma args{{c, a, {{{o.value(b[0], 'b32')}, {o.value(b[1], 'b32')}}}}};"

@@ -96,6 +96,16 @@ def rounded_product() -> None:
     gemm.multiply(x, test_int8_rows.packed(q, DEVICE), test_linear.WIDE, None, F32)
 
 
+def float8_product(*, rounds: bool) -> Callable[[], object]:
+    """16 tokens' with a weight in blocks of float8 numbers."""
+
+    def run() -> None:
+        packed = pack(weight(128, 1024, test_linear.SCHEMES["fp8-block"]), DEVICE, rounds=rounds)
+        gemm.multiply(test_int8_rows.inputs(16, 1024, DEVICE), packed, test_linear.WIDE, None, F32)
+
+    return run
+
+
 def dequantized() -> None:
     gemm_pack.dequantize(pack(weight(128, 1024), DEVICE), F16)
 
@@ -209,6 +219,8 @@ CASES: dict[str, Callable[[], object]] = {
     "wide product of 128 tokens": wide_product(128),
     "wide product in ranges": ranges,
     "product of rounded tokens": rounded_product,
+    "product of 16 tokens, float8 weights": float8_product(rounds=False),
+    "product of 16 tokens, float8 weights and inputs": float8_product(rounds=True),
     "dequantized weight": dequantized,
     "decoding, INT8": decoding(INT8),
     "decoding, INT4": decoding(INT4),

@@ -300,6 +300,16 @@ def test_mma_s8(run: Run) -> None:
     assert torch.equal(c, expected)
 
 
+def test_mma_e4m3(run: Run, request: pytest.FixtureRequest) -> None:
+    if request.config.getoption("--ptx") == "sm_80":
+        pytest.skip("sm_80 multiplies no float8 numbers")
+    a, b = (torch.randn(rows, 32).to(torch.float8_e4m3fn) for rows in (16, 8))
+    a[0, :4], c = torch.tensor([448.0, -448.0, 2**-9, -(2**-7)]).to(a.dtype), torch.randn(16, 8)
+    expected = c + a.float() @ b.float().T
+    run("const u32* A, const u32* B, float* C", FRAGMENTS % ("float", "mma_e4m3(c, a, b[0], b[1]);"), [a, b, c])
+    torch.testing.assert_close(c, expected, rtol=1e-5, atol=1e-5)
+
+
 # ---- numbers
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 import lmkit.kernels  # noqa: F401  (registers)
 from lmkit.formats.nvfp4 import NVFP4
 from lmkit.kernels import ops
-from lmkit.kernels.cuda import elementwise, experts, gemm_experts, gemm_pack, int8_rows, module, variants
+from lmkit.kernels.cuda import coded_rows, elementwise, experts, gemm_experts, gemm_pack, module, variants
 from lmkit.kernels.cuda.gemm_experts import ExpertTable
 from lmkit.kernels.cuda.gemm_plan import SCRATCH_BYTES
 from lmkit.kernels.ops import Norm, Places, Routing
@@ -167,7 +167,7 @@ def test_weights_of_eight_bits_take_the_values_of_rounded_inputs(device: str) ->
     x, places = test_int8_rows.inputs(10, 136, device), placed(5, 2, 6, device)
     tables = [ExpertTable.of([(pack(q, device, rounds=rounds), None) for q in weights]) for rounds in (True, False)]
     rounding, exact = (table for table in tables if table is not None)
-    rounded = int8_rows.rounded(x, rounding.packed)
+    rounded = coded_rows.rounded(x, rounding.packed)
     assert not torch.equal(rounded, x)
     got = gemm_experts.multiply(x, places, rounding, False)
     assert torch.equal(got, gemm_experts.multiply(rounded, places, exact, False))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lmkit.kernels import ops
-from lmkit.kernels.cuda import elementwise, gemm_experts, gemm_plan, int8_rows, prefill, sampling
+from lmkit.kernels.cuda import coded_rows, elementwise, gemm_experts, gemm_plan, prefill, sampling
 from lmkit.kernels.cuda.dense_shape import SHAPES, dense_shape
 from lmkit.kernels.cuda.gemm_pack import pack
 from lmkit.kernels.cuda.gemm_plan import Problem
@@ -79,7 +79,12 @@ def test_dense_with_all_that_stands_around(device: str) -> None:
 
 @pytest.mark.parametrize(
     ("scheme", "rounds"),
-    [(int_scheme(4, 128), False), (int_scheme(4, 32), True), (float8_scheme(128, 128), False)],
+    [
+        (int_scheme(4, 128), False),
+        (int_scheme(4, 32), True),
+        (float8_scheme(128, 128), False),
+        (float8_scheme(128, 128), True),
+    ],
 )
 def test_packed_weights(device: str, scheme: QuantScheme, rounds: bool) -> None:
     """From 257 rows on, too, where a library would multiply."""
@@ -87,7 +92,7 @@ def test_packed_weights(device: str, scheme: QuantScheme, rounds: bool) -> None:
     weight = plain(quantize(torch.randn(40, 520), scheme))
     packed = pack(replace(weight, **{name: getattr(weight, name).to(device) for name in ("codes", "scales", "zeros")}))
     packed, x = replace(packed, rounds=rounds), torch.randn(260, 520).half().to(device)
-    seen = int8_rows.rounded(x.float(), packed) if rounds else x
+    seen = coded_rows.rounded(x.float(), packed) if rounds else x
     oracle = seen.cpu().double() @ dequantize(weight).double().t()
     assert_rows(lambda rows: linear(rows, packed, None, dtype=F32), x, oracle)
 
@@ -122,7 +127,7 @@ def test_products_of_experts(device: str, rounds: bool) -> None:
         return of_places[places.of_token]
 
     whole = products(slice(0, 60))
-    seen = int8_rows.rounded(x.float(), table.packed).cpu() if rounds else x.cpu().float()
+    seen = coded_rows.rounded(x.float(), table.packed).cpu() if rounds else x.cpu().float()
     oracle = seen[7] @ dequantize(weights[int(chosen[7, 1])]).t()
     assert float((whole[7, 1].cpu() - oracle).abs().max()) < 1e-4 * float(oracle.abs().max())
     for start, end in ((0, 1), (7, 8), (3, 12), (20, 53)):
@@ -232,9 +237,9 @@ def test_rows_of_norms_and_scores(device: str) -> None:
 def test_plans_of_a_weight_add_up_in_one_order() -> None:
     """On every GPU, for every format and number of tokens there is a plan."""
     formats = ((1072, 1, False), (1216, 4, False), (1072, 0, False), (2096, 1, False), (1344, 4, True))
-    for limit, (size, scales, int8) in itertools.product({gpu.block_shared for gpu in GPUS.values()}, formats):
+    for limit, (size, scales, coded_x) in itertools.product({gpu.block_shared for gpu in GPUS.values()}, formats):
         for tiles, stages in ((1, 1), (256, 32), (8016, 5)):
-            weight = Problem(1, tiles, stages, size, scales, int8=int8)
+            weight = Problem(1, tiles, stages, size, scales, coded_x=coded_x)
             plans = [gemm_plan.pinned(replace(weight, tokens=tokens), 132, limit) for tokens in BUCKETS]
             assert plans[-1] is not None
             assert len({gemm_plan.order(plan) for plan in plans if plan is not None}) == 1

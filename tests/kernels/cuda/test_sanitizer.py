@@ -15,9 +15,10 @@ ROOT = Path(__file__).parents[3]
 HERE = Path(__file__).parent.relative_to(ROOT)
 # What runs a second time with the sanitizer: a part of each file's tests, as `pytest -k` takes it.
 WATCHED: dict[str, str] = {
-    "test_emulation.py": "ldmatrix or copies_land or mma_s8",
+    "test_emulation.py": "ldmatrix or copies_land or mma_s8 or mma_e4m3",
     "test_linear.py": "test_tails",
     "test_int8_rows.py": "test_formats and int4-256",
+    "test_float8_rows.py": "test_formats and long",
     "test_experts.py": "places_and_sums or (test_route and 21) or (products_are and int4-5)",
     "test_delta.py": "begins_with_drafts or 2x3x8x12x4-flat",
     "test_sampling.py": "lie_anywhere",

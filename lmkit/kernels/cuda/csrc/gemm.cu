@@ -50,7 +50,10 @@
 // and scales once for each of its rows, whichever experts read it. A stage of a tile is 4 mma for
 // 8 tokens, 24 + 3 instructions to dequantize, and 12 for each tile of tokens to scale its sums.
 //
-// Defines besides gemm.cuh's: N_TILES, ROWS, WARPS_N, WARPS_K, DEPTH; GROUPED; NORM; INT8.
+// With FLOAT8_X x has e4m3 codes likewise, and so have the weights, which are multiplied as they are. Their sums are scaled
+// after each stage, however long a group is: tensor cores add float8 products with few bits.
+//
+// Defines besides gemm.cuh's: N_TILES, ROWS, WARPS_N, WARPS_K, DEPTH; GROUPED; NORM; INT8; FLOAT8_X.
 #include "activation.cuh"
 #include "gemm.cuh"
 #include "groups.cuh"
@@ -62,9 +65,13 @@ constexpr int TOKENS = 8 * N_TILES;
 constexpr int BLOCK_TILES = WARPS_N * ROWS, BLOCK_ROWS = TILE * BLOCK_TILES;
 constexpr int SLOT_BYTES = ROWS * (STAGE_BYTES + STAGE_PARAM_BYTES);
 constexpr int RING_BYTES = DEPTH * SLOT_BYTES;
-constexpr int X_BYTES = INT8_X ? 1 : 2;                       // of an input
+#ifdef CODED_X
+constexpr int X_BYTES = 1;  // of an input
+#else
+constexpr int X_BYTES = 2;
+#endif
 constexpr int X_STRIDE = WARPS_K * STAGE * X_BYTES + 64;      // of tokens in a piece of x
-constexpr int X_SCALES = INT8_X ? WARPS_K * STAGE_SCALES : 0;  // of a token in a piece
+constexpr int X_SCALES = X_BYTES == 1 ? WARPS_K * STAGE_SCALES : 0;  // of a token in a piece
 constexpr int SLICE = N_TILES < 4 ? N_TILES : 4;       // n-tiles summed at a time
 constexpr int SUM_STRIDE = TILE * ROWS + 4;            // floats; lanes (g, t) write to 2 t * stride + g: all banks
 constexpr int SUM_BYTES = 8 * SLICE * SUM_STRIDE * 4;  // of a warp
@@ -80,7 +87,7 @@ struct Arguments {
     float* partial;      // [ranges, tokens, row blocks * BLOCK_ROWS], if there is more than one range
     int tokens, row_bytes, outputs, tiles, stages, groups, stages_per_group, activation, kind;
     const i64* rows;     // the row of x for each row of y, or null: the same
-    const float* x_scales;  // [stages * STAGE_SCALES, padded_tokens], of INT8
+    const float* x_scales;  // [stages * STAGE_SCALES, padded_tokens], of codes
     int padded_tokens;      // a multiple of 8
 };
 
@@ -199,26 +206,25 @@ constexpr bool X_COMES = true;
 
 using Sums = float[ROWS][N_TILES][4];
 
-#ifdef INT8
-constexpr u32 ZERO_SUM = 0x4b400000;  // 1.5 * 2^23: with an integer of up to 22 bits added, the float of that sum
-
+#ifdef CODED_X
 // sums += one stage of weights times x. `x` is the lane's part of its token in the first n-tile, `scales` those of its
 // two tokens there.
 DEVICE void multiply(Sums& sums, const u8* slot, const u8* x, const u8* scales, int lane) {
-    i32 group_sums[ROWS][N_TILES][4];
+    CodeSum group_sums[ROWS][N_TILES][4];
     Params p[ROWS];
 #pragma unroll
-    for (int k64 = 0; k64 < LOADS; ++k64) {
+    for (int k64 = 0; k64 < STAGE / 64; ++k64) {
         if (N_TILES * ROWS >= 8 && k64 > 0) __syncwarp();  // keeps loads of later steps behind: registers are few
         u32 a[ROWS][2][4];
         float scale[2][ROWS][2];
 #pragma unroll
         for (int r = 0; r < ROWS; ++r) {
-            const uint4 words = reinterpret_cast<const uint4*>(slot + r * STAGE_BYTES + k64 * LOAD_BYTES)[lane];
             const u8* params = slot + ROWS * STAGE_BYTES + r * STAGE_PARAM_BYTES;
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
                 const int k32 = 2 * k64 + h;
+                const u8* load = slot + r * STAGE_BYTES + k32 / HALVES * LOAD_BYTES;
+                const uint4 words = reinterpret_cast<const uint4*>(load)[lane];
                 if (k32 % SCALE_STRIDE == 0) p[r] = load_params(params, k32 / SCALE_STRIDE, lane >> 2);
                 byte_fragment(a[r][h], words, h, p[r].excess);
                 scale[h][r][0] = p[r].scale[0], scale[h][r][1] = p[r].scale[1];
@@ -232,11 +238,11 @@ DEVICE void multiply(Sums& sums, const u8* slot, const u8* x, const u8* scales, 
                 const int k32 = 2 * k64 + h;
 #pragma unroll
                 for (int r = 0; r < ROWS; ++r) {
-                    i32 (&group)[4] = group_sums[r][n];
+                    CodeSum (&group)[4] = group_sums[r][n];
                     if (k32 % SCALE_STRIDE == 0)
 #pragma unroll
-                        for (int c = 0; c < 4; ++c) group[c] = ZERO_SUM;
-                    mma_s8(group, a[r][h], h ? b.z : b.x, h ? b.w : b.y);
+                        for (int c = 0; c < 4; ++c) group[c] = NO_SUM;
+                    multiply_codes(group, a[r][h], h ? b.z : b.x, h ? b.w : b.y);
                 }
                 if (k32 % SCALE_STRIDE < SCALE_STRIDE - 1) continue;
                 const float2 x_scale =
@@ -244,10 +250,9 @@ DEVICE void multiply(Sums& sums, const u8* slot, const u8* x, const u8* scales, 
 #pragma unroll
                 for (int r = 0; r < ROWS; ++r)
 #pragma unroll
-                    for (int c = 0; c < 4; ++c) {
-                        const float sum = __uint_as_float(group_sums[r][n][c]) - __uint_as_float(ZERO_SUM);
-                        sums[r][n][c] = fmaf(scale[h][r][c >> 1] * (c & 1 ? x_scale.y : x_scale.x), sum, sums[r][n][c]);
-                    }
+                    for (int c = 0; c < 4; ++c)
+                        sums[r][n][c] = fmaf(scale[h][r][c >> 1] * (c & 1 ? x_scale.y : x_scale.x),
+                                             sum_of(group_sums[r][n][c]), sums[r][n][c]);
             }
         }
     }
@@ -462,14 +467,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
 #ifdef NORM
          , const float* stream, const float* norm_weight, float eps
 #endif
-#ifdef INT8
+#ifdef CODED_X
          , const float* x_scales, int padded_tokens
 #endif
     ) {
     launch_next();
     Arguments a{x,     codes,  params, bias,             y,          partial, tokens,  row_bytes, outputs,
                 tiles, stages, groups, stages_per_group, activation, kind,    nullptr, nullptr,   0};
-#ifdef INT8
+#ifdef CODED_X
     a.x_scales = x_scales, a.padded_tokens = padded_tokens;
 #endif
     // The shuffle keeps the compiler from taking threadIdx apart again for every unit.

@@ -25,8 +25,8 @@
 //
 // Defines: CODE_BITS 4, 6 or 8; FLOAT8 (codes are e4m3); FLOAT4 (e2m1); WIDE; OFFSETS; FACTORS, how many of their units
 // make 1, with ZERO, that of all codes; SCALES: groups in a stage, 1, 2, 4 or 8 (8: without zeros of their own); 0 =
-// longer groups; INT8: x has codes of 8 bits (round_groups.cu), and codes of 4 bits become fragments of mma.m16n8k32.
-// FLOAT4, OFFSETS, FACTORS and INT8 are only defined if they hold.
+// longer groups. x has codes of 8 bits (round_groups.cu) with INT8, and codes of 4 bits become fragments of mma.m16n8k32,
+// or with FLOAT8_X, and e4m3 codes do. FLOAT4, OFFSETS, FACTORS, INT8 and FLOAT8_X are only defined if they hold.
 #pragma once
 #include "ptx.cuh"
 
@@ -67,6 +67,9 @@ constexpr int PARAM_BYTES = STAGE_PARAM_BYTES / STAGE_SCALES;  // of a group, wi
 static_assert(!SPLIT || !HAS_ZEROS, "groups of 16 have no zeros");
 static_assert(!FACTORED || SCALES > 0, "stages have factors");
 
+#if defined(INT8) || defined(FLOAT8_X)
+#define CODED_X
+#endif
 #ifdef INT8
 constexpr bool INT8_X = true;
 static_assert(CODE_BITS == 4, "codes minus zeros have 8 bits");
@@ -204,6 +207,24 @@ DEVICE void fragment(u32 (&a)[4], const uint4& load, int h, int i, const u32 (&e
     }
 }
 
+#ifdef FLOAT8_X
+static_assert(FLOAT8, "float8 inputs meet float8 weights");
+using CodeSum = float;
+constexpr CodeSum NO_SUM = 0.0f;
+DEVICE void multiply_codes(CodeSum (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) { mma_e4m3(c, a, b0, b1); }
+DEVICE float sum_of(CodeSum sum) { return sum; }
+
+// Operand A of mma.m16n8k32 for a load: e4m3 codes as they are.
+DEVICE void byte_fragment(u32 (&a)[4], const uint4& load, int, const u32 (&)[2]) {
+    a[0] = prmt(load.x, load.y, 0x5410), a[1] = prmt(load.x, load.y, 0x7632);
+    a[2] = prmt(load.z, load.w, 0x5410), a[3] = prmt(load.z, load.w, 0x7632);
+}
+#else
+using CodeSum = i32;
+constexpr CodeSum NO_SUM = 0x4b400000;  // 1.5 * 2^23: with an integer of up to 22 bits added, the float of that sum
+DEVICE void multiply_codes(CodeSum (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) { mma_s8(c, a, b0, b1); }
+DEVICE float sum_of(CodeSum sum) { return __uint_as_float(sum) - __uint_as_float(NO_SUM); }
+
 // Operand A of mma.m16n8k32 for half h of a load: codes minus their zeros, as int8. 128 + code - zero borrows nothing
 // from its neighbour. The 4 inputs of a register lie in the order 0, 2, 1, 3.
 DEVICE void byte_fragment(u32 (&a)[4], const uint4& load, int h, const u32 (&excess)[2]) {
@@ -215,3 +236,4 @@ DEVICE void byte_fragment(u32 (&a)[4], const uint4& load, int h, const u32 (&exc
             a[2 * i + r] = (and_or(w >> (4 * r), 0x0f0f0f0fu, 0x80808080u) - excess[r]) ^ 0x80808080u;
     }
 }
+#endif

@@ -178,6 +178,14 @@ DEVICE void mma_s8(i32 (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+// c += a b, float8 e4m3 numbers summed in float32, m16n8k32; a, b and c lie as those of mma_s8. It needs compute capability
+// 8.9. 9.0 and 10.x turn the numbers into float16 and multiply those.
+DEVICE void mma_e4m3(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    asm volatile("mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
 // ---- bits
 
 // Any function of three bits, bit by bit: LUT = the function of (0xf0, 0xcc, 0xaa).

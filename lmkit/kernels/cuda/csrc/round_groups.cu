@@ -6,15 +6,29 @@
 //              16 bytes are a lane's operand B of two mma (gemm.cuh). Zeros beyond the last input
 //     scales   [stages * STAGE_SCALES][padded_tokens]; a group that is longer than a stage has its scale in each one
 //
+// With FLOAT8_X codes are float8 e4m3: the largest is 448, not 127, and the inputs of a lane lie in their order.
+//
 // With `rounded` it writes code * scale there instead, as Half or float32 like x: a library multiplies that.
 //
 // A block has `span` inputs of a token: 2048, of several groups, or a group that is longer than a stage. Reading them
 // twice costs little, because they stay in L1. x is 16-byte aligned, and `inputs` a multiple of 8.
 //
-// Define: SCALES (gemm.cuh).
+// Defines: SCALES (gemm.cuh); FLOAT8_X.
 #include "rows.cuh"
 
 constexpr int THREADS = 256, STAGE = 128, STAGE_SCALES = SCALES > 0 ? SCALES : 1;
+
+#ifdef FLOAT8_X
+constexpr float LARGEST = 448.0f;
+DEVICE u32 code_of(float x) { return float_to_e4m3(x); }
+DEVICE float number_of(u32 code) { return F16::lo(e4m3_to_f16(code)); }
+DEVICE int place_of(int i) { return i % 4; }
+#else
+constexpr float LARGEST = 127.0f;
+DEVICE u32 code_of(float x) { return static_cast<u32>(__float2int_rn(fminf(fmaxf(x, -LARGEST), LARGEST))) & 0xffu; }
+DEVICE float number_of(u32 code) { return static_cast<float>(static_cast<i32>(code << 24) >> 24); }
+DEVICE int place_of(int i) { return i % 4 == 1 ? 2 : i % 4 == 2 ? 1 : i % 4; }
+#endif
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     round_groups(const void* x, u8* codes, float* scales, void* rounded, int inputs, int stages, int padded_tokens, int span,
@@ -39,16 +53,15 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         __syncthreads();
         largest = warp_max(largest_of_warp[lane_id() % (THREADS / 32)]);
     }
-    const float scale = largest / 127.0f;
+    const float scale = largest / LARGEST;
     for (int k = first + WIDTH * threadIdx.x; k < end; k += WIDTH * THREADS) {
         load8(v, x, row + k, half, true, inputs - k);
         u32 words[2] = {0, 0};
 #pragma unroll
         for (int i = 0; i < WIDTH; ++i) {
-            const i32 code = scale > 0.0f ? __float2int_rn(fminf(fmaxf(v[i] / scale, -127.0f), 127.0f)) : 0;
-            const int place = i % 4 == 1 ? 2 : i % 4 == 2 ? 1 : i % 4;
-            words[i / 4] |= (static_cast<u32>(code) & 0xffu) << (8 * place);
-            v[i] = static_cast<float>(code) * scale;
+            const u32 code = scale > 0.0f ? code_of(v[i] / scale) : 0;
+            words[i / 4] |= code << (8 * place_of(i));
+            v[i] = number_of(code) * scale;
         }
         if (rounded) {
             store8(rounded, row + k, v, half, true, inputs - k);

@@ -1,4 +1,5 @@
-"""Launching csrc/round_groups.cu: inputs of a packed weight, rounded to int8 with a scale for each of its groups."""
+"""Launching csrc/round_groups.cu: inputs of a packed weight, rounded to int8, or to float8 if it is
+float8, with a scale for each of its groups."""
 
 from __future__ import annotations
 
@@ -11,8 +12,8 @@ from lmkit.kernels.cuda.gemm_pack import STAGE, PackedWeight
 from lmkit.kernels.cuda.module import HALVES, Kernel
 
 
-def int8_rows(x: Tensor, packed: PackedWeight) -> tuple[Tensor, Tensor]:
-    """x [T, K] (contiguous, aligned) as int8 codes [T, stages * 128] and scales [scales of all stages, T8], in the
+def coded_rows(x: Tensor, packed: PackedWeight) -> tuple[Tensor, Tensor]:
+    """x [T, K] (contiguous, aligned) as codes of 8 bits [T, stages * 128] and scales [scales of all stages, T8], in the
     order in which gemm.cu reads them. T8: T, up to a multiple of 8."""
     stages, padded = packed.num_stages, -(-len(x) // 8) * 8
     codes = torch.empty(len(x), stages * STAGE, dtype=torch.int8, device=x.device)
@@ -29,7 +30,8 @@ def rounded(x: Tensor, packed: PackedWeight) -> Tensor:
 
 
 def kernel_for(packed: PackedWeight, half: torch.dtype) -> Kernel:
-    return elementwise.kernel_for("round_groups.cu", "round_groups", half, SCALES=packed.scales_per_stage)
+    kind = {"FLOAT8_X": 1} if packed.float8 else {}
+    return elementwise.kernel_for("round_groups.cu", "round_groups", half, SCALES=packed.scales_per_stage, **kind)
 
 
 def _launch(x: Tensor, packed: PackedWeight, codes: Tensor | None, scales: Tensor | None, out: Tensor | None) -> None:
