@@ -153,8 +153,8 @@ def test_with_random_faults_tokens_are_right_or_what_is_broken_is_said(
     planted = f"{draw.choice(names)}={draw.choice(kinds)}@{draw.randint(1, 40)}"
     try:
         engine = started(quantized, gpu, monkeypatch, planted)
+        got = run(engine, requests(max_tokens=3))  # a fault may come after the self-test's last launch
     except LMKitError:  # its text is what is broken
         return
-    got = run(engine, requests(max_tokens=3))
     if all(not output.error for parts in got.values() for output in parts):
         assert assert_alike(got, expected, 0.02) == 1, planted
