@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -72,6 +73,7 @@ class Piece(NamedTuple):
     make: Callable[..., Tensor] | None = None  # of the sources' floats, in place of `rows`
     kept: bool = False  # a linear, which stays quantized if it can
     offset: float = 0.0  # the file has the tensor plus this number
+    order: Tensor | None = None  # int32 [in]: the column of the file that belongs to each input
 
 
 class GgufReader(CheckpointReader):
@@ -129,7 +131,10 @@ class GgufReader(CheckpointReader):
         piece = self._piece(name)
         if not piece.kept or piece.make is not None or len(piece.shape) != 2:
             return None
-        return self._grids.get(self.file.tensors[piece.sources[0]].storage.name)
+        storage = self.file.tensors[piece.sources[0]].storage
+        found = self._grids.get(storage.name)
+        apart = found and piece.order is not None and _blocks(piece.order, storage.block) is None
+        return replace(found, act_order=True) if found and apart else found
 
     def tensor(self, name: str) -> Tensor:
         """A tensor as floats, those of a quantized one float32 with llama.cpp's bits, unless all are to be floats."""
@@ -137,7 +142,7 @@ class GgufReader(CheckpointReader):
         if piece.make is not None:
             tensor = piece.make(*(self._floats_of(source, None) for source in piece.sources)).reshape(piece.shape)
         else:
-            tensor = self._floats_of(piece.sources[0], piece.rows).reshape(piece.shape)
+            tensor = self._floats_of(piece.sources[0], piece.rows, piece.order).reshape(piece.shape)
         tensor = tensor.float() - piece.offset if piece.offset else tensor
         tensor = tensor.to(self._dtype(piece))
         if not bool(tensor.isfinite().all()):
@@ -148,8 +153,11 @@ class GgufReader(CheckpointReader):
         """The codes of a linear that has a `scheme`."""
         piece, scheme = self._piece(name), self.scheme(name)
         assert scheme is not None
-        storage, raw = self._raw(piece.sources[0], piece.rows)
-        return _quantized(storage, scheme, raw, piece.shape, self._where(name))
+        storage, raw = self._raw(piece.sources[0], piece.rows, piece.order)
+        found = _quantized(storage, replace(scheme, act_order=False), raw, piece.shape, self._where(name))
+        if piece.order is None or not scheme.act_order:
+            return found
+        return replace(found, scheme=scheme, order=piece.order.argsort().int())
 
     def nbytes(self, prefix: str = "") -> int:
         """Bytes in the file of all tensors whose names begin with `prefix`."""
@@ -182,20 +190,26 @@ class GgufReader(CheckpointReader):
         is_matrix = storage not in FLOATS
         return getattr(torch, self.config["dtype"]) if self._narrow and is_matrix else torch.float32
 
-    def _raw(self, source: str, rows: Callable[[Tensor], Tensor] | None) -> tuple[Storage, Tensor]:
-        """The bytes of some rows, uint8. Of a vector of floats each number is a row."""
+    def _raw(
+        self, source: str, rows: Callable[[Tensor], Tensor] | None, order: Tensor | None = None
+    ) -> tuple[Storage, Tensor]:
+        """The bytes of some rows, uint8. Of a vector of floats each number is a row. Columns stand in `order` where
+        whole blocks are moved."""
         info = self.file.tensors[source]
         raw = torch.frombuffer(self.file.raw(source), dtype=torch.uint8)
         lead = info.shape if info.storage.block == 1 else info.shape[:-1]
         raw = raw.reshape(*lead, -1)
-        return info.storage, (raw if rows is None else rows(raw)).contiguous()
+        raw = raw if rows is None else rows(raw)
+        if order is not None and (moved := _blocks(order, info.storage.block)) is not None:
+            raw = raw.reshape(len(raw), len(moved), -1)[:, moved].reshape(raw.shape)
+        return info.storage, raw.contiguous()
 
-    def _floats_of(self, source: str, rows: Callable[[Tensor], Tensor] | None) -> Tensor:
-        storage, raw = self._raw(source, rows)
+    def _floats_of(self, source: str, rows: Callable[[Tensor], Tensor] | None, order: Tensor | None = None) -> Tensor:
+        storage, raw = self._raw(source, rows, order)
         if storage.name in FLOATS:
             return raw.view(getattr(torch, FLOATS[storage.name])).squeeze(-1)
-        decoded = values(storage.name, raw.flatten(), storage.nbytes)
-        return decoded.reshape(*raw.shape[:-1], -1)
+        decoded = values(storage.name, raw.flatten(), storage.nbytes).reshape(*raw.shape[:-1], -1)
+        return decoded if order is None or _blocks(order, storage.block) is not None else decoded[:, order]
 
 
 def convert_gguf(model: str | Path, output: str | Path, format_name: str | None = None, **options: Any) -> Any:
@@ -228,6 +242,15 @@ def _quantized(storage: Storage, scheme: QuantScheme, raw: Tensor, shape: tuple[
     parts = [of_rows(storage, scheme, part, where) for part in some]
     codes, scales, zeros, factor = (torch.cat(of_parts) for of_parts in zip(*parts, strict=True))
     return QTensor(codes, scales, zeros, scheme, factor=factor if factor.numel() else None)
+
+
+def _blocks(order: Tensor, size: int) -> Tensor | None:
+    """The order of whole blocks of `size` columns; None if columns leave their blocks."""
+    if len(order) % size:
+        return None
+    starts = order.view(-1, size)[:, 0]
+    whole = (starts[:, None] + torch.arange(size)).flatten()
+    return starts // size if not bool((starts % size).any()) and bool((whole == order).all()) else None
 
 
 Rows = tuple[Tensor, Tensor, Tensor, Tensor]  # codes, scales, zeros and factors of some rows; factors may be empty

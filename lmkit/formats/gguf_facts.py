@@ -22,11 +22,12 @@ class Facts:
     def number(self, key: str) -> int | float | None:
         """The number or flag under a key; None without the key. Raises CheckpointError for another value.
 
-        An array of equal numbers, one for each layer, is that number.
+        An array of equal numbers, one for each layer, is that number. Layers of a hybrid without heads, or without an
+        MLP, have 0 there, which does not count.
         """
         name = f"{self.kind}.{key}"
         value = self.file.metadata.get(name)
-        if value is None and len(values := set(self.file.array(name))) == 1:
+        if value is None and len(values := set(self.file.array(name)) - {0} or {*self.file.array(name)}) == 1:
             value = values.pop()
         elif value is None and values:
             raise UnsupportedError(f"{self.file.path}: {name} differs between layers: {sorted(values)}")
@@ -55,19 +56,46 @@ class Facts:
             raise CheckpointError(f"{self.file.path}: {self.kind}.{key} is not a whole number for each layer")
         return values
 
+    def text(self, key: str) -> str | None:
+        """The text under a key; None without it."""
+        value = self.file.metadata.get(f"{self.kind}.{key}")
+        return value if isinstance(value, str) else None
+
+    def numbers(self, key: str) -> list[Any]:
+        """An array, or [] without the key."""
+        return self.file.array(f"{self.kind}.{key}")
+
     def flags(self, key: str) -> list[bool]:
         """An array with a flag for each layer; [] without the key."""
-        return [bool(flag) for flag in self.file.array(f"{self.kind}.{key}")]
+        return [bool(flag) for flag in self.numbers(key)]
 
     def has(self, part: str) -> bool:
         """Whether some layer has a tensor with this end of its name: attn_q.bias."""
         return part in self.file.parts_of_layers
 
+    def has_outer(self, prefix: str) -> bool:
+        """Whether some tensor's whole name begins so."""
+        return any(name.startswith(prefix) for name in self.file.tensors)
+
+    @property
+    def num_layers(self) -> int:
+        """Without the last blocks, which predict tokens beyond the next one. They are not read."""
+        return int(self.needed("block_count")) - int(self.number("nextn_predict_layers") or 0)
+
+    def layers_with(self, part: str) -> list[bool]:
+        """Of each layer whether it has a tensor with this end of its name."""
+        return [f"blk.{i}.{part}" in self.file.tensors for i in range(min(self.num_layers, MAX_LAYERS))]
+
+    def turned(self, config: Mapping[str, Any]) -> float:
+        """The part of each head that RoPE turns."""
+        size = config.get("head_dim") or config["hidden_size"] // max(int(config["num_attention_heads"]), 1)
+        return float((self.number("rope.dimension_count") or size) / max(size, 1))
+
     def layer_types(self, period: int) -> list[str]:
         """The kind of each layer's attention by the file's pattern; without one, each `period`-th layer is full."""
-        count = int(self.needed("block_count"))
+        count = self.num_layers
         slides = self.flags("attention.sliding_window_pattern")
         if not slides and type(own := self.file.metadata.get(f"{self.kind}.attention.sliding_window_pattern")) is int:
             period = own
-        slides = slides or [bool((i + 1) % max(period, 1)) for i in range(min(count, MAX_LAYERS))]
+        slides = slides[:count] or [bool((i + 1) % max(period, 1)) for i in range(min(count, MAX_LAYERS))]
         return [SLIDING if slide else FULL for slide in slides]

@@ -28,8 +28,8 @@ def rope_fields(facts: Facts, config: dict[str, Any]) -> dict[str, Any]:
     """rope_scaling and partial_rotary_factor. Raises UnsupportedError for a kind that there is not."""
     size = config.get("head_dim") or config["hidden_size"] // max(int(config["num_attention_heads"]), 1)
     turned, found = facts.number("rope.dimension_count"), {}
-    if turned and "qk_rope_head_dim" not in config and turned != size:
-        found["partial_rotary_factor"] = turned / max(size, 1)
+    if "qk_rope_head_dim" not in config and turned:
+        found["partial_rotary_factor"] = facts.turned(config)
     scaling = _divided(facts, config, int(turned or size)) or _scaled(facts, config)
     return found | ({"rope_scaling": scaling} if scaling else {})
 

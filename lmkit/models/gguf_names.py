@@ -14,6 +14,8 @@ from torch import Tensor
 
 from lmkit.errors import CheckpointError
 from lmkit.formats.gguf import GgufReader, Piece
+from lmkit.layers.blocks.base import ValueHeads
+from lmkit.layers.blocks.delta import CONVS
 from lmkit.layers.blocks.moe import EXPERT_SCALE, SCORE_BIAS
 from lmkit.models import roles
 from lmkit.models.layer_spec import LayerSpec
@@ -33,31 +35,34 @@ NAMES = {
     "mlp.experts.{}.down": "ffn_down_exps", "per_layer.gate": "inp_gate", "per_layer.out": "proj",
     "norm.per_layer_out": "post_norm", "stream_scale": "layer_output_scale", "mlp.router_norm": "ffn_gate_inp",
     EXPERT_SCALE: "ffn_down_exps", "mlp.experts_norm": "pre_ffw_norm_2", "mlp.shared_out_norm": "post_ffw_norm_1",
-    "mlp.experts_out_norm": "post_ffw_norm_2",
+    "mlp.experts_out_norm": "post_ffw_norm_2", "attn.gate": "attn_gate", "attn.index_q": "indexer.attn_q_b",
+    "attn.index_k": "indexer.attn_k", "attn.index_k_norm": "indexer.k_norm", "attn.index_weights": "indexer.proj",
+    "attn.q_conv": "ssm_conv1d_q", "attn.k_conv": "ssm_conv1d_k", "attn.v_conv": "ssm_conv1d_v",
+    "attn.a_low": "ssm_f_a", "attn.z_low": "ssm_g_a", "ssm.in": "ssm_in", "ssm.taps": "ssm_conv1d",
+    "ssm.a_log": "ssm_a", "ssm.d": "ssm_d", "ssm.dt_bias": "ssm_dt", "norm.ssm": "ssm_norm", "ssm.out": "ssm_out",
+    "conv.in": "shortconv.in_proj", "conv.taps": "shortconv.conv", "conv.out": "shortconv.out_proj",
+    "mlp.latent_in": "ffn_latent_down", "mlp.latent_out": "ffn_latent_up",
 }  # fmt: skip
 # Roles whose tensors end otherwise than ".weight".
 ENDINGS = {
     SCORE_BIAS: "bias",
-    "attn.dt_bias": "bias",
-    "attn.a_log": "",
+    **dict.fromkeys(("attn.dt_bias", "ssm.dt_bias"), "bias"),
+    **dict.fromkeys(("attn.a_log", "ssm.a_log", "ssm.d"), ""),
     "mlp.router_norm": "scale",
     EXPERT_SCALE: "scale",
 }
 # What an architecture names otherwise. The norm before the MLP is the one after attention, for most of these.
 _NORM = {"norm.mlp": "post_attention_norm"}
 OWN = {
-    **dict.fromkeys(("qwen3next", "glm4moe", "seed_oss", "gpt-oss"), _NORM),
+    **dict.fromkeys(("qwen3next", "qwen35", "qwen35moe", "glm4moe", "seed_oss", "gpt-oss"), _NORM),
     "bert": {"norm.attn": "attn_output_norm", "norm.mlp": "layer_output_norm"},
 }
 # Linears that stand with another one, so many groups of rows in turns (LayerSpec.row_groups): tensor, place in a group.
 IN_GROUPS = {"attn.q": ("attn_q", 0), "attn.gate": ("attn_q", 1), "attn.b": ("ssm_ba", 0), "attn.a": ("ssm_ba", 1)}
-PAIRED = (
-    "llama",
-    "granite",
-    "internlm2",
-    "smollm3",
-    "mistral3",
-)  # rows of q and k are in rotary pairs: 0, half, 1, ...
+# Rows of q and k are in rotary pairs: 0, half, 1, ...
+PAIRED = "llama", "granite", "granitemoe", "granitehybrid", "granite_swa", "arcee", "internlm2", "smollm3", "mistral3"
+# Value heads are in turns: the first of each key head, then the second of each, ...
+IN_TURNS = "qwen35", "qwen35moe"
 OUTER = {
     roles.EMBED + ".weight": "token_embd.weight",
     roles.FINAL_NORM + ".weight": "output_norm.weight",
@@ -71,6 +76,7 @@ OUTER = {
     roles.PER_LAYER_PROJECTION + ".weight": "per_layer_model_proj.weight",
     roles.PER_LAYER_NORM + ".weight": "per_layer_proj_norm.weight",
 }
+OWN_OUTER = {kind: {roles.FINAL_NORM + ".weight": "token_embd_norm.weight"} for kind in ("lfm2", "lfm2moe")}
 Rows = Callable[[Tensor], Tensor]
 
 
@@ -85,7 +91,8 @@ def pieces(reader: GgufReader, spec: ModelSpec) -> dict[str, Piece]:
     """Every tensor of the model that the file has, by the model's names. Raises CheckpointError for a tensor that does
     not have the rows that it must have."""
     maker = _Maker(reader, spec)
-    found = {name: maker.piece(name, (source,), None) for name, source in OUTER.items() if maker.has(source)}
+    outer = OUTER | OWN_OUTER.get(maker.kind, {})
+    found = {name: maker.piece(name, (source,), None) for name, source in outer.items() if maker.has(source)}
     if spec.norm_offset and (norm := roles.FINAL_NORM + ".weight") in found:
         found[norm] = found[norm]._replace(offset=spec.norm_offset)
     for name in (roles.EMBED, roles.LM_HEAD):
@@ -93,6 +100,9 @@ def pieces(reader: GgufReader, spec: ModelSpec) -> dict[str, Piece]:
             found[weight] = found[weight]._replace(kept=True)
     for index, layer in enumerate(spec.layers):
         found |= dict(maker.layer(index, layer))
+    for name in maker.unbiased():
+        if (weight := name.removesuffix("bias") + "weight") in found:
+            found.setdefault(name, found[weight]._replace(rows=None, make=torch.zeros_like))
     return found
 
 
@@ -103,6 +113,15 @@ class _Maker:
 
     def has(self, source: str) -> bool:
         return source in self.tensors
+
+    def unbiased(self) -> Iterator[str]:
+        """The biases of LayerNorms that lack them."""
+        if self.spec.layers[-1].norms_lack_bias:
+            yield from (f"{norm}.bias" for norm in (roles.FINAL_NORM, roles.EMBED_NORM))
+        for index, layer in enumerate(self.spec.layers):
+            if layer.norms_lack_bias:
+                norms = (role for each in layer.blocks for role in each.norms)
+                yield from (f"{layer.module_name(index, role)}.bias" for role in norms)
 
     def layer(self, index: int, layer: LayerSpec) -> Iterator[tuple[str, Piece]]:
         every = (*layer.linears, *layer.routers, *layer.vectors, *layer.matrices)
@@ -121,15 +140,18 @@ class _Maker:
             return self._absorbed(index, layer)
         ending = "bias" if is_bias else ENDINGS.get(role, "weight")
         for name, rows in self._places(layer, role):
-            source = f"blk.{index}.{name}" + (f".{ending}" if ending else "")
+            source = f"blk.{index}.{name}"  # without an ending of its own in some files
+            source = f"{source}.{ending}" if is_bias or self.has(f"{source}.{ending}") else source
             if not self.has(source):
                 continue
             rows = self._in_order(layer, role, rows)
             if not is_bias and role in VALUES:
-                return self.piece(role, (source,), None, VALUES[role])
+                return self.piece(role, (source,), None, _after(rows, VALUES[role]))
             offset = self.spec.norm_offset if role in layer.vectors and not is_bias else 0.0
-            kept = role in layer.linears and not is_bias
-            return self.piece(role, (source,), rows, kept=kept)._replace(offset=offset)
+            kept, order = role in layer.linears and not is_bias, None
+            if kept and self.kind in IN_TURNS and (heads := layer.value_heads.get(role)) and heads.inputs:
+                order = _grouped(torch.arange(self.tensors[source].shape[-1]), heads).int()
+            return self.piece(role, (source,), rows, kept=kept)._replace(offset=offset, order=order)
         return None
 
     def _places(self, layer: LayerSpec, role: str) -> Iterator[Place]:
@@ -149,7 +171,7 @@ class _Maker:
             yield Place(source, lambda weight: _of_groups(weight, layer.row_groups[role], which))
             return
         if role in roles.QKV and layer.kv is not None and not layer.kv.shared:
-            sizes = tuple(heads * layer.head_dim for heads in (layer.num_heads, *(layer.num_kv_heads,) * 2))
+            sizes = tuple(layer.linears.get(each, (0, 0))[0] for each in roles.QKV)
             start = sum(sizes[: roles.QKV.index(role)])
             size = sizes[roles.QKV.index(role)]
             yield Place(names[role])
@@ -161,7 +183,10 @@ class _Maker:
         yield Place(names[role])
 
     def _in_order(self, layer: LayerSpec, role: str, rows: Rows | None) -> Rows | None:
-        """Rows of q and k in the order of halves, where the file has them as rotary pairs: 0, half, 1, half + 1, ..."""
+        """Rows of q and k in the order of halves, where the file has them as rotary pairs: 0, half, 1, half + 1, ...
+        Those of value heads by their key head, where the file has them in turns."""
+        if self.kind in IN_TURNS and (heads := layer.value_heads.get(role)) and not heads.inputs:
+            return _after(rows, lambda weight: _grouped(weight, heads))
         counts = {"attn.q": layer.num_heads, "attn.k": layer.num_kv_heads}
         if self.kind not in PAIRED or role not in counts:
             return rows
@@ -198,14 +223,27 @@ class _Maker:
         return Piece(sources, shape, rows, make, kept)
 
 
-FUSED_MLP = ("phi3", "glm4", "chatglm")  # gate and up are in ffn_up
-# What some small tensors hold otherwise than the checkpoint: the decay itself, a kernel without its middle dimension.
+FUSED_MLP = ("phi3", "glm4", "chatglm", "modern-bert")  # gate and up are in ffn_up
+# What some small tensors hold otherwise than the checkpoint: the decay itself, negative or not, and other dimensions.
 VALUES: dict[str, Callable[[Tensor], Tensor]] = {
-    "attn.a_log": lambda decay: (-decay.float()).log(),
-    "attn.conv": lambda kernel: kernel.float().unsqueeze(1),
-    SCORE_BIAS: torch.flatten,
+    **dict.fromkeys(("attn.a_log", "ssm.a_log"), lambda decay: decay.float().abs().log().flatten()),
+    **dict.fromkeys(
+        (*CONVS, "attn.conv", "conv.taps", "ssm.taps"), lambda taps: taps.float().reshape(-1, 1, taps.shape[-1])
+    ),
+    **dict.fromkeys((SCORE_BIAS, "ssm.d", "norm.ssm"), torch.flatten),
     "mlp.shared_router": lambda weight: weight.float().reshape(1, -1),
 }
+
+
+def _after(rows: Rows | None, change: Rows) -> Rows:
+    return change if rows is None else lambda weight: change(rows(weight))
+
+
+def _grouped(weight: Tensor, heads: ValueHeads) -> Tensor:
+    """Rows of value heads in turns of all key heads -> by key head. Those before them stay."""
+    before, values = weight[: heads.first], weight[heads.first :]
+    by_turn = values.reshape(-1, heads.groups, heads.rows, *weight.shape[1:])
+    return torch.cat([before, by_turn.transpose(0, 1).reshape(values.shape)])
 
 
 def _half(weight: Tensor, part: str) -> Tensor:

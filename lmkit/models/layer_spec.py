@@ -14,7 +14,7 @@ from typing import Any
 from lmkit.attention_spec import AttentionSpec
 from lmkit.kv_dtype import KVDtype
 from lmkit.layers.blocks.attention import SelfAttentionSpec, fitted_kv
-from lmkit.layers.blocks.base import Block, Heads, InnerMLP, Residual, Shape
+from lmkit.layers.blocks.base import Block, Heads, InnerMLP, Residual, Shape, ValueHeads
 from lmkit.layers.blocks.moe import MoESpec, mixture_of
 from lmkit.layers.blocks.state import Memory, PagedKV, Recurrent, State
 from lmkit.layers.rope_spec import RopeSpec
@@ -149,6 +149,11 @@ class LayerSpec:
     def row_groups(self) -> dict[str, int]:
         """See Block.row_groups."""
         return {role: count for block in self for role, count in block.row_groups.items()}
+
+    @cached_property
+    def value_heads(self) -> dict[str, ValueHeads]:
+        """See Block.value_heads."""
+        return {role: heads for block in self for role, heads in block.value_heads.items()}
 
     @cached_property
     def gguf_names(self) -> dict[str, str]:

@@ -15,9 +15,18 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.formats.gguf_writer import Encoded, floats, write
+from tests.models import gguf_mixed
 
-PAIRED = ("llama", "granite", "internlm2", "smollm3", "mistral3")
-OFFSET = ("gemma2", "gemma3", "qwen3next")  # norms are stored as the factor
+PAIRED = "llama", "granite", "granitemoe", "granitehybrid", "granite_swa", "arcee", "internlm2", "smollm3", "mistral3"
+OFFSET = (
+    "gemma",
+    "gemma-embedding",
+    "gemma2",
+    "gemma3",
+    "qwen3next",
+    "qwen35",
+    "qwen35moe",
+)  # norms are stored as the factor
 # A field of config.json -> the end of its key.
 KEYS = {
     "max_position_embeddings": "context_length", "hidden_size": "embedding_length",
@@ -40,7 +49,8 @@ KEYS = {
     "moe_layer_interval": "interleave_moe_layer_step",
     "hidden_size_per_layer_input": "embedding_length_per_layer_input",
 }  # fmt: skip
-WINDOWED = ("gemma2", "gemma3", "gemma4", "phi3", "olmo2", "exaone4", "gpt-oss")  # whose window the converter writes
+# Whose window the converter writes.
+WINDOWED = "gemma2", "gemma3", "gemma4", "phi3", "olmo2", "exaone4", "gpt-oss", "cohere2", "mimo2", "granite_swa"
 PATTERNED = ("olmo2", "exaone4", "gemma4")
 
 
@@ -58,22 +68,26 @@ def coded(storage: str) -> Encode:
 
 
 def write_gguf(
-    path: Path, model: Any, folder: Path, arch: str, encode: Encode = floats, embeddings: Encode = floats
+    path: Path, model: Any, folder: Path, arch: str, encode: Encode = floats, embeddings: Encode = floats, **keys: Any
 ) -> None:
-    """Write the model that was saved in `folder`. `encode` writes matrices of layers."""
-    config = model.config
+    """Write the model that was saved in `folder`. `encode` writes matrices of layers. `keys` override the metadata's,
+    after the architecture's name."""
+    config = getattr(model.config, "text_config", model.config)
     config.allow_global_per_layer_attribute_access = True
-    metadata = {f"{arch}.{key}": value for key, value in _metadata(config, arch).items() if value is not None}
+    written = _metadata(config, arch) | keys
+    metadata = {f"{arch}.{key}": value for key, value in written.items() if value is not None}
     tensors: dict[str, Encoded] = {}
     names = gguf.get_tensor_name_map(_number(arch), config.num_hidden_layers)
     for name, tensor in _tensors(load_file(folder / "model.safetensors"), config, arch):
-        is_own = name.startswith(("blk.", "rope_", "per_layer_"))
+        is_own = name.startswith(("blk.", "rope_", "per_layer_", "token_embd_norm."))
         place = name if is_own else names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert place is not None, name
-        matrix = place.startswith("blk.") and tensor.ndim > 1 and not re.search(r"norm|inp|conv|k_b|v_b", place)
+        matrix = (
+            place.startswith("blk.") and tensor.ndim > 1 and not re.search(r"norm|inp|conv|k_b|v_b|ssm_[ad]$", place)
+        )
         write_one = encode if matrix else embeddings if place == "token_embd.weight" else floats
         tensors[place] = write_one(tensor.contiguous())
-    if not config.tie_word_embeddings or arch == "bert":
+    if not model.config.tie_word_embeddings or arch == "bert":
         assert arch == "bert" or "output.weight" in tensors
     else:
         tensors.pop("output.weight", None)
@@ -81,7 +95,8 @@ def write_gguf(
 
 
 def _number(arch: str) -> Any:
-    return next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
+    known = gguf_mixed.NAMED_AS.get(arch, arch)
+    return next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == known)
 
 
 def _metadata(config: Any, arch: str) -> dict[str, Any]:
@@ -126,15 +141,7 @@ def _rope(config: Any, arch: str) -> dict[str, Any]:
 
 
 def _deepseek2(config: Any) -> dict[str, Any]:
-    found = {
-        "attention.head_count_kv": 1,
-        "attention.key_length": config.kv_lora_rank + config.qk_rope_head_dim,
-        "attention.value_length": config.kv_lora_rank,
-        "attention.key_length_mla": config.qk_nope_head_dim + config.qk_rope_head_dim,
-        "attention.value_length_mla": config.v_head_dim,
-        "rope.dimension_count": config.qk_rope_head_dim,
-        "expert_gating_func": 1 if config.model_type == "deepseek_v2" else 2,
-    }
+    found = gguf_mixed.latent(config) | {"expert_gating_func": 1 if config.model_type == "deepseek_v2" else 2}
     log = config.rope_parameters.get("mscale_all_dim")
     return found | ({} if log is None else {"rope.scaling.yarn_log_multiplier": 0.1 * log})
 
@@ -156,7 +163,7 @@ def _qwen3next(config: Any) -> dict[str, Any]:
     return {"full_attention_interval": 1 + config.layer_types.index("full_attention"), "ssm.inner_size": inner}
 
 
-OWN: dict[str, Callable[[Any], dict[str, Any]]] = {
+OWN: dict[str, Callable[[Any], dict[str, Any]]] = gguf_mixed.OWN | {
     "deepseek2": _deepseek2,
     "gemma4": _gemma4,
     "gpt-oss": lambda config: {"expert_feed_forward_length": config.intermediate_size},
@@ -165,7 +172,6 @@ OWN: dict[str, Callable[[Any], dict[str, Any]]] = {
         "attention.temperature_scale": config.rope_parameters["llama_4_scaling_beta"],
         "rope.scaling.yarn_log_multiplier": config.rope_parameters["mscale_all_dim"],
     },
-    "glm4moe": lambda config: {"expert_gating_func": 2},
     "qwen3next": _qwen3next,
 }
 
@@ -173,22 +179,23 @@ OWN: dict[str, Callable[[Any], dict[str, Any]]] = {
 def _tensors(saved: dict[str, Tensor], config: Any, arch: str) -> list[tuple[str, Tensor]]:
     """The checkpoint's tensors as the converter changes them, still with Hugging Face's names."""
     found, experts = [], defaultdict[str, dict[int, Tensor]](dict)
-    for name, tensor in saved.items():
+    for name, tensor in ((gguf_mixed.renamed(name, arch), tensor) for name, tensor in saved.items()):
         if match := re.fullmatch(r"(.*experts)\.(\d+)\.(\w+)\.weight", name):
             experts[f"{match[1]}.{match[3]}.weight"][int(match[2])] = tensor
         else:
             found += _changed(name, tensor.float(), config, arch)
     for name, parts in experts.items():
-        name = (
-            name.replace("block_sparse_moe.experts.w", "feed_forward.experts.w").replace("model.layers", "layers")
-            if ("block_sparse_moe" in name)
-            else name
-        )
+        name = name.replace("block_sparse_moe.experts.w", "feed_forward.experts.w")
+        name = re.sub(r"backbone(.*)mixer.experts", r"model\1mlp.experts", name)
+        if "feed_forward.experts" in name:
+            name = name.replace("model.layers", "layers")
         found.append((name, torch.stack([parts[i] for i in range(len(parts))])))
     return found + _divisors(config, arch)
 
 
 def _changed(name: str, tensor: Tensor, config: Any, arch: str) -> list[tuple[str, Tensor]]:
+    if (own := gguf_mixed.changed(name, tensor, config, arch)) is not None:
+        return own
     heads = {"q_proj": config.num_attention_heads, "k_proj": getattr(config, "num_key_value_heads", 0)}
     module = name.split(".")[-2]
     if arch in PAIRED and module in heads:
@@ -208,7 +215,7 @@ def _changed(name: str, tensor: Tensor, config: Any, arch: str) -> list[tuple[st
         return [(name + ".weight", tensor)]
     if arch == "gpt-oss" and ".experts." in name:
         return _gpt_oss(name, tensor)
-    if arch == "deepseek2" and name.endswith("kv_b_proj.weight"):
+    if arch in gguf_mixed.MLA and name.endswith("kv_b_proj.weight"):
         split = tensor.view(config.num_attention_heads, -1, tensor.shape[-1])
         keys, values = split.split([config.qk_nope_head_dim, config.v_head_dim], dim=1)
         return [(name.replace("kv_b", "k_b"), keys.transpose(1, 2)), (name.replace("kv_b", "v_b"), values)]

@@ -36,6 +36,15 @@ class Borrowed(NamedTuple):
     roles: tuple[str, ...]
 
 
+class ValueHeads(NamedTuple):
+    """Rows of a weight, or its inputs, that belong to value heads, several of which have the same key head."""
+
+    groups: int  # key heads
+    rows: int  # of a value head
+    first: int = 0  # rows before them
+    inputs: bool = False
+
+
 class InnerMLP(Protocol):
     """What a block says of a gated MLP in it: blocks.mlp.MLPSpec."""
 
@@ -108,6 +117,11 @@ class Block:
     @property
     def row_groups(self) -> dict[str, int]:
         """Linears that a checkpoint may keep with another one, so many equal groups of rows in turns, by role."""
+        return {}
+
+    @property
+    def value_heads(self) -> Mapping[str, ValueHeads]:
+        """Weights of value heads that share key heads, by role. A file may have the heads in another order."""
         return {}
 
     @property

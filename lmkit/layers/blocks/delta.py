@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from lmkit.errors import CheckpointError
-from lmkit.layers.blocks.base import Block, Pairs, Shape, check_limits
+from lmkit.layers.blocks.base import Block, Pairs, Shape, ValueHeads, check_limits
 from lmkit.layers.blocks.state import Recurrent
 
 QKV, CONVS = ("attn.q", "attn.k", "attn.v"), ("attn.q_conv", "attn.k_conv", "attn.v_conv")
@@ -110,8 +110,18 @@ class DeltaSpec(Block):
         return dict.fromkeys(self.gates, self.num_key_heads) if self.flat and not self.apart else {}
 
     @property
+    def value_heads(self) -> Mapping[str, ValueHeads]:
+        groups, dim, keys = self.num_key_heads, self.value_dim, 2 * self.num_keys
+        numbers = dict.fromkeys(("attn.b", "attn.a", "attn.a_log", "attn.dt_bias"), ValueHeads(groups, 1))
+        values = dict.fromkeys(("attn.qkv", "attn.conv"), ValueHeads(groups, dim, keys))
+        return numbers | values | {"attn.z": ValueHeads(groups, dim), "attn.o": ValueHeads(groups, dim, inputs=True)}
+
+    @property
     def gguf_names(self) -> Mapping[str, str]:
-        return {"attn.o": "ssm_out"}
+        if not self.by_row:
+            return {"attn.o": "ssm_out"}
+        end = "b" if self.rank else "a"
+        return {"attn.a": f"ssm_f_{end}", "attn.z": f"ssm_g_{end}"}
 
     def smooth(self, norm: str) -> Pairs:
         return ((norm, self.inputs + self.gates),) if norm else ()

@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from lmkit.attention_spec import AttentionSpec
 from lmkit.errors import UnsupportedError
-from lmkit.layers.blocks.base import Block, Heads, InnerMLP, Pairs, Shape
+from lmkit.layers.blocks.base import Block, Heads, InnerMLP, Pairs, Shape, ValueHeads
 from lmkit.layers.blocks.state import PagedKV, Recurrent, State
 from lmkit.layers.rope_spec import RopeSpec
 
@@ -58,6 +58,10 @@ class ParallelSpec(Block):
     @property
     def row_groups(self) -> dict[str, int]:
         return self.mixer.row_groups
+
+    @property
+    def value_heads(self) -> Mapping[str, ValueHeads]:
+        return self.mixer.value_heads
 
     @property
     def pair_order(self) -> tuple[int, ...]:
