@@ -60,7 +60,7 @@ BLOCKS: Forwards = {
     DeltaSpec: GatedDelta,
     MambaSpec: Mamba,
     ShortConvSpec: ShortConv,
-    MLPSpec: lambda spec, parts: GatedMLP("mlp", spec, parts.weights, parts.device),
+    MLPSpec: lambda spec, parts: GatedMLP(spec.role, spec, parts.weights, parts.device),
     MoESpec: lambda spec, parts: MoE(spec, parts.weights, parts.device),
     PerLayerSpec: PerLayerGate,
     SharedSpec: Shared,

@@ -18,7 +18,7 @@ exchange the outputs, and add them up in the order above. The result has the bit
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import cached_property
 
@@ -56,7 +56,6 @@ class MoE(Forward):
         self.shared = mlps.pop("mlp.shared", None)
         self.experts = list(mlps.values())
         self.latent = [MergedLinear((role,), weights, device) for role in LATENT if spec.latent]
-        self.activated = self.experts[0].activated
         self.routing = Routing(
             spec.experts_per_token, spec.normalize, spec.sigmoid, spec.num_groups, spec.groups_per_token,
             spec.group_top, spec.scale,
@@ -78,6 +77,11 @@ class MoE(Forward):
         if self.shared is not None:
             self.shared.join(ranks, split)
         return None
+
+    @property
+    def activated(self) -> Callable[[Tensor], Tensor]:
+        """GatedMLP.activated of any expert."""
+        return self.experts[0].activated
 
     @property
     def linears(self) -> tuple[MergedLinear, ...]:
@@ -106,18 +110,24 @@ class MoE(Forward):
             return self._beside(x, norm)
         if norm is not None:
             x = self._rms_norm(x, norm)
-        num_experts = self.spec.num_experts
-        logits, bias = self.router(x).float(), self.weights.get(SCORE_BIAS)
-        assert bias is None or isinstance(bias, Tensor)
-        weights, experts = self._route(logits[:, :num_experts], self.routing, bias)
+        weights, experts, shared = self.chosen(x)
         if self.latent:
             into, back = self.latent
             out = back.float32(self._routed(into(x), weights, experts).to(x.dtype))
         else:
             out = self._routed(x, weights, experts)
         if self.shared is not None:
-            self._add_shared(out, self._of_shared(x), logits[:, num_experts:] if self.spec.shared_router else None)
+            self._add_shared(out, self._of_shared(x), shared if self.spec.shared_router else None)
         return out
+
+    def chosen(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x [T, hidden], normalized -> (weights float32 [T, k], experts [T, k], the shared router's outputs [T, 1], or
+        [T, 0] without one)."""
+        num_experts, bias = self.spec.num_experts, self.weights.get(SCORE_BIAS)
+        logits = self.router(x).float()
+        assert bias is None or isinstance(bias, Tensor)
+        weights, experts = self._route(logits[:, :num_experts], self.routing, bias)
+        return weights, experts, logits[:, num_experts:]
 
     def _beside(self, x: Tensor, norm: Norm) -> Tensor:
         """As a call. x and `norm` are those of the shared expert. The others read the stream that it normalizes."""

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from lmkit.formats.checkpoint import CheckpointReader, resolve_model_path
+from lmkit.formats.fp8_floats import Fp8Floats, in_float8
 from lmkit.formats.gguf import GgufReader
 from lmkit.models.fused import views
 from lmkit.models.gguf_names import pieces
@@ -18,12 +19,16 @@ from lmkit.qtensor import QuantScheme
 
 
 def open_checkpoint(path: str | Path, *, floats: bool = False) -> CheckpointReader:
-    """The checkpoint of a path or a name that `resolve_model_path` knows. `floats`: see GgufReader.
+    """The checkpoint of a path or a name that `resolve_model_path` knows. `floats`: read what a GGUF file, or a
+    checkpoint in float8, has quantized as floats.
 
     Raises CheckpointError and UnsupportedError.
     """
     found = resolve_model_path(path)
-    return GgufReader(found, floats=floats) if found.is_file() else CheckpointReader(found)
+    if found.is_file():
+        return GgufReader(found, floats=floats)
+    reader = CheckpointReader(found)
+    return Fp8Floats(found) if floats and in_float8(reader.config) else reader
 
 
 def widened(reader: CheckpointReader, dtype: str, device: str) -> str:

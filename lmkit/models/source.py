@@ -60,8 +60,8 @@ class ModelSource:
         part: ModelSpec | None = None,
         floats: bool = False,
     ) -> None:
-        """`part`: the specification of another part of the checkpoint, in place of the model's. `floats`: read what a
-        GGUF file has quantized as floats."""
+        """`part`: the specification of another part of the checkpoint, in place of the model's. `floats`: see
+        models.opened."""
         self.reader = open_checkpoint(path, floats=floats or rounding != "none")
         self.config: dict[str, Any] = self.reader.config
         self.spec: ModelSpec = part or load_spec(self.config).with_sinks(attention_sinks)

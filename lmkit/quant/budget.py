@@ -14,7 +14,6 @@ from pathlib import Path
 from lmkit.errors import ConfigError
 from lmkit.layers.blocks.cross import HEARS
 from lmkit.log import get_logger
-from lmkit.models.layer_spec import LayerSpec
 from lmkit.models.resolved import resolve_dtype
 from lmkit.models.source import ModelSource
 from lmkit.models.spec import ModelSpec
@@ -23,6 +22,7 @@ from lmkit.quant.device import free_memory
 from lmkit.quant.layer.curvature import block_size, swept_rows
 from lmkit.quant.recipe import Recipe
 from lmkit.quant.report.evaluate import LOGIT_BYTES
+from lmkit.quant.split import Part, parts_of
 
 log = get_logger(__name__)
 
@@ -97,11 +97,13 @@ def working_bytes(spec: ModelSpec, recipe: Recipe, batch_tokens: int) -> int:
     """Peak bytes of everything that grows with the model and the recipe. They do not grow with the number of rows."""
     whole = sum(step.whole_numbers(spec, recipe.grid.group_size) for step in recipe.steps)
     vectors = 4 * 3 * batch_tokens * spec.token_width * recipe.calibration.has_text  # before their norm and after it
-    return 4 * whole + vectors + max(_layer_working_bytes(layer, recipe, batch_tokens) for layer in spec.kinds)
+    parts = (part for layer in spec.kinds for part in parts_of(layer))
+    return 4 * whole + vectors + max(_part_working_bytes(part, recipe, batch_tokens) for part in parts)
 
 
-def _layer_working_bytes(layer: LayerSpec, recipe: Recipe, batch_tokens: int) -> int:
-    cost = recipe.cost(layer, batch_tokens)
+def _part_working_bytes(part: Part, recipe: Recipe, batch_tokens: int) -> int:
+    layer = part.spec
+    cost = recipe.cost(layer, batch_tokens, part.share)
     weights = cost.layer.num_weights * cost.num_streams  # the original layer besides the rewritten one
     weights += weights // 2 if recipe.product_dtype().itemsize == 2 else 0  # as they are multiplied
     statistics = sum(cost.input_widths) * (2 * max(cost.group_size, 0) + cost.sample_tokens)  # sums are float64

@@ -15,6 +15,7 @@ from lmkit.errors import ConfigError, UnsupportedError
 from lmkit.kernels.cuda.module import tensor_device
 from lmkit.layers.blocks.cross import HEARS
 from lmkit.log import get_logger
+from lmkit.models.layer_spec import LayerSpec
 from lmkit.models.source import ModelSource
 from lmkit.models.spec import ModelSpec
 from lmkit.qtensor import QuantScheme, dequantize, int_scheme, quantize
@@ -26,6 +27,7 @@ from lmkit.quant.layer.products import times
 from lmkit.quant.mixed_precision import MEASURED_LEN, MEASURED_ROWS, check_reachable
 from lmkit.quant.recipe import Recipe
 from lmkit.quant.report.evaluate import EVAL_TOKENS
+from lmkit.quant.split import is_split, parts_of
 from lmkit.quant.steps.base import Speed
 
 log = get_logger(__name__)
@@ -53,9 +55,9 @@ class Plan:
     groups: str
     seconds: dict[str, float]
 
-    def schemes(self, layer: int) -> dict[str, QuantScheme]:
-        """The schemes of a layer's quantized linears, by role."""
-        every = {role: self.linears[self.spec.module_name(layer, role)] for role in self.spec.layers[layer].linears}
+    def schemes(self, layer: int, spec: LayerSpec) -> dict[str, QuantScheme]:
+        """The schemes of the quantized linears of a layer, or of a part `spec` of it, by role."""
+        every = {role: self.linears[spec.module_name(layer, role)] for role in spec.linears}
         return {role: scheme for role, scheme in every.items() if scheme is not None}
 
 
@@ -78,6 +80,9 @@ def make_plan(source: ModelSource, recipe: Recipe, device: str = "cpu") -> Plan:
         raise UnsupportedError(
             f"{path}: {section} does not go with layers that read the keys of others, or vectors of each token"
         )
+    if any(is_split(layer) for layer in spec.kinds) and (recipe.average_bits is not None or recipe.model_step):
+        what = "average_bits" if recipe.model_step is None else recipe.model_step.name()
+        raise UnsupportedError(f"{path}: {what} does not go with experts that are held one at a time")
     if recipe.calibration.has_text and recipe.calibration.seq_len > spec.max_position:
         raise ConfigError(
             f"recipe: calibration.seq_len {recipe.calibration.seq_len} exceeds the model's context, {spec.max_position}"
@@ -134,17 +139,17 @@ def estimate(spec: ModelSpec, recipe: Recipe, speed: Speed) -> dict[str, float]:
     """Estimated seconds of each phase, in the order of the phases."""
     before = layers = mixed = finish = evaluation = 0.0
     num_tokens = recipe.calibration.num_samples * recipe.calibration.seq_len
-    for layer in spec.layers:
-        cost = recipe.cost(layer)
-        passes = (1 + 1 / recipe.observed_share(layer) + 3 / HELD_OUT) * recipe.calibration.has_text
-        layers += cost.forward_seconds(passes * cost.num_tokens, speed.short, speed)
-        layers += STORING * layer.num_weights / speed.rounding
-        layers += sum(step.seconds(cost, speed) for step in recipe.layer_steps)
-        before += sum(step.seconds_before(cost, speed) for step in recipe.layer_steps)
+    for part, share, count in (part for layer in spec.layers for part in parts_of(layer)):
+        cost = recipe.cost(part, share=share)
+        passes = (1 + 1 / recipe.observed_share(part) + 3 / HELD_OUT) * recipe.calibration.has_text
+        layers += count * cost.forward_seconds(passes * cost.num_tokens, speed.short, speed)
+        layers += count * STORING * part.num_weights / speed.rounding
+        layers += count * sum(step.seconds(cost, speed) for step in recipe.layer_steps)
+        before += count * sum(step.seconds_before(cost, speed) for step in recipe.layer_steps)
         finish += 0.0 if recipe.model_step is None else recipe.model_step.seconds(cost, speed)
         variants = 4 * len(candidates(recipe)) * spec.num_layers / 2  # mean number of variants that pass a layer
         mixed += cost.forward_seconds(variants * MEASURED_ROWS * MEASURED_LEN, speed.full, speed)
-        evaluation += cost.forward_seconds(2 * EVAL_TOKENS, speed.engine, speed)  # of two models
+        evaluation += count * cost.forward_seconds(2 * share * EVAL_TOKENS, speed.engine, speed)  # of two models
     before += sum(step.seconds_of_head(spec, num_tokens, speed) for step in recipe.layer_steps)
     if recipe.model_step is not None:
         finish += recipe.model_step.seconds_of_head(spec, num_tokens, speed)

@@ -160,9 +160,10 @@ class Recipe(WeightsRecipe, frozen=True, kw_only=True):
         num_tokens = self.calibration.num_samples * self.calibration.seq_len
         return 1 if everything else max(1, num_tokens // OBSERVED_TOKENS)
 
-    def cost(self, layer: LayerSpec, batch_tokens: int = 0) -> LayerCost:
-        """The sizes from which the steps estimate their cost for a layer, in passes of `batch_tokens` at a time."""
-        num_tokens = self.calibration.num_samples * self.calibration.seq_len
+    def cost(self, layer: LayerSpec, batch_tokens: int = 0, share: float = 1.0) -> LayerCost:
+        """The sizes from which the steps estimate their cost for a layer that a `share` of the tokens comes to, in
+        passes of `batch_tokens` at a time."""
+        num_tokens = int(share * self.calibration.num_samples * self.calibration.seq_len)
         return LayerCost(
             layer=layer,
             num_tokens=num_tokens,
@@ -191,6 +192,11 @@ class Recipe(WeightsRecipe, frozen=True, kw_only=True):
     def with_rows(self, count: int) -> Recipe:
         """The recipe with `count` rows of text."""
         calibration = msgspec.structs.replace(self.calibration, num_samples=count)
+        return msgspec.structs.replace(self, calibration=calibration)
+
+    def for_tokens(self, count: int) -> Recipe:
+        """The recipe with `count` rows of one token: those that come to an expert."""
+        calibration = msgspec.structs.replace(self.calibration, num_samples=count, seq_len=1)
         return msgspec.structs.replace(self, calibration=calibration)
 
     def with_sample(self, tokens: int) -> Recipe:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -24,27 +23,28 @@ from torch import Tensor
 
 import lmkit
 from lmkit.devices import named
-from lmkit.errors import CheckpointError
+from lmkit.errors import CheckpointError, UnsupportedError
 from lmkit.formats.base import get_format
 from lmkit.formats.checkpoint import CheckpointWriter
 from lmkit.formats.kv_config import save_kv_config
 from lmkit.formats.safetensors_file import SafetensorsFile
-from lmkit.formats.verify import verify, weight_digest
+from lmkit.formats.verify import verify
 from lmkit.layers.linear import Weights
 from lmkit.log import get_logger
 from lmkit.models.engines import open_source
-from lmkit.models.fused import stored_name
 from lmkit.models.loader import trim_heap
 from lmkit.models.source import ModelSource
 from lmkit.models.weight_bits import stored_bits
-from lmkit.qtensor import QTensor, QuantScheme
+from lmkit.qtensor import QuantScheme
 from lmkit.quant.budget import Budget, check_evaluation, fit, peak_bytes, size
 from lmkit.quant.data.calibration import CalibrationData, TooLittleTextError, load_calibration
 from lmkit.quant.data.comm import Comm
 from lmkit.quant.data.hidden_states import Stream
 from lmkit.quant.data.workdir import WorkFolder, open_work
 from lmkit.quant.kv.config import KVFit, KVStats, describable, make_kv_config, write_static
+from lmkit.quant.layer.curvature import Curvature
 from lmkit.quant.layer.quantize import LayerQuantizer, round_plainly
+from lmkit.quant.layer.split_layer import SplitLayer
 from lmkit.quant.layer.sweep import CurvatureFiles, Sweep
 from lmkit.quant.plan import Plan, make_plan, rows_within
 from lmkit.quant.recipe import Recipe
@@ -56,6 +56,8 @@ from lmkit.quant.report.layer_report import LayerReport, with_bits
 from lmkit.quant.report.report import MixedPrecisionReport, QuantReport
 from lmkit.quant.report.selfcheck import check_logits, check_weights
 from lmkit.quant.report.sensitivity import choose_schemes
+from lmkit.quant.split import is_split
+from lmkit.quant.stored import digests_of, stored_tensors
 from lmkit.text import Tokenizer
 
 log = get_logger(__name__)
@@ -191,26 +193,40 @@ class Quantizer:
                 curvatures.fill(self._sweep(), functools.partial(progress, "curvature"))
         stream = self._stream(work, first) if self.recipe.calibration.has_text else None
         for index in range(first, spec.num_layers):
-            layer = source.layer(index, torch.float32, self.device)
-            source.reader.release()
-            seen = KVStats.of(layer.spec.kv)
+            seen = KVStats.of(spec.layers[index].kv)
             done = functools.partial(self._stage_done, progress, index)
-            if stream is None:
-                report = round_plainly(source, self.recipe, self.plan, layer, done)
+            if is_split(spec.layers[index]):
+                split = SplitLayer(source, self.recipe, self.plan, work, stream, index, self.device)
+                report, tensors, digests = split.quantize(seen, done)
+                release = split.release
             else:
                 curvature = curvatures.load(index) if self.recipe.needs_curvature else {}
-                report = LayerQuantizer(source, self.recipe, self.plan, stream, curvature).quantize(layer, seen, done)
+                report, weights = self._quantize_whole(index, stream, curvature, seen, done)
+                tensors = stored_tensors(source, self.recipe, self.plan.linears, index, weights)
+                digests, release = digests_of(spec, index, weights), source.reader.release
             # From here on, every process has its hidden states after the layer on the disk, and none writes to them.
             comm.wait()
             if comm.is_first:
-                weights = {role: weight.to("cpu") for role, weight in layer.weights.items()}
-                record = LayerRecord(report, seen.fit, self._digests(index, weights))
-                work.commit(index, self._stored(index, weights), seen, msgspec.json.encode(record))
+                record = LayerRecord(report, seen.fit, digests)
+                work.commit(index, tensors, seen, msgspec.json.encode(record), release)
+                work.drop_parts(index)
             # Until the layer is committed, no process writes to the hidden states before it: they are still needed.
             comm.wait()
-            del layer
+            del tensors
             source.reader.release()
         return stream
+
+    def _quantize_whole(
+        self, index: int, stream: Stream | None, curvature: Curvature, seen: KVStats, done: Callable[[int], None]
+    ) -> tuple[LayerReport, Weights]:
+        """A layer that is held as a whole: its report, and its weights on the CPU as they will be stored."""
+        layer = self.source.layer(index, torch.float32, self.device)
+        self.source.reader.release()
+        if stream is None:
+            report = round_plainly(self.source, self.recipe, self.plan, layer, done)
+        else:
+            report = LayerQuantizer(self.source, self.recipe, self.plan, stream, curvature).quantize(layer, seen, done)
+        return report, {role: weight.to("cpu") for role, weight in layer.weights.items()}
 
     def _sweep(self) -> Sweep:
         dtype, seed = self.recipe.product_dtype(self.device), self.recipe.calibration.seed
@@ -249,30 +265,6 @@ class Quantizer:
         self.plan = dataclasses.replace(self.plan, linears=schemes.linears, dense=schemes.dense)
         return schemes.report
 
-    def _digests(self, index: int, weights: Weights) -> dict[str, str]:
-        """The digests of a layer's quantized linears, by module."""
-        spec = self.source.spec
-        return {
-            spec.module_name(index, role): weight_digest(weight)
-            for role, weight in weights.items()
-            if isinstance(weight, QTensor)
-        }
-
-    def _stored(self, index: int, weights: Weights) -> dict[str, Tensor]:
-        """A layer's tensors as the checkpoint holds them."""
-        source, weight_format = self.source, get_format(self.recipe.format)
-        writer = CheckpointWriter(source.reader.path, max_shard_bytes=sys.maxsize)
-        for role, weight in weights.items():
-            if isinstance(weight, QTensor):
-                module = source.spec.module_name(index, role)
-                scheme = self.plan.linears[module]  # what was read back has codes of at least 4 bits
-                assert scheme is not None
-                weight = dataclasses.replace(weight, scheme=scheme)
-                weight_format.write_linear(writer, module, weight, activations=self.recipe.activations)
-            else:
-                writer.add(stored_name(source.spec, index, role), source.stored(index, role, weight))
-        return writer.take()
-
     def _finish(self, work: WorkFolder, folder: Path, stream: Stream | None, progress: Progress) -> Finished | None:
         """What the step after the last layer makes of the checkpoint in `folder`, if the recipe has one."""
         step = self.recipe.model_step
@@ -306,8 +298,8 @@ class Quantizer:
                 tensors = {name: files[index].tensor(name) for name in files[index].infos}
             else:
                 weights = {role: weight.to("cpu") for role, weight in changed(index).items()}
-                tensors = self._stored(index, weights)
-                record = msgspec.structs.replace(record, digests=self._digests(index, weights))
+                tensors = stored_tensors(source, self.recipe, self.plan.linears, index, weights)
+                record = msgspec.structs.replace(record, digests=digests_of(spec, index, weights))
             written.append(record)
             for name, tensor in tensors.items():
                 writer.add(name, tensor)
@@ -359,6 +351,8 @@ def prepare(
     source = open_source(model, "auto", floats=True)
     recipe = recipe.for_model(source.spec)
     source = recipe.opened(source)
+    if comm.world_size > 1 and any(is_split(layer) for layer in source.spec.kinds):
+        raise UnsupportedError(f"{source.reader.path}: experts that are held one at a time need a single process")
     plan = make_plan(source, recipe, device)
     tokenizer = Tokenizer.from_pretrained(source.reader.path)
     if time_budget is not None and recipe.calibration.has_text:

@@ -24,6 +24,7 @@ class MLPSpec(Block):
     intermediate_size: int
     activation: str = "silu"
     bias: bool = False  # on gate, up and down
+    role: str = "mlp"  # before the roles of its linears: an expert that is a block by itself has its own
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -32,11 +33,11 @@ class MLPSpec(Block):
 
     @property
     def mlps(self) -> dict[str, MLPSpec]:
-        return {"mlp": self}
+        return {self.role: self}
 
     @property
     def out(self) -> str:
-        return "mlp.down"
+        return f"{self.role}.down"
 
     def linears(self, hidden: int) -> dict[str, Shape]:
         return of_parts(self.mlps, hidden)
@@ -49,7 +50,7 @@ class MLPSpec(Block):
         return self.bias
 
     def smooth(self, norm: str) -> Pairs:
-        before = ((norm, inputs_of("mlp", self)),) if norm else ()
+        before = ((norm, inputs_of(self.role, self)),) if norm else ()
         return (*before, *inner_pairs(self.mlps))
 
     @property

@@ -290,6 +290,10 @@ class Stream:
         """Move on to the next layer after every batch was put. Afterwards the states before it are on the disk."""
         self.side_inputs.seal(self.layer)
         self.layer += 1
+        self.seal()
+
+    def seal(self) -> None:
+        """Wait until the disk has the states before the present layer."""
         for exact in (False, True)[: len(self.buffers)]:
             self._buffer(self.layer, exact).seal()
 

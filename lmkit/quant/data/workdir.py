@@ -8,6 +8,8 @@ layer-00003.safetensors      tensors of a finished layer, as the checkpoint will
 layer-00003.kv.safetensors   statistics of its keys and values
 layer-00003.json             its report and more, and checksums of both; it is written last and marks the layer as
                              finished
+layer-00003.parts/           the finished experts of a layer that is not finished, if they are held one at a time
+                             (layer/split_layer.py): a checkpoint of each, with its report and a checksum
 schemes.json                 the schemes that were chosen within a budget of bits
 checkpoint/                  the result while it is put together; it is moved out of the folder whole
 complete                     marks that the result is about to be moved; files that remain afterwards are waste
@@ -19,7 +21,7 @@ import dataclasses
 import os
 import shutil
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +33,7 @@ from torch import Tensor
 
 from lmkit.errors import CheckpointError, ConfigError
 from lmkit.formats.atomic import lock, put_in_place, refuse_occupied, sync_directory, write_errors, write_file
+from lmkit.formats.checkpoint import SINGLE
 from lmkit.formats.safetensors_file import SafetensorsFile, write_safetensors
 from lmkit.jsonfile import parse_json, read_json, to_json
 from lmkit.log import get_logger
@@ -39,6 +42,7 @@ log = get_logger(__name__)
 T = TypeVar("T")
 
 MANIFEST, COMPLETE, CHECKPOINT = "manifest.json", "complete", "checkpoint"
+PARTS, PART = ".parts", "part.json"
 MAX_JSON_BYTES = 256 << 20
 CRC_BYTES = 16 << 20  # read at a time
 
@@ -90,9 +94,16 @@ class WorkFolder:
     def layer_file(self, index: int) -> Path:
         return self._layer(index, ".safetensors")
 
-    def commit(self, index: int, tensors: dict[str, Tensor], stats: Any, record: bytes) -> None:
+    def commit(
+        self,
+        index: int,
+        tensors: dict[str, Tensor],
+        stats: Any,
+        record: bytes,
+        written: Callable[[], None] = lambda: None,
+    ) -> None:
         """Mark a layer as finished: write its tensors, the tensors and numbers of the dataclass `stats`, and the JSON
-        `record`."""
+        `record`. `written`: see write_safetensors."""
         kv = {
             field.name: value if isinstance(value, Tensor) else torch.tensor(value)
             for field in dataclasses.fields(stats)
@@ -100,7 +111,7 @@ class WorkFolder:
         }
         for file, content in zip(self._layer_files(index), (tensors, kv), strict=True):
             file.unlink(missing_ok=True)  # it may remain from a run that was killed before the layer was finished
-            write_safetensors(file, content)
+            write_safetensors(file, content, written)
         sync_directory(self.path)
         committed = Committed(list(map(crc32, self._layer_files(index))), msgspec.Raw(record))
         self._write(self._layer(index, ".json"), msgspec.json.encode(committed))
@@ -166,6 +177,40 @@ class WorkFolder:
         put_in_place(self.path / CHECKPOINT, self.target)
         shutil.rmtree(self.path, ignore_errors=True)
 
+    def part(self, index: int, name: str) -> Path:
+        """The folder of a finished part of a layer that is not finished."""
+        return self._layer(index, PARTS) / name
+
+    def keep_part(self, folder: Path, write: Callable[[Path], None], record: bytes) -> None:
+        """Mark a part as finished: `write(folder)` writes its tensors, and `record` is JSON."""
+        new = folder.with_name(folder.name + ".new")
+        shutil.rmtree(new, ignore_errors=True)
+        with write_errors(new):
+            new.mkdir(parents=True)
+        write(new)
+        content = Committed([crc32(new / SINGLE)], msgspec.Raw(record))
+        write_file(new / PART, msgspec.json.encode(content))
+        new.rename(folder)
+        sync_directory(folder.parent)
+
+    def kept_part(self, folder: Path) -> bytes:
+        """The record of a finished part; empty if it is not finished. Raises CheckpointError if its bytes changed."""
+        if not (folder / PART).exists():
+            return b""
+        found = msgspec.json.decode((folder / PART).read_bytes(), type=Committed)
+        if found.crc32 != [crc32(folder / SINGLE)]:
+            raise damaged(folder / SINGLE)
+        return bytes(found.record)
+
+    def drop_parts(self, index: int) -> None:
+        """Remove the parts of a finished layer."""
+        shutil.rmtree(self._layer(index, PARTS), ignore_errors=True)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether there is something to go on from."""
+        return bool(self.num_done) or any(self.path.glob(f"layer-*{PARTS}/*/{PART}"))
+
     def _layer_files(self, index: int) -> tuple[Path, Path]:
         return self.layer_file(index), self._layer(index, ".kv.safetensors")
 
@@ -182,7 +227,7 @@ class WorkFolder:
     def _begin(self, identity: dict[str, Any], *, restart: bool) -> None:
         """Resume the same run, or begin. Raises ConfigError if the folder holds the work of another run."""
         manifest, content = self.path / MANIFEST, to_json(identity)
-        if manifest.exists() and self.num_done and not restart:
+        if manifest.exists() and self.has_work and not restart:
             stored = read_json(manifest, MAX_JSON_BYTES)
             if different := differences(stored, parse_json(content, "identity")):
                 raise ConfigError(
@@ -243,7 +288,7 @@ def _claim(work: WorkFolder) -> int:
 
 def _leave(work: WorkFolder, num_layers: int) -> str:
     """Remove a work folder without a finished layer. Returns what is kept, and how to go on."""
-    if work.num_done:
+    if work.has_work:
         return (
             f"{work.num_done} of {num_layers} layers are kept in {work.path}; "
             "the same command goes on, --restart starts over"

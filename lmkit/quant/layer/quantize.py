@@ -131,7 +131,7 @@ class LayerQuantizer:
         num_rows = stream.rows_of(every)
         row_ids, length = sample_rows(num_rows, stream.seq_len, count, SEARCH_PREFIX)
         token_ids = sample_tokens(num_rows * stream.seq_len, count, recipe.calibration.seed)
-        schemes = self.plan.schemes(layer.index)
+        schemes = self.plan.schemes(layer.index, layer.spec)
         at = tensor_device(layer.device)
         inputs = empty_inputs(layer.spec, schemes, row_ids, token_ids, recipe.calibration.seed, at)
         if recipe.kv.is_fitted and "attn.q" in layer.spec.linears and "attn.q" not in inputs:  # it stays dense
@@ -207,7 +207,7 @@ def round_plainly(
     """Round `layer.weights` (float32) to nearest. The layer is not run, so the errors are those of the weights."""
     start, errors = time.perf_counter(), {}
     done(0)
-    schemes = plan.schemes(layer.index)
+    schemes = plan.schemes(layer.index, layer.spec)
     largest = largest_together(layer.weights, layer.spec.fused, schemes)
     for role, scheme in schemes.items():
         weight = layer.weights[role]

@@ -52,11 +52,14 @@ class LinearReport(StrictStruct, frozen=True):
 class ExpertsReport(StrictStruct, frozen=True):
     """A mixture of experts: how many calibration tokens each expert saw, and which experts saw too few.
 
-    Experts that saw too few were rounded to nearest. They were neither scaled nor clipped by these tokens.
+    Experts that saw too few were rounded to nearest. They were neither scaled nor clipped by these tokens. In a layer
+    whose experts are held one at a time, `borrowed` names for each of them the expert whose tokens it had beside its
+    own: the nearest one by the router's weights. `all`: no expert had enough, so it had every token.
     """
 
     tokens: dict[str, int]  # by expert
     without_statistics: tuple[int, ...]
+    borrowed: dict[str, str] = {}
 
 
 class HeldOutReport(StrictStruct, frozen=True):

@@ -19,7 +19,9 @@ from lmkit.models.engines import foreign_logits, open_source
 from lmkit.models.source import ModelSource
 from lmkit.qtensor import QTensor, dequantize
 from lmkit.quant.layer.layer import Geometry
+from lmkit.quant.layer.mixture import Mixture, add, load_part
 from lmkit.quant.report.evaluate import Progress
+from lmkit.quant.split import before_experts, is_split
 
 NUM_ELEMENTS = 4 << 20  # checked at a time
 VOCAB_ROWS = 4096
@@ -88,13 +90,23 @@ def _behind_layers(source: ModelSource, token_ids: Tensor, product_dtype: torch.
     vectors = None if head.per_layer is None else head.per_layer(token_ids, hidden).to(at)
     hidden, kept = hidden.to(at), dict[int | None, KVLayer]()
     for index in range(source.spec.num_layers):
-        layer = source.layer(index, torch.float32, device).multiply_in(product_dtype)
+        split = is_split(source.spec.layers[index])
+        if split:
+            layer = load_part(source, index, before_experts(source.spec.layers[index]), device)
+        else:
+            layer = source.layer(index, torch.float32, device)
+        layer.multiply_in(product_dtype)
         geometry = Geometry.of(layer.spec, 1, len(token_ids), device)
         batch, kv = replace(geometry.batch, per_layer=vectors), kept.get(layer.spec.kv_from, geometry.kv)
         if index in source.spec.kv_sources:
             kept[index] = kv
         delta, residual = layer(hidden, None, batch, geometry.rope, kv)
         hidden = joined(delta, residual)
+        if split:
+            mixture = Mixture(source, index, product_dtype, device)
+            chosen = mixture.choose([hidden], torch.empty_like(hidden))
+            for name in mixture.specs:
+                add(mixture.expert(name), chosen, name, hidden)
         source.reader.release()
     return hidden
 

@@ -35,6 +35,7 @@ from lmkit.quant.layer.products import SHORT_TOKENS, times
 from lmkit.quant.layer.refine import by_halves, group_size, refine, scales_and_zeros
 from lmkit.quant.layer.routed import MIN_TOKENS
 from lmkit.quant.layer.work import LayerWork, Rounding
+from lmkit.quant.split import is_split
 from lmkit.quant.steps.base import LayerCost, Speed, Stage, Step
 
 log = get_logger(__name__)
@@ -98,6 +99,8 @@ class Gptq(Step, frozen=True, tag="gptq"):
             return None
         if spec.is_recurrent:  # for each token, gradients keep a state that is larger than all else
             return "gptq: loss does not go with linear attention"
+        if any(is_split(layer) for layer in spec.kinds):
+            return "gptq: loss does not go with experts that are held one at a time"
         return self.needs_states_alone(spec, "gptq: loss")
 
     def for_model(self, spec: ModelSpec) -> Self:
