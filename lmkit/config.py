@@ -416,10 +416,16 @@ def wrong_host(hosts: Sequence[str]) -> str | None:
 
 
 ToolParser = Literal[
-    "hermes", "qwen3_coder", "glm45", "minimax_m2", "functiongemma", "deepseek_v3", "deepseek_v31", "mistral",
-    "mistral_list", "internlm", "cohere", "llama3", "harmony", "none",
+    "apertus", "cohere", "deepseek_v3", "deepseek_v31", "deepseek_v32", "deepseek_v4", "functionary", "functiongemma",
+    "gemma4", "gigachat3", "gigachat31", "glm45", "granite", "granite_20b", "harmony", "hermes", "hy3", "internlm",
+    "kimi_k2", "kimi_k3", "lfm2", "llama3", "longcat", "minicpm5", "minimax_m1", "minimax_m2", "minimax_m3",
+    "mistral", "mistral_ids", "mistral_list", "nemotron", "olmo3", "phi4_mini", "pythonic", "qwen3_coder", "seed_oss",
+    "solar", "step3", "tool_calls", "xlam", "none",
 ]  # fmt: skip
-ReasoningParser = Literal["think", "mistral", "seed_oss", "cohere", "harmony", "none"]
+ReasoningParser = Literal[
+    "apriel", "cohere", "gemma4", "granite", "harmony", "hy3", "kimi_k3", "minimax_m3", "mistral", "response",
+    "seed_oss", "solar", "think", "none",
+]  # fmt: skip
 
 
 RootPath = Annotated[str, msgspec.Meta(pattern=r"^(/[A-Za-z0-9._~-]+)*$")]

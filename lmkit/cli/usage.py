@@ -144,7 +144,8 @@ def _bad_value(error: Any) -> str:
         return _plain(error)
     name = words_of(param)[0] if param.param_type_name == "option" else param.name.upper()
     value, wanted = cause.errors()[0]["input"], expected(param)
-    return f"{name} {value!r}: expected {wanted}{hint(str(value), table='value') or _between(param, value)}"
+    advice = hint(str(value), table=name) or hint(str(value), table="value")
+    return f"{name} {value!r}: expected {wanted}{advice or _between(param, value)}"
 
 
 def _between(param: Any, value: Any) -> str:

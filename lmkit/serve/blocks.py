@@ -129,7 +129,7 @@ class BlockBuilder(ChatBuilder):
         for kind, text in self.answers[0].take(output):
             match kind:
                 case "call":
-                    yield from self.blocks.call(self.answers[0].call_id(), text)
+                    yield from self.blocks.call(self.answers[0].call_id(text), text)
                 case "reasoning":
                     yield from self.blocks.grow("reasoning", text)
                 case "arguments":

@@ -24,15 +24,13 @@ from lmkit.hints import ignore
 from lmkit.text.dialects.table import MARKS
 from lmkit.text.fair_turns import TENANT
 from lmkit.text.grammar_process import LIMITS, compiled_tokenizer
-from lmkit.text.held_schema import held
+from lmkit.text.held_schema import WHITESPACE, held
 from lmkit.text.sandbox import Sandboxes
 from lmkit.text.structural_tag import lark_of, without
 from lmkit.text.tenant_cache import TenantCache
 
 MAX_CHARS = 256 << 10  # of a schema, pattern or grammar
 MAX_CHOICES = 4096
-# Between the parts of a JSON text. A model may write it on lines of its own, but not spaces for ever.
-WHITESPACE = r"[ \t\r\n]{0,32}"
 # What llguidance says of a grammar that goes beyond its limits, and of one whose rules have no end.
 TOO_MUCH, NO_RULE = ("too many", "too big", "fuel", "max is"), "NoExtensionBias"
 MAX_CHECKED = 4096  # verdicts on grammars that are remembered, a sixteenth of them for one tenant

@@ -12,6 +12,8 @@ from typing import Any
 FORMATS = frozenset(
     ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "unknown")
 )
+# Between the parts of a JSON text. A model may write it on lines of its own, but not spaces for ever.
+WHITESPACE = r"[ \t\r\n]{0,32}"
 _NAMED = ("properties", "patternProperties", "$defs", "definitions")  # objects whose values are schemas
 _LISTED = ("allOf", "anyOf", "oneOf", "prefixItems")
 _ONE = ("items", "additionalProperties", "additionalItems")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -61,10 +62,14 @@ class ChatTemplate:
         """Whether the template writes the tools of a request. Raises CheckpointError if it does not compile."""
         return "tools" in self._variables[self.tool_source]
 
-    @property
-    def writes_calls(self) -> bool:
-        """Whether the template for a request without tools knows of them, and so of calls in the messages."""
-        return "tools" in self._variables[self.source]
+    def writes_calls(self, with_tools: bool) -> bool:
+        """Whether the template, or that for requests with tools, writes calls in the messages."""
+        return "tool_calls" in (self.tool_source if with_tools else self.source)
+
+    def writes_results(self, with_tools: bool) -> bool:
+        """Whether it has a place for messages of a tool: it names the role, or takes tools and writes every role."""
+        source = self.tool_source if with_tools else self.source
+        return re.search(r"""["']tool["']""", source) is not None or "tools" in self._variables[source]
 
     @property
     def parameters(self) -> frozenset[str]:
@@ -105,6 +110,7 @@ class ChatTemplate:
         if "developer" not in source:  # it would be left out, or refused
             messages = [{**one, "role": "system"} if one["role"] == "developer" else one for one in messages]
         kind, value = self._process.ask(source, given | {"messages": list(map(_without_none, messages))})
+        reason = value
         for other in _OTHER_FORMS if _is_incomplete(messages) else ():
             if kind != "failed":
                 break
@@ -112,7 +118,9 @@ class ChatTemplate:
         if kind == "refused" and (others := _with_user_notes(messages)) != list(messages):
             return self.render(others, add_generation_prompt=add_generation_prompt, variables=variables, tools=tools)
         if kind != "text":
-            raise RequestError("invalid_request", _REFUSALS[kind].format(value), "messages")
+            raise RequestError(
+                "invalid_request", _REFUSALS[kind].format(reason if kind == "failed" else value), "messages"
+            )
         return str(value)
 
     def _known(self, variables: Mapping[str, Any]) -> dict[str, Any]:
@@ -174,7 +182,7 @@ _OTHER_FORMS = (_with_text, _with_text_arguments)
 
 _REFUSALS = {  # by the kind of a reply
     "refused": "chat template: {}",
-    "failed": "the model's chat template does not accept these messages",
+    "failed": "the model's chat template does not accept these messages{}",
     "limit": "chat template: rendering these messages takes too much time or memory",
     "invalid": "the model's chat template does not compile: {}",
 }

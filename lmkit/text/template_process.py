@@ -7,13 +7,14 @@ from building a huge value. The process's limits do.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from datetime import datetime
 from functools import lru_cache
 from typing import Any
 
 import jinja2
 from jinja2 import meta, nodes
+from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -44,13 +45,21 @@ def _strftime_now(pattern: str) -> str:
 
 
 def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
-    """`tojson` as transformers defines it: without HTML escapes."""
+    """`tojson` as transformers defines it: without HTML escapes. What a filter such as `map` gives is a list."""
+    value = list(value) if isinstance(value, Generator) else value
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
 
 
-def _sandbox() -> ImmutableSandboxedEnvironment:
+class _Environment(ImmutableSandboxedEnvironment):
+    """Templates change nothing that they were given, but may append to lists, as some do: each rendering has copies."""
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        return (type(obj) is list and attr == "append") or super().is_safe_attribute(obj, attr, value)
+
+
+def _sandbox() -> _Environment:
     extensions = ["jinja2.ext.loopcontrols", _Generation]
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
+    environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
     environment.filters["tojson"] = _tojson
     environment.globals.pop("lipsum")
     environment.globals |= {"range": range, "raise_exception": _raise_exception, "strftime_now": _strftime_now}
@@ -75,7 +84,7 @@ def answer(source: str, arguments: Mapping[str, Any] | None) -> tuple[str, Any]:
     ("invalid", why the template does not compile)
     ("text", the rendering)
     ("refused", the message of `raise_exception`)
-    ("failed", ""): the template does not accept these messages
+    ("failed", what it lacked, or Python's word for it): the template does not accept these messages
     ("limit", ""): the rendering is too long or needs too much memory
     """
     try:
@@ -96,6 +105,8 @@ def answer(source: str, arguments: Mapping[str, Any] | None) -> tuple[str, Any]:
         return "refused", str(error)[:500]
     except RecursionError:
         return "limit", ""
-    except _RENDER_ERRORS:
+    except (jinja2.TemplateNotFound, SecurityError):  # nothing to tell: it reaches for what is inside
         return "failed", ""
+    except _RENDER_ERRORS as error:
+        return "failed", f": {str(error)[:200]}"
     return "text", "".join(parts)

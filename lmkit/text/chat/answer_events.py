@@ -36,7 +36,7 @@ class Kept:
     def message(self) -> dict[str, Any]:
         """The assistant's message, as a client sends it back."""
         ids = iter(self.ids)
-        return _message(self.events, lambda: next(ids, ""))
+        return _message(self.events, lambda name: next(ids, ""))
 
 
 class AnswerEvents:
@@ -51,15 +51,19 @@ class AnswerEvents:
         decode: Callable[[Sequence[int]], str] = str,
         end: str = "",
         num_id_chars: int = 24,
+        id_form: str = "",
+        num_earlier: int = 0,
     ) -> None:
         """`end` is the mark that ends the reasoning, "" if there is none; `decode` shows it in the text of tokens.
 
         An answer that must be a call shows no content: what max_tokens left of a call is none.
+        `id_form`: see `Dialect`. `num_earlier` calls stand in the conversation before this answer.
         """
         self._parser = parser
         self._hidden = {kind for kind, shown in (("reasoning", show_reasoning), ("content", show_content)) if not shown}
         self._decode, self._end, self._num_id_chars = decode, end, num_id_chars
         self._tail: list[int] = []  # the last tokens: the mark may have begun in them
+        self._id_form, self._num_calls = id_form, num_earlier
         self._num_before_end, self._has_ended = 0, not end
         self._has_reasoned = False
         self.random: random.Random = secrets.SystemRandom()  # of ids
@@ -102,10 +106,13 @@ class AnswerEvents:
         called = self._parser is not None and self._parser.num_calls and output.finish_reason == "stop"
         return "tool_calls" if called else output.finish_reason
 
-    def call_id(self) -> str:
-        """A new id for a call."""
+    def call_id(self, name: str) -> str:
+        """A new id for a call of a function."""
         prefix = "call_" if self._num_id_chars > len("call_") + 8 else ""
-        made = prefix + "".join(self.random.choice(_ALPHABET) for _ in range(self._num_id_chars))
+        made = self._id_form.format(name=name, number=self._num_calls) or prefix + "".join(
+            self.random.choice(_ALPHABET) for _ in range(self._num_id_chars)
+        )
+        self._num_calls += 1
         if self.kept is not None:
             self.kept.ids.append(made)
         return made
@@ -126,7 +133,7 @@ class MessageDeltas:
             case "call":
                 self._num_calls += 1
                 function = {"name": event.text, "arguments": ""}
-                about = {"id": self._events.call_id(), "type": "function", "function": function}
+                about = {"id": self._events.call_id(event.text), "type": "function", "function": function}
                 return {"tool_calls": [{"index": self._num_calls - 1} | about]}
             case "arguments":
                 call = {"index": self._num_calls - 1, "function": {"arguments": event.text}}
@@ -138,7 +145,7 @@ def message(events: Iterable[Event], answer: AnswerEvents) -> dict[str, Any]:
     return _message(events, answer.call_id)
 
 
-def _message(events: Iterable[Event], call_id: Callable[[], str]) -> dict[str, Any]:
+def _message(events: Iterable[Event], call_id: Callable[[str], str]) -> dict[str, Any]:
     texts: dict[str, list[str]] = {"content": [], "reasoning": []}
     calls: list[tuple[str, list[str]]] = []
     for kind, text in events:
@@ -152,7 +159,7 @@ def _message(events: Iterable[Event], call_id: Callable[[], str]) -> dict[str, A
     if calls:
         whole["content"] = content or None
         whole["tool_calls"] = [
-            {"id": call_id(), "type": "function", "function": {"name": name, "arguments": "".join(parts)}}
+            {"id": call_id(name), "type": "function", "function": {"name": name, "arguments": "".join(parts)}}
             for name, parts in calls
         ]
     return whole

@@ -14,9 +14,8 @@ from lmkit.hints import ignore
 from lmkit.text import Tokenizer
 from lmkit.text.chat.answer_events import AnswerEvents
 from lmkit.text.chat.conversation import AllowedTools, Chat, ChatMessage, NamedFunction, Tool, ToolOptions
-from lmkit.text.dialects import DIALECTS, THOUGHTS, Dialect, Parser, Thought, dialect_of, thought_of
-from lmkit.text.dialects.prompt import with_texts, with_told
-from lmkit.text.dialects.table import PLAIN
+from lmkit.text.dialects import DIALECTS, PLAIN, THOUGHTS, Dialect, Parser, Thought, dialect_of, thought_of
+from lmkit.text.dialects.prompt import described, with_texts, with_told
 from lmkit.text.messages import shown_parts
 from lmkit.text.template import THINKING_SWITCHES
 
@@ -37,11 +36,10 @@ class Style:
         template = tokenizer.chat_template
         source = template.tool_source if template is not None else ""
         self.takes_tools = template is not None and template.takes_tools
-        self._writes_calls = template is not None and template.writes_calls
-        own = dialect_of(source) if tool_parser is None else DIALECTS.get(tool_parser)
-        if tool_parser is None and not self.takes_tools:
-            own = PLAIN
-        self.dialect: Dialect | None = own
+        if tool_parser is not None:
+            self.dialect: Dialect | None = DIALECTS.get(tool_parser)
+        else:
+            self.dialect = dialect_of(source) or (None if self.takes_tools else PLAIN)
         self.thought: Thought | None = (
             thought_of(template.source if template is not None else "")
             if reasoning_parser is None
@@ -58,7 +56,7 @@ class Style:
         """Special tokens that are marks, so the parser must see them."""
         marks = (*self.dialect.specials, self.dialect.begin) if tools and self.dialect else ()
         if self.thought:
-            marks += (self.thought.begin, self.thought.end)
+            marks += (self.thought.begin, self.thought.end, *self.thought.specials)
             marks += DIALECTS["harmony"].specials if self.thought.name == "harmony" else ()
         ids = {self._tokenizer.backend.token_to_id(mark) for mark in marks}
         return tuple(sorted(token for token in ids if token is not None and token in self._tokenizer.special_ids))
@@ -103,12 +101,24 @@ class Style:
         if tools and self.dialect is None:
             message = "this model's chat template shows no form for calls of tools; name one with --tool-parser"
             raise RequestError("unsupported_parameter", message, "tools")
-        has_calls = any(message.get("tool_calls") or message["role"] == "tool" for message in messages)
-        if (tools and not self.takes_tools) or (has_calls and not tools and not self._writes_calls):
-            form = self.dialect if self.dialect is not None and self.dialect.syntax == "json" else PLAIN
-            messages, tools = with_texts(messages, tools, form), []
+        messages, tools = self._written(messages, tools)
         text = self._tokenizer.render_chat(messages, add_generation_prompt=add, variables=variables, tools=tools)
         return _up_to(text, conversation[-1]) if continue_final else text
+
+    def _written(
+        self, messages: Sequence[Mapping[str, Any]], tools: list[dict[str, Any]]
+    ) -> tuple[Sequence[Mapping[str, Any]], list[dict[str, Any]]]:
+        """Messages and tools for the template, with what it has no place for as texts."""
+        template, dialect = self._tokenizer.chat_template, self.dialect or PLAIN
+        has_calls = any(message.get("tool_calls") or message["role"] == "tool" for message in messages)
+        if template is None or not (tools or has_calls):
+            return messages, tools
+        if not template.writes_calls(bool(tools)):
+            results = not template.writes_results(bool(tools))
+            messages = with_texts(messages, dialect, results=results)
+        if tools and not self.takes_tools:
+            return with_told(messages, described(tools, dialect)), []
+        return messages, tools
 
     def _with_effort(self, effort: str | None, variables: dict[str, Any]) -> dict[str, Any]:
         """The variables for an effort. A template that can only think or not is told that. Raises RequestError."""
@@ -218,6 +228,8 @@ class Style:
             decode=partial(self._tokenizer.decode, skip_special_tokens=False),
             end=thought.end if thought else "",
             num_id_chars=dialect.num_id_chars,
+            id_form=dialect.id_form,
+            num_earlier=sum(len(message.tool_calls or ()) for message in body.messages),
         )
 
 

@@ -10,21 +10,20 @@ A mark that is a special token is one token, and no text contains it.
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from lmkit.text.dialects.schemas import WORDS, is_text, leaves, patterns, types_of
-from lmkit.text.dialects.table import DIALECTS, ESCAPE, MARKS, NUMBER, Dialect, Thought
-from lmkit.text.grammar import WHITESPACE, lark_grammar
+from lmkit.text.dialects.dialect import Dialect
+from lmkit.text.dialects.rules import LINE, Rules, pattern
+from lmkit.text.dialects.table import DIALECTS
+from lmkit.text.dialects.thoughts import Thought
+from lmkit.text.grammar import lark_grammar
 from lmkit.text.tokenizer import Tokenizer
 
 ANY_OBJECT = {"type": "object"}
 NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
-_ANY = "ANY: /(.|\\n)*/"
-_KEY = "/[a-zA-Z_][a-zA-Z0-9_.-]{0,63}/"
-MAX_DEPTH = 8  # of objects in each other; what lies deeper may have any form
+_HARMONY = DIALECTS["harmony"]
 
 
 class Called(NamedTuple):
@@ -50,63 +49,26 @@ class Form:
 
 def grammar(form: Form, tokenizer: Tokenizer) -> str:
     """The grammar of answers of this form."""
-    return lark_grammar("\n".join(_Rules(form, tokenizer).lines()))
+    return lark_grammar("\n".join(_AnswerRules(form, tokenizer).lines()))
 
 
-class _Rules:
+class _AnswerRules(Rules):
     def __init__(self, form: Form, tokenizer: Tokenizer) -> None:
-        self._form, self._tokenizer = form, tokenizer
-        self._rules = dict.fromkeys([_ANY])  # in their order
-        self._harmony = form.dialect is DIALECTS["harmony"] or (
-            form.thought is not None and form.thought.name == "harmony"
-        )
+        self._form = form
+        self._harmony = form.dialect is _HARMONY or (form.thought is not None and form.thought.name == "harmony")
+        super().__init__(tokenizer.backend.token_to_id, self._marks())
 
     def lines(self) -> list[str]:
         start = "start: " + " ".join(filter(None, [self._thought(), self._body()]))
-        return [start, *self._rules]
-
-    def _rule(self, name: str, text: str) -> str:
-        self._rules[f"{name}: {text}"] = None
-        return name.partition("[")[0]
-
-    def _is_special(self, text: str) -> bool:
-        return text in MARKS and self._tokenizer.backend.token_to_id(text) is not None
-
-    def _literal(self, text: str) -> str:
-        """A fixed text, in which special tokens are themselves."""
-        marks = {*DIALECTS["harmony"].specials} if self._harmony else set(self._marks())
-        parts, at = [], 0
-        special = sorted((mark for mark in marks if self._is_special(mark)), key=len, reverse=True)
-        plain = ""
-        while at < len(text):
-            if mark := next((mark for mark in special if text.startswith(mark, at)), ""):
-                parts += [_quoted(plain)] if plain else []
-                parts.append(f"<[{self._tokenizer.backend.token_to_id(mark)}]>")
-                plain, at = "", at + len(mark)
-            elif text[at] == NUMBER:
-                parts += [_quoted(plain), self._rule("NUMBER", "/[0-9]{1,10}/")]
-                plain, at = "", at + 1
-            else:
-                plain, at = plain + text[at], at + 1
-        return " ".join([*parts, *([_quoted(plain)] if plain else [])])
+        return [start, *self.rules]
 
     def _marks(self) -> Iterable[str]:
         if self._form.dialect:
-            yield from (self._form.dialect.begin, *self._form.dialect.specials)
-        if self._form.thought:
-            yield from (self._form.thought.begin, self._form.thought.end, *self._form.thought.around)
-
-    def _without(self, name: str, mark: str) -> str:
-        """A terminal: any text that does not contain `mark`."""
-        if self._is_special(mark):
-            return "ANY"
-        return self._rule(name, f"/(.|\\n)*/ & ~/(.|\\n)*{_pattern(mark)}(.|\\n)*/")
-
-    def _up_to(self, name: str, mark: str) -> str:
-        """Any text up to the first `mark`, and that."""
-        if self._is_special(mark):
-            return f"ANY {self._literal(mark)}"
-        return self._rule(f"{name}[suffix={_quoted(mark)}]", "/(.|\\n)*/")
+            yield from self._form.dialect.specials
+        if self._harmony:
+            yield from _HARMONY.specials
+        if thought := self._form.thought:
+            yield from (thought.begin, thought.end, *thought.around, *thought.specials)
 
     # ---- reasoning
 
@@ -118,15 +80,15 @@ class _Rules:
         if self._harmony:
             begin, end = "<|channel|>analysis<|message|>", "<|end|>"
         if budget is None:
-            rest = self._up_to("thinking", end)
+            rest = self.up_to("thinking", end)
         else:
-            inside = self._rule(f"thinking[max_tokens={budget}]", self._without("THOUGHTS", end)) if budget else ""
-            rest = f"{inside} {self._literal(end)}"
-        rest += " " + (self._literal("<|start|>assistant") if self._harmony else "SPACE")
-        self._rule("SPACE", "/[ \\t\\r\\n]{0,8}/")
+            inside = self.rule(f"thinking[max_tokens={budget}]", self.without("THOUGHTS", end)) if budget else ""
+            rest = f"{inside} {self.literal(end)}"
+        rest += " " + (self.literal("<|start|>assistant") if self._harmony else "SPACE")
+        self.rule("SPACE", "/[ \\t\\r\\n]{0,8}/")
         if self._form.is_thinking:
             return rest
-        return self._rule("thought", f"({self._literal(begin)} {rest})?")
+        return self.rule("thought", f"({self.literal(LINE + begin)} {rest})?")
 
     # ---- content and calls
 
@@ -134,18 +96,25 @@ class _Rules:
         form = self._form
         if not form.dialect or not form.tools:
             return self._final(self._answer() if form.content else self._no_call())
+        calls = f"{self._marks_of(before=True)} {self._calls(form.dialect)} {self._marks_of()}"
         if form.must_call:
-            return self._calls(form.dialect)
+            return calls
         if form.content or self._harmony:
             text = self._final(self._answer() if form.content else "ANY")
-            return self._rule("body", f"{text} | {self._calls(form.dialect)}")
-        return self._rule("body", f"{self._final(self._no_call())} | {self._head(form.dialect)}")
+            return self.rule("body", f"{text} | {calls}")
+        return self.rule("body", f"{self._final(self._no_call())} | {self._head(form.dialect)}")
+
+    def _marks_of(self, *, before: bool = False) -> str:
+        """Marks that may stand after the answer, or before one without a text."""
+        thought = self._form.thought
+        marks = () if thought is None else thought.around if before else thought.after
+        return " ".join(f"({self.literal(mark)})?" for mark in marks)
 
     def _final(self, text: str) -> str:
-        if self._form.thought and self._form.thought.around:
-            begin, end = map(self._literal, self._form.thought.around)
-            return f"({begin})? {text} ({end})?"
-        return f"{self._literal('<|channel|>final<|message|>')} {text}" if self._harmony else text
+        if self._harmony:
+            return f"{self.literal('<|channel|>final<|message|>')} {text}"
+        before = self._form.thought.before if self._form.thought else ()
+        return " ".join([*(f"({self.literal(mark)})?" for mark in before), text, self._marks_of()])
 
     def _answer(self) -> str:
         """The grammar of the content as a part of this one."""
@@ -158,187 +127,43 @@ class _Rules:
         dialect = self._form.dialect
         if dialect is None:
             return "ANY"
-        if dialect.only_first:
-            text = "/[ \\t\\r\\n]*[^ \\t\\r\\n{](.|\\n)*/"
-            if (thought := self._form.thought) and not self._form.is_thinking and not self._is_special(thought.begin):
-                text += f" & ~/[ \\t\\r\\n]*{_pattern(thought.begin)}(.|\\n)*/"  # that is reasoning
-            return f'({self._rule("TEXT", text)} | "")'
-        return self._without("TEXT", dialect.begin)
+        if dialect.starts:
+            text = f"/(.|\\n)*/ & ~/[ \\t\\r\\n]*{''.join(dialect.starts)}(.|\\n)*/"
+            if (thought := self._form.thought) and not self._form.is_thinking and not self.is_special(thought.begin):
+                text += f" & ~/[ \\t\\r\\n]*{pattern(thought.begin)}(.|\\n)*/"  # that is reasoning
+            return self.rule("TEXT", text)
+        return self.without("TEXT", dialect.begin)
 
     def _head(self, dialect: Dialect) -> str:
         """Text and calls. The text ends with the mark of the first call."""
-        if dialect.only_first:
+        if dialect.starts:
             return self._calls(dialect)
-        first = dialect.opening + dialect.written[0]
-        mark = next((special for special in dialect.specials if first.startswith(special)), dialect.begin)
-        return f"{self._up_to('head', mark)} {self._calls(dialect, mark, 'more_')}"
+        calls = f"{self._calls(dialect, dialect.begin, 'more_')} {self._marks_of()}"
+        head = self.up_to("head", dialect.begin)
+        if head.startswith("ANY "):  # a special token: marks of the answer may stand before it
+            head = self._final("ANY") + head.removeprefix("ANY")
+        return f"{head} {calls}"
 
     def _calls(self, dialect: Dialect, done: str = "", prefix: str = "") -> str:
         """The calls; of the first one `done` is written."""
         first = (dialect.opening + dialect.written[0]).removeprefix(done)
-        start = self._rule(f"{prefix}first", self._alternatives(dialect, first, f"{prefix}f"))
+        start = self.rule(f"{prefix}first", self._alternatives(dialect, first, f"{prefix}f"))
         further = ""
         if dialect.parallel and self._form.parallel:
-            again = self._rule(f"{prefix}again", self._alternatives(dialect, dialect.written[0], f"{prefix}a"))
-            further = f"({self._literal(dialect.between)} {again})*"
-        closing = self._literal(dialect.closing) if dialect.closing else ""
+            before = dialect.between + dialect.written[0]  # one text: `closing` may begin like it
+            further = f"({self.rule(f'{prefix}again', self._alternatives(dialect, before, f'{prefix}a'))})*"
+        closing = self.literal(dialect.closing) if dialect.closing else ""
         return " ".join(filter(None, [start, further, closing]))
 
     def _alternatives(self, dialect: Dialect, before: str, prefix: str) -> str:
         """A call of each tool."""
-        write = _ARGUMENTS.get(dialect.syntax, _Rules._object)
         calls = []
         for idx, tool in enumerate(self._form.tools):
-            arguments = write(self, tool.schema, f"{prefix}{idx}")
-            head = self._literal(before + tool.name + dialect.written[1])
-            tail = self._literal(dialect.written[2]) if dialect.written[2] else ""
-            calls.append(self._rule(f"{prefix}{idx}", f"{head} {arguments} {tail}"))
+            name = f"{prefix}{idx}"
+            parts = [
+                self.literal(before + tool.name + dialect.written[1]),
+                dialect.syntax.rules(self, tool.schema, name),
+                self.literal(dialect.written[2]),
+            ]
+            calls.append(self.rule(name, " ".join(filter(None, parts))))
         return " | ".join(calls)
-
-    def _object(self, schema: Mapping[str, Any], name: str) -> str:
-        return _json(schema)
-
-    def _qwen_xml(self, schema: Mapping[str, Any], name: str) -> str:
-        return self._members(schema, name, ("<parameter=", ">\n", "\n</parameter>", "\n"))
-
-    def _glm_xml(self, schema: Mapping[str, Any], name: str) -> str:
-        return self._members(schema, name, ("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>", "\n"))
-
-    def _minimax_xml(self, schema: Mapping[str, Any], name: str) -> str:
-        return self._members(schema, name, ('<parameter name="', '">', "</parameter>", "\n"))
-
-    def _members(self, schema: Mapping[str, Any], name: str, form: tuple[str, str, str, str]) -> str:
-        """The properties of a schema in their order, each written by itself. If it has none, any members."""
-        before, between, after, end = form
-        properties = schema.get("properties") or {}
-        if not properties and schema.get("additionalProperties", True) is not False:
-            key = self._rule("KEY", _KEY)
-            value = self._up_to(f"{name}_any", after)
-            return f"({self._literal(before)} {key} {self._literal(between)} {value} {_quoted(end)})*"
-        required = schema.get("required") or ()
-        parts = []
-        for idx, (key, about) in enumerate(properties.items()):
-            value = self._member(schema, about, f"{name}_v{idx}", after)
-            member = self._rule(f"{name}_p{idx}", f"{self._literal(before + key + between)} {value} {_quoted(end)}")
-            parts.append(member if key in required else f"{member}?")
-        return " ".join(parts)
-
-    def _member(self, schema: Mapping[str, Any], about: Any, name: str, after: str) -> str:
-        if is_text(types_of(about, schema)):
-            return self._texts(list(leaves(about, schema)), name, after)
-        return f"{_json(_with_definitions(about, schema))} {self._literal(after)}"
-
-    def _texts(self, options: Sequence[Mapping[str, Any]], name: str, after: str) -> str:
-        """A value that is a text or a word, and the mark after it."""
-        if any(leaf.get("type") == "string" and not patterns(leaf) for leaf in options):
-            return self._up_to(name, after)  # which includes the words
-        found = []
-        for idx, leaf in enumerate(options):
-            if leaf.get("type") == "string":
-                found.append(self._held_text(leaf, f"{name}_{idx}", after))
-            else:
-                words = leaf["enum"] if "enum" in leaf else WORDS[leaf["type"]]
-                shown = (word if isinstance(word, str) else json.dumps(word) for word in words)
-                found.append(f"({' | '.join(map(_quoted, shown))}) {self._literal(after)}")
-        return self._rule(f"{name}_text", " | ".join(found))
-
-    def _held_text(self, leaf: Mapping[str, Any], name: str, after: str) -> str:
-        """A string with a pattern, up to the first mark after it."""
-        if self._is_special(after):
-            whole = " & ".join(f"/{_delimited(pattern)}/" for pattern in patterns(leaf))
-            return f"{self._rule(name.upper(), whole)} {self._literal(after)}"
-        mark = _pattern(after)
-        parts = [f"/({_delimited(pattern)}){mark}/" for pattern in patterns(leaf)]
-        return self._rule(name.upper(), " & ".join([*parts, f"~/(.|\\n)*{mark}(.|\\n)+/"]))
-
-    # ---- FunctionGemma's values
-
-    def _gemma(self, schema: Mapping[str, Any], name: str) -> str:
-        return self._gemma_object(schema, schema, name, 0)
-
-    def _gemma_object(self, about: Mapping[str, Any], root: Mapping[str, Any], name: str, depth: int) -> str:
-        """Members by their names, as the chat template sorts them, with commas between those that are there."""
-        properties = about.get("properties") or {}
-        if not properties and about.get("additionalProperties", True) is not False:
-            return self._gemma_any() and "any_object"
-        first, later = '""', '""'  # of the members that are left: if none was written, and if one was
-        required = about.get("required") or ()
-        for idx, key in reversed(list(enumerate(sorted(properties, key=str.lower)))):
-            value = self._gemma_value(properties[key], root, f"{name}_{idx}", depth + 1)
-            member = self._rule(f"{name}_m{idx}", f"{_quoted(key + ':')} {value}")
-            skipped = ("", "") if key in required else (f" | {first}", f" | {later}")
-            first = self._rule(f"{name}_f{idx}", f"{member} {later}{skipped[0]}")
-            later = self._rule(f"{name}_l{idx}", f'"," {member} {later}{skipped[1]}')
-        return f'"{{" {first} "}}"'
-
-    def _gemma_value(self, about: Any, root: Mapping[str, Any], name: str, depth: int) -> str:
-        if depth > MAX_DEPTH:
-            return self._gemma_any()
-        options = enumerate(leaves(about, root))
-        return self._rule(name, " | ".join(self._gemma_leaf(leaf, root, f"{name}_{i}", depth) for i, leaf in options))
-
-    def _gemma_leaf(self, leaf: Mapping[str, Any], root: Mapping[str, Any], name: str, depth: int) -> str:
-        mark = self._literal(ESCAPE)
-        if "enum" in leaf:
-            texts = [f"{mark} {_quoted(value)} {mark}" for value in leaf["enum"] if isinstance(value, str)]
-            words = [_quoted(json.dumps(value)) for value in leaf["enum"] if not isinstance(value, str)]
-            return f"({' | '.join(texts + words)})"
-        match leaf.get("type"):
-            case "string":
-                return f"{mark} {self._texts([leaf], f'{name}_s', ESCAPE)}"
-            case "integer" | "number" | "boolean" | "null":
-                return _json(leaf)
-            case "object":
-                return self._gemma_object(leaf, root, f"{name}_o", depth)
-            case "array" if "prefixItems" not in leaf:
-                item = self._gemma_value(leaf.get("items", {}), root, f"{name}_i", depth + 1)
-                return _listed(item, leaf.get("minItems", 0), leaf.get("maxItems"))
-        return self._gemma_any()
-
-    def _gemma_any(self) -> str:
-        mark, key = self._literal(ESCAPE), self._rule("KEY", _KEY)
-        member = f'{key} ":" any_value'
-        self._rule("any_object", f'"{{" ({member} ("," {member})*)? "}}"')
-        text = f"{mark} {self._up_to('any_text', ESCAPE)}"
-        word = _json({"type": ["number", "boolean", "null"]})
-        return self._rule("any_value", f"{text} | {word} | {_listed('any_value', 0, None)} | any_object")
-
-
-_ARGUMENTS: Mapping[str, Callable[[_Rules, Mapping[str, Any], str], str]] = {
-    "qwen_xml": _Rules._qwen_xml,
-    "glm_xml": _Rules._glm_xml,
-    "minimax_xml": _Rules._minimax_xml,
-    "gemma": _Rules._gemma,
-}
-
-
-def _listed(item: str, least: int, most: int | None) -> str:
-    """Items of a list in brackets."""
-    if most == 0:
-        return '"[]"'
-    items = f'{item} ("," {item}){{{max(least - 1, 0)},{"" if most is None else most - 1}}}'
-    return f'"[" {items} "]"' if least else f'"[" ({items})? "]"'
-
-
-def _with_definitions(about: Any, root: Mapping[str, Any]) -> dict[str, Any]:
-    """A part of a schema by itself."""
-    whole = dict(about) if isinstance(about, Mapping) else {}
-    return whole | {key: root[key] for key in ("$defs", "definitions") if key in root}
-
-
-def _delimited(pattern: str) -> str:
-    """A regular expression between slashes."""
-    return re.sub(r"(\\.)|/", lambda found: found[1] or "\\/", pattern, flags=re.DOTALL)
-
-
-def _json(schema: Mapping[str, Any]) -> str:
-    return "%json " + json.dumps({**schema, "x-guidance": {"whitespace_pattern": WHITESPACE}})
-
-
-def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
-
-
-def _pattern(text: str) -> str:
-    """A regular expression for exactly this text."""
-    return "".join(char if char.isalnum() else f"\\x{{{ord(char):x}}}" for char in text)

@@ -6,21 +6,20 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lmkit.text.dialects.table import Dialect
+from lmkit.text.dialects.dialect import Dialect
 
 Message = Mapping[str, Any]
 
 
-def with_texts(messages: Sequence[Message], tools: Sequence[Message], dialect: Dialect) -> list[dict[str, Any]]:
-    """The conversation in the roles that every template has.
+def with_texts(messages: Sequence[Message], dialect: Dialect, *, results: bool = True) -> list[dict[str, Any]]:
+    """The conversation in the roles that every template has: calls stand in the assistant's texts.
 
-    The tools stand in the system's message, calls in the assistant's texts, and their results in the user's messages.
+    With `results` those of the tools stand in the user's messages; if not, the template has a place for them.
     """
-    told = _described(tools, dialect) if tools else ""
     texts: list[dict[str, Any]] = []
     for message in messages:
         content = message.get("content") or ""
-        if message["role"] == "tool":
+        if message["role"] == "tool" and results:
             content = _joined("<tool_response>\n", content, "\n</tool_response>")
             if texts and texts[-1].get("is_result"):
                 texts[-1]["content"] = _joined(texts[-1]["content"], "\n", content)
@@ -28,11 +27,15 @@ def with_texts(messages: Sequence[Message], tools: Sequence[Message], dialect: D
                 texts.append({"role": "user", "content": content, "is_result": True})
             continue
         if calls := message.get("tool_calls"):
-            written = dialect.between.join(_written(call["function"], dialect) for call in calls)
-            content = "\n".join(filter(None, [content, f"{dialect.opening}{written}{dialect.closing}"]))
-        texts.append({"role": message["role"], "content": content})
-    plain = [{"role": text["role"], "content": text["content"]} for text in texts]
-    return with_told(plain, told) if told else plain
+            content = "\n".join(filter(None, [content, dialect.text(list(map(_named, calls)))]))
+        texts.append({name: value for name, value in message.items() if name != "tool_calls"} | {"content": content})
+    return [{name: value for name, value in text.items() if name != "is_result"} for text in texts]
+
+
+def _named(call: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+    """Name and arguments of a call. Arguments that are no object are a text that a model wrote."""
+    arguments = call["function"]["arguments"]
+    return call["function"]["name"], arguments if isinstance(arguments, Mapping) else {"arguments": arguments}
 
 
 def _joined(*contents: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
@@ -54,16 +57,10 @@ def with_told(messages: Sequence[Message], told: str) -> list[dict[str, Any]]:
     return [{"role": "system", "content": told}, first, *others]
 
 
-def _written(function: Mapping[str, Any], dialect: Dialect) -> str:
-    before, between, after = dialect.written
-    arguments = function["arguments"]
-    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    return f"{before}{function['name']}{between}{text}{after}"
-
-
-def _described(tools: Sequence[Message], dialect: Dialect) -> str:
+def described(tools: Sequence[Message], dialect: Dialect) -> str:
+    """A text that tells the model of tools, and how it calls them."""
     lines = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
-    form = "".join((dialect.written[0], "NAME", dialect.written[1], "{...}", dialect.written[2]))
+    form = dialect.text([("NAME", {"PARAMETER": "VALUE"})])
     return (
         f"You may call these functions:\n<tools>\n{lines}\n</tools>\nTo call one, write its name and arguments:\n{form}"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from collections.abc import Iterator, Mapping
@@ -46,7 +47,7 @@ def types_of(about: Any, root: Schema) -> tuple[str, ...]:
     types: dict[str, None] = {}
     for leaf in leaves(about, root):
         if "enum" in leaf:
-            types |= dict.fromkeys(map(_type, leaf["enum"]))
+            types |= dict.fromkeys(map(type_of, leaf["enum"]))
         elif "type" in leaf:
             types[leaf["type"]] = None
         else:
@@ -102,7 +103,8 @@ def _referred(name: str, root: Schema) -> Any:
     return root if name == "#" else found
 
 
-def _type(value: Any) -> str:
+def type_of(value: Any) -> str:
+    """The JSON type of a value."""
     kinds = ((str, "string"), (bool, "boolean"), (int, "integer"), (float, "number"), (list, "array"), (dict, "object"))
     return next((name for kind, name in kinds if isinstance(value, kind)), "null")
 
@@ -123,7 +125,17 @@ def value_of(text: str, types: tuple[str, ...]) -> str:
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
-        value = text
+        return json.dumps(_python(text) if types and "string" not in types else text, ensure_ascii=False)
     if isinstance(value, str) and not text.strip().startswith('"'):
         return json.dumps(text, ensure_ascii=False)
     return text.strip()
+
+
+def _python(text: str) -> Any:
+    """The value of a text as Python writes it, as some chat templates show values: True, None, {'a': [1]}."""
+    try:
+        value = ast.literal_eval(text.strip())
+        json.dumps(value, allow_nan=False)
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+        return text
+    return value

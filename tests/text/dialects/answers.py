@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
+import functools
 from typing import Any
 
 import tokenizers
 
 from lmkit.text import Tokenizer
-from lmkit.text.dialects import THOUGHTS, Dialect, Thought
+from lmkit.text.dialects import DIALECTS, THOUGHTS, Dialect, Thought
 from lmkit.text.dialects.grammar import Called
-from lmkit.text.dialects.table import NUMBER
 from tests.serve.fake_engine import DEMO
 
 DEMO_TOKENIZER = Tokenizer.from_pretrained(DEMO)
@@ -26,7 +25,7 @@ CALLS: list[tuple[str, dict[str, Any]]] = [("f", {"a": 3, "s": 'x "}'}), ("g", {
 
 
 def thought_for(dialect: Dialect) -> Thought:
-    return THOUGHTS[dialect.name if dialect.name in ("cohere", "harmony") else "think"]
+    return THOUGHTS.get(dialect.name, THOUGHTS["think"])
 
 
 def thinking(dialect: Dialect, text: str) -> str:
@@ -41,42 +40,27 @@ def content(dialect: Dialect, text: str) -> str:
 
 
 def written(dialect: Dialect, calls: list[tuple[str, dict[str, Any]]]) -> str:
-    texts = [
-        dialect.written[0] + name + dialect.written[1] + _arguments(dialect, arguments) + dialect.written[2]
-        for name, arguments in calls
-    ]
-    return (dialect.opening + dialect.between.join(texts) + dialect.closing).replace(NUMBER, "0")
-
-
-def _arguments(dialect: Dialect, arguments: dict[str, Any]) -> str:
-    match dialect.syntax:
-        case "qwen_xml":
-            return "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in arguments.items())
-        case "glm_xml":
-            form = "<arg_key>{}</arg_key>\n<arg_value>{}</arg_value>\n"
-            return "".join(form.format(key, value) for key, value in arguments.items())
-        case "minimax_xml":
-            return "".join(f'<parameter name="{key}">{value}</parameter>\n' for key, value in arguments.items())
-        case "gemma":
-            return _gemma(arguments)
-    return json.dumps(arguments)
-
-
-def _gemma(value: Any) -> str:
-    match value:
-        case str():
-            return f"<escape>{value}<escape>"
-        case list():
-            return "[" + ",".join(map(_gemma, value)) + "]"
-        case dict():
-            return "{" + ",".join(f"{key}:{_gemma(item)}" for key, item in sorted(value.items())) + "}"
-    return json.dumps(value)
+    return dialect.text(calls)
 
 
 def with_marks(dialect: Dialect, *, special: bool = True) -> Tokenizer:
-    """The demo's tokenizer with a token for each mark of the dialect."""
-    backend = tokenizers.Tokenizer.from_str(DEMO_TOKENIZER.backend.to_str())
+    """The demo's tokenizer with a token for each mark of the dialect, and of all others that do not stand in its texts.
+
+    Most dialects share one tokenizer, because each is compiled.
+    """
+    own, text = _marks(dialect), thinking(dialect, "") + written(dialect, CALLS)
+    every = dict.fromkeys(mark for other in DIALECTS.values() for mark in _marks(other))
+    strange = [mark for mark in every if mark in text and mark not in own]
+    return _tokenizer(tuple(mark for mark in every if mark not in strange), special)
+
+
+def _marks(dialect: Dialect) -> list[str]:
     thought = thought_for(dialect)
-    marks = dict.fromkeys([*dialect.specials, thought.begin, thought.end, *thought.around])
+    return [*dialect.specials, *(thought.specials or (thought.begin, thought.end, *thought.around))]
+
+
+@functools.cache
+def _tokenizer(marks: tuple[str, ...], special: bool) -> Tokenizer:
+    backend = tokenizers.Tokenizer.from_str(DEMO_TOKENIZER.backend.to_str())
     backend.add_tokens([tokenizers.AddedToken(mark, special=special, normalized=False) for mark in marks])
     return Tokenizer(backend, eos_token_ids=DEMO_TOKENIZER.eos_token_ids)

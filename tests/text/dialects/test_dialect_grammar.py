@@ -73,7 +73,7 @@ def test_a_call_that_begins_holds(case: Case) -> None:
     assert case.allows(form, case.one)
     for wrong in (case.bad, case.unknown):
         assert not case.allows(form, wrong)
-    if not case.dialect.only_first and case.dialect.name != "harmony":
+    if not case.dialect.starts and case.dialect.name != "harmony":
         assert case.allows(form, "hello\n" + case.one)
         assert not case.allows(form, "hello\n" + case.bad)
 
@@ -108,7 +108,7 @@ def test_a_budget_ends_the_reasoning(case: Case, marks: str) -> None:
 def test_cohere_may_write_its_marks_around_an_answer(marks: str) -> None:
     dialect = DIALECTS["cohere"]
     case = Case(dialect, DEMO_TOKENIZER if marks == "text" else with_marks(dialect, special=marks == "special"))
-    begin, end = thought_for(dialect).around
+    (begin, _), (end, _) = thought_for(dialect).before, thought_for(dialect).after
     for form, text in (
         (Form(TOOLS, dialect, thought=thought_for(dialect)), "hello"),
         (Form(thought=thought_for(dialect), content=json_schema(SCHEMA)), '{"a": 3}'),

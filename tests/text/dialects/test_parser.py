@@ -30,7 +30,7 @@ def calls_of(events: list[Event]) -> list[tuple[str, object]]:
 @pytest.mark.parametrize("dialect", EVERY, ids=ids)
 def test_reasoning_text_and_calls(dialect: Dialect) -> None:
     calls = CALLS if dialect.parallel else CALLS[:1]
-    before = "" if dialect.only_first or dialect.name == "harmony" else "I look.\n"
+    before = "" if dialect.starts or dialect.name == "harmony" else "I look.\n"
     events = parsed(dialect, [thinking(dialect, "So.\nYes.") + before + written(dialect, calls)])
     assert events[0] == Event("reasoning", "So.\nYes.")
     assert [event.text for event in events if event.kind == "content"] == ([before.strip()] if before else [])
@@ -144,7 +144,7 @@ def _work(dialect: Dialect, unit: str, size: int) -> int:
     ("template", "name", "thought"),
     [
         ("<tool_call>\n{'name'", "hermes", None),
-        ("<tool_call><function=x> </think>", "qwen3_coder", "think"),
+        ("<tool_call><function=x><parameter=y> </think>", "qwen3_coder", "think"),
         ("<tool_call>{}<arg_key></think>", "glm45", "think"),
         ("[TOOL_CALLS]", "mistral_list", None),
         ("[TOOL_CALLS][ARGS] [/THINK]", "mistral", "mistral"),

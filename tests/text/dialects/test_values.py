@@ -13,7 +13,11 @@ from lmkit.text.dialects.schemas import patterns, types_of
 from tests.text.dialects.answers import DEMO_TOKENIZER, thinking, thought_for, with_marks, written
 from tests.text.dialects.test_dialect_grammar import Case
 
-AS_TEXT = [DIALECTS[name] for name in ("qwen3_coder", "glm45", "minimax_m2", "functiongemma")]
+NESTING = [DIALECTS[name] for name in ("functiongemma", "lfm2")]
+AS_TEXT = [
+    *(DIALECTS[name] for name in ("qwen3_coder", "glm45", "deepseek_v32", "minimax_m3")),
+    *NESTING,
+]
 OPTIONAL = {"anyOf": [{"type": "string"}, {"type": "null"}]}
 Fits = list[tuple[dict[str, Any], list[Any], list[Any]]]
 STRINGS: Fits = [  # a schema, values that fit it, and others
@@ -94,7 +98,7 @@ NESTED: Fits = [
     ({"type": "array", "items": {"$ref": "#/$defs/tree"}}, [[], [[], [[]]]], []),
     (
         {"type": "object", "properties": {"b": {"type": "boolean"}, "a": {"type": "string"}}},
-        [{}, {"a": "x}", "b": True}],
+        [{}, {"b": True, "a": "x}"}],
         [{"a": 1}, {"c": "x"}],
     ),
     ({}, [{"k": [1, {"l": "m,n"}], "o": None}, "x", 1.5], []),
@@ -102,18 +106,74 @@ NESTED: Fits = [
 ]  # fmt: skip
 
 
-def test_gemma_nests_values() -> None:
-    dialect = DIALECTS["functiongemma"]
+@pytest.mark.parametrize("nesting", NESTING, ids=[dialect.name for dialect in NESTING])
+def test_a_notation_nests_values(nesting: Dialect) -> None:
     for marks in ("text", "special"):
-        case = case_of(dialect, marks)
+        case = case_of(nesting, marks)
         for about, good, bad in NESTED:
+            form, schema = form_of(nesting, about)
+            for value in good:
+                text = written(nesting, [("f", {"v": value})])
+                assert case.allows(form, text), (about, value)
+                assert arguments_of(nesting, text, schema) == {"v": value}
+            for value in bad:
+                assert not case.allows(form, written(nesting, [("f", {"v": value})])), (about, value)
+
+
+def test_tags_nest_values_that_the_schema_tells() -> None:
+    dialect = DIALECTS["minimax_m3"]
+    tree = {
+        "type": "object",
+        "properties": {"k": {"type": "array", "items": {"type": "string"}}, "b": {"type": "null"}},
+    }
+    rows: Fits = [
+        ({"type": "array", "items": {"type": "integer"}, "minItems": 1}, [[1], [1, 2]], [[], ["x"]]),
+        (tree, [{}, {"k": []}, {"k": ["<x>", "]"]}], [{"c": 1}]),
+        ({"type": "array", "items": tree}, [[], [{"k": ["1"]}, {}]], []),
+    ]
+    free: Fits = [({"type": "object"}, [{"k": [1, {"l": 2}], "item": 1.5}, {}], [])]  # held if the mark is a token
+    for marks, given in (("text", rows), ("special", rows + free)):
+        for about, good, bad in given:
             form, schema = form_of(dialect, about)
             for value in good:
                 text = written(dialect, [("f", {"v": value})])
-                assert case.allows(form, text), (about, value)
+                assert case_of(dialect, marks).allows(form, text), (about, value)
                 assert arguments_of(dialect, text, schema) == {"v": value}
             for value in bad:
-                assert not case.allows(form, written(dialect, [("f", {"v": value})])), (about, value)
+                assert not case_of(dialect, marks).allows(form, written(dialect, [("f", {"v": value})])), value
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments"),
+    [
+        ("(a='it\\'s', b=\"x\\n\\u00e9\\x41\\\\\")", {"a": "it's", "b": "x\né" + "A\\"}),
+        ("(a='it's \"so\"', b=True)", {"a": 'it\'s "so"', "b": True}),  # as a template writes that escapes nothing
+        ("(a={'k': [1, None, -2.5e3]}, b={\"l\": false, \"m\": null}, c=[])",
+         {"a": {"k": [1, None, -2500.0]}, "b": {"l": False, "m": None}, "c": []}),
+        ("( a = 1 ,\n b = 'x' )", {"a": 1, "b": "x"}),
+        ("(a='\\U0001F600', b='\\ud83d\\ude00', c='\\d')", {"a": "😀", "b": "😀", "c": "\\d"}),
+        ("()", {}),
+    ],
+)  # fmt: skip
+def test_arguments_of_python(text: str, arguments: dict[str, Any]) -> None:
+    whole = f"<|tool_call_start|>[f{text}]<|tool_call_end|>"
+    for pieces in ([whole], list(whole)):
+        parser = Parser(DIALECTS["lfm2"], None)
+        events = collected([*(event for piece in pieces for event in parser.feed(piece)), *parser.end()])
+        assert [event.kind for event in events] == ["call", "arguments"], events
+        assert json.loads(events[1].text) == arguments
+
+
+def test_words_of_python_have_the_types_of_the_schema() -> None:
+    """Qwen3-Coder's template shows earlier arguments so, and models write what they see."""
+    types = ("boolean", "object", "null", "string")
+    schema = {"type": "object", "properties": {kind: {"type": kind} for kind in types}}
+    text = written(
+        DIALECTS["qwen3_coder"],
+        [("f", {"boolean": "True", "object": "{'a': [None, 'x']}", "null": "None", "string": "None"})],
+    )
+    found = arguments_of(DIALECTS["qwen3_coder"], text, schema)
+    assert found == {"boolean": True, "object": {"a": [None, "x"]}, "null": None, "string": "None"}
 
 
 @pytest.mark.parametrize("broken", ["{a}", "{a:1]", "{a:,}", "{:1}", "{a:1 {", "[1"])
