@@ -1,4 +1,5 @@
-"""AutoRound: SignRound, its preset `light`, and SignRound after AWQ; exported in the AWQ format."""
+"""AutoRound: SignRound, its preset `light`, and SignRound after AWQ, in the AWQ format; NVFP4 and MXFP4 weights in
+that of compressed-tensors."""
 
 from __future__ import annotations
 
@@ -19,19 +20,22 @@ RECIPES: dict[str, tuple[str, int, float | None]] = {
     "signround": ("signround", 200, None),
     "awq+signround": ("awq,signround", 200, None),
 }
+FLOAT4 = {"nvfp4": "NVFP4", "mxfp4": "MXFP4"}  # its schemes, which would round inputs, too
 BATCH = 8
 
 
 def quantize(job: Job) -> tuple[str, str]:
     torch.set_num_threads(job.threads)
-    algorithms, iterations, rate = RECIPES[job.recipe]
+    recipe, _, float4 = job.recipe.partition("_")
+    algorithms, iterations, rate = RECIPES[recipe]
+    integers = {"scheme": "W4A16", "sym": False, "group_size": job.group_size}
+    scheme = {"scheme": FLOAT4[float4], "act_bits": 16} if float4 else integers
+    form = "llm_compressor" if float4 else "auto_awq"
     rows = torch.tensor(job.load_rows())
     rounder = AutoRound(
         load_float32(Path(job.model)),
         tokenizer=transformers.AutoTokenizer.from_pretrained(job.model),
-        scheme="W4A16",
-        sym=False,
-        group_size=job.group_size,
+        **scheme,
         alg_configs=algorithms,
         dataset=[{"input_ids": part, "attention_mask": torch.ones_like(part)} for part in rows.split(BATCH)],
         nsamples=len(rows),
@@ -42,14 +46,14 @@ def quantize(job: Job) -> tuple[str, str]:
         amp=False,  # float32, the better for its quality
         device_map="cpu",
     )
-    rounder.quantize_and_save(str(job.checkpoint), format="auto_awq")
+    rounder.quantize_and_save(str(job.checkpoint), format=form)
     saved = next(job.checkpoint.rglob("config.json")).parent  # newer versions save into a subfolder
     if saved != job.checkpoint:
         for file in saved.iterdir():
             file.rename(job.checkpoint / file.name)
         saved.rmdir()
-    what = f"W4 asymmetric g{job.group_size}, {iterations} iterations, batches of {BATCH}, auto_awq"
-    return metadata.version("auto-round"), what
+    what = f"{FLOAT4[float4]}A16" if float4 else f"W4 asymmetric g{job.group_size}"
+    return metadata.version("auto-round"), f"{what}, {iterations} iterations, batches of {BATCH}, {form}"
 
 
 if __name__ == "__main__":

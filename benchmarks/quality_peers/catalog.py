@@ -19,12 +19,13 @@ class Tool:
 LMKIT_RECIPES = ("rtn", "awq", "gptq", "awq_gptq", "default", "refined", "mixed_3.0", "mixed_2.5",
                  "rtn_nvfp4", "nvfp4", "rtn_mxfp4", "mxfp4")  # fmt: skip
 COMPRESSOR_RECIPES = ("awq", "gptq", "rtn_nvfp4", "gptq_nvfp4", "rtn_mxfp4", "gptq_mxfp4")
+ROUND_RECIPES = ("light", "signround", "awq+signround", "light_nvfp4", "light_mxfp4")
 TOOLS = {
     tool.name: tool
     for tool in (
         Tool("lmkit", "lmkit_tool", ("lmkit", "msgspec", "numba"), LMKIT_RECIPES, "."),
         Tool("llm-compressor", "llm_compressor", ("llmcompressor",), COMPRESSOR_RECIPES, "llmcompressor"),
-        Tool("auto-round", "auto_round", ("auto_round",), ("light", "signround", "awq+signround"), "auto-round"),
+        Tool("auto-round", "auto_round", ("auto_round",), ROUND_RECIPES, "auto-round"),
         Tool("gptqmodel", "gptqmodel", ("gptqmodel",), ("gptq", "awq"), "gptqmodel"),
         Tool(
             "llama.cpp",
